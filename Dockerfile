@@ -1,0 +1,47 @@
+# The image of the driver: one static binary and the programs it runs.
+#
+#   make image            or            docker build --build-arg VERSION=v1.2.3 -t ashlar .
+#
+# The builder runs on the machine that builds and cross-compiles for the platform that is asked for.
+FROM --platform=$BUILDPLATFORM docker.io/library/golang:1.26-bookworm AS build
+WORKDIR /src
+
+# The modules are a layer of their own: it is kept while go.mod and go.sum stay as they are.
+COPY go.mod go.sum ./
+RUN --mount=type=cache,target=/go/pkg/mod go mod download
+
+COPY . .
+ARG TARGETOS
+ARG TARGETARCH
+ARG VERSION=dev
+RUN --mount=type=cache,target=/go/pkg/mod \
+    --mount=type=cache,target=/root/.cache/go-build \
+    CGO_ENABLED=0 GOOS=$TARGETOS GOARCH=$TARGETARCH \
+    go build -trimpath -ldflags "-s -w -X main.version=$VERSION" -o /driver ./cmd/driver
+
+FROM docker.io/library/debian:bookworm-slim
+
+# e2fsprogs    mkfs.ext4; e2fsck before a mount and before growth; resize2fs
+# xfsprogs     mkfs.xfs; for people: xfs_repair on a damaged volume
+# btrfs-progs  mkfs.btrfs; btrfstune, which gives a copy an identity of its own; for people: btrfs check
+#
+# The rest is system calls: loop devices, mounts, freezing, and the growth of XFS and btrfs. The kernel
+# loads what modules it needs with the host's modprobe, not with one from here.
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends e2fsprogs xfsprogs btrfs-progs \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/apt/* /var/log/*.log \
+        /usr/share/locale/* /usr/share/man/* /usr/share/info/* \
+    && find /usr/share/doc -type f ! -name copyright -delete
+
+COPY LICENSE /LICENSE
+COPY --from=build /driver /driver
+
+ARG VERSION=dev
+LABEL org.opencontainers.image.title="Ashlar" \
+      org.opencontainers.image.description="CSI driver that cuts block volumes out of the disks a node already has" \
+      org.opencontainers.image.url="https://github.com/ashlar-csi/ashlar" \
+      org.opencontainers.image.source="https://github.com/ashlar-csi/ashlar" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="$VERSION"
+
+ENTRYPOINT ["/driver"]

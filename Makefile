@@ -1,0 +1,88 @@
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo dev)
+IMAGE ?= ashlar:$(VERSION)
+FUZZTIME ?= 20s
+
+.PHONY: help
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: build
+build: ## Build bin/driver, static
+	CGO_ENABLED=0 go build -trimpath -ldflags "-s -w -X main.version=$(VERSION)" -o bin/driver ./cmd/driver
+
+.PHONY: demo
+demo: tools build ## Take a volume through its whole life on this machine (root)
+	bin/driver demo
+
+# With SKIP_ROOT_TESTS=1 a test that needs root skips itself; without it, it fails.
+.PHONY: test
+test: ## Vet, then run every test on real devices, with the race detector (root)
+ifneq ($(SKIP_ROOT_TESTS),1)
+	@if [ "$$(id -u)" -ne 0 ]; then \
+		echo "make test attaches and mounts devices, so it needs root."; \
+		echo "To run only what does not: SKIP_ROOT_TESTS=1 make test (or make test-unit)"; \
+		exit 1; \
+	fi
+	@hack/install-tools.sh
+endif
+	go vet ./...
+	go test -race -count=1 -timeout 20m ./...
+
+.PHONY: test-unit
+test-unit: ## Run the tests that need no root
+	SKIP_ROOT_TESTS=1 go test ./...
+
+.PHONY: sanity
+sanity: tools ## Run the CSI sanity suite on real devices (root)
+	go test ./tests/sanity/ -count=1 -v
+
+# go test takes one fuzz target at a time, so each is found by name first.
+.PHONY: fuzz
+fuzz: ## Run each fuzz target for FUZZTIME (20s)
+	@export SKIP_ROOT_TESTS=1; \
+	list=$$(go test -list '^Fuzz' ./...) || { echo "$$list"; exit 1; }; \
+	targets=$$(awk '/^Fuzz/ { names[n++] = $$1 } /^ok/ { while (n) print $$2 ":" names[--n] }' <<<"$$list"); \
+	[ -n "$$targets" ] || echo "no fuzz targets"; \
+	for target in $$targets; do \
+		echo "fuzzing $${target##*:} in $${target%:*} for $(FUZZTIME)"; \
+		go test -run '^$$' -fuzz "^$${target##*:}\$$" -fuzztime $(FUZZTIME) "$${target%:*}"; \
+	done
+
+.PHONY: bench
+bench: ## Measure the driver against the bare device (root)
+	@hack/install-tools.sh bench
+	go run ./tests/bench
+
+.PHONY: lint
+lint: ## Check style, layering (.golangci.yml) and go.mod
+	@hack/install-tools.sh lint
+	@unformatted=$$(gofmt -l .); [ -z "$$unformatted" ] || { echo "not formatted (make fmt):"; echo "$$unformatted"; exit 1; }
+	go mod tidy -diff
+	bin/golangci-lint run
+
+.PHONY: fmt
+fmt: ## Format the Go code
+	@hack/install-tools.sh lint
+	bin/golangci-lint fmt
+
+.PHONY: image
+image: ## Build the container image IMAGE with docker or buildah
+	@for tool in docker buildah; do \
+		if "$$tool" info >/dev/null 2>&1; then \
+			echo "building $(IMAGE) with $$tool"; \
+			exec "$$tool" build --build-arg VERSION=$(VERSION) -t $(IMAGE) .; \
+		fi; \
+	done; \
+	echo "make image needs docker (and its daemon) or buildah, and neither is here" >&2; exit 1
+
+.PHONY: tools
+tools: # What the tests call and this machine lacks
+	@hack/install-tools.sh
+
+.PHONY: clean
+clean: ## Remove what was built
+	rm -rf bin

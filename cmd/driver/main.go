@@ -1,0 +1,62 @@
+// Command driver is the Ashlar CSI driver.
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/signal"
+	"strings"
+	"syscall"
+)
+
+// version is set by the build.
+var version = "dev"
+
+const usage = `Ashlar cuts block volumes out of the disks a machine already has (a CSI driver).
+
+  driver [serve] [flags]   serve CSI on a unix socket
+  driver demo [flags]      take volumes through their whole lives, and show it
+  driver doctor [flags]    check whether this machine has what the driver needs
+  driver version           print the version
+
+Use "driver COMMAND --help" for the flags of a command.
+`
+
+// errQuiet ends the program with status 1 when everything was said already.
+var errQuiet = errors.New("")
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
+	defer stop()
+	if err := run(ctx, os.Args[1:]); err != nil {
+		if !errors.Is(err, errQuiet) {
+			fmt.Fprintln(os.Stderr, "driver:", err)
+		}
+		os.Exit(1)
+	}
+}
+
+func run(ctx context.Context, args []string) error {
+	command := "serve"
+	if len(args) > 0 && !strings.HasPrefix(args[0], "-") {
+		command, args = args[0], args[1:]
+	}
+	switch command {
+	case "serve":
+		return serve(ctx, args)
+	case "demo":
+		return demo(ctx, args)
+	case "doctor":
+		return doctor(ctx, args)
+	case "version":
+		fmt.Println(version)
+		return nil
+	case "help":
+		fmt.Print(usage)
+		return nil
+	}
+	fmt.Fprint(os.Stderr, usage)
+	return fmt.Errorf("unknown command %q", command)
+}

@@ -1,0 +1,187 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"log/slog"
+	"os"
+	"regexp"
+	"strings"
+
+	"k8s.io/klog/v2"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/controller"
+	"github.com/ashlar-csi/ashlar/pkg/identity"
+	"github.com/ashlar-csi/ashlar/pkg/mount"
+	"github.com/ashlar-csi/ashlar/pkg/node"
+	"github.com/ashlar-csi/ashlar/pkg/rpc"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// options are the flags of serve.
+type options struct {
+	endpoint   string
+	mode       string
+	nodeID     string
+	driverName string
+	pools      poolFlags
+	maxVolumes int64
+	logFormat  string
+	version    bool
+}
+
+const defaultPool = "default=file:///var/lib/ashlar"
+
+// poolFlags collects --pool NAME=URL.
+type poolFlags []poolFlag
+
+type poolFlag struct{ name, url string }
+
+func (p *poolFlags) String() string {
+	var all []string
+	for _, one := range *p {
+		all = append(all, one.name+"="+one.url)
+	}
+	return strings.Join(all, " ")
+}
+
+func (p *poolFlags) Set(text string) error {
+	name, url, ok := strings.Cut(text, "=")
+	if !ok {
+		return errors.New("write it as NAME=URL, for example " + defaultPool)
+	}
+	if !blockdev.ValidPoolName(name) {
+		return fmt.Errorf("pool name %q: use 1 to 24 of a-z, 0-9 and -, with no - at either end", name)
+	}
+	for _, one := range *p {
+		if one.name == name {
+			return fmt.Errorf("pool %s is given twice", name)
+		}
+	}
+	if _, err := blockdev.ParseLocation(url); err != nil {
+		return err
+	}
+	*p = append(*p, poolFlag{name, url})
+	return nil
+}
+
+// driverNamePattern: CSI specification, GetPluginInfoResponse.name.
+var driverNamePattern = regexp.MustCompile(`^[a-zA-Z0-9]([-.a-zA-Z0-9]{0,61}[a-zA-Z0-9])?$`)
+
+// parse reads the command line; errQuiet if there is nothing more to do.
+func (o *options) parse(args []string) error {
+	flags := flag.NewFlagSet("driver serve", flag.ContinueOnError)
+	host, _ := os.Hostname()
+	flags.StringVar(&o.endpoint, "endpoint", "unix:///csi/csi.sock", "unix socket to serve CSI on")
+	flags.StringVar(&o.mode, "mode", "all", "services to serve: all, controller or node (each with Identity), over the pools of this machine")
+	flags.StringVar(&o.nodeID, "node-id", host, "name of this node")
+	flags.StringVar(&o.driverName, "driver-name", "block.csi.ashlar.dev", "name of the CSI driver")
+	flags.Var(&o.pools, "pool", "pool of volumes, as NAME=URL; may be given more than once, the first is the default one.\nfile:///FOLDER?overprovision=1.0&reservePercent=5 keeps volumes as files (default "+defaultPool+")")
+	flags.Int64Var(&o.maxVolumes, "max-volumes", 0, "most volumes that may be published to this node; 0 is any number")
+	flags.StringVar(&o.logFormat, "logging-format", "text", "log format: text or json")
+	flags.BoolVar(&o.version, "version", false, "print the version and exit")
+	klogFlags := flag.NewFlagSet("klog", flag.ContinueOnError)
+	klog.InitFlags(klogFlags)
+	for _, name := range []string{"v", "vmodule"} {
+		f := klogFlags.Lookup(name)
+		flags.Var(f.Value, f.Name, f.Usage)
+	}
+	var said strings.Builder
+	flags.SetOutput(&said)
+	if err := flags.Parse(args); err != nil {
+		if errors.Is(err, flag.ErrHelp) {
+			fmt.Print(said.String())
+			return flag.ErrHelp
+		}
+		return err // the usage, which flag printed too, would bury it
+	}
+	switch {
+	case flags.NArg() > 0:
+		return fmt.Errorf("unexpected argument %q", flags.Arg(0))
+	case o.mode != "all" && o.mode != "controller" && o.mode != "node":
+		return fmt.Errorf("--mode=%s: all, controller and node are known", o.mode)
+	case o.nodeID == "" || len(o.nodeID) > 63:
+		return fmt.Errorf("--node-id=%s: give a name of 1 to 63 characters", o.nodeID)
+	case !driverNamePattern.MatchString(o.driverName):
+		return fmt.Errorf("--driver-name=%s: use up to 63 letters, digits, dots and dashes", o.driverName)
+	case o.maxVolumes < 0:
+		return fmt.Errorf("--max-volumes=%d: give 0 or more", o.maxVolumes)
+	case o.logFormat != "text" && o.logFormat != "json":
+		return fmt.Errorf("--logging-format=%s: text and json are known", o.logFormat)
+	}
+	if _, err := rpc.ParseEndpoint(o.endpoint); err != nil {
+		return err
+	}
+	if len(o.pools) == 0 {
+		return o.pools.Set(defaultPool)
+	}
+	return nil
+}
+
+func serve(ctx context.Context, args []string) error {
+	var o options
+	if err := o.parse(args); err != nil {
+		if errors.Is(err, flag.ErrHelp) {
+			return nil
+		}
+		return err
+	}
+	if o.version {
+		fmt.Println(version)
+		return nil
+	}
+	if o.logFormat == "json" {
+		// klog's -v 4 is slog's level -4.
+		klog.SetSlogLogger(slog.New(slog.NewJSONHandler(os.Stderr, &slog.HandlerOptions{Level: slog.Level(-10)})))
+	}
+	defer klog.Flush()
+	return start(ctx, o)
+}
+
+// start opens the pools, puts the services together and serves them until ctx ends.
+func start(ctx context.Context, o options) (err error) {
+	log := klog.FromContext(ctx)
+	mounts, err := mount.LoadTable()
+	if err != nil {
+		return err
+	}
+	var pools []blockdev.Pool
+	defer func() {
+		for _, pool := range pools {
+			err = errors.Join(err, pool.Close())
+		}
+	}()
+	for _, one := range o.pools {
+		pool, err := blockdev.Open(ctx, one.name, one.url)
+		if err != nil {
+			return err
+		}
+		pools = append(pools, pool)
+		for _, problem := range pool.PoolHealth(ctx) {
+			log.Info("Pool has a problem", "pool", one.name, "reason", problem.Reason, "message", problem.Message)
+		}
+	}
+	store, err := volume.NewLocal(ctx, o.nodeID, pools, mounts, o.maxVolumes)
+	if err != nil {
+		return err
+	}
+	services := rpc.Services{Identity: identity.New(o.driverName, version, store.Ready)}
+	if o.mode != "node" {
+		c := controller.New(store)
+		services.Controller, services.GroupController, services.SnapshotMetadata = c, c, c
+	}
+	if o.mode != "controller" {
+		services.Node = node.New(store, mounts, o.maxVolumes)
+	}
+	listener, err := rpc.Listen(o.endpoint)
+	if err != nil {
+		return err
+	}
+	log.Info("Serving", "driver", o.driverName, "version", version, "node", o.nodeID, "mode", o.mode, "endpoint", o.endpoint, "pools", o.pools.String())
+	err = rpc.Serve(ctx, listener, services)
+	log.Info("Stopped")
+	return err
+}

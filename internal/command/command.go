@@ -1,0 +1,72 @@
+// Package command is the one way in which the driver runs other programs.
+package command
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os/exec"
+	"strings"
+	"syscall"
+	"time"
+)
+
+// outputLimit bounds what is kept of each of a program's two outputs, in bytes.
+const outputLimit = 64 << 10
+
+// Error says which program failed, how, and what it printed.
+type Error struct {
+	Argv   []string
+	Code   int // exit status; -1 if it did not exit by itself
+	Output string
+	Err    error
+}
+
+func (e *Error) Error() string {
+	msg := fmt.Sprintf("%s: %v", strings.Join(e.Argv, " "), e.Err)
+	if e.Output != "" {
+		msg += ": " + e.Output
+	}
+	return msg
+}
+
+func (e *Error) Unwrap() error { return e.Err }
+
+// Run runs a program, without a shell, with an empty standard input and the C
+// locale, and returns its standard output and error, at most 64 KiB of each. The program and
+// all that it starts are killed when ctx ends, and when the driver dies. A failure
+// is an *Error; if ctx ended first, it wraps ctx.Err().
+func Run(ctx context.Context, argv ...string) (stdout, stderr string, err error) {
+	cmd := exec.CommandContext(ctx, argv[0], argv[1:]...)
+	cmd.Env = []string{"LC_ALL=C", "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
+	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }
+	cmd.WaitDelay = 5 * time.Second
+	var out, warnings limited
+	cmd.Stdout, cmd.Stderr = &out, &warnings
+	err = cmd.Run()
+	if err == nil {
+		return out.String(), warnings.String(), nil
+	}
+	failure := &Error{Argv: argv, Code: -1, Err: err}
+	var exit *exec.ExitError
+	if errors.As(err, &exit) {
+		failure.Code = exit.ExitCode()
+	}
+	if ctx.Err() != nil {
+		failure.Err = ctx.Err()
+	}
+	failure.Output = strings.Join(strings.Fields(warnings.String()+" "+out.String()), " ")
+	return out.String(), warnings.String(), failure
+}
+
+// limited keeps the first outputLimit bytes and swallows the rest.
+type limited struct{ bytes.Buffer }
+
+func (l *limited) Write(p []byte) (int, error) {
+	if room := outputLimit - l.Len(); room > 0 {
+		l.Buffer.Write(p[:min(room, len(p))])
+	}
+	return len(p), nil
+}

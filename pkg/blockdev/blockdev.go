@@ -1,0 +1,218 @@
+// Package blockdev cuts block devices out of what a machine already has: files
+// on a filesystem (loop devices) or logical volumes. It is a leaf: it knows bytes,
+// records and devices, and nothing of CSI, gRPC, Kubernetes, filesystems or mounts.
+package blockdev
+
+import (
+	"context"
+	"fmt"
+	"regexp"
+	"time"
+)
+
+// Granularity is what every size is a multiple of, in bytes.
+const Granularity = 4096
+
+// MaxSize is the largest volume that any pool makes, in bytes (16 TiB less one
+// block: the largest file of ext4, ext4(5)).
+const MaxSize = 16<<40 - Granularity
+
+// Kind tells volumes from snapshots.
+type Kind string
+
+// The kinds of object a pool keeps.
+const (
+	Volume   Kind = "vol"
+	Snapshot Kind = "snap"
+)
+
+// Ref names one object of a pool. Key is 32 lower-case hexadecimal digits (see
+// ValidKey); a pool refuses any other with ErrInvalid, so that no key can be a path.
+type Ref struct {
+	Kind Kind
+	Key  string
+}
+
+func (r Ref) String() string { return string(r.Kind) + "." + r.Key }
+
+var keyPattern = regexp.MustCompile(`^[0-9a-f]{32}$`)
+
+// ValidKey reports whether key fits the grammar of keys.
+func ValidKey(key string) bool { return keyPattern.MatchString(key) }
+
+func (r Ref) validate() error {
+	if (r.Kind != Volume && r.Kind != Snapshot) || !ValidKey(r.Key) {
+		return fmt.Errorf("%w: %q is not a volume or snapshot of a pool", ErrInvalid, r.String())
+	}
+	return nil
+}
+
+// Record is all that a pool keeps of one object beside its bytes. It is on disk,
+// durably, before the object takes any space, and it goes after the space is back.
+type Record struct {
+	Ref
+	// Name is what the caller calls the object; the key is derived from it.
+	Name string
+	// Size in bytes, a multiple of Granularity.
+	Size int64
+	// Thin: space is taken when written, not when made.
+	Thin bool
+	// Origin is what the bytes were copied from; the zero Ref if they began as zeros.
+	Origin Ref
+	// Created is when the object was made; of a snapshot, the moment of the cut.
+	Created time.Time
+	// Ready: the object is complete. Get, List and Create hand out nothing else.
+	Ready bool
+	// Labels belong to the layer above; the pool keeps them and never reads them.
+	Labels map[string]string
+}
+
+// Spec says what to create.
+type Spec struct {
+	Ref
+	Name   string
+	Size   int64 // bytes, a multiple of Granularity; at least the origin's
+	Thin   bool
+	Origin Ref // copy this object; the zero Ref for zeros
+	// Quiesced: the caller holds back all writes to the origin until Create returns
+	// (a frozen filesystem). Without it, a pool that has to copy an attached origin
+	// byte by byte proves afterwards that the origin did not change meanwhile.
+	Quiesced bool
+	Labels   map[string]string
+	// Prepare, if set, is called with the path of the finished bytes (a file or a
+	// device) before the object becomes ready. It must be repeatable.
+	Prepare func(ctx context.Context, path string) error
+}
+
+// Attachment says how to attach.
+type Attachment struct {
+	ReadOnly bool
+	// Keep: the device stays until Detach, whoever holds it. Without Keep the pool
+	// may take the device away once nothing has it open or mounted any more, so a
+	// crash leaves nothing behind; Device.Close is then the end of the caller's hold.
+	Keep bool
+	// Attributes are settings of the block queue, by their name under
+	// /sys/block/DEVICE/queue; they are written on each attach.
+	Attributes map[string]string
+}
+
+// Device is an attached object.
+type Device struct {
+	Path     string // /dev/...
+	Number   uint64 // device number, as in st_rdev (makedev(3))
+	Size     int64  // bytes
+	ReadOnly bool
+	hold     func() error
+}
+
+// Close gives up the caller's hold on the device. It detaches nothing that is
+// mounted, open elsewhere, or attached with Keep. Calling it again does nothing.
+func (d *Device) Close() error {
+	if d.hold == nil {
+		return nil
+	}
+	err := d.hold()
+	d.hold = nil
+	return err
+}
+
+// NewDevice is for implementations of Pool in other packages; hold may be nil.
+func NewDevice(path string, number uint64, size int64, readOnly bool, hold func() error) Device {
+	return Device{Path: path, Number: number, Size: size, ReadOnly: readOnly, hold: hold}
+}
+
+// Capacity of a pool, in bytes.
+type Capacity struct {
+	Total     int64 // what the pool may promise in all
+	Promised  int64 // the sizes of all volumes and snapshots
+	Available int64 // what may still be promised, now; never negative
+	MaxVolume int64 // the largest volume that could be made now
+	MinVolume int64
+}
+
+// Severity of a Problem; the words are those of the CSI specification (VolumeHealth).
+type Severity int
+
+// The severities, from bad to worst.
+const (
+	Degraded Severity = iota + 1
+	Inaccessible
+	DataLoss
+)
+
+// Problem is something wrong that an operator should hear of. Reason is one
+// CamelCase word for machines; Message says what is wrong and what to do.
+type Problem struct {
+	Severity Severity
+	Reason   string
+	Message  string
+}
+
+// Pool keeps volumes and snapshots on one piece of storage of this machine.
+//
+// Every call is idempotent: what is done already is done again at no cost, and to
+// remove what is not there is success. The caller serialises calls that name the
+// same Ref (as subject or as origin); calls for different Refs may come at once.
+// An error means that the call changed nothing that a retry or the next start of
+// the pool does not finish or undo. Errors wrap one of the sentinels of this package.
+// Calls honour their context, and leave no process or goroutine behind.
+type Pool interface {
+	// Name of the pool, as the operator gave it.
+	Name() string
+	// Create makes an object, or finds the one that is there: same name, origin and
+	// kind, else ErrExists (sizes and labels are the caller's to compare). New bytes
+	// read as zero. ErrNoSpace if the pool cannot back the size; ErrNotFound if the
+	// origin is gone; ErrOutOfRange for a size that can never be served.
+	// A copy that ran out of time goes on where it stopped if it can.
+	Create(ctx context.Context, spec Spec) (Record, error)
+	// Delete gives the space back, then forgets the object. ErrInUse while a device
+	// of it is attached.
+	Delete(ctx context.Context, ref Ref) error
+	// Get returns the record of a ready object. ErrDataLoss for a damaged record.
+	Get(ctx context.Context, ref Ref) (Record, error)
+	// List returns up to limit (0: all) ready records of a kind whose keys come after
+	// the given one, in the order of their keys.
+	List(ctx context.Context, kind Kind, after string, limit int) ([]Record, error)
+	// SetLabels changes the labels durably; change gets a copy to edit. If it returns
+	// an error, that error is returned and nothing changed.
+	SetLabels(ctx context.Context, ref Ref, change func(labels map[string]string) error) (Record, error)
+	// Expand grows the object and its attached devices to size; smaller or equal
+	// sizes change nothing.
+	Expand(ctx context.Context, ref Ref, size int64) (Record, error)
+
+	// Attach makes the object a device of this machine, or finds the one that is
+	// there with the same mode (read-only or not). ErrDataLoss if the bytes are gone or
+	// fewer than the record says.
+	Attach(ctx context.Context, ref Ref, how Attachment) (Device, error)
+	// Attached lists the devices of the object, from the kernel; no record is needed.
+	Attached(ctx context.Context, ref Ref) ([]Device, error)
+	// Detach takes all devices of the object away. No record is needed. ErrInUse if
+	// something still holds one; it then goes away with the last holder.
+	Detach(ctx context.Context, ref Ref) error
+
+	// Capacity is cheap: it may be called for every volume.
+	Capacity(ctx context.Context) (Capacity, error)
+	// Health of one object, by its bytes and record; empty means none known.
+	Health(ctx context.Context, ref Ref) ([]Problem, error)
+	// PoolHealth is what is wrong with the pool as a whole.
+	PoolHealth(ctx context.Context) []Problem
+	// Interrupted lists the origins of the copies that a crash cut short before this
+	// pool was opened, so that the caller can undo what it did to hold them still.
+	Interrupted() []Ref
+	// Orphans are attached devices of this pool that were attached with Keep. The
+	// caller knows which of them are still wanted.
+	Orphans(ctx context.Context) (map[Ref][]Device, error)
+	// Close releases the pool; attached devices stay.
+	Close() error
+}
+
+// Extent is a range of bytes of a volume or snapshot.
+type Extent struct{ Offset, Length int64 }
+
+// Differ is a Pool that can tell which ranges of its objects hold data, and in which
+// two of them differ. Ranges come in order, do not overlap, and end after from.
+type Differ interface {
+	Allocated(ctx context.Context, ref Ref, from int64, yield func(Extent) error) error
+	// Changed compares two objects of the same size or of which target is larger.
+	Changed(ctx context.Context, base, target Ref, from int64, yield func(Extent) error) error
+}

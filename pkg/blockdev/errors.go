@@ -1,0 +1,37 @@
+package blockdev
+
+import "errors"
+
+// The closed list of what can go wrong below the CSI services. Every error that
+// leaves a pool, a filesystem or a mount operation wraps exactly one of these
+// (errors.Is), or a context error, or is an unexpected failure of the system.
+// pkg/rpc holds the one table that turns them into gRPC codes.
+var (
+	// ErrInvalid: the request can never succeed as it stands.
+	ErrInvalid = errors.New("invalid argument")
+	// ErrNotFound: there is no such volume, snapshot, pool or node.
+	ErrNotFound = errors.New("not found")
+	// ErrExists: it is there already, but not as asked for.
+	ErrExists = errors.New("already exists and differs")
+	// ErrOutOfRange: the size asked for is one that can never be served.
+	ErrOutOfRange = errors.New("size out of range")
+	// ErrNoSpace: the pool cannot back what was asked for, now.
+	ErrNoSpace = errors.New("not enough space")
+	// ErrLimit: a count (volumes per node) is used up.
+	ErrLimit = errors.New("limit reached")
+	// ErrInUse: something still uses what was to be changed or removed.
+	ErrInUse = errors.New("in use")
+	// ErrPrecondition: a call that has to come first has not been made.
+	ErrPrecondition = errors.New("precondition not met")
+	// ErrBusy: another operation on the same thing is under way; retry later.
+	ErrBusy = errors.New("operation in progress")
+	// ErrBadToken: a page token that this driver did not give out.
+	ErrBadToken = errors.New("invalid page token")
+	// ErrDataLoss: bytes or a record that should be there are gone or damaged.
+	// Nothing is repaired, formatted or recreated behind the owner's back.
+	ErrDataLoss = errors.New("data lost or damaged")
+	// ErrUnavailable: the pool does not answer; what was asked may succeed later.
+	ErrUnavailable = errors.New("unavailable")
+	// ErrUnsupported: this pool, kernel or tool cannot do it.
+	ErrUnsupported = errors.New("not supported")
+)

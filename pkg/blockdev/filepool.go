@@ -1,0 +1,394 @@
+package blockdev
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"maps"
+	"os"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+	"k8s.io/klog/v2"
+)
+
+// filePool keeps each object as an image file with a record file beside it:
+//
+//	FOLDER/lock                flock(2) by the one process that may use the pool
+//	FOLDER/volumes/KEY.rec     the record (record.go)
+//	FOLDER/volumes/KEY.img     the bytes
+//	FOLDER/snapshots/KEY.rec, KEY.img
+//
+// A volume is attached as a loop device. The record goes through creating, ready and
+// deleting; an image whose record says creating or deleting belongs to nobody and is
+// removed when the pool is opened. An image without a record is never touched.
+//
+// What is in memory is a cache of the records and of the loop devices, filled when
+// the pool is opened and changed only after the disk.
+type filePool struct {
+	name     string
+	location Location
+	root     *os.Root
+	lock     *os.File
+	folders  map[Kind]*os.File // held to be synced
+	reflink  bool              // the filesystem can share blocks between files
+
+	mu          sync.Mutex
+	objects     map[Ref]*object
+	keys        map[Kind][]string // of objects, sorted
+	damaged     map[Ref]error     // records that cannot be read
+	strays      []string          // images without a record
+	loops       map[Ref][]int     // loop devices last seen over the object
+	interrupted []Ref
+
+	space space
+}
+
+// object is what is known of one record file.
+type object struct {
+	stored     *stored
+	generation uint64
+	copied     int64     // bytes of an unfinished copy that are in place
+	active     bool      // somebody is making it ready, or removing it as abandoned
+	touched    time.Time // of an unfinished copy: when it was last worked on
+	allocated  int64     // bytes of the filesystem that the image took when last measured
+}
+
+func (o *object) size() int64 { return max(o.stored.Size, o.stored.Growing) }
+
+var folderNames = map[Kind]string{Volume: "volumes", Snapshot: "snapshots"}
+
+func recordPath(ref Ref) string { return folderNames[ref.Kind] + "/" + ref.Key + ".rec" }
+func imagePath(ref Ref) string  { return folderNames[ref.Kind] + "/" + ref.Key + ".img" }
+
+// label of the loop devices over an object: with it, a device tells its volume
+// without any record.
+func (p *filePool) label(ref Ref) string {
+	return string(ref.Kind) + "." + p.name + "." + ref.Key
+}
+
+func openFilePool(ctx context.Context, name string, loc Location) (_ Pool, err error) {
+	p := &filePool{name: name, location: loc, folders: map[Kind]*os.File{}, objects: map[Ref]*object{},
+		keys: map[Kind][]string{}, damaged: map[Ref]error{}, loops: map[Ref][]int{}}
+	defer func() {
+		if err != nil {
+			p.Close()
+			err = fmt.Errorf("open pool %s at %s: %w", name, loc.Path, err)
+		}
+	}()
+	if err := os.MkdirAll(loc.Path, 0o700); err != nil {
+		return nil, systemError(err)
+	}
+	if p.root, err = os.OpenRoot(loc.Path); err != nil {
+		return nil, systemError(err)
+	}
+	if p.lock, err = p.root.OpenFile("lock", os.O_RDWR|os.O_CREATE, 0o600); err != nil {
+		return nil, systemError(err)
+	}
+	if err := unix.Flock(int(p.lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		if errors.Is(err, unix.EWOULDBLOCK) {
+			return nil, fmt.Errorf("%w: another process uses this folder as a pool", ErrInUse)
+		}
+		return nil, systemError(err)
+	}
+	for kind, folder := range folderNames {
+		if err := p.root.Mkdir(folder, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
+			return nil, systemError(err)
+		}
+		if p.folders[kind], err = p.root.Open(folder); err != nil {
+			return nil, systemError(err)
+		}
+	}
+	if p.reflink, err = canReflink(p.root); err != nil {
+		return nil, err
+	}
+	for kind := range folderNames {
+		if err := p.load(kind); err != nil {
+			return nil, err
+		}
+	}
+	if err := p.findLoops(); err != nil {
+		return nil, err
+	}
+	p.sweep(ctx)
+	return p, nil
+}
+
+// load reads all records of a kind.
+func (p *filePool) load(kind Kind) error {
+	entries, err := fs.ReadDir(p.root.FS(), folderNames[kind])
+	if err != nil {
+		return systemError(err)
+	}
+	images := map[string]bool{}
+	for _, entry := range entries {
+		if key, ok := strings.CutSuffix(entry.Name(), ".img"); ok {
+			images[key] = true
+		}
+	}
+	for _, entry := range entries {
+		key, ok := strings.CutSuffix(entry.Name(), ".rec")
+		ref := Ref{kind, key}
+		if !ok || ref.validate() != nil {
+			continue
+		}
+		s, generation, err := readRecord(p.root, recordPath(ref))
+		if err == nil && s.decoded.Ref != ref {
+			err = fmt.Errorf("%w: %s says it is of %s", errRecord, recordPath(ref), s.decoded.Ref)
+		}
+		switch {
+		case err == nil:
+			p.insert(&object{stored: s, generation: generation})
+		case errors.Is(err, errEmpty) && !images[key]:
+			// A crash before the record was on disk; nothing was ever handed out.
+			if err := p.root.Remove(recordPath(ref)); err != nil {
+				return systemError(err)
+			}
+		default:
+			p.damaged[ref] = err
+		}
+		delete(images, key)
+	}
+	for key := range images {
+		p.strays = append(p.strays, folderNames[kind]+"/"+key+".img")
+	}
+	return nil
+}
+
+// insert adds an object to the index and to what is promised. The caller holds mu,
+// or is alone.
+func (p *filePool) insert(o *object) {
+	ref := o.stored.decoded.Ref
+	p.objects[ref] = o
+	if i, found := slices.BinarySearch(p.keys[ref.Kind], ref.Key); !found {
+		p.keys[ref.Kind] = slices.Insert(p.keys[ref.Kind], i, ref.Key)
+	}
+	p.space.promised += o.size()
+}
+
+func (p *filePool) forget(ref Ref) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	o := p.objects[ref]
+	delete(p.objects, ref)
+	delete(p.space.unfinished, ref)
+	if i, found := slices.BinarySearch(p.keys[ref.Kind], ref.Key); found {
+		p.keys[ref.Kind] = slices.Delete(p.keys[ref.Kind], i, i+1)
+	}
+	p.space.promised -= o.size()
+	p.space.allocated -= o.allocated
+	if p.entangled(o) {
+		p.space.measured = time.Time{}
+	}
+}
+
+// sweep finishes what a crash, or a caller that never came back, left half-done.
+// A failure is left for the next sweep: it costs space, not data.
+func (p *filePool) sweep(ctx context.Context) {
+	p.mu.Lock()
+	var unfinished []Ref
+	for ref, o := range p.objects {
+		if o.stored.State != ready {
+			unfinished = append(unfinished, ref)
+			if o.stored.State == creating && o.stored.decoded.Origin.Kind == Volume {
+				p.interrupted = append(p.interrupted, o.stored.decoded.Origin)
+			}
+		} else if o.stored.Growing != 0 {
+			unfinished = append(unfinished, ref)
+		}
+	}
+	p.mu.Unlock()
+	for _, ref := range unfinished {
+		var err error
+		if o := p.find(ref); o.stored.State == ready {
+			_, err = p.Expand(ctx, ref, o.stored.Growing)
+		} else {
+			err = p.remove(ref)
+		}
+		if err != nil {
+			klog.FromContext(ctx).Error(err, "could not finish what was left half-done; the next start tries again", "pool", p.name, "object", ref.String())
+		}
+	}
+}
+
+// abandonedAfter is when an unfinished copy that nobody came back for is given up.
+const abandonedAfter = 15 * time.Minute
+
+// sweepAbandoned gives up unfinished copies that nobody works on any more.
+func (p *filePool) sweepAbandoned(ctx context.Context) {
+	p.mu.Lock()
+	var abandoned []Ref
+	for ref := range p.space.unfinished {
+		if o := p.objects[ref]; o != nil && !o.active && time.Since(o.touched) > abandonedAfter {
+			o.active = true
+			abandoned = append(abandoned, ref)
+		}
+	}
+	p.mu.Unlock()
+	for _, ref := range abandoned {
+		if err := p.remove(ref); err != nil {
+			klog.FromContext(ctx).Error(err, "could not remove an unfinished copy", "pool", p.name, "object", ref.String())
+		}
+	}
+}
+
+func (p *filePool) Name() string { return p.name }
+
+func (p *filePool) find(ref Ref) *object {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.objects[ref]
+}
+
+// lookup returns a ready object and its record; a stored is never changed, only
+// replaced.
+func (p *filePool) lookup(ref Ref) (*object, *stored, error) {
+	if err := ref.validate(); err != nil {
+		return nil, nil, err
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if err := p.damaged[ref]; err != nil {
+		return nil, nil, fmt.Errorf("pool %s: %w", p.name, err)
+	}
+	o := p.objects[ref]
+	if o == nil || o.stored.State != ready {
+		return nil, nil, fmt.Errorf("%w: no %s in pool %s", ErrNotFound, ref, p.name)
+	}
+	return o, o.stored, nil
+}
+
+// copyOf keeps callers away from the pool's own maps.
+func copyOf(r Record) Record {
+	r.Labels = maps.Clone(r.Labels)
+	return r
+}
+
+func (p *filePool) Get(_ context.Context, ref Ref) (Record, error) {
+	_, s, err := p.lookup(ref)
+	if err != nil {
+		return Record{}, err
+	}
+	return copyOf(s.decoded), nil
+}
+
+func (p *filePool) List(_ context.Context, kind Kind, after string, limit int) ([]Record, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	keys := p.keys[kind]
+	i, found := slices.BinarySearch(keys, after)
+	if found {
+		i++
+	}
+	var records []Record
+	for _, key := range keys[i:] {
+		if limit > 0 && len(records) == limit {
+			break
+		}
+		if o := p.objects[Ref{kind, key}]; o.stored.State == ready {
+			records = append(records, copyOf(o.stored.decoded))
+		}
+	}
+	return records, nil
+}
+
+// save writes a record over the one of o, on disk and then in memory.
+func (p *filePool) save(o *object, s *stored) error {
+	generation, err := updateRecord(p.root, recordPath(s.decoded.Ref), s, o.generation)
+	if err != nil {
+		return fmt.Errorf("write the record of %s in pool %s: %w", s.decoded.Ref, p.name, err)
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.space.promised -= o.size()
+	o.stored, o.generation = s, generation
+	p.space.promised += o.size()
+	return nil
+}
+
+func (p *filePool) SetLabels(_ context.Context, ref Ref, change func(map[string]string) error) (Record, error) {
+	o, s, err := p.lookup(ref)
+	if err != nil {
+		return Record{}, err
+	}
+	record := copyOf(s.decoded)
+	if record.Labels == nil {
+		record.Labels = map[string]string{}
+	}
+	if err := change(record.Labels); err != nil {
+		return Record{}, err
+	}
+	if maps.Equal(record.Labels, s.Labels) {
+		return record, nil
+	}
+	if err := p.save(o, newStored(record, ready, s.Growing)); err != nil {
+		return Record{}, err
+	}
+	return copyOf(record), nil
+}
+
+func (p *filePool) Delete(ctx context.Context, ref Ref) error {
+	if err := ref.validate(); err != nil {
+		return err
+	}
+	p.mu.Lock()
+	damaged, o := p.damaged[ref], p.objects[ref]
+	p.mu.Unlock()
+	if damaged != nil {
+		return fmt.Errorf("%w: %s in pool %s is not deleted, because its record cannot be read (%w): look at %s, and remove it and the image by hand if nobody needs them",
+			ErrPrecondition, ref, p.name, damaged, recordPath(ref))
+	}
+	if o == nil {
+		return nil
+	}
+	if devices, err := p.Attached(ctx, ref); err != nil {
+		return err
+	} else if len(devices) > 0 {
+		return fmt.Errorf("%w: %s in pool %s is attached as %s", ErrInUse, ref, p.name, devices[0].Path)
+	}
+	return p.remove(ref)
+}
+
+// remove takes the bytes away, then the record. Unlinked files need no sync of the
+// folder: should a power cut bring them back, the record still says deleting (or
+// creating) and the next start removes them again.
+func (p *filePool) remove(ref Ref) error {
+	o := p.find(ref)
+	if o == nil {
+		return nil
+	}
+	if o.stored.State == ready {
+		if err := p.save(o, newStored(o.stored.decoded, deleting, o.stored.Growing)); err != nil {
+			return err
+		}
+	}
+	for _, path := range []string{imagePath(ref), recordPath(ref)} {
+		if err := p.root.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return fmt.Errorf("remove %s from pool %s: %w", path, p.name, systemError(err))
+		}
+	}
+	p.forget(ref)
+	return nil
+}
+
+func (p *filePool) Interrupted() []Ref { return p.interrupted }
+
+func (p *filePool) Close() error {
+	var failures []error
+	if p.lock != nil {
+		failures = append(failures, p.lock.Close())
+	}
+	for _, folder := range p.folders {
+		if folder != nil {
+			failures = append(failures, folder.Close())
+		}
+	}
+	if p.root != nil {
+		failures = append(failures, p.root.Close())
+	}
+	return errors.Join(failures...)
+}

@@ -1,0 +1,123 @@
+package blockdev
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"io"
+	"os"
+)
+
+// extentWriter joins adjacent ranges before it passes them on.
+type extentWriter struct {
+	yield   func(Extent) error
+	pending Extent
+}
+
+func (w *extentWriter) add(e Extent) error {
+	if w.pending.Length > 0 && w.pending.Offset+w.pending.Length == e.Offset {
+		w.pending.Length += e.Length
+		return nil
+	}
+	err := w.flush()
+	w.pending = e
+	return err
+}
+
+func (w *extentWriter) flush() error {
+	if w.pending.Length == 0 {
+		return nil
+	}
+	err := w.yield(w.pending)
+	w.pending = Extent{}
+	return err
+}
+
+func (p *filePool) Allocated(ctx context.Context, ref Ref, from int64, yield func(Extent) error) error {
+	_, s, err := p.lookup(ref)
+	if err != nil {
+		return err
+	}
+	f, err := p.openImage(ref, s, os.O_RDONLY)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	w := &extentWriter{yield: yield}
+	for offset := from; offset < s.Size; {
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		start, stop, err := dataFrom(f, offset, s.Size)
+		if err != nil {
+			return err
+		}
+		if stop > start {
+			if err := w.add(Extent{start, stop - start}); err != nil {
+				return err
+			}
+		}
+		offset = stop
+	}
+	return w.flush()
+}
+
+// Changed reads both images where either has data, and compares.
+func (p *filePool) Changed(ctx context.Context, base, target Ref, from int64, yield func(Extent) error) error {
+	_, oldRecord, err := p.lookup(base)
+	if err != nil {
+		return err
+	}
+	_, newRecord, err := p.lookup(target)
+	if err != nil {
+		return err
+	}
+	before, err := p.openImage(base, oldRecord, os.O_RDONLY)
+	if err != nil {
+		return err
+	}
+	defer before.Close()
+	after, err := p.openImage(target, newRecord, os.O_RDONLY)
+	if err != nil {
+		return err
+	}
+	defer after.Close()
+
+	const block = 64 << 10
+	have, want := make([]byte, block), make([]byte, block)
+	w := &extentWriter{yield: yield}
+	for offset := from - from%block; offset < newRecord.Size; {
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		a, _, err := dataFrom(before, min(offset, oldRecord.Size), oldRecord.Size)
+		if err != nil {
+			return err
+		}
+		if a >= oldRecord.Size {
+			a = newRecord.Size
+		}
+		b, _, err := dataFrom(after, offset, newRecord.Size)
+		if err != nil {
+			return err
+		}
+		if offset = min(a, b) / block * block; offset >= newRecord.Size || min(a, b) >= newRecord.Size {
+			break
+		}
+		n := min(newRecord.Size-offset, block)
+		clear(have)
+		if _, err := before.ReadAt(have[:n], offset); err != nil && !errors.Is(err, io.EOF) {
+			return systemError(err)
+		}
+		if _, err := after.ReadAt(want[:n], offset); err != nil {
+			return systemError(err)
+		}
+		if !bytes.Equal(have[:n], want[:n]) {
+			if err := w.add(Extent{offset, n}); err != nil {
+				return err
+			}
+		}
+		offset += n
+	}
+	return w.flush()
+}

@@ -1,0 +1,434 @@
+// Package controller is the CSI Controller, GroupController and SnapshotMetadata
+// services: it turns requests into calls of a volume.Store, and back.
+package controller
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+	"google.golang.org/protobuf/types/known/timestamppb"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/csimap"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// Server serves the three services over one store.
+type Server struct {
+	csi.UnimplementedControllerServer
+	csi.UnimplementedGroupControllerServer
+	csi.UnimplementedSnapshotMetadataServer
+	store volume.Store
+}
+
+// New returns the services.
+func New(store volume.Store) *Server { return &Server{store: store} }
+
+// nodesOf returns the nodes that a requirement allows; none means any.
+func nodesOf(requirement *csi.TopologyRequirement) ([]string, error) {
+	var nodes []string
+	terms := requirement.GetRequisite()
+	if len(terms) == 0 {
+		terms = requirement.GetPreferred()
+	}
+	for _, term := range terms {
+		node, ok := term.GetSegments()[csimap.TopologyKey]
+		if !ok {
+			return nil, fmt.Errorf("%w: topology %v has no %s", blockdev.ErrInvalid, term.GetSegments(), csimap.TopologyKey)
+		}
+		nodes = append(nodes, node)
+	}
+	return nodes, nil
+}
+
+// ControllerGetCapabilities lists what the store can do: everything in CSI 1.13.
+func (s *Server) ControllerGetCapabilities(context.Context, *csi.ControllerGetCapabilitiesRequest) (*csi.ControllerGetCapabilitiesResponse, error) {
+	var capabilities []*csi.ControllerServiceCapability
+	for _, rpc := range []csi.ControllerServiceCapability_RPC_Type{
+		csi.ControllerServiceCapability_RPC_CREATE_DELETE_VOLUME,
+		csi.ControllerServiceCapability_RPC_PUBLISH_UNPUBLISH_VOLUME,
+		csi.ControllerServiceCapability_RPC_PUBLISH_READONLY,
+		csi.ControllerServiceCapability_RPC_LIST_VOLUMES,
+		csi.ControllerServiceCapability_RPC_LIST_VOLUMES_PUBLISHED_NODES,
+		csi.ControllerServiceCapability_RPC_GET_CAPACITY,
+		csi.ControllerServiceCapability_RPC_CREATE_DELETE_SNAPSHOT,
+		csi.ControllerServiceCapability_RPC_LIST_SNAPSHOTS,
+		csi.ControllerServiceCapability_RPC_GET_SNAPSHOT,
+		csi.ControllerServiceCapability_RPC_CLONE_VOLUME,
+		csi.ControllerServiceCapability_RPC_EXPAND_VOLUME,
+		csi.ControllerServiceCapability_RPC_GET_VOLUME,
+		csi.ControllerServiceCapability_RPC_SINGLE_NODE_MULTI_WRITER,
+		csi.ControllerServiceCapability_RPC_MODIFY_VOLUME,
+		csi.ControllerServiceCapability_RPC_GET_VOLUME_HEALTH,
+		csi.ControllerServiceCapability_RPC_LIST_VOLUME_HEALTH,
+	} {
+		capabilities = append(capabilities, &csi.ControllerServiceCapability{
+			Type: &csi.ControllerServiceCapability_Rpc{Rpc: &csi.ControllerServiceCapability_RPC{Type: rpc}}})
+	}
+	return &csi.ControllerGetCapabilitiesResponse{Capabilities: capabilities}, nil
+}
+
+// CreateVolume: see the CSI specification.
+func (s *Server) CreateVolume(ctx context.Context, r *csi.CreateVolumeRequest) (*csi.CreateVolumeResponse, error) {
+	if err := checkName(r.GetName()); err != nil {
+		return nil, err
+	}
+	spec := volume.Spec{Name: r.GetName(), Mutable: r.GetMutableParameters(),
+		Size: volume.Range{Required: r.GetCapacityRange().GetRequiredBytes(), Limit: r.GetCapacityRange().GetLimitBytes()}}
+	var err error
+	if spec.Filesystem, err = csimap.CheckCapabilities(r.GetVolumeCapabilities()...); err != nil {
+		return nil, err
+	}
+	parameters, err := csimap.ParseParameters(r.GetParameters())
+	if err != nil {
+		return nil, err
+	}
+	spec.Pool, spec.Thin = parameters.Pool, parameters.Thin
+	if spec.Nodes, err = nodesOf(r.GetAccessibilityRequirements()); err != nil {
+		return nil, err
+	}
+	if spec.Source, err = sourceOf(r.GetVolumeContentSource()); err != nil {
+		return nil, err
+	}
+	v, err := s.store.Create(ctx, spec)
+	if err != nil {
+		return nil, err
+	}
+	return &csi.CreateVolumeResponse{Volume: toVolume(v)}, nil
+}
+
+// checkName: any Unicode string of up to 128 bytes but for control characters (CSI
+// specification, Size Limits, and CreateVolumeRequest.name). 256 bytes are accepted.
+func checkName(name string) error {
+	if name == "" {
+		return csimap.Missing("name")
+	}
+	if len(name) > 256 {
+		return fmt.Errorf("%w: the name has %d bytes, 256 are the most", blockdev.ErrInvalid, len(name))
+	}
+	if i := strings.IndexFunc(name, func(c rune) bool {
+		return (c < 0x20 && c != '\t' && c != '\n' && c != '\r') || (c >= 0x7f && c <= 0x9f)
+	}); i >= 0 {
+		return fmt.Errorf("%w: the name has a control character at byte %d", blockdev.ErrInvalid, i)
+	}
+	return nil
+}
+
+func sourceOf(source *csi.VolumeContentSource) (volume.ID, error) {
+	switch {
+	case source == nil:
+		return volume.ID{}, nil
+	case source.GetSnapshot() != nil:
+		return parse(source.GetSnapshot().GetSnapshotId(), blockdev.Snapshot)
+	case source.GetVolume() != nil:
+		return parse(source.GetVolume().GetVolumeId(), blockdev.Volume)
+	}
+	return volume.ID{}, fmt.Errorf("%w: a source that is neither snapshot nor volume", blockdev.ErrInvalid)
+}
+
+// parse parses the ID of a volume or a snapshot: ErrInvalid if there is none,
+// ErrNotFound if it is none of ours.
+func parse(text string, kind blockdev.Kind) (volume.ID, error) {
+	if text == "" {
+		return volume.ID{}, csimap.Missing(map[blockdev.Kind]string{blockdev.Volume: "volume ID", blockdev.Snapshot: "snapshot ID"}[kind])
+	}
+	id, err := volume.ParseID(text)
+	if err != nil {
+		return volume.ID{}, err
+	}
+	if id.Kind != kind {
+		return volume.ID{}, fmt.Errorf("%w: %s is not the ID of a %s", blockdev.ErrNotFound, text, kind)
+	}
+	return id, nil
+}
+
+func toVolume(v volume.Volume) *csi.Volume {
+	out := &csi.Volume{VolumeId: v.ID.String(), CapacityBytes: v.Size, AccessibleTopology: []*csi.Topology{csimap.Topology(v.Node)}}
+	switch v.Source.Kind {
+	case blockdev.Snapshot:
+		out.ContentSource = &csi.VolumeContentSource{Type: &csi.VolumeContentSource_Snapshot{
+			Snapshot: &csi.VolumeContentSource_SnapshotSource{SnapshotId: v.Source.String()}}}
+	case blockdev.Volume:
+		out.ContentSource = &csi.VolumeContentSource{Type: &csi.VolumeContentSource_Volume{
+			Volume: &csi.VolumeContentSource_VolumeSource{VolumeId: v.Source.String()}}}
+	}
+	return out
+}
+
+// DeleteVolume: see the CSI specification. An ID that is none of ours is a volume
+// that is gone.
+func (s *Server) DeleteVolume(ctx context.Context, r *csi.DeleteVolumeRequest) (*csi.DeleteVolumeResponse, error) {
+	id, err := parse(r.GetVolumeId(), blockdev.Volume)
+	if err == nil {
+		err = s.store.Delete(ctx, id)
+	}
+	return &csi.DeleteVolumeResponse{}, ignoreNotFound(err)
+}
+
+func ignoreNotFound(err error) error {
+	if errors.Is(err, blockdev.ErrNotFound) {
+		return nil
+	}
+	return err
+}
+
+// ControllerPublishVolume claims a volume for a node.
+func (s *Server) ControllerPublishVolume(ctx context.Context, r *csi.ControllerPublishVolumeRequest) (*csi.ControllerPublishVolumeResponse, error) {
+	if r.GetVolumeId() == "" {
+		return nil, csimap.Missing("volume ID")
+	}
+	if r.GetNodeId() == "" {
+		return nil, csimap.Missing("node ID")
+	}
+	if _, err := csimap.CheckCapabilities(r.GetVolumeCapability()); err != nil {
+		return nil, err
+	}
+	id, err := parse(r.GetVolumeId(), blockdev.Volume)
+	if err != nil {
+		return nil, err
+	}
+	if _, err := s.store.Get(ctx, id); err != nil {
+		return nil, err
+	}
+	claim := volume.Claim{Node: r.GetNodeId(), ReadOnly: r.GetReadonly(), Mode: csimap.ModeOf(r.GetVolumeCapability())}
+	if err := s.store.Claim(ctx, id, claim); err != nil {
+		return nil, err
+	}
+	response := &csi.ControllerPublishVolumeResponse{}
+	if r.GetReadonly() {
+		response.PublishContext = map[string]string{csimap.ReadOnlyKey: "true"}
+	}
+	return response, nil
+}
+
+// ControllerUnpublishVolume gives a claim up. A volume that is gone has none.
+func (s *Server) ControllerUnpublishVolume(ctx context.Context, r *csi.ControllerUnpublishVolumeRequest) (*csi.ControllerUnpublishVolumeResponse, error) {
+	id, err := parse(r.GetVolumeId(), blockdev.Volume)
+	if err == nil {
+		err = s.store.Release(ctx, id, r.GetNodeId())
+	}
+	return &csi.ControllerUnpublishVolumeResponse{}, ignoreNotFound(err)
+}
+
+// ValidateVolumeCapabilities confirms what CreateVolume would have accepted, and
+// says in the message what it would not.
+func (s *Server) ValidateVolumeCapabilities(ctx context.Context, r *csi.ValidateVolumeCapabilitiesRequest) (*csi.ValidateVolumeCapabilitiesResponse, error) {
+	if r.GetVolumeId() != "" && len(r.GetVolumeCapabilities()) == 0 {
+		return nil, csimap.Missing("volume capabilities")
+	}
+	id, err := parse(r.GetVolumeId(), blockdev.Volume)
+	if err != nil {
+		return nil, err
+	}
+	v, err := s.store.Get(ctx, id)
+	if err != nil {
+		return nil, err
+	}
+	fs, err := csimap.CheckCapabilities(r.GetVolumeCapabilities()...)
+	if err == nil && fs != "" && v.Format.Type != "" && v.Format.Type != fs {
+		err = fmt.Errorf("the volume carries %s, not %s", v.Format.Type, fs)
+	}
+	if err == nil {
+		_, err = csimap.ParseParameters(r.GetParameters())
+	}
+	if err == nil {
+		err = volume.CheckMutable(r.GetMutableParameters())
+	}
+	if err != nil {
+		return &csi.ValidateVolumeCapabilitiesResponse{Message: err.Error()}, nil
+	}
+	return &csi.ValidateVolumeCapabilitiesResponse{Confirmed: &csi.ValidateVolumeCapabilitiesResponse_Confirmed{
+		VolumeContext: r.GetVolumeContext(), VolumeCapabilities: r.GetVolumeCapabilities(),
+		Parameters: r.GetParameters(), MutableParameters: r.GetMutableParameters()}}, nil
+}
+
+// page reads the paging fields of a request.
+func page(maxEntries int32, token string, kind blockdev.Kind) (after volume.ID, limit int, err error) {
+	if maxEntries < 0 {
+		return volume.ID{}, 0, fmt.Errorf("%w: max_entries is %d", blockdev.ErrInvalid, maxEntries)
+	}
+	if token != "" {
+		if after, err = volume.ParseID(token); err != nil || after.Kind != kind {
+			return volume.ID{}, 0, fmt.Errorf("%w: starting_token %q", blockdev.ErrBadToken, token)
+		}
+	}
+	if maxEntries == 0 {
+		return after, 0, nil
+	}
+	return after, int(maxEntries) + 1, nil // one more tells whether there is a next page
+}
+
+// cutPage shortens what was listed to the page, and returns the token of the next one.
+func cutPage[T any](entries []T, maxEntries int32, id func(T) volume.ID) ([]T, string) {
+	if maxEntries == 0 || len(entries) <= int(maxEntries) {
+		return entries, ""
+	}
+	entries = entries[:maxEntries]
+	return entries, id(entries[len(entries)-1]).String()
+}
+
+func toStatus(v volume.Volume) []string {
+	if v.Claim.Node == "" {
+		return nil
+	}
+	return []string{v.Claim.Node}
+}
+
+// ListVolumes lists in the order of IDs; a token is the ID that the last page ended
+// with, so pages stay right when volumes come and go.
+func (s *Server) ListVolumes(ctx context.Context, r *csi.ListVolumesRequest) (*csi.ListVolumesResponse, error) {
+	after, limit, err := page(r.GetMaxEntries(), r.GetStartingToken(), blockdev.Volume)
+	if err != nil {
+		return nil, err
+	}
+	volumes, err := s.store.List(ctx, after, limit)
+	if err != nil {
+		return nil, err
+	}
+	response := &csi.ListVolumesResponse{}
+	volumes, response.NextToken = cutPage(volumes, r.GetMaxEntries(), func(v volume.Volume) volume.ID { return v.ID })
+	for _, v := range volumes {
+		response.Entries = append(response.Entries, &csi.ListVolumesResponse_Entry{Volume: toVolume(v),
+			Status: &csi.ListVolumesResponse_VolumeStatus{PublishedNodeIds: toStatus(v)}})
+	}
+	return response, nil
+}
+
+// ControllerGetVolume returns one volume.
+func (s *Server) ControllerGetVolume(ctx context.Context, r *csi.ControllerGetVolumeRequest) (*csi.ControllerGetVolumeResponse, error) {
+	id, err := parse(r.GetVolumeId(), blockdev.Volume)
+	if err != nil {
+		return nil, err
+	}
+	v, err := s.store.Get(ctx, id)
+	if err != nil {
+		return nil, err
+	}
+	return &csi.ControllerGetVolumeResponse{Volume: toVolume(v),
+		Status: &csi.ControllerGetVolumeResponse_VolumeStatus{PublishedNodeIds: toStatus(v)}}, nil
+}
+
+// GetCapacity returns what a pool can still promise.
+func (s *Server) GetCapacity(ctx context.Context, r *csi.GetCapacityRequest) (*csi.GetCapacityResponse, error) {
+	parameters, err := csimap.ParseParameters(r.GetParameters())
+	if err != nil {
+		return nil, err
+	}
+	floor := int64(blockdev.Granularity)
+	if len(r.GetVolumeCapabilities()) > 0 {
+		fs, err := csimap.CheckCapabilities(r.GetVolumeCapabilities()...)
+		if err != nil {
+			return nil, err
+		}
+		if fs != "" {
+			floor = fs.MinSize()
+		}
+	}
+	var node string
+	if r.GetAccessibleTopology() != nil {
+		node = r.GetAccessibleTopology().GetSegments()[csimap.TopologyKey]
+		if node == "" {
+			return &csi.GetCapacityResponse{MaximumVolumeSize: wrapInt64(0), MinimumVolumeSize: wrapInt64(floor)}, nil
+		}
+	}
+	c, err := s.store.Capacity(ctx, parameters.Pool, node)
+	if err != nil {
+		return nil, err
+	}
+	return &csi.GetCapacityResponse{AvailableCapacity: c.Available, MaximumVolumeSize: wrapInt64(c.MaxVolume),
+		MinimumVolumeSize: wrapInt64(max(c.MinVolume, floor))}, nil
+}
+
+// ControllerExpandVolume grows a volume and its device; filesystems grow on the node.
+func (s *Server) ControllerExpandVolume(ctx context.Context, r *csi.ControllerExpandVolumeRequest) (*csi.ControllerExpandVolumeResponse, error) {
+	if r.GetVolumeId() != "" && r.GetCapacityRange() == nil {
+		return nil, csimap.Missing("capacity range")
+	}
+	id, err := parse(r.GetVolumeId(), blockdev.Volume)
+	if err != nil {
+		return nil, err
+	}
+	if c := r.GetVolumeCapability(); c != nil {
+		if _, err := csimap.CheckCapabilities(c); err != nil {
+			return nil, err
+		}
+	}
+	v, err := s.store.Expand(ctx, id, volume.Range{Required: r.GetCapacityRange().GetRequiredBytes(), Limit: r.GetCapacityRange().GetLimitBytes()})
+	if err != nil {
+		return nil, err
+	}
+	block := r.GetVolumeCapability().GetBlock() != nil || v.Format.State == volume.Raw
+	return &csi.ControllerExpandVolumeResponse{CapacityBytes: v.Size, NodeExpansionRequired: !block}, nil
+}
+
+// ControllerModifyVolume sets mutable parameters.
+func (s *Server) ControllerModifyVolume(ctx context.Context, r *csi.ControllerModifyVolumeRequest) (*csi.ControllerModifyVolumeResponse, error) {
+	id, err := parse(r.GetVolumeId(), blockdev.Volume)
+	if err != nil {
+		return nil, err
+	}
+	return &csi.ControllerModifyVolumeResponse{}, s.store.Modify(ctx, id, r.GetMutableParameters())
+}
+
+// ControllerGetVolumeHealth returns what is wrong with one volume.
+func (s *Server) ControllerGetVolumeHealth(ctx context.Context, r *csi.ControllerGetVolumeHealthRequest) (*csi.ControllerGetVolumeHealthResponse, error) {
+	id, err := parse(r.GetVolumeId(), blockdev.Volume)
+	if err != nil {
+		return nil, err
+	}
+	problems, err := s.store.Health(ctx, id)
+	if err != nil {
+		return nil, err
+	}
+	return &csi.ControllerGetVolumeHealthResponse{VolumeHealth: csimap.Health(id.String(), problems)}, nil
+}
+
+// ControllerListVolumeHealth returns the volumes that something is wrong with.
+func (s *Server) ControllerListVolumeHealth(ctx context.Context, r *csi.ControllerListVolumeHealthRequest) (*csi.ControllerListVolumeHealthResponse, error) {
+	after, limit, err := page(r.GetMaxEntries(), r.GetStartingToken(), blockdev.Volume)
+	if err != nil {
+		return nil, err
+	}
+	type entry struct {
+		id       volume.ID
+		problems []blockdev.Problem
+	}
+	var entries []entry
+	volumes, err := s.store.List(ctx, after, 0)
+	if err != nil {
+		return nil, err
+	}
+	for _, v := range volumes {
+		problems, err := s.store.Health(ctx, v.ID)
+		if errors.Is(err, blockdev.ErrNotFound) {
+			continue // deleted meanwhile
+		}
+		if err != nil {
+			return nil, err
+		}
+		if len(problems) > 0 {
+			entries = append(entries, entry{v.ID, problems})
+		}
+		if limit > 0 && len(entries) == limit {
+			break
+		}
+	}
+	response := &csi.ControllerListVolumeHealthResponse{}
+	entries, response.NextToken = cutPage(entries, r.GetMaxEntries(), func(e entry) volume.ID { return e.id })
+	for _, e := range entries {
+		response.Entries = append(response.Entries, csimap.Health(e.id.String(), e.problems))
+	}
+	return response, nil
+}
+
+func toSnapshot(s volume.Snapshot) *csi.Snapshot {
+	out := &csi.Snapshot{SnapshotId: s.ID.String(), SourceVolumeId: s.Source.String(), SizeBytes: s.Size,
+		CreationTime: timestamppb.New(s.Created), ReadyToUse: true, AccessibleTopology: []*csi.Topology{csimap.Topology(s.Node)}}
+	if s.Group.Key != "" {
+		out.GroupSnapshotId = s.Group.String()
+	}
+	return out
+}

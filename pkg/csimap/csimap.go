@@ -1,0 +1,182 @@
+// Package csimap maps between CSI messages and the domain, for the services that
+// share it: parameters, capabilities, topology, health.
+package csimap
+
+import (
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/filesystem"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+const (
+	// TopologyKey is the segment of a topology that names the node.
+	TopologyKey = "topology.ashlar.dev/node"
+	// ReadOnlyKey is in the publish context of a volume that was claimed read-only.
+	ReadOnlyKey = "ashlar.dev/readOnly"
+
+	coPrefix  = "csi.storage.k8s.io/"
+	ephemeral = coPrefix + "ephemeral"
+)
+
+// Missing is the error for a request without a field that it needs.
+func Missing(field string) error {
+	return fmt.Errorf("%w: the request has no %s", blockdev.ErrInvalid, field)
+}
+
+// Topology of what is on a node.
+func Topology(node string) *csi.Topology {
+	return &csi.Topology{Segments: map[string]string{TopologyKey: node}}
+}
+
+// ForCO reports whether a parameter is the container orchestrator's own, to be let by.
+func ForCO(key string) bool { return strings.HasPrefix(key, coPrefix) }
+
+// Parameters of a StorageClass.
+type Parameters struct {
+	Pool string // empty: not given
+	Thin bool
+}
+
+// ParseParameters returns ErrInvalid for any that is unknown or has an unknown value.
+func ParseParameters(parameters map[string]string) (Parameters, error) {
+	var p Parameters
+	for key, value := range parameters {
+		switch {
+		case key == "pool":
+			if !blockdev.ValidPoolName(value) {
+				return p, fmt.Errorf("%w: parameter pool=%q is not the name of a pool", blockdev.ErrInvalid, value)
+			}
+			p.Pool = value
+		case key == "provisioning":
+			if value != "thick" && value != "thin" {
+				return p, fmt.Errorf("%w: parameter provisioning=%q; thick and thin are known", blockdev.ErrInvalid, value)
+			}
+			p.Thin = value == "thin"
+		case !ForCO(key):
+			return p, fmt.Errorf("%w: unknown parameter %q; pool and provisioning are known", blockdev.ErrInvalid, key)
+		}
+	}
+	return p, nil
+}
+
+// IsEphemeral reports whether a volume context is that of an inline ephemeral volume.
+func IsEphemeral(context map[string]string) bool { return context[ephemeral] == "true" }
+
+// ParseEphemeral reads the volume attributes of an inline ephemeral volume: the
+// parameters of a StorageClass, and size, a number of bytes or a Kubernetes quantity
+// with a suffix of Ki, Mi, Gi, Ti, k, M, G or T.
+func ParseEphemeral(context map[string]string) (Parameters, volume.Range, error) {
+	rest := map[string]string{}
+	var size volume.Range
+	for key, value := range context {
+		if key == "size" {
+			n, err := parseQuantity(value)
+			if err != nil {
+				return Parameters{}, volume.Range{}, err
+			}
+			size.Required = n
+		} else {
+			rest[key] = value
+		}
+	}
+	p, err := ParseParameters(rest)
+	return p, size, err
+}
+
+var suffixes = []struct {
+	suffix string
+	factor int64
+}{{"Ki", 1 << 10}, {"Mi", 1 << 20}, {"Gi", 1 << 30}, {"Ti", 1 << 40}, {"k", 1e3}, {"M", 1e6}, {"G", 1e9}, {"T", 1e12}}
+
+func parseQuantity(text string) (int64, error) {
+	number, factor := text, int64(1)
+	for _, s := range suffixes {
+		if cut, ok := strings.CutSuffix(text, s.suffix); ok {
+			number, factor = cut, s.factor
+			break
+		}
+	}
+	n, err := strconv.ParseInt(number, 10, 64)
+	if err != nil || n <= 0 || n > blockdev.MaxSize/factor {
+		return 0, fmt.Errorf("%w: size %q; write bytes, or a number with Ki, Mi, Gi, Ti, k, M, G or T", blockdev.ErrInvalid, text)
+	}
+	return n * factor, nil
+}
+
+// modes are the access modes that a volume of one node can have.
+var modes = []csi.VolumeCapability_AccessMode_Mode{
+	csi.VolumeCapability_AccessMode_SINGLE_NODE_WRITER,
+	csi.VolumeCapability_AccessMode_SINGLE_NODE_SINGLE_WRITER,
+	csi.VolumeCapability_AccessMode_SINGLE_NODE_MULTI_WRITER,
+	csi.VolumeCapability_AccessMode_SINGLE_NODE_READER_ONLY,
+}
+
+// CheckCapabilities returns ErrInvalid unless there is at least one capability, all can be
+// served, and they agree on a filesystem. It returns that filesystem, or an empty type
+// if all are for block access.
+func CheckCapabilities(capabilities ...*csi.VolumeCapability) (filesystem.Type, error) {
+	if len(capabilities) == 0 {
+		return "", Missing("volume capability")
+	}
+	var fs filesystem.Type
+	for _, c := range capabilities {
+		if c == nil {
+			return "", Missing("volume capability")
+		}
+		if mode := c.GetAccessMode().GetMode(); !slices.Contains(modes, mode) {
+			return "", fmt.Errorf("%w: access mode %s; a volume is on one node: %v can be had", blockdev.ErrInvalid, mode, modes)
+		}
+		switch {
+		case c.GetBlock() != nil:
+		case c.GetMount() != nil:
+			this, err := filesystem.ParseType(c.GetMount().GetFsType())
+			if err != nil {
+				return "", err
+			}
+			if fs != "" && fs != this {
+				return "", fmt.Errorf("%w: one volume cannot carry both %s and %s", blockdev.ErrInvalid, fs, this)
+			}
+			if group := c.GetMount().GetVolumeMountGroup(); group != "" {
+				return "", fmt.Errorf("%w: volume_mount_group: leave the group of files to the kubelet (fsGroupPolicy File)", blockdev.ErrInvalid)
+			}
+			fs = this
+		default:
+			return "", Missing("access type: block or mount")
+		}
+	}
+	return fs, nil
+}
+
+// ModeOf describes how a capability uses a volume, as far as two uses of it by one node
+// have to agree.
+func ModeOf(c *csi.VolumeCapability) string {
+	access := "mount"
+	if c.GetBlock() != nil {
+		access = "block"
+	}
+	return access + "," + c.GetAccessMode().GetMode().String()
+}
+
+// ReadOnly reports whether a capability is for reading only.
+func ReadOnly(c *csi.VolumeCapability) bool {
+	return c.GetAccessMode().GetMode() == csi.VolumeCapability_AccessMode_SINGLE_NODE_READER_ONLY
+}
+
+// Health of a volume as CSI says it.
+func Health(id string, problems []blockdev.Problem) *csi.VolumeHealth {
+	health := &csi.VolumeHealth{VolumeId: id}
+	for _, p := range problems {
+		status := map[blockdev.Severity]csi.VolumeHealthErrorType{
+			blockdev.Degraded: csi.VolumeHealthErrorType_DEGRADED, blockdev.Inaccessible: csi.VolumeHealthErrorType_INACCESSIBLE,
+			blockdev.DataLoss: csi.VolumeHealthErrorType_DATA_LOSS}[p.Severity]
+		health.HealthStatuses = append(health.HealthStatuses, &csi.VolumeHealth_VolumeHealthEntry{Status: status, Reason: p.Reason, Message: p.Message})
+	}
+	return health
+}

@@ -1,0 +1,385 @@
+// Package filesystem makes, checks, grows, freezes and measures the filesystems that
+// volumes carry: ext4, XFS and btrfs. Growing and freezing are system calls; making
+// and checking are the tools of each filesystem.
+package filesystem
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"slices"
+	"strings"
+	"sync"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/internal/command"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+)
+
+// Type of a filesystem, as mount(8) names it.
+type Type string
+
+// The filesystems that volumes can carry.
+const (
+	Ext4  Type = "ext4"
+	XFS   Type = "xfs"
+	Btrfs Type = "btrfs"
+)
+
+// Types are all of them, the default first.
+var Types = []Type{Ext4, XFS, Btrfs}
+
+// ParseType returns the type of a name; the empty name is ext4. ErrInvalid for others.
+func ParseType(name string) (Type, error) {
+	if name == "" {
+		return Ext4, nil
+	}
+	if !slices.Contains(Types, Type(name)) {
+		return "", fmt.Errorf("%w: filesystem %q; ext4, xfs and btrfs can be had", blockdev.ErrInvalid, name)
+	}
+	return Type(name), nil
+}
+
+// MinSize is the smallest device that the tools make a filesystem on, in bytes:
+// mke2fs wants room for a journal, mkfs.xfs refuses less than 300 MiB, mkfs.btrfs
+// less than 109 MiB.
+func (t Type) MinSize() int64 {
+	switch t {
+	case XFS:
+		return 300 << 20
+	case Btrfs:
+		return 114 << 20
+	default:
+		return 8 << 20
+	}
+}
+
+// signature is where a filesystem says what it is.
+type signature struct {
+	fs     Type
+	offset int64
+	magic  []byte
+}
+
+var signatures = []signature{
+	{Ext4, 1024 + 56, []byte{0x53, 0xef}},
+	{XFS, 0, []byte("XFSB")},
+	{Btrfs, 0x10000 + 64, []byte("_BHRfS_M")},
+}
+
+// Probe returns which filesystem a device carries; empty if it is none of Types.
+func Probe(device string) (Type, error) {
+	f, err := os.Open(device)
+	if err != nil {
+		return "", fmt.Errorf("look for a filesystem: %w", err)
+	}
+	defer f.Close()
+	for _, s := range signatures {
+		have := make([]byte, len(s.magic))
+		if _, err := f.ReadAt(have, s.offset); err != nil && !errors.Is(err, io.EOF) {
+			return "", fmt.Errorf("look for a filesystem on %s: %w", device, err)
+		}
+		if bytes.Equal(have, s.magic) {
+			return s.fs, nil
+		}
+	}
+	return "", nil
+}
+
+// Where signatures live: filesystems, RAID, LVM, LUKS, swap, partition tables and
+// bcache keep theirs within the first or last 4 MiB; btrfs has copies further in.
+const blankEdge = 4 << 20
+
+var blankCopies = []int64{64 << 20, 256 << 30}
+
+// Blank reports whether a device is blank: nothing but zeros wherever a signature
+// of any kind could be. It stops at the first other byte. An unreadable device is an
+// error, not blank.
+func Blank(ctx context.Context, device string) (bool, error) {
+	f, err := os.Open(device)
+	if err != nil {
+		return false, fmt.Errorf("read %s: %w", device, err)
+	}
+	defer f.Close()
+	size, err := f.Seek(0, io.SeekEnd)
+	if err != nil || size == 0 {
+		return false, fmt.Errorf("read %s: size %d: %w", device, size, err)
+	}
+	for _, at := range blankCopies {
+		if zero, err := zeros(ctx, f, at, min(at+blockdev.Granularity, size)); !zero || err != nil {
+			return false, err
+		}
+	}
+	for _, part := range [][2]int64{{0, min(blankEdge, size)}, {max(size-blankEdge, min(blankEdge, size)), size}} {
+		if zero, err := zeros(ctx, f, part[0], part[1]); !zero || err != nil {
+			return false, err
+		}
+	}
+	return true, nil
+}
+
+var zeroBlock [256 << 10]byte
+
+func zeros(ctx context.Context, f *os.File, start, end int64) (bool, error) {
+	buffer := make([]byte, len(zeroBlock))
+	for start < end {
+		if err := ctx.Err(); err != nil {
+			return false, err
+		}
+		n, err := f.ReadAt(buffer[:min(int64(len(buffer)), end-start)], start)
+		if n == 0 {
+			return false, fmt.Errorf("read %s at %d: %w", f.Name(), start, err)
+		}
+		if !bytes.Equal(buffer[:n], zeroBlock[:n]) {
+			return false, nil
+		}
+		start += int64(n)
+	}
+	return true, nil
+}
+
+// foreigners are the signatures, beside those of Types, of what no mkfs of ours
+// writes: include/uapi/linux/raid/md_p.h, LUKS and LVM2 on-disk formats, swap, DOS and
+// GPT partition tables.
+var foreigners = []struct {
+	name   string
+	offset int64
+	magic  []byte
+}{
+	{"LUKS", 0, []byte("LUKS\xba\xbe")},
+	{"LVM", 512, []byte("LABELONE")},
+	{"RAID", 0, []byte("\xfc\x4e\x2b\xa9")},
+	{"RAID", 4096, []byte("\xfc\x4e\x2b\xa9")},
+	{"swap", 4086, []byte("SWAPSPACE2")},
+	{"a partition table", 510, []byte("\x55\xaa")},
+	{"a partition table", 512, []byte("EFI PART")},
+}
+
+// Foreign returns what a device carries that is not an (unfinished) filesystem of the
+// given type; empty if nothing is known.
+func Foreign(device string, t Type) (string, error) {
+	have, err := Probe(device)
+	if err != nil || (have != "" && have != t) {
+		return string(have), err
+	}
+	f, err := os.Open(device)
+	if err != nil {
+		return "", fmt.Errorf("look for signatures: %w", err)
+	}
+	defer f.Close()
+	for _, s := range foreigners {
+		magic := make([]byte, len(s.magic))
+		if _, err := f.ReadAt(magic, s.offset); err != nil && !errors.Is(err, io.EOF) {
+			return "", fmt.Errorf("look for signatures on %s: %w", device, err)
+		}
+		if bytes.Equal(magic, s.magic) {
+			return s.name, nil
+		}
+	}
+	return "", nil
+}
+
+// Make makes a filesystem. It gives no space back (nodiscard), so that preallocated
+// space stays. zeros: the device reads as zeros throughout, so that nothing has to be
+// zeroed; otherwise it may carry an unfinished filesystem, which is overwritten. What
+// the running kernel is too old to mount is left out.
+func Make(ctx context.Context, t Type, device string, zeros bool) error {
+	argv := makeCommand(t, kernelVersion(), zeros && ext4Prezeroed(ctx))
+	if !zeros {
+		argv = append(argv, map[Type]string{Ext4: "-F", XFS: "-f", Btrfs: "-f"}[t])
+	}
+	if _, _, err := command.Run(ctx, append(argv, device)...); err != nil {
+		return toolError(fmt.Errorf("make %s on %s: %w", t, device, err))
+	}
+	return nil
+}
+
+func makeCommand(t Type, kernel version, prezeroed bool) []string {
+	switch t {
+	case XFS:
+		// 4 KiB sectors, also on a device of 512: the volume can then be moved to a disk
+		// that has no smaller ones.
+		argv := []string{"mkfs.xfs", "-q", "-K", "-s", "size=4096"}
+		if kernel.before(5, 19) {
+			argv = append(argv, "-i", "nrext64=0")
+		}
+		return argv
+	case Btrfs:
+		return []string{"mkfs.btrfs", "-q", "-K"}
+	default:
+		// 4 KiB blocks also on small volumes: they may grow large.
+		extended := "nodiscard"
+		if prezeroed {
+			extended += ",assume_storage_prezeroed=1"
+		}
+		argv := []string{"mkfs.ext4", "-q", "-b", "4096", "-m", "0", "-E", extended}
+		if kernel.before(5, 15) {
+			argv = append(argv, "-O", "^orphan_file")
+		}
+		return argv
+	}
+}
+
+// ext4Prezeroed reports whether mke2fs can be told that the device reads as zeros
+// (e2fsprogs 1.47): it then writes neither inode tables nor journal, and the kernel
+// does not do it later.
+var ext4Prezeroed = func() func(context.Context) bool {
+	var mu sync.Mutex
+	var known, answer bool
+	return func(ctx context.Context) bool {
+		mu.Lock()
+		defer mu.Unlock()
+		if !known {
+			// mke2fs prints its version on standard error and exits 0.
+			_, out, err := command.Run(ctx, "mkfs.ext4", "-V")
+			if err != nil {
+				return false
+			}
+			known, answer = true, !parseVersion(strings.TrimPrefix(out, "mke2fs ")).before(1, 47)
+		}
+		return answer
+	}
+}()
+
+// Check looks a filesystem over before it is mounted, and repairs what is safe to
+// repair (ext4; XFS and btrfs do so themselves as they are mounted). ErrDataLoss if
+// it needs a human.
+func Check(ctx context.Context, t Type, device string) error {
+	if t != Ext4 {
+		return nil
+	}
+	_, _, err := command.Run(ctx, "e2fsck", "-p", device)
+	var failure *command.Error
+	if errors.As(err, &failure) {
+		// e2fsck(8): 0 clean, 1 repaired, 2 repaired and a reboot is due (of the root
+		// filesystem only), 4 not repaired, 8 and up did not work.
+		switch {
+		case failure.Code >= 1 && failure.Code <= 3:
+			return nil
+		case failure.Code > 0 && failure.Code&4 != 0:
+			return fmt.Errorf("%w: e2fsck -p will not repair %s by itself; run e2fsck on it by hand: %w", blockdev.ErrDataLoss, device, err)
+		}
+	}
+	if err != nil {
+		return toolError(fmt.Errorf("check %s: %w", device, err))
+	}
+	return nil
+}
+
+// toolError turns the failure of a tool that is not there into a clear one.
+func toolError(err error) error {
+	var failure *command.Error
+	if errors.As(err, &failure) && errors.Is(failure.Err, os.ErrNotExist) || strings.Contains(err.Error(), "executable file not found") {
+		return fmt.Errorf("%w: install the filesystem's tools: %w", blockdev.ErrUnsupported, err)
+	}
+	return err
+}
+
+// Separate gives a copy of a filesystem, in a file or on a device that is not
+// mounted, an identity of its own, so that it can be mounted beside its source.
+// Only btrfs needs it, before Linux 6.7: it takes two devices of one identity for
+// one filesystem, and refuses the second. (XFS is mounted with nouuid, ext4 does not
+// care.) A btrfs with a log to replay is left as it is: btrfstune would break it.
+func Separate(ctx context.Context, path string) error {
+	if !kernelVersion().before(6, 7) {
+		return nil
+	}
+	t, err := Probe(path)
+	if err != nil || t != Btrfs {
+		return err
+	}
+	if log, err := btrfsLog(path); err != nil || log {
+		return err
+	}
+	if _, _, err := command.Run(ctx, "btrfstune", "-f", "-m", path); err != nil {
+		return toolError(fmt.Errorf("give the btrfs copy an identity of its own: %w", err))
+	}
+	return nil
+}
+
+// btrfsLog reports whether a btrfs has a log tree that the next mount will replay:
+// log_root of its superblock (Documentation, On-disk Format).
+func btrfsLog(path string) (bool, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return false, err
+	}
+	defer f.Close()
+	root := make([]byte, 8)
+	if _, err := f.ReadAt(root, 0x10000+96); err != nil {
+		return false, fmt.Errorf("read the superblock of %s: %w", path, err)
+	}
+	return binary.LittleEndian.Uint64(root) != 0, nil
+}
+
+// MountOptions are what a filesystem is always mounted with.
+func (t Type) MountOptions() []string {
+	if t == XFS {
+		return []string{"nouuid"}
+	}
+	return nil
+}
+
+// Usage of a filesystem or device, in bytes and inodes (-1: the filesystem has no
+// count of inodes).
+type Usage struct {
+	Total, Used, Available              int64
+	Inodes, InodesUsed, InodesAvailable int64
+}
+
+// UsageAt measures the filesystem mounted at a path, by statfs(2).
+func UsageAt(path string) (Usage, error) {
+	var st unix.Statfs_t
+	if err := unix.Statfs(path, &st); err != nil {
+		return Usage{}, fmt.Errorf("usage of %s: %w", path, err)
+	}
+	block := st.Frsize
+	return Usage{
+		Total: int64(st.Blocks) * block, Available: int64(st.Bavail) * block, Used: int64(st.Blocks-st.Bfree) * block,
+		Inodes: int64(st.Files), InodesAvailable: int64(st.Ffree), InodesUsed: int64(st.Files - st.Ffree),
+	}, nil
+}
+
+// version is major and minor of a version.
+type version struct{ major, minor int }
+
+func (v version) before(major, minor int) bool {
+	return v.major < major || (v.major == major && v.minor < minor)
+}
+
+func parseVersion(text string) (v version) {
+	_, _ = fmt.Sscanf(text, "%d.%d", &v.major, &v.minor)
+	return v
+}
+
+func kernelVersion() version {
+	var uts unix.Utsname
+	if err := unix.Uname(&uts); err != nil {
+		return version{}
+	}
+	return parseVersion(unix.ByteSliceToString(uts.Release[:]))
+}
+
+// ext4Size reads the size of an ext4 filesystem from its superblock
+// (Documentation/filesystems/ext4/super.rst), in bytes.
+func ext4Size(device string) (int64, error) {
+	f, err := os.Open(device)
+	if err != nil {
+		return 0, err
+	}
+	defer f.Close()
+	super := make([]byte, 1024)
+	if _, err := f.ReadAt(super, 1024); err != nil {
+		return 0, fmt.Errorf("read the superblock of %s: %w", device, err)
+	}
+	blocks := uint64(binary.LittleEndian.Uint32(super[4:]))
+	if binary.LittleEndian.Uint32(super[96:])&0x80 != 0 { // INCOMPAT_64BIT
+		blocks |= uint64(binary.LittleEndian.Uint32(super[336:])) << 32
+	}
+	return int64(blocks << (10 + binary.LittleEndian.Uint32(super[24:]))), nil
+}

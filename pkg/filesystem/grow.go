@@ -1,0 +1,171 @@
+package filesystem
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/internal/command"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+)
+
+// ioctl numbers and structures: linux/ext4.h, xfs_fs.h, linux/btrfs.h.
+const (
+	ext4ResizeFS   = 0x40086610 // EXT4_IOC_RESIZE_FS
+	xfsGeometryV1  = 0x80705864 // XFS_IOC_FSGEOMETRY_V1
+	xfsGrowData    = 0x4010586e // XFS_IOC_FSGROWFSDATA
+	btrfsResize    = 0x50009403 // BTRFS_IOC_RESIZE
+	btrfsDevInfo   = 0xd000941e // BTRFS_IOC_DEV_INFO
+	capSysResource = 24
+)
+
+type xfsGeometry struct {
+	blocksize, rtextsize, agblocks, agcount, logblocks, sectsize, inodesize, imaxpct uint32
+	datablocks                                                                       uint64
+	_                                                                                [72]byte
+}
+
+// xfsMinAG is the smallest last group of an XFS filesystem (XFS_MIN_AG_BLOCKS): less
+// room than that at the end of the device stays unused.
+const xfsMinAG = 64
+
+func ioctl(f *os.File, request uintptr, arg unsafe.Pointer) error {
+	if _, _, errno := unix.Syscall(unix.SYS_IOCTL, f.Fd(), request, uintptr(arg)); errno != 0 {
+		return errno
+	}
+	return nil
+}
+
+// Grow makes the filesystem that is mounted at path, writable, as large as its
+// device. It is online, keeps everything, and does nothing if there is nothing to
+// do. ErrPrecondition if the driver lacks the capability that ext4 asks for.
+func Grow(t Type, device, path string) error {
+	size, err := deviceSize(device)
+	if err != nil {
+		return err
+	}
+	f, err := os.Open(path)
+	if err != nil {
+		return fmt.Errorf("grow %s: %w", path, err)
+	}
+	defer f.Close()
+	switch t {
+	case Ext4:
+		err = growExt4(f, device, size)
+	case XFS:
+		err = growXFS(f, size)
+	case Btrfs:
+		err = growBtrfs(f, size)
+	}
+	if err != nil {
+		return fmt.Errorf("grow the %s filesystem of %s at %s to %d bytes: %w", t, device, path, size, err)
+	}
+	return nil
+}
+
+func growExt4(f *os.File, device string, size int64) error {
+	have, err := ext4Size(device)
+	if err != nil || have >= size/blockdev.Granularity*blockdev.Granularity {
+		return err
+	}
+	var st unix.Statfs_t
+	if err := unix.Fstatfs(int(f.Fd()), &st); err != nil {
+		return err
+	}
+	blocks := uint64(size) / uint64(st.Bsize)
+	err = ioctl(f, ext4ResizeFS, unsafe.Pointer(&blocks))
+	if errors.Is(err, unix.EPERM) {
+		return fmt.Errorf("%w: ext4 grows while mounted only for a process with CAP_SYS_RESOURCE; it will grow when the volume is staged next: %w", blockdev.ErrPrecondition, err)
+	}
+	return err
+}
+
+func growXFS(f *os.File, size int64) error {
+	var geometry xfsGeometry
+	if err := ioctl(f, xfsGeometryV1, unsafe.Pointer(&geometry)); err != nil {
+		return err
+	}
+	data := struct {
+		newblocks uint64
+		imaxpct   uint32
+		_         uint32
+	}{newblocks: uint64(size) / uint64(geometry.blocksize), imaxpct: geometry.imaxpct}
+	if data.newblocks < geometry.datablocks+xfsMinAG {
+		return nil
+	}
+	return ioctl(f, xfsGrowData, unsafe.Pointer(&data))
+}
+
+func growBtrfs(f *os.File, size int64) error {
+	info := struct {
+		devid     uint64
+		_         [24]byte
+		totalSize uint64
+		_         [4096 - 40]byte
+	}{devid: 1}
+	if err := ioctl(f, btrfsDevInfo, unsafe.Pointer(&info)); err != nil {
+		return err
+	}
+	if int64(info.totalSize)+blockdev.Granularity > size {
+		return nil
+	}
+	args := struct {
+		_    int64
+		name [4088]byte
+	}{}
+	copy(args.name[:], "max")
+	return ioctl(f, btrfsResize, unsafe.Pointer(&args))
+}
+
+// GrowBeforeMount grows a filesystem on a device that is not mounted, where Grow
+// could not after mounting it: ext4 without CAP_SYS_RESOURCE. Elsewhere it does nothing.
+func GrowBeforeMount(ctx context.Context, t Type, device string) error {
+	if t != Ext4 || hasCapability(capSysResource) {
+		return nil
+	}
+	size, err := deviceSize(device)
+	if err != nil {
+		return err
+	}
+	have, err := ext4Size(device)
+	if err != nil || have >= size/blockdev.Granularity*blockdev.Granularity {
+		return err
+	}
+	// resize2fs wants a filesystem that was looked over in full.
+	if _, _, err := command.Run(ctx, "e2fsck", "-f", "-p", device); err != nil {
+		var failure *command.Error
+		if !errors.As(err, &failure) || failure.Code < 1 || failure.Code > 3 {
+			return toolError(fmt.Errorf("check %s before growing it: %w", device, err))
+		}
+	}
+	if _, _, err := command.Run(ctx, "resize2fs", device); err != nil {
+		return toolError(fmt.Errorf("grow %s to %d bytes: %w", device, size, err))
+	}
+	return nil
+}
+
+// GrowsMounted reports whether this process may grow a mounted filesystem of the type.
+func GrowsMounted(t Type) bool { return t != Ext4 || hasCapability(capSysResource) }
+
+func hasCapability(bit uint) bool {
+	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+	var data [2]unix.CapUserData
+	return unix.Capget(&header, &data[0]) == nil && data[bit/32].Effective&(1<<(bit%32)) != 0
+}
+
+func deviceSize(device string) (int64, error) {
+	f, err := os.Open(device)
+	if err != nil {
+		return 0, fmt.Errorf("size of %s: %w", device, err)
+	}
+	defer f.Close()
+	var size uint64
+	if err := ioctl(f, unix.BLKGETSIZE64, unsafe.Pointer(&size)); err != nil {
+		return 0, fmt.Errorf("size of %s: %w", device, err)
+	}
+	return int64(size), nil
+}

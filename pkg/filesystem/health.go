@@ -1,0 +1,93 @@
+package filesystem
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+)
+
+// Health says what the kernel knows to be wrong with a filesystem that is mounted at
+// path from device. writable: the caller mounted it for writing.
+func Health(t Type, device, path string, writable bool) []blockdev.Problem {
+	var problems []blockdev.Problem
+	report := func(severity blockdev.Severity, reason, format string, args ...any) {
+		problems = append(problems, blockdev.Problem{Severity: severity, Reason: reason, Message: fmt.Sprintf(format, args...)})
+	}
+	// An XFS that shut itself down answers statfs, but not stat.
+	var st unix.Stat_t
+	var fs unix.Statfs_t
+	err := unix.Stat(path, &st)
+	if err == nil {
+		err = unix.Statfs(path, &fs)
+	}
+	if err != nil {
+		report(blockdev.Inaccessible, "FilesystemShutDown", "the %s filesystem at %s does not answer: %v; look at the kernel's log, unmount it, and check %s", t, path, err, device)
+		return problems
+	}
+	if writable && (fs.Flags&unix.ST_RDONLY != 0 || ext4Emergency(device)) {
+		report(blockdev.Inaccessible, "FilesystemReadOnly", "the kernel made the %s filesystem at %s read-only; look at its log, unmount it and check %s", t, path, device)
+	}
+	if n := reportedErrors(t, device); n > 0 {
+		report(blockdev.Degraded, "FilesystemErrors", "the %s filesystem on %s has recorded %d errors; look at the kernel's log, and check it when it is not mounted", t, device, n)
+	}
+	return problems
+}
+
+// ext4Emergency: an ext4 that stopped writing after an error does not always say so
+// in statfs (Linux 6.16), but always here.
+func ext4Emergency(device string) bool {
+	options, err := os.ReadFile("/proc/fs/ext4/" + filepath.Base(device) + "/options")
+	if err != nil {
+		return false
+	}
+	for line := range strings.Lines(string(options)) {
+		switch strings.TrimSpace(line) {
+		case "emergency_ro", "shutdown":
+			return true
+		}
+	}
+	return false
+}
+
+// reportedErrors counts the errors that a filesystem keeps account of: ext4 in its
+// superblock, btrfs for each device. 0 if there is no account.
+func reportedErrors(t Type, device string) int64 {
+	name := filepath.Base(device)
+	switch t {
+	case Ext4:
+		return readCount("/sys/fs/ext4/" + name + "/errors_count")
+	case Btrfs:
+		// /sys/fs/btrfs/UUID/devices/loopN is a link to the device.
+		links, _ := filepath.Glob("/sys/fs/btrfs/*/devices/" + name)
+		var n int64
+		for _, link := range links {
+			stats, err := os.ReadFile(filepath.Join(filepath.Dir(filepath.Dir(link)), "devinfo/1/error_stats"))
+			if err != nil {
+				continue
+			}
+			for line := range strings.Lines(string(stats)) {
+				if fields := strings.Fields(line); len(fields) == 2 {
+					count, _ := strconv.ParseInt(fields[1], 10, 64)
+					n += count
+				}
+			}
+		}
+		return n
+	}
+	return 0
+}
+
+func readCount(path string) int64 {
+	data, err := os.ReadFile(path)
+	if err != nil {
+		return 0
+	}
+	n, _ := strconv.ParseInt(strings.TrimSpace(string(data)), 10, 64)
+	return n
+}

@@ -1,0 +1,60 @@
+// Package identity is the CSI Identity service.
+package identity
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+	"google.golang.org/protobuf/types/known/wrapperspb"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+)
+
+// Server answers for the plugin as a whole.
+type Server struct {
+	csi.UnimplementedIdentityServer
+	name, version string
+	ready         func(context.Context) error
+}
+
+// New returns the service. ready is nil while everything that the plugin depends on
+// answers.
+func New(name, version string, ready func(context.Context) error) *Server {
+	return &Server{name: name, version: version, ready: ready}
+}
+
+// GetPluginInfo returns name and version.
+func (s *Server) GetPluginInfo(context.Context, *csi.GetPluginInfoRequest) (*csi.GetPluginInfoResponse, error) {
+	return &csi.GetPluginInfoResponse{Name: s.name, VendorVersion: s.version}, nil
+}
+
+// GetPluginCapabilities lists the services beyond Identity and Node, and that volumes
+// and snapshots are tied to a place.
+func (s *Server) GetPluginCapabilities(context.Context, *csi.GetPluginCapabilitiesRequest) (*csi.GetPluginCapabilitiesResponse, error) {
+	var capabilities []*csi.PluginCapability
+	for _, service := range []csi.PluginCapability_Service_Type{
+		csi.PluginCapability_Service_CONTROLLER_SERVICE,
+		csi.PluginCapability_Service_GROUP_CONTROLLER_SERVICE,
+		csi.PluginCapability_Service_VOLUME_ACCESSIBILITY_CONSTRAINTS,
+		csi.PluginCapability_Service_SNAPSHOT_METADATA_SERVICE,
+		csi.PluginCapability_Service_SNAPSHOT_ACCESSIBILITY_CONSTRAINTS,
+	} {
+		capabilities = append(capabilities, &csi.PluginCapability{Type: &csi.PluginCapability_Service_{Service: &csi.PluginCapability_Service{Type: service}}})
+	}
+	capabilities = append(capabilities, &csi.PluginCapability{Type: &csi.PluginCapability_VolumeExpansion_{
+		VolumeExpansion: &csi.PluginCapability_VolumeExpansion{Type: csi.PluginCapability_VolumeExpansion_ONLINE}}})
+	return &csi.GetPluginCapabilitiesResponse{Capabilities: capabilities}, nil
+}
+
+// Probe is true while every pool answers, and FAILED_PRECONDITION with what is wrong
+// when one does not (CSI specification, Probe).
+func (s *Server) Probe(ctx context.Context, _ *csi.ProbeRequest) (*csi.ProbeResponse, error) {
+	if err := s.ready(ctx); err != nil {
+		if ctx.Err() != nil {
+			return nil, err
+		}
+		return nil, fmt.Errorf("%w: not ready: %s", blockdev.ErrPrecondition, err.Error())
+	}
+	return &csi.ProbeResponse{Ready: wrapperspb.Bool(true)}, nil
+}

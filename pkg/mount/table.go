@@ -1,0 +1,95 @@
+package mount
+
+import (
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+
+	"golang.org/x/sys/unix"
+	mountutils "k8s.io/mount-utils"
+)
+
+// Table remembers where devices are mounted, so that no call has to read all mounts
+// of the machine. It is a list of places to look at: the kernel may have changed
+// since, and each answer is checked there (Paths).
+type Table struct {
+	mu    sync.Mutex
+	paths map[uint64]map[string]bool // device -> path -> mounted for writing
+}
+
+// LoadTable reads the mounts of this process's namespace, once.
+func LoadTable() (*Table, error) {
+	t := &Table{paths: map[uint64]map[string]bool{}}
+	mounts, err := mountutils.ParseMountInfo("/proc/self/mountinfo")
+	if err != nil {
+		return nil, fmt.Errorf("read mounts: %w", err)
+	}
+	for _, m := range mounts {
+		device := unix.Mkdev(uint32(m.Major), uint32(m.Minor))
+		node := strings.HasPrefix(m.FsType, "devtmpfs") && m.Root != "/"
+		if node || (m.Major == 0 && strings.HasPrefix(m.Source, "/dev/")) {
+			path := m.Source // btrfs has device numbers of its own
+			if node {
+				path = m.MountPoint
+			}
+			var st unix.Stat_t
+			if err := unix.Stat(path, &st); err != nil || st.Mode&unix.S_IFMT != unix.S_IFBLK {
+				continue
+			}
+			device = st.Rdev
+		}
+		if unix.Major(device) != 0 {
+			// The options of the mount, not of the filesystem: that one turns read-only by
+			// itself after errors.
+			t.Add(device, m.MountPoint, !slices.Contains(m.MountOptions, "ro"))
+		}
+	}
+	return t, nil
+}
+
+// Add notes that a device is mounted at a path, for writing or not.
+func (t *Table) Add(device uint64, path string, writable bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.paths[device] == nil {
+		t.paths[device] = map[string]bool{}
+	}
+	t.paths[device][path] = writable
+}
+
+// Writable reports whether the mount of a device at a path was made for writing.
+func (t *Table) Writable(device uint64, path string) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.paths[device][path]
+}
+
+// Remove notes that it is not any more.
+func (t *Table) Remove(device uint64, path string) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	delete(t.paths[device], path)
+	if len(t.paths[device]) == 0 {
+		delete(t.paths, device)
+	}
+}
+
+// Paths returns, sorted, where the device is mounted now (as a filesystem or as a
+// bound device node), of all the places that were noted.
+func (t *Table) Paths(device uint64) []string {
+	t.mu.Lock()
+	noted := slices.Sorted(maps.Keys(t.paths[device]))
+	t.mu.Unlock()
+	var here []string
+	for _, path := range noted {
+		// A corrupted mount is still a mount.
+		if info, err := At(path); Corrupted(err) || (err == nil && info.Root && info.Device == device) {
+			here = append(here, path)
+		} else {
+			t.Remove(device, path)
+		}
+	}
+	return here
+}

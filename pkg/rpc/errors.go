@@ -1,0 +1,61 @@
+package rpc
+
+import (
+	"context"
+	"errors"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+)
+
+// table is the one place where errors become gRPC codes (CSI specification, Error
+// Scheme, and the tables of each call). The first row that matches counts.
+//
+// To Kubernetes a code also says whether the work may still be going on: Canceled,
+// DeadlineExceeded, Unavailable, Aborted (and, for the provisioner, ResourceExhausted)
+// mean that it may; all others mean that it is over.
+var table = []struct {
+	err  error
+	code codes.Code
+}{
+	{context.Canceled, codes.Canceled},
+	{context.DeadlineExceeded, codes.DeadlineExceeded},
+	{blockdev.ErrBusy, codes.Aborted},
+	{blockdev.ErrBadToken, codes.Aborted},
+	{blockdev.ErrInvalid, codes.InvalidArgument},
+	{blockdev.ErrNotFound, codes.NotFound},
+	{blockdev.ErrExists, codes.AlreadyExists},
+	{blockdev.ErrOutOfRange, codes.OutOfRange},
+	{blockdev.ErrNoSpace, codes.ResourceExhausted},
+	{blockdev.ErrLimit, codes.ResourceExhausted},
+	{blockdev.ErrInUse, codes.FailedPrecondition},
+	{blockdev.ErrPrecondition, codes.FailedPrecondition},
+	{blockdev.ErrUnsupported, codes.FailedPrecondition},
+	{blockdev.ErrDataLoss, codes.DataLoss},
+	{blockdev.ErrUnavailable, codes.Unavailable},
+}
+
+// Code returns the gRPC code of an error: Internal if it is none of the list.
+func Code(err error) codes.Code {
+	if err == nil {
+		return codes.OK
+	}
+	for _, row := range table {
+		if errors.Is(err, row.err) {
+			return row.code
+		}
+	}
+	if s, ok := status.FromError(err); ok { // gRPC's own: an unknown method, a message too large
+		return s.Code()
+	}
+	return codes.Internal
+}
+
+func toStatus(err error) error {
+	if err == nil {
+		return nil
+	}
+	return status.Error(Code(err), err.Error())
+}

@@ -1,0 +1,72 @@
+package rpc
+
+import (
+	"github.com/container-storage-interface/spec/lib/go/csi"
+
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// keys returns what a request must have for itself while it is served, and what it
+// only needs to stay as it is. A volume goes by the key of its name, which its ID
+// ends in, so that a CreateVolume and a DeleteVolume of one volume meet. Requests
+// that only look at things lock nothing.
+func keys(request any) (exclusive, shared []string) {
+	switch r := request.(type) {
+	case *csi.CreateVolumeRequest:
+		exclusive = []string{"volume/" + volume.KeyOf(r.GetName())}
+		if source := r.GetVolumeContentSource().GetVolume(); source != nil {
+			// Its filesystem is frozen for the cut.
+			exclusive = append(exclusive, volumeKey(source.GetVolumeId()))
+		}
+		if source := r.GetVolumeContentSource().GetSnapshot(); source != nil {
+			shared = []string{snapshotKey(source.GetSnapshotId())}
+		}
+	case *csi.CreateSnapshotRequest:
+		exclusive = []string{"snapshot/" + volume.KeyOf(r.GetName()), volumeKey(r.GetSourceVolumeId())}
+	case *csi.DeleteSnapshotRequest:
+		exclusive = []string{snapshotKey(r.GetSnapshotId())}
+	case *csi.CreateVolumeGroupSnapshotRequest:
+		exclusive = []string{"group/" + volume.KeyOf(r.GetName())}
+		for _, id := range r.GetSourceVolumeIds() {
+			exclusive = append(exclusive, volumeKey(id))
+		}
+	case *csi.DeleteVolumeGroupSnapshotRequest:
+		exclusive = []string{groupKey(r.GetGroupSnapshotId())}
+		for _, id := range r.GetSnapshotIds() {
+			exclusive = append(exclusive, snapshotKey(id))
+		}
+	case *csi.GetMetadataAllocatedRequest:
+		shared = []string{snapshotKey(r.GetSnapshotId())}
+	case *csi.GetMetadataDeltaRequest:
+		shared = []string{snapshotKey(r.GetBaseSnapshotId()), snapshotKey(r.GetTargetSnapshotId())}
+	case *csi.DeleteVolumeRequest, *csi.ControllerPublishVolumeRequest, *csi.ControllerUnpublishVolumeRequest,
+		*csi.ControllerExpandVolumeRequest, *csi.ControllerModifyVolumeRequest,
+		*csi.NodeStageVolumeRequest, *csi.NodeUnstageVolumeRequest, *csi.NodePublishVolumeRequest,
+		*csi.NodeUnpublishVolumeRequest, *csi.NodeExpandVolumeRequest:
+		exclusive = []string{volumeKey(r.(interface{ GetVolumeId() string }).GetVolumeId())}
+	}
+	return exclusive, shared
+}
+
+// volumeKey: an ID that is not one of ours (of an inline ephemeral volume, say) is
+// the name of its volume.
+func volumeKey(text string) string {
+	if id, err := volume.ParseID(text); err == nil {
+		return "volume/" + id.Key
+	}
+	return "volume/" + volume.KeyOf(text)
+}
+
+func snapshotKey(text string) string {
+	if id, err := volume.ParseID(text); err == nil {
+		return "snapshot/" + id.Key
+	}
+	return "snapshot/" + volume.KeyOf(text)
+}
+
+func groupKey(text string) string {
+	if id, err := volume.ParseGroupID(text); err == nil {
+		return "group/" + id.Key
+	}
+	return "group/" + volume.KeyOf(text)
+}

@@ -1,0 +1,262 @@
+// Package rpc serves CSI over a unix socket. Around every call it does what no
+// service has to think of: it logs the call without its secrets, keeps a second
+// operation on the same volume away, turns errors into codes, and turns a panic into
+// an error.
+package rpc
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/url"
+	"os"
+	"path/filepath"
+	"runtime/debug"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc"
+	"google.golang.org/protobuf/proto"
+	"k8s.io/klog/v2"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+	"github.com/kubernetes-csi/csi-lib-utils/protosanitizer"
+
+	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+)
+
+// drainTime is how long calls in flight get to end when the server stops.
+const drainTime = 4 * time.Second
+
+// ParseEndpoint returns the path of a unix socket: unix:///csi/csi.sock, unix:/csi/csi.sock
+// or just /csi/csi.sock. ErrInvalid for anything else.
+func ParseEndpoint(endpoint string) (string, error) {
+	path := endpoint
+	if u, err := url.Parse(endpoint); err == nil && u.Scheme != "" {
+		if path = u.Path; u.Scheme != "unix" || u.Host != "" {
+			return "", fmt.Errorf("%w: endpoint %q: only unix sockets are served; write unix:///FOLDER/csi.sock", blockdev.ErrInvalid, endpoint)
+		}
+	}
+	if !filepath.IsAbs(path) {
+		return "", fmt.Errorf("%w: endpoint %q: write unix:///FOLDER/csi.sock", blockdev.ErrInvalid, endpoint)
+	}
+	if len(path) >= len(unix.RawSockaddrUnix{}.Path) {
+		return "", fmt.Errorf("%w: endpoint %q: a socket's path has at most %d bytes", blockdev.ErrInvalid, endpoint, len(unix.RawSockaddrUnix{}.Path)-1)
+	}
+	return path, nil
+}
+
+// Listen opens the socket, for the driver's own user only. The socket of a driver that
+// is dead is replaced; that of one that answers is ErrInUse.
+func Listen(endpoint string) (net.Listener, error) {
+	path, err := ParseEndpoint(endpoint)
+	if err != nil {
+		return nil, err
+	}
+	if info, err := os.Lstat(path); err == nil {
+		if info.Mode()&os.ModeSocket == 0 {
+			return nil, fmt.Errorf("%w: %s is there and no socket", blockdev.ErrExists, path)
+		}
+		if c, err := net.DialTimeout("unix", path, time.Second); err == nil {
+			c.Close()
+			return nil, fmt.Errorf("%w: another process serves %s", blockdev.ErrInUse, path)
+		}
+		if err := os.Remove(path); err != nil {
+			return nil, fmt.Errorf("remove the stale socket: %w", err)
+		}
+	}
+	// The mode of the socket is that of its creation: there is no moment when others
+	// could connect. The mask is the process's, so it must not be changed elsewhere.
+	mask := unix.Umask(0o177)
+	defer unix.Umask(mask)
+	listener, err := net.Listen("unix", path)
+	if err != nil {
+		return nil, fmt.Errorf("listen on %s: %w", path, err)
+	}
+	return listener, nil
+}
+
+// Services are the CSI services to serve; nil ones are not registered.
+type Services struct {
+	Identity         csi.IdentityServer
+	Controller       csi.ControllerServer
+	GroupController  csi.GroupControllerServer
+	SnapshotMetadata csi.SnapshotMetadataServer
+	Node             csi.NodeServer
+}
+
+// Serve serves until ctx ends; then it takes no more calls, gives those in flight
+// 4 s to end, cancels the rest, and removes the socket. It closes the listener.
+func Serve(ctx context.Context, listener net.Listener, s Services) error {
+	guard := &guard{log: klog.FromContext(ctx)}
+	server := grpc.NewServer(
+		grpc.ChainUnaryInterceptor(guard.unary),
+		grpc.ChainStreamInterceptor(guard.stream),
+		grpc.WaitForHandlers(true),
+	)
+	if s.Identity != nil {
+		csi.RegisterIdentityServer(server, s.Identity)
+	}
+	if s.Controller != nil {
+		csi.RegisterControllerServer(server, s.Controller)
+	}
+	if s.GroupController != nil {
+		csi.RegisterGroupControllerServer(server, s.GroupController)
+	}
+	if s.SnapshotMetadata != nil {
+		csi.RegisterSnapshotMetadataServer(server, s.SnapshotMetadata)
+	}
+	if s.Node != nil {
+		csi.RegisterNodeServer(server, s.Node)
+	}
+	served := make(chan error, 1)
+	go func() { served <- server.Serve(listener) }()
+	select {
+	case err := <-served:
+		return err
+	case <-ctx.Done():
+	}
+	drained := make(chan struct{})
+	go func() { server.GracefulStop(); close(drained) }()
+	select {
+	case <-drained:
+	case <-time.After(drainTime):
+		server.Stop()
+		<-drained
+	}
+	if err := <-served; err != nil && !errors.Is(err, grpc.ErrServerStopped) {
+		return err
+	}
+	return nil
+}
+
+// guard stands around every call.
+type guard struct {
+	log   klog.Logger
+	locks keylock.Table
+}
+
+func (g *guard) unary(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
+	call := g.begin(info.FullMethod)
+	defer func() { call.unlock() }() // the one that received will set
+	response, err := guarded(call.name, func() (any, error) {
+		if err := call.received(request); err != nil {
+			return nil, err
+		}
+		return handler(klog.NewContext(ctx, call.log), request)
+	})
+	if err := call.end(ctx, response, err); err != nil {
+		return nil, err
+	}
+	return response, nil
+}
+
+// stream serves the streaming calls of SnapshotMetadata, which all get one request.
+func (g *guard) stream(server any, stream grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
+	call := g.begin(info.FullMethod)
+	defer func() { call.unlock() }() // the one that received will set
+	_, err := guarded(call.name, func() (any, error) {
+		return nil, handler(server, &callStream{stream, call, klog.NewContext(stream.Context(), call.log)})
+	})
+	return call.end(stream.Context(), nil, err)
+}
+
+// callStream tells its call of the request that comes in.
+type callStream struct {
+	grpc.ServerStream
+	call *call
+	ctx  context.Context
+}
+
+func (s *callStream) Context() context.Context { return s.ctx }
+
+func (s *callStream) RecvMsg(m any) error {
+	if err := s.ServerStream.RecvMsg(m); err != nil {
+		return err
+	}
+	return s.call.received(m)
+}
+
+// guarded turns a panic into an error.
+func guarded(name string, run func() (any, error)) (response any, err error) {
+	defer func() {
+		if p := recover(); p != nil {
+			response, err = nil, fmt.Errorf("%s: the driver has a bug: panic: %v\n%s", name, p, debug.Stack())
+		}
+	}()
+	return run()
+}
+
+// call is one call from its begin to its end.
+type call struct {
+	guard   *guard
+	name    string
+	log     klog.Logger
+	start   time.Time
+	request any
+	unlock  func()
+}
+
+func (g *guard) begin(method string) *call {
+	name := method[strings.LastIndexByte(method, '/')+1:]
+	return &call{guard: g, name: name, log: g.log.WithValues("method", name), start: time.Now(), unlock: func() {}}
+}
+
+// received takes the locks that the request asks for; ErrBusy if it cannot have all.
+func (c *call) received(request any) error {
+	c.request = request
+	if v := c.log.V(5); v.Enabled() {
+		v.Info("Call", "request", printable(request))
+	}
+	unlock, busy := c.guard.locks.TryLock(keys(request))
+	if unlock == nil {
+		return fmt.Errorf("%w on %s; try again", blockdev.ErrBusy, busy)
+	}
+	c.unlock = unlock
+	return nil
+}
+
+// end logs how the call went, once, and gives its error a code.
+func (c *call) end(ctx context.Context, response any, err error) error {
+	took := time.Since(c.start).Round(time.Microsecond).String()
+	switch {
+	case err != nil && ctx.Err() == nil:
+		c.log.Error(err, "Call failed", "code", Code(err).String(), "took", took, "request", printable(c.request))
+	case err != nil:
+		c.log.Info("Call ended by its caller", "code", Code(err).String(), "took", took, "err", err.Error(), "request", printable(c.request))
+	default:
+		if v := c.log.V(5); v.Enabled() {
+			v.Info("Call done", "took", took, "response", printable(response))
+		} else if v := c.log.V(4); v.Enabled() {
+			v.Info("Call done", "took", took)
+		}
+	}
+	return toStatus(err)
+}
+
+// printable is a message without its secrets: fields that CSI marks, and service
+// account tokens, which come in the volume context (and which protosanitizer does
+// not know).
+func printable(message any) string {
+	m, ok := message.(proto.Message)
+	if !ok || m == nil {
+		return ""
+	}
+	if c, ok := m.(interface{ GetVolumeContext() map[string]string }); ok {
+		for key := range c.GetVolumeContext() {
+			if secret(key) {
+				m = proto.Clone(m)
+				m.(interface{ GetVolumeContext() map[string]string }).GetVolumeContext()[key] = "***stripped***"
+			}
+		}
+	}
+	return protosanitizer.StripSecrets(m).String()
+}
+
+func secret(key string) bool {
+	key = strings.ToLower(key)
+	return strings.Contains(key, "token") || strings.Contains(key, "secret") || strings.Contains(key, "password")
+}

@@ -1,0 +1,318 @@
+package volume
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+)
+
+// CreateSnapshot: see Store.
+func (l *Local) CreateSnapshot(ctx context.Context, name string, source ID) (Snapshot, error) {
+	if have, err := l.existing(ctx, name, source); err != nil || have.Name != "" {
+		return have, err
+	}
+	o, err := l.snapshotSource(ctx, source)
+	if err != nil {
+		return Snapshot{}, err
+	}
+	quiesced, thaw, err := l.quiesce(ctx, o)
+	if err != nil {
+		return Snapshot{}, err
+	}
+	record, err := l.cut(ctx, o, name, quiesced, nil)
+	if err = errors.Join(err, thaw()); err != nil {
+		return Snapshot{}, fmt.Errorf("snapshot %q of volume %s: %w", name, source, err)
+	}
+	return snapshotFromRecord(source.Pool, l.node, record), nil
+}
+
+// existing finds the snapshot of a name, and makes sure that it is of the source.
+func (l *Local) existing(ctx context.Context, name string, source ID) (Snapshot, error) {
+	id, record, err := l.named(ctx, blockdev.Snapshot, name)
+	if errors.Is(err, blockdev.ErrNotFound) {
+		return Snapshot{}, nil
+	}
+	if err != nil {
+		return Snapshot{}, err
+	}
+	have := snapshotFromRecord(id.Pool, l.node, record)
+	if have.Name != name || have.Source != source {
+		return Snapshot{}, fmt.Errorf("%w: snapshot %q (%s) is of volume %s, not %s", blockdev.ErrExists, name, id, have.Source, source)
+	}
+	return have, nil
+}
+
+func (l *Local) snapshotSource(ctx context.Context, id ID) (origin, error) {
+	if id.Kind != blockdev.Volume {
+		return origin{}, fmt.Errorf("%w: %s is no volume", blockdev.ErrNotFound, id)
+	}
+	return l.source(ctx, id)
+}
+
+func (l *Local) cut(ctx context.Context, o origin, name string, quiesced bool, labels map[string]string) (blockdev.Record, error) {
+	all := map[string]string{}
+	// What a restored volume has to know about its bytes.
+	for _, key := range []string{labelFormat, labelFilesystem} {
+		setLabel(all, key, o.record.Labels[key])
+	}
+	for key, value := range labels {
+		all[key] = value
+	}
+	return o.pool.Create(ctx, blockdev.Spec{
+		Ref: blockdev.Ref{Kind: blockdev.Snapshot, Key: KeyOf(name)}, Name: name, Size: o.record.Size, Thin: o.record.Thin,
+		Origin: o.record.Ref, Quiesced: quiesced, Labels: all,
+	})
+}
+
+// DeleteSnapshot: see Store.
+func (l *Local) DeleteSnapshot(ctx context.Context, id ID) error {
+	pool, ref, err := l.object(id, blockdev.Snapshot)
+	if err != nil {
+		return ignoreNotFound(err)
+	}
+	record, err := pool.Get(ctx, ref)
+	if err == nil && record.Labels[labelGroup] != "" {
+		return fmt.Errorf("%w: snapshot %s is part of %s and is deleted with it", blockdev.ErrInvalid, id, GroupID{record.Labels[labelGroup]})
+	}
+	return pool.Delete(ctx, ref)
+}
+
+// GetSnapshot: see Store.
+func (l *Local) GetSnapshot(ctx context.Context, id ID) (Snapshot, error) {
+	pool, ref, err := l.object(id, blockdev.Snapshot)
+	if err != nil {
+		return Snapshot{}, err
+	}
+	record, err := pool.Get(ctx, ref)
+	if err != nil {
+		return Snapshot{}, err
+	}
+	if l.hidden(record) {
+		return Snapshot{}, fmt.Errorf("%w: snapshot %s is of a group that is not complete", blockdev.ErrNotFound, id)
+	}
+	return snapshotFromRecord(pool.Name(), l.node, record), nil
+}
+
+// hidden: members of a group that is being made or undone are not there for anybody.
+func (l *Local) hidden(r blockdev.Record) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.incomplete[r.Labels[labelGroup]]
+}
+
+// ListSnapshots: see Store.
+func (l *Local) ListSnapshots(ctx context.Context, source ID, after ID, limit int) ([]Snapshot, error) {
+	var snapshots []Snapshot
+	err := l.list(ctx, blockdev.Snapshot, after, limit, func(pool string, r blockdev.Record) bool {
+		s := snapshotFromRecord(pool, l.node, r)
+		if !l.hidden(r) && (source == (ID{}) || s.Source == source) {
+			snapshots = append(snapshots, s)
+		}
+		return limit == 0 || len(snapshots) < limit
+	})
+	return snapshots, err
+}
+
+// member is a snapshot of a group, with what its record says of the group.
+type member struct {
+	Snapshot
+	groupSize int
+}
+
+// A group has no record of its own: it is there if and only if as many snapshots
+// say that they belong to it as each of them says there are. So there is no moment
+// at which a crash could leave a part of a group that looks like the whole.
+func complete(members []member) bool { return len(members) > 0 && len(members) == members[0].groupSize }
+
+func (l *Local) groups(ctx context.Context) (map[string][]member, error) {
+	groups := map[string][]member{}
+	err := l.list(ctx, blockdev.Snapshot, ID{}, 0, func(pool string, r blockdev.Record) bool {
+		if key := r.Labels[labelGroup]; key != "" {
+			size, _ := strconv.Atoi(r.Labels[labelGroupSize])
+			groups[key] = append(groups[key], member{snapshotFromRecord(pool, l.node, r), size})
+		}
+		return true
+	})
+	return groups, err
+}
+
+func (l *Local) removeGroup(ctx context.Context, members []member) error {
+	var failures []error
+	for _, m := range members {
+		pool, ref, err := l.object(m.ID, blockdev.Snapshot)
+		if err == nil {
+			err = pool.Delete(ctx, ref)
+		}
+		failures = append(failures, err)
+	}
+	return errors.Join(failures...)
+}
+
+func (l *Local) setIncomplete(key string, incomplete bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if incomplete {
+		l.incomplete[key] = true
+	} else {
+		delete(l.incomplete, key)
+	}
+}
+
+// CreateGroup: see Store. All filesystems are frozen, all snapshots are cut, and all
+// are thawed; if one cannot be cut, none stays.
+func (l *Local) CreateGroup(ctx context.Context, name string, sources []ID) (_ Group, err error) {
+	id := GroupID{KeyOf(name)}
+	sources = slices.Clone(sources)
+	slices.SortFunc(sources, func(a, b ID) int { return strings.Compare(a.String(), b.String()) })
+	if len(slices.Compact(slices.Clone(sources))) != len(sources) || len(sources) == 0 {
+		return Group{}, fmt.Errorf("%w: group snapshot %q: name each source volume once", blockdev.ErrInvalid, name)
+	}
+	groups, err := l.groups(ctx)
+	if err != nil {
+		return Group{}, err
+	}
+	members := groups[id.Key]
+	if complete(members) {
+		group := l.group(id, members)
+		if !slices.EqualFunc(group.Snapshots, sources, func(s Snapshot, source ID) bool { return s.Source == source }) {
+			return Group{}, fmt.Errorf("%w: group snapshot %q (%s) is of other volumes", blockdev.ErrExists, name, id)
+		}
+		return group, nil
+	}
+	l.setIncomplete(id.Key, true)
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("group snapshot %q: %w", name, err)
+			// With the caller's context ended, what was cut still has to go.
+			err = errors.Join(err, l.undoGroup(context.WithoutCancel(ctx), id))
+		}
+		l.setIncomplete(id.Key, false)
+	}()
+	if err := l.removeGroup(ctx, members); err != nil {
+		return Group{}, err
+	}
+
+	origins := make([]origin, len(sources))
+	quiesced := make([]bool, len(sources))
+	for i, source := range sources {
+		if origins[i], err = l.snapshotSource(ctx, source); err != nil {
+			return Group{}, err
+		}
+	}
+	var thaws []func() error
+	thaw := func() error {
+		var failures []error
+		for _, one := range thaws {
+			failures = append(failures, one())
+		}
+		return errors.Join(failures...)
+	}
+	defer func() { err = errors.Join(err, thaw()) }()
+	for i, o := range origins {
+		var one func() error
+		if quiesced[i], one, err = l.quiesce(ctx, o); err != nil {
+			return Group{}, err
+		}
+		thaws = append(thaws, one)
+	}
+	members = members[:0]
+	for i, o := range origins {
+		record, err := l.cut(ctx, o, name+"\x00"+sources[i].String(), quiesced[i], map[string]string{
+			labelGroup: id.Key, labelGroupSize: strconv.Itoa(len(sources))})
+		if err != nil {
+			return Group{}, err
+		}
+		members = append(members, member{snapshotFromRecord(sources[i].Pool, l.node, record), len(sources)})
+	}
+	return l.group(id, members), nil
+}
+
+func (l *Local) undoGroup(ctx context.Context, id GroupID) error {
+	groups, err := l.groups(ctx)
+	if err != nil {
+		return err
+	}
+	return l.removeGroup(ctx, groups[id.Key])
+}
+
+// group makes a group of its members: in the order of their sources, and as old as
+// the first that was cut (all were frozen then).
+func (l *Local) group(id GroupID, members []member) Group {
+	group := Group{ID: id}
+	for _, m := range members {
+		group.Snapshots = append(group.Snapshots, m.Snapshot)
+		if group.Created.IsZero() || m.Created.Before(group.Created) {
+			group.Created = m.Created
+		}
+	}
+	slices.SortFunc(group.Snapshots, func(a, b Snapshot) int { return strings.Compare(a.Source.String(), b.Source.String()) })
+	return group
+}
+
+// DeleteGroup: see Store.
+func (l *Local) DeleteGroup(ctx context.Context, id GroupID) error {
+	groups, err := l.groups(ctx)
+	if err != nil {
+		return err
+	}
+	l.setIncomplete(id.Key, true)
+	defer l.setIncomplete(id.Key, false)
+	if err := l.removeGroup(ctx, groups[id.Key]); err != nil {
+		return fmt.Errorf("delete %s: %w", id, err)
+	}
+	return nil
+}
+
+// GetGroup: see Store.
+func (l *Local) GetGroup(ctx context.Context, id GroupID) (Group, error) {
+	groups, err := l.groups(ctx)
+	if err != nil {
+		return Group{}, err
+	}
+	if members := groups[id.Key]; complete(members) {
+		return l.group(id, members), nil
+	}
+	return Group{}, fmt.Errorf("%w: no %s", blockdev.ErrNotFound, id)
+}
+
+// Allocated: see Store.
+func (l *Local) Allocated(ctx context.Context, id ID, from int64, yield func(blockdev.Extent) error) error {
+	pool, ref, err := l.object(id, blockdev.Snapshot)
+	if err != nil {
+		return err
+	}
+	differ, ok := pool.(blockdev.Differ)
+	if !ok {
+		return fmt.Errorf("%w: pool %s cannot list what is allocated", blockdev.ErrUnsupported, pool.Name())
+	}
+	return differ.Allocated(ctx, ref, from, yield)
+}
+
+// Changed: see Store.
+func (l *Local) Changed(ctx context.Context, base, target ID, from int64, yield func(blockdev.Extent) error) error {
+	old, err := l.GetSnapshot(ctx, base)
+	if err != nil {
+		return err
+	}
+	recent, err := l.GetSnapshot(ctx, target)
+	if err != nil {
+		return err
+	}
+	if old.Source != recent.Source || old.Created.After(recent.Created) {
+		return fmt.Errorf("%w: %s is not an earlier snapshot of the volume of %s", blockdev.ErrInvalid, base, target)
+	}
+	pool, ref, err := l.object(target, blockdev.Snapshot)
+	if err != nil {
+		return err
+	}
+	differ, ok := pool.(blockdev.Differ)
+	if !ok {
+		return fmt.Errorf("%w: pool %s cannot compare snapshots", blockdev.ErrUnsupported, pool.Name())
+	}
+	return differ.Changed(ctx, base.ref(), ref, from, yield)
+}
