@@ -6,14 +6,15 @@ import (
 	"context"
 	"os"
 	"path/filepath"
-	"strconv"
 	"strings"
+	"sync"
 	"testing"
 
+	"github.com/container-storage-interface/spec/lib/go/csi"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
-
-	"github.com/container-storage-interface/spec/lib/go/csi"
+	"k8s.io/klog/v2"
+	"k8s.io/klog/v2/ktesting"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/controller"
@@ -36,31 +37,31 @@ func NeedRoot(t testing.TB) {
 	}
 }
 
-// NothingLeft makes the test fail if, at its end, there is a mount or a loop device that
-// was not there at its start and that lies below dir (default: the test's temporary
-// folder, t.TempDir). It looks after all clean-up that is registered later.
-func NothingLeft(t testing.TB, dirs ...string) {
+// Dir returns a temporary folder with a short name (a socket's path is limited), which
+// is removed at the end of the test. The test fails if by then there is a mount or a loop
+// device left below it.
+func Dir(t testing.TB) string {
 	t.Helper()
-	if len(dirs) == 0 {
-		dirs = []string{filepath.Dir(t.TempDir())}
-	}
+	dir, err := os.MkdirTemp("", "ashlar")
+	must(t, err)
 	t.Cleanup(func() {
-		for _, line := range Leftovers(dirs...) {
+		left := Leftovers(dir)
+		for _, line := range left {
 			t.Errorf("left behind: %s", line)
 		}
+		if len(left) > 0 {
+			return // RemoveAll would go through the mount
+		}
+		if err := os.RemoveAll(dir); err != nil {
+			t.Errorf("remove the test's folder: %v", err)
+		}
 	})
+	return dir
 }
 
-// Leftovers lists the mounts at, and the loop devices over files in, some folders.
-func Leftovers(dirs ...string) []string {
-	below := func(path string) bool {
-		for _, dir := range dirs {
-			if path == dir || strings.HasPrefix(path, strings.TrimSuffix(dir, "/")+"/") {
-				return true
-			}
-		}
-		return false
-	}
+// Leftovers lists the mounts at, and the loop devices over files in, a folder.
+func Leftovers(dir string) []string {
+	below := func(path string) bool { return path == dir || strings.HasPrefix(path, dir+"/") }
 	var found []string
 	mounts, _ := os.ReadFile("/proc/self/mountinfo")
 	for line := range strings.Lines(string(mounts)) {
@@ -80,22 +81,24 @@ func Leftovers(dirs ...string) []string {
 
 // Options of a driver under test.
 type Options struct {
-	// Dir is the folder of its pool; default: a temporary one.
+	// Dir is an existing folder that everything of the driver is in; default: a new one.
 	Dir string
-	// Pools are its pools by URL, instead of one named default in Dir.
-	Pools map[string]string
-	// MaxVolumes is the attach limit.
+	// Pools are NAME=URL, the first one the default; default: a file pool in Dir/pool.
+	Pools []string
+	// MaxVolumes is the attach limit; 0 is none.
 	MaxVolumes int64
-	Node       string
 }
 
-// Driver is a driver that runs in this process and serves on a socket.
+// Node is the name of the node of a driver under test.
+const Node = "test-node"
+
+// Driver is a driver that runs in this process and serves on a socket. It is the client
+// of its own services.
 type Driver struct {
+	Dir    string // everything is in here
 	Socket string
-	Dir    string
 	Store  *volume.Local
 	Mounts *mount.Table
-	Conn   *grpc.ClientConn
 
 	csi.IdentityClient
 	csi.ControllerClient
@@ -106,60 +109,47 @@ type Driver struct {
 	stop func()
 }
 
-// Start starts a driver; it stops at the end of the test, or with Stop.
+// Start starts a driver; it stops at the end of the test, or with Stop. To see what a
+// restart does, stop it and start another one in the same Dir.
 func Start(t testing.TB, o Options) *Driver {
 	t.Helper()
-	base := t.TempDir()
 	if o.Dir == "" {
-		o.Dir = filepath.Join(base, "pool")
-	}
-	if o.Node == "" {
-		o.Node = "test-node"
+		o.Dir = Dir(t)
 	}
 	if o.Pools == nil {
-		o.Pools = map[string]string{"default": "file://" + o.Dir + "?reservePercent=0"}
+		o.Pools = []string{"default=file://" + o.Dir + "/pool?reservePercent=0"}
 	}
-	ctx, cancel := context.WithCancel(context.Background())
-	d := &Driver{Dir: o.Dir, Socket: filepath.Join(base, "csi.sock")}
-	if len(d.Socket) > 100 { // t.TempDir has the test's name, a socket's path is short
-		short, err := os.MkdirTemp("", "csi")
-		must(t, err)
-		t.Cleanup(func() { os.RemoveAll(short) })
-		d.Socket = filepath.Join(short, "csi.sock")
-	}
+	ctx, cancel := context.WithCancel(klog.NewContext(context.Background(), ktesting.NewLogger(t, ktesting.NewConfig(ktesting.Verbosity(5)))))
+	d := &Driver{Dir: o.Dir, Socket: filepath.Join(o.Dir, "csi.sock")}
 	var err error
 	d.Mounts, err = mount.LoadTable()
 	must(t, err)
 	var pools []blockdev.Pool
-	for _, name := range sortedKeys(o.Pools) {
-		pool, err := blockdev.Open(ctx, name, o.Pools[name])
+	for _, one := range o.Pools {
+		name, url, _ := strings.Cut(one, "=")
+		pool, err := blockdev.Open(ctx, name, url)
 		must(t, err)
 		pools = append(pools, pool)
 	}
-	d.Store, err = volume.NewLocal(ctx, o.Node, pools, d.Mounts, o.MaxVolumes)
+	d.Store, err = volume.NewLocal(ctx, Node, pools, d.Mounts, o.MaxVolumes)
 	must(t, err)
-	c := controller.New(d.Store)
 	listener, err := rpc.Listen("unix://" + d.Socket)
 	must(t, err)
-	done := make(chan error, 1)
+	served := make(chan error, 1)
 	go func() {
-		done <- rpc.Serve(ctx, listener, rpc.Services{Identity: identity.New("block.csi.ashlar.dev", "test", d.Store.Ready),
+		c := controller.New(d.Store)
+		served <- rpc.Serve(ctx, listener, rpc.Services{Identity: identity.New("block.csi.ashlar.dev", "test", d.Store.Ready),
 			Controller: c, GroupController: c, SnapshotMetadata: c, Node: node.New(d.Store, d.Mounts, o.MaxVolumes)})
 	}()
-	d.Conn, err = grpc.NewClient("unix://"+d.Socket, grpc.WithTransportCredentials(insecure.NewCredentials()))
+	conn, err := grpc.NewClient("unix://"+d.Socket, grpc.WithTransportCredentials(insecure.NewCredentials()))
 	must(t, err)
-	d.IdentityClient, d.ControllerClient = csi.NewIdentityClient(d.Conn), csi.NewControllerClient(d.Conn)
-	d.GroupControllerClient, d.SnapshotMetadataClient = csi.NewGroupControllerClient(d.Conn), csi.NewSnapshotMetadataClient(d.Conn)
-	d.NodeClient = csi.NewNodeClient(d.Conn)
-	stopped := false
-	d.stop = func() {
-		if stopped {
-			return
-		}
-		stopped = true
-		d.Conn.Close()
+	d.IdentityClient, d.ControllerClient = csi.NewIdentityClient(conn), csi.NewControllerClient(conn)
+	d.GroupControllerClient, d.SnapshotMetadataClient = csi.NewGroupControllerClient(conn), csi.NewSnapshotMetadataClient(conn)
+	d.NodeClient = csi.NewNodeClient(conn)
+	d.stop = sync.OnceFunc(func() {
+		conn.Close()
 		cancel()
-		if err := <-done; err != nil {
+		if err := <-served; err != nil {
 			t.Errorf("serve: %v", err)
 		}
 		for _, pool := range pools {
@@ -167,12 +157,12 @@ func Start(t testing.TB, o Options) *Driver {
 				t.Errorf("close pool: %v", err)
 			}
 		}
-	}
+	})
 	t.Cleanup(d.stop)
 	return d
 }
 
-// Stop ends the driver as SIGTERM does. Its volumes stay.
+// Stop ends the driver as SIGTERM does. Its volumes, devices and mounts stay.
 func (d *Driver) Stop() { d.stop() }
 
 func must(t testing.TB, err error) {
@@ -180,19 +170,4 @@ func must(t testing.TB, err error) {
 	if err != nil {
 		t.Fatal(err)
 	}
-}
-
-func sortedKeys(m map[string]string) []string {
-	var keys []string
-	for k := range m {
-		keys = append(keys, k)
-	}
-	// "default" is the first, so that it is the default.
-	for i, k := range keys {
-		if k == "default" {
-			keys[0], keys[i] = keys[i], keys[0]
-		}
-	}
-	_ = strconv.Itoa
-	return keys
 }

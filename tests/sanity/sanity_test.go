@@ -1,9 +1,10 @@
 // Package sanity runs csi-test's sanity suite over the whole driver, in this process,
-// on real devices.
+// on real loop devices and real filesystems.
 package sanity
 
 import (
 	"context"
+	"fmt"
 	"os"
 	"path/filepath"
 	"testing"
@@ -12,63 +13,83 @@ import (
 	. "github.com/onsi/ginkgo/v2"
 	"github.com/onsi/ginkgo/v2/types"
 	. "github.com/onsi/gomega"
+	"google.golang.org/grpc"
+	"google.golang.org/protobuf/proto"
 
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 )
 
-// The suite is run once for each access type.
-var accessTypes = []string{"mount", "block"}
+// pendingInSuite is how many specs the suite itself has switched off, in each run of it:
+// "pagination should detect volumes added between pages ..." of ListVolumes (an XIt since
+// csi-test issue 223).
+const pendingInSuite = 1
 
+// TestSanity runs the suite with mount and with block access. Everything that a driver
+// can serve is on: idempotency repeats, attach limit, group snapshots, modify, health.
 func TestSanity(t *testing.T) {
 	drivertest.NeedRoot(t)
-	drivertest.NothingLeft(t)
 	RegisterFailHandler(Fail)
+	accessTypes := []string{"mount", "block"}
 	for _, access := range accessTypes {
-		Describe("CSI sanity with "+access+" access", func() { register(t, access) })
+		driver := drivertest.Start(t, drivertest.Options{MaxVolumes: 4})
+		Describe("with "+access+" access", func() { sanity.GinkgoTest(config(driver, access)) })
 	}
+	var counts map[types.SpecState]int
+	ReportAfterSuite("counts", func(report Report) {
+		counts = map[types.SpecState]int{}
+		for _, spec := range report.SpecReports {
+			if spec.LeafNodeType != types.NodeTypeIt {
+				continue
+			}
+			counts[spec.State]++
+			if spec.State.Is(types.SpecStateSkipped | types.SpecStatePending) {
+				fmt.Fprintf(os.Stderr, "%s: %s %s\n", spec.State, spec.FullText(), spec.Failure.Message)
+			}
+		}
+	})
 	suite, reporter := GinkgoConfiguration()
 	reporter.Succinct = true
-	ran := RunSpecs(t, "csi-sanity", suite, reporter)
-	if !ran {
-		t.Error("the suite failed")
+	passed := RunSpecs(t, "csi-sanity", suite, reporter)
+	failed := 0
+	for state, n := range counts {
+		if state.Is(types.SpecStateFailureStates) {
+			failed += n
+		}
+	}
+	fmt.Fprintf(os.Stderr, "csi-sanity: %d passed, %d failed, %d skipped, %d switched off in the suite itself\n",
+		counts[types.SpecStatePassed], failed, counts[types.SpecStateSkipped], counts[types.SpecStatePending])
+	if !passed || failed != 0 {
+		t.Error("specs failed")
+	}
+	if counts[types.SpecStateSkipped] != 0 {
+		t.Error("specs were skipped: the driver does not serve, or the configuration does not switch on, all that the suite tests")
+	}
+	if counts[types.SpecStatePending] != pendingInSuite*len(accessTypes) {
+		t.Errorf("%d specs are switched off in the suite, expected %d: look at what is new", counts[types.SpecStatePending], pendingInSuite*len(accessTypes))
 	}
 }
 
-var _ = ReportAfterSuite("counts", func(report Report) {
-	var passed, failed, skipped int
-	for _, spec := range report.SpecReports {
-		if spec.LeafNodeType != types.NodeTypeIt {
-			continue
-		}
-		switch spec.State {
-		case types.SpecStatePassed:
-			passed++
-		case types.SpecStateSkipped, types.SpecStatePending:
-			skipped++
-			GinkgoWriter.Printf("")
-			println("skipped:", spec.FullText(), "-", spec.State.String(), spec.Failure.Message)
-		default:
-			failed++
-		}
-	}
-	println("csi-sanity:", passed, "passed,", failed, "failed,", skipped, "skipped")
-})
+func config(driver *drivertest.Driver, access string) *sanity.TestConfig {
+	c := sanity.NewTestConfig()
+	c.Address = "unix://" + driver.Socket
+	c.TargetPath = filepath.Join(driver.Dir, "target")
+	c.StagingPath = filepath.Join(driver.Dir, "staging")
+	c.TestVolumeSize = 16 << 20
+	c.TestVolumeExpandSize = 32 << 20
+	c.TestVolumeAccessType = access
+	c.TestNodeVolumeAttachLimit = true
+	c.TestVolumeMutableParameters = map[string]string{"readAheadKiB": "256", "ioScheduler": "none"}
+	c.DialOptions = append(c.DialOptions, grpc.WithUnaryInterceptor(settle))
+	return &c
+}
 
-func register(t *testing.T, access string) {
-	dir := t.TempDir()
-	config := sanity.NewTestConfig()
-	config.TargetPath = filepath.Join(dir, "target")
-	config.StagingPath = filepath.Join(dir, "staging")
-	config.TestVolumeSize = 16 << 20
-	config.TestVolumeExpandSize = 32 << 20
-	config.TestVolumeAccessType = access
-	config.TestNodeVolumeAttachLimit = true
-	config.TestVolumeMutableParameters = map[string]string{"readAheadKiB": "256"}
-	var ctx context.Context
-	BeforeEach(func() { _ = ctx })
-	driver := drivertest.Start(t, drivertest.Options{MaxVolumes: 4, Dir: filepath.Join(dir, "pool")})
-	config.Address = "unix://" + driver.Socket
-	_ = os.Stderr
-	sanity.GinkgoTest(&config)
-	Expect(true).To(BeTrue())
+// settle: the suite compares the topologies of two responses field by field, caches that
+// protobuf keeps within messages included (gomega's Equal). Encoding a message once fills
+// them, so that equal messages are equal in this sense too.
+func settle(ctx context.Context, method string, request, response any, conn *grpc.ClientConn, invoke grpc.UnaryInvoker, options ...grpc.CallOption) error {
+	err := invoke(ctx, method, request, response, conn, options...)
+	if err == nil {
+		_, err = proto.Marshal(response.(proto.Message))
+	}
+	return err
 }
