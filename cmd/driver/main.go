@@ -29,8 +29,9 @@ var errQuiet = errors.New("")
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
-	defer stop()
-	if err := run(ctx, os.Args[1:]); err != nil {
+	err := run(ctx, os.Args[1:])
+	stop()
+	if err != nil {
 		if !errors.Is(err, errQuiet) {
 			fmt.Fprintln(os.Stderr, "driver:", err)
 		}

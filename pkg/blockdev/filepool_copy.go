@@ -21,8 +21,7 @@ const copyChunk = 16 << 20
 // (FICLONE, ioctl_ficlone(2)), by doing it.
 func canReflink(root *os.Root) (bool, error) {
 	const a, b = "reflink.a", "reflink.b"
-	defer root.Remove(a)
-	defer root.Remove(b)
+	defer func() { _ = errors.Join(root.Remove(a), root.Remove(b)) }()
 	from, err := root.Create(a)
 	if err != nil {
 		return false, systemError(err)
