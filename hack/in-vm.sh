@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Runs a command in a virtual machine, as root, on another kernel than this machine's: User Mode Linux of
+# Debian (the kernel of Debian 12), which needs neither KVM nor an image. The machine's own root folder is
+# the VM's, read-only; TMPDIR is an empty ext4 on a disk of 16 GiB (sparse) that goes with the VM.
+#
+#   hack/in-vm.sh COMMAND [ARGUMENT...]
+#
+# The exit status is the command's; a VM that ends without telling it is a failure. VM_MEMORY (default 2048M)
+# and VM_SECONDS (default 900) bound it.
+set -euo pipefail
+
+command -v linux.uml >/dev/null || {
+	echo "hack/in-vm.sh: linux.uml is missing (Debian: apt-get install user-mode-linux)" >&2
+	exit 1
+}
+
+scratch=$(mktemp -d /var/tmp/ashlar-vm.XXXXXX)
+finish() {
+	local status=$?
+	[ -z "${vm-}" ] || kill -KILL -- "-$vm" 2>/dev/null || true
+	rm -rf "$scratch"
+	exit "$status"
+}
+trap finish EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+truncate -s 16G "$scratch/disk"
+printf '%q ' "$@" >"$scratch/command"
+
+# Every line of it runs in the VM, as its first process.
+cat >"$scratch/init" <<EOF
+#!/bin/bash
+export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/tmp TMPDIR=/tmp/t LC_ALL=C
+mount -t proc proc /proc && mount -t sysfs sys /sys && mount -t tmpfs tmpfs /run || exit
+mountpoint -q /dev || mount -t devtmpfs dev /dev
+insmod /usr/lib/uml/modules/\$(uname -r)/kernel/drivers/block/loop.ko
+mkfs.ext4 -q /dev/ubda && mount /dev/ubda /tmp && mkdir /tmp/t && cd /tmp/t || exit
+ip link set lo up 2>/dev/null
+echo "in a VM: Linux \$(uname -r), \$(nproc) CPU, \$(awk '/^MemTotal/ { print int(\$2 / 1024) }' /proc/meminfo) MiB"
+bash -c "\$(cat "$scratch/command")"
+echo "$scratch ended with \$?"
+sync
+echo o >/proc/sysrq-trigger
+halt -f
+EOF
+chmod +x "$scratch/init"
+
+setsid timeout --kill-after=5 "${VM_SECONDS:-900}" linux.uml mem="${VM_MEMORY:-2048M}" rootfstype=hostfs ro root=/dev/root \
+	ubd0="$scratch/disk" init="$scratch/init" con=null con0=fd:0,fd:1 quiet </dev/null >"$scratch/console" 2>&1 &
+vm=$!
+tail --pid="$vm" -n +1 -F "$scratch/console" 2>/dev/null || true
+wait "$vm" || true
+vm=
+
+verdict=$(grep -ao "^$scratch ended with [0-9]*" "$scratch/console" | tail -n 1) || true
+if [ -z "$verdict" ]; then
+	echo "hack/in-vm.sh: the VM ended without a verdict" >&2
+	exit 1
+fi
+exit "${verdict##* }"
