@@ -4,6 +4,7 @@ package main
 import (
 	"context"
 	"errors"
+	"flag"
 	"fmt"
 	"os"
 	"os/signal"
@@ -58,6 +59,21 @@ func run(ctx context.Context, args []string) error {
 		fmt.Print(usage)
 		return nil
 	}
-	fmt.Fprint(os.Stderr, usage)
-	return fmt.Errorf("unknown command %q", command)
+	return fmt.Errorf("unknown command %q; \"driver help\" lists them", command)
+}
+
+// parseFlags parses the flags of a command, which takes no other arguments. done: they
+// asked for help, which was printed after the introduction.
+func parseFlags(flags *flag.FlagSet, introduction string, args []string) (done bool, err error) {
+	var help strings.Builder
+	flags.SetOutput(&help)
+	err = flags.Parse(args)
+	if errors.Is(err, flag.ErrHelp) {
+		fmt.Print(introduction, help.String())
+		return true, nil
+	}
+	if err == nil && flags.NArg() > 0 {
+		err = fmt.Errorf("unexpected argument %q", flags.Arg(0))
+	}
+	return false, err // what flag printed too would bury it
 }

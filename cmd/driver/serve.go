@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"os"
 	"regexp"
+	"strconv"
 	"strings"
 
 	"k8s.io/klog/v2"
@@ -30,6 +31,7 @@ type options struct {
 	pools      poolFlags
 	maxVolumes int64
 	logFormat  string
+	verbosity  int // klog's -v
 	version    bool
 }
 
@@ -71,8 +73,11 @@ func (p *poolFlags) Set(text string) error {
 // driverNamePattern: CSI specification, GetPluginInfoResponse.name.
 var driverNamePattern = regexp.MustCompile(`^[a-zA-Z0-9]([-.a-zA-Z0-9]{0,61}[a-zA-Z0-9])?$`)
 
-// parse reads the command line; errQuiet if there is nothing more to do.
-func (o *options) parse(args []string) error {
+// nodePattern: the name is the value of a topology segment (CSI specification, Topology).
+var nodePattern = regexp.MustCompile(`^[a-zA-Z0-9]([-_.a-zA-Z0-9]{0,61}[a-zA-Z0-9])?$`)
+
+// parse reads the command line. done: there is nothing to serve, all was printed.
+func (o *options) parse(args []string) (done bool, err error) {
 	flags := flag.NewFlagSet("driver serve", flag.ContinueOnError)
 	host, _ := os.Hostname()
 	flags.StringVar(&o.endpoint, "endpoint", "unix:///csi/csi.sock", "unix socket to serve CSI on")
@@ -89,53 +94,43 @@ func (o *options) parse(args []string) error {
 		f := klogFlags.Lookup(name)
 		flags.Var(f.Value, f.Name, f.Usage)
 	}
-	var said strings.Builder
-	flags.SetOutput(&said)
-	if err := flags.Parse(args); err != nil {
-		if errors.Is(err, flag.ErrHelp) {
-			fmt.Print(said.String())
-			return flag.ErrHelp
-		}
-		return err // the usage, which flag printed too, would bury it
+	if done, err := parseFlags(flags, usage+"\n", args); done || err != nil {
+		return done, err
 	}
+	if o.version {
+		fmt.Println(version)
+		return true, nil
+	}
+	o.verbosity, _ = strconv.Atoi(flags.Lookup("v").Value.String()) // it was parsed as a number
 	switch {
-	case flags.NArg() > 0:
-		return fmt.Errorf("unexpected argument %q", flags.Arg(0))
 	case o.mode != "all" && o.mode != "controller" && o.mode != "node":
-		return fmt.Errorf("--mode=%s: all, controller and node are known", o.mode)
-	case o.nodeID == "" || len(o.nodeID) > 63:
-		return fmt.Errorf("--node-id=%s: give a name of 1 to 63 characters", o.nodeID)
+		return false, fmt.Errorf("--mode=%s: all, controller and node are known", o.mode)
+	case !nodePattern.MatchString(o.nodeID):
+		return false, fmt.Errorf("--node-id=%s: use 1 to 63 letters, digits, dots, dashes and underscores, with a letter or digit at either end", o.nodeID)
 	case !driverNamePattern.MatchString(o.driverName):
-		return fmt.Errorf("--driver-name=%s: use up to 63 letters, digits, dots and dashes", o.driverName)
+		return false, fmt.Errorf("--driver-name=%s: use up to 63 letters, digits, dots and dashes", o.driverName)
 	case o.maxVolumes < 0:
-		return fmt.Errorf("--max-volumes=%d: give 0 or more", o.maxVolumes)
+		return false, fmt.Errorf("--max-volumes=%d: give 0 or more", o.maxVolumes)
 	case o.logFormat != "text" && o.logFormat != "json":
-		return fmt.Errorf("--logging-format=%s: text and json are known", o.logFormat)
+		return false, fmt.Errorf("--logging-format=%s: text and json are known", o.logFormat)
 	}
 	if _, err := rpc.ParseEndpoint(o.endpoint); err != nil {
-		return err
+		return false, err
 	}
 	if len(o.pools) == 0 {
-		return o.pools.Set(defaultPool)
+		return false, o.pools.Set(defaultPool)
 	}
-	return nil
+	return false, nil
 }
 
 func serve(ctx context.Context, args []string) error {
 	var o options
-	if err := o.parse(args); err != nil {
-		if errors.Is(err, flag.ErrHelp) {
-			return nil
-		}
+	if done, err := o.parse(args); done || err != nil {
 		return err
-	}
-	if o.version {
-		fmt.Println(version)
-		return nil
 	}
 	if o.logFormat == "json" {
 		// klog's -v 4 is slog's level -4.
-		klog.SetSlogLogger(slog.New(slog.NewJSONHandler(os.Stderr, &slog.HandlerOptions{Level: slog.Level(-10)})))
+		klog.SetSlogLogger(slog.New(slog.NewJSONHandler(os.Stderr, &slog.HandlerOptions{Level: slog.Level(-o.verbosity)})))
 	}
 	defer klog.Flush()
 	return start(ctx, o)

@@ -6,7 +6,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"os/exec"
+	"path/filepath"
 	"strings"
 	"syscall"
 	"time"
@@ -14,6 +16,10 @@ import (
 
 // outputLimit bounds what is kept of each of a program's two outputs, in bytes.
 const outputLimit = 64 << 10
+
+// searchPath is where programs are looked for first, and where those that they start
+// look: a driver that was started by hand may have a PATH without the system's tools.
+const searchPath = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 // Error says which program failed, how, and what it printed.
 type Error struct {
@@ -38,14 +44,18 @@ func (e *Error) Unwrap() error { return e.Err }
 // all that it starts are killed when ctx ends, and when the driver dies. A failure
 // is an *Error; if ctx ended first, it wraps ctx.Err().
 func Run(ctx context.Context, argv ...string) (stdout, stderr string, err error) {
-	cmd := exec.CommandContext(ctx, argv[0], argv[1:]...)
-	cmd.Env = []string{"LC_ALL=C", "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
+	cmd := exec.CommandContext(ctx, find(argv[0]), argv[1:]...)
+	cmd.Env = []string{"LC_ALL=C", "PATH=" + searchPath}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }
 	cmd.WaitDelay = 5 * time.Second
 	var out, warnings limited
 	cmd.Stdout, cmd.Stderr = &out, &warnings
 	err = cmd.Run()
+	if errors.Is(err, exec.ErrWaitDelay) {
+		// It ended, and something that it started has its outputs still.
+		_ = cmd.Cancel()
+	}
 	if err == nil {
 		return out.String(), warnings.String(), nil
 	}
@@ -59,6 +69,21 @@ func Run(ctx context.Context, argv ...string) (stdout, stderr string, err error)
 	}
 	failure.Output = strings.Join(strings.Fields(warnings.String()+" "+out.String()), " ")
 	return out.String(), warnings.String(), failure
+}
+
+// find returns where a program is; its name if it is not in searchPath, to be looked
+// for in the driver's own PATH.
+func find(name string) string {
+	if strings.Contains(name, "/") {
+		return name
+	}
+	for _, dir := range filepath.SplitList(searchPath) {
+		path := filepath.Join(dir, name)
+		if info, err := os.Stat(path); err == nil && info.Mode().IsRegular() && info.Mode()&0o111 != 0 {
+			return path
+		}
+	}
+	return name
 }
 
 // limited keeps the first outputLimit bytes and swallows the rest.

@@ -36,6 +36,7 @@ type filePool struct {
 	lock     *os.File
 	folders  map[Kind]*os.File // held to be synced
 	reflink  bool              // the filesystem can share blocks between files
+	btrfs    bool
 
 	mu          sync.Mutex
 	objects     map[Ref]*object
@@ -53,6 +54,7 @@ type object struct {
 	stored     *stored
 	generation uint64
 	copied     int64     // bytes of an unfinished copy that are in place
+	cut        time.Time // of the origin of that copy
 	active     bool      // somebody is making it ready, or removing it as abandoned
 	touched    time.Time // of an unfinished copy: when it was last worked on
 	allocated  int64     // bytes of the filesystem that the image took when last measured
@@ -103,6 +105,11 @@ func openFilePool(ctx context.Context, name string, loc Location) (_ Pool, err e
 			return nil, systemError(err)
 		}
 	}
+	var st unix.Statfs_t
+	if err := unix.Fstatfs(int(p.lock.Fd()), &st); err != nil {
+		return nil, systemError(err)
+	}
+	p.btrfs = st.Type == unix.BTRFS_SUPER_MAGIC
 	if p.reflink, err = canReflink(p.root); err != nil {
 		return nil, err
 	}
@@ -174,6 +181,7 @@ func (p *filePool) forget(ref Ref) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	o := p.objects[ref]
+	entangled := p.entangled()(o)
 	delete(p.objects, ref)
 	delete(p.space.unfinished, ref)
 	if i, found := slices.BinarySearch(p.keys[ref.Kind], ref.Key); found {
@@ -181,7 +189,7 @@ func (p *filePool) forget(ref Ref) {
 	}
 	p.space.promised -= o.size()
 	p.space.allocated -= o.allocated
-	if p.entangled(o) {
+	if entangled {
 		p.space.measured = time.Time{}
 	}
 }
@@ -315,14 +323,14 @@ func (p *filePool) SetLabels(_ context.Context, ref Ref, change func(map[string]
 	if err != nil {
 		return Record{}, err
 	}
-	record := copyOf(s.decoded)
-	if record.Labels == nil {
-		record.Labels = map[string]string{}
-	}
-	if err := change(record.Labels); err != nil {
+	labels := map[string]string{}
+	maps.Copy(labels, s.Labels)
+	if err := change(labels); err != nil {
 		return Record{}, err
 	}
-	if maps.Equal(record.Labels, s.Labels) {
+	record := s.decoded
+	record.Labels = maps.Clone(labels) // change may have kept the other
+	if maps.Equal(labels, s.Labels) {
 		return record, nil
 	}
 	if err := p.save(o, newStored(record, ready, s.Growing)); err != nil {
@@ -356,6 +364,10 @@ func (p *filePool) Delete(ctx context.Context, ref Ref) error {
 // remove takes the bytes away, then the record. Unlinked files need no sync of the
 // folder: should a power cut bring them back, the record still says deleting (or
 // creating) and the next start removes them again.
+//
+// The space has to be back before that is said: XFS frees unlinked files in the
+// background, but a truncated one at once; btrfs counts space as free from its next
+// commit on.
 func (p *filePool) remove(ref Ref) error {
 	o := p.find(ref)
 	if o == nil {
@@ -366,6 +378,9 @@ func (p *filePool) remove(ref Ref) error {
 			return err
 		}
 	}
+	if err := p.empty(imagePath(ref)); err != nil {
+		return fmt.Errorf("empty the image of %s in pool %s: %w", ref, p.name, systemError(err))
+	}
 	for _, path := range []string{imagePath(ref), recordPath(ref)} {
 		if err := p.root.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return fmt.Errorf("remove %s from pool %s: %w", path, p.name, systemError(err))
@@ -373,6 +388,21 @@ func (p *filePool) remove(ref Ref) error {
 	}
 	p.forget(ref)
 	return nil
+}
+
+func (p *filePool) empty(path string) error {
+	image, err := p.root.OpenFile(path, os.O_WRONLY, 0)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	defer image.Close()
+	if err := image.Truncate(0); err != nil || !p.btrfs {
+		return err
+	}
+	return unix.Syncfs(int(image.Fd()))
 }
 
 func (p *filePool) Interrupted() []Ref { return p.interrupted }

@@ -81,9 +81,7 @@ func (p *filePool) openLoops(ref Ref) ([]attachedLoop, error) {
 			return nil, fmt.Errorf("open %s: %w", loopPath(n), systemError(err))
 		}
 		status, err := loopStatus(f, n)
-		// A loop device keeps its inode also after the image was unlinked or replaced;
-		// then only the label tells whose it is.
-		ours := err == nil && status.label == p.label(ref) && (image == nil || (status.device == image.Dev && status.inode == image.Ino) || p.backedHere(n, ref))
+		ours := err == nil && status.label == p.label(ref) && ((image != nil && status.device == image.Dev && status.inode == image.Ino) || p.backedHere(n, ref, status))
 		if !ours {
 			f.Close()
 			continue
@@ -100,11 +98,17 @@ func (p *filePool) openLoops(ref Ref) ([]attachedLoop, error) {
 	return loops, nil
 }
 
-// backedHere tells by name whether a loop device is over this pool's image; the
-// kernel adds " (deleted)" to the name of an unlinked file.
-func (p *filePool) backedHere(n int, ref Ref) bool {
-	name, err := os.ReadFile(fmt.Sprintf("/sys/block/loop%d/loop/backing_file", n))
-	return err == nil && strings.TrimSuffix(strings.TrimSpace(string(name)), " (deleted)") == p.location.Path+"/"+imagePath(ref)
+// backedHere tells whether a loop device with the label of an object is over an image of
+// this pool that is not there under its name any more. Another pool of the same name
+// may be elsewhere on this machine, so the label alone is not enough. The kernel adds
+// " (deleted)" to the name of an unlinked file; the folders in it may be those of
+// another mount namespace.
+func (p *filePool) backedHere(n int, ref Ref, status loopBacking) bool {
+	b, err := os.ReadFile(fmt.Sprintf("/sys/block/loop%d/loop/backing_file", n))
+	name, unlinked := strings.CutSuffix(strings.TrimSpace(string(b)), " (deleted)")
+	var here unix.Stat_t
+	return err == nil && (name == p.location.Path+"/"+imagePath(ref) ||
+		(unlinked && unix.Fstat(int(p.lock.Fd()), &here) == nil && here.Dev == status.device))
 }
 
 func closeLoops(loops []attachedLoop) {
@@ -133,7 +137,7 @@ func (p *filePool) Attach(ctx context.Context, ref Ref, how Attachment) (Device,
 	}
 	device, err := loop.device(loop.file.Close)
 	if err == nil {
-		err = SetQueue(device, how.Attributes)
+		_, err = SetQueue(device, how.Attributes)
 	}
 	if err != nil {
 		loop.file.Close()
@@ -154,6 +158,12 @@ func (p *filePool) attach(ctx context.Context, ref Ref, s *stored, how Attachmen
 		}
 	}
 	closeLoops(loops)
+	for _, loop := range loops {
+		if !loop.readOnly() && !how.ReadOnly {
+			// Two writable devices over one image would not see each other's writes.
+			return attachedLoop{}, fmt.Errorf("%w: it is attached as %s for another use (or still held after that)", ErrInUse, loopPath(loop.number))
+		}
+	}
 
 	flags := os.O_RDWR
 	if how.ReadOnly {

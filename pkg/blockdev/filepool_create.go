@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"os"
 	"time"
 
@@ -36,8 +37,7 @@ func (p *filePool) Create(ctx context.Context, spec Spec) (Record, error) {
 	if o != nil && o.stored.State == ready {
 		return p.same(o.stored.decoded, spec)
 	}
-	if o != nil && (o.stored.State == deleting || o.copied == 0 || o.stored.Size != spec.Size || o.stored.decoded.Origin != spec.Origin) {
-		// What is there cannot be gone on with.
+	if o != nil && !o.resumable(spec) {
 		if err := p.remove(spec.Ref); err != nil {
 			p.mu.Lock()
 			o.active = false
@@ -59,6 +59,13 @@ func (p *filePool) Create(ctx context.Context, spec Spec) (Record, error) {
 		return Record{}, err
 	}
 	return record, nil
+}
+
+// resumable reports whether an unfinished object is one that a spec can go on with.
+func (o *object) resumable(spec Spec) bool {
+	r := o.stored.decoded
+	return o.stored.State == creating && o.copied > 0 && r.Name == spec.Name && r.Size == spec.Size && r.Thin == spec.Thin &&
+		r.Origin == spec.Origin && maps.Equal(r.Labels, spec.Labels)
 }
 
 func (p *filePool) validate(spec Spec) error {
@@ -93,7 +100,7 @@ func (p *filePool) same(have Record, spec Spec) (Record, error) {
 func (p *filePool) begin(spec Spec) (*object, error) {
 	o := &object{active: true}
 	o.stored = newStored(Record{Ref: spec.Ref, Name: spec.Name, Size: spec.Size, Thin: spec.Thin, Origin: spec.Origin,
-		Created: time.Now().UTC(), Labels: spec.Labels}, creating, 0)
+		Created: time.Now().UTC(), Labels: maps.Clone(spec.Labels)}, creating, 0)
 	if err := p.reserve(spec.Size, func() error {
 		p.mu.Lock()
 		defer p.mu.Unlock()
@@ -227,6 +234,13 @@ func (p *filePool) copyOrigin(ctx context.Context, o *object, image *os.File, sp
 			return cut, nil
 		}
 		return cut, p.allocate(image, spec.Size, thin)
+	}
+	if !o.cut.Equal(origin.Created) {
+		// Nothing yet, or of another origin of that name: begin anew.
+		if err := image.Truncate(0); err != nil {
+			return time.Time{}, fmt.Errorf("set the size of the image: %w", systemError(err))
+		}
+		o.copied, o.cut = 0, origin.Created
 	}
 	if o.copied == 0 {
 		if err := image.Truncate(spec.Size); err != nil {

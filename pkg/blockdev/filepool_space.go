@@ -22,6 +22,7 @@ type space struct {
 	promised  int64     // sum of the sizes of all objects; guarded by filePool.mu
 	allocated int64     // sum of objects' allocated; guarded by filePool.mu
 	measured  time.Time // when allocated was last measured; guarded by filePool.mu
+	usable    int64     // the least of free plus allocated since then; guarded by filePool.mu
 
 	// unfinished are objects whose copy was cut short and waits for a retry; guarded
 	// by filePool.mu.
@@ -37,34 +38,27 @@ type space struct {
 // measureEvery bounds how old the measure of growing images may be.
 const measureEvery = 5 * time.Second
 
-// entangled reports whether the image of o may share blocks with another. The
-// caller holds mu.
-func (p *filePool) entangled(o *object) bool {
-	if !p.reflink {
-		return false
-	}
-	if o.stored.Origin != "" {
-		return true
-	}
-	self := o.stored.decoded.Ref.String()
-	for _, other := range p.objects {
-		if other.stored.Origin == self {
-			return true
+// entangled returns a test for whether the image of an object may share blocks with
+// another: it was copied, or was copied from. With a link of a chain of copies gone,
+// nobody knows what shares with what. The caller holds mu.
+func (p *filePool) entangled() func(o *object) bool {
+	origins, all := map[string]bool{}, false
+	for _, o := range p.objects {
+		if o.stored.Origin != "" {
+			origins[o.stored.Origin] = true
+			all = all || p.objects[o.stored.decoded.Origin] == nil
 		}
 	}
-	return false
+	return func(o *object) bool {
+		return p.reflink && (all || o.stored.Origin != "" || origins[o.stored.decoded.Ref.String()])
+	}
 }
 
 // measure brings space.allocated up to date: the blocks of all images (thin ones
 // grow, discards shrink any), where blocks that are shared count once.
 func (p *filePool) measure() error {
 	p.mu.Lock()
-	origins := map[string]bool{}
-	for _, o := range p.objects {
-		if o.stored.Origin != "" {
-			origins[o.stored.Origin] = true
-		}
-	}
+	entangled := p.entangled()
 	type item struct {
 		ref    Ref
 		o      *object
@@ -72,7 +66,7 @@ func (p *filePool) measure() error {
 	}
 	var items []item
 	for ref, o := range p.objects {
-		items = append(items, item{ref, o, p.reflink && (o.stored.Origin != "" || origins[ref.String()])})
+		items = append(items, item{ref, o, entangled(o)})
 	}
 	p.mu.Unlock()
 
@@ -120,7 +114,7 @@ func (p *filePool) account(o *object) error {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.entangled(o) {
+	if p.entangled()(o) {
 		p.space.measured = time.Time{}
 		return nil
 	}
@@ -159,7 +153,12 @@ func (p *filePool) capacity(exact bool) (Capacity, error) {
 	if err != nil {
 		return Capacity{}, err
 	}
-	usable := free + p.space.allocated - int64(float64(size)*p.location.ReservePercent/100)
+	// Images that shrink (discards) give nothing that may be promised: until the next
+	// measure, what is free plus what they took at the last one would count it twice.
+	if usable := free + p.space.allocated; stale || usable < p.space.usable {
+		p.space.usable = usable
+	}
+	usable := p.space.usable - int64(float64(size)*p.location.ReservePercent/100)
 	c := Capacity{Total: max(0, int64(float64(usable)*p.location.Overprovision)), Promised: p.space.promised, MinVolume: Granularity}
 	c.Available = max(0, c.Total-c.Promised) / Granularity * Granularity
 	c.MaxVolume = min(c.Available, MaxSize)

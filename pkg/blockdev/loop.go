@@ -6,8 +6,10 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 	"unsafe"
 
@@ -232,21 +234,85 @@ func loopGone(was loopBacking) (bool, error) {
 	return now.device != was.device || now.inode != was.inode, nil
 }
 
-// SetQueue writes settings of a device's block queue, by their name under
-// /sys/block/DEVICE/queue. ErrInvalid if the kernel refuses a value.
-func SetQueue(device Device, settings map[string]string) error {
-	for name, value := range settings {
-		path := filepath.Join("/sys/block", filepath.Base(device.Path), "queue", filepath.Base(name))
-		now, err := os.ReadFile(path)
-		if err == nil && strings.TrimSpace(string(now)) == value {
-			continue
+// schedulers are those that the kernel was once seen to have.
+var schedulers sync.Map
+
+// HasScheduler reports whether the kernel has an I/O scheduler loaded, as any block
+// device lists it. True if no device can be asked. It looks at the devices only for a
+// name that it has not seen before.
+func HasScheduler(name string) bool {
+	if _, seen := schedulers.Load(name); seen {
+		return true
+	}
+	lists, err := filepath.Glob("/sys/block/*/queue/scheduler")
+	if err != nil {
+		return true
+	}
+	asked := false
+	for _, path := range lists {
+		list, err := os.ReadFile(path)
+		if err != nil || len(strings.Fields(string(list))) < 2 {
+			continue // "none" alone: a device that takes no scheduler
 		}
-		if err := os.WriteFile(path, []byte(value), 0); err != nil {
-			if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.ENOENT) {
-				return fmt.Errorf("%w: set %s of %s to %q: the kernel says: %w", ErrInvalid, name, device.Path, value, err)
-			}
-			return fmt.Errorf("set %s of %s to %q: %w", name, device.Path, value, err)
+		asked = true
+		for _, one := range strings.Fields(string(list)) {
+			schedulers.Store(strings.Trim(one, "[]"), true)
+		}
+		if _, seen := schedulers.Load(name); seen {
+			return true
 		}
 	}
-	return nil
+	return !asked
+}
+
+// SetQueue writes settings of a device's block queue, by their name under
+// /sys/block/DEVICE/queue: all of them, or, with an error, none. ErrInvalid if the
+// kernel refuses a value or has no such setting. undo writes back what was there.
+func SetQueue(device Device, settings map[string]string) (undo func() error, err error) {
+	var undos []func() error
+	undo = func() error {
+		var failures []error
+		for _, one := range slices.Backward(undos) {
+			failures = append(failures, one())
+		}
+		return errors.Join(failures...)
+	}
+	for name, value := range settings {
+		path := filepath.Join("/sys/block", filepath.Base(device.Path), "queue", filepath.Base(name))
+		before, err := queueSetting(path)
+		if err == nil && before == value {
+			continue
+		}
+		if err == nil {
+			err = writeSetting(path, value)
+		}
+		if err != nil {
+			if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.ENOENT) {
+				err = fmt.Errorf("%w: the kernel says: %w", ErrInvalid, err)
+			}
+			return nil, errors.Join(fmt.Errorf("set %s of %s to %q: %w", name, device.Path, value, err), undo())
+		}
+		undos = append(undos, func() error { return writeSetting(path, before) })
+	}
+	return undo, nil
+}
+
+// queueSetting reads a setting. Of a choice ("none [bfq]") it is what is in brackets.
+func queueSetting(path string) (string, error) {
+	b, err := os.ReadFile(path)
+	value := strings.TrimSpace(string(b))
+	if _, rest, found := strings.Cut(value, "["); found {
+		value, _, _ = strings.Cut(rest, "]")
+	}
+	return value, err
+}
+
+// writeSetting does not create the file, as os.WriteFile would.
+func writeSetting(path, value string) error {
+	f, err := os.OpenFile(path, os.O_WRONLY, 0)
+	if err != nil {
+		return err
+	}
+	_, err = f.WriteString(value)
+	return errors.Join(err, f.Close())
 }

@@ -100,11 +100,12 @@ func decodeSlot(slot []byte) (*stored, uint64, error) {
 	var version, length int
 	var generation uint64
 	var sum uint32
+	// The version first: what comes after it, only that version knows.
+	if _, err := fmt.Sscanf(string(header), "ashlar-record %d ", &version); err == nil && version != recordVersion {
+		return nil, 0, fmt.Errorf("%w: version %d, this driver knows %d", errVersion, version, recordVersion)
+	}
 	if _, err := fmt.Sscanf(string(header)+"\n", headerFormat, &version, &generation, &length, &sum); err != nil {
 		return nil, 0, fmt.Errorf("%w: header %q", errRecord, header)
-	}
-	if version != recordVersion {
-		return nil, 0, fmt.Errorf("%w: version %d, this driver knows %d", errVersion, version, recordVersion)
 	}
 	if length < 0 || length > len(rest) || crc32.Checksum(rest[:length], castagnoli) != sum || generation == 0 {
 		return nil, 0, fmt.Errorf("%w: wrong checksum", errRecord)

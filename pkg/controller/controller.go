@@ -360,7 +360,8 @@ func (s *Server) ControllerExpandVolume(ctx context.Context, r *csi.ControllerEx
 	if err != nil {
 		return nil, err
 	}
-	block := r.GetVolumeCapability().GetBlock() != nil || v.Format.State == volume.Raw
+	// A raw device may carry a filesystem that its user made, and be mounted.
+	block := r.GetVolumeCapability().GetBlock() != nil || (r.GetVolumeCapability() == nil && v.Format.State == volume.Raw)
 	return &csi.ControllerExpandVolumeResponse{CapacityBytes: v.Size, NodeExpansionRequired: !block}, nil
 }
 

@@ -45,15 +45,30 @@ func ParseType(name string) (Type, error) {
 	return Type(name), nil
 }
 
+// TypeOf returns the type of a mounted filesystem, as statfs(2) numbers it; empty if it
+// is none of Types.
+func TypeOf(magic int64) Type {
+	switch magic {
+	case unix.EXT4_SUPER_MAGIC:
+		return Ext4
+	case unix.XFS_SUPER_MAGIC:
+		return XFS
+	case unix.BTRFS_SUPER_MAGIC:
+		return Btrfs
+	}
+	return ""
+}
+
 // MinSize is the smallest device that the tools make a filesystem on, in bytes:
-// mke2fs wants room for a journal, mkfs.xfs refuses less than 300 MiB, mkfs.btrfs
-// less than 109 MiB.
+// mke2fs wants room for a journal, mkfs.xfs refuses less than 300 MiB. Of btrfs it is
+// the smallest that can grow: mkfs.btrfs needs 109 MiB, but the kernel resizes none to
+// less than 256 MiB (btrfs_ioctl_resize).
 func (t Type) MinSize() int64 {
 	switch t {
 	case XFS:
 		return 300 << 20
 	case Btrfs:
-		return 114 << 20
+		return 256 << 20
 	default:
 		return 8 << 20
 	}
@@ -80,15 +95,20 @@ func Probe(device string) (Type, error) {
 	}
 	defer f.Close()
 	for _, s := range signatures {
-		have := make([]byte, len(s.magic))
-		if _, err := f.ReadAt(have, s.offset); err != nil && !errors.Is(err, io.EOF) {
-			return "", fmt.Errorf("look for a filesystem on %s: %w", device, err)
-		}
-		if bytes.Equal(have, s.magic) {
-			return s.fs, nil
+		if found, err := carries(f, s.offset, s.magic); found || err != nil {
+			return s.fs, err
 		}
 	}
 	return "", nil
+}
+
+// carries reports whether there is a signature at an offset.
+func carries(f *os.File, offset int64, magic []byte) (bool, error) {
+	have := make([]byte, len(magic))
+	if _, err := f.ReadAt(have, offset); err != nil && !errors.Is(err, io.EOF) {
+		return false, fmt.Errorf("look for signatures on %s: %w", f.Name(), err)
+	}
+	return bytes.Equal(have, magic), nil
 }
 
 // Where signatures live: filesystems, RAID, LVM, LUKS, swap, partition tables and
@@ -173,12 +193,8 @@ func Foreign(device string, t Type) (string, error) {
 	}
 	defer f.Close()
 	for _, s := range foreigners {
-		magic := make([]byte, len(s.magic))
-		if _, err := f.ReadAt(magic, s.offset); err != nil && !errors.Is(err, io.EOF) {
-			return "", fmt.Errorf("look for signatures on %s: %w", device, err)
-		}
-		if bytes.Equal(magic, s.magic) {
-			return s.name, nil
+		if found, err := carries(f, s.offset, s.magic); found || err != nil {
+			return s.name, err
 		}
 	}
 	return "", nil

@@ -26,8 +26,8 @@ type Info struct {
 	// Device number of what is here: of a device node the device itself, else the
 	// block device below the filesystem.
 	Device uint64
-	// Node: a block device node, not a folder or file.
-	Node bool
+	// Node: a block device node. Folder: a folder. Neither: a file or something else.
+	Node, Folder bool
 	// ReadOnly: the mount, or the filesystem below it, takes no writes.
 	ReadOnly bool
 	// Filesystem is the type of the filesystem, as in statfs(2).
@@ -50,6 +50,7 @@ func At(path string) (Info, error) {
 	info := Info{
 		Root:   sx.Attributes&unix.STATX_ATTR_MOUNT_ROOT != 0,
 		Device: unix.Mkdev(sx.Dev_major, sx.Dev_minor),
+		Folder: sx.Mode&unix.S_IFMT == unix.S_IFDIR,
 	}
 	if sx.Mode&unix.S_IFMT == unix.S_IFBLK {
 		info.Node, info.Device = true, unix.Mkdev(sx.Rdev_major, sx.Rdev_minor)
@@ -278,7 +279,8 @@ func Unmount(path string) error {
 }
 
 // MakeTarget makes the folder, or for a device node the empty file, that a mount
-// goes on. It reports whether it made it.
+// goes on. It reports whether it made it. ErrPrecondition if something of another kind
+// is there, or if the folder above is not.
 func MakeTarget(path string, node bool) (made bool, err error) {
 	if node {
 		f, err := os.OpenFile(path, os.O_CREATE|os.O_EXCL|unix.O_NOFOLLOW, 0o660)
@@ -288,7 +290,7 @@ func MakeTarget(path string, node bool) (made bool, err error) {
 		if info, statErr := os.Lstat(path); errors.Is(err, fs.ErrExist) && statErr == nil && !info.IsDir() && info.Mode()&fs.ModeSymlink == 0 {
 			return false, nil
 		}
-		return false, fmt.Errorf("make target: %w", err)
+		return false, targetError(err)
 	}
 	err = os.Mkdir(path, 0o750)
 	if err == nil {
@@ -297,7 +299,14 @@ func MakeTarget(path string, node bool) (made bool, err error) {
 	if info, statErr := os.Lstat(path); errors.Is(err, fs.ErrExist) && statErr == nil && info.IsDir() {
 		return false, nil
 	}
-	return false, fmt.Errorf("make target: %w", err)
+	return false, targetError(err)
+}
+
+func targetError(err error) error {
+	if errors.Is(err, fs.ErrExist) || errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENOTDIR) || errors.Is(err, unix.EISDIR) {
+		err = fmt.Errorf("%w: %w", blockdev.ErrPrecondition, err)
+	}
+	return fmt.Errorf("make target: %w", err)
 }
 
 // RemoveTarget unmounts a path and removes the empty folder or empty file that is

@@ -7,8 +7,8 @@ import (
 	"strings"
 	"sync"
 
+	"github.com/moby/sys/mountinfo"
 	"golang.org/x/sys/unix"
-	mountutils "k8s.io/mount-utils"
 )
 
 // Table remembers where devices are mounted, so that no call has to read all mounts
@@ -22,17 +22,17 @@ type Table struct {
 // LoadTable reads the mounts of this process's namespace, once.
 func LoadTable() (*Table, error) {
 	t := &Table{paths: map[uint64]map[string]bool{}}
-	mounts, err := mountutils.ParseMountInfo("/proc/self/mountinfo")
+	mounts, err := mountinfo.GetMounts(nil)
 	if err != nil {
 		return nil, fmt.Errorf("read mounts: %w", err)
 	}
 	for _, m := range mounts {
 		device := unix.Mkdev(uint32(m.Major), uint32(m.Minor))
-		node := strings.HasPrefix(m.FsType, "devtmpfs") && m.Root != "/"
+		node := m.FSType == "devtmpfs" && m.Root != "/"
 		if node || (m.Major == 0 && strings.HasPrefix(m.Source, "/dev/")) {
 			path := m.Source // btrfs has device numbers of its own
 			if node {
-				path = m.MountPoint
+				path = m.Mountpoint
 			}
 			var st unix.Stat_t
 			if err := unix.Stat(path, &st); err != nil || st.Mode&unix.S_IFMT != unix.S_IFBLK {
@@ -43,7 +43,7 @@ func LoadTable() (*Table, error) {
 		if unix.Major(device) != 0 {
 			// The options of the mount, not of the filesystem: that one turns read-only by
 			// itself after errors.
-			t.Add(device, m.MountPoint, !slices.Contains(m.MountOptions, "ro"))
+			t.Add(device, m.Mountpoint, !slices.Contains(strings.Split(m.Options, ","), "ro"))
 		}
 	}
 	return t, nil

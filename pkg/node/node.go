@@ -91,6 +91,18 @@ func (s *Server) find(ctx context.Context, text string) (volume.Volume, error) {
 	return s.volumes.Get(ctx, id)
 }
 
+// required checks the two fields that most requests need: an ID, and a path that says
+// where it leads.
+func required(volumeID, field, path string) error {
+	if volumeID == "" {
+		return csimap.Missing("volume ID")
+	}
+	if path == "" {
+		return csimap.Missing(field)
+	}
+	return mount.CleanPath(path)
+}
+
 // place is a mount of a volume: what is at a path, and which of its devices that is.
 type place struct {
 	mount.Info
@@ -181,7 +193,7 @@ func (s *Server) NodeExpandVolume(ctx context.Context, r *csi.NodeExpandVolumeRe
 func (s *Server) grow(v volume.Volume, device blockdev.Device) error {
 	for _, path := range s.mounts.Paths(device.Number) {
 		if info, err := mount.At(path); err == nil && !info.ReadOnly {
-			return filesystem.Grow(v.Format.Type, device.Path, path)
+			return filesystem.Grow(filesystem.TypeOf(info.Filesystem), device.Path, path)
 		}
 	}
 	return fmt.Errorf("%w: the filesystem of volume %s is mounted read-only and cannot grow", blockdev.ErrPrecondition, v.ID)

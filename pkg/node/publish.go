@@ -18,13 +18,7 @@ import (
 // NodePublishVolume binds a staged volume to the target path, or makes an inline
 // ephemeral volume and mounts it there.
 func (s *Server) NodePublishVolume(ctx context.Context, r *csi.NodePublishVolumeRequest) (*csi.NodePublishVolumeResponse, error) {
-	if r.GetVolumeId() == "" {
-		return nil, csimap.Missing("volume ID")
-	}
-	if r.GetTargetPath() == "" {
-		return nil, csimap.Missing("target path")
-	}
-	if err := mount.CleanPath(r.GetTargetPath()); err != nil {
+	if err := required(r.GetVolumeId(), "target path", r.GetTargetPath()); err != nil {
 		return nil, err
 	}
 	u, err := useOf(r.GetVolumeCapability(), r.GetPublishContext(), r.GetReadonly())
@@ -161,7 +155,9 @@ func (s *Server) publishEphemeral(ctx context.Context, r *csi.NodePublishVolumeR
 		// for writing to nobody.
 		err = s.mountVolume(ctx, v, r.GetTargetPath(), u)
 	}
-	if err != nil && ctx.Err() == nil && !errors.Is(err, blockdev.ErrExists) {
+	// One that was formatted before this call may have been handed out to its pod.
+	fresh := v.Format.State != volume.Formatted
+	if err != nil && fresh && ctx.Err() == nil && !errors.Is(err, blockdev.ErrExists) {
 		err = errors.Join(err, s.removeEphemeral(ctx, v, r.GetTargetPath()))
 	}
 	return err
@@ -179,13 +175,7 @@ func (s *Server) removeEphemeral(ctx context.Context, v volume.Volume, target st
 
 // NodeUnpublishVolume takes a target away, and with it an inline ephemeral volume.
 func (s *Server) NodeUnpublishVolume(ctx context.Context, r *csi.NodeUnpublishVolumeRequest) (*csi.NodeUnpublishVolumeResponse, error) {
-	if r.GetVolumeId() == "" {
-		return nil, csimap.Missing("volume ID")
-	}
-	if r.GetTargetPath() == "" {
-		return nil, csimap.Missing("target path")
-	}
-	if err := mount.CleanPath(r.GetTargetPath()); err != nil {
+	if err := required(r.GetVolumeId(), "target path", r.GetTargetPath()); err != nil {
 		return nil, err
 	}
 	if err := s.unpublish(ctx, r.GetVolumeId(), r.GetTargetPath()); err != nil {

@@ -12,7 +12,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
-	"github.com/ashlar-csi/ashlar/pkg/csimap"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -26,13 +25,7 @@ func marker(stagingPath string) string { return filepath.Join(stagingPath, "devi
 // NodeStageVolume attaches a volume, and for mount access formats it if it is new and
 // mounts it at the staging path.
 func (s *Server) NodeStageVolume(ctx context.Context, r *csi.NodeStageVolumeRequest) (*csi.NodeStageVolumeResponse, error) {
-	if r.GetVolumeId() == "" {
-		return nil, csimap.Missing("volume ID")
-	}
-	if r.GetStagingTargetPath() == "" {
-		return nil, csimap.Missing("staging target path")
-	}
-	if err := mount.CleanPath(r.GetStagingTargetPath()); err != nil {
+	if err := required(r.GetVolumeId(), "staging target path", r.GetStagingTargetPath()); err != nil {
 		return nil, err
 	}
 	u, err := useOf(r.GetVolumeCapability(), r.GetPublishContext(), false)
@@ -79,6 +72,9 @@ func (s *Server) mountVolume(ctx context.Context, v volume.Volume, path string, 
 	if err != nil {
 		return err
 	}
+	if !info.Folder {
+		return fmt.Errorf("%w: %s is no folder", blockdev.ErrPrecondition, path)
+	}
 	if info.Root {
 		return s.mounted(ctx, v, path, u)
 	}
@@ -119,8 +115,10 @@ func (s *Server) mounted(ctx context.Context, v volume.Volume, path string, u us
 	if err != nil {
 		return err
 	}
-	if writable := s.mounts.Writable(at.Device, path); writable == u.readOnly || v.Format.Type != u.fs {
-		return fmt.Errorf("%w: it is mounted at %s as %s, writable %v", blockdev.ErrExists, path, v.Format.Type, writable)
+	// Of a volume that was a raw device, the record does not know the filesystem.
+	have := filesystem.TypeOf(at.Filesystem)
+	if writable := s.mounts.Writable(at.Device, path); writable == u.readOnly || have != u.fs {
+		return fmt.Errorf("%w: it is mounted at %s as %s, writable %v", blockdev.ErrExists, path, have, writable)
 	}
 	if u.readOnly {
 		return nil
@@ -188,6 +186,8 @@ func (s *Server) format(ctx context.Context, v *volume.Volume, device blockdev.D
 func (s *Server) stageBlock(ctx context.Context, v volume.Volume, path string, u use) error {
 	if info, err := look(path); err != nil {
 		return err
+	} else if !info.Folder {
+		return fmt.Errorf("%w: %s is no folder", blockdev.ErrPrecondition, path)
 	} else if info.Root {
 		if _, err := s.here(ctx, v.ID, path); err == nil {
 			return fmt.Errorf("%w: it is mounted at %s as a filesystem", blockdev.ErrExists, path)
@@ -237,16 +237,10 @@ func (s *Server) bindDevice(device blockdev.Device, path string) error {
 
 // NodeUnstageVolume takes the mount or the bound device away, and then the device.
 func (s *Server) NodeUnstageVolume(ctx context.Context, r *csi.NodeUnstageVolumeRequest) (*csi.NodeUnstageVolumeResponse, error) {
-	if r.GetVolumeId() == "" {
-		return nil, csimap.Missing("volume ID")
-	}
-	if r.GetStagingTargetPath() == "" {
-		return nil, csimap.Missing("staging target path")
-	}
-	path := r.GetStagingTargetPath()
-	if err := mount.CleanPath(path); err != nil {
+	if err := required(r.GetVolumeId(), "staging target path", r.GetStagingTargetPath()); err != nil {
 		return nil, err
 	}
+	path := r.GetStagingTargetPath()
 	id, err := volume.ParseID(r.GetVolumeId())
 	if err != nil {
 		id = volume.ID{} // of another pool or time: what is mounted can go all the same

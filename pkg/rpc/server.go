@@ -31,6 +31,10 @@ import (
 // drainTime is how long calls in flight get to end when the server stops.
 const drainTime = 4 * time.Second
 
+// abandonTime is how long calls that were cancelled get: one that hangs in a system
+// call cannot hold the driver up.
+const abandonTime = 500 * time.Millisecond
+
 // ParseEndpoint returns the path of a unix socket: unix:///csi/csi.sock, unix:/csi/csi.sock
 // or just /csi/csi.sock. ErrInvalid for anything else.
 func ParseEndpoint(endpoint string) (string, error) {
@@ -124,8 +128,12 @@ func Serve(ctx context.Context, listener net.Listener, s Services) error {
 	select {
 	case <-drained:
 	case <-time.After(drainTime):
-		server.Stop()
-		<-drained
+		go server.Stop() // cancels the calls, and waits for them
+		select {
+		case <-drained:
+		case <-time.After(abandonTime):
+			return fmt.Errorf("calls that hang in the kernel were abandoned")
+		}
 	}
 	if err := <-served; err != nil && !errors.Is(err, grpc.ErrServerStopped) {
 		return err

@@ -56,13 +56,8 @@ func NewLocal(ctx context.Context, node string, pools []blockdev.Pool, mounts *m
 func (l *Local) recover(ctx context.Context, volumes []Volume) error {
 	log := klog.FromContext(ctx)
 	for _, pool := range l.pools {
-		for _, ref := range pool.Interrupted() {
-			for _, path := range l.filesystems(ctx, pool, ref) {
-				if err := filesystem.Thaw(path); err != nil {
-					return err
-				}
-				log.Info("Ended a freeze that may have outlived its snapshot", "volume", ID{ref.Kind, pool.Name(), ref.Key}.String(), "path", path)
-			}
+		if err := l.endFreezes(ctx, pool); err != nil {
+			return err
 		}
 		orphans, err := pool.Orphans(ctx)
 		if err != nil {
@@ -103,6 +98,38 @@ func (l *Local) recover(ctx context.Context, volumes []Volume) error {
 	return nil
 }
 
+// endFreezes thaws the filesystems that this driver may have left frozen. What others
+// froze stays frozen.
+func (l *Local) endFreezes(ctx context.Context, pool blockdev.Pool) error {
+	records, err := pool.List(ctx, blockdev.Volume, "", 0)
+	if err != nil {
+		return err
+	}
+	for _, record := range records {
+		if record.Labels[labelFrozen] == "" {
+			continue
+		}
+		for _, path := range l.filesystems(ctx, pool, record.Ref) {
+			if err := filesystem.Thaw(path); err != nil {
+				return err
+			}
+			klog.FromContext(ctx).Info("Ended a freeze that may have outlived its snapshot", "volume", ID{record.Kind, pool.Name(), record.Key}.String(), "path", path)
+		}
+		if err := setFrozen(ctx, pool, record.Ref, ""); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func setFrozen(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref, value string) error {
+	_, err := pool.SetLabels(ctx, ref, func(labels map[string]string) error {
+		setLabel(labels, labelFrozen, value)
+		return nil
+	})
+	return err
+}
+
 // Node is the name of the node.
 func (l *Local) Node() string { return l.node }
 
@@ -141,7 +168,7 @@ func (l *Local) named(ctx context.Context, kind blockdev.Kind, name string) (ID,
 
 // Create: see Store.
 func (l *Local) Create(ctx context.Context, spec Spec) (Volume, error) {
-	if err := CheckMutable(spec.Mutable); err != nil {
+	if err := l.checkMutable(spec.Mutable); err != nil {
 		return Volume{}, err
 	}
 	if len(spec.Nodes) > 0 && !slices.Contains(spec.Nodes, l.node) {
@@ -200,6 +227,17 @@ func (l *Local) Create(ctx context.Context, spec Spec) (Volume, error) {
 	return fromRecord(pool.Name(), l.node, record), nil
 }
 
+// checkMutable also asks the kernel of this node.
+func (l *Local) checkMutable(mutable map[string]string) error {
+	if err := CheckMutable(mutable); err != nil {
+		return err
+	}
+	if scheduler, given := mutable["ioScheduler"]; given && !blockdev.HasScheduler(scheduler) {
+		return fmt.Errorf("%w: ioScheduler=%q: the kernel of node %s has not loaded it (modprobe %s)", blockdev.ErrInvalid, scheduler, l.node, scheduler)
+	}
+	return nil
+}
+
 func (l *Local) poolNames() []string {
 	var names []string
 	for _, pool := range l.pools {
@@ -253,10 +291,21 @@ func (l *Local) quiesce(ctx context.Context, o origin) (quiesced bool, thaw func
 	if len(paths) == 0 {
 		return false, nothing, nil
 	}
-	// All paths show the one filesystem of the volume's device.
-	thaw, err = filesystem.Freeze(paths[0])
-	if err != nil {
+	// A freeze outlives its process, so the record comes first: the next start ends it.
+	if err := setFrozen(ctx, o.pool, o.record.Ref, "true"); err != nil {
 		return false, nothing, err
+	}
+	ctx = context.WithoutCancel(ctx) // from here on it has to be undone
+	// All paths show the one filesystem of the volume's device.
+	end, err := filesystem.Freeze(paths[0])
+	if err != nil {
+		return false, nothing, errors.Join(err, setFrozen(ctx, o.pool, o.record.Ref, ""))
+	}
+	thaw = func() error {
+		if err := end(); err != nil {
+			return err // the next start tries again
+		}
+		return setFrozen(ctx, o.pool, o.record.Ref, "")
 	}
 	return true, thaw, nil
 }
@@ -455,7 +504,7 @@ func (l *Local) Modify(ctx context.Context, id ID, mutable map[string]string) er
 	if err != nil {
 		return err
 	}
-	if err := CheckMutable(mutable); err != nil {
+	if err := l.checkMutable(mutable); err != nil {
 		return err
 	}
 	pool, ref, err := l.object(id, blockdev.Volume)
@@ -473,18 +522,22 @@ func (l *Local) Modify(ctx context.Context, id ID, mutable map[string]string) er
 	if err := write(merged(v.Mutable, mutable)); err != nil {
 		return err
 	}
+	undo := []func() error{func() error { return write(v.Mutable) }}
 	devices, err := pool.Attached(ctx, ref)
 	for _, device := range devices {
-		err = errors.Join(err, blockdev.SetQueue(device, queueSettings(mutable)))
+		var one func() error
+		if one, err = blockdev.SetQueue(device, queueSettings(mutable)); err != nil {
+			break
+		}
+		undo = append(undo, one)
 	}
 	if err != nil {
 		err = fmt.Errorf("modify volume %s: %w", id, err)
-		for _, device := range devices {
-			err = errors.Join(err, blockdev.SetQueue(device, queueSettings(v.Mutable)))
+		for _, one := range slices.Backward(undo) {
+			err = errors.Join(err, one())
 		}
-		return errors.Join(err, write(v.Mutable))
 	}
-	return nil
+	return err
 }
 
 // Attach makes a volume a device of this node, with its mutable parameters.

@@ -182,6 +182,7 @@ func (l *Local) CreateGroup(ctx context.Context, name string, sources []ID) (_ G
 		if !slices.EqualFunc(group.Snapshots, sources, func(s Snapshot, source ID) bool { return s.Source == source }) {
 			return Group{}, fmt.Errorf("%w: group snapshot %q (%s) is of other volumes", blockdev.ErrExists, name, id)
 		}
+		l.setIncomplete(id.Key, false) // an earlier try could not remove any of it
 		return group, nil
 	}
 	l.setIncomplete(id.Key, true)
@@ -189,7 +190,10 @@ func (l *Local) CreateGroup(ctx context.Context, name string, sources []ID) (_ G
 		if err != nil {
 			err = fmt.Errorf("group snapshot %q: %w", name, err)
 			// With the caller's context ended, what was cut still has to go.
-			err = errors.Join(err, l.undoGroup(context.WithoutCancel(ctx), id))
+			undone := l.undoGroup(context.WithoutCancel(ctx), id)
+			if err = errors.Join(err, undone); undone != nil {
+				return // what is left stays hidden; a retry or the next start removes it
+			}
 		}
 		l.setIncomplete(id.Key, false)
 	}()
@@ -261,10 +265,10 @@ func (l *Local) DeleteGroup(ctx context.Context, id GroupID) error {
 		return err
 	}
 	l.setIncomplete(id.Key, true)
-	defer l.setIncomplete(id.Key, false)
 	if err := l.removeGroup(ctx, groups[id.Key]); err != nil {
-		return fmt.Errorf("delete %s: %w", id, err)
+		return fmt.Errorf("delete %s: %w", id, err) // what is left stays hidden
 	}
+	l.setIncomplete(id.Key, false)
 	return nil
 }
 

@@ -238,6 +238,7 @@ const (
 	labelClaimMode  = "claim.mode"
 	labelClaimRO    = "claim.readonly"
 	labelEphemeral  = "ephemeral"
+	labelFrozen     = "frozen" // by this driver, for a cut
 	labelGroup      = "group"
 	labelGroupSize  = "group.size"
 	labelMutable    = "mutable." // + key

@@ -1,0 +1,247 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+	mountutils "k8s.io/mount-utils"
+)
+
+// What the kernel shows: of the demo's volumes, and of the machine to doctor. It comes
+// from /proc, /sys and statfs(2), never from the driver.
+
+const loopMajor = 7
+
+// loopDevice is a loop device as sysfs has it.
+type loopDevice struct {
+	number   int
+	size     int64 // bytes
+	readOnly bool
+	mounts   []mountPoint
+}
+
+func (l loopDevice) path() string { return "/dev/loop" + strconv.Itoa(l.number) }
+
+// mountPoint is where a device is mounted, or bound as a device node (fs is then "block").
+type mountPoint struct {
+	path     string
+	fs       string
+	readOnly bool
+	size     int64 // bytes, as the filesystem counts them
+	used     int64
+}
+
+// loopDevices returns the loop devices over files at or below a path, by file, with the
+// mounts of them that are at or below another path.
+func loopDevices(files, mounts string) (map[string][]loopDevice, error) {
+	backings, err := filepath.Glob("/sys/block/loop*/loop/backing_file")
+	if err != nil {
+		return nil, err
+	}
+	found := map[string][]loopDevice{}
+	var points map[uint64][]mountPoint
+	for _, backing := range backings {
+		file, err := readLine(backing)
+		if file = strings.TrimSuffix(file, " (deleted)"); err != nil || !within(file, files) {
+			continue // gone meanwhile, or somebody else's
+		}
+		block := filepath.Dir(filepath.Dir(backing))
+		number, err := strconv.Atoi(strings.TrimPrefix(filepath.Base(block), "loop"))
+		if err != nil {
+			return nil, err
+		}
+		sectors, err := readNumber(block + "/size")
+		if err != nil {
+			return nil, err
+		}
+		readOnly, err := readNumber(block + "/ro")
+		if err != nil {
+			return nil, err
+		}
+		if points == nil {
+			if points, err = mountPoints(mounts); err != nil {
+				return nil, err
+			}
+		}
+		device := loopDevice{number: number, size: sectors * 512, readOnly: readOnly != 0, mounts: points[unix.Mkdev(loopMajor, uint32(number))]}
+		for i := range device.mounts {
+			if device.mounts[i].fs == "block" {
+				device.mounts[i].readOnly, device.mounts[i].size = device.readOnly, device.size
+			}
+		}
+		found[file] = append(found[file], device)
+	}
+	return found, nil
+}
+
+// mountPoints returns the mounts at or below a path by the device that they show.
+func mountPoints(below string) (map[uint64][]mountPoint, error) {
+	mounts, err := readMounts()
+	if err != nil {
+		return nil, err
+	}
+	points := map[uint64][]mountPoint{}
+	for _, m := range mounts {
+		if !within(m.MountPoint, below) {
+			continue
+		}
+		point := mountPoint{path: m.MountPoint, fs: m.FsType}
+		device := unix.Mkdev(uint32(m.Major), uint32(m.Minor))
+		var st unix.Stat_t
+		if err := unix.Stat(m.MountPoint, &st); err == nil && st.Mode&unix.S_IFMT == unix.S_IFBLK {
+			point.fs = "block"
+			points[st.Rdev] = append(points[st.Rdev], point)
+			continue
+		}
+		// btrfs shows a device number of its own.
+		if m.Major == 0 && unix.Stat(m.Source, &st) == nil && st.Mode&unix.S_IFMT == unix.S_IFBLK {
+			device = st.Rdev
+		}
+		var space unix.Statfs_t
+		if err := unix.Statfs(m.MountPoint, &space); err != nil {
+			return nil, &fs.PathError{Op: "statfs", Path: m.MountPoint, Err: err}
+		}
+		point.readOnly = space.Flags&unix.ST_RDONLY != 0
+		point.size = int64(space.Blocks) * space.Frsize
+		point.used = int64(space.Blocks-space.Bfree) * space.Frsize
+		points[device] = append(points[device], point)
+	}
+	return points, nil
+}
+
+// readMounts reads /proc/self/mountinfo.
+func readMounts() ([]mountutils.MountInfo, error) {
+	mounts, err := mountutils.ParseMountInfo("/proc/self/mountinfo")
+	for i := range mounts {
+		mounts[i].MountPoint = unescape(mounts[i].MountPoint)
+	}
+	return mounts, err
+}
+
+var escapes = strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\134`, `\`)
+
+// unescape undoes what the kernel does to blanks in paths (proc_pid_mountinfo(5)).
+func unescape(path string) string { return escapes.Replace(path) }
+
+// mountOf returns the mount that a path is on.
+func mountOf(path string) (mountutils.MountInfo, error) {
+	mounts, err := readMounts()
+	if err != nil {
+		return mountutils.MountInfo{}, err
+	}
+	var best mountutils.MountInfo
+	for _, m := range mounts {
+		// Of two at one place, the later one is on top.
+		if within(path, m.MountPoint) && len(m.MountPoint) >= len(best.MountPoint) {
+			best = m
+		}
+	}
+	if best.MountPoint == "" {
+		return best, fmt.Errorf("no mount at or above %s", path)
+	}
+	return best, nil
+}
+
+// leftovers lists the mounts at or below a folder, and the loop devices over files in it.
+func leftovers(dir string) (mounts []string, loops []loopDevice, err error) {
+	all, err := readMounts()
+	if err != nil {
+		return nil, nil, err
+	}
+	for _, m := range all {
+		if within(m.MountPoint, dir) {
+			mounts = append(mounts, m.MountPoint)
+		}
+	}
+	devices, err := loopDevices(dir, dir)
+	for _, some := range devices {
+		loops = append(loops, some...)
+	}
+	return mounts, loops, err
+}
+
+// reflinks reports whether the filesystem of a folder can share blocks between files, by
+// trying it (FICLONE, ioctl_ficlone(2)) with two files that have no name.
+func reflinks(folder string) (bool, error) {
+	from, err := unnamedFile(folder, 0)
+	if err != nil {
+		return false, err
+	}
+	defer from.Close()
+	to, err := unnamedFile(folder, 0)
+	if err != nil {
+		return false, err
+	}
+	defer to.Close()
+	if _, err := from.Write(make([]byte, 4096)); err != nil {
+		return false, err
+	}
+	return unix.IoctlFileClone(int(to.Fd()), int(from.Fd())) == nil, nil
+}
+
+// directIO reports whether the filesystem of a folder has direct I/O, by opening a file
+// that has no name.
+func directIO(folder string) (bool, error) {
+	f, err := unnamedFile(folder, unix.O_DIRECT)
+	if errors.Is(err, unix.EINVAL) {
+		return false, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	return true, f.Close()
+}
+
+// unnamedFile opens a new file that is gone when it is closed.
+func unnamedFile(folder string, flags int) (*os.File, error) {
+	f, err := os.OpenFile(folder, os.O_RDWR|unix.O_TMPFILE|flags, 0o600)
+	if !errors.Is(err, unix.EOPNOTSUPP) && !errors.Is(err, unix.EISDIR) {
+		return f, err
+	}
+	// A filesystem without O_TMPFILE.
+	named, err := os.CreateTemp(folder, ".ashlar-probe-")
+	if err != nil {
+		return nil, err
+	}
+	defer named.Close()
+	f, err = os.OpenFile(named.Name(), os.O_RDWR|flags, 0)
+	return f, errors.Join(err, os.Remove(named.Name()))
+}
+
+// within reports whether a path is another one or below it.
+func within(path, above string) bool {
+	return path == above || strings.HasPrefix(path, strings.TrimSuffix(above, "/")+"/")
+}
+
+func readLine(path string) (string, error) {
+	text, err := os.ReadFile(path)
+	return strings.TrimSpace(string(text)), err
+}
+
+func readNumber(path string) (int64, error) {
+	text, err := readLine(path)
+	if err != nil {
+		return 0, err
+	}
+	return strconv.ParseInt(text, 10, 64)
+}
+
+// size writes a number of bytes for people: three digits and a unit.
+func size(bytes int64) string {
+	units := []string{"B", "KiB", "MiB", "GiB", "TiB"}
+	n, unit := float64(bytes), 0
+	for n >= 1000 && unit < len(units)-1 {
+		n, unit = n/1024, unit+1
+	}
+	text := strconv.FormatFloat(n, 'f', 1, 64)
+	if n >= 100 || strings.HasSuffix(text, ".0") {
+		text = strconv.FormatFloat(n, 'f', 0, 64)
+	}
+	return text + " " + units[unit]
+}

@@ -1,0 +1,532 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+)
+
+// The tests run the program itself, as a user does.
+
+const testVersion = "v1.2.3-test"
+
+// program is the path of the driver under test.
+var program string
+
+func TestMain(m *testing.M) {
+	dir, err := os.MkdirTemp("", "ashlar-driver")
+	if err != nil {
+		panic(err)
+	}
+	program = filepath.Join(dir, "driver")
+	build := exec.Command("go", "build", "-ldflags", "-X main.version="+testVersion, "-o", program, ".")
+	if out, err := build.CombinedOutput(); err != nil {
+		fmt.Fprintf(os.Stderr, "go build: %v\n%s", err, out)
+		os.Exit(1)
+	}
+	code := m.Run()
+	_ = os.RemoveAll(dir)
+	os.Exit(code)
+}
+
+// result is how a run of the program ended.
+type result struct {
+	stdout, stderr string
+	code           int
+}
+
+// drive runs the program to its end, which has to be soon.
+func drive(t *testing.T, args ...string) result {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), 3*time.Minute)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, program, args...)
+	var stdout, stderr bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &stdout, &stderr
+	err := cmd.Run()
+	var exit *exec.ExitError
+	if err != nil && (!errors.As(err, &exit) || ctx.Err() != nil) {
+		t.Fatalf("driver %q: %v", args, err)
+	}
+	return result{stdout.String(), stderr.String(), cmd.ProcessState.ExitCode()}
+}
+
+// refused asserts that the program ended as it should for a mistake of its user: with
+// status 1 and one clear line.
+func refused(t *testing.T, r result, want string) {
+	t.Helper()
+	if r.code != 1 {
+		t.Errorf("exit status %d, expected 1", r.code)
+	}
+	if !strings.HasPrefix(r.stderr, "driver: ") || strings.Count(r.stderr, "\n") != 1 || !strings.HasSuffix(r.stderr, "\n") {
+		t.Errorf("expected one line from driver on stderr, got:\n%s", r.stderr)
+	}
+	if strings.Contains(r.stdout+r.stderr, "goroutine") {
+		t.Errorf("a stack trace:\n%s%s", r.stdout, r.stderr)
+	}
+	if !strings.Contains(r.stderr, want) {
+		t.Errorf("stderr %q does not say %q", r.stderr, want)
+	}
+}
+
+// serving starts a driver in a folder and waits until it is ready. If the test has not
+// ended it, the end of the test does.
+func serving(t *testing.T, dir string, flags ...string) *driverProcess {
+	t.Helper()
+	return started(t, program, dir, flags...)
+}
+
+func started(t *testing.T, program, dir string, flags ...string) *driverProcess {
+	t.Helper()
+	if !slices.ContainsFunc(flags, func(f string) bool { return strings.HasPrefix(f, "--pool=") }) {
+		flags = append(flags, "--pool="+testPool(dir))
+	}
+	p, err := startDriver(program, filepath.Join(dir, "csi.sock"), flags...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		p.conn.Close()
+		_ = p.command.Process.Kill() // it may be gone
+		<-p.exited
+	})
+	if err := p.ready(t.Context()); err != nil {
+		t.Fatalf("%v\n%s", err, strings.Join(p.log.last(50), "\n"))
+	}
+	return p
+}
+
+func testPool(dir string) string { return "default=file://" + dir + "/pool?reservePercent=0" }
+
+// stopped ends a driver with SIGTERM and asserts that it ends well, in time.
+func stopped(t *testing.T, p *driverProcess) {
+	t.Helper()
+	began := time.Now()
+	if err := p.stop(); err != nil {
+		t.Errorf("after SIGTERM: %v\n%s", err, strings.Join(p.log.last(50), "\n"))
+	}
+	if took := time.Since(began); took > 5*time.Second {
+		t.Errorf("it took %s to end", took)
+	}
+}
+
+func TestPrinting(t *testing.T) {
+	for _, test := range []struct {
+		args string
+		want string
+	}{
+		{"--version", testVersion + "\n"},
+		{"-version", testVersion + "\n"},
+		{"serve --version", testVersion + "\n"},
+		{"version", testVersion + "\n"},
+		{"help", "driver [serve] [flags]"},
+		{"--help", "-endpoint"},
+		{"-h", "-endpoint"},
+		{"serve --help", `(default "unix:///csi/csi.sock")`},
+		{"serve --help", `(default "block.csi.ashlar.dev")`},
+		{"serve --help", `(default default=file:///var/lib/ashlar)`},
+		{"serve --help", `(default "all")`},
+		{"serve --help", `(default "text")`},
+		{"demo --help", "-dir"},
+		{"doctor --help", "-pool"},
+	} {
+		t.Run(test.args, func(t *testing.T) {
+			r := drive(t, strings.Fields(test.args)...)
+			if r.code != 0 || r.stderr != "" || !strings.Contains(r.stdout, test.want) {
+				t.Errorf("exit status %d, stdout %q, stderr %q; expected 0 and %q", r.code, r.stdout, r.stderr, test.want)
+			}
+		})
+	}
+}
+
+func TestMistakes(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "file")
+	if err := os.WriteFile(file, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	long := "unix:///" + strings.Repeat("x", 200)
+	for _, test := range []struct {
+		want string
+		args []string
+	}{
+		{`unknown command "frobnicate"`, []string{"frobnicate"}},
+		{`unexpected argument "argument"`, []string{"serve", "argument"}},
+		{`unexpected argument "argument"`, []string{"--mode=all", "argument"}},
+		{`unexpected argument "argument"`, []string{"demo", "argument"}},
+		{`unexpected argument "argument"`, []string{"doctor", "argument"}},
+		{"-frobnicate", []string{"--frobnicate"}},
+		{"-frobnicate", []string{"demo", "--frobnicate"}},
+		{"-frobnicate", []string{"doctor", "--frobnicate=1"}},
+		{"-mode", []string{"--mode"}},
+		{"all, controller and node", []string{"--mode=cluster"}},
+		{"all, controller and node", []string{"--mode="}},
+		{"--node-id", []string{"--node-id="}},
+		{"--node-id", []string{"--node-id=" + strings.Repeat("n", 64)}},
+		{"--node-id", []string{"--node-id=a/b"}},
+		{"--node-id", []string{"--node-id=two words"}},
+		{"--driver-name", []string{"--driver-name="}},
+		{"--driver-name", []string{"--driver-name=no_underscores"}},
+		{"--driver-name", []string{"--driver-name=" + strings.Repeat("d", 64)}},
+		{"-max-volumes", []string{"--max-volumes=many"}},
+		{"--max-volumes", []string{"--max-volumes=-1"}},
+		{"--logging-format", []string{"--logging-format=xml"}},
+		{"-v", []string{"-v=high"}},
+		{"-vmodule", []string{"--vmodule=x"}},
+		{"only unix sockets", []string{"--endpoint=tcp://127.0.0.1:10000"}},
+		{"only unix sockets", []string{"--endpoint=unix://host/csi.sock"}},
+		{"unix:///", []string{"--endpoint=csi.sock"}},
+		{"unix:///", []string{"--endpoint="}},
+		{"at most 107 bytes", []string{"--endpoint=" + long}},
+		{"NAME=URL", []string{"--pool=/var/lib/ashlar"}},
+		{"pool name", []string{"--pool=Upper=file:///x"}},
+		{"pool name", []string{"--pool==file:///x"}},
+		{"given twice", []string{"--pool=a=file:///x", "--pool=a=file:///y"}},
+		{`unknown kind "ceph"`, []string{"--pool=a=ceph://x"}},
+		{`unknown kind ""`, []string{"--pool=a=/x"}},
+		{"three slashes", []string{"--pool=a=file://x/y"}},
+		{"clean path", []string{"--pool=a=file:///x/../y"}},
+		{"clean path", []string{"--pool=a=file:///"}},
+		{"overprovision=0", []string{"--pool=a=file:///x?overprovision=0"}},
+		{"overprovision=NaN", []string{"--pool=a=file:///x?overprovision=NaN"}},
+		{"reservePercent=100", []string{"--pool=a=file:///x?reservePercent=100"}},
+		{`unknown option "colour"`, []string{"--pool=a=file:///x?colour=red"}},
+		{"not a directory", []string{"--pool=a=file://" + file, "--endpoint=" + file + ".sock"}},
+		{"not a directory", []string{"--pool=a=file://" + file + "/below", "--endpoint=" + file + ".sock"}},
+		{"no such file", []string{"--pool=a=file://" + file + ".pool", "--endpoint=" + file + ".folder/csi.sock"}},
+		{"no socket", []string{"--pool=a=file://" + file + ".pool", "--endpoint=" + file}},
+		{"no such file", []string{"demo", "--dir=" + file + ".missing"}},
+		{"NAME=URL", []string{"doctor", "--pool=/var/lib/ashlar"}},
+		{`unknown kind "ceph"`, []string{"doctor", "--pool=a=ceph://x"}},
+	} {
+		t.Run(strings.Join(test.args, " "), func(t *testing.T) { refused(t, drive(t, test.args...), test.want) })
+	}
+}
+
+func TestPoolOnReadOnlyMount(t *testing.T) {
+	drivertest.NeedRoot(t)
+	dir := drivertest.Dir(t)
+	locked := filepath.Join(dir, "locked")
+	if err := os.Mkdir(locked, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Mount(locked, locked, "", unix.MS_BIND, ""); err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := unix.Unmount(locked, 0); err != nil {
+			t.Error(err)
+		}
+	}()
+	if err := unix.Mount("", locked, "", unix.MS_BIND|unix.MS_REMOUNT|unix.MS_RDONLY, ""); err != nil {
+		t.Fatal(err)
+	}
+	refused(t, drive(t, "--endpoint="+dir+"/csi.sock", "--pool=a=file://"+locked+"/pool"), "read-only")
+	refused(t, drive(t, "--endpoint="+dir+"/csi.sock", "--pool=a=file://"+locked), "read-only")
+	if r := drive(t, "doctor", "--pool=a=file://"+locked+"/pool"); r.code != 1 || !strings.Contains(r.stdout, "read-only mount") {
+		t.Errorf("doctor ended with %d:\n%s%s", r.code, r.stdout, r.stderr)
+	}
+}
+
+func TestInUse(t *testing.T) {
+	drivertest.NeedRoot(t)
+	dir := drivertest.Dir(t)
+	first := serving(t, dir)
+	refused(t, drive(t, "--endpoint="+dir+"/other.sock", "--pool="+testPool(dir)), "another process uses this folder")
+	refused(t, drive(t, "--endpoint="+dir+"/csi.sock", "--pool=a=file://"+dir+"/other"), "another process serves")
+	r := drive(t, "doctor", "--pool="+testPool(dir))
+	if r.code != 0 || !strings.Contains(r.stdout, "in use by a running driver") {
+		t.Errorf("doctor ended with %d:\n%s%s", r.code, r.stdout, r.stderr)
+	}
+	stopped(t, first)
+	if r := drive(t, "doctor", "--pool="+testPool(dir)); r.code != 0 || !strings.Contains(r.stdout, "in use by nobody") {
+		t.Errorf("doctor ended with %d:\n%s%s", r.code, r.stdout, r.stderr)
+	}
+}
+
+func TestSocket(t *testing.T) {
+	drivertest.NeedRoot(t)
+	dir := drivertest.Dir(t)
+	socket := filepath.Join(dir, "csi.sock")
+
+	// A process that was started with no mask at all.
+	wrapper := filepath.Join(dir, "unmasked")
+	if err := os.WriteFile(wrapper, []byte("#!/bin/sh\numask 0\nexec "+program+` "$@"`+"\n"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	p := started(t, wrapper, dir)
+	info, err := os.Lstat(socket)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if mode := info.Mode(); mode != os.ModeSocket|0o600 {
+		t.Errorf("the socket has mode %s, expected srw-------", mode)
+	}
+
+	// A killed driver leaves its socket behind, which is no obstacle.
+	if err := p.command.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	<-p.exited
+	if !exists(socket) {
+		t.Error("a killed driver took its socket along?")
+	}
+	p = serving(t, dir)
+	stopped(t, p)
+	if exists(socket) {
+		t.Error("the socket is left after SIGTERM")
+	}
+}
+
+// TestDrain: a call that is served when SIGTERM comes is served to its end.
+func TestDrain(t *testing.T) {
+	drivertest.NeedRoot(t)
+	dir := drivertest.Dir(t)
+	p := serving(t, dir, "--node-id=n")
+	capability := &csi.VolumeCapability{AccessMode: &csi.VolumeCapability_AccessMode{Mode: csi.VolumeCapability_AccessMode_SINGLE_NODE_WRITER},
+		AccessType: &csi.VolumeCapability_Block{Block: &csi.VolumeCapability_BlockVolume{}}}
+	const size = 96 << 20
+	response, err := p.CreateVolume(t.Context(), &csi.CreateVolumeRequest{Name: "v", CapacityRange: &csi.CapacityRange{RequiredBytes: size},
+		VolumeCapabilities: []*csi.VolumeCapability{capability}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	images, err := filepath.Glob(dir + "/pool/volumes/*.img")
+	if err != nil || len(images) != 1 {
+		t.Fatal(images, err)
+	}
+	if err := os.WriteFile(images[0], bytes.Repeat([]byte{1}, size), 0o600); err != nil { // so that there is something to copy
+		t.Fatal(err)
+	}
+	cut := make(chan error, 1)
+	go func() {
+		_, err := p.CreateSnapshot(t.Context(), &csi.CreateSnapshotRequest{Name: "s", SourceVolumeId: response.GetVolume().GetVolumeId()})
+		cut <- err
+	}()
+	for deadline := time.Now().Add(5 * time.Second); ; time.Sleep(time.Millisecond) {
+		if images, _ := filepath.Glob(dir + "/pool/snapshots/*.img"); len(images) > 0 {
+			break
+		}
+		if time.Now().After(deadline) {
+			t.Fatal("the copy does not begin")
+		}
+	}
+	began := time.Now()
+	if err := p.command.Process.Signal(syscall.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-cut; err != nil {
+		t.Errorf("the call that was in flight: %v", err)
+	}
+	<-p.exited
+	if took := time.Since(began); p.err != nil || took > 5*time.Second {
+		t.Errorf("it ended after %s with %v", took, p.err)
+	}
+	if exists(filepath.Join(dir, "csi.sock")) {
+		t.Error("the socket is left")
+	}
+	p = serving(t, dir, "--node-id=n")
+	list, err := p.ListSnapshots(t.Context(), &csi.ListSnapshotsRequest{})
+	if err != nil || len(list.GetEntries()) != 1 || !list.GetEntries()[0].GetSnapshot().GetReadyToUse() {
+		t.Errorf("after the restart there are the snapshots %v, %v", list, err)
+	}
+	stopped(t, p)
+}
+
+func TestModes(t *testing.T) {
+	drivertest.NeedRoot(t)
+	for _, test := range []struct {
+		mode             string
+		controller, node codes.Code
+	}{
+		{"all", codes.OK, codes.OK},
+		{"controller", codes.OK, codes.Unimplemented},
+		{"node", codes.Unimplemented, codes.OK},
+	} {
+		t.Run(test.mode, func(t *testing.T) {
+			p := serving(t, drivertest.Dir(t), "--mode="+test.mode, "--node-id=n1", "--driver-name=test.example.com", "--max-volumes=7")
+			ctx := t.Context()
+			_, err := p.ListVolumes(ctx, &csi.ListVolumesRequest{})
+			if status.Code(err) != test.controller {
+				t.Errorf("ListVolumes: %v, expected %s", err, test.controller)
+			}
+			_, err = p.GetVolumeGroupSnapshot(ctx, &csi.GetVolumeGroupSnapshotRequest{GroupSnapshotId: "group.none"})
+			if (status.Code(err) == codes.Unimplemented) != (test.controller == codes.Unimplemented) {
+				t.Errorf("GetVolumeGroupSnapshot: %v", err)
+			}
+			node, err := p.NodeGetInfo(ctx, &csi.NodeGetInfoRequest{})
+			if status.Code(err) != test.node {
+				t.Errorf("NodeGetInfo: %v, expected %s", err, test.node)
+			}
+			if err == nil && (node.GetNodeId() != "n1" || node.GetMaxVolumesPerNode() != 7) {
+				t.Errorf("NodeGetInfo: %v", node)
+			}
+			info, err := p.GetPluginInfo(ctx, &csi.GetPluginInfoRequest{})
+			if err != nil || info.GetName() != "test.example.com" || info.GetVendorVersion() != testVersion {
+				t.Errorf("GetPluginInfo: %v, %v", info, err)
+			}
+			// What the plugin can do as a whole, wherever its parts run.
+			capabilities, err := p.GetPluginCapabilities(ctx, &csi.GetPluginCapabilitiesRequest{})
+			if err != nil || !slices.ContainsFunc(capabilities.GetCapabilities(), func(c *csi.PluginCapability) bool {
+				return c.GetService().GetType() == csi.PluginCapability_Service_CONTROLLER_SERVICE
+			}) {
+				t.Errorf("GetPluginCapabilities: %v, %v", capabilities, err)
+			}
+			stopped(t, p)
+		})
+	}
+}
+
+func TestLogging(t *testing.T) {
+	drivertest.NeedRoot(t)
+	for _, test := range []struct {
+		flags []string
+		json  bool
+		calls bool // each call is logged
+	}{
+		{nil, false, false},
+		{[]string{"-v=5"}, false, true},
+		{[]string{"--v=5"}, false, true},
+		{[]string{"-v", "5"}, false, true},
+		{[]string{"--logging-format=json"}, true, false},
+		{[]string{"--logging-format=json", "-v=5"}, true, true},
+	} {
+		t.Run(strings.Join(test.flags, " "), func(t *testing.T) {
+			p := serving(t, drivertest.Dir(t), test.flags...)
+			if _, err := p.ListVolumes(t.Context(), &csi.ListVolumesRequest{}); err != nil {
+				t.Error(err)
+			}
+			if _, err := p.ListVolumes(t.Context(), &csi.ListVolumesRequest{MaxEntries: -1}); err == nil {
+				t.Error("no error for a wrong request")
+			}
+			stopped(t, p)
+			lines := p.log.last(1000)
+			calls, failures := 0, 0
+			for _, line := range lines {
+				if isJSON := strings.HasPrefix(line, "{") && strings.HasSuffix(line, "}"); isJSON != test.json {
+					t.Errorf("log line %q", line)
+				}
+				if strings.Contains(line, "Call done") {
+					calls++
+				}
+				if strings.Contains(line, "Call failed") {
+					failures++
+				}
+			}
+			if (calls > 0) != test.calls || failures != 1 {
+				t.Errorf("%d calls and %d failures were logged:\n%s", calls, failures, strings.Join(lines, "\n"))
+			}
+		})
+	}
+}
+
+func TestDemo(t *testing.T) {
+	drivertest.NeedRoot(t)
+	dir := drivertest.Dir(t)
+	r := drive(t, "demo", "--dir="+dir)
+	if r.code != 0 || r.stderr != "" || !strings.Contains(r.stdout, "steps went as they should") {
+		t.Errorf("the demo ended with %d:\n%s%s", r.code, r.stdout, r.stderr)
+	}
+	if strings.Contains(r.stdout, "\x1b") {
+		t.Error("colours, and this is no terminal")
+	}
+	empty(t, dir)
+}
+
+// TestDemoInterrupted: an interrupt, and a driver that dies, end the demo with status 1
+// and leave as little.
+func TestDemoInterrupted(t *testing.T) {
+	drivertest.NeedRoot(t)
+	for name, disturb := range map[string]func(demo *os.Process) error{
+		"interrupt": func(demo *os.Process) error { return demo.Signal(os.Interrupt) },
+		"driver killed": func(demo *os.Process) error {
+			out, err := exec.Command("ps", "-o", "pid=", "--ppid", fmt.Sprint(demo.Pid)).Output()
+			var pid int
+			if _, scanErr := fmt.Sscan(string(out), &pid); err != nil || scanErr != nil {
+				return errors.Join(err, scanErr)
+			}
+			return syscall.Kill(pid, syscall.SIGKILL)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := drivertest.Dir(t)
+			var stdout, stderr bytes.Buffer
+			demo := exec.Command(program, "demo", "--dir="+dir)
+			demo.Stdout, demo.Stderr = &stdout, &stderr
+			if err := demo.Start(); err != nil {
+				t.Fatal(err)
+			}
+			for { // until something is mounted
+				if mounts, _, err := leftovers(dir); err != nil || len(mounts) > 1 {
+					break
+				}
+				time.Sleep(time.Millisecond)
+			}
+			if err := disturb(demo.Process); err != nil {
+				t.Error(err)
+			}
+			_ = demo.Wait()
+			refused(t, result{"", stderr.String(), demo.ProcessState.ExitCode()}, "the demo failed")
+			if !strings.Contains(stdout.String(), "FAILED") || !strings.Contains(stdout.String(), "Cleaned up") {
+				t.Errorf("it printed:\n%s", stdout.String())
+			}
+			empty(t, dir)
+		})
+	}
+}
+
+func empty(t *testing.T, dir string) {
+	t.Helper()
+	entries, err := os.ReadDir(dir)
+	if err != nil || len(entries) > 0 {
+		t.Errorf("left in the folder: %v, %v", entries, err)
+	}
+}
+
+func TestDoctor(t *testing.T) {
+	drivertest.NeedRoot(t)
+	dir := drivertest.Dir(t)
+	file := filepath.Join(dir, "file")
+	if err := os.WriteFile(file, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	r := drive(t, "doctor", "--pool=a=file://"+dir+"/new/pool", "--pool=b=file://"+dir+"?reservePercent=0&overprovision=2")
+	if r.code != 0 || r.stderr != "" {
+		t.Errorf("doctor ended with %d:\n%s%s", r.code, r.stdout, r.stderr)
+	}
+	for line := range strings.Lines(r.stdout) {
+		if !strings.HasPrefix(line, "ok      ") && !strings.HasPrefix(line, "warning ") {
+			t.Errorf("line %q", line)
+		}
+	}
+	for _, want := range []string{"kernel", "loop control", "mkfs.ext4 1.", "mkfs.xfs", "mkfs.btrfs", "filesystem ext4", "reflinks", "can be made", "overprovision=2", "propagation"} {
+		if !strings.Contains(r.stdout, want) {
+			t.Errorf("doctor says nothing of %s:\n%s", want, r.stdout)
+		}
+	}
+	for _, path := range []string{file, file + "/below"} {
+		r := drive(t, "doctor", "--pool=a=file://"+path)
+		refused(t, r, "failures: 1")
+		if !strings.Contains(r.stdout, "failure pool a: "+file+" is no folder") {
+			t.Errorf("doctor says:\n%s", r.stdout)
+		}
+	}
+	if entries, err := os.ReadDir(dir); err != nil || len(entries) != 1 {
+		t.Errorf("doctor changed the folder: %v, %v", entries, err)
+	}
+}

@@ -1,0 +1,196 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// The steps of a life on the floor: what it takes at the least, by bare system calls.
+const (
+	stepImage   = "open, fallocate, fsync"
+	stepLoop    = "LOOP_CONFIGURE"
+	stepMkfs    = "mkfs.ext4"
+	stepMount   = "mount"
+	stepBind    = "mkdir, bind mount"
+	stepUnbind  = "umount of the bind, rmdir"
+	stepUnmount = "umount, loop device gone"
+	stepUnlink  = "unlink"
+)
+
+// floorOf is which steps a call stands for.
+var floorOf = map[string][]string{
+	"CreateVolume":        {stepImage},
+	"NodeStageVolume":     {stepLoop, stepMkfs, stepMount},
+	"NodePublishVolume":   {stepBind},
+	"NodeUnpublishVolume": {stepUnbind},
+	"NodeUnstageVolume":   {stepUnmount},
+	"DeleteVolume":        {stepUnlink},
+}
+
+// mkfsCommand is the one of the driver, for a device of zeros; sameFilesystem makes sure.
+func mkfsCommand() []string {
+	extended := "nodiscard"
+	var major, minor int
+	if _, err := fmt.Sscanf(mkfsVersion(), "mke2fs %d.%d", &major, &minor); err == nil && (major > 1 || minor >= 47) {
+		extended += ",assume_storage_prezeroed=1"
+	}
+	return []string{"mkfs.ext4", "-q", "-b", "4096", "-m", "0", "-E", extended}
+}
+
+func mkfsVersion() string {
+	out, _ := exec.Command("mkfs.ext4", "-V").CombinedOutput()
+	line, _, _ := strings.Cut(string(out), "\n")
+	return strings.TrimSpace(line)
+}
+
+// floor does what the driver does, and no more.
+type floor struct {
+	dir  string // with the images
+	mkfs []string
+	thin bool
+	size int64
+}
+
+func newFloor(dir string, size int64, thin bool) (*floor, error) {
+	return &floor{dir: dir, mkfs: mkfsCommand(), thin: thin, size: size}, os.MkdirAll(dir, 0o700)
+}
+
+func loopPath(n int) string { return fmt.Sprintf("/dev/loop%d", n) }
+
+// life is one whole life; the folder staged exists, published does not. look is
+// called in the middle of it, with the image.
+func (f *floor) life(ctx context.Context, name, staged, published string, r *recorder, look func(image string) error) (err error) {
+	path := filepath.Join(f.dir, name)
+	var image, device *os.File
+	var number int
+	defer func() {
+		for _, file := range []*os.File{image, device} {
+			if file != nil {
+				file.Close()
+			}
+		}
+	}()
+	if err := r.time(stepImage, func() (err error) {
+		if image, err = os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600); err != nil {
+			return err
+		}
+		if f.thin {
+			err = image.Truncate(f.size)
+		} else {
+			err = unix.Fallocate(int(image.Fd()), 0, 0, f.size)
+		}
+		return errors.Join(err, image.Sync())
+	}); err != nil {
+		return err
+	}
+	if err := r.time(stepLoop, func() (err error) {
+		device, number, err = attach(image)
+		image.Close()
+		image = nil
+		return err
+	}); err != nil {
+		return err
+	}
+	if err := r.time(stepMkfs, func() error {
+		out, err := exec.CommandContext(ctx, f.mkfs[0], append(f.mkfs[1:len(f.mkfs):len(f.mkfs)], loopPath(number))...).CombinedOutput()
+		if err != nil {
+			return fmt.Errorf("%w: %s", err, out)
+		}
+		return nil
+	}); err != nil {
+		return err
+	}
+	if err := r.time(stepMount, func() error {
+		err := unix.Mount(loopPath(number), staged, "ext4", 0, "")
+		device.Close()
+		device = nil
+		return err
+	}); err != nil {
+		return err
+	}
+	if err := r.time(stepBind, func() error {
+		if err := os.Mkdir(published, 0o750); err != nil {
+			return err
+		}
+		return unix.Mount(staged, published, "", unix.MS_BIND, "")
+	}); err != nil {
+		return err
+	}
+	if look != nil {
+		if err := look(path); err != nil {
+			return err
+		}
+	}
+	if err := r.time(stepUnbind, func() error {
+		return errors.Join(unix.Unmount(published, 0), os.Remove(published))
+	}); err != nil {
+		return err
+	}
+	if err := r.time(stepUnmount, func() error {
+		if err := unix.Unmount(staged, 0); err != nil {
+			return err
+		}
+		// Autoclear has taken it away, unless something still holds it.
+		for ctx.Err() == nil {
+			if read(fmt.Sprintf("/sys/block/loop%d/loop/backing_file", number)) != path {
+				return nil
+			}
+		}
+		return ctx.Err()
+	}); err != nil {
+		return err
+	}
+	return r.time(stepUnlink, func() error { return os.Remove(path) })
+}
+
+// attach puts a loop device over an image; it goes away with its last user.
+func attach(image *os.File) (*os.File, int, error) {
+	control, err := os.OpenFile("/dev/loop-control", os.O_RDWR, 0)
+	if err != nil {
+		return nil, 0, err
+	}
+	defer control.Close()
+	for {
+		n, err := unix.IoctlRetInt(int(control.Fd()), unix.LOOP_CTL_GET_FREE)
+		if err != nil {
+			return nil, 0, err
+		}
+		device, err := os.OpenFile(loopPath(n), os.O_RDWR, 0)
+		if err != nil {
+			return nil, 0, err
+		}
+		err = unix.IoctlLoopConfigure(int(device.Fd()), &unix.LoopConfig{Fd: uint32(image.Fd()),
+			Info: unix.LoopInfo64{Flags: unix.LO_FLAGS_DIRECT_IO | unix.LO_FLAGS_AUTOCLEAR}})
+		if err == nil {
+			return device, n, nil
+		}
+		device.Close()
+		if !errors.Is(err, unix.EBUSY) {
+			return nil, 0, err
+		}
+	}
+}
+
+// shape is what mkfs made of an image, without what differs from one filesystem to the
+// next (ext4's Documentation/filesystems/ext4/super.rst and group_descr.rst).
+func shape(image string) (string, error) {
+	f, err := os.Open(image)
+	if err != nil {
+		return "", err
+	}
+	defer f.Close()
+	first := make([]byte, 8192)
+	if _, err := f.ReadAt(first, 0); err != nil {
+		return "", err
+	}
+	super, group := first[1024:2048], first[4096:]
+	return fmt.Sprintf("inodes %x, blocks %x, features %x, inode size %x, flags of the first group %x",
+		super[0:4], super[4:8], super[92:104], super[88:90], group[18:20]), nil
+}

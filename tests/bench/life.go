@@ -1,0 +1,177 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+)
+
+const lifeSize = 64 << 20
+
+// The calls of a life, in their order.
+var lifeCalls = []string{"CreateVolume", "ControllerPublishVolume", "NodeStageVolume", "NodePublishVolume",
+	"NodeUnpublishVolume", "NodeUnstageVolume", "ControllerUnpublishVolume", "DeleteVolume"}
+
+// life compares whole lives of a volume by the driver with lives by bare system calls.
+func (b *bench) life(ctx context.Context) error {
+	d, err := b.start(ctx, filepath.Join(b.dir, "life"), "?reservePercent=0")
+	if err != nil {
+		return err
+	}
+	defer d.stop()
+	bare, err := newFloor(filepath.Join(d.dir, "floor"), lifeSize, false)
+	if err != nil {
+		return err
+	}
+	if err := b.sameFilesystem(ctx, d, bare); err != nil {
+		return err
+	}
+	fmt.Printf("\n## A whole life\n\nAn ext4 volume of 64 MiB, thick: create, claim, stage, publish, and back, over gRPC; the floor is the same by bare\n"+
+		"system calls and mkfs. %d rounds of a block of lives each, driver and floor in turn; the ratio is that of a round's two\nblocks. Median (p10..p90).\n", b.rounds)
+	var rows [][]string
+	recorders := map[int][2]*recorder{}
+	for _, atOnce := range []int{1, 4} {
+		progress("life: %d at once", atOnce)
+		calls, steps := &recorder{}, &recorder{}
+		recorders[atOnce] = [2]*recorder{calls, steps}
+		var rates [2][]float64
+		var ratios []float64
+		blocks := [2]func() error{
+			func() error { return b.block(ctx, atOnce, func(w int) error { return b.driverLife(ctx, d, w, calls) }) },
+			func() error {
+				return b.block(ctx, atOnce, func(w int) error { return b.floorLife(ctx, bare, w, steps) })
+			},
+		}
+		for round := range b.rounds {
+			var rate [2]float64
+			for i := range blocks {
+				which := (round + i) % 2 // each goes first as often as the other
+				start := time.Now()
+				if err := blocks[which](); err != nil {
+					return d.failed(err)
+				}
+				rate[which] = float64(b.lives*atOnce) / time.Since(start).Seconds()
+			}
+			rates[0], rates[1] = append(rates[0], rate[0]), append(rates[1], rate[1])
+			ratios = append(ratios, rate[0]/rate[1])
+		}
+		rows = append(rows, []string{fmt.Sprint(atOnce), fmt.Sprint(b.rounds * b.lives * atOnce), spreadOf("%.1f", rates[0]), spreadOf("%.1f", rates[1]), spreadOf("%.2f", ratios)})
+	}
+	table([]string{"at once", "lives", "driver, lives/s", "floor, lives/s", "driver / floor (goal: 0.7)"}, rows)
+
+	empty := &recorder{}
+	for range 200 {
+		if err := empty.time("empty", func() error {
+			_, err := d.GetPluginInfo(ctx, &csi.GetPluginInfoRequest{})
+			return err
+		}); err != nil {
+			return err
+		}
+	}
+	calls, steps := recorders[1][0], recorders[1][1]
+	mkfs := median(steps.samples[stepMkfs])
+	fmt.Printf("\nWhere the time goes, one at a time, in ms; a call that does nothing (GetPluginInfo) takes %s. mkfs.ext4 is %.0f%% of\na life of the driver and %.0f%% of one of the floor.\n",
+		spread(empty.samples["empty"]), 100*ratio(mkfs, total(calls)), 100*ratio(mkfs, total(steps)))
+	rows = nil
+	for _, call := range lifeCalls {
+		var names []string
+		var least time.Duration
+		for _, step := range floorOf[call] {
+			names = append(names, step+" "+ms(median(steps.samples[step])))
+			least += median(steps.samples[step])
+		}
+		rows = append(rows, []string{call, spread(calls.samples[call]), ms(least), ms(median(calls.samples[call]) - least), strings.Join(names, "; ")})
+	}
+	rows = append(rows, []string{"**sum of the medians**", ms(total(calls)), ms(total(steps)), ms(total(calls) - total(steps)), ""})
+	table([]string{"call", "driver", "floor", "more", "floor's steps"}, rows)
+	return nil
+}
+
+// total is the sum of the medians.
+func total(r *recorder) (t time.Duration) {
+	for _, samples := range r.samples {
+		t += median(samples)
+	}
+	return t
+}
+
+var lives atomic.Int64
+
+// block runs a block of lives, some at once.
+func (b *bench) block(ctx context.Context, atOnce int, life func(worker int) error) error {
+	var workers sync.WaitGroup
+	failures := make([]error, atOnce)
+	for w := range atOnce {
+		workers.Go(func() {
+			for range b.lives {
+				if failures[w] = errors.Join(ctx.Err(), failures[w]); failures[w] == nil {
+					failures[w] = life(w)
+				}
+			}
+		})
+	}
+	workers.Wait()
+	return errors.Join(failures...)
+}
+
+func (b *bench) driverLife(ctx context.Context, d *driver, worker int, r *recorder) error {
+	v, err := d.newVolume(fmt.Sprintf("worker-%d", worker), lifeSize, false, false)
+	if err != nil {
+		return err
+	}
+	v.name = fmt.Sprintf("life-%d", lives.Add(1))
+	if err := d.up(ctx, v, r); err != nil {
+		return err
+	}
+	return d.down(ctx, v, r)
+}
+
+func (b *bench) floorLife(ctx context.Context, f *floor, worker int, r *recorder) error {
+	staged := filepath.Join(f.dir, fmt.Sprintf("staged-%d", worker))
+	if err := os.MkdirAll(staged, 0o750); err != nil {
+		return err
+	}
+	return f.life(ctx, fmt.Sprintf("life-%d", lives.Add(1)), staged, filepath.Join(f.dir, fmt.Sprintf("published-%d", worker)), r, nil)
+}
+
+// sameFilesystem makes sure that driver and floor make the same filesystem, and that
+// a life of either works, and warms both up.
+func (b *bench) sameFilesystem(ctx context.Context, d *driver, f *floor) error {
+	v, err := d.newVolume("same", lifeSize, false, false)
+	if err != nil {
+		return err
+	}
+	if err := d.up(ctx, v, &recorder{}); err != nil {
+		return d.failed(err)
+	}
+	images, err := filepath.Glob(d.dir + "/pool/volumes/*.img")
+	if err != nil || len(images) != 1 {
+		return fmt.Errorf("one image was expected in the pool: %v %w", images, err)
+	}
+	byDriver, err := shape(images[0])
+	if err != nil {
+		return err
+	}
+	if err := d.down(ctx, v, &recorder{}); err != nil {
+		return d.failed(err)
+	}
+	var byFloor string
+	if err := f.life(ctx, "same", v.staged, v.published, &recorder{}, func(image string) (err error) {
+		byFloor, err = shape(image)
+		return err
+	}); err != nil {
+		return err
+	}
+	if byDriver != byFloor {
+		return fmt.Errorf("the floor's mkfs has other arguments than the driver's: driver: %s; floor: %s", byDriver, byFloor)
+	}
+	return nil
+}

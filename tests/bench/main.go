@@ -1,0 +1,191 @@
+// Command bench measures the driver on this machine, beside the same work done by bare
+// system calls, and prints the tables of docs/benchmarks.md. It needs root, and leaves
+// nothing behind.
+//
+//	go run ./tests/bench                     everything, in about five minutes
+//	go run ./tests/bench --parts=life,fio    some of it
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"os/exec"
+	"os/signal"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strings"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// bench is what all parts share.
+type bench struct {
+	dir    string // everything is in here
+	binary string // the driver
+
+	rounds  int // of life
+	lives   int // in one block of a round
+	volumes int // of scale
+	samples int // of each call
+
+	fioRounds  int
+	fioRuntime time.Duration
+	fioSize    int64
+}
+
+const few = 10 // volumes that scale compares with
+
+// The parts, in the order in which they run. scale, memory and idle share their volumes.
+var parts = []string{"life", "scale", "memory", "idle", "fio"}
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
+	err := run(ctx)
+	stop()
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "bench:", err)
+		os.Exit(1)
+	}
+}
+
+func run(ctx context.Context) (err error) {
+	b := &bench{}
+	chosen := flag.String("parts", strings.Join(parts, ","), "what to measure")
+	dir := flag.String("dir", "/var/tmp", "existing folder to work in, on the disk to measure")
+	flag.StringVar(&b.binary, "driver", "", "the driver's binary (default: it is built)")
+	flag.IntVar(&b.rounds, "rounds", 30, "life: rounds; each is a block of lives by the driver and one by bare system calls")
+	flag.IntVar(&b.lives, "lives", 8, "life: lives in a block")
+	flag.IntVar(&b.volumes, "volumes", 1000, "scale, memory, idle: how many volumes")
+	flag.IntVar(&b.samples, "samples", 40, "scale: samples of each call")
+	flag.IntVar(&b.fioRounds, "fio-rounds", 5, "fio: rounds")
+	flag.DurationVar(&b.fioRuntime, "fio-runtime", 400*time.Millisecond, "fio: length of each measurement")
+	flag.Int64Var(&b.fioSize, "fio-size", 256<<20, "fio: bytes of each volume, a multiple of 16 MiB")
+	flag.Parse()
+	wanted := strings.Split(*chosen, ",")
+	for _, part := range wanted {
+		if !slices.Contains(parts, part) {
+			return fmt.Errorf("--parts=%s: known are %s", *chosen, strings.Join(parts, ","))
+		}
+	}
+	if flag.NArg() > 0 || b.rounds < 1 || b.lives < 1 || b.volumes <= few || b.samples < 1 || b.fioRounds < 1 || b.fioSize < 64<<20 || b.fioSize%(16<<20) != 0 {
+		return errors.New("the flags make no sense together; see --help")
+	}
+	if os.Geteuid() != 0 {
+		return errors.New("this needs root (loop devices and mounts)")
+	}
+	if b.dir, err = os.MkdirTemp(*dir, "ashlar-bench"); err != nil {
+		return err
+	}
+	if b.dir, err = filepath.EvalSymlinks(b.dir); err != nil {
+		return err
+	}
+	loops := loopNumbers()
+	defer func() {
+		progress("cleaning up")
+		if ctx.Err() != nil {
+			err = errors.New("interrupted")
+		}
+		err = errors.Join(err, clean(b.dir), removeLoops(loops))
+	}()
+	if err := b.build(ctx); err != nil {
+		return err
+	}
+	if err := b.header(); err != nil {
+		return err
+	}
+	has := func(part string) bool { return slices.Contains(wanted, part) }
+	if has("life") {
+		if err := b.life(ctx); err != nil {
+			return fmt.Errorf("life: %w", err)
+		}
+	}
+	if has("scale") || has("memory") || has("idle") {
+		if err := b.scale(ctx, has("scale"), has("memory"), has("idle")); err != nil {
+			return fmt.Errorf("scale: %w", err)
+		}
+	}
+	if has("fio") {
+		if err := b.fio(ctx); err != nil {
+			return fmt.Errorf("fio: %w", err)
+		}
+	}
+	return nil
+}
+
+// build builds the driver as `make build` does.
+func (b *bench) build(ctx context.Context) error {
+	if b.binary != "" {
+		_, err := os.Stat(b.binary)
+		return err
+	}
+	progress("building the driver")
+	b.binary = filepath.Join(b.dir, "driver")
+	cmd := exec.CommandContext(ctx, "go", "build", "-trimpath", "-ldflags", "-s -w", "-o", b.binary, "github.com/ashlar-csi/ashlar/cmd/driver")
+	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return fmt.Errorf("build the driver (run this within the repository, or give --driver): %w: %s", err, out)
+	}
+	return nil
+}
+
+func (b *bench) header() error {
+	var uts unix.Utsname
+	var disk unix.Statfs_t
+	if err := errors.Join(unix.Uname(&uts), unix.Statfs(b.dir, &disk)); err != nil {
+		return err
+	}
+	memory := field("/proc/meminfo", "MemTotal")
+	fmt.Printf("| Machine | |\n|---|---|\n")
+	fmt.Printf("| CPU | %s, %d of them |\n", field("/proc/cpuinfo", "model name"), runtime.NumCPU())
+	fmt.Printf("| Memory | %s |\n", memory)
+	fmt.Printf("| Kernel | Linux %s %s |\n", unix.ByteSliceToString(uts.Release[:]), unix.ByteSliceToString(uts.Machine[:]))
+	fmt.Printf("| Pool on | %s, %.0f GiB, %.0f GiB free |\n", filesystemOf(b.dir), gib(int64(disk.Blocks)*disk.Frsize), gib(int64(disk.Bavail)*disk.Frsize))
+	fmt.Printf("| Tools | %s, %s |\n", runtime.Version(), mkfsVersion())
+	fmt.Printf("| Date | %s |\n", time.Now().UTC().Format("2006-01-02 15:04 MST"))
+	fmt.Printf("| Command | `go run ./tests/bench%s` |\n", strings.Join(append([]string{""}, os.Args[1:]...), " "))
+	fmt.Printf("| Load at the start | %s |\n", strings.Join(strings.Fields(read("/proc/loadavg"))[:3], " "))
+	return nil
+}
+
+func gib(n int64) float64 { return float64(n) / (1 << 30) }
+
+// filesystemOf describes the filesystem that a folder is on.
+func filesystemOf(dir string) string {
+	best, found := "", "unknown"
+	for _, m := range mounts() {
+		if below(dir, m.path) && len(m.path) >= len(best) {
+			best, found = m.path, fmt.Sprintf("%s on %s (%s)", m.fstype, m.source, m.options)
+			// Without a journal a sync is cheaper than elsewhere.
+			if journals, _ := filepath.Glob("/proc/fs/jbd2/" + filepath.Base(m.source) + "-*"); m.fstype == "ext4" && len(journals) == 0 {
+				found += " without a journal"
+			}
+		}
+	}
+	return found
+}
+
+// progress is for whoever watches; tables go to standard output.
+func progress(format string, args ...any) {
+	fmt.Fprintf(os.Stderr, "%s "+format+"\n", append([]any{time.Now().Format("15:04:05")}, args...)...)
+}
+
+func read(path string) string {
+	data, _ := os.ReadFile(path)
+	return strings.TrimSpace(string(data))
+}
+
+// field reads "name: value" from a file of /proc.
+func field(path, name string) string {
+	for line := range strings.Lines(read(path)) {
+		if key, value, ok := strings.Cut(line, ":"); ok && strings.TrimSpace(key) == name {
+			return strings.TrimSpace(value)
+		}
+	}
+	return ""
+}

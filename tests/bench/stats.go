@@ -1,0 +1,79 @@
+package main
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+)
+
+// recorder collects samples by name.
+type recorder struct {
+	mu      sync.Mutex
+	samples map[string][]time.Duration
+	names   []string // in the order of their first sample
+}
+
+// time runs and records one step; failures are not recorded.
+func (r *recorder) time(name string, step func() error) error {
+	start := time.Now()
+	err := step()
+	took := time.Since(start)
+	if err != nil {
+		return fmt.Errorf("%s: %w", name, err)
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.samples == nil {
+		r.samples = map[string][]time.Duration{}
+	}
+	if r.samples[name] == nil {
+		r.names = append(r.names, name)
+	}
+	r.samples[name] = append(r.samples[name], took)
+	return nil
+}
+
+// quantile of some values: one of them.
+func quantile[T cmp.Ordered](values []T, q float64) T {
+	var none T
+	if len(values) == 0 {
+		return none
+	}
+	sorted := slices.Sorted(slices.Values(values))
+	return sorted[min(int(q*float64(len(sorted))), len(sorted)-1)]
+}
+
+func median[T cmp.Ordered](values []T) T { return quantile(values, 0.5) }
+
+func ratio(a, b time.Duration) float64 {
+	if b == 0 {
+		return 0
+	}
+	return float64(a) / float64(b)
+}
+
+func ms(d time.Duration) string { return fmt.Sprintf("%.2f", float64(d)/1e6) }
+
+// spread is median (p10..p90) in milliseconds.
+func spread(d []time.Duration) string {
+	if len(d) == 0 {
+		return "-"
+	}
+	return fmt.Sprintf("%s (%s..%s)", ms(median(d)), ms(quantile(d, 0.1)), ms(quantile(d, 0.9)))
+}
+
+// spreadOf is median (p10..p90) of numbers.
+func spreadOf(format string, v []float64) string {
+	return fmt.Sprintf(format+" ("+format+".."+format+")", median(v), quantile(v, 0.1), quantile(v, 0.9))
+}
+
+// table prints Markdown; columns after the first are numbers.
+func table(head []string, rows [][]string) {
+	fmt.Printf("\n| %s |\n|---%s|\n", strings.Join(head, " | "), strings.Repeat("|--:", len(head)-1))
+	for _, row := range rows {
+		fmt.Printf("| %s |\n", strings.Join(row, " | "))
+	}
+}

@@ -1,0 +1,590 @@
+// Package crash kills the driver, the real program, at moments that nobody chose, and
+// looks at what is left: every byte that was written, and nothing else.
+package crash
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/status"
+
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+)
+
+const (
+	miB  = 1 << 20
+	node = "crash-node"
+)
+
+// process is the driver as a process of its own, which can be killed and started again.
+type process struct {
+	t    testing.TB
+	dir  string
+	kill func() // what ends it now; does nothing if it is not running
+
+	csi.IdentityClient
+	csi.ControllerClient
+	csi.GroupControllerClient
+	csi.NodeClient
+}
+
+// build builds the driver and connects to where it will serve.
+func build(t testing.TB) *process {
+	t.Helper()
+	drivertest.NeedRoot(t)
+	p := &process{t: t, dir: drivertest.Dir(t), kill: func() {}}
+	t.Cleanup(p.clear)
+	binary := filepath.Join(p.dir, "driver")
+	if out, err := exec.Command("go", "build", "-o", binary, "../../cmd/driver").CombinedOutput(); err != nil {
+		t.Fatalf("build: %v\n%s", err, out)
+	}
+	conn, err := grpc.NewClient("unix://"+p.dir+"/csi.sock", grpc.WithTransportCredentials(insecure.NewCredentials()))
+	ok(t, err)
+	t.Cleanup(func() { conn.Close() })
+	p.IdentityClient, p.ControllerClient = csi.NewIdentityClient(conn), csi.NewControllerClient(conn)
+	p.GroupControllerClient, p.NodeClient = csi.NewGroupControllerClient(conn), csi.NewNodeClient(conn)
+	return p
+}
+
+// clear ends the process; if the test failed it also takes away what is left, so that
+// no frozen filesystem and no mount stays on the machine.
+func (p *process) clear() {
+	p.kill()
+	if !p.t.Failed() {
+		return
+	}
+	left := drivertest.Leftovers(p.dir)
+	slices.Reverse(left)
+	for _, line := range left {
+		if path, found := strings.CutPrefix(line, "mount "); found {
+			thaw(path)
+			_ = unix.Unmount(path, unix.MNT_DETACH)
+		}
+	}
+	for _, line := range drivertest.Leftovers(p.dir) {
+		if name, found := strings.CutPrefix(line, "loop device "); found {
+			_ = exec.Command("losetup", "-d", "/dev/"+strings.Fields(name)[0]).Run()
+		}
+	}
+}
+
+// thaw ends a freeze, and reports whether there was one (FITHAW, ioctl_fsfreeze(2)).
+func thaw(path string) bool {
+	f, err := os.Open(path)
+	if err != nil {
+		return false
+	}
+	defer f.Close()
+	return unix.IoctlSetInt(int(f.Fd()), 0xc0045878, 0) == nil
+}
+
+// start starts the driver and waits until it answers.
+func (p *process) start() {
+	p.t.Helper()
+	log, err := os.OpenFile(filepath.Join(p.dir, "log"), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
+	ok(p.t, err)
+	defer log.Close()
+	cmd := exec.Command(filepath.Join(p.dir, "driver"), "--endpoint=unix://"+p.dir+"/csi.sock", "--node-id="+node,
+		"--pool=default=file://"+p.dir+"/pool?reservePercent=0", "-v=5")
+	cmd.Stdout, cmd.Stderr = log, log
+	ok(p.t, cmd.Start())
+	ended := make(chan error, 1)
+	go func() { ended <- cmd.Wait() }()
+	p.kill = sync.OnceFunc(func() {
+		_ = cmd.Process.Kill()
+		<-ended
+	})
+	for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(2 * time.Millisecond) {
+		if _, err = p.Probe(p.t.Context(), &csi.ProbeRequest{}, grpc.WaitForReady(false)); err == nil {
+			return
+		}
+		select {
+		case err := <-ended:
+			ended <- err
+			p.t.Fatalf("the driver does not start: %v\n%s", err, p.tail())
+		default:
+		}
+		if time.Now().After(deadline) {
+			p.t.Fatalf("the driver does not answer: %v\n%s", err, p.tail())
+		}
+	}
+}
+
+// tail is the end of the driver's log.
+func (p *process) tail() string {
+	log, _ := os.ReadFile(filepath.Join(p.dir, "log"))
+	return string(log[max(0, len(log)-8000):])
+}
+
+func ok(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// again makes a call as a sidecar or the kubelet does: while the answer says that the
+// work may still be going on, or that a call before it is not through, it calls again.
+func again(ctx context.Context, call func() error) error {
+	for {
+		err := call()
+		switch status.Code(err) {
+		case codes.Unavailable, codes.Aborted, codes.Canceled, codes.DeadlineExceeded:
+			if ctx.Err() != nil {
+				return err
+			}
+			time.Sleep(2 * time.Millisecond)
+		default:
+			return err
+		}
+	}
+}
+
+// lives takes volumes through their lives, over and over, with all calls repeated until
+// they succeed, and checks the data all along.
+type lives struct {
+	*process
+	name string
+	done int
+}
+
+var kinds = []string{"ext4", "block", "xfs", "btrfs"}
+
+func capability(kind string) *csi.VolumeCapability {
+	c := &csi.VolumeCapability{AccessMode: &csi.VolumeCapability_AccessMode{Mode: csi.VolumeCapability_AccessMode_SINGLE_NODE_MULTI_WRITER}}
+	if kind == "block" {
+		c.AccessType = &csi.VolumeCapability_Block{Block: &csi.VolumeCapability_BlockVolume{}}
+	} else {
+		c.AccessType = &csi.VolumeCapability_Mount{Mount: &csi.VolumeCapability_MountVolume{FsType: kind}}
+	}
+	return c
+}
+
+func sizeOf(kind string) int64 {
+	return map[string]int64{"ext4": 24 * miB, "block": 16 * miB, "xfs": 300 * miB, "btrfs": 256 * miB}[kind]
+}
+
+// volume is one of a life.
+type volume struct {
+	*lives
+	id, name, kind  string
+	staging, target string
+}
+
+func (l *lives) create(ctx context.Context, name, kind string, size int64, source *csi.VolumeContentSource) (*volume, error) {
+	v := &volume{lives: l, name: name, kind: kind, staging: filepath.Join(l.dir, "staging-"+name), target: filepath.Join(l.dir, "target-"+name)}
+	return v, again(ctx, func() error {
+		response, err := l.CreateVolume(ctx, &csi.CreateVolumeRequest{Name: name, CapacityRange: &csi.CapacityRange{RequiredBytes: size},
+			VolumeCapabilities: []*csi.VolumeCapability{capability(kind)}, VolumeContentSource: source,
+			Parameters: map[string]string{"provisioning": []string{"thick", "thin"}[l.done%2]}})
+		v.id = response.GetVolume().GetVolumeId()
+		return err
+	})
+}
+
+func (v *volume) file() string {
+	if v.kind == "block" {
+		return v.target
+	}
+	return filepath.Join(v.target, "data")
+}
+
+func (v *volume) up(ctx context.Context) error {
+	if err := os.MkdirAll(v.staging, 0o700); err != nil {
+		return err
+	}
+	c := capability(v.kind)
+	for _, call := range []func() error{
+		func() error {
+			_, err := v.ControllerPublishVolume(ctx, &csi.ControllerPublishVolumeRequest{VolumeId: v.id, NodeId: node, VolumeCapability: c})
+			return err
+		},
+		func() error {
+			_, err := v.NodeStageVolume(ctx, &csi.NodeStageVolumeRequest{VolumeId: v.id, StagingTargetPath: v.staging, VolumeCapability: c})
+			return err
+		},
+		func() error {
+			_, err := v.NodePublishVolume(ctx, &csi.NodePublishVolumeRequest{VolumeId: v.id, StagingTargetPath: v.staging, TargetPath: v.target, VolumeCapability: c})
+			return err
+		},
+	} {
+		if err := again(ctx, call); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (v *volume) down(ctx context.Context) error {
+	for _, call := range []func() error{
+		func() error {
+			_, err := v.NodeUnpublishVolume(ctx, &csi.NodeUnpublishVolumeRequest{VolumeId: v.id, TargetPath: v.target})
+			return err
+		},
+		func() error {
+			_, err := v.NodeUnstageVolume(ctx, &csi.NodeUnstageVolumeRequest{VolumeId: v.id, StagingTargetPath: v.staging})
+			return err
+		},
+		func() error {
+			_, err := v.ControllerUnpublishVolume(ctx, &csi.ControllerUnpublishVolumeRequest{VolumeId: v.id, NodeId: node})
+			return err
+		},
+		func() error {
+			_, err := v.DeleteVolume(ctx, &csi.DeleteVolumeRequest{VolumeId: v.id})
+			return err
+		},
+	} {
+		if err := again(ctx, call); err != nil {
+			return err
+		}
+	}
+	return os.Remove(v.staging)
+}
+
+func data(seed string) []byte {
+	random := rand.NewChaCha8(sha256.Sum256([]byte(seed)))
+	bytes := make([]byte, miB)
+	_, _ = random.Read(bytes)
+	return bytes
+}
+
+func (v *volume) write(seed string) error {
+	f, err := os.OpenFile(v.file(), os.O_RDWR|os.O_CREATE, 0o600)
+	if err != nil {
+		return err
+	}
+	_, err = f.WriteAt(data(seed), 2*miB)
+	return errors.Join(err, f.Sync(), f.Close())
+}
+
+func (v *volume) holds(seed string) error {
+	f, err := os.Open(v.file())
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	have := make([]byte, miB)
+	if _, err := f.ReadAt(have, 2*miB); err != nil {
+		return fmt.Errorf("%s: %w", v.name, err)
+	}
+	if !bytes.Equal(have, data(seed)) {
+		return fmt.Errorf("%s does not hold what was written and synced", v.name)
+	}
+	return nil
+}
+
+// one life, with a snapshot, a restore of it, a clone, growth and a group of two.
+func (l *lives) one(ctx context.Context) (err error) {
+	kind := kinds[l.done%len(kinds)]
+	size := sizeOf(kind)
+	name := func(what string) string { return fmt.Sprintf("%s-%d-%s", l.name, l.done, what) }
+	step := "create"
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("life %d of %s (%s), %s: %w", l.done, l.name, kind, step, err)
+		}
+		l.done++
+	}()
+	v, err := l.create(ctx, name("source"), kind, size, nil)
+	if err != nil {
+		return err
+	}
+	step = "up"
+	if err := v.up(ctx); err != nil {
+		return err
+	}
+	step = "write"
+	if err := errors.Join(v.write("first"), v.holds("first")); err != nil {
+		return err
+	}
+	step = "snapshot"
+	var snapshot string
+	if err := again(ctx, func() error {
+		response, err := l.CreateSnapshot(ctx, &csi.CreateSnapshotRequest{Name: name("snapshot"), SourceVolumeId: v.id})
+		snapshot = response.GetSnapshot().GetSnapshotId()
+		return err
+	}); err != nil {
+		return err
+	}
+	step = "write after the snapshot (is it frozen?)"
+	if err := v.write("second"); err != nil {
+		return err
+	}
+	step = "expand"
+	if err := again(ctx, func() error {
+		_, err := l.ControllerExpandVolume(ctx, &csi.ControllerExpandVolumeRequest{VolumeId: v.id, CapacityRange: &csi.CapacityRange{RequiredBytes: size + 16*miB}})
+		return err
+	}); err != nil {
+		return err
+	}
+	step = "clone"
+	clone, err := l.create(ctx, name("clone"), kind, size+16*miB, &csi.VolumeContentSource{Type: &csi.VolumeContentSource_Volume{
+		Volume: &csi.VolumeContentSource_VolumeSource{VolumeId: v.id}}})
+	if err != nil {
+		return err
+	}
+	step = "restore"
+	restore, err := l.create(ctx, name("restore"), kind, size+16*miB, &csi.VolumeContentSource{Type: &csi.VolumeContentSource_Snapshot{
+		Snapshot: &csi.VolumeContentSource_SnapshotSource{SnapshotId: snapshot}}})
+	if err != nil {
+		return err
+	}
+	step = "clone and restore up"
+	if err := errors.Join(clone.up(ctx), restore.up(ctx)); err != nil {
+		return err
+	}
+	step = "content"
+	if err := errors.Join(v.holds("second"), clone.holds("second"), restore.holds("first")); err != nil {
+		return err
+	}
+	step = "group"
+	var group string
+	if err := again(ctx, func() error {
+		response, err := l.CreateVolumeGroupSnapshot(ctx, &csi.CreateVolumeGroupSnapshotRequest{Name: name("group"), SourceVolumeIds: []string{v.id, restore.id}})
+		group = response.GetGroupSnapshot().GetGroupSnapshotId()
+		if n := len(response.GetGroupSnapshot().GetSnapshots()); err == nil && n != 2 {
+			err = fmt.Errorf("the group has %d members", n)
+		}
+		return err
+	}); err != nil {
+		return err
+	}
+	step = "write after the group"
+	if err := errors.Join(v.write("third"), restore.write("fourth"), v.holds("third"), restore.holds("fourth")); err != nil {
+		return err
+	}
+	step = "ephemeral"
+	if err := l.ephemeral(ctx, name("inline")); err != nil {
+		return err
+	}
+	step = "delete the group and the snapshot"
+	if err := again(ctx, func() error {
+		_, err := l.DeleteVolumeGroupSnapshot(ctx, &csi.DeleteVolumeGroupSnapshotRequest{GroupSnapshotId: group})
+		return err
+	}); err != nil {
+		return err
+	}
+	if err := again(ctx, func() error {
+		_, err := l.DeleteSnapshot(ctx, &csi.DeleteSnapshotRequest{SnapshotId: snapshot})
+		return err
+	}); err != nil {
+		return err
+	}
+	step = "down"
+	return errors.Join(v.down(ctx), clone.down(ctx), restore.down(ctx))
+}
+
+func (l *lives) ephemeral(ctx context.Context, name string) error {
+	v := &volume{lives: l, id: name, name: name, kind: "ext4", target: filepath.Join(l.dir, "target-"+name)}
+	if err := again(ctx, func() error {
+		_, err := l.NodePublishVolume(ctx, &csi.NodePublishVolumeRequest{VolumeId: name, TargetPath: v.target, VolumeCapability: capability("ext4"),
+			VolumeContext: map[string]string{"csi.storage.k8s.io/ephemeral": "true", "size": "16Mi"}})
+		return err
+	}); err != nil {
+		return err
+	}
+	if err := errors.Join(v.write("inline"), v.holds("inline")); err != nil {
+		return err
+	}
+	return again(ctx, func() error {
+		_, err := l.NodeUnpublishVolume(ctx, &csi.NodeUnpublishVolumeRequest{VolumeId: name, TargetPath: v.target})
+		return err
+	})
+}
+
+// empty makes sure that nothing is left of anything.
+func (p *process) empty() {
+	p.t.Helper()
+	for _, line := range drivertest.Leftovers(p.dir) {
+		p.t.Errorf("left: %s", line)
+	}
+	entries, err := os.ReadDir(p.dir)
+	ok(p.t, err)
+	for _, entry := range entries {
+		if !slices.Contains([]string{"driver", "log", "pool", "csi.sock"}, entry.Name()) {
+			p.t.Errorf("left: %s", entry.Name())
+		}
+	}
+	for _, folder := range []string{"pool/volumes", "pool/snapshots"} {
+		entries, err := os.ReadDir(filepath.Join(p.dir, folder))
+		ok(p.t, err)
+		for _, entry := range entries {
+			p.t.Errorf("left in the pool: %s", entry.Name())
+		}
+	}
+	if p.t.Failed() {
+		p.t.Logf("the end of the driver's log:\n%s", p.tail())
+	}
+}
+
+func number(name string, otherwise uint64) uint64 {
+	if n, err := strconv.ParseUint(os.Getenv(name), 10, 64); err == nil {
+		return n
+	}
+	return otherwise
+}
+
+// TestKills kills the driver CRASH_ROUNDS times (default 200, within 40 s at most) while
+// two callers take volumes through their lives. CRASH_SEED repeats the moments of a run.
+func TestKills(t *testing.T) {
+	p := build(t)
+	seed := number("CRASH_SEED", uint64(time.Now().UnixNano()))
+	rounds := int(number("CRASH_ROUNDS", 200))
+	t.Logf("CRASH_SEED=%d CRASH_ROUNDS=%d", seed, rounds)
+	random := rand.New(rand.NewPCG(seed, 0))
+	limited := os.Getenv("CRASH_ROUNDS") == ""
+	p.start()
+
+	ending, stop := context.WithCancel(t.Context())
+	defer stop()
+	var callers sync.WaitGroup
+	all := []*lives{{process: p, name: "a"}, {process: p, name: "b", done: 1}}
+	failed := make(chan error, len(all))
+	for _, l := range all {
+		callers.Go(func() {
+			for ending.Err() == nil {
+				if err := l.one(t.Context()); err != nil {
+					failed <- err
+					return
+				}
+			}
+		})
+	}
+	began, kills := time.Now(), 0
+	var failure error
+	for kills < rounds && failure == nil && !(limited && time.Since(began) > 40*time.Second) {
+		// Most steps of a life take milliseconds, the start of the driver too.
+		pause := time.Duration(random.ExpFloat64() * float64(120*time.Millisecond))
+		select {
+		case failure = <-failed:
+		case <-time.After(min(pause, time.Second)):
+			p.kill()
+			kills++
+			p.start()
+		}
+	}
+	stop()
+	ended := make(chan struct{})
+	go func() { callers.Wait(); close(ended) }()
+	select {
+	case <-ended:
+	case failure = <-failed:
+	case <-time.After(60 * time.Second):
+		failure = errors.New("the callers are stuck")
+	}
+	if failure != nil {
+		t.Fatalf("after %d kills (CRASH_SEED=%d): %v\n%s%s", kills, seed, failure, p.frozen(), p.tail())
+	}
+	select {
+	case failure = <-failed:
+		t.Fatalf("after %d kills (CRASH_SEED=%d): %v\n%s", kills, seed, failure, p.tail())
+	default:
+	}
+	lived := 0
+	for _, l := range all {
+		lived += l.done
+	}
+	t.Logf("%d kills, %d lives, %s", kills, lived, time.Since(began).Round(time.Millisecond))
+	p.empty()
+}
+
+// frozen says which filesystems were still frozen, and thaws them.
+func (p *process) frozen() string {
+	var found strings.Builder
+	for _, line := range drivertest.Leftovers(p.dir) {
+		if path, is := strings.CutPrefix(line, "mount "); is && thaw(path) {
+			fmt.Fprintf(&found, "%s was frozen\n", path)
+		}
+	}
+	return found.String()
+}
+
+// TestKillWhileFrozen kills the driver in the middle of a long copy, during which the
+// filesystem of its source is frozen: the next start ends that.
+func TestKillWhileFrozen(t *testing.T) {
+	p := build(t)
+	p.start()
+	l := &lives{process: p, name: "frozen"}
+	v, err := l.create(t.Context(), "source", "ext4", 2<<30, nil)
+	ok(t, err)
+	ok(t, v.up(t.Context()))
+	ok(t, v.write("first"))
+	bulk, err := os.Create(filepath.Join(v.target, "bulk"))
+	ok(t, err)
+	for i := range 1536 {
+		_, err := bulk.Write(binary.LittleEndian.AppendUint64(data("bulk")[8:], uint64(i)))
+		ok(t, err)
+	}
+	ok(t, errors.Join(bulk.Sync(), bulk.Close()))
+
+	snapshots := filepath.Join(p.dir, "pool/snapshots")
+	interrupted := make(chan error, 1)
+	go func() {
+		_, err := p.CreateSnapshot(t.Context(), &csi.CreateSnapshotRequest{Name: "snapshot", SourceVolumeId: v.id})
+		interrupted <- err
+	}()
+	var taken int64
+	for deadline := time.Now().Add(20 * time.Second); taken < 64*miB; {
+		if time.Now().After(deadline) {
+			t.Fatal("the copy does not begin")
+		}
+		images, _ := filepath.Glob(snapshots + "/*.img")
+		for _, image := range images {
+			var st unix.Stat_t
+			if unix.Stat(image, &st) == nil {
+				taken = st.Blocks * 512
+			}
+		}
+	}
+	p.kill()
+	if err := <-interrupted; status.Code(err) != codes.Unavailable {
+		t.Fatalf("the copy was over before the kill, or ended in another way: %v", err)
+	}
+	p.start()
+	written := make(chan error, 1)
+	go func() { written <- v.write("second") }()
+	select {
+	case err := <-written:
+		ok(t, err)
+	case <-time.After(5 * time.Second):
+		t.Errorf("the filesystem is still frozen after a restart: %s", p.frozen())
+		<-written
+	}
+	if left, _ := os.ReadDir(snapshots); len(left) > 0 {
+		t.Errorf("the unfinished copy is still there: %v", left)
+	}
+	listed, err := p.ListSnapshots(t.Context(), &csi.ListSnapshotsRequest{})
+	ok(t, err)
+	if len(listed.GetEntries()) > 0 {
+		t.Errorf("an unfinished snapshot is listed: %v", listed)
+	}
+	ok(t, v.holds("second"))
+
+	// The retry makes it, of what is there now.
+	response, err := p.CreateSnapshot(t.Context(), &csi.CreateSnapshotRequest{Name: "snapshot", SourceVolumeId: v.id})
+	ok(t, err)
+	ok(t, v.write("third"))
+	_, err = p.DeleteSnapshot(t.Context(), &csi.DeleteSnapshotRequest{SnapshotId: response.GetSnapshot().GetSnapshotId()})
+	ok(t, err)
+	ok(t, v.down(t.Context()))
+	p.empty()
+}

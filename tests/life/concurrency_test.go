@@ -1,0 +1,286 @@
+package life
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+)
+
+// atOnce runs n calls at the same moment and returns what they ended with.
+func atOnce(n int, call func(i int) error) []error {
+	errs := make([]error, n)
+	begin := make(chan struct{})
+	var all sync.WaitGroup
+	for i := range n {
+		all.Go(func() {
+			<-begin
+			errs[i] = call(i)
+		})
+	}
+	close(begin)
+	all.Wait()
+	return errs
+}
+
+// served makes sure that of calls at once at least one succeeded, and that the others
+// did too or were told to try again.
+func served(t testing.TB, errs []error) {
+	t.Helper()
+	succeeded := 0
+	for _, err := range errs {
+		switch status.Code(err) {
+		case codes.OK:
+			succeeded++
+		case codes.Aborted:
+		default:
+			t.Errorf("one of the calls at once: %v", err)
+		}
+	}
+	if succeeded == 0 {
+		t.Errorf("none of %d calls at once succeeded: %v", len(errs), errs[0])
+	}
+}
+
+// retried is a call as a sidecar makes it, again while it is told to try again.
+func retried(call func() error) error {
+	for i := 0; ; i++ {
+		err := call()
+		if status.Code(err) != codes.Aborted || i == 1000 {
+			return err
+		}
+		time.Sleep(time.Millisecond)
+	}
+}
+
+// TestCallsAtOnce makes each call of a life 16 times at once (32 for create).
+func TestCallsAtOnce(t *testing.T) {
+	for _, kind := range []string{"ext4", "xfs", block} {
+		t.Run(kind, func(t *testing.T) {
+			d := start(t, drivertest.Options{})
+			v := d.volume(idOf("volume"), "volume", capability(kind, multiWriter))
+			ok(t, os.Mkdir(v.staging, 0o700))
+			target := v.target("pod")
+			served(t, atOnce(32, func(int) error {
+				made, err := d.create(request("volume", kind, smallest[kind]))
+				if err == nil && made.id != v.id {
+					err = fmt.Errorf("made %s, not %s", made.id, v.id)
+				}
+				return err
+			}))
+			if files := d.inPool(); len(files) != 2 {
+				t.Errorf("32 calls with one name made %v", files)
+			}
+			many := func(call func() error) {
+				t.Helper()
+				served(t, atOnce(16, func(int) error { return call() }))
+			}
+			claim := func() error { // v.claim keeps the context, which is empty
+				_, err := d.ControllerPublishVolume(t.Context(), &csi.ControllerPublishVolumeRequest{VolumeId: v.id, NodeId: drivertest.Node, VolumeCapability: v.capability})
+				return err
+			}
+			many(claim)
+			many(v.stage)
+			if loops := attached(t, v.image()); len(loops) != 1 {
+				t.Errorf("16 stages at once made the devices %v", loops)
+			}
+			staged := v.staging
+			if kind == block {
+				staged += "/device"
+			}
+			many(func() error { return v.publish(target, false) })
+			for _, path := range []string{staged, target} {
+				if n := mountsAt(t, path); n != 1 {
+					t.Errorf("%d mounts at %s", n, path)
+				}
+			}
+			write(t, v.file(target), 1)
+			var id string
+			many(func() error { _, err := v.snapshot("snapshot"); return err })
+			snapshot, err := v.snapshot("snapshot")
+			ok(t, err)
+			id = snapshot.GetSnapshotId()
+			many(func() error { return v.expand(smallest[kind] + 64*miB) })
+			many(func() error {
+				_, err := d.create(fromSnapshot(request("restore", kind, smallest[kind]), id))
+				return err
+			})
+			many(func() error {
+				_, err := d.create(fromVolume(request("clone", kind, smallest[kind]+64*miB), v.id))
+				return err
+			})
+			if files := d.inPool(); len(files) != 8 {
+				t.Errorf("a volume, a snapshot, a restore and a clone are %v", files)
+			}
+			holds(t, v.file(target), 1)
+			many(func() error { return d.deleteSnapshot(id) })
+			many(func() error { return v.unpublish(target) })
+			many(v.unstage)
+			many(v.release)
+			many(v.delete)
+			for _, name := range []string{"restore", "clone"} {
+				many(d.volume(idOf(name), name, v.capability).delete)
+			}
+			d.nothingLeft()
+		})
+	}
+}
+
+// TestOppositeCallsAtOnce: whatever wins, a retry of the last word ends well.
+func TestOppositeCallsAtOnce(t *testing.T) {
+	d := start(t, drivertest.Options{})
+	v := d.made(request("volume", "ext4", smallest["ext4"]))
+	ok(t, os.Mkdir(v.staging, 0o700))
+	target := v.target("pod")
+	for range 5 {
+		errs := atOnce(16, func(i int) error {
+			steps := []func() error{v.stage, v.unstage, func() error { return v.publish(target, false) }, func() error { return v.unpublish(target) }}
+			return steps[i%len(steps)]()
+		})
+		for _, err := range errs {
+			if code := status.Code(err); code != codes.OK && code != codes.Aborted && code != codes.FailedPrecondition {
+				t.Error(err)
+			}
+		}
+	}
+	for _, step := range []func() error{v.stage, func() error { return v.publish(target, false) }} {
+		ok(t, retried(step))
+	}
+	write(t, v.file(target), 1)
+	holds(t, v.file(target), 1)
+	ok(t, v.down(target))
+	d.nothingLeft()
+}
+
+// TestManyLives: 16 volumes at once, from create to delete, with a snapshot and a restore
+// each.
+func TestManyLives(t *testing.T) {
+	for _, pool := range []string{"plain", "xfs"} {
+		t.Run(pool, func(t *testing.T) {
+			d := startOn(t, pool)
+			for i, err := range atOnce(16, func(i int) error {
+				return d.oneOfMany(fmt.Sprintf("volume-%d", i), []string{"ext4", block}[i%2])
+			}) {
+				if err != nil {
+					t.Errorf("volume %d: %v", i, err)
+				}
+			}
+			d.nothingLeft()
+		})
+	}
+}
+
+func (d *driver) oneOfMany(name, kind string) error {
+	v, err := d.create(request(name, kind, smallest[kind]))
+	if err != nil {
+		return err
+	}
+	target, err := v.up()
+	if err != nil {
+		return err
+	}
+	text := bytes.Repeat([]byte(name+"\n"), 10000)
+	path := v.file(target)
+	if err := put64(path, text); err != nil {
+		return err
+	}
+	snapshot, err := v.snapshot("snapshot-of-" + name)
+	if err != nil {
+		return err
+	}
+	restore, err := d.create(fromSnapshot(request("restore-of-"+name, kind, smallest[kind]), snapshot.GetSnapshotId()))
+	if err != nil {
+		return err
+	}
+	restored, err := restore.up()
+	if err != nil {
+		return err
+	}
+	have := make([]byte, len(text))
+	f, err := os.Open(restore.file(restored))
+	if err != nil {
+		return err
+	}
+	_, err = f.ReadAt(have, 0)
+	if err := errors.Join(err, f.Close()); err != nil {
+		return err
+	}
+	if !bytes.Equal(have, text) {
+		return errors.New("the restore holds something else")
+	}
+	return errors.Join(restore.down(restored), d.deleteSnapshot(snapshot.GetSnapshotId()), v.down(target))
+}
+
+func put64(path string, text []byte) error {
+	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
+	if err != nil {
+		return err
+	}
+	_, err = f.WriteAt(text, 0)
+	return errors.Join(err, f.Sync(), f.Close())
+}
+
+// TestCapacityIsPromisedOnce: callers at once get, together, no more than there is, and
+// are told the code that lets a scheduler look elsewhere.
+func TestCapacityIsPromisedOnce(t *testing.T) {
+	drivertest.NeedRoot(t)
+	dir := newDir(t)
+	poolFolder(t, dir, "ext4", 256*miB)
+	d := start(t, drivertest.Options{Dir: dir})
+	capacity, err := d.GetCapacity(t.Context(), &csi.GetCapacityRequest{})
+	ok(t, err)
+	const size = 20 * miB
+	for _, provisioning := range []string{"thick", "thin"} {
+		t.Run(provisioning, func(t *testing.T) {
+			d := d.in(t)
+			volumes := make([]*vol, 32)
+			made := int64(0)
+			for _, err := range atOnce(len(volumes), func(i int) (err error) {
+				r := request(fmt.Sprintf("%s-%d", provisioning, i), "ext4", size)
+				r.Parameters = map[string]string{"provisioning": provisioning}
+				volumes[i], err = d.create(r)
+				return err
+			}) {
+				if err == nil {
+					made++
+				} else if status.Code(err) != codes.ResourceExhausted {
+					t.Error(err)
+				}
+			}
+			// Each thick file costs a little more than its size, for its extents and its record.
+			if most := capacity.GetAvailableCapacity() / size; made > most || made < most-1 {
+				t.Errorf("%d volumes of %d bytes were made of %d bytes", made, int64(size), capacity.GetAvailableCapacity())
+			}
+			for _, v := range volumes {
+				if v == nil {
+					continue
+				}
+				if _, err := os.Stat(filepath.Join(d.Dir, "pool/volumes", v.key()+".rec")); err != nil {
+					t.Error(err)
+				}
+				ok(t, v.delete())
+			}
+			d.nothingLeft()
+			again, err := d.GetCapacity(t.Context(), &csi.GetCapacityRequest{})
+			ok(t, err)
+			if lost := capacity.GetAvailableCapacity() - again.GetAvailableCapacity(); lost > miB {
+				t.Errorf("%d bytes of %d did not come back", lost, capacity.GetAvailableCapacity())
+			}
+		})
+	}
+	_, err = d.create(request("huge", "ext4", capacity.GetMaximumVolumeSize().GetValue()+64*miB))
+	wants(t, err, codes.ResourceExhausted)
+	_, err = d.create(request("impossible", "ext4", 1<<62))
+	wants(t, err, codes.OutOfRange)
+	d.nothingLeft()
+}

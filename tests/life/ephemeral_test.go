@@ -1,0 +1,233 @@
+package life
+
+import (
+	"errors"
+	"io/fs"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"testing"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// inline is an inline ephemeral volume of a pod, as the kubelet asks for it.
+func (d *driver) inline(name string, attributes map[string]string) (*vol, string, *csi.NodePublishVolumeRequest) {
+	v := d.volume(name, name, capability("ext4", writer))
+	target := v.target("volumes/mount")
+	r := &csi.NodePublishVolumeRequest{VolumeId: name, TargetPath: target, VolumeCapability: v.capability,
+		VolumeContext: map[string]string{"csi.storage.k8s.io/ephemeral": "true", "csi.storage.k8s.io/pod.name": "pod",
+			"csi.storage.k8s.io/serviceAccount.tokens": "secret"}}
+	maps.Copy(r.VolumeContext, attributes)
+	return v, target, r
+}
+
+func (d *driver) nodePublish(r *csi.NodePublishVolumeRequest) error {
+	_, err := d.NodePublishVolume(d.t.Context(), r)
+	return err
+}
+
+func TestEphemeral(t *testing.T) {
+	drivertest.NeedRoot(t)
+	dir := newDir(t)
+	d := start(t, drivertest.Options{Dir: dir, Pools: []string{
+		"default=file://" + dir + "/pool?reservePercent=0", "other=file://" + dir + "/other?reservePercent=0"}})
+	for _, kind := range []string{"ext4", "xfs", "btrfs"} {
+		t.Run(kind, func(t *testing.T) {
+			d := d.in(t)
+			v, target, r := d.inline("csi-0123", map[string]string{"size": "320Mi", "provisioning": "thin"})
+			r.VolumeCapability = capability(kind, writer)
+			for range 2 {
+				ok(t, d.nodePublish(r))
+			}
+			if n := mountsAt(t, target); n != 1 {
+				t.Errorf("%d mounts at the target", n)
+			}
+			write(t, v.file(target), 1)
+			used := v.usage(target)
+			if used.GetTotal() > 320*miB || used.GetTotal() < 200*miB {
+				t.Errorf("a volume of 320 MiB shows %d bytes", used.GetTotal())
+			}
+			r.Readonly = true
+			wants(t, d.nodePublish(r), codes.AlreadyExists)
+			r.Readonly = false
+			holds(t, v.file(target), 1)
+			wants(t, v.delete(), codes.OK) // it has no such ID
+			wants(t, d.volume(idOf("csi-0123"), "", v.capability).delete(), codes.FailedPrecondition)
+			for range 2 {
+				ok(t, v.unpublish(target))
+			}
+			absent(t, target)
+			d.nothingLeft()
+		})
+	}
+	for name, c := range map[string]struct {
+		attributes map[string]string
+		code       codes.Code
+	}{
+		"no size":              {nil, codes.OK},
+		"another pool":         {map[string]string{"pool": "other", "size": "16M"}, codes.OK},
+		"a pool there is not":  {map[string]string{"pool": "nowhere"}, codes.InvalidArgument},
+		"a size of nothing":    {map[string]string{"size": "0"}, codes.InvalidArgument},
+		"a size of words":      {map[string]string{"size": "large"}, codes.InvalidArgument},
+		"a size of fractions":  {map[string]string{"size": "1.5Gi"}, codes.InvalidArgument},
+		"a size of much":       {map[string]string{"size": "9223372036854775807Ti"}, codes.InvalidArgument},
+		"more than there is":   {map[string]string{"size": "15Ti"}, codes.ResourceExhausted},
+		"an unknown attribute": {map[string]string{"flavour": "sweet"}, codes.InvalidArgument},
+	} {
+		t.Run(name, func(t *testing.T) {
+			d := d.in(t)
+			v, target, r := d.inline("csi-4567", c.attributes)
+			wants(t, d.nodePublish(r), c.code)
+			if c.code == codes.OK {
+				folder := "pool"
+				if c.attributes["pool"] != "" {
+					folder = c.attributes["pool"]
+				}
+				if _, err := os.Stat(filepath.Join(dir, folder, "volumes", volume.KeyOf("csi-4567")+".img")); err != nil {
+					t.Error(err)
+				}
+				ok(t, v.unpublish(target))
+			}
+			absent(t, target)
+			d.nothingLeft()
+			if left, err := os.ReadDir(filepath.Join(dir, "other/volumes")); err != nil || len(left) > 0 {
+				t.Errorf("left in the other pool: %v %v", left, err)
+			}
+		})
+	}
+	t.Run("block access", func(t *testing.T) {
+		_, target, r := d.inline("csi-89ab", nil)
+		r.VolumeCapability = capability(block, writer)
+		wants(t, d.in(t).nodePublish(r), codes.InvalidArgument)
+		absent(t, target)
+	})
+	t.Run("read-only", func(t *testing.T) {
+		d := d.in(t)
+		v, target, r := d.inline("csi-cdef", map[string]string{"size": "32Mi"})
+		r.Readonly = true
+		for range 2 {
+			ok(t, d.nodePublish(r))
+		}
+		if err := os.Mkdir(filepath.Join(target, "folder"), 0o700); !errors.Is(err, unix.EROFS) {
+			t.Errorf("a write ends with %v", err)
+		}
+		ok(t, v.unpublish(target))
+	})
+	t.Run("the ID of a volume", func(t *testing.T) {
+		d := d.in(t)
+		v := d.made(request("volume", "ext4", smallest["ext4"]))
+		_, _, r := d.inline("volume", nil)
+		r.VolumeId = v.id
+		wants(t, d.nodePublish(r), codes.InvalidArgument)
+		// Its name is no ephemeral volume's ID either.
+		_, _, r = d.inline("volume", nil)
+		wants(t, d.nodePublish(r), codes.AlreadyExists)
+		ok(t, v.unpublish(r.GetTargetPath()))
+		if files := d.inPool(); len(files) != 2 {
+			t.Errorf("the volume is %v now", files)
+		}
+		ok(t, v.delete())
+	})
+	d.nothingLeft()
+}
+
+// TestEphemeralFailure: a publish that fails leaves nothing, except for the data of a
+// volume that was published before.
+func TestEphemeralFailure(t *testing.T) {
+	d := start(t, drivertest.Options{})
+	v, target, r := d.inline("csi-0123", map[string]string{"size": "32Mi"})
+	r.VolumeCapability.GetMount().MountFlags = []string{"no-such-option"}
+	wants(t, d.nodePublish(r), codes.InvalidArgument)
+	absent(t, target)
+	d.nothingLeft()
+
+	r.VolumeCapability.GetMount().MountFlags = nil
+	ok(t, d.nodePublish(r))
+	write(t, v.file(target), 1)
+	ok(t, unix.Unmount(target, 0)) // as a reboot does
+	image := filepath.Join(d.Dir, "pool/volumes", volume.KeyOf("csi-0123")+".img")
+	put(t, image, 0, string(make([]byte, 4096)))
+	wants(t, d.nodePublish(r), codes.DataLoss)
+	if _, err := os.Stat(image); err != nil {
+		t.Errorf("what is left of the data is gone: %v", err)
+	}
+	ok(t, v.unpublish(target))
+	d.nothingLeft()
+}
+
+// TestEphemeralRestart: the driver may end at any point of a publication.
+func TestEphemeralRestart(t *testing.T) {
+	attributes := map[string]string{"size": "32Mi"}
+	// What has happened when the driver ends, after a whole publication.
+	for name, undo := range map[string]func(t *testing.T, d *driver, v *vol, target string){
+		"published": func(*testing.T, *driver, *vol, string) {},
+		"formatted, not mounted": func(t *testing.T, _ *driver, _ *vol, target string) {
+			ok(t, unix.Unmount(target, 0))
+		},
+		"made, not formatted": func(t *testing.T, d *driver, _ *vol, target string) {
+			ok(t, unix.Unmount(target, 0))
+			id := volume.ID{Kind: "vol", Pool: "default", Key: volume.KeyOf("csi-0123")}
+			ok(t, d.Store.SetFormat(t.Context(), id, volume.Format{State: volume.Formatting, Type: "ext4"}))
+		},
+		"no target": func(t *testing.T, _ *driver, _ *vol, target string) {
+			ok(t, unix.Unmount(target, 0))
+			ok(t, os.Remove(target))
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			d := start(t, drivertest.Options{})
+			_, target, r := d.inline("csi-0123", attributes)
+			ok(t, d.nodePublish(r))
+			undo(t, d, nil, target)
+			d = d.restart()
+			v, _, r := d.inline("csi-0123", attributes)
+			ok(t, d.nodePublish(r))
+			write(t, v.file(target), 1)
+			if name == "published" {
+				d = d.restart()
+				v, _, r = d.inline("csi-0123", attributes)
+				ok(t, d.nodePublish(r))
+				holds(t, v.file(target), 1)
+			}
+			undo(t, d, v, target)
+			d = d.restart()
+			v, _, _ = d.inline("csi-0123", attributes)
+			ok(t, v.unpublish(target))
+			absent(t, target)
+			d.nothingLeft()
+		})
+	}
+	t.Run("the pod is gone", func(t *testing.T) {
+		d := start(t, drivertest.Options{})
+		var targets []string
+		for _, name := range []string{"csi-gone", "csi-there"} {
+			_, target, r := d.inline(name, attributes)
+			ok(t, d.nodePublish(r))
+			targets = append(targets, target)
+		}
+		ok(t, unix.Unmount(targets[0], 0))
+		ok(t, os.Remove(targets[0]))
+		ok(t, os.Remove(filepath.Dir(targets[0])))
+		d = d.restart()
+		var keys []string
+		for _, suffix := range []string{".img", ".rec"} {
+			keys = append(keys, "volumes/"+volume.KeyOf("csi-there")+suffix)
+		}
+		if files := d.inPool(); !slices.Equal(files, keys) {
+			t.Errorf("in the pool are %v, want %v", files, keys)
+		}
+		ok(t, d.volume("csi-gone", "csi-gone", nil).unpublish(targets[0]))
+		ok(t, d.volume("csi-there", "csi-there", nil).unpublish(targets[1]))
+		if _, err := os.Lstat(filepath.Dir(targets[0])); !errors.Is(err, fs.ErrNotExist) {
+			t.Errorf("the folder of the pod is back: %v", err)
+		}
+		d.nothingLeft()
+	})
+}

@@ -1,0 +1,606 @@
+package life
+
+import (
+	"errors"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+)
+
+func expansion(v *vol, size int64) *csi.ControllerExpandVolumeRequest {
+	return &csi.ControllerExpandVolumeRequest{VolumeId: v.id, CapacityRange: &csi.CapacityRange{RequiredBytes: size}, VolumeCapability: v.capability}
+}
+
+// TestRepeats makes every call three times.
+func TestRepeats(t *testing.T) {
+	for _, kind := range []string{"ext4", "xfs", "btrfs", block} {
+		t.Run(kind, func(t *testing.T) {
+			d := start(t, drivertest.Options{})
+			v := d.made(request("volume", kind, smallest[kind]))
+			target, reader := v.target("pod"), v.target("reader")
+			var snapshot *csi.Snapshot
+			thrice := func(step func() error) {
+				t.Helper()
+				for range 3 {
+					ok(t, step())
+				}
+			}
+			thrice(func() error {
+				again, err := d.create(request("volume", kind, smallest[kind]))
+				if err == nil && again.id != v.id {
+					t.Errorf("one name has volumes %s and %s", v.id, again.id)
+				}
+				return err
+			})
+			thrice(v.claim)
+			thrice(v.stage)
+			thrice(func() error { return v.publish(target, false) })
+			thrice(func() error { return v.publish(reader, true) })
+			staged := v.staging
+			if kind == block {
+				staged += "/device"
+			}
+			for _, path := range []string{staged, target, reader} {
+				if n := mountsAt(t, path); n != 1 {
+					t.Errorf("%d mounts at %s", n, path)
+				}
+			}
+			if n := len(attached(t, v.image())); n != map[bool]int{true: 2, false: 1}[kind == block] {
+				t.Errorf("%d devices over the image (a read-only block target has its own)", n)
+			}
+			write(t, v.file(target), 1)
+			thrice(func() error {
+				again, err := v.snapshot("snapshot")
+				if err == nil && snapshot != nil && again.String() != snapshot.String() {
+					t.Errorf("the snapshot was %v, and is %v", snapshot, again)
+				}
+				snapshot = again
+				return err
+			})
+			thrice(func() error { return v.expand(smallest[kind]) })
+			thrice(func() error { return v.nodeExpand(target) })
+			thrice(func() error {
+				_, err := d.create(fromSnapshot(request("restore", kind, smallest[kind]), snapshot.GetSnapshotId()))
+				return err
+			})
+			thrice(func() error {
+				_, err := d.create(fromVolume(request("clone", kind, smallest[kind]), v.id))
+				return err
+			})
+			holds(t, v.file(target), 1)
+
+			thrice(func() error { return v.unpublish(target) })
+			thrice(func() error { return v.unpublish(reader) })
+			thrice(v.unstage)
+			thrice(v.release)
+			thrice(v.delete)
+			thrice(func() error { return d.deleteSnapshot(snapshot.GetSnapshotId()) })
+			for _, name := range []string{"restore", "clone"} {
+				thrice(d.volume(idOf(name), name, v.capability).delete)
+			}
+			for _, path := range []string{target, reader} {
+				if _, err := os.Lstat(path); !errors.Is(err, fs.ErrNotExist) {
+					t.Errorf("%s is left: %v", path, err)
+				}
+			}
+			d.nothingLeft()
+		})
+	}
+}
+
+// TestConflicts: a call that differs from what is there is refused and changes nothing.
+func TestConflicts(t *testing.T) {
+	d := start(t, drivertest.Options{})
+	v := d.made(request("volume", "ext4", smallest["ext4"]))
+	other := d.made(request("other", "ext4", smallest["ext4"]))
+	snapshot, err := v.snapshot("snapshot")
+	ok(t, err)
+
+	for name, change := range map[string]func(*csi.CreateVolumeRequest){
+		"larger":       func(r *csi.CreateVolumeRequest) { r.CapacityRange.RequiredBytes *= 2 },
+		"limit":        func(r *csi.CreateVolumeRequest) { r.CapacityRange = &csi.CapacityRange{LimitBytes: 16 * miB} },
+		"provisioning": func(r *csi.CreateVolumeRequest) { r.Parameters = map[string]string{"provisioning": "thin"} },
+		"filesystem": func(r *csi.CreateVolumeRequest) {
+			r.VolumeCapabilities = []*csi.VolumeCapability{capability("xfs", writer)}
+		},
+		"source": func(r *csi.CreateVolumeRequest) { fromVolume(r, other.id) },
+	} {
+		t.Run("create with other "+name, func(t *testing.T) {
+			d := d.in(t)
+			r := request("volume", "ext4", smallest["ext4"])
+			change(r)
+			_, err := d.create(r)
+			wants(t, err, codes.AlreadyExists)
+		})
+	}
+	_, err = other.snapshot("snapshot")
+	wants(t, err, codes.AlreadyExists)
+	same := request("volume", "ext4", 1)
+	same.CapacityRange.LimitBytes = smallest["ext4"]
+	if again := d.made(same); again.id != v.id {
+		t.Errorf("a range that the volume is in gets %s, not %s", again.id, v.id)
+	}
+
+	claim := func(change func(*csi.ControllerPublishVolumeRequest)) error {
+		r := &csi.ControllerPublishVolumeRequest{VolumeId: v.id, NodeId: drivertest.Node, VolumeCapability: capability("ext4", multiWriter)}
+		change(r)
+		_, err := d.ControllerPublishVolume(t.Context(), r)
+		return err
+	}
+	ok(t, v.claim())
+	wants(t, claim(func(r *csi.ControllerPublishVolumeRequest) { r.NodeId = "elsewhere" }), codes.NotFound)
+	wants(t, claim(func(r *csi.ControllerPublishVolumeRequest) { r.Readonly = true }), codes.AlreadyExists)
+	wants(t, claim(func(r *csi.ControllerPublishVolumeRequest) { r.VolumeCapability = capability("ext4", readerOnly) }), codes.AlreadyExists)
+	wants(t, claim(func(r *csi.ControllerPublishVolumeRequest) { r.VolumeCapability = capability(block, multiWriter) }), codes.AlreadyExists)
+	ok(t, claim(func(*csi.ControllerPublishVolumeRequest) {}))
+	wants(t, v.delete(), codes.FailedPrecondition)
+
+	// Staged.
+	wants(t, v.publish(v.target("early"), false), codes.FailedPrecondition, "staged")
+	absent(t, v.target("early"))
+	ok(t, v.stage())
+	wants(t, stageAs(v, func(r *csi.NodeStageVolumeRequest) { r.VolumeCapability = capability("ext4", readerOnly) }), codes.AlreadyExists)
+	wants(t, stageAs(v, func(r *csi.NodeStageVolumeRequest) { r.VolumeCapability = capability("xfs", multiWriter) }), codes.AlreadyExists)
+	wants(t, stageAs(v, func(r *csi.NodeStageVolumeRequest) { r.VolumeCapability = capability(block, multiWriter) }), codes.AlreadyExists)
+	wants(t, stageAs(v, func(r *csi.NodeStageVolumeRequest) { r.VolumeId = other.id }), codes.AlreadyExists)
+	elsewhere := filepath.Join(d.Dir, "elsewhere")
+	ok(t, os.Mkdir(elsewhere, 0o700))
+	wants(t, stageAs(v, func(r *csi.NodeStageVolumeRequest) {
+		r.VolumeCapability, r.StagingTargetPath = capability(block, multiWriter), elsewhere
+	}), codes.FailedPrecondition) // a second device would not see what is written to the first
+	wants(t, stageAs(v, func(r *csi.NodeStageVolumeRequest) { r.StagingTargetPath = filepath.Join(d.Dir, "nowhere") }), codes.FailedPrecondition)
+	wants(t, d.volume(other.id, "volume", v.capability).unstage(), codes.OK) // of another volume, which is not staged
+	if mountsAt(t, v.staging) == 0 {
+		ok(t, v.stage()) // it took the mount for its own, which a caller must not ask for
+	}
+
+	// Published.
+	target := v.target("pod")
+	ok(t, v.publish(target, false))
+	write(t, v.file(target), 1)
+	wants(t, v.publish(target, true), codes.AlreadyExists)
+	wants(t, v.unstage(), codes.FailedPrecondition, target)
+	ok(t, other.claim())
+	ok(t, other.stage())
+	wants(t, other.publish(target, false), codes.AlreadyExists)
+	wants(t, other.unpublish(target), codes.FailedPrecondition, "not this volume")
+	wants(t, d.volume(other.id, "volume", v.capability).unstage(), codes.FailedPrecondition)
+	holds(t, v.file(target), 1)
+	ok(t, v.release())
+	wants(t, v.delete(), codes.FailedPrecondition) // it is attached, claimed or not
+	ok(t, v.unpublish(target))
+	wants(t, v.delete(), codes.FailedPrecondition)
+	ok(t, v.unstage())
+	ok(t, v.delete())
+	ok(t, other.down())
+	ok(t, d.deleteSnapshot(snapshot.GetSnapshotId()))
+	d.nothingLeft()
+}
+
+func absent(t testing.TB, path string) {
+	t.Helper()
+	if _, err := os.Lstat(path); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("%s is there: %v", path, err)
+	}
+}
+
+func stageAs(v *vol, change func(*csi.NodeStageVolumeRequest)) error {
+	r := &csi.NodeStageVolumeRequest{VolumeId: v.id, StagingTargetPath: v.staging, VolumeCapability: v.capability}
+	change(r)
+	_, err := v.NodeStageVolume(v.t.Context(), r)
+	return err
+}
+
+// TestBlockConflicts: one target, one mode.
+func TestBlockConflicts(t *testing.T) {
+	d := start(t, drivertest.Options{})
+	v := d.made(request("volume", block, smallest[block]))
+	target := v.running()
+	wants(t, v.publish(target, true), codes.AlreadyExists)
+	wants(t, stageAs(v, func(r *csi.NodeStageVolumeRequest) { r.VolumeCapability = capability("ext4", multiWriter) }), codes.FailedPrecondition)
+	mounted := d.volume(v.id, v.name, capability("ext4", multiWriter))
+	wants(t, mounted.publish(v.target("mount"), false), codes.FailedPrecondition)
+	absent(t, v.target("mount"))
+	write(t, target, 1)
+	ok(t, v.unpublish(target))
+	ok(t, v.publish(target, true))
+	wants(t, v.publish(target, false), codes.AlreadyExists)
+	refusesWrites(t, target)
+	holds(t, target, 1)
+	ok(t, v.down(target))
+	d.nothingLeft()
+}
+
+// TestAccessModes: which of them allow a second target.
+func TestAccessModes(t *testing.T) {
+	d := start(t, drivertest.Options{})
+	for _, kind := range []string{"ext4", block} {
+		for mode, shared := range map[csi.VolumeCapability_AccessMode_Mode]bool{writer: true, multiWriter: true, singleWriter: false, readerOnly: true} {
+			t.Run(kind+"/"+mode.String(), func(t *testing.T) {
+				d := d.in(t)
+				r := request("volume", kind, smallest[kind])
+				r.VolumeCapabilities = []*csi.VolumeCapability{capability(kind, mode)}
+				v := d.made(r)
+				if mode == readerOnly && kind != block { // it needs something to read
+					w := d.volume(v.id, v.name, capability(kind, writer))
+					target := w.running()
+					write(t, w.file(target), 1)
+					ok(t, w.unpublish(target))
+					ok(t, w.unstage())
+					ok(t, w.release())
+				}
+				first, second := v.running(), v.target("second")
+				err := v.publish(second, false)
+				if !shared {
+					wants(t, err, codes.FailedPrecondition, first)
+					absent(t, second)
+					ok(t, v.publish(first, false))
+					ok(t, v.unpublish(first))
+					err = v.publish(second, false)
+				}
+				ok(t, err)
+				if mode == readerOnly {
+					refusesWrites(t, v.file(first))
+				} else {
+					write(t, v.file(second), 2)
+				}
+				ok(t, v.down(first, second))
+			})
+		}
+		for _, mode := range []csi.VolumeCapability_AccessMode_Mode{
+			csi.VolumeCapability_AccessMode_UNKNOWN, csi.VolumeCapability_AccessMode_MULTI_NODE_READER_ONLY,
+			csi.VolumeCapability_AccessMode_MULTI_NODE_SINGLE_WRITER, csi.VolumeCapability_AccessMode_MULTI_NODE_MULTI_WRITER} {
+			r := request("volume", kind, smallest[kind])
+			r.VolumeCapabilities = []*csi.VolumeCapability{capability(kind, mode)}
+			_, err := d.create(r)
+			wants(t, err, codes.InvalidArgument)
+		}
+	}
+	d.nothingLeft()
+}
+
+// TestReadOnlyClaim: a claim for reading only carries through to the target.
+func TestReadOnlyClaim(t *testing.T) {
+	d := start(t, drivertest.Options{})
+	for _, kind := range []string{"ext4", "xfs", block} {
+		t.Run(kind, func(t *testing.T) {
+			d := d.in(t)
+			v := d.made(request("volume", kind, smallest[kind]))
+			target := v.running()
+			write(t, v.file(target), 1)
+			ok(t, v.unpublish(target))
+			ok(t, v.unstage())
+			ok(t, v.release())
+			response, err := d.ControllerPublishVolume(t.Context(), &csi.ControllerPublishVolumeRequest{VolumeId: v.id, NodeId: drivertest.Node, VolumeCapability: v.capability, Readonly: true})
+			ok(t, err)
+			v.context = response.GetPublishContext()
+			for range 2 {
+				ok(t, v.stage())
+				ok(t, v.publish(target, false))
+			}
+			holds(t, v.file(target), 1)
+			refusesWrites(t, v.file(target))
+			wants(t, v.expand(smallest[kind]+64*miB), codes.OK)
+			if kind != block {
+				wants(t, v.nodeExpand(target), codes.FailedPrecondition, "read-only")
+			}
+			ok(t, v.down(target))
+		})
+	}
+	d.nothingLeft()
+}
+
+// TestIDs: an ID is input. None touches anything outside of the pool.
+func TestIDs(t *testing.T) {
+	d := start(t, drivertest.Options{})
+	ok(t, os.WriteFile(filepath.Join(d.Dir, "precious.img"), []byte("precious"), 0o600))
+	ok(t, os.WriteFile(filepath.Join(d.Dir, "pool/precious.rec"), []byte("precious"), 0o600))
+	tree := func() string { return run(t, "find", d.Dir, "-not", "-type", "s", "-printf", "%p %s %T@\n") }
+	staging, target := filepath.Join(d.Dir, "staging"), filepath.Join(d.Dir, "target")
+	ok(t, os.Mkdir(staging, 0o700))
+	before := tree()
+	c := capability("ext4", writer)
+	zeros := strings.Repeat("0", 32)
+	for _, id := range []string{
+		"x", "../precious", "vol.default.../../precious", "vol.default.../../../precious", "vol.../precious." + zeros, "/etc/passwd",
+		"vol.default." + zeros, "snap.default." + zeros, "vol.other." + zeros, "VOL.default." + zeros, "vol.default." + zeros + "\n",
+		"vol.default." + strings.Repeat("A", 32), "vol.default." + zeros + "/..", "vol.default." + zeros + "\x00", "group." + zeros, strings.Repeat("vol.", 1000),
+	} {
+		ctx := t.Context()
+		errs := map[string]error{}
+		_, errs["DeleteVolume"] = d.DeleteVolume(ctx, &csi.DeleteVolumeRequest{VolumeId: id})
+		_, errs["DeleteSnapshot"] = d.DeleteSnapshot(ctx, &csi.DeleteSnapshotRequest{SnapshotId: id})
+		_, errs["ControllerUnpublishVolume"] = d.ControllerUnpublishVolume(ctx, &csi.ControllerUnpublishVolumeRequest{VolumeId: id, NodeId: drivertest.Node})
+		_, errs["NodeUnstageVolume"] = d.NodeUnstageVolume(ctx, &csi.NodeUnstageVolumeRequest{VolumeId: id, StagingTargetPath: staging})
+		_, errs["NodeUnpublishVolume"] = d.NodeUnpublishVolume(ctx, &csi.NodeUnpublishVolumeRequest{VolumeId: id, TargetPath: target})
+		if !strings.HasPrefix(id, "group."+zeros) {
+			_, errs["DeleteVolumeGroupSnapshot"] = d.DeleteVolumeGroupSnapshot(ctx, &csi.DeleteVolumeGroupSnapshotRequest{GroupSnapshotId: id})
+		}
+		for call, err := range errs {
+			if err != nil {
+				t.Errorf("%s of %q: %v", call, id, err)
+			}
+		}
+		errs = map[string]error{}
+		_, errs["ControllerPublishVolume"] = d.ControllerPublishVolume(ctx, &csi.ControllerPublishVolumeRequest{VolumeId: id, NodeId: drivertest.Node, VolumeCapability: c})
+		_, errs["ControllerExpandVolume"] = d.ControllerExpandVolume(ctx, &csi.ControllerExpandVolumeRequest{VolumeId: id, CapacityRange: &csi.CapacityRange{RequiredBytes: miB}})
+		_, errs["ControllerGetVolume"] = d.ControllerGetVolume(ctx, &csi.ControllerGetVolumeRequest{VolumeId: id})
+		_, errs["ControllerModifyVolume"] = d.ControllerModifyVolume(ctx, &csi.ControllerModifyVolumeRequest{VolumeId: id})
+		_, errs["ControllerGetVolumeHealth"] = d.ControllerGetVolumeHealth(ctx, &csi.ControllerGetVolumeHealthRequest{VolumeId: id})
+		_, errs["ValidateVolumeCapabilities"] = d.ValidateVolumeCapabilities(ctx, &csi.ValidateVolumeCapabilitiesRequest{VolumeId: id, VolumeCapabilities: []*csi.VolumeCapability{c}})
+		_, errs["CreateSnapshot"] = d.CreateSnapshot(ctx, &csi.CreateSnapshotRequest{Name: "name", SourceVolumeId: id})
+		_, errs["CreateVolumeGroupSnapshot"] = d.CreateVolumeGroupSnapshot(ctx, &csi.CreateVolumeGroupSnapshotRequest{Name: "name", SourceVolumeIds: []string{id}})
+		_, errs["GetSnapshot"] = d.GetSnapshot(ctx, &csi.GetSnapshotRequest{SnapshotId: id})
+		_, errs["GetVolumeGroupSnapshot"] = d.GetVolumeGroupSnapshot(ctx, &csi.GetVolumeGroupSnapshotRequest{GroupSnapshotId: id})
+		if id != "vol.other."+zeros { // names no pool that there is
+			_, errs["CreateVolume from a volume"] = d.create(fromVolume(request("name", "ext4", miB), id))
+		}
+		_, errs["CreateVolume from a snapshot"] = d.create(fromSnapshot(request("name", "ext4", miB), id))
+		_, errs["NodeStageVolume"] = d.NodeStageVolume(ctx, &csi.NodeStageVolumeRequest{VolumeId: id, StagingTargetPath: staging, VolumeCapability: c})
+		_, errs["NodePublishVolume"] = d.NodePublishVolume(ctx, &csi.NodePublishVolumeRequest{VolumeId: id, StagingTargetPath: staging, TargetPath: target, VolumeCapability: c})
+		_, errs["NodeExpandVolume"] = d.NodeExpandVolume(ctx, &csi.NodeExpandVolumeRequest{VolumeId: id, VolumePath: staging})
+		_, errs["NodeGetVolumeStats"] = d.NodeGetVolumeStats(ctx, &csi.NodeGetVolumeStatsRequest{VolumeId: id, VolumePath: staging})
+		_, errs["NodeGetVolumeHealth"] = d.NodeGetVolumeHealth(ctx, &csi.NodeGetVolumeHealthRequest{VolumeId: id})
+		for call, err := range errs {
+			if status.Code(err) != codes.NotFound {
+				t.Errorf("%s of %q: %v", call, id, err)
+			}
+		}
+	}
+	if after := tree(); after != before {
+		t.Errorf("before:\n%s\nafter:\n%s", before, after)
+	}
+}
+
+// TestPaths: a path has to say where it leads.
+func TestPaths(t *testing.T) {
+	d := start(t, drivertest.Options{})
+	v := d.made(request("volume", "ext4", smallest["ext4"]))
+	target := v.running()
+	write(t, v.file(target), 1)
+	for _, path := range []string{"", "relative", "./pods", "/", target + "/", target + "/../pod", d.Dir + "//pods", "/proc/self/../" + d.Dir} {
+		t.Run(path, func(t *testing.T) {
+			d := d.in(t)
+			on := d.volume(v.id, v.name, v.capability)
+			on.staging = path
+			_, err := d.NodeStageVolume(t.Context(), &csi.NodeStageVolumeRequest{VolumeId: v.id, StagingTargetPath: path, VolumeCapability: v.capability})
+			wants(t, err, codes.InvalidArgument)
+			wants(t, on.unstage(), codes.InvalidArgument)
+			wants(t, v.publish(path, false), codes.InvalidArgument)
+			wants(t, v.unpublish(path), codes.InvalidArgument)
+			if path != "" {
+				wants(t, on.publish(v.target("other"), false), codes.InvalidArgument)
+			}
+		})
+	}
+	// A link at the end leads elsewhere, whoever made it.
+	elsewhere, link := filepath.Join(d.Dir, "elsewhere"), v.target("link")
+	ok(t, os.Mkdir(elsewhere, 0o700))
+	ok(t, os.WriteFile(filepath.Join(elsewhere, "precious"), []byte("precious"), 0o600))
+	ok(t, os.Symlink(elsewhere, link))
+	staged := d.volume(v.id, v.name, v.capability)
+	staged.staging = link
+	wants(t, v.publish(link, false), codes.FailedPrecondition)
+	wants(t, v.unpublish(link), codes.FailedPrecondition)
+	wants(t, stageAs(staged, func(*csi.NodeStageVolumeRequest) {}), codes.FailedPrecondition)
+	if n := mountsAt(t, elsewhere) + mountsAt(t, link); n > 0 {
+		t.Errorf("%d mounts where the link leads", n)
+	}
+	if _, err := os.Stat(filepath.Join(elsewhere, "precious")); err != nil {
+		t.Error(err)
+	}
+	// The folder above the target is the caller's to make.
+	wants(t, v.publish(filepath.Join(d.Dir, "nowhere/target"), false), codes.FailedPrecondition)
+	// A file is no folder, a folder no file.
+	file := v.target("file")
+	ok(t, os.WriteFile(file, nil, 0o600))
+	wants(t, v.publish(file, false), codes.FailedPrecondition)
+	holds(t, v.file(target), 1)
+	ok(t, v.down(target))
+	d.nothingLeft()
+}
+
+// TestDeadMounts: a filesystem that shut itself down can be unmounted, and after that
+// mounted again.
+func TestDeadMounts(t *testing.T) {
+	d := start(t, drivertest.Options{})
+	v := d.made(request("volume", "xfs", smallest["xfs"]))
+	target := v.running()
+	write(t, v.file(target), 1)
+	shutDown(t, target)
+	if got := v.problems(); !slices.Equal(got, []string{"INACCESSIBLE FilesystemShutDown"}) {
+		t.Errorf("health: %v", got)
+	}
+	if err := v.publish(v.target("other"), false); err == nil {
+		t.Error("a dead filesystem was published")
+	}
+	for range 2 {
+		ok(t, v.unpublish(target))
+	}
+	absent(t, target)
+	for range 2 {
+		ok(t, v.unstage())
+	}
+	ok(t, v.stage())
+	ok(t, v.publish(target, false))
+	holds(t, v.file(target), 1)
+
+	// Stage clears a dead mount away by itself.
+	ok(t, v.unpublish(target))
+	shutDown(t, v.staging)
+	ok(t, v.stage())
+	ok(t, v.publish(target, false))
+	holds(t, v.file(target), 1)
+	if n := mountsAt(t, v.staging); n != 1 {
+		t.Errorf("%d mounts at the staging path", n)
+	}
+	ok(t, v.down(target))
+	d.nothingLeft()
+}
+
+// shutDown makes an XFS fail from now on (XFS_IOC_GOINGDOWN, with its log written).
+func shutDown(t testing.TB, path string) {
+	t.Helper()
+	f, err := os.Open(path)
+	ok(t, err)
+	defer f.Close()
+	const goingDown, flushLog = 0x8004587d, 1
+	ok(t, unix.IoctlSetPointerInt(int(f.Fd()), goingDown, flushLog))
+}
+
+// TestForeignMounts: what somebody else mounted over a path of ours is not ours to take.
+func TestForeignMounts(t *testing.T) {
+	d := start(t, drivertest.Options{})
+	for _, kind := range []string{"ext4", "btrfs"} {
+		t.Run(kind, func(t *testing.T) {
+			d := d.in(t)
+			v := d.made(request("volume-"+kind, kind, smallest[kind]))
+			target := v.running()
+			write(t, v.file(target), 1)
+			ok(t, unix.Mount("tmpfs", target, "tmpfs", 0, ""))
+			wants(t, v.publish(target, false), codes.AlreadyExists)
+			wants(t, v.unpublish(target), codes.FailedPrecondition, "not this volume")
+			if n := mountsAt(t, target); n != 2 {
+				t.Errorf("%d mounts at the target, of 2", n)
+			}
+			ok(t, unix.Unmount(target, 0))
+			ok(t, v.publish(target, false))
+			holds(t, v.file(target), 1)
+			ok(t, v.unpublish(target))
+
+			ok(t, unix.Mount("tmpfs", v.staging, "tmpfs", 0, ""))
+			wants(t, v.stage(), codes.AlreadyExists)
+			wants(t, v.unstage(), codes.FailedPrecondition, "not this volume")
+			wants(t, v.publish(target, false), codes.FailedPrecondition)
+			absent(t, target)
+			ok(t, unix.Unmount(v.staging, 0))
+			ok(t, v.stage())
+			ok(t, v.publish(target, false))
+			holds(t, v.file(target), 1)
+			ok(t, v.down(target))
+		})
+	}
+	d.nothingLeft()
+}
+
+// TestTargetWithFiles: what is in the folder below a mount is somebody's.
+func TestTargetWithFiles(t *testing.T) {
+	d := start(t, drivertest.Options{})
+	for _, kind := range []string{"ext4", block} {
+		t.Run(kind, func(t *testing.T) {
+			d := d.in(t)
+			v := d.made(request("volume-"+kind, kind, smallest[kind]))
+			target := v.target("pod")
+			precious := target
+			if kind != block {
+				ok(t, os.Mkdir(target, 0o700))
+				precious = filepath.Join(target, "precious")
+			}
+			ok(t, os.WriteFile(precious, []byte("precious"), 0o600))
+			v.running()
+			for range 2 {
+				wants(t, v.unpublish(target), codes.FailedPrecondition, "not removed")
+			}
+			if text, err := os.ReadFile(precious); string(text) != "precious" {
+				t.Errorf("it is %q now: %v", text, err)
+			}
+			if n := mountsAt(t, target); n != 0 {
+				t.Errorf("%d mounts left", n)
+			}
+			ok(t, os.Remove(precious))
+			ok(t, v.down(target))
+		})
+	}
+	d.nothingLeft()
+}
+
+// TestBusyTarget: a process in the volume keeps it where it is.
+func TestBusyTarget(t *testing.T) {
+	d := start(t, drivertest.Options{})
+	v := d.made(request("volume", "ext4", smallest["ext4"]))
+	target := v.running()
+	f, err := os.Create(filepath.Join(target, "open"))
+	ok(t, err)
+	wants(t, v.unpublish(target), codes.FailedPrecondition, "a process has files open")
+	_, err = f.WriteString("still here")
+	ok(t, errors.Join(err, f.Sync(), f.Close()))
+	ok(t, v.down(target))
+	d.nothingLeft()
+}
+
+// TestHeldDevice: unstage tells when somebody holds the device, as the kubelet does with
+// a loop device of its own over a raw block volume.
+func TestHeldDevice(t *testing.T) {
+	d := start(t, drivertest.Options{})
+	for name, hold := range map[string]func(t *testing.T, device string) (release func()){
+		"by a process": func(t *testing.T, device string) func() {
+			f, err := os.Open(device)
+			ok(t, err)
+			return func() { f.Close() }
+		},
+		"by a loop device": func(t *testing.T, device string) func() {
+			loop := strings.TrimSpace(run(t, "losetup", "--show", "-f", device))
+			release := sync.OnceFunc(func() { run(t, "losetup", "-d", loop) })
+			t.Cleanup(release)
+			return release
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			d := d.in(t)
+			v := d.made(request("volume", block, smallest[block]))
+			target := v.running()
+			release := hold(t, target)
+			wants(t, v.unpublish(target), codes.FailedPrecondition, "a process has files open")
+			release()
+			release = hold(t, "/dev/"+attached(t, v.image())[0])
+			ok(t, v.unpublish(target))
+			for range 2 {
+				wants(t, v.unstage(), codes.FailedPrecondition, "held open")
+			}
+			ok(t, v.release())
+			wants(t, v.delete(), codes.FailedPrecondition)
+			release()
+			ok(t, v.down(target))
+		})
+	}
+	d.nothingLeft()
+}
+
+// TestFailedPublish leaves nothing that could be taken for a published volume.
+func TestFailedPublish(t *testing.T) {
+	d := start(t, drivertest.Options{})
+	v := d.made(request("volume", "ext4", smallest["ext4"]))
+	v.capability.GetMount().MountFlags = []string{"no-such-option"}
+	ok(t, v.claim())
+	wants(t, v.stage(), codes.InvalidArgument, "no-such-option")
+	if loops, mounts := attached(t, v.image()), mountsAt(t, v.staging); len(loops)+mounts > 0 {
+		t.Errorf("left: devices %v, %d mounts", loops, mounts)
+	}
+	v.capability.GetMount().MountFlags = []string{"noatime,nodiscard", "nosuid"}
+	target := v.running()
+	flags := strings.Fields(run(t, "findmnt", "-no", "OPTIONS", target))[0]
+	for _, want := range []string{"rw", "noatime", "nosuid"} {
+		if !slices.Contains(strings.Split(flags, ","), want) {
+			t.Errorf("%s is not among the options of the target: %s", want, flags)
+		}
+	}
+	// Something else is on its staging path when it is published.
+	ok(t, v.unpublish(target))
+	ok(t, unix.Mount("tmpfs", v.staging, "tmpfs", 0, ""))
+	wants(t, v.publish(target, false), codes.FailedPrecondition)
+	ok(t, unix.Unmount(v.staging, 0))
+	absent(t, target)
+	ok(t, v.down(target))
+	d.nothingLeft()
+}

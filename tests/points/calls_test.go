@@ -1,0 +1,391 @@
+package points
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// scenario is a call that changes something, in a world where it can be made.
+type scenario struct {
+	name string
+	fs   string // below the pool
+	// prepare brings a world to the state before the call.
+	prepare func(w *world) plan
+}
+
+type plan struct {
+	// call makes the call, as the CO does; it can be made again.
+	call func() error
+	// converged makes sure that what the call is for is there.
+	converged func()
+	// undo is what a CO does that gives up after a failed call, if that can be: some
+	// calls it makes until they succeed.
+	undo func() error
+}
+
+const (
+	copying = "ext4" // snapshots are copies, byte by byte
+	sharing = "xfs"  // snapshots share blocks
+)
+
+// nothing is what a CO does that forgets all about a call.
+func nothing() error { return nil }
+
+var scenarios = []scenario{
+	{"CreateVolume thick", copying, func(w *world) plan { return create(w.volume("new", "ext4", 16*miB), 0) }},
+	{"CreateVolume thin", copying, func(w *world) plan {
+		v := w.volume("new", "ext4", 16*miB)
+		v.thin = true
+		return create(v, 0)
+	}},
+	{"CreateVolume from snapshot, sharing", sharing, fromSnapshot},
+	{"CreateVolume from snapshot, copying", copying, fromSnapshot},
+	{"CreateVolume from mounted volume, sharing", sharing, fromVolume},
+	{"CreateVolume from mounted volume, copying", copying, fromVolume},
+	{"DeleteVolume", copying, func(w *world) plan {
+		v := filled(w, "old", "ext4")
+		v.rest()
+		v.content = 0
+		return plan{v.delete, func() { w.listed(0) }, nothing}
+	}},
+	{"ControllerPublishVolume", copying, func(w *world) plan {
+		v := filled(w, "data", "ext4")
+		v.rest()
+		return plan{v.claim, func() { v.whole(1) }, v.release}
+	}},
+	{"ControllerUnpublishVolume", copying, func(w *world) plan {
+		v := filled(w, "data", "ext4")
+		w.all(v.unpublishAll, v.unstage)
+		return plan{v.release, func() {
+			v.whole(1)
+			v.rest()
+		}, nil}
+	}},
+	{"NodeStageVolume first, ext4", copying, func(w *world) plan { return stageFirst(w, "ext4", 16*miB) }},
+	{"NodeStageVolume first, xfs", sharing, func(w *world) plan { return stageFirst(w, "xfs", 300*miB) }},
+	{"NodeStageVolume later", copying, func(w *world) plan {
+		v := filled(w, "data", "ext4")
+		v.rest()
+		w.all(v.claim)
+		return plan{v.stage, func() { v.whole(1) }, v.unstage}
+	}},
+	{"NodeStageVolume block", copying, func(w *world) plan { return stageFirst(w, block, 16*miB) }},
+	{"NodePublishVolume mount", copying, func(w *world) plan { return publish(w, "ext4", false) }},
+	{"NodePublishVolume mount read-only", copying, func(w *world) plan { return publish(w, "ext4", true) }},
+	{"NodePublishVolume block", copying, func(w *world) plan { return publish(w, block, false) }},
+	{"NodePublishVolume block read-only", copying, func(w *world) plan { return publish(w, block, true) }},
+	{"NodeUnpublishVolume mount", copying, func(w *world) plan { return unpublish(w, "ext4") }},
+	{"NodeUnpublishVolume block", copying, func(w *world) plan { return unpublish(w, block) }},
+	{"NodeUnstageVolume mount", copying, func(w *world) plan { return unstage(w, "ext4") }},
+	{"NodeUnstageVolume block", copying, func(w *world) plan { return unstage(w, block) }},
+	{"ControllerExpandVolume published", sharing, func(w *world) plan {
+		v := filled(w, "data", "xfs")
+		const larger = 364 * miB
+		return plan{func() error { return v.expand(larger) }, func() {
+			v.grown(larger)
+			w.all(v.nodeExpand)
+			v.shows(larger)
+		}, nothing}
+	}},
+	{"ControllerExpandVolume block", copying, func(w *world) plan {
+		v := filled(w, "data", block)
+		const larger = 24 * miB
+		return plan{func() error { return v.expand(larger) }, func() { v.grown(larger) }, nothing}
+	}},
+	{"NodeExpandVolume", sharing, func(w *world) plan {
+		v := filled(w, "data", "xfs")
+		const larger = 364 * miB
+		w.all(func() error { return v.expand(larger) })
+		return plan{v.nodeExpand, func() { v.shows(larger) }, nothing}
+	}},
+	{"CreateSnapshot mounted, sharing", sharing, snapshot},
+	{"CreateSnapshot mounted, copying", copying, snapshot},
+	{"DeleteSnapshot", copying, func(w *world) plan {
+		id := must(filled(w, "data", "ext4").cut("cut"))(w)
+		return plan{func() error {
+			_, err := w.DeleteSnapshot(w.ctx(), &csi.DeleteSnapshotRequest{SnapshotId: id})
+			return err
+		}, func() { w.snapshots(0) }, nothing}
+	}},
+	{"CreateVolumeGroupSnapshot, sharing", sharing, group},
+	{"CreateVolumeGroupSnapshot, copying", copying, group},
+	{"DeleteVolumeGroupSnapshot", copying, func(w *world) plan {
+		p := group(w)
+		ok(w.t, p.call())
+		return plan{p.undo, func() { w.snapshots(0) }, nothing}
+	}},
+	{"ControllerModifyVolume", copying, func(w *world) plan {
+		v := filled(w, "data", "ext4")
+		return plan{func() error {
+			_, err := w.ControllerModifyVolume(w.ctx(), &csi.ControllerModifyVolumeRequest{VolumeId: v.id, MutableParameters: map[string]string{"readAheadKiB": "256"}})
+			return err
+		}, func() {
+			v.readsAhead("256")
+			w.all(v.unpublishAll, v.unstage)
+			v.whole(1)
+			v.readsAhead("256")
+		}, nothing}
+	}},
+	{"NodePublishVolume ephemeral", copying, func(w *world) plan {
+		e := ephemeral(w)
+		return plan{e.publishEphemeral, func() {
+			e.fill(1)
+			e.holds("pod", 1)
+			e.content = 0 // it goes with its pod
+		}, func() error { return e.unpublish("pod") }}
+	}},
+	{"NodeUnpublishVolume ephemeral", copying, func(w *world) plan {
+		e := ephemeral(w)
+		w.all(e.publishEphemeral)
+		e.fill(1)
+		e.content = 0
+		return plan{func() error { return e.unpublish("pod") }, func() { w.listed(0) }, nil}
+	}},
+}
+
+// must unpacks what has to succeed.
+func must(value string, err error) func(w *world) string {
+	return func(w *world) string {
+		w.t.Helper()
+		ok(w.t, err)
+		return value
+	}
+}
+
+// filled is a volume that is up and has data 1.
+func filled(w *world, name, kind string) *vol {
+	w.t.Helper()
+	v := w.volume(name, kind, 16*miB)
+	if kind == "xfs" {
+		v.size, v.thin = 300*miB, true
+	}
+	w.all(v.create)
+	v.up()
+	v.fill(1)
+	return v
+}
+
+// create a volume that holds data then.
+func create(v *vol, seed uint64) plan {
+	return plan{v.create, func() {
+		v.content = seed
+		v.whole(seed)
+	}, v.delete}
+}
+
+func fromSnapshot(w *world) plan {
+	source := filled(w, "source", "ext4")
+	id := must(source.cut("cut"))(w)
+	source.fill(2)
+	v := w.volume("restored", "ext4", 16*miB)
+	v.snapshot = id
+	return create(v, 1)
+}
+
+func fromVolume(w *world) plan {
+	v := w.volume("clone", "ext4", 16*miB)
+	v.source = filled(w, "source", "ext4")
+	return create(v, 1)
+}
+
+func stageFirst(w *world, kind string, size int64) plan {
+	v := w.volume("new", kind, size)
+	v.thin = kind == "xfs"
+	w.all(v.create, v.claim)
+	return plan{v.stage, func() {
+		w.all(func() error { return v.publish("pod", false) })
+		v.fill(1)
+		w.all(v.unpublishAll, v.unstage)
+		v.whole(1)
+	}, v.unstage}
+}
+
+// publish at a second target; the first one is in use.
+func publish(w *world, kind string, readOnly bool) plan {
+	v := filled(w, "data", kind)
+	return plan{func() error { return v.publish("second", readOnly) }, func() {
+		v.holds("second", 1)
+		f, err := os.OpenFile(v.file("second"), os.O_WRONLY, 0)
+		if err == nil {
+			_, err = f.Write(content(1))
+			err = errors.Join(err, f.Sync(), f.Close())
+		}
+		if (err != nil) != readOnly {
+			w.t.Errorf("published with read-only %v, a write ends with %v", readOnly, err)
+		}
+	}, func() error { return v.unpublish("second") }}
+}
+
+func unpublish(w *world, kind string) plan {
+	v := filled(w, "data", kind)
+	w.all(func() error { return v.publish("second", false) })
+	return plan{func() error { return v.unpublish("second") }, func() {
+		if _, err := os.Lstat(v.target("second")); !errors.Is(err, os.ErrNotExist) {
+			w.t.Errorf("%s is still there", v.target("second"))
+		}
+	}, nil}
+}
+
+func unstage(w *world, kind string) plan {
+	v := filled(w, "data", kind)
+	w.all(v.unpublishAll)
+	return plan{v.unstage, func() {
+		if device := v.device(); device != "" {
+			w.t.Errorf("%s is still attached", device)
+		}
+		v.whole(1)
+	}, nil}
+}
+
+func snapshot(w *world) plan {
+	v := filled(w, "data", "ext4")
+	id := volume.ID{Kind: "snap", Pool: "default", Key: volume.KeyOf("cut")}.String()
+	return plan{func() error {
+		_, err := v.cut("cut")
+		return err
+	}, func() {
+		v.fill(2)
+		w.restore(id, "restored", 1)
+	}, func() error {
+		_, err := w.DeleteSnapshot(w.ctx(), &csi.DeleteSnapshotRequest{SnapshotId: id})
+		return err
+	}}
+}
+
+// restore makes sure that a snapshot holds data.
+func (w *world) restore(snapshot, name string, seed uint64) {
+	w.t.Helper()
+	r := w.volume(name, "ext4", 16*miB)
+	r.snapshot, r.content = snapshot, seed
+	w.all(r.create)
+	r.whole(seed)
+}
+
+func group(w *world) plan {
+	a, b := filled(w, "a", "ext4"), filled(w, "b", "ext4")
+	b.fill(2)
+	id := volume.GroupID{Key: volume.KeyOf("group")}.String()
+	var members []string
+	return plan{func() error {
+		response, err := w.CreateVolumeGroupSnapshot(w.ctx(), &csi.CreateVolumeGroupSnapshotRequest{Name: "group", SourceVolumeIds: []string{a.id, b.id}})
+		members = nil
+		for _, s := range response.GetGroupSnapshot().GetSnapshots() {
+			members = append(members, s.GetSnapshotId())
+		}
+		return err
+	}, func() {
+		a.fill(3)
+		b.fill(4)
+		seeds := map[string]uint64{a.id: 1, b.id: 2}
+		listed := w.snapshots(2)
+		for _, s := range listed {
+			w.restore(s.GetSnapshotId(), fmt.Sprintf("restored-%d", seeds[s.GetSourceVolumeId()]), seeds[s.GetSourceVolumeId()])
+		}
+	}, func() error {
+		_, err := w.DeleteVolumeGroupSnapshot(w.ctx(), &csi.DeleteVolumeGroupSnapshotRequest{GroupSnapshotId: id, SnapshotIds: members})
+		return err
+	}}
+}
+
+func ephemeral(w *world) *vol {
+	v := w.volume("csi-0123456789", "ext4", 16*miB)
+	v.id = v.name // the CO's choice
+	return v
+}
+
+func (v *vol) publishEphemeral() error {
+	target := v.target("pod")
+	if err := v.try(target); err != nil {
+		return err
+	}
+	_, err := v.NodePublishVolume(v.ctx(), &csi.NodePublishVolumeRequest{VolumeId: v.id, TargetPath: target, VolumeCapability: v.capability(),
+		VolumeContext: map[string]string{"csi.storage.k8s.io/ephemeral": "true", "size": "16Mi"}})
+	return err
+}
+
+// listed makes sure that there are n volumes.
+func (w *world) listed(n int) {
+	w.t.Helper()
+	response, err := w.ListVolumes(w.ctx(), &csi.ListVolumesRequest{})
+	ok(w.t, err)
+	if len(response.GetEntries()) != n {
+		w.t.Errorf("%d volumes are listed, not %d: %v", len(response.GetEntries()), n, response)
+	}
+}
+
+// snapshots are n, and are returned.
+func (w *world) snapshots(n int) (all []*csi.Snapshot) {
+	w.t.Helper()
+	response, err := w.ListSnapshots(w.ctx(), &csi.ListSnapshotsRequest{})
+	ok(w.t, err)
+	for _, entry := range response.GetEntries() {
+		all = append(all, entry.GetSnapshot())
+	}
+	if len(all) != n {
+		w.t.Fatalf("%d snapshots are listed, not %d: %v", len(all), n, response)
+	}
+	return all
+}
+
+// device that the volume is attached as; empty for none.
+func (v *vol) device() string {
+	found, _ := filepath.Glob("/sys/block/loop*/loop/backing_file")
+	for _, path := range found {
+		if backing, err := os.ReadFile(path); err == nil && strings.TrimSpace(string(backing)) == v.image() {
+			return strings.Split(path, "/")[3]
+		}
+	}
+	return ""
+}
+
+func (v *vol) sysfs(name string) string {
+	v.t.Helper()
+	text, err := os.ReadFile(filepath.Join("/sys/block", v.device(), name))
+	ok(v.t, err)
+	return strings.TrimSpace(string(text))
+}
+
+func (v *vol) readsAhead(want string) {
+	v.t.Helper()
+	if have := v.sysfs("queue/read_ahead_kb"); have != want {
+		v.t.Errorf("read_ahead_kb of %s is %s, not %s", v.device(), have, want)
+	}
+}
+
+// grown makes sure that image and device have a size.
+func (v *vol) grown(size int64) {
+	v.t.Helper()
+	info, err := os.Stat(v.image())
+	ok(v.t, err)
+	if info.Size() != size {
+		v.t.Errorf("the image has %d bytes, not %d", info.Size(), size)
+	}
+	if sectors := v.sysfs("size"); sectors != fmt.Sprint(size/512) {
+		v.t.Errorf("the device has %s sectors, not %d", sectors, size/512)
+	}
+	v.size = size
+}
+
+func (v *vol) nodeExpand() error {
+	_, err := v.NodeExpandVolume(v.ctx(), &csi.NodeExpandVolumeRequest{VolumeId: v.id, VolumePath: v.target("pod"), StagingTargetPath: v.staging, VolumeCapability: v.capability()})
+	return err
+}
+
+// shows makes sure that the filesystem has grown to a size, but for what it keeps for
+// itself.
+func (v *vol) shows(size int64) {
+	v.t.Helper()
+	var st unix.Statfs_t
+	ok(v.t, unix.Statfs(v.target("pod"), &st))
+	if total := int64(st.Blocks) * st.Bsize; total < size-80*miB || total > size {
+		v.t.Errorf("the filesystem has %d bytes on a device of %d", total, size)
+	}
+}

@@ -1,0 +1,247 @@
+package points
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/backoff"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/status"
+
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+)
+
+// program builds the driver, once for all tests.
+var program = sync.OnceValues(func() (string, error) {
+	dir, err := os.MkdirTemp("", "ashlar")
+	if err != nil {
+		return "", err
+	}
+	path := filepath.Join(dir, "driver")
+	out, err := exec.Command("go", "build", "-o", path, "../../cmd/driver").CombinedOutput()
+	if err != nil {
+		return "", fmt.Errorf("build the driver: %w\n%s", err, out)
+	}
+	return path, nil
+})
+
+func TestMain(m *testing.M) {
+	code := m.Run()
+	if path, err := program(); err == nil {
+		_ = os.RemoveAll(filepath.Dir(path))
+	}
+	os.Exit(code)
+}
+
+// process is a driver that runs as a process of its own, and a client of it.
+type process struct {
+	csi.IdentityClient
+	csi.ControllerClient
+	csi.GroupControllerClient
+	csi.NodeClient
+
+	command *exec.Cmd
+	conn    *grpc.ClientConn
+	log     *log
+}
+
+// log keeps what was written to it.
+type log struct {
+	mu   sync.Mutex
+	text bytes.Buffer
+}
+
+func (l *log) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.Write(p)
+}
+
+func (l *log) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.String()
+}
+
+const (
+	// startTime is how long a driver may take until it serves, also after a crash.
+	startTime = 10 * time.Second
+	// callTime is how long any call may take.
+	callTime = 30 * time.Second
+)
+
+// start starts a driver and waits until it is ready.
+func start(socket, pool string) (*process, error) {
+	path, err := program()
+	if err != nil {
+		return nil, err
+	}
+	p := &process{log: &log{}}
+	p.command = exec.Command(path, "serve", "--endpoint=unix://"+socket, "--node-id="+drivertest.Node, "--pool=default=file://"+pool+"?reservePercent=0", "-v=4")
+	p.command.Stdout, p.command.Stderr = p.log, p.log
+	p.command.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	if err := p.command.Start(); err != nil {
+		return nil, err
+	}
+	p.conn, err = grpc.NewClient("unix://"+socket, grpc.WithTransportCredentials(insecure.NewCredentials()),
+		grpc.WithConnectParams(grpc.ConnectParams{Backoff: backoff.Config{BaseDelay: 2 * time.Millisecond, Multiplier: 1.5, MaxDelay: 50 * time.Millisecond}}))
+	if err != nil {
+		p.kill()
+		return nil, err
+	}
+	p.IdentityClient, p.NodeClient = csi.NewIdentityClient(p.conn), csi.NewNodeClient(p.conn)
+	p.ControllerClient, p.GroupControllerClient = csi.NewControllerClient(p.conn), csi.NewGroupControllerClient(p.conn)
+	for deadline := time.Now().Add(startTime); ; {
+		ctx, cancel := context.WithDeadline(context.Background(), deadline)
+		response, err := p.Probe(ctx, &csi.ProbeRequest{})
+		cancel()
+		if err == nil && response.GetReady().GetValue() {
+			return p, nil
+		}
+		if p.gone() || time.Now().After(deadline) {
+			p.kill()
+			return nil, fmt.Errorf("the driver does not come up: %w\n%s", err, p.log)
+		}
+		time.Sleep(2 * time.Millisecond)
+	}
+}
+
+// pid of the driver.
+func (p *process) pid() int { return p.command.Process.Pid }
+
+// gone reports whether the driver has ended.
+func (p *process) gone() bool {
+	var info unix.Siginfo
+	err := unix.Waitid(unix.P_PID, p.pid(), &info, unix.WEXITED|unix.WNOHANG|unix.WNOWAIT, nil)
+	return err != nil || info.Signo != 0
+}
+
+// kill makes sure that the driver is gone. It may be called again.
+func (p *process) kill() {
+	if p.conn != nil {
+		p.conn.Close()
+	}
+	_ = p.command.Process.Kill()
+	_ = p.command.Wait() // a tracer may have collected it already
+}
+
+// retried makes a call as a sidecar does: again, as long as the answer says that the
+// work may still be going on.
+func retried(call func() error) error {
+	for deadline := time.Now().Add(callTime); ; time.Sleep(10 * time.Millisecond) {
+		err := call()
+		switch status.Code(err) {
+		case codes.Unavailable, codes.Aborted, codes.DeadlineExceeded:
+			if time.Now().Before(deadline) {
+				continue
+			}
+		}
+		return err
+	}
+}
+
+// site is a filesystem of its own for the pools of the drivers under test, on memory if
+// there is enough of it: what a crash of a process leaves does not depend on disks.
+type site struct {
+	dir  string // all is in here
+	pool string // of the drivers
+	fs   string
+}
+
+// newSite makes one, with a kind of filesystem: xfs copies by sharing blocks, ext4
+// byte by byte.
+func newSite(t testing.TB, fs string) *site {
+	t.Helper()
+	var st unix.Statfs_t
+	if unix.Statfs("/dev/shm", &st) == nil && int64(st.Bavail)*st.Bsize > 2<<30 {
+		t.Setenv("TMPDIR", "/dev/shm")
+	}
+	s := &site{dir: drivertest.Dir(t), fs: fs}
+	image, folder := filepath.Join(s.dir, "image"), filepath.Join(s.dir, "fs")
+	s.pool = filepath.Join(folder, "pool")
+	ok(t, os.WriteFile(image, nil, 0o600))
+	ok(t, os.Truncate(image, 4<<30))
+	ok(t, os.Mkdir(folder, 0o700))
+	run(t, "mkfs."+fs, "-q", image)
+	run(t, "mount", "-o", "loop", image, folder)
+	t.Cleanup(func() {
+		if err := unix.Unmount(folder, 0); err != nil {
+			t.Errorf("unmount the pool's filesystem: %v", err)
+			_ = unix.Unmount(folder, unix.MNT_DETACH)
+		}
+	})
+	return s
+}
+
+// leftovers are the mounts and devices of drivers, and whatever is in the pool beside
+// its own folders.
+func (s *site) leftovers(dir string) []string {
+	found := append(drivertest.Leftovers(dir), drivertest.Leftovers(s.pool)...)
+	_ = filepath.WalkDir(s.pool, func(path string, _ os.DirEntry, err error) error {
+		name, _ := filepath.Rel(s.pool, path)
+		switch name {
+		case ".", "lock", "volumes", "snapshots":
+		default:
+			found = append(found, "file "+path)
+		}
+		return err
+	})
+	return found
+}
+
+// clear takes by force what a failed test left.
+func (s *site) clear(dir string) {
+	for range 4 { // filesystems upon devices upon files
+		for _, line := range s.leftovers(dir) {
+			kind, rest, _ := strings.Cut(line, " ")
+			switch kind {
+			case "mount":
+				_ = thaw(rest)
+				_ = unix.Unmount(rest, unix.MNT_DETACH)
+			case "loop":
+				_ = exec.Command("losetup", "-d", "/dev/"+strings.Fields(rest)[1]).Run()
+			}
+		}
+	}
+	_ = os.RemoveAll(s.pool)
+}
+
+func thaw(path string) error {
+	f, err := os.Open(path)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	const fiThaw = 0xc0045878 // FITHAW
+	if _, _, errno := unix.Syscall(unix.SYS_IOCTL, f.Fd(), fiThaw, 0); errno != 0 {
+		return errno
+	}
+	return nil
+}
+
+func ok(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+func run(t testing.TB, argv ...string) {
+	t.Helper()
+	if out, err := exec.Command(argv[0], argv[1:]...).CombinedOutput(); err != nil {
+		t.Fatalf("%s: %v: %s", strings.Join(argv, " "), err, out)
+	}
+}

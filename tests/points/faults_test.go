@@ -1,0 +1,154 @@
+package points
+
+import (
+	"flag"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/tests/points/trace"
+)
+
+var fullFaults = flag.Bool("faults.full", os.Getenv("FAULTS") == "all", "all faults of all calls, not a sample (FAULTS=all does it too)")
+
+// faults are the errors that each system call can end with (its manual page; of those of
+// the mount API and of loop devices the kernel's source).
+var faults = map[string][]unix.Errno{
+	"openat O_CREAT":             {unix.EMFILE, unix.ENOSPC, unix.ENOMEM, unix.EINTR, unix.EROFS},
+	"write":                      {unix.ENOSPC, unix.EIO, unix.EINTR},
+	"pwrite64":                   {unix.ENOSPC, unix.EIO, unix.EINTR},
+	"copy_file_range":            {unix.ENOSPC, unix.EIO, unix.ENOMEM},
+	"fsync":                      {unix.EIO, unix.ENOSPC},
+	"fdatasync":                  {unix.EIO, unix.ENOSPC},
+	"ftruncate":                  {unix.EIO, unix.EINTR},
+	"fallocate":                  {unix.ENOSPC, unix.EINTR, unix.EIO},
+	"unlinkat":                   {unix.EIO, unix.EROFS},
+	"mkdirat":                    {unix.ENOSPC, unix.ENOMEM},
+	"execve":                     {unix.ENOMEM},
+	"fsopen":                     {unix.EMFILE, unix.ENOMEM},
+	"fsconfig CREATE":            {unix.EIO, unix.ENOMEM, unix.EBUSY},
+	"fsmount":                    {unix.EMFILE, unix.ENOMEM},
+	"open_tree":                  {unix.EMFILE, unix.ENOMEM},
+	"mount_setattr":              {unix.ENOMEM},
+	"move_mount":                 {unix.ENOMEM},
+	"umount2":                    {unix.EBUSY, unix.ENOMEM},
+	"ioctl LOOP_CTL_GET_FREE":    {unix.ENOMEM, unix.EINTR},
+	"ioctl LOOP_CONFIGURE":       {unix.EBUSY, unix.ENOMEM, unix.EINTR},
+	"ioctl LOOP_CLR_FD":          {unix.EINTR},
+	"ioctl LOOP_SET_CAPACITY":    {unix.ENOMEM, unix.EINTR},
+	"ioctl BLKROSET":             {unix.ENOMEM},
+	"ioctl FICLONE":              {unix.ENOSPC, unix.EIO},
+	"ioctl FIFREEZE":             {unix.EIO},
+	"ioctl FITHAW":               {unix.EIO},
+	"ioctl XFS_IOC_FSGROWFSDATA": {unix.EIO, unix.ENOSPC, unix.ENOMEM},
+}
+
+// answers are the codes that are right for an error (the table of pkg/rpc): a call that
+// was only interrupted goes on.
+var answers = map[unix.Errno]codes.Code{
+	unix.EIO: codes.Internal, unix.ENOSPC: codes.ResourceExhausted, unix.EINTR: codes.OK, unix.EROFS: codes.Unavailable,
+	unix.EMFILE: codes.Unavailable, unix.ENOMEM: codes.Unavailable, unix.EBUSY: codes.FailedPrecondition,
+}
+
+// steps are words of which the answer has one, to say what it was that failed.
+var steps = map[string][]string{
+	"openat O_CREAT": {"open", "record", "image", "target"}, "write": {"write"}, "pwrite64": {"write"}, "copy_file_range": {"copy"},
+	"fsync": {"sync", "flush"}, "fdatasync": {"sync"}, "ftruncate": {"size of the image", "truncate"}, "fallocate": {"allocate"},
+	"unlinkat": {"remove", "unlink"}, "mkdirat": {"make target", "mkdir"}, "execve": {"mkfs", "e2fsck"},
+	"fsopen": {"fsopen"}, "fsconfig CREATE": {"open the filesystem"}, "fsmount": {"fsmount"}, "open_tree": {"open_tree"},
+	"mount_setattr": {"mount_setattr"}, "move_mount": {"attach"}, "umount2": {"unmount"},
+	"ioctl LOOP_CTL_GET_FREE": {"find a free loop device"}, "ioctl LOOP_CONFIGURE": {"configure"}, "ioctl LOOP_CLR_FD": {"detach"},
+	"ioctl LOOP_SET_CAPACITY": {"resize"}, "ioctl BLKROSET": {"set the mode"}, "ioctl FICLONE": {"clone"},
+	"ioctl FIFREEZE": {"freeze"}, "ioctl FITHAW": {"thaw"}, "ioctl XFS_IOC_FSGROWFSDATA": {"grow"},
+}
+
+// TestFaults: for each call that changes something, and for each system call of it, have
+// that fail, and look at the answer. Without a restart, the call is made again, or
+// given up, as in TestPoints.
+func TestFaults(t *testing.T) {
+	drivertest.NeedRoot(t)
+	_, err := program()
+	ok(t, err)
+	seed := today()
+	if !*fullFaults {
+		fmt.Printf("faults: a sample; -points.seed=%d has the same again, -faults.full has all\n", seed)
+	}
+	random := rand.New(rand.NewPCG(seed, 1))
+	sites := map[string]*site{copying: newSite(t, copying), sharing: newSite(t, sharing)}
+	for _, s := range scenarios {
+		t.Run(s.name, func(t *testing.T) {
+			begin, count := time.Now(), 0
+			calls, undoable := untouched(t, sites[s.fs], s)
+			points := numbers(len(calls), *fullFaults, random)
+			for i, n := range points {
+				if n > len(calls) {
+					continue
+				}
+				errnos := faults[calls[n-1].Name]
+				if !*fullFaults && len(errnos) > 0 {
+					errnos = []unix.Errno{errnos[random.IntN(len(errnos))]}
+				}
+				for _, errno := range errnos {
+					for _, giveUp := range []bool{false, true} {
+						if giveUp && (!undoable || !*fullFaults && i%2 == 0) {
+							continue
+						}
+						count++
+						t.Run(fmt.Sprintf("%d %s give-up=%v", n, unix.ErrnoName(errno), giveUp), func(t *testing.T) { fault(t, sites[s.fs], s, n, errno, giveUp) })
+					}
+				}
+			}
+			fmt.Printf("faults: %-42s %3d points, %3d faults, %5.1f s\n", s.name, len(calls), count, time.Since(begin).Seconds())
+		})
+	}
+}
+
+func fault(t *testing.T, s *site, sc scenario, n int, errno unix.Errno, giveUp bool) {
+	w := newWorld(t, s)
+	p := sc.prepare(w)
+	var at trace.Call
+	_, err := w.traced(p.call, func(i int, c trace.Call) trace.Verdict {
+		if i == n && slices.Contains(faults[c.Name], errno) {
+			at = c
+			return trace.Verdict{Fail: errno}
+		}
+		return trace.Verdict{}
+	})
+	t.Logf("%d: %s failed with %s; the answer: %v", n, at, unix.ErrnoName(errno), err)
+	answered(t, at, errno, err)
+	if w.gone() {
+		t.Fatal("the driver is gone")
+	}
+	w.goOn(p, giveUp, false)
+}
+
+// answered makes sure that the answer to a call is right.
+func answered(t *testing.T, at trace.Call, errno unix.Errno, err error) {
+	t.Helper()
+	code, want := status.Code(err), answers[errno]
+	words := steps[at.Name]
+	if at.Child { // what a program makes of it is its own affair; and mostly it says why
+		want, words = codes.Internal, []string{"mkfs", "e2fsck"}
+		if at.Exec {
+			want = codes.Unavailable
+		}
+	}
+	if at.Name == "" || err == nil {
+		return // it was got around, or did not matter
+	}
+	if code != want {
+		t.Errorf("%s: %s, answered as %s, not %s", at, unix.ErrnoName(errno), code, want)
+	}
+	if !slices.ContainsFunc(words, func(word string) bool { return strings.Contains(err.Error(), word) }) {
+		t.Errorf("the answer names none of %q", words)
+	}
+}

@@ -1,0 +1,326 @@
+// Package trace stops a process, from outside and with ptrace(2), at each system call
+// that changes something that outlives the process: files, devices, mounts. There it can
+// let the call happen, kill the process before it does, or make the call fail.
+//
+// Calls are counted over all threads of the process and over all of its children, in the
+// order in which they are entered. (strace --inject=...:when=N counts for each thread by
+// itself, and the threads of a Go program share its work as it comes.)
+package trace
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"runtime"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// Verdict is what becomes of a system call. Its zero value lets it happen.
+type Verdict struct {
+	// Kill the process (SIGKILL, not its children) before the call happens.
+	Kill bool
+	// Fail the call with this error, without its happening.
+	Fail unix.Errno
+}
+
+// Trace is a process that is being traced.
+type Trace struct {
+	pid     int
+	decide  func(n int, c Call) Verdict
+	leaving atomic.Bool
+	done    chan struct{}
+
+	// The rest belongs to the tracing thread until done is closed.
+	tasks     map[int]bool       // of the process and its children, by thread ID
+	failing   map[int]unix.Errno // calls that are made to fail, between entry and exit
+	calls     []Call
+	killed    bool
+	survivors []int
+	err       error
+}
+
+// survival is how long children get to die after the process was killed.
+const survival = 5 * time.Second
+
+// threads run tracers. All ptrace requests for a process have to come from one thread,
+// and that thread waits for whatever is its child (wait4(2), __WNOTHREAD): so it must
+// never start another process, and does nothing else from the start of this one.
+var threads = make(chan func())
+
+func init() {
+	var locked sync.WaitGroup
+	for range runtime.NumCPU() {
+		locked.Add(1)
+		go func() {
+			runtime.LockOSThread()
+			locked.Done()
+			for run := range threads {
+				run()
+			}
+		}()
+	}
+	locked.Wait()
+}
+
+// Attach begins to trace a running Go process. decide is called before the n-th (1, 2,
+// ...) state-changing call, while the caller of that call stands still. The caller must
+// not wait for the process until the trace has ended: it would steal what the kernel
+// reports to the tracer.
+func Attach(pid int, decide func(n int, c Call) Verdict) (*Trace, error) {
+	t := &Trace{pid: pid, decide: decide, done: make(chan struct{}), tasks: map[int]bool{}, failing: map[int]unix.Errno{}}
+	attached := make(chan error)
+	threads <- func() {
+		defer close(t.done)
+		err := t.seize()
+		attached <- err
+		if err == nil {
+			t.err = t.loop()
+		}
+	}
+	return t, <-attached
+}
+
+// Result of a trace.
+type Result struct {
+	// Calls that were stopped at, the last one being the one before which the process
+	// was killed, if it was.
+	Calls  []Call
+	Killed bool
+	// Survivors are children that did not die with the process; they are dead now.
+	Survivors []int
+}
+
+// Detach ends the trace: the process runs on, unless it was killed; then all of it is
+// gone when Detach returns.
+func (t *Trace) Detach() (Result, error) {
+	t.leaving.Store(true)
+	// Something has to happen for the tracer to wake up. Go programs take SIGURG lightly.
+	_ = unix.Kill(t.pid, unix.SIGURG)
+	<-t.done
+	return Result{t.calls, t.killed, t.survivors}, t.err
+}
+
+// Dead is closed when the process is gone, or no longer traced.
+func (t *Trace) Dead() <-chan struct{} { return t.done }
+
+const options = unix.PTRACE_O_TRACESYSGOOD | unix.PTRACE_O_TRACECLONE | unix.PTRACE_O_TRACEFORK |
+	unix.PTRACE_O_TRACEVFORK | unix.PTRACE_O_TRACEEXEC | unix.PTRACE_O_EXITKILL
+
+func ptrace(request, tid int, addr, data uintptr) (uintptr, error) {
+	r, _, errno := unix.RawSyscall6(unix.SYS_PTRACE, uintptr(request), uintptr(tid), addr, data, 0, 0)
+	if errno != 0 {
+		return 0, errno
+	}
+	return r, nil
+}
+
+// seize takes all threads; those that appear meanwhile are found by the next look, or
+// come by themselves as threads of one that is traced.
+func (t *Trace) seize() error {
+	for found := true; found; {
+		found = false
+		threads, err := os.ReadDir(fmt.Sprintf("/proc/%d/task", t.pid))
+		if err != nil {
+			return err
+		}
+		for _, thread := range threads {
+			tid, _ := strconv.Atoi(thread.Name())
+			if t.tasks[tid] {
+				continue
+			}
+			_, err := ptrace(unix.PTRACE_SEIZE, tid, 0, options)
+			if errors.Is(err, unix.ESRCH) || errors.Is(err, unix.EPERM) {
+				continue // gone, or traced already
+			}
+			if err != nil {
+				return fmt.Errorf("seize thread %d: %w", tid, err)
+			}
+			t.tasks[tid], found = true, true
+			if _, err := ptrace(unix.PTRACE_INTERRUPT, tid, 0, 0); err != nil {
+				return fmt.Errorf("interrupt thread %d: %w", tid, err)
+			}
+		}
+	}
+	if len(t.tasks) == 0 {
+		return fmt.Errorf("process %d cannot be traced", t.pid)
+	}
+	return nil
+}
+
+// loop runs until nothing is traced any more.
+func (t *Trace) loop() error {
+	interrupted := false
+	for len(t.tasks) > 0 {
+		var status unix.WaitStatus
+		tid, err := unix.Wait4(-1, &status, unix.WALL|unix.WNOTHREAD, nil)
+		if errors.Is(err, unix.EINTR) {
+			continue
+		}
+		if errors.Is(err, unix.ECHILD) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		if !status.Stopped() {
+			delete(t.tasks, tid)
+			continue
+		}
+		t.tasks[tid] = true
+		t.stopped(tid, status)
+		if t.leaving.Load() && !t.killed && !interrupted {
+			interrupted = true
+			for other := range t.tasks {
+				_, _ = ptrace(unix.PTRACE_INTERRUPT, other, 0, 0)
+			}
+		}
+	}
+	return nil
+}
+
+// stopped looks at a thread that stands still, and lets it go on. It may be gone by then:
+// so errors of ptrace mean nothing here, and its end will be reported.
+func (t *Trace) stopped(tid int, status unix.WaitStatus) {
+	signal, event := status.StopSignal(), int(uint32(status)>>16)
+	resume, deliver := unix.PTRACE_SYSCALL, uintptr(0)
+	switch {
+	case event == unix.PTRACE_EVENT_STOP && signal != unix.SIGTRAP:
+		resume = unix.PTRACE_LISTEN // stopped by SIGSTOP or the like, and stays so
+	case event == unix.PTRACE_EVENT_CLONE || event == unix.PTRACE_EVENT_FORK || event == unix.PTRACE_EVENT_VFORK:
+		var child uint
+		if _, err := ptrace(unix.PTRACE_GETEVENTMSG, tid, 0, uintptr(unsafe.Pointer(&child))); err == nil {
+			t.tasks[int(child)] = true
+		}
+	case event != 0:
+	case signal == unix.SIGTRAP|0x80:
+		t.syscall(tid)
+	default:
+		deliver = uintptr(signal)
+	}
+	_, failing := t.failing[tid]
+	switch {
+	case t.killed:
+		resume = unix.PTRACE_CONT
+	case t.leaving.Load() && !failing:
+		resume = unix.PTRACE_DETACH
+		delete(t.tasks, tid)
+	}
+	_, _ = ptrace(resume, tid, 0, deliver)
+}
+
+// syscallInfo is struct ptrace_syscall_info.
+type syscallInfo struct {
+	op     uint8
+	_      [3]byte
+	arch   uint32
+	ip, sp uint64
+	nr     uint64 // at exit: the value returned
+	args   [6]uint64
+	_      [16]byte
+}
+
+func (t *Trace) syscall(tid int) {
+	var info syscallInfo
+	if _, err := ptrace(unix.PTRACE_GET_SYSCALL_INFO, tid, unsafe.Sizeof(info), uintptr(unsafe.Pointer(&info))); err != nil {
+		return
+	}
+	if info.op == unix.PTRACE_SYSCALL_INFO_EXIT {
+		if errno, ok := t.failing[tid]; ok {
+			delete(t.failing, tid)
+			t.note(setResult(tid, errno))
+		}
+		return
+	}
+	if info.op != unix.PTRACE_SYSCALL_INFO_ENTRY || t.killed || t.leaving.Load() {
+		return
+	}
+	call, counts := inspect(tid, int(info.nr), info.args)
+	if !counts {
+		return
+	}
+	call.Child = !t.own(tid)
+	t.calls = append(t.calls, call)
+	verdict := t.decide(len(t.calls), call)
+	switch {
+	case verdict.Kill:
+		t.kill()
+	case verdict.Fail != 0:
+		t.note(skip(tid))
+		t.failing[tid] = verdict.Fail
+	}
+}
+
+func (t *Trace) note(err error) { t.err = errors.Join(t.err, err) }
+
+// own reports whether a thread is one of the process's own.
+func (t *Trace) own(tid int) bool {
+	_, err := os.Stat(fmt.Sprintf("/proc/%d/task/%d", t.pid, tid))
+	return err == nil
+}
+
+// kill kills the process. What it started has to die of that by itself.
+func (t *Trace) kill() {
+	t.killed = true
+	var children []int
+	for tid := range t.tasks {
+		if !t.own(tid) {
+			children = append(children, tid)
+		}
+	}
+	t.note(unix.Kill(t.pid, unix.SIGKILL))
+	late := time.AfterFunc(survival, func() {
+		for _, child := range children {
+			if unix.Kill(child, 0) == nil { // the loop waits for its end
+				t.survivors = append(t.survivors, child)
+				_ = unix.Kill(child, unix.SIGKILL)
+			}
+		}
+	})
+	go func() {
+		<-t.done
+		late.Stop()
+	}()
+}
+
+// text reads a string from the memory of a thread; what there is of it.
+func text(tid int, address uint64) string {
+	mem, err := os.Open(fmt.Sprintf("/proc/%d/mem", tid))
+	if err != nil {
+		return ""
+	}
+	defer mem.Close()
+	buffer := make([]byte, 4096)
+	// A string near the end of a page must not fail for what lies behind it.
+	n, _ := mem.ReadAt(buffer[:4096-address%4096], int64(address))
+	return unix.ByteSliceToString(buffer[:n])
+}
+
+// word reads 8 bytes from the memory of a thread.
+func word(tid int, address uint64) (value uint64) {
+	mem, err := os.Open(fmt.Sprintf("/proc/%d/mem", tid))
+	if err != nil {
+		return 0
+	}
+	defer mem.Close()
+	_, _ = mem.ReadAt((*[8]byte)(unsafe.Pointer(&value))[:], int64(address))
+	return value
+}
+
+// behind returns what a file descriptor of a thread is: its mode, and its name.
+func behind(tid int, fd uint64) (mode uint32, name string) {
+	path := fmt.Sprintf("/proc/%d/fd/%d", tid, int32(fd))
+	var st syscall.Stat_t
+	if syscall.Stat(path, &st) != nil {
+		return 0, ""
+	}
+	name, _ = os.Readlink(path)
+	return st.Mode, filepath.Clean(name)
+}
