@@ -86,12 +86,15 @@ func find(name string) string {
 	return name
 }
 
-// limited keeps the first outputLimit bytes and swallows the rest.
-type limited struct{ bytes.Buffer }
+// limited keeps the first outputLimit bytes and swallows the rest. The buffer is not
+// embedded: with its ReadFrom, io.Copy would go around Write.
+type limited struct{ kept bytes.Buffer }
+
+func (l *limited) String() string { return l.kept.String() }
 
 func (l *limited) Write(p []byte) (int, error) {
-	if room := outputLimit - l.Len(); room > 0 {
-		l.Buffer.Write(p[:min(room, len(p))])
+	if room := outputLimit - l.kept.Len(); room > 0 {
+		l.kept.Write(p[:min(room, len(p))])
 	}
 	return len(p), nil
 }

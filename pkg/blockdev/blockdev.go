@@ -209,6 +209,12 @@ type Pool interface {
 // Extent is a range of bytes of a volume or snapshot.
 type Extent struct{ Offset, Length int64 }
 
+// Prover is a Pool that can prove without reading it that nothing was ever written to an
+// object; false means only that it cannot.
+type Prover interface {
+	Untouched(ctx context.Context, ref Ref) (bool, error)
+}
+
 // Differ is a Pool that can tell which ranges of its objects hold data, and in which
 // two of them differ. Ranges come in order, do not overlap, and end after from.
 type Differ interface {

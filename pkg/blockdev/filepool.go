@@ -36,7 +36,7 @@ type filePool struct {
 	lock     *os.File
 	folders  map[Kind]*os.File // held to be synced
 	reflink  bool              // the filesystem can share blocks between files
-	btrfs    bool
+	kind     int64             // of the filesystem, as in statfs(2)
 
 	mu          sync.Mutex
 	objects     map[Ref]*object
@@ -55,8 +55,8 @@ type object struct {
 	generation uint64
 	copied     int64     // bytes of an unfinished copy that are in place
 	cut        time.Time // of the origin of that copy
-	active     bool      // somebody is making it ready, or removing it as abandoned
-	touched    time.Time // of an unfinished copy: when it was last worked on
+	active     bool      // somebody is making it ready, or removing it
+	touched    time.Time // of an unfinished copy: when it was last worked on; zero if only its removal is left
 	allocated  int64     // bytes of the filesystem that the image took when last measured
 }
 
@@ -76,6 +76,7 @@ func (p *filePool) label(ref Ref) string {
 func openFilePool(ctx context.Context, name string, loc Location) (_ Pool, err error) {
 	p := &filePool{name: name, location: loc, folders: map[Kind]*os.File{}, objects: map[Ref]*object{},
 		keys: map[Kind][]string{}, damaged: map[Ref]error{}, loops: map[Ref][]int{}}
+	p.space.unfinished = map[Ref]bool{}
 	defer func() {
 		if err != nil {
 			p.Close()
@@ -109,7 +110,7 @@ func openFilePool(ctx context.Context, name string, loc Location) (_ Pool, err e
 	if err := unix.Fstatfs(int(p.lock.Fd()), &st); err != nil {
 		return nil, systemError(err)
 	}
-	p.btrfs = st.Type == unix.BTRFS_SUPER_MAGIC
+	p.kind = st.Type
 	if p.reflink, err = canReflink(p.root); err != nil {
 		return nil, err
 	}
@@ -226,7 +227,8 @@ func (p *filePool) sweep(ctx context.Context) {
 // abandonedAfter is when an unfinished copy that nobody came back for is given up.
 const abandonedAfter = 15 * time.Minute
 
-// sweepAbandoned gives up unfinished copies that nobody works on any more.
+// sweepAbandoned gives up unfinished copies that nobody works on any more, and ends
+// removals that failed half-way.
 func (p *filePool) sweepAbandoned(ctx context.Context) {
 	p.mu.Lock()
 	var abandoned []Ref
@@ -239,7 +241,7 @@ func (p *filePool) sweepAbandoned(ctx context.Context) {
 	p.mu.Unlock()
 	for _, ref := range abandoned {
 		if err := p.remove(ref); err != nil {
-			klog.FromContext(ctx).Error(err, "could not remove an unfinished copy", "pool", p.name, "object", ref.String())
+			klog.FromContext(ctx).Error(err, "could not remove what is left of an object; the next call tries again", "pool", p.name, "object", ref.String())
 		}
 	}
 }
@@ -358,6 +360,13 @@ func (p *filePool) Delete(ctx context.Context, ref Ref) error {
 	} else if len(devices) > 0 {
 		return fmt.Errorf("%w: %s in pool %s is attached as %s", ErrInUse, ref, p.name, devices[0].Path)
 	}
+	p.mu.Lock()
+	busy := o.active
+	o.active = true
+	p.mu.Unlock()
+	if busy {
+		return fmt.Errorf("delete %s in pool %s: %w", ref, p.name, ErrBusy)
+	}
 	return p.remove(ref)
 }
 
@@ -368,11 +377,29 @@ func (p *filePool) Delete(ctx context.Context, ref Ref) error {
 // The space has to be back before that is said: XFS frees unlinked files in the
 // background, but a truncated one at once; btrfs counts space as free from its next
 // commit on.
+//
+// The object is nobody's from the moment its record says so. What fails after that is
+// tried again by the next Create or Capacity, as the caller may not come back.
 func (p *filePool) remove(ref Ref) error {
 	o := p.find(ref)
 	if o == nil {
 		return nil
 	}
+	if err := p.removeFiles(ref, o); err != nil {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		o.active, o.touched = false, time.Time{}
+		if o.stored.State != ready {
+			p.space.unfinished[ref] = true
+		}
+		return err
+	}
+	p.forget(ref)
+	return nil
+}
+
+func (p *filePool) removeFiles(ref Ref, o *object) error {
+	o.copied = 0 // there is nothing to go on with any more
 	if o.stored.State == ready {
 		if err := p.save(o, newStored(o.stored.decoded, deleting, o.stored.Growing)); err != nil {
 			return err
@@ -386,11 +413,13 @@ func (p *filePool) remove(ref Ref) error {
 			return fmt.Errorf("remove %s from pool %s: %w", path, p.name, systemError(err))
 		}
 	}
-	p.forget(ref)
 	return nil
 }
 
 func (p *filePool) empty(path string) error {
+	if p.kind != unix.XFS_SUPER_MAGIC && p.kind != unix.BTRFS_SUPER_MAGIC {
+		return nil
+	}
 	image, err := p.root.OpenFile(path, os.O_WRONLY, 0)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil
@@ -399,7 +428,7 @@ func (p *filePool) empty(path string) error {
 		return err
 	}
 	defer image.Close()
-	if err := image.Truncate(0); err != nil || !p.btrfs {
+	if err := image.Truncate(0); err != nil || p.kind != unix.BTRFS_SUPER_MAGIC {
 		return err
 	}
 	return unix.Syncfs(int(image.Fd()))

@@ -259,6 +259,22 @@ func (p *filePool) resizeLoops(_ context.Context, ref Ref) error {
 	return nil
 }
 
+// Untouched: a new image is a hole, or preallocated space that was never written, from
+// end to end (lseek(2), SEEK_DATA).
+func (p *filePool) Untouched(_ context.Context, ref Ref) (bool, error) {
+	_, s, err := p.lookup(ref)
+	if err != nil {
+		return false, err
+	}
+	image, err := p.openImage(ref, s, os.O_RDONLY)
+	if err != nil {
+		return false, err
+	}
+	defer image.Close()
+	start, _, err := dataFrom(image, 0, s.Size)
+	return start == s.Size, err
+}
+
 func (p *filePool) Orphans(context.Context) (map[Ref][]Device, error) {
 	p.mu.Lock()
 	var refs []Ref

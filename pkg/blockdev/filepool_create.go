@@ -39,9 +39,6 @@ func (p *filePool) Create(ctx context.Context, spec Spec) (Record, error) {
 	}
 	if o != nil && !o.resumable(spec) {
 		if err := p.remove(spec.Ref); err != nil {
-			p.mu.Lock()
-			o.active = false
-			p.mu.Unlock()
 			return Record{}, err
 		}
 		o = nil
@@ -120,20 +117,14 @@ func (p *filePool) begin(spec Spec) (*object, error) {
 
 // giveUp undoes an unfinished object, unless a retry can go on with its copy.
 func (p *filePool) giveUp(o *object, spec Spec) {
-	p.mu.Lock()
-	o.touched, o.active = time.Now(), false
 	if o.copied > 0 && spec.Origin.Kind == Snapshot {
-		if p.space.unfinished == nil {
-			p.space.unfinished = map[Ref]bool{}
-		}
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		o.touched, o.active = time.Now(), false
 		p.space.unfinished[spec.Ref] = true
-		p.mu.Unlock()
 		return
 	}
-	p.mu.Unlock()
-	// A failure here leaves a record that says creating: the retry or the next start
-	// removes it.
-	_ = p.remove(spec.Ref)
+	_ = p.remove(spec.Ref) // a failure has its own next try
 }
 
 // fill makes the bytes, and then the object ready.

@@ -24,8 +24,8 @@ type space struct {
 	measured  time.Time // when allocated was last measured; guarded by filePool.mu
 	usable    int64     // the least of free plus allocated since then; guarded by filePool.mu
 
-	// unfinished are objects whose copy was cut short and waits for a retry; guarded
-	// by filePool.mu.
+	// unfinished are objects whose copy was cut short and waits for a retry, or whose
+	// removal was and waits for the next try; guarded by filePool.mu.
 	unfinished map[Ref]bool
 
 	// step makes looking and promising one step.
@@ -183,9 +183,10 @@ func (p *filePool) reserve(n int64, promise func() error) error {
 	return promise()
 }
 
-func (p *filePool) Capacity(context.Context) (Capacity, error) {
+func (p *filePool) Capacity(ctx context.Context) (Capacity, error) {
 	if err := p.alive(); err != nil {
 		return Capacity{}, err
 	}
+	p.sweepAbandoned(ctx)
 	return p.capacity(false)
 }

@@ -54,6 +54,7 @@ func must(t testing.TB, err error) {
 func TestFilePool(t *testing.T) {
 	for _, fs := range filesystems {
 		t.Run(fs, func(t *testing.T) {
+			t.Parallel()
 			mnt := mountNew(t, fs, 1024)
 			pooltest.Run(t, func(t testing.TB, dir string) blockdev.Pool {
 				pool, err := blockdev.Open(t.Context(), "test", "file://"+filepath.Join(mnt, filepath.Base(dir))+"?reservePercent=0")

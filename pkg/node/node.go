@@ -31,6 +31,8 @@ type Volumes interface {
 	Expand(ctx context.Context, id volume.ID, size volume.Range) (volume.Volume, error)
 	// Ephemeral returns the inline ephemeral volume that the CO gave an ID to.
 	Ephemeral(ctx context.Context, name string) (volume.Volume, error)
+	// Untouched reports whether it is proven that nothing was ever written to a volume.
+	Untouched(ctx context.Context, id volume.ID) (bool, error)
 	SetFormat(ctx context.Context, id volume.ID, format volume.Format) error
 	Attach(ctx context.Context, v volume.Volume, readOnly, keep bool) (blockdev.Device, error)
 	// Attached and Detach need no record of the volume.

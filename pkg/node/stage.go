@@ -150,7 +150,10 @@ func (s *Server) format(ctx context.Context, v *volume.Volume, device blockdev.D
 		}
 		return false, fmt.Errorf("%w: it carries %s, not %s", blockdev.ErrPrecondition, have, u.fs)
 	case volume.Blank:
-		blank, err := filesystem.Blank(ctx, device.Path)
+		blank, err := s.volumes.Untouched(ctx, v.ID)
+		if err == nil && !blank {
+			blank, err = filesystem.Blank(ctx, device.Path)
+		}
 		if err != nil {
 			return false, err
 		}

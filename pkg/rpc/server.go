@@ -19,6 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/reflect/protoreflect"
 	"k8s.io/klog/v2"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
@@ -253,15 +254,38 @@ func printable(message any) string {
 	if !ok || m == nil {
 		return ""
 	}
-	if c, ok := m.(interface{ GetVolumeContext() map[string]string }); ok {
-		for key := range c.GetVolumeContext() {
-			if secret(key) {
-				m = proto.Clone(m)
-				m.(interface{ GetVolumeContext() map[string]string }).GetVolumeContext()[key] = "***stripped***"
-			}
-		}
+	found := false
+	eachSecret(m.ProtoReflect(), func(protoreflect.Map, protoreflect.MapKey) { found = true })
+	if found {
+		m = proto.Clone(m)
+		eachSecret(m.ProtoReflect(), func(values protoreflect.Map, key protoreflect.MapKey) {
+			values.Set(key, protoreflect.ValueOfString("***stripped***"))
+		})
 	}
 	return protosanitizer.StripSecrets(m).String()
+}
+
+// eachSecret finds the values with the key of a secret in all maps of a message and of
+// the messages in it.
+func eachSecret(m protoreflect.Message, visit func(protoreflect.Map, protoreflect.MapKey)) {
+	m.Range(func(field protoreflect.FieldDescriptor, value protoreflect.Value) bool {
+		switch {
+		case field.IsMap() && field.MapValue().Kind() == protoreflect.StringKind:
+			value.Map().Range(func(key protoreflect.MapKey, _ protoreflect.Value) bool {
+				if secret(key.String()) {
+					visit(value.Map(), key)
+				}
+				return true
+			})
+		case field.IsList() && field.Kind() == protoreflect.MessageKind:
+			for i := range value.List().Len() {
+				eachSecret(value.List().Get(i).Message(), visit)
+			}
+		case !field.IsMap() && field.Kind() == protoreflect.MessageKind:
+			eachSecret(value.Message(), visit)
+		}
+		return true
+	})
 }
 
 func secret(key string) bool {

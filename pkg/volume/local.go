@@ -567,6 +567,18 @@ func (l *Local) Detach(ctx context.Context, id ID) error {
 	return pool.Detach(ctx, ref)
 }
 
+// Untouched reports whether it is proven that nothing was ever written to a volume.
+func (l *Local) Untouched(ctx context.Context, id ID) (bool, error) {
+	pool, ref, err := l.object(id, blockdev.Volume)
+	if err != nil {
+		return false, err
+	}
+	if prover, ok := pool.(blockdev.Prover); ok {
+		return prover.Untouched(ctx, ref)
+	}
+	return false, nil
+}
+
 // Ephemeral returns the ephemeral volume that was made under a name.
 func (l *Local) Ephemeral(ctx context.Context, name string) (Volume, error) {
 	id, record, err := l.named(ctx, blockdev.Volume, name)

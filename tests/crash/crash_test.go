@@ -443,12 +443,12 @@ func number(name string, otherwise uint64) uint64 {
 	return otherwise
 }
 
-// TestKills kills the driver CRASH_ROUNDS times (default 200, within 40 s at most) while
+// TestKills kills the driver CRASH_ROUNDS times (by default as often as 20 s allow) while
 // two callers take volumes through their lives. CRASH_SEED repeats the moments of a run.
 func TestKills(t *testing.T) {
 	p := build(t)
 	seed := number("CRASH_SEED", uint64(time.Now().UnixNano()))
-	rounds := int(number("CRASH_ROUNDS", 200))
+	rounds := int(number("CRASH_ROUNDS", 10000))
 	t.Logf("CRASH_SEED=%d CRASH_ROUNDS=%d", seed, rounds)
 	random := rand.New(rand.NewPCG(seed, 0))
 	limited := os.Getenv("CRASH_ROUNDS") == ""
@@ -471,7 +471,7 @@ func TestKills(t *testing.T) {
 	}
 	began, kills := time.Now(), 0
 	var failure error
-	for kills < rounds && failure == nil && !(limited && time.Since(began) > 40*time.Second) {
+	for kills < rounds && failure == nil && !(limited && time.Since(began) > 20*time.Second) {
 		// Most steps of a life take milliseconds, the start of the driver too.
 		pause := time.Duration(random.ExpFloat64() * float64(120*time.Millisecond))
 		select {
@@ -518,6 +518,70 @@ func (p *process) frozen() string {
 	return found.String()
 }
 
+// TestKillAroundFreeze kills the driver just before, in and after the moment for which it
+// freezes filesystems to cut a group: none stays frozen past the next start.
+func TestKillAroundFreeze(t *testing.T) {
+	p := build(t)
+	seed := number("CRASH_SEED", uint64(time.Now().UnixNano()))
+	t.Logf("CRASH_SEED=%d", seed)
+	random := rand.New(rand.NewPCG(seed, 1))
+	p.start()
+	l := &lives{process: p, name: "group"}
+	var volumes []*volume
+	var ids []string
+	for _, name := range []string{"a", "b", "c"} {
+		v, err := l.create(t.Context(), name, "ext4", sizeOf("ext4"), nil)
+		ok(t, err)
+		ok(t, v.up(t.Context()))
+		volumes, ids = append(volumes, v), append(ids, v.id)
+	}
+	group := &csi.CreateVolumeGroupSnapshotRequest{Name: "group", SourceVolumeIds: ids}
+	remove := func() {
+		t.Helper()
+		ok(t, again(t.Context(), func() error {
+			made, err := p.CreateVolumeGroupSnapshot(t.Context(), group)
+			if err == nil {
+				_, err = p.DeleteVolumeGroupSnapshot(t.Context(), &csi.DeleteVolumeGroupSnapshotRequest{GroupSnapshotId: made.GetGroupSnapshot().GetGroupSnapshotId()})
+			}
+			return err
+		}))
+	}
+	began := time.Now()
+	remove()
+	whole := time.Since(began)
+	rounds, limited := int(number("CRASH_ROUNDS", 10000)), os.Getenv("CRASH_ROUNDS") == ""
+	round := 0
+	for ; round < rounds && !(limited && time.Since(began) > 10*time.Second); round++ {
+		for _, v := range volumes {
+			ok(t, v.write(fmt.Sprint(round))) // something for the freeze to write out
+		}
+		cut := make(chan struct{})
+		go func() {
+			_, _ = p.CreateVolumeGroupSnapshot(t.Context(), group)
+			close(cut)
+		}()
+		time.Sleep(time.Duration(random.Int64N(int64(whole))))
+		p.kill()
+		<-cut
+		p.start()
+		if frozen := p.frozen(); frozen != "" {
+			t.Fatalf("round %d of CRASH_SEED=%d, after the restart:\n%s", round, seed, frozen)
+		}
+		for _, v := range volumes {
+			ok(t, v.holds(fmt.Sprint(round)))
+		}
+		if round%4 == 0 {
+			remove()
+		}
+	}
+	t.Logf("%d kills within %s each", round, whole)
+	remove()
+	for _, v := range volumes {
+		ok(t, v.down(t.Context()))
+	}
+	p.empty()
+}
+
 // TestKillWhileFrozen kills the driver in the middle of a long copy, during which the
 // filesystem of its source is frozen: the next start ends that.
 func TestKillWhileFrozen(t *testing.T) {
@@ -530,8 +594,9 @@ func TestKillWhileFrozen(t *testing.T) {
 	ok(t, v.write("first"))
 	bulk, err := os.Create(filepath.Join(v.target, "bulk"))
 	ok(t, err)
+	text := data("bulk")
 	for i := range 1536 {
-		_, err := bulk.Write(binary.LittleEndian.AppendUint64(data("bulk")[8:], uint64(i)))
+		_, err := bulk.Write(binary.LittleEndian.AppendUint64(text[8:], uint64(i)))
 		ok(t, err)
 	}
 	ok(t, errors.Join(bulk.Sync(), bulk.Close()))

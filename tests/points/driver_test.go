@@ -83,14 +83,18 @@ const (
 	callTime = 30 * time.Second
 )
 
-// start starts a driver and waits until it is ready.
-func start(socket, pool string) (*process, error) {
+// launch starts a driver; stopped: it waits for SIGCONT before its first step.
+func launch(socket, pool string, stopped bool) (*process, error) {
 	path, err := program()
 	if err != nil {
 		return nil, err
 	}
+	argv := []string{path, "serve", "--endpoint=unix://" + socket, "--node-id=" + drivertest.Node, "--pool=default=file://" + pool + "?reservePercent=0", "-v=4"}
+	if stopped {
+		argv = append([]string{"sh", "-c", `kill -STOP $$; exec "$0" "$@"`}, argv...)
+	}
 	p := &process{log: &log{}}
-	p.command = exec.Command(path, "serve", "--endpoint=unix://"+socket, "--node-id="+drivertest.Node, "--pool=default=file://"+pool+"?reservePercent=0", "-v=4")
+	p.command = exec.Command(argv[0], argv[1:]...)
 	p.command.Stdout, p.command.Stderr = p.log, p.log
 	p.command.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	if err := p.command.Start(); err != nil {
@@ -104,18 +108,21 @@ func start(socket, pool string) (*process, error) {
 	}
 	p.IdentityClient, p.NodeClient = csi.NewIdentityClient(p.conn), csi.NewNodeClient(p.conn)
 	p.ControllerClient, p.GroupControllerClient = csi.NewControllerClient(p.conn), csi.NewGroupControllerClient(p.conn)
-	for deadline := time.Now().Add(startTime); ; {
-		ctx, cancel := context.WithDeadline(context.Background(), deadline)
+	return p, nil
+}
+
+// ready waits until the driver serves.
+func (p *process) ready() error {
+	for deadline := time.Now().Add(startTime); ; time.Sleep(2 * time.Millisecond) {
+		ctx, cancel := context.WithTimeout(context.Background(), time.Second)
 		response, err := p.Probe(ctx, &csi.ProbeRequest{})
 		cancel()
 		if err == nil && response.GetReady().GetValue() {
-			return p, nil
+			return nil
 		}
 		if p.gone() || time.Now().After(deadline) {
-			p.kill()
-			return nil, fmt.Errorf("the driver does not come up: %w\n%s", err, p.log)
+			return fmt.Errorf("the driver does not come up: %w\n%s", err, p.log)
 		}
-		time.Sleep(2 * time.Millisecond)
 	}
 }
 
@@ -126,7 +133,8 @@ func (p *process) pid() int { return p.command.Process.Pid }
 func (p *process) gone() bool {
 	var info unix.Siginfo
 	err := unix.Waitid(unix.P_PID, p.pid(), &info, unix.WEXITED|unix.WNOHANG|unix.WNOWAIT, nil)
-	return err != nil || info.Signo != 0
+	const exited, dumped = 1, 3 // CLD_EXITED, CLD_KILLED, CLD_DUMPED; the rest is stops
+	return err != nil || (info.Signo != 0 && info.Code >= exited && info.Code <= dumped)
 }
 
 // kill makes sure that the driver is gone. It may be called again.

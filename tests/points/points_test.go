@@ -36,7 +36,8 @@ const samples = 2
 // driver there, restart it, and
 //
 //   - make the call again, as a sidecar does: it converges, all data is whole;
-//   - or give up, as a CO may: what was begun can be undone.
+//   - or give up, as a CO may: what was begun can be undone;
+//   - or kill it again at each point of its start, before the call is made again.
 //
 // Either way nothing is left in the end.
 func TestPoints(t *testing.T) {
@@ -51,47 +52,35 @@ func TestPoints(t *testing.T) {
 	sites := map[string]*site{copying: newSite(t, copying), sharing: newSite(t, sharing)}
 	for _, s := range scenarios {
 		t.Run(s.name, func(t *testing.T) {
-			begin := time.Now()
+			begin, kills := time.Now(), 0
 			calls, undoable := untouched(t, sites[s.fs], s)
-			points, kills := numbers(len(calls), *full, random), 0
-			for i := 0; i < len(points); i++ {
-				n := points[i]
-				beyond := false
-				for _, giveUp := range []bool{false, true} {
-					if (giveUp && !undoable) || (!*full && undoable && giveUp != (i%2 == 1)) {
-						continue
-					}
-					killed := false
-					t.Run(fmt.Sprintf("%d give-up=%v", n, giveUp), func(t *testing.T) { killed = kill(t, sites[s.fs], s, n, giveUp) })
-					if killed {
-						kills++
-					} else if !giveUp {
-						beyond = true
-					}
+			try := func(c crash) (reached bool) {
+				t.Run(c.String(), func(t *testing.T) { reached = c.happen(t, sites[s.fs], s) })
+				if reached {
+					kills++
 				}
-				if *full && i == len(points)-1 && !beyond {
-					points = append(points, n+1) // this time there was more to do
-				}
+				return reached
 			}
-			fmt.Printf("points: %-42s %3d points, %3d kills, %5.1f s: %s\n", s.name, len(calls), kills, time.Since(begin).Seconds(), histogram(calls))
+			if *full {
+				for n := 1; try(crash{at: n}); n++ {
+					if undoable {
+						try(crash{at: n, giveUp: true})
+					}
+				}
+				for n := 1; try(crash{at: 1 + random.IntN(len(calls)), atStart: n}); n++ {
+				}
+			} else {
+				try(crash{at: 1 + random.IntN(len(calls))})
+				try(crash{at: 1 + random.IntN(len(calls)), giveUp: undoable})
+				try(crash{at: 1 + random.IntN(len(calls)), atStart: 1 + random.IntN(startPoints)})
+			}
+			fmt.Printf("points: %-42s %3d points, %3d crashes, %5.1f s: %s\n", s.name, len(calls), kills, time.Since(begin).Seconds(), histogram(calls))
 		})
 	}
 }
 
-// numbers are the points to try: all of 1 to n and the one beyond, or a sample.
-func numbers(n int, all bool, random *rand.Rand) (points []int) {
-	for i := range n + 1 {
-		points = append(points, i+1)
-	}
-	if all {
-		return points
-	}
-	chosen := map[int]bool{}
-	for len(chosen) < min(samples, n) {
-		chosen[points[random.IntN(n)]] = true
-	}
-	return slices.Sorted(maps.Keys(chosen))
-}
+// startPoints is about how many points a start has.
+const startPoints = 20
 
 // histogram of the system calls of a call.
 func histogram(calls []trace.Call) string {
@@ -135,23 +124,54 @@ func untouched(t *testing.T, s *site, sc scenario) (calls []trace.Call, undoable
 	return result.Calls, p.undo != nil
 }
 
-// kill makes the call and kills the driver at the n-th point, then goes on. It reports
-// whether the call had so many points.
-func kill(t *testing.T, s *site, sc scenario, n int, giveUp bool) (killed bool) {
+// crash is a way to die.
+type crash struct {
+	at      int  // the point of the call
+	atStart int  // the point of the start after that, at which it dies again; 0: it does not
+	giveUp  bool // nobody makes the call again
+}
+
+func (c crash) String() string {
+	switch {
+	case c.atStart > 0:
+		return fmt.Sprintf("%d and %d of the start", c.at, c.atStart)
+	case c.giveUp:
+		return fmt.Sprintf("%d and give up", c.at)
+	}
+	return fmt.Sprint(c.at)
+}
+
+// happen makes the call, lets the crash happen, and goes on. It reports whether there was
+// such a point.
+func (c crash) happen(t *testing.T, s *site, sc scenario) (reached bool) {
 	w := newWorld(t, s)
 	p := sc.prepare(w)
-	result, err := w.traced(p.call, func(i int, _ trace.Call) trace.Verdict { return trace.Verdict{Kill: i == n} })
+	result, err := w.traced(p.call, killAt(c.at))
 	if !result.Killed {
 		ok(t, err)
 	} else {
-		t.Logf("killed at %d: %s", n, result.Calls[len(result.Calls)-1])
-		if len(result.Survivors) > 0 {
-			t.Errorf("children %v outlived the driver", result.Survivors)
+		w.died(result)
+		if c.atStart > 0 {
+			if result = w.startTraced(killAt(c.atStart)); result.Killed {
+				w.died(result)
+			}
 		}
-		w.restart()
+		w.start()
 	}
-	w.goOn(p, giveUp, n%2 == 0)
+	w.goOn(p, c.giveUp, c.at%2 == 0)
 	return result.Killed
+}
+
+func killAt(n int) func(int, trace.Call) trace.Verdict {
+	return func(i int, _ trace.Call) trace.Verdict { return trace.Verdict{Kill: i == n} }
+}
+
+func (w *world) died(r trace.Result) {
+	w.t.Helper()
+	w.t.Logf("killed at %d: %s", len(r.Calls), r.Calls[len(r.Calls)-1])
+	if len(r.Survivors) > 0 {
+		w.t.Errorf("children %v outlived the driver", r.Survivors)
+	}
 }
 
 // goOn goes on after a call that was cut short: whoever uses a volume notices nothing, and
@@ -166,7 +186,7 @@ func (w *world) goOn(p plan, giveUp, undo bool) {
 			w.all(p.undo)
 		}
 		w.takeDown()
-		w.restart() // which gives up what waited for a retry
+		w.start() // which gives up what waited for a retry
 		w.all(w.deleteListed)
 	} else {
 		w.all(p.call)

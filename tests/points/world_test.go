@@ -17,9 +17,11 @@ import (
 	"time"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
+	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
+	"github.com/ashlar-csi/ashlar/tests/points/trace"
 )
 
 const miB = 1 << 20
@@ -58,20 +60,43 @@ func newWorld(t testing.TB, s *site) *world {
 	return w
 }
 
+// start starts a driver, in the place of the one before it, which is dead or dies now.
 func (w *world) start() {
 	w.t.Helper()
-	p, err := start(filepath.Join(w.dir, "csi.sock"), w.site.pool)
-	ok(w.t, err)
-	w.process = p
+	w.launch(false)
+	ok(w.t, w.ready())
 }
 
-// restart starts a driver in the place of one that was killed, or is now.
-func (w *world) restart() {
+func (w *world) launch(stopped bool) {
 	w.t.Helper()
-	w.kill()
-	before := w.log.String()
-	w.start()
-	_, _ = fmt.Fprintf(w.log, "--- the driver before it:\n%s---\n", before)
+	before := ""
+	if w.process != nil {
+		w.kill()
+		before = w.log.String() + "--- killed ---\n"
+	}
+	p, err := launch(filepath.Join(w.dir, "csi.sock"), w.site.pool, stopped)
+	ok(w.t, err)
+	w.process = p
+	_, _ = p.log.Write([]byte(before))
+}
+
+// startTraced is start under a trace that begins with the first step of the driver, and
+// that may kill it.
+func (w *world) startTraced(decide func(n int, c trace.Call) trace.Verdict) trace.Result {
+	w.t.Helper()
+	w.launch(true)
+	var info unix.Siginfo
+	ok(w.t, unix.Waitid(unix.P_PID, w.pid(), &info, unix.WSTOPPED|unix.WNOWAIT, nil))
+	tracer, err := trace.Attach(w.pid(), decide)
+	ok(w.t, err)
+	ok(w.t, unix.Kill(w.pid(), unix.SIGCONT))
+	failure := w.ready()
+	result, err := tracer.Detach()
+	ok(w.t, err)
+	if !result.Killed {
+		ok(w.t, failure)
+	}
+	return result
 }
 
 // available is what the pool says it has.
@@ -414,13 +439,6 @@ const (
 // nothingLeft makes sure that the world is as on its first day.
 func (w *world) nothingLeft() {
 	w.t.Helper()
-	for _, line := range w.site.leftovers(w.dir) {
-		w.t.Errorf("left behind: %s", line)
-	}
-	targets, _ := filepath.Glob(filepath.Join(w.dir, "pods", "*", "target"))
-	for _, target := range targets {
-		w.t.Errorf("left behind: target %s", target)
-	}
 	// XFS gives space back in its own time.
 	now, deadline := w.available(), time.Now().Add(spaceTime)
 	for ; (now < w.space-spaceSlack || now > w.space+spaceSlack) && time.Now().Before(deadline); now = w.available() {
@@ -428,6 +446,13 @@ func (w *world) nothingLeft() {
 	}
 	if now < w.space-spaceSlack || now > w.space+spaceSlack {
 		w.t.Errorf("the empty pool has %d bytes available, it had %d", now, w.space)
+	}
+	for _, line := range w.site.leftovers(w.dir) {
+		w.t.Errorf("left behind: %s", line)
+	}
+	targets, _ := filepath.Glob(filepath.Join(w.dir, "pods", "*", "target"))
+	for _, target := range targets {
+		w.t.Errorf("left behind: target %s", target)
 	}
 }
 

@@ -1,0 +1,173 @@
+package command
+
+import (
+	"context"
+	"errors"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+)
+
+func TestRun(t *testing.T) {
+	stdout, stderr, err := Run(t.Context(), "sh", "-c", `echo out; echo warning >&2; echo "$LC_ALL"; cat; env | grep -c HOME`, "arg")
+	var failure *Error
+	if !errors.As(err, &failure) || failure.Code != 1 { // of grep: no HOME was passed on
+		t.Fatalf("error %v", err)
+	}
+	if stdout != "out\nC\n0\n" || stderr != "warning\n" {
+		t.Errorf("stdout %q, stderr %q", stdout, stderr)
+	}
+	if stdout, stderr, err := Run(t.Context(), "true"); stdout != "" || stderr != "" || err != nil {
+		t.Errorf("true: %q, %q, %v", stdout, stderr, err)
+	}
+}
+
+// TestError: an error says what was run, how it ended, and what it said.
+func TestError(t *testing.T) {
+	for name, c := range map[string]struct {
+		argv  []string
+		code  int
+		is    error
+		parts []string
+	}{
+		"exit status": {[]string{"sh", "-c", "echo '  the  disk is' >&2; echo 'on fire' >&2; exit 7"}, 7, nil, []string{"sh -c", "exit status 7", "the disk is on fire"}},
+		"signal":      {[]string{"sh", "-c", "kill -9 $$"}, -1, nil, []string{"signal: killed"}},
+		"no program":  {[]string{"no-such-program-here", "-x"}, -1, exec.ErrNotFound, []string{"no-such-program-here -x"}},
+		"no file":     {[]string{"/nowhere/program"}, -1, os.ErrNotExist, []string{"/nowhere/program"}},
+		"no shell":    {[]string{"true; false"}, -1, exec.ErrNotFound, nil},
+		"a folder":    {[]string{"/tmp"}, -1, os.ErrPermission, []string{"/tmp"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, _, err := Run(t.Context(), c.argv...)
+			var failure *Error
+			if !errors.As(err, &failure) || failure.Code != c.code || (c.is != nil && !errors.Is(err, c.is)) {
+				t.Fatalf("error %#v, want code %d, %v", err, c.code, c.is)
+			}
+			for _, part := range c.parts {
+				if !strings.Contains(err.Error(), part) {
+					t.Errorf("error %q does not say %q", err, part)
+				}
+			}
+		})
+	}
+}
+
+func TestOutputIsBounded(t *testing.T) {
+	stdout, stderr, err := Run(t.Context(), "sh", "-c", "head -c 300000 /dev/zero | tr '\\0' a; head -c 200000 /dev/zero | tr '\\0' b >&2")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if stdout != strings.Repeat("a", outputLimit) || stderr != strings.Repeat("b", outputLimit) {
+		t.Errorf("stdout has %d bytes, stderr %d, want the first %d of each", len(stdout), len(stderr), outputLimit)
+	}
+}
+
+// running reports whether a process is there and not just waiting to be buried.
+func running(pid int) bool {
+	stat, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
+	return err == nil && !strings.Contains(string(stat), ") Z ")
+}
+
+// pids waits for a program to have written down the processes that it started.
+func pids(t *testing.T, path string, n int) []int {
+	t.Helper()
+	for deadline := time.Now().Add(10 * time.Second); time.Now().Before(deadline); time.Sleep(5 * time.Millisecond) {
+		b, _ := os.ReadFile(path)
+		if fields := strings.Fields(string(b)); len(fields) == n && strings.HasSuffix(string(b), "\n") {
+			var all []int
+			for _, field := range fields {
+				pid, err := strconv.Atoi(field)
+				if err != nil {
+					t.Fatal(err)
+				}
+				all = append(all, pid)
+				t.Cleanup(func() {
+					if running(pid) {
+						_ = syscall.Kill(pid, syscall.SIGKILL)
+					}
+				})
+			}
+			return all
+		}
+	}
+	t.Fatalf("%s does not name %d processes", path, n)
+	return nil
+}
+
+func gone(t *testing.T, all []int) {
+	t.Helper()
+	for _, pid := range all {
+		for deadline := time.Now().Add(5 * time.Second); running(pid); time.Sleep(5 * time.Millisecond) {
+			if time.Now().After(deadline) {
+				t.Errorf("process %d is still there", pid)
+				break
+			}
+		}
+	}
+}
+
+// TestContext: what ends the context ends the program and all that it started.
+func TestContext(t *testing.T) {
+	for name, c := range map[string]struct {
+		context func() (context.Context, context.CancelFunc)
+		want    error
+	}{
+		"cancelled": {func() (context.Context, context.CancelFunc) { return context.WithCancel(t.Context()) }, context.Canceled},
+		"timed out": {func() (context.Context, context.CancelFunc) {
+			return context.WithTimeout(t.Context(), 500*time.Millisecond)
+		}, context.DeadlineExceeded},
+	} {
+		t.Run(name, func(t *testing.T) {
+			list := filepath.Join(t.TempDir(), "pids")
+			ctx, cancel := c.context()
+			defer cancel()
+			ended := make(chan error, 1)
+			go func() {
+				// A child and a grandchild, which would go on for long, and take no hint.
+				_, _, err := Run(ctx, "sh", "-c", `trap "" TERM INT HUP; echo before; sh -c 'sleep 300 & echo $$ $! $PPID > "$0.new"; mv "$0.new" "$0"; wait' "$0"; echo after`, list)
+				ended <- err
+			}()
+			all := pids(t, list, 3)
+			if c.want == context.Canceled {
+				cancel()
+			}
+			select {
+			case err := <-ended:
+				var failure *Error
+				if !errors.Is(err, c.want) || !errors.As(err, &failure) || !strings.Contains(err.Error(), "before") || failure.Code != -1 {
+					t.Errorf("error %v, want %v, and what it printed until then", err, c.want)
+				}
+			case <-time.After(4 * time.Second): // less than what the outputs are waited for
+				t.Error("Run is still waiting")
+			}
+			gone(t, all)
+		})
+	}
+	t.Run("before it starts", func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		cancel()
+		path := filepath.Join(t.TempDir(), "touched")
+		if _, _, err := Run(ctx, "touch", path); !errors.Is(err, context.Canceled) {
+			t.Errorf("error %v", err)
+		}
+		if _, err := os.Stat(path); !errors.Is(err, os.ErrNotExist) {
+			t.Errorf("the program ran: %v", err)
+		}
+	})
+}
+
+// TestLeftBehind: a program that ends and leaves a child with its outputs fails, and the
+// child goes.
+func TestLeftBehind(t *testing.T) {
+	list := filepath.Join(t.TempDir(), "pids")
+	_, _, err := Run(t.Context(), "sh", "-c", `sleep 300 & echo $! > "$0"`, list)
+	if !errors.Is(err, exec.ErrWaitDelay) {
+		t.Errorf("error %v, want %v", err, exec.ErrWaitDelay)
+	}
+	gone(t, pids(t, list, 1))
+}

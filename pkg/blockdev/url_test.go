@@ -1,0 +1,117 @@
+package blockdev_test
+
+import (
+	"errors"
+	"fmt"
+	"net/url"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+)
+
+func TestParseLocation(t *testing.T) {
+	plain := blockdev.Location{Scheme: "file", Path: "/var/lib/ashlar", Overprovision: 1, ReservePercent: 5}
+	with := func(change func(l *blockdev.Location)) *blockdev.Location {
+		l := plain
+		change(&l)
+		return &l
+	}
+	for text, want := range map[string]*blockdev.Location{
+		"file:///var/lib/ashlar":                        &plain,
+		"file:///var/lib/ashlar/":                       &plain,
+		"FILE:///var/lib/ashlar":                        &plain,
+		"file:///a%20b":                                 with(func(l *blockdev.Location) { l.Path = "/a b" }),
+		"file:///a?overprovision=1.5":                   with(func(l *blockdev.Location) { l.Path, l.Overprovision = "/a", 1.5 }),
+		"file:///a?reservePercent=0":                    with(func(l *blockdev.Location) { l.Path, l.ReservePercent = "/a", 0 }),
+		"file:///a?overprovision=100&reservePercent=90": with(func(l *blockdev.Location) { l.Path, l.Overprovision, l.ReservePercent = "/a", 100, 90 }),
+		"":                          nil,
+		"/var/lib/ashlar":           nil,
+		"file:/var/lib\x00":         nil,
+		"file:///a%00b":             nil,
+		"file:var/lib":              nil,
+		"file://":                   nil,
+		"file:///":                  nil,
+		"file://var/lib/ashlar":     nil,
+		"file://localhost/var":      nil,
+		"file://user@/var":          nil,
+		"file:///var/../etc":        nil,
+		"file:///var/%2e%2e/etc":    nil,
+		"file:///./var":             nil,
+		"file:///var//lib":          nil,
+		"file:///var/lib//":         nil,
+		"file:///a#b":               nil,
+		"nfs:///a":                  nil,
+		"file:///a?overProvision=2": nil,
+		"file:///a?overprovision=2&overprovision=3":                  nil,
+		"file:///a?overprovision=":                                   nil,
+		"file:///a?overprovision":                                    nil,
+		"file:///a?overprovision=0.99":                               nil,
+		"file:///a?overprovision=100.1":                              nil,
+		"file:///a?overprovision=NaN":                                nil,
+		"file:///a?overprovision=Inf":                                nil,
+		"file:///a?reservePercent=-1":                                nil,
+		"file:///a?reservePercent=90.5":                              nil,
+		"file:///a?reservePercent=5%":                                nil,
+		"file:///a?reservePercent=5;overprovision=2":                 nil,
+		"file:///" + strings.Repeat("a", 10) + "?x=" + "\x7f":        nil,
+		"file:///a?reservePercent=5&secret=1":                        nil,
+		"file:///a?" + url.Values{"overprovision": {"two"}}.Encode(): nil,
+	} {
+		have, err := blockdev.ParseLocation(text)
+		switch {
+		case want == nil && (!errors.Is(err, blockdev.ErrInvalid) || have != blockdev.Location{}):
+			t.Errorf("%q: %+v, %v; want it refused", text, have, err)
+		case want != nil && (err != nil || have != *want):
+			t.Errorf("%q: %+v, %v; want %+v", text, have, err, *want)
+		}
+	}
+}
+
+func TestValidPoolName(t *testing.T) {
+	for name, want := range map[string]bool{
+		"a": true, "0": true, "default": true, "nvme-0": true, "a--b": true, strings.Repeat("a", 24): true,
+		"": false, "-": false, "a-": false, "-a": false, "A": false, "a.b": false, "a/b": false, "a_b": false, "a b": false, "ä": false, "a\n": false,
+		"..": false, strings.Repeat("a", 25): false,
+	} {
+		if have := blockdev.ValidPoolName(name); have != want {
+			t.Errorf("%q: %v, want %v", name, have, want)
+		}
+		if !want {
+			if _, err := blockdev.Open(t.Context(), name, "file://"+t.TempDir()); !errors.Is(err, blockdev.ErrInvalid) {
+				t.Errorf("Open of a pool named %q: %v", name, err)
+			}
+		}
+	}
+}
+
+// FuzzParseLocation: what parses is a folder below /, within the limits, and means the
+// same when it is written out again.
+func FuzzParseLocation(f *testing.F) {
+	for _, seed := range []string{"file:///var/lib/ashlar", "file:///a?overprovision=1.5&reservePercent=5", "file:///", "file:///a/../b", "file:///%2e%2e", "file:///a%2Fb",
+		"file:///a%00", "file:///a?overprovision=0x1p1", "file:///a?reservePercent=1e1", "file:///a?", "file:///a#", "file:a", "://", "file:////a", "file:///a%0a"} {
+		f.Add(seed)
+	}
+	f.Fuzz(func(t *testing.T, text string) {
+		l, err := blockdev.ParseLocation(text)
+		if err != nil {
+			if !errors.Is(err, blockdev.ErrInvalid) || l != (blockdev.Location{}) {
+				t.Fatalf("%q: %+v, %v", text, l, err)
+			}
+			return
+		}
+		if l.Scheme != "file" || !filepath.IsAbs(l.Path) || filepath.Clean(l.Path) != l.Path || l.Path == "/" || strings.ContainsRune(l.Path, 0) ||
+			!(l.Overprovision >= 1 && l.Overprovision <= 100) || !(l.ReservePercent >= 0 && l.ReservePercent <= 90) {
+			t.Fatalf("%q: %+v", text, l)
+		}
+		again := url.URL{Scheme: l.Scheme, Path: l.Path, RawQuery: fmt.Sprintf("overprovision=%v&reservePercent=%v", l.Overprovision, l.ReservePercent)}
+		canonical := strings.Replace(again.String(), "file:/", "file:///", 1)
+		if strings.HasPrefix(again.String(), "file://") {
+			canonical = again.String()
+		}
+		if back, err := blockdev.ParseLocation(canonical); err != nil || back != l {
+			t.Fatalf("%q: %+v, written as %q: %+v, %v", text, l, canonical, back, err)
+		}
+	})
+}

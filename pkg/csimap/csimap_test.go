@@ -1,0 +1,234 @@
+package csimap
+
+import (
+	"errors"
+	"maps"
+	"strconv"
+	"strings"
+	"testing"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/filesystem"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+func block(mode csi.VolumeCapability_AccessMode_Mode) *csi.VolumeCapability {
+	return &csi.VolumeCapability{AccessMode: &csi.VolumeCapability_AccessMode{Mode: mode},
+		AccessType: &csi.VolumeCapability_Block{Block: &csi.VolumeCapability_BlockVolume{}}}
+}
+
+func mount(mode csi.VolumeCapability_AccessMode_Mode, fs string) *csi.VolumeCapability {
+	return &csi.VolumeCapability{AccessMode: &csi.VolumeCapability_AccessMode{Mode: mode},
+		AccessType: &csi.VolumeCapability_Mount{Mount: &csi.VolumeCapability_MountVolume{FsType: fs}}}
+}
+
+const (
+	writer = csi.VolumeCapability_AccessMode_SINGLE_NODE_WRITER
+	reader = csi.VolumeCapability_AccessMode_SINGLE_NODE_READER_ONLY
+)
+
+func TestCheckCapabilities(t *testing.T) {
+	type list = []*csi.VolumeCapability
+	withGroup := mount(writer, "")
+	withGroup.GetMount().VolumeMountGroup = "1000"
+	for name, c := range map[string]struct {
+		capabilities list
+		fs           filesystem.Type
+		refused      bool
+	}{
+		"none":              {nil, "", true},
+		"nil":               {list{nil}, "", true},
+		"empty":             {list{{}}, "", true},
+		"no mode":           {list{{AccessType: block(writer).AccessType}}, "", true},
+		"no type":           {list{{AccessMode: block(writer).AccessMode}}, "", true},
+		"block":             {list{block(writer)}, "", false},
+		"default":           {list{mount(writer, "")}, filesystem.Ext4, false},
+		"ext4":              {list{mount(writer, "ext4")}, filesystem.Ext4, false},
+		"xfs":               {list{mount(writer, "xfs")}, filesystem.XFS, false},
+		"btrfs":             {list{mount(writer, "btrfs")}, filesystem.Btrfs, false},
+		"ntfs":              {list{mount(writer, "ntfs")}, "", true},
+		"upper case":        {list{mount(writer, "XFS")}, "", true},
+		"both, block first": {list{block(writer), mount(reader, "xfs")}, filesystem.XFS, false},
+		"both, mount first": {list{mount(reader, "xfs"), block(writer)}, filesystem.XFS, false},
+		"they agree":        {list{mount(writer, ""), mount(reader, "ext4")}, filesystem.Ext4, false},
+		"they differ":       {list{mount(writer, ""), mount(reader, "xfs")}, "", true},
+		"the second is bad": {list{block(writer), nil}, "", true},
+		"group of files":    {list{withGroup}, "", true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			fs, err := CheckCapabilities(c.capabilities...)
+			if fs != c.fs || errors.Is(err, blockdev.ErrInvalid) != c.refused || (err != nil) != c.refused {
+				t.Errorf("%q, %v; want %q, refused %v", fs, err, c.fs, c.refused)
+			}
+		})
+	}
+}
+
+// TestModes: of all the modes that CSI has, those on one node can be had.
+func TestModes(t *testing.T) {
+	for number, name := range csi.VolumeCapability_AccessMode_Mode_name {
+		mode := csi.VolumeCapability_AccessMode_Mode(number)
+		for _, capability := range []*csi.VolumeCapability{block(mode), mount(mode, "")} {
+			_, err := CheckCapabilities(capability)
+			if want := strings.HasPrefix(name, "SINGLE_NODE_"); (err == nil) != want {
+				t.Errorf("%s: %v, want it served: %v", name, err, want)
+			}
+			if have, want := ReadOnly(capability), name == "SINGLE_NODE_READER_ONLY"; have != want {
+				t.Errorf("%s: read-only %v, want %v", name, have, want)
+			}
+		}
+		if b, m := ModeOf(block(mode)), ModeOf(mount(mode, "xfs")); b != "block,"+name || m != "mount,"+name {
+			t.Errorf("%s: modes %q and %q", name, b, m)
+		}
+	}
+}
+
+func TestParseParameters(t *testing.T) {
+	type parameters = map[string]string
+	for name, c := range map[string]struct {
+		in      parameters
+		want    Parameters
+		refused bool
+	}{
+		"none":              {nil, Parameters{}, false},
+		"pool":              {parameters{"pool": "fast-1"}, Parameters{Pool: "fast-1"}, false},
+		"thin":              {parameters{"provisioning": "thin"}, Parameters{Thin: true}, false},
+		"thick":             {parameters{"provisioning": "thick"}, Parameters{}, false},
+		"all":               {parameters{"pool": "a", "provisioning": "thin"}, Parameters{"a", true}, false},
+		"orchestrator's":    {parameters{"csi.storage.k8s.io/pvc/name": "x", "pool": "a"}, Parameters{Pool: "a"}, false},
+		"empty pool":        {parameters{"pool": ""}, Parameters{}, true},
+		"pool as path":      {parameters{"pool": "../etc"}, Parameters{}, true},
+		"unknown":           {parameters{"Pool": "a"}, Parameters{}, true},
+		"unknown, of k8s":   {parameters{"storage.k8s.io/x": "a"}, Parameters{}, true},
+		"bad provisioning":  {parameters{"provisioning": "Thin"}, Parameters{}, true},
+		"no provisioning":   {parameters{"provisioning": ""}, Parameters{}, true},
+		"size":              {parameters{"size": "1Gi"}, Parameters{}, true},
+		"a filesystem type": {parameters{"fsType": "xfs"}, Parameters{}, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p, err := ParseParameters(c.in)
+			if errors.Is(err, blockdev.ErrInvalid) != c.refused || (err != nil) != c.refused || (err == nil && p != c.want) {
+				t.Errorf("%+v, %v; want %+v, refused %v", p, err, c.want, c.refused)
+			}
+		})
+	}
+}
+
+func TestParseEphemeral(t *testing.T) {
+	context := map[string]string{"csi.storage.k8s.io/ephemeral": "true", "csi.storage.k8s.io/pod.name": "p", "pool": "a", "provisioning": "thin", "size": "3Gi"}
+	before := maps.Clone(context)
+	p, size, err := ParseEphemeral(context)
+	if err != nil || p != (Parameters{"a", true}) || size != (volume.Range{Required: 3 << 30}) || !IsEphemeral(context) {
+		t.Errorf("%+v, %+v, %v, ephemeral %v", p, size, err, IsEphemeral(context))
+	}
+	if !maps.Equal(context, before) {
+		t.Errorf("the context was changed to %v", context)
+	}
+	for _, other := range []map[string]string{nil, {"csi.storage.k8s.io/ephemeral": "false"}, {"ephemeral": "true"}} {
+		if IsEphemeral(other) {
+			t.Errorf("%v is ephemeral", other)
+		}
+	}
+	if _, size, err := ParseEphemeral(nil); err != nil || size != (volume.Range{}) {
+		t.Errorf("without a size: %+v, %v", size, err)
+	}
+	if _, _, err := ParseEphemeral(map[string]string{"sizes": "1"}); !errors.Is(err, blockdev.ErrInvalid) {
+		t.Errorf("unknown attribute: %v", err)
+	}
+}
+
+func TestQuantities(t *testing.T) {
+	for text, want := range map[string]int64{
+		"1": 1, "4096": 4096, "1Ki": 1 << 10, "2Mi": 2 << 20, "3Gi": 3 << 30, "1Ti": 1 << 40, "5k": 5e3, "6M": 6e6, "7G": 7e9, "8T": 8e12,
+		"007": 7, "15Ti": 15 << 40, strconv.FormatInt(blockdev.MaxSize, 10): blockdev.MaxSize,
+		// Refused:
+		"": 0, "0": 0, "-1": 0, "1.5Gi": 0, "Gi": 0, "1gi": 0, "1 Gi": 0, "1GiB": 0, "1K": 0, "1e3": 0, "0x10": 0, "1Gi\n": 0, "1_000": 0,
+		"16Ti": 0, "17592186044416": 0, "9223372036854775807": 0, "9223372036854775808": 0, "9007199254740993Ki": 0, "-9223372036854775808Ti": 0,
+	} {
+		_, size, err := ParseEphemeral(map[string]string{"size": text})
+		if size.Required != want || size.Limit != 0 || (err == nil) != (want > 0) || (err != nil && !errors.Is(err, blockdev.ErrInvalid)) {
+			t.Errorf("%q: %+v, %v; want %d", text, size, err, want)
+		}
+	}
+}
+
+func TestHealth(t *testing.T) {
+	if h := Health("id", nil); h.VolumeId != "id" || len(h.HealthStatuses) != 0 {
+		t.Errorf("a healthy volume: %v", h)
+	}
+	want := map[blockdev.Severity]csi.VolumeHealthErrorType{blockdev.Degraded: csi.VolumeHealthErrorType_DEGRADED,
+		blockdev.Inaccessible: csi.VolumeHealthErrorType_INACCESSIBLE, blockdev.DataLoss: csi.VolumeHealthErrorType_DATA_LOSS}
+	var problems []blockdev.Problem
+	for severity := range want {
+		problems = append(problems, blockdev.Problem{Severity: severity, Reason: "Reason" + strconv.Itoa(int(severity)), Message: "m" + strconv.Itoa(int(severity))})
+	}
+	h := Health("id", problems)
+	if len(h.HealthStatuses) != len(problems) {
+		t.Fatalf("%d statuses for %d problems", len(h.HealthStatuses), len(problems))
+	}
+	for i, p := range problems {
+		if s := h.HealthStatuses[i]; s.Status != want[p.Severity] || s.Reason != p.Reason || s.Message != p.Message {
+			t.Errorf("%+v became %v", p, s)
+		}
+	}
+}
+
+func TestTopology(t *testing.T) {
+	if s := Topology("n").GetSegments(); !maps.Equal(s, map[string]string{"topology.ashlar.dev/node": "n"}) {
+		t.Errorf("segments %v", s)
+	}
+}
+
+// FuzzParseParameters: what is let through is what there is, and nothing else is.
+func FuzzParseParameters(f *testing.F) {
+	for _, seed := range [][2]string{{"pool", "default"}, {"provisioning", "thin"}, {"provisioning", "thick"}, {"pool", ""}, {"pool", "-"}, {"x", "y"},
+		{"csi.storage.k8s.io/fstype", "xfs"}, {"csi.storage.k8s.io/", ""}, {"csi.storage.k8s.io", ""}, {"pool", "a/../b"}} {
+		f.Add(seed[0], seed[1])
+	}
+	f.Fuzz(func(t *testing.T, key, value string) {
+		p, err := ParseParameters(map[string]string{key: value})
+		var want Parameters
+		known := true
+		switch {
+		case key == "pool" && blockdev.ValidPoolName(value):
+			want.Pool = value
+		case key == "provisioning" && (value == "thin" || value == "thick"):
+			want.Thin = value == "thin"
+		default:
+			known = strings.HasPrefix(key, "csi.storage.k8s.io/")
+		}
+		if known != (err == nil) || (err != nil && !errors.Is(err, blockdev.ErrInvalid)) || (known && p != want) {
+			t.Fatalf("%q=%q: %+v, %v; want %+v, known %v", key, value, p, err, want, known)
+		}
+	})
+}
+
+// FuzzParseEphemeral: a size that is accepted is one that a volume can have, and no
+// number is misread.
+func FuzzParseEphemeral(f *testing.F) {
+	for _, seed := range []string{"1Gi", "0", "-1", "16Ti", "15Ti", "1.5G", "17592186040320", "17592186044416", "9223372036854775807k", "", "Ki", "+1", "1e9", "٣"} {
+		f.Add(seed)
+	}
+	f.Fuzz(func(t *testing.T, text string) {
+		_, size, err := ParseEphemeral(map[string]string{"size": text})
+		if err != nil {
+			if !errors.Is(err, blockdev.ErrInvalid) || size != (volume.Range{}) {
+				t.Fatalf("%q: %+v, %v", text, size, err)
+			}
+			return
+		}
+		n := size.Required
+		if n <= 0 || n > blockdev.MaxSize || size.Limit != 0 {
+			t.Fatalf("%q: %+v", text, size)
+		}
+		if plain, err := strconv.ParseInt(text, 10, 64); err == nil && plain != n {
+			t.Fatalf("%q: %d", text, n)
+		}
+		// Written in bytes it is the same size.
+		if _, again, err := ParseEphemeral(map[string]string{"size": strconv.FormatInt(n, 10)}); err != nil || again != size {
+			t.Fatalf("%q is %d bytes, which are %+v, %v", text, n, again, err)
+		}
+	})
+}

@@ -1,0 +1,459 @@
+package filesystem_test
+
+import (
+	"context"
+	"errors"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/filesystem"
+	"github.com/ashlar-csi/ashlar/pkg/mount"
+)
+
+const miB = 1 << 20
+
+func ok(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+func run(t testing.TB, argv ...string) string {
+	t.Helper()
+	out, err := exec.Command(argv[0], argv[1:]...).CombinedOutput()
+	if err != nil {
+		t.Fatalf("%s: %v: %s", strings.Join(argv, " "), err, out)
+	}
+	return strings.TrimSpace(string(out))
+}
+
+// disk is a loop device over a preallocated image.
+type disk struct {
+	dir, image, device, path string
+}
+
+func newDisk(t testing.TB, size int64) disk {
+	t.Helper()
+	drivertest.NeedRoot(t)
+	dir := drivertest.Dir(t)
+	d := disk{dir: dir, image: filepath.Join(dir, "image"), path: filepath.Join(dir, "mounted")}
+	f, err := os.Create(d.image)
+	ok(t, err)
+	ok(t, errors.Join(unix.Fallocate(int(f.Fd()), 0, 0, size), f.Close()))
+	ok(t, os.Mkdir(d.path, 0o700))
+	d.device = run(t, "losetup", "--show", "-f", d.image)
+	t.Cleanup(func() {
+		_ = filesystem.Thaw(d.path)
+		if err := mount.Unmount(d.path); err != nil {
+			t.Error(err)
+			_ = unix.Unmount(d.path, unix.MNT_DETACH)
+		}
+		run(t, "losetup", "-d", d.device)
+	})
+	return d
+}
+
+func (d disk) resize(t testing.TB, size int64) {
+	t.Helper()
+	ok(t, os.Truncate(d.image, size))
+	run(t, "losetup", "-c", d.device)
+}
+
+func (d disk) mount(t testing.TB, fs filesystem.Type) {
+	t.Helper()
+	ok(t, mount.Filesystem(d.device, d.path, string(fs), fs.MountOptions(), false))
+}
+
+// put writes text at an offset of a device or file.
+func put(t testing.TB, path string, offset int64, text string) {
+	t.Helper()
+	f, err := os.OpenFile(path, os.O_WRONLY, 0)
+	ok(t, err)
+	_, err = f.WriteAt([]byte(text), offset)
+	ok(t, errors.Join(err, f.Sync(), f.Close()))
+}
+
+// sparse makes a file of zeros; what looks at devices reads files too.
+func sparse(t testing.TB, size int64) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "file")
+	ok(t, os.WriteFile(path, nil, 0o600))
+	ok(t, os.Truncate(path, size))
+	return path
+}
+
+func TestParseType(t *testing.T) {
+	for name, want := range map[string]filesystem.Type{"": filesystem.Ext4, "ext4": filesystem.Ext4, "xfs": filesystem.XFS, "btrfs": filesystem.Btrfs} {
+		if have, err := filesystem.ParseType(name); have != want || err != nil {
+			t.Errorf("%q is %q: %v", name, have, err)
+		}
+	}
+	for _, name := range []string{"ext3", "XFS", "ext4 ", "ntfs", "../ext4"} {
+		if _, err := filesystem.ParseType(name); !errors.Is(err, blockdev.ErrInvalid) {
+			t.Errorf("%q: %v", name, err)
+		}
+	}
+}
+
+func TestBlank(t *testing.T) {
+	const size = 100 * miB
+	for name, offset := range map[string]int64{
+		"first byte": 0, "odd": 12345, "last of the first 4 MiB": 4*miB - 1, "second superblock of btrfs": 64*miB + 64, "first of the last 4 MiB": size - 4*miB, "last byte": size - 1,
+	} {
+		path := sparse(t, size)
+		blank, err := filesystem.Blank(t.Context(), path)
+		if !blank || err != nil {
+			t.Errorf("a file of zeros is not blank: %v", err)
+		}
+		put(t, path, offset, "\x01")
+		if blank, err := filesystem.Blank(t.Context(), path); blank || err != nil {
+			t.Errorf("with a byte at the %s: blank %v, %v", name, blank, err)
+		}
+	}
+	for _, size := range []int64{1, 512, 4096, 4 * miB, 4*miB + 1, 8*miB - 1, 8 * miB, 64*miB + 1} {
+		path := sparse(t, size)
+		if blank, err := filesystem.Blank(t.Context(), path); !blank || err != nil {
+			t.Errorf("%d zeros: blank %v, %v", size, blank, err)
+		}
+		put(t, path, size-1, "\x01")
+		if blank, err := filesystem.Blank(t.Context(), path); blank || err != nil {
+			t.Errorf("%d bytes, the last one 1: blank %v, %v", size, blank, err)
+		}
+	}
+	// What cannot be read is an error, not blank.
+	for _, path := range []string{"/nowhere", t.TempDir(), sparse(t, 0)} {
+		if blank, err := filesystem.Blank(t.Context(), path); blank || err == nil {
+			t.Errorf("%s: blank %v, %v", path, blank, err)
+		}
+	}
+	ended, cancel := context.WithCancel(t.Context())
+	cancel()
+	if blank, err := filesystem.Blank(ended, sparse(t, miB)); blank || !errors.Is(err, context.Canceled) {
+		t.Errorf("cancelled: blank %v, %v", blank, err)
+	}
+}
+
+func TestProbeAndForeign(t *testing.T) {
+	for name, c := range map[string]struct {
+		offset  int64
+		text    string
+		probe   filesystem.Type
+		foreign string // to ext4
+	}{
+		"nothing": {0, "\x00", "", ""},
+		"ext4":    {1080, "\x53\xef", filesystem.Ext4, ""},
+		"xfs":     {0, "XFSB", filesystem.XFS, "xfs"},
+		"btrfs":   {64<<10 + 64, "_BHRfS_M", filesystem.Btrfs, "btrfs"},
+		"LUKS":    {0, "LUKS\xba\xbe\x00\x01", "", "LUKS"},
+		"LVM":     {512, "LABELONE", "", "LVM"},
+		"md 1.1":  {0, "\xfc\x4e\x2b\xa9", "", "RAID"},
+		"md 1.2":  {4096, "\xfc\x4e\x2b\xa9", "", "RAID"},
+		"swap":    {4086, "SWAPSPACE2", "", "swap"},
+		"DOS":     {510, "\x55\xaa", "", "a partition table"},
+		"GPT":     {512, "EFI PART", "", "a partition table"},
+		"text":    {0, "some text", "", ""},
+	} {
+		for _, size := range []int64{miB, 70 << 10} {
+			path := sparse(t, size)
+			put(t, path, c.offset, c.text)
+			if have, err := filesystem.Probe(path); have != c.probe || err != nil {
+				t.Errorf("%s is taken for %q: %v", name, have, err)
+			}
+			if have, err := filesystem.Foreign(path, filesystem.Ext4); have != c.foreign || err != nil {
+				t.Errorf("%s is foreign to ext4 as %q: %v", name, have, err)
+			}
+		}
+	}
+	if have, err := filesystem.Probe(sparse(t, 0)); have != "" || err != nil {
+		t.Errorf("an empty file is taken for %q: %v", have, err)
+	}
+	if _, err := filesystem.Probe("/nowhere"); err == nil {
+		t.Error("what is not there can be read")
+	}
+	if _, err := filesystem.Foreign("/nowhere", filesystem.Ext4); err == nil {
+		t.Error("what is not there can be read")
+	}
+}
+
+// TestMake at the smallest size, and again over what a crash left of it.
+func TestMake(t *testing.T) {
+	for _, fs := range filesystem.Types {
+		t.Run(string(fs), func(t *testing.T) {
+			d := newDisk(t, fs.MinSize())
+			check := func() {
+				t.Helper()
+				if have, err := filesystem.Probe(d.device); have != fs || err != nil {
+					t.Fatalf("it carries %q: %v", have, err)
+				}
+				if have, err := filesystem.Foreign(d.device, fs); have != "" || err != nil {
+					t.Errorf("its own filesystem is foreign as %q: %v", have, err)
+				}
+				if blank, err := filesystem.Blank(t.Context(), d.device); blank || err != nil {
+					t.Errorf("it is blank %v: %v", blank, err)
+				}
+				ok(t, filesystem.Check(t.Context(), fs, d.device))
+				d.mount(t, fs)
+				var st unix.Statfs_t
+				ok(t, unix.Statfs(d.path, &st))
+				if filesystem.TypeOf(st.Type) != fs {
+					t.Errorf("mounted, it is %q", filesystem.TypeOf(st.Type))
+				}
+				ok(t, os.WriteFile(d.path+"/file", []byte("text"), 0o600))
+				ok(t, mount.Unmount(d.path))
+				info, err := os.Stat(d.image)
+				ok(t, err)
+				if taken := info.Sys().(*syscall.Stat_t).Blocks * 512; taken < fs.MinSize() {
+					t.Errorf("the image has given space back: %d of %d", taken, fs.MinSize())
+				}
+			}
+			ok(t, filesystem.Make(t.Context(), fs, d.device, true))
+			check()
+			ok(t, filesystem.Make(t.Context(), fs, d.device, false)) // the crash came after mkfs
+			check()
+			put(t, d.device, 0, string(make([]byte, 256<<10))) // the crash came in it
+			put(t, d.device, fs.MinSize()/2, strings.Repeat("left", 1<<18))
+			ok(t, filesystem.Make(t.Context(), fs, d.device, false))
+			check()
+			for _, other := range filesystem.Types { // the retry is for another filesystem
+				if other.MinSize() <= fs.MinSize() {
+					ok(t, filesystem.Make(t.Context(), other, d.device, false))
+					if have, err := filesystem.Probe(d.device); have != other || err != nil {
+						t.Errorf("%s over %s is %q: %v", other, fs, have, err)
+					}
+				}
+			}
+		})
+	}
+	if err := filesystem.Make(t.Context(), filesystem.Ext4, "/nowhere", true); err == nil {
+		t.Error("a filesystem is made nowhere")
+	}
+	ended, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := filesystem.Make(ended, filesystem.Ext4, sparse(t, 16*miB), true); !errors.Is(err, context.Canceled) {
+		t.Errorf("cancelled: %v", err)
+	}
+}
+
+// TestCheck: what e2fsck repairs by itself is repaired, what it does not is data loss.
+func TestCheck(t *testing.T) {
+	for name, c := range map[string]struct {
+		spoil func(device string)
+		want  error
+	}{
+		"clean": {func(string) {}, nil},
+		"to repair": {func(device string) {
+			run(t, "debugfs", "-w", "-R", "ssv free_blocks_count 7", device)
+			run(t, "debugfs", "-w", "-R", "ssv state 2", device)
+		}, nil},
+		"to look over": {func(device string) { run(t, "debugfs", "-w", "-R", "ssv state 2", device) }, nil},
+		"broken": {func(device string) {
+			run(t, "debugfs", "-w", "-R", "clri <2>", device)
+			run(t, "debugfs", "-w", "-R", "ssv state 2", device)
+		}, blockdev.ErrDataLoss},
+	} {
+		t.Run(name, func(t *testing.T) {
+			d := newDisk(t, 16*miB)
+			ok(t, filesystem.Make(t.Context(), filesystem.Ext4, d.device, true))
+			c.spoil(d.device)
+			if err := filesystem.Check(t.Context(), filesystem.Ext4, d.device); !errors.Is(err, c.want) || (err == nil) != (c.want == nil) {
+				t.Fatalf("got %v, want %v", err, c.want)
+			}
+			if c.want == nil {
+				ok(t, filesystem.Check(t.Context(), filesystem.Ext4, d.device))
+				d.mount(t, filesystem.Ext4)
+			}
+		})
+	}
+	// A check that did not take place is no data loss.
+	if err := filesystem.Check(t.Context(), filesystem.Ext4, "/nowhere"); err == nil || errors.Is(err, blockdev.ErrDataLoss) {
+		t.Errorf("nothing is checked: %v", err)
+	}
+	ended, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := filesystem.Check(ended, filesystem.Ext4, "/nowhere"); !errors.Is(err, context.Canceled) || errors.Is(err, blockdev.ErrDataLoss) {
+		t.Errorf("cancelled: %v", err)
+	}
+	for _, fs := range []filesystem.Type{filesystem.XFS, filesystem.Btrfs} {
+		ok(t, filesystem.Check(t.Context(), fs, "/nowhere")) // they look after themselves
+	}
+}
+
+func TestGrow(t *testing.T) {
+	for _, fs := range filesystem.Types {
+		t.Run(string(fs), func(t *testing.T) {
+			size := fs.MinSize()
+			d := newDisk(t, size)
+			ok(t, filesystem.Make(t.Context(), fs, d.device, true))
+			total := func() int64 {
+				t.Helper()
+				usage, err := filesystem.UsageAt(d.path)
+				ok(t, err)
+				if usage.Used < 0 || usage.Available <= 0 || usage.Used+usage.Available > usage.Total || (fs != filesystem.Btrfs) != (usage.Inodes > 0) {
+					t.Errorf("usage: %+v", usage)
+				}
+				return usage.Total
+			}
+			d.mount(t, fs)
+			ok(t, os.WriteFile(d.path+"/file", []byte("text"), 0o600))
+			before := total()
+			ok(t, filesystem.Grow(fs, d.device, d.path)) // nothing to do
+			if now := total(); now != before {
+				t.Errorf("grown from %d to %d with the same device", before, now)
+			}
+			d.resize(t, size+64*miB)
+			err := filesystem.Grow(fs, d.device, d.path)
+			if filesystem.GrowsMounted(fs) {
+				ok(t, err)
+				ok(t, filesystem.GrowBeforeMount(t.Context(), fs, d.device))
+			} else {
+				if !errors.Is(err, blockdev.ErrPrecondition) || !strings.Contains(err.Error(), "CAP_SYS_RESOURCE") {
+					t.Fatalf("without the capability: %v", err)
+				}
+				ok(t, mount.Unmount(d.path))
+				for range 2 {
+					ok(t, filesystem.GrowBeforeMount(t.Context(), fs, d.device))
+				}
+				d.mount(t, fs)
+			}
+			ok(t, filesystem.Grow(fs, d.device, d.path))
+			if now := total(); now < before+48*miB || now > size+64*miB {
+				t.Errorf("a device of %d bytes more: from %d to %d", 64*miB, before, now)
+			}
+			// 4 KiB more than what is useful to it is not an error, now and for ever.
+			d.resize(t, size+64*miB+4096)
+			if err := filesystem.Grow(fs, d.device, d.path); err != nil && filesystem.GrowsMounted(fs) {
+				t.Error(err)
+			}
+			if text, err := os.ReadFile(d.path + "/file"); string(text) != "text" {
+				t.Errorf("the file has %q: %v", text, err)
+			}
+		})
+	}
+	if err := filesystem.Grow(filesystem.Ext4, "/nowhere", "/"); err == nil {
+		t.Error("a device that is not there has a size")
+	}
+}
+
+// writes begins a write to a file, and returns the channel that tells its end.
+func (d disk) writes(name string) <-chan error {
+	ended := make(chan error, 1)
+	go func() { ended <- os.WriteFile(filepath.Join(d.path, name), []byte(name), 0o600) }()
+	return ended
+}
+
+func held(ended <-chan error) bool {
+	select {
+	case <-ended:
+		return false
+	case <-time.After(200 * time.Millisecond):
+		return true
+	}
+}
+
+func TestFreeze(t *testing.T) {
+	for _, fs := range filesystem.Types {
+		t.Run(string(fs), func(t *testing.T) {
+			d := newDisk(t, fs.MinSize())
+			ok(t, filesystem.Make(t.Context(), fs, d.device, true))
+			d.mount(t, fs)
+			ok(t, filesystem.Thaw(d.path)) // none is success
+			ok(t, <-d.writes("before"))
+
+			thaw, err := filesystem.Freeze(d.path)
+			ok(t, err)
+			t.Cleanup(func() { _ = thaw() })
+			first := d.writes("first")
+			if !held(first) {
+				t.Fatal("a frozen filesystem is written to")
+			}
+			// Somebody else's freeze stays theirs to thaw.
+			again, err := filesystem.Freeze(d.path)
+			ok(t, err)
+			ok(t, again())
+			if !held(first) {
+				t.Fatal("the inner thaw ended the outer freeze")
+			}
+			for range 2 {
+				ok(t, thaw())
+			}
+			ok(t, <-first)
+
+			// Left by a crash: another process, or another start, ends it.
+			left, err := filesystem.Freeze(d.path)
+			ok(t, err)
+			second := d.writes("second")
+			if !held(second) {
+				t.Fatal("a frozen filesystem is written to")
+			}
+			for range 2 {
+				ok(t, filesystem.Thaw(d.path))
+			}
+			ok(t, <-second)
+			ok(t, left()) // it is thawed already
+
+			for _, name := range []string{"before", "first", "second"} {
+				if text, err := os.ReadFile(filepath.Join(d.path, name)); string(text) != name {
+					t.Errorf("file %s has %q: %v", name, text, err)
+				}
+			}
+			ok(t, mount.Unmount(d.path))
+			ok(t, mount.Filesystem(d.device, d.path, string(fs), nil, true))
+			thaw, err = filesystem.Freeze(d.path) // nothing to hold back
+			ok(t, err)
+			ok(t, thaw())
+		})
+	}
+	if _, err := filesystem.Freeze("/nowhere"); err == nil {
+		t.Error("nothing is frozen")
+	}
+	if _, err := filesystem.Freeze("/proc"); !errors.Is(err, blockdev.ErrUnsupported) {
+		t.Errorf("a filesystem that cannot be frozen: %v", err)
+	}
+	if err := filesystem.Thaw("/nowhere"); err == nil {
+		t.Error("nothing is thawed")
+	}
+}
+
+// TestSeparate: a copy can be mounted beside its source.
+func TestSeparate(t *testing.T) {
+	for _, fs := range filesystem.Types {
+		t.Run(string(fs), func(t *testing.T) {
+			d := newDisk(t, fs.MinSize())
+			ok(t, filesystem.Make(t.Context(), fs, d.device, true))
+			d.mount(t, fs)
+			ok(t, <-d.writes("file"))
+			thaw, err := filesystem.Freeze(d.path)
+			ok(t, err)
+			copied := disk{dir: d.dir, image: d.image + "-copy", path: d.path + "-copy"}
+			run(t, "cp", "--sparse=always", d.image, copied.image)
+			ok(t, thaw())
+			for range 2 {
+				ok(t, filesystem.Separate(t.Context(), copied.image))
+			}
+			copied.device = run(t, "losetup", "--show", "-f", copied.image)
+			ok(t, os.Mkdir(copied.path, 0o700))
+			err = mount.Filesystem(copied.device, copied.path, string(fs), fs.MountOptions(), false)
+			if err == nil {
+				err = <-copied.writes("other")
+			}
+			if text, readErr := os.ReadFile(copied.path + "/file"); string(text) != "file" {
+				t.Errorf("the copy has %q: %v", text, readErr)
+			}
+			if _, statErr := os.Stat(d.path + "/other"); !errors.Is(statErr, os.ErrNotExist) {
+				t.Errorf("what is written to the copy is in the source: %v", statErr)
+			}
+			ok(t, errors.Join(err, mount.Unmount(copied.path)))
+			run(t, "losetup", "-d", copied.device)
+		})
+	}
+}

@@ -1,0 +1,479 @@
+package mount_test
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/mount"
+)
+
+func ok(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+func run(t testing.TB, argv ...string) string {
+	t.Helper()
+	out, err := exec.Command(argv[0], argv[1:]...).CombinedOutput()
+	if err != nil {
+		t.Fatalf("%s: %v: %s", strings.Join(argv, " "), err, out)
+	}
+	return strings.TrimSpace(string(out))
+}
+
+// disk is a loop device with a new filesystem, and folders to mount it on.
+type disk struct {
+	dir, device, image string
+}
+
+var sizes = map[string]int64{"ext4": 16 << 20, "xfs": 300 << 20, "btrfs": 128 << 20}
+
+func newDisk(t testing.TB, fstype string) disk {
+	t.Helper()
+	drivertest.NeedRoot(t)
+	d := disk{dir: drivertest.Dir(t)}
+	d.image = filepath.Join(d.dir, "image")
+	ok(t, os.WriteFile(d.image, nil, 0o600))
+	ok(t, os.Truncate(d.image, sizes[fstype]))
+	run(t, "mkfs."+fstype, "-q", d.image)
+	d.device = run(t, "losetup", "--show", "-f", d.image)
+	t.Cleanup(func() {
+		for _, line := range slices.Backward(drivertest.Leftovers(d.dir)) {
+			if path, is := strings.CutPrefix(line, "mount "); is && t.Failed() {
+				_ = unix.Unmount(path, unix.MNT_DETACH)
+			}
+		}
+		run(t, "losetup", "-d", d.device)
+	})
+	return d
+}
+
+// folder makes one in the folder of the disk.
+func (d disk) folder(t testing.TB, name string) string {
+	t.Helper()
+	path := filepath.Join(d.dir, name)
+	ok(t, os.Mkdir(path, 0o700))
+	return path
+}
+
+// mounted mounts the disk until the end of the test.
+func (d disk) mounted(t testing.TB, fstype string, options ...string) string {
+	t.Helper()
+	path := d.folder(t, "mounted")
+	ok(t, mount.Filesystem(d.device, path, fstype, options, false))
+	t.Cleanup(func() {
+		if err := mount.Unmount(path); err != nil {
+			t.Error(err)
+		}
+	})
+	return path
+}
+
+func options(t testing.TB, path string) []string {
+	t.Helper()
+	return strings.Split(run(t, "findmnt", "-no", "OPTIONS", path), ",")
+}
+
+func number(t testing.TB, device string) uint64 {
+	t.Helper()
+	var st unix.Stat_t
+	ok(t, unix.Stat(device, &st))
+	return st.Rdev
+}
+
+func TestOptions(t *testing.T) {
+	d := newDisk(t, "ext4")
+	path := d.folder(t, "mounted")
+	for name, c := range map[string]struct {
+		given     []string
+		readOnly  bool
+		want, not []string
+	}{
+		"none":              {nil, false, []string{"rw"}, []string{"ro", "noatime", "nosuid"}},
+		"of the mount":      {[]string{"noatime,nosuid", "nodev", "noexec"}, false, []string{"rw", "noatime", "nosuid", "nodev", "noexec"}, nil},
+		"of the filesystem": {[]string{"errors=remount-ro", "nodiscard"}, false, []string{"rw", "errors=remount-ro"}, nil},
+		"ro":                {[]string{"ro"}, false, []string{"ro"}, []string{"rw"}},
+		"read-only":         {nil, true, []string{"ro"}, []string{"rw"}},
+		"of mount(8)":       {[]string{"defaults", "_netdev,nofail", "x-systemd.automount", "comment=x", "noauto", "user"}, false, []string{"rw"}, nil},
+		"words of no force": {[]string{"suid,dev,exec,rw"}, false, []string{"rw"}, nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			ok(t, mount.Filesystem(d.device, path, "ext4", c.given, c.readOnly))
+			have := options(t, path)
+			for _, want := range c.want {
+				if !slices.Contains(have, want) {
+					t.Errorf("%s is not among %v", want, have)
+				}
+			}
+			for _, not := range c.not {
+				if slices.Contains(have, not) {
+					t.Errorf("%s is among %v", not, have)
+				}
+			}
+			ok(t, mount.Unmount(path))
+		})
+	}
+	for _, bad := range []string{"no-such-option", "no-such=1", "errors=perhaps", "bind", "rbind", "remount", "move", "loop", "loop=/dev/loop0", "offset=4096", "shared", "rprivate"} {
+		err := mount.Filesystem(d.device, path, "ext4", []string{"noatime", bad}, false)
+		if !errors.Is(err, blockdev.ErrInvalid) || !strings.Contains(err.Error(), bad) {
+			t.Errorf("option %s: %v", bad, err)
+		}
+	}
+	if err := mount.Filesystem(d.device, path, "nosuchfs", nil, false); !errors.Is(err, blockdev.ErrUnsupported) {
+		t.Errorf("an unknown filesystem: %v", err)
+	}
+	if err := mount.Filesystem(d.device, path, "xfs", nil, false); err == nil {
+		t.Error("an ext4 is mounted as XFS")
+	}
+	if err := mount.Filesystem(d.dir+"/nothing", path, "ext4", nil, false); err == nil {
+		t.Error("nothing is mounted")
+	}
+	if err := mount.Filesystem(d.device, d.dir+"/nowhere", "ext4", nil, false); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("it is mounted nowhere: %v", err)
+	}
+	// Nothing of all this stays, not even a mount that nobody sees.
+	if info, err := mount.At(path); err != nil || info.Root {
+		t.Errorf("there is %+v: %v", info, err)
+	}
+	exclusive, err := os.OpenFile(d.device, os.O_RDWR|unix.O_EXCL, 0)
+	if err != nil {
+		t.Fatalf("the device is still in use: %v", err)
+	}
+	exclusive.Close()
+}
+
+func TestDamagedFilesystem(t *testing.T) {
+	d := newDisk(t, "ext4")
+	f, err := os.OpenFile(d.device, os.O_RDWR, 0)
+	ok(t, err)
+	_, err = f.WriteAt([]byte{0xaa, 0xbb, 0xcc}, 1024+16) // the superblock's checksum is wrong now
+	ok(t, errors.Join(err, f.Sync(), f.Close()))
+	err = mount.Filesystem(d.device, d.folder(t, "mounted"), "ext4", nil, false)
+	if !errors.Is(err, blockdev.ErrDataLoss) || !strings.Contains(strings.ToLower(err.Error()), "ext4") {
+		t.Errorf("got %v", err)
+	}
+}
+
+func TestBind(t *testing.T) {
+	d := newDisk(t, "ext4")
+	path := d.mounted(t, "ext4")
+	writable, readOnly := d.folder(t, "rw"), d.folder(t, "ro")
+	ok(t, mount.Bind(path, writable, false))
+	ok(t, mount.Bind(path, readOnly, true))
+	ok(t, os.WriteFile(filepath.Join(writable, "file"), []byte("text"), 0o600))
+	if text, err := os.ReadFile(filepath.Join(readOnly, "file")); string(text) != "text" {
+		t.Errorf("the read-only bind shows %q: %v", text, err)
+	}
+	if err := os.WriteFile(filepath.Join(readOnly, "file"), nil, 0o600); !errors.Is(err, unix.EROFS) {
+		t.Errorf("a write to the read-only bind: %v", err)
+	}
+	ok(t, os.WriteFile(filepath.Join(path, "file"), []byte("still writable"), 0o600))
+	for _, c := range []struct {
+		path     string
+		readOnly bool
+	}{{path, false}, {writable, false}, {readOnly, true}} {
+		info, err := mount.At(c.path)
+		if err != nil || !info.Root || !info.Folder || info.Node || info.ReadOnly != c.readOnly || info.Device != number(t, d.device) || info.Filesystem != unix.EXT4_SUPER_MAGIC {
+			t.Errorf("at %s is %+v: %v", c.path, info, err)
+		}
+	}
+	ok(t, mount.Unmount(writable))
+	ok(t, mount.Unmount(readOnly))
+
+	// A device node.
+	node := filepath.Join(d.dir, "node")
+	ok(t, os.WriteFile(node, nil, 0o600))
+	ok(t, mount.Bind(d.device, node, false))
+	if info, err := mount.At(node); err != nil || !info.Root || !info.Node || info.Folder || info.Device != number(t, d.device) {
+		t.Errorf("at the node is %+v: %v", info, err)
+	}
+	ok(t, mount.Unmount(node))
+
+	// A bind within one filesystem is a mount too (its device number does not tell).
+	inside, outside := filepath.Join(path, "a"), filepath.Join(path, "b")
+	ok(t, os.Mkdir(inside, 0o700))
+	ok(t, os.Mkdir(outside, 0o700))
+	ok(t, mount.Bind(inside, outside, false))
+	for at, root := range map[string]bool{inside: false, outside: true} {
+		if info, err := mount.At(at); err != nil || info.Root != root {
+			t.Errorf("at %s is %+v: %v", at, info, err)
+		}
+	}
+	ok(t, mount.Unmount(outside))
+
+	// A link at the end of either path is not followed.
+	link := filepath.Join(d.dir, "link")
+	ok(t, os.Symlink(writable, link))
+	if err := mount.Bind(path, link, false); err == nil {
+		t.Error("something is mounted on a link")
+	}
+	if info, err := mount.At(writable); err != nil || info.Root {
+		t.Errorf("where the link leads is %+v: %v", info, err)
+	}
+	if info, err := mount.At(link); err != nil || info.Root || info.Folder || info.Node {
+		t.Errorf("at the link is %+v: %v", info, err)
+	}
+	if err := mount.Bind(d.dir+"/nothing", writable, false); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("nothing is bound: %v", err)
+	}
+}
+
+func TestAt(t *testing.T) {
+	for _, fstype := range []string{"ext4", "xfs", "btrfs"} {
+		t.Run(fstype, func(t *testing.T) {
+			d := newDisk(t, fstype)
+			path := d.mounted(t, fstype)
+			if info, err := mount.At(path); err != nil || info.Device != number(t, d.device) {
+				t.Errorf("at the mount is %+v, want device %d: %v", info, number(t, d.device), err)
+			}
+			file := filepath.Join(path, "file")
+			ok(t, os.WriteFile(file, nil, 0o600))
+			if info, err := mount.At(file); err != nil || info.Root || info.Folder || info.Node {
+				t.Errorf("at a file is %+v: %v", info, err)
+			}
+			for _, nothing := range []string{path + "/nothing", file + "/nothing"} {
+				if _, err := mount.At(nothing); !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, unix.ENOTDIR) || mount.Corrupted(err) {
+					t.Errorf("at %s: %v", nothing, err)
+				}
+			}
+		})
+	}
+}
+
+func TestUnmount(t *testing.T) {
+	d := newDisk(t, "ext4")
+	path := d.folder(t, "stack")
+	for range 2 {
+		ok(t, mount.Unmount(path)) // nothing there
+	}
+	ok(t, mount.Unmount(d.dir+"/nothing"))
+	ok(t, mount.Unmount(d.image+"/nothing"))
+	for range 3 {
+		ok(t, mount.Filesystem(d.device, path, "ext4", nil, false))
+	}
+	link := filepath.Join(d.dir, "link")
+	ok(t, os.Symlink(path, link))
+	ok(t, mount.Unmount(link))
+	if info, err := mount.At(path); err != nil || !info.Root {
+		t.Errorf("unmounting a link left %+v: %v", info, err)
+	}
+	f, err := os.Create(filepath.Join(path, "open"))
+	ok(t, err)
+	if err := mount.Unmount(path); !errors.Is(err, blockdev.ErrInUse) {
+		t.Errorf("with an open file: %v", err)
+	}
+	f.Close()
+	ok(t, mount.Unmount(path))
+	if left := drivertest.Leftovers(path); len(left) > 0 {
+		t.Errorf("left: %v", left)
+	}
+}
+
+func TestCorrupted(t *testing.T) {
+	d := newDisk(t, "xfs")
+	path := d.folder(t, "mounted")
+	ok(t, mount.Filesystem(d.device, path, "xfs", nil, false))
+	table, err := mount.LoadTable()
+	ok(t, err)
+	shutDown(t, path)
+	if _, err := mount.At(path); !mount.Corrupted(err) {
+		t.Errorf("at a dead filesystem: %v", err)
+	}
+	if paths := table.Paths(number(t, d.device)); !slices.Equal(paths, []string{path}) {
+		t.Errorf("the dead mount is at %v", paths)
+	}
+	ok(t, mount.RemoveTarget(path))
+	if paths := table.Paths(number(t, d.device)); len(paths) > 0 {
+		t.Errorf("unmounted, it is at %v", paths)
+	}
+	for _, err := range []error{nil, fs.ErrNotExist, unix.ENOTDIR, errors.New("x")} {
+		if mount.Corrupted(err) {
+			t.Errorf("%v is said to be a dead mount", err)
+		}
+	}
+}
+
+// shutDown: XFS_IOC_GOINGDOWN.
+func shutDown(t testing.TB, path string) {
+	t.Helper()
+	f, err := os.Open(path)
+	ok(t, err)
+	defer f.Close()
+	ok(t, unix.IoctlSetPointerInt(int(f.Fd()), 0x8004587d, 1))
+}
+
+func TestMakeTarget(t *testing.T) {
+	dir := t.TempDir()
+	folder, file, link, full := dir+"/folder", dir+"/file", dir+"/link", dir+"/full"
+	for range 2 {
+		ok(t, os.MkdirAll(folder, 0o700))
+	}
+	ok(t, os.WriteFile(file, nil, 0o600))
+	ok(t, os.WriteFile(full, []byte("text"), 0o600))
+	ok(t, os.Symlink(folder, link))
+	for _, c := range []struct {
+		path string
+		node bool
+		made bool
+		err  error
+	}{
+		{dir + "/new", false, true, nil}, {dir + "/new", false, false, nil},
+		{dir + "/newfile", true, true, nil}, {dir + "/newfile", true, false, nil},
+		{folder, false, false, nil}, {file, true, false, nil}, {full, true, false, nil},
+		{folder, true, false, blockdev.ErrPrecondition}, {file, false, false, blockdev.ErrPrecondition},
+		{link, false, false, blockdev.ErrPrecondition}, {link, true, false, blockdev.ErrPrecondition},
+		{dir + "/no/new", false, false, blockdev.ErrPrecondition}, {dir + "/no/new", true, false, blockdev.ErrPrecondition},
+		{file + "/new", false, false, blockdev.ErrPrecondition},
+	} {
+		made, err := mount.MakeTarget(c.path, c.node)
+		if made != c.made || !errors.Is(err, c.err) {
+			t.Errorf("%s, node %v: made %v, %v", c.path, c.node, made, err)
+		}
+	}
+	if text, err := os.ReadFile(full); string(text) != "text" {
+		t.Errorf("the file has %q now: %v", text, err)
+	}
+}
+
+// TestRemoveTarget: never anything with content.
+func TestRemoveTarget(t *testing.T) {
+	d := newDisk(t, "ext4")
+	for name, c := range map[string]struct {
+		make func(path string) error
+		gone bool
+	}{
+		"nothing":             {func(string) error { return nil }, true},
+		"an empty folder":     {func(path string) error { return os.Mkdir(path, 0o700) }, true},
+		"an empty file":       {func(path string) error { return os.WriteFile(path, nil, 0o600) }, true},
+		"a folder with files": {func(path string) error { return os.MkdirAll(path+"/precious", 0o700) }, false},
+		"a file with text":    {func(path string) error { return os.WriteFile(path, []byte("precious"), 0o600) }, false},
+		"a link":              {func(path string) error { return os.Symlink(d.image, path) }, false},
+		"a link to nothing":   {func(path string) error { return os.Symlink("nothing", path) }, false},
+		"a pipe":              {func(path string) error { return unix.Mkfifo(path, 0o600) }, false},
+		"a mount": {func(path string) error {
+			return errors.Join(os.Mkdir(path, 0o700), mount.Filesystem(d.device, path, "ext4", nil, false), os.WriteFile(path+"/data", []byte("data"), 0o600))
+		}, true},
+		"a mount over files": {func(path string) error {
+			return errors.Join(os.MkdirAll(path+"/precious", 0o700), mount.Filesystem(d.device, path, "ext4", nil, false))
+		}, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			path := filepath.Join(d.dir, strings.ReplaceAll(name, " ", "-"))
+			ok(t, c.make(path))
+			for range 2 {
+				if err := mount.RemoveTarget(path); c.gone != (err == nil) || (err != nil && !errors.Is(err, blockdev.ErrPrecondition)) {
+					t.Errorf("got %v", err)
+				}
+			}
+			if _, err := os.Lstat(path); c.gone != errors.Is(err, fs.ErrNotExist) {
+				t.Errorf("afterwards: %v", err)
+			}
+			if info, err := mount.At(path); err == nil && info.Root {
+				t.Error("the mount is still there")
+			}
+		})
+	}
+	// What was in the mount is in it still.
+	path := d.mounted(t, "ext4")
+	if text, err := os.ReadFile(path + "/data"); string(text) != "data" {
+		t.Errorf("the volume has %q: %v", text, err)
+	}
+}
+
+func TestCleanPath(t *testing.T) {
+	for path, good := range map[string]bool{
+		"/a": true, "/a/b": true, "/a b/ü": true, "/a/..b": true, "": false, "/": false, "a": false, "./a": false, "/a/": false, "/a/../b": false, "/a/..": false,
+		"//a": false, "/a//b": false, "/a/./b": false, "/a\x00b": false,
+	} {
+		if err := mount.CleanPath(path); (err == nil) != good || (!good && !errors.Is(err, blockdev.ErrInvalid)) {
+			t.Errorf("%q: %v", path, err)
+		}
+	}
+}
+
+func TestTable(t *testing.T) {
+	for _, fstype := range []string{"ext4", "btrfs"} {
+		t.Run(fstype, func(t *testing.T) {
+			d := newDisk(t, fstype)
+			device := number(t, d.device)
+			path := d.mounted(t, fstype)
+			readOnly, node := d.folder(t, "ro folder"), filepath.Join(d.dir, "node")
+			ok(t, mount.Bind(path, readOnly, true))
+			ok(t, os.WriteFile(node, nil, 0o600))
+			ok(t, mount.Bind(d.device, node, false))
+			// What a table notes and what a new one finds is the same.
+			noted, err := mount.LoadTable()
+			ok(t, err)
+			loaded, err := mount.LoadTable()
+			ok(t, err)
+			noted.Add(device, path, true)
+			noted.Add(device, readOnly, false)
+			noted.Add(device, node, true)
+			noted.Add(device, filepath.Join(d.dir, "nowhere"), true)
+			want := []string{path, node, readOnly}
+			slices.Sort(want)
+			for _, table := range []*mount.Table{noted, loaded} {
+				if have := table.Paths(device); !slices.Equal(have, want) {
+					t.Errorf("mounted at %v, want %v", have, want)
+				}
+				if !table.Writable(device, path) || table.Writable(device, readOnly) || table.Writable(device, d.dir) {
+					t.Error("what is writable is wrong")
+				}
+			}
+			ok(t, mount.Unmount(readOnly))
+			noted.Remove(device, node)
+			if have := noted.Paths(device); !slices.Equal(have, []string{path}) {
+				t.Errorf("after an unmount and a remove: %v", have)
+			}
+			ok(t, mount.Unmount(node))
+			if have := loaded.Paths(device); !slices.Equal(have, []string{path}) {
+				t.Errorf("after two unmounts: %v", have)
+			}
+			noted.Remove(device, path)
+			noted.Remove(device, path)
+			if have := noted.Paths(device); len(have) != 0 {
+				t.Errorf("after all are removed: %v", have)
+			}
+		})
+	}
+}
+
+// TestTableManyAtOnce is for the race detector.
+func TestTableManyAtOnce(t *testing.T) {
+	table, err := mount.LoadTable()
+	ok(t, err)
+	done := make(chan struct{})
+	for i := range 8 {
+		go func() {
+			for j := range 200 {
+				path := fmt.Sprintf("/nowhere/%d/%d", i, j)
+				table.Add(uint64(j), path, true)
+				_ = table.Writable(uint64(j), path)
+				_ = table.Paths(uint64(j))
+				table.Remove(uint64(j), path)
+			}
+			done <- struct{}{}
+		}()
+	}
+	for range 8 {
+		<-done
+	}
+	for j := range 200 {
+		if paths := table.Paths(uint64(j)); slices.ContainsFunc(paths, func(p string) bool { return strings.HasPrefix(p, "/nowhere") }) {
+			t.Errorf("device %d is at %v", j, paths)
+		}
+	}
+}

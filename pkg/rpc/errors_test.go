@@ -1,0 +1,98 @@
+package rpc
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"strings"
+	"testing"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+)
+
+var sentinels = map[string]struct {
+	err  error
+	code codes.Code
+}{
+	"ErrInvalid":      {blockdev.ErrInvalid, codes.InvalidArgument},
+	"ErrNotFound":     {blockdev.ErrNotFound, codes.NotFound},
+	"ErrExists":       {blockdev.ErrExists, codes.AlreadyExists},
+	"ErrOutOfRange":   {blockdev.ErrOutOfRange, codes.OutOfRange},
+	"ErrNoSpace":      {blockdev.ErrNoSpace, codes.ResourceExhausted},
+	"ErrLimit":        {blockdev.ErrLimit, codes.ResourceExhausted},
+	"ErrInUse":        {blockdev.ErrInUse, codes.FailedPrecondition},
+	"ErrPrecondition": {blockdev.ErrPrecondition, codes.FailedPrecondition},
+	"ErrBusy":         {blockdev.ErrBusy, codes.Aborted},
+	"ErrBadToken":     {blockdev.ErrBadToken, codes.Aborted},
+	"ErrDataLoss":     {blockdev.ErrDataLoss, codes.DataLoss},
+	"ErrUnavailable":  {blockdev.ErrUnavailable, codes.Unavailable},
+	"ErrUnsupported":  {blockdev.ErrUnsupported, codes.FailedPrecondition},
+}
+
+// TestEverySentinelHasACode also fails for a sentinel that is new in pkg/blockdev.
+func TestEverySentinelHasACode(t *testing.T) {
+	file, err := parser.ParseFile(token.NewFileSet(), "../blockdev/errors.go", nil, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	declared := 0
+	ast.Inspect(file, func(n ast.Node) bool {
+		if spec, is := n.(*ast.ValueSpec); is {
+			for _, name := range spec.Names {
+				if strings.HasPrefix(name.Name, "Err") {
+					declared++
+					if _, known := sentinels[name.Name]; !known {
+						t.Errorf("blockdev.%s is not in the table of this test", name.Name)
+					}
+				}
+			}
+		}
+		return true
+	})
+	if declared != len(sentinels) {
+		t.Errorf("pkg/blockdev declares %d sentinels, this test has %d", declared, len(sentinels))
+	}
+	for name, s := range sentinels {
+		for how, err := range map[string]error{
+			"itself":         s.err,
+			"wrapped":        fmt.Errorf("stage volume: %w", fmt.Errorf("%w: details", s.err)),
+			"joined":         errors.Join(errors.New("something else"), s.err),
+			"with the cause": fmt.Errorf("%w: %w", s.err, status.Error(codes.Unknown, "a cause with a code of its own")),
+		} {
+			if code := Code(err); code != s.code {
+				t.Errorf("%s, %s, is %s, want %s", name, how, code, s.code)
+			}
+		}
+		if st := status.Convert(toStatus(fmt.Errorf("stage: %w", s.err))); st.Code() != s.code || !strings.Contains(st.Message(), s.err.Error()) {
+			t.Errorf("%s reaches the caller as %v", name, st)
+		}
+	}
+}
+
+func TestOtherErrors(t *testing.T) {
+	for name, c := range map[string]struct {
+		err  error
+		code codes.Code
+	}{
+		"none":                 {nil, codes.OK},
+		"unexpected":           {errors.New("surprise"), codes.Internal},
+		"cancelled":            {fmt.Errorf("copy: %w", context.Canceled), codes.Canceled},
+		"out of time":          {fmt.Errorf("copy: %w", context.DeadlineExceeded), codes.DeadlineExceeded},
+		"gRPC's own":           {status.Error(codes.ResourceExhausted, "message too large"), codes.ResourceExhausted},
+		"unknown method":       {status.Error(codes.Unimplemented, "no such method"), codes.Unimplemented},
+		"out of time, and all": {errors.Join(blockdev.ErrInUse, context.DeadlineExceeded), codes.DeadlineExceeded},
+	} {
+		if code := Code(c.err); code != c.code {
+			t.Errorf("%s is %s, want %s", name, code, c.code)
+		}
+	}
+	if toStatus(nil) != nil {
+		t.Error("success is an error")
+	}
+}
