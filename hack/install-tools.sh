@@ -3,6 +3,7 @@
 #
 #   hack/install-tools.sh          what the driver and its tests need
 #   hack/install-tools.sh bench    the same, and fio
+#   hack/install-tools.sh vm       the same, and User Mode Linux
 #   hack/install-tools.sh lint     only golangci-lint, into ./bin; needs no root
 #
 # When nothing is missing it says nothing and takes milliseconds.
@@ -71,9 +72,10 @@ lint)
 	exit
 	;;
 bench) need fio fio ;;
+vm) need user-mode-linux linux.uml ;;
 "") ;;
 *)
-	echo "usage: $0 [bench|lint]" >&2
+	echo "usage: $0 [bench|vm|lint]" >&2
 	exit 2
 	;;
 esac

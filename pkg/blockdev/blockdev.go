@@ -196,9 +196,6 @@ type Pool interface {
 	Health(ctx context.Context, ref Ref) ([]Problem, error)
 	// PoolHealth is what is wrong with the pool as a whole.
 	PoolHealth(ctx context.Context) []Problem
-	// Interrupted lists the origins of the copies that a crash cut short before this
-	// pool was opened, so that the caller can undo what it did to hold them still.
-	Interrupted() []Ref
 	// Orphans are attached devices of this pool that were attached with Keep. The
 	// caller knows which of them are still wanted.
 	Orphans(ctx context.Context) (map[Ref][]Device, error)

@@ -38,13 +38,12 @@ type filePool struct {
 	reflink  bool              // the filesystem can share blocks between files
 	kind     int64             // of the filesystem, as in statfs(2)
 
-	mu          sync.Mutex
-	objects     map[Ref]*object
-	keys        map[Kind][]string // of objects, sorted
-	damaged     map[Ref]error     // records that cannot be read
-	strays      []string          // images without a record
-	loops       map[Ref][]int     // loop devices last seen over the object
-	interrupted []Ref
+	mu      sync.Mutex
+	objects map[Ref]*object
+	keys    map[Kind][]string // of objects, sorted
+	damaged map[Ref]error     // records that cannot be read
+	strays  []string          // images without a record
+	loops   map[Ref][]int     // loop devices last seen over the object
 
 	space space
 }
@@ -203,9 +202,6 @@ func (p *filePool) sweep(ctx context.Context) {
 	for ref, o := range p.objects {
 		if o.stored.State != ready {
 			unfinished = append(unfinished, ref)
-			if o.stored.State == creating && o.stored.decoded.Origin.Kind == Volume {
-				p.interrupted = append(p.interrupted, o.stored.decoded.Origin)
-			}
 		} else if o.stored.Growing != 0 {
 			unfinished = append(unfinished, ref)
 		}
@@ -433,8 +429,6 @@ func (p *filePool) empty(path string) error {
 	}
 	return unix.Syncfs(int(image.Fd()))
 }
-
-func (p *filePool) Interrupted() []Ref { return p.interrupted }
 
 func (p *filePool) Close() error {
 	var failures []error

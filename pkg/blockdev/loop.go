@@ -134,6 +134,9 @@ func attachLoop(ctx context.Context, image *os.File, label string, how Attachmen
 			return nil, 0, fmt.Errorf("find a free loop device: %w", systemError(err))
 		}
 		f, err := openLoop(n, open)
+		if errors.Is(err, unix.ENXIO) || errors.Is(err, unix.ENODEV) {
+			continue // removed meanwhile (LOOP_CTL_REMOVE)
+		}
 		if err != nil {
 			return nil, 0, fmt.Errorf("open loop device: %w", systemError(err))
 		}
@@ -152,6 +155,7 @@ func attachLoop(ctx context.Context, image *os.File, label string, how Attachmen
 				f.Close()
 				return nil, 0, fmt.Errorf("set the mode of %s: %w", loopPath(n), systemError(err))
 			}
+			resetQueue(n)
 			return f, n, nil
 		}
 		f.Close()
@@ -172,6 +176,13 @@ func setReadOnly(f *os.File, readOnly bool) error {
 		return err
 	}
 	return ioctlPointer(f.Fd(), unix.BLKROSET, unsafe.Pointer(&want))
+}
+
+// resetQueue: as the mode does, the I/O scheduler of a device outlives the user that it
+// was chosen for (the kernel itself resets the read-ahead). Where /sys cannot be written
+// to, nobody can have chosen one.
+func resetQueue(n int) {
+	_, _ = SetQueue(Device{Path: loopPath(n)}, map[string]string{"scheduler": "none"}) // as loop devices begin
 }
 
 // detachWait is how long a device that something still holds gets to go away.

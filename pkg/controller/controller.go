@@ -387,21 +387,20 @@ func (s *Server) ControllerGetVolumeHealth(ctx context.Context, r *csi.Controlle
 	return &csi.ControllerGetVolumeHealthResponse{VolumeHealth: csimap.Health(id.String(), problems)}, nil
 }
 
-// ControllerListVolumeHealth returns the volumes that something is wrong with.
+// ControllerListVolumeHealth returns the volumes that something is wrong with. It looks at
+// each volume, so a page is bounded by how many it looks at: it may have fewer entries than
+// asked for, or none, and still be followed by another.
 func (s *Server) ControllerListVolumeHealth(ctx context.Context, r *csi.ControllerListVolumeHealthRequest) (*csi.ControllerListVolumeHealthResponse, error) {
 	after, limit, err := page(r.GetMaxEntries(), r.GetStartingToken(), blockdev.Volume)
 	if err != nil {
 		return nil, err
 	}
-	type entry struct {
-		id       volume.ID
-		problems []blockdev.Problem
-	}
-	var entries []entry
-	volumes, err := s.store.List(ctx, after, 0)
+	volumes, err := s.store.List(ctx, after, limit)
 	if err != nil {
 		return nil, err
 	}
+	response := &csi.ControllerListVolumeHealthResponse{}
+	volumes, response.NextToken = cutPage(volumes, r.GetMaxEntries(), func(v volume.Volume) volume.ID { return v.ID })
 	for _, v := range volumes {
 		problems, err := s.store.Health(ctx, v.ID)
 		if errors.Is(err, blockdev.ErrNotFound) {
@@ -411,16 +410,8 @@ func (s *Server) ControllerListVolumeHealth(ctx context.Context, r *csi.Controll
 			return nil, err
 		}
 		if len(problems) > 0 {
-			entries = append(entries, entry{v.ID, problems})
+			response.Entries = append(response.Entries, csimap.Health(v.ID.String(), problems))
 		}
-		if limit > 0 && len(entries) == limit {
-			break
-		}
-	}
-	response := &csi.ControllerListVolumeHealthResponse{}
-	entries, response.NextToken = cutPage(entries, r.GetMaxEntries(), func(e entry) volume.ID { return e.id })
-	for _, e := range entries {
-		response.Entries = append(response.Entries, csimap.Health(e.id.String(), e.problems))
 	}
 	return response, nil
 }

@@ -39,8 +39,10 @@ func Health(t Type, device, path string, writable bool) []blockdev.Problem {
 	return problems
 }
 
-// ext4Emergency: an ext4 that stopped writing after an error does not always say so
-// in statfs (Linux 6.16), but always here.
+// ext4Emergency: an ext4 that stopped writing after an error does not always say so in
+// statfs. Newer kernels (6.16) say it here; older ones (6.1.175) only that they would at
+// the first error, which an error that was recorded since the mount then was: a volume
+// is checked, and its account of errors cleared, before each mount.
 func ext4Emergency(device string) bool {
 	options, err := os.ReadFile("/proc/fs/ext4/" + filepath.Base(device) + "/options")
 	if err != nil {
@@ -50,6 +52,10 @@ func ext4Emergency(device string) bool {
 		switch strings.TrimSpace(line) {
 		case "emergency_ro", "shutdown":
 			return true
+		case "errors=remount-ro":
+			if reportedErrors(Ext4, device) > 0 {
+				return true
+			}
 		}
 	}
 	return false

@@ -11,6 +11,8 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
+	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -38,6 +40,7 @@ type Info struct {
 // not exist gives an error that is fs.ErrNotExist; a mount whose filesystem is gone
 // gives an error that Corrupted knows.
 func At(path string) (Info, error) {
+	defer holdForks()()
 	fd, err := openPath(path)
 	if err != nil {
 		return Info{}, err
@@ -67,6 +70,15 @@ func At(path string) (Info, error) {
 		}
 	}
 	return info, nil
+}
+
+// holdForks keeps programs from being started until the function that it returns is
+// called. A child has copies of all file descriptors until it executes its program, those
+// into mounts included, and meanwhile nobody can unmount them. So descriptors into mounts
+// are held only under it, and only for a moment. It does not nest.
+func holdForks() (release func()) {
+	syscall.ForkLock.RLock()
+	return syscall.ForkLock.RUnlock
 }
 
 func openPath(path string) (int, error) {
@@ -183,6 +195,7 @@ func Filesystem(device, target, fstype string, options []string, readOnly bool) 
 		}
 		return fail("open the filesystem", fsfd, err)
 	}
+	defer holdForks()()
 	tree, err := unix.Fsmount(fsfd, unix.FSMOUNT_CLOEXEC, int(attr))
 	if err != nil {
 		return fail("fsmount", fsfd, err)
@@ -236,6 +249,7 @@ func Bind(source, target string, readOnly bool) error {
 	fail := func(what string, err error) error {
 		return fmt.Errorf("bind %s to %s: %s: %w", source, target, what, err)
 	}
+	defer holdForks()()
 	tree, err := unix.OpenTree(unix.AT_FDCWD, source, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC|unix.AT_SYMLINK_NOFOLLOW)
 	if err != nil {
 		return fail("open_tree", err)
@@ -252,9 +266,15 @@ func Bind(source, target string, readOnly bool) error {
 	return nil
 }
 
+// busyTime is how long a mount may be busy before it is said to be in use. A look at a
+// path holds its mount for a moment; and a program that is being started holds copies of
+// all files that the driver has open, until it is running.
+const busyTime = 200 * time.Millisecond
+
 // Unmount takes away whatever is mounted at a path, however often. Nothing there,
 // or no such path, is success. ErrInUse if a process still uses it.
 func Unmount(path string) error {
+	pause, deadline := time.Millisecond, time.Now().Add(busyTime)
 	for {
 		info, err := At(path)
 		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENOTDIR) {
@@ -270,6 +290,9 @@ func Unmount(path string) error {
 		case err == nil:
 		case errors.Is(err, unix.EINVAL), errors.Is(err, unix.ENOENT):
 			return nil // somebody else was faster
+		case errors.Is(err, unix.EBUSY) && time.Now().Before(deadline):
+			time.Sleep(pause)
+			pause *= 2
 		case errors.Is(err, unix.EBUSY):
 			return fmt.Errorf("%w: unmount %s: a process has files open there or works in it", blockdev.ErrInUse, path)
 		default:

@@ -132,12 +132,12 @@ func (s *Server) mounted(ctx context.Context, v volume.Volume, path string, u us
 // out as a raw device, and the device is blank; on any doubt it leaves the device alone.
 // fresh: the filesystem was made just now.
 func (s *Server) format(ctx context.Context, v *volume.Volume, device blockdev.Device, u use) (fresh bool, err error) {
-	have, err := filesystem.Probe(device.Path)
-	if err != nil {
-		return false, err
-	}
 	switch v.Format.State {
 	case volume.Formatted, volume.Raw:
+		have, err := filesystem.Probe(device.Path)
+		if err != nil {
+			return false, err
+		}
 		if have == u.fs {
 			v.Format.Type = have
 			return false, nil

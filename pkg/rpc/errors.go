@@ -3,6 +3,7 @@ package rpc
 import (
 	"context"
 	"errors"
+	"syscall"
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
@@ -35,6 +36,13 @@ var table = []struct {
 	{blockdev.ErrUnsupported, codes.FailedPrecondition},
 	{blockdev.ErrDataLoss, codes.DataLoss},
 	{blockdev.ErrUnavailable, codes.Unavailable},
+	// What the system answers anywhere when it has run out of something.
+	{syscall.ENOSPC, codes.ResourceExhausted},
+	{syscall.EDQUOT, codes.ResourceExhausted},
+	{syscall.ENOMEM, codes.Unavailable},
+	{syscall.EMFILE, codes.Unavailable},
+	{syscall.ENFILE, codes.Unavailable},
+	{syscall.EAGAIN, codes.Unavailable},
 }
 
 // Code returns the gRPC code of an error: Internal if it is none of the list.

@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"time"
 
 	"k8s.io/klog/v2"
 
@@ -283,6 +284,13 @@ func (l *Local) filesystems(ctx context.Context, pool blockdev.Pool, ref blockde
 	return paths
 }
 
+// A filesystem that stays frozen is as good as lost to its user, so thawing is tried
+// again this often.
+const (
+	thawTries = 10
+	thawPause = 100 * time.Millisecond
+)
+
 // quiesce freezes the filesystem of an origin, if it has one that is mounted. It
 // reports whether all writes are held back until thaw is called.
 func (l *Local) quiesce(ctx context.Context, o origin) (quiesced bool, thaw func() error, err error) {
@@ -302,7 +310,12 @@ func (l *Local) quiesce(ctx context.Context, o origin) (quiesced bool, thaw func
 		return false, nothing, errors.Join(err, setFrozen(ctx, o.pool, o.record.Ref, ""))
 	}
 	thaw = func() error {
-		if err := end(); err != nil {
+		err := end()
+		for try := 0; err != nil && try < thawTries; try++ {
+			time.Sleep(thawPause)
+			err = filesystem.Thaw(paths[0])
+		}
+		if err != nil {
 			return err // the next start tries again
 		}
 		return setFrozen(ctx, o.pool, o.record.Ref, "")

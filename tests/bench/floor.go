@@ -169,6 +169,10 @@ func attach(image *os.File) (*os.File, int, error) {
 		err = unix.IoctlLoopConfigure(int(device.Fd()), &unix.LoopConfig{Fd: uint32(image.Fd()),
 			Info: unix.LoopInfo64{Flags: unix.LO_FLAGS_DIRECT_IO | unix.LO_FLAGS_AUTOCLEAR}})
 		if err == nil {
+			// It may still be as read-only as its last user made it.
+			err = unix.IoctlSetPointerInt(int(device.Fd()), unix.BLKROSET, 0)
+		}
+		if err == nil {
 			return device, n, nil
 		}
 		device.Close()

@@ -63,7 +63,7 @@ func run(ctx context.Context) (err error) {
 	flag.IntVar(&b.lives, "lives", 8, "life: lives in a block")
 	flag.IntVar(&b.volumes, "volumes", 1000, "scale, memory, idle: how many volumes")
 	flag.IntVar(&b.samples, "samples", 40, "scale: samples of each call")
-	flag.IntVar(&b.fioRounds, "fio-rounds", 5, "fio: rounds")
+	flag.IntVar(&b.fioRounds, "fio-rounds", 4, "fio: rounds")
 	flag.DurationVar(&b.fioRuntime, "fio-runtime", 400*time.Millisecond, "fio: length of each measurement")
 	flag.Int64Var(&b.fioSize, "fio-size", 256<<20, "fio: bytes of each volume, a multiple of 16 MiB")
 	flag.Parse()

@@ -6,6 +6,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"google.golang.org/grpc/codes"
@@ -131,6 +132,10 @@ func TestFilesystemHealth(t *testing.T) {
 			expect(t, v.problems())
 			loop := attached(t, v.image())[0]
 			ok(t, os.WriteFile("/sys/fs/ext4/"+loop+"/trigger_fs_error", []byte("a test"), 0))
+			// The kernel writes the account of its errors a moment later.
+			for deadline := time.Now().Add(5 * time.Second); !slices.Equal(v.problems(), c.want) && time.Now().Before(deadline); {
+				time.Sleep(10 * time.Millisecond)
+			}
 			expect(t, v.problems(), c.want...)
 			if all := d.sick(1); !slices.Equal(all[v.id], c.want) {
 				t.Errorf("listed: %v", all)

@@ -24,25 +24,33 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 )
 
-// program builds the driver, once for all tests.
-var program = sync.OnceValues(func() (string, error) {
-	dir, err := os.MkdirTemp("", "ashlar")
-	if err != nil {
-		return "", err
-	}
-	path := filepath.Join(dir, "driver")
-	out, err := exec.Command("go", "build", "-o", path, "../../cmd/driver").CombinedOutput()
-	if err != nil {
-		return "", fmt.Errorf("build the driver: %w\n%s", err, out)
-	}
-	return path, nil
-})
+// built is where the driver under test is built, once for all tests.
+var built = struct {
+	sync.Once
+	dir string
+	err error
+}{}
+
+// program returns the path of the driver.
+func program() (string, error) {
+	path := filepath.Join(built.dir, "driver")
+	built.Do(func() {
+		if out, err := exec.Command("go", "build", "-o", path, "../../cmd/driver").CombinedOutput(); err != nil {
+			built.err = fmt.Errorf("build the driver: %w\n%s", err, out)
+		}
+	})
+	return path, built.err
+}
 
 func TestMain(m *testing.M) {
-	code := m.Run()
-	if path, err := program(); err == nil {
-		_ = os.RemoveAll(filepath.Dir(path))
+	dir, err := os.MkdirTemp("", "ashlar")
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
 	}
+	built.dir = dir
+	code := m.Run()
+	_ = os.RemoveAll(dir)
 	os.Exit(code)
 }
 

@@ -29,9 +29,6 @@ func today() uint64 {
 	return uint64(time.Now().Unix() / 86400)
 }
 
-// samples is how many points of each call a sample has.
-const samples = 2
-
 // TestPoints: for each call that changes something, and for each point of it, kill the
 // driver there, restart it, and
 //
@@ -62,12 +59,14 @@ func TestPoints(t *testing.T) {
 				return reached
 			}
 			if *full {
-				for n := 1; try(crash{at: n}); n++ {
-					if undoable {
+				for n, more := 1, true; more; n++ {
+					more = try(crash{at: n}) || n < len(calls)
+					if more && undoable {
 						try(crash{at: n, giveUp: true})
 					}
 				}
-				for n := 1; try(crash{at: 1 + random.IntN(len(calls)), atStart: n}); n++ {
+				for n, more := 1, true; more; n++ {
+					more = try(crash{at: 1 + random.IntN(len(calls)), atStart: n}) || n < startPoints
 				}
 			} else {
 				try(crash{at: 1 + random.IntN(len(calls))})
@@ -79,8 +78,8 @@ func TestPoints(t *testing.T) {
 	}
 }
 
-// startPoints is about how many points a start has.
-const startPoints = 20
+// startPoints is about how many points a start has, if there is nothing to mend.
+const startPoints = 12
 
 // histogram of the system calls of a call.
 func histogram(calls []trace.Call) string {

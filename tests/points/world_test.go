@@ -350,8 +350,7 @@ func (v *vol) alive(pod string) {
 		ok(v.t, err)
 	case <-time.After(aliveTime):
 		_ = thaw(v.target(pod))
-		<-written
-		v.t.Fatalf("volume %s is frozen", v.name)
+		v.t.Fatalf("volume %s is frozen; thawed, the write ends with: %v", v.name, <-written)
 	}
 }
 

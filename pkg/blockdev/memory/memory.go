@@ -568,9 +568,6 @@ func (p *Pool) Health(_ context.Context, ref blockdev.Ref) ([]blockdev.Problem, 
 // PoolHealth: nothing is ever wrong.
 func (p *Pool) PoolHealth(context.Context) []blockdev.Problem { return nil }
 
-// Interrupted: nothing is, as a disk does not outlive its process.
-func (p *Pool) Interrupted() []blockdev.Ref { return nil }
-
 // Orphans: see blockdev.Pool.
 func (p *Pool) Orphans(context.Context) (map[blockdev.Ref][]blockdev.Device, error) {
 	if err := p.hook("Orphans", blockdev.Ref{}); err != nil {

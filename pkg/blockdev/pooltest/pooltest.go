@@ -1145,8 +1145,8 @@ func reopen(f *fixture) {
 		if have := inventory(); !slices.EqualFunc(have, records, equal) || len(have) != 3 {
 			f.Fatalf("after a restart: %#v, before: %#v", have, records)
 		}
-		if f.pool.Name() != name || f.promised() != promised || len(f.pool.Interrupted()) != 0 {
-			f.Errorf("after a restart: name %s, promised %d, interrupted %v", f.pool.Name(), f.promised(), f.pool.Interrupted())
+		if f.pool.Name() != name || f.promised() != promised {
+			f.Errorf("after a restart: name %s, promised %d", f.pool.Name(), f.promised())
 		}
 		if d := f.attached(vol("a")); len(d) != 1 || d[0].Number != writable.Number || d[0].ReadOnly {
 			f.Errorf("after a restart: attached as %v, was %s", d, writable.Path)

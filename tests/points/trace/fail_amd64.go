@@ -2,6 +2,9 @@ package trace
 
 import "golang.org/x/sys/unix"
 
+// CanFail: Verdict.Fail works here.
+const CanFail = true
+
 // skip makes the call that a thread is about to make none at all.
 func skip(tid int) error {
 	var regs unix.PtraceRegs

@@ -27,7 +27,7 @@ import (
 type Verdict struct {
 	// Kill the process (SIGKILL, not its children) before the call happens.
 	Kill bool
-	// Fail the call with this error, without its happening.
+	// Fail the call with this error, without its happening (where CanFail).
 	Fail unix.Errno
 }
 

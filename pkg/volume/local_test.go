@@ -1,0 +1,646 @@
+package volume_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
+	"github.com/ashlar-csi/ashlar/pkg/filesystem"
+	"github.com/ashlar-csi/ashlar/pkg/mount"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+const (
+	node = "node-1"
+	mib  = 1 << 20
+)
+
+// failing lets operations of a pool fail: each that is in the map, from the nth time on.
+type failing map[string]int
+
+var errBroken = errors.New("broken")
+
+func (f failing) hook(operation string, _ blockdev.Ref) error {
+	if n, known := f[operation]; known {
+		if n <= 1 {
+			return errBroken
+		}
+		f[operation] = n - 1
+	}
+	return nil
+}
+
+// start starts a store over pools; with the same disks again it is a restart.
+func start(t *testing.T, limit int64, pools ...blockdev.Pool) *volume.Local {
+	t.Helper()
+	mounts, err := mount.LoadTable()
+	must(t, err)
+	l, err := volume.NewLocal(t.Context(), node, pools, mounts, limit)
+	must(t, err)
+	return l
+}
+
+// one starts a store over one new pool, whose operations can be let fail.
+func one(t *testing.T) (*volume.Local, *memory.Disk, failing) {
+	t.Helper()
+	disk, broken := memory.NewDisk(8<<30), failing{}
+	return start(t, 0, disk.Open("default", broken.hook)), disk, broken
+}
+
+func must(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+func fails(t testing.TB, err, want error, what string) {
+	t.Helper()
+	if !errors.Is(err, want) {
+		t.Fatalf("%s: error %v, want %v", what, err, want)
+	}
+}
+
+func create(t testing.TB, l *volume.Local, name string) volume.Volume {
+	t.Helper()
+	v, err := l.Create(t.Context(), volume.Spec{Name: name, Size: volume.Range{Required: mib}})
+	must(t, err)
+	return v
+}
+
+func second[T any](_ T, err error) error { return err }
+
+func TestChoose(t *testing.T) {
+	const block, most = blockdev.Granularity, blockdev.MaxSize
+	for _, c := range []struct {
+		in    volume.Range
+		floor int64
+		want  int64
+		err   error
+	}{
+		{volume.Range{}, block, volume.DefaultSize, nil},
+		{volume.Range{}, 2 * volume.DefaultSize, 2 * volume.DefaultSize, nil},
+		{volume.Range{Limit: mib}, block, mib, nil},
+		{volume.Range{Limit: mib + 1}, block, mib, nil},
+		{volume.Range{Limit: 2 * volume.DefaultSize}, block, volume.DefaultSize, nil},
+		{volume.Range{Limit: mib}, 2 * mib, 0, blockdev.ErrOutOfRange},
+		{volume.Range{Limit: block - 1}, block, 0, blockdev.ErrOutOfRange},
+		{volume.Range{Required: 1}, block, block, nil},
+		{volume.Range{Required: mib}, block, mib, nil},
+		{volume.Range{Required: mib + 1}, block, mib + block, nil},
+		{volume.Range{Required: mib}, 8 * mib, 8 * mib, nil},
+		{volume.Range{Required: mib}, 8*mib + 1, 8*mib + block, nil},
+		{volume.Range{Required: mib, Limit: mib}, block, mib, nil},
+		{volume.Range{Required: mib + 1, Limit: mib + 2}, block, 0, blockdev.ErrOutOfRange},
+		{volume.Range{Required: mib, Limit: 2 * mib}, 3 * mib, 0, blockdev.ErrOutOfRange},
+		{volume.Range{Required: most}, block, most, nil},
+		{volume.Range{Required: most + 1}, block, 0, blockdev.ErrOutOfRange},
+		{volume.Range{Required: 1<<63 - 1}, block, 0, blockdev.ErrOutOfRange},
+		{volume.Range{Required: 2, Limit: 1}, block, 0, blockdev.ErrInvalid},
+		{volume.Range{Required: -1}, block, 0, blockdev.ErrInvalid},
+		{volume.Range{Limit: -1}, block, 0, blockdev.ErrInvalid},
+	} {
+		if have, err := c.in.Choose(c.floor); have != c.want || !errors.Is(err, c.err) {
+			t.Errorf("%+v from %d on: %d, %v; want %d, %v", c.in, c.floor, have, err, c.want, c.err)
+		}
+	}
+}
+
+func TestCheckMutable(t *testing.T) {
+	for _, c := range []struct {
+		key, value string
+		good       bool
+	}{
+		{"readAheadKiB", "0", true}, {"readAheadKiB", "128", true}, {"readAheadKiB", "65536", true}, {"ioScheduler", "none", true}, {"ioScheduler", "bfq", true},
+		{"readAheadKiB", "", false}, {"readAheadKiB", "-4", false}, {"readAheadKiB", "6", false}, {"readAheadKiB", "65540", false}, {"readAheadKiB", "0128", false},
+		{"readAheadKiB", "+4", false}, {"readAheadKiB", "4k", false}, {"ioScheduler", "", false}, {"ioScheduler", "cfq", false}, {"ioScheduler", "../x", false},
+		{"readaheadkib", "4", false}, {"", "", false},
+	} {
+		if err := volume.CheckMutable(map[string]string{c.key: c.value}); (err == nil) != c.good || (err != nil && !errors.Is(err, blockdev.ErrInvalid)) {
+			t.Errorf("%s=%s: %v, want it good: %v", c.key, c.value, err, c.good)
+		}
+	}
+}
+
+func TestKeyOf(t *testing.T) {
+	if key := volume.KeyOf("test"); key != "9f86d081884c7d659a2feaa0c55ad015" {
+		t.Errorf("the key of an existing volume would be %s now", key)
+	}
+	long := strings.Repeat("x", 128)
+	if volume.KeyOf("PVC") == volume.KeyOf("pvc") || volume.KeyOf(long+"1") == volume.KeyOf(long+"2") {
+		t.Error("different names have one key")
+	}
+}
+
+// TestCreateAgain: the same again finds the volume; anything else under its name is
+// refused, and changes nothing.
+func TestCreateAgain(t *testing.T) {
+	disk := memory.NewDisk(8 << 30)
+	l := start(t, 0, disk.Open("default", nil), memory.NewDisk(8<<30).Open("other", nil))
+	source := create(t, l, "source")
+	spec := volume.Spec{Name: "a", Size: volume.Range{Required: 16 * mib, Limit: 32 * mib}, Thin: true, Source: source.ID, Filesystem: filesystem.Ext4,
+		Mutable: map[string]string{"readAheadKiB": "64"}, Nodes: []string{"node-0", node}, Ephemeral: filepath.Join(t.TempDir(), "mount")}
+	made, err := l.Create(t.Context(), spec)
+	must(t, err)
+	if made.Name != "a" || made.Size != 16*mib || !made.Thin || made.Source != source.ID || made.Filesystem != filesystem.Ext4 || made.Node != node ||
+		made.Ephemeral != spec.Ephemeral || !maps.Equal(made.Mutable, spec.Mutable) || made.ID.Pool != "default" || made.Format != (volume.Format{}) || made.Claim != (volume.Claim{}) {
+		t.Errorf("made %+v of %+v", made, spec)
+	}
+	for name, c := range map[string]struct {
+		change func(s *volume.Spec)
+		want   error
+	}{
+		"same":              {func(*volume.Spec) {}, nil},
+		"pool named":        {func(s *volume.Spec) { s.Pool = "default" }, nil},
+		"range around it":   {func(s *volume.Spec) { s.Size = volume.Range{Required: 1, Limit: 16 * mib} }, nil},
+		"any size":          {func(s *volume.Spec) { s.Size = volume.Range{} }, nil},
+		"other pool":        {func(s *volume.Spec) { s.Pool = "other" }, blockdev.ErrExists},
+		"larger":            {func(s *volume.Spec) { s.Size.Required++ }, blockdev.ErrExists},
+		"smaller":           {func(s *volume.Spec) { s.Size = volume.Range{Limit: 16*mib - 1} }, blockdev.ErrExists},
+		"thick":             {func(s *volume.Spec) { s.Thin = false }, blockdev.ErrExists},
+		"no source":         {func(s *volume.Spec) { s.Source = volume.ID{} }, blockdev.ErrExists},
+		"other source":      {func(s *volume.Spec) { s.Source.Key = volume.KeyOf("other") }, blockdev.ErrExists},
+		"snapshot":          {func(s *volume.Spec) { s.Source.Kind = blockdev.Snapshot }, blockdev.ErrExists},
+		"other filesystem":  {func(s *volume.Spec) { s.Filesystem = filesystem.XFS }, blockdev.ErrExists},
+		"raw":               {func(s *volume.Spec) { s.Filesystem = "" }, blockdev.ErrExists},
+		"not ephemeral":     {func(s *volume.Spec) { s.Ephemeral = "" }, blockdev.ErrExists},
+		"other pod":         {func(s *volume.Spec) { s.Ephemeral += "2" }, blockdev.ErrExists},
+		"other node":        {func(s *volume.Spec) { s.Nodes = []string{"node-2"} }, blockdev.ErrNoSpace},
+		"mutable parameter": {func(s *volume.Spec) { s.Mutable = map[string]string{"x": "y"} }, blockdev.ErrInvalid},
+	} {
+		again := spec
+		c.change(&again)
+		v, err := l.Create(t.Context(), again)
+		if !errors.Is(err, c.want) {
+			t.Errorf("%s: %v, want %v", name, err, c.want)
+		} else if err == nil && v.ID != made.ID {
+			t.Errorf("%s: %s, want %s", name, v.ID, made.ID)
+		}
+	}
+	if all, err := l.List(t.Context(), volume.ID{}, 0); err != nil || len(all) != 2 {
+		t.Errorf("after all: %v, %v", all, err)
+	}
+}
+
+func TestCreateRefuses(t *testing.T) {
+	l := start(t, 0, memory.NewDisk(1<<30).Open("default", nil), memory.NewDisk(1<<30).Open("other", nil))
+	source := create(t, l, "source")
+	for name, c := range map[string]struct {
+		spec volume.Spec
+		want error
+	}{
+		"unknown pool":           {volume.Spec{Pool: "nvme"}, blockdev.ErrInvalid},
+		"source in another pool": {volume.Spec{Pool: "other", Source: source.ID}, blockdev.ErrInvalid},
+		"source is gone":         {volume.Spec{Source: volume.ID{Kind: blockdev.Snapshot, Pool: "default", Key: volume.KeyOf("x")}}, blockdev.ErrNotFound},
+		"smaller than source":    {volume.Spec{Source: source.ID, Size: volume.Range{Limit: mib / 2}}, blockdev.ErrOutOfRange},
+		"too small for XFS":      {volume.Spec{Filesystem: filesystem.XFS, Size: volume.Range{Limit: 200 * mib}}, blockdev.ErrOutOfRange},
+		"too large for now":      {volume.Spec{Size: volume.Range{Required: 1 << 31}}, blockdev.ErrNoSpace},
+		"too large for ever":     {volume.Spec{Size: volume.Range{Required: 1 << 60}}, blockdev.ErrOutOfRange},
+		"elsewhere":              {volume.Spec{Nodes: []string{"node-2"}}, blockdev.ErrNoSpace},
+	} {
+		c.spec.Name = "a"
+		if c.spec.Size == (volume.Range{}) {
+			c.spec.Size.Required = mib
+		}
+		_, err := l.Create(t.Context(), c.spec)
+		fails(t, err, c.want, name)
+	}
+	if all, err := l.List(t.Context(), volume.ID{}, 0); err != nil || len(all) != 1 {
+		t.Errorf("after refusals: %v, %v", all, err)
+	}
+}
+
+// TestSizes: a volume is large enough for its filesystem and its source.
+func TestSizes(t *testing.T) {
+	l, _, _ := one(t)
+	for _, c := range []struct {
+		fs   filesystem.Type
+		want int64
+	}{{"", blockdev.Granularity}, {filesystem.Ext4, filesystem.Ext4.MinSize()}, {filesystem.XFS, filesystem.XFS.MinSize()}, {filesystem.Btrfs, filesystem.Btrfs.MinSize()}} {
+		v, err := l.Create(t.Context(), volume.Spec{Name: "v" + string(c.fs), Filesystem: c.fs, Size: volume.Range{Required: 1}})
+		if err != nil || v.Size != c.want {
+			t.Errorf("%q: %d bytes, %v; want %d", c.fs, v.Size, err, c.want)
+		}
+	}
+	source, err := l.Create(t.Context(), volume.Spec{Name: "source", Size: volume.Range{Required: 50 * mib}})
+	must(t, err)
+	if v, err := l.Create(t.Context(), volume.Spec{Name: "clone", Source: source.ID, Size: volume.Range{Required: 1}}); err != nil || v.Size != 50*mib {
+		t.Errorf("clone: %d bytes, %v", v.Size, err)
+	}
+}
+
+// TestFormatIsCopied: what a record says about the bytes goes with them.
+func TestFormatIsCopied(t *testing.T) {
+	l, _, _ := one(t)
+	for _, format := range []volume.Format{{State: volume.Formatted, Type: filesystem.XFS}, {State: volume.Formatting, Type: filesystem.Ext4}, {State: volume.Raw}, {}} {
+		word := string(format.State) + string(format.Type)
+		v := create(t, l, "source"+word)
+		must(t, l.SetFormat(t.Context(), v.ID, format))
+		s, err := l.CreateSnapshot(t.Context(), "snapshot"+word, v.ID)
+		must(t, err)
+		must(t, l.SetFormat(t.Context(), v.ID, volume.Format{}))
+		for _, source := range []volume.ID{s.ID, v.ID} {
+			want := format
+			if source == v.ID {
+				want = volume.Format{}
+			}
+			copied, err := l.Create(t.Context(), volume.Spec{Name: "copy of " + source.String(), Source: source, Size: volume.Range{Required: mib}})
+			if err != nil || copied.Format != want {
+				t.Errorf("copy of %s: %+v, %v; want %+v", source, copied.Format, err, want)
+			}
+		}
+	}
+}
+
+func TestClaim(t *testing.T) {
+	disk := memory.NewDisk(1 << 30)
+	broken := failing{}
+	l := start(t, 2, disk.Open("default", broken.hook))
+	var ids []volume.ID
+	for i := range 4 {
+		ids = append(ids, create(t, l, fmt.Sprint(i)).ID)
+	}
+	claim := volume.Claim{Node: node, Mode: "mount,SINGLE_NODE_WRITER"}
+	claimed := func(id volume.ID, want volume.Claim) {
+		t.Helper()
+		if v, err := l.Get(t.Context(), id); err != nil || v.Claim != want {
+			t.Fatalf("%s: claim %+v, %v; want %+v", id, v.Claim, err, want)
+		}
+	}
+	for range 2 {
+		must(t, l.Claim(t.Context(), ids[0], claim))
+		claimed(ids[0], claim)
+	}
+	readOnly, block := claim, claim
+	readOnly.ReadOnly, block.Mode = true, "block,SINGLE_NODE_WRITER"
+	for _, other := range []volume.Claim{readOnly, block} {
+		fails(t, l.Claim(t.Context(), ids[0], other), blockdev.ErrExists, "another claim of the same node")
+	}
+	fails(t, l.Claim(t.Context(), ids[1], volume.Claim{Node: "node-2"}), blockdev.ErrNotFound, "claim of another node")
+	fails(t, l.Claim(t.Context(), volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf("x")}, claim), blockdev.ErrNotFound, "claim of nothing")
+	claimed(ids[0], claim)
+	fails(t, l.Delete(t.Context(), ids[0]), blockdev.ErrInUse, "Delete of what is claimed")
+
+	// A claim that could not be written down does not count.
+	broken["SetLabels"] = 1
+	for range 3 {
+		fails(t, l.Claim(t.Context(), ids[1], readOnly), errBroken, "claim that cannot be written")
+	}
+	delete(broken, "SetLabels")
+	must(t, l.Claim(t.Context(), ids[1], readOnly))
+	claimed(ids[1], readOnly)
+	fails(t, l.Claim(t.Context(), ids[2], claim), blockdev.ErrLimit, "one more than the limit")
+	must(t, l.Claim(t.Context(), ids[0], claim)) // has it already
+
+	// A restart counts what there is.
+	l = start(t, 2, disk.Open("default", broken.hook))
+	fails(t, l.Claim(t.Context(), ids[2], claim), blockdev.ErrLimit, "one more than the limit, after a restart")
+	must(t, l.Release(t.Context(), ids[1], "node-2")) // not its claim
+	claimed(ids[1], readOnly)
+	for range 3 { // more than once is once
+		must(t, l.Release(t.Context(), ids[1], node))
+		claimed(ids[1], volume.Claim{})
+	}
+	must(t, l.Claim(t.Context(), ids[2], claim))
+	fails(t, l.Claim(t.Context(), ids[3], claim), blockdev.ErrLimit, "one more than the limit, after releases")
+	must(t, l.Release(t.Context(), ids[0], "")) // whoever has it
+	must(t, l.Release(t.Context(), volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf("x")}, node))
+	must(t, l.Delete(t.Context(), ids[0]))
+	must(t, l.Claim(t.Context(), ids[3], claim))
+
+	// The claim of a node that is not this one (a pool that moved here).
+	_, err := disk.Open("default", nil).SetLabels(t.Context(), blockdev.Ref{Kind: blockdev.Volume, Key: ids[1].Key}, func(labels map[string]string) error {
+		labels["claim.node"] = "node-0"
+		return nil
+	})
+	must(t, err)
+	fails(t, l.Claim(t.Context(), ids[1], claim), blockdev.ErrInUse, "claim of what another node has")
+}
+
+// snapshots of a store, by name.
+func snapshots(t testing.TB, l *volume.Local) (names []string) {
+	t.Helper()
+	all, err := l.ListSnapshots(t.Context(), volume.ID{}, volume.ID{}, 0)
+	must(t, err)
+	for _, s := range all {
+		names = append(names, s.Name)
+	}
+	return names
+}
+
+func TestGroup(t *testing.T) {
+	l, disk, _ := one(t)
+	a, b, c := create(t, l, "a").ID, create(t, l, "b").ID, create(t, l, "c").ID
+	made, err := l.CreateGroup(t.Context(), "g", []volume.ID{b, a})
+	must(t, err)
+	for _, sources := range [][]volume.ID{{a, b}, {b, a}} {
+		again, err := l.CreateGroup(t.Context(), "g", sources)
+		if err != nil || !slices.Equal(again.Snapshots, made.Snapshots) || again.ID != made.ID || !again.Created.Equal(made.Created) {
+			t.Errorf("again: %+v, %v; want %+v", again, err, made)
+		}
+	}
+	if len(made.Snapshots) != 2 || made.Created.IsZero() {
+		t.Fatalf("group %+v", made)
+	}
+	for _, s := range made.Snapshots {
+		if have, err := l.GetSnapshot(t.Context(), s.ID); err != nil || have != s || s.Group != made.ID || (s.Source != a && s.Source != b) {
+			t.Errorf("member %+v, %v; want %+v", have, err, s)
+		}
+		fails(t, l.DeleteSnapshot(t.Context(), s.ID), blockdev.ErrInvalid, "Delete of a member")
+	}
+	for what, sources := range map[string][]volume.ID{"fewer": {a}, "more": {a, b, c}, "others": {a, c}} {
+		fails(t, second(l.CreateGroup(t.Context(), "g", sources)), blockdev.ErrExists, what)
+	}
+	for what, sources := range map[string][]volume.ID{"none": nil, "one twice": {a, b, a}} {
+		fails(t, second(l.CreateGroup(t.Context(), "h", sources)), blockdev.ErrInvalid, what)
+	}
+	gone := volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf("x")}
+	fails(t, second(l.CreateGroup(t.Context(), "h", []volume.ID{a, gone})), blockdev.ErrNotFound, "a source that is gone")
+	if have := snapshots(t, l); len(have) != 2 {
+		t.Errorf("snapshots %q", have)
+	}
+
+	l = start(t, 0, disk.Open("default", nil))
+	if have, err := l.GetGroup(t.Context(), made.ID); err != nil || !slices.Equal(have.Snapshots, made.Snapshots) {
+		t.Errorf("after a restart: %+v, %v", have, err)
+	}
+	for range 2 {
+		must(t, l.DeleteGroup(t.Context(), made.ID))
+		fails(t, second(l.GetGroup(t.Context(), made.ID)), blockdev.ErrNotFound, "GetGroup")
+	}
+	if have := snapshots(t, l); len(have) != 0 {
+		t.Errorf("snapshots %q are left", have)
+	}
+}
+
+// TestGroupAllOrNone: whichever cut fails, nothing stays; and if that cannot be removed,
+// nobody sees it, and the next start removes it.
+func TestGroupAllOrNone(t *testing.T) {
+	for k := range 3 {
+		for _, undone := range []bool{true, false} {
+			t.Run(fmt.Sprintf("cut %d fails, undone %v", k+1, undone), func(t *testing.T) {
+				l, disk, broken := one(t)
+				var sources []volume.ID
+				for i := range 3 {
+					sources = append(sources, create(t, l, fmt.Sprint(i)).ID)
+				}
+				broken["Create"] = k + 1
+				if !undone {
+					broken["Delete"] = 1
+				}
+				_, err := l.CreateGroup(t.Context(), "g", sources)
+				fails(t, err, errBroken, "CreateGroup")
+				delete(broken, "Create")
+				records, err := disk.Open("default", nil).List(t.Context(), blockdev.Snapshot, "", 0)
+				must(t, err)
+				if want := map[bool]int{true: 0, false: k}[undone]; len(records) != want {
+					t.Fatalf("%d snapshots are in the pool, want %d", len(records), want)
+				}
+				id := volume.GroupID{Key: volume.KeyOf("g")}
+				fails(t, second(l.GetGroup(t.Context(), id)), blockdev.ErrNotFound, "GetGroup")
+				if have := snapshots(t, l); len(have) != 0 {
+					t.Errorf("snapshots %q are seen", have)
+				}
+				for _, r := range records {
+					hidden := volume.ID{Kind: r.Kind, Pool: "default", Key: r.Key}
+					fails(t, second(l.GetSnapshot(t.Context(), hidden)), blockdev.ErrNotFound, "GetSnapshot of a hidden member")
+					fails(t, second(l.Create(t.Context(), volume.Spec{Name: "restored", Source: hidden, Size: volume.Range{Required: mib}})), blockdev.ErrNotFound, "restore of a hidden member")
+				}
+				delete(broken, "Delete")
+
+				restarted := start(t, 0, disk.Open("default", nil))
+				if records, err := disk.Open("default", nil).List(t.Context(), blockdev.Snapshot, "", 0); err != nil || len(records) != 0 {
+					t.Errorf("after a restart %d snapshots are in the pool, %v", len(records), err)
+				}
+				// Both the one that went on and the one that was started anew can make it.
+				for _, store := range []*volume.Local{l, restarted} {
+					group, err := store.CreateGroup(t.Context(), "g", sources)
+					if err != nil || len(group.Snapshots) != 3 || len(snapshots(t, store)) != 3 {
+						t.Errorf("retry: %+v, %v, snapshots %q", group, err, snapshots(t, store))
+					}
+				}
+			})
+		}
+	}
+}
+
+// TestGroupDeleteFails: a group of which some members are gone is gone for everybody.
+func TestGroupDeleteFails(t *testing.T) {
+	l, _, broken := one(t)
+	group, err := l.CreateGroup(t.Context(), "g", []volume.ID{create(t, l, "a").ID, create(t, l, "b").ID})
+	must(t, err)
+	broken["Delete"] = 2
+	fails(t, l.DeleteGroup(t.Context(), group.ID), errBroken, "DeleteGroup")
+	fails(t, second(l.GetGroup(t.Context(), group.ID)), blockdev.ErrNotFound, "GetGroup")
+	if have := snapshots(t, l); len(have) != 0 {
+		t.Errorf("snapshots %q are seen", have)
+	}
+	delete(broken, "Delete")
+	must(t, l.DeleteGroup(t.Context(), group.ID))
+}
+
+func TestSnapshot(t *testing.T) {
+	l, _, _ := one(t)
+	a, b := create(t, l, "a").ID, create(t, l, "b").ID
+	made, err := l.CreateSnapshot(t.Context(), "s", a)
+	must(t, err)
+	if made.Source != a || made.Size != mib || made.Created.IsZero() || made.Node != node || made.Group != (volume.GroupID{}) || made.Name != "s" {
+		t.Errorf("snapshot %+v", made)
+	}
+	if again, err := l.CreateSnapshot(t.Context(), "s", a); err != nil || again != made {
+		t.Errorf("again: %+v, %v; want %+v", again, err, made)
+	}
+	fails(t, second(l.CreateSnapshot(t.Context(), "s", b)), blockdev.ErrExists, "of another volume")
+	fails(t, second(l.CreateSnapshot(t.Context(), "t", made.ID)), blockdev.ErrNotFound, "of a snapshot")
+	must(t, l.Delete(t.Context(), a))
+	if again, err := l.CreateSnapshot(t.Context(), "s", a); err != nil || again != made {
+		t.Errorf("again, with its source gone: %+v, %v", again, err)
+	}
+	of, err := l.CreateSnapshot(t.Context(), "u", b)
+	must(t, err)
+	if have, err := l.ListSnapshots(t.Context(), b, volume.ID{}, 0); err != nil || !slices.Equal(have, []volume.Snapshot{of}) {
+		t.Errorf("of b: %+v, %v", have, err)
+	}
+	for range 2 {
+		must(t, l.DeleteSnapshot(t.Context(), made.ID))
+		fails(t, second(l.GetSnapshot(t.Context(), made.ID)), blockdev.ErrNotFound, "GetSnapshot")
+	}
+	// IDs of the other kind name nothing.
+	fails(t, second(l.Get(t.Context(), of.ID)), blockdev.ErrNotFound, "Get of a snapshot")
+	must(t, l.Delete(t.Context(), of.ID))
+	must(t, l.DeleteSnapshot(t.Context(), b))
+	if _, err := l.Get(t.Context(), b); err != nil {
+		t.Errorf("a volume is gone: %v", err)
+	}
+	if _, err := l.GetSnapshot(t.Context(), of.ID); err != nil {
+		t.Errorf("a snapshot is gone: %v", err)
+	}
+}
+
+// TestList: pages go on over pools, in the order of the IDs.
+func TestList(t *testing.T) {
+	l := start(t, 0, memory.NewDisk(1<<30).Open("b", nil), memory.NewDisk(1<<30).Open("c", nil), memory.NewDisk(1<<30).Open("a", nil))
+	var want []string
+	for i := range 9 {
+		v, err := l.Create(t.Context(), volume.Spec{Name: fmt.Sprint(i), Pool: string(rune('a' + i%3)), Size: volume.Range{Required: mib}})
+		must(t, err)
+		want = append(want, v.ID.String())
+	}
+	slices.Sort(want)
+	for _, limit := range []int{0, 1, 2, 3, 4, 9, 10} {
+		var have []string
+		for after := (volume.ID{}); ; {
+			page, err := l.List(t.Context(), after, limit)
+			must(t, err)
+			for _, v := range page {
+				have = append(have, v.ID.String())
+			}
+			if limit == 0 || len(page) < limit {
+				break
+			}
+			after = page[len(page)-1].ID
+		}
+		if !slices.Equal(have, want) {
+			t.Errorf("pages of %d: %v, want %v", limit, have, want)
+		}
+	}
+}
+
+func TestExpand(t *testing.T) {
+	l, _, _ := one(t)
+	id := create(t, l, "a").ID
+	for _, c := range []struct {
+		size volume.Range
+		want int64
+		err  error
+	}{
+		{volume.Range{}, mib, nil},
+		{volume.Range{Required: 1}, mib, nil},
+		{volume.Range{Required: 2*mib - 1}, 2 * mib, nil},
+		{volume.Range{Required: mib, Limit: 2 * mib}, 2 * mib, nil},
+		{volume.Range{Limit: 8 * mib}, 2 * mib, nil},
+		{volume.Range{Required: mib, Limit: mib}, 2 * mib, blockdev.ErrOutOfRange},
+		{volume.Range{Limit: mib}, 2 * mib, blockdev.ErrOutOfRange},
+		{volume.Range{Required: 3*mib + 1, Limit: 3*mib + 2}, 2 * mib, blockdev.ErrOutOfRange},
+		{volume.Range{Required: 3 * mib, Limit: 1}, 2 * mib, blockdev.ErrInvalid},
+		{volume.Range{Required: 1 << 40}, 2 * mib, blockdev.ErrNoSpace},
+		{volume.Range{Required: 1 << 60}, 2 * mib, blockdev.ErrOutOfRange},
+	} {
+		v, err := l.Expand(t.Context(), id, c.size)
+		if !errors.Is(err, c.err) || (err == nil && v.Size != c.want) {
+			t.Errorf("%+v: %d, %v; want %d, %v", c.size, v.Size, err, c.want, c.err)
+		}
+		if v, err := l.Get(t.Context(), id); err != nil || v.Size != c.want {
+			t.Errorf("after %+v: %d, %v; want %d", c.size, v.Size, err, c.want)
+		}
+	}
+}
+
+// oneTooMany says that each volume has one more device than it has, last in the list.
+type oneTooMany struct{ *memory.Pool }
+
+func (p oneTooMany) Attached(ctx context.Context, ref blockdev.Ref) ([]blockdev.Device, error) {
+	devices, err := p.Pool.Attached(ctx, ref)
+	return append(devices, blockdev.NewDevice("/dev/no-such-device", 0, mib, false, nil)), err
+}
+
+// TestModify: attached devices change at once; and if the kernel refuses one of them,
+// all of them, and the record, are as they were.
+func TestModify(t *testing.T) {
+	drivertest.NeedRoot(t)
+	disk := memory.NewDisk(1 << 30)
+	l := start(t, 0, disk.Open("default", nil))
+	v, err := l.Create(t.Context(), volume.Spec{Name: "a", Size: volume.Range{Required: mib}, Mutable: map[string]string{"readAheadKiB": "64"}})
+	must(t, err)
+	device, err := l.Attach(t.Context(), v, false, false)
+	must(t, err)
+	defer device.Close()
+	is := func(when, readAhead, scheduler string, mutable map[string]string) {
+		t.Helper()
+		for name, want := range map[string]string{"read_ahead_kb": readAhead, "scheduler": scheduler} {
+			b, err := os.ReadFile(filepath.Join("/sys/block", filepath.Base(device.Path), "queue", name))
+			must(t, err)
+			if have := strings.TrimSpace(string(b)); have != want && !strings.Contains(have, "["+want+"]") {
+				t.Errorf("%s: %s is %s, want %s", when, name, have, want)
+			}
+		}
+		if v, err := l.Get(t.Context(), v.ID); err != nil || !maps.Equal(v.Mutable, mutable) {
+			t.Errorf("%s: the record says %v, %v; want %v", when, v.Mutable, err, mutable)
+		}
+	}
+	is("attached", "64", "none", map[string]string{"readAheadKiB": "64"})
+	refusing := start(t, 0, oneTooMany{disk.Open("default", nil)})
+	change := map[string]string{"readAheadKiB": "256", "ioScheduler": "mq-deadline"}
+	fails(t, refusing.Modify(t.Context(), v.ID, change), blockdev.ErrInvalid, "Modify that the kernel refuses")
+	is("refused", "64", "none", map[string]string{"readAheadKiB": "64"})
+	for range 2 {
+		must(t, l.Modify(t.Context(), v.ID, change))
+		is("modified", "256", "mq-deadline", change)
+	}
+	must(t, l.Modify(t.Context(), v.ID, map[string]string{"ioScheduler": "none"})) // keys that are not given stay
+	is("one modified", "256", "none", map[string]string{"readAheadKiB": "256", "ioScheduler": "none"})
+	fails(t, l.Modify(t.Context(), v.ID, map[string]string{"readAheadKiB": "1"}), blockdev.ErrInvalid, "a bad value")
+	is("bad value", "256", "none", map[string]string{"readAheadKiB": "256", "ioScheduler": "none"})
+}
+
+// TestStart: what nobody uses any more goes when the store starts.
+func TestStart(t *testing.T) {
+	drivertest.NeedRoot(t)
+	dir := drivertest.Dir(t)
+	disk := memory.NewDisk(1 << 30)
+	l := start(t, 0, disk.Open("default", nil))
+	kept := create(t, l, "kept")
+	device, err := l.Attach(t.Context(), kept, false, true)
+	must(t, err)
+	must(t, device.Close())
+	pod, gone := filepath.Join(dir, "pod", "mount"), filepath.Join(dir, "gone", "mount")
+	must(t, os.MkdirAll(filepath.Dir(pod), 0o700))
+	for name, path := range map[string]string{"alive": pod, "dead": gone} {
+		_, err := l.Create(t.Context(), volume.Spec{Name: name, Size: volume.Range{Required: mib}, Ephemeral: path})
+		must(t, err)
+	}
+
+	l = start(t, 0, disk.Open("default", nil))
+	if devices, err := l.Attached(t.Context(), kept.ID); err != nil || len(devices) != 0 {
+		t.Errorf("a device that nothing uses is attached: %v, %v", devices, err)
+	}
+	if v, err := l.Ephemeral(t.Context(), "alive"); err != nil || v.Ephemeral != pod {
+		t.Errorf("of a pod that is there: %+v, %v", v, err)
+	}
+	fails(t, second(l.Ephemeral(t.Context(), "dead")), blockdev.ErrNotFound, "of a pod that is gone")
+	fails(t, second(l.Ephemeral(t.Context(), "kept")), blockdev.ErrNotFound, "what is no ephemeral volume")
+
+	mounts, err := mount.LoadTable()
+	must(t, err)
+	fails(t, second(volume.NewLocal(t.Context(), node, nil, mounts, 0)), blockdev.ErrInvalid, "a store without pools")
+	broken := failing{"Orphans": 1}
+	fails(t, second(volume.NewLocal(t.Context(), node, []blockdev.Pool{disk.Open("default", broken.hook)}, mounts, 0)), errBroken, "a store over a pool that does not answer")
+}
+
+func TestCapacity(t *testing.T) {
+	broken := failing{}
+	l := start(t, 0, memory.NewDisk(1<<30).Open("first", broken.hook), memory.NewDisk(2<<30).Open("second", nil))
+	for _, c := range []struct {
+		pool, node string
+		want       int64
+		err        error
+	}{
+		{"", "", 1 << 30, nil}, {"first", node, 1 << 30, nil}, {"second", "", 2 << 30, nil}, {"", "node-2", 0, nil}, {"third", "", 0, blockdev.ErrInvalid},
+	} {
+		if have, err := l.Capacity(t.Context(), c.pool, c.node); have.Available != c.want || !errors.Is(err, c.err) {
+			t.Errorf("pool %q, node %q: %+v, %v; want %d, %v", c.pool, c.node, have, err, c.want, c.err)
+		}
+	}
+	must(t, l.Ready(t.Context()))
+	broken["Capacity"] = 1
+	fails(t, l.Ready(t.Context()), errBroken, "Ready with a pool that does not answer")
+}

@@ -1,0 +1,119 @@
+package trace
+
+import (
+	"bufio"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// TestMain is also the program that is traced: told a folder and a number, it waits for a
+// line on its input, then makes so many files, each from another goroutine than the one
+// before, and prints what became of them.
+func TestMain(m *testing.M) {
+	dir, files := os.Getenv("TRACED_DIR"), 0
+	if dir == "" {
+		os.Exit(m.Run())
+	}
+	_, _ = fmt.Sscan(os.Getenv("TRACED_FILES"), &files)
+	_, _ = bufio.NewReader(os.Stdin).ReadString('\n')
+	for i := range files {
+		done := make(chan error)
+		go func() {
+			runtime.LockOSThread() // so that it is another thread, too
+			f, err := os.Create(filepath.Join(dir, fmt.Sprint(i)))
+			if err == nil {
+				err = f.Close()
+			}
+			done <- err
+		}()
+		fmt.Println(i, <-done)
+	}
+	_ = exec.Command("true").Run()
+}
+
+// traced runs the program under a trace.
+func traced(t *testing.T, files int, decide func(n int, c Call) Verdict) (r Result, made int, said string) {
+	t.Helper()
+	if os.Getenv("SKIP_ROOT_TESTS") == "1" {
+		t.Skip("SKIP_ROOT_TESTS=1")
+	}
+	dir := t.TempDir()
+	command := exec.Command(os.Args[0])
+	command.Env = append(os.Environ(), "TRACED_DIR="+dir, fmt.Sprint("TRACED_FILES=", files))
+	in, err := command.StdinPipe()
+	ok(t, err)
+	out, err := command.StdoutPipe()
+	ok(t, err)
+	ok(t, command.Start())
+	trace, err := Attach(command.Process.Pid, decide)
+	ok(t, err)
+	_, err = in.Write([]byte("\n"))
+	ok(t, err)
+	<-trace.Dead()
+	r, err = trace.Detach()
+	ok(t, err)
+	for lines := bufio.NewScanner(out); lines.Scan(); {
+		said += lines.Text() + "\n"
+	}
+	_ = command.Wait() // the tracer has collected it
+	entries, err := os.ReadDir(dir)
+	ok(t, err)
+	return r, len(entries), said
+}
+
+func ok(t *testing.T, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// TestCount: the calls of all threads are counted as one, and those of children, too.
+func TestCount(t *testing.T) {
+	r, made, _ := traced(t, 20, func(int, Call) Verdict { return Verdict{} })
+	creates, execs := 0, 0
+	for _, c := range r.Calls {
+		switch {
+		case c.Name == "openat O_CREAT" && !c.Child:
+			creates++
+		case c.Exec && c.Child:
+			execs++
+		}
+	}
+	if made != 20 || creates != 20 || execs != 1 || r.Killed {
+		t.Errorf("%d files, counted %d and %d programs: %v", made, creates, execs, r)
+	}
+}
+
+// TestKill: the call at which the process is killed does not happen, all before it did.
+func TestKill(t *testing.T) {
+	for n := 1; n <= 20; n++ {
+		r, made, _ := traced(t, 20, func(i int, _ Call) Verdict { return Verdict{Kill: i == n} })
+		if made != n-1 || len(r.Calls) != n || !r.Killed {
+			t.Errorf("killed at %d: %d files were made, %d calls counted", n, made, len(r.Calls))
+		}
+	}
+}
+
+// TestFail: a call that is made to fail does not happen, and the process goes on.
+func TestFail(t *testing.T) {
+	if !CanFail {
+		t.Skip("not on this machine")
+	}
+	r, made, said := traced(t, 3, func(i int, _ Call) Verdict {
+		if i == 2 {
+			return Verdict{Fail: unix.EDQUOT}
+		}
+		return Verdict{}
+	})
+	want := "0 <nil>\n1 open " + filepath.Dir(r.Calls[1].Path) + "/1: disk quota exceeded\n2 <nil>\n"
+	if made != 2 || said != want {
+		t.Errorf("%d files; it says %q, not %q", made, said, want)
+	}
+}
