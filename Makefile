@@ -57,6 +57,10 @@ test-kernel: ## Run the sanity suite and the lives of volumes on Linux 6.1, in a
 	CGO_ENABLED=0 go test -c -o bin/vm/ ./tests/sanity ./tests/life
 	hack/in-vm.sh bash -c 'for t in sanity life; do $(CURDIR)/bin/vm/$$t.test >$$t.log 2>&1 || { cat $$t.log; exit 1; }; echo "ok $$t"; grep -aEo "csi-sanity: .*" $$t.log || true; done'
 
+.PHONY: crash
+crash: tools ## Kill the driver at every state-changing system call of every call, and make each one fail (root)
+	POINTS=all FAULTS=all go test -count=1 -timeout 60m -v ./tests/points/...
+
 # go test takes one fuzz target at a time, so each is found by name first.
 .PHONY: fuzz
 fuzz: ## Run each fuzz target for FUZZTIME (20s)

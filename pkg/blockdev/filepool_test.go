@@ -129,7 +129,7 @@ func attach(t testing.TB, pool blockdev.Pool, ref blockdev.Ref, how blockdev.Att
 	t.Helper()
 	device, err := pool.Attach(t.Context(), ref, how)
 	must(t, err)
-	t.Cleanup(func() { device.Close() })
+	t.Cleanup(func() { _ = device.Close() })
 	return device
 }
 

@@ -59,11 +59,6 @@ var answers = map[unix.Errno]codes.Code{
 	unix.EMFILE: codes.Unavailable, unix.ENOMEM: codes.Unavailable, unix.EBUSY: codes.FailedPrecondition,
 }
 
-// unlisted are the calls outside of the pool. Their errors have no place in the list of
-// pkg/blockdev, and Internal is the code for the unexpected, too.
-var unlisted = map[string]bool{"openat O_CREAT": true, "mkdirat": true, "unlinkat": true, "fsopen": true, "fsconfig CREATE": true, "fsmount": true,
-	"open_tree": true, "mount_setattr": true, "move_mount": true, "umount2": true, "execve": true, "ioctl XFS_IOC_FSGROWFSDATA": true}
-
 // steps are words of which the answer has one, to say what it was that failed.
 var steps = map[string][]string{
 	"openat O_CREAT": {"open", "record", "image", "target"}, "write": {"write"}, "pwrite64": {"write"}, "copy_file_range": {"copy"},
@@ -155,7 +150,7 @@ func answered(t *testing.T, at trace.Call, errno unix.Errno, err error) {
 	if at.Name == "" || err == nil {
 		return // it was got around, or did not matter
 	}
-	if code != want && (code != codes.Internal || !unlisted[at.Name]) {
+	if code != want {
 		t.Errorf("%s: %s, answered as %s, not %s", at, unix.ErrnoName(errno), code, want)
 	}
 	if !slices.ContainsFunc(words, func(word string) bool { return strings.Contains(err.Error(), word) }) {

@@ -391,7 +391,8 @@ func (d *Disk) devices(ref blockdev.Ref, closed bool) ([]device, error) {
 		}
 		status, err := unix.IoctlLoopGetStatus64(int(file.Fd()))
 		if err != nil || status.Inode != l.inode {
-			file.Close() // its number may be somebody else's by now
+			// Its number may be somebody else's by now.
+			file.Close()
 			continue
 		}
 		loops, found = append(loops, l), append(found, device{l, status.Flags, file})

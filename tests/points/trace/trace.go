@@ -40,6 +40,7 @@ type Trace struct {
 
 	// The rest belongs to the tracing thread until done is closed.
 	tasks     map[int]bool       // of the process and its children, by thread ID
+	moving    map[int]bool       // of these, seized and not yet seen standing still
 	failing   map[int]unix.Errno // calls that are made to fail, between entry and exit
 	calls     []Call
 	killed    bool
@@ -75,15 +76,15 @@ func init() {
 // not wait for the process until the trace has ended: it would steal what the kernel
 // reports to the tracer.
 func Attach(pid int, decide func(n int, c Call) Verdict) (*Trace, error) {
-	t := &Trace{pid: pid, decide: decide, done: make(chan struct{}), tasks: map[int]bool{}, failing: map[int]unix.Errno{}}
+	t := &Trace{pid: pid, decide: decide, done: make(chan struct{}), tasks: map[int]bool{}, moving: map[int]bool{}, failing: map[int]unix.Errno{}}
 	attached := make(chan error)
 	threads <- func() {
 		defer close(t.done)
-		err := t.seize()
-		attached <- err
-		if err == nil {
-			t.err = t.loop()
+		if err := t.seize(); err != nil {
+			attached <- err
+			return
 		}
+		t.err = t.loop(attached)
 	}
 	return t, <-attached
 }
@@ -122,8 +123,9 @@ func ptrace(request, tid int, addr, data uintptr) (uintptr, error) {
 	return r, nil
 }
 
-// seize takes all threads; those that appear meanwhile are found by the next look, or
-// come by themselves as threads of one that is traced.
+// seize takes all threads that are there and not traced. One that was in the middle of
+// making another when it was seized makes it untraced, and it may appear after the look:
+// so all are only taken if, once each has stood still, another look finds none.
 func (t *Trace) seize() error {
 	for found := true; found; {
 		found = false
@@ -143,7 +145,7 @@ func (t *Trace) seize() error {
 			if err != nil {
 				return fmt.Errorf("seize thread %d: %w", tid, err)
 			}
-			t.tasks[tid], found = true, true
+			t.tasks[tid], t.moving[tid], found = true, true, true
 			if _, err := ptrace(unix.PTRACE_INTERRUPT, tid, 0, 0); err != nil {
 				return fmt.Errorf("interrupt thread %d: %w", tid, err)
 			}
@@ -155,9 +157,15 @@ func (t *Trace) seize() error {
 	return nil
 }
 
-// loop runs until nothing is traced any more.
-func (t *Trace) loop() error {
-	interrupted := false
+// loop runs until nothing is traced any more. It says once on attached when all threads
+// are.
+func (t *Trace) loop(attached chan<- error) error {
+	interrupted, settled := false, false
+	defer func() {
+		if !settled {
+			attached <- fmt.Errorf("process %d is gone", t.pid)
+		}
+	}()
 	for len(t.tasks) > 0 {
 		var status unix.WaitStatus
 		tid, err := unix.Wait4(-1, &status, unix.WALL|unix.WNOTHREAD, nil)
@@ -170,11 +178,18 @@ func (t *Trace) loop() error {
 		if err != nil {
 			return err
 		}
+		delete(t.moving, tid)
 		if !status.Stopped() {
 			delete(t.tasks, tid)
 			continue
 		}
 		t.tasks[tid] = true
+		if !settled && len(t.moving) == 0 {
+			if err := t.seize(); err != nil || len(t.moving) == 0 {
+				settled = true
+				attached <- err
+			}
+		}
 		t.stopped(tid, status)
 		if t.leaving.Load() && !t.killed && !interrupted {
 			interrupted = true
