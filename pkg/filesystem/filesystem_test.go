@@ -37,6 +37,15 @@ func run(t testing.TB, argv ...string) string {
 	return strings.TrimSpace(string(out))
 }
 
+// attach makes a file a device. A loop device keeps the mode that an earlier user gave it
+// with blockdev(8).
+func attach(t testing.TB, image string) string {
+	t.Helper()
+	device := run(t, "losetup", "--show", "-f", image)
+	run(t, "blockdev", "--setrw", device)
+	return device
+}
+
 // disk is a loop device over a preallocated image.
 type disk struct {
 	dir, image, device, path string
@@ -51,7 +60,7 @@ func newDisk(t testing.TB, size int64) disk {
 	ok(t, err)
 	ok(t, errors.Join(unix.Fallocate(int(f.Fd()), 0, 0, size), f.Close()))
 	ok(t, os.Mkdir(d.path, 0o700))
-	d.device = run(t, "losetup", "--show", "-f", d.image)
+	d.device = attach(t, d.image)
 	t.Cleanup(func() {
 		_ = filesystem.Thaw(d.path)
 		if err := mount.Unmount(d.path); err != nil {
@@ -440,7 +449,7 @@ func TestSeparate(t *testing.T) {
 			for range 2 {
 				ok(t, filesystem.Separate(t.Context(), copied.image))
 			}
-			copied.device = run(t, "losetup", "--show", "-f", copied.image)
+			copied.device = attach(t, copied.image)
 			ok(t, os.Mkdir(copied.path, 0o700))
 			err = mount.Filesystem(copied.device, copied.path, string(fs), fs.MountOptions(), false)
 			if err == nil {

@@ -34,6 +34,15 @@ func run(t testing.TB, argv ...string) string {
 	return strings.TrimSpace(string(out))
 }
 
+// attach makes a file a device. A loop device keeps the mode that an earlier user gave it
+// with blockdev(8).
+func attach(t testing.TB, image string) string {
+	t.Helper()
+	device := run(t, "losetup", "--show", "-f", image)
+	run(t, "blockdev", "--setrw", device)
+	return device
+}
+
 // disk is a loop device with a new filesystem, and folders to mount it on.
 type disk struct {
 	dir, device, image string
@@ -49,7 +58,7 @@ func newDisk(t testing.TB, fstype string) disk {
 	ok(t, os.WriteFile(d.image, nil, 0o600))
 	ok(t, os.Truncate(d.image, sizes[fstype]))
 	run(t, "mkfs."+fstype, "-q", d.image)
-	d.device = run(t, "losetup", "--show", "-f", d.image)
+	d.device = attach(t, d.image)
 	t.Cleanup(func() {
 		for _, line := range slices.Backward(drivertest.Leftovers(d.dir)) {
 			if path, is := strings.CutPrefix(line, "mount "); is && t.Failed() {

@@ -64,7 +64,7 @@ type served struct {
 	socket string
 	log    func() string
 	// stop ends the server, and returns what Serve did and how long it took.
-	stop func() (error, time.Duration)
+	stop func() (time.Duration, error)
 }
 
 func socketPath(t testing.TB) string {
@@ -73,7 +73,7 @@ func socketPath(t testing.TB) string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { os.RemoveAll(dir) })
+	t.Cleanup(func() { _ = os.RemoveAll(dir) })
 	return filepath.Join(dir, "csi.sock")
 }
 
@@ -95,7 +95,7 @@ func serveFake(t testing.TB, f *fake) *served {
 	}
 	s.NodeClient, s.ControllerClient, s.SnapshotMetadataClient = csi.NewNodeClient(conn), csi.NewControllerClient(conn), csi.NewSnapshotMetadataClient(conn)
 	var once sync.Once
-	s.stop = func() (err error, took time.Duration) {
+	s.stop = func() (took time.Duration, err error) {
 		once.Do(func() {
 			began := time.Now()
 			cancel()
@@ -103,7 +103,7 @@ func serveFake(t testing.TB, f *fake) *served {
 			took = time.Since(began)
 			conn.Close()
 		})
-		return err, took
+		return took, err
 	}
 	t.Cleanup(func() { _, _ = s.stop() })
 	return s
@@ -328,7 +328,7 @@ func TestDrain(t *testing.T) {
 		time.Sleep(300 * time.Millisecond)
 		close(finish)
 	}()
-	err, took := s.stop()
+	took, err := s.stop()
 	if err != nil || took < 200*time.Millisecond || took > 3*time.Second {
 		t.Errorf("stopped after %s: %v", took, err)
 	}
@@ -361,7 +361,7 @@ func TestDrainStuck(t *testing.T) {
 				ended <- err
 			}()
 			<-begun
-			err, took := s.stop()
+			took, err := s.stop()
 			if took < 3*time.Second || took > 5*time.Second {
 				t.Errorf("stopped after %s", took)
 			}
@@ -459,7 +459,7 @@ func TestListen(t *testing.T) {
 			if _, err := os.Lstat(path); err != nil {
 				t.Errorf("it is gone: %v", err)
 			}
-			os.Remove(path)
+			_ = os.Remove(path)
 		})
 	}
 	if _, err := Listen("unix://" + filepath.Join(path, "no/such/folder/csi.sock")); err == nil {

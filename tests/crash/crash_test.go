@@ -61,7 +61,7 @@ func build(t testing.TB) *process {
 	conn, err := grpc.NewClient("unix://"+p.dir+"/csi.sock", grpc.WithTransportCredentials(insecure.NewCredentials()),
 		grpc.WithConnectParams(grpc.ConnectParams{Backoff: backoff.Config{BaseDelay: 2 * time.Millisecond, Multiplier: 1, MaxDelay: 2 * time.Millisecond}}))
 	ok(t, err)
-	t.Cleanup(func() { conn.Close() })
+	t.Cleanup(func() { _ = conn.Close() })
 	p.IdentityClient, p.ControllerClient = csi.NewIdentityClient(conn), csi.NewControllerClient(conn)
 	p.GroupControllerClient, p.NodeClient = csi.NewGroupControllerClient(conn), csi.NewNodeClient(conn)
 	return p

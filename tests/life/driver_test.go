@@ -120,7 +120,11 @@ func poolFolder(t testing.TB, dir, fs string, size int64) {
 	ok(t, os.Truncate(image, size))
 	ok(t, os.Mkdir(folder, 0o700))
 	run(t, "mkfs."+fs, "-q", image)
-	run(t, "mount", "-o", "loop", image, folder)
+	// A loop device keeps the mode that an earlier user gave it with blockdev(8).
+	loop := strings.TrimSpace(run(t, "losetup", "--show", "-f", image))
+	run(t, "blockdev", "--setrw", loop)
+	run(t, "mount", loop, folder)
+	run(t, "losetup", "-d", loop) // goes with the mount
 	t.Cleanup(func() {
 		if err := unix.Unmount(folder, 0); err != nil && !t.Failed() {
 			t.Errorf("unmount the pool's filesystem: %v", err)
@@ -503,7 +507,7 @@ func checksum(t testing.TB, path string) [32]byte {
 			}
 			for page := range slices.Chunk(buffer[:n], 4096) {
 				if !bytes.Equal(page, zeroPage[:len(page)]) {
-					fmt.Fprintf(sum, "%d:", at)
+					_, _ = fmt.Fprintf(sum, "%d:", at)
 					sum.Write(page)
 				}
 				at += int64(len(page))

@@ -547,7 +547,7 @@ func TestHeldDevice(t *testing.T) {
 		"by a process": func(t *testing.T, device string) func() {
 			f, err := os.Open(device)
 			ok(t, err)
-			return func() { f.Close() }
+			return func() { _ = f.Close() }
 		},
 		"by a loop device": func(t *testing.T, device string) func() {
 			loop := strings.TrimSpace(run(t, "losetup", "--show", "-f", device))

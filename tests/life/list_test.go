@@ -13,7 +13,7 @@ import (
 
 // lists are the two calls that go page by page over things that come and go.
 type list struct {
-	page   func(max int32, token string) (ids []string, next string, err error)
+	page   func(most int32, token string) (ids []string, next string, err error)
 	make   func(name string) (id string)
 	remove func(id string)
 }
@@ -22,8 +22,8 @@ func lists(d *driver) map[string]list {
 	source := d.made(request("source", block, 4096))
 	return map[string]list{
 		"ListVolumes": {
-			page: func(max int32, token string) ([]string, string, error) {
-				response, err := d.ListVolumes(d.t.Context(), &csi.ListVolumesRequest{MaxEntries: max, StartingToken: token})
+			page: func(most int32, token string) ([]string, string, error) {
+				response, err := d.ListVolumes(d.t.Context(), &csi.ListVolumesRequest{MaxEntries: most, StartingToken: token})
 				var ids []string
 				for _, one := range response.GetEntries() {
 					if one.GetVolume().GetVolumeId() != source.id {
@@ -36,8 +36,8 @@ func lists(d *driver) map[string]list {
 			remove: func(id string) { ok(d.t, d.volume(id, "", nil).delete()) },
 		},
 		"ListSnapshots": {
-			page: func(max int32, token string) ([]string, string, error) {
-				response, err := d.ListSnapshots(d.t.Context(), &csi.ListSnapshotsRequest{MaxEntries: max, StartingToken: token})
+			page: func(most int32, token string) ([]string, string, error) {
+				response, err := d.ListSnapshots(d.t.Context(), &csi.ListSnapshotsRequest{MaxEntries: most, StartingToken: token})
 				var ids []string
 				for _, one := range response.GetEntries() {
 					ids = append(ids, one.GetSnapshot().GetSnapshotId())
@@ -70,18 +70,18 @@ func TestLists(t *testing.T) {
 					stays[id] = true
 				}
 			}
-			for _, max := range []int32{0, 1, 2, 5, 12, 13, 1<<31 - 1} {
+			for _, most := range []int32{0, 1, 2, 5, 12, 13, 1<<31 - 1} {
 				seen := map[string]int{}
 				for token, pages := "", 0; ; pages++ {
-					ids, next, err := l.page(max, token)
+					ids, next, err := l.page(most, token)
 					ok(t, err)
-					if max > 0 && len(ids) > int(max) {
-						t.Errorf("a page of %d has %d entries", max, len(ids))
+					if most > 0 && len(ids) > int(most) {
+						t.Errorf("a page of %d has %d entries", most, len(ids))
 					}
 					for _, id := range ids {
 						seen[id]++
 					}
-					if max == 2 && pages < len(goes) {
+					if most == 2 && pages < len(goes) {
 						l.remove(goes[pages])
 						goes[pages] = l.make(fmt.Sprintf("%s-late-%d", name, pages))
 					}
@@ -91,12 +91,12 @@ func TestLists(t *testing.T) {
 				}
 				for id := range stays {
 					if seen[id] != 1 {
-						t.Errorf("in pages of %d, %s is listed %d times", max, id, seen[id])
+						t.Errorf("in pages of %d, %s is listed %d times", most, id, seen[id])
 					}
 				}
 				for id, n := range seen {
 					if n > 1 {
-						t.Errorf("in pages of %d, %s is listed %d times", max, id, n)
+						t.Errorf("in pages of %d, %s is listed %d times", most, id, n)
 					}
 				}
 			}
