@@ -22,6 +22,11 @@ func (p *filePool) findLoops() error {
 		return fmt.Errorf("list loop devices: %w", err)
 	}
 	for _, n := range numbers {
+		// Not those that are surely others': to open a device is to hold it for a moment.
+		backing, err := os.ReadFile(fmt.Sprintf("/sys/block/loop%d/loop/backing_file", n))
+		if err != nil || !strings.HasSuffix(strings.TrimSuffix(strings.TrimSpace(string(backing)), " (deleted)"), ".img") {
+			continue
+		}
 		f, err := openLoop(n, os.O_RDONLY)
 		if err != nil {
 			continue // gone meanwhile, or not for us

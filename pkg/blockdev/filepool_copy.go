@@ -38,6 +38,10 @@ func canReflink(root *os.Root) (bool, error) {
 	return unix.IoctlFileClone(int(to.Fd()), int(from.Fd())) == nil, nil
 }
 
+// forgetCached drops what reads have left of a file in the page cache: of preallocated space
+// that was never written, cached pages count as data.
+func forgetCached(f *os.File) { _ = unix.Fadvise(int(f.Fd()), 0, 0, unix.FADV_DONTNEED) }
+
 // dataFrom returns the next stretch of data of a file at or after offset, below end.
 // Holes and preallocated space that was never written are no data (lseek(2)).
 func dataFrom(f *os.File, offset, end int64) (start, stop int64, err error) {
@@ -95,17 +99,18 @@ func copyRange(dst, src *os.File, offset, length int64) (int64, error) {
 // settle makes dst equal to src where it differs, and reports whether it did not.
 func settle(ctx context.Context, dst, src *os.File, size int64) (same bool, err error) {
 	const block = 1 << 20
+	forgetCached(src)
 	want, have := make([]byte, block), make([]byte, block)
 	same = true
 	for offset := int64(0); offset < size; {
 		if err := ctx.Err(); err != nil {
 			return false, err
 		}
-		a, _, err := dataFrom(src, offset, size)
+		a, aEnd, err := dataFrom(src, offset, size)
 		if err != nil {
 			return false, err
 		}
-		b, _, err := dataFrom(dst, offset, size)
+		b, bEnd, err := dataFrom(dst, offset, size)
 		if err != nil {
 			return false, err
 		}
@@ -113,7 +118,12 @@ func settle(ctx context.Context, dst, src *os.File, size int64) (same bool, err 
 			break
 		}
 		offset -= offset % Granularity
-		n := min(size-offset, block)
+		end := aEnd
+		if b < a {
+			end = bEnd
+		}
+		end = min(size, (end+Granularity-1)/Granularity*Granularity)
+		n := min(end-offset, block)
 		if _, err := src.ReadAt(want[:n], offset); err != nil {
 			return false, systemError(err)
 		}

@@ -206,6 +206,7 @@ func (p *filePool) copyOrigin(ctx context.Context, o *object, image *os.File, sp
 		return time.Time{}, err
 	}
 	defer source.Close()
+	forgetCached(source)
 	moving, err := p.flushDevices(ctx, spec)
 	if err != nil {
 		return time.Time{}, err

@@ -43,6 +43,7 @@ func (p *filePool) Allocated(ctx context.Context, ref Ref, from int64, yield fun
 		return err
 	}
 	defer f.Close()
+	forgetCached(f)
 	w := &extentWriter{yield: yield}
 	for offset := from; offset < s.Size; {
 		if err := ctx.Err(); err != nil {

@@ -50,13 +50,21 @@ func mountNew(t testing.TB, fs string) (dir string) {
 	base := drivertest.Dir(t)
 	dir = filepath.Join(base, "mnt")
 	must(t, os.Mkdir(dir, 0o700))
-	source, options := filepath.Join(base, fs+".img"), "loop"
+	source, options := filepath.Join(base, fs+".img"), ""
 	if fs == "tmpfs" {
 		source, options = "tmpfs", "size=512m"
 	} else {
 		must(t, os.WriteFile(source, nil, 0o600))
 		must(t, os.Truncate(source, 1<<30))
 		run(t, "mkfs."+fs, "-q", source)
+	}
+	if fs != "tmpfs" {
+		// Not mount -o loop: a loop device keeps the mode that an earlier user gave it.
+		device, _, err := command.Run(t.Context(), "losetup", "--show", "-f", source)
+		must(t, err)
+		source, options = strings.TrimSpace(device), "rw"
+		run(t, "blockdev", "--setrw", source)
+		defer run(t, "losetup", "-d", source) // it goes with the mount
 	}
 	run(t, "mount", "-t", fs, "-o", options, source, dir)
 	t.Cleanup(func() { run(t, "umount", dir) })
@@ -790,11 +798,12 @@ func TestSticky(t *testing.T) {
 			t.Fatalf("settings %q became %q: this test shows nothing", before, after)
 		}
 		run(t, "blockdev", "--setro", device.Path)
+		t.Cleanup(func() { run(t, "blockdev", "--setrw", device.Path) }) // mount(8) would not
 		must(t, device.Close())
 		must(t, pool.Detach(t.Context(), vol("a")))
 		again, same := takeNumber(t, pool, device.Number)
 		if !same {
-			continue // whoever has it now resets it
+			continue
 		}
 		if have := settings(again); !slices.Equal(have, before) || again.ReadOnly {
 			t.Errorf("the next volume on %s has settings %q, read-only %v; want %q", again.Path, have, again.ReadOnly, before)

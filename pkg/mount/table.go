@@ -28,7 +28,8 @@ func LoadTable() (*Table, error) {
 	}
 	for _, m := range mounts {
 		device := unix.Mkdev(uint32(m.Major), uint32(m.Minor))
-		node := m.FSType == "devtmpfs" && m.Root != "/"
+		// A device node bound from /dev, which in a container may be a tmpfs.
+		node := (m.FSType == "devtmpfs" || m.FSType == "tmpfs") && m.Root != "/"
 		if node || (m.Major == 0 && strings.HasPrefix(m.Source, "/dev/")) {
 			path := m.Source // btrfs has device numbers of its own
 			if node {

@@ -186,6 +186,12 @@ func (l *Local) Create(ctx context.Context, spec Spec) (Volume, error) {
 	if !errors.Is(err, blockdev.ErrNotFound) {
 		return Volume{}, err
 	}
+	var source origin
+	if spec.Source != (ID{}) {
+		if source, err = l.source(ctx, spec.Source); err != nil {
+			return Volume{}, err
+		}
+	}
 	if spec.Pool == "" {
 		spec.Pool = l.pools[0].Name()
 	}
@@ -198,11 +204,7 @@ func (l *Local) Create(ctx context.Context, spec Spec) (Volume, error) {
 		floor = spec.Filesystem.MinSize()
 	}
 	create := blockdev.Spec{Ref: blockdev.Ref{Kind: blockdev.Volume, Key: KeyOf(spec.Name)}, Name: spec.Name, Thin: spec.Thin, Labels: spec.labels()}
-	var source origin
 	if spec.Source != (ID{}) {
-		if source, err = l.source(ctx, spec.Source); err != nil {
-			return Volume{}, err
-		}
 		if source.pool != pool {
 			return Volume{}, fmt.Errorf("%w: source %s is in pool %s and cannot be copied to pool %s", blockdev.ErrInvalid, spec.Source, source.pool.Name(), pool.Name())
 		}
@@ -629,7 +631,11 @@ func (l *Local) Health(ctx context.Context, id ID) ([]blockdev.Problem, error) {
 			if err == nil && info.Node {
 				continue
 			}
-			return filesystem.Health(v.Format.Type, device.Path, path, l.mounts.Writable(device.Number, path)), nil
+			carried := v.Format.Type
+			if err == nil { // a raw volume may carry what its user made
+				carried = filesystem.TypeOf(info.Filesystem)
+			}
+			return filesystem.Health(carried, device.Path, path, l.mounts.Writable(device.Number, path)), nil
 		}
 	}
 	return nil, nil

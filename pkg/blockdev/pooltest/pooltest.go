@@ -72,6 +72,7 @@ var clauses = []struct {
 	{"Concurrent", concurrent},
 	{"Health", health},
 	{"Differ", differ},
+	{"Prover", prover},
 }
 
 // size of most volumes here, in bytes; a multiple of every pool's own granularity.
@@ -293,12 +294,9 @@ func (f *fixture) holds(ref blockdev.Ref, length int64, content []byte) {
 	want := make([]byte, length)
 	copy(want, content)
 	if !bytes.Equal(have, want) {
-		at := slices.IndexFunc(have, func(byte) bool { return false })
-		for i := range have {
-			if have[i] != want[i] {
-				at = i
-				break
-			}
+		at := 0
+		for have[at] == want[at] {
+			at++
 		}
 		f.Fatalf("%s differs from what it should hold at byte %d", ref, at)
 	}
@@ -1405,4 +1403,32 @@ func differ(f *fixture) {
 	f.fails(d.Allocated(f.Context(), snap("none"), 0, nothing), blockdev.ErrNotFound, "Allocated of nothing")
 	f.fails(d.Changed(f.Context(), snap("none"), snap("one"), 0, nothing), blockdev.ErrNotFound, "Changed from nothing")
 	f.fails(d.Changed(f.Context(), snap("one"), snap("none"), 0, nothing), blockdev.ErrNotFound, "Changed to nothing")
+}
+
+// prover: only what nobody ever wrote to is untouched.
+func prover(f *fixture) {
+	p, ok := f.pool.(blockdev.Prover)
+	if !ok {
+		f.Skip("the pool is no Prover")
+	}
+	untouched := func(ref blockdev.Ref) bool {
+		f.Helper()
+		yes, err := p.Untouched(f.Context(), ref)
+		f.must(err)
+		return yes
+	}
+	f.make(f.spec("a"))
+	if !untouched(vol("a")) {
+		f.Error("a new volume is not known to be untouched") // of no harm, but then it proves nothing
+	}
+	f.write(vol("a"), size-blockdev.Granularity, data(1, blockdev.Granularity))
+	f.copy(snap("s"), vol("a"), size)
+	f.copy(vol("b"), snap("s"), 2*size)
+	for _, ref := range []blockdev.Ref{vol("a"), snap("s"), vol("b")} {
+		if untouched(ref) {
+			f.Errorf("%s holds data and is untouched", ref)
+		}
+	}
+	_, err := p.Untouched(f.Context(), vol("none"))
+	f.fails(err, blockdev.ErrNotFound, "Untouched of nothing")
 }
