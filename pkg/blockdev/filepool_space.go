@@ -42,6 +42,9 @@ const measureEvery = 5 * time.Second
 // another: it was copied, or was copied from. With a link of a chain of copies gone,
 // nobody knows what shares with what. The caller holds mu.
 func (p *filePool) entangled() func(o *object) bool {
+	if !p.reflink {
+		return func(*object) bool { return false }
+	}
 	origins, all := map[string]bool{}, false
 	for _, o := range p.objects {
 		if o.stored.Origin != "" {
@@ -50,7 +53,7 @@ func (p *filePool) entangled() func(o *object) bool {
 		}
 	}
 	return func(o *object) bool {
-		return p.reflink && (all || o.stored.Origin != "" || origins[o.stored.decoded.Ref.String()])
+		return all || o.stored.Origin != "" || origins[o.stored.decoded.Ref.String()]
 	}
 }
 
