@@ -26,16 +26,17 @@ trap 'exit 130' INT
 trap 'exit 143' TERM
 
 truncate -s 16G "$scratch/disk"
+mkdir "$scratch/t" # where the disk is mounted; all else of the machine's folders is as it is
 printf '%q ' "$@" >"$scratch/command"
 
 # Every line of it runs in the VM, as its first process.
 cat >"$scratch/init" <<EOF
 #!/bin/bash
-export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/tmp TMPDIR=/tmp/t LC_ALL=C
+export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=$scratch/t TMPDIR=$scratch/t LC_ALL=C
 mount -t proc proc /proc && mount -t sysfs sys /sys && mount -t tmpfs tmpfs /run || exit
 mountpoint -q /dev || mount -t devtmpfs dev /dev
 insmod /usr/lib/uml/modules/\$(uname -r)/kernel/drivers/block/loop.ko
-mkfs.ext4 -q /dev/ubda && mount /dev/ubda /tmp && mkdir /tmp/t && cd /tmp/t || exit
+mkfs.ext4 -q /dev/ubda && mount /dev/ubda $scratch/t && cd $scratch/t || exit
 ip link set lo up 2>/dev/null
 echo "in a VM: Linux \$(uname -r), \$(nproc) CPU, \$(awk '/^MemTotal/ { print int(\$2 / 1024) }' /proc/meminfo) MiB"
 bash -c "\$(cat "$scratch/command")"
