@@ -5,6 +5,7 @@ package drivertest
 import (
 	"context"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"sync"
@@ -77,6 +78,25 @@ func Leftovers(dir string) []string {
 		}
 	}
 	return found
+}
+
+// Run runs a program and returns what it printed; a failure ends the test.
+func Run(t testing.TB, argv ...string) string {
+	t.Helper()
+	out, err := exec.Command(argv[0], argv[1:]...).CombinedOutput()
+	if err != nil {
+		t.Fatalf("%s: %v: %s", strings.Join(argv, " "), err, out)
+	}
+	return strings.TrimSpace(string(out))
+}
+
+// Loop makes a file a device for a test, writable: a loop device keeps the mode that an
+// earlier user gave it with blockdev(8).
+func Loop(t testing.TB, image string) string {
+	t.Helper()
+	device := Run(t, "losetup", "--show", "-f", image)
+	Run(t, "blockdev", "--setrw", device)
+	return device
 }
 
 // Options of a driver under test.

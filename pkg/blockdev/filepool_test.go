@@ -60,10 +60,7 @@ func mountNew(t testing.TB, fs string) (dir string) {
 	}
 	if fs != "tmpfs" {
 		// Not mount -o loop: a loop device keeps the mode that an earlier user gave it.
-		device, _, err := command.Run(t.Context(), "losetup", "--show", "-f", source)
-		must(t, err)
-		source, options = strings.TrimSpace(device), "rw"
-		run(t, "blockdev", "--setrw", source)
+		source, options = drivertest.Loop(t, source), "rw"
 		defer run(t, "losetup", "-d", source) // it goes with the mount
 	}
 	run(t, "mount", "-t", fs, "-o", options, source, dir)

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"syscall"
@@ -28,24 +27,6 @@ func ok(t testing.TB, err error) {
 	}
 }
 
-func run(t testing.TB, argv ...string) string {
-	t.Helper()
-	out, err := exec.Command(argv[0], argv[1:]...).CombinedOutput()
-	if err != nil {
-		t.Fatalf("%s: %v: %s", strings.Join(argv, " "), err, out)
-	}
-	return strings.TrimSpace(string(out))
-}
-
-// attach makes a file a device. A loop device keeps the mode that an earlier user gave it
-// with blockdev(8).
-func attach(t testing.TB, image string) string {
-	t.Helper()
-	device := run(t, "losetup", "--show", "-f", image)
-	run(t, "blockdev", "--setrw", device)
-	return device
-}
-
 // disk is a loop device over a preallocated image.
 type disk struct {
 	dir, image, device, path string
@@ -60,14 +41,14 @@ func newDisk(t testing.TB, size int64) disk {
 	ok(t, err)
 	ok(t, errors.Join(unix.Fallocate(int(f.Fd()), 0, 0, size), f.Close()))
 	ok(t, os.Mkdir(d.path, 0o700))
-	d.device = attach(t, d.image)
+	d.device = drivertest.Loop(t, d.image)
 	t.Cleanup(func() {
 		_ = filesystem.Thaw(d.path)
 		if err := mount.Unmount(d.path); err != nil {
 			t.Error(err)
 			_ = unix.Unmount(d.path, unix.MNT_DETACH)
 		}
-		run(t, "losetup", "-d", d.device)
+		drivertest.Run(t, "losetup", "-d", d.device)
 	})
 	return d
 }
@@ -75,7 +56,7 @@ func newDisk(t testing.TB, size int64) disk {
 func (d disk) resize(t testing.TB, size int64) {
 	t.Helper()
 	ok(t, os.Truncate(d.image, size))
-	run(t, "losetup", "-c", d.device)
+	drivertest.Run(t, "losetup", "-c", d.device)
 }
 
 func (d disk) mount(t testing.TB, fs filesystem.Type) {
@@ -261,13 +242,13 @@ func TestCheck(t *testing.T) {
 	}{
 		"clean": {func(string) {}, nil},
 		"to repair": {func(device string) {
-			run(t, "debugfs", "-w", "-R", "ssv free_blocks_count 7", device)
-			run(t, "debugfs", "-w", "-R", "ssv state 2", device)
+			drivertest.Run(t, "debugfs", "-w", "-R", "ssv free_blocks_count 7", device)
+			drivertest.Run(t, "debugfs", "-w", "-R", "ssv state 2", device)
 		}, nil},
-		"to look over": {func(device string) { run(t, "debugfs", "-w", "-R", "ssv state 2", device) }, nil},
+		"to look over": {func(device string) { drivertest.Run(t, "debugfs", "-w", "-R", "ssv state 2", device) }, nil},
 		"broken": {func(device string) {
-			run(t, "debugfs", "-w", "-R", "clri <2>", device)
-			run(t, "debugfs", "-w", "-R", "ssv state 2", device)
+			drivertest.Run(t, "debugfs", "-w", "-R", "clri <2>", device)
+			drivertest.Run(t, "debugfs", "-w", "-R", "ssv state 2", device)
 		}, blockdev.ErrDataLoss},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -444,12 +425,12 @@ func TestSeparate(t *testing.T) {
 			thaw, err := filesystem.Freeze(d.path)
 			ok(t, err)
 			copied := disk{dir: d.dir, image: d.image + "-copy", path: d.path + "-copy"}
-			run(t, "cp", "--sparse=always", d.image, copied.image)
+			drivertest.Run(t, "cp", "--sparse=always", d.image, copied.image)
 			ok(t, thaw())
 			for range 2 {
 				ok(t, filesystem.Separate(t.Context(), copied.image))
 			}
-			copied.device = attach(t, copied.image)
+			copied.device = drivertest.Loop(t, copied.image)
 			ok(t, os.Mkdir(copied.path, 0o700))
 			err = mount.Filesystem(copied.device, copied.path, string(fs), fs.MountOptions(), false)
 			if err == nil {
@@ -462,7 +443,7 @@ func TestSeparate(t *testing.T) {
 				t.Errorf("what is written to the copy is in the source: %v", statErr)
 			}
 			ok(t, errors.Join(err, mount.Unmount(copied.path)))
-			run(t, "losetup", "-d", copied.device)
+			drivertest.Run(t, "losetup", "-d", copied.device)
 		})
 	}
 }

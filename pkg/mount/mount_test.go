@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -25,24 +24,6 @@ func ok(t testing.TB, err error) {
 	}
 }
 
-func run(t testing.TB, argv ...string) string {
-	t.Helper()
-	out, err := exec.Command(argv[0], argv[1:]...).CombinedOutput()
-	if err != nil {
-		t.Fatalf("%s: %v: %s", strings.Join(argv, " "), err, out)
-	}
-	return strings.TrimSpace(string(out))
-}
-
-// attach makes a file a device. A loop device keeps the mode that an earlier user gave it
-// with blockdev(8).
-func attach(t testing.TB, image string) string {
-	t.Helper()
-	device := run(t, "losetup", "--show", "-f", image)
-	run(t, "blockdev", "--setrw", device)
-	return device
-}
-
 // disk is a loop device with a new filesystem, and folders to mount it on.
 type disk struct {
 	dir, device, image string
@@ -57,15 +38,15 @@ func newDisk(t testing.TB, fstype string) disk {
 	d.image = filepath.Join(d.dir, "image")
 	ok(t, os.WriteFile(d.image, nil, 0o600))
 	ok(t, os.Truncate(d.image, sizes[fstype]))
-	run(t, "mkfs."+fstype, "-q", d.image)
-	d.device = attach(t, d.image)
+	drivertest.Run(t, "mkfs."+fstype, "-q", d.image)
+	d.device = drivertest.Loop(t, d.image)
 	t.Cleanup(func() {
 		for _, line := range slices.Backward(drivertest.Leftovers(d.dir)) {
 			if path, is := strings.CutPrefix(line, "mount "); is && t.Failed() {
 				_ = unix.Unmount(path, unix.MNT_DETACH)
 			}
 		}
-		run(t, "losetup", "-d", d.device)
+		drivertest.Run(t, "losetup", "-d", d.device)
 	})
 	return d
 }
@@ -93,7 +74,7 @@ func (d disk) mounted(t testing.TB, fstype string, options ...string) string {
 
 func options(t testing.TB, path string) []string {
 	t.Helper()
-	return strings.Split(run(t, "findmnt", "-no", "OPTIONS", path), ",")
+	return strings.Split(drivertest.Run(t, "findmnt", "-no", "OPTIONS", path), ",")
 }
 
 func number(t testing.TB, device string) uint64 {

@@ -120,9 +120,7 @@ func poolFolder(t testing.TB, dir, fs string, size int64) {
 	ok(t, os.Truncate(image, size))
 	ok(t, os.Mkdir(folder, 0o700))
 	run(t, "mkfs."+fs, "-q", image)
-	// A loop device keeps the mode that an earlier user gave it with blockdev(8).
-	loop := strings.TrimSpace(run(t, "losetup", "--show", "-f", image))
-	run(t, "blockdev", "--setrw", loop)
+	loop := drivertest.Loop(t, image)
 	run(t, "mount", loop, folder)
 	run(t, "losetup", "-d", loop) // goes with the mount
 	t.Cleanup(func() {
