@@ -36,7 +36,9 @@ cat >"$scratch/init" <<EOF
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=$scratch/t TMPDIR=$scratch/t LC_ALL=C
 mount -t proc proc /proc && mount -t sysfs sys /sys && mount -t tmpfs tmpfs /run || exit
 mountpoint -q /dev || mount -t devtmpfs dev /dev
-insmod /usr/lib/uml/modules/\$(uname -r)/kernel/drivers/block/loop.ko
+for module in block/loop md/dm-mod md/dm-bufio md/dm-bio-prison md/persistent-data/dm-persistent-data md/dm-thin-pool md/dm-snapshot md/dm-flakey; do
+	insmod /usr/lib/uml/modules/\$(uname -r)/kernel/drivers/\$module.ko || exit
+done
 mkfs.ext4 -q /dev/ubda && mount /dev/ubda $scratch/t && cd $scratch/t || exit
 ip link set lo up 2>/dev/null
 echo "in a VM: Linux \$(uname -r), \$(nproc) CPU, \$(awk '/^MemTotal/ { print int(\$2 / 1024) }' /proc/meminfo) MiB"

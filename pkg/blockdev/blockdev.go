@@ -10,7 +10,8 @@ import (
 	"time"
 )
 
-// Granularity is what every size is a multiple of, in bytes.
+// Granularity is what every size is a multiple of, in bytes. A pool's own may be coarser
+// (Pool.Granularity).
 const Granularity = 4096
 
 // MaxSize is the largest volume that any pool makes, in bytes (16 TiB less one
@@ -47,6 +48,24 @@ func (r Ref) validate() error {
 	return nil
 }
 
+// Provisioning says when an object takes its space.
+type Provisioning string
+
+// Thick objects take their space when they are made, thin ones as they are written.
+const (
+	AnyProvisioning Provisioning = "" // the pool's own way
+	Thick           Provisioning = "thick"
+	Thin            Provisioning = "thin"
+)
+
+// ProvisioningOf is the inverse of Record.Thin.
+func ProvisioningOf(thin bool) Provisioning {
+	if thin {
+		return Thin
+	}
+	return Thick
+}
+
 // Record is all that a pool keeps of one object beside its bytes. It is on disk,
 // durably, before the object takes any space, and it goes after the space is back.
 type Record struct {
@@ -70,15 +89,20 @@ type Record struct {
 // Spec says what to create.
 type Spec struct {
 	Ref
-	Name   string
-	Size   int64 // bytes, a multiple of Granularity; at least the origin's
-	Thin   bool
-	Origin Ref // copy this object; the zero Ref for zeros
+	Name string
+	Size int64 // bytes, a multiple of the pool's granularity; at least the origin's
+	// Provisioning that the pool does not have is refused with ErrUnsupported.
+	Provisioning Provisioning
+	Origin       Ref // copy this object; the zero Ref for zeros
 	// Quiesced: the caller holds back all writes to the origin until Create returns
 	// (a frozen filesystem). Without it, a pool that has to copy an attached origin
 	// byte by byte proves afterwards that the origin did not change meanwhile.
 	Quiesced bool
-	Labels   map[string]string
+	// Cut, if set, is called once the bytes of the origin are fixed, if that is before
+	// Create returns: from then on the caller need not hold back writes. An error ends
+	// the call, with everything undone.
+	Cut    func(ctx context.Context) error
+	Labels map[string]string
 	// Prepare, if set, is called with the path of the finished bytes (a file or a
 	// device) before the object becomes ready. It must be repeatable.
 	Prepare func(ctx context.Context, path string) error
@@ -159,6 +183,9 @@ type Problem struct {
 type Pool interface {
 	// Name of the pool, as the operator gave it.
 	Name() string
+	// Granularity is what every size in this pool is a multiple of, in bytes: Granularity
+	// or a multiple of it.
+	Granularity() int64
 	// Create makes an object, or finds the one that is there: same name, origin and
 	// kind, else ErrExists (sizes and labels are the caller's to compare). New bytes
 	// read as zero. ErrNoSpace if the pool cannot back the size; ErrNotFound if the

@@ -7,7 +7,6 @@ import (
 	"io/fs"
 	"maps"
 	"os"
-	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -38,12 +37,11 @@ type filePool struct {
 	reflink  bool              // the filesystem can share blocks between files
 	kind     int64             // of the filesystem, as in statfs(2)
 
-	mu      sync.Mutex
-	objects map[Ref]*object
-	keys    map[Kind][]string // of objects, sorted
-	damaged map[Ref]error     // records that cannot be read
-	strays  []string          // images without a record
-	loops   map[Ref][]int     // loop devices last seen over the object
+	mu sync.Mutex
+	index[*object]
+	damaged map[Ref]error // records that cannot be read
+	strays  []string      // images without a record
+	loops   map[Ref][]int // loop devices last seen over the object
 
 	space space
 }
@@ -73,8 +71,7 @@ func (p *filePool) label(ref Ref) string {
 }
 
 func openFilePool(ctx context.Context, name string, loc Location) (_ Pool, err error) {
-	p := &filePool{name: name, location: loc, folders: map[Kind]*os.File{}, objects: map[Ref]*object{},
-		keys: map[Kind][]string{}, damaged: map[Ref]error{}, loops: map[Ref][]int{}}
+	p := &filePool{name: name, location: loc, folders: map[Kind]*os.File{}, index: newIndex[*object](), damaged: map[Ref]error{}, loops: map[Ref][]int{}}
 	p.space.unfinished = map[Ref]bool{}
 	defer func() {
 		if err != nil {
@@ -169,11 +166,7 @@ func (p *filePool) load(kind Kind) error {
 // insert adds an object to the index and to what is promised. The caller holds mu,
 // or is alone.
 func (p *filePool) insert(o *object) {
-	ref := o.stored.decoded.Ref
-	p.objects[ref] = o
-	if i, found := slices.BinarySearch(p.keys[ref.Kind], ref.Key); !found {
-		p.keys[ref.Kind] = slices.Insert(p.keys[ref.Kind], i, ref.Key)
-	}
+	p.put(o.stored.decoded.Ref, o)
 	p.space.promised += o.size()
 }
 
@@ -182,11 +175,8 @@ func (p *filePool) forget(ref Ref) {
 	defer p.mu.Unlock()
 	o := p.objects[ref]
 	entangled := p.entangled()(o)
-	delete(p.objects, ref)
+	p.index.remove(ref)
 	delete(p.space.unfinished, ref)
-	if i, found := slices.BinarySearch(p.keys[ref.Kind], ref.Key); found {
-		p.keys[ref.Kind] = slices.Delete(p.keys[ref.Kind], i, i+1)
-	}
 	p.space.promised -= o.size()
 	p.space.allocated -= o.allocated
 	if entangled {
@@ -244,6 +234,8 @@ func (p *filePool) sweepAbandoned(ctx context.Context) {
 
 func (p *filePool) Name() string { return p.name }
 
+func (p *filePool) Granularity() int64 { return Granularity }
+
 func (p *filePool) find(ref Ref) *object {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -285,21 +277,7 @@ func (p *filePool) Get(_ context.Context, ref Ref) (Record, error) {
 func (p *filePool) List(_ context.Context, kind Kind, after string, limit int) ([]Record, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	keys := p.keys[kind]
-	i, found := slices.BinarySearch(keys, after)
-	if found {
-		i++
-	}
-	var records []Record
-	for _, key := range keys[i:] {
-		if limit > 0 && len(records) == limit {
-			break
-		}
-		if o := p.objects[Ref{kind, key}]; o.stored.State == ready {
-			records = append(records, copyOf(o.stored.decoded))
-		}
-	}
-	return records, nil
+	return p.list(kind, after, limit, func(o *object) Record { return o.stored.decoded }), nil
 }
 
 // save writes a record over the one of o, on disk and then in memory.

@@ -35,7 +35,7 @@ func (p *filePool) Create(ctx context.Context, spec Spec) (Record, error) {
 		return Record{}, fmt.Errorf("create %q in pool %s: %w", spec.Name, p.name, ErrBusy)
 	}
 	if o != nil && o.stored.State == ready {
-		return p.same(o.stored.decoded, spec)
+		return sameObject(p.name, o.stored.decoded, spec)
 	}
 	if o != nil && !o.resumable(spec) {
 		if err := p.remove(spec.Ref); err != nil {
@@ -61,7 +61,7 @@ func (p *filePool) Create(ctx context.Context, spec Spec) (Record, error) {
 // resumable reports whether an unfinished object is one that a spec can go on with.
 func (o *object) resumable(spec Spec) bool {
 	r := o.stored.decoded
-	return o.stored.State == creating && o.copied > 0 && r.Name == spec.Name && r.Size == spec.Size && r.Thin == spec.Thin &&
+	return o.stored.State == creating && o.copied > 0 && r.Name == spec.Name && r.Size == spec.Size && r.Thin == (spec.Provisioning == Thin) &&
 		r.Origin == spec.Origin && maps.Equal(r.Labels, spec.Labels)
 }
 
@@ -85,10 +85,10 @@ func (p *filePool) validate(spec Spec) error {
 	return nil
 }
 
-// same checks that an existing object is the one asked for.
-func (p *filePool) same(have Record, spec Spec) (Record, error) {
+// sameObject checks that an existing object is the one asked for.
+func sameObject(pool string, have Record, spec Spec) (Record, error) {
 	if have.Name != spec.Name || have.Origin != spec.Origin {
-		return Record{}, fmt.Errorf("%w: %s in pool %s is %q made from %s", ErrExists, have.Ref, p.name, have.Name, have.Origin)
+		return Record{}, fmt.Errorf("%w: %s in pool %s is %q made from %s", ErrExists, have.Ref, pool, have.Name, have.Origin)
 	}
 	return copyOf(have), nil
 }
@@ -96,7 +96,7 @@ func (p *filePool) same(have Record, spec Spec) (Record, error) {
 // begin promises the space and writes the record.
 func (p *filePool) begin(spec Spec) (*object, error) {
 	o := &object{active: true}
-	o.stored = newStored(Record{Ref: spec.Ref, Name: spec.Name, Size: spec.Size, Thin: spec.Thin, Origin: spec.Origin,
+	o.stored = newStored(Record{Ref: spec.Ref, Name: spec.Name, Size: spec.Size, Thin: spec.Provisioning == Thin, Origin: spec.Origin,
 		Created: time.Now().UTC(), Labels: maps.Clone(spec.Labels)}, creating, 0)
 	if err := p.reserve(spec.Size, func() error {
 		p.mu.Lock()
@@ -136,7 +136,7 @@ func (p *filePool) fill(ctx context.Context, o *object, spec Spec) (Record, erro
 	defer image.Close()
 	cut := o.stored.Created
 	if spec.Origin == (Ref{}) {
-		err = p.allocate(image, spec.Size, spec.Thin)
+		err = p.allocate(image, spec.Size, spec.Provisioning == Thin)
 	} else {
 		cut, err = p.copyOrigin(ctx, o, image, spec)
 	}
@@ -212,7 +212,7 @@ func (p *filePool) copyOrigin(ctx context.Context, o *object, image *os.File, sp
 		return time.Time{}, err
 	}
 	// Snapshots never grow, so they get no more space than they have data.
-	thin := spec.Thin || spec.Kind == Snapshot
+	thin := spec.Provisioning == Thin || spec.Kind == Snapshot
 	if p.reflink {
 		cut := time.Now().UTC()
 		if err := unix.IoctlFileClone(int(image.Fd()), int(source.Fd())); err != nil {

@@ -470,7 +470,7 @@ func TestArithmetic(t *testing.T) {
 		}
 		near("total", capacityOf(t, pool).Total, c.want)
 		create(t, pool, blockdev.Spec{Ref: vol("a"), Size: 64 * mib})
-		create(t, pool, blockdev.Spec{Ref: vol("b"), Size: 64 * mib, Thin: true})
+		create(t, pool, blockdev.Spec{Ref: vol("b"), Size: 64 * mib, Provisioning: blockdev.Thin})
 		device := attach(t, pool, vol("b"), blockdev.Attachment{})
 		writeTo(t, device.Path, 0, bytes.Repeat([]byte{1}, 32*mib))
 		must(t, errors.Join(device.Close(), pool.Close()))
@@ -515,7 +515,7 @@ func TestSharedBlocks(t *testing.T) {
 			// The chain from a to b has lost its link.
 			must(t, pool.Delete(t.Context(), snap("1")))
 			same("snapshot deleted")
-			create(t, pool, blockdev.Spec{Ref: vol("c"), Size: size, Origin: vol("b"), Thin: true})
+			create(t, pool, blockdev.Spec{Ref: vol("c"), Size: size, Origin: vol("b"), Provisioning: blockdev.Thin})
 			same("clone")
 			must(t, pool.Detach(t.Context(), vol("a")))
 			must(t, pool.Delete(t.Context(), vol("b")))
@@ -586,7 +586,7 @@ func TestResume(t *testing.T) {
 	create(t, pool, blockdev.Spec{Ref: snap("a"), Size: size, Origin: vol("a")})
 	promised := capacityOf(t, pool).Promised
 
-	spec := blockdev.Spec{Ref: vol("b"), Name: vol("b").String(), Size: size, Origin: snap("a"), Thin: true, Labels: map[string]string{"k": "v"}}
+	spec := blockdev.Spec{Ref: vol("b"), Name: vol("b").String(), Size: size, Origin: snap("a"), Provisioning: blockdev.Thin, Labels: map[string]string{"k": "v"}}
 	mark := bytes.Repeat([]byte{0xee}, blockdev.Granularity)
 	interrupt := func(spec blockdev.Spec) {
 		t.Helper()
@@ -611,7 +611,7 @@ func TestResume(t *testing.T) {
 	}{
 		"same":            {func(*blockdev.Spec) {}, true},
 		"another size":    {func(s *blockdev.Spec) { s.Size = size + mib }, false},
-		"thick":           {func(s *blockdev.Spec) { s.Thin = false }, false},
+		"thick":           {func(s *blockdev.Spec) { s.Provisioning = blockdev.Thick }, false},
 		"another label":   {func(s *blockdev.Spec) { s.Labels = map[string]string{"k": "w"} }, false},
 		"another name":    {func(s *blockdev.Spec) { s.Name = "else" }, false},
 		"another origin":  {func(s *blockdev.Spec) { s.Origin = vol("a") }, false},
@@ -630,7 +630,7 @@ func TestResume(t *testing.T) {
 		}
 		record, err := pool.Create(t.Context(), retry)
 		must(t, err)
-		if record.Thin != retry.Thin || record.Size != retry.Size || record.Name != retry.Name || record.Origin != retry.Origin || !maps.Equal(record.Labels, retry.Labels) {
+		if record.Thin != (retry.Provisioning == blockdev.Thin) || record.Size != retry.Size || record.Name != retry.Name || record.Origin != retry.Origin || !maps.Equal(record.Labels, retry.Labels) {
 			t.Errorf("%s: %#v is not what %#v asks for", name, record, retry)
 		}
 		if retry.Size == size && retry.Origin != (blockdev.Ref{}) {
@@ -685,7 +685,7 @@ func TestConcurrentAttach(t *testing.T) {
 	devices := make([]blockdev.Device, n)
 	ref := func(i int) blockdev.Ref { return blockdev.Ref{Kind: blockdev.Volume, Key: fmt.Sprintf("%032x", i)} }
 	for i := range n {
-		create(t, pool, blockdev.Spec{Ref: ref(i), Size: mib, Thin: true})
+		create(t, pool, blockdev.Spec{Ref: ref(i), Size: mib, Provisioning: blockdev.Thin})
 		writeTo(t, path(dir, ref(i), ".img"), 0, []byte(ref(i).Key))
 	}
 	for round := range 3 {
@@ -733,7 +733,7 @@ func takeNumber(t testing.TB, pool blockdev.Pool, number uint64) (blockdev.Devic
 	}()
 	for i := range 16 {
 		ref := blockdev.Ref{Kind: blockdev.Volume, Key: fmt.Sprintf("%032x", i)}
-		create(t, pool, blockdev.Spec{Ref: ref, Size: mib, Thin: true})
+		create(t, pool, blockdev.Spec{Ref: ref, Size: mib, Provisioning: blockdev.Thin})
 		device := attach(t, pool, ref, blockdev.Attachment{})
 		if device.Number == number {
 			return device, true

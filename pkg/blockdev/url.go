@@ -6,6 +6,7 @@ import (
 	"net/url"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 )
@@ -21,16 +22,38 @@ func ValidPoolName(name string) bool { return poolNamePattern.MatchString(name) 
 // Location is a parsed pool URL.
 type Location struct {
 	Scheme string
-	Path   string // absolute and clean
+	Path   string // of file: absolute and clean; of lvm: GROUP or GROUP/THINPOOL
 	// Overprovision is how many bytes may be promised for each byte that is there.
 	Overprovision float64
 	// ReservePercent of the storage is never promised.
 	ReservePercent float64
+	// DataWatermark and MetadataWatermark are how much of a thin pool's data and metadata
+	// may be in use, in percent, before nothing more is promised.
+	DataWatermark, MetadataWatermark float64
 }
+
+// groupPattern is how lvm2 takes the names of groups and volumes (lvm(8), VALID NAMES).
+var groupPattern = regexp.MustCompile(`^[a-zA-Z0-9+_.][-a-zA-Z0-9+_.]{0,126}$`)
+
+// option is an option of pool URLs: a number.
+type option struct {
+	name     string
+	from, to float64
+	value    func(*Location) *float64
+}
+
+var (
+	overprovision     = option{"overprovision", 1, 100, func(l *Location) *float64 { return &l.Overprovision }}
+	reservePercent    = option{"reservePercent", 0, 90, func(l *Location) *float64 { return &l.ReservePercent }}
+	dataWatermark     = option{"dataWatermark", 1, 100, func(l *Location) *float64 { return &l.DataWatermark }}
+	metadataWatermark = option{"metadataWatermark", 1, 100, func(l *Location) *float64 { return &l.MetadataWatermark }}
+)
 
 // ParseLocation parses a pool URL, for example
 //
 //	file:///var/lib/ashlar?overprovision=1.5&reservePercent=5
+//	lvm://vg0?reservePercent=5
+//	lvm://vg0/thinpool?overprovision=2&dataWatermark=80&metadataWatermark=80
 //
 // and returns ErrInvalid for anything that it does not know all of.
 func ParseLocation(text string) (Location, error) {
@@ -41,44 +64,68 @@ func ParseLocation(text string) (Location, error) {
 	if err != nil {
 		return fail("%v", err)
 	}
-	if u.Scheme != "file" {
-		return fail("unknown kind %q; known: file:///FOLDER", u.Scheme)
+	loc := Location{Scheme: u.Scheme, Overprovision: 1, DataWatermark: 90, MetadataWatermark: 90}
+	options := []option{overprovision, reservePercent}
+	switch u.Scheme {
+	case "file":
+		if u.Host != "" || u.User != nil || u.Opaque != "" || u.Fragment != "" {
+			return fail("write it as file:///FOLDER, with three slashes")
+		}
+		if !filepath.IsAbs(u.Path) || filepath.Clean(u.Path) != strings.TrimSuffix(u.Path, "/") || strings.ContainsRune(u.Path, 0) {
+			return fail("%q is not an absolute, clean path below /", u.Path)
+		}
+		loc.Path, loc.ReservePercent = filepath.Clean(u.Path), 5
+	case "lvm":
+		thin := strings.TrimPrefix(u.Path, "/")
+		switch {
+		case u.User != nil || u.Opaque != "" || u.Fragment != "" || !groupName(u.Host):
+			return fail("write it as lvm://GROUP or lvm://GROUP/THINPOOL")
+		case u.Path == "":
+			loc.Path, options = u.Host, []option{reservePercent}
+		case groupName(thin):
+			loc.Path, options = u.Host+"/"+thin, []option{overprovision, reservePercent, dataWatermark, metadataWatermark}
+		default:
+			return fail("%q is not the name of a thin pool", thin)
+		}
+	default:
+		return fail("unknown kind %q; known: file:///FOLDER, lvm://GROUP and lvm://GROUP/THINPOOL", u.Scheme)
 	}
-	if u.Host != "" || u.User != nil || u.Opaque != "" || u.Fragment != "" {
-		return fail("write it as %s:///FOLDER, with three slashes", u.Scheme)
-	}
-	if !filepath.IsAbs(u.Path) || filepath.Clean(u.Path) != strings.TrimSuffix(u.Path, "/") || strings.ContainsRune(u.Path, 0) {
-		return fail("%q is not an absolute, clean path below /", u.Path)
-	}
-	loc := Location{Scheme: u.Scheme, Path: filepath.Clean(u.Path), Overprovision: 1, ReservePercent: 5}
 	query, err := url.ParseQuery(u.RawQuery)
 	if err != nil {
 		return fail("%v", err)
 	}
 	for key, values := range query {
+		i := slices.IndexFunc(options, func(o option) bool { return o.name == key })
+		if i < 0 {
+			return fail("unknown option %q here; known: %s", key, names(options))
+		}
 		if len(values) != 1 {
 			return fail("%s is there %d times", key, len(values))
 		}
+		o := options[i]
 		n, err := strconv.ParseFloat(values[0], 64)
-		switch key {
-		case "overprovision":
-			if err != nil || !(n >= 1 && n <= 100) {
-				return fail("overprovision=%s is not a number from 1 to 100", values[0])
-			}
-			loc.Overprovision = n
-		case "reservePercent":
-			if err != nil || !(n >= 0 && n <= 90) {
-				return fail("reservePercent=%s is not a number from 0 to 90", values[0])
-			}
-			loc.ReservePercent = n
-		default:
-			return fail("unknown option %q; known: overprovision, reservePercent", key)
+		if err != nil || !(n >= o.from && n <= o.to) {
+			return fail("%s=%s is not a number from %g to %g", key, values[0], o.from, o.to)
 		}
+		*o.value(&loc) = n
 	}
 	return loc, nil
 }
 
-// Open opens the pool at a URL, makes its folder if there is none, and finishes or
+func groupName(name string) bool {
+	return groupPattern.MatchString(name) && name != "." && name != ".."
+}
+
+func names(options []option) string {
+	var all []string
+	for _, o := range options {
+		all = append(all, o.name)
+	}
+	return strings.Join(all, ", ")
+}
+
+// Open opens the pool at a URL (a folder is made if there is none; groups and thin pools
+// are the operator's to make), and finishes or
 // undoes what a crash left half-done in it.
 func Open(ctx context.Context, name, location string) (Pool, error) {
 	if !ValidPoolName(name) {
@@ -87,6 +134,9 @@ func Open(ctx context.Context, name, location string) (Pool, error) {
 	loc, err := ParseLocation(location)
 	if err != nil {
 		return nil, err
+	}
+	if loc.Scheme == "lvm" {
+		return openLVMPool(ctx, name, loc)
 	}
 	return openFilePool(ctx, name, loc)
 }

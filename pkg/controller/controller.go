@@ -86,7 +86,7 @@ func (s *Server) CreateVolume(ctx context.Context, r *csi.CreateVolumeRequest) (
 	if err != nil {
 		return nil, err
 	}
-	spec.Pool, spec.Thin = parameters.Pool, parameters.Thin
+	spec.Pool, spec.Provisioning = parameters.Pool, parameters.Provisioning
 	if spec.Nodes, err = nodesOf(r.GetAccessibilityRequirements()); err != nil {
 		return nil, err
 	}

@@ -41,7 +41,8 @@ func ForCO(key string) bool { return strings.HasPrefix(key, coPrefix) }
 // Parameters of a StorageClass.
 type Parameters struct {
 	Pool string // empty: not given
-	Thin bool
+	// Provisioning: AnyProvisioning if it was not given.
+	Provisioning blockdev.Provisioning
 }
 
 // ParseParameters returns ErrInvalid for any that is unknown or has an unknown value.
@@ -55,10 +56,10 @@ func ParseParameters(parameters map[string]string) (Parameters, error) {
 			}
 			p.Pool = value
 		case key == "provisioning":
-			if value != "thick" && value != "thin" {
-				return p, fmt.Errorf("%w: parameter provisioning=%q; thick and thin are known", blockdev.ErrInvalid, value)
+			p.Provisioning = blockdev.Provisioning(value)
+			if p.Provisioning != blockdev.Thick && p.Provisioning != blockdev.Thin {
+				return Parameters{}, fmt.Errorf("%w: parameter provisioning=%q; thick and thin are known", blockdev.ErrInvalid, value)
 			}
-			p.Thin = value == "thin"
 		case !ForCO(key):
 			return p, fmt.Errorf("%w: unknown parameter %q; pool and provisioning are known", blockdev.ErrInvalid, key)
 		}

@@ -94,9 +94,9 @@ func TestParseParameters(t *testing.T) {
 	}{
 		"none":              {nil, Parameters{}, false},
 		"pool":              {parameters{"pool": "fast-1"}, Parameters{Pool: "fast-1"}, false},
-		"thin":              {parameters{"provisioning": "thin"}, Parameters{Thin: true}, false},
-		"thick":             {parameters{"provisioning": "thick"}, Parameters{}, false},
-		"all":               {parameters{"pool": "a", "provisioning": "thin"}, Parameters{"a", true}, false},
+		"thin":              {parameters{"provisioning": "thin"}, Parameters{Provisioning: blockdev.Thin}, false},
+		"thick":             {parameters{"provisioning": "thick"}, Parameters{Provisioning: blockdev.Thick}, false},
+		"all":               {parameters{"pool": "a", "provisioning": "thin"}, Parameters{"a", blockdev.Thin}, false},
 		"orchestrator's":    {parameters{"csi.storage.k8s.io/pvc/name": "x", "pool": "a"}, Parameters{Pool: "a"}, false},
 		"empty pool":        {parameters{"pool": ""}, Parameters{}, true},
 		"pool as path":      {parameters{"pool": "../etc"}, Parameters{}, true},
@@ -120,7 +120,7 @@ func TestParseEphemeral(t *testing.T) {
 	context := map[string]string{"csi.storage.k8s.io/ephemeral": "true", "csi.storage.k8s.io/pod.name": "p", "pool": "a", "provisioning": "thin", "size": "3Gi"}
 	before := maps.Clone(context)
 	p, size, err := ParseEphemeral(context)
-	if err != nil || p != (Parameters{"a", true}) || size != (volume.Range{Required: 3 << 30}) || !IsEphemeral(context) {
+	if err != nil || p != (Parameters{"a", blockdev.Thin}) || size != (volume.Range{Required: 3 << 30}) || !IsEphemeral(context) {
 		t.Errorf("%+v, %+v, %v, ephemeral %v", p, size, err, IsEphemeral(context))
 	}
 	if !maps.Equal(context, before) {
@@ -195,7 +195,7 @@ func FuzzParseParameters(f *testing.F) {
 		case key == "pool" && blockdev.ValidPoolName(value):
 			want.Pool = value
 		case key == "provisioning" && (value == "thin" || value == "thick"):
-			want.Thin = value == "thin"
+			want.Provisioning = blockdev.Provisioning(value)
 		default:
 			known = strings.HasPrefix(key, "csi.storage.k8s.io/")
 		}

@@ -145,7 +145,7 @@ func (s *Server) publishEphemeral(ctx context.Context, r *csi.NodePublishVolumeR
 	if err != nil {
 		return err
 	}
-	v, err := s.volumes.Create(ctx, volume.Spec{Name: r.GetVolumeId(), Pool: parameters.Pool, Thin: parameters.Thin,
+	v, err := s.volumes.Create(ctx, volume.Spec{Name: r.GetVolumeId(), Pool: parameters.Pool, Provisioning: parameters.Provisioning,
 		Size: size, Filesystem: u.fs, Ephemeral: r.GetTargetPath()})
 	if err != nil {
 		return err

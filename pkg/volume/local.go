@@ -203,7 +203,7 @@ func (l *Local) Create(ctx context.Context, spec Spec) (Volume, error) {
 	if spec.Filesystem != "" {
 		floor = spec.Filesystem.MinSize()
 	}
-	create := blockdev.Spec{Ref: blockdev.Ref{Kind: blockdev.Volume, Key: KeyOf(spec.Name)}, Name: spec.Name, Thin: spec.Thin, Labels: spec.labels()}
+	create := blockdev.Spec{Ref: blockdev.Ref{Kind: blockdev.Volume, Key: KeyOf(spec.Name)}, Name: spec.Name, Provisioning: spec.Provisioning, Labels: spec.labels()}
 	if spec.Source != (ID{}) {
 		if source.pool != pool {
 			return Volume{}, fmt.Errorf("%w: source %s is in pool %s and cannot be copied to pool %s", blockdev.ErrInvalid, spec.Source, source.pool.Name(), pool.Name())
@@ -214,7 +214,7 @@ func (l *Local) Create(ctx context.Context, spec Spec) (Volume, error) {
 			create.Labels[labelFormat] = format.label()
 		}
 	}
-	if create.Size, err = spec.Size.Choose(floor); err != nil {
+	if create.Size, err = spec.Size.Choose(floor, pool.Granularity()); err != nil {
 		return Volume{}, err
 	}
 	thaw := func() error { return nil }
@@ -494,16 +494,16 @@ func (l *Local) Expand(ctx context.Context, id ID, size Range) (Volume, error) {
 	if size.Limit > 0 && v.Size > size.Limit && size.Required <= size.Limit {
 		return Volume{}, fmt.Errorf("%w: volume %s has %d bytes, more than the limit of %d; volumes do not shrink", blockdev.ErrOutOfRange, id, v.Size, size.Limit)
 	}
-	want, err := size.Choose(v.Size)
+	pool, ref, err := l.object(id, blockdev.Volume)
+	if err != nil {
+		return Volume{}, err
+	}
+	want, err := size.Choose(v.Size, pool.Granularity())
 	if err != nil {
 		return Volume{}, err
 	}
 	if size.Required == 0 {
 		want = v.Size
-	}
-	pool, ref, err := l.object(id, blockdev.Volume)
-	if err != nil {
-		return Volume{}, err
 	}
 	record, err := pool.Expand(ctx, ref, want)
 	if err != nil {

@@ -64,7 +64,7 @@ func (l *Local) cut(ctx context.Context, o origin, name string, quiesced bool, l
 		all[key] = value
 	}
 	return o.pool.Create(ctx, blockdev.Spec{
-		Ref: blockdev.Ref{Kind: blockdev.Snapshot, Key: KeyOf(name)}, Name: name, Size: o.record.Size, Thin: o.record.Thin,
+		Ref: blockdev.Ref{Kind: blockdev.Snapshot, Key: KeyOf(name)}, Name: name, Size: o.record.Size, Provisioning: blockdev.ProvisioningOf(o.record.Thin),
 		Origin: o.record.Ref, Quiesced: quiesced, Labels: all,
 	})
 }

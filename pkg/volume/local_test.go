@@ -109,8 +109,23 @@ func TestChoose(t *testing.T) {
 		{volume.Range{Required: -1}, block, 0, blockdev.ErrInvalid},
 		{volume.Range{Limit: -1}, block, 0, blockdev.ErrInvalid},
 	} {
-		if have, err := c.in.Choose(c.floor); have != c.want || !errors.Is(err, c.err) {
+		if have, err := c.in.Choose(c.floor, block); have != c.want || !errors.Is(err, c.err) {
 			t.Errorf("%+v from %d on: %d, %v; want %d, %v", c.in, c.floor, have, err, c.want, c.err)
+		}
+	}
+	// In coarser steps.
+	for _, c := range []struct {
+		in   volume.Range
+		want int64
+		err  error
+	}{
+		{volume.Range{Required: 10 * mib}, 12 * mib, nil},
+		{volume.Range{Required: 10 * mib, Limit: 11 * mib}, 0, blockdev.ErrOutOfRange},
+		{volume.Range{Limit: 11 * mib}, 8 * mib, nil},
+		{volume.Range{Required: most}, 0, blockdev.ErrOutOfRange},
+	} {
+		if have, err := c.in.Choose(block, 4*mib); have != c.want || !errors.Is(err, c.err) {
+			t.Errorf("%+v in steps of 4 MiB: %d, %v; want %d, %v", c.in, have, err, c.want, c.err)
 		}
 	}
 }
@@ -147,7 +162,7 @@ func TestCreateAgain(t *testing.T) {
 	disk := memory.NewDisk(8 << 30)
 	l := start(t, 0, disk.Open("default", nil), memory.NewDisk(8<<30).Open("other", nil))
 	source := create(t, l, "source")
-	spec := volume.Spec{Name: "a", Size: volume.Range{Required: 16 * mib, Limit: 32 * mib}, Thin: true, Source: source.ID, Filesystem: filesystem.Ext4,
+	spec := volume.Spec{Name: "a", Size: volume.Range{Required: 16 * mib, Limit: 32 * mib}, Provisioning: blockdev.Thin, Source: source.ID, Filesystem: filesystem.Ext4,
 		Mutable: map[string]string{"readAheadKiB": "64"}, Nodes: []string{"node-0", node}, Ephemeral: filepath.Join(t.TempDir(), "mount")}
 	made, err := l.Create(t.Context(), spec)
 	must(t, err)
@@ -166,7 +181,7 @@ func TestCreateAgain(t *testing.T) {
 		"other pool":        {func(s *volume.Spec) { s.Pool = "other" }, blockdev.ErrExists},
 		"larger":            {func(s *volume.Spec) { s.Size.Required++ }, blockdev.ErrExists},
 		"smaller":           {func(s *volume.Spec) { s.Size = volume.Range{Limit: 16*mib - 1} }, blockdev.ErrExists},
-		"thick":             {func(s *volume.Spec) { s.Thin = false }, blockdev.ErrExists},
+		"thick":             {func(s *volume.Spec) { s.Provisioning = blockdev.Thick }, blockdev.ErrExists},
 		"no source":         {func(s *volume.Spec) { s.Source = volume.ID{} }, blockdev.ErrExists},
 		"other source":      {func(s *volume.Spec) { s.Source.Key = volume.KeyOf("other") }, blockdev.ErrExists},
 		"snapshot":          {func(s *volume.Spec) { s.Source.Kind = blockdev.Snapshot }, blockdev.ErrExists},

@@ -74,7 +74,8 @@ type Spec struct {
 	Name string
 	Pool string // empty: the source's, or else the default
 	Size Range
-	Thin bool
+	// Provisioning: AnyProvisioning takes the pool's own way.
+	Provisioning blockdev.Provisioning
 	// Source to copy: a volume or a snapshot; the zero ID for an empty volume.
 	Source ID
 	// Filesystem that it will carry; empty for raw block.
@@ -155,11 +156,10 @@ type Range struct{ Required, Limit int64 }
 // DefaultSize is what a volume gets that nobody gave a size, in bytes.
 const DefaultSize = 1 << 30
 
-// Choose returns the size for a range: the smallest multiple of
-// blockdev.Granularity that is at least the required size and the floor. A range
-// that requires nothing gets DefaultSize, or its limit. ErrOutOfRange if there is
-// no such size.
-func (r Range) Choose(floor int64) (int64, error) {
+// Choose returns the size for a range: the smallest multiple of step (bytes) that is at
+// least the required size and the floor. A range that requires nothing gets DefaultSize,
+// or its limit. ErrOutOfRange if there is no such size.
+func (r Range) Choose(floor, step int64) (int64, error) {
 	if r.Required < 0 || r.Limit < 0 || (r.Limit > 0 && r.Required > r.Limit) {
 		return 0, fmt.Errorf("%w: required %d, limit %d", blockdev.ErrInvalid, r.Required, r.Limit)
 	}
@@ -167,16 +167,16 @@ func (r Range) Choose(floor int64) (int64, error) {
 	if size == 0 {
 		size = max(DefaultSize, floor)
 		if r.Limit > 0 {
-			size = min(size, r.Limit/blockdev.Granularity*blockdev.Granularity)
+			size = min(size, r.Limit/step*step)
 		}
 	}
 	size = max(size, floor)
-	if size > blockdev.MaxSize {
-		return 0, fmt.Errorf("%w: %d bytes; %d is the most", blockdev.ErrOutOfRange, size, int64(blockdev.MaxSize))
+	if size > blockdev.MaxSize/step*step {
+		return 0, fmt.Errorf("%w: %d bytes; %d is the most", blockdev.ErrOutOfRange, size, blockdev.MaxSize/step*step)
 	}
-	size = (size + blockdev.Granularity - 1) / blockdev.Granularity * blockdev.Granularity
+	size = (size + step - 1) / step * step
 	if r.Limit > 0 && size > r.Limit {
-		return 0, fmt.Errorf("%w: no multiple of %d bytes from %d up to the limit of %d", blockdev.ErrOutOfRange, blockdev.Granularity, max(r.Required, floor), r.Limit)
+		return 0, fmt.Errorf("%w: no multiple of %d bytes from %d up to the limit of %d", blockdev.ErrOutOfRange, step, max(r.Required, floor), r.Limit)
 	}
 	return size, nil
 }
@@ -310,8 +310,8 @@ func (s Spec) check(v Volume) error {
 		return differs("pool", v.ID.Pool, s.Pool)
 	case !s.Size.includes(v.Size):
 		return differs("size", v.Size, s.Size)
-	case v.Thin != s.Thin:
-		return differs("thin provisioning", v.Thin, s.Thin)
+	case s.Provisioning != blockdev.AnyProvisioning && blockdev.ProvisioningOf(v.Thin) != s.Provisioning:
+		return differs("provisioning", blockdev.ProvisioningOf(v.Thin), s.Provisioning)
 	case v.Source != s.Source:
 		return differs("source", v.Source, s.Source)
 	case v.Filesystem != s.Filesystem:

@@ -75,6 +75,9 @@ func (d *Disk) Open(name string, hook Hook) *Pool {
 // Name of the pool.
 func (p *Pool) Name() string { return p.name }
 
+// Granularity: see blockdev.Pool.
+func (p *Pool) Granularity() int64 { return blockdev.Granularity }
+
 // enter checks what every operation on one object checks first.
 func (p *Pool) enter(operation string, ref blockdev.Ref) error {
 	if (ref.Kind != blockdev.Volume && ref.Kind != blockdev.Snapshot) || !blockdev.ValidKey(ref.Key) {
@@ -174,7 +177,7 @@ func (p *Pool) begin(spec blockdev.Spec) (o, origin *object, err error) {
 	if err := image.Truncate(spec.Size); err != nil {
 		return none, nil, errors.Join(err, image.Close())
 	}
-	o = &object{image: image, record: blockdev.Record{Ref: spec.Ref, Name: spec.Name, Size: spec.Size, Thin: spec.Thin,
+	o = &object{image: image, record: blockdev.Record{Ref: spec.Ref, Name: spec.Name, Size: spec.Size, Thin: spec.Provisioning == blockdev.Thin,
 		Origin: spec.Origin, Created: time.Now().UTC(), Labels: maps.Clone(spec.Labels)}}
 	p.objects[spec.Ref] = o
 	return o, origin, nil

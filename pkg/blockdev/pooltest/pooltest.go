@@ -33,8 +33,13 @@ type Open func(t testing.TB, dir string) blockdev.Pool
 // Run runs the suite, once for thick and once for thin volumes (if the pool has them).
 func Run(t *testing.T, open Open) {
 	drivertest.NeedRoot(t)
+	var has map[bool]bool
+	t.Run("Provisioning", func(t *testing.T) { has = provisioning(start(t, open, false)) })
 	for _, thin := range []bool{false, true} {
-		t.Run(map[bool]string{false: "thick", true: "thin"}[thin], func(t *testing.T) {
+		if !has[thin] {
+			continue
+		}
+		t.Run(string(blockdev.ProvisioningOf(thin)), func(t *testing.T) {
 			for _, clause := range clauses {
 				t.Run(clause.name, func(t *testing.T) { clause.test(start(t, open, thin)) })
 			}
@@ -92,16 +97,35 @@ func start(t *testing.T, open Open, thin bool) *fixture {
 	f := &fixture{T: t, open: open, dir: drivertest.Dir(t), thin: thin}
 	f.pool = open(t, f.dir)
 	t.Cleanup(f.finish)
-	if thin {
-		spec := f.spec("probe")
-		_, err := f.pool.Create(t.Context(), spec)
-		if errors.Is(err, blockdev.ErrUnsupported) {
-			t.Skip("the pool has no thin volumes")
-		}
-		f.must(err)
-		f.must(f.pool.Delete(t.Context(), spec.Ref))
-	}
 	return f
+}
+
+// has reports whether the pool has volumes of this provisioning.
+func (f *fixture) has() bool {
+	f.Helper()
+	spec := f.spec("probe")
+	_, err := f.pool.Create(f.Context(), spec)
+	if errors.Is(err, blockdev.ErrUnsupported) {
+		return false
+	}
+	f.must(err)
+	f.must(f.pool.Delete(f.Context(), spec.Ref))
+	return true
+}
+
+// provisioning: a pool has thick volumes, or thin ones, or both, and its own way is one
+// that it has.
+func provisioning(f *fixture) (has map[bool]bool) {
+	has = map[bool]bool{}
+	for _, f.thin = range []bool{false, true} {
+		has[f.thin] = f.has()
+	}
+	spec := f.spec("any")
+	spec.Provisioning = blockdev.AnyProvisioning
+	if r := f.make(spec); !has[r.Thin] {
+		f.Errorf("a volume of any provisioning is thin: %v, and such are refused", r.Thin)
+	}
+	return has
 }
 
 // finish removes all objects, and makes sure that nothing of them stays.
@@ -158,11 +182,11 @@ func vol(word string) blockdev.Ref  { return named(blockdev.Volume, word) }
 func snap(word string) blockdev.Ref { return named(blockdev.Snapshot, word) }
 
 func (f *fixture) spec(word string) blockdev.Spec {
-	return blockdev.Spec{Ref: vol(word), Name: word, Size: size, Thin: f.thin}
+	return blockdev.Spec{Ref: vol(word), Name: word, Size: size, Provisioning: blockdev.ProvisioningOf(f.thin)}
 }
 
 func (f *fixture) copySpec(to, from blockdev.Ref, size int64) blockdev.Spec {
-	return blockdev.Spec{Ref: to, Name: to.String(), Size: size, Thin: f.thin, Origin: from}
+	return blockdev.Spec{Ref: to, Name: to.String(), Size: size, Provisioning: blockdev.ProvisioningOf(f.thin), Origin: from}
 }
 
 func (f *fixture) make(spec blockdev.Spec) blockdev.Record {
@@ -379,7 +403,7 @@ func keysAreNoPaths(f *fixture) {
 	ctx := f.Context()
 	calls := map[string]func(ref blockdev.Ref) error{
 		"Create": func(ref blockdev.Ref) error {
-			_, err := f.pool.Create(ctx, blockdev.Spec{Ref: ref, Name: "x", Size: size, Thin: f.thin})
+			_, err := f.pool.Create(ctx, blockdev.Spec{Ref: ref, Name: "x", Size: size, Provisioning: blockdev.ProvisioningOf(f.thin)})
 			return err
 		},
 		"Create from": func(ref blockdev.Ref) error {

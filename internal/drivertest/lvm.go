@@ -1,0 +1,125 @@
+package drivertest
+
+import (
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+)
+
+// NeedLVM skips a test where the kernel has no device mapper: `make test-lvm` runs it in
+// a virtual machine there, and fails if it was not run.
+func NeedLVM(t testing.TB) {
+	t.Helper()
+	NeedRoot(t)
+	if _, err := blockdev.DeviceMapperTargets(); err != nil {
+		if os.Getenv("ASHLAR_LVM") == "1" {
+			t.Fatal(err)
+		}
+		t.Skip("this kernel has no device mapper; make test-lvm runs this in a virtual machine")
+	}
+}
+
+// Group is a volume group for one test, on loop devices. lvm2 sees nothing else of the
+// machine while the test runs.
+type Group struct {
+	Name    string
+	Devices []string
+}
+
+var lvmConfig = `
+activation { udev_sync=0 udev_rules=0 verify_udev_operations=0 monitoring=0 }
+devices { use_devicesfile=0 obtain_device_list_from_udev=0 global_filter=["a|^/dev/loop|", "a|^/dev/mapper/ashlar-|", "r|.*|"] }
+backup { backup=0 archive=0 }
+global { use_lvmpolld=0 notify_dbus=0 }
+`
+
+// groups made by this process, to give each its own name.
+var groups int
+
+// NewGroup makes a volume group of one device of a size (bytes; sparse) for each size
+// given. Everything of it is gone at the end of the test, which fails if that cannot be.
+func NewGroup(t testing.TB, sizes ...int64) *Group {
+	t.Helper()
+	NeedLVM(t)
+	setUpLVM(t)
+	dir := Dir(t)
+	groups++
+	g := &Group{Name: fmt.Sprintf("ashlar-%d-%d", os.Getpid(), groups)}
+	for i, size := range sizes {
+		image := filepath.Join(dir, fmt.Sprintf("disk%d", i))
+		must(t, os.WriteFile(image, nil, 0o600))
+		must(t, os.Truncate(image, size))
+		device := Loop(t, image)
+		g.Devices = append(g.Devices, device)
+		t.Cleanup(func() { Run(t, "losetup", "-d", device) })
+	}
+	Run(t, append([]string{"vgcreate", "-q", g.Name}, g.Devices...)...)
+	t.Cleanup(func() { g.remove(t) })
+	return g
+}
+
+// setUpLVM gives the programs of lvm2, and the driver, settings of their own.
+func setUpLVM(t testing.TB) {
+	t.Helper()
+	dir := filepath.Join(Dir(t), "lvm")
+	must(t, os.MkdirAll(filepath.Join(dir, "profile"), 0o700))
+	must(t, os.MkdirAll("/run/lock/lvm", 0o700))
+	must(t, os.WriteFile(filepath.Join(dir, "lvm.conf"), []byte(lvmConfig), 0o600))
+	profile, err := os.ReadFile("/etc/lvm/profile/lvmdbusd.profile")
+	must(t, err)
+	must(t, os.WriteFile(filepath.Join(dir, "profile", "lvmdbusd.profile"), profile, 0o600))
+	t.Setenv("LVM_SYSTEM_DIR", dir)
+	t.Setenv("LVM_SUPPRESS_FD_WARNINGS", "1")
+	t.Setenv("DM_DISABLE_UDEV", "1")
+}
+
+// ThinPool makes a thin pool in the group and returns its URL.
+func (g *Group) ThinPool(t testing.TB, name string, arguments ...string) string {
+	t.Helper()
+	Run(t, append([]string{"lvcreate", "-q", "--type", "thin-pool", "-n", name, g.Name}, arguments...)...)
+	return "lvm://" + g.Name + "/" + name
+}
+
+// URL of the pool of linear volumes in the group.
+func (g *Group) URL() string { return "lvm://" + g.Name }
+
+// remove removes the group, and whatever there still is of its devices.
+func (g *Group) remove(t testing.TB) {
+	t.Helper()
+	for _, name := range g.DeviceNames() {
+		t.Errorf("left behind: device %s", name)
+	}
+	if out, err := exec.Command("vgremove", "-q", "-ff", "-y", g.Name).CombinedOutput(); err != nil {
+		t.Errorf("vgremove: %v: %s", err, out)
+	}
+	for _, name := range g.DeviceNames() {
+		_ = exec.Command("dmsetup", "remove", "-f", name).Run()
+	}
+	must(t, os.RemoveAll("/dev/"+g.Name))
+}
+
+// DeviceNames returns the names of the devices of the group's volumes that are active;
+// not those of thin pools.
+func (g *Group) DeviceNames() []string {
+	out, _ := exec.Command("dmsetup", "ls").Output()
+	var names []string
+	prefix := strings.ReplaceAll(g.Name, "-", "--") + "-"
+	for line := range strings.Lines(string(out)) {
+		name, _, _ := strings.Cut(line, "\t")
+		if volume, ok := strings.CutPrefix(name, prefix); ok && strings.Contains(volume, ".") {
+			names = append(names, name)
+		}
+	}
+	return names
+}
+
+// Volumes returns the names of the logical volumes of the group.
+func (g *Group) Volumes(t testing.TB) []string {
+	t.Helper()
+	return strings.Fields(Run(t, "lvs", "--noheadings", "-o", "lv_name", g.Name))
+}

@@ -1,0 +1,266 @@
+package blockdev
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// The device mapper by ioctl, as in include/uapi/linux/dm-ioctl.h, version 4. lvm2 makes
+// and grows devices; here they are looked at, and taken away: the kernel does that by
+// itself when nobody has a device open any more (DM_DEFERRED_REMOVE, Linux 3.13), so
+// nothing stays behind a driver that dies.
+
+const dmControlPath = "/dev/mapper/control"
+
+// Commands.
+const (
+	dmListDevices  = 0x02
+	dmDevCreate    = 0x03
+	dmDevRemove    = 0x04
+	dmDevSuspend   = 0x06 // without the flag: resume
+	dmDevStatus    = 0x07
+	dmTableLoad    = 0x09
+	dmTableStatus  = 0x0c
+	dmListVersions = 0x0d
+	dmTargetMsg    = 0x0e
+)
+
+// Flags.
+const (
+	dmReadOnly       = 1 << 0
+	dmSuspended      = 1 << 1
+	dmBufferFull     = 1 << 8
+	dmDeferredRemove = 1 << 17
+)
+
+// dmNoScan tells udev's rules to leave a device alone (libdevmapper.h, DM_UDEV_*): to
+// look for no filesystem, no volume group and nothing else on what belongs to a tenant.
+const dmNoScan = (0x2 | 0x4 | 0x8) << 16
+
+type dmHeader struct {
+	version     [3]uint32
+	dataSize    uint32
+	dataStart   uint32
+	targetCount uint32
+	openCount   int32
+	flags       uint32
+	eventNr     uint32
+	_           uint32
+	dev         uint64
+	name        [128]byte
+	uuid        [129]byte
+	_           [7]byte
+}
+
+type dmTargetSpec struct {
+	start, length uint64
+	status        int32
+	next          uint32
+	kind          [16]byte
+}
+
+// dmDevice is what the kernel says of a device.
+type dmDevice struct {
+	name      string
+	uuid      string
+	minor     uint32
+	opens     int
+	readOnly  bool
+	suspended bool
+	deferred  bool // it goes away with its last user
+	number    uint64
+}
+
+func (d dmDevice) path() string { return fmt.Sprint("/dev/dm-", d.minor) }
+
+// dmCall runs one command; data goes after the header and comes back as the answer's.
+func dmCall(command uint, prepare func(h *dmHeader), data []byte) (dmHeader, []byte, error) {
+	control, err := os.OpenFile(dmControlPath, os.O_RDWR, 0)
+	if err != nil {
+		return dmHeader{}, nil, fmt.Errorf("%w: %w; load the kernel's module dm-mod", ErrUnavailable, err)
+	}
+	defer control.Close()
+	const head = int(unsafe.Sizeof(dmHeader{}))
+	for room := 16 << 10; ; room *= 4 {
+		buffer := make([]byte, head+max(room, len(data)))
+		h := (*dmHeader)(unsafe.Pointer(&buffer[0]))
+		h.version, h.dataSize, h.dataStart = [3]uint32{4, 0, 0}, uint32(len(buffer)), uint32(head)
+		prepare(h)
+		copy(buffer[head:], data)
+		if err := ioctlPointer(control.Fd(), 0xC138FD00|command, unsafe.Pointer(&buffer[0])); err != nil {
+			return dmHeader{}, nil, err
+		}
+		if h.flags&dmBufferFull == 0 || room > 64<<20 {
+			return *h, buffer[min(int(h.dataStart), len(buffer)):min(max(int(h.dataSize), int(h.dataStart)), len(buffer))], nil
+		}
+	}
+}
+
+func dmNamed(name string) func(h *dmHeader) {
+	return func(h *dmHeader) { copy(h.name[:len(h.name)-1], name) }
+}
+
+// dmFind returns a device by its name; nil if there is none.
+func dmFind(name string) (*dmDevice, error) {
+	h, _, err := dmCall(dmDevStatus, dmNamed(name), nil)
+	if errors.Is(err, unix.ENXIO) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("status of device %s: %w", name, systemError(err))
+	}
+	major, minor := uint32(h.dev>>8&0xfff), uint32(h.dev&0xff|h.dev>>12&0xfff00)
+	return &dmDevice{name: name, uuid: cString(h.uuid[:]), minor: minor, number: unix.Mkdev(major, minor), opens: int(h.openCount),
+		readOnly: h.flags&dmReadOnly != 0, suspended: h.flags&dmSuspended != 0, deferred: h.flags&dmDeferredRemove != 0}, nil
+}
+
+func cString(b []byte) string {
+	if i := bytes.IndexByte(b, 0); i >= 0 {
+		b = b[:i]
+	}
+	return string(b)
+}
+
+// dmRemove takes a device away: now, or with its last user (held). One that is not there
+// is no error.
+func dmRemove(name string) (held bool, err error) {
+	h, _, err := dmCall(dmDevRemove, func(h *dmHeader) {
+		dmNamed(name)(h)
+		h.flags = dmDeferredRemove
+	}, nil)
+	if errors.Is(err, unix.ENXIO) {
+		return false, nil
+	}
+	if err != nil {
+		return false, fmt.Errorf("remove device %s: %w", name, systemError(err))
+	}
+	return h.flags&dmDeferredRemove != 0, nil
+}
+
+// dmKeep takes back dmRemove, of a device that was held.
+func dmKeep(name string) error {
+	message := append(make([]byte, 8), "@cancel_deferred_remove\x00"...) // after the sector that it is for
+	if _, _, err := dmCall(dmTargetMsg, dmNamed(name), message); err != nil {
+		return fmt.Errorf("keep device %s: %w", name, systemError(err))
+	}
+	return nil
+}
+
+// dmResume ends the suspension of a device, and brings a table that was loaded into
+// effect.
+func dmResume(name string) error {
+	_, _, err := dmCall(dmDevSuspend, func(h *dmHeader) {
+		dmNamed(name)(h)
+		h.eventNr = dmNoScan
+	}, nil)
+	if err != nil {
+		return fmt.Errorf("resume device %s: %w", name, systemError(err))
+	}
+	return nil
+}
+
+// dmLinear makes a read-only device that shows another one, or brings it to its size.
+func dmLinear(name, uuid string, under uint64, size int64) error {
+	_, _, err := dmCall(dmDevCreate, func(h *dmHeader) {
+		dmNamed(name)(h)
+		copy(h.uuid[:len(h.uuid)-1], uuid)
+		h.flags = dmReadOnly
+	}, nil)
+	made := err == nil
+	if err != nil && !errors.Is(err, unix.EBUSY) { // EBUSY: it is there
+		return fmt.Errorf("make device %s: %w", name, systemError(err))
+	}
+	spec := dmTargetSpec{length: uint64(size) / 512}
+	copy(spec.kind[:], "linear")
+	table := unsafe.Slice((*byte)(unsafe.Pointer(&spec)), unsafe.Sizeof(spec))
+	table = append(bytes.Clone(table), fmt.Sprintf("%d:%d 0\x00", unix.Major(under), unix.Minor(under))...)
+	table = append(table, make([]byte, -len(table)&7)...)
+	_, _, err = dmCall(dmTableLoad, func(h *dmHeader) {
+		dmNamed(name)(h)
+		h.flags, h.targetCount = dmReadOnly, 1
+	}, table)
+	if err == nil {
+		err = dmResume(name)
+	}
+	if err != nil && made {
+		_, undone := dmRemove(name)
+		err = errors.Join(err, undone)
+	}
+	if err != nil {
+		return fmt.Errorf("load the table of device %s: %w", name, systemError(err))
+	}
+	return nil
+}
+
+// dmTarget returns the first target of a device, and what it says of itself.
+func dmTarget(name string) (kind, status string, err error) {
+	h, data, err := dmCall(dmTableStatus, dmNamed(name), nil)
+	if err != nil {
+		return "", "", fmt.Errorf("status of the target of device %s: %w", name, err)
+	}
+	const size = int(unsafe.Sizeof(dmTargetSpec{}))
+	if h.targetCount == 0 || len(data) < size {
+		return "", "", nil
+	}
+	spec := (*dmTargetSpec)(unsafe.Pointer(&data[0]))
+	return cString(spec.kind[:]), cString(data[size:]), nil
+}
+
+// dmNames returns the names of all devices that begin with a prefix.
+func dmNames(prefix string) ([]string, error) {
+	_, data, err := dmCall(dmListDevices, func(*dmHeader) {}, nil)
+	if err != nil {
+		return nil, fmt.Errorf("list devices: %w", systemError(err))
+	}
+	var names []string
+	// Each: u64 number, u32 offset of the next (0: none), the name.
+	for len(data) > 12 {
+		next := *(*uint32)(unsafe.Pointer(&data[8]))
+		if name := cString(data[12:]); strings.HasPrefix(name, prefix) {
+			names = append(names, name)
+		}
+		if next == 0 || int(next) > len(data) {
+			break
+		}
+		data = data[next:]
+	}
+	return names, nil
+}
+
+// DeviceMapperTargets returns the targets that the kernel has loaded, with their
+// versions; ErrUnavailable without a device mapper.
+func DeviceMapperTargets() (map[string]string, error) {
+	_, data, err := dmCall(dmListVersions, func(*dmHeader) {}, nil)
+	if err != nil {
+		return nil, err
+	}
+	targets := map[string]string{}
+	// Each: u32 offset of the next (0: none), three u32 of the version, the name.
+	for len(data) > 16 {
+		words := (*[4]uint32)(unsafe.Pointer(&data[0]))
+		targets[cString(data[16:])] = fmt.Sprintf("%d.%d.%d", words[1], words[2], words[3])
+		if words[0] == 0 || int(words[0]) > len(data) {
+			break
+		}
+		data = data[words[0]:]
+	}
+	return targets, nil
+}
+
+// openDM opens a device, and makes its node where /dev is not kept by devtmpfs.
+func openDM(d *dmDevice, flags int) (*os.File, error) {
+	f, err := os.OpenFile(d.path(), flags, 0)
+	if errors.Is(err, os.ErrNotExist) {
+		if err := unix.Mknod(d.path(), unix.S_IFBLK|0o660, int(d.number)); err != nil && !errors.Is(err, unix.EEXIST) {
+			return nil, fmt.Errorf("mknod %s: %w", d.path(), err)
+		}
+		f, err = os.OpenFile(d.path(), flags, 0)
+	}
+	return f, err
+}

@@ -1,0 +1,216 @@
+package blockdev
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"regexp"
+	"strings"
+
+	"github.com/ashlar-csi/ashlar/internal/command"
+)
+
+// lvm is lvm2, asked through its own shell (lvm(8)), which stays: a command takes a
+// fraction of what a process of its own takes. lvm2 ships the profile that lvmdbusd
+// drives it by; with it every answer is one JSON document that ends in the status of the
+// command (lvmreport(7)).
+//
+// One command runs at a time, as lvm2 itself holds a lock on the volume group. Whoever
+// waits for his turn stops waiting when his context ends; a command whose context ends
+// is told to end, and killed if it does not.
+type lvm struct {
+	turn    chan struct{} // holds one token while nobody has the turn
+	session *command.Session
+	broken  bool // a command was cut short: devices may have stayed suspended
+	// recover is called, with the turn, before the first command after one was cut short.
+	recover func()
+}
+
+func newLVM(recover func()) *lvm {
+	l := &lvm{turn: make(chan struct{}, 1), recover: recover}
+	l.turn <- struct{}{}
+	return l
+}
+
+// row is one line of a report, by column.
+type row map[string]string
+
+// run runs one command and returns the rows of its report, if it makes one.
+func (l *lvm) run(ctx context.Context, args ...string) (rows []row, err error) {
+	err = l.hold(ctx, func(run runLVM) error {
+		rows, err = run(args...)
+		return err
+	})
+	return rows, err
+}
+
+type runLVM func(args ...string) ([]row, error)
+
+// hold gives do the turn for as many commands as it runs.
+func (l *lvm) hold(ctx context.Context, do func(run runLVM) error) error {
+	select {
+	case <-l.turn:
+	case <-ctx.Done():
+		return fmt.Errorf("wait for lvm: %w", ctx.Err())
+	}
+	defer func() { l.turn <- struct{}{} }()
+	return do(func(args ...string) ([]row, error) { return l.command(ctx, args) })
+}
+
+func (l *lvm) close() {
+	<-l.turn
+	defer func() { l.turn <- struct{}{} }()
+	l.end()
+}
+
+func (l *lvm) end() {
+	if l.session != nil {
+		l.session.Close()
+		l.session = nil
+	}
+}
+
+// lvmSettings hold for every command: no daemon is started or told, and no copy of the
+// metadata is written to /etc, which in a container is nobody's.
+const lvmSettings = ` -y --config 'activation{monitoring=0} global{notify_dbus=0} backup{backup=0 archive=0}'`
+
+// lvmArgument is what an argument may be: the shell has nothing to take apart in it.
+var lvmArgument = regexp.MustCompile(`^[-A-Za-z0-9_+./=!:&#@,%|]+$`)
+
+func (l *lvm) command(ctx context.Context, args []string) ([]row, error) {
+	line := strings.Join(args, " ")
+	for _, arg := range args {
+		if !lvmArgument.MatchString(arg) {
+			return nil, fmt.Errorf("%w: %q in lvm %s", ErrInvalid, arg, line)
+		}
+	}
+	if l.session == nil {
+		if l.broken {
+			l.broken = false
+			l.recover()
+		}
+		var err error
+		// Without udev_sync (see DM_DISABLE_UDEV in libdm): in a container there is no udev
+		// to wait for, and device nodes come from the kernel and from libdm.
+		if l.session, err = command.Start(append(lvmEnvironment(), fmt.Sprint("LVM_REPORT_FD=", command.AnswerFD)), "lvm"); err != nil {
+			return nil, fmt.Errorf("%w: start lvm: %w; install lvm2", ErrUnavailable, err)
+		}
+	}
+	answer, err := l.ask(ctx, line+lvmSettings)
+	if err != nil {
+		return nil, err
+	}
+	rows, ok, failures := answer.read()
+	if ok {
+		return rows, nil
+	}
+	if noise := l.session.Noise(); noise != "" {
+		failures = append(failures, noise)
+	}
+	log, err := l.ask(ctx, "lastlog -S all")
+	if err != nil {
+		return nil, err
+	}
+	_, _, more := log.read()
+	return nil, lvmError(line, append(more, failures...))
+}
+
+func lvmEnvironment() []string {
+	env := []string{"LVM_COMMAND_PROFILE=lvmdbusd", "DM_DISABLE_UDEV=1", "LVM_SUPPRESS_FD_WARNINGS=1"}
+	if dir := os.Getenv("LVM_SYSTEM_DIR"); dir != "" {
+		env = append(env, "LVM_SYSTEM_DIR="+dir)
+	}
+	return env
+}
+
+func (l *lvm) ask(ctx context.Context, line string) (lvmAnswer, error) {
+	var answer lvmAnswer
+	_, err := l.session.Ask(ctx, line, func(text []byte) bool {
+		answer = lvmAnswer{}
+		return bytes.HasSuffix(text, []byte("}\n")) && json.Unmarshal(trailingComma.ReplaceAll(text, []byte("$1")), &answer) == nil
+	})
+	if err == nil {
+		return answer, nil
+	}
+	l.broken = true
+	l.end()
+	if ctx.Err() == nil {
+		err = fmt.Errorf("%w: %w", errLVMBroken, err)
+	}
+	return answer, fmt.Errorf("lvm %s: %w", line, err)
+}
+
+// trailingComma is left by lvm2 2.03.16 after the last line of some logs.
+var trailingComma = regexp.MustCompile(`,(\s*\])`)
+
+// lvmAnswer is the answer to one command.
+type lvmAnswer struct {
+	Report []map[string][]row `json:"report"`
+	Log    []row              `json:"log"`
+}
+
+// read returns the rows of the report, whether the command did what it should, and what
+// it complained of.
+func (a lvmAnswer) read() (rows []row, ok bool, failures []string) {
+	for _, report := range a.Report {
+		for _, some := range report {
+			rows = append(rows, some...)
+		}
+	}
+	for _, line := range a.Log {
+		switch line["log_type"] {
+		case "status":
+			ok = line["log_message"] == "success"
+		case "error":
+			failures = append(failures, line["log_message"])
+		}
+	}
+	return rows, ok, failures
+}
+
+// errLVMBroken: a command got no answer; it may have been carried out.
+var errLVMBroken = fmt.Errorf("%w: lvm2 gave no answer", ErrUnavailable)
+
+// errNoLV: the logical volume is not there.
+var errNoLV = errors.New("no such logical volume")
+
+// lvmErrors are what lvm2 says (lib/ of its source), and what it means. The first that
+// is found counts.
+var lvmErrors = []struct {
+	text string
+	err  error
+}{
+	{"insufficient free space", ErrNoSpace},
+	{"insufficient suitable", ErrNoSpace},
+	{"reached threshold", ErrNoSpace},
+	{"not enough free space", ErrNoSpace},
+	{"vg metadata too large", ErrNoSpace},
+	{"metadata too large", ErrNoSpace},
+	{"already exists in volume group", ErrExists},
+	{"failed to find logical volume", errNoLV},
+	{"not found in volume group", errNoLV},
+	{"while pvs are missing", ErrUnavailable},
+	{"pvs missing", ErrUnavailable},
+	{"refusing activation of partial", ErrUnavailable},
+	{"volume group", ErrUnavailable}, // "... not found", "Cannot process ..."; after all that name one
+	{"is in use", ErrInUse},
+	{"filesystem in use", ErrInUse},
+	{"used by another device", ErrInUse},
+}
+
+func lvmError(line string, failures []string) error {
+	text := strings.Join(failures, "; ")
+	if text == "" {
+		text = "it failed and did not say why"
+	}
+	lower := strings.ToLower(text)
+	for _, known := range lvmErrors {
+		if strings.Contains(lower, known.text) {
+			return fmt.Errorf("%w: lvm %s: %s", known.err, line, text)
+		}
+	}
+	return fmt.Errorf("lvm %s: %s", line, text)
+}

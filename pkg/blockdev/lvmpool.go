@@ -1,0 +1,539 @@
+package blockdev
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+	"k8s.io/klog/v2"
+)
+
+// lvmPool keeps each object as a logical volume of one volume group, with the record in
+// its tags (lvmpool_tags.go):
+//
+//	vol.KEY, snap.KEY    the objects
+//	grow.KEY             space that is being zeroed before the volume KEY gets it
+//	cut.KIND.KEY         what the copy KIND.KEY is made from: the moment of its cut
+//
+// A pool is either the linear volumes with our tag of a group, or those of one thin pool
+// in it. All else in the group is others' and is never touched. A volume whose tags say
+// creating or deleting belongs to nobody, and is removed when the pool is opened; so are
+// grow.KEY and cut.KEY.
+//
+// What is in memory is a cache of one report, changed only after lvm2 did what it was
+// told.
+type lvmPool struct {
+	name     string
+	location Location
+	group    string
+	thin     string // name of the thin pool; empty for linear volumes
+	lvm      *lvm
+	lock     *os.File
+	uuid     string // of the group, without dashes
+	extent   int64  // bytes
+
+	mu sync.Mutex
+	index[*logical]
+	damaged map[Ref]error // records that cannot be read
+	strays  []string      // volumes named like ours, without our tag
+	space   lvmSpace
+}
+
+// logical is what is known of one object.
+type logical struct {
+	record  Record
+	state   state
+	tags    []string // ours, as they are on the volume
+	size    int64    // of the logical volume, in bytes
+	made    bool     // the logical volume is there
+	missing bool     // it was there, and is not in the last report
+	ill     string
+
+	attaching sync.Mutex // held while devices are brought up
+
+	active bool // somebody is making it ready, or removing it
+	// Of an unfinished copy:
+	copied  int64     // bytes that are in place
+	source  string    // the logical volume that was cut for it to be made from; empty: the origin itself
+	cut     time.Time // when it was cut
+	origin  time.Time // Record.Created of the origin
+	touched time.Time // when it was last worked on
+}
+
+func (p *lvmPool) Name() string { return p.name }
+
+func (p *lvmPool) Granularity() int64 { return p.extent }
+
+// path of a logical volume as lvm2 takes it.
+func (p *lvmPool) path(volume string) string { return p.group + "/" + volume }
+
+// device is the name of the device of a logical volume (libdevmapper: dashes double).
+func (p *lvmPool) device(volume string) string {
+	return strings.ReplaceAll(p.group, "-", "--") + "-" + strings.ReplaceAll(volume, "-", "--")
+}
+
+func openLVMPool(ctx context.Context, name string, loc Location) (_ Pool, err error) {
+	p := &lvmPool{name: name, location: loc, index: newIndex[*logical](), damaged: map[Ref]error{}}
+	p.group, p.thin, _ = strings.Cut(loc.Path, "/")
+	p.lvm = newLVM(func() { p.resume(context.WithoutCancel(ctx)) })
+	defer func() {
+		if err != nil {
+			p.Close()
+			err = fmt.Errorf("open pool %s at lvm://%s: %w", name, loc.Path, err)
+		}
+	}()
+	rows, err := p.reportNow(ctx)
+	if err != nil {
+		return nil, err
+	}
+	first := rows[0]
+	p.uuid = strings.ReplaceAll(first["vg_uuid"], "-", "")
+	if p.extent, err = strconv.ParseInt(first["vg_extent_size"], 10, 64); err != nil || p.extent%Granularity != 0 || p.extent == 0 {
+		return nil, fmt.Errorf("%w: volume group %s has extents of %q bytes; a multiple of %d is needed", ErrUnsupported, p.group, first["vg_extent_size"], Granularity)
+	}
+	if err := p.exclude(); err != nil {
+		return nil, err
+	}
+	if p.thin != "" {
+		if err := p.openThin(ctx, rows); err != nil {
+			return nil, err
+		}
+	}
+	p.resume(ctx)
+	// Again, as what another process did until it let go of the lock may not be in it.
+	if rows, err = p.reportNow(ctx); err != nil {
+		return nil, err
+	}
+	leftovers, err := p.load(rows)
+	if err != nil {
+		return nil, err
+	}
+	p.sweep(ctx, leftovers)
+	return p, nil
+}
+
+// report asks for a row of the group, and after it one for each of its volumes.
+func (p *lvmPool) report(run runLVM) ([]row, error) {
+	rows, err := run("fullreport",
+		"--configreport", "vg", "-o", "vg_uuid,vg_extent_size,vg_extent_count,vg_free_count,vg_missing_pv_count,vg_mda_free,vg_mda_size",
+		"--configreport", "lv", "-o", "lv_name,lv_tags,lv_size,lv_layout,pool_lv,lv_health_status,lv_attr",
+		"--configreport", "pv", "-o", "pv_name", "--configreport", "pvseg", "-o", "pvseg_start", "--configreport", "seg", "-o", "seg_start", p.group)
+	var group, volumes []row
+	for _, r := range rows {
+		if r["vg_uuid"] != "" {
+			group = append(group, r)
+		} else if r["lv_name"] != "" {
+			volumes = append(volumes, r)
+		}
+	}
+	if err == nil && len(group) != 1 {
+		err = fmt.Errorf("%w: volume group %s is not there", ErrUnavailable, p.group)
+	}
+	return append(group, volumes...), err
+}
+
+// reportNow is report for a caller without the turn.
+func (p *lvmPool) reportNow(ctx context.Context) (rows []row, err error) {
+	err = p.lvm.hold(ctx, func(run runLVM) error {
+		rows, err = p.report(run)
+		return err
+	})
+	return rows, err
+}
+
+// lockFolder is where pools are locked against other processes of this machine.
+const lockFolder = "/run/lock/ashlar"
+
+// exclude keeps a second process away from the pool.
+func (p *lvmPool) exclude() error {
+	if err := os.MkdirAll(lockFolder, 0o700); err != nil {
+		return systemError(err)
+	}
+	var err error
+	if p.lock, err = os.OpenFile(lockFolder+"/"+p.uuid+"."+p.thin, os.O_RDWR|os.O_CREATE, 0o600); err != nil {
+		return systemError(err)
+	}
+	if err := unix.Flock(int(p.lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		if errors.Is(err, unix.EWOULDBLOCK) {
+			return fmt.Errorf("%w: another process uses it as a pool", ErrInUse)
+		}
+		return systemError(err)
+	}
+	return nil
+}
+
+func (p *lvmPool) openThin(ctx context.Context, rows []row) error {
+	i := slices.IndexFunc(rows, func(r row) bool { return r["lv_name"] == p.thin })
+	if i < 0 {
+		return fmt.Errorf("%w: volume group %s has no thin pool %s; make it with lvcreate --type thin-pool", ErrUnavailable, p.group, p.thin)
+	}
+	if !slices.Contains(strings.Split(rows[i]["lv_layout"], ","), "pool") {
+		return fmt.Errorf("%w: %s is no thin pool but %s", ErrInvalid, p.path(p.thin), rows[i]["lv_layout"])
+	}
+	if attr := rows[i]["lv_attr"]; len(attr) < 8 || attr[7] != 'z' { // lvs(8)
+		return fmt.Errorf("%w: thin pool %s does not zero new blocks, so one volume would show what another held; lvchange --zero y %s", ErrUnsupported, p.path(p.thin), p.path(p.thin))
+	}
+	_, err := p.lvm.run(ctx, "lvchange", "-ay", p.path(p.thin))
+	return err
+}
+
+// ours tells which object of this pool a row of the report is; false for what belongs to
+// others or to another pool.
+func (p *lvmPool) ours(r row) (ref Ref, tagged, ok bool) {
+	if r["pool_lv"] != p.thin || (p.thin == "" && !strings.Contains(r["lv_layout"], "linear")) {
+		return ref, false, false
+	}
+	kind, key, _ := strings.Cut(r["lv_name"], ".")
+	ref = Ref{Kind(kind), key}
+	return ref, slices.Contains(splitTags(r), tagOurs), ref.validate() == nil
+}
+
+func splitTags(r row) []string { return strings.Split(r["lv_tags"], ",") }
+
+func ourTags(r row) []string {
+	tags := slices.DeleteFunc(splitTags(r), func(tag string) bool { return tag != tagOurs && !strings.HasPrefix(tag, tagOurs+".") })
+	slices.Sort(tags)
+	return tags
+}
+
+// load fills the index from a report, and returns what is left of growths and cuts.
+func (p *lvmPool) load(rows []row) (leftovers []string, err error) {
+	for _, r := range rows {
+		ref, tagged, ok := p.ours(r)
+		volume := r["lv_name"]
+		switch {
+		case !ok && p.thin == "" && slices.Contains(splitTags(r), tagOurs) && (strings.HasPrefix(volume, "grow.") || strings.HasPrefix(volume, "cut.")):
+			leftovers = append(leftovers, volume)
+		case !ok:
+		case !tagged:
+			p.strays = append(p.strays, p.path(volume))
+		default:
+			record, st, err := parseTags(ref, ourTags(r))
+			if err != nil {
+				p.damaged[ref] = err
+				continue
+			}
+			record.Thin = p.thin != ""
+			o := &logical{record: record, state: st, tags: ourTags(r), made: true}
+			p.put(ref, o)
+			p.space.promised += record.Size
+		}
+	}
+	return leftovers, p.update(rows)
+}
+
+// update brings what is known of the space and of the logical volumes up to a report.
+// The caller has the turn with lvm2, or is alone.
+func (p *lvmPool) update(rows []row) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.space.foreign = 0
+	seen := map[Ref]bool{}
+	for _, r := range rows {
+		size, _ := strconv.ParseInt(r["lv_size"], 10, 64)
+		ref, tagged, ok := p.ours(r)
+		o := p.objects[ref]
+		if !ok || !tagged || o == nil {
+			if p.thin != "" && r["pool_lv"] == p.thin {
+				p.space.foreign += size
+			}
+			continue
+		}
+		seen[ref] = true
+		o.size, o.ill = size, r["lv_health_status"]
+	}
+	for ref, o := range p.objects {
+		o.missing = o.made && !seen[ref]
+	}
+	return p.space.read(rows, p.thin)
+}
+
+// refresh asks for a report, unless the last one is recent enough; so one report serves
+// many reads.
+func (p *lvmPool) refresh(ctx context.Context, atMost time.Duration) error {
+	return p.lvm.hold(ctx, func(run runLVM) error {
+		p.mu.Lock()
+		recent := time.Since(p.space.at) < atMost
+		p.mu.Unlock()
+		if recent {
+			return nil
+		}
+		rows, err := p.report(run)
+		if err != nil {
+			return err
+		}
+		return p.update(rows)
+	})
+}
+
+// resume ends the suspension of devices of this pool: an lvm2 that was killed may have
+// left some.
+func (p *lvmPool) resume(ctx context.Context) {
+	names, err := dmNames(p.device(""))
+	for _, name := range names {
+		var d *dmDevice
+		if d, err = dmFind(name); err != nil || d == nil || !d.suspended || !strings.HasPrefix(d.uuid, "LVM-"+p.uuid) {
+			continue
+		}
+		if volume := strings.TrimPrefix(name, p.device("")); !ourDevice(volume) && (p.thin == "" || !strings.HasPrefix(name, p.device(p.thin))) {
+			continue
+		}
+		klog.FromContext(ctx).Info("Resuming a device that was left suspended", "pool", p.name, "device", name)
+		if err = dmResume(name); err != nil {
+			break
+		}
+	}
+	if err != nil {
+		klog.FromContext(ctx).Error(err, "could not make sure that no device is left suspended", "pool", p.name)
+	}
+}
+
+func ourDevice(volume string) bool {
+	kind, rest, _ := strings.Cut(volume, ".")
+	return rest != "" && slices.Contains([]string{string(Volume), string(Snapshot), "grow", "cut"}, kind)
+}
+
+// sweep finishes what a crash, or a caller that never came back, left half-done. A
+// failure is left for the next sweep: it costs space, not data.
+func (p *lvmPool) sweep(ctx context.Context, leftovers []string) {
+	report := func(err error, volume string) {
+		if err != nil {
+			klog.FromContext(ctx).Error(err, "could not finish what was left half-done; the next start tries again", "pool", p.name, "volume", p.path(volume))
+		}
+	}
+	for _, volume := range leftovers {
+		report(p.drop(ctx, volume, 0), volume)
+	}
+	p.mu.Lock()
+	var unfinished, grown []Ref
+	for ref, o := range p.objects {
+		if o.state != ready {
+			unfinished = append(unfinished, ref)
+		} else if o.size > o.record.Size {
+			grown = append(grown, ref)
+		}
+	}
+	p.mu.Unlock()
+	for _, ref := range unfinished {
+		report(p.remove(ctx, ref), ref.String())
+	}
+	for _, ref := range grown {
+		_, err := p.Expand(ctx, ref, p.find(ref).size)
+		report(err, ref.String())
+	}
+}
+
+// sweepAbandoned gives up unfinished copies that nobody works on any more, and ends
+// removals that failed half-way.
+func (p *lvmPool) sweepAbandoned(ctx context.Context) {
+	p.mu.Lock()
+	var abandoned []Ref
+	for ref, o := range p.objects {
+		if o.state != ready && !o.active && time.Since(o.touched) > abandonedAfter {
+			o.active = true
+			abandoned = append(abandoned, ref)
+		}
+	}
+	p.mu.Unlock()
+	for _, ref := range abandoned {
+		if err := p.remove(ctx, ref); err != nil {
+			klog.FromContext(ctx).Error(err, "could not remove what is left of an object; the next call tries again", "pool", p.name, "object", ref.String())
+		}
+	}
+}
+
+func (p *lvmPool) find(ref Ref) *logical {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.objects[ref]
+}
+
+// lookup returns a ready object and its record.
+func (p *lvmPool) lookup(ref Ref) (*logical, Record, error) {
+	if err := ref.validate(); err != nil {
+		return nil, Record{}, err
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if err := p.damaged[ref]; err != nil {
+		return nil, Record{}, fmt.Errorf("pool %s: %w", p.name, err)
+	}
+	o := p.objects[ref]
+	if o == nil || o.state != ready {
+		return nil, Record{}, fmt.Errorf("%w: no %s in pool %s", ErrNotFound, ref, p.name)
+	}
+	return o, o.record, nil
+}
+
+func (p *lvmPool) Get(_ context.Context, ref Ref) (Record, error) {
+	_, record, err := p.lookup(ref)
+	if err != nil {
+		return Record{}, err
+	}
+	return copyOf(record), nil
+}
+
+func (p *lvmPool) List(_ context.Context, kind Kind, after string, limit int) ([]Record, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.list(kind, after, limit, func(o *logical) Record { return o.record }), nil
+}
+
+// save writes a record over the one of o: on disk, and then in memory.
+func (p *lvmPool) save(ctx context.Context, o *logical, record Record, st state) error {
+	tags, err := tagsOf(record, st)
+	if err != nil {
+		return err
+	}
+	change := changeTags(o.tags, tags)
+	if len(change) > 0 {
+		if _, err := p.lvm.run(ctx, append(append([]string{"lvchange"}, change...), p.path(record.String()))...); err != nil {
+			return p.gone(o, fmt.Errorf("write the record of %s in pool %s: %w", record.Ref, p.name, err))
+		}
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	record.Ready = st == ready
+	o.record, o.state, o.tags = record, st, tags
+	return nil
+}
+
+// gone turns lvm2's word that a logical volume is not there into that of lost data: it
+// was there.
+func (p *lvmPool) gone(o *logical, err error) error {
+	if errors.Is(err, errNoLV) {
+		p.mu.Lock()
+		o.missing = true
+		p.mu.Unlock()
+		err = fmt.Errorf("%w: somebody removed it: %w; restore it from a backup, or delete the volume", ErrDataLoss, err)
+	}
+	return err
+}
+
+func (p *lvmPool) SetLabels(ctx context.Context, ref Ref, change func(map[string]string) error) (Record, error) {
+	o, record, err := p.lookup(ref)
+	if err != nil {
+		return Record{}, err
+	}
+	labels := map[string]string{}
+	maps.Copy(labels, record.Labels)
+	if err := change(labels); err != nil {
+		return Record{}, err
+	}
+	record.Labels = maps.Clone(labels) // change may have kept the other
+	if err := p.save(ctx, o, record, ready); err != nil {
+		return Record{}, err
+	}
+	return copyOf(record), nil
+}
+
+func (p *lvmPool) Delete(ctx context.Context, ref Ref) error {
+	if err := ref.validate(); err != nil {
+		return err
+	}
+	p.mu.Lock()
+	damaged, o := p.damaged[ref], p.objects[ref]
+	p.mu.Unlock()
+	if damaged != nil {
+		return fmt.Errorf("%w: %s in pool %s is not deleted, because its record cannot be read (%w): look at its tags (lvs -o lv_tags %s), and remove it by hand if nobody needs it",
+			ErrPrecondition, ref, p.name, damaged, p.path(ref.String()))
+	}
+	if o == nil {
+		return nil
+	}
+	if devices, err := p.Attached(ctx, ref); err != nil {
+		return err
+	} else if len(devices) > 0 {
+		return fmt.Errorf("%w: %s in pool %s is attached as %s", ErrInUse, ref, p.name, devices[0].Path)
+	}
+	p.mu.Lock()
+	busy := o.active
+	o.active = true
+	p.mu.Unlock()
+	if busy {
+		return fmt.Errorf("delete %s in pool %s: %w", ref, p.name, ErrBusy)
+	}
+	return p.remove(ctx, ref)
+}
+
+// remove takes the logical volume away, and with it the record: to lvm2 that is one
+// change of its metadata. What fails is tried again by the next Create or Capacity, if
+// the object was nobody's already.
+func (p *lvmPool) remove(ctx context.Context, ref Ref) error {
+	o := p.find(ref)
+	if o == nil {
+		return nil
+	}
+	err := p.dropCuts(ctx, ref)
+	if err == nil && o.source != "" {
+		err = p.drop(ctx, o.source, p.cutSize(o.record.Size))
+	}
+	if err == nil {
+		err = p.detach(ctx, ref)
+	}
+	if err == nil && o.made {
+		err = p.lvm.hold(ctx, func(run runLVM) error {
+			_, err := run("lvremove", "-f", p.path(ref.String()))
+			if err == nil {
+				p.gave(o.size)
+			}
+			return err
+		})
+		if errors.Is(err, errNoLV) {
+			err = nil
+		}
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if err != nil {
+		o.active, o.touched = false, time.Now()
+		return fmt.Errorf("remove %s from pool %s: %w", ref, p.name, err)
+	}
+	p.index.remove(ref)
+	p.space.promised -= o.record.Size
+	if !o.made {
+		p.space.pending -= o.record.Size
+	}
+	p.removeNodes(ref.String())
+	return nil
+}
+
+// drop removes a logical volume that is no object: size is what that frees, in bytes.
+func (p *lvmPool) drop(ctx context.Context, volume string, size int64) error {
+	err := p.lvm.hold(ctx, func(run runLVM) error {
+		_, err := run("lvremove", "-f", p.path(volume))
+		if err == nil {
+			p.gave(size)
+		}
+		return err
+	})
+	if err != nil && !errors.Is(err, errNoLV) {
+		return fmt.Errorf("remove %s: %w", p.path(volume), err)
+	}
+	p.removeNodes(volume)
+	return nil
+}
+
+// removeNodes removes what lvm2 made in /dev, where no udev does, of a device that went
+// away by itself.
+func (p *lvmPool) removeNodes(volume string) {
+	for _, path := range []string{"/dev/mapper/" + p.device(volume), "/dev/" + p.path(volume)} {
+		_ = os.Remove(path) // of no harm if it stays
+	}
+}
+
+func (p *lvmPool) Close() error {
+	p.lvm.close()
+	if p.lock == nil {
+		return nil
+	}
+	return p.lock.Close()
+}

@@ -1,0 +1,535 @@
+package blockdev
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+func (p *lvmPool) Create(ctx context.Context, spec Spec) (Record, error) {
+	if err := p.validate(spec); err != nil {
+		return Record{}, err
+	}
+	p.sweepAbandoned(ctx)
+
+	p.mu.Lock()
+	damaged, o := p.damaged[spec.Ref], p.objects[spec.Ref]
+	busy := o != nil && o.active
+	if o != nil {
+		o.active = o.state != ready
+	}
+	p.mu.Unlock()
+	if damaged != nil {
+		return Record{}, fmt.Errorf("create %q in pool %s: %w", spec.Name, p.name, damaged)
+	}
+	if busy {
+		return Record{}, fmt.Errorf("create %q in pool %s: %w", spec.Name, p.name, ErrBusy)
+	}
+	if o != nil && o.state == ready {
+		return sameObject(p.name, o.record, spec)
+	}
+	if o != nil && !o.resumable(spec) {
+		if err := p.remove(ctx, spec.Ref); err != nil {
+			return Record{}, err
+		}
+		o = nil
+	}
+	var err error
+	if o == nil {
+		o, err = p.begin(ctx, spec)
+	}
+	if err == nil && o.state != ready {
+		err = p.fill(ctx, o, spec)
+	}
+	if err != nil {
+		p.giveUp(ctx, o, spec, err)
+		return Record{}, fmt.Errorf("create %q in pool %s: %w", spec.Name, p.name, err)
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	o.active = false
+	return copyOf(o.record), nil
+}
+
+// resumable reports whether an unfinished object is one that a spec can go on with.
+func (o *logical) resumable(spec Spec) bool {
+	r := o.record
+	return o.state == creating && o.copied > 0 && r.Name == spec.Name && r.Size == spec.Size && r.Origin == spec.Origin && maps.Equal(r.Labels, spec.Labels)
+}
+
+func (p *lvmPool) validate(spec Spec) error {
+	if err := spec.validate(); err != nil {
+		return err
+	}
+	if spec.Provisioning != AnyProvisioning && spec.Provisioning != ProvisioningOf(p.thin != "") {
+		return fmt.Errorf("%w: pool %s at lvm://%s has %s volumes only", ErrUnsupported, p.name, p.location.Path, ProvisioningOf(p.thin != ""))
+	}
+	if err := p.checkSize(spec.Size); err != nil {
+		return err
+	}
+	if spec.Origin == (Ref{}) {
+		return nil
+	}
+	_, origin, err := p.lookup(spec.Origin)
+	if err == nil && spec.Size < origin.Size {
+		err = fmt.Errorf("%w: %d bytes are less than the %d of %s", ErrOutOfRange, spec.Size, origin.Size, spec.Origin)
+	}
+	return err
+}
+
+func (p *lvmPool) checkSize(size int64) error {
+	if size <= 0 || size%p.extent != 0 || size > MaxSize {
+		return fmt.Errorf("%w: %d bytes; a multiple of %d up to %d can be had", ErrOutOfRange, size, p.extent, MaxSize-MaxSize%p.extent)
+	}
+	return nil
+}
+
+// atOnce reports whether one command of lvm2 makes all there is to an object.
+func (p *lvmPool) atOnce(spec Spec, originSize int64) bool {
+	return p.thin != "" && spec.Prepare == nil && (spec.Origin == (Ref{}) || spec.Size == originSize)
+}
+
+// begin promises the space, and makes the logical volume with its record. The object is
+// in the index from then on, also with an error.
+func (p *lvmPool) begin(ctx context.Context, spec Spec) (*logical, error) {
+	o := &logical{active: true, state: creating}
+	var origin Record
+	if spec.Origin != (Ref{}) {
+		var err error
+		if _, origin, err = p.lookup(spec.Origin); err != nil {
+			return nil, err
+		}
+		if p.thin != "" {
+			if err := p.flush(spec.Origin); err != nil {
+				return nil, err
+			}
+		}
+	}
+	if p.atOnce(spec, origin.Size) {
+		o.state = ready
+	}
+	o.record = Record{Ref: spec.Ref, Name: spec.Name, Size: spec.Size, Thin: p.thin != "", Origin: spec.Origin, Created: time.Now().UTC(),
+		Labels: maps.Clone(spec.Labels), Ready: false}
+	var err error
+	if o.tags, err = tagsOf(o.record, o.state); err != nil {
+		return nil, err
+	}
+	if err := p.reserve(ctx, spec.Size, func() {
+		p.put(spec.Ref, o)
+		p.space.promised += spec.Size
+	}); err != nil {
+		return nil, err
+	}
+	// -ky: not to be activated by whoever activates all there is at boot (lvcreate(8)).
+	args := []string{"lvcreate", "-n", spec.Ref.String()}
+	if o.state == ready {
+		args = append(args, "-an")
+	} else {
+		args = append(args, "-ay", "-K")
+	}
+	args = append(args, addTags(o.tags)...)
+	switch {
+	case p.thin == "":
+		args = append(args, "-ky", "-Wn", "-Zn", "-l", strconv.FormatInt(spec.Size/p.extent, 10), p.group)
+	case spec.Origin == (Ref{}):
+		args = append(args, "-ky", "-V", strconv.FormatInt(spec.Size, 10)+"b", "--thinpool", p.thin, p.group)
+	default:
+		args = append(args, "-s", "-ky", p.path(spec.Origin.String()))
+	}
+	err = p.lvm.hold(ctx, func(run runLVM) error {
+		_, err := run(args...)
+		switch {
+		case err == nil:
+			p.took(spec.Size)
+			o.size = spec.Size
+		case errors.Is(err, ErrExists):
+			err = fmt.Errorf("%w: a logical volume of that name is there that is not known to this pool: %w; remove or rename it by hand", ErrPrecondition, err)
+			return err
+		case lvmAnswered(err):
+			return err
+		default: // it may have been made, or not
+			p.unreserve(spec.Size)
+			p.mu.Lock()
+			p.space.at = time.Time{}
+			p.mu.Unlock()
+		}
+		o.made = true
+		return err
+	})
+	if errors.Is(err, errNoLV) { // the origin
+		err = fmt.Errorf("%w: %w", ErrDataLoss, err)
+	}
+	if err != nil {
+		return o, err
+	}
+	if p.thin != "" && spec.Cut != nil {
+		if err := spec.Cut(ctx); err != nil {
+			return o, err
+		}
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	o.record.Ready = o.state == ready
+	return o, nil
+}
+
+// lvmAnswered reports whether an error is lvm2's own word that a command was not carried
+// out; otherwise it was cut short.
+func lvmAnswered(err error) bool {
+	return !errors.Is(err, context.Canceled) && !errors.Is(err, context.DeadlineExceeded) && !errors.Is(err, errLVMBroken)
+}
+
+// undoTime bounds how long a call that failed goes on to undo what it did.
+const undoTime = 20 * time.Second
+
+// giveUp undoes an unfinished object, unless a retry can go on with its copy.
+func (p *lvmPool) giveUp(ctx context.Context, o *logical, spec Spec, cause error) {
+	if o == nil {
+		return
+	}
+	ended := errors.Is(cause, context.Canceled) || errors.Is(cause, context.DeadlineExceeded)
+	p.mu.Lock()
+	resume := ended && o.copied > 0 && (o.source != "" || spec.Origin.Kind == Snapshot)
+	if resume {
+		o.touched, o.active = time.Now(), false
+	} else {
+		o.state, o.record.Ready = creating, false
+	}
+	p.mu.Unlock()
+	if resume {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTime)
+	defer cancel()
+	_ = p.remove(ctx, spec.Ref) // a failure has its own next try
+}
+
+// fill makes the bytes, and then the object ready.
+func (p *lvmPool) fill(ctx context.Context, o *logical, spec Spec) error {
+	d, err := p.own(p.device(spec.Ref.String()))
+	if err == nil && d == nil {
+		d, err = p.activate(ctx, o, o.record)
+	}
+	if err != nil {
+		return err
+	}
+	target, err := openDM(d, os.O_RDWR|unix.O_DIRECT)
+	if err != nil {
+		return fmt.Errorf("open %s: %w", d.path(), systemError(err))
+	}
+	defer target.Close()
+	// From here on it goes with the driver.
+	if _, err := dmRemove(d.name); err != nil {
+		return err
+	}
+	record := o.record
+	switch {
+	case p.thin == "" && spec.Origin == (Ref{}):
+		err = zeroRange(ctx, target, 0, spec.Size)
+	case p.thin == "":
+		if err = p.copyOrigin(ctx, o, target, spec); err == nil && o.source != "" {
+			record.Created = o.cut
+		}
+	case spec.Origin != (Ref{}):
+		err = p.extend(ctx, spec.Ref, spec.Size)
+	}
+	if err == nil && spec.Prepare != nil {
+		err = spec.Prepare(ctx, d.path())
+	}
+	if err != nil {
+		return err
+	}
+	if err := target.Sync(); err != nil {
+		return fmt.Errorf("sync %s: %w", d.path(), systemError(err))
+	}
+	if o.source != "" {
+		if err := p.drop(ctx, o.source, p.cutSize(o.record.Size)); err != nil {
+			return err
+		}
+		o.source = ""
+	}
+	target.Close()
+	if err := p.save(ctx, o, record, ready); err != nil {
+		return err
+	}
+	p.removeNodes(spec.Ref.String())
+	return nil
+}
+
+// extend grows a thin volume to a size that is promised already.
+func (p *lvmPool) extend(ctx context.Context, ref Ref, size int64) error {
+	p.mu.Lock()
+	o := p.objects[ref]
+	p.mu.Unlock()
+	_, origin, err := p.lookup(o.record.Origin)
+	if err == nil && origin.Size == size {
+		return nil
+	}
+	_, err = p.lvm.run(ctx, "lvextend", "-L", strconv.FormatInt(size, 10)+"b", p.path(ref.String()))
+	return err
+}
+
+// flush writes out what the page cache of an object's device still holds.
+func (p *lvmPool) flush(ref Ref) error {
+	writable, _, _, err := p.devices(ref)
+	if err != nil || writable == nil {
+		return err
+	}
+	f, err := openDM(writable, os.O_RDONLY)
+	if errors.Is(err, unix.ENXIO) || errors.Is(err, unix.ENODEV) || errors.Is(err, os.ErrNotExist) {
+		return nil // with its last user
+	}
+	if err == nil {
+		err = errors.Join(f.Sync(), f.Close())
+	}
+	if err != nil {
+		return fmt.Errorf("flush %s: %w", writable.path(), systemError(err))
+	}
+	return nil
+}
+
+// cutSize is what the space for the changes of a volume takes while it is copied, in
+// bytes: all of it may change, and each chunk of 64 KiB has an entry of 16 bytes.
+func (p *lvmPool) cutSize(size int64) int64 {
+	return (size+size/2048+p.extent-1)/p.extent*p.extent + p.extent
+}
+
+// copyOrigin makes the target a copy of the origin. One that somebody may be writing to
+// is cut first (dm-snapshot), for as long as the copy takes.
+func (p *lvmPool) copyOrigin(ctx context.Context, o *logical, target *os.File, spec Spec) error {
+	source, origin, err := p.lookup(spec.Origin)
+	if err != nil {
+		return err
+	}
+	if o.source == "" && !o.origin.Equal(origin.Created) {
+		o.copied, o.origin = 0, origin.Created
+	}
+	writable, _, _, err := p.devices(spec.Origin)
+	if err != nil {
+		return err
+	}
+	if o.source == "" && writable != nil {
+		if err := p.makeCut(ctx, o, spec); err != nil {
+			return err
+		}
+		if spec.Cut != nil {
+			if err := spec.Cut(ctx); err != nil {
+				return err
+			}
+		}
+	}
+	var from *os.File
+	if o.source != "" {
+		d, err := p.own(p.device(o.source))
+		if err == nil && d == nil {
+			if _, err = p.lvm.run(ctx, "lvchange", "-ay", "-K", p.path(o.source)); err == nil {
+				d, err = p.own(p.device(o.source))
+			}
+		}
+		if err != nil || d == nil {
+			return errors.Join(fmt.Errorf("%w: no device of %s", ErrUnavailable, p.path(o.source)), err)
+		}
+		if from, err = openDM(d, os.O_RDONLY|unix.O_DIRECT); err != nil {
+			return fmt.Errorf("open %s: %w", d.path(), systemError(err))
+		}
+	} else {
+		device, err := p.attach(ctx, source, origin, Attachment{ReadOnly: true})
+		if errors.Is(err, ErrInUse) { // it is attached for reading, to be kept
+			device, err = p.attach(ctx, source, origin, Attachment{ReadOnly: true, Keep: true})
+		}
+		if err != nil {
+			return err
+		}
+		defer device.Close()
+		if from, err = os.OpenFile(device.Path, os.O_RDONLY|unix.O_DIRECT, 0); err != nil {
+			return fmt.Errorf("open %s: %w", device.Path, systemError(err))
+		}
+	}
+	defer from.Close()
+	o.copied, err = copyDevice(ctx, target, from, o.copied, origin.Size)
+	if err == nil {
+		err = zeroRange(ctx, target, origin.Size, spec.Size)
+	}
+	return err
+}
+
+// makeCut fixes the bytes of the origin in a snapshot of lvm2's, which is no object.
+func (p *lvmPool) makeCut(ctx context.Context, o *logical, spec Spec) error {
+	if err := p.flush(spec.Origin); err != nil {
+		return err
+	}
+	size := p.cutSize(o.record.Size)
+	if err := p.reserve(ctx, size, func() {}); err != nil {
+		return fmt.Errorf("it is written to while it is copied, and there is no room for what changes: %w", err)
+	}
+	name := "cut." + spec.Ref.String()
+	o.cut = time.Now().UTC()
+	return p.lvm.hold(ctx, func(run runLVM) error {
+		_, err := run("lvcreate", "-s", "-kn", "-c", "64k", "--addtag", tagOurs, "-n", name,
+			"-l", strconv.FormatInt(size/p.extent, 10), p.path(spec.Origin.String()))
+		if err == nil {
+			p.took(size)
+		} else {
+			p.unreserve(size)
+		}
+		if err == nil || !lvmAnswered(err) {
+			o.source, o.copied = name, 0
+		}
+		return err
+	})
+}
+
+// dropCuts removes what copies of an object that are not finished are made from; they
+// begin anew.
+func (p *lvmPool) dropCuts(ctx context.Context, origin Ref) error {
+	p.mu.Lock()
+	var cut []*logical
+	for _, o := range p.objects {
+		if o.record.Origin == origin && o.source != "" {
+			cut = append(cut, o)
+		}
+	}
+	p.mu.Unlock()
+	for _, o := range cut {
+		if err := p.drop(ctx, o.source, p.cutSize(o.record.Size)); err != nil {
+			return err
+		}
+		o.source, o.copied = "", 0
+	}
+	return nil
+}
+
+func (p *lvmPool) Expand(ctx context.Context, ref Ref, size int64) (Record, error) {
+	o, record, err := p.lookup(ref)
+	if err != nil {
+		return Record{}, err
+	}
+	if ref.Kind != Volume {
+		return Record{}, fmt.Errorf("%w: a snapshot does not grow", ErrInvalid)
+	}
+	if size > record.Size {
+		if err := p.checkSize(size); err != nil {
+			return Record{}, err
+		}
+	}
+	if size = max(size, o.size); size > record.Size {
+		if err := p.grow(ctx, o, record, size); err != nil {
+			return Record{}, fmt.Errorf("expand %s in pool %s to %d bytes: %w", ref, p.name, size, err)
+		}
+	}
+	// Also with nothing to grow: a retry may come after a crash between the two.
+	if err := p.resizeReadOnly(ref, o); err != nil {
+		return Record{}, err
+	}
+	return copyOf(o.record), nil
+}
+
+func (p *lvmPool) grow(ctx context.Context, o *logical, record Record, size int64) error {
+	if err := p.dropCuts(ctx, record.Ref); err != nil {
+		return err
+	}
+	promise := size - record.Size
+	have := o.size // more than the record says after a growth that was cut short
+	if size > have {
+		if err := p.reserve(ctx, size-have, func() { p.space.promised += promise }); err != nil {
+			return err
+		}
+		err := p.enlarge(ctx, o, record.Ref, have, size)
+		if err != nil {
+			p.mu.Lock()
+			p.space.pending -= size - have
+			p.space.promised -= promise
+			p.space.at = time.Time{}
+			p.mu.Unlock()
+			return p.gone(o, err)
+		}
+	} else {
+		p.mu.Lock()
+		p.space.promised += promise
+		p.mu.Unlock()
+	}
+	record.Size = size
+	if err := p.save(ctx, o, record, ready); err != nil {
+		p.mu.Lock()
+		p.space.promised -= promise
+		p.mu.Unlock()
+		return err
+	}
+	return nil
+}
+
+// enlarge gives a logical volume space, which is pending. Linear volumes get none that
+// has not been zeroed: it is zeroed as a volume of its own, and then given over extent by
+// extent.
+func (p *lvmPool) enlarge(ctx context.Context, o *logical, ref Ref, have, size int64) error {
+	var where []string
+	spare := "grow." + ref.Key
+	if p.thin == "" {
+		var err error
+		if where, err = p.prepareExtents(ctx, spare, size-have); err != nil {
+			return errors.Join(err, p.drop(context.WithoutCancel(ctx), spare, 0))
+		}
+	}
+	return p.lvm.hold(ctx, func(run runLVM) error {
+		if p.thin == "" {
+			if _, err := run("lvremove", "-f", p.path(spare)); err != nil {
+				return err
+			}
+			p.removeNodes(spare)
+		}
+		_, err := run(append([]string{"lvextend", "-L", strconv.FormatInt(size, 10) + "b", p.path(ref.String())}, where...)...)
+		if err == nil {
+			p.took(size - have)
+			p.mu.Lock()
+			o.size = size
+			p.mu.Unlock()
+		}
+		return err
+	})
+}
+
+// prepareExtents zeroes free extents of the group, as a logical volume of its own, and
+// returns which they are: DEVICE:FIRST-LAST.
+func (p *lvmPool) prepareExtents(ctx context.Context, spare string, size int64) ([]string, error) {
+	if _, err := p.lvm.run(ctx, "lvcreate", "-ay", "-Wn", "-Zn", "--addtag", tagOurs, "-n", spare,
+		"-l", strconv.FormatInt(size/p.extent, 10), p.group); err != nil {
+		return nil, err
+	}
+	d, err := p.own(p.device(spare))
+	if err != nil || d == nil {
+		return nil, errors.Join(fmt.Errorf("%w: no device of %s", ErrUnavailable, p.path(spare)), err)
+	}
+	f, err := openDM(d, os.O_RDWR|unix.O_DIRECT)
+	if err != nil {
+		return nil, fmt.Errorf("open %s: %w", d.path(), systemError(err))
+	}
+	if err := errors.Join(zeroRange(ctx, f, 0, size), f.Sync(), f.Close()); err != nil {
+		return nil, err
+	}
+	rows, err := p.lvm.run(ctx, "lvs", "--segments", "-o", "seg_pe_ranges", p.path(spare))
+	var where []string
+	for _, r := range rows {
+		where = append(where, strings.Fields(r["seg_pe_ranges"])...)
+	}
+	if err == nil && len(where) == 0 {
+		err = fmt.Errorf("%w: lvm2 does not tell the extents of %s", ErrUnavailable, p.path(spare))
+	}
+	return slices.Compact(where), err
+}
+
+// resizeReadOnly lets an attached read-only device see the size of its volume.
+func (p *lvmPool) resizeReadOnly(ref Ref, o *logical) error {
+	_, readOnly, base, err := p.devices(ref)
+	if err != nil || readOnly == nil || base == nil {
+		return err
+	}
+	return dmLinear(readOnly.name, readOnly.uuid, base.number, o.size)
+}

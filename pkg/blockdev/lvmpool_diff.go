@@ -1,0 +1,89 @@
+package blockdev
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"os"
+
+	"golang.org/x/sys/unix"
+)
+
+// diffBlock is what ranges are made of, in bytes.
+const diffBlock = 64 << 10
+
+func (p *lvmPool) Allocated(ctx context.Context, ref Ref, from int64, yield func(Extent) error) error {
+	return p.compare(ctx, Ref{}, ref, from, yield)
+}
+
+func (p *lvmPool) Changed(ctx context.Context, base, target Ref, from int64, yield func(Extent) error) error {
+	if _, _, err := p.lookup(base); err != nil {
+		return err
+	}
+	return p.compare(ctx, base, target, from, yield)
+}
+
+// compare reads two objects and calls yield for where they differ; the zero Ref is all
+// zeros.
+func (p *lvmPool) compare(ctx context.Context, base, target Ref, from int64, yield func(Extent) error) error {
+	after, size, err := p.openForReading(ctx, target)
+	if err != nil {
+		return err
+	}
+	defer after.Close()
+	var before *os.File
+	var beforeSize int64
+	if base != (Ref{}) && base != target {
+		if before, beforeSize, err = p.openForReading(ctx, base); err != nil {
+			return err
+		}
+		defer before.Close()
+	}
+	if base == target {
+		return ctx.Err()
+	}
+	memory, err := unix.Mmap(-1, 0, 2*copyBlock, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS) // aligned
+	if err != nil {
+		return fmt.Errorf("memory to compare: %w", systemError(err))
+	}
+	defer func() { _ = unix.Munmap(memory) }()
+	w := &extentWriter{yield: yield}
+	for at := from - from%diffBlock; at < size; at += copyBlock {
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		have, want := memory[:copyBlock], memory[copyBlock:][:min(copyBlock, size-at)]
+		clear(have)
+		if n := min(copyBlock, beforeSize-at); n > 0 {
+			if _, err := before.ReadAt(have[:n], at); err != nil {
+				return fmt.Errorf("read %s at byte %d: %w", base, at, systemError(err))
+			}
+		}
+		if _, err := after.ReadAt(want, at); err != nil {
+			return fmt.Errorf("read %s at byte %d: %w", target, at, systemError(err))
+		}
+		for i := int64(0); i < int64(len(want)); i += diffBlock {
+			j := min(i+diffBlock, int64(len(want)))
+			if !bytes.Equal(have[i:j], want[i:j]) {
+				if err := w.add(Extent{at + i, j - i}); err != nil {
+					return err
+				}
+			}
+		}
+	}
+	return w.flush()
+}
+
+// openForReading opens an object past the page cache; nothing but the file holds it.
+func (p *lvmPool) openForReading(ctx context.Context, ref Ref) (*os.File, int64, error) {
+	device, err := p.Attach(ctx, ref, Attachment{ReadOnly: true})
+	if err != nil {
+		return nil, 0, err
+	}
+	defer device.Close()
+	f, err := os.OpenFile(device.Path, os.O_RDONLY|unix.O_DIRECT, 0)
+	if err != nil {
+		return nil, 0, fmt.Errorf("open %s: %w", device.Path, systemError(err))
+	}
+	return f, device.Size, nil
+}

@@ -1,0 +1,100 @@
+package blockdev
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+)
+
+func (p *lvmPool) Health(ctx context.Context, ref Ref) ([]Problem, error) {
+	_, record, err := p.lookup(ref)
+	if errors.Is(err, ErrDataLoss) {
+		return []Problem{{DataLoss, "RecordDamaged", err.Error()}}, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	if err := p.refresh(ctx, lvmFresh); err != nil {
+		if ctx.Err() != nil {
+			return nil, err
+		}
+		return []Problem{{Inaccessible, "PoolUnavailable", fmt.Sprintf("pool %s: %v", p.name, err)}}, nil
+	}
+	p.mu.Lock()
+	o := p.objects[ref]
+	p.mu.Unlock()
+	where := p.path(ref.String())
+	switch {
+	case o == nil:
+		return nil, fmt.Errorf("%w: no %s in pool %s", ErrNotFound, ref, p.name)
+	case o.missing:
+		return []Problem{{DataLoss, "VolumeMissing", fmt.Sprintf("the logical volume %s is gone; restore it from a backup, or delete the volume", where)}}, nil
+	case o.size < record.Size:
+		return []Problem{{DataLoss, "VolumeTruncated", fmt.Sprintf("the logical volume %s has %d bytes, its record says %d", where, o.size, record.Size)}}, nil
+	case strings.Contains(o.ill, "partial"):
+		return []Problem{{Inaccessible, "DeviceMissing", fmt.Sprintf("a physical volume under %s is missing; bring the disk back, or restore the volume from a backup", where)}}, nil
+	case o.ill != "":
+		return []Problem{{Inaccessible, "VolumeFailed", fmt.Sprintf("lvm2 says of %s: %s", where, o.ill)}}, nil
+	}
+	if p.thin != "" {
+		use, err := p.thinUse()
+		if err != nil {
+			return []Problem{{Inaccessible, "PoolUnavailable", err.Error()}}, nil
+		}
+		if use.mode != "rw" || use.fault != "" {
+			return []Problem{{Inaccessible, "PoolFull", p.full(use)}}, nil
+		}
+	}
+	return nil, nil
+}
+
+// metadataLow is when the metadata areas of a group are said to be nearly full: below
+// this part of their size. Each volume takes about 1 KiB of them.
+const metadataLow = 0.05
+
+func (p *lvmPool) PoolHealth(ctx context.Context) []Problem {
+	if err := p.refresh(ctx, lvmFresh); err != nil {
+		return []Problem{{Inaccessible, "PoolUnavailable", fmt.Sprintf("pool %s: %v", p.name, err)}}
+	}
+	c, use, err := p.capacity()
+	if err != nil {
+		return []Problem{{Inaccessible, "PoolUnavailable", fmt.Sprintf("pool %s: %v", p.name, err)}}
+	}
+	var problems []Problem
+	say := func(severity Severity, reason, format string, args ...any) {
+		problems = append(problems, Problem{severity, reason, fmt.Sprintf("pool %s: ", p.name) + fmt.Sprintf(format, args...)})
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.thin != "" {
+		switch full := p.full(use); {
+		case use.mode != "rw" || use.fault != "":
+			say(Inaccessible, "PoolFull", "%s", full)
+		case full != "":
+			say(Degraded, "PoolNearlyFull", "%s", full)
+		}
+		if c.Promised > c.Total {
+			say(Degraded, "PoolOvercommitted", "%d bytes are promised, and %d may be: thin pool %s has shrunk, or others have volumes in it; extend it (lvextend)", c.Promised, c.Total, p.path(p.thin))
+		}
+	}
+	if p.space.missing > 0 {
+		say(Degraded, "DeviceMissing", "%d physical volumes of group %s are missing; lvm2 changes nothing in it until they are back or given up (vgreduce --removemissing)", p.space.missing, p.group)
+	}
+	if float64(p.space.metaFree) < float64(p.space.metaSize)*metadataLow {
+		say(Degraded, "GroupMetadataNearlyFull", "the metadata areas of group %s have %d of %d bytes left; add a physical volume with a larger one (pvcreate --metadatasize)", p.group, p.space.metaFree, p.space.metaSize)
+	}
+	if len(p.damaged) > 0 {
+		var failures []string
+		for _, err := range p.damaged {
+			failures = append(failures, err.Error())
+		}
+		slices.Sort(failures)
+		say(Degraded, "RecordDamaged", "%s", strings.Join(failures, "; "))
+	}
+	if len(p.strays) > 0 {
+		say(Degraded, "UnknownVolume", "these are named like volumes of this driver and are not tagged as such; nothing uses them and nothing removes them: %s", strings.Join(p.strays, ", "))
+	}
+	return problems
+}

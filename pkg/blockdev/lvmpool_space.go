@@ -1,0 +1,225 @@
+package blockdev
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// lvmSpace is the account of an LVM pool; guarded by lvmPool.mu. Of linear volumes,
+//
+//	available = free extents of the group - what is being taken - the reserve
+//
+// and of thin ones
+//
+//	available = (size of the thin pool - the reserve) * overprovision - promised
+//
+// or nothing, above the watermarks. Looking and promising is one step.
+type lvmSpace struct {
+	promised int64 // sum of the sizes of all objects
+	pending  int64 // of that, or beside it, what no logical volume has been made for yet
+	foreign  int64 // sum of the sizes of others' volumes in the thin pool
+	at       time.Time
+
+	total    int64 // of the group, or of the thin pool
+	free     int64 // of the group, as it was last reported and changed by us since
+	missing  int   // physical volumes
+	metaFree int64 // of the group's metadata areas
+	metaSize int64
+}
+
+// lvmFresh is how old a report may be for an answer about space or health.
+const lvmFresh = 5 * time.Second
+
+func (s *lvmSpace) read(rows []row, thin string) error {
+	var failures []error
+	number := func(r row, column string) int64 {
+		n, err := strconv.ParseInt(r[column], 10, 64)
+		if err != nil {
+			failures = append(failures, fmt.Errorf("%w: lvm2 reports %s=%q", ErrUnavailable, column, r[column]))
+		}
+		return n
+	}
+	for i, r := range rows {
+		if i == 0 {
+			extent := number(r, "vg_extent_size")
+			s.total, s.free = number(r, "vg_extent_count")*extent, number(r, "vg_free_count")*extent
+			s.missing = int(number(r, "vg_missing_pv_count"))
+			s.metaFree, s.metaSize = number(r, "vg_mda_free"), number(r, "vg_mda_size")
+		}
+		if thin != "" && r["lv_name"] == thin {
+			s.total = number(r, "lv_size")
+		}
+	}
+	s.at = time.Now()
+	return errors.Join(failures...)
+}
+
+// thinUse is what the kernel says of a thin pool (Documentation/admin-guide/device-mapper/
+// thin-provisioning.rst, Status).
+type thinUse struct {
+	data, metadata float64 // percent in use
+	mode           string  // rw, ro or out_of_data_space
+	fault          string  // what is wrong beyond that
+}
+
+func (p *lvmPool) thinUse() (thinUse, error) {
+	for _, name := range []string{p.device(p.thin) + "-tpool", p.device(p.thin)} {
+		kind, status, err := dmTarget(name)
+		if errors.Is(err, unix.ENXIO) || (err == nil && kind != "thin-pool") {
+			continue
+		}
+		if err != nil {
+			return thinUse{}, err
+		}
+		return parseThinUse(status)
+	}
+	return thinUse{}, fmt.Errorf("%w: thin pool %s is not active; lvchange -ay %s", ErrUnavailable, p.path(p.thin), p.path(p.thin))
+}
+
+// parseThinUse reads "TRANSACTION USED/TOTAL USED/TOTAL HELD-ROOT MODE ... QUEUEING NEEDS-CHECK ...", metadata first.
+func parseThinUse(status string) (thinUse, error) {
+	fields := strings.Fields(status)
+	switch {
+	case len(fields) == 1: // Fail, Error
+		return thinUse{mode: "ro", fault: fields[0]}, nil
+	case len(fields) < 5:
+		return thinUse{}, fmt.Errorf("%w: status of a thin pool: %q", ErrUnavailable, status)
+	}
+	percent := func(field string) float64 {
+		used, total, _ := strings.Cut(field, "/")
+		u, _ := strconv.ParseFloat(used, 64)
+		t, err := strconv.ParseFloat(total, 64)
+		if err != nil || t == 0 {
+			return 100 // what is not known is not promised
+		}
+		return u * 100 / t
+	}
+	use := thinUse{metadata: percent(fields[1]), data: percent(fields[2]), mode: fields[4]}
+	for _, field := range fields[5:] {
+		if field == "needs_check" {
+			use.fault = field
+		}
+	}
+	return use, nil
+}
+
+// full says why a thin pool takes no more; empty if it does.
+func (p *lvmPool) full(use thinUse) string {
+	switch {
+	case use.fault != "" || use.mode != "rw":
+		return fmt.Sprintf("thin pool %s is in mode %s %s; look at the kernel's log, make room, and repair it (lvconvert --repair) if that does not help", p.path(p.thin), use.mode, use.fault)
+	case use.data >= p.location.DataWatermark:
+		return fmt.Sprintf("%.1f%% of the data of thin pool %s is in use, the watermark is %g%%; delete volumes or snapshots, or extend it (lvextend)", use.data, p.path(p.thin), p.location.DataWatermark)
+	case use.metadata >= p.location.MetadataWatermark:
+		return fmt.Sprintf("%.1f%% of the metadata of thin pool %s is in use, the watermark is %g%%; extend it (lvextend --poolmetadatasize)", use.metadata, p.path(p.thin), p.location.MetadataWatermark)
+	}
+	return ""
+}
+
+// account returns the capacity; the caller holds mu.
+func (p *lvmPool) account(use thinUse) Capacity {
+	s := p.space
+	reserve := int64(float64(s.total) * p.location.ReservePercent / 100)
+	c := Capacity{Promised: s.promised, MinVolume: p.extent}
+	if p.thin != "" {
+		c.Promised += s.foreign
+		c.Total = int64(float64(s.total-reserve) * p.location.Overprovision)
+		c.Available = max(0, c.Total-c.Promised)
+		if p.full(use) != "" {
+			c.Available = 0
+		}
+	} else {
+		c.Available = max(0, s.free-s.pending-reserve)
+		c.Total = c.Promised + c.Available
+	}
+	c.Available -= c.Available % p.extent
+	c.MaxVolume = min(c.Available, MaxSize-MaxSize%p.extent)
+	return c
+}
+
+func (p *lvmPool) capacity() (Capacity, thinUse, error) {
+	var use thinUse
+	if p.thin != "" {
+		var err error
+		if use, err = p.thinUse(); err != nil {
+			return Capacity{}, use, err
+		}
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.account(use), use, nil
+}
+
+func (p *lvmPool) Capacity(ctx context.Context) (Capacity, error) {
+	if err := p.refresh(ctx, lvmFresh); err != nil {
+		return Capacity{}, fmt.Errorf("capacity of pool %s: %w", p.name, err)
+	}
+	p.sweepAbandoned(ctx)
+	c, _, err := p.capacity()
+	return c, err
+}
+
+// reserve promises size bytes, or takes them without a promise, before any logical volume
+// has them; promise is called with mu held.
+func (p *lvmPool) reserve(ctx context.Context, size int64, promise func()) error {
+	for fresh := false; ; fresh = true {
+		var use thinUse
+		if p.thin != "" {
+			var err error
+			if use, err = p.thinUse(); err != nil {
+				return err
+			}
+		}
+		p.mu.Lock()
+		c := p.account(use)
+		if size <= c.Available {
+			p.space.pending += size
+			promise()
+			p.mu.Unlock()
+			return nil
+		}
+		p.mu.Unlock()
+		if fresh {
+			reason := p.full(use)
+			if p.thin == "" || reason == "" {
+				reason = fmt.Sprintf("pool %s can promise %d more bytes, %d are needed; delete volumes or snapshots, or give it more room", p.name, c.Available, size)
+			}
+			return fmt.Errorf("%w: %s", ErrNoSpace, reason)
+		}
+		if err := p.refresh(ctx, 0); err != nil { // others may have freed some
+			return err
+		}
+	}
+}
+
+// unreserve takes back what reserve did, where no logical volume was made.
+func (p *lvmPool) unreserve(size int64) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.space.pending -= size
+}
+
+// took notes that lvm2 gave a logical volume what was pending. The caller has the turn.
+func (p *lvmPool) took(size int64) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.space.pending -= size
+	if p.thin == "" {
+		p.space.free -= size
+	}
+}
+
+// gave notes that lvm2 took a logical volume away. The caller has the turn.
+func (p *lvmPool) gave(size int64) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.thin == "" {
+		p.space.free += size
+	}
+}

@@ -1,0 +1,167 @@
+package blockdev
+
+import (
+	"encoding/hex"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// The record of a logical volume is its tags, so it goes wherever the volume group goes:
+//
+//	ashlar                        it is ours
+//	ashlar.state=creating         it is not complete; deleting: it is to be removed
+//	ashlar.name=pvc-1             Record.Name
+//	ashlar.size=1073741824        Record.Size, in bytes
+//	ashlar.created=2026-01-02T15:04:05.123Z
+//	ashlar.origin=snap.KEY
+//	ashlar.label.fs=ext4          one of Record.Labels
+//
+// What a tag cannot hold (lvm(8): it takes A-Z a-z 0-9 _ + . - / = ! : & #) is written as
+// an exclamation mark and two hexadecimal digits.
+const (
+	tagOurs     = "ashlar"
+	tagState    = "ashlar.state="
+	tagName     = "ashlar.name="
+	tagSize     = "ashlar.size="
+	tagCreated  = "ashlar.created="
+	tagOrigin   = "ashlar.origin="
+	tagLabel    = "ashlar.label."
+	tagCreating = tagState + string(creating)
+	tagDeleting = tagState + string(deleting)
+
+	// maxTag is the longest tag that lvm2 takes, in bytes (NAME_LEN of older versions is
+	// only for the names of objects).
+	maxTag = 1023
+)
+
+func escapeTag(text string) string {
+	var b strings.Builder
+	for i := range len(text) {
+		switch c := text[i]; {
+		case 'a' <= c && c <= 'z', 'A' <= c && c <= 'Z', '0' <= c && c <= '9', strings.IndexByte("_+.-/:", c) >= 0:
+			b.WriteByte(c)
+		default:
+			fmt.Fprintf(&b, "!%02x", c)
+		}
+	}
+	return b.String()
+}
+
+func unescapeTag(text string) (string, error) {
+	var b strings.Builder
+	for {
+		plain, rest, found := strings.Cut(text, "!")
+		b.WriteString(plain)
+		if !found {
+			return b.String(), nil
+		}
+		if len(rest) < 2 {
+			return "", fmt.Errorf("%w: tag %q", errRecord, text)
+		}
+		c, err := hex.DecodeString(rest[:2])
+		if err != nil {
+			return "", fmt.Errorf("%w: tag %q", errRecord, text)
+		}
+		b.Write(c)
+		text = rest[2:]
+	}
+}
+
+// tagsOf returns the tags of a record, sorted.
+func tagsOf(r Record, st state) ([]string, error) {
+	tags := []string{tagOurs, tagName + escapeTag(r.Name), tagSize + strconv.FormatInt(r.Size, 10),
+		tagCreated + r.Created.UTC().Format(time.RFC3339Nano)}
+	if st != ready {
+		tags = append(tags, tagState+string(st))
+	}
+	if r.Origin != (Ref{}) {
+		tags = append(tags, tagOrigin+r.Origin.String())
+	}
+	for key, value := range r.Labels {
+		tags = append(tags, tagLabel+escapeTag(key)+"="+escapeTag(value))
+	}
+	for _, tag := range tags {
+		if len(tag) > maxTag {
+			return nil, fmt.Errorf("%w: the record of %s has a tag of %d bytes, %d is the most: %.80s...", ErrInvalid, r.Ref, len(tag), maxTag, tag)
+		}
+	}
+	slices.Sort(tags)
+	return tags, nil
+}
+
+// parseTags is the strict inverse of tagsOf. Tags that are not ours are let by.
+func parseTags(ref Ref, tags []string) (Record, state, error) {
+	r, st := Record{Ref: ref, Labels: map[string]string{}}, ready
+	seen := map[string]bool{}
+	for _, tag := range tags {
+		key, value, _ := strings.Cut(tag, "=")
+		if !strings.HasPrefix(key, tagOurs+".") {
+			continue
+		}
+		if seen[key] {
+			return r, st, fmt.Errorf("%w: %s has the tag %s twice", errRecord, ref, key)
+		}
+		seen[key] = true
+		text, err := unescapeTag(value)
+		if err == nil {
+			switch key + "=" {
+			case tagState:
+				st = state(text)
+				if st != creating && st != deleting {
+					err = fmt.Errorf("%w: state %q", errRecord, text)
+				}
+			case tagName:
+				r.Name = text
+			case tagSize:
+				r.Size, err = strconv.ParseInt(text, 10, 64)
+			case tagCreated:
+				r.Created, err = time.Parse(time.RFC3339Nano, text)
+			case tagOrigin:
+				kind, key, _ := strings.Cut(text, ".")
+				r.Origin = Ref{Kind(kind), key}
+				err = r.Origin.validate()
+			default:
+				var label string
+				escaped, ok := strings.CutPrefix(key, tagLabel)
+				if label, err = unescapeTag(escaped); err == nil && !ok {
+					err = fmt.Errorf("%w: unknown tag %s", errRecord, tag)
+				}
+				r.Labels[label] = text
+			}
+		}
+		if err != nil {
+			return r, st, fmt.Errorf("%w: %s: tag %s: %w", errRecord, ref, tag, err)
+		}
+	}
+	for _, tag := range []string{tagName, tagSize, tagCreated} {
+		if !seen[strings.TrimSuffix(tag, "=")] {
+			return r, st, fmt.Errorf("%w: %s has no tag %s", errRecord, ref, tag)
+		}
+	}
+	if r.Size <= 0 || r.Size > MaxSize {
+		return r, st, fmt.Errorf("%w: %s: size %d", errRecord, ref, r.Size)
+	}
+	r.Ready = st == ready
+	return r, st, nil
+}
+
+// changeTags returns the arguments of lvchange that turn the tags of one record into
+// those of another.
+func changeTags(from, to []string) (args []string) {
+	for _, tag := range from {
+		if !slices.Contains(to, tag) {
+			args = append(args, "--deltag", tag)
+		}
+	}
+	for _, tag := range to {
+		if !slices.Contains(from, tag) {
+			args = append(args, "--addtag", tag)
+		}
+	}
+	return args
+}
+
+func addTags(tags []string) (args []string) { return changeTags(nil, tags) }

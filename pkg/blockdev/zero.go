@@ -1,0 +1,104 @@
+package blockdev
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"os"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+	"k8s.io/klog/v2"
+)
+
+// zeroChunk bounds how much is zeroed between two looks at the context, in bytes.
+const zeroChunk = 64 << 20
+
+// zeroRange makes the bytes from one offset to another of a block device zero. The kernel
+// tells the device to do so where it guarantees zeros, and writes them where it does not
+// (BLKZEROOUT, blkdev_issue_zeroout).
+func zeroRange(ctx context.Context, f *os.File, from, to int64) error {
+	log := newProgress(ctx, "Zeroing", f.Name(), to-from)
+	for at := from; at < to; {
+		if err := ctx.Err(); err != nil {
+			return fmt.Errorf("zero %s: %w", f.Name(), err)
+		}
+		span := [2]uint64{uint64(at), uint64(min(zeroChunk, to-at))}
+		if err := ioctlPointer(f.Fd(), unix.BLKZEROOUT, unsafe.Pointer(&span)); err != nil {
+			return fmt.Errorf("zero %s from byte %d: %w", f.Name(), at, systemError(err))
+		}
+		at += int64(span[1])
+		log.at(at - from)
+	}
+	return nil
+}
+
+// copyBlock is how much is read at once, in bytes.
+const copyBlock = 1 << 20
+
+// copyDevice copies the bytes of one block device from an offset to an end to the same
+// place in another; both are open with O_DIRECT. What reads as zeros is zeroed, so holes
+// stay holes where the device knows them. It returns up to where the copy is complete,
+// also with an error.
+func copyDevice(ctx context.Context, to, from *os.File, offset, end int64) (int64, error) {
+	buffer, err := unix.Mmap(-1, 0, copyBlock, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS) // aligned
+	if err != nil {
+		return offset, fmt.Errorf("memory for a copy: %w", systemError(err))
+	}
+	defer func() { _ = unix.Munmap(buffer) }()
+	zeros := make([]byte, copyBlock)
+	log := newProgress(ctx, "Copying", from.Name(), end)
+	empty := offset // where the zeros begin that are not written yet
+	for at := offset; at < end; {
+		if err := ctx.Err(); err != nil {
+			return empty, fmt.Errorf("copy %s: %w", from.Name(), err)
+		}
+		block := buffer[:min(copyBlock, end-at)]
+		if _, err := from.ReadAt(block, at); err != nil {
+			return empty, fmt.Errorf("read %s at byte %d: %w", from.Name(), at, systemError(err))
+		}
+		if bytes.Equal(block, zeros[:len(block)]) {
+			if at += int64(len(block)); at-empty < zeroChunk && at < end {
+				continue
+			}
+			if err := zeroRange(ctx, to, empty, at); err != nil {
+				return empty, err
+			}
+		} else {
+			if err := zeroRange(ctx, to, empty, at); err != nil {
+				return empty, err
+			}
+			if _, err := to.WriteAt(block, at); err != nil {
+				return at, fmt.Errorf("write %s at byte %d: %w", to.Name(), at, systemError(err))
+			}
+			at += int64(len(block))
+		}
+		empty = at
+		log.at(at)
+	}
+	return end, nil
+}
+
+// progress logs how far something long is, now and then.
+type progress struct {
+	ctx   context.Context
+	what  string
+	path  string
+	total int64
+	last  time.Time
+}
+
+const progressEvery = 10 * time.Second
+
+func newProgress(ctx context.Context, what, path string, total int64) *progress {
+	return &progress{ctx, what, path, total, time.Now()}
+}
+
+func (p *progress) at(done int64) {
+	if time.Since(p.last) < progressEvery {
+		return
+	}
+	p.last = time.Now()
+	klog.FromContext(p.ctx).Info(p.what, "device", p.path, "bytes", done, "of", p.total)
+}
