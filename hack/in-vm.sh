@@ -53,6 +53,9 @@ chmod +x "$scratch/init"
 LD_PRELOAD=$scratch/uml-xstate.so setsid timeout --kill-after=5 "${VM_SECONDS:-900}" linux.uml mem="${VM_MEMORY:-2048M}" rootfstype=hostfs ro root=/dev/root \
 	ubd0="$scratch/disk" init="$scratch/init" con=null con0=fd:0,fd:1 quiet </dev/null >"$scratch/console" 2>&1 &
 vm=$!
+# On a busy machine a timer may fire just before that kernel goes to sleep until the next one, and then it sleeps
+# for good: any signal wakes it.
+while sleep 1; do kill -ALRM $(<"/proc/$vm/task/$vm/children") || exit; done 2>/dev/null &
 tail --pid="$vm" -n +1 -F "$scratch/console" 2>/dev/null || true
 wait "$vm" || true
 vm=

@@ -239,6 +239,15 @@ type Prover interface {
 	Untouched(ctx context.Context, ref Ref) (bool, error)
 }
 
+// Suspender is a Pool whose copies of an attached origin are of one moment without the
+// caller's help: Spec.Quiesced is of no use to it. To cut several origins at one moment,
+// Suspend holds back all writes to an attached object, mounted or raw, until resume is
+// called, or a copy of it has been cut (Spec.Cut) and has ended the suspension. The start
+// of the pool ends all that a crash left.
+type Suspender interface {
+	Suspend(ctx context.Context, ref Ref) (resume func() error, err error)
+}
+
 // Differ is a Pool that can tell which ranges of its objects hold data, and in which
 // two of them differ. Ranges come in order, do not overlap, and end after from.
 type Differ interface {

@@ -152,12 +152,25 @@ func dmKeep(name string) error {
 	return nil
 }
 
-// dmResume ends the suspension of a device, and brings a table that was loaded into
-// effect.
-func dmResume(name string) error {
+// dmSuspend holds back all that is written to a device, once the filesystem on it is
+// frozen and what is under way is written.
+func dmSuspend(name string) error {
 	_, _, err := dmCall(dmDevSuspend, func(h *dmHeader) {
 		dmNamed(name)(h)
-		h.eventNr = dmNoScan
+		h.flags = dmSuspended
+	}, nil)
+	if err != nil {
+		return fmt.Errorf("suspend device %s: %w", name, systemError(err))
+	}
+	return nil
+}
+
+// dmResume ends the suspension of a device, and brings a table that was loaded into
+// effect. event is what udev is told (dmNoScan).
+func dmResume(name string, event uint32) error {
+	_, _, err := dmCall(dmDevSuspend, func(h *dmHeader) {
+		dmNamed(name)(h)
+		h.eventNr = event
 	}, nil)
 	if err != nil {
 		return fmt.Errorf("resume device %s: %w", name, systemError(err))
@@ -186,7 +199,7 @@ func dmLinear(name, uuid string, under uint64, size int64) error {
 		h.flags, h.targetCount = dmReadOnly, 1
 	}, table)
 	if err == nil {
-		err = dmResume(name)
+		err = dmResume(name, dmNoScan)
 	}
 	if err != nil && made {
 		_, undone := dmRemove(name)

@@ -287,7 +287,7 @@ func (p *lvmPool) resume(ctx context.Context) {
 			continue
 		}
 		klog.FromContext(ctx).Info("Resuming a device that was left suspended", "pool", p.name, "device", name)
-		if err = dmResume(name); err != nil {
+		if err = dmResume(name, 0); err != nil {
 			break
 		}
 	}

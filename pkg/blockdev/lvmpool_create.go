@@ -277,10 +277,37 @@ func (p *lvmPool) extend(ctx context.Context, ref Ref, size int64) error {
 	return err
 }
 
-// flush writes out what the page cache of an object's device still holds.
-func (p *lvmPool) flush(ref Ref) error {
+// Suspend: see Suspender. lvm2 leaves alone what is suspended already, and resumes it
+// when it has made a snapshot of it.
+func (p *lvmPool) Suspend(_ context.Context, ref Ref) (resume func() error, err error) {
+	if _, _, err := p.lookup(ref); err != nil {
+		return nil, err
+	}
+	nothing := func() error { return nil }
+	if err := p.flush(ref); err != nil {
+		return nil, err
+	}
 	writable, _, _, err := p.devices(ref)
 	if err != nil || writable == nil {
+		return nothing, err
+	}
+	if err := dmSuspend(writable.name); err != nil {
+		return nil, err
+	}
+	return func() error {
+		d, err := p.own(writable.name)
+		if err != nil || d == nil || !d.suspended {
+			return err
+		}
+		return dmResume(d.name, 0)
+	}, nil
+}
+
+// flush writes out what the page cache of an object's device still holds, unless the
+// device is suspended: then that was done before.
+func (p *lvmPool) flush(ref Ref) error {
+	writable, _, _, err := p.devices(ref)
+	if err != nil || writable == nil || writable.suspended {
 		return err
 	}
 	f, err := openDM(writable, os.O_RDONLY)

@@ -223,6 +223,7 @@ func (l *Local) Create(ctx context.Context, spec Spec) (Volume, error) {
 			return Volume{}, err
 		}
 	}
+	create.Cut = func(context.Context) error { return thaw() }
 	record, err = pool.Create(ctx, create)
 	if err = errors.Join(err, thaw()); err != nil {
 		return Volume{}, err
@@ -294,9 +295,13 @@ const (
 )
 
 // quiesce freezes the filesystem of an origin, if it has one that is mounted. It
-// reports whether all writes are held back until thaw is called.
+// reports whether all writes are held back until thaw is called, which may be called
+// again. A blockdev.Suspender sees to that itself.
 func (l *Local) quiesce(ctx context.Context, o origin) (quiesced bool, thaw func() error, err error) {
 	nothing := func() error { return nil }
+	if _, ok := o.pool.(blockdev.Suspender); ok {
+		return false, nothing, nil
+	}
 	paths := l.filesystems(ctx, o.pool, o.record.Ref)
 	if len(paths) == 0 {
 		return false, nothing, nil
@@ -311,7 +316,7 @@ func (l *Local) quiesce(ctx context.Context, o origin) (quiesced bool, thaw func
 	if err != nil {
 		return false, nothing, errors.Join(err, setFrozen(ctx, o.pool, o.record.Ref, ""))
 	}
-	thaw = func() error {
+	thaw = sync.OnceValue(func() error {
 		err := end()
 		for try := 0; err != nil && try < thawTries; try++ {
 			time.Sleep(thawPause)
@@ -321,7 +326,7 @@ func (l *Local) quiesce(ctx context.Context, o origin) (quiesced bool, thaw func
 			return err // the next start tries again
 		}
 		return setFrozen(ctx, o.pool, o.record.Ref, "")
-	}
+	})
 	return true, thaw, nil
 }
 

@@ -7,6 +7,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 )
@@ -24,7 +25,7 @@ func (l *Local) CreateSnapshot(ctx context.Context, name string, source ID) (Sna
 	if err != nil {
 		return Snapshot{}, err
 	}
-	record, err := l.cut(ctx, o, name, quiesced, nil)
+	record, err := l.cut(ctx, o, name, quiesced, func(context.Context) error { return thaw() }, nil)
 	if err = errors.Join(err, thaw()); err != nil {
 		return Snapshot{}, fmt.Errorf("snapshot %q of volume %s: %w", name, source, err)
 	}
@@ -54,7 +55,7 @@ func (l *Local) snapshotSource(ctx context.Context, id ID) (origin, error) {
 	return l.source(ctx, id)
 }
 
-func (l *Local) cut(ctx context.Context, o origin, name string, quiesced bool, labels map[string]string) (blockdev.Record, error) {
+func (l *Local) cut(ctx context.Context, o origin, name string, quiesced bool, done func(context.Context) error, labels map[string]string) (blockdev.Record, error) {
 	all := map[string]string{}
 	// What a restored volume has to know about its bytes.
 	for _, key := range []string{labelFormat, labelFilesystem} {
@@ -65,7 +66,7 @@ func (l *Local) cut(ctx context.Context, o origin, name string, quiesced bool, l
 	}
 	return o.pool.Create(ctx, blockdev.Spec{
 		Ref: blockdev.Ref{Kind: blockdev.Snapshot, Key: KeyOf(name)}, Name: name, Size: o.record.Size, Provisioning: blockdev.ProvisioningOf(o.record.Thin),
-		Origin: o.record.Ref, Quiesced: quiesced, Labels: all,
+		Origin: o.record.Ref, Quiesced: quiesced, Cut: done, Labels: all,
 	})
 }
 
@@ -163,8 +164,8 @@ func (l *Local) setIncomplete(key string, incomplete bool) {
 	}
 }
 
-// CreateGroup: see Store. All filesystems are frozen, all snapshots are cut, and all
-// are thawed; if one cannot be cut, none stays.
+// CreateGroup: see Store. The writes to all sources are held back before the first one is
+// cut; if one cannot be cut, none stays.
 func (l *Local) CreateGroup(ctx context.Context, name string, sources []ID) (_ Group, err error) {
 	id := GroupID{KeyOf(name)}
 	sources = slices.Clone(sources)
@@ -201,39 +202,76 @@ func (l *Local) CreateGroup(ctx context.Context, name string, sources []ID) (_ G
 		return Group{}, err
 	}
 
-	origins := make([]origin, len(sources))
-	quiesced := make([]bool, len(sources))
+	cuts := make([]groupCut, len(sources))
+	defer func() {
+		for _, c := range cuts {
+			if c.release != nil {
+				err = errors.Join(err, c.release())
+			}
+		}
+	}()
 	for i, source := range sources {
-		if origins[i], err = l.snapshotSource(ctx, source); err != nil {
+		c := &cuts[i]
+		c.name = name + "\x00" + source.String()
+		c.labels = map[string]string{labelGroup: id.Key, labelGroupSize: strconv.Itoa(len(sources))}
+		if c.origin, err = l.snapshotSource(ctx, source); err != nil {
 			return Group{}, err
 		}
 	}
-	var thaws []func() error
-	thaw := func() error {
-		var failures []error
-		for _, one := range thaws {
-			failures = append(failures, one())
-		}
-		return errors.Join(failures...)
-	}
-	defer func() { err = errors.Join(err, thaw()) }()
-	for i, o := range origins {
-		var one func() error
-		if quiesced[i], one, err = l.quiesce(ctx, o); err != nil {
+	for i := range cuts {
+		if err := l.hold(ctx, &cuts[i]); err != nil {
 			return Group{}, err
 		}
-		thaws = append(thaws, one)
+	}
+	if err := l.cutAll(ctx, cuts); err != nil {
+		return Group{}, err
 	}
 	members = members[:0]
-	for i, o := range origins {
-		record, err := l.cut(ctx, o, name+"\x00"+sources[i].String(), quiesced[i], map[string]string{
-			labelGroup: id.Key, labelGroupSize: strconv.Itoa(len(sources))})
-		if err != nil {
-			return Group{}, err
-		}
-		members = append(members, member{snapshotFromRecord(sources[i].Pool, l.node, record), len(sources)})
+	for _, c := range cuts {
+		members = append(members, member{snapshotFromRecord(c.origin.pool.Name(), l.node, c.record), len(cuts)})
 	}
 	return l.group(id, members), nil
+}
+
+// groupCut is one member of a group while the group is cut.
+type groupCut struct {
+	name     string
+	labels   map[string]string
+	origin   origin
+	quiesced bool
+	release  func() error // lets writes to the origin go on; may be called again
+	record   blockdev.Record
+}
+
+// hold holds back the writes to the origin of a member.
+func (l *Local) hold(ctx context.Context, c *groupCut) (err error) {
+	if pool, ok := c.origin.pool.(blockdev.Suspender); ok {
+		c.release, err = pool.Suspend(ctx, c.origin.record.Ref)
+		return err
+	}
+	c.quiesced, c.release, err = l.quiesce(ctx, c.origin)
+	return err
+}
+
+// cutAll cuts the members in their order. Each one's writes go on as soon as it is cut:
+// what is written from then on cannot come before a later member's cut, as that one's
+// writes are still held back. A pool that has to copy does so after all are cut.
+func (l *Local) cutAll(ctx context.Context, cuts []groupCut) error {
+	if len(cuts) == 0 {
+		return nil
+	}
+	c := &cuts[0]
+	rest := sync.OnceValue(func() error {
+		if err := c.release(); err != nil {
+			return err
+		}
+		return l.cutAll(ctx, cuts[1:])
+	})
+	var err error
+	if c.record, err = l.cut(ctx, c.origin, c.name, c.quiesced, func(context.Context) error { return rest() }, c.labels); err != nil {
+		return err
+	}
+	return rest()
 }
 
 func (l *Local) undoGroup(ctx context.Context, id GroupID) error {

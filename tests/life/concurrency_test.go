@@ -165,7 +165,7 @@ func TestOppositeCallsAtOnce(t *testing.T) {
 // TestManyLives: 16 volumes at once, from create to delete, with a snapshot and a restore
 // each.
 func TestManyLives(t *testing.T) {
-	for _, pool := range []string{"plain", "xfs"} {
+	for _, pool := range pools[:2] {
 		t.Run(pool, func(t *testing.T) {
 			d := startOn(t, pool)
 			for i, err := range atOnce(16, func(i int) error {

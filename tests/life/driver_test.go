@@ -50,11 +50,37 @@ var smallest = map[string]int64{"ext4": 32 * miB, "xfs": 300 * miB, "btrfs": 256
 // snapshots are copies, and filesystems with reflinks.
 var pools = []string{"plain", "xfs", "btrfs"}
 
+// With ASHLAR_LVM=1 the tests that go over all kinds go over those of LVM pools instead
+// (make test-lvm).
+func init() {
+	if os.Getenv("ASHLAR_LVM") == "1" {
+		pools = []string{linear, thin}
+	}
+}
+
+// The kinds of LVM pools.
+const (
+	linear = "linear"
+	thin   = "thin"
+)
+
+// provisionings that a kind of pool has.
+func provisionings(pool string) []string {
+	switch pool {
+	case linear:
+		return []string{"thick"}
+	case thin:
+		return []string{"thin"}
+	}
+	return []string{"thick", "thin"}
+}
+
 // driver is a driver under test, with a pool in folder pool of its Dir.
 type driver struct {
 	*drivertest.Driver
 	t       testing.TB
 	options drivertest.Options
+	group   *drivertest.Group // of an LVM pool
 }
 
 // start starts a driver on a plain folder, unless the options say otherwise.
@@ -64,18 +90,20 @@ func start(t testing.TB, o drivertest.Options) *driver {
 	if o.Dir == "" {
 		o.Dir = newDir(t)
 	}
-	return &driver{drivertest.Start(t, o), t, o}
+	return &driver{Driver: drivertest.Start(t, o), t: t, options: o}
 }
 
 // restart ends the driver, as SIGTERM does, and starts another one in its place.
 func (d *driver) restart() *driver {
 	d.t.Helper()
 	d.Stop()
-	return start(d.t, d.options)
+	again := start(d.t, d.options)
+	again.group = d.group
+	return again
 }
 
 // in is the same driver for a part of a test.
-func (d *driver) in(t testing.TB) *driver { return &driver{d.Driver, t, d.options} }
+func (d *driver) in(t testing.TB) *driver { return &driver{d.Driver, t, d.options, d.group} }
 
 // newDir is drivertest.Dir for tests that may fail half-way: then what they leave is
 // cleared away, so that it does no harm to the machine.
@@ -106,6 +134,16 @@ func startOn(t testing.TB, kind string) *driver {
 	t.Helper()
 	drivertest.NeedRoot(t)
 	o := drivertest.Options{Dir: newDir(t)}
+	if kind == linear || kind == thin {
+		group := drivertest.NewGroup(t, 8<<30)
+		o.Pools = []string{"default=" + group.URL()}
+		if kind == thin {
+			o.Pools[0] = "default=" + group.ThinPool(t, "tp", "-L", "7G", "--poolmetadatasize", "16M")
+		}
+		d := start(t, o)
+		d.group = group
+		return d
+	}
 	if kind != "plain" {
 		poolFolder(t, o.Dir, kind, 8<<30)
 	}
@@ -373,8 +411,11 @@ func reasons(health *csi.VolumeHealth) []string {
 	return all
 }
 
-// inPool lists what is in the folders of the pool.
+// inPool lists what is in the folders, or in the volume group, of the pool.
 func (d *driver) inPool() []string {
+	if d.group != nil {
+		return slices.DeleteFunc(d.group.Volumes(d.t), func(name string) bool { return name == "tp" })
+	}
 	var found []string
 	for _, folder := range []string{"volumes", "snapshots"} {
 		entries, err := os.ReadDir(filepath.Join(d.Dir, "pool", folder))

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"io"
 	"os"
-	"path/filepath"
 	"strings"
 	"testing"
 
@@ -77,7 +76,14 @@ func apply(onto, from []byte, ranges []*csi.BlockMetadata) (bytes int64) {
 // TestSnapshotMetadata makes a backup out of what the streams say: a full one of the
 // allocated ranges, an incremental one of the delta.
 func TestSnapshotMetadata(t *testing.T) {
-	for _, c := range []struct{ pool, provisioning string }{{"plain", "thin"}, {"plain", "thick"}, {"xfs", "thick"}, {"btrfs", "thin"}} {
+	type pool struct{ pool, provisioning string }
+	var kinds []pool
+	for _, kind := range pools {
+		for _, provisioning := range provisionings(kind) {
+			kinds = append(kinds, pool{kind, provisioning})
+		}
+	}
+	for _, c := range kinds {
 		t.Run(c.pool+"/"+c.provisioning, func(t *testing.T) {
 			d := startOn(t, c.pool)
 			const size = 12 * miB
@@ -98,9 +104,11 @@ func TestSnapshotMetadata(t *testing.T) {
 			second, err := v.snapshot("second")
 			ok(t, err)
 			image := func(s *csi.Snapshot) []byte {
-				id := s.GetSnapshotId()
-				bytes, err := os.ReadFile(filepath.Join(d.Dir, "pool/snapshots", id[strings.LastIndexByte(id, '.')+1:]+".img"))
+				restored := d.made(fromSnapshot(request("restored", block, size), s.GetSnapshotId()))
+				target := restored.running()
+				bytes, err := os.ReadFile(target)
 				ok(t, err)
+				ok(t, restored.down(target))
 				return bytes
 			}
 			was, is := image(first), image(second)

@@ -24,15 +24,23 @@ import (
 // csi-test issue 223).
 const pendingInSuite = 1
 
-// TestSanity runs the suite with mount and with block access. Everything that a driver
-// can serve is on: idempotency repeats, attach limit, group snapshots, modify, health.
+// TestSanity runs the suite with mount and with block access, over a file pool, or with
+// ASHLAR_LVM=1 over LVM pools of both kinds (make test-lvm). Everything that a driver can
+// serve is on: idempotency repeats, attach limit, group snapshots, modify, health.
 func TestSanity(t *testing.T) {
 	drivertest.NeedRoot(t)
 	RegisterFailHandler(Fail)
-	accessTypes := []string{"mount", "block"}
-	for _, access := range accessTypes {
-		driver := drivertest.Start(t, drivertest.Options{MaxVolumes: 4})
-		Describe("with "+access+" access", func() { sanity.GinkgoTest(config(driver, access)) })
+	kinds := []string{"file"}
+	if os.Getenv("ASHLAR_LVM") == "1" {
+		kinds = []string{"linear", "thin"}
+	}
+	runs := 0
+	for _, kind := range kinds {
+		for _, access := range []string{"mount", "block"} {
+			driver := drivertest.Start(t, drivertest.Options{MaxVolumes: 4, Pools: pools(t, kind)})
+			Describe("over a "+kind+" pool with "+access+" access", func() { sanity.GinkgoTest(config(driver, access)) })
+			runs++
+		}
 	}
 	var counts map[types.SpecState]int
 	ReportAfterSuite("counts", func(report Report) {
@@ -64,9 +72,21 @@ func TestSanity(t *testing.T) {
 	if counts[types.SpecStateSkipped] != 0 {
 		t.Error("specs were skipped: the driver does not serve, or the configuration does not switch on, all that the suite tests")
 	}
-	if counts[types.SpecStatePending] != pendingInSuite*len(accessTypes) {
-		t.Errorf("%d specs are switched off in the suite, expected %d: look at what is new", counts[types.SpecStatePending], pendingInSuite*len(accessTypes))
+	if counts[types.SpecStatePending] != pendingInSuite*runs {
+		t.Errorf("%d specs are switched off in the suite, expected %d: look at what is new", counts[types.SpecStatePending], pendingInSuite*runs)
 	}
+}
+
+// pools of a new driver; nil for its file pool.
+func pools(t *testing.T, kind string) []string {
+	if kind == "file" {
+		return nil
+	}
+	group := drivertest.NewGroup(t, 2<<30)
+	if kind == "thin" {
+		return []string{"default=" + group.ThinPool(t, "tp", "-L", "1G", "--poolmetadatasize", "16M")}
+	}
+	return []string{"default=" + group.URL()}
 }
 
 func config(driver *drivertest.Driver, access string) *sanity.TestConfig {
