@@ -21,8 +21,10 @@ const (
 	// ReadOnlyKey is in the publish context of a volume that was claimed read-only.
 	ReadOnlyKey = "ashlar.dev/readOnly"
 
-	coPrefix  = "csi.storage.k8s.io/"
-	ephemeral = coPrefix + "ephemeral"
+	coPrefix     = "csi.storage.k8s.io/"
+	ephemeral    = coPrefix + "ephemeral"
+	pvcName      = coPrefix + "pvc/name" // of the provisioner's --extra-create-metadata
+	pvcNamespace = coPrefix + "pvc/namespace"
 )
 
 // Missing is the error for a request without a field that it needs.
@@ -42,6 +44,7 @@ func ForCO(key string) bool { return strings.HasPrefix(key, coPrefix) }
 type Parameters struct {
 	Pool string // empty: not given
 	Thin bool
+	For  volume.Requester // zero: not given
 }
 
 // ParseParameters returns ErrInvalid for any that is unknown or has an unknown value.
@@ -59,6 +62,10 @@ func ParseParameters(parameters map[string]string) (Parameters, error) {
 				return p, fmt.Errorf("%w: parameter provisioning=%q; thick and thin are known", blockdev.ErrInvalid, value)
 			}
 			p.Thin = value == "thin"
+		case key == pvcName:
+			p.For.Name = value
+		case key == pvcNamespace:
+			p.For.Namespace = value
 		case !ForCO(key):
 			return p, fmt.Errorf("%w: unknown parameter %q; pool and provisioning are known", blockdev.ErrInvalid, key)
 		}
