@@ -35,10 +35,15 @@ const Admin = "admin"
 // Main runs the tests of a package and ends the API server that they used.
 func Main(m *testing.M) {
 	code := m.Run()
+	Stop()
+	os.Exit(code)
+}
+
+// Stop ends the API server, if a test started it. It is for a TestMain of its own.
+func Stop() {
 	if running != nil {
 		running.stop()
 	}
-	os.Exit(code)
 }
 
 var (

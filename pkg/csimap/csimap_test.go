@@ -92,12 +92,12 @@ func TestParseParameters(t *testing.T) {
 		want    Parameters
 		refused bool
 	}{
-		"none":              {nil, Parameters{}, false},
-		"pool":              {parameters{"pool": "fast-1"}, Parameters{Pool: "fast-1"}, false},
-		"thin":              {parameters{"provisioning": "thin"}, Parameters{Thin: true}, false},
-		"thick":             {parameters{"provisioning": "thick"}, Parameters{}, false},
-		"all":               {parameters{"pool": "a", "provisioning": "thin"}, Parameters{Pool: "a", Thin: true}, false},
-		"orchestrator's":    {parameters{"csi.storage.k8s.io/pvc/name": "x", "csi.storage.k8s.io/pvc/namespace": "y", "csi.storage.k8s.io/pv/name": "z", "pool": "a"},
+		"none":  {nil, Parameters{}, false},
+		"pool":  {parameters{"pool": "fast-1"}, Parameters{Pool: "fast-1"}, false},
+		"thin":  {parameters{"provisioning": "thin"}, Parameters{Thin: true}, false},
+		"thick": {parameters{"provisioning": "thick"}, Parameters{}, false},
+		"all":   {parameters{"pool": "a", "provisioning": "thin"}, Parameters{Pool: "a", Thin: true}, false},
+		"orchestrator's": {parameters{"csi.storage.k8s.io/pvc/name": "x", "csi.storage.k8s.io/pvc/namespace": "y", "csi.storage.k8s.io/pv/name": "z", "pool": "a"},
 			Parameters{Pool: "a", For: volume.Requester{Namespace: "y", Name: "x"}}, false},
 		"empty pool":        {parameters{"pool": ""}, Parameters{}, true},
 		"pool as path":      {parameters{"pool": "../etc"}, Parameters{}, true},

@@ -156,8 +156,12 @@ func createRefuses(f fixture) {
 		{func(s *volume.Spec) { s.Filesystem, s.Size = "xfs", volume.Range{Limit: mib} }, blockdev.ErrOutOfRange},
 		{func(s *volume.Spec) { s.Size.Required = Size + mib }, blockdev.ErrNoSpace},
 		{func(s *volume.Spec) { s.Nodes = []string{"elsewhere"} }, blockdev.ErrNoSpace},
-		{func(s *volume.Spec) { s.Source = volume.ID{Kind: blockdev.Volume, Pool: f.Pools[0], Key: volume.KeyOf("gone")} }, blockdev.ErrNotFound},
-		{func(s *volume.Spec) { s.Source = volume.ID{Kind: blockdev.Snapshot, Pool: f.Pools[0], Key: volume.KeyOf("gone")} }, blockdev.ErrNotFound},
+		{func(s *volume.Spec) {
+			s.Source = volume.ID{Kind: blockdev.Volume, Pool: f.Pools[0], Key: volume.KeyOf("gone")}
+		}, blockdev.ErrNotFound},
+		{func(s *volume.Spec) {
+			s.Source = volume.ID{Kind: blockdev.Snapshot, Pool: f.Pools[0], Key: volume.KeyOf("gone")}
+		}, blockdev.ErrNotFound},
 	} {
 		spec := sized("refused", mib)
 		c.change(&spec)
