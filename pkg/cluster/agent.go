@@ -218,12 +218,16 @@ func get[T client.Object](ctx context.Context, a *Agent, key string, o T) (_ T, 
 	return o, err == nil, err
 }
 
-func (a *Agent) lock(exclusive, shared []string) (unlock func(), err error) {
+// locked works on the volumes of the node with the locks that its CSI calls take;
+// ErrBusy if it cannot have them. What is only looked at or written down needs none, and
+// takes none: a call that comes because of what was written must not find it locked.
+func (a *Agent) locked(exclusive, shared []string, work func() error) error {
 	unlock, busy := a.locks.TryLock(exclusive, shared)
 	if unlock == nil {
-		return nil, fmt.Errorf("%w on %s", blockdev.ErrBusy, busy)
+		return fmt.Errorf("%w on %s", blockdev.ErrBusy, busy)
 	}
-	return unlock, nil
+	defer unlock()
+	return work()
 }
 
 // report writes the status of an object, if edit changes it. It fails with a conflict if

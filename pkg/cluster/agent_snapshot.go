@@ -22,20 +22,10 @@ func (a *Agent) snapshot(ctx context.Context, r request) (reconcile.Result, erro
 	if err != nil || !there {
 		return reconcile.Result{}, err
 	}
-	making := s.Status.Created == nil && s.DeletionTimestamp == nil
-	exclusive := []string{keylock.Snapshot(s.Name)}
-	if making {
-		exclusive = append(exclusive, keylock.Volume(s.Spec.Source))
-	}
-	unlock, err := a.lock(exclusive, nil)
-	if err != nil {
-		return reconcile.Result{}, err
-	}
-	defer unlock()
 	switch {
 	case s.DeletionTimestamp != nil:
 		return a.deleteSnapshot(ctx, s)
-	case !making:
+	case s.Status.Created != nil:
 		return reconcile.Result{RequeueAfter: checkAgain}, a.tendSnapshot(ctx, s)
 	case s.Common().Refused(s.Generation) != nil:
 		return reconcile.Result{}, nil // it waits to be deleted
@@ -45,8 +35,11 @@ func (a *Agent) snapshot(ctx context.Context, r request) (reconcile.Result, erro
 	working, cancel := context.WithTimeout(working, longestCut)
 	defer cancel()
 	defer a.Changed()
-	made, err := a.local.CreateSnapshot(working, s.Spec.Name, snapshotSource(s))
-	if err != nil {
+	var made volume.Snapshot
+	if err := a.locked([]string{keylock.Snapshot(s.Name), keylock.Volume(s.Spec.Source)}, nil, func() (err error) {
+		made, err = a.local.CreateSnapshot(working, s.Spec.Name, snapshotSource(s))
+		return err
+	}); err != nil {
 		return reconcile.Result{}, refuse(ctx, a, s, err)
 	}
 	return reconcile.Result{}, a.reportCut(ctx, s, made)
@@ -69,7 +62,7 @@ func (a *Agent) deleteSnapshot(ctx context.Context, s *v1alpha1.Snapshot) (recon
 		return reconcile.Result{}, nil
 	}
 	defer a.Changed()
-	err := a.local.DeleteSnapshot(ctx, snapshotID(s))
+	err := a.locked([]string{keylock.Snapshot(s.Name)}, nil, func() error { return a.local.DeleteSnapshot(ctx, snapshotID(s)) })
 	if err == nil {
 		return reconcile.Result{}, a.letGo(ctx, s)
 	}
@@ -107,11 +100,9 @@ func (a *Agent) group(ctx context.Context, r request) (reconcile.Result, error) 
 		return reconcile.Result{}, err
 	}
 	members := list.Items
-	locks := []string{keylock.Group(r.key)}
 	var deleting, cut, refused int
 	for i := range members {
 		m := &members[i]
-		locks = append(locks, keylock.Snapshot(m.Name))
 		if m.DeletionTimestamp != nil {
 			deleting++
 		}
@@ -123,16 +114,6 @@ func (a *Agent) group(ctx context.Context, r request) (reconcile.Result, error) 
 		}
 	}
 	whole := len(members) == members[0].Spec.Group.Size
-	if whole && deleting == 0 && cut == 0 {
-		for i := range members {
-			locks = append(locks, keylock.Volume(members[i].Spec.Source))
-		}
-	}
-	unlock, err := a.lock(locks, nil)
-	if err != nil {
-		return reconcile.Result{}, err
-	}
-	defer unlock()
 	switch {
 	case deleting == len(members):
 		return a.deleteGroup(ctx, r.key, members)
@@ -170,7 +151,14 @@ func (a *Agent) makeGroup(ctx context.Context, r request, members []v1alpha1.Sna
 		for i := range members {
 			sources = append(sources, snapshotSource(&members[i]))
 		}
-		made, err = a.local.CreateGroup(working, members[0].Spec.Name, sources)
+		locks := groupLocks(r.key, members)
+		for _, source := range sources {
+			locks = append(locks, keylock.Volume(source.Key))
+		}
+		err = a.locked(locks, nil, func() (err error) {
+			made, err = a.local.CreateGroup(working, members[0].Spec.Name, sources)
+			return err
+		})
 	}
 	if err != nil {
 		return a.refuseAll(ctx, members, err)
@@ -186,6 +174,14 @@ func (a *Agent) makeGroup(ctx context.Context, r request, members []v1alpha1.Sna
 		}
 	}
 	return nil
+}
+
+func groupLocks(key string, members []v1alpha1.Snapshot) []string {
+	locks := []string{keylock.Group(key)}
+	for i := range members {
+		locks = append(locks, keylock.Snapshot(members[i].Name))
+	}
+	return locks
 }
 
 func firstFailure(members []v1alpha1.Snapshot) string {
@@ -212,7 +208,7 @@ func (a *Agent) refuseAll(ctx context.Context, members []v1alpha1.Snapshot, err 
 
 func (a *Agent) deleteGroup(ctx context.Context, key string, members []v1alpha1.Snapshot) (reconcile.Result, error) {
 	defer a.Changed()
-	if err := a.local.DeleteGroup(ctx, volume.GroupID{Key: key}); err != nil {
+	if err := a.locked(groupLocks(key, members), nil, func() error { return a.local.DeleteGroup(ctx, volume.GroupID{Key: key}) }); err != nil {
 		return reconcile.Result{}, err
 	}
 	var failures []error

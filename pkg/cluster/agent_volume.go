@@ -23,29 +23,15 @@ func (a *Agent) volume(ctx context.Context, r request) (reconcile.Result, error)
 	if err != nil || !there {
 		return reconcile.Result{}, err
 	}
-	making := v.Status.Created == nil && v.DeletionTimestamp == nil && !v.Spec.Abandoned
-	exclusive, shared := []string{keylock.Volume(v.Name)}, []string(nil)
-	if from := v.Spec.Source; from != nil && making {
-		if blockdev.Kind(from.Kind) == blockdev.Volume {
-			exclusive = append(exclusive, keylock.Volume(from.Key)) // its filesystem is frozen for the cut
-		} else {
-			shared = append(shared, keylock.Snapshot(from.Key))
-		}
-	}
-	unlock, err := a.lock(exclusive, shared)
-	if err != nil {
-		return reconcile.Result{}, err
-	}
-	defer unlock()
 	switch {
 	case v.DeletionTimestamp != nil:
 		return a.deleteVolume(ctx, v)
 	case v.Status.Is(v1alpha1.Abandoned, "True"):
 		// It waits to be deleted. What the verdict was about goes now, if it has not.
-		return reconcile.Result{}, ignoreNotFound(a.local.Delete(ctx, volumeID(v)))
+		return reconcile.Result{}, a.deleteLocal(ctx, v)
 	case v.Spec.Abandoned:
-		return reconcile.Result{}, a.judge(ctx, v)
-	case making:
+		return reconcile.Result{}, a.locked([]string{keylock.Volume(v.Name)}, nil, func() error { return a.judge(ctx, v) })
+	case v.Status.Created == nil:
 		return reconcile.Result{}, a.makeVolume(ctx, r, v)
 	default:
 		return reconcile.Result{RequeueAfter: checkAgain}, a.tendVolume(ctx, v)
@@ -56,18 +42,26 @@ func (a *Agent) makeVolume(ctx context.Context, r request, v *v1alpha1.Volume) e
 	if v.Common().Refused(v.Generation) != nil {
 		return nil // it waits to be deleted
 	}
+	exclusive, shared := []string{keylock.Volume(v.Name)}, []string(nil)
 	working, end := a.making(ctx, r)
 	defer end()
-	if v.Spec.Source != nil && blockdev.Kind(v.Spec.Source.Kind) == blockdev.Volume {
+	switch source := sourceOf(v); source.Kind {
+	case blockdev.Volume:
+		exclusive = append(exclusive, keylock.Volume(source.Key)) // its filesystem is frozen for the cut
 		var cancel context.CancelFunc
 		working, cancel = context.WithTimeout(working, longestCut)
 		defer cancel()
+	case blockdev.Snapshot:
+		shared = append(shared, keylock.Snapshot(source.Key))
 	}
 	defer a.Changed()
-	made, err := a.local.Create(working, volume.Spec{Name: v.Spec.Name, Pool: v.Spec.Pool, Thin: v.Spec.Thin, Source: sourceOf(v),
-		Size:       volume.Range{Required: v.Spec.Size, Limit: v.Spec.Size},
-		Filesystem: filesystem.Type(v.Spec.Filesystem), Mutable: v.Spec.Mutable})
-	if err != nil {
+	var made volume.Volume
+	if err := a.locked(exclusive, shared, func() (err error) {
+		made, err = a.local.Create(working, volume.Spec{Name: v.Spec.Name, Pool: v.Spec.Pool, Thin: v.Spec.Thin, Source: sourceOf(v),
+			Size:       volume.Range{Required: v.Spec.Size, Limit: v.Spec.Size},
+			Filesystem: filesystem.Type(v.Spec.Filesystem), Mutable: v.Spec.Mutable})
+		return err
+	}); err != nil {
 		return refuse(ctx, a, v, err)
 	}
 	return report(ctx, a, v, func(v *v1alpha1.Volume) {
@@ -76,6 +70,10 @@ func (a *Agent) makeVolume(ctx context.Context, r request, v *v1alpha1.Volume) e
 		v.Status.Failure, v.Status.ObservedGeneration = nil, v.Generation
 		setCondition(&v.Status.Conditions, v, v1alpha1.Ready, metav1.ConditionTrue, "Created", "")
 	})
+}
+
+func (a *Agent) deleteLocal(ctx context.Context, v *v1alpha1.Volume) error {
+	return a.locked([]string{keylock.Volume(v.Name)}, nil, func() error { return ignoreNotFound(a.local.Delete(ctx, volumeID(v))) })
 }
 
 func (a *Agent) deleteVolume(ctx context.Context, v *v1alpha1.Volume) (reconcile.Result, error) {
@@ -88,7 +86,7 @@ func (a *Agent) deleteVolume(ctx context.Context, v *v1alpha1.Volume) (reconcile
 		err = fmt.Errorf("%w: volume %s is claimed by node %s", blockdev.ErrInUse, volumeID(v), claim.Node)
 		return reconcile.Result{}, refuse(ctx, a, v, err)
 	}
-	if err = a.local.Delete(ctx, volumeID(v)); err == nil {
+	if err = a.deleteLocal(ctx, v); err == nil {
 		a.Changed()
 		return reconcile.Result{}, a.letGo(ctx, v)
 	}
@@ -154,20 +152,10 @@ func (a *Agent) tendVolume(ctx context.Context, v *v1alpha1.Volume) error {
 		return err
 	}
 	refused := v.Common().Refused(v.Generation) != nil
-	if have.Size < v.Spec.Size && !refused {
+	if !refused && (have.Size < v.Spec.Size || !maps.Equal(have.Mutable, v.Spec.Mutable)) {
 		defer a.Changed()
-		grown, err := a.local.Expand(ctx, id, volume.Range{Required: v.Spec.Size})
-		if err != nil {
+		if err := a.locked([]string{keylock.Volume(v.Name)}, nil, func() error { return a.changeVolume(ctx, v, &have) }); err != nil {
 			return refuse(ctx, a, v, err)
-		}
-		have = grown
-	}
-	if !maps.Equal(have.Mutable, v.Spec.Mutable) && !refused {
-		if err := a.local.Modify(ctx, id, v.Spec.Mutable); err != nil {
-			return refuse(ctx, a, v, err)
-		}
-		if have, err = a.local.Get(ctx, id); err != nil {
-			return err
 		}
 	}
 	problems, err := a.local.Health(ctx, id)
@@ -184,6 +172,24 @@ func (a *Agent) tendVolume(ctx context.Context, v *v1alpha1.Volume) error {
 		v.Status.Health = fromProblems(problems)
 		a.setReady(&v.Status.Conditions, v, problems)
 	})
+}
+
+// changeVolume makes the volume what the spec says.
+func (a *Agent) changeVolume(ctx context.Context, v *v1alpha1.Volume, have *volume.Volume) (err error) {
+	id := volumeID(v)
+	if have.Size < v.Spec.Size {
+		if *have, err = a.local.Expand(ctx, id, volume.Range{Required: v.Spec.Size}); err != nil {
+			return err
+		}
+	}
+	if maps.Equal(have.Mutable, v.Spec.Mutable) {
+		return nil
+	}
+	if err := a.local.Modify(ctx, id, v.Spec.Mutable); err != nil {
+		return err
+	}
+	*have, err = a.local.Get(ctx, id)
+	return err
 }
 
 // setReady: what was made is ready unless its bytes are lost.

@@ -4,7 +4,6 @@ package cluster
 
 import (
 	"context"
-	"fmt"
 	"path/filepath"
 	"sync"
 	"testing"
@@ -44,16 +43,11 @@ func must(t testing.TB, err error) {
 
 func TestSanity(t *testing.T) {
 	drivertest.NeedRoot(t)
-	server := apitest.Get(t)
-	started := 0
-	suite.Run(t, func() suite.Driver {
-		started++
-		return start(t, server, fmt.Sprint("node-", started), fmt.Sprint("pool-", started))
-	}, "SnapshotMetadata", "Snapshot Metadata")
+	driver := start(t, apitest.Get(t), "node-1", "default")
+	suite.Run(t, func() suite.Driver { return driver })
 }
 
-// start starts a controller and a node. Both runs of the suite are in one cluster, so each
-// has a node of its own, which alone has the default pool of a name of its own.
+// start starts a controller and a node: all runs of the suite are in one cluster.
 func start(t *testing.T, server *apitest.Server, name, pool string) suite.Driver {
 	ctx, cancel := context.WithCancel(klog.NewContext(context.Background(), ktesting.NewLogger(t, ktesting.NewConfig())))
 	dir := drivertest.Dir(t)
@@ -96,11 +90,11 @@ func start(t *testing.T, server *apitest.Server, name, pool string) suite.Driver
 	store, err := cluster.NewStore(server.Config(apitest.Admin), cluster.Options{GoneGrace: time.Hour, AbandonGrace: time.Hour})
 	must(t, err)
 	run(store.Run)
-	listener, err = rpc.Listen(driver.Controller)
+	other, err := rpc.Listen(driver.Controller)
 	must(t, err)
 	run(func(ctx context.Context) error {
 		c := controller.New(store)
-		return rpc.Serve(ctx, listener, rpc.Services{Identity: identity.New("block.csi.ashlar.dev", "test", store.Ready, without), Controller: c, GroupController: c})
+		return rpc.Serve(ctx, other, rpc.Services{Identity: identity.New("block.csi.ashlar.dev", "test", store.Ready, without), Controller: c, GroupController: c})
 	})
 	t.Cleanup(func() {
 		cancel()
