@@ -187,8 +187,13 @@ type machine struct {
 // machine makes a node with two pools of storetest.Size, and starts its agent.
 func (w *world) machine(name string) *machine {
 	w.Helper()
+	return w.machineWith(name, nil)
+}
+
+func (w *world) machineWith(name string, hook memory.Hook) *machine {
+	w.Helper()
 	w.node(name, true)
-	m := &machine{name: name, disks: []*memory.Disk{memory.NewDisk(storetest.Size), memory.NewDisk(storetest.Size)}, locks: &keylock.Table{}}
+	m := &machine{name: name, hook: hook, disks: []*memory.Disk{memory.NewDisk(storetest.Size), memory.NewDisk(storetest.Size)}, locks: &keylock.Table{}}
 	w.start(m)
 	w.eventually("the pools of "+name+" are there", func() bool {
 		var p v1alpha1.Pool
