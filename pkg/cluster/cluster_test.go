@@ -13,6 +13,7 @@ import (
 	rbacv1 "k8s.io/api/rbac/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/rest"
 	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/ktesting"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -202,6 +203,9 @@ func (w *world) machineWith(name string, hook memory.Hook) *machine {
 	return m
 }
 
+// wrapped lets a test see what the agents ask of the API server.
+var wrapped = func(c *rest.Config) *rest.Config { return c }
+
 // start starts the agent of a machine: the first time, or again.
 func (w *world) start(m *machine) {
 	w.Helper()
@@ -210,7 +214,7 @@ func (w *world) start(m *machine) {
 	pools := []blockdev.Pool{m.disks[0].Open("default", m.hook), m.disks[1].Open("b", m.hook)}
 	m.local, err = volume.NewLocal(w.ctx, m.name, pools, mounts, 0)
 	must(w, err)
-	m.agent, err = cluster.NewAgent(apitest.Get(w).Config("agent"), m.local,
+	m.agent, err = cluster.NewAgent(wrapped(apitest.Get(w).Config("agent")), m.local,
 		[]cluster.AgentPool{{Pool: pools[0], Kind: "memory"}, {Pool: pools[1], Kind: "memory"}}, m.locks, storetest.Limit)
 	must(w, err)
 	m.stop = w.run(m.agent.Run)

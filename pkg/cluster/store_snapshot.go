@@ -88,15 +88,15 @@ func (s *Store) CreateSnapshot(ctx context.Context, name string, source volume.I
 	defer w.close()
 	// One that is there needs no source any more.
 	have := &v1alpha1.Snapshot{}
-	err := s.get(ctx, volume.KeyOf(name), have)
+	err := client.IgnoreNotFound(s.client.Get(ctx, client.ObjectKey{Name: volume.KeyOf(name)}, have))
 	if err == nil && have.DeletionTimestamp == nil && have.Status.Created != nil {
 		if have.Spec.Name != name || have.Spec.Group != nil || snapshotSource(have) != source {
 			return volume.Snapshot{}, fmt.Errorf("%w: snapshot %q (%s) is of volume %s, not %s", blockdev.ErrExists, name, snapshotID(have), snapshotSource(have), source)
 		}
 		return toSnapshot(have), nil
 	}
-	if ignoreNotFound(err) != nil {
-		return volume.Snapshot{}, err
+	if err != nil {
+		return volume.Snapshot{}, apiError(fmt.Sprintf("snapshot %q", name), err)
 	}
 	v, err := s.usable(ctx, source)
 	if err == nil {
