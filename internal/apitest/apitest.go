@@ -159,14 +159,18 @@ func (s *Server) files() error {
 // freePorts finds ports that nothing listens on now.
 func freePorts(n int) ([]string, error) {
 	var ports []string
+	var held []net.Listener // until all are known
 	for range n {
 		listener, err := net.Listen("tcp", "127.0.0.1:0")
 		if err != nil {
 			return nil, err
 		}
-		defer listener.Close() // all are held until all are known
+		held = append(held, listener)
 		_, port, _ := net.SplitHostPort(listener.Addr().String())
 		ports = append(ports, port)
+	}
+	for _, listener := range held {
+		listener.Close()
 	}
 	return ports, nil
 }

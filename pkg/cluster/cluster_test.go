@@ -35,6 +35,8 @@ const (
 	nodeName = "node-1"
 	mib      = 1 << 20
 	grace    = 500 * time.Millisecond
+	// abandonGrace leaves a slow machine the time to set a test up.
+	abandonGrace = 4 * time.Second
 )
 
 func must(t testing.TB, err error) {
@@ -76,9 +78,7 @@ func newWorld(t testing.TB) *world {
 		binding := &rbacv1.ClusterRoleBinding{ObjectMeta: metav1.ObjectMeta{Name: user},
 			RoleRef: rbacv1.RoleRef{APIGroup: "rbac.authorization.k8s.io", Kind: "ClusterRole", Name: user}, Subjects: []rbacv1.Subject{{Kind: "User", Name: user}}}
 		for _, o := range []client.Object{role, binding} {
-			if err := w.Create(ctx, o); client.IgnoreAlreadyExists(err) != nil {
-				t.Fatal(err)
-			}
+			must(t, client.IgnoreAlreadyExists(w.Create(ctx, o)))
 		}
 	}
 	return w
@@ -128,9 +128,7 @@ func (w *world) clear() {
 func (w *world) node(name string, ready bool) {
 	w.Helper()
 	n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}
-	if err := w.Create(w.ctx, n); client.IgnoreAlreadyExists(err) != nil {
-		w.Fatal(err)
-	}
+	must(w, client.IgnoreAlreadyExists(w.Create(w.ctx, n)))
 	must(w, w.Get(w.ctx, client.ObjectKeyFromObject(n), n))
 	status := corev1.ConditionFalse
 	if ready {
@@ -153,7 +151,7 @@ func (w *world) eventually(what string, is func() bool) {
 // store starts a store, as the controller that it is part of would; stop kills it.
 func (w *world) store() (_ *cluster.Store, stop func()) {
 	w.Helper()
-	s, err := cluster.NewStore(apitest.Get(w).Config("controller"), cluster.Options{GoneGrace: grace, AbandonGrace: grace})
+	s, err := cluster.NewStore(apitest.Get(w).Config("controller"), cluster.Options{GoneGrace: grace, AbandonGrace: abandonGrace})
 	must(w, err)
 	stop = w.run(s.Run)
 	w.eventually("the store is ready", func() bool { return s.Ready(w.ctx) == nil })

@@ -414,7 +414,7 @@ func TestNoAPIServer(t *testing.T) {
 	m := w.machine(nodeName)
 	m.stop()
 	thaw := server.Freeze(t)
-	s, err := cluster.NewStore(server.Config("controller"), cluster.Options{GoneGrace: grace, AbandonGrace: grace})
+	s, err := cluster.NewStore(server.Config("controller"), cluster.Options{GoneGrace: grace, AbandonGrace: abandonGrace})
 	must(t, err)
 	w.run(s.Run)
 	w.start(m)

@@ -150,13 +150,20 @@ func (s *Store) nodeReady(ctx context.Context, name string) error {
 	return fmt.Errorf("%w: node %s is not ready", blockdev.ErrUnavailable, name)
 }
 
-// get reads an object; where the cache has none, the API server has the last word.
-func (s *Store) get(ctx context.Context, key string, o client.Object) error {
+// get reads an object; where the cache has none, or none that was made yet, the API server
+// has the last word: another store's caller may know more than this cache.
+func (s *Store) get(ctx context.Context, key string, o object) error {
 	if err := s.Ready(ctx); err != nil {
 		return err
 	}
 	err := s.client.Get(ctx, client.ObjectKey{Name: key}, o)
-	if apierrors.IsNotFound(err) {
+	if apierrors.IsNotFound(err) || (err == nil && o.Common().Created == nil) {
+		switch o := o.(type) { // nothing of what the cache had is to stay
+		case *v1alpha1.Volume:
+			*o = v1alpha1.Volume{}
+		case *v1alpha1.Snapshot:
+			*o = v1alpha1.Snapshot{}
+		}
 		err = s.live.Get(ctx, client.ObjectKey{Name: key}, o)
 	}
 	return apiError("read "+key, err)

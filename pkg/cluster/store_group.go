@@ -105,10 +105,14 @@ func (s *Store) createGroup(ctx context.Context, name string, sources []volume.I
 		}
 	}
 	watches := map[string]*watch{}
+	defer func() {
+		for _, w := range watches {
+			w.close()
+		}
+	}()
 	made := map[string]*v1alpha1.Snapshot{}
 	for key, one := range wanted {
 		watches[key] = s.hub.open(one)
-		defer watches[key].close()
 		if made[key], err = s.begin(ctx, watches[key], one); err != nil {
 			return volume.Group{}, err
 		}
@@ -140,22 +144,24 @@ func (s *Store) createGroup(ctx context.Context, name string, sources []volume.I
 // removeAll deletes snapshots and waits until all are gone: a node takes the members of a
 // group away together.
 func (s *Store) removeAll(ctx context.Context, members []v1alpha1.Snapshot) error {
-	watches := make([]*watch, len(members))
+	watches := map[int]*watch{}
+	defer func() {
+		for _, w := range watches {
+			w.close()
+		}
+	}()
+	gone := map[int]bool{}
 	for i := range members {
 		m := &members[i]
 		watches[i] = s.hub.open(m)
-		defer watches[i].close()
-		err := s.client.Delete(ctx, m, client.Preconditions{UID: &m.UID})
-		if ignoreNotFound(apiError("delete "+m.Name, err)) != nil {
-			return apiError("delete snapshot "+snapshotID(m).String(), err)
+		err := apiError("delete snapshot "+snapshotID(m).String(), s.client.Delete(ctx, m, client.Preconditions{UID: &m.UID}))
+		if ignoreNotFound(err) != nil {
+			return err
 		}
-		if err != nil {
-			watches[i].close()
-			watches[i] = nil
-		}
+		gone[i] = err != nil
 	}
 	for i := range members {
-		if watches[i] == nil {
+		if gone[i] {
 			continue
 		}
 		if err := waitGone(ctx, s, watches[i], &members[i]); err != nil {

@@ -9,9 +9,9 @@ import (
 	"testing"
 
 	"github.com/kubernetes-csi/csi-test/v5/pkg/sanity"
-	. "github.com/onsi/ginkgo/v2"
+	"github.com/onsi/ginkgo/v2"
 	"github.com/onsi/ginkgo/v2/types"
-	. "github.com/onsi/gomega"
+	"github.com/onsi/gomega"
 	"google.golang.org/grpc"
 	"google.golang.org/protobuf/proto"
 )
@@ -36,13 +36,13 @@ type Driver struct {
 // snapshots, modify, health. No spec may be
 // skipped.
 func Run(t *testing.T, start func() Driver) {
-	RegisterFailHandler(Fail)
+	gomega.RegisterFailHandler(ginkgo.Fail)
 	for _, access := range AccessTypes {
 		driver := start()
-		Describe("with "+access+" access", func() { sanity.GinkgoTest(config(driver, access)) })
+		ginkgo.Describe("with "+access+" access", func() { sanity.GinkgoTest(config(driver, access)) })
 	}
 	var counts map[types.SpecState]int
-	ReportAfterSuite("counts", func(report Report) {
+	ginkgo.ReportAfterSuite("counts", func(report ginkgo.Report) {
 		counts = map[types.SpecState]int{}
 		for _, spec := range report.SpecReports {
 			if spec.LeafNodeType != types.NodeTypeIt {
@@ -54,9 +54,9 @@ func Run(t *testing.T, start func() Driver) {
 			}
 		}
 	})
-	suite, reporter := GinkgoConfiguration()
+	suite, reporter := ginkgo.GinkgoConfiguration()
 	reporter.Succinct = true
-	passed := RunSpecs(t, "csi-sanity", suite, reporter)
+	passed := ginkgo.RunSpecs(t, "csi-sanity", suite, reporter)
 	failed := 0
 	for state, n := range counts {
 		if state.Is(types.SpecStateFailureStates) {
