@@ -85,6 +85,10 @@ lint: ## Check style, layering (.golangci.yml) and go.mod
 	go mod tidy -diff
 	bin/golangci-lint run
 
+.PHONY: generate
+generate: ## Make what is generated from pkg/api: the custom resources' definitions
+	hack/generate.sh
+
 .PHONY: fmt
 fmt: ## Format the Go code
 	@hack/install-tools.sh lint

@@ -19,6 +19,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/ashlar-csi/ashlar/internal/apitest"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 )
 
@@ -41,6 +42,7 @@ func TestMain(m *testing.M) {
 		os.Exit(1)
 	}
 	code := m.Run()
+	apitest.Stop()
 	_ = os.RemoveAll(dir)
 	os.Exit(code)
 }
@@ -176,6 +178,12 @@ func TestMistakes(t *testing.T) {
 		{"-mode", []string{"--mode"}},
 		{"all, controller and node", []string{"--mode=cluster"}},
 		{"all, controller and node", []string{"--mode="}},
+		{"this is no pod", []string{"--mode=controller"}},
+		{"--kubeconfig", []string{"--mode=node", "--kubeconfig=/no/such/file"}},
+		{"--kubeconfig", []string{"--kubeconfig=/no/such/file"}},
+		{"--pool", []string{"--mode=controller", "--pool=a=file:///tmp/a"}},
+		{"--gone-grace", []string{"--mode=controller", "--gone-grace=-1s"}},
+		{"--node-id", []string{"--mode=node", "--node-id=Upper"}},
 		{"--node-id", []string{"--node-id="}},
 		{"--node-id", []string{"--node-id=" + strings.Repeat("n", 64)}},
 		{"--node-id", []string{"--node-id=a/b"}},
@@ -348,48 +356,38 @@ func TestDrain(t *testing.T) {
 	stopped(t, p)
 }
 
-func TestModes(t *testing.T) {
+// TestAlone: --mode=all, the default, serves everything without Kubernetes.
+func TestAlone(t *testing.T) {
 	drivertest.NeedRoot(t)
-	for _, test := range []struct {
-		mode             string
-		controller, node codes.Code
-	}{
-		{"all", codes.OK, codes.OK},
-		{"controller", codes.OK, codes.Unimplemented},
-		{"node", codes.Unimplemented, codes.OK},
-	} {
-		t.Run(test.mode, func(t *testing.T) {
-			p := serving(t, drivertest.Dir(t), "--mode="+test.mode, "--node-id=n1", "--driver-name=test.example.com", "--max-volumes=7")
-			ctx := t.Context()
-			_, err := p.ListVolumes(ctx, &csi.ListVolumesRequest{})
-			if status.Code(err) != test.controller {
-				t.Errorf("ListVolumes: %v, expected %s", err, test.controller)
-			}
-			_, err = p.GetVolumeGroupSnapshot(ctx, &csi.GetVolumeGroupSnapshotRequest{GroupSnapshotId: "group.none"})
-			if (status.Code(err) == codes.Unimplemented) != (test.controller == codes.Unimplemented) {
-				t.Errorf("GetVolumeGroupSnapshot: %v", err)
-			}
-			node, err := p.NodeGetInfo(ctx, &csi.NodeGetInfoRequest{})
-			if status.Code(err) != test.node {
-				t.Errorf("NodeGetInfo: %v, expected %s", err, test.node)
-			}
-			if err == nil && (node.GetNodeId() != "n1" || node.GetMaxVolumesPerNode() != 7) {
-				t.Errorf("NodeGetInfo: %v", node)
-			}
-			info, err := p.GetPluginInfo(ctx, &csi.GetPluginInfoRequest{})
-			if err != nil || info.GetName() != "test.example.com" || info.GetVendorVersion() != testVersion {
-				t.Errorf("GetPluginInfo: %v, %v", info, err)
-			}
-			// What the plugin can do as a whole, wherever its parts run.
-			capabilities, err := p.GetPluginCapabilities(ctx, &csi.GetPluginCapabilitiesRequest{})
-			if err != nil || !slices.ContainsFunc(capabilities.GetCapabilities(), func(c *csi.PluginCapability) bool {
-				return c.GetService().GetType() == csi.PluginCapability_Service_CONTROLLER_SERVICE
-			}) {
-				t.Errorf("GetPluginCapabilities: %v, %v", capabilities, err)
-			}
-			stopped(t, p)
-		})
+	p := serving(t, drivertest.Dir(t), "--mode=all", "--node-id=n1", "--driver-name=test.example.com", "--max-volumes=7")
+	ctx := t.Context()
+	if _, err := p.ListVolumes(ctx, &csi.ListVolumesRequest{}); err != nil {
+		t.Errorf("ListVolumes: %v", err)
 	}
+	if _, err := p.GetVolumeGroupSnapshot(ctx, &csi.GetVolumeGroupSnapshotRequest{GroupSnapshotId: "group.none"}); status.Code(err) != codes.NotFound {
+		t.Errorf("GetVolumeGroupSnapshot: %v", err)
+	}
+	node, err := p.NodeGetInfo(ctx, &csi.NodeGetInfoRequest{})
+	if err != nil || node.GetNodeId() != "n1" || node.GetMaxVolumesPerNode() != 7 {
+		t.Errorf("NodeGetInfo: %v, %v", node, err)
+	}
+	info, err := p.GetPluginInfo(ctx, &csi.GetPluginInfoRequest{})
+	if err != nil || info.GetName() != "test.example.com" || info.GetVendorVersion() != testVersion {
+		t.Errorf("GetPluginInfo: %v, %v", info, err)
+	}
+	if !offers(t, p, csi.PluginCapability_Service_CONTROLLER_SERVICE) || !offers(t, p, csi.PluginCapability_Service_SNAPSHOT_METADATA_SERVICE) {
+		t.Error("a service is missing")
+	}
+	stopped(t, p)
+}
+
+func offers(t *testing.T, p *driverProcess, service csi.PluginCapability_Service_Type) bool {
+	t.Helper()
+	capabilities, err := p.GetPluginCapabilities(t.Context(), &csi.GetPluginCapabilitiesRequest{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return slices.ContainsFunc(capabilities.GetCapabilities(), func(c *csi.PluginCapability) bool { return c.GetService().GetType() == service })
 }
 
 func TestLogging(t *testing.T) {

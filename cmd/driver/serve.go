@@ -10,6 +10,7 @@ import (
 	"regexp"
 	"strconv"
 	"strings"
+	"time"
 
 	"k8s.io/klog/v2"
 
@@ -30,6 +31,8 @@ type options struct {
 	driverName string
 	pools      poolFlags
 	maxVolumes int64
+	kubeconfig string
+	goneGrace  time.Duration
 	logFormat  string
 	verbosity  int // klog's -v
 	version    bool
@@ -81,11 +84,13 @@ func (o *options) parse(args []string) (done bool, err error) {
 	flags := flag.NewFlagSet("driver serve", flag.ContinueOnError)
 	host, _ := os.Hostname()
 	flags.StringVar(&o.endpoint, "endpoint", "unix:///csi/csi.sock", "unix socket to serve CSI on")
-	flags.StringVar(&o.mode, "mode", "all", "services to serve: all, controller or node (each with Identity), over the pools of this machine")
+	flags.StringVar(&o.mode, "mode", "all", "all: every service, over the pools of this machine, without Kubernetes;\ncontroller: the Controller services of a cluster; node: the Node service of a cluster, over the pools of this machine")
 	flags.StringVar(&o.nodeID, "node-id", host, "name of this node")
 	flags.StringVar(&o.driverName, "driver-name", "block.csi.ashlar.dev", "name of the CSI driver")
 	flags.Var(&o.pools, "pool", "pool of volumes, as NAME=URL; may be given more than once, the first is the default one.\nfile:///FOLDER?overprovision=1.0&reservePercent=5 keeps volumes as files (default "+defaultPool+")")
 	flags.Int64Var(&o.maxVolumes, "max-volumes", 0, "most volumes that may be published to this node; 0 is any number")
+	flags.StringVar(&o.kubeconfig, "kubeconfig", "", "file that says how to reach the Kubernetes API; without it, as a pod does (controller and node)")
+	flags.DurationVar(&o.goneGrace, "gone-grace", 5*time.Minute, "how long a node has to be gone (its object deleted, or tainted ashlar.dev/gone) before what was deleted of it is given up (controller)")
 	flags.StringVar(&o.logFormat, "logging-format", "text", "log format: text or json")
 	flags.BoolVar(&o.version, "version", false, "print the version and exit")
 	klogFlags := flag.NewFlagSet("klog", flag.ContinueOnError)
@@ -117,7 +122,10 @@ func (o *options) parse(args []string) (done bool, err error) {
 	if _, err := rpc.ParseEndpoint(o.endpoint); err != nil {
 		return false, err
 	}
-	if len(o.pools) == 0 {
+	if err := o.checkCluster(); err != nil {
+		return false, err
+	}
+	if len(o.pools) == 0 && o.mode != "controller" {
 		return false, o.pools.Set(defaultPool)
 	}
 	return false, nil
@@ -133,44 +141,65 @@ func serve(ctx context.Context, args []string) error {
 		klog.SetSlogLogger(slog.New(slog.NewJSONHandler(os.Stderr, &slog.HandlerOptions{Level: slog.Level(-o.verbosity)})))
 	}
 	defer klog.Flush()
-	return start(ctx, o)
+	switch o.mode {
+	case "controller":
+		return startController(ctx, o)
+	case "node":
+		return startNode(ctx, o)
+	}
+	return startAlone(ctx, o)
 }
 
-// start opens the pools, puts the services together and serves them until ctx ends.
-func start(ctx context.Context, o options) (err error) {
-	log := klog.FromContext(ctx)
-	mounts, err := mount.LoadTable()
+// startAlone serves everything over the pools of this machine.
+func startAlone(ctx context.Context, o options) (err error) {
+	store, mounts, pools, err := openLocal(ctx, o)
+	defer func() { err = errors.Join(err, closeAll(pools)) }()
 	if err != nil {
 		return err
 	}
+	c := controller.New(store)
+	return listen(ctx, o, rpc.Services{Identity: identity.New(o.driverName, version, store.Ready),
+		Controller: c, GroupController: c, SnapshotMetadata: c, Node: node.New(store, mounts, o.maxVolumes)})
+}
+
+// openLocal opens the pools of this machine. The caller closes those that it returns, also
+// with an error.
+func openLocal(ctx context.Context, o options) (*volume.Local, *mount.Table, []blockdev.Pool, error) {
+	log := klog.FromContext(ctx)
+	mounts, err := mount.LoadTable()
+	if err != nil {
+		return nil, nil, nil, err
+	}
 	var pools []blockdev.Pool
-	defer func() {
-		for _, pool := range pools {
-			err = errors.Join(err, pool.Close())
-		}
-	}()
 	for _, one := range o.pools {
 		pool, err := blockdev.Open(ctx, one.name, one.url)
 		if err != nil {
-			return err
+			return nil, nil, pools, err
 		}
 		pools = append(pools, pool)
 		for _, problem := range pool.PoolHealth(ctx) {
 			log.Info("Pool has a problem", "pool", one.name, "reason", problem.Reason, "message", problem.Message)
 		}
 	}
-	store, err := volume.NewLocal(ctx, o.nodeID, pools, mounts, o.maxVolumes)
-	if err != nil {
-		return err
+	limit := o.maxVolumes
+	if o.mode == "node" {
+		limit = 0 // the cluster has the claims, and counts them
 	}
-	services := rpc.Services{Identity: identity.New(o.driverName, version, store.Ready)}
-	if o.mode != "node" {
-		c := controller.New(store)
-		services.Controller, services.GroupController, services.SnapshotMetadata = c, c, c
+	store, err := volume.NewLocal(ctx, o.nodeID, pools, mounts, limit)
+	return store, mounts, pools, err
+}
+
+func closeAll(pools []blockdev.Pool) error {
+	var failures []error
+	for _, pool := range pools {
+		failures = append(failures, pool.Close())
 	}
-	if o.mode != "controller" {
-		services.Node = node.New(store, mounts, o.maxVolumes)
-	}
+	return errors.Join(failures...)
+}
+
+// listen serves until ctx ends.
+func listen(ctx context.Context, o options, services rpc.Services) error {
+	log := klog.FromContext(ctx)
 	listener, err := rpc.Listen(o.endpoint)
 	if err != nil {
 		return err

@@ -4,6 +4,18 @@ package keylock
 
 import "sync"
 
+// The names of the locks: of a volume, a snapshot and a group snapshot, by their keys.
+// Whoever works on one takes its lock.
+
+// Volume is the name of the lock of a volume.
+func Volume(key string) string { return "volume/" + key }
+
+// Snapshot is the name of the lock of a snapshot.
+func Snapshot(key string) string { return "snapshot/" + key }
+
+// Group is the name of the lock of a group snapshot.
+func Group(key string) string { return "group/" + key }
+
 // Table holds the locks. Its zero value is ready for use.
 type Table struct {
 	mu   sync.Mutex

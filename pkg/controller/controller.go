@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
@@ -27,19 +28,19 @@ type Server struct {
 // New returns the services.
 func New(store volume.Store) *Server { return &Server{store: store} }
 
-// nodesOf returns the nodes that a requirement allows; none means any.
+// nodesOf returns the nodes that a requirement allows, the preferred ones first; none
+// means any. Preferred ones are requisite too, if any are (CSI specification,
+// TopologyRequirement).
 func nodesOf(requirement *csi.TopologyRequirement) ([]string, error) {
 	var nodes []string
-	terms := requirement.GetRequisite()
-	if len(terms) == 0 {
-		terms = requirement.GetPreferred()
-	}
-	for _, term := range terms {
+	for _, term := range slices.Concat(requirement.GetPreferred(), requirement.GetRequisite()) {
 		node, ok := term.GetSegments()[csimap.TopologyKey]
 		if !ok {
 			return nil, fmt.Errorf("%w: topology %v has no %s", blockdev.ErrInvalid, term.GetSegments(), csimap.TopologyKey)
 		}
-		nodes = append(nodes, node)
+		if !slices.Contains(nodes, node) {
+			nodes = append(nodes, node)
+		}
 	}
 	return nodes, nil
 }
@@ -86,7 +87,7 @@ func (s *Server) CreateVolume(ctx context.Context, r *csi.CreateVolumeRequest) (
 	if err != nil {
 		return nil, err
 	}
-	spec.Pool, spec.Provisioning = parameters.Pool, parameters.Provisioning
+	spec.Pool, spec.Provisioning, spec.For = parameters.Pool, parameters.Provisioning, parameters.For
 	if spec.Nodes, err = nodesOf(r.GetAccessibilityRequirements()); err != nil {
 		return nil, err
 	}

@@ -21,8 +21,10 @@ const (
 	// ReadOnlyKey is in the publish context of a volume that was claimed read-only.
 	ReadOnlyKey = "ashlar.dev/readOnly"
 
-	coPrefix  = "csi.storage.k8s.io/"
-	ephemeral = coPrefix + "ephemeral"
+	coPrefix     = "csi.storage.k8s.io/"
+	ephemeral    = coPrefix + "ephemeral"
+	pvcName      = coPrefix + "pvc/name" // of the provisioner's --extra-create-metadata
+	pvcNamespace = coPrefix + "pvc/namespace"
 )
 
 // Missing is the error for a request without a field that it needs.
@@ -43,6 +45,7 @@ type Parameters struct {
 	Pool string // empty: not given
 	// Provisioning: AnyProvisioning if it was not given.
 	Provisioning blockdev.Provisioning
+	For          volume.Requester // zero: not given
 }
 
 // ParseParameters returns ErrInvalid for any that is unknown or has an unknown value.
@@ -60,6 +63,10 @@ func ParseParameters(parameters map[string]string) (Parameters, error) {
 			if p.Provisioning != blockdev.Thick && p.Provisioning != blockdev.Thin {
 				return Parameters{}, fmt.Errorf("%w: parameter provisioning=%q; thick and thin are known", blockdev.ErrInvalid, value)
 			}
+		case key == pvcName:
+			p.For.Name = value
+		case key == pvcNamespace:
+			p.For.Namespace = value
 		case !ForCO(key):
 			return p, fmt.Errorf("%w: unknown parameter %q; pool and provisioning are known", blockdev.ErrInvalid, key)
 		}

@@ -92,12 +92,13 @@ func TestParseParameters(t *testing.T) {
 		want    Parameters
 		refused bool
 	}{
-		"none":              {nil, Parameters{}, false},
-		"pool":              {parameters{"pool": "fast-1"}, Parameters{Pool: "fast-1"}, false},
-		"thin":              {parameters{"provisioning": "thin"}, Parameters{Provisioning: blockdev.Thin}, false},
-		"thick":             {parameters{"provisioning": "thick"}, Parameters{Provisioning: blockdev.Thick}, false},
-		"all":               {parameters{"pool": "a", "provisioning": "thin"}, Parameters{"a", blockdev.Thin}, false},
-		"orchestrator's":    {parameters{"csi.storage.k8s.io/pvc/name": "x", "pool": "a"}, Parameters{Pool: "a"}, false},
+		"none":  {nil, Parameters{}, false},
+		"pool":  {parameters{"pool": "fast-1"}, Parameters{Pool: "fast-1"}, false},
+		"thin":  {parameters{"provisioning": "thin"}, Parameters{Provisioning: blockdev.Thin}, false},
+		"thick": {parameters{"provisioning": "thick"}, Parameters{Provisioning: blockdev.Thick}, false},
+		"all":   {parameters{"pool": "a", "provisioning": "thin"}, Parameters{Pool: "a", Provisioning: blockdev.Thin}, false},
+		"orchestrator's": {parameters{"csi.storage.k8s.io/pvc/name": "x", "csi.storage.k8s.io/pvc/namespace": "y", "csi.storage.k8s.io/pv/name": "z", "pool": "a"},
+			Parameters{Pool: "a", For: volume.Requester{Namespace: "y", Name: "x"}}, false},
 		"empty pool":        {parameters{"pool": ""}, Parameters{}, true},
 		"pool as path":      {parameters{"pool": "../etc"}, Parameters{}, true},
 		"unknown":           {parameters{"Pool": "a"}, Parameters{}, true},
@@ -120,7 +121,7 @@ func TestParseEphemeral(t *testing.T) {
 	context := map[string]string{"csi.storage.k8s.io/ephemeral": "true", "csi.storage.k8s.io/pod.name": "p", "pool": "a", "provisioning": "thin", "size": "3Gi"}
 	before := maps.Clone(context)
 	p, size, err := ParseEphemeral(context)
-	if err != nil || p != (Parameters{"a", blockdev.Thin}) || size != (volume.Range{Required: 3 << 30}) || !IsEphemeral(context) {
+	if err != nil || p != (Parameters{Pool: "a", Provisioning: blockdev.Thin}) || size != (volume.Range{Required: 3 << 30}) || !IsEphemeral(context) {
 		t.Errorf("%+v, %+v, %v, ephemeral %v", p, size, err, IsEphemeral(context))
 	}
 	if !maps.Equal(context, before) {

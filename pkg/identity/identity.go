@@ -3,7 +3,9 @@ package identity
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"slices"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"google.golang.org/protobuf/types/known/wrapperspb"
@@ -16,12 +18,16 @@ type Server struct {
 	csi.UnimplementedIdentityServer
 	name, version string
 	ready         func(context.Context) error
+	without       []csi.PluginCapability_Service_Type
 }
 
+// ErrStarting: the plugin is not ready yet, and only has to be waited for.
+var ErrStarting = errors.New("starting")
+
 // New returns the service. ready is nil while everything that the plugin depends on
-// answers.
-func New(name, version string, ready func(context.Context) error) *Server {
-	return &Server{name: name, version: version, ready: ready}
+// answers, and may be ErrStarting; without are services that this plugin does not have.
+func New(name, version string, ready func(context.Context) error, without ...csi.PluginCapability_Service_Type) *Server {
+	return &Server{name: name, version: version, ready: ready, without: without}
 }
 
 // GetPluginInfo returns name and version.
@@ -40,6 +46,9 @@ func (s *Server) GetPluginCapabilities(context.Context, *csi.GetPluginCapabiliti
 		csi.PluginCapability_Service_SNAPSHOT_METADATA_SERVICE,
 		csi.PluginCapability_Service_SNAPSHOT_ACCESSIBILITY_CONSTRAINTS,
 	} {
+		if slices.Contains(s.without, service) {
+			continue
+		}
 		capabilities = append(capabilities, &csi.PluginCapability{Type: &csi.PluginCapability_Service_{Service: &csi.PluginCapability_Service{Type: service}}})
 	}
 	capabilities = append(capabilities, &csi.PluginCapability{Type: &csi.PluginCapability_VolumeExpansion_{
@@ -47,12 +56,16 @@ func (s *Server) GetPluginCapabilities(context.Context, *csi.GetPluginCapabiliti
 	return &csi.GetPluginCapabilitiesResponse{Capabilities: capabilities}, nil
 }
 
-// Probe is true while every pool answers, and FAILED_PRECONDITION with what is wrong
-// when one does not (CSI specification, Probe).
+// Probe is true while every pool answers, false while the plugin starts, and
+// FAILED_PRECONDITION with what is wrong when a pool does not answer (CSI specification,
+// Probe).
 func (s *Server) Probe(ctx context.Context, _ *csi.ProbeRequest) (*csi.ProbeResponse, error) {
 	if err := s.ready(ctx); err != nil {
 		if ctx.Err() != nil {
 			return nil, err
+		}
+		if errors.Is(err, ErrStarting) {
+			return &csi.ProbeResponse{Ready: wrapperspb.Bool(false)}, nil
 		}
 		return nil, fmt.Errorf("%w: not ready: %s", blockdev.ErrPrecondition, err.Error())
 	}

@@ -3,6 +3,7 @@ package rpc
 import (
 	"github.com/container-storage-interface/spec/lib/go/csi"
 
+	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
@@ -13,7 +14,7 @@ import (
 func keys(request any) (exclusive, shared []string) {
 	switch r := request.(type) {
 	case *csi.CreateVolumeRequest:
-		exclusive = []string{"volume/" + volume.KeyOf(r.GetName())}
+		exclusive = []string{keylock.Volume(volume.KeyOf(r.GetName()))}
 		if source := r.GetVolumeContentSource().GetVolume(); source != nil {
 			// Its filesystem is frozen for the cut.
 			exclusive = append(exclusive, volumeKey(source.GetVolumeId()))
@@ -22,11 +23,11 @@ func keys(request any) (exclusive, shared []string) {
 			shared = []string{snapshotKey(source.GetSnapshotId())}
 		}
 	case *csi.CreateSnapshotRequest:
-		exclusive = []string{"snapshot/" + volume.KeyOf(r.GetName()), volumeKey(r.GetSourceVolumeId())}
+		exclusive = []string{keylock.Snapshot(volume.KeyOf(r.GetName())), volumeKey(r.GetSourceVolumeId())}
 	case *csi.DeleteSnapshotRequest:
 		exclusive = []string{snapshotKey(r.GetSnapshotId())}
 	case *csi.CreateVolumeGroupSnapshotRequest:
-		exclusive = []string{"group/" + volume.KeyOf(r.GetName())}
+		exclusive = []string{keylock.Group(volume.KeyOf(r.GetName()))}
 		for _, id := range r.GetSourceVolumeIds() {
 			exclusive = append(exclusive, volumeKey(id))
 		}
@@ -52,21 +53,21 @@ func keys(request any) (exclusive, shared []string) {
 // the name of its volume.
 func volumeKey(text string) string {
 	if id, err := volume.ParseID(text); err == nil {
-		return "volume/" + id.Key
+		return keylock.Volume(id.Key)
 	}
-	return "volume/" + volume.KeyOf(text)
+	return keylock.Volume(volume.KeyOf(text))
 }
 
 func snapshotKey(text string) string {
 	if id, err := volume.ParseID(text); err == nil {
-		return "snapshot/" + id.Key
+		return keylock.Snapshot(id.Key)
 	}
-	return "snapshot/" + volume.KeyOf(text)
+	return keylock.Snapshot(volume.KeyOf(text))
 }
 
 func groupKey(text string) string {
 	if id, err := volume.ParseGroupID(text); err == nil {
-		return "group/" + id.Key
+		return keylock.Group(id.Key)
 	}
-	return "group/" + volume.KeyOf(text)
+	return keylock.Group(volume.KeyOf(text))
 }

@@ -10,6 +10,7 @@ import (
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoregistry"
 
+	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -78,12 +79,12 @@ func TestCallsMeet(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			for _, order := range [][2]any{{c.a, c.b}, {c.b, c.a}} {
-				var g guard
-				unlock, busy := g.locks.TryLock(keys(order[0]))
+				var locks keylock.Table
+				unlock, busy := locks.TryLock(keys(order[0]))
 				if unlock == nil {
 					t.Fatalf("the first call is busy on %s", busy)
 				}
-				second, busy := g.locks.TryLock(keys(order[1]))
+				second, busy := locks.TryLock(keys(order[1]))
 				if met := second == nil; met != c.meet {
 					t.Errorf("%T during %T: met %v on %q, want %v", order[1], order[0], met, busy, c.meet)
 				}

@@ -91,12 +91,19 @@ type Services struct {
 	GroupController  csi.GroupControllerServer
 	SnapshotMetadata csi.SnapshotMetadataServer
 	Node             csi.NodeServer
+
+	// Locks that the calls take, if somebody else works on the same volumes too; nil: a
+	// table of their own.
+	Locks *keylock.Table
 }
 
 // Serve serves until ctx ends; then it takes no more calls, gives those in flight
 // 4 s to end, cancels the rest, and removes the socket. It closes the listener.
 func Serve(ctx context.Context, listener net.Listener, s Services) error {
-	guard := &guard{log: klog.FromContext(ctx)}
+	guard := &guard{log: klog.FromContext(ctx), locks: s.Locks}
+	if guard.locks == nil {
+		guard.locks = &keylock.Table{}
+	}
 	server := grpc.NewServer(
 		grpc.ChainUnaryInterceptor(guard.unary),
 		grpc.ChainStreamInterceptor(guard.stream),
@@ -146,7 +153,7 @@ func Serve(ctx context.Context, listener net.Listener, s Services) error {
 // guard stands around every call.
 type guard struct {
 	log   klog.Logger
-	locks keylock.Table
+	locks *keylock.Table
 }
 
 func (g *guard) unary(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {

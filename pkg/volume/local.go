@@ -181,7 +181,7 @@ func (l *Local) Create(ctx context.Context, spec Spec) (Volume, error) {
 	id, record, err := l.named(ctx, blockdev.Volume, spec.Name)
 	if err == nil {
 		v := fromRecord(id.Pool, l.node, record)
-		return v, spec.check(v)
+		return v, spec.Check(v)
 	}
 	if !errors.Is(err, blockdev.ErrNotFound) {
 		return Volume{}, err

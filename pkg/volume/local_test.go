@@ -40,7 +40,7 @@ func (f failing) hook(operation string, _ blockdev.Ref) error {
 }
 
 // start starts a store over pools; with the same disks again it is a restart.
-func start(t *testing.T, limit int64, pools ...blockdev.Pool) *volume.Local {
+func start(t testing.TB, limit int64, pools ...blockdev.Pool) *volume.Local {
 	t.Helper()
 	mounts, err := mount.LoadTable()
 	must(t, err)

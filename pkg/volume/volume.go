@@ -81,12 +81,17 @@ type Spec struct {
 	// Filesystem that it will carry; empty for raw block.
 	Filesystem filesystem.Type
 	Mutable    map[string]string
-	// Nodes that it has to be usable on; empty: any.
+	// Nodes that it has to be usable on, the best first; empty: any.
 	Nodes []string
 	// Ephemeral: it belongs to the pod whose volume is published at this path, and goes
 	// with it.
 	Ephemeral string
+	// For is who asked for it, as far as the CO says; it makes no difference to the volume.
+	For Requester
 }
+
+// Requester names an object of the CO: of Kubernetes, a PersistentVolumeClaim.
+type Requester struct{ Namespace, Name string }
 
 // Volume is a volume as it is.
 type Volume struct {
@@ -297,9 +302,9 @@ func (s Spec) labels() map[string]string {
 	return labels
 }
 
-// check compares an existing volume with what was asked for; ErrExists if it is
+// Check compares an existing volume with what was asked for; ErrExists if it is
 // another one.
-func (s Spec) check(v Volume) error {
+func (s Spec) Check(v Volume) error {
 	differs := func(what string, have, want any) error {
 		return fmt.Errorf("%w: volume %q (%s) has %s %v, not %v", blockdev.ErrExists, s.Name, v.ID, what, have, want)
 	}

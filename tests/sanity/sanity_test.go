@@ -3,78 +3,25 @@
 package sanity
 
 import (
-	"context"
-	"fmt"
 	"os"
-	"path/filepath"
 	"testing"
 
-	"github.com/kubernetes-csi/csi-test/v5/pkg/sanity"
-	. "github.com/onsi/ginkgo/v2"
-	"github.com/onsi/ginkgo/v2/types"
-	. "github.com/onsi/gomega"
-	"google.golang.org/grpc"
-	"google.golang.org/protobuf/proto"
-
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/tests/sanity/suite"
 )
 
-// pendingInSuite is how many specs the suite itself has switched off, in each run of it:
-// "pagination should detect volumes added between pages ..." of ListVolumes (an XIt since
-// csi-test issue 223).
-const pendingInSuite = 1
-
-// TestSanity runs the suite with mount and with block access, over a file pool, or with
-// ASHLAR_LVM=1 over LVM pools of both kinds (make test-lvm). Everything that a driver can
-// serve is on: idempotency repeats, attach limit, group snapshots, modify, health.
+// TestSanity runs the suite over a file pool, or with ASHLAR_LVM=1 over LVM pools of both
+// kinds (make test-lvm).
 func TestSanity(t *testing.T) {
 	drivertest.NeedRoot(t)
-	RegisterFailHandler(Fail)
 	kinds := []string{"file"}
 	if os.Getenv("ASHLAR_LVM") == "1" {
 		kinds = []string{"linear", "thin"}
 	}
-	runs := 0
-	for _, kind := range kinds {
-		for _, access := range []string{"mount", "block"} {
-			driver := drivertest.Start(t, drivertest.Options{MaxVolumes: 4, Pools: pools(t, kind)})
-			Describe("over a "+kind+" pool with "+access+" access", func() { sanity.GinkgoTest(config(driver, access)) })
-			runs++
-		}
-	}
-	var counts map[types.SpecState]int
-	ReportAfterSuite("counts", func(report Report) {
-		counts = map[types.SpecState]int{}
-		for _, spec := range report.SpecReports {
-			if spec.LeafNodeType != types.NodeTypeIt {
-				continue
-			}
-			counts[spec.State]++
-			if spec.State.Is(types.SpecStateSkipped | types.SpecStatePending) {
-				fmt.Fprintf(os.Stderr, "%s: %s %s\n", spec.State, spec.FullText(), spec.Failure.Message)
-			}
-		}
+	suite.Run(t, kinds, func(kind string) suite.Driver {
+		driver := drivertest.Start(t, drivertest.Options{MaxVolumes: 4, Pools: pools(t, kind)})
+		return suite.Driver{Dir: driver.Dir, Socket: driver.Socket}
 	})
-	suite, reporter := GinkgoConfiguration()
-	reporter.Succinct = true
-	passed := RunSpecs(t, "csi-sanity", suite, reporter)
-	failed := 0
-	for state, n := range counts {
-		if state.Is(types.SpecStateFailureStates) {
-			failed += n
-		}
-	}
-	fmt.Fprintf(os.Stderr, "csi-sanity: %d passed, %d failed, %d skipped, %d switched off in the suite itself\n",
-		counts[types.SpecStatePassed], failed, counts[types.SpecStateSkipped], counts[types.SpecStatePending])
-	if !passed || failed != 0 {
-		t.Error("specs failed")
-	}
-	if counts[types.SpecStateSkipped] != 0 {
-		t.Error("specs were skipped: the driver does not serve, or the configuration does not switch on, all that the suite tests")
-	}
-	if counts[types.SpecStatePending] != pendingInSuite*runs {
-		t.Errorf("%d specs are switched off in the suite, expected %d: look at what is new", counts[types.SpecStatePending], pendingInSuite*runs)
-	}
 }
 
 // pools of a new driver; nil for its file pool.
@@ -87,29 +34,4 @@ func pools(t *testing.T, kind string) []string {
 		return []string{"default=" + group.ThinPool(t, "tp", "-L", "1G", "--poolmetadatasize", "16M")}
 	}
 	return []string{"default=" + group.URL()}
-}
-
-func config(driver *drivertest.Driver, access string) *sanity.TestConfig {
-	c := sanity.NewTestConfig()
-	c.Address = "unix://" + driver.Socket
-	c.TargetPath = filepath.Join(driver.Dir, "target")
-	c.StagingPath = filepath.Join(driver.Dir, "staging")
-	c.TestVolumeSize = 16 << 20
-	c.TestVolumeExpandSize = 32 << 20
-	c.TestVolumeAccessType = access
-	c.TestNodeVolumeAttachLimit = true
-	c.TestVolumeMutableParameters = map[string]string{"readAheadKiB": "256", "ioScheduler": "none"}
-	c.DialOptions = append(c.DialOptions, grpc.WithUnaryInterceptor(settle))
-	return &c
-}
-
-// settle: the suite compares the topologies of two responses field by field, caches that
-// protobuf keeps within messages included (gomega's Equal). Encoding a message once fills
-// them, so that equal messages are equal in this sense too.
-func settle(ctx context.Context, method string, request, response any, conn *grpc.ClientConn, invoke grpc.UnaryInvoker, options ...grpc.CallOption) error {
-	err := invoke(ctx, method, request, response, conn, options...)
-	if err == nil {
-		_, err = proto.Marshal(response.(proto.Message))
-	}
-	return err
 }

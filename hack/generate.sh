@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Makes what is generated from pkg/api: DeepCopy methods, and the definitions of the custom resources.
+#
+#   hack/generate.sh [FOLDER]     into FOLDER instead of the tree, to compare
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+out=${1:-.}
+GOFLAGS=-mod=mod go run sigs.k8s.io/controller-tools/cmd/controller-gen@v0.23.0 paths=./pkg/api/... \
+	object output:object:dir="$out/pkg/api/v1alpha1" crd output:crd:dir="$out/deploy/kubernetes/crds"

@@ -1,0 +1,261 @@
+// Package apitest gives tests a real Kubernetes API server, with the custom resources of
+// deploy/kubernetes/crds: etcd and kube-apiserver on loopback, in a folder that goes with
+// them. One serves all tests of a package, which calls Main from its TestMain.
+package apitest
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"crypto/rsa"
+	"crypto/x509"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	"k8s.io/client-go/tools/clientcmd/api"
+)
+
+// Admin is the user who may do everything.
+const Admin = "admin"
+
+// Main runs the tests of a package and ends the API server that they used.
+func Main(m *testing.M) {
+	code := m.Run()
+	Stop()
+	os.Exit(code)
+}
+
+// Stop ends the API server, if a test started it. It is for a TestMain of its own.
+func Stop() {
+	if running != nil {
+		running.stop()
+	}
+}
+
+var (
+	start    sync.Once
+	running  *Server
+	startErr error
+)
+
+// Get returns the API server, which the first test to ask starts.
+func Get(t testing.TB) *Server {
+	t.Helper()
+	start.Do(func() { running, startErr = launch() })
+	if startErr != nil {
+		t.Fatal(startErr)
+	}
+	return running
+}
+
+// Server is a running API server. Authorisation is RBAC.
+type Server struct {
+	dir       string
+	url       string
+	processes []*process // in the order of their starts
+}
+
+// Config connects as a user; the token of a user is the name.
+func (s *Server) Config(user string) *rest.Config {
+	return &rest.Config{Host: s.url, BearerToken: user, QPS: -1, TLSClientConfig: rest.TLSClientConfig{Insecure: true}}
+}
+
+// Kubeconfig writes a file that lets a program connect as a user.
+func (s *Server) Kubeconfig(t testing.TB, user, path string) {
+	t.Helper()
+	config := api.NewConfig()
+	config.Clusters["test"] = &api.Cluster{Server: s.url, InsecureSkipTLSVerify: true}
+	config.AuthInfos["test"] = &api.AuthInfo{Token: user}
+	config.Contexts["test"] = &api.Context{Cluster: "test", AuthInfo: "test"}
+	config.CurrentContext = "test"
+	if err := clientcmd.WriteToFile(*config, path); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// Users besides Admin, who may do what roles are bound to them.
+var users = []string{"controller", "agent"}
+
+func root() string {
+	_, file, _, _ := runtime.Caller(0)
+	return filepath.Join(filepath.Dir(file), "../..")
+}
+
+func launch() (_ *Server, err error) {
+	build := exec.Command(filepath.Join(root(), "hack/apiserver.sh"))
+	var said bytes.Buffer
+	build.Stderr = &said
+	out, err := build.Output()
+	if err != nil {
+		return nil, fmt.Errorf("hack/apiserver.sh: %w: %s", err, said.String())
+	}
+	bin := strings.TrimSpace(string(out))
+	s := &Server{}
+	if s.dir, err = os.MkdirTemp("", "ashlar-api"); err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			s.stop()
+		}
+	}()
+	ports, err := freePorts(3)
+	if err != nil {
+		return nil, err
+	}
+	etcd := "http://127.0.0.1:" + ports[0]
+	s.url = "https://127.0.0.1:" + ports[2]
+	if err := s.files(); err != nil {
+		return nil, err
+	}
+	if err := s.run(filepath.Join(bin, "etcd"), "--data-dir="+s.dir+"/etcd", "--unsafe-no-fsync", "--log-level=warn",
+		"--listen-client-urls="+etcd, "--advertise-client-urls="+etcd, "--listen-peer-urls=http://127.0.0.1:"+ports[1]); err != nil {
+		return nil, err
+	}
+	if err := s.run(filepath.Join(bin, "kube-apiserver"), "--etcd-servers="+etcd, "--bind-address=127.0.0.1",
+		"--advertise-address=127.0.0.1", "--endpoint-reconciler-type=none", "--secure-port="+ports[2], "--cert-dir="+s.dir, "--authorization-mode=RBAC",
+		"--token-auth-file="+s.dir+"/tokens", "--service-cluster-ip-range=10.96.0.0/24",
+		"--service-account-issuer=https://test", "--service-account-key-file="+s.dir+"/key", "--service-account-signing-key-file="+s.dir+"/key"); err != nil {
+		return nil, err
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+	defer cancel()
+	if err := s.ready(ctx); err != nil {
+		return nil, err
+	}
+	return s, s.define(ctx)
+}
+
+func (s *Server) files() error {
+	key, err := rsa.GenerateKey(rand.Reader, 2048)
+	if err != nil {
+		return err
+	}
+	block := &pem.Block{Type: "RSA PRIVATE KEY", Bytes: x509.MarshalPKCS1PrivateKey(key)}
+	if err := os.WriteFile(s.dir+"/key", pem.EncodeToMemory(block), 0o600); err != nil {
+		return err
+	}
+	tokens := Admin + "," + Admin + "," + Admin + ",system:masters\n"
+	for _, user := range users {
+		tokens += user + "," + user + "," + user + "\n"
+	}
+	return os.WriteFile(s.dir+"/tokens", []byte(tokens), 0o600)
+}
+
+// freePorts finds ports that nothing listens on now.
+func freePorts(n int) ([]string, error) {
+	var ports []string
+	var held []net.Listener // until all are known
+	for range n {
+		listener, err := net.Listen("tcp", "127.0.0.1:0")
+		if err != nil {
+			return nil, err
+		}
+		held = append(held, listener)
+		_, port, _ := net.SplitHostPort(listener.Addr().String())
+		ports = append(ports, port)
+	}
+	for _, listener := range held {
+		listener.Close()
+	}
+	return ports, nil
+}
+
+// process is a child that ends with this process, however that ends.
+type process struct {
+	*exec.Cmd
+	exited chan struct{}
+}
+
+func (s *Server) run(argv ...string) error {
+	log, err := os.Create(filepath.Join(s.dir, filepath.Base(argv[0])+".log"))
+	if err != nil {
+		return err
+	}
+	defer log.Close()
+	cmd := exec.Command(argv[0], argv[1:]...)
+	cmd.Dir, cmd.Stdout, cmd.Stderr = s.dir, log, log
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	p := &process{cmd, make(chan struct{})}
+	started := make(chan error)
+	go func() {
+		runtime.LockOSThread() // the signal comes when the thread that started it ends
+		defer close(p.exited)
+		err := cmd.Start()
+		started <- err
+		if err == nil {
+			_ = cmd.Wait() // it is killed
+		}
+	}()
+	if err := <-started; err != nil {
+		return err
+	}
+	s.processes = append(s.processes, p)
+	return nil
+}
+
+func (s *Server) ready(ctx context.Context) error {
+	client, err := rest.HTTPClientFor(s.Config(Admin))
+	if err != nil {
+		return err
+	}
+	for {
+		response, err := client.Get(s.url + "/readyz")
+		if err == nil {
+			response.Body.Close()
+			if response.StatusCode == http.StatusOK {
+				return nil
+			}
+		}
+		for _, p := range s.processes {
+			select {
+			case <-p.exited:
+				log, _ := os.ReadFile(filepath.Join(s.dir, filepath.Base(p.Path)+".log"))
+				return fmt.Errorf("%s ended: %s", p.Path, log)
+			default:
+			}
+		}
+		select {
+		case <-ctx.Done():
+			return errors.Join(fmt.Errorf("the API server is not ready"), err)
+		case <-time.After(50 * time.Millisecond):
+		}
+	}
+}
+
+// Freeze stops the API server from answering, as a network that is cut does, until thaw is
+// called.
+func (s *Server) Freeze(t testing.TB) (thaw func()) {
+	t.Helper()
+	signal := func(sig syscall.Signal) {
+		if err := s.processes[len(s.processes)-1].Process.Signal(sig); err != nil {
+			t.Fatal(err)
+		}
+	}
+	signal(syscall.SIGSTOP)
+	thaw = sync.OnceFunc(func() { signal(syscall.SIGCONT) })
+	t.Cleanup(thaw)
+	return thaw
+}
+
+func (s *Server) stop() {
+	for i := len(s.processes) - 1; i >= 0; i-- {
+		_ = s.processes[i].Process.Kill() // it may be gone
+		<-s.processes[i].exited
+	}
+	_ = os.RemoveAll(s.dir)
+}

@@ -1,0 +1,351 @@
+// Package v1alpha1 is what controller and nodes of a cluster tell each other, as
+// Kubernetes objects of the group ashlar.dev: the controller writes a spec, the agent of
+// the node carries it out and writes the status.
+//
+// The definitions in deploy/kubernetes/crds and the DeepCopy methods are made from these
+// types: `make generate`.
+//
+// +kubebuilder:object:generate=true
+// +groupName=ashlar.dev
+package v1alpha1
+
+import (
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
+
+// Finalizer is on every Volume and Snapshot from its first moment. The agent of the node
+// takes it off once the space is back.
+const Finalizer = "ashlar.dev/node"
+
+// GoneTaint is the key of a taint that says that a node will never come back.
+const GoneTaint = "ashlar.dev/gone"
+
+// Types of conditions.
+const (
+	// Ready: the object is there to be used. False with the reason DataLoss if it was, and
+	// its bytes are missing.
+	Ready = "Ready"
+	// Abandoned is the node's answer to spec.abandoned: True if the volume was blank and has
+	// been deleted, False if it is to be kept.
+	Abandoned = "Abandoned"
+	// Healthy says whether the node knows of anything wrong with its pool.
+	Healthy = "Healthy"
+	// Accounted: every volume and snapshot that the pool keeps for the cluster has an object.
+	Accounted = "Accounted"
+)
+
+// Volume is a volume on a node. The object's name is the volume's key, which is derived
+// from the CSI name, so no name can be there twice, on whatever node.
+//
+// +kubebuilder:object:root=true
+// +kubebuilder:resource:scope=Cluster,categories=ashlar
+// +kubebuilder:subresource:status
+// +kubebuilder:selectablefield:JSONPath=`.spec.nodeName`
+// +kubebuilder:printcolumn:name="Node",type=string,JSONPath=`.spec.nodeName`
+// +kubebuilder:printcolumn:name="Pool",type=string,JSONPath=`.spec.pool`
+// +kubebuilder:printcolumn:name="Size",type=integer,JSONPath=`.spec.size`
+// +kubebuilder:printcolumn:name="Claimed by",type=string,JSONPath=`.spec.claim.node`
+// +kubebuilder:printcolumn:name="Ready",type=string,JSONPath=`.status.conditions[?(@.type=="Ready")].status`
+// +kubebuilder:printcolumn:name="Name",type=string,JSONPath=`.spec.name`
+// +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
+// +kubebuilder:printcolumn:name="For",type=string,priority=1,JSONPath=`.spec.claimRef.name`
+// +kubebuilder:printcolumn:name="Failure",type=string,priority=1,JSONPath=`.status.failure.message`
+// +kubebuilder:validation:XValidation:rule="self.metadata.name.matches('^[0-9a-f]{32}$')",message="the name of a volume's object is its key"
+// +kubebuilder:validation:XValidation:rule="self.spec.size >= oldSelf.spec.size || (has(self.status) && has(self.status.size) && self.spec.size >= self.status.size)",message="a volume does not shrink"
+type Volume struct {
+	metav1.TypeMeta   `json:",inline"`
+	metav1.ObjectMeta `json:"metadata,omitempty"`
+
+	Spec VolumeSpec `json:"spec"`
+	// +optional
+	Status VolumeStatus `json:"status,omitempty"`
+}
+
+// VolumeSpec is what a volume is to be.
+//
+// +kubebuilder:validation:XValidation:rule="has(self.source) == has(oldSelf.source)",message="the source of a volume does not change"
+type VolumeSpec struct {
+	// NodeName is the node that has the volume.
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=253
+	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="a volume does not move"
+	NodeName string `json:"nodeName"`
+	// Pool of that node.
+	// +kubebuilder:validation:Pattern=`^[a-z0-9]([-a-z0-9]{0,22}[a-z0-9])?$`
+	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="a volume does not move"
+	Pool string `json:"pool"`
+	// Name is the CSI name.
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=256
+	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="the name of a volume does not change"
+	Name string `json:"name"`
+	// Size in bytes. It goes down only to what the volume has, when growing was refused.
+	// +kubebuilder:validation:Minimum=4096
+	// +kubebuilder:validation:MultipleOf=4096
+	Size int64 `json:"size"`
+	// Provisioning says when space is taken; empty is the pool's own way.
+	// +kubebuilder:validation:Enum="";thick;thin
+	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="provisioning does not change"
+	Provisioning string `json:"provisioning"`
+	// Source that the bytes are copied from.
+	// +optional
+	Source *Source `json:"source,omitempty"`
+	// Filesystem that the volume is for; empty for a raw block device.
+	// +kubebuilder:validation:Enum="";ext4;xfs;btrfs
+	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="the filesystem of a volume does not change"
+	Filesystem string `json:"filesystem"`
+	// Mutable parameters, as of a VolumeAttributesClass.
+	// +optional
+	Mutable map[string]string `json:"mutable,omitempty"`
+	// Claim fences the volume to one node: it changes by compare-and-swap only.
+	// +optional
+	Claim *Claim `json:"claim,omitempty"`
+	// ClaimRef is the PersistentVolumeClaim that the volume was made for.
+	// +optional
+	ClaimRef *ClaimRef `json:"claimRef,omitempty"`
+	// Abandoned asks the node to delete the volume, if it is blank: nobody knows of it any
+	// more. It cannot be claimed meanwhile.
+	// +optional
+	Abandoned bool `json:"abandoned,omitempty"`
+}
+
+// Source is what a volume was copied from; it is on the same node, in the same pool.
+//
+// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="the source of a volume does not change"
+type Source struct {
+	// Kind is vol or snap.
+	// +kubebuilder:validation:Enum=vol;snap
+	Kind string `json:"kind"`
+	// Key is the name of the object.
+	// +kubebuilder:validation:Pattern=`^[0-9a-f]{32}$`
+	Key string `json:"key"`
+}
+
+// Claim says which node may use a volume, and how.
+type Claim struct {
+	// +kubebuilder:validation:MinLength=1
+	Node string `json:"node"`
+	// +optional
+	ReadOnly bool `json:"readOnly,omitempty"`
+	// Mode is block or mount, and the CSI access mode.
+	Mode string `json:"mode"`
+}
+
+// ClaimRef names a PersistentVolumeClaim.
+type ClaimRef struct {
+	Namespace string `json:"namespace"`
+	Name      string `json:"name"`
+}
+
+// ObjectStatus is what a node says of a volume or a snapshot.
+//
+// +kubebuilder:validation:XValidation:rule="!has(oldSelf.created) || (has(self.created) && self.created == oldSelf.created)",message="what was there once is not made again"
+type ObjectStatus struct {
+	// +optional
+	// +listType=map
+	// +listMapKey=type
+	Conditions []metav1.Condition `json:"conditions,omitempty"`
+	// ObservedGeneration is that of the spec that the rest of the status is about.
+	// +optional
+	ObservedGeneration int64 `json:"observedGeneration,omitempty"`
+	// Failure is the node's final answer to that spec, if it could not be carried out.
+	// +optional
+	Failure *Failure `json:"failure,omitempty"`
+	// Created is when the volume was made, or the snapshot was cut, by the node's clock. Once
+	// it is set, the bytes were there: if they are missing, they are lost, and not made again.
+	// +optional
+	Created *metav1.MicroTime `json:"created,omitempty"`
+	// Size in bytes, as it is.
+	// +optional
+	Size int64 `json:"size,omitempty"`
+}
+
+// VolumeStatus is what the node says of a volume.
+type VolumeStatus struct {
+	ObjectStatus `json:",inline"`
+	// Thin: space is taken when written.
+	// +optional
+	Thin bool `json:"thin,omitempty"`
+	// Mutable parameters that are in force.
+	// +optional
+	Mutable map[string]string `json:"mutable,omitempty"`
+	// Health is what is known to be wrong; empty if nothing is.
+	// +optional
+	// +listType=atomic
+	Health []Problem `json:"health,omitempty"`
+}
+
+// Failure is an error: its reason is one of the closed list of the driver's errors
+// (NoSpace, OutOfRange, InUse, ...), or Internal.
+type Failure struct {
+	Reason  string `json:"reason"`
+	Message string `json:"message"`
+}
+
+// Problem is something wrong with a volume.
+type Problem struct {
+	// +kubebuilder:validation:Enum=Degraded;Inaccessible;DataLoss
+	Severity string `json:"severity"`
+	Reason   string `json:"reason"`
+	Message  string `json:"message"`
+}
+
+// VolumeList is a list of volumes.
+//
+// +kubebuilder:object:root=true
+type VolumeList struct {
+	metav1.TypeMeta `json:",inline"`
+	metav1.ListMeta `json:"metadata,omitempty"`
+	Items           []Volume `json:"items"`
+}
+
+// Snapshot is a snapshot of a volume, on its node. The object's name is the snapshot's key.
+//
+// +kubebuilder:object:root=true
+// +kubebuilder:resource:scope=Cluster,categories=ashlar
+// +kubebuilder:subresource:status
+// +kubebuilder:selectablefield:JSONPath=`.spec.nodeName`
+// +kubebuilder:printcolumn:name="Node",type=string,JSONPath=`.spec.nodeName`
+// +kubebuilder:printcolumn:name="Source",type=string,JSONPath=`.spec.source`
+// +kubebuilder:printcolumn:name="Size",type=integer,JSONPath=`.status.size`
+// +kubebuilder:printcolumn:name="Ready",type=string,JSONPath=`.status.conditions[?(@.type=="Ready")].status`
+// +kubebuilder:printcolumn:name="Cut",type=date,JSONPath=`.status.created`
+// +kubebuilder:printcolumn:name="Name",type=string,JSONPath=`.spec.name`
+// +kubebuilder:printcolumn:name="Group",type=string,priority=1,JSONPath=`.spec.group.key`
+// +kubebuilder:printcolumn:name="Failure",type=string,priority=1,JSONPath=`.status.failure.message`
+// +kubebuilder:validation:XValidation:rule="self.metadata.name.matches('^[0-9a-f]{32}$')",message="the name of a snapshot's object is its key"
+type Snapshot struct {
+	metav1.TypeMeta   `json:",inline"`
+	metav1.ObjectMeta `json:"metadata,omitempty"`
+
+	Spec SnapshotSpec `json:"spec"`
+	// +optional
+	Status SnapshotStatus `json:"status,omitempty"`
+}
+
+// SnapshotSpec is what a snapshot is to be. It does not change.
+//
+// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="a snapshot does not change"
+type SnapshotSpec struct {
+	// NodeName is the node that has the volume and its snapshots.
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=253
+	NodeName string `json:"nodeName"`
+	// Pool of that node.
+	// +kubebuilder:validation:Pattern=`^[a-z0-9]([-a-z0-9]{0,22}[a-z0-9])?$`
+	Pool string `json:"pool"`
+	// Name is the CSI name; of a member of a group, that of the group.
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=256
+	Name string `json:"name"`
+	// Source is the key of the volume.
+	// +kubebuilder:validation:Pattern=`^[0-9a-f]{32}$`
+	Source string `json:"source"`
+	// Group that the snapshot is cut together with, all or none.
+	// +optional
+	Group *Group `json:"group,omitempty"`
+}
+
+// Group is a group snapshot, as each of its members says it.
+type Group struct {
+	// +kubebuilder:validation:Pattern=`^[0-9a-f]{32}$`
+	Key string `json:"key"`
+	// Size is how many members the group has.
+	// +kubebuilder:validation:Minimum=1
+	Size int `json:"size"`
+}
+
+// SnapshotStatus is what the node says of a snapshot.
+type SnapshotStatus struct {
+	ObjectStatus `json:",inline"`
+}
+
+// SnapshotList is a list of snapshots.
+//
+// +kubebuilder:object:root=true
+type SnapshotList struct {
+	metav1.TypeMeta `json:",inline"`
+	metav1.ListMeta `json:"metadata,omitempty"`
+	Items           []Snapshot `json:"items"`
+}
+
+// Pool is a pool of a node, which makes the object itself. Its name is NODE.POOL.
+//
+// +kubebuilder:object:root=true
+// +kubebuilder:resource:scope=Cluster,categories=ashlar
+// +kubebuilder:subresource:status
+// +kubebuilder:selectablefield:JSONPath=`.spec.nodeName`
+// +kubebuilder:printcolumn:name="Node",type=string,JSONPath=`.spec.nodeName`
+// +kubebuilder:printcolumn:name="Pool",type=string,JSONPath=`.spec.pool`
+// +kubebuilder:printcolumn:name="Kind",type=string,JSONPath=`.status.kind`
+// +kubebuilder:printcolumn:name="Total",type=integer,JSONPath=`.status.total`
+// +kubebuilder:printcolumn:name="Promised",type=integer,JSONPath=`.status.promised`
+// +kubebuilder:printcolumn:name="Available",type=integer,JSONPath=`.status.available`
+// +kubebuilder:printcolumn:name="Healthy",type=string,JSONPath=`.status.conditions[?(@.type=="Healthy")].status`
+// +kubebuilder:printcolumn:name="Accounted",type=string,priority=1,JSONPath=`.status.conditions[?(@.type=="Accounted")].status`
+type Pool struct {
+	metav1.TypeMeta   `json:",inline"`
+	metav1.ObjectMeta `json:"metadata,omitempty"`
+
+	Spec PoolSpec `json:"spec"`
+	// +optional
+	Status PoolStatus `json:"status,omitempty"`
+}
+
+// PoolSpec is how the node was started.
+type PoolSpec struct {
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=253
+	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="a pool does not move"
+	NodeName string `json:"nodeName"`
+	// +kubebuilder:validation:Pattern=`^[a-z0-9]([-a-z0-9]{0,22}[a-z0-9])?$`
+	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="the name of a pool does not change"
+	Pool string `json:"pool"`
+	// Default: volumes that ask for no pool come here.
+	Default bool `json:"default"`
+	// MaxVolumes is how many volumes the node may have claimed; 0 is any number.
+	// +kubebuilder:validation:Minimum=0
+	MaxVolumes int64 `json:"maxVolumes"`
+}
+
+// PoolStatus is how a pool is. All figures are bytes.
+type PoolStatus struct {
+	// +optional
+	// +listType=map
+	// +listMapKey=type
+	Conditions []metav1.Condition `json:"conditions,omitempty"`
+	// Kind of storage, as in the pool's URL.
+	// +optional
+	Kind string `json:"kind,omitempty"`
+	// Measured is when the figures were taken, by the node's clock. Volumes that were
+	// created later are not in them.
+	// +optional
+	Measured *metav1.MicroTime `json:"measured,omitempty"`
+	// Total is what the pool may promise in all.
+	// +optional
+	Total int64 `json:"total"`
+	// Promised is the sum of the sizes of all volumes and snapshots.
+	// +optional
+	Promised int64 `json:"promised"`
+	// Available is what it may still promise.
+	// +optional
+	Available int64 `json:"available"`
+	// MaxVolume is the size of the largest volume that could be made.
+	// +optional
+	MaxVolume int64 `json:"maxVolume"`
+	// MinVolume is the size of the smallest one.
+	// +optional
+	MinVolume int64 `json:"minVolume"`
+	// Granularity is what every size in the pool is a multiple of.
+	// +optional
+	Granularity int64 `json:"granularity"`
+}
+
+// PoolList is a list of pools.
+//
+// +kubebuilder:object:root=true
+type PoolList struct {
+	metav1.TypeMeta `json:",inline"`
+	metav1.ListMeta `json:"metadata,omitempty"`
+	Items           []Pool `json:"items"`
+}

@@ -1,0 +1,159 @@
+package v1alpha1_test
+
+import (
+	"context"
+	"maps"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+)
+
+func TestMain(m *testing.M) { apitest.Main(m) }
+
+func must(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// TestGenerated: what is committed is what the types give.
+func TestGenerated(t *testing.T) {
+	dir := t.TempDir()
+	if out, err := exec.Command("../../../hack/generate.sh", dir).CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	for _, folder := range []string{"pkg/api/v1alpha1", "deploy/kubernetes/crds"} {
+		files, err := filepath.Glob(filepath.Join(dir, folder, "*"))
+		must(t, err)
+		if len(files) == 0 {
+			t.Errorf("nothing was generated in %s", folder)
+		}
+		for _, file := range files {
+			want, err := os.ReadFile(file)
+			must(t, err)
+			have, err := os.ReadFile(filepath.Join("../../..", folder, filepath.Base(file)))
+			must(t, err)
+			if string(have) != string(want) {
+				t.Errorf("%s/%s is not what the types give: make generate", folder, filepath.Base(file))
+			}
+		}
+	}
+}
+
+const key = "0123456789abcdef0123456789abcdef"
+
+func full() *v1alpha1.Volume {
+	return &v1alpha1.Volume{ObjectMeta: metav1.ObjectMeta{Name: key},
+		Spec: v1alpha1.VolumeSpec{NodeName: "n", Pool: "default", Name: "pvc-1", Size: 1 << 20, Provisioning: "thin",
+			Source: &v1alpha1.Source{Kind: "snap", Key: strings.Repeat("f", 32)}, Filesystem: "xfs",
+			Mutable: map[string]string{"readAheadKiB": "128"}, ClaimRef: &v1alpha1.ClaimRef{Namespace: "a", Name: "b"}}}
+}
+
+// TestRules: what the API server lets through, and what it does not.
+func TestRules(t *testing.T) {
+	scheme := runtime.NewScheme()
+	must(t, v1alpha1.AddToScheme(scheme))
+	c, err := client.New(apitest.Get(t).Config(apitest.Admin), client.Options{Scheme: scheme})
+	must(t, err)
+	c = client.WithFieldValidation(c, metav1.FieldValidationStrict)
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+
+	for what, change := range map[string]func(*v1alpha1.Volume){
+		"a name that is no key":   func(v *v1alpha1.Volume) { v.Name = "pvc-1" },
+		"a size of no blocks":     func(v *v1alpha1.Volume) { v.Spec.Size++ },
+		"no node":                 func(v *v1alpha1.Volume) { v.Spec.NodeName = "" },
+		"a pool that is a path":   func(v *v1alpha1.Volume) { v.Spec.Pool = "../a" },
+		"an unknown filesystem":   func(v *v1alpha1.Volume) { v.Spec.Filesystem = "ntfs" },
+		"a source that is a path": func(v *v1alpha1.Volume) { v.Spec.Source.Key = "/" },
+	} {
+		v := full()
+		change(v)
+		if err := c.Create(ctx, v); !apierrors.IsInvalid(err) {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+
+	v := full()
+	must(t, c.Create(ctx, v))
+	defer func() { must(t, c.Delete(ctx, v)) }()
+	if want := full(); v.Spec.Size != want.Spec.Size || *v.Spec.Source != *want.Spec.Source || !maps.Equal(v.Spec.Mutable, want.Spec.Mutable) || *v.Spec.ClaimRef != *want.Spec.ClaimRef {
+		t.Errorf("created %+v", v.Spec)
+	}
+	for what, change := range map[string]func(*v1alpha1.Volume){
+		"another node":   func(v *v1alpha1.Volume) { v.Spec.NodeName = "m" },
+		"another pool":   func(v *v1alpha1.Volume) { v.Spec.Pool = "m" },
+		"another name":   func(v *v1alpha1.Volume) { v.Spec.Name = "m" },
+		"thick":          func(v *v1alpha1.Volume) { v.Spec.Provisioning = "thick" },
+		"no source":      func(v *v1alpha1.Volume) { v.Spec.Source = nil },
+		"another source": func(v *v1alpha1.Volume) { v.Spec.Source.Kind = "vol" },
+		"smaller":        func(v *v1alpha1.Volume) { v.Spec.Size = 4096 },
+		"another type":   func(v *v1alpha1.Volume) { v.Spec.Filesystem = "ext4" },
+	} {
+		other := v.DeepCopy()
+		change(other)
+		if err := c.Update(ctx, other); !apierrors.IsInvalid(err) {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	now := metav1.NowMicro()
+	v.Status.Created, v.Status.Size = &now, v.Spec.Size
+	v.Status.Health = []v1alpha1.Problem{{Severity: "DataLoss", Reason: "ImageMissing", Message: "gone"}}
+	v.Status.Failure = &v1alpha1.Failure{Reason: "NoSpace", Message: "full"}
+	must(t, c.Status().Update(ctx, v))
+	if v.Status.Created == nil || !v.Status.Created.Time.Equal(now.Truncate(time.Microsecond)) || len(v.Status.Health) != 1 || v.Status.Failure.Reason != "NoSpace" {
+		t.Errorf("status %+v", v.Status)
+	}
+	again := v.DeepCopy()
+	again.Status.Created = nil
+	if err := c.Status().Update(ctx, again); !apierrors.IsInvalid(err) {
+		t.Errorf("made unmade: %v", err)
+	}
+	v.Spec.Size *= 4
+	must(t, c.Update(ctx, v))
+	v.Spec.Size /= 4 // to what it has
+	must(t, c.Update(ctx, v))
+	v.Spec.Size /= 2
+	if err := c.Update(ctx, v.DeepCopy()); !apierrors.IsInvalid(err) {
+		t.Errorf("smaller than it is: %v", err)
+	}
+	v.Spec.Size *= 2
+
+	var list v1alpha1.VolumeList
+	must(t, c.List(ctx, &list, client.MatchingFields{"spec.nodeName": "n"}))
+	if len(list.Items) != 1 {
+		t.Errorf("%d volumes of the node", len(list.Items))
+	}
+	must(t, c.List(ctx, &list, client.MatchingFields{"spec.nodeName": "m"}))
+	if len(list.Items) != 0 {
+		t.Errorf("%d volumes of another node", len(list.Items))
+	}
+
+	s := &v1alpha1.Snapshot{ObjectMeta: metav1.ObjectMeta{Name: key}, Spec: v1alpha1.SnapshotSpec{NodeName: "n", Pool: "default",
+		Name: "snapshot-1", Source: key, Group: &v1alpha1.Group{Key: key, Size: 2}}}
+	must(t, c.Create(ctx, s))
+	defer func() { must(t, c.Delete(ctx, s)) }()
+	other := s.DeepCopy()
+	other.Spec.Group.Size = 1
+	if err := c.Update(ctx, other); !apierrors.IsInvalid(err) {
+		t.Errorf("another group: %v", err)
+	}
+
+	p := &v1alpha1.Pool{ObjectMeta: metav1.ObjectMeta{Name: "n.default"}, Spec: v1alpha1.PoolSpec{NodeName: "n", Pool: "default", Default: true}}
+	must(t, c.Create(ctx, p))
+	defer func() { must(t, c.Delete(ctx, p)) }()
+	p.Status.Available, p.Status.Kind = 5, "file"
+	must(t, c.Status().Update(ctx, p))
+}

@@ -1,0 +1,108 @@
+package cluster_test
+
+import (
+	"net/http"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"k8s.io/client-go/rest"
+
+	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// counter counts requests of a client that are no watches and no lists.
+type counter struct {
+	mu            sync.Mutex
+	writes, reads int
+	pools         int // writes of Pool objects
+}
+
+func (c *counter) wrap(next http.RoundTripper) http.RoundTripper {
+	return roundTrip(func(r *http.Request) (*http.Response, error) {
+		c.mu.Lock()
+		switch {
+		case r.Method != http.MethodGet && strings.Contains(r.URL.Path, "/pools"):
+			c.pools++
+		case r.Method != http.MethodGet:
+			c.writes++
+		case len(strings.Split(r.URL.Path, "/")) > 5: // of one object
+			c.reads++
+		}
+		c.mu.Unlock()
+		return next.RoundTrip(r)
+	})
+}
+
+type roundTrip func(*http.Request) (*http.Response, error)
+
+func (f roundTrip) RoundTrip(r *http.Request) (*http.Response, error) { return f(r) }
+
+func (c *counter) take() (writes, reads, pools int) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	writes, reads, pools = c.writes, c.reads, c.pools
+	c.writes, c.reads, c.pools = 0, 0, 0
+	return writes, reads, pools
+}
+
+// TestBudget: what docs/cluster.md says that each call costs.
+func TestBudget(t *testing.T) {
+	w := newWorld(t)
+	var count counter
+	wrapped = func(c *rest.Config) *rest.Config { c.Wrap(count.wrap); return c }
+	t.Cleanup(func() { wrapped = func(c *rest.Config) *rest.Config { return c } })
+	m := w.machine(nodeName)
+	s, err := cluster.NewStore(wrapped(apitest.Get(t).Config("controller")), cluster.Options{GoneGrace: grace, AbandonGrace: time.Hour})
+	must(t, err)
+	w.run(s.Run)
+	w.eventually("the store is ready", func() bool { return s.Ready(w.ctx) == nil })
+	w.pooled(s, m)
+	var v volume.Volume
+	var snapshot volume.Snapshot
+	time.Sleep(1500 * time.Millisecond) // the pools were just made
+	count.take()
+	pools := 0
+	for _, step := range []struct {
+		what          string
+		writes, reads int
+		do            func() error
+	}{
+		{"create", 2, 0, func() (err error) { v, err = s.Create(w.ctx, spec("v")); return err }},
+		{"create again", 0, 0, func() error { return second(s.Create(w.ctx, spec("v"))) }},
+		{"get", 0, 0, func() error { return second(s.Get(w.ctx, v.ID)) }},
+		{"list", 0, 0, func() error { return second(s.List(w.ctx, volume.ID{}, 0)) }},
+		{"claim", 1, 0, func() error { return s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m"}) }},
+		{"claim again", 0, 1, func() error { return s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m"}) }},
+		{"expand", 2, 0, func() error { return second(s.Expand(w.ctx, v.ID, volume.Range{Required: 2 * mib})) }},
+		{"modify", 2, 0, func() error { return s.Modify(w.ctx, v.ID, map[string]string{"readAheadKiB": "64"}) }},
+		{"snapshot", 2, 0, func() (err error) { snapshot, err = s.CreateSnapshot(w.ctx, "s", v.ID); return err }},
+		{"group", 2, 0, func() error { return second(s.CreateGroup(w.ctx, "g", []volume.ID{v.ID})) }},
+		{"delete group", 2, 0, func() error { return s.DeleteGroup(w.ctx, volume.GroupID{Key: volume.KeyOf("g")}) }},
+		{"delete snapshot", 2, 0, func() error { return s.DeleteSnapshot(w.ctx, snapshot.ID) }},
+		{"release", 1, 0, func() error { return s.Release(w.ctx, v.ID, nodeName) }},
+		{"delete", 2, 0, func() error { return s.Delete(w.ctx, v.ID) }},
+	} {
+		began := time.Now()
+		must(t, step.do())
+		took := time.Since(began)
+		time.Sleep(50 * time.Millisecond)
+		writes, reads, reports := count.take()
+		pools += reports
+		t.Logf("%-16s %d writes, %d reads, %s", step.what, writes, reads, took.Round(100*time.Microsecond))
+		if writes != step.writes || reads != step.reads {
+			t.Errorf("%s: %d writes and %d reads, want %d and %d", step.what, writes, reads, step.writes, step.reads)
+		}
+	}
+	time.Sleep(2500 * time.Millisecond)
+	if _, _, reports := count.take(); reports+pools > 6 {
+		t.Errorf("the pools were reported %d times", reports+pools)
+	}
+	time.Sleep(2 * time.Second)
+	if writes, reads, reports := count.take(); writes+reads+reports > 0 {
+		t.Errorf("idle: %d writes, %d reads, %d reports", writes, reads, reports)
+	}
+}

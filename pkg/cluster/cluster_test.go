@@ -1,0 +1,288 @@
+package cluster_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/rest"
+	"k8s.io/klog/v2"
+	"k8s.io/klog/v2/ktesting"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/mount"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
+)
+
+func TestMain(m *testing.M) { apitest.Main(m) }
+
+const (
+	nodeName = "node-1"
+	mib      = 1 << 20
+	grace    = 500 * time.Millisecond
+	// abandonGrace leaves a slow machine the time to set a test up.
+	abandonGrace = 4 * time.Second
+)
+
+func must(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+func fails(t testing.TB, err, want error) {
+	t.Helper()
+	if !errors.Is(err, want) {
+		t.Fatalf("error %v, want %v", err, want)
+	}
+}
+
+func second[T any](_ T, err error) error { return err }
+
+// world is a cluster: an API server, nodes, agents and stores. All of it is cleared away at
+// the end of the test.
+type world struct {
+	testing.TB
+	client.Client
+	ctx context.Context
+}
+
+func newWorld(t testing.TB) *world {
+	t.Helper()
+	server := apitest.Get(t)
+	scheme := runtime.NewScheme()
+	must(t, errors.Join(v1alpha1.AddToScheme(scheme), corev1.AddToScheme(scheme), rbacv1.AddToScheme(scheme)))
+	c, err := client.New(server.Config(apitest.Admin), client.Options{Scheme: scheme})
+	must(t, err)
+	ctx := klog.NewContext(context.Background(), ktesting.NewLogger(t, ktesting.NewConfig()))
+	w := &world{t, c, ctx}
+	t.Cleanup(w.clear)
+	for user, rules := range roles {
+		role := &rbacv1.ClusterRole{ObjectMeta: metav1.ObjectMeta{Name: user}, Rules: rules}
+		binding := &rbacv1.ClusterRoleBinding{ObjectMeta: metav1.ObjectMeta{Name: user},
+			RoleRef: rbacv1.RoleRef{APIGroup: "rbac.authorization.k8s.io", Kind: "ClusterRole", Name: user}, Subjects: []rbacv1.Subject{{Kind: "User", Name: user}}}
+		for _, o := range []client.Object{role, binding} {
+			must(t, client.IgnoreAlreadyExists(w.Create(ctx, o)))
+		}
+	}
+	return w
+}
+
+// roles are what docs/cluster.md says that the parts need: nothing else is allowed to them
+// here.
+var roles = map[string][]rbacv1.PolicyRule{
+	"controller": {
+		{APIGroups: []string{"ashlar.dev"}, Resources: []string{"volumes", "snapshots"}, Verbs: []string{"get", "list", "watch", "create", "patch", "delete"}},
+		{APIGroups: []string{"ashlar.dev"}, Resources: []string{"pools"}, Verbs: []string{"get", "list", "watch", "delete"}},
+		{APIGroups: []string{""}, Resources: []string{"nodes"}, Verbs: []string{"get", "list", "watch"}},
+		{APIGroups: []string{""}, Resources: []string{"persistentvolumes", "persistentvolumeclaims"}, Verbs: []string{"get"}},
+	},
+	"agent": {
+		{APIGroups: []string{"ashlar.dev"}, Resources: []string{"volumes", "snapshots"}, Verbs: []string{"list", "watch", "patch"}},
+		{APIGroups: []string{"ashlar.dev"}, Resources: []string{"volumes/status", "snapshots/status", "pools/status"}, Verbs: []string{"patch"}},
+		{APIGroups: []string{"ashlar.dev"}, Resources: []string{"pools"}, Verbs: []string{"list", "watch", "create", "patch"}},
+	},
+}
+
+// clear removes all objects.
+func (w *world) clear() {
+	var volumes v1alpha1.VolumeList
+	var snapshots v1alpha1.SnapshotList
+	must(w, w.List(w.ctx, &volumes))
+	must(w, w.List(w.ctx, &snapshots))
+	var objects []client.Object
+	for i := range volumes.Items {
+		objects = append(objects, &volumes.Items[i])
+	}
+	for i := range snapshots.Items {
+		objects = append(objects, &snapshots.Items[i])
+	}
+	for _, o := range objects {
+		before := o.DeepCopyObject().(client.Object)
+		o.SetFinalizers(nil)
+		must(w, client.IgnoreNotFound(w.Patch(w.ctx, o, client.MergeFrom(before))))
+		must(w, client.IgnoreNotFound(w.Delete(w.ctx, o)))
+	}
+	must(w, w.DeleteAllOf(w.ctx, &v1alpha1.Pool{}))
+	must(w, w.DeleteAllOf(w.ctx, &corev1.Node{}))
+	must(w, w.DeleteAllOf(w.ctx, &corev1.PersistentVolume{}))
+}
+
+// node makes a node, ready or not.
+func (w *world) node(name string, ready bool) {
+	w.Helper()
+	n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}
+	must(w, client.IgnoreAlreadyExists(w.Create(w.ctx, n)))
+	must(w, w.Get(w.ctx, client.ObjectKeyFromObject(n), n))
+	status := corev1.ConditionFalse
+	if ready {
+		status = corev1.ConditionTrue
+	}
+	n.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, Status: status}}
+	must(w, w.Status().Update(w.ctx, n))
+}
+
+// eventually waits until something is so.
+func (w *world) eventually(what string, is func() bool) {
+	w.Helper()
+	for end := time.Now().Add(20 * time.Second); !is(); time.Sleep(10 * time.Millisecond) {
+		if time.Now().After(end) {
+			w.Fatalf("never: %s", what)
+		}
+	}
+}
+
+// store starts a store, as the controller that it is part of would; stop kills it.
+func (w *world) store() (_ *cluster.Store, stop func()) {
+	w.Helper()
+	s, err := cluster.NewStore(apitest.Get(w).Config("controller"), cluster.Options{GoneGrace: grace, AbandonGrace: abandonGrace})
+	must(w, err)
+	stop = w.run(s.Run)
+	w.eventually("the store is ready", func() bool { return s.Ready(w.ctx) == nil })
+	return s, stop
+}
+
+func (w *world) run(part func(context.Context) error) (stop func()) {
+	ctx, cancel := context.WithCancel(w.ctx)
+	var done sync.WaitGroup
+	done.Go(func() {
+		if err := part(ctx); err != nil && ctx.Err() == nil {
+			w.Error(err)
+		}
+	})
+	stop = sync.OnceFunc(func() { cancel(); done.Wait() })
+	w.Cleanup(stop)
+	return stop
+}
+
+// machine is a node with its disks, which outlive its agent.
+type machine struct {
+	name  string
+	disks []*memory.Disk
+	hook  memory.Hook
+	locks *keylock.Table
+
+	local *volume.Local
+	agent *cluster.Agent
+	stop  func()
+}
+
+// machine makes a node with two pools of storetest.Size, and starts its agent.
+func (w *world) machine(name string) *machine {
+	w.Helper()
+	return w.machineWith(name, nil)
+}
+
+func (w *world) machineWith(name string, hook memory.Hook) *machine {
+	w.Helper()
+	w.node(name, true)
+	m := &machine{name: name, hook: hook, disks: []*memory.Disk{memory.NewDisk(storetest.Size), memory.NewDisk(storetest.Size)}, locks: &keylock.Table{}}
+	w.start(m)
+	w.eventually("the pools of "+name+" are there", func() bool {
+		var p v1alpha1.Pool
+		return w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(name, "b")}, &p) == nil && p.Status.Measured != nil
+	})
+	return m
+}
+
+// wrapped lets a test see what the agents ask of the API server.
+var wrapped = func(c *rest.Config) *rest.Config { return c }
+
+// start starts the agent of a machine: the first time, or again.
+func (w *world) start(m *machine) {
+	w.Helper()
+	mounts, err := mount.LoadTable()
+	must(w, err)
+	pools := []blockdev.Pool{m.disks[0].Open("default", m.hook), m.disks[1].Open("b", m.hook)}
+	m.local, err = volume.NewLocal(w.ctx, m.name, pools, mounts, 0)
+	must(w, err)
+	m.agent, err = cluster.NewAgent(wrapped(apitest.Get(w).Config("agent")), m.local,
+		[]cluster.AgentPool{{Pool: pools[0], Kind: "memory"}, {Pool: pools[1], Kind: "memory"}}, m.locks, storetest.Limit)
+	must(w, err)
+	m.stop = w.run(m.agent.Run)
+}
+
+// pooled waits until a store knows the pools of a machine.
+func (w *world) pooled(s *cluster.Store, m *machine) {
+	w.Helper()
+	w.eventually("the store knows the pools", func() bool {
+		c, err := s.Capacity(w.ctx, "b", m.name)
+		return err == nil && c.Total > 0
+	})
+}
+
+func spec(name string) volume.Spec {
+	return volume.Spec{Name: name, Size: volume.Range{Required: mib}}
+}
+
+// soon is a context that is over before a node that is down would be back.
+func soon(t testing.TB) context.Context {
+	ctx, cancel := context.WithTimeout(context.Background(), 300*time.Millisecond)
+	t.Cleanup(cancel)
+	return ctx
+}
+
+// TestStore: Store and Agent together keep every clause of volume.Store.
+func TestStore(t *testing.T) {
+	storetest.Run(t, func(t testing.TB) storetest.Fixture {
+		w := newWorld(t)
+		m := w.machine(nodeName)
+		s, _ := w.store()
+		w.pooled(s, m)
+		t.Cleanup(func() { w.tally(m) })
+		return storetest.Fixture{Store: s, Node: nodeName, Pools: []string{"default", "b"}}
+	})
+}
+
+// tally: the objects of a node and what is on its disks are the same.
+func (w *world) tally(m *machine) {
+	w.Helper()
+	if w.Failed() {
+		return
+	}
+	var keys, records []string
+	var volumes v1alpha1.VolumeList
+	var snapshots v1alpha1.SnapshotList
+	must(w, errors.Join(w.List(w.ctx, &volumes), w.List(w.ctx, &snapshots)))
+	for _, v := range volumes.Items {
+		if v.Spec.NodeName == m.name {
+			keys = append(keys, fmt.Sprint("vol.", v.Spec.Pool, ".", v.Name))
+		}
+	}
+	for _, s := range snapshots.Items {
+		if s.Spec.NodeName == m.name {
+			keys = append(keys, fmt.Sprint("snap.", s.Spec.Pool, ".", s.Name))
+		}
+	}
+	vs, err := m.local.List(w.ctx, volume.ID{}, 0)
+	must(w, err)
+	for _, v := range vs {
+		records = append(records, v.ID.String())
+	}
+	ss, err := m.local.ListSnapshots(w.ctx, volume.ID{}, volume.ID{}, 0)
+	must(w, err)
+	for _, s := range ss {
+		records = append(records, s.ID.String())
+	}
+	slices.Sort(keys)
+	slices.Sort(records)
+	if !slices.Equal(keys, records) {
+		w.Errorf("objects %v\nvolumes and snapshots %v", keys, records)
+	}
+}

@@ -1,0 +1,90 @@
+// Package cluster keeps volumes on the nodes of a Kubernetes cluster. The objects of
+// pkg/api are all that its two halves share: Store, for the controller, writes down what
+// is to be; on each node an Agent carries it out, on the volumes of that node, and writes
+// down what is. Whoever waits, watches; nobody polls.
+//
+// docs/cluster.md says which requests each call costs, and who deletes what.
+package cluster
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/rest"
+	"k8s.io/klog/v2"
+	"sigs.k8s.io/controller-runtime/pkg/cache"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+)
+
+// connection is what both halves have of the API server.
+type connection struct {
+	cache cache.Cache
+	// client reads from the cache, which has seen all that the client wrote.
+	client client.Client
+	// live reads from the API server.
+	live client.Client
+}
+
+var setLogger = sync.OnceFunc(func() { log.SetLogger(klog.Background()) })
+
+// connect asks the API server nothing: it may be down.
+func connect(config *rest.Config, only map[client.Object]cache.ByObject) (connection, error) {
+	setLogger()
+	scheme := runtime.NewScheme()
+	if err := errors.Join(corev1.AddToScheme(scheme), v1alpha1.AddToScheme(scheme)); err != nil {
+		return connection{}, err
+	}
+	mapper := meta.NewDefaultRESTMapper(nil)
+	v1alpha1.AddToMapper(mapper)
+	mapper.Add(corev1.SchemeGroupVersion.WithKind("Node"), meta.RESTScopeRoot)
+	mapper.Add(corev1.SchemeGroupVersion.WithKind("PersistentVolume"), meta.RESTScopeRoot)
+	mapper.Add(corev1.SchemeGroupVersion.WithKind("PersistentVolumeClaim"), meta.RESTScopeNamespace)
+	config = rest.CopyConfig(config)
+	config.QPS = -1 // the API server shares itself out (priority and fairness)
+	web, err := rest.HTTPClientFor(config)
+	if err != nil {
+		return connection{}, err
+	}
+	var c connection
+	if c.cache, err = cache.New(config, cache.Options{HTTPClient: web, Scheme: scheme, Mapper: mapper, ByObject: only,
+		DefaultTransform: cache.TransformStripManagedFields()}); err != nil {
+		return c, err
+	}
+	options := client.Options{HTTPClient: web, Scheme: scheme, Mapper: mapper}
+	if c.live, err = client.New(config, options); err != nil {
+		return c, err
+	}
+	consistent := true
+	options.Cache = &client.CacheOptions{Reader: c.cache, EnableReadYourWritesConsistency: &consistent}
+	c.client, err = client.New(config, options)
+	return c, err
+}
+
+// apiError gives an error of the API server its sentinel. Whatever does not say for sure
+// that nothing happened is ErrUnavailable: the work may be going on.
+func apiError(doing string, err error) error {
+	sentinel := blockdev.ErrUnavailable
+	switch {
+	case err == nil:
+		return nil
+	case apierrors.IsNotFound(err):
+		sentinel = blockdev.ErrNotFound
+	case apierrors.IsInvalid(err), apierrors.IsBadRequest(err):
+		sentinel = blockdev.ErrInvalid
+	}
+	return fmt.Errorf("%w: %s: %w", sentinel, doing, err)
+}
+
+// lockingPatch is a patch that fails with a conflict if anybody else changed the object.
+func lockingPatch(before client.Object) client.Patch {
+	return client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{})
+}

@@ -1,0 +1,92 @@
+package cluster
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"syscall"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+)
+
+// reasons is the one table between errors and the words for them in objects. The first
+// row that an error matches counts, and the first with a word is its error.
+var reasons = []struct {
+	err    error
+	reason string
+}{
+	{blockdev.ErrInvalid, "Invalid"},
+	{blockdev.ErrNotFound, "NotFound"},
+	{blockdev.ErrExists, "Exists"},
+	{blockdev.ErrOutOfRange, "OutOfRange"},
+	{blockdev.ErrNoSpace, "NoSpace"},
+	{blockdev.ErrLimit, "Limit"},
+	{blockdev.ErrInUse, "InUse"},
+	{blockdev.ErrPrecondition, "Precondition"},
+	{blockdev.ErrBadToken, "BadToken"},
+	{blockdev.ErrUnsupported, "Unsupported"},
+	{blockdev.ErrDataLoss, "DataLoss"},
+	{blockdev.ErrBusy, "Busy"},
+	{blockdev.ErrUnavailable, "Unavailable"},
+	{syscall.ENOSPC, "NoSpace"},
+	{syscall.EDQUOT, "NoSpace"},
+}
+
+// internal is the reason for errors that have no word.
+const internal = "Internal"
+
+// transient are errors after which the node tries again by itself, without telling.
+var transient = []error{context.Canceled, blockdev.ErrBusy, blockdev.ErrUnavailable,
+	syscall.ENOMEM, syscall.EMFILE, syscall.ENFILE, syscall.EAGAIN}
+
+func isTransient(err error) bool {
+	for _, one := range transient {
+		if errors.Is(err, one) {
+			return true
+		}
+	}
+	return false
+}
+
+// mostMessage is how much of an error is written down, in bytes.
+const mostMessage = 1024
+
+// failureOf writes a final error down.
+func failureOf(err error) *v1alpha1.Failure {
+	f := &v1alpha1.Failure{Reason: internal, Message: strings.ToValidUTF8(err.Error(), "?")}
+	if len(f.Message) > mostMessage {
+		f.Message = strings.ToValidUTF8(f.Message[:mostMessage], "") + "..."
+	}
+	if errors.Is(err, context.DeadlineExceeded) {
+		err = blockdev.ErrUnavailable // the time that the node gives itself was over: it has stopped
+	}
+	for _, row := range reasons {
+		if errors.Is(err, row.err) {
+			f.Reason = row.reason
+			break
+		}
+	}
+	return f
+}
+
+// errorOf is the error that was written down.
+func errorOf(node string, f *v1alpha1.Failure) error {
+	for _, row := range reasons {
+		if row.reason == f.Reason {
+			return &refusal{row.err, fmt.Sprintf("node %s: %s", node, f.Message)}
+		}
+	}
+	return &refusal{nil, fmt.Sprintf("node %s: %s", node, f.Message)}
+}
+
+// refusal is an error of a node: its text, which begins with that of the sentinel
+// somewhere, is as the node wrote it.
+type refusal struct {
+	sentinel error
+	message  string
+}
+
+func (r *refusal) Error() string { return r.message }
+func (r *refusal) Unwrap() error { return r.sentinel }

@@ -1,0 +1,465 @@
+package cluster_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+func (w *world) object(name string) *v1alpha1.Volume {
+	v := &v1alpha1.Volume{}
+	if err := w.Get(w.ctx, client.ObjectKey{Name: volume.KeyOf(name)}, v); client.IgnoreNotFound(err) != nil {
+		w.Fatal(err)
+	} else if err != nil {
+		return nil
+	}
+	return v
+}
+
+// TestAgentDown: what a store asks of a node whose agent is down is carried out when it is
+// back, and the store's retry finds it.
+func TestAgentDown(t *testing.T) {
+	w := newWorld(t)
+	m := w.machine(nodeName)
+	s, _ := w.store()
+	w.pooled(s, m)
+	old, err := s.Create(w.ctx, spec("old"))
+	must(t, err)
+	m.stop()
+
+	fails(t, second(s.Create(soon(t), spec("v"))), context.DeadlineExceeded)
+	fails(t, second(s.Create(soon(t), spec("v"))), blockdev.ErrUnavailable)
+	fails(t, second(s.CreateSnapshot(soon(t), "s", old.ID)), blockdev.ErrUnavailable)
+	fails(t, second(s.CreateGroup(soon(t), "g", []volume.ID{old.ID})), blockdev.ErrUnavailable)
+	fails(t, second(s.Expand(soon(t), old.ID, volume.Range{Required: 2 * mib})), blockdev.ErrUnavailable)
+	must(t, s.Claim(w.ctx, old.ID, volume.Claim{Node: nodeName, Mode: "m"})) // which needs no node
+	must(t, s.Release(w.ctx, old.ID, nodeName))
+	if left, err := s.List(w.ctx, volume.ID{}, 0); err != nil || len(left) != 1 {
+		t.Errorf("half-made volumes are listed: %v, %v", left, err)
+	}
+
+	w.start(m)
+	v, err := s.Create(w.ctx, spec("v"))
+	must(t, err)
+	must(t, second(s.CreateSnapshot(w.ctx, "s", old.ID)))
+	must(t, second(s.CreateGroup(w.ctx, "g", []volume.ID{old.ID})))
+	if grown, err := s.Expand(w.ctx, old.ID, volume.Range{Required: 2 * mib}); err != nil || grown.Size != 2*mib {
+		t.Errorf("%+v, %v", grown, err)
+	}
+	m.stop()
+	fails(t, s.Delete(soon(t), v.ID), blockdev.ErrUnavailable)
+	w.start(m)
+	must(t, s.Delete(w.ctx, v.ID))
+	w.tally(m)
+}
+
+// TestControllerKilled: a store that ends in the middle of a call leaves nothing that the
+// next one's retry does not find.
+func TestControllerKilled(t *testing.T) {
+	w := newWorld(t)
+	m := w.machine(nodeName)
+	for delay := time.Duration(0); delay < 40*time.Millisecond; delay += 4 * time.Millisecond {
+		s, kill := w.store()
+		w.pooled(s, m)
+		name := fmt.Sprint("v", delay)
+		ctx, cancel := context.WithCancel(w.ctx)
+		time.AfterFunc(delay, cancel)
+		v, err := s.Create(ctx, spec(name))
+		if err == nil {
+			_, err = s.CreateSnapshot(ctx, name, v.ID)
+		}
+		if err == nil {
+			err = s.Delete(ctx, v.ID)
+		}
+		t.Logf("after %s: %v", delay, err)
+		kill()
+
+		s, kill = w.store()
+		w.pooled(s, m)
+		v, err = s.Create(w.ctx, spec(name))
+		must(t, err)
+		snapshot, err := s.CreateSnapshot(w.ctx, name, v.ID)
+		must(t, err)
+		must(t, s.Delete(w.ctx, v.ID))
+		must(t, s.DeleteSnapshot(w.ctx, snapshot.ID))
+		kill()
+		cancel()
+	}
+	w.tally(m)
+}
+
+// TestNodeNotReady: calls that need a node that is not ready fail at once, those for other
+// nodes do not notice, and those under way end.
+func TestNodeNotReady(t *testing.T) {
+	w := newWorld(t)
+	a, b := w.machine("node-a"), w.machine("node-b")
+	s, _ := w.store()
+	w.pooled(s, a)
+	w.pooled(s, b)
+	on := func(name, node string) volume.Spec {
+		one := spec(name)
+		one.Nodes = []string{node}
+		return one
+	}
+	va, err := s.Create(w.ctx, on("va", "node-a"))
+	must(t, err)
+
+	a.stop()
+	waiting := make(chan error)
+	go func() { waiting <- second(s.Create(w.ctx, on("waiting", "node-a"))) }()
+	w.eventually("it was asked for", func() bool { return w.object("waiting") != nil })
+	w.node("node-a", false)
+	fails(t, <-waiting, blockdev.ErrUnavailable)
+
+	began := time.Now()
+	fails(t, second(s.Create(w.ctx, on("v", "node-a"))), blockdev.ErrUnavailable)
+	if w.object("v") != nil {
+		t.Error("an object was made for a node that is not ready")
+	}
+	fails(t, second(s.Create(w.ctx, volume.Spec{Name: "copy", Source: va.ID})), blockdev.ErrUnavailable)
+	fails(t, second(s.CreateSnapshot(w.ctx, "s", va.ID)), blockdev.ErrUnavailable)
+	fails(t, second(s.Expand(w.ctx, va.ID, volume.Range{Required: 2 * mib})), blockdev.ErrUnavailable)
+	fails(t, s.Delete(w.ctx, va.ID), blockdev.ErrUnavailable)
+	if problems, err := s.Health(w.ctx, va.ID); err != nil || len(problems) != 1 || problems[0].Reason != "NodeNotReady" {
+		t.Errorf("health %v, %v", problems, err)
+	}
+	if c, err := s.Capacity(w.ctx, "", "node-a"); err != nil || c.Available != 0 {
+		t.Errorf("capacity %+v, %v", c, err)
+	}
+	vb, err := s.Create(w.ctx, spec("anywhere"))
+	must(t, err)
+	if vb.Node != "node-b" {
+		t.Errorf("made on %s", vb.Node)
+	}
+	must(t, second(s.Create(w.ctx, on("vb", "node-b"))))
+	if took := time.Since(began); took > 2*time.Second {
+		t.Errorf("it took %s", took)
+	}
+
+	w.node("node-a", true)
+	w.start(a)
+	must(t, s.Delete(w.ctx, va.ID))
+	w.tally(a)
+	w.tally(b)
+}
+
+// TestNodeGone: what was deleted of a node that is gone is given up after the grace period,
+// and nothing else.
+func TestNodeGone(t *testing.T) {
+	for _, tainted := range []bool{true, false} {
+		t.Run(fmt.Sprint("tainted ", tainted), func(t *testing.T) {
+			w := newWorld(t)
+			m := w.machine(nodeName)
+			s, _ := w.store()
+			w.store() // a second replica does the same
+			w.pooled(s, m)
+			kept, err := s.Create(w.ctx, spec("kept"))
+			must(t, err)
+			v, err := s.Create(w.ctx, spec("v"))
+			must(t, err)
+			snapshot, err := s.CreateSnapshot(w.ctx, "s", v.ID)
+			must(t, err)
+			m.stop()
+			w.node(nodeName, false)
+			fails(t, s.Delete(w.ctx, v.ID), blockdev.ErrUnavailable)
+			time.Sleep(2 * grace)
+			if o := w.object("v"); o == nil || o.DeletionTimestamp == nil {
+				t.Fatal("given up, or not deleted, without a signal")
+			}
+			n := &corev1.Node{}
+			must(t, w.Get(w.ctx, client.ObjectKey{Name: nodeName}, n))
+			if tainted {
+				n.Spec.Taints = append(n.Spec.Taints, corev1.Taint{Key: v1alpha1.GoneTaint, Effect: corev1.TaintEffectNoSchedule})
+				must(t, w.Update(w.ctx, n))
+			} else {
+				must(t, w.Delete(w.ctx, n))
+			}
+			began := time.Now()
+			w.eventually("it is given up", func() bool { return w.object("v") == nil })
+			if took := time.Since(began); took < grace/2 {
+				t.Errorf("given up after %s", took)
+			}
+			// What is deleted later goes too.
+			_ = s.DeleteSnapshot(soon(t), snapshot.ID) // it may be gone before it is looked at
+			w.eventually("the snapshot is given up", func() bool {
+				_, err := s.GetSnapshot(w.ctx, snapshot.ID)
+				return errors.Is(err, blockdev.ErrNotFound)
+			})
+			if o := w.object("kept"); o == nil || o.DeletionTimestamp != nil {
+				t.Error("what nobody deleted is gone")
+			}
+			must(t, second(s.Get(w.ctx, kept.ID)))
+			w.eventually("the pools are forgotten", func() bool {
+				var pools v1alpha1.PoolList
+				must(t, w.List(w.ctx, &pools))
+				return len(pools.Items) == 0
+			})
+		})
+	}
+}
+
+// TestPlacement: the first of the allowed nodes that has room, or the one with most.
+func TestPlacement(t *testing.T) {
+	w := newWorld(t)
+	a, b := w.machine("node-a"), w.machine("node-b")
+	s, _ := w.store()
+	w.pooled(s, a)
+	w.pooled(s, b)
+	for i, c := range []struct {
+		size  int64
+		nodes []string
+		want  string
+	}{
+		{300 * mib, []string{"node-b"}, "node-b"},
+		{100 * mib, nil, "node-a"},
+		{300 * mib, []string{"node-a", "node-b"}, "node-a"},
+		{100 * mib, nil, "node-b"},                           // 624 and 724 MiB are left
+		{650 * mib, []string{"node-a", "node-b"}, ""},        // nowhere, now
+		{620 * mib, []string{"node-b", "node-a"}, "node-b"},  // which has 624
+		{600 * mib, []string{"node-b", "node-a"}, "node-a"},  // the second choice
+		{600 * mib, []string{"elsewhere", "node-a"}, ""},     // full
+		{4 * mib, []string{"elsewhere", "node-b"}, "node-b"}, // just
+	} {
+		spec := volume.Spec{Name: fmt.Sprint("v", i), Size: volume.Range{Required: c.size}, Nodes: c.nodes}
+		v, err := s.Create(w.ctx, spec)
+		if c.want == "" {
+			if !errors.Is(err, blockdev.ErrNoSpace) || w.object(spec.Name) != nil {
+				t.Errorf("%d: %+v, error %v, object %v", i, v, err, w.object(spec.Name))
+			}
+			continue
+		}
+		if err != nil || v.Node != c.want {
+			t.Errorf("%d: on node %s, error %v; want %s", i, v.Node, err, c.want)
+		}
+	}
+	w.tally(a)
+	w.tally(b)
+}
+
+// TestGroupOfTwoNodes: it is refused, and nothing of it is left.
+func TestGroupOfTwoNodes(t *testing.T) {
+	w := newWorld(t)
+	a, b := w.machine("node-a"), w.machine("node-b")
+	s, _ := w.store()
+	w.pooled(s, a)
+	w.pooled(s, b)
+	var ids []volume.ID
+	for _, m := range []*machine{a, b} {
+		v, err := s.Create(w.ctx, volume.Spec{Name: m.name, Size: volume.Range{Required: mib}, Nodes: []string{m.name}})
+		must(t, err)
+		ids = append(ids, v.ID)
+	}
+	fails(t, second(s.CreateGroup(w.ctx, "g", ids)), blockdev.ErrInvalid)
+	var left v1alpha1.SnapshotList
+	must(t, w.List(w.ctx, &left))
+	if len(left.Items) != 0 {
+		t.Errorf("%d snapshots are left", len(left.Items))
+	}
+}
+
+// TestTwoStores: two replicas at once make one volume of a name, and let one claim through.
+func TestTwoStores(t *testing.T) {
+	w := newWorld(t)
+	m := w.machine(nodeName)
+	a, _ := w.store()
+	b, _ := w.store()
+	w.pooled(a, m)
+	w.pooled(b, m)
+	for i := range 8 {
+		name := fmt.Sprint("v", i)
+		var claimed atomic.Int32
+		var all sync.WaitGroup
+		for j, s := range []*cluster.Store{a, b} {
+			all.Go(func() {
+				v, err := s.Create(w.ctx, spec(name))
+				if err == nil {
+					err = s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: fmt.Sprint("mode-", j)})
+				}
+				if err == nil {
+					claimed.Add(1)
+				} else if !errors.Is(err, blockdev.ErrExists) {
+					t.Error(err)
+				}
+			})
+		}
+		all.Wait()
+		if claimed.Load() != 1 {
+			t.Errorf("%d claims of one volume", claimed.Load())
+		}
+		id := volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf(name)}
+		for _, s := range []*cluster.Store{a, b} {
+			all.Go(func() {
+				if err := errors.Join(s.Release(w.ctx, id, nodeName), s.Delete(w.ctx, id)); err != nil && !errors.Is(err, blockdev.ErrInUse) {
+					t.Error(err)
+				}
+			})
+		}
+		all.Wait()
+		must(t, errors.Join(b.Release(w.ctx, id, ""), b.Delete(w.ctx, id)))
+	}
+	w.tally(m)
+}
+
+// TestDeletedWhileMade: an object that goes while its node works on it takes the volume along.
+func TestDeletedWhileMade(t *testing.T) {
+	w := newWorld(t)
+	release := make(chan struct{})
+	entered := make(chan struct{}, 8)
+	hook := func(operation string, ref blockdev.Ref) error {
+		if operation == "Create" && ref.Kind == blockdev.Volume {
+			entered <- struct{}{}
+			<-release
+		}
+		return nil
+	}
+	m := w.machineWith(nodeName, hook)
+	s, _ := w.store()
+	w.pooled(s, m)
+	made := make(chan error)
+	go func() { made <- second(s.Create(soon(t), spec("v"))) }()
+	<-entered
+	id := volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf("v")}
+	fails(t, s.Delete(soon(t), id), blockdev.ErrUnavailable)
+	fails(t, <-made, blockdev.ErrUnavailable)
+	close(release)
+	must(t, s.Delete(w.ctx, id))
+	w.tally(m)
+	must(t, second(s.Create(w.ctx, spec("v"))))
+}
+
+// TestBytesMissing: what was there once is reported lost, and not made again.
+func TestBytesMissing(t *testing.T) {
+	w := newWorld(t)
+	m := w.machine(nodeName)
+	s, _ := w.store()
+	w.pooled(s, m)
+	v, err := s.Create(w.ctx, spec("v"))
+	must(t, err)
+	snapshot, err := s.CreateSnapshot(w.ctx, "s", v.ID)
+	must(t, err)
+	m.stop()
+	must(t, m.local.Delete(w.ctx, v.ID))
+	must(t, m.local.DeleteSnapshot(w.ctx, snapshot.ID))
+	w.start(m)
+	w.eventually("the loss is reported", func() bool {
+		problems, err := s.Health(w.ctx, v.ID)
+		return err == nil && len(problems) == 1 && problems[0].Severity == blockdev.DataLoss
+	})
+	w.eventually("that of the snapshot is", func() bool {
+		o := &v1alpha1.Snapshot{}
+		must(t, w.Get(w.ctx, client.ObjectKey{Name: snapshot.ID.Key}, o))
+		c := meta.FindStatusCondition(o.Status.Conditions, v1alpha1.Ready)
+		return c != nil && c.Status == metav1.ConditionFalse && c.Reason == "DataLoss"
+	})
+	must(t, second(s.Create(w.ctx, spec("v")))) // it is there, as far as it is
+	fails(t, second(s.Expand(w.ctx, v.ID, volume.Range{Required: 2 * mib})), blockdev.ErrDataLoss)
+	fails(t, second(m.local.Get(w.ctx, v.ID)), blockdev.ErrNotFound)
+	must(t, errors.Join(s.Delete(w.ctx, v.ID), s.DeleteSnapshot(w.ctx, snapshot.ID)))
+}
+
+// TestStrays: a volume without an object is reported and left alone.
+func TestStrays(t *testing.T) {
+	w := newWorld(t)
+	m := w.machine(nodeName)
+	stray, err := m.local.Create(w.ctx, spec("stray"))
+	must(t, err)
+	ephemeral := spec("ephemeral")
+	ephemeral.Ephemeral = t.TempDir() + "/x"
+	must(t, second(m.local.Create(w.ctx, ephemeral)))
+	m.agent.Changed()
+	w.eventually("it is reported", func() bool {
+		p := &v1alpha1.Pool{}
+		must(t, w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(nodeName, "default")}, p))
+		c := meta.FindStatusCondition(p.Status.Conditions, v1alpha1.Accounted)
+		return c != nil && c.Status == metav1.ConditionFalse && c.Message == "no object says what these are for; nothing removes them: vol."+stray.ID.Key
+	})
+	must(t, second(m.local.Get(w.ctx, stray.ID)))
+}
+
+// TestBusy: while a call of the node has a volume, the agent waits.
+func TestBusy(t *testing.T) {
+	w := newWorld(t)
+	m := w.machine(nodeName)
+	s, _ := w.store()
+	w.pooled(s, m)
+	v, err := s.Create(w.ctx, spec("v"))
+	must(t, err)
+	unlock, _ := m.locks.TryLock([]string{keylock.Volume(v.ID.Key)}, nil)
+	fails(t, second(s.Expand(soon(t), v.ID, volume.Range{Required: 2 * mib})), blockdev.ErrUnavailable)
+	unlock()
+	must(t, second(s.Expand(w.ctx, v.ID, volume.Range{Required: 2 * mib})))
+}
+
+// TestNoAPIServer: parts that start without an API server are ready once it answers.
+func TestNoAPIServer(t *testing.T) {
+	w := newWorld(t)
+	server := apitest.Get(t)
+	m := w.machine(nodeName)
+	m.stop()
+	thaw := server.Freeze(t)
+	s, err := cluster.NewStore(server.Config("controller"), cluster.Options{GoneGrace: grace, AbandonGrace: abandonGrace})
+	must(t, err)
+	w.run(s.Run)
+	w.start(m)
+	time.Sleep(200 * time.Millisecond)
+	fails(t, s.Ready(w.ctx), blockdev.ErrUnavailable)
+	fails(t, second(s.Create(w.ctx, spec("v"))), blockdev.ErrUnavailable)
+	thaw()
+	w.eventually("the store is ready", func() bool { return s.Ready(w.ctx) == nil })
+	w.pooled(s, m)
+	must(t, second(s.Create(w.ctx, spec("v"))))
+}
+
+// TestAbandoned: a volume that nobody knows of goes if its node finds it blank, and stays
+// if it does not.
+func TestAbandoned(t *testing.T) {
+	w := newWorld(t)
+	m := w.machine(nodeName)
+	s, _ := w.store()
+	w.pooled(s, m)
+	provisioned := func(name string) volume.ID {
+		one := spec(name)
+		one.For = volume.Requester{Namespace: "default", Name: "claim"}
+		v, err := s.Create(w.ctx, one)
+		must(t, err)
+		return v.ID
+	}
+	used, owned, claimed := provisioned("pvc-used"), provisioned("pvc-owned"), provisioned("pvc-claimed")
+	must(t, m.local.SetFormat(w.ctx, used, volume.Format{State: volume.Formatted, Type: "ext4"}))
+	must(t, s.Claim(w.ctx, claimed, volume.Claim{Node: nodeName, Mode: "m"}))
+	must(t, w.Create(w.ctx, &corev1.PersistentVolume{ObjectMeta: metav1.ObjectMeta{Name: "pvc-owned"}, Spec: corev1.PersistentVolumeSpec{
+		Capacity:               corev1.ResourceList{corev1.ResourceStorage: *resource.NewQuantity(mib, resource.BinarySI)},
+		AccessModes:            []corev1.PersistentVolumeAccessMode{corev1.ReadWriteOnce},
+		PersistentVolumeSource: corev1.PersistentVolumeSource{CSI: &corev1.CSIPersistentVolumeSource{Driver: "x", VolumeHandle: owned.String()}}}}))
+	blank := provisioned("pvc-blank")
+	must(t, second(s.Create(w.ctx, spec("named-by-somebody"))))
+	w.eventually("the blank one is gone", func() bool { return w.object("pvc-blank") == nil })
+	fails(t, second(m.local.Get(w.ctx, blank)), blockdev.ErrNotFound)
+	w.eventually("the used one was looked at", func() bool {
+		o := w.object("pvc-used")
+		return o != nil && o.Status.Is(v1alpha1.Abandoned, "False") && !o.Spec.Abandoned
+	})
+	for _, name := range []string{"pvc-used", "pvc-owned", "pvc-claimed", "named-by-somebody"} {
+		if o := w.object(name); o == nil || o.Spec.Abandoned || o.DeletionTimestamp != nil {
+			t.Errorf("%s: %+v", name, o)
+		}
+	}
+	w.tally(m)
+}

@@ -1,0 +1,254 @@
+package cluster
+
+import (
+	"context"
+	"strings"
+	"sync"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/klog/v2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+)
+
+// provisionedPrefix is what the provisioner's names of volumes begin with; the rest is the
+// UID of the claim.
+const provisionedPrefix = "pvc-"
+
+// volumeChanged sees to it that every volume is looked after when it is old enough.
+func (s *Store) volumeChanged(o client.Object, gone bool) {
+	s.objectChanged(o, gone)
+	v, ok := o.(*v1alpha1.Volume)
+	if !ok || v.Spec.ClaimRef == nil || !strings.HasPrefix(v.Spec.Name, provisionedPrefix) {
+		return
+	}
+	if gone {
+		s.known.Delete(v.UID)
+	} else if _, known := s.known.Load(v.UID); !known {
+		s.doomed.AddAfter(v.Name, time.Until(v.CreationTimestamp.Add(s.options.AbandonGrace)))
+	}
+}
+
+// objectChanged: of a node that is gone, there may be something to give up.
+func (s *Store) objectChanged(o client.Object, gone bool) {
+	if !gone && o.GetDeletionTimestamp() != nil {
+		s.newsOfNodes()
+	}
+}
+
+func (s *Store) poolChanged(client.Object, bool) { s.newsOfNodes() }
+
+func (s *Store) nodeChanged(client.Object, bool) { s.newsOfNodes() }
+
+func (s *Store) newsOfNodes() {
+	select {
+	case s.departed <- struct{}{}:
+	default: // there is
+	}
+}
+
+// tidy clears up after what is gone until the context ends. Every replica does it: each
+// step is harmless when it is done twice.
+func (s *Store) tidy(ctx context.Context) {
+	if !s.cache.WaitForCacheSync(ctx) {
+		return
+	}
+	var done sync.WaitGroup
+	defer done.Wait()
+	done.Go(func() {
+		for {
+			key, shutdown := s.doomed.Get()
+			if shutdown {
+				return
+			}
+			if err := s.lookAfter(ctx, key); err != nil && ctx.Err() == nil {
+				klog.FromContext(ctx).Error(err, "Could not find out whether a volume is abandoned; trying again", "volume", key)
+				s.doomed.AddAfter(key, time.Minute)
+			}
+			s.doomed.Done(key)
+		}
+	})
+	defer s.doomed.ShutDown()
+	since := map[string]time.Time{} // when this process first saw a node to be gone
+	var timer <-chan time.Time
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-s.departed:
+		case <-timer:
+		}
+		timer = nil
+		next, err := s.giveUp(ctx, since)
+		if err != nil && ctx.Err() == nil {
+			klog.FromContext(ctx).Error(err, "Could not clear up after a node that is gone; trying again")
+			next = time.Minute
+		}
+		if next > 0 {
+			timer = time.After(next)
+		}
+	}
+}
+
+// isGone: nobody will see the node again. Either it has no object, or an operator said so.
+func isGone(node *corev1.Node, err error) bool {
+	if err != nil {
+		return apierrors.IsNotFound(err)
+	}
+	for _, taint := range node.Spec.Taints {
+		if taint.Key == v1alpha1.GoneTaint {
+			return true
+		}
+	}
+	return false
+}
+
+// giveUp lets go of what was deleted on nodes that have been gone for long enough, and of
+// their pools. It returns when to look again, 0 for when there is news.
+func (s *Store) giveUp(ctx context.Context, since map[string]time.Time) (next time.Duration, err error) {
+	var volumes v1alpha1.VolumeList
+	var snapshots v1alpha1.SnapshotList
+	var pools v1alpha1.PoolList
+	for _, list := range []client.ObjectList{&volumes, &snapshots, &pools} {
+		if err := s.cache.List(ctx, list, client.UnsafeDisableDeepCopy); err != nil {
+			return 0, err
+		}
+	}
+	left := map[string][]client.Object{}
+	for i := range volumes.Items {
+		v := &volumes.Items[i]
+		left[v.Spec.NodeName] = append(left[v.Spec.NodeName], v)
+	}
+	for i := range snapshots.Items {
+		o := &snapshots.Items[i]
+		left[o.Spec.NodeName] = append(left[o.Spec.NodeName], o)
+	}
+	for i := range pools.Items {
+		p := &pools.Items[i]
+		left[p.Spec.NodeName] = append(left[p.Spec.NodeName], p)
+	}
+	for name := range since {
+		if len(left[name]) == 0 {
+			delete(since, name)
+		}
+	}
+	for name, objects := range left {
+		var node corev1.Node
+		if !isGone(&node, s.cache.Get(ctx, client.ObjectKey{Name: name}, &node)) {
+			delete(since, name)
+			continue
+		}
+		if _, known := since[name]; !known {
+			since[name] = time.Now()
+			klog.FromContext(ctx).Info("A node is gone; what is deleted of it is given up after the grace period", "node", name, "grace", s.options.GoneGrace)
+		}
+		if wait := s.options.GoneGrace - time.Since(since[name]); wait > 0 {
+			if next == 0 || wait < next {
+				next = wait
+			}
+			continue
+		}
+		node = corev1.Node{}
+		if !isGone(&node, s.live.Get(ctx, client.ObjectKey{Name: name}, &node)) {
+			continue // the cache will hear of it
+		}
+		for _, o := range objects {
+			if err := s.forget(ctx, name, o); err != nil {
+				return 0, err
+			}
+		}
+	}
+	return next, nil
+}
+
+// forget gives up an object of a node that is gone, if it is a pool or was deleted.
+func (s *Store) forget(ctx context.Context, node string, o client.Object) error {
+	log := klog.FromContext(ctx).WithValues("node", node, "object", o.GetName())
+	if _, pool := o.(*v1alpha1.Pool); pool {
+		log.Info("Forgetting a pool of a node that is gone")
+		uid := o.GetUID()
+		return client.IgnoreNotFound(s.live.Delete(ctx, o, client.Preconditions{UID: &uid}))
+	}
+	if o.GetDeletionTimestamp() == nil || !v1alpha1.HasFinalizer(o.GetFinalizers()) {
+		return nil
+	}
+	log.Info("Giving up what was deleted on a node that is gone: its bytes are still there, if the node is")
+	o = o.DeepCopyObject().(client.Object)
+	before := o.DeepCopyObject().(client.Object)
+	var rest []string
+	for _, f := range o.GetFinalizers() {
+		if f != v1alpha1.Finalizer {
+			rest = append(rest, f)
+		}
+	}
+	o.SetFinalizers(rest)
+	err := s.live.Patch(ctx, o, lockingPatch(before))
+	if apierrors.IsConflict(err) {
+		s.newsOfNodes()
+		return nil
+	}
+	return client.IgnoreNotFound(err)
+}
+
+// lookAfter asks the node of a volume to delete it, if neither the claim that it was made
+// for nor a PersistentVolume of it exists. The node does so only if it is blank.
+func (s *Store) lookAfter(ctx context.Context, key string) error {
+	v := &v1alpha1.Volume{}
+	if err := s.client.Get(ctx, client.ObjectKey{Name: key}, v); err != nil {
+		return client.IgnoreNotFound(err)
+	}
+	if v.DeletionTimestamp != nil {
+		return nil
+	}
+	switch {
+	case v.Spec.Abandoned && v.Status.Is(v1alpha1.Abandoned, "True"):
+		return client.IgnoreNotFound(s.client.Delete(ctx, v, client.Preconditions{UID: &v.UID}))
+	case v.Status.Is(v1alpha1.Abandoned, "False"):
+		if !v.Spec.Abandoned {
+			return nil // it was asked before
+		}
+		before := v.DeepCopy()
+		v.Spec.Abandoned = false
+		return ignoreConflict(s.client.Patch(ctx, v, lockingPatch(before)))
+	case v.Spec.Abandoned:
+		return nil // the node is thinking
+	case v.Spec.Claim != nil:
+		return nil
+	}
+	if age := time.Since(v.CreationTimestamp.Time); age < s.options.AbandonGrace {
+		s.doomed.AddAfter(key, s.options.AbandonGrace-age)
+		return nil
+	}
+	err := s.live.Get(ctx, client.ObjectKey{Name: v.Spec.Name}, &corev1.PersistentVolume{})
+	if err == nil {
+		s.known.Store(v.UID, true) // whoever deletes that deletes this
+		return nil
+	}
+	if !apierrors.IsNotFound(err) {
+		return err
+	}
+	pvc := &corev1.PersistentVolumeClaim{}
+	err = s.live.Get(ctx, client.ObjectKey{Namespace: v.Spec.ClaimRef.Namespace, Name: v.Spec.ClaimRef.Name}, pvc)
+	if err == nil && provisionedPrefix+string(pvc.UID) == v.Spec.Name {
+		s.doomed.AddAfter(key, s.options.AbandonGrace) // it is being provisioned
+		return nil
+	}
+	if client.IgnoreNotFound(err) != nil {
+		return err
+	}
+	klog.FromContext(ctx).Info("Nobody knows of a volume: its node deletes it if it is blank", "volume", volumeID(v).String(), "claim", v.Spec.ClaimRef.Namespace+"/"+v.Spec.ClaimRef.Name)
+	before := v.DeepCopy()
+	v.Spec.Abandoned = true
+	return ignoreConflict(s.client.Patch(ctx, v, lockingPatch(before)))
+}
+
+// ignoreConflict: whoever changed the object has made news of it.
+func ignoreConflict(err error) error {
+	if apierrors.IsConflict(err) {
+		return nil
+	}
+	return client.IgnoreNotFound(err)
+}

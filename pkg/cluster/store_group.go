@@ -1,0 +1,196 @@
+package cluster
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// members returns the snapshots that say that they belong to a group.
+func (s *Store) members(ctx context.Context, key string) ([]v1alpha1.Snapshot, error) {
+	if err := s.Ready(ctx); err != nil {
+		return nil, err
+	}
+	var list v1alpha1.SnapshotList
+	err := s.client.List(ctx, &list, client.MatchingFields{byGroup: key})
+	return list.Items, apiError("list the members of a group", err)
+}
+
+// whole: a group has no object. It is there if as many members were cut as each says that
+// there are, and none of them is on its way out.
+func whole(members []v1alpha1.Snapshot) bool {
+	for i := range members {
+		if m := &members[i]; m.Status.Created == nil || m.DeletionTimestamp != nil || m.Spec.Group.Size != len(members) {
+			return false
+		}
+	}
+	return len(members) > 0
+}
+
+func toGroup(id volume.GroupID, members []v1alpha1.Snapshot) volume.Group {
+	group := volume.Group{ID: id}
+	for i := range members {
+		one := toSnapshot(&members[i])
+		group.Snapshots = append(group.Snapshots, one)
+		if group.Created.IsZero() || one.Created.Before(group.Created) {
+			group.Created = one.Created
+		}
+	}
+	slices.SortFunc(group.Snapshots, func(a, b volume.Snapshot) int { return strings.Compare(a.Source.String(), b.Source.String()) })
+	return group
+}
+
+// CreateGroup: see volume.Store. The sources have to be on one node: its agent cuts all
+// once all objects are there.
+func (s *Store) CreateGroup(ctx context.Context, name string, sources []volume.ID) (volume.Group, error) {
+	group, err := s.createGroup(ctx, name, sources)
+	if err != nil {
+		return volume.Group{}, fmt.Errorf("group snapshot %q: %w", name, err)
+	}
+	return group, nil
+}
+
+func (s *Store) createGroup(ctx context.Context, name string, sources []volume.ID) (volume.Group, error) {
+	id := volume.GroupID{Key: volume.KeyOf(name)}
+	sources = slices.Clone(sources)
+	slices.SortFunc(sources, func(a, b volume.ID) int { return strings.Compare(a.String(), b.String()) })
+	if len(slices.Compact(slices.Clone(sources))) != len(sources) || len(sources) == 0 {
+		return volume.Group{}, fmt.Errorf("%w: name each source volume once", blockdev.ErrInvalid)
+	}
+	members, err := s.members(ctx, id.Key)
+	if err != nil {
+		return volume.Group{}, err
+	}
+	if whole(members) {
+		group := toGroup(id, members)
+		if !slices.EqualFunc(group.Snapshots, sources, func(one volume.Snapshot, source volume.ID) bool { return one.Source == source }) {
+			return volume.Group{}, fmt.Errorf("%w: %s is of other volumes", blockdev.ErrExists, id)
+		}
+		return group, nil
+	}
+	wanted := map[string]*v1alpha1.Snapshot{}
+	var node string
+	for _, source := range sources {
+		v, err := s.usable(ctx, source)
+		if err != nil {
+			return volume.Group{}, err
+		}
+		if node == "" {
+			node = v.Spec.NodeName
+		}
+		if v.Spec.NodeName != node {
+			return volume.Group{}, fmt.Errorf("%w: volume %s is on node %s and volume %s on node %s: only volumes of one node can be cut at one moment",
+				blockdev.ErrInvalid, sources[0], node, source, v.Spec.NodeName)
+		}
+		one := newSnapshot(name, v, &v1alpha1.Group{Key: id.Key, Size: len(sources)})
+		wanted[one.Name] = one
+	}
+	if err := s.nodeReady(ctx, node); err != nil {
+		return volume.Group{}, err
+	}
+	// Of an earlier try: what does not belong to this one goes first.
+	if slices.ContainsFunc(members, func(m v1alpha1.Snapshot) bool {
+		return m.DeletionTimestamp != nil || m.Common().Refused(m.Generation) != nil || wanted[m.Name] == nil || !sameSnapshot(&m, wanted[m.Name])
+	}) {
+		if err := s.removeAll(ctx, members); err != nil {
+			return volume.Group{}, err
+		}
+	}
+	watches := map[string]*watch{}
+	defer func() {
+		for _, w := range watches {
+			w.close()
+		}
+	}()
+	made := map[string]*v1alpha1.Snapshot{}
+	for key, one := range wanted {
+		watches[key] = s.hub.open(one)
+		if made[key], err = s.begin(ctx, watches[key], one); err != nil {
+			return volume.Group{}, err
+		}
+	}
+	members = members[:0]
+	for key, one := range made {
+		have, err := wait(ctx, s, watches[key], one, isMade)
+		var refused *refusal
+		switch {
+		case errors.Is(err, errGone):
+			return volume.Group{}, fmt.Errorf("%w: a snapshot of it was deleted while it was being cut", blockdev.ErrUnavailable)
+		case errors.As(err, &refused):
+			var all []v1alpha1.Snapshot
+			for _, one := range made {
+				all = append(all, *one)
+			}
+			if err := s.removeAll(ctx, all); err != nil {
+				return volume.Group{}, err
+			}
+			return volume.Group{}, refused
+		case err != nil:
+			return volume.Group{}, err
+		}
+		members = append(members, *have)
+	}
+	return toGroup(id, members), nil
+}
+
+// removeAll deletes snapshots and waits until all are gone: a node takes the members of a
+// group away together.
+func (s *Store) removeAll(ctx context.Context, members []v1alpha1.Snapshot) error {
+	watches := map[int]*watch{}
+	defer func() {
+		for _, w := range watches {
+			w.close()
+		}
+	}()
+	gone := map[int]bool{}
+	for i := range members {
+		m := &members[i]
+		watches[i] = s.hub.open(m)
+		err := apiError("delete snapshot "+snapshotID(m).String(), s.client.Delete(ctx, m, client.Preconditions{UID: &m.UID}))
+		if ignoreNotFound(err) != nil {
+			return err
+		}
+		gone[i] = err != nil
+	}
+	for i := range members {
+		if gone[i] {
+			continue
+		}
+		if err := waitGone(ctx, s, watches[i], &members[i]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// DeleteGroup: see volume.Store.
+func (s *Store) DeleteGroup(ctx context.Context, id volume.GroupID) error {
+	members, err := s.members(ctx, id.Key)
+	if err == nil {
+		err = s.removeAll(ctx, members)
+	}
+	if err != nil {
+		return fmt.Errorf("delete %s: %w", id, err)
+	}
+	return nil
+}
+
+// GetGroup: see volume.Store.
+func (s *Store) GetGroup(ctx context.Context, id volume.GroupID) (volume.Group, error) {
+	members, err := s.members(ctx, id.Key)
+	if err != nil {
+		return volume.Group{}, err
+	}
+	if !whole(members) {
+		return volume.Group{}, fmt.Errorf("%w: no %s", blockdev.ErrNotFound, id)
+	}
+	return toGroup(id, members), nil
+}

@@ -1,0 +1,231 @@
+package cluster
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+func snapshotNamed(key string) *v1alpha1.Snapshot {
+	return &v1alpha1.Snapshot{ObjectMeta: metav1.ObjectMeta{Name: key}}
+}
+
+// newSnapshot is the object of a new snapshot; of a group too, with group set.
+func newSnapshot(name string, source *v1alpha1.Volume, group *v1alpha1.Group) *v1alpha1.Snapshot {
+	key := volume.KeyOf(name)
+	if group != nil {
+		key = volume.KeyOf(memberName(name, volumeID(source)))
+	}
+	o := snapshotNamed(key)
+	o.Finalizers = []string{v1alpha1.Finalizer}
+	o.Spec = v1alpha1.SnapshotSpec{NodeName: source.Spec.NodeName, Pool: source.Spec.Pool, Name: name, Source: source.Name, Group: group}
+	return o
+}
+
+func sameSnapshot(a, b *v1alpha1.Snapshot) bool {
+	if (a.Spec.Group == nil) != (b.Spec.Group == nil) || (a.Spec.Group != nil && *a.Spec.Group != *b.Spec.Group) {
+		return false
+	}
+	return a.Spec.Name == b.Spec.Name && snapshotSource(a) == snapshotSource(b)
+}
+
+// begin creates the object of a snapshot, or finds the one that is there. What an earlier
+// try left refused, or is being deleted, is waited for to be gone first. ErrExists for
+// another snapshot of the name.
+func (s *Store) begin(ctx context.Context, w *watch, want *v1alpha1.Snapshot) (*v1alpha1.Snapshot, error) {
+	key := client.ObjectKeyFromObject(want)
+	have := &v1alpha1.Snapshot{}
+	err := s.client.Get(ctx, key, have)
+	for {
+		if apierrors.IsNotFound(err) {
+			have = want.DeepCopy()
+			if err = s.client.Create(ctx, have); err == nil {
+				return have, nil
+			}
+			if apierrors.IsAlreadyExists(err) {
+				have = &v1alpha1.Snapshot{}
+				if err = s.live.Get(ctx, key, have); apierrors.IsNotFound(err) {
+					continue
+				}
+			}
+		}
+		if err != nil {
+			return nil, apiError(fmt.Sprintf("create snapshot %q", want.Spec.Name), err)
+		}
+		switch {
+		case have.DeletionTimestamp != nil:
+			err = waitGone(ctx, s, w, have)
+		case !sameSnapshot(have, want):
+			err = fmt.Errorf("%w: snapshot %q (%s) is of volume %s, not %s", blockdev.ErrExists, have.Spec.Name, snapshotID(have), snapshotSource(have), snapshotSource(want))
+		case have.Status.Created == nil && have.Common().Refused(have.Generation) != nil:
+			err = remove(ctx, s, w, have)
+		default:
+			return have, nil
+		}
+		if err != nil {
+			return nil, err
+		}
+		have = &v1alpha1.Snapshot{}
+		err = s.live.Get(ctx, key, have)
+	}
+}
+
+// CreateSnapshot: see volume.Store.
+func (s *Store) CreateSnapshot(ctx context.Context, name string, source volume.ID) (volume.Snapshot, error) {
+	if err := s.Ready(ctx); err != nil {
+		return volume.Snapshot{}, err
+	}
+	w := s.hub.open(snapshotNamed(volume.KeyOf(name)))
+	defer w.close()
+	// One that is there needs no source any more.
+	have := &v1alpha1.Snapshot{}
+	err := client.IgnoreNotFound(s.client.Get(ctx, client.ObjectKey{Name: volume.KeyOf(name)}, have))
+	if err == nil && have.DeletionTimestamp == nil && have.Status.Created != nil {
+		if have.Spec.Name != name || have.Spec.Group != nil || snapshotSource(have) != source {
+			return volume.Snapshot{}, fmt.Errorf("%w: snapshot %q (%s) is of volume %s, not %s", blockdev.ErrExists, name, snapshotID(have), snapshotSource(have), source)
+		}
+		return toSnapshot(have), nil
+	}
+	if err != nil {
+		return volume.Snapshot{}, apiError(fmt.Sprintf("snapshot %q", name), err)
+	}
+	v, err := s.usable(ctx, source)
+	if err == nil {
+		err = s.nodeReady(ctx, v.Spec.NodeName)
+	}
+	if err != nil {
+		return volume.Snapshot{}, fmt.Errorf("snapshot %q: %w", name, err)
+	}
+	if have, err = s.begin(ctx, w, newSnapshot(name, v, nil)); err == nil {
+		have, err = s.cut(ctx, w, have)
+	}
+	if err != nil {
+		return volume.Snapshot{}, fmt.Errorf("snapshot %q of volume %s: %w", name, source, err)
+	}
+	return toSnapshot(have), nil
+}
+
+// cut waits until the node has cut a snapshot. A refused one is removed.
+func (s *Store) cut(ctx context.Context, w *watch, have *v1alpha1.Snapshot) (*v1alpha1.Snapshot, error) {
+	have, err := wait(ctx, s, w, have, isMade)
+	var refused *refusal
+	switch {
+	case errors.Is(err, errGone):
+		return nil, fmt.Errorf("%w: %w while it was being cut", blockdev.ErrUnavailable, err)
+	case errors.As(err, &refused):
+		if err := remove(ctx, s, w, have); err != nil {
+			return nil, err
+		}
+	}
+	return have, err
+}
+
+// DeleteSnapshot: see volume.Store.
+func (s *Store) DeleteSnapshot(ctx context.Context, id volume.ID) error {
+	if id.Kind != blockdev.Snapshot {
+		return nil
+	}
+	w := s.hub.open(snapshotNamed(id.Key))
+	defer w.close()
+	have := &v1alpha1.Snapshot{}
+	if err := s.get(ctx, id.Key, have); err != nil {
+		return ignoreNotFound(err)
+	}
+	if have.Spec.Pool != id.Pool {
+		return nil
+	}
+	if group := have.Spec.Group; group != nil {
+		return fmt.Errorf("%w: snapshot %s is part of %s and is deleted with it", blockdev.ErrInvalid, id, volume.GroupID{Key: group.Key})
+	}
+	if err := remove(ctx, s, w, have); err != nil {
+		return fmt.Errorf("delete snapshot %s: %w", id, err)
+	}
+	return nil
+}
+
+// GetSnapshot: see volume.Store. A member of a group is there if the group is complete.
+func (s *Store) GetSnapshot(ctx context.Context, id volume.ID) (volume.Snapshot, error) {
+	if id.Kind != blockdev.Snapshot {
+		return volume.Snapshot{}, fmt.Errorf("%w: %s is no snapshot", blockdev.ErrNotFound, id)
+	}
+	have := &v1alpha1.Snapshot{}
+	if err := s.get(ctx, id.Key, have); err != nil {
+		return volume.Snapshot{}, fmt.Errorf("snapshot %s: %w", id, err)
+	}
+	there := have.Spec.Pool == id.Pool && have.Status.Created != nil
+	if there && have.Spec.Group != nil {
+		members, err := s.members(ctx, have.Spec.Group.Key)
+		if err != nil {
+			return volume.Snapshot{}, err
+		}
+		there = whole(members)
+	}
+	if !there {
+		return volume.Snapshot{}, fmt.Errorf("%w: no snapshot %s", blockdev.ErrNotFound, id)
+	}
+	return toSnapshot(have), nil
+}
+
+// ListSnapshots: see volume.Store.
+func (s *Store) ListSnapshots(ctx context.Context, source, after volume.ID, limit int) ([]volume.Snapshot, error) {
+	if err := s.Ready(ctx); err != nil {
+		return nil, err
+	}
+	var list v1alpha1.SnapshotList
+	options := []client.ListOption{client.UnsafeDisableDeepCopy}
+	if source != (volume.ID{}) {
+		options = append(options, client.MatchingFields{bySource: source.Key})
+	}
+	if err := s.client.List(ctx, &list, options...); err != nil {
+		return nil, apiError("list snapshots", err)
+	}
+	complete := map[string]bool{}
+	var found []*v1alpha1.Snapshot
+	for i := range list.Items {
+		o := &list.Items[i]
+		if o.Status.Created == nil || compareIDs(snapshotID(o), after) <= 0 || (source != (volume.ID{}) && snapshotSource(o) != source) {
+			continue
+		}
+		if g := o.Spec.Group; g != nil {
+			if _, known := complete[g.Key]; !known {
+				members, err := s.members(ctx, g.Key)
+				if err != nil {
+					return nil, err
+				}
+				complete[g.Key] = whole(members)
+			}
+			if !complete[g.Key] {
+				continue
+			}
+		}
+		found = append(found, o)
+	}
+	slices.SortFunc(found, func(a, b *v1alpha1.Snapshot) int { return compareIDs(snapshotID(a), snapshotID(b)) })
+	if limit > 0 && len(found) > limit {
+		found = found[:limit]
+	}
+	var snapshots []volume.Snapshot
+	for _, o := range found {
+		snapshots = append(snapshots, toSnapshot(o))
+	}
+	return snapshots, nil
+}
+
+// Allocated needs the bytes, which are on a node.
+func (s *Store) Allocated(context.Context, volume.ID, int64, func(blockdev.Extent) error) error {
+	return fmt.Errorf("%w: what is allocated is known to the node alone", blockdev.ErrUnsupported)
+}
+
+// Changed needs the bytes, which are on a node.
+func (s *Store) Changed(context.Context, volume.ID, volume.ID, int64, func(blockdev.Extent) error) error {
+	return fmt.Errorf("%w: what changed is known to the node alone", blockdev.ErrUnsupported)
+}

@@ -1,0 +1,291 @@
+package cluster
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+func volumeNamed(key string) *v1alpha1.Volume {
+	return &v1alpha1.Volume{ObjectMeta: metav1.ObjectMeta{Name: key}}
+}
+
+// Create: see volume.Store. The object is created with the finalizer of its node in it;
+// if the node refuses it for good, it is deleted again before the error is returned, so
+// that the caller may try another node.
+func (s *Store) Create(ctx context.Context, spec volume.Spec) (volume.Volume, error) {
+	if err := errors.Join(s.Ready(ctx), volume.CheckMutable(spec.Mutable)); err != nil {
+		return volume.Volume{}, err
+	}
+	if spec.Ephemeral != "" {
+		return volume.Volume{}, fmt.Errorf("%w: ephemeral volumes are made by their node", blockdev.ErrInvalid)
+	}
+	if spec.Pool == "" && spec.Source != (volume.ID{}) {
+		spec.Pool = spec.Source.Pool
+	}
+	key := volume.KeyOf(spec.Name)
+	w := s.hub.open(volumeNamed(key))
+	defer w.close()
+	have := &v1alpha1.Volume{}
+	err := s.client.Get(ctx, client.ObjectKey{Name: key}, have)
+	for {
+		mine := false
+		if apierrors.IsNotFound(err) {
+			if have, err = s.plan(ctx, spec); err != nil {
+				return volume.Volume{}, err
+			}
+			err = s.client.Create(ctx, have)
+			mine = err == nil
+			if apierrors.IsAlreadyExists(err) {
+				have = &v1alpha1.Volume{}
+				if err = s.live.Get(ctx, client.ObjectKey{Name: key}, have); apierrors.IsNotFound(err) {
+					continue
+				}
+			}
+		}
+		if err != nil {
+			return volume.Volume{}, apiError(fmt.Sprintf("create volume %q", spec.Name), err)
+		}
+		v, done, err2 := s.finish(ctx, w, spec, have, mine)
+		if err2 != nil {
+			return volume.Volume{}, fmt.Errorf("create volume %q: %w", spec.Name, err2)
+		}
+		if done {
+			return v, nil
+		}
+		have = &v1alpha1.Volume{}
+		err = s.live.Get(ctx, client.ObjectKey{Name: key}, have)
+	}
+}
+
+// plan is the object for a new volume: its place and size are chosen here.
+func (s *Store) plan(ctx context.Context, spec volume.Spec) (*v1alpha1.Volume, error) {
+	floor := int64(blockdev.Granularity)
+	if spec.Filesystem != "" {
+		floor = spec.Filesystem.MinSize()
+	}
+	v := volumeNamed(volume.KeyOf(spec.Name))
+	v.Finalizers = []string{v1alpha1.Finalizer}
+	v.Spec = v1alpha1.VolumeSpec{Pool: spec.Pool, Name: spec.Name, Provisioning: string(spec.Provisioning), Filesystem: string(spec.Filesystem), Mutable: maps.Clone(spec.Mutable)}
+	if spec.For != (volume.Requester{}) {
+		v.Spec.ClaimRef = &v1alpha1.ClaimRef{Namespace: spec.For.Namespace, Name: spec.For.Name}
+	}
+	var err error
+	if spec.Source != (volume.ID{}) {
+		var size int64
+		if v.Spec.NodeName, size, err = s.origin(ctx, spec.Source); err != nil {
+			return nil, err
+		}
+		v.Spec.Source = &v1alpha1.Source{Kind: string(spec.Source.Kind), Key: spec.Source.Key}
+		floor = max(floor, size)
+		if spec.Pool != spec.Source.Pool {
+			return nil, fmt.Errorf("%w: source %s is in pool %s and cannot be copied to pool %s", blockdev.ErrInvalid, spec.Source, spec.Source.Pool, spec.Pool)
+		}
+		if len(spec.Nodes) > 0 && !slices.Contains(spec.Nodes, v.Spec.NodeName) {
+			return nil, fmt.Errorf("%w: source %s is on node %s, and so are its copies, not on %v", blockdev.ErrNoSpace, spec.Source, v.Spec.NodeName, spec.Nodes)
+		}
+	}
+	size, err := spec.Size.Choose(floor, blockdev.Granularity)
+	if err != nil {
+		return nil, err
+	}
+	if v.Spec.Source == nil {
+		v.Spec.NodeName, v.Spec.Pool, err = s.place(ctx, spec.Pool, spec.Nodes, size)
+	} else {
+		err = s.nodeReady(ctx, v.Spec.NodeName)
+	}
+	if err != nil {
+		return nil, err
+	}
+	step, err := s.granularity(ctx, v.Spec.NodeName, v.Spec.Pool)
+	if err != nil {
+		return nil, err
+	}
+	v.Spec.Size, err = spec.Size.Choose(floor, step)
+	return v, err
+}
+
+// origin says where a source is, and how large.
+func (s *Store) origin(ctx context.Context, id volume.ID) (node string, size int64, err error) {
+	if id.Kind == blockdev.Snapshot {
+		snapshot, err := s.GetSnapshot(ctx, id)
+		return snapshot.Node, snapshot.Size, err
+	}
+	v, err := s.Get(ctx, id)
+	return v.Node, v.Size, err
+}
+
+// finish takes an object to where it is ready. mine: it was created just now. With done
+// false and no error the object is to be looked at anew: it is gone, or another.
+func (s *Store) finish(ctx context.Context, w *watch, spec volume.Spec, have *v1alpha1.Volume, mine bool) (_ volume.Volume, done bool, err error) {
+	if have.DeletionTimestamp != nil {
+		return volume.Volume{}, false, waitGone(ctx, s, w, have)
+	}
+	if !mine {
+		if err := spec.Check(toVolume(have)); err != nil {
+			return volume.Volume{}, false, err
+		}
+		elsewhere := len(spec.Nodes) > 0 && !slices.Contains(spec.Nodes, have.Spec.NodeName)
+		switch {
+		case elsewhere && have.Status.Created != nil:
+			return volume.Volume{}, false, fmt.Errorf("%w: volume %s is on node %s, not on one of %v", blockdev.ErrExists, volumeID(have), have.Spec.NodeName, spec.Nodes)
+		case elsewhere, have.Status.Created == nil && have.Common().Refused(have.Generation) != nil, have.Status.Is(v1alpha1.Abandoned, "True"):
+			// Of an earlier try, which nobody cleared up.
+			return volume.Volume{}, false, remove(ctx, s, w, have)
+		case have.Spec.Abandoned:
+			before := have.DeepCopy()
+			have.Spec.Abandoned = false
+			err := s.client.Patch(ctx, have, lockingPatch(before))
+			if apierrors.IsConflict(err) || apierrors.IsNotFound(err) {
+				return volume.Volume{}, false, nil
+			}
+			if err != nil {
+				return volume.Volume{}, false, apiError("keep it", err)
+			}
+		}
+	}
+	have, err = wait(ctx, s, w, have, isMade)
+	var refused *refusal
+	switch {
+	case err == nil:
+		return toVolume(have), true, nil
+	case errors.Is(err, errGone):
+		return volume.Volume{}, false, fmt.Errorf("%w: %w while it was being made", blockdev.ErrUnavailable, err)
+	case errors.As(err, &refused):
+		if err := remove(ctx, s, w, have); err != nil {
+			return volume.Volume{}, false, err
+		}
+	}
+	return volume.Volume{}, false, err
+}
+
+// isMade is for wait: the node has made the object, or refused to.
+func isMade[T object](o T) (bool, error) {
+	if o.Common().Created != nil {
+		return true, nil
+	}
+	if f := o.Common().Refused(o.GetGeneration()); f != nil {
+		return false, errorOf(o.Node(), f)
+	}
+	return false, nil
+}
+
+// remove deletes an object and waits until it is gone.
+func remove[T object](ctx context.Context, s *Store, w *watch, o T) error {
+	uid := o.GetUID()
+	err := s.client.Delete(ctx, o, client.Preconditions{UID: &uid})
+	if apierrors.IsNotFound(err) || apierrors.IsConflict(err) {
+		return nil // another of the name is another's
+	}
+	if err != nil {
+		return apiError("delete "+o.GetName(), err)
+	}
+	return waitGone(ctx, s, w, o)
+}
+
+// Delete: see volume.Store. A node that has the volume attached goes on trying after the
+// ErrInUse: an object that is being deleted stays so.
+func (s *Store) Delete(ctx context.Context, id volume.ID) error {
+	if id.Kind != blockdev.Volume {
+		return nil
+	}
+	w := s.hub.open(volumeNamed(id.Key))
+	defer w.close()
+	v := &v1alpha1.Volume{}
+	err := s.get(ctx, id.Key, v)
+	for {
+		if errors.Is(err, blockdev.ErrNotFound) || (err == nil && v.Spec.Pool != id.Pool) {
+			return nil
+		}
+		if err != nil {
+			return fmt.Errorf("delete volume %s: %w", id, err)
+		}
+		if v.DeletionTimestamp == nil {
+			if claim := v.Spec.Claim; claim != nil {
+				return fmt.Errorf("%w: volume %s is claimed by node %s; unpublish it first", blockdev.ErrInUse, id, claim.Node)
+			}
+			err := s.client.Delete(ctx, v, client.Preconditions{UID: &v.UID, ResourceVersion: &v.ResourceVersion})
+			if apierrors.IsNotFound(err) {
+				return nil
+			}
+			if apierrors.IsConflict(err) { // a claim, maybe
+				v = &v1alpha1.Volume{}
+				if err = s.live.Get(ctx, client.ObjectKey{Name: id.Key}, v); err != nil {
+					return ignoreNotFound(apiError("delete volume "+id.String(), err))
+				}
+				continue
+			}
+			if err != nil {
+				return apiError("delete volume "+id.String(), err)
+			}
+		}
+		if err := waitGone(ctx, s, w, v); err != nil {
+			return fmt.Errorf("delete volume %s: %w", id, err)
+		}
+		return nil
+	}
+}
+
+func ignoreNotFound(err error) error {
+	if errors.Is(err, blockdev.ErrNotFound) {
+		return nil
+	}
+	return err
+}
+
+// Get: see volume.Store. A volume that is being deleted is there until it is gone.
+func (s *Store) Get(ctx context.Context, id volume.ID) (volume.Volume, error) {
+	v, err := s.volume(ctx, id)
+	if err != nil {
+		return volume.Volume{}, err
+	}
+	return toVolume(v), nil
+}
+
+// List: see volume.Store.
+func (s *Store) List(ctx context.Context, after volume.ID, limit int) ([]volume.Volume, error) {
+	if err := s.Ready(ctx); err != nil {
+		return nil, err
+	}
+	var list v1alpha1.VolumeList
+	if err := s.client.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
+		return nil, apiError("list volumes", err)
+	}
+	var found []*v1alpha1.Volume
+	for i := range list.Items {
+		if v := &list.Items[i]; v.Status.Created != nil && compareIDs(volumeID(v), after) > 0 {
+			found = append(found, v)
+		}
+	}
+	slices.SortFunc(found, func(a, b *v1alpha1.Volume) int { return compareIDs(volumeID(a), volumeID(b)) })
+	if limit > 0 && len(found) > limit {
+		found = found[:limit]
+	}
+	var volumes []volume.Volume
+	for _, v := range found {
+		volumes = append(volumes, toVolume(v))
+	}
+	return volumes, nil
+}
+
+// Health: see volume.Store.
+func (s *Store) Health(ctx context.Context, id volume.ID) ([]blockdev.Problem, error) {
+	v, err := s.volume(ctx, id)
+	if err != nil {
+		return nil, err
+	}
+	if err := s.nodeReady(ctx, v.Spec.NodeName); err != nil {
+		return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "NodeNotReady", Message: err.Error()}}, nil
+	}
+	return toProblems(v.Status.Health), nil
+}

@@ -1,0 +1,16 @@
+package volume_test
+
+import (
+	"testing"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
+	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
+)
+
+// TestStore: Local keeps every clause of Store.
+func TestStore(t *testing.T) {
+	storetest.Run(t, func(t testing.TB) storetest.Fixture {
+		l := start(t, storetest.Limit, memory.NewDisk(storetest.Size).Open("default", nil), memory.NewDisk(storetest.Size).Open("b", nil))
+		return storetest.Fixture{Store: l, Node: node, Pools: []string{"default", "b"}}
+	})
+}

@@ -1,0 +1,113 @@
+// Package cluster runs csi-test's sanity suite over the parts of a cluster: the controller
+// and a node, which talk through a real API server only.
+package cluster
+
+import (
+	"context"
+	"path/filepath"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/klog/v2"
+	"k8s.io/klog/v2/ktesting"
+
+	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/controller"
+	"github.com/ashlar-csi/ashlar/pkg/identity"
+	"github.com/ashlar-csi/ashlar/pkg/mount"
+	"github.com/ashlar-csi/ashlar/pkg/node"
+	"github.com/ashlar-csi/ashlar/pkg/rpc"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+	"github.com/ashlar-csi/ashlar/tests/sanity/suite"
+)
+
+func TestMain(m *testing.M) { apitest.Main(m) }
+
+const limit = 4
+
+func must(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestSanity(t *testing.T) {
+	drivertest.NeedRoot(t)
+	driver := start(t, apitest.Get(t), "node-1", "default")
+	suite.Run(t, []string{"cluster"}, func(string) suite.Driver { return driver })
+}
+
+// start starts a controller and a node: all runs of the suite are in one cluster.
+func start(t *testing.T, server *apitest.Server, name, pool string) suite.Driver {
+	ctx, cancel := context.WithCancel(klog.NewContext(context.Background(), ktesting.NewLogger(t, ktesting.NewConfig())))
+	dir := drivertest.Dir(t)
+	driver := suite.Driver{Dir: dir, Socket: filepath.Join(dir, "node.sock"), Controller: filepath.Join(dir, "controller.sock")}
+	var parts sync.WaitGroup
+	run := func(part func(context.Context) error) {
+		parts.Go(func() {
+			if err := part(ctx); err != nil && ctx.Err() == nil {
+				t.Error(err)
+			}
+		})
+	}
+
+	kube, err := kubernetes.NewForConfig(server.Config(apitest.Admin))
+	must(t, err)
+	n, err := kube.CoreV1().Nodes().Create(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}, metav1.CreateOptions{})
+	must(t, err)
+	n.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionTrue}}
+	_, err = kube.CoreV1().Nodes().UpdateStatus(ctx, n, metav1.UpdateOptions{})
+	must(t, err)
+
+	mounts, err := mount.LoadTable()
+	must(t, err)
+	disk, err := blockdev.Open(ctx, pool, "file://"+dir+"/pool?reservePercent=0")
+	must(t, err)
+	local, err := volume.NewLocal(ctx, name, []blockdev.Pool{disk}, mounts, 0)
+	must(t, err)
+	locks := &keylock.Table{}
+	agent, err := cluster.NewAgent(server.Config(apitest.Admin), local, []cluster.AgentPool{{Pool: disk, Kind: "file"}}, locks, limit)
+	must(t, err)
+	run(agent.Run)
+	without := csi.PluginCapability_Service_SNAPSHOT_METADATA_SERVICE
+	listener, err := rpc.Listen(driver.Socket)
+	must(t, err)
+	run(func(ctx context.Context) error {
+		return rpc.Serve(ctx, listener, rpc.Services{Identity: identity.New("block.csi.ashlar.dev", "test", local.Ready, without),
+			Node: node.New(local, mounts, limit), Locks: locks})
+	})
+
+	store, err := cluster.NewStore(server.Config(apitest.Admin), cluster.Options{GoneGrace: time.Hour, AbandonGrace: time.Hour})
+	must(t, err)
+	run(store.Run)
+	other, err := rpc.Listen(driver.Controller)
+	must(t, err)
+	run(func(ctx context.Context) error {
+		c := controller.New(store)
+		return rpc.Serve(ctx, other, rpc.Services{Identity: identity.New("block.csi.ashlar.dev", "test", store.Ready, without), Controller: c, GroupController: c})
+	})
+	t.Cleanup(func() {
+		cancel()
+		parts.Wait()
+		must(t, disk.Close())
+	})
+	for end := time.Now().Add(20 * time.Second); ; time.Sleep(20 * time.Millisecond) {
+		c, err := store.Capacity(ctx, pool, name)
+		if err == nil && c.Total > 0 {
+			return driver
+		}
+		if time.Now().After(end) {
+			t.Fatalf("the controller does not see the node: %v", err)
+		}
+	}
+}
