@@ -1,0 +1,115 @@
+#!/usr/bin/env bash
+# Installs the driver from deploy/kubernetes on a cluster, as pods from an image made here, and runs Kubernetes'
+# external storage suite against it. The cluster is $KUBECONFIG's if that is set, else one of kind if Docker runs, else
+# one that is built and started here (hack/kubernetes). Nothing of it is left afterwards.
+#
+#   PROCS=6            specs at a time
+#   FOCUS, SKIP        regular expressions, in place of External.Storage and of those that cannot run here
+#   OVERLAY=single     which of ./overlays
+#   OUT=bin/e2e        where logs and reports go
+#   KEEP=1             leave the cluster (and the driver) as it is at the end
+#
+# With $KUBECONFIG, the nodes must be able to get IMAGE (ghcr.io/ashlar-csi/ashlar:e2e), the cluster must have the
+# snapshot CRDs and the snapshot-controller.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+. hack/kubernetes/lib.sh
+overlay=tests/e2e/overlays/${OVERLAY:-single}
+out=${OUT:-bin/e2e}
+image=ghcr.io/ashlar-csi/ashlar:e2e
+rm -rf "$out" && mkdir -p "$out"
+out=$(realpath "$out")
+start=$SECONDS
+began=$(date +%s)
+
+say() { echo "==> $* ($((SECONDS - start)) s)"; }
+
+say "building what is not built yet"
+hack/kubernetes/build.sh
+[ -n "${KUBECONFIG-}" ] || hack/image.sh -o "$out/image.tar" "$image"
+
+kind=ashlar-e2e
+if [ -n "${KUBECONFIG-}" ]; then
+	where=given
+	in_cluster() { PATH=$bin:$PATH "$@"; }
+	config=$KUBECONFIG
+elif command -v kind >/dev/null && docker info >/dev/null 2>&1; then
+	where=kind
+	config=$out/kubeconfig
+	in_cluster() { PATH=$bin:$PATH KUBECONFIG=$config "$@"; }
+else
+	where=own
+	config=$CLUSTER_DIR/keys/admin.kubeconfig
+	in_cluster() { hack/kubernetes/cluster.sh exec "$@"; }
+fi
+
+finish() {
+	local status=$?
+	trap - EXIT
+	logs
+	[ "${KEEP-}" = 1 ] && exit "$status"
+	say "taking it down"
+	case $where in
+	given) in_cluster kubectl delete -k "$overlay" --ignore-not-found --wait --timeout=120s >"$out/delete.log" 2>&1 || cat "$out/delete.log" ;;
+	kind) kind delete cluster --name "$kind" >/dev/null 2>&1 || true ;;
+	own)
+		cp -r "$CLUSTER_DIR/log" "$out/cluster-log" 2>/dev/null || true
+		hack/kubernetes/cluster.sh down
+		;;
+	esac
+	exit "$status"
+}
+logs() {
+	local pod
+	for pod in $(in_cluster kubectl -n ashlar-system get pods -o name 2>/dev/null); do
+		in_cluster kubectl -n ashlar-system logs "$pod" --all-containers --prefix --timestamps >"$out/${pod##*/}.log" 2>/dev/null || true
+	done
+	in_cluster kubectl get pv,pvc,volumeattachments,volumesnapshots,volumesnapshotcontents -A >"$out/left.txt" 2>&1 || true
+}
+trap finish EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+say "starting the cluster ($where)"
+case $where in
+kind)
+	kind create cluster --name "$kind" --kubeconfig "$config" --wait 120s
+	kind load image-archive "$out/image.tar" --name "$kind"
+	in_cluster kubectl apply -f "$built/crds"
+	# Its controller: from this cluster's build, as an image that kind has to be given.
+	in_cluster snapshot-controller --kubeconfig="$config" --http-endpoint=127.0.0.1:0 >"$out/snapshot-controller.log" 2>&1 &
+	;;
+own) hack/kubernetes/cluster.sh up "$out/image.tar" ;;
+esac
+
+say "installing the driver: $overlay"
+in_cluster kubectl apply -k "$overlay"
+in_cluster kubectl -n ashlar-system rollout status daemonset/ashlar-node deployment/ashlar-controller --timeout=120s
+driver() { in_cluster kubectl get csinodes -o jsonpath='{.items[*].spec.drivers[*].name}' | grep -q block.csi.ashlar.dev; }
+for _ in {1..60}; do
+	driver && break
+	sleep 1
+done
+driver || { echo "no node has registered the driver" >&2; exit 1; }
+
+# Left out: what needs another operating system, SELinux, ssh to the node, or a volume populator.
+skip=${SKIP-'\[Disruptive\]|\[Feature:Windows\]|\[Feature:SELinux|any volume data source'}
+say "running the specs, ${PROCS:-6} at a time"
+cp tests/e2e/testdriver.yaml "$out/"
+status=0
+in_cluster ginkgo run --procs="${PROCS:-6}" --timeout="${TIMEOUT:-75m}" --no-color --silence-skips \
+	--output-dir="$out" --json-report=report.json --junit-report=junit.xml --focus="${FOCUS:-External.Storage}" ${skip:+--skip="$skip"} \
+	"$bin/e2e.test" -- --provider=skeleton --kubeconfig="$config" --allowed-not-ready-nodes=0 --num-nodes=1 \
+	--storage.testdriver="$out/testdriver.yaml" >"$out/log.txt" 2>&1 || status=$?
+
+specs() { jq -r "[.[].SpecReports[] | select(.LeafNodeType == \"It\" and ($1))] | length" "$out/report.json"; }
+[ -s "$out/report.json" ] || { tail -n 40 "$out/log.txt"; exit 1; }
+failed='.State | IN("failed", "timedout", "panicked", "interrupted", "aborted")'
+jq -r '.[].SpecReports[] | select(.LeafNodeType == "It" and ('"$failed"')) |
+	"FAILED \((.RunTime / 1e9) | floor) s: \(.ContainerHierarchyTexts | join(" ")) \(.LeafNodeText)\n    \((.Failure.Message // "") | gsub("\n"; " ") | .[0:400])"' "$out/report.json"
+echo "skipped, and why:"
+jq -r '.[].SpecReports[] | select(.LeafNodeType == "It" and .State == "skipped" and (.Failure.Message // "") != "") | .Failure.Message | gsub("\n.*"; "")' \
+	"$out/report.json" | sed -E 's/^(.{0,160}).*/    \1/' | sort | uniq -c | sort -rn
+echo "ran $(specs '.State | IN("passed", "failed", "timedout", "panicked")'), passed $(specs '.State == "passed"'), failed $(specs "$failed")," \
+	"skipped $(specs '.State == "skipped" and (.Failure.Message // "") != ""'); $((($(date +%s) - began) / 60)) min in all"
+exit "$status"
