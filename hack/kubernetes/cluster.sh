@@ -211,7 +211,8 @@ down() {
 	# them. They are known by the filesystem that their files are on.
 	losetup -ln -O NAME,BACK-MAJ:MIN,BACK-FILE | awk -v pool="$(cat "$d/pool.device" 2>/dev/null)" -v d="$d/pool/" '$2 == pool || index($3, d) == 1 {print $1}' |
 		while read -r device; do
-			losetup -ln -O NAME,BACK-FILE | awk -v b="$device" '$2 == b {print $1}' | while read -r over; do losetup -d "$over" || true; done
+			losetup -ln -O NAME,BACK-INO,BACK-MAJ:MIN | awk -v i="$(stat -c %i "$device")" -v d="$(stat -c %Hd:%Ld "$device")" '$2 == i && $3 == d {print $1}' |
+				while read -r over; do losetup -d "$over" || true; done
 			losetup -d "$device" 2>/dev/null || true
 		done
 	for hierarchy in /sys/fs/cgroup/*/; do
