@@ -29,7 +29,9 @@ for file in "$dir"/sysctl/*; do
 done
 mount --bind "$dir/conf/resolv.conf" /etc/resolv.conf # empty: what is missing fails at once
 ip link set lo up
-ip link add cni0 type bridge
+# With an address of its own: else it would have the lowest of the pods', a new one whenever a pod comes or goes, and
+# all other pods would talk to the old one for a while.
+ip link add cni0 address 02:00:00:f4:00:01 type bridge
 ip address add "$address/24" dev cni0
 ip link set cni0 up
 ip address add "$service/32" dev lo # no proxy: the API's service is at one of the node's own addresses

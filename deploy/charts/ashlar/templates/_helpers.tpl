@@ -30,9 +30,6 @@ capabilities:
   args:
     - --csi-address=/csi/csi.sock
     - --leader-election
-    - --leader-election-lease-duration=30s
-    - --leader-election-renew-deadline=20s
-    - --leader-election-retry-period=5s
     - --http-endpoint=:{{ .port }}
     {{- range .args }}
     - {{ . }}
