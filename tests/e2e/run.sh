@@ -116,6 +116,13 @@ suite() { # NAME FOCUS SKIP TESTDRIVER PROCS
 say "running the specs, ${PROCS:-6} at a time"
 suite suite "${FOCUS:-External.Storage}" "${skip:+$skip|}$immediate" testdriver.yaml "${PROCS:-6}"
 [ -n "${FOCUS-}" ] || suite immediate "$immediate" "" testdriver-immediate.yaml 2
+if [ -z "${FOCUS-}" ]; then
+	say "replacing the driver's pods under a writer"
+	if [ "$where" = own ]; then kubectl=(hack/kubernetes/cluster.sh exec kubectl); else kubectl=(env KUBECONFIG="$config" "$bin/kubectl"); fi
+	IMAGE=$("$bin/e2e.test" --list-images 2>/dev/null | grep /busybox: | sort -V | tail -n 1) \
+		tests/e2e/replace.sh "${kubectl[@]}" >"$out/replace.log" 2>&1 || status=$?
+	tail -n 1 "$out/replace.log"
+fi
 jq -s add "$out"/suite.json "$out"/immediate.json >"$out/report.json" 2>/dev/null || cp "$out/suite.json" "$out/report.json"
 
 specs() { jq -r "[.[].SpecReports[] | select(.LeafNodeType == \"It\" and ($1))] | length" "$out/report.json"; }
