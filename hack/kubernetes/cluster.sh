@@ -161,6 +161,7 @@ up() {
 	for hierarchy in /sys/fs/cgroup/*/; do # version 1
 		[ -e "$hierarchy/cgroup.procs" ] && [ "$(basename "$hierarchy")" != unified ] && [ -e "$hierarchy/tasks" ] || continue
 		mkdir -p "$hierarchy/$cgroup"
+		[ ! -e "$hierarchy/cpu.shares" ] || echo 4096 >"$hierarchy/$cgroup/cpu.shares" # all pods together, against each process outside
 		for file in cpuset.cpus cpuset.mems; do
 			[ ! -e "$hierarchy/$file" ] || cat "$hierarchy/$file" >"$hierarchy/$cgroup/$file"
 		done
