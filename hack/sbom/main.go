@@ -221,7 +221,7 @@ func newDocument(name, version string, packages []spdxPackage) document {
 		p.ID = fmt.Sprintf("SPDXRef-%d-%s", i, clean.ReplaceAllString(p.Name, "-"))
 		p.Download, p.Concluded = cmp.Or(p.Download, "NOASSERTION"), "NOASSERTION"
 		p.Declared, p.Copyright = cmp.Or(p.Declared, "NOASSERTION"), "NOASSERTION"
-		fmt.Fprintln(seen, p.Name, p.Version, p.Checksums)
+		_, _ = fmt.Fprintln(seen, p.Name, p.Version, p.Checksums)
 		if i == 0 {
 			d.Relationships = append(d.Relationships, relationship{d.ID, p.ID, "DESCRIBES"})
 		} else {

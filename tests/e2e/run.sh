@@ -105,6 +105,12 @@ driver || { echo "no node has registered the driver" >&2; exit 1; }
 # This spec never makes a pod for its claims, so it has a run of its own, with a class that binds at once.
 immediate='multiple pods should modify volumes with a different volumeAttributesClass'
 cp tests/e2e/testdriver*.yaml "$out/"
+# ext4 grows while it is mounted only for those who have CAP_SYS_RESOURCE (bit 24), which privileged pods have unless
+# the whole machine is a container without it. There, what leaves the filesystem to the class is tried on XFS.
+if [ "$where" = own ] && ((!(0x$(sed -n 's/^CapBnd:\s*//p' /proc/self/status) >> 24 & 1))); then
+	echo "no CAP_SYS_RESOURCE on this machine: the class that the specs use is ashlar-xfs"
+	sed -i '/^StorageClass:/{n;s/ashlar$/ashlar-xfs/}' "$out/testdriver.yaml"
+fi
 status=0
 suite() { # NAME FOCUS SKIP TESTDRIVER PROCS
 	in_cluster ginkgo run --procs="$5" --timeout="${TIMEOUT:-75m}" --no-color --silence-skips --output-dir="$out" \
