@@ -12,6 +12,7 @@ package main
 import (
 	"context"
 	"flag"
+	"fmt"
 	"log"
 	"net"
 	"net/http"
@@ -43,12 +44,19 @@ func main() {
 		return
 	}
 	flag.Parse()
+	if err := run(name); err != nil {
+		log.Fatal(err)
+	}
+}
+
+func run(name string) error {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
 	conn, err := grpc.NewClient("unix://"+*csiAddress, grpc.WithTransportCredentials(insecure.NewCredentials()))
 	if err != nil {
-		log.Fatal(err)
+		return err
 	}
+	defer conn.Close()
 	driver := csi.NewIdentityClient(conn)
 	switch name {
 	case "csi-node-driver-registrar":
@@ -61,11 +69,12 @@ func main() {
 			return err
 		})
 	default:
-		log.Fatalf("%s: no such program here", name)
+		return fmt.Errorf("%s: no such program here", name)
 	}
-	if err != nil && ctx.Err() == nil {
-		log.Fatal(err)
+	if ctx.Err() != nil {
+		return nil // told to stop
 	}
+	return err
 }
 
 // pause waits for the end, and buries the processes that lost their parents.
