@@ -17,24 +17,35 @@ ARG VERSION=dev
 RUN --mount=type=cache,target=/go/pkg/mod \
     --mount=type=cache,target=/root/.cache/go-build \
     CGO_ENABLED=0 GOOS=$TARGETOS GOARCH=$TARGETARCH \
-    go build -trimpath -ldflags "-s -w -X main.version=$VERSION" -o /driver ./cmd/driver
+    go build -trimpath -ldflags "-s -w -X main.version=$VERSION" -o /driver ./cmd/driver \
+    && CGO_ENABLED=0 GOOS= GOARCH= go build -trimpath -o /sbom ./hack/sbom
 
-FROM docker.io/library/debian:bookworm-slim
+FROM docker.io/library/debian:bookworm-slim AS base
 
 # e2fsprogs    mkfs.ext4; e2fsck before a mount and before growth; resize2fs
 # xfsprogs     mkfs.xfs; for people: xfs_repair on a damaged volume
 # btrfs-progs  mkfs.btrfs; btrfstune, which gives a copy an identity of its own; for people: btrfs check
+# lvm2, thin-provisioning-tools    pools of logical volumes
 #
 # The rest is system calls: loop devices, mounts, freezing, and the growth of XFS and btrfs. The kernel
 # loads what modules it needs with the host's modprobe, not with one from here.
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends e2fsprogs xfsprogs btrfs-progs \
+    && apt-get install -y --no-install-recommends e2fsprogs xfsprogs btrfs-progs lvm2 thin-provisioning-tools \
     && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/apt/* /var/log/*.log \
         /usr/share/locale/* /usr/share/man/* /usr/share/info/* \
     && find /usr/share/doc -type f ! -name copyright -delete
 
+# The bill of materials is written where the compiler's programs run, of what is in the image.
+FROM build AS sbom
+COPY --from=base /var/lib/dpkg/status /status
+RUN /sbom -name ashlar -version "$VERSION" -binary /driver -dpkg /status >/sbom.spdx.json
+
+FROM base
 COPY LICENSE /LICENSE
+COPY --from=sbom /sbom.spdx.json /sbom.spdx.json
 COPY --from=build /driver /driver
+# There is no udev in a container for LVM to wait for.
+ENV DM_DISABLE_UDEV=1
 
 ARG VERSION=dev
 LABEL org.opencontainers.image.title="Ashlar" \

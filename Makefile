@@ -8,7 +8,7 @@ FUZZTIME ?= 20s
 
 .PHONY: help
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: build
 build: ## Build bin/driver, static
@@ -102,7 +102,27 @@ image: ## Build the container image IMAGE with docker or buildah
 			exec "$$tool" build --build-arg VERSION=$(VERSION) -t $(IMAGE) .; \
 		fi; \
 	done; \
-	echo "make image needs docker (and its daemon) or buildah, and neither is here" >&2; exit 1
+	echo "make image needs docker (and its daemon) or buildah, and neither is here; make image-archive needs none" >&2; exit 1
+
+# The Dockerfile without Docker, and for any architecture on any other.
+.PHONY: image-archive
+image-archive: ## Build the image for amd64 and arm64 as archives in bin/, without docker (root)
+	@hack/install-tools.sh image
+	VERSION=$(VERSION) hack/image.sh -a amd64 $(IMAGE)
+	VERSION=$(VERSION) hack/image.sh -a arm64 $(IMAGE)
+
+.PHONY: sbom
+sbom: build ## Write the bill of materials of bin/driver, as SPDX (that of the image is in the image)
+	go run ./hack/sbom -name ashlar -version $(VERSION) -binary bin/driver >bin/driver.spdx.json
+
+.PHONY: test-deploy
+test-deploy: ## Test the manifests and the chart: that they agree, and refuse what is wrong
+	cd tests/deploy && go test -count=1 ./...
+
+.PHONY: e2e
+e2e: ## Install the driver on a cluster, as pods, and run Kubernetes' external storage suite (root)
+	@hack/install-tools.sh e2e
+	tests/e2e/run.sh
 
 .PHONY: tools
 tools: # What the tests call and this machine lacks

@@ -4,6 +4,8 @@
 #   hack/install-tools.sh          what the driver and its tests need
 #   hack/install-tools.sh bench    the same, and fio
 #   hack/install-tools.sh vm       the same, and User Mode Linux
+#   hack/install-tools.sh image    what hack/image.sh needs
+#   hack/install-tools.sh e2e      what the cluster of the end-to-end tests needs
 #   hack/install-tools.sh lint     only golangci-lint, into ./bin; needs no root
 #
 # When nothing is missing it says nothing and takes milliseconds.
@@ -73,9 +75,16 @@ lint)
 	;;
 bench) need fio fio ;;
 vm) need user-mode-linux linux.uml ;;
+image | e2e)
+	need mmdebstrap mmdebstrap
+	need jq jq
+	need openssl openssl
+	need iproute2 ip
+	need util-linux unshare nsenter losetup findmnt
+	;;
 "") ;;
 *)
-	echo "usage: $0 [bench|vm|lint]" >&2
+	echo "usage: $0 [bench|vm|image|e2e|lint]" >&2
 	exit 2
 	;;
 esac

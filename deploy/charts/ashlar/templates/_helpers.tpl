@@ -1,0 +1,75 @@
+{{- define "ashlar.labels" -}}
+app.kubernetes.io/name: ashlar
+app.kubernetes.io/part-of: ashlar
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- end }}
+
+{{- define "ashlar.image" -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end }}
+
+{{- define "ashlar.pull" -}}
+{{- with .Values.image.pullPolicy }}
+imagePullPolicy: {{ . }}
+{{- end }}
+{{- end }}
+
+{{- define "ashlar.confined" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end }}
+
+{{/* One sidecar of the controller: a dict of root, name, image (an entry of .Values.sidecars), port, args. */}}
+{{- define "ashlar.sidecar" -}}
+- name: {{ .name }}
+  image: {{ .image.repository }}:{{ .image.tag }}
+  {{- include "ashlar.pull" .root | nindent 2 }}
+  args:
+    - --csi-address=/csi/csi.sock
+    - --leader-election
+    - --http-endpoint=:{{ .port }}
+    {{- range .args }}
+    - {{ . }}
+    {{- end }}
+    - --kube-api-qps=50
+    - --kube-api-burst=100
+    - --v={{ .root.Values.logLevel }}
+  {{- if eq .name "provisioner" }}
+  env:
+    - name: NAMESPACE
+      valueFrom:
+        fieldRef:
+          fieldPath: metadata.namespace
+    - name: POD_NAME
+      valueFrom:
+        fieldRef:
+          fieldPath: metadata.name
+  {{- end }}
+  ports:
+    - name: {{ .name }}
+      containerPort: {{ .port }}
+  livenessProbe:
+    httpGet:
+      path: /healthz/leader-election
+      port: {{ .name }}
+    initialDelaySeconds: 10
+    periodSeconds: 20
+    timeoutSeconds: 5
+  resources:
+    {{- toYaml .root.Values.controller.resources | nindent 4 }}
+  securityContext:
+    {{- include "ashlar.confined" . | nindent 4 }}
+  volumeMounts:
+    - name: socket
+      mountPath: /csi
+{{- end }}
+
+{{/* yes, if a class is to be made: a dict of root, create, api. */}}
+{{- define "ashlar.wanted" -}}
+{{- if eq (toString .create) "auto" -}}
+{{- if .root.Capabilities.APIVersions.Has .api }}yes{{ end -}}
+{{- else if .create -}}yes{{- end -}}
+{{- end }}

@@ -1,0 +1,18 @@
+# Settings of the one-node cluster; sourced by the scripts beside it.
+#
+#   ASHLAR_CACHE  what is built once and kept (default $HOME/.cache/ashlar)
+#   CLUSTER_DIR   the running cluster: its data, logs, keys (default $ASHLAR_CACHE/cluster)
+# shellcheck shell=bash disable=SC2034
+hack=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+ASHLAR_CACHE=${ASHLAR_CACHE:-$HOME/.cache/ashlar}
+CLUSTER_DIR=${CLUSTER_DIR:-$ASHLAR_CACHE/cluster}
+KUBERNETES=$(sed -n 's|^require k8s.io/kubernetes v||p; s|^\tk8s.io/kubernetes v||p' "$hack/src/go.mod" | head -1)
+KUBERNETES=${KUBERNETES%% *}
+built=$ASHLAR_CACHE/kubernetes-$KUBERNETES
+bin=$built/bin
+runtime=$built/runtime # Debian's containerd, runc and CNI plugins, unpacked
+
+die() {
+	echo "${0##*/}: $*" >&2
+	exit 1
+}

@@ -1,0 +1,379 @@
+// Package deploy tests the manifests in deploy/kubernetes and the chart in
+// deploy/charts/ashlar: that both say the same, and that what they say is sound.
+package deploy
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"reflect"
+	"slices"
+	"strings"
+	"testing"
+
+	"helm.sh/helm/v3/pkg/chart/loader"
+	"helm.sh/helm/v3/pkg/chartutil"
+	"helm.sh/helm/v3/pkg/engine"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/runtime/serializer"
+	"k8s.io/client-go/kubernetes/scheme"
+	"sigs.k8s.io/kustomize/api/krusty"
+	"sigs.k8s.io/kustomize/kyaml/filesys"
+	"sigs.k8s.io/yaml"
+)
+
+const (
+	manifests = "../../deploy/kubernetes"
+	chart     = "../../deploy/charts/ashlar"
+	namespace = "ashlar-system"
+)
+
+// objects by "Kind namespace/name".
+type objects map[string]map[string]any
+
+func (o objects) add(t *testing.T, object map[string]any) {
+	t.Helper()
+	meta, _ := object["metadata"].(map[string]any)
+	key := fmt.Sprintf("%v %v/%v", object["kind"], meta["namespace"], meta["name"])
+	if _, twice := o[key]; twice {
+		t.Errorf("%s is there twice", key)
+	}
+	o[key] = object
+}
+
+// of returns the only object of a kind with a name.
+func (o objects) of(t *testing.T, kind, name string) map[string]any {
+	t.Helper()
+	for key, object := range o {
+		if strings.HasPrefix(key, kind+" ") && strings.HasSuffix(key, "/"+name) {
+			return object
+		}
+	}
+	t.Fatalf("no %s %s", kind, name)
+	return nil
+}
+
+// build renders folders with kustomize.
+func build(t *testing.T, folders ...string) objects {
+	t.Helper()
+	all := objects{}
+	for _, folder := range folders {
+		resources, err := krusty.MakeKustomizer(krusty.MakeDefaultOptions()).Run(filesys.MakeFsOnDisk(), folder)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, r := range resources.Resources() {
+			text, err := r.AsYAML()
+			if err != nil {
+				t.Fatal(err)
+			}
+			all.add(t, parse(t, text))
+		}
+	}
+	return all
+}
+
+func parse(t *testing.T, text []byte) map[string]any {
+	t.Helper()
+	var object map[string]any
+	if err := yaml.Unmarshal(text, &object); err != nil {
+		t.Fatalf("%v in\n%s", err, text)
+	}
+	return object
+}
+
+// snapshotAPIs are there when the snapshot CRDs are.
+var snapshotAPIs = []string{"snapshot.storage.k8s.io/v1", "groupsnapshot.storage.k8s.io/v1"}
+
+// template renders the chart with values, as YAML, for a cluster that has these APIs beyond its own.
+func template(values string, apis ...string) (map[string]string, error) {
+	loaded, err := loader.Load(chart)
+	if err != nil {
+		return nil, err
+	}
+	given, err := chartutil.ReadValues([]byte(values))
+	if err != nil {
+		return nil, err
+	}
+	capabilities := chartutil.DefaultCapabilities.Copy()
+	capabilities.APIVersions = append(slices.Clone(capabilities.APIVersions), apis...)
+	all, err := chartutil.ToRenderValues(loaded, given, chartutil.ReleaseOptions{Name: "any", Namespace: namespace, IsInstall: true}, capabilities)
+	if err != nil {
+		return nil, err // the schema is checked here
+	}
+	return engine.Render(loaded, all)
+}
+
+func render(t *testing.T, values string, apis ...string) objects {
+	t.Helper()
+	files, err := template(values, apis...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	all := objects{}
+	for name, text := range files {
+		if !strings.HasSuffix(name, ".yaml") {
+			continue
+		}
+		for document := range strings.SplitSeq(text, "\n---\n") {
+			if object := parse(t, []byte(strings.TrimPrefix(document, "---\n"))); object != nil {
+				all.add(t, object)
+			}
+		}
+	}
+	return all
+}
+
+// strip takes away what only one of the two ways of installing says.
+func strip(all objects) objects {
+	delete(all, "Namespace <nil>/"+namespace) // helm install --create-namespace
+	for _, object := range all {
+		meta := object["metadata"].(map[string]any)
+		labels, _ := meta["labels"].(map[string]any)
+		delete(labels, "app.kubernetes.io/managed-by")
+		delete(labels, "helm.sh/chart")
+		annotations, _ := meta["annotations"].(map[string]any)
+		delete(annotations, "helm.sh/resource-policy")
+	}
+	return all
+}
+
+// TestChartAgrees: the chart without values is deploy/kubernetes, object by object.
+func TestChartAgrees(t *testing.T) {
+	for _, c := range []struct {
+		name    string
+		folders []string
+		apis    []string
+	}{
+		{"without snapshot CRDs", []string{manifests}, nil},
+		{"with snapshot CRDs", []string{manifests, manifests + "/snapshots"}, snapshotAPIs},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			want, have := strip(build(t, c.folders...)), strip(render(t, "", c.apis...))
+			for key := range want {
+				if have[key] == nil {
+					t.Errorf("the chart has no %s", key)
+				} else if !reflect.DeepEqual(have[key], want[key]) {
+					t.Errorf("%s: the chart's\n%s\ndeploy/kubernetes'\n%s", key, text(have[key]), text(want[key]))
+				}
+			}
+			for key := range have {
+				if want[key] == nil {
+					t.Errorf("deploy/kubernetes has no %s", key)
+				}
+			}
+			t.Logf("%d objects", len(want))
+		})
+	}
+}
+
+func text(object any) string {
+	out, _ := yaml.Marshal(object)
+	return string(out)
+}
+
+// TestKnownFields: every built-in object decodes strictly, so no field is misspelt.
+func TestKnownFields(t *testing.T) {
+	strict := serializer.NewCodecFactory(scheme.Scheme, serializer.EnableStrict).UniversalDeserializer()
+	groups := `{nodeGroups: {default: null, fast: {nodeSelector: {disk: nvme}, tolerations: [], maxVolumes: 9,
+		pools: [{name: a, url: "file:///a?reservePercent=1"}, {name: b, url: "lvm://vg/thin"}, {name: c, url: "file:///c"}]}},
+		controller: {networkPolicy: true, goneGrace: 5m}, imagePullSecrets: [{name: x}], image: {pullPolicy: Always}}`
+	for _, all := range []objects{build(t, manifests), render(t, ""), render(t, groups)} {
+		for key, object := range all {
+			version, err := schema.ParseGroupVersion(fmt.Sprint(object["apiVersion"]))
+			if err != nil || !scheme.Scheme.IsVersionRegistered(version) {
+				continue
+			}
+			if _, _, err := strict.Decode([]byte(text(object)), nil, nil); err != nil {
+				t.Errorf("%s: %v", key, err)
+			}
+		}
+	}
+}
+
+// TestSchema: values that cannot be right are refused, each by the schema.
+func TestSchema(t *testing.T) {
+	for name, values := range map[string]string{
+		"unknown value":             `{pools: []}`,
+		"unknown value, deeper":     `{controller: {replica: 3}}`,
+		"replicas":                  `{controller: {replicas: 0}}`,
+		"replicas as text":          `{controller: {replicas: "2"}}`,
+		"pool without URL":          `{nodeGroups: {default: {pools: [{name: a}]}}}`,
+		"pool's name":               `{nodeGroups: {default: {pools: [{name: A_B, url: "file:///a"}]}}}`,
+		"pool's URL":                `{nodeGroups: {default: {pools: [{name: a, url: "/var/lib/a"}]}}}`,
+		"pool's relative path":      `{nodeGroups: {default: {pools: [{name: a, url: "file://a"}]}}}`,
+		"no pool":                   `{nodeGroups: {default: {pools: []}}}`,
+		"group's name":              `{nodeGroups: {Big_Nodes: {pools: [{name: a, url: "file:///a"}]}}}`,
+		"maxVolumes":                `{nodeGroups: {default: {maxVolumes: -1}}}`,
+		"kubeletDir":                `{node: {kubeletDir: var/lib/kubelet}}`,
+		"kubeletDir with a slash":   `{node: {kubeletDir: /var/lib/kubelet/}}`,
+		"pull policy":               `{image: {pullPolicy: Sometimes}}`,
+		"class without name":        `{storageClasses: [{parameters: {}}]}`,
+		"class's unknown parameter": `{storageClasses: [{name: a, parameters: {fsType: ext4}}]}`,
+		"class's provisioning":      `{storageClasses: [{name: a, parameters: {provisioning: fat}}]}`,
+		"class's filesystem":        `{storageClasses: [{name: a, parameters: {csi.storage.k8s.io/fstype: zfs}}]}`,
+		"class's binding":           `{storageClasses: [{name: a, volumeBindingMode: Later}]}`,
+		"snapshotClass":             `{snapshotClass: {create: maybe}}`,
+		"timeout":                   `{controller: {timeouts: {attach: 15}}}`,
+		"goneGrace":                 `{controller: {goneGrace: soon}}`,
+		"toleration":                `{controller: {tolerations: [{kee: a}]}}`,
+		"attachRequired":            `{csiDriver: {attachRequired: "yes"}}`,
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, err := template(values)
+			if err == nil || !strings.Contains(err.Error(), "schema") {
+				t.Errorf("%s: %v", values, err)
+			}
+		})
+	}
+}
+
+// TestGroups: each kind of node has a DaemonSet with its own pools.
+func TestGroups(t *testing.T) {
+	all := render(t, `{node: {kubeletDir: /var/lib/k0s/kubelet}, nodeGroups: {default: {nodeSelector: {disk: hdd}},
+		fast: {nodeSelector: {disk: nvme}, pools: [{name: nvme, url: "file:///mnt/nvme?overprovision=1.5"}, {name: lvm, url: "lvm://vg"}]}}}`)
+	ordinary, fast := container(t, all.of(t, "DaemonSet", "ashlar-node"), "driver"), container(t, all.of(t, "DaemonSet", "ashlar-node-fast"), "driver")
+	for _, want := range []string{"--pool=nvme=file:///mnt/nvme?overprovision=1.5", "--pool=lvm=lvm://vg"} {
+		if !strings.Contains(text(fast["args"]), want) || strings.Contains(text(ordinary["args"]), want) {
+			t.Errorf("%s is not in the one group's arguments only", want)
+		}
+	}
+	if mounts := text(fast["volumeMounts"]); !strings.Contains(mounts, "mountPath: /mnt/nvme\n") || strings.Contains(mounts, "/var/lib/ashlar") || !strings.Contains(mounts, "mountPath: /var/lib/k0s/kubelet\n") {
+		t.Errorf("mounts:\n%s", mounts)
+	}
+	if !strings.Contains(text(ordinary["volumeMounts"]), "/var/lib/ashlar") {
+		t.Error("the default group lost its pool")
+	}
+	if _, both := render(t, `{nodeGroups: {default: null, a: {pools: [{name: a, url: "file:///a"}]}}}`)["DaemonSet "+namespace+"/ashlar-node"]; both {
+		t.Error("the default group cannot be taken away")
+	}
+}
+
+// container of a workload.
+func container(t *testing.T, workload map[string]any, name string) map[string]any {
+	t.Helper()
+	for _, c := range containers(workload) {
+		if c["name"] == name {
+			return c
+		}
+	}
+	t.Fatalf("no container %s", name)
+	return nil
+}
+
+func podSpec(workload map[string]any) map[string]any {
+	spec, _ := workload["spec"].(map[string]any)
+	pod, _ := spec["template"].(map[string]any)
+	podSpec, _ := pod["spec"].(map[string]any)
+	return podSpec
+}
+
+func containers(workload map[string]any) []map[string]any {
+	list, _ := podSpec(workload)["containers"].([]any)
+	var all []map[string]any
+	for _, c := range list {
+		all = append(all, c.(map[string]any))
+	}
+	return all
+}
+
+// TestSound holds what a linter of manifests would. Exempt is the node's driver: it has to be privileged and root
+// (devices and mounts of the machine), and has no memory limit (a filesystem check must not be killed).
+func TestSound(t *testing.T) {
+	for _, all := range []objects{build(t, manifests), render(t, "")} {
+		seen := 0
+		for key, object := range all {
+			pod := podSpec(object)
+			for _, c := range containers(object) {
+				seen++
+				where := fmt.Sprintf("%s, container %s", key, c["name"])
+				at := func(path ...string) any { return dig(c, path...) }
+				node := strings.HasPrefix(key, "DaemonSet")
+				exempt := node && c["name"] == "driver"
+				if image := fmt.Sprint(c["image"]); !strings.Contains(image, ":") {
+					t.Errorf("%s: image %s has no tag", where, image)
+				}
+				if at("securityContext", "readOnlyRootFilesystem") != true {
+					t.Errorf("%s: the root filesystem is writable", where)
+				}
+				if !exempt && (at("securityContext", "privileged") != nil || at("securityContext", "allowPrivilegeEscalation") != false ||
+					!reflect.DeepEqual(at("securityContext", "capabilities", "drop"), []any{"ALL"})) {
+					t.Errorf("%s: has more privileges than it needs", where)
+				}
+				if !node && dig(pod, "securityContext", "runAsNonRoot") != true {
+					t.Errorf("%s: may run as root", where)
+				}
+				if at("resources", "requests", "cpu") == nil || at("resources", "requests", "memory") == nil || (!exempt && at("resources", "limits", "memory") == nil) {
+					t.Errorf("%s: says too little about what it needs", where)
+				}
+				if c["name"] != "liveness-probe" && at("livenessProbe") == nil {
+					t.Errorf("%s: has no liveness probe", where)
+				}
+				ports, _ := at("ports").([]any)
+				for _, p := range ports {
+					if p.(map[string]any)["hostPort"] != nil {
+						t.Errorf("%s: takes a port of the host", where)
+					}
+				}
+			}
+			if pod != nil {
+				if pod["hostNetwork"] != nil || pod["hostPID"] != nil || pod["hostIPC"] != nil {
+					t.Errorf("%s: shares namespaces of the host", key)
+				}
+				if dig(pod, "securityContext", "seccompProfile", "type") != "RuntimeDefault" {
+					t.Errorf("%s: no seccomp profile", key)
+				}
+				account := fmt.Sprint(pod["serviceAccountName"])
+				all.of(t, "ServiceAccount", account)
+			}
+			if kind := object["kind"]; kind == "ClusterRole" || kind == "Role" {
+				rules := text(object["rules"])
+				if strings.Contains(rules, "*") || strings.Contains(rules, "secrets") {
+					t.Errorf("%s: grants secrets, or everything", key)
+				}
+			}
+		}
+		if seen < 9 {
+			t.Errorf("only %d containers seen", seen)
+		}
+		// Every role is bound, and every binding is to a role that is there.
+		for key, object := range all {
+			if strings.HasSuffix(fmt.Sprint(object["kind"]), "Binding") {
+				ref := object["roleRef"].(map[string]any)
+				all.of(t, fmt.Sprint(ref["kind"]), fmt.Sprint(ref["name"]))
+				for _, s := range object["subjects"].([]any) {
+					subject := s.(map[string]any)
+					if all[fmt.Sprintf("ServiceAccount %v/%v", subject["namespace"], subject["name"])] == nil {
+						t.Errorf("%s: there is no %v", key, subject)
+					}
+				}
+			}
+		}
+	}
+}
+
+func dig(in map[string]any, path ...string) any {
+	var at any = in
+	for _, step := range path {
+		next, _ := at.(map[string]any)
+		at = next[step]
+	}
+	return at
+}
+
+// TestExtensionsOfTests: the overlay of the end-to-end tests builds.
+func TestExtensionsOfTests(t *testing.T) {
+	overlays, err := filepath.Glob("../e2e/overlay/kustomization.yaml")
+	if err != nil || len(overlays) == 0 {
+		t.Fatal("no overlays", err)
+	}
+	for _, file := range overlays {
+		content, err := os.ReadFile(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if !strings.Contains(string(content), "kind: Component") {
+			build(t, filepath.Dir(file))
+		}
+	}
+}
