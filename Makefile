@@ -34,6 +34,8 @@ endif
 	@$(MAKE) --no-print-directory sanity
 ifneq ($(SKIP_ROOT_TESTS),1)
 	@$(MAKE) --no-print-directory test-kernel
+	@$(MAKE) --no-print-directory test-lvm
+	@$(MAKE) --no-print-directory test-deploy
 endif
 
 .PHONY: test-unit
@@ -56,6 +58,11 @@ test-kernel: ## Run the sanity suite and the lives of volumes on Linux 6.1, in a
 	@mkdir -p bin/vm
 	CGO_ENABLED=0 go test -c -o bin/vm/ ./tests/sanity ./tests/life
 	hack/in-vm.sh bash -c 'for t in sanity life; do $(CURDIR)/bin/vm/$$t.test >$$t.log 2>&1 || { cat $$t.log; exit 1; }; echo "ok $$t"; grep -aEo "csi-sanity: .*" $$t.log || true; done'
+
+.PHONY: test-lvm
+test-lvm: ## Run the tests of LVM pools, in a virtual machine if this kernel has no device mapper (root)
+	@hack/install-tools.sh lvm
+	hack/test-lvm.sh
 
 .PHONY: crash
 crash: tools ## Kill the driver at every state-changing system call of every call, and make each one fail (root)

@@ -4,6 +4,7 @@
 #   hack/install-tools.sh          what the driver and its tests need
 #   hack/install-tools.sh bench    the same, and fio
 #   hack/install-tools.sh vm       the same, and User Mode Linux
+#   hack/install-tools.sh lvm      the same, and lvm2
 #   hack/install-tools.sh image    what hack/image.sh needs
 #   hack/install-tools.sh e2e      what the cluster of the end-to-end tests needs
 #   hack/install-tools.sh lint     only golangci-lint, into ./bin; needs no root
@@ -75,6 +76,12 @@ lint)
 	;;
 bench) need fio fio ;;
 vm) need user-mode-linux linux.uml ;;
+lvm)
+	need lvm2 lvm
+	need dmsetup dmsetup
+	need thin-provisioning-tools thin_check
+	need user-mode-linux linux.uml
+	;;
 image | e2e)
 	need mmdebstrap mmdebstrap
 	need jq jq
@@ -84,7 +91,7 @@ image | e2e)
 	;;
 "") ;;
 *)
-	echo "usage: $0 [bench|vm|image|e2e|lint]" >&2
+	echo "usage: $0 [bench|vm|lvm|image|e2e|lint]" >&2
 	exit 2
 	;;
 esac

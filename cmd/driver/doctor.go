@@ -6,6 +6,7 @@ import (
 	"flag"
 	"fmt"
 	"io/fs"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -233,6 +234,10 @@ func (x *examination) pool(p poolFlag) {
 		x.failure("pool %s: %v", p.name, err)
 		return
 	}
+	if location.Scheme == "lvm" {
+		x.lvm(p.name, location)
+		return
+	}
 	folder, info, err := nearest(location.Path)
 	switch {
 	case err != nil:
@@ -274,6 +279,64 @@ func (x *examination) pool(p poolFlag) {
 	}
 	x.abilities(p.name, folder)
 	x.space(p.name, location, st)
+}
+
+// lvm checks what an LVM pool needs: lvm2, the kernel's targets, and the volume group.
+func (x *examination) lvm(name string, location blockdev.Location) {
+	_, thin, _ := strings.Cut(location.Path, "/")
+	stdout, _, err := command.Run(x.ctx, "lvm", "version")
+	if errors.Is(err, exec.ErrNotFound) {
+		x.failure("pool %s: lvm2 is not there; apt-get install lvm2", name)
+		return
+	}
+	version := versionPattern.FindString(stdout)
+	x.ok("pool %s: lvm2 %s", name, version)
+	if thin != "" {
+		if _, _, err := command.Run(x.ctx, "thin_check", "-V"); errors.Is(err, exec.ErrNotFound) {
+			x.failure("pool %s: thin_check is not there, and lvm2 activates no thin pool without it; apt-get install thin-provisioning-tools", name)
+		} else {
+			x.ok("pool %s: thin-provisioning-tools", name)
+		}
+	}
+	targets, err := blockdev.DeviceMapperTargets()
+	if err != nil {
+		x.failure("pool %s: device mapper: %v", name, err)
+		return
+	}
+	needed := map[string]string{"linear": "dm-mod", "snapshot-origin": "dm-snapshot"}
+	if thin != "" {
+		needed = map[string]string{"linear": "dm-mod", "thin-pool": "dm-thin-pool"}
+	}
+	for _, target := range slices.Sorted(maps.Keys(needed)) {
+		module := needed[target]
+		if have := targets[target]; have != "" {
+			x.ok("pool %s: device mapper target %s %s", name, target, have)
+		} else if _, _, err := command.Run(x.ctx, "modprobe", "-n", "-q", module); err == nil {
+			x.ok("pool %s: device mapper target %s: the kernel has a module for it, which lvm2 loads when it is needed", name, target)
+		} else {
+			x.failure("pool %s: device mapper target %s: this kernel does not have it; modprobe %s, or install its module", name, target, module)
+		}
+	}
+	survey, err := blockdev.SurveyLVM(x.ctx, location)
+	switch {
+	case err != nil:
+		x.failure("pool %s: lvm://%s: %v", name, location.Path, err)
+		return
+	case survey.Problem != "":
+		x.failure("pool %s: %s", name, survey.Problem)
+	case survey.Missing > 0:
+		x.warning("pool %s: %d physical volumes are missing; lvm2 changes nothing in the group until they are back", name, survey.Missing)
+	}
+	if thin != "" {
+		x.ok("pool %s: thin pool of %s in a group of %s; %s are promised to %d volumes and snapshots of this driver (overprovision=%g, dataWatermark=%g, metadataWatermark=%g)",
+			name, size(survey.ThinSize), size(survey.Size), size(survey.Promised), survey.Volumes, location.Overprovision, location.DataWatermark, location.MetadataWatermark)
+		return
+	}
+	x.ok("pool %s: %s of %s are free, in extents of %s; %s are promised to %d volumes and snapshots of this driver (reservePercent=%g)",
+		name, size(survey.Free), size(survey.Size), size(survey.Extent), size(survey.Promised), survey.Volumes, location.ReservePercent)
+	for _, device := range survey.Written {
+		x.ok("pool %s: zeros are written to %s, block by block, before a volume on it is handed out: it has no command that guarantees them", name, device)
+	}
 }
 
 // abilities of the filesystem under a pool, by trying.

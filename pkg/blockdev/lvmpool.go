@@ -117,10 +117,14 @@ func openLVMPool(ctx context.Context, name string, loc Location) (_ Pool, err er
 		return nil, err
 	}
 	p.sweep(ctx, leftovers)
+	if p.thin == "" {
+		klog.FromContext(ctx).Info("New volumes are zeroed before they are handed out", "pool", p.name, "byWritingTo", writtenZeros(rows))
+	}
 	return p, nil
 }
 
-// report asks for a row of the group, and after it one for each of its volumes.
+// report asks for a row of the group, and after it one for each of its volumes, and one for
+// each of its physical volumes.
 func (p *lvmPool) report(run runLVM) ([]row, error) {
 	rows, err := run("fullreport",
 		"--configreport", "vg", "-o", "vg_uuid,vg_extent_size,vg_extent_count,vg_free_count,vg_missing_pv_count,vg_mda_free,vg_mda_size",
@@ -130,7 +134,7 @@ func (p *lvmPool) report(run runLVM) ([]row, error) {
 	for _, r := range rows {
 		if r["vg_uuid"] != "" {
 			group = append(group, r)
-		} else if r["lv_name"] != "" {
+		} else if r["lv_name"] != "" || r["pv_name"] != "" {
 			volumes = append(volumes, r)
 		}
 	}
@@ -170,7 +174,8 @@ func (p *lvmPool) exclude() error {
 	return nil
 }
 
-func (p *lvmPool) openThin(ctx context.Context, rows []row) error {
+// checkThin makes sure that the thin pool is there and fit for the purpose.
+func (p *lvmPool) checkThin(rows []row) error {
 	i := slices.IndexFunc(rows, func(r row) bool { return r["lv_name"] == p.thin })
 	if i < 0 {
 		return fmt.Errorf("%w: volume group %s has no thin pool %s; make it with lvcreate --type thin-pool", ErrUnavailable, p.group, p.thin)
@@ -180,6 +185,13 @@ func (p *lvmPool) openThin(ctx context.Context, rows []row) error {
 	}
 	if attr := rows[i]["lv_attr"]; len(attr) < 8 || attr[7] != 'z' { // lvs(8)
 		return fmt.Errorf("%w: thin pool %s does not zero new blocks, so one volume would show what another held; lvchange --zero y %s", ErrUnsupported, p.path(p.thin), p.path(p.thin))
+	}
+	return nil
+}
+
+func (p *lvmPool) openThin(ctx context.Context, rows []row) error {
+	if err := p.checkThin(rows); err != nil {
+		return err
 	}
 	_, err := p.lvm.run(ctx, "lvchange", "-ay", p.path(p.thin))
 	return err

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 )
 
@@ -97,4 +98,52 @@ func (p *lvmPool) PoolHealth(ctx context.Context) []Problem {
 		say(Degraded, "UnknownVolume", "these are named like volumes of this driver and are not tagged as such; nothing uses them and nothing removes them: %s", strings.Join(p.strays, ", "))
 	}
 	return problems
+}
+
+// LVMSurvey is what an LVM pool would find, looked at without opening it. All sizes are
+// in bytes.
+type LVMSurvey struct {
+	Size, Free int64 // of the volume group
+	Extent     int64
+	Missing    int   // physical volumes
+	Volumes    int   // that carry the driver's tag
+	Promised   int64 // the sum of their sizes
+	ThinSize   int64
+	// Written are the physical volumes to which zeros are written block by block; the
+	// others have a command that guarantees them (write zeroes, or discards that do).
+	Written []string
+	Problem string // why the pool would not open; empty if it would
+}
+
+// SurveyLVM looks at the place of an LVM pool. It changes nothing.
+func SurveyLVM(ctx context.Context, loc Location) (LVMSurvey, error) {
+	p := &lvmPool{location: loc, index: newIndex[*logical](), damaged: map[Ref]error{}}
+	p.group, p.thin, _ = strings.Cut(loc.Path, "/")
+	p.lvm = newLVM(func() {})
+	defer p.lvm.close()
+	rows, err := p.reportNow(ctx)
+	if err != nil {
+		return LVMSurvey{}, err
+	}
+	if err := p.space.read(rows, ""); err != nil {
+		return LVMSurvey{}, err
+	}
+	s := LVMSurvey{Size: p.space.total, Free: p.space.free, Missing: p.space.missing}
+	if p.thin != "" {
+		if err := p.checkThin(rows); err != nil {
+			s.Problem = err.Error()
+		}
+	}
+	s.Extent, _ = strconv.ParseInt(rows[0]["vg_extent_size"], 10, 64)
+	s.Written = writtenZeros(rows)
+	for _, r := range rows[1:] {
+		size, _ := strconv.ParseInt(r["lv_size"], 10, 64)
+		if _, tagged, ok := p.ours(r); tagged && ok {
+			s.Volumes, s.Promised = s.Volumes+1, s.Promised+size
+		}
+		if r["lv_name"] == p.thin {
+			s.ThinSize = size
+		}
+	}
+	return s, nil
 }

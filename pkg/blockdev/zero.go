@@ -5,6 +5,8 @@ import (
 	"context"
 	"fmt"
 	"os"
+	"path/filepath"
+	"strings"
 	"time"
 	"unsafe"
 
@@ -32,6 +34,29 @@ func zeroRange(ctx context.Context, f *os.File, from, to int64) error {
 		log.at(at - from)
 	}
 	return nil
+}
+
+// writtenZeros returns the physical volumes of a report that have no command of their own
+// for zeros (queue/write_zeroes_max_bytes, sysfs-block(5)).
+func writtenZeros(rows []row) (devices []string) {
+	for _, r := range rows {
+		if r["pv_name"] == "" {
+			continue
+		}
+		path, err := filepath.EvalSymlinks(r["pv_name"])
+		if err != nil {
+			continue // it is missing
+		}
+		sys := "/sys/class/block/" + filepath.Base(path)
+		most, err := os.ReadFile(sys + "/queue/write_zeroes_max_bytes")
+		if err != nil { // a partition has the queue of its disk
+			most, err = os.ReadFile(sys + "/../queue/write_zeroes_max_bytes")
+		}
+		if err != nil || strings.TrimSpace(string(most)) == "0" {
+			devices = append(devices, r["pv_name"])
+		}
+	}
+	return devices
 }
 
 // copyBlock is how much is read at once, in bytes.
