@@ -6,6 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 mkdir -p bin/lvm
 CGO_ENABLED=0 go test -c -o bin/lvm/ ./pkg/blockdev ./tests/sanity ./tests/life ./cmd/driver
+CGO_ENABLED=0 go build -o bin/lvm/driver ./cmd/driver
 
 where=(env)
 modprobe -q -a dm-mod dm-thin-pool dm-snapshot 2>/dev/null || true
@@ -13,7 +14,7 @@ if ! dmsetup version >/dev/null 2>&1; then
 	where=(hack/in-vm.sh env)
 fi
 # Only the verdicts are shown, and all that a test said if it fails.
-VM_SECONDS=${VM_SECONDS:-1500} "${where[@]}" ASHLAR_LVM=1 TESTS="$PWD/bin/lvm" bash -c '
+VM_SECONDS=${VM_SECONDS:-1500} "${where[@]}" ASHLAR_LVM=1 ASHLAR_DRIVER="$PWD/bin/lvm/driver" TESTS="$PWD/bin/lvm" bash -c '
 log=$(mktemp)
 trap "rm -f \$log" EXIT
 run() {
