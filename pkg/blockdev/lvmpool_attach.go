@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"strings"
 	"time"
 
@@ -21,6 +22,9 @@ const readOnlySuffix = "-readonly"
 // devices returns the devices of an object, of which either may be nil. The logical
 // volume is not listed where it is active only because the read-only device needs it.
 func (p *lvmPool) devices(ref Ref) (writable, readOnly *dmDevice, base *dmDevice, err error) {
+	if slices.Contains(p.strays, p.path(ref.String())) {
+		return nil, nil, nil, nil // another's
+	}
 	name := p.device(ref.String())
 	if readOnly, err = p.own(name + readOnlySuffix); err != nil {
 		return nil, nil, nil, err
@@ -81,7 +85,7 @@ func (p *lvmPool) attach(ctx context.Context, o *logical, record Record, how Att
 	}
 }
 
-func (p *lvmPool) attachOnce(ctx context.Context, o *logical, record Record, how Attachment) (Device, error) {
+func (p *lvmPool) attachOnce(ctx context.Context, o *logical, record Record, how Attachment) (_ Device, err error) {
 	writable, readOnly, base, err := p.devices(record.Ref)
 	if err != nil {
 		return Device{}, err
@@ -97,6 +101,12 @@ func (p *lvmPool) attachOnce(ctx context.Context, o *logical, record Record, how
 		if base, err = p.activate(ctx, o, record); err != nil {
 			return Device{}, err
 		}
+		defer func() {
+			if err != nil { // nobody has it
+				_, removed := dmRemove(base.name)
+				err = errors.Join(err, removed)
+			}
+		}()
 	}
 	held, err := openDM(base, os.O_RDONLY)
 	if err != nil {

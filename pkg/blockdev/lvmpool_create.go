@@ -153,7 +153,7 @@ func (p *lvmPool) begin(ctx context.Context, spec Spec) (*logical, error) {
 		case errors.Is(err, ErrExists):
 			err = fmt.Errorf("%w: a logical volume of that name is there that is not known to this pool: %w; remove or rename it by hand", ErrPrecondition, err)
 			return err
-		case lvmAnswered(err):
+		case errors.Is(err, ErrNoSpace), errors.Is(err, ErrInvalid), errors.Is(err, errNoLV):
 			return err
 		default: // it may have been made, or not
 			p.unreserve(spec.Size)
@@ -197,14 +197,17 @@ func (p *lvmPool) giveUp(ctx context.Context, o *logical, spec Spec, cause error
 	}
 	ended := errors.Is(cause, context.Canceled) || errors.Is(cause, context.DeadlineExceeded)
 	p.mu.Lock()
-	resume := ended && o.copied > 0 && (o.source != "" || spec.Origin.Kind == Snapshot)
-	if resume {
+	switch resume := o.copied > 0 && (o.source != "" || spec.Origin.Kind != Volume); {
+	case ended && resume:
 		o.touched, o.active = time.Now(), false
-	} else {
+	case ended: // no time is left; the next call undoes it
+		o.state, o.record.Ready = creating, false
+		o.touched, o.active = time.Time{}, false
+	default:
 		o.state, o.record.Ready = creating, false
 	}
 	p.mu.Unlock()
-	if resume {
+	if ended {
 		return
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTime)
@@ -233,7 +236,7 @@ func (p *lvmPool) fill(ctx context.Context, o *logical, spec Spec) error {
 	record := o.record
 	switch {
 	case p.thin == "" && spec.Origin == (Ref{}):
-		err = zeroRange(ctx, target, 0, spec.Size)
+		o.copied, err = zeroFrom(ctx, target, o.copied, spec.Size)
 	case p.thin == "":
 		if err = p.copyOrigin(ctx, o, target, spec); err == nil && o.source != "" {
 			record.Created = o.cut
@@ -420,7 +423,18 @@ func (p *lvmPool) Expand(ctx context.Context, ref Ref, size int64) (Record, erro
 			return Record{}, err
 		}
 	}
-	if size = max(size, o.size); size > record.Size {
+	// What a growth that was cut short did is not known without a report, nor what others did.
+	if err := p.refresh(ctx, lvmFresh); err != nil {
+		return Record{}, fmt.Errorf("expand %s in pool %s: %w", ref, p.name, err)
+	}
+	p.mu.Lock()
+	have, missing := o.size, o.missing
+	p.mu.Unlock()
+	if missing || have < record.Size { // what is lost would be made up for with zeros
+		return Record{}, fmt.Errorf("%w: %s has %d bytes, the record says %d; restore it from a backup, or delete the volume", ErrDataLoss, p.path(ref.String()), have, record.Size)
+	}
+	size = max(size, have)
+	if size > record.Size {
 		if err := p.grow(ctx, o, record, size); err != nil {
 			return Record{}, fmt.Errorf("expand %s in pool %s to %d bytes: %w", ref, p.name, size, err)
 		}
@@ -475,7 +489,12 @@ func (p *lvmPool) enlarge(ctx context.Context, o *logical, ref Ref, have, size i
 	if p.thin == "" {
 		var err error
 		if where, err = p.prepareExtents(ctx, spare, size-have); err != nil {
-			return errors.Join(err, p.drop(context.WithoutCancel(ctx), spare, 0))
+			undo, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTime)
+			defer cancel()
+			if ctx.Err() != nil { // the next growth removes it
+				return err
+			}
+			return errors.Join(err, p.drop(undo, spare, 0))
 		}
 	}
 	return p.lvm.hold(ctx, func(run runLVM) error {
@@ -499,8 +518,18 @@ func (p *lvmPool) enlarge(ctx context.Context, o *logical, ref Ref, have, size i
 // prepareExtents zeroes free extents of the group, as a logical volume of its own, and
 // returns which they are: DEVICE:FIRST-LAST.
 func (p *lvmPool) prepareExtents(ctx context.Context, spare string, size int64) ([]string, error) {
-	if _, err := p.lvm.run(ctx, "lvcreate", "-ay", "-Wn", "-Zn", "--addtag", tagOurs, "-n", spare,
-		"-l", strconv.FormatInt(size/p.extent, 10), p.group); err != nil {
+	make := func() error {
+		_, err := p.lvm.run(ctx, "lvcreate", "-ay", "-Wn", "-Zn", "--addtag", tagOurs, "-n", spare,
+			"-l", strconv.FormatInt(size/p.extent, 10), p.group)
+		return err
+	}
+	err := make()
+	if errors.Is(err, ErrExists) { // of a growth that was cut short
+		if err = p.drop(ctx, spare, 0); err == nil {
+			err = make()
+		}
+	}
+	if err != nil {
 		return nil, err
 	}
 	d, err := p.own(p.device(spare))
