@@ -108,6 +108,9 @@ func (p *lvmPool) begin(ctx context.Context, spec Spec) (*logical, error) {
 			return nil, err
 		}
 		if p.thin != "" {
+			if err := p.whole(ctx, spec.Origin); err != nil {
+				return nil, err
+			}
 			if err := p.flush(spec.Origin); err != nil {
 				return nil, err
 			}
@@ -423,17 +426,13 @@ func (p *lvmPool) Expand(ctx context.Context, ref Ref, size int64) (Record, erro
 			return Record{}, err
 		}
 	}
-	// What a growth that was cut short did is not known without a report, nor what others did.
-	if err := p.refresh(ctx, lvmFresh); err != nil {
+	// Also because what a growth that was cut short did is not known without a report.
+	if err := p.whole(ctx, ref); err != nil {
 		return Record{}, fmt.Errorf("expand %s in pool %s: %w", ref, p.name, err)
 	}
 	p.mu.Lock()
-	have, missing := o.size, o.missing
+	size = max(size, o.size)
 	p.mu.Unlock()
-	if missing || have < record.Size { // what is lost would be made up for with zeros
-		return Record{}, fmt.Errorf("%w: %s has %d bytes, the record says %d; restore it from a backup, or delete the volume", ErrDataLoss, p.path(ref.String()), have, record.Size)
-	}
-	size = max(size, have)
 	if size > record.Size {
 		if err := p.grow(ctx, o, record, size); err != nil {
 			return Record{}, fmt.Errorf("expand %s in pool %s to %d bytes: %w", ref, p.name, size, err)
@@ -444,6 +443,27 @@ func (p *lvmPool) Expand(ctx context.Context, ref Ref, size int64) (Record, erro
 		return Record{}, err
 	}
 	return copyOf(o.record), nil
+}
+
+// whole makes sure that all of the logical volume of a ready object is there: what is lost
+// is not made up for.
+func (p *lvmPool) whole(ctx context.Context, ref Ref) error {
+	if err := p.refresh(ctx, lvmFresh); err != nil {
+		return err
+	}
+	o, record, err := p.lookup(ref)
+	if err != nil {
+		return err
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if o.missing {
+		return fmt.Errorf("%w: the logical volume %s is gone; restore it from a backup, or delete the volume", ErrDataLoss, p.path(ref.String()))
+	}
+	if o.size < record.Size {
+		return fmt.Errorf("%w: %s has %d bytes, the record says %d; restore it from a backup, or delete the volume", ErrDataLoss, p.path(ref.String()), o.size, record.Size)
+	}
+	return nil
 }
 
 func (p *lvmPool) grow(ctx context.Context, o *logical, record Record, size int64) error {
