@@ -41,6 +41,9 @@ func (b *bench) lvm(ctx context.Context) error {
 	return errors.Join(err, g.remove())
 }
 
+// progressLine is what progress prints: both outputs of the machine are one.
+var progressLine = regexp.MustCompile(`^[0-9]{2}:[0-9]{2}:[0-9]{2} `)
+
 // lvmInVM runs this program there, and prints what it prints.
 func (b *bench) lvmInVM(ctx context.Context) error {
 	self := filepath.Join(b.dir, "bench")
@@ -71,6 +74,8 @@ func (b *bench) lvmInVM(ctx context.Context) error {
 			progress("%s", line)
 		case strings.Contains(line, " ended with "):
 			show = false
+		case progressLine.MatchString(line):
+			fmt.Fprintln(os.Stderr, line)
 		case show:
 			fmt.Println(line)
 		}
@@ -113,7 +118,7 @@ func newGroup(dir string) (*group, error) {
 	if err != nil {
 		return nil, err
 	}
-	for folder, log := range map[string]string{"lvm": "", "lvm-logged": fmt.Sprintf("file=%q level=7 debug_classes=[]", dir+"/lvm.log")} {
+	for folder, log := range map[string]string{"lvm": "", "lvm-logged": fmt.Sprintf("file=%q level=7", dir+"/lvm.log")} {
 		folder = filepath.Join(dir, folder)
 		if err := errors.Join(os.MkdirAll(folder+"/profile", 0o700), os.WriteFile(folder+"/lvm.conf", fmt.Appendf(nil, lvmConfig, g.device, log), 0o600),
 			os.WriteFile(folder+"/profile/lvmdbusd.profile", profile, 0o600)); err != nil {
@@ -153,13 +158,13 @@ func (g *group) life(ctx context.Context, kind string, worker int, r *recorder) 
 		name string
 		argv []string
 	}{
-		{"lvcreate", []string{"lvcreate", "-q", "-y", "-Wn", "-Zn", "-L", fmt.Sprintf("%db", lifeSize), "-n", name, g.name}},
+		{"lvcreate", []string{"lvcreate", "-y", "-Wn", "-Zn", "-L", fmt.Sprintf("%db", lifeSize), "-n", name, g.name}},
 		{"blkdiscard --zeroout", []string{"blkdiscard", "--zeroout", path}},
 		{stepMkfs, append(slices.Clone(g.mkfs), path)},
 	}
 	switch kind {
 	case "thin":
-		steps[0].argv = []string{"lvcreate", "-q", "-y", "-V", fmt.Sprintf("%db", lifeSize), "--thinpool", "tp", "-n", name, g.name}
+		steps[0].argv = []string{"lvcreate", "-y", "-V", fmt.Sprintf("%db", lifeSize), "--thinpool", "tp", "-n", name, g.name}
 		steps = slices.Delete(steps, 1, 2)
 	case "unzeroed":
 		steps = slices.Delete(steps, 1, 2)
@@ -189,7 +194,7 @@ func (g *group) life(ctx context.Context, kind string, worker int, r *recorder) 
 	}); err != nil {
 		return err
 	}
-	return r.time("lvremove", func() error { return lvm("lvremove", "-q", "-f", g.name+"/"+name) })
+	return r.time("lvremove", func() error { return lvm("lvremove", "-f", g.name+"/"+name) })
 }
 
 func (g *group) driverLife(ctx context.Context, d *driver, thin bool, worker int, r *recorder) error {
@@ -298,7 +303,6 @@ func (g *group) measure(ctx context.Context, b *bench) error {
 // sizes compares copies of small and large thin volumes.
 func (g *group) sizes(ctx context.Context, d *driver, rows *[][]string) error {
 	progress("lvm: thin copies")
-	names := []string{"64 MiB", "64 GiB"}
 	var volumes []*volume
 	for i, size := range []int64{64 << 20, 64 << 30} {
 		v, err := d.newVolume(fmt.Sprintf("size-%d", i), size, true, true)
@@ -370,7 +374,6 @@ func (g *group) sizes(ctx context.Context, d *driver, rows *[][]string) error {
 		small, large := recorders[0].samples[call], recorders[1].samples[call]
 		*rows = append(*rows, []string{call, spread(small), spread(large), fmt.Sprintf("%.2f", ratio(median(large), median(small)))})
 	}
-	_ = names
 	for _, v := range volumes {
 		if err := d.remove(ctx, v, &recorder{}); err != nil {
 			return err
