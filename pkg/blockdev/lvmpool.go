@@ -57,8 +57,10 @@ type logical struct {
 	missing bool     // it was there, and is not in the last report
 	ill     string
 
-	attaching sync.Mutex // held while devices are brought up
+	attaching  sync.Mutex // held while devices are brought up
+	activating bool       // lvm2 was cut short while it brought the device up
 
+	spare  bool // grow.KEY may be there still, of a growth that was cut short
 	active bool // somebody is making it ready, or removing it
 	// Of an unfinished copy:
 	copied  int64     // bytes that are in place
@@ -524,6 +526,9 @@ func (p *lvmPool) remove(ctx context.Context, ref Ref) error {
 	err := p.complete(ctx)
 	if err == nil {
 		err = p.dropCuts(ctx, ref)
+	}
+	if err == nil {
+		err = p.dropSpare(ctx, o)
 	}
 	if err == nil && o.source != "" {
 		err = p.drop(ctx, o.source, p.cutSize(o.record.Size))

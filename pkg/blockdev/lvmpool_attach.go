@@ -76,6 +76,9 @@ const attachTries = 5
 func (p *lvmPool) attach(ctx context.Context, o *logical, record Record, how Attachment) (Device, error) {
 	o.attaching.Lock() // a snapshot may be the source of several copies at once
 	defer o.attaching.Unlock()
+	if err := p.settle(ctx, o, record); err != nil {
+		return Device{}, err
+	}
 	for try := 0; ; try++ {
 		device, err := p.attachOnce(ctx, o, record, how)
 		vanished := errors.Is(err, unix.ENXIO) || errors.Is(err, unix.ENODEV) || errors.Is(err, os.ErrNotExist)
@@ -160,12 +163,31 @@ func (p *lvmPool) attachOnce(ctx context.Context, o *logical, record Record, how
 	return NewDevice(readOnly.path(), readOnly.number, size, true, above.Close), nil
 }
 
+// settle takes away a device that lvm2 brought up after the call that wanted it had failed.
+// It would look like one that is to be kept.
+func (p *lvmPool) settle(ctx context.Context, o *logical, record Record) error {
+	if !o.activating {
+		return nil
+	}
+	err := p.lvm.hold(ctx, func(runLVM) error { return nil }) // until that lvm2 is gone
+	if err != nil {
+		return err
+	}
+	d, err := p.own(p.device(record.String()))
+	if err == nil && d != nil && !d.deferred && d.opens == 0 {
+		_, err = dmRemove(d.name)
+	}
+	o.activating = err != nil
+	return err
+}
+
 // activate brings the device of a logical volume up.
 func (p *lvmPool) activate(ctx context.Context, o *logical, record Record) (*dmDevice, error) {
 	if o.missing {
 		return nil, p.gone(o, fmt.Errorf("%w: %s", errNoLV, p.path(record.String())))
 	}
 	if _, err := p.lvm.run(ctx, "lvchange", "-ay", "-K", p.path(record.String())); err != nil {
+		o.activating = o.activating || !lvmAnswered(err)
 		return nil, p.gone(o, err)
 	}
 	d, err := p.own(p.device(record.String()))

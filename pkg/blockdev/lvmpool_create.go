@@ -389,6 +389,11 @@ func (p *lvmPool) makeCut(ctx context.Context, o *logical, spec Spec) error {
 		if err == nil || !lvmAnswered(err) {
 			o.source, o.copied = name, 0
 		}
+		if err != nil {
+			p.mu.Lock()
+			p.space.at = time.Time{} // it may have been made
+			p.mu.Unlock()
+		}
 		return err
 	})
 }
@@ -467,7 +472,7 @@ func (p *lvmPool) whole(ctx context.Context, ref Ref) error {
 }
 
 func (p *lvmPool) grow(ctx context.Context, o *logical, record Record, size int64) error {
-	if err := p.dropCuts(ctx, record.Ref); err != nil {
+	if err := errors.Join(p.dropCuts(ctx, record.Ref), p.dropSpare(ctx, o)); err != nil {
 		return err
 	}
 	promise := size - record.Size
@@ -500,21 +505,39 @@ func (p *lvmPool) grow(ctx context.Context, o *logical, record Record, size int6
 	return nil
 }
 
+func spareOf(ref Ref) string { return "grow." + ref.Key }
+
+// dropSpare removes what is left of a growth that was cut short.
+func (p *lvmPool) dropSpare(ctx context.Context, o *logical) error {
+	if !o.spare {
+		return nil
+	}
+	if err := p.drop(ctx, spareOf(o.record.Ref), 0); err != nil {
+		return err
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	o.spare = false
+	p.space.at = time.Time{} // nobody counted it
+	return nil
+}
+
 // enlarge gives a logical volume space, which is pending. Linear volumes get none that
 // has not been zeroed: it is zeroed as a volume of its own, and then given over extent by
 // extent.
 func (p *lvmPool) enlarge(ctx context.Context, o *logical, ref Ref, have, size int64) error {
 	var where []string
-	spare := "grow." + ref.Key
+	spare := spareOf(ref)
 	if p.thin == "" {
+		o.spare = true
 		var err error
 		if where, err = p.prepareExtents(ctx, spare, size-have); err != nil {
-			undo, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTime)
-			defer cancel()
-			if ctx.Err() != nil { // the next growth removes it
+			if ctx.Err() != nil { // no time is left; the next growth removes it
 				return err
 			}
-			return errors.Join(err, p.drop(undo, spare, 0))
+			undo, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTime)
+			defer cancel()
+			return errors.Join(err, p.dropSpare(undo, o))
 		}
 	}
 	return p.lvm.hold(ctx, func(run runLVM) error {
@@ -522,6 +545,7 @@ func (p *lvmPool) enlarge(ctx context.Context, o *logical, ref Ref, have, size i
 			if _, err := run("lvremove", "-f", p.path(spare)); err != nil {
 				return err
 			}
+			o.spare = false
 			p.removeNodes(spare)
 		}
 		_, err := run(append([]string{"lvextend", "-L", strconv.FormatInt(size, 10) + "b", p.path(ref.String())}, where...)...)
@@ -538,18 +562,8 @@ func (p *lvmPool) enlarge(ctx context.Context, o *logical, ref Ref, have, size i
 // prepareExtents zeroes free extents of the group, as a logical volume of its own, and
 // returns which they are: DEVICE:FIRST-LAST.
 func (p *lvmPool) prepareExtents(ctx context.Context, spare string, size int64) ([]string, error) {
-	make := func() error {
-		_, err := p.lvm.run(ctx, "lvcreate", "-ay", "-Wn", "-Zn", "--addtag", tagOurs, "-n", spare,
-			"-l", strconv.FormatInt(size/p.extent, 10), p.group)
-		return err
-	}
-	err := make()
-	if errors.Is(err, ErrExists) { // of a growth that was cut short
-		if err = p.drop(ctx, spare, 0); err == nil {
-			err = make()
-		}
-	}
-	if err != nil {
+	if _, err := p.lvm.run(ctx, "lvcreate", "-ay", "-Wn", "-Zn", "--addtag", tagOurs, "-n", spare,
+		"-l", strconv.FormatInt(size/p.extent, 10), p.group); err != nil {
 		return nil, err
 	}
 	d, err := p.own(p.device(spare))

@@ -784,10 +784,6 @@ func TestLVMHangs(t *testing.T) {
 		}
 		for how, hang := range hangs {
 			for _, name := range []string{"create", "labels", "attach", "copy", "delete", "expand"} {
-				// lvm2 activates without the lock of the group.
-				if how == "locked" && name == "attach" {
-					continue
-				}
 				// What is stopped takes seconds to be killed.
 				if how == "stopped" && name != "attach" && name != "expand" {
 					continue
@@ -843,6 +839,64 @@ func TestLVMHangs(t *testing.T) {
 					return
 				}
 			}
+		}
+	})
+}
+
+// TestLVMCutShort: a call that ran out of time at any point can be tried again, also where
+// there is room for one of it only, and what is zeroed is not zeroed again.
+func TestLVMCutShort(t *testing.T) {
+	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 300*mib)}
+	f.url = f.group.URL() + "?reservePercent=0"
+	f.start()
+	all := capacityOf(t, f.pool).Available
+	for n := 1; n < 40; n += 2 {
+		f.make(vol("a"), 8*mib)
+		ctx := &endsAfter{Context: t.Context(), n: n}
+		_, err := f.pool.Expand(ctx, vol("a"), all)
+		if err == nil {
+			must(t, f.pool.Delete(t.Context(), vol("a")))
+			break
+		}
+		says(t, err, context.Canceled)
+		must(t, second(f.pool.Expand(t.Context(), vol("a"), all)))
+		must(t, f.pool.Delete(t.Context(), vol("a")))
+		if c := capacityOf(t, f.pool); c.Available != all {
+			t.Fatalf("%d looks at the context: capacity %+v, want %d", n, c, all)
+		}
+	}
+	// Each try zeroes some, so the last one has all.
+	tries := 1
+	for ; tries < 10; tries++ {
+		ctx := &endsAfter{Context: t.Context(), n: 7}
+		_, err := f.pool.Create(ctx, blockdev.Spec{Ref: vol("b"), Name: "b", Size: all})
+		if err == nil {
+			break
+		}
+		says(t, err, context.Canceled)
+	}
+	if tries == 1 || tries == 10 {
+		t.Errorf("it took %d tries to zero %d bytes", tries, all)
+	}
+}
+
+// TestLVMCutActivation: a device that lvm2 brought up after the call for it had failed is
+// not taken for one that is to be kept.
+func TestLVMCutActivation(t *testing.T) {
+	onLVM(t, func(f *lvmFixture) {
+		f.make(vol("a"), 8*mib)
+		for _, how := range []blockdev.Attachment{{}, {ReadOnly: true}, {Keep: true}} {
+			drivertest.Run(f, "lvchange", "-q", "-ay", "-K", f.path(vol("a")))
+			blockdev.Activating(f.pool, vol("a"))
+			device, err := f.pool.Attach(f.Context(), vol("a"), how)
+			must(f, err)
+			must(f, device.Close())
+			devices, err := f.pool.Attached(f.Context(), vol("a"))
+			must(f, err)
+			if len(devices) > 0 != how.Keep {
+				f.Errorf("%+v: %v are left", how, devices)
+			}
+			must(f, f.pool.Detach(f.Context(), vol("a")))
 		}
 	})
 }

@@ -29,6 +29,7 @@ type step struct {
 	Done    bool
 	What    string
 	Ref     blockdev.Ref
+	Origin  blockdev.Ref // of a copy
 	Content string // what the object is full of afterwards; empty: not known
 	Size    int64
 	Label   string
@@ -123,6 +124,7 @@ func TestLVMKillChild(t *testing.T) {
 			} else if what == "snapshot" {
 				origin = volume.Ref
 			}
+			from.Origin = origin
 			device, err := pool.Attach(ctx, origin, blockdev.Attachment{ReadOnly: origin.Kind == blockdev.Snapshot})
 			stop, stopped := make(chan struct{}), make(chan struct{})
 			go func() {
@@ -186,12 +188,12 @@ func TestLVMKillChild(t *testing.T) {
 
 // replay returns what the journal says of each object: as it was when that was last done,
 // and as it would be after what was not done any more.
-func replay(t testing.TB, path string) (was map[blockdev.Ref]step, last step, failures []string) {
+func replay(t testing.TB, path string) (was map[blockdev.Ref]step, last step, failures []string, kept map[blockdev.Ref]bool) {
 	t.Helper()
-	was = map[blockdev.Ref]step{}
+	was, kept = map[blockdev.Ref]step{}, map[blockdev.Ref]bool{}
 	file, err := os.Open(path)
 	if errors.Is(err, os.ErrNotExist) {
-		return was, last, nil
+		return was, last, nil, kept
 	}
 	must(t, err)
 	defer file.Close()
@@ -209,9 +211,12 @@ func replay(t testing.TB, path string) (was map[blockdev.Ref]step, last step, fa
 		case s.Done:
 			was[s.Ref] = s
 		}
+		if s.What == "keep" {
+			kept[s.Ref] = true
+		}
 		last = s
 	}
-	return was, last, failures
+	return was, last, failures, kept
 }
 
 // TestLVMKill: what was done stays, what was being done is done or not, and nothing else is
@@ -270,7 +275,7 @@ func TestLVMKill(t *testing.T) {
 				f.Errorf("round %d: the child failed: %s", rounds, out)
 			}
 			f.afterKill(journal, mode, lvms)
-			_, last, failures := replay(f, journal)
+			_, last, failures, _ := replay(f, journal)
 			counts[mode+" during "+last.What]++
 			for _, failure := range failures {
 				if mode != "lvm" || !strings.Contains(failure, "(unavailable: true)") {
@@ -302,7 +307,7 @@ func (f *lvmFixture) afterKill(journal, mode string, lvms []int) {
 	}
 	ctx := context.Background()
 	f.pool = openURL(f, f.url)
-	was, last, _ := replay(f, journal)
+	was, last, _, kept := replay(f, journal)
 	what := fmt.Sprintf("%s killed during %+v", mode, last)
 	for _, volume := range f.lv("lv_name,lv_tags") {
 		if strings.Contains(volume, "state=") || strings.HasPrefix(volume, "grow.") || strings.HasPrefix(volume, "cut.") {
@@ -318,7 +323,11 @@ func (f *lvmFixture) afterKill(journal, mode string, lvms []int) {
 	must(f, err)
 	for ref, devices := range orphans {
 		must(f, f.pool.Detach(ctx, ref))
-		_ = devices
+		// Of what was being attached nobody could say yet whether it is to be kept; between two
+		// steps that may be any.
+		if !kept[ref] && mode != "lvm" && !last.Done && ref != last.Ref && ref != last.Origin {
+			f.Errorf("%s: %v of %s were not to be kept", what, devices, ref)
+		}
 	}
 	for deadline := time.Now().Add(time.Second); len(f.group.DeviceNames()) > 0 && time.Now().Before(deadline); {
 		time.Sleep(10 * time.Millisecond)
