@@ -117,14 +117,16 @@ func (l *lvm) command(ctx context.Context, args []string) ([]row, error) {
 			return nil, fmt.Errorf("%w: %q in lvm %s", ErrInvalid, arg, line)
 		}
 	}
-	if l.session == nil {
-		l.end()
-		if l.broken {
-			l.broken = false
-			l.recover(func(args ...string) ([]row, error) { return l.command(ctx, args) })
-		}
+	if l.session == nil && l.broken {
+		l.end() // it has a last word in what is suspended
+		l.broken = false
+		l.recover(func(args ...string) ([]row, error) { return l.command(ctx, args) })
 	}
 	if l.session == nil { // recovering may have started one
+		l.end()
+		if err := ctx.Err(); err != nil {
+			return nil, fmt.Errorf("lvm %s: %w", line, err)
+		}
 		var err error
 		// Without udev_sync (see DM_DISABLE_UDEV in libdm): in a container there is no udev
 		// to wait for, and device nodes come from the kernel and from libdm.

@@ -494,6 +494,12 @@ func (p *lvmPool) Delete(ctx context.Context, ref Ref) error {
 	if o == nil {
 		return nil
 	}
+	o.attaching.Lock()
+	err := p.settle(ctx, o, o.record)
+	o.attaching.Unlock()
+	if err != nil {
+		return err
+	}
 	if devices, err := p.Attached(ctx, ref); err != nil {
 		return err
 	} else if len(devices) > 0 && p.isReady(o) { // else it is ours alone
