@@ -109,7 +109,11 @@ func (s *Session) Ask(ctx context.Context, request string, complete func(answer 
 // after a few seconds it is killed.
 func (s *Session) Close() {
 	s.input.Close()
-	_ = syscall.Kill(-s.cmd.Process.Pid, syscall.SIGTERM)
+	select {
+	case <-s.ended: // its number may be another's by now
+	default:
+		_ = syscall.Kill(-s.cmd.Process.Pid, syscall.SIGTERM)
+	}
 	select {
 	case <-s.ended:
 	case <-time.After(sessionGrace):

@@ -33,7 +33,7 @@ type Group struct {
 
 var lvmConfig = `
 activation { udev_sync=0 udev_rules=0 verify_udev_operations=0 monitoring=0 }
-devices { use_devicesfile=0 obtain_device_list_from_udev=0 global_filter=["a|^/dev/loop|", "a|^/dev/mapper/ashlar-|", "r|.*|"] }
+devices { use_devicesfile=0 obtain_device_list_from_udev=0 global_filter=[%s, "r|.*|"] }
 backup { backup=0 archive=0 }
 global { use_lvmpolld=0 notify_dbus=0 }
 `
@@ -46,30 +46,52 @@ var groups int
 func NewGroup(t testing.TB, sizes ...int64) *Group {
 	t.Helper()
 	NeedLVM(t)
-	setUpLVM(t)
-	dir := Dir(t)
-	groups++
-	g := &Group{Name: fmt.Sprintf("ashlar-%d-%d", os.Getpid(), groups)}
-	for i, size := range sizes {
-		image := filepath.Join(dir, fmt.Sprintf("disk%d", i))
-		must(t, os.WriteFile(image, nil, 0o600))
-		must(t, os.Truncate(image, size))
-		device := Loop(t, image)
-		g.Devices = append(g.Devices, device)
-		t.Cleanup(func() { Run(t, "losetup", "-d", device) })
+	var devices []string
+	for _, size := range sizes {
+		devices = append(devices, Disk(t, size))
 	}
+	return NewGroupOn(t, devices...)
+}
+
+// Disk makes a sparse file of a size (bytes), and a loop device over it for the time of a test.
+func Disk(t testing.TB, size int64) (device string) {
+	t.Helper()
+	image := filepath.Join(Dir(t), "disk")
+	must(t, os.WriteFile(image, nil, 0o600))
+	must(t, os.Truncate(image, size))
+	device = Loop(t, image)
+	t.Cleanup(func() {
+		for _, device := range strings.Fields(Run(t, "losetup", "-n", "-O", "NAME", "-j", image)) { // the test may have moved it
+			Run(t, "losetup", "-d", device)
+		}
+	})
+	return device
+}
+
+// NewGroupOn is NewGroup on devices that are there: loop devices, or devices of the device
+// mapper that are named ashlar-... .
+func NewGroupOn(t testing.TB, devices ...string) *Group {
+	t.Helper()
+	NeedLVM(t)
+	filter := `"a|^/dev/loop|"`
+	if strings.HasPrefix(devices[0], "/dev/mapper/") { // and not what is under it, which has the same bytes
+		filter = `"a|^/dev/mapper/ashlar-|"`
+	}
+	setUpLVM(t, filter)
+	groups++
+	g := &Group{Name: fmt.Sprintf("ashlar-%d-%d", os.Getpid(), groups), Devices: devices}
 	Run(t, append([]string{"vgcreate", "-q", g.Name}, g.Devices...)...)
 	t.Cleanup(func() { g.remove(t) })
 	return g
 }
 
 // setUpLVM gives the programs of lvm2, and the driver, settings of their own.
-func setUpLVM(t testing.TB) {
+func setUpLVM(t testing.TB, filter string) {
 	t.Helper()
 	dir := filepath.Join(Dir(t), "lvm")
 	must(t, os.MkdirAll(filepath.Join(dir, "profile"), 0o700))
 	must(t, os.MkdirAll("/run/lock/lvm", 0o700))
-	must(t, os.WriteFile(filepath.Join(dir, "lvm.conf"), []byte(lvmConfig), 0o600))
+	must(t, os.WriteFile(filepath.Join(dir, "lvm.conf"), fmt.Appendf(nil, lvmConfig, filter), 0o600))
 	profile, err := os.ReadFile("/etc/lvm/profile/lvmdbusd.profile")
 	must(t, err)
 	must(t, os.WriteFile(filepath.Join(dir, "profile", "lvmdbusd.profile"), profile, 0o600))

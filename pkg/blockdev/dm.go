@@ -26,6 +26,7 @@ const (
 	dmDevSuspend   = 0x06 // without the flag: resume
 	dmDevStatus    = 0x07
 	dmTableLoad    = 0x09
+	dmTableClear   = 0x0a
 	dmTableStatus  = 0x0c
 	dmListVersions = 0x0d
 	dmTargetMsg    = 0x0e
@@ -43,6 +44,9 @@ const (
 // look for no filesystem, no volume group and nothing else on what belongs to a tenant.
 const dmNoScan = (0x2 | 0x4 | 0x8) << 16
 
+// dmNameSize is the size of the name of a device, with the zero at its end (DM_NAME_LEN).
+const dmNameSize = 128
+
 type dmHeader struct {
 	version     [3]uint32
 	dataSize    uint32
@@ -53,7 +57,7 @@ type dmHeader struct {
 	eventNr     uint32
 	_           uint32
 	dev         uint64
-	name        [128]byte
+	name        [dmNameSize]byte
 	uuid        [129]byte
 	_           [7]byte
 }
@@ -174,6 +178,14 @@ func dmResume(name string, event uint32) error {
 	}, nil)
 	if err != nil {
 		return fmt.Errorf("resume device %s: %w", name, systemError(err))
+	}
+	return nil
+}
+
+// dmClear forgets a table that was loaded and not brought into effect.
+func dmClear(name string) error {
+	if _, _, err := dmCall(dmTableClear, dmNamed(name), nil); err != nil {
+		return fmt.Errorf("clear the loaded table of device %s: %w", name, systemError(err))
 	}
 	return nil
 }

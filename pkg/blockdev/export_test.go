@@ -10,3 +10,14 @@ func Abandon(pool Pool, ref Ref) {
 	defer p.mu.Unlock()
 	p.objects[ref].touched = time.Now().Add(-abandonedAfter - time.Second)
 }
+
+// Age makes an LVM pool believe that its last report is old.
+func Age(pool Pool) {
+	p := pool.(*lvmPool)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.space.at = p.space.at.Add(-lvmFresh)
+}
+
+// Activating makes an LVM pool believe that the activation of an object was cut short.
+func Activating(pool Pool, ref Ref) { pool.(*lvmPool).find(ref).activating = true }

@@ -25,11 +25,13 @@ type lvm struct {
 	turn    chan struct{} // holds one token while nobody has the turn
 	session *command.Session
 	broken  bool // a command was cut short: devices may have stayed suspended
+	// ending, if set, waits for a session that was given up; the turn comes after it.
+	ending func()
 	// recover is called, with the turn, before the first command after one was cut short.
-	recover func()
+	recover func(run runLVM)
 }
 
-func newLVM(recover func()) *lvm {
+func newLVM(recover func(run runLVM)) *lvm {
 	l := &lvm{turn: make(chan struct{}, 1), recover: recover}
 	l.turn <- struct{}{}
 	return l
@@ -56,8 +58,21 @@ func (l *lvm) hold(ctx context.Context, do func(run runLVM) error) error {
 	case <-ctx.Done():
 		return fmt.Errorf("wait for lvm: %w", ctx.Err())
 	}
-	defer func() { l.turn <- struct{}{} }()
+	defer l.release()
 	return do(func(args ...string) ([]row, error) { return l.command(ctx, args) })
+}
+
+// release passes the turn on; but not before a session that was given up is gone, which
+// the caller, whose time may be over, does not wait for.
+func (l *lvm) release() {
+	if l.ending == nil {
+		l.turn <- struct{}{}
+		return
+	}
+	go func() {
+		l.end()
+		l.turn <- struct{}{}
+	}()
 }
 
 func (l *lvm) close() {
@@ -71,26 +86,46 @@ func (l *lvm) end() {
 		l.session.Close()
 		l.session = nil
 	}
+	if l.ending != nil {
+		l.ending()
+		l.ending = nil
+	}
 }
 
 // lvmSettings hold for every command: no daemon is started or told, and no copy of the
 // metadata is written to /etc, which in a container is nobody's.
 const lvmSettings = ` -y --config 'activation{monitoring=0} global{notify_dbus=0} backup{backup=0 archive=0}'`
 
+// lvmWords is how many words a command may have (MAX_ARGS of lvm2's tools.h is 64), without
+// those of lvmSettings.
+const lvmWords = 64 - 5
+
 // lvmArgument is what an argument may be: the shell has nothing to take apart in it.
 var lvmArgument = regexp.MustCompile(`^[-A-Za-z0-9_+./=!:&#@,%|]+$`)
 
 func (l *lvm) command(ctx context.Context, args []string) ([]row, error) {
 	line := strings.Join(args, " ")
+	// lvm2's shell says nothing in answer to a line of too many words.
+	if len(args) > lvmWords {
+		return nil, fmt.Errorf("%w: a command of %d words, %d are the most: lvm %.200s...", ErrInvalid, len(args), lvmWords, line)
+	}
+	if err := ctx.Err(); err != nil {
+		return nil, fmt.Errorf("lvm %s: %w", line, err)
+	}
 	for _, arg := range args {
 		if !lvmArgument.MatchString(arg) {
 			return nil, fmt.Errorf("%w: %q in lvm %s", ErrInvalid, arg, line)
 		}
 	}
-	if l.session == nil {
-		if l.broken {
-			l.broken = false
-			l.recover()
+	if l.session == nil && l.broken {
+		l.end() // it has a last word in what is suspended
+		l.broken = false
+		l.recover(func(args ...string) ([]row, error) { return l.command(ctx, args) })
+	}
+	if l.session == nil { // recovering may have started one
+		l.end()
+		if err := ctx.Err(); err != nil {
+			return nil, fmt.Errorf("lvm %s: %w", line, err)
 		}
 		var err error
 		// Without udev_sync (see DM_DISABLE_UDEV in libdm): in a container there is no udev
@@ -136,7 +171,7 @@ func (l *lvm) ask(ctx context.Context, line string) (lvmAnswer, error) {
 		return answer, nil
 	}
 	l.broken = true
-	l.end()
+	l.ending, l.session = l.session.Close, nil
 	if ctx.Err() == nil {
 		err = fmt.Errorf("%w: %w", errLVMBroken, err)
 	}
@@ -196,6 +231,9 @@ var lvmErrors = []struct {
 	{"pvs missing", ErrUnavailable},
 	{"refusing activation of partial", ErrUnavailable},
 	{"volume group", ErrUnavailable}, // "... not found", "Cannot process ..."; after all that name one
+	{"failed to write", ErrUnavailable},
+	{"error writing device", ErrUnavailable},
+	{"error reading device", ErrUnavailable},
 	{"is in use", ErrInUse},
 	{"filesystem in use", ErrInUse},
 	{"used by another device", ErrInUse},

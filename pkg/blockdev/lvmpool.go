@@ -42,8 +42,9 @@ type lvmPool struct {
 
 	mu sync.Mutex
 	index[*logical]
-	damaged map[Ref]error // records that cannot be read
-	strays  []string      // volumes named like ours, without our tag
+	damaged map[Ref]error   // records that cannot be read
+	held    map[string]bool // devices that Suspend has suspended
+	strays  []string        // volumes named like ours, without our tag
 	space   lvmSpace
 }
 
@@ -57,8 +58,10 @@ type logical struct {
 	missing bool     // it was there, and is not in the last report
 	ill     string
 
-	attaching sync.Mutex // held while devices are brought up
+	attaching  sync.Mutex // held while devices are brought up
+	activating bool       // lvm2 was cut short while it brought the device up
 
+	spare  bool // grow.KEY may be there still, of a growth that was cut short
 	active bool // somebody is making it ready, or removing it
 	// Of an unfinished copy:
 	copied  int64     // bytes that are in place
@@ -81,9 +84,9 @@ func (p *lvmPool) device(volume string) string {
 }
 
 func openLVMPool(ctx context.Context, name string, loc Location) (_ Pool, err error) {
-	p := &lvmPool{name: name, location: loc, index: newIndex[*logical](), damaged: map[Ref]error{}}
+	p := &lvmPool{name: name, location: loc, index: newIndex[*logical](), damaged: map[Ref]error{}, held: map[string]bool{}}
 	p.group, p.thin, _ = strings.Cut(loc.Path, "/")
-	p.lvm = newLVM(func() { p.resume(context.WithoutCancel(ctx)) })
+	p.lvm = newLVM(func(run runLVM) { p.resumeOwn(context.WithoutCancel(ctx), run) })
 	defer func() {
 		if err != nil {
 			p.Close()
@@ -99,6 +102,9 @@ func openLVMPool(ctx context.Context, name string, loc Location) (_ Pool, err er
 	if p.extent, err = strconv.ParseInt(first["vg_extent_size"], 10, 64); err != nil || p.extent%Granularity != 0 || p.extent == 0 {
 		return nil, fmt.Errorf("%w: volume group %s has extents of %q bytes; a multiple of %d is needed", ErrUnsupported, p.group, first["vg_extent_size"], Granularity)
 	}
+	if longest := p.device("cut.snap."+strings.Repeat("0", 32)) + readOnlySuffix; len(longest) >= dmNameSize {
+		return nil, fmt.Errorf("%w: the name of volume group %s is too long, as the kernel takes names of devices of %d bytes; vgrename it", ErrUnsupported, p.group, dmNameSize-1)
+	}
 	if err := p.exclude(); err != nil {
 		return nil, err
 	}
@@ -107,7 +113,12 @@ func openLVMPool(ctx context.Context, name string, loc Location) (_ Pool, err er
 			return nil, err
 		}
 	}
-	p.resume(ctx)
+	p.resume(ctx, func(args ...string) ([]row, error) { return p.lvm.run(ctx, args...) }, func(volume string) bool {
+		return slices.ContainsFunc(rows, func(r row) bool {
+			_, tagged, ok := p.ours(r)
+			return r["lv_name"] == volume && tagged && (ok || leftover(volume))
+		})
+	})
 	// Again, as what another process did until it let go of the lock may not be in it.
 	if rows, err = p.reportNow(ctx); err != nil {
 		return nil, err
@@ -200,12 +211,23 @@ func (p *lvmPool) openThin(ctx context.Context, rows []row) error {
 // ours tells which object of this pool a row of the report is; false for what belongs to
 // others or to another pool.
 func (p *lvmPool) ours(r row) (ref Ref, tagged, ok bool) {
+	tagged = len(ourTags(r)) > 0
 	if r["pool_lv"] != p.thin || (p.thin == "" && !strings.Contains(r["lv_layout"], "linear")) {
-		return ref, false, false
+		return ref, tagged, false
 	}
 	kind, key, _ := strings.Cut(r["lv_name"], ".")
 	ref = Ref{Kind(kind), key}
-	return ref, slices.Contains(splitTags(r), tagOurs), ref.validate() == nil
+	return ref, tagged, ref.validate() == nil
+}
+
+// leftover reports whether a volume with our tag is what is left of a growth or a copy.
+func leftover(volume string) bool {
+	if key, ok := strings.CutPrefix(volume, "grow."); ok {
+		return ValidKey(key)
+	}
+	of, ok := strings.CutPrefix(volume, "cut.")
+	kind, key, _ := strings.Cut(of, ".")
+	return ok && Ref{Kind(kind), key}.validate() == nil
 }
 
 func splitTags(r row) []string { return strings.Split(r["lv_tags"], ",") }
@@ -222,7 +244,7 @@ func (p *lvmPool) load(rows []row) (leftovers []string, err error) {
 		ref, tagged, ok := p.ours(r)
 		volume := r["lv_name"]
 		switch {
-		case !ok && p.thin == "" && slices.Contains(splitTags(r), tagOurs) && (strings.HasPrefix(volume, "grow.") || strings.HasPrefix(volume, "cut.")):
+		case !ok && p.thin == "" && slices.Contains(splitTags(r), tagOurs) && leftover(volume):
 			leftovers = append(leftovers, volume)
 		case !ok:
 		case !tagged:
@@ -287,30 +309,53 @@ func (p *lvmPool) refresh(ctx context.Context, atMost time.Duration) error {
 }
 
 // resume ends the suspension of devices of this pool: an lvm2 that was killed may have
-// left some.
-func (p *lvmPool) resume(ctx context.Context) {
-	names, err := dmNames(p.device(""))
-	for _, name := range names {
-		var d *dmDevice
-		if d, err = dmFind(name); err != nil || d == nil || !d.suspended || !strings.HasPrefix(d.uuid, "LVM-"+p.uuid) {
-			continue
-		}
-		if volume := strings.TrimPrefix(name, p.device("")); !ourDevice(volume) && (p.thin == "" || !strings.HasPrefix(name, p.device(p.thin))) {
-			continue
-		}
-		klog.FromContext(ctx).Info("Resuming a device that was left suspended", "pool", p.name, "device", name)
-		if err = dmResume(name, 0); err != nil {
-			break
+// left some. A table that was loaded for them may show extents that the metadata gives to
+// nobody, as nobody knows whether that was written; so each goes on as it was, and then
+// lvm2 brings it to what its metadata says. Devices of others may be suspended because
+// their lvm2 is at work.
+func (p *lvmPool) resume(ctx context.Context, run runLVM, ours func(volume string) bool) {
+	report := func(err error) {
+		if err != nil {
+			klog.FromContext(ctx).Error(err, "could not make sure that no device is left suspended", "pool", p.name)
 		}
 	}
-	if err != nil {
-		klog.FromContext(ctx).Error(err, "could not make sure that no device is left suspended", "pool", p.name)
+	names, err := dmNames(p.device(""))
+	report(err)
+	resumed := map[string]bool{}
+	for _, name := range names {
+		// A volume may have several: -real and -cow, of a thin pool -tpool, _tdata and _tmeta.
+		volume, _, _ := strings.Cut(strings.TrimPrefix(name, p.device("")), "-")
+		if p.thin != "" && strings.HasPrefix(name, p.device(p.thin)) {
+			volume = p.thin
+		} else if !ours(volume) {
+			continue
+		}
+		p.mu.Lock()
+		held := p.held[name]
+		p.mu.Unlock()
+		d, err := dmFind(name)
+		if err == nil && d != nil && d.suspended && !held && strings.HasPrefix(d.uuid, "LVM-"+p.uuid) {
+			klog.FromContext(ctx).Info("Resuming a device that was left suspended", "pool", p.name, "device", name)
+			resumed[volume] = true
+			err = errors.Join(dmClear(name), dmResume(name, 0))
+		}
+		report(err)
+	}
+	for volume := range resumed {
+		_, err := run("lvchange", "--refresh", p.path(volume))
+		report(err)
 	}
 }
 
-func ourDevice(volume string) bool {
-	kind, rest, _ := strings.Cut(volume, ".")
-	return rest != "" && slices.Contains([]string{string(Volume), string(Snapshot), "grow", "cut"}, kind)
+// resumeOwn is resume for the objects that are known.
+func (p *lvmPool) resumeOwn(ctx context.Context, run runLVM) {
+	p.resume(ctx, run, func(volume string) bool {
+		if leftover(volume) { // nobody else makes such
+			return true
+		}
+		kind, key, _ := strings.Cut(volume, ".")
+		return p.find(Ref{Kind(kind), key}) != nil
+	})
 }
 
 // sweep finishes what a crash, or a caller that never came back, left half-done. A
@@ -320,6 +365,10 @@ func (p *lvmPool) sweep(ctx context.Context, leftovers []string) {
 		if err != nil {
 			klog.FromContext(ctx).Error(err, "could not finish what was left half-done; the next start tries again", "pool", p.name, "volume", p.path(volume))
 		}
+	}
+	if err := p.complete(ctx); err != nil {
+		report(err, "*")
+		return
 	}
 	for _, volume := range leftovers {
 		report(p.drop(ctx, volume, 0), volume)
@@ -461,9 +510,15 @@ func (p *lvmPool) Delete(ctx context.Context, ref Ref) error {
 	if o == nil {
 		return nil
 	}
+	o.attaching.Lock()
+	err := p.settle(ctx, o, o.record)
+	o.attaching.Unlock()
+	if err != nil {
+		return err
+	}
 	if devices, err := p.Attached(ctx, ref); err != nil {
 		return err
-	} else if len(devices) > 0 {
+	} else if len(devices) > 0 && p.isReady(o) { // else it is ours alone
 		return fmt.Errorf("%w: %s in pool %s is attached as %s", ErrInUse, ref, p.name, devices[0].Path)
 	}
 	p.mu.Lock()
@@ -476,6 +531,12 @@ func (p *lvmPool) Delete(ctx context.Context, ref Ref) error {
 	return p.remove(ctx, ref)
 }
 
+func (p *lvmPool) isReady(o *logical) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return o.state == ready
+}
+
 // remove takes the logical volume away, and with it the record: to lvm2 that is one
 // change of its metadata. What fails is tried again by the next Create or Capacity, if
 // the object was nobody's already.
@@ -484,11 +545,17 @@ func (p *lvmPool) remove(ctx context.Context, ref Ref) error {
 	if o == nil {
 		return nil
 	}
-	err := p.dropCuts(ctx, ref)
+	err := p.complete(ctx)
+	if err == nil {
+		err = p.dropCuts(ctx, ref)
+	}
+	if err == nil {
+		err = p.dropSpare(ctx, o)
+	}
 	if err == nil && o.source != "" {
 		err = p.drop(ctx, o.source, p.cutSize(o.record.Size))
 	}
-	if err == nil {
+	if err == nil && o.made { // else what is named so is another's
 		err = p.detach(ctx, ref)
 	}
 	if err == nil && o.made {
@@ -506,16 +573,29 @@ func (p *lvmPool) remove(ctx context.Context, ref Ref) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if err != nil {
-		o.active, o.touched = false, time.Now()
+		o.active, o.touched = false, time.Time{} // nobody's, if it was not ready
+		p.space.at = time.Time{}                 // it may have been carried out
 		return fmt.Errorf("remove %s from pool %s: %w", ref, p.name, err)
 	}
 	p.index.remove(ref)
 	p.space.promised -= o.record.Size
-	if !o.made {
+	if o.made {
+		p.removeNodes(ref.String())
+	} else {
 		p.space.pending -= o.record.Size
 	}
-	p.removeNodes(ref.String())
 	return nil
+}
+
+// complete makes sure that no physical volume of the group is missing: lvm2 would remove
+// volumes even so, and have the disk thrown out of the group when it is back.
+func (p *lvmPool) complete(ctx context.Context) error {
+	if err := p.refresh(ctx, lvmFresh); err != nil {
+		return err
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.space.complete(p.group)
 }
 
 // drop removes a logical volume that is no object: size is what that frees, in bytes.

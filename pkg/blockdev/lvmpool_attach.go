@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"strings"
 	"time"
 
@@ -21,6 +22,9 @@ const readOnlySuffix = "-readonly"
 // devices returns the devices of an object, of which either may be nil. The logical
 // volume is not listed where it is active only because the read-only device needs it.
 func (p *lvmPool) devices(ref Ref) (writable, readOnly *dmDevice, base *dmDevice, err error) {
+	if slices.Contains(p.strays, p.path(ref.String())) {
+		return nil, nil, nil, nil // another's
+	}
 	name := p.device(ref.String())
 	if readOnly, err = p.own(name + readOnlySuffix); err != nil {
 		return nil, nil, nil, err
@@ -72,6 +76,9 @@ const attachTries = 5
 func (p *lvmPool) attach(ctx context.Context, o *logical, record Record, how Attachment) (Device, error) {
 	o.attaching.Lock() // a snapshot may be the source of several copies at once
 	defer o.attaching.Unlock()
+	if err := p.settle(ctx, o, record); err != nil {
+		return Device{}, err
+	}
 	for try := 0; ; try++ {
 		device, err := p.attachOnce(ctx, o, record, how)
 		vanished := errors.Is(err, unix.ENXIO) || errors.Is(err, unix.ENODEV) || errors.Is(err, os.ErrNotExist)
@@ -81,7 +88,7 @@ func (p *lvmPool) attach(ctx context.Context, o *logical, record Record, how Att
 	}
 }
 
-func (p *lvmPool) attachOnce(ctx context.Context, o *logical, record Record, how Attachment) (Device, error) {
+func (p *lvmPool) attachOnce(ctx context.Context, o *logical, record Record, how Attachment) (_ Device, err error) {
 	writable, readOnly, base, err := p.devices(record.Ref)
 	if err != nil {
 		return Device{}, err
@@ -97,6 +104,12 @@ func (p *lvmPool) attachOnce(ctx context.Context, o *logical, record Record, how
 		if base, err = p.activate(ctx, o, record); err != nil {
 			return Device{}, err
 		}
+		defer func() {
+			if err != nil { // nobody has it
+				_, removed := dmRemove(base.name)
+				err = errors.Join(err, removed)
+			}
+		}()
 	}
 	held, err := openDM(base, os.O_RDONLY)
 	if err != nil {
@@ -150,12 +163,31 @@ func (p *lvmPool) attachOnce(ctx context.Context, o *logical, record Record, how
 	return NewDevice(readOnly.path(), readOnly.number, size, true, above.Close), nil
 }
 
+// settle takes away a device that lvm2 brought up after the call that wanted it had failed.
+// It would look like one that is to be kept.
+func (p *lvmPool) settle(ctx context.Context, o *logical, record Record) error {
+	if !o.activating {
+		return nil
+	}
+	err := p.lvm.hold(ctx, func(runLVM) error { return nil }) // until that lvm2 is gone
+	if err != nil {
+		return err
+	}
+	d, err := p.own(p.device(record.String()))
+	if err == nil && d != nil && !d.deferred && d.opens == 0 {
+		_, err = dmRemove(d.name)
+	}
+	o.activating = err != nil
+	return err
+}
+
 // activate brings the device of a logical volume up.
 func (p *lvmPool) activate(ctx context.Context, o *logical, record Record) (*dmDevice, error) {
 	if o.missing {
 		return nil, p.gone(o, fmt.Errorf("%w: %s", errNoLV, p.path(record.String())))
 	}
 	if _, err := p.lvm.run(ctx, "lvchange", "-ay", "-K", p.path(record.String())); err != nil {
+		o.activating = o.activating || !lvmAnswered(err)
 		return nil, p.gone(o, err)
 	}
 	d, err := p.own(p.device(record.String()))

@@ -108,6 +108,9 @@ func (p *lvmPool) begin(ctx context.Context, spec Spec) (*logical, error) {
 			return nil, err
 		}
 		if p.thin != "" {
+			if err := p.whole(ctx, spec.Origin); err != nil {
+				return nil, err
+			}
 			if err := p.flush(spec.Origin); err != nil {
 				return nil, err
 			}
@@ -153,7 +156,7 @@ func (p *lvmPool) begin(ctx context.Context, spec Spec) (*logical, error) {
 		case errors.Is(err, ErrExists):
 			err = fmt.Errorf("%w: a logical volume of that name is there that is not known to this pool: %w; remove or rename it by hand", ErrPrecondition, err)
 			return err
-		case lvmAnswered(err):
+		case errors.Is(err, ErrNoSpace), errors.Is(err, ErrInvalid), errors.Is(err, errNoLV):
 			return err
 		default: // it may have been made, or not
 			p.unreserve(spec.Size)
@@ -197,14 +200,17 @@ func (p *lvmPool) giveUp(ctx context.Context, o *logical, spec Spec, cause error
 	}
 	ended := errors.Is(cause, context.Canceled) || errors.Is(cause, context.DeadlineExceeded)
 	p.mu.Lock()
-	resume := ended && o.copied > 0 && (o.source != "" || spec.Origin.Kind == Snapshot)
-	if resume {
+	switch resume := o.copied > 0 && (o.source != "" || spec.Origin.Kind != Volume); {
+	case ended && resume:
 		o.touched, o.active = time.Now(), false
-	} else {
+	case ended: // no time is left; the next call undoes it
+		o.state, o.record.Ready = creating, false
+		o.touched, o.active = time.Time{}, false
+	default:
 		o.state, o.record.Ready = creating, false
 	}
 	p.mu.Unlock()
-	if resume {
+	if ended {
 		return
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTime)
@@ -233,7 +239,7 @@ func (p *lvmPool) fill(ctx context.Context, o *logical, spec Spec) error {
 	record := o.record
 	switch {
 	case p.thin == "" && spec.Origin == (Ref{}):
-		err = zeroRange(ctx, target, 0, spec.Size)
+		o.copied, err = zeroFrom(ctx, target, o.copied, spec.Size)
 	case p.thin == "":
 		if err = p.copyOrigin(ctx, o, target, spec); err == nil && o.source != "" {
 			record.Created = o.cut
@@ -291,10 +297,22 @@ func (p *lvmPool) Suspend(_ context.Context, ref Ref) (resume func() error, err 
 	if err != nil || writable == nil {
 		return nothing, err
 	}
+	hold := func(held bool) {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		if held {
+			p.held[writable.name] = true
+		} else {
+			delete(p.held, writable.name)
+		}
+	}
+	hold(true)
 	if err := dmSuspend(writable.name); err != nil {
+		hold(false)
 		return nil, err
 	}
 	return func() error {
+		defer hold(false)
 		d, err := p.own(writable.name)
 		if err != nil || d == nil || !d.suspended {
 			return err
@@ -410,6 +428,11 @@ func (p *lvmPool) makeCut(ctx context.Context, o *logical, spec Spec) error {
 		if err == nil || !lvmAnswered(err) {
 			o.source, o.copied = name, 0
 		}
+		if err != nil {
+			p.mu.Lock()
+			p.space.at = time.Time{} // it may have been made
+			p.mu.Unlock()
+		}
 		return err
 	})
 }
@@ -447,7 +470,14 @@ func (p *lvmPool) Expand(ctx context.Context, ref Ref, size int64) (Record, erro
 			return Record{}, err
 		}
 	}
-	if size = max(size, o.size); size > record.Size {
+	// Also because what a growth that was cut short did is not known without a report.
+	if err := p.whole(ctx, ref); err != nil {
+		return Record{}, fmt.Errorf("expand %s in pool %s: %w", ref, p.name, err)
+	}
+	p.mu.Lock()
+	size = max(size, o.size)
+	p.mu.Unlock()
+	if size > record.Size {
 		if err := p.grow(ctx, o, record, size); err != nil {
 			return Record{}, fmt.Errorf("expand %s in pool %s to %d bytes: %w", ref, p.name, size, err)
 		}
@@ -459,8 +489,29 @@ func (p *lvmPool) Expand(ctx context.Context, ref Ref, size int64) (Record, erro
 	return copyOf(o.record), nil
 }
 
+// whole makes sure that all of the logical volume of a ready object is there: what is lost
+// is not made up for.
+func (p *lvmPool) whole(ctx context.Context, ref Ref) error {
+	if err := p.refresh(ctx, lvmFresh); err != nil {
+		return err
+	}
+	o, record, err := p.lookup(ref)
+	if err != nil {
+		return err
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if o.missing {
+		return fmt.Errorf("%w: the logical volume %s is gone; restore it from a backup, or delete the volume", ErrDataLoss, p.path(ref.String()))
+	}
+	if o.size < record.Size {
+		return fmt.Errorf("%w: %s has %d bytes, the record says %d; restore it from a backup, or delete the volume", ErrDataLoss, p.path(ref.String()), o.size, record.Size)
+	}
+	return nil
+}
+
 func (p *lvmPool) grow(ctx context.Context, o *logical, record Record, size int64) error {
-	if err := p.dropCuts(ctx, record.Ref); err != nil {
+	if err := errors.Join(p.dropCuts(ctx, record.Ref), p.dropSpare(ctx, o)); err != nil {
 		return err
 	}
 	promise := size - record.Size
@@ -493,16 +544,39 @@ func (p *lvmPool) grow(ctx context.Context, o *logical, record Record, size int6
 	return nil
 }
 
+func spareOf(ref Ref) string { return "grow." + ref.Key }
+
+// dropSpare removes what is left of a growth that was cut short.
+func (p *lvmPool) dropSpare(ctx context.Context, o *logical) error {
+	if !o.spare {
+		return nil
+	}
+	if err := p.drop(ctx, spareOf(o.record.Ref), 0); err != nil {
+		return err
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	o.spare = false
+	p.space.at = time.Time{} // nobody counted it
+	return nil
+}
+
 // enlarge gives a logical volume space, which is pending. Linear volumes get none that
 // has not been zeroed: it is zeroed as a volume of its own, and then given over extent by
 // extent.
 func (p *lvmPool) enlarge(ctx context.Context, o *logical, ref Ref, have, size int64) error {
 	var where []string
-	spare := "grow." + ref.Key
+	spare := spareOf(ref)
 	if p.thin == "" {
+		o.spare = true
 		var err error
 		if where, err = p.prepareExtents(ctx, spare, size-have); err != nil {
-			return errors.Join(err, p.drop(context.WithoutCancel(ctx), spare, 0))
+			if ctx.Err() != nil { // no time is left; the next growth removes it
+				return err
+			}
+			undo, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTime)
+			defer cancel()
+			return errors.Join(err, p.dropSpare(undo, o))
 		}
 	}
 	return p.lvm.hold(ctx, func(run runLVM) error {
@@ -510,6 +584,7 @@ func (p *lvmPool) enlarge(ctx context.Context, o *logical, ref Ref, have, size i
 			if _, err := run("lvremove", "-f", p.path(spare)); err != nil {
 				return err
 			}
+			o.spare = false
 			p.removeNodes(spare)
 		}
 		_, err := run(append([]string{"lvextend", "-L", strconv.FormatInt(size, 10) + "b", p.path(ref.String())}, where...)...)

@@ -119,7 +119,7 @@ type LVMSurvey struct {
 func SurveyLVM(ctx context.Context, loc Location) (LVMSurvey, error) {
 	p := &lvmPool{location: loc, index: newIndex[*logical](), damaged: map[Ref]error{}}
 	p.group, p.thin, _ = strings.Cut(loc.Path, "/")
-	p.lvm = newLVM(func() {})
+	p.lvm = newLVM(func(runLVM) {})
 	defer p.lvm.close()
 	rows, err := p.reportNow(ctx)
 	if err != nil {

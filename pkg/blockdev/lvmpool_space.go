@@ -60,6 +60,14 @@ func (s *lvmSpace) read(rows []row, thin string) error {
 	return errors.Join(failures...)
 }
 
+// complete returns ErrUnavailable if a physical volume of the group is missing.
+func (s *lvmSpace) complete(group string) error {
+	if s.missing == 0 {
+		return nil
+	}
+	return fmt.Errorf("%w: %d physical volumes of group %s are missing, and nothing is changed in it until they are back or given up (vgreduce --removemissing)", ErrUnavailable, s.missing, group)
+}
+
 // thinUse is what the kernel says of a thin pool (Documentation/admin-guide/device-mapper/
 // thin-provisioning.rst, Status).
 type thinUse struct {
@@ -138,6 +146,9 @@ func (p *lvmPool) account(use thinUse) Capacity {
 		c.Available = max(0, s.free-s.pending-reserve)
 		c.Total = c.Promised + c.Available
 	}
+	if s.missing > 0 {
+		c.Available = 0
+	}
 	c.Available -= c.Available % p.extent
 	c.MaxVolume = min(c.Available, MaxSize-MaxSize%p.extent)
 	return c
@@ -184,8 +195,12 @@ func (p *lvmPool) reserve(ctx context.Context, size int64, promise func()) error
 			p.mu.Unlock()
 			return nil
 		}
+		incomplete := p.space.complete(p.group)
 		p.mu.Unlock()
 		if fresh {
+			if incomplete != nil {
+				return incomplete
+			}
 			reason := p.full(use)
 			if p.thin == "" || reason == "" {
 				reason = fmt.Sprintf("pool %s can promise %d more bytes, %d are needed; delete volumes or snapshots, or give it more room", p.name, c.Available, size)

@@ -35,6 +35,10 @@ const (
 	// maxTag is the longest tag that lvm2 takes, in bytes (NAME_LEN of older versions is
 	// only for the names of objects).
 	maxTag = 1023
+
+	// maxTags is how many a record may have: all of them fit into one command that makes a
+	// volume, and as many into one that changes half of them (lvmWords).
+	maxTags = 45
 )
 
 func escapeTag(text string) string {
@@ -88,6 +92,9 @@ func tagsOf(r Record, st state) ([]string, error) {
 			return nil, fmt.Errorf("%w: the record of %s has a tag of %d bytes, %d is the most: %.80s...", ErrInvalid, r.Ref, len(tag), maxTag, tag)
 		}
 	}
+	if len(tags) > maxTags {
+		return nil, fmt.Errorf("%w: the record of %s has %d tags, %d are the most", ErrInvalid, r.Ref, len(tags), maxTags)
+	}
 	slices.Sort(tags)
 	return tags, nil
 }
@@ -136,6 +143,9 @@ func parseTags(ref Ref, tags []string) (Record, state, error) {
 			return r, st, fmt.Errorf("%w: %s: tag %s: %w", errRecord, ref, tag, err)
 		}
 	}
+	if !slices.Contains(tags, tagOurs) {
+		return r, st, fmt.Errorf("%w: %s has no tag %s", errRecord, ref, tagOurs)
+	}
 	for _, tag := range []string{tagName, tagSize, tagCreated} {
 		if !seen[strings.TrimSuffix(tag, "=")] {
 			return r, st, fmt.Errorf("%w: %s has no tag %s", errRecord, ref, tag)
@@ -153,12 +163,12 @@ func parseTags(ref Ref, tags []string) (Record, state, error) {
 func changeTags(from, to []string) (args []string) {
 	for _, tag := range from {
 		if !slices.Contains(to, tag) {
-			args = append(args, "--deltag", tag)
+			args = append(args, "--deltag="+tag)
 		}
 	}
 	for _, tag := range to {
 		if !slices.Contains(from, tag) {
-			args = append(args, "--addtag", tag)
+			args = append(args, "--addtag="+tag)
 		}
 	}
 	return args

@@ -12,19 +12,60 @@ import (
 )
 
 func TestParseLocation(t *testing.T) {
-	plain := blockdev.Location{Scheme: "file", Path: "/var/lib/ashlar", Overprovision: 1, ReservePercent: 5}
+	plain := blockdev.Location{Scheme: "file", Path: "/var/lib/ashlar", Overprovision: 1, ReservePercent: 5, DataWatermark: 90, MetadataWatermark: 90}
 	with := func(change func(l *blockdev.Location)) *blockdev.Location {
 		l := plain
 		change(&l)
 		return &l
 	}
+	lvm := func(path string, change func(l *blockdev.Location)) *blockdev.Location {
+		l := blockdev.Location{Scheme: "lvm", Path: path, Overprovision: 1, DataWatermark: 90, MetadataWatermark: 90}
+		change(&l)
+		return &l
+	}
+	same := func(*blockdev.Location) {}
 	for text, want := range map[string]*blockdev.Location{
-		"file:///var/lib/ashlar":                        &plain,
-		"file:///var/lib/ashlar/":                       &plain,
-		"FILE:///var/lib/ashlar":                        &plain,
-		"file:///a%20b":                                 with(func(l *blockdev.Location) { l.Path = "/a b" }),
-		"file:///a?overprovision=1.5":                   with(func(l *blockdev.Location) { l.Path, l.Overprovision = "/a", 1.5 }),
-		"file:///a?reservePercent=0":                    with(func(l *blockdev.Location) { l.Path, l.ReservePercent = "/a", 0 }),
+		"lvm://vg0":                  lvm("vg0", same),
+		"LVM://vg0":                  lvm("vg0", same),
+		"lvm://vg-0.x_y+z":           lvm("vg-0.x_y+z", same),
+		"lvm://VG0/Thin":             lvm("VG0/Thin", same),
+		"lvm://vg0?reservePercent=5": lvm("vg0", func(l *blockdev.Location) { l.ReservePercent = 5 }),
+		"lvm://vg0/tp?overprovision=4&reservePercent=1&dataWatermark=80&metadataWatermark=70": lvm("vg0/tp", func(l *blockdev.Location) {
+			l.Overprovision, l.ReservePercent, l.DataWatermark, l.MetadataWatermark = 4, 1, 80, 70
+		}),
+		"lvm://":                            nil,
+		"lvm:///vg0":                        nil,
+		"lvm:vg0":                           nil,
+		"lvm://vg0/":                        nil,
+		"lvm://vg0/tp/":                     nil,
+		"lvm://vg0/a/b":                     nil,
+		"lvm://vg0//tp":                     nil,
+		"lvm://../tp":                       nil,
+		"lvm://vg0/..":                      nil,
+		"lvm://vg0/.":                       nil,
+		"lvm://.":                           nil,
+		"lvm://-vg":                         nil,
+		"lvm://vg0/-tp":                     nil,
+		"lvm://vg%200":                      nil,
+		"lvm://vg0/t%20p":                   nil,
+		"lvm://vg0/t%0ap":                   nil,
+		"lvm://user@vg0":                    nil,
+		"lvm://vg0#x":                       nil,
+		"lvm://vg0:80":                      nil,
+		"lvm://vg0/@tag":                    nil,
+		"lvm://" + strings.Repeat("a", 128): nil,
+		"lvm://vg0?overprovision=2":         nil,
+		"lvm://vg0?dataWatermark=80":        nil,
+		"lvm://vg0/tp?dataWatermark=0":      nil,
+		"lvm://vg0/tp?dataWatermark=101":    nil,
+		"lvm://vg0/tp?metadataWatermark=x":  nil,
+		"file:///a?dataWatermark=80":        nil,
+		"file:///var/lib/ashlar":            &plain,
+		"file:///var/lib/ashlar/":           &plain,
+		"FILE:///var/lib/ashlar":            &plain,
+		"file:///a%20b":                     with(func(l *blockdev.Location) { l.Path = "/a b" }),
+		"file:///a?overprovision=1.5":       with(func(l *blockdev.Location) { l.Path, l.Overprovision = "/a", 1.5 }),
+		"file:///a?reservePercent=0":        with(func(l *blockdev.Location) { l.Path, l.ReservePercent = "/a", 0 }),
 		"file:///a?overprovision=100&reservePercent=90": with(func(l *blockdev.Location) { l.Path, l.Overprovision, l.ReservePercent = "/a", 100, 90 }),
 		"":                          nil,
 		"/var/lib/ashlar":           nil,
@@ -90,7 +131,8 @@ func TestValidPoolName(t *testing.T) {
 // same when it is written out again.
 func FuzzParseLocation(f *testing.F) {
 	for _, seed := range []string{"file:///var/lib/ashlar", "file:///a?overprovision=1.5&reservePercent=5", "file:///", "file:///a/../b", "file:///%2e%2e", "file:///a%2Fb",
-		"file:///a%00", "file:///a?overprovision=0x1p1", "file:///a?reservePercent=1e1", "file:///a?", "file:///a#", "file:a", "://", "file:////a", "file:///a%0a"} {
+		"file:///a%00", "file:///a?overprovision=0x1p1", "file:///a?reservePercent=1e1", "file:///a?", "file:///a#", "file:a", "://", "file:////a", "file:///a%0a",
+		"lvm://vg0", "lvm://vg0/tp?dataWatermark=80", "lvm://vg0/%2e%2e", "lvm://%2d"} {
 		f.Add(seed)
 	}
 	f.Fuzz(func(t *testing.T, text string) {
@@ -98,6 +140,14 @@ func FuzzParseLocation(f *testing.F) {
 		if err != nil {
 			if !errors.Is(err, blockdev.ErrInvalid) || l != (blockdev.Location{}) {
 				t.Fatalf("%q: %+v, %v", text, l, err)
+			}
+			return
+		}
+		if l.Scheme == "lvm" {
+			group, thin, has := strings.Cut(l.Path, "/")
+			if strings.ContainsAny(l.Path, " \t\n\x00%@:#?\"'\\") || strings.HasPrefix(group, "-") || group == ".." || group == "." || group == "" || (has && (thin == "" || strings.HasPrefix(thin, "-"))) ||
+				!(l.DataWatermark >= 1 && l.DataWatermark <= 100 && l.MetadataWatermark >= 1 && l.MetadataWatermark <= 100 && l.ReservePercent >= 0 && l.ReservePercent <= 90) {
+				t.Fatalf("%q: %+v", text, l)
 			}
 			return
 		}

@@ -21,19 +21,25 @@ const zeroChunk = 64 << 20
 // tells the device to do so where it guarantees zeros, and writes them where it does not
 // (BLKZEROOUT, blkdev_issue_zeroout).
 func zeroRange(ctx context.Context, f *os.File, from, to int64) error {
+	_, err := zeroFrom(ctx, f, from, to)
+	return err
+}
+
+// zeroFrom is zeroRange, and returns up to where it came, also with an error.
+func zeroFrom(ctx context.Context, f *os.File, from, to int64) (int64, error) {
 	log := newProgress(ctx, "Zeroing", f.Name(), to-from)
 	for at := from; at < to; {
 		if err := ctx.Err(); err != nil {
-			return fmt.Errorf("zero %s: %w", f.Name(), err)
+			return at, fmt.Errorf("zero %s: %w", f.Name(), err)
 		}
 		span := [2]uint64{uint64(at), uint64(min(zeroChunk, to-at))}
 		if err := ioctlPointer(f.Fd(), unix.BLKZEROOUT, unsafe.Pointer(&span)); err != nil {
-			return fmt.Errorf("zero %s from byte %d: %w", f.Name(), at, systemError(err))
+			return at, fmt.Errorf("zero %s from byte %d: %w", f.Name(), at, systemError(err))
 		}
 		at += int64(span[1])
 		log.at(at - from)
 	}
-	return nil
+	return to, nil
 }
 
 // writtenZeros returns the physical volumes of a report that have no command of their own

@@ -34,6 +34,11 @@ type driver struct {
 
 // start starts the driver with a pool in dir, and waits until it is ready.
 func (b *bench) start(ctx context.Context, dir, poolOptions string) (*driver, error) {
+	return b.startOn(ctx, dir, "file://"+dir+"/pool"+poolOptions)
+}
+
+// startOn starts the driver on a pool, with all else in dir.
+func (b *bench) startOn(ctx context.Context, dir, pool string) (*driver, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, err
 	}
@@ -43,7 +48,7 @@ func (b *bench) start(ctx context.Context, dir, poolOptions string) (*driver, er
 		return nil, err
 	}
 	socket := filepath.Join(dir, "csi.sock")
-	d.cmd = exec.Command(b.binary, "--endpoint=unix://"+socket, "--node-id="+node, "--pool=default=file://"+dir+"/pool"+poolOptions)
+	d.cmd = exec.Command(b.binary, "--endpoint=unix://"+socket, "--node-id="+node, "--pool=default="+pool)
 	d.cmd.Stdout, d.cmd.Stderr = d.log, d.log
 	// Ctrl-C is for this program, which then takes its volumes away by itself.
 	d.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}

@@ -107,11 +107,16 @@ var lives atomic.Int64
 
 // block runs a block of lives, some at once.
 func (b *bench) block(ctx context.Context, atOnce int, life func(worker int) error) error {
+	return block(ctx, b.lives, atOnce, life)
+}
+
+// block runs n lives, each of some workers.
+func block(ctx context.Context, n, atOnce int, life func(worker int) error) error {
 	var workers sync.WaitGroup
 	failures := make([]error, atOnce)
 	for w := range atOnce {
 		workers.Go(func() {
-			for range b.lives {
+			for range n {
 				if failures[w] = errors.Join(ctx.Err(), failures[w]); failures[w] == nil {
 					failures[w] = life(w)
 				}

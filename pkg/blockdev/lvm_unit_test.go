@@ -1,0 +1,233 @@
+package blockdev
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+)
+
+var unitRef = Ref{Volume, strings.Repeat("a", 32)}
+
+func sameRecord(a, b Record) bool {
+	return a.Ref == b.Ref && a.Name == b.Name && a.Size == b.Size && a.Origin == b.Origin && a.Created.Equal(b.Created) && a.Ready == b.Ready && maps.Equal(a.Labels, b.Labels)
+}
+
+// TestTags: a record is read as it was written, from tags that lvm2 takes.
+func TestTags(t *testing.T) {
+	for _, r := range []Record{
+		{Ref: unitRef, Name: "pvc-1", Size: 4096, Created: time.Unix(1, 5).UTC()},
+		{Ref: unitRef, Name: "ä \"b'c\\,@{}!!=%\x00\n\xff", Size: MaxSize, Created: time.Now(), Origin: Ref{Snapshot, strings.Repeat("0", 32)},
+			Labels: map[string]string{"": "", "a.b/c": "=", "fs": "ext4", "Ü=!": "@tag,", "x": strings.Repeat("!", 300)}},
+	} {
+		for _, st := range []state{ready, creating, deleting} {
+			tags, err := tagsOf(r, st)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, tag := range tags {
+				if !lvmArgument.MatchString(tag) || strings.ContainsAny(tag, "@,%|") || len(tag) > maxTag {
+					t.Errorf("tag %q", tag)
+				}
+			}
+			want := r
+			want.Ready = st == ready
+			slices.Reverse(tags) // in whatever order lvm2 tells them, and with others' between
+			have, haveState, err := parseTags(unitRef, append([]string{"others", "ashlarish=1"}, tags...))
+			if err != nil || haveState != st || !sameRecord(have, want) {
+				t.Errorf("%+v, %s, %v; want %+v, %s", have, haveState, err, want, st)
+			}
+		}
+	}
+}
+
+func TestTagLimits(t *testing.T) {
+	r := Record{Ref: unitRef, Name: strings.Repeat("a", maxTag-len(tagName)), Size: 4096}
+	if _, err := tagsOf(r, ready); err != nil {
+		t.Error(err)
+	}
+	r.Name += "a"
+	if _, err := tagsOf(r, ready); !errors.Is(err, ErrInvalid) {
+		t.Errorf("a tag that is too long: %v", err)
+	}
+	r.Name, r.Labels = "a", map[string]string{}
+	for i := range maxTags {
+		r.Labels[fmt.Sprint(i)] = ""
+	}
+	if _, err := tagsOf(r, ready); !errors.Is(err, ErrInvalid) {
+		t.Errorf("too many tags: %v", err)
+	}
+	// As many as may be fit into the command with the most words.
+	if words := len(strings.Fields("lvcreate -n NAME -ay -K -ky -V SIZE --thinpool POOL GROUP")) + maxTags; words > lvmWords {
+		t.Errorf("%d words, %d are the most", words, lvmWords)
+	}
+	if words := lvmWords + len(strings.Fields(lvmSettings)) - 1; words > 64 { // what is in quotes is one word
+		t.Errorf("with the settings it is %d words", words)
+	}
+}
+
+func TestParseTagsIsStrict(t *testing.T) {
+	good := []string{"ashlar", "ashlar.name=a", "ashlar.size=4096", "ashlar.created=2026-01-02T15:04:05Z"}
+	if _, _, err := parseTags(unitRef, good); err != nil {
+		t.Fatal(err)
+	}
+	for i := range good {
+		if _, _, err := parseTags(unitRef, slices.Delete(slices.Clone(good), i, i+1)); !errors.Is(err, ErrDataLoss) {
+			t.Errorf("without %s: %v", good[i], err)
+		}
+		if _, _, err := parseTags(unitRef, append(slices.Clone(good), good[i]+"0")); !errors.Is(err, ErrDataLoss) && i > 0 {
+			t.Errorf("twice %s: %v", good[i], err)
+		}
+	}
+	for _, bad := range []string{"ashlar.size=0", "ashlar.size=-4096", "ashlar.size=", "ashlar.size=1e3", "ashlar.size=99999999999999999999", fmt.Sprint("ashlar.size=", int64(MaxSize)+1),
+		"ashlar.created=yesterday", "ashlar.created=", "ashlar.name=!", "ashlar.name=!g0", "ashlar.name=a!0"} {
+		key, _, _ := strings.Cut(bad, "=")
+		tags := slices.DeleteFunc(slices.Clone(good), func(tag string) bool { return strings.HasPrefix(tag, key+"=") })
+		if _, _, err := parseTags(unitRef, append(tags, bad)); !errors.Is(err, ErrDataLoss) {
+			t.Errorf("%s: %v", bad, err)
+		}
+	}
+	for _, bad := range []string{"ashlar.state=ready", "ashlar.state=", "ashlar.origin=", "ashlar.origin=vol.x", "ashlar.origin=vol.AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA", "ashlar.origin=../" + strings.Repeat("a", 32),
+		"ashlar.unknown=1", "ashlar.label=1", "ashlar.", "ashlar.label.!=1", "ashlar.label.x=!"} {
+		if _, _, err := parseTags(unitRef, append(slices.Clone(good), bad)); !errors.Is(err, ErrDataLoss) {
+			t.Errorf("%s: %v", bad, err)
+		}
+	}
+}
+
+// FuzzTags: whatever text is written is read, and whatever is read is written so again.
+func FuzzTags(f *testing.F) {
+	f.Add("pvc-1", "fs", "ext4", "ashlar.name=a!20b")
+	f.Add("", "=", "!", "ashlar.label.!3d=!")
+	f.Add("\x00\xff", "a.b", "@,", "ashlar.size=0x10")
+	f.Fuzz(func(t *testing.T, name, key, value, tag string) {
+		r := Record{Ref: unitRef, Name: name, Size: 4096, Created: time.Unix(7, 0).UTC(), Labels: map[string]string{key: value}, Ready: true}
+		tags, err := tagsOf(r, ready)
+		if err != nil {
+			if !errors.Is(err, ErrInvalid) {
+				t.Fatal(err)
+			}
+			return
+		}
+		if have, _, err := parseTags(unitRef, tags); err != nil || !sameRecord(have, r) {
+			t.Fatalf("%+v, %v; want %+v", have, err, r)
+		}
+		have, st, err := parseTags(unitRef, append(tags, tag))
+		if err != nil {
+			if !errors.Is(err, ErrDataLoss) {
+				t.Fatal(err)
+			}
+			return
+		}
+		again, err := tagsOf(have, st)
+		if errors.Is(err, ErrInvalid) {
+			return // it is too long
+		}
+		if back, _, err2 := parseTags(unitRef, again); err != nil || err2 != nil || !sameRecord(back, have) {
+			t.Fatalf("%+v, %v, %v; want %+v", back, err, err2, have)
+		}
+	})
+}
+
+func TestChangeTags(t *testing.T) {
+	have := changeTags([]string{"a", "b"}, []string{"b", "c"})
+	if want := []string{"--deltag=a", "--addtag=c"}; !slices.Equal(have, want) {
+		t.Errorf("%q, want %q", have, want)
+	}
+	if have := changeTags([]string{"a"}, []string{"a"}); len(have) > 0 {
+		t.Errorf("%q", have)
+	}
+}
+
+func TestLeftover(t *testing.T) {
+	key := strings.Repeat("0", 32)
+	for name, want := range map[string]bool{"grow." + key: true, "cut.vol." + key: true, "cut.snap." + key: true,
+		"grow.": false, "grow.x": false, "cut." + key: false, "cut.pool." + key: false, "vol." + key: false, "cut.vol." + key + "0": false, "": false} {
+		if have := leftover(name); have != want {
+			t.Errorf("%q: %v", name, have)
+		}
+	}
+}
+
+func TestParseThinUse(t *testing.T) {
+	for status, want := range map[string]thinUse{
+		"0 10/1024 100/1000 - rw discard_passdown queue_if_no_space - 1024":                   {data: 10, metadata: 10 * 100.0 / 1024, mode: "rw"},
+		"7 1024/1024 1000/1000 5 out_of_data_space discard_passdown error_if_no_space - 1024": {data: 100, metadata: 100, mode: "out_of_data_space"},
+		"7 1/1024 1/1000 - ro no_discard_passdown queue_if_no_space needs_check 1024":         {data: 0.1, metadata: 100.0 / 1024, mode: "ro", fault: "needs_check"},
+		"Fail":              {mode: "ro", fault: "Fail"},
+		"Error":             {mode: "ro", fault: "Error"},
+		"1 x/y 1/0 - rw":    {data: 100, metadata: 100, mode: "rw"},
+		"1 1/100 5/10 - rw": {data: 50, metadata: 1, mode: "rw"},
+	} {
+		if have, err := parseThinUse(status); err != nil || have != want {
+			t.Errorf("%q: %+v, %v; want %+v", status, have, err, want)
+		}
+	}
+	for _, status := range []string{"", "1 2 3", "0 1/2 3/4 -"} {
+		if _, err := parseThinUse(status); !errors.Is(err, ErrUnavailable) {
+			t.Errorf("%q: %v", status, err)
+		}
+	}
+}
+
+// TestLVMErrors: what lvm2 2.03 says.
+func TestLVMErrors(t *testing.T) {
+	for text, want := range map[string]error{
+		`Volume group "vg" has insufficient free space (1 extents): 2 required.`:                                               ErrNoSpace,
+		`Insufficient suitable allocatable extents for logical volume vol.x: 3 more required`:                                  ErrNoSpace,
+		`Free space in pool vg/tp reached threshold; `:                                                                         ErrNoSpace,
+		`VG vg 4096 metadata on /dev/sda (522 bytes) exceeds maximum metadata size; VG metadata too large for circular buffer`: ErrNoSpace,
+		`Logical Volume "vol.x" already exists in volume group "vg"`:                                                           ErrExists,
+		`Failed to find logical volume "vg/vol.x"`:                                                                             errNoLV,
+		`Cannot change VG vg while PVs are missing.; Cannot process volume group vg`:                                           ErrUnavailable,
+		`Refusing activation of partial LV vg/vol.x.  Use '--activationmode partial' to override.`:                             ErrUnavailable,
+		`Volume group "vg" not found; Cannot process volume group vg`:                                                          ErrUnavailable,
+		`Error writing device /dev/sda at 4096 length 512.; Failed to write VG vg.`:                                            ErrUnavailable,
+		`Logical volume vg/vol.x is in use.`:                                                                                   ErrInUse,
+		`Logical volume vg/vol.x contains a filesystem in use.`:                                                                ErrInUse,
+		`Logical volume vg/vol.x is used by another device.`:                                                                   ErrInUse,
+	} {
+		err := lvmError("lvcreate vg", strings.Split(text, "; "))
+		if !errors.Is(err, want) || !strings.Contains(err.Error(), "lvcreate vg") || !strings.Contains(err.Error(), strings.TrimSuffix(text, "; ")) {
+			t.Errorf("%q: %v, want %v", text, err, want)
+		}
+		for _, other := range []error{ErrNoSpace, ErrExists, errNoLV, ErrUnavailable, ErrInUse, ErrDataLoss, ErrNotFound} {
+			if other != want && errors.Is(err, other) {
+				t.Errorf("%q: also %v", text, other)
+			}
+		}
+	}
+	for _, failures := range [][]string{nil, {"Something new."}} {
+		err := lvmError("vgs", failures)
+		for _, other := range []error{ErrNoSpace, ErrExists, errNoLV, ErrUnavailable, ErrInUse} {
+			if errors.Is(err, other) {
+				t.Errorf("%q: %v", failures, err)
+			}
+		}
+	}
+}
+
+// TestLVMRefusesWords: nothing that the shell of lvm2 would take apart, and nothing that it
+// does not answer, is passed on; no program is started for it.
+func TestLVMRefusesWords(t *testing.T) {
+	l := newLVM(func(runLVM) { t.Error("recovered") })
+	for _, args := range [][]string{{"lvs", "a b"}, {"lvs", "a;b"}, {"lvs", "a\nb"}, {"lvs", `"a"`}, {"lvs", "'a'"}, {"lvs", ""}, {"lvs", "a\\b"}, {"lvs", "$a"}, {"lvs", "ä"},
+		slices.Repeat([]string{"a"}, lvmWords+1)} {
+		if _, err := l.run(t.Context(), args...); !errors.Is(err, ErrInvalid) {
+			t.Errorf("%q: %v", args, err)
+		}
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := l.run(ctx, "lvs"); !errors.Is(err, context.Canceled) {
+		t.Errorf("error %v", err)
+	}
+	if l.session != nil {
+		t.Error("a session was started")
+	}
+	l.close()
+}

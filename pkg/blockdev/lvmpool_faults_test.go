@@ -1,0 +1,998 @@
+package blockdev_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+)
+
+// What can go wrong with pools of logical volumes, by the hand of others, of a disk, or of
+// nobody.
+
+const extentSize = 4 * mib // of the groups here
+
+// lvmFixture is an open pool of linear or thin volumes in a group of its own.
+type lvmFixture struct {
+	*testing.T
+	group *drivertest.Group
+	url   string
+	thin  bool
+	pool  blockdev.Pool
+}
+
+// onLVM runs a test on linear and on thin volumes. The pool can promise 200 MiB at the
+// least; the group has that much beside a thin pool.
+func onLVM(t *testing.T, test func(f *lvmFixture)) {
+	for _, kind := range []string{"linear", "thin"} {
+		t.Run(kind, func(t *testing.T) {
+			f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 256*mib), thin: kind == "thin"}
+			f.url = f.group.URL() + "?reservePercent=0"
+			if f.thin {
+				f.url = f.group.ThinPool(t, "tp", "-L", "208M", "--poolmetadatasize", "4M") + "?reservePercent=0"
+			}
+			f.start()
+			test(f)
+		})
+	}
+}
+
+// start opens the pool; it is closed, with all that it has gone, at the end of the test.
+func (f *lvmFixture) start() {
+	f.Helper()
+	f.pool = openURL(f, f.url)
+	f.Cleanup(func() { f.clear() })
+}
+
+func (f *lvmFixture) clear() {
+	f.Helper()
+	if f.pool == nil {
+		return
+	}
+	f.empty()
+	must(f, f.pool.Close())
+	f.pool = nil
+}
+
+// restart closes the pool and opens it again.
+func (f *lvmFixture) restart() {
+	f.Helper()
+	must(f, f.pool.Close())
+	f.pool = nil
+	f.pool = openURL(f, f.url)
+}
+
+// all lists the records of the pool.
+func (f *lvmFixture) all() (records []blockdev.Record) {
+	f.Helper()
+	for _, kind := range []blockdev.Kind{blockdev.Snapshot, blockdev.Volume} {
+		some, err := f.pool.List(context.Background(), kind, "", 0)
+		must(f, err)
+		records = append(records, some...)
+	}
+	return records
+}
+
+// empty deletes all there is, and looks that it is gone.
+func (f *lvmFixture) empty() {
+	f.Helper()
+	ctx := context.Background()
+	for _, r := range f.all() {
+		if err := errors.Join(f.pool.Detach(ctx, r.Ref), f.pool.Delete(ctx, r.Ref)); err != nil {
+			f.Error(err)
+		}
+	}
+	for _, volume := range f.group.Volumes(f) {
+		if strings.Contains(volume, ".") && !f.Failed() {
+			f.Errorf("left behind: %s", volume)
+		}
+	}
+}
+
+func (f *lvmFixture) make(ref blockdev.Ref, size int64) {
+	f.Helper()
+	create(f, f.pool, blockdev.Spec{Ref: ref, Size: size})
+}
+
+func (f *lvmFixture) copy(ref, origin blockdev.Ref, size int64) {
+	f.Helper()
+	create(f, f.pool, blockdev.Spec{Ref: ref, Size: size, Origin: origin})
+}
+
+// marked are bytes in which each block is full of one word.
+func marked(word string, size int64) []byte {
+	return bytes.Repeat(fmt.Appendf(nil, "%-16s", word), int(size/16))
+}
+
+// attached runs something on the device of an object.
+func (f *lvmFixture) attached(ref blockdev.Ref, readOnly bool, do func(device string)) {
+	f.Helper()
+	device, err := f.pool.Attach(context.Background(), ref, blockdev.Attachment{ReadOnly: readOnly})
+	must(f, err)
+	do(device.Path)
+	must(f, device.Close())
+}
+
+// write writes past the page cache.
+func (f *lvmFixture) write(ref blockdev.Ref, offset int64, b []byte) {
+	f.Helper()
+	f.attached(ref, false, func(device string) { must(f, writeDirect(device, offset, b)) })
+}
+
+func writeDirect(device string, offset int64, b []byte) error {
+	file, err := os.OpenFile(device, os.O_RDWR|unix.O_DIRECT, 0)
+	if err != nil {
+		return err
+	}
+	memory, err := unix.Mmap(-1, 0, mib, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS) // aligned
+	if err != nil {
+		return errors.Join(err, file.Close())
+	}
+	for len(b) > 0 && err == nil {
+		n := copy(memory, b)
+		_, err = file.WriteAt(memory[:n], offset)
+		b, offset = b[n:], offset+int64(n)
+	}
+	return errors.Join(err, unix.Munmap(memory), file.Close())
+}
+
+func readDevice(device string, offset, size int64) ([]byte, error) {
+	file, err := os.Open(device)
+	if err != nil {
+		return nil, err
+	}
+	b := make([]byte, size)
+	_, err = file.ReadAt(b, offset)
+	return b, errors.Join(err, file.Close())
+}
+
+func (f *lvmFixture) read(ref blockdev.Ref, offset, size int64) (b []byte) {
+	f.Helper()
+	f.attached(ref, true, func(device string) {
+		var err error
+		b, err = readDevice(device, offset, size)
+		must(f, err)
+	})
+	return b
+}
+
+func (f *lvmFixture) holds(ref blockdev.Ref, offset int64, want []byte) {
+	f.Helper()
+	if !bytes.Equal(f.read(ref, offset, int64(len(want))), want) {
+		f.Errorf("%s does not hold what was written at byte %d", ref, offset)
+	}
+}
+
+func words(problems []blockdev.Problem) (all []string) {
+	for _, p := range problems {
+		all = append(all, p.Reason)
+	}
+	return all
+}
+
+// ill fails unless just that is said to be wrong with an object; nothing means that all is well.
+func (f *lvmFixture) ill(ref blockdev.Ref, want ...string) {
+	f.Helper()
+	problems, err := f.pool.Health(f.Context(), ref)
+	must(f, err)
+	if have := words(problems); !slices.Equal(have, want) {
+		f.Errorf("health of %s: %v, want %v", ref, problems, want)
+	}
+}
+
+func (f *lvmFixture) poolIll(want ...string) {
+	f.Helper()
+	problems := f.pool.PoolHealth(f.Context())
+	if have := words(problems); !slices.Equal(have, want) {
+		f.Errorf("health of the pool: %v, want %v", problems, want)
+	}
+}
+
+// lv is what lvm2 says of the volumes of the group.
+func (f *lvmFixture) lv(columns string) []string {
+	f.Helper()
+	out := drivertest.Run(f, "lvs", "--noheadings", "--units", "b", "-o", columns, f.group.Name)
+	var lines []string
+	for line := range strings.Lines(out) {
+		lines = append(lines, strings.Join(strings.Fields(line), " "))
+	}
+	return lines
+}
+
+func (f *lvmFixture) path(ref blockdev.Ref) string { return f.group.Name + "/" + ref.String() }
+
+// says makes sure that an error wraps another, and has some words.
+func says(t testing.TB, err, want error, words ...string) {
+	t.Helper()
+	if !errors.Is(err, want) {
+		t.Errorf("error %v, want %v", err, want)
+		return
+	}
+	for _, word := range words {
+		if !strings.Contains(err.Error(), word) {
+			t.Errorf("error %q does not say %q", err, word)
+		}
+	}
+}
+
+// TestLVMThinPoolFull: nothing is promised above the watermark; a full thin pool is
+// reported; with more room all is well.
+func TestLVMThinPoolFull(t *testing.T) {
+	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 512*mib), thin: true}
+	f.url = f.group.ThinPool(t, "tp", "-L", "64M", "--poolmetadatasize", "4M", "-q") + "?overprovision=4&reservePercent=0"
+	drivertest.Run(t, "lvchange", "-q", "--errorwhenfull", "y", f.group.Name+"/tp")
+	f.start()
+	ctx := t.Context()
+	f.make(vol("a"), 128*mib)
+	f.make(vol("b"), 8*mib)
+	content := marked("before", 48*mib)
+	f.write(vol("a"), 0, content) // 75 %
+	f.make(vol("c"), 8*mib)
+	f.poolIll()
+	before := capacityOf(t, f.pool)
+	if before.Total != 256*mib || before.Promised != 144*mib || before.Available != 112*mib {
+		t.Errorf("capacity %+v", before)
+	}
+	f.write(vol("a"), 48*mib, marked("more", 12*mib)) // 94 %
+	f.poolIll("PoolNearlyFull")
+	f.ill(vol("a"))
+	refused := func() {
+		t.Helper()
+		for _, spec := range []blockdev.Spec{{Ref: vol("d"), Size: 8 * mib}, {Ref: snap("a"), Size: 128 * mib, Origin: vol("a")}, {Ref: vol("d"), Size: 136 * mib, Origin: vol("a")}} {
+			spec.Name = "refused"
+			says(t, second(f.pool.Create(ctx, spec)), blockdev.ErrNoSpace, f.group.Name+"/tp")
+		}
+		says(t, second(f.pool.Expand(ctx, vol("a"), 132*mib)), blockdev.ErrNoSpace, f.group.Name+"/tp")
+		if c := capacityOf(t, f.pool); c.Available != 0 || c.MaxVolume != 0 || c.Promised != before.Promised {
+			t.Errorf("capacity %+v", c)
+		}
+	}
+	refused()
+	// What is there already still works.
+	must(t, second(f.pool.SetLabels(ctx, vol("a"), func(l map[string]string) error { l["x"] = "y"; return nil })))
+	f.attached(vol("a"), false, func(device string) {
+		if err := writeDirect(device, 60*mib, marked("too much", 16*mib)); !errors.Is(err, unix.ENOSPC) && !errors.Is(err, unix.EIO) {
+			t.Errorf("write to a full thin pool: %v", err)
+		}
+	})
+	f.poolIll("PoolFull")
+	f.ill(vol("a"), "PoolFull")
+	f.ill(vol("b"), "PoolFull")
+	refused()
+	f.holds(vol("a"), 0, content)
+	drivertest.Run(t, "lvextend", "-q", "-L", "+128M", f.group.Name+"/tp")
+	f.poolIll()
+	f.ill(vol("a"))
+	f.write(vol("a"), 60*mib, marked("fits now", 16*mib))
+	f.holds(vol("a"), 0, content)
+	f.copy(snap("a"), vol("a"), 128*mib)
+	f.make(vol("d"), 8*mib)
+	must(t, second(f.pool.Expand(ctx, vol("a"), 132*mib)))
+}
+
+// TestLVMForeign: what others have in the group is neither used nor touched.
+func TestLVMForeign(t *testing.T) {
+	onLVM(t, func(f *lvmFixture) {
+		ctx := f.Context()
+		theirs := vol("f").String()
+		kept := []string{theirs, "theirs", "grow.theirs", "cut.of.cloth"}
+		args := []string{"lvcreate", "-q", "-Wn", "-an", "-L", "8M", f.group.Name}
+		if f.thin {
+			args = []string{"lvcreate", "-q", "-an", "-V", "8M", "--thinpool", "tp", f.group.Name}
+		}
+		if !f.thin {
+			args = append(args, "-Zn")
+		}
+		for _, name := range kept {
+			drivertest.Run(f, append(args, "-n", name, "--addtag", "theirs")...)
+		}
+		drivertest.Run(f, "lvchange", "-q", "--addtag", "ashlar", f.group.Name+"/grow.theirs", f.group.Name+"/cut.of.cloth")
+		drivertest.Run(f, "lvchange", "-q", "-ay", "-K", f.group.Name+"/"+theirs)
+		device := "/dev/" + f.group.Name + "/" + theirs
+		must(f, writeDirect(device, 0, marked("theirs", 8*mib)))
+		defer func() {
+			for _, name := range kept {
+				drivertest.Run(f, "lvremove", "-q", "-f", f.group.Name+"/"+name)
+			}
+		}()
+		state := func() (lines []string) {
+			for _, line := range f.lv("lv_name,lv_uuid,lv_size,lv_tags,lv_attr") {
+				if name, _, _ := strings.Cut(line, " "); slices.Contains(kept, name) {
+					lines = append(lines, line)
+				}
+			}
+			return lines
+		}
+		before := state()
+		f.restart()
+		f.poolIll("UnknownVolume")
+		if c := capacityOf(f, f.pool); f.thin && (c.Promised != 32*mib || c.Available != 208*mib-32*mib) || !f.thin && c.Available > 252*mib-32*mib {
+			f.Errorf("capacity does not count what others have: %+v", c)
+		}
+		if records := f.all(); len(records) > 0 {
+			f.Errorf("others' volumes are listed: %v", records)
+		}
+		says(f, second(f.pool.Get(ctx, vol("f"))), blockdev.ErrNotFound)
+		says(f, second(f.pool.Attach(ctx, vol("f"), blockdev.Attachment{})), blockdev.ErrNotFound)
+		says(f, second(f.pool.Create(ctx, blockdev.Spec{Ref: vol("f"), Name: "f", Size: 8 * mib})), blockdev.ErrPrecondition, theirs)
+		must(f, f.pool.Delete(ctx, vol("f")))
+		must(f, f.pool.Detach(ctx, vol("e")))
+		if orphans, err := f.pool.Orphans(ctx); err != nil || len(orphans) > 0 {
+			f.Errorf("orphans %v, %v", orphans, err)
+		}
+
+		// Their tags on our volumes stay.
+		f.make(vol("a"), 8*mib)
+		drivertest.Run(f, "lvchange", "-q", "--addtag", "backup=nightly", "--addtag", "ashlarish", f.path(vol("a")))
+		f.restart()
+		must(f, second(f.pool.SetLabels(ctx, vol("a"), func(l map[string]string) error { l["x"] = "y"; return nil })))
+		must(f, second(f.pool.Expand(ctx, vol("a"), 16*mib)))
+		f.restart()
+		r, err := f.pool.Get(ctx, vol("a"))
+		must(f, err)
+		if r.Labels["x"] != "y" || r.Size != 16*mib {
+			f.Errorf("record %+v", r)
+		}
+		if tags := drivertest.Run(f, "lvs", "--noheadings", "-o", "lv_tags", f.path(vol("a"))); !strings.Contains(tags, "backup=nightly") || !strings.Contains(tags, "ashlarish") {
+			f.Errorf("tags %s", tags)
+		}
+		must(f, f.pool.Delete(ctx, vol("a")))
+		if after := state(); !slices.Equal(before, after) {
+			f.Errorf("others' volumes were touched: %q, before %q", after, before)
+		}
+		if b, err := readDevice(device, 0, 8*mib); err != nil || !bytes.Equal(b, marked("theirs", 8*mib)) {
+			f.Errorf("others' bytes were touched: %v", err)
+		}
+	})
+}
+
+// TestLVMMissingDevice: with a disk gone, what is on the others is served, what was on it
+// is reported, and nothing is changed; with the disk back all is as before.
+func TestLVMMissingDevice(t *testing.T) {
+	for _, kind := range []string{"linear", "thin"} {
+		t.Run(kind, func(t *testing.T) {
+			f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 64*mib, 64*mib), thin: kind == "thin"}
+			f.url = f.group.URL() + "?reservePercent=0"
+			if f.thin {
+				drivertest.Run(t, "lvcreate", "-q", "--type", "thin-pool", "-L", "48M", "--poolmetadatasize", "4M", "--poolmetadataspare", "n", "-n", "tp", f.group.Name, f.group.Devices[0])
+				f.url = f.group.URL() + "/tp?reservePercent=0&overprovision=2"
+			}
+			f.start()
+			ctx := t.Context()
+			size := int64(60 * mib)
+			if f.thin {
+				size = 32 * mib
+			}
+			f.make(vol("a"), size) // all of the first disk, if it is linear
+			f.write(vol("a"), 0, marked("a", 8*mib))
+			f.make(vol("b"), 16*mib)
+			f.write(vol("b"), 0, marked("b", 8*mib))
+			must(t, f.pool.Close())
+			before := f.lv("lv_name,lv_uuid,lv_size,lv_tags")
+
+			disk := f.group.Devices[1]
+			image := drivertest.Run(t, "losetup", "-n", "-O", "BACK-FILE", disk)
+			drivertest.Run(t, "losetup", "-d", disk)
+			f.pool = openURL(t, f.url)
+			f.holds(vol("a"), 0, marked("a", 8*mib))
+			f.ill(vol("a"))
+			f.poolIll("DeviceMissing")
+			if f.thin {
+				f.holds(vol("b"), 0, marked("b", 8*mib))
+			} else {
+				says(t, second(f.pool.Attach(ctx, vol("b"), blockdev.Attachment{})), blockdev.ErrUnavailable, f.path(vol("b")))
+				f.ill(vol("b"), "DeviceMissing")
+				says(t, second(f.pool.Create(ctx, blockdev.Spec{Ref: vol("d"), Name: "d", Size: 16 * mib, Origin: vol("b")})), blockdev.ErrUnavailable)
+			}
+			says(t, second(f.pool.Create(ctx, blockdev.Spec{Ref: vol("c"), Name: "c", Size: 4 * mib})), blockdev.ErrUnavailable, "missing")
+			says(t, second(f.pool.Expand(ctx, vol("a"), size+4*mib)), blockdev.ErrUnavailable)
+			says(t, f.pool.Delete(ctx, vol("b")), blockdev.ErrUnavailable, "missing")
+			must(t, second(f.pool.Get(ctx, vol("b"))))
+			if c := capacityOf(t, f.pool); c.Promised != size+16*mib || c.Available != 0 {
+				t.Errorf("capacity %+v: nothing can be made, %d are promised", c, size+16*mib)
+			}
+
+			drivertest.Run(t, "losetup", disk, image)
+			if after := f.lv("lv_name,lv_uuid,lv_size,lv_tags"); !slices.Equal(before, after) {
+				t.Errorf("volumes %q, before %q", after, before)
+			}
+			f.restart()
+			f.holds(vol("a"), 0, marked("a", 8*mib))
+			f.holds(vol("b"), 0, marked("b", 8*mib))
+			f.ill(vol("a"))
+			f.ill(vol("b"))
+			f.poolIll()
+			f.make(vol("c"), 4*mib)
+			f.restart()
+		})
+	}
+}
+
+// disk is a device whose reads and writes can be made to fail.
+type faultyDisk struct {
+	testing.TB
+	name, under string
+	sectors     int64
+}
+
+func newFaultyDisk(t testing.TB, size int64) *faultyDisk {
+	t.Helper()
+	drivertest.NeedLVM(t)
+	t.Setenv("DM_DISABLE_UDEV", "1")
+	d := &faultyDisk{t, fmt.Sprintf("ashlar-faulty-%d", os.Getpid()), drivertest.Disk(t, size), size / 512}
+	drivertest.Run(t, "dmsetup", "create", d.name, "--table", fmt.Sprintf("0 %d linear %s 0", d.sectors, d.under))
+	t.Cleanup(func() { drivertest.Run(t, "dmsetup", "remove", "--retry", d.name) })
+	return d
+}
+
+// behave gives it a table; the first MiB is what lvm2 keeps its metadata in.
+func (d *faultyDisk) behave(table string) {
+	d.Helper()
+	drivertest.Run(d, "dmsetup", "suspend", "--noflush", "--nolockfs", d.name)
+	drivertest.Run(d, "dmsetup", "load", d.name, "--table", table)
+	drivertest.Run(d, "dmsetup", "resume", d.name)
+}
+
+func (d *faultyDisk) well() { d.behave(fmt.Sprintf("0 %d linear %s 0", d.sectors, d.under)) }
+
+func (d *faultyDisk) faults() map[string]string {
+	data := d.sectors - 2048
+	return map[string]string{
+		"no data":   fmt.Sprintf("0 2048 linear %s 0\n2048 %d error", d.under, data),
+		"no write":  fmt.Sprintf("0 2048 linear %s 0\n2048 %d flakey %s 2048 0 60 1 error_writes", d.under, data, d.under),
+		"no record": fmt.Sprintf("0 %d flakey %s 0 0 60 1 error_writes", d.sectors, d.under),
+		"nothing":   fmt.Sprintf("0 %d error", d.sectors),
+	}
+}
+
+// TestLVMFailingDevice: what a disk fails, the call fails, and leaves nothing; with the
+// disk well again the retry succeeds.
+func TestLVMFailingDevice(t *testing.T) {
+	disk := newFaultyDisk(t, 256*mib)
+	f := &lvmFixture{T: t, group: drivertest.NewGroupOn(t, "/dev/mapper/"+disk.name)}
+	f.url = f.group.URL() + "?reservePercent=0"
+	f.start()
+	ctx := t.Context()
+	f.make(vol("a"), 16*mib)
+	f.write(vol("a"), 0, marked("a", 16*mib))
+	f.copy(snap("a"), vol("a"), 16*mib)
+	operations := map[string]func() error{
+		"create": func() error {
+			return second(f.pool.Create(ctx, blockdev.Spec{Ref: vol("b"), Name: "b", Size: 8 * mib}))
+		},
+		"copy": func() error {
+			return second(f.pool.Create(ctx, blockdev.Spec{Ref: vol("c"), Name: "c", Size: 16 * mib, Origin: snap("a")}))
+		},
+		"expand": func() error { return second(f.pool.Expand(ctx, vol("a"), 20*mib)) },
+		"labels": func() error {
+			return second(f.pool.SetLabels(ctx, vol("a"), func(l map[string]string) error { l["x"] = "y"; return nil }))
+		},
+		"delete": func() error { return f.pool.Delete(ctx, vol("d")) },
+	}
+	for fault, table := range disk.faults() {
+		for name, operation := range operations {
+			f.make(vol("d"), 4*mib)
+			before := capacityOf(t, f.pool)
+			lvs := f.lv("lv_name,lv_size,lv_tags")
+			disk.behave(table)
+			err := operation()
+			t.Logf("%s, %s: %v", fault, name, err)
+			disk.well()
+			mayWork := (name == "labels" || name == "delete") && (fault == "no data" || fault == "no write")
+			switch {
+			case err == nil && !mayWork:
+				t.Errorf("%s, %s: it succeeded", fault, name)
+			case err != nil && mayWork:
+				t.Errorf("%s, %s: %v", fault, name, err)
+			case err == nil:
+			case fault == "no data" || fault == "no write":
+				says(t, err, unix.EIO)
+			default:
+				says(t, err, blockdev.ErrUnavailable)
+			}
+			if err != nil {
+				for ref, want := range map[blockdev.Ref]bool{vol("b"): false, vol("c"): false, vol("a"): true, vol("d"): true} {
+					if _, err := f.pool.Get(ctx, ref); (err == nil) != want {
+						t.Errorf("%s, %s: %s: %v", fault, name, ref, err)
+					}
+				}
+			}
+			if err := operation(); err != nil {
+				t.Errorf("%s, %s: retry: %v", fault, name, err)
+			}
+			if name != "expand" {
+				f.holds(vol("a"), 0, marked("a", 16*mib))
+			} else {
+				f.holds(vol("a"), 0, append(marked("a", 16*mib), make([]byte, 4*mib)...))
+			}
+			f.holds(snap("a"), 0, marked("a", 16*mib))
+			for _, digit := range []string{"b", "c", "d"} {
+				must(t, f.pool.Delete(ctx, vol(digit)))
+			}
+			if name == "expand" {
+				must(t, f.pool.Delete(ctx, vol("a")))
+				f.copy(vol("a"), snap("a"), 16*mib)
+			}
+			must(t, second(f.pool.SetLabels(ctx, vol("a"), func(l map[string]string) error { delete(l, "x"); return nil })))
+			f.make(vol("d"), 4*mib)
+			if name != "expand" {
+				if now := f.lv("lv_name,lv_size"); len(now) != len(lvs) {
+					t.Errorf("%s, %s: volumes %q, before %q", fault, name, now, lvs)
+				}
+			}
+			if now := capacityOf(t, f.pool); now != before {
+				t.Errorf("%s, %s: capacity %+v, before %+v", fault, name, now, before)
+			}
+			must(t, f.pool.Delete(ctx, vol("d")))
+			if t.Failed() {
+				return
+			}
+		}
+	}
+}
+
+// TestLVMNoBytesOfOthers: no byte of a deleted volume is in one that gets its extents.
+func TestLVMNoBytesOfOthers(t *testing.T) {
+	onLVM(t, func(f *lvmFixture) {
+		ctx := f.Context()
+		const secret = "tenant's secret"
+		all := capacityOf(f, f.pool).Available
+		soil := func() {
+			f.Helper()
+			n := capacityOf(f, f.pool).Available
+			f.make(vol("f"), n)
+			f.write(vol("f"), 0, marked(secret, n))
+			must(f, f.pool.Delete(ctx, vol("f")))
+		}
+		clean := func(ref blockdev.Ref, from, to int64, what string) {
+			f.Helper()
+			if b := f.read(ref, from, to-from); bytes.Contains(b, []byte(secret)) {
+				f.Errorf("%s has bytes of a deleted volume", what)
+			} else if len(bytes.Trim(b, "\x00")) > 0 {
+				f.Errorf("%s is not zero", what)
+			}
+		}
+		soil()
+		f.make(vol("a"), all/4-all/4%extentSize)
+		clean(vol("a"), 0, all/4-all/4%extentSize, "a new volume")
+		must(f, f.pool.Delete(ctx, vol("a")))
+
+		soil()
+		f.make(vol("a"), 8*mib)
+		f.write(vol("a"), 0, marked("a", 8*mib))
+		device := attach(f, f.pool, vol("a"), blockdev.Attachment{Keep: true})
+		must(f, second(f.pool.Expand(ctx, vol("a"), 16*mib)))
+		if b, err := readDevice(device.Path, 8*mib, 8*mib); err != nil || len(bytes.Trim(b, "\x00")) > 0 {
+			f.Errorf("the tail of an attached volume that grew is not zero: %v", err)
+		}
+		must(f, errors.Join(device.Close(), f.pool.Detach(ctx, vol("a"))))
+		must(f, second(f.pool.Expand(ctx, vol("a"), 24*mib)))
+		clean(vol("a"), 8*mib, 24*mib, "the tail of a volume that grew")
+		f.holds(vol("a"), 0, marked("a", 8*mib))
+
+		soil()
+		f.copy(snap("a"), vol("a"), 24*mib)
+		f.holds(snap("a"), 0, marked("a", 8*mib))
+		clean(snap("a"), 8*mib, 24*mib, "a snapshot")
+		soil()
+		f.copy(vol("b"), snap("a"), 32*mib)
+		f.holds(vol("b"), 0, marked("a", 8*mib))
+		clean(vol("b"), 8*mib, 32*mib, "a larger copy of a snapshot")
+		soil()
+		device = attach(f, f.pool, vol("a"), blockdev.Attachment{})
+		f.copy(vol("c"), vol("a"), 28*mib)
+		must(f, device.Close())
+		f.holds(vol("c"), 0, marked("a", 8*mib))
+		clean(vol("c"), 8*mib, 28*mib, "a larger clone of an attached volume")
+	})
+}
+
+// TestLVMBehindOurBack: what somebody does to a volume is told, never made up for, and
+// harms no other.
+func TestLVMBehindOurBack(t *testing.T) {
+	onLVM(t, func(f *lvmFixture) {
+		ctx := f.Context()
+		f.make(vol("0"), 8*mib)
+		f.write(vol("0"), 0, marked("well", 8*mib))
+		path := f.path(vol("a"))
+		lvm := func(argv ...string) { f.Helper(); drivertest.Run(f, argv...) }
+		spec := blockdev.Spec{Ref: vol("a"), Name: vol("a").String(), Size: 16 * mib}
+		for _, c := range []struct {
+			name   string
+			harm   func()
+			reason string // of Health; none: all is well
+			mend   func() // before it is deleted
+		}{
+			{"deactivated", func() { lvm("lvchange", "-q", "-an", path) }, "", nil},
+			{"activated", func() { lvm("lvchange", "-q", "-ay", "-K", path) }, "", nil},
+			{"removed", func() { lvm("lvremove", "-q", "-f", path) }, "VolumeMissing", nil},
+			{"shrunk", func() { lvm("lvreduce", "-q", "-f", "-L", "8M", path) }, "VolumeTruncated", nil},
+			{"renamed", func() { lvm("lvrename", "-q", path, f.group.Name+"/mine") }, "VolumeMissing", func() { lvm("lvremove", "-q", "-f", f.group.Name+"/mine") }},
+		} {
+			f.Run(c.name, func(t *testing.T) {
+				outer := f
+				f := &lvmFixture{T: t, group: f.group, url: f.url, thin: f.thin, pool: f.pool}
+				defer func() { outer.pool = f.pool }()
+				for _, restarted := range []bool{false, true} {
+					if restarted && (c.name == "removed" || c.name == "renamed") {
+						continue // nobody knows of it any more
+					}
+					f.make(vol("a"), 16*mib)
+					f.write(vol("a"), 0, marked("a", 8*mib))
+					f.ill(vol("a"))
+					if restarted {
+						must(t, f.pool.Close())
+					}
+					c.harm()
+					if restarted {
+						f.pool = openURL(t, f.url)
+					} else {
+						blockdev.Age(f.pool)
+					}
+					f.ill(vol("a"), slices.DeleteFunc([]string{c.reason}, func(s string) bool { return s == "" })...)
+					_, again := f.pool.Create(ctx, spec)
+					must(t, again) // idempotent by its record; nothing is made
+					if c.reason == "" {
+						device := attach(f, f.pool, vol("a"), blockdev.Attachment{Keep: c.name == "activated"})
+						if b, err := readDevice(device.Path, 0, 8*mib); err != nil || !bytes.Equal(b, marked("a", 8*mib)) {
+							t.Errorf("bytes are lost: %v", err)
+						}
+						must(t, device.Close())
+					} else {
+						for _, readOnly := range []bool{false, true} {
+							says(t, second(f.pool.Attach(ctx, vol("a"), blockdev.Attachment{ReadOnly: readOnly})), blockdev.ErrDataLoss, path)
+						}
+						says(t, second(f.pool.Create(ctx, blockdev.Spec{Ref: snap("a"), Name: "s", Size: 16 * mib, Origin: vol("a")})), blockdev.ErrDataLoss)
+						says(t, second(f.pool.Expand(ctx, vol("a"), 32*mib)), blockdev.ErrDataLoss)
+						f.ill(vol("a"), c.reason)
+						if devices, err := f.pool.Attached(ctx, vol("a")); err != nil || len(devices) > 0 {
+							t.Errorf("devices %v of a damaged volume, %v", devices, err)
+						}
+					}
+					f.holds(vol("0"), 0, marked("well", 8*mib))
+					f.ill(vol("0"))
+					if c.mend != nil {
+						c.mend()
+					}
+					must(t, errors.Join(f.pool.Detach(ctx, vol("a")), f.pool.Delete(ctx, vol("a"))))
+					says(t, second(f.pool.Get(ctx, vol("a"))), blockdev.ErrNotFound)
+				}
+			})
+			if f.Failed() {
+				return
+			}
+		}
+	})
+}
+
+// TestLVMDamagedTags: a volume whose record cannot be read is reported and left alone.
+func TestLVMDamagedTags(t *testing.T) {
+	onLVM(t, func(f *lvmFixture) {
+		ctx := f.Context()
+		f.make(vol("0"), 8*mib)
+		for digit, change := range map[string][]string{
+			"1": {"--deltag", "ashlar.name=" + vol("1").String()},
+			"2": {"--addtag", "ashlar.size=4096"},
+			"3": {"--addtag", "ashlar.origin=nonsense"},
+			"4": {"--addtag", "ashlar.color=red"},
+			"5": {"--addtag", "ashlar.state=broken"},
+			"6": {"--deltag", "ashlar"},
+			"7": {"--addtag", "ashlar.label.x=!zz"},
+		} {
+			f.make(vol(digit), 4*mib)
+			f.write(vol(digit), 0, marked(digit, 4*mib))
+			drivertest.Run(f, append([]string{"lvchange", "-q", f.path(vol(digit))}, change...)...)
+		}
+		before := f.lv("lv_name,lv_uuid,lv_size,lv_tags")
+		f.restart()
+		f.poolIll("RecordDamaged")
+		if records := f.all(); len(records) != 1 || records[0].Ref != vol("0") {
+			f.Errorf("listed: %v", records)
+		}
+		if c := capacityOf(f, f.pool); f.thin && c.Promised != 36*mib {
+			f.Errorf("capacity %+v does not count damaged volumes", c)
+		}
+		for i := 1; i <= 7; i++ {
+			ref := vol(strconv.Itoa(i))
+			says(f, second(f.pool.Get(ctx, ref)), blockdev.ErrDataLoss, ref.String())
+			says(f, second(f.pool.Attach(ctx, ref, blockdev.Attachment{})), blockdev.ErrDataLoss)
+			says(f, second(f.pool.Expand(ctx, ref, 8*mib)), blockdev.ErrDataLoss)
+			says(f, second(f.pool.Create(ctx, blockdev.Spec{Ref: ref, Name: ref.String(), Size: 4 * mib})), blockdev.ErrDataLoss)
+			says(f, second(f.pool.Create(ctx, blockdev.Spec{Ref: snap("1"), Name: "s", Size: 4 * mib, Origin: ref})), blockdev.ErrDataLoss)
+			says(f, f.pool.Delete(ctx, ref), blockdev.ErrPrecondition, ref.String())
+			f.ill(ref, "RecordDamaged")
+		}
+		f.ill(vol("0"))
+		if after := f.lv("lv_name,lv_uuid,lv_size,lv_tags"); !slices.Equal(before, after) {
+			f.Errorf("volumes %q, before %q", after, before)
+		}
+		for i := 1; i <= 7; i++ {
+			drivertest.Run(f, "lvremove", "-q", "-f", f.path(vol(strconv.Itoa(i))))
+		}
+		f.restart()
+		f.poolIll()
+	})
+}
+
+// lvmChildren are the processes of lvm2 that a process has started.
+func lvmChildren(parent int) (pids []int) {
+	paths, _ := filepath.Glob("/proc/[0-9]*/stat")
+	for _, path := range paths {
+		stat, _ := os.ReadFile(path)
+		pid, rest, _ := strings.Cut(string(stat), " (lvm) ")
+		fields := strings.Fields(rest) // state, parent
+		if len(fields) > 1 && fields[0] != "Z" && fields[1] == strconv.Itoa(parent) {
+			n, _ := strconv.Atoi(pid)
+			pids = append(pids, n)
+		}
+	}
+	return pids
+}
+
+// TestLVMHangs: a call leaves at its deadline, whatever lvm2 does; so does who waits for
+// his turn; what hung is gone soon after, and the next call works.
+func TestLVMHangs(t *testing.T) {
+	onLVM(t, func(f *lvmFixture) {
+		f.make(vol("0"), 8*mib)
+		f.write(vol("0"), 0, marked("0", 8*mib))
+		var hung []int
+		hangs := map[string]func() (release func()){
+			"locked": func() func() {
+				lock, err := os.OpenFile("/run/lock/lvm/V_"+f.group.Name, os.O_RDWR|os.O_CREATE, 0o600)
+				must(f, err)
+				must(f, unix.Flock(int(lock.Fd()), unix.LOCK_EX))
+				return func() { must(f, lock.Close()) }
+			},
+			"stopped": func() func() {
+				must(f, second(f.pool.SetLabels(f.Context(), vol("0"), func(l map[string]string) error { l["n"] += "x"; return nil })))
+				hung = lvmChildren(os.Getpid())
+				for _, pid := range hung {
+					must(f, syscall.Kill(pid, syscall.SIGSTOP))
+				}
+				return func() {}
+			},
+		}
+		calls := map[string]func(ctx context.Context) error{
+			"create": func(ctx context.Context) error {
+				return second(f.pool.Create(ctx, blockdev.Spec{Ref: vol("a"), Name: vol("a").String(), Size: 8 * mib}))
+			},
+			"labels": func(ctx context.Context) error {
+				return second(f.pool.SetLabels(ctx, vol("0"), func(l map[string]string) error { l["n"] += "y"; return nil }))
+			},
+			"expand": func(ctx context.Context) error { return second(f.pool.Expand(ctx, vol("0"), 16*mib)) },
+			"attach": func(ctx context.Context) error {
+				device, err := f.pool.Attach(ctx, vol("0"), blockdev.Attachment{})
+				return errors.Join(err, device.Close())
+			},
+			"copy": func(ctx context.Context) error {
+				return second(f.pool.Create(ctx, blockdev.Spec{Ref: snap("c"), Name: snap("c").String(), Size: 8 * mib, Origin: vol("0")}))
+			},
+			"delete": func(ctx context.Context) error { return f.pool.Delete(ctx, snap("c")) },
+		}
+		for how, hang := range hangs {
+			for _, name := range []string{"create", "labels", "attach", "copy", "delete", "expand"} {
+				// What is stopped takes seconds to be killed.
+				if how == "stopped" && name != "attach" && name != "expand" {
+					continue
+				}
+				release := hang()
+				waited := make(chan error, 1)
+				start := time.Now()
+				ctx, cancel := context.WithTimeout(context.Background(), 600*time.Millisecond)
+				time.AfterFunc(100*time.Millisecond, func() {
+					ctx, cancel := context.WithTimeout(context.Background(), 200*time.Millisecond)
+					defer cancel()
+					_, err := f.pool.SetLabels(ctx, vol("0"), func(l map[string]string) error { l["z"] += "z"; return nil })
+					if took := time.Since(start); took > 800*time.Millisecond {
+						err = fmt.Errorf("it took %v: %w", took, err)
+						waited <- errors.New(err.Error())
+						return
+					}
+					waited <- err
+				})
+				err := calls[name](ctx)
+				cancel()
+				if took := time.Since(start); !errors.Is(err, context.DeadlineExceeded) || took > 1500*time.Millisecond {
+					f.Errorf("%s, lvm %s: %v after %v", name, how, err, took)
+				}
+				if err := <-waited; !errors.Is(err, context.DeadlineExceeded) {
+					f.Errorf("%s, lvm %s: who waited for his turn: %v", name, how, err)
+				}
+				if how == "stopped" { // by itself
+					still := func() bool {
+						return slices.ContainsFunc(hung, func(pid int) bool { return slices.Contains(lvmChildren(os.Getpid()), pid) })
+					}
+					for deadline := time.Now().Add(6 * time.Second); still() && time.Now().Before(deadline); {
+						time.Sleep(20 * time.Millisecond)
+					}
+					if still() {
+						f.Errorf("%s: lvm %v hangs, and is still there", name, hung)
+					}
+				}
+				release()
+				for try := range 2 { // it is idempotent
+					ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+					if err := calls[name](ctx); err != nil {
+						f.Errorf("%s, lvm %s: try %d afterwards: %v", name, how, try, err)
+					}
+					cancel()
+				}
+				if name == "expand" {
+					must(f, f.pool.Delete(f.Context(), vol("0")))
+					f.make(vol("0"), 8*mib)
+				}
+				must(f, f.pool.Delete(f.Context(), vol("a")))
+				if f.Failed() {
+					return
+				}
+			}
+		}
+	})
+}
+
+// TestLVMCutShort: a call that ran out of time at any point can be tried again, also where
+// there is room for one of it only, and what is zeroed is not zeroed again.
+func TestLVMCutShort(t *testing.T) {
+	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 300*mib)}
+	f.url = f.group.URL() + "?reservePercent=0"
+	f.start()
+	all := capacityOf(t, f.pool).Available
+	for n := 1; n < 40; n += 2 {
+		f.make(vol("a"), 8*mib)
+		ctx := &endsAfter{Context: t.Context(), n: n}
+		_, err := f.pool.Expand(ctx, vol("a"), all)
+		if err == nil {
+			must(t, f.pool.Delete(t.Context(), vol("a")))
+			break
+		}
+		says(t, err, context.Canceled)
+		must(t, second(f.pool.Expand(t.Context(), vol("a"), all)))
+		must(t, f.pool.Delete(t.Context(), vol("a")))
+		if c := capacityOf(t, f.pool); c.Available != all {
+			t.Fatalf("%d looks at the context: capacity %+v, want %d", n, c, all)
+		}
+	}
+	// Each try zeroes some, so the last one has all.
+	tries := 1
+	for ; tries < 10; tries++ {
+		ctx := &endsAfter{Context: t.Context(), n: 7}
+		_, err := f.pool.Create(ctx, blockdev.Spec{Ref: vol("b"), Name: "b", Size: all})
+		if err == nil {
+			break
+		}
+		says(t, err, context.Canceled)
+	}
+	if tries == 1 || tries == 10 {
+		t.Errorf("it took %d tries to zero %d bytes", tries, all)
+	}
+}
+
+// TestLVMCutActivation: a device that lvm2 brought up after the call for it had failed is
+// not taken for one that is to be kept.
+func TestLVMCutActivation(t *testing.T) {
+	onLVM(t, func(f *lvmFixture) {
+		f.make(vol("a"), 8*mib)
+		for _, how := range []blockdev.Attachment{{}, {ReadOnly: true}, {Keep: true}} {
+			drivertest.Run(f, "lvchange", "-q", "-ay", "-K", f.path(vol("a")))
+			blockdev.Activating(f.pool, vol("a"))
+			device, err := f.pool.Attach(f.Context(), vol("a"), how)
+			must(f, err)
+			must(f, device.Close())
+			devices, err := f.pool.Attached(f.Context(), vol("a"))
+			must(f, err)
+			if len(devices) > 0 != how.Keep {
+				f.Errorf("%+v: %v are left", how, devices)
+			}
+			must(f, f.pool.Detach(f.Context(), vol("a")))
+		}
+	})
+}
+
+// TestLVMTwoPools: linear and thin volumes of one group are two pools that know nothing of
+// each other; neither is opened twice; and the group moves to another machine with all.
+func TestLVMTwoPools(t *testing.T) {
+	g := drivertest.NewGroup(t, 256*mib, 256*mib)
+	urls := []string{g.URL() + "?reservePercent=0", g.ThinPool(t, "tp", "-L", "128M", "--poolmetadatasize", "4M") + "?reservePercent=0"}
+	var both []*lvmFixture
+	for i, url := range urls {
+		f := &lvmFixture{T: t, group: g, url: url, thin: i == 1}
+		f.pool = openURL(t, url)
+		both = append(both, f)
+	}
+	for i, f := range both {
+		_, err := blockdev.Open(t.Context(), "again", f.url)
+		fails(t, err, blockdev.ErrInUse, "open of a pool that is open")
+		ref := vol(strconv.Itoa(i))
+		f.make(ref, 16*mib)
+		f.write(ref, 0, marked(ref.Key[:8], 8*mib))
+		f.copy(snap(strconv.Itoa(i)), ref, 16*mib)
+		must(t, second(f.pool.SetLabels(t.Context(), ref, func(l map[string]string) error { l["of"] = f.url; return nil })))
+	}
+	check := func() {
+		t.Helper()
+		for i, f := range both {
+			ref := vol(strconv.Itoa(i))
+			f.holds(ref, 0, marked(ref.Key[:8], 8*mib))
+			f.holds(snap(strconv.Itoa(i)), 0, marked(ref.Key[:8], 8*mib))
+			if records := f.all(); len(records) != 2 || records[0].Thin != f.thin || records[1].Labels["of"] != f.url {
+				t.Errorf("records %+v", records)
+			}
+			f.poolIll()
+			says(t, second(f.pool.Get(t.Context(), vol(strconv.Itoa(1-i)))), blockdev.ErrNotFound)
+		}
+	}
+	check()
+	for _, f := range both {
+		must(t, f.pool.Close())
+	}
+	drivertest.Run(t, "vgchange", "-q", "-an", g.Name)
+	var images []string
+	for _, device := range g.Devices {
+		images = append(images, drivertest.Run(t, "losetup", "-n", "-O", "BACK-FILE", device))
+		drivertest.Run(t, "losetup", "-d", device)
+	}
+	for i := range images { // the first one is the second now
+		drivertest.Run(t, "losetup", g.Devices[i], images[1-i])
+	}
+	for _, f := range both {
+		var err error
+		f.pool, err = blockdev.Open(t.Context(), "elsewhere", f.url)
+		must(t, err)
+	}
+	check()
+	for _, f := range both {
+		f.make(vol("a"), 8*mib)
+		for _, r := range f.all() {
+			must(t, f.pool.Delete(t.Context(), r.Ref))
+		}
+		must(t, f.pool.Close())
+	}
+	drivertest.Run(t, "vgchange", "-q", "-an", g.Name)
+}
+
+// TestLVMManyLabels: a record may have many labels; more than lvm2's shell takes words in a
+// line are refused.
+func TestLVMManyLabels(t *testing.T) {
+	onLVM(t, func(f *lvmFixture) {
+		labels := map[string]string{}
+		for i := range 40 {
+			labels[fmt.Sprintf("label-%d", i)] = strings.Repeat("=", 300)
+		}
+		create(f, f.pool, blockdev.Spec{Ref: vol("a"), Size: 8 * mib, Labels: labels})
+		must(f, second(f.pool.SetLabels(f.Context(), vol("a"), func(l map[string]string) error {
+			for i := range 20 {
+				l[fmt.Sprintf("label-%d", 20+i)] = "new"
+			}
+			return nil
+		})))
+		for i := range 40 {
+			labels[fmt.Sprintf("more-%d", i)] = "x"
+		}
+		says(f, second(f.pool.Create(f.Context(), blockdev.Spec{Ref: vol("b"), Name: "b", Size: 8 * mib, Labels: labels})), blockdev.ErrInvalid, "tags")
+		says(f, second(f.pool.SetLabels(f.Context(), vol("a"), func(l map[string]string) error {
+			for key := range l {
+				l[key] = "too many at once"
+			}
+			return nil
+		})), blockdev.ErrInvalid, "words")
+		f.restart()
+		r, err := f.pool.Get(f.Context(), vol("a"))
+		must(f, err)
+		if len(r.Labels) != 40 || r.Labels["label-39"] != "new" {
+			f.Errorf("labels %v", r.Labels)
+		}
+	})
+}

@@ -1,0 +1,453 @@
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+)
+
+// lvm measures logical volumes: here, or in a virtual machine.
+func (b *bench) lvm(ctx context.Context) error {
+	if _, err := blockdev.DeviceMapperTargets(); err != nil {
+		progress("lvm: this kernel has no device mapper, so a virtual machine is used")
+		return b.lvmInVM(ctx)
+	}
+	if err := b.header(); err != nil {
+		return err
+	}
+	if version, err := exec.Command("lvm", "version").Output(); err == nil {
+		fmt.Printf("| lvm2 | %s |\n", strings.Join(strings.Fields(strings.SplitN(string(version), "\n", 2)[0])[2:], " "))
+	}
+	g, err := newGroup(b.dir)
+	if err != nil {
+		return err
+	}
+	err = g.measure(ctx, b)
+	return errors.Join(err, g.remove())
+}
+
+// progressLine is what progress prints: both outputs of the machine are one.
+var progressLine = regexp.MustCompile(`^[0-9]{2}:[0-9]{2}:[0-9]{2} `)
+
+// lvmInVM runs this program there, and prints what it prints.
+func (b *bench) lvmInVM(ctx context.Context) error {
+	self := filepath.Join(b.dir, "bench")
+	build := exec.CommandContext(ctx, "go", "build", "-o", self, "./tests/bench")
+	build.Env = append(os.Environ(), "CGO_ENABLED=0")
+	if out, err := build.CombinedOutput(); err != nil {
+		return fmt.Errorf("build this program (run this in the repository): %w: %s", err, out)
+	}
+	if err := os.Chmod(b.dir, 0o755); err != nil {
+		return err
+	}
+	cmd := exec.CommandContext(ctx, "hack/in-vm.sh", "bash", "-c", fmt.Sprintf("exec %s --parts=lvm --driver=%s --lvm-rounds=%d --lvm-lives=%d --dir=\"$TMPDIR\"", self, b.binary, b.lvmRounds, b.lvmLives))
+	cmd.Cancel = func() error { return cmd.Process.Signal(unix.SIGTERM) } // it takes the machine down
+	cmd.Stderr = os.Stderr
+	console, err := cmd.StdoutPipe()
+	if err != nil {
+		return err
+	}
+	if err := cmd.Start(); err != nil {
+		return err
+	}
+	show := false
+	for lines := bufio.NewScanner(console); lines.Scan(); {
+		line := strings.TrimRight(lines.Text(), "\r")
+		switch {
+		case strings.HasPrefix(line, "in a VM: "):
+			show = true
+			progress("%s", line)
+		case strings.Contains(line, " ended with "):
+			show = false
+		case progressLine.MatchString(line):
+			fmt.Fprintln(os.Stderr, line)
+		case show:
+			fmt.Println(line)
+		}
+	}
+	return cmd.Wait()
+}
+
+// group is a volume group with a thin pool, on a sparse file.
+type group struct {
+	name   string
+	dir    string
+	device string
+	mkfs   []string
+}
+
+const (
+	groupSize = 6 << 30
+	// All that lvm2 would otherwise do beside its work is off, for the driver and the floor.
+	lvmConfig = `
+activation { udev_sync=0 udev_rules=0 verify_udev_operations=0 monitoring=0 }
+devices { use_devicesfile=0 obtain_device_list_from_udev=0 global_filter=["a|^%s$|", "r|.*|"] }
+backup { backup=0 archive=0 }
+global { use_lvmpolld=0 notify_dbus=0 }
+log { %s }
+`
+)
+
+func newGroup(dir string) (*group, error) {
+	g := &group{name: fmt.Sprintf("bench%d", os.Getpid()), dir: dir, mkfs: mkfsCommand()}
+	image := filepath.Join(dir, "disk")
+	if err := errors.Join(os.WriteFile(image, nil, 0o600), os.Truncate(image, groupSize), os.MkdirAll("/run/lock/lvm", 0o700)); err != nil {
+		return nil, err
+	}
+	out, err := exec.Command("losetup", "--direct-io=on", "--show", "-f", image).Output()
+	if err != nil {
+		return nil, err
+	}
+	g.device = strings.TrimSpace(string(out))
+	profile, err := os.ReadFile("/etc/lvm/profile/lvmdbusd.profile")
+	if err != nil {
+		return nil, err
+	}
+	for folder, log := range map[string]string{"lvm": "", "lvm-logged": fmt.Sprintf("file=%q level=7", dir+"/lvm.log")} {
+		folder = filepath.Join(dir, folder)
+		if err := errors.Join(os.MkdirAll(folder+"/profile", 0o700), os.WriteFile(folder+"/lvm.conf", fmt.Appendf(nil, lvmConfig, g.device, log), 0o600),
+			os.WriteFile(folder+"/profile/lvmdbusd.profile", profile, 0o600)); err != nil {
+			return nil, err
+		}
+	}
+	// The driver gets them as they are set here.
+	for key, value := range map[string]string{"LVM_SYSTEM_DIR": dir + "/lvm", "LVM_SUPPRESS_FD_WARNINGS": "1", "DM_DISABLE_UDEV": "1"} {
+		if err := os.Setenv(key, value); err != nil {
+			return nil, err
+		}
+	}
+	return g, errors.Join(lvm("vgcreate", "-q", g.name, g.device), lvm("lvcreate", "-q", "--type", "thin-pool", "-L", "4G", "--poolmetadatasize", "64M", "-n", "tp", g.name))
+}
+
+func lvm(argv ...string) error {
+	if out, err := exec.Command(argv[0], argv[1:]...).CombinedOutput(); err != nil {
+		return fmt.Errorf("%s: %w: %s", strings.Join(argv, " "), err, out)
+	}
+	return nil
+}
+
+func (g *group) remove() error {
+	return errors.Join(lvm("vgremove", "-q", "-ff", "-y", g.name), os.RemoveAll("/dev/"+g.name))
+}
+
+// life is what a life takes at the least: the commands of lvm2, mkfs, and the system
+// calls of mount. How thick space is zeroed makes three kinds of it.
+func (g *group) life(ctx context.Context, kind string, worker int, r *recorder) error {
+	name := fmt.Sprintf("floor-%d", lives.Add(1))
+	staged, published := filepath.Join(g.dir, fmt.Sprintf("floor-staged-%d", worker)), filepath.Join(g.dir, fmt.Sprintf("floor-published-%d", worker))
+	if err := os.MkdirAll(staged, 0o750); err != nil {
+		return err
+	}
+	path := "/dev/" + g.name + "/" + name
+	steps := []struct {
+		name string
+		argv []string
+	}{
+		{"lvcreate", []string{"lvcreate", "-y", "-Wn", "-Zn", "-L", fmt.Sprintf("%db", lifeSize), "-n", name, g.name}},
+		{"blkdiscard --zeroout", []string{"blkdiscard", "--zeroout", path}},
+		{stepMkfs, append(slices.Clone(g.mkfs), path)},
+	}
+	switch kind {
+	case "thin":
+		steps[0].argv = []string{"lvcreate", "-y", "-V", fmt.Sprintf("%db", lifeSize), "--thinpool", "tp", "-n", name, g.name}
+		steps = slices.Delete(steps, 1, 2)
+	case "unzeroed":
+		steps = slices.Delete(steps, 1, 2)
+	}
+	for _, step := range steps {
+		if err := r.time(step.name, func() error {
+			out, err := exec.CommandContext(ctx, step.argv[0], step.argv[1:]...).CombinedOutput()
+			if err != nil {
+				return fmt.Errorf("%w: %s", err, out)
+			}
+			return nil
+		}); err != nil {
+			return err
+		}
+	}
+	if err := r.time("mount, bind, umount, umount", func() error {
+		if err := unix.Mount(path, staged, "ext4", 0, ""); err != nil {
+			return err
+		}
+		if err := os.Mkdir(published, 0o750); err != nil {
+			return err
+		}
+		if err := unix.Mount(staged, published, "", unix.MS_BIND, ""); err != nil {
+			return err
+		}
+		return errors.Join(unix.Unmount(published, 0), os.Remove(published), unix.Unmount(staged, 0))
+	}); err != nil {
+		return err
+	}
+	return r.time("lvremove", func() error { return lvm("lvremove", "-f", g.name+"/"+name) })
+}
+
+func (g *group) driverLife(ctx context.Context, d *driver, thin bool, worker int, r *recorder) error {
+	v, err := d.newVolume(fmt.Sprintf("worker-%d", worker), lifeSize, thin, false)
+	if err != nil {
+		return err
+	}
+	v.name = fmt.Sprintf("life-%d", lives.Add(1))
+	if err := d.up(ctx, v, r); err != nil {
+		return err
+	}
+	return d.down(ctx, v, r)
+}
+
+func (g *group) measure(ctx context.Context, b *bench) error {
+	fmt.Printf("\n## Lives of logical volumes\n\nAn ext4 volume of 64 MiB: create, claim, stage, publish, and back, over gRPC; the floor is lvcreate, mkfs.ext4 and lvremove as\n"+
+		"programs, and the system calls of mount. Thick space is zeroed on the floor too (blkdiscard --zeroout); what it is without, where\n"+
+		"one volume shows what another held, is beside it. %d rounds of a block of lives each, in turn; the ratio is that of a round's\nblocks. Median (p10..p90).\n", b.lvmRounds)
+	var rows [][]string
+	calls := map[string]*recorder{}
+	var perLife [][]string
+	for _, kind := range []string{"thick", "thin"} {
+		pool := "lvm://" + g.name
+		if kind == "thin" {
+			pool += "/tp?overprovision=100&reservePercent=0"
+		} else {
+			pool += "?reservePercent=0"
+		}
+		d, err := b.startOn(ctx, filepath.Join(b.dir, kind), pool)
+		if err != nil {
+			return err
+		}
+		defer d.stop()
+		kinds := []string{"driver", kind}
+		if kind == "thick" {
+			kinds = append(kinds, "unzeroed")
+		}
+		for _, atOnce := range []int{1, 4} {
+			progress("lvm: %s, %d at once", kind, atOnce)
+			rates := map[string][]float64{}
+			ratios := map[string][]float64{}
+			for round := range b.lvmRounds + 1 {
+				rate := map[string]float64{}
+				for i := range kinds {
+					which := kinds[(round+i)%len(kinds)] // each goes first as often as the others
+					name := fmt.Sprint(kind, " ", atOnce, " ", which)
+					if calls[name] == nil || round == 1 { // the first round warms up
+						calls[name] = &recorder{}
+					}
+					start := time.Now()
+					if err := block(ctx, b.lvmLives, atOnce, func(worker int) error {
+						if which == "driver" {
+							return d.failed(g.driverLife(ctx, d, kind == "thin", worker, calls[name]))
+						}
+						return g.life(ctx, which, worker, calls[name])
+					}); err != nil {
+						return err
+					}
+					rate[which] = float64(b.lvmLives*atOnce) / time.Since(start).Seconds()
+				}
+				for which := range rate {
+					if round > 0 {
+						rates[which] = append(rates[which], rate[which])
+						ratios[which] = append(ratios[which], rate["driver"]/rate[which])
+					}
+				}
+			}
+			row := []string{kind, fmt.Sprint(atOnce), fmt.Sprint(b.lvmRounds * b.lvmLives * atOnce), spreadOf("%.2f", rates["driver"]), spreadOf("%.2f", rates[kind]), spreadOf("%.2f", ratios[kind]), "", ""}
+			if kind == "thick" {
+				row[6], row[7] = spreadOf("%.2f", rates["unzeroed"]), spreadOf("%.2f", ratios["unzeroed"])
+			}
+			rows = append(rows, row)
+		}
+		if kind == "thin" {
+			if err := g.sizes(ctx, d, &perLife); err != nil {
+				return d.failed(err)
+			}
+		}
+		d.stop()
+	}
+	table([]string{"volumes", "at once", "lives", "driver, lives/s", "floor, lives/s", "driver / floor (goal: 0.7)", "floor without zeroing", "driver / that"}, rows)
+	fmt.Printf("\nWhere the time goes, one at a time, in ms.\n")
+	rows = nil
+	for _, kind := range []string{"thick", "thin"} {
+		for _, which := range []string{"driver", kind} {
+			r := calls[kind+" 1 "+which]
+			who := "floor"
+			if which == "driver" {
+				who = which
+			}
+			for _, step := range r.names {
+				rows = append(rows, []string{kind + ", " + who, step, spread(r.samples[step])})
+			}
+			rows = append(rows, []string{kind + ", " + who, "**sum of the medians**", ms(total(r))})
+		}
+	}
+	table([]string{"volumes", "step", "took"}, rows)
+	if err := g.count(ctx, b); err != nil {
+		return err
+	}
+	fmt.Printf("\nThin copies of volumes of which 8 MiB are written, not attached, in ms, taken in turn.\n")
+	table([]string{"call", "64 MiB", "64 GiB", "64 GiB / 64 MiB"}, perLife)
+	return nil
+}
+
+// sizes compares copies of small and large thin volumes.
+func (g *group) sizes(ctx context.Context, d *driver, rows *[][]string) error {
+	progress("lvm: thin copies")
+	var volumes []*volume
+	for i, size := range []int64{64 << 20, 64 << 30} {
+		v, err := d.newVolume(fmt.Sprintf("size-%d", i), size, true, true)
+		if err != nil {
+			return err
+		}
+		if err := d.up(ctx, v, &recorder{}); err != nil {
+			return err
+		}
+		device, err := os.OpenFile(v.published, os.O_RDWR, 0)
+		if err != nil {
+			return err
+		}
+		block := bytes.Repeat([]byte("written "), 1<<17)
+		for n := range int64(8) {
+			if _, err := device.WriteAt(block, n*(size/8)); err != nil {
+				return err
+			}
+		}
+		if err := errors.Join(device.Sync(), device.Close()); err != nil {
+			return err
+		}
+		if _, err := d.NodeUnpublishVolume(ctx, &csi.NodeUnpublishVolumeRequest{VolumeId: v.id, TargetPath: v.published}); err != nil {
+			return err
+		}
+		if _, err := d.NodeUnstageVolume(ctx, &csi.NodeUnstageVolumeRequest{VolumeId: v.id, StagingTargetPath: v.staged}); err != nil {
+			return err
+		}
+		if _, err := d.ControllerUnpublishVolume(ctx, &csi.ControllerUnpublishVolumeRequest{VolumeId: v.id, NodeId: node}); err != nil {
+			return err
+		}
+		volumes = append(volumes, v)
+	}
+	recorders := []*recorder{{}, {}}
+	for round := range 12 {
+		for i := range volumes {
+			i = (round + i) % 2
+			v, r := volumes[i], recorders[i]
+			var id string
+			if err := r.time("CreateSnapshot", func() error {
+				made, err := d.CreateSnapshot(ctx, &csi.CreateSnapshotRequest{SourceVolumeId: v.id, Name: fmt.Sprintf("snap-%d-%d", i, round)})
+				id = made.GetSnapshot().GetSnapshotId()
+				return err
+			}); err != nil {
+				return err
+			}
+			for _, source := range []*csi.VolumeContentSource{
+				{Type: &csi.VolumeContentSource_Snapshot{Snapshot: &csi.VolumeContentSource_SnapshotSource{SnapshotId: id}}},
+				{Type: &csi.VolumeContentSource_Volume{Volume: &csi.VolumeContentSource_VolumeSource{VolumeId: v.id}}},
+			} {
+				c := *v
+				c.name = fmt.Sprintf("clone-%d-%d", i, lives.Add(1))
+				if err := d.create(ctx, &c, r, source); err != nil {
+					return err
+				}
+				if err := d.remove(ctx, &c, r); err != nil {
+					return err
+				}
+			}
+			if err := r.time("DeleteSnapshot", func() error {
+				_, err := d.DeleteSnapshot(ctx, &csi.DeleteSnapshotRequest{SnapshotId: id})
+				return err
+			}); err != nil {
+				return err
+			}
+		}
+	}
+	for _, call := range recorders[0].names {
+		small, large := recorders[0].samples[call], recorders[1].samples[call]
+		*rows = append(*rows, []string{call, spread(small), spread(large), fmt.Sprintf("%.2f", ratio(median(large), median(small)))})
+	}
+	for _, v := range volumes {
+		if err := d.remove(ctx, v, &recorder{}); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// logged is how lvm2 begins a command in its log: PROGRAM[PROCESS] ... Processing command: COMMAND.
+var logged = regexp.MustCompile(`\[([0-9]+)\].*Processing command: +(?:lvm )?([a-z]+)`)
+
+// count counts the commands of lvm2 and its processes in lives, by its own log, in a run
+// of its own.
+func (g *group) count(ctx context.Context, b *bench) error {
+	progress("lvm: counting commands")
+	const n = 5
+	var rows [][]string
+	log := filepath.Join(g.dir, "lvm.log")
+	for _, kind := range []string{"thick", "thin"} {
+		pool := "lvm://" + g.name
+		if kind == "thin" {
+			pool += "/tp"
+		}
+		if err := os.Setenv("LVM_SYSTEM_DIR", g.dir+"/lvm-logged"); err != nil {
+			return err
+		}
+		d, err := b.startOn(ctx, filepath.Join(b.dir, kind+"-counted"), pool)
+		if err != nil {
+			return err
+		}
+		defer d.stop()
+		if err := g.driverLife(ctx, d, kind == "thin", 0, &recorder{}); err != nil {
+			return d.failed(err)
+		}
+		for _, who := range []string{"driver", "floor"} {
+			if err := os.WriteFile(log, nil, 0o600); err != nil { // both append
+				return err
+			}
+			for range n {
+				if who == "driver" {
+					err = d.failed(g.driverLife(ctx, d, kind == "thin", 0, &recorder{}))
+				} else {
+					err = g.life(ctx, kind, 0, &recorder{})
+				}
+				if err != nil {
+					return err
+				}
+			}
+			text, err := os.ReadFile(log)
+			if err != nil {
+				return err
+			}
+			processes, commands, all := map[string]bool{}, map[string]int{}, 0
+			for _, match := range logged.FindAllStringSubmatch(string(text), -1) {
+				processes[match[1]] = true
+				commands[match[2]]++
+				all++
+			}
+			var list []string
+			for _, command := range slices.Sorted(maps.Keys(commands)) {
+				list = append(list, fmt.Sprintf("%s %.1f", command, float64(commands[command])/n))
+			}
+			began := float64(len(processes)) / n
+			if who == "driver" && len(processes) == 1 {
+				began = 0 // the one that has been there since the driver began
+			}
+			rows = append(rows, []string{kind + ", " + who, fmt.Sprintf("%.1f", float64(all)/n), fmt.Sprintf("%.1f", began), strings.Join(list, ", ")})
+		}
+		d.stop()
+		if err := os.Setenv("LVM_SYSTEM_DIR", g.dir+"/lvm"); err != nil {
+			return err
+		}
+	}
+	fmt.Printf("\nWhat lvm2 was asked for in a life, by its own log (log/file, level 7), in %d lives after a first one that are not timed.\n", n)
+	table([]string{"volumes", "commands of lvm2", "processes of lvm2 begun", "which"}, rows)
+	return nil
+}
