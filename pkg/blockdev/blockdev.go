@@ -242,8 +242,7 @@ type Prover interface {
 // Suspender is a Pool whose copies of an attached origin are of one moment without the
 // caller's help: Spec.Quiesced is of no use to it. To cut several origins at one moment,
 // Suspend holds back all writes to an attached object, mounted or raw, until resume is
-// called, or a copy of it has been cut (Spec.Cut) and has ended the suspension. The start
-// of the pool ends all that a crash left.
+// called. The start of the pool ends what a crash left suspended.
 type Suspender interface {
 	Suspend(ctx context.Context, ref Ref) (resume func() error, err error)
 }

@@ -37,6 +37,7 @@ const (
 	dmReadOnly       = 1 << 0
 	dmSuspended      = 1 << 1
 	dmBufferFull     = 1 << 8
+	dmSkipLockFS     = 1 << 10 // no filesystem is frozen for a new table
 	dmDeferredRemove = 1 << 17
 )
 
@@ -174,7 +175,7 @@ func dmSuspend(name string) error {
 func dmResume(name string, event uint32) error {
 	_, _, err := dmCall(dmDevSuspend, func(h *dmHeader) {
 		dmNamed(name)(h)
-		h.eventNr = event
+		h.flags, h.eventNr = dmSkipLockFS, event
 	}, nil)
 	if err != nil {
 		return fmt.Errorf("resume device %s: %w", name, systemError(err))
@@ -190,12 +191,16 @@ func dmClear(name string) error {
 	return nil
 }
 
-// dmLinear makes a read-only device that shows another one, or brings it to its size.
-func dmLinear(name, uuid string, under uint64, size int64) error {
+// dmLinear makes a device that shows another one, or brings it to its size.
+func dmLinear(name, uuid string, under uint64, size int64, readOnly bool) error {
+	var flags uint32
+	if readOnly {
+		flags = dmReadOnly
+	}
 	_, _, err := dmCall(dmDevCreate, func(h *dmHeader) {
 		dmNamed(name)(h)
 		copy(h.uuid[:len(h.uuid)-1], uuid)
-		h.flags = dmReadOnly
+		h.flags = flags
 	}, nil)
 	made := err == nil
 	if err != nil && !errors.Is(err, unix.EBUSY) { // EBUSY: it is there
@@ -208,7 +213,7 @@ func dmLinear(name, uuid string, under uint64, size int64) error {
 	table = append(table, make([]byte, -len(table)&7)...)
 	_, _, err = dmCall(dmTableLoad, func(h *dmHeader) {
 		dmNamed(name)(h)
-		h.flags, h.targetCount = dmReadOnly, 1
+		h.flags, h.targetCount = flags, 1
 	}, table)
 	if err == nil {
 		err = dmResume(name, dmNoScan)

@@ -18,6 +18,3 @@ func Age(pool Pool) {
 	defer p.mu.Unlock()
 	p.space.at = p.space.at.Add(-lvmFresh)
 }
-
-// Activating makes an LVM pool believe that the activation of an object was cut short.
-func Activating(pool Pool, ref Ref) { pool.(*lvmPool).find(ref).activating = true }

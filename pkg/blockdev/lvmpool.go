@@ -58,8 +58,7 @@ type logical struct {
 	missing bool     // it was there, and is not in the last report
 	ill     string
 
-	attaching  sync.Mutex // held while devices are brought up
-	activating bool       // lvm2 was cut short while it brought the device up
+	attaching sync.Mutex // held while devices are brought up
 
 	spare  bool // grow.KEY may be there still, of a growth that was cut short
 	active bool // somebody is making it ready, or removing it
@@ -509,12 +508,6 @@ func (p *lvmPool) Delete(ctx context.Context, ref Ref) error {
 	}
 	if o == nil {
 		return nil
-	}
-	o.attaching.Lock()
-	err := p.settle(ctx, o, o.record)
-	o.attaching.Unlock()
-	if err != nil {
-		return err
 	}
 	if devices, err := p.Attached(ctx, ref); err != nil {
 		return err

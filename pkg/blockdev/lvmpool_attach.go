@@ -12,31 +12,28 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// An attached object is a device of the device mapper: the logical volume itself for
-// writing, and a read-only linear device over it for reading. A device that is not to be
-// kept is removed while it is held open (DM_DEFERRED_REMOVE), so that it goes away with
-// its last user, whatever becomes of the driver.
+// An attached object is a linear device of our own over the logical volume, one for writing
+// and one for reading. So they can be suspended without lvm2, which knows nothing of them,
+// and read-only is read-only.
+//
+// A device that is not to be kept is removed while it is held open (DM_DEFERRED_REMOVE), so
+// that it goes away with its last user, whatever becomes of the driver; and so does the
+// logical volume's device, with the last of the two over it.
+const (
+	writableSuffix = "-writable"
+	readOnlySuffix = "-readonly"
+)
 
-const readOnlySuffix = "-readonly"
-
-// devices returns the devices of an object, of which either may be nil. The logical
-// volume is not listed where it is active only because the read-only device needs it.
-func (p *lvmPool) devices(ref Ref) (writable, readOnly *dmDevice, base *dmDevice, err error) {
+// devices returns the devices of an object, either of which may be nil.
+func (p *lvmPool) devices(ref Ref) (writable, readOnly *dmDevice, err error) {
 	if slices.Contains(p.strays, p.path(ref.String())) {
-		return nil, nil, nil, nil // another's
+		return nil, nil, nil // another's
 	}
 	name := p.device(ref.String())
-	if readOnly, err = p.own(name + readOnlySuffix); err != nil {
-		return nil, nil, nil, err
+	if writable, err = p.own(name + writableSuffix); err == nil {
+		readOnly, err = p.own(name + readOnlySuffix)
 	}
-	if base, err = p.own(name); err != nil {
-		return nil, nil, nil, err
-	}
-	writable = base
-	if base != nil && readOnly != nil && base.deferred && base.opens <= 1 {
-		writable = nil
-	}
-	return writable, readOnly, base, nil
+	return writable, readOnly, err
 }
 
 // own returns a device if it is one of this group. The kernel removes a device a moment
@@ -76,9 +73,6 @@ const attachTries = 5
 func (p *lvmPool) attach(ctx context.Context, o *logical, record Record, how Attachment) (Device, error) {
 	o.attaching.Lock() // a snapshot may be the source of several copies at once
 	defer o.attaching.Unlock()
-	if err := p.settle(ctx, o, record); err != nil {
-		return Device{}, err
-	}
 	for try := 0; ; try++ {
 		device, err := p.attachOnce(ctx, o, record, how)
 		vanished := errors.Is(err, unix.ENXIO) || errors.Is(err, unix.ENODEV) || errors.Is(err, os.ErrNotExist)
@@ -89,96 +83,84 @@ func (p *lvmPool) attach(ctx context.Context, o *logical, record Record, how Att
 }
 
 func (p *lvmPool) attachOnce(ctx context.Context, o *logical, record Record, how Attachment) (_ Device, err error) {
-	writable, readOnly, base, err := p.devices(record.Ref)
+	suffix := writableSuffix
+	if how.ReadOnly {
+		suffix = readOnlySuffix
+	}
+	d, err := p.own(p.device(record.String()) + suffix)
 	if err != nil {
 		return Device{}, err
 	}
-	have := writable
-	if how.ReadOnly {
-		have = readOnly
+	if d != nil && d.deferred == how.Keep {
+		return Device{}, fmt.Errorf("%w: it is attached as %s for another use (or still held after that)", ErrInUse, d.path())
 	}
-	if have != nil && have.deferred == how.Keep {
-		return Device{}, fmt.Errorf("%w: it is attached as %s for another use (or still held after that)", ErrInUse, have.path())
-	}
-	if base == nil {
-		if base, err = p.activate(ctx, o, record); err != nil {
+	if d == nil {
+		if d, err = p.makeDevice(ctx, o, record, suffix); err != nil {
 			return Device{}, err
 		}
 		defer func() {
 			if err != nil { // nobody has it
-				_, removed := dmRemove(base.name)
+				_, removed := dmRemove(d.name)
 				err = errors.Join(err, removed)
 			}
 		}()
 	}
-	held, err := openDM(base, os.O_RDONLY)
+	f, err := openDM(d, os.O_RDONLY)
 	if err != nil {
 		return Device{}, err
+	}
+	size, err := deviceSize(f)
+	if err == nil && size < record.Size {
+		err = p.truncated(record, size)
+	}
+	if err == nil && !how.Keep && !d.deferred {
+		_, err = dmRemove(d.name)
+	}
+	if err != nil {
+		f.Close()
+		return Device{}, err
+	}
+	return NewDevice(d.path(), d.number, size, how.ReadOnly, f.Close), nil
+}
+
+func (p *lvmPool) truncated(record Record, size int64) error {
+	return fmt.Errorf("%w: %s has %d bytes, the record says %d; restore it from a backup, or delete the volume", ErrDataLoss, p.path(record.String()), size, record.Size)
+}
+
+// makeDevice makes a device over a logical volume, which it activates first.
+func (p *lvmPool) makeDevice(ctx context.Context, o *logical, record Record, suffix string) (*dmDevice, error) {
+	base, err := p.own(p.device(record.String()))
+	if err == nil && base == nil {
+		base, err = p.activate(ctx, o, record)
+	}
+	if err != nil {
+		return nil, err
+	}
+	held, err := openDM(base, os.O_RDONLY)
+	if err != nil {
+		return nil, err
+	}
+	defer held.Close() // the device above it holds it from then on
+	if !base.deferred {
+		if _, err := dmRemove(base.name); err != nil {
+			return nil, err
+		}
 	}
 	size, err := deviceSize(held)
 	if err == nil && size < record.Size {
-		err = fmt.Errorf("%w: %s has %d bytes, the record says %d; restore it from a backup, or delete the volume", ErrDataLoss, p.path(record.String()), size, record.Size)
-	}
-	if err == nil && !how.ReadOnly {
-		if how.Keep {
-			if base.deferred {
-				err = dmKeep(base.name)
-			}
-			// What is to be kept needs no hold.
-		} else if !base.deferred {
-			_, err = dmRemove(base.name)
-		}
-	}
-	if err != nil || !how.ReadOnly {
-		if err != nil {
-			held.Close()
-			return Device{}, err
-		}
-		return NewDevice(base.path(), base.number, size, false, held.Close), nil
-	}
-	defer held.Close() // the device above it holds it from then on
-	if readOnly == nil {
-		if err := dmLinear(base.name+readOnlySuffix, base.uuid+readOnlySuffix, base.number, size); err != nil {
-			return Device{}, err
-		}
-		if readOnly, err = p.own(base.name + readOnlySuffix); err != nil || readOnly == nil {
-			return Device{}, errors.Join(err, unix.ENODEV)
-		}
-	}
-	above, err := openDM(readOnly, os.O_RDONLY)
-	if err != nil {
-		return Device{}, err
-	}
-	// The logical volume goes away with the device above it, unless it was attached itself.
-	if writable == nil {
-		_, err = dmRemove(base.name)
-	}
-	if err == nil && !how.Keep && !readOnly.deferred {
-		_, err = dmRemove(readOnly.name)
+		err = p.truncated(record, size)
 	}
 	if err != nil {
-		above.Close()
-		return Device{}, err
+		return nil, err
 	}
-	return NewDevice(readOnly.path(), readOnly.number, size, true, above.Close), nil
-}
-
-// settle takes away a device that lvm2 brought up after the call that wanted it had failed.
-// It would look like one that is to be kept.
-func (p *lvmPool) settle(ctx context.Context, o *logical, record Record) error {
-	if !o.activating {
-		return nil
+	if err := dmLinear(base.name+suffix, base.uuid+suffix, base.number, size, suffix == readOnlySuffix); err != nil {
+		return nil, err
 	}
-	err := p.lvm.hold(ctx, func(runLVM) error { return nil }) // until that lvm2 is gone
-	if err != nil {
-		return err
+	d, err := p.own(base.name + suffix)
+	if err == nil && d == nil {
+		err = unix.ENODEV
 	}
-	d, err := p.own(p.device(record.String()))
-	if err == nil && d != nil && !d.deferred && d.opens == 0 {
-		_, err = dmRemove(d.name)
-	}
-	o.activating = err != nil
-	return err
+	return d, err
 }
 
 // activate brings the device of a logical volume up.
@@ -187,7 +169,6 @@ func (p *lvmPool) activate(ctx context.Context, o *logical, record Record) (*dmD
 		return nil, p.gone(o, fmt.Errorf("%w: %s", errNoLV, p.path(record.String())))
 	}
 	if _, err := p.lvm.run(ctx, "lvchange", "-ay", "-K", p.path(record.String())); err != nil {
-		o.activating = o.activating || !lvmAnswered(err)
 		return nil, p.gone(o, err)
 	}
 	d, err := p.own(p.device(record.String()))
@@ -210,7 +191,7 @@ func (p *lvmPool) Attached(_ context.Context, ref Ref) ([]Device, error) {
 	if err := ref.validate(); err != nil {
 		return nil, err
 	}
-	writable, readOnly, _, err := p.devices(ref)
+	writable, readOnly, err := p.devices(ref)
 	if err != nil {
 		return nil, err
 	}
@@ -250,12 +231,17 @@ const (
 )
 
 func (p *lvmPool) detach(ctx context.Context, ref Ref) error {
-	_, readOnly, base, err := p.devices(ref)
+	writable, readOnly, err := p.devices(ref)
+	if err != nil {
+		return err
+	}
+	// It is nobody's without the others; an activation that was cut short leaves one.
+	base, err := p.own(p.device(ref.String()))
 	if err != nil {
 		return err
 	}
 	var in []string
-	for _, d := range []*dmDevice{readOnly, base} {
+	for _, d := range []*dmDevice{writable, readOnly, base} {
 		if d == nil {
 			continue
 		}
@@ -275,9 +261,7 @@ func (p *lvmPool) detach(ctx context.Context, ref Ref) error {
 	if len(in) > 0 {
 		return fmt.Errorf("%w: %s of pool %s is held as %s; it goes away with its last user", ErrInUse, ref, p.name, strings.Join(in, ", "))
 	}
-	if base != nil {
-		p.removeNodes(ref.String())
-	}
+	p.removeNodes(ref.String())
 	return nil
 }
 
@@ -288,7 +272,10 @@ func (p *lvmPool) Orphans(context.Context) (map[Ref][]Device, error) {
 	}
 	found := map[Ref][]Device{}
 	for _, name := range names {
-		volume := strings.TrimSuffix(strings.TrimPrefix(name, p.device("")), readOnlySuffix)
+		volume, suffix, _ := strings.Cut(strings.TrimPrefix(name, p.device("")), "-")
+		if suffix = "-" + suffix; suffix != writableSuffix && suffix != readOnlySuffix {
+			continue
+		}
 		kind, key, _ := strings.Cut(volume, ".")
 		ref := Ref{Kind(kind), key}
 		if p.find(ref) == nil {

@@ -111,9 +111,6 @@ func (p *lvmPool) begin(ctx context.Context, spec Spec) (*logical, error) {
 			if err := p.whole(ctx, spec.Origin); err != nil {
 				return nil, err
 			}
-			if err := p.flush(spec.Origin); err != nil {
-				return nil, err
-			}
 		}
 	}
 	if p.atOnce(spec, origin.Size) {
@@ -148,7 +145,7 @@ func (p *lvmPool) begin(ctx context.Context, spec Spec) (*logical, error) {
 		args = append(args, "-s", "-ky", p.path(spec.Origin.String()))
 	}
 	err = p.lvm.hold(ctx, func(run runLVM) error {
-		_, err := run(args...)
+		err := p.runSuspended(ctx, spec.Origin, run, args...)
 		switch {
 		case err == nil:
 			p.took(spec.Size)
@@ -182,6 +179,20 @@ func (p *lvmPool) begin(ctx context.Context, spec Spec) (*logical, error) {
 	defer p.mu.Unlock()
 	o.record.Ready = o.state == ready
 	return o, nil
+}
+
+// runSuspended runs a command while the writes to the origin, if there is one, are held
+// back.
+func (p *lvmPool) runSuspended(ctx context.Context, origin Ref, run runLVM, args ...string) error {
+	resume := func() error { return nil }
+	if origin != (Ref{}) {
+		var err error
+		if resume, err = p.Suspend(ctx, origin); err != nil {
+			return err
+		}
+	}
+	_, err := run(args...)
+	return errors.Join(err, resume())
 }
 
 // lvmAnswered reports whether an error is lvm2's own word that a command was not carried
@@ -283,62 +294,53 @@ func (p *lvmPool) extend(ctx context.Context, ref Ref, size int64) error {
 	return err
 }
 
-// Suspend: see Suspender. lvm2 leaves alone what is suspended already, and resumes it
-// when it has made a snapshot of it.
+// Suspend: see Suspender. It is our device over the logical volume that is suspended: lvm2
+// does not send its messages to a thin pool for a volume that somebody else suspended.
 func (p *lvmPool) Suspend(_ context.Context, ref Ref) (resume func() error, err error) {
+	nothing := func() error { return nil }
 	if _, _, err := p.lookup(ref); err != nil {
 		return nil, err
 	}
-	nothing := func() error { return nil }
-	if err := p.flush(ref); err != nil {
-		return nil, err
-	}
-	writable, _, _, err := p.devices(ref)
-	if err != nil || writable == nil {
+	d, _, err := p.devices(ref)
+	if err != nil || d == nil || d.suspended {
 		return nothing, err
 	}
-	hold := func(held bool) {
-		p.mu.Lock()
-		defer p.mu.Unlock()
-		if held {
-			p.held[writable.name] = true
-		} else {
-			delete(p.held, writable.name)
-		}
+	f, err := openDM(d, os.O_RDONLY)
+	if errors.Is(err, unix.ENXIO) || errors.Is(err, unix.ENODEV) || errors.Is(err, os.ErrNotExist) {
+		return nothing, nil // it went with its last user
 	}
-	hold(true)
-	if err := dmSuspend(writable.name); err != nil {
-		hold(false)
+	if err != nil {
+		return nil, fmt.Errorf("open %s: %w", d.path(), systemError(err))
+	}
+	defer f.Close()
+	if err := f.Sync(); err != nil { // what the page cache of a raw device holds
+		return nil, fmt.Errorf("flush %s: %w", d.path(), systemError(err))
+	}
+	p.hold(d.name, true)
+	if err := dmSuspend(d.name); err != nil {
+		p.hold(d.name, false)
 		return nil, err
 	}
 	return func() error {
-		defer hold(false)
-		d, err := p.own(writable.name)
-		if err != nil || d == nil || !d.suspended {
-			return err
+		now, err := p.own(d.name)
+		if err == nil && now != nil && now.suspended {
+			err = dmResume(d.name, 0)
 		}
-		return dmResume(d.name, 0)
+		if err == nil {
+			p.hold(d.name, false)
+		}
+		return err
 	}, nil
 }
 
-// flush writes out what the page cache of an object's device still holds, unless the
-// device is suspended: then that was done before.
-func (p *lvmPool) flush(ref Ref) error {
-	writable, _, _, err := p.devices(ref)
-	if err != nil || writable == nil || writable.suspended {
-		return err
+func (p *lvmPool) hold(device string, held bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if held {
+		p.held[device] = true
+	} else {
+		delete(p.held, device)
 	}
-	f, err := openDM(writable, os.O_RDONLY)
-	if errors.Is(err, unix.ENXIO) || errors.Is(err, unix.ENODEV) || errors.Is(err, os.ErrNotExist) {
-		return nil // with its last user
-	}
-	if err == nil {
-		err = errors.Join(f.Sync(), f.Close())
-	}
-	if err != nil {
-		return fmt.Errorf("flush %s: %w", writable.path(), systemError(err))
-	}
-	return nil
 }
 
 // cutSize is what the space for the changes of a volume takes while it is copied, in
@@ -357,7 +359,7 @@ func (p *lvmPool) copyOrigin(ctx context.Context, o *logical, target *os.File, s
 	if o.source == "" && !o.origin.Equal(origin.Created) {
 		o.copied, o.origin = 0, origin.Created
 	}
-	writable, _, _, err := p.devices(spec.Origin)
+	writable, _, err := p.devices(spec.Origin)
 	if err != nil {
 		return err
 	}
@@ -408,9 +410,6 @@ func (p *lvmPool) copyOrigin(ctx context.Context, o *logical, target *os.File, s
 
 // makeCut fixes the bytes of the origin in a snapshot of lvm2's, which is no object.
 func (p *lvmPool) makeCut(ctx context.Context, o *logical, spec Spec) error {
-	if err := p.flush(spec.Origin); err != nil {
-		return err
-	}
 	size := p.cutSize(o.record.Size)
 	if err := p.reserve(ctx, size, func() {}); err != nil {
 		return fmt.Errorf("it is written to while it is copied, and there is no room for what changes: %w", err)
@@ -418,7 +417,7 @@ func (p *lvmPool) makeCut(ctx context.Context, o *logical, spec Spec) error {
 	name := "cut." + spec.Ref.String()
 	o.cut = time.Now().UTC()
 	return p.lvm.hold(ctx, func(run runLVM) error {
-		_, err := run("lvcreate", "-s", "-kn", "-c", "64k", "--addtag", tagOurs, "-n", name,
+		err := p.runSuspended(ctx, spec.Origin, run, "lvcreate", "-s", "-kn", "-c", "64k", "--addtag", tagOurs, "-n", name,
 			"-l", strconv.FormatInt(size/p.extent, 10), p.path(spec.Origin.String()))
 		if err == nil {
 			p.took(size)
@@ -483,7 +482,7 @@ func (p *lvmPool) Expand(ctx context.Context, ref Ref, size int64) (Record, erro
 		}
 	}
 	// Also with nothing to grow: a retry may come after a crash between the two.
-	if err := p.resizeReadOnly(ref, o); err != nil {
+	if err := p.resize(ref, o); err != nil {
 		return Record{}, err
 	}
 	return copyOf(o.record), nil
@@ -627,11 +626,23 @@ func (p *lvmPool) prepareExtents(ctx context.Context, spare string, size int64) 
 	return slices.Compact(where), err
 }
 
-// resizeReadOnly lets an attached read-only device see the size of its volume.
-func (p *lvmPool) resizeReadOnly(ref Ref, o *logical) error {
-	_, readOnly, base, err := p.devices(ref)
-	if err != nil || readOnly == nil || base == nil {
+// resize lets attached devices see the size of their volume.
+func (p *lvmPool) resize(ref Ref, o *logical) error {
+	writable, readOnly, err := p.devices(ref)
+	if err != nil {
 		return err
 	}
-	return dmLinear(readOnly.name, readOnly.uuid, base.number, o.size)
+	base, err := p.own(p.device(ref.String()))
+	if err != nil || base == nil {
+		return err
+	}
+	for _, d := range []*dmDevice{writable, readOnly} {
+		if d == nil {
+			continue
+		}
+		if err := dmLinear(d.name, d.uuid, base.number, o.size, d.readOnly); err != nil {
+			return err
+		}
+	}
+	return nil
 }

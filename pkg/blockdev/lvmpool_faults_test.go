@@ -887,7 +887,6 @@ func TestLVMCutActivation(t *testing.T) {
 		f.make(vol("a"), 8*mib)
 		for _, how := range []blockdev.Attachment{{}, {ReadOnly: true}, {Keep: true}} {
 			drivertest.Run(f, "lvchange", "-q", "-ay", "-K", f.path(vol("a")))
-			blockdev.Activating(f.pool, vol("a"))
 			device, err := f.pool.Attach(f.Context(), vol("a"), how)
 			must(f, err)
 			must(f, device.Close())
