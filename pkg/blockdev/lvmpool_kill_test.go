@@ -30,7 +30,7 @@ type step struct {
 	What    string
 	Ref     blockdev.Ref
 	Origin  blockdev.Ref // of a copy
-	Content string // what the object is full of afterwards; empty: not known
+	Content string       // what the object is full of afterwards; empty: not known
 	Size    int64
 	Label   string
 	Failed  string // what the pool said when lvm2 was killed
