@@ -232,6 +232,7 @@ var lvmErrors = []struct {
 	{"refusing activation of partial", ErrUnavailable},
 	{"volume group", ErrUnavailable}, // "... not found", "Cannot process ..."; after all that name one
 	{"failed to write", ErrUnavailable},
+	{"cannot send messages", ErrUnavailable}, // of a thin pool that has to be repaired
 	{"error writing device", ErrUnavailable},
 	{"error reading device", ErrUnavailable},
 	{"is in use", ErrInUse},

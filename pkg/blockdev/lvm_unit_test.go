@@ -167,6 +167,11 @@ func TestParseThinUse(t *testing.T) {
 			t.Errorf("%q: %+v, %v; want %+v", status, have, err, want)
 		}
 	}
+	for use, want := range map[thinUse]bool{{mode: "rw"}: false, {mode: "out_of_data_space"}: false, {mode: "ro"}: true, {mode: "rw", fault: "needs_check"}: true} {
+		if use.failed() != want {
+			t.Errorf("%+v failed: %v", use, !want)
+		}
+	}
 	for _, status := range []string{"", "1 2 3", "0 1/2 3/4 -"} {
 		if _, err := parseThinUse(status); !errors.Is(err, ErrUnavailable) {
 			t.Errorf("%q: %v", status, err)

@@ -44,7 +44,10 @@ func (p *lvmPool) Health(ctx context.Context, ref Ref) ([]Problem, error) {
 		if err != nil {
 			return []Problem{{Inaccessible, "PoolUnavailable", err.Error()}}, nil
 		}
-		if use.mode != "rw" || use.fault != "" {
+		if use.failed() {
+			return []Problem{{Inaccessible, "PoolFailed", p.full(use)}}, nil
+		}
+		if use.mode != "rw" {
 			return []Problem{{Inaccessible, "PoolFull", p.full(use)}}, nil
 		}
 	}
@@ -71,7 +74,9 @@ func (p *lvmPool) PoolHealth(ctx context.Context) []Problem {
 	defer p.mu.Unlock()
 	if p.thin != "" {
 		switch full := p.full(use); {
-		case use.mode != "rw" || use.fault != "":
+		case use.failed():
+			say(Inaccessible, "PoolFailed", "%s", full)
+		case use.mode != "rw":
 			say(Inaccessible, "PoolFull", "%s", full)
 		case full != "":
 			say(Degraded, "PoolNearlyFull", "%s", full)

@@ -76,6 +76,11 @@ type thinUse struct {
 	fault          string  // what is wrong beyond that
 }
 
+// failed reports whether the pool is not just full: it takes no change of any kind.
+func (u thinUse) failed() bool {
+	return u.fault != "" || (u.mode != "rw" && u.mode != "out_of_data_space")
+}
+
 func (p *lvmPool) thinUse() (thinUse, error) {
 	for _, name := range []string{p.device(p.thin) + "-tpool", p.device(p.thin)} {
 		kind, status, err := dmTarget(name)
@@ -200,6 +205,9 @@ func (p *lvmPool) reserve(ctx context.Context, size int64, promise func()) error
 		if fresh {
 			if incomplete != nil {
 				return incomplete
+			}
+			if p.thin != "" && use.failed() {
+				return fmt.Errorf("%w: %s", ErrUnavailable, p.full(use))
 			}
 			reason := p.full(use)
 			if p.thin == "" || reason == "" {
