@@ -33,9 +33,9 @@ endif
 	go test -race -count=1 -timeout 20m $$(go list ./... | grep -v /tests/sanity$$)
 	@$(MAKE) --no-print-directory sanity
 ifneq ($(SKIP_ROOT_TESTS),1)
-	@$(MAKE) --no-print-directory test-kernel
-	@$(MAKE) --no-print-directory test-lvm
 	@$(MAKE) --no-print-directory test-deploy
+	@hack/install-tools.sh lvm
+	@$(MAKE) --no-print-directory -j2 -Otarget test-kernel test-lvm
 endif
 
 .PHONY: test-unit

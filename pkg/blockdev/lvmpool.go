@@ -163,8 +163,9 @@ func (p *lvmPool) reportNow(ctx context.Context) (rows []row, err error) {
 	return rows, err
 }
 
-// lockFolder is where pools are locked against other processes of this machine.
-const lockFolder = "/run/lock/ashlar"
+// lockFolder is where pools are locked against other processes of this machine: lvm2's own,
+// as containers that use lvm2 have to share it anyway.
+const lockFolder = "/run/lock/lvm"
 
 // exclude keeps a second process away from the pool.
 func (p *lvmPool) exclude() error {
@@ -172,7 +173,7 @@ func (p *lvmPool) exclude() error {
 		return systemError(err)
 	}
 	var err error
-	if p.lock, err = os.OpenFile(lockFolder+"/"+p.uuid+"."+p.thin, os.O_RDWR|os.O_CREATE, 0o600); err != nil {
+	if p.lock, err = os.OpenFile(lockFolder+"/ashlar."+p.uuid+"."+p.thin, os.O_RDWR|os.O_CREATE, 0o600); err != nil {
 		return systemError(err)
 	}
 	if err := unix.Flock(int(p.lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
