@@ -509,6 +509,11 @@ func (p *lvmPool) whole(ctx context.Context, ref Ref) error {
 	return nil
 }
 
+// growStep is how much a volume grows by at once, in bytes: what a call that ran out of
+// time has zeroed stays with the volume, and the next one goes on from there. The record
+// has the new size when all is there.
+const growStep = 8 << 30
+
 func (p *lvmPool) grow(ctx context.Context, o *logical, record Record, size int64) error {
 	if err := errors.Join(p.dropCuts(ctx, record.Ref), p.dropSpare(ctx, o)); err != nil {
 		return err
@@ -519,10 +524,13 @@ func (p *lvmPool) grow(ctx context.Context, o *logical, record Record, size int6
 		if err := p.reserve(ctx, size-have, func() { p.space.promised += promise }); err != nil {
 			return err
 		}
-		err := p.enlarge(ctx, o, record.Ref, have, size)
+		var err error
+		for err == nil && o.size < size {
+			err = p.enlarge(ctx, o, record.Ref, o.size, min(size, o.size+growStep-growStep%p.extent))
+		}
 		if err != nil {
 			p.mu.Lock()
-			p.space.pending -= size - have
+			p.space.pending -= size - o.size
 			p.space.promised -= promise
 			p.space.at = time.Time{}
 			p.mu.Unlock()
