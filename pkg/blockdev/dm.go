@@ -29,7 +29,6 @@ const (
 	dmTableClear   = 0x0a
 	dmTableStatus  = 0x0c
 	dmListVersions = 0x0d
-	dmTargetMsg    = 0x0e
 )
 
 // Flags.
@@ -146,15 +145,6 @@ func dmRemove(name string) (held bool, err error) {
 		return false, fmt.Errorf("remove device %s: %w", name, systemError(err))
 	}
 	return h.flags&dmDeferredRemove != 0, nil
-}
-
-// dmKeep takes back dmRemove, of a device that was held.
-func dmKeep(name string) error {
-	message := append(make([]byte, 8), "@cancel_deferred_remove\x00"...) // after the sector that it is for
-	if _, _, err := dmCall(dmTargetMsg, dmNamed(name), message); err != nil {
-		return fmt.Errorf("keep device %s: %w", name, systemError(err))
-	}
-	return nil
 }
 
 // dmSuspend holds back all that is written to a device, once the filesystem on it is

@@ -27,12 +27,12 @@ type lvm struct {
 	broken  bool // a command was cut short: devices may have stayed suspended
 	// ending, if set, waits for a session that was given up; the turn comes after it.
 	ending func()
-	// recover is called, with the turn, before the first command after one was cut short.
-	recover func(run runLVM)
+	// mend is called, with the turn, before the first command after one was cut short.
+	mend func(run runLVM)
 }
 
-func newLVM(recover func(run runLVM)) *lvm {
-	l := &lvm{turn: make(chan struct{}, 1), recover: recover}
+func newLVM(mend func(run runLVM)) *lvm {
+	l := &lvm{turn: make(chan struct{}, 1), mend: mend}
 	l.turn <- struct{}{}
 	return l
 }
@@ -107,7 +107,7 @@ func (l *lvm) command(ctx context.Context, args []string) ([]row, error) {
 	line := strings.Join(args, " ")
 	// lvm2's shell says nothing in answer to a line of too many words.
 	if len(args) > lvmWords {
-		return nil, fmt.Errorf("%w: a command of %d words, %d are the most: lvm %.200s...", ErrInvalid, len(args), lvmWords, line)
+		return nil, fmt.Errorf("%w: a command of %d words, %d are the most: lvm %.200s", ErrInvalid, len(args), lvmWords, line)
 	}
 	if err := ctx.Err(); err != nil {
 		return nil, fmt.Errorf("lvm %s: %w", line, err)
@@ -120,7 +120,7 @@ func (l *lvm) command(ctx context.Context, args []string) ([]row, error) {
 	if l.session == nil && l.broken {
 		l.end() // it has a last word in what is suspended
 		l.broken = false
-		l.recover(func(args ...string) ([]row, error) { return l.command(ctx, args) })
+		l.mend(func(args ...string) ([]row, error) { return l.command(ctx, args) })
 	}
 	if l.session == nil { // recovering may have started one
 		l.end()

@@ -140,7 +140,7 @@ func (p *lvmPool) makeDevice(ctx context.Context, o *logical, record Record, suf
 	if err != nil {
 		return nil, err
 	}
-	defer held.Close() // the device above it holds it from then on
+	defer func() { _ = held.Close() }() // the device above it holds it from then on
 	if !base.deferred {
 		if _, err := dmRemove(base.name); err != nil {
 			return nil, err

@@ -89,7 +89,7 @@ func tagsOf(r Record, st state) ([]string, error) {
 	}
 	for _, tag := range tags {
 		if len(tag) > maxTag {
-			return nil, fmt.Errorf("%w: the record of %s has a tag of %d bytes, %d is the most: %.80s...", ErrInvalid, r.Ref, len(tag), maxTag, tag)
+			return nil, fmt.Errorf("%w: the record of %s has a tag of %d bytes, %d is the most: %.80s", ErrInvalid, r.Ref, len(tag), maxTag, tag)
 		}
 	}
 	if len(tags) > maxTags {

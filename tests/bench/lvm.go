@@ -216,7 +216,7 @@ func (g *group) measure(ctx context.Context, b *bench) error {
 	var rows [][]string
 	calls := map[string]*recorder{}
 	var perLife [][]string
-	for _, kind := range []string{"thick", "thin"} {
+	one := func(kind string) error {
 		pool := "lvm://" + g.name
 		if kind == "thin" {
 			pool += "/tp?overprovision=100&reservePercent=0"
@@ -274,6 +274,10 @@ func (g *group) measure(ctx context.Context, b *bench) error {
 			}
 		}
 		d.stop()
+		return nil
+	}
+	if err := errors.Join(one("thick"), one("thin")); err != nil {
+		return err
 	}
 	table([]string{"volumes", "at once", "lives", "driver, lives/s", "floor, lives/s", "driver / floor (goal: 0.7)", "floor without zeroing", "driver / that"}, rows)
 	fmt.Printf("\nWhere the time goes, one at a time, in ms.\n")
@@ -392,7 +396,7 @@ func (g *group) count(ctx context.Context, b *bench) error {
 	const n = 5
 	var rows [][]string
 	log := filepath.Join(g.dir, "lvm.log")
-	for _, kind := range []string{"thick", "thin"} {
+	one := func(kind string) error {
 		pool := "lvm://" + g.name
 		if kind == "thin" {
 			pool += "/tp"
@@ -446,6 +450,10 @@ func (g *group) count(ctx context.Context, b *bench) error {
 		if err := os.Setenv("LVM_SYSTEM_DIR", g.dir+"/lvm"); err != nil {
 			return err
 		}
+		return nil
+	}
+	if err := errors.Join(one("thick"), one("thin")); err != nil {
+		return err
 	}
 	fmt.Printf("\nWhat lvm2 was asked for in a life, by its own log (log/file, level 7), in %d lives after a first one that are not timed.\n", n)
 	table([]string{"volumes", "commands of lvm2", "processes of lvm2 begun", "which"}, rows)

@@ -1543,12 +1543,16 @@ func inTurn(devices []blockdev.Device, written *atomic.Uint64, stop chan bool) e
 	}
 	defer func() { _ = unix.Munmap(block) }()
 	var files []*os.File
+	defer func() {
+		for _, file := range files {
+			file.Close()
+		}
+	}()
 	for _, device := range devices {
 		file, err := os.OpenFile(device.Path, os.O_WRONLY|unix.O_DIRECT, 0)
 		if err != nil {
 			return err
 		}
-		defer file.Close()
 		files = append(files, file)
 	}
 	for n := uint64(1); ; n++ {
