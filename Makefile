@@ -29,6 +29,7 @@ ifneq ($(SKIP_ROOT_TESTS),1)
 	fi
 	@hack/install-tools.sh
 endif
+	@hack/apiserver.sh >/dev/null
 	go vet ./...
 	go test -race -count=1 -timeout 20m $$(go list ./... | grep -v /tests/sanity$$)
 	@$(MAKE) --no-print-directory sanity

@@ -11,7 +11,8 @@ CGO_ENABLED=0 go build -o bin/lvm/driver ./cmd/driver
 where=(env)
 modprobe -q -a dm-mod dm-thin-pool dm-snapshot 2>/dev/null || true
 if ! dmsetup version >/dev/null 2>&1; then
-	where=(hack/in-vm.sh env)
+	where=(hack/in-vm.sh env TMPDIR=/run) # in memory
+	export VM_MEMORY=${VM_MEMORY:-6144M}
 fi
 # Only the verdicts are shown, and all that a test said if it fails.
 VM_SECONDS=${VM_SECONDS:-1500} "${where[@]}" ASHLAR_LVM=1 ASHLAR_DRIVER="$PWD/bin/lvm/driver" TESTS="$PWD/bin/lvm" bash -c '

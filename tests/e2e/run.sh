@@ -120,7 +120,7 @@ suite() { # NAME FOCUS SKIP TESTDRIVER PROCS
 }
 say "running the specs, ${PROCS:-6} at a time"
 suite suite "${FOCUS:-External.Storage}" "${skip:+$skip|}$immediate" testdriver.yaml "${PROCS:-6}"
-[ -n "${FOCUS-}" ] || suite immediate "$immediate" "" testdriver-immediate.yaml 2
+[ -n "${FOCUS-}" ] || suite immediate "External.Storage.*$immediate" "" testdriver-immediate.yaml 2
 if [ -z "${FOCUS-}" ]; then
 	say "replacing the driver's pods under a writer"
 	if [ "$where" = own ]; then kubectl=(hack/kubernetes/cluster.sh exec kubectl); else kubectl=(env KUBECONFIG="$config" "$bin/kubectl"); fi
