@@ -239,10 +239,10 @@ type Prover interface {
 	Untouched(ctx context.Context, ref Ref) (bool, error)
 }
 
-// Suspender is a Pool whose copies of an attached origin are of one moment without the
-// caller's help: Spec.Quiesced is of no use to it. To cut several origins at one moment,
-// Suspend holds back all writes to an attached object, mounted or raw, until resume is
-// called. The start of the pool ends what a crash left suspended.
+// Suspender is a Pool whose copies of an attached origin are of one moment, whether it is
+// quiesced or not (though only a filesystem that is frozen is clean in the copy). To cut several
+// raw devices at one moment, Suspend holds back all writes to an attached object until resume
+// is called. The start of the pool ends what a crash left suspended.
 type Suspender interface {
 	Suspend(ctx context.Context, ref Ref) (resume func() error, err error)
 }

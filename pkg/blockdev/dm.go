@@ -36,7 +36,7 @@ const (
 	dmReadOnly       = 1 << 0
 	dmSuspended      = 1 << 1
 	dmBufferFull     = 1 << 8
-	dmSkipLockFS     = 1 << 10 // no filesystem is frozen for a new table
+	dmSkipLockFS     = 1 << 10 // no filesystem is frozen
 	dmDeferredRemove = 1 << 17
 )
 
@@ -147,12 +147,13 @@ func dmRemove(name string) (held bool, err error) {
 	return h.flags&dmDeferredRemove != 0, nil
 }
 
-// dmSuspend holds back all that is written to a device, once the filesystem on it is
-// frozen and what is under way is written.
+// dmSuspend holds back all that is written to a device, once what is under way is written.
+// It freezes no filesystem: the kernel knows how to only for some (not btrfs), and before
+// 6.8 not for one that is frozen already.
 func dmSuspend(name string) error {
 	_, _, err := dmCall(dmDevSuspend, func(h *dmHeader) {
 		dmNamed(name)(h)
-		h.flags = dmSuspended
+		h.flags = dmSuspended | dmSkipLockFS
 	}, nil)
 	if err != nil {
 		return fmt.Errorf("suspend device %s: %w", name, systemError(err))

@@ -296,12 +296,9 @@ const (
 
 // quiesce freezes the filesystem of an origin, if it has one that is mounted. It
 // reports whether all writes are held back until thaw is called, which may be called
-// again. A blockdev.Suspender sees to that itself.
+// again.
 func (l *Local) quiesce(ctx context.Context, o origin) (quiesced bool, thaw func() error, err error) {
 	nothing := func() error { return nil }
-	if _, ok := o.pool.(blockdev.Suspender); ok {
-		return false, nothing, nil
-	}
 	paths := l.filesystems(ctx, o.pool, o.record.Ref)
 	if len(paths) == 0 {
 		return false, nothing, nil

@@ -243,13 +243,20 @@ type groupCut struct {
 	record   blockdev.Record
 }
 
-// hold holds back the writes to the origin of a member.
+// hold holds back the writes to the origin of a member: of a filesystem, and where the pool
+// can also of a raw device.
 func (l *Local) hold(ctx context.Context, c *groupCut) (err error) {
-	if pool, ok := c.origin.pool.(blockdev.Suspender); ok {
-		c.release, err = pool.Suspend(ctx, c.origin.record.Ref)
+	if c.quiesced, c.release, err = l.quiesce(ctx, c.origin); err != nil {
 		return err
 	}
-	c.quiesced, c.release, err = l.quiesce(ctx, c.origin)
+	pool, ok := c.origin.pool.(blockdev.Suspender)
+	if !ok || c.quiesced {
+		return nil
+	}
+	resume, err := pool.Suspend(ctx, c.origin.record.Ref)
+	if err == nil {
+		c.release = resume
+	}
 	return err
 }
 
