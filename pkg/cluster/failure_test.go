@@ -155,7 +155,7 @@ func TestNodeNotReady(t *testing.T) {
 
 	w.node("node-a", true)
 	w.start(a)
-	must(t, s.Delete(w.ctx, va.ID))
+	w.eventually("the store has seen that the node is back", func() bool { return s.Delete(w.ctx, va.ID) == nil })
 	w.tally(a)
 	w.tally(b)
 }
