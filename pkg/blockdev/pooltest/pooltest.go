@@ -1253,7 +1253,7 @@ func capacity(f *fixture) {
 		f.must(errors.Join(errs...))
 		after := f.capacity()
 		// A program that another test starts has copies of all files until it executes.
-		for deadline := time.Now().Add(2 * time.Second); after.Available < before.Available-before.Available/50 && time.Now().Before(deadline); after = f.capacity() {
+		for deadline := time.Now().Add(7 * time.Second); after.Available < before.Available-before.Available/50 && time.Now().Before(deadline); after = f.capacity() {
 			time.Sleep(10 * time.Millisecond)
 		}
 		consistent(after)
