@@ -14,6 +14,7 @@ import (
 	"path/filepath"
 	"runtime/debug"
 	"strings"
+	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -75,6 +76,8 @@ func Listen(endpoint string) (net.Listener, error) {
 	}
 	// The mode of the socket is that of its creation: there is no moment when others
 	// could connect. The mask is the process's, so it must not be changed elsewhere.
+	umask.Lock()
+	defer umask.Unlock()
 	mask := unix.Umask(0o177)
 	defer unix.Umask(mask)
 	listener, err := net.Listen("unix", path)
@@ -83,6 +86,10 @@ func Listen(endpoint string) (net.Listener, error) {
 	}
 	return listener, nil
 }
+
+// umask is held while the mask of the process is another: of two at once, the second would
+// take that of the first for the process's own.
+var umask sync.Mutex
 
 // Services are the CSI services to serve; nil ones are not registered.
 type Services struct {

@@ -3,6 +3,7 @@ package rpc
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io/fs"
 	"net"
 	"os"
@@ -14,6 +15,7 @@ import (
 	"time"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
+	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials/insecure"
@@ -396,6 +398,30 @@ func TestCallerGoesAway(t *testing.T) {
 	wants(t, err, codes.Canceled)
 	if err := <-over; !errors.Is(err, context.Canceled) {
 		t.Error(err)
+	}
+}
+
+// TestListenAtOnce: listeners that are made at once leave the mask of the process as it was.
+func TestListenAtOnce(t *testing.T) {
+	before := unix.Umask(0o022)
+	defer unix.Umask(before)
+	dir := filepath.Dir(socketPath(t))
+	for round := range 20 {
+		var all sync.WaitGroup
+		for i := range 8 {
+			all.Go(func() {
+				listener, err := Listen(fmt.Sprintf("unix://%s/%d-%d", dir, round, i))
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				listener.Close()
+			})
+		}
+		all.Wait()
+	}
+	if mask := unix.Umask(0o022); mask != 0o022 {
+		t.Errorf("the mask is %#o", mask)
 	}
 }
 
