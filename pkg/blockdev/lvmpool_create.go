@@ -290,8 +290,15 @@ func (p *lvmPool) extend(ctx context.Context, ref Ref, size int64) error {
 	if err == nil && origin.Size == size {
 		return nil
 	}
-	_, err = p.lvm.run(ctx, "lvextend", "-L", strconv.FormatInt(size, 10)+"b", p.path(ref.String()))
-	return err
+	return p.lvm.hold(ctx, func(run runLVM) error {
+		_, err := run("lvextend", "-L", strconv.FormatInt(size, 10)+"b", p.path(ref.String()))
+		if err == nil { // a report may have come before it
+			p.mu.Lock()
+			o.size = size
+			p.mu.Unlock()
+		}
+		return err
+	})
 }
 
 // Suspend: see Suspender. It is our device over the logical volume that is suspended: lvm2

@@ -947,6 +947,29 @@ func TestLVMCutActivation(t *testing.T) {
 	})
 }
 
+// TestLVMReportMeanwhile: a report that was taken while a copy was given its larger size does
+// not make it look as if it had lost some.
+func TestLVMReportMeanwhile(t *testing.T) {
+	onLVM(t, func(f *lvmFixture) {
+		f.make(vol("a"), 8*mib)
+		device, err := f.pool.Attach(f.Context(), vol("a"), blockdev.Attachment{})
+		must(f, err)
+		reports := 0
+		_, err = f.pool.Create(f.Context(), blockdev.Spec{Ref: vol("b"), Name: "b", Size: 16 * mib, Origin: vol("a"), Cut: func(ctx context.Context) error {
+			reports++
+			blockdev.Age(f.pool)
+			_, err := f.pool.Capacity(ctx)
+			return err
+		}})
+		must(f, errors.Join(err, device.Close()))
+		if reports != 1 {
+			f.Errorf("Cut was called %d times", reports)
+		}
+		f.copy(snap("b"), vol("b"), 16*mib)
+		f.ill(vol("b"))
+	})
+}
+
 // TestLVMTwoPools: linear and thin volumes of one group are two pools that know nothing of
 // each other; neither is opened twice; and the group moves to another machine with all.
 func TestLVMTwoPools(t *testing.T) {
