@@ -25,7 +25,7 @@ trap finish EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-cc -shared -fPIC -o "$scratch/uml-xstate.so" "$(dirname "${BASH_SOURCE[0]}")/uml-xstate.c" -ldl
+cc -shared -fPIC -o "$scratch/uml-host.so" "$(dirname "${BASH_SOURCE[0]}")/uml-host.c" -ldl
 truncate -s 16G "$scratch/disk"
 mkdir "$scratch/t" # where the disk is mounted; all else of the machine's folders is as it is
 printf '%q ' "$@" >"$scratch/command"
@@ -50,12 +50,9 @@ halt -f
 EOF
 chmod +x "$scratch/init"
 
-LD_PRELOAD=$scratch/uml-xstate.so setsid timeout --kill-after=5 "${VM_SECONDS:-900}" linux.uml mem="${VM_MEMORY:-2048M}" rootfstype=hostfs ro root=/dev/root \
+LD_PRELOAD=$scratch/uml-host.so setsid timeout --kill-after=5 "${VM_SECONDS:-900}" linux.uml mem="${VM_MEMORY:-2048M}" rootfstype=hostfs ro root=/dev/root \
 	ubd0="$scratch/disk" init="$scratch/init" con=null con0=fd:0,fd:1 quiet </dev/null >"$scratch/console" 2>&1 &
 vm=$!
-# On a busy machine a timer may fire just before that kernel goes to sleep until the next one, and then it sleeps
-# for good: any signal wakes it.
-while sleep 1; do kill -ALRM $(<"/proc/$vm/task/$vm/children") || exit; done 2>/dev/null &
 tail --pid="$vm" -n +1 -F "$scratch/console" 2>/dev/null || true
 wait "$vm" || true
 vm=

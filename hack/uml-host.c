@@ -1,18 +1,29 @@
-// Lets User Mode Linux 6.1 run on processors whose state is larger than it knows.
+// What User Mode Linux 6.1 needs of its host to run well:
 //
-// It sets the floating point registers of its processes with a buffer of 2696 bytes: AVX-512 and
-// protection keys. A host with more (AMX) refuses all but a whole buffer with EFAULT, and the kernel dies
-// at its first process. This wraps its ptrace(2): what it does not know of stays as it is.
-//
-//   cc -shared -fPIC -o uml-xstate.so uml-xstate.c -ldl && LD_PRELOAD=$PWD/uml-xstate.so linux.uml ...
+//   cc -shared -fPIC -o uml-host.so uml-host.c -ldl && LD_PRELOAD=$PWD/uml-host.so linux.uml ...
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <elf.h>
+#include <poll.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <string.h>
 #include <sys/ptrace.h>
 #include <sys/uio.h>
+#include <time.h>
 
+// It sleeps until a signal when it is idle. One that comes just before (a disk has answered) is noted and
+// does not wake it: then it sleeps until its next timer, which may be never. So it sleeps 1 ms at most.
+int sigsuspend(const sigset_t *mask)
+{
+	struct timespec most = {.tv_nsec = 1000000};
+
+	return ppoll(NULL, 0, &most, mask);
+}
+
+// It sets the floating point registers of its processes with a buffer of 2696 bytes: AVX-512 and
+// protection keys. A host with more (AMX) refuses all but a whole buffer with EFAULT, and the kernel dies
+// at its first process. What it does not know of stays as it is.
 long ptrace(enum __ptrace_request request, ...)
 {
 	static long (*next)(enum __ptrace_request, ...);
