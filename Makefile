@@ -36,7 +36,7 @@ endif
 ifneq ($(SKIP_ROOT_TESTS),1)
 	@$(MAKE) --no-print-directory test-deploy
 	@hack/install-tools.sh lvm
-	@$(MAKE) --no-print-directory -j2 -Otarget test-kernel test-lvm
+	@$(MAKE) --no-print-directory -j3 -Otarget test-kernel test-lvm-pools test-lvm-driver
 endif
 
 .PHONY: test-unit
@@ -61,9 +61,12 @@ test-kernel: ## Run the sanity suite and the lives of volumes on Linux 6.1, in a
 	hack/in-vm.sh bash -c 'for t in sanity life; do $(CURDIR)/bin/vm/$$t.test >$$t.log 2>&1 || { cat $$t.log; exit 1; }; echo "ok $$t"; grep -aEo "csi-sanity: .*" $$t.log || true; done'
 
 .PHONY: test-lvm
-test-lvm: ## Run the tests of LVM pools, in a virtual machine if this kernel has no device mapper (root)
+test-lvm: test-lvm-pools test-lvm-driver ## Run the tests of LVM pools, in virtual machines if this kernel has no device mapper (root)
+
+.PHONY: test-lvm-pools test-lvm-driver
+test-lvm-pools test-lvm-driver:
 	@hack/install-tools.sh lvm
-	hack/test-lvm.sh
+	hack/test-lvm.sh $(@:test-lvm-%=%)
 
 .PHONY: crash
 crash: tools ## Kill the driver at every state-changing system call of every call, and make each one fail (root)

@@ -1,31 +1,44 @@
 #!/usr/bin/env bash
-# Runs the tests of LVM pools: the conformance suite and what can go wrong, csi-sanity and whole lives. On this
-# machine's kernel if it has a device mapper, else in a virtual machine (hack/in-vm.sh).
+# Runs tests of LVM pools: on this machine's kernel if it has a device mapper, else in a virtual machine
+# (hack/in-vm.sh).
+#
+#   hack/test-lvm.sh pools     the conformance suite and what can go wrong
+#   hack/test-lvm.sh driver    over the driver: csi-sanity, whole lives
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-mkdir -p bin/lvm
-CGO_ENABLED=0 go test -c -o bin/lvm/ ./pkg/blockdev ./tests/sanity ./tests/life ./cmd/driver
-CGO_ENABLED=0 go build -o bin/lvm/driver ./cmd/driver
+# Each line: package, name of its test program, arguments.
+case ${1-} in
+pools) tests='./pkg/blockdev blockdev -test.run LVM -test.timeout 20m' ;;
+driver) tests='./cmd/driver driver -test.run LVM -test.timeout 5m
+./tests/sanity sanity -test.timeout 15m
+./tests/life life -test.run ^(TestLife|TestGroupSnapshot|TestManyLives|TestSnapshotMetadata)$ -test.timeout 10m' ;;
+*)
+	sed -n '2,/^[^#]/s/^# \?//p' "$0" >&2
+	exit 2
+	;;
+esac
 
-where=(env)
+bin=$PWD/bin/lvm/$1
+mkdir -p "$bin"
+# shellcheck disable=SC2046 # a list
+CGO_ENABLED=0 go test -c -o "$bin/" $(cut -d' ' -f1 <<<"$tests")
+CGO_ENABLED=0 go build -o "$bin/driver" ./cmd/driver
+
+where=(flock /run/lock/ashlar-test-lvm env) # one at a time on one kernel
 modprobe -q -a dm-mod dm-thin-pool dm-snapshot 2>/dev/null || true
 if ! dmsetup version >/dev/null 2>&1; then
 	where=(hack/in-vm.sh env TMPDIR=/run) # in memory
 	export VM_MEMORY=${VM_MEMORY:-6144M}
 fi
 # Only the verdicts are shown, and all that a test said if it fails.
-VM_SECONDS=${VM_SECONDS:-1500} "${where[@]}" ASHLAR_LVM=1 ASHLAR_DRIVER="$PWD/bin/lvm/driver" TESTS="$PWD/bin/lvm" bash -c '
+VM_SECONDS=${VM_SECONDS:-1500} "${where[@]}" ASHLAR_LVM=1 ASHLAR_DRIVER="$bin/driver" bash -c '
 log=$(mktemp)
 trap "rm -f \$log" EXIT
-run() {
-	echo "running $*"
-	"$TESTS/$1.test" "${@:2}" >"$log" 2>&1 || { cat "$log"; exit 1; }
+while read -r _ test arguments; do
+	echo "running $test $arguments"
+	"$1/$test.test" $arguments >"$log" 2>&1 </dev/null || { cat "$log"; exit 1; }
 	grep -a "no tests to run" "$log" && exit 1
 	grep -aEo "csi-sanity: .*|^PASS" "$log"
-}
-run blockdev -test.run LVM -test.timeout 15m
-run driver -test.run LVM -test.timeout 5m
-run sanity -test.timeout 15m
-run life -test.run "^(TestLife|TestGroupSnapshot|TestManyLives|TestSnapshotMetadata)$" -test.timeout 10m
-'
+done <<<"$2"
+' tests "$bin" "$tests"
