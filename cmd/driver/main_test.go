@@ -247,11 +247,30 @@ func TestPoolOnReadOnlyMount(t *testing.T) {
 	if err := unix.Mount("", locked, "", unix.MS_BIND|unix.MS_REMOUNT|unix.MS_RDONLY, ""); err != nil {
 		t.Fatal(err)
 	}
-	refused(t, drive(t, "--endpoint="+dir+"/csi.sock", "--pool=a=file://"+locked+"/pool"), "read-only")
-	refused(t, drive(t, "--endpoint="+dir+"/csi.sock", "--pool=a=file://"+locked), "read-only")
+	p := serving(t, dir, "--pool=a=file://"+locked+"/pool")
+	capacity := func() error {
+		_, err := csi.NewControllerClient(p.conn).GetCapacity(t.Context(), &csi.GetCapacityRequest{})
+		return err
+	}
+	if err := capacity(); status.Code(err) != codes.Unavailable || !strings.Contains(err.Error(), "read-only") {
+		t.Errorf("capacity of a pool on a read-only mount: %v", err)
+	}
 	if r := drive(t, "doctor", "--pool=a=file://"+locked+"/pool"); r.code != 1 || !strings.Contains(r.stdout, "read-only mount") {
 		t.Errorf("doctor ended with %d:\n%s%s", r.code, r.stdout, r.stderr)
 	}
+	if err := unix.Mount("", locked, "", unix.MS_BIND|unix.MS_REMOUNT, ""); err != nil {
+		t.Fatal(err)
+	}
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(100 * time.Millisecond) {
+		err := capacity()
+		if err == nil {
+			break
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("the pool can be written again, and still: %v", err)
+		}
+	}
+	stopped(t, p)
 }
 
 func TestInUse(t *testing.T) {

@@ -172,7 +172,7 @@ func openLocal(ctx context.Context, o options) (*volume.Local, *mount.Table, []b
 	}
 	var pools []blockdev.Pool
 	for _, one := range o.pools {
-		pool, err := blockdev.Open(ctx, one.name, one.url)
+		pool, err := blockdev.OpenOrAwait(ctx, one.name, one.url)
 		if err != nil {
 			return nil, nil, pools, err
 		}

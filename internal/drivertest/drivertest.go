@@ -147,7 +147,7 @@ func Start(t testing.TB, o Options) *Driver {
 	var pools []blockdev.Pool
 	for _, one := range o.Pools {
 		name, url, _ := strings.Cut(one, "=")
-		pool, err := blockdev.Open(ctx, name, url)
+		pool, err := blockdev.OpenOrAwait(ctx, name, url)
 		must(t, err)
 		pools = append(pools, pool)
 	}

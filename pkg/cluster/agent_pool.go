@@ -102,11 +102,15 @@ func (a *Agent) writePool(ctx context.Context, i int, exact bool) error {
 	problems := pool.PoolHealth(ctx)
 	if err != nil {
 		c = blockdev.Capacity{}
+	}
+	if err != nil && len(problems) == 0 {
 		problems = append(problems, blockdev.Problem{Severity: blockdev.Inaccessible, Reason: "PoolUnavailable", Message: err.Error()})
 	}
-	strays, err := a.strays(ctx, pool)
-	if err != nil {
-		return err
+	var strays []string
+	if blockdev.There(pool.Pool) != nil {
+		if strays, err = a.strays(ctx, pool); err != nil {
+			return err
+		}
 	}
 	s := &o.Status
 	s.Kind, s.Total, s.Promised, s.Available, s.MaxVolume, s.MinVolume = pool.Kind, c.Total, c.Promised, c.Available, c.MaxVolume, c.MinVolume

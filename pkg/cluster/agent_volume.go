@@ -148,6 +148,11 @@ func (a *Agent) tendVolume(ctx context.Context, v *v1alpha1.Volume) error {
 	if errors.Is(err, blockdev.ErrDataLoss) {
 		return a.lost(ctx, v, blockdev.Problem{Severity: blockdev.DataLoss, Reason: "RecordDamaged", Message: err.Error()})
 	}
+	if errors.Is(err, blockdev.ErrUnavailable) {
+		return report(ctx, a, v, func(v *v1alpha1.Volume) {
+			v.Status.Health = fromProblems([]blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "PoolUnavailable", Message: err.Error()}})
+		})
+	}
 	if err != nil {
 		return err
 	}

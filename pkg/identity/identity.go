@@ -56,9 +56,9 @@ func (s *Server) GetPluginCapabilities(context.Context, *csi.GetPluginCapabiliti
 	return &csi.GetPluginCapabilitiesResponse{Capabilities: capabilities}, nil
 }
 
-// Probe is true while every pool answers, false while the plugin starts, and
-// FAILED_PRECONDITION with what is wrong when a pool does not answer (CSI specification,
-// Probe).
+// Probe is true while every pool answers or is awaited, false while the plugin starts, and
+// FAILED_PRECONDITION with what is wrong when a pool does not answer any more (CSI
+// specification, Probe).
 func (s *Server) Probe(ctx context.Context, _ *csi.ProbeRequest) (*csi.ProbeResponse, error) {
 	if err := s.ready(ctx); err != nil {
 		if ctx.Err() != nil {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -35,28 +36,37 @@ var _ Store = (*Local)(nil)
 
 // NewLocal returns the store over some pools of the node, and finishes or undoes
 // what a crash left half-done above them: filesystems still frozen, groups of which
-// a part was cut, devices that nothing uses. limit is how many volumes the node may
-// have claimed, 0 for any number.
+// a part was cut, devices that nothing uses. Above a pool that is not there yet that is
+// done when it comes (blockdev.Awaited). limit is how many volumes the node may have
+// claimed, 0 for any number.
 func NewLocal(ctx context.Context, node string, pools []blockdev.Pool, mounts *mount.Table, limit int64) (*Local, error) {
 	if len(pools) == 0 {
 		return nil, fmt.Errorf("%w: no pool", blockdev.ErrInvalid)
 	}
 	l := &Local{node: node, pools: pools, mounts: mounts, limit: limit, incomplete: map[string]bool{}}
-	volumes, err := l.List(ctx, ID{}, 0)
-	if err != nil {
-		return nil, err
-	}
-	for _, v := range volumes {
-		if v.Claim.Node != "" {
-			l.claims++
+	for _, pool := range pools {
+		if awaited, ok := pool.(*blockdev.Awaited); ok {
+			awaited.Then(func(ctx context.Context, pool blockdev.Pool) error { return l.recover(ctx, pool) })
 		}
 	}
-	return l, l.recover(ctx, volumes)
+	return l, l.recover(ctx, l.there()...)
 }
 
-func (l *Local) recover(ctx context.Context, volumes []Volume) error {
-	log := klog.FromContext(ctx)
+// there returns the pools that are there.
+func (l *Local) there() []blockdev.Pool {
+	var pools []blockdev.Pool
 	for _, pool := range l.pools {
+		if pool = blockdev.There(pool); pool != nil {
+			pools = append(pools, pool)
+		}
+	}
+	return pools
+}
+
+// recover makes pools ready to be used, which nobody else uses yet.
+func (l *Local) recover(ctx context.Context, pools ...blockdev.Pool) error {
+	log := klog.FromContext(ctx)
+	for _, pool := range pools {
 		if err := l.endFreezes(ctx, pool); err != nil {
 			return err
 		}
@@ -74,27 +84,59 @@ func (l *Local) recover(ctx context.Context, volumes []Volume) error {
 			}
 		}
 	}
-	groups, err := l.groups(ctx)
+	if err := l.recoverGroups(ctx, pools); err != nil {
+		return err
+	}
+	claims := int64(0)
+	for _, pool := range pools {
+		records, err := pool.List(ctx, blockdev.Volume, "", 0)
+		if err != nil {
+			return err
+		}
+		for _, record := range records {
+			v := fromRecord(pool.Name(), l.node, record)
+			if v.Claim.Node != "" {
+				claims++
+			}
+			if v.Ephemeral == "" {
+				continue
+			}
+			// Without the pod's folder there is nobody left to unpublish it.
+			if _, err := os.Lstat(filepath.Dir(v.Ephemeral)); errors.Is(err, os.ErrNotExist) {
+				if err := pool.Delete(ctx, record.Ref); err != nil {
+					log.Error(err, "could not delete an ephemeral volume whose pod is gone", "volume", v.ID.String())
+				}
+			}
+		}
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.claims += claims
+	return nil
+}
+
+// recoverGroups removes unfinished groups. While a pool is not there nobody knows which those
+// are, and all of which a part is missing are hidden.
+func (l *Local) recoverGroups(ctx context.Context, come []blockdev.Pool) error {
+	named := map[string]blockdev.Pool{}
+	for _, pool := range append(l.there(), come...) {
+		named[pool.Name()] = pool
+	}
+	groups, err := l.groups(ctx, slices.Collect(maps.Values(named)))
 	if err != nil {
 		return err
 	}
 	for key, members := range groups {
-		if !complete(members) {
-			if err := l.removeGroup(ctx, members); err != nil {
+		l.setIncomplete(key, !complete(members))
+		if complete(members) || len(named) < len(l.pools) {
+			continue
+		}
+		for _, m := range members {
+			if err := named[m.ID.Pool].Delete(ctx, m.ID.ref()); err != nil {
 				return fmt.Errorf("undo the unfinished %s: %w", GroupID{key}, err)
 			}
 		}
-	}
-	for _, v := range volumes {
-		if v.Ephemeral == "" {
-			continue
-		}
-		// Without the pod's folder there is nobody left to unpublish it.
-		if _, err := os.Lstat(filepath.Dir(v.Ephemeral)); errors.Is(err, os.ErrNotExist) {
-			if err := l.Delete(ctx, v.ID); err != nil {
-				log.Error(err, "could not delete an ephemeral volume whose pod is gone", "volume", v.ID.String())
-			}
-		}
+		l.setIncomplete(key, false)
 	}
 	return nil
 }
@@ -152,10 +194,11 @@ func (l *Local) object(id ID, kind blockdev.Kind) (blockdev.Pool, blockdev.Ref, 
 	return pool, id.ref(), err
 }
 
-// named looks in all pools for the object of a name.
+// named looks in all pools that are there for the object of a name. To make it again in
+// another is nothing that a retry does.
 func (l *Local) named(ctx context.Context, kind blockdev.Kind, name string) (ID, blockdev.Record, error) {
 	ref := blockdev.Ref{Kind: kind, Key: KeyOf(name)}
-	for _, pool := range l.pools {
+	for _, pool := range l.there() {
 		record, err := pool.Get(ctx, ref)
 		if err == nil {
 			return ID{kind, pool.Name(), ref.Key}, record, nil
@@ -364,11 +407,11 @@ func (l *Local) Get(ctx context.Context, id ID) (Volume, error) {
 	return fromRecord(pool.Name(), l.node, record), nil
 }
 
-// list walks the records of a kind in the order of their IDs (which is that of the
+// list walks the records of a kind in some pools in the order of their IDs (which is that of the
 // pools' names, then of the keys), from the one after the given ID on, until visit
 // says that it has enough.
-func (l *Local) list(ctx context.Context, kind blockdev.Kind, after ID, limit int, visit func(pool string, r blockdev.Record) (more bool)) error {
-	pools := slices.Clone(l.pools)
+func (l *Local) list(ctx context.Context, pools []blockdev.Pool, kind blockdev.Kind, after ID, limit int, visit func(pool string, r blockdev.Record) (more bool)) error {
+	pools = slices.Clone(pools)
 	slices.SortFunc(pools, func(a, b blockdev.Pool) int { return strings.Compare(a.Name(), b.Name()) })
 	for _, pool := range pools {
 		key := ""
@@ -399,7 +442,7 @@ func (l *Local) list(ctx context.Context, kind blockdev.Kind, after ID, limit in
 // List: see Store.
 func (l *Local) List(ctx context.Context, after ID, limit int) ([]Volume, error) {
 	var volumes []Volume
-	err := l.list(ctx, blockdev.Volume, after, limit, func(pool string, r blockdev.Record) bool {
+	err := l.list(ctx, l.pools, blockdev.Volume, after, limit, func(pool string, r blockdev.Record) bool {
 		volumes = append(volumes, fromRecord(pool, l.node, r))
 		return limit == 0 || len(volumes) < limit
 	})
@@ -590,7 +633,7 @@ func (l *Local) Untouched(ctx context.Context, id ID) (bool, error) {
 	if err != nil {
 		return false, err
 	}
-	if prover, ok := pool.(blockdev.Prover); ok {
+	if prover, ok := blockdev.As[blockdev.Prover](pool); ok {
 		return prover.Untouched(ctx, ref)
 	}
 	return false, nil
@@ -667,11 +710,12 @@ func (l *Local) Capacity(ctx context.Context, name, node string) (blockdev.Capac
 	return pool.Capacity(ctx)
 }
 
-// Ready: see Store.
+// Ready: see Store. A pool that is not there yet is waited for, as a restart does not bring it.
 func (l *Local) Ready(ctx context.Context) error {
 	var failures []error
 	for _, pool := range l.pools {
-		if _, err := pool.Capacity(ctx); err != nil {
+		_, err := pool.Capacity(ctx)
+		if err != nil && blockdev.There(pool) != nil {
 			failures = append(failures, err)
 		}
 	}

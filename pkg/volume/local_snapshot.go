@@ -109,7 +109,7 @@ func (l *Local) hidden(r blockdev.Record) bool {
 // ListSnapshots: see Store.
 func (l *Local) ListSnapshots(ctx context.Context, source ID, after ID, limit int) ([]Snapshot, error) {
 	var snapshots []Snapshot
-	err := l.list(ctx, blockdev.Snapshot, after, limit, func(pool string, r blockdev.Record) bool {
+	err := l.list(ctx, l.pools, blockdev.Snapshot, after, limit, func(pool string, r blockdev.Record) bool {
 		s := snapshotFromRecord(pool, l.node, r)
 		if !l.hidden(r) && (source == (ID{}) || s.Source == source) {
 			snapshots = append(snapshots, s)
@@ -130,9 +130,9 @@ type member struct {
 // at which a crash could leave a part of a group that looks like the whole.
 func complete(members []member) bool { return len(members) > 0 && len(members) == members[0].groupSize }
 
-func (l *Local) groups(ctx context.Context) (map[string][]member, error) {
+func (l *Local) groups(ctx context.Context, pools []blockdev.Pool) (map[string][]member, error) {
 	groups := map[string][]member{}
-	err := l.list(ctx, blockdev.Snapshot, ID{}, 0, func(pool string, r blockdev.Record) bool {
+	err := l.list(ctx, pools, blockdev.Snapshot, ID{}, 0, func(pool string, r blockdev.Record) bool {
 		if key := r.Labels[labelGroup]; key != "" {
 			size, _ := strconv.Atoi(r.Labels[labelGroupSize])
 			groups[key] = append(groups[key], member{snapshotFromRecord(pool, l.node, r), size})
@@ -173,7 +173,7 @@ func (l *Local) CreateGroup(ctx context.Context, name string, sources []ID) (_ G
 	if len(slices.Compact(slices.Clone(sources))) != len(sources) || len(sources) == 0 {
 		return Group{}, fmt.Errorf("%w: group snapshot %q: name each source volume once", blockdev.ErrInvalid, name)
 	}
-	groups, err := l.groups(ctx)
+	groups, err := l.groups(ctx, l.pools)
 	if err != nil {
 		return Group{}, err
 	}
@@ -249,7 +249,7 @@ func (l *Local) hold(ctx context.Context, c *groupCut) (err error) {
 	if c.quiesced, c.release, err = l.quiesce(ctx, c.origin); err != nil {
 		return err
 	}
-	pool, ok := c.origin.pool.(blockdev.Suspender)
+	pool, ok := blockdev.As[blockdev.Suspender](c.origin.pool)
 	if !ok || c.quiesced {
 		return nil
 	}
@@ -282,7 +282,7 @@ func (l *Local) cutAll(ctx context.Context, cuts []groupCut) error {
 }
 
 func (l *Local) undoGroup(ctx context.Context, id GroupID) error {
-	groups, err := l.groups(ctx)
+	groups, err := l.groups(ctx, l.pools)
 	if err != nil {
 		return err
 	}
@@ -305,7 +305,7 @@ func (l *Local) group(id GroupID, members []member) Group {
 
 // DeleteGroup: see Store.
 func (l *Local) DeleteGroup(ctx context.Context, id GroupID) error {
-	groups, err := l.groups(ctx)
+	groups, err := l.groups(ctx, l.pools)
 	if err != nil {
 		return err
 	}
@@ -319,7 +319,7 @@ func (l *Local) DeleteGroup(ctx context.Context, id GroupID) error {
 
 // GetGroup: see Store.
 func (l *Local) GetGroup(ctx context.Context, id GroupID) (Group, error) {
-	groups, err := l.groups(ctx)
+	groups, err := l.groups(ctx, l.pools)
 	if err != nil {
 		return Group{}, err
 	}
@@ -335,7 +335,7 @@ func (l *Local) Allocated(ctx context.Context, id ID, from int64, yield func(blo
 	if err != nil {
 		return err
 	}
-	differ, ok := pool.(blockdev.Differ)
+	differ, ok := blockdev.As[blockdev.Differ](pool)
 	if !ok {
 		return fmt.Errorf("%w: pool %s cannot list what is allocated", blockdev.ErrUnsupported, pool.Name())
 	}
@@ -359,7 +359,7 @@ func (l *Local) Changed(ctx context.Context, base, target ID, from int64, yield 
 	if err != nil {
 		return err
 	}
-	differ, ok := pool.(blockdev.Differ)
+	differ, ok := blockdev.As[blockdev.Differ](pool)
 	if !ok {
 		return fmt.Errorf("%w: pool %s cannot compare snapshots", blockdev.ErrUnsupported, pool.Name())
 	}

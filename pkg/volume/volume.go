@@ -65,7 +65,7 @@ type Store interface {
 
 	// Capacity of a pool on a node; an empty pool is the default one.
 	Capacity(ctx context.Context, pool, node string) (blockdev.Capacity, error)
-	// Ready is nil if every pool answers.
+	// Ready is nil if every pool answers that is there.
 	Ready(ctx context.Context) error
 }
 

@@ -1,0 +1,137 @@
+package blockdev_test
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
+)
+
+// TestAwaited: a pool that is not there is looked for by its calls, not too often; it is
+// used only after what has to be done first was done.
+func TestAwaited(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx := t.Context()
+		disk := memory.NewDisk(1 << 30)
+		var there bool
+		var opened, prepared int
+		broken := errors.New("broken")
+		fail := broken
+		a := blockdev.NewAwaited("late", errors.New("no disk"), func(context.Context) (blockdev.Pool, error) {
+			if opened++; !there {
+				return nil, errors.New("still no disk")
+			}
+			return disk.Open("late", nil), nil
+		})
+		a.Then(func(ctx context.Context, pool blockdev.Pool) error {
+			prepared++
+			if _, err := pool.Capacity(ctx); err != nil {
+				return err
+			}
+			return fail
+		})
+		missing := func(why string) {
+			t.Helper()
+			if _, err := a.Get(ctx, vol("a")); !errors.Is(err, blockdev.ErrUnavailable) || !strings.Contains(err.Error(), why) || !strings.Contains(err.Error(), "late") {
+				t.Errorf("Get of a pool that is not there: %v; want %q", err, why)
+			}
+			if problems := a.PoolHealth(ctx); len(problems) != 1 || problems[0].Severity != blockdev.Inaccessible || !strings.Contains(problems[0].Message, why) {
+				t.Errorf("health of a pool that is not there: %v; want %q", problems, why)
+			}
+			if problems, err := a.Health(ctx, vol("a")); err != nil || len(problems) != 1 {
+				t.Errorf("health in a pool that is not there: %v, %v", problems, err)
+			}
+			if _, ok := blockdev.As[blockdev.Differ](a); ok || blockdev.There(a) != nil {
+				t.Error("it is there")
+			}
+		}
+		missing("no disk")
+		if opened != 0 {
+			t.Errorf("looked %d times at once", opened)
+		}
+		time.Sleep(time.Minute)
+		missing("still no disk")
+		missing("still no disk")
+		if opened != 1 {
+			t.Errorf("looked %d times in one moment, not once", opened)
+		}
+		there = true
+		time.Sleep(time.Minute)
+		missing("broken")
+		if opened != 2 || prepared != 1 {
+			t.Errorf("opened %d times, prepared %d times", opened, prepared)
+		}
+		time.Sleep(time.Minute)
+		cancelled, cancel := context.WithCancel(ctx)
+		cancel()
+		if _, err := a.Capacity(cancelled); err == nil {
+			t.Error("a call that was cancelled opened the pool")
+		}
+		fail = nil
+		if c, err := a.Capacity(ctx); err != nil || c.Total == 0 {
+			t.Errorf("capacity of a pool that came: %+v, %v", c, err)
+		}
+		if _, ok := blockdev.As[blockdev.Differ](a); !ok || blockdev.There(a) == nil {
+			t.Error("it is not there")
+		}
+		if _, err := a.Get(ctx, vol("a")); !errors.Is(err, blockdev.ErrNotFound) {
+			t.Errorf("Get of a pool that came: %v", err)
+		}
+		must(t, a.Close())
+	})
+}
+
+// TestLVMComesLater: a group, and a thin pool, whose disk comes later than the driver; what is on
+// other disks is served meanwhile.
+func TestLVMComesLater(t *testing.T) {
+	group := drivertest.NewGroup(t, 64*mib, 64*mib)
+	drivertest.Run(t, "lvcreate", "-q", "--type", "thin-pool", "-L", "48M", "--poolmetadatasize", "4M", "--poolmetadataspare", "n", "-n", "tp", group.Name, group.Devices[1])
+	other := drivertest.NewGroup(t, 64*mib)
+	urls := map[string]string{"linear": group.URL() + "?reservePercent=0", "thin": group.URL() + "/tp?reservePercent=0", "other": other.URL() + "?reservePercent=0"}
+	refs := map[string]blockdev.Ref{"linear": vol("a"), "thin": vol("b"), "other": vol("c")}
+	bytes := marked("a", 8*mib)
+	for name, url := range urls {
+		f := &lvmFixture{T: t, url: url, pool: openURL(t, url)}
+		f.make(refs[name], 16*mib)
+		f.write(refs[name], 0, bytes)
+		must(t, f.pool.Close())
+	}
+
+	drivertest.Run(t, "vgchange", "-q", "-an", group.Name, other.Name)
+	disks := map[string]string{}
+	for _, disk := range []string{group.Devices[1], other.Devices[0]} {
+		disks[disk] = drivertest.Run(t, "losetup", "-n", "-O", "BACK-FILE", disk)
+		drivertest.Run(t, "losetup", "-d", disk)
+	}
+	pools := map[string]*lvmFixture{}
+	for name, url := range urls {
+		pool, err := blockdev.OpenOrAwait(t.Context(), name, url)
+		must(t, err)
+		f := &lvmFixture{T: t, group: group, url: url, pool: pool}
+		if name == "other" {
+			f.group = other
+		}
+		t.Cleanup(func() { f.clear() })
+		pools[name] = f
+	}
+	pools["linear"].holds(refs["linear"], 0, bytes)
+	for _, name := range []string{"thin", "other"} {
+		says(t, second(pools[name].pool.Get(t.Context(), refs[name])), blockdev.ErrUnavailable, name)
+		pools[name].poolIll("PoolMissing")
+	}
+	for disk, image := range disks {
+		drivertest.Run(t, "losetup", disk, image)
+	}
+	time.Sleep(3 * time.Second) // a look is not made more often than each 2 s
+	for name, f := range pools {
+		f.holds(refs[name], 0, bytes)
+		f.poolIll()
+		must(t, f.pool.Delete(t.Context(), refs[name]))
+	}
+}

@@ -1,0 +1,93 @@
+package volume_test
+
+import (
+	"context"
+	"errors"
+	"path/filepath"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
+	"github.com/ashlar-csi/ashlar/pkg/mount"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// TestPoolComesLater: a store over two pools of which one is not there serves the other, says
+// of the missing one that it is missing, removes nothing of what may be in it, and has all of it
+// once it comes: also what a crash left half-done there.
+func TestPoolComesLater(t *testing.T) {
+	disk, other := memory.NewDisk(1<<30), memory.NewDisk(1<<30)
+	before := start(t, 2, disk.Open("first", nil), other.Open("second", nil))
+	size := volume.Range{Required: 8 << 20}
+	a := made(t)(before.Create(t.Context(), volume.Spec{Name: "a", Size: size}))
+	b := made(t)(before.Create(t.Context(), volume.Spec{Name: "b", Pool: "second", Size: size}))
+	must(t, before.Claim(t.Context(), b.ID, volume.Claim{Node: node, Mode: "SINGLE_NODE_WRITER"}))
+	group, err := before.CreateGroup(t.Context(), "g", []volume.ID{a.ID, b.ID})
+	must(t, err)
+	must(t, second(before.Create(t.Context(), volume.Spec{Name: "gone pod", Pool: "second", Size: size, Ephemeral: filepath.Join(t.TempDir(), "none", "mount")})))
+
+	mounts, err := mount.LoadTable()
+	must(t, err)
+	synctest.Test(t, func(t *testing.T) {
+		ctx := t.Context()
+		there := false
+		late := blockdev.NewAwaited("second", errors.New("no disk"), func(context.Context) (blockdev.Pool, error) {
+			if !there {
+				return nil, errors.New("no disk")
+			}
+			return other.Open("second", nil), nil
+		})
+		l, err := volume.NewLocal(ctx, node, []blockdev.Pool{disk.Open("first", nil), late}, mounts, 2)
+		must(t, err)
+
+		must(t, l.Ready(ctx))
+		if v, err := l.Get(ctx, a.ID); err != nil || v.Name != "a" {
+			t.Errorf("a volume of the other pool: %+v, %v", v, err)
+		}
+		c := made(t)(l.Create(ctx, volume.Spec{Name: "c", Size: size}))
+		must(t, l.Claim(ctx, c.ID, volume.Claim{Node: node, Mode: "SINGLE_NODE_WRITER"}))
+		fails(t, second(l.Get(ctx, b.ID)), blockdev.ErrUnavailable, "Get of a volume of a missing pool")
+		fails(t, second(l.Create(ctx, volume.Spec{Name: "b", Pool: "second", Size: size})), blockdev.ErrUnavailable, "Create in a missing pool, again")
+		fails(t, l.Delete(ctx, b.ID), blockdev.ErrUnavailable, "Delete in a missing pool")
+		fails(t, second(l.List(ctx, volume.ID{}, 0)), blockdev.ErrUnavailable, "a list that would lack volumes")
+		fails(t, second(l.GetGroup(ctx, group.ID)), blockdev.ErrUnavailable, "Get of a group with a part in a missing pool")
+		fails(t, second(l.GetSnapshot(ctx, group.Snapshots[0].ID)), blockdev.ErrNotFound, "a snapshot of a group that is not whole")
+		if problems, err := l.Health(ctx, b.ID); err != nil || len(problems) != 1 || problems[0].Reason != "PoolMissing" {
+			t.Errorf("health of a volume of a missing pool: %v, %v", problems, err)
+		}
+		if problems := l.PoolHealth(ctx); len(problems) != 1 || problems[0].Reason != "PoolMissing" {
+			t.Errorf("health with a missing pool: %v", problems)
+		}
+
+		there = true
+		time.Sleep(time.Minute)
+		if v, err := l.Get(ctx, b.ID); err != nil || v.Claim.Node != node {
+			t.Errorf("a volume of a pool that came: %+v, %v", v, err)
+		}
+		if have, err := l.GetGroup(ctx, group.ID); err != nil || len(have.Snapshots) != 2 {
+			t.Errorf("a group with a part in a pool that came: %+v, %v", have, err)
+		}
+		if _, err := l.GetSnapshot(ctx, group.Snapshots[0].ID); err != nil {
+			t.Errorf("a snapshot of a group that is whole again: %v", err)
+		}
+		if problems := l.PoolHealth(ctx); len(problems) != 0 {
+			t.Errorf("health of a pool that came: %v", problems)
+		}
+		fails(t, l.Claim(ctx, a.ID, volume.Claim{Node: node, Mode: "SINGLE_NODE_WRITER"}), blockdev.ErrLimit, "a third claim, with one in the pool that came")
+		list, err := l.List(ctx, volume.ID{}, 0)
+		if err != nil || len(list) != 3 {
+			t.Errorf("volumes %+v, %v; want a, b and c, and not that of the pod that is gone", list, err)
+		}
+	})
+}
+
+// made returns what was made, or ends the test.
+func made(t testing.TB) func(volume.Volume, error) volume.Volume {
+	return func(v volume.Volume, err error) volume.Volume {
+		t.Helper()
+		must(t, err)
+		return v
+	}
+}
