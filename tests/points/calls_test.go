@@ -71,11 +71,24 @@ var scenarios = []scenario{
 	}},
 	{"NodeStageVolume first, ext4", copying, func(w *world) plan { return stageFirst(w, "ext4", 16*miB) }},
 	{"NodeStageVolume first, xfs", sharing, func(w *world) plan { return stageFirst(w, "xfs", 300*miB) }},
+	{"NodeStageVolume first, btrfs", copying, func(w *world) plan { return stageFirst(w, "btrfs", 256*miB) }},
 	{"NodeStageVolume later", copying, func(w *world) plan {
 		v := filled(w, "data", "ext4")
 		v.rest()
 		w.all(v.claim)
 		return plan{v.stage, func() { v.whole(1) }, v.unstage}
+	}},
+	{"NodeStageVolume later, growing", copying, func(w *world) plan {
+		v := filled(w, "data", "ext4")
+		v.rest()
+		const larger = 128 * miB
+		w.all(func() error { return v.expand(larger) }, v.claim)
+		return plan{v.stage, func() {
+			v.size = larger
+			v.rest()
+			v.whole(1)
+			v.shows(larger)
+		}, v.unstage}
 	}},
 	{"NodeStageVolume block", copying, func(w *world) plan { return stageFirst(w, block, 16*miB) }},
 	{"NodePublishVolume mount", copying, func(w *world) plan { return publish(w, "ext4", false) }},
@@ -198,7 +211,7 @@ func fromVolume(w *world) plan {
 
 func stageFirst(w *world, kind string, size int64) plan {
 	v := w.volume("new", kind, size)
-	v.thin = kind == "xfs"
+	v.thin = kind != "ext4" && kind != block
 	w.all(v.create, v.claim)
 	return plan{v.stage, func() {
 		w.all(func() error { return v.publish("pod", false) })

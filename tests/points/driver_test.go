@@ -91,13 +91,15 @@ const (
 	callTime = 30 * time.Second
 )
 
-// launch starts a driver; stopped: it waits for SIGCONT before its first step.
+// launch starts a driver; stopped: it waits for SIGCONT before its first step. It lacks
+// CAP_SYS_RESOURCE, as in a container that is not privileged: so it has ext4 grow by other
+// programs.
 func launch(socket, pool string, stopped bool) (*process, error) {
 	path, err := program()
 	if err != nil {
 		return nil, err
 	}
-	argv := []string{path, "serve", "--endpoint=unix://" + socket, "--node-id=" + drivertest.Node, "--pool=default=file://" + pool + "?reservePercent=0", "-v=4"}
+	argv := []string{"setpriv", "--bounding-set=-sys_resource", path, "serve", "--endpoint=unix://" + socket, "--node-id=" + drivertest.Node, "--pool=default=file://" + pool + "?reservePercent=0", "-v=4"}
 	if stopped {
 		argv = append([]string{"sh", "-c", `kill -STOP $$; exec "$0" "$@"`}, argv...)
 	}
