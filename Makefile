@@ -5,6 +5,7 @@ SHELL := /bin/bash
 VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo dev)
 IMAGE ?= ashlar:$(VERSION)
 FUZZTIME ?= 20s
+SOAK ?= 10m
 
 .PHONY: help
 help: ## List the targets
@@ -68,6 +69,10 @@ test-lvm: ## Run the tests of LVM pools, in a virtual machine if this kernel has
 .PHONY: crash
 crash: tools ## Kill the driver at every state-changing system call of every call, and make each one fail (root)
 	POINTS=all FAULTS=all go test -count=1 -timeout 60m -v ./tests/points/...
+
+.PHONY: soak
+soak: tools ## Make calls at random, at once, for SOAK (10m), killing the driver now and then, and check all answers (root)
+	go test -race -count=1 -timeout 0 -v ./tests/soak -soak.time=$(SOAK)
 
 # go test takes one fuzz target at a time, so each is found by name first.
 .PHONY: fuzz
