@@ -200,6 +200,10 @@ func Foreign(device string, t Type) (string, error) {
 	return "", nil
 }
 
+// mkfsTries is how often mkfs.btrfs may find that one of the machine's other loop devices, all
+// of which it looks at before it writes anything, has just gone.
+const mkfsTries = 5
+
 // Make makes a filesystem. It gives no space back (nodiscard), so that preallocated
 // space stays. zeros: the device reads as zeros throughout, so that nothing has to be
 // zeroed; otherwise it may carry an unfinished filesystem, which is overwritten. What
@@ -209,7 +213,12 @@ func Make(ctx context.Context, t Type, device string, zeros bool) error {
 	if !zeros {
 		argv = append(argv, map[Type]string{Ext4: "-F", XFS: "-f", Btrfs: "-f"}[t])
 	}
-	if _, _, err := command.Run(ctx, append(argv, device)...); err != nil {
+	argv = append(argv, device)
+	_, _, err := command.Run(ctx, argv...)
+	for tries := 1; err != nil && tries < mkfsTries && strings.Contains(err.Error(), "cannot check mount status"); tries++ {
+		_, _, err = command.Run(ctx, argv...)
+	}
+	if err != nil {
 		return toolError(fmt.Errorf("make %s on %s: %w", t, device, err))
 	}
 	// A volume that counts as formatted is never formatted again, so no tool is taken at its word.

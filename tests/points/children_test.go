@@ -62,6 +62,8 @@ func troubles(c trace.Call) []trouble {
 				all[i].code = codes.OK
 			}
 		}
+	case name == "mkfs.btrfs":
+		all = append(all, trouble{"meets a device that goes", `echo "ERROR: cannot check mount status of $0: No such device or address" >&2; exit 1`, codes.OK, ""})
 	case name == "e2fsck":
 		// e2fsck(8): 1: all was repaired; 4: not all was; 8: it did not work.
 		all[0].code = codes.OK
@@ -89,12 +91,14 @@ func TestChildren(t *testing.T) {
 	ok(t, err)
 	random := rand.New(rand.NewPCG(today(), 2))
 	sites := map[string]*site{copying: newSite(t, copying), sharing: newSite(t, sharing)}
-	seen := map[string]bool{}
+	seen, left := map[string]bool{}, 0
 	for _, s := range scenarios {
 		if !*fullFaults && !starts.MatchString(s.name) {
 			continue
 		}
+		left++
 		t.Run(s.name, func(t *testing.T) {
+			left--
 			begin, count := time.Now(), 0
 			calls, undoable := untouched(t, sites[s.fs], s)
 			programs := slices.DeleteFunc(calls, func(c trace.Call) bool { return !c.Exec })
@@ -126,7 +130,7 @@ func TestChildren(t *testing.T) {
 		})
 	}
 	for name := range tasks {
-		if !seen[name] {
+		if !seen[name] && left == 0 { // with -run some are left out
 			t.Errorf("no call has started %s", name)
 		}
 	}
