@@ -192,6 +192,8 @@ func Filesystem(device, target, fstype string, options []string, readOnly bool) 
 	if err := unix.FsconfigCreate(fsfd); err != nil {
 		if errors.Is(err, unix.EUCLEAN) || errors.Is(err, unix.EBADMSG) {
 			err = fmt.Errorf("%w: the filesystem is damaged, check it by hand: %w", blockdev.ErrDataLoss, err)
+		} else {
+			err = fmt.Errorf("%w; the kernel's log may say more", err) // btrfs says nothing here
 		}
 		return fail("open the filesystem", fsfd, err)
 	}
