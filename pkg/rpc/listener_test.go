@@ -37,8 +37,7 @@ func TestLimit(t *testing.T) {
 	}
 	dial()
 	dial()
-	first := <-accepted
-	defer (<-accepted).Close()
+	first, second := <-accepted, <-accepted
 	for range 3 {
 		if _, err := dial().Read(make([]byte, 1)); !errors.Is(err, io.EOF) {
 			t.Errorf("one too many ends with %v", err)
@@ -48,8 +47,11 @@ func TestLimit(t *testing.T) {
 		_ = first.Close()
 	}
 	dial()
-	defer (<-accepted).Close()
+	third := <-accepted
 	if _, err := dial().Read(make([]byte, 1)); !errors.Is(err, io.EOF) {
 		t.Errorf("one too many ends with %v", err)
+	}
+	if err := errors.Join(second.Close(), third.Close()); err != nil {
+		t.Error(err)
 	}
 }

@@ -145,7 +145,7 @@ func child(t *testing.T, s *site, sc scenario, n int, c trace.Call, trouble trou
 	if trouble.script != "" {
 		text := strings.ReplaceAll(trouble.script, "%s", c.Path)
 		ok(t, os.WriteFile(script, []byte("#!/bin/sh\n"+text+"\n"), 0o700))
-		defer os.Remove(script)
+		defer func() { ok(t, os.Remove(script)) }()
 	}
 	w.patience = callTime
 	if trouble.name == hangs {

@@ -99,10 +99,11 @@ func launch(socket, pool string, stopped bool) (*process, error) {
 	if err != nil {
 		return nil, err
 	}
-	argv := []string{"setpriv", "--bounding-set=-sys_resource", path, "serve", "--endpoint=unix://" + socket, "--node-id=" + drivertest.Node, "--pool=default=file://" + pool + "?reservePercent=0", "-v=4"}
+	argv := []string{path, "serve", "--endpoint=unix://" + socket, "--node-id=" + drivertest.Node, "--pool=default=file://" + pool + "?reservePercent=0", "-v=4"}
 	if stopped {
 		argv = append([]string{"sh", "-c", `kill -STOP $$; exec "$0" "$@"`}, argv...)
 	}
+	argv = append([]string{"setpriv", "--bounding-set=-sys_resource"}, argv...)
 	p := &process{log: &log{}}
 	p.command = exec.Command(argv[0], argv[1:]...)
 	p.command.Stdout, p.command.Stderr = p.log, p.log
