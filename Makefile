@@ -5,6 +5,7 @@ SHELL := /bin/bash
 VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo dev)
 IMAGE ?= ashlar:$(VERSION)
 FUZZTIME ?= 20s
+SOAK ?= 10m
 
 .PHONY: help
 help: ## List the targets
@@ -72,10 +73,14 @@ test-lvm-pools test-lvm-driver:
 crash: tools ## Kill the driver at every state-changing system call of every call, and make each one fail (root)
 	POINTS=all FAULTS=all go test -count=1 -timeout 60m -v ./tests/points/...
 
+.PHONY: soak
+soak: tools ## Make calls at random, at once, for SOAK (10m), killing the driver now and then, and check all answers (root)
+	go test -race -count=1 -timeout 0 -v ./tests/soak -soak.time=$(SOAK)
+
 # go test takes one fuzz target at a time, so each is found by name first.
 .PHONY: fuzz
-fuzz: ## Run each fuzz target for FUZZTIME (20s)
-	@export SKIP_ROOT_TESTS=1; \
+fuzz: ## Run each fuzz target for FUZZTIME (20s); without root, those that need none
+	@[ "$$(id -u)" -eq 0 ] || export SKIP_ROOT_TESTS=1; \
 	list=$$(go test -list '^Fuzz' ./...) || { echo "$$list"; exit 1; }; \
 	targets=$$(awk '/^Fuzz/ { names[n++] = $$1 } /^ok/ { while (n) print $$2 ":" names[--n] }' <<<"$$list"); \
 	[ -n "$$targets" ] || echo "no fuzz targets"; \

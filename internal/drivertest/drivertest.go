@@ -12,6 +12,7 @@ import (
 	"testing"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
+	"github.com/go-logr/logr"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
 	"k8s.io/klog/v2"
@@ -107,6 +108,8 @@ type Options struct {
 	Pools []string
 	// MaxVolumes is the attach limit; 0 is none.
 	MaxVolumes int64
+	// Quiet: nothing is logged (fuzz targets cannot).
+	Quiet bool
 }
 
 // Node is the name of the node of a driver under test.
@@ -139,7 +142,11 @@ func Start(t testing.TB, o Options) *Driver {
 	if o.Pools == nil {
 		o.Pools = []string{"default=file://" + o.Dir + "/pool?reservePercent=0"}
 	}
-	ctx, cancel := context.WithCancel(klog.NewContext(context.Background(), ktesting.NewLogger(t, ktesting.NewConfig(ktesting.Verbosity(5)))))
+	log := logr.Discard()
+	if !o.Quiet {
+		log = ktesting.NewLogger(t, ktesting.NewConfig(ktesting.Verbosity(5)))
+	}
+	ctx, cancel := context.WithCancel(klog.NewContext(context.Background(), log))
 	d := &Driver{Dir: o.Dir, Socket: filepath.Join(o.Dir, "csi.sock")}
 	var err error
 	d.Mounts, err = mount.LoadTable()

@@ -79,6 +79,13 @@ func openFilePool(ctx context.Context, name string, loc Location) (_ Pool, err e
 			err = fmt.Errorf("open pool %s at %s: %w", name, loc.Path, err)
 		}
 	}()
+	if loc.Create < 1 {
+		for _, folder := range folderNames {
+			if _, err := os.Stat(loc.Path + "/" + folder); err != nil {
+				return nil, fmt.Errorf("%w: there is no pool, and create=0 says to make none; is its filesystem mounted? %w", ErrUnavailable, err)
+			}
+		}
+	}
 	if err := os.MkdirAll(loc.Path, 0o700); err != nil {
 		return nil, systemError(err)
 	}
@@ -107,9 +114,7 @@ func openFilePool(ctx context.Context, name string, loc Location) (_ Pool, err e
 		return nil, systemError(err)
 	}
 	p.kind = st.Type
-	if p.reflink, err = canReflink(p.root); err != nil {
-		return nil, err
-	}
+	p.reflink = canReflink(p.lock)
 	for kind := range folderNames {
 		if err := p.load(kind); err != nil {
 			return nil, err

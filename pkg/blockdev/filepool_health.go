@@ -7,6 +7,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -67,9 +68,10 @@ func (p *filePool) PoolHealth(context.Context) []Problem {
 		problems = append(problems, Problem{Degraded, "PoolNearlyFull", fmt.Sprintf(
 			"the filesystem of pool %s at %s has %d of %d bytes left; writes to thin volumes will fail when it is full: make room", p.name, p.location.Path, free, total)})
 	}
-	var st unix.Statfs_t
-	if err := unix.Fstatfs(int(p.lock.Fd()), &st); err == nil && st.Flags&unix.ST_RDONLY != 0 {
-		problems = append(problems, Problem{Inaccessible, "PoolReadOnly", fmt.Sprintf("the filesystem of pool %s at %s is mounted read-only; look at the kernel's log", p.name, p.location.Path)})
+	// An ext4 that stopped writing after an error does not say so in statfs (Linux 6.16).
+	now := time.Now()
+	if err := p.root.Chtimes("lock", now, now); err != nil {
+		problems = append(problems, Problem{Inaccessible, "PoolReadOnly", fmt.Sprintf("the filesystem of pool %s at %s takes no changes: %v; look at the kernel's log", p.name, p.location.Path, err)})
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()

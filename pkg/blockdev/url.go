@@ -30,6 +30,8 @@ type Location struct {
 	// DataWatermark and MetadataWatermark are how much of a thin pool's data and metadata
 	// may be in use, in percent, before nothing more is promised.
 	DataWatermark, MetadataWatermark float64
+	// Create is 0 if a folder without a pool is not to become one.
+	Create float64
 }
 
 // groupPattern is how lvm2 takes the names of groups and volumes (lvm(8), VALID NAMES).
@@ -45,6 +47,7 @@ type option struct {
 var (
 	overprovision     = option{"overprovision", 1, 100, func(l *Location) *float64 { return &l.Overprovision }}
 	reservePercent    = option{"reservePercent", 0, 90, func(l *Location) *float64 { return &l.ReservePercent }}
+	create            = option{"create", 0, 1, func(l *Location) *float64 { return &l.Create }}
 	dataWatermark     = option{"dataWatermark", 1, 100, func(l *Location) *float64 { return &l.DataWatermark }}
 	metadataWatermark = option{"metadataWatermark", 1, 100, func(l *Location) *float64 { return &l.MetadataWatermark }}
 )
@@ -65,7 +68,7 @@ func ParseLocation(text string) (Location, error) {
 		return fail("%v", err)
 	}
 	loc := Location{Scheme: u.Scheme, Overprovision: 1, DataWatermark: 90, MetadataWatermark: 90}
-	options := []option{overprovision, reservePercent}
+	options := []option{overprovision, reservePercent, create}
 	switch u.Scheme {
 	case "file":
 		if u.Host != "" || u.User != nil || u.Opaque != "" || u.Fragment != "" {
@@ -74,7 +77,7 @@ func ParseLocation(text string) (Location, error) {
 		if !filepath.IsAbs(u.Path) || filepath.Clean(u.Path) != strings.TrimSuffix(u.Path, "/") || strings.ContainsRune(u.Path, 0) {
 			return fail("%q is not an absolute, clean path below /", u.Path)
 		}
-		loc.Path, loc.ReservePercent = filepath.Clean(u.Path), 5
+		loc.Path, loc.ReservePercent, loc.Create = filepath.Clean(u.Path), 5, 1
 	case "lvm":
 		thin := strings.TrimPrefix(u.Path, "/")
 		switch {
@@ -124,9 +127,10 @@ func names(options []option) string {
 	return strings.Join(all, ", ")
 }
 
-// Open opens the pool at a URL (a folder is made if there is none; groups and thin pools
-// are the operator's to make), and finishes or
-// undoes what a crash left half-done in it.
+// Open opens the pool at a URL, and finishes or undoes what a crash left half-done in it. A
+// folder is made if there is none, unless create=0 says that the pool is there already: then
+// it is ErrUnavailable as long as its filesystem is not mounted. Groups and thin pools are the
+// operator's to make.
 func Open(ctx context.Context, name, location string) (Pool, error) {
 	if !ValidPoolName(name) {
 		return nil, fmt.Errorf("%w: pool name %q: use 1 to 24 of a-z, 0-9 and -, with no - at either end", ErrInvalid, name)

@@ -12,7 +12,7 @@ import (
 )
 
 func TestParseLocation(t *testing.T) {
-	plain := blockdev.Location{Scheme: "file", Path: "/var/lib/ashlar", Overprovision: 1, ReservePercent: 5, DataWatermark: 90, MetadataWatermark: 90}
+	plain := blockdev.Location{Scheme: "file", Path: "/var/lib/ashlar", Overprovision: 1, ReservePercent: 5, DataWatermark: 90, MetadataWatermark: 90, Create: 1}
 	with := func(change func(l *blockdev.Location)) *blockdev.Location {
 		l := plain
 		change(&l)
@@ -33,6 +33,9 @@ func TestParseLocation(t *testing.T) {
 		"lvm://vg0/tp?overprovision=4&reservePercent=1&dataWatermark=80&metadataWatermark=70": lvm("vg0/tp", func(l *blockdev.Location) {
 			l.Overprovision, l.ReservePercent, l.DataWatermark, l.MetadataWatermark = 4, 1, 80, 70
 		}),
+		"file:///var/lib/ashlar?create=0":   with(func(l *blockdev.Location) { l.Create = 0 }),
+		"file:///var/lib/ashlar?create=2":   nil,
+		"lvm://vg0?create=0":                nil,
 		"lvm://":                            nil,
 		"lvm:///vg0":                        nil,
 		"lvm:vg0":                           nil,

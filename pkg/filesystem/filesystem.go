@@ -200,17 +200,30 @@ func Foreign(device string, t Type) (string, error) {
 	return "", nil
 }
 
+// mkfsTries is how often mkfs.btrfs may find that one of the machine's other loop devices, all
+// of which it looks at before it writes anything, has just gone.
+const mkfsTries = 5
+
 // Make makes a filesystem. It gives no space back (nodiscard), so that preallocated
 // space stays. zeros: the device reads as zeros throughout, so that nothing has to be
 // zeroed; otherwise it may carry an unfinished filesystem, which is overwritten. What
 // the running kernel is too old to mount is left out.
 func Make(ctx context.Context, t Type, device string, zeros bool) error {
-	argv := makeCommand(t, kernelVersion(), zeros && ext4Prezeroed(ctx))
+	argv := makeCommand(t, kernelVersion(), zeros && t == Ext4 && ext4Prezeroed(ctx))
 	if !zeros {
 		argv = append(argv, map[Type]string{Ext4: "-F", XFS: "-f", Btrfs: "-f"}[t])
 	}
-	if _, _, err := command.Run(ctx, append(argv, device)...); err != nil {
+	argv = append(argv, device)
+	_, _, err := command.Run(ctx, argv...)
+	for tries := 1; err != nil && tries < mkfsTries && strings.Contains(err.Error(), "cannot check mount status"); tries++ {
+		_, _, err = command.Run(ctx, argv...)
+	}
+	if err != nil {
 		return toolError(fmt.Errorf("make %s on %s: %w", t, device, err))
+	}
+	// A volume that counts as formatted is never formatted again, so no tool is taken at its word.
+	if have, err := Probe(device); err != nil || have != t {
+		return errors.Join(fmt.Errorf("make %s on %s: %s ended as if it had, and there is none", t, device, argv[0]), err)
 	}
 	return nil
 }
@@ -269,7 +282,11 @@ func Check(ctx context.Context, t Type, device string) error {
 	if t != Ext4 {
 		return nil
 	}
-	_, _, err := command.Run(ctx, "e2fsck", "-p", device)
+	return e2fsck(ctx, device)
+}
+
+func e2fsck(ctx context.Context, device string, options ...string) error {
+	_, _, err := command.Run(ctx, slices.Concat([]string{"e2fsck", "-p"}, options, []string{device})...)
 	var failure *command.Error
 	if errors.As(err, &failure) {
 		// e2fsck(8): 0 clean, 1 repaired, 2 repaired and a reboot is due (of the root
@@ -278,7 +295,7 @@ func Check(ctx context.Context, t Type, device string) error {
 		case failure.Code >= 1 && failure.Code <= 3:
 			return nil
 		case failure.Code > 0 && failure.Code&4 != 0:
-			return fmt.Errorf("%w: e2fsck -p will not repair %s by itself; run e2fsck on it by hand: %w", blockdev.ErrDataLoss, device, err)
+			return fmt.Errorf("%w: check %s: e2fsck -p will not repair it by itself; run e2fsck on it by hand: %w", blockdev.ErrDataLoss, device, err)
 		}
 	}
 	if err != nil {

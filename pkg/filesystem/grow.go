@@ -136,11 +136,8 @@ func GrowBeforeMount(ctx context.Context, t Type, device string) error {
 		return err
 	}
 	// resize2fs wants a filesystem that was looked over in full.
-	if _, _, err := command.Run(ctx, "e2fsck", "-f", "-p", device); err != nil {
-		var failure *command.Error
-		if !errors.As(err, &failure) || failure.Code < 1 || failure.Code > 3 {
-			return toolError(fmt.Errorf("check %s before growing it: %w", device, err))
-		}
+	if err := e2fsck(ctx, device, "-f"); err != nil {
+		return err
 	}
 	if _, _, err := command.Run(ctx, "resize2fs", device); err != nil {
 		return toolError(fmt.Errorf("grow %s to %d bytes: %w", device, size, err))

@@ -137,8 +137,9 @@ var refused = map[string]bool{"bind": true, "rbind": true, "remount": true, "mov
 	"slave": true, "rslave": true, "private": true, "rprivate": true, "unbindable": true, "runbindable": true, "loop": true, "offset": true, "sizelimit": true}
 
 // Filesystem mounts the filesystem on a block device at a folder. Options are those
-// of mount(8). ErrInvalid for an option that the kernel refuses; ErrDataLoss if the
-// kernel finds the filesystem damaged; in both cases with what the kernel says.
+// of mount(8). ErrInvalid for an option that the kernel refuses, ErrDataLoss if the
+// kernel finds the filesystem damaged, ErrInUse if it finds the device in use; each with
+// what the kernel says.
 func Filesystem(device, target, fstype string, options []string, readOnly bool) error {
 	fail := func(what string, fsfd int, err error) error {
 		if said := kernelSays(fsfd); said != "" {
@@ -190,8 +191,13 @@ func Filesystem(device, target, fstype string, options []string, readOnly bool) 
 		}
 	}
 	if err := unix.FsconfigCreate(fsfd); err != nil {
-		if errors.Is(err, unix.EUCLEAN) || errors.Is(err, unix.EBADMSG) {
+		switch {
+		case errors.Is(err, unix.EUCLEAN), errors.Is(err, unix.EBADMSG):
 			err = fmt.Errorf("%w: the filesystem is damaged, check it by hand: %w", blockdev.ErrDataLoss, err)
+		case errors.Is(err, unix.EBUSY):
+			err = fmt.Errorf("%w: somebody else uses the device: %w", blockdev.ErrInUse, err)
+		default:
+			err = fmt.Errorf("%w; the kernel's log may say more", err) // btrfs says nothing here
 		}
 		return fail("open the filesystem", fsfd, err)
 	}

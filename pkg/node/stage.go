@@ -100,7 +100,7 @@ func (s *Server) mountVolume(ctx context.Context, v volume.Volume, path string, 
 		return err
 	}
 	s.mounts.Add(device.Number, path, !u.readOnly)
-	if u.readOnly || fresh {
+	if u.readOnly || fresh || !filesystem.GrowsMounted(u.fs) {
 		return nil
 	}
 	return filesystem.Grow(u.fs, device.Path, path)
@@ -120,7 +120,7 @@ func (s *Server) mounted(ctx context.Context, v volume.Volume, path string, u us
 	if writable := s.mounts.Writable(at.Device, path); writable == u.readOnly || have != u.fs {
 		return fmt.Errorf("%w: it is mounted at %s as %s, writable %v", blockdev.ErrExists, path, have, writable)
 	}
-	if u.readOnly {
+	if u.readOnly || !filesystem.GrowsMounted(have) {
 		return nil
 	}
 	// The first try may have died between mounting and growing.

@@ -36,9 +36,10 @@ var table = []struct {
 	{blockdev.ErrUnsupported, codes.FailedPrecondition},
 	{blockdev.ErrDataLoss, codes.DataLoss},
 	{blockdev.ErrUnavailable, codes.Unavailable},
-	// What the system answers anywhere when it has run out of something.
+	// What the system answers anywhere when it has run out of something, or takes nothing.
 	{syscall.ENOSPC, codes.ResourceExhausted},
 	{syscall.EDQUOT, codes.ResourceExhausted},
+	{syscall.EROFS, codes.Unavailable},
 	{syscall.ENOMEM, codes.Unavailable},
 	{syscall.EMFILE, codes.Unavailable},
 	{syscall.ENFILE, codes.Unavailable},

@@ -7,7 +7,9 @@ import (
 	"go/ast"
 	"go/parser"
 	"go/token"
+	"os"
 	"strings"
+	"syscall"
 	"testing"
 
 	"google.golang.org/grpc/codes"
@@ -84,6 +86,7 @@ func TestOtherErrors(t *testing.T) {
 		"unexpected":           {errors.New("surprise"), codes.Internal},
 		"cancelled":            {fmt.Errorf("copy: %w", context.Canceled), codes.Canceled},
 		"out of time":          {fmt.Errorf("copy: %w", context.DeadlineExceeded), codes.DeadlineExceeded},
+		"a read-only folder":   {&os.PathError{Op: "mkdir", Path: "/target", Err: syscall.EROFS}, codes.Unavailable},
 		"gRPC's own":           {status.Error(codes.ResourceExhausted, "message too large"), codes.ResourceExhausted},
 		"unknown method":       {status.Error(codes.Unimplemented, "no such method"), codes.Unimplemented},
 		"out of time, and all": {errors.Join(blockdev.ErrInUse, context.DeadlineExceeded), codes.DeadlineExceeded},

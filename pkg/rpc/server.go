@@ -115,6 +115,7 @@ func Serve(ctx context.Context, listener net.Listener, s Services) error {
 		grpc.ChainUnaryInterceptor(guard.unary),
 		grpc.ChainStreamInterceptor(guard.stream),
 		grpc.WaitForHandlers(true),
+		grpc.ConnectionTimeout(handshakeTime),
 		grpc.NumStreamWorkers(4), // stacks that have grown once: a third off an empty call
 	)
 	if s.Identity != nil {
@@ -133,7 +134,7 @@ func Serve(ctx context.Context, listener net.Listener, s Services) error {
 		csi.RegisterNodeServer(server, s.Node)
 	}
 	served := make(chan error, 1)
-	go func() { served <- server.Serve(listener) }()
+	go func() { served <- server.Serve(limit(listener, connections)) }()
 	select {
 	case err := <-served:
 		return err

@@ -203,6 +203,31 @@ func TestRawThenMount(t *testing.T) {
 	d.nothingLeft()
 }
 
+// TestStageGrown: a volume that has grown is staged, whether its filesystem can grow with
+// it now, later, or not by the last few blocks.
+func TestStageGrown(t *testing.T) {
+	d := start(t, drivertest.Options{})
+	v := d.made(request("volume", "ext4", smallest["ext4"]))
+	target := v.running()
+	write(t, v.file(target), 1)
+	for _, size := range []int64{64 * miB, 128*miB + 4096} { // ext4 has groups of 128 MiB
+		ok(t, v.expand(size))
+		ok(t, v.stage()) // as the kubelet does for another pod
+		ok(t, v.publish(target, false))
+		ok(t, v.unpublish(target))
+		ok(t, v.unstage())
+		ok(t, v.stage())
+		ok(t, v.stage())
+		ok(t, v.publish(target, false))
+		if total := v.usage(target).GetTotal(); total < size-16*miB || total > size {
+			t.Errorf("grown to %d bytes, it shows %d", size, total)
+		}
+		holds(t, v.file(target), 1)
+	}
+	ok(t, v.down(target))
+	d.nothingLeft()
+}
+
 // TestUnfinishedFormat: mkfs that a crash cut short is done again; but not over
 // something that mkfs does not write.
 func TestUnfinishedFormat(t *testing.T) {

@@ -91,7 +91,9 @@ const (
 	callTime = 30 * time.Second
 )
 
-// launch starts a driver; stopped: it waits for SIGCONT before its first step.
+// launch starts a driver; stopped: it waits for SIGCONT before its first step. It lacks
+// CAP_SYS_RESOURCE, as in a container that is not privileged: so it has ext4 grow by other
+// programs.
 func launch(socket, pool string, stopped bool) (*process, error) {
 	path, err := program()
 	if err != nil {
@@ -101,6 +103,7 @@ func launch(socket, pool string, stopped bool) (*process, error) {
 	if stopped {
 		argv = append([]string{"sh", "-c", `kill -STOP $$; exec "$0" "$@"`}, argv...)
 	}
+	argv = append([]string{"setpriv", "--bounding-set=-sys_resource"}, argv...)
 	p := &process{log: &log{}}
 	p.command = exec.Command(argv[0], argv[1:]...)
 	p.command.Stdout, p.command.Stderr = p.log, p.log

@@ -58,20 +58,33 @@ func TestPoints(t *testing.T) {
 				}
 				return reached
 			}
+			var points []int
+			for i, c := range calls {
+				if !whole[s.name] || !c.Child || c.Exec {
+					points = append(points, i+1)
+				}
+			}
+			anywhere := func() int { return points[random.IntN(len(points))] }
 			if *full {
 				for n, more := 1, true; more; n++ {
-					more = try(crash{at: n}) || n < len(calls)
-					if more && undoable {
+					if n <= len(calls) && !slices.Contains(points, n) {
+						continue
+					}
+					// Of the calls of a program, every other one is one after which the CO gives up.
+					child := n <= len(calls) && calls[n-1].Child && !calls[n-1].Exec
+					giveUp := child && undoable && n%2 == 0
+					more = try(crash{at: n, giveUp: giveUp}) || n < len(calls)
+					if more && undoable && !child {
 						try(crash{at: n, giveUp: true})
 					}
 				}
 				for n, more := 1, true; more; n++ {
-					more = try(crash{at: 1 + random.IntN(len(calls)), atStart: n}) || n < startPoints
+					more = try(crash{at: anywhere(), atStart: n}) || n < startPoints
 				}
 			} else {
-				try(crash{at: 1 + random.IntN(len(calls))})
-				try(crash{at: 1 + random.IntN(len(calls)), giveUp: undoable})
-				try(crash{at: 1 + random.IntN(len(calls)), atStart: 1 + random.IntN(startPoints)})
+				try(crash{at: anywhere()})
+				try(crash{at: anywhere(), giveUp: undoable})
+				try(crash{at: anywhere(), atStart: 1 + random.IntN(startPoints)})
 			}
 			fmt.Printf("points: %-42s %3d points, %3d crashes, %5.1f s: %s\n", s.name, len(calls), kills, time.Since(begin).Seconds(), histogram(calls))
 		})

@@ -30,11 +30,12 @@ const miB = 1 << 20
 // remembers, and takes back in the end.
 type world struct {
 	*process
-	t       testing.TB
-	site    *site
-	dir     string
-	volumes []*vol
-	space   int64 // that the pool had when it was empty
+	t        testing.TB
+	site     *site
+	dir      string
+	volumes  []*vol
+	space    int64         // that the pool had when it was empty
+	patience time.Duration // of the CO, for each call
 }
 
 // newWorld starts a driver over an empty pool.
@@ -42,7 +43,7 @@ func newWorld(t testing.TB, s *site) *world {
 	t.Helper()
 	dir, err := os.MkdirTemp(s.dir, "w")
 	ok(t, err)
-	w := &world{t: t, site: s, dir: dir}
+	w := &world{t: t, site: s, dir: dir, patience: callTime}
 	t.Cleanup(func() {
 		if w.process != nil {
 			w.kill()
@@ -108,7 +109,7 @@ func (w *world) available() int64 {
 }
 
 func (w *world) ctx() context.Context {
-	ctx, cancel := context.WithTimeout(context.Background(), callTime)
+	ctx, cancel := context.WithTimeout(context.Background(), w.patience)
 	w.t.Cleanup(cancel)
 	return ctx
 }

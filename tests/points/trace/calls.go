@@ -14,6 +14,8 @@ type Call struct {
 	Path string
 	// Exec: a child becomes another program.
 	Exec bool
+	// Argv are the arguments that it gets.
+	Argv []string
 	// Child: it is a call of a child of the process.
 	Child bool
 }
@@ -115,6 +117,9 @@ func inspect(tid, number int, args [6]uint64) (c Call, counts bool) {
 	switch known.how {
 	case pathArg:
 		c.Path = text(tid, args[known.arg])
+		if number == unix.SYS_EXECVE {
+			c.Argv = texts(tid, args[1])
+		}
 	case fileArg:
 		mode, name := behind(tid, args[known.arg])
 		if kind := mode & unix.S_IFMT; kind != unix.S_IFREG && kind != unix.S_IFBLK && kind != unix.S_IFDIR {

@@ -29,6 +29,9 @@ type Verdict struct {
 	Kill bool
 	// Fail the call with this error, without its happening (where CanFail).
 	Fail unix.Errno
+	// Exec is the program that is started in place of the one that was meant, with the same
+	// arguments; empty: that one. Its path must not be longer than the other's.
+	Exec string
 }
 
 // Trace is a process that is being traced.
@@ -270,6 +273,8 @@ func (t *Trace) syscall(tid int) {
 	case verdict.Fail != 0:
 		t.note(skip(tid))
 		t.failing[tid] = verdict.Fail
+	case verdict.Exec != "":
+		t.note(replace(tid, call, info.args, verdict.Exec))
 	}
 }
 
@@ -316,6 +321,32 @@ func text(tid int, address uint64) string {
 	// A string near the end of a page must not fail for what lies behind it.
 	n, _ := mem.ReadAt(buffer[:4096-address%4096], int64(address))
 	return unix.ByteSliceToString(buffer[:n])
+}
+
+// texts reads a list of strings that ends in a null pointer.
+func texts(tid int, address uint64) (all []string) {
+	for ; ; address += 8 {
+		one := word(tid, address)
+		if one == 0 {
+			return all
+		}
+		all = append(all, text(tid, one))
+	}
+}
+
+// replace writes another path over the one of the program that a thread is about to start.
+// That one was put there for this call only (syscall.forkExec copies it).
+func replace(tid int, c Call, args [6]uint64, path string) error {
+	if !c.Exec || len(path) > len(c.Path) {
+		return fmt.Errorf("%s cannot become %s", c, path)
+	}
+	mem, err := os.OpenFile(fmt.Sprintf("/proc/%d/mem", tid), os.O_WRONLY, 0)
+	if err != nil {
+		return err
+	}
+	defer mem.Close()
+	_, err = mem.WriteAt(append([]byte(path), 0), int64(args[changing[unix.SYS_EXECVE].arg]))
+	return err
 }
 
 // word reads 8 bytes from the memory of a thread.

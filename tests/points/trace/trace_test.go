@@ -7,6 +7,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -14,7 +15,7 @@ import (
 
 // TestMain is also the program that is traced: told a folder and a number, it waits for a
 // line on its input, then makes so many files, each from another goroutine than the one
-// before, and prints what became of them.
+// before, runs true(1), and prints what became of them.
 func TestMain(m *testing.M) {
 	dir, files := os.Getenv("TRACED_DIR"), 0
 	if dir == "" {
@@ -34,7 +35,7 @@ func TestMain(m *testing.M) {
 		}()
 		fmt.Println(i, <-done)
 	}
-	_ = exec.Command("true").Run()
+	fmt.Println("true", exec.Command("true").Run())
 }
 
 // traced runs the program under a trace.
@@ -112,8 +113,24 @@ func TestFail(t *testing.T) {
 		}
 		return Verdict{}
 	})
-	want := "0 <nil>\n1 open " + filepath.Dir(r.Calls[1].Path) + "/1: disk quota exceeded\n2 <nil>\n"
+	want := "0 <nil>\n1 open " + filepath.Dir(r.Calls[1].Path) + "/1: disk quota exceeded\n2 <nil>\ntrue <nil>\n"
 	if made != 2 || said != want {
 		t.Errorf("%d files; it says %q, not %q", made, said, want)
+	}
+}
+
+// TestExec: another program is started in the place of one.
+func TestExec(t *testing.T) {
+	r, _, said := traced(t, 0, func(_ int, c Call) Verdict {
+		if c.Exec {
+			return Verdict{Exec: "/bin/false"}
+		}
+		return Verdict{}
+	})
+	if want := "true exit status 1\n"; said != want {
+		t.Errorf("it says %q, not %q", said, want)
+	}
+	if last := r.Calls[len(r.Calls)-1]; !slices.Equal(last.Argv, []string{"true"}) {
+		t.Errorf("the last call was %s with %q", last, last.Argv)
 	}
 }

@@ -1,0 +1,353 @@
+package life
+
+import (
+	"bytes"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+)
+
+// TestDamagedFilesystem: a filesystem that is damaged beyond what is repaired by itself is
+// neither mounted nor made anew, and the next volume does not notice.
+func TestDamagedFilesystem(t *testing.T) {
+	d := start(t, drivertest.Options{})
+	for _, kind := range []string{"ext4", "xfs", "btrfs"} {
+		t.Run(kind, func(t *testing.T) {
+			d := d.in(t)
+			r := request(kind, kind, smallest[kind])
+			r.Parameters = map[string]string{"provisioning": "thin"}
+			v, other := d.made(r), d.made(request("other-"+kind, "ext4", smallest["ext4"]))
+			target := v.running()
+			write(t, v.file(target), 1)
+			ok(t, v.unpublish(target))
+			ok(t, v.unstage())
+			before, err := os.ReadFile(v.image())
+			ok(t, err)
+			// All of the superblock but what says which filesystem it is.
+			switch noise := strings.Repeat("\x5a\xa5noise!", 128); kind {
+			case "ext4":
+				put(t, v.image(), 1024, noise[:56])
+				put(t, v.image(), 1024+60, noise[60:])
+			case "xfs":
+				put(t, v.image(), 4, noise[:508])
+			case "btrfs":
+				put(t, v.image(), 0x10000, noise[:64])
+				put(t, v.image(), 0x10000+72, noise[72:])
+				put(t, v.image(), 64*miB, noise)
+			}
+			damaged := checksum(t, v.image())
+			for range 2 {
+				// Only XFS tells damage from everything else that can be wrong.
+				want, words := codes.Internal, []string{"check", "e2fsck", "superblock"}
+				switch kind {
+				case "xfs":
+					want, words = codes.DataLoss, []string{"mount", "check it by hand"}
+				case "btrfs":
+					words = []string{"mount", "open the filesystem", "the kernel's log"}
+				}
+				wants(t, v.stage(), want, words...)
+			}
+			if checksum(t, v.image()) != damaged {
+				t.Error("the image was written to")
+			}
+			if loops := attached(t, v.image()); len(loops) > 0 {
+				t.Errorf("still attached as %v", loops)
+			}
+			ok(t, other.down(other.running()))
+			ok(t, os.WriteFile(v.image(), before, 0o600)) // as from a backup
+			ok(t, v.stage())
+			ok(t, v.publish(target, false))
+			holds(t, v.file(target), 1)
+			ok(t, v.down(target))
+		})
+	}
+	d.nothingLeft()
+}
+
+// TestDamagedRecordInUse: a record that becomes unreadable while its volume is mounted is
+// found at the next start. The volume can be taken down, which needs no record; whatever
+// needs it says that it is damaged, and touches nothing. The next volume does not notice.
+func TestDamagedRecordInUse(t *testing.T) {
+	future := func(rec []byte) []byte {
+		rec = bytes.Clone(rec)
+		for _, slot := range [][]byte{rec[:len(rec)/2], rec[len(rec)/2:]} {
+			copy(slot, bytes.Replace(slot, []byte("ashlar-record 1"), []byte("ashlar-record 2"), 1))
+		}
+		return rec
+	}
+	for name, damage := range map[string]func([]byte) []byte{
+		"empty":  func([]byte) []byte { return nil },
+		"noise":  func(rec []byte) []byte { return bytes.Repeat([]byte("\x9e\x01noise\n"), len(rec)/8) },
+		"future": future,
+	} {
+		t.Run(name, func(t *testing.T) {
+			d := start(t, drivertest.Options{})
+			v, other := d.made(request("volume", "ext4", smallest["ext4"])), d.made(request("other", "ext4", smallest["ext4"]))
+			target, others := v.running(), other.running()
+			write(t, v.file(target), 1)
+			rec, err := os.ReadFile(v.record())
+			ok(t, err)
+			damaged := damage(rec)
+			if bytes.Equal(rec, damaged) {
+				t.Fatal("it is not damaged")
+			}
+			ok(t, os.WriteFile(v.record(), damaged, 0o600))
+			d = d.restart()
+			v, other = d.volume(v.id, v.name, v.capability), d.volume(other.id, other.name, other.capability)
+			holds(t, v.file(target), 1) // its pod goes on
+			expect(t, v.problems(), "DATA_LOSS RecordDamaged")
+			expect(t, other.problems())
+			ok(t, d.probe())
+			wants(t, v.publish(v.target("second"), false), codes.DataLoss)
+			wants(t, v.expand(2*smallest["ext4"]), codes.DataLoss)
+			_, err = v.snapshot("cut")
+			wants(t, err, codes.DataLoss)
+			ok(t, v.unpublish(target))
+			ok(t, v.unstage())
+			wants(t, v.stage(), codes.DataLoss, "record")
+			wants(t, v.delete(), codes.FailedPrecondition, "record")
+			if now, err := os.ReadFile(v.record()); err != nil || !bytes.Equal(now, damaged) {
+				t.Errorf("the record was changed (%v)", err)
+			}
+			if loops := attached(t, v.image()); len(loops) > 0 {
+				t.Errorf("still attached as %v", loops)
+			}
+			ok(t, os.WriteFile(v.record(), rec, 0o600)) // as from a backup
+			d = d.restart()
+			v, other = d.volume(v.id, v.name, v.capability), d.volume(other.id, other.name, other.capability)
+			ok(t, v.stage())
+			ok(t, v.publish(target, false))
+			holds(t, v.file(target), 1)
+			ok(t, v.down(target))
+			write(t, other.file(others), 2)
+			ok(t, other.down(others))
+			d.nothingLeft()
+		})
+	}
+}
+
+// TestNoSpaceAtAll: on a filesystem without a single free block volumes can be used and given
+// up, and nothing is begun that could not be ended.
+func TestNoSpaceAtAll(t *testing.T) {
+	drivertest.NeedRoot(t)
+	for _, fs := range []string{"ext4", "xfs"} {
+		t.Run(fs, func(t *testing.T) {
+			dir := newDir(t)
+			poolFolder(t, dir, fs, 512*miB)
+			d := start(t, drivertest.Options{Dir: dir})
+			v := d.made(request("volume", "ext4", smallest["ext4"]))
+			target := v.running()
+			write(t, v.file(target), 1)
+			fill(t, filepath.Join(dir, "pool/filler"))
+			kept := d.inPool()
+
+			_, err := d.create(request("another", "ext4", smallest["ext4"]))
+			wants(t, err, codes.ResourceExhausted)
+			_, err = v.snapshot("cut")
+			wants(t, err, codes.ResourceExhausted)
+			wants(t, v.expand(2*smallest["ext4"]), codes.ResourceExhausted)
+			expect(t, d.storage(), "STORAGE_DEGRADED PoolNearlyFull")
+			if now := d.inPool(); !slices.Equal(now, kept) {
+				t.Errorf("in the pool are %v, were %v", now, kept)
+			}
+			write(t, v.file(target), 2) // thick is thick
+			ok(t, v.unpublish(target))
+			ok(t, v.unstage())
+			ok(t, v.release())
+			d = d.restart()
+			v = d.volume(v.id, v.name, v.capability)
+			ok(t, v.claim())
+			ok(t, v.stage())
+			ok(t, v.publish(target, false))
+			holds(t, v.file(target), 2)
+			ok(t, v.down(target))
+			ok(t, os.Remove(filepath.Join(dir, "pool/filler")))
+			v = d.made(request("volume", "ext4", smallest["ext4"]))
+			ok(t, v.delete())
+			d.nothingLeft()
+		})
+	}
+}
+
+// fill takes all space of a filesystem with one file.
+func fill(t testing.TB, path string) {
+	t.Helper()
+	f, err := os.Create(path)
+	ok(t, err)
+	defer f.Close()
+	var end int64
+	for step := int64(64 * miB); step >= 4096; {
+		if err := unix.Fallocate(int(f.Fd()), 0, end, step); err != nil {
+			step /= 2
+			continue
+		}
+		end += step
+	}
+	ok(t, f.Sync())
+}
+
+// TestPoolTurnsReadOnly: when the kernel finds the pool's filesystem damaged and stops writing
+// to it, the pool says so, and refuses what it cannot keep; volumes are taken down all the same.
+// Repaired, it has all that was synced.
+func TestPoolTurnsReadOnly(t *testing.T) {
+	drivertest.NeedRoot(t)
+	dir := newDir(t)
+	poolFolder(t, dir, "ext4", 512*miB)
+	folder := filepath.Join(dir, "pool")
+	run(t, "mount", "-o", "remount,errors=remount-ro", folder)
+	d := start(t, drivertest.Options{Dir: dir})
+	v, rest := d.made(request("volume", "ext4", smallest["ext4"])), d.made(request("rest", "ext4", smallest["ext4"]))
+	target := v.running()
+	write(t, v.file(target), 1)
+	expect(t, d.storage())
+	loop := attached(t, filepath.Join(dir, "image-of-pool"))[0]
+	ok(t, os.WriteFile("/sys/fs/ext4/"+loop+"/trigger_fs_error", []byte("a test"), 0))
+	for deadline := time.Now().Add(5 * time.Second); len(d.storage()) == 0 && time.Now().Before(deadline); {
+		time.Sleep(10 * time.Millisecond)
+	}
+	expect(t, d.storage(), "STORAGE_UNREACHABLE PoolReadOnly")
+	_, err := d.create(request("another", "ext4", smallest["ext4"]))
+	wants(t, err, codes.Unavailable, "read-only")
+	_, err = v.snapshot("cut")
+	wants(t, err, codes.Unavailable, "read-only")
+	wants(t, rest.claim(), codes.Unavailable, "read-only")
+	wants(t, rest.delete(), codes.Unavailable, "read-only")
+	ok(t, v.unpublish(target))
+	ok(t, v.unstage())
+
+	d.Stop()
+	run(t, "umount", folder)
+	if out, err := fsck(filepath.Join(dir, "image-of-pool")); err != nil {
+		t.Fatalf("repair the pool's filesystem: %v: %s", err, out)
+	}
+	run(t, "mount", "-o", "loop", filepath.Join(dir, "image-of-pool"), folder)
+	d = start(t, d.options)
+	v, rest = d.volume(v.id, v.name, v.capability), d.volume(rest.id, rest.name, rest.capability)
+	expect(t, d.storage())
+	expect(t, v.problems())
+	ok(t, v.stage())
+	ok(t, v.publish(target, false))
+	holds(t, v.file(target), 1)
+	ok(t, v.down(target))
+	ok(t, rest.down(rest.running()))
+	d.nothingLeft()
+}
+
+// TestReboot: a reboot takes all mounts and devices away, and brings the pool's filesystem back
+// later than the driver.
+func TestReboot(t *testing.T) {
+	drivertest.NeedRoot(t)
+	dir := newDir(t)
+	poolFolder(t, dir, "xfs", 2<<30)
+	folder := filepath.Join(dir, "pool")
+	d := start(t, drivertest.Options{Dir: dir})
+	r := request("xfs", "xfs", smallest["xfs"])
+	r.Parameters = map[string]string{"provisioning": "thin"}
+	all := []*vol{d.made(request("ext4", "ext4", smallest["ext4"])), d.made(r), d.made(request("raw", block, smallest[block]))}
+	for _, v := range all {
+		write(t, v.file(v.running()), 1)
+	}
+	gone := func() {
+		t.Helper()
+		for _, v := range all {
+			device := strings.TrimSpace(run(t, "losetup", "-n", "-O", "NAME", "-j", v.image()))
+			staged := v.staging
+			if v.block() {
+				staged += "/device"
+			}
+			ok(t, unix.Unmount(v.target("pod"), unix.MNT_DETACH))
+			ok(t, unix.Unmount(staged, unix.MNT_DETACH))
+			if v.block() {
+				run(t, "losetup", "-d", device)
+			}
+		}
+	}
+	// again brings them up from wherever they are, as the kubelet does.
+	again := func() {
+		t.Helper()
+		for _, v := range all {
+			target := v.target("pod")
+			ok(t, v.stage())
+			ok(t, v.publish(target, false))
+			holds(t, v.file(target), 1)
+			expect(t, v.problems())
+		}
+	}
+
+	// Behind the back of a driver that runs.
+	gone()
+	for _, v := range all {
+		target := v.target("pod")
+		_, err := d.NodeGetVolumeStats(t.Context(), &csi.NodeGetVolumeStatsRequest{VolumeId: v.id, VolumePath: target})
+		wants(t, err, codes.NotFound)
+		wants(t, v.publish(target, false), codes.FailedPrecondition, "not staged")
+		ok(t, v.unpublish(target))
+	}
+	again()
+
+	// The pool's filesystem goes away and comes back. The volumes go on.
+	ok(t, unix.Unmount(folder, unix.MNT_DETACH))
+	wants(t, d.probe(), codes.FailedPrecondition, folder)
+	expect(t, d.storage(), "STORAGE_UNREACHABLE PoolUnavailable")
+	for _, v := range all {
+		expect(t, v.problems(), "INACCESSIBLE PoolUnavailable")
+		holds(t, v.file(v.target("pod")), 1)
+	}
+	_, err := d.create(request("another", "ext4", smallest["ext4"]))
+	wants(t, err, codes.Unavailable, "mount")
+	if left, err := os.ReadDir(folder); err != nil || len(left) > 0 {
+		t.Errorf("in the folder below are %v, %v", left, err)
+	}
+	run(t, "mount", "-o", "loop", filepath.Join(dir, "image-of-pool"), folder)
+	ok(t, d.probe())
+	again()
+
+	// All at once.
+	d.Stop()
+	gone()
+	ok(t, unix.Unmount(folder, 0))
+	url := "file://" + folder + "?reservePercent=0&create=0"
+	if _, err := blockdev.Open(t.Context(), "default", url); err == nil || !strings.Contains(err.Error(), "is its filesystem mounted?") {
+		t.Fatalf("without its filesystem the pool opens with %v", err)
+	}
+	if left, err := os.ReadDir(folder); err != nil || len(left) > 0 {
+		t.Errorf("in the folder below are %v, %v", left, err)
+	}
+	run(t, "mount", "-o", "loop", filepath.Join(dir, "image-of-pool"), folder)
+	d = start(t, drivertest.Options{Dir: dir, Pools: []string{"default=" + url}})
+	for i, v := range all {
+		all[i] = d.volume(v.id, v.name, v.capability)
+		expect(t, all[i].problems())
+	}
+	again()
+	for _, v := range all {
+		ok(t, v.down(v.target("pod")))
+	}
+	d.nothingLeft()
+}
+
+// fsck repairs an ext4; that it found something is no failure.
+func fsck(image string) (string, error) {
+	out, err := command("e2fsck", "-fy", image)
+	if err != nil && !strings.Contains(fmt.Sprint(err), "exit status 1") {
+		return out, err
+	}
+	return out, nil
+}
+
+func command(argv ...string) (string, error) {
+	out, err := exec.Command(argv[0], argv[1:]...).CombinedOutput()
+	return string(out), err
+}

@@ -1,0 +1,233 @@
+package points
+
+import (
+	"bytes"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/tests/points/trace"
+)
+
+// trouble is what can go wrong with a program that the driver starts.
+type trouble struct {
+	name string
+	// script is what runs in its place; %s is the program itself. Empty: it is not there.
+	script string
+	// code of the answer; OK: it does no harm.
+	code codes.Code
+	// says is what the answer repeats of what the program said.
+	says string
+}
+
+// hangs is the trouble of a program that has not ended when the caller has had enough;
+// neither has what it has started.
+const hangs = "hangs"
+
+// shortTime is when a caller has had enough.
+const shortTime = 700 * time.Millisecond
+
+const (
+	complain = "echo 'made up: it broke' >&2; exit "
+	noise    = `head -c 200000 /dev/urandom; head -c 200000 /dev/urandom >&2; `
+)
+
+// troubles of a program; by default, with what its own manual says.
+func troubles(c trace.Call) []trouble {
+	all := []trouble{
+		{"fails", complain + "1", codes.Internal, "made up: it broke"},
+		{"is killed", "kill -SEGV $$", codes.Internal, "segmentation fault"},
+		{hangs, "echo $$ >$0.pid; sleep 3600 & wait", codes.DeadlineExceeded, ""},
+		{"prints noise", noise + `exec %s "$@"`, codes.OK, ""},
+		{"prints noise and does nothing", noise + "exit 0", codes.Internal, ""},
+		{"is not there", "", codes.FailedPrecondition, "install the filesystem's tools"},
+	}
+	switch name := filepath.Base(c.Path); {
+	case slices.Contains(c.Argv, "-V"):
+		// What it can do is not known then: it is told to do less.
+		for i := range all {
+			if all[i].name != hangs {
+				all[i].code = codes.OK
+			}
+		}
+	case name == "mkfs.btrfs":
+		all = append(all, trouble{"meets a device that goes", `echo "ERROR: cannot check mount status of $0: No such device or address" >&2; exit 1`, codes.OK, ""})
+	case name == "e2fsck":
+		// e2fsck(8): 1: all was repaired; 4: not all was; 8: it did not work.
+		all[0].code = codes.OK
+		all[4].code = codes.OK
+		all = append(all, trouble{"finds damage", complain + "4", codes.DataLoss, "made up: it broke"},
+			trouble{"does not work", complain + "8", codes.Internal, "made up: it broke"})
+	case name == "resize2fs":
+		// It may have had nothing to do; the filesystem grows when it is staged next.
+		all[4].code = codes.OK
+	}
+	return all
+}
+
+// tasks are what programs are started for, as the answer names it.
+var tasks = map[string]string{"mkfs.ext4": "make ext4", "mkfs.xfs": "make xfs", "mkfs.btrfs": "make btrfs", "e2fsck": "check", "resize2fs": "grow"}
+
+// starts are the calls that start programs; all are looked at in the full sweep.
+var starts = regexp.MustCompile("^(NodeStageVolume (first|later)|NodePublishVolume ephemeral)")
+
+// TestChildren: for each call that starts other programs, and for each of these, have it
+// fail in each way, and look at the answer. Then go on as in TestFaults.
+func TestChildren(t *testing.T) {
+	drivertest.NeedRoot(t)
+	_, err := program()
+	ok(t, err)
+	random := rand.New(rand.NewPCG(today(), 2))
+	sites := map[string]*site{copying: newSite(t, copying), sharing: newSite(t, sharing)}
+	seen, left := map[string]bool{}, 0
+	for _, s := range scenarios {
+		if !*fullFaults && !starts.MatchString(s.name) {
+			continue
+		}
+		left++
+		t.Run(s.name, func(t *testing.T) {
+			left--
+			begin, count := time.Now(), 0
+			calls, undoable := untouched(t, sites[s.fs], s)
+			programs := slices.DeleteFunc(calls, func(c trace.Call) bool { return !c.Exec })
+			try := func(n int, trouble trouble, giveUp bool) {
+				count++
+				name := fmt.Sprintf("%d %s %s give-up=%v", n, filepath.Base(programs[n].Path), trouble.name, giveUp)
+				t.Run(name, func(t *testing.T) { child(t, sites[s.fs], s, n, programs[n], trouble, giveUp) })
+			}
+			for n, c := range programs {
+				seen[filepath.Base(c.Path)] = true
+				all := troubles(c)
+				if !*fullFaults {
+					try(n, all[random.IntN(len(all))], undoable && random.IntN(2) == 0)
+					continue
+				}
+				if !starts.MatchString(s.name) {
+					t.Errorf("%s is started, which is tried in the full sweep only", c.Path)
+				}
+				for _, trouble := range all {
+					try(n, trouble, false)
+					if undoable {
+						try(n, trouble, true)
+					}
+				}
+			}
+			if count > 0 {
+				fmt.Printf("children: %-40s %3d programs, %3d troubles, %5.1f s\n", s.name, len(programs), count, time.Since(begin).Seconds())
+			}
+		})
+	}
+	for name := range tasks {
+		if !seen[name] && left == 0 { // with -run some are left out
+			t.Errorf("no call has started %s", name)
+		}
+	}
+}
+
+// child makes the call with trouble in its n-th program (0, 1, ...).
+func child(t *testing.T, s *site, sc scenario, n int, c trace.Call, trouble trouble, giveUp bool) {
+	w := newWorld(t, s)
+	p := sc.prepare(w)
+	// Its path takes the place of the program's, so it has to be short.
+	script := fmt.Sprintf("/tmp/.%05d", os.Getpid()%100000)
+	if trouble.script != "" {
+		text := strings.ReplaceAll(trouble.script, "%s", c.Path)
+		ok(t, os.WriteFile(script, []byte("#!/bin/sh\n"+text+"\n"), 0o700))
+		defer func() { ok(t, os.Remove(script)) }()
+	}
+	w.patience = callTime
+	if trouble.name == hangs {
+		w.patience = shortTime
+	}
+	met := false
+	_, err := w.traced(p.call, func(_ int, at trace.Call) trace.Verdict {
+		if !at.Exec || met {
+			return trace.Verdict{}
+		}
+		if n--; n >= 0 {
+			return trace.Verdict{}
+		}
+		met = true
+		if trouble.script == "" {
+			return trace.Verdict{Fail: unix.ENOENT}
+		}
+		return trace.Verdict{Exec: script}
+	})
+	w.patience = callTime
+	t.Logf("%s %s; the answer: %.400v", strings.Join(c.Argv, " "), trouble.name, err)
+	if !met {
+		t.Fatalf("%s was not started", c.Path)
+	}
+	if code := status.Code(err); code != trouble.code {
+		t.Errorf("answered as %s, not %s", code, trouble.code)
+	}
+	said := fmt.Sprint(err)
+	if trouble.name == hangs {
+		said = w.ended()
+		w.outlived(script + ".pid")
+	}
+	if trouble.code != codes.OK {
+		for _, word := range []string{tasks[filepath.Base(c.Path)], filepath.Base(c.Path), trouble.says} {
+			if !strings.Contains(said, word) {
+				t.Errorf("the answer says nothing of %q", word)
+			}
+		}
+	}
+	if len(said) > 140_000 {
+		t.Errorf("the answer has %d bytes", len(said))
+	}
+	w.goOn(p, giveUp, false)
+}
+
+var endedByCaller = regexp.MustCompile(`"Call ended by its caller".*`)
+
+// ended waits until the driver has ended a call whose caller has gone away, and returns
+// what it says of it.
+func (w *world) ended() string {
+	w.t.Helper()
+	for deadline := time.Now().Add(callTime); time.Now().Before(deadline); time.Sleep(10 * time.Millisecond) {
+		if line := endedByCaller.FindString(w.log.String()); line != "" {
+			return line
+		}
+	}
+	w.t.Fatal("the call goes on although nobody waits for it")
+	return ""
+}
+
+// outlived makes sure that of a program, and of what it has started, nothing runs.
+func (w *world) outlived(pidFile string) {
+	w.t.Helper()
+	text, err := os.ReadFile(pidFile)
+	ok(w.t, err)
+	ok(w.t, os.Remove(pidFile))
+	group, err := strconv.Atoi(strings.TrimSpace(string(text)))
+	ok(w.t, err)
+	for _, path := range glob("/proc/[0-9]*/stat") {
+		stat, _ := os.ReadFile(path)
+		// PID (NAME) STATE PPID PGRP ...: proc_pid_stat(5). Who collects the dead is not our affair.
+		var state string
+		var parent, pgrp int
+		_, _ = fmt.Sscan(string(stat[bytes.LastIndexByte(stat, ')')+1:]), &state, &parent, &pgrp)
+		if pgrp == group && state != "Z" && state != "X" {
+			w.t.Errorf("outlived its call: %s", stat)
+			_ = unix.Kill(-group, unix.SIGKILL)
+		}
+	}
+}
+
+func glob(pattern string) []string {
+	found, _ := filepath.Glob(pattern)
+	return found
+}
