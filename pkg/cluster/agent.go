@@ -264,16 +264,3 @@ func refuse[T object](ctx context.Context, a *Agent, o T, err error) error {
 		}
 	})
 }
-
-// letGo takes the node's finalizer off: nothing is left of the object here.
-func (a *Agent) letGo(ctx context.Context, o client.Object) error {
-	before := o.DeepCopyObject().(client.Object)
-	var rest []string
-	for _, f := range o.GetFinalizers() {
-		if f != v1alpha1.Finalizer {
-			rest = append(rest, f)
-		}
-	}
-	o.SetFinalizers(rest)
-	return a.client.Patch(ctx, o, lockingPatch(before))
-}

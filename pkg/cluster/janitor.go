@@ -10,6 +10,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 )
@@ -172,20 +173,11 @@ func (s *Store) forget(ctx context.Context, node string, o client.Object) error 
 		uid := o.GetUID()
 		return client.IgnoreNotFound(s.live.Delete(ctx, o, client.Preconditions{UID: &uid}))
 	}
-	if o.GetDeletionTimestamp() == nil || !v1alpha1.HasFinalizer(o.GetFinalizers()) {
+	if o.GetDeletionTimestamp() == nil || !controllerutil.ContainsFinalizer(o, v1alpha1.Finalizer) {
 		return nil
 	}
 	log.Info("Giving up what was deleted on a node that is gone: its bytes are still there, if the node is")
-	o = o.DeepCopyObject().(client.Object)
-	before := o.DeepCopyObject().(client.Object)
-	var rest []string
-	for _, f := range o.GetFinalizers() {
-		if f != v1alpha1.Finalizer {
-			rest = append(rest, f)
-		}
-	}
-	o.SetFinalizers(rest)
-	err := s.live.Patch(ctx, o, lockingPatch(before))
+	err := letGo(ctx, s.live, o.DeepCopyObject().(client.Object))
 	if apierrors.IsConflict(err) {
 		s.newsOfNodes()
 		return nil
