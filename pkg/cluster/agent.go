@@ -82,13 +82,7 @@ func NewAgent(config *rest.Config, local *volume.Local, pools []AgentPool, locks
 	}
 	a := &Agent{connection: c, local: local, pools: pools, locks: locks, maxVolumes: maxVolumes,
 		changed: make(chan struct{}, 1), cancels: map[request]context.CancelFunc{}}
-	err = c.cache.IndexField(context.Background(), &v1alpha1.Snapshot{}, byGroup, func(o client.Object) []string {
-		if group := o.(*v1alpha1.Snapshot).Spec.Group; group != nil {
-			return []string{group.Key}
-		}
-		return nil
-	})
-	return a, err
+	return a, c.cache.IndexField(context.Background(), &v1alpha1.Snapshot{}, byGroup, groupOf)
 }
 
 // Run works until the context ends. Without an API server it waits for one.
