@@ -93,7 +93,7 @@ func start(t *testing.T) *parts {
 	t.Cleanup(p.clear)
 	built.Do(func() { built.binary, built.err = drivertest.Build(built.dir) })
 	must(t, built.err)
-	apitest.Get(t).Kubeconfig(t, apitest.Admin, p.dir+"/kubeconfig")
+	must(t, apitest.Get(t).Kubeconfig(apitest.Admin, p.dir+"/kubeconfig"))
 	for i, node := range nodes {
 		p.node(node, true)
 		p.agents[node] = p.part(node, "--mode=node", "--node-id="+node, fmt.Sprintf("--pool=default=file://%s/%s/pool?reservePercent=0&overprovision=%d", p.dir, node, len(nodes)-i))
