@@ -19,6 +19,14 @@ import (
 // UID of the claim.
 const provisionedPrefix = "pvc-"
 
+// To look for what nodes that are gone have left takes the longer the more objects there are,
+// and something is new all the time: between two looks there is a rest, short beside the grace
+// period.
+const (
+	leastRest = 100 * time.Millisecond
+	mostRest  = 5 * time.Second
+)
+
 // volumeChanged sees to it that every volume is looked after when it is old enough.
 func (s *Store) volumeChanged(o client.Object, gone bool) {
 	s.objectChanged(o, gone)
@@ -90,6 +98,11 @@ func (s *Store) tidy(ctx context.Context) {
 		}
 		if next > 0 {
 			timer = time.After(next)
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(min(max(s.options.GoneGrace/10, leastRest), mostRest)):
 		}
 	}
 }
