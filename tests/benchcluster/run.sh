@@ -3,7 +3,7 @@
 # prints the tables of docs/benchmarks.md. Nothing is left afterwards.
 #
 #   CLAIMS=1000 PODS=50           of the cluster
-#   AGENTS=500 VOLUMES=10000      of the API server
+#   AGENTS=500 VOLUMES=10000 IDLE=5m   of the API server; how long to watch that nothing happens
 #   MANAGER_QPS=500               requests per second for each of Kubernetes' own controllers, whose default of 20 lets 4
 #                                 claims bind in a second
 #   OUT=bin/bench-cluster         where logs go
@@ -15,7 +15,7 @@ out=${OUT:-bin/bench-cluster}
 go build -o "$out/benchcluster" ./tests/benchcluster
 
 say "parts against an API server: ${AGENTS:-500} agents, ${VOLUMES:-10000} volumes" >&2
-"$out/benchcluster" parts --agents="${AGENTS:-500}" --volumes="${VOLUMES:-10000}"
+"$out/benchcluster" parts --agents="${AGENTS:-500}" --volumes="${VOLUMES:-10000}" --idle="${IDLE:-5m}"
 export AUDIT=1 MANAGER_QPS=${MANAGER_QPS:-500}
 { bring_up; install_driver; } >&2
 say "the cluster: ${CLAIMS:-1000} claims, ${PODS:-50} pods" >&2
