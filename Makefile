@@ -9,7 +9,7 @@ SOAK ?= 10m
 
 .PHONY: help
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: build
 build: ## Build bin/driver, static
@@ -93,6 +93,11 @@ fuzz: ## Run each fuzz target for FUZZTIME (20s); without root, those that need 
 bench: ## Measure the driver against the bare device (root)
 	@hack/install-tools.sh bench
 	go run ./tests/bench
+
+.PHONY: bench-cluster
+bench-cluster: ## Measure the driver in a cluster, and its parts with 500 agents against an API server (root)
+	@hack/install-tools.sh e2e
+	tests/benchcluster/run.sh
 
 .PHONY: lint
 lint: ## Check style, layering (.golangci.yml) and go.mod

@@ -74,7 +74,9 @@ func TestCluster(t *testing.T) {
 	server := apitest.Get(t)
 	clusterNode(t)
 	kubeconfig := filepath.Join(dir, "kubeconfig")
-	server.Kubeconfig(t, apitest.Admin, kubeconfig)
+	if err := server.Kubeconfig(apitest.Admin, kubeconfig); err != nil {
+		t.Fatal(err)
+	}
 	thaw := server.Freeze(t)
 	controller := part(t, dir+"/c", "--mode=controller", "--kubeconfig="+kubeconfig)
 	node := part(t, dir+"/n", "--mode=node", "--kubeconfig="+kubeconfig, "--node-id="+testNode, "--max-volumes=7", "--pool="+testPool(dir))

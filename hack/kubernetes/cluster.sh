@@ -8,8 +8,9 @@
 #   cluster.sh down                    end it and remove what was its; KEEP_LOGS=1 keeps logs
 #
 # Needs root, and what build.sh built. POOL_FS=xfs (default), btrfs or none: what /var/lib/ashlar is made of, in a
-# sparse image of POOL_SIZE (default 30G). Shared with the machine are /dev, the kernel's settings, and cgroups below
-# /ashlar-e2e.
+# sparse image of POOL_SIZE (default 30G). AUDIT=1: the API server writes every request down in log/audit. MANAGER_QPS:
+# requests per second that each of Kubernetes' own controllers may make (its default is 20). Shared with the machine are
+# /dev, the kernel's settings, and cgroups below /ashlar-e2e.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 d=$CLUSTER_DIR
@@ -80,6 +81,7 @@ keys() {
 
 settings() {
 	: >"$d/conf/resolv.conf"
+	echo '{"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "omitStages": ["RequestReceived"], "rules": [{"level": "Metadata"}]}' >"$d/conf/audit.yaml"
 	cat >"$d/conf/containerd.toml" <<-TOML
 		version = 2
 		root = "$d/containerd"
@@ -181,12 +183,14 @@ up() {
 		--service-account-key-file="$k/accounts.pub" --service-account-signing-key-file="$k/accounts.key" \
 		--service-account-issuer=https://kubernetes.default.svc --kubelet-client-certificate="$k/admin.crt" \
 		--kubelet-client-key="$k/admin.key" --kubelet-preferred-address-types=InternalIP --requestheader-client-ca-file="$k/ca.crt" \
-		--requestheader-allowed-names=none --authorization-mode=Node,RBAC --enable-admission-plugins=NodeRestriction --allow-privileged=true
+		--requestheader-allowed-names=none --authorization-mode=Node,RBAC --enable-admission-plugins=NodeRestriction --allow-privileged=true \
+		${AUDIT:+--audit-policy-file="$d/conf/audit.yaml" --audit-log-path="$d/log/audit"}
 	run containerd containerd --config "$d/conf/containerd.toml"
 	until_ok 90 "the API server" inside kubectl get --raw=/readyz
 	run controller-manager kube-controller-manager --kubeconfig="$k/manager.kubeconfig" --authentication-kubeconfig="$k/manager.kubeconfig" \
 		--authorization-kubeconfig="$k/manager.kubeconfig" --service-account-private-key-file="$k/accounts.key" \
-		--root-ca-file="$k/ca.crt" --use-service-account-credentials --leader-elect=false --bind-address=127.0.0.1
+		--root-ca-file="$k/ca.crt" --use-service-account-credentials --leader-elect=false --bind-address=127.0.0.1 \
+		${MANAGER_QPS:+--kube-api-qps="$MANAGER_QPS" --kube-api-burst="$MANAGER_QPS"}
 	run scheduler kube-scheduler --kubeconfig="$k/scheduler.kubeconfig" --authentication-kubeconfig="$k/scheduler.kubeconfig" \
 		--authorization-kubeconfig="$k/scheduler.kubeconfig" --leader-elect=false --bind-address=127.0.0.1
 	until_ok 60 containerd inside ctr version

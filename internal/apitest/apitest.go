@@ -42,7 +42,7 @@ func Main(m *testing.M) {
 // Stop ends the API server, if a test started it. It is for a TestMain of its own.
 func Stop() {
 	if running != nil {
-		running.stop()
+		running.Stop()
 	}
 }
 
@@ -55,7 +55,7 @@ var (
 // Get returns the API server, which the first test to ask starts.
 func Get(t testing.TB) *Server {
 	t.Helper()
-	start.Do(func() { running, startErr = launch() })
+	start.Do(func() { running, startErr = Launch() })
 	if startErr != nil {
 		t.Fatal(startErr)
 	}
@@ -75,16 +75,13 @@ func (s *Server) Config(user string) *rest.Config {
 }
 
 // Kubeconfig writes a file that lets a program connect as a user.
-func (s *Server) Kubeconfig(t testing.TB, user, path string) {
-	t.Helper()
+func (s *Server) Kubeconfig(user, path string) error {
 	config := api.NewConfig()
 	config.Clusters["test"] = &api.Cluster{Server: s.url, InsecureSkipTLSVerify: true}
 	config.AuthInfos["test"] = &api.AuthInfo{Token: user}
 	config.Contexts["test"] = &api.Context{Cluster: "test", AuthInfo: "test"}
 	config.CurrentContext = "test"
-	if err := clientcmd.WriteToFile(*config, path); err != nil {
-		t.Fatal(err)
-	}
+	return clientcmd.WriteToFile(*config, path)
 }
 
 // Users besides Admin, who may do what roles are bound to them.
@@ -95,7 +92,8 @@ func root() string {
 	return filepath.Join(filepath.Dir(file), "../..")
 }
 
-func launch() (_ *Server, err error) {
+// Launch starts an API server with more flags, for programs that are no tests.
+func Launch(flags ...string) (_ *Server, err error) {
 	build := exec.Command(filepath.Join(root(), "hack/apiserver.sh"))
 	var said bytes.Buffer
 	build.Stderr = &said
@@ -110,7 +108,7 @@ func launch() (_ *Server, err error) {
 	}
 	defer func() {
 		if err != nil {
-			s.stop()
+			s.Stop()
 		}
 	}()
 	ports, err := freePorts(3)
@@ -126,10 +124,10 @@ func launch() (_ *Server, err error) {
 		"--listen-client-urls="+etcd, "--advertise-client-urls="+etcd, "--listen-peer-urls=http://127.0.0.1:"+ports[1]); err != nil {
 		return nil, err
 	}
-	if err := s.run(filepath.Join(bin, "kube-apiserver"), "--etcd-servers="+etcd, "--bind-address=127.0.0.1",
-		"--advertise-address=127.0.0.1", "--endpoint-reconciler-type=none", "--secure-port="+ports[2], "--cert-dir="+s.dir, "--authorization-mode=RBAC",
-		"--token-auth-file="+s.dir+"/tokens", "--service-cluster-ip-range=10.96.0.0/24",
-		"--service-account-issuer=https://test", "--service-account-key-file="+s.dir+"/key", "--service-account-signing-key-file="+s.dir+"/key"); err != nil {
+	if err := s.run(append([]string{filepath.Join(bin, "kube-apiserver"), "--etcd-servers=" + etcd, "--bind-address=127.0.0.1",
+		"--advertise-address=127.0.0.1", "--endpoint-reconciler-type=none", "--secure-port=" + ports[2], "--cert-dir=" + s.dir, "--authorization-mode=RBAC",
+		"--token-auth-file=" + s.dir + "/tokens", "--service-cluster-ip-range=10.96.0.0/24",
+		"--service-account-issuer=https://test", "--service-account-key-file=" + s.dir + "/key", "--service-account-signing-key-file=" + s.dir + "/key"}, flags...)...); err != nil {
 		return nil, err
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
@@ -252,7 +250,8 @@ func (s *Server) Freeze(t testing.TB) (thaw func()) {
 	return thaw
 }
 
-func (s *Server) stop() {
+// Stop ends the API server, and removes what was its.
+func (s *Server) Stop() {
 	for i := len(s.processes) - 1; i >= 0; i-- {
 		_ = s.processes[i].Process.Kill() // it may be gone
 		<-s.processes[i].exited

@@ -1,7 +1,6 @@
 package drivertest
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -9,174 +8,160 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
-	"strings"
 	"sync"
 	"syscall"
-	"testing"
 	"time"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
-	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/backoff"
+	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/status"
 )
 
-// Build builds the driver, in a folder of the test, and returns its path. flags are those
-// of go build.
-func Build(t testing.TB, flags ...string) string {
-	t.Helper()
-	path := filepath.Join(t.TempDir(), "driver")
-	argv := append(append([]string{"build", "-o", path}, flags...), "github.com/ashlar-csi/ashlar/cmd/driver")
-	if out, err := exec.Command("go", argv...).CombinedOutput(); err != nil {
-		t.Fatalf("go %s: %v: %s", strings.Join(argv, " "), err, out)
+// Build builds the driver in a folder and returns its path; flags are those of go build.
+func Build(dir string, flags ...string) (string, error) {
+	_, file, _, _ := runtime.Caller(0)
+	build := exec.Command("go", append(append([]string{"build", "-o", filepath.Join(dir, "driver")}, flags...), "./cmd/driver")...)
+	build.Dir = filepath.Join(filepath.Dir(file), "../..")
+	if out, err := build.CombinedOutput(); err != nil {
+		return "", fmt.Errorf("build the driver: %w\n%s", err, out)
 	}
-	return path
+	return filepath.Join(dir, "driver"), nil
 }
 
-// Process is a driver that runs as a process of its own, with its pool in folder pool of
-// its Dir unless told otherwise. It is the client of its own services, also of those of a
-// process that was started in its place.
+// Process is the real driver in a process of its own, which can be killed and started
+// again, and the client of it. It ends with this process, however that ends.
 type Process struct {
-	Dir    string
-	Socket string
-	// Log is what the driver, and those before it, have said.
-	Log *Log
-
 	csi.IdentityClient
 	csi.ControllerClient
 	csi.GroupControllerClient
 	csi.SnapshotMetadataClient
 	csi.NodeClient
 
-	program string
-	args    []string
-	cmd     *exec.Cmd
-	ended   chan struct{}
+	Dir    string
+	Socket string
+
+	argv []string
+	conn *grpc.ClientConn
+
+	mu     sync.Mutex
+	cmd    *exec.Cmd
+	exited chan struct{}
 }
 
-// NewProcess makes a driver that is not running yet; it is dead at the end of the test.
-func NewProcess(t testing.TB, program, dir string, args ...string) *Process {
-	t.Helper()
-	p := &Process{Dir: dir, Socket: filepath.Join(dir, "csi.sock"), Log: &Log{}, program: program}
-	p.args = append([]string{"serve", "--endpoint=unix://" + p.Socket, "--node-id=" + Node}, args...)
-	if !strings.Contains(strings.Join(args, " "), "--pool=") {
-		p.args = append(p.args, "--pool=default=file://"+dir+"/pool?reservePercent=0")
+// NewProcess returns a driver that serves in a folder, which is made; it does not run yet.
+// Its log is the file log in there.
+func NewProcess(binary, dir string, flags ...string) (*Process, error) {
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return nil, err
 	}
-	conn, err := grpc.NewClient("unix://"+p.Socket, grpc.WithTransportCredentials(insecure.NewCredentials()),
-		grpc.WithConnectParams(grpc.ConnectParams{Backoff: backoff.Config{BaseDelay: 2 * time.Millisecond, Multiplier: 1.5, MaxDelay: 20 * time.Millisecond}}))
-	must(t, err)
-	p.IdentityClient, p.ControllerClient = csi.NewIdentityClient(conn), csi.NewControllerClient(conn)
-	p.GroupControllerClient, p.SnapshotMetadataClient = csi.NewGroupControllerClient(conn), csi.NewSnapshotMetadataClient(conn)
-	p.NodeClient = csi.NewNodeClient(conn)
-	t.Cleanup(func() {
-		p.Kill()
-		_ = conn.Close()
-	})
-	return p
+	socket := dir + "/csi.sock"
+	p := &Process{Dir: dir, Socket: socket, argv: append([]string{binary, "serve", "--endpoint=unix://" + socket}, flags...)}
+	var err error
+	if p.conn, err = grpc.NewClient("unix://"+socket, grpc.WithTransportCredentials(insecure.NewCredentials()),
+		grpc.WithConnectParams(grpc.ConnectParams{Backoff: backoff.Config{BaseDelay: 2 * time.Millisecond, Multiplier: 1.5, MaxDelay: 20 * time.Millisecond}})); err != nil {
+		return nil, err
+	}
+	p.IdentityClient, p.ControllerClient, p.NodeClient = csi.NewIdentityClient(p.conn), csi.NewControllerClient(p.conn), csi.NewNodeClient(p.conn)
+	p.GroupControllerClient, p.SnapshotMetadataClient = csi.NewGroupControllerClient(p.conn), csi.NewSnapshotMetadataClient(p.conn)
+	return p, nil
 }
 
-// startTime is how long a driver may take until it serves.
-const startTime = 20 * time.Second
-
-// Start starts the driver and waits until it serves.
+// Start starts the driver. It does not wait for it.
 func (p *Process) Start() error {
-	cmd, started, ended := exec.Command(p.program, p.args...), make(chan error), make(chan struct{})
-	cmd.Stdout, cmd.Stderr = p.Log, p.Log
-	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
-	p.cmd, p.ended = cmd, ended
+	log, err := os.OpenFile(filepath.Join(p.Dir, "log"), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
+	if err != nil {
+		return err
+	}
+	defer log.Close()
+	cmd, exited, started := exec.Command(p.argv[0], p.argv[1:]...), make(chan struct{}), make(chan error)
+	cmd.Stdout, cmd.Stderr = log, log
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	go func() {
-		// The driver dies with the thread that started it: this one waits for it.
-		runtime.LockOSThread()
+		runtime.LockOSThread() // the signal comes when the thread that started it ends
+		defer close(exited)
 		err := cmd.Start()
 		started <- err
 		if err == nil {
-			_ = cmd.Wait()
+			_ = cmd.Wait() // it may be killed
 		}
-		close(ended)
 	}()
 	if err := <-started; err != nil {
 		return err
 	}
-	for deadline := time.Now().Add(startTime); ; time.Sleep(2 * time.Millisecond) {
-		ctx, cancel := context.WithTimeout(context.Background(), time.Second)
-		_, err := p.Probe(ctx, &csi.ProbeRequest{})
-		cancel()
-		if err == nil {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.cmd, p.exited = cmd, exited
+	return nil
+}
+
+// Pid of the driver, while it runs.
+func (p *Process) Pid() int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.cmd.Process.Pid
+}
+
+// Ready waits until the driver says that it is.
+func (p *Process) Ready(ctx context.Context) error {
+	for {
+		r, err := p.Probe(ctx, &csi.ProbeRequest{}, grpc.WaitForReady(true))
+		if err == nil && r.GetReady().GetValue() {
 			return nil
 		}
 		select {
-		case <-p.ended:
-			return errors.New("the driver ended")
+		case <-ctx.Done():
+			return errors.Join(fmt.Errorf("the driver is not ready: %w: %s", ctx.Err(), p.Log()), err)
+		case <-time.After(10 * time.Millisecond):
+		}
+	}
+}
+
+// Log is the end of what the driver said.
+func (p *Process) Log() string {
+	log, _ := os.ReadFile(filepath.Join(p.Dir, "log"))
+	return string(log[max(0, len(log)-16000):])
+}
+
+// Kill ends the driver as kill -9 does; it may be started again.
+func (p *Process) Kill() { p.end(syscall.SIGKILL) }
+
+// Stop ends the driver as SIGTERM does.
+func (p *Process) Stop() { p.end(syscall.SIGTERM) }
+
+func (p *Process) end(signal syscall.Signal) {
+	p.mu.Lock()
+	cmd, exited := p.cmd, p.exited
+	p.mu.Unlock()
+	if cmd == nil {
+		return
+	}
+	_ = cmd.Process.Signal(signal) // it may be gone
+	<-exited
+}
+
+// Close kills the driver, and is the end of its client.
+func (p *Process) Close() {
+	p.Kill()
+	_ = p.conn.Close()
+}
+
+// Again makes a call as a sidecar or the kubelet does: while the answer says that the work
+// may still be going on, or that a call before it is not through, it calls again.
+func Again(ctx context.Context, call func() error) error {
+	for {
+		err := call()
+		switch status.Code(err) {
+		case codes.Unavailable, codes.Aborted, codes.Canceled, codes.DeadlineExceeded:
 		default:
+			return err
 		}
-		if time.Now().After(deadline) {
-			return fmt.Errorf("the driver does not answer: %w", err)
-		}
-	}
-}
-
-// PID of the driver that was started last.
-func (p *Process) PID() int { return p.cmd.Process.Pid }
-
-// Kill makes sure that the driver is dead (SIGKILL).
-func (p *Process) Kill() {
-	if p.ended != nil && p.cmd.Process != nil {
-		_ = p.cmd.Process.Kill()
-		<-p.ended
-	}
-}
-
-// Gone reports whether the driver has ended.
-func (p *Process) Gone() bool {
-	select {
-	case <-p.ended:
-		return true
-	default:
-		return false
-	}
-}
-
-// Log keeps what was written to it.
-type Log struct {
-	mu   sync.Mutex
-	text bytes.Buffer
-}
-
-func (l *Log) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.text.Write(p)
-}
-
-func (l *Log) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.text.String()
-}
-
-// Tail is its end.
-func (l *Log) Tail() string {
-	text := l.String()
-	return text[max(0, len(text)-16000):]
-}
-
-// ClearAway takes away by force what a failed test left below a folder.
-func ClearAway(dir string) {
-	for range 4 { // filesystems upon devices upon files
-		left := Leftovers(dir)
-		for i := len(left) - 1; i >= 0; i-- {
-			kind, rest, _ := strings.Cut(left[i], " ")
-			switch kind {
-			case "mount":
-				if f, err := os.Open(rest); err == nil {
-					_ = unix.IoctlSetInt(int(f.Fd()), 0xc0045878, 0) // FITHAW
-					_ = f.Close()
-				}
-				_ = unix.Unmount(rest, unix.MNT_DETACH)
-			case "loop":
-				_ = exec.Command("losetup", "-d", "/dev/"+strings.Fields(rest)[1]).Run()
-			}
+		select {
+		case <-ctx.Done():
+			return err
+		case <-time.After(5 * time.Millisecond):
 		}
 	}
 }

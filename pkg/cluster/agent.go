@@ -82,13 +82,7 @@ func NewAgent(config *rest.Config, local *volume.Local, pools []AgentPool, locks
 	}
 	a := &Agent{connection: c, local: local, pools: pools, locks: locks, maxVolumes: maxVolumes,
 		changed: make(chan struct{}, 1), cancels: map[request]context.CancelFunc{}}
-	err = c.cache.IndexField(context.Background(), &v1alpha1.Snapshot{}, byGroup, func(o client.Object) []string {
-		if group := o.(*v1alpha1.Snapshot).Spec.Group; group != nil {
-			return []string{group.Key}
-		}
-		return nil
-	})
-	return a, err
+	return a, c.cache.IndexField(context.Background(), &v1alpha1.Snapshot{}, byGroup, groupOf)
 }
 
 // Run works until the context ends. Without an API server it waits for one.
@@ -263,17 +257,4 @@ func refuse[T object](ctx context.Context, a *Agent, o T, err error) error {
 			setCondition(&status.Conditions, o, v1alpha1.Ready, metav1.ConditionFalse, failure.Reason, failure.Message)
 		}
 	})
-}
-
-// letGo takes the node's finalizer off: nothing is left of the object here.
-func (a *Agent) letGo(ctx context.Context, o client.Object) error {
-	before := o.DeepCopyObject().(client.Object)
-	var rest []string
-	for _, f := range o.GetFinalizers() {
-		if f != v1alpha1.Finalizer {
-			rest = append(rest, f)
-		}
-	}
-	o.SetFinalizers(rest)
-	return a.client.Patch(ctx, o, lockingPatch(before))
 }

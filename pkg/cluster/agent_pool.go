@@ -142,14 +142,6 @@ func (a *Agent) writePool(ctx context.Context, i int, exact bool) error {
 
 func abs(n int64) int64 { return max(n, -n) }
 
-func limited(message string) string {
-	message = strings.ToValidUTF8(message, "?")
-	if len(message) > mostMessage {
-		return strings.ToValidUTF8(message[:mostMessage], "") + "..."
-	}
-	return message
-}
-
 // strays are volumes and snapshots of a pool that no object is for. Ephemeral volumes are
 // the node's own.
 func (a *Agent) strays(ctx context.Context, pool blockdev.Pool) ([]string, error) {

@@ -8,6 +8,7 @@ import (
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/ashlar-csi/ashlar/internal/keylock"
@@ -58,13 +59,13 @@ func (a *Agent) reportCut(ctx context.Context, s *v1alpha1.Snapshot, made volume
 }
 
 func (a *Agent) deleteSnapshot(ctx context.Context, s *v1alpha1.Snapshot) (reconcile.Result, error) {
-	if !v1alpha1.HasFinalizer(s.Finalizers) {
+	if !controllerutil.ContainsFinalizer(s, v1alpha1.Finalizer) {
 		return reconcile.Result{}, nil
 	}
 	defer a.Changed()
 	err := a.locked([]string{keylock.Snapshot(s.Name)}, nil, func() error { return a.local.DeleteSnapshot(ctx, snapshotID(s)) })
 	if err == nil {
-		return reconcile.Result{}, a.letGo(ctx, s)
+		return reconcile.Result{}, letGo(ctx, a.client, s)
 	}
 	return reconcile.Result{RequeueAfter: lastRetry}, refuse(ctx, a, s, err)
 }
@@ -213,8 +214,8 @@ func (a *Agent) deleteGroup(ctx context.Context, key string, members []v1alpha1.
 	}
 	var failures []error
 	for i := range members {
-		if v1alpha1.HasFinalizer(members[i].Finalizers) {
-			failures = append(failures, a.letGo(ctx, &members[i]))
+		if m := &members[i]; controllerutil.ContainsFinalizer(m, v1alpha1.Finalizer) {
+			failures = append(failures, letGo(ctx, a.client, m))
 		}
 	}
 	return reconcile.Result{}, errors.Join(failures...)

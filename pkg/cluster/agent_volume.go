@@ -8,6 +8,7 @@ import (
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/klog/v2"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/ashlar-csi/ashlar/internal/keylock"
@@ -77,7 +78,7 @@ func (a *Agent) deleteLocal(ctx context.Context, v *v1alpha1.Volume) error {
 }
 
 func (a *Agent) deleteVolume(ctx context.Context, v *v1alpha1.Volume) (reconcile.Result, error) {
-	if !v1alpha1.HasFinalizer(v.Finalizers) {
+	if !controllerutil.ContainsFinalizer(v, v1alpha1.Finalizer) {
 		return reconcile.Result{}, nil
 	}
 	var err error
@@ -88,7 +89,7 @@ func (a *Agent) deleteVolume(ctx context.Context, v *v1alpha1.Volume) (reconcile
 	}
 	if err = a.deleteLocal(ctx, v); err == nil {
 		a.Changed()
-		return reconcile.Result{}, a.letGo(ctx, v)
+		return reconcile.Result{}, letGo(ctx, a.client, v)
 	}
 	if err := refuse(ctx, a, v, err); err != nil {
 		return reconcile.Result{}, err

@@ -7,6 +7,7 @@
 package cluster
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"sync"
@@ -19,6 +20,7 @@ import (
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
@@ -87,4 +89,12 @@ func apiError(doing string, err error) error {
 // lockingPatch is a patch that fails with a conflict if anybody else changed the object.
 func lockingPatch(before client.Object) client.Patch {
 	return client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{})
+}
+
+// letGo takes the node's finalizer off an object: nothing of it is left, or nobody will
+// ever look.
+func letGo(ctx context.Context, c client.Client, o client.Object) error {
+	before := o.DeepCopyObject().(client.Object)
+	controllerutil.RemoveFinalizer(o, v1alpha1.Finalizer)
+	return c.Patch(ctx, o, lockingPatch(before))
 }

@@ -50,15 +50,21 @@ func isTransient(err error) bool {
 	return false
 }
 
-// mostMessage is how much of an error is written down, in bytes.
+// mostMessage is how much of a message is written down, in bytes.
 const mostMessage = 1024
+
+// limited is a message as an object can hold it.
+func limited(message string) string {
+	message = strings.ToValidUTF8(message, "?")
+	if len(message) > mostMessage {
+		return strings.ToValidUTF8(message[:mostMessage], "") + "..."
+	}
+	return message
+}
 
 // failureOf writes a final error down.
 func failureOf(err error) *v1alpha1.Failure {
-	f := &v1alpha1.Failure{Reason: internal, Message: strings.ToValidUTF8(err.Error(), "?")}
-	if len(f.Message) > mostMessage {
-		f.Message = strings.ToValidUTF8(f.Message[:mostMessage], "") + "..."
-	}
+	f := &v1alpha1.Failure{Reason: internal, Message: limited(err.Error())}
 	if errors.Is(err, context.DeadlineExceeded) {
 		err = blockdev.ErrUnavailable // the time that the node gives itself was over: it has stopped
 	}

@@ -249,6 +249,16 @@ func TestPlacement(t *testing.T) {
 			t.Errorf("%d: on node %s, error %v; want %s", i, v.Node, err, c.want)
 		}
 	}
+	// A pool that the node does not have, and one that none has.
+	missing := spec("missing")
+	missing.Pool, missing.Nodes = "b", []string{"elsewhere"}
+	fails(t, second(s.Create(w.ctx, missing)), blockdev.ErrNoSpace)
+	missing.Pool = "unknown"
+	fails(t, second(s.Create(w.ctx, missing)), blockdev.ErrInvalid)
+	fails(t, second(s.Capacity(w.ctx, "unknown", "node-a")), blockdev.ErrInvalid)
+	if c, err := s.Capacity(w.ctx, "b", "elsewhere"); err != nil || c.Total != 0 {
+		t.Errorf("capacity of a node that is not there: %+v, %v", c, err)
+	}
 	w.tally(a)
 	w.tally(b)
 }

@@ -10,6 +10,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 )
@@ -17,6 +18,14 @@ import (
 // provisionedPrefix is what the provisioner's names of volumes begin with; the rest is the
 // UID of the claim.
 const provisionedPrefix = "pvc-"
+
+// To look for what nodes that are gone have left takes the longer the more objects there are,
+// and something is new all the time: between two looks there is a rest, short beside the grace
+// period.
+const (
+	leastRest = 100 * time.Millisecond
+	mostRest  = 5 * time.Second
+)
 
 // volumeChanged sees to it that every volume is looked after when it is old enough.
 func (s *Store) volumeChanged(o client.Object, gone bool) {
@@ -89,6 +98,11 @@ func (s *Store) tidy(ctx context.Context) {
 		}
 		if next > 0 {
 			timer = time.After(next)
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(min(max(s.options.GoneGrace/10, leastRest), mostRest)):
 		}
 	}
 }
@@ -172,20 +186,11 @@ func (s *Store) forget(ctx context.Context, node string, o client.Object) error 
 		uid := o.GetUID()
 		return client.IgnoreNotFound(s.live.Delete(ctx, o, client.Preconditions{UID: &uid}))
 	}
-	if o.GetDeletionTimestamp() == nil || !v1alpha1.HasFinalizer(o.GetFinalizers()) {
+	if o.GetDeletionTimestamp() == nil || !controllerutil.ContainsFinalizer(o, v1alpha1.Finalizer) {
 		return nil
 	}
 	log.Info("Giving up what was deleted on a node that is gone: its bytes are still there, if the node is")
-	o = o.DeepCopyObject().(client.Object)
-	before := o.DeepCopyObject().(client.Object)
-	var rest []string
-	for _, f := range o.GetFinalizers() {
-		if f != v1alpha1.Finalizer {
-			rest = append(rest, f)
-		}
-	}
-	o.SetFinalizers(rest)
-	err := s.live.Patch(ctx, o, lockingPatch(before))
+	err := letGo(ctx, s.live, o.DeepCopyObject().(client.Object))
 	if apierrors.IsConflict(err) {
 		s.newsOfNodes()
 		return nil

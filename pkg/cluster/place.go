@@ -18,14 +18,16 @@ type room struct {
 	available, maxVolume int64
 }
 
-// rooms returns the pools of a name, or with none the default pools, of all nodes. What
-// was made or is being made since a pool was measured is taken off.
-func (s *Store) rooms(ctx context.Context, pool string) (map[string]room, error) {
+// rooms returns the pools of a name, or with none the default pools, of some nodes, or with
+// none of all; ErrInvalid if no node at all has such a pool. What was made or is being made
+// since a pool was measured is taken off: that takes the longer the more volumes the node has,
+// so nobody should ask for nodes that do not matter.
+func (s *Store) rooms(ctx context.Context, pool string, nodes []string) (map[string]room, error) {
 	if err := s.Ready(ctx); err != nil {
 		return nil, err
 	}
 	var pools v1alpha1.PoolList
-	var options []client.ListOption
+	options := []client.ListOption{client.UnsafeDisableDeepCopy}
 	if pool != "" {
 		options = append(options, client.MatchingFields{byPool: pool})
 	}
@@ -33,9 +35,14 @@ func (s *Store) rooms(ctx context.Context, pool string) (map[string]room, error)
 		return nil, apiError("list pools", err)
 	}
 	found := map[string]room{}
+	known := false
 	for i := range pools.Items {
 		p := &pools.Items[i]
 		if pool == "" && !p.Spec.Default {
+			continue
+		}
+		known = true
+		if len(nodes) > 0 && !slices.Contains(nodes, p.Spec.NodeName) {
 			continue
 		}
 		promised, err := s.unseen(ctx, p)
@@ -43,6 +50,9 @@ func (s *Store) rooms(ctx context.Context, pool string) (map[string]room, error)
 			return nil, err
 		}
 		found[p.Spec.NodeName] = room{p, max(0, p.Status.Available-promised), max(0, p.Status.MaxVolume-promised)}
+	}
+	if !known {
+		return nil, fmt.Errorf("%w: parameter pool=%q: no node has such a pool", blockdev.ErrInvalid, pool)
 	}
 	return found, nil
 }
@@ -81,19 +91,13 @@ func (s *Store) unseen(ctx context.Context, p *v1alpha1.Pool) (int64, error) {
 // that has room; of any, the one with most. If none seems to have room, the best one is
 // asked all the same: its figures may be old, and the node's answer is not.
 func (s *Store) place(ctx context.Context, pool string, nodes []string, size int64) (node, in string, err error) {
-	found, err := s.rooms(ctx, pool)
+	found, err := s.rooms(ctx, pool, nodes)
 	if err != nil {
 		return "", "", err
-	}
-	if len(found) == 0 {
-		return "", "", fmt.Errorf("%w: parameter pool=%q: no node has such a pool", blockdev.ErrInvalid, pool)
 	}
 	var fit []room
 	var down error
 	for name, r := range found {
-		if len(nodes) > 0 && !slices.Contains(nodes, name) {
-			continue
-		}
 		if err := s.nodeReady(ctx, name); err != nil {
 			down = err
 			continue
@@ -132,16 +136,17 @@ func (s *Store) granularity(ctx context.Context, node, pool string) (int64, erro
 // Capacity: see volume.Store. With no node it is that of all nodes together; a node that is
 // not ready has none.
 func (s *Store) Capacity(ctx context.Context, pool, node string) (blockdev.Capacity, error) {
-	found, err := s.rooms(ctx, pool)
+	var nodes []string
+	if node != "" {
+		nodes = []string{node}
+	}
+	found, err := s.rooms(ctx, pool, nodes)
 	if err != nil {
 		return blockdev.Capacity{}, err
 	}
-	if len(found) == 0 {
-		return blockdev.Capacity{}, fmt.Errorf("%w: parameter pool=%q: no node has such a pool", blockdev.ErrInvalid, pool)
-	}
 	var c blockdev.Capacity
 	for name, r := range found {
-		if (node != "" && name != node) || s.nodeReady(ctx, name) != nil {
+		if s.nodeReady(ctx, name) != nil {
 			continue
 		}
 		c.Total += r.Status.Total

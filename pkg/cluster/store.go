@@ -57,6 +57,14 @@ const (
 	byPool   = "pool"
 )
 
+// groupOf is for the index byGroup.
+func groupOf(o client.Object) []string {
+	if group := o.(*v1alpha1.Snapshot).Spec.Group; group != nil {
+		return []string{group.Key}
+	}
+	return nil
+}
+
 // NewStore returns the store of the cluster behind a configuration. It does nothing, and
 // every call fails with ErrUnavailable, until Run has read the objects.
 func NewStore(config *rest.Config, o Options) (*Store, error) {
@@ -81,12 +89,7 @@ func NewStore(config *rest.Config, o Options) (*Store, error) {
 		}},
 		{&v1alpha1.Snapshot{}, byNode, func(o client.Object) []string { return []string{o.(*v1alpha1.Snapshot).Spec.NodeName} }},
 		{&v1alpha1.Snapshot{}, bySource, func(o client.Object) []string { return []string{o.(*v1alpha1.Snapshot).Spec.Source} }},
-		{&v1alpha1.Snapshot{}, byGroup, func(o client.Object) []string {
-			if group := o.(*v1alpha1.Snapshot).Spec.Group; group != nil {
-				return []string{group.Key}
-			}
-			return nil
-		}},
+		{&v1alpha1.Snapshot{}, byGroup, groupOf},
 		{&v1alpha1.Pool{}, byNode, func(o client.Object) []string { return []string{o.(*v1alpha1.Pool).Spec.NodeName} }},
 		{&v1alpha1.Pool{}, byPool, func(o client.Object) []string { return []string{o.(*v1alpha1.Pool).Spec.Pool} }},
 	} {

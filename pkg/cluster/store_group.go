@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"strings"
 
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -36,16 +35,11 @@ func whole(members []v1alpha1.Snapshot) bool {
 }
 
 func toGroup(id volume.GroupID, members []v1alpha1.Snapshot) volume.Group {
-	group := volume.Group{ID: id}
+	var snapshots []volume.Snapshot
 	for i := range members {
-		one := toSnapshot(&members[i])
-		group.Snapshots = append(group.Snapshots, one)
-		if group.Created.IsZero() || one.Created.Before(group.Created) {
-			group.Created = one.Created
-		}
+		snapshots = append(snapshots, toSnapshot(&members[i]))
 	}
-	slices.SortFunc(group.Snapshots, func(a, b volume.Snapshot) int { return strings.Compare(a.Source.String(), b.Source.String()) })
-	return group
+	return volume.NewGroup(id, snapshots)
 }
 
 // CreateGroup: see volume.Store. The sources have to be on one node: its agent cuts all
@@ -60,10 +54,9 @@ func (s *Store) CreateGroup(ctx context.Context, name string, sources []volume.I
 
 func (s *Store) createGroup(ctx context.Context, name string, sources []volume.ID) (volume.Group, error) {
 	id := volume.GroupID{Key: volume.KeyOf(name)}
-	sources = slices.Clone(sources)
-	slices.SortFunc(sources, func(a, b volume.ID) int { return strings.Compare(a.String(), b.String()) })
-	if len(slices.Compact(slices.Clone(sources))) != len(sources) || len(sources) == 0 {
-		return volume.Group{}, fmt.Errorf("%w: name each source volume once", blockdev.ErrInvalid)
+	sources, err := volume.GroupSources(sources)
+	if err != nil {
+		return volume.Group{}, err
 	}
 	members, err := s.members(ctx, id.Key)
 	if err != nil {

@@ -2,11 +2,9 @@ package cluster
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"slices"
 
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -39,44 +37,19 @@ func sameSnapshot(a, b *v1alpha1.Snapshot) bool {
 }
 
 // begin creates the object of a snapshot, or finds the one that is there. What an earlier
-// try left refused, or is being deleted, is waited for to be gone first. ErrExists for
-// another snapshot of the name.
+// try left refused is removed first. ErrExists for another snapshot of the name.
 func (s *Store) begin(ctx context.Context, w *watch, want *v1alpha1.Snapshot) (*v1alpha1.Snapshot, error) {
-	key := client.ObjectKeyFromObject(want)
-	have := &v1alpha1.Snapshot{}
-	err := s.client.Get(ctx, key, have)
-	for {
-		if apierrors.IsNotFound(err) {
-			have = want.DeepCopy()
-			if err = s.client.Create(ctx, have); err == nil {
-				return have, nil
+	return obtain(ctx, s, w, want.Name,
+		func() (*v1alpha1.Snapshot, error) { return want.DeepCopy(), nil },
+		func(have *v1alpha1.Snapshot) (bool, error) {
+			if !sameSnapshot(have, want) {
+				return false, fmt.Errorf("%w: snapshot %q (%s) is of volume %s, not %s", blockdev.ErrExists, have.Spec.Name, snapshotID(have), snapshotSource(have), snapshotSource(want))
 			}
-			if apierrors.IsAlreadyExists(err) {
-				have = &v1alpha1.Snapshot{}
-				if err = s.live.Get(ctx, key, have); apierrors.IsNotFound(err) {
-					continue
-				}
+			if have.Status.Created == nil && have.Common().Refused(have.Generation) != nil {
+				return false, remove(ctx, s, w, have)
 			}
-		}
-		if err != nil {
-			return nil, apiError(fmt.Sprintf("create snapshot %q", want.Spec.Name), err)
-		}
-		switch {
-		case have.DeletionTimestamp != nil:
-			err = waitGone(ctx, s, w, have)
-		case !sameSnapshot(have, want):
-			err = fmt.Errorf("%w: snapshot %q (%s) is of volume %s, not %s", blockdev.ErrExists, have.Spec.Name, snapshotID(have), snapshotSource(have), snapshotSource(want))
-		case have.Status.Created == nil && have.Common().Refused(have.Generation) != nil:
-			err = remove(ctx, s, w, have)
-		default:
-			return have, nil
-		}
-		if err != nil {
-			return nil, err
-		}
-		have = &v1alpha1.Snapshot{}
-		err = s.live.Get(ctx, key, have)
-	}
+			return true, nil
+		})
 }
 
 // CreateSnapshot: see volume.Store.
@@ -106,27 +79,12 @@ func (s *Store) CreateSnapshot(ctx context.Context, name string, source volume.I
 		return volume.Snapshot{}, fmt.Errorf("snapshot %q: %w", name, err)
 	}
 	if have, err = s.begin(ctx, w, newSnapshot(name, v, nil)); err == nil {
-		have, err = s.cut(ctx, w, have)
+		have, err = made(ctx, s, w, have)
 	}
 	if err != nil {
 		return volume.Snapshot{}, fmt.Errorf("snapshot %q of volume %s: %w", name, source, err)
 	}
 	return toSnapshot(have), nil
-}
-
-// cut waits until the node has cut a snapshot. A refused one is removed.
-func (s *Store) cut(ctx context.Context, w *watch, have *v1alpha1.Snapshot) (*v1alpha1.Snapshot, error) {
-	have, err := wait(ctx, s, w, have, isMade)
-	var refused *refusal
-	switch {
-	case errors.Is(err, errGone):
-		return nil, fmt.Errorf("%w: %w while it was being cut", blockdev.ErrUnavailable, err)
-	case errors.As(err, &refused):
-		if err := remove(ctx, s, w, have); err != nil {
-			return nil, err
-		}
-	}
-	return have, err
 }
 
 // DeleteSnapshot: see volume.Store.

@@ -36,35 +36,48 @@ func (s *Store) Create(ctx context.Context, spec volume.Spec) (volume.Volume, er
 	key := volume.KeyOf(spec.Name)
 	w := s.hub.open(volumeNamed(key))
 	defer w.close()
-	have := &v1alpha1.Volume{}
-	err := s.client.Get(ctx, client.ObjectKey{Name: key}, have)
-	for {
-		mine := false
-		if apierrors.IsNotFound(err) {
-			if have, err = s.plan(ctx, spec); err != nil {
-				return volume.Volume{}, err
+	have, err := obtain(ctx, s, w, key,
+		func() (*v1alpha1.Volume, error) { return s.plan(ctx, spec) },
+		func(have *v1alpha1.Volume) (bool, error) { return s.fits(ctx, w, spec, have) })
+	if err == nil {
+		have, err = made(ctx, s, w, have)
+	}
+	if err != nil {
+		return volume.Volume{}, fmt.Errorf("create volume %q: %w", spec.Name, err)
+	}
+	return toVolume(have), nil
+}
+
+// obtain finds the object of a key, or creates it as planned. One that is being deleted is
+// waited for to be gone. fits says of one that is there whether it is what is wanted; with
+// false it is to be looked at anew. w watches the object.
+func obtain[O any, T interface {
+	*O
+	object
+}](ctx context.Context, s *Store, w *watch, key string, plan func() (T, error), fits func(T) (bool, error)) (T, error) {
+	have := T(new(O))
+	for err := s.client.Get(ctx, client.ObjectKey{Name: key}, have); ; err = s.live.Get(ctx, client.ObjectKey{Name: key}, have) {
+		switch {
+		case apierrors.IsNotFound(err):
+			want, err := plan()
+			if err != nil {
+				return nil, err
 			}
-			err = s.client.Create(ctx, have)
-			mine = err == nil
-			if apierrors.IsAlreadyExists(err) {
-				have = &v1alpha1.Volume{}
-				if err = s.live.Get(ctx, client.ObjectKey{Name: key}, have); apierrors.IsNotFound(err) {
-					continue
-				}
+			if err = s.client.Create(ctx, want); !apierrors.IsAlreadyExists(err) {
+				return want, apiError("create "+key, err)
+			}
+		case err != nil:
+			return nil, apiError("read "+key, err)
+		case have.GetDeletionTimestamp() != nil:
+			if err := waitGone(ctx, s, w, have); err != nil {
+				return nil, err
+			}
+		default:
+			if ok, err := fits(have); ok || err != nil {
+				return have, err
 			}
 		}
-		if err != nil {
-			return volume.Volume{}, apiError(fmt.Sprintf("create volume %q", spec.Name), err)
-		}
-		v, done, err2 := s.finish(ctx, w, spec, have, mine)
-		if err2 != nil {
-			return volume.Volume{}, fmt.Errorf("create volume %q: %w", spec.Name, err2)
-		}
-		if done {
-			return v, nil
-		}
-		have = &v1alpha1.Volume{}
-		err = s.live.Get(ctx, client.ObjectKey{Name: key}, have)
+		have = T(new(O)) // nothing of what it was is to stay
 	}
 }
 
@@ -125,48 +138,42 @@ func (s *Store) origin(ctx context.Context, id volume.ID) (node string, size int
 	return v.Node, v.Size, err
 }
 
-// finish takes an object to where it is ready. mine: it was created just now. With done
-// false and no error the object is to be looked at anew: it is gone, or another.
-func (s *Store) finish(ctx context.Context, w *watch, spec volume.Spec, have *v1alpha1.Volume, mine bool) (_ volume.Volume, done bool, err error) {
-	if have.DeletionTimestamp != nil {
-		return volume.Volume{}, false, waitGone(ctx, s, w, have)
+// fits is for obtain: it is the volume of the spec. What an earlier try left is cleared up.
+func (s *Store) fits(ctx context.Context, w *watch, spec volume.Spec, have *v1alpha1.Volume) (bool, error) {
+	if err := spec.Check(toVolume(have)); err != nil {
+		return false, err
 	}
-	if !mine {
-		if err := spec.Check(toVolume(have)); err != nil {
-			return volume.Volume{}, false, err
+	elsewhere := len(spec.Nodes) > 0 && !slices.Contains(spec.Nodes, have.Spec.NodeName)
+	switch {
+	case elsewhere && have.Status.Created != nil:
+		return false, fmt.Errorf("%w: volume %s is on node %s, not on one of %v", blockdev.ErrExists, volumeID(have), have.Spec.NodeName, spec.Nodes)
+	case elsewhere, have.Status.Created == nil && have.Common().Refused(have.Generation) != nil, have.Status.Is(v1alpha1.Abandoned, "True"):
+		return false, remove(ctx, s, w, have)
+	case have.Spec.Abandoned:
+		before := have.DeepCopy()
+		have.Spec.Abandoned = false
+		err := s.client.Patch(ctx, have, lockingPatch(before))
+		if apierrors.IsConflict(err) || apierrors.IsNotFound(err) {
+			return false, nil
 		}
-		elsewhere := len(spec.Nodes) > 0 && !slices.Contains(spec.Nodes, have.Spec.NodeName)
-		switch {
-		case elsewhere && have.Status.Created != nil:
-			return volume.Volume{}, false, fmt.Errorf("%w: volume %s is on node %s, not on one of %v", blockdev.ErrExists, volumeID(have), have.Spec.NodeName, spec.Nodes)
-		case elsewhere, have.Status.Created == nil && have.Common().Refused(have.Generation) != nil, have.Status.Is(v1alpha1.Abandoned, "True"):
-			// Of an earlier try, which nobody cleared up.
-			return volume.Volume{}, false, remove(ctx, s, w, have)
-		case have.Spec.Abandoned:
-			before := have.DeepCopy()
-			have.Spec.Abandoned = false
-			err := s.client.Patch(ctx, have, lockingPatch(before))
-			if apierrors.IsConflict(err) || apierrors.IsNotFound(err) {
-				return volume.Volume{}, false, nil
-			}
-			if err != nil {
-				return volume.Volume{}, false, apiError("keep it", err)
-			}
-		}
+		return true, apiError("keep it", err)
 	}
-	have, err = wait(ctx, s, w, have, isMade)
+	return true, nil
+}
+
+// made waits until the node has made an object. A refused one is removed.
+func made[T object](ctx context.Context, s *Store, w *watch, have T) (T, error) {
+	have, err := wait(ctx, s, w, have, isMade)
 	var refused *refusal
 	switch {
-	case err == nil:
-		return toVolume(have), true, nil
 	case errors.Is(err, errGone):
-		return volume.Volume{}, false, fmt.Errorf("%w: %w while it was being made", blockdev.ErrUnavailable, err)
+		err = fmt.Errorf("%w: %w while it was being made", blockdev.ErrUnavailable, err)
 	case errors.As(err, &refused):
 		if err := remove(ctx, s, w, have); err != nil {
-			return volume.Volume{}, false, err
+			return have, err
 		}
 	}
-	return volume.Volume{}, false, err
+	return have, err
 }
 
 // isMade is for wait: the node has made the object, or refused to.

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"slices"
 	"strconv"
-	"strings"
 	"sync"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
@@ -168,10 +167,9 @@ func (l *Local) setIncomplete(key string, incomplete bool) {
 // cut; if one cannot be cut, none stays.
 func (l *Local) CreateGroup(ctx context.Context, name string, sources []ID) (_ Group, err error) {
 	id := GroupID{KeyOf(name)}
-	sources = slices.Clone(sources)
-	slices.SortFunc(sources, func(a, b ID) int { return strings.Compare(a.String(), b.String()) })
-	if len(slices.Compact(slices.Clone(sources))) != len(sources) || len(sources) == 0 {
-		return Group{}, fmt.Errorf("%w: group snapshot %q: name each source volume once", blockdev.ErrInvalid, name)
+	sources, err = GroupSources(sources)
+	if err != nil {
+		return Group{}, fmt.Errorf("group snapshot %q: %w", name, err)
 	}
 	groups, err := l.groups(ctx, l.pools)
 	if err != nil {
@@ -179,7 +177,7 @@ func (l *Local) CreateGroup(ctx context.Context, name string, sources []ID) (_ G
 	}
 	members := groups[id.Key]
 	if complete(members) {
-		group := l.group(id, members)
+		group := toGroup(id, members)
 		if !slices.EqualFunc(group.Snapshots, sources, func(s Snapshot, source ID) bool { return s.Source == source }) {
 			return Group{}, fmt.Errorf("%w: group snapshot %q (%s) is of other volumes", blockdev.ErrExists, name, id)
 		}
@@ -230,7 +228,7 @@ func (l *Local) CreateGroup(ctx context.Context, name string, sources []ID) (_ G
 	for _, c := range cuts {
 		members = append(members, member{snapshotFromRecord(c.origin.pool.Name(), l.node, c.record), len(cuts)})
 	}
-	return l.group(id, members), nil
+	return toGroup(id, members), nil
 }
 
 // groupCut is one member of a group while the group is cut.
@@ -289,18 +287,12 @@ func (l *Local) undoGroup(ctx context.Context, id GroupID) error {
 	return l.removeGroup(ctx, groups[id.Key])
 }
 
-// group makes a group of its members: in the order of their sources, and as old as
-// the first that was cut (all were frozen then).
-func (l *Local) group(id GroupID, members []member) Group {
-	group := Group{ID: id}
+func toGroup(id GroupID, members []member) Group {
+	var snapshots []Snapshot
 	for _, m := range members {
-		group.Snapshots = append(group.Snapshots, m.Snapshot)
-		if group.Created.IsZero() || m.Created.Before(group.Created) {
-			group.Created = m.Created
-		}
+		snapshots = append(snapshots, m.Snapshot)
 	}
-	slices.SortFunc(group.Snapshots, func(a, b Snapshot) int { return strings.Compare(a.Source.String(), b.Source.String()) })
-	return group
+	return NewGroup(id, snapshots)
 }
 
 // DeleteGroup: see Store.
@@ -324,7 +316,7 @@ func (l *Local) GetGroup(ctx context.Context, id GroupID) (Group, error) {
 		return Group{}, err
 	}
 	if members := groups[id.Key]; complete(members) {
-		return l.group(id, members), nil
+		return toGroup(id, members), nil
 	}
 	return Group{}, fmt.Errorf("%w: no %s", blockdev.ErrNotFound, id)
 }

@@ -155,6 +155,30 @@ type Group struct {
 	Snapshots []Snapshot
 }
 
+// NewGroup makes a group of its members: in the order of their sources, and as old as the
+// first that was cut (the writes to all were held back then).
+func NewGroup(id GroupID, members []Snapshot) Group {
+	group := Group{ID: id, Snapshots: slices.Clone(members)}
+	slices.SortFunc(group.Snapshots, func(a, b Snapshot) int { return strings.Compare(a.Source.String(), b.Source.String()) })
+	for _, m := range members {
+		if group.Created.IsZero() || m.Created.Before(group.Created) {
+			group.Created = m.Created
+		}
+	}
+	return group
+}
+
+// GroupSources returns the sources of a group in their order; ErrInvalid if there are none,
+// or one is there twice.
+func GroupSources(sources []ID) ([]ID, error) {
+	sorted := slices.Clone(sources)
+	slices.SortFunc(sorted, func(a, b ID) int { return strings.Compare(a.String(), b.String()) })
+	if len(sorted) == 0 || len(slices.Compact(slices.Clone(sorted))) != len(sorted) {
+		return nil, fmt.Errorf("%w: name each source volume once", blockdev.ErrInvalid)
+	}
+	return sorted, nil
+}
+
 // Range of sizes in bytes; 0 means not limited on that side.
 type Range struct{ Required, Limit int64 }
 

@@ -27,10 +27,14 @@ const (
 // TestConnections: what can be done to a driver, a process of its own, by connecting to it.
 func TestConnections(t *testing.T) {
 	drivertest.NeedRoot(t)
-	p := drivertest.NewProcess(t, drivertest.Build(t), drivertest.Dir(t))
-	if err := p.Start(); err != nil {
-		t.Fatalf("%v\n%s", err, p.Log)
-	}
+	binary, err := drivertest.Build(t.TempDir())
+	ok(t, err)
+	dir := drivertest.Dir(t)
+	p, err := drivertest.NewProcess(binary, dir, "--pool=default=file://"+dir+"/pool?reservePercent=0")
+	ok(t, err)
+	t.Cleanup(p.Close)
+	ok(t, p.Start())
+	ok(t, p.Ready(t.Context()))
 	t.Run("large messages", func(t *testing.T) { largeMessages(t, p) })
 	t.Run("half-open", func(t *testing.T) { halfOpenConnections(t, p) })
 }
@@ -74,12 +78,12 @@ func halfOpenConnections(t *testing.T, p *drivertest.Process) {
 		}
 	}
 	ok(t, call())
-	descriptors, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", p.PID()))
+	descriptors, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", p.Pid()))
 	ok(t, err)
 	if n := len(descriptors); n > mostDescriptors {
 		t.Errorf("the driver has %d descriptors", n)
 	}
-	if n := memory(t, p.PID()); n > mostMemory {
+	if n := memory(t, p.Pid()); n > mostMemory {
 		t.Errorf("the driver has %d MiB", n)
 	}
 	closeAll()
@@ -115,14 +119,14 @@ func memory(t *testing.T, pid int) (n int) {
 
 // largeMessages: a message of 4 MiB or more is refused before it is looked at.
 func largeMessages(t *testing.T, p *drivertest.Process) {
-	before := memory(t, p.PID())
+	before := memory(t, p.Pid())
 	for _, size := range []int{4 << 20, 16 << 20, 64 << 20} {
 		_, err := p.CreateVolume(t.Context(), &csi.CreateVolumeRequest{Name: strings.Repeat("x", size)})
 		if status.Code(err) != codes.ResourceExhausted {
 			t.Errorf("a message of %d bytes is answered with %.200v", size, err)
 		}
 	}
-	if now := memory(t, p.PID()); now > before+64 {
+	if now := memory(t, p.Pid()); now > before+64 {
 		t.Errorf("the driver has %d MiB, it had %d", now, before)
 	}
 	_, err := p.ListVolumes(t.Context(), &csi.ListVolumesRequest{})

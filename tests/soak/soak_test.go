@@ -5,6 +5,7 @@ package soak
 
 import (
 	"context"
+	"errors"
 	"flag"
 	"fmt"
 	"math/rand/v2"
@@ -53,7 +54,7 @@ func TestSoak(t *testing.T) {
 	}
 	fmt.Printf("soak: -soak.seed=%d makes the same calls again\n", seed)
 	s := begin(t)
-	ok(t, s.Start())
+	ok(t, s.up())
 	for i, filesystem := range []string{"ext4", "xfs", block} {
 		s.families = append(s.families, newFamily(s, filesystem, seed+uint64(i)))
 	}
@@ -71,14 +72,16 @@ func TestSoak(t *testing.T) {
 		}
 	}
 	fmt.Printf("soak: %d rounds, %d calls, %d kills of the driver, race detector %v; answers: %v\n", rounds, calls, kills, raced, answers)
-	if strings.Contains(s.Log.String(), "DATA RACE") {
+	log, err := os.ReadFile(filepath.Join(s.Dir, "log"))
+	ok(t, err)
+	if strings.Contains(string(log), "DATA RACE") {
 		t.Error("the race detector has found something")
 	}
 	if !t.Failed() {
 		s.empty()
 	}
 	if t.Failed() {
-		t.Logf("seed %d; the end of the driver's log:\n%s", seed, s.Log.Tail())
+		t.Logf("seed %d; the end of the driver's log:\n%s", seed, s.Log())
 	}
 }
 
@@ -107,8 +110,19 @@ func begin(t *testing.T) *soak {
 		ok(t, unix.Unmount(folder, 0))
 	})
 	ok(t, os.Mkdir(filepath.Join(dir, "work"), 0o700))
-	p := drivertest.NewProcess(t, drivertest.Build(t, flags...), dir, "-v=2")
+	binary, err := drivertest.Build(t.TempDir(), flags...)
+	ok(t, err)
+	p, err := drivertest.NewProcess(binary, dir, "--node-id="+drivertest.Node, "--pool=default=file://"+folder+"?reservePercent=0", "-v=2")
+	ok(t, err)
+	t.Cleanup(p.Close)
 	return &soak{Process: p, t: t, begin: time.Now(), pool: folder}
+}
+
+// up starts the driver.
+func (s *soak) up() error {
+	ctx, cancel := context.WithTimeout(s.t.Context(), retryTime)
+	defer cancel()
+	return errors.Join(s.Start(), s.Ready(ctx))
 }
 
 // round has all callers make their calls; the driver may be killed meanwhile. Then nobody
@@ -124,7 +138,7 @@ func (s *soak) round(random *rand.Rand) (killed bool) {
 		time.Sleep(min(time.Duration(random.ExpFloat64()*float64(150*time.Millisecond)), time.Second))
 		begin := s.now()
 		s.Kill()
-		if err := s.Start(); err != nil {
+		if err := s.up(); err != nil {
 			s.t.Errorf("restart: %v", err)
 		}
 		for _, f := range s.families {
@@ -136,7 +150,7 @@ func (s *soak) round(random *rand.Rand) (killed bool) {
 	select {
 	case <-ended:
 	case <-time.After(2 * retryTime):
-		s.t.Fatalf("callers are stuck; the driver's log:\n%s", s.Log.Tail())
+		s.t.Fatalf("callers are stuck; the driver's log:\n%s", s.Log())
 	}
 	for _, f := range s.families {
 		f.quiet()
@@ -172,7 +186,7 @@ func (s *soak) empty() {
 	for _, line := range append(drivertest.Leftovers(filepath.Join(s.Dir, "work")), drivertest.Leftovers(filepath.Join(s.pool, "volumes"))...) {
 		s.t.Errorf("left behind: %s", line)
 	}
-	if out, err := exec.Command("pgrep", "-P", fmt.Sprint(s.PID())).Output(); err == nil {
+	if out, err := exec.Command("pgrep", "-P", fmt.Sprint(s.Pid())).Output(); err == nil {
 		s.t.Errorf("left behind: programs %s", out)
 	}
 }

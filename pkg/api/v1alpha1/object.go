@@ -1,7 +1,5 @@
 package v1alpha1
 
-import "slices"
-
 // Common is the part of the status that volumes and snapshots share.
 func (v *Volume) Common() *ObjectStatus { return &v.Status.ObjectStatus }
 
@@ -31,6 +29,3 @@ func (s *ObjectStatus) Refused(generation int64) *Failure {
 	}
 	return nil
 }
-
-// HasFinalizer reports whether the node still has something of the object.
-func HasFinalizer(finalizers []string) bool { return slices.Contains(finalizers, Finalizer) }

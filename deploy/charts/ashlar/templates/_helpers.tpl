@@ -34,8 +34,8 @@ capabilities:
     {{- range .args }}
     - {{ . }}
     {{- end }}
-    - --kube-api-qps=50
-    - --kube-api-burst=100
+    - --kube-api-qps=200
+    - --kube-api-burst=400
     - --v={{ .root.Values.logLevel }}
   {{- if eq .name "provisioner" }}
   env:

@@ -1,0 +1,341 @@
+package main
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"maps"
+	"sync"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	storagev1 "k8s.io/api/storage/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/informers"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/tools/cache"
+	"k8s.io/client-go/tools/clientcmd"
+)
+
+const (
+	driverName = "block.csi.ashlar.dev"
+	namespace  = "ashlar-bench"
+	immediate  = "ashlar-bench-immediate"
+	// settle is for what comes after the last answer: events, statuses, capacities.
+	settle = 10 * time.Second
+)
+
+// inCluster is a cluster with the driver in it.
+type inCluster struct {
+	kube  kubernetes.Interface
+	audit *auditLog // nil without one
+	image string
+
+	mu   sync.Mutex
+	seen map[string]time.Time // KIND/NAME of what got to where it was to get
+	news chan struct{}
+}
+
+func measureCluster(ctx context.Context, args []string) (err error) {
+	flags := flag.NewFlagSet("cluster", flag.ExitOnError)
+	kubeconfig := flags.String("kubeconfig", "", "how to reach the cluster")
+	claims := flags.Int("claims", 1000, "how many claims to make in one go")
+	pods := flags.Int("pods", 50, "how many pods to start in one go")
+	audit := flags.String("audit", "", "the API server's audit log; without it no requests are counted")
+	image := flags.String("image", "", "of pods that do nothing")
+	_ = flags.Parse(args) // it exits
+	config, err := clientcmd.BuildConfigFromFlags("", *kubeconfig)
+	if err != nil {
+		return err
+	}
+	config.QPS, config.UserAgent = -1, "bench"
+	c := &inCluster{image: *image, seen: map[string]time.Time{}, news: make(chan struct{}, 1)}
+	if c.kube, err = kubernetes.NewForConfig(config); err != nil {
+		return err
+	}
+	if *audit != "" {
+		c.audit = &auditLog{path: *audit}
+	}
+	if err := c.watch(ctx); err != nil {
+		return err
+	}
+	defer func() {
+		background := metav1.DeletePropagationBackground
+		clean := context.WithoutCancel(ctx)
+		_ = c.kube.StorageV1().StorageClasses().Delete(clean, immediate, metav1.DeleteOptions{})
+		_ = c.kube.CoreV1().Namespaces().Delete(clean, namespace, metav1.DeleteOptions{PropagationPolicy: &background})
+	}()
+	if err := c.prepare(ctx); err != nil {
+		return err
+	}
+	if err := c.measureClaims(ctx, *claims); err != nil {
+		return err
+	}
+	return c.measurePods(ctx, *pods)
+}
+
+func (c *inCluster) prepare(ctx context.Context) error {
+	if _, err := c.kube.CoreV1().Namespaces().Create(ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: namespace}}, metav1.CreateOptions{}); err != nil {
+		return err
+	}
+	class := &storagev1.StorageClass{ObjectMeta: metav1.ObjectMeta{Name: immediate}, Provisioner: driverName,
+		VolumeBindingMode: new(storagev1.VolumeBindingImmediate)}
+	_, err := c.kube.StorageV1().StorageClasses().Create(ctx, class, metav1.CreateOptions{})
+	return err
+}
+
+// watch notes when claims are bound and pods run, and when they and their volumes are gone.
+func (c *inCluster) watch(ctx context.Context) error {
+	factory := informers.NewSharedInformerFactory(c.kube, 0)
+	note := func(key string) {
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		if _, there := c.seen[key]; !there {
+			c.seen[key] = time.Now()
+		}
+		select {
+		case c.news <- struct{}{}:
+		default: // there is
+		}
+	}
+	look := func(v any, gone bool) {
+		if last, ok := v.(cache.DeletedFinalStateUnknown); ok {
+			v = last.Obj
+		}
+		switch o := v.(type) {
+		case *corev1.PersistentVolumeClaim:
+			if o.Annotations["volume.kubernetes.io/storage-provisioner"] != "" {
+				note("asked/" + o.Name)
+			}
+			if o.Status.Phase == corev1.ClaimBound {
+				note("bound/" + o.Name)
+			}
+		case *corev1.PersistentVolume:
+			if o.Spec.ClaimRef == nil {
+				return
+			}
+			if note("made/" + o.Spec.ClaimRef.Name); gone {
+				note("gone/" + o.Spec.ClaimRef.Name)
+			}
+		case *corev1.Pod:
+			if o.Status.Phase == corev1.PodRunning {
+				note("runs/" + o.Name)
+			}
+			if gone {
+				note("ended/" + o.Name)
+			}
+		}
+	}
+	core := factory.Core().V1()
+	for _, informer := range []cache.SharedIndexInformer{core.PersistentVolumeClaims().Informer(), core.PersistentVolumes().Informer(), core.Pods().Informer()} {
+		if _, err := informer.AddEventHandler(cache.ResourceEventHandlerFuncs{
+			AddFunc: func(o any) { look(o, false) }, UpdateFunc: func(_, o any) { look(o, false) }, DeleteFunc: func(o any) { look(o, true) },
+		}); err != nil {
+			return err
+		}
+	}
+	factory.Start(ctx.Done())
+	factory.WaitForCacheSync(ctx.Done())
+	return ctx.Err()
+}
+
+// until waits until all things were seen to have got somewhere, and returns when each was.
+func (c *inCluster) until(ctx context.Context, where string, names []string) ([]time.Time, error) {
+	late := time.After(15 * time.Minute)
+	for {
+		c.mu.Lock()
+		var when []time.Time
+		for _, name := range names {
+			if at, there := c.seen[where+"/"+name]; there {
+				when = append(when, at)
+			}
+		}
+		c.mu.Unlock()
+		if len(when) == len(names) {
+			return when, nil
+		}
+		select {
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		case <-late:
+			return nil, fmt.Errorf("%d of %d are %s after 15 minutes", len(when), len(names), where)
+		case <-c.news:
+		}
+	}
+}
+
+// requests are those since the last call, the bench's own left out; nil without a log.
+func (c *inCluster) requests() (map[request]int, error) {
+	if c.audit == nil {
+		return nil, nil
+	}
+	counts, err := c.audit.take()
+	maps.DeleteFunc(counts, func(r request, _ int) bool { return r.who == "bench" || r.watch() })
+	return counts, err
+}
+
+// step does something to n things, waits until all got somewhere, and returns what it cost
+// in requests, and a row of how long it took.
+func (c *inCluster) step(ctx context.Context, n int, where string, act func(ctx context.Context, name string) error, name func(int) string) (counts map[request]int, row []string, err error) {
+	if _, err := c.requests(); err != nil {
+		return nil, nil, err
+	}
+	names := []string{}
+	for i := range n {
+		names = append(names, name(i))
+	}
+	began := time.Now()
+	starts := make(map[string]time.Time, n)
+	if err := each(ctx, n, 32, func(ctx context.Context, i int) error {
+		c.mu.Lock()
+		c.seen["start/"+names[i]] = time.Now()
+		starts[names[i]] = c.seen["start/"+names[i]]
+		c.mu.Unlock()
+		return act(ctx, names[i])
+	}); err != nil {
+		return nil, nil, err
+	}
+	asked := time.Since(began)
+	when, err := c.until(ctx, where, names)
+	if err != nil {
+		return nil, nil, err
+	}
+	var took []time.Duration
+	last := began
+	for i, at := range when {
+		took = append(took, at.Sub(starts[names[i]]))
+		if at.After(last) {
+			last = at
+		}
+	}
+	time.Sleep(settle)
+	counts, err = c.requests()
+	return counts, []string{seconds(asked), seconds(last.Sub(began)), fmt.Sprintf("%.1f", float64(n)/last.Sub(began).Seconds()),
+		seconds(quantile(took, 0.5)), seconds(quantile(took, 0.99))}, err
+}
+
+var stepColumns = []string{"asked for in, s", "all in, s", "per second", "median, s", "p99, s"}
+
+func (c *inCluster) makeClaim(ctx context.Context, name, class string) error {
+	_, err := c.kube.CoreV1().PersistentVolumeClaims(namespace).Create(ctx, &corev1.PersistentVolumeClaim{ObjectMeta: metav1.ObjectMeta{Name: name},
+		Spec: corev1.PersistentVolumeClaimSpec{StorageClassName: &class, AccessModes: []corev1.PersistentVolumeAccessMode{corev1.ReadWriteOnce},
+			Resources: corev1.VolumeResourceRequirements{Requests: corev1.ResourceList{corev1.ResourceStorage: resource.MustParse("8Mi")}}}}, metav1.CreateOptions{})
+	return err
+}
+
+func (c *inCluster) deleteClaim(ctx context.Context, name string) error {
+	err := c.kube.CoreV1().PersistentVolumeClaims(namespace).Delete(ctx, name, metav1.DeleteOptions{})
+	if apierrors.IsNotFound(err) {
+		return nil
+	}
+	return err
+}
+
+func (c *inCluster) measureClaims(ctx context.Context, n int) error {
+	fmt.Printf("\n### Claims\n\n%d claims of 8 MiB for ext4 in one go, of a class that binds at once; then all deleted. As seen by a watch.\n", n)
+	name := func(i int) string { return fmt.Sprintf("claim-%d", i) }
+	made, bound, err := c.step(ctx, n, "bound", func(ctx context.Context, name string) error { return c.makeClaim(ctx, name, immediate) }, name)
+	if err != nil {
+		return err
+	}
+	rss := residents()
+	waits := c.waits(n, name)
+	deleted, gone, err := c.step(ctx, n, "gone", c.deleteClaim, name)
+	if err != nil {
+		return err
+	}
+	table(append([]string{""}, stepColumns...), [][]string{append([]string{"claim to Bound"}, bound...), append([]string{"deletion to PersistentVolume gone"}, gone...)})
+	fmt.Println("\nWhere the time from claim to Bound goes:")
+	table([]string{"", "median, s", "p99, s"}, waits)
+	if c.audit != nil {
+		fmt.Printf("\nRequests per volume, all that the API server served meanwhile (and in the %s after), watches apart.\n", settle)
+		fmt.Println("\nFrom claim to Bound:")
+		printRequests(made, float64(n), "per volume")
+		fmt.Println("\nFrom deletion to gone:")
+		printRequests(deleted, float64(n), "per volume")
+	}
+	if len(rss) > 0 {
+		fmt.Printf("\nResident memory with %d volumes, all replicas:\n", n)
+		table([]string{"process", "MiB"}, rss)
+	}
+	return nil
+}
+
+// waits is where the time from claim to Bound went.
+func (c *inCluster) waits(n int, name func(int) string) [][]string {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	var rows [][]string
+	for _, w := range []struct{ what, from, to string }{{"Kubernetes asks the driver for it", "start", "asked"},
+		{"provisioner, controller and node make it", "asked", "made"}, {"Kubernetes binds it", "made", "bound"}} {
+		var took []time.Duration
+		for i := range n {
+			took = append(took, c.seen[w.to+"/"+name(i)].Sub(c.seen[w.from+"/"+name(i)]))
+		}
+		rows = append(rows, []string{w.what, seconds(quantile(took, 0.5)), seconds(quantile(took, 0.99))})
+	}
+	return rows
+}
+
+func (c *inCluster) makePod(ctx context.Context, name string, source corev1.VolumeSource) error {
+	grace := int64(0)
+	_, err := c.kube.CoreV1().Pods(namespace).Create(ctx, &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: corev1.PodSpec{
+		TerminationGracePeriodSeconds: &grace,
+		Containers:                    []corev1.Container{{Name: "pause", Image: c.image, VolumeMounts: []corev1.VolumeMount{{Name: "data", MountPath: "/data"}}}},
+		Volumes:                       []corev1.Volume{{Name: "data", VolumeSource: source}}}}, metav1.CreateOptions{})
+	return err
+}
+
+func (c *inCluster) deletePod(ctx context.Context, name string) error {
+	return c.kube.CoreV1().Pods(namespace).Delete(ctx, name, metav1.DeleteOptions{})
+}
+
+func (c *inCluster) measurePods(ctx context.Context, n int) error {
+	fmt.Printf("\n### Pods\n\n%d pods in one go, each with a new claim of the class `ashlar`: made, claimed, attached, formatted, mounted. The floor\nis the same pods with an emptyDir.\n", n)
+	var rows [][]string
+	var counts []map[request]int
+	for _, kind := range []string{"floor", "pod", "floor2", "pod2"} {
+		withClaim := kind[0] == 'p'
+		name := func(i int) string { return fmt.Sprintf("%s-%d", kind, i) }
+		run, took, err := c.step(ctx, n, "runs", func(ctx context.Context, name string) error {
+			source := corev1.VolumeSource{EmptyDir: &corev1.EmptyDirVolumeSource{}}
+			if withClaim {
+				if err := c.makeClaim(ctx, name, "ashlar"); err != nil {
+					return err
+				}
+				source = corev1.VolumeSource{PersistentVolumeClaim: &corev1.PersistentVolumeClaimVolumeSource{ClaimName: name}}
+			}
+			return c.makePod(ctx, name, source)
+		}, name)
+		if err != nil {
+			return err
+		}
+		_, gone, err := c.step(ctx, n, "ended", c.deletePod, name)
+		if err != nil {
+			return err
+		}
+		what := "an emptyDir"
+		if withClaim {
+			what = "a new claim"
+			if _, deleted, err := c.step(ctx, n, "gone", c.deleteClaim, name); err != nil {
+				return err
+			} else if kind == "pod2" {
+				rows = append(rows, append([]string{"its claims, deletion to gone"}, deleted...))
+			}
+		}
+		rows = append(rows, append([]string{"pods with " + what + ", to Running"}, took...), append([]string{"... deletion to gone"}, gone...))
+		counts = append(counts, run)
+	}
+	table(append([]string{""}, stepColumns...), rows)
+	if c.audit != nil {
+		more := maps.Clone(counts[3])
+		for r, n := range counts[2] {
+			more[r] -= n
+		}
+		fmt.Println("\nRequests per pod to Running, beyond those of a pod with an emptyDir:")
+		printRequests(more, float64(n), "per pod")
+	}
+	return nil
+}

@@ -1,0 +1,92 @@
+// Command benchcluster measures the driver in a cluster, and prints the tables of
+// docs/benchmarks.md. tests/benchcluster/run.sh (make bench-cluster) starts what it needs.
+//
+//	benchcluster cluster --kubeconfig=... --audit=...   in a cluster with the driver in it
+//	benchcluster parts                                  its parts against an API server alone
+package main
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"os"
+	"os/signal"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+)
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
+	err := run(ctx, os.Args[1:])
+	stop()
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "benchcluster:", err)
+		os.Exit(1)
+	}
+}
+
+func run(ctx context.Context, args []string) error {
+	if len(args) > 0 {
+		switch args[0] {
+		case "cluster":
+			return measureCluster(ctx, args[1:])
+		case "parts":
+			return measureParts(ctx, args[1:])
+		}
+	}
+	return fmt.Errorf("what to measure: cluster or parts")
+}
+
+// each does n things, up to workers at a time, and returns the first error.
+func each(ctx context.Context, n, workers int, do func(ctx context.Context, i int) error) error {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	next := make(chan int)
+	var all sync.WaitGroup
+	for range workers {
+		all.Go(func() {
+			for i := range next {
+				if err := do(ctx, i); err != nil {
+					cancel(err)
+					return
+				}
+			}
+		})
+	}
+	for i := 0; i < n && ctx.Err() == nil; i++ {
+		select {
+		case next <- i:
+		case <-ctx.Done():
+		}
+	}
+	close(next)
+	all.Wait()
+	return context.Cause(ctx)
+}
+
+// quantile of some values: one of them.
+func quantile[T cmp.Ordered](values []T, q float64) T {
+	var none T
+	if len(values) == 0 {
+		return none
+	}
+	sorted := slices.Sorted(slices.Values(values))
+	return sorted[min(int(q*float64(len(sorted))), len(sorted)-1)]
+}
+
+func seconds(d time.Duration) string { return fmt.Sprintf("%.2f", d.Seconds()) }
+
+// table prints Markdown; columns after the first are numbers.
+func table(head []string, rows [][]string) {
+	fmt.Printf("\n| %s |\n|---%s|\n", strings.Join(head, " | "), strings.Repeat("|--:", len(head)-1))
+	for _, row := range rows {
+		fmt.Printf("| %s |\n", strings.Join(row, " | "))
+	}
+}
+
+func sortRows(rows [][]string) {
+	slices.SortFunc(rows, slices.Compare)
+}

@@ -1,0 +1,293 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"maps"
+	"os"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/klog/v2"
+
+	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/csimap"
+	"github.com/ashlar-csi/ashlar/pkg/mount"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// simulated is what the requests of the simulated agents are known by.
+const simulated = "simulated-agent"
+
+// world is an API server, a controller and an agent as they are, and many agents more,
+// whose disks are in memory, in this process.
+type world struct {
+	server     *apitest.Server
+	audit      *auditLog
+	controller *drivertest.Process
+	agent      *drivertest.Process
+	agents     int
+}
+
+func nodeName(i int) string { return fmt.Sprintf("node-%d", i) }
+
+func measureParts(ctx context.Context, args []string) (err error) {
+	flags := flag.NewFlagSet("parts", flag.ExitOnError)
+	agents := flags.Int("agents", 500, "nodes, of which one has a process of its own")
+	volumes := flags.Int("volumes", 10000, "volumes, on all nodes alike")
+	idle := flags.Duration("idle", 5*time.Minute, "how long to watch that nothing happens")
+	_ = flags.Parse(args)   // it exits
+	klog.LogToStderr(false) // hundreds of agents have much to say
+	klog.SetOutput(io.Discard)
+	dir, err := os.MkdirTemp("", "ashlar")
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
+	w := &world{agents: *agents, audit: &auditLog{path: filepath.Join(dir, "audit")}}
+	policy := filepath.Join(dir, "policy")
+	if err := os.WriteFile(policy, []byte(`{"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "omitStages": ["RequestReceived"], "rules": [{"level": "Metadata"}]}`), 0o600); err != nil {
+		return err
+	}
+	if w.server, err = apitest.Launch("--audit-policy-file="+policy, "--audit-log-path="+w.audit.path); err != nil {
+		return err
+	}
+	defer w.server.Stop()
+	ctx, cancel := context.WithCancel(ctx)
+	var parts sync.WaitGroup
+	defer parts.Wait()
+	defer cancel()
+	if err := w.start(ctx, dir, &parts); err != nil {
+		return err
+	}
+	defer w.agent.Close()
+	defer w.controller.Close()
+	return w.measure(ctx, *volumes, *idle)
+}
+
+// start starts all parts and waits until the controller knows all pools.
+func (w *world) start(ctx context.Context, dir string, parts *sync.WaitGroup) error {
+	config := w.server.Config(apitest.Admin)
+	config.UserAgent = "bench"
+	kube, err := kubernetes.NewForConfig(config)
+	if err != nil {
+		return err
+	}
+	if err := each(ctx, w.agents, 16, func(ctx context.Context, i int) error {
+		n, err := kube.CoreV1().Nodes().Create(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: nodeName(i)}}, metav1.CreateOptions{})
+		if err != nil {
+			return err
+		}
+		n.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionTrue}}
+		_, err = kube.CoreV1().Nodes().UpdateStatus(ctx, n, metav1.UpdateOptions{})
+		return err
+	}); err != nil {
+		return err
+	}
+	kubeconfig := filepath.Join(dir, "kubeconfig")
+	if err := w.server.Kubeconfig(apitest.Admin, kubeconfig); err != nil {
+		return err
+	}
+	binary, err := drivertest.Build(dir)
+	if err != nil {
+		return err
+	}
+	if w.controller, err = drivertest.NewProcess(binary, dir+"/controller", "--mode=controller", "--kubeconfig="+kubeconfig); err != nil {
+		return err
+	}
+	if w.agent, err = drivertest.NewProcess(binary, dir+"/agent", "--mode=node", "--kubeconfig="+kubeconfig, "--node-id="+nodeName(0),
+		"--pool=default=file://"+dir+"/pool?reservePercent=0"); err != nil {
+		return err
+	}
+	if err := errors.Join(w.controller.Start(), w.agent.Start()); err != nil {
+		return err
+	}
+	for i := 1; i < w.agents; i++ {
+		if err := w.simulate(ctx, nodeName(i), parts); err != nil {
+			return err
+		}
+	}
+	for i := range w.agents {
+		for {
+			r, err := w.controller.GetCapacity(ctx, &csi.GetCapacityRequest{AccessibleTopology: csimap.Topology(nodeName(i))})
+			if err == nil && r.GetAvailableCapacity() > 0 {
+				break
+			}
+			select {
+			case <-ctx.Done():
+				return ctx.Err()
+			case <-time.After(50 * time.Millisecond):
+			}
+		}
+	}
+	return nil
+}
+
+// simulate runs the agent of a node in this process.
+func (w *world) simulate(ctx context.Context, node string, parts *sync.WaitGroup) error {
+	pool := memory.NewDisk(1<<30).Open("default", nil)
+	local, err := volume.NewLocal(ctx, node, []blockdev.Pool{pool}, &mount.Table{}, 0)
+	if err != nil {
+		return err
+	}
+	config := w.server.Config(apitest.Admin)
+	config.UserAgent = simulated
+	agent, err := cluster.NewAgent(config, local, []cluster.AgentPool{{Pool: pool, Kind: "memory"}}, &keylock.Table{}, 0)
+	if err != nil {
+		return err
+	}
+	parts.Go(func() {
+		if err := agent.Run(ctx); err != nil && ctx.Err() == nil {
+			fmt.Fprintln(os.Stderr, "agent of", node, "ended:", err)
+		}
+	})
+	return nil
+}
+
+// memory is a row: what the two processes take now, and took at most.
+func (w *world) memory(when string) []string {
+	c, a := w.controller.Pid(), w.agent.Pid()
+	return []string{when, mib(status(c, "VmRSS")), mib(status(c, "VmHWM")), mib(status(a, "VmRSS")), mib(status(a, "VmHWM"))}
+}
+
+// call makes a call for each volume, 32 at a time, and returns a row and the requests.
+func (w *world) call(ctx context.Context, what string, n int, do func(ctx context.Context, i int) error) ([]string, map[request]int, error) {
+	if _, err := w.requests(); err != nil {
+		return nil, nil, err
+	}
+	took, before := make([]time.Duration, n), processor(w.controller.Pid())
+	began := time.Now()
+	err := each(ctx, n, 32, func(ctx context.Context, i int) error {
+		start := time.Now()
+		err := drivertest.Again(ctx, func() error { return do(ctx, i) })
+		took[i] = time.Since(start)
+		return err
+	})
+	all, used := time.Since(began), processor(w.controller.Pid())-before
+	if err != nil {
+		return nil, nil, fmt.Errorf("%s: %w", what, err)
+	}
+	time.Sleep(settle)
+	counts, err := w.requests()
+	return []string{what, fmt.Sprintf("%.0f", float64(n)/all.Seconds()), fmt.Sprint(quantile(took, 0.5).Milliseconds()),
+		fmt.Sprint(quantile(took, 0.99).Milliseconds()), fmt.Sprintf("%.2f", 1000*used.Seconds()/float64(n))}, counts, err
+}
+
+func (w *world) requests() (map[request]int, error) {
+	counts, err := w.audit.take()
+	maps.DeleteFunc(counts, func(r request, _ int) bool { return r.who == "bench" })
+	return counts, err
+}
+
+func (w *world) measure(ctx context.Context, n int, idle time.Duration) error {
+	fmt.Printf("\n### Many nodes\n\nA real API server, the controller and one agent as processes, and %d agents more that keep %d volumes in all in memory,\nin one process; 32 calls at a time, on the same processors; of each call but CreateVolume a tenth as many.\n", w.agents-1, n)
+	memory := [][]string{w.memory("no volumes")}
+	ids := make([]string, n)
+	capability := &csi.VolumeCapability{AccessType: &csi.VolumeCapability_Block{Block: &csi.VolumeCapability_BlockVolume{}},
+		AccessMode: &csi.VolumeCapability_AccessMode{Mode: csi.VolumeCapability_AccessMode_SINGLE_NODE_WRITER}}
+	var rows [][]string
+	type cost struct {
+		what   string
+		counts map[request]int
+		times  float64
+	}
+	var costs []cost
+	for _, step := range []struct {
+		what string
+		do   func(ctx context.Context, i int) error
+	}{
+		{"CreateVolume", func(ctx context.Context, i int) error {
+			at := []*csi.Topology{csimap.Topology(nodeName(i % w.agents))}
+			r, err := w.controller.CreateVolume(ctx, &csi.CreateVolumeRequest{Name: fmt.Sprintf("pvc-%032d", i), CapacityRange: &csi.CapacityRange{RequiredBytes: 4096},
+				VolumeCapabilities: []*csi.VolumeCapability{capability}, AccessibilityRequirements: &csi.TopologyRequirement{Preferred: at, Requisite: at}})
+			ids[i] = r.GetVolume().GetVolumeId()
+			return err
+		}},
+		{"ControllerPublishVolume", func(ctx context.Context, i int) error {
+			_, err := w.controller.ControllerPublishVolume(ctx, &csi.ControllerPublishVolumeRequest{VolumeId: ids[i], NodeId: nodeName(i % w.agents), VolumeCapability: capability})
+			return err
+		}},
+		{"idle", nil},
+		{"ControllerUnpublishVolume", func(ctx context.Context, i int) error {
+			_, err := w.controller.ControllerUnpublishVolume(ctx, &csi.ControllerUnpublishVolumeRequest{VolumeId: ids[i], NodeId: nodeName(i % w.agents)})
+			return err
+		}},
+		{"DeleteVolume", func(ctx context.Context, i int) error {
+			_, err := w.controller.DeleteVolume(ctx, &csi.DeleteVolumeRequest{VolumeId: ids[i]})
+			return err
+		}},
+	} {
+		if step.do == nil {
+			memory = append(memory, w.memory(fmt.Sprintf("%d volumes", n)))
+			counts, err := w.rest(ctx, idle)
+			if err != nil {
+				return err
+			}
+			costs = append(costs, cost{"", counts, 1})
+			memory = append(memory, w.memory("... after "+idle.String()))
+			continue
+		}
+		times := n
+		if step.what != "CreateVolume" {
+			times = max(1, n/10)
+		}
+		row, counts, err := w.call(ctx, step.what, times, step.do)
+		if err != nil {
+			return err
+		}
+		maps.DeleteFunc(counts, func(r request, _ int) bool { return r.watch() })
+		rows = append(rows, row)
+		costs = append(costs, cost{step.what, counts, float64(times)})
+	}
+	table([]string{"call", "per second", "median, ms", "p99, ms", "controller's processor time per call, ms"}, rows)
+	for _, c := range costs {
+		if c.what != "" {
+			fmt.Printf("\nRequests of %s (a pool is reported when it had a second of rest, or after 5 s):\n", c.what)
+			printRequests(c.counts, c.times, "per call")
+			continue
+		}
+		fmt.Printf("\nAn idle agent, %s long, %d of them; all requests:\n", idle, w.agents)
+		var quiet [][]string
+		for r, count := range c.counts {
+			if r.who == simulated || r.who == driverName+"-node" || r.who == driverName+"-controller" {
+				of := 1
+				if r.who == simulated {
+					of = w.agents - 1
+				}
+				quiet = append(quiet, []string{r.who, r.what, fmt.Sprintf("%.2f", float64(count)/float64(of)/idle.Minutes())})
+			}
+		}
+		sortRows(quiet)
+		table([]string{"who", "request", "per minute and agent"}, quiet)
+	}
+	table([]string{"resident memory, MiB", "controller", "at most", "agent", "at most"}, memory)
+	return nil
+}
+
+// rest waits until the last reports are through, and returns what is asked for from then on.
+func (w *world) rest(ctx context.Context, idle time.Duration) (map[request]int, error) {
+	for _, wait := range []time.Duration{2 * settle, idle} {
+		if _, err := w.requests(); err != nil {
+			return nil, err
+		}
+		select {
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		case <-time.After(wait):
+		}
+	}
+	return w.requests()
+}

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Measures the driver in a cluster, installed as tests/e2e/run.sh does it, and its parts against an API server alone, and
+# prints the tables of docs/benchmarks.md. Nothing is left afterwards.
+#
+#   CLAIMS=1000 PODS=50           of the cluster
+#   AGENTS=500 VOLUMES=10000 IDLE=5m   of the API server; how long to watch that nothing happens
+#   MANAGER_QPS=500               requests per second for each of Kubernetes' own controllers, whose default of 20 lets 4
+#                                 claims bind in a second
+#   OUT=bin/bench-cluster         where logs go
+#   KEEP=1                        leave the cluster as it is at the end
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+out=${OUT:-bin/bench-cluster}
+. tests/e2e/lib.sh
+go build -o "$out/benchcluster" ./tests/benchcluster
+
+say "parts against an API server: ${AGENTS:-500} agents, ${VOLUMES:-10000} volumes" >&2
+"$out/benchcluster" parts --agents="${AGENTS:-500}" --volumes="${VOLUMES:-10000}" --idle="${IDLE:-5m}"
+export AUDIT=1 MANAGER_QPS=${MANAGER_QPS:-500}
+{ bring_up; install_driver; } >&2
+say "the cluster: ${CLAIMS:-1000} claims, ${PODS:-50} pods" >&2
+audit=
+[ "$where" != own ] || audit=$CLUSTER_DIR/log/audit
+in_cluster "$out/benchcluster" cluster --kubeconfig="$config" --claims="${CLAIMS:-1000}" --pods="${PODS:-50}" --audit="$audit" \
+	--image="$("$bin/e2e.test" --list-images 2>/dev/null | grep /pause: | sort -V | tail -n 1)"

@@ -1,0 +1,95 @@
+# A cluster with the driver in it; sourced by scripts that set out, the folder for logs (which is emptied), and are at
+# the top of the source.
+#
+# The cluster is $KUBECONFIG's if that is set, else one of kind if Docker runs, else one that is built and started here
+# (hack/kubernetes). Nothing of it is left afterwards; KEEP=1 leaves it as it is. With $KUBECONFIG, the nodes must be able
+# to get the image, the cluster must have the snapshot CRDs and the snapshot-controller.
+# shellcheck shell=bash disable=SC2154
+. hack/kubernetes/lib.sh
+overlay=tests/e2e/overlay
+image=ghcr.io/ashlar-csi/ashlar:e2e
+kind=ashlar-e2e
+rm -rf "$out" && mkdir -p "$out"
+out=$(realpath "$out")
+start=$SECONDS
+
+say() { echo "==> $* ($((SECONDS - start)) s)"; }
+
+# in_cluster COMMAND...: with kubectl set up. on_node COMMAND...: as root on the node, among its processes.
+if [ -n "${KUBECONFIG-}" ]; then
+	where=given
+	config=$KUBECONFIG
+	in_cluster() { PATH=$bin:$PATH "$@"; }
+elif command -v kind >/dev/null && docker info >/dev/null 2>&1; then
+	where=kind
+	config=$out/kubeconfig
+	in_cluster() { PATH=$bin:$PATH KUBECONFIG=$config "$@"; }
+	on_node() { docker exec -i "$kind-control-plane" "$@"; }
+else
+	where=own
+	config=$CLUSTER_DIR/keys/admin.kubeconfig
+	in_cluster() { hack/kubernetes/cluster.sh exec "$@"; }
+	on_node() { hack/kubernetes/cluster.sh exec "$@"; }
+fi
+
+finish() {
+	local status=$?
+	trap - EXIT
+	logs
+	[ "${KEEP-}" = 1 ] && exit "$status"
+	say "taking it down"
+	case $where in
+	given)
+		in_cluster kubectl delete -f tests/e2e/least-size.yaml --ignore-not-found >/dev/null 2>&1 || true
+		in_cluster kubectl delete -k "$overlay" --ignore-not-found --wait --timeout=120s >"$out/delete.log" 2>&1 || cat "$out/delete.log"
+		;;
+	kind) kind delete cluster --name "$kind" >/dev/null 2>&1 || true ;;
+	own)
+		cp -r "$CLUSTER_DIR/log" "$out/cluster-log" 2>/dev/null || true
+		hack/kubernetes/cluster.sh down
+		;;
+	esac
+	exit "$status"
+}
+logs() {
+	local pod
+	for pod in $(in_cluster kubectl -n ashlar-system get pods -o name 2>/dev/null); do
+		in_cluster kubectl -n ashlar-system logs "$pod" --all-containers --prefix --timestamps >"$out/${pod##*/}.log" 2>/dev/null || true
+	done
+	in_cluster kubectl get pv,pvc,volumeattachments,volumesnapshots,volumesnapshotcontents -A >"$out/left.txt" 2>&1 || true
+}
+trap finish EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+# bring_up builds what is not built yet, and starts the cluster.
+bring_up() {
+	say "building what is not built yet"
+	hack/kubernetes/build.sh
+	[ "$where" = given ] || hack/image.sh -o "$out/image.tar" "$image"
+	say "starting the cluster ($where)"
+	case $where in
+	kind)
+		kind create cluster --name "$kind" --kubeconfig "$config" --wait 120s
+		kind load image-archive "$out/image.tar" --name "$kind"
+		in_cluster kubectl apply -f "$built/crds"
+		# Its controller: from this cluster's build, as an image that kind has to be given.
+		in_cluster snapshot-controller --kubeconfig="$config" --http-endpoint=127.0.0.1:0 >"$out/snapshot-controller.log" 2>&1 &
+		;;
+	own) hack/kubernetes/cluster.sh up "$out/image.tar" ;;
+	esac
+}
+
+# install_driver applies the manifests, and waits until the kubelet knows the driver.
+install_driver() {
+	say "installing the driver: $overlay"
+	in_cluster kubectl apply -k "$overlay"
+	in_cluster kubectl -n ashlar-system rollout status daemonset/ashlar-node deployment/ashlar-controller --timeout=120s
+	local _
+	for _ in {1..60}; do
+		in_cluster kubectl get csinodes -o jsonpath='{.items[*].spec.drivers[*].name}' | grep -q block.csi.ashlar.dev && return
+		sleep 1
+	done
+	echo "no node has registered the driver" >&2
+	return 1
+}
