@@ -36,7 +36,7 @@ cat >"$scratch/init" <<EOF
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=$scratch/t TMPDIR=$scratch/t LC_ALL=C
 mount -t proc proc /proc && mount -t sysfs sys /sys && mount -t tmpfs tmpfs /run || exit
 mountpoint -q /dev || mount -t devtmpfs dev /dev
-for module in block/loop md/dm-mod md/dm-bufio md/dm-bio-prison md/persistent-data/dm-persistent-data md/dm-thin-pool md/dm-snapshot md/dm-flakey; do
+for module in block/loop md/dm-mod md/dm-bufio md/dm-bio-prison md/persistent-data/dm-persistent-data md/dm-thin-pool md/dm-snapshot md/dm-flakey md/dm-log-writes; do
 	insmod /usr/lib/uml/modules/\$(uname -r)/kernel/drivers/\$module.ko || exit
 done
 mkfs.ext4 -q /dev/ubda && mount /dev/ubda $scratch/t && cd $scratch/t || exit
@@ -54,8 +54,12 @@ LD_PRELOAD=$scratch/uml-xstate.so setsid timeout --kill-after=5 "${VM_SECONDS:-9
 	ubd0="$scratch/disk" init="$scratch/init" con=null con0=fd:0,fd:1 quiet </dev/null >"$scratch/console" 2>&1 &
 vm=$!
 # On a busy machine a timer may fire just before that kernel goes to sleep until the next one, and then it sleeps
-# for good: any signal wakes it.
-while sleep 1; do kill -ALRM $(<"/proc/$vm/task/$vm/children") || exit; done 2>/dev/null &
+# for good: any signal wakes it, once it is there to catch one.
+while sleep 1; do
+	kernel=$(<"/proc/$vm/task/$vm/children") || exit
+	caught=$(awk '/^SigCgt:/ { print $2 }' "/proc/${kernel% }/status") || continue
+	if ((0x$caught & 1 << 13)); then kill -ALRM $kernel; fi # SIGALRM is 14
+done 2>/dev/null &
 tail --pid="$vm" -n +1 -F "$scratch/console" 2>/dev/null || true
 wait "$vm" || true
 vm=
