@@ -198,7 +198,7 @@ func (p *lvmPool) runSuspended(ctx context.Context, origin Ref, run runLVM, args
 // lvmAnswered reports whether an error is lvm2's own word that a command was not carried
 // out; otherwise it was cut short.
 func lvmAnswered(err error) bool {
-	return !errors.Is(err, context.Canceled) && !errors.Is(err, context.DeadlineExceeded) && !errors.Is(err, errLVMBroken)
+	return !errors.Is(err, context.Canceled) && !errors.Is(err, context.DeadlineExceeded) && !errors.Is(err, errLVMBroken) && !errors.Is(err, errLVMUnflushed)
 }
 
 // undoTime bounds how long a call that failed goes on to undo what it did.
