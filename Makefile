@@ -69,6 +69,14 @@ test-lvm: ## Run the tests of LVM pools, in a virtual machine if this kernel has
 crash: tools ## Kill the driver at every state-changing system call of every call, and make each one fail (root)
 	POINTS=all FAULTS=all go test -count=1 -timeout 60m -v ./tests/points/...
 
+# POWER_SEED=n repeats a run; POWER_CUTS=n is how often the power goes on each kind of disk.
+.PHONY: power
+power: ## Cut the power below the pools at any moment, with unflushed writes lost, kept or torn, in a virtual machine (sampled in make test)
+	@hack/install-tools.sh lvm
+	@mkdir -p bin/vm
+	CGO_ENABLED=0 go test -c -o bin/vm/ ./tests/power
+	VM_MEMORY=4096M VM_SECONDS=3600 hack/in-vm.sh env TMPDIR=/run ASHLAR_LVM=1 POWER_CUTS="$${POWER_CUTS:-120}" POWER_SEED="$${POWER_SEED:-}" $(CURDIR)/bin/vm/power.test -test.timeout 55m
+
 # go test takes one fuzz target at a time, so each is found by name first.
 .PHONY: fuzz
 fuzz: ## Run each fuzz target for FUZZTIME (20s)
