@@ -75,7 +75,7 @@ power: ## Cut the power below the pools at any moment, with unflushed writes los
 	@hack/install-tools.sh lvm
 	@mkdir -p bin/vm
 	CGO_ENABLED=0 go test -c -o bin/vm/ ./tests/power
-	VM_MEMORY=4096M VM_SECONDS=3600 hack/in-vm.sh env TMPDIR=/run ASHLAR_LVM=1 POWER_CUTS="$${POWER_CUTS:-120}" POWER_SEED="$${POWER_SEED:-}" $(CURDIR)/bin/vm/power.test -test.timeout 55m
+	VM_MEMORY=4096M VM_SECONDS=3600 hack/in-vm.sh env TMPDIR=/run ASHLAR_LVM=1 POWER_CUTS="$${POWER_CUTS:-60}" POWER_SEED="$${POWER_SEED:-}" $(CURDIR)/bin/vm/power.test -test.timeout 55m
 
 # go test takes one fuzz target at a time, so each is found by name first.
 .PHONY: fuzz

@@ -355,7 +355,7 @@ func TestPowerLoss(t *testing.T) {
 			random := rand.New(rand.NewPCG(seed, 0))
 			r := record(t, g, random)
 			recorded := time.Since(began)
-			trials := cuts(r.epochs, int(number("POWER_CUTS", 12)), random)
+			trials := cuts(r.epochs, int(number("POWER_CUTS", 4)), random)
 			if g.name == grounds[0].name {
 				trials = append(trials, r.lies()...)
 			}
