@@ -105,7 +105,11 @@ func decode(from io.ReaderAt, at int64, to any) error {
 	return binary.Read(bytes.NewReader(raw), binary.LittleEndian, to)
 }
 
-// apply does the write again; keep, if set, says which of its sectors.
+// physical is what a disk writes whole or not at all, in bytes: the physical sector of today's.
+// ext4 needs as much: torn within 4 KiB, its superblock has a wrong checksum.
+const physical = 4096
+
+// apply does the write again; keep, if set, says which of its physical sectors.
 func (w write) apply(disk io.WriterAt, log io.ReaderAt, keep func() bool) error {
 	data := make([]byte, w.length)
 	if w.data >= 0 {
@@ -117,9 +121,10 @@ func (w write) apply(disk io.WriterAt, log io.ReaderAt, keep func() bool) error 
 		_, err := disk.WriteAt(data, w.offset)
 		return err
 	}
-	for at := int64(0); at < w.length; at += sector {
+	for at, next := int64(0), int64(0); at < w.length; at = next {
+		next = min(w.length, at+physical-(w.offset+at)%physical)
 		if keep() {
-			if _, err := disk.WriteAt(data[at:at+sector], w.offset+at); err != nil {
+			if _, err := disk.WriteAt(data[at:next], w.offset+at); err != nil {
 				return err
 			}
 		}
