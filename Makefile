@@ -77,6 +77,14 @@ crash: tools ## Kill the driver at every state-changing system call of every cal
 soak: tools ## Make calls at random, at once, for SOAK (10m), killing the driver now and then, and check all answers (root)
 	go test -race -count=1 -timeout 0 -v ./tests/soak -soak.time=$(SOAK)
 
+# POWER_SEED=n repeats a run; POWER_CUTS=n is how often the power goes on each kind of disk.
+.PHONY: power
+power: ## Cut the power below the pools at any moment, with unflushed writes lost, kept or torn, in a virtual machine (sampled in make test)
+	@hack/install-tools.sh lvm
+	@mkdir -p bin/vm
+	CGO_ENABLED=0 go test -c -o bin/vm/ ./tests/power
+	VM_MEMORY=4096M VM_SECONDS=3600 hack/in-vm.sh env TMPDIR=/run ASHLAR_LVM=1 POWER_CUTS="$${POWER_CUTS:-60}" POWER_SEED="$${POWER_SEED:-}" $(CURDIR)/bin/vm/power.test -test.timeout 55m
+
 # go test takes one fuzz target at a time, so each is found by name first.
 .PHONY: fuzz
 fuzz: ## Run each fuzz target for FUZZTIME (20s); without root, those that need none

@@ -3,7 +3,8 @@
 # (hack/in-vm.sh).
 #
 #   hack/test-lvm.sh pools     the conformance suite and what can go wrong
-#   hack/test-lvm.sh driver    over the driver: csi-sanity, whole lives
+#   hack/test-lvm.sh driver    over the driver: csi-sanity, whole lives, and a sample of tests/power, which needs a
+#                              device mapper also for pools of files
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -12,7 +13,8 @@ case ${1-} in
 pools) tests='./pkg/blockdev blockdev -test.run LVM -test.timeout 20m' ;;
 driver) tests='./cmd/driver driver -test.run LVM -test.timeout 5m
 ./tests/sanity sanity -test.timeout 15m
-./tests/life life -test.run ^(TestLife|TestGroupSnapshot|TestManyLives|TestSnapshotMetadata)$ -test.timeout 10m' ;;
+./tests/life life -test.run ^(TestLife|TestGroupSnapshot|TestManyLives|TestSnapshotMetadata)$ -test.timeout 10m
+./tests/power power -test.timeout 10m' ;;
 *)
 	sed -n '2,/^[^#]/s/^# \?//p' "$0" >&2
 	exit 2
@@ -26,7 +28,7 @@ CGO_ENABLED=0 go test -c -o "$bin/" $(cut -d' ' -f1 <<<"$tests")
 CGO_ENABLED=0 go build -o "$bin/driver" ./cmd/driver
 
 where=(flock /run/lock/ashlar-test-lvm env) # one at a time on one kernel
-modprobe -q -a dm-mod dm-thin-pool dm-snapshot 2>/dev/null || true
+modprobe -q -a dm-mod dm-thin-pool dm-snapshot dm-log-writes 2>/dev/null || true
 if ! dmsetup version >/dev/null 2>&1; then
 	where=(hack/in-vm.sh env TMPDIR=/run) # in memory
 	export VM_MEMORY=${VM_MEMORY:-6144M}
@@ -39,6 +41,6 @@ while read -r _ test arguments; do
 	echo "running $test $arguments"
 	"$1/$test.test" $arguments >"$log" 2>&1 </dev/null || { cat "$log"; exit 1; }
 	grep -a "no tests to run" "$log" && exit 1
-	grep -aEo "csi-sanity: .*|^PASS" "$log"
+	grep -aEo "csi-sanity: .*|power loss on .*|^PASS" "$log"
 done <<<"$2"
 ' tests "$bin" "$tests"

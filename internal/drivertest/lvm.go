@@ -77,7 +77,7 @@ func NewGroupOn(t testing.TB, devices ...string) *Group {
 	if strings.HasPrefix(devices[0], "/dev/mapper/") { // and not what is under it, which has the same bytes
 		filter = `"a|^/dev/mapper/ashlar-|"`
 	}
-	setUpLVM(t, filter)
+	SetUpLVM(t, filter)
 	groups++
 	g := &Group{Name: fmt.Sprintf("ashlar-%d-%d", os.Getpid(), groups), Devices: devices}
 	Run(t, append([]string{"vgcreate", "-q", g.Name}, g.Devices...)...)
@@ -85,8 +85,9 @@ func NewGroupOn(t testing.TB, devices ...string) *Group {
 	return g
 }
 
-// setUpLVM gives the programs of lvm2, and the driver, settings of their own.
-func setUpLVM(t testing.TB, filter string) {
+// SetUpLVM gives the programs of lvm2, and the driver, settings of their own for the time of
+// a test, with which they see only devices that a filter lets by (global_filter, lvm.conf(5)).
+func SetUpLVM(t testing.TB, filter string) {
 	t.Helper()
 	dir := filepath.Join(Dir(t), "lvm")
 	must(t, os.MkdirAll(filepath.Join(dir, "profile"), 0o700))

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"os"
 	"regexp"
+	"slices"
 	"strings"
 
 	"github.com/ashlar-csi/ashlar/internal/command"
@@ -29,10 +30,13 @@ type lvm struct {
 	ending func()
 	// mend is called, with the turn, before the first command after one was cut short.
 	mend func(run runLVM)
+	// flush makes what lvm2 wrote last: it leaves that in the caches of the disks.
+	flush   func() error
+	flushed bool // nothing was changed since
 }
 
-func newLVM(mend func(run runLVM)) *lvm {
-	l := &lvm{turn: make(chan struct{}, 1), mend: mend}
+func newLVM(mend func(run runLVM), flush func() error) *lvm {
+	l := &lvm{turn: make(chan struct{}, 1), mend: mend, flush: flush, flushed: true}
 	l.turn <- struct{}{}
 	return l
 }
@@ -134,13 +138,15 @@ func (l *lvm) command(ctx context.Context, args []string) ([]row, error) {
 			return nil, fmt.Errorf("%w: start lvm: %w; install lvm2", ErrUnavailable, err)
 		}
 	}
+	settled := l.flushed
+	l.flushed = settled && !changing(args)
 	answer, err := l.ask(ctx, line+lvmSettings)
 	if err != nil {
 		return nil, err
 	}
 	rows, ok, failures := answer.read()
 	if ok {
-		return rows, nil
+		return rows, l.settle(line)
 	}
 	if noise := l.session.Noise(); noise != "" {
 		failures = append(failures, noise)
@@ -150,7 +156,34 @@ func (l *lvm) command(ctx context.Context, args []string) ([]row, error) {
 		return nil, err
 	}
 	_, _, more := log.read()
-	return nil, lvmError(line, append(more, failures...))
+	err = lvmError(line, append(more, failures...))
+	if settled {
+		return nil, err
+	}
+	return nil, errors.Join(l.settle(line), err) // that there is nothing to do may be the work of one before it
+}
+
+// changing reports whether a command changes the metadata of the group.
+func changing(args []string) bool {
+	switch args[0] {
+	case "fullreport", "lvs":
+		return false
+	case "lvchange":
+		return !slices.Contains(args, "-ay") && !slices.Contains(args, "--refresh")
+	}
+	return true
+}
+
+// settle flushes what commands changed.
+func (l *lvm) settle(line string) error {
+	if l.flushed {
+		return nil
+	}
+	if err := l.flush(); err != nil {
+		return fmt.Errorf("lvm %s: %w: %w", line, errLVMUnflushed, err)
+	}
+	l.flushed = true
+	return nil
 }
 
 func lvmEnvironment() []string {
@@ -208,6 +241,9 @@ func (a lvmAnswer) read() (rows []row, ok bool, failures []string) {
 
 // errLVMBroken: a command got no answer; it may have been carried out.
 var errLVMBroken = fmt.Errorf("%w: lvm2 gave no answer", ErrUnavailable)
+
+// errLVMUnflushed: a command was carried out, but a power cut may undo it.
+var errLVMUnflushed = fmt.Errorf("%w: what lvm2 wrote is not known to be on the disks", ErrUnavailable)
 
 // errNoLV: the logical volume is not there.
 var errNoLV = errors.New("no such logical volume")

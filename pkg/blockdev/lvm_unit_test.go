@@ -219,7 +219,7 @@ func TestLVMErrors(t *testing.T) {
 // TestLVMRefusesWords: nothing that the shell of lvm2 would take apart, and nothing that it
 // does not answer, is passed on; no program is started for it.
 func TestLVMRefusesWords(t *testing.T) {
-	l := newLVM(func(runLVM) { t.Error("recovered") })
+	l := newLVM(func(runLVM) { t.Error("recovered") }, nil)
 	for _, args := range [][]string{{"lvs", "a b"}, {"lvs", "a;b"}, {"lvs", "a\nb"}, {"lvs", `"a"`}, {"lvs", "'a'"}, {"lvs", ""}, {"lvs", "a\\b"}, {"lvs", "$a"}, {"lvs", "ä"},
 		slices.Repeat([]string{"a"}, lvmWords+1)} {
 		if _, err := l.run(t.Context(), args...); !errors.Is(err, ErrInvalid) {

@@ -37,8 +37,9 @@ type lvmPool struct {
 	thin     string // name of the thin pool; empty for linear volumes
 	lvm      *lvm
 	lock     *os.File
-	uuid     string // of the group, without dashes
-	extent   int64  // bytes
+	uuid     string   // of the group, without dashes
+	extent   int64    // bytes
+	disks    []string // the physical volumes that are there, as lvm2 last told; whoever has the turn may look
 
 	mu sync.Mutex
 	index[*logical]
@@ -85,7 +86,7 @@ func (p *lvmPool) device(volume string) string {
 func openLVMPool(ctx context.Context, name string, loc Location) (_ Pool, err error) {
 	p := &lvmPool{name: name, location: loc, index: newIndex[*logical](), damaged: map[Ref]error{}, held: map[string]bool{}}
 	p.group, p.thin, _ = strings.Cut(loc.Path, "/")
-	p.lvm = newLVM(func(run runLVM) { p.resumeOwn(context.WithoutCancel(ctx), run) })
+	p.lvm = newLVM(func(run runLVM) { p.resumeOwn(context.WithoutCancel(ctx), run) }, p.flush)
 	defer func() {
 		if err != nil {
 			p.Close()
@@ -96,6 +97,7 @@ func openLVMPool(ctx context.Context, name string, loc Location) (_ Pool, err er
 	if err != nil {
 		return nil, err
 	}
+	p.lvm.flushed = false // a driver before this one may have died before it flushed
 	first := rows[0]
 	p.uuid = strings.ReplaceAll(first["vg_uuid"], "-", "")
 	if p.extent, err = strconv.ParseInt(first["vg_extent_size"], 10, 64); err != nil || p.extent%Granularity != 0 || p.extent == 0 {
@@ -151,7 +153,30 @@ func (p *lvmPool) report(run runLVM) ([]row, error) {
 	if err == nil && len(group) != 1 {
 		err = fmt.Errorf("%w: volume group %s is not there", ErrUnavailable, p.group)
 	}
+	if err == nil {
+		p.disks = nil
+		for _, r := range volumes {
+			if strings.HasPrefix(r["pv_name"], "/") && !slices.Contains(p.disks, r["pv_name"]) {
+				p.disks = append(p.disks, r["pv_name"])
+			}
+		}
+	}
 	return append(group, volumes...), err
+}
+
+// flush makes the disks of the group write out what they have cached: lvm2 waits for its
+// writes, but flushes none of them, so what it has changed would not survive a power cut.
+func (p *lvmPool) flush() error {
+	for _, disk := range p.disks {
+		f, err := os.Open(disk)
+		if err != nil {
+			return fmt.Errorf("flush %s: %w", disk, systemError(err))
+		}
+		if err := errors.Join(f.Sync(), f.Close()); err != nil {
+			return fmt.Errorf("flush %s: %w", disk, systemError(err))
+		}
+	}
+	return nil
 }
 
 // reportNow is report for a caller without the turn.

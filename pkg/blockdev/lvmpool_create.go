@@ -46,7 +46,7 @@ func (p *lvmPool) Create(ctx context.Context, spec Spec) (Record, error) {
 	if o == nil {
 		o, err = p.begin(ctx, spec)
 	}
-	if err == nil && o.state != ready {
+	if err == nil {
 		err = p.fill(ctx, o, spec)
 	}
 	if err != nil {
@@ -92,19 +92,24 @@ func (p *lvmPool) checkSize(size int64) error {
 	return nil
 }
 
-// atOnce reports whether one command of lvm2 makes all there is to an object.
-func (p *lvmPool) atOnce(spec Spec, originSize int64) bool {
-	return p.thin != "" && spec.Prepare == nil && (spec.Origin == (Ref{}) || spec.Size == originSize)
+// atOnce reports whether one command of lvm2 makes all the bytes of an object.
+func (p *lvmPool) atOnce(spec Spec) bool {
+	if p.thin == "" || spec.Prepare != nil {
+		return false
+	}
+	if spec.Origin == (Ref{}) {
+		return true
+	}
+	_, origin, err := p.lookup(spec.Origin)
+	return err == nil && origin.Size == spec.Size
 }
 
 // begin promises the space, and makes the logical volume with its record. The object is
 // in the index from then on, also with an error.
 func (p *lvmPool) begin(ctx context.Context, spec Spec) (*logical, error) {
 	o := &logical{active: true, state: creating}
-	var origin Record
 	if spec.Origin != (Ref{}) {
-		var err error
-		if _, origin, err = p.lookup(spec.Origin); err != nil {
+		if _, _, err := p.lookup(spec.Origin); err != nil {
 			return nil, err
 		}
 		if p.thin != "" {
@@ -112,9 +117,6 @@ func (p *lvmPool) begin(ctx context.Context, spec Spec) (*logical, error) {
 				return nil, err
 			}
 		}
-	}
-	if p.atOnce(spec, origin.Size) {
-		o.state = ready
 	}
 	o.record = Record{Ref: spec.Ref, Name: spec.Name, Size: spec.Size, Thin: p.thin != "", Origin: spec.Origin, Created: time.Now().UTC(),
 		Labels: maps.Clone(spec.Labels), Ready: false}
@@ -130,7 +132,7 @@ func (p *lvmPool) begin(ctx context.Context, spec Spec) (*logical, error) {
 	}
 	// -ky: not to be activated by whoever activates all there is at boot (lvcreate(8)).
 	args := []string{"lvcreate", "-n", spec.Ref.String()}
-	if o.state == ready {
+	if p.atOnce(spec) {
 		args = append(args, "-an")
 	} else {
 		args = append(args, "-ay", "-K")
@@ -175,9 +177,6 @@ func (p *lvmPool) begin(ctx context.Context, spec Spec) (*logical, error) {
 			return o, err
 		}
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	o.record.Ready = o.state == ready
 	return o, nil
 }
 
@@ -198,7 +197,7 @@ func (p *lvmPool) runSuspended(ctx context.Context, origin Ref, run runLVM, args
 // lvmAnswered reports whether an error is lvm2's own word that a command was not carried
 // out; otherwise it was cut short.
 func lvmAnswered(err error) bool {
-	return !errors.Is(err, context.Canceled) && !errors.Is(err, context.DeadlineExceeded) && !errors.Is(err, errLVMBroken)
+	return !errors.Is(err, context.Canceled) && !errors.Is(err, context.DeadlineExceeded) && !errors.Is(err, errLVMBroken) && !errors.Is(err, errLVMUnflushed)
 }
 
 // undoTime bounds how long a call that failed goes on to undo what it did.
@@ -229,8 +228,13 @@ func (p *lvmPool) giveUp(ctx context.Context, o *logical, spec Spec, cause error
 	_ = p.remove(ctx, spec.Ref) // a failure has its own next try
 }
 
-// fill makes the bytes, and then the object ready.
+// fill makes the bytes, and then the object ready. That is a change of its own also where there
+// are no bytes to make: lvm2 writes down a thin volume before the thin pool has it, and does
+// not make up for that when it finds one that a crash left so.
 func (p *lvmPool) fill(ctx context.Context, o *logical, spec Spec) error {
+	if p.atOnce(spec) {
+		return p.save(ctx, o, o.record, ready)
+	}
 	d, err := p.own(p.device(spec.Ref.String()))
 	if err == nil && d == nil {
 		d, err = p.activate(ctx, o, o.record)

@@ -124,7 +124,7 @@ type LVMSurvey struct {
 func SurveyLVM(ctx context.Context, loc Location) (LVMSurvey, error) {
 	p := &lvmPool{location: loc, index: newIndex[*logical](), damaged: map[Ref]error{}}
 	p.group, p.thin, _ = strings.Cut(loc.Path, "/")
-	p.lvm = newLVM(func(runLVM) {})
+	p.lvm = newLVM(func(runLVM) {}, nil) // it changes nothing, so there is nothing to flush
 	defer p.lvm.close()
 	rows, err := p.reportNow(ctx)
 	if err != nil {
