@@ -215,8 +215,7 @@ func (p *lvmPool) ours(r row) (ref Ref, tagged, ok bool) {
 	if r["pool_lv"] != p.thin || (p.thin == "" && !strings.Contains(r["lv_layout"], "linear")) {
 		return ref, tagged, false
 	}
-	kind, key, _ := strings.Cut(r["lv_name"], ".")
-	ref = Ref{Kind(kind), key}
+	ref = parseRef(r["lv_name"])
 	return ref, tagged, ref.validate() == nil
 }
 
@@ -226,8 +225,7 @@ func leftover(volume string) bool {
 		return ValidKey(key)
 	}
 	of, ok := strings.CutPrefix(volume, "cut.")
-	kind, key, _ := strings.Cut(of, ".")
-	return ok && Ref{Kind(kind), key}.validate() == nil
+	return ok && parseRef(of).validate() == nil
 }
 
 func splitTags(r row) []string { return strings.Split(r["lv_tags"], ",") }
@@ -350,11 +348,7 @@ func (p *lvmPool) resume(ctx context.Context, run runLVM, ours func(volume strin
 // resumeOwn is resume for the objects that are known.
 func (p *lvmPool) resumeOwn(ctx context.Context, run runLVM) {
 	p.resume(ctx, run, func(volume string) bool {
-		if leftover(volume) { // nobody else makes such
-			return true
-		}
-		kind, key, _ := strings.Cut(volume, ".")
-		return p.find(Ref{Kind(kind), key}) != nil
+		return leftover(volume) || p.find(parseRef(volume)) != nil // nobody else makes such leftovers
 	})
 }
 

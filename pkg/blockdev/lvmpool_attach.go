@@ -276,8 +276,7 @@ func (p *lvmPool) Orphans(context.Context) (map[Ref][]Device, error) {
 		if suffix = "-" + suffix; suffix != writableSuffix && suffix != readOnlySuffix {
 			continue
 		}
-		kind, key, _ := strings.Cut(volume, ".")
-		ref := Ref{Kind(kind), key}
+		ref := parseRef(volume)
 		if p.find(ref) == nil {
 			continue
 		}
