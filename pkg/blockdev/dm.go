@@ -274,6 +274,12 @@ func DeviceMapperTargets() (map[string]string, error) {
 	return targets, nil
 }
 
+// vanished reports whether an error means that a device went away, with its last user, before
+// it was opened.
+func vanished(err error) bool {
+	return errors.Is(err, unix.ENXIO) || errors.Is(err, unix.ENODEV) || errors.Is(err, os.ErrNotExist)
+}
+
 // openDM opens a device, and makes its node where /dev is not kept by devtmpfs.
 func openDM(d *dmDevice, flags int) (*os.File, error) {
 	f, err := os.OpenFile(d.path(), flags, 0)

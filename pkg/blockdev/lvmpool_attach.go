@@ -75,8 +75,7 @@ func (p *lvmPool) attach(ctx context.Context, o *logical, record Record, how Att
 	defer o.attaching.Unlock()
 	for try := 0; ; try++ {
 		device, err := p.attachOnce(ctx, o, record, how)
-		vanished := errors.Is(err, unix.ENXIO) || errors.Is(err, unix.ENODEV) || errors.Is(err, os.ErrNotExist)
-		if !vanished || try == attachTries {
+		if !vanished(err) || try == attachTries {
 			return device, err
 		}
 	}
@@ -201,8 +200,8 @@ func (p *lvmPool) Attached(_ context.Context, ref Ref) ([]Device, error) {
 			continue
 		}
 		f, err := openDM(d, os.O_RDONLY)
-		if errors.Is(err, unix.ENXIO) || errors.Is(err, unix.ENODEV) || errors.Is(err, os.ErrNotExist) {
-			continue // it went away meanwhile
+		if vanished(err) {
+			continue
 		}
 		if err != nil {
 			return nil, fmt.Errorf("open %s: %w", d.path(), systemError(err))

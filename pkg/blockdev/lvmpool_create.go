@@ -313,8 +313,8 @@ func (p *lvmPool) Suspend(_ context.Context, ref Ref) (resume func() error, err 
 		return nothing, err
 	}
 	f, err := openDM(d, os.O_RDONLY)
-	if errors.Is(err, unix.ENXIO) || errors.Is(err, unix.ENODEV) || errors.Is(err, os.ErrNotExist) {
-		return nothing, nil // it went with its last user
+	if vanished(err) {
+		return nothing, nil
 	}
 	if err != nil {
 		return nil, fmt.Errorf("open %s: %w", d.path(), systemError(err))
