@@ -285,9 +285,9 @@ func openDM(d *dmDevice, flags int) (*os.File, error) {
 	f, err := os.OpenFile(d.path(), flags, 0)
 	if errors.Is(err, os.ErrNotExist) {
 		if err := unix.Mknod(d.path(), unix.S_IFBLK|0o660, int(d.number)); err != nil && !errors.Is(err, unix.EEXIST) {
-			return nil, fmt.Errorf("mknod %s: %w", d.path(), err)
+			return nil, fmt.Errorf("mknod %s: %w", d.path(), systemError(err))
 		}
 		f, err = os.OpenFile(d.path(), flags, 0)
 	}
-	return f, err
+	return f, systemError(err)
 }

@@ -128,10 +128,7 @@ func (p *lvmPool) truncated(record Record, size int64) error {
 
 // makeDevice makes a device over a logical volume, which it activates first.
 func (p *lvmPool) makeDevice(ctx context.Context, o *logical, record Record, suffix string) (*dmDevice, error) {
-	base, err := p.own(p.device(record.String()))
-	if err == nil && base == nil {
-		base, err = p.activate(ctx, o, record)
-	}
+	base, err := p.activateObject(ctx, o, record.Ref)
 	if err != nil {
 		return nil, err
 	}
@@ -162,17 +159,27 @@ func (p *lvmPool) makeDevice(ctx context.Context, o *logical, record Record, suf
 	return d, err
 }
 
-// activate brings the device of a logical volume up.
-func (p *lvmPool) activate(ctx context.Context, o *logical, record Record) (*dmDevice, error) {
-	if o.missing {
-		return nil, p.gone(o, fmt.Errorf("%w: %s", errNoLV, p.path(record.String())))
+// activateObject is activate for an object, whose logical volume has to be there.
+func (p *lvmPool) activateObject(ctx context.Context, o *logical, ref Ref) (*dmDevice, error) {
+	if o.missing { // so what has its name is another's
+		return nil, p.gone(o, fmt.Errorf("%w: %s", errNoLV, p.path(ref.String())))
 	}
-	if _, err := p.lvm.run(ctx, "lvchange", "-ay", "-K", p.path(record.String())); err != nil {
-		return nil, p.gone(o, err)
+	d, err := p.activate(ctx, ref.String())
+	return d, p.gone(o, err)
+}
+
+// activate returns the device of a logical volume, which it brings up if it is not.
+func (p *lvmPool) activate(ctx context.Context, volume string) (*dmDevice, error) {
+	d, err := p.own(p.device(volume))
+	if err != nil || d != nil {
+		return d, err
 	}
-	d, err := p.own(p.device(record.String()))
+	if _, err := p.lvm.run(ctx, "lvchange", "-ay", "-K", p.path(volume)); err != nil {
+		return nil, err
+	}
+	d, err = p.own(p.device(volume))
 	if err == nil && d == nil {
-		err = fmt.Errorf("%w: lvm2 activated %s, and there is no device of it", ErrUnavailable, p.path(record.String()))
+		err = fmt.Errorf("%w: lvm2 activated %s, and there is no device of it", ErrUnavailable, p.path(volume))
 	}
 	return d, err
 }
@@ -204,7 +211,7 @@ func (p *lvmPool) Attached(_ context.Context, ref Ref) ([]Device, error) {
 			continue
 		}
 		if err != nil {
-			return nil, fmt.Errorf("open %s: %w", d.path(), systemError(err))
+			return nil, err
 		}
 		size, err := deviceSize(f)
 		f.Close()

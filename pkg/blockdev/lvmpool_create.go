@@ -231,16 +231,13 @@ func (p *lvmPool) giveUp(ctx context.Context, o *logical, spec Spec, cause error
 
 // fill makes the bytes, and then the object ready.
 func (p *lvmPool) fill(ctx context.Context, o *logical, spec Spec) error {
-	d, err := p.own(p.device(spec.Ref.String()))
-	if err == nil && d == nil {
-		d, err = p.activate(ctx, o, o.record)
-	}
+	d, err := p.activateObject(ctx, o, spec.Ref)
 	if err != nil {
 		return err
 	}
 	target, err := openDM(d, os.O_RDWR|unix.O_DIRECT)
 	if err != nil {
-		return fmt.Errorf("open %s: %w", d.path(), systemError(err))
+		return err
 	}
 	defer target.Close()
 	// From here on it goes with the driver.
@@ -317,7 +314,7 @@ func (p *lvmPool) Suspend(_ context.Context, ref Ref) (resume func() error, err 
 		return nothing, nil
 	}
 	if err != nil {
-		return nil, fmt.Errorf("open %s: %w", d.path(), systemError(err))
+		return nil, err
 	}
 	defer f.Close()
 	if err := f.Sync(); err != nil { // what the page cache of a raw device holds
@@ -382,17 +379,12 @@ func (p *lvmPool) copyOrigin(ctx context.Context, o *logical, target *os.File, s
 	}
 	var from *os.File
 	if o.source != "" {
-		d, err := p.own(p.device(o.source))
-		if err == nil && d == nil {
-			if _, err = p.lvm.run(ctx, "lvchange", "-ay", "-K", p.path(o.source)); err == nil {
-				d, err = p.own(p.device(o.source))
-			}
+		d, err := p.activate(ctx, o.source)
+		if err == nil {
+			from, err = openDM(d, os.O_RDONLY|unix.O_DIRECT)
 		}
-		if err != nil || d == nil {
-			return errors.Join(fmt.Errorf("%w: no device of %s", ErrUnavailable, p.path(o.source)), err)
-		}
-		if from, err = openDM(d, os.O_RDONLY|unix.O_DIRECT); err != nil {
-			return fmt.Errorf("open %s: %w", d.path(), systemError(err))
+		if err != nil {
+			return fmt.Errorf("%w: %w", ErrUnavailable, err)
 		}
 	} else {
 		device, err := p.attach(ctx, source, origin, Attachment{ReadOnly: true})
@@ -619,13 +611,13 @@ func (p *lvmPool) prepareExtents(ctx context.Context, spare string, size int64) 
 		"-l", strconv.FormatInt(size/p.extent, 10), p.group); err != nil {
 		return nil, err
 	}
-	d, err := p.own(p.device(spare))
-	if err != nil || d == nil {
-		return nil, errors.Join(fmt.Errorf("%w: no device of %s", ErrUnavailable, p.path(spare)), err)
+	d, err := p.activate(ctx, spare)
+	if err != nil {
+		return nil, err
 	}
 	f, err := openDM(d, os.O_RDWR|unix.O_DIRECT)
 	if err != nil {
-		return nil, fmt.Errorf("open %s: %w", d.path(), systemError(err))
+		return nil, err
 	}
 	if err := errors.Join(zeroRange(ctx, f, 0, size), f.Sync(), f.Close()); err != nil {
 		return nil, err
