@@ -540,23 +540,14 @@ func (p *lvmPool) remove(ctx context.Context, ref Ref) error {
 	if err == nil {
 		err = p.dropSpare(ctx, o)
 	}
-	if err == nil && o.source != "" {
-		err = p.drop(ctx, o.source, p.cutSize(o.record.Size))
+	if err == nil {
+		err = p.dropCut(ctx, o)
 	}
 	if err == nil && o.made { // else what is named so is another's
-		err = p.detach(ctx, ref)
+		err = p.Detach(ctx, ref)
 	}
 	if err == nil && o.made {
-		err = p.lvm.hold(ctx, func(run runLVM) error {
-			_, err := run("lvremove", "-f", p.path(ref.String()))
-			if err == nil {
-				p.gave(o.size)
-			}
-			return err
-		})
-		if errors.Is(err, errNoLV) {
-			err = nil
-		}
+		err = p.drop(ctx, ref.String(), o.size)
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -567,9 +558,7 @@ func (p *lvmPool) remove(ctx context.Context, ref Ref) error {
 	}
 	p.index.remove(ref)
 	p.space.promised -= o.record.Size
-	if o.made {
-		p.removeNodes(ref.String())
-	} else {
+	if !o.made {
 		p.space.pending -= o.record.Size
 	}
 	return nil
@@ -586,7 +575,7 @@ func (p *lvmPool) complete(ctx context.Context) error {
 	return p.space.complete(p.group)
 }
 
-// drop removes a logical volume that is no object: size is what that frees, in bytes.
+// drop removes a logical volume; size is what that frees, in bytes.
 func (p *lvmPool) drop(ctx context.Context, volume string, size int64) error {
 	err := p.lvm.hold(ctx, func(run runLVM) error {
 		_, err := run("lvremove", "-f", p.path(volume))

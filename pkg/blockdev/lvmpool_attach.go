@@ -223,20 +223,16 @@ func (p *lvmPool) Attached(_ context.Context, ref Ref) ([]Device, error) {
 	return devices, nil
 }
 
-func (p *lvmPool) Detach(ctx context.Context, ref Ref) error {
-	if err := ref.validate(); err != nil {
-		return err
-	}
-	return p.detach(ctx, ref)
-}
-
 // A device that something looked at when it was closed (udev does) is held for a moment.
 const (
 	detachTries = 50
 	detachPause = 20 * time.Millisecond
 )
 
-func (p *lvmPool) detach(ctx context.Context, ref Ref) error {
+func (p *lvmPool) Detach(ctx context.Context, ref Ref) error {
+	if err := ref.validate(); err != nil {
+		return err
+	}
 	writable, readOnly, err := p.devices(ref)
 	if err != nil {
 		return err

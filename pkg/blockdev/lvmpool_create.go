@@ -264,11 +264,8 @@ func (p *lvmPool) fill(ctx context.Context, o *logical, spec Spec) error {
 	if err := target.Sync(); err != nil {
 		return fmt.Errorf("sync %s: %w", d.path(), systemError(err))
 	}
-	if o.source != "" {
-		if err := p.drop(ctx, o.source, p.cutSize(o.record.Size)); err != nil {
-			return err
-		}
-		o.source = ""
+	if err := p.dropCut(ctx, o); err != nil {
+		return err
 	}
 	target.Close()
 	if err := p.save(ctx, o, record, ready); err != nil {
@@ -439,19 +436,31 @@ func (p *lvmPool) makeCut(ctx context.Context, o *logical, spec Spec) error {
 // begin anew.
 func (p *lvmPool) dropCuts(ctx context.Context, origin Ref) error {
 	p.mu.Lock()
-	var cut []*logical
+	var copies []*logical
 	for _, o := range p.objects {
-		if o.record.Origin == origin && o.source != "" {
-			cut = append(cut, o)
+		if o.record.Origin == origin {
+			copies = append(copies, o)
 		}
 	}
 	p.mu.Unlock()
-	for _, o := range cut {
-		if err := p.drop(ctx, o.source, p.cutSize(o.record.Size)); err != nil {
+	for _, o := range copies {
+		if err := p.dropCut(ctx, o); err != nil {
 			return err
 		}
-		o.source, o.copied = "", 0
 	}
+	return nil
+}
+
+// dropCut removes what a copy is made from, if that was cut for it. What is not finished of
+// it is worth nothing then.
+func (p *lvmPool) dropCut(ctx context.Context, o *logical) error {
+	if o.source == "" {
+		return nil
+	}
+	if err := p.drop(ctx, o.source, p.cutSize(o.record.Size)); err != nil {
+		return err
+	}
+	o.source, o.copied = "", 0
 	return nil
 }
 
