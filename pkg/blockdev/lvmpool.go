@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"maps"
 	"os"
 	"slices"
 	"strconv"
@@ -478,12 +477,9 @@ func (p *lvmPool) SetLabels(ctx context.Context, ref Ref, change func(map[string
 	if err != nil {
 		return Record{}, err
 	}
-	labels := map[string]string{}
-	maps.Copy(labels, record.Labels)
-	if err := change(labels); err != nil {
+	if record, err = changeLabels(record, change); err != nil {
 		return Record{}, err
 	}
-	record.Labels = maps.Clone(labels) // change may have kept the other
 	if err := p.save(ctx, o, record, ready); err != nil {
 		return Record{}, err
 	}
