@@ -353,7 +353,7 @@ func (p *lvmPool) cutSize(size int64) int64 {
 // copyOrigin makes the target a copy of the origin. One that somebody may be writing to
 // is cut first (dm-snapshot), for as long as the copy takes.
 func (p *lvmPool) copyOrigin(ctx context.Context, o *logical, target *os.File, spec Spec) error {
-	source, origin, err := p.lookup(spec.Origin)
+	_, origin, err := p.lookup(spec.Origin)
 	if err != nil {
 		return err
 	}
@@ -375,25 +375,17 @@ func (p *lvmPool) copyOrigin(ctx context.Context, o *logical, target *os.File, s
 		}
 	}
 	var from *os.File
-	if o.source != "" {
+	if o.source == "" {
+		if from, _, err = p.openForReading(ctx, spec.Origin); err != nil {
+			return err
+		}
+	} else {
 		d, err := p.activate(ctx, o.source)
 		if err == nil {
 			from, err = openDM(d, os.O_RDONLY|unix.O_DIRECT)
 		}
 		if err != nil {
 			return fmt.Errorf("%w: %w", ErrUnavailable, err)
-		}
-	} else {
-		device, err := p.attach(ctx, source, origin, Attachment{ReadOnly: true})
-		if errors.Is(err, ErrInUse) { // it is attached for reading, to be kept
-			device, err = p.attach(ctx, source, origin, Attachment{ReadOnly: true, Keep: true})
-		}
-		if err != nil {
-			return err
-		}
-		defer device.Close()
-		if from, err = os.OpenFile(device.Path, os.O_RDONLY|unix.O_DIRECT, 0); err != nil {
-			return fmt.Errorf("open %s: %w", device.Path, systemError(err))
 		}
 	}
 	defer from.Close()
