@@ -290,11 +290,16 @@ func (p *lvmPool) update(rows []row) error {
 // refresh asks for a report, unless the last one is recent enough; so one report serves
 // many reads.
 func (p *lvmPool) refresh(ctx context.Context, atMost time.Duration) error {
-	return p.lvm.hold(ctx, func(run runLVM) error {
+	recent := func() bool {
 		p.mu.Lock()
-		recent := time.Since(p.space.at) < atMost
-		p.mu.Unlock()
-		if recent {
+		defer p.mu.Unlock()
+		return time.Since(p.space.at) < atMost
+	}
+	if recent() {
+		return nil
+	}
+	return p.lvm.hold(ctx, func(run runLVM) error {
+		if recent() { // whoever had the turn before asked
 			return nil
 		}
 		rows, err := p.report(run)
