@@ -92,28 +92,18 @@ func (p *lvmPool) checkSize(size int64) error {
 	return nil
 }
 
-// atOnce reports whether one command of lvm2 makes all there is to an object.
-func (p *lvmPool) atOnce(spec Spec, originSize int64) bool {
-	return p.thin != "" && spec.Prepare == nil && (spec.Origin == (Ref{}) || spec.Size == originSize)
-}
-
 // begin promises the space, and makes the logical volume with its record. The object is
 // in the index from then on, also with an error.
 func (p *lvmPool) begin(ctx context.Context, spec Spec) (*logical, error) {
 	o := &logical{active: true, state: creating}
-	var origin Record
-	if spec.Origin != (Ref{}) {
+	made := spec.Size // of what lvcreate makes
+	if p.thin != "" && spec.Origin != (Ref{}) {
 		var err error
-		if _, origin, err = p.lookup(spec.Origin); err != nil {
+		if made, err = p.whole(ctx, spec.Origin); err != nil {
 			return nil, err
 		}
-		if p.thin != "" {
-			if err := p.whole(ctx, spec.Origin); err != nil {
-				return nil, err
-			}
-		}
 	}
-	if p.atOnce(spec, origin.Size) {
+	if p.thin != "" && spec.Prepare == nil && made >= spec.Size { // that is all there is to it
 		o.state = ready
 	}
 	o.record = Record{Ref: spec.Ref, Name: spec.Name, Size: spec.Size, Thin: p.thin != "", Origin: spec.Origin, Created: time.Now().UTC(),
@@ -149,7 +139,7 @@ func (p *lvmPool) begin(ctx context.Context, spec Spec) (*logical, error) {
 		switch {
 		case err == nil:
 			p.took(spec.Size)
-			o.size = spec.Size
+			o.size = made
 		case errors.Is(err, ErrExists):
 			err = fmt.Errorf("%w: a logical volume of that name is there that is not known to this pool: %w; remove or rename it by hand", ErrPrecondition, err)
 			return err
@@ -157,9 +147,6 @@ func (p *lvmPool) begin(ctx context.Context, spec Spec) (*logical, error) {
 			return err
 		default: // it may have been made, or not
 			p.unreserve(spec.Size)
-			p.mu.Lock()
-			p.space.at = time.Time{}
-			p.mu.Unlock()
 		}
 		o.made = true
 		return err
@@ -252,8 +239,8 @@ func (p *lvmPool) fill(ctx context.Context, o *logical, spec Spec) error {
 		if err = p.copyOrigin(ctx, o, target, spec); err == nil && o.source != "" {
 			record.Created = o.cut
 		}
-	case spec.Origin != (Ref{}):
-		err = p.extend(ctx, spec.Ref, spec.Size)
+	case o.size < spec.Size: // it is a copy of a smaller one
+		err = p.lvm.hold(ctx, func(run runLVM) error { return p.extend(run, o, spec.Ref, spec.Size) })
 	}
 	if err == nil && spec.Prepare != nil {
 		err = spec.Prepare(ctx, d.path())
@@ -275,24 +262,16 @@ func (p *lvmPool) fill(ctx context.Context, o *logical, spec Spec) error {
 	return nil
 }
 
-// extend grows a thin volume to a size that is promised already.
-func (p *lvmPool) extend(ctx context.Context, ref Ref, size int64) error {
-	p.mu.Lock()
-	o := p.objects[ref]
-	p.mu.Unlock()
-	_, origin, err := p.lookup(o.record.Origin)
-	if err == nil && origin.Size == size {
-		return nil
+// extend makes a logical volume larger, by extents that are told or by any; the caller has
+// the turn.
+func (p *lvmPool) extend(run runLVM, o *logical, ref Ref, size int64, where ...string) error {
+	_, err := run(append([]string{"lvextend", "-L", strconv.FormatInt(size, 10) + "b", p.path(ref.String())}, where...)...)
+	if err == nil {
+		p.mu.Lock()
+		o.size = size
+		p.mu.Unlock()
 	}
-	return p.lvm.hold(ctx, func(run runLVM) error {
-		_, err := run("lvextend", "-L", strconv.FormatInt(size, 10)+"b", p.path(ref.String()))
-		if err == nil { // a report may have come before it
-			p.mu.Lock()
-			o.size = size
-			p.mu.Unlock()
-		}
-		return err
-	})
+	return err
 }
 
 // Suspend: see Suspender. It is our device over the logical volume that is suspended: lvm2
@@ -415,11 +394,6 @@ func (p *lvmPool) makeCut(ctx context.Context, o *logical, spec Spec) error {
 		if err == nil || !lvmAnswered(err) {
 			o.source, o.copied = name, 0
 		}
-		if err != nil {
-			p.mu.Lock()
-			p.space.at = time.Time{} // it may have been made
-			p.mu.Unlock()
-		}
 		return err
 	})
 }
@@ -470,13 +444,11 @@ func (p *lvmPool) Expand(ctx context.Context, ref Ref, size int64) (Record, erro
 		}
 	}
 	// Also because what a growth that was cut short did is not known without a report.
-	if err := p.whole(ctx, ref); err != nil {
+	have, err := p.whole(ctx, ref)
+	if err != nil {
 		return Record{}, fmt.Errorf("expand %s in pool %s: %w", ref, p.name, err)
 	}
-	p.mu.Lock()
-	size = max(size, o.size)
-	p.mu.Unlock()
-	if size > record.Size {
+	if size = max(size, have); size > record.Size {
 		if err := p.grow(ctx, o, record, size); err != nil {
 			return Record{}, fmt.Errorf("expand %s in pool %s to %d bytes: %w", ref, p.name, size, err)
 		}
@@ -488,25 +460,25 @@ func (p *lvmPool) Expand(ctx context.Context, ref Ref, size int64) (Record, erro
 	return copyOf(o.record), nil
 }
 
-// whole makes sure that all of the logical volume of a ready object is there: what is lost
-// is not made up for.
-func (p *lvmPool) whole(ctx context.Context, ref Ref) error {
+// whole makes sure that all of the logical volume of a ready object is there, as what is
+// lost is not made up for, and returns its size.
+func (p *lvmPool) whole(ctx context.Context, ref Ref) (size int64, err error) {
 	if err := p.refresh(ctx, lvmFresh); err != nil {
-		return err
+		return 0, err
 	}
 	o, record, err := p.lookup(ref)
 	if err != nil {
-		return err
+		return 0, err
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if o.missing {
-		return fmt.Errorf("%w: the logical volume %s is gone; restore it from a backup, or delete the volume", ErrDataLoss, p.path(ref.String()))
+		return 0, fmt.Errorf("%w: the logical volume %s is gone; restore it from a backup, or delete the volume", ErrDataLoss, p.path(ref.String()))
 	}
 	if o.size < record.Size {
-		return fmt.Errorf("%w: %s has %d bytes, the record says %d; restore it from a backup, or delete the volume", ErrDataLoss, p.path(ref.String()), o.size, record.Size)
+		return 0, p.truncated(record, o.size)
 	}
-	return nil
+	return o.size, nil
 }
 
 // growStep is how much a volume grows by at once, in bytes: what a call that ran out of
@@ -594,12 +566,9 @@ func (p *lvmPool) enlarge(ctx context.Context, o *logical, ref Ref, have, size i
 			o.spare = false
 			p.removeNodes(spare)
 		}
-		_, err := run(append([]string{"lvextend", "-L", strconv.FormatInt(size, 10) + "b", p.path(ref.String())}, where...)...)
+		err := p.extend(run, o, ref, size, where...)
 		if err == nil {
 			p.took(size - have)
-			p.mu.Lock()
-			o.size = size
-			p.mu.Unlock()
 		}
 		return err
 	})
