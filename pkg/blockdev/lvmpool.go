@@ -126,6 +126,7 @@ func openLVMPool(ctx context.Context, name string, loc Location) (_ Pool, err er
 		return nil, err
 	}
 	p.sweep(ctx, leftovers)
+	p.release(ctx)
 	if p.thin == "" {
 		klog.FromContext(ctx).Info("New volumes are zeroed before they are handed out", "pool", p.name, "byWritingTo", writtenZeros(rows))
 	}
@@ -387,6 +388,25 @@ func (p *lvmPool) sweep(ctx context.Context, leftovers []string) {
 	for _, ref := range grown {
 		_, err := p.Expand(ctx, ref, p.find(ref).size)
 		report(err, ref.String())
+	}
+}
+
+// release has the devices of logical volumes go with their last users, also those that an
+// activation that was cut short left, and that have none.
+func (p *lvmPool) release(ctx context.Context) {
+	names, err := dmNames(p.device(""))
+	for _, name := range names {
+		if p.find(parseRef(strings.TrimPrefix(name, p.device("")))) == nil {
+			continue
+		}
+		d, failure := p.own(name)
+		if failure == nil && d != nil && !d.deferred {
+			_, failure = dmRemove(name)
+		}
+		err = errors.Join(err, failure)
+	}
+	if err != nil {
+		klog.FromContext(ctx).Error(err, "could not make sure that no device is left that nobody uses", "pool", p.name)
 	}
 }
 

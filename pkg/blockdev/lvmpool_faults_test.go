@@ -928,7 +928,7 @@ func TestLVMCutShort(t *testing.T) {
 }
 
 // TestLVMCutActivation: a device that lvm2 brought up after the call for it had failed is
-// not taken for one that is to be kept.
+// not taken for one that is to be kept, and is gone after a start.
 func TestLVMCutActivation(t *testing.T) {
 	onLVM(t, func(f *lvmFixture) {
 		f.make(vol("a"), 8*mib)
@@ -943,6 +943,11 @@ func TestLVMCutActivation(t *testing.T) {
 				f.Errorf("%+v: %v are left", how, devices)
 			}
 			must(f, f.pool.Detach(f.Context(), vol("a")))
+		}
+		drivertest.Run(f, "lvchange", "-q", "-ay", "-K", f.path(vol("a"))) // and then the driver was killed
+		f.restart()
+		if names := f.group.DeviceNames(); len(names) > 0 {
+			f.Errorf("after a start: %v are left", names)
 		}
 	})
 }
