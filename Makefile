@@ -68,6 +68,11 @@ test-lvm: ## Run the tests of LVM pools, in a virtual machine if this kernel has
 .PHONY: crash
 crash: tools ## Kill the driver at every state-changing system call of every call, and make each one fail (root)
 	POINTS=all FAULTS=all go test -count=1 -timeout 60m -v ./tests/points/...
+	@hack/install-tools.sh lvm
+	@mkdir -p bin/vm
+	CGO_ENABLED=0 go test -c -o bin/vm/ ./tests/points
+	CGO_ENABLED=0 go build -o bin/vm/driver ./cmd/driver
+	VM_MEMORY=4096M hack/in-vm.sh env TMPDIR=/run ASHLAR_LVM=1 ASHLAR_DRIVER=$(CURDIR)/bin/vm/driver $(CURDIR)/bin/vm/points.test -test.v -test.run LVM -points.lvm 9m
 
 # go test takes one fuzz target at a time, so each is found by name first.
 .PHONY: fuzz
