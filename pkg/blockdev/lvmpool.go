@@ -377,7 +377,7 @@ func (p *lvmPool) sweep(ctx context.Context, leftovers []string) {
 	for ref, o := range p.objects {
 		if o.state != ready {
 			unfinished = append(unfinished, ref)
-		} else if o.size > o.record.Size {
+		} else if o.size > o.record.Size && ref.Kind == Volume { // a snapshot of such a volume is as large
 			grown = append(grown, ref)
 		}
 	}

@@ -15,6 +15,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+	"k8s.io/klog/v2"
+	"k8s.io/klog/v2/ktesting"
 
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
@@ -972,6 +974,37 @@ func TestLVMReportMeanwhile(t *testing.T) {
 		}
 		f.copy(snap("b"), vol("b"), 16*mib)
 		f.ill(vol("b"))
+	})
+}
+
+// TestLVMCopiesOfHalfGrown: copies of a volume whose growth was cut short before its record
+// are as large as was asked for, and the next start has nothing to mend but the volume.
+func TestLVMCopiesOfHalfGrown(t *testing.T) {
+	onLVM(t, func(f *lvmFixture) {
+		f.make(vol("a"), 8*mib)
+		f.write(vol("a"), 0, marked("a", 8*mib))
+		drivertest.Run(f, "lvextend", "-q", "-L", "16M", f.path(vol("a")))
+		blockdev.Age(f.pool)
+		f.copy(snap("a"), vol("a"), 8*mib)
+		f.copy(vol("b"), snap("a"), 12*mib)
+		must(f, f.pool.Close())
+		f.pool = nil
+		logger := ktesting.NewLogger(ktesting.NopTL{}, ktesting.NewConfig(ktesting.BufferLogs(true)))
+		pool, err := blockdev.Open(klog.NewContext(f.Context(), logger), "p", f.url)
+		must(f, err)
+		f.pool = pool
+		if text := logger.GetSink().(ktesting.Underlier).GetBuffer().String(); strings.Contains(text, "could not") {
+			f.Errorf("the start says: %s", text)
+		}
+		for ref, least := range map[blockdev.Ref]int64{vol("a"): 16 * mib, vol("b"): 12 * mib, snap("a"): 8 * mib} {
+			r, err := f.pool.Get(f.Context(), ref)
+			must(f, err)
+			if r.Size < least || (ref == snap("a") && r.Size != least) {
+				f.Errorf("%s has %d bytes, want %d", ref, r.Size, least)
+			}
+			f.holds(ref, 0, marked("a", 8*mib))
+			f.ill(ref)
+		}
 	})
 }
 
