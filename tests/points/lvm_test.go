@@ -90,7 +90,7 @@ func (g *volumeGroup) look(v *vol, with func(path string)) {
 	_ = exec.Command("lvchange", "-q", "-an", lv).Run() // if nobody has it
 }
 
-var lvmTime = flag.Duration("points.lvm", 40*time.Second, "how long calls over LVM pools are tried, in the order of -points.seed; one at the least over each kind")
+var lvmTime = flag.Duration("points.lvm", 30*time.Second, "how long calls over LVM pools are tried, in the order of -points.seed; one at the least over each kind")
 
 const (
 	// lvmShare is how many points of a call there are to each crash that is tried.
@@ -117,7 +117,7 @@ func TestLVMPoints(t *testing.T) {
 			tried, crashes, points := 0, 0, 0
 			for end := time.Now().Add(*lvmTime / 2); tried < len(calls) && (tried == 0 || time.Now().Before(end)); tried++ {
 				t.Run(calls[tried].name, func(t *testing.T) {
-					n, of := calls[tried].crashed(t, at, random)
+					n, of := calls[tried].crashed(t, at, random, end)
 					crashes, points = crashes+n, points+of
 				})
 			}
@@ -126,12 +126,15 @@ func TestLVMPoints(t *testing.T) {
 	}
 }
 
-// crashed kills the driver in a call, a few times, at points and in ways that are chosen at
-// random. It returns how often, and of how many points.
-func (sc scenario) crashed(t *testing.T, at *site, random *rand.Rand) (kills, points int) {
+// crashed kills the driver in a call, a few times if there is time, at points and in ways
+// that are chosen at random. It returns how often, and of how many points.
+func (sc scenario) crashed(t *testing.T, at *site, random *rand.Rand, end time.Time) (kills, points int) {
 	begin := time.Now()
 	calls, undoable := untouched(t, at, sc)
 	for i := range 1 + len(calls)/lvmShare {
+		if i > 0 && time.Now().After(end) {
+			break
+		}
 		c := crash{at: 1 + random.IntN(len(calls)), all: random.IntN(2) == 0}
 		switch random.IntN(4) {
 		case 0:
