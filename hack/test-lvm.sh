@@ -3,8 +3,8 @@
 # (hack/in-vm.sh).
 #
 #   hack/test-lvm.sh pools     the conformance suite and what can go wrong
-#   hack/test-lvm.sh driver    over the driver: csi-sanity, whole lives, and a sample of tests/power, which needs a
-#                              device mapper also for pools of files
+#   hack/test-lvm.sh driver    over the driver: csi-sanity, whole lives, the driver killed at some points, and
+#                              some power cuts (which need a device mapper also for pools of files)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -14,6 +14,7 @@ pools) tests='./pkg/blockdev blockdev -test.run LVM -test.timeout 20m' ;;
 driver) tests='./cmd/driver driver -test.run LVM -test.timeout 5m
 ./tests/sanity sanity -test.timeout 15m
 ./tests/life life -test.run ^(TestLife|TestGroupSnapshot|TestManyLives|TestSnapshotMetadata)$ -test.timeout 10m
+./tests/points points -test.run LVM -test.timeout 10m
 ./tests/power power -test.timeout 10m' ;;
 *)
 	sed -n '2,/^[^#]/s/^# \?//p' "$0" >&2
@@ -41,6 +42,6 @@ while read -r _ test arguments; do
 	echo "running $test $arguments"
 	"$1/$test.test" $arguments >"$log" 2>&1 </dev/null || { cat "$log"; exit 1; }
 	grep -a "no tests to run" "$log" && exit 1
-	grep -aEo "csi-sanity: .*|power loss on .*|^PASS" "$log"
+	grep -aEo "csi-sanity: .*|^points: .* LVM pool: .*|power loss on .*|^PASS" "$log"
 done <<<"$2"
 ' tests "$bin" "$tests"

@@ -7,6 +7,7 @@ import (
 	"context"
 	"fmt"
 	"regexp"
+	"strings"
 	"time"
 )
 
@@ -35,6 +36,12 @@ type Ref struct {
 }
 
 func (r Ref) String() string { return string(r.Kind) + "." + r.Key }
+
+// parseRef is the inverse of Ref.String; the Ref is invalid if the text is not one.
+func parseRef(text string) Ref {
+	kind, key, _ := strings.Cut(text, ".")
+	return Ref{Kind(kind), key}
+}
 
 var keyPattern = regexp.MustCompile(`^[0-9a-f]{32}$`)
 

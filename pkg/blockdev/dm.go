@@ -274,14 +274,20 @@ func DeviceMapperTargets() (map[string]string, error) {
 	return targets, nil
 }
 
+// vanished reports whether an error means that a device went away, with its last user, before
+// it was opened.
+func vanished(err error) bool {
+	return errors.Is(err, unix.ENXIO) || errors.Is(err, unix.ENODEV) || errors.Is(err, os.ErrNotExist)
+}
+
 // openDM opens a device, and makes its node where /dev is not kept by devtmpfs.
 func openDM(d *dmDevice, flags int) (*os.File, error) {
 	f, err := os.OpenFile(d.path(), flags, 0)
 	if errors.Is(err, os.ErrNotExist) {
 		if err := unix.Mknod(d.path(), unix.S_IFBLK|0o660, int(d.number)); err != nil && !errors.Is(err, unix.EEXIST) {
-			return nil, fmt.Errorf("mknod %s: %w", d.path(), err)
+			return nil, fmt.Errorf("mknod %s: %w", d.path(), systemError(err))
 		}
 		f, err = os.OpenFile(d.path(), flags, 0)
 	}
-	return f, err
+	return f, systemError(err)
 }

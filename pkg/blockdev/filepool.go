@@ -265,12 +265,6 @@ func (p *filePool) lookup(ref Ref) (*object, *stored, error) {
 	return o, o.stored, nil
 }
 
-// copyOf keeps callers away from the pool's own maps.
-func copyOf(r Record) Record {
-	r.Labels = maps.Clone(r.Labels)
-	return r
-}
-
 func (p *filePool) Get(_ context.Context, ref Ref) (Record, error) {
 	_, s, err := p.lookup(ref)
 	if err != nil {
@@ -304,15 +298,9 @@ func (p *filePool) SetLabels(_ context.Context, ref Ref, change func(map[string]
 	if err != nil {
 		return Record{}, err
 	}
-	labels := map[string]string{}
-	maps.Copy(labels, s.Labels)
-	if err := change(labels); err != nil {
-		return Record{}, err
-	}
-	record := s.decoded
-	record.Labels = maps.Clone(labels) // change may have kept the other
-	if maps.Equal(labels, s.Labels) {
-		return record, nil
+	record, err := changeLabels(s.decoded, change)
+	if err != nil || maps.Equal(record.Labels, s.Labels) {
+		return record, err
 	}
 	if err := p.save(o, newStored(record, ready, s.Growing)); err != nil {
 		return Record{}, err

@@ -1,6 +1,9 @@
 package blockdev
 
-import "slices"
+import (
+	"maps"
+	"slices"
+)
 
 // index is what a pool has in memory: its objects, and their keys in order.
 type index[T any] struct {
@@ -44,4 +47,21 @@ func (x index[T]) list(kind Kind, after string, limit int, record func(T) Record
 		}
 	}
 	return records
+}
+
+// copyOf keeps callers away from the pool's own maps.
+func copyOf(r Record) Record {
+	r.Labels = maps.Clone(r.Labels)
+	return r
+}
+
+// changeLabels returns a record with its labels changed (Pool.SetLabels).
+func changeLabels(r Record, change func(map[string]string) error) (Record, error) {
+	labels := map[string]string{}
+	maps.Copy(labels, r.Labels)
+	if err := change(labels); err != nil {
+		return Record{}, err
+	}
+	r.Labels = maps.Clone(labels) // change may have kept the other
+	return r, nil
 }

@@ -258,7 +258,6 @@ var lvmErrors = []struct {
 	{"insufficient suitable", ErrNoSpace},
 	{"reached threshold", ErrNoSpace},
 	{"not enough free space", ErrNoSpace},
-	{"vg metadata too large", ErrNoSpace},
 	{"metadata too large", ErrNoSpace},
 	{"already exists in volume group", ErrExists},
 	{"failed to find logical volume", errNoLV},

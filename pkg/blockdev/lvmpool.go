@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"maps"
 	"os"
 	"slices"
 	"strconv"
@@ -129,6 +128,7 @@ func openLVMPool(ctx context.Context, name string, loc Location) (_ Pool, err er
 		return nil, err
 	}
 	p.sweep(ctx, leftovers)
+	p.release(ctx)
 	if p.thin == "" {
 		klog.FromContext(ctx).Info("New volumes are zeroed before they are handed out", "pool", p.name, "byWritingTo", writtenZeros(rows))
 	}
@@ -240,8 +240,7 @@ func (p *lvmPool) ours(r row) (ref Ref, tagged, ok bool) {
 	if r["pool_lv"] != p.thin || (p.thin == "" && !strings.Contains(r["lv_layout"], "linear")) {
 		return ref, tagged, false
 	}
-	kind, key, _ := strings.Cut(r["lv_name"], ".")
-	ref = Ref{Kind(kind), key}
+	ref = parseRef(r["lv_name"])
 	return ref, tagged, ref.validate() == nil
 }
 
@@ -251,8 +250,7 @@ func leftover(volume string) bool {
 		return ValidKey(key)
 	}
 	of, ok := strings.CutPrefix(volume, "cut.")
-	kind, key, _ := strings.Cut(of, ".")
-	return ok && Ref{Kind(kind), key}.validate() == nil
+	return ok && parseRef(of).validate() == nil
 }
 
 func splitTags(r row) []string { return strings.Split(r["lv_tags"], ",") }
@@ -318,11 +316,16 @@ func (p *lvmPool) update(rows []row) error {
 // refresh asks for a report, unless the last one is recent enough; so one report serves
 // many reads.
 func (p *lvmPool) refresh(ctx context.Context, atMost time.Duration) error {
-	return p.lvm.hold(ctx, func(run runLVM) error {
+	recent := func() bool {
 		p.mu.Lock()
-		recent := time.Since(p.space.at) < atMost
-		p.mu.Unlock()
-		if recent {
+		defer p.mu.Unlock()
+		return time.Since(p.space.at) < atMost
+	}
+	if recent() {
+		return nil
+	}
+	return p.lvm.hold(ctx, func(run runLVM) error {
+		if recent() { // whoever had the turn before asked
 			return nil
 		}
 		rows, err := p.report(run)
@@ -375,11 +378,7 @@ func (p *lvmPool) resume(ctx context.Context, run runLVM, ours func(volume strin
 // resumeOwn is resume for the objects that are known.
 func (p *lvmPool) resumeOwn(ctx context.Context, run runLVM) {
 	p.resume(ctx, run, func(volume string) bool {
-		if leftover(volume) { // nobody else makes such
-			return true
-		}
-		kind, key, _ := strings.Cut(volume, ".")
-		return p.find(Ref{Kind(kind), key}) != nil
+		return leftover(volume) || p.find(parseRef(volume)) != nil // nobody else makes such leftovers
 	})
 }
 
@@ -403,7 +402,7 @@ func (p *lvmPool) sweep(ctx context.Context, leftovers []string) {
 	for ref, o := range p.objects {
 		if o.state != ready {
 			unfinished = append(unfinished, ref)
-		} else if o.size > o.record.Size {
+		} else if o.size > o.record.Size && ref.Kind == Volume { // a snapshot of such a volume is as large
 			grown = append(grown, ref)
 		}
 	}
@@ -414,6 +413,25 @@ func (p *lvmPool) sweep(ctx context.Context, leftovers []string) {
 	for _, ref := range grown {
 		_, err := p.Expand(ctx, ref, p.find(ref).size)
 		report(err, ref.String())
+	}
+}
+
+// release has the devices of logical volumes go with their last users, also those that an
+// activation that was cut short left, and that have none.
+func (p *lvmPool) release(ctx context.Context) {
+	names, err := dmNames(p.device(""))
+	for _, name := range names {
+		if p.find(parseRef(strings.TrimPrefix(name, p.device("")))) == nil {
+			continue
+		}
+		d, failure := p.own(name)
+		if failure == nil && d != nil && !d.deferred {
+			_, failure = dmRemove(name)
+		}
+		err = errors.Join(err, failure)
+	}
+	if err != nil {
+		klog.FromContext(ctx).Error(err, "could not make sure that no device is left that nobody uses", "pool", p.name)
 	}
 }
 
@@ -509,12 +527,9 @@ func (p *lvmPool) SetLabels(ctx context.Context, ref Ref, change func(map[string
 	if err != nil {
 		return Record{}, err
 	}
-	labels := map[string]string{}
-	maps.Copy(labels, record.Labels)
-	if err := change(labels); err != nil {
+	if record, err = changeLabels(record, change); err != nil {
 		return Record{}, err
 	}
-	record.Labels = maps.Clone(labels) // change may have kept the other
 	if err := p.save(ctx, o, record, ready); err != nil {
 		return Record{}, err
 	}
@@ -571,23 +586,14 @@ func (p *lvmPool) remove(ctx context.Context, ref Ref) error {
 	if err == nil {
 		err = p.dropSpare(ctx, o)
 	}
-	if err == nil && o.source != "" {
-		err = p.drop(ctx, o.source, p.cutSize(o.record.Size))
+	if err == nil {
+		err = p.dropCut(ctx, o)
 	}
 	if err == nil && o.made { // else what is named so is another's
-		err = p.detach(ctx, ref)
+		err = p.Detach(ctx, ref)
 	}
 	if err == nil && o.made {
-		err = p.lvm.hold(ctx, func(run runLVM) error {
-			_, err := run("lvremove", "-f", p.path(ref.String()))
-			if err == nil {
-				p.gave(o.size)
-			}
-			return err
-		})
-		if errors.Is(err, errNoLV) {
-			err = nil
-		}
+		err = p.drop(ctx, ref.String(), o.size)
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -598,9 +604,7 @@ func (p *lvmPool) remove(ctx context.Context, ref Ref) error {
 	}
 	p.index.remove(ref)
 	p.space.promised -= o.record.Size
-	if o.made {
-		p.removeNodes(ref.String())
-	} else {
+	if !o.made {
 		p.space.pending -= o.record.Size
 	}
 	return nil
@@ -617,7 +621,7 @@ func (p *lvmPool) complete(ctx context.Context) error {
 	return p.space.complete(p.group)
 }
 
-// drop removes a logical volume that is no object: size is what that frees, in bytes.
+// drop removes a logical volume; size is what that frees, in bytes.
 func (p *lvmPool) drop(ctx context.Context, volume string, size int64) error {
 	err := p.lvm.hold(ctx, func(run runLVM) error {
 		_, err := run("lvremove", "-f", p.path(volume))

@@ -75,8 +75,7 @@ func (p *lvmPool) attach(ctx context.Context, o *logical, record Record, how Att
 	defer o.attaching.Unlock()
 	for try := 0; ; try++ {
 		device, err := p.attachOnce(ctx, o, record, how)
-		vanished := errors.Is(err, unix.ENXIO) || errors.Is(err, unix.ENODEV) || errors.Is(err, os.ErrNotExist)
-		if !vanished || try == attachTries {
+		if !vanished(err) || try == attachTries {
 			return device, err
 		}
 	}
@@ -129,10 +128,7 @@ func (p *lvmPool) truncated(record Record, size int64) error {
 
 // makeDevice makes a device over a logical volume, which it activates first.
 func (p *lvmPool) makeDevice(ctx context.Context, o *logical, record Record, suffix string) (*dmDevice, error) {
-	base, err := p.own(p.device(record.String()))
-	if err == nil && base == nil {
-		base, err = p.activate(ctx, o, record)
-	}
+	base, err := p.activateObject(ctx, o, record.Ref)
 	if err != nil {
 		return nil, err
 	}
@@ -163,17 +159,27 @@ func (p *lvmPool) makeDevice(ctx context.Context, o *logical, record Record, suf
 	return d, err
 }
 
-// activate brings the device of a logical volume up.
-func (p *lvmPool) activate(ctx context.Context, o *logical, record Record) (*dmDevice, error) {
-	if o.missing {
-		return nil, p.gone(o, fmt.Errorf("%w: %s", errNoLV, p.path(record.String())))
+// activateObject is activate for an object, whose logical volume has to be there.
+func (p *lvmPool) activateObject(ctx context.Context, o *logical, ref Ref) (*dmDevice, error) {
+	if o.missing { // so what has its name is another's
+		return nil, p.gone(o, fmt.Errorf("%w: %s", errNoLV, p.path(ref.String())))
 	}
-	if _, err := p.lvm.run(ctx, "lvchange", "-ay", "-K", p.path(record.String())); err != nil {
-		return nil, p.gone(o, err)
+	d, err := p.activate(ctx, ref.String())
+	return d, p.gone(o, err)
+}
+
+// activate returns the device of a logical volume, which it brings up if it is not.
+func (p *lvmPool) activate(ctx context.Context, volume string) (*dmDevice, error) {
+	d, err := p.own(p.device(volume))
+	if err != nil || d != nil {
+		return d, err
 	}
-	d, err := p.own(p.device(record.String()))
+	if _, err := p.lvm.run(ctx, "lvchange", "-ay", "-K", p.path(volume)); err != nil {
+		return nil, err
+	}
+	d, err = p.own(p.device(volume))
 	if err == nil && d == nil {
-		err = fmt.Errorf("%w: lvm2 activated %s, and there is no device of it", ErrUnavailable, p.path(record.String()))
+		err = fmt.Errorf("%w: lvm2 activated %s, and there is no device of it", ErrUnavailable, p.path(volume))
 	}
 	return d, err
 }
@@ -201,11 +207,11 @@ func (p *lvmPool) Attached(_ context.Context, ref Ref) ([]Device, error) {
 			continue
 		}
 		f, err := openDM(d, os.O_RDONLY)
-		if errors.Is(err, unix.ENXIO) || errors.Is(err, unix.ENODEV) || errors.Is(err, os.ErrNotExist) {
-			continue // it went away meanwhile
+		if vanished(err) {
+			continue
 		}
 		if err != nil {
-			return nil, fmt.Errorf("open %s: %w", d.path(), systemError(err))
+			return nil, err
 		}
 		size, err := deviceSize(f)
 		f.Close()
@@ -217,20 +223,16 @@ func (p *lvmPool) Attached(_ context.Context, ref Ref) ([]Device, error) {
 	return devices, nil
 }
 
-func (p *lvmPool) Detach(ctx context.Context, ref Ref) error {
-	if err := ref.validate(); err != nil {
-		return err
-	}
-	return p.detach(ctx, ref)
-}
-
 // A device that something looked at when it was closed (udev does) is held for a moment.
 const (
 	detachTries = 50
 	detachPause = 20 * time.Millisecond
 )
 
-func (p *lvmPool) detach(ctx context.Context, ref Ref) error {
+func (p *lvmPool) Detach(ctx context.Context, ref Ref) error {
+	if err := ref.validate(); err != nil {
+		return err
+	}
 	writable, readOnly, err := p.devices(ref)
 	if err != nil {
 		return err
@@ -276,8 +278,7 @@ func (p *lvmPool) Orphans(context.Context) (map[Ref][]Device, error) {
 		if suffix = "-" + suffix; suffix != writableSuffix && suffix != readOnlySuffix {
 			continue
 		}
-		kind, key, _ := strings.Cut(volume, ".")
-		ref := Ref{Kind(kind), key}
+		ref := parseRef(volume)
 		if p.find(ref) == nil {
 			continue
 		}

@@ -92,30 +92,20 @@ func (p *lvmPool) checkSize(size int64) error {
 	return nil
 }
 
-// atOnce reports whether one command of lvm2 makes all the bytes of an object.
-func (p *lvmPool) atOnce(spec Spec) bool {
-	if p.thin == "" || spec.Prepare != nil {
-		return false
-	}
-	if spec.Origin == (Ref{}) {
-		return true
-	}
-	_, origin, err := p.lookup(spec.Origin)
-	return err == nil && origin.Size == spec.Size
+// atOnce reports whether what lvcreate made, of a size in bytes, is all there is to an object.
+func (p *lvmPool) atOnce(spec Spec, made int64) bool {
+	return p.thin != "" && spec.Prepare == nil && made >= spec.Size
 }
 
 // begin promises the space, and makes the logical volume with its record. The object is
 // in the index from then on, also with an error.
 func (p *lvmPool) begin(ctx context.Context, spec Spec) (*logical, error) {
 	o := &logical{active: true, state: creating}
-	if spec.Origin != (Ref{}) {
-		if _, _, err := p.lookup(spec.Origin); err != nil {
+	made := spec.Size // of what lvcreate makes
+	if p.thin != "" && spec.Origin != (Ref{}) {
+		var err error
+		if made, err = p.whole(ctx, spec.Origin); err != nil {
 			return nil, err
-		}
-		if p.thin != "" {
-			if err := p.whole(ctx, spec.Origin); err != nil {
-				return nil, err
-			}
 		}
 	}
 	o.record = Record{Ref: spec.Ref, Name: spec.Name, Size: spec.Size, Thin: p.thin != "", Origin: spec.Origin, Created: time.Now().UTC(),
@@ -132,7 +122,7 @@ func (p *lvmPool) begin(ctx context.Context, spec Spec) (*logical, error) {
 	}
 	// -ky: not to be activated by whoever activates all there is at boot (lvcreate(8)).
 	args := []string{"lvcreate", "-n", spec.Ref.String()}
-	if p.atOnce(spec) {
+	if p.atOnce(spec, made) {
 		args = append(args, "-an")
 	} else {
 		args = append(args, "-ay", "-K")
@@ -151,7 +141,7 @@ func (p *lvmPool) begin(ctx context.Context, spec Spec) (*logical, error) {
 		switch {
 		case err == nil:
 			p.took(spec.Size)
-			o.size = spec.Size
+			o.size = made
 		case errors.Is(err, ErrExists):
 			err = fmt.Errorf("%w: a logical volume of that name is there that is not known to this pool: %w; remove or rename it by hand", ErrPrecondition, err)
 			return err
@@ -159,9 +149,6 @@ func (p *lvmPool) begin(ctx context.Context, spec Spec) (*logical, error) {
 			return err
 		default: // it may have been made, or not
 			p.unreserve(spec.Size)
-			p.mu.Lock()
-			p.space.at = time.Time{}
-			p.mu.Unlock()
 		}
 		o.made = true
 		return err
@@ -232,19 +219,16 @@ func (p *lvmPool) giveUp(ctx context.Context, o *logical, spec Spec, cause error
 // are no bytes to make: lvm2 writes down a thin volume before the thin pool has it, and does
 // not make up for that when it finds one that a crash left so.
 func (p *lvmPool) fill(ctx context.Context, o *logical, spec Spec) error {
-	if p.atOnce(spec) {
+	if p.atOnce(spec, o.size) {
 		return p.save(ctx, o, o.record, ready)
 	}
-	d, err := p.own(p.device(spec.Ref.String()))
-	if err == nil && d == nil {
-		d, err = p.activate(ctx, o, o.record)
-	}
+	d, err := p.activateObject(ctx, o, spec.Ref)
 	if err != nil {
 		return err
 	}
 	target, err := openDM(d, os.O_RDWR|unix.O_DIRECT)
 	if err != nil {
-		return fmt.Errorf("open %s: %w", d.path(), systemError(err))
+		return err
 	}
 	defer target.Close()
 	// From here on it goes with the driver.
@@ -259,8 +243,8 @@ func (p *lvmPool) fill(ctx context.Context, o *logical, spec Spec) error {
 		if err = p.copyOrigin(ctx, o, target, spec); err == nil && o.source != "" {
 			record.Created = o.cut
 		}
-	case spec.Origin != (Ref{}):
-		err = p.extend(ctx, spec.Ref, spec.Size)
+	case o.size < spec.Size: // it is a copy of a smaller one
+		err = p.lvm.hold(ctx, func(run runLVM) error { return p.extend(run, o, spec.Ref, spec.Size) })
 	}
 	if err == nil && spec.Prepare != nil {
 		err = spec.Prepare(ctx, d.path())
@@ -271,11 +255,8 @@ func (p *lvmPool) fill(ctx context.Context, o *logical, spec Spec) error {
 	if err := target.Sync(); err != nil {
 		return fmt.Errorf("sync %s: %w", d.path(), systemError(err))
 	}
-	if o.source != "" {
-		if err := p.drop(ctx, o.source, p.cutSize(o.record.Size)); err != nil {
-			return err
-		}
-		o.source = ""
+	if err := p.dropCut(ctx, o); err != nil {
+		return err
 	}
 	target.Close()
 	if err := p.save(ctx, o, record, ready); err != nil {
@@ -285,24 +266,16 @@ func (p *lvmPool) fill(ctx context.Context, o *logical, spec Spec) error {
 	return nil
 }
 
-// extend grows a thin volume to a size that is promised already.
-func (p *lvmPool) extend(ctx context.Context, ref Ref, size int64) error {
-	p.mu.Lock()
-	o := p.objects[ref]
-	p.mu.Unlock()
-	_, origin, err := p.lookup(o.record.Origin)
-	if err == nil && origin.Size == size {
-		return nil
+// extend makes a logical volume larger, by extents that are told or by any; the caller has
+// the turn.
+func (p *lvmPool) extend(run runLVM, o *logical, ref Ref, size int64, where ...string) error {
+	_, err := run(append([]string{"lvextend", "-L", strconv.FormatInt(size, 10) + "b", p.path(ref.String())}, where...)...)
+	if err == nil {
+		p.mu.Lock()
+		o.size = size
+		p.mu.Unlock()
 	}
-	return p.lvm.hold(ctx, func(run runLVM) error {
-		_, err := run("lvextend", "-L", strconv.FormatInt(size, 10)+"b", p.path(ref.String()))
-		if err == nil { // a report may have come before it
-			p.mu.Lock()
-			o.size = size
-			p.mu.Unlock()
-		}
-		return err
-	})
+	return err
 }
 
 // Suspend: see Suspender. It is our device over the logical volume that is suspended: lvm2
@@ -317,11 +290,11 @@ func (p *lvmPool) Suspend(_ context.Context, ref Ref) (resume func() error, err 
 		return nothing, err
 	}
 	f, err := openDM(d, os.O_RDONLY)
-	if errors.Is(err, unix.ENXIO) || errors.Is(err, unix.ENODEV) || errors.Is(err, os.ErrNotExist) {
-		return nothing, nil // it went with its last user
+	if vanished(err) {
+		return nothing, nil
 	}
 	if err != nil {
-		return nil, fmt.Errorf("open %s: %w", d.path(), systemError(err))
+		return nil, err
 	}
 	defer f.Close()
 	if err := f.Sync(); err != nil { // what the page cache of a raw device holds
@@ -363,7 +336,7 @@ func (p *lvmPool) cutSize(size int64) int64 {
 // copyOrigin makes the target a copy of the origin. One that somebody may be writing to
 // is cut first (dm-snapshot), for as long as the copy takes.
 func (p *lvmPool) copyOrigin(ctx context.Context, o *logical, target *os.File, spec Spec) error {
-	source, origin, err := p.lookup(spec.Origin)
+	_, origin, err := p.lookup(spec.Origin)
 	if err != nil {
 		return err
 	}
@@ -385,30 +358,17 @@ func (p *lvmPool) copyOrigin(ctx context.Context, o *logical, target *os.File, s
 		}
 	}
 	var from *os.File
-	if o.source != "" {
-		d, err := p.own(p.device(o.source))
-		if err == nil && d == nil {
-			if _, err = p.lvm.run(ctx, "lvchange", "-ay", "-K", p.path(o.source)); err == nil {
-				d, err = p.own(p.device(o.source))
-			}
-		}
-		if err != nil || d == nil {
-			return errors.Join(fmt.Errorf("%w: no device of %s", ErrUnavailable, p.path(o.source)), err)
-		}
-		if from, err = openDM(d, os.O_RDONLY|unix.O_DIRECT); err != nil {
-			return fmt.Errorf("open %s: %w", d.path(), systemError(err))
-		}
-	} else {
-		device, err := p.attach(ctx, source, origin, Attachment{ReadOnly: true})
-		if errors.Is(err, ErrInUse) { // it is attached for reading, to be kept
-			device, err = p.attach(ctx, source, origin, Attachment{ReadOnly: true, Keep: true})
-		}
-		if err != nil {
+	if o.source == "" {
+		if from, _, err = p.openForReading(ctx, spec.Origin); err != nil {
 			return err
 		}
-		defer device.Close()
-		if from, err = os.OpenFile(device.Path, os.O_RDONLY|unix.O_DIRECT, 0); err != nil {
-			return fmt.Errorf("open %s: %w", device.Path, systemError(err))
+	} else {
+		d, err := p.activate(ctx, o.source)
+		if err == nil {
+			from, err = openDM(d, os.O_RDONLY|unix.O_DIRECT)
+		}
+		if err != nil {
+			return fmt.Errorf("%w: %w", ErrUnavailable, err)
 		}
 	}
 	defer from.Close()
@@ -438,11 +398,6 @@ func (p *lvmPool) makeCut(ctx context.Context, o *logical, spec Spec) error {
 		if err == nil || !lvmAnswered(err) {
 			o.source, o.copied = name, 0
 		}
-		if err != nil {
-			p.mu.Lock()
-			p.space.at = time.Time{} // it may have been made
-			p.mu.Unlock()
-		}
 		return err
 	})
 }
@@ -451,19 +406,31 @@ func (p *lvmPool) makeCut(ctx context.Context, o *logical, spec Spec) error {
 // begin anew.
 func (p *lvmPool) dropCuts(ctx context.Context, origin Ref) error {
 	p.mu.Lock()
-	var cut []*logical
+	var copies []*logical
 	for _, o := range p.objects {
-		if o.record.Origin == origin && o.source != "" {
-			cut = append(cut, o)
+		if o.record.Origin == origin {
+			copies = append(copies, o)
 		}
 	}
 	p.mu.Unlock()
-	for _, o := range cut {
-		if err := p.drop(ctx, o.source, p.cutSize(o.record.Size)); err != nil {
+	for _, o := range copies {
+		if err := p.dropCut(ctx, o); err != nil {
 			return err
 		}
-		o.source, o.copied = "", 0
 	}
+	return nil
+}
+
+// dropCut removes what a copy is made from, if that was cut for it. What is not finished of
+// it is worth nothing then.
+func (p *lvmPool) dropCut(ctx context.Context, o *logical) error {
+	if o.source == "" {
+		return nil
+	}
+	if err := p.drop(ctx, o.source, p.cutSize(o.record.Size)); err != nil {
+		return err
+	}
+	o.source, o.copied = "", 0
 	return nil
 }
 
@@ -481,13 +448,11 @@ func (p *lvmPool) Expand(ctx context.Context, ref Ref, size int64) (Record, erro
 		}
 	}
 	// Also because what a growth that was cut short did is not known without a report.
-	if err := p.whole(ctx, ref); err != nil {
+	have, err := p.whole(ctx, ref)
+	if err != nil {
 		return Record{}, fmt.Errorf("expand %s in pool %s: %w", ref, p.name, err)
 	}
-	p.mu.Lock()
-	size = max(size, o.size)
-	p.mu.Unlock()
-	if size > record.Size {
+	if size = max(size, have); size > record.Size {
 		if err := p.grow(ctx, o, record, size); err != nil {
 			return Record{}, fmt.Errorf("expand %s in pool %s to %d bytes: %w", ref, p.name, size, err)
 		}
@@ -499,25 +464,25 @@ func (p *lvmPool) Expand(ctx context.Context, ref Ref, size int64) (Record, erro
 	return copyOf(o.record), nil
 }
 
-// whole makes sure that all of the logical volume of a ready object is there: what is lost
-// is not made up for.
-func (p *lvmPool) whole(ctx context.Context, ref Ref) error {
+// whole makes sure that all of the logical volume of a ready object is there, as what is
+// lost is not made up for, and returns its size.
+func (p *lvmPool) whole(ctx context.Context, ref Ref) (size int64, err error) {
 	if err := p.refresh(ctx, lvmFresh); err != nil {
-		return err
+		return 0, err
 	}
 	o, record, err := p.lookup(ref)
 	if err != nil {
-		return err
+		return 0, err
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if o.missing {
-		return fmt.Errorf("%w: the logical volume %s is gone; restore it from a backup, or delete the volume", ErrDataLoss, p.path(ref.String()))
+		return 0, fmt.Errorf("%w: the logical volume %s is gone; restore it from a backup, or delete the volume", ErrDataLoss, p.path(ref.String()))
 	}
 	if o.size < record.Size {
-		return fmt.Errorf("%w: %s has %d bytes, the record says %d; restore it from a backup, or delete the volume", ErrDataLoss, p.path(ref.String()), o.size, record.Size)
+		return 0, p.truncated(record, o.size)
 	}
-	return nil
+	return o.size, nil
 }
 
 // growStep is how much a volume grows by at once, in bytes: what a call that ran out of
@@ -605,12 +570,9 @@ func (p *lvmPool) enlarge(ctx context.Context, o *logical, ref Ref, have, size i
 			o.spare = false
 			p.removeNodes(spare)
 		}
-		_, err := run(append([]string{"lvextend", "-L", strconv.FormatInt(size, 10) + "b", p.path(ref.String())}, where...)...)
+		err := p.extend(run, o, ref, size, where...)
 		if err == nil {
 			p.took(size - have)
-			p.mu.Lock()
-			o.size = size
-			p.mu.Unlock()
 		}
 		return err
 	})
@@ -623,13 +585,13 @@ func (p *lvmPool) prepareExtents(ctx context.Context, spare string, size int64) 
 		"-l", strconv.FormatInt(size/p.extent, 10), p.group); err != nil {
 		return nil, err
 	}
-	d, err := p.own(p.device(spare))
-	if err != nil || d == nil {
-		return nil, errors.Join(fmt.Errorf("%w: no device of %s", ErrUnavailable, p.path(spare)), err)
+	d, err := p.activate(ctx, spare)
+	if err != nil {
+		return nil, err
 	}
 	f, err := openDM(d, os.O_RDWR|unix.O_DIRECT)
 	if err != nil {
-		return nil, fmt.Errorf("open %s: %w", d.path(), systemError(err))
+		return nil, err
 	}
 	if err := errors.Join(zeroRange(ctx, f, 0, size), f.Sync(), f.Close()); err != nil {
 		return nil, err

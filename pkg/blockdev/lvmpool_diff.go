@@ -3,6 +3,7 @@ package blockdev
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"os"
 
@@ -42,11 +43,11 @@ func (p *lvmPool) compare(ctx context.Context, base, target Ref, from int64, yie
 	if base == target {
 		return ctx.Err()
 	}
-	memory, err := unix.Mmap(-1, 0, 2*copyBlock, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS) // aligned
+	memory, free, err := alignedMemory(2 * copyBlock)
 	if err != nil {
-		return fmt.Errorf("memory to compare: %w", systemError(err))
+		return err
 	}
-	defer func() { _ = unix.Munmap(memory) }()
+	defer free()
 	w := &extentWriter{yield: yield}
 	for at := from - from%diffBlock; at < size; at += copyBlock {
 		if err := ctx.Err(); err != nil {
@@ -77,6 +78,9 @@ func (p *lvmPool) compare(ctx context.Context, base, target Ref, from int64, yie
 // openForReading opens an object past the page cache; nothing but the file holds it.
 func (p *lvmPool) openForReading(ctx context.Context, ref Ref) (*os.File, int64, error) {
 	device, err := p.Attach(ctx, ref, Attachment{ReadOnly: true})
+	if errors.Is(err, ErrInUse) { // it is attached for reading, to be kept
+		device, err = p.Attach(ctx, ref, Attachment{ReadOnly: true, Keep: true})
+	}
 	if err != nil {
 		return nil, 0, err
 	}

@@ -15,6 +15,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+	"k8s.io/klog/v2"
+	"k8s.io/klog/v2/ktesting"
 
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
@@ -828,8 +830,8 @@ func TestLVMHangs(t *testing.T) {
 		}
 		for how, hang := range hangs {
 			for _, name := range []string{"create", "labels", "attach", "copy", "delete", "expand"} {
-				// What is stopped takes seconds to be killed.
-				if how == "stopped" && name != "attach" && name != "expand" {
+				// What is stopped takes seconds to be killed, whatever the kind of pool.
+				if how == "stopped" && (f.thin || name != "attach" && name != "expand") {
 					continue
 				}
 				release := hang()
@@ -890,7 +892,7 @@ func TestLVMHangs(t *testing.T) {
 // TestLVMCutShort: a call that ran out of time at any point can be tried again, also where
 // there is room for one of it only, and what is zeroed is not zeroed again.
 func TestLVMCutShort(t *testing.T) {
-	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 300*mib)}
+	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 200*mib)}
 	f.url = f.group.URL() + "?reservePercent=0"
 	f.start()
 	all := capacityOf(t, f.pool).Available
@@ -928,7 +930,7 @@ func TestLVMCutShort(t *testing.T) {
 }
 
 // TestLVMCutActivation: a device that lvm2 brought up after the call for it had failed is
-// not taken for one that is to be kept.
+// not taken for one that is to be kept, and is gone after a start.
 func TestLVMCutActivation(t *testing.T) {
 	onLVM(t, func(f *lvmFixture) {
 		f.make(vol("a"), 8*mib)
@@ -943,6 +945,11 @@ func TestLVMCutActivation(t *testing.T) {
 				f.Errorf("%+v: %v are left", how, devices)
 			}
 			must(f, f.pool.Detach(f.Context(), vol("a")))
+		}
+		drivertest.Run(f, "lvchange", "-q", "-ay", "-K", f.path(vol("a"))) // and then the driver was killed
+		f.restart()
+		if names := f.group.DeviceNames(); len(names) > 0 {
+			f.Errorf("after a start: %v are left", names)
 		}
 	})
 }
@@ -967,6 +974,37 @@ func TestLVMReportMeanwhile(t *testing.T) {
 		}
 		f.copy(snap("b"), vol("b"), 16*mib)
 		f.ill(vol("b"))
+	})
+}
+
+// TestLVMCopiesOfHalfGrown: copies of a volume whose growth was cut short before its record
+// are as large as was asked for, and the next start has nothing to mend but the volume.
+func TestLVMCopiesOfHalfGrown(t *testing.T) {
+	onLVM(t, func(f *lvmFixture) {
+		f.make(vol("a"), 8*mib)
+		f.write(vol("a"), 0, marked("a", 8*mib))
+		drivertest.Run(f, "lvextend", "-q", "-L", "16M", f.path(vol("a")))
+		blockdev.Age(f.pool)
+		f.copy(snap("a"), vol("a"), 8*mib)
+		f.copy(vol("b"), snap("a"), 12*mib)
+		must(f, f.pool.Close())
+		f.pool = nil
+		logger := ktesting.NewLogger(ktesting.NopTL{}, ktesting.NewConfig(ktesting.BufferLogs(true)))
+		pool, err := blockdev.Open(klog.NewContext(f.Context(), logger), "p", f.url)
+		must(f, err)
+		f.pool = pool
+		if text := logger.GetSink().(ktesting.Underlier).GetBuffer().String(); strings.Contains(text, "could not") {
+			f.Errorf("the start says: %s", text)
+		}
+		for ref, least := range map[blockdev.Ref]int64{vol("a"): 16 * mib, vol("b"): 12 * mib, snap("a"): 8 * mib} {
+			r, err := f.pool.Get(f.Context(), ref)
+			must(f, err)
+			if r.Size < least || (ref == snap("a") && r.Size != least) {
+				f.Errorf("%s has %d bytes, want %d", ref, r.Size, least)
+			}
+			f.holds(ref, 0, marked("a", 8*mib))
+			f.ill(ref)
+		}
 	})
 }
 

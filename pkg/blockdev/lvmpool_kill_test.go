@@ -39,7 +39,62 @@ type step struct {
 // scribbled is the end of each object, which others may be writing to; bytes.
 const scribbled = 64 << 10
 
-const killChild = "ASHLAR_LVM_KILL_CHILD"
+const (
+	killChild  = "ASHLAR_LVM_KILL_CHILD"
+	killWriter = "ASHLAR_LVM_KILL_WRITER"
+)
+
+// TestLVMKillWriter stands for a pod: it goes on writing to the device that the last line of
+// its input names, at an offset, and answers each line. A process of its own, as who writes
+// to a device that is suspended does not end before that is resumed.
+func TestLVMKillWriter(t *testing.T) {
+	if os.Getenv(killWriter) == "" {
+		t.Skip("it is started by TestLVMKillChild")
+	}
+	lines := make(chan string)
+	go func() {
+		defer close(lines)
+		for input := bufio.NewScanner(os.Stdin); input.Scan(); {
+			lines <- input.Text()
+		}
+	}()
+	var device string
+	var offset int64
+	for n := 0; ; n++ {
+		select {
+		case line, more := <-lines:
+			if !more {
+				return
+			}
+			device, offset = "", 0
+			_, _ = fmt.Sscan(line, &device, &offset)
+			fmt.Println()
+		case <-time.After(time.Millisecond):
+			if device != "" {
+				_ = writeDirect(device, offset, marked(strconv.Itoa(n%1000), 4096))
+			}
+		}
+	}
+}
+
+// startWriter starts TestLVMKillWriter, which ends with this process.
+func startWriter(t testing.TB) (tell func(line string)) {
+	t.Helper()
+	writer := exec.Command(os.Args[0], "-test.run=^TestLVMKillWriter$")
+	writer.Env = append(os.Environ(), killWriter+"=1")
+	input, err := writer.StdinPipe()
+	must(t, err)
+	output, err := writer.StdoutPipe()
+	must(t, err)
+	must(t, writer.Start())
+	answers := bufio.NewReader(output)
+	return func(line string) {
+		_, err := fmt.Fprintln(input, line)
+		must(t, err)
+		_, err = answers.ReadString('\n')
+		must(t, err)
+	}
+}
 
 // TestLVMKillChild is the process that is killed.
 func TestLVMKillChild(t *testing.T) {
@@ -58,6 +113,7 @@ func TestLVMKillChild(t *testing.T) {
 		_, err = journal.Write(append(line, '\n'))
 		must(t, err)
 	}
+	tellWriter := startWriter(t)
 	pool := openURL(t, url)
 	ctx := context.Background()
 	known := map[blockdev.Ref]step{}
@@ -126,25 +182,16 @@ func TestLVMKillChild(t *testing.T) {
 			}
 			from.Origin = origin
 			device, err := pool.Attach(ctx, origin, blockdev.Attachment{ReadOnly: origin.Kind == blockdev.Snapshot})
-			stop, stopped := make(chan struct{}), make(chan struct{})
-			go func() {
-				defer close(stopped)
-				for err == nil && origin.Kind == blockdev.Volume {
-					select {
-					case <-stop:
-						return
-					case <-time.After(time.Millisecond):
-						_ = writeDirect(device.Path, known[origin].Size-scribbled, marked(strconv.Itoa(r.IntN(1000)), 4096))
-					}
-				}
-			}()
-			if err == nil {
-				do(from, func() error {
-					return second(pool.Create(ctx, blockdev.Spec{Ref: ref, Name: ref.String(), Size: from.Size, Origin: origin, Labels: map[string]string{"l": from.Label}}))
-				})
+			if err != nil {
+				continue
 			}
-			close(stop)
-			<-stopped
+			if origin.Kind == blockdev.Volume {
+				tellWriter(fmt.Sprint(device.Path, " ", known[origin].Size-scribbled))
+			}
+			do(from, func() error {
+				return second(pool.Create(ctx, blockdev.Spec{Ref: ref, Name: ref.String(), Size: from.Size, Origin: origin, Labels: map[string]string{"l": from.Label}}))
+			})
+			tellWriter("")
 			_ = device.Close()
 		case "expand":
 			volume.What, volume.Done, volume.Size = what, false, volume.Size+extentSize

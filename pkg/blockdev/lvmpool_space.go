@@ -221,11 +221,13 @@ func (p *lvmPool) reserve(ctx context.Context, size int64, promise func()) error
 	}
 }
 
-// unreserve takes back what reserve did, where no logical volume was made.
+// unreserve takes back what reserve did, where nobody knows whether a logical volume has it:
+// the next look at the account asks lvm2.
 func (p *lvmPool) unreserve(size int64) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.space.pending -= size
+	p.space.at = time.Time{}
 }
 
 // took notes that lvm2 gave a logical volume what was pending. The caller has the turn.

@@ -127,8 +127,7 @@ func parseTags(ref Ref, tags []string) (Record, state, error) {
 			case tagCreated:
 				r.Created, err = time.Parse(time.RFC3339Nano, text)
 			case tagOrigin:
-				kind, key, _ := strings.Cut(text, ".")
-				r.Origin = Ref{Kind(kind), key}
+				r.Origin = parseRef(text)
 				err = r.Origin.validate()
 			default:
 				var label string

@@ -8,8 +8,6 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
 )
 
-const gib = 1 << 30
-
 func openURL(t testing.TB, url string) blockdev.Pool {
 	t.Helper()
 	pool, err := blockdev.Open(t.Context(), "p", url)
@@ -21,10 +19,10 @@ func openURL(t testing.TB, url string) blockdev.Pool {
 func TestLVMPool(t *testing.T) {
 	for _, kind := range []string{"linear", "thin"} {
 		t.Run(kind, func(t *testing.T) {
-			g := drivertest.NewGroup(t, 2*gib)
+			g := drivertest.NewGroup(t, 768*mib)
 			url := g.URL()
 			if kind == "thin" {
-				url = g.ThinPool(t, "tp", "-L", "1G", "--poolmetadatasize", "16M")
+				url = g.ThinPool(t, "tp", "-L", "512M", "--poolmetadatasize", "16M")
 			}
 			pooltest.Run(t, func(t testing.TB, _ string) blockdev.Pool { return openURL(t, url) })
 			if volumes := g.Volumes(t); len(volumes) > 1 || (kind == "linear" && len(volumes) > 0) {

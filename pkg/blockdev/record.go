@@ -138,8 +138,7 @@ func (s *stored) validate() error {
 	}
 	var origin Ref
 	if s.Origin != "" {
-		kind, key, _ := bytes.Cut([]byte(s.Origin), []byte("."))
-		origin = Ref{Kind(kind), string(key)}
+		origin = parseRef(s.Origin)
 		if origin.validate() != nil {
 			return fmt.Errorf("%w: origin %q", errRecord, s.Origin)
 		}

@@ -68,44 +68,52 @@ func writtenZeros(rows []row) (devices []string) {
 // copyBlock is how much is read at once, in bytes.
 const copyBlock = 1 << 20
 
+// alignedMemory returns memory that O_DIRECT takes.
+func alignedMemory(size int) (memory []byte, free func(), err error) {
+	memory, err = unix.Mmap(-1, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+	if err != nil {
+		return nil, nil, fmt.Errorf("map %d bytes of memory: %w", size, systemError(err))
+	}
+	return memory, func() { _ = unix.Munmap(memory) }, nil
+}
+
 // copyDevice copies the bytes of one block device from an offset to an end to the same
 // place in another; both are open with O_DIRECT. What reads as zeros is zeroed, so holes
 // stay holes where the device knows them. It returns up to where the copy is complete,
 // also with an error.
 func copyDevice(ctx context.Context, to, from *os.File, offset, end int64) (int64, error) {
-	buffer, err := unix.Mmap(-1, 0, copyBlock, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS) // aligned
+	buffer, free, err := alignedMemory(copyBlock)
 	if err != nil {
-		return offset, fmt.Errorf("memory for a copy: %w", systemError(err))
+		return offset, err
 	}
-	defer func() { _ = unix.Munmap(buffer) }()
+	defer free()
 	zeros := make([]byte, copyBlock)
 	log := newProgress(ctx, "Copying", from.Name(), end)
-	empty := offset // where the zeros begin that are not written yet
+	done := offset // from here to at the source reads as zeros, and the target is not zeroed yet
 	for at := offset; at < end; {
 		if err := ctx.Err(); err != nil {
-			return empty, fmt.Errorf("copy %s: %w", from.Name(), err)
+			return done, fmt.Errorf("copy %s: %w", from.Name(), err)
 		}
 		block := buffer[:min(copyBlock, end-at)]
 		if _, err := from.ReadAt(block, at); err != nil {
-			return empty, fmt.Errorf("read %s at byte %d: %w", from.Name(), at, systemError(err))
+			return done, fmt.Errorf("read %s at byte %d: %w", from.Name(), at, systemError(err))
 		}
-		if bytes.Equal(block, zeros[:len(block)]) {
-			if at += int64(len(block)); at-empty < zeroChunk && at < end {
-				continue
-			}
-			if err := zeroRange(ctx, to, empty, at); err != nil {
-				return empty, err
-			}
-		} else {
-			if err := zeroRange(ctx, to, empty, at); err != nil {
-				return empty, err
+		next := at + int64(len(block))
+		if !bytes.Equal(block, zeros[:len(block)]) {
+			if err := zeroRange(ctx, to, done, at); err != nil {
+				return done, err
 			}
 			if _, err := to.WriteAt(block, at); err != nil {
 				return at, fmt.Errorf("write %s at byte %d: %w", to.Name(), at, systemError(err))
 			}
-			at += int64(len(block))
+			done = next
+		} else if next-done >= zeroChunk || next == end {
+			if err := zeroRange(ctx, to, done, next); err != nil {
+				return done, err
+			}
+			done = next
 		}
-		empty = at
+		at = next
 		log.at(at)
 	}
 	return end, nil

@@ -3,9 +3,11 @@ package points
 import (
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"strings"
+	"time"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"golang.org/x/sys/unix"
@@ -251,10 +253,16 @@ func unpublish(w *world, kind string) plan {
 	}, nil}
 }
 
+// detachTime is how long the kernel may take to remove a device that nobody has any more.
+const detachTime = time.Second
+
 func unstage(w *world, kind string) plan {
 	v := filled(w, "data", kind)
 	w.all(v.unpublishAll)
 	return plan{v.unstage, func() {
+		for deadline := time.Now().Add(detachTime); v.device() != "" && time.Now().Before(deadline); {
+			time.Sleep(time.Millisecond)
+		}
 		if device := v.device(); device != "" {
 			w.t.Errorf("%s is still attached", device)
 		}
@@ -352,16 +360,7 @@ func (w *world) snapshots(n int) (all []*csi.Snapshot) {
 	return all
 }
 
-// device that the volume is attached as; empty for none.
-func (v *vol) device() string {
-	found, _ := filepath.Glob("/sys/block/loop*/loop/backing_file")
-	for _, path := range found {
-		if backing, err := os.ReadFile(path); err == nil && strings.TrimSpace(string(backing)) == v.image() {
-			return strings.Split(path, "/")[3]
-		}
-	}
-	return ""
-}
+func (v *vol) device() string { return v.site.device(v) }
 
 func (v *vol) sysfs(name string) string {
 	v.t.Helper()
@@ -377,14 +376,17 @@ func (v *vol) readsAhead(want string) {
 	}
 }
 
-// grown makes sure that image and device have a size.
+// grown makes sure that the bytes and the device of a volume have a size.
 func (v *vol) grown(size int64) {
 	v.t.Helper()
-	info, err := os.Stat(v.image())
-	ok(v.t, err)
-	if info.Size() != size {
-		v.t.Errorf("the image has %d bytes, not %d", info.Size(), size)
-	}
+	v.site.look(v, func(path string) {
+		f, err := os.Open(path)
+		ok(v.t, err)
+		defer f.Close()
+		if have, err := f.Seek(0, io.SeekEnd); err != nil || have != size {
+			v.t.Errorf("%s has %d bytes, not %d: %v", path, have, size, err)
+		}
+	})
 	if sectors := v.sysfs("size"); sectors != fmt.Sprint(size/512) {
 		v.t.Errorf("the device has %s sectors, not %d", sectors, size/512)
 	}

@@ -22,6 +22,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
 // built is where the driver under test is built, once for all tests.
@@ -33,6 +34,9 @@ var built = struct {
 
 // program returns the path of the driver.
 func program() (string, error) {
+	if path := os.Getenv("ASHLAR_DRIVER"); path != "" { // where there is no compiler
+		return path, nil
+	}
 	path := filepath.Join(built.dir, "driver")
 	built.Do(func() {
 		if out, err := exec.Command("go", "build", "-o", path, "../../cmd/driver").CombinedOutput(); err != nil {
@@ -85,10 +89,11 @@ func (l *log) String() string {
 }
 
 const (
-	// startTime is how long a driver may take until it serves, also after a crash.
-	startTime = 10 * time.Second
+	// startTime is how long a driver may take until it serves, also after a crash, and under a
+	// trace.
+	startTime = 60 * time.Second
 	// callTime is how long any call may take.
-	callTime = 30 * time.Second
+	callTime = 60 * time.Second
 )
 
 // launch starts a driver; stopped: it waits for SIGCONT before its first step. It lacks
@@ -99,7 +104,7 @@ func launch(socket, pool string, stopped bool) (*process, error) {
 	if err != nil {
 		return nil, err
 	}
-	argv := []string{path, "serve", "--endpoint=unix://" + socket, "--node-id=" + drivertest.Node, "--pool=default=file://" + pool + "?reservePercent=0", "-v=4"}
+	argv := []string{path, "serve", "--endpoint=unix://" + socket, "--node-id=" + drivertest.Node, "--pool=default=" + pool + "?reservePercent=0", "-v=4"}
 	if stopped {
 		argv = append([]string{"sh", "-c", `kill -STOP $$; exec "$0" "$@"`}, argv...)
 	}
@@ -172,15 +177,32 @@ func retried(call func() error) error {
 	}
 }
 
-// site is a filesystem of its own for the pools of the drivers under test, on memory if
-// there is enough of it: what a crash of a process leaves does not depend on disks.
+// site is where the drivers under test keep their pools, one after the other.
 type site struct {
-	dir  string // all is in here
-	pool string // of the drivers
-	fs   string
+	dir string // of all that is in files
+	storage
 }
 
-// newSite makes one, with a kind of filesystem: xfs copies by sharing blocks, ext4
+// storage is what a pool is made of.
+type storage interface {
+	// url of the pool, without options.
+	url() string
+	// leftovers are all that is there of drivers and their volumes.
+	leftovers() []string
+	// clear takes them away by force.
+	clear()
+	// device that a volume is attached as, for writing if it is one of several: its name in
+	// /sys/block; empty for none.
+	device(v *vol) string
+	// look shows the bytes of a volume, as a file or a device of their own.
+	look(v *vol, with func(path string))
+}
+
+// folder is a file pool.
+type folder string
+
+// newSite makes a site of a filesystem of its own, on memory if there is enough of it: what
+// a crash of a process leaves does not depend on disks. xfs copies by sharing blocks, ext4
 // byte by byte.
 func newSite(t testing.TB, fs string) *site {
 	t.Helper()
@@ -188,29 +210,29 @@ func newSite(t testing.TB, fs string) *site {
 	if unix.Statfs("/dev/shm", &st) == nil && int64(st.Bavail)*st.Bsize > 2<<30 {
 		t.Setenv("TMPDIR", "/dev/shm")
 	}
-	s := &site{dir: drivertest.Dir(t), fs: fs}
-	image, folder := filepath.Join(s.dir, "image"), filepath.Join(s.dir, "fs")
-	s.pool = filepath.Join(folder, "pool")
+	dir := drivertest.Dir(t)
+	image, mounted := filepath.Join(dir, "image"), filepath.Join(dir, "fs")
 	ok(t, os.WriteFile(image, nil, 0o600))
 	ok(t, os.Truncate(image, 4<<30))
-	ok(t, os.Mkdir(folder, 0o700))
+	ok(t, os.Mkdir(mounted, 0o700))
 	run(t, "mkfs."+fs, "-q", image)
-	run(t, "mount", "-o", "loop", image, folder)
+	run(t, "mount", "-o", "loop", image, mounted)
 	t.Cleanup(func() {
-		if err := unix.Unmount(folder, 0); err != nil {
+		if err := unix.Unmount(mounted, 0); err != nil {
 			t.Errorf("unmount the pool's filesystem: %v", err)
-			_ = unix.Unmount(folder, unix.MNT_DETACH)
+			_ = unix.Unmount(mounted, unix.MNT_DETACH)
 		}
 	})
-	return s
+	return &site{dir, folder(filepath.Join(mounted, "pool"))}
 }
 
-// leftovers are the mounts and devices of drivers, and whatever is in the pool beside
-// its own folders.
-func (s *site) leftovers(dir string) []string {
-	found := append(drivertest.Leftovers(dir), drivertest.Leftovers(s.pool)...)
-	_ = filepath.WalkDir(s.pool, func(path string, _ os.DirEntry, err error) error {
-		name, _ := filepath.Rel(s.pool, path)
+func (f folder) url() string { return "file://" + string(f) }
+
+// leftovers are also whatever is in the pool beside its own folders.
+func (f folder) leftovers() []string {
+	found := drivertest.Leftovers(string(f))
+	_ = filepath.WalkDir(string(f), func(path string, _ os.DirEntry, err error) error {
+		name, _ := filepath.Rel(string(f), path)
 		switch name {
 		case ".", "lock", "volumes", "snapshots":
 		default:
@@ -219,6 +241,29 @@ func (s *site) leftovers(dir string) []string {
 		return err
 	})
 	return found
+}
+
+func (f folder) clear() { _ = os.RemoveAll(string(f)) }
+
+func (f folder) image(v *vol) string {
+	return filepath.Join(string(f), "volumes", volume.KeyOf(v.name)+".img")
+}
+
+func (f folder) device(v *vol) string {
+	found, _ := filepath.Glob("/sys/block/loop*/loop/backing_file")
+	for _, path := range found {
+		if backing, err := os.ReadFile(path); err == nil && strings.TrimSpace(string(backing)) == f.image(v) {
+			return strings.Split(path, "/")[3]
+		}
+	}
+	return ""
+}
+
+func (f folder) look(v *vol, with func(path string)) { with(f.image(v)) }
+
+// leftovers are those of the storage, and the mounts and devices below a folder.
+func (s *site) leftovers(dir string) []string {
+	return append(drivertest.Leftovers(dir), s.storage.leftovers()...)
 }
 
 // clear takes by force what a failed test left.
@@ -235,7 +280,7 @@ func (s *site) clear(dir string) {
 			}
 		}
 	}
-	_ = os.RemoveAll(s.pool)
+	s.storage.clear()
 }
 
 func thaw(path string) error {

@@ -141,16 +141,21 @@ type crash struct {
 	at      int  // the point of the call
 	atStart int  // the point of the start after that, at which it dies again; 0: it does not
 	giveUp  bool // nobody makes the call again
+	all     bool // what the driver has started dies with it
 }
 
 func (c crash) String() string {
+	text := fmt.Sprint(c.at)
+	if c.all {
+		text += " of all"
+	}
 	switch {
 	case c.atStart > 0:
-		return fmt.Sprintf("%d and %d of the start", c.at, c.atStart)
+		return fmt.Sprintf("%s and %d of the start", text, c.atStart)
 	case c.giveUp:
-		return fmt.Sprintf("%d and give up", c.at)
+		return text + " and give up"
 	}
-	return fmt.Sprint(c.at)
+	return text
 }
 
 // happen makes the call, lets the crash happen, and goes on. It reports whether there was
@@ -158,13 +163,13 @@ func (c crash) String() string {
 func (c crash) happen(t *testing.T, s *site, sc scenario) (reached bool) {
 	w := newWorld(t, s)
 	p := sc.prepare(w)
-	result, err := w.traced(p.call, killAt(c.at))
+	result, err := w.traced(p.call, c.killAt(c.at))
 	if !result.Killed {
 		ok(t, err)
 	} else {
 		w.died(result)
 		if c.atStart > 0 {
-			if result = w.startTraced(killAt(c.atStart)); result.Killed {
+			if result = w.startTraced(c.killAt(c.atStart)); result.Killed {
 				w.died(result)
 			}
 		}
@@ -174,8 +179,8 @@ func (c crash) happen(t *testing.T, s *site, sc scenario) (reached bool) {
 	return result.Killed
 }
 
-func killAt(n int) func(int, trace.Call) trace.Verdict {
-	return func(i int, _ trace.Call) trace.Verdict { return trace.Verdict{Kill: i == n} }
+func (c crash) killAt(n int) func(int, trace.Call) trace.Verdict {
+	return func(i int, _ trace.Call) trace.Verdict { return trace.Verdict{Kill: i == n, All: c.all} }
 }
 
 func (w *world) died(r trace.Result) {

@@ -75,7 +75,7 @@ func (w *world) launch(stopped bool) {
 		w.kill()
 		before = w.log.String() + "--- killed ---\n"
 	}
-	p, err := launch(filepath.Join(w.dir, "csi.sock"), w.site.pool, stopped)
+	p, err := launch(filepath.Join(w.dir, "csi.sock"), w.site.url(), stopped)
 	ok(w.t, err)
 	w.process = p
 	_, _ = p.log.Write([]byte(before))
@@ -154,7 +154,7 @@ func (v *vol) capability() *csi.VolumeCapability {
 func (v *vol) create() error {
 	r := &csi.CreateVolumeRequest{Name: v.name, CapacityRange: &csi.CapacityRange{RequiredBytes: v.size},
 		VolumeCapabilities: []*csi.VolumeCapability{v.capability()}}
-	if v.thin {
+	if _, either := v.site.storage.(folder); v.thin && either {
 		r.Parameters = map[string]string{"provisioning": "thin"}
 	}
 	if v.snapshot != "" {
@@ -355,21 +355,18 @@ func (v *vol) alive(pod string) {
 	}
 }
 
-// image of the volume.
-func (v *vol) image() string {
-	return filepath.Join(v.site.pool, "volumes", volume.KeyOf(v.name)+".img")
-}
-
 // sound makes sure that the filesystem of a volume at rest has nothing to repair.
 func (v *vol) sound() {
 	v.t.Helper()
-	check := map[string][]string{"ext4": {"e2fsck", "-fn", v.image()}, "xfs": {"xfs_repair", "-n", v.image()}}[v.kind]
+	check := map[string][]string{"ext4": {"e2fsck", "-fn"}, "xfs": {"xfs_repair", "-n"}}[v.kind]
 	if v.content == 0 || check == nil {
 		return
 	}
-	if out, err := exec.Command(check[0], check[1:]...).CombinedOutput(); err != nil {
-		v.t.Errorf("the filesystem of %s is damaged: %v: %s", v.name, err, out)
-	}
+	v.site.look(v, func(path string) {
+		if out, err := exec.Command(check[0], check[1], path).CombinedOutput(); err != nil {
+			v.t.Errorf("the filesystem of %s is damaged: %v: %s", v.name, err, out)
+		}
+	})
 }
 
 // takeDown undoes all that the CO has tried, through the driver, and deletes whatever the

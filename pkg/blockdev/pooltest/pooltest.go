@@ -1378,6 +1378,11 @@ func differ(f *fixture) {
 	for _, ref := range []blockdev.Ref{snap("one"), snap("two"), snap("three")} {
 		bytesOf[ref] = append(f.read(ref), make([]byte, size)...)[:2*size]
 	}
+	for _, ref := range []blockdev.Ref{snap("two"), snap("three")} { // others may have devices of them
+		device := f.attach(ref, blockdev.Attachment{ReadOnly: true, Keep: true})
+		f.must(device.Close())
+	}
+
 	length := map[blockdev.Ref]int64{snap("one"): size, snap("two"): size, snap("three"): 2 * size}
 
 	for _, c := range []struct{ base, target blockdev.Ref }{

@@ -1,7 +1,9 @@
 package trace
 
 import (
+	"cmp"
 	"fmt"
+	"strings"
 
 	"golang.org/x/sys/unix"
 )
@@ -35,8 +37,8 @@ const (
 	fileArg        // it is a descriptor, and counts for regular files (also of sysfs), folders and block devices
 )
 
-// changing are the system calls that count; openat, openat2, open_tree, fsconfig and
-// ioctl are looked at more closely.
+// changing are the system calls that count; openat, openat2, open_tree, fsconfig, ioctl
+// and io_submit are looked at more closely.
 var changing = map[int]struct {
 	name string
 	how  int
@@ -85,6 +87,12 @@ var requests = map[uint32]string{
 	0x40086610: "EXT4_IOC_RESIZE_FS", 0x4010586e: "XFS_IOC_FSGROWFSDATA", 0x50009403: "BTRFS_IOC_RESIZE",
 }
 
+// mapper are the requests to the device mapper that count: linux/dm-ioctl.h.
+var mapper = map[uint32]string{
+	0xc138fd03: "DM_DEV_CREATE", 0xc138fd04: "DM_DEV_REMOVE", 0xc138fd05: "DM_DEV_RENAME", 0xc138fd06: "DM_DEV_SUSPEND",
+	0xc138fd09: "DM_TABLE_LOAD", 0xc138fd0a: "DM_TABLE_CLEAR", 0xc138fd0e: "DM_TARGET_MSG",
+}
+
 // inspect says what the call that a thread is about to make is, and whether it counts.
 func inspect(tid, number int, args [6]uint64) (c Call, counts bool) {
 	switch number {
@@ -96,18 +104,31 @@ func inspect(tid, number int, args [6]uint64) (c Call, counts bool) {
 		if flags&(unix.O_CREAT|unix.O_TRUNC) == 0 {
 			return c, false
 		}
-		return Call{Name: "openat O_CREAT", Path: text(tid, args[1])}, true
+		path := text(tid, args[1])
+		// The locks of lvm2 go with their process; and what it saw last it takes as a hint.
+		lvm := strings.HasPrefix(path, "/run/lock/lvm/") || strings.HasPrefix(path, "/run/lvm/")
+		return Call{Name: "openat O_CREAT", Path: path}, !lvm
 	case unix.SYS_OPEN_TREE:
 		return Call{Name: "open_tree", Path: text(tid, args[1])}, args[2]&unix.OPEN_TREE_CLONE != 0
 	case unix.SYS_FSCONFIG:
 		return Call{Name: "fsconfig CREATE"}, args[1] == unix.FSCONFIG_CMD_CREATE
 	case unix.SYS_IOCTL:
+		if command, known := mapper[uint32(args[1])]; known {
+			const nameAt, uuidAt = 48, 48 + 128 // struct dm_ioctl; one of them is given
+			device := cmp.Or(text(tid, args[2]+nameAt), text(tid, args[2]+uuidAt))
+			return Call{Name: "ioctl " + command, Path: device}, true
+		}
 		request, known := requests[uint32(args[1])]
 		if !known {
 			return c, false
 		}
 		_, name := behind(tid, args[0])
 		return Call{Name: "ioctl " + request, Path: name}, true
+	case unix.SYS_IO_SUBMIT:
+		const pwrite, pwritev = 1, 8 // linux/aio_abi.h, of the first block of struct iocb: what, and to where
+		what := word(tid, word(tid, args[2])+16)
+		_, name := behind(tid, what>>32)
+		return Call{Name: "io_submit pwrite", Path: name}, args[1] > 0 && (what&0xffff == pwrite || what&0xffff == pwritev)
 	}
 	known, found := changing[number]
 	if !found {

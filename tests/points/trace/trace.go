@@ -8,12 +8,14 @@
 package trace
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
 	"runtime"
 	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -27,6 +29,8 @@ import (
 type Verdict struct {
 	// Kill the process (SIGKILL, not its children) before the call happens.
 	Kill bool
+	// All of its children are killed with it, as at the end of a container.
+	All bool
 	// Fail the call with this error, without its happening (where CanFail).
 	Fail unix.Errno
 	// Exec is the program that is started in place of the one that was meant, with the same
@@ -74,7 +78,7 @@ func init() {
 	locked.Wait()
 }
 
-// Attach begins to trace a running Go process. decide is called before the n-th (1, 2,
+// Attach begins to trace a running Go process, and the children that it has. decide is called before the n-th (1, 2,
 // ...) state-changing call, while the caller of that call stands still. The caller must
 // not wait for the process until the trace has ended: it would steal what the kernel
 // reports to the tracer.
@@ -132,12 +136,15 @@ func ptrace(request, tid int, addr, data uintptr) (uintptr, error) {
 func (t *Trace) seize() error {
 	for found := true; found; {
 		found = false
-		threads, err := os.ReadDir(fmt.Sprintf("/proc/%d/task", t.pid))
+		threads, err := threadsOf(t.pid)
 		if err != nil {
 			return err
 		}
-		for _, thread := range threads {
-			tid, _ := strconv.Atoi(thread.Name())
+		for _, child := range childrenOf(t.pid) {
+			more, _ := threadsOf(child)
+			threads = append(threads, more...)
+		}
+		for _, tid := range threads {
 			if t.tasks[tid] {
 				continue
 			}
@@ -158,6 +165,29 @@ func (t *Trace) seize() error {
 		return fmt.Errorf("process %d cannot be traced", t.pid)
 	}
 	return nil
+}
+
+func threadsOf(pid int) (tids []int, err error) {
+	threads, err := os.ReadDir(fmt.Sprintf("/proc/%d/task", pid))
+	for _, thread := range threads {
+		tid, _ := strconv.Atoi(thread.Name())
+		tids = append(tids, tid)
+	}
+	return tids, err
+}
+
+// childrenOf are the processes that a process has started and that have not ended.
+func childrenOf(pid int) (pids []int) {
+	paths, _ := filepath.Glob("/proc/[0-9]*/stat")
+	for _, path := range paths {
+		stat, _ := os.ReadFile(path)
+		fields := strings.Fields(string(stat[bytes.LastIndexByte(stat, ')')+1:])) // proc(5): state, parent
+		if len(fields) > 1 && fields[0] != "Z" && fields[1] == strconv.Itoa(pid) {
+			child, _ := strconv.Atoi(strings.Split(path, "/")[2])
+			pids = append(pids, child)
+		}
+	}
+	return pids
 }
 
 // loop runs until nothing is traced any more. It says once on attached when all threads
@@ -248,9 +278,11 @@ type syscallInfo struct {
 func (t *Trace) syscall(tid int) {
 	var info syscallInfo
 	if _, err := ptrace(unix.PTRACE_GET_SYSCALL_INFO, tid, unsafe.Sizeof(info), uintptr(unsafe.Pointer(&info))); err != nil {
-		return
+		if err := registers(tid, &info); err != nil {
+			return
+		}
 	}
-	if info.op == unix.PTRACE_SYSCALL_INFO_EXIT {
+	if _, failing := t.failing[tid]; failing || info.op == unix.PTRACE_SYSCALL_INFO_EXIT {
 		if errno, ok := t.failing[tid]; ok {
 			delete(t.failing, tid)
 			t.note(setResult(tid, errno))
@@ -269,7 +301,7 @@ func (t *Trace) syscall(tid int) {
 	verdict := t.decide(len(t.calls), call)
 	switch {
 	case verdict.Kill:
-		t.kill()
+		t.kill(verdict.All)
 	case verdict.Fail != 0:
 		t.note(skip(tid))
 		t.failing[tid] = verdict.Fail
@@ -286,8 +318,9 @@ func (t *Trace) own(tid int) bool {
 	return err == nil
 }
 
-// kill kills the process. What it started has to die of that by itself.
-func (t *Trace) kill() {
+// kill kills the process. What it started has to die of that by itself, unless all are
+// killed.
+func (t *Trace) kill(all bool) {
 	t.killed = true
 	var children []int
 	for tid := range t.tasks {
@@ -296,6 +329,11 @@ func (t *Trace) kill() {
 		}
 	}
 	t.note(unix.Kill(t.pid, unix.SIGKILL))
+	for _, child := range children {
+		if all {
+			_ = unix.Kill(child, unix.SIGKILL)
+		}
+	}
 	late := time.AfterFunc(survival, func() {
 		for _, child := range children {
 			if unix.Kill(child, 0) == nil { // the loop waits for its end

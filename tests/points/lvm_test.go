@@ -1,0 +1,153 @@
+package points
+
+import (
+	"flag"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// volumeGroup is a pool of linear volumes, or of thin ones, in a volume group of its own.
+type volumeGroup struct {
+	*drivertest.Group
+	t   testing.TB
+	at  string   // its URL
+	own []string // its volumes when the pool is empty
+}
+
+// newGroup makes a site of a volume group. Its settings hold for the programs of this
+// process, too: one at a time.
+func newGroup(t *testing.T, thin bool) *site {
+	t.Helper()
+	g := &volumeGroup{Group: drivertest.NewGroup(t, 3<<30), t: t}
+	g.at = g.URL()
+	if thin {
+		g.at = g.ThinPool(t, "tp", "-L", "2G", "--poolmetadatasize", "16M")
+	}
+	g.own = g.Volumes(t)
+	return &site{drivertest.Dir(t), g}
+}
+
+func (g *volumeGroup) url() string { return g.at }
+
+func (g *volumeGroup) leftovers() (found []string) {
+	for deadline := time.Now().Add(detachTime); len(g.DeviceNames()) > 0 && time.Now().Before(deadline); {
+		time.Sleep(time.Millisecond)
+	}
+	for _, name := range g.DeviceNames() {
+		found = append(found, "device "+name)
+	}
+	for _, name := range g.Volumes(g.t) {
+		if !slices.Contains(g.own, name) {
+			found = append(found, "volume "+name)
+		}
+	}
+	return found
+}
+
+func (g *volumeGroup) clear() {
+	for range 3 { // devices upon devices
+		for _, name := range g.DeviceNames() {
+			_ = exec.Command("dmsetup", "resume", name).Run()
+			_ = exec.Command("dmsetup", "remove", "-f", name).Run()
+		}
+	}
+	for _, line := range g.leftovers() {
+		if name, ok := strings.CutPrefix(line, "volume "); ok {
+			_ = exec.Command("lvremove", "-q", "-f", "-y", g.Name+"/"+name).Run()
+		}
+	}
+}
+
+// mapped is the name of the device of a volume's logical volume.
+func (g *volumeGroup) mapped(v *vol) string {
+	return strings.ReplaceAll(g.Name, "-", "--") + "-vol." + volume.KeyOf(v.name)
+}
+
+func (g *volumeGroup) device(v *vol) string {
+	found, _ := filepath.Glob("/sys/block/dm-*/dm/name")
+	for _, path := range found {
+		if name, err := os.ReadFile(path); err == nil && strings.TrimSpace(string(name)) == g.mapped(v)+"-writable" {
+			return strings.Split(path, "/")[3]
+		}
+	}
+	return ""
+}
+
+func (g *volumeGroup) look(v *vol, with func(path string)) {
+	lv := g.Name + "/vol." + volume.KeyOf(v.name)
+	drivertest.Run(v.t, "lvchange", "-q", "-ay", "-K", lv)
+	with("/dev/mapper/" + g.mapped(v))
+	_ = exec.Command("lvchange", "-q", "-an", lv).Run() // if nobody has it
+}
+
+var lvmTime = flag.Duration("points.lvm", 30*time.Second, "how long calls over LVM pools are tried, in the order of -points.seed; one at the least over each kind")
+
+const (
+	// lvmShare is how many points of a call there are to each crash that is tried.
+	lvmShare = 20
+	// lvmStartPoints is about how many points a start has, if there is nothing to mend.
+	lvmStartPoints = 5
+)
+
+// TestLVMPoints is TestPoints over LVM pools. What lvm2 does for the driver is part of the
+// call: each change that it makes to a device of the device mapper, and each write of it to
+// a disk, is a point. There the driver is killed alone, and lvm2 has to end by itself; or
+// both are, as at the end of a container.
+func TestLVMPoints(t *testing.T) {
+	drivertest.NeedLVM(t)
+	fmt.Printf("points: a sample of LVM pools; -points.seed=%d has the same again, -points.lvm=1h has more\n", today())
+	for _, kind := range []string{"thick", "thin"} {
+		t.Run(kind, func(t *testing.T) {
+			random := rand.New(rand.NewPCG(today(), uint64(len(kind))))
+			at := newGroup(t, kind == "thin")
+			calls := slices.DeleteFunc(slices.Clone(scenarios), func(s scenario) bool {
+				return s.name == "CreateVolume thin" || strings.HasSuffix(s.name, ", sharing") // they are as others here
+			})
+			random.Shuffle(len(calls), func(i, j int) { calls[i], calls[j] = calls[j], calls[i] })
+			tried, crashes, points := 0, 0, 0
+			for end := time.Now().Add(*lvmTime / 2); tried < len(calls) && (tried == 0 || time.Now().Before(end)); tried++ {
+				t.Run(calls[tried].name, func(t *testing.T) {
+					n, of := calls[tried].crashed(t, at, random, end)
+					crashes, points = crashes+n, points+of
+				})
+			}
+			fmt.Printf("points: %s LVM pool: %d crashes at the %d points of %d calls of %d\n", kind, crashes, points, tried, len(calls))
+		})
+	}
+}
+
+// crashed kills the driver in a call, a few times if there is time, at points and in ways
+// that are chosen at random. It returns how often, and of how many points.
+func (sc scenario) crashed(t *testing.T, at *site, random *rand.Rand, end time.Time) (kills, points int) {
+	begin := time.Now()
+	calls, undoable := untouched(t, at, sc)
+	for i := range 1 + len(calls)/lvmShare {
+		if i > 0 && time.Now().After(end) {
+			break
+		}
+		c := crash{at: 1 + random.IntN(len(calls)), all: random.IntN(2) == 0}
+		switch random.IntN(4) {
+		case 0:
+			c.giveUp = undoable
+		case 1:
+			c.atStart = 1 + random.IntN(lvmStartPoints)
+		}
+		t.Run(fmt.Sprintf("%d: %s", i, c), func(t *testing.T) {
+			if c.happen(t, at, sc) || c.atStart > 0 { // a start may have fewer
+				kills++
+			}
+		})
+	}
+	fmt.Printf("points: %-42s %3d points, %d crashes, %5.1f s: %s\n", sc.name, len(calls), kills, time.Since(begin).Seconds(), histogram(calls))
+	return kills, len(calls)
+}
