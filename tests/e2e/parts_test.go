@@ -51,9 +51,10 @@ func run(m *testing.M) int {
 		fmt.Fprintln(os.Stderr, err)
 		return 1
 	}
-	defer os.RemoveAll(built.dir)
 	defer apitest.Stop()
-	return m.Run()
+	code := m.Run()
+	_ = os.RemoveAll(built.dir)
+	return code
 }
 
 const (
