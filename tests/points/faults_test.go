@@ -98,8 +98,8 @@ func TestFaults(t *testing.T) {
 			if *fullFaults {
 				for i, call := range calls {
 					errnos := faults[call.Name]
-					if call.Child && !call.Exec && len(errnos) > 0 {
-						// Whatever it is, the program fails; the next of its calls tries the next.
+					if alike(calls, i) && len(errnos) > 0 {
+						// The next one tries the next error.
 						try(i+1, errnos[i%len(errnos)], undoable && i%2 == 0)
 						continue
 					}
