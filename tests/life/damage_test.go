@@ -16,7 +16,6 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
-	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 )
 
 // TestDamagedFilesystem: a filesystem that is damaged beyond what is repaired by itself is
@@ -318,18 +317,23 @@ func TestReboot(t *testing.T) {
 	d.Stop()
 	gone()
 	ok(t, unix.Unmount(folder, 0))
-	url := "file://" + folder + "?reservePercent=0&create=0"
-	if _, err := blockdev.Open(t.Context(), "default", url); err == nil || !strings.Contains(err.Error(), "is its filesystem mounted?") {
-		t.Fatalf("without its filesystem the pool opens with %v", err)
+	d = start(t, drivertest.Options{Dir: dir, Pools: []string{"default=file://" + folder + "?reservePercent=0&create=0"}})
+	for i, v := range all {
+		all[i] = d.volume(v.id, v.name, v.capability)
+		wants(t, all[i].stage(), codes.Unavailable, "is its filesystem mounted?")
+		expect(t, all[i].problems(), "INACCESSIBLE PoolMissing")
 	}
+	ok(t, d.probe())
+	expect(t, d.storage(), "STORAGE_UNREACHABLE PoolMissing")
 	if left, err := os.ReadDir(folder); err != nil || len(left) > 0 {
 		t.Errorf("in the folder below are %v, %v", left, err)
 	}
 	run(t, "mount", "-o", "loop", filepath.Join(dir, "image-of-pool"), folder)
-	d = start(t, drivertest.Options{Dir: dir, Pools: []string{"default=" + url}})
-	for i, v := range all {
-		all[i] = d.volume(v.id, v.name, v.capability)
-		expect(t, all[i].problems())
+	for deadline := time.Now().Add(time.Minute); len(d.storage()) > 0 && time.Now().Before(deadline); {
+		time.Sleep(100 * time.Millisecond)
+	}
+	for _, v := range all {
+		expect(t, v.problems())
 	}
 	again()
 	for _, v := range all {
