@@ -79,7 +79,7 @@ func openFilePool(ctx context.Context, name string, loc Location) (_ Pool, err e
 			err = fmt.Errorf("open pool %s at %s: %w", name, loc.Path, err)
 		}
 	}()
-	if loc.Create < 1 {
+	if loc.Create == 0 {
 		for _, folder := range folderNames {
 			if _, err := os.Stat(loc.Path + "/" + folder); err != nil {
 				return nil, fmt.Errorf("%w: there is no pool, and create=0 says to make none; is its filesystem mounted? %w", ErrUnavailable, err)

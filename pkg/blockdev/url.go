@@ -47,7 +47,7 @@ type option struct {
 var (
 	overprovision     = option{"overprovision", 1, 100, func(l *Location) *float64 { return &l.Overprovision }}
 	reservePercent    = option{"reservePercent", 0, 90, func(l *Location) *float64 { return &l.ReservePercent }}
-	create            = option{"create", 0, 1, func(l *Location) *float64 { return &l.Create }}
+	create            = option{"create", 0, 1, func(l *Location) *float64 { return &l.Create }} // 0 or 1
 	dataWatermark     = option{"dataWatermark", 1, 100, func(l *Location) *float64 { return &l.DataWatermark }}
 	metadataWatermark = option{"metadataWatermark", 1, 100, func(l *Location) *float64 { return &l.MetadataWatermark }}
 )
@@ -109,6 +109,9 @@ func ParseLocation(text string) (Location, error) {
 		n, err := strconv.ParseFloat(values[0], 64)
 		if err != nil || !(n >= o.from && n <= o.to) {
 			return fail("%s=%s is not a number from %g to %g", key, values[0], o.from, o.to)
+		}
+		if o.name == create.name && n != 0 && n != 1 {
+			return fail("%s=%s is neither 0 nor 1", key, values[0])
 		}
 		*o.value(&loc) = n
 	}

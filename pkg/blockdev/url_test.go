@@ -35,6 +35,7 @@ func TestParseLocation(t *testing.T) {
 		}),
 		"file:///var/lib/ashlar?create=0":   with(func(l *blockdev.Location) { l.Create = 0 }),
 		"file:///var/lib/ashlar?create=2":   nil,
+		"file:///var/lib/ashlar?create=0.5": nil,
 		"lvm://vg0?create=0":                nil,
 		"lvm://":                            nil,
 		"lvm:///vg0":                        nil,
