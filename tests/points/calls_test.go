@@ -41,8 +41,9 @@ const (
 // nothing is what a CO does that forgets all about a call.
 func nothing() error { return nil }
 
-// whole are the calls whose programs run to their end: those of ext4 write the superblock
-// in parts, and one that was cut short between two of them is for a human (docs/reliability.md).
+// whole are the calls whose programs run to their end, undisturbed: those of ext4 write the
+// superblock in parts, and one that stopped between two of them is for a human
+// (docs/reliability.md).
 var whole = map[string]bool{"NodeStageVolume later, growing": true}
 
 var scenarios = []scenario{

@@ -95,26 +95,27 @@ func TestFaults(t *testing.T) {
 				count++
 				t.Run(fmt.Sprintf("%d %s give-up=%v", n, unix.ErrnoName(errno), giveUp), func(t *testing.T) { fault(t, sites[s.fs], s, n, errno, giveUp) })
 			}
+			points := s.points(calls)
 			if *fullFaults {
-				for i, call := range calls {
-					errnos := faults[call.Name]
-					if alike(calls, i) && len(errnos) > 0 {
+				for _, n := range points {
+					errnos := faults[calls[n-1].Name]
+					if alike(calls, n-1) && len(errnos) > 0 {
 						// The next one tries the next error.
-						try(i+1, errnos[i%len(errnos)], undoable && i%2 == 0)
+						try(n, errnos[n%len(errnos)], undoable && n%2 == 0)
 						continue
 					}
 					for _, errno := range errnos {
-						try(i+1, errno, false)
+						try(n, errno, false)
 						if undoable {
-							try(i+1, errno, true)
+							try(n, errno, true)
 						}
 					}
 				}
 			} else {
 				for _, giveUp := range []bool{false, undoable} {
-					n := random.IntN(len(calls))
-					if errnos := faults[calls[n].Name]; len(errnos) > 0 {
-						try(n+1, errnos[random.IntN(len(errnos))], giveUp)
+					n := points[random.IntN(len(points))]
+					if errnos := faults[calls[n-1].Name]; len(errnos) > 0 {
+						try(n, errnos[random.IntN(len(errnos))], giveUp)
 					}
 				}
 			}

@@ -58,12 +58,7 @@ func TestPoints(t *testing.T) {
 				}
 				return reached
 			}
-			var points []int
-			for i, c := range calls {
-				if !whole[s.name] || !c.Child || c.Exec {
-					points = append(points, i+1)
-				}
-			}
+			points := s.points(calls)
 			anywhere := func() int { return points[random.IntN(len(points))] }
 			if *full {
 				for n, more := 1, true; more; n++ {
@@ -88,6 +83,16 @@ func TestPoints(t *testing.T) {
 			fmt.Printf("points: %-42s %3d points, %3d crashes, %5.1f s: %s\n", s.name, len(calls), kills, time.Since(begin).Seconds(), histogram(calls))
 		})
 	}
+}
+
+// points are the numbers of the calls at which something is done.
+func (s scenario) points(calls []trace.Call) (points []int) {
+	for i, c := range calls {
+		if !whole[s.name] || !c.Child || c.Exec {
+			points = append(points, i+1)
+		}
+	}
+	return points
 }
 
 // alike reports whether a call is one of many of which it does not matter much which one it
