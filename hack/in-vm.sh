@@ -18,6 +18,7 @@ scratch=$(mktemp -d /var/tmp/ashlar-vm.XXXXXX)
 finish() {
 	local status=$?
 	[ -z "${vm-}" ] || kill -KILL -- "-$vm" 2>/dev/null || true
+	pkill -KILL -f "ubd0=$scratch/disk" || true # of a kernel that crashed, parts stay
 	rm -rf "$scratch"
 	exit "$status"
 }
