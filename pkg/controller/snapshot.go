@@ -33,12 +33,14 @@ func (s *Server) CreateSnapshot(ctx context.Context, r *csi.CreateSnapshotReques
 	if err != nil {
 		return nil, err
 	}
-	v, err := s.store.Get(ctx, source)
-	if err != nil {
-		return nil, err
-	}
-	if len(nodes) > 0 && !slices.Contains(nodes, v.Node) {
-		return nil, fmt.Errorf("%w: a snapshot of volume %s can be used on node %s, not on %v", blockdev.ErrNoSpace, source, v.Node, nodes)
+	if len(nodes) > 0 {
+		v, err := s.store.Get(ctx, source)
+		if err == nil && !slices.Contains(nodes, v.Node) {
+			return nil, fmt.Errorf("%w: a snapshot of volume %s can be used on node %s, not on %v", blockdev.ErrNoSpace, source, v.Node, nodes)
+		}
+		if err != nil && !errors.Is(err, blockdev.ErrNotFound) { // a snapshot that is there needs no source any more
+			return nil, err
+		}
 	}
 	snapshot, err := s.store.CreateSnapshot(ctx, r.GetName(), source)
 	if err != nil {

@@ -16,6 +16,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/csimap"
 )
 
 func expansion(v *vol, size int64) *csi.ControllerExpandVolumeRequest {
@@ -603,4 +604,26 @@ func TestFailedPublish(t *testing.T) {
 	absent(t, target)
 	ok(t, v.down(target))
 	d.nothingLeft()
+}
+
+// TestSnapshotOfDeletedVolume: a snapshot that is there is the answer to the call that made
+// it, also after its volume is gone.
+func TestSnapshotOfDeletedVolume(t *testing.T) {
+	d := start(t, drivertest.Options{})
+	v := d.made(request("volume", "ext4", smallest["ext4"]))
+	first, err := v.snapshot("snapshot")
+	ok(t, err)
+	ok(t, v.delete())
+	nodes := &csi.TopologyRequirement{Requisite: []*csi.Topology{csimap.Topology(drivertest.Node)}}
+	for _, where := range []*csi.TopologyRequirement{nil, nodes} {
+		again, err := d.CreateSnapshot(t.Context(), &csi.CreateSnapshotRequest{Name: "snapshot", SourceVolumeId: v.id, AccessibilityRequirements: where})
+		ok(t, err)
+		if again.GetSnapshot().GetSnapshotId() != first.GetSnapshotId() {
+			t.Errorf("the same call again made %v, not %v", again, first)
+		}
+		_, err = d.CreateSnapshot(t.Context(), &csi.CreateSnapshotRequest{Name: "another", SourceVolumeId: v.id, AccessibilityRequirements: where})
+		wants(t, err, codes.NotFound)
+	}
+	_, err = d.DeleteSnapshot(t.Context(), &csi.DeleteSnapshotRequest{SnapshotId: first.GetSnapshotId()})
+	ok(t, err)
 }
