@@ -127,6 +127,13 @@ type Attachment struct {
 	Attributes map[string]string
 }
 
+// A device that something looked at when it was closed (udev does, and whoever scans all block
+// devices) is held for a moment, which is waited for.
+const (
+	heldTries = 50
+	heldPause = 20 * time.Millisecond
+)
+
 // Device is an attached object.
 type Device struct {
 	Path     string // /dev/...

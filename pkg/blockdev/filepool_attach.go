@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strings"
 	"syscall"
+	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -152,22 +153,27 @@ func (p *filePool) Attach(ctx context.Context, ref Ref, how Attachment) (Device,
 }
 
 func (p *filePool) attach(ctx context.Context, ref Ref, s *stored, how Attachment) (attachedLoop, error) {
-	loops, err := p.openLoops(ref)
-	if err != nil {
-		return attachedLoop{}, err
-	}
-	for i, loop := range loops {
-		if loop.readOnly() == how.ReadOnly && loop.keep() == how.Keep {
-			closeLoops(slices.Delete(loops, i, i+1))
-			return loop, nil
+	for try := 0; ; try++ {
+		loops, err := p.openLoops(ref)
+		if err != nil {
+			return attachedLoop{}, err
 		}
-	}
-	closeLoops(loops)
-	for _, loop := range loops {
-		if !loop.readOnly() && !how.ReadOnly {
-			// Two writable devices over one image would not see each other's writes.
-			return attachedLoop{}, fmt.Errorf("%w: it is attached as %s for another use (or still held after that)", ErrInUse, loopPath(loop.number))
+		for i, loop := range loops {
+			if loop.readOnly() == how.ReadOnly && loop.keep() == how.Keep {
+				closeLoops(slices.Delete(loops, i, i+1))
+				return loop, nil
+			}
 		}
+		closeLoops(loops)
+		// Two writable devices over one image would not see each other's writes.
+		i := slices.IndexFunc(loops, func(loop attachedLoop) bool { return !loop.readOnly() && !how.ReadOnly })
+		if i < 0 {
+			break
+		}
+		if loops[i].keep() || try == heldTries || ctx.Err() != nil {
+			return attachedLoop{}, fmt.Errorf("%w: it is attached as %s for another use (or still held after that)", ErrInUse, loopPath(loops[i].number))
+		}
+		time.Sleep(heldPause)
 	}
 
 	flags := os.O_RDWR

@@ -947,3 +947,21 @@ func TestNearlyFull(t *testing.T) {
 		t.Errorf("a full pool: %+v", c)
 	}
 }
+
+// TestHeldForAMoment: who scans all block devices may have one open just when its last user
+// lets it go; the next use of the volume waits for that.
+func TestHeldForAMoment(t *testing.T) {
+	drivertest.NeedRoot(t)
+	pool := openURL(t, "file://"+drivertest.Dir(t)+"/pool?reservePercent=0")
+	t.Cleanup(func() { must(t, pool.Close()) })
+	create(t, pool, blockdev.Spec{Ref: vol("a"), Size: 1 << 20})
+	device, err := pool.Attach(t.Context(), vol("a"), blockdev.Attachment{})
+	must(t, err)
+	scanner, err := os.Open(device.Path)
+	must(t, err)
+	must(t, device.Close())
+	time.AfterFunc(200*time.Millisecond, func() { scanner.Close() })
+	kept, err := pool.Attach(t.Context(), vol("a"), blockdev.Attachment{Keep: true})
+	must(t, err)
+	must(t, errors.Join(kept.Close(), pool.Detach(t.Context(), vol("a")), pool.Delete(t.Context(), vol("a"))))
+}

@@ -44,7 +44,7 @@ func (p *lvmPool) own(name string) (*dmDevice, error) {
 		if err != nil || d == nil || !strings.HasPrefix(d.uuid, "LVM-"+p.uuid) {
 			return nil, err
 		}
-		if !d.deferred || d.opens > 0 || try == detachTries {
+		if !d.deferred || d.opens > 0 || try == heldTries {
 			return d, nil
 		}
 		time.Sleep(time.Millisecond)
@@ -223,12 +223,6 @@ func (p *lvmPool) Attached(_ context.Context, ref Ref) ([]Device, error) {
 	return devices, nil
 }
 
-// A device that something looked at when it was closed (udev does) is held for a moment.
-const (
-	detachTries = 50
-	detachPause = 20 * time.Millisecond
-)
-
 func (p *lvmPool) Detach(ctx context.Context, ref Ref) error {
 	if err := ref.validate(); err != nil {
 		return err
@@ -251,8 +245,8 @@ func (p *lvmPool) Detach(ctx context.Context, ref Ref) error {
 		if err != nil {
 			return fmt.Errorf("detach %s of pool %s: %w", ref, p.name, err)
 		}
-		for try := 0; held && try < detachTries && ctx.Err() == nil; try++ {
-			time.Sleep(detachPause)
+		for try := 0; held && try < heldTries && ctx.Err() == nil; try++ {
+			time.Sleep(heldPause)
 			now, err := dmFind(d.name)
 			held = err != nil || now != nil
 		}
