@@ -960,7 +960,7 @@ func TestHeldForAMoment(t *testing.T) {
 	scanner, err := os.Open(device.Path)
 	must(t, err)
 	must(t, device.Close())
-	time.AfterFunc(200*time.Millisecond, func() { scanner.Close() })
+	time.AfterFunc(200*time.Millisecond, func() { _ = scanner.Close() })
 	kept, err := pool.Attach(t.Context(), vol("a"), blockdev.Attachment{Keep: true})
 	must(t, err)
 	must(t, errors.Join(kept.Close(), pool.Detach(t.Context(), vol("a")), pool.Delete(t.Context(), vol("a"))))
