@@ -128,8 +128,11 @@ func TestLVMComesLater(t *testing.T) {
 	for disk, image := range disks {
 		drivertest.Run(t, "losetup", disk, image)
 	}
-	time.Sleep(3 * time.Second) // a look is not made more often than each 2 s
 	for name, f := range pools {
+		// What was seen is good for some seconds.
+		for deadline := time.Now().Add(time.Minute); len(f.pool.PoolHealth(t.Context())) > 0 && time.Now().Before(deadline); {
+			time.Sleep(100 * time.Millisecond)
+		}
 		f.holds(refs[name], 0, bytes)
 		f.poolIll()
 		must(t, f.pool.Delete(t.Context(), refs[name]))

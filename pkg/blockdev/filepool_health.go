@@ -68,9 +68,12 @@ func (p *filePool) PoolHealth(context.Context) []Problem {
 		problems = append(problems, Problem{Degraded, "PoolNearlyFull", fmt.Sprintf(
 			"the filesystem of pool %s at %s has %d of %d bytes left; writes to thin volumes will fail when it is full: make room", p.name, p.location.Path, free, total)})
 	}
-	// An ext4 that stopped writing after an error does not say so in statfs (Linux 6.16).
-	now := time.Now()
-	if err := p.root.Chtimes("lock", now, now); err != nil {
+	// An ext4 that stopped writing after an error does not say so in statfs (Linux 6.16), and takes new times (6.1).
+	err = unix.Fsetxattr(int(p.lock.Fd()), "user.ashlar.health", []byte("ok"), 0)
+	if errors.Is(err, unix.ENOTSUP) {
+		err = p.root.Chtimes("lock", time.Now(), time.Now())
+	}
+	if err != nil && !errors.Is(err, unix.ENOSPC) {
 		problems = append(problems, Problem{Inaccessible, "PoolReadOnly", fmt.Sprintf("the filesystem of pool %s at %s takes no changes: %v; look at the kernel's log", p.name, p.location.Path, err)})
 	}
 	p.mu.Lock()
