@@ -3,6 +3,7 @@ package blockdev
 import (
 	"context"
 	"fmt"
+	"math"
 	"net/url"
 	"path/filepath"
 	"regexp"
@@ -42,14 +43,15 @@ type option struct {
 	name     string
 	from, to float64
 	value    func(*Location) *float64
+	whole    bool // takes no fractions
 }
 
 var (
-	overprovision     = option{"overprovision", 1, 100, func(l *Location) *float64 { return &l.Overprovision }}
-	reservePercent    = option{"reservePercent", 0, 90, func(l *Location) *float64 { return &l.ReservePercent }}
-	create            = option{"create", 0, 1, func(l *Location) *float64 { return &l.Create }} // 0 or 1
-	dataWatermark     = option{"dataWatermark", 1, 100, func(l *Location) *float64 { return &l.DataWatermark }}
-	metadataWatermark = option{"metadataWatermark", 1, 100, func(l *Location) *float64 { return &l.MetadataWatermark }}
+	overprovision     = option{"overprovision", 1, 100, func(l *Location) *float64 { return &l.Overprovision }, false}
+	reservePercent    = option{"reservePercent", 0, 90, func(l *Location) *float64 { return &l.ReservePercent }, false}
+	create            = option{"create", 0, 1, func(l *Location) *float64 { return &l.Create }, true}
+	dataWatermark     = option{"dataWatermark", 1, 100, func(l *Location) *float64 { return &l.DataWatermark }, false}
+	metadataWatermark = option{"metadataWatermark", 1, 100, func(l *Location) *float64 { return &l.MetadataWatermark }, false}
 )
 
 // ParseLocation parses a pool URL, for example
@@ -110,8 +112,8 @@ func ParseLocation(text string) (Location, error) {
 		if err != nil || !(n >= o.from && n <= o.to) {
 			return fail("%s=%s is not a number from %g to %g", key, values[0], o.from, o.to)
 		}
-		if o.name == create.name && n != 0 && n != 1 {
-			return fail("%s=%s is neither 0 nor 1", key, values[0])
+		if o.whole && n != math.Trunc(n) {
+			return fail("%s=%s is not a whole number", key, values[0])
 		}
 		*o.value(&loc) = n
 	}

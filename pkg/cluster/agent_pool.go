@@ -102,9 +102,9 @@ func (a *Agent) writePool(ctx context.Context, i int, exact bool) error {
 	problems := pool.PoolHealth(ctx)
 	if err != nil {
 		c = blockdev.Capacity{}
-	}
-	if err != nil && len(problems) == 0 {
-		problems = append(problems, blockdev.Problem{Severity: blockdev.Inaccessible, Reason: "PoolUnavailable", Message: err.Error()})
+		if len(problems) == 0 {
+			problems = []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "PoolUnavailable", Message: err.Error()}}
+		}
 	}
 	var strays []string
 	if blockdev.There(pool.Pool) != nil {
