@@ -198,3 +198,17 @@ func must(t testing.TB, err error) {
 		t.Fatal(err)
 	}
 }
+
+// Block is the filesystem of what has none.
+const Block = "block"
+
+// Capability is that of a volume of a filesystem, or of Block, which several pods of a node may write.
+func Capability(filesystem string) *csi.VolumeCapability {
+	c := &csi.VolumeCapability{AccessMode: &csi.VolumeCapability_AccessMode{Mode: csi.VolumeCapability_AccessMode_SINGLE_NODE_MULTI_WRITER}}
+	if filesystem == Block {
+		c.AccessType = &csi.VolumeCapability_Block{Block: &csi.VolumeCapability_BlockVolume{}}
+	} else {
+		c.AccessType = &csi.VolumeCapability_Mount{Mount: &csi.VolumeCapability_MountVolume{FsType: filesystem}}
+	}
+	return c
+}

@@ -171,16 +171,6 @@ type lives struct {
 
 var kinds = []string{"ext4", "block", "xfs", "btrfs"}
 
-func capability(kind string) *csi.VolumeCapability {
-	c := &csi.VolumeCapability{AccessMode: &csi.VolumeCapability_AccessMode{Mode: csi.VolumeCapability_AccessMode_SINGLE_NODE_MULTI_WRITER}}
-	if kind == "block" {
-		c.AccessType = &csi.VolumeCapability_Block{Block: &csi.VolumeCapability_BlockVolume{}}
-	} else {
-		c.AccessType = &csi.VolumeCapability_Mount{Mount: &csi.VolumeCapability_MountVolume{FsType: kind}}
-	}
-	return c
-}
-
 func sizeOf(kind string) int64 {
 	return map[string]int64{"ext4": 24 * miB, "block": 16 * miB, "xfs": 300 * miB, "btrfs": 256 * miB}[kind]
 }
@@ -196,7 +186,7 @@ func (l *lives) create(ctx context.Context, name, kind string, size int64, sourc
 	v := &volume{lives: l, name: name, kind: kind, staging: filepath.Join(l.dir, "staging-"+name), target: filepath.Join(l.dir, "target-"+name)}
 	return v, again(ctx, func() error {
 		response, err := l.CreateVolume(ctx, &csi.CreateVolumeRequest{Name: name, CapacityRange: &csi.CapacityRange{RequiredBytes: size},
-			VolumeCapabilities: []*csi.VolumeCapability{capability(kind)}, VolumeContentSource: source,
+			VolumeCapabilities: []*csi.VolumeCapability{drivertest.Capability(kind)}, VolumeContentSource: source,
 			Parameters: map[string]string{"provisioning": []string{"thick", "thin"}[l.done%2]}})
 		v.id = response.GetVolume().GetVolumeId()
 		return err
@@ -214,7 +204,7 @@ func (v *volume) up(ctx context.Context) error {
 	if err := os.MkdirAll(v.staging, 0o700); err != nil {
 		return err
 	}
-	c := capability(v.kind)
+	c := drivertest.Capability(v.kind)
 	for _, call := range []func() error{
 		func() error {
 			_, err := v.ControllerPublishVolume(ctx, &csi.ControllerPublishVolumeRequest{VolumeId: v.id, NodeId: node, VolumeCapability: c})
@@ -398,7 +388,7 @@ func (l *lives) one(ctx context.Context) (err error) {
 func (l *lives) ephemeral(ctx context.Context, name string) error {
 	v := &volume{lives: l, id: name, name: name, kind: "ext4", target: filepath.Join(l.dir, "target-"+name)}
 	if err := again(ctx, func() error {
-		_, err := l.NodePublishVolume(ctx, &csi.NodePublishVolumeRequest{VolumeId: name, TargetPath: v.target, VolumeCapability: capability("ext4"),
+		_, err := l.NodePublishVolume(ctx, &csi.NodePublishVolumeRequest{VolumeId: name, TargetPath: v.target, VolumeCapability: drivertest.Capability("ext4"),
 			VolumeContext: map[string]string{"csi.storage.k8s.io/ephemeral": "true", "size": "16Mi"}})
 		return err
 	}); err != nil {

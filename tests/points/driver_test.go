@@ -28,8 +28,8 @@ import (
 // built is where the driver under test is built, once for all tests.
 var built = struct {
 	sync.Once
-	dir string
-	err error
+	dir, path string
+	err       error
 }{}
 
 // program returns the path of the driver.
@@ -37,13 +37,8 @@ func program() (string, error) {
 	if path := os.Getenv("ASHLAR_DRIVER"); path != "" { // where there is no compiler
 		return path, nil
 	}
-	path := filepath.Join(built.dir, "driver")
-	built.Do(func() {
-		if out, err := exec.Command("go", "build", "-o", path, "../../cmd/driver").CombinedOutput(); err != nil {
-			built.err = fmt.Errorf("build the driver: %w\n%s", err, out)
-		}
-	})
-	return path, built.err
+	built.Do(func() { built.path, built.err = drivertest.Build(built.dir) })
+	return built.path, built.err
 }
 
 func TestMain(m *testing.M) {

@@ -131,7 +131,7 @@ type vol struct {
 	content         uint64 // seed of its data; 0: none
 }
 
-const block = "block"
+const block = drivertest.Block
 
 // volume is one that is to be made.
 func (w *world) volume(name, kind string, size int64) *vol {
@@ -142,13 +142,7 @@ func (w *world) volume(name, kind string, size int64) *vol {
 }
 
 func (v *vol) capability() *csi.VolumeCapability {
-	c := &csi.VolumeCapability{AccessMode: &csi.VolumeCapability_AccessMode{Mode: csi.VolumeCapability_AccessMode_SINGLE_NODE_MULTI_WRITER}}
-	if v.kind == block {
-		c.AccessType = &csi.VolumeCapability_Block{Block: &csi.VolumeCapability_BlockVolume{}}
-	} else {
-		c.AccessType = &csi.VolumeCapability_Mount{Mount: &csi.VolumeCapability_MountVolume{FsType: v.kind}}
-	}
-	return c
+	return drivertest.Capability(v.kind)
 }
 
 func (v *vol) create() error {

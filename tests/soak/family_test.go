@@ -10,6 +10,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
 	"time"
 
@@ -25,7 +26,7 @@ import (
 
 const (
 	// block in place of a filesystem is block access.
-	block    = "block"
+	block    = drivertest.Block
 	callTime = 20 * time.Second
 	step     = 16 * miB
 	pageSize = 4096
@@ -87,13 +88,7 @@ func (f *family) target(v, target int) string {
 func (f *family) bytes(size int8) int64 { return f.base + int64(size)*step }
 
 func (f *family) capability() *csi.VolumeCapability {
-	c := &csi.VolumeCapability{AccessMode: &csi.VolumeCapability_AccessMode{Mode: csi.VolumeCapability_AccessMode_SINGLE_NODE_MULTI_WRITER}}
-	if f.filesystem == block {
-		c.AccessType = &csi.VolumeCapability_Block{Block: &csi.VolumeCapability_BlockVolume{}}
-	} else {
-		c.AccessType = &csi.VolumeCapability_Mount{Mount: &csi.VolumeCapability_MountVolume{FsType: f.filesystem}}
-	}
-	return c
+	return drivertest.Capability(f.filesystem)
 }
 
 // likely has each call as often as it is to be made.
@@ -104,17 +99,9 @@ var likely = func() (all []kind) {
 			all = append(all, k)
 		}
 	}
+	slices.Sort(all) // the order of a map is another one each time
 	return all
 }()
-
-func init() {
-	// The order of a map is another one each time.
-	for i := range likely {
-		for j := i; j > 0 && likely[j] < likely[j-1]; j-- {
-			likely[j], likely[j-1] = likely[j-1], likely[j]
-		}
-	}
-}
 
 // work makes the calls of one caller in a round.
 func (f *family) work(caller int) {
