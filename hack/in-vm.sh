@@ -55,12 +55,17 @@ LD_PRELOAD=$scratch/uml-host.so setsid timeout --kill-after=5 "${VM_SECONDS:-900
 	ubd0="$scratch/disk" init="$scratch/init" con=null con0=fd:0,fd:1 quiet loglevel=3 </dev/null >"$scratch/console" 2>&1 &
 vm=$!
 tail --pid="$vm" -n +1 -F "$scratch/console" 2>/dev/null || true
-wait "$vm" || true
+ended=0
+wait "$vm" || ended=$?
 vm=
 
 verdict=$(grep -ao "^$scratch ended with [0-9]*" "$scratch/console" | tail -n 1) || true
 if [ -z "$verdict" ]; then
-	echo "hack/in-vm.sh: the VM ended without a verdict" >&2
+	case $ended in
+	124 | 137) why="it was still at work after ${VM_SECONDS:-900} s" ;; # timeout(1)
+	*) why="linux.uml ended with $ended after $SECONDS s" ;;
+	esac
+	echo "hack/in-vm.sh: the VM ended without a verdict: $why" >&2
 	exit 1
 fi
 exit "${verdict##* }"

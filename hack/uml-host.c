@@ -21,6 +21,21 @@ int sigsuspend(const sigset_t *mask)
 	return ppoll(NULL, 0, &most, mask);
 }
 
+// Before it sleeps it looks at its timer, and does not sleep if that is not set: it has just expired, or its
+// signal was lost, and then nothing would set it again and the idle kernel would spin for good. A signal more
+// does no harm. It is blocked here and comes when the caller unblocks it.
+int timer_gettime(timer_t timer, struct itimerspec *left)
+{
+	static int (*next)(timer_t, struct itimerspec *);
+
+	if (!next)
+		next = (int (*)(timer_t, struct itimerspec *))dlsym(RTLD_NEXT, "timer_gettime");
+	int result = next(timer, left);
+	if (result == 0 && left->it_value.tv_sec == 0 && left->it_value.tv_nsec == 0)
+		raise(SIGALRM);
+	return result;
+}
+
 // It sets the floating point registers of its processes with a buffer of 2696 bytes: AVX-512 and
 // protection keys. A host with more (AMX) refuses all but a whole buffer with EFAULT, and the kernel dies
 // at its first process. What it does not know of stays as it is.
