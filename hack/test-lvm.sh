@@ -3,7 +3,7 @@
 # (hack/in-vm.sh).
 #
 #   hack/test-lvm.sh pools     the conformance suite and what can go wrong
-#   hack/test-lvm.sh driver    over the driver: csi-sanity, whole lives, the driver killed at some points, and
+#   hack/test-lvm.sh driver    over the driver: csi-sanity (of a cluster too), whole lives, the driver killed at some points, and
 #                              some power cuts (which need a device mapper also for pools of files)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -13,6 +13,7 @@ case ${1-} in
 pools) tests='./pkg/blockdev blockdev -test.run LVM -test.timeout 20m' ;;
 driver) tests='./cmd/driver driver -test.run LVM -test.timeout 5m
 ./tests/sanity sanity -test.timeout 15m
+./tests/sanity/cluster cluster -test.timeout 10m
 ./tests/life life -test.run ^(TestLife|TestGroupSnapshot|TestManyLives|TestSnapshotMetadata)$ -test.timeout 10m
 ./tests/points points -test.run LVM -test.timeout 10m
 ./tests/power power -test.timeout 10m' ;;
@@ -35,7 +36,7 @@ if ! dmsetup version >/dev/null 2>&1; then
 	export VM_MEMORY=${VM_MEMORY:-6144M}
 fi
 # Only the verdicts are shown, and all that a test said if it fails.
-VM_SECONDS=${VM_SECONDS:-1500} "${where[@]}" ASHLAR_LVM=1 ASHLAR_DRIVER="$bin/driver" bash -c '
+VM_SECONDS=${VM_SECONDS:-1500} "${where[@]}" ASHLAR_LVM=1 ASHLAR_DRIVER="$bin/driver" ASHLAR_APISERVER="$(hack/apiserver.sh)" bash -c '
 log=$(mktemp)
 trap "rm -f \$log" EXIT
 while read -r _ test arguments; do

@@ -87,7 +87,7 @@ install_driver() {
 	in_cluster kubectl -n ashlar-system rollout status daemonset/ashlar-node deployment/ashlar-controller --timeout=120s
 	local _
 	for _ in {1..60}; do
-		in_cluster kubectl get csinodes -o jsonpath='{.items[*].spec.drivers[*].name}' | grep -q block.csi.ashlar.dev && return
+		[[ $(in_cluster kubectl get csinodes -o jsonpath='{.items[*].spec.drivers[*].name}') == *block.csi.ashlar.dev* ]] && return
 		sleep 1
 	done
 	echo "no node has registered the driver" >&2

@@ -20,7 +20,7 @@ bring_up
 # Left out: what needs another operating system, SELinux, ssh to the node, or a volume populator.
 skip=${SKIP-'\[Disruptive\]|\[Feature:Windows\]|\[Feature:SELinux|any volume data source'}
 install_driver
-if in_cluster kubectl api-resources --api-group=admissionregistration.k8s.io -o name | grep -q mutatingadmissionpolicies; then
+if [[ $(in_cluster kubectl api-resources --api-group=admissionregistration.k8s.io -o name) == *mutatingadmissionpolicies* ]]; then
 	in_cluster kubectl apply -f tests/e2e/least-size.yaml
 else
 	skip="${skip:+$skip|}volumegroupsnapshottable"

@@ -43,15 +43,19 @@ func must(t testing.TB, err error) {
 
 func TestSanity(t *testing.T) {
 	drivertest.NeedRoot(t)
-	driver := start(t, apitest.Get(t), "node-1", "default")
-	suite.Run(t, []string{"cluster"}, func(string) suite.Driver { return driver })
+	drivers := map[string]suite.Driver{} // of the cluster: all runs of the suite are in one
+	for _, kind := range suite.Kinds() {
+		drivers[kind] = start(t, apitest.Get(t), kind)
+	}
+	suite.Run(t, suite.Kinds(), func(kind string) suite.Driver { return drivers[kind] })
 }
 
-// start starts a controller and a node: all runs of the suite are in one cluster.
-func start(t *testing.T, server *apitest.Server, name, pool string) suite.Driver {
+// start starts a controller, and a node that has a pool of a kind; both are named after it.
+func start(t *testing.T, server *apitest.Server, pool string) suite.Driver {
+	name := "node-" + pool
 	ctx, cancel := context.WithCancel(klog.NewContext(context.Background(), ktesting.NewLogger(t, ktesting.NewConfig())))
 	dir := drivertest.Dir(t)
-	driver := suite.Driver{Dir: dir, Socket: filepath.Join(dir, "node.sock"), Controller: filepath.Join(dir, "controller.sock")}
+	driver := suite.Driver{Dir: dir, Socket: filepath.Join(dir, "node.sock"), Controller: filepath.Join(dir, "controller.sock"), Pool: pool}
 	var parts sync.WaitGroup
 	run := func(part func(context.Context) error) {
 		parts.Go(func() {
@@ -71,12 +75,12 @@ func start(t *testing.T, server *apitest.Server, name, pool string) suite.Driver
 
 	mounts, err := mount.LoadTable()
 	must(t, err)
-	disk, err := blockdev.Open(ctx, pool, "file://"+dir+"/pool?reservePercent=0")
+	disk, err := blockdev.Open(ctx, pool, suite.PoolURL(t, pool, dir))
 	must(t, err)
 	local, err := volume.NewLocal(ctx, name, []blockdev.Pool{disk}, mounts, 0)
 	must(t, err)
 	locks := &keylock.Table{}
-	agent, err := cluster.NewAgent(server.Config(apitest.Admin), local, []cluster.AgentPool{{Pool: disk, Kind: "file"}}, locks, limit)
+	agent, err := cluster.NewAgent(server.Config(apitest.Admin), local, []cluster.AgentPool{{Pool: disk, Kind: pool}}, locks, limit)
 	must(t, err)
 	run(agent.Run)
 	without := csi.PluginCapability_Service_SNAPSHOT_METADATA_SERVICE

@@ -14,6 +14,8 @@ import (
 	"github.com/onsi/gomega"
 	"google.golang.org/grpc"
 	"google.golang.org/protobuf/proto"
+
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
 )
 
 // AccessTypes that the suite is run with.
@@ -29,6 +31,28 @@ type Driver struct {
 	Dir        string // for its paths
 	Socket     string
 	Controller string // socket of the controller, if it is another
+	Pool       string // of its volumes, if that is not the default one
+}
+
+// Kinds of pools that the suite is run over: files, or with ASHLAR_LVM=1 both kinds of LVM
+// (make test-lvm).
+func Kinds() []string {
+	if os.Getenv("ASHLAR_LVM") == "1" {
+		return []string{"linear", "thin"}
+	}
+	return []string{"file"}
+}
+
+// PoolURL of a new pool of a kind, for the time of a test. Files are in a folder.
+func PoolURL(t testing.TB, kind, folder string) string {
+	switch kind {
+	case "linear":
+		return drivertest.NewGroup(t, 2<<30).URL()
+	case "thin":
+		return drivertest.NewGroup(t, 2<<30).ThinPool(t, "tp", "-L", "1G", "--poolmetadatasize", "16M")
+	default:
+		return "file://" + folder + "/pool?reservePercent=0"
+	}
 }
 
 // Run runs the suite once with each access type for each kind, over what start returns.
@@ -89,6 +113,9 @@ func config(driver Driver, access string) *sanity.TestConfig {
 	c.TestVolumeExpandSize = 32 << 20
 	c.TestVolumeAccessType = access
 	c.TestNodeVolumeAttachLimit = true
+	if driver.Pool != "" {
+		c.TestVolumeParameters = map[string]string{"pool": driver.Pool}
+	}
 	c.TestVolumeMutableParameters = map[string]string{"readAheadKiB": "256", "ioScheduler": "none"}
 	c.DialOptions = append(c.DialOptions, grpc.WithUnaryInterceptor(settle))
 	if driver.Controller != "" {
