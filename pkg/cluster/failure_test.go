@@ -10,6 +10,7 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -435,6 +436,40 @@ func TestNoAPIServer(t *testing.T) {
 	w.eventually("the store is ready", func() bool { return s.Ready(w.ctx) == nil })
 	w.pooled(s, m)
 	must(t, second(s.Create(w.ctx, spec("v"))))
+}
+
+// TestUnfinishedGroup: what a controller has written down of a group before it died goes when
+// nobody has asked again for long; groups that are whole stay, and can be asked for.
+func TestUnfinishedGroup(t *testing.T) {
+	w := newWorld(t)
+	m := w.machine(nodeName)
+	s, _ := w.store()
+	w.pooled(s, m)
+	v, err := s.Create(w.ctx, spec("v"))
+	must(t, err)
+	v2, err := s.Create(w.ctx, spec("v2"))
+	must(t, err)
+	whole, err := s.CreateGroup(w.ctx, "whole", []volume.ID{v.ID, v2.ID})
+	must(t, err)
+	var one v1alpha1.Snapshot
+	must(t, w.Get(w.ctx, client.ObjectKey{Name: whole.Snapshots[0].ID.Key}, &one))
+	part := &v1alpha1.Snapshot{ObjectMeta: metav1.ObjectMeta{Name: volume.KeyOf("part"), Finalizers: one.Finalizers}, Spec: one.Spec}
+	part.Spec.Name, part.Spec.Group = "part", &v1alpha1.Group{Key: volume.KeyOf("part"), Size: 2}
+	must(t, w.Create(w.ctx, part))
+	began := time.Now()
+	w.eventually("the part is gone", func() bool {
+		return apierrors.IsNotFound(w.Get(w.ctx, client.ObjectKeyFromObject(part), &v1alpha1.Snapshot{}))
+	})
+	if age := time.Since(began); age < abandonGrace-time.Second { // the API server's clock has seconds
+		t.Errorf("it went after %v", age)
+	}
+	again, err := s.GetGroup(w.ctx, whole.ID)
+	must(t, err)
+	if len(again.Snapshots) != 2 {
+		t.Errorf("the whole group has %d members", len(again.Snapshots))
+	}
+	must(t, second(s.CreateGroup(w.ctx, "part", []volume.ID{v.ID, v2.ID})))
+	w.tally(m)
 }
 
 // TestAbandoned: a volume that nobody knows of goes if its node finds it blank, and stays

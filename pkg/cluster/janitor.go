@@ -2,6 +2,7 @@ package cluster
 
 import (
 	"context"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -13,6 +14,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
 // provisionedPrefix is what the provisioner's names of volumes begin with; the rest is the
@@ -27,6 +29,19 @@ const (
 	mostRest  = 5 * time.Second
 )
 
+// orphan is what nobody may know of, to be looked after when it is old enough.
+type orphan struct {
+	group bool // the key is that of a group of snapshots, not of a volume
+	key   string
+}
+
+func (o orphan) String() string {
+	if o.group {
+		return volume.GroupID{Key: o.key}.String()
+	}
+	return "volume " + o.key
+}
+
 // volumeChanged sees to it that every volume is looked after when it is old enough.
 func (s *Store) volumeChanged(o client.Object, gone bool) {
 	s.objectChanged(o, gone)
@@ -37,7 +52,15 @@ func (s *Store) volumeChanged(o client.Object, gone bool) {
 	if gone {
 		s.known.Delete(v.UID)
 	} else if _, known := s.known.Load(v.UID); !known {
-		s.doomed.AddAfter(v.Name, time.Until(v.CreationTimestamp.Add(s.options.AbandonGrace)))
+		s.doomed.AddAfter(orphan{key: v.Name}, time.Until(v.CreationTimestamp.Add(s.options.AbandonGrace)))
+	}
+}
+
+// snapshotChanged sees to it that a group which is not cut is looked after when it is old enough.
+func (s *Store) snapshotChanged(o client.Object, gone bool) {
+	s.objectChanged(o, gone)
+	if m, ok := o.(*v1alpha1.Snapshot); ok && !gone && m.Spec.Group != nil && m.Status.Created == nil {
+		s.doomed.AddAfter(orphan{group: true, key: m.Spec.Group.Key}, time.Until(m.CreationTimestamp.Add(s.options.AbandonGrace)))
 	}
 }
 
@@ -69,15 +92,19 @@ func (s *Store) tidy(ctx context.Context) {
 	defer done.Wait()
 	done.Go(func() {
 		for {
-			key, shutdown := s.doomed.Get()
+			one, shutdown := s.doomed.Get()
 			if shutdown {
 				return
 			}
-			if err := s.lookAfter(ctx, key); err != nil && ctx.Err() == nil {
-				klog.FromContext(ctx).Error(err, "Could not find out whether a volume is abandoned; trying again", "volume", key)
-				s.doomed.AddAfter(key, time.Minute)
+			look := s.lookAfter
+			if one.group {
+				look = s.lookAfterGroup
 			}
-			s.doomed.Done(key)
+			if err := look(ctx, one.key); err != nil && ctx.Err() == nil {
+				klog.FromContext(ctx).Error(err, "Could not find out whether something is abandoned; trying again", "what", one.String())
+				s.doomed.AddAfter(one, time.Minute)
+			}
+			s.doomed.Done(one)
 		}
 	})
 	defer s.doomed.ShutDown()
@@ -224,7 +251,7 @@ func (s *Store) lookAfter(ctx context.Context, key string) error {
 		return nil
 	}
 	if age := time.Since(v.CreationTimestamp.Time); age < s.options.AbandonGrace {
-		s.doomed.AddAfter(key, s.options.AbandonGrace-age)
+		s.doomed.AddAfter(orphan{key: key}, s.options.AbandonGrace-age)
 		return nil
 	}
 	err := s.live.Get(ctx, client.ObjectKey{Name: v.Spec.Name}, &corev1.PersistentVolume{})
@@ -238,7 +265,7 @@ func (s *Store) lookAfter(ctx context.Context, key string) error {
 	pvc := &corev1.PersistentVolumeClaim{}
 	err = s.live.Get(ctx, client.ObjectKey{Namespace: v.Spec.ClaimRef.Namespace, Name: v.Spec.ClaimRef.Name}, pvc)
 	if err == nil && provisionedPrefix+string(pvc.UID) == v.Spec.Name {
-		s.doomed.AddAfter(key, s.options.AbandonGrace) // it is being provisioned
+		s.doomed.AddAfter(orphan{key: key}, s.options.AbandonGrace) // it is being provisioned
 		return nil
 	}
 	if client.IgnoreNotFound(err) != nil {
@@ -248,6 +275,43 @@ func (s *Store) lookAfter(ctx context.Context, key string) error {
 	before := v.DeepCopy()
 	v.Spec.Abandoned = true
 	return ignoreConflict(s.client.Patch(ctx, v, lockingPatch(before)))
+}
+
+// lookAfterGroup deletes the members of a group that was never written down in full, so that its
+// node waits for the rest: nothing was cut, and whoever wanted it has long stopped asking. If that
+// is not so, the next try makes all of it anew.
+func (s *Store) lookAfterGroup(ctx context.Context, key string) error {
+	members, err := s.members(ctx, key)
+	if err != nil || !s.unfinished(members) {
+		return err
+	}
+	var list v1alpha1.SnapshotList // what the cache has not heard of counts too
+	if err := s.live.List(ctx, &list); err != nil {
+		return err
+	}
+	members = slices.DeleteFunc(list.Items, func(m v1alpha1.Snapshot) bool { return m.Spec.Group == nil || m.Spec.Group.Key != key })
+	if !s.unfinished(members) {
+		return nil
+	}
+	for i := range members {
+		m := &members[i]
+		if m.DeletionTimestamp != nil {
+			continue
+		}
+		klog.FromContext(ctx).Info("Nobody asks any more for a group of which a part was written down; deleting that", "group", volume.GroupID{Key: key}.String(), "snapshot", snapshotID(m).String())
+		if err := ignoreConflict(s.client.Delete(ctx, m, client.Preconditions{UID: &m.UID, ResourceVersion: &m.ResourceVersion})); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// unfinished reports whether a group lacks members, and none was cut or is young enough for the
+// rest to be on its way.
+func (s *Store) unfinished(members []v1alpha1.Snapshot) bool {
+	return !slices.ContainsFunc(members, func(m v1alpha1.Snapshot) bool {
+		return len(members) >= m.Spec.Group.Size || m.Status.Created != nil || time.Since(m.CreationTimestamp.Time) < s.options.AbandonGrace
+	})
 }
 
 // ignoreConflict: whoever changed the object has made news of it.

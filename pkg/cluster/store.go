@@ -23,8 +23,8 @@ import (
 type Options struct {
 	// GoneGrace is how long a node has to be gone before what was deleted of it is given up.
 	GoneGrace time.Duration
-	// AbandonGrace is how old a volume has to be before somebody looks whether anybody knows
-	// of it.
+	// AbandonGrace is how old a volume, or a group of snapshots that is not cut, has to be before
+	// somebody looks whether anybody knows of it.
 	AbandonGrace time.Duration
 }
 
@@ -38,7 +38,7 @@ type Store struct {
 	options   Options
 	hub       hub
 	informers []cache.Informer
-	doomed    workqueue.TypedDelayingInterface[string] // keys of volumes to look after: janitor.go
+	doomed    workqueue.TypedDelayingInterface[orphan] // what to look after: janitor.go
 	known     sync.Map                                 // UIDs of volumes that have a PersistentVolume
 	departed  chan struct{}                            // there may be news of nodes that are gone
 
@@ -73,7 +73,7 @@ func NewStore(config *rest.Config, o Options) (*Store, error) {
 		return nil, err
 	}
 	s := &Store{connection: c, options: o, departed: make(chan struct{}, 1), claiming: map[string]int64{},
-		doomed: workqueue.NewTypedDelayingQueue[string]()}
+		doomed: workqueue.NewTypedDelayingQueue[orphan]()}
 	ctx := context.Background() // nothing below waits
 	for _, index := range []struct {
 		of    client.Object
@@ -100,7 +100,7 @@ func NewStore(config *rest.Config, o Options) (*Store, error) {
 	for _, kind := range []struct {
 		of   client.Object
 		also func(client.Object, bool)
-	}{{&v1alpha1.Volume{}, s.volumeChanged}, {&v1alpha1.Snapshot{}, s.objectChanged}, {&v1alpha1.Pool{}, s.poolChanged}, {&corev1.Node{}, s.nodeChanged}} {
+	}{{&v1alpha1.Volume{}, s.volumeChanged}, {&v1alpha1.Snapshot{}, s.snapshotChanged}, {&v1alpha1.Pool{}, s.poolChanged}, {&corev1.Node{}, s.nodeChanged}} {
 		informer, err := c.cache.GetInformer(ctx, kind.of, cache.BlockUntilSynced(false))
 		if err != nil {
 			return nil, err

@@ -131,6 +131,9 @@ func (s *Store) createGroup(ctx context.Context, name string, sources []volume.I
 		}
 		members = append(members, *have)
 	}
+	if !whole(members) {
+		return volume.Group{}, fmt.Errorf("%w: a snapshot of it is being deleted", blockdev.ErrUnavailable)
+	}
 	return toGroup(id, members), nil
 }
 
