@@ -22,71 +22,36 @@ import (
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"golang.org/x/sys/unix"
-	"google.golang.org/grpc"
-	"google.golang.org/grpc/backoff"
 	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/status"
 
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 )
 
-const (
-	miB  = 1 << 20
-	node = "crash-node"
-)
+const miB = 1 << 20
 
 // process is the driver as a process of its own, which can be killed and started again.
 type process struct {
-	t    testing.TB
-	dir  string
-	kill func() // what ends it now; does nothing if it is not running
-
-	csi.IdentityClient
-	csi.ControllerClient
-	csi.GroupControllerClient
-	csi.NodeClient
+	*drivertest.Process
+	t testing.TB
 }
 
-// build builds the driver and connects to where it will serve.
+// build builds the driver.
 func build(t testing.TB) *process {
 	t.Helper()
 	drivertest.NeedRoot(t)
-	p := &process{t: t, dir: drivertest.Dir(t), kill: func() {}}
-	t.Cleanup(p.clear)
-	binary := filepath.Join(p.dir, "driver")
-	if out, err := exec.Command("go", "build", "-o", binary, "../../cmd/driver").CombinedOutput(); err != nil {
-		t.Fatalf("build: %v\n%s", err, out)
-	}
-	conn, err := grpc.NewClient("unix://"+p.dir+"/csi.sock", grpc.WithTransportCredentials(insecure.NewCredentials()),
-		grpc.WithConnectParams(grpc.ConnectParams{Backoff: backoff.Config{BaseDelay: 2 * time.Millisecond, Multiplier: 1, MaxDelay: 2 * time.Millisecond}}))
+	dir := drivertest.Dir(t)
+	binary, err := drivertest.Build(t.TempDir())
 	ok(t, err)
-	t.Cleanup(func() { _ = conn.Close() })
-	p.IdentityClient, p.ControllerClient = csi.NewIdentityClient(conn), csi.NewControllerClient(conn)
-	p.GroupControllerClient, p.NodeClient = csi.NewGroupControllerClient(conn), csi.NewNodeClient(conn)
-	return p
-}
-
-// clear ends the process; if the test failed it also takes away what is left, so that
-// no frozen filesystem and no mount stays on the machine.
-func (p *process) clear() {
-	p.kill()
-	if !p.t.Failed() {
-		return
-	}
-	left := drivertest.Leftovers(p.dir)
-	slices.Reverse(left)
-	for _, line := range left {
-		if path, found := strings.CutPrefix(line, "mount "); found {
-			thaw(path)
-			_ = unix.Unmount(path, unix.MNT_DETACH)
+	driver, err := drivertest.NewProcess(binary, dir, "--node-id="+drivertest.Node, "--pool=default=file://"+dir+"/pool?reservePercent=0", "-v=5")
+	ok(t, err)
+	t.Cleanup(func() {
+		driver.Close()
+		if t.Failed() { // no frozen filesystem and no mount stays on the machine
+			drivertest.ClearAway(dir)
 		}
-	}
-	for _, line := range drivertest.Leftovers(p.dir) {
-		if name, found := strings.CutPrefix(line, "loop device "); found {
-			_ = exec.Command("losetup", "-d", "/dev/"+strings.Fields(name)[0]).Run()
-		}
-	}
+	})
+	return &process{driver, t}
 }
 
 // thaw ends a freeze, and reports whether there was one (FITHAW, ioctl_fsfreeze(2)).
@@ -102,62 +67,16 @@ func thaw(path string) bool {
 // start starts the driver and waits until it answers.
 func (p *process) start() {
 	p.t.Helper()
-	log, err := os.OpenFile(filepath.Join(p.dir, "log"), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
-	ok(p.t, err)
-	defer log.Close()
-	cmd := exec.Command(filepath.Join(p.dir, "driver"), "--endpoint=unix://"+p.dir+"/csi.sock", "--node-id="+node,
-		"--pool=default=file://"+p.dir+"/pool?reservePercent=0", "-v=5")
-	cmd.Stdout, cmd.Stderr = log, log
-	ok(p.t, cmd.Start())
-	ended := make(chan error, 1)
-	go func() { ended <- cmd.Wait() }()
-	p.kill = sync.OnceFunc(func() {
-		_ = cmd.Process.Kill()
-		<-ended
-	})
-	for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(2 * time.Millisecond) {
-		if _, err = p.Probe(p.t.Context(), &csi.ProbeRequest{}, grpc.WaitForReady(false)); err == nil {
-			return
-		}
-		select {
-		case err := <-ended:
-			ended <- err
-			p.t.Fatalf("the driver does not start: %v\n%s", err, p.tail())
-		default:
-		}
-		if time.Now().After(deadline) {
-			p.t.Fatalf("the driver does not answer: %v\n%s", err, p.tail())
-		}
-	}
-}
-
-// tail is the end of the driver's log.
-func (p *process) tail() string {
-	log, _ := os.ReadFile(filepath.Join(p.dir, "log"))
-	return string(log[max(0, len(log)-8000):])
+	ctx, cancel := context.WithTimeout(p.t.Context(), 10*time.Second)
+	defer cancel()
+	ok(p.t, p.Start())
+	ok(p.t, p.Ready(ctx))
 }
 
 func ok(t testing.TB, err error) {
 	t.Helper()
 	if err != nil {
 		t.Fatal(err)
-	}
-}
-
-// again makes a call as a sidecar or the kubelet does: while the answer says that the
-// work may still be going on, or that a call before it is not through, it calls again.
-func again(ctx context.Context, call func() error) error {
-	for {
-		err := call()
-		switch status.Code(err) {
-		case codes.Unavailable, codes.Aborted, codes.Canceled, codes.DeadlineExceeded:
-			if ctx.Err() != nil {
-				return err
-			}
-			time.Sleep(2 * time.Millisecond)
-		default:
-			return err
-		}
 	}
 }
 
@@ -183,8 +102,8 @@ type volume struct {
 }
 
 func (l *lives) create(ctx context.Context, name, kind string, size int64, source *csi.VolumeContentSource) (*volume, error) {
-	v := &volume{lives: l, name: name, kind: kind, staging: filepath.Join(l.dir, "staging-"+name), target: filepath.Join(l.dir, "target-"+name)}
-	return v, again(ctx, func() error {
+	v := &volume{lives: l, name: name, kind: kind, staging: filepath.Join(l.Dir, "staging-"+name), target: filepath.Join(l.Dir, "target-"+name)}
+	return v, drivertest.Again(ctx, func() error {
 		response, err := l.CreateVolume(ctx, &csi.CreateVolumeRequest{Name: name, CapacityRange: &csi.CapacityRange{RequiredBytes: size},
 			VolumeCapabilities: []*csi.VolumeCapability{drivertest.Capability(kind)}, VolumeContentSource: source,
 			Parameters: map[string]string{"provisioning": []string{"thick", "thin"}[l.done%2]}})
@@ -207,7 +126,7 @@ func (v *volume) up(ctx context.Context) error {
 	c := drivertest.Capability(v.kind)
 	for _, call := range []func() error{
 		func() error {
-			_, err := v.ControllerPublishVolume(ctx, &csi.ControllerPublishVolumeRequest{VolumeId: v.id, NodeId: node, VolumeCapability: c})
+			_, err := v.ControllerPublishVolume(ctx, &csi.ControllerPublishVolumeRequest{VolumeId: v.id, NodeId: drivertest.Node, VolumeCapability: c})
 			return err
 		},
 		func() error {
@@ -219,7 +138,7 @@ func (v *volume) up(ctx context.Context) error {
 			return err
 		},
 	} {
-		if err := again(ctx, call); err != nil {
+		if err := drivertest.Again(ctx, call); err != nil {
 			return err
 		}
 	}
@@ -237,7 +156,7 @@ func (v *volume) down(ctx context.Context) error {
 			return err
 		},
 		func() error {
-			_, err := v.ControllerUnpublishVolume(ctx, &csi.ControllerUnpublishVolumeRequest{VolumeId: v.id, NodeId: node})
+			_, err := v.ControllerUnpublishVolume(ctx, &csi.ControllerUnpublishVolumeRequest{VolumeId: v.id, NodeId: drivertest.Node})
 			return err
 		},
 		func() error {
@@ -245,7 +164,7 @@ func (v *volume) down(ctx context.Context) error {
 			return err
 		},
 	} {
-		if err := again(ctx, call); err != nil {
+		if err := drivertest.Again(ctx, call); err != nil {
 			return err
 		}
 	}
@@ -310,7 +229,7 @@ func (l *lives) one(ctx context.Context) (err error) {
 	}
 	step = "snapshot"
 	var snapshot string
-	if err := again(ctx, func() error {
+	if err := drivertest.Again(ctx, func() error {
 		response, err := l.CreateSnapshot(ctx, &csi.CreateSnapshotRequest{Name: name("snapshot"), SourceVolumeId: v.id})
 		snapshot = response.GetSnapshot().GetSnapshotId()
 		return err
@@ -322,7 +241,7 @@ func (l *lives) one(ctx context.Context) (err error) {
 		return err
 	}
 	step = "expand"
-	if err := again(ctx, func() error {
+	if err := drivertest.Again(ctx, func() error {
 		_, err := l.ControllerExpandVolume(ctx, &csi.ControllerExpandVolumeRequest{VolumeId: v.id, CapacityRange: &csi.CapacityRange{RequiredBytes: size + 16*miB}})
 		return err
 	}); err != nil {
@@ -350,7 +269,7 @@ func (l *lives) one(ctx context.Context) (err error) {
 	}
 	step = "group"
 	var group string
-	if err := again(ctx, func() error {
+	if err := drivertest.Again(ctx, func() error {
 		response, err := l.CreateVolumeGroupSnapshot(ctx, &csi.CreateVolumeGroupSnapshotRequest{Name: name("group"), SourceVolumeIds: []string{v.id, restore.id}})
 		group = response.GetGroupSnapshot().GetGroupSnapshotId()
 		if n := len(response.GetGroupSnapshot().GetSnapshots()); err == nil && n != 2 {
@@ -369,13 +288,13 @@ func (l *lives) one(ctx context.Context) (err error) {
 		return err
 	}
 	step = "delete the group and the snapshot"
-	if err := again(ctx, func() error {
+	if err := drivertest.Again(ctx, func() error {
 		_, err := l.DeleteVolumeGroupSnapshot(ctx, &csi.DeleteVolumeGroupSnapshotRequest{GroupSnapshotId: group})
 		return err
 	}); err != nil {
 		return err
 	}
-	if err := again(ctx, func() error {
+	if err := drivertest.Again(ctx, func() error {
 		_, err := l.DeleteSnapshot(ctx, &csi.DeleteSnapshotRequest{SnapshotId: snapshot})
 		return err
 	}); err != nil {
@@ -386,8 +305,8 @@ func (l *lives) one(ctx context.Context) (err error) {
 }
 
 func (l *lives) ephemeral(ctx context.Context, name string) error {
-	v := &volume{lives: l, id: name, name: name, kind: "ext4", target: filepath.Join(l.dir, "target-"+name)}
-	if err := again(ctx, func() error {
+	v := &volume{lives: l, id: name, name: name, kind: "ext4", target: filepath.Join(l.Dir, "target-"+name)}
+	if err := drivertest.Again(ctx, func() error {
 		_, err := l.NodePublishVolume(ctx, &csi.NodePublishVolumeRequest{VolumeId: name, TargetPath: v.target, VolumeCapability: drivertest.Capability("ext4"),
 			VolumeContext: map[string]string{"csi.storage.k8s.io/ephemeral": "true", "size": "16Mi"}})
 		return err
@@ -397,7 +316,7 @@ func (l *lives) ephemeral(ctx context.Context, name string) error {
 	if err := errors.Join(v.write("inline"), v.holds("inline")); err != nil {
 		return err
 	}
-	return again(ctx, func() error {
+	return drivertest.Again(ctx, func() error {
 		_, err := l.NodeUnpublishVolume(ctx, &csi.NodeUnpublishVolumeRequest{VolumeId: name, TargetPath: v.target})
 		return err
 	})
@@ -406,25 +325,25 @@ func (l *lives) ephemeral(ctx context.Context, name string) error {
 // empty makes sure that nothing is left of anything.
 func (p *process) empty() {
 	p.t.Helper()
-	for _, line := range drivertest.Leftovers(p.dir) {
+	for _, line := range drivertest.Leftovers(p.Dir) {
 		p.t.Errorf("left: %s", line)
 	}
-	entries, err := os.ReadDir(p.dir)
+	entries, err := os.ReadDir(p.Dir)
 	ok(p.t, err)
 	for _, entry := range entries {
-		if !slices.Contains([]string{"driver", "log", "pool", "csi.sock"}, entry.Name()) {
+		if !slices.Contains([]string{"log", "pool", "csi.sock"}, entry.Name()) {
 			p.t.Errorf("left: %s", entry.Name())
 		}
 	}
 	for _, folder := range []string{"pool/volumes", "pool/snapshots"} {
-		entries, err := os.ReadDir(filepath.Join(p.dir, folder))
+		entries, err := os.ReadDir(filepath.Join(p.Dir, folder))
 		ok(p.t, err)
 		for _, entry := range entries {
 			p.t.Errorf("left in the pool: %s", entry.Name())
 		}
 	}
 	if p.t.Failed() {
-		p.t.Logf("the end of the driver's log:\n%s", p.tail())
+		p.t.Logf("the end of the driver's log:\n%s", p.Log())
 	}
 }
 
@@ -469,7 +388,7 @@ func TestKills(t *testing.T) {
 		select {
 		case failure = <-failed:
 		case <-time.After(min(pause, time.Second)):
-			p.kill()
+			p.Kill()
 			kills++
 			p.start()
 		}
@@ -484,11 +403,11 @@ func TestKills(t *testing.T) {
 		failure = errors.New("the callers are stuck")
 	}
 	if failure != nil {
-		t.Fatalf("after %d kills (CRASH_SEED=%d): %v\n%s%s", kills, seed, failure, p.frozen(), p.tail())
+		t.Fatalf("after %d kills (CRASH_SEED=%d): %v\n%s%s", kills, seed, failure, p.frozen(), p.Log())
 	}
 	select {
 	case failure = <-failed:
-		t.Fatalf("after %d kills (CRASH_SEED=%d): %v\n%s", kills, seed, failure, p.tail())
+		t.Fatalf("after %d kills (CRASH_SEED=%d): %v\n%s", kills, seed, failure, p.Log())
 	default:
 	}
 	lived := 0
@@ -502,7 +421,7 @@ func TestKills(t *testing.T) {
 // frozen says which filesystems were still frozen, and thaws them.
 func (p *process) frozen() string {
 	var found strings.Builder
-	for _, line := range drivertest.Leftovers(p.dir) {
+	for _, line := range drivertest.Leftovers(p.Dir) {
 		if path, is := strings.CutPrefix(line, "mount "); is && thaw(path) {
 			fmt.Fprintf(&found, "%s was frozen\n", path)
 		}
@@ -530,7 +449,7 @@ func TestKillAroundFreeze(t *testing.T) {
 	group := &csi.CreateVolumeGroupSnapshotRequest{Name: "group", SourceVolumeIds: ids}
 	remove := func() {
 		t.Helper()
-		ok(t, again(t.Context(), func() error {
+		ok(t, drivertest.Again(t.Context(), func() error {
 			made, err := p.CreateVolumeGroupSnapshot(t.Context(), group)
 			if err == nil {
 				_, err = p.DeleteVolumeGroupSnapshot(t.Context(), &csi.DeleteVolumeGroupSnapshotRequest{GroupSnapshotId: made.GetGroupSnapshot().GetGroupSnapshotId()})
@@ -553,7 +472,7 @@ func TestKillAroundFreeze(t *testing.T) {
 			close(cut)
 		}()
 		time.Sleep(time.Duration(random.Int64N(int64(whole))))
-		p.kill()
+		p.Kill()
 		<-cut
 		p.start()
 		if frozen := p.frozen(); frozen != "" {
@@ -593,7 +512,7 @@ func TestKillWhileFrozen(t *testing.T) {
 	}
 	ok(t, errors.Join(bulk.Sync(), bulk.Close()))
 
-	snapshots := filepath.Join(p.dir, "pool/snapshots")
+	snapshots := filepath.Join(p.Dir, "pool/snapshots")
 	interrupted := make(chan error, 1)
 	go func() {
 		_, err := p.CreateSnapshot(t.Context(), &csi.CreateSnapshotRequest{Name: "snapshot", SourceVolumeId: v.id})
@@ -612,7 +531,7 @@ func TestKillWhileFrozen(t *testing.T) {
 			}
 		}
 	}
-	p.kill()
+	p.Kill()
 	if err := <-interrupted; status.Code(err) != codes.Unavailable {
 		t.Fatalf("the copy was over before the kill, or ended in another way: %v", err)
 	}
