@@ -213,6 +213,24 @@ func Filesystem(device, target, fstype string, options []string, readOnly bool) 
 	return nil
 }
 
+// Recover has the kernel replay the journal of a filesystem that is not mounted: it opens the
+// filesystem, read-only, and mounts it nowhere.
+func Recover(device, fstype string) error {
+	fsfd, err := unix.Fsopen(fstype, unix.FSOPEN_CLOEXEC)
+	if err != nil {
+		return fmt.Errorf("recover %s as %s: fsopen: %w", device, fstype, err)
+	}
+	err = errors.Join(unix.FsconfigSetString(fsfd, "source", device), unix.FsconfigSetFlag(fsfd, "ro"))
+	if err == nil {
+		err = unix.FsconfigCreate(fsfd)
+	}
+	if err != nil {
+		err = fmt.Errorf("recover %s as %s: open the filesystem: %w (%s)", device, fstype, err, kernelSays(fsfd))
+	}
+	defer holdForks()() // so that this is its last descriptor
+	return errors.Join(err, unix.Close(fsfd))
+}
+
 // splitOptions splits at commas outside of quotes (SELinux contexts have commas).
 func splitOptions(options string) []string {
 	quoted := false
