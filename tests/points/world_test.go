@@ -349,12 +349,32 @@ func (v *vol) alive(pod string) {
 	}
 }
 
-// sound makes sure that the filesystem of a volume at rest has nothing to repair.
+// cutShort reports whether a tool has left its work on the filesystem of a volume at rest to the next
+// stage: then there is a copy of the superblock in the boot block.
+func (v *vol) cutShort() (left bool) {
+	v.site.look(v, func(path string) {
+		f, err := os.Open(path)
+		ok(v.t, err)
+		defer f.Close()
+		boot := make([]byte, 1024)
+		_, err = io.ReadFull(f, boot)
+		ok(v.t, err)
+		left = v.kind == "ext4" && !bytes.Equal(boot, make([]byte, len(boot)))
+	})
+	return left
+}
+
+// sound makes sure that the filesystem of a volume at rest has nothing to repair, but what the
+// next stage does.
 func (v *vol) sound() {
 	v.t.Helper()
 	check := map[string][]string{"ext4": {"e2fsck", "-fn"}, "xfs": {"xfs_repair", "-n"}}[v.kind]
 	if v.content == 0 || check == nil {
 		return
+	}
+	if v.cutShort() {
+		v.whole(v.content)
+		v.rest()
 	}
 	v.site.look(v, func(path string) {
 		if out, err := exec.Command(check[0], check[1], path).CombinedOutput(); err != nil {
