@@ -9,6 +9,7 @@ import (
 	"hash/crc32"
 	"os"
 	"strconv"
+	"strings"
 
 	"k8s.io/klog/v2"
 
@@ -192,8 +193,11 @@ func guarded(device, as string, tool func() error) error {
 	if err := tool(); err != nil {
 		return err
 	}
-	if _, super, err = readExt4(device); err != nil || super.torn() {
-		return err // the copy is needed still
+	if _, super, err = readExt4(device); err != nil {
+		return err
+	}
+	if super.torn() {
+		return fmt.Errorf("%s ended as if it had worked, and did not write all of the superblock of %s; the next try puts it back, and checks all", strings.Fields(as)[1], device)
 	}
 	return clearCopy(device)
 }
