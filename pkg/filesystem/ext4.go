@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"hash/crc32"
 	"os"
+	"regexp"
 	"strconv"
 	"strings"
 
@@ -237,11 +238,24 @@ func checkExt4(ctx context.Context, device string) error {
 		}
 	}
 	if ours && as == ext4Grows && !super.clean() {
-		// It was whole before resize2fs began, which moves no block of a file: what is wrong now is
-		// that there is a part of the new size, and that can go.
-		return guarded(device, ext4Grows, func() error { return e2fsck(ctx, device, "-f", "-y") })
+		return endGrowth(ctx, device)
 	}
 	return guarded(device, ext4Checks, func() error { return e2fsck(ctx, device, "-p") })
+}
+
+// notOfGrowth is what e2fsck says of damage that no growth leaves: to a file (7 is the inode that
+// reserves room for group descriptors), to the disk, or to where things are.
+var notOfGrowth = regexp.MustCompile(`(?i)inode ([0-689]|7[0-9])|error (reading|writing)|relocate`)
+
+// endGrowth takes back what resize2fs has left in the middle. It moved no block of a file, and
+// the filesystem was looked over in full before: so what is wrong is parts of the new size, and
+// e2fsck may take all of it away, which -p does not. If it is more than that it is for a human.
+func endGrowth(ctx context.Context, device string) error {
+	out, _, err := command.Run(ctx, "e2fsck", "-f", "-n", device)
+	if other := notOfGrowth.FindString(out); other != "" {
+		return fmt.Errorf("%w: check %s, whose growth was cut short: there is more amiss than that (%q); run e2fsck on it by hand: %w", blockdev.ErrDataLoss, device, other, err)
+	}
+	return guarded(device, ext4Grows, func() error { return e2fsck(ctx, device, "-f", "-y") })
 }
 
 // e2fsck runs it. ErrDataLoss: it has left something unrepaired.

@@ -251,8 +251,18 @@ func TestGrowthCutShort(t *testing.T) {
 	if _, super := image.read(t); super.size() != 300*miB {
 		t.Errorf("it has %d bytes", super.size())
 	}
-	// Without a sign that it was resize2fs, it is for a human.
+	// Without a sign that it was resize2fs, or with damage that is not of it, it is for a human.
+	image.write(t, before.keep(ext4Grows), 0)
 	image.write(t, halfway, ext4SuperSize)
+	run(t, "debugfs", "-w", "-R", "clri b", image.path)
+	want := image.bytes(t)
+	if err := Check(t.Context(), Ext4, image.path); !errors.Is(err, blockdev.ErrDataLoss) || !strings.Contains(err.Error(), "more amiss") {
+		t.Errorf("damage that no growth leaves: %v", err)
+	}
+	if !bytes.Equal(image.bytes(t), want) {
+		t.Error("it was written to")
+	}
+	image.write(t, make([]byte, ext4SuperSize), 0)
 	if err := Check(t.Context(), Ext4, image.path); !errors.Is(err, blockdev.ErrDataLoss) {
 		t.Errorf("damage of unknown origin: %v", err)
 	}
