@@ -277,31 +277,12 @@ var ext4Prezeroed = func() func(context.Context) bool {
 
 // Check looks a filesystem over before it is mounted, and repairs what is safe to
 // repair (ext4; XFS and btrfs do so themselves as they are mounted). ErrDataLoss if
-// it needs a human.
+// it needs a human. It writes nothing to a filesystem that is clean.
 func Check(ctx context.Context, t Type, device string) error {
 	if t != Ext4 {
 		return nil
 	}
-	return e2fsck(ctx, device)
-}
-
-func e2fsck(ctx context.Context, device string, options ...string) error {
-	_, _, err := command.Run(ctx, slices.Concat([]string{"e2fsck", "-p"}, options, []string{device})...)
-	var failure *command.Error
-	if errors.As(err, &failure) {
-		// e2fsck(8): 0 clean, 1 repaired, 2 repaired and a reboot is due (of the root
-		// filesystem only), 4 not repaired, 8 and up did not work.
-		switch {
-		case failure.Code >= 1 && failure.Code <= 3:
-			return nil
-		case failure.Code > 0 && failure.Code&4 != 0:
-			return fmt.Errorf("%w: check %s: e2fsck -p will not repair it by itself; run e2fsck on it by hand: %w", blockdev.ErrDataLoss, device, err)
-		}
-	}
-	if err != nil {
-		return toolError(fmt.Errorf("check %s: %w", device, err))
-	}
-	return nil
+	return checkExt4(ctx, device)
 }
 
 // toolError turns the failure of a tool that is not there into a clear one.
@@ -396,23 +377,4 @@ func kernelVersion() version {
 		return version{}
 	}
 	return parseVersion(unix.ByteSliceToString(uts.Release[:]))
-}
-
-// ext4Size reads the size of an ext4 filesystem from its superblock
-// (Documentation/filesystems/ext4/super.rst), in bytes.
-func ext4Size(device string) (int64, error) {
-	f, err := os.Open(device)
-	if err != nil {
-		return 0, err
-	}
-	defer f.Close()
-	super := make([]byte, 1024)
-	if _, err := f.ReadAt(super, 1024); err != nil {
-		return 0, fmt.Errorf("read the superblock of %s: %w", device, err)
-	}
-	blocks := uint64(binary.LittleEndian.Uint32(super[4:]))
-	if binary.LittleEndian.Uint32(super[96:])&0x80 != 0 { // INCOMPAT_64BIT
-		blocks |= uint64(binary.LittleEndian.Uint32(super[336:])) << 32
-	}
-	return int64(blocks << (10 + binary.LittleEndian.Uint32(super[24:]))), nil
 }

@@ -270,11 +270,49 @@ func TestCheck(t *testing.T) {
 	}
 	ended, cancel := context.WithCancel(t.Context())
 	cancel()
-	if err := filesystem.Check(ended, filesystem.Ext4, "/nowhere"); !errors.Is(err, context.Canceled) || errors.Is(err, blockdev.ErrDataLoss) {
+	if err := filesystem.Check(ended, filesystem.Ext4, sparse(t, miB)); !errors.Is(err, context.Canceled) || errors.Is(err, blockdev.ErrDataLoss) {
 		t.Errorf("cancelled: %v", err)
 	}
 	for _, fs := range []filesystem.Type{filesystem.XFS, filesystem.Btrfs} {
 		ok(t, filesystem.Check(t.Context(), fs, "/nowhere")) // they look after themselves
+	}
+}
+
+// TestReplay: the journal is replayed by the kernel, as e2fsck would write over the copy of the
+// superblock then; and all is there that was synced.
+func TestReplay(t *testing.T) {
+	d := newDisk(t, 16*miB)
+	ok(t, filesystem.Make(t.Context(), filesystem.Ext4, d.device, true))
+	d.mount(t, filesystem.Ext4)
+	ok(t, <-d.writes("file"))
+	unix.Sync()
+	crashed, err := os.ReadFile(d.device)
+	ok(t, err)
+	ok(t, mount.Unmount(d.path))
+	for name, replay := range map[string]func() error{
+		"recover": func() error { return mount.Recover(d.device, "ext4") },
+		"check":   func() error { return filesystem.Check(t.Context(), filesystem.Ext4, d.device) },
+	} {
+		put(t, d.device, 0, string(crashed))
+		needs := func() bool {
+			return strings.Contains(drivertest.Run(t, "dumpe2fs", "-h", d.device), "needs_recovery")
+		}
+		if !needs() {
+			t.Fatal("there is nothing to replay")
+		}
+		ok(t, replay())
+		if needs() {
+			t.Errorf("%s: nothing was replayed", name)
+		}
+		ok(t, filesystem.Check(t.Context(), filesystem.Ext4, d.device))
+		d.mount(t, filesystem.Ext4)
+		if text, err := os.ReadFile(d.path + "/file"); string(text) != "file" {
+			t.Errorf("%s: the file has %q: %v", name, text, err)
+		}
+		ok(t, mount.Unmount(d.path))
+	}
+	if err := mount.Recover("/nowhere", "ext4"); err == nil {
+		t.Error("what is not there was opened")
 	}
 }
 

@@ -9,7 +9,6 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/ashlar-csi/ashlar/internal/command"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 )
 
@@ -68,8 +67,8 @@ func Grow(t Type, device, path string) error {
 }
 
 func growExt4(f *os.File, device string, size int64) error {
-	have, err := ext4Size(device)
-	if err != nil || have >= size/blockdev.Granularity*blockdev.Granularity {
+	_, super, err := readExt4(device)
+	if err != nil || super.size() >= size/blockdev.Granularity*blockdev.Granularity {
 		return err
 	}
 	var st unix.Statfs_t
@@ -79,7 +78,8 @@ func growExt4(f *os.File, device string, size int64) error {
 	blocks := uint64(size) / uint64(st.Bsize)
 	err = ioctl(f, ext4ResizeFS, unsafe.Pointer(&blocks))
 	if errors.Is(err, unix.EPERM) {
-		return fmt.Errorf("%w: ext4 grows while mounted only for a process with CAP_SYS_RESOURCE; it will grow when the volume is staged next: %w", blockdev.ErrPrecondition, err)
+		return fmt.Errorf("%w: ext4 grows while mounted only for a process with CAP_SYS_RESOURCE; without, it will grow when the volume is staged next, to %d bytes: %w",
+			blockdev.ErrPrecondition, min(size, super.reach()), err)
 	}
 	return err
 }
@@ -122,7 +122,8 @@ func growBtrfs(f *os.File, size int64) error {
 }
 
 // GrowBeforeMount grows a filesystem on a device that is not mounted, where Grow
-// could not after mounting it: ext4 without CAP_SYS_RESOURCE. Elsewhere it does nothing.
+// could not after mounting it: ext4 without CAP_SYS_RESOURCE. Elsewhere it does nothing. It has to
+// have been checked. An ext4 grows as far as it can without moving blocks.
 func GrowBeforeMount(ctx context.Context, t Type, device string) error {
 	if t != Ext4 || hasCapability(capSysResource) {
 		return nil
@@ -131,18 +132,7 @@ func GrowBeforeMount(ctx context.Context, t Type, device string) error {
 	if err != nil {
 		return err
 	}
-	have, err := ext4Size(device)
-	if err != nil || have >= size/blockdev.Granularity*blockdev.Granularity {
-		return err
-	}
-	// resize2fs wants a filesystem that was looked over in full.
-	if err := e2fsck(ctx, device, "-f"); err != nil {
-		return err
-	}
-	if _, _, err := command.Run(ctx, "resize2fs", device); err != nil {
-		return toolError(fmt.Errorf("grow %s to %d bytes: %w", device, size, err))
-	}
-	return nil
+	return growExt4Unmounted(ctx, device, size)
 }
 
 // GrowsMounted reports whether this process may grow a mounted filesystem of the type.

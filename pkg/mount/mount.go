@@ -142,10 +142,7 @@ var refused = map[string]bool{"bind": true, "rbind": true, "remount": true, "mov
 // what the kernel says.
 func Filesystem(device, target, fstype string, options []string, readOnly bool) error {
 	fail := func(what string, fsfd int, err error) error {
-		if said := kernelSays(fsfd); said != "" {
-			err = fmt.Errorf("%w (%s)", err, said)
-		}
-		return fmt.Errorf("mount %s on %s as %s: %s: %w", device, target, fstype, what, err)
+		return fmt.Errorf("mount %s on %s as %s: %s: %w", device, target, fstype, what, withWords(fsfd, err))
 	}
 	fsfd, err := unix.Fsopen(fstype, unix.FSOPEN_CLOEXEC)
 	if err != nil {
@@ -213,6 +210,24 @@ func Filesystem(device, target, fstype string, options []string, readOnly bool) 
 	return nil
 }
 
+// Recover has the kernel replay the journal of a filesystem that is not mounted: it opens the
+// filesystem, read-only, and mounts it nowhere.
+func Recover(device, fstype string) error {
+	fsfd, err := unix.Fsopen(fstype, unix.FSOPEN_CLOEXEC)
+	if err != nil {
+		return fmt.Errorf("recover %s as %s: fsopen: %w", device, fstype, err)
+	}
+	err = errors.Join(unix.FsconfigSetString(fsfd, "source", device), unix.FsconfigSetFlag(fsfd, "ro"))
+	if err == nil {
+		err = unix.FsconfigCreate(fsfd)
+	}
+	if err != nil {
+		err = fmt.Errorf("recover %s as %s: open the filesystem: %w", device, fstype, withWords(fsfd, err))
+	}
+	defer holdForks()() // so that this is its last descriptor
+	return errors.Join(err, unix.Close(fsfd))
+}
+
 // splitOptions splits at commas outside of quotes (SELinux contexts have commas).
 func splitOptions(options string) []string {
 	quoted := false
@@ -222,6 +237,14 @@ func splitOptions(options string) []string {
 		}
 		return r == ',' && !quoted
 	})
+}
+
+// withWords adds to an error what the filesystem says of it.
+func withWords(fsfd int, err error) error {
+	if said := kernelSays(fsfd); said != "" {
+		return fmt.Errorf("%w (%s)", err, said)
+	}
+	return err
 }
 
 // kernelSays reads the messages that a filesystem left for its opener.

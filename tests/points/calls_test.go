@@ -41,11 +41,6 @@ const (
 // nothing is what a CO does that forgets all about a call.
 func nothing() error { return nil }
 
-// whole are the calls whose programs run to their end, undisturbed: those of ext4 write the
-// superblock in parts, and one that stopped between two of them is for a human
-// (docs/reliability.md).
-var whole = map[string]bool{"NodeStageVolume later, growing": true}
-
 var scenarios = []scenario{
 	{"CreateVolume thick", copying, func(w *world) plan { return create(w.volume("new", "ext4", 16*miB), 0) }},
 	{"CreateVolume thin", copying, func(w *world) plan {
@@ -88,7 +83,7 @@ var scenarios = []scenario{
 	{"NodeStageVolume later, growing", copying, func(w *world) plan {
 		v := filled(w, "data", "ext4")
 		v.rest()
-		const larger = 128 * miB
+		const larger = 300 * miB // more block groups than before
 		w.all(func() error { return v.expand(larger) }, v.claim)
 		return plan{v.stage, func() {
 			v.size = larger
@@ -96,6 +91,25 @@ var scenarios = []scenario{
 			v.whole(1)
 			v.shows(larger)
 		}, v.unstage}
+	}},
+	{"NodeStageVolume later, after a power cut", copying, func(w *world) plan {
+		v := filled(w, "data", "ext4")
+		var cut []byte // with a journal to replay
+		v.site.look(v, func(path string) { cut = must(os.ReadFile(path))(w) })
+		v.rest()
+		v.site.look(v, func(path string) { ok(w.t, os.WriteFile(path, cut, 0)) })
+		w.all(v.claim)
+		return plan{v.stage, func() { v.whole(1) }, v.unstage}
+	}},
+	{"NodeStageVolume later, repairing", copying, func(w *world) plan {
+		v := filled(w, "data", "ext4")
+		v.rest()
+		v.site.look(v, func(path string) {
+			run(w.t, "debugfs", "-w", "-R", "ssv free_blocks_count 7", path)
+			run(w.t, "debugfs", "-w", "-R", "ssv state 2", path)
+		})
+		w.all(v.claim)
+		return plan{v.stage, func() { v.whole(1) }, v.unstage}
 	}},
 	{"NodeStageVolume block", copying, func(w *world) plan { return stageFirst(w, block, 16*miB) }},
 	{"NodePublishVolume mount", copying, func(w *world) plan { return publish(w, "ext4", false) }},
@@ -172,8 +186,8 @@ var scenarios = []scenario{
 }
 
 // must unpacks what has to succeed.
-func must(value string, err error) func(w *world) string {
-	return func(w *world) string {
+func must[T any](value T, err error) func(w *world) T {
+	return func(w *world) T {
 		w.t.Helper()
 		ok(w.t, err)
 		return value

@@ -68,7 +68,11 @@ func troubles(c trace.Call) []trouble {
 		// e2fsck(8): 1: all was repaired; 4: not all was; 8: it did not work.
 		all[0].code = codes.OK
 		all[4].code = codes.OK
-		all = append(all, trouble{"finds damage", complain + "4", codes.DataLoss, "made up: it broke"},
+		found := trouble{"finds damage", complain + "4", codes.DataLoss, "made up: it broke"}
+		if slices.Contains(c.Argv, "-n") { // another one looks closer, and may repair
+			found = trouble{found.name, found.script, codes.OK, ""}
+		}
+		all = append(all, found,
 			trouble{"does not work", complain + "8", codes.Internal, "made up: it broke"})
 	case name == "resize2fs":
 		// It may have had nothing to do; the filesystem grows when it is staged next.

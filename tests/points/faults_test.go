@@ -95,9 +95,8 @@ func TestFaults(t *testing.T) {
 				count++
 				t.Run(fmt.Sprintf("%d %s give-up=%v", n, unix.ErrnoName(errno), giveUp), func(t *testing.T) { fault(t, sites[s.fs], s, n, errno, giveUp) })
 			}
-			points := s.points(calls)
 			if *fullFaults {
-				for _, n := range points {
+				for n := 1; n <= len(calls); n++ {
 					errnos := faults[calls[n-1].Name]
 					if alike(calls, n-1) && len(errnos) > 0 {
 						// The next one tries the next error.
@@ -113,7 +112,7 @@ func TestFaults(t *testing.T) {
 				}
 			} else {
 				for _, giveUp := range []bool{false, undoable} {
-					n := points[random.IntN(len(points))]
+					n := 1 + random.IntN(len(calls))
 					if errnos := faults[calls[n-1].Name]; len(errnos) > 0 {
 						try(n, errnos[random.IntN(len(errnos))], giveUp)
 					}

@@ -58,13 +58,9 @@ func TestPoints(t *testing.T) {
 				}
 				return reached
 			}
-			points := s.points(calls)
-			anywhere := func() int { return points[random.IntN(len(points))] }
+			anywhere := func() int { return 1 + random.IntN(len(calls)) }
 			if *full {
 				for n, more := 1, true; more; n++ {
-					if n <= len(calls) && !slices.Contains(points, n) {
-						continue
-					}
 					// After every other one of many alike the CO gives up.
 					alike := n <= len(calls) && alike(calls, n-1)
 					more = try(crash{at: n, giveUp: alike && undoable && n%2 == 0}) || n < len(calls)
@@ -83,16 +79,6 @@ func TestPoints(t *testing.T) {
 			fmt.Printf("points: %-42s %3d points, %3d crashes, %5.1f s: %s\n", s.name, len(calls), kills, time.Since(begin).Seconds(), histogram(calls))
 		})
 	}
-}
-
-// points are the numbers of the calls at which something is done.
-func (s scenario) points(calls []trace.Call) (points []int) {
-	for i, c := range calls {
-		if !whole[s.name] || !c.Child || c.Exec {
-			points = append(points, i+1)
-		}
-	}
-	return points
 }
 
 // alike reports whether a call is one of many of which it does not matter much which one it

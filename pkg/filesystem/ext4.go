@@ -1,0 +1,302 @@
+package filesystem
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"os"
+	"regexp"
+	"strconv"
+	"strings"
+
+	"k8s.io/klog/v2"
+
+	"github.com/ashlar-csi/ashlar/internal/command"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/mount"
+)
+
+// The tools of e2fsprogs write a superblock in parts: each run of words that differ, the
+// checksum last. One that was cut short between two of them leaves it torn, and then neither the
+// kernel nor e2fsck -p takes it. So before a tool may write, a copy of the superblock is kept in
+// the boot block, the 1024 bytes before it: ext4 never uses them, and what is there goes along
+// into snapshots. A boot block that is not blank is somebody's, and left alone.
+//
+// A journal has the block of both in it, and its replay would take the copy away. So it is the
+// kernel that replays journals, which writes a superblock at once; never e2fsck.
+
+// ext4SuperSize is the size of the boot block, and of the superblock behind it.
+const ext4SuperSize = 1024
+
+// ext4Super is the superblock of an ext4, as it is on the disk
+// (Documentation/filesystems/ext4/super.rst).
+type ext4Super []byte
+
+// Where things are in a superblock, and what they are.
+const (
+	ext4BlocksLow, ext4FirstBlock, ext4LogBlockSize, ext4GroupBlocks = 4, 20, 24, 32
+	ext4MountTime, ext4MaxMounts, ext4Magic, ext4State               = 44, 54, 56, 58
+	ext4CheckInterval, ext4Incompat, ext4ROCompat, ext4UUID          = 68, 96, 100, 104
+	ext4ReservedGDT, ext4LastOrphan, ext4DescSize, ext4BlocksHigh    = 206, 232, 254, 336
+	ext4Checksum                                                     = 1020
+
+	ext4IsMagic       = 0xef53
+	ext4IsClean       = 1       // the whole state, of a filesystem without errors
+	ext4NeedsRecovery = 0x4     // of the incompatible features
+	ext464Bit         = 0x80    // of the incompatible features
+	ext4Checksums     = 0x400   // of the read-only compatible ones: metadata_csum
+	ext4Orphans       = 0x10000 // of the read-only compatible ones: orphan_present
+)
+
+func (s ext4Super) short(at int) uint16 { return binary.LittleEndian.Uint16(s[at:]) }
+func (s ext4Super) long(at int) uint32  { return binary.LittleEndian.Uint32(s[at:]) }
+
+// sum is the checksum that it should have.
+func (s ext4Super) sum() uint32 {
+	return ^crc32.Checksum(s[:ext4Checksum], crc32.MakeTable(crc32.Castagnoli))
+}
+
+// checksummed reports whether it is one, with a checksum, right or wrong.
+func (s ext4Super) checksummed() bool {
+	return s.short(ext4Magic) == ext4IsMagic && s.long(ext4ROCompat)&ext4Checksums != 0
+}
+
+// torn reports whether it is one whose checksum is wrong.
+func (s ext4Super) torn() bool { return s.checksummed() && s.long(ext4Checksum) != s.sum() }
+
+func (s ext4Super) needsRecovery() bool { return s.long(ext4Incompat)&ext4NeedsRecovery != 0 }
+
+// clean reports whether e2fsck will find nothing to do, as far as a superblock tells.
+func (s ext4Super) clean() bool {
+	return s.short(ext4State) == ext4IsClean && !s.needsRecovery() && s.long(ext4ROCompat)&ext4Orphans == 0 && s.long(ext4LastOrphan) == 0 &&
+		int16(s.short(ext4MaxMounts)) <= 0 && s.long(ext4CheckInterval) == 0
+}
+
+func (s ext4Super) blockSize() int64 { return 1024 << s.long(ext4LogBlockSize) }
+
+func (s ext4Super) blocks() int64 {
+	blocks := int64(s.long(ext4BlocksLow))
+	if s.long(ext4Incompat)&ext464Bit != 0 {
+		blocks |= int64(s.long(ext4BlocksHigh)) << 32
+	}
+	return blocks
+}
+
+// size of the filesystem in bytes.
+func (s ext4Super) size() int64 { return s.blocks() * s.blockSize() }
+
+// reach is the size to which it can grow without moving blocks, in bytes: as far as there is
+// room for descriptors of block groups. mke2fs leaves room for 1024 times the first size.
+func (s ext4Super) reach() int64 {
+	perBlock := s.blockSize() / 32
+	if s.long(ext4Incompat)&ext464Bit != 0 {
+		perBlock = s.blockSize() / int64(max(s.short(ext4DescSize), 32))
+	}
+	perBlock *= int64(s.long(ext4GroupBlocks)) // blocks that a block of descriptors is good for
+	first := int64(s.long(ext4FirstBlock))
+	have := (s.blocks() - first + perBlock - 1) / perBlock
+	return (first + (have+int64(s.short(ext4ReservedGDT)))*perBlock) * s.blockSize()
+}
+
+// A copy is disguised by one of these texts, over and over, so that nothing takes it for what
+// it is not. It says, too, what the tool was about to do.
+const (
+	ext4Checks = "ashlar e2fsck   "
+	ext4Grows  = "ashlar resize2fs"
+)
+
+func disguised(block []byte, as string) []byte {
+	out := make([]byte, len(block))
+	for i := range block {
+		out[i] = block[i] ^ as[i%len(as)]
+	}
+	return out
+}
+
+// kept returns the copy that a boot block has, and its disguise; nil if it has none.
+func kept(boot []byte) (ext4Super, string) {
+	for _, as := range []string{ext4Checks, ext4Grows} {
+		if s := ext4Super(disguised(boot, as)); s.checksummed() && !s.torn() {
+			return s, as
+		}
+	}
+	return nil, ""
+}
+
+// keep returns the boot block that has a copy. It says that the filesystem is not clean, as it
+// will not be once a tool was cut short: so whoever has it looks everything over.
+func (s ext4Super) keep(as string) []byte {
+	s = bytes.Clone(s)
+	binary.LittleEndian.PutUint16(s[ext4State:], s.short(ext4State)&^ext4IsClean)
+	binary.LittleEndian.PutUint32(s[ext4Checksum:], s.sum())
+	return disguised(s, as)
+}
+
+// copies reports whether it is a copy of this one, or of what this one was before it was torn:
+// of the same filesystem, which has not been mounted since.
+func (s ext4Super) copies(other ext4Super) bool {
+	return bytes.Equal(s[ext4UUID:ext4UUID+16], other[ext4UUID:ext4UUID+16]) && s.long(ext4MountTime) == other.long(ext4MountTime)
+}
+
+// readExt4 reads the boot block and the superblock.
+func readExt4(device string) (boot []byte, super ext4Super, err error) {
+	f, err := os.Open(device)
+	if err != nil {
+		return nil, nil, fmt.Errorf("read the superblock of %s: %w", device, err)
+	}
+	defer f.Close()
+	both := make([]byte, 2*ext4SuperSize)
+	if _, err := f.ReadAt(both, 0); err != nil {
+		return nil, nil, fmt.Errorf("read the superblock of %s: %w", device, err)
+	}
+	return both[:ext4SuperSize], both[ext4SuperSize:], nil
+}
+
+// writeExt4 writes a boot block, or a superblock, durably.
+func writeExt4(device string, block []byte, at int64) error {
+	f, err := os.OpenFile(device, os.O_WRONLY, 0)
+	if err != nil {
+		return err
+	}
+	_, err = f.WriteAt(block, at)
+	if err == nil {
+		err = f.Sync()
+	}
+	return errors.Join(err, f.Close())
+}
+
+// clearCopy takes a copy away.
+func clearCopy(device string) error {
+	if err := writeExt4(device, make([]byte, ext4SuperSize), 0); err != nil {
+		return fmt.Errorf("write the boot block of %s, to take the copy of its superblock away: %w", device, err)
+	}
+	return nil
+}
+
+// guarded runs a tool that may write to an ext4, which is not mounted, and keeps a copy of its
+// superblock until the tool has done its work.
+func guarded(device, as string, tool func() error) error {
+	boot, super, err := readExt4(device)
+	if err != nil {
+		return err
+	}
+	if have, _ := kept(boot); !super.checksummed() || super.torn() || have == nil && !bytes.Equal(boot, zeroBlock[:len(boot)]) {
+		return tool()
+	}
+	if want := super.keep(as); !bytes.Equal(boot, want) {
+		if err := writeExt4(device, want, 0); err != nil {
+			return fmt.Errorf("write a copy of the superblock of %s to its boot block: %w", device, err)
+		}
+	}
+	if err := tool(); err != nil {
+		return err
+	}
+	if _, super, err = readExt4(device); err != nil {
+		return err
+	}
+	if super.torn() {
+		return fmt.Errorf("%s ended as if it had worked, and did not write all of the superblock of %s; the next try puts it back, and checks all", strings.Fields(as)[1], device)
+	}
+	return clearCopy(device)
+}
+
+// checkExt4 is Check: a journal is replayed, what a tool that was cut short has left is
+// repaired, and the rest is e2fsck's.
+func checkExt4(ctx context.Context, device string) error {
+	boot, super, err := readExt4(device)
+	if err != nil {
+		return err
+	}
+	if super.needsRecovery() && !super.torn() {
+		// Where the kernel cannot, e2fsck may; at the worst it says what is wrong.
+		if err := mount.Recover(device, string(Ext4)); err != nil {
+			klog.FromContext(ctx).Info("The kernel did not replay the journal of an ext4; leaving it to e2fsck", "device", device, "err", err)
+		}
+		if boot, super, err = readExt4(device); err != nil {
+			return err
+		}
+	}
+	copied, as := kept(boot)
+	ours := copied != nil && copied.copies(super)
+	if ours && super.torn() {
+		klog.FromContext(ctx).Info("A tool was cut short while it wrote the superblock of an ext4; putting it back from the copy in its boot block, and checking all of it", "device", device)
+		if err := writeExt4(device, copied, ext4SuperSize); err != nil {
+			return fmt.Errorf("put the superblock of %s back: %w", device, err)
+		}
+		super = copied
+	}
+	if super.clean() && !super.torn() {
+		err := e2fsck(ctx, device, "-n") // which writes nothing
+		if err == nil && copied != nil {
+			return clearCopy(device)
+		}
+		if !errors.Is(err, blockdev.ErrDataLoss) {
+			return err
+		}
+	}
+	if ours && as == ext4Grows && !super.clean() {
+		return endGrowth(ctx, device)
+	}
+	return guarded(device, ext4Checks, func() error { return e2fsck(ctx, device, "-p") })
+}
+
+// notOfGrowth is what e2fsck says of damage that no growth leaves: to a file (7 is the inode that
+// reserves room for group descriptors), to the disk, or to where things are.
+var notOfGrowth = regexp.MustCompile(`(?i)inode ([0-689]|7[0-9])|error (reading|writing)|relocate`)
+
+// endGrowth takes back what resize2fs has left in the middle. It moved no block of a file, and
+// the filesystem was looked over in full before: so what is wrong is parts of the new size, and
+// e2fsck may take all of it away, which -p does not. If it is more than that it is for a human.
+func endGrowth(ctx context.Context, device string) error {
+	out, _, err := command.Run(ctx, "e2fsck", "-f", "-n", device)
+	if other := notOfGrowth.FindString(out); other != "" {
+		return fmt.Errorf("%w: check %s, whose growth was cut short: there is more amiss than that (%q); run e2fsck on it by hand: %w", blockdev.ErrDataLoss, device, other, err)
+	}
+	return guarded(device, ext4Grows, func() error { return e2fsck(ctx, device, "-f", "-y") })
+}
+
+// e2fsck runs it. ErrDataLoss: it has left something unrepaired.
+func e2fsck(ctx context.Context, device string, options ...string) error {
+	_, _, err := command.Run(ctx, append(append([]string{"e2fsck"}, options...), device)...)
+	var failure *command.Error
+	if errors.As(err, &failure) {
+		// e2fsck(8): 0 clean, 1 repaired, 2 repaired and a reboot is due (of the root
+		// filesystem only), 4 not repaired, 8 and up did not work.
+		switch {
+		case failure.Code >= 1 && failure.Code <= 3:
+			return nil
+		case failure.Code > 0 && failure.Code&4 != 0:
+			return fmt.Errorf("%w: check %s: e2fsck will not repair it by itself; run e2fsck on it by hand: %w", blockdev.ErrDataLoss, device, err)
+		}
+	}
+	if err != nil {
+		return toolError(fmt.Errorf("check %s: %w", device, err))
+	}
+	return nil
+}
+
+// growExt4Unmounted grows an ext4 by resize2fs. Where it would have to move blocks to grow
+// further, it stays smaller than its device: cut short in that, it could not be repaired.
+func growExt4Unmounted(ctx context.Context, device string, size int64) error {
+	_, super, err := readExt4(device)
+	if err != nil {
+		return err
+	}
+	size = min(size, super.reach()) / blockdev.Granularity * blockdev.Granularity
+	if super.size() >= size {
+		return nil
+	}
+	// resize2fs wants a filesystem that was looked over in full.
+	if err := guarded(device, ext4Checks, func() error { return e2fsck(ctx, device, "-p", "-f") }); err != nil {
+		return err
+	}
+	return guarded(device, ext4Grows, func() error {
+		if _, _, err := command.Run(ctx, "resize2fs", device, strconv.FormatInt(size/super.blockSize(), 10)); err != nil {
+			return toolError(fmt.Errorf("grow %s to %d bytes: %w", device, size, err))
+		}
+		return nil
+	})
+}

@@ -1,0 +1,283 @@
+package filesystem
+
+import (
+	"bytes"
+	"crypto/rand"
+	"encoding/binary"
+	"errors"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+)
+
+const miB = 1 << 20
+
+func ok(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// run returns what a program prints.
+func run(t testing.TB, argv ...string) string {
+	t.Helper()
+	out, err := exec.Command(argv[0], argv[1:]...).CombinedOutput()
+	if err != nil {
+		t.Fatalf("%q: %v: %s", argv, err, out)
+	}
+	return string(out)
+}
+
+// ext4Image is an ext4 in a file, which has files.
+type ext4Image struct {
+	path  string
+	files map[string][]byte
+}
+
+func newExt4(t testing.TB, size int64) ext4Image {
+	t.Helper()
+	i := ext4Image{filepath.Join(t.TempDir(), "image"), map[string][]byte{}}
+	from := t.TempDir()
+	for _, name := range []string{"a", "b", "c"} {
+		i.files[name] = make([]byte, 2*miB)
+		_, _ = rand.Read(i.files[name])
+		ok(t, os.WriteFile(filepath.Join(from, name), i.files[name], 0o600))
+	}
+	ok(t, os.WriteFile(i.path, nil, 0o600))
+	ok(t, os.Truncate(i.path, size))
+	run(t, "mkfs.ext4", "-q", "-b", "4096", "-m", "0", "-E", "nodiscard", "-d", from, i.path)
+	return i
+}
+
+func (i ext4Image) read(t testing.TB) (boot []byte, super ext4Super) {
+	t.Helper()
+	boot, super, err := readExt4(i.path)
+	ok(t, err)
+	return boot, super
+}
+
+func (i ext4Image) write(t testing.TB, block []byte, at int64) {
+	t.Helper()
+	ok(t, writeExt4(i.path, block, at))
+}
+
+func (i ext4Image) bytes(t testing.TB) []byte {
+	t.Helper()
+	all, err := os.ReadFile(i.path)
+	ok(t, err)
+	return all
+}
+
+// whole makes sure that it is as good as it can be: nothing to repair, all files, and a blank
+// boot block.
+func (i ext4Image) whole(t testing.TB) {
+	t.Helper()
+	run(t, "e2fsck", "-f", "-n", i.path)
+	for name, want := range i.files {
+		if have := run(t, "debugfs", "-R", "cat /"+name, i.path); !strings.HasSuffix(have, string(want)) {
+			t.Errorf("file %s is not what it was", name)
+		}
+	}
+	if boot, super := i.read(t); !bytes.Equal(boot, zeroBlock[:len(boot)]) || !super.clean() {
+		t.Errorf("the boot block is %q..., the state %d", boot[:32], super.short(ext4State))
+	}
+}
+
+var errKilled = errors.New("made up: killed")
+
+// tears are superblocks as a tool leaves them that dies while it writes new in the place of old.
+func tears(before, after ext4Super) (all []ext4Super) {
+	s := bytes.Clone(before)
+	for at := 0; at < ext4Checksum; at += 2 {
+		if before.short(at) != after.short(at) {
+			copy(s[at:at+2], after[at:])
+			all = append(all, bytes.Clone(s))
+		}
+	}
+	return all
+}
+
+// TestTornSuperblock: with a copy in the boot block a torn superblock is repaired, and without
+// one that is its own it is refused, and nothing is written.
+func TestTornSuperblock(t *testing.T) {
+	image := newExt4(t, 16*miB)
+	_, before := image.read(t)
+	larger := ext4Image{filepath.Join(t.TempDir(), "larger"), image.files}
+	ok(t, os.WriteFile(larger.path, image.bytes(t), 0o600))
+	ok(t, os.Truncate(larger.path, 300*miB))
+	ok(t, growExt4Unmounted(t.Context(), larger.path, 300*miB))
+	larger.whole(t)
+	_, after := larger.read(t)
+	all := tears(before, after)
+	if len(all) < 5 {
+		t.Fatalf("growing changes only %d words", len(all))
+	}
+	for _, as := range []string{ext4Checks, ext4Grows} {
+		for n, torn := range all {
+			if !torn.torn() {
+				t.Fatalf("%d words are not torn", n+1)
+			}
+			var killed error
+			if n%2 == 0 { // else it has not noticed that it could not write
+				killed = errKilled
+			}
+			if err := guarded(image.path, as, func() error {
+				image.write(t, torn, ext4SuperSize)
+				return killed
+			}); err == nil || !errors.Is(err, killed) && killed != nil {
+				t.Fatal(err)
+			}
+			ok(t, Check(t.Context(), Ext4, image.path))
+			image.whole(t)
+		}
+	}
+
+	torn := all[len(all)/2]
+	for name, boot := range map[string][]byte{
+		"no copy":          zeroBlock[:ext4SuperSize],
+		"a boot loader":    append([]byte("\xeb\x63\x90 a tenant's boot loader"), zeroBlock[:ext4SuperSize-26]...),
+		"of another":       changed(before, ext4UUID).keep(ext4Checks),
+		"mounted since":    changed(before, ext4MountTime).keep(ext4Checks),
+		"a copy torn":      append(bytes.Clone(before.keep(ext4Grows)[:512]), zeroBlock[:512]...),
+		"another disguise": before.keep("somebody's words"),
+		"no disguise":      changed(before, ext4State),
+	} {
+		boot = boot[:ext4SuperSize]
+		image.write(t, boot, 0)
+		image.write(t, torn, ext4SuperSize)
+		want := image.bytes(t)
+		if err := Check(t.Context(), Ext4, image.path); err == nil || !strings.Contains(err.Error(), "checksum does not match") {
+			t.Errorf("%s: %v", name, err)
+		}
+		if !bytes.Equal(image.bytes(t), want) {
+			t.Errorf("%s: something was written", name)
+		}
+	}
+
+	// A boot block that is not blank is left alone by all that may go wrong.
+	foreign := append([]byte("a tenant's"), zeroBlock[:ext4SuperSize-10]...)
+	image.write(t, foreign, 0)
+	image.write(t, before, ext4SuperSize)
+	ok(t, guarded(image.path, ext4Checks, func() error { return nil }))
+	ok(t, Check(t.Context(), Ext4, image.path))
+	ok(t, os.Truncate(image.path, 300*miB))
+	ok(t, growExt4Unmounted(t.Context(), image.path, 300*miB))
+	if boot, super := image.read(t); !bytes.Equal(boot, foreign) || super.size() != 300*miB {
+		t.Errorf("the boot block is %q..., the size %d", boot[:32], super.size())
+	}
+}
+
+func changed(s ext4Super, at int) ext4Super {
+	s = bytes.Clone(s)
+	s[at] ^= 1
+	binary.LittleEndian.PutUint32(s[ext4Checksum:], s.sum())
+	return s
+}
+
+// TestCopyOfSuperblock: it is there while a tool runs, durable, looks like nothing else, and is
+// gone after it; what is clean is only read.
+func TestCopyOfSuperblock(t *testing.T) {
+	image := newExt4(t, 16*miB)
+	want := image.bytes(t)
+	for _, as := range []string{ext4Checks, ext4Grows} {
+		ok(t, guarded(image.path, as, func() error {
+			boot, super := image.read(t)
+			if s, have := kept(boot); s == nil || !s.copies(super) || have != as || s.clean() {
+				t.Errorf("the boot block is %q...", boot[:32])
+			}
+			if have, err := Probe(image.path); have != Ext4 || err != nil {
+				t.Errorf("it is taken for %q: %v", have, err)
+			}
+			if have, err := Foreign(image.path, Ext4); have != "" || err != nil {
+				t.Errorf("it is foreign as %q: %v", have, err)
+			}
+			if have := strings.TrimSpace(run(t, "blkid", "-p", "-o", "value", "-s", "TYPE", image.path)); have != string(Ext4) {
+				t.Errorf("blkid takes it for %q", have)
+			}
+			if have := strings.Fields(run(t, "wipefs", "--noheadings", "--output", "TYPE", image.path)); len(have) != 1 {
+				t.Errorf("wipefs takes it for %q", have)
+			}
+			return nil
+		}))
+		if !bytes.Equal(image.bytes(t), want) {
+			t.Error("the copy has left something behind")
+		}
+		// The driver died before or after the tool: the superblock is good.
+		_ = guarded(image.path, as, func() error { return errKilled })
+		ok(t, Check(t.Context(), Ext4, image.path))
+		if !bytes.Equal(image.bytes(t), want) {
+			t.Error("a copy that nobody needs is still there")
+		}
+	}
+	before, err := os.Stat(image.path)
+	ok(t, err)
+	ok(t, Check(t.Context(), Ext4, image.path))
+	if after, err := os.Stat(image.path); err != nil || !after.ModTime().Equal(before.ModTime()) {
+		t.Errorf("a clean filesystem was written to: %v", err)
+	}
+	// One without checksums cannot be told to be torn: there is nothing to keep.
+	run(t, "tune2fs", "-O", "^metadata_csum", image.path)
+	ok(t, guarded(image.path, ext4Checks, func() error {
+		if boot, _ := image.read(t); !bytes.Equal(boot, zeroBlock[:len(boot)]) {
+			t.Errorf("the boot block is %q...", boot[:32])
+		}
+		return nil
+	}))
+	ok(t, Check(t.Context(), Ext4, image.path))
+}
+
+// TestGrowthCutShort: what resize2fs leaves in the middle e2fsck -p refuses, as the inode that
+// reserves room for descriptors points beyond the end; it is repaired here, and grows again.
+func TestGrowthCutShort(t *testing.T) {
+	image := newExt4(t, 16*miB)
+	_, before := image.read(t)
+	ok(t, os.Truncate(image.path, 300*miB))
+	ok(t, growExt4Unmounted(t.Context(), image.path, 300*miB))
+	halfway := bytes.Clone(before)
+	halfway[ext4State] |= 2 // as resize2fs says from its first write to its last
+	halfway[ext4Checksum] = 0
+	binary.LittleEndian.PutUint32(halfway[ext4Checksum:], ext4Super(halfway).sum())
+	image.write(t, before.keep(ext4Grows), 0)
+	image.write(t, halfway, ext4SuperSize)
+	ok(t, Check(t.Context(), Ext4, image.path))
+	image.whole(t)
+	ok(t, growExt4Unmounted(t.Context(), image.path, 300*miB))
+	image.whole(t)
+	if _, super := image.read(t); super.size() != 300*miB {
+		t.Errorf("it has %d bytes", super.size())
+	}
+	// Without a sign that it was resize2fs, or with damage that is not of it, it is for a human.
+	image.write(t, before.keep(ext4Grows), 0)
+	image.write(t, halfway, ext4SuperSize)
+	run(t, "debugfs", "-w", "-R", "clri b", image.path)
+	want := image.bytes(t)
+	if err := Check(t.Context(), Ext4, image.path); !errors.Is(err, blockdev.ErrDataLoss) || !strings.Contains(err.Error(), "more amiss") {
+		t.Errorf("damage that no growth leaves: %v", err)
+	}
+	if !bytes.Equal(image.bytes(t), want) {
+		t.Error("it was written to")
+	}
+	image.write(t, make([]byte, ext4SuperSize), 0)
+	if err := Check(t.Context(), Ext4, image.path); !errors.Is(err, blockdev.ErrDataLoss) {
+		t.Errorf("damage of unknown origin: %v", err)
+	}
+}
+
+// TestGrowthReach: an ext4 grows 1024 times without moving blocks, and then no further.
+func TestGrowthReach(t *testing.T) {
+	image := newExt4(t, 16*miB)
+	const reach = 1024 * 16 * miB
+	ok(t, os.Truncate(image.path, 3*reach))
+	for range 2 {
+		ok(t, growExt4Unmounted(t.Context(), image.path, 3*reach))
+		if _, super := image.read(t); super.size() != reach || super.reach() != reach {
+			t.Fatalf("it has %d bytes, and reaches %d", super.size(), super.reach())
+		}
+		image.whole(t)
+	}
+}
