@@ -181,12 +181,6 @@ func (p *lvmPool) runSuspended(ctx context.Context, origin Ref, run runLVM, args
 	return errors.Join(err, resume())
 }
 
-// lvmAnswered reports whether an error is lvm2's own word that a command was not carried
-// out; otherwise it was cut short.
-func lvmAnswered(err error) bool {
-	return !errors.Is(err, context.Canceled) && !errors.Is(err, context.DeadlineExceeded) && !errors.Is(err, errLVMBroken) && !errors.Is(err, errLVMUnflushed)
-}
-
 // undoTime bounds how long a call that failed goes on to undo what it did.
 const undoTime = 20 * time.Second
 
@@ -395,7 +389,7 @@ func (p *lvmPool) makeCut(ctx context.Context, o *logical, spec Spec) error {
 		} else {
 			p.unreserve(size)
 		}
-		if err == nil || !lvmAnswered(err) {
+		if err == nil || !lvmRefused(err) {
 			o.source, o.copied = name, 0
 		}
 		return err

@@ -954,6 +954,36 @@ func TestLVMCutActivation(t *testing.T) {
 	})
 }
 
+// TestLVMHalfDone: what lvm2 began and gave up is removed, a volume in use goes on, and the
+// retry succeeds.
+func TestLVMHalfDone(t *testing.T) {
+	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 256*mib)}
+	f.url = f.group.URL() + "?reservePercent=0"
+	f.start()
+	f.make(vol("a"), 8*mib)
+	device, err := f.pool.Attach(t.Context(), vol("a"), blockdev.Attachment{})
+	must(t, err)
+	must(t, writeDirect(device.Path, 0, marked("a", 8*mib)))
+	before := capacityOf(t, f.pool)
+	// A device has the name that lvm2 needs in the middle of it.
+	taken := strings.ReplaceAll(f.group.Name, "-", "--") + "-cut." + snap("a").String() + "-cow"
+	drivertest.Run(t, "dmsetup", "create", taken, "--notable")
+	spec := blockdev.Spec{Ref: snap("a"), Name: "a", Size: 8 * mib, Origin: vol("a")}
+	_, err = f.pool.Create(t.Context(), spec)
+	drivertest.Run(t, "dmsetup", "remove", "--retry", taken)
+	if err == nil || !strings.Contains(err.Error(), "lvcreate") {
+		t.Errorf("with a name taken: %v", err)
+	}
+	must(t, writeDirect(device.Path, 0, marked("a", 8*mib)))
+	blockdev.Age(f.pool)
+	if now := capacityOf(t, f.pool); now != before {
+		t.Errorf("capacity %+v, before %+v", now, before)
+	}
+	create(t, f.pool, spec)
+	must(t, device.Close())
+	f.holds(snap("a"), 0, marked("a", 8*mib))
+}
+
 // TestLVMReportMeanwhile: a report that was taken while a copy was given its larger size does
 // not make it look as if it had lost some.
 func TestLVMReportMeanwhile(t *testing.T) {
