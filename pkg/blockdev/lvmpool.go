@@ -611,10 +611,17 @@ func (p *lvmPool) remove(ctx context.Context, ref Ref) error {
 }
 
 // complete makes sure that no physical volume of the group is missing: lvm2 would remove
-// volumes even so, and have the disk thrown out of the group when it is back.
+// volumes even so, and have the disk thrown out of the group when it is back. Nor has the
+// thin pool failed: lvm2 would forget volumes that the thin pool has, and its count of
+// changes would run ahead of the thin pool's, which then cannot be repaired.
 func (p *lvmPool) complete(ctx context.Context) error {
 	if err := p.refresh(ctx, lvmFresh); err != nil {
 		return err
+	}
+	if p.thin != "" {
+		if use, err := p.thinUse(); err == nil && use.failed() {
+			return fmt.Errorf("%w: %s", ErrUnavailable, p.full(use))
+		}
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
