@@ -10,6 +10,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/ashlar-csi/ashlar/internal/command"
 )
 
@@ -234,6 +236,7 @@ func TestLVMAnswers(t *testing.T) {
 		says    string
 		goesOn  bool
 	}{
+		"not flushed":     {[]string{status("success")}, errLVMUnflushed, "no space left", true},
 		"refused":         {[]string{status("failure"), complaint("insufficient free space")}, ErrNoSpace, "insufficient free space", true},
 		"failed":          {[]string{status("failure"), complaint("Aborting. Manual intervention required.")}, nil, "Manual intervention", false},
 		"did not say":     {[]string{"{}"}, errLVMBroken, "without the status", false},
@@ -241,7 +244,7 @@ func TestLVMAnswers(t *testing.T) {
 		"died afterwards": {[]string{status("failure")}, errLVMBroken, "did not say why", false},
 	} {
 		t.Run(name, func(t *testing.T) {
-			l := newLVM(func(runLVM) {}, func() error { return nil })
+			l := newLVM(func(runLVM) {}, func() error { return unix.ENOSPC })
 			script := ""
 			for _, answer := range c.answers {
 				script += "read -r line; echo '" + answer + "' >&3; "
@@ -254,6 +257,9 @@ func TestLVMAnswers(t *testing.T) {
 			_, err = l.run(t.Context(), "lvremove", "vg/lv")
 			if err == nil || c.want != nil && !errors.Is(err, c.want) || !strings.Contains(err.Error(), "lvremove vg/lv") || !strings.Contains(err.Error(), c.says) {
 				t.Errorf("error %v, want %v", err, c.want)
+			}
+			if lvmRefused(err) != errors.Is(c.want, ErrNoSpace) {
+				t.Errorf("refused: %v", err)
 			}
 			if l.broken == c.goesOn || (l.session != nil) != c.goesOn {
 				t.Errorf("session %v, broken %v", l.session, l.broken)

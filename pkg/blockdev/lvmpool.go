@@ -165,15 +165,16 @@ func (p *lvmPool) report(run runLVM) ([]row, error) {
 }
 
 // flush makes the disks of the group write out what they have cached: lvm2 waits for its
-// writes, but flushes none of them, so what it has changed would not survive a power cut.
+// writes, but flushes none of them, so what it has changed would not survive a power cut. Not
+// a systemError: that a disk has no space is not that of the pool.
 func (p *lvmPool) flush() error {
 	for _, disk := range p.disks {
 		f, err := os.Open(disk)
 		if err != nil {
-			return fmt.Errorf("flush %s: %w", disk, systemError(err))
+			return fmt.Errorf("flush %s: %w", disk, err)
 		}
 		if err := errors.Join(f.Sync(), f.Close()); err != nil {
-			return fmt.Errorf("flush %s: %w", disk, systemError(err))
+			return fmt.Errorf("flush %s: %w", disk, err)
 		}
 	}
 	return nil
