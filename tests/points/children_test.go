@@ -35,8 +35,9 @@ type trouble struct {
 // neither has what it has started.
 const hangs = "hangs"
 
-// shortTime is when a caller has had enough.
-const shortTime = 700 * time.Millisecond
+// patience of a caller who has had enough of something that hangs in a call, before which all
+// else of it can be done.
+func (c course) patience() time.Duration { return c.took*3/2 + 500*time.Millisecond }
 
 const (
 	complain = "echo 'made up: it broke' >&2; exit "
@@ -103,7 +104,7 @@ func TestChildren(t *testing.T) {
 			try := func(n int, trouble trouble, giveUp bool) {
 				count++
 				name := fmt.Sprintf("%d %s %s give-up=%v", n, filepath.Base(programs[n].Path), trouble.name, giveUp)
-				attempt(t, name, fmt.Sprint("-faults.full=", *fullFaults), func(t *testing.T) { child(t, sites[s.fs], s, n, programs[n], trouble, giveUp) })
+				attempt(t, name, fmt.Sprint("-faults.full=", *fullFaults), func(t *testing.T) { child(t, sites[s.fs], s, o, n, trouble, giveUp) })
 			}
 			for n, c := range programs {
 				seen[filepath.Base(c.Path)] = true
@@ -140,7 +141,8 @@ func started(calls []trace.Call) []trace.Call {
 }
 
 // child makes the call with trouble in its n-th program (0, 1, ...).
-func child(t *testing.T, s *site, sc scenario, n int, c trace.Call, trouble trouble, giveUp bool) {
+func child(t *testing.T, s *site, sc scenario, o course, n int, trouble trouble, giveUp bool) {
+	c := started(o.calls)[n]
 	w := newWorld(t, s)
 	p := sc.prepare(w)
 	// Its path takes the place of the program's, so it has to be short.
@@ -152,7 +154,7 @@ func child(t *testing.T, s *site, sc scenario, n int, c trace.Call, trouble trou
 	}
 	w.patience = callTime
 	if trouble.name == hangs {
-		w.patience = shortTime
+		w.patience = o.patience()
 	}
 	met := false
 	_, err := w.traced(p.call, func(_ int, at trace.Call) trace.Verdict {

@@ -112,7 +112,7 @@ func lvmFaults(at *site, sc scenario, o course) (kinds [][]harm) {
 	}
 	for n, c := range started(o.calls) {
 		for _, trouble := range troubles(c) {
-			programs = append(programs, harm{filepath.Base(c.Path) + " " + trouble.name, func(t *testing.T, giveUp bool) { child(t, at, sc, n, c, trouble, giveUp) }})
+			programs = append(programs, harm{filepath.Base(c.Path) + " " + trouble.name, func(t *testing.T, giveUp bool) { child(t, at, sc, o, n, trouble, giveUp) }})
 		}
 	}
 	for n := 1; n <= o.asked; n++ {
@@ -133,7 +133,7 @@ func (trouble shellTrouble) happen(t *testing.T, at *site, sc scenario, o course
 	w := newWorld(t, at)
 	p := sc.prepare(w)
 	if trouble.code == codes.DeadlineExceeded {
-		w.patience = o.took*3/2 + shortTime
+		w.patience = o.patience()
 	}
 	command, commands, lines := "", 0, 0
 	_, err := w.traced(p.call, func(_ int, c trace.Call) trace.Verdict {
