@@ -80,8 +80,10 @@ func TestLVMFaults(t *testing.T) {
 			}
 			kind := kinds[random.IntN(len(kinds))]
 			c, giveUp := kind[random.IntN(len(kind))], o.undoable && random.IntN(2) == 0
-			some.tried++
-			attempt(t, fmt.Sprintf("%d: %s give-up=%v", i, c.name, giveUp), "-faults.lvm=1h", func(t *testing.T) { c.happen(t, giveUp) })
+			attempt(t, fmt.Sprintf("%d: %s give-up=%v", i, c.name, giveUp), "-faults.lvm=1h", func(t *testing.T) {
+				some.tried++
+				c.happen(t, giveUp)
+			})
 		}
 		return some
 	})

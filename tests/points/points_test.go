@@ -47,10 +47,14 @@ func attempt(t *testing.T, name, argument string, do func(t *testing.T)) {
 		t.Cleanup(func() {
 			if t.Failed() {
 				var path []string
+				command := "go test ./tests/points"
+				if strings.HasPrefix(t.Name(), "TestLVM") {
+					command = "hack/test-lvm.sh ./tests/points"
+				}
 				for _, element := range strings.Split(t.Name(), "/") {
 					path = append(path, "^"+regexp.QuoteMeta(element)+"$")
 				}
-				t.Logf("just this again: -test.v -test.run '%s' -points.seed=%d %s", strings.Join(path, "/"), today(), argument)
+				t.Logf("just this again: %s -test.v -test.run '%s' -points.seed=%d %s", command, strings.Join(path, "/"), today(), argument)
 			}
 		})
 		do(t)
