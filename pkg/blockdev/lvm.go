@@ -28,7 +28,7 @@ type lvm struct {
 	broken  bool // a command was cut short: devices may have stayed suspended
 	// ending, if set, waits for a session that was given up; the turn comes after it.
 	ending func()
-	// mend is called, with the turn, before the first command after one was cut short.
+	// mend is called, with the turn, after a command was cut short.
 	mend func(run runLVM)
 	// flush makes what lvm2 wrote last: it leaves that in the caches of the disks.
 	flush   func() error
@@ -66,17 +66,30 @@ func (l *lvm) hold(ctx context.Context, do func(run runLVM) error) error {
 	return do(func(args ...string) ([]row, error) { return l.command(ctx, args) })
 }
 
-// release passes the turn on; but not before a session that was given up is gone, which
-// the caller, whose time may be over, does not wait for.
+// release passes the turn on; but not before a session that was given up is gone, and what it
+// left is mended, which the caller, whose time may be over, does not wait for.
 func (l *lvm) release() {
 	if l.ending == nil {
 		l.turn <- struct{}{}
 		return
 	}
 	go func() {
-		l.end()
+		ctx, cancel := context.WithTimeout(context.Background(), undoTime)
+		defer cancel()
+		l.recover(ctx)
+		if l.ending != nil {
+			l.end()
+		}
 		l.turn <- struct{}{}
 	}()
+}
+
+// recover mends what a session that was given up has left; at once, as somebody may be
+// waiting for a suspended device. The caller has the turn.
+func (l *lvm) recover(ctx context.Context) {
+	l.end() // it has a last word in what is suspended
+	l.broken = false
+	l.mend(func(args ...string) ([]row, error) { return l.command(ctx, args) })
 }
 
 func (l *lvm) close() {
@@ -122,9 +135,7 @@ func (l *lvm) command(ctx context.Context, args []string) ([]row, error) {
 		}
 	}
 	if l.session == nil && l.broken {
-		l.end() // it has a last word in what is suspended
-		l.broken = false
-		l.mend(func(args ...string) ([]row, error) { return l.command(ctx, args) })
+		l.recover(ctx)
 	}
 	if l.session == nil { // recovering may have started one
 		l.end()

@@ -299,17 +299,28 @@ func (p *lvmPool) Suspend(_ context.Context, ref Ref) (resume func() error, err 
 		p.hold(d.name, false)
 		return nil, err
 	}
-	return func() error {
-		now, err := p.own(d.name)
-		if err == nil && now != nil && now.suspended {
-			err = dmResume(d.name, 0)
+	return func() (err error) {
+		// What waits for it cannot be interrupted: not even the thawing of its filesystem.
+		for range resumeTries {
+			var now *dmDevice
+			if now, err = p.own(d.name); err == nil && now != nil && now.suspended {
+				err = dmResume(d.name, 0)
+			}
+			if err == nil {
+				break
+			}
+			time.Sleep(resumePause)
 		}
-		if err == nil {
-			p.hold(d.name, false)
-		}
+		p.hold(d.name, false)
 		return err
 	}, nil
 }
+
+// resumeTries bounds how often it is tried to resume a device.
+const (
+	resumeTries = 10
+	resumePause = 100 * time.Millisecond
+)
 
 func (p *lvmPool) hold(device string, held bool) {
 	p.mu.Lock()

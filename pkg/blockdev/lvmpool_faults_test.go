@@ -969,6 +969,35 @@ func TestLVMHangs(t *testing.T) {
 	})
 }
 
+// TestLVMHangsSuspended: a device that was suspended when lvm2 was killed is resumed as soon
+// as lvm2 is gone, not when the next call comes.
+func TestLVMHangsSuspended(t *testing.T) {
+	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 64*mib)}
+	f.url = f.group.URL() + "?reservePercent=0"
+	f.start()
+	f.make(vol("a"), 8*mib)
+	f.attached(vol("a"), false, func(path string) {
+		for _, pid := range lvmChildren(os.Getpid()) {
+			must(t, syscall.Kill(pid, syscall.SIGSTOP))
+		}
+		device := strings.ReplaceAll(f.group.Name, "-", "--") + "-" + vol("a").String() + "-writable"
+		drivertest.Run(t, "dmsetup", "suspend", device)
+		ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
+		defer cancel()
+		_, err := f.pool.SetLabels(ctx, vol("a"), func(l map[string]string) error { l["x"] = "y"; return nil })
+		says(t, err, context.DeadlineExceeded)
+		written := make(chan error, 1)
+		go func() { written <- writeDirect(path, 0, marked("a", mib)) }()
+		select {
+		case err := <-written:
+			must(t, err)
+		case <-time.After(10 * time.Second):
+			drivertest.Run(t, "dmsetup", "resume", device)
+			t.Errorf("it is still suspended; resumed, a write ends with: %v", <-written)
+		}
+	})
+}
+
 // TestLVMCutShort: a call that ran out of time at any point can be tried again, also where
 // there is room for one of it only, and what is zeroed is not zeroed again.
 func TestLVMCutShort(t *testing.T) {
