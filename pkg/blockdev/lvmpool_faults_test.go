@@ -670,6 +670,36 @@ func TestLVMNeedsCheck(t *testing.T) {
 	f.poolIll()
 }
 
+// TestLVMDelivered: messages that lvm2 left written down, although the thin pool had got them,
+// do not keep a removal from it; so no new volume shows the bytes of a removed one.
+func TestLVMDelivered(t *testing.T) {
+	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 256*mib), thin: true}
+	f.url = f.group.ThinPool(t, "tp", "-L", "64M", "--poolmetadatasize", "4M") + "?reservePercent=0"
+	f.start()
+	ctx := t.Context()
+	for range 2 {
+		f.make(vol("a"), 8*mib)
+		f.write(vol("a"), 0, marked("secret", 8*mib))
+		must(t, f.pool.Close())
+		backup := filepath.Join(t.TempDir(), "backup")
+		drivertest.Run(t, "vgcfgbackup", "-q", "-f", backup, f.group.Name)
+		text, err := os.ReadFile(backup)
+		must(t, err)
+		changed := strings.Replace(string(text), "zero_new_blocks = 1", "zero_new_blocks = 1\nmessage1 {\ndelete = 77\n}", 1)
+		must(t, os.WriteFile(backup, []byte(changed), 0o600))
+		drivertest.Run(t, "vgcfgrestore", "-q", "-y", "--force", "-f", backup, f.group.Name)
+		f.pool = openURL(t, f.url)
+		must(t, f.pool.Delete(ctx, vol("a")))
+		status := drivertest.Run(t, "dmsetup", "status", strings.ReplaceAll(f.group.Name, "-", "--")+"-tp-tpool")
+		if !strings.Contains(status, " 0/") {
+			t.Errorf("the empty thin pool has blocks: %s", status)
+		}
+		f.make(vol("a"), 8*mib)
+		f.holds(vol("a"), 0, make([]byte, 8*mib))
+		must(t, f.pool.Delete(ctx, vol("a")))
+	}
+}
+
 // TestLVMNoBytesOfOthers: no byte of a deleted volume is in one that gets its extents.
 func TestLVMNoBytesOfOthers(t *testing.T) {
 	onLVM(t, func(f *lvmFixture) {

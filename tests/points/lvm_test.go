@@ -18,16 +18,17 @@ import (
 // volumeGroup is a pool of linear volumes, or of thin ones, in a volume group of its own.
 type volumeGroup struct {
 	*drivertest.Group
-	t   testing.TB
-	at  string   // its URL
-	own []string // its volumes when the pool is empty
+	t    testing.TB
+	at   string // its URL
+	thin bool
+	own  []string // its volumes when the pool is empty
 }
 
 // newGroup makes a site of a volume group. Its settings hold for the programs of this
 // process, too: one at a time.
 func newGroup(t *testing.T, thin bool) *site {
 	t.Helper()
-	g := &volumeGroup{Group: drivertest.NewGroup(t, 3<<30), t: t}
+	g := &volumeGroup{Group: drivertest.NewGroup(t, 3<<30), t: t, thin: thin}
 	g.at = g.URL()
 	if thin {
 		g.at = g.ThinPool(t, "tp", "-L", "2G", "--poolmetadatasize", "16M")
@@ -48,6 +49,13 @@ func (g *volumeGroup) leftovers() (found []string) {
 	for _, name := range g.Volumes(g.t) {
 		if !slices.Contains(g.own, name) {
 			found = append(found, "volume "+name)
+		}
+	}
+	if g.thin { // also a volume of which lvm2 knows no more
+		// START LENGTH thin-pool TRANSACTION METADATA USED/TOTAL ...
+		status := strings.Fields(drivertest.Run(g.t, "dmsetup", "status", strings.ReplaceAll(g.Name, "-", "--")+"-tp-tpool"))
+		if len(status) < 6 || !strings.HasPrefix(status[5], "0/") {
+			found = append(found, fmt.Sprintf("blocks in the thin pool: %q", status))
 		}
 	}
 	return found
