@@ -73,10 +73,7 @@ test-lvm-pools test-lvm-driver:
 crash: tools ## Kill the driver at every state-changing system call of every call, and make each one fail (root)
 	POINTS=all FAULTS=all go test -count=1 -timeout 60m -v ./tests/points/...
 	@hack/install-tools.sh lvm
-	@mkdir -p bin/vm
-	CGO_ENABLED=0 go test -c -o bin/vm/ ./tests/points
-	CGO_ENABLED=0 go build -o bin/vm/driver ./cmd/driver
-	VM_MEMORY=4096M hack/in-vm.sh env TMPDIR=/run ASHLAR_LVM=1 ASHLAR_DRIVER=$(CURDIR)/bin/vm/driver $(CURDIR)/bin/vm/points.test -test.v -test.run LVM -points.lvm 9m
+	VM_MEMORY=4096M hack/test-lvm.sh ./tests/points -test.v -test.run LVM -test.timeout 20m -points.lvm 5m -faults.lvm 4m
 
 .PHONY: soak
 soak: tools ## Make calls at random, at once, for SOAK (10m), killing the driver now and then, and check all answers (root)

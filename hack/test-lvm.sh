@@ -3,8 +3,10 @@
 # (hack/in-vm.sh).
 #
 #   hack/test-lvm.sh pools     the conformance suite and what can go wrong
-#   hack/test-lvm.sh driver    over the driver: csi-sanity (of a cluster too), whole lives, the driver killed at some points, and
+#   hack/test-lvm.sh driver    over the driver: csi-sanity (of a cluster too), whole lives, crashes and faults at some points, and
 #                              some power cuts (which need a device mapper also for pools of files)
+#   hack/test-lvm.sh ./tests/points -test.v -test.run REGEXP ...
+#                              those of one package, with arguments
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -17,6 +19,7 @@ driver) tests='./cmd/driver driver -test.run LVM -test.timeout 5m
 ./tests/life life -test.run ^(TestLife|TestGroupSnapshot|TestManyLives|TestSnapshotMetadata)$ -test.timeout 10m
 ./tests/points points -test.run LVM -test.timeout 10m
 ./tests/power power -test.timeout 10m' ;;
+./*) tests=$1 ;;
 *)
 	sed -n '2,/^[^#]/s/^# \?//p' "$0" >&2
 	exit 2
@@ -35,8 +38,11 @@ if ! dmsetup version >/dev/null 2>&1; then
 	where=(hack/in-vm.sh env TMPDIR=/run) # in memory
 	export VM_MEMORY=${VM_MEMORY:-6144M}
 fi
+export VM_SECONDS=${VM_SECONDS:-1500}
+where+=(ASHLAR_LVM=1 ASHLAR_DRIVER="$bin/driver")
+case $1 in ./*) exec "${where[@]}" "$bin/${1##*/}.test" "${@:2}" ;; esac
 # Only the verdicts are shown, and all that a test said if it fails.
-VM_SECONDS=${VM_SECONDS:-1500} "${where[@]}" ASHLAR_LVM=1 ASHLAR_DRIVER="$bin/driver" ASHLAR_APISERVER="$(hack/apiserver.sh)" bash -c '
+"${where[@]}" ASHLAR_APISERVER="$(hack/apiserver.sh)" bash -c '
 log=$(mktemp)
 trap "rm -f \$log" EXIT
 while read -r _ test arguments; do

@@ -28,7 +28,7 @@ type lvm struct {
 	broken  bool // a command was cut short: devices may have stayed suspended
 	// ending, if set, waits for a session that was given up; the turn comes after it.
 	ending func()
-	// mend is called, with the turn, before the first command after one was cut short.
+	// mend is called, with the turn, after a command was cut short.
 	mend func(run runLVM)
 	// flush makes what lvm2 wrote last: it leaves that in the caches of the disks.
 	flush   func() error
@@ -66,17 +66,30 @@ func (l *lvm) hold(ctx context.Context, do func(run runLVM) error) error {
 	return do(func(args ...string) ([]row, error) { return l.command(ctx, args) })
 }
 
-// release passes the turn on; but not before a session that was given up is gone, which
-// the caller, whose time may be over, does not wait for.
+// release passes the turn on; but not before a session that was given up is gone, and what it
+// left is mended, which the caller, whose time may be over, does not wait for.
 func (l *lvm) release() {
 	if l.ending == nil {
 		l.turn <- struct{}{}
 		return
 	}
 	go func() {
-		l.end()
+		ctx, cancel := context.WithTimeout(context.Background(), undoTime)
+		defer cancel()
+		l.recover(ctx)
+		if l.ending != nil {
+			l.end()
+		}
 		l.turn <- struct{}{}
 	}()
+}
+
+// recover mends what a session that was given up has left; at once, as somebody may be
+// waiting for a suspended device. The caller has the turn.
+func (l *lvm) recover(ctx context.Context) {
+	l.end() // it has a last word in what is suspended
+	l.broken = false
+	l.mend(func(args ...string) ([]row, error) { return l.command(ctx, args) })
 }
 
 func (l *lvm) close() {
@@ -122,9 +135,7 @@ func (l *lvm) command(ctx context.Context, args []string) ([]row, error) {
 		}
 	}
 	if l.session == nil && l.broken {
-		l.end() // it has a last word in what is suspended
-		l.broken = false
-		l.mend(func(args ...string) ([]row, error) { return l.command(ctx, args) })
+		l.recover(ctx)
 	}
 	if l.session == nil { // recovering may have started one
 		l.end()
@@ -144,19 +155,24 @@ func (l *lvm) command(ctx context.Context, args []string) ([]row, error) {
 	if err != nil {
 		return nil, err
 	}
-	rows, ok, failures := answer.read()
-	if ok {
+	rows, status, failures := answer.read()
+	switch status {
+	case "success":
 		return rows, l.settle(line)
+	case "":
+		return nil, l.lost(ctx, line, errors.New("an answer without the status of the command"))
 	}
 	if noise := l.session.Noise(); noise != "" {
 		failures = append(failures, noise)
 	}
 	log, err := l.ask(ctx, "lastlog -S all")
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("lvm %s failed, and did not say why: %w", line, err)
 	}
 	_, _, more := log.read()
-	err = lvmError(line, append(more, failures...))
+	if err = lvmError(line, append(more, failures...)); !lvmRefused(err) {
+		l.abandon() // it gave up half-way, and left what it had suspended
+	}
 	if settled {
 		return nil, err
 	}
@@ -200,15 +216,25 @@ func (l *lvm) ask(ctx context.Context, line string) (lvmAnswer, error) {
 		answer = lvmAnswer{}
 		return bytes.HasSuffix(text, []byte("}\n")) && json.Unmarshal(trailingComma.ReplaceAll(text, []byte("$1")), &answer) == nil
 	})
-	if err == nil {
-		return answer, nil
+	if err != nil {
+		err = l.lost(ctx, line, err)
 	}
-	l.broken = true
-	l.ending, l.session = l.session.Close, nil
+	return answer, err
+}
+
+// lost ends the session, in which a command got no answer.
+func (l *lvm) lost(ctx context.Context, line string, err error) error {
+	l.abandon()
 	if ctx.Err() == nil {
 		err = fmt.Errorf("%w: %w", errLVMBroken, err)
 	}
-	return answer, fmt.Errorf("lvm %s: %w", line, err)
+	return fmt.Errorf("lvm %s: %w", line, err)
+}
+
+// abandon gives up the session: a command was cut short.
+func (l *lvm) abandon() {
+	l.broken = true
+	l.ending, l.session = l.session.Close, nil
 }
 
 // trailingComma is left by lvm2 2.03.16 after the last line of some logs.
@@ -220,9 +246,9 @@ type lvmAnswer struct {
 	Log    []row              `json:"log"`
 }
 
-// read returns the rows of the report, whether the command did what it should, and what
-// it complained of.
-func (a lvmAnswer) read() (rows []row, ok bool, failures []string) {
+// read returns the rows of the report, how the command ended (success or failure, or nothing
+// if it does not say), and what it complained of.
+func (a lvmAnswer) read() (rows []row, status string, failures []string) {
 	for _, report := range a.Report {
 		for _, some := range report {
 			rows = append(rows, some...)
@@ -231,12 +257,12 @@ func (a lvmAnswer) read() (rows []row, ok bool, failures []string) {
 	for _, line := range a.Log {
 		switch line["log_type"] {
 		case "status":
-			ok = line["log_message"] == "success"
+			status = line["log_message"]
 		case "error":
 			failures = append(failures, line["log_message"])
 		}
 	}
-	return rows, ok, failures
+	return rows, status, failures
 }
 
 // errLVMBroken: a command got no answer; it may have been carried out.
@@ -273,6 +299,17 @@ var lvmErrors = []struct {
 	{"is in use", ErrInUse},
 	{"filesystem in use", ErrInUse},
 	{"used by another device", ErrInUse},
+}
+
+// lvmRefused reports whether an error is lvm2's own word that it changed nothing. After any
+// other failure that is not known: it ends some with "Manual intervention required".
+func lvmRefused(err error) bool {
+	for _, refusal := range []error{ErrNoSpace, ErrExists, errNoLV, ErrInUse, ErrInvalid} {
+		if errors.Is(err, refusal) {
+			return true
+		}
+	}
+	return false
 }
 
 func lvmError(line string, failures []string) error {

@@ -9,6 +9,10 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/internal/command"
 )
 
 var unitRef = Ref{Volume, strings.Repeat("a", 32)}
@@ -213,6 +217,54 @@ func TestLVMErrors(t *testing.T) {
 				t.Errorf("%q: %v", failures, err)
 			}
 		}
+	}
+}
+
+// TestLVMAnswers: after lvm2 has refused a command its session goes on. One that failed
+// half-way, or got no answer, ends it, and the next command begins with mending what is
+// left.
+func TestLVMAnswers(t *testing.T) {
+	status := func(status string) string {
+		return `{ "log": [ {"log_type":"status", "log_message":"` + status + `"} ] }`
+	}
+	complaint := func(text string) string {
+		return `{ "log": [ {"log_type":"error", "log_message":"` + text + `"} ] }`
+	}
+	for name, c := range map[string]struct {
+		answers []string // to each line; with fewer of them it ends
+		want    error    // nil: none of the known ones
+		says    string
+		goesOn  bool
+	}{
+		"not flushed":     {[]string{status("success")}, errLVMUnflushed, "no space left", true},
+		"refused":         {[]string{status("failure"), complaint("insufficient free space")}, ErrNoSpace, "insufficient free space", true},
+		"failed":          {[]string{status("failure"), complaint("Aborting. Manual intervention required.")}, nil, "Manual intervention", false},
+		"did not say":     {[]string{"{}"}, errLVMBroken, "without the status", false},
+		"died":            {nil, errLVMBroken, "without an answer", false},
+		"died afterwards": {[]string{status("failure")}, errLVMBroken, "did not say why", false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			l := newLVM(func(runLVM) {}, func() error { return unix.ENOSPC })
+			script := ""
+			for _, answer := range c.answers {
+				script += "read -r line; echo '" + answer + "' >&3; "
+			}
+			var err error
+			if l.session, err = command.Start(nil, "sh", "-c", script+"read -r line; exit 0"); err != nil {
+				t.Fatal(err)
+			}
+			defer l.close()
+			_, err = l.run(t.Context(), "lvremove", "vg/lv")
+			if err == nil || c.want != nil && !errors.Is(err, c.want) || !strings.Contains(err.Error(), "lvremove vg/lv") || !strings.Contains(err.Error(), c.says) {
+				t.Errorf("error %v, want %v", err, c.want)
+			}
+			if lvmRefused(err) != errors.Is(c.want, ErrNoSpace) {
+				t.Errorf("refused: %v", err)
+			}
+			if l.broken == c.goesOn || (l.session != nil) != c.goesOn {
+				t.Errorf("session %v, broken %v", l.session, l.broken)
+			}
+		})
 	}
 }
 

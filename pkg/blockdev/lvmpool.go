@@ -2,6 +2,8 @@ package blockdev
 
 import (
 	"context"
+	"crypto/rand"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"os"
@@ -36,9 +38,11 @@ type lvmPool struct {
 	thin     string // name of the thin pool; empty for linear volumes
 	lvm      *lvm
 	lock     *os.File
-	uuid     string   // of the group, without dashes
-	extent   int64    // bytes
-	disks    []string // the physical volumes that are there, as lvm2 last told; whoever has the turn may look
+	uuid     string // of the group, without dashes
+	extent   int64  // bytes
+	// Whoever has the turn may look at these.
+	disks  []string // the physical volumes that are there, as lvm2 last told
+	unsure bool     // of the messages to the thin pool: see deliver
 
 	mu sync.Mutex
 	index[*logical]
@@ -85,7 +89,11 @@ func (p *lvmPool) device(volume string) string {
 func openLVMPool(ctx context.Context, name string, loc Location) (_ Pool, err error) {
 	p := &lvmPool{name: name, location: loc, index: newIndex[*logical](), damaged: map[Ref]error{}, held: map[string]bool{}}
 	p.group, p.thin, _ = strings.Cut(loc.Path, "/")
-	p.lvm = newLVM(func(run runLVM) { p.resumeOwn(context.WithoutCancel(ctx), run) }, p.flush)
+	p.unsure = p.thin != ""
+	p.lvm = newLVM(func(run runLVM) {
+		p.unsure = p.thin != ""
+		p.resumeOwn(context.WithoutCancel(ctx), run)
+	}, p.flush)
 	defer func() {
 		if err != nil {
 			p.Close()
@@ -165,15 +173,16 @@ func (p *lvmPool) report(run runLVM) ([]row, error) {
 }
 
 // flush makes the disks of the group write out what they have cached: lvm2 waits for its
-// writes, but flushes none of them, so what it has changed would not survive a power cut.
+// writes, but flushes none of them, so what it has changed would not survive a power cut. Not
+// a systemError: that a disk has no space is not that of the pool.
 func (p *lvmPool) flush() error {
 	for _, disk := range p.disks {
 		f, err := os.Open(disk)
 		if err != nil {
-			return fmt.Errorf("flush %s: %w", disk, systemError(err))
+			return fmt.Errorf("flush %s: %w", disk, err)
 		}
 		if err := errors.Join(f.Sync(), f.Close()); err != nil {
-			return fmt.Errorf("flush %s: %w", disk, systemError(err))
+			return fmt.Errorf("flush %s: %w", disk, err)
 		}
 	}
 	return nil
@@ -611,10 +620,17 @@ func (p *lvmPool) remove(ctx context.Context, ref Ref) error {
 }
 
 // complete makes sure that no physical volume of the group is missing: lvm2 would remove
-// volumes even so, and have the disk thrown out of the group when it is back.
+// volumes even so, and have the disk thrown out of the group when it is back. Nor has the
+// thin pool failed: lvm2 would forget volumes that the thin pool has, and its count of
+// changes would run ahead of the thin pool's, which then cannot be repaired.
 func (p *lvmPool) complete(ctx context.Context) error {
 	if err := p.refresh(ctx, lvmFresh); err != nil {
 		return err
+	}
+	if p.thin != "" {
+		if use, err := p.thinUse(); err == nil && use.failed() {
+			return fmt.Errorf("%w: %s", ErrUnavailable, p.full(use))
+		}
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -624,6 +640,9 @@ func (p *lvmPool) complete(ctx context.Context) error {
 // drop removes a logical volume; size is what that frees, in bytes.
 func (p *lvmPool) drop(ctx context.Context, volume string, size int64) error {
 	err := p.lvm.hold(ctx, func(run runLVM) error {
+		if err := p.deliver(run); err != nil {
+			return err
+		}
 		_, err := run("lvremove", "-f", p.path(volume))
 		if err == nil {
 			p.gave(size)
@@ -634,6 +653,37 @@ func (p *lvmPool) drop(ctx context.Context, volume string, size int64) error {
 		return fmt.Errorf("remove %s: %w", p.path(volume), err)
 	}
 	p.removeNodes(volume)
+	return nil
+}
+
+// deliver has lvm2 forget messages to the thin pool that it wrote down and delivered, if it
+// was cut short before it had noted that. lvremove adds its own to such, and takes all for
+// delivered: the thin pool would keep a volume of which lvm2 knows no more, and show its bytes
+// in a new one that gets the same number. lvcreate does not; so a volume is made and removed,
+// which a start removes if it stays (creating). The caller has the turn.
+func (p *lvmPool) deliver(run runLVM) error {
+	if !p.unsure {
+		return nil
+	}
+	key := make([]byte, 16)
+	_, _ = rand.Read(key) // it never fails
+	r := Record{Ref: Ref{Volume, hex.EncodeToString(key)}, Name: "deliver", Size: p.extent, Created: time.Now().UTC()}
+	tags, err := tagsOf(r, creating)
+	if err != nil {
+		return err
+	}
+	args := append([]string{"lvcreate", "-n", r.String(), "-an", "-ky"}, addTags(tags)...)
+	_, err = run(append(args, "-V", strconv.FormatInt(r.Size, 10)+"b", "--thinpool", p.thin, p.group)...)
+	if errors.Is(err, ErrNoSpace) {
+		return nil // a removal is what helps
+	}
+	if err == nil {
+		p.unsure = false
+		_, err = run("lvremove", "-f", p.path(r.String()))
+	}
+	if err != nil {
+		return fmt.Errorf("make sure that the thin pool was told of all removals: %w", err)
+	}
 	return nil
 }
 

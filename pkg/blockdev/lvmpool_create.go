@@ -181,12 +181,6 @@ func (p *lvmPool) runSuspended(ctx context.Context, origin Ref, run runLVM, args
 	return errors.Join(err, resume())
 }
 
-// lvmAnswered reports whether an error is lvm2's own word that a command was not carried
-// out; otherwise it was cut short.
-func lvmAnswered(err error) bool {
-	return !errors.Is(err, context.Canceled) && !errors.Is(err, context.DeadlineExceeded) && !errors.Is(err, errLVMBroken) && !errors.Is(err, errLVMUnflushed)
-}
-
 // undoTime bounds how long a call that failed goes on to undo what it did.
 const undoTime = 20 * time.Second
 
@@ -305,17 +299,28 @@ func (p *lvmPool) Suspend(_ context.Context, ref Ref) (resume func() error, err 
 		p.hold(d.name, false)
 		return nil, err
 	}
-	return func() error {
-		now, err := p.own(d.name)
-		if err == nil && now != nil && now.suspended {
-			err = dmResume(d.name, 0)
+	return func() (err error) {
+		// What waits for it cannot be interrupted: not even the thawing of its filesystem.
+		for range resumeTries {
+			var now *dmDevice
+			if now, err = p.own(d.name); err == nil && now != nil && now.suspended {
+				err = dmResume(d.name, 0)
+			}
+			if err == nil {
+				break
+			}
+			time.Sleep(resumePause)
 		}
-		if err == nil {
-			p.hold(d.name, false)
-		}
+		p.hold(d.name, false)
 		return err
 	}, nil
 }
+
+// resumeTries bounds how often it is tried to resume a device.
+const (
+	resumeTries = 10
+	resumePause = 100 * time.Millisecond
+)
 
 func (p *lvmPool) hold(device string, held bool) {
 	p.mu.Lock()
@@ -395,7 +400,7 @@ func (p *lvmPool) makeCut(ctx context.Context, o *logical, spec Spec) error {
 		} else {
 			p.unreserve(size)
 		}
-		if err == nil || !lvmAnswered(err) {
+		if err == nil || !lvmRefused(err) {
 			o.source, o.copied = name, 0
 		}
 		return err

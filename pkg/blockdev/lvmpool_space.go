@@ -125,8 +125,10 @@ func parseThinUse(status string) (thinUse, error) {
 // full says why a thin pool takes no more; empty if it does.
 func (p *lvmPool) full(use thinUse) string {
 	switch {
-	case use.fault != "" || use.mode != "rw":
-		return fmt.Sprintf("thin pool %s is in mode %s %s; look at the kernel's log, make room, and repair it (lvconvert --repair) if that does not help", p.path(p.thin), use.mode, use.fault)
+	case use.failed():
+		return fmt.Sprintf("thin pool %s is in mode %s %s; look at the kernel's log, unstage its volumes, repair it (lvconvert --repair), and activate it with needs_check cleared (thin_check_options)", p.path(p.thin), use.mode, use.fault)
+	case use.mode != "rw":
+		return fmt.Sprintf("thin pool %s is in mode %s; delete volumes or snapshots, or extend it (lvextend)", p.path(p.thin), use.mode)
 	case use.data >= p.location.DataWatermark:
 		return fmt.Sprintf("%.1f%% of the data of thin pool %s is in use, the watermark is %g%%; delete volumes or snapshots, or extend it (lvextend)", use.data, p.path(p.thin), p.location.DataWatermark)
 	case use.metadata >= p.location.MetadataWatermark:

@@ -3,7 +3,6 @@ package points
 import (
 	"bytes"
 	"fmt"
-	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -36,8 +35,9 @@ type trouble struct {
 // neither has what it has started.
 const hangs = "hangs"
 
-// shortTime is when a caller has had enough.
-const shortTime = 700 * time.Millisecond
+// patience of a caller who has had enough of something that hangs in a call, before which all
+// else of it can be done.
+func (c course) patience() time.Duration { return c.took*3/2 + 500*time.Millisecond }
 
 const (
 	complain = "echo 'made up: it broke' >&2; exit "
@@ -93,7 +93,6 @@ func TestChildren(t *testing.T) {
 	drivertest.NeedRoot(t)
 	_, err := program()
 	ok(t, err)
-	random := rand.New(rand.NewPCG(today(), 2))
 	sites := map[string]*site{copying: newSite(t, copying), sharing: newSite(t, sharing)}
 	seen, left := map[string]bool{}, 0
 	for _, s := range scenarios {
@@ -103,13 +102,13 @@ func TestChildren(t *testing.T) {
 		left++
 		t.Run(s.name, func(t *testing.T) {
 			left--
-			begin, count := time.Now(), 0
-			calls, undoable := untouched(t, sites[s.fs], s)
-			programs := slices.DeleteFunc(calls, func(c trace.Call) bool { return !c.Exec })
+			begin, count, random := time.Now(), 0, draw(t)
+			o := untouched(t, sites[s.fs], s)
+			programs, undoable := started(o.calls), o.undoable
 			try := func(n int, trouble trouble, giveUp bool) {
 				count++
 				name := fmt.Sprintf("%d %s %s give-up=%v", n, filepath.Base(programs[n].Path), trouble.name, giveUp)
-				t.Run(name, func(t *testing.T) { child(t, sites[s.fs], s, n, programs[n], trouble, giveUp) })
+				attempt(t, name, fmt.Sprint("-faults.full=", *fullFaults), func(t *testing.T) { child(t, sites[s.fs], s, o, n, trouble, giveUp) })
 			}
 			for n, c := range programs {
 				seen[filepath.Base(c.Path)] = true
@@ -140,12 +139,18 @@ func TestChildren(t *testing.T) {
 	}
 }
 
+// started are the programs that are started.
+func started(calls []trace.Call) []trace.Call {
+	return slices.DeleteFunc(slices.Clone(calls), func(c trace.Call) bool { return !c.Exec })
+}
+
 // child makes the call with trouble in its n-th program (0, 1, ...).
-func child(t *testing.T, s *site, sc scenario, n int, c trace.Call, trouble trouble, giveUp bool) {
+func child(t *testing.T, s *site, sc scenario, o course, n int, trouble trouble, giveUp bool) {
+	c := started(o.calls)[n]
 	w := newWorld(t, s)
 	p := sc.prepare(w)
 	// Its path takes the place of the program's, so it has to be short.
-	script := fmt.Sprintf("/tmp/.%05d", os.Getpid()%100000)
+	script := fmt.Sprintf("/run/.%05d", os.Getpid()%100000)
 	if trouble.script != "" {
 		text := strings.ReplaceAll(trouble.script, "%s", c.Path)
 		ok(t, os.WriteFile(script, []byte("#!/bin/sh\n"+text+"\n"), 0o700))
@@ -153,7 +158,7 @@ func child(t *testing.T, s *site, sc scenario, n int, c trace.Call, trouble trou
 	}
 	w.patience = callTime
 	if trouble.name == hangs {
-		w.patience = shortTime
+		w.patience = o.patience()
 	}
 	met := false
 	_, err := w.traced(p.call, func(_ int, at trace.Call) trace.Verdict {

@@ -189,6 +189,9 @@ type storage interface {
 	// device that a volume is attached as, for writing if it is one of several: its name in
 	// /sys/block; empty for none.
 	device(v *vol) string
+	// below reports whether a path is that of a disk that the driver flushes, so that what it
+	// did stays.
+	below(path string) bool
 	// look shows the bytes of a volume, as a file or a device of their own.
 	look(v *vol, with func(path string))
 }
@@ -253,6 +256,8 @@ func (f folder) device(v *vol) string {
 	}
 	return ""
 }
+
+func (f folder) below(string) bool { return false }
 
 func (f folder) look(v *vol, with func(path string)) { with(f.image(v)) }
 

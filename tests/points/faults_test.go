@@ -3,7 +3,6 @@ package points
 import (
 	"flag"
 	"fmt"
-	"math/rand/v2"
 	"os"
 	"slices"
 	"strings"
@@ -50,6 +49,16 @@ var faults = map[string][]unix.Errno{
 	"ioctl FIFREEZE":             {unix.EIO},
 	"ioctl FITHAW":               {unix.EIO},
 	"ioctl XFS_IOC_FSGROWFSDATA": {unix.EIO, unix.ENOSPC, unix.ENOMEM},
+	"ioctl BLKZEROOUT":           {unix.EIO, unix.EINTR},
+	"ioctl DM_DEV_CREATE":        {unix.ENOMEM},
+	"ioctl DM_DEV_REMOVE":        {unix.ENOMEM},
+	"ioctl DM_DEV_SUSPEND":       {unix.ENOMEM, unix.EINTR},
+	"ioctl DM_TABLE_LOAD":        {unix.ENOMEM},
+	"ioctl DM_TABLE_CLEAR":       {unix.ENOMEM},
+	"ioctl DM_TARGET_MSG":        {unix.ENOMEM, unix.EIO},
+	"io_submit pwrite":           {unix.EIO, unix.ENOMEM},
+	"mknodat":                    {unix.ENOSPC, unix.ENOMEM},
+	"symlinkat":                  {unix.ENOSPC, unix.ENOMEM},
 }
 
 // answers are the codes that are right for an error (the table of pkg/rpc): a call that
@@ -69,6 +78,9 @@ var steps = map[string][]string{
 	"ioctl LOOP_CTL_GET_FREE": {"find a free loop device"}, "ioctl LOOP_CONFIGURE": {"configure"}, "ioctl LOOP_CLR_FD": {"detach"},
 	"ioctl LOOP_SET_CAPACITY": {"resize"}, "ioctl BLKROSET": {"set the mode"}, "ioctl FICLONE": {"clone"},
 	"ioctl FIFREEZE": {"freeze"}, "ioctl FITHAW": {"thaw"}, "ioctl XFS_IOC_FSGROWFSDATA": {"grow"},
+	"ioctl BLKZEROOUT": {"zero"}, "ioctl DM_DEV_CREATE": {"make device"}, "ioctl DM_DEV_REMOVE": {"remove device"},
+	"ioctl DM_DEV_SUSPEND": {"suspend device", "resume device", "load the table"}, "ioctl DM_TABLE_LOAD": {"load the table"},
+	"ioctl DM_TABLE_CLEAR": {"clear the loaded table"}, "mknodat": {"mknod"},
 }
 
 // TestFaults: for each call that changes something, and for each system call of it, have
@@ -81,19 +93,19 @@ func TestFaults(t *testing.T) {
 	}
 	_, err := program()
 	ok(t, err)
-	seed := today()
 	if !*fullFaults {
-		fmt.Printf("faults: a sample; -points.seed=%d has the same again, -faults.full has all\n", seed)
+		fmt.Printf("faults: a sample; -points.seed=%d has the same again, -faults.full has all\n", today())
 	}
-	random := rand.New(rand.NewPCG(seed, 1))
 	sites := map[string]*site{copying: newSite(t, copying), sharing: newSite(t, sharing)}
 	for _, s := range scenarios {
 		t.Run(s.name, func(t *testing.T) {
-			begin, count := time.Now(), 0
-			calls, undoable := untouched(t, sites[s.fs], s)
+			begin, count, random := time.Now(), 0, draw(t)
+			o := untouched(t, sites[s.fs], s)
+			calls, undoable := o.calls, o.undoable
 			try := func(n int, errno unix.Errno, giveUp bool) {
 				count++
-				t.Run(fmt.Sprintf("%d %s give-up=%v", n, unix.ErrnoName(errno), giveUp), func(t *testing.T) { fault(t, sites[s.fs], s, n, errno, giveUp) })
+				name := fmt.Sprintf("%d %s give-up=%v", n, unix.ErrnoName(errno), giveUp)
+				attempt(t, name, fmt.Sprint("-faults.full=", *fullFaults), func(t *testing.T) { fault(t, sites[s.fs], s, n, errno, giveUp) })
 			}
 			if *fullFaults {
 				for n := 1; n <= len(calls); n++ {
@@ -123,19 +135,21 @@ func TestFaults(t *testing.T) {
 	}
 }
 
+// fault makes the n-th system call of a call fail, or, without an error, kills the child that
+// makes it.
 func fault(t *testing.T, s *site, sc scenario, n int, errno unix.Errno, giveUp bool) {
 	w := newWorld(t, s)
 	p := sc.prepare(w)
 	var at trace.Call
 	_, err := w.traced(p.call, func(i int, c trace.Call) trace.Verdict {
-		if i == n && slices.Contains(faults[c.Name], errno) {
-			at = c
-			return trace.Verdict{Fail: errno}
+		if i != n || errno == 0 && !c.Child || errno != 0 && !slices.Contains(faults[c.Name], errno) {
+			return trace.Verdict{}
 		}
-		return trace.Verdict{}
+		at = c
+		return trace.Verdict{Fail: errno, Die: errno == 0}
 	})
-	t.Logf("%d: %s failed with %s; the answer: %v", n, at, unix.ErrnoName(errno), err)
-	answered(t, at, errno, err)
+	t.Logf("%d: %s failed with %q; the answer: %v", n, at, unix.ErrnoName(errno), err)
+	s.answered(t, at, errno, err)
 	if w.gone() {
 		t.Fatal("the driver is gone")
 	}
@@ -143,18 +157,21 @@ func fault(t *testing.T, s *site, sc scenario, n int, errno unix.Errno, giveUp b
 }
 
 // answered makes sure that the answer to a call is right.
-func answered(t *testing.T, at trace.Call, errno unix.Errno, err error) {
+func (s *site) answered(t *testing.T, at trace.Call, errno unix.Errno, err error) {
 	t.Helper()
 	code, want := status.Code(err), answers[errno]
 	words := steps[at.Name]
 	if at.Child { // what a program makes of it is its own affair; and mostly it says why
-		want, words = codes.Internal, []string{"mkfs", "e2fsck", "resize2fs"}
+		want, words = codes.Internal, []string{"mkfs", "e2fsck", "resize2fs", "lvm"}
 		switch {
-		case at.Exec:
+		case at.Exec, code == codes.Unavailable && err != nil && strings.Contains(err.Error(), "lvm"):
 			want = codes.Unavailable
 		case code == codes.DataLoss && err != nil && strings.Contains(err.Error(), "e2fsck"):
 			want = code // it could not repair what it could not write
 		}
+	}
+	if at.Name == "fsync" && s.below(at.Path) { // a call that did all, and does not know whether it stays
+		want = codes.Unavailable
 	}
 	if at.Name == "" || err == nil {
 		return // it was got around, or did not matter

@@ -3,7 +3,6 @@ package points
 import (
 	"flag"
 	"fmt"
-	"math/rand/v2"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -19,16 +18,17 @@ import (
 // volumeGroup is a pool of linear volumes, or of thin ones, in a volume group of its own.
 type volumeGroup struct {
 	*drivertest.Group
-	t   testing.TB
-	at  string   // its URL
-	own []string // its volumes when the pool is empty
+	t    testing.TB
+	at   string // its URL
+	thin bool
+	own  []string // its volumes when the pool is empty
 }
 
 // newGroup makes a site of a volume group. Its settings hold for the programs of this
 // process, too: one at a time.
 func newGroup(t *testing.T, thin bool) *site {
 	t.Helper()
-	g := &volumeGroup{Group: drivertest.NewGroup(t, 3<<30), t: t}
+	g := &volumeGroup{Group: drivertest.NewGroup(t, 3<<30), t: t, thin: thin}
 	g.at = g.URL()
 	if thin {
 		g.at = g.ThinPool(t, "tp", "-L", "2G", "--poolmetadatasize", "16M")
@@ -49,6 +49,13 @@ func (g *volumeGroup) leftovers() (found []string) {
 	for _, name := range g.Volumes(g.t) {
 		if !slices.Contains(g.own, name) {
 			found = append(found, "volume "+name)
+		}
+	}
+	if g.thin { // also a volume of which lvm2 knows no more
+		// START LENGTH thin-pool TRANSACTION METADATA USED/TOTAL ...
+		status := strings.Fields(drivertest.Run(g.t, "dmsetup", "status", strings.ReplaceAll(g.Name, "-", "--")+"-tp-tpool"))
+		if len(status) < 6 || !strings.HasPrefix(status[5], "0/") {
+			found = append(found, fmt.Sprintf("blocks in the thin pool: %q", status))
 		}
 	}
 	return found
@@ -83,6 +90,8 @@ func (g *volumeGroup) device(v *vol) string {
 	return ""
 }
 
+func (g *volumeGroup) below(path string) bool { return slices.Contains(g.Devices, path) }
+
 func (g *volumeGroup) look(v *vol, with func(path string)) {
 	lv := g.Name + "/vol." + volume.KeyOf(v.name)
 	drivertest.Run(v.t, "lvchange", "-q", "-ay", "-K", lv)
@@ -90,64 +99,73 @@ func (g *volumeGroup) look(v *vol, with func(path string)) {
 	_ = exec.Command("lvchange", "-q", "-an", lv).Run() // if nobody has it
 }
 
-var lvmTime = flag.Duration("points.lvm", 30*time.Second, "how long calls over LVM pools are tried, in the order of -points.seed; one at the least over each kind")
+var (
+	lvmTime       = flag.Duration("points.lvm", 30*time.Second, "how long crashes are tried over LVM pools, in the order of -points.seed; in one call at the least over each kind")
+	lvmFaultsTime = flag.Duration("faults.lvm", 24*time.Second, "the same for faults")
+)
 
 const (
-	// lvmShare is how many points of a call there are to each crash that is tried.
+	// lvmShare is how many points of a call there are to each of them that is tried.
 	lvmShare = 20
 	// lvmStartPoints is about how many points a start has, if there is nothing to mend.
 	lvmStartPoints = 5
 )
+
+// sampled are cases of a call that were tried, of so many.
+type sampled struct{ tried, of int }
+
+// overLVM makes a sample of the calls over LVM pools of both kinds, in so much time.
+func overLVM(t *testing.T, what, argument string, atMost time.Duration, sample func(t *testing.T, at *site, sc scenario, end time.Time) sampled) {
+	drivertest.NeedLVM(t)
+	fmt.Printf("points: a sample of %s over LVM pools; -points.seed=%d has the same again, %s=1h has more\n", what, today(), argument)
+	for _, kind := range []string{"thick", "thin"} {
+		t.Run(kind, func(t *testing.T) {
+			at := newGroup(t, kind == "thin")
+			calls := slices.DeleteFunc(slices.Clone(scenarios), func(s scenario) bool {
+				return s.name == "CreateVolume thin" || strings.HasSuffix(s.name, ", sharing") // they are as others here
+			})
+			draw(t).Shuffle(len(calls), func(i, j int) { calls[i], calls[j] = calls[j], calls[i] })
+			n, sum := 0, sampled{}
+			for end := time.Now().Add(atMost / 2); n < len(calls) && (n == 0 || time.Now().Before(end)); n++ {
+				t.Run(calls[n].name, func(t *testing.T) {
+					begin := time.Now()
+					some := sample(t, at, calls[n], end)
+					sum.tried, sum.of = sum.tried+some.tried, sum.of+some.of
+					fmt.Printf("%s: %s, %s: %d of %d, %.1f s\n", what, kind, calls[n].name, some.tried, some.of, time.Since(begin).Seconds())
+				})
+			}
+			fmt.Printf("points: %s LVM pool: %d %s of %d, in %d calls of %d\n", kind, sum.tried, what, sum.of, n, len(calls))
+		})
+	}
+}
 
 // TestLVMPoints is TestPoints over LVM pools. What lvm2 does for the driver is part of the
 // call: each change that it makes to a device of the device mapper, and each write of it to
 // a disk, is a point. There the driver is killed alone, and lvm2 has to end by itself; or
 // both are, as at the end of a container.
 func TestLVMPoints(t *testing.T) {
-	drivertest.NeedLVM(t)
-	fmt.Printf("points: a sample of LVM pools; -points.seed=%d has the same again, -points.lvm=1h has more\n", today())
-	for _, kind := range []string{"thick", "thin"} {
-		t.Run(kind, func(t *testing.T) {
-			random := rand.New(rand.NewPCG(today(), uint64(len(kind))))
-			at := newGroup(t, kind == "thin")
-			calls := slices.DeleteFunc(slices.Clone(scenarios), func(s scenario) bool {
-				return s.name == "CreateVolume thin" || strings.HasSuffix(s.name, ", sharing") // they are as others here
+	overLVM(t, "crashes", "-points.lvm", *lvmTime, func(t *testing.T, at *site, sc scenario, end time.Time) sampled {
+		random := draw(t)
+		o := untouched(t, at, sc)
+		fmt.Printf("points: %-42s %3d points: %s\n", sc.name, len(o.calls), histogram(o.calls))
+		some := sampled{of: len(o.calls)}
+		for i := range 1 + len(o.calls)/lvmShare {
+			if i > 0 && time.Now().After(end) {
+				break
+			}
+			c := crash{at: 1 + random.IntN(len(o.calls)), all: random.IntN(2) == 0}
+			switch random.IntN(4) {
+			case 0:
+				c.giveUp = o.undoable
+			case 1:
+				c.atStart = 1 + random.IntN(lvmStartPoints)
+			}
+			attempt(t, fmt.Sprintf("%d: %s", i, c), "-points.lvm=1h", func(t *testing.T) {
+				if c.happen(t, at, sc) || c.atStart > 0 { // a start may have fewer
+					some.tried++
+				}
 			})
-			random.Shuffle(len(calls), func(i, j int) { calls[i], calls[j] = calls[j], calls[i] })
-			tried, crashes, points := 0, 0, 0
-			for end := time.Now().Add(*lvmTime / 2); tried < len(calls) && (tried == 0 || time.Now().Before(end)); tried++ {
-				t.Run(calls[tried].name, func(t *testing.T) {
-					n, of := calls[tried].crashed(t, at, random, end)
-					crashes, points = crashes+n, points+of
-				})
-			}
-			fmt.Printf("points: %s LVM pool: %d crashes at the %d points of %d calls of %d\n", kind, crashes, points, tried, len(calls))
-		})
-	}
-}
-
-// crashed kills the driver in a call, a few times if there is time, at points and in ways
-// that are chosen at random. It returns how often, and of how many points.
-func (sc scenario) crashed(t *testing.T, at *site, random *rand.Rand, end time.Time) (kills, points int) {
-	begin := time.Now()
-	calls, undoable := untouched(t, at, sc)
-	for i := range 1 + len(calls)/lvmShare {
-		if i > 0 && time.Now().After(end) {
-			break
 		}
-		c := crash{at: 1 + random.IntN(len(calls)), all: random.IntN(2) == 0}
-		switch random.IntN(4) {
-		case 0:
-			c.giveUp = undoable
-		case 1:
-			c.atStart = 1 + random.IntN(lvmStartPoints)
-		}
-		t.Run(fmt.Sprintf("%d: %s", i, c), func(t *testing.T) {
-			if c.happen(t, at, sc) || c.atStart > 0 { // a start may have fewer
-				kills++
-			}
-		})
-	}
-	fmt.Printf("points: %-42s %3d points, %d crashes, %5.1f s: %s\n", sc.name, len(calls), kills, time.Since(begin).Seconds(), histogram(calls))
-	return kills, len(calls)
+		return some
+	})
 }

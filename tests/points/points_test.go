@@ -5,11 +5,14 @@ package points
 import (
 	"flag"
 	"fmt"
+	"hash/fnv"
 	"maps"
 	"math/rand/v2"
 	"os"
+	"regexp"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -22,11 +25,40 @@ var (
 	seed = flag.Uint64("points.seed", 0, "seed of the sample; 0: the number of the day")
 )
 
-func today() uint64 {
+var today = sync.OnceValue(func() uint64 {
 	if *seed != 0 {
 		return *seed
 	}
 	return uint64(time.Now().Unix() / 86400)
+})
+
+// draw is what a test draws at random: by the seed and its name, so that it is the same when
+// it is run alone.
+func draw(t *testing.T) *rand.Rand {
+	name := fnv.New64a()
+	_, _ = name.Write([]byte(t.Name()))
+	return rand.New(rand.NewPCG(today(), name.Sum64()))
+}
+
+// attempt runs one of the cases of a sample. If it fails, it says how to have just that again:
+// with the seed, and with another argument that the sample depends on.
+func attempt(t *testing.T, name, argument string, do func(t *testing.T)) {
+	t.Run(name, func(t *testing.T) {
+		t.Cleanup(func() {
+			if t.Failed() {
+				var path []string
+				command := "go test ./tests/points"
+				if strings.HasPrefix(t.Name(), "TestLVM") {
+					command = "hack/test-lvm.sh ./tests/points"
+				}
+				for _, element := range strings.Split(t.Name(), "/") {
+					path = append(path, "^"+regexp.QuoteMeta(element)+"$")
+				}
+				t.Logf("just this again: %s -test.v -test.run '%s' -points.seed=%d %s", command, strings.Join(path, "/"), today(), argument)
+			}
+		})
+		do(t)
+	})
 }
 
 // TestPoints: for each call that changes something, and for each point of it, kill the
@@ -41,18 +73,17 @@ func TestPoints(t *testing.T) {
 	drivertest.NeedRoot(t)
 	_, err := program()
 	ok(t, err)
-	seed := today()
 	if !*full {
-		fmt.Printf("points: a sample; -points.seed=%d has the same again, -points.full has all\n", seed)
+		fmt.Printf("points: a sample; -points.seed=%d has the same again, -points.full has all\n", today())
 	}
-	random := rand.New(rand.NewPCG(seed, 0))
 	sites := map[string]*site{copying: newSite(t, copying), sharing: newSite(t, sharing)}
 	for _, s := range scenarios {
 		t.Run(s.name, func(t *testing.T) {
-			begin, kills := time.Now(), 0
-			calls, undoable := untouched(t, sites[s.fs], s)
+			begin, kills, random := time.Now(), 0, draw(t)
+			o := untouched(t, sites[s.fs], s)
+			calls, undoable := o.calls, o.undoable
 			try := func(c crash) (reached bool) {
-				t.Run(c.String(), func(t *testing.T) { reached = c.happen(t, sites[s.fs], s) })
+				attempt(t, c.String(), fmt.Sprint("-points.full=", *full), func(t *testing.T) { reached = c.happen(t, sites[s.fs], s) })
 				if reached {
 					kills++
 				}
@@ -119,18 +150,32 @@ func (w *world) traced(call func() error, decide func(n int, c trace.Call) trace
 	return result, failure
 }
 
-// untouched makes the call with nobody harmed, and returns the points that it has, and
-// whether a CO can give it up.
-func untouched(t *testing.T, s *site, sc scenario) (calls []trace.Call, undoable bool) {
+// course of a call with nobody harmed.
+type course struct {
+	calls    []trace.Call // its points
+	asked    int          // what lvm2 was told, in lines
+	undoable bool         // a CO can give it up
+	took     time.Duration
+}
+
+// untouched makes the call with nobody harmed.
+func untouched(t *testing.T, s *site, sc scenario) (c course) {
 	w := newWorld(t, s)
 	p := sc.prepare(w)
-	result, err := w.traced(p.call, func(int, trace.Call) trace.Verdict { return trace.Verdict{} })
+	begin := time.Now()
+	result, err := w.traced(p.call, func(_ int, at trace.Call) trace.Verdict {
+		if at.Talk != "" && !at.Child {
+			c.asked++
+		}
+		return trace.Verdict{}
+	})
+	c.took, c.calls, c.undoable = time.Since(begin), result.Calls, p.undo != nil
 	ok(t, err)
 	p.converged()
 	w.takeDown()
 	w.nothingLeft()
 	w.kill()
-	return result.Calls, p.undo != nil
+	return c
 }
 
 // crash is a way to die.

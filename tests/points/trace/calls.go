@@ -20,6 +20,10 @@ type Call struct {
 	Argv []string
 	// Child: it is a call of a child of the process.
 	Child bool
+	// Talk is what is written to a pipe that is not the standard output or error: what the
+	// process and a program that it has started have to say to each other. It changes nothing
+	// that outlives them.
+	Talk string
 }
 
 func (c Call) String() string {
@@ -143,6 +147,10 @@ func inspect(tid, number int, args [6]uint64) (c Call, counts bool) {
 		}
 	case fileArg:
 		mode, name := behind(tid, args[known.arg])
+		if number == unix.SYS_WRITE && mode&unix.S_IFMT == unix.S_IFIFO && args[0] > 2 {
+			c.Path, c.Talk = name, string(memory(tid, args[1], int(args[2])))
+			return c, false
+		}
 		if kind := mode & unix.S_IFMT; kind != unix.S_IFREG && kind != unix.S_IFBLK && kind != unix.S_IFDIR {
 			return c, false
 		}

@@ -36,6 +36,12 @@ type Verdict struct {
 	// Exec is the program that is started in place of the one that was meant, with the same
 	// arguments; empty: that one. Its path must not be longer than the other's.
 	Exec string
+	// Die: the child that makes the call is killed (SIGKILL) before it happens.
+	Die bool
+	// Swallow a write: it does not happen, and looks as if it had.
+	Swallow bool
+	// Write this line in place of what was to be written: so much of it as fits, and spaces.
+	Write string
 }
 
 // Trace is a process that is being traced.
@@ -46,9 +52,9 @@ type Trace struct {
 	done    chan struct{}
 
 	// The rest belongs to the tracing thread until done is closed.
-	tasks     map[int]bool       // of the process and its children, by thread ID
-	moving    map[int]bool       // of these, seized and not yet seen standing still
-	failing   map[int]unix.Errno // calls that are made to fail, between entry and exit
+	tasks     map[int]bool    // of the process and its children, by thread ID
+	moving    map[int]bool    // of these, seized and not yet seen standing still
+	results   map[int]uintptr // of calls that do not happen, between entry and exit
 	calls     []Call
 	killed    bool
 	survivors []int
@@ -79,11 +85,11 @@ func init() {
 }
 
 // Attach begins to trace a running Go process, and the children that it has. decide is called before the n-th (1, 2,
-// ...) state-changing call, while the caller of that call stands still. The caller must
+// ...) state-changing call, and with 0 before each call with Talk, while the caller of that call stands still. The caller must
 // not wait for the process until the trace has ended: it would steal what the kernel
 // reports to the tracer.
 func Attach(pid int, decide func(n int, c Call) Verdict) (*Trace, error) {
-	t := &Trace{pid: pid, decide: decide, done: make(chan struct{}), tasks: map[int]bool{}, moving: map[int]bool{}, failing: map[int]unix.Errno{}}
+	t := &Trace{pid: pid, decide: decide, done: make(chan struct{}), tasks: map[int]bool{}, moving: map[int]bool{}, results: map[int]uintptr{}}
 	attached := make(chan error)
 	threads <- func() {
 		defer close(t.done)
@@ -253,11 +259,11 @@ func (t *Trace) stopped(tid int, status unix.WaitStatus) {
 	default:
 		deliver = uintptr(signal)
 	}
-	_, failing := t.failing[tid]
+	_, skipped := t.results[tid]
 	switch {
 	case t.killed:
 		resume = unix.PTRACE_CONT
-	case t.leaving.Load() && !failing:
+	case t.leaving.Load() && !skipped:
 		resume = unix.PTRACE_DETACH
 		delete(t.tasks, tid)
 	}
@@ -282,10 +288,10 @@ func (t *Trace) syscall(tid int) {
 			return
 		}
 	}
-	if _, failing := t.failing[tid]; failing || info.op == unix.PTRACE_SYSCALL_INFO_EXIT {
-		if errno, ok := t.failing[tid]; ok {
-			delete(t.failing, tid)
-			t.note(setResult(tid, errno))
+	if result, skipped := t.results[tid]; skipped || info.op == unix.PTRACE_SYSCALL_INFO_EXIT {
+		if skipped {
+			delete(t.results, tid)
+			t.note(setResult(tid, result))
 		}
 		return
 	}
@@ -293,18 +299,29 @@ func (t *Trace) syscall(tid int) {
 		return
 	}
 	call, counts := inspect(tid, int(info.nr), info.args)
-	if !counts {
+	if !counts && call.Talk == "" {
 		return
 	}
 	call.Child = !t.own(tid)
-	t.calls = append(t.calls, call)
-	verdict := t.decide(len(t.calls), call)
+	n := 0
+	if counts {
+		t.calls = append(t.calls, call)
+		n = len(t.calls)
+	}
+	verdict := t.decide(n, call)
 	switch {
 	case verdict.Kill:
 		t.kill(verdict.All)
+	case verdict.Die && call.Child:
+		t.note(unix.Kill(tid, unix.SIGKILL))
 	case verdict.Fail != 0:
 		t.note(skip(tid))
-		t.failing[tid] = verdict.Fail
+		t.results[tid] = uintptr(-int64(verdict.Fail))
+	case verdict.Swallow:
+		t.note(skip(tid))
+		t.results[tid] = uintptr(info.args[2])
+	case verdict.Write != "":
+		t.note(overwrite(tid, info.args, verdict.Write))
 	case verdict.Exec != "":
 		t.note(replace(tid, call, info.args, verdict.Exec))
 	}
@@ -348,17 +365,33 @@ func (t *Trace) kill(all bool) {
 	}()
 }
 
-// text reads a string from the memory of a thread; what there is of it.
-func text(tid int, address uint64) string {
+// memory reads some bytes of the memory of a thread; what there is of them.
+func memory(tid int, address uint64, size int) []byte {
 	mem, err := os.Open(fmt.Sprintf("/proc/%d/mem", tid))
 	if err != nil {
-		return ""
+		return nil
 	}
 	defer mem.Close()
-	buffer := make([]byte, 4096)
+	buffer := make([]byte, size)
+	n, _ := mem.ReadAt(buffer, int64(address))
+	return buffer[:n]
+}
+
+// setMemory writes over some of it.
+func setMemory(tid int, address uint64, b []byte) error {
+	mem, err := os.OpenFile(fmt.Sprintf("/proc/%d/mem", tid), os.O_WRONLY, 0)
+	if err != nil {
+		return err
+	}
+	defer mem.Close()
+	_, err = mem.WriteAt(b, int64(address))
+	return err
+}
+
+// text reads a string from the memory of a thread; what there is of it.
+func text(tid int, address uint64) string {
 	// A string near the end of a page must not fail for what lies behind it.
-	n, _ := mem.ReadAt(buffer[:4096-address%4096], int64(address))
-	return unix.ByteSliceToString(buffer[:n])
+	return unix.ByteSliceToString(memory(tid, address, int(4096-address%4096)))
 }
 
 // texts reads a list of strings that ends in a null pointer.
@@ -378,23 +411,20 @@ func replace(tid int, c Call, args [6]uint64, path string) error {
 	if !c.Exec || len(path) > len(c.Path) {
 		return fmt.Errorf("%s cannot become %s", c, path)
 	}
-	mem, err := os.OpenFile(fmt.Sprintf("/proc/%d/mem", tid), os.O_WRONLY, 0)
-	if err != nil {
-		return err
-	}
-	defer mem.Close()
-	_, err = mem.WriteAt(append([]byte(path), 0), int64(args[changing[unix.SYS_EXECVE].arg]))
-	return err
+	return setMemory(tid, args[changing[unix.SYS_EXECVE].arg], append([]byte(path), 0))
+}
+
+// overwrite changes what a thread is about to write.
+func overwrite(tid int, args [6]uint64, text string) error {
+	size := int(args[2])
+	b := append(bytes.Repeat([]byte(" "), max(size-1, 0)), '\n')[:size]
+	copy(b[:max(size-1, 0)], text)
+	return setMemory(tid, args[1], b)
 }
 
 // word reads 8 bytes from the memory of a thread.
 func word(tid int, address uint64) (value uint64) {
-	mem, err := os.Open(fmt.Sprintf("/proc/%d/mem", tid))
-	if err != nil {
-		return 0
-	}
-	defer mem.Close()
-	_, _ = mem.ReadAt((*[8]byte)(unsafe.Pointer(&value))[:], int64(address))
+	copy((*[8]byte)(unsafe.Pointer(&value))[:], memory(tid, address, 8))
 	return value
 }
 

@@ -2,7 +2,9 @@ package trace
 
 import (
 	"bufio"
+	"errors"
 	"fmt"
+	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -15,14 +17,22 @@ import (
 
 // TestMain is also the program that is traced: told a folder and a number, it waits for a
 // line on its input, then makes so many files, each from another goroutine than the one
-// before, runs true(1), and prints what became of them.
+// before, runs true(1), and prints what became of them. Told -1 files, it has a talk with
+// an echo: itself, in another process.
 func TestMain(m *testing.M) {
+	if os.Getenv("TRACED_ECHO") != "" {
+		echo()
+	}
 	dir, files := os.Getenv("TRACED_DIR"), 0
 	if dir == "" {
 		os.Exit(m.Run())
 	}
 	_, _ = fmt.Sscan(os.Getenv("TRACED_FILES"), &files)
 	_, _ = bufio.NewReader(os.Stdin).ReadString('\n')
+	if files < 0 {
+		fmt.Println(talk("hello\n"))
+		return
+	}
 	for i := range files {
 		done := make(chan error)
 		go func() {
@@ -36,6 +46,34 @@ func TestMain(m *testing.M) {
 		fmt.Println(i, <-done)
 	}
 	fmt.Println("true", exec.Command("true").Run())
+}
+
+func talk(line string) (answer string, err error) {
+	hear, say, err := os.Pipe()
+	if err != nil {
+		return "", err
+	}
+	other := exec.Command(os.Args[0])
+	other.Env, other.ExtraFiles = append(os.Environ(), "TRACED_ECHO=1"), []*os.File{say}
+	in, err := other.StdinPipe()
+	if err == nil {
+		err = other.Start()
+	}
+	if err == nil {
+		_, err = in.Write([]byte(line))
+	}
+	say.Close()
+	b, heard := io.ReadAll(hear)
+	return fmt.Sprintf("%q", b), errors.Join(err, heard, other.Wait())
+}
+
+// echo says twice what it hears.
+func echo() {
+	line, _ := bufio.NewReader(os.Stdin).ReadString('\n')
+	for range 2 {
+		_, _ = os.NewFile(3, "pipe").WriteString(line)
+	}
+	os.Exit(0)
 }
 
 // traced runs the program under a trace.
@@ -132,5 +170,46 @@ func TestExec(t *testing.T) {
 	}
 	if last := r.Calls[len(r.Calls)-1]; !slices.Equal(last.Argv, []string{"true"}) {
 		t.Errorf("the last call was %s with %q", last, last.Argv)
+	}
+}
+
+// TestTalk: what a process and its child say to each other is shown, and can be changed, or
+// kept back; and the child can be made to die.
+func TestTalk(t *testing.T) {
+	for _, c := range []struct {
+		name            string
+		request, answer Verdict // of all the answers the first
+		want            string
+	}{
+		{"as it is", Verdict{}, Verdict{}, `"hello\nhello\n" <nil>`},
+		{"another request", Verdict{Write: "bye"}, Verdict{}, `"bye  \nbye  \n" <nil>`},
+		{"another answer", Verdict{}, Verdict{Write: "what is it?"}, `"what \nwhat \n" <nil>`}, // it uses its memory again
+		{"no answer", Verdict{}, Verdict{Swallow: true}, `"hello\n" <nil>`},
+		{"dead", Verdict{}, Verdict{Die: true}, `"" signal: killed`},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			if !CanFail {
+				t.Skip("not on this machine")
+			}
+			var heard []string
+			r, _, said := traced(t, -1, func(n int, at Call) Verdict {
+				switch {
+				case at.Talk == "":
+					return Verdict{}
+				case n != 0:
+					t.Errorf("%s is counted", at)
+				case !at.Child:
+					heard = append(heard, at.Talk)
+					return c.request
+				}
+				if heard = append(heard, at.Talk); len(heard) == 2 {
+					return c.answer
+				}
+				return Verdict{}
+			})
+			if said != c.want+"\n" || heard[0] != "hello\n" || len(r.Calls) != 1 {
+				t.Errorf("it says %s, not %s; heard %q, stopped at %v", said, c.want, heard, r.Calls)
+			}
+		})
 	}
 }

@@ -1,0 +1,184 @@
+package points
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/ashlar-csi/ashlar/tests/points/trace"
+)
+
+// shellTrouble is what can go wrong with lvm2, which the driver asks through a shell that
+// stays.
+type shellTrouble struct {
+	name string
+	// request is what becomes of a command.
+	request func(command string) trace.Verdict
+	// answer is what becomes of a line (1, 2, ...) of what lvm2 says to it.
+	answer func(line int) trace.Verdict
+	// gone: it cannot be started again, for once.
+	gone bool
+	code codes.Code
+	says string
+}
+
+func instead(line string) func(string) trace.Verdict {
+	return func(string) trace.Verdict { return trace.Verdict{Write: line} }
+}
+
+func asked(string) trace.Verdict { return trace.Verdict{} }
+
+const noAnswer = "lvm2 gave no answer"
+
+var shellTroubles = []shellTrouble{
+	{name: "refuses", request: func(command string) trace.Verdict {
+		return trace.Verdict{Write: strings.Replace(command, " -y ", " -Q ", 1)}
+	}, code: codes.Internal, says: "Error during parsing of command line"},
+	{name: "ends before it", request: instead("exit"), code: codes.Unavailable, says: noAnswer},
+	{name: "ends before it, and is gone", request: instead("exit"), gone: true, code: codes.Unavailable, says: noAnswer},
+	{name: "dies after it", request: asked, answer: func(int) trace.Verdict { return trace.Verdict{Die: true} }, code: codes.Unavailable, says: noAnswer},
+	{name: "hangs before it", request: func(string) trace.Verdict { return trace.Verdict{Swallow: true} }, code: codes.DeadlineExceeded},
+	{name: "hangs after it", request: asked, answer: func(int) trace.Verdict { return trace.Verdict{Swallow: true} }, code: codes.DeadlineExceeded},
+	{name: "prints noise", request: asked, answer: func(line int) trace.Verdict {
+		b := make([]byte, 200)
+		_, _ = rand.NewChaCha8([32]byte{byte(line)}).Read(b)
+		return trace.Verdict{Write: string(b)}
+	}, code: codes.DeadlineExceeded},
+	{name: "prints an empty answer", request: asked, answer: func(line int) trace.Verdict {
+		if line == 1 {
+			return trace.Verdict{Write: " {}"} // as long as what it says first
+		}
+		return trace.Verdict{Swallow: true}
+	}, code: codes.Unavailable, says: noAnswer},
+}
+
+// TestLVMFaults is TestFaults and TestChildren over LVM pools. Of lvm2 each command goes
+// wrong, in each way; each of its system calls fails, as those of the driver do; and it dies
+// before each.
+func TestLVMFaults(t *testing.T) {
+	if !trace.CanFail {
+		t.Skip("system calls cannot be made to fail on this machine")
+	}
+	overLVM(t, "faults", "-faults.lvm", *lvmFaultsTime, func(t *testing.T, at *site, sc scenario, end time.Time) sampled {
+		random := draw(t)
+		o := untouched(t, at, sc)
+		kinds := lvmFaults(at, sc, o)
+		some := sampled{}
+		for _, kind := range kinds {
+			some.of += len(kind)
+		}
+		for i := range 1 + some.of/lvmShare {
+			if i > 0 && time.Now().After(end) {
+				break
+			}
+			kind := kinds[random.IntN(len(kinds))]
+			c, giveUp := kind[random.IntN(len(kind))], o.undoable && random.IntN(2) == 0
+			attempt(t, fmt.Sprintf("%d: %s give-up=%v", i, c.name, giveUp), "-faults.lvm=1h", func(t *testing.T) {
+				some.tried++
+				c.happen(t, giveUp)
+			})
+		}
+		return some
+	})
+}
+
+// harm is something that can go wrong in a call.
+type harm struct {
+	name   string
+	happen func(t *testing.T, giveUp bool)
+}
+
+// lvmFaults are all that can go wrong in a call, by kind; each kind is as likely.
+func lvmFaults(at *site, sc scenario, o course) (kinds [][]harm) {
+	var own, others, deaths, programs, commands []harm
+	for _, n := range sc.points(o.calls) {
+		c := o.calls[n-1]
+		if strings.HasSuffix(c.Path, "/.lvm_history") {
+			continue // lvm2 never gets there, as the driver gives it no home
+		}
+		for _, errno := range faults[c.Name] {
+			h := harm{fmt.Sprintf("%d %s %s", n, c.Name, unix.ErrnoName(errno)), func(t *testing.T, giveUp bool) { fault(t, at, sc, n, errno, giveUp) }}
+			if c.Child {
+				others = append(others, h)
+			} else {
+				own = append(own, h)
+			}
+		}
+		if c.Child && !c.Exec {
+			deaths = append(deaths, harm{fmt.Sprintf("%d %s dies", n, c.Name), func(t *testing.T, giveUp bool) { fault(t, at, sc, n, 0, giveUp) }})
+		}
+	}
+	for n, c := range started(o.calls) {
+		for _, trouble := range troubles(c) {
+			programs = append(programs, harm{filepath.Base(c.Path) + " " + trouble.name, func(t *testing.T, giveUp bool) { child(t, at, sc, o, n, trouble, giveUp) }})
+		}
+	}
+	for n := 1; n <= o.asked; n++ {
+		for _, trouble := range shellTroubles {
+			commands = append(commands, harm{fmt.Sprintf("lvm %d %s", n, trouble.name), func(t *testing.T, giveUp bool) { trouble.happen(t, at, sc, o, n, giveUp) }})
+		}
+	}
+	for _, kind := range [][]harm{own, others, deaths, programs, commands} {
+		if len(kind) > 0 {
+			kinds = append(kinds, kind)
+		}
+	}
+	return kinds
+}
+
+// happen makes a call with trouble at the n-th command (1, 2, ...) of it.
+func (trouble shellTrouble) happen(t *testing.T, at *site, sc scenario, o course, n int, giveUp bool) {
+	w := newWorld(t, at)
+	p := sc.prepare(w)
+	if trouble.code == codes.DeadlineExceeded {
+		w.patience = o.patience()
+	}
+	command, commands, lines := "", 0, 0
+	_, err := w.traced(p.call, func(_ int, c trace.Call) trace.Verdict {
+		switch {
+		case c.Exec && trouble.gone && command != "":
+			trouble.gone = false
+			return trace.Verdict{Fail: unix.ENOENT}
+		case c.Talk == "":
+		case !c.Child:
+			if commands++; commands == n {
+				command = strings.TrimSpace(c.Talk)
+				return trouble.request(command)
+			}
+		case commands == n && trouble.answer != nil:
+			lines++
+			return trouble.answer(lines)
+		}
+		return trace.Verdict{}
+	})
+	w.patience = callTime
+	t.Logf("lvm %s %s; the answer: %v", command, trouble.name, err)
+	if command == "" {
+		t.Fatalf("lvm2 was told %d commands, not %d", commands, n)
+	}
+	if w.gone() {
+		t.Fatal("the driver is gone")
+	}
+	if err != nil { // else it was got around, or did not matter
+		said := err.Error()
+		if trouble.code == codes.DeadlineExceeded {
+			said = w.ended()
+		}
+		if code := status.Code(err); code != trouble.code {
+			t.Errorf("answered as %s, not %s", code, trouble.code)
+		}
+		for _, word := range []string{"lvm", strings.Fields(command)[0], trouble.says} {
+			if !strings.Contains(said, word) {
+				t.Errorf("the answer says nothing of %q: %s", word, said)
+			}
+		}
+	}
+	w.goOn(p, giveUp, false)
+}
