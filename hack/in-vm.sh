@@ -52,7 +52,7 @@ EOF
 chmod +x "$scratch/init"
 
 LD_PRELOAD=$scratch/uml-host.so setsid timeout --kill-after=5 "${VM_SECONDS:-900}" linux.uml mem="${VM_MEMORY:-2048M}" rootfstype=hostfs ro root=/dev/root \
-	ubd0="$scratch/disk" init="$scratch/init" con=null con0=fd:0,fd:1 quiet loglevel=3 </dev/null >"$scratch/console" 2>&1 &
+	ubd0="$scratch/disk" pty.legacy_count=0 init="$scratch/init" con=null con0=fd:0,fd:1 quiet loglevel=3 </dev/null >"$scratch/console" 2>&1 &
 vm=$!
 tail --pid="$vm" -n +1 -F "$scratch/console" 2>/dev/null || true
 ended=0
