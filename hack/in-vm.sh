@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Runs a command in a virtual machine, as root, on another kernel than this machine's: User Mode Linux of
 # Debian (the kernel of Debian 12), which needs neither KVM nor an image. The machine's own root folder is
-# the VM's, read-only; TMPDIR is an empty ext4 on a disk of 16 GiB (sparse) that goes with the VM.
+# the VM's, read-only; TMPDIR is an empty ext4 on a disk of 16 GiB (sparse) that goes with the VM. It goes without
+# the 512 old pseudo terminals (pty.legacy_count) that only this kernel has: lvm2 looks at each file in /dev.
 #
 #   hack/in-vm.sh COMMAND [ARGUMENT...]
 #
@@ -52,7 +53,7 @@ EOF
 chmod +x "$scratch/init"
 
 LD_PRELOAD=$scratch/uml-host.so setsid timeout --kill-after=5 "${VM_SECONDS:-900}" linux.uml mem="${VM_MEMORY:-2048M}" rootfstype=hostfs ro root=/dev/root \
-	ubd0="$scratch/disk" init="$scratch/init" con=null con0=fd:0,fd:1 quiet loglevel=3 </dev/null >"$scratch/console" 2>&1 &
+	ubd0="$scratch/disk" pty.legacy_count=0 init="$scratch/init" con=null con0=fd:0,fd:1 quiet loglevel=3 </dev/null >"$scratch/console" 2>&1 &
 vm=$!
 tail --pid="$vm" -n +1 -F "$scratch/console" 2>/dev/null || true
 ended=0

@@ -109,9 +109,16 @@ func (l *lvm) end() {
 	}
 }
 
-// lvmSettings hold for every command: no daemon is started or told, and no copy of the
-// metadata is written to /etc, which in a container is nobody's.
-const lvmSettings = ` -y --config 'activation{monitoring=0} global{notify_dbus=0} backup{backup=0 archive=0}'`
+// lvmSettings returns what is added to a command: it asks nothing, starts no daemon, and
+// writes no copy of the metadata to /etc, which in a container is nobody's. The commands of
+// which there are many say so by options: with --config, lvm2 reads its whole configuration
+// before the command, and once more after it.
+func lvmSettings(command string) string {
+	if command == "lvchange" || command == "lvcreate" {
+		return " -y -An --ignoremonitoring"
+	}
+	return " -y --config 'activation{monitoring=0} backup{backup=0 archive=0}'"
+}
 
 // lvmWords is how many words a command may have (MAX_ARGS of lvm2's tools.h is 64), without
 // those of lvmSettings.
@@ -151,7 +158,7 @@ func (l *lvm) command(ctx context.Context, args []string) ([]row, error) {
 	}
 	settled := l.flushed
 	l.flushed = settled && !changing(args)
-	answer, err := l.ask(ctx, line+lvmSettings)
+	answer, err := l.ask(ctx, line+lvmSettings(args[0]))
 	if err != nil {
 		return nil, err
 	}
@@ -203,7 +210,8 @@ func (l *lvm) settle(line string) error {
 }
 
 func lvmEnvironment() []string {
-	env := []string{"LVM_COMMAND_PROFILE=lvmdbusd", "DM_DISABLE_UDEV=1", "LVM_SUPPRESS_FD_WARNINGS=1"}
+	env := []string{"LVM_COMMAND_PROFILE=lvmdbusd", "DM_DISABLE_UDEV=1", "LVM_SUPPRESS_FD_WARNINGS=1",
+		"DBUS_SYSTEM_BUS_ADDRESS=unix:path=/dev/null"} // lvmdbusd is not told of changes
 	if dir := os.Getenv("LVM_SYSTEM_DIR"); dir != "" {
 		env = append(env, "LVM_SYSTEM_DIR="+dir)
 	}
