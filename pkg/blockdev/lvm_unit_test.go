@@ -224,8 +224,7 @@ func TestLVMErrors(t *testing.T) {
 }
 
 // TestLVMAnswers: after lvm2 has refused a command its session goes on. One that failed
-// half-way, or got no answer, ends it, and the next command begins with mending what is
-// left.
+// half-way, or got no answer, ends it, and what is left is mended.
 func TestLVMAnswers(t *testing.T) {
 	status := func(status string) string {
 		return `{ "log": [ {"log_type":"status", "log_message":"` + status + `"} ] }`
@@ -247,7 +246,8 @@ func TestLVMAnswers(t *testing.T) {
 		"died afterwards": {[]string{status("failure")}, errLVMBroken, "did not say why", false},
 	} {
 		t.Run(name, func(t *testing.T) {
-			l := newLVM(func(runLVM) {}, func() error { return unix.ENOSPC })
+			mended := false
+			l := newLVM(func(runLVM) { mended = true }, func() error { return unix.ENOSPC })
 			script := ""
 			for _, answer := range c.answers {
 				script += "read -r line; echo '" + answer + "' >&3; "
@@ -264,10 +264,36 @@ func TestLVMAnswers(t *testing.T) {
 			if lvmRefused(err) != errors.Is(c.want, ErrNoSpace) {
 				t.Errorf("refused: %v", err)
 			}
-			if l.broken == c.goesOn || (l.session != nil) != c.goesOn {
-				t.Errorf("session %v, broken %v", l.session, l.broken)
+			<-l.turn // it comes after the mending
+			if mended == c.goesOn || (l.session != nil) != c.goesOn {
+				t.Errorf("session %v, mended %v", l.session, mended)
 			}
+			l.turn <- struct{}{}
 		})
+	}
+}
+
+// TestLVMSessionEnds: a session ends after some commands, between two holders of the turn, and is
+// not taken for one that was cut short.
+func TestLVMSessionEnds(t *testing.T) {
+	l := newLVM(func(runLVM) { t.Error("recovered") }, nil)
+	var err error
+	if l.session, err = command.Start(nil, "sh", "-c", `while read -r line; do echo '{ "log": [ {"log_type":"status", "log_message":"success"} ] }' >&3; done`); err != nil {
+		t.Fatal(err)
+	}
+	defer l.close()
+	if err := l.hold(t.Context(), func(run runLVM) error {
+		for n := range sessionCommands + 1 {
+			if _, err := run("lvs"); err != nil || l.session == nil {
+				return fmt.Errorf("command %d: session %v, %w", n, l.session, err)
+			}
+		}
+		return nil
+	}); err != nil {
+		t.Fatal(err)
+	}
+	if l.session != nil || l.broken {
+		t.Errorf("after it: session %v, broken %v", l.session, l.broken)
 	}
 }
 

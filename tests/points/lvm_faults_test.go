@@ -98,8 +98,8 @@ type harm struct {
 // lvmFaults are all that can go wrong in a call, by kind; each kind is as likely.
 func lvmFaults(at *site, sc scenario, o course) (kinds [][]harm) {
 	var own, others, deaths, programs, commands []harm
-	for _, n := range sc.points(o.calls) {
-		c := o.calls[n-1]
+	for i, c := range o.calls {
+		n := i + 1
 		if strings.HasSuffix(c.Path, "/.lvm_history") {
 			continue // lvm2 never gets there, as the driver gives it no home
 		}
