@@ -17,7 +17,7 @@ driver) tests='./cmd/driver driver -test.run LVM -test.timeout 5m
 ./tests/sanity sanity -test.timeout 15m
 ./tests/sanity/cluster cluster -test.timeout 15m
 ./tests/life life -test.run ^(TestLife|TestGroupSnapshot|TestManyLives|TestSnapshotMetadata)$ -test.timeout 10m
-./tests/points points -test.run LVM -test.timeout 10m
+./tests/points points -test.run LVM -points.seed=1 -test.timeout 10m
 ./tests/power power -test.timeout 10m' ;;
 ./*) tests=$1 ;;
 *)

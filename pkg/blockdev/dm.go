@@ -35,6 +35,7 @@ const (
 const (
 	dmReadOnly       = 1 << 0
 	dmSuspended      = 1 << 1
+	dmInactive       = 1 << 6 // there is a table for the next resume
 	dmBufferFull     = 1 << 8
 	dmSkipLockFS     = 1 << 10 // no filesystem is frozen
 	dmDeferredRemove = 1 << 17
@@ -77,6 +78,7 @@ type dmDevice struct {
 	opens     int
 	readOnly  bool
 	suspended bool
+	loaded    bool // it has a table for the next resume
 	deferred  bool // it goes away with its last user
 	number    uint64
 }
@@ -121,7 +123,7 @@ func dmFind(name string) (*dmDevice, error) {
 	}
 	major, minor := uint32(h.dev>>8&0xfff), uint32(h.dev&0xff|h.dev>>12&0xfff00)
 	return &dmDevice{name: name, uuid: cString(h.uuid[:]), minor: minor, number: unix.Mkdev(major, minor), opens: int(h.openCount),
-		readOnly: h.flags&dmReadOnly != 0, suspended: h.flags&dmSuspended != 0, deferred: h.flags&dmDeferredRemove != 0}, nil
+		readOnly: h.flags&dmReadOnly != 0, suspended: h.flags&dmSuspended != 0, loaded: h.flags&dmInactive != 0, deferred: h.flags&dmDeferredRemove != 0}, nil
 }
 
 func cString(b []byte) string {

@@ -289,6 +289,9 @@ var errLVMBroken = fmt.Errorf("%w: lvm2 gave no answer", ErrUnavailable)
 // errLVMUnflushed: a command was carried out, but a power cut may undo it.
 var errLVMUnflushed = fmt.Errorf("%w: what lvm2 wrote is not known to be on the disks", ErrUnavailable)
 
+// errLVMHalfDone: lvm2 could neither finish nor undo what it did to devices.
+var errLVMHalfDone = errors.New("lvm2 gave up half-way")
+
 // errNoLV: the logical volume is not there.
 var errNoLV = errors.New("no such logical volume")
 
@@ -298,6 +301,7 @@ var lvmErrors = []struct {
 	text string
 	err  error
 }{
+	{"manual intervention required", errLVMHalfDone},
 	{"insufficient free space", ErrNoSpace},
 	{"insufficient suitable", ErrNoSpace},
 	{"reached threshold", ErrNoSpace},
@@ -320,7 +324,7 @@ var lvmErrors = []struct {
 }
 
 // lvmRefused reports whether an error is lvm2's own word that it changed nothing. After any
-// other failure that is not known: it ends some with "Manual intervention required".
+// other failure that is not known.
 func lvmRefused(err error) bool {
 	for _, refusal := range []error{ErrNoSpace, ErrExists, errNoLV, ErrInUse, ErrInvalid} {
 		if errors.Is(err, refusal) {

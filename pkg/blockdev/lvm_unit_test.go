@@ -241,6 +241,7 @@ func TestLVMAnswers(t *testing.T) {
 		"not flushed":     {[]string{status("success")}, errLVMUnflushed, "no space left", true},
 		"refused":         {[]string{status("failure"), complaint("insufficient free space")}, ErrNoSpace, "insufficient free space", true},
 		"failed":          {[]string{status("failure"), complaint("Aborting. Manual intervention required.")}, nil, "Manual intervention", false},
+		"not undone":      {[]string{status("failure"), complaint("Device vg-lv-real (254:3) is used by another device.; Aborting. Manual intervention required.")}, errLVMHalfDone, "used by another", false},
 		"did not say":     {[]string{"{}"}, errLVMBroken, "without the status", false},
 		"died":            {nil, errLVMBroken, "without an answer", false},
 		"died afterwards": {[]string{status("failure")}, errLVMBroken, "did not say why", false},

@@ -122,10 +122,12 @@ func openLVMPool(ctx context.Context, name string, loc Location) (_ Pool, err er
 		}
 	}
 	p.resume(ctx, func(args ...string) ([]row, error) { return p.lvm.run(ctx, args...) }, func(volume string) bool {
-		return slices.ContainsFunc(rows, func(r row) bool {
-			_, tagged, ok := p.ours(r)
-			return r["lv_name"] == volume && tagged && (ok || leftover(volume))
-		})
+		at := slices.IndexFunc(rows, func(r row) bool { return r["lv_name"] == volume })
+		if at < 0 {
+			return leftover(volume) // it was never written down; nobody else makes such
+		}
+		_, tagged, ok := p.ours(rows[at])
+		return tagged && (ok || leftover(volume))
 	})
 	// Again, as what another process did until it let go of the lock may not be in it.
 	if rows, err = p.reportNow(ctx); err != nil {
@@ -348,8 +350,9 @@ func (p *lvmPool) refresh(ctx context.Context, atMost time.Duration) error {
 // resume ends the suspension of devices of this pool: an lvm2 that was killed may have
 // left some. A table that was loaded for them may show extents that the metadata gives to
 // nobody, as nobody knows whether that was written; so each goes on as it was, and then
-// lvm2 brings it to what its metadata says. Devices of others may be suspended because
-// their lvm2 is at work.
+// lvm2 brings it to what its metadata says. Devices below them that nobody uses then are
+// removed: no logical volume has them. Devices of others may be suspended because their lvm2
+// is at work.
 func (p *lvmPool) resume(ctx context.Context, run runLVM, ours func(volume string) bool) {
 	report := func(err error) {
 		if err != nil {
@@ -359,9 +362,10 @@ func (p *lvmPool) resume(ctx context.Context, run runLVM, ours func(volume strin
 	names, err := dmNames(p.device(""))
 	report(err)
 	resumed := map[string]bool{}
+	var below []string
 	for _, name := range names {
 		// A volume may have several: -real and -cow, of a thin pool -tpool, _tdata and _tmeta.
-		volume, _, _ := strings.Cut(strings.TrimPrefix(name, p.device("")), "-")
+		volume, part, _ := strings.Cut(strings.TrimPrefix(name, p.device("")), "-")
 		if p.thin != "" && strings.HasPrefix(name, p.device(p.thin)) {
 			volume = p.thin
 		} else if !ours(volume) {
@@ -375,6 +379,19 @@ func (p *lvmPool) resume(ctx context.Context, run runLVM, ours func(volume strin
 			klog.FromContext(ctx).Info("Resuming a device that was left suspended", "pool", p.name, "device", name)
 			resumed[volume] = true
 			err = errors.Join(dmClear(name), dmResume(name, 0))
+		} else if err == nil && d != nil && d.loaded && !held && part != writableSuffix[1:] && part != readOnlySuffix[1:] && strings.HasPrefix(d.uuid, "LVM-"+p.uuid) {
+			err = dmClear(name) // it has a device below in it
+		}
+		report(err)
+		if part == "real" || part == "cow" {
+			below = append(below, name)
+		}
+	}
+	for _, name := range below {
+		d, err := dmFind(name)
+		if err == nil && d != nil && d.opens == 0 && strings.HasPrefix(d.uuid, "LVM-"+p.uuid) {
+			_, err = dmRemove(name)
+			_ = os.Remove("/dev/mapper/" + name) // where no udev does; of no harm if it stays
 		}
 		report(err)
 	}
