@@ -645,7 +645,7 @@ func (p *lvmPool) complete(ctx context.Context) error {
 		return err
 	}
 	if p.thin != "" {
-		if use, err := p.thinUse(); err == nil && use.failed() {
+		if use, err := p.thinUse(ctx); err == nil && use.failed() {
 			return fmt.Errorf("%w: %s", ErrUnavailable, p.full(use))
 		}
 	}

@@ -1155,6 +1155,40 @@ func TestLVMDevicesBelow(t *testing.T) {
 	f.holds(vol("a"), 0, marked("b", mib))
 }
 
+// TestLVMFirstVolume: while lvm2 gives a thin pool its first volume, or takes its last, the
+// device of the pool is another one, and nobody takes that for a pool that is not there.
+func TestLVMFirstVolume(t *testing.T) {
+	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 128*mib)}
+	f.url = f.group.ThinPool(t, "tp", "-L", "64M") + "?reservePercent=0"
+	f.start()
+	ctx, cancel := context.WithCancel(t.Context())
+	looked, looks := make(chan error), 0
+	go func() {
+		defer close(looked)
+		for ctx.Err() == nil {
+			_, err := f.pool.Capacity(context.WithoutCancel(ctx))
+			if err == nil {
+				for _, problem := range f.pool.PoolHealth(context.WithoutCancel(ctx)) {
+					err = errors.Join(err, errors.New(problem.Message))
+				}
+			}
+			if err != nil {
+				looked <- err
+				return
+			}
+			looks++
+		}
+	}()
+	for range 10 {
+		f.make(vol("a"), 4*mib)
+		must(t, f.pool.Delete(t.Context(), vol("a")))
+	}
+	cancel()
+	if err := <-looked; err != nil || looks < 10 {
+		t.Errorf("after %d looks: %v", looks, err)
+	}
+}
+
 // TestLVMReportMeanwhile: a report that was taken while a copy was given its larger size does
 // not make it look as if it had lost some.
 func TestLVMReportMeanwhile(t *testing.T) {

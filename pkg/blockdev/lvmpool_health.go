@@ -40,7 +40,7 @@ func (p *lvmPool) Health(ctx context.Context, ref Ref) ([]Problem, error) {
 		return []Problem{{Inaccessible, "VolumeFailed", fmt.Sprintf("lvm2 says of %s: %s", where, o.ill)}}, nil
 	}
 	if p.thin != "" {
-		use, err := p.thinUse()
+		use, err := p.thinUse(ctx)
 		if err != nil {
 			return []Problem{{Inaccessible, "PoolUnavailable", err.Error()}}, nil
 		}
@@ -62,7 +62,7 @@ func (p *lvmPool) PoolHealth(ctx context.Context) []Problem {
 	if err := p.refresh(ctx, lvmFresh); err != nil {
 		return []Problem{{Inaccessible, "PoolUnavailable", fmt.Sprintf("pool %s: %v", p.name, err)}}
 	}
-	c, use, err := p.capacity()
+	c, use, err := p.capacity(ctx)
 	if err != nil {
 		return []Problem{{Inaccessible, "PoolUnavailable", fmt.Sprintf("pool %s: %v", p.name, err)}}
 	}

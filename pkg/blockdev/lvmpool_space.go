@@ -81,18 +81,39 @@ func (u thinUse) failed() bool {
 	return u.fault != "" || (u.mode != "rw" && u.mode != "out_of_data_space")
 }
 
-func (p *lvmPool) thinUse() (thinUse, error) {
+// thinUse asks the kernel about the thin pool. While lvm2 gives it its first volume, or takes its
+// last, it has a device of another name, or none: so what is not there is looked for once more
+// when no command is at work. The caller does not have the turn.
+func (p *lvmPool) thinUse(ctx context.Context) (thinUse, error) {
+	use, there, err := p.thinNow()
+	if err != nil || there {
+		return use, err
+	}
+	if err := p.lvm.hold(ctx, func(runLVM) error {
+		use, there, err = p.thinNow()
+		return err
+	}); err != nil {
+		return thinUse{}, err
+	}
+	if !there {
+		return thinUse{}, fmt.Errorf("%w: thin pool %s is not active; lvchange -ay %s", ErrUnavailable, p.path(p.thin), p.path(p.thin))
+	}
+	return use, nil
+}
+
+func (p *lvmPool) thinNow() (use thinUse, there bool, err error) {
 	for _, name := range []string{p.device(p.thin) + "-tpool", p.device(p.thin)} {
 		kind, status, err := dmTarget(name)
 		if errors.Is(err, unix.ENXIO) || (err == nil && kind != "thin-pool") {
 			continue
 		}
 		if err != nil {
-			return thinUse{}, err
+			return thinUse{}, false, err
 		}
-		return parseThinUse(status)
+		use, err = parseThinUse(status)
+		return use, err == nil, err
 	}
-	return thinUse{}, fmt.Errorf("%w: thin pool %s is not active; lvchange -ay %s", ErrUnavailable, p.path(p.thin), p.path(p.thin))
+	return thinUse{}, false, nil
 }
 
 // parseThinUse reads "TRANSACTION USED/TOTAL USED/TOTAL HELD-ROOT MODE ... QUEUEING NEEDS-CHECK ...", metadata first.
@@ -161,11 +182,11 @@ func (p *lvmPool) account(use thinUse) Capacity {
 	return c
 }
 
-func (p *lvmPool) capacity() (Capacity, thinUse, error) {
+func (p *lvmPool) capacity(ctx context.Context) (Capacity, thinUse, error) {
 	var use thinUse
 	if p.thin != "" {
 		var err error
-		if use, err = p.thinUse(); err != nil {
+		if use, err = p.thinUse(ctx); err != nil {
 			return Capacity{}, use, err
 		}
 	}
@@ -179,7 +200,7 @@ func (p *lvmPool) Capacity(ctx context.Context) (Capacity, error) {
 		return Capacity{}, fmt.Errorf("capacity of pool %s: %w", p.name, err)
 	}
 	p.sweepAbandoned(ctx)
-	c, _, err := p.capacity()
+	c, _, err := p.capacity(ctx)
 	return c, err
 }
 
@@ -190,7 +211,7 @@ func (p *lvmPool) reserve(ctx context.Context, size int64, promise func()) error
 		var use thinUse
 		if p.thin != "" {
 			var err error
-			if use, err = p.thinUse(); err != nil {
+			if use, err = p.thinUse(ctx); err != nil {
 				return err
 			}
 		}
