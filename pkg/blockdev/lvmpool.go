@@ -374,12 +374,14 @@ func (p *lvmPool) resume(ctx context.Context, run runLVM, ours func(volume strin
 		p.mu.Lock()
 		held := p.held[name]
 		p.mu.Unlock()
-		d, err := dmFind(name)
-		if err == nil && d != nil && d.suspended && !held && strings.HasPrefix(d.uuid, "LVM-"+p.uuid) {
+		d, err := p.own(name)
+		switch {
+		case err != nil || d == nil || held:
+		case d.suspended:
 			klog.FromContext(ctx).Info("Resuming a device that was left suspended", "pool", p.name, "device", name)
 			resumed[volume] = true
 			err = errors.Join(dmClear(name), dmResume(name, 0))
-		} else if err == nil && d != nil && d.loaded && !held && part != writableSuffix[1:] && part != readOnlySuffix[1:] && strings.HasPrefix(d.uuid, "LVM-"+p.uuid) {
+		case d.loaded && part != writableSuffix[1:] && part != readOnlySuffix[1:]:
 			err = dmClear(name) // it has a device below in it
 		}
 		report(err)
@@ -388,8 +390,8 @@ func (p *lvmPool) resume(ctx context.Context, run runLVM, ours func(volume strin
 		}
 	}
 	for _, name := range below {
-		d, err := dmFind(name)
-		if err == nil && d != nil && d.opens == 0 && strings.HasPrefix(d.uuid, "LVM-"+p.uuid) {
+		d, err := p.own(name)
+		if err == nil && d != nil && d.opens == 0 {
 			_, err = dmRemove(name)
 			_ = os.Remove("/dev/mapper/" + name) // where no udev does; of no harm if it stays
 		}

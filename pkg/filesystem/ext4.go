@@ -170,7 +170,7 @@ func writeExt4(device string, block []byte, at int64) error {
 
 // clearCopy takes a copy away.
 func clearCopy(device string) error {
-	if err := writeExt4(device, make([]byte, ext4SuperSize), 0); err != nil {
+	if err := writeExt4(device, zeroBlock[:ext4SuperSize], 0); err != nil {
 		return fmt.Errorf("write the boot block of %s, to take the copy of its superblock away: %w", device, err)
 	}
 	return nil
