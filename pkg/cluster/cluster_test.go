@@ -227,6 +227,16 @@ func (w *world) pooled(s *cluster.Store, m *machine) {
 	})
 }
 
+// newCluster is a world with one node, and a store that knows its pools.
+func newCluster(t testing.TB) (*world, *machine, *cluster.Store) {
+	t.Helper()
+	w := newWorld(t)
+	m := w.machine(nodeName)
+	s, _ := w.store()
+	w.pooled(s, m)
+	return w, m, s
+}
+
 func spec(name string) volume.Spec {
 	return volume.Spec{Name: name, Size: volume.Range{Required: mib}}
 }
@@ -241,10 +251,7 @@ func soon(t testing.TB) context.Context {
 // TestStore: Store and Agent together keep every clause of volume.Store.
 func TestStore(t *testing.T) {
 	storetest.Run(t, func(t testing.TB) storetest.Fixture {
-		w := newWorld(t)
-		m := w.machine(nodeName)
-		s, _ := w.store()
-		w.pooled(s, m)
+		w, m, s := newCluster(t)
 		t.Cleanup(func() { w.tally(m) })
 		return storetest.Fixture{Store: s, Node: nodeName, Pools: []string{"default", "b"}}
 	})

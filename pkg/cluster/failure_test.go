@@ -37,10 +37,7 @@ func (w *world) object(name string) *v1alpha1.Volume {
 // TestAgentDown: what a store asks of a node whose agent is down is carried out when it is
 // back, and the store's retry finds it.
 func TestAgentDown(t *testing.T) {
-	w := newWorld(t)
-	m := w.machine(nodeName)
-	s, _ := w.store()
-	w.pooled(s, m)
+	w, m, s := newCluster(t)
 	old, err := s.Create(w.ctx, spec("old"))
 	must(t, err)
 	m.stop()
@@ -357,10 +354,7 @@ func TestDeletedWhileMade(t *testing.T) {
 
 // TestBytesMissing: what was there once is reported lost, and not made again.
 func TestBytesMissing(t *testing.T) {
-	w := newWorld(t)
-	m := w.machine(nodeName)
-	s, _ := w.store()
-	w.pooled(s, m)
+	w, m, s := newCluster(t)
 	v, err := s.Create(w.ctx, spec("v"))
 	must(t, err)
 	snapshot, err := s.CreateSnapshot(w.ctx, "s", v.ID)
@@ -406,10 +400,7 @@ func TestStrays(t *testing.T) {
 
 // TestBusy: while a call of the node has a volume, the agent waits.
 func TestBusy(t *testing.T) {
-	w := newWorld(t)
-	m := w.machine(nodeName)
-	s, _ := w.store()
-	w.pooled(s, m)
+	w, m, s := newCluster(t)
 	v, err := s.Create(w.ctx, spec("v"))
 	must(t, err)
 	unlock, _ := m.locks.TryLock([]string{keylock.Volume(v.ID.Key)}, nil)
@@ -441,10 +432,7 @@ func TestNoAPIServer(t *testing.T) {
 // TestUnfinishedGroup: what a controller has written down of a group before it died goes when
 // nobody has asked again for long; groups that are whole stay, and can be asked for.
 func TestUnfinishedGroup(t *testing.T) {
-	w := newWorld(t)
-	m := w.machine(nodeName)
-	s, _ := w.store()
-	w.pooled(s, m)
+	w, m, s := newCluster(t)
 	v, err := s.Create(w.ctx, spec("v"))
 	must(t, err)
 	v2, err := s.Create(w.ctx, spec("v2"))
@@ -475,10 +463,7 @@ func TestUnfinishedGroup(t *testing.T) {
 // TestAbandoned: a volume that nobody knows of goes if its node finds it blank, and stays
 // if it does not.
 func TestAbandoned(t *testing.T) {
-	w := newWorld(t)
-	m := w.machine(nodeName)
-	s, _ := w.store()
-	w.pooled(s, m)
+	w, m, s := newCluster(t)
 	provisioned := func(name string) volume.ID {
 		one := spec(name)
 		one.For = volume.Requester{Namespace: "default", Name: "claim"}

@@ -200,12 +200,8 @@ func run(t testing.TB, argv ...string) string {
 
 // capability for a filesystem, or block access.
 func capability(kind string, mode csi.VolumeCapability_AccessMode_Mode) *csi.VolumeCapability {
-	c := &csi.VolumeCapability{AccessMode: &csi.VolumeCapability_AccessMode{Mode: mode}}
-	if kind == block {
-		c.AccessType = &csi.VolumeCapability_Block{Block: &csi.VolumeCapability_BlockVolume{}}
-	} else {
-		c.AccessType = &csi.VolumeCapability_Mount{Mount: &csi.VolumeCapability_MountVolume{FsType: kind}}
-	}
+	c := drivertest.Capability(kind)
+	c.AccessMode.Mode = mode
 	return c
 }
 

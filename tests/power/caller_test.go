@@ -63,12 +63,8 @@ func groupID(name string) string { return volume.GroupID{Key: volume.KeyOf(name)
 func (v *vol) id() string { return volumeID(v.name) }
 
 func capability(kind string) *csi.VolumeCapability {
-	c := &csi.VolumeCapability{AccessMode: &csi.VolumeCapability_AccessMode{Mode: csi.VolumeCapability_AccessMode_SINGLE_NODE_WRITER}}
-	if kind == block {
-		c.AccessType = &csi.VolumeCapability_Block{Block: &csi.VolumeCapability_BlockVolume{}}
-	} else {
-		c.AccessType = &csi.VolumeCapability_Mount{Mount: &csi.VolumeCapability_MountVolume{FsType: kind}}
-	}
+	c := drivertest.Capability(kind)
+	c.AccessMode.Mode = csi.VolumeCapability_AccessMode_SINGLE_NODE_WRITER
 	return c
 }
 

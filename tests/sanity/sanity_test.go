@@ -12,7 +12,8 @@ import (
 func TestSanity(t *testing.T) {
 	drivertest.NeedRoot(t)
 	suite.Run(t, suite.Kinds(), func(kind string) suite.Driver {
-		driver := drivertest.Start(t, drivertest.Options{MaxVolumes: 4, Pools: []string{"default=" + suite.PoolURL(t, kind, drivertest.Dir(t))}})
+		dir := drivertest.Dir(t)
+		driver := drivertest.Start(t, drivertest.Options{Dir: dir, MaxVolumes: 4, Pools: []string{"default=" + suite.PoolURL(t, kind, dir)}})
 		return suite.Driver{Dir: driver.Dir, Socket: driver.Socket}
 	})
 }
