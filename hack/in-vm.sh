@@ -55,10 +55,11 @@ chmod +x "$scratch/init"
 LD_PRELOAD=$scratch/uml-host.so setsid timeout --kill-after=5 "${VM_SECONDS:-900}" linux.uml mem="${VM_MEMORY:-2048M}" rootfstype=hostfs ro root=/dev/root \
 	ubd0="$scratch/disk" pty.legacy_count=0 init="$scratch/init" con=null con0=fd:0,fd:1 quiet loglevel=3 </dev/null >"$scratch/console" 2>&1 &
 vm=$!
-tail --pid="$vm" -n +1 -F "$scratch/console" 2>/dev/null || true
+tail --pid="$vm" -n +1 -F "$scratch/console" 2>/dev/null &
 ended=0
-wait "$vm" || ended=$?
+wait "$vm" || ended=$? # a signal to this script ends it
 vm=
+wait $! || true # until all is shown
 
 verdict=$(grep -ao "^$scratch ended with [0-9]*" "$scratch/console" | tail -n 1) || true
 if [ -z "$verdict" ]; then

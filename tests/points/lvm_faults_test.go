@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -66,21 +67,28 @@ func TestLVMFaults(t *testing.T) {
 	if !trace.CanFail {
 		t.Skip("system calls cannot be made to fail on this machine")
 	}
-	overLVM(t, "faults", "-faults.lvm", *lvmFaultsTime, func(t *testing.T, at *site, sc scenario, end time.Time) sampled {
+	overLVM(t, sweep{"faults", "faults", *fullFaults, *lvmFaultsTime}, func(t *testing.T, at *site, sc scenario, end time.Time) tally {
 		random := draw(t)
 		o := untouched(t, at, sc)
-		kinds := lvmFaults(at, sc, o)
-		some := sampled{}
+		kinds, some := lvmFaults(at, sc, o), tally{}
 		for _, kind := range kinds {
 			some.of += len(kind)
 		}
-		for i := range 1 + some.of/lvmShare {
+		var tried []harm
+		if *fullFaults {
+			tried = slices.Concat(kinds...)
+		} else {
+			for range 1 + some.of/lvmShare {
+				kind := kinds[random.IntN(len(kinds))]
+				tried = append(tried, kind[random.IntN(len(kind))])
+			}
+		}
+		for i, c := range tried {
 			if i > 0 && time.Now().After(end) {
 				break
 			}
-			kind := kinds[random.IntN(len(kinds))]
-			c, giveUp := kind[random.IntN(len(kind))], o.undoable && random.IntN(2) == 0
-			attempt(t, fmt.Sprintf("%d: %s give-up=%v", i, c.name, giveUp), "-faults.lvm=1h", func(t *testing.T) {
+			giveUp := o.undoable && random.IntN(2) == 0
+			attempt(t, fmt.Sprintf("%d: %s give-up=%v", i, c.name, giveUp), fmt.Sprintf("-faults.lvm=1h -faults.full=%v", *fullFaults), func(t *testing.T) {
 				some.tried++
 				c.happen(t, giveUp)
 			})
@@ -95,24 +103,29 @@ type harm struct {
 	happen func(t *testing.T, giveUp bool)
 }
 
-// lvmFaults are all that can go wrong in a call, by kind; each kind is as likely.
+// lvmFaults are what can go wrong in a call, by kind; each kind is as likely. Calls of other
+// programs fail with one error each, the next one with the next; of writes in a row
+// (of mkfs and the like) one counts.
 func lvmFaults(at *site, sc scenario, o course) (kinds [][]harm) {
 	var own, others, deaths, programs, commands []harm
 	for i, c := range o.calls {
 		n := i + 1
-		if strings.HasSuffix(c.Path, "/.lvm_history") {
-			continue // lvm2 never gets there, as the driver gives it no home
+		inRow := c.Child && c.Name == "pwrite64" && i > 0 && o.calls[i-1].Name == c.Name && o.calls[i-1].Path == c.Path
+		if inRow || strings.HasSuffix(c.Path, "/.lvm_history") { // where lvm2 never gets to, as the driver gives it no home
+			continue
 		}
-		for _, errno := range faults[c.Name] {
-			h := harm{fmt.Sprintf("%d %s %s", n, c.Name, unix.ErrnoName(errno)), func(t *testing.T, giveUp bool) { fault(t, at, sc, n, errno, giveUp) }}
-			if c.Child {
-				others = append(others, h)
-			} else {
-				own = append(own, h)
+		errnos, all := faults[c.Name], &own
+		if c.Child {
+			all = &others
+			if len(errnos) > 0 {
+				errnos = errnos[n%len(errnos):][:1]
+			}
+			if !c.Exec {
+				deaths = append(deaths, harm{fmt.Sprintf("%d %s dies", n, c.Name), func(t *testing.T, giveUp bool) { fault(t, at, sc, n, 0, giveUp) }})
 			}
 		}
-		if c.Child && !c.Exec {
-			deaths = append(deaths, harm{fmt.Sprintf("%d %s dies", n, c.Name), func(t *testing.T, giveUp bool) { fault(t, at, sc, n, 0, giveUp) }})
+		for _, errno := range errnos {
+			*all = append(*all, harm{fmt.Sprintf("%d %s %s", n, c.Name, unix.ErrnoName(errno)), func(t *testing.T, giveUp bool) { fault(t, at, sc, n, errno, giveUp) }})
 		}
 	}
 	for n, c := range started(o.calls) {

@@ -100,41 +100,56 @@ func (g *volumeGroup) look(v *vol, with func(path string)) {
 }
 
 var (
-	lvmTime       = flag.Duration("points.lvm", 30*time.Second, "how long crashes are tried over LVM pools, in the order of -points.seed; in one call at the least over each kind")
-	lvmFaultsTime = flag.Duration("faults.lvm", 24*time.Second, "the same for faults")
+	lvmTime       = flag.Duration("points.lvm", 30*time.Second, "how long crashes are tried over LVM pools, in the order of -points.seed, in one call at the least over each kind; with -points.full all are")
+	lvmFaultsTime = flag.Duration("faults.lvm", 24*time.Second, "the same for faults, and -faults.full")
 )
 
 const (
-	// lvmShare is how many points of a call there are to each of them that is tried.
+	// lvmShare is how many points of a call there are to each of them that is tried in a sample.
 	lvmShare = 20
 	// lvmStartPoints is about how many points a start has, if there is nothing to mend.
 	lvmStartPoints = 5
 )
 
-// sampled are cases of a call that were tried, of so many.
-type sampled struct{ tried, of int }
+// sweep is what is tried of the calls over LVM pools.
+type sweep struct {
+	what, flag string
+	full       bool          // all of it, or
+	time       time.Duration // a sample, in so much time
+}
 
-// overLVM makes a sample of the calls over LVM pools of both kinds, in so much time.
-func overLVM(t *testing.T, what, argument string, atMost time.Duration, sample func(t *testing.T, at *site, sc scenario, end time.Time) sampled) {
+// tally is how many cases of a call were tried, of so many.
+type tally struct{ tried, of int }
+
+// overLVM goes through the calls over LVM pools of both kinds. Cases of a call are tried until
+// its time is up.
+func overLVM(t *testing.T, s sweep, try func(t *testing.T, at *site, sc scenario, end time.Time) tally) {
 	drivertest.NeedLVM(t)
-	fmt.Printf("points: a sample of %s over LVM pools; -points.seed=%d has the same again, %s=1h has more\n", what, today(), argument)
+	if !s.full {
+		fmt.Printf("points: a sample of %s over LVM pools; -points.seed=%d has the same again, -%s.lvm=1h has more, -%s.full all\n", s.what, today(), s.flag, s.flag)
+	}
 	for _, kind := range []string{"thick", "thin"} {
 		t.Run(kind, func(t *testing.T) {
 			at := newGroup(t, kind == "thin")
 			calls := slices.DeleteFunc(slices.Clone(scenarios), func(s scenario) bool {
 				return s.name == "CreateVolume thin" || strings.HasSuffix(s.name, ", sharing") // they are as others here
 			})
-			draw(t).Shuffle(len(calls), func(i, j int) { calls[i], calls[j] = calls[j], calls[i] })
-			n, sum := 0, sampled{}
-			for end := time.Now().Add(atMost / 2); n < len(calls) && (n == 0 || time.Now().Before(end)); n++ {
+			end := time.Now().Add(s.time / 2)
+			if s.full {
+				end = time.Now().AddDate(1, 0, 0)
+			} else {
+				draw(t).Shuffle(len(calls), func(i, j int) { calls[i], calls[j] = calls[j], calls[i] })
+			}
+			n, sum := 0, tally{}
+			for ; n < len(calls) && (n == 0 || time.Now().Before(end)); n++ {
 				t.Run(calls[n].name, func(t *testing.T) {
 					begin := time.Now()
-					some := sample(t, at, calls[n], end)
+					some := try(t, at, calls[n], end)
 					sum.tried, sum.of = sum.tried+some.tried, sum.of+some.of
-					fmt.Printf("%s: %s, %s: %d of %d, %.1f s\n", what, kind, calls[n].name, some.tried, some.of, time.Since(begin).Seconds())
+					fmt.Printf("%s: %s, %s: %d of %d, %.1f s\n", s.what, kind, calls[n].name, some.tried, some.of, time.Since(begin).Seconds())
 				})
 			}
-			fmt.Printf("points: %s LVM pool: %d %s of %d, in %d calls of %d\n", kind, sum.tried, what, sum.of, n, len(calls))
+			fmt.Printf("points: %s LVM pool: %d %s of %d, in %d calls of %d\n", kind, sum.tried, s.what, sum.of, n, len(calls))
 		})
 	}
 }
@@ -142,25 +157,28 @@ func overLVM(t *testing.T, what, argument string, atMost time.Duration, sample f
 // TestLVMPoints is TestPoints over LVM pools. What lvm2 does for the driver is part of the
 // call: each change that it makes to a device of the device mapper, and each write of it to
 // a disk, is a point. There the driver is killed alone, and lvm2 has to end by itself; or
-// both are, as at the end of a container.
+// both are, as at the end of a container. Which of these it is, and how it goes on, is drawn for each point.
 func TestLVMPoints(t *testing.T) {
-	overLVM(t, "crashes", "-points.lvm", *lvmTime, func(t *testing.T, at *site, sc scenario, end time.Time) sampled {
+	overLVM(t, sweep{"crashes", "points", *full, *lvmTime}, func(t *testing.T, at *site, sc scenario, end time.Time) tally {
 		random := draw(t)
 		o := untouched(t, at, sc)
 		fmt.Printf("points: %-42s %3d points: %s\n", sc.name, len(o.calls), histogram(o.calls))
-		some := sampled{of: len(o.calls)}
-		for i := range 1 + len(o.calls)/lvmShare {
+		points, some := random.Perm(len(o.calls)), tally{of: len(o.calls)}
+		if !*full {
+			points = points[:1+len(points)/lvmShare]
+		}
+		for i, point := range points {
 			if i > 0 && time.Now().After(end) {
 				break
 			}
-			c := crash{at: 1 + random.IntN(len(o.calls)), all: random.IntN(2) == 0}
+			c := crash{at: 1 + point, all: random.IntN(2) == 0}
 			switch random.IntN(4) {
 			case 0:
 				c.giveUp = o.undoable
 			case 1:
 				c.atStart = 1 + random.IntN(lvmStartPoints)
 			}
-			attempt(t, fmt.Sprintf("%d: %s", i, c), "-points.lvm=1h", func(t *testing.T) {
+			attempt(t, fmt.Sprintf("%d: %s", i, c), fmt.Sprintf("-points.lvm=1h -points.full=%v", *full), func(t *testing.T) {
 				if c.happen(t, at, sc) || c.atStart > 0 { // a start may have fewer
 					some.tried++
 				}
