@@ -29,12 +29,14 @@ const (
 	dmTableClear   = 0x0a
 	dmTableStatus  = 0x0c
 	dmListVersions = 0x0d
+	dmTargetMsg    = 0x0e
 )
 
 // Flags.
 const (
 	dmReadOnly       = 1 << 0
 	dmSuspended      = 1 << 1
+	dmActive         = 1 << 5 // there is a table in effect
 	dmInactive       = 1 << 6 // there is a table for the next resume
 	dmBufferFull     = 1 << 8
 	dmSkipLockFS     = 1 << 10 // no filesystem is frozen
@@ -78,6 +80,7 @@ type dmDevice struct {
 	opens     int
 	readOnly  bool
 	suspended bool
+	live      bool // it has a table; without, whoever made it was cut short, and nobody can open it
 	loaded    bool // it has a table for the next resume
 	deferred  bool // it goes away with its last user
 	number    uint64
@@ -123,7 +126,7 @@ func dmFind(name string) (*dmDevice, error) {
 	}
 	major, minor := uint32(h.dev>>8&0xfff), uint32(h.dev&0xff|h.dev>>12&0xfff00)
 	return &dmDevice{name: name, uuid: cString(h.uuid[:]), minor: minor, number: unix.Mkdev(major, minor), opens: int(h.openCount),
-		readOnly: h.flags&dmReadOnly != 0, suspended: h.flags&dmSuspended != 0, loaded: h.flags&dmInactive != 0, deferred: h.flags&dmDeferredRemove != 0}, nil
+		readOnly: h.flags&dmReadOnly != 0, suspended: h.flags&dmSuspended != 0, live: h.flags&dmActive != 0, loaded: h.flags&dmInactive != 0, deferred: h.flags&dmDeferredRemove != 0}, nil
 }
 
 func cString(b []byte) string {
@@ -233,6 +236,15 @@ func dmTarget(name string) (kind, status string, err error) {
 	}
 	spec := (*dmTargetSpec)(unsafe.Pointer(&data[0]))
 	return cString(spec.kind[:]), cString(data[size:]), nil
+}
+
+// dmMessage tells the first target of a device something.
+func dmMessage(name, message string) error {
+	at := make([]byte, 8) // struct dm_target_msg: u64 sector, the message
+	if _, _, err := dmCall(dmTargetMsg, dmNamed(name), append(at, message+"\x00"...)); err != nil {
+		return fmt.Errorf("tell device %s %q: %w", name, message, systemError(err))
+	}
+	return nil
 }
 
 // dmNames returns the names of all devices that begin with a prefix.

@@ -292,6 +292,16 @@ var errLVMUnflushed = fmt.Errorf("%w: what lvm2 wrote is not known to be on the 
 // errLVMHalfDone: lvm2 could neither finish nor undo what it did to devices.
 var errLVMHalfDone = errors.New("lvm2 gave up half-way")
 
+// errLVMParts: lvm2 does not bring a thin pool up while parts of it are up without it.
+var errLVMParts = fmt.Errorf("%w: parts of the thin pool are up without it", ErrUnavailable)
+
+// errLVMTold: lvm2 does not tell a thin pool to make a snapshot that it has made already.
+var errLVMTold = fmt.Errorf("%w: lvm2 was cut short while it made a snapshot", ErrUnavailable)
+
+// errLVMHeld: lvm2 could not tell a thin pool to remove a volume, as the kernel lets go of it a
+// moment after its device is gone.
+var errLVMHeld = fmt.Errorf("%w: the thin pool still holds it", ErrUnavailable)
+
 // errNoLV: the logical volume is not there.
 var errNoLV = errors.New("no such logical volume")
 
@@ -301,6 +311,9 @@ var lvmErrors = []struct {
 	text string
 	err  error
 }{
+	{"already contain thin device", errLVMTold},
+	{"is prohibited while", errLVMParts},
+	{"device or resource busy; failed to process message", errLVMHeld},
 	{"manual intervention required", errLVMHalfDone},
 	{"insufficient free space", ErrNoSpace},
 	{"insufficient suitable", ErrNoSpace},

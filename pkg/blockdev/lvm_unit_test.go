@@ -179,7 +179,7 @@ func TestParseThinUse(t *testing.T) {
 			t.Errorf("%+v failed: %v", use, !want)
 		}
 	}
-	for _, status := range []string{"", "1 2 3", "0 1/2 3/4 -"} {
+	for _, status := range []string{"", "1 2 3", "0 1/2 3/4 -", "x 1/2 3/4 - rw"} {
 		if _, err := parseThinUse(status); !errors.Is(err, ErrUnavailable) {
 			t.Errorf("%q: %v", status, err)
 		}
@@ -189,19 +189,22 @@ func TestParseThinUse(t *testing.T) {
 // TestLVMErrors: what lvm2 2.03 says.
 func TestLVMErrors(t *testing.T) {
 	for text, want := range map[string]error{
-		`Volume group "vg" has insufficient free space (1 extents): 2 required.`:                                               ErrNoSpace,
-		`Insufficient suitable allocatable extents for logical volume vol.x: 3 more required`:                                  ErrNoSpace,
-		`Free space in pool vg/tp reached threshold; `:                                                                         ErrNoSpace,
-		`VG vg 4096 metadata on /dev/sda (522 bytes) exceeds maximum metadata size; VG metadata too large for circular buffer`: ErrNoSpace,
-		`Logical Volume "vol.x" already exists in volume group "vg"`:                                                           ErrExists,
-		`Failed to find logical volume "vg/vol.x"`:                                                                             errNoLV,
-		`Cannot change VG vg while PVs are missing.; Cannot process volume group vg`:                                           ErrUnavailable,
-		`Refusing activation of partial LV vg/vol.x.  Use '--activationmode partial' to override.`:                             ErrUnavailable,
-		`Volume group "vg" not found; Cannot process volume group vg`:                                                          ErrUnavailable,
-		`Error writing device /dev/sda at 4096 length 512.; Failed to write VG vg.`:                                            ErrUnavailable,
-		`Logical volume vg/vol.x is in use.`:                                                                                   ErrInUse,
-		`Logical volume vg/vol.x contains a filesystem in use.`:                                                                ErrInUse,
-		`Logical volume vg/vol.x is used by another device.`:                                                                   ErrInUse,
+		`Volume group "vg" has insufficient free space (1 extents): 2 required.`:                                                  ErrNoSpace,
+		`Insufficient suitable allocatable extents for logical volume vol.x: 3 more required`:                                     ErrNoSpace,
+		`Free space in pool vg/tp reached threshold; `:                                                                            ErrNoSpace,
+		`VG vg 4096 metadata on /dev/sda (522 bytes) exceeds maximum metadata size; VG metadata too large for circular buffer`:    ErrNoSpace,
+		`Logical Volume "vol.x" already exists in volume group "vg"`:                                                              ErrExists,
+		`Failed to find logical volume "vg/vol.x"`:                                                                                errNoLV,
+		`Cannot change VG vg while PVs are missing.; Cannot process volume group vg`:                                              ErrUnavailable,
+		`Refusing activation of partial LV vg/vol.x.  Use '--activationmode partial' to override.`:                                ErrUnavailable,
+		`Volume group "vg" not found; Cannot process volume group vg`:                                                             ErrUnavailable,
+		`Error writing device /dev/sda at 4096 length 512.; Failed to write VG vg.`:                                               ErrUnavailable,
+		`Activation of logical volume vg/tp is prohibited while logical volume vg/tp_tmeta is active.`:                            errLVMParts,
+		`Thin pool vg-tp already contain thin device with device_id 3.; Manual intervention may be required`:                      errLVMTold,
+		`message ioctl on  (254:6) failed: Device or resource busy; Failed to process message "delete 1".; Failed to update pool`: errLVMHeld,
+		`Logical volume vg/vol.x is in use.`:                                                                                      ErrInUse,
+		`Logical volume vg/vol.x contains a filesystem in use.`:                                                                   ErrInUse,
+		`Logical volume vg/vol.x is used by another device.`:                                                                      ErrInUse,
 	} {
 		err := lvmError("lvcreate vg", strings.Split(text, "; "))
 		if !errors.Is(err, want) || !strings.Contains(err.Error(), "lvcreate vg") || !strings.Contains(err.Error(), strings.TrimSuffix(text, "; ")) {

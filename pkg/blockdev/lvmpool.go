@@ -1,12 +1,14 @@
 package blockdev
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
 	"encoding/hex"
 	"errors"
 	"fmt"
 	"os"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -41,8 +43,10 @@ type lvmPool struct {
 	uuid     string // of the group, without dashes
 	extent   int64  // bytes
 	// Whoever has the turn may look at these.
-	disks  []string // the physical volumes that are there, as lvm2 last told
-	unsure bool     // of the messages to the thin pool: see deliver
+	disks   []string // the physical volumes that are there, as lvm2 last told
+	unsure  bool     // of the messages to the thin pool: see deliver
+	down    bool     // the thin pool may have been left down: see raise
+	mending bool
 
 	mu sync.Mutex
 	index[*logical]
@@ -90,10 +94,7 @@ func openLVMPool(ctx context.Context, name string, loc Location) (_ Pool, err er
 	p := &lvmPool{name: name, location: loc, index: newIndex[*logical](), damaged: map[Ref]error{}, held: map[string]bool{}}
 	p.group, p.thin, _ = strings.Cut(loc.Path, "/")
 	p.unsure = p.thin != ""
-	p.lvm = newLVM(func(run runLVM) {
-		p.unsure = p.thin != ""
-		p.resumeOwn(context.WithoutCancel(ctx), run)
-	}, p.flush)
+	p.lvm = newLVM(func(run runLVM) { p.mend(context.WithoutCancel(ctx), run) }, p.flush)
 	defer func() {
 		if err != nil {
 			p.Close()
@@ -138,6 +139,7 @@ func openLVMPool(ctx context.Context, name string, loc Location) (_ Pool, err er
 		return nil, err
 	}
 	p.sweep(ctx, leftovers)
+	p.settle(ctx)
 	p.release(ctx)
 	if p.thin == "" {
 		klog.FromContext(ctx).Info("New volumes are zeroed before they are handed out", "pool", p.name, "byWritingTo", writtenZeros(rows))
@@ -240,8 +242,100 @@ func (p *lvmPool) openThin(ctx context.Context, rows []row) error {
 	if err := p.checkThin(rows); err != nil {
 		return err
 	}
-	_, err := p.lvm.run(ctx, "lvchange", "-ay", p.path(p.thin))
+	return p.lvm.hold(ctx, p.raise)
+}
+
+// raise brings the thin pool up. lvm2 takes it down and up again to give it its first volume, or
+// when it takes its last: if it is cut short there, it may leave parts of it up, over which it
+// would not bring it up. The caller has the turn.
+func (p *lvmPool) raise(run runLVM) error {
+	err := p.tell(run, "lvchange", "-ay", p.path(p.thin))
+	if errors.Is(err, errLVMParts) {
+		if err = p.clearParts(); err == nil {
+			err = p.tell(run, "lvchange", "-ay", p.path(p.thin))
+		}
+	}
+	p.down = err != nil
 	return err
+}
+
+// clearParts removes the devices of the thin pool that nobody uses, from the top.
+func (p *lvmPool) clearParts() error {
+	names, err := dmNames(p.device(p.thin))
+	if err != nil {
+		return err
+	}
+	for again := true; again; {
+		again = false
+		for _, name := range names {
+			if !p.ofThin(name) {
+				continue
+			}
+			d, err := p.own(name)
+			if err == nil && d != nil && d.opens == 0 {
+				err, again = p.discard(name), true
+			}
+			if err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// ofThin reports whether a device is one of those of the thin pool.
+func (p *lvmPool) ofThin(name string) bool {
+	part, ok := strings.CutPrefix(name, p.device(p.thin))
+	// No volume has a name with _tdata or _tmeta in it (lvm(8)).
+	return ok && p.thin != "" && (part == "" || part == "-tpool" || strings.HasPrefix(part, "_tdata") || strings.HasPrefix(part, "_tmeta"))
+}
+
+// discard removes a device of lvm2 that nobody uses.
+func (p *lvmPool) discard(name string) error {
+	_, err := dmRemove(name)
+	_ = os.Remove("/dev/mapper/" + name) // where no udev does; of no harm if it stays
+	return err
+}
+
+// tell runs a command that has lvm2 tell the thin pool what it wrote down for it before. Of a
+// snapshot lvm2 does not see that the thin pool has made it, if it was cut short before it had
+// noted that, and would refuse every change from then on.
+func (p *lvmPool) tell(run runLVM, args ...string) error {
+	_, err := run(args...)
+	if errors.Is(err, errLVMTold) {
+		if failure := p.note(run, err.Error()); failure != nil {
+			return fmt.Errorf("%w; to note that it is made: %w", err, failure)
+		}
+		_, err = run(args...)
+	}
+	return err
+}
+
+var toldDevice = regexp.MustCompile(`already contain thin device with device_id (\d+)`)
+
+// note notes in the thin pool that it was told what lvm2 wrote down last (set_transaction_id of
+// Documentation/admin-guide/device-mapper/thin-provisioning.rst): to make the snapshot that lvm2
+// complains of, if that is ours and nobody has had it.
+func (p *lvmPool) note(run runLVM, complaint string) error {
+	rows, err := run("lvs", "-o", "lv_name,lv_tags,lv_layout,pool_lv,thin_id,transaction_id", p.group)
+	if err != nil {
+		return err
+	}
+	use, there, err := p.thinNow()
+	if err != nil || !there {
+		return cmp.Or(err, fmt.Errorf("%w: the thin pool is not active", ErrUnavailable))
+	}
+	if !p.behind(rows, use) {
+		return nil // it was noted meanwhile; if not, lvm2 says so
+	}
+	device := toldDevice.FindStringSubmatch(complaint)
+	if !slices.ContainsFunc(rows, func(r row) bool {
+		_, tagged, ok := p.ours(r)
+		return tagged && ok && len(device) > 1 && r["thin_id"] == device[1] && slices.Contains(splitTags(r), tagCreating)
+	}) {
+		return fmt.Errorf("%w: it is none that this pool was making", ErrPrecondition)
+	}
+	return dmMessage(use.device, fmt.Sprintf("set_transaction_id %d %d", use.transaction, use.transaction+1))
 }
 
 // ours tells which object of this pool a row of the report is; false for what belongs to
@@ -351,7 +445,8 @@ func (p *lvmPool) refresh(ctx context.Context, atMost time.Duration) error {
 // left some. A table that was loaded for them may show extents that the metadata gives to
 // nobody, as nobody knows whether that was written; so each goes on as it was, and then
 // lvm2 brings it to what its metadata says. Devices below them that nobody uses then are
-// removed: no logical volume has them. Devices of others may be suspended because their lvm2
+// removed: no logical volume has them; and so are devices without a table, which have the names
+// that lvm2 needs. Devices of others may be suspended because their lvm2
 // is at work.
 func (p *lvmPool) resume(ctx context.Context, run runLVM, ours func(volume string) bool) {
 	report := func(err error) {
@@ -366,7 +461,7 @@ func (p *lvmPool) resume(ctx context.Context, run runLVM, ours func(volume strin
 	for _, name := range names {
 		// A volume may have several: -real and -cow, of a thin pool -tpool, _tdata and _tmeta.
 		volume, part, _ := strings.Cut(strings.TrimPrefix(name, p.device("")), "-")
-		if p.thin != "" && strings.HasPrefix(name, p.device(p.thin)) {
+		if p.ofThin(name) {
 			volume = p.thin
 		} else if !ours(volume) {
 			continue
@@ -375,13 +470,16 @@ func (p *lvmPool) resume(ctx context.Context, run runLVM, ours func(volume strin
 		held := p.held[name]
 		p.mu.Unlock()
 		d, err := p.own(name)
+		attached := "-"+part == writableSuffix || "-"+part == readOnlySuffix // it may just be being made
 		switch {
 		case err != nil || d == nil || held:
+		case !d.live && !attached: // it was made, and got no table
+			err = p.discard(name)
 		case d.suspended:
 			klog.FromContext(ctx).Info("Resuming a device that was left suspended", "pool", p.name, "device", name)
 			resumed[volume] = true
 			err = errors.Join(dmClear(name), dmResume(name, 0))
-		case d.loaded && part != writableSuffix[1:] && part != readOnlySuffix[1:]:
+		case d.loaded && !attached:
 			err = dmClear(name) // it has a device below in it
 		}
 		report(err)
@@ -392,14 +490,40 @@ func (p *lvmPool) resume(ctx context.Context, run runLVM, ours func(volume strin
 	for _, name := range below {
 		d, err := p.own(name)
 		if err == nil && d != nil && d.opens == 0 {
-			_, err = dmRemove(name)
-			_ = os.Remove("/dev/mapper/" + name) // where no udev does; of no harm if it stays
+			err = p.discard(name)
 		}
 		report(err)
 	}
 	for volume := range resumed {
 		_, err := run("lvchange", "--refresh", p.path(volume))
 		report(err)
+	}
+}
+
+// mend puts right what a command that was cut short may have left. The caller has the turn.
+func (p *lvmPool) mend(ctx context.Context, run runLVM) {
+	if p.lock == nil { // it is not ours yet
+		return
+	}
+	p.unsure = p.thin != ""
+	changing := !p.lvm.flushed // else a thin pool that is down was taken down by others
+	p.resumeOwn(ctx, run)
+	if p.thin == "" || p.mending {
+		return
+	}
+	p.mending = true // the commands of this may be cut short, too
+	defer func() { p.mending = false }()
+	var err error
+	if changing { // also if it is up: lvm2 takes one for down that lacks the device that nobody uses, and leaves it down
+		err = p.raise(run)
+	}
+	use, there, failure := p.thinNow()
+	err = errors.Join(err, failure)
+	if err == nil && there && !use.failed() {
+		err = p.deliver(run)
+	}
+	if err != nil {
+		klog.FromContext(ctx).Error(err, "could not make sure that the thin pool and lvm2 agree; the next change tries again", "pool", p.name, "thinPool", p.path(p.thin))
 	}
 }
 
@@ -659,14 +783,19 @@ func (p *lvmPool) complete(ctx context.Context) error {
 // drop removes a logical volume; size is what that frees, in bytes.
 func (p *lvmPool) drop(ctx context.Context, volume string, size int64) error {
 	err := p.lvm.hold(ctx, func(run runLVM) error {
-		if err := p.deliver(run); err != nil {
-			return err
+		for try := 0; ; try++ {
+			err := p.deliver(run)
+			if err == nil {
+				_, err = run("lvremove", "-f", p.path(volume))
+			}
+			if err == nil {
+				p.gave(size)
+			}
+			if !errors.Is(err, errLVMHeld) || try == heldTries {
+				return err
+			}
+			time.Sleep(heldPause)
 		}
-		_, err := run("lvremove", "-f", p.path(volume))
-		if err == nil {
-			p.gave(size)
-		}
-		return err
 	})
 	if err != nil && !errors.Is(err, errNoLV) {
 		return fmt.Errorf("remove %s: %w", p.path(volume), err)
@@ -692,7 +821,7 @@ func (p *lvmPool) deliver(run runLVM) error {
 		return err
 	}
 	args := append([]string{"lvcreate", "-n", r.String(), "-an", "-ky"}, addTags(tags)...)
-	_, err = run(append(args, "-V", strconv.FormatInt(r.Size, 10)+"b", "--thinpool", p.thin, p.group)...)
+	err = p.tell(run, append(args, "-V", strconv.FormatInt(r.Size, 10)+"b", "--thinpool", p.thin, p.group)...)
 	if errors.Is(err, ErrNoSpace) {
 		return nil // a removal is what helps
 	}
@@ -704,6 +833,33 @@ func (p *lvmPool) deliver(run runLVM) error {
 		return fmt.Errorf("make sure that the thin pool was told of all removals: %w", err)
 	}
 	return nil
+}
+
+// settle has the thin pool told what lvm2 wrote down and did not tell it: to remove what lvm2 knows
+// of no more. A failure is left for the next removal.
+func (p *lvmPool) settle(ctx context.Context) {
+	if p.thin == "" {
+		return
+	}
+	err := p.lvm.hold(ctx, func(run runLVM) error {
+		use, there, err := p.thinNow()
+		if err != nil || !there || use.failed() {
+			return err
+		}
+		if rows, err := run("lvs", "-o", "lv_name,transaction_id", p.group); err != nil || !p.behind(rows, use) {
+			return err
+		}
+		return p.deliver(run)
+	})
+	if err != nil {
+		klog.FromContext(ctx).Error(err, "could not make sure that the thin pool has no volume that nobody knows of; the next removal tries again", "pool", p.name, "thinPool", p.path(p.thin))
+	}
+}
+
+// behind reports whether lvm2 has written down a change that the thin pool has not noted.
+func (p *lvmPool) behind(rows []row, use thinUse) bool {
+	next := strconv.FormatUint(use.transaction+1, 10)
+	return slices.ContainsFunc(rows, func(r row) bool { return r["lv_name"] == p.thin && r["transaction_id"] == next })
 }
 
 // removeNodes removes what lvm2 made in /dev, where no udev does, of a device that went

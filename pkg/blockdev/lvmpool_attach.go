@@ -90,6 +90,9 @@ func (p *lvmPool) attachOnce(ctx context.Context, o *logical, record Record, how
 	if err != nil {
 		return Device{}, err
 	}
+	if d != nil && !d.live { // who made it was cut short
+		d = nil
+	}
 	if d != nil && d.deferred == how.Keep {
 		return Device{}, fmt.Errorf("%w: it is attached as %s for another use (or still held after that)", ErrInUse, d.path())
 	}
@@ -171,8 +174,13 @@ func (p *lvmPool) activateObject(ctx context.Context, o *logical, ref Ref) (*dmD
 // activate returns the device of a logical volume, which it brings up if it is not.
 func (p *lvmPool) activate(ctx context.Context, volume string) (*dmDevice, error) {
 	d, err := p.own(p.device(volume))
-	if err != nil || d != nil {
+	if err != nil || d != nil && d.live {
 		return d, err
+	}
+	if d != nil { // an lvm2 that was cut short made it; what it may have loaded may not be true any more
+		if err := p.discard(d.name); err != nil {
+			return nil, err
+		}
 	}
 	if _, err := p.lvm.run(ctx, "lvchange", "-ay", "-K", p.path(volume)); err != nil {
 		return nil, err
@@ -203,7 +211,7 @@ func (p *lvmPool) Attached(_ context.Context, ref Ref) ([]Device, error) {
 	}
 	var devices []Device
 	for _, d := range []*dmDevice{writable, readOnly} {
-		if d == nil {
+		if d == nil || !d.live {
 			continue
 		}
 		f, err := openDM(d, os.O_RDONLY)

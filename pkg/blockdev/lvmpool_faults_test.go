@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -701,6 +702,42 @@ func TestLVMDelivered(t *testing.T) {
 	}
 }
 
+// rewrite changes what lvm2 has written down of the group, while no pool is open. The thin pool's count
+// of changes goes up by one, and there is a message that it has to be told.
+func (f *lvmFixture) rewrite(message string, edit func(all string) string) {
+	f.Helper()
+	backup := filepath.Join(f.TempDir(), "backup")
+	drivertest.Run(f, "vgcfgbackup", "-q", "-f", backup, f.group.Name)
+	text, err := os.ReadFile(backup)
+	must(f, err)
+	before, tp, _ := strings.Cut(edit(string(text)), "\ttp {")
+	id := regexp.MustCompile(`transaction_id = (\d+)`).FindStringSubmatch(tp)
+	transaction, err := strconv.Atoi(id[1])
+	must(f, err)
+	tp = strings.Replace(tp, id[0], fmt.Sprint("transaction_id = ", transaction+1), 1)
+	tp = strings.Replace(tp, "zero_new_blocks = 1", "zero_new_blocks = 1\nmessage1 {\n"+message+"\n}", 1)
+	must(f, os.WriteFile(backup, []byte(before+"\ttp {"+tp), 0o600))
+	drivertest.Run(f, "vgcfgrestore", "-q", "-y", "--force", "-f", backup, f.group.Name)
+}
+
+// TestLVMRemovalTold: lvm2 was cut short before it told the thin pool to remove a volume, of which it knows no more. A
+// start does it.
+func TestLVMRemovalTold(t *testing.T) {
+	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 256*mib), thin: true}
+	f.url = f.group.ThinPool(t, "tp", "-L", "64M", "--poolmetadatasize", "4M") + "?reservePercent=0"
+	f.start()
+	f.make(vol("a"), 8*mib)
+	f.write(vol("a"), 0, marked("a", 8*mib))
+	must(t, f.pool.Close())
+	f.pool = nil
+	entry := regexp.MustCompile(`(?s)\n\t\t` + vol("a").String() + ` \{.*?\n\t\t\}\n`)
+	f.rewrite("delete = 1", func(all string) string { return entry.ReplaceAllString(all, "\n") })
+	f.pool = openURL(t, f.url)
+	if status := drivertest.Run(t, "dmsetup", "status", "--target", "thin-pool"); !strings.Contains(status, " 0/") {
+		t.Errorf("the empty thin pool has blocks: %s", status)
+	}
+}
+
 // TestLVMNoBytesOfOthers: no byte of a deleted volume is in one that gets its extents.
 func TestLVMNoBytesOfOthers(t *testing.T) {
 	onLVM(t, func(f *lvmFixture) {
@@ -945,6 +982,9 @@ func TestLVMHangs(t *testing.T) {
 				if how == "stopped" && (f.thin || name != "attach" && name != "expand") {
 					continue
 				}
+				for deadline := time.Now().Add(time.Second); len(f.group.DeviceNames()) > 0 && time.Now().Before(deadline); {
+					time.Sleep(time.Millisecond) // what was attached before goes in the kernel's own time
+				}
 				release := hang()
 				waited := make(chan error, 1)
 				start := time.Now()
@@ -1125,8 +1165,8 @@ func TestLVMHalfDone(t *testing.T) {
 }
 
 // TestLVMDevicesBelow: what an lvm2 that died while it made a cut left below volumes goes with the
-// next start: also below a logical volume that was never written down, or held by a table that
-// never came into effect. What others have under such a name stays.
+// next start: also below a logical volume that was never written down, held by a table that
+// never came into effect, or without a table. What others have under such a name stays.
 func TestLVMDevicesBelow(t *testing.T) {
 	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 64*mib)}
 	f.url = f.group.URL() + "?reservePercent=0"
@@ -1134,16 +1174,18 @@ func TestLVMDevicesBelow(t *testing.T) {
 	f.make(vol("a"), 8*mib)
 	uuid := "LVM-" + strings.ReplaceAll(strings.TrimSpace(drivertest.Run(t, "vgs", "--noheadings", "-o", "vg_uuid", f.group.Name)), "-", "")
 	prefix := strings.ReplaceAll(f.group.Name, "-", "--") + "-"
+	bare := prefix + "cut." + snap("c").String()
 	left, held, others := prefix+"cut."+snap("a").String()+"-cow", prefix+vol("a").String()+"-real", prefix+"cut."+vol("b").String()+"-cow"
 	device, err := f.pool.Attach(t.Context(), vol("a"), blockdev.Attachment{Keep: true})
 	must(t, err)
 	must(t, device.Close())
 	drivertest.Run(t, "dmsetup", "create", left, "--uuid", uuid+"x-cow", "--table", "0 8 error")
 	drivertest.Run(t, "dmsetup", "create", held, "--uuid", uuid+"x-real", "--table", "0 16384 error")
+	drivertest.Run(t, "dmsetup", "create", bare, "--uuid", uuid+"y", "--notable")
 	drivertest.Run(t, "dmsetup", "create", others, "--uuid", "somebody's", "--table", "0 8 error")
 	drivertest.Run(t, "dmsetup", "load", prefix+vol("a").String(), "--table", "0 16384 linear /dev/mapper/"+held+" 0")
 	f.restart()
-	for name, want := range map[string]bool{left: false, held: false, others: true} {
+	for name, want := range map[string]bool{left: false, held: false, bare: false, others: true} {
 		_, err := exec.Command("dmsetup", "info", name).Output()
 		if (err == nil) != want {
 			t.Errorf("%s is there: %v", name, err == nil)
@@ -1153,6 +1195,106 @@ func TestLVMDevicesBelow(t *testing.T) {
 	drivertest.Run(t, "dmsetup", "remove", others)
 	must(t, f.pool.Detach(t.Context(), vol("a")))
 	f.holds(vol("a"), 0, marked("b", mib))
+}
+
+// TestLVMWithoutTable: a device that was made, and got no table as its maker was cut short, is
+// finished by the next one who needs it.
+func TestLVMWithoutTable(t *testing.T) {
+	onLVM(t, func(f *lvmFixture) {
+		f.make(vol("a"), 8*mib)
+		f.write(vol("a"), 0, marked("a", 8*mib))
+		ids := strings.Fields(strings.ReplaceAll(drivertest.Run(t, "lvs", "--noheadings", "-o", "vg_uuid,lv_uuid", f.path(vol("a"))), "-", ""))
+		name, uuid := strings.ReplaceAll(f.group.Name, "-", "--")+"-"+vol("a").String(), "LVM-"+ids[0]+ids[1]
+		for _, how := range []blockdev.Attachment{{}, {ReadOnly: true}, {Keep: true}} {
+			for _, suffix := range []string{"", "-writable", "-readonly"} {
+				for _, load := range []bool{false, true} {
+					drivertest.Run(t, "dmsetup", "create", name+suffix, "--notable", "--uuid", uuid+suffix)
+					if load {
+						drivertest.Run(t, "dmsetup", "load", name+suffix, "--table", "0 16384 error")
+					}
+					if devices, err := f.pool.Attached(t.Context(), vol("a")); err != nil || len(devices) > 0 {
+						f.Errorf("%q without a table: attached as %v, %v", suffix, devices, err)
+					}
+					device, err := f.pool.Attach(t.Context(), vol("a"), how)
+					must(f, err)
+					have, err := readDevice(device.Path, 0, 8*mib)
+					must(f, err)
+					if !bytes.Equal(have, marked("a", 8*mib)) {
+						f.Errorf("%q without a table: %+v shows other bytes", suffix, how)
+					}
+					must(f, device.Close())
+					must(f, f.pool.Detach(t.Context(), vol("a")))
+				}
+			}
+		}
+	})
+}
+
+// TestLVMPartsOfThinPool: an lvm2 that was cut short while it had a thin pool down left parts of
+// it up. The next start brings it up.
+func TestLVMPartsOfThinPool(t *testing.T) {
+	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 256*mib), thin: true}
+	f.url = f.group.ThinPool(t, "tp", "-L", "64M", "--poolmetadatasize", "4M") + "?reservePercent=0"
+	f.start()
+	prefix := strings.ReplaceAll(f.group.Name, "-", "--") + "-tp"
+	for _, left := range [][]string{{"_tmeta"}, {"_tdata"}, {"_tmeta", "_tdata"}, {"_tmeta", "_tdata", "-tpool"}} {
+		f.make(vol("a"), 8*mib) // so it has a device of its own below that for lvm2
+		must(t, f.pool.Close())
+		f.pool = nil
+		var again [][]string
+		for _, part := range left {
+			uuid := strings.TrimSpace(drivertest.Run(t, "dmsetup", "info", "-c", "--noheadings", "-o", "uuid", prefix+part))
+			table := strings.TrimSpace(drivertest.Run(t, "dmsetup", "table", prefix+part))
+			again = append(again, []string{"dmsetup", "create", prefix + part, "--uuid", uuid, "--table", table})
+		}
+		drivertest.Run(t, "lvchange", "-q", "-an", f.group.Name+"/tp")
+		for _, arguments := range again {
+			drivertest.Run(t, arguments...)
+		}
+		f.pool = openURL(t, f.url)
+		must(t, f.pool.Delete(t.Context(), vol("a")))
+	}
+}
+
+// TestLVMSnapshotTold: the thin pool made a snapshot, and lvm2 was cut short before it had noted that;
+// so it would refuse every change from then on. A start sees to that, with the thin pool up or
+// down; but not if somebody has the snapshot already.
+func TestLVMSnapshotTold(t *testing.T) {
+	for name, test := range map[string]struct{ down, had bool }{"up": {}, "down": {down: true}, "had": {had: true}} {
+		t.Run(name, func(t *testing.T) {
+			f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 256*mib), thin: true}
+			f.url = f.group.ThinPool(t, "tp", "-L", "64M", "--poolmetadatasize", "4M") + "?reservePercent=0"
+			f.start()
+			f.make(vol("a"), 8*mib)
+			f.write(vol("a"), 0, marked("a", 8*mib))
+			f.copy(snap("b"), vol("a"), 8*mib)
+			must(t, f.pool.Close())
+			f.pool = nil
+			if test.down {
+				drivertest.Run(t, "lvchange", "-q", "-an", f.group.Name+"/tp")
+			}
+			f.rewrite(`create = "`+snap("b").String()+`"`, func(all string) string {
+				before, b, _ := strings.Cut(all, "\t"+snap("b").String()+" {")
+				if !test.had {
+					b = strings.Replace(b, "tags = [", `tags = ["ashlar.state=creating", `, 1)
+				}
+				return before + "\t" + snap("b").String() + " {" + b
+			})
+			f.pool = openURL(t, f.url)
+			if test.had {
+				err := f.pool.Delete(t.Context(), vol("a"))
+				says(t, err, blockdev.ErrUnavailable, "already contain", "none that this pool was making")
+				must(t, f.pool.Close())
+				f.pool = nil
+				return
+			}
+			if _, err := f.pool.Get(t.Context(), snap("b")); !errors.Is(err, blockdev.ErrNotFound) {
+				t.Errorf("a snapshot that nobody has: %v", err)
+			}
+			f.copy(snap("b"), vol("a"), 8*mib)
+			f.holds(snap("b"), 0, marked("a", 8*mib))
+		})
+	}
 }
 
 // TestLVMFirstVolume: while lvm2 gives a thin pool its first volume, or takes its last, the

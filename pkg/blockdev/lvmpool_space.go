@@ -74,6 +74,8 @@ type thinUse struct {
 	data, metadata float64 // percent in use
 	mode           string  // rw, ro or out_of_data_space
 	fault          string  // what is wrong beyond that
+	transaction    uint64  // lvm2's count of changes, as the thin pool was last told
+	device         string  // of the thin pool
 }
 
 // failed reports whether the pool is not just full: it takes no change of any kind.
@@ -89,8 +91,13 @@ func (p *lvmPool) thinUse(ctx context.Context) (thinUse, error) {
 	if err != nil || there {
 		return use, err
 	}
-	if err := p.lvm.hold(ctx, func(runLVM) error {
+	if err := p.lvm.hold(ctx, func(run runLVM) error {
 		use, there, err = p.thinNow()
+		if err == nil && !there && p.down {
+			if err = p.raise(run); err == nil {
+				use, there, err = p.thinNow()
+			}
+		}
 		return err
 	}); err != nil {
 		return thinUse{}, err
@@ -101,8 +108,9 @@ func (p *lvmPool) thinUse(ctx context.Context) (thinUse, error) {
 	return use, nil
 }
 
+// thinNow is thinUse at this moment.
 func (p *lvmPool) thinNow() (use thinUse, there bool, err error) {
-	for _, name := range []string{p.device(p.thin) + "-tpool", p.device(p.thin)} {
+	for _, name := range []string{p.device(p.thin) + "-tpool", p.device(p.thin)} { // the second while it has no volume
 		kind, status, err := dmTarget(name)
 		if errors.Is(err, unix.ENXIO) || (err == nil && kind != "thin-pool") {
 			continue
@@ -111,6 +119,7 @@ func (p *lvmPool) thinNow() (use thinUse, there bool, err error) {
 			return thinUse{}, false, err
 		}
 		use, err = parseThinUse(status)
+		use.device = name
 		return use, err == nil, err
 	}
 	return thinUse{}, false, nil
@@ -135,6 +144,10 @@ func parseThinUse(status string) (thinUse, error) {
 		return u * 100 / t
 	}
 	use := thinUse{metadata: percent(fields[1]), data: percent(fields[2]), mode: fields[4]}
+	var err error
+	if use.transaction, err = strconv.ParseUint(fields[0], 10, 64); err != nil {
+		return thinUse{}, fmt.Errorf("%w: status of a thin pool: %q", ErrUnavailable, status)
+	}
 	for _, field := range fields[5:] {
 		if field == "needs_check" {
 			use.fault = field

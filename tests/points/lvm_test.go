@@ -13,6 +13,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
+	"github.com/ashlar-csi/ashlar/tests/points/trace"
 )
 
 // volumeGroup is a pool of linear volumes, or of thin ones, in a volume group of its own.
@@ -28,10 +29,10 @@ type volumeGroup struct {
 // process, too: one at a time.
 func newGroup(t *testing.T, thin bool) *site {
 	t.Helper()
-	g := &volumeGroup{Group: drivertest.NewGroup(t, 3<<30), t: t, thin: thin}
+	g := &volumeGroup{Group: drivertest.NewGroup(t, 2<<30), t: t, thin: thin}
 	g.at = g.URL()
 	if thin {
-		g.at = g.ThinPool(t, "tp", "-L", "2G", "--poolmetadatasize", "16M")
+		g.at = g.ThinPool(t, "tp", "-L", "1536M", "--poolmetadatasize", "16M")
 	}
 	g.own = g.Volumes(t)
 	return &site{drivertest.Dir(t), g}
@@ -52,8 +53,11 @@ func (g *volumeGroup) leftovers() (found []string) {
 		}
 	}
 	if g.thin { // also a volume of which lvm2 knows no more
-		// START LENGTH thin-pool TRANSACTION METADATA USED/TOTAL ...
-		status := strings.Fields(drivertest.Run(g.t, "dmsetup", "status", strings.ReplaceAll(g.Name, "-", "--")+"-tp-tpool"))
+		// NAME: START LENGTH thin-pool TRANSACTION METADATA USED/TOTAL ...; the name is another one before its first volume.
+		_, after, _ := strings.Cut(drivertest.Run(g.t, "dmsetup", "status", "--target", "thin-pool"), strings.ReplaceAll(g.Name, "-", "--")+"-tp")
+		line, _, _ := strings.Cut(after, "\n")
+		_, line, _ = strings.Cut(line, ": ")
+		status := strings.Fields(line)
 		if len(status) < 6 || !strings.HasPrefix(status[5], "0/") {
 			found = append(found, fmt.Sprintf("blocks in the thin pool: %q", status))
 		}
@@ -137,6 +141,7 @@ func overLVM(t *testing.T, s sweep, try func(t *testing.T, at *site, sc scenario
 			end := time.Now().Add(s.time / 2)
 			if s.full {
 				end = time.Now().AddDate(1, 0, 0)
+				untouched(t, at, calls[0]) // a thin pool's first volume has points of its own: TestLVMFirst
 			} else {
 				draw(t).Shuffle(len(calls), func(i, j int) { calls[i], calls[j] = calls[j], calls[i] })
 			}
@@ -186,4 +191,29 @@ func TestLVMPoints(t *testing.T) {
 		}
 		return some
 	})
+}
+
+// TestLVMFirst is TestLVMPoints for the first volume of a thin pool: lvm2 brings the thin pool
+// down for it, has it checked, and brings it up again. There also lvm2 alone dies.
+func TestLVMFirst(t *testing.T) {
+	drivertest.NeedLVM(t)
+	sc, random := scenarios[0], draw(t)
+	calls := untouched(t, newGroup(t, true), sc).calls
+	points := random.Perm(len(calls))
+	if !*full {
+		points = points[:1]
+	}
+	for _, point := range points {
+		c := crash{at: 1 + point, all: random.IntN(2) == 0, giveUp: random.IntN(3) == 0}
+		argument := fmt.Sprintf("-points.full=%v", *full)
+		attempt(t, c.String(), argument, func(t *testing.T) {
+			if !c.happen(t, newGroup(t, true), sc) {
+				t.Error("there is no such point")
+			}
+		})
+		if trace.CanFail && calls[point].Child {
+			attempt(t, fmt.Sprint(c.at, " of lvm2"), argument, func(t *testing.T) { fault(t, newGroup(t, true), sc, c.at, 0, c.giveUp) })
+		}
+	}
+	fmt.Printf("points: first volume of a thin LVM pool: %d crashes of %d\n", len(points), len(calls))
 }
