@@ -110,8 +110,7 @@ func lvmFaults(at *site, sc scenario, o course) (kinds [][]harm) {
 	var own, others, deaths, programs, commands []harm
 	for i, c := range o.calls {
 		n := i + 1
-		inRow := c.Child && c.Name == "pwrite64" && i > 0 && o.calls[i-1].Name == c.Name && o.calls[i-1].Path == c.Path
-		if inRow || strings.HasSuffix(c.Path, "/.lvm_history") { // where lvm2 never gets to, as the driver gives it no home
+		if inRow(o.calls, i) || strings.HasSuffix(c.Path, "/.lvm_history") { // where lvm2 never gets to, as the driver gives it no home
 			continue
 		}
 		errnos, all := faults[c.Name], &own

@@ -162,21 +162,31 @@ func overLVM(t *testing.T, s sweep, try func(t *testing.T, at *site, sc scenario
 // TestLVMPoints is TestPoints over LVM pools. What lvm2 does for the driver is part of the
 // call: each change that it makes to a device of the device mapper, and each write of it to
 // a disk, is a point. There the driver is killed alone, and lvm2 has to end by itself; or
-// both are, as at the end of a container. Which of these it is, and how it goes on, is drawn for each point.
+// both are, as at the end of a container: with -points.full, one after the other. How it goes on
+// is drawn.
 func TestLVMPoints(t *testing.T) {
 	overLVM(t, sweep{"crashes", "points", *full, *lvmTime}, func(t *testing.T, at *site, sc scenario, end time.Time) tally {
 		random := draw(t)
 		o := untouched(t, at, sc)
 		fmt.Printf("points: %-42s %3d points: %s\n", sc.name, len(o.calls), histogram(o.calls))
-		points, some := random.Perm(len(o.calls)), tally{of: len(o.calls)}
-		if !*full {
-			points = points[:1+len(points)/lvmShare]
+		var crashes []crash
+		for _, point := range random.Perm(len(o.calls)) {
+			c := crash{at: 1 + point, all: random.IntN(2) == 0}
+			if crashes = append(crashes, c); *full && !inRow(o.calls, point) {
+				crashes = append(crashes, crash{at: c.at, all: !c.all})
+			}
 		}
-		for i, point := range points {
+		if !*full {
+			crashes = crashes[:1+len(crashes)/lvmShare]
+		}
+		some := tally{of: len(crashes)}
+		if !*full {
+			some.of = len(o.calls)
+		}
+		for i, c := range crashes {
 			if i > 0 && time.Now().After(end) {
 				break
 			}
-			c := crash{at: 1 + point, all: random.IntN(2) == 0}
 			switch random.IntN(4) {
 			case 0:
 				c.giveUp = o.undoable
@@ -191,6 +201,13 @@ func TestLVMPoints(t *testing.T) {
 		}
 		return some
 	})
+}
+
+// inRow reports whether a call is one of many writes of a program, of mkfs and the like, which
+// has the device to itself then.
+func inRow(calls []trace.Call, i int) bool {
+	c := calls[i]
+	return c.Child && c.Name == "pwrite64" && i > 0 && calls[i-1].Name == c.Name && calls[i-1].Path == c.Path
 }
 
 // TestLVMFirst is TestLVMPoints for the first volume of a thin pool: lvm2 brings the thin pool
