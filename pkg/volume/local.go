@@ -337,6 +337,13 @@ const (
 	thawPause = 100 * time.Millisecond
 )
 
+// undoTime bounds how long a call goes on to undo what it did, when the caller's time is over.
+const undoTime = 20 * time.Second
+
+func undoing(ctx context.Context) (context.Context, context.CancelFunc) {
+	return context.WithTimeout(context.WithoutCancel(ctx), undoTime)
+}
+
 // quiesce freezes the filesystem of an origin, if it has one that is mounted. It
 // reports whether all writes are held back until thaw is called, which may be called
 // again.
@@ -350,11 +357,15 @@ func (l *Local) quiesce(ctx context.Context, o origin) (quiesced bool, thaw func
 	if err := setFrozen(ctx, o.pool, o.record.Ref, "true"); err != nil {
 		return false, nothing, err
 	}
-	ctx = context.WithoutCancel(ctx) // from here on it has to be undone
+	unmark := func() error { // also when the caller's time is over
+		ctx, cancel := undoing(ctx)
+		defer cancel()
+		return setFrozen(ctx, o.pool, o.record.Ref, "")
+	}
 	// All paths show the one filesystem of the volume's device.
 	end, err := filesystem.Freeze(paths[0])
 	if err != nil {
-		return false, nothing, errors.Join(err, setFrozen(ctx, o.pool, o.record.Ref, ""))
+		return false, nothing, errors.Join(err, unmark())
 	}
 	thaw = sync.OnceValue(func() error {
 		err := end()
@@ -365,7 +376,7 @@ func (l *Local) quiesce(ctx context.Context, o origin) (quiesced bool, thaw func
 		if err != nil {
 			return err // the next start tries again
 		}
-		return setFrozen(ctx, o.pool, o.record.Ref, "")
+		return unmark()
 	})
 	return true, thaw, nil
 }

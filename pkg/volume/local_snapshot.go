@@ -189,7 +189,9 @@ func (l *Local) CreateGroup(ctx context.Context, name string, sources []ID) (_ G
 		if err != nil {
 			err = fmt.Errorf("group snapshot %q: %w", name, err)
 			// With the caller's context ended, what was cut still has to go.
-			if undone := l.undoGroup(context.WithoutCancel(ctx), id); undone != nil {
+			ctx, cancel := undoing(ctx)
+			defer cancel()
+			if undone := l.undoGroup(ctx, id); undone != nil {
 				err = errors.Join(err, undone)
 				return // what is left stays hidden; a retry or the next start removes it
 			}

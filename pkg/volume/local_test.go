@@ -10,6 +10,9 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
@@ -444,6 +447,70 @@ func TestGroupAllOrNone(t *testing.T) {
 					}
 				}
 			})
+		}
+	}
+}
+
+// watched is a pool that notes which of its calls would go on for ever, and of which each volume
+// has a device that is mounted.
+type watched struct {
+	*memory.Pool
+	mounted uint64
+	endless map[string]bool // by call
+}
+
+func (p watched) note(ctx context.Context, what string) {
+	_, ends := ctx.Deadline()
+	p.endless[what] = p.endless[what] || !ends
+}
+
+func (p watched) SetLabels(ctx context.Context, ref blockdev.Ref, change func(map[string]string) error) (blockdev.Record, error) {
+	p.note(ctx, "SetLabels")
+	return p.Pool.SetLabels(ctx, ref, change)
+}
+
+func (p watched) Delete(ctx context.Context, ref blockdev.Ref) error {
+	p.note(ctx, "Delete")
+	return p.Pool.Delete(ctx, ref)
+}
+
+func (p watched) Attached(context.Context, blockdev.Ref) ([]blockdev.Device, error) {
+	return []blockdev.Device{blockdev.NewDevice("/dev/no-such-device", p.mounted, mib, false, nil)}, nil
+}
+
+// TestUndoingEnds: a call that undoes what it did after its caller's time is over has an end of its
+// own: a program that hangs then does not keep the pool for ever.
+func TestUndoingEnds(t *testing.T) {
+	drivertest.NeedRoot(t)
+	dir, image := t.TempDir(), filepath.Join(t.TempDir(), "image")
+	must(t, os.WriteFile(image, nil, 0o600))
+	must(t, os.Truncate(image, 8*mib))
+	drivertest.Run(t, "mkfs.ext4", "-q", image)
+	drivertest.Run(t, "mount", "-o", "loop", image, dir)
+	t.Cleanup(func() { must(t, unix.Unmount(dir, 0)) })
+	var st unix.Stat_t
+	must(t, unix.Stat(dir, &st))
+	broken := failing{}
+	pool := watched{memory.NewDisk(8<<30).Open("default", broken.hook), st.Dev, map[string]bool{}}
+	l := start(t, 0, pool)
+	ctx, cancel := context.WithTimeout(t.Context(), time.Hour)
+	defer cancel()
+	var sources []volume.ID
+	for i := range 2 {
+		v, err := l.Create(ctx, volume.Spec{Name: fmt.Sprint(i), Size: volume.Range{Required: mib}})
+		must(t, err)
+		sources = append(sources, v.ID)
+	}
+	_, err := l.CreateSnapshot(ctx, "s", sources[0])
+	must(t, err)
+	broken["Create"] = 2
+	_, err = l.CreateGroup(ctx, "g", sources)
+	if err == nil {
+		t.Error("CreateGroup succeeded")
+	}
+	for _, call := range []string{"SetLabels", "Delete"} {
+		if endless, called := pool.endless[call]; endless || !called {
+			t.Errorf("%s: called %v, without an end %v", call, called, endless)
 		}
 	}
 }
