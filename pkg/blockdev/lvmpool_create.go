@@ -261,9 +261,22 @@ func (p *lvmPool) fill(ctx context.Context, o *logical, spec Spec) error {
 }
 
 // extend makes a logical volume larger, by extents that are told or by any; the caller has
-// the turn.
+// the turn. Its device, which may be about to go with its last user, is held meanwhile: lvm2 would
+// have the thin pool suspended when it finds that it is gone, and could not go on.
 func (p *lvmPool) extend(run runLVM, o *logical, ref Ref, size int64, where ...string) error {
-	_, err := run(append([]string{"lvextend", "-L", strconv.FormatInt(size, 10) + "b", p.path(ref.String())}, where...)...)
+	base, err := p.own(p.device(ref.String()))
+	if err != nil {
+		return err
+	}
+	if base != nil && base.live {
+		held, err := openDM(base, os.O_RDONLY)
+		if err == nil {
+			defer held.Close()
+		} else if !vanished(err) {
+			return err
+		}
+	}
+	_, err = run(append([]string{"lvextend", "-L", strconv.FormatInt(size, 10) + "b", p.path(ref.String())}, where...)...)
 	if err == nil {
 		p.mu.Lock()
 		o.size = size

@@ -1134,6 +1134,27 @@ func TestLVMCutActivation(t *testing.T) {
 	})
 }
 
+// TestLVMGoing: a volume grows, and is copied, and deleted, while its devices are going with their last user.
+func TestLVMGoing(t *testing.T) {
+	onLVM(t, func(f *lvmFixture) {
+		for size := int64(8 * mib); size < 40*mib; size += 4 * mib {
+			f.make(vol("a"), size)
+			use := func() {
+				device, err := f.pool.Attach(f.Context(), vol("a"), blockdev.Attachment{})
+				must(f, err)
+				must(f, device.Close())
+			}
+			use()
+			must(f, second(f.pool.Expand(f.Context(), vol("a"), size+4*mib)))
+			use()
+			f.copy(snap("b"), vol("a"), size+4*mib)
+			use()
+			must(f, f.pool.Delete(f.Context(), vol("a")))
+			must(f, f.pool.Delete(f.Context(), snap("b")))
+		}
+	})
+}
+
 // TestLVMHalfDone: what lvm2 began and gave up is removed, a volume in use goes on, and the
 // retry succeeds.
 func TestLVMHalfDone(t *testing.T) {

@@ -200,7 +200,7 @@ func child(t *testing.T, s *site, sc scenario, o course, n int, trouble trouble,
 	w.goOn(p, giveUp, false)
 }
 
-var endedByCaller = regexp.MustCompile(`"Call ended by its caller".*`)
+var endedByCaller = regexp.MustCompile(`"Call ended by its caller".*(\n\t.*)*`) // an error of several lines is indented
 
 // ended waits until the driver has ended a call whose caller has gone away, and returns
 // what it says of it.
