@@ -39,10 +39,11 @@ type lvmPool struct {
 	uuid     string // of the group, without dashes
 	extent   int64  // bytes
 	// Whoever has the turn may look at these.
-	disks   []string // the physical volumes that are there, as lvm2 last told
-	unsure  bool     // of the messages to the thin pool: see deliver
-	down    bool     // the thin pool may have been left down: see raise
-	mending bool
+	disks      []string // the physical volumes that are there, as lvm2 last told
+	unsure     bool     // of the messages to the thin pool: see deliver
+	delivering []string // volumes that deliver made, and that may be there
+	down       bool     // the thin pool may have been left down: see raise
+	mending    bool
 
 	mu sync.Mutex
 	index[*logical]

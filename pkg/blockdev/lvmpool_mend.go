@@ -209,8 +209,8 @@ func (p *lvmPool) note(run runLVM, complaint string) error {
 // deliver has lvm2 forget messages to the thin pool that it wrote down and delivered, if it
 // was cut short before it had noted that. lvremove adds its own to such, and takes all for
 // delivered: the thin pool would keep a volume of which lvm2 knows no more, and show its bytes
-// in a new one that gets the same number. lvcreate does not; so a volume is made and removed,
-// which a start removes if it stays (creating). The caller has the turn.
+// in a new one that gets the same number. lvcreate does not; so a volume is made and removed.
+// If it stays, the next one, or a start (creating), removes it. The caller has the turn.
 func (p *lvmPool) deliver(run runLVM) error {
 	if !p.unsure {
 		return nil
@@ -227,9 +227,12 @@ func (p *lvmPool) deliver(run runLVM) error {
 	if errors.Is(err, ErrNoSpace) {
 		return nil // a removal is what helps
 	}
-	if err == nil {
-		p.unsure = false
-		_, err = run("lvremove", "-f", p.path(r.String()))
+	p.delivering = append(p.delivering, r.String()) // also with an error
+	p.unsure = err != nil
+	for err == nil && len(p.delivering) > 0 { // one that was cut short may have left its own
+		if _, err = run("lvremove", "-f", p.path(p.delivering[0])); err == nil || errors.Is(err, errNoLV) {
+			p.delivering, err = p.delivering[1:], nil
+		}
 	}
 	if err != nil {
 		return fmt.Errorf("make sure that the thin pool was told of all removals: %w", err)
