@@ -163,12 +163,12 @@ func TestLeftover(t *testing.T) {
 func TestParseThinUse(t *testing.T) {
 	for status, want := range map[string]thinUse{
 		"0 10/1024 100/1000 - rw discard_passdown queue_if_no_space - 1024":                   {data: 10, metadata: 10 * 100.0 / 1024, mode: "rw"},
-		"7 1024/1024 1000/1000 5 out_of_data_space discard_passdown error_if_no_space - 1024": {data: 100, metadata: 100, mode: "out_of_data_space"},
-		"7 1/1024 1/1000 - ro no_discard_passdown queue_if_no_space needs_check 1024":         {data: 0.1, metadata: 100.0 / 1024, mode: "ro", fault: "needs_check"},
+		"7 1024/1024 1000/1000 5 out_of_data_space discard_passdown error_if_no_space - 1024": {data: 100, metadata: 100, mode: "out_of_data_space", transaction: 7},
+		"7 1/1024 1/1000 - ro no_discard_passdown queue_if_no_space needs_check 1024":         {data: 0.1, metadata: 100.0 / 1024, mode: "ro", fault: "needs_check", transaction: 7},
 		"Fail":              {mode: "ro", fault: "Fail"},
 		"Error":             {mode: "ro", fault: "Error"},
-		"1 x/y 1/0 - rw":    {data: 100, metadata: 100, mode: "rw"},
-		"1 1/100 5/10 - rw": {data: 50, metadata: 1, mode: "rw"},
+		"1 x/y 1/0 - rw":    {data: 100, metadata: 100, mode: "rw", transaction: 1},
+		"1 1/100 5/10 - rw": {data: 50, metadata: 1, mode: "rw", transaction: 1},
 	} {
 		if have, err := parseThinUse(status); err != nil || have != want {
 			t.Errorf("%q: %+v, %v; want %+v", status, have, err, want)
