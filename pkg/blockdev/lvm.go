@@ -82,7 +82,7 @@ func (l *lvm) release() {
 		return
 	}
 	go func() {
-		ctx, cancel := context.WithTimeout(context.Background(), undoTime)
+		ctx, cancel := Undoing(context.Background())
 		defer cancel()
 		l.recover(ctx)
 		if l.ending != nil {

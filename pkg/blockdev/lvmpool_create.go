@@ -181,9 +181,6 @@ func (p *lvmPool) runSuspended(ctx context.Context, origin Ref, run runLVM, args
 	return errors.Join(err, resume())
 }
 
-// undoTime bounds how long a call that failed goes on to undo what it did.
-const undoTime = 20 * time.Second
-
 // giveUp undoes an unfinished object, unless a retry can go on with its copy.
 func (p *lvmPool) giveUp(ctx context.Context, o *logical, spec Spec, cause error) {
 	if o == nil {
@@ -204,7 +201,7 @@ func (p *lvmPool) giveUp(ctx context.Context, o *logical, spec Spec, cause error
 	if ended {
 		return
 	}
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTime)
+	ctx, cancel := Undoing(ctx)
 	defer cancel()
 	_ = p.remove(ctx, spec.Ref) // a failure has its own next try
 }
@@ -575,7 +572,7 @@ func (p *lvmPool) enlarge(ctx context.Context, o *logical, ref Ref, have, size i
 			if ctx.Err() != nil { // no time is left; the next growth removes it
 				return err
 			}
-			undo, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTime)
+			undo, cancel := Undoing(ctx)
 			defer cancel()
 			return errors.Join(err, p.dropSpare(undo, o))
 		}

@@ -683,13 +683,7 @@ func TestLVMDelivered(t *testing.T) {
 		f.make(vol("a"), 8*mib)
 		f.write(vol("a"), 0, marked("secret", 8*mib))
 		must(t, f.pool.Close())
-		backup := filepath.Join(t.TempDir(), "backup")
-		drivertest.Run(t, "vgcfgbackup", "-q", "-f", backup, f.group.Name)
-		text, err := os.ReadFile(backup)
-		must(t, err)
-		changed := strings.Replace(string(text), "zero_new_blocks = 1", "zero_new_blocks = 1\nmessage1 {\ndelete = 77\n}", 1)
-		must(t, os.WriteFile(backup, []byte(changed), 0o600))
-		drivertest.Run(t, "vgcfgrestore", "-q", "-y", "--force", "-f", backup, f.group.Name)
+		f.rewrite(func(all string) string { return withMessage(all, "delete = 77") })
 		f.pool = openURL(t, f.url)
 		must(t, f.pool.Delete(ctx, vol("a")))
 		status := drivertest.Run(t, "dmsetup", "status", strings.ReplaceAll(f.group.Name, "-", "--")+"-tp-tpool")
@@ -702,22 +696,30 @@ func TestLVMDelivered(t *testing.T) {
 	}
 }
 
-// rewrite changes what lvm2 has written down of the group, while no pool is open. The thin pool's count
-// of changes goes up by one, and there is a message that it has to be told.
-func (f *lvmFixture) rewrite(message string, edit func(all string) string) {
+// rewrite changes what lvm2 has written down of the group, while no pool is open.
+func (f *lvmFixture) rewrite(edit func(all string) string) {
 	f.Helper()
 	backup := filepath.Join(f.TempDir(), "backup")
 	drivertest.Run(f, "vgcfgbackup", "-q", "-f", backup, f.group.Name)
 	text, err := os.ReadFile(backup)
 	must(f, err)
-	before, tp, _ := strings.Cut(edit(string(text)), "\ttp {")
+	must(f, os.WriteFile(backup, []byte(edit(string(text))), 0o600))
+	drivertest.Run(f, "vgcfgrestore", "-q", "-y", "--force", "-f", backup, f.group.Name)
+}
+
+// withMessage adds a message to the thin pool to what lvm2 has written down.
+func withMessage(all, message string) string {
+	return strings.Replace(all, "zero_new_blocks = 1", "zero_new_blocks = 1\nmessage1 {\n"+message+"\n}", 1)
+}
+
+// untold is withMessage, with the thin pool's count of changes one higher: it has to be told.
+func untold(t testing.TB, all, message string) string {
+	t.Helper()
+	before, tp, _ := strings.Cut(all, "\ttp {")
 	id := regexp.MustCompile(`transaction_id = (\d+)`).FindStringSubmatch(tp)
 	transaction, err := strconv.Atoi(id[1])
-	must(f, err)
-	tp = strings.Replace(tp, id[0], fmt.Sprint("transaction_id = ", transaction+1), 1)
-	tp = strings.Replace(tp, "zero_new_blocks = 1", "zero_new_blocks = 1\nmessage1 {\n"+message+"\n}", 1)
-	must(f, os.WriteFile(backup, []byte(before+"\ttp {"+tp), 0o600))
-	drivertest.Run(f, "vgcfgrestore", "-q", "-y", "--force", "-f", backup, f.group.Name)
+	must(t, err)
+	return withMessage(before+"\ttp {"+strings.Replace(tp, id[0], fmt.Sprint("transaction_id = ", transaction+1), 1), message)
 }
 
 // TestLVMRemovalTold: lvm2 was cut short before it told the thin pool to remove a volume, of which it knows no more. A
@@ -731,7 +733,7 @@ func TestLVMRemovalTold(t *testing.T) {
 	must(t, f.pool.Close())
 	f.pool = nil
 	entry := regexp.MustCompile(`(?s)\n\t\t` + vol("a").String() + ` \{.*?\n\t\t\}\n`)
-	f.rewrite("delete = 1", func(all string) string { return entry.ReplaceAllString(all, "\n") })
+	f.rewrite(func(all string) string { return untold(t, entry.ReplaceAllString(all, "\n"), "delete = 1") })
 	f.pool = openURL(t, f.url)
 	if status := drivertest.Run(t, "dmsetup", "status", "--target", "thin-pool"); !strings.Contains(status, " 0/") {
 		t.Errorf("the empty thin pool has blocks: %s", status)
@@ -1294,12 +1296,12 @@ func TestLVMSnapshotTold(t *testing.T) {
 			if test.down {
 				drivertest.Run(t, "lvchange", "-q", "-an", f.group.Name+"/tp")
 			}
-			f.rewrite(`create = "`+snap("b").String()+`"`, func(all string) string {
+			f.rewrite(func(all string) string {
 				before, b, _ := strings.Cut(all, "\t"+snap("b").String()+" {")
 				if !test.had {
 					b = strings.Replace(b, "tags = [", `tags = ["ashlar.state=creating", `, 1)
 				}
-				return before + "\t" + snap("b").String() + " {" + b
+				return untold(t, before+"\t"+snap("b").String()+" {"+b, `create = "`+snap("b").String()+`"`)
 			})
 			f.pool = openURL(t, f.url)
 			if test.had {

@@ -337,13 +337,6 @@ const (
 	thawPause = 100 * time.Millisecond
 )
 
-// undoTime bounds how long a call goes on to undo what it did, when the caller's time is over.
-const undoTime = 20 * time.Second
-
-func undoing(ctx context.Context) (context.Context, context.CancelFunc) {
-	return context.WithTimeout(context.WithoutCancel(ctx), undoTime)
-}
-
 // quiesce freezes the filesystem of an origin, if it has one that is mounted. It
 // reports whether all writes are held back until thaw is called, which may be called
 // again.
@@ -358,7 +351,7 @@ func (l *Local) quiesce(ctx context.Context, o origin) (quiesced bool, thaw func
 		return false, nothing, err
 	}
 	unmark := func() error { // also when the caller's time is over
-		ctx, cancel := undoing(ctx)
+		ctx, cancel := blockdev.Undoing(ctx)
 		defer cancel()
 		return setFrozen(ctx, o.pool, o.record.Ref, "")
 	}

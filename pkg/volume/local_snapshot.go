@@ -189,7 +189,7 @@ func (l *Local) CreateGroup(ctx context.Context, name string, sources []ID) (_ G
 		if err != nil {
 			err = fmt.Errorf("group snapshot %q: %w", name, err)
 			// With the caller's context ended, what was cut still has to go.
-			ctx, cancel := undoing(ctx)
+			ctx, cancel := blockdev.Undoing(ctx)
 			defer cancel()
 			if undone := l.undoGroup(ctx, id); undone != nil {
 				err = errors.Join(err, undone)

@@ -6,6 +6,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
@@ -183,6 +184,11 @@ var scenarios = []scenario{
 		e.content = 0
 		return plan{func() error { return e.unpublish("pod") }, func() { w.listed(0) }, nil}
 	}},
+}
+
+// named is the scenario of a name.
+func named(name string) scenario {
+	return scenarios[slices.IndexFunc(scenarios, func(s scenario) bool { return s.name == name })]
 }
 
 // must unpacks what has to succeed.

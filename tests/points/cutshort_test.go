@@ -3,7 +3,6 @@ package points
 import (
 	"fmt"
 	"path/filepath"
-	"slices"
 	"testing"
 
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
@@ -15,7 +14,7 @@ import (
 func TestCutShort(t *testing.T) {
 	drivertest.NeedRoot(t)
 	at := newSite(t, sharing)
-	sc := scenarios[slices.IndexFunc(scenarios, func(s scenario) bool { return s.name == "NodeStageVolume later, growing" })]
+	sc := named("NodeStageVolume later, growing")
 	var within []int // points of resize2fs
 	program := ""
 	for i, c := range untouched(t, at, sc).calls {
