@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"sync"
-	"time"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"k8s.io/apimachinery/pkg/api/validation"
@@ -22,10 +21,6 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// abandonGrace is how old a volume is before somebody asks whether anybody knows of it:
-// longer than provisioning takes.
-const abandonGrace = time.Hour
-
 // checkCluster checks the flags that only the parts of a cluster have.
 func (o *options) checkCluster() error {
 	switch {
@@ -33,8 +28,12 @@ func (o *options) checkCluster() error {
 		return errors.New("--kubeconfig: --mode=all is one machine without Kubernetes; use controller or node")
 	case o.mode == "controller" && len(o.pools) > 0:
 		return errors.New("--pool: pools belong to nodes; the controller finds them as objects")
+	case o.mode != "node" && len(o.labels) > 0:
+		return errors.New("--topology-label: nodes say where they are (--mode=node)")
 	case o.goneGrace < 0:
 		return fmt.Errorf("--gone-grace=%s: give 0 or more", o.goneGrace)
+	case o.abandonGrace <= 0:
+		return fmt.Errorf("--abandon-grace=%s: give more than 0, and longer than making a volume takes", o.abandonGrace)
 	}
 	if o.mode == "node" {
 		if problems := validation.NameIsDNSSubdomain(o.nodeID, false); len(problems) > 0 {
@@ -60,6 +59,12 @@ func (o *options) kubernetes() (*rest.Config, error) {
 	return config, nil
 }
 
+// namespace is that of the pod; with --kubeconfig, of its context.
+func (o *options) namespace() (string, error) {
+	namespace, _, err := clientcmd.NewNonInteractiveDeferredLoadingClientConfig(&clientcmd.ClientConfigLoadingRules{ExplicitPath: o.kubeconfig}, nil).Namespace()
+	return namespace, err
+}
+
 // newIdentity is that of a plugin of a cluster: what only a node could answer, the
 // controller does not offer.
 func newIdentity(o options, ready func(context.Context) error) *identity.Server {
@@ -72,7 +77,11 @@ func startController(ctx context.Context, o options) error {
 	if err != nil {
 		return err
 	}
-	store, err := cluster.NewStore(config, cluster.Options{GoneGrace: o.goneGrace, AbandonGrace: abandonGrace})
+	namespace, err := o.namespace()
+	if err != nil {
+		return err
+	}
+	store, err := cluster.NewStore(config, cluster.Options{GoneGrace: o.goneGrace, AbandonGrace: o.abandonGrace, Driver: o.driverName, Namespace: namespace})
 	if err != nil {
 		return err
 	}
@@ -82,9 +91,13 @@ func startController(ctx context.Context, o options) error {
 		}
 		return nil
 	}
+	listener, err := rpc.Listen(o.endpoint)
+	if err != nil {
+		return err
+	}
 	c := controller.New(store)
 	return beside(ctx, store.Run, func(ctx context.Context) error {
-		return listen(ctx, o, rpc.Services{Identity: newIdentity(o, ready), Controller: c, GroupController: c})
+		return answer(ctx, o, listener, rpc.Services{Identity: newIdentity(o, ready), Controller: c, GroupController: c})
 	})
 }
 
@@ -94,7 +107,16 @@ func startNode(ctx context.Context, o options) (err error) {
 	if err != nil {
 		return err
 	}
-	local, mounts, pools, err := openLocal(ctx, o)
+	namespace, err := o.namespace()
+	if err != nil {
+		return err
+	}
+	// The kubelet makes the directory of a pool, so what it looks like says nothing.
+	memory, err := cluster.NewMemory(config, o.nodeID)
+	if err != nil {
+		return err
+	}
+	local, mounts, pools, err := openLocal(ctx, o, memory.Of)
 	defer func() { err = errors.Join(err, closeAll(pools)) }()
 	if err != nil {
 		return err
@@ -108,29 +130,44 @@ func startNode(ctx context.Context, o options) (err error) {
 		kept = append(kept, cluster.AgentPool{Pool: pool, Kind: location.Scheme})
 	}
 	locks := &keylock.Table{}
-	agent, err := cluster.NewAgent(config, local, kept, locks, o.maxVolumes)
+	agent, err := cluster.NewAgent(config, o.driverName, local, kept, locks, o.maxVolumes)
+	if err != nil {
+		return err
+	}
+	agent.Heartbeat(namespace, cluster.Heartbeat)
+	listener, err := rpc.Listen(o.endpoint) // before the agent works: there may be another one on this node
 	if err != nil {
 		return err
 	}
 	return beside(ctx, agent.Run, func(ctx context.Context) error {
-		return listen(ctx, o, rpc.Services{Identity: newIdentity(o, local.Ready), Locks: locks,
-			Node: node.New(&watched{local, agent.Changed}, mounts, o.maxVolumes)})
+		return answer(ctx, o, listener, rpc.Services{Identity: newIdentity(o, nil), Locks: locks,
+			Node: node.New(ctx, &watched{local, agent, o.labels}, mounts, o.node())})
 	})
 }
 
-// watched tells the agent of the volumes that the node makes and deletes by itself.
+// watched tells the agent of the volumes that the node makes and deletes by itself, and asks it
+// where the node is, and for the claims of volumes.
 type watched struct {
 	*volume.Local
-	changed func()
+	agent  *cluster.Agent
+	labels []string // of the Node, that say where it is
+}
+
+func (w *watched) Topology(ctx context.Context) (map[string]string, error) {
+	return w.agent.Labels(ctx, w.labels)
+}
+
+func (w *watched) Claimed(ctx context.Context, v volume.Volume) (volume.Claim, bool) {
+	return w.agent.Claimed(ctx, v.ID)
 }
 
 func (w *watched) Create(ctx context.Context, spec volume.Spec) (volume.Volume, error) {
-	defer w.changed()
+	defer w.agent.Changed()
 	return w.Local.Create(ctx, spec)
 }
 
 func (w *watched) Delete(ctx context.Context, id volume.ID) error {
-	defer w.changed()
+	defer w.agent.Changed()
 	return w.Local.Delete(ctx, id)
 }
 

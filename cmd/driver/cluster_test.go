@@ -1,6 +1,7 @@
 package main
 
 import (
+	"errors"
 	"os"
 	"path/filepath"
 	"testing"
@@ -10,11 +11,15 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/kubernetes"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/csimap"
 )
 
@@ -106,8 +111,23 @@ func TestCluster(t *testing.T) {
 		}
 	}
 
+	// Another driver on this node (two DaemonSets select it, say) does nothing.
+	refused(t, drive(t, "--mode=node", "--kubeconfig="+kubeconfig, "--node-id="+testNode, "--endpoint=unix://"+dir+"/n/csi.sock", "--pool=other=file://"+dir+"/other"), "another process serves")
+	scheme := runtime.NewScheme()
+	kube, err := client.New(server.Config(apitest.Admin), client.Options{Scheme: scheme})
+	if err = errors.Join(err, v1alpha1.AddToScheme(scheme)); err != nil {
+		t.Fatal(err)
+	}
+	if err := kube.Get(ctx, client.ObjectKey{Name: testNode + ".other"}, &v1alpha1.Pool{}); !apierrors.IsNotFound(err) {
+		t.Errorf("the Pool of a driver that was refused: %v", err)
+	}
+
 	capability := &csi.VolumeCapability{AccessType: &csi.VolumeCapability_Mount{Mount: &csi.VolumeCapability_MountVolume{}},
 		AccessMode: &csi.VolumeCapability_AccessMode{Mode: csi.VolumeCapability_AccessMode_SINGLE_NODE_WRITER}}
+	if _, err := node.NodePublishVolume(ctx, &csi.NodePublishVolumeRequest{VolumeId: "csi-inline", TargetPath: filepath.Join(dir, "inline"), VolumeCapability: capability,
+		VolumeContext: map[string]string{"csi.storage.k8s.io/ephemeral": "true", "size": "16Mi"}}); status.Code(err) != codes.FailedPrecondition {
+		t.Errorf("an inline ephemeral volume that nobody switched on: %v", err)
+	}
 	create := &csi.CreateVolumeRequest{Name: "v", VolumeCapabilities: []*csi.VolumeCapability{capability},
 		CapacityRange:             &csi.CapacityRange{RequiredBytes: 16 << 20},
 		AccessibilityRequirements: &csi.TopologyRequirement{Requisite: []*csi.Topology{csimap.Topology(testNode)}}}
@@ -124,11 +144,18 @@ func TestCluster(t *testing.T) {
 	if _, err := controller.ControllerPublishVolume(ctx, &csi.ControllerPublishVolumeRequest{VolumeId: id, NodeId: testNode, VolumeCapability: capability}); err != nil {
 		t.Fatal(err)
 	}
-	thaw = server.Freeze(t)
 	staging := filepath.Join(dir, "staging")
 	if err := os.Mkdir(staging, 0o700); err != nil {
 		t.Fatal(err)
 	}
+	// With it, the node comes to know of the claim.
+	if _, err := node.NodeStageVolume(ctx, &csi.NodeStageVolumeRequest{VolumeId: id, StagingTargetPath: staging, VolumeCapability: capability}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := node.NodeUnstageVolume(ctx, &csi.NodeUnstageVolumeRequest{VolumeId: id, StagingTargetPath: staging}); err != nil {
+		t.Fatal(err)
+	}
+	thaw = server.Freeze(t)
 	if _, err := node.NodeStageVolume(ctx, &csi.NodeStageVolumeRequest{VolumeId: id, StagingTargetPath: staging, VolumeCapability: capability}); err != nil {
 		t.Errorf("NodeStageVolume without an API server: %v", err)
 	}

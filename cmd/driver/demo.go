@@ -147,7 +147,7 @@ func (d *demonstration) run() {
 	d.printColumns()
 	d.heading("the driver")
 	d.step("driver serve", func(ctx context.Context) (string, error) {
-		pool := url.URL{Scheme: "file", Path: filepath.Join(d.dir, "pool"), RawQuery: "reservePercent=0"}
+		pool := url.URL{Scheme: "file", Path: filepath.Join(d.dir, "pool"), RawQuery: "create=1&reservePercent=0"}
 		self, err := os.Executable()
 		if err != nil {
 			return "", err
@@ -186,7 +186,7 @@ func (d *demonstration) nothingLeft() (string, error) {
 	}
 	// The lock of the pool is the pool's, not a volume's.
 	err = filepath.WalkDir(d.dir, func(path string, entry fs.DirEntry, err error) error {
-		if err == nil && !entry.IsDir() && path != filepath.Join(d.dir, "pool", "lock") {
+		if err == nil && !entry.IsDir() && path != filepath.Join(d.dir, "pool", "lock") && path != filepath.Join(d.dir, "pool", "pool") {
 			left = append(left, "file "+path)
 		}
 		return err

@@ -269,16 +269,28 @@ func (x *examination) pool(p poolFlag) {
 	switch {
 	case folder != location.Path:
 		x.ok("pool %s: %s is not there yet and can be made, %s", p.name, location.Path, where)
+		x.becomes(p.name, location)
 	case locked(filepath.Join(folder, "lock")):
 		x.ok("pool %s: %s, %s, in use by a running driver", p.name, location.Path, where)
 	default:
 		x.ok("pool %s: %s, %s, in use by nobody", p.name, location.Path, where)
+		x.becomes(p.name, location)
 	}
 	if m.FsType == "tmpfs" || m.FsType == "overlay" {
 		x.warning("pool %s: what is on %s goes with the machine's restart or with the container; give the pool a folder on a disk", p.name, m.FsType)
 	}
 	x.abilities(p.name, folder)
 	x.space(p.name, location, st)
+}
+
+// becomes tells which pool is at a place, or whether a driver without a cluster would make one there.
+func (x *examination) becomes(name string, location blockdev.Location) {
+	switch id, err := blockdev.FilePool(x.ctx, location); {
+	case err != nil:
+		x.warning("pool %s: %v", name, err)
+	case id != "":
+		x.ok("pool %s: it has the identity %s", name, id)
+	}
 }
 
 // lvm checks what an LVM pool needs: lvm2, the kernel's targets, and the volume group.
@@ -373,14 +385,29 @@ func (x *examination) space(name string, location blockdev.Location, st unix.Sta
 			}
 		}
 	}
-	usable := float64(free) + float64(taken) - float64(total)*location.ReservePercent/100
+	given := location.ReservePercent != blockdev.ReserveAuto
+	reserve, shared, err := location.Reserve()
+	if err != nil {
+		x.failure("pool %s: %v", name, err)
+		return
+	}
+	switch {
+	case !shared:
+		x.ok("pool %s: its filesystem is for it alone, as far as can be seen from here", name)
+	case given && reserve < blockdev.SharedReserve:
+		x.warning("pool %s: others write to its filesystem, too, and only %g %% of it are in reserve: a kubelet there evicts pods when 10 or 15 %% are left; give the pool a disk, or leave reservePercent to the driver",
+			name, reserve)
+	default:
+		x.ok("pool %s: others write to its filesystem, too: %g %% of it are in reserve (a disk for the pool alone would need less)", name, reserve)
+	}
+	usable := float64(free) + float64(taken) - float64(total)*reserve/100
 	left := int64(usable*location.Overprovision) - promised
 	say, advice := x.ok, ""
 	if left < blockdev.Granularity {
 		say, advice, left = x.warning, "; make room, or lower reservePercent", 0
 	}
 	say("pool %s: %s of %s are free; %s are promised to volumes and snapshots, %s can be (reservePercent=%g, overprovision=%g)%s",
-		name, size(free), size(total), size(promised), size(left), location.ReservePercent, location.Overprovision, advice)
+		name, size(free), size(total), size(promised), size(left), reserve, location.Overprovision, advice)
 }
 
 // nearest returns a path, or the first above it that exists.

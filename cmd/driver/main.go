@@ -20,6 +20,7 @@ const usage = `Ashlar cuts block volumes out of the disks a machine already has 
   driver [serve] [flags]   serve CSI on a unix socket
   driver demo [flags]      take volumes through their whole lives, and show it
   driver doctor [flags]    check whether this machine has what the driver needs
+  driver manifests [flags] print the PersistentVolumes and snapshot contents that a cluster has lost
   driver version           print the version
 
 Use "driver COMMAND --help" for the flags of a command.
@@ -52,6 +53,8 @@ func run(ctx context.Context, args []string) error {
 		return demo(ctx, args)
 	case "doctor":
 		return doctor(ctx, args)
+	case "manifests":
+		return manifests(ctx, args)
 	case "version":
 		fmt.Println(version)
 		return nil

@@ -6,16 +6,21 @@ import (
 	"flag"
 	"fmt"
 	"log/slog"
+	"net"
 	"os"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 
+	"k8s.io/apimachinery/pkg/util/validation"
 	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/controller"
+	"github.com/ashlar-csi/ashlar/pkg/csimap"
 	"github.com/ashlar-csi/ashlar/pkg/identity"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 	"github.com/ashlar-csi/ashlar/pkg/node"
@@ -25,17 +30,39 @@ import (
 
 // options are the flags of serve.
 type options struct {
-	endpoint   string
-	mode       string
-	nodeID     string
-	driverName string
-	pools      poolFlags
-	maxVolumes int64
-	kubeconfig string
-	goneGrace  time.Duration
-	logFormat  string
-	verbosity  int // klog's -v
-	version    bool
+	endpoint     string
+	mode         string
+	nodeID       string
+	driverName   string
+	pools        poolFlags
+	maxVolumes   int64
+	claims       bool
+	kubeconfig   string
+	goneGrace    time.Duration
+	abandonGrace time.Duration
+	labels       labelFlags
+	logFormat    string
+	verbosity    int // klog's -v
+	version      bool
+
+	ephemeralPools, ephemeralSize string
+	ephemeral                     node.Ephemeral // as the two say
+}
+
+// labelFlags collects --topology-label KEY.
+type labelFlags []string
+
+func (l *labelFlags) String() string { return strings.Join(*l, " ") }
+
+func (l *labelFlags) Set(key string) error {
+	if problems := validation.IsQualifiedName(key); len(problems) > 0 {
+		return fmt.Errorf("%q is not the key of a label: %s", key, problems[0])
+	}
+	if key == csimap.TopologyKey || slices.Contains(*l, key) {
+		return fmt.Errorf("%s is given already", key)
+	}
+	*l = append(*l, key)
+	return nil
 }
 
 const defaultPool = "default=file:///var/lib/ashlar"
@@ -89,8 +116,13 @@ func (o *options) parse(args []string) (done bool, err error) {
 	flags.StringVar(&o.driverName, "driver-name", "block.csi.ashlar.dev", "name of the CSI driver")
 	flags.Var(&o.pools, "pool", "pool of volumes, as NAME=URL; may be given more than once, the first is the default one.\nfile:///FOLDER?overprovision=1.0&reservePercent=5 keeps volumes as files (default "+defaultPool+")")
 	flags.Int64Var(&o.maxVolumes, "max-volumes", 0, "most volumes that may be published to this node; 0 is any number")
+	flags.BoolVar(&o.claims, "attach-required", true, "volumes have to be published to this node by the controller before they are staged here;\nfalse only where the CSIDriver object says attachRequired: false")
+	flags.StringVar(&o.ephemeralPools, "ephemeral-pools", "", "pools in which inline ephemeral volumes are made, separated by commas; the first is their default one (default with --mode=all: all; with --mode=node: none, as any author of a pod may ask for them)")
+	flags.StringVar(&o.ephemeralSize, "ephemeral-max-size", "1Gi", "largest size of an inline ephemeral volume")
 	flags.StringVar(&o.kubeconfig, "kubeconfig", "", "file that says how to reach the Kubernetes API; without it, as a pod does (controller and node)")
 	flags.DurationVar(&o.goneGrace, "gone-grace", 5*time.Minute, "how long a node has to be gone (its object deleted, or tainted ashlar.dev/gone) before what was deleted of it is given up (controller)")
+	flags.DurationVar(&o.abandonGrace, "abandon-grace", time.Hour, "how old a volume that nobody seems to know of, or the refusal of a call because of a claim that no VolumeAttachment is for,\nhas to be before it is cleared up (controller)")
+	flags.Var(&o.labels, "topology-label", "label of the Kubernetes node that says where it is, as topology.kubernetes.io/zone; may be given more than once.\nVolumes can be asked for by it: allowedTopologies of a StorageClass (node)")
 	flags.StringVar(&o.logFormat, "logging-format", "text", "log format: text or json")
 	flags.BoolVar(&o.version, "version", false, "print the version and exit")
 	klogFlags := flag.NewFlagSet("klog", flag.ContinueOnError)
@@ -126,9 +158,44 @@ func (o *options) parse(args []string) (done bool, err error) {
 		return false, err
 	}
 	if len(o.pools) == 0 && o.mode != "controller" {
-		return false, o.pools.Set(defaultPool)
+		if err := o.pools.Set(defaultPool); err != nil {
+			return false, err
+		}
 	}
-	return false, nil
+	return false, o.setEphemeral(flags)
+}
+
+// setEphemeral reads the flags of inline ephemeral volumes. On one machine they may be in any pool unless
+// --ephemeral-pools says otherwise: whoever has the socket may make any volume.
+func (o *options) setEphemeral(flags *flag.FlagSet) (err error) {
+	if o.ephemeral.MaxSize, err = csimap.ParseQuantity(o.ephemeralSize); err != nil {
+		return fmt.Errorf("--ephemeral-max-size: %w", err)
+	}
+	given := false
+	flags.Visit(func(f *flag.Flag) { given = given || f.Name == "ephemeral-pools" })
+	var known []string
+	for _, pool := range o.pools {
+		known = append(known, pool.name)
+	}
+	switch {
+	case !given && o.mode == "all":
+		o.ephemeral.Pools = known
+	case o.ephemeralPools == "":
+	case o.mode == "controller":
+		return errors.New("--ephemeral-pools: pools belong to nodes")
+	default:
+		o.ephemeral.Pools = strings.Split(o.ephemeralPools, ",")
+	}
+	for _, name := range o.ephemeral.Pools {
+		if !slices.Contains(known, name) {
+			return fmt.Errorf("--ephemeral-pools=%s: there is no --pool %q", o.ephemeralPools, name)
+		}
+	}
+	return nil
+}
+
+func (o *options) node() node.Options {
+	return node.Options{MaxVolumes: o.maxVolumes, Claims: o.claims, Ephemeral: o.ephemeral}
 }
 
 func serve(ctx context.Context, args []string) error {
@@ -152,40 +219,62 @@ func serve(ctx context.Context, args []string) error {
 
 // startAlone serves everything over the pools of this machine.
 func startAlone(ctx context.Context, o options) (err error) {
-	store, mounts, pools, err := openLocal(ctx, o)
+	store, mounts, pools, err := openLocal(ctx, o, nil)
 	defer func() { err = errors.Join(err, closeAll(pools)) }()
 	if err != nil {
 		return err
 	}
+	listener, err := rpc.Listen(o.endpoint)
+	if err != nil {
+		return err
+	}
 	c := controller.New(store)
-	return listen(ctx, o, rpc.Services{Identity: identity.New(o.driverName, version, store.Ready),
-		Controller: c, GroupController: c, SnapshotMetadata: c, Node: node.New(store, mounts, o.maxVolumes)})
+	return answer(ctx, o, listener, rpc.Services{Identity: identity.New(o.driverName, version, nil),
+		Controller: c, GroupController: c, SnapshotMetadata: c, Node: node.New(ctx, store, mounts, o.node())})
 }
 
-// openLocal opens the pools of this machine. The caller closes those that it returns, also
-// with an error.
-func openLocal(ctx context.Context, o options) (*volume.Local, *mount.Table, []blockdev.Pool, error) {
+// openLocal opens the pools of this machine; known tells what is remembered of the pool of a name, nil
+// if nothing is. The caller closes those that it returns, also with an error.
+func openLocal(ctx context.Context, o options, known func(pool string) blockdev.Known) (*volume.Local, *mount.Table, []blockdev.Pool, error) {
 	log := klog.FromContext(ctx)
 	mounts, err := mount.LoadTable()
 	if err != nil {
 		return nil, nil, nil, err
 	}
-	var pools []blockdev.Pool
-	for _, one := range o.pools {
-		pool, err := blockdev.OpenOrAwait(ctx, one.name, one.url)
-		if err != nil {
-			return nil, nil, pools, err
+	// All at once: one whose disk hangs must not keep the others waiting.
+	found, failures := make([]blockdev.Pool, len(o.pools)), make([]error, len(o.pools))
+	var opening sync.WaitGroup
+	for i, one := range o.pools {
+		var remembered blockdev.Known
+		if known != nil {
+			remembered = known(one.name)
 		}
-		pools = append(pools, pool)
-		for _, problem := range pool.PoolHealth(ctx) {
-			log.Info("Pool has a problem", "pool", one.name, "reason", problem.Reason, "message", problem.Message)
-		}
+		opening.Go(func() { found[i], failures[i] = blockdev.OpenOrAwait(ctx, one.name, one.url, remembered) })
+	}
+	opening.Wait()
+	pools := slices.DeleteFunc(found, func(p blockdev.Pool) bool { return p == nil })
+	if err := errors.Join(failures...); err != nil {
+		return nil, nil, pools, err
 	}
 	limit := o.maxVolumes
 	if o.mode == "node" {
 		limit = 0 // the cluster has the claims, and counts them
 	}
 	store, err := volume.NewLocal(ctx, o.nodeID, pools, mounts, limit)
+	for _, pool := range pools {
+		go func() { // nobody waits for it: the disk may hang
+			if blockdev.There(pool) == nil {
+				return // that was said
+			}
+			problems := pool.PoolHealth(ctx)
+			if blockdev.There(pool) == nil {
+				return // it was closed meanwhile, which is all that they say
+			}
+			for _, problem := range problems {
+				log.Info("Pool has a problem", "pool", pool.Name(), "reason", problem.Reason, "message", problem.Message)
+			}
+		}()
+	}
 	return store, mounts, pools, err
 }
 
@@ -197,15 +286,11 @@ func closeAll(pools []blockdev.Pool) error {
 	return errors.Join(failures...)
 }
 
-// listen serves until ctx ends.
-func listen(ctx context.Context, o options, services rpc.Services) error {
+// answer answers calls until ctx ends, and closes the listener.
+func answer(ctx context.Context, o options, listener net.Listener, services rpc.Services) error {
 	log := klog.FromContext(ctx)
-	listener, err := rpc.Listen(o.endpoint)
-	if err != nil {
-		return err
-	}
 	log.Info("Serving", "driver", o.driverName, "version", version, "node", o.nodeID, "mode", o.mode, "endpoint", o.endpoint, "pools", o.pools.String())
-	err = rpc.Serve(ctx, listener, services)
+	err := rpc.Serve(ctx, listener, services)
 	log.Info("Stopped")
 	return err
 }

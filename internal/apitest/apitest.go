@@ -12,6 +12,7 @@ import (
 	"encoding/pem"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"net/http"
 	"os"
@@ -108,6 +109,9 @@ func binaries() (string, error) {
 	return strings.TrimSpace(string(out)), nil
 }
 
+// startTimeout is how long an API server may take to start, on a busy machine.
+const startTimeout = 5 * time.Minute
+
 // Launch starts an API server with more flags, for programs that are no tests.
 func Launch(flags ...string) (_ *Server, err error) {
 	bin, err := binaries()
@@ -142,12 +146,12 @@ func Launch(flags ...string) (_ *Server, err error) {
 		"--service-account-issuer=https://test", "--service-account-key-file=" + s.dir + "/key", "--service-account-signing-key-file=" + s.dir + "/key"}, flags...)...); err != nil {
 		return nil, err
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), startTimeout)
 	defer cancel()
 	if err := s.ready(ctx); err != nil {
 		return nil, err
 	}
-	return s, s.define(ctx)
+	return s, s.Define(ctx)
 }
 
 func (s *Server) files() error {
@@ -224,12 +228,14 @@ func (s *Server) ready(ctx context.Context) error {
 		return err
 	}
 	for {
-		response, err := client.Get(s.url + "/readyz")
+		response, err := client.Get(s.url + "/readyz?verbose")
 		if err == nil {
+			said, _ := io.ReadAll(response.Body) // for people
 			response.Body.Close()
 			if response.StatusCode == http.StatusOK {
 				return nil
 			}
+			err = fmt.Errorf("%s: %s", response.Status, said)
 		}
 		for _, p := range s.processes {
 			select {
@@ -262,11 +268,46 @@ func (s *Server) Freeze(t testing.TB) (thaw func()) {
 	return thaw
 }
 
-// Stop ends the API server, and removes what was its.
-func (s *Server) Stop() {
+// Backup returns a function that makes the API server again what it is now, as one whose etcd is
+// restored from a backup. Its clients find it gone for some seconds, both times.
+func (s *Server) Backup(t testing.TB) (restore func()) {
+	t.Helper()
+	data, backup := filepath.Join(s.dir, "etcd"), filepath.Join(s.dir, "etcd.backup")
+	again := func(from, to string) {
+		s.kill()
+		var err error
+		if err = os.RemoveAll(to); err == nil {
+			err = os.CopyFS(to, os.DirFS(from))
+		}
+		if err == nil {
+			// etcd wants its folder for itself.
+			err = os.Chmod(data, 0o700)
+		}
+		for _, p := range s.processes[:len(s.processes):len(s.processes)] {
+			if err == nil {
+				err = s.run(p.Args...)
+			}
+		}
+		s.processes = s.processes[len(s.processes)/2:]
+		ctx, cancel := context.WithTimeout(t.Context(), startTimeout)
+		defer cancel()
+		if err = errors.Join(err, s.ready(ctx)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	again(data, backup)
+	return func() { again(backup, data) }
+}
+
+func (s *Server) kill() {
 	for i := len(s.processes) - 1; i >= 0; i-- {
 		_ = s.processes[i].Process.Kill() // it may be gone
 		<-s.processes[i].exited
 	}
+}
+
+// Stop ends the API server, and removes what was its.
+func (s *Server) Stop() {
+	s.kill()
 	_ = os.RemoveAll(s.dir)
 }

@@ -2,11 +2,13 @@ package apitest
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
 	"time"
 
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
@@ -17,8 +19,9 @@ import (
 
 var definitions = schema.GroupVersionResource{Group: "apiextensions.k8s.io", Version: "v1", Resource: "customresourcedefinitions"}
 
-// define creates the custom resources and waits until they are served.
-func (s *Server) define(ctx context.Context) error {
+// Define creates the custom resources, or makes them what they are in deploy/kubernetes/crds, and
+// waits until they are served.
+func (s *Server) Define(ctx context.Context) error {
 	client, err := dynamic.NewForConfig(s.Config(Admin))
 	if err != nil {
 		return err
@@ -37,7 +40,11 @@ func (s *Server) define(ctx context.Context) error {
 		if err := yaml.Unmarshal(text, &crd.Object); err != nil {
 			return fmt.Errorf("%s: %w", file, err)
 		}
-		if _, err := crds.Create(ctx, crd, metav1.CreateOptions{FieldValidation: "Strict"}); err != nil {
+		_, err = crds.Create(ctx, crd, metav1.CreateOptions{FieldValidation: "Strict"})
+		if apierrors.IsAlreadyExists(err) {
+			err = s.Redefine(ctx, crd.GetName(), func(have *unstructured.Unstructured) { have.Object["spec"] = crd.Object["spec"] })
+		}
+		if err != nil {
 			return fmt.Errorf("%s: %w", file, err)
 		}
 		for established := false; !established; {
@@ -53,6 +60,49 @@ func (s *Server) define(ctx context.Context) error {
 			if established = err == nil; err != nil && !meta.IsNoMatchError(err) && ctx.Err() != nil {
 				return err
 			}
+		}
+	}
+	return nil
+}
+
+// Redefine changes the definition of a custom resource. It takes a moment until that is in force.
+func (s *Server) Redefine(ctx context.Context, name string, edit func(crd *unstructured.Unstructured)) error {
+	client, err := dynamic.NewForConfig(s.Config(Admin))
+	if err != nil {
+		return err
+	}
+	crds := client.Resource(definitions)
+	crd, err := crds.Get(ctx, name, metav1.GetOptions{})
+	if err != nil {
+		return err
+	}
+	edit(crd)
+	_, err = crds.Update(ctx, crd, metav1.UpdateOptions{})
+	return err
+}
+
+// Undefine deletes custom resources, and all objects of theirs, and waits until they are gone.
+func (s *Server) Undefine(ctx context.Context, names ...string) error {
+	client, err := dynamic.NewForConfig(s.Config(Admin))
+	if err != nil {
+		return err
+	}
+	crds := client.Resource(definitions)
+	for _, name := range names {
+		if err := crds.Delete(ctx, name, metav1.DeleteOptions{}); err != nil {
+			return err
+		}
+	}
+	for _, name := range names {
+		for {
+			_, err := crds.Get(ctx, name, metav1.GetOptions{})
+			if apierrors.IsNotFound(err) {
+				break
+			}
+			if ctx.Err() != nil {
+				return fmt.Errorf("%s is still there: %w", name, errors.Join(err, ctx.Err()))
+			}
+			time.Sleep(20 * time.Millisecond)
 		}
 	}
 	return nil

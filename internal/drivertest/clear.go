@@ -23,6 +23,8 @@ func ClearAway(dir string) {
 				_ = unix.Unmount(rest, unix.MNT_DETACH)
 			case "loop":
 				_ = exec.Command("losetup", "-d", "/dev/"+strings.Fields(rest)[1]).Run()
+			case "mapper":
+				_ = exec.Command("dmsetup", "remove", "--deferred", strings.Fields(rest)[1]).Run()
 			}
 		}
 	}

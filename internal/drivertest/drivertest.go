@@ -46,6 +46,8 @@ func Dir(t testing.TB) string {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "ashlar")
 	must(t, err)
+	// Not empty, as if it were the place of a disk that is not mounted: no pool is made in such.
+	must(t, os.WriteFile(filepath.Join(dir, "of-a-test"), nil, 0o600))
 	t.Cleanup(func() {
 		left := Leftovers(dir)
 		for _, line := range left {
@@ -61,7 +63,8 @@ func Dir(t testing.TB) string {
 	return dir
 }
 
-// Leftovers lists the mounts at, and the loop devices over files in, a folder.
+// Leftovers lists the mounts at, and the loop devices over files in, a folder, and the devices
+// over those.
 func Leftovers(dir string) []string {
 	below := func(path string) bool { return path == dir || strings.HasPrefix(path, dir+"/") }
 	var found []string
@@ -72,10 +75,22 @@ func Leftovers(dir string) []string {
 		}
 	}
 	loops, _ := filepath.Glob("/sys/block/loop*/loop/backing_file")
-	for _, loop := range loops {
-		backing, _ := os.ReadFile(loop)
-		if path := strings.TrimSuffix(strings.TrimSpace(string(backing)), " (deleted)"); below(path) {
-			found = append(found, "loop device "+strings.Split(loop, "/")[3]+" over "+path)
+	ours := map[string]bool{}
+	for range 2 { // loop devices over loop devices, too
+		for _, loop := range loops {
+			backing, _ := os.ReadFile(loop)
+			path, name := strings.TrimSuffix(strings.TrimSpace(string(backing)), " (deleted)"), strings.Split(loop, "/")[3]
+			if ours[name] || (!below(path) && !ours[strings.TrimPrefix(path, "/dev/")]) {
+				continue
+			}
+			ours[name] = true
+			found = append(found, "loop device "+name+" over "+path)
+			mapped, _ := filepath.Glob("/sys/block/" + name + "/holders/dm-*/dm/name")
+			for _, file := range mapped {
+				if device, err := os.ReadFile(file); err == nil {
+					found = append(found, "mapper device "+strings.TrimSpace(string(device))+" over "+name)
+				}
+			}
 		}
 	}
 	return found
@@ -108,6 +123,10 @@ type Options struct {
 	Pools []string
 	// MaxVolumes is the attach limit; 0 is none.
 	MaxVolumes int64
+	// Unclaimed: volumes need no claim to be staged (attachRequired is off).
+	Unclaimed bool
+	// Ephemeral is which inline ephemeral volumes are made; default: any, in all pools.
+	Ephemeral *node.Ephemeral
 	// Quiet: nothing is logged (fuzz targets cannot).
 	Quiet bool
 }
@@ -151,12 +170,17 @@ func Start(t testing.TB, o Options) *Driver {
 	var err error
 	d.Mounts, err = mount.LoadTable()
 	must(t, err)
+	options := node.Options{MaxVolumes: o.MaxVolumes, Claims: !o.Unclaimed}
 	var pools []blockdev.Pool
 	for _, one := range o.Pools {
 		name, url, _ := strings.Cut(one, "=")
-		pool, err := blockdev.OpenOrAwait(ctx, name, url)
+		pool, err := blockdev.OpenOrAwait(ctx, name, url, nil)
 		must(t, err)
 		pools = append(pools, pool)
+		options.Ephemeral.Pools = append(options.Ephemeral.Pools, name)
+	}
+	if o.Ephemeral != nil {
+		options.Ephemeral = *o.Ephemeral
 	}
 	d.Store, err = volume.NewLocal(ctx, Node, pools, d.Mounts, o.MaxVolumes)
 	must(t, err)
@@ -165,8 +189,8 @@ func Start(t testing.TB, o Options) *Driver {
 	served := make(chan error, 1)
 	go func() {
 		c := controller.New(d.Store)
-		served <- rpc.Serve(ctx, listener, rpc.Services{Identity: identity.New("block.csi.ashlar.dev", "test", d.Store.Ready),
-			Controller: c, GroupController: c, SnapshotMetadata: c, Node: node.New(d.Store, d.Mounts, o.MaxVolumes)})
+		served <- rpc.Serve(ctx, listener, rpc.Services{Identity: identity.New("block.csi.ashlar.dev", "test", nil),
+			Controller: c, GroupController: c, SnapshotMetadata: c, Node: node.New(ctx, d.Store, d.Mounts, options)})
 	}()
 	conn, err := grpc.NewClient("unix://"+d.Socket, grpc.WithTransportCredentials(insecure.NewCredentials()))
 	must(t, err)

@@ -20,10 +20,14 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-// Build builds the driver in a folder and returns its path; flags are those of go build.
+// Build builds the driver in a folder and returns its path: as it is shipped, or with other
+// flags of go build.
 func Build(dir string, flags ...string) (string, error) {
 	_, file, _, _ := runtime.Caller(0)
-	build := exec.Command("go", append(append([]string{"build", "-o", filepath.Join(dir, "driver")}, flags...), "./cmd/driver")...)
+	build := exec.Command("go", append(append([]string{"build", "-trimpath", "-o", filepath.Join(dir, "driver")}, flags...), "./cmd/driver")...)
+	if len(flags) == 0 {
+		build.Env = append(os.Environ(), "CGO_ENABLED=0")
+	}
 	build.Dir = filepath.Join(filepath.Dir(file), "../..")
 	if out, err := build.CombinedOutput(); err != nil {
 		return "", fmt.Errorf("build the driver: %w\n%s", err, out)

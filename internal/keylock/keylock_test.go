@@ -50,6 +50,49 @@ func TestTryLock(t *testing.T) {
 	}
 }
 
+// TestYielding: who yields hears of those who want what it has for itself, but not of others
+// who would yield, and of nobody once it has given its keys back.
+func TestYielding(t *testing.T) {
+	isClosed := func(c <-chan struct{}) bool {
+		select {
+		case <-c:
+			return true
+		default:
+			return false
+		}
+	}
+	var table Table
+	unlock, wanted, busy := table.TryYielding([]string{"a", "b"}, []string{"c"})
+	if busy != "" {
+		t.Fatalf("%s is busy in a new table", busy)
+	}
+	if _, _, busy := table.TryYielding([]string{"b"}, nil); busy != "b" || isClosed(wanted) {
+		t.Errorf("another that yields: busy %q, asked to yield: %v", busy, isClosed(wanted))
+	}
+	if _, busy := table.TryLock([]string{"c"}, nil); busy != "c" || isClosed(wanted) {
+		t.Errorf("what it shares: busy %q, asked to yield: %v", busy, isClosed(wanted))
+	}
+	for range 2 {
+		if _, busy := table.TryLock([]string{"d"}, []string{"a", "b"}); busy == "" || !isClosed(wanted) {
+			t.Errorf("what it has for itself: busy %q, asked to yield: %v", busy, isClosed(wanted))
+		}
+	}
+	unlock()
+	unlock, again, busy := table.TryYielding([]string{"a"}, nil)
+	if busy != "" || isClosed(again) {
+		t.Errorf("the next one: busy %q, asked to yield: %v", busy, isClosed(again))
+	}
+	unlock()
+	unlock, busy = table.TryLock([]string{"a"}, nil)
+	if busy != "" {
+		t.Errorf("%s is still held", busy)
+	}
+	if _, second := table.TryLock([]string{"a"}, nil); second != "a" || isClosed(again) {
+		t.Errorf("of one that does not yield: busy %q, an earlier one was asked: %v", second, isClosed(again))
+	}
+	unlock()
+}
+
 // TestSharers: an exclusive lock is to be had only after the last sharer.
 func TestSharers(t *testing.T) {
 	var table Table

@@ -1,55 +1,104 @@
 package blockdev
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
+	"sync"
 	"sync/atomic"
 	"time"
 
+	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 )
 
-// awaitPause is between two looks for a pool that is not there.
-const awaitPause = 2 * time.Second
+// awaitPause is between two looks for a pool that is not there; lookTime is how long somebody waits for
+// one. A disk that does not answer holds up the look, and nobody else.
+const (
+	awaitPause = 2 * time.Second
+	lookTime   = 10 * time.Second
+	// endTime is how long the end of the driver waits for a look.
+	endTime = time.Second
+)
 
-// Awaited is a pool whose storage was not there when the driver started: a disk that is
-// missing, a filesystem that is not mounted yet. Its calls look for it, at most every
-// awaitPause; until it is there they are ErrUnavailable, and its health says why.
+// Awaited is a pool whose storage may not be there, or not answer: a disk that is missing, or
+// hangs, or has errors, a filesystem that is not mounted yet. Its calls look for it, at most every
+// awaitPause and one at a time; until it is there they are ErrUnavailable, and its health says why.
 type Awaited struct {
 	name string
 	open func(context.Context) (Pool, error)
-	then func(context.Context, Pool) error
 
-	pool atomic.Pointer[Pool] // nil until it is there
+	there atomic.Pointer[present] // nil until it is there
 
-	turn   chan struct{} // of size 1: who has it looks for the pool, and may touch what follows
-	why    error
-	looked time.Time
+	mu      sync.Mutex
+	then    func(context.Context, Pool) error
+	opened  Pool // that is not there yet, as then has to be done
+	look    *look
+	why     error // of the last look
+	looked  time.Time
+	closing bool
+}
+
+// present is a pool that is there. Who calls it holds users for reading, who closes it for writing.
+type present struct {
+	pool  Pool
+	users sync.RWMutex
+}
+
+// leaver is a pool that can find that it has to be let go of and opened anew: what it holds keeps its disk
+// from being unmounted and repaired, or is not what is at its place any more.
+type leaver interface{ gone() bool }
+
+// look is one look for the pool.
+type look struct {
+	begun time.Time
+	ended chan struct{}
+	end   context.CancelFunc
 }
 
 var _ Pool = (*Awaited)(nil)
 
-// OpenOrAwait is Open, but the pool may be there later than the driver: instead of
-// ErrUnavailable it returns an Awaited.
-func OpenOrAwait(ctx context.Context, name, location string) (Pool, error) {
-	pool, err := Open(ctx, name, location)
-	if !errors.Is(err, ErrUnavailable) {
-		return pool, err
+// OpenOrAwait is Open for a pool that may be there later than the driver. It waits for lookTime at the
+// most, and fails only with what does not pass: ErrInvalid, and ErrInUse if another process has the
+// pool. known is nil for a caller who remembers no pools.
+func OpenOrAwait(ctx context.Context, name, location string, known Known) (Pool, error) {
+	a := NewAwaited(name, errors.New("nobody has looked yet"), func(ctx context.Context) (Pool, error) { return openKnown(ctx, name, location, known) })
+	a.looked = time.Time{}
+	_, err := a.get(ctx)
+	a.mu.Lock()
+	why := a.why
+	a.mu.Unlock()
+	if err != nil && (ctx.Err() != nil || lasting(why)) {
+		return nil, errors.Join(cmp.Or(ctx.Err(), why), a.Close())
 	}
-	return NewAwaited(name, err, func(ctx context.Context) (Pool, error) { return Open(ctx, name, location) }), nil
+	return a, nil
 }
+
+// lasting reports whether an error is one of those that do not pass by themselves.
+func lasting(err error) bool { return errors.Is(err, ErrInvalid) || errors.Is(err, ErrInUse) }
 
 // NewAwaited returns a pool that is not there, and how to open it; why is what the first
 // try said.
 func NewAwaited(name string, why error, open func(context.Context) (Pool, error)) *Awaited {
-	return &Awaited{name: name, open: open, turn: make(chan struct{}, 1), why: why, looked: time.Now()}
+	return &Awaited{name: name, open: open, why: why, looked: time.Now()}
 }
 
-// Then sets what is done with the pool once it is open, before anybody else may use it. If
-// that fails, the pool is closed again and still awaited. It is to be called before the
-// pool is used.
-func (a *Awaited) Then(do func(context.Context, Pool) error) { a.then = do }
+// Then sets what is done with the pool once it is open, before anybody else may use it, and does
+// it if the pool is there already. If it fails, the pool is closed again and still awaited. It
+// is to be called before the pool is used.
+func (a *Awaited) Then(ctx context.Context, do func(context.Context, Pool) error) {
+	a.mu.Lock()
+	a.then = do
+	there := a.there.Swap(nil)
+	if there != nil {
+		a.opened, a.looked = there.pool, time.Time{}
+	}
+	a.mu.Unlock()
+	if there != nil {
+		_, _ = a.get(ctx) // what is wrong is what its calls and health say
+	}
+}
 
 // There returns the pool itself; nil if it is not there. It does not look for it.
 func There(p Pool) Pool {
@@ -57,13 +106,13 @@ func There(p Pool) Pool {
 	if !ok {
 		return p
 	}
-	if pool := a.pool.Load(); pool != nil {
-		return *pool
+	if there := a.there.Load(); there != nil {
+		return there.pool
 	}
 	return nil
 }
 
-// As returns a pool as one that can do more (Prover, Suspender, Differ); false if it
+// As returns a pool as one that can do more (Identified, Prover, Suspender, Differ); false if it
 // cannot, or is not there.
 func As[T any](p Pool) (more T, ok bool) {
 	more, ok = There(p).(T)
@@ -71,48 +120,115 @@ func As[T any](p Pool) (more T, ok bool) {
 }
 
 // get looks for the pool, if it is not there.
-func (a *Awaited) get(ctx context.Context) (Pool, error) {
-	if pool := There(a); pool != nil {
-		return pool, nil
+func (a *Awaited) get(ctx context.Context) (*present, error) {
+	if there := a.there.Load(); there != nil {
+		return there, nil
 	}
-	select {
-	case a.turn <- struct{}{}:
-		defer func() { <-a.turn }()
-	case <-ctx.Done():
-		return nil, ctx.Err()
+	if err := ctx.Err(); err != nil {
+		return nil, err
 	}
-	if pool := There(a); pool != nil {
-		return pool, nil
+	a.mu.Lock()
+	if a.look == nil && !a.closing && time.Since(a.looked) >= awaitPause {
+		looking, end := context.WithCancel(context.WithoutCancel(ctx)) // that the caller has gone says nothing of the pool
+		a.look = &look{time.Now(), make(chan struct{}), end}
+		go a.find(looking, a.look)
 	}
-	if time.Since(a.looked) >= awaitPause {
-		pool, err := a.open(ctx)
-		if err == nil && a.then != nil {
-			if err = a.then(ctx, pool); err != nil {
-				err = errors.Join(err, pool.Close())
-			}
+	l := a.look
+	a.mu.Unlock()
+	if l != nil {
+		patience := time.NewTimer(lookTime - time.Since(l.begun))
+		defer patience.Stop()
+		select {
+		case <-l.ended:
+		case <-patience.C:
+			return nil, fmt.Errorf("%w: pool %s is not there: its storage does not answer since %s; look at the kernel's log", ErrUnavailable, a.name, l.begun.Format(time.RFC3339))
+		case <-ctx.Done():
+			return nil, ctx.Err()
 		}
-		if ctx.Err() != nil && err != nil { // that says nothing of the pool
-			return nil, err
-		}
-		a.looked = time.Now()
-		if err == nil {
-			klog.FromContext(ctx).Info("A pool that was missing is there", "pool", a.name)
-			a.pool.Store(&pool)
-			return pool, nil
-		}
-		a.why = err
 	}
+	if there := a.there.Load(); there != nil {
+		return there, nil
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
 	return nil, fmt.Errorf("%w: pool %s is not there: %s", ErrUnavailable, a.name, a.why.Error())
+}
+
+// find opens the pool, and has done what comes first.
+func (a *Awaited) find(ctx context.Context, l *look) {
+	defer close(l.ended)
+	defer l.end()
+	a.mu.Lock()
+	pool, then, first := a.opened, a.then, a.looked.IsZero()
+	a.opened = nil
+	a.mu.Unlock()
+	var err error
+	if pool == nil {
+		pool, err = a.open(ctx)
+	}
+	if err == nil && then != nil {
+		if err = then(ctx, pool); err != nil {
+			err = errors.Join(err, pool.Close())
+		}
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.look, a.looked, a.why = nil, time.Now(), err
+	switch {
+	case err != nil:
+		if first && !lasting(err) {
+			klog.FromContext(ctx).Error(err, "A pool is not there; it is awaited", "pool", a.name)
+		}
+	case a.closing:
+		_ = pool.Close() // nobody asks any more
+	default:
+		if !first {
+			klog.FromContext(ctx).Info("A pool that was missing is there", "pool", a.name)
+		}
+		a.there.Store(&present{pool: pool})
+	}
 }
 
 // through is a call of the pool, if it is there.
 func through[T any](ctx context.Context, a *Awaited, call func(Pool) (T, error)) (T, error) {
-	pool, err := a.get(ctx)
+	there, err := a.get(ctx)
 	if err != nil {
 		var none T
 		return none, err
 	}
-	return call(pool)
+	there.users.RLock()
+	result, err := call(there.pool)
+	there.users.RUnlock()
+	if errors.Is(err, ErrUnavailable) || errors.Is(err, unix.EIO) {
+		a.leave(ctx, there, err)
+	}
+	return result, err
+}
+
+// leave lets go of a pool that failed, if it says that it has to be opened anew; the next call looks for
+// it. It is closed when its last call has ended.
+func (a *Awaited) leave(ctx context.Context, there *present, why error) {
+	if l, ok := there.pool.(leaver); !ok || !l.gone() {
+		return
+	}
+	a.mu.Lock()
+	left := !a.closing && a.there.CompareAndSwap(there, nil)
+	if left {
+		a.why, a.looked = why, time.Now().Add(-awaitPause)
+	}
+	a.mu.Unlock()
+	if !left {
+		return
+	}
+	log := klog.FromContext(ctx)
+	log.Info("A pool has to be opened anew", "pool", a.name, "why", why.Error())
+	go func() {
+		there.users.Lock()
+		defer there.users.Unlock()
+		if err := there.pool.Close(); err != nil {
+			log.Error(err, "Could not close a pool that is opened anew", "pool", a.name)
+		}
+	}()
 }
 
 // Name of the pool.
@@ -180,20 +296,28 @@ func (a *Awaited) Capacity(ctx context.Context) (Capacity, error) {
 
 // Health: see Pool.
 func (a *Awaited) Health(ctx context.Context, ref Ref) ([]Problem, error) {
-	pool, err := a.get(ctx)
-	if err != nil {
+	if _, err := a.get(ctx); err != nil {
 		return a.missing(ctx, err), ctx.Err()
 	}
-	return pool.Health(ctx, ref)
+	return through(ctx, a, func(p Pool) ([]Problem, error) { return p.Health(ctx, ref) })
 }
 
 // PoolHealth: see Pool.
 func (a *Awaited) PoolHealth(ctx context.Context) []Problem {
-	pool, err := a.get(ctx)
+	there, err := a.get(ctx)
 	if err != nil {
 		return a.missing(ctx, err)
 	}
-	return pool.PoolHealth(ctx)
+	there.users.RLock()
+	problems := there.pool.PoolHealth(ctx)
+	there.users.RUnlock()
+	for _, problem := range problems {
+		if problem.Severity == Inaccessible {
+			a.leave(ctx, there, errors.New(problem.Message))
+			break
+		}
+	}
+	return problems
 }
 
 func (a *Awaited) missing(ctx context.Context, err error) []Problem {
@@ -208,10 +332,25 @@ func (a *Awaited) Orphans(ctx context.Context) (map[Ref][]Device, error) {
 	return through(ctx, a, func(p Pool) (map[Ref][]Device, error) { return p.Orphans(ctx) })
 }
 
-// Close: see Pool.
+// Close: see Pool. A look that hangs is left behind.
 func (a *Awaited) Close() error {
-	if pool := There(a); pool != nil {
-		return pool.Close()
+	a.mu.Lock()
+	a.closing = true
+	l, there, opened := a.look, a.there.Swap(nil), a.opened
+	a.opened = nil
+	a.mu.Unlock()
+	if l != nil {
+		l.end()
+		select {
+		case <-l.ended:
+		case <-time.After(endTime):
+		}
 	}
-	return nil
+	if there != nil {
+		opened = there.pool
+	}
+	if opened == nil {
+		return nil
+	}
+	return opened.Close()
 }

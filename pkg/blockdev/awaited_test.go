@@ -3,6 +3,8 @@ package blockdev_test
 import (
 	"context"
 	"errors"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -29,7 +31,7 @@ func TestAwaited(t *testing.T) {
 			}
 			return disk.Open("late", nil), nil
 		})
-		a.Then(func(ctx context.Context, pool blockdev.Pool) error {
+		a.Then(ctx, func(ctx context.Context, pool blockdev.Pool) error {
 			prepared++
 			if _, err := pool.Capacity(ctx); err != nil {
 				return err
@@ -87,6 +89,78 @@ func TestAwaited(t *testing.T) {
 	})
 }
 
+// TestAwaitedHangs: a pool whose storage hangs holds up who asks for it for a while, and then nobody; it
+// is there as soon as the storage answers.
+func TestAwaitedHangs(t *testing.T) {
+	for _, hanging := range []string{"open", "then"} {
+		t.Run(hanging, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				ctx := t.Context()
+				answers := make(chan struct{})
+				hang := func(where string) {
+					if where == hanging {
+						<-answers
+					}
+				}
+				var opened int
+				disk := memory.NewDisk(1 << 30)
+				a := blockdev.NewAwaited("slow", errors.New("no disk"), func(context.Context) (blockdev.Pool, error) {
+					opened++
+					hang("open")
+					return disk.Open("slow", nil), nil
+				})
+				a.Then(ctx, func(context.Context, blockdev.Pool) error { hang("then"); return nil })
+				time.Sleep(time.Minute)
+				for i, within := range []time.Duration{11 * time.Second, 0, 0} {
+					begun := time.Now()
+					_, err := a.Get(ctx, vol("a"))
+					if took := time.Since(begun); !errors.Is(err, blockdev.ErrUnavailable) || !strings.Contains(err.Error(), "does not answer") || took > within {
+						t.Errorf("call %d: %v, after %s", i, err, took)
+					}
+					if problems := a.PoolHealth(ctx); len(problems) != 1 || problems[0].Severity != blockdev.Inaccessible {
+						t.Errorf("health of a pool that hangs: %v", problems)
+					}
+				}
+				short, cancel := context.WithTimeout(ctx, time.Second)
+				defer cancel()
+				if _, err := a.Get(short, vol("a")); err == nil {
+					t.Error("it is there")
+				}
+				close(answers)
+				synctest.Wait()
+				if _, err := a.Get(ctx, vol("a")); !errors.Is(err, blockdev.ErrNotFound) || opened != 1 {
+					t.Errorf("Get of a pool that answers: %v, after it was opened %d times", err, opened)
+				}
+				must(t, a.Close())
+			})
+		})
+	}
+}
+
+// TestAwaitedFails: what has to be done first over a pool that is there may fail, and then it is not there.
+func TestAwaitedFails(t *testing.T) {
+	dir := t.TempDir()
+	pool, err := blockdev.OpenOrAwait(t.Context(), "bad", "file://"+dir+"?create=1", nil)
+	must(t, err)
+	a := pool.(*blockdev.Awaited)
+	defer func() { must(t, a.Close()) }()
+	if blockdev.There(pool) == nil {
+		t.Fatal("it is not there")
+	}
+	a.Then(t.Context(), func(context.Context, blockdev.Pool) error { return errors.New("input/output error") })
+	_, err = pool.Get(t.Context(), vol("a"))
+	fails(t, err, blockdev.ErrUnavailable, "Get")
+	if blockdev.There(pool) != nil || !strings.Contains(err.Error(), "input/output error") {
+		t.Errorf("it is there, or says something else: %v", err)
+	}
+	// What does not pass is said at once.
+	fails(t, second(blockdev.OpenOrAwait(t.Context(), "bad", "file://"+dir+"?create=2", nil)), blockdev.ErrInvalid, "a wrong URL")
+	must(t, os.WriteFile(filepath.Join(dir, "file"), nil, 0o600))
+	fails(t, second(blockdev.OpenOrAwait(t.Context(), "bad", "file://"+dir+"/file", nil)), blockdev.ErrInvalid, "a file")
+	opened(t, filepath.Join(dir, "other"))
+	fails(t, second(blockdev.OpenOrAwait(t.Context(), "bad", "file://"+dir+"/other", nil)), blockdev.ErrInUse, "a pool of another process")
+}
+
 // TestLVMComesLater: a group, and a thin pool, whose disk comes later than the driver; what is on
 // other disks is served meanwhile.
 func TestLVMComesLater(t *testing.T) {
@@ -111,7 +185,7 @@ func TestLVMComesLater(t *testing.T) {
 	}
 	pools := map[string]*lvmFixture{}
 	for name, url := range urls {
-		pool, err := blockdev.OpenOrAwait(t.Context(), name, url)
+		pool, err := blockdev.OpenOrAwait(t.Context(), name, url, nil)
 		must(t, err)
 		f := &lvmFixture{T: t, group: group, url: url, pool: pool}
 		if name == "other" {

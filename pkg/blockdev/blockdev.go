@@ -83,6 +83,9 @@ type Record struct {
 	Size int64
 	// Thin: space is taken when written, not when made.
 	Thin bool
+	// Sector is the logical sector of its devices in bytes, the same on each attach and in
+	// each copy; 0: that of the pool's disks, or 512 over files.
+	Sector int64
 	// Origin is what the bytes were copied from; the zero Ref if they began as zeros.
 	Origin Ref
 	// Created is when the object was made; of a snapshot, the moment of the cut.
@@ -101,7 +104,7 @@ type Spec struct {
 	// Provisioning that the pool does not have is refused with ErrUnsupported.
 	Provisioning Provisioning
 	Origin       Ref // copy this object; the zero Ref for zeros
-	// Quiesced: the caller holds back all writes to the origin until Create returns
+	// Quiesced: the caller holds back all writes to the origin until Cut is called, or Create returns
 	// (a frozen filesystem). Without it, a pool that has to copy an attached origin
 	// byte by byte proves afterwards that the origin did not change meanwhile.
 	Quiesced bool
@@ -118,7 +121,8 @@ type Spec struct {
 // Attachment says how to attach.
 type Attachment struct {
 	ReadOnly bool
-	// Keep: the device stays until Detach, whoever holds it. Without Keep the pool
+	// Keep: the device stays until Detach, whoever holds it, and whatever is done to it:
+	// it can be handed out to somebody who is not to be trusted with it. Without Keep the pool
 	// may take the device away once nothing has it open or mounted any more, so a
 	// crash leaves nothing behind; Device.Close is then the end of the caller's hold.
 	Keep bool
@@ -149,7 +153,16 @@ type Device struct {
 	Number   uint64 // device number, as in st_rdev (makedev(3))
 	Size     int64  // bytes
 	ReadOnly bool
+	below    string // path of the device whose queue has the I/O scheduler; empty: its own
 	hold     func() error
+}
+
+// queue returns the path of the device that has a setting of the block queue.
+func (d Device) queue(setting string) string {
+	if setting == "scheduler" && d.below != "" {
+		return d.below
+	}
+	return d.Path
 }
 
 // Close gives up the caller's hold on the device. It detaches nothing that is
@@ -253,13 +266,24 @@ type Pool interface {
 	Close() error
 }
 
+// Identified is a Pool with an identity of its own, that it has from its first day on, whatever it
+// is named, and wherever its storage is. ID is never another one; it is empty if a pool of an
+// older driver could not be given one yet.
+type Identified interface{ ID() string }
+
 // Extent is a range of bytes of a volume or snapshot.
 type Extent struct{ Offset, Length int64 }
 
-// Prover is a Pool that can prove without reading it that nothing was ever written to an
-// object; false means only that it cannot.
+// Prover is a Pool that knows whether anything but zeros was ever written to an object, wherever
+// in it.
 type Prover interface {
 	Untouched(ctx context.Context, ref Ref) (bool, error)
+}
+
+// Measurer is a Pool that knows how much of an object has space of its own, or shared with
+// copies, in bytes; of one that is not thin, that is its size.
+type Measurer interface {
+	Used(ctx context.Context, ref Ref) (int64, error)
 }
 
 // Suspender is a Pool whose copies of an attached origin are of one moment, whether it is

@@ -27,6 +27,7 @@ const (
 	dmDevStatus    = 0x07
 	dmTableLoad    = 0x09
 	dmTableClear   = 0x0a
+	dmTableDeps    = 0x0b
 	dmTableStatus  = 0x0c
 	dmListVersions = 0x0d
 	dmTargetMsg    = 0x0e
@@ -78,6 +79,7 @@ type dmDevice struct {
 	uuid      string
 	minor     uint32
 	opens     int
+	targets   int // of the table in effect
 	readOnly  bool
 	suspended bool
 	live      bool // it has a table; without, whoever made it was cut short, and nobody can open it
@@ -124,8 +126,8 @@ func dmFind(name string) (*dmDevice, error) {
 	if err != nil {
 		return nil, fmt.Errorf("status of device %s: %w", name, systemError(err))
 	}
-	major, minor := uint32(h.dev>>8&0xfff), uint32(h.dev&0xff|h.dev>>12&0xfff00)
-	return &dmDevice{name: name, uuid: cString(h.uuid[:]), minor: minor, number: unix.Mkdev(major, minor), opens: int(h.openCount),
+	number := decodeDevice(h.dev)
+	return &dmDevice{name: name, uuid: cString(h.uuid[:]), minor: unix.Minor(number), number: number, opens: int(h.openCount), targets: int(h.targetCount),
 		readOnly: h.flags&dmReadOnly != 0, suspended: h.flags&dmSuspended != 0, live: h.flags&dmActive != 0, loaded: h.flags&dmInactive != 0, deferred: h.flags&dmDeferredRemove != 0}, nil
 }
 
@@ -187,7 +189,7 @@ func dmClear(name string) error {
 	return nil
 }
 
-// dmLinear makes a device that shows another one, or brings it to its size.
+// dmLinear makes a device that shows another one, or brings it to its size (bytes).
 func dmLinear(name, uuid string, under uint64, size int64, readOnly bool) error {
 	var flags uint32
 	if readOnly {
@@ -202,14 +204,10 @@ func dmLinear(name, uuid string, under uint64, size int64, readOnly bool) error 
 	if err != nil && !errors.Is(err, unix.EBUSY) { // EBUSY: it is there
 		return fmt.Errorf("make device %s: %w", name, systemError(err))
 	}
-	spec := dmTargetSpec{length: uint64(size) / 512}
-	copy(spec.kind[:], "linear")
-	table := unsafe.Slice((*byte)(unsafe.Pointer(&spec)), unsafe.Sizeof(spec))
-	table = append(bytes.Clone(table), fmt.Sprintf("%d:%d 0\x00", unix.Major(under), unix.Minor(under))...)
-	table = append(table, make([]byte, -len(table)&7)...)
+	targets, table := dmShow(under, size)
 	_, _, err = dmCall(dmTableLoad, func(h *dmHeader) {
 		dmNamed(name)(h)
-		h.flags, h.targetCount = flags, 1
+		h.flags, h.targetCount = flags, targets
 	}, table)
 	if err == nil {
 		err = dmResume(name, dmNoScan)
@@ -222,6 +220,49 @@ func dmLinear(name, uuid string, under uint64, size int64, readOnly bool) error 
 		return fmt.Errorf("load the table of device %s: %w", name, systemError(err))
 	}
 	return nil
+}
+
+// dmShow is the table of a device that shows another one, and passes none of the ioctls down
+// that the kernel does not know itself: it does so only for a table of one target that can
+// (dm_prepare_ioctl in drivers/md/dm.c; persistent reservations, dm_call_pr). So there are two
+// linear targets, side by side; for what is too small to be split, a single stripe, which cannot.
+func dmShow(under uint64, size int64) (targets uint32, table []byte) {
+	const sector = 512
+	device := fmt.Sprintf("%d:%d", unix.Major(under), unix.Minor(under))
+	split := (size - Granularity) / sector
+	if split <= 0 {
+		return 1, dmTargetOf(0, size/sector, "striped", fmt.Sprintf("1 %d %s 0", size/sector, device))
+	}
+	return 2, append(dmTargetOf(0, split, "linear", device+" 0"),
+		dmTargetOf(split, Granularity/sector, "linear", fmt.Sprintf("%s %d", device, split))...)
+}
+
+// dmTargetOf is one target of a table, as dmTableLoad takes it; start and length in sectors of 512 bytes.
+func dmTargetOf(start, length int64, kind, arguments string) []byte {
+	spec := dmTargetSpec{start: uint64(start), length: uint64(length)}
+	copy(spec.kind[:], kind)
+	const size = int(unsafe.Sizeof(dmTargetSpec{}))
+	spec.next = uint32(size+len(arguments)+8) &^ 7 // with the zero at the end of the arguments
+	target := make([]byte, spec.next)
+	copy(target, unsafe.Slice((*byte)(unsafe.Pointer(&spec)), size))
+	copy(target[size:], arguments)
+	return target
+}
+
+// dmBelow returns the numbers of the devices that the table in effect of a device uses.
+func dmBelow(name string) ([]uint64, error) {
+	_, data, err := dmCall(dmTableDeps, dmNamed(name), nil)
+	if err != nil {
+		return nil, fmt.Errorf("devices below device %s: %w", name, systemError(err))
+	}
+	if len(data) < 8 {
+		return nil, nil
+	}
+	var devices []uint64 // u32 count, 4 bytes of nothing, the numbers
+	for count, at := *(*uint32)(unsafe.Pointer(&data[0])), 8; count > 0 && at+8 <= len(data); count, at = count-1, at+8 {
+		devices = append(devices, decodeDevice(*(*uint64)(unsafe.Pointer(&data[at]))))
+	}
+	return devices, nil
 }
 
 // dmTarget returns the first target of a device, and what it says of itself.

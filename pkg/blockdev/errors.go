@@ -1,6 +1,9 @@
 package blockdev
 
-import "errors"
+import (
+	"errors"
+	"fmt"
+)
 
 // The closed list of what can go wrong below the CSI services. Every error that
 // leaves a pool, a filesystem or a mount operation wraps exactly one of these
@@ -35,3 +38,9 @@ var (
 	// ErrUnsupported: this pool, kernel or tool cannot do it.
 	ErrUnsupported = errors.New("not supported")
 )
+
+// recast returns an error of one kind that was caused by another one, of which it has the words
+// only: to who asked, it would mean something else.
+func recast(kind, cause error, format string, args ...any) error {
+	return fmt.Errorf("%w: %s: %s", kind, fmt.Sprintf(format, args...), cause.Error())
+}

@@ -9,6 +9,7 @@ import (
 	"os"
 	"strings"
 	"sync"
+	"syscall"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -17,7 +18,9 @@ import (
 
 // filePool keeps each object as an image file with a record file beside it:
 //
+//	FOLDER/pool                the identity of the pool (filepool_place.go)
 //	FOLDER/lock                flock(2) by the one process that may use the pool
+//	FOLDER/volumes             flock(2) too: the lock may be removed
 //	FOLDER/volumes/KEY.rec     the record (record.go)
 //	FOLDER/volumes/KEY.img     the bytes
 //	FOLDER/snapshots/KEY.rec, KEY.img
@@ -31,30 +34,37 @@ import (
 type filePool struct {
 	name     string
 	location Location
+	id       string
 	root     *os.Root
 	lock     *os.File
 	folders  map[Kind]*os.File // held to be synced
-	reflink  bool              // the filesystem can share blocks between files
-	kind     int64             // of the filesystem, as in statfs(2)
+	folderID map[Kind]string
+	device   uint64 // that the folders are on
+	mapper   bool   // the kernel has a device mapper
+	reflink  bool   // the filesystem can share blocks between files
+	kind     int64  // of the filesystem, as in statfs(2)
+	block    int64  // of the filesystem in bytes, or less
 
 	mu sync.Mutex
 	index[*object]
-	damaged map[Ref]error // records that cannot be read
-	strays  []string      // images without a record
-	loops   map[Ref][]int // loop devices last seen over the object
+	damaged map[Ref]error       // records that cannot be read
+	strays  []string            // images without a record
+	loops   map[Ref][]knownLoop // loop devices last seen over the object
+	covered map[Ref]bool        // objects that may have a device over their loop device
 
 	space space
 }
 
 // object is what is known of one record file.
 type object struct {
-	stored     *stored
-	generation uint64
-	copied     int64     // bytes of an unfinished copy that are in place
-	cut        time.Time // of the origin of that copy
-	active     bool      // somebody is making it ready, or removing it
-	touched    time.Time // of an unfinished copy: when it was last worked on; zero if only its removal is left
-	allocated  int64     // bytes of the filesystem that the image took when last measured
+	stored  *stored
+	at      position
+	copied  int64     // bytes of an unfinished copy that are in place
+	cut     time.Time // of the origin of that copy
+	active  bool      // somebody is making it ready, or removing it
+	touched time.Time // of an unfinished copy: when it was last worked on; zero if only its removal is left
+	copying bool      // btrfs writes the image to new places (an older driver made it)
+	use     use       // of the filesystem
 }
 
 func (o *object) size() int64 { return max(o.stored.Size, o.stored.Growing) }
@@ -64,63 +74,68 @@ var folderNames = map[Kind]string{Volume: "volumes", Snapshot: "snapshots"}
 func recordPath(ref Ref) string { return folderNames[ref.Kind] + "/" + ref.Key + ".rec" }
 func imagePath(ref Ref) string  { return folderNames[ref.Kind] + "/" + ref.Key + ".img" }
 
-// label of the loop devices over an object: with it, a device tells its volume
-// without any record.
-func (p *filePool) label(ref Ref) string {
-	return string(ref.Kind) + "." + p.name + "." + ref.Key
-}
-
-func openFilePool(ctx context.Context, name string, loc Location) (_ Pool, err error) {
-	p := &filePool{name: name, location: loc, folders: map[Kind]*os.File{}, index: newIndex[*object](), damaged: map[Ref]error{}, loops: map[Ref][]int{}}
+func openFilePool(ctx context.Context, name string, loc Location, known Known) (_ Pool, err error) {
+	p := &filePool{name: name, location: loc, folders: map[Kind]*os.File{}, index: newIndex[*object](), damaged: map[Ref]error{}, loops: map[Ref][]knownLoop{}, covered: map[Ref]bool{}, folderID: map[Kind]string{}}
 	p.space.unfinished = map[Ref]bool{}
+	p.space.survey.most = surveyExtents
+	p.space.survey.context, p.space.survey.stop = context.WithCancel(context.WithoutCancel(ctx))
 	defer func() {
 		if err != nil {
 			p.Close()
 			err = fmt.Errorf("open pool %s at %s: %w", name, loc.Path, err)
 		}
 	}()
-	if loc.Create == 0 {
-		for _, folder := range folderNames {
-			if _, err := os.Stat(loc.Path + "/" + folder); err != nil {
-				return nil, fmt.Errorf("%w: there is no pool, and create=0 says to make none; is its filesystem mounted? %w", ErrUnavailable, err)
-			}
-		}
+	var whole bool
+	if p.root, p.id, whole, err = openPlace(ctx, loc, known); err != nil {
+		return nil, err
 	}
-	if err := os.MkdirAll(loc.Path, 0o700); err != nil {
-		return nil, systemError(err)
-	}
-	if p.root, err = os.OpenRoot(loc.Path); err != nil {
-		return nil, systemError(err)
-	}
-	if p.lock, err = p.root.OpenFile("lock", os.O_RDWR|os.O_CREATE, 0o600); err != nil {
-		return nil, systemError(err)
-	}
-	if err := unix.Flock(int(p.lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		if errors.Is(err, unix.EWOULDBLOCK) {
-			return nil, fmt.Errorf("%w: another process uses this folder as a pool", ErrInUse)
-		}
-		return nil, systemError(err)
+	if p.lock, err = lockPool(p.root); err != nil {
+		return nil, err
 	}
 	for kind, folder := range folderNames {
-		if err := p.root.Mkdir(folder, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
-			return nil, systemError(err)
-		}
 		if p.folders[kind], err = p.root.Open(folder); err != nil {
 			return nil, systemError(err)
 		}
+		if p.folderID[kind], err = folderID(p.folders[kind]); err != nil {
+			return nil, err
+		}
+	}
+	// Somebody may take the lock file for a stale one, and remove it.
+	if err := exclusive(p.folders[Volume]); err != nil {
+		return nil, err
+	}
+	var shared bool
+	if p.location.ReservePercent, shared, err = loc.Reserve(); err != nil {
+		return nil, err
+	}
+	klog.FromContext(ctx).V(2).Info("Reserve of the pool", "pool", name, "percent", p.location.ReservePercent, "sharesFilesystem", shared)
+	if err := p.identify(ctx, whole); err != nil {
+		return nil, err
 	}
 	var st unix.Statfs_t
 	if err := unix.Fstatfs(int(p.lock.Fd()), &st); err != nil {
 		return nil, systemError(err)
 	}
-	p.kind = st.Type
+	p.kind, p.block = st.Type, min(st.Bsize, Granularity)
+	var folder unix.Stat_t
+	if err := unix.Fstat(int(p.lock.Fd()), &folder); err != nil {
+		return nil, systemError(err)
+	}
+	p.device = folder.Dev
 	p.reflink = canReflink(p.lock)
 	for kind := range folderNames {
 		if err := p.load(kind); err != nil {
 			return nil, err
 		}
 	}
+	if err := p.prepareInPlace(ctx); err != nil {
+		return nil, err
+	}
 	if err := p.findLoops(); err != nil {
+		return nil, err
+	}
+	p.secureAll(ctx)
+	if err := p.recoverGuards(ctx); err != nil {
 		return nil, err
 	}
 	p.sweep(ctx)
@@ -140,30 +155,40 @@ func (p *filePool) load(kind Kind) error {
 		}
 	}
 	for _, entry := range entries {
+		if strings.HasSuffix(entry.Name(), ".rec"+freshRecord) { // a crash came before it took the place of the record
+			if err := p.root.Remove(folderNames[kind] + "/" + entry.Name()); err != nil {
+				return systemError(err)
+			}
+		}
 		key, ok := strings.CutSuffix(entry.Name(), ".rec")
 		ref := Ref{kind, key}
 		if !ok || ref.validate() != nil {
 			continue
 		}
-		s, generation, err := readRecord(p.root, recordPath(ref))
-		if err == nil && s.decoded.Ref != ref {
-			err = fmt.Errorf("%w: %s says it is of %s", errRecord, recordPath(ref), s.decoded.Ref)
-		}
+		s, at, err := readRecord(p.root, recordPath(ref), ref)
 		switch {
 		case err == nil:
-			p.insert(&object{stored: s, generation: generation})
+			p.insert(&object{stored: s, at: at})
 		case errors.Is(err, errEmpty) && !images[key]:
 			// A crash before the record was on disk; nothing was ever handed out.
 			if err := p.root.Remove(recordPath(ref)); err != nil {
 				return systemError(err)
 			}
-		default:
+		case errors.Is(err, ErrUnavailable): // it says nothing of the record
+			return err
+		case errors.Is(err, ErrDataLoss):
 			p.damaged[ref] = err
+		default:
+			p.damaged[ref] = fmt.Errorf("%w: %w", errRecord, err)
 		}
 		delete(images, key)
 	}
 	for key := range images {
+		ref := Ref{kind, key}
 		p.strays = append(p.strays, folderNames[kind]+"/"+key+".img")
+		if ref.validate() == nil {
+			p.damaged[ref] = errNoRecord
+		}
 	}
 	return nil
 }
@@ -173,25 +198,30 @@ func (p *filePool) load(kind Kind) error {
 func (p *filePool) insert(o *object) {
 	p.put(o.stored.decoded.Ref, o)
 	p.space.promised += o.size()
+	o.use.shared = p.reflink && o.stored.Origin != ""
 }
 
 func (p *filePool) forget(ref Ref) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	o := p.objects[ref]
-	entangled := p.entangled()(o)
 	p.index.remove(ref)
 	delete(p.space.unfinished, ref)
 	p.space.promised -= o.size()
-	p.space.allocated -= o.allocated
-	if entangled {
-		p.space.measured = time.Time{}
+	p.space.allocated -= o.use.counted
+	if o.use.shared {
+		p.space.measured, p.space.survey.due = time.Time{}, true
 	}
 }
+
+// sweepTime bounds how long a call works on what others have left, and the start on all of it.
+const sweepTime = 2 * time.Second
 
 // sweep finishes what a crash, or a caller that never came back, left half-done.
 // A failure is left for the next sweep: it costs space, not data.
 func (p *filePool) sweep(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, 5*sweepTime)
+	defer cancel()
 	p.mu.Lock()
 	var unfinished []Ref
 	for ref, o := range p.objects {
@@ -207,7 +237,7 @@ func (p *filePool) sweep(ctx context.Context) {
 		if o := p.find(ref); o.stored.State == ready {
 			_, err = p.Expand(ctx, ref, o.stored.Growing)
 		} else {
-			err = p.remove(ref)
+			err = p.remove(ctx, ref)
 		}
 		if err != nil {
 			klog.FromContext(ctx).Error(err, "could not finish what was left half-done; the next start tries again", "pool", p.name, "object", ref.String())
@@ -221,6 +251,8 @@ const abandonedAfter = 15 * time.Minute
 // sweepAbandoned gives up unfinished copies that nobody works on any more, and ends
 // removals that failed half-way.
 func (p *filePool) sweepAbandoned(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, sweepTime)
+	defer cancel()
 	p.mu.Lock()
 	var abandoned []Ref
 	for ref := range p.space.unfinished {
@@ -231,7 +263,7 @@ func (p *filePool) sweepAbandoned(ctx context.Context) {
 	}
 	p.mu.Unlock()
 	for _, ref := range abandoned {
-		if err := p.remove(ref); err != nil {
+		if err := p.remove(ctx, ref); err != nil {
 			klog.FromContext(ctx).Error(err, "could not remove what is left of an object; the next call tries again", "pool", p.name, "object", ref.String())
 		}
 	}
@@ -281,16 +313,49 @@ func (p *filePool) List(_ context.Context, kind Kind, after string, limit int) (
 
 // save writes a record over the one of o, on disk and then in memory.
 func (p *filePool) save(o *object, s *stored) error {
-	generation, err := updateRecord(p.root, recordPath(s.decoded.Ref), s, o.generation)
+	at, err := updateRecord(p.root, recordPath(s.decoded.Ref), s, o.at)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	o.at = at
 	if err != nil {
 		return fmt.Errorf("write the record of %s in pool %s: %w", s.decoded.Ref, p.name, err)
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
 	p.space.promised -= o.size()
-	o.stored, o.generation = s, generation
+	o.stored = s
 	p.space.promised += o.size()
 	return nil
+}
+
+// secure makes sure that both slots have the record of o, before anybody acts on what it says.
+func (p *filePool) secure(o *object) error {
+	p.mu.Lock()
+	s, alone := o.stored, o.at.alone
+	p.mu.Unlock()
+	if !alone {
+		return nil
+	}
+	return p.save(o, s)
+}
+
+// secureAll does so for all, when the pool is opened: what a crash left between the slots, what
+// rotted, and what is of version 1. Records that cannot be written now (the disk may be full) are
+// when they are used.
+func (p *filePool) secureAll(ctx context.Context) {
+	log := klog.FromContext(ctx)
+	var anew []string
+	for ref, o := range p.objects {
+		if !o.at.alone {
+			continue
+		}
+		if err := p.secure(o); err != nil {
+			log.Error(err, "One of the two slots of a record could not be written; it is tried again when the record is used", "pool", p.name, "object", ref.String())
+		} else {
+			anew = append(anew, ref.String())
+		}
+	}
+	if len(anew) > 0 {
+		log.Info("Records whose slots were not alike, or of an older version, were written anew", "pool", p.name, "count", len(anew), "first", anew[0])
+	}
 }
 
 func (p *filePool) SetLabels(_ context.Context, ref Ref, change func(map[string]string) error) (Record, error) {
@@ -299,8 +364,11 @@ func (p *filePool) SetLabels(_ context.Context, ref Ref, change func(map[string]
 		return Record{}, err
 	}
 	record, err := changeLabels(s.decoded, change)
-	if err != nil || maps.Equal(record.Labels, s.Labels) {
+	if err != nil {
 		return record, err
+	}
+	if maps.Equal(record.Labels, s.Labels) {
+		return record, p.secure(o)
 	}
 	if err := p.save(o, newStored(record, ready, s.Growing)); err != nil {
 		return Record{}, err
@@ -316,8 +384,8 @@ func (p *filePool) Delete(ctx context.Context, ref Ref) error {
 	damaged, o := p.damaged[ref], p.objects[ref]
 	p.mu.Unlock()
 	if damaged != nil {
-		return fmt.Errorf("%w: %s in pool %s is not deleted, because its record cannot be read (%w): look at %s, and remove it and the image by hand if nobody needs them",
-			ErrPrecondition, ref, p.name, damaged, recordPath(ref))
+		return recast(ErrPrecondition, damaged, "%s in pool %s is not deleted, because its record cannot be read; look at %s, and remove it and the image by hand if nobody needs them",
+			ref, p.name, recordPath(ref))
 	}
 	if o == nil {
 		return nil
@@ -334,25 +402,22 @@ func (p *filePool) Delete(ctx context.Context, ref Ref) error {
 	if busy {
 		return fmt.Errorf("delete %s in pool %s: %w", ref, p.name, ErrBusy)
 	}
-	return p.remove(ref)
+	return p.remove(ctx, ref)
 }
 
 // remove takes the bytes away, then the record. Unlinked files need no sync of the
 // folder: should a power cut bring them back, the record still says deleting (or
 // creating) and the next start removes them again.
 //
-// The space has to be back before that is said: XFS frees unlinked files in the
-// background, but a truncated one at once; btrfs counts space as free from its next
-// commit on.
-//
-// The object is nobody's from the moment its record says so. What fails after that is
-// tried again by the next Create or Capacity, as the caller may not come back.
-func (p *filePool) remove(ref Ref) error {
+// The object is nobody's from the moment its record says so. What fails after that, or takes
+// longer than the context, is tried again by the next Create or Capacity, as the caller may
+// not come back.
+func (p *filePool) remove(ctx context.Context, ref Ref) error {
 	o := p.find(ref)
 	if o == nil {
 		return nil
 	}
-	if err := p.removeFiles(ref, o); err != nil {
+	if err := p.removeFiles(ctx, ref, o); err != nil {
 		p.mu.Lock()
 		defer p.mu.Unlock()
 		o.active, o.touched = false, time.Time{}
@@ -365,43 +430,106 @@ func (p *filePool) remove(ref Ref) error {
 	return nil
 }
 
-func (p *filePool) removeFiles(ref Ref, o *object) error {
+// removeFiles: a filesystem may be so full that it takes no change of a record (btrfs, which
+// writes its own metadata to new places, can always remove files and not always write). Then
+// the image goes without that; should a crash come in between, the object has lost its bytes,
+// which is reported (ErrDataLoss), and the retry of the deletion removes the rest.
+func (p *filePool) removeFiles(ctx context.Context, ref Ref, o *object) error {
 	o.copied = 0 // there is nothing to go on with any more
 	if o.stored.State == ready {
-		if err := p.save(o, newStored(o.stored.decoded, deleting, o.stored.Growing)); err != nil {
+		if err := p.save(o, newStored(o.stored.decoded, deleting, o.stored.Growing)); err != nil && !errors.Is(err, ErrNoSpace) {
 			return err
 		}
 	}
-	if err := p.empty(imagePath(ref)); err != nil {
-		return fmt.Errorf("empty the image of %s in pool %s: %w", ref, p.name, systemError(err))
+	if err := p.empty(ctx, ref); err != nil {
+		return fmt.Errorf("empty the image of %s in pool %s: %w", ref, p.name, err)
 	}
-	for _, path := range []string{imagePath(ref), recordPath(ref)} {
-		if err := p.root.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
-			return fmt.Errorf("remove %s from pool %s: %w", path, p.name, systemError(err))
+	if err := p.unlink(imagePath(ref)); err != nil {
+		return err
+	}
+	if p.kind == unix.BTRFS_SUPER_MAGIC { // it counts space as free from its next commit on
+		if err := unix.Syncfs(int(p.lock.Fd())); err != nil {
+			return fmt.Errorf("sync the filesystem of pool %s: %w", p.name, systemError(err))
+		}
+	}
+	return p.unlink(recordPath(ref))
+}
+
+// unlink removes a file, if it is there.
+func (p *filePool) unlink(path string) error {
+	if err := p.root.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("remove %s from pool %s: %w", path, p.name, systemError(err))
+	}
+	return nil
+}
+
+// empty gives back what an image takes. That is said only when it is so: XFS frees unlinked
+// files in the background, but a truncated one at once. Each extent takes the kernel some
+// 30 us, and an image that was written at random has millions of them: so large ones go in
+// steps, between which the context may end it. A retry goes on with what is left.
+// What is there and is not the object's image, or has a second name, keeps its bytes.
+func (p *filePool) empty(ctx context.Context, ref Ref) error {
+	info, err := p.root.Lstat(imagePath(ref))
+	if errors.Is(err, fs.ErrNotExist) || err == nil && !info.Mode().IsRegular() {
+		return nil
+	}
+	image, err := p.root.OpenFile(imagePath(ref), os.O_WRONLY, 0)
+	if err != nil {
+		return systemError(err)
+	}
+	defer image.Close()
+	if err := p.checkOwner(ref, image, false); errors.Is(err, errNotOwn) {
+		return nil
+	}
+	if info, err = image.Stat(); err != nil {
+		return systemError(err)
+	}
+	if info.Sys().(*syscall.Stat_t).Nlink > 1 {
+		return nil
+	}
+	at := info.Size()
+	err = inSteps(ctx, info.Size(), func(n int64) error {
+		if at -= n; at == 0 && p.kind != unix.XFS_SUPER_MAGIC && p.kind != unix.BTRFS_SUPER_MAGIC {
+			return nil
+		}
+		return systemError(image.Truncate(at))
+	})
+	if errors.Is(err, ErrNoSpace) { // to unlink it always works
+		return nil
+	}
+	return err
+}
+
+// firstStep is how much of an image a system call is to work on whose time depends on the
+// number of extents, in bytes: at most 16384 of them.
+const firstStep = 64 << 20
+
+// quickStep is the time of a step after which the next one may be twice as large.
+const quickStep = 50 * time.Millisecond
+
+// inSteps has n bytes worked on in parts, between which the context may end it: small ones
+// where they take long, and ever larger ones otherwise.
+func inSteps(ctx context.Context, n int64, work func(n int64) error) error {
+	for step := int64(firstStep); n > 0; {
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		began, part := time.Now(), min(step, n)
+		if err := work(part); err != nil {
+			return err
+		}
+		n -= part
+		if time.Since(began) < quickStep {
+			step *= 2
+		} else {
+			step = firstStep
 		}
 	}
 	return nil
 }
 
-func (p *filePool) empty(path string) error {
-	if p.kind != unix.XFS_SUPER_MAGIC && p.kind != unix.BTRFS_SUPER_MAGIC {
-		return nil
-	}
-	image, err := p.root.OpenFile(path, os.O_WRONLY, 0)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil
-	}
-	if err != nil {
-		return err
-	}
-	defer image.Close()
-	if err := image.Truncate(0); err != nil || p.kind != unix.BTRFS_SUPER_MAGIC {
-		return err
-	}
-	return unix.Syncfs(int(image.Fd()))
-}
-
 func (p *filePool) Close() error {
+	p.space.survey.close()
 	var failures []error
 	if p.lock != nil {
 		failures = append(failures, p.lock.Close())

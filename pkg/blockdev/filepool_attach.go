@@ -1,31 +1,96 @@
 package blockdev
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"io/fs"
 	"os"
+	"path"
 	"slices"
 	"strings"
 	"syscall"
 	"time"
-	"unsafe"
 
 	"golang.org/x/sys/unix"
 )
 
-// findLoops looks once, at the start, at all loop devices of the machine and notes
-// those over images of this pool. After that, no call looks at more than its own.
+// knownLoop is a loop device that was seen over an object: over its image, or, as its keeper,
+// over the device that is.
+type knownLoop struct {
+	number        int
+	device, inode uint64 // of its backing file
+}
+
+// attachedLoop is a loop device that is open and known to be over the image of an object.
+type attachedLoop struct {
+	loopBacking
+	file *os.File
+	guard
+}
+
+// know notes a loop device of an object.
+func (p *filePool) know(ref Ref, b loopBacking) {
+	known := knownLoop{b.number, b.device, b.inode}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if !slices.Contains(p.loops[ref], known) {
+		p.loops[ref] = append(p.loops[ref], known)
+	}
+}
+
+// label of the loop devices over an object. The folder in it is that of the pool, so that the
+// pools of several drivers on one kernel do not take each other's devices for theirs.
+func (p *filePool) label(ref Ref) string { return ref.String() + "." + p.folderID[ref.Kind] }
+
+// parseLabel is the inverse of label; false for those of other pools.
+func (p *filePool) parseLabel(label string) (Ref, bool) {
+	name, folder, _ := cutLast(label)
+	ref := parseRef(name)
+	return ref, ref.validate() == nil && folder == p.folderID[ref.Kind]
+}
+
+// cutLast cuts the last two parts off a label.
+func cutLast(label string) (name, folder string, found bool) {
+	parts := strings.Split(label, ".")
+	if len(parts) != 4 {
+		return "", "", false
+	}
+	return parts[0] + "." + parts[1], parts[2] + "." + parts[3], true
+}
+
+// folderID names a folder among all of one kernel: device and inode number, in hexadecimal.
+func folderID(folder *os.File) (string, error) {
+	var st unix.Stat_t
+	if err := unix.Fstat(int(folder.Fd()), &st); err != nil {
+		return "", systemError(err)
+	}
+	return fmt.Sprintf("%x.%x", unix.Major(st.Dev)<<20|unix.Minor(st.Dev), st.Ino), nil
+}
+
+// backingName returns what the kernel says to be the path of a loop device's backing file, and
+// whether that is unlinked. The folders in it may be those of another mount namespace.
+func backingName(n int) (name string, unlinked bool, err error) {
+	b, err := os.ReadFile(fmt.Sprintf("/sys/block/loop%d/loop/backing_file", n))
+	name, unlinked = strings.CutSuffix(strings.TrimSpace(string(b)), " (deleted)")
+	return name, unlinked, err
+}
+
+// findLoops looks once, at the start, at all loop devices of the machine and notes those of
+// this pool. After that, no call looks at more than its own. The path of the backing file says
+// which devices to look at, and what they are compared with; it is no proof.
 func (p *filePool) findLoops() error {
 	numbers, err := configuredLoops()
 	if err != nil {
 		return fmt.Errorf("list loop devices: %w", err)
 	}
+	rest := map[int]loopBacking{} // over no image that is there
+	kept := map[int]Ref{}         // by the number of the device that their keeper is over
 	for _, n := range numbers {
 		// Not those that are surely others': to open a device is to hold it for a moment.
-		backing, err := os.ReadFile(fmt.Sprintf("/sys/block/loop%d/loop/backing_file", n))
-		if err != nil || !strings.HasSuffix(strings.TrimSuffix(strings.TrimSpace(string(backing)), " (deleted)"), ".img") {
+		name, unlinked, err := backingName(n)
+		if base := path.Base(name); err != nil || (!strings.HasSuffix(base, ".img") && !strings.HasPrefix(base, "loop")) {
 			continue
 		}
 		f, err := openLoop(n, os.O_RDONLY)
@@ -37,84 +102,113 @@ func (p *filePool) findLoops() error {
 		if err != nil {
 			continue
 		}
-		if ref, ok := p.parseLabel(status.label); ok {
-			p.loops[ref] = append(p.loops[ref], n)
+		ref, labelled := p.parseLabel(status.label)
+		if status.node != 0 { // a pod has no device like this one, so the label is as we wrote it
+			if labelled && unix.Major(status.node) == loopMajor {
+				kept[int(unix.Minor(status.node))] = ref
+				p.know(ref, status)
+			}
+			continue
+		}
+		over := imageAt(name)
+		info, err := p.root.Stat(imagePath(over))
+		switch {
+		case over.validate() == nil && err == nil && isImage(info, status):
+			p.know(over, status)
+		case labelled && unlinked && status.device == p.device:
+			p.know(ref, status)
+		default:
+			rest[n] = status
+		}
+	}
+	for n, ref := range kept {
+		if status, found := rest[n]; found {
+			p.know(ref, status)
 		}
 	}
 	return nil
 }
 
-func (p *filePool) parseLabel(label string) (Ref, bool) {
-	parts := strings.Split(label, ".")
-	if len(parts) != 3 || parts[1] != p.name {
-		return Ref{}, false
+// imageAt returns the object whose image has a path; an invalid one if it is no path of an image.
+func imageAt(name string) Ref {
+	for kind, folder := range folderNames {
+		if path.Base(path.Dir(name)) == folder {
+			return Ref{kind, strings.TrimSuffix(path.Base(name), ".img")}
+		}
 	}
-	ref := Ref{Kind(parts[0]), parts[2]}
-	return ref, ref.validate() == nil
+	return Ref{}
 }
 
-// attachedLoop is a loop device that is open and known to be over one object.
-type attachedLoop struct {
-	loopBacking
-	file *os.File
+// isImage tells whether a loop device is over a file.
+func isImage(info fs.FileInfo, b loopBacking) bool {
+	st := info.Sys().(*syscall.Stat_t)
+	return b.node == 0 && b.device == st.Dev && b.inode == st.Ino
 }
 
-// openLoops opens the loop devices over an object, as far as they still are over it:
-// numbers are reused. The caller closes them.
-func (p *filePool) openLoops(ref Ref) ([]attachedLoop, error) {
+// openLoops opens the loop devices over the image of an object, as far as they still are over
+// it: numbers are reused. The caller closes them.
+func (p *filePool) openLoops(ref Ref) (loops []attachedLoop, err error) {
 	p.mu.Lock()
-	numbers := slices.Clone(p.loops[ref])
+	candidates := slices.Clone(p.loops[ref])
 	p.mu.Unlock()
-	if len(numbers) == 0 {
+	if len(candidates) == 0 {
 		return nil, nil
 	}
-	var image *syscall.Stat_t
-	info, err := p.root.Stat(imagePath(ref))
-	if err == nil {
-		image = info.Sys().(*syscall.Stat_t)
-	} else if !errors.Is(err, fs.ErrNotExist) {
+	defer func() {
+		if err != nil {
+			closeLoops(loops)
+		}
+	}()
+	image, err := p.root.Stat(imagePath(ref))
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return nil, systemError(err)
 	}
-	var loops []attachedLoop
-	var known []int
-	for _, n := range numbers {
-		f, err := openLoop(n, os.O_RDONLY)
+	missing := err != nil
+	var known []knownLoop
+	keepers := map[uint64]guard{} // by the device number of what they are over
+	for _, c := range candidates {
+		f, err := openLoop(c.number, os.O_RDONLY)
 		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENXIO) {
 			continue
 		}
 		if err != nil {
-			closeLoops(loops)
-			return nil, fmt.Errorf("open %s: %w", loopPath(n), systemError(err))
+			return loops, fmt.Errorf("open %s: %w", loopPath(c.number), systemError(err))
 		}
-		status, err := loopStatus(f, n)
-		ours := err == nil && status.label == p.label(ref) && ((image != nil && status.device == image.Dev && status.inode == image.Ino) || p.backedHere(n, ref, status))
-		if !ours {
+		status, err := loopStatus(f, c.number)
+		ours := err == nil && status.device == c.device && status.inode == c.inode
+		if ours && status.node != 0 {
+			keeper := guard{keeper: c.number}
+			keeper.sector, err = sectorSize(f)
+			if ours = err == nil && status.label == p.label(ref); ours {
+				keepers[status.node] = keeper
+			}
 			f.Close()
-			continue
+		} else if ours = ours && ((!missing && isImage(image, status)) || isUnlinked(c.number)); ours {
+			loops = append(loops, attachedLoop{loopBacking: status, file: f, guard: guard{keeper: none}})
+		} else {
+			f.Close()
+			forgetStopped(c.number) // it went with its last user
 		}
-		loops, known = append(loops, attachedLoop{status, f}), append(known, n)
+		if ours {
+			known = append(known, c)
+		}
+	}
+	for i := range loops {
+		if keeper, found := keepers[loops[i].node()]; found {
+			loops[i].guard = keeper
+		}
 	}
 	p.mu.Lock()
-	defer p.mu.Unlock()
-	if len(known) == 0 {
+	if p.loops[ref] = known; len(known) == 0 {
 		delete(p.loops, ref)
-	} else {
-		p.loops[ref] = known
 	}
-	return loops, nil
+	p.mu.Unlock()
+	return loops, p.findCover(ref, loops)
 }
 
-// backedHere tells whether a loop device with the label of an object is over an image of
-// this pool that is not there under its name any more. Another pool of the same name
-// may be elsewhere on this machine, so the label alone is not enough. The kernel adds
-// " (deleted)" to the name of an unlinked file; the folders in it may be those of
-// another mount namespace.
-func (p *filePool) backedHere(n int, ref Ref, status loopBacking) bool {
-	b, err := os.ReadFile(fmt.Sprintf("/sys/block/loop%d/loop/backing_file", n))
-	name, unlinked := strings.CutSuffix(strings.TrimSpace(string(b)), " (deleted)")
-	var here unix.Stat_t
-	return err == nil && (name == p.location.Path+"/"+imagePath(ref) ||
-		(unlinked && unix.Fstat(int(p.lock.Fd()), &here) == nil && here.Dev == status.device))
+func isUnlinked(n int) bool {
+	_, unlinked, err := backingName(n)
+	return err == nil && unlinked
 }
 
 func closeLoops(loops []attachedLoop) {
@@ -123,59 +217,100 @@ func closeLoops(loops []attachedLoop) {
 	}
 }
 
-// device describes an open loop device.
-func (l attachedLoop) device(hold func() error) (Device, error) {
-	var size uint64
-	if err := ioctlPointer(l.file.Fd(), unix.BLKGETSIZE64, unsafe.Pointer(&size)); err != nil {
-		return Device{}, fmt.Errorf("size of %s: %w", loopPath(l.number), systemError(err))
-	}
-	return NewDevice(loopPath(l.number), unix.Mkdev(loopMajor, uint32(l.number)), int64(size), l.readOnly(), hold), nil
-}
+// node is the number of the loop device itself.
+func (l attachedLoop) node() uint64 { return unix.Mkdev(loopMajor, uint32(l.number)) }
 
-func (p *filePool) Attach(ctx context.Context, ref Ref, how Attachment) (Device, error) {
-	_, s, err := p.lookup(ref)
+// kept tells whether a device stays when nobody has it open.
+func (l attachedLoop) kept() bool { return l.stays() || l.guarded() }
+
+// device describes what is handed out of an open loop device.
+func (l attachedLoop) device(hold func() error) (Device, error) {
+	size, err := deviceSize(l.file)
 	if err != nil {
 		return Device{}, err
 	}
-	loop, err := p.attach(ctx, ref, s, how)
-	if err != nil {
-		return Device{}, fmt.Errorf("attach %s of pool %s: %w", ref, p.name, err)
-	}
-	device, err := loop.device(loop.file.Close)
-	if err == nil {
-		_, err = SetQueue(device, how.Attributes)
-	}
-	if err != nil {
-		loop.file.Close()
-		return Device{}, err
+	device := NewDevice(loopPath(l.number), l.node(), size, l.readOnly(), hold)
+	if l.cover != nil {
+		device.Path, device.Number, device.below = l.cover.path(), l.cover.number, device.Path
 	}
 	return device, nil
 }
 
-func (p *filePool) attach(ctx context.Context, ref Ref, s *stored, how Attachment) (attachedLoop, error) {
+func (p *filePool) Attach(ctx context.Context, ref Ref, how Attachment) (Device, error) {
+	o, s, err := p.lookup(ref)
+	if err == nil && !how.ReadOnly {
+		err = p.secure(o)
+	}
+	if err != nil {
+		return Device{}, err
+	}
+	device, err := p.attach(ctx, o, s, how)
+	if err != nil {
+		return Device{}, fmt.Errorf("attach %s of pool %s: %w", ref, p.name, err)
+	}
+	if _, err := SetQueue(device, how.Attributes); err != nil {
+		return Device{}, errors.Join(err, device.Close())
+	}
+	return device, nil
+}
+
+func (p *filePool) attach(ctx context.Context, o *object, s *stored, how Attachment) (_ Device, err error) {
+	ref := s.decoded.Ref
+	loop, err := p.attachedAs(ctx, ref, how)
+	if err != nil {
+		return Device{}, err
+	}
+	if loop.file == nil {
+		if loop, err = p.attachImage(ctx, o, s, how); err != nil {
+			return Device{}, err
+		}
+	}
+	defer func() {
+		if err != nil {
+			loop.file.Close()
+		}
+	}()
+	if how.Keep && !how.ReadOnly {
+		if err := p.protect(ctx, ref, &loop); err != nil {
+			return Device{}, err
+		}
+	}
+	return loop.device(loop.file.Close)
+}
+
+// attachedAs returns the device that is attached in the way that is wanted; without a file if
+// there is none. ErrInUse if there is a writable one in another way: two writable devices over
+// one image would not see each other's writes.
+func (p *filePool) attachedAs(ctx context.Context, ref Ref, how Attachment) (attachedLoop, error) {
 	for try := 0; ; try++ {
 		loops, err := p.openLoops(ref)
 		if err != nil {
 			return attachedLoop{}, err
 		}
 		for i, loop := range loops {
-			if loop.readOnly() == how.ReadOnly && loop.keep() == how.Keep {
+			if loop.readOnly() == how.ReadOnly && loop.kept() == how.Keep && !loop.leaving() {
 				closeLoops(slices.Delete(loops, i, i+1))
 				return loop, nil
 			}
 		}
 		closeLoops(loops)
-		// Two writable devices over one image would not see each other's writes.
 		i := slices.IndexFunc(loops, func(loop attachedLoop) bool { return !loop.readOnly() && !how.ReadOnly })
 		if i < 0 {
-			break
+			return attachedLoop{}, nil
 		}
-		if loops[i].keep() || try == heldTries || ctx.Err() != nil {
+		if (loops[i].kept() && !loops[i].leaving()) || try == heldTries || ctx.Err() != nil {
 			return attachedLoop{}, fmt.Errorf("%w: it is attached as %s for another use (or still held after that)", ErrInUse, loopPath(loops[i].number))
 		}
 		time.Sleep(heldPause)
 	}
+}
 
+// takesDiscards: on btrfs, holes would cost more space than they give back (in place).
+func (p *filePool) takesDiscards() bool { return p.kind != unix.BTRFS_SUPER_MAGIC }
+
+// attachImage puts a loop device over the image of an object.
+func (p *filePool) attachImage(ctx context.Context, o *object, s *stored, how Attachment) (attachedLoop, error) {
+	ref := s.decoded.Ref
 	flags := os.O_RDWR
 	if how.ReadOnly {
 		flags = os.O_RDONLY
@@ -186,28 +321,28 @@ func (p *filePool) attach(ctx context.Context, ref Ref, s *stored, how Attachmen
 	}
 	defer image.Close()
 	if !s.Thin && !how.ReadOnly {
-		if err := p.refill(image, s.Size); err != nil {
+		if err := p.refill(ctx, o, image, s.Size); err != nil {
 			return attachedLoop{}, err
 		}
 	}
-	file, n, err := attachLoop(ctx, image, p.label(ref), how)
+	// What is kept for writing is kept by its guard.
+	file, n, err := attachLoop(ctx, image, loopConfig{label: p.label(ref), readOnly: how.ReadOnly, autoclear: !how.Keep || !how.ReadOnly,
+		discards: how.ReadOnly || p.takesDiscards(), sector: sectorOf(s)})
 	if err != nil {
 		return attachedLoop{}, err
 	}
-	p.mu.Lock()
-	p.loops[ref] = append(p.loops[ref], n)
-	p.mu.Unlock()
 	status, err := loopStatus(file, n)
 	if err != nil {
 		file.Close()
 		return attachedLoop{}, fmt.Errorf("status of %s: %w", loopPath(n), systemError(err))
 	}
-	return attachedLoop{status, file}, nil
+	p.know(ref, status)
+	return attachedLoop{loopBacking: status, file: file, guard: guard{keeper: none}}, nil
 }
 
 // refill gives a thick image back what discards (fstrim, blkdiscard) took from it
 // while it was attached before: its space is promised.
-func (p *filePool) refill(image *os.File, size int64) error {
+func (p *filePool) refill(ctx context.Context, o *object, image *os.File, size int64) error {
 	info, err := image.Stat()
 	if err != nil {
 		return systemError(err)
@@ -215,7 +350,7 @@ func (p *filePool) refill(image *os.File, size int64) error {
 	if info.Sys().(*syscall.Stat_t).Blocks*512 >= size {
 		return nil
 	}
-	return p.allocate(image, size, false)
+	return p.allocate(ctx, o, image, size, false)
 }
 
 func (p *filePool) Attached(_ context.Context, ref Ref) ([]Device, error) {
@@ -248,11 +383,20 @@ func (p *filePool) Detach(ctx context.Context, ref Ref) error {
 	}
 	var failures []error
 	for _, loop := range loops {
-		if err := detachLoop(ctx, loop.file, loop.loopBacking); err != nil {
+		if err := p.detach(ctx, ref, loop); err != nil {
 			failures = append(failures, fmt.Errorf("detach %s of pool %s: %w", ref, p.name, err))
 		}
 	}
 	return errors.Join(failures...)
+}
+
+// detach takes a loop device away, with its guard. It closes it.
+func (p *filePool) detach(ctx context.Context, ref Ref, loop attachedLoop) error {
+	if err := p.unguard(ctx, ref, loop); err != nil {
+		loop.file.Close()
+		return err
+	}
+	return detachLoop(ctx, loop.file, loop.loopBacking)
 }
 
 // resizeLoops lets attached devices see the size of their image.
@@ -263,16 +407,35 @@ func (p *filePool) resizeLoops(_ context.Context, ref Ref) error {
 	}
 	defer closeLoops(loops)
 	for _, loop := range loops {
+		if err := p.putRight(ref, loop); err != nil {
+			return err
+		}
 		if _, err := ioctlValue(loop.file.Fd(), unix.LOOP_SET_CAPACITY, 0); err != nil {
 			return fmt.Errorf("resize %s: %w", loopPath(loop.number), systemError(err))
+		}
+		if err := p.resizeCover(ref, loop); err != nil {
+			return err
 		}
 	}
 	return nil
 }
 
+// Used is what the image of an object takes of the filesystem.
+func (p *filePool) Used(_ context.Context, ref Ref) (int64, error) {
+	_, s, err := p.lookup(ref)
+	if err != nil {
+		return 0, err
+	}
+	info, err := p.root.Stat(imagePath(ref))
+	if err != nil {
+		return 0, fmt.Errorf("measure %s of pool %s: %w", ref, p.name, systemError(err))
+	}
+	return min(info.Sys().(*syscall.Stat_t).Blocks*512, s.Size), nil
+}
+
 // Untouched: a new image is a hole, or preallocated space that was never written, from
-// end to end (lseek(2), SEEK_DATA).
-func (p *filePool) Untouched(_ context.Context, ref Ref) (bool, error) {
+// end to end (lseek(2), SEEK_DATA). What was written is read.
+func (p *filePool) Untouched(ctx context.Context, ref Ref) (bool, error) {
 	_, s, err := p.lookup(ref)
 	if err != nil {
 		return false, err
@@ -282,8 +445,36 @@ func (p *filePool) Untouched(_ context.Context, ref Ref) (bool, error) {
 		return false, err
 	}
 	defer image.Close()
-	start, _, err := dataFrom(image, 0, s.Size)
-	return start == s.Size, err
+	for offset := int64(0); offset < s.Size; {
+		start, stop, err := dataFrom(image, offset, s.Size)
+		if err != nil {
+			return false, err
+		}
+		if zero, err := readsZero(ctx, image, start, stop); !zero || err != nil {
+			return false, err
+		}
+		offset = stop
+	}
+	return true, nil
+}
+
+// readsZero tells whether a part of a file has nothing but zeros in it.
+func readsZero(ctx context.Context, f *os.File, start, stop int64) (bool, error) {
+	buffer := make([]byte, min(1<<20, stop-start))
+	for start < stop {
+		if err := ctx.Err(); err != nil {
+			return false, err
+		}
+		part := buffer[:min(int64(len(buffer)), stop-start)]
+		if _, err := f.ReadAt(part, start); err != nil {
+			return false, systemError(err)
+		}
+		if len(bytes.Trim(part, "\x00")) > 0 {
+			return false, nil
+		}
+		start += int64(len(part))
+	}
+	return true, nil
 }
 
 func (p *filePool) Orphans(context.Context) (map[Ref][]Device, error) {
@@ -300,7 +491,7 @@ func (p *filePool) Orphans(context.Context) (map[Ref][]Device, error) {
 			return nil, err
 		}
 		for _, loop := range loops {
-			if device, err := loop.device(nil); err == nil && loop.keep() {
+			if device, err := loop.device(nil); err == nil && loop.kept() {
 				found[ref] = append(found[ref], device)
 			}
 		}

@@ -8,8 +8,6 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"slices"
-	"unsafe"
 
 	"golang.org/x/sys/unix"
 )
@@ -42,6 +40,21 @@ func dataFrom(f *os.File, offset, end int64) (start, stop int64, err error) {
 		return 0, 0, fmt.Errorf("find a hole in %s: %w", f.Name(), systemError(err))
 	}
 	return start, min(stop, end), nil
+}
+
+// errShort is what it means that a source ends before it should.
+func errShort(src *os.File, at int64) error {
+	return fmt.Errorf("%w: %s ends at byte %d, and should be longer; somebody cut it short: restore it from a backup, or delete the volume", ErrDataLoss, src.Name(), at)
+}
+
+// stillWhole makes sure that src has its first n bytes still: what is cut off looks like a hole
+// to who looks for data.
+func stillWhole(src *os.File, n int64) error {
+	info, err := src.Stat()
+	if err == nil && info.Size() < n {
+		err = errShort(src, info.Size())
+	}
+	return systemError(err)
 }
 
 // copyData copies the data of src in [offset, end) to the same place in dst, where
@@ -78,7 +91,35 @@ func copyRange(dst, src *os.File, offset, length int64) (int64, error) {
 	if err != nil && !errors.Is(err, unix.EXDEV) && !errors.Is(err, unix.EINVAL) && !errors.Is(err, unix.EOPNOTSUPP) && !errors.Is(err, unix.ENOSYS) {
 		return 0, err
 	}
-	return io.Copy(io.NewOffsetWriter(dst, offset), io.NewSectionReader(src, offset, length))
+	copied, err := io.Copy(io.NewOffsetWriter(dst, offset), io.NewSectionReader(src, offset, length))
+	if err == nil && copied == 0 {
+		err = errShort(src, offset)
+	}
+	return copied, err
+}
+
+// cloneData lets dst share the blocks of the first n bytes of src, which nobody writes to
+// meanwhile. The kernel takes some 50 us for each extent, so it is done in steps, between
+// which the context may end it.
+func cloneData(ctx context.Context, dst, src *os.File, n int64) error {
+	offset := int64(0)
+	return inSteps(ctx, n, func(n int64) error {
+		err := unix.IoctlFileCloneRange(int(dst.Fd()), &unix.FileCloneRange{Src_fd: int64(src.Fd()), Src_offset: uint64(offset), Src_length: uint64(n), Dest_offset: uint64(offset)})
+		if err != nil {
+			return cmp.Or(stillWhole(src, offset+n), fmt.Errorf("clone %s at byte %d: %w", src.Name(), offset, systemError(err)))
+		}
+		offset += n
+		return nil
+	})
+}
+
+// cloneMoving is cloneData of a source that others may be writing to. That is one step, so that
+// it is of one moment; who writes waits for it.
+func cloneMoving(dst, src *os.File) error {
+	if err := unix.IoctlFileClone(int(dst.Fd()), int(src.Fd())); err != nil {
+		return fmt.Errorf("clone %s: %w", src.Name(), systemError(err))
+	}
+	return nil
 }
 
 // settle makes dst equal to src where it differs, and reports whether it did not.
@@ -109,7 +150,9 @@ func settle(ctx context.Context, dst, src *os.File, size int64) (same bool, err 
 		}
 		end = min(size, (end+Granularity-1)/Granularity*Granularity)
 		n := min(end-offset, block)
-		if _, err := src.ReadAt(want[:n], offset); err != nil {
+		if _, err := src.ReadAt(want[:n], offset); errors.Is(err, io.EOF) {
+			return false, errShort(src, offset)
+		} else if err != nil {
 			return false, systemError(err)
 		}
 		if _, err := dst.ReadAt(have[:n], offset); err != nil {
@@ -123,7 +166,7 @@ func settle(ctx context.Context, dst, src *os.File, size int64) (same bool, err 
 		}
 		offset += n
 	}
-	return same, nil
+	return same, stillWhole(src, size)
 }
 
 // settleRounds bounds how often a copy of a moving source is looked over again.
@@ -142,81 +185,4 @@ func copyMoving(ctx context.Context, dst, src *os.File, size int64) error {
 		}
 	}
 	return fmt.Errorf("%w: the volume is being written to as a raw block device, and its pool cannot copy in an instant; stop the writes, or use a pool on XFS or btrfs", ErrInUse)
-}
-
-// extentSet is a set of byte ranges of the disk below a filesystem.
-type extentSet struct{ ranges []extentRange }
-
-type extentRange struct{ start, end uint64 }
-
-// fiemap structures, include/uapi/linux/fiemap.h.
-type fiemapExtent struct {
-	logical, physical, length uint64
-	_                         [2]uint64
-	flags                     uint32
-	_                         [3]uint32
-}
-
-type fiemapRequest struct {
-	start, length                     uint64
-	flags, mapped, extentCount, spare uint32
-	extents                           [128]fiemapExtent
-}
-
-const (
-	fiemapIoctl             = 0xC020660B // FS_IOC_FIEMAP
-	fiemapExtentLast        = 0x1
-	fiemapExtentUnknown     = 0x2
-	fiemapExtentDelayed     = 0x4
-	fiemapExtentDataInline  = 0x200
-	fiemapExtentUnsupported = fiemapExtentUnknown | fiemapExtentDelayed | fiemapExtentDataInline
-)
-
-// add adds the blocks of a file and returns how many bytes of them are new.
-func (e *extentSet) add(root *os.Root, path string) (int64, error) {
-	f, err := root.Open(path)
-	if err != nil {
-		return 0, systemError(err)
-	}
-	defer f.Close()
-	var fresh []extentRange
-	var request fiemapRequest
-	for next, last := uint64(0), false; !last; {
-		request = fiemapRequest{start: next, length: ^uint64(0) - next, extentCount: uint32(len(request.extents))}
-		if err := ioctlPointer(f.Fd(), fiemapIoctl, unsafe.Pointer(&request)); err != nil {
-			return 0, fmt.Errorf("map the extents of %s: %w", path, systemError(err))
-		}
-		last = request.mapped == 0
-		for _, x := range request.extents[:request.mapped] {
-			if x.flags&fiemapExtentUnsupported == 0 {
-				fresh = append(fresh, extentRange{x.physical, x.physical + x.length})
-			}
-			next, last = x.logical+x.length, last || x.flags&fiemapExtentLast != 0
-		}
-	}
-	before := e.bytes()
-	e.ranges = append(e.ranges, fresh...)
-	e.merge()
-	return e.bytes() - before, nil
-}
-
-func (e *extentSet) merge() {
-	slices.SortFunc(e.ranges, func(a, b extentRange) int { return cmp.Compare(a.start, b.start) })
-	merged := e.ranges[:0]
-	for _, r := range e.ranges {
-		if n := len(merged); n > 0 && r.start <= merged[n-1].end {
-			merged[n-1].end = max(merged[n-1].end, r.end)
-		} else {
-			merged = append(merged, r)
-		}
-	}
-	e.ranges = merged
-}
-
-func (e *extentSet) bytes() int64 {
-	var n int64
-	for _, r := range e.ranges {
-		n += int64(r.end - r.start)
-	}
-	return n
 }

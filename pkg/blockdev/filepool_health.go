@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"slices"
 	"strings"
@@ -23,9 +24,35 @@ func (p *filePool) alive() error {
 		if err == nil {
 			err = errors.New("another folder is there now")
 		}
-		return fmt.Errorf("%w: the folder %s of pool %s is gone: %w; mount its filesystem again and restart the driver", ErrUnavailable, p.location.Path, p.name, err)
+		return fmt.Errorf("%w: the folder %s of pool %s is gone: %w; mount its filesystem again", ErrUnavailable, p.location.Path, p.name, err)
 	}
 	return nil
+}
+
+// gone: see leaver. Another directory with the same pool is at its place, as after its disk came back; or
+// its filesystem has stopped for good, and no device is over it.
+func (p *filePool) gone() bool {
+	if p.alive() != nil {
+		if root, err := os.OpenRoot(p.location.Path); err == nil {
+			id, _, err := readIdentity(root)
+			root.Close()
+			if err == nil && id == p.id {
+				return true
+			}
+		}
+	}
+	p.mu.Lock()
+	loops := maps.Clone(p.loops)
+	p.mu.Unlock()
+	for ref, numbers := range loops {
+		for _, n := range numbers {
+			backing, err := os.ReadFile(fmt.Sprintf("/sys/block/loop%d/loop/backing_file", n))
+			if err == nil && strings.Contains(string(backing), imagePath(ref)) {
+				return false
+			}
+		}
+	}
+	return errors.Is(p.lock.Sync(), unix.EIO)
 }
 
 func (p *filePool) Health(_ context.Context, ref Ref) ([]Problem, error) {
@@ -42,17 +69,44 @@ func (p *filePool) Health(_ context.Context, ref Ref) ([]Problem, error) {
 	image, err := p.openImage(ref, s, os.O_RDONLY)
 	switch {
 	case err == nil:
-		image.Close()
-		return nil, nil
+		defer image.Close()
+		problems, err := p.deviceHealth(ref)
+		if longer := p.checkLength(s, image); longer != nil {
+			problems = append(problems, Problem{Degraded, "ImageLonger", longer.Error()})
+		}
+		return problems, err
 	case errors.Is(err, ErrDataLoss):
 		reason := "ImageTruncated"
-		if _, statErr := p.root.Stat(imagePath(ref)); errors.Is(statErr, os.ErrNotExist) {
+		if errors.Is(err, errNotOwn) {
+			reason = "ImageOfAnother"
+		} else if _, statErr := p.root.Lstat(imagePath(ref)); errors.Is(statErr, os.ErrNotExist) {
 			reason = "ImageMissing"
 		}
 		return []Problem{{DataLoss, reason, err.Error()}}, nil
 	default:
 		return []Problem{{Inaccessible, "ImageUnreadable", err.Error()}}, nil
 	}
+}
+
+// nearlyFull is how little may be left of a filesystem before it is said, in percent; with a smaller reserve it is that.
+// Of its own filesystem, it is when the kubelet begins to evict pods.
+const nearlyFull = 10
+
+// deviceHealth reports what whoever has the raw device of an object did to it.
+func (p *filePool) deviceHealth(ref Ref) ([]Problem, error) {
+	loops, err := p.openLoops(ref)
+	if err != nil {
+		return nil, err
+	}
+	defer closeLoops(loops)
+	var problems []Problem
+	for _, loop := range loops {
+		if what := loop.changed(); len(what) > 0 {
+			problems = append(problems, Problem{Degraded, "DeviceChanged", fmt.Sprintf("the user of %s of pool %s changed its device %s: %s; stage it anew",
+				ref, p.name, loopPath(loop.number), strings.Join(what, ", "))})
+		}
+	}
+	return problems, nil
 }
 
 func (p *filePool) PoolHealth(context.Context) []Problem {
@@ -64,7 +118,7 @@ func (p *filePool) PoolHealth(context.Context) []Problem {
 	switch {
 	case err != nil:
 		return []Problem{{Inaccessible, "PoolUnavailable", err.Error()}}
-	case float64(free) < float64(total)*max(p.location.ReservePercent, 1)/100:
+	case float64(free) < float64(total)*min(max(p.location.ReservePercent, 1), nearlyFull)/100:
 		problems = append(problems, Problem{Degraded, "PoolNearlyFull", fmt.Sprintf(
 			"the filesystem of pool %s at %s has %d of %d bytes left; writes to thin volumes will fail when it is full: make room", p.name, p.location.Path, free, total)})
 	}
@@ -78,17 +132,54 @@ func (p *filePool) PoolHealth(context.Context) []Problem {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if len(p.damaged) > 0 {
-		var failures []string
-		for _, err := range p.damaged {
+	problems = append(problems, p.spaceHealth()...)
+	var failures []string
+	for _, err := range p.damaged {
+		if !errors.Is(err, errNoRecord) { // one of the strays
 			failures = append(failures, err.Error())
 		}
+	}
+	if len(failures) > 0 {
 		slices.Sort(failures)
 		problems = append(problems, Problem{Degraded, "RecordDamaged", fmt.Sprintf("pool %s: %s", p.name, strings.Join(failures, "; "))})
+	}
+	alone := 0
+	for _, o := range p.objects {
+		if o.at.alone {
+			alone++
+		}
+	}
+	if alone > 0 {
+		problems = append(problems, Problem{Degraded, "RecordsNotSafe", fmt.Sprintf(
+			"pool %s: %d records could be written to one of their two places only; it is tried again when they are used next: make room, or look at the kernel's log", p.name, alone)})
 	}
 	if len(p.strays) > 0 {
 		problems = append(problems, Problem{Degraded, "UnknownImage", fmt.Sprintf(
 			"pool %s has images without a record, which nothing uses and nothing removes; bring their records back or remove them by hand: %s", p.name, strings.Join(p.strays, ", "))})
+	}
+	return problems
+}
+
+// spaceHealth is what keeps the account from being exact. The caller holds mu.
+func (p *filePool) spaceHealth() []Problem {
+	var problems []Problem
+	say := func(reason, format string, args ...any) {
+		problems = append(problems, Problem{Degraded, reason, fmt.Sprintf("pool %s: ", p.name) + fmt.Sprintf(format, args...)})
+	}
+	copying := 0
+	for _, o := range p.objects {
+		if o.copying {
+			copying++
+		}
+	}
+	if copying > 0 {
+		say("ImagesCopiedOnWrite", "btrfs writes %d images, which an older driver made, to new places, so they may take more space than was promised; copy what is in them to new volumes", copying)
+	}
+	if p.space.survey.left > 0 {
+		say("ImagesFragmented", "%d volumes and snapshots are in so many pieces (%d in all are looked at) that what they share is not known in full; less may be promised than there is: copy what is in them to new volumes, or delete snapshots", p.space.survey.left, p.space.survey.most)
+	}
+	if err := p.space.survey.failure; err != nil && !errors.Is(err, context.Canceled) {
+		say("SpaceUnknown", "it is not known which blocks volumes and snapshots share, and so less may be promised than there is: %v", err)
 	}
 	return problems
 }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"os"
 	"sync"
 	"syscall"
 	"time"
@@ -18,10 +19,16 @@ import (
 //
 // and what is promised is the full size of every volume and snapshot. Both are
 // looked at and changed in one step, so nothing is promised twice.
+//
+// What images take is never counted too high. Of an image that shares no blocks it is what
+// stat(2) says, looked at every few seconds. What is shared, and so to be counted once, only a
+// survey of all extents tells, which may take long: it is made in the background, and only a
+// call that would have to be refused waits for it. Until then an image that shares blocks counts
+// with what it took of its own when it was made, or at the last survey.
 type space struct {
 	promised  int64     // sum of the sizes of all objects; guarded by filePool.mu
-	allocated int64     // sum of objects' allocated; guarded by filePool.mu
-	measured  time.Time // when allocated was last measured; guarded by filePool.mu
+	allocated int64     // sum of what is counted of each image; guarded by filePool.mu
+	measured  time.Time // when images were last looked at; guarded by filePool.mu
 	usable    int64     // the least of free plus allocated since then; guarded by filePool.mu
 
 	// unfinished are objects whose copy was cut short and waits for a retry, or whose
@@ -33,9 +40,21 @@ type space struct {
 	// allocating is held for reading while an image takes its blocks, and for writing
 	// to see a state in which none does.
 	allocating sync.RWMutex
+
+	survey survey
 }
 
-// measureEvery bounds how old the measure of growing images may be.
+// use is what an image takes of its filesystem, in bytes; guarded by filePool.mu.
+type use struct {
+	counted int64 // in the account: never more than it takes and no other image is counted with
+	blocks  int64 // the least that stat(2) said since that was counted
+	shared  bool  // it was copied, or was copied from: it may share blocks with another
+	// When its inode last changed, and that of the last survey: what did not change has the same blocks.
+	changed, surveyed time.Time
+	extents, surveys  int // at the last survey; how many there were
+}
+
+// measureEvery bounds how old the look at growing images may be.
 const measureEvery = 5 * time.Second
 
 // entangled returns a test for whether the image of an object may share blocks with
@@ -45,85 +64,97 @@ func (p *filePool) entangled() func(o *object) bool {
 	if !p.reflink {
 		return func(*object) bool { return false }
 	}
-	origins, all := map[string]bool{}, false
+	origins, all := map[Ref]bool{}, false
 	for _, o := range p.objects {
-		if o.stored.Origin != "" {
-			origins[o.stored.Origin] = true
-			all = all || p.objects[o.stored.decoded.Origin] == nil
+		if origin := o.stored.decoded.Origin; origin != (Ref{}) {
+			origins[origin] = true
+			all = all || p.objects[origin] == nil
 		}
 	}
 	return func(o *object) bool {
-		return all || o.stored.Origin != "" || origins[o.stored.decoded.Ref.String()]
+		// Of an image that btrfs copies as it is written, and may compress, stat(2) tells too little.
+		return all || o.copying || o.stored.Origin != "" || origins[o.stored.decoded.Ref]
 	}
 }
 
-// measure brings space.allocated up to date: the blocks of all images (thin ones
-// grow, discards shrink any), where blocks that are shared count once.
-func (p *filePool) measure() error {
+// look brings the account up to date by stat(2). The images of objects that are being made or
+// removed at the same time are looked at as they are.
+func (p *filePool) look() error {
 	p.mu.Lock()
-	entangled := p.entangled()
-	type item struct {
-		ref    Ref
-		o      *object
-		shares bool
-	}
-	var items []item
+	objects := make(map[Ref]*object, len(p.objects))
 	for ref, o := range p.objects {
-		items = append(items, item{ref, o, entangled(o)})
+		objects[ref] = o
 	}
 	p.mu.Unlock()
-
-	allocated := make([]int64, len(items))
-	seen := &extentSet{}
-	for i, it := range items {
-		var err error
-		if it.shares {
-			allocated[i], err = seen.add(p.root, imagePath(it.ref))
-		} else {
-			allocated[i], err = p.blocksOf(it.ref)
-		}
+	found := make(map[Ref]unix.Stat_t, len(objects))
+	for ref := range objects {
+		st, err := p.statImage(ref)
 		if err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return err
 		}
+		found[ref] = st
 	}
-
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for i, it := range items {
-		if p.objects[it.ref] == it.o {
-			p.space.allocated += allocated[i] - it.o.allocated
-			it.o.allocated = allocated[i]
+	entangled := p.entangled()
+	for ref, o := range objects {
+		if p.objects[ref] == o {
+			p.looked(o, found[ref], entangled(o))
 		}
 	}
 	p.space.measured = time.Now()
 	return nil
 }
 
-// blocksOf returns the bytes that an image takes of the filesystem.
-func (p *filePool) blocksOf(ref Ref) (int64, error) {
-	info, err := p.root.Stat(imagePath(ref))
-	if err != nil {
-		return 0, systemError(err)
+// looked counts what an image takes. The caller holds mu.
+func (p *filePool) looked(o *object, st unix.Stat_t, shared bool) {
+	blocks := st.Blocks * 512
+	o.use.shared, o.use.changed = shared, time.Unix(st.Ctim.Unix())
+	if shared {
+		p.count(o, max(0, o.use.counted-max(0, o.use.blocks-blocks))) // what went may all have been counted
+		o.use.blocks = min(o.use.blocks, blocks)
+		p.space.survey.stale = p.space.survey.stale || !o.use.changed.Equal(o.use.surveyed)
+		return
 	}
-	return info.Sys().(*syscall.Stat_t).Blocks * 512, nil
+	p.count(o, blocks)
+	o.use.blocks = blocks
 }
 
-// account notes what the image of o takes now.
-func (p *filePool) account(o *object) error {
-	ref := o.stored.decoded.Ref
-	allocated, err := p.blocksOf(ref)
+// count sets what is counted of an image. The caller holds mu.
+func (p *filePool) count(o *object, bytes int64) {
+	p.space.allocated += bytes - o.use.counted
+	o.use.counted = bytes
+}
+
+// statImage looks at the image of an object; an error may be fs.ErrNotExist.
+func (p *filePool) statImage(ref Ref) (unix.Stat_t, error) {
+	info, err := p.root.Stat(imagePath(ref))
 	if err != nil {
-		return err
+		return unix.Stat_t{}, systemError(err)
 	}
+	st := info.Sys().(*syscall.Stat_t)
+	return unix.Stat_t{Blocks: st.Blocks, Ctim: unix.Timespec(st.Ctim)}, nil
+}
+
+// took runs something that has the image of an object take blocks of its own, and counts them.
+func (p *filePool) took(o *object, image *os.File, run func() error) error {
+	p.mu.Lock()
+	surveys := o.use.surveys
+	p.mu.Unlock()
+	var before, after unix.Stat_t
+	fd := int(image.Fd())
+	err := errors.Join(unix.Fstat(fd, &before), run(), unix.Fstat(fd, &after))
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.entangled()(o) {
-		p.space.measured = time.Time{}
-		return nil
+	blocks := after.Blocks * 512
+	switch {
+	case !o.use.shared:
+		p.count(o, blocks)
+	case o.use.surveys == surveys: // which else has counted some of them
+		p.count(o, o.use.counted+max(0, blocks-before.Blocks*512))
 	}
-	p.space.allocated += allocated - o.allocated
-	o.allocated = allocated
-	return nil
+	o.use.blocks = blocks
+	return err
 }
 
 // statfs returns the size of the filesystem and what is free of it, in bytes.
@@ -136,7 +167,7 @@ func (p *filePool) statfs() (total, free int64, err error) {
 }
 
 // capacity looks at the account. exact waits for images that are taking their
-// blocks and measures anew; otherwise the answer is cheap and never too high.
+// blocks and looks at all anew; otherwise the answer is cheap. It is never too high.
 func (p *filePool) capacity(exact bool) (Capacity, error) {
 	if exact {
 		p.space.allocating.Lock()
@@ -146,7 +177,7 @@ func (p *filePool) capacity(exact bool) (Capacity, error) {
 	stale := exact || time.Since(p.space.measured) > measureEvery
 	p.mu.Unlock()
 	if stale {
-		if err := p.measure(); err != nil {
+		if err := p.look(); err != nil {
 			return Capacity{}, err
 		}
 	}
@@ -157,7 +188,7 @@ func (p *filePool) capacity(exact bool) (Capacity, error) {
 		return Capacity{}, err
 	}
 	// Images that shrink (discards) give nothing that may be promised: until the next
-	// measure, what is free plus what they took at the last one would count it twice.
+	// look, what is free plus what they took at the last one would count it twice.
 	if usable := free + p.space.allocated; stale || usable < p.space.usable {
 		p.space.usable = usable
 	}
@@ -170,7 +201,23 @@ func (p *filePool) capacity(exact bool) (Capacity, error) {
 
 // reserve promises n more bytes, or fails with ErrNoSpace. The caller inserts the
 // object (or the larger size) that accounts for them within promise.
-func (p *filePool) reserve(n int64, promise func() error) error {
+func (p *filePool) reserve(ctx context.Context, n int64, promise func() error) error {
+	short, err := p.tryReserve(n, promise)
+	if short == nil {
+		return err
+	}
+	if worth, err := p.surveyed(ctx); err != nil {
+		return fmt.Errorf("find out what is shared in pool %s: %w", p.name, err)
+	} else if worth {
+		if short, err = p.tryReserve(n, promise); short == nil {
+			return err
+		}
+	}
+	return short
+}
+
+// tryReserve is reserve with what is known of shared blocks; short is the ErrNoSpace.
+func (p *filePool) tryReserve(n int64, promise func() error) (short, err error) {
 	p.space.step.Lock()
 	defer p.space.step.Unlock()
 	c, err := p.capacity(false)
@@ -178,12 +225,12 @@ func (p *filePool) reserve(n int64, promise func() error) error {
 		c, err = p.capacity(true)
 	}
 	if err != nil {
-		return err
+		return nil, err
 	}
 	if n > c.Available {
-		return fmt.Errorf("%w: pool %s can promise %d more bytes, %d are needed; delete volumes or snapshots, or give it more room", ErrNoSpace, p.name, c.Available, n)
+		return fmt.Errorf("%w: pool %s can promise %d more bytes, %d are needed; delete volumes or snapshots, or give it more room", ErrNoSpace, p.name, c.Available, n), nil
 	}
-	return promise()
+	return nil, promise()
 }
 
 func (p *filePool) Capacity(ctx context.Context) (Capacity, error) {
@@ -191,5 +238,12 @@ func (p *filePool) Capacity(ctx context.Context) (Capacity, error) {
 		return Capacity{}, err
 	}
 	p.sweepAbandoned(ctx)
-	return p.capacity(false)
+	c, err := p.capacity(false)
+	if err == nil && p.surveySoon(ctx) {
+		c, err = p.capacity(false)
+	}
+	if err == nil && p.checkInodes() != nil {
+		c.Available, c.MaxVolume = 0, 0
+	}
+	return c, err
 }

@@ -16,9 +16,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Loop devices by ioctl, as in loop(4) and include/uapi/linux/loop.h. Nothing here
-// goes by the name that sysfs shows: a loop device is known by the device and inode
-// numbers of its backing file and by the label that was set when it was configured.
+// Loop devices by ioctl, as in loop(4) and include/uapi/linux/loop.h. A loop device is
+// known by the device and inode numbers of its backing file. Its number is soon another's,
+// the path that sysfs shows may be of another mount namespace, and its label can be changed
+// by everybody who can write to the device.
 
 const (
 	loopMajor       = 7
@@ -28,18 +29,25 @@ const (
 
 // loopBacking is what the kernel says about a configured loop device.
 type loopBacking struct {
-	number    int // N of /dev/loopN
-	device    uint64
+	number    int    // N of /dev/loopN
+	device    uint64 // of the filesystem that the backing file is on
 	inode     uint64
+	node      uint64 // the device number of a backing file that is a device node; else 0
 	label     string
 	flags     uint32
+	offset    uint64
 	sizeLimit uint64
 }
 
 func loopPath(n int) string { return "/dev/loop" + strconv.Itoa(n) }
 
 func (b loopBacking) readOnly() bool { return b.flags&unix.LO_FLAGS_READ_ONLY != 0 }
-func (b loopBacking) keep() bool     { return b.flags&unix.LO_FLAGS_AUTOCLEAR == 0 }
+func (b loopBacking) stays() bool    { return b.flags&unix.LO_FLAGS_AUTOCLEAR == 0 }
+
+// decodeDevice makes a device number of the kernel's encoding in ioctls (huge_encode_dev).
+func decodeDevice(dev uint64) uint64 {
+	return unix.Mkdev(uint32(dev>>8&0xfff), uint32(dev&0xff|dev>>12&0xfff00))
+}
 
 func ioctlPointer(fd uintptr, request uint, arg unsafe.Pointer) error {
 	for {
@@ -87,7 +95,8 @@ func loopStatus(f *os.File, n int) (loopBacking, error) {
 	if i := strings.IndexByte(label, 0); i >= 0 {
 		label = label[:i]
 	}
-	return loopBacking{number: n, device: info.Device, inode: info.Inode, label: label, flags: info.Flags, sizeLimit: info.Sizelimit}, nil
+	return loopBacking{number: n, device: decodeDevice(info.Device), inode: info.Inode, node: decodeDevice(info.Rdevice), label: label,
+		flags: info.Flags, offset: info.Offset, sizeLimit: info.Sizelimit}, nil
 }
 
 // configuredLoops returns the numbers of all loop devices that have a backing file.
@@ -105,25 +114,31 @@ func configuredLoops() ([]int, error) {
 	return numbers, nil
 }
 
-// attachLoop puts a loop device over an open image: LOOP_CTL_GET_FREE and
-// LOOP_CONFIGURE, again with the next free number when somebody else was faster.
-// The returned file holds the device.
-func attachLoop(ctx context.Context, image *os.File, label string, how Attachment) (*os.File, int, error) {
-	if len(label) > loopNameSize {
-		return nil, 0, fmt.Errorf("%w: loop label %q is longer than %d", ErrInvalid, label, loopNameSize)
+// loopConfig says how to configure a loop device.
+type loopConfig struct {
+	label     string
+	readOnly  bool
+	autoclear bool   // it goes away with its last user
+	sector    uint32 // bytes of a logical sector; 0: the kernel's choice
+	discards  bool   // else it takes none, nor anything else that punches holes
+	limit     uint64 // bytes that it shows; 0: all
+}
+
+// attachLoop puts a loop device over an open file: LOOP_CTL_GET_FREE and LOOP_CONFIGURE,
+// again with the next free number when somebody else was faster. The returned file holds
+// the device.
+func attachLoop(ctx context.Context, backing *os.File, c loopConfig) (*os.File, int, error) {
+	if len(c.label) > loopNameSize {
+		return nil, 0, fmt.Errorf("%w: loop label %q is longer than %d", ErrInvalid, c.label, loopNameSize)
 	}
 	control, err := os.OpenFile(loopControlPath, os.O_RDWR, 0)
 	if err != nil {
 		return nil, 0, fmt.Errorf("%w: open %s: %w (modprobe loop; in a container, mount the host's /dev)", ErrUnavailable, loopControlPath, err)
 	}
 	defer control.Close()
-
-	flags, open := uint32(unix.LO_FLAGS_DIRECT_IO), os.O_RDWR
-	if how.ReadOnly {
-		flags, open = flags|unix.LO_FLAGS_READ_ONLY, os.O_RDONLY
-	}
-	if !how.Keep {
-		flags |= unix.LO_FLAGS_AUTOCLEAR
+	flags := os.O_RDWR
+	if c.readOnly {
+		flags = os.O_RDONLY
 	}
 	for {
 		if err := ctx.Err(); err != nil {
@@ -133,27 +148,25 @@ func attachLoop(ctx context.Context, image *os.File, label string, how Attachmen
 		if err != nil {
 			return nil, 0, fmt.Errorf("find a free loop device: %w", systemError(err))
 		}
-		f, err := openLoop(n, open)
+		if c.discards && forgetStopped(n) {
+			continue
+		}
+		f, err := openLoop(n, flags)
 		if errors.Is(err, unix.ENXIO) || errors.Is(err, unix.ENODEV) {
 			continue // removed meanwhile (LOOP_CTL_REMOVE)
 		}
 		if err != nil {
 			return nil, 0, fmt.Errorf("open loop device: %w", systemError(err))
 		}
-		config := unix.LoopConfig{Fd: uint32(image.Fd()), Size: 0, Info: unix.LoopInfo64{Flags: flags}}
-		copy(config.Info.File_name[:], label)
-		err = ioctlPointer(f.Fd(), unix.LOOP_CONFIGURE, unsafe.Pointer(&config))
-		if errors.Is(err, unix.EINVAL) && flags&unix.LO_FLAGS_DIRECT_IO != 0 {
-			// The filesystem below has no direct I/O (tmpfs, some overlays).
-			flags &^= unix.LO_FLAGS_DIRECT_IO
-			config.Info.Flags = flags
-			err = ioctlPointer(f.Fd(), unix.LOOP_CONFIGURE, unsafe.Pointer(&config))
-		}
-		if err == nil {
-			if err := setReadOnly(f, how.ReadOnly); err != nil {
+		if err = configureLoop(f, backing, c); err == nil {
+			err := setReadOnly(f, c.readOnly)
+			if err == nil && !c.discards {
+				err = stopDiscards(n)
+			}
+			if err != nil {
 				_, _ = ioctlValue(f.Fd(), unix.LOOP_CLR_FD, 0)
 				f.Close()
-				return nil, 0, fmt.Errorf("set the mode of %s: %w", loopPath(n), systemError(err))
+				return nil, 0, fmt.Errorf("set up %s: %w", loopPath(n), systemError(err))
 			}
 			resetQueue(n)
 			return f, n, nil
@@ -163,6 +176,25 @@ func attachLoop(ctx context.Context, image *os.File, label string, how Attachmen
 			return nil, 0, fmt.Errorf("configure %s: %w", loopPath(n), systemError(err))
 		}
 	}
+}
+
+// configureLoop asks for direct I/O, which not all filesystems have (tmpfs, some overlays).
+// The kernel leaves it out where the sector is smaller than what the file takes.
+func configureLoop(f, backing *os.File, c loopConfig) error {
+	config := unix.LoopConfig{Fd: uint32(backing.Fd()), Size: c.sector, Info: unix.LoopInfo64{Flags: unix.LO_FLAGS_DIRECT_IO, Sizelimit: c.limit}}
+	if c.readOnly {
+		config.Info.Flags |= unix.LO_FLAGS_READ_ONLY
+	}
+	if c.autoclear {
+		config.Info.Flags |= unix.LO_FLAGS_AUTOCLEAR
+	}
+	copy(config.Info.File_name[:], c.label)
+	err := ioctlPointer(f.Fd(), unix.LOOP_CONFIGURE, unsafe.Pointer(&config))
+	if errors.Is(err, unix.EINVAL) {
+		config.Info.Flags &^= unix.LO_FLAGS_DIRECT_IO
+		err = ioctlPointer(f.Fd(), unix.LOOP_CONFIGURE, unsafe.Pointer(&config))
+	}
+	return err
 }
 
 // setReadOnly: a loop device keeps the mode that an earlier user set with
@@ -185,18 +217,70 @@ func resetQueue(n int) {
 	_, _ = SetQueue(Device{Path: loopPath(n)}, map[string]string{"scheduler": "none"}) // as loop devices begin
 }
 
+// stopDiscards has a loop device take no discards. It then refuses all that it would hand down by
+// fallocate(2): holes that are punched and ranges that are zeroed too (Linux 5.19), which the
+// kernel writes as zeros then. There is no way back (Linux 6.18) but to remove the device.
+func stopDiscards(n int) error {
+	path := fmt.Sprintf("/sys/block/loop%d/queue/discard_max_bytes", n)
+	if noDiscards(n, "discard_max_bytes") {
+		return nil
+	}
+	if err := writeSetting(path, "0"); err != nil {
+		return fmt.Errorf("%w: switch discards of %s off, without which btrfs may need more space than a volume has: %s (in a container, mount /sys for writing)", ErrPrecondition, loopPath(n), err.Error())
+	}
+	return nil
+}
+
+// noDiscards: "discard_max_bytes" is what a device takes, "discard_max_hw_bytes" what it could.
+func noDiscards(n int, setting string) bool {
+	most, err := queueSetting(fmt.Sprintf("/sys/block/loop%d/queue/%s", n, setting))
+	return err == nil && most == "0"
+}
+
+// stopped reports whether stopDiscards was here. A device that never had a backing takes no discards
+// either, and one with a backing that has no holes; but neither could.
+func stopped(n int) bool {
+	return noDiscards(n, "discard_max_bytes") && !noDiscards(n, "discard_max_hw_bytes")
+}
+
+// forgetStopped removes a loop device that stopDiscards left, if nobody uses it, so that the next
+// user of its number, whoever that is, has discards. It reports whether it did.
+func forgetStopped(n int) bool {
+	if !stopped(n) {
+		return false
+	}
+	control, err := os.OpenFile(loopControlPath, os.O_RDWR, 0)
+	if err != nil {
+		return false
+	}
+	defer control.Close()
+	_, err = ioctlValue(control.Fd(), unix.LOOP_CTL_REMOVE, uintptr(n)) // EBUSY while it is in use
+	return err == nil
+}
+
 // detachWait is how long a device that something still holds gets to go away.
 const detachWait = 2 * time.Second
 
 // detachLoop takes the backing away from an open loop device and makes sure of it:
 // LOOP_CLR_FD succeeds at once on a device in use and only marks it. It closes f.
+//
+// What was written to the device and not synced goes to its image first: a device that was told to
+// go by its last user takes nothing any more, and the kernel then drops it without a word.
 func detachLoop(ctx context.Context, f *os.File, was loopBacking) error {
+	if err := f.Sync(); err != nil && !was.readOnly() {
+		f.Close()
+		return fmt.Errorf("write out what was written to %s: %w", loopPath(was.number), systemError(err))
+	}
 	_, err := ioctlValue(f.Fd(), unix.LOOP_CLR_FD, 0)
 	f.Close()
 	if err != nil && !errors.Is(err, unix.ENXIO) {
 		return fmt.Errorf("detach %s: %w", loopPath(was.number), systemError(err))
 	}
-	return waitLoopGone(ctx, was)
+	err = waitLoopGone(ctx, was)
+	if err == nil {
+		forgetStopped(was.number)
+	}
+	return err
 }
 
 // waitLoopGone waits for a loop device to lose its backing. The kernel gives no
@@ -242,7 +326,7 @@ func loopGone(was loopBacking) (bool, error) {
 	if err != nil {
 		return false, fmt.Errorf("look at loop%d: %w", was.number, err)
 	}
-	return now.device != was.device || now.inode != was.inode, nil
+	return now.device != was.device || now.inode != was.inode || now.node != was.node, nil
 }
 
 // schedulers are those that the kernel was once seen to have.
@@ -289,7 +373,7 @@ func SetQueue(device Device, settings map[string]string) (undo func() error, err
 		return errors.Join(failures...)
 	}
 	for name, value := range settings {
-		path := filepath.Join("/sys/block", filepath.Base(device.Path), "queue", filepath.Base(name))
+		path := filepath.Join("/sys/block", filepath.Base(device.queue(name)), "queue", filepath.Base(name))
 		before, err := queueSetting(path)
 		if err == nil && before == value {
 			continue

@@ -23,6 +23,7 @@ import (
 // waits for his turn stops waiting when his context ends; a command whose context ends
 // is told to end, and killed if it does not.
 type lvm struct {
+	program string
 	turn    chan struct{} // holds one token while nobody has the turn
 	session *command.Session
 	asked   int  // commands of this session
@@ -37,7 +38,7 @@ type lvm struct {
 }
 
 func newLVM(mend func(run runLVM), flush func() error) *lvm {
-	l := &lvm{turn: make(chan struct{}, 1), mend: mend, flush: flush, flushed: true}
+	l := &lvm{program: "lvm", turn: make(chan struct{}, 1), mend: mend, flush: flush, flushed: true}
 	l.turn <- struct{}{}
 	return l
 }
@@ -160,7 +161,7 @@ func (l *lvm) command(ctx context.Context, args []string) ([]row, error) {
 		var err error
 		// Without udev_sync (see DM_DISABLE_UDEV in libdm): in a container there is no udev
 		// to wait for, and device nodes come from the kernel and from libdm.
-		if l.session, err = command.Start(append(lvmEnvironment(), fmt.Sprint("LVM_REPORT_FD=", command.AnswerFD)), "lvm"); err != nil {
+		if l.session, err = command.Start(append(lvmEnvironment(), fmt.Sprint("LVM_REPORT_FD=", command.AnswerFD)), l.program); err != nil {
 			return nil, fmt.Errorf("%w: start lvm: %w; install lvm2", ErrUnavailable, err)
 		}
 		l.asked = 0
@@ -190,10 +191,12 @@ func (l *lvm) command(ctx context.Context, args []string) ([]row, error) {
 	if err = lvmError(line, append(more, failures...)); !lvmRefused(err) {
 		l.abandon() // it gave up half-way, and left what it had suspended
 	}
-	if settled {
-		return nil, err
+	if !settled { // that there is nothing to do may be the work of one before it
+		if failed := l.settle(line); failed != nil {
+			return nil, failed
+		}
 	}
-	return nil, errors.Join(l.settle(line), err) // that there is nothing to do may be the work of one before it
+	return nil, err
 }
 
 // changing reports whether a command changes the metadata of the group.
@@ -207,13 +210,13 @@ func changing(args []string) bool {
 	return true
 }
 
-// settle flushes what commands changed.
+// settle flushes what commands changed. Where that fails, a power cut may undo them.
 func (l *lvm) settle(line string) error {
 	if l.flushed {
 		return nil
 	}
 	if err := l.flush(); err != nil {
-		return fmt.Errorf("lvm %s: %w: %w", line, errLVMUnflushed, err)
+		return fmt.Errorf("lvm %s: %w", line, recast(errLVMUnflushed, err, "flush the disks"))
 	}
 	l.flushed = true
 	return nil

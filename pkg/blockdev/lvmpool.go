@@ -37,6 +37,7 @@ type lvmPool struct {
 	lvm      *lvm
 	lock     *os.File
 	uuid     string // of the group, without dashes
+	id       string // see ID
 	extent   int64  // bytes
 	// Whoever has the turn may look at these.
 	disks      []string // the physical volumes that are there, as lvm2 last told
@@ -50,6 +51,7 @@ type lvmPool struct {
 	damaged map[Ref]error   // records that cannot be read
 	held    map[string]bool // devices that Suspend has suspended
 	strays  []string        // volumes named like ours, without our tag
+	renamed []string        // volumes with a record, named like nothing of ours
 	space   lvmSpace
 }
 
@@ -58,10 +60,7 @@ type logical struct {
 	record  Record
 	state   state
 	tags    []string // ours, as they are on the volume
-	size    int64    // of the logical volume, in bytes
-	made    bool     // the logical volume is there
-	missing bool     // it was there, and is not in the last report
-	ill     string
+	inGroup          // as the last report said, and what was done since
 
 	attaching sync.Mutex // held while devices are brought up
 
@@ -73,6 +72,22 @@ type logical struct {
 	cut     time.Time // when it was cut
 	origin  time.Time // Record.Created of the origin
 	touched time.Time // when it was last worked on
+}
+
+// inGroup is what is known of a logical volume; any call may bring it up to date. Guarded by
+// lvmPool.mu: see lvmPool.known.
+type inGroup struct {
+	size    int64  // bytes
+	made    bool   // it is there
+	missing bool   // it was there, and is not in the last report
+	ill     string // what lvm2 says is wrong with it
+}
+
+// known returns what is known of the logical volume of an object.
+func (p *lvmPool) known(o *logical) inGroup {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return o.inGroup
 }
 
 func (p *lvmPool) Name() string { return p.name }
@@ -87,7 +102,7 @@ func (p *lvmPool) device(volume string) string {
 	return strings.ReplaceAll(p.group, "-", "--") + "-" + strings.ReplaceAll(volume, "-", "--")
 }
 
-func openLVMPool(ctx context.Context, name string, loc Location) (_ Pool, err error) {
+func openLVMPool(ctx context.Context, name string, loc Location, known Known) (_ Pool, err error) {
 	p := &lvmPool{name: name, location: loc, index: newIndex[*logical](), damaged: map[Ref]error{}, held: map[string]bool{}}
 	p.group, p.thin, _ = strings.Cut(loc.Path, "/")
 	p.unsure = p.thin != ""
@@ -110,6 +125,11 @@ func openLVMPool(ctx context.Context, name string, loc Location) (_ Pool, err er
 	}
 	if longest := p.device("cut.snap."+strings.Repeat("0", 32)) + readOnlySuffix; len(longest) >= dmNameSize {
 		return nil, fmt.Errorf("%w: the name of volume group %s is too long, as the kernel takes names of devices of %d bytes; vgrename it", ErrUnsupported, p.group, dmNameSize-1)
+	}
+	if p.id = poolID(rows, p.thin); p.id != "" {
+		if err := expected(ctx, known, p.id); err != nil {
+			return nil, err
+		}
 	}
 	if err := p.exclude(); err != nil {
 		return nil, err
@@ -138,6 +158,7 @@ func openLVMPool(ctx context.Context, name string, loc Location) (_ Pool, err er
 	p.sweep(ctx, leftovers)
 	p.settle(ctx)
 	p.release(ctx)
+	p.splitTables(ctx)
 	if p.thin == "" {
 		klog.FromContext(ctx).Info("New volumes are zeroed before they are handed out", "pool", p.name, "byWritingTo", writtenZeros(rows))
 	}
@@ -149,7 +170,7 @@ func openLVMPool(ctx context.Context, name string, loc Location) (_ Pool, err er
 func (p *lvmPool) report(run runLVM) ([]row, error) {
 	rows, err := run("fullreport",
 		"--configreport", "vg", "-o", "vg_uuid,vg_extent_size,vg_extent_count,vg_free_count,vg_missing_pv_count,vg_mda_free,vg_mda_size",
-		"--configreport", "lv", "-o", "lv_name,lv_tags,lv_size,lv_layout,pool_lv,lv_health_status,lv_attr",
+		"--configreport", "lv", "-o", "lv_name,lv_uuid,lv_tags,lv_size,lv_layout,pool_lv,lv_health_status,lv_attr",
 		"--configreport", "pv", "-o", "pv_name", "--configreport", "pvseg", "-o", "pvseg_start", "--configreport", "seg", "-o", "seg_start", p.group)
 	var group, volumes []row
 	for _, r := range rows {
@@ -172,6 +193,22 @@ func (p *lvmPool) report(run runLVM) ([]row, error) {
 	}
 	return append(group, volumes...), err
 }
+
+// poolID is the UUID that lvm2 gave the thin pool, or else the group; empty for a thin pool that is not
+// there.
+func poolID(rows []row, thin string) string {
+	if thin == "" {
+		return rows[0]["vg_uuid"]
+	}
+	i := slices.IndexFunc(rows, func(r row) bool { return r["lv_name"] == thin })
+	if i < 0 {
+		return ""
+	}
+	return rows[i]["lv_uuid"]
+}
+
+// ID: see Identified.
+func (p *lvmPool) ID() string { return p.id }
 
 // flush makes the disks of the group write out what they have cached: lvm2 waits for its
 // writes, but flushes none of them, so what it has changed would not survive a power cut. Not
@@ -278,6 +315,8 @@ func (p *lvmPool) load(rows []row) (leftovers []string, err error) {
 		switch {
 		case !ok && p.thin == "" && slices.Contains(splitTags(r), tagOurs) && leftover(volume):
 			leftovers = append(leftovers, volume)
+		case !ok && r["pool_lv"] == p.thin && hasRecord(r):
+			p.setAside(r)
 		case !ok:
 		case !tagged:
 			p.strays = append(p.strays, p.path(volume))
@@ -288,12 +327,28 @@ func (p *lvmPool) load(rows []row) (leftovers []string, err error) {
 				continue
 			}
 			record.Thin = p.thin != ""
-			o := &logical{record: record, state: st, tags: ourTags(r), made: true}
+			o := &logical{record: record, state: st, tags: ourTags(r), inGroup: inGroup{made: true}}
 			p.put(ref, o)
 			p.space.promised += record.Size
 		}
 	}
 	return leftovers, p.update(rows)
+}
+
+// hasRecord tells whether a volume has the tags of a record.
+func hasRecord(r row) bool {
+	return slices.ContainsFunc(splitTags(r), func(tag string) bool { return strings.HasPrefix(tag, tagName) })
+}
+
+// setAside notes a volume that was one of this pool, until somebody converted or renamed it. It is not used, and not
+// taken for gone either.
+func (p *lvmPool) setAside(r row) {
+	volume := r["lv_name"]
+	if ref := parseRef(volume); ref.validate() == nil {
+		p.damaged[ref] = fmt.Errorf("%w: the layout of %s is %s now, which this pool does not use; lvconvert it back", errRecord, p.path(volume), r["lv_layout"])
+		return
+	}
+	p.renamed = append(p.renamed, p.path(volume))
 }
 
 // update brings what is known of the space and of the logical volumes up to a report.
@@ -480,7 +535,7 @@ func (p *lvmPool) gone(o *logical, err error) error {
 		p.mu.Lock()
 		o.missing = true
 		p.mu.Unlock()
-		err = fmt.Errorf("%w: somebody removed it: %w; restore it from a backup, or delete the volume", ErrDataLoss, err)
+		err = recast(ErrDataLoss, err, "somebody removed it; restore it from a backup, or delete the volume")
 	}
 	return err
 }
@@ -507,8 +562,8 @@ func (p *lvmPool) Delete(ctx context.Context, ref Ref) error {
 	damaged, o := p.damaged[ref], p.objects[ref]
 	p.mu.Unlock()
 	if damaged != nil {
-		return fmt.Errorf("%w: %s in pool %s is not deleted, because its record cannot be read (%w): look at its tags (lvs -o lv_tags %s), and remove it by hand if nobody needs it",
-			ErrPrecondition, ref, p.name, damaged, p.path(ref.String()))
+		return recast(ErrPrecondition, damaged, "%s in pool %s is not deleted, because its record cannot be read; look at its tags (lvs -o lv_tags %s), and remove it by hand if nobody needs it",
+			ref, p.name, p.path(ref.String()))
 	}
 	if o == nil {
 		return nil
@@ -552,11 +607,12 @@ func (p *lvmPool) remove(ctx context.Context, ref Ref) error {
 	if err == nil {
 		err = p.dropCut(ctx, o)
 	}
-	if err == nil && o.made { // else what is named so is another's
+	is := p.known(o)
+	if err == nil && is.made { // else what is named so is another's
 		err = p.Detach(ctx, ref)
 	}
-	if err == nil && o.made {
-		err = p.drop(ctx, ref.String(), o.size)
+	if err == nil && is.made {
+		err = p.drop(ctx, ref.String(), is.size)
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -574,15 +630,19 @@ func (p *lvmPool) remove(ctx context.Context, ref Ref) error {
 }
 
 // complete makes sure that no physical volume of the group is missing: lvm2 would remove
-// volumes even so, and have the disk thrown out of the group when it is back. Nor has the
-// thin pool failed: lvm2 would forget volumes that the thin pool has, and its count of
+// volumes even so, and have the disk thrown out of the group when it is back. Nor is the thin pool
+// down (see up), or has failed: lvm2 would forget volumes that the thin pool has, and its count of
 // changes would run ahead of the thin pool's, which then cannot be repaired.
 func (p *lvmPool) complete(ctx context.Context) error {
 	if err := p.refresh(ctx, lvmFresh); err != nil {
 		return err
 	}
 	if p.thin != "" {
-		if use, err := p.thinUse(ctx); err == nil && use.failed() {
+		use, err := p.thinUse(ctx)
+		if err != nil {
+			return err
+		}
+		if use.failed() {
 			return fmt.Errorf("%w: %s", ErrUnavailable, p.full(use))
 		}
 	}

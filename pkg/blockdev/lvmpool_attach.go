@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+	"k8s.io/klog/v2"
 )
 
 // An attached object is a linear device of our own over the logical volume, one for writing
@@ -164,7 +165,7 @@ func (p *lvmPool) makeDevice(ctx context.Context, o *logical, record Record, suf
 
 // activateObject is activate for an object, whose logical volume has to be there.
 func (p *lvmPool) activateObject(ctx context.Context, o *logical, ref Ref) (*dmDevice, error) {
-	if o.missing { // so what has its name is another's
+	if p.known(o).missing { // so what has its name is another's
 		return nil, p.gone(o, fmt.Errorf("%w: %s", errNoLV, p.path(ref.String())))
 	}
 	d, err := p.activate(ctx, ref.String())
@@ -182,6 +183,9 @@ func (p *lvmPool) activate(ctx context.Context, volume string) (*dmDevice, error
 			return nil, err
 		}
 	}
+	if err := p.up(ctx); err != nil {
+		return nil, err
+	}
 	if _, err := p.lvm.run(ctx, "lvchange", "-ay", "-K", p.path(volume)); err != nil {
 		return nil, err
 	}
@@ -190,6 +194,27 @@ func (p *lvmPool) activate(ctx context.Context, volume string) (*dmDevice, error
 		err = fmt.Errorf("%w: lvm2 activated %s, and there is no device of it", ErrUnavailable, p.path(volume))
 	}
 	return d, err
+}
+
+// splitTables brings devices that an older driver made, over a single target, to a table that passes no
+// ioctls down (dmShow); also those that are in use.
+func (p *lvmPool) splitTables(ctx context.Context) {
+	all, err := p.allAttached()
+	for ref, devices := range all {
+		for _, d := range devices {
+			if !d.live || d.targets != 1 {
+				continue
+			}
+			kind, _, failure := dmTarget(d.name)
+			if failure == nil && kind == "linear" {
+				failure = p.resize(ref, p.find(ref))
+			}
+			err = errors.Join(err, failure)
+		}
+	}
+	if err != nil {
+		klog.FromContext(ctx).Error(err, "could not make sure that devices of an older driver pass no ioctls down; the next start tries again", "pool", p.name)
+	}
 }
 
 // deviceSize returns the size of an open block device, in bytes.
@@ -270,11 +295,28 @@ func (p *lvmPool) Detach(ctx context.Context, ref Ref) error {
 }
 
 func (p *lvmPool) Orphans(context.Context) (map[Ref][]Device, error) {
-	names, err := dmNames(p.device(""))
+	all, err := p.allAttached()
 	if err != nil {
 		return nil, err
 	}
 	found := map[Ref][]Device{}
+	for ref, devices := range all {
+		for _, d := range devices {
+			if !d.deferred {
+				found[ref] = append(found[ref], NewDevice(d.path(), d.number, 0, d.readOnly, nil))
+			}
+		}
+	}
+	return found, nil
+}
+
+// allAttached returns the devices of all objects.
+func (p *lvmPool) allAttached() (map[Ref][]*dmDevice, error) {
+	names, err := dmNames(p.device(""))
+	if err != nil {
+		return nil, err
+	}
+	found := map[Ref][]*dmDevice{}
 	for _, name := range names {
 		volume, suffix, _ := strings.Cut(strings.TrimPrefix(name, p.device("")), "-")
 		if suffix = "-" + suffix; suffix != writableSuffix && suffix != readOnlySuffix {
@@ -288,8 +330,8 @@ func (p *lvmPool) Orphans(context.Context) (map[Ref][]Device, error) {
 		if err != nil {
 			return nil, err
 		}
-		if d != nil && !d.deferred {
-			found[ref] = append(found[ref], NewDevice(d.path(), d.number, 0, d.readOnly, nil))
+		if d != nil {
+			found[ref] = append(found[ref], d)
 		}
 	}
 	return found, nil

@@ -141,20 +141,22 @@ func (p *lvmPool) begin(ctx context.Context, spec Spec) (*logical, error) {
 		switch {
 		case err == nil:
 			p.took(spec.Size)
-			o.size = made
 		case errors.Is(err, ErrExists):
-			err = fmt.Errorf("%w: a logical volume of that name is there that is not known to this pool: %w; remove or rename it by hand", ErrPrecondition, err)
-			return err
+			return recast(ErrPrecondition, err, "a logical volume of that name is there that is not known to this pool; remove or rename it by hand")
 		case errors.Is(err, ErrNoSpace), errors.Is(err, ErrInvalid), errors.Is(err, errNoLV):
 			return err
 		default: // it may have been made, or not
 			p.unreserve(spec.Size)
 		}
-		o.made = true
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		if o.made = true; err == nil {
+			o.size = made
+		}
 		return err
 	})
-	if errors.Is(err, errNoLV) { // the origin
-		err = fmt.Errorf("%w: %w", ErrDataLoss, err)
+	if errors.Is(err, errNoLV) {
+		err = recast(ErrDataLoss, err, "somebody removed what it is to be a copy of")
 	}
 	if err != nil {
 		return o, err
@@ -210,7 +212,7 @@ func (p *lvmPool) giveUp(ctx context.Context, o *logical, spec Spec, cause error
 // are no bytes to make: lvm2 writes down a thin volume before the thin pool has it, and does
 // not make up for that when it finds one that a crash left so.
 func (p *lvmPool) fill(ctx context.Context, o *logical, spec Spec) error {
-	if p.atOnce(spec, o.size) {
+	if p.atOnce(spec, p.known(o).size) {
 		return p.save(ctx, o, o.record, ready)
 	}
 	d, err := p.activateObject(ctx, o, spec.Ref)
@@ -234,7 +236,7 @@ func (p *lvmPool) fill(ctx context.Context, o *logical, spec Spec) error {
 		if err = p.copyOrigin(ctx, o, target, spec); err == nil && o.source != "" {
 			record.Created = o.cut
 		}
-	case o.size < spec.Size: // it is a copy of a smaller one
+	case p.known(o).size < spec.Size: // it is a copy of a smaller one
 		err = p.lvm.hold(ctx, func(run runLVM) error { return p.extend(run, o, spec.Ref, spec.Size) })
 	}
 	if err == nil && spec.Prepare != nil {
@@ -366,10 +368,10 @@ func (p *lvmPool) copyOrigin(ctx context.Context, o *logical, target *os.File, s
 		if err := p.makeCut(ctx, o, spec); err != nil {
 			return err
 		}
-		if spec.Cut != nil {
-			if err := spec.Cut(ctx); err != nil {
-				return err
-			}
+	}
+	if o.source != "" && spec.Cut != nil { // also of an earlier call: nobody has to wait for the rest
+		if err := spec.Cut(ctx); err != nil {
+			return err
 		}
 	}
 	var from *os.File
@@ -383,7 +385,7 @@ func (p *lvmPool) copyOrigin(ctx context.Context, o *logical, target *os.File, s
 			from, err = openDM(d, os.O_RDONLY|unix.O_DIRECT)
 		}
 		if err != nil {
-			return fmt.Errorf("%w: %w", ErrUnavailable, err)
+			return recast(ErrUnavailable, err, "what it is copied from cannot be brought up")
 		}
 	}
 	defer from.Close()
@@ -510,14 +512,14 @@ func (p *lvmPool) grow(ctx context.Context, o *logical, record Record, size int6
 		return err
 	}
 	promise := size - record.Size
-	have := o.size // more than the record says after a growth that was cut short
+	have := p.known(o).size // more than the record says after a growth that was cut short
 	if size > have {
 		if err := p.reserve(ctx, size-have, func() { p.space.promised += promise }); err != nil {
 			return err
 		}
 		var err error
-		for err == nil && o.size < size {
-			err = p.enlarge(ctx, o, record.Ref, o.size, min(size, o.size+growStep-growStep%p.extent))
+		for at := have; err == nil && at < size; at = p.known(o).size {
+			err = p.enlarge(ctx, o, record.Ref, at, min(size, at+growStep-growStep%p.extent))
 		}
 		if err != nil {
 			p.mu.Lock()
@@ -636,7 +638,7 @@ func (p *lvmPool) resize(ref Ref, o *logical) error {
 		if d == nil {
 			continue
 		}
-		if err := dmLinear(d.name, d.uuid, base.number, o.size, d.readOnly); err != nil {
+		if err := dmLinear(d.name, d.uuid, base.number, p.known(o).size, d.readOnly); err != nil {
 			return err
 		}
 	}

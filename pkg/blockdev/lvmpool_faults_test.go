@@ -506,8 +506,10 @@ func TestLVMFailingDevice(t *testing.T) {
 			case err != nil && mayWork:
 				t.Errorf("%s, %s: %v", fault, name, err)
 			case err == nil:
-			case fault == "no data" || fault == "no write":
+			case fault == "no data":
 				says(t, err, unix.EIO)
+			case fault == "no write": // lvm2 made its change, and the flush after that fails
+				says(t, err, blockdev.ErrUnavailable, "flush", "input/output error")
 			default:
 				says(t, err, blockdev.ErrUnavailable)
 			}
@@ -653,7 +655,9 @@ func TestLVMNeedsCheck(t *testing.T) {
 	}
 
 	drivertest.Run(t, "lvchange", "-q", "-an", f.group.Name+"/tp")
+	drivertest.Run(t, "lvchange", "-q", "--setactivationskip", "y", f.group.Name+"/tp")
 	drivertest.Run(t, "lvconvert", "-q", "-y", "--repair", f.group.Name+"/tp")
+	drivertest.Run(t, "lvchange", "-q", "--setactivationskip", "n", f.group.Name+"/tp")
 	drivertest.Run(t, "lvchange", "-q", "-ay", "--config", `global/thin_check_options=["-q","--clear-needs-check-flag"]`, f.group.Name+"/tp")
 	drivertest.Run(t, "lvremove", "-q", "-y", f.group.Name+"/tp_meta0")
 	f.poolIll()
@@ -670,6 +674,118 @@ func TestLVMNeedsCheck(t *testing.T) {
 	f.holds(vol("b"), 8*mib, marked("b", mib))
 	f.restart()
 	f.poolIll()
+}
+
+// TestLVMTakenDown: a thin pool that somebody took down, to repair it, is not brought up behind his back:
+// neither by calls that need it, nor, if he marked it so, by a start. Up again, it is as before.
+func TestLVMTakenDown(t *testing.T) {
+	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 256*mib), thin: true}
+	f.url = f.group.ThinPool(t, "tp", "-L", "64M", "--poolmetadatasize", "4M") + "?reservePercent=0"
+	f.start()
+	f.make(vol("a"), 16*mib)
+	f.write(vol("a"), 0, marked("a", 8*mib))
+	f.copy(snap("a"), vol("a"), 16*mib)
+	tp := f.group.Name + "/tp"
+	drivertest.Run(t, "lvchange", "-q", "-an", tp)
+	drivertest.Run(t, "lvchange", "-q", "--setactivationskip", "y", tp)
+	for _, restarted := range []bool{false, true} {
+		if restarted {
+			f.restart()
+		}
+		for what, call := range map[string]func() error{
+			"attach": func() error { return second(f.pool.Attach(t.Context(), vol("a"), blockdev.Attachment{})) },
+			"create": func() error {
+				return second(f.pool.Create(t.Context(), blockdev.Spec{Ref: vol("c"), Name: "c", Size: 8 * mib}))
+			},
+			"copy": func() error {
+				return second(f.pool.Create(t.Context(), blockdev.Spec{Ref: snap("b"), Name: "b", Size: 16 * mib, Origin: vol("a")}))
+			},
+			"expand": func() error { return second(f.pool.Expand(t.Context(), vol("a"), 20*mib)) },
+			"delete": func() error { return f.pool.Delete(t.Context(), snap("a")) },
+		} {
+			if err := call(); !errors.Is(err, blockdev.ErrUnavailable) || !strings.Contains(err.Error(), "lvchange -ay -K "+tp) {
+				t.Errorf("%s of a thin pool that is down: %v", what, err)
+			}
+			if attr := f.lv("lv_active"); slices.ContainsFunc(attr, func(active string) bool { return active != "" }) {
+				t.Fatalf("%s brought something up: %q", what, attr)
+			}
+		}
+		f.poolIll("PoolUnavailable")
+	}
+	drivertest.Run(t, "lvconvert", "-q", "-y", "--repair", tp)
+	drivertest.Run(t, "lvchange", "-q", "--setactivationskip", "n", tp)
+	drivertest.Run(t, "lvchange", "-q", "-ay", tp)
+	drivertest.Run(t, "lvremove", "-q", "-y", tp+"_meta0")
+	for _, ref := range []blockdev.Ref{vol("a"), snap("a")} {
+		f.holds(ref, 0, marked("a", 8*mib))
+	}
+	f.copy(snap("b"), vol("a"), 16*mib)
+	must(t, f.pool.Delete(t.Context(), snap("a")))
+	f.poolIll()
+}
+
+// TestLVMOlderTable: a device that an older driver made passes ioctls down to a disk of the group. A start
+// brings it to a table that does not, while it is in use.
+func TestLVMOlderTable(t *testing.T) {
+	onLVM(t, func(f *lvmFixture) {
+		f.make(vol("a"), 16*mib)
+		device := attach(f, f.pool, vol("a"), blockdev.Attachment{Keep: true})
+		told, err := os.ReadFile("/sys/block/" + filepath.Base(device.Path) + "/dm/name")
+		must(f, err)
+		name := strings.TrimSpace(string(told))
+		base := strings.TrimSuffix(name, "-writable")
+		drivertest.Run(f, "dmsetup", "load", name, "--table", fmt.Sprintf("0 %d linear /dev/mapper/%s 0", 16*mib/512, base))
+		drivertest.Run(f, "dmsetup", "resume", name)
+		file, err := os.OpenFile(device.Path, os.O_RDWR, 0)
+		must(f, err)
+		defer file.Close()
+		passed := func() bool {
+			_, err := unix.IoctlLoopGetStatus64(int(file.Fd()))
+			return err == nil
+		}
+		if !f.thin && !passed() {
+			f.Fatal("a single linear target passes nothing down: this test shows nothing")
+		}
+		f.restart()
+		if passed() {
+			f.Error("it passes ioctls down")
+		}
+		if table := drivertest.Run(f, "dmsetup", "table", name); strings.Count(table, "linear") != 2 {
+			f.Errorf("its table is %q", table)
+		}
+		must(f, second(file.WriteAt(marked("a", mib), 0)))
+		must(f, errors.Join(file.Sync(), file.Close(), device.Close(), f.pool.Detach(f.Context(), vol("a"))))
+		f.holds(vol("a"), 0, marked("a", mib))
+	})
+}
+
+// TestLVMCopyGoesOn: a copy of a volume in use that ran out of time goes on where it stopped, and tells at once
+// that its bytes are fixed: what waits for that, a frozen filesystem, does not wait for the copy.
+func TestLVMCopyGoesOn(t *testing.T) {
+	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 256*mib)}
+	f.url = f.group.URL() + "?reservePercent=0"
+	f.start()
+	f.make(vol("a"), 32*mib)
+	f.write(vol("a"), 0, marked("a", 32*mib))
+	device := attach(t, f.pool, vol("a"), blockdev.Attachment{Keep: true})
+	told, goneOn := 0, false
+	spec := blockdev.Spec{Ref: snap("b"), Name: "b", Size: 32 * mib, Origin: vol("a"), Cut: func(context.Context) error { told++; return nil }}
+	for n := 4; !goneOn; n++ { // until it ends in the middle of the copy
+		_, err := f.pool.Create(&endsAfter{Context: t.Context(), n: n}, spec)
+		if err == nil {
+			t.Fatal("no copy was cut short in the middle")
+		}
+		says(t, err, context.Canceled)
+		goneOn = strings.Contains(err.Error(), "copy /dev/") && blockdev.Copied(f.pool, snap("b")) > 0
+	}
+	must(t, writeDirect(device.Path, 0, marked("other", mib)))
+	told = 0
+	must(t, second(f.pool.Create(t.Context(), spec)))
+	if told != 1 {
+		t.Errorf("a copy that went on told %d times that its bytes are fixed", told)
+	}
+	must(t, errors.Join(device.Close(), f.pool.Detach(t.Context(), vol("a"))))
+	f.holds(snap("b"), 0, marked("a", 32*mib))
 }
 
 // TestLVMDelivered: messages that lvm2 left written down, although the thin pool had got them,
@@ -920,6 +1036,43 @@ func TestLVMDamagedTags(t *testing.T) {
 		}
 		f.restart()
 		f.poolIll()
+	})
+}
+
+// TestLVMConverted: a volume that somebody converted to another layout, or renamed, while no driver ran is not taken
+// for one that is gone: it is reported, and not deleted nor made again.
+func TestLVMConverted(t *testing.T) {
+	onLVM(t, func(f *lvmFixture) {
+		ctx := f.Context()
+		f.make(vol("0"), 8*mib)
+		f.make(vol("a"), 8*mib)
+		renamed := f.group.Name + "/mine"
+		drivertest.Run(f, "lvrename", "-q", f.path(vol("a")), renamed)
+		want := []string{"VolumeRenamed"}
+		if !f.thin { // as after lvconvert, for which the kernel would need dm-raid
+			args := []string{"lvcreate", "-q", "-an", "-Wn", "-Zn", "-L", "8M", "--type", "striped", "-i", "2", "-n", vol("b").String(), f.group.Name}
+			for _, tag := range []string{"ashlar", "ashlar.name=" + vol("b").String(), "ashlar.size=8388608", "ashlar.created=2026-01-02T15:04:05Z"} {
+				args = append(args, "--addtag", tag)
+			}
+			disk := drivertest.Disk(f.T, 64*mib)
+			drivertest.Run(f, "vgextend", "-q", f.group.Name, disk)
+			defer func() { drivertest.Run(f, "vgreduce", "-q", f.group.Name, disk) }()
+			drivertest.Run(f, args...)
+			want = []string{"RecordDamaged", "VolumeRenamed"}
+		}
+		f.restart()
+		f.poolIll(want...)
+		if !f.thin {
+			says(f, second(f.pool.Get(ctx, vol("b"))), blockdev.ErrDataLoss, "striped")
+			says(f, second(f.pool.Create(ctx, blockdev.Spec{Ref: vol("b"), Name: vol("b").String(), Size: 8 * mib})), blockdev.ErrDataLoss)
+			says(f, f.pool.Delete(ctx, vol("b")), blockdev.ErrPrecondition, "striped")
+			drivertest.Run(f, "lvremove", "-q", "-f", f.path(vol("b")))
+		}
+		drivertest.Run(f, "lvrename", "-q", renamed, f.path(vol("a")))
+		f.restart()
+		f.poolIll()
+		f.ill(vol("a"))
+		f.ill(vol("0"))
 	})
 }
 

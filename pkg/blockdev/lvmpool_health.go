@@ -23,13 +23,12 @@ func (p *lvmPool) Health(ctx context.Context, ref Ref) ([]Problem, error) {
 		}
 		return []Problem{{Inaccessible, "PoolUnavailable", fmt.Sprintf("pool %s: %v", p.name, err)}}, nil
 	}
-	p.mu.Lock()
-	o := p.objects[ref]
-	p.mu.Unlock()
-	where := p.path(ref.String())
-	switch {
-	case o == nil:
+	found := p.find(ref)
+	if found == nil {
 		return nil, fmt.Errorf("%w: no %s in pool %s", ErrNotFound, ref, p.name)
+	}
+	where, o := p.path(ref.String()), p.known(found)
+	switch {
 	case o.missing:
 		return []Problem{{DataLoss, "VolumeMissing", fmt.Sprintf("the logical volume %s is gone; restore it from a backup, or delete the volume", where)}}, nil
 	case o.size < record.Size:
@@ -101,6 +100,9 @@ func (p *lvmPool) PoolHealth(ctx context.Context) []Problem {
 	}
 	if len(p.strays) > 0 {
 		say(Degraded, "UnknownVolume", "these are named like volumes of this driver and are not tagged as such; nothing uses them and nothing removes them: %s", strings.Join(p.strays, ", "))
+	}
+	if len(p.renamed) > 0 {
+		say(Degraded, "VolumeRenamed", "these have the tags of volumes of this driver under other names, so nothing uses them and nothing removes them; lvrename them back, or take the tags away: %s", strings.Join(p.renamed, ", "))
 	}
 	return problems
 }

@@ -141,6 +141,18 @@ func (p *lvmPool) raise(run runLVM) error {
 	return err
 }
 
+// up makes sure that the thin pool is up: with a volume, or to tell it of a removal, lvm2 would bring it
+// up. But one that is down was taken down by somebody, perhaps to repair it, and is his to bring up again, unless
+// it was lvm2 for us (see raise). A start does it, as after a boot, where lvm2 has no mark that it is not to be
+// activated (lvchange --setactivationskip).
+func (p *lvmPool) up(ctx context.Context) error {
+	if p.thin == "" {
+		return nil
+	}
+	_, err := p.thinUse(ctx)
+	return err
+}
+
 // clearParts removes the devices of the thin pool that nobody uses, from the top.
 func (p *lvmPool) clearParts() error {
 	names, err := dmNames(p.device(p.thin))

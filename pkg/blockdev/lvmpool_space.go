@@ -103,7 +103,7 @@ func (p *lvmPool) thinUse(ctx context.Context) (thinUse, error) {
 		return thinUse{}, err
 	}
 	if !there {
-		return thinUse{}, fmt.Errorf("%w: thin pool %s is not active; lvchange -ay %s", ErrUnavailable, p.path(p.thin), p.path(p.thin))
+		return thinUse{}, fmt.Errorf("%w: thin pool %s is not active, as somebody took it down; if it needs no repair (any more), lvchange -ay -K %s", ErrUnavailable, p.path(p.thin), p.path(p.thin))
 	}
 	return use, nil
 }
@@ -160,7 +160,7 @@ func parseThinUse(status string) (thinUse, error) {
 func (p *lvmPool) full(use thinUse) string {
 	switch {
 	case use.failed():
-		return fmt.Sprintf("thin pool %s is in mode %s %s; look at the kernel's log, unstage its volumes, repair it (lvconvert --repair), and activate it with needs_check cleared (thin_check_options)", p.path(p.thin), use.mode, use.fault)
+		return fmt.Sprintf("thin pool %s is in mode %s %s; look at the kernel's log, unstage its volumes, repair it (lvconvert --repair; docs/reliability.md), and activate it with needs_check cleared (thin_check_options)", p.path(p.thin), use.mode, use.fault)
 	case use.mode != "rw":
 		return fmt.Sprintf("thin pool %s is in mode %s; delete volumes or snapshots, or extend it (lvextend)", p.path(p.thin), use.mode)
 	case use.data >= p.location.DataWatermark:
@@ -283,4 +283,24 @@ func (p *lvmPool) gave(size int64) {
 	if p.thin == "" {
 		p.space.free += size
 	}
+}
+
+// Used is what a thin volume that is active has mapped, as dm-thin counts it, and of a linear one its size.
+func (p *lvmPool) Used(_ context.Context, ref Ref) (int64, error) {
+	_, record, err := p.lookup(ref)
+	if err != nil || !record.Thin {
+		return record.Size, err
+	}
+	kind, status, err := dmTarget(p.device(ref.String()))
+	if err == nil && kind != "thin" {
+		err = fmt.Errorf("it is %q, no thin volume", kind)
+	}
+	var sectors int64 // "MAPPED HIGHEST"; "Fail" if the thin pool has failed
+	if err == nil {
+		_, err = fmt.Sscan(status, &sectors)
+	}
+	if err != nil {
+		return 0, fmt.Errorf("%w: measure %s of pool %s: %w", ErrUnavailable, ref, p.name, err)
+	}
+	return min(sectors*512, record.Size), nil
 }

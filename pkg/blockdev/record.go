@@ -13,29 +13,41 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A record file has two slots of slotSize bytes. Each holds a header line and the
-// record as one line of JSON, so that it can be read with cat; the rest is zeros.
+// A record file has two slots of slotSize bytes. Each holds the record as a frame (frame.go)
+// whose body is one line of JSON, so that it can be read with cat; the rest is zeros.
 //
-//	ashlar-record 1 gen=7 len=312 crc32c=5f3a90c1
+//	ashlar-record 2 gen=7 len=312 crc32c=5f3a90c1
 //	{"kind":"vol", ...}
 //
-// The slot with the higher generation and a right checksum is the record. A change
-// is written over the other slot and synced: the blocks are there already, so it is
-// one write and one flush of the disk (a new file, its rename and the folder's sync
-// cost twenty times that), and a torn write leaves the old record whole.
+// A change is written over one slot and synced, then over the other and synced, and only then
+// does anybody hear of it, or act on it. So each slot alone has all that was ever answered,
+// whether the other was torn as it was written, or rots later: nothing that was said goes back. (The
+// blocks are there already, so a change is two writes and two flushes of the disk; a new file, its
+// rename and the folder's sync cost ten times that.)
+//
+// A slot with a right checksum that is not understood was never torn: it is of a newer driver,
+// or of another volume, and the record is damaged, whatever the other slot says.
+//
+// A new field of stored takes a new recordVersion, as drivers refuse what they do not know all of;
+// a field that is missing has to mean what it meant before there was one.
+//
+// Version 1 had a checksum over the body only, and each change in one slot only. Of these
+// records both slots have to be whole, as one alone may be too old: what says "never formatted"
+// may have been formatted. They are written anew when their pool is opened.
 const (
 	slotSize      = 8192
-	recordVersion = 1
-	headerFormat  = "ashlar-record %d gen=%d len=%d crc32c=%08x\n"
+	recordVersion = 2
+	recordName    = "ashlar-record"
+	firstVersion  = 1
+	firstHeader   = recordName + " %d gen=%d len=%d crc32c=%08x\n"
 )
-
-var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
 // errRecord is the cause of every ErrDataLoss about a record.
 var (
-	errRecord  = fmt.Errorf("%w: damaged record", ErrDataLoss)
-	errVersion = fmt.Errorf("%w: record of another version", errRecord)
-	errEmpty   = fmt.Errorf("%w: empty record", errRecord)
+	errRecord   = fmt.Errorf("%w: damaged record", ErrDataLoss)
+	errVersion  = fmt.Errorf("%w: record of another version", errRecord)
+	errNoRecord = fmt.Errorf("%w: its image is there, and it has none", errRecord)
+	errEmpty    = fmt.Errorf("%w: empty record", errRecord)
 )
 
 // stored is a Record as the file has it.
@@ -46,6 +58,7 @@ type stored struct {
 	Size    int64             `json:"size"`
 	Growing int64             `json:"growing,omitempty"` // the size being grown to
 	Thin    bool              `json:"thin,omitempty"`
+	Sector  int64             `json:"sector,omitempty"` // 0: 512
 	Origin  string            `json:"origin,omitempty"`
 	Created time.Time         `json:"created"`
 	State   state             `json:"state"`
@@ -62,7 +75,7 @@ const (
 )
 
 func newStored(r Record, st state, growing int64) *stored {
-	s := &stored{Kind: r.Kind, Key: r.Key, Name: r.Name, Size: r.Size, Growing: growing, Thin: r.Thin,
+	s := &stored{Kind: r.Kind, Key: r.Key, Name: r.Name, Size: r.Size, Growing: growing, Thin: r.Thin, Sector: r.Sector,
 		Created: r.Created, State: st, Labels: r.Labels, decoded: r}
 	if r.Origin != (Ref{}) {
 		s.Origin = r.Origin.String()
@@ -77,49 +90,67 @@ func encodeSlot(s *stored, generation uint64) ([]byte, error) {
 	if err != nil {
 		return nil, fmt.Errorf("encode record of %s.%s: %w", s.Kind, s.Key, err)
 	}
-	body = append(body, '\n')
-	slot := make([]byte, slotSize)
-	n := copy(slot, fmt.Sprintf(headerFormat, recordVersion, generation, len(body), crc32.Checksum(body, castagnoli)))
-	if n+len(body) > slotSize {
-		return nil, fmt.Errorf("%w: the record of %s.%s needs %d bytes, %d is the most", ErrInvalid, s.Kind, s.Key, n+len(body), slotSize)
+	used := frame{recordVersion, generation, append(body, '\n')}.encode(recordName)
+	if len(used) > slotSize {
+		return nil, fmt.Errorf("%w: the record of %s.%s needs %d bytes, %d is the most", ErrInvalid, s.Kind, s.Key, len(used), slotSize)
 	}
-	copy(slot[n:], body)
+	slot := make([]byte, slotSize)
+	copy(slot, used)
 	return slot, nil
 }
 
-// decodeSlot is the strict inverse of encodeSlot. A slot of zeros is no record and
-// no error: generation 0.
-func decodeSlot(slot []byte) (*stored, uint64, error) {
-	if len(bytes.Trim(slot, "\x00")) == 0 {
-		return nil, 0, nil
+// slot is what one slot says.
+type slot struct {
+	stored     *stored // nil if its checksum is wrong
+	version    int     // as far as it can be read: 0 if not
+	generation uint64
+	blank      bool // nothing but zeros
+}
+
+// decodeSlot is the strict inverse of encodeSlot. A slot whose checksum is wrong is no error, but
+// one that is right and not understood is.
+func decodeSlot(data []byte) (slot, error) {
+	if len(bytes.Trim(data, "\x00")) == 0 {
+		return slot{blank: true}, nil
 	}
-	header, rest, found := bytes.Cut(slot, []byte("\n"))
-	if !found || len(header) > 128 {
-		return nil, 0, fmt.Errorf("%w: no header", errRecord)
+	f, err := decodeFrame(recordName, data)
+	if err != nil {
+		if f, err = decodeFirst(data, f.version); err != nil {
+			return slot{version: f.version}, nil
+		}
 	}
-	var version, length int
-	var generation uint64
-	var sum uint32
-	// The version first: what comes after it, only that version knows.
-	if _, err := fmt.Sscanf(string(header), "ashlar-record %d ", &version); err == nil && version != recordVersion {
-		return nil, 0, fmt.Errorf("%w: version %d, this driver knows %d", errVersion, version, recordVersion)
-	}
-	if _, err := fmt.Sscanf(string(header)+"\n", headerFormat, &version, &generation, &length, &sum); err != nil {
-		return nil, 0, fmt.Errorf("%w: header %q", errRecord, header)
-	}
-	if length < 0 || length > len(rest) || crc32.Checksum(rest[:length], castagnoli) != sum || generation == 0 {
-		return nil, 0, fmt.Errorf("%w: wrong checksum", errRecord)
+	if f.version > recordVersion {
+		return slot{}, fmt.Errorf("%w: version %d, this driver knows %d; use a newer driver", errVersion, f.version, recordVersion)
 	}
 	var s stored
-	decoder := json.NewDecoder(bytes.NewReader(rest[:length]))
+	decoder := json.NewDecoder(bytes.NewReader(f.body))
 	decoder.DisallowUnknownFields()
 	if err := decoder.Decode(&s); err != nil {
-		return nil, 0, fmt.Errorf("%w: %w", errRecord, err)
+		return slot{}, fmt.Errorf("%w: %w", errRecord, err)
 	}
 	if err := s.validate(); err != nil {
-		return nil, 0, err
+		return slot{}, err
 	}
-	return &s, generation, nil
+	return slot{stored: &s, version: f.version, generation: f.generation}, nil
+}
+
+// decodeFirst is decodeFrame for a slot of version 1.
+func decodeFirst(data []byte, version int) (f frame, err error) {
+	f.version = version
+	header, rest, _ := bytes.Cut(data, []byte("\n"))
+	var length int
+	var sum uint32
+	if version != firstVersion || len(header) > longestHeader {
+		return f, fmt.Errorf("%w: wrong checksum", errRecord)
+	}
+	if _, err := fmt.Sscanf(string(header)+"\n", firstHeader, &f.version, &f.generation, &length, &sum); err != nil {
+		return f, fmt.Errorf("%w: header %q", errRecord, header)
+	}
+	if length < 0 || length > len(rest) || crc32.Checksum(rest[:length], castagnoli) != sum || f.generation == 0 {
+		return f, fmt.Errorf("%w: wrong checksum", errRecord)
+	}
+	f.body = rest[:length]
+	return f, nil
 }
 
 func (s *stored) validate() error {
@@ -136,6 +167,9 @@ func (s *stored) validate() error {
 	if s.State != creating && s.State != ready && s.State != deleting {
 		return fmt.Errorf("%w: state %q", errRecord, s.State)
 	}
+	if s.Sector != 0 && !validSector(s.Sector) {
+		return fmt.Errorf("%w: sector %d", errRecord, s.Sector)
+	}
 	var origin Ref
 	if s.Origin != "" {
 		origin = parseRef(s.Origin)
@@ -143,85 +177,161 @@ func (s *stored) validate() error {
 			return fmt.Errorf("%w: origin %q", errRecord, s.Origin)
 		}
 	}
-	s.decoded = Record{Ref: ref, Name: s.Name, Size: s.Size, Thin: s.Thin, Origin: origin,
+	s.decoded = Record{Ref: ref, Name: s.Name, Size: s.Size, Thin: s.Thin, Sector: s.Sector, Origin: origin,
 		Created: s.Created, Ready: s.State == ready, Labels: s.Labels}
 	return nil
 }
 
+// position is where in its file a record is.
+type position struct {
+	generation uint64 // the highest that may be on the disk
+	newest     int    // the slot that has it, which is written last: 0 or 1
+	alone      bool   // the other slot does not have it
+}
+
 // createRecord makes a record file durably; the caller syncs the folder.
-func createRecord(root *os.Root, path string, s *stored) (generation uint64, err error) {
+func createRecord(root *os.Root, path string, s *stored) (at position, err error) {
 	slot, err := encodeSlot(s, 1)
 	if err != nil {
-		return 0, err
+		return at, err
 	}
 	f, err := root.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
 	if err != nil {
-		return 0, systemError(err)
+		return at, systemError(err)
 	}
 	defer func() { err = errors.Join(err, f.Close()) }()
-	if _, err := f.Write(append(slot, make([]byte, slotSize)...)); err != nil {
-		return 0, systemError(err)
+	if _, err := f.Write(append(slot, slot...)); err != nil {
+		return at, systemError(err)
 	}
-	return 1, systemError(f.Sync())
+	return position{generation: 1}, systemError(f.Sync())
 }
 
-// updateRecord writes s over the older slot, durably, and returns the new generation.
-func updateRecord(root *os.Root, path string, s *stored, generation uint64) (_ uint64, err error) {
-	generation++
-	slot, err := encodeSlot(s, generation)
+// updateRecord writes s over both slots, durably, and returns where it is then. The position is right
+// also with an error.
+func updateRecord(root *os.Root, path string, s *stored, at position) (_ position, err error) {
+	data, err := encodeSlot(s, at.generation+1)
 	if err != nil {
-		return generation - 1, err
+		return at, err
 	}
 	f, err := root.OpenFile(path, os.O_WRONLY, 0)
 	if err != nil {
-		return generation - 1, systemError(err)
+		return at, systemError(err)
 	}
 	defer func() { err = errors.Join(err, f.Close()) }()
-	if _, err := f.WriteAt(slot, int64((generation-1)%2)*slotSize); err != nil {
-		return generation - 1, systemError(err)
+	at.generation++
+	for range 2 {
+		other := 1 - at.newest
+		at.alone = true
+		if _, err := f.WriteAt(data, int64(other)*slotSize); err != nil {
+			return at, systemError(err)
+		}
+		if err := unix.Fdatasync(int(f.Fd())); err != nil {
+			return at, systemError(fmt.Errorf("sync %s: %w", path, err))
+		}
+		at.newest = other
 	}
-	if err := unix.Fdatasync(int(f.Fd())); err != nil {
-		return generation - 1, systemError(fmt.Errorf("sync %s: %w", path, err))
-	}
-	return generation, nil
+	at.alone = false
+	return at, nil
 }
 
-// readRecord returns the newest whole record of a file. One damaged slot beside a
-// whole one is what a crash in the middle of an update leaves, and is no error.
-func readRecord(root *os.Root, path string) (*stored, uint64, error) {
-	f, err := root.Open(path)
+// readRecord returns the record of a file, and where it is. A slot with a wrong checksum, or that the
+// disk cannot read, beside a whole one is what a crash in the middle of an update leaves, or a bit that
+// flipped, and is no error: the position says that the record is alone.
+func readRecord(root *os.Root, path string, ref Ref) (*stored, position, error) {
+	fail := func(err error) (*stored, position, error) {
+		return nil, position{}, fmt.Errorf("%s: %w", path, err)
+	}
+	f, err := openFile(root, path)
 	if err != nil {
-		return nil, 0, systemError(err)
+		return fail(systemError(err))
 	}
 	defer f.Close()
-	data, err := io.ReadAll(io.LimitReader(f, 2*slotSize+1))
+	info, err := f.Stat()
 	if err != nil {
-		return nil, 0, systemError(err)
+		return fail(systemError(err))
 	}
-	if len(data) > 2*slotSize {
-		return nil, 0, fmt.Errorf("%w: %s is longer than %d bytes", errRecord, path, 2*slotSize)
+	if !info.Mode().IsRegular() || info.Size() > 2*slotSize {
+		return fail(fmt.Errorf("%w: it is no file of at most %d bytes", errRecord, 2*slotSize))
 	}
-	var best *stored
-	var generation uint64
-	var problem error
-	for start := 0; start < len(data); start += slotSize {
-		s, g, err := decodeSlot(data[start:min(start+slotSize, len(data))])
-		if errors.Is(err, errVersion) {
-			return nil, 0, fmt.Errorf("%s: %w", path, err) // newer than the other slot, whatever that says
+	var slots [2]slot
+	var unread error
+	for i := range slots {
+		data, err := readPart(f, int64(i)*slotSize, slotSize)
+		if errors.Is(err, unix.EIO) { // the other one says what the record is
+			unread = errors.Join(unread, err)
+			continue
 		}
 		if err != nil {
-			problem = err
-		} else if g > generation {
-			best, generation = s, g
+			return fail(systemError(err))
+		}
+		if slots[i], err = decodeSlot(data); err != nil {
+			return fail(err)
+		}
+		if s := slots[i].stored; s != nil && s.decoded.Ref != ref {
+			return fail(fmt.Errorf("%w: it says it is of %s", errRecord, s.decoded.Ref))
 		}
 	}
-	if best == nil {
-		if problem == nil {
-			problem = errEmpty
-		}
-		return nil, 0, fmt.Errorf("%s: %w", path, problem)
+	s, at, err := choose(slots)
+	if err != nil && unread != nil {
+		return fail(fmt.Errorf("%w: the disk cannot read it: %w", errRecord, unread))
 	}
-	return best, generation, nil
+	if err != nil {
+		return fail(err)
+	}
+	return s, at, nil
+}
+
+// readPart reads up to length bytes at an offset of a file, which may end before them.
+func readPart(f *os.File, offset int64, length int) ([]byte, error) {
+	data := make([]byte, length)
+	n, err := f.ReadAt(data, offset)
+	if errors.Is(err, io.EOF) {
+		err = nil
+	}
+	return data[:n], err
+}
+
+// openFile opens a file to be read. It does not wait for the writer of a FIFO.
+func openFile(root *os.Root, path string) (*os.File, error) {
+	return root.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0)
+}
+
+// choose returns the record that two slots have.
+func choose(slots [2]slot) (*stored, position, error) {
+	newest := 0
+	if slots[1].generation > slots[0].generation {
+		newest = 1
+	}
+	best, other := slots[newest], slots[1-newest]
+	at := position{generation: best.generation, newest: newest, alone: best.generation != other.generation || best.version != recordVersion}
+	switch {
+	case best.blank && other.blank:
+		return nil, at, errEmpty
+	case best.stored == nil:
+		return nil, at, fmt.Errorf("%w: wrong checksum", errRecord)
+	case best.version == firstVersion && !firstWhole(best, newest, other):
+		return nil, at, fmt.Errorf("%w: one of its two slots cannot be read, and the other one may be too old", errRecord)
+	case best.generation == other.generation && (best.version != other.version || !best.stored.equal(other.stored)):
+		return nil, at, fmt.Errorf("%w: its two slots differ", errRecord)
+	}
+	return best.stored, at, nil
+}
+
+// firstWhole reports whether the newest slot of version 1 is surely the last that was written: beside
+// the one before it; at the very beginning; or beside one that was being written anew.
+func firstWhole(best slot, newest int, other slot) bool {
+	begun := best.generation == 1 && other.blank
+	if best.stored.State == creating {
+		return begun
+	}
+	before := other.stored != nil && best.generation == other.generation+1 && int(best.generation-1)%2 == newest
+	return before || begun || (other.stored == nil && other.version == recordVersion)
+}
+
+func (s *stored) equal(other *stored) bool {
+	a, errA := json.Marshal(s)
+	b, errB := json.Marshal(other)
+	return errA == nil && errB == nil && bytes.Equal(a, b)
 }
 
 // systemError gives a system call's error its place in the list of errors.go.
@@ -233,6 +343,8 @@ func systemError(err error) error {
 		return fmt.Errorf("%w: %w", ErrNoSpace, err)
 	case errors.Is(err, unix.EFBIG):
 		return fmt.Errorf("%w: %w", ErrOutOfRange, err)
+	case errors.Is(err, unix.ENOTDIR):
+		return fmt.Errorf("%w: %w", ErrInvalid, err)
 	case errors.Is(err, unix.EROFS), errors.Is(err, unix.ENODEV), errors.Is(err, unix.ESTALE),
 		errors.Is(err, unix.EMFILE), errors.Is(err, unix.ENFILE), errors.Is(err, unix.ENOMEM):
 		return fmt.Errorf("%w: %w", ErrUnavailable, err)

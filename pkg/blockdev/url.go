@@ -26,14 +26,28 @@ type Location struct {
 	Path   string // of file: absolute and clean; of lvm: GROUP or GROUP/THINPOOL
 	// Overprovision is how many bytes may be promised for each byte that is there.
 	Overprovision float64
-	// ReservePercent of the storage is never promised.
+	// ReservePercent of the storage is never promised; ReserveAuto until the pool is opened: see Location.Reserve.
 	ReservePercent float64
 	// DataWatermark and MetadataWatermark are how much of a thin pool's data and metadata
 	// may be in use, in percent, before nothing more is promised.
 	DataWatermark, MetadataWatermark float64
-	// Create is 0 if a folder without a pool is not to become one.
+	// Create says whether a directory without a pool becomes one.
 	Create float64
 }
+
+// ReserveAuto: the reserve depends on whose filesystem it is.
+const ReserveAuto = -1
+
+// What Location.Create may be.
+const (
+	// CreateNever: there is a pool, or it is awaited.
+	CreateNever = 0
+	// CreateAlways: any directory becomes a pool.
+	CreateAlways = 1
+	// CreateAuto: a directory that is not there is made, the root of an empty filesystem becomes a
+	// pool, and nothing else: an empty directory may be the place of a disk that is not mounted.
+	CreateAuto = -1
+)
 
 // groupPattern is how lvm2 takes the names of groups and volumes (lvm(8), VALID NAMES).
 var groupPattern = regexp.MustCompile(`^[a-zA-Z0-9+_.][-a-zA-Z0-9+_.]{0,126}$`)
@@ -79,7 +93,7 @@ func ParseLocation(text string) (Location, error) {
 		if !filepath.IsAbs(u.Path) || filepath.Clean(u.Path) != strings.TrimSuffix(u.Path, "/") || strings.ContainsRune(u.Path, 0) {
 			return fail("%q is not an absolute, clean path below /", u.Path)
 		}
-		loc.Path, loc.ReservePercent, loc.Create = filepath.Clean(u.Path), 5, 1
+		loc.Path, loc.ReservePercent, loc.Create = filepath.Clean(u.Path), ReserveAuto, CreateAuto
 	case "lvm":
 		thin := strings.TrimPrefix(u.Path, "/")
 		switch {
@@ -132,11 +146,22 @@ func names(options []option) string {
 	return strings.Join(all, ", ")
 }
 
-// Open opens the pool at a URL, and finishes or undoes what a crash left half-done in it. A
-// folder is made if there is none, unless create=0 says that the pool is there already: then
-// it is ErrUnavailable as long as its filesystem is not mounted. Groups and thin pools are the
-// operator's to make.
+// Known tells what the caller remembers of a pool: its identity (Identified); empty if nothing is
+// known of it, so that it may be made. An error: that cannot be told now. It is asked each time
+// the pool is looked for, and must not wait long.
+type Known func(ctx context.Context) (id string, err error)
+
+// Open opens the pool at a URL, and finishes or undoes what a crash left half-done in it. Where
+// there is no pool, one is made if Location.Create lets it; else it is ErrUnavailable. Groups and
+// thin pools are the operator's to make.
 func Open(ctx context.Context, name, location string) (Pool, error) {
+	return openKnown(ctx, name, location, nil)
+}
+
+// openKnown is Open for a caller who may remember the pool: where there is none, one is made only
+// if nothing is known of it, whatever the place looks like; and another than the one that is known is
+// ErrUnavailable. Without known nothing is remembered.
+func openKnown(ctx context.Context, name, location string, known Known) (Pool, error) {
 	if !ValidPoolName(name) {
 		return nil, fmt.Errorf("%w: pool name %q: use 1 to 24 of a-z, 0-9 and -, with no - at either end", ErrInvalid, name)
 	}
@@ -145,7 +170,7 @@ func Open(ctx context.Context, name, location string) (Pool, error) {
 		return nil, err
 	}
 	if loc.Scheme == "lvm" {
-		return openLVMPool(ctx, name, loc)
+		return openLVMPool(ctx, name, loc, known)
 	}
-	return openFilePool(ctx, name, loc)
+	return openFilePool(ctx, name, loc, known)
 }

@@ -12,7 +12,7 @@ import (
 )
 
 func TestParseLocation(t *testing.T) {
-	plain := blockdev.Location{Scheme: "file", Path: "/var/lib/ashlar", Overprovision: 1, ReservePercent: 5, DataWatermark: 90, MetadataWatermark: 90, Create: 1}
+	plain := blockdev.Location{Scheme: "file", Path: "/var/lib/ashlar", Overprovision: 1, ReservePercent: blockdev.ReserveAuto, DataWatermark: 90, MetadataWatermark: 90, Create: blockdev.CreateAuto}
 	with := func(change func(l *blockdev.Location)) *blockdev.Location {
 		l := plain
 		change(&l)
@@ -33,43 +33,45 @@ func TestParseLocation(t *testing.T) {
 		"lvm://vg0/tp?overprovision=4&reservePercent=1&dataWatermark=80&metadataWatermark=70": lvm("vg0/tp", func(l *blockdev.Location) {
 			l.Overprovision, l.ReservePercent, l.DataWatermark, l.MetadataWatermark = 4, 1, 80, 70
 		}),
-		"file:///var/lib/ashlar?create=0":   with(func(l *blockdev.Location) { l.Create = 0 }),
-		"file:///var/lib/ashlar?create=2":   nil,
-		"file:///var/lib/ashlar?create=0.5": nil,
-		"lvm://vg0?create=0":                nil,
-		"lvm://":                            nil,
-		"lvm:///vg0":                        nil,
-		"lvm:vg0":                           nil,
-		"lvm://vg0/":                        nil,
-		"lvm://vg0/tp/":                     nil,
-		"lvm://vg0/a/b":                     nil,
-		"lvm://vg0//tp":                     nil,
-		"lvm://../tp":                       nil,
-		"lvm://vg0/..":                      nil,
-		"lvm://vg0/.":                       nil,
-		"lvm://.":                           nil,
-		"lvm://-vg":                         nil,
-		"lvm://vg0/-tp":                     nil,
-		"lvm://vg%200":                      nil,
-		"lvm://vg0/t%20p":                   nil,
-		"lvm://vg0/t%0ap":                   nil,
-		"lvm://user@vg0":                    nil,
-		"lvm://vg0#x":                       nil,
-		"lvm://vg0:80":                      nil,
-		"lvm://vg0/@tag":                    nil,
-		"lvm://" + strings.Repeat("a", 128): nil,
-		"lvm://vg0?overprovision=2":         nil,
-		"lvm://vg0?dataWatermark=80":        nil,
-		"lvm://vg0/tp?dataWatermark=0":      nil,
-		"lvm://vg0/tp?dataWatermark=101":    nil,
-		"lvm://vg0/tp?metadataWatermark=x":  nil,
-		"file:///a?dataWatermark=80":        nil,
-		"file:///var/lib/ashlar":            &plain,
-		"file:///var/lib/ashlar/":           &plain,
-		"FILE:///var/lib/ashlar":            &plain,
-		"file:///a%20b":                     with(func(l *blockdev.Location) { l.Path = "/a b" }),
-		"file:///a?overprovision=1.5":       with(func(l *blockdev.Location) { l.Path, l.Overprovision = "/a", 1.5 }),
-		"file:///a?reservePercent=0":        with(func(l *blockdev.Location) { l.Path, l.ReservePercent = "/a", 0 }),
+		"file:///var/lib/ashlar?create=0":               with(func(l *blockdev.Location) { l.Create = 0 }),
+		"file:///var/lib/ashlar?create=1":               with(func(l *blockdev.Location) { l.Create = 1 }),
+		"file:///var/lib/ashlar?create=2":               nil,
+		"file:///var/lib/ashlar?create=-1":              nil,
+		"file:///var/lib/ashlar?create=0.5":             nil,
+		"lvm://vg0?create=0":                            nil,
+		"lvm://":                                        nil,
+		"lvm:///vg0":                                    nil,
+		"lvm:vg0":                                       nil,
+		"lvm://vg0/":                                    nil,
+		"lvm://vg0/tp/":                                 nil,
+		"lvm://vg0/a/b":                                 nil,
+		"lvm://vg0//tp":                                 nil,
+		"lvm://../tp":                                   nil,
+		"lvm://vg0/..":                                  nil,
+		"lvm://vg0/.":                                   nil,
+		"lvm://.":                                       nil,
+		"lvm://-vg":                                     nil,
+		"lvm://vg0/-tp":                                 nil,
+		"lvm://vg%200":                                  nil,
+		"lvm://vg0/t%20p":                               nil,
+		"lvm://vg0/t%0ap":                               nil,
+		"lvm://user@vg0":                                nil,
+		"lvm://vg0#x":                                   nil,
+		"lvm://vg0:80":                                  nil,
+		"lvm://vg0/@tag":                                nil,
+		"lvm://" + strings.Repeat("a", 128):             nil,
+		"lvm://vg0?overprovision=2":                     nil,
+		"lvm://vg0?dataWatermark=80":                    nil,
+		"lvm://vg0/tp?dataWatermark=0":                  nil,
+		"lvm://vg0/tp?dataWatermark=101":                nil,
+		"lvm://vg0/tp?metadataWatermark=x":              nil,
+		"file:///a?dataWatermark=80":                    nil,
+		"file:///var/lib/ashlar":                        &plain,
+		"file:///var/lib/ashlar/":                       &plain,
+		"FILE:///var/lib/ashlar":                        &plain,
+		"file:///a%20b":                                 with(func(l *blockdev.Location) { l.Path = "/a b" }),
+		"file:///a?overprovision=1.5":                   with(func(l *blockdev.Location) { l.Path, l.Overprovision = "/a", 1.5 }),
+		"file:///a?reservePercent=0":                    with(func(l *blockdev.Location) { l.Path, l.ReservePercent = "/a", 0 }),
 		"file:///a?overprovision=100&reservePercent=90": with(func(l *blockdev.Location) { l.Path, l.Overprovision, l.ReservePercent = "/a", 100, 90 }),
 		"":                          nil,
 		"/var/lib/ashlar":           nil,
@@ -156,10 +158,13 @@ func FuzzParseLocation(f *testing.F) {
 			return
 		}
 		if l.Scheme != "file" || !filepath.IsAbs(l.Path) || filepath.Clean(l.Path) != l.Path || l.Path == "/" || strings.ContainsRune(l.Path, 0) ||
-			!(l.Overprovision >= 1 && l.Overprovision <= 100) || !(l.ReservePercent >= 0 && l.ReservePercent <= 90) {
+			!(l.Overprovision >= 1 && l.Overprovision <= 100) || !(l.ReservePercent == blockdev.ReserveAuto || l.ReservePercent >= 0 && l.ReservePercent <= 90) {
 			t.Fatalf("%q: %+v", text, l)
 		}
-		again := url.URL{Scheme: l.Scheme, Path: l.Path, RawQuery: fmt.Sprintf("overprovision=%v&reservePercent=%v", l.Overprovision, l.ReservePercent)}
+		again := url.URL{Scheme: l.Scheme, Path: l.Path, RawQuery: fmt.Sprintf("overprovision=%v", l.Overprovision)}
+		if l.ReservePercent != blockdev.ReserveAuto {
+			again.RawQuery += fmt.Sprintf("&reservePercent=%v", l.ReservePercent)
+		}
 		if back, err := blockdev.ParseLocation(again.String()); err != nil || back != l {
 			t.Fatalf("%q: %+v, written as %q: %+v, %v", text, l, again.String(), back, err)
 		}

@@ -4,10 +4,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/go-logr/logr"
+	coordinationv1 "k8s.io/api/coordination/v1"
 	"k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
@@ -43,7 +46,13 @@ type Agent struct {
 	pools      []AgentPool // the first is the default
 	locks      *keylock.Table
 	maxVolumes int64
+	driver     string
 	changed    chan struct{} // the pools may have
+	hub        hub
+	read       atomic.Bool   // the cache has been filled once
+	namespace  string        // of the agent's Lease; empty: it has none
+	every      time.Duration // it is renewed
+	lease      *coordinationv1.Lease
 
 	mu      sync.Mutex
 	cancels map[request]context.CancelFunc // what makes an object
@@ -58,57 +67,56 @@ const (
 	aGroup    = "group"
 )
 
-// How often the agent tries again what failed, and how long it lets writers of a mounted
-// filesystem wait for a copy.
+// How often the agent tries again what failed.
 const (
 	firstRetry = 20 * time.Millisecond
 	lastRetry  = 30 * time.Second
 	busyRetry  = 20 * time.Millisecond
 	inUseRetry = time.Second
-	longestCut = time.Minute
+	// yieldRetry is when a copy goes on that gave way to a call: the kubelet asks again
+	// within seconds.
+	yieldRetry = 5 * time.Second
 	// checkAgain is how often a volume is looked at that nothing happens to.
 	checkAgain = 5 * time.Minute
-	// workers is how many objects are worked on at once.
+	// workers is how many objects are worked on at once; makers is how many are made. That
+	// may take hours (a copy, zeroing), and nothing else is to wait for it.
 	workers = 16
+	makers  = 64
 )
 
-// NewAgent returns the agent of the node that local is of. locks are those of the node's
+// NewAgent returns the agent of a driver on the node that local is of. locks are those of the node's
 // CSI calls; maxVolumes is how many volumes may be claimed for the node, 0 for any number.
-func NewAgent(config *rest.Config, local *volume.Local, pools []AgentPool, locks *keylock.Table, maxVolumes int64) (*Agent, error) {
+func NewAgent(config *rest.Config, driver string, local *volume.Local, pools []AgentPool, locks *keylock.Table, maxVolumes int64) (*Agent, error) {
 	own := cache.ByObject{Field: fields.OneTermEqualSelector("spec.nodeName", local.Node())}
 	c, err := connect(config, map[client.Object]cache.ByObject{&v1alpha1.Volume{}: own, &v1alpha1.Snapshot{}: own, &v1alpha1.Pool{}: own})
 	if err != nil {
 		return nil, err
 	}
-	a := &Agent{connection: c, local: local, pools: pools, locks: locks, maxVolumes: maxVolumes,
+	a := &Agent{connection: c, local: local, pools: pools, locks: locks, maxVolumes: maxVolumes, driver: driver,
 		changed: make(chan struct{}, 1), cancels: map[request]context.CancelFunc{}}
 	return a, c.cache.IndexField(context.Background(), &v1alpha1.Snapshot{}, byGroup, groupOf)
 }
 
-// Run works until the context ends. Without an API server it waits for one.
+// Run works until the context ends. Without an API server it waits for one. It fails if the
+// cluster has another driver of this kind.
 func (a *Agent) Run(ctx context.Context) error {
-	for _, kind := range []client.Object{&v1alpha1.Volume{}, &v1alpha1.Snapshot{}, &v1alpha1.Pool{}} {
-		informer, err := a.cache.GetInformer(ctx, kind, cache.BlockUntilSynced(false))
+	for _, kind := range []struct {
+		of   client.Object
+		also func(client.Object, bool)
+	}{{&v1alpha1.Volume{}, a.objectChanged}, {&v1alpha1.Snapshot{}, a.objectChanged}, {&v1alpha1.Pool{}, a.poolChanged}} {
+		informer, err := a.cache.GetInformer(ctx, kind.of, cache.BlockUntilSynced(false))
 		if err != nil {
 			return err
 		}
-		if _, err := informer.AddEventHandler((&hub{}).handler(a.cancelDeleted)); err != nil {
+		if _, err := informer.AddEventHandler(a.hub.handler(kind.also)); err != nil {
 			return err
 		}
 	}
-	log := klog.FromContext(ctx)
-	work, err := controller.NewTypedUnmanaged("agent", controller.TypedOptions[request]{
-		SkipNameValidation:      new(true), // tests run several agents
-		MaxConcurrentReconciles: workers,
-		Reconciler:              reconcile.TypedFunc[request](a.reconcile),
-		RateLimiter:             workqueue.NewTypedItemExponentialFailureRateLimiter[request](firstRetry, lastRetry),
-		LogConstructor: func(r *request) logr.Logger {
-			if r == nil {
-				return log
-			}
-			return log.WithValues(r.kind, r.key)
-		},
-	})
+	work, err := a.queue(ctx, "agent", workers, false)
+	if err != nil {
+		return err
+	}
+	making, err := a.queue(ctx, "maker", makers, true)
 	if err != nil {
 		return err
 	}
@@ -121,22 +129,72 @@ func (a *Agent) Run(ctx context.Context) error {
 		}
 		return []request{{aSnapshot, s.Name}}
 	})
-	if err := errors.Join(work.Watch(source.TypedKind(a.cache, &v1alpha1.Volume{}, volumes)),
-		work.Watch(source.TypedKind(a.cache, &v1alpha1.Snapshot{}, snapshots))); err != nil {
-		return err
+	for _, queue := range []controller.TypedController[request]{work, making} {
+		if err := errors.Join(queue.Watch(source.TypedKind(a.cache, &v1alpha1.Volume{}, volumes)),
+			queue.Watch(source.TypedKind(a.cache, &v1alpha1.Snapshot{}, snapshots))); err != nil {
+			return err
+		}
 	}
 	ctx, stop := context.WithCancel(ctx)
 	var done sync.WaitGroup
 	defer done.Wait()
 	defer stop()
-	failures := make(chan error, 3)
+	failures := make(chan error, 4)
+	done.Go(func() { a.beat(ctx) })
 	done.Go(func() { failures <- a.cache.Start(ctx) })
 	if !a.cache.WaitForCacheSync(ctx) {
 		return nil // the context ended
 	}
+	if err := waitForOwner(ctx, a.live, a.driver); err != nil {
+		return err
+	}
+	a.read.Store(true)
 	done.Go(func() { failures <- work.Start(ctx) })
-	done.Go(func() { a.reportPools(ctx) })
+	done.Go(func() { failures <- making.Start(ctx) })
+	done.Go(func() {
+		if err := a.reportPools(ctx); err != nil {
+			failures <- err
+		}
+	})
 	return <-failures
+}
+
+// queue returns the queue of requests that make something, or of all others.
+func (a *Agent) queue(ctx context.Context, name string, workers int, makes bool) (controller.TypedController[request], error) {
+	log := klog.FromContext(ctx)
+	return controller.NewTypedUnmanaged(name, controller.TypedOptions[request]{
+		SkipNameValidation:      new(true), // tests run several agents
+		MaxConcurrentReconciles: workers,
+		Reconciler: reconcile.TypedFunc[request](func(ctx context.Context, r request) (reconcile.Result, error) {
+			if unmade, err := a.unmade(ctx, r); err != nil || unmade != makes {
+				return reconcile.Result{}, err
+			}
+			return a.reconcile(ctx, r)
+		}),
+		RateLimiter: workqueue.NewTypedItemExponentialFailureRateLimiter[request](firstRetry, lastRetry),
+		LogConstructor: func(r *request) logr.Logger {
+			if r == nil {
+				return log
+			}
+			return log.WithValues(r.kind, r.key)
+		},
+	})
+}
+
+// unmade reports whether what a request names is still to be made.
+func (a *Agent) unmade(ctx context.Context, r request) (bool, error) {
+	unmade := func(o object) bool { return o.Common().Created == nil && !going(o) }
+	switch r.kind {
+	case aVolume:
+		v, there, err := get(ctx, a, r.key, &v1alpha1.Volume{})
+		return there && unmade(v), err
+	case aSnapshot:
+		s, there, err := get(ctx, a, r.key, &v1alpha1.Snapshot{})
+		return there && unmade(s), err
+	}
+	var members v1alpha1.SnapshotList
+	err := a.client.List(ctx, &members, client.MatchingFields{byGroup: r.key})
+	return slices.ContainsFunc(members.Items, func(m v1alpha1.Snapshot) bool { return unmade(&m) }), err
 }
 
 // Changed tells the agent that something of its pools may have changed that it did not do
@@ -148,9 +206,51 @@ func (a *Agent) Changed() {
 	}
 }
 
-// cancelDeleted ends the making of what nobody wants any more.
-func (a *Agent) cancelDeleted(o client.Object, gone bool) {
-	if !gone && o.GetDeletionTimestamp() == nil {
+// claimWait is how long a claim may take to reach the agent's watch that the kubelet has seen: by
+// way of a VolumeAttachment, which is written after it.
+const claimWait = 2 * time.Second
+
+// Claimed returns how a volume is claimed by its object's last known state. It is not known if
+// no API server has answered since the start, or there is no such object. A claim that is not for
+// this node is waited for a moment.
+func (a *Agent) Claimed(ctx context.Context, id volume.ID) (_ volume.Claim, known bool) {
+	if !a.read.Load() {
+		return volume.Claim{}, false
+	}
+	ctx, cancel := context.WithTimeout(ctx, claimWait)
+	defer cancel()
+	w := a.hub.open(volumeNamed(id.Key))
+	defer w.close()
+	for {
+		v, there, err := get(ctx, a, id.Key, &v1alpha1.Volume{})
+		if err != nil || !there || v.Spec.Pool != id.Pool {
+			return volume.Claim{}, false
+		}
+		claim := toVolume(v).Claim
+		if claim.Node == a.local.Node() {
+			return claim, true
+		}
+		select {
+		case <-w.signal:
+			w.take()
+		case <-ctx.Done():
+			return claim, true
+		}
+	}
+}
+
+// poolChanged: somebody deleted the object of a pool, or wants objects for what it has.
+func (a *Agent) poolChanged(o client.Object, gone bool) {
+	if gone || o.GetAnnotations()[v1alpha1.AdoptAnnotation] != "" {
+		a.Changed()
+	}
+}
+
+// objectChanged ends the making of what nobody wants any more.
+func (a *Agent) objectChanged(o client.Object, gone bool) {
+	if gone {
+		a.Changed() // its bytes may be left
+	} else if !going(o.(object)) {
 		return
 	}
 	r := request{aVolume, o.GetName()}
@@ -167,7 +267,28 @@ func (a *Agent) cancelDeleted(o client.Object, gone bool) {
 	}
 }
 
-// making returns a context that ends when the object of a request is deleted.
+// Labels returns labels of the agent's Node, as they are now; ErrUnavailable while it has not all of them,
+// as a node that has just joined may not.
+func (a *Agent) Labels(ctx context.Context, keys []string) (map[string]string, error) {
+	if len(keys) == 0 {
+		return nil, nil
+	}
+	node := nodeNamed(a.local.Node())
+	if err := a.live.Get(ctx, client.ObjectKeyFromObject(node), node); err != nil {
+		return nil, fmt.Errorf("%w: read the labels of node %s: %w", blockdev.ErrUnavailable, node.Name, err)
+	}
+	found := map[string]string{}
+	for _, key := range keys {
+		value, there := node.Labels[key]
+		if !there || value == "" {
+			return nil, fmt.Errorf("%w: node %s has no label %s (--topology-label)", blockdev.ErrUnavailable, node.Name, key)
+		}
+		found[key] = value
+	}
+	return found, nil
+}
+
+// making returns a context that ends when nobody wants the object of a request any more.
 func (a *Agent) making(ctx context.Context, r request) (context.Context, func()) {
 	ctx, cancel := context.WithCancel(ctx)
 	a.mu.Lock()
@@ -179,6 +300,17 @@ func (a *Agent) making(ctx context.Context, r request) (context.Context, func())
 		defer a.mu.Unlock()
 		delete(a.cancels, r)
 	}
+}
+
+// wanted is ErrBusy if nobody wants an object any more that was read before its lock was taken:
+// then its bytes may be deleted already.
+func wanted[T object](ctx context.Context, a *Agent, o T) error {
+	now := o.DeepCopyObject().(T)
+	now, there, err := get(ctx, a, o.GetName(), now)
+	if err == nil && (!there || going(now) || now.GetUID() != o.GetUID()) {
+		err = fmt.Errorf("%w: nobody wants %s any more", blockdev.ErrBusy, o.GetName())
+	}
+	return err
 }
 
 func (a *Agent) reconcile(ctx context.Context, r request) (reconcile.Result, error) {
@@ -193,6 +325,8 @@ func (a *Agent) reconcile(ctx context.Context, r request) (reconcile.Result, err
 		result, err = a.group(ctx, r)
 	}
 	switch {
+	case errors.Is(err, errGaveWay):
+		return reconcile.Result{RequeueAfter: yieldRetry}, nil
 	case errors.Is(err, blockdev.ErrBusy):
 		return reconcile.Result{RequeueAfter: busyRetry}, nil
 	case apierrors.IsConflict(err):
@@ -222,6 +356,34 @@ func (a *Agent) locked(exclusive, shared []string, work func() error) error {
 	}
 	defer unlock()
 	return work()
+}
+
+// errGaveWay ends a copy that goes on later.
+var errGaveWay = fmt.Errorf("%w: a call needs what is being copied", blockdev.ErrBusy)
+
+// copying is locked for what may last. A copy of a volume gives way when somebody needs the
+// volume: nobody waits for hours to stage or unstage it. How much of the copy stays is the
+// pool's business.
+func (a *Agent) copying(ctx context.Context, exclusive, shared []string, work func(context.Context) error) error {
+	unlock, wanted, busy := a.locks.TryYielding(exclusive, shared)
+	if unlock == nil {
+		return fmt.Errorf("%w on %s", blockdev.ErrBusy, busy)
+	}
+	defer unlock()
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	go func() {
+		select {
+		case <-wanted:
+			cancel(errGaveWay)
+		case <-ctx.Done():
+		}
+	}()
+	err := work(ctx)
+	if err != nil && errors.Is(context.Cause(ctx), errGaveWay) {
+		return errGaveWay
+	}
+	return err
 }
 
 // report writes the status of an object, if edit changes it. It fails with a conflict if

@@ -4,11 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 
 	"k8s.io/apimachinery/pkg/api/equality"
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -30,21 +30,28 @@ const (
 // PoolName is the name of the object of a pool.
 func PoolName(node, pool string) string { return node + "." + pool }
 
-// reportPools keeps the objects of the node's pools up to date until the context ends.
-func (a *Agent) reportPools(ctx context.Context) {
+// reportPools keeps the objects of the node's pools up to date until the context ends. It fails
+// with ErrPrecondition if they turn out to be another driver's, or a pool to be another one: who
+// starts again does not use it.
+func (a *Agent) reportPools(ctx context.Context) error {
 	exact := true
 	for {
 		err := a.writePools(ctx, exact)
 		var wait <-chan time.Time
+		if errors.Is(err, blockdev.ErrPrecondition) {
+			return err
+		}
 		if err != nil && ctx.Err() == nil {
 			klog.FromContext(ctx).Error(err, "Could not report the pools; trying again")
 			wait = time.After(poolWait)
+		} else if slices.ContainsFunc(a.pools, func(p AgentPool) bool { return blockdev.There(p.Pool) == nil }) {
+			wait = time.After(poolWait) // what it is asked for looks for it
 		} else {
 			wait = time.After(drift)
 		}
 		select {
 		case <-ctx.Done():
-			return
+			return nil
 		case <-wait:
 			exact = err != nil
 			continue
@@ -55,7 +62,7 @@ func (a *Agent) reportPools(ctx context.Context) {
 		for settled := false; !settled; {
 			select {
 			case <-ctx.Done():
-				return
+				return nil
 			case <-a.changed:
 			case <-time.After(quiet):
 				settled = true
@@ -67,55 +74,98 @@ func (a *Agent) reportPools(ctx context.Context) {
 }
 
 func (a *Agent) writePools(ctx context.Context, exact bool) error {
-	var failures []error
+	failures := []error{a.retire(ctx)} // first: at no moment there are two default pools
 	for i := range a.pools {
 		failures = append(failures, a.writePool(ctx, i, exact))
 	}
-	return errors.Join(append(failures, a.retire(ctx))...)
+	return errors.Join(failures...)
+}
+
+// notConfigured is the reason for a pool that the node was started without.
+const notConfigured = "NotConfigured"
+
+// declare writes down what a pool is: how the node was started, and which pool it is.
+// ErrPrecondition if it is another's, or another than the one that was there before.
+func (a *Agent) declare(ctx context.Context, i int) (*v1alpha1.Pool, error) {
+	pool := a.pools[i]
+	spec := v1alpha1.PoolSpec{NodeName: a.local.Node(), Pool: pool.Name(), Default: i == 0, MaxVolumes: a.maxVolumes, Driver: a.driver}
+	name := PoolName(spec.NodeName, spec.Pool)
+	o, there, err := get(ctx, a, name, &v1alpha1.Pool{})
+	if err == nil {
+		spec.UUID, err = identityOf(pool.Pool, o.Spec.UUID)
+	}
+	if err != nil {
+		return nil, err
+	}
+	if !there {
+		o = &v1alpha1.Pool{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: spec}
+		if err := a.client.Create(ctx, o); err != nil {
+			return nil, fmt.Errorf("create pool %s: %w", name, err)
+		}
+		return o, nil
+	}
+	if o.Spec == spec {
+		return o, nil
+	}
+	if driverOf(o) != a.driver {
+		if err := theOnlyDriver(ctx, a.live, a.driver); err != nil {
+			return nil, err
+		}
+	}
+	before := o.DeepCopy()
+	o.Spec = spec
+	if err := a.client.Patch(ctx, o, lockingPatch(before)); err != nil {
+		return nil, fmt.Errorf("update pool %s: %w", name, err)
+	}
+	return o, nil
+}
+
+// identityOf is the identity to write down for a pool: its own, if it is there, and the one
+// that was written down allows it.
+func identityOf(pool blockdev.Pool, written string) (string, error) {
+	var have string
+	if is, ok := blockdev.As[blockdev.Identified](pool); ok {
+		have = is.ID()
+	}
+	switch {
+	case have == "", have == written:
+		return written, nil
+	case written == "", written == v1alpha1.NewPool:
+		return have, nil
+	}
+	return "", fmt.Errorf("%w: pool %s has the identity %s, and its object says %s; whoever has replaced the disk on purpose changes spec.uuid of the object", blockdev.ErrPrecondition, pool.Name(), have, written)
 }
 
 // writePool writes how a pool is, if it is not what was written. With exact false it lets
 // small changes be.
 func (a *Agent) writePool(ctx context.Context, i int, exact bool) error {
 	pool := a.pools[i]
-	spec := v1alpha1.PoolSpec{NodeName: a.local.Node(), Pool: pool.Name(), Default: i == 0, MaxVolumes: a.maxVolumes}
-	name := PoolName(spec.NodeName, spec.Pool)
-	o, there, err := get(ctx, a, name, &v1alpha1.Pool{})
-	if err != nil {
-		return err
-	}
-	if !there {
-		o = &v1alpha1.Pool{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: spec}
-		if err := a.client.Create(ctx, o); err != nil && !apierrors.IsAlreadyExists(err) {
-			return fmt.Errorf("create pool %s: %w", name, err)
-		}
-	} else if o.Spec != spec {
-		before := o.DeepCopy()
-		o.Spec = spec
-		if err := a.client.Patch(ctx, o, client.MergeFrom(before)); err != nil {
-			return fmt.Errorf("update pool %s: %w", name, err)
-		}
-	}
-	before := o.DeepCopy()
 	measured := metav1.NowMicro()
 	c, err := pool.Capacity(ctx)
 	problems := pool.PoolHealth(ctx)
 	if err != nil {
 		c = blockdev.Capacity{}
 		if len(problems) == 0 {
-			problems = []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "PoolUnavailable", Message: err.Error()}}
+			problems = []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: poolUnavailable, Message: err.Error()}}
 		}
 	}
-	var strays []string
+	o, err := a.declare(ctx, i) // before anybody sees that it has room
+	if err != nil {
+		return err
+	}
+	before := o.DeepCopy()
+	var strays []stray
+	var refused error
 	if blockdev.There(pool.Pool) != nil {
 		if strays, err = a.strays(ctx, pool); err != nil {
 			return err
 		}
+		strays, refused = a.adopt(ctx, o, strays)
 	}
 	s := &o.Status
 	s.Kind, s.Total, s.Promised, s.Available, s.MaxVolume, s.MinVolume = pool.Kind, c.Total, c.Promised, c.Available, c.MaxVolume, c.MinVolume
 	s.Granularity = pool.Granularity()
-	if !exact && before.Status.Promised == c.Promised && abs(before.Status.Available-c.Available) < c.Total/driftOf {
+	if !exact && before.Status.Promised == c.Promised && max(abs(before.Status.Available-c.Available), abs(before.Status.Total-c.Total)) < c.Total/driftOf {
 		s.Total, s.Available, s.MaxVolume = before.Status.Total, before.Status.Available, before.Status.MaxVolume
 	}
 	healthy, reason, message := metav1.ConditionTrue, "NoProblems", ""
@@ -124,60 +174,21 @@ func (a *Agent) writePool(ctx context.Context, i int, exact bool) error {
 		message = strings.TrimPrefix(message+"; "+p.Message, "; ")
 	}
 	setCondition(&s.Conditions, o, v1alpha1.Healthy, healthy, reason, limited(message))
-	accounted, reason, message := metav1.ConditionTrue, "AllKnown", ""
-	if len(strays) > 0 {
-		accounted, reason = metav1.ConditionFalse, "Strays"
-		message = "no object says what these are for; nothing removes them: " + strings.Join(strays, ", ")
-	}
-	setCondition(&s.Conditions, o, v1alpha1.Accounted, accounted, reason, limited(message))
+	reportStrays(o, strays)
 	if equality.Semantic.DeepEqual(before.Status, o.Status) {
-		return nil
+		return refused
 	}
 	s.Measured = &measured
 	if err := a.client.Status().Patch(ctx, o, client.MergeFrom(before)); err != nil {
-		return fmt.Errorf("report pool %s: %w", name, err)
+		return errors.Join(refused, fmt.Errorf("report pool %s: %w", o.Name, err))
 	}
-	return nil
+	return refused
 }
 
 func abs(n int64) int64 { return max(n, -n) }
 
-// strays are volumes and snapshots of a pool that no object is for. Ephemeral volumes are
-// the node's own.
-func (a *Agent) strays(ctx context.Context, pool blockdev.Pool) ([]string, error) {
-	var strays []string
-	for _, kind := range []blockdev.Kind{blockdev.Volume, blockdev.Snapshot} {
-		records, err := pool.List(ctx, kind, "", 0)
-		if err != nil {
-			return nil, err
-		}
-		for _, r := range records {
-			var o client.Object = &v1alpha1.Volume{}
-			if kind == blockdev.Snapshot {
-				o = &v1alpha1.Snapshot{}
-			}
-			err := a.cache.Get(ctx, client.ObjectKey{Name: r.Key}, o)
-			if err == nil {
-				continue
-			}
-			if !apierrors.IsNotFound(err) {
-				return nil, err
-			}
-			if kind == blockdev.Volume {
-				if _, err := a.local.Ephemeral(ctx, r.Name); err == nil {
-					continue
-				}
-			}
-			// It may have been deleted since the list.
-			if _, err := pool.Get(ctx, r.Ref); err == nil {
-				strays = append(strays, r.Ref.String())
-			}
-		}
-	}
-	return strays, nil
-}
-
-// retire takes the room from objects of pools that the node does not have any more.
+// retire takes the room from objects of pools that the node does not have any more, and the
+// defaults from those that are no longer the default. How many volumes the node may have all of them say.
 func (a *Agent) retire(ctx context.Context) error {
 	var pools v1alpha1.PoolList
 	if err := a.client.List(ctx, &pools); err != nil {
@@ -186,16 +197,24 @@ func (a *Agent) retire(ctx context.Context) error {
 	var failures []error
 	for i := range pools.Items {
 		o := &pools.Items[i]
-		known := false
-		for _, pool := range a.pools {
-			known = known || o.Name == PoolName(a.local.Node(), pool.Name())
+		at := slices.IndexFunc(a.pools, func(p AgentPool) bool { return o.Name == PoolName(a.local.Node(), p.Name()) })
+		before := o.DeepCopy()
+		o.Spec.Default = o.Spec.Default && at == 0
+		if at < 0 {
+			o.Spec.MaxVolumes = a.maxVolumes
 		}
-		if known {
+		if o.Spec != before.Spec {
+			if err := a.client.Patch(ctx, o, client.MergeFrom(before)); err != nil {
+				failures = append(failures, fmt.Errorf("update pool %s: %w", o.Name, err))
+				continue
+			}
+			before = o.DeepCopy()
+		}
+		if at >= 0 {
 			continue
 		}
-		before := o.DeepCopy()
 		o.Status = v1alpha1.PoolStatus{Kind: o.Status.Kind, Measured: o.Status.Measured, Conditions: o.Status.Conditions}
-		setCondition(&o.Status.Conditions, o, v1alpha1.Healthy, metav1.ConditionFalse, "NotConfigured", "the node was started without this pool")
+		setCondition(&o.Status.Conditions, o, v1alpha1.Healthy, metav1.ConditionFalse, notConfigured, "the node was started without this pool")
 		if !equality.Semantic.DeepEqual(before.Status, o.Status) {
 			failures = append(failures, a.client.Status().Patch(ctx, o, client.MergeFrom(before)))
 		}

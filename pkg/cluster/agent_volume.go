@@ -5,10 +5,11 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"slices"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/klog/v2"
-	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/ashlar-csi/ashlar/internal/keylock"
@@ -18,6 +19,9 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
+// poolUnavailable is the reason for a problem of what is in a pool that does not answer.
+const poolUnavailable = "PoolUnavailable"
+
 // volume makes the volume of an object what the object says.
 func (a *Agent) volume(ctx context.Context, r request) (reconcile.Result, error) {
 	v, there, err := get(ctx, a, r.key, &v1alpha1.Volume{})
@@ -25,17 +29,22 @@ func (a *Agent) volume(ctx context.Context, r request) (reconcile.Result, error)
 		return reconcile.Result{}, err
 	}
 	switch {
-	case v.DeletionTimestamp != nil:
+	case v.Deleting():
 		return a.deleteVolume(ctx, v)
-	case v.Status.Is(v1alpha1.Abandoned, "True"):
-		// It waits to be deleted. What the verdict was about goes now, if it has not.
-		return reconcile.Result{}, a.deleteLocal(ctx, v)
-	case v.Spec.Abandoned:
+	case v.DeletionTimestamp != nil:
+		return reconcile.Result{}, a.released(ctx, v)
+	case v.Spec.Abandoned, v.Status.Is(v1alpha1.Abandoned, "True"): // what the verdict was about goes now, if it has not
 		return reconcile.Result{}, a.locked([]string{keylock.Volume(v.Name)}, nil, func() error { return a.judge(ctx, v) })
+	case v.Status.Created == nil && !v.Spec.Make:
+		return reconcile.Result{RequeueAfter: checkAgain}, a.findVolume(ctx, v)
 	case v.Status.Created == nil:
 		return reconcile.Result{}, a.makeVolume(ctx, r, v)
 	default:
-		return reconcile.Result{RequeueAfter: checkAgain}, a.tendVolume(ctx, v)
+		err := a.tendVolume(ctx, v)
+		if slices.ContainsFunc(v.Status.Health, func(p v1alpha1.Problem) bool { return p.Reason == poolUnavailable }) {
+			return reconcile.Result{RequeueAfter: lastRetry}, err // nobody says when it comes
+		}
+		return reconcile.Result{RequeueAfter: checkAgain}, err
 	}
 }
 
@@ -49,47 +58,106 @@ func (a *Agent) makeVolume(ctx context.Context, r request, v *v1alpha1.Volume) e
 	switch source := sourceOf(v); source.Kind {
 	case blockdev.Volume:
 		exclusive = append(exclusive, keylock.Volume(source.Key)) // its filesystem is frozen for the cut
-		var cancel context.CancelFunc
-		working, cancel = context.WithTimeout(working, longestCut)
-		defer cancel()
 	case blockdev.Snapshot:
 		shared = append(shared, keylock.Snapshot(source.Key))
 	}
 	defer a.Changed()
 	var made volume.Volume
-	if err := a.locked(exclusive, shared, func() (err error) {
-		made, err = a.local.Create(working, volume.Spec{Name: v.Spec.Name, Pool: v.Spec.Pool, Provisioning: blockdev.Provisioning(v.Spec.Provisioning), Source: sourceOf(v),
+	if err := a.copying(working, exclusive, shared, func(ctx context.Context) (err error) {
+		if err := wanted(ctx, a, v); err != nil {
+			return err
+		}
+		made, err = a.local.Create(ctx, volume.Spec{Name: v.Spec.Name, Pool: v.Spec.Pool, Provisioning: blockdev.Provisioning(v.Spec.Provisioning), Source: sourceOf(v),
 			Size:       volume.Range{Required: v.Spec.Size, Limit: v.Spec.Size},
-			Filesystem: filesystem.Type(v.Spec.Filesystem), Mutable: v.Spec.Mutable})
+			Filesystem: filesystem.Type(v.Spec.Filesystem), Mutable: v.Spec.Mutable, For: requesterOf(v)})
 		return err
 	}); err != nil {
 		return refuse(ctx, a, v, err)
 	}
+	if err := settle(ctx, a, v); err != nil {
+		return errors.Join(err, a.unwanted(ctx, v))
+	}
+	return a.reportVolume(ctx, v, made, "Created")
+}
+
+// unwanted removes what was made for an object that is gone: it was taken back, maybe for
+// another node to make it. Nobody could use it before the object said that it was made.
+func (a *Agent) unwanted(ctx context.Context, v *v1alpha1.Volume) error {
+	now := &v1alpha1.Volume{}
+	err := a.live.Get(ctx, client.ObjectKeyFromObject(v), now)
+	if client.IgnoreNotFound(err) != nil || (err == nil && now.Spec.NodeName == a.local.Node()) {
+		return err
+	}
+	return a.locked([]string{keylock.Volume(v.Name)}, nil, func() error { return a.removeBlank(ctx, volumeID(v)) })
+}
+
+// removeBlank removes a volume, if this node's own record says that nothing was ever on it and
+// no device of it is there. The caller has the lock.
+func (a *Agent) removeBlank(ctx context.Context, id volume.ID) error {
+	have, err := a.local.Get(ctx, id)
+	if err != nil {
+		return ignoreNotFound(err)
+	}
+	devices, err := a.local.Attached(ctx, id)
+	if err != nil || len(devices) > 0 || have.Format.State != volume.Blank || have.Source != (volume.ID{}) {
+		return err
+	}
+	klog.FromContext(ctx).Info("Removing a blank volume that was made on another node instead", "volume", id.String())
+	return ignoreNotFound(a.local.Delete(ctx, id))
+}
+
+// reportVolume reports a volume that is there, and cannot be made any more.
+func (a *Agent) reportVolume(ctx context.Context, v *v1alpha1.Volume, have volume.Volume, reason string) error {
 	return report(ctx, a, v, func(v *v1alpha1.Volume) {
-		created := metav1.NewMicroTime(made.Created)
-		v.Status.Created, v.Status.Size, v.Status.Thin, v.Status.Mutable = &created, made.Size, made.Thin, made.Mutable
+		v.Status.Created, v.Status.Size, v.Status.Thin, v.Status.Mutable = madeAt(have.Created), have.Size, have.Thin, have.Mutable
 		v.Status.Failure, v.Status.ObservedGeneration = nil, v.Generation
-		setCondition(&v.Status.Conditions, v, v1alpha1.Ready, metav1.ConditionTrue, "Created", "")
+		setCondition(&v.Status.Conditions, v, v1alpha1.Ready, metav1.ConditionTrue, reason, "")
 	})
 }
 
+// findVolume finds the volume of an object that may not be made: it was once, and the object
+// is a copy without its status. If it is missing, it is lost.
+func (a *Agent) findVolume(ctx context.Context, v *v1alpha1.Volume) error {
+	id := volumeID(v)
+	have, err := a.local.Get(ctx, id)
+	switch {
+	case errors.Is(err, blockdev.ErrNotFound):
+		err = fmt.Errorf("%w: %s; if this object is one that an older version of the driver has only begun, delete it", blockdev.ErrDataLoss, a.missing(v))
+	case err == nil:
+		err = volume.Spec{Name: v.Spec.Name, Pool: v.Spec.Pool, Source: sourceOf(v), Filesystem: filesystem.Type(v.Spec.Filesystem)}.Check(have)
+	}
+	if err == nil {
+		err = settle(ctx, a, v)
+	}
+	if err != nil {
+		return refuse(ctx, a, v, err)
+	}
+	defer a.Changed()
+	return a.reportVolume(ctx, v, have, "Found")
+}
+
+func (a *Agent) missing(v *v1alpha1.Volume) string {
+	return fmt.Sprintf("pool %s of node %s does not have this volume any more; nothing was made in its place: bring the pool's files back, restore it from a backup, or delete it", v.Spec.Pool, a.local.Node())
+}
+
+// deleteLocal deletes a volume. What is not the object's, under the same name, stays, if anything
+// was ever on it.
 func (a *Agent) deleteLocal(ctx context.Context, v *v1alpha1.Volume) error {
-	return a.locked([]string{keylock.Volume(v.Name)}, nil, func() error { return ignoreNotFound(a.local.Delete(ctx, volumeID(v))) })
+	return a.locked([]string{keylock.Volume(v.Name)}, nil, func() error {
+		if have, err := a.local.Get(ctx, volumeID(v)); err == nil && !sameBytes(v, have.Created) &&
+			(v.Status.Created != nil || have.Format.State != volume.Blank || have.Source != (volume.ID{})) {
+			klog.FromContext(ctx).Info("Keeping a volume of the same name that is not the one to be deleted", "volume", volumeID(v).String())
+			return nil
+		}
+		return ignoreNotFound(a.local.Delete(ctx, volumeID(v)))
+	})
 }
 
 func (a *Agent) deleteVolume(ctx context.Context, v *v1alpha1.Volume) (reconcile.Result, error) {
-	if !controllerutil.ContainsFinalizer(v, v1alpha1.Finalizer) {
-		return reconcile.Result{}, nil
-	}
-	var err error
-	if claim := v.Spec.Claim; claim != nil {
-		// Somebody deleted the object by hand. The release of the claim brings us here again.
-		err = fmt.Errorf("%w: volume %s is claimed by node %s", blockdev.ErrInUse, volumeID(v), claim.Node)
-		return reconcile.Result{}, refuse(ctx, a, v, err)
-	}
-	if err = a.deleteLocal(ctx, v); err == nil {
+	err := a.deleteLocal(ctx, v)
+	if err == nil {
 		a.Changed()
-		return reconcile.Result{}, letGo(ctx, a.client, v)
+		return reconcile.Result{}, finish(ctx, a.client, v)
 	}
 	if err := refuse(ctx, a, v, err); err != nil {
 		return reconcile.Result{}, err
@@ -103,11 +171,12 @@ func (a *Agent) deleteVolume(ctx context.Context, v *v1alpha1.Volume) (reconcile
 // judge decides whether a volume that nobody knows of any more may go: only if this node's
 // own record says that nothing was ever on it, and no device of it is there. The verdict is
 // written down first, and fails if anybody changed the object meanwhile; from then on the
-// volume is nobody's.
+// volume is nobody's. A verdict that is there is no reason to delete: anybody may have written it.
 func (a *Agent) judge(ctx context.Context, v *v1alpha1.Volume) error {
 	id := volumeID(v)
 	have, err := a.local.Get(ctx, id)
-	blank := errors.Is(err, blockdev.ErrNotFound) && v.Status.Created == nil
+	verdict := v.Spec.Abandoned && v.Status.Is(v1alpha1.Abandoned, "True")
+	blank := errors.Is(err, blockdev.ErrNotFound) && (verdict || v.Status.Created == nil && v.Spec.Make)
 	why := "its bytes are missing"
 	if err == nil {
 		devices, err := a.local.Attached(ctx, id)
@@ -120,6 +189,9 @@ func (a *Agent) judge(ctx context.Context, v *v1alpha1.Volume) error {
 		return err
 	}
 	if !blank {
+		if err := settle(ctx, a, v); err != nil {
+			return err
+		}
 		if v.Status.Is(v1alpha1.Abandoned, "False") {
 			return nil
 		}
@@ -134,24 +206,29 @@ func (a *Agent) judge(ctx context.Context, v *v1alpha1.Volume) error {
 		return err
 	}
 	klog.FromContext(ctx).Info("Deleting a blank volume that nobody knows of", "volume", id.String())
-	return ignoreNotFound(a.local.Delete(ctx, id))
+	if err := ignoreNotFound(a.local.Delete(ctx, id)); err != nil {
+		return err
+	}
+	return finish(ctx, a.client, v)
 }
 
 // tendVolume looks after a volume that was made once. If it is missing, it is lost, and it
 // is not made again.
 func (a *Agent) tendVolume(ctx context.Context, v *v1alpha1.Volume) error {
+	if err := settle(ctx, a, v); err != nil {
+		return err
+	}
 	id := volumeID(v)
 	have, err := a.local.Get(ctx, id)
 	if errors.Is(err, blockdev.ErrNotFound) {
-		return a.lost(ctx, v, blockdev.Problem{Severity: blockdev.DataLoss, Reason: "VolumeMissing",
-			Message: fmt.Sprintf("pool %s of node %s does not have this volume any more; nothing was made in its place: bring the pool's files back, restore it from a backup, or delete it", v.Spec.Pool, a.local.Node())})
+		return a.lost(ctx, v, blockdev.Problem{Severity: blockdev.DataLoss, Reason: "VolumeMissing", Message: a.missing(v)})
 	}
 	if errors.Is(err, blockdev.ErrDataLoss) {
 		return a.lost(ctx, v, blockdev.Problem{Severity: blockdev.DataLoss, Reason: "RecordDamaged", Message: err.Error()})
 	}
 	if errors.Is(err, blockdev.ErrUnavailable) {
 		return report(ctx, a, v, func(v *v1alpha1.Volume) {
-			v.Status.Health = fromProblems([]blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "PoolUnavailable", Message: err.Error()}})
+			v.Status.Health = fromProblems([]blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: poolUnavailable, Message: err.Error()}})
 		})
 	}
 	if err != nil {

@@ -19,6 +19,7 @@ type counter struct {
 	mu            sync.Mutex
 	writes, reads int
 	pools         int // writes of Pool objects
+	leases        int // writes of Leases
 }
 
 func (c *counter) wrap(next http.RoundTripper) http.RoundTripper {
@@ -27,6 +28,8 @@ func (c *counter) wrap(next http.RoundTripper) http.RoundTripper {
 		switch {
 		case r.Method != http.MethodGet && strings.Contains(r.URL.Path, "/pools"):
 			c.pools++
+		case r.Method != http.MethodGet && strings.Contains(r.URL.Path, "/leases"):
+			c.leases++
 		case r.Method != http.MethodGet:
 			c.writes++
 		case len(strings.Split(r.URL.Path, "/")) > 5: // of one object
@@ -56,7 +59,7 @@ func TestBudget(t *testing.T) {
 	wrapped = func(c *rest.Config) *rest.Config { c.Wrap(count.wrap); return c }
 	t.Cleanup(func() { wrapped = func(c *rest.Config) *rest.Config { return c } })
 	m := w.machine(nodeName)
-	s, err := cluster.NewStore(wrapped(apitest.Get(t).Config("controller")), cluster.Options{GoneGrace: grace, AbandonGrace: time.Hour})
+	s, err := cluster.NewStore(wrapped(apitest.Get(t).Config("controller")), cluster.Options{GoneGrace: grace, AbandonGrace: time.Hour, Driver: cluster.DefaultDriver})
 	must(t, err)
 	w.run(s.Run)
 	w.eventually("the store is ready", func() bool { return s.Ready(w.ctx) == nil })
@@ -71,16 +74,18 @@ func TestBudget(t *testing.T) {
 		writes, reads int
 		do            func() error
 	}{
-		{"create", 2, 0, func() (err error) { v, err = s.Create(w.ctx, spec("v")); return err }},
-		{"create again", 0, 0, func() error { return second(s.Create(w.ctx, spec("v"))) }},
+		{"create", 3, 0, func() (err error) { v, err = s.Create(w.ctx, spec("v")); return err }},
+		{"create again", 0, 1, func() error { return second(s.Create(w.ctx, spec("v"))) }},
 		{"get", 0, 0, func() error { return second(s.Get(w.ctx, v.ID)) }},
 		{"list", 0, 0, func() error { return second(s.List(w.ctx, volume.ID{}, 0)) }},
 		{"claim", 1, 0, func() error { return s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m"}) }},
 		{"claim again", 0, 1, func() error { return s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m"}) }},
 		{"expand", 2, 0, func() error { return second(s.Expand(w.ctx, v.ID, volume.Range{Required: 2 * mib})) }},
 		{"modify", 2, 0, func() error { return s.Modify(w.ctx, v.ID, map[string]string{"readAheadKiB": "64"}) }},
-		{"snapshot", 2, 0, func() (err error) { snapshot, err = s.CreateSnapshot(w.ctx, "s", v.ID); return err }},
-		{"group", 2, 0, func() error { return second(s.CreateGroup(w.ctx, "g", []volume.ID{v.ID})) }},
+		{"modify again", 0, 1, func() error { return s.Modify(w.ctx, v.ID, map[string]string{"readAheadKiB": "64"}) }},
+		{"snapshot", 3, 0, func() (err error) { snapshot, err = s.CreateSnapshot(w.ctx, "s", v.ID); return err }},
+		{"snapshot again", 0, 1, func() error { return second(s.CreateSnapshot(w.ctx, "s", v.ID)) }},
+		{"group", 3, 0, func() error { return second(s.CreateGroup(w.ctx, "g", []volume.ID{v.ID})) }},
 		{"delete group", 2, 0, func() error { return s.DeleteGroup(w.ctx, volume.GroupID{Key: volume.KeyOf("g")}) }},
 		{"delete snapshot", 2, 0, func() error { return s.DeleteSnapshot(w.ctx, snapshot.ID) }},
 		{"release", 1, 0, func() error { return s.Release(w.ctx, v.ID, nodeName) }},

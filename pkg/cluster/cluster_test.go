@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -67,7 +68,7 @@ func newWorld(t testing.TB) *world {
 	t.Helper()
 	server := apitest.Get(t)
 	scheme := runtime.NewScheme()
-	must(t, errors.Join(v1alpha1.AddToScheme(scheme), corev1.AddToScheme(scheme), rbacv1.AddToScheme(scheme)))
+	must(t, errors.Join(v1alpha1.AddToScheme(scheme), corev1.AddToScheme(scheme), coordinationv1.AddToScheme(scheme), rbacv1.AddToScheme(scheme)))
 	c, err := client.New(server.Config(apitest.Admin), client.Options{Scheme: scheme})
 	must(t, err)
 	ctx := klog.NewContext(context.Background(), ktesting.NewLogger(t, ktesting.NewConfig()))
@@ -91,12 +92,18 @@ var roles = map[string][]rbacv1.PolicyRule{
 		{APIGroups: []string{"ashlar.dev"}, Resources: []string{"volumes", "snapshots"}, Verbs: []string{"get", "list", "watch", "create", "patch", "delete"}},
 		{APIGroups: []string{"ashlar.dev"}, Resources: []string{"pools"}, Verbs: []string{"get", "list", "watch", "delete"}},
 		{APIGroups: []string{""}, Resources: []string{"nodes"}, Verbs: []string{"get", "list", "watch"}},
-		{APIGroups: []string{""}, Resources: []string{"persistentvolumes", "persistentvolumeclaims"}, Verbs: []string{"get"}},
+		{APIGroups: []string{""}, Resources: []string{"persistentvolumes"}, Verbs: []string{"list"}},
+		{APIGroups: []string{""}, Resources: []string{"persistentvolumeclaims"}, Verbs: []string{"get"}},
+		{APIGroups: []string{"storage.k8s.io"}, Resources: []string{"volumeattachments"}, Verbs: []string{"list"}},
+		{APIGroups: []string{"storage.k8s.io"}, Resources: []string{"storageclasses"}, Verbs: []string{"get"}},
+		{APIGroups: []string{"coordination.k8s.io"}, Resources: []string{"leases"}, Verbs: []string{"get", "list", "watch"}},
 	},
 	"agent": {
-		{APIGroups: []string{"ashlar.dev"}, Resources: []string{"volumes", "snapshots"}, Verbs: []string{"list", "watch", "patch"}},
+		{APIGroups: []string{"ashlar.dev"}, Resources: []string{"volumes", "snapshots"}, Verbs: []string{"get", "list", "watch", "create", "patch", "delete"}},
 		{APIGroups: []string{"ashlar.dev"}, Resources: []string{"volumes/status", "snapshots/status", "pools/status"}, Verbs: []string{"patch"}},
 		{APIGroups: []string{"ashlar.dev"}, Resources: []string{"pools"}, Verbs: []string{"list", "watch", "create", "patch"}},
+		{APIGroups: []string{""}, Resources: []string{"nodes"}, Verbs: []string{"get"}},
+		{APIGroups: []string{"coordination.k8s.io"}, Resources: []string{"leases"}, Verbs: []string{"get", "create", "update"}},
 	},
 }
 
@@ -121,6 +128,7 @@ func (w *world) clear() {
 	}
 	must(w, w.DeleteAllOf(w.ctx, &v1alpha1.Pool{}))
 	must(w, w.DeleteAllOf(w.ctx, &corev1.Node{}))
+	must(w, w.DeleteAllOf(w.ctx, &coordinationv1.Lease{}, client.InNamespace(leases)))
 	must(w, w.DeleteAllOf(w.ctx, &corev1.PersistentVolume{}))
 }
 
@@ -138,10 +146,11 @@ func (w *world) node(name string, ready bool) {
 	must(w, w.Status().Update(w.ctx, n))
 }
 
-// eventually waits until something is so.
+// eventually waits until something is so. It gives up later than a watch that found no API server
+// for some time looks for it again, which is half a minute at most.
 func (w *world) eventually(what string, is func() bool) {
 	w.Helper()
-	for end := time.Now().Add(20 * time.Second); !is(); time.Sleep(10 * time.Millisecond) {
+	for end := time.Now().Add(2 * time.Minute); !is(); time.Sleep(10 * time.Millisecond) {
 		if time.Now().After(end) {
 			w.Fatalf("never: %s", what)
 		}
@@ -151,7 +160,7 @@ func (w *world) eventually(what string, is func() bool) {
 // store starts a store, as the controller that it is part of would; stop kills it.
 func (w *world) store() (_ *cluster.Store, stop func()) {
 	w.Helper()
-	s, err := cluster.NewStore(apitest.Get(w).Config("controller"), cluster.Options{GoneGrace: grace, AbandonGrace: abandonGrace})
+	s, err := cluster.NewStore(apitest.Get(w).Config("controller"), cluster.Options{GoneGrace: grace, AbandonGrace: abandonGrace, Driver: cluster.DefaultDriver})
 	must(w, err)
 	stop = w.run(s.Run)
 	w.eventually("the store is ready", func() bool { return s.Ready(w.ctx) == nil })
@@ -177,6 +186,7 @@ type machine struct {
 	disks []*memory.Disk
 	hook  memory.Hook
 	locks *keylock.Table
+	every time.Duration // its agent's heartbeat; 0: none
 
 	local *volume.Local
 	agent *cluster.Agent
@@ -207,15 +217,24 @@ var wrapped = func(c *rest.Config) *rest.Config { return c }
 // start starts the agent of a machine: the first time, or again.
 func (w *world) start(m *machine) {
 	w.Helper()
+	m.stop = w.run(w.agent(m).Run)
+}
+
+// agent makes a new agent of a machine.
+func (w *world) agent(m *machine) *cluster.Agent {
+	w.Helper()
 	mounts, err := mount.LoadTable()
 	must(w, err)
 	pools := []blockdev.Pool{m.disks[0].Open("default", m.hook), m.disks[1].Open("b", m.hook)}
 	m.local, err = volume.NewLocal(w.ctx, m.name, pools, mounts, 0)
 	must(w, err)
-	m.agent, err = cluster.NewAgent(wrapped(apitest.Get(w).Config("agent")), m.local,
+	m.agent, err = cluster.NewAgent(wrapped(apitest.Get(w).Config("agent")), cluster.DefaultDriver, m.local,
 		[]cluster.AgentPool{{Pool: pools[0], Kind: "memory"}, {Pool: pools[1], Kind: "memory"}}, m.locks, storetest.Limit)
 	must(w, err)
-	m.stop = w.run(m.agent.Run)
+	if m.every > 0 {
+		m.agent.Heartbeat(leases, m.every)
+	}
+	return m.agent
 }
 
 // pooled waits until a store knows the pools of a machine.
@@ -248,12 +267,24 @@ func soon(t testing.TB) context.Context {
 	return ctx
 }
 
+// asked makes a call that is not answered, and gives it up once something is so.
+func (w *world) asked(what string, call func(context.Context) error, is func() bool) {
+	w.Helper()
+	ctx, cancel := context.WithCancel(w.ctx)
+	defer cancel()
+	answer := make(chan error, 1)
+	go func() { answer <- call(ctx) }()
+	w.eventually(what, is)
+	cancel()
+	fails(w, <-answer, blockdev.ErrUnavailable)
+}
+
 // TestStore: Store and Agent together keep every clause of volume.Store.
 func TestStore(t *testing.T) {
 	storetest.Run(t, func(t testing.TB) storetest.Fixture {
 		w, m, s := newCluster(t)
 		t.Cleanup(func() { w.tally(m) })
-		return storetest.Fixture{Store: s, Node: nodeName, Pools: []string{"default", "b"}}
+		return storetest.Fixture{Store: s, Node: nodeName, Pools: []string{"default", "b"}, KnowsAll: true}
 	})
 }
 

@@ -7,20 +7,21 @@
 package cluster
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"sync"
 
+	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
+	storagev1 "k8s.io/api/storage/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/client-go/rest"
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
-	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
@@ -42,7 +43,7 @@ var setLogger = sync.OnceFunc(func() { log.SetLogger(klog.Background()) })
 func connect(config *rest.Config, only map[client.Object]cache.ByObject) (connection, error) {
 	setLogger()
 	scheme := runtime.NewScheme()
-	if err := errors.Join(corev1.AddToScheme(scheme), v1alpha1.AddToScheme(scheme)); err != nil {
+	if err := errors.Join(corev1.AddToScheme(scheme), storagev1.AddToScheme(scheme), coordinationv1.AddToScheme(scheme), v1alpha1.AddToScheme(scheme)); err != nil {
 		return connection{}, err
 	}
 	mapper := meta.NewDefaultRESTMapper(nil)
@@ -50,6 +51,9 @@ func connect(config *rest.Config, only map[client.Object]cache.ByObject) (connec
 	mapper.Add(corev1.SchemeGroupVersion.WithKind("Node"), meta.RESTScopeRoot)
 	mapper.Add(corev1.SchemeGroupVersion.WithKind("PersistentVolume"), meta.RESTScopeRoot)
 	mapper.Add(corev1.SchemeGroupVersion.WithKind("PersistentVolumeClaim"), meta.RESTScopeNamespace)
+	mapper.Add(coordinationv1.SchemeGroupVersion.WithKind("Lease"), meta.RESTScopeNamespace)
+	mapper.Add(storagev1.SchemeGroupVersion.WithKind("StorageClass"), meta.RESTScopeRoot)
+	mapper.Add(storagev1.SchemeGroupVersion.WithKind("VolumeAttachment"), meta.RESTScopeRoot)
 	config = rest.CopyConfig(config)
 	config.QPS = -1 // the API server shares itself out (priority and fairness)
 	web, err := rest.HTTPClientFor(config)
@@ -65,9 +69,9 @@ func connect(config *rest.Config, only map[client.Object]cache.ByObject) (connec
 	if c.live, err = client.New(config, options); err != nil {
 		return c, err
 	}
-	consistent := true
-	options.Cache = &client.CacheOptions{Reader: c.cache, EnableReadYourWritesConsistency: &consistent}
-	c.client, err = client.New(config, options)
+	options.Cache = &client.CacheOptions{Reader: c.cache}
+	cached, err := client.New(config, options)
+	c.client = &fresh{Client: cached, cache: c.cache, kinds: map[schema.GroupVersionKind]*written{}}
 	return c, err
 }
 
@@ -89,12 +93,4 @@ func apiError(doing string, err error) error {
 // lockingPatch is a patch that fails with a conflict if anybody else changed the object.
 func lockingPatch(before client.Object) client.Patch {
 	return client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{})
-}
-
-// letGo takes the node's finalizer off an object: nothing of it is left, or nobody will
-// ever look.
-func letGo(ctx context.Context, c client.Client, o client.Object) error {
-	before := o.DeepCopyObject().(client.Object)
-	controllerutil.RemoveFinalizer(o, v1alpha1.Finalizer)
-	return c.Patch(ctx, o, lockingPatch(before))
 }

@@ -25,6 +25,14 @@ func sourceOf(v *v1alpha1.Volume) volume.ID {
 	return volume.ID{Kind: blockdev.Kind(v.Spec.Source.Kind), Pool: v.Spec.Pool, Key: v.Spec.Source.Key}
 }
 
+func requesterOf(v *v1alpha1.Volume) volume.Requester {
+	who := volume.Requester{PersistentVolume: v.Spec.PersistentVolume}
+	if ref := v.Spec.ClaimRef; ref != nil {
+		who.Namespace, who.Name = ref.Namespace, ref.Name
+	}
+	return who
+}
+
 // toVolume is an object as the domain sees it: as it is once the node has made it, and
 // as it will be before. The format is known to the node alone.
 func toVolume(v *v1alpha1.Volume) volume.Volume {
@@ -36,6 +44,7 @@ func toVolume(v *v1alpha1.Volume) volume.Volume {
 		out.Mutable = map[string]string{}
 		maps.Copy(out.Mutable, v.Status.Mutable)
 	}
+	out.For = requesterOf(v)
 	if c := v.Spec.Claim; c != nil {
 		out.Claim = volume.Claim{Node: c.Node, ReadOnly: c.ReadOnly, Mode: c.Mode}
 	}

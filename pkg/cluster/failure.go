@@ -19,7 +19,7 @@ var reasons = []struct {
 }{
 	{blockdev.ErrInvalid, "Invalid"},
 	{blockdev.ErrNotFound, "NotFound"},
-	{blockdev.ErrExists, "Exists"},
+	{blockdev.ErrExists, reasonExists},
 	{blockdev.ErrOutOfRange, "OutOfRange"},
 	{blockdev.ErrNoSpace, "NoSpace"},
 	{blockdev.ErrLimit, "Limit"},
@@ -27,15 +27,19 @@ var reasons = []struct {
 	{blockdev.ErrPrecondition, "Precondition"},
 	{blockdev.ErrBadToken, "BadToken"},
 	{blockdev.ErrUnsupported, "Unsupported"},
-	{blockdev.ErrDataLoss, "DataLoss"},
+	{blockdev.ErrDataLoss, reasonDataLoss},
 	{blockdev.ErrBusy, "Busy"},
 	{blockdev.ErrUnavailable, "Unavailable"},
 	{syscall.ENOSPC, "NoSpace"},
 	{syscall.EDQUOT, "NoSpace"},
 }
 
-// internal is the reason for errors that have no word.
-const internal = "Internal"
+const (
+	// internal is the reason for errors that have no word.
+	internal       = "Internal"
+	reasonDataLoss = "DataLoss"
+	reasonExists   = "Exists"
+)
 
 // transient are errors after which the node tries again by itself, without telling.
 var transient = []error{context.Canceled, blockdev.ErrBusy, blockdev.ErrUnavailable,

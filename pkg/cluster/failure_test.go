@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -124,10 +125,10 @@ func TestNodeNotReady(t *testing.T) {
 	go func() { waiting <- second(s.Create(w.ctx, on("waiting", "node-a"))) }()
 	w.eventually("it was asked for", func() bool { return w.object("waiting") != nil })
 	w.node("node-a", false)
-	fails(t, <-waiting, blockdev.ErrUnavailable)
+	fails(t, <-waiting, blockdev.ErrNoSpace)
 
 	began := time.Now()
-	fails(t, second(s.Create(w.ctx, on("v", "node-a"))), blockdev.ErrUnavailable)
+	fails(t, second(s.Create(w.ctx, on("v", "node-a"))), blockdev.ErrNoSpace)
 	if w.object("v") != nil {
 		t.Error("an object was made for a node that is not ready")
 	}
@@ -178,7 +179,7 @@ func TestNodeGone(t *testing.T) {
 			w.node(nodeName, false)
 			fails(t, s.Delete(w.ctx, v.ID), blockdev.ErrUnavailable)
 			time.Sleep(2 * grace)
-			if o := w.object("v"); o == nil || o.DeletionTimestamp == nil {
+			if o := w.object("v"); o == nil || !o.Deleting() {
 				t.Fatal("given up, or not deleted, without a signal")
 			}
 			n := &corev1.Node{}
@@ -200,7 +201,7 @@ func TestNodeGone(t *testing.T) {
 				_, err := s.GetSnapshot(w.ctx, snapshot.ID)
 				return errors.Is(err, blockdev.ErrNotFound)
 			})
-			if o := w.object("kept"); o == nil || o.DeletionTimestamp != nil {
+			if o := w.object("kept"); o == nil || o.Deleting() {
 				t.Error("what nobody deleted is gone")
 			}
 			must(t, second(s.Get(w.ctx, kept.ID)))
@@ -340,12 +341,11 @@ func TestDeletedWhileMade(t *testing.T) {
 	m := w.machineWith(nodeName, hook)
 	s, _ := w.store()
 	w.pooled(s, m)
-	made := make(chan error)
-	go func() { made <- second(s.Create(soon(t), spec("v"))) }()
-	<-entered
+	w.asked("it is being made", func(ctx context.Context) error { return second(s.Create(ctx, spec("v"))) },
+		func() bool { return len(entered) > 0 })
 	id := volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf("v")}
-	fails(t, s.Delete(soon(t), id), blockdev.ErrUnavailable)
-	fails(t, <-made, blockdev.ErrUnavailable)
+	w.asked("it is to be deleted", func(ctx context.Context) error { return s.Delete(ctx, id) },
+		func() bool { o := w.object("v"); return o != nil && o.Deleting() })
 	close(release)
 	must(t, s.Delete(w.ctx, id))
 	w.tally(m)
@@ -393,7 +393,8 @@ func TestStrays(t *testing.T) {
 		p := &v1alpha1.Pool{}
 		must(t, w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(nodeName, "default")}, p))
 		c := meta.FindStatusCondition(p.Status.Conditions, v1alpha1.Accounted)
-		return c != nil && c.Status == metav1.ConditionFalse && c.Message == "no object says what these are for; nothing removes them: vol."+stray.ID.Key
+		return c != nil && c.Status == metav1.ConditionFalse && strings.HasSuffix(c.Message, ": "+stray.ID.String()) &&
+			p.Status.StrayCount == 1 && len(p.Status.Strays) == 1 && p.Status.Strays[0].ID == stray.ID.String() && p.Status.Strays[0].Name == "stray"
 	})
 	must(t, second(m.local.Get(w.ctx, stray.ID)))
 }
@@ -416,7 +417,7 @@ func TestNoAPIServer(t *testing.T) {
 	m := w.machine(nodeName)
 	m.stop()
 	thaw := server.Freeze(t)
-	s, err := cluster.NewStore(server.Config("controller"), cluster.Options{GoneGrace: grace, AbandonGrace: abandonGrace})
+	s, err := cluster.NewStore(server.Config("controller"), cluster.Options{GoneGrace: grace, AbandonGrace: abandonGrace, Driver: cluster.DefaultDriver})
 	must(t, err)
 	w.run(s.Run)
 	w.start(m)
@@ -442,7 +443,7 @@ func TestUnfinishedGroup(t *testing.T) {
 	var one v1alpha1.Snapshot
 	must(t, w.Get(w.ctx, client.ObjectKey{Name: whole.Snapshots[0].ID.Key}, &one))
 	part := &v1alpha1.Snapshot{ObjectMeta: metav1.ObjectMeta{Name: volume.KeyOf("part"), Finalizers: one.Finalizers}, Spec: one.Spec}
-	part.Spec.Name, part.Spec.Group = "part", &v1alpha1.Group{Key: volume.KeyOf("part"), Size: 2}
+	part.Spec.Make, part.Spec.Name, part.Spec.Group = true, "part", &v1alpha1.Group{Key: volume.KeyOf("part"), Size: 2}
 	must(t, w.Create(w.ctx, part))
 	began := time.Now()
 	w.eventually("the part is gone", func() bool {
@@ -477,7 +478,7 @@ func TestAbandoned(t *testing.T) {
 	must(t, w.Create(w.ctx, &corev1.PersistentVolume{ObjectMeta: metav1.ObjectMeta{Name: "pvc-owned"}, Spec: corev1.PersistentVolumeSpec{
 		Capacity:               corev1.ResourceList{corev1.ResourceStorage: *resource.NewQuantity(mib, resource.BinarySI)},
 		AccessModes:            []corev1.PersistentVolumeAccessMode{corev1.ReadWriteOnce},
-		PersistentVolumeSource: corev1.PersistentVolumeSource{CSI: &corev1.CSIPersistentVolumeSource{Driver: "x", VolumeHandle: owned.String()}}}}))
+		PersistentVolumeSource: corev1.PersistentVolumeSource{CSI: &corev1.CSIPersistentVolumeSource{Driver: cluster.DefaultDriver, VolumeHandle: owned.String()}}}}))
 	blank := provisioned("pvc-blank")
 	must(t, second(s.Create(w.ctx, spec("named-by-somebody"))))
 	w.eventually("the blank one is gone", func() bool { return w.object("pvc-blank") == nil })
@@ -487,7 +488,7 @@ func TestAbandoned(t *testing.T) {
 		return o != nil && o.Status.Is(v1alpha1.Abandoned, "False") && !o.Spec.Abandoned
 	})
 	for _, name := range []string{"pvc-used", "pvc-owned", "pvc-claimed", "named-by-somebody"} {
-		if o := w.object(name); o == nil || o.Spec.Abandoned || o.DeletionTimestamp != nil {
+		if o := w.object(name); o == nil || o.Spec.Abandoned || o.Deleting() {
 			t.Errorf("%s: %+v", name, o)
 		}
 	}

@@ -11,7 +11,6 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
-	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -31,15 +30,18 @@ const (
 
 // orphan is what nobody may know of, to be looked after when it is old enough.
 type orphan struct {
-	group bool // the key is that of a group of snapshots, not of a volume
-	key   string
+	kind string // aVolume, aGroup, or aClaim
+	key  string
 }
 
+// aClaim is the claim of a volume, because of which something was refused.
+const aClaim = "claim of volume"
+
 func (o orphan) String() string {
-	if o.group {
+	if o.kind == aGroup {
 		return volume.GroupID{Key: o.key}.String()
 	}
-	return "volume " + o.key
+	return o.kind + " " + o.key
 }
 
 // volumeChanged sees to it that every volume is looked after when it is old enough.
@@ -52,7 +54,7 @@ func (s *Store) volumeChanged(o client.Object, gone bool) {
 	if gone {
 		s.known.Delete(v.UID)
 	} else if _, known := s.known.Load(v.UID); !known {
-		s.doomed.AddAfter(orphan{key: v.Name}, time.Until(v.CreationTimestamp.Add(s.options.AbandonGrace)))
+		s.doomed.AddAfter(orphan{aVolume, v.Name}, time.Until(v.CreationTimestamp.Add(s.options.AbandonGrace)))
 	}
 }
 
@@ -60,13 +62,13 @@ func (s *Store) volumeChanged(o client.Object, gone bool) {
 func (s *Store) snapshotChanged(o client.Object, gone bool) {
 	s.objectChanged(o, gone)
 	if m, ok := o.(*v1alpha1.Snapshot); ok && !gone && m.Spec.Group != nil && m.Status.Created == nil {
-		s.doomed.AddAfter(orphan{group: true, key: m.Spec.Group.Key}, time.Until(m.CreationTimestamp.Add(s.options.AbandonGrace)))
+		s.doomed.AddAfter(orphan{aGroup, m.Spec.Group.Key}, time.Until(m.CreationTimestamp.Add(s.options.AbandonGrace)))
 	}
 }
 
 // objectChanged: of a node that is gone, there may be something to give up.
 func (s *Store) objectChanged(o client.Object, gone bool) {
-	if !gone && o.GetDeletionTimestamp() != nil {
+	if !gone && going(o.(object)) {
 		s.newsOfNodes()
 	}
 }
@@ -85,9 +87,6 @@ func (s *Store) newsOfNodes() {
 // tidy clears up after what is gone until the context ends. Every replica does it: each
 // step is harmless when it is done twice.
 func (s *Store) tidy(ctx context.Context) {
-	if !s.cache.WaitForCacheSync(ctx) {
-		return
-	}
 	var done sync.WaitGroup
 	defer done.Wait()
 	done.Go(func() {
@@ -96,15 +95,7 @@ func (s *Store) tidy(ctx context.Context) {
 			if shutdown {
 				return
 			}
-			look := s.lookAfter
-			if one.group {
-				look = s.lookAfterGroup
-			}
-			if err := look(ctx, one.key); err != nil && ctx.Err() == nil {
-				klog.FromContext(ctx).Error(err, "Could not find out whether something is abandoned; trying again", "what", one.String())
-				s.doomed.AddAfter(one, time.Minute)
-			}
-			s.doomed.Done(one)
+			s.lookAfterAll(ctx, one)
 		}
 	})
 	defer s.doomed.ShutDown()
@@ -196,7 +187,15 @@ func (s *Store) giveUp(ctx context.Context, since map[string]time.Time) (next ti
 		if !isGone(&node, s.live.Get(ctx, client.ObjectKey{Name: name}, &node)) {
 			continue // the cache will hear of it
 		}
+		silent, beats := s.patience(name)
+		lives := beats && silent > 0 // its agent would make its Pools anew, and again
+		if lives && (next == 0 || silent < next) {
+			next = silent
+		}
 		for _, o := range objects {
+			if _, pool := o.(*v1alpha1.Pool); pool && lives {
+				continue
+			}
 			if err := s.forget(ctx, name, o); err != nil {
 				return 0, err
 			}
@@ -213,11 +212,12 @@ func (s *Store) forget(ctx context.Context, node string, o client.Object) error 
 		uid := o.GetUID()
 		return client.IgnoreNotFound(s.live.Delete(ctx, o, client.Preconditions{UID: &uid}))
 	}
-	if o.GetDeletionTimestamp() == nil || !controllerutil.ContainsFinalizer(o, v1alpha1.Finalizer) {
+	one := o.DeepCopyObject().(object)
+	if !going(one) {
 		return nil
 	}
 	log.Info("Giving up what was deleted on a node that is gone: its bytes are still there, if the node is")
-	err := letGo(ctx, s.live, o.DeepCopyObject().(client.Object))
+	err := finish(ctx, s.live, one)
 	if apierrors.IsConflict(err) {
 		s.newsOfNodes()
 		return nil
@@ -225,19 +225,48 @@ func (s *Store) forget(ctx context.Context, node string, o client.Object) error 
 	return client.IgnoreNotFound(err)
 }
 
+// lookAfterAll looks after what is due, with one look at what Kubernetes has.
+func (s *Store) lookAfterAll(ctx context.Context, due ...orphan) {
+	select {
+	case <-ctx.Done():
+	case <-time.After(leastRest): // more may come
+	}
+	for s.doomed.Len() > 0 {
+		one, shutdown := s.doomed.Get()
+		if shutdown {
+			return
+		}
+		due = append(due, one)
+	}
+	known := &census{live: s.live, driver: s.options.Driver}
+	for _, one := range due {
+		var err error
+		switch one.kind {
+		case aGroup:
+			err = s.lookAfterGroup(ctx, one.key)
+		case aClaim:
+			err = s.lookAfterClaim(ctx, known, one.key)
+		default:
+			err = s.lookAfter(ctx, known, one.key)
+		}
+		if err != nil && ctx.Err() == nil {
+			klog.FromContext(ctx).Error(err, "Could not find out whether something is abandoned; trying again", "what", one.String())
+			s.doomed.AddAfter(one, time.Minute)
+		}
+		s.doomed.Done(one)
+	}
+}
+
 // lookAfter asks the node of a volume to delete it, if neither the claim that it was made
-// for nor a PersistentVolume of it exists. The node does so only if it is blank.
-func (s *Store) lookAfter(ctx context.Context, key string) error {
+// for nor a PersistentVolume of it exists, whatever its name. The node does so only if it is blank.
+func (s *Store) lookAfter(ctx context.Context, known *census, key string) error {
 	v := &v1alpha1.Volume{}
 	if err := s.client.Get(ctx, client.ObjectKey{Name: key}, v); err != nil {
 		return client.IgnoreNotFound(err)
 	}
-	if v.DeletionTimestamp != nil {
-		return nil
-	}
 	switch {
-	case v.Spec.Abandoned && v.Status.Is(v1alpha1.Abandoned, "True"):
-		return client.IgnoreNotFound(s.client.Delete(ctx, v, client.Preconditions{UID: &v.UID}))
+	case going(v), v.Status.Is(v1alpha1.Abandoned, "True"):
+		return nil // its node is at it
 	case v.Status.Is(v1alpha1.Abandoned, "False"):
 		if !v.Spec.Abandoned {
 			return nil // it was asked before
@@ -251,21 +280,21 @@ func (s *Store) lookAfter(ctx context.Context, key string) error {
 		return nil
 	}
 	if age := time.Since(v.CreationTimestamp.Time); age < s.options.AbandonGrace {
-		s.doomed.AddAfter(orphan{key: key}, s.options.AbandonGrace-age)
+		s.doomed.AddAfter(orphan{aVolume, key}, s.options.AbandonGrace-age)
 		return nil
 	}
-	err := s.live.Get(ctx, client.ObjectKey{Name: v.Spec.Name}, &corev1.PersistentVolume{})
-	if err == nil {
+	volumes, err := known.volumes(ctx)
+	if err != nil {
+		return err
+	}
+	if len(volumes[volumeID(v).String()]) > 0 {
 		s.known.Store(v.UID, true) // whoever deletes that deletes this
 		return nil
-	}
-	if !apierrors.IsNotFound(err) {
-		return err
 	}
 	pvc := &corev1.PersistentVolumeClaim{}
 	err = s.live.Get(ctx, client.ObjectKey{Namespace: v.Spec.ClaimRef.Namespace, Name: v.Spec.ClaimRef.Name}, pvc)
 	if err == nil && provisionedPrefix+string(pvc.UID) == v.Spec.Name {
-		s.doomed.AddAfter(orphan{key: key}, s.options.AbandonGrace) // it is being provisioned
+		s.doomed.AddAfter(orphan{aVolume, key}, s.options.AbandonGrace) // it is being provisioned
 		return nil
 	}
 	if client.IgnoreNotFound(err) != nil {
@@ -277,6 +306,42 @@ func (s *Store) lookAfter(ctx context.Context, key string) error {
 	return ignoreConflict(s.client.Patch(ctx, v, lockingPatch(before)))
 }
 
+// neverUsed reports whether nobody can have used a volume that is asked for: the claim that it is for is
+// there, is bound to nothing, and no PersistentVolume has its handle. So it is one that a controller of an
+// older version has begun, which did not write down that it may be made, and nothing is lost with it.
+func (s *Store) neverUsed(ctx context.Context, spec volume.Spec, v *v1alpha1.Volume) (bool, error) {
+	if spec.For.Name == "" {
+		return false, nil
+	}
+	pvc := &corev1.PersistentVolumeClaim{}
+	err := s.live.Get(ctx, client.ObjectKey{Namespace: spec.For.Namespace, Name: spec.For.Name}, pvc)
+	if err != nil || provisionedPrefix+string(pvc.UID) != v.Spec.Name || pvc.Spec.VolumeName != "" {
+		return false, apiError("read claim "+spec.For.Namespace+"/"+spec.For.Name, client.IgnoreNotFound(err))
+	}
+	volumes, err := (&census{live: s.live, driver: s.options.Driver}).volumes(ctx)
+	return err == nil && len(volumes[volumeID(v).String()]) == 0, apiError("look for PersistentVolumes", err)
+}
+
+// lookAfterClaim takes a claim back that no VolumeAttachment is for: somebody took the finalizer
+// off that one, so nobody will ever ask for it. Devices that are still there are the node's to see.
+func (s *Store) lookAfterClaim(ctx context.Context, known *census, key string) error {
+	v := &v1alpha1.Volume{}
+	if err := s.client.Get(ctx, client.ObjectKey{Name: key}, v); err != nil {
+		return client.IgnoreNotFound(err)
+	}
+	if v.Spec.Claim == nil {
+		return nil
+	}
+	attached, err := known.attached(ctx, v)
+	if err != nil || attached {
+		return err
+	}
+	klog.FromContext(ctx).Info("Taking back a claim that no VolumeAttachment is for", "volume", volumeID(v).String(), "node", v.Spec.Claim.Node)
+	before := v.DeepCopy()
+	v.Spec.Claim = nil
+	return ignoreConflict(s.client.Patch(ctx, v, lockingPatch(before)))
+}
+
 // lookAfterGroup deletes the members of a group that was never written down in full, so that its
 // node waits for the rest: nothing was cut, and whoever wanted it has long stopped asking. If that
 // is not so, the next try makes all of it anew.
@@ -285,32 +350,28 @@ func (s *Store) lookAfterGroup(ctx context.Context, key string) error {
 	if err != nil || !s.unfinished(members) {
 		return err
 	}
-	var list v1alpha1.SnapshotList // what the cache has not heard of counts too
-	if err := s.live.List(ctx, &list); err != nil {
+	members, err = s.liveMembers(ctx, key) // what the cache has not heard of counts too
+	if err != nil || !s.unfinished(members) {
 		return err
-	}
-	members = slices.DeleteFunc(list.Items, func(m v1alpha1.Snapshot) bool { return m.Spec.Group == nil || m.Spec.Group.Key != key })
-	if !s.unfinished(members) {
-		return nil
 	}
 	for i := range members {
 		m := &members[i]
-		if m.DeletionTimestamp != nil {
+		if going(m) {
 			continue
 		}
 		klog.FromContext(ctx).Info("Nobody asks any more for a group of which a part was written down; deleting that", "group", volume.GroupID{Key: key}.String(), "snapshot", snapshotID(m).String())
-		if err := ignoreConflict(s.client.Delete(ctx, m, client.Preconditions{UID: &m.UID, ResourceVersion: &m.ResourceVersion})); err != nil {
+		if err := ignoreConflict(intend(ctx, s.client, m, true)); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// unfinished reports whether a group lacks members, and none was cut or is young enough for the
-// rest to be on its way.
+// unfinished reports whether a group lacks members, and none was cut, may have been (an object that
+// was restored), or is young enough for the rest to be on its way.
 func (s *Store) unfinished(members []v1alpha1.Snapshot) bool {
 	return !slices.ContainsFunc(members, func(m v1alpha1.Snapshot) bool {
-		return len(members) >= m.Spec.Group.Size || m.Status.Created != nil || time.Since(m.CreationTimestamp.Time) < s.options.AbandonGrace
+		return len(members) >= m.Spec.Group.Size || m.Status.Created != nil || !m.Spec.Make || time.Since(m.CreationTimestamp.Time) < s.options.AbandonGrace
 	})
 }
 

@@ -3,12 +3,15 @@ package cluster
 import (
 	"context"
 	"fmt"
+	"net/http"
 	"sync"
 	"time"
 
+	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/util/workqueue"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
@@ -26,6 +29,12 @@ type Options struct {
 	// AbandonGrace is how old a volume, or a group of snapshots that is not cut, has to be before
 	// somebody looks whether anybody knows of it.
 	AbandonGrace time.Duration
+	// Driver is the name of the CSI driver.
+	Driver string
+	// Namespace has the Leases of the agents; empty: they have none.
+	Namespace string
+	// SilentAfter is how long nothing may be heard of an agent; 0 is the usual time.
+	SilentAfter time.Duration
 }
 
 // Store is the volume.Store of a cluster. Any number may run at once: objects are created
@@ -41,6 +50,7 @@ type Store struct {
 	doomed    workqueue.TypedDelayingInterface[orphan] // what to look after: janitor.go
 	known     sync.Map                                 // UIDs of volumes that have a PersistentVolume
 	departed  chan struct{}                            // there may be news of nodes that are gone
+	beats     beats
 
 	mu       sync.Mutex
 	claiming map[string]int64 // claims by node that are on their way
@@ -68,12 +78,19 @@ func groupOf(o client.Object) []string {
 // NewStore returns the store of the cluster behind a configuration. It does nothing, and
 // every call fails with ErrUnavailable, until Run has read the objects.
 func NewStore(config *rest.Config, o Options) (*Store, error) {
-	c, err := connect(config, nil)
+	if o.SilentAfter == 0 {
+		o.SilentAfter = SilentAfter
+	}
+	heartbeats := cache.ByObject{Namespaces: map[string]cache.Config{o.Namespace: {}}, Label: labels.SelectorFromSet(labels.Set{heartbeatLabel: heartbeatValue})}
+	s := &Store{options: o, departed: make(chan struct{}, 1), claiming: map[string]int64{},
+		doomed: workqueue.NewTypedDelayingQueue[orphan]()}
+	config = rest.CopyConfig(config)
+	config.Wrap(func(next http.RoundTripper) http.RoundTripper { return listener{next, &s.beats} })
+	c, err := connect(config, map[client.Object]cache.ByObject{&coordinationv1.Lease{}: heartbeats})
 	if err != nil {
 		return nil, err
 	}
-	s := &Store{connection: c, options: o, departed: make(chan struct{}, 1), claiming: map[string]int64{},
-		doomed: workqueue.NewTypedDelayingQueue[orphan]()}
+	s.connection = c
 	ctx := context.Background() // nothing below waits
 	for _, index := range []struct {
 		of    client.Object
@@ -97,10 +114,15 @@ func NewStore(config *rest.Config, o Options) (*Store, error) {
 			return nil, err
 		}
 	}
-	for _, kind := range []struct {
+	type kind struct {
 		of   client.Object
 		also func(client.Object, bool)
-	}{{&v1alpha1.Volume{}, s.volumeChanged}, {&v1alpha1.Snapshot{}, s.snapshotChanged}, {&v1alpha1.Pool{}, s.poolChanged}, {&corev1.Node{}, s.nodeChanged}} {
+	}
+	kinds := []kind{{&v1alpha1.Volume{}, s.volumeChanged}, {&v1alpha1.Snapshot{}, s.snapshotChanged}, {&v1alpha1.Pool{}, s.poolChanged}, {&corev1.Node{}, s.nodeChanged}}
+	if o.Namespace != "" {
+		kinds = append(kinds, kind{&coordinationv1.Lease{}, s.leaseChanged})
+	}
+	for _, kind := range kinds {
 		informer, err := c.cache.GetInformer(ctx, kind.of, cache.BlockUntilSynced(false))
 		if err != nil {
 			return nil, err
@@ -115,11 +137,26 @@ func NewStore(config *rest.Config, o Options) (*Store, error) {
 
 // Run keeps the store's knowledge up to date, and clears up after nodes and claims that
 // are gone, until the context ends.
+//
+// It fails if the cluster has another driver of this kind.
 func (s *Store) Run(ctx context.Context) error {
+	ctx, stop := context.WithCancel(ctx)
 	var done sync.WaitGroup
 	defer done.Wait()
-	done.Go(func() { s.tidy(ctx) })
-	return s.cache.Start(ctx)
+	defer stop()
+	failures := make(chan error, 2)
+	done.Go(func() {
+		if !s.cache.WaitForCacheSync(ctx) {
+			return
+		}
+		if err := waitForOwner(ctx, s.cache, s.options.Driver); err != nil {
+			failures <- err
+			return
+		}
+		s.tidy(ctx)
+	})
+	done.Go(func() { failures <- s.cache.Start(ctx) })
+	return <-failures
 }
 
 // Ready: see volume.Store. It is ErrUnavailable until the objects were read once.
@@ -134,23 +171,6 @@ func (s *Store) Ready(context.Context) error {
 
 func nodeNamed(name string) *corev1.Node {
 	return &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}
-}
-
-// nodeReady is ErrUnavailable if a node is not there or not ready.
-func (s *Store) nodeReady(ctx context.Context, name string) error {
-	var node corev1.Node
-	if err := s.cache.Get(ctx, client.ObjectKey{Name: name}, &node); err != nil {
-		if apierrors.IsNotFound(err) {
-			return fmt.Errorf("%w: there is no node %s", blockdev.ErrUnavailable, name)
-		}
-		return apiError("look at node "+name, err)
-	}
-	for _, c := range node.Status.Conditions {
-		if c.Type == corev1.NodeReady && c.Status == corev1.ConditionTrue {
-			return nil
-		}
-	}
-	return fmt.Errorf("%w: node %s is not ready", blockdev.ErrUnavailable, name)
 }
 
 // get reads an object; where the cache has none, or none that was made yet, the API server
@@ -181,6 +201,9 @@ func (s *Store) volume(ctx context.Context, id volume.ID) (*v1alpha1.Volume, err
 	if err := s.get(ctx, id.Key, v); err != nil {
 		return nil, fmt.Errorf("volume %s: %w", id, err)
 	}
+	if v.Spec.Pool == id.Pool && lostUnmade(v) {
+		return nil, errorOf(v.Spec.NodeName, v.Status.Failure)
+	}
 	if v.Spec.Pool != id.Pool || v.Status.Created == nil {
 		return nil, fmt.Errorf("%w: no volume %s", blockdev.ErrNotFound, id)
 	}
@@ -190,7 +213,7 @@ func (s *Store) volume(ctx context.Context, id volume.ID) (*v1alpha1.Volume, err
 // usable is volume, and ErrPrecondition for one that is on its way out.
 func (s *Store) usable(ctx context.Context, id volume.ID) (*v1alpha1.Volume, error) {
 	v, err := s.volume(ctx, id)
-	if err == nil && (v.DeletionTimestamp != nil || v.Spec.Abandoned) {
+	if err == nil && (going(v) || v.Spec.Abandoned) {
 		err = fmt.Errorf("%w: volume %s is being deleted", blockdev.ErrPrecondition, id)
 	}
 	return v, err

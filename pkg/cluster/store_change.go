@@ -38,7 +38,7 @@ func (s *Store) change(ctx context.Context, id volume.ID, edit func(v *v1alpha1.
 		}
 		v = &v1alpha1.Volume{}
 		if err = apiError("read volume "+id.String(), s.live.Get(ctx, client.ObjectKey{Name: id.Key}, v)); err == nil &&
-			(v.DeletionTimestamp != nil || v.Spec.Abandoned) {
+			(going(v) || v.Spec.Abandoned) {
 			err = fmt.Errorf("%w: volume %s is being deleted", blockdev.ErrPrecondition, id)
 		}
 	}
@@ -108,6 +108,9 @@ func (s *Store) count(ctx context.Context, node string, limit int64) error {
 		return apiError("count claims", err)
 	}
 	if int64(len(claimed.Items))+s.claiming[node] >= limit {
+		for i := range claimed.Items {
+			s.doomed.AddAfter(orphan{aClaim, claimed.Items[i].Name}, s.options.AbandonGrace)
+		}
 		return fmt.Errorf("%w: node %s has %d volumes, the most it can have", blockdev.ErrLimit, node, limit)
 	}
 	s.claiming[node]++
@@ -192,8 +195,13 @@ func (s *Store) Modify(ctx context.Context, id volume.ID, mutable map[string]str
 		return true
 	}
 	inForce := func(v *v1alpha1.Volume) bool { return holds(v.Status.Mutable) && holds(v.Spec.Mutable) }
-	if inForce(v) {
-		return nil
+	if inForce(v) { // another store may have changed them since
+		now := &v1alpha1.Volume{}
+		err := s.live.Get(ctx, client.ObjectKey{Name: id.Key}, now)
+		if err != nil || (now.UID == v.UID && inForce(now)) {
+			return apiError("read volume "+id.String(), err)
+		}
+		v = now
 	}
 	_, err = s.carryOut(ctx, w, v, func(v *v1alpha1.Volume) bool {
 		changed := !holds(v.Spec.Mutable)

@@ -23,11 +23,34 @@ func (s *Store) members(ctx context.Context, key string) ([]v1alpha1.Snapshot, e
 	return list.Items, apiError("list the members of a group", err)
 }
 
+// membersNow is members; where the cache does not have all of them the API server has the last word:
+// another store may have made them since.
+func (s *Store) membersNow(ctx context.Context, key string) ([]v1alpha1.Snapshot, error) {
+	members, err := s.members(ctx, key)
+	if err != nil || whole(members) {
+		return members, err
+	}
+	return s.liveMembers(ctx, key)
+}
+
+// liveMembers is members by the API server's word.
+func (s *Store) liveMembers(ctx context.Context, key string) ([]v1alpha1.Snapshot, error) {
+	var members []v1alpha1.Snapshot
+	err := eachPage(ctx, s.live, &v1alpha1.SnapshotList{}, func(list *v1alpha1.SnapshotList) {
+		for i := range list.Items {
+			if m := &list.Items[i]; m.Spec.Group != nil && m.Spec.Group.Key == key {
+				members = append(members, *m.DeepCopy())
+			}
+		}
+	})
+	return members, apiError("list the members of a group", err)
+}
+
 // whole: a group has no object. It is there if as many members were cut as each says that
 // there are, and none of them is on its way out.
 func whole(members []v1alpha1.Snapshot) bool {
 	for i := range members {
-		if m := &members[i]; m.Status.Created == nil || m.DeletionTimestamp != nil || m.Spec.Group.Size != len(members) {
+		if m := &members[i]; m.Status.Created == nil || going(m) || m.Spec.Group.Size != len(members) {
 			return false
 		}
 	}
@@ -59,6 +82,9 @@ func (s *Store) createGroup(ctx context.Context, name string, sources []volume.I
 		return volume.Group{}, err
 	}
 	members, err := s.members(ctx, id.Key)
+	if err == nil && whole(members) { // another store may have deleted it since
+		members, err = s.liveMembers(ctx, id.Key)
+	}
 	if err != nil {
 		return volume.Group{}, err
 	}
@@ -89,9 +115,14 @@ func (s *Store) createGroup(ctx context.Context, name string, sources []volume.I
 	if err := s.nodeReady(ctx, node); err != nil {
 		return volume.Group{}, err
 	}
+	for i := range members {
+		if m := &members[i]; lostUnmade(m) {
+			return volume.Group{}, errorOf(m.Spec.NodeName, m.Status.Failure)
+		}
+	}
 	// Of an earlier try: what does not belong to this one goes first.
 	if slices.ContainsFunc(members, func(m v1alpha1.Snapshot) bool {
-		return m.DeletionTimestamp != nil || m.Common().Refused(m.Generation) != nil || wanted[m.Name] == nil || !sameSnapshot(&m, wanted[m.Name])
+		return going(&m) || m.Common().Refused(m.Generation) != nil || wanted[m.Name] == nil || !sameSnapshot(&m, wanted[m.Name])
 	}) {
 		if err := s.removeAll(ctx, members); err != nil {
 			return volume.Group{}, err
@@ -117,6 +148,8 @@ func (s *Store) createGroup(ctx context.Context, name string, sources []volume.I
 		switch {
 		case errors.Is(err, errGone):
 			return volume.Group{}, fmt.Errorf("%w: a snapshot of it was deleted while it was being cut", blockdev.ErrUnavailable)
+		case errors.As(err, &refused) && lostUnmade(have):
+			return volume.Group{}, refused
 		case errors.As(err, &refused):
 			var all []v1alpha1.Snapshot
 			for _, one := range made {
@@ -126,7 +159,10 @@ func (s *Store) createGroup(ctx context.Context, name string, sources []volume.I
 				return volume.Group{}, err
 			}
 			return volume.Group{}, refused
-		case err != nil:
+		case err == nil:
+			err = notAgain(ctx, s, have)
+		}
+		if err != nil {
 			return volume.Group{}, err
 		}
 		members = append(members, *have)
@@ -150,11 +186,13 @@ func (s *Store) removeAll(ctx context.Context, members []v1alpha1.Snapshot) erro
 	for i := range members {
 		m := &members[i]
 		watches[i] = s.hub.open(m)
-		err := apiError("delete snapshot "+snapshotID(m).String(), s.client.Delete(ctx, m, client.Preconditions{UID: &m.UID}))
-		if ignoreNotFound(err) != nil {
-			return err
+		if m.Deleting() {
+			continue
 		}
-		gone[i] = err != nil
+		err := intend(ctx, s.client, m, false)
+		if gone[i] = ignoreConflict(err) == nil && err != nil; err != nil && !gone[i] {
+			return apiError("delete snapshot "+snapshotID(m).String(), err)
+		}
 	}
 	for i := range members {
 		if gone[i] {
@@ -169,9 +207,12 @@ func (s *Store) removeAll(ctx context.Context, members []v1alpha1.Snapshot) erro
 
 // DeleteGroup: see volume.Store.
 func (s *Store) DeleteGroup(ctx context.Context, id volume.GroupID) error {
-	members, err := s.members(ctx, id.Key)
+	members, err := s.membersNow(ctx, id.Key)
 	if err == nil {
 		err = s.removeAll(ctx, members)
+	}
+	if err == nil {
+		err = s.unaccounted(ctx, id.String())
 	}
 	if err != nil {
 		return fmt.Errorf("delete %s: %w", id, err)
@@ -181,7 +222,7 @@ func (s *Store) DeleteGroup(ctx context.Context, id volume.GroupID) error {
 
 // GetGroup: see volume.Store.
 func (s *Store) GetGroup(ctx context.Context, id volume.GroupID) (volume.Group, error) {
-	members, err := s.members(ctx, id.Key)
+	members, err := s.membersNow(ctx, id.Key)
 	if err != nil {
 		return volume.Group{}, err
 	}

@@ -2,6 +2,7 @@ package cluster
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 
@@ -24,8 +25,7 @@ func newSnapshot(name string, source *v1alpha1.Volume, group *v1alpha1.Group) *v
 		key = volume.KeyOf(memberName(name, volumeID(source)))
 	}
 	o := snapshotNamed(key)
-	o.Finalizers = []string{v1alpha1.Finalizer}
-	o.Spec = v1alpha1.SnapshotSpec{NodeName: source.Spec.NodeName, Pool: source.Spec.Pool, Name: name, Source: source.Name, Group: group}
+	o.Spec = v1alpha1.SnapshotSpec{Intent: v1alpha1.Intent{Make: true}, NodeName: source.Spec.NodeName, Pool: source.Spec.Pool, Name: name, Source: source.Name, Group: group}
 	return o
 }
 
@@ -45,8 +45,11 @@ func (s *Store) begin(ctx context.Context, w *watch, want *v1alpha1.Snapshot) (*
 			if !sameSnapshot(have, want) {
 				return false, fmt.Errorf("%w: snapshot %q (%s) is of volume %s, not %s", blockdev.ErrExists, have.Spec.Name, snapshotID(have), snapshotSource(have), snapshotSource(want))
 			}
+			if lostUnmade(have) {
+				return false, errorOf(have.Spec.NodeName, have.Status.Failure)
+			}
 			if have.Status.Created == nil && have.Common().Refused(have.Generation) != nil {
-				return false, remove(ctx, s, w, have)
+				return false, discard(ctx, s, w, have)
 			}
 			return true, nil
 		})
@@ -59,10 +62,15 @@ func (s *Store) CreateSnapshot(ctx context.Context, name string, source volume.I
 	}
 	w := s.hub.open(snapshotNamed(volume.KeyOf(name)))
 	defer w.close()
-	// One that is there needs no source any more.
+	// One that is there needs no source any more. Another store may have deleted it since.
 	have := &v1alpha1.Snapshot{}
-	err := client.IgnoreNotFound(s.client.Get(ctx, client.ObjectKey{Name: volume.KeyOf(name)}, have))
-	if err == nil && have.DeletionTimestamp == nil && have.Status.Created != nil {
+	err := s.client.Get(ctx, client.ObjectKey{Name: volume.KeyOf(name)}, have)
+	if err == nil {
+		have = &v1alpha1.Snapshot{}
+		err = s.live.Get(ctx, client.ObjectKey{Name: volume.KeyOf(name)}, have)
+	}
+	err = client.IgnoreNotFound(err)
+	if err == nil && !going(have) && have.Status.Created != nil {
 		if have.Spec.Name != name || have.Spec.Group != nil || snapshotSource(have) != source {
 			return volume.Snapshot{}, fmt.Errorf("%w: snapshot %q (%s) is of volume %s, not %s", blockdev.ErrExists, name, snapshotID(have), snapshotSource(have), source)
 		}
@@ -95,16 +103,17 @@ func (s *Store) DeleteSnapshot(ctx context.Context, id volume.ID) error {
 	w := s.hub.open(snapshotNamed(id.Key))
 	defer w.close()
 	have := &v1alpha1.Snapshot{}
-	if err := s.get(ctx, id.Key, have); err != nil {
-		return ignoreNotFound(err)
+	err := s.get(ctx, id.Key, have)
+	if errors.Is(err, blockdev.ErrNotFound) || (err == nil && have.Spec.Pool != id.Pool) {
+		return s.unaccounted(ctx, id.String())
 	}
-	if have.Spec.Pool != id.Pool {
-		return nil
+	if err != nil {
+		return err
 	}
 	if group := have.Spec.Group; group != nil {
 		return fmt.Errorf("%w: snapshot %s is part of %s and is deleted with it", blockdev.ErrInvalid, id, volume.GroupID{Key: group.Key})
 	}
-	if err := remove(ctx, s, w, have); err != nil {
+	if err := discard(ctx, s, w, have); err != nil {
 		return fmt.Errorf("delete snapshot %s: %w", id, err)
 	}
 	return nil
@@ -119,9 +128,12 @@ func (s *Store) GetSnapshot(ctx context.Context, id volume.ID) (volume.Snapshot,
 	if err := s.get(ctx, id.Key, have); err != nil {
 		return volume.Snapshot{}, fmt.Errorf("snapshot %s: %w", id, err)
 	}
+	if have.Spec.Pool == id.Pool && lostUnmade(have) {
+		return volume.Snapshot{}, errorOf(have.Spec.NodeName, have.Status.Failure)
+	}
 	there := have.Spec.Pool == id.Pool && have.Status.Created != nil
 	if there && have.Spec.Group != nil {
-		members, err := s.members(ctx, have.Spec.Group.Key)
+		members, err := s.membersNow(ctx, have.Spec.Group.Key)
 		if err != nil {
 			return volume.Snapshot{}, err
 		}

@@ -13,6 +13,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
@@ -20,7 +21,7 @@ func volumeNamed(key string) *v1alpha1.Volume {
 	return &v1alpha1.Volume{ObjectMeta: metav1.ObjectMeta{Name: key}}
 }
 
-// Create: see volume.Store. The object is created with the finalizer of its node in it;
+// Create: see volume.Store. The object is created with the word that its bytes may be made;
 // if the node refuses it for good, it is deleted again before the error is returned, so
 // that the caller may try another node.
 func (s *Store) Create(ctx context.Context, spec volume.Spec) (volume.Volume, error) {
@@ -41,6 +42,10 @@ func (s *Store) Create(ctx context.Context, spec volume.Spec) (volume.Volume, er
 		func(have *v1alpha1.Volume) (bool, error) { return s.fits(ctx, w, spec, have) })
 	if err == nil {
 		have, err = made(ctx, s, w, have)
+		var down *nodeDown
+		if errors.As(err, &down) && spec.Source == (volume.ID{}) { // a copy can be made there alone
+			err = s.withdraw(ctx, have, down)
+		}
 	}
 	if err != nil {
 		return volume.Volume{}, fmt.Errorf("create volume %q: %w", spec.Name, err)
@@ -48,27 +53,32 @@ func (s *Store) Create(ctx context.Context, spec volume.Spec) (volume.Volume, er
 	return toVolume(have), nil
 }
 
-// obtain finds the object of a key, or creates it as planned. One that is being deleted is
-// waited for to be gone. fits says of one that is there whether it is what is wanted; with
+// obtain finds the object of a key, by the API server's own word (another store may have deleted what
+// this one's cache has), or creates it as planned. One that is being deleted is waited for to be gone. fits says of one that is there whether it is what is wanted; with
 // false it is to be looked at anew. w watches the object.
 func obtain[O any, T interface {
 	*O
 	object
 }](ctx context.Context, s *Store, w *watch, key string, plan func() (T, error), fits func(T) (bool, error)) (T, error) {
 	have := T(new(O))
-	for err := s.client.Get(ctx, client.ObjectKey{Name: key}, have); ; err = s.live.Get(ctx, client.ObjectKey{Name: key}, have) {
+	for live, err := false, s.client.Get(ctx, client.ObjectKey{Name: key}, have); ; live, err = true, s.live.Get(ctx, client.ObjectKey{Name: key}, have) {
 		switch {
 		case apierrors.IsNotFound(err):
 			want, err := plan()
 			if err != nil {
 				return nil, err
 			}
-			if err = s.client.Create(ctx, want); !apierrors.IsAlreadyExists(err) {
+			if err = s.client.Create(ctx, want); err == nil && !want.May().Make {
+				uid := want.GetUID() // nobody may make it, and the name is to be free
+				return nil, errors.Join(errDefinitions, client.IgnoreNotFound(s.client.Delete(ctx, want, client.Preconditions{UID: &uid})))
+			}
+			if !apierrors.IsAlreadyExists(err) {
 				return want, apiError("create "+key, err)
 			}
 		case err != nil:
 			return nil, apiError("read "+key, err)
-		case have.GetDeletionTimestamp() != nil:
+		case !live:
+		case going(have):
 			if err := waitGone(ctx, s, w, have); err != nil {
 				return nil, err
 			}
@@ -88,15 +98,19 @@ func (s *Store) plan(ctx context.Context, spec volume.Spec) (*v1alpha1.Volume, e
 		floor = spec.Filesystem.MinSize()
 	}
 	v := volumeNamed(volume.KeyOf(spec.Name))
-	v.Finalizers = []string{v1alpha1.Finalizer}
-	v.Spec = v1alpha1.VolumeSpec{Pool: spec.Pool, Name: spec.Name, Provisioning: string(spec.Provisioning), Filesystem: string(spec.Filesystem), Mutable: maps.Clone(spec.Mutable)}
-	if spec.For != (volume.Requester{}) {
+	v.Spec = v1alpha1.VolumeSpec{Intent: v1alpha1.Intent{Make: true}, Pool: spec.Pool, Name: spec.Name, Provisioning: string(spec.Provisioning), Filesystem: string(spec.Filesystem), Mutable: maps.Clone(spec.Mutable),
+		PersistentVolume: spec.For.PersistentVolume}
+	if spec.For.Name != "" {
 		v.Spec.ClaimRef = &v1alpha1.ClaimRef{Namespace: spec.For.Namespace, Name: spec.For.Name}
 	}
 	var err error
 	if spec.Source != (volume.ID{}) {
 		var size int64
-		if v.Spec.NodeName, size, err = s.origin(ctx, spec.Source); err != nil {
+		var carried filesystem.Type
+		if v.Spec.NodeName, size, carried, err = s.origin(ctx, spec.Source); err != nil {
+			return nil, err
+		}
+		if err := spec.CheckSource(carried); err != nil {
 			return nil, err
 		}
 		v.Spec.Source = &v1alpha1.Source{Kind: string(spec.Source.Kind), Key: spec.Source.Key}
@@ -104,8 +118,8 @@ func (s *Store) plan(ctx context.Context, spec volume.Spec) (*v1alpha1.Volume, e
 		if spec.Pool != spec.Source.Pool {
 			return nil, fmt.Errorf("%w: source %s is in pool %s and cannot be copied to pool %s", blockdev.ErrInvalid, spec.Source, spec.Source.Pool, spec.Pool)
 		}
-		if len(spec.Nodes) > 0 && !slices.Contains(spec.Nodes, v.Spec.NodeName) {
-			return nil, fmt.Errorf("%w: source %s is on node %s, and so are its copies, not on %v", blockdev.ErrNoSpace, spec.Source, v.Spec.NodeName, spec.Nodes)
+		if err := s.mayBeOn(ctx, spec, v.Spec.NodeName); err != nil {
+			return nil, fmt.Errorf("source %s is on node %s, and so are its copies: %w", spec.Source, v.Spec.NodeName, err)
 		}
 	}
 	size, err := spec.Size.Choose(floor, blockdev.Granularity)
@@ -128,14 +142,22 @@ func (s *Store) plan(ctx context.Context, spec volume.Spec) (*v1alpha1.Volume, e
 	return v, err
 }
 
-// origin says where a source is, and how large.
-func (s *Store) origin(ctx context.Context, id volume.ID) (node string, size int64, err error) {
-	if id.Kind == blockdev.Snapshot {
-		snapshot, err := s.GetSnapshot(ctx, id)
-		return snapshot.Node, snapshot.Size, err
+// origin says where a source is, how large, and what filesystem it carries. Of a snapshot that is
+// what its volume carries, as long as that is there; the node knows in any case.
+func (s *Store) origin(ctx context.Context, id volume.ID) (node string, size int64, carried filesystem.Type, err error) {
+	if id.Kind != blockdev.Snapshot {
+		v, err := s.Get(ctx, id)
+		return v.Node, v.Size, v.Filesystem, err
 	}
-	v, err := s.Get(ctx, id)
-	return v.Node, v.Size, err
+	snapshot, err := s.GetSnapshot(ctx, id)
+	if err != nil {
+		return "", 0, "", err
+	}
+	v, err := s.Get(ctx, snapshot.Source)
+	if err != nil && !errors.Is(err, blockdev.ErrNotFound) {
+		return "", 0, "", err
+	}
+	return snapshot.Node, snapshot.Size, v.Filesystem, nil
 }
 
 // fits is for obtain: it is the volume of the spec. What an earlier try left is cleared up.
@@ -143,12 +165,21 @@ func (s *Store) fits(ctx context.Context, w *watch, spec volume.Spec, have *v1al
 	if err := spec.Check(toVolume(have)); err != nil {
 		return false, err
 	}
-	elsewhere := len(spec.Nodes) > 0 && !slices.Contains(spec.Nodes, have.Spec.NodeName)
+	err := s.mayBeOn(ctx, spec, have.Spec.NodeName)
+	if err != nil && !errors.Is(err, blockdev.ErrNoSpace) {
+		return false, err
+	}
+	elsewhere := err != nil
 	switch {
-	case elsewhere && have.Status.Created != nil:
+	case lostUnmade(have):
+		if unused, err := s.neverUsed(ctx, spec, have); err != nil || !unused {
+			return false, errors.Join(errorOf(have.Spec.NodeName, have.Status.Failure), err)
+		}
+		return false, discard(ctx, s, w, have)
+	case elsewhere && (have.Status.Created != nil || !have.Spec.Make):
 		return false, fmt.Errorf("%w: volume %s is on node %s, not on one of %v", blockdev.ErrExists, volumeID(have), have.Spec.NodeName, spec.Nodes)
 	case elsewhere, have.Status.Created == nil && have.Common().Refused(have.Generation) != nil, have.Status.Is(v1alpha1.Abandoned, "True"):
-		return false, remove(ctx, s, w, have)
+		return false, discard(ctx, s, w, have)
 	case have.Spec.Abandoned:
 		before := have.DeepCopy()
 		have.Spec.Abandoned = false
@@ -161,7 +192,8 @@ func (s *Store) fits(ctx context.Context, w *watch, spec volume.Spec, have *v1al
 	return true, nil
 }
 
-// made waits until the node has made an object. A refused one is removed.
+// made waits until the node has made an object. A refused one is removed, but for one whose
+// bytes were there once.
 func made[T object](ctx context.Context, s *Store, w *watch, have T) (T, error) {
 	have, err := wait(ctx, s, w, have, isMade)
 	var refused *refusal
@@ -169,11 +201,27 @@ func made[T object](ctx context.Context, s *Store, w *watch, have T) (T, error) 
 	case errors.Is(err, errGone):
 		err = fmt.Errorf("%w: %w while it was being made", blockdev.ErrUnavailable, err)
 	case errors.As(err, &refused):
-		if err := remove(ctx, s, w, have); err != nil {
+		if lostUnmade(have) {
 			return have, err
 		}
+		if err := discard(ctx, s, w, have); err != nil {
+			return have, err
+		}
+	case err == nil:
+		err = notAgain(ctx, s, have)
 	}
 	return have, err
+}
+
+// notAgain sees to it that what an agent of an older version has made is not made again.
+func notAgain[T object](ctx context.Context, s *Store, have T) error {
+	if !have.May().Make {
+		return nil
+	}
+	before := have.DeepCopyObject().(T)
+	after := have.DeepCopyObject().(T)
+	after.May().Make = false
+	return apiError("write down that it was made", ignoreConflict(s.client.Patch(ctx, after, client.MergeFrom(before))))
 }
 
 // isMade is for wait: the node has made the object, or refused to.
@@ -187,21 +235,8 @@ func isMade[T object](o T) (bool, error) {
 	return false, nil
 }
 
-// remove deletes an object and waits until it is gone.
-func remove[T object](ctx context.Context, s *Store, w *watch, o T) error {
-	uid := o.GetUID()
-	err := s.client.Delete(ctx, o, client.Preconditions{UID: &uid})
-	if apierrors.IsNotFound(err) || apierrors.IsConflict(err) {
-		return nil // another of the name is another's
-	}
-	if err != nil {
-		return apiError("delete "+o.GetName(), err)
-	}
-	return waitGone(ctx, s, w, o)
-}
-
 // Delete: see volume.Store. A node that has the volume attached goes on trying after the
-// ErrInUse: an object that is being deleted stays so.
+// ErrInUse: what was written down stays so.
 func (s *Store) Delete(ctx context.Context, id volume.ID) error {
 	if id.Kind != blockdev.Volume {
 		return nil
@@ -212,24 +247,20 @@ func (s *Store) Delete(ctx context.Context, id volume.ID) error {
 	err := s.get(ctx, id.Key, v)
 	for {
 		if errors.Is(err, blockdev.ErrNotFound) || (err == nil && v.Spec.Pool != id.Pool) {
-			return nil
+			return s.unaccounted(ctx, id.String())
 		}
 		if err != nil {
 			return fmt.Errorf("delete volume %s: %w", id, err)
 		}
-		if v.DeletionTimestamp == nil {
+		if !v.Deleting() {
 			if claim := v.Spec.Claim; claim != nil {
+				s.doomed.AddAfter(orphan{aClaim, v.Name}, s.options.AbandonGrace)
 				return fmt.Errorf("%w: volume %s is claimed by node %s; unpublish it first", blockdev.ErrInUse, id, claim.Node)
 			}
-			err := s.client.Delete(ctx, v, client.Preconditions{UID: &v.UID, ResourceVersion: &v.ResourceVersion})
-			if apierrors.IsNotFound(err) {
-				return nil
-			}
-			if apierrors.IsConflict(err) { // a claim, maybe
+			err = intend(ctx, s.client, v, true)
+			if apierrors.IsConflict(err) || apierrors.IsNotFound(err) { // a claim, maybe
 				v = &v1alpha1.Volume{}
-				if err = s.live.Get(ctx, client.ObjectKey{Name: id.Key}, v); err != nil {
-					return ignoreNotFound(apiError("delete volume "+id.String(), err))
-				}
+				err = apiError("read volume "+id.String(), s.live.Get(ctx, client.ObjectKey{Name: id.Key}, v))
 				continue
 			}
 			if err != nil {
@@ -291,7 +322,12 @@ func (s *Store) Health(ctx context.Context, id volume.ID) ([]blockdev.Problem, e
 	if err != nil {
 		return nil, err
 	}
-	if err := s.nodeReady(ctx, v.Spec.NodeName); err != nil {
+	err = s.nodeReady(ctx, v.Spec.NodeName)
+	var down *nodeDown
+	if errors.As(err, &down) && down.silent && len(v.Status.Health) == 0 {
+		return []blockdev.Problem{{Severity: blockdev.Degraded, Reason: "AgentSilent", Message: down.why + ": what is known of the volume may be old"}}, nil
+	}
+	if err != nil && !(down != nil && down.silent) {
 		return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "NodeNotReady", Message: err.Error()}}, nil
 	}
 	return toProblems(v.Status.Health), nil

@@ -18,6 +18,9 @@ type object interface {
 	client.Object
 	Common() *v1alpha1.ObjectStatus
 	Node() string
+	In() string
+	May() *v1alpha1.Intent
+	Deleting() bool
 }
 
 // event is a change of an object that was watched.
@@ -130,6 +133,7 @@ func wait[T object](ctx context.Context, s *Store, w *watch, have T, done func(T
 			return have, fmt.Errorf("%w: node %s has not answered yet: %w", blockdev.ErrUnavailable, have.Node(), ctx.Err())
 		case <-node.signal:
 			node.take()
+		case <-s.silence(have.Node()):
 		case <-w.signal:
 			for _, e := range w.take() {
 				switch now := e.object.(T); {
@@ -140,9 +144,9 @@ func wait[T object](ctx context.Context, s *Store, w *watch, have T, done func(T
 				case now.GetGeneration() < have.GetGeneration():
 					seen = true // the cache does not have the last change yet
 				default:
-					seen, have = true, now
-					if ok, err := done(now); ok || err != nil {
-						return now, err
+					seen, have = true, now.DeepCopyObject().(T) // the cache's own is everybody's
+					if ok, err := done(have); ok || err != nil {
+						return have, err
 					}
 				}
 			}
@@ -154,7 +158,7 @@ func wait[T object](ctx context.Context, s *Store, w *watch, have T, done func(T
 // error, but the node goes on trying.
 func waitGone[T object](ctx context.Context, s *Store, w *watch, o T) error {
 	_, err := wait(ctx, s, w, o, func(o T) (bool, error) {
-		if o.GetDeletionTimestamp() != nil {
+		if going(o) {
 			if f := o.Common().Refused(o.GetGeneration()); f != nil {
 				return false, errorOf(o.Node(), f)
 			}

@@ -10,6 +10,7 @@ import (
 	"strings"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
+	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
@@ -30,19 +31,39 @@ func New(store volume.Store) *Server { return &Server{store: store} }
 
 // nodesOf returns the nodes that a requirement allows, the preferred ones first; none
 // means any. Preferred ones are requisite too, if any are (CSI specification,
-// TopologyRequirement).
-func nodesOf(requirement *csi.TopologyRequirement) ([]string, error) {
+// TopologyRequirement). A term that names no node stands for all nodes that it is true of.
+func (s *Server) nodesOf(ctx context.Context, requirement *csi.TopologyRequirement) ([]string, error) {
 	var nodes []string
+	seen := map[string]bool{}
+	var nowhere error
 	for _, term := range slices.Concat(requirement.GetPreferred(), requirement.GetRequisite()) {
-		node, ok := term.GetSegments()[csimap.TopologyKey]
-		if !ok {
-			return nil, fmt.Errorf("%w: topology %v has no %s", blockdev.ErrInvalid, term.GetSegments(), csimap.TopologyKey)
+		these, err := s.nodesIn(ctx, term.GetSegments())
+		if errors.Is(err, blockdev.ErrNoSpace) {
+			nowhere = err
+		} else if err != nil {
+			return nil, err
 		}
-		if !slices.Contains(nodes, node) {
-			nodes = append(nodes, node)
+		for _, node := range these {
+			if !seen[node] {
+				seen[node], nodes = true, append(nodes, node)
+			}
 		}
 	}
+	if len(nodes) == 0 {
+		return nil, nowhere
+	}
 	return nodes, nil
+}
+
+func (s *Server) nodesIn(ctx context.Context, segments map[string]string) ([]string, error) {
+	node, named := segments[csimap.TopologyKey]
+	if len(segments) == 0 || (named && node == "") {
+		return nil, fmt.Errorf("%w: the topology %v says nothing", blockdev.ErrInvalid, segments)
+	}
+	if named {
+		return []string{node}, nil
+	}
+	return s.store.NodesIn(ctx, segments)
 }
 
 // ControllerGetCapabilities lists what the store can do: everything in CSI 1.13.
@@ -87,8 +108,11 @@ func (s *Server) CreateVolume(ctx context.Context, r *csi.CreateVolumeRequest) (
 	if err != nil {
 		return nil, err
 	}
+	if err := parameters.Agree(spec.Filesystem); err != nil {
+		return nil, err
+	}
 	spec.Pool, spec.Provisioning, spec.For = parameters.Pool, parameters.Provisioning, parameters.For
-	if spec.Nodes, err = nodesOf(r.GetAccessibilityRequirements()); err != nil {
+	if spec.Nodes, err = s.nodesOf(ctx, r.GetAccessibilityRequirements()); err != nil {
 		return nil, err
 	}
 	if spec.Source, err = sourceOf(r.GetVolumeContentSource()); err != nil {
@@ -232,8 +256,12 @@ func (s *Server) ValidateVolumeCapabilities(ctx context.Context, r *csi.Validate
 	if err == nil && fs != "" && v.Format.Type != "" && v.Format.Type != fs {
 		err = fmt.Errorf("the volume carries %s, not %s", v.Format.Type, fs)
 	}
+	var parameters csimap.Parameters
 	if err == nil {
-		_, err = csimap.ParseParameters(r.GetParameters())
+		parameters, err = csimap.ParseParameters(r.GetParameters())
+	}
+	if err == nil {
+		err = parameters.Agree(fs)
 	}
 	if err == nil {
 		err = volume.CheckMutable(r.GetMutableParameters())
@@ -246,7 +274,13 @@ func (s *Server) ValidateVolumeCapabilities(ctx context.Context, r *csi.Validate
 		Parameters: r.GetParameters(), MutableParameters: r.GetMutableParameters()}}, nil
 }
 
-// page reads the paging fields of a request.
+// maxPage is how large a list may become, in bytes, before it is continued on a next page: gRPC's
+// own limit is 4 MiB, and a caller who asks for all at once is to get an answer too. It follows
+// next_token, as the sidecars do.
+const maxPage = 3 << 20
+
+// page reads the paging fields of a request. limit is how many to list, 0 for all: one more
+// than asked for tells whether there is a next page.
 func page(maxEntries int32, token string, kind blockdev.Kind) (after volume.ID, limit int, err error) {
 	if maxEntries < 0 {
 		return volume.ID{}, 0, fmt.Errorf("%w: max_entries is %d", blockdev.ErrInvalid, maxEntries)
@@ -259,17 +293,33 @@ func page(maxEntries int32, token string, kind blockdev.Kind) (after volume.ID, 
 	if maxEntries == 0 {
 		return after, 0, nil
 	}
-	return after, int(maxEntries) + 1, nil // one more tells whether there is a next page
+	return after, int(maxEntries) + 1, nil
 }
 
-// cutPage shortens what was listed to the page, and returns the token of the next one.
-func cutPage[T any](entries []T, maxEntries int32, id func(T) volume.ID) ([]T, string) {
-	if maxEntries == 0 || len(entries) <= int(maxEntries) {
-		return entries, ""
+// fillPage makes entries of what was listed, as many as a page holds, and the token of the next
+// page. entry returns false for what the list leaves out.
+func fillPage[T any, E proto.Message](listed []T, maxEntries int32, id func(T) volume.ID, entry func(T) (E, bool, error)) (entries []E, next string, err error) {
+	size := 0
+	for i, one := range listed {
+		if size > maxPage || (maxEntries > 0 && i == int(maxEntries)) {
+			return entries, id(listed[i-1]).String(), nil
+		}
+		e, listed, err := entry(one)
+		if err != nil {
+			return nil, "", err
+		}
+		if listed {
+			entries = append(entries, e)
+			size += proto.Size(e) + entryOverhead
+		}
 	}
-	entries = entries[:maxEntries]
-	return entries, id(entries[len(entries)-1]).String()
+	return entries, "", nil
 }
+
+// entryOverhead bounds what a message takes as a field of another one, in bytes.
+const entryOverhead = 8
+
+func idOf(v volume.Volume) volume.ID { return v.ID }
 
 func toStatus(v volume.Volume) []string {
 	if v.Claim.Node == "" {
@@ -290,12 +340,10 @@ func (s *Server) ListVolumes(ctx context.Context, r *csi.ListVolumesRequest) (*c
 		return nil, err
 	}
 	response := &csi.ListVolumesResponse{}
-	volumes, response.NextToken = cutPage(volumes, r.GetMaxEntries(), func(v volume.Volume) volume.ID { return v.ID })
-	for _, v := range volumes {
-		response.Entries = append(response.Entries, &csi.ListVolumesResponse_Entry{Volume: toVolume(v),
-			Status: &csi.ListVolumesResponse_VolumeStatus{PublishedNodeIds: toStatus(v)}})
-	}
-	return response, nil
+	response.Entries, response.NextToken, err = fillPage(volumes, r.GetMaxEntries(), idOf, func(v volume.Volume) (*csi.ListVolumesResponse_Entry, bool, error) {
+		return &csi.ListVolumesResponse_Entry{Volume: toVolume(v), Status: &csi.ListVolumesResponse_VolumeStatus{PublishedNodeIds: toStatus(v)}}, true, nil
+	})
+	return response, err
 }
 
 // ControllerGetVolume returns one volume.
@@ -328,16 +376,27 @@ func (s *Server) GetCapacity(ctx context.Context, r *csi.GetCapacityRequest) (*c
 			floor = fs.MinSize()
 		}
 	}
-	var node string
+	nodes := []string{""} // all
 	if r.GetAccessibleTopology() != nil {
-		node = r.GetAccessibleTopology().GetSegments()[csimap.TopologyKey]
-		if node == "" {
+		nodes, err = s.nodesIn(ctx, r.GetAccessibleTopology().GetSegments())
+		if errors.Is(err, blockdev.ErrNoSpace) || errors.Is(err, blockdev.ErrInvalid) { // nobody of ours is there
 			return &csi.GetCapacityResponse{MaximumVolumeSize: wrapInt64(0), MinimumVolumeSize: wrapInt64(floor)}, nil
 		}
+		if err != nil {
+			return nil, err
+		}
 	}
-	c, err := s.store.Capacity(ctx, parameters.Pool, node)
-	if err != nil {
-		return nil, err
+	var c blockdev.Capacity
+	for _, node := range nodes {
+		one, err := s.store.Capacity(ctx, parameters.Pool, node)
+		if err != nil {
+			return nil, err
+		}
+		c.Available += one.Available
+		c.MaxVolume = max(c.MaxVolume, one.MaxVolume)
+		if c.MinVolume == 0 || (one.MinVolume > 0 && one.MinVolume < c.MinVolume) {
+			c.MinVolume = one.MinVolume
+		}
 	}
 	return &csi.GetCapacityResponse{AvailableCapacity: c.Available, MaximumVolumeSize: wrapInt64(c.MaxVolume),
 		MinimumVolumeSize: wrapInt64(max(c.MinVolume, floor))}, nil
@@ -401,20 +460,11 @@ func (s *Server) ControllerListVolumeHealth(ctx context.Context, r *csi.Controll
 		return nil, err
 	}
 	response := &csi.ControllerListVolumeHealthResponse{}
-	volumes, response.NextToken = cutPage(volumes, r.GetMaxEntries(), func(v volume.Volume) volume.ID { return v.ID })
-	for _, v := range volumes {
+	response.Entries, response.NextToken, err = fillPage(volumes, r.GetMaxEntries(), idOf, func(v volume.Volume) (*csi.VolumeHealth, bool, error) {
 		problems, err := s.store.Health(ctx, v.ID)
-		if errors.Is(err, blockdev.ErrNotFound) {
-			continue // deleted meanwhile
-		}
-		if err != nil {
-			return nil, err
-		}
-		if len(problems) > 0 {
-			response.Entries = append(response.Entries, csimap.Health(v.ID.String(), problems))
-		}
-	}
-	return response, nil
+		return csimap.Health(v.ID.String(), problems), len(problems) > 0, ignoreNotFound(err) // it may have been deleted meanwhile
+	})
+	return response, err
 }
 
 func toSnapshot(s volume.Snapshot) *csi.Snapshot {

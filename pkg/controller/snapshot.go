@@ -29,7 +29,7 @@ func (s *Server) CreateSnapshot(ctx context.Context, r *csi.CreateSnapshotReques
 	if err := checkSnapshotParameters(r.GetParameters()); err != nil {
 		return nil, err
 	}
-	nodes, err := nodesOf(r.GetAccessibilityRequirements())
+	nodes, err := s.nodesOf(ctx, r.GetAccessibilityRequirements())
 	if err != nil {
 		return nil, err
 	}
@@ -93,11 +93,11 @@ func (s *Server) ListSnapshots(ctx context.Context, r *csi.ListSnapshotsRequest)
 		return nil, err
 	}
 	response := &csi.ListSnapshotsResponse{}
-	snapshots, response.NextToken = cutPage(snapshots, r.GetMaxEntries(), func(s volume.Snapshot) volume.ID { return s.ID })
-	for _, snapshot := range snapshots {
-		response.Entries = append(response.Entries, &csi.ListSnapshotsResponse_Entry{Snapshot: toSnapshot(snapshot)})
-	}
-	return response, nil
+	response.Entries, response.NextToken, err = fillPage(snapshots, r.GetMaxEntries(), func(s volume.Snapshot) volume.ID { return s.ID },
+		func(s volume.Snapshot) (*csi.ListSnapshotsResponse_Entry, bool, error) {
+			return &csi.ListSnapshotsResponse_Entry{Snapshot: toSnapshot(s)}, true, nil
+		})
+	return response, err
 }
 
 func (s *Server) list(ctx context.Context, r *csi.ListSnapshotsRequest, after volume.ID, limit int) ([]volume.Snapshot, error) {
@@ -193,6 +193,14 @@ func (s *Server) getGroup(ctx context.Context, text string, snapshotIDs []string
 // DeleteVolumeGroupSnapshot deletes a group and all its snapshots.
 func (s *Server) DeleteVolumeGroupSnapshot(ctx context.Context, r *csi.DeleteVolumeGroupSnapshotRequest) (*csi.DeleteVolumeGroupSnapshotResponse, error) {
 	group, err := s.getGroup(ctx, r.GetGroupSnapshotId(), r.GetSnapshotIds())
+	for _, text := range r.GetSnapshotIds() {
+		// What is in a pool that is not there would stay, and nobody ask again.
+		if id, err := volume.ParseID(text); err == nil && id.Kind == blockdev.Snapshot {
+			if _, err := s.store.GetSnapshot(ctx, id); errors.Is(err, blockdev.ErrUnavailable) {
+				return nil, fmt.Errorf("delete %s: %w", group.ID, err)
+			}
+		}
+	}
 	if err == nil || (errors.Is(err, blockdev.ErrNotFound) && group.ID.Key != "") {
 		err = s.store.DeleteGroup(ctx, group.ID) // also what is left of one
 	}

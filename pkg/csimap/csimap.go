@@ -12,6 +12,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
+	"github.com/ashlar-csi/ashlar/pkg/mount"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
@@ -25,6 +26,11 @@ const (
 	ephemeral    = coPrefix + "ephemeral"
 	pvcName      = coPrefix + "pvc/name" // of the provisioner's --extra-create-metadata
 	pvcNamespace = coPrefix + "pvc/namespace"
+	fsType       = coPrefix + "fstype"
+	pvName       = coPrefix + "pv/name"
+
+	// maxName is the longest name that an object of Kubernetes can have, in bytes.
+	maxName = 253
 )
 
 // Missing is the error for a request without a field that it needs.
@@ -45,14 +51,33 @@ type Parameters struct {
 	Pool string // empty: not given
 	// Provisioning: AnyProvisioning if it was not given.
 	Provisioning blockdev.Provisioning
+	Filesystem   filesystem.Type  // empty: not given
 	For          volume.Requester // zero: not given
 }
 
-// ParseParameters returns ErrInvalid for any that is unknown or has an unknown value.
+// isFilesystem reports whether a parameter is the filesystem, as Kubernetes' provisioner reads it: by the
+// name that it takes away before it calls, or by the deprecated fstype, in any case of letters, which it leaves.
+func isFilesystem(key string) bool { return key == fsType || strings.ToLower(key) == "fstype" }
+
+// ParseParameters returns ErrInvalid for any that is unknown or has an unknown value, and for a
+// filesystem under two names.
 func ParseParameters(parameters map[string]string) (Parameters, error) {
 	var p Parameters
+	var filesystemKey string
 	for key, value := range parameters {
 		switch {
+		case isFilesystem(key):
+			if filesystemKey != "" {
+				return Parameters{}, fmt.Errorf("%w: the filesystem is given twice, as %s and as %s", blockdev.ErrInvalid, filesystemKey, key)
+			}
+			filesystemKey = key
+			if value == "" {
+				continue
+			}
+			var err error
+			if p.Filesystem, err = filesystem.ParseType(value); err != nil {
+				return Parameters{}, fmt.Errorf("parameter %s: %w", key, err)
+			}
 		case key == "pool":
 			if !blockdev.ValidPoolName(value) {
 				return p, fmt.Errorf("%w: parameter pool=%q is not the name of a pool", blockdev.ErrInvalid, value)
@@ -63,31 +88,41 @@ func ParseParameters(parameters map[string]string) (Parameters, error) {
 			if p.Provisioning != blockdev.Thick && p.Provisioning != blockdev.Thin {
 				return Parameters{}, fmt.Errorf("%w: parameter provisioning=%q; thick and thin are known", blockdev.ErrInvalid, value)
 			}
-		case key == pvcName:
-			p.For.Name = value
-		case key == pvcNamespace:
-			p.For.Namespace = value
+		case key == pvcName || key == pvcNamespace || key == pvName:
+			if len(value) > maxName {
+				return Parameters{}, fmt.Errorf("%w: parameter %s has %d bytes, a name has up to %d", blockdev.ErrInvalid, key, len(value), maxName)
+			}
+			*map[string]*string{pvcName: &p.For.Name, pvcNamespace: &p.For.Namespace, pvName: &p.For.PersistentVolume}[key] = value
 		case !ForCO(key):
-			return p, fmt.Errorf("%w: unknown parameter %q; pool and provisioning are known", blockdev.ErrInvalid, key)
+			return p, fmt.Errorf("%w: unknown parameter %q; pool, provisioning and fstype are known", blockdev.ErrInvalid, key)
 		}
 	}
 	return p, nil
+}
+
+// Agree returns ErrInvalid if the parameters say another filesystem than the capabilities ask for,
+// which is what the volume gets. An empty type is block access, to which it does not matter.
+func (p Parameters) Agree(asked filesystem.Type) error {
+	if p.Filesystem == "" || asked == "" || p.Filesystem == asked {
+		return nil
+	}
+	return fmt.Errorf("%w: the parameters say filesystem %s, and the volume capability %s (%s if it says none): let both say the same",
+		blockdev.ErrInvalid, p.Filesystem, asked, filesystem.Types[0])
 }
 
 // IsEphemeral reports whether a volume context is that of an inline ephemeral volume.
 func IsEphemeral(context map[string]string) bool { return context[ephemeral] == "true" }
 
 // ParseEphemeral reads the volume attributes of an inline ephemeral volume: the
-// parameters of a StorageClass, and size, a number of bytes or a Kubernetes quantity
-// with a suffix of Ki, Mi, Gi, Ti, k, M, G or T.
+// parameters of a StorageClass, and size, a quantity.
 func ParseEphemeral(context map[string]string) (Parameters, volume.Range, error) {
 	rest := map[string]string{}
 	var size volume.Range
 	for key, value := range context {
 		if key == "size" {
-			n, err := parseQuantity(value)
+			n, err := ParseQuantity(value)
 			if err != nil {
-				return Parameters{}, volume.Range{}, err
+				return Parameters{}, volume.Range{}, fmt.Errorf("size: %w", err)
 			}
 			size.Required = n
 		} else {
@@ -103,7 +138,9 @@ var suffixes = []struct {
 	factor int64
 }{{"Ki", 1 << 10}, {"Mi", 1 << 20}, {"Gi", 1 << 30}, {"Ti", 1 << 40}, {"k", 1e3}, {"M", 1e6}, {"G", 1e9}, {"T", 1e12}}
 
-func parseQuantity(text string) (int64, error) {
+// ParseQuantity reads a number of bytes, from 1 to blockdev.MaxSize: digits, or a Kubernetes
+// quantity with a suffix of Ki, Mi, Gi, Ti, k, M, G or T. ErrInvalid for anything else.
+func ParseQuantity(text string) (int64, error) {
 	number, factor := text, int64(1)
 	for _, s := range suffixes {
 		if cut, ok := strings.CutSuffix(text, s.suffix); ok {
@@ -113,17 +150,19 @@ func parseQuantity(text string) (int64, error) {
 	}
 	n, err := strconv.ParseInt(number, 10, 64)
 	if err != nil || n <= 0 || n > blockdev.MaxSize/factor {
-		return 0, fmt.Errorf("%w: size %q; write bytes, or a number with Ki, Mi, Gi, Ti, k, M, G or T", blockdev.ErrInvalid, text)
+		return 0, fmt.Errorf("%w: %q is no size; write bytes, or a number with Ki, Mi, Gi, Ti, k, M, G or T", blockdev.ErrInvalid, text)
 	}
 	return n * factor, nil
 }
 
-// modes are the access modes that a volume of one node can have.
+// modes are the access modes that a volume of one node can have. Readers on any number of nodes
+// are all on the volume's: its topology is that node alone.
 var modes = []csi.VolumeCapability_AccessMode_Mode{
 	csi.VolumeCapability_AccessMode_SINGLE_NODE_WRITER,
 	csi.VolumeCapability_AccessMode_SINGLE_NODE_SINGLE_WRITER,
 	csi.VolumeCapability_AccessMode_SINGLE_NODE_MULTI_WRITER,
 	csi.VolumeCapability_AccessMode_SINGLE_NODE_READER_ONLY,
+	csi.VolumeCapability_AccessMode_MULTI_NODE_READER_ONLY,
 }
 
 // CheckCapabilities returns ErrInvalid unless there is at least one capability, all can be
@@ -154,6 +193,9 @@ func CheckCapabilities(capabilities ...*csi.VolumeCapability) (filesystem.Type, 
 			if group := c.GetMount().GetVolumeMountGroup(); group != "" {
 				return "", fmt.Errorf("%w: volume_mount_group: leave the group of files to the kubelet (fsGroupPolicy File)", blockdev.ErrInvalid)
 			}
+			if err := mount.CheckOptions(c.GetMount().GetMountFlags()...); err != nil {
+				return "", err
+			}
 			fs = this
 		default:
 			return "", Missing("access type: block or mount")
@@ -174,7 +216,11 @@ func ModeOf(c *csi.VolumeCapability) string {
 
 // ReadOnly reports whether a capability is for reading only.
 func ReadOnly(c *csi.VolumeCapability) bool {
-	return c.GetAccessMode().GetMode() == csi.VolumeCapability_AccessMode_SINGLE_NODE_READER_ONLY
+	switch c.GetAccessMode().GetMode() {
+	case csi.VolumeCapability_AccessMode_SINGLE_NODE_READER_ONLY, csi.VolumeCapability_AccessMode_MULTI_NODE_READER_ONLY:
+		return true
+	}
+	return false
 }
 
 // Health of a volume as CSI says it.

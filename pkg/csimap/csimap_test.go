@@ -3,6 +3,7 @@ package csimap
 import (
 	"errors"
 	"maps"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -19,7 +20,7 @@ func block(mode csi.VolumeCapability_AccessMode_Mode) *csi.VolumeCapability {
 		AccessType: &csi.VolumeCapability_Block{Block: &csi.VolumeCapability_BlockVolume{}}}
 }
 
-func mount(mode csi.VolumeCapability_AccessMode_Mode, fs string) *csi.VolumeCapability {
+func mounted(mode csi.VolumeCapability_AccessMode_Mode, fs string) *csi.VolumeCapability {
 	return &csi.VolumeCapability{AccessMode: &csi.VolumeCapability_AccessMode{Mode: mode},
 		AccessType: &csi.VolumeCapability_Mount{Mount: &csi.VolumeCapability_MountVolume{FsType: fs}}}
 }
@@ -31,8 +32,13 @@ const (
 
 func TestCheckCapabilities(t *testing.T) {
 	type list = []*csi.VolumeCapability
-	withGroup := mount(writer, "")
+	withGroup := mounted(writer, "")
 	withGroup.GetMount().VolumeMountGroup = "1000"
+	withFlags := func(flags ...string) *csi.VolumeCapability {
+		c := mounted(writer, "")
+		c.GetMount().MountFlags = flags
+		return c
+	}
 	for name, c := range map[string]struct {
 		capabilities list
 		fs           filesystem.Type
@@ -44,17 +50,20 @@ func TestCheckCapabilities(t *testing.T) {
 		"no mode":           {list{{AccessType: block(writer).AccessType}}, "", true},
 		"no type":           {list{{AccessMode: block(writer).AccessMode}}, "", true},
 		"block":             {list{block(writer)}, "", false},
-		"default":           {list{mount(writer, "")}, filesystem.Ext4, false},
-		"ext4":              {list{mount(writer, "ext4")}, filesystem.Ext4, false},
-		"xfs":               {list{mount(writer, "xfs")}, filesystem.XFS, false},
-		"btrfs":             {list{mount(writer, "btrfs")}, filesystem.Btrfs, false},
-		"ntfs":              {list{mount(writer, "ntfs")}, "", true},
-		"upper case":        {list{mount(writer, "XFS")}, "", true},
-		"both, block first": {list{block(writer), mount(reader, "xfs")}, filesystem.XFS, false},
-		"both, mount first": {list{mount(reader, "xfs"), block(writer)}, filesystem.XFS, false},
-		"they agree":        {list{mount(writer, ""), mount(reader, "ext4")}, filesystem.Ext4, false},
-		"they differ":       {list{mount(writer, ""), mount(reader, "xfs")}, "", true},
+		"default":           {list{mounted(writer, "")}, filesystem.Ext4, false},
+		"ext4":              {list{mounted(writer, "ext4")}, filesystem.Ext4, false},
+		"xfs":               {list{mounted(writer, "xfs")}, filesystem.XFS, false},
+		"btrfs":             {list{mounted(writer, "btrfs")}, filesystem.Btrfs, false},
+		"ntfs":              {list{mounted(writer, "ntfs")}, "", true},
+		"upper case":        {list{mounted(writer, "XFS")}, "", true},
+		"both, block first": {list{block(writer), mounted(reader, "xfs")}, filesystem.XFS, false},
+		"both, mount first": {list{mounted(reader, "xfs"), block(writer)}, filesystem.XFS, false},
+		"they agree":        {list{mounted(writer, ""), mounted(reader, "ext4")}, filesystem.Ext4, false},
+		"they differ":       {list{mounted(writer, ""), mounted(reader, "xfs")}, "", true},
 		"the second is bad": {list{block(writer), nil}, "", true},
+		"deadly":            {list{withFlags("noatime,errors=panic")}, "", true},
+		"another device":    {list{withFlags("noatime", "journal_dev=0x700")}, "", true},
+		"flags":             {list{withFlags("noatime,errors=continue")}, filesystem.Ext4, false},
 		"group of files":    {list{withGroup}, "", true},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -66,20 +75,20 @@ func TestCheckCapabilities(t *testing.T) {
 	}
 }
 
-// TestModes: of all the modes that CSI has, those on one node can be had.
+// TestModes: of all the modes that CSI has, those on one node can be had, and readers.
 func TestModes(t *testing.T) {
 	for number, name := range csi.VolumeCapability_AccessMode_Mode_name {
 		mode := csi.VolumeCapability_AccessMode_Mode(number)
-		for _, capability := range []*csi.VolumeCapability{block(mode), mount(mode, "")} {
+		for _, capability := range []*csi.VolumeCapability{block(mode), mounted(mode, "")} {
 			_, err := CheckCapabilities(capability)
-			if want := strings.HasPrefix(name, "SINGLE_NODE_"); (err == nil) != want {
+			if want := strings.HasPrefix(name, "SINGLE_NODE_") || name == "MULTI_NODE_READER_ONLY"; (err == nil) != want {
 				t.Errorf("%s: %v, want it served: %v", name, err, want)
 			}
-			if have, want := ReadOnly(capability), name == "SINGLE_NODE_READER_ONLY"; have != want {
+			if have, want := ReadOnly(capability), strings.HasSuffix(name, "_READER_ONLY"); have != want {
 				t.Errorf("%s: read-only %v, want %v", name, have, want)
 			}
 		}
-		if b, m := ModeOf(block(mode)), ModeOf(mount(mode, "xfs")); b != "block,"+name || m != "mount,"+name {
+		if b, m := ModeOf(block(mode)), ModeOf(mounted(mode, "xfs")); b != "block,"+name || m != "mount,"+name {
 			t.Errorf("%s: modes %q and %q", name, b, m)
 		}
 	}
@@ -98,15 +107,26 @@ func TestParseParameters(t *testing.T) {
 		"thick": {parameters{"provisioning": "thick"}, Parameters{Provisioning: blockdev.Thick}, false},
 		"all":   {parameters{"pool": "a", "provisioning": "thin"}, Parameters{Pool: "a", Provisioning: blockdev.Thin}, false},
 		"orchestrator's": {parameters{"csi.storage.k8s.io/pvc/name": "x", "csi.storage.k8s.io/pvc/namespace": "y", "csi.storage.k8s.io/pv/name": "z", "pool": "a"},
-			Parameters{Pool: "a", For: volume.Requester{Namespace: "y", Name: "x"}}, false},
-		"empty pool":        {parameters{"pool": ""}, Parameters{}, true},
-		"pool as path":      {parameters{"pool": "../etc"}, Parameters{}, true},
-		"unknown":           {parameters{"Pool": "a"}, Parameters{}, true},
-		"unknown, of k8s":   {parameters{"storage.k8s.io/x": "a"}, Parameters{}, true},
-		"bad provisioning":  {parameters{"provisioning": "Thin"}, Parameters{}, true},
-		"no provisioning":   {parameters{"provisioning": ""}, Parameters{}, true},
-		"size":              {parameters{"size": "1Gi"}, Parameters{}, true},
-		"a filesystem type": {parameters{"fsType": "xfs"}, Parameters{}, true},
+			Parameters{Pool: "a", For: volume.Requester{Namespace: "y", Name: "x", PersistentVolume: "z"}}, false},
+		"a name that is none":           {parameters{"csi.storage.k8s.io/pvc/name": strings.Repeat("x", 254)}, Parameters{}, true},
+		"empty pool":                    {parameters{"pool": ""}, Parameters{}, true},
+		"pool as path":                  {parameters{"pool": "../etc"}, Parameters{}, true},
+		"unknown":                       {parameters{"Pool": "a"}, Parameters{}, true},
+		"unknown, of k8s":               {parameters{"storage.k8s.io/x": "a"}, Parameters{}, true},
+		"bad provisioning":              {parameters{"provisioning": "Thin"}, Parameters{}, true},
+		"no provisioning":               {parameters{"provisioning": ""}, Parameters{}, true},
+		"size":                          {parameters{"size": "1Gi"}, Parameters{}, true},
+		"filesystem":                    {parameters{"csi.storage.k8s.io/fstype": "xfs"}, Parameters{Filesystem: filesystem.XFS}, false},
+		"filesystem, deprecated":        {parameters{"fstype": "btrfs"}, Parameters{Filesystem: filesystem.Btrfs}, false},
+		"filesystem, of the old days":   {parameters{"fsType": "ext4"}, Parameters{Filesystem: filesystem.Ext4}, false},
+		"filesystem, in capitals":       {parameters{"FSTYPE": "xfs"}, Parameters{Filesystem: filesystem.XFS}, false},
+		"filesystem left to others":     {parameters{"fstype": ""}, Parameters{}, false},
+		"filesystem twice":              {parameters{"fstype": "xfs", "csi.storage.k8s.io/fstype": "xfs"}, Parameters{}, true},
+		"filesystem twice, one empty":   {parameters{"fstype": "", "csi.storage.k8s.io/fstype": "xfs"}, Parameters{}, true},
+		"filesystem in two cases":       {parameters{"fstype": "xfs", "fsType": "xfs"}, Parameters{}, true},
+		"unknown filesystem":            {parameters{"fstype": "zfs"}, Parameters{}, true},
+		"filesystem's name in capitals": {parameters{"fstype": "XFS"}, Parameters{}, true},
+		"almost fstype":                 {parameters{"fſtype": "xfs"}, Parameters{}, true}, // U+017F folds to s, and is none
 	} {
 		t.Run(name, func(t *testing.T) {
 			p, err := ParseParameters(c.in)
@@ -114,6 +134,23 @@ func TestParseParameters(t *testing.T) {
 				t.Errorf("%+v, %v; want %+v, refused %v", p, err, c.want, c.refused)
 			}
 		})
+	}
+}
+
+// TestAgree: what the parameters say and what the capabilities ask for is one filesystem.
+func TestAgree(t *testing.T) {
+	for name, c := range map[string]struct {
+		parameter, asked filesystem.Type
+		refused          bool
+	}{
+		"nothing said":     {"", filesystem.XFS, false},
+		"the same":         {filesystem.XFS, filesystem.XFS, false},
+		"another":          {filesystem.XFS, filesystem.Ext4, true},
+		"for block access": {filesystem.XFS, "", false}, // a class is for claims of both kinds
+	} {
+		if err := (Parameters{Filesystem: c.parameter}).Agree(c.asked); (err != nil) != c.refused || (err != nil && !errors.Is(err, blockdev.ErrInvalid)) {
+			t.Errorf("%s: %v, want it refused: %v", name, err, c.refused)
+		}
 	}
 }
 
@@ -185,7 +222,7 @@ func TestTopology(t *testing.T) {
 // FuzzParseParameters: what is let through is what there is, and nothing else is.
 func FuzzParseParameters(f *testing.F) {
 	for _, seed := range [][2]string{{"pool", "default"}, {"provisioning", "thin"}, {"provisioning", "thick"}, {"pool", ""}, {"pool", "-"}, {"x", "y"},
-		{"csi.storage.k8s.io/fstype", "xfs"}, {"csi.storage.k8s.io/", ""}, {"csi.storage.k8s.io", ""}, {"pool", "a/../b"}} {
+		{"csi.storage.k8s.io/fstype", "xfs"}, {"fsType", "btrfs"}, {"fstype", "zfs"}, {"csi.storage.k8s.io/", ""}, {"csi.storage.k8s.io", ""}, {"pool", "a/../b"}} {
 		f.Add(seed[0], seed[1])
 	}
 	f.Fuzz(func(t *testing.T, key, value string) {
@@ -197,6 +234,9 @@ func FuzzParseParameters(f *testing.F) {
 			want.Pool = value
 		case key == "provisioning" && (value == "thin" || value == "thick"):
 			want.Provisioning = blockdev.Provisioning(value)
+		case strings.ToLower(key) == "fstype", key == "csi.storage.k8s.io/fstype":
+			want.Filesystem = filesystem.Type(value)
+			known = slices.Contains([]string{"", "ext4", "xfs", "btrfs"}, value)
 		default:
 			known = strings.HasPrefix(key, "csi.storage.k8s.io/")
 		}

@@ -9,6 +9,7 @@ import (
 	"hash/crc32"
 	"os"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -39,14 +40,18 @@ type ext4Super []byte
 const (
 	ext4BlocksLow, ext4FirstBlock, ext4LogBlockSize, ext4GroupBlocks = 4, 20, 24, 32
 	ext4MountTime, ext4MaxMounts, ext4Magic, ext4State               = 44, 54, 56, 58
-	ext4CheckInterval, ext4Incompat, ext4ROCompat, ext4UUID          = 68, 96, 100, 104
-	ext4ReservedGDT, ext4LastOrphan, ext4DescSize, ext4BlocksHigh    = 206, 232, 254, 336
+	ext4CheckInterval, ext4Compat, ext4Incompat, ext4ROCompat        = 68, 92, 96, 100
+	ext4UUID, ext4ReservedGDT, ext4JournalInode, ext4JournalDevice   = 104, 206, 224, 228
+	ext4LastOrphan, ext4DescSize, ext4BlocksHigh, ext4MountOptions   = 232, 254, 336, 512
 	ext4Checksum                                                     = 1020
 
 	ext4IsMagic       = 0xef53
 	ext4IsClean       = 1       // the whole state, of a filesystem without errors
+	ext4HasJournal    = 0x4     // of the compatible features
 	ext4NeedsRecovery = 0x4     // of the incompatible features
+	ext4IsJournal     = 0x8     // of the incompatible features
 	ext464Bit         = 0x80    // of the incompatible features
+	ext4MultiMount    = 0x100   // of the incompatible features: mmp
 	ext4Checksums     = 0x400   // of the read-only compatible ones: metadata_csum
 	ext4Orphans       = 0x10000 // of the read-only compatible ones: orphan_present
 )
@@ -75,7 +80,7 @@ func (s ext4Super) clean() bool {
 		int16(s.short(ext4MaxMounts)) <= 0 && s.long(ext4CheckInterval) == 0
 }
 
-func (s ext4Super) blockSize() int64 { return 1024 << s.long(ext4LogBlockSize) }
+func (s ext4Super) blockSize() int64 { return 1024 << min(s.long(ext4LogBlockSize), 6) }
 
 func (s ext4Super) blocks() int64 {
 	blocks := int64(s.long(ext4BlocksLow))
@@ -86,7 +91,7 @@ func (s ext4Super) blocks() int64 {
 }
 
 // size of the filesystem in bytes.
-func (s ext4Super) size() int64 { return s.blocks() * s.blockSize() }
+func (s ext4Super) size() int64 { return product(uint64(s.blocks()), uint64(s.blockSize())) }
 
 // reach is the size to which it can grow without moving blocks, in bytes: as far as there is
 // room for descriptors of block groups. mke2fs leaves room for 1024 times the first size.
@@ -212,7 +217,7 @@ func checkExt4(ctx context.Context, device string) error {
 	}
 	if super.needsRecovery() && !super.torn() {
 		// Where the kernel cannot, e2fsck may; at the worst it says what is wrong.
-		if err := mount.Recover(device, string(Ext4)); err != nil {
+		if err := mount.Recover(device, string(Ext4), Ext4.MountOptions()); err != nil {
 			klog.FromContext(ctx).Info("The kernel did not replay the journal of an ext4; leaving it to e2fsck", "device", device, "err", err)
 		}
 		if boot, super, err = readExt4(device); err != nil {
@@ -220,7 +225,7 @@ func checkExt4(ctx context.Context, device string) error {
 		}
 	}
 	copied, as := kept(boot)
-	ours := copied != nil && copied.copies(super)
+	ours := copied != nil && copied.copies(super) && copied.other() == ""
 	if ours && super.torn() {
 		klog.FromContext(ctx).Info("A tool was cut short while it wrote the superblock of an ext4; putting it back from the copy in its boot block, and checking all of it", "device", device)
 		if err := writeExt4(device, copied, ext4SuperSize); err != nil {
@@ -251,16 +256,20 @@ var notOfGrowth = regexp.MustCompile(`(?i)inode ([0-689]|7[0-9])|error (reading|
 // the filesystem was looked over in full before: so what is wrong is parts of the new size, and
 // e2fsck may take all of it away, which -p does not. If it is more than that it is for a human.
 func endGrowth(ctx context.Context, device string) error {
-	out, _, err := command.Run(ctx, "e2fsck", "-f", "-n", device)
+	out, _, err := command.Run(ctx, append(slices.Concat([]string{"e2fsck"}, noJournal), "-f", "-n", device)...)
 	if other := notOfGrowth.FindString(out); other != "" {
 		return fmt.Errorf("%w: check %s, whose growth was cut short: there is more amiss than that (%q); run e2fsck on it by hand: %w", blockdev.ErrDataLoss, device, other, err)
 	}
 	return guarded(device, ext4Grows, func() error { return e2fsck(ctx, device, "-f", "-y") })
 }
 
+// noJournal keeps e2fsck from looking for a journal on another device, which it would replay and
+// write to, whatever made it think that there is one: Inspect does not look at the copies of the superblock.
+var noJournal = []string{"-j", "/dev/null"}
+
 // e2fsck runs it. ErrDataLoss: it has left something unrepaired.
 func e2fsck(ctx context.Context, device string, options ...string) error {
-	_, _, err := command.Run(ctx, append(append([]string{"e2fsck"}, options...), device)...)
+	_, _, err := command.Run(ctx, append(slices.Concat([]string{"e2fsck"}, noJournal, options), device)...)
 	var failure *command.Error
 	if errors.As(err, &failure) {
 		// e2fsck(8): 0 clean, 1 repaired, 2 repaired and a reboot is due (of the root

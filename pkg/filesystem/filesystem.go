@@ -307,6 +307,10 @@ func Separate(ctx context.Context, path string) error {
 	if err != nil || t != Btrfs {
 		return err
 	}
+	// btrfstune would write to all of its devices.
+	if err := inspectSuper(t, path); errors.Is(err, blockdev.ErrPrecondition) {
+		return nil
+	}
 	if log, err := btrfsLog(path); err != nil || log {
 		return err
 	}
@@ -331,9 +335,14 @@ func btrfsLog(path string) (bool, error) {
 	return binary.LittleEndian.Uint64(root) != 0, nil
 }
 
-// MountOptions are what a filesystem is always mounted with.
+// MountOptions are what a filesystem is mounted with before all others: XFS without regard to others
+// of its UUID; ext4 so that errors make it read-only, whatever its superblock says. (XFS shuts itself down,
+// btrfs turns read-only; neither has that from its disk.)
 func (t Type) MountOptions() []string {
-	if t == XFS {
+	switch t {
+	case Ext4:
+		return []string{"errors=remount-ro"}
+	case XFS:
 		return []string{"nouuid"}
 	}
 	return nil

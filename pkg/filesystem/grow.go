@@ -10,6 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/mount"
 )
 
 // ioctl numbers and structures: linux/ext4.h, xfs_fs.h, linux/btrfs.h.
@@ -18,7 +19,6 @@ const (
 	xfsGeometryV1  = 0x80705864 // XFS_IOC_FSGEOMETRY_V1
 	xfsGrowData    = 0x4010586e // XFS_IOC_FSGROWFSDATA
 	btrfsResize    = 0x50009403 // BTRFS_IOC_RESIZE
-	btrfsDevInfo   = 0xd000941e // BTRFS_IOC_DEV_INFO
 	capSysResource = 24
 )
 
@@ -101,23 +101,15 @@ func growXFS(f *os.File, size int64) error {
 }
 
 func growBtrfs(f *os.File, size int64) error {
-	info := struct {
-		devid     uint64
-		_         [24]byte
-		totalSize uint64
-		_         [4096 - 40]byte
-	}{devid: 1}
-	if err := ioctl(f, btrfsDevInfo, unsafe.Pointer(&info)); err != nil {
+	info, err := mount.Btrfs(f)
+	if err != nil || info.Size+blockdev.Granularity > size {
 		return err
-	}
-	if int64(info.totalSize)+blockdev.Granularity > size {
-		return nil
 	}
 	args := struct {
 		_    int64
 		name [4088]byte
 	}{}
-	copy(args.name[:], "max")
+	copy(args.name[:], fmt.Sprintf("%d:max", info.ID))
 	return ioctl(f, btrfsResize, unsafe.Pointer(&args))
 }
 

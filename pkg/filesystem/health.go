@@ -69,11 +69,16 @@ func reportedErrors(t Type, device string) int64 {
 	case Ext4:
 		return readCount("/sys/fs/ext4/" + name + "/errors_count")
 	case Btrfs:
-		// /sys/fs/btrfs/UUID/devices/loopN is a link to the device.
+		// /sys/fs/btrfs/UUID/devices/loopN is a link to the device, which is the only one.
 		links, _ := filepath.Glob("/sys/fs/btrfs/*/devices/" + name)
-		var n int64
+		var accounts []string
 		for _, link := range links {
-			stats, err := os.ReadFile(filepath.Join(filepath.Dir(filepath.Dir(link)), "devinfo/1/error_stats"))
+			of, _ := filepath.Glob(filepath.Join(filepath.Dir(filepath.Dir(link)), "devinfo/*/error_stats"))
+			accounts = append(accounts, of...)
+		}
+		var n int64
+		for _, account := range accounts {
+			stats, err := os.ReadFile(account)
 			if err != nil {
 				continue
 			}

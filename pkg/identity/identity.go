@@ -24,8 +24,8 @@ type Server struct {
 // ErrStarting: the plugin is not ready yet, and only has to be waited for.
 var ErrStarting = errors.New("starting")
 
-// New returns the service. ready is nil while everything that the plugin depends on
-// answers, and may be ErrStarting; without are services that this plugin does not have.
+// New returns the service. ready, if set, is ErrStarting until the plugin can serve calls; it looks at no
+// pool. without are services that this plugin does not have.
 func New(name, version string, ready func(context.Context) error, without ...csi.PluginCapability_Service_Type) *Server {
 	return &Server{name: name, version: version, ready: ready, without: without}
 }
@@ -56,18 +56,18 @@ func (s *Server) GetPluginCapabilities(context.Context, *csi.GetPluginCapabiliti
 	return &csi.GetPluginCapabilitiesResponse{Capabilities: capabilities}, nil
 }
 
-// Probe is true while every pool answers or is awaited, false while the plugin starts, and
-// FAILED_PRECONDITION with what is wrong when a pool does not answer any more (CSI
-// specification, Probe).
+// Probe is true once the plugin serves calls, false while it starts. It says nothing of pools: what is
+// wrong with one is its health, and no restart of the plugin mends it (CSI specification, Probe).
 func (s *Server) Probe(ctx context.Context, _ *csi.ProbeRequest) (*csi.ProbeResponse, error) {
-	if err := s.ready(ctx); err != nil {
-		if ctx.Err() != nil {
-			return nil, err
-		}
-		if errors.Is(err, ErrStarting) {
-			return &csi.ProbeResponse{Ready: wrapperspb.Bool(false)}, nil
-		}
-		return nil, fmt.Errorf("%w: not ready: %s", blockdev.ErrPrecondition, err.Error())
+	if s.ready == nil {
+		return &csi.ProbeResponse{Ready: wrapperspb.Bool(true)}, nil
 	}
-	return &csi.ProbeResponse{Ready: wrapperspb.Bool(true)}, nil
+	err := s.ready(ctx)
+	switch {
+	case err == nil:
+		return &csi.ProbeResponse{Ready: wrapperspb.Bool(true)}, nil
+	case errors.Is(err, ErrStarting) && ctx.Err() == nil:
+		return &csi.ProbeResponse{Ready: wrapperspb.Bool(false)}, nil
+	}
+	return nil, fmt.Errorf("%w: not ready: %w", blockdev.ErrUnavailable, err)
 }

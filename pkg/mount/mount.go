@@ -15,6 +15,7 @@ import (
 	"time"
 	"unsafe"
 
+	"github.com/moby/sys/mountinfo"
 	"golang.org/x/sys/unix"
 	mountutils "k8s.io/mount-utils"
 
@@ -25,8 +26,9 @@ import (
 type Info struct {
 	// Root: a mount is attached exactly here.
 	Root bool
-	// Device number of what is here: of a device node the device itself, else the
-	// block device below the filesystem.
+	// Device number of what is here: of a device node the device itself, else that of the
+	// filesystem. At the root of a mount it is the block device below (of btrfs, which has
+	// several in some places, one of them).
 	Device uint64
 	// Node: a block device node. Folder: a folder. Neither: a file or something else.
 	Node, Folder bool
@@ -63,13 +65,52 @@ func At(path string) (Info, error) {
 		return Info{}, &fs.PathError{Op: "statfs", Path: path, Err: err}
 	}
 	info.ReadOnly, info.Filesystem = st.Flags&unix.ST_RDONLY != 0, st.Type
-	if st.Type == unix.BTRFS_SUPER_MAGIC && !info.Node {
+	if st.Type == unix.BTRFS_SUPER_MAGIC && info.Root && !info.Node {
 		// btrfs gives each subvolume a device number of its own.
 		if info.Device, err = btrfsDevice(path); err != nil {
 			return Info{}, err
 		}
 	}
 	return info, nil
+}
+
+// Resolve returns a path without symbolic links in the folders that lead to its end, as the
+// kernel names mounts. A link at the end stays, and so does a path of which not all is there.
+func Resolve(path string) string {
+	folder, err := filepath.EvalSymlinks(filepath.Dir(path))
+	if err != nil {
+		return path
+	}
+	return filepath.Join(folder, filepath.Base(path))
+}
+
+// Same reports whether two paths are one place that is seen twice: a folder that is bound elsewhere too shows
+// what is mounted in it at both, and it is unmounted at both.
+func Same(a, b string) bool {
+	if filepath.Base(a) != filepath.Base(b) {
+		return false
+	}
+	one, err := os.Stat(filepath.Dir(a))
+	if err != nil {
+		return false
+	}
+	other, err := os.Stat(filepath.Dir(b))
+	return err == nil && os.SameFile(one, other)
+}
+
+// DeviceOf returns the device of the mount at a path as the list of all mounts has it: also of
+// one that is dead, which At cannot look at. 0 if there is none.
+func DeviceOf(path string) (uint64, error) {
+	var last *mountinfo.Info // of several, one above the other
+	if _, err := mountinfo.GetMounts(func(m *mountinfo.Info) (skip, stop bool) {
+		if m.Mountpoint == path {
+			last = m
+		}
+		return true, false
+	}); err != nil || last == nil {
+		return 0, err
+	}
+	return tableDevice(last), nil
 }
 
 // holdForks keeps programs from being started until the function that it returns is
@@ -89,32 +130,70 @@ func openPath(path string) (int, error) {
 	return fd, nil
 }
 
-// btrfsDevice asks btrfs for its (first) device: BTRFS_IOC_DEV_INFO, linux/btrfs.h.
+// btrfsDevice returns (one of) the devices of a btrfs.
 func btrfsDevice(path string) (uint64, error) {
 	f, err := os.Open(path)
 	if err != nil {
 		return 0, err
 	}
 	defer f.Close()
-	var info struct {
-		devid uint64
-		_     [4096 - 8 - 1024]byte
-		path  [1024]byte
-	}
-	info.devid = 1
-	const btrfsDevInfo = 0xd000941e
-	if _, _, errno := unix.Syscall(unix.SYS_IOCTL, f.Fd(), btrfsDevInfo, uintptr(unsafe.Pointer(&info))); errno != 0 {
-		return 0, &fs.PathError{Op: "BTRFS_IOC_DEV_INFO", Path: path, Err: errno}
-	}
-	device := string(info.path[:])
-	if i := strings.IndexByte(device, 0); i >= 0 {
-		device = device[:i]
+	info, err := Btrfs(f)
+	if err != nil {
+		return 0, err
 	}
 	var st unix.Stat_t
-	if err := unix.Stat(device, &st); err != nil {
-		return 0, &fs.PathError{Op: "stat", Path: device, Err: err}
+	if err := unix.Stat(info.Path, &st); err != nil {
+		return 0, &fs.PathError{Op: "stat", Path: info.Path, Err: err}
 	}
 	return st.Rdev, nil
+}
+
+// BtrfsInfo is what btrfs says of its devices.
+type BtrfsInfo struct {
+	Devices uint64 // how many there are
+	// Of one that is there:
+	ID   uint64
+	Path string
+	Size int64 // bytes that the filesystem takes of it
+}
+
+// Btrfs asks the btrfs that a file is in (linux/btrfs.h: BTRFS_IOC_FS_INFO and
+// BTRFS_IOC_DEV_INFO). The IDs of devices begin at 1, and have gaps once one was removed.
+func Btrfs(f *os.File) (BtrfsInfo, error) {
+	const fsInfo, devInfo, mostTries = 0x8400941f, 0xd000941e, 1 << 16
+	ask := func(name string, request uintptr, arg unsafe.Pointer) error {
+		if _, _, errno := unix.Syscall(unix.SYS_IOCTL, f.Fd(), request, uintptr(arg)); errno != 0 {
+			return &fs.PathError{Op: name, Path: f.Name(), Err: errno}
+		}
+		return nil
+	}
+	var all struct {
+		maxID, devices uint64
+		_              [1024 - 16]byte
+	}
+	if err := ask("BTRFS_IOC_FS_INFO", fsInfo, unsafe.Pointer(&all)); err != nil {
+		return BtrfsInfo{}, err
+	}
+	for tries, id := 0, all.maxID; ; tries, id = tries+1, id-1 {
+		var one struct {
+			id    uint64
+			_     [24]byte
+			total uint64
+			_     [4096 - 40 - 1024]byte
+			path  [1024]byte
+		}
+		one.id = id
+		err := ask("BTRFS_IOC_DEV_INFO", devInfo, unsafe.Pointer(&one))
+		if path := unix.ByteSliceToString(one.path[:]); err == nil && strings.HasPrefix(path, "/") { // one that is missing has none
+			return BtrfsInfo{Devices: all.devices, ID: id, Path: path, Size: int64(one.total)}, nil
+		}
+		if err != nil && !errors.Is(err, unix.ENODEV) {
+			return BtrfsInfo{}, err
+		}
+		if id <= 1 || tries == mostTries {
+			return BtrfsInfo{}, fmt.Errorf("%w: btrfs knows of no device below %s that is there", blockdev.ErrUnavailable, f.Name())
+		}
+	}
 }
 
 // Corrupted reports whether an error of At means a mount that is there and dead: it
@@ -132,9 +211,20 @@ var attributes = map[string]uint64{
 // userspace are the options that mount(8) takes for itself.
 var userspace = map[string]bool{"auto": true, "noauto": true, "nofail": true, "_netdev": true, "user": true, "nouser": true, "users": true, "group": true, "owner": true}
 
+func forUserspace(option string) bool {
+	key, _, _ := strings.Cut(option, "=")
+	return userspace[option] || strings.HasPrefix(option, "x-") || strings.HasPrefix(option, "X-") || key == "comment"
+}
+
 // refused are the options that would make the mount something else.
 var refused = map[string]bool{"bind": true, "rbind": true, "remount": true, "move": true, "shared": true, "rshared": true,
 	"slave": true, "rslave": true, "private": true, "rprivate": true, "unbindable": true, "runbindable": true, "loop": true, "offset": true, "sizelimit": true}
+
+// otherDevices are the options that name a device beside the volume's (ext4, XFS, btrfs).
+var otherDevices = map[string]bool{"journal_dev": true, "journal_path": true, "logdev": true, "rtdev": true, "device": true}
+
+// deadly are the options with which an error in the filesystem stops the kernel.
+var deadly = map[string]bool{"errors=panic": true, "fatal_errors=panic": true}
 
 // Filesystem mounts the filesystem on a block device at a folder. Options are those
 // of mount(8). ErrInvalid for an option that the kernel refuses, ErrDataLoss if the
@@ -156,28 +246,20 @@ func Filesystem(device, target, fstype string, options []string, readOnly bool) 
 		return fail("source", fsfd, err)
 	}
 	var attr uint64
-	for _, option := range options {
-		for _, one := range splitOptions(option) {
-			a, known := attributes[one]
-			key, value, hasValue := strings.Cut(one, "=")
-			switch {
-			case known:
-				attr |= a
-			case one == "ro":
-				readOnly = true
-			case userspace[one] || strings.HasPrefix(one, "x-") || strings.HasPrefix(one, "X-") || key == "comment":
-			case refused[key]:
-				return fail("option "+one, -1, blockdev.ErrInvalid)
-			default:
-				var err error
-				if hasValue {
-					err = unix.FsconfigSetString(fsfd, key, strings.Trim(value, `"`))
-				} else {
-					err = unix.FsconfigSetFlag(fsfd, one)
-				}
-				if err != nil {
-					return fail("option "+one, fsfd, fmt.Errorf("%w: %w", blockdev.ErrInvalid, err))
-				}
+	for _, one := range SplitOptions(options...) {
+		a, known := attributes[one]
+		switch {
+		case known:
+			attr |= a
+		case one == "ro":
+			readOnly = true
+		case forUserspace(one):
+		default:
+			if err := CheckOptions(one); err != nil {
+				return fail("option "+one, -1, err)
+			}
+			if err := configure(fsfd, one); err != nil {
+				return fail("option "+one, fsfd, fmt.Errorf("%w: %w", blockdev.ErrInvalid, err))
 			}
 		}
 	}
@@ -187,15 +269,9 @@ func Filesystem(device, target, fstype string, options []string, readOnly bool) 
 			return fail("ro", fsfd, err)
 		}
 	}
-	if err := unix.FsconfigCreate(fsfd); err != nil {
-		switch {
-		case errors.Is(err, unix.EUCLEAN), errors.Is(err, unix.EBADMSG):
-			err = fmt.Errorf("%w: the filesystem is damaged, check it by hand: %w", blockdev.ErrDataLoss, err)
-		case errors.Is(err, unix.EBUSY):
-			err = fmt.Errorf("%w: somebody else uses the device: %w", blockdev.ErrInUse, err)
-		default:
-			err = fmt.Errorf("%w; the kernel's log may say more", err) // btrfs says nothing here
-		}
+	if err := create(fsfd); needsLegacy(fstype, options, err) {
+		return legacy(device, target, fstype, options, readOnly)
+	} else if err != nil {
 		return fail("open the filesystem", fsfd, err)
 	}
 	defer holdForks()()
@@ -210,33 +286,113 @@ func Filesystem(device, target, fstype string, options []string, readOnly bool) 
 	return nil
 }
 
-// Recover has the kernel replay the journal of a filesystem that is not mounted: it opens the
-// filesystem, read-only, and mounts it nowhere.
-func Recover(device, fstype string) error {
-	fsfd, err := unix.Fsopen(fstype, unix.FSOPEN_CLOEXEC)
-	if err != nil {
-		return fmt.Errorf("recover %s as %s: fsopen: %w", device, fstype, err)
+// create has the kernel open a filesystem that was configured.
+func create(fsfd int) error {
+	err := unix.FsconfigCreate(fsfd)
+	switch {
+	case err == nil:
+		return nil
+	case errors.Is(err, unix.EUCLEAN), errors.Is(err, unix.EBADMSG):
+		return fmt.Errorf("%w: the filesystem is damaged, check it by hand: %w", blockdev.ErrDataLoss, err)
+	case errors.Is(err, unix.EBUSY):
+		return fmt.Errorf("%w: somebody else uses the device: %w", blockdev.ErrInUse, err)
+	case errors.Is(err, unix.EEXIST): // btrfs
+		return fmt.Errorf("%w: another filesystem of this identity is mounted: %w", blockdev.ErrInUse, err)
 	}
-	err = errors.Join(unix.FsconfigSetString(fsfd, "source", device), unix.FsconfigSetFlag(fsfd, "ro"))
-	if err == nil {
-		err = unix.FsconfigCreate(fsfd)
-	}
-	if err != nil {
-		err = fmt.Errorf("recover %s as %s: open the filesystem: %w", device, fstype, withWords(fsfd, err))
-	}
-	defer holdForks()() // so that this is its last descriptor
-	return errors.Join(err, unix.Close(fsfd))
+	return fmt.Errorf("%w; the kernel's log may say more", err) // btrfs says nothing here
 }
 
-// splitOptions splits at commas outside of quotes (SELinux contexts have commas).
-func splitOptions(options string) []string {
-	quoted := false
-	return strings.FieldsFunc(options, func(r rune) bool {
-		if r == '"' {
-			quoted = !quoted
+// Recover has the kernel replay the journal of a filesystem that is not mounted: it opens the
+// filesystem, read-only and with options of its own, and mounts it nowhere.
+func Recover(device, fstype string, options []string) error {
+	fsfd, err := open(device, fstype, options)
+	if err != nil {
+		return fmt.Errorf("recover %s as %s: %w", device, fstype, err)
+	}
+	defer holdForks()() // so that this is its last descriptor
+	return unix.Close(fsfd)
+}
+
+// Look opens the filesystem on a device for reading only, mounts it nowhere, and calls look with
+// its root.
+func Look(device, fstype string, options []string, look func(root *os.File) error) error {
+	fsfd, err := open(device, fstype, options)
+	if err != nil {
+		return fmt.Errorf("look at %s as %s: %w", device, fstype, err)
+	}
+	defer unix.Close(fsfd)
+	defer holdForks()()
+	tree, err := unix.Fsmount(fsfd, unix.FSMOUNT_CLOEXEC, unix.MOUNT_ATTR_RDONLY|unix.MOUNT_ATTR_NODEV)
+	if err != nil {
+		return fmt.Errorf("look at %s as %s: fsmount: %w", device, fstype, withWords(fsfd, err))
+	}
+	defer unix.Close(tree)
+	fd, err := unix.Openat(tree, ".", unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return fmt.Errorf("look at %s as %s: %w", device, fstype, err)
+	}
+	root := os.NewFile(uintptr(fd), device)
+	return errors.Join(look(root), root.Close())
+}
+
+// open opens the filesystem on a device for reading only. The caller closes it.
+func open(device, fstype string, options []string) (fsfd int, err error) {
+	fsfd, err = unix.Fsopen(fstype, unix.FSOPEN_CLOEXEC)
+	if err != nil {
+		return -1, fmt.Errorf("fsopen: %w", err)
+	}
+	err = errors.Join(unix.FsconfigSetString(fsfd, "source", device), unix.FsconfigSetFlag(fsfd, "ro"))
+	for _, option := range options {
+		err = errors.Join(err, configure(fsfd, option))
+	}
+	if err == nil {
+		err = create(fsfd)
+	}
+	if err != nil {
+		err = fmt.Errorf("open the filesystem: %w", withWords(fsfd, err))
+		unix.Close(fsfd)
+	}
+	return fsfd, err
+}
+
+// configure gives an option to a filesystem that is being opened.
+func configure(fsfd int, option string) error {
+	key, value, hasValue := strings.Cut(option, "=")
+	if hasValue {
+		return unix.FsconfigSetString(fsfd, key, strings.Trim(value, `"`))
+	}
+	return unix.FsconfigSetFlag(fsfd, option)
+}
+
+// SplitOptions splits options at commas outside of quotes (SELinux contexts have commas).
+func SplitOptions(options ...string) []string {
+	var all []string
+	for _, option := range options {
+		quoted := false
+		all = append(all, strings.FieldsFunc(option, func(r rune) bool {
+			if r == '"' {
+				quoted = !quoted
+			}
+			return r == ',' && !quoted
+		})...)
+	}
+	return all
+}
+
+// CheckOptions returns ErrInvalid for options that no mount of a volume may have.
+func CheckOptions(options ...string) error {
+	for _, one := range SplitOptions(options...) {
+		key, _, _ := strings.Cut(one, "=")
+		switch {
+		case refused[key]:
+			return fmt.Errorf("%w: mount option %s: it would make the mount something else", blockdev.ErrInvalid, one)
+		case otherDevices[key]:
+			return fmt.Errorf("%w: mount option %s: a volume is one device", blockdev.ErrInvalid, one)
+		case deadly[strings.ReplaceAll(one, `"`, "")]:
+			return fmt.Errorf("%w: mount option %s: a damaged volume must not take the node down", blockdev.ErrInvalid, one)
 		}
-		return r == ',' && !quoted
-	})
+	}
+	return nil
 }
 
 // withWords adds to an error what the filesystem says of it.
@@ -382,6 +538,9 @@ func RemoveTarget(path string) error {
 			return fmt.Errorf("%w: %s is not removed: nothing is mounted there, and it has files in it", blockdev.ErrPrecondition, path)
 		}
 		return fmt.Errorf("remove %s: %w", path, err)
+	}
+	if err := removeNode(nodeBeside(path)); err != nil {
+		return fmt.Errorf("remove %s: %w", nodeBeside(path), err)
 	}
 	return nil
 }

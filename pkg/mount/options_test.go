@@ -15,7 +15,7 @@ func TestSplitOptions(t *testing.T) {
 		`a,context="x:c1,c2",b`: {"a", `context="x:c1,c2"`, "b"},
 		`"a,b"`:                 {`"a,b"`},
 	} {
-		if have := splitOptions(options); !slices.Equal(have, want) {
+		if have := SplitOptions(options); !slices.Equal(have, want) {
 			t.Errorf("%q is split to %q, want %q", options, have, want)
 		}
 	}

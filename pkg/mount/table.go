@@ -13,7 +13,7 @@ import (
 
 // Table remembers where devices are mounted, so that no call has to read all mounts
 // of the machine. It is a list of places to look at: the kernel may have changed
-// since, and each answer is checked there (Paths).
+// since, and each answer is checked there (Paths). Paths are as Resolve returns them.
 type Table struct {
 	mu    sync.Mutex
 	paths map[uint64]map[string]bool // device -> path -> mounted for writing
@@ -27,27 +27,38 @@ func LoadTable() (*Table, error) {
 		return nil, fmt.Errorf("read mounts: %w", err)
 	}
 	for _, m := range mounts {
-		device := unix.Mkdev(uint32(m.Major), uint32(m.Minor))
-		// A device node bound from /dev, which in a container may be a tmpfs.
-		node := (m.FSType == "devtmpfs" || m.FSType == "tmpfs") && m.Root != "/"
-		if node || (m.Major == 0 && strings.HasPrefix(m.Source, "/dev/")) {
-			path := m.Source // btrfs has device numbers of its own
-			if node {
-				path = m.Mountpoint
-			}
-			var st unix.Stat_t
-			if err := unix.Stat(path, &st); err != nil || st.Mode&unix.S_IFMT != unix.S_IFBLK {
-				continue
-			}
-			device = st.Rdev
-		}
-		if unix.Major(device) != 0 {
+		if device := tableDevice(m); unix.Major(device) != 0 {
 			// The options of the mount, not of the filesystem: that one turns read-only by
 			// itself after errors.
 			t.Add(device, m.Mountpoint, !slices.Contains(strings.Split(m.Options, ","), "ro"))
 		}
 	}
 	return t, nil
+}
+
+// tableDevice returns the block device of a mount; 0 as its major number if it has none.
+func tableDevice(m *mountinfo.Info) uint64 {
+	device := unix.Mkdev(uint32(m.Major), uint32(m.Minor))
+	// A device node bound from /dev, which in a container may be a tmpfs.
+	node := (m.FSType == "devtmpfs" || m.FSType == "tmpfs") && m.Root != "/"
+	if isReader(m.Root) {
+		if info, err := At(m.Mountpoint); err == nil && info.Node {
+			node = true
+		}
+	}
+	if node || (m.Major == 0 && strings.HasPrefix(m.Source, "/dev/")) {
+		path := m.Source // btrfs has device numbers of its own
+		if node {
+			path = m.Mountpoint
+		}
+		var st unix.Stat_t
+		if err := unix.Stat(path, &st); err == nil && st.Mode&unix.S_IFMT == unix.S_IFBLK {
+			device = st.Rdev
+		} else {
+			device = 0
+		}
+	}
+	return device
 }
 
 // Add notes that a device is mounted at a path, for writing or not.
@@ -58,6 +69,13 @@ func (t *Table) Add(device uint64, path string, writable bool) {
 		t.paths[device] = map[string]bool{}
 	}
 	t.paths[device][path] = writable
+}
+
+// Devices returns the devices that were noted, in no order.
+func (t *Table) Devices() []uint64 {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return slices.Collect(maps.Keys(t.paths))
 }
 
 // Writable reports whether the mount of a device at a path was made for writing.

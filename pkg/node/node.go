@@ -10,6 +10,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"slices"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
@@ -25,16 +26,26 @@ import (
 // Volumes is what the service needs of the volumes of its node; volume.Local is it.
 type Volumes interface {
 	Node() string
+	// Topology is where the node is, beside its name: segments of a CSI topology.
+	Topology(ctx context.Context) (map[string]string, error)
 	Get(ctx context.Context, id volume.ID) (volume.Volume, error)
 	Create(ctx context.Context, spec volume.Spec) (volume.Volume, error)
 	Delete(ctx context.Context, id volume.ID) error
 	Expand(ctx context.Context, id volume.ID, size volume.Range) (volume.Volume, error)
 	// Ephemeral returns the inline ephemeral volume that the CO gave an ID to.
 	Ephemeral(ctx context.Context, name string) (volume.Volume, error)
-	// Untouched reports whether it is proven that nothing was ever written to a volume.
-	Untouched(ctx context.Context, id volume.ID) (bool, error)
+	// Blank reports whether nothing was ever written to a volume, which is attached as a device.
+	Blank(ctx context.Context, id volume.ID, device blockdev.Device) (bool, error)
+	// Used is how much of a volume has space, in bytes, where that is known.
+	Used(ctx context.Context, id volume.ID) (used int64, known bool, err error)
 	SetFormat(ctx context.Context, id volume.ID, format volume.Format) error
-	Attach(ctx context.Context, v volume.Volume, readOnly, keep bool) (blockdev.Device, error)
+	// SetTarget and SetFlags record volume.Volume.Target and Flags.
+	SetTarget(ctx context.Context, id volume.ID, target string) error
+	SetFlags(ctx context.Context, id volume.ID, flags string) error
+	// Claimed says how a volume is claimed, as far as that is known here.
+	Claimed(ctx context.Context, v volume.Volume) (claim volume.Claim, known bool)
+	// Attach attaches a volume for writing; keep: until Detach, to be handed out as it is.
+	Attach(ctx context.Context, v volume.Volume, keep bool) (blockdev.Device, error)
 	// Attached and Detach need no record of the volume.
 	Attached(ctx context.Context, id volume.ID) ([]blockdev.Device, error)
 	Detach(ctx context.Context, id volume.ID) error
@@ -47,13 +58,24 @@ type Server struct {
 	csi.UnimplementedNodeServer
 	volumes Volumes
 	mounts  *mount.Table
-	limit   int64
+	options Options
+	checks  checks
 }
 
-// New returns the service. limit is how many volumes the node can have, 0 for any
-// number; mounts is shared with the volumes.
-func New(volumes Volumes, mounts *mount.Table, limit int64) *Server {
-	return &Server{volumes: volumes, mounts: mounts, limit: limit}
+// Options are what the operator of the node decides.
+type Options struct {
+	// MaxVolumes is how many volumes the node can have, 0 for any number.
+	MaxVolumes int64
+	Ephemeral  Ephemeral
+	// Claims: a volume has to be claimed for this node before it is staged or published here
+	// (in Kubernetes: CSIDriver.spec.attachRequired).
+	Claims bool
+}
+
+// New returns the service. What it goes on with after its caller has gone ends with ctx; mounts
+// is shared with the volumes.
+func New(ctx context.Context, volumes Volumes, mounts *mount.Table, o Options) *Server {
+	return &Server{volumes: volumes, mounts: mounts, options: o, checks: checks{driver: ctx}}
 }
 
 // NodeGetCapabilities lists what the node can do. VOLUME_MOUNT_GROUP is not there: the
@@ -75,9 +97,14 @@ func (s *Server) NodeGetCapabilities(context.Context, *csi.NodeGetCapabilitiesRe
 }
 
 // NodeGetInfo returns the node's name, place and limit.
-func (s *Server) NodeGetInfo(context.Context, *csi.NodeGetInfoRequest) (*csi.NodeGetInfoResponse, error) {
-	return &csi.NodeGetInfoResponse{NodeId: s.volumes.Node(), MaxVolumesPerNode: s.limit,
-		AccessibleTopology: csimap.Topology(s.volumes.Node())}, nil
+func (s *Server) NodeGetInfo(ctx context.Context, _ *csi.NodeGetInfoRequest) (*csi.NodeGetInfoResponse, error) {
+	place, err := s.volumes.Topology(ctx)
+	if err != nil {
+		return nil, err
+	}
+	topology := csimap.Topology(s.volumes.Node())
+	maps.Copy(topology.Segments, place)
+	return &csi.NodeGetInfoResponse{NodeId: s.volumes.Node(), MaxVolumesPerNode: s.options.MaxVolumes, AccessibleTopology: topology}, nil
 }
 
 // find returns the volume of an ID as the CO knows it: one of ours, or that of an inline
@@ -94,15 +121,15 @@ func (s *Server) find(ctx context.Context, text string) (volume.Volume, error) {
 }
 
 // required checks the two fields that most requests need: an ID, and a path that says
-// where it leads.
-func required(volumeID, field, path string) error {
+// where it leads. It returns the path as the kernel names what is mounted there.
+func required(volumeID, field, path string) (string, error) {
 	if volumeID == "" {
-		return csimap.Missing("volume ID")
+		return "", csimap.Missing("volume ID")
 	}
 	if path == "" {
-		return csimap.Missing(field)
+		return "", csimap.Missing(field)
 	}
-	return mount.CleanPath(path)
+	return mount.Resolve(path), mount.CleanPath(path)
 }
 
 // place is a mount of a volume: what is at a path, and which of its devices that is.
@@ -152,6 +179,23 @@ func useOf(c *csi.VolumeCapability, publishContext map[string]string, readOnly b
 	return u, nil
 }
 
+// claimed makes sure that a volume is claimed for this node, where that is asked for and as far
+// as it is known. What was claimed for reading only is used for reading only.
+func (s *Server) claimed(ctx context.Context, v volume.Volume, u *use) error {
+	if !s.options.Claims {
+		return nil
+	}
+	claim, known := s.volumes.Claimed(ctx, v)
+	if !known {
+		return nil
+	}
+	if claim.Node != s.volumes.Node() {
+		return fmt.Errorf("%w: it is not claimed for node %s (its claim is for node %q); publish it there first, at the controller", blockdev.ErrPrecondition, s.volumes.Node(), claim.Node)
+	}
+	u.readOnly = u.readOnly || claim.ReadOnly
+	return nil
+}
+
 // NodeExpandVolume grows the filesystem of a staged or published volume to its device.
 func (s *Server) NodeExpandVolume(ctx context.Context, r *csi.NodeExpandVolumeRequest) (*csi.NodeExpandVolumeResponse, error) {
 	if r.GetVolumeId() != "" && r.GetVolumePath() == "" {
@@ -166,13 +210,14 @@ func (s *Server) NodeExpandVolume(ctx context.Context, r *csi.NodeExpandVolumeRe
 			return nil, err
 		}
 	}
-	at, err := s.here(ctx, v.ID, r.GetVolumePath())
+	path := mount.Resolve(r.GetVolumePath())
+	at, err := s.here(ctx, v.ID, path)
 	if err != nil {
 		if r.GetVolumeCapability().GetBlock() == nil || !errors.Is(err, blockdev.ErrNotFound) {
 			return nil, err
 		}
 		// The staging path of a block volume is a folder with the device in it.
-		if at, err = s.here(ctx, v.ID, marker(r.GetVolumePath())); err != nil {
+		if at, err = s.here(ctx, v.ID, marker(path)); err != nil {
 			return nil, err
 		}
 	}
@@ -215,7 +260,15 @@ func (s *Server) NodeGetVolumeStats(ctx context.Context, r *csi.NodeGetVolumeSta
 		return nil, err
 	}
 	if at.Node {
-		return &csi.NodeGetVolumeStatsResponse{Usage: []*csi.VolumeUsage{{Unit: csi.VolumeUsage_BYTES, Total: v.Size}}}, nil
+		usage := &csi.VolumeUsage{Unit: csi.VolumeUsage_BYTES, Total: v.Size}
+		used, known, err := s.volumes.Used(ctx, v.ID)
+		if err != nil {
+			return nil, err
+		}
+		if known {
+			usage.Used, usage.Available = used, v.Size-used
+		}
+		return &csi.NodeGetVolumeStatsResponse{Usage: []*csi.VolumeUsage{usage}}, nil
 	}
 	u, err := filesystem.UsageAt(r.GetVolumePath())
 	if err != nil {

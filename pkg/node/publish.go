@@ -4,13 +4,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
+	"slices"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
-	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/csimap"
+	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -18,7 +18,8 @@ import (
 // NodePublishVolume binds a staged volume to the target path, or makes an inline
 // ephemeral volume and mounts it there.
 func (s *Server) NodePublishVolume(ctx context.Context, r *csi.NodePublishVolumeRequest) (*csi.NodePublishVolumeResponse, error) {
-	if err := required(r.GetVolumeId(), "target path", r.GetTargetPath()); err != nil {
+	target, err := required(r.GetVolumeId(), "target path", r.GetTargetPath())
+	if err != nil {
 		return nil, err
 	}
 	u, err := useOf(r.GetVolumeCapability(), r.GetPublishContext(), r.GetReadonly())
@@ -26,9 +27,9 @@ func (s *Server) NodePublishVolume(ctx context.Context, r *csi.NodePublishVolume
 		return nil, err
 	}
 	if csimap.IsEphemeral(r.GetVolumeContext()) {
-		err = s.publishEphemeral(ctx, r, u)
+		err = s.publishEphemeral(ctx, r, target, u)
 	} else {
-		err = s.publish(ctx, r, u)
+		err = s.publish(ctx, r, target, u)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("publish volume %s at %s: %w", r.GetVolumeId(), r.GetTargetPath(), err)
@@ -36,7 +37,7 @@ func (s *Server) NodePublishVolume(ctx context.Context, r *csi.NodePublishVolume
 	return &csi.NodePublishVolumeResponse{}, nil
 }
 
-func (s *Server) publish(ctx context.Context, r *csi.NodePublishVolumeRequest, u use) error {
+func (s *Server) publish(ctx context.Context, r *csi.NodePublishVolumeRequest, target string, u use) error {
 	id, err := volume.ParseID(r.GetVolumeId())
 	if err != nil {
 		return err
@@ -51,7 +52,10 @@ func (s *Server) publish(ctx context.Context, r *csi.NodePublishVolumeRequest, u
 	if err := mount.CleanPath(r.GetStagingTargetPath()); err != nil {
 		return err
 	}
-	staged := r.GetStagingTargetPath()
+	if err := s.claimed(ctx, v, &u); err != nil {
+		return err
+	}
+	staged := mount.Resolve(r.GetStagingTargetPath())
 	if u.block {
 		staged = marker(staged)
 	}
@@ -62,31 +66,75 @@ func (s *Server) publish(ctx context.Context, r *csi.NodePublishVolumeRequest, u
 	if err != nil {
 		return err
 	}
-	if u.exclusive {
-		if err := s.alone(ctx, id, staged, r.GetTargetPath()); err != nil {
-			return err
-		}
+	if err := stagedAs(v, at.Info, r.GetVolumeCapability(), u); err != nil {
+		return err
+	}
+	if err := s.alone(ctx, v, staged, target, u.exclusive); err != nil {
+		return err
 	}
 	if u.block {
-		return s.publishBlock(ctx, v, r.GetTargetPath(), u)
+		return s.publishBlock(ctx, v, target, u)
 	}
-	return s.publishMount(staged, at.Info, r.GetTargetPath(), u)
+	return s.publishMount(staged, at.Info, target, u)
 }
 
-// alone makes sure that a volume is published nowhere else.
-func (s *Server) alone(ctx context.Context, id volume.ID, staged, target string) error {
-	devices, err := s.volumes.Attached(ctx, id)
+// stagedAs makes sure that a volume can be published as it is staged: as the filesystem that the
+// caller names, if it names one, and with its SELinux context.
+func stagedAs(v volume.Volume, at mount.Info, c *csi.VolumeCapability, u use) error {
+	if u.block {
+		return nil
+	}
+	if have := filesystem.TypeOf(at.Filesystem); c.GetMount().GetFsType() != "" && have != u.fs {
+		return fmt.Errorf("%w: it is staged as %s, not as %s", blockdev.ErrPrecondition, have, u.fs)
+	}
+	if !sameContext(v.Flags, u.options) {
+		return fmt.Errorf("%w: it is staged with another SELinux context", blockdev.ErrPrecondition)
+	}
+	return nil
+}
+
+// alone makes sure that an exclusive volume is published nowhere else, and puts the target that
+// it is going to have on record, durably, before it is there. What is published there still is the
+// kernel's to say, so nothing has to be written down when it is taken away. A record is needed
+// because the kernel cannot tell a target from what others bind of it: the kubelet binds
+// devices and subpaths elsewhere.
+//
+// Without a target on record (an older driver published it, or one for a use that is not
+// exclusive) everything that is mounted of it counts as one.
+func (s *Server) alone(ctx context.Context, v volume.Volume, staged, target string, exclusive bool) error {
+	if !exclusive {
+		if v.Target == "" {
+			return nil
+		}
+		return s.volumes.SetTarget(ctx, v.ID, "")
+	}
+	devices, err := s.volumes.Attached(ctx, v.ID)
 	if err != nil {
 		return err
 	}
-	for _, device := range devices {
-		for _, path := range s.mounts.Paths(device.Number) {
-			if path != staged && path != target {
-				return fmt.Errorf("%w: its access mode SINGLE_NODE_SINGLE_WRITER allows one target, and it is published at %s", blockdev.ErrInUse, path)
-			}
+	others := []string{v.Target}
+	if v.Target == "" {
+		others = s.elsewhere(numbers(devices), staged)
+		if slices.ContainsFunc(others, func(other string) bool { return mount.Same(other, target) }) {
+			return nil // and what else is there came after it
 		}
 	}
-	return nil
+	for _, other := range others {
+		if other == "" || other == target || mount.Same(other, target) {
+			continue
+		}
+		there, err := mountedAt(other)
+		if err != nil {
+			return err
+		}
+		if there.mounted && (there.dead || slices.Contains(numbers(devices), there.device)) {
+			return fmt.Errorf("%w: its access mode SINGLE_NODE_SINGLE_WRITER allows one target, and it is published at %s", blockdev.ErrInUse, other)
+		}
+	}
+	if v.Target == target {
+		return nil
+	}
+	return s.volumes.SetTarget(ctx, v.ID, target)
 }
 
 // publishMount binds the folder of a staged filesystem.
@@ -121,89 +169,55 @@ func (s *Server) publishMount(staged string, info mount.Info, target string, u u
 	return nil
 }
 
-// publishBlock binds the device of a staged block volume. A bind cannot keep anybody from
-// writing to a device, so a read-only publication gets a device of its own that takes no
-// writes; it goes when the volume is unstaged.
+// publishBlock binds the device of a staged block volume. Readers get the same device as writers,
+// at a node that cannot be written through: what is written is what they read.
 func (s *Server) publishBlock(ctx context.Context, v volume.Volume, target string, u use) error {
-	device, err := s.volumes.Attach(ctx, v, u.readOnly, true)
+	device, err := s.attachRaw(ctx, v, u)
 	if err != nil {
 		return err
 	}
 	defer device.Close()
-	return s.bindDevice(device, target)
-}
-
-// publishEphemeral makes a volume for one pod, under the ID that the CO gave it.
-func (s *Server) publishEphemeral(ctx context.Context, r *csi.NodePublishVolumeRequest, u use) error {
-	if u.block {
-		return fmt.Errorf("%w: an inline ephemeral volume is for mount access", blockdev.ErrInvalid)
-	}
-	if _, err := volume.ParseID(r.GetVolumeId()); err == nil {
-		return fmt.Errorf("%w: this is the ID of a volume that is not ephemeral", blockdev.ErrInvalid)
-	}
-	parameters, size, err := csimap.ParseEphemeral(r.GetVolumeContext())
-	if err != nil {
-		return err
-	}
-	v, err := s.volumes.Create(ctx, volume.Spec{Name: r.GetVolumeId(), Pool: parameters.Pool, Provisioning: parameters.Provisioning,
-		Size: size, Filesystem: u.fs, Ephemeral: r.GetTargetPath()})
-	if err != nil {
-		return err
-	}
-	if _, err = mount.MakeTarget(r.GetTargetPath(), false); err == nil {
-		// A new filesystem has to be written once, also one for reading only: it is mounted
-		// for writing to nobody.
-		err = s.mountVolume(ctx, v, r.GetTargetPath(), u)
-	}
-	// One that was formatted before this call may have been handed out to its pod.
-	fresh := v.Format.State != volume.Formatted
-	if err != nil && fresh && ctx.Err() == nil && !errors.Is(err, blockdev.ErrExists) {
-		err = errors.Join(err, s.removeEphemeral(ctx, v, r.GetTargetPath()))
-	}
-	return err
-}
-
-func (s *Server) removeEphemeral(ctx context.Context, v volume.Volume, target string) error {
-	if err := mount.RemoveTarget(target); err != nil {
-		return err
-	}
-	if err := s.volumes.Detach(ctx, v.ID); err != nil {
-		return err
-	}
-	return s.volumes.Delete(ctx, v.ID)
+	return s.bindDevice(ctx, v, device, target, u)
 }
 
 // NodeUnpublishVolume takes a target away, and with it an inline ephemeral volume.
 func (s *Server) NodeUnpublishVolume(ctx context.Context, r *csi.NodeUnpublishVolumeRequest) (*csi.NodeUnpublishVolumeResponse, error) {
-	if err := required(r.GetVolumeId(), "target path", r.GetTargetPath()); err != nil {
+	target, err := required(r.GetVolumeId(), "target path", r.GetTargetPath())
+	if err != nil {
 		return nil, err
 	}
-	if err := s.unpublish(ctx, r.GetVolumeId(), r.GetTargetPath()); err != nil {
+	if err := s.unpublish(ctx, r.GetVolumeId(), r.GetTargetPath(), target); err != nil {
 		return nil, fmt.Errorf("unpublish volume %s at %s: %w", r.GetVolumeId(), r.GetTargetPath(), err)
 	}
 	return &csi.NodeUnpublishVolumeResponse{}, nil
 }
 
-func (s *Server) unpublish(ctx context.Context, text, target string) error {
-	info, err := mount.At(target)
-	if err != nil && !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, unix.ENOTDIR) && !mount.Corrupted(err) {
+// unpublish takes a target away. asked is how the CO wrote it.
+func (s *Server) unpublish(ctx context.Context, text, asked, target string) error {
+	id, parseErr := volume.ParseID(text)
+	if parseErr != nil { // an ephemeral volume, if it is one of ours
+		id = volume.ID{Kind: blockdev.Volume, Key: volume.KeyOf(text)}
+		if v, err := s.volumes.Ephemeral(ctx, text); err == nil {
+			id = v.ID
+		}
+	}
+	at, err := mountedAt(target)
+	if err != nil {
 		return err
 	}
-	id, parseErr := volume.ParseID(text)
-	if err == nil && info.Root && parseErr == nil {
-		// Only if the volume is known to be elsewhere is this somebody else's mount.
-		devices, err := s.volumes.Attached(ctx, id)
+	if at.mounted {
+		held, _, err := s.held(ctx, id)
 		if err != nil {
 			return err
 		}
-		if foreign(devices, info.Device) {
+		if !at.of(id, held) {
 			return fmt.Errorf("%w: what is mounted there is not this volume", blockdev.ErrPrecondition)
 		}
 	}
 	if err := mount.RemoveTarget(target); err != nil {
 		return err
 	}
-	s.mounts.Remove(info.Device, target)
+	s.mounts.Remove(at.device, target)
 	if parseErr == nil {
 		return nil
 	}
@@ -214,7 +228,7 @@ func (s *Server) unpublish(ctx context.Context, text, target string) error {
 	if err != nil {
 		return err
 	}
-	if v.Ephemeral != target {
+	if v.Ephemeral != asked {
 		return nil
 	}
 	return s.removeEphemeral(ctx, v, target)

@@ -25,7 +25,8 @@ func marker(stagingPath string) string { return filepath.Join(stagingPath, "devi
 // NodeStageVolume attaches a volume, and for mount access formats it if it is new and
 // mounts it at the staging path.
 func (s *Server) NodeStageVolume(ctx context.Context, r *csi.NodeStageVolumeRequest) (*csi.NodeStageVolumeResponse, error) {
-	if err := required(r.GetVolumeId(), "staging target path", r.GetStagingTargetPath()); err != nil {
+	path, err := required(r.GetVolumeId(), "staging target path", r.GetStagingTargetPath())
+	if err != nil {
 		return nil, err
 	}
 	u, err := useOf(r.GetVolumeCapability(), r.GetPublishContext(), false)
@@ -40,10 +41,12 @@ func (s *Server) NodeStageVolume(ctx context.Context, r *csi.NodeStageVolumeRequ
 	if err != nil {
 		return nil, err
 	}
-	if u.block {
-		err = s.stageBlock(ctx, v, r.GetStagingTargetPath(), u)
-	} else {
-		err = s.mountVolume(ctx, v, r.GetStagingTargetPath(), u)
+	if err = s.claimed(ctx, v, &u); err == nil {
+		if u.block {
+			err = s.stageBlock(ctx, v, path, u)
+		} else {
+			err = s.mountVolume(ctx, v, path, u)
+		}
 	}
 	if err != nil {
 		return nil, fmt.Errorf("stage volume %s: %w", id, err)
@@ -78,32 +81,68 @@ func (s *Server) mountVolume(ctx context.Context, v volume.Volume, path string, 
 	if info.Root {
 		return s.mounted(ctx, v, path, u)
 	}
-	device, err := s.volumes.Attach(ctx, v, false, false)
+	if err := s.single(ctx, v.ID, path); err != nil {
+		return err
+	}
+	device, err := s.volumes.Attach(ctx, v, false)
 	if err != nil {
 		return err
 	}
 	// From the mount on, it is the mount that holds the device.
 	defer device.Close()
+	if err := filesystem.Unused(ctx, device.Path); err != nil {
+		return err
+	}
 	fresh, err := s.format(ctx, &v, device, u)
 	if err != nil {
 		return err
 	}
-	if !fresh && !u.readOnly {
-		if err := filesystem.Check(ctx, u.fs, device.Path); err != nil {
-			return err
-		}
-		if err := filesystem.GrowBeforeMount(ctx, u.fs, device.Path); err != nil {
+	if !fresh {
+		if err := s.check(ctx, v, device, u); err != nil {
 			return err
 		}
 	}
-	if err := mount.Filesystem(device.Path, path, string(u.fs), slices.Concat(u.fs.MountOptions(), u.options), u.readOnly); err != nil {
+	if want := flagsOf(u.options); v.Flags != want {
+		if err := s.volumes.SetFlags(ctx, v.ID, want); err != nil {
+			return err
+		}
+	}
+	if err := s.mountDevice(device, path, u); err != nil {
 		return err
 	}
-	s.mounts.Add(device.Number, path, !u.readOnly)
 	if u.readOnly || fresh || !filesystem.GrowsMounted(u.fs) {
 		return nil
 	}
 	return filesystem.Grow(u.fs, device.Path, path)
+}
+
+// check looks over a filesystem that somebody may have written byte by byte.
+func (s *Server) check(ctx context.Context, v volume.Volume, device blockdev.Device, u use) error {
+	if err := filesystem.Inspect(u.fs, device.Path); err != nil {
+		return err
+	}
+	if u.readOnly {
+		return nil
+	}
+	return s.checks.run(ctx, v.ID.Key, func(ctx context.Context) error {
+		if err := filesystem.Check(ctx, u.fs, device.Path); err != nil {
+			return err
+		}
+		return filesystem.GrowBeforeMount(ctx, u.fs, device.Path)
+	})
+}
+
+// mountDevice mounts the filesystem of a device, and makes sure that it is the device's.
+func (s *Server) mountDevice(device blockdev.Device, path string, u use) error {
+	if err := mount.Filesystem(device.Path, path, string(u.fs), slices.Concat(u.fs.MountOptions(), u.options), u.readOnly); err != nil {
+		return err
+	}
+	err := filesystem.OnlyOn(device.Number, path)
+	if err != nil {
+		return errors.Join(err, mount.Unmount(path))
+	}
+	s.mounts.Add(device.Number, path, !u.readOnly)
+	return nil
 }
 
 // mounted is a retry: something is mounted at the path already.
@@ -120,6 +159,9 @@ func (s *Server) mounted(ctx context.Context, v volume.Volume, path string, u us
 	if writable := s.mounts.Writable(at.Device, path); writable == u.readOnly || have != u.fs {
 		return fmt.Errorf("%w: it is mounted at %s as %s, writable %v", blockdev.ErrExists, path, have, writable)
 	}
+	if v.Flags != "" && v.Flags != flagsOf(u.options) {
+		return fmt.Errorf("%w: it is mounted at %s with other mount flags", blockdev.ErrExists, path)
+	}
 	if u.readOnly || !filesystem.GrowsMounted(have) {
 		return nil
 	}
@@ -134,26 +176,9 @@ func (s *Server) mounted(ctx context.Context, v volume.Volume, path string, u us
 func (s *Server) format(ctx context.Context, v *volume.Volume, device blockdev.Device, u use) (fresh bool, err error) {
 	switch v.Format.State {
 	case volume.Formatted, volume.Raw:
-		have, err := filesystem.Probe(device.Path)
-		if err != nil {
-			return false, err
-		}
-		if have == u.fs {
-			v.Format.Type = have
-			return false, nil
-		}
-		if v.Format.State == volume.Formatted && have == "" {
-			return false, fmt.Errorf("%w: it was formatted with %s, and %s carries no filesystem now; nothing was formatted: restore it from a snapshot or a backup", blockdev.ErrDataLoss, v.Format.Type, device.Path)
-		}
-		if have == "" {
-			return false, fmt.Errorf("%w: it was used as a raw block device, so it is not formatted for %s: its bytes are its user's", blockdev.ErrPrecondition, u.fs)
-		}
-		return false, fmt.Errorf("%w: it carries %s, not %s", blockdev.ErrPrecondition, have, u.fs)
+		return false, carries(v, device, u.fs)
 	case volume.Blank:
-		blank, err := s.volumes.Untouched(ctx, v.ID)
-		if err == nil && !blank {
-			blank, err = filesystem.Blank(ctx, device.Path)
-		}
+		blank, err := s.volumes.Blank(ctx, v.ID, device)
 		if err != nil {
 			return false, err
 		}
@@ -162,13 +187,24 @@ func (s *Server) format(ctx context.Context, v *volume.Volume, device blockdev.D
 		}
 	case volume.Formatting:
 		// Nobody ever had this volume: what is on it is what mkfs left when it was cut
-		// short. Unless it is something that mkfs does not write.
+		// short. Unless it is something that mkfs does not write, or that was mounted since.
 		foreign, err := filesystem.Foreign(device.Path, v.Format.Type)
 		if err != nil {
 			return false, err
 		}
 		if foreign != "" {
 			return false, fmt.Errorf("%w: its formatting was cut short, and %s carries %s now; nothing was formatted: look at what is on it", blockdev.ErrPrecondition, device.Path, foreign)
+		}
+		used, err := filesystem.Used(device.Path)
+		if err != nil {
+			return false, err
+		}
+		if used { // a crash came before the record said so, or the record is an old one: what is there is kept
+			v.Format.State = volume.Formatted
+			if err := s.volumes.SetFormat(ctx, v.ID, v.Format); err != nil {
+				return false, err
+			}
+			return false, carries(v, device, u.fs)
 		}
 	default:
 		return false, fmt.Errorf("%w: its record has the unknown format state %q", blockdev.ErrDataLoss, v.Format.State)
@@ -185,6 +221,25 @@ func (s *Server) format(ctx context.Context, v *volume.Volume, device blockdev.D
 	return true, s.volumes.SetFormat(ctx, v.ID, v.Format)
 }
 
+// carries makes sure that a volume, which is never formatted again, carries a filesystem, and notes it.
+func carries(v *volume.Volume, device blockdev.Device, want filesystem.Type) error {
+	have, err := filesystem.Probe(device.Path)
+	if err != nil {
+		return err
+	}
+	if have == want {
+		v.Format.Type = have
+		return nil
+	}
+	if v.Format.State == volume.Formatted && have == "" {
+		return fmt.Errorf("%w: it was formatted with %s, and %s carries no filesystem now; nothing was formatted: restore it from a snapshot or a backup", blockdev.ErrDataLoss, v.Format.Type, device.Path)
+	}
+	if have == "" {
+		return fmt.Errorf("%w: it was used as a raw block device, so it is not formatted for %s: its bytes are its user's", blockdev.ErrPrecondition, want)
+	}
+	return fmt.Errorf("%w: it carries %s, not %s", blockdev.ErrPrecondition, have, want)
+}
+
 // stageBlock attaches a volume for good and binds its device into the staging path.
 func (s *Server) stageBlock(ctx context.Context, v volume.Volume, path string, u use) error {
 	if info, err := look(path); err != nil {
@@ -198,34 +253,43 @@ func (s *Server) stageBlock(ctx context.Context, v volume.Volume, path string, u
 			return err
 		}
 	}
-	// Before anybody can write to it: what it carries from now on is its user's.
-	if state := v.Format.State; !u.readOnly && (state == volume.Blank || state == volume.Formatting) {
-		if err := s.volumes.SetFormat(ctx, v.ID, volume.Format{State: volume.Raw}); err != nil {
+	if info, err := look(marker(path)); err != nil || !info.Root {
+		if err := s.single(ctx, v.ID, marker(path)); err != nil {
 			return err
 		}
 	}
-	device, err := s.volumes.Attach(ctx, v, u.readOnly, true)
+	device, err := s.attachRaw(ctx, v, u)
 	if err != nil {
 		return err
 	}
 	defer device.Close()
-	return s.bindDevice(device, marker(path))
+	return s.bindDevice(ctx, v, device, marker(path), u)
 }
 
-// bindDevice binds a device node to a file, which it makes.
-func (s *Server) bindDevice(device blockdev.Device, path string) error {
+// attachRaw attaches a volume to be handed out as a raw device.
+func (s *Server) attachRaw(ctx context.Context, v volume.Volume, u use) (blockdev.Device, error) {
+	// Before anybody can write to it: what it carries from now on is its user's.
+	if state := v.Format.State; !u.readOnly && (state == volume.Blank || state == volume.Formatting) {
+		if err := s.volumes.SetFormat(ctx, v.ID, volume.Format{State: volume.Raw}); err != nil {
+			return blockdev.Device{}, err
+		}
+	}
+	return s.volumes.Attach(ctx, v, true)
+}
+
+// bindDevice binds a device of a volume to a file, which it makes.
+func (s *Server) bindDevice(ctx context.Context, v volume.Volume, device blockdev.Device, path string, u use) error {
 	made, err := mount.MakeTarget(path, true)
 	if err != nil {
 		return err
 	}
 	info, err := look(path)
 	if err == nil && info.Root {
-		if info.Node && info.Device == device.Number {
-			return nil
-		}
-		return fmt.Errorf("%w: something else is mounted at %s", blockdev.ErrExists, path)
+		return s.bound(ctx, v, path, u)
 	}
-	if err == nil {
+	if err == nil && u.readOnly {
+		err = mount.BindReader(device.Number, path)
+	} else if err == nil {
 		err = mount.Bind(device.Path, path, false)
 	}
 	if err != nil {
@@ -234,19 +298,35 @@ func (s *Server) bindDevice(device blockdev.Device, path string) error {
 		}
 		return err
 	}
-	s.mounts.Add(device.Number, path, !device.ReadOnly)
+	s.mounts.Add(device.Number, path, !u.readOnly)
+	return nil
+}
+
+// bound is a retry: something is mounted at the path already.
+func (s *Server) bound(ctx context.Context, v volume.Volume, path string, u use) error {
+	at, err := s.here(ctx, v.ID, path)
+	if errors.Is(err, blockdev.ErrNotFound) || (err == nil && !at.Node) {
+		return fmt.Errorf("%w: something else is mounted at %s", blockdev.ErrExists, path)
+	}
+	if err != nil {
+		return err
+	}
+	// A reader that an older driver published has a read-only device of its own.
+	if readOnly := at.ReadOnly || at.device.ReadOnly; readOnly != u.readOnly {
+		return fmt.Errorf("%w: its device is at %s with read-only %v", blockdev.ErrExists, path, readOnly)
+	}
 	return nil
 }
 
 // NodeUnstageVolume takes the mount or the bound device away, and then the device.
 func (s *Server) NodeUnstageVolume(ctx context.Context, r *csi.NodeUnstageVolumeRequest) (*csi.NodeUnstageVolumeResponse, error) {
-	if err := required(r.GetVolumeId(), "staging target path", r.GetStagingTargetPath()); err != nil {
+	path, err := required(r.GetVolumeId(), "staging target path", r.GetStagingTargetPath())
+	if err != nil {
 		return nil, err
 	}
-	path := r.GetStagingTargetPath()
 	id, err := volume.ParseID(r.GetVolumeId())
 	if err != nil {
-		id = volume.ID{} // of another pool or time: what is mounted can go all the same
+		return &csi.NodeUnstageVolumeResponse{}, nil // none of ours is staged anywhere
 	}
 	if err := s.unstage(ctx, id, path); err != nil {
 		return nil, fmt.Errorf("unstage volume %s: %w", r.GetVolumeId(), err)
@@ -254,13 +334,9 @@ func (s *Server) NodeUnstageVolume(ctx context.Context, r *csi.NodeUnstageVolume
 	return &csi.NodeUnstageVolumeResponse{}, nil
 }
 
-// foreign reports whether a device is none of a volume's, which has some.
-func foreign(devices []blockdev.Device, number uint64) bool {
-	return len(devices) > 0 && !slices.ContainsFunc(devices, func(d blockdev.Device) bool { return d.Number == number })
-}
-
 func (s *Server) unstage(ctx context.Context, id volume.ID, path string) error {
-	devices, err := s.volumes.Attached(ctx, id)
+	_ = s.checks.forget(id.Key) // whoever unstages does not wait for it
+	held, asked, err := s.held(ctx, id)
 	if err != nil {
 		return err
 	}
@@ -268,20 +344,21 @@ func (s *Server) unstage(ctx context.Context, id volume.ID, path string) error {
 	if info, err := mount.At(path); err == nil && !info.Root {
 		place = marker(path)
 	}
-	info, err := mount.At(place)
-	gone := errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENOTDIR)
-	if err != nil && !gone && !mount.Corrupted(err) {
+	at, err := mountedAt(place)
+	if err != nil {
 		return err
 	}
-	if err == nil && info.Root && foreign(devices, info.Device) {
+	if at.mounted && !at.of(id, held) {
+		if len(held) == 0 {
+			return nil // it is staged nowhere, so not here either; what is here is another's
+		}
 		return fmt.Errorf("%w: what is mounted at %s is not this volume", blockdev.ErrPrecondition, place)
 	}
-	for _, device := range devices {
-		for _, other := range s.mounts.Paths(device.Number) {
-			if other != place {
-				return fmt.Errorf("%w: it is still published at %s", blockdev.ErrInUse, other)
-			}
-		}
+	if at.mounted && !slices.Contains(held, at.device) {
+		held = append(held, at.device)
+	}
+	if others := s.elsewhere(held, place); len(others) > 0 {
+		return fmt.Errorf("%w: it is still published at %s", blockdev.ErrInUse, others[0])
 	}
 	if place == path {
 		err = mount.Unmount(path) // the folder is the caller's
@@ -291,6 +368,15 @@ func (s *Server) unstage(ctx context.Context, id volume.ID, path string) error {
 	if err != nil {
 		return err
 	}
-	s.mounts.Remove(info.Device, place)
-	return s.volumes.Detach(ctx, id)
+	s.mounts.Remove(at.device, place)
+	if left := s.elsewhere(held, ""); len(left) > 0 { // a name of the place that did not follow
+		return fmt.Errorf("%w: it is still mounted at %s", blockdev.ErrInUse, left[0])
+	}
+	if asked {
+		return s.volumes.Detach(ctx, id)
+	}
+	if at.mounted && place != path {
+		return blockdev.LetGo(ctx, at.device)
+	}
+	return nil // the device goes with its mount; what else is left goes when its pool is there again
 }

@@ -108,6 +108,7 @@ type Services struct {
 // 4 s to end, cancels the rest, and removes the socket. It closes the listener.
 func Serve(ctx context.Context, listener net.Listener, s Services) error {
 	guard := &guard{log: klog.FromContext(ctx), locks: s.Locks}
+	guard.node, _ = s.Node.(interrupter)
 	if guard.locks == nil {
 		guard.locks = &keylock.Table{}
 	}
@@ -162,7 +163,12 @@ func Serve(ctx context.Context, listener net.Listener, s Services) error {
 type guard struct {
 	log   klog.Logger
 	locks *keylock.Table
+	node  interrupter // may be nil
 }
+
+// interrupter is a service that goes on with some work after its caller is gone. It is told of
+// requests that find the volume busy, which may mean that nobody wants that work any more.
+type interrupter interface{ Interrupt(request any) }
 
 func (g *guard) unary(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
 	call := g.begin(info.FullMethod)
@@ -238,6 +244,9 @@ func (c *call) received(request any) error {
 	}
 	unlock, busy := c.guard.locks.TryLock(keys(request))
 	if unlock == nil {
+		if c.guard.node != nil {
+			c.guard.node.Interrupt(request)
+		}
 		return fmt.Errorf("%w on %s; try again", blockdev.ErrBusy, busy)
 	}
 	c.unlock = unlock

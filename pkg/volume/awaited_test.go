@@ -42,7 +42,6 @@ func TestPoolComesLater(t *testing.T) {
 		l, err := volume.NewLocal(ctx, node, []blockdev.Pool{disk.Open("first", nil), late}, mounts, 2)
 		must(t, err)
 
-		must(t, l.Ready(ctx))
 		if v, err := l.Get(ctx, a.ID); err != nil || v.Name != "a" {
 			t.Errorf("a volume of the other pool: %+v, %v", v, err)
 		}

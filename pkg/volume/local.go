@@ -14,6 +14,7 @@ import (
 
 	"k8s.io/klog/v2"
 
+	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
@@ -26,10 +27,18 @@ type Local struct {
 	pools  []blockdev.Pool // the first is the default
 	mounts *mount.Table
 	limit  int64 // claims that the node can hold; 0: any number
+	// longestFreeze is how long a copy may hold back the writers of its source.
+	longestFreeze time.Duration
+
+	arriving sync.Mutex               // held while the groups of a pool that comes are looked at
+	arrived  map[string]blockdev.Pool // those that are there, or will be in a moment; guarded by arriving
+	sources  keylock.Table            // snapshots that are copied, or deleted with their groups, by ID
 
 	mu         sync.Mutex
-	claims     int64           // held by the node; a count of the records' claims
-	incomplete map[string]bool // keys of groups that are being made or undone
+	claims     map[string]int64 // held by the node, in each pool; a count of the records' claims
+	incomplete map[string]bool  // keys of groups that are being made or undone
+	tooLong    map[ID]time.Time // when writers of a volume were held back for as long as they may be, in vain
+	freezing   map[ID]bool      // volumes whose freeze nobody waits for any more, and the kernel is not through with
 }
 
 var _ Store = (*Local)(nil)
@@ -43,13 +52,15 @@ func NewLocal(ctx context.Context, node string, pools []blockdev.Pool, mounts *m
 	if len(pools) == 0 {
 		return nil, fmt.Errorf("%w: no pool", blockdev.ErrInvalid)
 	}
-	l := &Local{node: node, pools: pools, mounts: mounts, limit: limit, incomplete: map[string]bool{}}
+	l := &Local{node: node, pools: pools, mounts: mounts, limit: limit, longestFreeze: time.Minute, arrived: map[string]blockdev.Pool{}, claims: map[string]int64{}, incomplete: map[string]bool{}, tooLong: map[ID]time.Time{}, freezing: map[ID]bool{}}
 	for _, pool := range pools {
 		if awaited, ok := pool.(*blockdev.Awaited); ok {
-			awaited.Then(func(ctx context.Context, pool blockdev.Pool) error { return l.recover(ctx, pool) })
+			awaited.Then(ctx, l.recover)
+		} else if err := l.recover(ctx, pool); err != nil {
+			return l, err
 		}
 	}
-	return l, l.recover(ctx, l.there()...)
+	return l, nil
 }
 
 // there returns the pools that are there.
@@ -63,72 +74,88 @@ func (l *Local) there() []blockdev.Pool {
 	return pools
 }
 
-// recover makes pools ready to be used, which nobody else uses yet.
-func (l *Local) recover(ctx context.Context, pools ...blockdev.Pool) error {
+// recover makes a pool ready to be used, which nobody else uses yet.
+func (l *Local) recover(ctx context.Context, pool blockdev.Pool) error {
 	log := klog.FromContext(ctx)
-	for _, pool := range pools {
-		if err := l.endFreezes(ctx, pool); err != nil {
-			return err
-		}
-		orphans, err := pool.Orphans(ctx)
-		if err != nil {
-			return err
-		}
-		for ref, devices := range orphans {
-			used := slices.ContainsFunc(devices, func(d blockdev.Device) bool { return len(l.mounts.Paths(d.Number)) > 0 })
-			if used {
-				continue
-			}
-			if err := pool.Detach(ctx, ref); err != nil {
-				log.Error(err, "could not detach a device that nothing has mounted", "pool", pool.Name(), "object", ref.String())
-			}
-		}
-	}
-	if err := l.recoverGroups(ctx, pools); err != nil {
+	if err := l.endFreezes(ctx, pool); err != nil {
 		return err
 	}
-	claims := int64(0)
-	for _, pool := range pools {
-		records, err := pool.List(ctx, blockdev.Volume, "", 0)
-		if err != nil {
-			return err
+	orphans, err := pool.Orphans(ctx)
+	if err != nil {
+		return err
+	}
+	for ref, devices := range orphans {
+		used := slices.ContainsFunc(devices, func(d blockdev.Device) bool { return len(l.mounts.Paths(d.Number)) > 0 })
+		if used {
+			continue
 		}
-		for _, record := range records {
-			v := fromRecord(pool.Name(), l.node, record)
-			if v.Claim.Node != "" {
-				claims++
-			}
-			if v.Ephemeral == "" {
-				continue
-			}
-			// Without the pod's folder there is nobody left to unpublish it.
-			if _, err := os.Lstat(filepath.Dir(v.Ephemeral)); errors.Is(err, os.ErrNotExist) {
-				if err := pool.Delete(ctx, record.Ref); err != nil {
-					log.Error(err, "could not delete an ephemeral volume whose pod is gone", "volume", v.ID.String())
-				}
-			}
+		if err := pool.Detach(ctx, ref); err != nil {
+			log.Error(err, "could not detach a device that nothing has mounted", "pool", pool.Name(), "object", ref.String())
 		}
+	}
+	claims, err := l.recoverVolumes(ctx, pool)
+	if err != nil {
+		return err
+	}
+	if err := l.recoverGroups(ctx, pool); err != nil {
+		return err
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.claims += claims
+	l.claims[pool.Name()] = claims
 	return nil
 }
 
-// recoverGroups removes unfinished groups. While a pool is not there nobody knows which those
-// are, and all of which a part is missing are hidden.
-func (l *Local) recoverGroups(ctx context.Context, come []blockdev.Pool) error {
-	named := map[string]blockdev.Pool{}
-	for _, pool := range append(l.there(), come...) {
-		named[pool.Name()] = pool
+// recoverVolumes deletes the ephemeral volumes of pods that are gone, and counts claims.
+func (l *Local) recoverVolumes(ctx context.Context, pool blockdev.Pool) (claims int64, err error) {
+	records, err := pool.List(ctx, blockdev.Volume, "", 0)
+	if err != nil {
+		return 0, err
 	}
+	for _, record := range records {
+		v := fromRecord(pool.Name(), l.node, record)
+		if v.Claim.Node != "" {
+			claims++
+		}
+		if v.Ephemeral == "" {
+			continue
+		}
+		// Without the pod's folder there is nobody left to unpublish it.
+		if _, err := os.Lstat(filepath.Dir(v.Ephemeral)); errors.Is(err, os.ErrNotExist) {
+			if err := pool.Delete(ctx, record.Ref); err != nil {
+				klog.FromContext(ctx).Error(err, "could not delete an ephemeral volume whose pod is gone", "volume", v.ID.String())
+			}
+		}
+	}
+	return claims, nil
+}
+
+// recoverGroups removes unfinished groups. While a pool is not there nobody knows which those
+// are, and all of which a part is missing are hidden. What is left of a group that was finished once
+// stays, whatever the others were lost with.
+func (l *Local) recoverGroups(ctx context.Context, come blockdev.Pool) error {
+	l.arriving.Lock()
+	defer l.arriving.Unlock()
+	named := maps.Clone(l.arrived)
+	named[come.Name()] = come
 	groups, err := l.groups(ctx, slices.Collect(maps.Values(named)))
 	if err != nil {
 		return err
 	}
 	for key, members := range groups {
-		l.setIncomplete(key, !complete(members))
-		if complete(members) || len(named) < len(l.pools) {
+		all := complete(members)
+		l.setIncomplete(key, !all)
+		if len(named) < len(l.pools) {
+			continue
+		}
+		if all || wasWhole(members) {
+			if !all {
+				klog.FromContext(ctx).Info("A part of a group snapshot is missing; keeping the rest", "group", GroupID{key}.String(), "snapshots", len(members), "of", members[0].groupSize)
+			}
+			if err := setWhole(ctx, func(name string) (blockdev.Pool, error) { return named[name], nil }, members, true); err != nil { // older versions did not
+				klog.FromContext(ctx).Error(err, "could not note that a group snapshot is complete; the next start tries again", "group", GroupID{key}.String())
+			}
+			l.setIncomplete(key, false)
 			continue
 		}
 		for _, m := range members {
@@ -138,6 +165,7 @@ func (l *Local) recoverGroups(ctx context.Context, come []blockdev.Pool) error {
 		}
 		l.setIncomplete(key, false)
 	}
+	l.arrived = named
 	return nil
 }
 
@@ -166,8 +194,13 @@ func (l *Local) endFreezes(ctx context.Context, pool blockdev.Pool) error {
 }
 
 func setFrozen(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref, value string) error {
+	return changeLabel(ctx, pool, ref, labelFrozen, value)
+}
+
+// changeLabel sets a label of an object, or with no value takes it away.
+func changeLabel(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref, label, value string) error {
 	_, err := pool.SetLabels(ctx, ref, func(labels map[string]string) error {
-		setLabel(labels, labelFrozen, value)
+		setLabel(labels, label, value)
 		return nil
 	})
 	return err
@@ -176,13 +209,15 @@ func setFrozen(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref, value 
 // Node is the name of the node.
 func (l *Local) Node() string { return l.node }
 
+// pool returns a pool of the node; ErrUnavailable for one that the node was not started with: what
+// is in it may be there.
 func (l *Local) pool(name string) (blockdev.Pool, error) {
 	for _, pool := range l.pools {
 		if pool.Name() == name {
 			return pool, nil
 		}
 	}
-	return nil, fmt.Errorf("%w: no pool %q on node %s", blockdev.ErrNotFound, name, l.node)
+	return nil, fmt.Errorf("%w: node %s was started without pool %q (--pool); what is in it stays as it is", blockdev.ErrUnavailable, l.node, name)
 }
 
 // object returns the pool and reference behind an ID of the given kind.
@@ -231,7 +266,15 @@ func (l *Local) Create(ctx context.Context, spec Spec) (Volume, error) {
 	}
 	var source origin
 	if spec.Source != (ID{}) {
+		release, err := l.holdSource(spec.Source)
+		if err != nil {
+			return Volume{}, err
+		}
+		defer release()
 		if source, err = l.source(ctx, spec.Source); err != nil {
+			return Volume{}, err
+		}
+		if err := spec.CheckSource(carried(source.record)); err != nil {
 			return Volume{}, err
 		}
 	}
@@ -262,13 +305,13 @@ func (l *Local) Create(ctx context.Context, spec Spec) (Volume, error) {
 	}
 	thaw := func() error { return nil }
 	if spec.Source.Kind == blockdev.Volume {
-		if create.Quiesced, thaw, err = l.quiesce(ctx, source); err != nil {
+		if ctx, create.Quiesced, thaw, err = l.quiesce(ctx, source); err != nil {
 			return Volume{}, err
 		}
 	}
 	create.Cut = func(context.Context) error { return thaw() }
 	record, err = pool.Create(ctx, create)
-	if err = errors.Join(err, thaw()); err != nil {
+	if err = withThaw(freezeError(ctx, err), thaw()); err != nil {
 		return Volume{}, err
 	}
 	return fromRecord(pool.Name(), l.node, record), nil
@@ -298,6 +341,30 @@ type origin struct {
 	pool   blockdev.Pool
 	record blockdev.Record
 }
+
+// carried is the filesystem that an object carries, or is to carry; empty: it is raw.
+func carried(r blockdev.Record) filesystem.Type {
+	if format := parseFormat(r.Labels[labelFormat]); format.Type != "" {
+		return format.Type
+	}
+	return filesystem.Type(r.Labels[labelFilesystem])
+}
+
+// holdSource keeps a snapshot that is copied from being deleted with its group, of which the caller
+// need not know the members. ErrBusy while that is under way.
+func (l *Local) holdSource(id ID) (release func(), err error) {
+	return l.lockSources(nil, []string{id.String()})
+}
+
+func (l *Local) lockSources(exclusive, shared []string) (release func(), err error) {
+	unlock, busy := l.sources.TryLock(exclusive, shared)
+	if unlock == nil {
+		return nil, fmt.Errorf("%w: %s is being copied, or deleted; try again", blockdev.ErrBusy, busy)
+	}
+	return unlock, nil
+}
+
+func (o origin) id() ID { return ID{o.record.Kind, o.pool.Name(), o.record.Key} }
 
 func (l *Local) source(ctx context.Context, id ID) (origin, error) {
 	if id.Kind == blockdev.Snapshot {
@@ -337,18 +404,22 @@ const (
 	thawPause = 100 * time.Millisecond
 )
 
-// quiesce freezes the filesystem of an origin, if it has one that is mounted. It
-// reports whether all writes are held back until thaw is called, which may be called
-// again.
-func (l *Local) quiesce(ctx context.Context, o origin) (quiesced bool, thaw func() error, err error) {
+// quiesce freezes the filesystem of an origin, if it has one that is mounted. It reports
+// whether all writes are held back until thaw is called, which may be called again, and
+// returns the context for what is done meanwhile: see held. ErrUnavailable from thaw: they were not,
+// so what was done is of no point in time. What somebody else froze is not held back: they may end it at any time.
+func (l *Local) quiesce(ctx context.Context, o origin) (_ context.Context, quiesced bool, thaw func() error, err error) {
 	nothing := func() error { return nil }
 	paths := l.filesystems(ctx, o.pool, o.record.Ref)
 	if len(paths) == 0 {
-		return false, nothing, nil
+		return ctx, false, nothing, nil
+	}
+	if err := l.patient(o); err != nil {
+		return ctx, false, nothing, err
 	}
 	// A freeze outlives its process, so the record comes first: the next start ends it.
 	if err := setFrozen(ctx, o.pool, o.record.Ref, "true"); err != nil {
-		return false, nothing, err
+		return ctx, false, nothing, err
 	}
 	unmark := func() error { // also when the caller's time is over
 		ctx, cancel := blockdev.Undoing(ctx)
@@ -356,22 +427,131 @@ func (l *Local) quiesce(ctx context.Context, o origin) (quiesced bool, thaw func
 		return setFrozen(ctx, o.pool, o.record.Ref, "")
 	}
 	// All paths show the one filesystem of the volume's device.
-	end, err := filesystem.Freeze(paths[0])
-	if err != nil {
-		return false, nothing, errors.Join(err, unmark())
+	end, pending, err := l.freeze(ctx, o.id(), paths[0])
+	switch {
+	case errors.Is(err, blockdev.ErrBusy):
+		return ctx, false, nothing, unmark()
+	case pending: // it may be frozen yet
+		return ctx, false, nothing, err
+	case err != nil:
+		return ctx, false, nothing, errors.Join(err, unmark())
 	}
-	thaw = sync.OnceValue(func() error {
-		err := end()
-		for try := 0; err != nil && try < thawTries; try++ {
-			time.Sleep(thawPause)
-			err = filesystem.Thaw(paths[0])
-		}
-		if err != nil {
+	ctx, thaw = l.held(ctx, o, sync.OnceValue(func() error {
+		err := endFreeze(end, paths[0])
+		if err != nil && !errors.Is(err, blockdev.ErrUnavailable) {
 			return err // the next start tries again
 		}
-		return unmark()
+		return errors.Join(err, unmark())
+	}))
+	return ctx, true, thaw, nil
+}
+
+// endFreeze calls what filesystem.Freeze returned for a path, and tries again.
+func endFreeze(end func() error, path string) error {
+	err := end()
+	for try := 0; err != nil && !errors.Is(err, blockdev.ErrUnavailable) && try < thawTries; try++ {
+		time.Sleep(thawPause)
+		err = filesystem.Thaw(path)
+	}
+	return err
+}
+
+// freezeTime is how long the kernel is waited for until it has frozen a filesystem.
+const freezeTime = time.Minute
+
+// freeze is filesystem.Freeze of a volume. pending: the kernel is not through with it, and nobody waits for that any
+// more; it is ended as soon as it begins. Until then no other is tried (patient), and the mark in the record stays until the next
+// copy or start.
+func (l *Local) freeze(ctx context.Context, id ID, path string) (_ func() error, pending bool, _ error) {
+	ctx, cancel := context.WithTimeoutCause(ctx, freezeTime, blockdev.ErrUnavailable)
+	defer cancel()
+	end, err := filesystem.Freeze(ctx, path)
+	if err == nil || end == nil {
+		return end, false, err
+	}
+	l.setFreezing(id, true)
+	go func() {
+		_ = endFreeze(end, path) // the next start tries again
+		l.setFreezing(id, false)
+	}()
+	return nil, true, fmt.Errorf("%w: %s", err, stuck(id))
+}
+
+func stuck(id ID) string {
+	return fmt.Sprintf("a write to the filesystem of volume %s has begun and does not end, and nothing can be frozen before that; end the pod that writes, or all that use it", id)
+}
+
+func (l *Local) setFreezing(id ID, freezing bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if freezing {
+		l.freezing[id] = true
+	} else {
+		delete(l.freezing, id)
+	}
+}
+
+// held returns the context for what is done while the writes to an origin are held back. If
+// that lasts for longer than writers can be asked to wait, the context ends (freezeError);
+// once they were released it does not.
+func (l *Local) held(ctx context.Context, o origin, release func() error) (context.Context, func() error) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	id, longest := o.id(), l.longestFreeze
+	timer := time.AfterFunc(longest, func() {
+		l.mu.Lock()
+		l.tooLong[id] = time.Now()
+		l.mu.Unlock()
+		cancel(impatient(id, longest))
 	})
-	return true, thaw, nil
+	return ctx, func() error {
+		timer.Stop()
+		return release()
+	}
+}
+
+// restFactor: writers that were held back for as long as they may be are left alone for so
+// many times that long. Whoever asks for a copy asks again and again.
+const restFactor = 10
+
+// patient is ErrPrecondition if the writers of an origin were held back in vain not long ago, and
+// ErrUnavailable if they still are.
+func (l *Local) patient(o origin) error {
+	id, rest := o.id(), restFactor*l.longestFreeze
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for id, at := range l.tooLong {
+		if time.Since(at) > rest {
+			delete(l.tooLong, id)
+		}
+	}
+	if _, known := l.tooLong[id]; known {
+		return impatient(id, l.longestFreeze)
+	}
+	if l.freezing[id] {
+		return fmt.Errorf("%w: %s", blockdev.ErrUnavailable, stuck(id))
+	}
+	return nil
+}
+
+func impatient(id ID, longest time.Duration) error {
+	return fmt.Errorf("%w: volume %s is in use, and its pool cannot copy it within the %s for which its writers may be held back; "+
+		"stop the pods that use it until it is copied, or keep it in a pool that copies in an instant (XFS, btrfs, LVM)", blockdev.ErrPrecondition, id, longest)
+}
+
+// freezeError is the error of what was done with a context of held.
+func freezeError(ctx context.Context, err error) error {
+	if cause := context.Cause(ctx); err != nil && errors.Is(cause, blockdev.ErrPrecondition) {
+		return cause
+	}
+	return err
+}
+
+// withThaw joins the error of a copy and that of a thaw, which may have been the cause.
+func withThaw(err, thaw error) error {
+	if errors.Is(err, thaw) {
+		return err
+	}
+	return errors.Join(err, thaw)
 }
 
 // Delete: see Store.
@@ -471,11 +651,11 @@ func (l *Local) Claim(ctx context.Context, id ID, claim Claim) error {
 		return fmt.Errorf("%w: volume %s is published to node %s", blockdev.ErrInUse, id, v.Claim.Node)
 	}
 	l.mu.Lock()
-	if l.limit > 0 && l.claims >= l.limit {
+	if l.limit > 0 && l.claimed() >= l.limit {
 		l.mu.Unlock()
 		return fmt.Errorf("%w: node %s has %d volumes, the most it can have", blockdev.ErrLimit, l.node, l.limit)
 	}
-	l.claims++
+	l.claims[id.Pool]++
 	l.mu.Unlock()
 	if err := l.setLabels(ctx, id, func(labels map[string]string) error {
 		labels[labelClaimNode], labels[labelClaimMode] = claim.Node, claim.Mode
@@ -484,16 +664,24 @@ func (l *Local) Claim(ctx context.Context, id ID, claim Claim) error {
 		}
 		return nil
 	}); err != nil {
-		l.unclaim()
+		l.unclaim(id.Pool)
 		return err
 	}
 	return nil
 }
 
-func (l *Local) unclaim() {
+// claimed counts the claims of the node. The caller holds mu.
+func (l *Local) claimed() (all int64) {
+	for _, n := range l.claims {
+		all += n
+	}
+	return all
+}
+
+func (l *Local) unclaim(pool string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.claims--
+	l.claims[pool]--
 }
 
 // Release: see Store.
@@ -513,7 +701,7 @@ func (l *Local) Release(ctx context.Context, id ID, node string) error {
 	}); err != nil {
 		return err
 	}
-	l.unclaim()
+	l.unclaim(id.Pool)
 	return nil
 }
 
@@ -533,6 +721,26 @@ func (l *Local) SetFormat(ctx context.Context, id ID, format Format) error {
 		return nil
 	})
 }
+
+// SetTarget records the one path that a volume is to be published at, durably; empty: it may be
+// at any.
+func (l *Local) SetTarget(ctx context.Context, id ID, target string) error {
+	return l.setLabels(ctx, id, func(labels map[string]string) error {
+		setLabel(labels, labelTarget, target)
+		return nil
+	})
+}
+
+// SetFlags records what stands for the mount flags that a volume is staged with, durably.
+func (l *Local) SetFlags(ctx context.Context, id ID, flags string) error {
+	return l.setLabels(ctx, id, func(labels map[string]string) error {
+		setLabel(labels, labelFlags, flags)
+		return nil
+	})
+}
+
+// Claimed says how a volume is claimed. Here that is always known: its record has it.
+func (l *Local) Claimed(_ context.Context, v Volume) (claim Claim, known bool) { return v.Claim, true }
 
 // Expand: see Store.
 func (l *Local) Expand(ctx context.Context, id ID, size Range) (Volume, error) {
@@ -604,13 +812,14 @@ func (l *Local) Modify(ctx context.Context, id ID, mutable map[string]string) er
 	return err
 }
 
-// Attach makes a volume a device of this node, with its mutable parameters.
-func (l *Local) Attach(ctx context.Context, v Volume, readOnly, keep bool) (blockdev.Device, error) {
+// Attach makes a volume a device of this node, with its mutable parameters. With keep, the device
+// stays until Detach and can be handed out to others (blockdev.Attachment).
+func (l *Local) Attach(ctx context.Context, v Volume, keep bool) (blockdev.Device, error) {
 	pool, ref, err := l.object(v.ID, blockdev.Volume)
 	if err != nil {
 		return blockdev.Device{}, err
 	}
-	return pool.Attach(ctx, ref, blockdev.Attachment{ReadOnly: readOnly, Keep: keep, Attributes: queueSettings(v.Mutable)})
+	return pool.Attach(ctx, ref, blockdev.Attachment{Keep: keep, Attributes: queueSettings(v.Mutable)})
 }
 
 // Attached lists the devices of a volume; it needs no record of it.
@@ -622,7 +831,7 @@ func (l *Local) Attached(ctx context.Context, id ID) ([]blockdev.Device, error) 
 	return pool.Attached(ctx, ref)
 }
 
-// Detach takes the devices of a volume away; it needs no record of it.
+// Detach takes the devices of a volume away that Attached knows of.
 func (l *Local) Detach(ctx context.Context, id ID) error {
 	pool, ref, err := l.object(id, blockdev.Volume)
 	if err != nil {
@@ -631,8 +840,22 @@ func (l *Local) Detach(ctx context.Context, id ID) error {
 	return pool.Detach(ctx, ref)
 }
 
-// Untouched reports whether it is proven that nothing was ever written to a volume.
-func (l *Local) Untouched(ctx context.Context, id ID) (bool, error) {
+// Used is how much of a volume has space, in bytes; known is false where its pool cannot tell.
+func (l *Local) Used(ctx context.Context, id ID) (used int64, known bool, err error) {
+	pool, ref, err := l.object(id, blockdev.Volume)
+	if err != nil {
+		return 0, false, err
+	}
+	measurer, known := blockdev.As[blockdev.Measurer](pool)
+	if known {
+		used, err = measurer.Used(ctx, ref)
+	}
+	return used, known, err
+}
+
+// Blank reports whether nothing was ever written to a volume, which is attached as a device, as far as
+// its pool knows; where it does not, whether the device is blank (filesystem.Blank).
+func (l *Local) Blank(ctx context.Context, id ID, device blockdev.Device) (bool, error) {
 	pool, ref, err := l.object(id, blockdev.Volume)
 	if err != nil {
 		return false, err
@@ -640,7 +863,7 @@ func (l *Local) Untouched(ctx context.Context, id ID) (bool, error) {
 	if prover, ok := blockdev.As[blockdev.Prover](pool); ok {
 		return prover.Untouched(ctx, ref)
 	}
-	return false, nil
+	return filesystem.Blank(ctx, device.Path)
 }
 
 // Ephemeral returns the ephemeral volume that was made under a name.
@@ -699,6 +922,14 @@ func (l *Local) PoolHealth(ctx context.Context) []blockdev.Problem {
 	return problems
 }
 
+// Topology is where the node is, beside its name: nobody says, on one machine.
+func (l *Local) Topology(context.Context) (map[string]string, error) { return nil, nil }
+
+// NodesIn: see Store.
+func (l *Local) NodesIn(_ context.Context, labels map[string]string) ([]string, error) {
+	return nil, fmt.Errorf("%w: topology %v does not name a node, and nobody says where node %s is", blockdev.ErrInvalid, labels, l.node)
+}
+
 // Capacity: see Store.
 func (l *Local) Capacity(ctx context.Context, name, node string) (blockdev.Capacity, error) {
 	if node != "" && node != l.node {
@@ -712,16 +943,4 @@ func (l *Local) Capacity(ctx context.Context, name, node string) (blockdev.Capac
 		}
 	}
 	return pool.Capacity(ctx)
-}
-
-// Ready: see Store. A pool that is not there yet is waited for, as a restart does not bring it.
-func (l *Local) Ready(ctx context.Context) error {
-	var failures []error
-	for _, pool := range l.pools {
-		_, err := pool.Capacity(ctx)
-		if err != nil && blockdev.There(pool) != nil {
-			failures = append(failures, err)
-		}
-	}
-	return errors.Join(failures...)
 }

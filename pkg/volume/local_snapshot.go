@@ -20,12 +20,12 @@ func (l *Local) CreateSnapshot(ctx context.Context, name string, source ID) (Sna
 	if err != nil {
 		return Snapshot{}, err
 	}
-	quiesced, thaw, err := l.quiesce(ctx, o)
+	ctx, quiesced, thaw, err := l.quiesce(ctx, o)
 	if err != nil {
 		return Snapshot{}, err
 	}
 	record, err := l.cut(ctx, o, name, quiesced, func(context.Context) error { return thaw() }, nil)
-	if err = errors.Join(err, thaw()); err != nil {
+	if err = withThaw(freezeError(ctx, err), thaw()); err != nil {
 		return Snapshot{}, fmt.Errorf("snapshot %q of volume %s: %w", name, source, err)
 	}
 	return snapshotFromRecord(source.Pool, l.node, record), nil
@@ -122,6 +122,7 @@ func (l *Local) ListSnapshots(ctx context.Context, source ID, after ID, limit in
 type member struct {
 	Snapshot
 	groupSize int
+	wasWhole  bool
 }
 
 // A group has no record of its own: it is there if and only if as many snapshots
@@ -129,12 +130,41 @@ type member struct {
 // at which a crash could leave a part of a group that looks like the whole.
 func complete(members []member) bool { return len(members) > 0 && len(members) == members[0].groupSize }
 
+// wasWhole: the group was complete, so what is missing was lost (with its disk, or its record), and what is
+// there is what somebody has.
+func wasWhole(members []member) bool {
+	return slices.ContainsFunc(members, func(m member) bool { return m.wasWhole })
+}
+
+// setWhole says in the records of members whether their group is complete. poolOf returns the pool of a name.
+func setWhole(ctx context.Context, poolOf func(name string) (blockdev.Pool, error), members []member, whole bool) error {
+	value := ""
+	if whole {
+		value = "1"
+	}
+	for i := range members {
+		m := &members[i]
+		if m.wasWhole == whole {
+			continue
+		}
+		pool, err := poolOf(m.ID.Pool)
+		if err == nil {
+			err = changeLabel(ctx, pool, m.ID.ref(), labelGroupWhole, value)
+		}
+		if err != nil {
+			return fmt.Errorf("note in snapshot %s whether its group is complete: %w", m.ID, err)
+		}
+		m.wasWhole = whole
+	}
+	return nil
+}
+
 func (l *Local) groups(ctx context.Context, pools []blockdev.Pool) (map[string][]member, error) {
 	groups := map[string][]member{}
 	err := l.list(ctx, pools, blockdev.Snapshot, ID{}, 0, func(pool string, r blockdev.Record) bool {
 		if key := r.Labels[labelGroup]; key != "" {
 			size, _ := strconv.Atoi(r.Labels[labelGroupSize])
-			groups[key] = append(groups[key], member{snapshotFromRecord(pool, l.node, r), size})
+			groups[key] = append(groups[key], member{snapshotFromRecord(pool, l.node, r), size, r.Labels[labelGroupWhole] != ""})
 		}
 		return true
 	})
@@ -142,6 +172,19 @@ func (l *Local) groups(ctx context.Context, pools []blockdev.Pool) (map[string][
 }
 
 func (l *Local) removeGroup(ctx context.Context, members []member) error {
+	var ids []string
+	for _, m := range members {
+		ids = append(ids, m.ID.String())
+	}
+	release, err := l.lockSources(ids, nil)
+	if err != nil {
+		return err
+	}
+	defer release()
+	// So that a start removes what a crash leaves of it. A full disk may not take that, and has to be emptied all the same.
+	if err := setWhole(ctx, l.pool, members, false); err != nil && !errors.Is(err, blockdev.ErrNoSpace) {
+		return err
+	}
 	var failures []error
 	for _, m := range members {
 		pool, ref, err := l.object(m.ID, blockdev.Snapshot)
@@ -181,8 +224,15 @@ func (l *Local) CreateGroup(ctx context.Context, name string, sources []ID) (_ G
 		if !slices.EqualFunc(group.Snapshots, sources, func(s Snapshot, source ID) bool { return s.Source == source }) {
 			return Group{}, fmt.Errorf("%w: group snapshot %q (%s) is of other volumes", blockdev.ErrExists, name, id)
 		}
+		if err := setWhole(ctx, l.pool, members, true); err != nil {
+			return Group{}, err
+		}
 		l.setIncomplete(id.Key, false) // an earlier try could not remove any of it
 		return group, nil
+	}
+	if wasWhole(members) { // what is left of it is no part of a try before this one
+		return Group{}, fmt.Errorf("%w: group snapshot %q has %d of its %d snapshots only; restore the records of the others, or delete the group",
+			blockdev.ErrDataLoss, name, len(members), members[0].groupSize)
 	}
 	l.setIncomplete(id.Key, true)
 	defer func() {
@@ -206,7 +256,7 @@ func (l *Local) CreateGroup(ctx context.Context, name string, sources []ID) (_ G
 	defer func() {
 		for _, c := range cuts {
 			if c.release != nil {
-				err = errors.Join(err, c.release())
+				err = withThaw(err, c.release())
 			}
 		}
 	}()
@@ -219,16 +269,19 @@ func (l *Local) CreateGroup(ctx context.Context, name string, sources []ID) (_ G
 		}
 	}
 	for i := range cuts {
-		if err := l.hold(ctx, &cuts[i]); err != nil {
+		if ctx, err = l.hold(ctx, &cuts[i]); err != nil {
 			return Group{}, err
 		}
 	}
 	if err := l.cutAll(ctx, cuts); err != nil {
-		return Group{}, err
+		return Group{}, freezeError(ctx, err)
 	}
 	members = members[:0]
 	for _, c := range cuts {
-		members = append(members, member{snapshotFromRecord(c.origin.pool.Name(), l.node, c.record), len(cuts)})
+		members = append(members, member{snapshotFromRecord(c.origin.pool.Name(), l.node, c.record), len(cuts), false})
+	}
+	if err := setWhole(ctx, l.pool, members, true); err != nil {
+		return Group{}, err
 	}
 	return toGroup(id, members), nil
 }
@@ -244,20 +297,20 @@ type groupCut struct {
 }
 
 // hold holds back the writes to the origin of a member: of a filesystem, and where the pool
-// can also of a raw device.
-func (l *Local) hold(ctx context.Context, c *groupCut) (err error) {
-	if c.quiesced, c.release, err = l.quiesce(ctx, c.origin); err != nil {
-		return err
+// can also of a raw device. It returns the context for what is done meanwhile.
+func (l *Local) hold(ctx context.Context, c *groupCut) (_ context.Context, err error) {
+	if ctx, c.quiesced, c.release, err = l.quiesce(ctx, c.origin); err != nil {
+		return ctx, err
 	}
 	pool, ok := blockdev.As[blockdev.Suspender](c.origin.pool)
 	if !ok || c.quiesced {
-		return nil
+		return ctx, nil
 	}
 	resume, err := pool.Suspend(ctx, c.origin.record.Ref)
 	if err == nil {
-		c.release = resume
+		ctx, c.release = l.held(ctx, c.origin, resume)
 	}
-	return err
+	return ctx, err
 }
 
 // cutAll cuts the members in their order. Each one's writes go on as soon as it is cut:
@@ -304,7 +357,11 @@ func (l *Local) DeleteGroup(ctx context.Context, id GroupID) error {
 		return err
 	}
 	l.setIncomplete(id.Key, true)
-	if err := l.removeGroup(ctx, groups[id.Key]); err != nil {
+	err = l.removeGroup(ctx, groups[id.Key])
+	if errors.Is(err, blockdev.ErrBusy) { // none of it is gone
+		l.setIncomplete(id.Key, !complete(groups[id.Key]))
+	}
+	if err != nil {
 		return fmt.Errorf("delete %s: %w", id, err) // what is left stays hidden
 	}
 	l.setIncomplete(id.Key, false)

@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -345,11 +346,16 @@ func TestClaim(t *testing.T) {
 }
 
 // snapshots of a store, by name.
-func snapshots(t testing.TB, l *volume.Local) (names []string) {
+func listed(t testing.TB, l *volume.Local) []volume.Snapshot {
 	t.Helper()
 	all, err := l.ListSnapshots(t.Context(), volume.ID{}, volume.ID{}, 0)
 	must(t, err)
-	for _, s := range all {
+	return all
+}
+
+func snapshots(t testing.TB, l *volume.Local) (names []string) {
+	t.Helper()
+	for _, s := range listed(t, l) {
 		names = append(names, s.Name)
 	}
 	return names
@@ -515,6 +521,196 @@ func TestUndoingEnds(t *testing.T) {
 	}
 }
 
+// copying is a pool whose volumes are all mounted, and which copies for as long as it is let. It fixes
+// the bytes of the origin before that, or not.
+type copying struct {
+	watched
+	cuts   bool
+	let    chan struct{}
+	made   atomic.Int32
+	during func(blockdev.Spec) // the copy
+}
+
+func (p *copying) Create(ctx context.Context, spec blockdev.Spec) (blockdev.Record, error) {
+	if spec.Origin != (blockdev.Ref{}) {
+		p.made.Add(1)
+		if p.during != nil {
+			p.during(spec)
+		}
+		if p.cuts {
+			if err := spec.Cut(ctx); err != nil {
+				return blockdev.Record{}, err
+			}
+		}
+		select {
+		case <-p.let:
+		case <-ctx.Done():
+			return blockdev.Record{}, ctx.Err()
+		}
+	}
+	return p.Pool.Create(ctx, spec)
+}
+
+// inUse starts a store over one pool whose volumes are mounted at dir.
+func inUse(t *testing.T, cuts bool) (_ *volume.Local, pool *copying, dir string) {
+	t.Helper()
+	drivertest.NeedRoot(t)
+	dir, image := t.TempDir(), filepath.Join(t.TempDir(), "image")
+	must(t, os.WriteFile(image, nil, 0o600))
+	must(t, os.Truncate(image, 8*mib))
+	drivertest.Run(t, "mkfs.ext4", "-q", image)
+	drivertest.Run(t, "mount", "-o", "loop", image, dir)
+	t.Cleanup(func() { must(t, unix.Unmount(dir, 0)) })
+	var st unix.Stat_t
+	must(t, unix.Stat(dir, &st))
+	pool = &copying{watched: watched{memory.NewDisk(8<<30).Open("default", nil), st.Dev, map[string]bool{}}, cuts: cuts, let: make(chan struct{})}
+	return start(t, 0, pool), pool, dir
+}
+
+// TestFreezeEnds: a copy that holds writers back is given up after a while, for good and with a word
+// of what to do; and who asks again and again does not hold them back again and again.
+func TestFreezeEnds(t *testing.T) {
+	l, pool, dir := inUse(t, false)
+	a, b := create(t, l, "a").ID, create(t, l, "b").ID
+	copies := map[string]func(source volume.ID) error{
+		"snapshot": func(source volume.ID) error { return second(l.CreateSnapshot(t.Context(), "s", source)) },
+		"clone": func(source volume.ID) error {
+			return second(l.Create(t.Context(), volume.Spec{Name: "c", Size: volume.Range{Required: mib}, Source: source}))
+		},
+		"group": func(source volume.ID) error { return second(l.CreateGroup(t.Context(), "g", []volume.ID{source, b})) },
+	}
+	for what, copy := range copies {
+		l.SetLongestFreeze(20 * time.Millisecond)
+		source := create(t, l, "source of "+what).ID
+		tries := pool.made.Load()
+		err := copy(source)
+		fails(t, err, blockdev.ErrPrecondition, what)
+		if errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("%s: the error %v says that it may go on", what, err)
+		}
+		must(t, os.WriteFile(filepath.Join(dir, what), []byte("written"), 0o600))
+		l.SetLongestFreeze(time.Hour)
+		fails(t, copy(source), blockdev.ErrPrecondition, what+" again")
+		if n := pool.made.Load() - tries; n != 1 {
+			t.Errorf("%s: writers were held back %d times", what, n)
+		}
+		l.SetLongestFreeze(20 * time.Millisecond)
+		for end := time.Now().Add(20 * time.Second); pool.made.Load()-tries < 2; { // they had their rest
+			fails(t, copy(source), blockdev.ErrPrecondition, what+" later")
+			if time.Now().After(end) {
+				t.Fatalf("%s: it is never tried again", what)
+			}
+		}
+	}
+	close(pool.let)
+	l.SetLongestFreeze(time.Hour)
+	must(t, second(l.CreateSnapshot(t.Context(), "s", a)))
+	if have := snapshots(t, l); len(have) != 1 {
+		t.Errorf("snapshots %q", have)
+	}
+}
+
+// TestFreezeOfOthers: a copy is of one point in time, also if somebody else freezes the source, who may
+// thaw it at any time, or ends the driver's freeze.
+func TestFreezeOfOthers(t *testing.T) {
+	l, pool, dir := inUse(t, true)
+	close(pool.let)
+	source := create(t, l, "v").ID
+	copies := map[string]func() error{
+		"snapshot": func() error { return second(l.CreateSnapshot(t.Context(), "s", source)) },
+		"clone": func() error {
+			return second(l.Create(t.Context(), volume.Spec{Name: "c", Size: volume.Range{Required: mib}, Source: source}))
+		},
+		"group": func() error { return second(l.CreateGroup(t.Context(), "g", []volume.ID{source})) },
+	}
+	for what, copy := range copies {
+		pool.during = func(spec blockdev.Spec) {
+			if !spec.Quiesced {
+				t.Errorf("%s: not quiesced", what)
+			}
+			must(t, filesystem.Thaw(dir))
+		}
+		fails(t, copy(), blockdev.ErrUnavailable, what+" whose freeze was ended")
+		if have := snapshots(t, l); len(have) != 0 {
+			t.Errorf("%s: snapshots %q", what, have)
+		}
+		pool.during = func(spec blockdev.Spec) {
+			if spec.Quiesced {
+				t.Errorf("%s: somebody else's freeze is relied on", what)
+			}
+		}
+		thaw, err := filesystem.Freeze(t.Context(), dir)
+		must(t, err)
+		must(t, errors.Join(copy(), thaw())) // it is still theirs to thaw
+		for _, one := range listed(t, l) {
+			if one.Group == (volume.GroupID{}) {
+				must(t, l.DeleteSnapshot(t.Context(), one.ID))
+			} else {
+				must(t, l.DeleteGroup(t.Context(), one.Group))
+			}
+		}
+	}
+}
+
+// TestLongCopy: what bounds the time that writers are held back does not bound the copy.
+func TestLongCopy(t *testing.T) {
+	l, pool, dir := inUse(t, true)
+	l.SetLongestFreeze(100 * time.Millisecond)
+	source := create(t, l, "v").ID
+	for _, copy := range []func() error{
+		func() error { return second(l.CreateSnapshot(t.Context(), "s", source)) },
+		func() error {
+			return second(l.Create(t.Context(), volume.Spec{Name: "c", Size: volume.Range{Required: mib}, Source: source}))
+		},
+		func() error { return second(l.CreateGroup(t.Context(), "g", []volume.ID{source})) },
+	} {
+		done := make(chan error)
+		go func() { done <- copy() }()
+		time.Sleep(300 * time.Millisecond) // it does not matter how long exactly
+		must(t, os.WriteFile(filepath.Join(dir, "file"), []byte("written"), 0o600))
+		pool.let <- struct{}{}
+		must(t, <-done)
+	}
+}
+
+// TestGroupDeletedWhileCopied: a group is not deleted while one of its snapshots is copied, whoever
+// knows that it is of the group; and not copied while it is deleted.
+func TestGroupDeletedWhileCopied(t *testing.T) {
+	var at string // an operation
+	var then func()
+	hook := func(operation string, ref blockdev.Ref) error {
+		if operation+"/"+string(ref.Kind) == at {
+			at = ""
+			then()
+		}
+		return nil
+	}
+	l := start(t, 0, memory.NewDisk(8<<30).Open("default", hook))
+	a, b := create(t, l, "a"), create(t, l, "b")
+	group, err := l.CreateGroup(t.Context(), "group", []volume.ID{a.ID, b.ID})
+	must(t, err)
+	spec := volume.Spec{Name: "copy", Source: group.Snapshots[1].ID}
+	at, then = "Create/vol", func() {
+		fails(t, l.DeleteGroup(t.Context(), group.ID), blockdev.ErrBusy, "delete while it is copied")
+	}
+	must(t, second(l.Create(t.Context(), spec)))
+	if have, err := l.GetGroup(t.Context(), group.ID); err != nil || len(have.Snapshots) != 2 {
+		t.Fatalf("the group is %v, %v", have, err)
+	}
+	must(t, second(l.GetSnapshot(t.Context(), group.Snapshots[0].ID)))
+	spec.Name = "another"
+	at, then = "Delete/snap", func() {
+		if err := second(l.Create(t.Context(), spec)); !errors.Is(err, blockdev.ErrBusy) && !errors.Is(err, blockdev.ErrNotFound) {
+			t.Errorf("copied while it is deleted: %v", err)
+		}
+	}
+	must(t, l.DeleteGroup(t.Context(), group.ID))
+	fails(t, second(l.Create(t.Context(), spec)), blockdev.ErrNotFound, "copy of a group that is gone")
+	if at != "" {
+		t.Errorf("nothing was tried at %s", at)
+	}
+}
+
 // TestGroupDeleteFails: a group of which some members are gone is gone for everybody.
 func TestGroupDeleteFails(t *testing.T) {
 	l, _, broken := one(t)
@@ -528,6 +724,39 @@ func TestGroupDeleteFails(t *testing.T) {
 	}
 	delete(broken, "Delete")
 	must(t, l.DeleteGroup(t.Context(), group.ID))
+}
+
+// TestGroupPartLost: what a group has lost (with its disk, say) takes nothing else along.
+func TestGroupPartLost(t *testing.T) {
+	for _, deleting := range []bool{false, true} {
+		t.Run(fmt.Sprint("deleting ", deleting), func(t *testing.T) {
+			l, disk, broken := one(t)
+			a := create(t, l, "a").ID
+			group, err := l.CreateGroup(t.Context(), "g", []volume.ID{a, create(t, l, "b").ID})
+			must(t, err)
+			if deleting {
+				broken["Delete"] = 2
+				fails(t, l.DeleteGroup(t.Context(), group.ID), errBroken, "DeleteGroup")
+			} else {
+				lost := group.Snapshots[1].ID
+				must(t, disk.Open("default", nil).Delete(t.Context(), blockdev.Ref{Kind: lost.Kind, Key: lost.Key}))
+			}
+			l = start(t, 0, disk.Open("default", nil))
+			have := snapshots(t, l)
+			if deleting {
+				if len(have) > 0 {
+					t.Errorf("left of what was being deleted is %q", have)
+				}
+				return
+			}
+			must(t, second(l.Create(t.Context(), volume.Spec{Name: "restored", Source: group.Snapshots[0].ID, Size: volume.Range{Required: mib}})))
+			fails(t, second(l.GetGroup(t.Context(), group.ID)), blockdev.ErrNotFound, "GetGroup")
+			must(t, l.DeleteGroup(t.Context(), group.ID))
+			if have := snapshots(t, l); len(have) > 0 {
+				t.Errorf("left is %q", have)
+			}
+		})
+	}
 }
 
 func TestSnapshot(t *testing.T) {
@@ -643,7 +872,7 @@ func TestModify(t *testing.T) {
 	l := start(t, 0, disk.Open("default", nil))
 	v, err := l.Create(t.Context(), volume.Spec{Name: "a", Size: volume.Range{Required: mib}, Mutable: map[string]string{"readAheadKiB": "64"}})
 	must(t, err)
-	device, err := l.Attach(t.Context(), v, false, false)
+	device, err := l.Attach(t.Context(), v, false)
 	must(t, err)
 	defer device.Close()
 	is := func(when, readAhead, scheduler string, mutable map[string]string) {
@@ -681,7 +910,7 @@ func TestStart(t *testing.T) {
 	disk := memory.NewDisk(1 << 30)
 	l := start(t, 0, disk.Open("default", nil))
 	kept := create(t, l, "kept")
-	device, err := l.Attach(t.Context(), kept, false, true)
+	device, err := l.Attach(t.Context(), kept, true)
 	must(t, err)
 	must(t, device.Close())
 	pod, gone := filepath.Join(dir, "pod", "mount"), filepath.Join(dir, "gone", "mount")
@@ -722,7 +951,6 @@ func TestCapacity(t *testing.T) {
 			t.Errorf("pool %q, node %q: %+v, %v; want %d, %v", c.pool, c.node, have, err, c.want, c.err)
 		}
 	}
-	must(t, l.Ready(t.Context()))
 	broken["Capacity"] = 1
-	fails(t, l.Ready(t.Context()), errBroken, "Ready with a pool that does not answer")
+	fails(t, second(l.Capacity(t.Context(), "first", "")), errBroken, "Capacity of a pool that does not answer")
 }

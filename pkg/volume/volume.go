@@ -63,10 +63,11 @@ type Store interface {
 	// Changed calls yield with the ranges in which target differs from base.
 	Changed(ctx context.Context, base, target ID, from int64, yield func(blockdev.Extent) error) error
 
+	// NodesIn returns the nodes that have all of some labels (of Kubernetes: a zone, a region);
+	// ErrNoSpace if there is none, ErrInvalid if the store knows of no labels.
+	NodesIn(ctx context.Context, labels map[string]string) ([]string, error)
 	// Capacity of a pool on a node; an empty pool is the default one.
 	Capacity(ctx context.Context, pool, node string) (blockdev.Capacity, error)
-	// Ready is nil if every pool answers that is there.
-	Ready(ctx context.Context) error
 }
 
 // Spec says what volume to create.
@@ -90,8 +91,10 @@ type Spec struct {
 	For Requester
 }
 
-// Requester names an object of the CO: of Kubernetes, a PersistentVolumeClaim.
-type Requester struct{ Namespace, Name string }
+// Requester is whom the CO made a volume for: of Kubernetes, the namespace and the name of a
+// PersistentVolumeClaim, and the name of the PersistentVolume. Each may be empty: unknown.
+// It is for people, and for those who look for the volume's objects when these are lost.
+type Requester struct{ Namespace, Name, PersistentVolume string }
 
 // Volume is a volume as it is.
 type Volume struct {
@@ -106,7 +109,12 @@ type Volume struct {
 	Claim      Claim // of no node if it is not claimed
 	Node       string
 	Ephemeral  string
-	Created    time.Time
+	// Target is where the node published it last, if that was to be its only target.
+	Target string
+	// Flags stand for the mount flags that it was staged with last (pkg/node); empty: not known.
+	Flags   string
+	For     Requester
+	Created time.Time
 }
 
 // Claim fences a volume to a node.
@@ -267,10 +275,16 @@ const (
 	labelClaimMode  = "claim.mode"
 	labelClaimRO    = "claim.readonly"
 	labelEphemeral  = "ephemeral"
+	labelTarget     = "target"
+	labelFlags      = "flags"
 	labelFrozen     = "frozen" // by this driver, for a cut
 	labelGroup      = "group"
 	labelGroupSize  = "group.size"
-	labelMutable    = "mutable." // + key
+	labelGroupWhole = "group.whole" // all of the group was cut: a member that is missing was lost
+	labelMutable    = "mutable."    // + key
+	labelNamespace  = "pvc.namespace"
+	labelClaim      = "pvc.name"
+	labelPV         = "pv.name"
 )
 
 func setLabel(labels map[string]string, key, value string) {
@@ -298,7 +312,8 @@ func fromRecord(pool, node string, r blockdev.Record) Volume {
 	v := Volume{ID: ID{r.Kind, pool, r.Key}, Name: r.Name, Size: r.Size, Thin: r.Thin, Node: node, Created: r.Created,
 		Filesystem: filesystem.Type(r.Labels[labelFilesystem]), Format: parseFormat(r.Labels[labelFormat]),
 		Claim:     Claim{r.Labels[labelClaimNode], r.Labels[labelClaimRO] != "", r.Labels[labelClaimMode]},
-		Ephemeral: r.Labels[labelEphemeral], Mutable: map[string]string{}}
+		Ephemeral: r.Labels[labelEphemeral], Target: r.Labels[labelTarget], Flags: r.Labels[labelFlags], Mutable: map[string]string{},
+		For: Requester{r.Labels[labelNamespace], r.Labels[labelClaim], r.Labels[labelPV]}}
 	if r.Origin != (blockdev.Ref{}) {
 		v.Source = ID{r.Origin.Kind, pool, r.Origin.Key}
 	}
@@ -320,6 +335,9 @@ func (s Spec) labels() map[string]string {
 	labels := map[string]string{}
 	setLabel(labels, labelFilesystem, string(s.Filesystem))
 	setLabel(labels, labelEphemeral, s.Ephemeral)
+	setLabel(labels, labelNamespace, s.For.Namespace)
+	setLabel(labels, labelClaim, s.For.Name)
+	setLabel(labels, labelPV, s.For.PersistentVolume)
 	for key, value := range s.Mutable {
 		labels[labelMutable+key] = value
 	}
@@ -349,6 +367,15 @@ func (s Spec) Check(v Volume) error {
 		return differs("pod", v.Ephemeral, s.Ephemeral)
 	}
 	return nil
+}
+
+// CheckSource returns ErrInvalid if the volume cannot be a copy of what carries a filesystem
+// (empty: raw, or not known): a copy carries what its source does.
+func (s Spec) CheckSource(carried filesystem.Type) error {
+	if s.Filesystem == "" || carried == "" || s.Filesystem == carried {
+		return nil
+	}
+	return fmt.Errorf("%w: source %s carries %s, so its copy %q cannot be %s", blockdev.ErrInvalid, s.Source, carried, s.Name, s.Filesystem)
 }
 
 // merged returns the mutable parameters with changes made.

@@ -11,11 +11,19 @@ package v1alpha1
 
 import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 )
 
-// Finalizer is on every Volume and Snapshot from its first moment. The agent of the node
-// takes it off once the space is back.
+// Finalizer was on every Volume and Snapshot that older versions made. Now an object holds
+// nothing up: agents take it off.
 const Finalizer = "ashlar.dev/node"
+
+// NewPool as the UUID of a pool lets the agent take what is there, or make a pool.
+const NewPool = "new"
+
+// AdoptAnnotation on a Pool asks for objects of volumes and snapshots that have none: "all",
+// or some of the IDs in status.strays, with commas between. The agent takes it off when done.
+const AdoptAnnotation = "ashlar.dev/adopt"
 
 // GoneTaint is the key of a taint that says that a node will never come back.
 const GoneTaint = "ashlar.dev/gone"
@@ -64,6 +72,7 @@ type Volume struct {
 // VolumeSpec is what a volume is to be.
 //
 // +kubebuilder:validation:XValidation:rule="has(self.source) == has(oldSelf.source)",message="the source of a volume does not change"
+// +kubebuilder:validation:XValidation:rule="!has(self.delete) || !has(self.claim)",message="a volume that is to be deleted is not claimed"
 type VolumeSpec struct {
 	// NodeName is the node that has the volume.
 	// +kubebuilder:validation:MinLength=1
@@ -103,10 +112,30 @@ type VolumeSpec struct {
 	// ClaimRef is the PersistentVolumeClaim that the volume was made for.
 	// +optional
 	ClaimRef *ClaimRef `json:"claimRef,omitempty"`
+	// PersistentVolume that the volume was made for.
+	// +optional
+	PersistentVolume string `json:"persistentVolume,omitempty"`
 	// Abandoned asks the node to delete the volume, if it is blank: nobody knows of it any
 	// more. It cannot be claimed meanwhile.
 	// +optional
 	Abandoned bool `json:"abandoned,omitempty"`
+	Intent    `json:",inline"`
+}
+
+// Intent is what the controller allows the node to do to the bytes of an object. It is in the
+// spec, which backups have: what they restore may be kept, and neither made nor deleted.
+//
+// +kubebuilder:validation:XValidation:rule="!has(self.make) || !self.make || (has(oldSelf.make) && oldSelf.make)",message="what was made is not made again"
+type Intent struct {
+	// Make: the bytes may be made. It is there from the object's first moment until its agent
+	// has made them, and goes before anybody can use them. The bytes of an object without it
+	// are found, or they are lost.
+	// +optional
+	Make bool `json:"make,omitempty"`
+	// Delete: the bytes may be deleted, and the object after them. It is the UID of this very
+	// object; any other, as in an object that was restored, means nothing.
+	// +optional
+	Delete types.UID `json:"delete,omitempty"`
 }
 
 // Source is what a volume was copied from; it is on the same node, in the same pool.
@@ -223,30 +252,38 @@ type Snapshot struct {
 	Status SnapshotStatus `json:"status,omitempty"`
 }
 
-// SnapshotSpec is what a snapshot is to be. It does not change.
+// SnapshotSpec is what a snapshot is to be. It does not change, but for what may be done to
+// its bytes.
 //
-// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="a snapshot does not change"
+// +kubebuilder:validation:XValidation:rule="has(self.group) == has(oldSelf.group)",message="a snapshot does not change"
 type SnapshotSpec struct {
 	// NodeName is the node that has the volume and its snapshots.
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=253
+	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="a snapshot does not change"
 	NodeName string `json:"nodeName"`
 	// Pool of that node.
 	// +kubebuilder:validation:Pattern=`^[a-z0-9]([-a-z0-9]{0,22}[a-z0-9])?$`
+	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="a snapshot does not change"
 	Pool string `json:"pool"`
 	// Name is the CSI name; of a member of a group, that of the group.
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=256
+	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="a snapshot does not change"
 	Name string `json:"name"`
 	// Source is the key of the volume.
 	// +kubebuilder:validation:Pattern=`^[0-9a-f]{32}$`
+	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="a snapshot does not change"
 	Source string `json:"source"`
 	// Group that the snapshot is cut together with, all or none.
 	// +optional
-	Group *Group `json:"group,omitempty"`
+	Group  *Group `json:"group,omitempty"`
+	Intent `json:",inline"`
 }
 
 // Group is a group snapshot, as each of its members says it.
+//
+// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="a snapshot does not change"
 type Group struct {
 	// +kubebuilder:validation:Pattern=`^[0-9a-f]{32}$`
 	Key string `json:"key"`
@@ -306,6 +343,17 @@ type PoolSpec struct {
 	// MaxVolumes is how many volumes the node may have claimed; 0 is any number.
 	// +kubebuilder:validation:Minimum=0
 	MaxVolumes int64 `json:"maxVolumes"`
+	// Driver is the name of the CSI driver that the pool belongs to; empty, as of older
+	// versions, is block.csi.ashlar.dev. A cluster has one driver of this kind.
+	// +optional
+	Driver string `json:"driver,omitempty"`
+	// UUID is the identity of the pool, as its storage has it: the agent writes it when it first
+	// sees the pool, and serves no other one from then on. Whoever has replaced the disk on
+	// purpose changes it: to that of the pool on the new disk, or to "new", which stands for
+	// whatever pool is there, or is made.
+	// +optional
+	// +kubebuilder:validation:MaxLength=128
+	UUID string `json:"uuid,omitempty"`
 }
 
 // PoolStatus is how a pool is. All figures are bytes.
@@ -339,6 +387,36 @@ type PoolStatus struct {
 	// Granularity is what every size in the pool is a multiple of.
 	// +optional
 	Granularity int64 `json:"granularity"`
+	// StrayCount is how many volumes and snapshots the pool has that no object is for.
+	// +optional
+	StrayCount int `json:"strayCount,omitempty"`
+	// Strays are the first of them.
+	// +optional
+	// +listType=atomic
+	Strays []Stray `json:"strays,omitempty"`
+}
+
+// Stray is a volume or a snapshot that no object is for. Nothing removes it.
+type Stray struct {
+	// ID as CSI has it.
+	ID string `json:"id"`
+	// Name is the CSI name.
+	// +optional
+	Name string `json:"name,omitempty"`
+	// Size in bytes.
+	Size int64 `json:"size"`
+	// Group is the ID of the group snapshot that it is of.
+	// +optional
+	Group string `json:"group,omitempty"`
+	// Filesystem that the volume is for; empty for a raw block device.
+	// +optional
+	Filesystem string `json:"filesystem,omitempty"`
+	// ClaimRef is the PersistentVolumeClaim that the volume was made for.
+	// +optional
+	ClaimRef *ClaimRef `json:"claimRef,omitempty"`
+	// PersistentVolume that the volume was made for.
+	// +optional
+	PersistentVolume string `json:"persistentVolume,omitempty"`
 }
 
 // PoolList is a list of pools.

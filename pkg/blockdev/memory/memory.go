@@ -7,6 +7,7 @@ import (
 	"bytes"
 	"cmp"
 	"context"
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"io"
@@ -25,6 +26,7 @@ import (
 // in the kernel.
 type Disk struct {
 	size int64
+	id   string
 
 	mu      sync.Mutex
 	objects map[blockdev.Ref]*object
@@ -44,7 +46,7 @@ type loop struct {
 
 // NewDisk returns an empty disk of a size in bytes.
 func NewDisk(size int64) *Disk {
-	return &Disk{size: size, objects: map[blockdev.Ref]*object{}, loops: map[blockdev.Ref][]loop{}}
+	return &Disk{size: size, id: rand.Text(), objects: map[blockdev.Ref]*object{}, loops: map[blockdev.Ref][]loop{}}
 }
 
 // Hook is called at the start of each operation of a pool, with its name as in
@@ -52,7 +54,7 @@ func NewDisk(size int64) *Disk {
 // An error from it is the operation's, which then does nothing.
 type Hook func(operation string, ref blockdev.Ref) error
 
-// Pool is a blockdev.Pool and a blockdev.Differ.
+// Pool is a blockdev.Pool, blockdev.Identified and a blockdev.Differ.
 type Pool struct {
 	*Disk
 	name string
@@ -60,8 +62,9 @@ type Pool struct {
 }
 
 var (
-	_ blockdev.Pool   = (*Pool)(nil)
-	_ blockdev.Differ = (*Pool)(nil)
+	_ blockdev.Pool       = (*Pool)(nil)
+	_ blockdev.Identified = (*Pool)(nil)
+	_ blockdev.Differ     = (*Pool)(nil)
 )
 
 // Open opens the pool that is on a disk; hook may be nil.
@@ -71,6 +74,9 @@ func (d *Disk) Open(name string, hook Hook) *Pool {
 	}
 	return &Pool{d, name, hook}
 }
+
+// ID: see blockdev.Identified.
+func (d *Disk) ID() string { return d.id }
 
 // Name of the pool.
 func (p *Pool) Name() string { return p.name }

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
@@ -28,6 +29,8 @@ type Fixture struct {
 	Node string
 	// Pools of the node, the default one first; at least two.
 	Pools []string
+	// KnowsAll: the store knows every volume that there is, also in pools that no node has.
+	KnowsAll bool
 }
 
 // Open makes a fixture; it cleans up after itself.
@@ -40,7 +43,7 @@ func Run(t *testing.T, open Open) {
 		test func(f fixture)
 	}{
 		{"Create", create}, {"CreateDiffers", createDiffers}, {"CreateRefuses", createRefuses}, {"Copies", copies},
-		{"Delete", deleted}, {"NotFound", notFound}, {"List", list}, {"Claim", claim}, {"ClaimLimit", claimLimit},
+		{"Delete", deleted}, {"NotFound", notFound}, {"UnknownPool", unknownPool}, {"List", list}, {"Claim", claim}, {"ClaimLimit", claimLimit},
 		{"Expand", expand}, {"Modify", modify}, {"Snapshot", snapshot}, {"Group", group}, {"GroupRefuses", groupRefuses},
 		{"Capacity", capacity}, {"Concurrent", concurrent}, {"Cancelled", cancelled},
 	} {
@@ -90,20 +93,19 @@ func (f fixture) create(spec volume.Spec) volume.Volume {
 func (f fixture) same(have, want volume.Volume) {
 	f.t.Helper()
 	if have.ID != want.ID || have.Name != want.Name || have.Size != want.Size || have.Thin != want.Thin || have.Source != want.Source ||
-		have.Filesystem != want.Filesystem || have.Claim != want.Claim || have.Node != want.Node ||
+		have.Filesystem != want.Filesystem || have.Claim != want.Claim || have.Node != want.Node || have.For != want.For ||
 		!have.Created.Truncate(time.Microsecond).Equal(want.Created.Truncate(time.Microsecond)) {
 		f.t.Fatalf("have %+v, want %+v", have, want)
 	}
 }
 
 func create(f fixture) {
-	f.must(f.Ready(f.ctx))
 	spec := volume.Spec{Name: "a name, with ünicode and spaces", Size: volume.Range{Required: 20*mib + 1, Limit: 21 * mib}, Provisioning: blockdev.Thin,
 		Filesystem: "ext4", Mutable: map[string]string{"readAheadKiB": "256"}, Nodes: []string{"elsewhere", f.Node},
-		For: volume.Requester{Namespace: "ns", Name: "claim"}}
+		For: volume.Requester{Namespace: "ns", Name: "claim", PersistentVolume: "pvc-1"}}
 	v := f.create(spec)
 	if v.ID != (volume.ID{Kind: blockdev.Volume, Pool: f.Pools[0], Key: volume.KeyOf(spec.Name)}) || v.Name != spec.Name || v.Size != 20*mib+blockdev.Granularity ||
-		!v.Thin || v.Filesystem != "ext4" || v.Mutable["readAheadKiB"] != "256" || v.Node != f.Node || v.Created.IsZero() || v.Claim.Node != "" {
+		!v.Thin || v.Filesystem != "ext4" || v.For != spec.For || v.Mutable["readAheadKiB"] != "256" || v.Node != f.Node || v.Created.IsZero() || v.Claim.Node != "" {
 		f.t.Fatalf("created %+v", v)
 	}
 	f.same(f.create(spec), v)
@@ -192,6 +194,19 @@ func copies(f fixture) {
 		f.fails(second(f.Create(f.ctx, volume.Spec{Name: "x", Source: id, Pool: f.Pools[0]})), blockdev.ErrInvalid)
 		f.fails(second(f.Create(f.ctx, volume.Spec{Name: "x", Source: id, Nodes: []string{"elsewhere"}})), blockdev.ErrNoSpace)
 	}
+	// A copy carries what its source does. Of a raw source nobody knows.
+	formatted := f.create(volume.Spec{Name: "ext4", Size: volume.Range{Required: 16 * mib}, Filesystem: "ext4"})
+	cut, err := f.CreateSnapshot(f.ctx, "of ext4", formatted.ID)
+	f.must(err)
+	for i, id := range []volume.ID{formatted.ID, cut.ID} {
+		for _, other := range []filesystem.Type{"xfs", "btrfs"} {
+			f.fails(second(f.Create(f.ctx, volume.Spec{Name: "x", Source: id, Size: volume.Range{Required: 512 * mib}, Filesystem: other})), blockdev.ErrInvalid)
+		}
+		for _, same := range []filesystem.Type{"ext4", ""} {
+			f.create(volume.Spec{Name: fmt.Sprint("copy of ext4 ", i, same), Source: id, Size: volume.Range{Required: 1}, Filesystem: same})
+		}
+	}
+	f.create(volume.Spec{Name: "xfs of raw", Source: source.ID, Size: volume.Range{Required: 512 * mib}, Filesystem: "xfs"})
 	// Copies do not need their source.
 	f.must(f.Delete(f.ctx, source.ID))
 	f.must(f.DeleteSnapshot(f.ctx, s.ID))
@@ -222,7 +237,6 @@ func notFound(f fixture) {
 	for _, id := range []volume.ID{
 		{Kind: blockdev.Volume, Pool: f.Pools[0], Key: volume.KeyOf("x")},
 		{Kind: blockdev.Volume, Pool: f.Pools[1], Key: v.ID.Key},
-		{Kind: blockdev.Volume, Pool: "no-such-pool", Key: v.ID.Key},
 		s.ID,
 	} {
 		f.fails(second(f.Get(f.ctx, id)), blockdev.ErrNotFound)
@@ -238,6 +252,29 @@ func notFound(f fixture) {
 	f.fails(second(f.GetGroup(f.ctx, volume.GroupID{Key: v.ID.Key})), blockdev.ErrNotFound)
 	f.must(f.DeleteGroup(f.ctx, volume.GroupID{Key: v.ID.Key}))
 	f.must(second(f.Get(f.ctx, v.ID)))
+}
+
+// unknownPool: what may be in a pool that the store does not have is neither gone nor free.
+func unknownPool(f fixture) {
+	v := volume.ID{Kind: blockdev.Volume, Pool: "no-such-pool", Key: volume.KeyOf("v")}
+	s := volume.ID{Kind: blockdev.Snapshot, Pool: v.Pool, Key: v.Key}
+	for what, err := range map[string]error{
+		"get": second(f.Get(f.ctx, v)), "claim": f.Claim(f.ctx, v, volume.Claim{Node: f.Node, Mode: "m"}),
+		"expand": second(f.Expand(f.ctx, v, volume.Range{Required: mib})), "modify": f.Modify(f.ctx, v, map[string]string{"readAheadKiB": "0"}),
+		"health": second(f.Health(f.ctx, v)), "snapshot": second(f.CreateSnapshot(f.ctx, "x", v)), "get snapshot": second(f.GetSnapshot(f.ctx, s)),
+		"clone":  second(f.Create(f.ctx, volume.Spec{Name: "x", Pool: f.Pools[0], Source: v})),
+		"delete": f.Delete(f.ctx, v), "release": f.Release(f.ctx, v, ""), "delete snapshot": f.DeleteSnapshot(f.ctx, s),
+	} {
+		undoes := what == "delete" || what == "release" || what == "delete snapshot"
+		switch {
+		case !f.KnowsAll:
+			if !errors.Is(err, blockdev.ErrUnavailable) {
+				f.t.Errorf("%s: %v", what, err)
+			}
+		case undoes && err != nil, !undoes && what != "clone" && !errors.Is(err, blockdev.ErrNotFound), what == "clone" && err == nil:
+			f.t.Errorf("%s: %v", what, err)
+		}
+	}
 }
 
 // pages reads a list page by page.

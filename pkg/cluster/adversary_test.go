@@ -1,0 +1,1058 @@
+package cluster_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	storagev1 "k8s.io/api/storage/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
+)
+
+// Kubernetes as the adversary: whatever is done to our objects, the bytes are there unless
+// somebody asked the driver to delete them. docs/reliability.md has the table.
+
+var formatted = volume.Format{State: volume.Formatted, Type: "ext4"}
+
+// family is one of each that a user can have, with bytes in them.
+type family struct {
+	plain, claimed, attached volume.Volume
+	snapshot                 volume.Snapshot
+	group                    volume.Group
+	detach                   func() error
+}
+
+func (w *world) family(m *machine, s *cluster.Store) family {
+	w.Helper()
+	var f family
+	for name, v := range map[string]*volume.Volume{"plain": &f.plain, "claimed": &f.claimed, "attached": &f.attached} {
+		var err error
+		one := spec(name)
+		one.For = volume.Requester{Namespace: "default", Name: name, PersistentVolume: "pv-" + name}
+		*v, err = s.Create(w.ctx, one)
+		must(w, err)
+		must(w, m.local.SetFormat(w.ctx, v.ID, formatted))
+	}
+	for _, v := range []volume.Volume{f.claimed, f.attached} {
+		must(w, s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m"}))
+	}
+	device, err := m.local.Attach(w.ctx, f.attached, false)
+	must(w, err)
+	f.detach = device.Close
+	w.Cleanup(func() { must(w, f.detach()) })
+	f.snapshot, err = s.CreateSnapshot(w.ctx, "snapshot", f.plain.ID)
+	must(w, err)
+	f.group, err = s.CreateGroup(w.ctx, "group", []volume.ID{f.plain.ID, f.claimed.ID})
+	must(w, err)
+	return f
+}
+
+func (f family) volumes() []volume.Volume { return []volume.Volume{f.plain, f.claimed, f.attached} }
+
+// unharmed: all bytes are on the machine, as they were.
+func (f family) unharmed(w *world, m *machine) {
+	w.Helper()
+	for _, v := range f.volumes() {
+		if have, err := m.local.Get(w.ctx, v.ID); err != nil || have.Format != formatted || !have.Created.Equal(v.Created.Truncate(time.Nanosecond)) && have.Created.Sub(v.Created).Abs() > time.Microsecond {
+			w.Fatalf("volume %s: %+v, %v", v.Name, have, err)
+		}
+	}
+	for _, s := range append(slices.Clone(f.group.Snapshots), f.snapshot) {
+		must(w, second(m.local.GetSnapshot(w.ctx, s.ID)))
+	}
+	if devices, err := m.local.Attached(w.ctx, f.attached.ID); err != nil || len(devices) != 1 {
+		w.Fatalf("devices %v, %v", devices, err)
+	}
+}
+
+// served: the driver serves all of them as before.
+func (f family) served(w *world, s *cluster.Store) {
+	w.Helper()
+	w.eventually("all are there", func() bool {
+		volumes, err := s.List(w.ctx, volume.ID{}, 0)
+		snapshots, err2 := s.ListSnapshots(w.ctx, volume.ID{}, volume.ID{}, 0)
+		return errors.Join(err, err2) == nil && len(volumes) == 3 && len(snapshots) == 3
+	})
+	for _, v := range f.volumes() {
+		have, err := s.Get(w.ctx, v.ID)
+		if err != nil || have.Size != v.Size || have.Created.Sub(v.Created).Abs() > time.Microsecond || have.For != v.For {
+			w.Fatalf("%+v, %v; want %+v", have, err, v)
+		}
+		problems, err := s.Health(w.ctx, v.ID)
+		if err != nil || len(problems) > 0 {
+			w.Fatalf("%v, %v", problems, err)
+		}
+	}
+	again, err := s.GetGroup(w.ctx, f.group.ID)
+	must(w, err)
+	if len(again.Snapshots) != 2 {
+		w.Fatalf("%+v", again)
+	}
+}
+
+// deleted: what the CO asks to be deleted goes, in the end.
+func (f family) deleted(w *world, m *machine, s *cluster.Store) {
+	w.Helper()
+	for _, v := range f.volumes() {
+		must(w, s.Release(w.ctx, v.ID, nodeName))
+	}
+	must(w, f.detach())
+	must(w, errors.Join(s.DeleteGroup(w.ctx, f.group.ID), s.DeleteSnapshot(w.ctx, f.snapshot.ID)))
+	for _, v := range f.volumes() {
+		w.eventually(v.Name+" is deleted", func() bool { return s.Delete(w.ctx, v.ID) == nil }) // others may look at all devices
+	}
+	w.tally(m)
+	if left, err := m.local.List(w.ctx, volume.ID{}, 0); err != nil || len(left) > 0 {
+		w.Fatalf("left are %v, %v", left, err)
+	}
+}
+
+// objects of ours, but for the pools.
+func (w *world) objects() []client.Object {
+	w.Helper()
+	var volumes v1alpha1.VolumeList
+	var snapshots v1alpha1.SnapshotList
+	must(w, errors.Join(w.List(w.ctx, &volumes), w.List(w.ctx, &snapshots)))
+	var all []client.Object
+	for i := range volumes.Items {
+		all = append(all, &volumes.Items[i])
+	}
+	for i := range snapshots.Items {
+		all = append(all, &snapshots.Items[i])
+	}
+	return all
+}
+
+// gone waits until there are no objects any more.
+func (w *world) gone() {
+	w.Helper()
+	w.eventually("the objects are gone", func() bool { return len(w.objects()) == 0 })
+}
+
+// strays waits until a pool reports so many.
+func (w *world) strays(pool string, n int) []v1alpha1.Stray {
+	w.Helper()
+	p := &v1alpha1.Pool{}
+	w.eventually(fmt.Sprintf("%d strays are reported", n), func() bool {
+		must(w, client.IgnoreNotFound(w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(nodeName, pool)}, p)))
+		return p.Status.StrayCount == n && len(p.Status.Strays) == n && meta.IsStatusConditionTrue(p.Status.Conditions, v1alpha1.Accounted) == (n == 0)
+	})
+	return p.Status.Strays
+}
+
+// adopt asks for objects of strays.
+func (w *world) adopt(pool, which string) {
+	w.Helper()
+	p := &v1alpha1.Pool{}
+	must(w, w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(nodeName, pool)}, p))
+	before := p.DeepCopy()
+	p.Annotations = map[string]string{v1alpha1.AdoptAnnotation: which}
+	must(w, w.Patch(w.ctx, p, client.MergeFrom(before)))
+	w.eventually("it was done", func() bool {
+		must(w, w.Get(w.ctx, client.ObjectKeyFromObject(p), p))
+		return p.Annotations[v1alpha1.AdoptAnnotation] == ""
+	})
+}
+
+// older gives objects what older versions gave them.
+func (w *world) older(objects ...client.Object) {
+	w.Helper()
+	for _, o := range objects {
+		before := o.DeepCopyObject().(client.Object)
+		o.SetFinalizers([]string{v1alpha1.Finalizer})
+		must(w, w.Patch(w.ctx, o, client.MergeFrom(before)))
+	}
+}
+
+// TestObjectsDeleted: somebody deletes the objects. The bytes stay and are reported, nobody is told
+// that they are gone, and they can be had back.
+func TestObjectsDeleted(t *testing.T) {
+	for _, older := range []bool{false, true} {
+		t.Run(fmt.Sprint("older ", older), func(t *testing.T) {
+			w, m, s := newCluster(t)
+			f := w.family(m, s)
+			if older {
+				m.stop() // its agent would take the finalizers off
+				w.older(w.objects()...)
+			}
+			for _, o := range w.objects() {
+				must(t, w.Delete(w.ctx, o))
+			}
+			if older {
+				w.start(m)
+			}
+			w.gone()
+			strays := w.strays("default", 6)
+			f.unharmed(w, m)
+			for _, one := range strays {
+				if one.Size != mib || one.Name == "" || (strings.HasPrefix(one.ID, "vol") && (one.ClaimRef == nil || one.ClaimRef.Name != one.Name || one.PersistentVolume != "pv-"+one.Name)) {
+					t.Errorf("reported is %+v", one)
+				}
+			}
+			w.eventually("the store has heard of them", func() bool { return errors.Is(s.Delete(w.ctx, f.plain.ID), blockdev.ErrUnavailable) })
+			fails(t, s.DeleteSnapshot(w.ctx, f.snapshot.ID), blockdev.ErrUnavailable)
+			fails(t, s.DeleteGroup(w.ctx, f.group.ID), blockdev.ErrUnavailable)
+			must(t, s.Release(w.ctx, f.claimed.ID, nodeName))
+			f.unharmed(w, m)
+
+			w.adopt("default", f.plain.ID.String()+","+f.group.ID.String())
+			w.strays("default", 3)
+			w.adopt("default", "all")
+			w.strays("default", 0)
+			f.served(w, s)
+			must(t, s.Claim(w.ctx, f.claimed.ID, volume.Claim{Node: nodeName, Mode: "m"}))
+			f.unharmed(w, m)
+			f.deleted(w, m, s)
+		})
+	}
+}
+
+// TestObjectDeletedInUse: a pod goes on whose volume's object was deleted, and the volume with that
+// name is the same one when it is asked for again.
+func TestObjectDeletedAskedAgain(t *testing.T) {
+	w, m, s := newCluster(t)
+	f := w.family(m, s)
+	must(t, w.Delete(w.ctx, w.object("plain")))
+	w.eventually("it is gone", func() bool { return w.object("plain") == nil })
+	one := spec("plain")
+	one.For = f.plain.For
+	v, err := s.Create(w.ctx, one)
+	must(t, err)
+	if v.Created.Sub(f.plain.Created).Abs() > time.Microsecond {
+		t.Errorf("made anew: %+v", v)
+	}
+	f.unharmed(w, m)
+	f.served(w, s)
+	f.deleted(w, m, s)
+}
+
+// TestAskedAgainDiffers: bytes that lost their object are asked for again by their name, but not as they
+// are now, or the asking is given up: they stay.
+func TestAskedAgainDiffers(t *testing.T) {
+	w, m, s := newCluster(t)
+	f := w.family(m, s)
+	must(t, second(s.Expand(w.ctx, f.plain.ID, volume.Range{Required: 2 * mib}))) // who asks again does not know it
+	other, err := s.Create(w.ctx, spec("other"))
+	must(t, err)
+	for _, o := range w.objects() {
+		if o.GetName() != other.ID.Key {
+			must(t, w.Delete(w.ctx, o))
+		}
+	}
+	w.eventually("they are gone", func() bool { return len(w.objects()) == 1 })
+	again := func() {
+		t.Helper()
+		fails(t, second(s.Create(w.ctx, spec("plain"))), blockdev.ErrExists)
+		fails(t, second(s.CreateSnapshot(w.ctx, "snapshot", other.ID)), blockdev.ErrExists)
+		f.unharmed(w, m)
+	}
+	again()
+	m.stop()
+	time.Sleep(time.Second) // objects say when they were made in seconds
+	w.asked("it is asked for", func(ctx context.Context) error { return second(s.Create(ctx, spec("claimed"))) }, func() bool { return w.object("claimed") != nil })
+	o := w.object("claimed")
+	o.Spec.Delete = o.UID
+	must(t, w.Update(w.ctx, o))
+	w.start(m)
+	w.eventually("it is given up", func() bool { return w.object("claimed") == nil })
+	again()
+	w.strays("default", 6)
+	w.adopt("default", "all")
+	w.strays("default", 0)
+	if v, err := s.Create(w.ctx, spec("plain")); err != nil || v.Size != 2*mib {
+		t.Errorf("%+v, %v", v, err)
+	}
+	must(t, s.Delete(w.ctx, other.ID))
+	f.deleted(w, m, s)
+}
+
+// restored makes objects again as backup tools do: without status, with another UID.
+func (w *world) restored(objects []client.Object) {
+	w.Helper()
+	for _, o := range objects {
+		o.SetUID("")
+		o.SetResourceVersion("")
+		o.SetManagedFields(nil)
+		switch o := o.(type) {
+		case *v1alpha1.Volume:
+			o.Status = v1alpha1.VolumeStatus{}
+		case *v1alpha1.Snapshot:
+			o.Status = v1alpha1.SnapshotStatus{}
+		}
+		must(w, w.Create(w.ctx, o))
+	}
+}
+
+// TestObjectsRestored: objects that come back without status find their bytes.
+func TestObjectsRestored(t *testing.T) {
+	for _, older := range []bool{false, true} {
+		t.Run(fmt.Sprint("older ", older), func(t *testing.T) {
+			w, m, s := newCluster(t)
+			f := w.family(m, s)
+			backup := w.objects()
+			if older {
+				for _, o := range backup {
+					o.SetFinalizers([]string{v1alpha1.Finalizer})
+				}
+			}
+			for _, o := range w.objects() {
+				must(t, w.Delete(w.ctx, o))
+			}
+			w.gone()
+			w.restored(backup)
+			f.served(w, s)
+			f.unharmed(w, m)
+			w.strays("default", 0)
+			for _, o := range w.objects() {
+				if len(o.GetFinalizers()) > 0 {
+					t.Errorf("%s has finalizers", o.GetName())
+				}
+			}
+			f.deleted(w, m, s)
+		})
+	}
+}
+
+// TestRestoredWithIntent: the word that bytes may go is for one object, and not for its copy.
+func TestRestoredWithIntent(t *testing.T) {
+	w, m, s := newCluster(t)
+	f := w.family(m, s)
+	backup := w.objects()
+	for _, o := range backup {
+		switch o := o.(type) {
+		case *v1alpha1.Volume:
+			o.Spec.Delete, o.Spec.Claim = o.UID, nil
+		case *v1alpha1.Snapshot:
+			o.Spec.Delete = o.UID
+		}
+	}
+	for _, o := range w.objects() {
+		must(t, w.Delete(w.ctx, o))
+	}
+	w.gone()
+	w.restored(backup)
+	f.served(w, s)
+	f.unharmed(w, m)
+	w.eventually("it is taken back", func() bool { return w.object("plain").Spec.Delete == "" })
+	must(t, s.Claim(w.ctx, f.claimed.ID, volume.Claim{Node: nodeName, Mode: "m"}))
+	f.deleted(w, m, s)
+}
+
+// TestRestoredWithStatus: objects that come back with their status, and begin to count their generations
+// anew. An answer to a spec of before is none to what is asked for now.
+func TestRestoredWithStatus(t *testing.T) {
+	w, m, s := newCluster(t)
+	f := w.family(m, s)
+	backup := w.objects()
+	for _, o := range backup {
+		must(t, w.Delete(w.ctx, o))
+	}
+	w.gone()
+	var statuses []client.Object
+	for _, o := range backup {
+		if v, ok := o.(*v1alpha1.Volume); ok {
+			v.Status.Failure, v.Status.ObservedGeneration = &v1alpha1.Failure{Reason: "NoSpace", Message: "there was no room"}, 1000
+		}
+		statuses = append(statuses, o.DeepCopyObject().(client.Object))
+	}
+	m.stop() // so nobody else writes a status
+	w.restored(backup)
+	for i, o := range statuses {
+		o.SetUID(backup[i].GetUID())
+		o.SetResourceVersion(backup[i].GetResourceVersion())
+		must(t, w.Status().Update(w.ctx, o))
+	}
+	w.start(m)
+	f.served(w, s)
+	f.unharmed(w, m)
+	if v, err := s.Expand(w.ctx, f.plain.ID, volume.Range{Required: 2 * mib}); err != nil || v.Size != 2*mib {
+		t.Errorf("%+v, %v", v, err)
+	}
+	f.deleted(w, m, s)
+}
+
+// TestRestoredOntoNewDisk: objects whose bytes are gone are lost. Nothing is made in their place,
+// also if the volume is asked for again.
+func TestRestoredOntoNewDisk(t *testing.T) {
+	w, m, s := newCluster(t)
+	v, err := s.Create(w.ctx, spec("v"))
+	must(t, err)
+	snapshot, err := s.CreateSnapshot(w.ctx, "s", v.ID)
+	must(t, err)
+	group, err := s.CreateGroup(w.ctx, "g", []volume.ID{v.ID})
+	must(t, err)
+	backup := w.objects()
+	m.stop()
+	for _, o := range w.objects() {
+		must(t, w.Delete(w.ctx, o))
+	}
+	w.gone()
+	m.disks[0] = memory.NewDisk(storetest.Size)
+	w.identity("default", v1alpha1.NewPool)
+	w.start(m)
+	w.restored(backup)
+	w.eventually("the loss is reported", func() bool {
+		o := w.object("v")
+		c := meta.FindStatusCondition(o.Status.Conditions, v1alpha1.Ready)
+		return c != nil && c.Status == metav1.ConditionFalse && c.Reason == "DataLoss" && o.Status.Created == nil
+	})
+	w.eventually("the store has heard of it", func() bool { return errors.Is(second(s.Get(w.ctx, v.ID)), blockdev.ErrDataLoss) })
+	w.eventually("and of the snapshot", func() bool { return errors.Is(second(s.GetSnapshot(w.ctx, snapshot.ID)), blockdev.ErrDataLoss) })
+	fails(t, second(s.Create(w.ctx, spec("v"))), blockdev.ErrDataLoss)
+	fails(t, s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m"}), blockdev.ErrDataLoss)
+	fails(t, second(s.CreateSnapshot(w.ctx, "s", v.ID)), blockdev.ErrDataLoss)
+	w.eventually("and of the group", func() bool {
+		return errors.Is(second(s.CreateGroup(w.ctx, "g", []volume.ID{v.ID})), blockdev.ErrDataLoss)
+	})
+	fails(t, second(m.local.Get(w.ctx, v.ID)), blockdev.ErrNotFound)
+	if left, err := m.local.ListSnapshots(w.ctx, volume.ID{}, volume.ID{}, 0); err != nil || len(left) > 0 {
+		t.Errorf("cut anew: %v, %v", left, err)
+	}
+	must(t, errors.Join(s.DeleteGroup(w.ctx, group.ID), s.DeleteSnapshot(w.ctx, snapshot.ID), s.Delete(w.ctx, v.ID)))
+	must(t, second(s.Create(w.ctx, spec("v"))))
+	w.tally(m)
+}
+
+// TestRestoredFromBeforeGrowth: an object that says less than there is.
+func TestRestoredFromBeforeGrowth(t *testing.T) {
+	w, m, s := newCluster(t)
+	v, err := s.Create(w.ctx, spec("v"))
+	must(t, err)
+	backup := w.objects()
+	must(t, second(s.Expand(w.ctx, v.ID, volume.Range{Required: 2 * mib})))
+	must(t, s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m"}))
+	must(t, w.Delete(w.ctx, w.object("v")))
+	w.gone()
+	w.restored(backup)
+	w.eventually("it is found", func() bool {
+		have, err := s.Get(w.ctx, v.ID)
+		return err == nil && have.Size == 2*mib
+	})
+	if grown, err := s.Expand(w.ctx, v.ID, volume.Range{Required: 3 * mib}); err != nil || grown.Size != 3*mib {
+		t.Errorf("%+v, %v", grown, err)
+	}
+	must(t, s.Delete(w.ctx, v.ID))
+	w.tally(m)
+}
+
+// identity writes the identity of a pool into its object.
+func (w *world) identity(pool, id string) {
+	w.Helper()
+	p := &v1alpha1.Pool{}
+	must(w, w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(nodeName, pool)}, p))
+	before := p.DeepCopy()
+	p.Spec.UUID = id
+	must(w, w.Patch(w.ctx, p, client.MergeFrom(before)))
+}
+
+// TestEdited: each field that somebody may edit, edited.
+func TestEdited(t *testing.T) {
+	w, m, s := newCluster(t)
+	f := w.family(m, s)
+	for what, edit := range map[string]func(*v1alpha1.Volume){
+		"size":              func(v *v1alpha1.Volume) { v.Spec.Size += mib },
+		"mutable":           func(v *v1alpha1.Volume) { v.Spec.Mutable = map[string]string{"readAheadKiB": "64"} },
+		"claim":             func(v *v1alpha1.Volume) { v.Spec.Claim = nil },
+		"another claim":     func(v *v1alpha1.Volume) { v.Spec.Claim = &v1alpha1.Claim{Node: "elsewhere", Mode: "x"} },
+		"claimRef":          func(v *v1alpha1.Volume) { v.Spec.ClaimRef = &v1alpha1.ClaimRef{Namespace: "x", Name: "y"} },
+		"no claimRef":       func(v *v1alpha1.Volume) { v.Spec.ClaimRef = nil },
+		"persistent volume": func(v *v1alpha1.Volume) { v.Spec.PersistentVolume = "x" },
+		"abandoned":         func(v *v1alpha1.Volume) { v.Spec.Abandoned, v.Spec.Claim = true, nil },
+		"not abandoned":     func(v *v1alpha1.Volume) { v.Spec.Abandoned = false },
+		"delete":            func(v *v1alpha1.Volume) { v.Spec.Delete, v.Spec.Claim = "rubbish", nil },
+		"finalizers":        func(v *v1alpha1.Volume) { v.Finalizers = []string{v1alpha1.Finalizer, "example.com/other"} },
+		"no finalizers":     func(v *v1alpha1.Volume) { v.Finalizers = nil },
+		"labels":            func(v *v1alpha1.Volume) { v.Labels = map[string]string{"velero.io/restore-name": "x"} },
+		"annotations":       func(v *v1alpha1.Volume) { v.Annotations = map[string]string{v1alpha1.AdoptAnnotation: "all"} },
+	} {
+		for _, name := range []string{"plain", "claimed", "attached"} {
+			w.eventually("the edit is through: "+what, func() bool {
+				o := w.object(name)
+				edit(o)
+				err := w.Update(w.ctx, o)
+				if apierrors.IsInvalid(err) && o.Spec.Delete == "rubbish" {
+					return false // until the agent has looked
+				}
+				if client.IgnoreNotFound(err) != nil && !apierrors.IsConflict(err) {
+					t.Fatalf("%s: %v", what, err)
+				}
+				return err == nil
+			})
+		}
+		f.unharmed(w, m)
+	}
+	for what, edit := range map[string]func(*v1alpha1.Volume){
+		"made again": func(v *v1alpha1.Volume) { v.Spec.Make = true },
+		"deleted and claimed": func(v *v1alpha1.Volume) {
+			v.Spec.Delete, v.Spec.Claim = v.UID, &v1alpha1.Claim{Node: nodeName, Mode: "m"}
+		},
+	} {
+		o := w.object("plain")
+		edit(o)
+		if err := w.Update(w.ctx, o); !apierrors.IsInvalid(err) {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	for what, edit := range map[string]func(*v1alpha1.Volume){
+		"size": func(v *v1alpha1.Volume) { v.Status.Size = 0 },
+		"failure": func(v *v1alpha1.Volume) {
+			v.Status.Failure, v.Status.ObservedGeneration = &v1alpha1.Failure{Reason: "DataLoss"}, 1000
+		},
+		"conditions": func(v *v1alpha1.Volume) { v.Status.Conditions = nil },
+		"ready": func(v *v1alpha1.Volume) {
+			meta.SetStatusCondition(&v.Status.Conditions, metav1.Condition{Type: v1alpha1.Ready, Status: metav1.ConditionFalse, Reason: "X"})
+		},
+		"abandoned": func(v *v1alpha1.Volume) {
+			meta.SetStatusCondition(&v.Status.Conditions, metav1.Condition{Type: v1alpha1.Abandoned, Status: metav1.ConditionTrue, Reason: "X"})
+		},
+		"health": func(v *v1alpha1.Volume) {
+			v.Status.Health = []v1alpha1.Problem{{Severity: "DataLoss", Reason: "x", Message: "y"}}
+		},
+		"thin": func(v *v1alpha1.Volume) { v.Status.Thin = !v.Status.Thin },
+	} {
+		for tries := 0; ; tries++ {
+			o := w.object("plain")
+			edit(o)
+			err := w.Status().Update(w.ctx, o)
+			if apierrors.IsConflict(err) && tries < 50 {
+				continue
+			}
+			if err != nil {
+				t.Fatalf("status: %s: %v", what, err)
+			}
+			break
+		}
+		f.unharmed(w, m)
+	}
+	w.eventually("the verdict is taken back", func() bool {
+		o := w.object("plain")
+		return meta.IsStatusConditionFalse(o.Status.Conditions, v1alpha1.Abandoned)
+	})
+	m.stop()
+	w.start(m) // which looks at all of them
+	time.Sleep(time.Second)
+	f.unharmed(w, m)
+	for _, o := range w.objects() {
+		o.SetFinalizers(nil)
+		must(t, w.Update(w.ctx, o))
+	}
+}
+
+// TestDeletedByHand: the way to have bytes deleted without the CO, and how it is taken back in time.
+func TestDeletedByHand(t *testing.T) {
+	w, m, s := newCluster(t)
+	f := w.family(m, s)
+	m.stop()
+	for _, name := range []string{"plain", "attached"} {
+		o := w.object(name)
+		o.Spec.Delete, o.Spec.Claim = o.UID, nil
+		must(t, w.Update(w.ctx, o))
+	}
+	o := w.object("attached")
+	fails(t, s.Claim(soon(t), f.attached.ID, volume.Claim{Node: nodeName, Mode: "m"}), blockdev.ErrPrecondition)
+	w.start(m)
+	w.eventually("the one is gone", func() bool { return w.object("plain") == nil })
+	fails(t, second(m.local.Get(w.ctx, f.plain.ID)), blockdev.ErrNotFound)
+	w.eventually("the other is in use", func() bool {
+		o = w.object("attached")
+		return o.Status.Failure != nil && o.Status.Failure.Reason == "InUse"
+	})
+	o.Spec.Delete = ""
+	must(t, w.Update(w.ctx, o))
+	must(t, second(m.local.Get(w.ctx, f.attached.ID)))
+}
+
+// TestMadeAfter: bytes of the same name that were made after the object are not the object's.
+func TestMadeAfter(t *testing.T) {
+	w, m, s := newCluster(t)
+	v, err := s.Create(w.ctx, spec("v"))
+	must(t, err)
+	m.stop()
+	must(t, m.local.Delete(w.ctx, v.ID))
+	must(t, second(m.local.Create(w.ctx, spec("v"))))
+	w.start(m)
+	must(t, s.Delete(w.ctx, v.ID))
+	w.strays("default", 1)
+	must(t, second(m.local.Get(w.ctx, v.ID)))
+}
+
+// TestMixedVersions: what older controllers and agents do.
+func TestMixedVersions(t *testing.T) {
+	w, m, s := newCluster(t)
+	f := w.family(m, s)
+	// An older controller's object does not say that it may be made.
+	o := w.object("plain")
+	old := &v1alpha1.Volume{ObjectMeta: metav1.ObjectMeta{Name: volume.KeyOf("old"), Finalizers: []string{v1alpha1.Finalizer}}, Spec: o.Spec}
+	old.Spec.Name = "old"
+	must(t, w.Create(w.ctx, old))
+	w.eventually("it is refused", func() bool {
+		o := w.object("old")
+		return o.Status.Failure != nil && o.Status.Failure.Reason == "DataLoss"
+	})
+	fails(t, second(m.local.Get(w.ctx, volume.ID{Kind: blockdev.Volume, Pool: "default", Key: old.Name})), blockdev.ErrNotFound)
+	must(t, w.Delete(w.ctx, w.object("old"))) // as that controller does then
+	w.eventually("it is gone", func() bool { return w.object("old") == nil })
+	// Its deletion says nothing of bytes.
+	m.stop()
+	w.older(w.object("plain"))
+	must(t, w.Delete(w.ctx, w.object("plain")))
+	w.start(m)
+	w.eventually("it is gone", func() bool { return w.object("plain") == nil })
+	f.unharmed(w, m)
+	w.strays("default", 1)
+	w.adopt("default", "all")
+	w.strays("default", 0)
+	// An older agent makes what it is asked for, and leaves the word that it may be made.
+	m.stop()
+	done := make(chan error)
+	go func() { done <- second(s.Create(w.ctx, spec("by an older agent"))) }()
+	w.eventually("it is asked for", func() bool { return w.object("by an older agent") != nil })
+	made, err := m.local.Create(w.ctx, spec("by an older agent"))
+	must(t, err)
+	byOlder := w.object("by an older agent")
+	now := metav1.NewMicroTime(made.Created)
+	byOlder.Status.Created, byOlder.Status.Size = &now, mib
+	must(t, w.Status().Update(w.ctx, byOlder))
+	must(t, <-done)
+	if w.object("by an older agent").Spec.Make {
+		t.Error("it may be made again")
+	}
+	w.start(m)
+	must(t, s.Delete(w.ctx, made.ID))
+	f.served(w, s)
+	f.deleted(w, m, s)
+}
+
+// TestBegunByOlder: an object that an older controller wrote down, and nobody made, is made when it is asked for
+// again, if the claim that it is for shows that nobody has had it.
+func TestBegunByOlder(t *testing.T) {
+	w, m, s := newCluster(t)
+	begun := func(claim, bound string) volume.Spec {
+		pvc := &corev1.PersistentVolumeClaim{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: claim}, Spec: corev1.PersistentVolumeClaimSpec{
+			AccessModes: []corev1.PersistentVolumeAccessMode{corev1.ReadWriteOnce}, VolumeName: bound,
+			Resources: corev1.VolumeResourceRequirements{Requests: corev1.ResourceList{corev1.ResourceStorage: *resource.NewQuantity(mib, resource.BinarySI)}}}}
+		must(t, w.Create(w.ctx, pvc))
+		t.Cleanup(func() {
+			before := pvc.DeepCopy()
+			pvc.Finalizers = nil
+			must(t, errors.Join(w.Patch(w.ctx, pvc, client.MergeFrom(before)), w.Delete(w.ctx, pvc)))
+		})
+		one := spec("pvc-" + string(pvc.UID))
+		one.For = volume.Requester{Namespace: "default", Name: claim}
+		o := &v1alpha1.Volume{ObjectMeta: metav1.ObjectMeta{Name: volume.KeyOf(one.Name), Finalizers: []string{v1alpha1.Finalizer}},
+			Spec: v1alpha1.VolumeSpec{NodeName: nodeName, Pool: "default", Name: one.Name, Size: mib, ClaimRef: &v1alpha1.ClaimRef{Namespace: "default", Name: claim}}}
+		must(t, w.Create(w.ctx, o))
+		w.eventually("it is refused", func() bool { return w.object(one.Name).Status.Failure != nil })
+		return one
+	}
+	v, err := s.Create(w.ctx, begun("pending", ""))
+	must(t, err)
+	if o := w.object(v.Name); o.Status.Created == nil || len(o.Finalizers) > 0 {
+		t.Errorf("it is %+v", o)
+	}
+	must(t, second(m.local.Get(w.ctx, v.ID)))
+	bound := begun("bound", "some-volume")
+	fails(t, second(s.Create(w.ctx, bound)), blockdev.ErrDataLoss)
+	known := begun("known", "")
+	w.persistentVolume("rebound", cluster.DefaultDriver, volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf(known.Name)})
+	fails(t, second(s.Create(w.ctx, known)), blockdev.ErrDataLoss)
+	known.For = volume.Requester{}
+	fails(t, second(s.Create(w.ctx, known)), blockdev.ErrDataLoss)
+}
+
+// TestOldDefinitions: with definitions that do not know what may be done to bytes, nothing is.
+func TestOldDefinitions(t *testing.T) {
+	w, m, s := newCluster(t)
+	f := w.family(m, s)
+	server := apitest.Get(t)
+	t.Cleanup(func() { must(t, server.Define(context.Background())) })
+	must(t, server.Redefine(w.ctx, "volumes.ashlar.dev", func(crd *unstructured.Unstructured) {
+		versions, _, _ := unstructured.NestedSlice(crd.Object, "spec", "versions")
+		path := []string{"schema", "openAPIV3Schema", "properties", "spec"}
+		spec, _, _ := unstructured.NestedMap(versions[0].(map[string]any), path...)
+		delete(spec, "x-kubernetes-validations")
+		delete(spec["properties"].(map[string]any), "make")
+		delete(spec["properties"].(map[string]any), "delete")
+		must(t, unstructured.SetNestedMap(versions[0].(map[string]any), spec, path...))
+		must(t, unstructured.SetNestedSlice(crd.Object, versions, "spec", "versions"))
+	}))
+	w.eventually("they are in force", func() bool {
+		o := w.object("plain")
+		o.Spec.Delete = "x"
+		must(t, w.Update(w.ctx, o, client.DryRunAll))
+		return o.Spec.Delete == ""
+	})
+	fails(t, s.Delete(w.ctx, f.plain.ID), blockdev.ErrUnavailable)
+	fails(t, second(s.Create(w.ctx, spec("new"))), blockdev.ErrUnavailable)
+	f.unharmed(w, m)
+	fails(t, second(m.local.Get(w.ctx, volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf("new")})), blockdev.ErrNotFound)
+	if o := w.object("new"); o != nil {
+		t.Errorf("left is %+v", o)
+	}
+	must(t, server.Define(w.ctx))
+	w.eventually("they are in force again", func() bool {
+		o := w.object("plain")
+		o.Spec.Delete = "x"
+		must(t, w.Update(w.ctx, o, client.DryRunAll))
+		return o.Spec.Delete == "x"
+	})
+	must(t, s.Delete(w.ctx, f.plain.ID))
+	must(t, second(s.Create(w.ctx, spec("new"))))
+}
+
+// TestDefinitionsDeleted: with the definitions all objects go, at once and without anybody's help.
+// When they are back, so is what the pools have.
+func TestDefinitionsDeleted(t *testing.T) {
+	w, m, s := newCluster(t)
+	f := w.family(m, s)
+	server := apitest.Get(t)
+	t.Cleanup(func() { must(t, server.Define(context.Background())) })
+	ctx, cancel := context.WithTimeout(w.ctx, time.Minute)
+	defer cancel()
+	must(t, server.Undefine(ctx, "volumes.ashlar.dev", "snapshots.ashlar.dev", "pools.ashlar.dev"))
+	f.unharmed(w, m)
+	m.stop()
+	must(t, server.Define(ctx))
+	w.start(m)
+	w.strays("default", 6)
+	f.unharmed(w, m)
+	w.adopt("default", "all")
+	w.strays("default", 0)
+	s, _ = w.store() // the controller was installed again
+	f.served(w, s)
+	f.unharmed(w, m)
+	f.deleted(w, m, s)
+}
+
+// TestTwoDrivers: the second driver of another name does not start, whichever came first.
+func TestTwoDrivers(t *testing.T) {
+	for _, first := range []string{cluster.DefaultDriver, "other.example.com"} {
+		t.Run(first, func(t *testing.T) {
+			w := newWorld(t)
+			m := w.machine(nodeName)
+			if first != cluster.DefaultDriver {
+				m.stop()
+				w.takeOver(first)
+			}
+			config := apitest.Get(t).Config
+			for _, driver := range []string{cluster.DefaultDriver, "other.example.com"} {
+				ctx, cancel := context.WithTimeout(w.ctx, 2*time.Second)
+				store, err := cluster.NewStore(config("controller"), cluster.Options{GoneGrace: grace, AbandonGrace: abandonGrace, Driver: driver})
+				must(t, err)
+				agent, err := cluster.NewAgent(config("agent"), driver, m.local, nil, m.locks, 0)
+				must(t, err)
+				for part, err := range map[string]error{"controller": store.Run(ctx), "agent": agent.Run(ctx)} {
+					if refused := errors.Is(err, blockdev.ErrPrecondition); refused == (driver == first) {
+						t.Errorf("%s of %s after %s: %v", part, driver, first, err)
+					}
+				}
+				cancel()
+			}
+		})
+	}
+}
+
+// takeOver gives the pools to another driver.
+func (w *world) takeOver(driver string) {
+	w.Helper()
+	var pools v1alpha1.PoolList
+	must(w, w.List(w.ctx, &pools))
+	for i := range pools.Items {
+		pools.Items[i].Spec.Driver = driver
+		must(w, w.Update(w.ctx, &pools.Items[i]))
+	}
+}
+
+// TestPoolReplaced: another pool than the one that was there is not used, unless somebody says so.
+func TestPoolReplaced(t *testing.T) {
+	w, m, s := newCluster(t)
+	v, err := s.Create(w.ctx, spec("v"))
+	must(t, err)
+	memory1, err := cluster.NewMemory(apitest.Get(t).Config("agent"), nodeName)
+	must(t, err)
+	known := memory1.Of("default")
+	if id, err := known(w.ctx); err != nil || id != m.disks[0].ID() {
+		t.Fatalf("known is %q, %v", id, err)
+	}
+	m.stop()
+	old := m.disks[0]
+	m.disks[0] = memory.NewDisk(storetest.Size)
+	agent := w.agent(m)
+	ctx, cancel := context.WithTimeout(w.ctx, 10*time.Second)
+	defer cancel()
+	fails(t, agent.Run(ctx), blockdev.ErrPrecondition)
+	// Without the object of the pool, or its identity, those of the volumes tell of it.
+	for _, forget := range []func(){func() { w.identity("default", "") }, func() { must(t, w.DeleteAllOf(w.ctx, &v1alpha1.Pool{})) }} {
+		forget()
+		if id, err := known(w.ctx); id != "" || !errors.Is(err, blockdev.ErrPrecondition) || !strings.Contains(err.Error(), volume.KeyOf("v")) {
+			t.Errorf("known is %q, %v", id, err)
+		}
+		if id, err := memory1.Of("b")(w.ctx); id != "" || (err != nil) {
+			t.Logf("known of the other pool: %q, %v", id, err)
+		}
+	}
+	w.start(m)
+	w.eventually("the pool that is there is written down", func() bool { id, err := known(w.ctx); return err == nil && id == m.disks[0].ID() })
+	m.stop()
+	w.identity("default", v1alpha1.NewPool)
+	if id, err := known(w.ctx); id != "" || err != nil {
+		t.Errorf("known is %q, %v", id, err)
+	}
+	m.disks[0] = old
+	w.start(m)
+	w.eventually("the old one is back", func() bool { id, err := known(w.ctx); return err == nil && id == old.ID() })
+	must(t, second(s.Get(w.ctx, v.ID)))
+	thaw := apitest.Get(t).Freeze(t)
+	if _, err := known(w.ctx); !errors.Is(err, blockdev.ErrUnavailable) {
+		t.Errorf("without an API server: %v", err)
+	}
+	thaw()
+}
+
+// TestGroupPartLost: one of two disks is replaced; the snapshot on the other one stays, and can be restored.
+func TestGroupPartLost(t *testing.T) {
+	w, m, s := newCluster(t)
+	one, err := s.Create(w.ctx, spec("one"))
+	must(t, err)
+	two := spec("two")
+	two.Pool = "b"
+	other, err := s.Create(w.ctx, two)
+	must(t, err)
+	group, err := s.CreateGroup(w.ctx, "group", []volume.ID{one.ID, other.ID})
+	must(t, err)
+	m.stop()
+	m.disks[1] = memory.NewDisk(storetest.Size)
+	w.identity("b", v1alpha1.NewPool)
+	w.start(m)
+	for _, member := range group.Snapshots {
+		if member.Source == one.ID {
+			restored := spec("restored")
+			restored.Source = member.ID
+			must(t, second(s.Create(w.ctx, restored)))
+		}
+	}
+	must(t, s.DeleteGroup(w.ctx, group.ID))
+	if left, err := m.local.ListSnapshots(w.ctx, volume.ID{}, volume.ID{}, 0); err != nil || len(left) > 0 {
+		t.Errorf("left are %v, %v", left, err)
+	}
+}
+
+// accounted waits until the condition of a pool names all of some words.
+func (w *world) accounted(node, pool string, words ...string) {
+	w.Helper()
+	w.eventually(fmt.Sprintf("pool %s of %s says %q", pool, node, words), func() bool {
+		p := &v1alpha1.Pool{}
+		must(w, client.IgnoreNotFound(w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(node, pool)}, p)))
+		c := meta.FindStatusCondition(p.Status.Conditions, v1alpha1.Accounted)
+		return c != nil && c.Status == metav1.ConditionFalse && !slices.ContainsFunc(words, func(word string) bool { return !strings.Contains(c.Message, word) })
+	})
+}
+
+// TestDisksSwapped: the disks of two pools are swapped while nobody knows which was which. What is in the
+// wrong pool is reported there.
+func TestDisksSwapped(t *testing.T) {
+	w, m, s := newCluster(t)
+	f := w.family(m, s)
+	must(t, f.detach())
+	m.stop()
+	must(t, w.DeleteAllOf(w.ctx, &v1alpha1.Pool{}))
+	m.disks[0], m.disks[1] = m.disks[1], m.disks[0]
+	w.start(m)
+	w.strays("b", 6)
+	w.accounted(nodeName, "b", "vol.b."+f.plain.ID.Key, "its object says pool default of node "+nodeName)
+	m.stop()
+	must(t, w.DeleteAllOf(w.ctx, &v1alpha1.Pool{}))
+	m.disks[0], m.disks[1] = m.disks[1], m.disks[0]
+	w.start(m)
+	f.served(w, s)
+	f.deleted(w, m, s)
+}
+
+// TestDiskMoved: a disk goes to another node, and back. What is on it is reported, and stays, what was never
+// used too.
+func TestDiskMoved(t *testing.T) {
+	w, m, s := newCluster(t)
+	v, err := s.Create(w.ctx, spec("v"))
+	must(t, err)
+	snapshot, err := s.CreateSnapshot(w.ctx, "s", v.ID)
+	must(t, err)
+	m.stop()
+	w.node("node-2", true)
+	other := &machine{name: "node-2", disks: []*memory.Disk{m.disks[0], memory.NewDisk(storetest.Size)}, locks: m.locks}
+	w.start(other)
+	w.accounted("node-2", "default", v.ID.String(), snapshot.ID.String(), "its object says pool default of node "+nodeName)
+	must(t, second(other.local.Get(w.ctx, v.ID)))
+	other.stop()
+	w.start(m)
+	must(t, errors.Join(s.DeleteSnapshot(w.ctx, snapshot.ID), s.Delete(w.ctx, v.ID)))
+	w.tally(m)
+}
+
+// TestAdoptionRefused: what the API server does not take holds up nothing else.
+func TestAdoptionRefused(t *testing.T) {
+	w, m, s := newCluster(t)
+	for _, name := range []string{"a", "b"} {
+		must(t, second(s.Create(w.ctx, spec(name))))
+		must(t, w.Delete(w.ctx, w.object(name)))
+	}
+	w.gone()
+	must(t, second(m.local.Create(w.ctx, spec(strings.Repeat("x", 300)))))
+	m.agent.Changed()
+	w.strays("default", 3)
+	p := &v1alpha1.Pool{}
+	must(t, w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(nodeName, "default")}, p))
+	before := p.DeepCopy()
+	p.Annotations = map[string]string{v1alpha1.AdoptAnnotation: "all"}
+	must(t, w.Patch(w.ctx, p, client.MergeFrom(before)))
+	w.strays("default", 1)
+	w.eventually("the others are back", func() bool { return w.object("a") != nil && w.object("b") != nil })
+}
+
+// TestRebound: a PersistentVolume of any name keeps a volume that was never used.
+func TestRebound(t *testing.T) {
+	w, m, s := newCluster(t)
+	ids := map[string]volume.ID{}
+	for _, name := range []string{"pvc-rebound", "pvc-other-driver", "pvc-nobody"} {
+		one := spec(name)
+		one.For = volume.Requester{Namespace: "default", Name: "claim"}
+		v, err := s.Create(w.ctx, one)
+		must(t, err)
+		ids[name] = v.ID
+	}
+	w.persistentVolume("any-name", cluster.DefaultDriver, ids["pvc-rebound"])
+	w.persistentVolume("pvc-other-driver", "other.example.com", ids["pvc-other-driver"])
+	w.eventually("those of nobody are gone", func() bool { return w.object("pvc-nobody") == nil && w.object("pvc-other-driver") == nil })
+	must(t, second(m.local.Get(w.ctx, ids["pvc-rebound"])))
+	if o := w.object("pvc-rebound"); o == nil || o.Spec.Abandoned {
+		t.Errorf("%+v", o)
+	}
+	w.tally(m)
+}
+
+func (w *world) persistentVolume(name, driver string, id volume.ID) {
+	w.Helper()
+	must(w, w.Create(w.ctx, &corev1.PersistentVolume{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: corev1.PersistentVolumeSpec{
+		Capacity:               corev1.ResourceList{corev1.ResourceStorage: *resource.NewQuantity(mib, resource.BinarySI)},
+		AccessModes:            []corev1.PersistentVolumeAccessMode{corev1.ReadWriteOnce},
+		PersistentVolumeSource: corev1.PersistentVolumeSource{CSI: &corev1.CSIPersistentVolumeSource{Driver: driver, VolumeHandle: id.String()}}}}))
+}
+
+// TestStaleClaim: a claim whose VolumeAttachment was removed by hand does not stay for ever.
+func TestStaleClaim(t *testing.T) {
+	w, m, s := newCluster(t)
+	must(t, storagev1.AddToScheme(w.Scheme()))
+	ids := map[string]volume.ID{}
+	for _, name := range []string{"stale", "attached"} {
+		v, err := s.Create(w.ctx, spec(name))
+		must(t, err)
+		ids[name] = v.ID
+		must(t, s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m"}))
+		w.persistentVolume("pv-"+name, cluster.DefaultDriver, v.ID)
+	}
+	pv := "pv-attached"
+	va := &storagev1.VolumeAttachment{ObjectMeta: metav1.ObjectMeta{Name: "va"}, Spec: storagev1.VolumeAttachmentSpec{Attacher: cluster.DefaultDriver, NodeName: nodeName,
+		Source: storagev1.VolumeAttachmentSource{PersistentVolumeName: &pv}}}
+	must(t, w.Create(w.ctx, va))
+	t.Cleanup(func() { must(t, w.Delete(context.Background(), va)) })
+	began := time.Now()
+	for name, id := range ids {
+		if err := s.Delete(w.ctx, id); !errors.Is(err, blockdev.ErrInUse) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	w.eventually("the stale one is taken back", func() bool { return s.Delete(w.ctx, ids["stale"]) == nil })
+	if age := time.Since(began); age < abandonGrace {
+		t.Errorf("taken back after %s", age)
+	}
+	fails(t, s.Delete(w.ctx, ids["attached"]), blockdev.ErrInUse)
+	must(t, s.Release(w.ctx, ids["attached"], nodeName))
+	must(t, s.Delete(w.ctx, ids["attached"]))
+	w.tally(m)
+}
+
+// TestRolledBack: the API server is what it was some time ago. What was made since has no object;
+// what was deleted since is lost, and not made anew.
+func TestRolledBack(t *testing.T) {
+	w, m, s := newCluster(t)
+	create := func(name string) volume.Volume {
+		v, err := s.Create(w.ctx, spec(name))
+		must(t, err)
+		must(t, m.local.SetFormat(w.ctx, v.ID, formatted))
+		return v
+	}
+	kept, gone, replaced := create("kept"), create("gone"), create("replaced")
+	rollback := apitest.Get(t).Backup(t)
+	w.eventually("the store is back", func() bool { return s.Delete(soon(t), gone.ID) == nil })
+	w.eventually("and deletes another", func() bool { return s.Delete(soon(t), replaced.ID) == nil })
+	w.eventually("which is made anew", func() bool { return second(s.Create(soon(t), spec("replaced"))) == nil })
+	again, err := s.Get(w.ctx, replaced.ID)
+	must(t, err)
+	must(t, m.local.SetFormat(w.ctx, again.ID, formatted))
+	late := create("late")
+	must(t, second(s.Expand(w.ctx, kept.ID, volume.Range{Required: 2 * mib})))
+	m.stop()
+	rollback()
+	w.start(m) // the clients of an API server that went back are started again
+	s, _ = w.store()
+	w.strays("default", 1)
+	for _, v := range []volume.Volume{kept, again, late} {
+		if have, err := m.local.Get(w.ctx, v.ID); err != nil || have.Format != formatted {
+			t.Errorf("%+v, %v", have, err)
+		}
+	}
+	w.eventually("the loss is reported", func() bool {
+		problems, err := s.Health(w.ctx, gone.ID)
+		return err == nil && len(problems) == 1 && problems[0].Severity == blockdev.DataLoss
+	})
+	w.eventually("what has grown is seen", func() bool { v, err := s.Get(w.ctx, kept.ID); return err == nil && v.Size == 2*mib })
+	fails(t, second(m.local.Get(w.ctx, gone.ID)), blockdev.ErrNotFound)
+	w.adopt("default", "all")
+	w.strays("default", 0)
+	must(t, errors.Join(s.Delete(w.ctx, kept.ID), s.Delete(w.ctx, gone.ID), s.Delete(w.ctx, late.ID)))
+	// What replaced another under its name is not that one.
+	must(t, s.Delete(w.ctx, replaced.ID))
+	must(t, second(m.local.Get(w.ctx, again.ID)))
+}
+
+// TestRolledBackUnderClients: etcd goes back under a controller and an agent that go on. What they wrote
+// since never comes, and nothing waits for it.
+func TestRolledBackUnderClients(t *testing.T) {
+	w, m, s := newCluster(t)
+	rollback := apitest.Get(t).Backup(t)
+	var v volume.Volume
+	w.eventually("the store is back", func() (made bool) { var err error; v, err = s.Create(soon(t), spec("v")); return err == nil })
+	must(t, s.Delete(w.ctx, v.ID))
+	late, err := s.Create(w.ctx, spec("late"))
+	must(t, err)
+	rollback()
+	w.strays("default", 1) // so the agent goes on
+	calls := func(do func(context.Context) error) func() bool {
+		return func() bool {
+			ctx, cancel := context.WithTimeout(w.ctx, 5*time.Second)
+			defer cancel()
+			return do(ctx) == nil
+		}
+	}
+	w.eventually("volumes are made", calls(func(ctx context.Context) error { return second(s.Create(ctx, spec("v"))) }))
+	w.eventually("the one of before is found", calls(func(ctx context.Context) error { return second(s.Create(ctx, spec("late"))) }))
+	must(t, errors.Join(s.Delete(w.ctx, v.ID), s.Delete(w.ctx, late.ID)))
+	w.tally(m)
+}

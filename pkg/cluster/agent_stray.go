@@ -1,0 +1,219 @@
+package cluster
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/klog/v2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+const (
+	// mostStrays is how many strays of a pool are listed.
+	mostStrays = 100
+	// adoptAll is the value of v1alpha1.AdoptAnnotation that asks for all of them.
+	adoptAll = "all"
+)
+
+// stray is a volume or snapshot that no object is for.
+type stray struct {
+	v1alpha1.Stray
+	object object // that it would have
+	taken  string // what the object says that has its name; empty: there is none
+}
+
+// strays are the volumes and snapshots of a pool that no object is for. Ephemeral volumes are
+// the node's own.
+func (a *Agent) strays(ctx context.Context, pool blockdev.Pool) ([]stray, error) {
+	var strays []stray
+	for _, kind := range []blockdev.Kind{blockdev.Volume, blockdev.Snapshot} {
+		records, err := pool.List(ctx, kind, "", 0)
+		if err != nil {
+			return nil, err
+		}
+		for _, r := range records {
+			var o object = &v1alpha1.Volume{}
+			look := a.strayVolume
+			if kind == blockdev.Snapshot {
+				o, look = &v1alpha1.Snapshot{}, a.straySnapshot
+			}
+			err := a.cache.Get(ctx, client.ObjectKey{Name: r.Key}, o)
+			if err == nil && o.In() == pool.Name() {
+				continue
+			}
+			if client.IgnoreNotFound(err) != nil {
+				return nil, err
+			}
+			id := volume.ID{Kind: kind, Pool: pool.Name(), Key: r.Key}
+			if err != nil {
+				err = a.live.Get(ctx, client.ObjectKey{Name: r.Key}, o)
+				if client.IgnoreNotFound(err) != nil {
+					return nil, err
+				}
+			}
+			var taken string
+			if err == nil {
+				if o.Node() == a.local.Node() && o.In() == pool.Name() {
+					continue // the cache is not that far
+				}
+				taken = fmt.Sprintf("its object says pool %s of node %s", o.In(), o.Node())
+				if err := a.madeElsewhere(ctx, id, o); err != nil {
+					return nil, err
+				}
+			}
+			one, err := look(ctx, id)
+			if errors.Is(err, blockdev.ErrNotFound) {
+				continue // it was deleted since the list
+			}
+			if err != nil {
+				return nil, err
+			}
+			if one != nil {
+				one.taken = taken
+				strays = append(strays, *one)
+			}
+		}
+	}
+	return strays, nil
+}
+
+// madeElsewhere removes a blank volume of which the object says that it is on another node: this
+// one was down before it could say that it had begun. One that the object was made for came with its disk.
+func (a *Agent) madeElsewhere(ctx context.Context, id volume.ID, o object) error {
+	if id.Kind != blockdev.Volume || o.Node() == a.local.Node() {
+		return nil
+	}
+	err := a.locked([]string{keylock.Volume(id.Key)}, nil, func() error {
+		have, err := a.local.Get(ctx, id)
+		if err != nil || (o.Common().Created != nil && sameBytes(o, have.Created)) {
+			return ignoreNotFound(err)
+		}
+		return a.removeBlank(ctx, id)
+	})
+	if errors.Is(err, blockdev.ErrBusy) {
+		return nil // the next look finds it
+	}
+	return err
+}
+
+// strayVolume returns nil for an ephemeral volume.
+func (a *Agent) strayVolume(ctx context.Context, id volume.ID) (*stray, error) {
+	v, err := a.local.Get(ctx, id)
+	if err != nil || v.Ephemeral != "" {
+		return nil, err
+	}
+	o := volumeNamed(id.Key)
+	o.Spec = v1alpha1.VolumeSpec{NodeName: a.local.Node(), Pool: id.Pool, Name: v.Name, Size: v.Size, Filesystem: string(v.Filesystem),
+		Mutable: v.Mutable, PersistentVolume: v.For.PersistentVolume}
+	if v.Source != (volume.ID{}) {
+		o.Spec.Source = &v1alpha1.Source{Kind: string(v.Source.Kind), Key: v.Source.Key}
+	}
+	if v.For.Name != "" {
+		o.Spec.ClaimRef = &v1alpha1.ClaimRef{Namespace: v.For.Namespace, Name: v.For.Name}
+	}
+	return &stray{Stray: v1alpha1.Stray{ID: id.String(), Name: v.Name, Size: v.Size, Filesystem: o.Spec.Filesystem, ClaimRef: o.Spec.ClaimRef,
+		PersistentVolume: o.Spec.PersistentVolume}, object: o}, nil
+}
+
+func (a *Agent) straySnapshot(ctx context.Context, id volume.ID) (*stray, error) {
+	s, err := a.local.GetSnapshot(ctx, id)
+	if err != nil {
+		return nil, err
+	}
+	o := snapshotNamed(id.Key)
+	o.Spec = v1alpha1.SnapshotSpec{NodeName: a.local.Node(), Pool: id.Pool, Name: s.Name, Source: s.Source.Key}
+	one := &stray{Stray: v1alpha1.Stray{ID: id.String(), Name: s.Name, Size: s.Size}, object: o}
+	if s.Group.Key != "" {
+		group, err := a.local.GetGroup(ctx, s.Group)
+		if err != nil {
+			return nil, err
+		}
+		o.Spec.Name, _, _ = strings.Cut(s.Name, "\x00")
+		o.Spec.Group = &v1alpha1.Group{Key: s.Group.Key, Size: len(group.Snapshots)}
+		one.Name, one.Group = o.Spec.Name, s.Group.String()
+	}
+	return one, nil
+}
+
+// adopt makes the objects of the strays that somebody asked for on the object of their pool. It
+// returns the others. What the API server refuses holds nothing else up, and is asked for again.
+func (a *Agent) adopt(ctx context.Context, pool *v1alpha1.Pool, strays []stray) ([]stray, error) {
+	asked := pool.Annotations[v1alpha1.AdoptAnnotation]
+	if asked == "" {
+		return strays, nil
+	}
+	wanted := strings.FieldsFunc(asked, func(c rune) bool { return c == ',' || c == ' ' })
+	var left []stray
+	var failures []error
+	for _, one := range strays {
+		if asked != adoptAll && !slices.Contains(wanted, one.ID) && (one.Group == "" || !slices.Contains(wanted, one.Group)) {
+			left = append(left, one)
+			continue
+		}
+		err := a.client.Create(ctx, one.object)
+		switch {
+		case apierrors.IsAlreadyExists(err): // of another node or pool, or the cache is not that far
+			left = append(left, one)
+		case err != nil:
+			left = append(left, one)
+			failures = append(failures, fmt.Errorf("adopt %s: %w", one.ID, err))
+		default:
+			klog.FromContext(ctx).Info("Made an object for what the pool has", "id", one.ID)
+		}
+	}
+	if len(failures) > 0 {
+		return left, errors.Join(failures...)
+	}
+	before := pool.DeepCopy()
+	delete(pool.Annotations, v1alpha1.AdoptAnnotation)
+	return left, a.client.Patch(ctx, pool, client.MergeFrom(before))
+}
+
+// reportStrays says in the status of a pool what has no object.
+func reportStrays(pool *v1alpha1.Pool, strays []stray) {
+	s := &pool.Status
+	s.StrayCount, s.Strays = len(strays), nil
+	accounted, reason, message := metav1.ConditionTrue, "AllKnown", ""
+	if len(strays) > 0 {
+		accounted, reason = metav1.ConditionFalse, "Strays"
+		var ids []string
+		for _, one := range strays {
+			if one.taken != "" {
+				one.ID += " (" + one.taken + ": if that is wrong, delete that object first)"
+			}
+			ids = append(ids, one.ID)
+		}
+		message = "no object says what these are for; nothing removes them (to have objects for them: the annotation " + v1alpha1.AdoptAnnotation + "): " + strings.Join(ids, ", ")
+	}
+	for _, one := range strays[:min(len(strays), mostStrays)] {
+		s.Strays = append(s.Strays, one.Stray)
+	}
+	setCondition(&s.Conditions, pool, v1alpha1.Accounted, accounted, reason, limited(message))
+}
+
+// unaccounted is ErrUnavailable if a pool has what has this ID, but no object: it is not gone, and
+// nobody but an operator knows what is to become of it.
+func (s *Store) unaccounted(ctx context.Context, id string) error {
+	var pools v1alpha1.PoolList
+	if err := s.client.List(ctx, &pools, client.UnsafeDisableDeepCopy); err != nil {
+		return apiError("list pools", err)
+	}
+	for i := range pools.Items {
+		p := &pools.Items[i]
+		if slices.ContainsFunc(p.Status.Strays, func(one v1alpha1.Stray) bool { return one.ID == id || one.Group == id }) {
+			return fmt.Errorf("%w: somebody deleted the object of %s, and its bytes are still on node %s: have the object made anew (kubectl annotate pools.ashlar.dev %s %s=%s), and ask again",
+				blockdev.ErrUnavailable, id, p.Spec.NodeName, p.Name, v1alpha1.AdoptAnnotation, id)
+		}
+	}
+	return nil
+}

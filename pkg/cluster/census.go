@@ -1,0 +1,98 @@
+package cluster
+
+import (
+	"context"
+	"fmt"
+
+	corev1 "k8s.io/api/core/v1"
+	storagev1 "k8s.io/api/storage/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+)
+
+// page is how many objects are asked for at once where nobody watches them.
+const page = 500
+
+// census is what Kubernetes has of the volumes of a driver: read when it is first asked for,
+// in pages, and then kept. It is for one decision, or for some at one time.
+type census struct {
+	live   client.Client
+	driver string
+
+	handles     map[string][]string // names of PersistentVolumes by handle
+	attachments map[attachment]bool
+}
+
+// attachment says of a PersistentVolume, by its name, or of an inline one, by its handle, which
+// node a VolumeAttachment is for.
+type attachment struct{ node, volume, handle string }
+
+// volumes returns the names of the PersistentVolumes by their handles.
+func (c *census) volumes(ctx context.Context) (map[string][]string, error) {
+	if c.handles != nil {
+		return c.handles, nil
+	}
+	handles := map[string][]string{}
+	err := eachPage(ctx, c.live, &corev1.PersistentVolumeList{}, func(list *corev1.PersistentVolumeList) {
+		for i := range list.Items {
+			if source := list.Items[i].Spec.CSI; source != nil && source.Driver == c.driver {
+				handles[source.VolumeHandle] = append(handles[source.VolumeHandle], list.Items[i].Name)
+			}
+		}
+	})
+	if err == nil {
+		c.handles = handles
+	}
+	return handles, err
+}
+
+// attached reports whether a VolumeAttachment asks for a volume on the node that has claimed it.
+func (c *census) attached(ctx context.Context, v *v1alpha1.Volume) (bool, error) {
+	handles, err := c.volumes(ctx)
+	if err != nil {
+		return false, err
+	}
+	if c.attachments == nil {
+		attachments := map[attachment]bool{}
+		if err := eachPage(ctx, c.live, &storagev1.VolumeAttachmentList{}, func(list *storagev1.VolumeAttachmentList) {
+			for i := range list.Items {
+				one := &list.Items[i].Spec
+				if one.Attacher != c.driver {
+					continue
+				}
+				if name := one.Source.PersistentVolumeName; name != nil {
+					attachments[attachment{node: one.NodeName, volume: *name}] = true
+				}
+				if inline := one.Source.InlineVolumeSpec; inline != nil && inline.CSI != nil {
+					attachments[attachment{node: one.NodeName, handle: inline.CSI.VolumeHandle}] = true
+				}
+			}
+		}); err != nil {
+			return false, err
+		}
+		c.attachments = attachments
+	}
+	node, id := v.Spec.Claim.Node, volumeID(v).String()
+	// That of a PersistentVolume that is gone counts too.
+	names := append([]string{v.Spec.Name, v.Spec.PersistentVolume}, handles[id]...)
+	for _, name := range names {
+		if c.attachments[attachment{node: node, volume: name}] {
+			return true, nil
+		}
+	}
+	return c.attachments[attachment{node: node, handle: id}], nil
+}
+
+// eachPage lists all objects of a kind, page by page.
+func eachPage[T client.ObjectList](ctx context.Context, c client.Client, list T, visit func(T), which ...client.ListOption) error {
+	for token := ""; ; {
+		if err := c.List(ctx, list, append(which, client.Limit(page), client.Continue(token))...); err != nil {
+			return fmt.Errorf("list %T: %w", list, err)
+		}
+		visit(list)
+		if token = list.GetContinue(); token == "" {
+			return nil
+		}
+	}
+}

@@ -1,0 +1,127 @@
+package cluster_test
+
+import (
+	"context"
+	"fmt"
+	"sync/atomic"
+	"testing"
+
+	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/mount"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
+)
+
+// slowPool copies for as long as it is let.
+type slowPool struct {
+	*memory.Pool
+	let     chan struct{} // one for each copy, or closed
+	begun   atomic.Int32
+	bounded atomic.Bool // a copy was given an end
+}
+
+func (p *slowPool) Create(ctx context.Context, spec blockdev.Spec) (blockdev.Record, error) {
+	if spec.Origin != (blockdev.Ref{}) {
+		p.begun.Add(1)
+		if _, bounded := ctx.Deadline(); bounded {
+			p.bounded.Store(true)
+		}
+		select {
+		case <-p.let:
+		case <-ctx.Done():
+			return blockdev.Record{}, ctx.Err()
+		}
+	}
+	return p.Pool.Create(ctx, spec)
+}
+
+// slowCluster is a cluster of one node, whose pool copies slowly.
+func slowCluster(t *testing.T) (*world, *cluster.Store, *slowPool, *keylock.Table) {
+	t.Helper()
+	w := newWorld(t)
+	w.node(nodeName, true)
+	mounts, err := mount.LoadTable()
+	must(t, err)
+	p := &slowPool{Pool: memory.NewDisk(storetest.Size).Open("default", nil), let: make(chan struct{})}
+	local, err := volume.NewLocal(w.ctx, nodeName, []blockdev.Pool{p}, mounts, 0)
+	must(t, err)
+	locks := &keylock.Table{}
+	agent, err := cluster.NewAgent(apitest.Get(w).Config("agent"), cluster.DefaultDriver, local, []cluster.AgentPool{{Pool: p, Kind: "memory"}}, locks, 0)
+	must(t, err)
+	w.run(agent.Run)
+	s, _ := w.store()
+	w.eventually("the store knows the pool", func() bool { c, err := s.Capacity(w.ctx, "", nodeName); return err == nil && c.Total > 0 })
+	return w, s, p, locks
+}
+
+// TestLongCopy: a copy takes as long as it takes, whoever asks for it how often: it has no end,
+// and is not begun anew.
+func TestLongCopy(t *testing.T) {
+	w, s, p, _ := slowCluster(t)
+	v, err := s.Create(w.ctx, spec("v"))
+	must(t, err)
+	clone := spec("clone")
+	clone.Source = v.ID
+	for what, copy := range map[string]func(context.Context) error{
+		"snapshot": func(ctx context.Context) error { return second(s.CreateSnapshot(ctx, "s", v.ID)) },
+		"clone":    func(ctx context.Context) error { return second(s.Create(ctx, clone)) },
+		"group":    func(ctx context.Context) error { return second(s.CreateGroup(ctx, "g", []volume.ID{v.ID})) },
+	} {
+		p.begun.Store(0)
+		for range 3 {
+			fails(t, copy(soon(t)), blockdev.ErrUnavailable)
+		}
+		p.let <- struct{}{}
+		must(t, copy(w.ctx))
+		if n := p.begun.Load(); n != 1 || p.bounded.Load() {
+			t.Errorf("%s: begun %d times; with an end: %v", what, n, p.bounded.Load())
+		}
+	}
+}
+
+// TestCopiesHoldNothingUp: any number of long copies leaves the node's other volumes alone.
+func TestCopiesHoldNothingUp(t *testing.T) {
+	w, s, p, _ := slowCluster(t)
+	const copies = 20
+	v, err := s.Create(w.ctx, spec("v"))
+	must(t, err)
+	for i := range copies {
+		source, err := s.Create(w.ctx, spec(fmt.Sprint("source ", i)))
+		must(t, err)
+		w.asked("the copy has begun", func(ctx context.Context) error { return second(s.CreateSnapshot(ctx, fmt.Sprint(i), source.ID)) },
+			func() bool { return p.begun.Load() == int32(i+1) })
+	}
+	must(t, second(s.Create(w.ctx, spec("another"))))
+	must(t, second(s.Expand(w.ctx, v.ID, volume.Range{Required: 2 * mib})))
+	must(t, s.Delete(w.ctx, v.ID))
+	close(p.let)
+	for i := range copies {
+		must(t, second(s.CreateSnapshot(w.ctx, fmt.Sprint(i), volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf(fmt.Sprint("source ", i))})))
+	}
+}
+
+// TestCopyGivesWay: a call that needs the volume that is being copied has it at its next try,
+// and the copy goes on afterwards.
+func TestCopyGivesWay(t *testing.T) {
+	w, s, p, locks := slowCluster(t)
+	v, err := s.Create(w.ctx, spec("v"))
+	must(t, err)
+	w.asked("the copy has begun", func(ctx context.Context) error { return second(s.CreateSnapshot(ctx, "s", v.ID)) },
+		func() bool { return p.begun.Load() == 1 })
+	var unlock func()
+	w.eventually("the volume can be had", func() bool {
+		unlock, _ = locks.TryLock([]string{keylock.Volume(v.ID.Key)}, nil)
+		return unlock != nil
+	})
+	fails(t, second(s.CreateSnapshot(soon(t), "s", v.ID)), blockdev.ErrUnavailable)
+	unlock()
+	close(p.let)
+	must(t, second(s.CreateSnapshot(w.ctx, "s", v.ID)))
+	if n := p.begun.Load(); n != 2 {
+		t.Errorf("begun %d times", n)
+	}
+}

@@ -1,0 +1,250 @@
+package cluster
+
+import (
+	"context"
+	"fmt"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/types"
+	toolscache "k8s.io/client-go/tools/cache"
+	"sigs.k8s.io/controller-runtime/pkg/cache"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+)
+
+// fresh is a client that reads from the cache, once that has all that the client wrote before.
+// That is seen from the state of the cache, and not from events, as controller-runtime's
+// own does (EnableReadYourWritesConsistency): what was written and is gone before a broken watch
+// is whole again makes no event, and whoever waits for one waits for ever.
+//
+// It is for objects without a namespace, and for the methods that it has; other writes are not
+// waited for.
+type fresh struct {
+	client.Client
+	cache cache.Cache
+
+	mu    sync.Mutex
+	kinds map[schema.GroupVersionKind]*written
+}
+
+// written is what was written of the objects of a kind, and may not be in the cache yet.
+type written struct {
+	store toolscache.Store
+
+	mu     sync.Mutex
+	writes map[*write]bool // that the cache was not seen to have
+	latest uint64          // version that the cache was seen to have
+}
+
+// write is one of them. The fields below done are set when that is closed: when the API server
+// has answered.
+type write struct {
+	name string
+	done chan struct{}
+
+	version uint64    // that the cache must have; 0 if nothing was written
+	gone    types.UID // that the cache must not have any more
+}
+
+// How often it is looked whether the cache has caught up.
+const (
+	firstLook = time.Millisecond
+	lastLook  = 50 * time.Millisecond
+)
+
+func (f *fresh) kind(ctx context.Context, gvk schema.GroupVersionKind) (*written, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if have := f.kinds[gvk]; have != nil {
+		return have, nil
+	}
+	informer, err := f.cache.GetInformerForKind(ctx, gvk, cache.BlockUntilSynced(false))
+	if err != nil {
+		return nil, err
+	}
+	stored, ok := informer.(interface{ GetStore() toolscache.Store })
+	if !ok {
+		return nil, fmt.Errorf("the cache of %s cannot be looked at: %T", gvk.Kind, informer)
+	}
+	have := &written{store: stored.GetStore(), writes: map[*write]bool{}}
+	f.kinds[gvk] = have
+	return have, nil
+}
+
+// look reports whether the cache has a write that is done.
+func (k *written) look(w *write) bool {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return k.seen(w)
+}
+
+// seen is look. The caller has the lock.
+func (k *written) seen(w *write) bool {
+	version, err := strconv.ParseUint(k.store.LastStoreSyncResourceVersion(), 10, 64)
+	if err != nil { // it was not filled yet
+		return false
+	}
+	if version < k.latest {
+		k.forget() // etcd was restored: what was written since never comes
+	}
+	k.latest = version
+	if !k.writes[w] {
+		return true
+	}
+	if version < w.version {
+		return false
+	}
+	if w.gone == "" {
+		return true
+	}
+	have, there, err := k.store.GetByKey(w.name)
+	if err != nil || !there {
+		return err == nil
+	}
+	o, ok := have.(client.Object)
+	return ok && (o.GetUID() != w.gone || o.GetDeletionTimestamp() != nil)
+}
+
+// forget forgets the writes that are done. The caller has the lock.
+func (k *written) forget() {
+	for w := range k.writes {
+		select {
+		case <-w.done:
+			delete(k.writes, w)
+		default:
+		}
+	}
+}
+
+// begin notes down a write of an object that begins now, and forgets those that the cache has.
+func (k *written) begin(name string) *write {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	for w := range k.writes {
+		select {
+		case <-w.done:
+			if k.seen(w) {
+				delete(k.writes, w)
+			}
+		default:
+		}
+	}
+	w := &write{name: name, done: make(chan struct{})}
+	k.writes[w] = true
+	return w
+}
+
+// of returns the writes of an object, or with no name of all.
+func (k *written) of(name string) []*write {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	var found []*write
+	for w := range k.writes {
+		if name == "" || w.name == name {
+			found = append(found, w)
+		}
+	}
+	return found
+}
+
+// caughtUp waits until the cache has all that was written of an object, or with no name of all
+// of a kind, before it was called.
+func (f *fresh) caughtUp(ctx context.Context, gvk schema.GroupVersionKind, name string) error {
+	k, err := f.kind(ctx, gvk)
+	if err != nil {
+		return err
+	}
+	for _, w := range k.of(name) {
+		select {
+		case <-w.done:
+		case <-ctx.Done():
+			return fmt.Errorf("%w: %s %s is being written: %w", blockdev.ErrUnavailable, gvk.Kind, w.name, ctx.Err())
+		}
+		for pause := firstLook; !k.look(w); pause = min(2*pause, lastLook) {
+			select {
+			case <-time.After(pause):
+			case <-ctx.Done():
+				return fmt.Errorf("%w: what was written to %s %s has not come back from the API server yet: %w", blockdev.ErrUnavailable, gvk.Kind, w.name, ctx.Err())
+			}
+		}
+	}
+	return nil
+}
+
+// Get reads an object from the cache.
+func (f *fresh) Get(ctx context.Context, key client.ObjectKey, o client.Object, options ...client.GetOption) error {
+	gvk, err := f.GroupVersionKindFor(o)
+	if err == nil {
+		err = f.caughtUp(ctx, gvk, key.Name)
+	}
+	if err != nil {
+		return err
+	}
+	return f.Client.Get(ctx, key, o, options...)
+}
+
+// List reads objects from the cache.
+func (f *fresh) List(ctx context.Context, list client.ObjectList, options ...client.ListOption) error {
+	gvk, err := f.GroupVersionKindFor(list)
+	if err == nil {
+		gvk.Kind = strings.TrimSuffix(gvk.Kind, "List")
+		err = f.caughtUp(ctx, gvk, "")
+	}
+	if err != nil {
+		return err
+	}
+	return f.Client.List(ctx, list, options...)
+}
+
+// write does a write of an object; with gone, it deletes the one that has this UID.
+func (f *fresh) write(ctx context.Context, o client.Object, gone types.UID, do func() error) error {
+	gvk, err := f.GroupVersionKindFor(o)
+	if err != nil {
+		return err
+	}
+	k, err := f.kind(ctx, gvk)
+	if err != nil {
+		return err
+	}
+	w := k.begin(o.GetName())
+	defer close(w.done)
+	if err := do(); err != nil {
+		return err
+	}
+	w.gone = gone
+	w.version, err = strconv.ParseUint(o.GetResourceVersion(), 10, 64)
+	return err
+}
+
+// Create creates an object.
+func (f *fresh) Create(ctx context.Context, o client.Object, options ...client.CreateOption) error {
+	return f.write(ctx, o, "", func() error { return f.Client.Create(ctx, o, options...) })
+}
+
+// Patch changes an object.
+func (f *fresh) Patch(ctx context.Context, o client.Object, patch client.Patch, options ...client.PatchOption) error {
+	return f.write(ctx, o, "", func() error { return f.Client.Patch(ctx, o, patch, options...) })
+}
+
+// Delete deletes an object that was read, or written.
+func (f *fresh) Delete(ctx context.Context, o client.Object, options ...client.DeleteOption) error {
+	return f.write(ctx, o, o.GetUID(), func() error { return f.Client.Delete(ctx, o, options...) })
+}
+
+// Status changes the status of an object.
+func (f *fresh) Status() client.SubResourceWriter { return freshStatus{f.Client.Status(), f} }
+
+type freshStatus struct {
+	client.SubResourceWriter
+	of *fresh
+}
+
+// Patch changes the status of an object.
+func (s freshStatus) Patch(ctx context.Context, o client.Object, patch client.Patch, options ...client.SubResourcePatchOption) error {
+	return s.of.write(ctx, o, "", func() error { return s.SubResourceWriter.Patch(ctx, o, patch, options...) })
+}

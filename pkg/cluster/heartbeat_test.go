@@ -1,0 +1,360 @@
+package cluster_test
+
+import (
+	"context"
+	"errors"
+	"net"
+	"sync"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/rest"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// A heartbeat that tests can wait for, and that a slow machine does not miss.
+const (
+	leases      = "default" // the namespace
+	heartbeat   = 100 * time.Millisecond
+	silentAfter = 4 * time.Second
+)
+
+// listening starts a store that listens for heartbeats.
+func (w *world) listening() *cluster.Store {
+	w.Helper()
+	s, err := cluster.NewStore(wrapped(apitest.Get(w).Config("controller")), cluster.Options{GoneGrace: grace, AbandonGrace: abandonGrace, Driver: cluster.DefaultDriver,
+		Namespace: leases, SilentAfter: silentAfter})
+	must(w, err)
+	w.run(s.Run)
+	w.eventually("the store is ready", func() bool { return s.Ready(w.ctx) == nil })
+	return s
+}
+
+// beating starts a machine whose agent has a heartbeat; start does so again.
+func (w *world) beating(name string) *machine {
+	w.Helper()
+	m := w.machine(name)
+	m.every = heartbeat
+	m.stop()
+	w.start(m)
+	return m
+}
+
+func (w *world) available(s *cluster.Store, node string) int64 {
+	w.Helper()
+	c, err := s.Capacity(w.ctx, "", node)
+	must(w, err)
+	return c.Available
+}
+
+// TestHeartbeat: a node whose agent is down offers no room, whatever its Pools say and though
+// it is ready, and is not asked for anything; what is mounted there is not in danger. Once
+// it is back, so is its room. The clock of the node does not matter.
+func TestHeartbeat(t *testing.T) {
+	w := newWorld(t)
+	m := w.beating(nodeName)
+	s := w.listening()
+	w.pooled(s, m)
+	v, err := s.Create(w.ctx, spec("v"))
+	must(t, err)
+	lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: leases, Name: "node." + nodeName}}
+	must(t, w.Get(w.ctx, client.ObjectKeyFromObject(lease), lease))
+	if len(lease.OwnerReferences) != 1 || lease.OwnerReferences[0].Name != nodeName {
+		t.Errorf("the Lease is owned by %+v", lease.OwnerReferences)
+	}
+	m.stop()
+	w.eventually("its room is gone", func() bool { return w.available(s, nodeName) == 0 })
+	one := spec("new")
+	one.Nodes = []string{nodeName}
+	fails(t, second(s.Create(w.ctx, one)), blockdev.ErrNoSpace)
+	if w.object("new") != nil {
+		t.Error("an object was made for a node whose agent is down")
+	}
+	fails(t, second(s.Expand(w.ctx, v.ID, volume.Range{Required: 2 * mib})), blockdev.ErrUnavailable)
+	if problems, err := s.Health(w.ctx, v.ID); err != nil || len(problems) != 1 || problems[0].Reason != "AgentSilent" || problems[0].Severity != blockdev.Degraded {
+		t.Errorf("health %v, %v", problems, err)
+	}
+	for _, clock := range []time.Duration{-1000 * time.Hour, 1000 * time.Hour} {
+		must(t, w.Get(w.ctx, client.ObjectKeyFromObject(lease), lease))
+		renewed := metav1.NewMicroTime(time.Now().Add(clock))
+		lease.Spec.RenewTime = &renewed
+		must(t, w.Update(w.ctx, lease))
+		w.eventually("it is heard", func() bool { return w.available(s, nodeName) > 0 })
+		w.eventually("and then is not any more", func() bool { return w.available(s, nodeName) == 0 })
+	}
+	must(t, w.Delete(w.ctx, lease)) // as with its node, which comes back under its name
+	w.start(m)
+	w.eventually("its room is back", func() bool { return w.available(s, nodeName) > 0 })
+	must(t, second(s.Create(w.ctx, one)))
+	w.eventually("the Lease is there again", func() bool { return w.Get(w.ctx, client.ObjectKeyFromObject(lease), lease) == nil })
+	w.tally(m)
+}
+
+// TestLeaseEdited: an agent does not fall silent because somebody has edited its Lease.
+func TestLeaseEdited(t *testing.T) {
+	w := newWorld(t)
+	m := w.beating(nodeName)
+	s := w.listening()
+	w.pooled(s, m)
+	lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: leases, Name: "node." + nodeName}}
+	edited := metav1.NewMicroTime(time.Now().Add(time.Hour))
+	w.eventually("it is edited", func() bool {
+		if w.Get(w.ctx, client.ObjectKeyFromObject(lease), lease) != nil {
+			return false // not there yet
+		}
+		holder := "somebody"
+		lease.Labels, lease.Spec = nil, coordinationv1.LeaseSpec{HolderIdentity: &holder, RenewTime: &edited}
+		err := w.Update(w.ctx, lease)
+		if !apierrors.IsConflict(err) {
+			must(t, err)
+		}
+		return err == nil
+	})
+	w.eventually("it is put right", func() bool {
+		must(t, w.Get(w.ctx, client.ObjectKeyFromObject(lease), lease))
+		return lease.Spec.RenewTime.Time.Before(edited.Add(-time.Minute))
+	})
+	if *lease.Spec.HolderIdentity != nodeName || len(lease.Labels) == 0 {
+		t.Errorf("the Lease is %+v", lease)
+	}
+	w.eventually("the agent is heard", func() bool { return w.available(s, nodeName) > 0 })
+}
+
+// TestTakenBack: a volume that was asked of a node which went down before it began is another's
+// to make at once, in whatever way it went down; nothing of it is left when the node is back.
+func TestTakenBack(t *testing.T) {
+	for what, down := range map[string]func(w *world, m *machine){
+		"not ready": func(w *world, m *machine) { m.stop(); w.node(m.name, false) },
+		"silent":    func(_ *world, m *machine) { m.stop() },
+	} {
+		t.Run(what, func(t *testing.T) {
+			w := newWorld(t)
+			a, b := w.beating("node-a"), w.beating("node-b")
+			s := w.listening()
+			w.pooled(s, a)
+			w.pooled(s, b)
+			a.stop()
+			asked := make(chan error)
+			one := spec("v")
+			one.Nodes = []string{"node-a"}
+			go func() { asked <- second(s.Create(w.ctx, one)) }()
+			w.eventually("it was asked for", func() bool { return w.object("v") != nil })
+			down(w, a)
+			fails(t, <-asked, blockdev.ErrNoSpace)
+			if w.object("v") != nil {
+				t.Error("the object is still there")
+			}
+			one.Nodes = []string{"node-b"}
+			v, err := s.Create(w.ctx, one)
+			must(t, err)
+			if v.Node != "node-b" {
+				t.Errorf("it is on %s", v.Node)
+			}
+			w.node("node-a", true)
+			w.start(a)
+			one = spec("another")
+			one.Nodes = []string{"node-a"}
+			w.eventually("node-a can be used", func() bool { return second(s.Create(w.ctx, one)) == nil })
+			w.tally(a)
+			w.tally(b)
+		})
+	}
+}
+
+// TestBegunAfterAll: a node that had begun, and could not say so, removes what it made when it
+// finds that the volume is another's: also if it died meanwhile. What holds anything stays.
+func TestBegunAfterAll(t *testing.T) {
+	for what, dies := range map[string]bool{"goes on": false, "dies": true} {
+		t.Run(what, func(t *testing.T) {
+			w := newWorld(t)
+			a, b := w.machine("node-a"), w.machine("node-b")
+			s, _ := w.store()
+			w.pooled(s, a)
+			w.pooled(s, b)
+			begun, let := make(chan struct{}), make(chan struct{})
+			a.stop()
+			if !dies {
+				a.hook = func(operation string, ref blockdev.Ref) error {
+					if operation == "Create" && ref.Key == volume.KeyOf("v") {
+						begun <- struct{}{}
+						<-let
+					}
+					return nil
+				}
+				w.start(a)
+			}
+			asked := make(chan error)
+			one := spec("v")
+			one.Nodes = []string{"node-a"}
+			go func() { asked <- second(s.Create(w.ctx, one)) }()
+			if dies {
+				w.eventually("it was asked for", func() bool { return w.object("v") != nil })
+				must(t, second(a.local.Create(w.ctx, one))) // as its agent did just before it died
+				must(t, second(a.local.Create(w.ctx, spec("used"))))
+				must(t, a.local.SetFormat(w.ctx, volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf("used")}, volume.Format{State: volume.Formatted, Type: "ext4"}))
+			} else {
+				<-begun
+			}
+			w.node("node-a", false)
+			fails(t, <-asked, blockdev.ErrNoSpace)
+			one.Nodes = []string{"node-b"}
+			v, err := s.Create(w.ctx, one)
+			must(t, err)
+			if dies {
+				used := spec("used")
+				used.Nodes = []string{"node-b"}
+				must(t, second(s.Create(w.ctx, used)))
+				w.start(a)
+			} else {
+				close(let)
+			}
+			w.eventually("what was made on node-a is gone", func() bool {
+				_, err := a.local.Get(w.ctx, v.ID)
+				return errors.Is(err, blockdev.ErrNotFound)
+			})
+			w.node("node-a", true)
+			must(t, second(b.local.Get(w.ctx, v.ID)))
+			if dies {
+				must(t, second(a.local.Get(w.ctx, volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf("used")})))
+				return
+			}
+			w.tally(a)
+			w.tally(b)
+		})
+	}
+}
+
+// TestNodeDeletedUnderAgent: the Pools of a node whose object was deleted stay while its agent lives, and know
+// whose they are; they go when it is silent.
+func TestNodeDeletedUnderAgent(t *testing.T) {
+	w := newWorld(t)
+	m := w.beating(nodeName)
+	s := w.listening()
+	w.pooled(s, m)
+	var before, now v1alpha1.Pool
+	key := client.ObjectKey{Name: cluster.PoolName(nodeName, "default")}
+	must(t, w.Get(w.ctx, key, &before))
+	gone := w.machine("gone") // it has no heartbeat
+	w.pooled(s, gone)
+	gone.stop()
+	must(t, w.DeleteAllOf(w.ctx, &corev1.Node{}))
+	there := func(node string) bool {
+		return w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(node, "default")}, &now) == nil
+	}
+	w.eventually("the Pools of a node without an agent are gone", func() bool { return !there("gone") })
+	if !there(nodeName) || now.UID != before.UID {
+		t.Errorf("the Pool was %s and is %s", before.UID, now.UID)
+	}
+	m.stop()
+	w.eventually("its Pools are gone", func() bool { return !there(nodeName) })
+}
+
+// line is the network to the API server, which can be cut.
+type line struct {
+	mu   sync.Mutex
+	cut  bool
+	open []net.Conn
+}
+
+func (l *line) dial(ctx context.Context, network, address string) (net.Conn, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.cut {
+		return nil, unix.ECONNREFUSED
+	}
+	c, err := (&net.Dialer{}).DialContext(ctx, network, address)
+	if err == nil {
+		l.open = append(l.open, c)
+	}
+	return c, err
+}
+
+func (l *line) set(cut bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.cut = cut
+	for _, c := range l.open {
+		_ = c.Close()
+	}
+	l.open = nil
+}
+
+// TestServerAway: while the API server is down no agent is heard, and once it is back each has its time
+// again: the nodes keep their room, and what they were asked for.
+func TestServerAway(t *testing.T) {
+	w := newWorld(t)
+	l := &line{}
+	wrapped = func(c *rest.Config) *rest.Config { c.Dial = l.dial; return c }
+	t.Cleanup(func() { wrapped = func(c *rest.Config) *rest.Config { return c } })
+	begun, let := make(chan struct{}), make(chan struct{})
+	release := sync.OnceFunc(func() { close(let) })
+	defer release()
+	m := w.beating(nodeName)
+	m.stop()
+	m.hook = func(operation string, ref blockdev.Ref) error {
+		if operation == "Create" && ref.Key == volume.KeyOf("v") {
+			close(begun)
+			<-let
+		}
+		return nil
+	}
+	w.start(m)
+	s := w.listening()
+	w.pooled(s, m)
+	asked := make(chan error, 1)
+	go func() { asked <- second(s.Create(w.ctx, spec("v"))) }()
+	<-begun
+	l.set(true)
+	back := time.Now().Add(silentAfter + silentAfter/2)
+	for end := back.Add(silentAfter / 2); time.Now().Before(end); time.Sleep(heartbeat / 2) {
+		if time.Now().After(back) {
+			l.set(false)
+			back = end
+		}
+		if c, err := s.Capacity(w.ctx, "", nodeName); err == nil && c.Available == 0 {
+			t.Fatal("the node has no room any more")
+		}
+		if w.object("v") == nil {
+			t.Fatal("what the node was asked for was taken back")
+		}
+	}
+	release()
+	must(t, <-asked)
+	w.tally(m)
+}
+
+// TestIdleAgent: an agent that has nothing to do asks the API server for nothing but its Lease: one
+// write each time.
+func TestIdleAgent(t *testing.T) {
+	w := newWorld(t)
+	m := w.machine(nodeName)
+	m.stop()
+	var count counter
+	wrapped = func(c *rest.Config) *rest.Config { c.Wrap(count.wrap); return c }
+	t.Cleanup(func() { wrapped = func(c *rest.Config) *rest.Config { return c } })
+	m.every = heartbeat
+	w.start(m)
+	beats := func() int {
+		count.mu.Lock()
+		defer count.mu.Unlock()
+		return count.leases
+	}
+	w.eventually("it has settled", func() bool { return beats() >= 20 })
+	count.take()
+	began := beats()
+	w.eventually("it has been idle for a while", func() bool { return beats() >= began+20 })
+	if writes, reads, pools := count.take(); writes+reads+pools > 0 {
+		t.Errorf("%d writes, %d reads, %d reports of pools", writes, reads, pools)
+	}
+}

@@ -1,0 +1,102 @@
+package cluster
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"k8s.io/client-go/rest"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+)
+
+// How long the opening of a pool waits for the API server, and how long that one is then left
+// alone: several pools are opened one after the other.
+const (
+	memoryTimeout = 2 * time.Second
+	memoryPause   = 2 * time.Second
+)
+
+// Memory is what the objects of a cluster tell of the pools of a node, before they are open.
+type Memory struct {
+	live client.Client
+	node string
+
+	mu     sync.Mutex
+	failed time.Time
+	why    error // of that failure
+}
+
+// NewMemory does not ask the API server yet.
+func NewMemory(config *rest.Config, node string) (*Memory, error) {
+	c, err := connect(config, nil)
+	return &Memory{live: c.live, node: node}, err
+}
+
+// Of returns what is known of a pool: see blockdev.Known. Without an API server, and while
+// objects tell of volumes in a pool whose identity nobody wrote down, it cannot be told.
+func (m *Memory) Of(pool string) blockdev.Known {
+	return func(ctx context.Context) (string, error) {
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		if m.why != nil && time.Since(m.failed) < memoryPause {
+			return "", m.why
+		}
+		ctx, cancel := context.WithTimeout(ctx, memoryTimeout)
+		defer cancel()
+		uuid, err := m.recall(ctx, pool)
+		if m.why = nil; errors.Is(err, blockdev.ErrUnavailable) {
+			m.why, m.failed = err, time.Now()
+		}
+		return uuid, err
+	}
+}
+
+func (m *Memory) recall(ctx context.Context, pool string) (string, error) {
+	name := PoolName(m.node, pool)
+	var pools v1alpha1.PoolList
+	if err := m.live.List(ctx, &pools, client.MatchingFields{"metadata.name": name}); err != nil {
+		return "", apiError("read pool "+name, err)
+	}
+	for i := range pools.Items {
+		switch uuid := pools.Items[i].Spec.UUID; uuid {
+		case "":
+		case v1alpha1.NewPool:
+			return "", nil
+		default:
+			return uuid, nil
+		}
+	}
+	return "", m.unused(ctx, pool)
+}
+
+// unused is ErrPrecondition if an object tells of something that was in a pool.
+func (m *Memory) unused(ctx context.Context, pool string) error {
+	var found object
+	look := func(o object, in string) {
+		if in == pool && !o.May().Make {
+			found = o
+		}
+	}
+	here := client.MatchingFields{"spec.nodeName": m.node}
+	if err := errors.Join(eachPage(ctx, m.live, &v1alpha1.VolumeList{}, func(list *v1alpha1.VolumeList) {
+		for i := range list.Items {
+			look(&list.Items[i], list.Items[i].Spec.Pool)
+		}
+	}, here), eachPage(ctx, m.live, &v1alpha1.SnapshotList{}, func(list *v1alpha1.SnapshotList) {
+		for i := range list.Items {
+			look(&list.Items[i], list.Items[i].Spec.Pool)
+		}
+	}, here)); err != nil {
+		return apiError("look for what was in pool "+pool, err)
+	}
+	if found == nil {
+		return nil
+	}
+	return fmt.Errorf("%w: the object %s tells of something that was in pool %s; if that is lost for good, say so: kubectl patch pools.ashlar.dev %s --type=merge -p '{\"spec\":{\"uuid\":\"%s\"}}'",
+		blockdev.ErrPrecondition, found.GetName(), pool, PoolName(m.node, pool), v1alpha1.NewPool)
+}

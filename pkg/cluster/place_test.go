@@ -1,0 +1,210 @@
+package cluster_test
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/mount"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
+)
+
+// startWith starts the agent of a machine with pools of these names, in their order: its disks
+// are those of "default" and "b", and a pool that is renamed is where "default" was.
+func (w *world) startWith(m *machine, names ...string) {
+	w.Helper()
+	mounts, err := mount.LoadTable()
+	must(w, err)
+	var pools []blockdev.Pool
+	var kept []cluster.AgentPool
+	for _, name := range names {
+		p := m.disks[map[string]int{"default": 0, "renamed": 0, "b": 1}[name]].Open(name, m.hook)
+		pools, kept = append(pools, p), append(kept, cluster.AgentPool{Pool: p, Kind: "memory"})
+	}
+	m.local, err = volume.NewLocal(w.ctx, m.name, pools, mounts, 0)
+	must(w, err)
+	m.agent, err = cluster.NewAgent(apitest.Get(w).Config("agent"), cluster.DefaultDriver, m.local, kept, m.locks, storetest.Limit)
+	must(w, err)
+	m.stop = w.run(m.agent.Run)
+}
+
+func (w *world) pool(node, name string) *v1alpha1.Pool {
+	w.Helper()
+	p := &v1alpha1.Pool{}
+	must(w, w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(node, name)}, p))
+	return p
+}
+
+// TestOneDefault: whatever a node was started with before, one of its pools is the default: the
+// first of those that it is started with now.
+func TestOneDefault(t *testing.T) {
+	w, m, s := newCluster(t)
+	for i, pools := range [][]string{{"b"}, {"b", "default"}, {"renamed", "b"}, {"default", "b"}} {
+		m.stop()
+		w.startWith(m, pools...)
+		w.eventually(fmt.Sprint("one default, of ", pools), func() bool {
+			var all v1alpha1.PoolList
+			must(t, w.List(w.ctx, &all))
+			var defaults []string
+			for _, p := range all.Items {
+				if p.Spec.Default {
+					defaults = append(defaults, p.Spec.Pool)
+				}
+			}
+			c, err := s.Capacity(w.ctx, "", nodeName)
+			return len(defaults) == 1 && defaults[0] == pools[0] && err == nil && c.Available > 0
+		})
+		for j := range 10 {
+			v, err := s.Create(w.ctx, spec(fmt.Sprint(i, " ", j)))
+			must(t, err)
+			if v.ID.Pool != pools[0] {
+				t.Errorf("pools %v: a volume that asks for none is in %s", pools, v.ID.Pool)
+			}
+		}
+	}
+}
+
+// TestTwoDefaults: an agent that ended before it could say that a pool is not the default any
+// more, or an older one that never does, leaves two: the one that its node has now counts.
+func TestTwoDefaults(t *testing.T) {
+	for what, spoil := range map[string]func(p *v1alpha1.Pool){
+		"not configured": func(p *v1alpha1.Pool) {
+			later := metav1.NewMicroTime(p.Status.Measured.Add(60e9))
+			p.Status.Measured, p.Status.Available, p.Status.MaxVolume = &later, 0, 0
+			meta.SetStatusCondition(&p.Status.Conditions, metav1.Condition{Type: v1alpha1.Healthy, Status: metav1.ConditionFalse, Reason: "NotConfigured"})
+		},
+		"measured before": func(p *v1alpha1.Pool) {
+			earlier := metav1.NewMicroTime(p.Status.Measured.Add(-60e9))
+			p.Status.Measured = &earlier
+		},
+	} {
+		t.Run(what, func(t *testing.T) {
+			w, m, s := newCluster(t)
+			m.stop() // it would put it right
+			old := w.pool(nodeName, "default").DeepCopy()
+			status := old.Status
+			old.ObjectMeta, old.Spec.Pool = metav1.ObjectMeta{Name: cluster.PoolName(nodeName, "old")}, "old"
+			must(t, w.Create(w.ctx, old))
+			old.Status = status
+			spoil(old)
+			must(t, w.Status().Update(w.ctx, old))
+			w.eventually("the store knows it", func() bool {
+				c, err := s.Capacity(w.ctx, "old", nodeName)
+				return err == nil && c.Total > 0
+			})
+			for range 50 {
+				c, err := s.Capacity(w.ctx, "", nodeName)
+				must(t, err)
+				if c.Available == 0 {
+					t.Fatal("the old one counts")
+				}
+			}
+			for i := range 20 {
+				name := fmt.Sprint("v", i)
+				w.asked("it is placed", func(ctx context.Context) error { return second(s.Create(ctx, spec(name))) },
+					func() bool { return w.object(name) != nil })
+				if o := w.object(name); o.Spec.Pool != "default" {
+					t.Fatalf("it is placed at %+v", o)
+				}
+			}
+		})
+	}
+}
+
+// TestWhereNoPodsRun: a volume that may be on any node is on one where pods may run, also if
+// others have more room; cordoned nodes are not taken at all. Where a pod was scheduled to already, it is
+// not for us to say.
+func TestWhereNoPodsRun(t *testing.T) {
+	w := newWorld(t)
+	nodes := []string{"node-a", "node-b", "node-c"}
+	for _, name := range nodes {
+		w.machine(name)
+	}
+	s, _ := w.store()
+	for _, name := range nodes {
+		w.pooled(s, &machine{name: name})
+	}
+	edit := func(name string, change func(*corev1.NodeSpec)) {
+		n := &corev1.Node{}
+		must(t, w.Get(w.ctx, client.ObjectKey{Name: name}, n))
+		before := n.DeepCopy()
+		change(&n.Spec)
+		must(t, w.Patch(w.ctx, n, client.MergeFrom(before)))
+	}
+	for _, name := range nodes { // the API server taints new nodes, until the node controller knows that they are ready
+		edit(name, func(n *corev1.NodeSpec) { n.Taints = nil })
+	}
+	made := 0
+	create := func(on ...string) (string, error) {
+		made++
+		one := spec(fmt.Sprint("v", made))
+		one.Nodes = on
+		v, err := s.Create(w.ctx, one)
+		return v.Node, err
+	}
+	on := func(want string, allowed ...string) {
+		t.Helper()
+		run := 0
+		w.eventually("volumes are on "+want, func() bool {
+			node, err := create(allowed...)
+			must(t, err)
+			if run++; node != want {
+				run = 0
+			}
+			return run == 3
+		})
+		for range 4 {
+			if node, err := create(allowed...); err != nil || node != want {
+				t.Errorf("on %s, %v; want %s", node, err, want)
+			}
+		}
+	}
+	edit("node-a", func(n *corev1.NodeSpec) { n.Unschedulable = true })
+	edit("node-b", func(n *corev1.NodeSpec) {
+		n.Taints = []corev1.Taint{{Key: "maintenance", Effect: corev1.TaintEffectNoExecute}, {Key: "x", Effect: corev1.TaintEffectPreferNoSchedule}}
+	})
+	on("node-c")
+	on("node-c", nodes...) // what is preferred comes after what is possible
+	on("node-b", "node-a", "node-b")
+	on("node-a", "node-a")
+	edit("node-c", func(n *corev1.NodeSpec) { n.Unschedulable = true })
+	on("node-b")
+	edit("node-b", func(n *corev1.NodeSpec) { n.Unschedulable = true })
+	var err error
+	w.eventually("none is left", func() bool { _, err = create(); return err != nil })
+	fails(t, err, blockdev.ErrNoSpace)
+}
+
+// TestPoolRemoved: how many volumes a node may have is what it was started with last, whatever the objects of
+// pools say that it was once started with.
+func TestPoolRemoved(t *testing.T) {
+	w, m, s := newCluster(t)
+	m.stop()
+	for i := range 5 {
+		name := fmt.Sprint("old", i)
+		must(t, w.Create(w.ctx, &v1alpha1.Pool{ObjectMeta: metav1.ObjectMeta{Name: cluster.PoolName(nodeName, name)},
+			Spec: v1alpha1.PoolSpec{NodeName: nodeName, Pool: name, MaxVolumes: 1}}))
+	}
+	w.start(m)
+	w.eventually("the pools say it", func() bool {
+		var pools v1alpha1.PoolList
+		must(t, w.List(w.ctx, &pools))
+		return !slices.ContainsFunc(pools.Items, func(p v1alpha1.Pool) bool { return p.Spec.MaxVolumes != storetest.Limit })
+	})
+	for i := range storetest.Limit {
+		v, err := s.Create(w.ctx, spec(fmt.Sprint(i)))
+		must(t, err)
+		w.eventually("it is claimed", func() bool { return s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m"}) == nil })
+	}
+}

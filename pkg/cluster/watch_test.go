@@ -1,0 +1,215 @@
+package cluster_test
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net/http"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"k8s.io/client-go/rest"
+
+	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// breaker is a connection to the API server of which the watch of volumes breaks. When it is
+// whole again, its history is gone: all is read anew.
+type breaker struct {
+	next http.RoundTripper
+
+	mu          sync.Mutex
+	broken      bool
+	expired     bool
+	afterDelete bool // it breaks with the next deletion of a volume
+	watches     []context.CancelFunc
+}
+
+func (b *breaker) wrap(next http.RoundTripper) http.RoundTripper {
+	b.next = next
+	return b
+}
+
+func (b *breaker) RoundTrip(r *http.Request) (*http.Response, error) {
+	of, volumes := strings.CutPrefix(r.URL.Path, "/apis/ashlar.dev/v1alpha1/volumes")
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	switch {
+	case volumes && r.Method == http.MethodDelete && b.afterDelete:
+		b.cut()
+	case volumes && of == "" && r.Method == http.MethodGet && b.broken:
+		return nil, errors.New("the network is cut")
+	case volumes && of == "" && r.URL.Query().Get("watch") != "" && r.URL.Query().Get("sendInitialEvents") == "":
+		if b.expired {
+			b.expired = false
+			return &http.Response{StatusCode: http.StatusGone, Status: "410 Gone", Request: r, Header: http.Header{"Content-Type": {"application/json"}},
+				Body: io.NopCloser(strings.NewReader(`{"kind":"Status","apiVersion":"v1","status":"Failure","reason":"Expired","code":410}`))}, nil
+		}
+		fallthrough
+	case volumes && of == "" && r.Method == http.MethodGet:
+		ctx, cancel := context.WithCancel(r.Context())
+		b.watches = append(b.watches, cancel)
+		r = r.WithContext(ctx)
+	}
+	b.mu.Unlock()
+	defer b.mu.Lock()
+	return b.next.RoundTrip(r)
+}
+
+// cut breaks the watch. The caller has the lock.
+func (b *breaker) cut() {
+	b.broken, b.expired, b.afterDelete = true, true, false
+	for _, cancel := range b.watches {
+		cancel()
+	}
+	b.watches = nil
+}
+
+func (b *breaker) mend() {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.broken = false
+}
+
+// TestBrokenWatch: what a part has written, and was deleted while its watch was broken, makes no
+// event, and is not waited for.
+func TestBrokenWatch(t *testing.T) {
+	t.Run("controller", func(t *testing.T) {
+		w := newWorld(t)
+		m := w.machine(nodeName)
+		var watch breaker
+		config := apitest.Get(t).Config("controller")
+		config.Wrap(watch.wrap)
+		s, err := cluster.NewStore(config, cluster.Options{GoneGrace: grace, AbandonGrace: time.Hour, Driver: cluster.DefaultDriver})
+		must(t, err)
+		w.run(s.Run)
+		w.eventually("the store is ready", func() bool { return s.Ready(w.ctx) == nil })
+		w.pooled(s, m)
+		m.stop()
+		watch.mu.Lock()
+		watch.cut()
+		watch.mu.Unlock()
+		w.asked("it was asked for", func(ctx context.Context) error { return second(s.Create(ctx, spec("gone"))) },
+			func() bool { return w.object("gone") != nil })
+		must(t, w.Delete(w.ctx, w.object("gone")))
+		watch.mend()
+		w.eventually("all can be listed", func() bool {
+			ctx, cancel := context.WithTimeout(w.ctx, time.Second)
+			defer cancel()
+			return second(s.List(ctx, volume.ID{}, 0)) == nil
+		})
+		w.start(m)
+		must(t, second(s.Create(w.ctx, spec("v"))))
+	})
+	t.Run("agent", func(t *testing.T) {
+		w := newWorld(t)
+		var watch breaker
+		wrapped = func(c *rest.Config) *rest.Config { c.Wrap(watch.wrap); return c }
+		m := w.machine(nodeName)
+		wrapped = func(c *rest.Config) *rest.Config { return c }
+		s, _ := w.store()
+		w.pooled(s, m)
+		v, err := s.Create(w.ctx, spec("v"))
+		must(t, err)
+		watch.mu.Lock()
+		watch.afterDelete = true
+		watch.mu.Unlock()
+		must(t, s.Delete(w.ctx, v.ID))
+		asked := make(chan error)
+		go func() { asked <- second(s.Create(w.ctx, spec("v"))) }()
+		w.eventually("it is asked for again", func() bool { return w.object("v") != nil })
+		watch.mend()
+		w.eventually("it is made", func() bool { o := w.object("v"); return o != nil && o.Status.Created != nil })
+		must(t, <-asked)
+	})
+}
+
+// lagging is a connection to the API server of which the watches can be held back.
+type lagging struct{ sync.Mutex }
+
+func (l *lagging) wrap(next http.RoundTripper) http.RoundTripper {
+	return roundTrip(func(r *http.Request) (*http.Response, error) {
+		answer, err := next.RoundTrip(r)
+		if err == nil && r.URL.Query().Get("watch") != "" {
+			answer.Body = late{answer.Body, l}
+		}
+		return answer, err
+	})
+}
+
+type late struct {
+	io.ReadCloser
+	by *lagging
+}
+
+func (l late) Read(p []byte) (int, error) {
+	n, err := l.ReadCloser.Read(p)
+	l.by.Lock()
+	defer l.by.Unlock()
+	return n, err
+}
+
+// TestLaggingReplica: a controller whose watches are behind says of nothing that it is there, or done,
+// which another one has deleted or changed since.
+func TestLaggingReplica(t *testing.T) {
+	w, m, s := newCluster(t)
+	var lag lagging
+	config := apitest.Get(t).Config("controller")
+	config.Wrap(lag.wrap)
+	behind, err := cluster.NewStore(config, cluster.Options{GoneGrace: grace, AbandonGrace: time.Hour, Driver: cluster.DefaultDriver})
+	must(t, err)
+	w.run(behind.Run)
+	w.pooled(behind, m)
+	v, err := s.Create(w.ctx, spec("v"))
+	must(t, err)
+	must(t, s.Modify(w.ctx, v.ID, map[string]string{"readAheadKiB": "64"}))
+	gone, err := s.Create(w.ctx, spec("gone"))
+	must(t, err)
+	snapshot, err := s.CreateSnapshot(w.ctx, "gone", v.ID)
+	must(t, err)
+	group, err := s.CreateGroup(w.ctx, "gone", []volume.ID{v.ID})
+	must(t, err)
+	w.eventually("it knows of all that", func() bool {
+		_, err := behind.GetGroup(w.ctx, group.ID)
+		return errors.Join(err, second(behind.Get(w.ctx, gone.ID)), second(behind.GetSnapshot(w.ctx, snapshot.ID))) == nil
+	})
+	lag.Lock()
+	catchUp := sync.OnceFunc(lag.Unlock)
+	defer catchUp()
+	must(t, errors.Join(s.Delete(w.ctx, gone.ID), s.DeleteSnapshot(w.ctx, snapshot.ID), s.DeleteGroup(w.ctx, group.ID)))
+	must(t, s.Modify(w.ctx, v.ID, map[string]string{"readAheadKiB": "128"}))
+	made, err := s.CreateGroup(w.ctx, "new", []volume.ID{v.ID})
+	must(t, err)
+	must(t, second(behind.GetGroup(w.ctx, made.ID)))
+	calls := map[string]func(context.Context) error{
+		"create":          func(ctx context.Context) error { return second(behind.Create(ctx, spec("gone"))) },
+		"create snapshot": func(ctx context.Context) error { return second(behind.CreateSnapshot(ctx, "gone", v.ID)) },
+		"create group":    func(ctx context.Context) error { return second(behind.CreateGroup(ctx, "gone", []volume.ID{v.ID})) },
+		"delete group":    func(ctx context.Context) error { return behind.DeleteGroup(ctx, made.ID) },
+		"modify": func(ctx context.Context) error {
+			return behind.Modify(ctx, v.ID, map[string]string{"readAheadKiB": "64"})
+		},
+	}
+	for what, call := range calls {
+		if err := call(soon(t)); !errors.Is(err, blockdev.ErrUnavailable) {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	catchUp()
+	for what, call := range calls {
+		if err := call(w.ctx); err != nil {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	must(t, errors.Join(second(m.local.Get(w.ctx, gone.ID)), second(m.local.GetSnapshot(w.ctx, snapshot.ID)), second(m.local.GetGroup(w.ctx, group.ID))))
+	fails(t, second(m.local.GetGroup(w.ctx, made.ID)), blockdev.ErrNotFound)
+	if have, err := m.local.Get(w.ctx, v.ID); err != nil || have.Mutable["readAheadKiB"] != "64" {
+		t.Errorf("%+v, %v", have, err)
+	}
+	w.tally(m)
+}

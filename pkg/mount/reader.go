@@ -1,0 +1,148 @@
+package mount
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"strings"
+	"sync"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/internal/command"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+)
+
+// A read-only bind keeps nobody from opening a device node for writing, and a second, read-only
+// device has a page cache of its own, which does not see what is written through the first. So
+// a reader gets the same device, at a node whose owner does not exist where it is mounted: the
+// mount is an idmapped one (mount_setattr(2)), of a user namespace without root. Nobody can open
+// such a file for writing, whatever his rights (inode_permission, HAS_UNMAPPED_ID), and
+// everybody for reading, as its mode says.
+
+// readers holds the user namespace of these mounts, once there is one.
+var readers struct {
+	sync.Mutex
+	namespace *os.File
+}
+
+func readerNamespace() (int, error) {
+	readers.Lock()
+	defer readers.Unlock()
+	if readers.namespace == nil {
+		namespace, err := command.UserNamespace()
+		switch {
+		case errors.Is(err, exec.ErrNotFound), errors.Is(err, fs.ErrNotExist):
+			return 0, fmt.Errorf("%w: make a user namespace: %w: install coreutils", blockdev.ErrPrecondition, err)
+		case errors.Is(err, unix.ENOSPC), errors.Is(err, unix.EPERM), errors.Is(err, unix.EINVAL): // too many, none for anybody, none in this kernel
+			return 0, fmt.Errorf("%w: make a user namespace: %w: allow them (sysctl user.max_user_namespaces)", blockdev.ErrUnsupported, err)
+		case err != nil:
+			return 0, fmt.Errorf("make a user namespace: %w", err)
+		}
+		readers.namespace = namespace
+	}
+	return int(readers.namespace.Fd()), nil
+}
+
+// BindReader attaches a block device at target, an existing file, for reading only.
+// ErrUnsupported where the kernel cannot.
+func BindReader(number uint64, target string) error {
+	fail := func(what string, err error) error {
+		return fmt.Errorf("bind a device to %s for reading: %s: %w", target, what, err)
+	}
+	namespace, err := readerNamespace()
+	if err != nil {
+		return fail("find its owner", err)
+	}
+	defer holdForks()()
+	tree, err := detachedNode(number, namespace)
+	if errors.Is(err, unix.EINVAL) { // idmapped mounts of tmpfs: Linux 6.3
+		defer func() { _ = os.Remove(nodeBeside(target)) }()
+		tree, err = nodeNextTo(target, number, namespace)
+	}
+	if errors.Is(err, unix.EINVAL) {
+		err = fmt.Errorf("%w: neither tmpfs nor the filesystem of the path can be mounted with other owners here: %w", blockdev.ErrUnsupported, err)
+	}
+	if errors.Is(err, unix.EBUSY) {
+		err = fmt.Errorf("%w: %w", blockdev.ErrInUse, err)
+	}
+	if err != nil {
+		return fail("make its node", err)
+	}
+	defer unix.Close(tree)
+	if err := attachTree(tree, target); err != nil {
+		return fail("attach", err)
+	}
+	return nil
+}
+
+// detachedNode is a device node on a tmpfs that is mounted nowhere.
+func detachedNode(number uint64, namespace int) (int, error) {
+	fsfd, err := unix.Fsopen("tmpfs", unix.FSOPEN_CLOEXEC)
+	if err != nil {
+		return -1, fmt.Errorf("fsopen: %w", err)
+	}
+	defer unix.Close(fsfd)
+	if err := unix.FsconfigCreate(fsfd); err != nil {
+		return -1, fmt.Errorf("open the filesystem: %w", err)
+	}
+	folder, err := unix.Fsmount(fsfd, unix.FSMOUNT_CLOEXEC, 0)
+	if err != nil {
+		return -1, fmt.Errorf("fsmount: %w", err)
+	}
+	defer unix.Close(folder)
+	return makeNode(folder, "device", number, namespace)
+}
+
+// nodeBeside is where a target's device node is for a moment.
+func nodeBeside(target string) string { return target + nodeSuffix }
+
+const nodeSuffix = ".node"
+
+// isReader tells whether the root of a mount may be such a node, as mountinfo has it.
+func isReader(root string) bool {
+	return strings.HasSuffix(strings.TrimSuffix(root, "//deleted"), nodeSuffix)
+}
+
+func nodeNextTo(target string, number uint64, namespace int) (int, error) {
+	if err := removeNode(nodeBeside(target)); err != nil {
+		return -1, err
+	}
+	return makeNode(unix.AT_FDCWD, nodeBeside(target), number, namespace)
+}
+
+// removeNode removes a device node that a driver left that was killed.
+func removeNode(path string) error {
+	info, err := os.Lstat(path)
+	if err == nil && info.Mode().Type() == fs.ModeDevice {
+		err = os.Remove(path)
+	}
+	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENOTDIR) {
+		return nil
+	}
+	return err
+}
+
+// makeNode makes a device node that can only be read through the mount of it that is returned.
+func makeNode(folder int, path string, number uint64, namespace int) (int, error) {
+	const mode = 0o444
+	if err := unix.Mknodat(folder, path, unix.S_IFBLK|mode, int(number)); err != nil {
+		return -1, fmt.Errorf("mknod: %w", err)
+	}
+	if err := unix.Fchmodat(folder, path, mode, 0); err != nil { // whatever the umask
+		return -1, fmt.Errorf("chmod: %w", err)
+	}
+	tree, err := unix.OpenTree(folder, path, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC|unix.AT_SYMLINK_NOFOLLOW)
+	if err != nil {
+		return -1, fmt.Errorf("open_tree: %w", err)
+	}
+	err = unix.MountSetattr(tree, "", unix.AT_EMPTY_PATH, &unix.MountAttr{
+		Attr_set: unix.MOUNT_ATTR_RDONLY | unix.MOUNT_ATTR_IDMAP, Attr_clr: unix.MOUNT_ATTR_NODEV, Userns_fd: uint64(namespace)})
+	if err != nil {
+		unix.Close(tree)
+		return -1, fmt.Errorf("mount_setattr: %w", err)
+	}
+	return tree, nil
+}

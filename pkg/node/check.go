@@ -1,0 +1,109 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+	"k8s.io/klog/v2"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// checkTime bounds how long a filesystem is checked, and grown, before it is mounted.
+const checkTime = 24 * time.Hour
+
+// checks are what is done to filesystems before they are mounted. That may take longer than any
+// caller waits, so it does not end with its caller but with the driver. The call itself goes on
+// as long, with its locks, so that all others of the volume are told ABORTED; the retry after
+// that finds a filesystem that is checked, or what the check said.
+type checks struct {
+	driver context.Context // of the driver
+
+	mu      sync.Mutex
+	running map[string]check // by the volume's key
+	failed  map[string]error // what nobody was there to be told
+}
+
+type check struct {
+	caller context.Context
+	stop   context.CancelFunc
+}
+
+// run checks the volume of a key. An error that an earlier check ended with after its caller was
+// gone is returned, once, in place of another check.
+func (c *checks) run(ctx context.Context, key string, work func(context.Context) error) error {
+	if err := c.forget(key); err != nil {
+		return err
+	}
+	working, stop := context.WithTimeout(klog.NewContext(c.driver, klog.FromContext(ctx)), checkTime)
+	defer stop()
+	c.begin(key, check{ctx, stop})
+	err := work(working)
+	if errors.Is(working.Err(), context.DeadlineExceeded) && err != nil {
+		err = fmt.Errorf("%w: its filesystem was not checked within %s; check it by hand: %s", blockdev.ErrDataLoss, checkTime, err.Error())
+	}
+	return c.end(ctx, key, err, errors.Is(working.Err(), context.Canceled))
+}
+
+func (c *checks) begin(key string, one check) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.running == nil {
+		c.running, c.failed = map[string]check{}, map[string]error{}
+	}
+	c.running[key] = one
+}
+
+// end returns what the caller is told, and keeps an error that nobody is there to be told.
+func (c *checks) end(ctx context.Context, key string, err error, stopped bool) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	delete(c.running, key)
+	if ctx.Err() == nil {
+		return err
+	}
+	if err != nil && !stopped {
+		c.failed[key] = err
+	}
+	if err != nil {
+		return fmt.Errorf("its filesystem was checked for longer than the caller waited (%w): %s", ctx.Err(), err.Error())
+	}
+	return fmt.Errorf("its filesystem was checked for longer than the caller waited (%w)", ctx.Err())
+}
+
+// forget returns the error that was kept of a volume, and keeps it no longer.
+func (c *checks) forget(key string) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	err := c.failed[key]
+	delete(c.failed, key)
+	return err
+}
+
+// Interrupt is called with a request that finds its volume busy. If the request says that nobody
+// waits for the volume any more, a check that goes on without its caller ends.
+func (s *Server) Interrupt(request any) {
+	var text string
+	switch r := request.(type) {
+	case *csi.NodeUnstageVolumeRequest:
+		text = r.GetVolumeId()
+	case *csi.NodeUnpublishVolumeRequest: // of an ephemeral volume
+		text = r.GetVolumeId()
+	default:
+		return
+	}
+	key := volume.KeyOf(text)
+	if id, err := volume.ParseID(text); err == nil {
+		key = id.Key
+	}
+	s.checks.mu.Lock()
+	defer s.checks.mu.Unlock()
+	if one, runs := s.checks.running[key]; runs && one.caller.Err() != nil {
+		one.stop()
+	}
+}
