@@ -145,7 +145,7 @@ func (w *world) simulate(ctx context.Context, node string, parts *sync.WaitGroup
 	}
 	config := w.server.Config(apitest.Admin)
 	config.UserAgent = simulated
-	agent, err := cluster.NewAgent(config, local, []cluster.AgentPool{{Pool: pool, Kind: "memory"}}, &keylock.Table{}, 0)
+	agent, err := cluster.NewAgent(config, cluster.DefaultDriver, local, []cluster.AgentPool{{Pool: pool, Kind: "memory"}}, &keylock.Table{}, 0)
 	if err != nil {
 		return err
 	}

@@ -11,6 +11,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 out=${OUT:-bin/bench-cluster}
+export NODES=${NODES:-1}
 . tests/e2e/lib.sh
 go build -o "$out/benchcluster" ./tests/benchcluster
 

@@ -4,6 +4,7 @@ package deploy
 
 import (
 	"fmt"
+	"os"
 	"reflect"
 	"slices"
 	"strings"
@@ -122,6 +123,38 @@ func render(t *testing.T, values string, apis ...string) objects {
 	return all
 }
 
+// TestKubeVersion: the chart refuses clusters that lack what the driver needs, and the documents say the same. The least is
+// what serves selectable fields of custom resources unasked (beta in 1.31), by which agents find their objects.
+func TestKubeVersion(t *testing.T) {
+	loaded, err := loader.Load(chart)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for version, want := range map[string]bool{"v1.29.0": false, "v1.30.14": false, "v1.30.14-gke.1000": false,
+		"v1.31.0": true, "v1.31.9+k3s1": true, "v1.31.5-eks-8cce635": true, "v1.37.1": true} {
+		if have := chartutil.IsCompatibleRange(loaded.Metadata.KubeVersion, version); have != want {
+			t.Errorf("on Kubernetes %s the chart can be installed: %v, want %v", version, have, want)
+		}
+	}
+	selectable := 0
+	for key, object := range build(t, manifests) {
+		if !strings.HasPrefix(key, "CustomResourceDefinition ") {
+			continue
+		}
+		for _, version := range dig(object, "spec", "versions").([]any) {
+			if dig(version.(map[string]any), "selectableFields") != nil {
+				selectable++
+			}
+		}
+	}
+	if selectable == 0 {
+		t.Error("no custom resource has selectable fields any more: the least version is another one")
+	}
+	if text, err := os.ReadFile("../../docs/install.md"); err != nil || !strings.Contains(string(text), "Kubernetes 1.31 or newer") {
+		t.Errorf("docs/install.md names another least version: %v", err)
+	}
+}
+
 // strip takes away what only one of the two ways of installing says.
 func strip(all objects) objects {
 	delete(all, "Namespace <nil>/"+namespace) // helm install --create-namespace
@@ -175,7 +208,7 @@ func TestKnownFields(t *testing.T) {
 	strict := serializer.NewCodecFactory(scheme.Scheme, serializer.EnableStrict).UniversalDeserializer()
 	groups := `{nodeGroups: {default: null, fast: {nodeSelector: {disk: nvme}, tolerations: [], maxVolumes: 9,
 		pools: [{name: a, url: "file:///a?reservePercent=1"}, {name: b, url: "lvm://vg/thin"}, {name: c, url: "file:///c"}]}},
-		controller: {networkPolicy: true, goneGrace: 5m}, imagePullSecrets: [{name: x}], image: {pullPolicy: Always}}`
+		controller: {networkPolicy: true, goneGrace: 5m, abandonGrace: 2h}, imagePullSecrets: [{name: x}], image: {pullPolicy: Always}}`
 	for _, all := range []objects{build(t, manifests), render(t, ""), render(t, groups)} {
 		for key, object := range all {
 			version, err := schema.ParseGroupVersion(fmt.Sprint(object["apiVersion"]))
@@ -203,6 +236,11 @@ func TestSchema(t *testing.T) {
 		"no pool":                   `{nodeGroups: {default: {pools: []}}}`,
 		"group's name":              `{nodeGroups: {Big_Nodes: {pools: [{name: a, url: "file:///a"}]}}}`,
 		"maxVolumes":                `{nodeGroups: {default: {maxVolumes: -1}}}`,
+		"ephemeral pool's name":     `{nodeGroups: {default: {ephemeralPools: [A_B]}}}`,
+		"ephemeral pool twice":      `{nodeGroups: {default: {ephemeralPools: [default, default]}}}`,
+		"ephemeral pools as text":   `{nodeGroups: {default: {ephemeralPools: default}}}`,
+		"ephemeral size":            `{nodeGroups: {default: {ephemeralMaxSize: large}}}`,
+		"ephemeral size of nothing": `{nodeGroups: {default: {ephemeralMaxSize: "0"}}}`,
 		"kubeletDir":                `{node: {kubeletDir: var/lib/kubelet}}`,
 		"kubeletDir with a slash":   `{node: {kubeletDir: /var/lib/kubelet/}}`,
 		"pull policy":               `{image: {pullPolicy: Sometimes}}`,
@@ -214,6 +252,7 @@ func TestSchema(t *testing.T) {
 		"snapshotClass":             `{snapshotClass: {create: maybe}}`,
 		"timeout":                   `{controller: {timeouts: {attach: 15}}}`,
 		"goneGrace":                 `{controller: {goneGrace: soon}}`,
+		"abandonGrace":              `{controller: {abandonGrace: soon}}`,
 		"toleration":                `{controller: {tolerations: [{kee: a}]}}`,
 		"attachRequired":            `{csiDriver: {attachRequired: "yes"}}`,
 	} {
@@ -223,6 +262,40 @@ func TestSchema(t *testing.T) {
 				t.Errorf("%s: %v", values, err)
 			}
 		})
+	}
+}
+
+// TestInline: inline ephemeral volumes are off unless somebody switches them on, in the same way by either means.
+func TestInline(t *testing.T) {
+	const on, fast = `{nodeGroups: {default: {ephemeralPools: [default]}}}`, `{nodeGroups: {fast: {pools: [{name: a, url: "file:///a"}, {name: b, url: "lvm://b"}], ephemeralPools: [b, a], ephemeralMaxSize: 16Gi}}}`
+	for name, c := range map[string]struct {
+		all   objects
+		modes []any
+		args  map[string][]string // by DaemonSet
+	}{
+		"manifests":        {build(t, manifests), []any{"Persistent"}, map[string][]string{"ashlar-node": nil}},
+		"chart":            {render(t, ""), []any{"Persistent"}, map[string][]string{"ashlar-node": nil}},
+		"component":        {build(t, "testdata/inline"), []any{"Persistent", "Ephemeral"}, map[string][]string{"ashlar-node": {"--ephemeral-pools=default", "--ephemeral-max-size=1Gi"}}},
+		"chart, on":        {render(t, on), []any{"Persistent", "Ephemeral"}, map[string][]string{"ashlar-node": {"--ephemeral-pools=default", "--ephemeral-max-size=1Gi"}}},
+		"chart, one group": {render(t, fast), []any{"Persistent", "Ephemeral"}, map[string][]string{"ashlar-node": nil, "ashlar-node-fast": {"--ephemeral-pools=b,a", "--ephemeral-max-size=16Gi"}}},
+	} {
+		if modes := dig(c.all.of(t, "CSIDriver", "block.csi.ashlar.dev"), "spec", "volumeLifecycleModes"); !reflect.DeepEqual(modes, c.modes) {
+			t.Errorf("%s: lifecycle modes %v, want %v", name, modes, c.modes)
+		}
+		for set, want := range c.args {
+			var have []string
+			for _, arg := range container(t, c.all.of(t, "DaemonSet", set), "driver")["args"].([]any) {
+				if strings.HasPrefix(arg.(string), "--ephemeral-") {
+					have = append(have, arg.(string))
+				}
+			}
+			if !slices.Equal(have, want) {
+				t.Errorf("%s: %s has the arguments %v, want %v", name, set, have, want)
+			}
+		}
+	}
+	if _, err := template(`{nodeGroups: {default: {ephemeralPools: [other]}}}`); err == nil || !strings.Contains(err.Error(), "has no pool other") {
+		t.Errorf("a pool that the group does not have: %v", err)
 	}
 }
 
@@ -307,6 +380,9 @@ func TestSound(t *testing.T) {
 				}
 				if c["name"] != "liveness-probe" && at("livenessProbe") == nil {
 					t.Errorf("%s: has no liveness probe", where)
+				}
+				if !node && c["name"] == "driver" && at("startupProbe", "httpGet", "path") != "/healthz" {
+					t.Errorf("%s: is started anew while it waits for the API server", where)
 				}
 				ports, _ := at("ports").([]any)
 				for _, p := range ports {

@@ -1,31 +1,47 @@
 #!/usr/bin/env bash
 # Kills the driver's processes and its sidecars' (kill -9), again and again, while 100 claims are made, pods use some of
 # them, and half of them go. At the end claims, Volume objects and images must agree one to one; and when all claims are
-# gone, nothing of them may be left. Called by run.sh, with its functions in_cluster and on_node, the folder out, and
-# IMAGE for the pods.
+# gone, nothing of them may be left. Called by run.sh, with its functions in_cluster, on_node and nodes, the folder out,
+# and IMAGE for the pods.
 set -euo pipefail
 namespace=ashlar-kill
 k() { in_cluster kubectl -n "$namespace" "$@"; }
 
-# slay PROGRAM [ARGUMENT]: all processes of a program on the node, with that argument.
+all=$(nodes)
+
+# slay PROGRAM [ARGUMENT]: all processes of a program on all nodes, with that argument.
 slay() {
-	on_node sh -c 'for p in /proc/[0-9]*; do
+	local node
+	for node in $all; do slay_on "$node" "$@"; done
+}
+slay_on() {
+	local node=$1
+	shift
+	on_node "$node" sh -c 'for p in /proc/[0-9]*; do
 		[ "$(cat "$p/comm" 2>/dev/null)" = "$(echo "$1" | cut -c 1-15)" ] || continue
 		tr "\0" " " <"$p/cmdline" | grep -q -e "$2" || continue
 		kill -KILL "${p#/proc/}" && echo "killed $1 $2"; done' kill "$1" "${2-}"
 }
 
-# agree N: there are N claims, and the volumes, objects, images and records are theirs.
+# in_pools SUFFIX: what is in all pools, as "NODE ID".
+in_pools() {
+	local node
+	for node in $all; do
+		on_node "$node" sh -c 'ls /var/lib/ashlar/volumes' | sed -n "s/^\(.*\)\.$1\$/$node vol.default.\1/p"
+	done | sort
+}
+
+# agree N: there are N claims, and the volumes, objects, images and records are theirs, on the nodes that the objects name.
 agree() {
 	local dir=$out/agree
 	mkdir -p "$dir"
 	k get pvc -o json | jq -r '.items[] | .spec.volumeName' | sort >"$dir/claimed"
 	in_cluster kubectl get pv -o json | jq -r --arg n "$namespace" '.items[] | select(.spec.claimRef.namespace == $n) | .metadata.name' | sort >"$dir/pvs"
 	in_cluster kubectl get pv -o json | jq -r --arg n "$namespace" '.items[] | select(.spec.claimRef.namespace == $n) | .spec.csi.volumeHandle' | sort >"$dir/handles"
-	in_cluster kubectl get volumes.ashlar.dev -o json | jq -r '.items[] | "vol.\(.spec.pool).\(.metadata.name)"' | sort >"$dir/objects"
-	on_node sh -c 'ls /var/lib/ashlar/volumes' | sed -n 's/^\(.*\)\.img$/vol.default.\1/p' | sort >"$dir/images"
-	on_node sh -c 'ls /var/lib/ashlar/volumes' | sed -n 's/^\(.*\)\.rec$/vol.default.\1/p' | sort >"$dir/records"
-	diff "$dir/claimed" "$dir/pvs" && diff "$dir/handles" "$dir/objects" && diff "$dir/objects" "$dir/images" && diff "$dir/images" "$dir/records" &&
+	in_cluster kubectl get volumes.ashlar.dev -o json | jq -r '.items[] | "\(.spec.nodeName) vol.\(.spec.pool).\(.metadata.name)"' | sort >"$dir/objects"
+	in_pools img >"$dir/images"
+	in_pools rec >"$dir/records"
+	diff "$dir/claimed" "$dir/pvs" && diff "$dir/handles" <(cut -d ' ' -f 2 "$dir/objects" | sort) && diff "$dir/objects" "$dir/images" && diff "$dir/images" "$dir/records" &&
 		[ "$(wc -l <"$dir/claimed")" = "$1" ] && echo "$1 claims, volumes, objects, images and records agree"
 }
 

@@ -2,8 +2,9 @@
 # the top of the source.
 #
 # The cluster is $KUBECONFIG's if that is set, else one of kind if Docker runs, else one that is built and started here
-# (hack/kubernetes). Nothing of it is left afterwards; KEEP=1 leaves it as it is. With $KUBECONFIG, the nodes must be able
-# to get the image, the cluster must have the snapshot CRDs and the snapshot-controller.
+# (hack/kubernetes); of NODES nodes (3), unless it is given. Nothing of it is left afterwards; KEEP=1 leaves it as it is.
+# With $KUBECONFIG, the nodes must be able to get the image, the cluster must have the snapshot CRDs and the
+# snapshot-controller.
 # shellcheck shell=bash disable=SC2154
 . hack/kubernetes/lib.sh
 overlay=tests/e2e/overlay
@@ -15,7 +16,8 @@ start=$SECONDS
 
 say() { echo "==> $* ($((SECONDS - start)) s)"; }
 
-# in_cluster COMMAND...: with kubectl set up. on_node COMMAND...: as root on the node, among its processes.
+# in_cluster COMMAND...: with kubectl set up. on_node NODE COMMAND...: as root on a node, among its processes.
+export NODES=${NODES:-3}
 if [ -n "${KUBECONFIG-}" ]; then
 	where=given
 	config=$KUBECONFIG
@@ -24,13 +26,15 @@ elif command -v kind >/dev/null && docker info >/dev/null 2>&1; then
 	where=kind
 	config=$out/kubeconfig
 	in_cluster() { PATH=$bin:$PATH KUBECONFIG=$config "$@"; }
-	on_node() { docker exec -i "$kind-control-plane" "$@"; }
+	on_node() { docker exec -i "$@"; }
 else
 	where=own
 	config=$CLUSTER_DIR/keys/admin.kubeconfig
 	in_cluster() { hack/kubernetes/cluster.sh exec "$@"; }
-	on_node() { hack/kubernetes/cluster.sh exec "$@"; }
+	on_node() { hack/kubernetes/cluster.sh on "$@"; }
 fi
+# nodes: the names of those that pods may be on.
+nodes() { in_cluster kubectl get nodes -o json | jq -r '.items[] | select(any(.spec.taints[]?; .effect == "NoSchedule") | not) | .metadata.name'; }
 
 finish() {
 	local status=$?
@@ -70,7 +74,10 @@ bring_up() {
 	say "starting the cluster ($where)"
 	case $where in
 	kind)
-		kind create cluster --name "$kind" --kubeconfig "$config" --wait 120s
+		{
+			printf 'kind: Cluster\napiVersion: kind.x-k8s.io/v1alpha4\nnodes:\n- role: control-plane\n'
+			[ "$NODES" = 1 ] || for _ in $(seq "$NODES"); do echo "- role: worker"; done
+		} | kind create cluster --name "$kind" --kubeconfig "$config" --wait 120s --config -
 		kind load image-archive "$out/image.tar" --name "$kind"
 		in_cluster kubectl apply -f "$built/crds"
 		# Its controller: from this cluster's build, as an image that kind has to be given.
@@ -80,16 +87,17 @@ bring_up() {
 	esac
 }
 
-# install_driver applies the manifests, and waits until the kubelet knows the driver.
+# install_driver applies the manifests, and waits until every kubelet knows the driver.
 install_driver() {
 	say "installing the driver: $overlay"
 	in_cluster kubectl apply -k "$overlay"
-	in_cluster kubectl -n ashlar-system rollout status daemonset/ashlar-node deployment/ashlar-controller --timeout=120s
-	local _
-	for _ in {1..60}; do
-		[[ $(in_cluster kubectl get csinodes -o jsonpath='{.items[*].spec.drivers[*].name}') == *block.csi.ashlar.dev* ]] && return
+	in_cluster kubectl -n ashlar-system rollout status daemonset/ashlar-node deployment/ashlar-controller --timeout=300s
+	local _ expected
+	expected=$(in_cluster kubectl -n ashlar-system get daemonset ashlar-node -o jsonpath='{.status.desiredNumberScheduled}')
+	for _ in {1..120}; do
+		[ "$(in_cluster kubectl get csinodes -o jsonpath='{.items[*].spec.drivers[*].name}' | grep -o block.csi.ashlar.dev | wc -l)" = "$expected" ] && return
 		sleep 1
 	done
-	echo "no node has registered the driver" >&2
+	echo "not all of $expected nodes have registered the driver" >&2
 	return 1
 }

@@ -81,9 +81,9 @@ type parts struct {
 
 var nodes = []string{"node-a", "node-b"}
 
-// start starts a controller and two nodes, of which the first has more room. All of it is
-// gone at the end of the test.
-func start(t *testing.T) *parts {
+// start starts a controller and two nodes, of which the first has more room, with more flags if
+// given. All of it is gone at the end of the test.
+func start(t *testing.T, nodeFlags ...string) *parts {
 	t.Helper()
 	drivertest.NeedRoot(t)
 	scheme := runtime.NewScheme()
@@ -97,7 +97,7 @@ func start(t *testing.T) *parts {
 	must(t, apitest.Get(t).Kubeconfig(apitest.Admin, p.dir+"/kubeconfig"))
 	for i, node := range nodes {
 		p.node(node, true)
-		p.agents[node] = p.part(node, "--mode=node", "--node-id="+node, fmt.Sprintf("--pool=default=file://%s/%s/pool?reservePercent=0&overprovision=%d", p.dir, node, len(nodes)-i))
+		p.agents[node] = p.part(node, append(nodeFlags, "--mode=node", "--node-id="+node, fmt.Sprintf("--pool=default=file://%s/%s/pool?reservePercent=0&overprovision=%d", p.dir, node, len(nodes)-i))...)
 	}
 	p.controller = p.newController("controller")
 	for _, node := range nodes {
@@ -266,8 +266,8 @@ func (p *parts) agree(ids map[string]string) {
 	var volumes v1alpha1.VolumeList
 	must(p, p.kube.List(p.Context(), &volumes))
 	for _, v := range volumes.Items {
-		if v.DeletionTimestamp != nil || v.Status.Created == nil {
-			p.Errorf("volume %s: deleted %v, created %v", v.Spec.Name, v.DeletionTimestamp, v.Status.Created)
+		if v.Deleting() || v.Status.Created == nil {
+			p.Errorf("volume %s: to be deleted %v, created %v", v.Spec.Name, v.Deleting(), v.Status.Created)
 		}
 		objects = append(objects, v.Spec.NodeName+" "+v.Spec.Name+" "+v.Name)
 		if id := ids[v.Spec.Name]; strings.HasSuffix(id, "."+v.Name) {
@@ -352,7 +352,7 @@ func TestNodeDown(t *testing.T) {
 		r, err := p.controller.GetCapacity(t.Context(), &csi.GetCapacityRequest{AccessibleTopology: csimap.Topology("node-b")})
 		return err == nil && r.GetAvailableCapacity() == 0
 	})
-	p.once(codes.Unavailable, create(p.controller, "new", miB, "node-b"))
+	p.once(codes.ResourceExhausted, create(p.controller, "new", miB, "node-b")) // the scheduler is to choose another
 	p.once(codes.Unavailable, func(ctx context.Context) error {
 		_, err := p.controller.ControllerExpandVolume(ctx, &csi.ControllerExpandVolumeRequest{VolumeId: b.GetVolumeId(), CapacityRange: &csi.CapacityRange{RequiredBytes: 2 * miB}})
 		return err
@@ -393,7 +393,7 @@ func TestNodeGone(t *testing.T) {
 	}
 	var volumes v1alpha1.VolumeList
 	must(t, p.kube.List(t.Context(), &volumes))
-	if len(volumes.Items) != 1 || volumes.Items[0].Spec.Name != "kept" || volumes.Items[0].DeletionTimestamp != nil {
+	if len(volumes.Items) != 1 || volumes.Items[0].Spec.Name != "kept" || volumes.Items[0].Deleting() {
 		t.Errorf("left are %+v", volumes.Items)
 	}
 	p.eventually("its pool is forgotten", func() bool {

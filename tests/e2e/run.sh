@@ -1,10 +1,14 @@
 #!/usr/bin/env bash
-# Installs the driver from deploy/kubernetes on a cluster, as pods from an image made here, and runs Kubernetes'
-# external storage suite against it. The cluster is $KUBECONFIG's if that is set, else one of kind if Docker runs, else
-# one that is built and started here (hack/kubernetes). Nothing of it is left afterwards.
+# Installs the driver from deploy/kubernetes on a cluster of three nodes, as pods from an image made here, and runs
+# Kubernetes' external storage suite against it; then its specs that stop kubelets; then our own tests of nodes, kubelets
+# and drivers that die (tests/e2e/nodes); then the driver's pods are replaced, and killed, under load. The cluster is
+# $KUBECONFIG's if that is set, else one of kind if Docker runs, else one that is built and started here (hack/kubernetes).
+# Nothing of it is left afterwards. What stops kubelets and nodes runs on the last one only.
 #
 #   PROCS=6            specs at a time
-#   FOCUS, SKIP        regular expressions, in place of External.Storage and of those that cannot run here
+#   FOCUS, SKIP        regular expressions, in place of External.Storage and of those that cannot run here. With FOCUS,
+#                      only these specs run, and
+#   TESTS              those of our own tests whose names match this regular expression
 #   OUT=bin/e2e        where logs and reports go
 #   KEEP=1             leave the cluster (and the driver) as it is at the end
 #
@@ -17,12 +21,14 @@ began=$(date +%s)
 
 bring_up
 
-# Left out: what needs another operating system, SELinux, ssh to the node, or a volume populator.
+# Left out: what needs another operating system, SELinux, or a volume populator; what is disruptive has a run of its own.
 skip=${SKIP-'\[Disruptive\]|\[Feature:Windows\]|\[Feature:SELinux|any volume data source'}
 install_driver
 if [[ $(in_cluster kubectl api-resources --api-group=admissionregistration.k8s.io -o name) == *mutatingadmissionpolicies* ]]; then
 	in_cluster kubectl apply -f tests/e2e/least-size.yaml
+	groups=volumegroupsnapshottable
 else
+	groups=
 	skip="${skip:+$skip|}volumegroupsnapshottable"
 fi
 # This spec never makes a pod for its claims, so it has a run of its own, with a class that binds at once.
@@ -35,31 +41,63 @@ if [ "$where" = own ] && ((!(0x$(sed -n 's/^CapBnd:\s*//p' /proc/self/status) >>
 	sed -i '/^StorageClass:/{n;s/ashlar$/ashlar-xfs/}' "$out/testdriver.yaml"
 fi
 status=0
-suite() { # NAME FOCUS SKIP TESTDRIVER PROCS
-	in_cluster ginkgo run --procs="$5" --timeout="${TIMEOUT:-75m}" --no-color --silence-skips --output-dir="$out" \
+suite() { # NAME FOCUS SKIP TESTDRIVER PROCS FLAG...
+	in_cluster env KUBE_SSH_USER=root KUBE_SSH_KEY_PATH="$CLUSTER_DIR/keys/ssh" ginkgo run --procs="$5" --timeout="${TIMEOUT:-75m}" --no-color --silence-skips --output-dir="$out" \
 		--json-report="$1.json" --junit-report="$1.junit.xml" --focus="$2" ${3:+--skip="$3"} \
-		"$bin/e2e.test" -- --provider=skeleton --kubeconfig="$config" --allowed-not-ready-nodes=0 --num-nodes=1 \
-		--storage.testdriver="$out/$4" >"$out/$1.log" 2>&1 || status=$?
+		"$bin/e2e.test" -- --provider=local --kubeconfig="$config" --allowed-not-ready-nodes=0 --num-nodes="$NODES" \
+		--storage.testdriver="$out/$4" "${@:6}" >"$out/$1.log" 2>&1 || status=$?
 	[ -s "$out/$1.json" ] || { tail -n 40 "$out/$1.log"; exit 1; }
 }
 say "running the specs, ${PROCS:-6} at a time"
-suite suite "${FOCUS:-External.Storage}" "${skip:+$skip|}$immediate" testdriver.yaml "${PROCS:-6}"
+suite suite "${FOCUS:-External.Storage}" "${skip:+$skip|}$immediate${groups:+|$groups}" testdriver.yaml "${PROCS:-6}"
 [ -n "${FOCUS-}" ] || suite immediate "External.Storage.*$immediate" "" testdriver-immediate.yaml 2
+if [ -n "$groups" ] && [[ -z ${FOCUS-} || ${FOCUS-} == *$groups* ]]; then
+	# The volumes of a group are on one node, and these specs leave it to the scheduler on which nodes they are.
+	say "running the specs of group snapshots, on one node"
+	others=$(nodes | tail -n +2)
+	away=ashlar-e2e
+	# shellcheck disable=SC2086 # a list
+	[ -z "$others" ] || in_cluster kubectl taint nodes $others "$away=away:NoSchedule"
+	suite groups "External.Storage.*$groups" "" testdriver.yaml 4 --non-blocking-taints="$away"
+	# shellcheck disable=SC2086
+	[ -z "$others" ] || in_cluster kubectl taint nodes $others "$away-"
+fi
+if [ "$where" = own ] && [ -z "${FOCUS-}" ]; then
+	say "running the specs that stop kubelets, one after the other"
+	# Left out: SELinux, and a spec about servers of files that go away.
+	suite disruptive 'External.Storage.*\[Disruptive\]' '\[Feature:SELinux|\[Feature:Windows\]|network filesystem disruption' testdriver.yaml 1
+fi
+image_of() { "$bin/e2e.test" --list-images 2>/dev/null | grep "/$1:" | sort -V | tail -n 1; }
+if [ "$where" = own ] && { [ -n "${TESTS-}" ] || [ -z "${FOCUS-}" ]; }; then
+	say "our own tests of nodes, kubelets and drivers that die"
+	go test -c -tags e2e -o "$out/nodes.test" ./tests/e2e/nodes
+	CLUSTER=$PWD/hack/kubernetes/cluster.sh IMAGE=$(image_of busybox) hack/kubernetes/cluster.sh net \
+		"$out/nodes.test" -test.v -test.timeout=3h -test.run="${TESTS:-.}" >"$out/nodes.log" 2>&1 || status=$?
+	grep -E '^(---|===|PASS|FAIL|    .*_test.go)' "$out/nodes.log" | grep -v '^=== RUN' | cut -c 1-400 || true
+fi
+if [ "$where" = own ] && [ -z "${FOCUS-}" ]; then
+	say "our own tests of the scheduler, the binder and the provisioner"
+	KUBERNETES_BIN=$bin go test -tags e2e -count=1 -v -run TestScheduled ./tests/e2e >"$out/schedule.log" 2>&1 || status=$?
+	grep -E '^(---|ok|FAIL)' "$out/schedule.log"
+fi
 if [ -z "${FOCUS-}" ]; then
 	say "replacing the driver's pods under a writer"
 	if [ "$where" = own ]; then kubectl=(hack/kubernetes/cluster.sh exec kubectl); else kubectl=(env KUBECONFIG="$config" "$bin/kubectl"); fi
-	IMAGE=$("$bin/e2e.test" --list-images 2>/dev/null | grep /busybox: | sort -V | tail -n 1) \
-		tests/e2e/replace.sh "${kubectl[@]}" >"$out/replace.log" 2>&1 || status=$?
+	IMAGE=$(image_of busybox) tests/e2e/replace.sh "${kubectl[@]}" >"$out/replace.log" 2>&1 || status=$?
 	tail -n 1 "$out/replace.log"
 	if [ "$where" != given ]; then
 		say "killing the driver and its sidecars under 100 claims"
-		export -f in_cluster on_node
+		export -f in_cluster on_node nodes
 		export out config kind bin
-		IMAGE=$("$bin/e2e.test" --list-images 2>/dev/null | grep /pause: | sort -V | tail -n 1) tests/e2e/kill.sh >"$out/kill.log" 2>&1 || status=$?
+		IMAGE=$(image_of pause) tests/e2e/kill.sh >"$out/kill.log" 2>&1 || status=$?
 		grep agree "$out/kill.log" || tail -n 20 "$out/kill.log"
 	fi
 fi
-jq -s add "$out"/suite.json "$out"/immediate.json >"$out/report.json" 2>/dev/null || cp "$out/suite.json" "$out/report.json"
+reports=("$out/suite.json")
+for name in immediate groups disruptive; do
+	[ ! -s "$out/$name.json" ] || reports+=("$out/$name.json")
+done
+jq -s add "${reports[@]}" >"$out/report.json"
 
 specs() { jq -r "[.[].SpecReports[] | select(.LeafNodeType == \"It\" and ($1))] | length" "$out/report.json"; }
 failed='.State | IN("failed", "timedout", "panicked", "interrupted", "aborted")'

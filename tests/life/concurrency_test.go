@@ -140,6 +140,7 @@ func TestCallsAtOnce(t *testing.T) {
 func TestOppositeCallsAtOnce(t *testing.T) {
 	d := start(t, drivertest.Options{})
 	v := d.made(request("volume", "ext4", smallest["ext4"]))
+	ok(t, v.claim())
 	ok(t, os.Mkdir(v.staging, 0o700))
 	target := v.target("pod")
 	for range 5 {

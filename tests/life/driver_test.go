@@ -38,6 +38,7 @@ const (
 	singleWriter = csi.VolumeCapability_AccessMode_SINGLE_NODE_SINGLE_WRITER
 	multiWriter  = csi.VolumeCapability_AccessMode_SINGLE_NODE_MULTI_WRITER
 	readerOnly   = csi.VolumeCapability_AccessMode_SINGLE_NODE_READER_ONLY
+	readers      = csi.VolumeCapability_AccessMode_MULTI_NODE_READER_ONLY // Kubernetes' ReadOnlyMany
 
 	// block in place of a filesystem's name is block access.
 	block = "block"
@@ -113,18 +114,7 @@ func newDir(t testing.TB) string {
 		if !t.Failed() {
 			return
 		}
-		left := drivertest.Leftovers(dir)
-		slices.Reverse(left)
-		for _, line := range left {
-			if path, ok := strings.CutPrefix(line, "mount "); ok {
-				_ = unix.Unmount(path, unix.MNT_DETACH)
-			}
-		}
-		for _, line := range drivertest.Leftovers(dir) {
-			if name, ok := strings.CutPrefix(line, "loop device "); ok {
-				_ = exec.Command("losetup", "-d", "/dev/"+strings.Fields(name)[0]).Run()
-			}
-		}
+		drivertest.ClearAway(dir)
 	})
 	return dir
 }
@@ -537,8 +527,8 @@ func checksum(t testing.TB, path string) [32]byte {
 		buffer := make([]byte, 64<<10)
 		for at := start; at < end; {
 			n, err := f.ReadAt(buffer[:min(int64(len(buffer)), end-at)], at)
-			if err != nil && !errors.Is(err, io.EOF) {
-				t.Fatal(err)
+			if n == 0 || (err != nil && !errors.Is(err, io.EOF)) {
+				t.Fatalf("%d bytes at %d, %v", n, at, err)
 			}
 			for page := range slices.Chunk(buffer[:n], 4096) {
 				if !bytes.Equal(page, zeroPage[:len(page)]) {

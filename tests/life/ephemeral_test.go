@@ -14,6 +14,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/node"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
@@ -79,6 +80,8 @@ func TestEphemeral(t *testing.T) {
 		"a size of fractions":  {map[string]string{"size": "1.5Gi"}, codes.InvalidArgument},
 		"a size of much":       {map[string]string{"size": "9223372036854775807Ti"}, codes.InvalidArgument},
 		"more than there is":   {map[string]string{"size": "15Ti"}, codes.ResourceExhausted},
+		"its filesystem":       {map[string]string{"fstype": "ext4"}, codes.OK},
+		"another filesystem":   {map[string]string{"fstype": "xfs"}, codes.InvalidArgument},
 		"an unknown attribute": {map[string]string{"flavour": "sweet"}, codes.InvalidArgument},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -136,6 +139,83 @@ func TestEphemeral(t *testing.T) {
 		ok(t, v.delete())
 	})
 	d.nothingLeft()
+}
+
+// TestEphemeralAllowed: the operator says whether there are inline ephemeral volumes, where, and how large.
+func TestEphemeralAllowed(t *testing.T) {
+	drivertest.NeedRoot(t)
+	dir := newDir(t)
+	o := drivertest.Options{Dir: dir, Pools: []string{"default=file://" + dir + "/pool?reservePercent=0", "scratch=file://" + dir + "/scratch?reservePercent=0"},
+		Ephemeral: &node.Ephemeral{Pools: []string{"scratch"}, MaxSize: 64 * miB}}
+	d := start(t, o)
+	for name, c := range map[string]struct {
+		attributes map[string]string
+		code       codes.Code
+		size       int64
+	}{
+		"of no pool and size":  {nil, codes.OK, 64 * miB},
+		"of its pool":          {map[string]string{"pool": "scratch", "size": "16Mi"}, codes.OK, 16 * miB},
+		"as large as can be":   {map[string]string{"size": "64Mi"}, codes.OK, 64 * miB},
+		"larger":               {map[string]string{"size": "67108865"}, codes.OutOfRange, 0},
+		"much larger and thin": {map[string]string{"size": "1Ti", "provisioning": "thin"}, codes.OutOfRange, 0},
+		"of another pool":      {map[string]string{"pool": "default", "size": "16Mi"}, codes.InvalidArgument, 0},
+		"of no pool":           {map[string]string{"pool": "nowhere"}, codes.InvalidArgument, 0},
+		"of an empty name":     {map[string]string{"pool": ""}, codes.InvalidArgument, 0},
+	} {
+		t.Run(name, func(t *testing.T) {
+			d := d.in(t)
+			v, target, r := d.inline("csi-0123", c.attributes)
+			for range 2 {
+				wants(t, d.nodePublish(r), c.code)
+			}
+			if c.code == codes.OK {
+				if info, err := os.Stat(filepath.Join(dir, "scratch/volumes", volume.KeyOf("csi-0123")+".img")); err != nil || info.Size() != c.size {
+					t.Errorf("its image has not %d bytes: %v, %v", c.size, info, err)
+				}
+			}
+			ok(t, v.unpublish(target))
+			absent(t, target)
+			d.nothingLeft()
+		})
+	}
+	// A filesystem that does not fit is told so.
+	_, target, r := d.inline("csi-xfs", nil)
+	r.VolumeCapability = capability("xfs", writer)
+	wants(t, d.nodePublish(r), codes.OutOfRange)
+	absent(t, target)
+
+	// What is there stays its pod's when the operator allows less, or nothing; also over a reboot.
+	for name, less := range map[string]*node.Ephemeral{"less": {Pools: []string{"default"}, MaxSize: 16 * miB}, "nothing": {}} {
+		t.Run(name, func(t *testing.T) {
+			o.Ephemeral = &node.Ephemeral{Pools: []string{"scratch", "default"}}
+			d.Stop()
+			d := start(t, o)
+			v, target, r := d.inline("csi-4567", map[string]string{"size": "32Mi"})
+			ok(t, d.nodePublish(r))
+			write(t, v.file(target), 1)
+			ok(t, unix.Unmount(target, 0))
+			d.Stop()
+			o.Ephemeral = less
+			d = start(t, o)
+			v, _, r = d.inline("csi-4567", map[string]string{"size": "32Mi"})
+			for range 2 {
+				ok(t, d.nodePublish(r))
+			}
+			holds(t, v.file(target), 1)
+			_, other, r := d.inline("csi-89ab", map[string]string{"size": "32Mi"})
+			if err := d.nodePublish(r); err == nil {
+				t.Error("another one is made")
+			} else if len(less.Pools) == 0 {
+				wants(t, err, codes.FailedPrecondition)
+			}
+			absent(t, other)
+			ok(t, v.unpublish(target))
+			d.nothingLeft()
+		})
+	}
+	if left, err := os.ReadDir(filepath.Join(dir, "scratch/volumes")); err != nil || len(left) > 0 {
+		t.Errorf("left in the other pool: %v %v", left, err)
+	}
 }
 
 // TestEphemeralFailure: a publish that fails leaves nothing, except for the data of a

@@ -90,6 +90,7 @@ func TestForeignIsNeverFormatted(t *testing.T) {
 			v := d.made(request(kind, kind, smallest[kind]))
 			run(t, "mkfs."+kind, "-q", "-f", v.image())
 			want := checksum(t, v.image())
+			ok(t, v.claim())
 			wants(t, v.stage(), codes.FailedPrecondition, "nothing was formatted")
 			if checksum(t, v.image()) != want {
 				t.Error("the image was written to")
@@ -273,6 +274,7 @@ func TestUnfinishedFormat(t *testing.T) {
 			ok(t, d.Store.SetFormat(t.Context(), id, volume.Format{State: volume.Formatting, Type: filesystem.Ext4}))
 			spoil(v)
 			want := checksum(t, v.image())
+			ok(t, v.claim())
 			wants(t, v.stage(), codes.FailedPrecondition, "nothing was formatted")
 			if checksum(t, v.image()) != want {
 				t.Error("the image was written to")

@@ -57,8 +57,8 @@ func TestRepeats(t *testing.T) {
 					t.Errorf("%d mounts at %s", n, path)
 				}
 			}
-			if n := len(attached(t, v.image())); n != map[bool]int{true: 2, false: 1}[kind == block] {
-				t.Errorf("%d devices over the image (a read-only block target has its own)", n)
+			if n := len(attached(t, v.image())); n != 1 {
+				t.Errorf("%d devices over the image", n)
 			}
 			write(t, v.file(target), 1)
 			thrice(func() error {
@@ -139,7 +139,9 @@ func TestConflicts(t *testing.T) {
 		_, err := d.ControllerPublishVolume(t.Context(), r)
 		return err
 	}
+	wants(t, v.stage(), codes.FailedPrecondition, "not claimed")
 	ok(t, v.claim())
+	ok(t, other.claim())
 	wants(t, claim(func(r *csi.ControllerPublishVolumeRequest) { r.NodeId = "elsewhere" }), codes.NotFound)
 	wants(t, claim(func(r *csi.ControllerPublishVolumeRequest) { r.Readonly = true }), codes.AlreadyExists)
 	wants(t, claim(func(r *csi.ControllerPublishVolumeRequest) { r.VolumeCapability = capability("ext4", readerOnly) }), codes.AlreadyExists)
@@ -157,13 +159,15 @@ func TestConflicts(t *testing.T) {
 	wants(t, stageAs(v, func(r *csi.NodeStageVolumeRequest) { r.VolumeId = other.id }), codes.AlreadyExists)
 	elsewhere := filepath.Join(d.Dir, "elsewhere")
 	ok(t, os.Mkdir(elsewhere, 0o700))
+	wants(t, stageAs(v, func(r *csi.NodeStageVolumeRequest) { r.StagingTargetPath = elsewhere }), codes.FailedPrecondition, "one staging path", v.staging)
 	wants(t, stageAs(v, func(r *csi.NodeStageVolumeRequest) {
 		r.VolumeCapability, r.StagingTargetPath = capability(block, multiWriter), elsewhere
 	}), codes.FailedPrecondition) // a second device would not see what is written to the first
 	wants(t, stageAs(v, func(r *csi.NodeStageVolumeRequest) { r.StagingTargetPath = filepath.Join(d.Dir, "nowhere") }), codes.FailedPrecondition)
-	wants(t, d.volume(other.id, "volume", v.capability).unstage(), codes.OK) // of another volume, which is not staged
-	if mountsAt(t, v.staging) == 0 {
-		ok(t, v.stage()) // it took the mount for its own, which a caller must not ask for
+	ok(t, d.volume(other.id, "volume", v.capability).unstage()) // it is not staged there
+	wants(t, other.unpublish(v.staging), codes.FailedPrecondition, "not this volume")
+	if n := mountsAt(t, v.staging); n != 1 {
+		t.Fatalf("%d mounts at the staging path, of 1", n)
 	}
 
 	// Published.
@@ -172,7 +176,12 @@ func TestConflicts(t *testing.T) {
 	write(t, v.file(target), 1)
 	wants(t, v.publish(target, true), codes.AlreadyExists)
 	wants(t, v.unstage(), codes.FailedPrecondition, target)
-	ok(t, other.claim())
+	wants(t, publishAs(v, target, func(r *csi.NodePublishVolumeRequest) { r.VolumeCapability = capability("xfs", multiWriter) }), codes.FailedPrecondition, "staged as ext4")
+	ok(t, publishAs(v, target, func(r *csi.NodePublishVolumeRequest) { r.VolumeCapability = capability("", multiWriter) }))
+	wants(t, publishAs(v, target, func(r *csi.NodePublishVolumeRequest) {
+		r.VolumeCapability = capability("ext4", multiWriter)
+		r.VolumeCapability.GetMount().MountFlags = []string{`context="system_u:object_r:container_file_t:s0:c1,c2"`}
+	}), codes.FailedPrecondition, "SELinux")
 	ok(t, other.stage())
 	wants(t, other.publish(target, false), codes.AlreadyExists)
 	wants(t, other.unpublish(target), codes.FailedPrecondition, "not this volume")
@@ -180,6 +189,9 @@ func TestConflicts(t *testing.T) {
 	holds(t, v.file(target), 1)
 	ok(t, v.release())
 	wants(t, v.delete(), codes.FailedPrecondition) // it is attached, claimed or not
+	wants(t, v.publish(target, false), codes.FailedPrecondition, "not claimed")
+	wants(t, v.stage(), codes.FailedPrecondition, "not claimed")
+	holds(t, v.file(target), 1) // its pod goes on
 	ok(t, v.unpublish(target))
 	wants(t, v.delete(), codes.FailedPrecondition)
 	ok(t, v.unstage())
@@ -200,6 +212,13 @@ func stageAs(v *vol, change func(*csi.NodeStageVolumeRequest)) error {
 	r := &csi.NodeStageVolumeRequest{VolumeId: v.id, StagingTargetPath: v.staging, VolumeCapability: v.capability}
 	change(r)
 	_, err := v.NodeStageVolume(v.t.Context(), r)
+	return err
+}
+
+func publishAs(v *vol, target string, change func(*csi.NodePublishVolumeRequest)) error {
+	r := &csi.NodePublishVolumeRequest{VolumeId: v.id, StagingTargetPath: v.staging, TargetPath: target, VolumeCapability: v.capability}
+	change(r)
+	_, err := v.NodePublishVolume(v.t.Context(), r)
 	return err
 }
 
@@ -227,13 +246,14 @@ func TestBlockConflicts(t *testing.T) {
 func TestAccessModes(t *testing.T) {
 	d := start(t, drivertest.Options{})
 	for _, kind := range []string{"ext4", block} {
-		for mode, shared := range map[csi.VolumeCapability_AccessMode_Mode]bool{writer: true, multiWriter: true, singleWriter: false, readerOnly: true} {
+		for mode, shared := range map[csi.VolumeCapability_AccessMode_Mode]bool{writer: true, multiWriter: true, singleWriter: false, readerOnly: true, readers: true} {
 			t.Run(kind+"/"+mode.String(), func(t *testing.T) {
 				d := d.in(t)
 				r := request("volume", kind, smallest[kind])
 				r.VolumeCapabilities = []*csi.VolumeCapability{capability(kind, mode)}
 				v := d.made(r)
-				if mode == readerOnly && kind != block { // it needs something to read
+				reads := mode == readerOnly || mode == readers
+				if reads && kind != block { // it needs something to read
 					w := d.volume(v.id, v.name, capability(kind, writer))
 					target := w.running()
 					write(t, w.file(target), 1)
@@ -251,7 +271,7 @@ func TestAccessModes(t *testing.T) {
 					err = v.publish(second, false)
 				}
 				ok(t, err)
-				if mode == readerOnly {
+				if reads {
 					refusesWrites(t, v.file(first))
 				} else {
 					write(t, v.file(second), 2)
@@ -260,13 +280,58 @@ func TestAccessModes(t *testing.T) {
 			})
 		}
 		for _, mode := range []csi.VolumeCapability_AccessMode_Mode{
-			csi.VolumeCapability_AccessMode_UNKNOWN, csi.VolumeCapability_AccessMode_MULTI_NODE_READER_ONLY,
+			csi.VolumeCapability_AccessMode_UNKNOWN,
 			csi.VolumeCapability_AccessMode_MULTI_NODE_SINGLE_WRITER, csi.VolumeCapability_AccessMode_MULTI_NODE_MULTI_WRITER} {
 			r := request("volume", kind, smallest[kind])
 			r.VolumeCapabilities = []*csi.VolumeCapability{capability(kind, mode)}
 			_, err := d.create(r)
 			wants(t, err, codes.InvalidArgument)
 		}
+	}
+	d.nothingLeft()
+}
+
+// TestReaders: what was restored for many readers can be had by as many as there are on its node, after
+// a restart too, and by nobody for writing.
+func TestReaders(t *testing.T) {
+	d := start(t, drivertest.Options{})
+	for _, kind := range []string{"ext4", "xfs", "btrfs", block} {
+		t.Run(kind, func(t *testing.T) {
+			d := d.in(t)
+			source := d.made(request("source-"+kind, kind, smallest[kind]))
+			target := source.running()
+			write(t, source.file(target), 1)
+			s, err := source.snapshot("snapshot-" + kind)
+			ok(t, err)
+			r := fromSnapshot(request("restored-"+kind, kind, smallest[kind]), s.GetSnapshotId())
+			r.VolumeCapabilities = []*csi.VolumeCapability{capability(kind, readers)}
+			v := d.made(r)
+			valid, err := d.ValidateVolumeCapabilities(t.Context(), &csi.ValidateVolumeCapabilitiesRequest{VolumeId: v.id, VolumeCapabilities: r.VolumeCapabilities})
+			ok(t, err)
+			if valid.GetConfirmed() == nil {
+				t.Errorf("not confirmed: %s", valid.GetMessage())
+			}
+			_, err = d.ControllerPublishVolume(t.Context(), &csi.ControllerPublishVolumeRequest{VolumeId: v.id, NodeId: "elsewhere", VolumeCapability: v.capability})
+			wants(t, err, codes.NotFound)
+			ok(t, v.claim())
+			ok(t, v.stage())
+			var pods []string
+			for _, pod := range []string{"first", "second", "third"} {
+				for range 2 {
+					ok(t, v.publish(v.target(pod), pod == "third"))
+				}
+				pods = append(pods, v.target(pod))
+				refusesWrites(t, v.file(v.target(pod)))
+				holds(t, v.file(v.target(pod)), 1)
+			}
+			writer := d.volume(v.id, v.name, capability(kind, writer))
+			if !v.block() { // a raw device is one that takes writes, or another one
+				wants(t, writer.stage(), codes.AlreadyExists)
+			}
+			ok(t, v.down(pods...))
+			ok(t, d.deleteSnapshot(s.GetSnapshotId()))
+			ok(t, source.down(target))
+		})
 	}
 	d.nothingLeft()
 }
@@ -328,9 +393,14 @@ func TestIDs(t *testing.T) {
 		if !strings.HasPrefix(id, "group."+zeros) {
 			_, errs["DeleteVolumeGroupSnapshot"] = d.DeleteVolumeGroupSnapshot(ctx, &csi.DeleteVolumeGroupSnapshotRequest{GroupSnapshotId: id})
 		}
+		// What is in a pool that the driver was not started with is neither deleted nor released.
+		done, missing := codes.OK, codes.NotFound
+		if id == "vol.other."+zeros {
+			done, missing = codes.Unavailable, codes.Unavailable
+		}
 		for call, err := range errs {
-			if err != nil {
-				t.Errorf("%s of %q: %v", call, id, err)
+			if want := map[string]codes.Code{"DeleteVolume": done, "ControllerUnpublishVolume": done}[call]; status.Code(err) != want {
+				t.Errorf("%s of %q: %v, want %s", call, id, err, want)
 			}
 		}
 		errs = map[string]error{}
@@ -344,9 +414,7 @@ func TestIDs(t *testing.T) {
 		_, errs["CreateVolumeGroupSnapshot"] = d.CreateVolumeGroupSnapshot(ctx, &csi.CreateVolumeGroupSnapshotRequest{Name: "name", SourceVolumeIds: []string{id}})
 		_, errs["GetSnapshot"] = d.GetSnapshot(ctx, &csi.GetSnapshotRequest{SnapshotId: id})
 		_, errs["GetVolumeGroupSnapshot"] = d.GetVolumeGroupSnapshot(ctx, &csi.GetVolumeGroupSnapshotRequest{GroupSnapshotId: id})
-		if id != "vol.other."+zeros { // names no pool that there is
-			_, errs["CreateVolume from a volume"] = d.create(fromVolume(request("name", "ext4", miB), id))
-		}
+		_, errs["CreateVolume from a volume"] = d.create(fromVolume(request("name", "ext4", miB), id))
 		_, errs["CreateVolume from a snapshot"] = d.create(fromSnapshot(request("name", "ext4", miB), id))
 		_, errs["NodeStageVolume"] = d.NodeStageVolume(ctx, &csi.NodeStageVolumeRequest{VolumeId: id, StagingTargetPath: staging, VolumeCapability: c})
 		_, errs["NodePublishVolume"] = d.NodePublishVolume(ctx, &csi.NodePublishVolumeRequest{VolumeId: id, StagingTargetPath: staging, TargetPath: target, VolumeCapability: c})
@@ -354,8 +422,12 @@ func TestIDs(t *testing.T) {
 		_, errs["NodeGetVolumeStats"] = d.NodeGetVolumeStats(ctx, &csi.NodeGetVolumeStatsRequest{VolumeId: id, VolumePath: staging})
 		_, errs["NodeGetVolumeHealth"] = d.NodeGetVolumeHealth(ctx, &csi.NodeGetVolumeHealthRequest{VolumeId: id})
 		for call, err := range errs {
-			if status.Code(err) != codes.NotFound {
-				t.Errorf("%s of %q: %v", call, id, err)
+			want := missing
+			if strings.Contains(call, "napshot") && call != "CreateSnapshot" && call != "CreateVolumeGroupSnapshot" {
+				want = codes.NotFound // it is the ID of a volume
+			}
+			if status.Code(err) != want {
+				t.Errorf("%s of %q: %v, want %s", call, id, err, want)
 			}
 		}
 	}
@@ -626,4 +698,39 @@ func TestSnapshotOfDeletedVolume(t *testing.T) {
 	}
 	_, err = d.DeleteSnapshot(t.Context(), &csi.DeleteSnapshotRequest{SnapshotId: first.GetSnapshotId()})
 	ok(t, err)
+}
+
+// TestStageOtherwise: what is staged is not staged again with other mount flags, nor at a second path; and it
+// stays as it is, and can be taken down.
+func TestStageOtherwise(t *testing.T) {
+	d := start(t, drivertest.Options{})
+	for _, kind := range []string{"ext4", "xfs", "btrfs", block} {
+		t.Run(kind, func(t *testing.T) {
+			d := d.in(t)
+			v := d.made(request(kind, kind, smallest[kind]))
+			target := v.running()
+			write(t, v.file(target), 1)
+			for range 2 {
+				second := d.volume(v.id, "second", v.capability)
+				second.context = v.context
+				wants(t, second.stage(), codes.FailedPrecondition, "one staging path")
+				for _, path := range []string{second.staging, filepath.Join(second.staging, "device")} {
+					if n := mountsAt(t, path); n != 0 {
+						t.Errorf("%d mounts at %s", n, path)
+					}
+				}
+				ok(t, v.stage())
+				if kind == block {
+					continue
+				}
+				other := d.volume(v.id, v.name, capability(kind, multiWriter))
+				other.context = v.context
+				other.capability.GetMount().MountFlags = []string{"noatime"}
+				wants(t, other.stage(), codes.AlreadyExists, "mount flags")
+			}
+			holds(t, v.file(target), 1)
+			ok(t, v.down(target))
+		})
+	}
+	d.nothingLeft()
 }

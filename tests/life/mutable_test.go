@@ -20,14 +20,18 @@ func (v *vol) queue() map[string]string {
 	if len(loops) != 1 {
 		v.t.Fatalf("the devices are %v", loops)
 	}
-	read := func(name string) string {
-		text, err := os.ReadFile(filepath.Join("/sys/block", loops[0], "queue", name))
+	read := func(device, name string) string {
+		text, err := os.ReadFile(filepath.Join("/sys/block", device, "queue", name))
 		ok(v.t, err)
 		return strings.TrimSpace(string(text))
 	}
-	_, scheduler, _ := strings.Cut(read("scheduler"), "[")
+	_, scheduler, _ := strings.Cut(read(loops[0], "scheduler"), "[")
 	scheduler, _, _ = strings.Cut(scheduler, "]")
-	return map[string]string{"readAheadKiB": read("read_ahead_kb"), "ioScheduler": scheduler}
+	top := loops[0]
+	if mapped, _ := filepath.Glob("/sys/block/" + loops[0] + "/holders/dm-*"); len(mapped) > 0 {
+		top = filepath.Base(mapped[0]) // what reads ahead is what is read
+	}
+	return map[string]string{"readAheadKiB": read(top, "read_ahead_kb"), "ioScheduler": scheduler}
 }
 
 func (v *vol) modify(parameters map[string]string) error {
@@ -100,6 +104,11 @@ func TestParameters(t *testing.T) {
 		"none":                 {nil, nil, codes.OK},
 		"all":                  {map[string]string{"pool": "default", "provisioning": "thin"}, map[string]string{"readAheadKiB": "0", "ioScheduler": "none"}, codes.OK},
 		"of the CO":            {map[string]string{"csi.storage.k8s.io/pvc/name": "claim", "csi.storage.k8s.io/fstype": "ext4"}, nil, codes.OK},
+		"filesystem":           {map[string]string{"fstype": "ext4"}, nil, codes.OK},
+		"filesystem, old":      {map[string]string{"fsType": "ext4"}, nil, codes.OK},
+		"another filesystem":   {map[string]string{"fstype": "xfs"}, nil, codes.InvalidArgument},
+		"another, of the CO":   {map[string]string{"csi.storage.k8s.io/fstype": "xfs"}, nil, codes.InvalidArgument},
+		"filesystem twice":     {map[string]string{"fstype": "ext4", "csi.storage.k8s.io/fstype": "ext4"}, nil, codes.InvalidArgument},
 		"unknown":              {map[string]string{"type": "fast"}, nil, codes.InvalidArgument},
 		"of another prefix":    {map[string]string{"storage.k8s.io/name": "claim"}, nil, codes.InvalidArgument},
 		"in another case":      {map[string]string{"Pool": "default"}, nil, codes.InvalidArgument},

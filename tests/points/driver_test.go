@@ -232,7 +232,7 @@ func (f folder) leftovers() []string {
 	_ = filepath.WalkDir(string(f), func(path string, _ os.DirEntry, err error) error {
 		name, _ := filepath.Rel(string(f), path)
 		switch name {
-		case ".", "lock", "volumes", "snapshots":
+		case ".", "lock", "pool", "volumes", "snapshots":
 		default:
 			found = append(found, "file "+path)
 		}
@@ -277,6 +277,8 @@ func (s *site) clear(dir string) {
 				_ = unix.Unmount(rest, unix.MNT_DETACH)
 			case "loop":
 				_ = exec.Command("losetup", "-d", "/dev/"+strings.Fields(rest)[1]).Run()
+			case "mapper":
+				_ = exec.Command("dmsetup", "remove", "--deferred", strings.Fields(rest)[1]).Run()
 			}
 		}
 	}

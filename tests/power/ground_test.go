@@ -31,14 +31,15 @@ type ground struct {
 }
 
 var grounds = []ground{
-	filesystem("ext4", "-F", "-E", "nodiscard,lazy_itable_init=0,lazy_journal_init=0"),
-	filesystem("xfs", "-f", "-K"),
+	filesystem("ext4", 400*miB, "-F", "-E", "nodiscard,lazy_itable_init=0,lazy_journal_init=0"),
+	filesystem("xfs", 400*miB, "-f", "-K"),
+	filesystem("btrfs", 800*miB, "-f", "-K"), // which gives its space out in large pieces
 	volumeGroup("linear", "lvm://"+group),
 	volumeGroup("thin", "lvm://"+group+"/"+thinPool),
 }
 
-func filesystem(kind string, options ...string) ground {
-	return ground{name: kind, size: 400 * miB,
+func filesystem(kind string, size int64, options ...string) ground {
+	return ground{name: kind, size: size,
 		lay: func(t testing.TB, device string) {
 			drivertest.Run(t, slices.Concat([]string{"mkfs." + kind, "-q"}, options, []string{device})...)
 		},

@@ -93,7 +93,7 @@ func (f *family) capability() *csi.VolumeCapability {
 
 // likely has each call as often as it is to be made.
 var likely = func() (all []kind) {
-	for k, n := range map[kind]int{create: 6, remove: 3, claim: 4, release: 3, stage: 8, unstage: 4, publish: 9, unpublish: 5, expand: 3, nodeExpand: 2,
+	for k, n := range map[kind]int{create: 6, remove: 3, claim: 8, release: 2, stage: 8, unstage: 4, publish: 9, unpublish: 5, expand: 3, nodeExpand: 2,
 		modify: 1, validate: 1, stats: 1, snapshot: 3, unsnapshot: 2, cutGroup: 2, removeGroup: 2, write: 12, read: 9} {
 		for range n {
 			all = append(all, k)

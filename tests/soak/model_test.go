@@ -157,11 +157,11 @@ func done(s state, in input, out output) []state {
 	case release:
 		v.claimed = false
 	case stage:
-		possible, v.staged, v.attached = v.exists, true, false
+		possible, v.staged, v.attached = v.exists && v.claimed, true, false
 	case unstage:
 		possible, v.staged, v.attached = !slices.Contains(v.published[:], true), false, false
 	case publish:
-		possible, v.published[in.target] = v.staged, true
+		possible, v.published[in.target] = v.staged && v.claimed, true
 	case unpublish:
 		v.published[in.target] = false
 	case expand:
@@ -255,8 +255,10 @@ func refused(s state, in input, code codes.Code) bool {
 			return v.claimed || v.staged || v.attached
 		case unstage:
 			return published
+		case stage:
+			return v.exists && !v.claimed
 		case publish:
-			return v.exists && !v.staged
+			return v.exists && (!v.staged || !v.claimed)
 		case unpublish:
 			return in.held && v.published[in.target]
 		case nodeExpand:

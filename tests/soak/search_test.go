@@ -135,18 +135,19 @@ func TestSearch(t *testing.T) {
 	busy := output{code: codes.FailedPrecondition}
 	in := func(k kind) input { return input{kind: k} }
 	wrote, got := func(n int32) input { return input{kind: write, number: n} }, func(n int32) output { return output{number: n} }
-	up := []operation{{in(create), ok, 0, 1}, {in(stage), ok, 2, 3}, {in(publish), ok, 4, 5}}
+	up := []operation{{in(create), ok, 0, 1}, {in(claim), ok, 1, 2}, {in(stage), ok, 2, 3}, {in(publish), ok, 4, 5}}
 	for name, c := range map[string]struct {
 		history  []operation
 		possible bool
 	}{
 		"a life": {slices.Concat(up, []operation{{wrote(1), ok, 6, 7}, {in(read), got(1), 8, 9}, {in(unpublish), ok, 10, 11},
-			{in(unstage), ok, 12, 13}, {in(remove), ok, 14, 15}, {in(stage), no, 16, 17}}), true},
-		"staged without being":           {[]operation{{in(stage), ok, 0, 1}}, false},
-		"at once":                        {[]operation{{in(stage), ok, 0, 5}, {in(create), ok, 1, 4}}, true},
-		"one after the other":            {[]operation{{in(stage), ok, 0, 1}, {in(create), ok, 2, 4}}, false},
-		"perhaps":                        {[]operation{{in(create), maybe, 0, 9}, {in(stage), no, 1, 2}, {in(stage), ok, 3, 4}}, true},
-		"perhaps, but not twice":         {[]operation{{in(create), maybe, 0, 9}, {in(stage), ok, 1, 2}, {in(unstage), ok, 3, 4}, {in(remove), ok, 5, 6}, {in(stage), ok, 7, 8}}, false},
+			{in(unstage), ok, 12, 13}, {in(release), ok, 13, 14}, {in(remove), ok, 14, 15}, {in(stage), no, 16, 17}}), true},
+		"staged without a claim":         {[]operation{{in(create), ok, 0, 1}, {in(stage), ok, 2, 3}}, false},
+		"staged without being":           {[]operation{{in(claim), ok, 0, 1}, {in(stage), ok, 1, 2}}, false},
+		"at once":                        {[]operation{{in(stage), ok, 0, 5}, {in(claim), ok, 0, 5}, {in(create), ok, 1, 4}}, true},
+		"one after the other":            {[]operation{{in(claim), ok, 0, 1}, {in(create), ok, 2, 4}}, false},
+		"perhaps":                        {[]operation{{in(create), maybe, 0, 9}, {in(stage), no, 1, 2}, {in(claim), ok, 2, 3}, {in(stage), ok, 3, 4}}, true},
+		"perhaps, but not twice":         {[]operation{{in(create), maybe, 0, 9}, {in(modify), ok, 1, 2}, {in(remove), ok, 5, 6}, {in(modify), ok, 7, 8}}, false},
 		"deleted in use":                 {slices.Concat(up, []operation{{in(remove), ok, 6, 7}}), false},
 		"refused in use":                 {slices.Concat(up, []operation{{in(remove), busy, 6, 7}}), true},
 		"refused without being":          {[]operation{{in(remove), busy, 6, 7}}, false},
@@ -155,10 +156,10 @@ func TestSearch(t *testing.T) {
 		"mounted with nothing published": {[]operation{{in(create), ok, 0, 1}, {in(read), got(0), 2, 3}}, false},
 		"a group of nothing":             {[]operation{{in(cutGroup), ok, 0, 1}}, false},
 		"what the snapshot had": {slices.Concat(up, []operation{{wrote(1), ok, 6, 7}, {in(snapshot), ok, 8, 9}, {wrote(2), ok, 10, 11},
-			{input{kind: create, volume: b}, ok, 12, 13}, {input{kind: stage, volume: b}, ok, 14, 15}, {input{kind: publish, volume: b}, ok, 16, 17},
+			{input{kind: create, volume: b}, ok, 12, 13}, {input{kind: claim, volume: b}, ok, 13, 14}, {input{kind: stage, volume: b}, ok, 14, 15}, {input{kind: publish, volume: b}, ok, 16, 17},
 			{input{kind: read, volume: b}, got(1), 18, 19}}), true},
 		"what the snapshot cannot have": {slices.Concat(up, []operation{{wrote(1), ok, 6, 7}, {in(snapshot), ok, 8, 9}, {wrote(2), ok, 10, 11},
-			{input{kind: create, volume: b}, ok, 12, 13}, {input{kind: stage, volume: b}, ok, 14, 15}, {input{kind: publish, volume: b}, ok, 16, 17},
+			{input{kind: create, volume: b}, ok, 12, 13}, {input{kind: claim, volume: b}, ok, 13, 14}, {input{kind: stage, volume: b}, ok, 14, 15}, {input{kind: publish, volume: b}, ok, 16, 17},
 			{input{kind: read, volume: b}, got(2), 18, 19}}), false},
 	} {
 		states, _, err := search(map[state]bool{empty: true}, c.history)

@@ -154,7 +154,9 @@ func inspect(tid, number int, args [6]uint64) (c Call, counts bool) {
 		if kind := mode & unix.S_IFMT; kind != unix.S_IFREG && kind != unix.S_IFBLK && kind != unix.S_IFDIR {
 			return c, false
 		}
-		c.Path = name
+		if c.Path = name; strings.HasPrefix(name, "/proc/") { // of another process, which goes with it
+			return c, false
+		}
 	}
 	return c, true
 }

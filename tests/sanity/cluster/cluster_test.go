@@ -80,18 +80,18 @@ func start(t *testing.T, server *apitest.Server, pool string) suite.Driver {
 	local, err := volume.NewLocal(ctx, name, []blockdev.Pool{disk}, mounts, 0)
 	must(t, err)
 	locks := &keylock.Table{}
-	agent, err := cluster.NewAgent(server.Config(apitest.Admin), local, []cluster.AgentPool{{Pool: disk, Kind: pool}}, locks, limit)
+	agent, err := cluster.NewAgent(server.Config(apitest.Admin), cluster.DefaultDriver, local, []cluster.AgentPool{{Pool: disk, Kind: pool}}, locks, limit)
 	must(t, err)
 	run(agent.Run)
 	without := csi.PluginCapability_Service_SNAPSHOT_METADATA_SERVICE
 	listener, err := rpc.Listen(driver.Socket)
 	must(t, err)
 	run(func(ctx context.Context) error {
-		return rpc.Serve(ctx, listener, rpc.Services{Identity: identity.New("block.csi.ashlar.dev", "test", local.Ready, without),
-			Node: node.New(local, mounts, limit), Locks: locks})
+		return rpc.Serve(ctx, listener, rpc.Services{Identity: identity.New("block.csi.ashlar.dev", "test", nil, without),
+			Node: node.New(ctx, claims{local, agent}, mounts, node.Options{MaxVolumes: limit, Claims: true}), Locks: locks})
 	})
 
-	store, err := cluster.NewStore(server.Config(apitest.Admin), cluster.Options{GoneGrace: time.Hour, AbandonGrace: time.Hour})
+	store, err := cluster.NewStore(server.Config(apitest.Admin), cluster.Options{GoneGrace: time.Hour, AbandonGrace: time.Hour, Driver: cluster.DefaultDriver})
 	must(t, err)
 	run(store.Run)
 	other, err := rpc.Listen(driver.Controller)
@@ -114,4 +114,14 @@ func start(t *testing.T, server *apitest.Server, pool string) suite.Driver {
 			t.Fatalf("the controller does not see the node: %v", err)
 		}
 	}
+}
+
+// claims are those of the cluster.
+type claims struct {
+	*volume.Local
+	agent *cluster.Agent
+}
+
+func (c claims) Claimed(ctx context.Context, v volume.Volume) (volume.Claim, bool) {
+	return c.agent.Claimed(ctx, v.ID)
 }

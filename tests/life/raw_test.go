@@ -1,0 +1,294 @@
+package life
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"testing"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+)
+
+// TestReaderSeesWriter: a target for reading shows what was written and synced at another target
+// of the volume, at once, also to who has had it open all the time; and it cannot be written to.
+func TestReaderSeesWriter(t *testing.T) {
+	for _, kind := range pools {
+		t.Run(kind, func(t *testing.T) {
+			d := startOn(t, kind)
+			v := d.made(request("raw", block, smallest[block]))
+			target, reader := v.running(), v.target("reader")
+			for range 2 {
+				ok(t, v.publish(reader, true))
+			}
+			wants(t, v.publish(reader, false), codes.AlreadyExists, "read-only true")
+			wants(t, v.publish(target, true), codes.AlreadyExists, "read-only false")
+			f, err := os.Open(reader)
+			ok(t, err)
+			defer f.Close()
+			have := make([]byte, dataSize)
+			for n := uint64(1); n < 5; n++ {
+				write(t, target, n)
+				holds(t, reader, n)
+				if _, err := f.ReadAt(have, 4*miB); err != nil || string(have) != string(data(n)) {
+					t.Fatalf("after write %d, who has it open for reading does not see it: %v", n, err)
+				}
+			}
+			refusesWrites(t, reader)
+			if f, err := os.OpenFile(fmt.Sprint("/proc/self/fd/", f.Fd()), os.O_RDWR, 0); !errors.Is(err, unix.EACCES) {
+				t.Errorf("opened again for writing: %v, %v", f, err)
+			}
+			for _, change := range []error{os.Chmod(reader, 0o666), os.Chown(reader, 1, 1)} {
+				if change == nil {
+					t.Error("the mode or owner of the target for reading can be changed")
+				}
+			}
+			ok(t, f.Close())
+
+			// The kubelet has a loop device of its own over it meanwhile.
+			loop := strings.TrimSpace(run(t, "losetup", "--show", "-f", reader))
+			d = d.restart()
+			v = d.volume(v.id, v.name, v.capability)
+			ok(t, v.publish(reader, true))
+			ok(t, v.publish(target, false))
+			write(t, target, 9)
+			holds(t, reader, 9)
+			run(t, "losetup", "-d", loop)
+			run(t, "blockdev", "--setrw", loop) // the mode would stay with the number
+			ok(t, v.down(reader, target))
+			absent(t, reader)
+			absent(t, reader+".node")
+			d.nothingLeft()
+		})
+	}
+}
+
+// TestNotSynced: what was written to a raw volume, and not synced, is there when it is staged again.
+func TestNotSynced(t *testing.T) {
+	for _, pool := range pools {
+		t.Run(pool, func(t *testing.T) {
+			d := startOn(t, pool)
+			v := d.made(request("volume", block, smallest[block]))
+			target := v.running()
+			f, err := os.OpenFile(target, os.O_WRONLY, 0)
+			ok(t, err)
+			want, have := data(1), make([]byte, dataSize)
+			_, err = f.Write(want)
+			ok(t, errors.Join(err, f.Close()))
+			ok(t, v.unpublish(target))
+			ok(t, v.unstage())
+			ok(t, v.stage())
+			ok(t, v.publish(target, false))
+			f, err = os.Open(target)
+			ok(t, err)
+			_, err = io.ReadFull(f, have)
+			ok(t, errors.Join(err, f.Close()))
+			if !bytes.Equal(have, want) {
+				t.Error("it is lost")
+			}
+			ok(t, v.down(target))
+			d.nothingLeft()
+		})
+	}
+}
+
+// TestReadOnlyThenWritten: a volume that is staged for reading, and then published for writing, is
+// its user's from then on, and is not formatted any more.
+func TestReadOnlyThenWritten(t *testing.T) {
+	for _, kind := range pools {
+		t.Run(kind, func(t *testing.T) {
+			d := startOn(t, kind)
+			v := d.made(request("raw", block, smallest["ext4"]))
+			ok(t, v.claim())
+			read := d.volume(v.id, v.name, capability(block, readerOnly))
+			ok(t, read.stage())
+			reader, target := v.target("reader"), v.target("pod")
+			ok(t, read.publish(reader, true))
+			refusesWrites(t, reader)
+			// Until now nobody could write to it.
+			ok(t, v.unpublish(reader))
+			ok(t, v.unstage())
+			mounted := d.volume(v.id, v.name, capability("ext4", multiWriter))
+
+			ok(t, read.stage())
+			ok(t, v.publish(target, false))
+			write(t, target, 1)
+			ok(t, v.unpublish(target))
+			ok(t, v.unstage())
+			wants(t, mounted.stage(), codes.FailedPrecondition, "raw block device")
+			ok(t, v.stage())
+			ok(t, v.publish(target, false))
+			holds(t, target, 1)
+			ok(t, v.down(target))
+			d.nothingLeft()
+		})
+	}
+}
+
+// TestDeviceChanged: whatever a pod makes of its loop device, the next pod of the volume has it as
+// it should be, health says so until then, and the volume goes as any other. Over a device mapper a pod can
+// change nothing.
+func TestDeviceChanged(t *testing.T) {
+	for name, change := range map[string]func(f *os.File, info *unix.LoopInfo64) error{
+		"cleared":      func(f *os.File, _ *unix.LoopInfo64) error { return ioctl(f, unix.LOOP_CLR_FD, 0) },
+		"to stay":      setStatus(func(info *unix.LoopInfo64) { info.Flags &^= unix.LO_FLAGS_AUTOCLEAR }),
+		"renamed":      setStatus(func(info *unix.LoopInfo64) { copy(info.File_name[:], "another\x00") }),
+		"moved":        setStatus(func(info *unix.LoopInfo64) { info.Offset = 4096 }),
+		"cut short":    setStatus(func(info *unix.LoopInfo64) { info.Sizelimit = miB }),
+		"other sector": func(f *os.File, _ *unix.LoopInfo64) error { return ioctl(f, unix.LOOP_SET_BLOCK_SIZE, 4096) },
+		"cached":       func(f *os.File, _ *unix.LoopInfo64) error { return ioctl(f, unix.LOOP_SET_DIRECT_IO, 0) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			d := start(t, drivertest.Options{})
+			v := d.made(request("raw", block, smallest[block]))
+			target := v.running()
+			write(t, target, 1)
+			n, mapped := loopBelow(t, target)
+			before := settings(t, n)
+			tamper := func() {
+				t.Helper()
+				var failed error
+				inPod(t, func() {
+					f, err := os.OpenFile(target, os.O_RDWR, 0)
+					if err != nil {
+						failed = err
+						return
+					}
+					var info unix.LoopInfo64
+					if err = ioctl(f, unix.LOOP_GET_STATUS64, uintptr(unsafe.Pointer(&info))); err == nil || mapped {
+						err = change(f, &info)
+					}
+					failed = errors.Join(err, f.Close())
+				})
+				if (failed != nil) != mapped {
+					t.Fatalf("the pod's ioctl: %v; over a device mapper %v", failed, mapped)
+				}
+			}
+			right := func(when string) {
+				t.Helper()
+				if now, _ := loopBelow(t, target); now != n {
+					t.Fatalf("%s: it is loop%d, was loop%d", when, now, n)
+				}
+				if have := settings(t, n); have != before {
+					t.Errorf("%s: %q, was %q", when, have, before)
+				}
+				expect(t, v.problems())
+				holds(t, target, 1)
+			}
+
+			tamper()
+			if want := map[string]bool{"moved": true, "cut short": true, "other sector": true}[name] && !mapped; want {
+				expect(t, v.problems(), "DEGRADED DeviceChanged")
+			}
+			second := v.target("second")
+			ok(t, v.publish(second, false))
+			right("published again")
+			tamper()
+			d = d.restart()
+			v = d.volume(v.id, v.name, v.capability)
+			right("after a restart")
+			tamper()
+			ok(t, v.expand(2*smallest[block]))
+			if size := run(t, "blockdev", "--getsize64", target); strings.TrimSpace(size) != strconv.Itoa(int(2*smallest[block])) {
+				t.Errorf("after growth it has %s bytes", size)
+			}
+			tamper()
+			ok(t, v.down(target, second))
+			d.nothingLeft()
+		})
+	}
+}
+
+func setStatus(change func(*unix.LoopInfo64)) func(*os.File, *unix.LoopInfo64) error {
+	return func(f *os.File, info *unix.LoopInfo64) error {
+		change(info)
+		return ioctl(f, unix.LOOP_SET_STATUS64, uintptr(unsafe.Pointer(info)))
+	}
+}
+
+// settings of a loop device, as sysfs has them.
+func settings(t testing.TB, n int) (all string) {
+	t.Helper()
+	for _, name := range []string{"loop/backing_file", "loop/offset", "loop/sizelimit", "loop/autoclear", "loop/dio", "queue/logical_block_size", "ro"} {
+		b, err := os.ReadFile(filepath.Join("/sys/block", fmt.Sprint("loop", n), name))
+		ok(t, err)
+		all += filepath.Base(name) + "=" + strings.TrimSpace(string(b)) + " "
+	}
+	return all
+}
+
+// TestSector: a volume has the sectors that it was made with, on each attach and in each copy,
+// also when its blocks are shared.
+func TestSector(t *testing.T) {
+	for _, kind := range pools {
+		t.Run(kind, func(t *testing.T) {
+			d := startOn(t, kind)
+			sector := func(v *vol) string {
+				t.Helper()
+				return strings.TrimSpace(run(t, "blockdev", "--getss", v.running()))
+			}
+			v := d.made(request("raw", block, smallest[block]))
+			want := sector(v)
+			write(t, v.target("pod"), 1)
+			s, err := v.snapshot("cut")
+			ok(t, err)
+			ok(t, v.unpublish(v.target("pod")))
+			ok(t, v.unstage())
+			copies := []*vol{v, d.made(fromSnapshot(request("restored", block, smallest[block]), s.GetSnapshotId())), d.made(fromVolume(request("clone", block, smallest[block]), v.id))}
+			d = d.restart()
+			for _, c := range copies {
+				c = d.volume(c.id, c.name, c.capability)
+				if have := sector(c); have != want {
+					t.Errorf("%s has sectors of %s bytes, its first one %s", c.name, have, want)
+				}
+				holds(t, c.target("pod"), 1)
+				write(t, c.target("pod"), 2)
+				holds(t, c.target("pod"), 2)
+				ok(t, c.down(c.target("pod")))
+			}
+			ok(t, d.deleteSnapshot(s.GetSnapshotId()))
+			d.nothingLeft()
+		})
+	}
+}
+
+// TestRawUsage: of a raw volume it is told how much of it has space.
+func TestRawUsage(t *testing.T) {
+	for _, kind := range pools {
+		for _, provisioning := range provisionings(kind) {
+			t.Run(kind+" "+provisioning, func(t *testing.T) {
+				d := startOn(t, kind)
+				r := request("raw", block, smallest[block])
+				r.Parameters = map[string]string{"provisioning": provisioning}
+				v := d.made(r)
+				target := v.running()
+				least, most := v.usage(target).GetTotal(), v.usage(target).GetTotal()
+				if provisioning == "thin" {
+					least, most = 0, 0
+				}
+				for _, written := range []int64{0, dataSize} {
+					if written > 0 {
+						write(t, target, 1)
+					}
+					if provisioning == "thin" {
+						least, most = written, written+miB
+					}
+					u := v.usage(target)
+					if u.GetUsed() < least || u.GetUsed() > most || u.GetAvailable() != u.GetTotal()-u.GetUsed() || u.GetTotal() < smallest[block] {
+						t.Errorf("after %d bytes were written: %v", written, u)
+					}
+				}
+				ok(t, v.down(target))
+				d.nothingLeft()
+			})
+		}
+	}
+}
