@@ -37,7 +37,7 @@ endif
 ifneq ($(SKIP_ROOT_TESTS),1)
 	@$(MAKE) --no-print-directory test-deploy
 	@hack/install-tools.sh lvm
-	@$(MAKE) --no-print-directory -j3 -Otarget test-kernel test-lvm-pools test-lvm-driver
+	@SAMPLE=1 $(MAKE) --no-print-directory -j3 -Otarget test-kernel test-lvm-pools test-lvm-driver
 endif
 
 .PHONY: test-unit
@@ -55,11 +55,13 @@ sanity: ## Run csi-test's sanity suite on real devices, and print its counts (ro
 # ext4 growing online (it needs CAP_SYS_RESOURCE, which many containers lack) and what older kernels
 # need are tested here in any case.
 .PHONY: test-kernel
-test-kernel: ## Run the sanity suite and the lives of volumes on Linux 6.1, in a virtual machine
+test-kernel: ## Run the sanity suite and the lives of volumes on Linux 6.1, some under SELinux, in a virtual machine
 	@hack/install-tools.sh vm
 	@mkdir -p bin/vm
 	CGO_ENABLED=0 go test -c -o bin/vm/ ./tests/sanity ./tests/life
-	hack/in-vm.sh bash -c 'for t in sanity life; do $(CURDIR)/bin/vm/$$t.test >$$t.log 2>&1 || { cat $$t.log; exit 1; }; echo "ok $$t"; grep -aEo "csi-sanity: .*" $$t.log || true; done'
+	secilc -c 31 -M true -o bin/vm/selinux -f /dev/null tests/life/testdata/selinux.cil
+	hack/in-vm.sh bash -c 'for t in sanity life; do $(CURDIR)/bin/vm/$$t.test >$$t.log 2>&1 || { cat $$t.log; exit 1; }; echo "ok $$t"; grep -aEo "csi-sanity: .*" $$t.log || true; done; \
+		ASHLAR_SELINUX=$(CURDIR)/bin/vm/selinux $(CURDIR)/bin/vm/life.test -test.run SELinux >selinux.log 2>&1 || { cat selinux.log; exit 1; }; echo "ok selinux"'
 
 .PHONY: test-lvm
 test-lvm: test-lvm-pools test-lvm-driver ## Run the tests of LVM pools, in virtual machines if this kernel has no device mapper (root)
@@ -141,9 +143,9 @@ image: ## Build the container image IMAGE with docker or buildah
 	done; \
 	echo "make image needs docker (and its daemon) or buildah, and neither is here; make image-archive needs none" >&2; exit 1
 
-# The Dockerfile without Docker, and for any architecture on any other.
+# Also for any architecture on any other.
 .PHONY: image-archive
-image-archive: ## Build the image for amd64 and arm64 as archives in bin/, without docker (root)
+image-archive: ## Build the Dockerfile's image for amd64 and arm64 as archives in bin/, without docker (root)
 	@hack/install-tools.sh image
 	VERSION=$(VERSION) hack/image.sh -a amd64 $(IMAGE)
 	VERSION=$(VERSION) hack/image.sh -a arm64 $(IMAGE)
@@ -153,8 +155,9 @@ sbom: build ## Write the bill of materials of bin/driver, as SPDX (that of the i
 	go run ./hack/sbom -name ashlar -version $(VERSION) -binary bin/driver >bin/driver.spdx.json
 
 .PHONY: test-deploy
-test-deploy: ## Test the manifests and the chart: that they agree, and refuse what is wrong
+test-deploy: ## Test the manifests and the chart, that they agree and refuse what is wrong; and that the Dockerfile builds (root)
 	cd tests/deploy && go test -count=1 ./...
+	cd hack/image && go test -count=1 ./...
 
 .PHONY: e2e
 e2e: ## Install the driver on a cluster, as pods, and run Kubernetes' external storage suite (root)

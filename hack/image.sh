@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Makes the driver's image as an archive, without Docker and without a registry: packages of Debian, unpacked but
-# not configured (so for any architecture on any other), and the driver on top.
+# Makes the Dockerfile's image as an archive, without Docker and without a registry: the packages of Debian that it
+# names, unpacked but not configured (so for any architecture on any other), and on top what hack/image makes of its
+# other instructions.
 #
 #   hack/image.sh [-a amd64|arm64] [-o FILE] [NAME:TAG]
 #   hack/image.sh [-a amd64|arm64] -b      only the base, and print the path of its archive
@@ -35,8 +36,8 @@ for tool in mmdebstrap jq; do
 done
 
 suite=bookworm
-# As in the Dockerfile; and a shell with the usual tools, for people.
-packages=e2fsprogs,xfsprogs,btrfs-progs,lvm2,thin-provisioning-tools,bash,coreutils,util-linux,mount,grep,sed
+# The Dockerfile's; and a shell with the usual tools, for people.
+packages=$(hack/image/run.sh -packages | tr ' ' ,),bash,coreutils,util-linux,mount,grep,sed
 # What those depend on for programs that a driver has no use for: xfs_scrub (ICU, Python), fsadm, init scripts.
 dropped='python3* libpython3* media-types libicu* libsqlite3* libnsl* libtirpc* libgssapi* libk5* libkrb5* libkeyutils*
 	libdb5* libffi* mawk sysvinit-utils lsb-base tar'
@@ -45,7 +46,7 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
 # The base: built once for each version of this list, or with REBUILD=1 for newer packages.
-base=$cache/image-base-$suite-$arch-$(sha256sum hack/image.sh | cut -c1-12).tar
+base=$cache/image-base-$suite-$arch-$({ cat hack/image.sh && echo "$packages"; } | sha256sum | cut -c1-12).tar
 cat >"$scratch/trim" <<'TRIM'
 #!/bin/bash
 # After unpacking: a note of each package in the form that scanners of images without dpkg read, and away with
@@ -96,14 +97,12 @@ if [ -n "$base_only" ]; then
 	exit
 fi
 
-# The driver, and the bill of materials of both.
-mkdir -p "$scratch/top" "$scratch/status"
-CGO_ENABLED=0 GOOS=linux GOARCH=$arch go build -trimpath -ldflags "-s -w -X main.version=$version" -o "$scratch/top/driver" ./cmd/driver
-cp LICENSE "$scratch/top/LICENSE"
+# The driver, the bill of materials of both, and the settings. dpkg's list is of the base that is used here.
+mkdir "$scratch/status"
 tar -C "$scratch/status" -xf "$base" --strip-components=5 ./var/lib/dpkg/status.d
-go run ./hack/sbom -name "$name" -version "$version" -binary "$scratch/top/driver" -dpkg "$scratch/status" >"$scratch/top/sbom.spdx.json"
-chmod 0644 "$scratch/top"/*.json "$scratch/top/LICENSE"
-tar -C "$scratch/top" --sort=name --numeric-owner --owner=0 --group=0 --mtime=@0 -cf "$scratch/top.tar" .
+for note in "$scratch"/status/*; do cat "$note" && echo; done >"$scratch/dpkg"
+hack/image/run.sh -arch "$arch" -version "$version" -status "$scratch/dpkg" -o "$scratch/made"
+tar -C "$scratch/made/root" --sort=name --numeric-owner --owner=0 --group=0 --mtime=@0 -cf "$scratch/top.tar" .
 
 # The archive: blobs by their digests.
 blobs=$scratch/oci/blobs/sha256
@@ -121,13 +120,9 @@ for layer in "$base" "$scratch/top.tar"; do
 	gzip -n -6 -c "$layer" >"$scratch/layer.gz"
 	layers+=("$(blob "$scratch/layer.gz")")
 done
-jq -n --arg arch "$arch" --arg version "$version" --args '{architecture: $arch, os: "linux",
-	config: {Entrypoint: ["/driver"], Env: ["PATH=/usr/sbin:/usr/bin:/sbin:/bin", "DM_DISABLE_UDEV=1"], WorkingDir: "/", Labels: {
-		"org.opencontainers.image.title": "Ashlar",
-		"org.opencontainers.image.source": "https://github.com/ashlar-csi/ashlar",
-		"org.opencontainers.image.licenses": "Apache-2.0",
-		"org.opencontainers.image.version": $version}},
-	rootfs: {type: "layers", diff_ids: $ARGS.positional}}' "${diffs[@]}" >"$scratch/config"
+jq --arg arch "$arch" '{architecture: $arch, os: "linux",
+	config: (.Env += ["PATH=/usr/sbin:/usr/bin:/sbin:/bin"] | .WorkingDir = "/"),
+	rootfs: {type: "layers", diff_ids: $ARGS.positional}}' "$scratch/made/config.json" --args "${diffs[@]}" >"$scratch/config"
 config=$(blob "$scratch/config")
 describe() { printf '{"mediaType":"%s","digest":"sha256:%s","size":%s}' "$1" "$2" "$(stat -c %s "$blobs/$2")"; }
 type=application/vnd.oci.image
@@ -145,5 +140,5 @@ jq -n --arg name "$name" --arg config "$config" --args '[{Config: ("blobs/sha256
 	Layers: [$ARGS.positional[] | "blobs/sha256/" + .]}]' "${layers[@]}" >"$scratch/oci/manifest.json"
 tar -C "$scratch/oci" --sort=name --numeric-owner --owner=0 --group=0 --mtime=@0 -cf "$out.new" .
 mv "$out.new" "$out"
-cp "$scratch/top/sbom.spdx.json" "${out%.tar}.spdx.json"
+cp "$scratch/made/root/sbom.spdx.json" "${out%.tar}.spdx.json"
 echo "$name for $arch in $out, $(($(stat -c %s "$out") / 1048576)) MiB; its bill of materials: ${out%.tar}.spdx.json"

@@ -75,7 +75,10 @@ lint)
 	exit
 	;;
 bench) need fio fio ;;
-vm) need user-mode-linux linux.uml ;;
+vm)
+	need user-mode-linux linux.uml
+	need secilc secilc
+	;;
 lvm)
 	need lvm2 lvm
 	need dmsetup dmsetup
@@ -87,7 +90,8 @@ image | e2e)
 	need jq jq
 	need openssl openssl
 	need iproute2 ip
-	need util-linux unshare nsenter losetup findmnt
+	need util-linux unshare nsenter losetup
+	need dropbear-bin dropbear dropbearkey dropbearconvert
 	;;
 "") ;;
 *)

@@ -1,45 +1,60 @@
 #!/usr/bin/env bash
-# A Kubernetes of one real node (kubelet, containerd, real pods) in namespaces of its own, without registry, systemd
-# or KVM. Nothing that it mounts or listens on is seen outside; ending its first process ends all of it.
+# A Kubernetes of real nodes (kubelets, containerds, real pods) in namespaces of their own, without registry, systemd or
+# KVM. Its control plane has namespaces of its own too. Nothing that they mount or listen on is seen outside; ending the
+# first process of a node ends all of that node.
 #
-#   cluster.sh up [IMAGE-ARCHIVE...]   start it, with these images loaded; 10 to 20 s
-#   cluster.sh load IMAGE-ARCHIVE...   load more
-#   cluster.sh exec COMMAND...         run a command in the node, with kubectl set up
-#   cluster.sh down                    end it and remove what was its; KEEP_LOGS=1 keeps logs
+#   cluster.sh up [IMAGE-ARCHIVE...]   start it, with these images loaded
+#   cluster.sh load IMAGE-ARCHIVE...   load more, on every node
+#   cluster.sh nodes                   the names of its nodes
+#   cluster.sh exec COMMAND...         run a command beside the control plane, with kubectl set up
+#   cluster.sh net COMMAND...          run a command out here, but in the control plane's network
+#   cluster.sh on NODE COMMAND...      run a command in a node; there, systemctl is for its kubelet and its containerd
+#   cluster.sh stop NODE               end it as a shutdown does: all that runs is told, and has 20 s
+#   cluster.sh kill NODE               end it at once, as a power cut does, but for what the machine's kernel still writes
+#   cluster.sh start NODE              start it again after that, with the disks that it had
+#   cluster.sh down                    end it all and remove what was its; KEEP_LOGS=1 keeps logs
 #
-# Needs root, and what build.sh built. POOL_FS=xfs (default), btrfs or none: what /var/lib/ashlar is made of, in a
-# sparse image of POOL_SIZE (default 30G). AUDIT=1: the API server writes every request down in log/audit. MANAGER_QPS:
-# requests per second that each of Kubernetes' own controllers may make (its default is 20). Shared with the machine are
-# /dev, the kernel's settings, and cgroups below /ashlar-e2e.
+# Needs root, and what build.sh built. NODES: how many (default 3). POOL_FS=xfs (default), btrfs or none: what
+# /var/lib/ashlar of each node is made of, in a sparse image of POOL_SIZE (default 30G). AUDIT=1: the API server writes
+# every request down in log/audit. MANAGER_QPS: requests per second that each of Kubernetes' own controllers may make (its
+# default is 20). What the nodes share, with each other and with the machine: /dev with its loop devices, the kernel's
+# settings, and cgroups below /ashlar-e2e.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 d=$CLUSTER_DIR
-node=ashlar-e2e
-address=10.244.0.1
-service=10.96.0.1
-cgroup=ashlar-e2e
-api=https://127.0.0.1:443
+api=https://$address:443
 
-# The node's first process, by the machine's number.
+nodes() { cat "$d/nodes.list" 2>/dev/null || true; }
+
+# first NAME: the first process of a node, or of "control", by the machine's number.
 first() {
 	local parent children
-	parent=$(cat "$d/unshare.pid" 2>/dev/null) || return 1
+	parent=$(cat "$d/$1.pid" 2>/dev/null) || return 1
+	[ "$(cat "/proc/$parent/comm" 2>/dev/null)" = unshare ] || return 1
 	children=$(cat "/proc/$parent/task/$parent/children" 2>/dev/null) || return 1
 	[ -n "$children" ] && echo "${children%% *}"
 }
 
-inside() {
+# enter NAME FLAG... -- COMMAND...: in these of its namespaces.
+enter() {
 	local pid
-	pid=$(first) || die "no cluster is running in $d"
-	PATH=$bin:$runtime/usr/bin:$runtime/usr/sbin:$runtime/bin:$PATH KUBECONFIG=$d/keys/admin.kubeconfig \
-		nsenter -t "$pid" -m -u -i -n -p --wd="$PWD" -- "$@"
+	pid=$(first "$1") || die "$1 does not run in $d"
+	shift
+	PATH=$d/conf/bin:$bin:$runtime/usr/bin:$runtime/usr/sbin:$runtime/bin:$PATH KUBECONFIG=$d/keys/admin.kubeconfig nsenter -t "$pid" "$@"
 }
 
-# service NAME COMMAND...: in the background, inside, with its output in log/NAME.
+# inside NAME COMMAND...
+inside() {
+	local name=$1
+	shift
+	enter "$name" -m -u -i -n -p --wd="$PWD" -- "$@"
+}
+
+# run NAME COMMAND...: a part of the control plane in the background, with its output in log/NAME.
 run() {
 	local name=$1
 	shift
-	(cd "$d" && inside setsid "$@") >>"$d/log/$name" 2>&1 </dev/null &
+	(cd "$d" && inside control setsid "$@") >>"$d/log/$name" 2>&1 </dev/null &
 }
 
 # until_ok SECONDS WHAT COMMAND...
@@ -53,6 +68,7 @@ until_ok() {
 }
 
 keys() {
+	local who node
 	cd "$d/keys"
 	openssl req -x509 -newkey rsa:2048 -nodes -keyout ca.key -out ca.crt -days 30 -subj /CN=ashlar-e2e 2>/dev/null
 	openssl genrsa -out accounts.key 2048 2>/dev/null
@@ -62,9 +78,9 @@ keys() {
 		openssl x509 -req -in "$1.csr" -CA ca.crt -CAkey ca.key -set_serial "0x$(openssl rand -hex 8)" -days 30 -out "$1.crt" -extfile <(echo "$3") 2>/dev/null
 	}
 	sign server /CN=kube-apiserver "subjectAltName=IP:127.0.0.1,IP:$address,IP:$service,DNS:kubernetes.default.svc" &
-	local who
-	for who in admin:/O=system:masters/CN=admin manager:/CN=system:kube-controller-manager \
-		scheduler:/CN=system:kube-scheduler "kubelet:/O=system:nodes/CN=system:node:$node"; do
+	local all=(admin:/O=system:masters/CN=admin manager:/CN=system:kube-controller-manager scheduler:/CN=system:kube-scheduler)
+	for node in $(nodes); do all+=("$node:/O=system:nodes/CN=system:node:$node"); done
+	for who in "${all[@]}"; do
 		sign "${who%%:*}" "${who#*:}" extendedKeyUsage=clientAuth &
 		cat >"${who%%:*}.kubeconfig" <<-YAML
 			apiVersion: v1
@@ -76,15 +92,37 @@ keys() {
 		YAML
 	done
 	wait
+	# For the ssh servers of the nodes: root's, in a home of its own. (Clients in Go ask for an RSA key, and dropbear 2022.83
+	# dies if it has none.)
+	dropbearkey -t rsa -s 2048 -f ssh-host >/dev/null 2>&1
+	dropbearkey -t ed25519 -f ssh.dropbear >/dev/null 2>&1
+	dropbearconvert dropbear openssh ssh.dropbear ssh 2>/dev/null
+	mkdir -p -m 700 "$d/conf/home/.ssh"
+	dropbearkey -y -f ssh.dropbear | grep ^ssh- >"$d/conf/home/.ssh/authorized_keys"
+	chmod 600 "$d/conf/home/.ssh/authorized_keys"
+	sed "s|^root:.*|root:x:0:0:root:$d/conf/home:/bin/bash|" /etc/passwd >"$d/conf/passwd"
 	cd - >/dev/null
 }
 
 settings() {
 	: >"$d/conf/resolv.conf"
+	ln -sf "$hack/service.sh" "$d/conf/bin/systemctl"
 	echo '{"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "omitStages": ["RequestReceived"], "rules": [{"level": "Metadata"}]}' >"$d/conf/audit.yaml"
-	cat >"$d/conf/containerd.toml" <<-TOML
+	echo 1 >"$d/sysctl/vm.overcommit_memory"
+	echo 0 >"$d/sysctl/vm.panic_on_oom"
+	echo 10 >"$d/sysctl/kernel.panic"
+	echo 1 >"$d/sysctl/kernel.panic_on_oops"
+	echo 1000000 >"$d/sysctl/kernel.keys.root_maxkeys"
+	echo 25000000 >"$d/sysctl/kernel.keys.root_maxbytes"
+}
+
+# node_settings NODE: what it has on its disk before it starts for the first time.
+node_settings() {
+	local own=$d/nodes/$1 pods=10.244.${1##*-}
+	mkdir -p "$own"/{containerd,kubelet,varlog,cni,addresses,pool}
+	cat >"$own/containerd.toml" <<-TOML
 		version = 2
-		root = "$d/containerd"
+		root = "$own/containerd"
 		state = "/run/containerd/state"
 		disabled_plugins = ["io.containerd.snapshotter.v1.devmapper", "io.containerd.snapshotter.v1.btrfs", "io.containerd.snapshotter.v1.zfs", "io.containerd.snapshotter.v1.aufs", "io.containerd.internal.v1.opt"]
 		[grpc]
@@ -100,21 +138,21 @@ settings() {
 		      BinaryName = "$runtime/usr/sbin/runc"
 		  [plugins."io.containerd.grpc.v1.cri".cni]
 		    bin_dir = "$runtime/usr/lib/cni"
-		    conf_dir = "$d/conf/cni"
+		    conf_dir = "$own/cni"
 	TOML
-	cat >"$d/conf/cni/10-bridge.conflist" <<-JSON
+	cat >"$own/cni/10-bridge.conflist" <<-JSON
 		{"cniVersion": "0.4.0", "name": "e2e", "plugins": [{"type": "bridge", "bridge": "cni0", "isGateway": true, "hairpinMode": true,
-		  "ipam": {"type": "host-local", "dataDir": "$d/addresses", "ranges": [[{"subnet": "${address%.*}.0/24", "rangeStart": "${address%.*}.10"}]],
+		  "ipam": {"type": "host-local", "dataDir": "$own/addresses", "ranges": [[{"subnet": "$pods.0/24", "rangeStart": "$pods.10"}]],
 		  "routes": [{"dst": "0.0.0.0/0"}]}}]}
 	JSON
-	cat >"$d/conf/kubelet.yaml" <<-YAML
+	cat >"$own/kubelet.yaml" <<-YAML
 		apiVersion: kubelet.config.k8s.io/v1beta1
 		kind: KubeletConfiguration
 		authentication: {anonymous: {enabled: false}, webhook: {enabled: false}, x509: {clientCAFile: $d/keys/ca.crt}}
 		authorization: {mode: AlwaysAllow}
 		containerRuntimeEndpoint: unix:///run/containerd/containerd.sock
 		cgroupDriver: cgroupfs
-		cgroupRoot: /$cgroup
+		cgroupRoot: /$cgroup/$1
 		failCgroupV1: false
 		failSwapOn: false
 		makeIPTablesUtilChains: false
@@ -127,52 +165,79 @@ settings() {
 		serializeImagePulls: false
 		volumeStatsAggPeriod: 10s
 	YAML
-	echo 1 >"$d/sysctl/vm.overcommit_memory"
-	echo 0 >"$d/sysctl/vm.panic_on_oom"
-	echo 10 >"$d/sysctl/kernel.panic"
-	echo 1 >"$d/sysctl/kernel.panic_on_oops"
-	echo 1000000 >"$d/sysctl/kernel.keys.root_maxkeys"
-	echo 25000000 >"$d/sysctl/kernel.keys.root_maxbytes"
+	[ "${POOL_FS:-xfs}" != none ] || return 0
+	truncate -s "${POOL_SIZE:-30G}" "$own/pool.img"
+	"mkfs.${POOL_FS:-xfs}" -q "$own/pool.img"
 }
 
-load() {
-	local archive
-	for archive; do
-		inside ctr -n k8s.io images import "$(realpath "$archive")" >>"$d/log/images" 2>&1 || { tail -n 5 "$d/log/images" >&2; die "cannot load $archive"; }
+# begin NAME ARGUMENT...: its namespaces, with init.sh as the first process.
+begin() {
+	setsid unshare --mount --uts --ipc --net --pid --fork --kill-child --propagation private \
+		bash "$hack/init.sh" "$d" "$@" >>"$d/log/$1" 2>&1 </dev/null &
+	echo $! >"$d/$1.pid"
+	until_ok 20 "the namespaces of $1" first "$1"
+}
+
+# start_node NODE: all of it but its kubelet.
+start_node() {
+	local node=$1 number=${1##*-} own=$d/nodes/$1 hierarchy at file
+	first "$node" >/dev/null && die "$node runs already"
+	rm -f "$own/ready"
+	for hierarchy in /sys/fs/cgroup/*/; do # version 1
+		[ -e "$hierarchy/cgroup.procs" ] && [ "$(basename "$hierarchy")" != unified ] && [ -e "$hierarchy/tasks" ] || continue
+		for at in "$cgroup" "$cgroup/$node"; do
+			mkdir -p "$hierarchy/$at"
+			for file in cpuset.cpus cpuset.mems; do
+				[ ! -e "$hierarchy/$file" ] || cat "$hierarchy/$file" >"$hierarchy/$at/$file"
+			done
+		done
+		[ ! -e "$hierarchy/cpu.shares" ] || echo 4096 >"$hierarchy/$cgroup/cpu.shares" # all pods together, against each process outside
 	done
+	begin "$node" "$number"
+	# Its network card, and the way to its pods.
+	enter control -n -- ip link delete "$node" 2>/dev/null || true
+	enter control -n -- ip link add "$node" type veth peer name eth0 netns "$(first "$node")"
+	enter control -n -- ip link set "$node" master nodes up
+	enter control -n -- ip route replace "10.244.$number.0/24" via "10.244.0.$((10 + number))"
+	until_ok 20 "$node" test -e "$own/ready"
+	inside "$node" stat -c %Hd:%Ld /var/lib/ashlar >"$own/pool.device"
+	inside "$node" systemctl start containerd
+	until_ok 60 "containerd of $node" inside "$node" ctr version
+}
+
+load() { # NODE IMAGE-ARCHIVE...
+	local archive node=$1
+	shift
+	for archive; do
+		inside "$node" ctr -n k8s.io images import "$(realpath "$archive")" >>"$d/log/images" 2>&1 || { tail -n 5 "$d/log/images" >&2; die "cannot load $archive on $node"; }
+	done
+}
+
+# share_images NODE OTHER: gives another one, before it starts, the images of a node whose containerd is stopped. Layers
+# are only read, so both have the same files; what says which there are is each one's own.
+share_images() {
+	local from=$d/nodes/$1/containerd to=$d/nodes/$2/containerd
+	rmdir "$to"
+	cp -al "$from" "$to"
+	(cd "$from" && find . -name '*.db' -print0 | xargs -0 cp --parents --remove-destination -t "$to")
 }
 
 up() {
 	[ "$(id -u)" = 0 ] || die "needs root"
-	first >/dev/null && die "it is up already ($d)"
+	[ ! -e "$d/nodes.list" ] || die "it is up already ($d)"
 	[ -s "$built/key" ] || die "run hack/kubernetes/build.sh first"
-	mkdir -p "$d"/{keys,log,pid,etcd,containerd,kubelet,varlog,conf/cni,addresses,sysctl,pool}
+	case ${POOL_FS:-xfs} in none | xfs | btrfs) ;; *) die "POOL_FS: xfs, btrfs or none" ;; esac
+	mkdir -p "$d"/{keys,log,etcd,conf/bin,sysctl,nodes}
 	chmod 700 "$d/keys"
 	d=$(realpath "$d")
+	seq -f 'ashlar-e2e-%g' 1 "${NODES:-3}" >"$d/nodes.list"
+	local node model
+	model=$(nodes | head -n 1)
 	keys
 	settings
-	case ${POOL_FS:-xfs} in
-	none) ;;
-	xfs | btrfs)
-		truncate -s "${POOL_SIZE:-30G}" "$d/pool.img"
-		"mkfs.${POOL_FS:-xfs}" -q "$d/pool.img"
-		;;
-	*) die "POOL_FS: xfs, btrfs or none" ;;
-	esac
-	local hierarchy file
-	for hierarchy in /sys/fs/cgroup/*/; do # version 1
-		[ -e "$hierarchy/cgroup.procs" ] && [ "$(basename "$hierarchy")" != unified ] && [ -e "$hierarchy/tasks" ] || continue
-		mkdir -p "$hierarchy/$cgroup"
-		[ ! -e "$hierarchy/cpu.shares" ] || echo 4096 >"$hierarchy/$cgroup/cpu.shares" # all pods together, against each process outside
-		for file in cpuset.cpus cpuset.mems; do
-			[ ! -e "$hierarchy/$file" ] || cat "$hierarchy/$file" >"$hierarchy/$cgroup/$file"
-		done
-	done
-	setsid unshare --mount --uts --ipc --net --pid --fork --kill-child --propagation private \
-		bash "$hack/node-init.sh" "$d" "$node" "$address" "$service" >"$d/log/node" 2>&1 </dev/null &
-	echo $! >"$d/unshare.pid"
-	until_ok 20 "the node's namespaces" test -e "$d/pid/ready"
-	[ ! -e "$d/pool.img" ] || inside findmnt -no MAJ:MIN /var/lib/ashlar | tr -d ' ' >"$d/pool.device"
+	for node in $(nodes); do node_settings "$node"; done
+	begin control
+	until_ok 20 "the control plane's namespaces" test -e "$d/ready"
 
 	local k=$d/keys
 	run etcd etcd --data-dir "$d/etcd" --unsafe-no-fsync --log-level=warn --listen-client-urls=http://127.0.0.1:2379 \
@@ -185,50 +250,104 @@ up() {
 		--kubelet-client-key="$k/admin.key" --kubelet-preferred-address-types=InternalIP --requestheader-client-ca-file="$k/ca.crt" \
 		--requestheader-allowed-names=none --authorization-mode=Node,RBAC --enable-admission-plugins=NodeRestriction --allow-privileged=true \
 		${AUDIT:+--audit-policy-file="$d/conf/audit.yaml" --audit-log-path="$d/log/audit"}
-	run containerd containerd --config "$d/conf/containerd.toml"
-	until_ok 90 "the API server" inside kubectl get --raw=/readyz
+	# Images are unpacked once.
+	start_node "$model"
+	load "$model" "$built"/images/*.tar "$@"
+	inside "$model" systemctl stop containerd
+	for node in $(nodes); do
+		[ "$node" = "$model" ] || share_images "$model" "$node"
+	done
+	inside "$model" systemctl start containerd
+	for node in $(nodes); do
+		[ "$node" = "$model" ] || start_node "$node"
+	done
+	until_ok 120 "the API server" inside control kubectl get --raw=/readyz
 	run controller-manager kube-controller-manager --kubeconfig="$k/manager.kubeconfig" --authentication-kubeconfig="$k/manager.kubeconfig" \
 		--authorization-kubeconfig="$k/manager.kubeconfig" --service-account-private-key-file="$k/accounts.key" \
 		--root-ca-file="$k/ca.crt" --use-service-account-credentials --leader-elect=false --bind-address=127.0.0.1 \
 		${MANAGER_QPS:+--kube-api-qps="$MANAGER_QPS" --kube-api-burst="$MANAGER_QPS"}
 	run scheduler kube-scheduler --kubeconfig="$k/scheduler.kubeconfig" --authentication-kubeconfig="$k/scheduler.kubeconfig" \
 		--authorization-kubeconfig="$k/scheduler.kubeconfig" --leader-elect=false --bind-address=127.0.0.1
-	until_ok 60 containerd inside ctr version
-	load "$built"/images/*.tar "$@"
-	run kubelet kubelet --config="$d/conf/kubelet.yaml" --kubeconfig="$k/kubelet.kubeconfig" --hostname-override=$node \
-		--node-ip=$address --root-dir=/var/lib/kubelet
-	until_ok 90 "the node to be ready" inside kubectl wait --for=condition=Ready node/$node --timeout=2s
-	inside kubectl apply -f "$built/crds" >"$d/log/crds" 2>&1 || { cat "$d/log/crds" >&2; die "the snapshot CRDs"; }
+	for node in $(nodes); do
+		until_ok 60 "containerd of $node" inside "$node" ctr version
+		inside "$node" systemctl start kubelet
+	done
+	for node in $(nodes); do
+		until_ok 180 "$node to be ready" inside control kubectl wait --for=condition=Ready "node/$node" --timeout=2s
+	done
+	inside control kubectl apply -f "$built/crds" >"$d/log/crds" 2>&1 || { cat "$d/log/crds" >&2; die "the snapshot CRDs"; }
 	run snapshot-controller snapshot-controller --kubeconfig="$k/admin.kubeconfig" --http-endpoint=127.0.0.1:8181
-	until_ok 60 "the default service account" inside kubectl get serviceaccount default
-	echo "Kubernetes $KUBERNETES is up; its node is $node"
+	until_ok 60 "the default service account" inside control kubectl get serviceaccount default
+	echo "Kubernetes $KUBERNETES is up; its nodes are $(nodes | paste -sd ' ')"
 }
 
-down() {
-	local pid try device over hierarchy
-	[ -d "$d" ] || return 0
-	d=$(realpath "$d")
-	if pid=$(first); then
-		kill -KILL "$pid"
-		for try in {1..100}; do [ -d "/proc/$pid" ] && sleep 0.1 || break; done
-	fi
-	# Loop devices that outlive the node hold its pool: those of raw block volumes, and first what the kubelet laid over
-	# them. They are known by the filesystem that their files are on.
-	losetup -ln -O NAME,BACK-MAJ:MIN,BACK-FILE | awk -v pool="$(cat "$d/pool.device" 2>/dev/null)" -v d="$d/pool/" '$2 == pool || index($3, d) == 1 {print $1}' |
-		while read -r device; do
-			losetup -ln -O NAME,BACK-INO,BACK-MAJ:MIN | awk -v i="$(stat -c %i "$device")" -v d="$(stat -c %Hd:%Ld "$device")" '$2 == i && $3 == d {print $1}' |
-				while read -r over; do losetup -d "$over" || true; done
-			losetup -d "$device" 2>/dev/null || true
+# end NAME: kills its first process, and so all others of it.
+end() {
+	local pid try
+	pid=$(first "$1") || return 0
+	kill -KILL "$pid"
+	for try in {1..100}; do [ -d "/proc/$pid" ] && sleep 0.1 || return 0; done
+	die "process $pid of $1 does not end"
+}
+
+# devices NODE: loop devices over files in its pool. They are known by the filesystem that these files are on: the number
+# of its device says which that is only while the device is that of the node's own disk.
+devices() {
+	local own=$d/nodes/$1 file
+	if [ -e "$own/pool.img" ]; then
+		[ -n "$(losetup -j "$own/pool.img")" ] || return 0
+		losetup -ln -O NAME,BACK-MAJ:MIN | awk -v pool="$(cat "$own/pool.device" 2>/dev/null)" '$2 == pool {print $1}'
+	else
+		for file in "$own"/pool/volumes/*.img; do
+			[ ! -e "$file" ] || losetup -j "$file" | cut -d: -f1
 		done
+	fi
+}
+
+# kill_node NODE: ends it, and what would not outlive a machine: the loop devices of raw block volumes, and first what the
+# kubelet laid over them.
+kill_node() {
+	local node=$1 own=$d/nodes/$1 device over hierarchy try
+	end "$node"
+	devices "$node" | while read -r device; do
+		losetup -ln -O NAME,BACK-INO,BACK-MAJ:MIN | awk -v i="$(stat -c %i "$device")" -v d="$(stat -c %Hd:%Ld "$device")" '$2 == i && $3 == d {print $1}' |
+			while read -r over; do losetup -d "$over" || true; done
+		losetup -d "$device" 2>/dev/null || true
+	done
 	for hierarchy in /sys/fs/cgroup/*/; do
-		[ -d "$hierarchy/$cgroup" ] || continue
+		[ -d "$hierarchy/$cgroup/$node" ] || continue
 		for try in {1..20}; do
-			find "$hierarchy/$cgroup" -depth -type d -exec rmdir {} + 2>/dev/null && break
+			find "$hierarchy/$cgroup/$node" -depth -type d -exec rmdir {} + 2>/dev/null && break
 			sleep 0.3
 		done
 	done
+	for try in {1..100}; do # mounting a disk again that the kernel still has would be two of it
+		[ -e "$own/pool.img" ] && [ -n "$(losetup -j "$own/pool.img")" ] || return 0
+		sleep 0.2
+	done
+	die "something holds the disk of $node: $(devices "$node" | paste -sd ' ')"
+}
+
+stop_node() {
+	inside "$1" systemctl stop kubelet
+	inside "$1" bash -c 'kill -TERM -1; for try in {1..200}; do kill -0 -1 2>/dev/null || exit 0; sleep 0.1; done' || true
+	kill_node "$1"
+}
+
+down() {
+	local node hierarchy
+	[ -d "$d" ] || return 0
+	d=$(realpath "$d")
+	for node in $(nodes); do
+		kill_node "$node" || true
+	done
+	end control
+	for hierarchy in /sys/fs/cgroup/*/; do
+		[ ! -d "$hierarchy/$cgroup" ] || rmdir "$hierarchy/$cgroup" || true
+	done
 	if [ "${KEEP_LOGS-}" = 1 ]; then
-		find "$d" -mindepth 1 -maxdepth 1 ! -name log ! -name e2e ! -name varlog -exec rm -rf --one-file-system {} +
+		for node in $(nodes); do mv "$d/nodes/$node/varlog" "$d/log/$node.pods"; done
+		find "$d" -mindepth 1 -maxdepth 1 ! -name log -exec rm -rf --one-file-system {} +
 	else
 		rm -rf --one-file-system "$d"
 	fi
@@ -238,8 +357,14 @@ command=${1-}
 [ $# -eq 0 ] || shift
 case $command in
 up) up "$@" ;;
-load) load "$@" ;;
-exec) inside "$@" ;;
+load) for node in $(nodes); do load "$node" "$@"; done ;;
+nodes) nodes ;;
+exec) inside control "$@" ;;
+net) enter control -n -- "$@" ;;
+on) inside "$@" ;;
+stop) stop_node "$1" ;;
+kill) kill_node "$1" ;;
+start) start_node "$1" && inside "$1" systemctl start kubelet ;;
 down) down ;;
 *) sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0" >&2; exit 2 ;;
 esac

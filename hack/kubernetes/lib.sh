@@ -1,4 +1,4 @@
-# Settings of the one-node cluster; sourced by the scripts beside it.
+# Settings of the cluster of the end-to-end tests; sourced by the scripts beside it.
 #
 #   ASHLAR_CACHE  what is built once and kept (default $HOME/.cache/ashlar)
 #   CLUSTER_DIR   the running cluster: its data, logs, keys (default $ASHLAR_CACHE/cluster)
@@ -11,6 +11,9 @@ KUBERNETES=${KUBERNETES%% *}
 built=$ASHLAR_CACHE/kubernetes-$KUBERNETES
 bin=$built/bin
 runtime=$built/runtime # Debian's containerd, runc and CNI plugins, unpacked
+cgroup=ashlar-e2e
+address=10.244.0.1 # of the control plane; node N has 10.244.0.(10+N), and its pods 10.244.N.0/24
+service=10.96.0.1
 
 die() {
 	echo "${0##*/}: $*" >&2

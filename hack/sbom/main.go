@@ -1,7 +1,6 @@
 // Command sbom writes the bill of materials of the driver's image as SPDX 2.3 JSON: the
 // Go modules that are in the binary, by what the compiler noted in it, and the Debian
-// packages, by dpkg's own list or by a folder with a note for each (as in images without
-// dpkg).
+// packages, by dpkg's list.
 package main
 
 import (
@@ -17,7 +16,6 @@ import (
 	"fmt"
 	"log"
 	"os"
-	"path/filepath"
 	"regexp"
 	"slices"
 	"strings"
@@ -79,7 +77,7 @@ func main() {
 	name := flag.String("name", "ashlar", "name of the image")
 	version := flag.String("version", "dev", "version of the image")
 	binary := flag.String("binary", "", "the driver")
-	dpkg := flag.String("dpkg", "", "dpkg's status file, or a folder with a note for each package; none: the binary alone")
+	dpkg := flag.String("dpkg", "", "dpkg's status file; none: the binary alone")
 	flag.Parse()
 	packages, err := collect(*name, *version, *binary, *dpkg)
 	if err != nil {
@@ -150,30 +148,20 @@ func purl(format string, args ...any) []ref {
 }
 
 func debianPackages(path string) ([]spdxPackage, error) {
-	files := []string{path}
-	if info, err := os.Stat(path); err != nil {
+	paragraphs, err := readControl(path)
+	if err != nil {
 		return nil, err
-	} else if info.IsDir() {
-		if files, err = filepath.Glob(filepath.Join(path, "*")); err != nil {
-			return nil, err
-		}
 	}
 	var all []spdxPackage
-	for _, file := range files {
-		paragraphs, err := readControl(file)
-		if err != nil {
-			return nil, err
+	for _, p := range paragraphs {
+		if status := p["Status"]; status != "" && !strings.HasSuffix(status, " installed") {
+			continue
 		}
-		for _, p := range paragraphs {
-			if status := p["Status"]; status != "" && !strings.HasSuffix(status, " installed") {
-				continue
-			}
-			source, _, _ := strings.Cut(cmp.Or(p["Source"], p["Package"]), " ")
-			all = append(all, spdxPackage{Name: p["Package"], Version: p["Version"], Purpose: "OPERATING-SYSTEM",
-				Source: "built from the source package " + source, Supplier: "Organization: Debian",
-				Refs: purl("pkg:deb/debian/%s@%s?arch=%s&distro=debian-12", p["Package"],
-					strings.NewReplacer("+", "%2B", ":", "%3A").Replace(p["Version"]), p["Architecture"])})
-		}
+		source, _, _ := strings.Cut(cmp.Or(p["Source"], p["Package"]), " ")
+		all = append(all, spdxPackage{Name: p["Package"], Version: p["Version"], Purpose: "OPERATING-SYSTEM",
+			Source: "built from the source package " + source, Supplier: "Organization: Debian",
+			Refs: purl("pkg:deb/debian/%s@%s?arch=%s&distro=debian-12", p["Package"],
+				strings.NewReplacer("+", "%2B", ":", "%3A").Replace(p["Version"]), p["Architecture"])})
 	}
 	if len(all) == 0 {
 		return nil, errors.New("no package in " + path)

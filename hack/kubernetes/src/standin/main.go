@@ -11,6 +11,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"flag"
 	"fmt"
 	"log"
@@ -65,7 +66,10 @@ func run(name string) error {
 		err = serveHealth(ctx, func() error {
 			ctx, cancel := context.WithTimeout(ctx, *probeTimeout)
 			defer cancel()
-			_, err := driver.Probe(ctx, &csi.ProbeRequest{})
+			answer, err := driver.Probe(ctx, &csi.ProbeRequest{})
+			if err == nil && answer.GetReady() != nil && !answer.GetReady().GetValue() {
+				err = errors.New("driver responded but is not ready")
+			}
 			return err
 		})
 	default:
