@@ -16,6 +16,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
@@ -1033,8 +1034,11 @@ func TestRolledBack(t *testing.T) {
 }
 
 // TestRolledBackUnderClients: etcd goes back under a controller and an agent that go on. What they wrote
-// since never comes, and nothing waits for it.
+// since never comes, and nothing waits for it; what is not there any more is not taken to be there.
 func TestRolledBackUnderClients(t *testing.T) {
+	l := &line{}
+	wrapped = func(c *rest.Config) *rest.Config { c.Dial = l.dial; return c }
+	t.Cleanup(func() { wrapped = func(c *rest.Config) *rest.Config { return c } })
 	w, m, s := newCluster(t)
 	rollback := apitest.Get(t).Backup(t)
 	var v volume.Volume
@@ -1042,7 +1046,14 @@ func TestRolledBackUnderClients(t *testing.T) {
 	must(t, s.Delete(w.ctx, v.ID))
 	late, err := s.Create(w.ctx, spec("late"))
 	must(t, err)
+	l.set(true)
 	rollback()
+	for user := range roles { // a new API server knows nobody for a moment, and whoever is refused lists anew
+		c, err := client.New(apitest.Get(t).Config(user), client.Options{Scheme: w.Scheme()})
+		must(t, err)
+		w.eventually(user+" is known", func() bool { return c.List(w.ctx, &v1alpha1.VolumeList{}) == nil })
+	}
+	l.set(false)
 	w.strays("default", 1) // so the agent goes on
 	calls := func(do func(context.Context) error) func() bool {
 		return func() bool {

@@ -160,7 +160,7 @@ func (w *world) eventually(what string, is func() bool) {
 // store starts a store, as the controller that it is part of would; stop kills it.
 func (w *world) store() (_ *cluster.Store, stop func()) {
 	w.Helper()
-	s, err := cluster.NewStore(apitest.Get(w).Config("controller"), cluster.Options{GoneGrace: grace, AbandonGrace: abandonGrace, Driver: cluster.DefaultDriver})
+	s, err := cluster.NewStore(wrapped(apitest.Get(w).Config("controller")), cluster.Options{GoneGrace: grace, AbandonGrace: abandonGrace, Driver: cluster.DefaultDriver})
 	must(w, err)
 	stop = w.run(s.Run)
 	w.eventually("the store is ready", func() bool { return s.Ready(w.ctx) == nil })
@@ -211,7 +211,7 @@ func (w *world) machineWith(name string, hook memory.Hook) *machine {
 	return m
 }
 
-// wrapped lets a test see what the agents ask of the API server.
+// wrapped lets a test see what the agents and stores ask of the API server, and cut them off.
 var wrapped = func(c *rest.Config) *rest.Config { return c }
 
 // start starts the agent of a machine: the first time, or again.

@@ -9,6 +9,7 @@ package cluster
 import (
 	"errors"
 	"fmt"
+	"net/http"
 	"sync"
 
 	coordinationv1 "k8s.io/api/coordination/v1"
@@ -18,6 +19,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	utilnet "k8s.io/apimachinery/pkg/util/net"
 	"k8s.io/client-go/rest"
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
@@ -56,6 +58,7 @@ func connect(config *rest.Config, only map[client.Object]cache.ByObject) (connec
 	mapper.Add(storagev1.SchemeGroupVersion.WithKind("VolumeAttachment"), meta.RESTScopeRoot)
 	config = rest.CopyConfig(config)
 	config.QPS = -1 // the API server shares itself out (priority and fairness)
+	config.Wrap(func(next http.RoundTripper) http.RoundTripper { return relisting{next} })
 	web, err := rest.HTTPClientFor(config)
 	if err != nil {
 		return connection{}, err
@@ -73,6 +76,19 @@ func connect(config *rest.Config, only map[client.Object]cache.ByObject) (connec
 	cached, err := client.New(config, options)
 	c.client = &fresh{Client: cached, cache: c.cache, kinds: map[schema.GroupVersionKind]*written{}}
 	return c, err
+}
+
+// relisting has the cache list anew where the API server refused a connection for a watch. client-go
+// would watch on from the last version that it saw, so if etcd was restored meanwhile, it would never see
+// what that changed; with any other error of a watch it lists anew by itself.
+type relisting struct{ http.RoundTripper }
+
+func (r relisting) RoundTrip(q *http.Request) (*http.Response, error) {
+	answer, err := r.RoundTripper.RoundTrip(q)
+	if utilnet.IsConnectionRefused(err) && q.URL.Query().Has("watch") {
+		err = errors.New(err.Error()) // client-go knows it by the errno inside
+	}
+	return answer, err
 }
 
 // apiError gives an error of the API server its sentinel. Whatever does not say for sure

@@ -441,6 +441,23 @@ func TestTable(t *testing.T) {
 	}
 }
 
+// TestTableWithoutFiles: a place that cannot be looked at, as there are no file descriptors left, is not forgotten.
+func TestTableWithoutFiles(t *testing.T) {
+	d := newDisk(t, "ext4")
+	path := d.mounted(t, "ext4")
+	table, err := mount.LoadTable()
+	ok(t, err)
+	device := number(t, d.device)
+	var limit unix.Rlimit
+	ok(t, unix.Getrlimit(unix.RLIMIT_NOFILE, &limit))
+	ok(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Max: limit.Max}))
+	starved := table.Paths(device)
+	ok(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &limit))
+	if after := table.Paths(device); !slices.Equal(starved, []string{path}) || !slices.Equal(after, starved) {
+		t.Errorf("%v, then %v", starved, after)
+	}
+}
+
 // TestTableManyAtOnce is for the race detector.
 func TestTableManyAtOnce(t *testing.T) {
 	table, err := mount.LoadTable()

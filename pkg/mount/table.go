@@ -1,7 +1,9 @@
 package mount
 
 import (
+	"errors"
 	"fmt"
+	"io/fs"
 	"maps"
 	"slices"
 	"strings"
@@ -103,11 +105,12 @@ func (t *Table) Paths(device uint64) []string {
 	t.mu.Unlock()
 	var here []string
 	for _, path := range noted {
-		// A corrupted mount is still a mount.
-		if info, err := At(path); Corrupted(err) || (err == nil && info.Root && info.Device == device) {
-			here = append(here, path)
-		} else {
+		info, err := At(path)
+		elsewhere := err == nil && !(info.Root && info.Device == device)
+		if elsewhere || errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENOTDIR) {
 			t.Remove(device, path)
+		} else {
+			here = append(here, path) // a mount that cannot be looked at is still a mount
 		}
 	}
 	return here
