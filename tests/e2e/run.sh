@@ -76,8 +76,8 @@ if [ "$where" = own ] && { [ -n "${TESTS-}" ] || [ -z "${FOCUS-}" ]; }; then
 	grep -E '^(---|===|PASS|FAIL|    .*_test.go)' "$out/nodes.log" | grep -v '^=== RUN' | cut -c 1-400 || true
 fi
 if [ "$where" = own ] && [ -z "${FOCUS-}" ]; then
-	say "our own tests of the scheduler, the binder and the provisioner"
-	KUBERNETES_BIN=$bin go test -tags e2e -count=1 -v -run TestScheduled ./tests/e2e >"$out/schedule.log" 2>&1 || status=$?
+	say "our own tests of the scheduler, the binder and the provisioner, and of a copy that takes minutes"
+	KUBERNETES_BIN=$bin go test -tags e2e -count=1 -v -run 'TestScheduled|TestLongCopy' ./tests/e2e >"$out/schedule.log" 2>&1 || status=$?
 	grep -E '^(---|ok|FAIL)' "$out/schedule.log"
 fi
 if [ -z "${FOCUS-}" ]; then
