@@ -168,7 +168,7 @@ func (p *filePool) openLoops(ref Ref) (loops []attachedLoop, err error) {
 	keepers := map[uint64]guard{} // by the device number of what they are over
 	for _, c := range candidates {
 		f, err := openLoop(c.number, os.O_RDONLY)
-		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENXIO) {
+		if errors.Is(err, fs.ErrNotExist) || goingLoop(err) {
 			continue
 		}
 		if err != nil {

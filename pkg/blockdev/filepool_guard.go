@@ -150,6 +150,9 @@ func (p *filePool) unguard(ctx context.Context, ref Ref, loop attachedLoop) erro
 		return fmt.Errorf("detach %s: %w", loopPath(loop.number), systemError(err))
 	}
 	keeper, err := openLoop(loop.keeper, os.O_RDONLY)
+	if goingLoop(err) {
+		return nil
+	}
 	if err != nil {
 		return fmt.Errorf("open %s: %w", loopPath(loop.keeper), systemError(err))
 	}

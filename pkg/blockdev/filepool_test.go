@@ -861,6 +861,25 @@ func TestConcurrentAttach(t *testing.T) {
 	}
 }
 
+// TestConcurrentDetach: a device that many take away at once goes, and nobody is told that it could not be
+// looked at: the kernel refuses to open one that is on its way.
+func TestConcurrentDetach(t *testing.T) {
+	pool := opened(t, drivertest.Dir(t))
+	create(t, pool, blockdev.Spec{Ref: vol("a"), Size: mib})
+	for range 100 {
+		device, err := pool.Attach(t.Context(), vol("a"), blockdev.Attachment{Keep: true})
+		must(t, err)
+		must(t, device.Close())
+		errs := make([]error, 8)
+		var all sync.WaitGroup
+		for i := range errs {
+			all.Go(func() { errs[i] = pool.Detach(t.Context(), vol("a")) })
+		}
+		all.Wait()
+		must(t, errors.Join(errs...))
+	}
+}
+
 // takeNumber attaches new volumes of a pool until one is the device with the given
 // number, and leaves only that one. Others on the machine may be faster, so it may fail.
 func takeNumber(t testing.TB, pool blockdev.Pool, number uint64) (blockdev.Device, bool) {

@@ -85,6 +85,10 @@ func openLoop(n int, flags int) (*os.File, error) {
 	return f, err
 }
 
+// goingLoop reports whether a loop device could not be opened because it is losing its backing file, or is
+// removed, in this moment (lo_open in drivers/block/loop.c).
+func goingLoop(err error) bool { return errors.Is(err, unix.ENXIO) || errors.Is(err, unix.ENODEV) }
+
 // loopStatus returns the backing of an open loop device; ENXIO if it has none.
 func loopStatus(f *os.File, n int) (loopBacking, error) {
 	var info unix.LoopInfo64
@@ -152,8 +156,8 @@ func attachLoop(ctx context.Context, backing *os.File, c loopConfig) (*os.File, 
 			continue
 		}
 		f, err := openLoop(n, flags)
-		if errors.Is(err, unix.ENXIO) || errors.Is(err, unix.ENODEV) {
-			continue // removed meanwhile (LOOP_CTL_REMOVE)
+		if goingLoop(err) {
+			continue
 		}
 		if err != nil {
 			return nil, 0, fmt.Errorf("open loop device: %w", systemError(err))
@@ -268,8 +272,10 @@ const detachWait = 2 * time.Second
 // go by its last user takes nothing any more, and the kernel then drops it without a word.
 func detachLoop(ctx context.Context, f *os.File, was loopBacking) error {
 	if err := f.Sync(); err != nil && !was.readOnly() {
-		f.Close()
-		return fmt.Errorf("write out what was written to %s: %w", loopPath(was.number), systemError(err))
+		if _, now := loopStatus(f, was.number); !errors.Is(now, unix.ENXIO) { // else somebody else took it away
+			f.Close()
+			return fmt.Errorf("write out what was written to %s: %w", loopPath(was.number), systemError(err))
+		}
 	}
 	_, err := ioctlValue(f.Fd(), unix.LOOP_CLR_FD, 0)
 	f.Close()
@@ -315,6 +321,9 @@ func loopGone(was loopBacking) (bool, error) {
 		return false, fmt.Errorf("look at loop%d: %w", was.number, err)
 	}
 	f, err := openLoop(was.number, os.O_RDONLY)
+	if goingLoop(err) {
+		return false, nil // the kernel may still hold its image
+	}
 	if err != nil {
 		return false, fmt.Errorf("look at loop%d: %w", was.number, err)
 	}

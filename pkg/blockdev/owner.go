@@ -63,6 +63,9 @@ func LetGo(ctx context.Context, number uint64) error {
 	}
 	device := int(unix.Minor(number))
 	f, err := openLoop(device, os.O_RDONLY) // while it is open its number does not become another's
+	if goingLoop(err) {
+		return nil
+	}
 	if err != nil {
 		return fmt.Errorf("open %s: %w", loopPath(device), systemError(err))
 	}
@@ -91,6 +94,9 @@ func letKeepersGo(ctx context.Context, device int, number uint64) error {
 			continue
 		}
 		f, err := openLoop(n, os.O_RDONLY)
+		if goingLoop(err) {
+			continue
+		}
 		if err != nil {
 			return systemError(err)
 		}
