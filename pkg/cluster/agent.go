@@ -222,8 +222,9 @@ func (a *Agent) Claimed(ctx context.Context, id volume.ID) (_ volume.Claim, know
 	w := a.hub.open(volumeNamed(id.Key))
 	defer w.close()
 	for {
-		v, there, err := get(ctx, a, id.Key, &v1alpha1.Volume{})
-		if err != nil || !there || v.Spec.Pool != id.Pool {
+		v := &v1alpha1.Volume{}
+		// As the watch has it: what the agent itself is writing, perhaps to a server that does not answer, is no claim.
+		if err := a.cache.Get(ctx, client.ObjectKey{Name: id.Key}, v); err != nil || v.Spec.Pool != id.Pool {
 			return volume.Claim{}, false
 		}
 		claim := toVolume(v).Claim

@@ -56,8 +56,7 @@ func (c *counter) take() (writes, reads, pools int) {
 func TestBudget(t *testing.T) {
 	w := newWorld(t)
 	var count counter
-	wrapped = func(c *rest.Config) *rest.Config { c.Wrap(count.wrap); return c }
-	t.Cleanup(func() { wrapped = func(c *rest.Config) *rest.Config { return c } })
+	wrap(t, func(c *rest.Config) { c.Wrap(count.wrap) })
 	m := w.machine(nodeName)
 	s, err := cluster.NewStore(wrapped(apitest.Get(t).Config("controller")), cluster.Options{GoneGrace: grace, AbandonGrace: time.Hour, Driver: cluster.DefaultDriver})
 	must(t, err)

@@ -1,12 +1,22 @@
 package cluster_test
 
 import (
+	"context"
+	"net/http"
+	"strings"
+	"sync/atomic"
 	"testing"
+	"time"
+
+	"k8s.io/client-go/rest"
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
+
+// claimWait is how long an agent waits for a claim that its watch has not seen.
+const claimWait = 2 * time.Second
 
 // TestClaimed: an agent tells its node's calls what it last knew of a claim, and that it knows nothing
 // as long as no API server has answered.
@@ -22,9 +32,20 @@ func TestClaimed(t *testing.T) {
 		}
 	}
 	expect(m.agent, v.ID, volume.Claim{}, true)
-	for range 20 { // a claim that was made is there, whatever the watch has seen
+	claimed := func() { // a claim that was made is waited for, whatever the watch has seen
+		t.Helper()
 		must(t, s.Claim(w.ctx, v.ID, claim))
-		expect(m.agent, v.ID, claim, true)
+		w.eventually("the claim is known", func() bool {
+			asked := time.Now()
+			have, known := m.agent.Claimed(w.ctx, v.ID)
+			if waited := time.Since(asked); have != claim && waited < claimWait {
+				t.Fatalf("claimed %+v, known %v, after %s", have, known, waited)
+			}
+			return have == claim && known
+		})
+	}
+	for range 20 {
+		claimed()
 		must(t, s.Release(w.ctx, v.ID, nodeName))
 		w.eventually("the release is known", func() bool {
 			have, known := m.agent.Claimed(soon(t), v.ID)
@@ -34,9 +55,50 @@ func TestClaimed(t *testing.T) {
 	expect(m.agent, volume.ID{Kind: v.ID.Kind, Pool: "b", Key: v.ID.Key}, volume.Claim{}, false)
 	expect(m.agent, volume.ID{Kind: v.ID.Kind, Pool: v.ID.Pool, Key: volume.KeyOf("none")}, volume.Claim{}, false)
 
-	must(t, s.Claim(w.ctx, v.ID, claim))
-	expect(m.agent, v.ID, claim, true)
+	claimed()
 	stopped, err := cluster.NewAgent(apitest.Get(w).Config("agent"), cluster.DefaultDriver, m.local, nil, m.locks, 0)
 	must(t, err)
 	expect(stopped, v.ID, volume.Claim{}, false)
+}
+
+// TestClaimedWhileWriting: a claim is known while the API server does not answer what the agent writes
+// into the volume's object.
+func TestClaimedWhileWriting(t *testing.T) {
+	var hang atomic.Bool
+	begun, let := make(chan struct{}, 100), make(chan struct{})
+	wrap(t, func(c *rest.Config) {
+		c.Wrap(func(next http.RoundTripper) http.RoundTripper {
+			return roundTrip(func(q *http.Request) (*http.Response, error) {
+				if hang.Load() && q.Method == http.MethodPatch && strings.HasSuffix(q.URL.Path, "/status") {
+					begun <- struct{}{}
+					<-let
+				}
+				return next.RoundTrip(q)
+			})
+		})
+	})
+	w, m, s := newCluster(t)
+	v, err := s.Create(w.ctx, spec("v"))
+	must(t, err)
+	claim := volume.Claim{Node: nodeName, Mode: "m", ReadOnly: true}
+	must(t, s.Claim(w.ctx, v.ID, claim))
+	w.eventually("the claim is known", func() bool {
+		have, known := m.agent.Claimed(w.ctx, v.ID)
+		return known && have == claim
+	})
+	hang.Store(true)
+	w.asked("it grows", func(ctx context.Context) error { return second(s.Expand(ctx, v.ID, volume.Range{Required: 2 * mib})) }, func() bool {
+		select {
+		case <-begun:
+			return true
+		default:
+			return false
+		}
+	})
+	have, known := m.agent.Claimed(w.ctx, v.ID)
+	hang.Store(false)
+	close(let)
+	if have != claim || !known {
+		t.Errorf("claimed %+v, known %v", have, known)
+	}
 }

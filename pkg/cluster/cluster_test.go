@@ -214,6 +214,13 @@ func (w *world) machineWith(name string, hook memory.Hook) *machine {
 // wrapped lets a test see what the agents and stores ask of the API server, and cut them off.
 var wrapped = func(c *rest.Config) *rest.Config { return c }
 
+// wrap changes how the agents and stores connect that are started until the end of a test.
+func wrap(t *testing.T, change func(*rest.Config)) {
+	before := wrapped
+	wrapped = func(c *rest.Config) *rest.Config { change(c); return c }
+	t.Cleanup(func() { wrapped = before })
+}
+
 // start starts the agent of a machine: the first time, or again.
 func (w *world) start(m *machine) {
 	w.Helper()

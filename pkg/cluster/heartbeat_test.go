@@ -295,8 +295,7 @@ func (l *line) set(cut bool) {
 func TestServerAway(t *testing.T) {
 	w := newWorld(t)
 	l := &line{}
-	wrapped = func(c *rest.Config) *rest.Config { c.Dial = l.dial; return c }
-	t.Cleanup(func() { wrapped = func(c *rest.Config) *rest.Config { return c } })
+	wrap(t, func(c *rest.Config) { c.Dial = l.dial })
 	begun, let := make(chan struct{}), make(chan struct{})
 	release := sync.OnceFunc(func() { close(let) })
 	defer release()
@@ -341,8 +340,7 @@ func TestIdleAgent(t *testing.T) {
 	m := w.machine(nodeName)
 	m.stop()
 	var count counter
-	wrapped = func(c *rest.Config) *rest.Config { c.Wrap(count.wrap); return c }
-	t.Cleanup(func() { wrapped = func(c *rest.Config) *rest.Config { return c } })
+	wrap(t, func(c *rest.Config) { c.Wrap(count.wrap) })
 	m.every = heartbeat
 	w.start(m)
 	beats := func() int {
