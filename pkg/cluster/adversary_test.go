@@ -97,10 +97,10 @@ func (f family) served(w *world, s *cluster.Store) {
 		if err != nil || have.Size != v.Size || have.Created.Sub(v.Created).Abs() > time.Microsecond || have.For != v.For {
 			w.Fatalf("%+v, %v; want %+v", have, err, v)
 		}
-		problems, err := s.Health(w.ctx, v.ID)
-		if err != nil || len(problems) > 0 {
-			w.Fatalf("%v, %v", problems, err)
-		}
+		w.eventually(v.Name+" is healthy", func() bool { // the agent may not have looked again yet
+			problems, err := s.Health(w.ctx, v.ID)
+			return err == nil && len(problems) == 0
+		})
 	}
 	again, err := s.GetGroup(w.ctx, f.group.ID)
 	must(w, err)
@@ -1037,8 +1037,7 @@ func TestRolledBack(t *testing.T) {
 // since never comes, and nothing waits for it; what is not there any more is not taken to be there.
 func TestRolledBackUnderClients(t *testing.T) {
 	l := &line{}
-	wrapped = func(c *rest.Config) *rest.Config { c.Dial = l.dial; return c }
-	t.Cleanup(func() { wrapped = func(c *rest.Config) *rest.Config { return c } })
+	wrap(t, func(c *rest.Config) { c.Dial = l.dial })
 	w, m, s := newCluster(t)
 	rollback := apitest.Get(t).Backup(t)
 	var v volume.Volume
