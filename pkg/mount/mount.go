@@ -200,6 +200,11 @@ func Btrfs(f *os.File) (BtrfsInfo, error) {
 // can only be unmounted.
 func Corrupted(err error) bool { return err != nil && mountutils.IsCorruptedMnt(err) }
 
+// Missing reports whether an error means that a path, or a folder on the way to it, is not there.
+func Missing(err error) bool {
+	return errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENOTDIR)
+}
+
 // attributes are the options that belong to a mount, not to its filesystem.
 var attributes = map[string]uint64{
 	"nosuid": unix.MOUNT_ATTR_NOSUID, "nodev": unix.MOUNT_ATTR_NODEV, "noexec": unix.MOUNT_ATTR_NOEXEC,
@@ -462,7 +467,7 @@ func Unmount(path string) error {
 	pause, deadline := time.Millisecond, time.Now().Add(busyTime)
 	for {
 		info, err := At(path)
-		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENOTDIR) {
+		if Missing(err) {
 			return nil
 		}
 		if err != nil && !Corrupted(err) {
@@ -511,7 +516,7 @@ func MakeTarget(path string, node bool) (made bool, err error) {
 }
 
 func targetError(err error) error {
-	if errors.Is(err, fs.ErrExist) || errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENOTDIR) || errors.Is(err, unix.EISDIR) {
+	if errors.Is(err, fs.ErrExist) || Missing(err) || errors.Is(err, unix.EISDIR) {
 		err = fmt.Errorf("%w: %w", blockdev.ErrPrecondition, err)
 	}
 	return fmt.Errorf("make target: %w", err)
@@ -524,7 +529,7 @@ func RemoveTarget(path string) error {
 		return err
 	}
 	info, err := os.Lstat(path)
-	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENOTDIR) {
+	if Missing(err) {
 		return nil
 	}
 	if err != nil {

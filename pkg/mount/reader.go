@@ -119,7 +119,7 @@ func removeNode(path string) error {
 	if err == nil && info.Mode().Type() == fs.ModeDevice {
 		err = os.Remove(path)
 	}
-	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENOTDIR) {
+	if Missing(err) {
 		return nil
 	}
 	return err

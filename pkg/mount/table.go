@@ -1,9 +1,7 @@
 package mount
 
 import (
-	"errors"
 	"fmt"
-	"io/fs"
 	"maps"
 	"slices"
 	"strings"
@@ -107,7 +105,7 @@ func (t *Table) Paths(device uint64) []string {
 	for _, path := range noted {
 		info, err := At(path)
 		elsewhere := err == nil && !(info.Root && info.Device == device)
-		if elsewhere || errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENOTDIR) {
+		if elsewhere || Missing(err) {
 			t.Remove(device, path)
 		} else {
 			here = append(here, path) // a mount that cannot be looked at is still a mount

@@ -2,12 +2,9 @@ package node
 
 import (
 	"context"
-	"errors"
 	"fmt"
-	"io/fs"
 	"slices"
 
-	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
@@ -28,7 +25,7 @@ func mountedAt(path string) (mounted, error) {
 	switch {
 	case err == nil:
 		return mounted{mounted: info.Root, device: info.Device}, nil
-	case errors.Is(err, fs.ErrNotExist), errors.Is(err, unix.ENOTDIR):
+	case mount.Missing(err):
 		return mounted{}, nil
 	case mount.Corrupted(err):
 		device, err := mount.DeviceOf(path)

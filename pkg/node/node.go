@@ -9,12 +9,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
 	"maps"
 	"slices"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
-	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/csimap"
@@ -141,7 +139,7 @@ type place struct {
 // here looks at a path where the volume should be mounted: ErrNotFound if it is not.
 func (s *Server) here(ctx context.Context, id volume.ID, path string) (place, error) {
 	info, err := mount.At(path)
-	if err != nil && !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, unix.ENOTDIR) {
+	if err != nil && !mount.Missing(err) {
 		return place{}, fmt.Errorf("volume %s at %s: %w", id, path, err)
 	}
 	if err == nil && info.Root {

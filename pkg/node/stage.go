@@ -4,12 +4,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
 	"path/filepath"
 	"slices"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
-	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
@@ -63,7 +61,7 @@ func look(path string) (mount.Info, error) {
 		}
 		info, err = mount.At(path)
 	}
-	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENOTDIR) {
+	if mount.Missing(err) {
 		return info, fmt.Errorf("%w: %s is not there; the caller has to make it", blockdev.ErrPrecondition, path)
 	}
 	return info, err

@@ -487,17 +487,9 @@ func (p watched) Attached(context.Context, blockdev.Ref) ([]blockdev.Device, err
 // TestUndoingEnds: a call that undoes what it did after its caller's time is over has an end of its
 // own: a program that hangs then does not keep the pool for ever.
 func TestUndoingEnds(t *testing.T) {
-	drivertest.NeedRoot(t)
-	dir, image := t.TempDir(), filepath.Join(t.TempDir(), "image")
-	must(t, os.WriteFile(image, nil, 0o600))
-	must(t, os.Truncate(image, 8*mib))
-	drivertest.Run(t, "mkfs.ext4", "-q", image)
-	drivertest.Run(t, "mount", "-o", "loop", image, dir)
-	t.Cleanup(func() { must(t, unix.Unmount(dir, 0)) })
-	var st unix.Stat_t
-	must(t, unix.Stat(dir, &st))
+	_, device := mounted(t)
 	broken := failing{}
-	pool := watched{memory.NewDisk(8<<30).Open("default", broken.hook), st.Dev, map[string]bool{}}
+	pool := watched{memory.NewDisk(8<<30).Open("default", broken.hook), device, map[string]bool{}}
 	l := start(t, 0, pool)
 	ctx, cancel := context.WithTimeout(t.Context(), time.Hour)
 	defer cancel()
@@ -551,8 +543,8 @@ func (p *copying) Create(ctx context.Context, spec blockdev.Spec) (blockdev.Reco
 	return p.Pool.Create(ctx, spec)
 }
 
-// inUse starts a store over one pool whose volumes are mounted at dir.
-func inUse(t *testing.T, cuts bool) (_ *volume.Local, pool *copying, dir string) {
+// mounted mounts a small ext4, and returns where, and its device.
+func mounted(t *testing.T) (dir string, device uint64) {
 	t.Helper()
 	drivertest.NeedRoot(t)
 	dir, image := t.TempDir(), filepath.Join(t.TempDir(), "image")
@@ -563,7 +555,14 @@ func inUse(t *testing.T, cuts bool) (_ *volume.Local, pool *copying, dir string)
 	t.Cleanup(func() { must(t, unix.Unmount(dir, 0)) })
 	var st unix.Stat_t
 	must(t, unix.Stat(dir, &st))
-	pool = &copying{watched: watched{memory.NewDisk(8<<30).Open("default", nil), st.Dev, map[string]bool{}}, cuts: cuts, let: make(chan struct{})}
+	return dir, st.Dev
+}
+
+// inUse starts a store over one pool whose volumes are mounted at dir.
+func inUse(t *testing.T, cuts bool) (_ *volume.Local, pool *copying, dir string) {
+	t.Helper()
+	dir, device := mounted(t)
+	pool = &copying{watched: watched{memory.NewDisk(8<<30).Open("default", nil), device, map[string]bool{}}, cuts: cuts, let: make(chan struct{})}
 	return start(t, 0, pool), pool, dir
 }
 
