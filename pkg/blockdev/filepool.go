@@ -49,7 +49,8 @@ type filePool struct {
 	index[*object]
 	damaged map[Ref]error       // records that cannot be read
 	strays  []string            // images without a record
-	loops   map[Ref][]knownLoop // loop devices last seen over the object
+	loops   map[Ref][]knownLoop // loop devices last seen over the object; its slices are never changed
+	seen    uint64              // see knownLoop
 	covered map[Ref]bool        // objects that may have a device over their loop device
 
 	space space

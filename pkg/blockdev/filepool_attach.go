@@ -21,6 +21,7 @@ import (
 type knownLoop struct {
 	number        int
 	device, inode uint64 // of its backing file
+	seen          uint64 // counts what was noted: what is seen again is another one
 }
 
 // attachedLoop is a loop device that is open and known to be over the image of an object.
@@ -32,11 +33,30 @@ type attachedLoop struct {
 
 // know notes a loop device of an object.
 func (p *filePool) know(ref Ref, b loopBacking) {
-	known := knownLoop{b.number, b.device, b.inode}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if !slices.Contains(p.loops[ref], known) {
-		p.loops[ref] = append(p.loops[ref], known)
+	p.seen++
+	var known []knownLoop
+	for _, l := range p.loops[ref] {
+		if l.number != b.number {
+			known = append(known, l)
+		}
+	}
+	p.loops[ref] = append(known, knownLoop{b.number, b.device, b.inode, p.seen})
+}
+
+// forgetLoops takes back what was noted of loop devices of an object, but for those seen again since.
+func (p *filePool) forgetLoops(ref Ref, gone []knownLoop) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	var known []knownLoop
+	for _, l := range p.loops[ref] {
+		if !slices.Contains(gone, l) {
+			known = append(known, l)
+		}
+	}
+	if p.loops[ref] = known; len(known) == 0 {
+		delete(p.loops, ref)
 	}
 }
 
@@ -164,11 +184,12 @@ func (p *filePool) openLoops(ref Ref) (loops []attachedLoop, err error) {
 		return nil, systemError(err)
 	}
 	missing := err != nil
-	var known []knownLoop
+	var gone []knownLoop
 	keepers := map[uint64]guard{} // by the device number of what they are over
 	for _, c := range candidates {
 		f, err := openLoop(c.number, os.O_RDONLY)
 		if errors.Is(err, fs.ErrNotExist) || goingLoop(err) {
+			gone = append(gone, c)
 			continue
 		}
 		if err != nil {
@@ -189,8 +210,8 @@ func (p *filePool) openLoops(ref Ref) (loops []attachedLoop, err error) {
 			f.Close()
 			forgetStopped(c.number) // it went with its last user
 		}
-		if ours {
-			known = append(known, c)
+		if !ours {
+			gone = append(gone, c)
 		}
 	}
 	for i := range loops {
@@ -198,11 +219,7 @@ func (p *filePool) openLoops(ref Ref) (loops []attachedLoop, err error) {
 			loops[i].guard = keeper
 		}
 	}
-	p.mu.Lock()
-	if p.loops[ref] = known; len(known) == 0 {
-		delete(p.loops, ref)
-	}
-	p.mu.Unlock()
+	p.forgetLoops(ref, gone)
 	return loops, p.findCover(ref, loops)
 }
 

@@ -68,6 +68,9 @@ func (p *filePool) findCover(ref Ref, loops []attachedLoop) error {
 		return err
 	}
 	below, err := dmBelow(d.name)
+	if vanished(err) {
+		return nil
+	}
 	if err != nil {
 		return err
 	}
@@ -190,6 +193,9 @@ func (p *filePool) resizeCover(ref Ref, loop attachedLoop) error {
 		return err
 	}
 	above, err := openDM(loop.cover, os.O_RDONLY)
+	if vanished(err) {
+		return nil
+	}
 	if err != nil {
 		return fmt.Errorf("open %s: %w", loop.cover.path(), err)
 	}

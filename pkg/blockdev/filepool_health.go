@@ -44,10 +44,9 @@ func (p *filePool) gone() bool {
 	p.mu.Lock()
 	loops := maps.Clone(p.loops)
 	p.mu.Unlock()
-	for ref, numbers := range loops {
-		for _, n := range numbers {
-			backing, err := os.ReadFile(fmt.Sprintf("/sys/block/loop%d/loop/backing_file", n))
-			if err == nil && strings.Contains(string(backing), imagePath(ref)) {
+	for ref, known := range loops {
+		for _, l := range known {
+			if name, _, err := backingName(l.number); err == nil && strings.HasSuffix(name, imagePath(ref)) {
 				return false
 			}
 		}
@@ -76,6 +75,9 @@ func (p *filePool) Health(_ context.Context, ref Ref) ([]Problem, error) {
 		}
 		return problems, err
 	case errors.Is(err, ErrDataLoss):
+		if _, _, err := p.lookup(ref); err != nil {
+			return nil, err // deleted meanwhile
+		}
 		reason := "ImageTruncated"
 		if errors.Is(err, errNotOwn) {
 			reason = "ImageOfAnother"

@@ -880,6 +880,65 @@ func TestConcurrentDetach(t *testing.T) {
 	}
 }
 
+// TestAttachBesideLooks: whoever looks at a volume while it is attached or detached does not make the pool
+// forget its device.
+func TestAttachBesideLooks(t *testing.T) {
+	pool := opened(t, drivertest.Dir(t))
+	create(t, pool, blockdev.Spec{Ref: vol("a"), Size: mib})
+	ctx, stop := context.WithCancel(t.Context())
+	var looking sync.WaitGroup
+	defer looking.Wait()
+	defer stop()
+	for range 4 {
+		looking.Go(func() {
+			for ctx.Err() == nil {
+				if _, err := pool.Health(ctx, vol("a")); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	for range 100 {
+		device, err := pool.Attach(t.Context(), vol("a"), blockdev.Attachment{Keep: true})
+		must(t, err)
+		must(t, device.Close())
+		again, err := pool.Attach(t.Context(), vol("a"), blockdev.Attachment{Keep: true})
+		must(t, err)
+		must(t, again.Close())
+		if again.Number != device.Number {
+			t.Fatalf("attached again as %s, not %s", again.Path, device.Path)
+		}
+		must(t, pool.Detach(t.Context(), vol("a")))
+		if left, err := pool.Attached(t.Context(), vol("a")); err != nil || len(left) > 0 {
+			t.Fatalf("left are %v, %v", left, err)
+		}
+	}
+}
+
+// TestHealthBesideDelete: a volume that is being deleted is not reported as lost.
+func TestHealthBesideDelete(t *testing.T) {
+	pool := opened(t, drivertest.Dir(t))
+	ctx, stop := context.WithCancel(t.Context())
+	var looking sync.WaitGroup
+	defer looking.Wait()
+	defer stop()
+	for range 2 {
+		looking.Go(func() {
+			for ctx.Err() == nil {
+				problems, err := pool.Health(ctx, vol("a"))
+				if len(problems) > 0 || (err != nil && !errors.Is(err, blockdev.ErrNotFound)) {
+					t.Errorf("%v, %v", problems, err)
+					return
+				}
+			}
+		})
+	}
+	for range 300 {
+		create(t, pool, blockdev.Spec{Ref: vol("a"), Size: mib})
+		must(t, pool.Delete(t.Context(), vol("a")))
+	}
+}
+
 // takeNumber attaches new volumes of a pool until one is the device with the given
 // number, and leaves only that one. Others on the machine may be faster, so it may fail.
 func takeNumber(t testing.TB, pool blockdev.Pool, number uint64) (blockdev.Device, bool) {

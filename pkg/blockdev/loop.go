@@ -144,7 +144,7 @@ func attachLoop(ctx context.Context, backing *os.File, c loopConfig) (*os.File, 
 	if c.readOnly {
 		flags = os.O_RDONLY
 	}
-	for {
+	for held := 0; ; {
 		if err := ctx.Err(); err != nil {
 			return nil, 0, err
 		}
@@ -152,7 +152,11 @@ func attachLoop(ctx context.Context, backing *os.File, c loopConfig) (*os.File, 
 		if err != nil {
 			return nil, 0, fmt.Errorf("find a free loop device: %w", systemError(err))
 		}
-		if c.discards && forgetStopped(n) {
+		if c.discards && stopped(n) && held < heldTries {
+			if !forgetStopped(n) { // somebody looks at it
+				time.Sleep(heldPause)
+				held++
+			}
 			continue
 		}
 		f, err := openLoop(n, flags)
@@ -291,15 +295,15 @@ func detachLoop(ctx context.Context, f *os.File, was loopBacking) error {
 
 // waitLoopGone waits for a loop device to lose its backing. The kernel gives no
 // event for it that can be waited on with a deadline, so this looks, ever more
-// rarely; mostly the first look is enough.
+// rarely; mostly the first look is enough. Only the pauses count, not how late they end: on a machine that
+// stalls, whoever holds the device has stalled too.
 func waitLoopGone(ctx context.Context, was loopBacking) error {
-	pause, deadline := time.Millisecond, time.Now().Add(detachWait)
-	for {
+	for pause, waited := time.Millisecond, time.Duration(0); ; waited += pause {
 		gone, err := loopGone(was)
 		if gone || err != nil {
 			return err
 		}
-		if time.Now().After(deadline) {
+		if waited >= detachWait {
 			return fmt.Errorf("%w: %s is held open by a process or a mount; it goes away with its last user", ErrInUse, loopPath(was.number))
 		}
 		select {
