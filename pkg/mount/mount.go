@@ -456,16 +456,18 @@ func Bind(source, target string, readOnly bool) error {
 	return nil
 }
 
-// busyTime is how long a mount may be busy before it is said to be in use. A look at a
+// busyTries is how often a mount may be busy, busyPause apart, before it is said to be in use. A look at a
 // path holds its mount for a moment; and a program that is being started holds copies of
 // all files that the driver has open, until it is running.
-const busyTime = 200 * time.Millisecond
+const (
+	busyTries = 25
+	busyPause = 10 * time.Millisecond
+)
 
 // Unmount takes away whatever is mounted at a path, however often. Nothing there,
 // or no such path, is success. ErrInUse if a process still uses it.
 func Unmount(path string) error {
-	pause, deadline := time.Millisecond, time.Now().Add(busyTime)
-	for {
+	for try := 0; ; {
 		info, err := At(path)
 		if Missing(err) {
 			return nil
@@ -480,9 +482,9 @@ func Unmount(path string) error {
 		case err == nil:
 		case errors.Is(err, unix.EINVAL), errors.Is(err, unix.ENOENT):
 			return nil // somebody else was faster
-		case errors.Is(err, unix.EBUSY) && time.Now().Before(deadline):
-			time.Sleep(pause)
-			pause *= 2
+		case errors.Is(err, unix.EBUSY) && try < busyTries:
+			time.Sleep(busyPause)
+			try++
 		case errors.Is(err, unix.EBUSY):
 			return fmt.Errorf("%w: unmount %s: a process has files open there or works in it", blockdev.ErrInUse, path)
 		default:

@@ -269,6 +269,9 @@ func (s *Server) NodeGetVolumeStats(ctx context.Context, r *csi.NodeGetVolumeSta
 		return &csi.NodeGetVolumeStatsResponse{Usage: []*csi.VolumeUsage{usage}}, nil
 	}
 	u, err := filesystem.UsageAt(r.GetVolumePath())
+	if _, gone := s.here(ctx, v.ID, r.GetVolumePath()); gone != nil {
+		return nil, gone // it was taken away meanwhile, and what is below it was measured
+	}
 	if err != nil {
 		return nil, err
 	}

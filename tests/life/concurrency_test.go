@@ -1,6 +1,7 @@
 package life
 
 import (
+	"context"
 	"bytes"
 	"errors"
 	"fmt"
@@ -159,6 +160,40 @@ func TestOppositeCallsAtOnce(t *testing.T) {
 	}
 	write(t, v.file(target), 1)
 	holds(t, v.file(target), 1)
+	ok(t, v.down(target))
+	d.nothingLeft()
+}
+
+// TestStatsBesideUnpublish: what is measured is the volume, or it is not there: not the filesystem that its
+// target is on.
+func TestStatsBesideUnpublish(t *testing.T) {
+	d := start(t, drivertest.Options{})
+	v, err := d.create(request("volume", "ext4", smallest["ext4"]))
+	ok(t, err)
+	target := v.running()
+	ctx, stop := context.WithCancel(t.Context())
+	var measuring sync.WaitGroup
+	for range 2 {
+		measuring.Go(func() {
+			for ctx.Err() == nil {
+				r, err := d.NodeGetVolumeStats(t.Context(), &csi.NodeGetVolumeStatsRequest{VolumeId: v.id, VolumePath: target})
+				if code := status.Code(err); code != codes.OK && code != codes.NotFound {
+					t.Error(err)
+					return
+				}
+				if err == nil && r.GetUsage()[0].GetTotal() > smallest["ext4"] {
+					t.Errorf("measured %v", r)
+					return
+				}
+			}
+		})
+	}
+	for range 100 {
+		ok(t, v.unpublish(target))
+		ok(t, v.publish(target, false))
+	}
+	stop()
+	measuring.Wait()
 	ok(t, v.down(target))
 	d.nothingLeft()
 }
