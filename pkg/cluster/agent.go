@@ -206,18 +206,18 @@ func (a *Agent) Changed() {
 	}
 }
 
-// claimWait is how long a claim may take to reach the agent's watch that the kubelet has seen: by
-// way of a VolumeAttachment, which is written after it.
+// claimWait is how long a claim that the kubelet has seen, by way of a VolumeAttachment, may take to
+// reach the agent's watch before the API server is asked for it, and how long that may take.
 const claimWait = 2 * time.Second
 
 // Claimed returns how a volume is claimed by its object's last known state. It is not known if
 // no API server has answered since the start, or there is no such object. A claim that is not for
-// this node is waited for a moment.
+// this node is waited for a moment, and then asked for.
 func (a *Agent) Claimed(ctx context.Context, id volume.ID) (_ volume.Claim, known bool) {
 	if !a.read.Load() {
 		return volume.Claim{}, false
 	}
-	ctx, cancel := context.WithTimeout(ctx, claimWait)
+	waiting, cancel := context.WithTimeout(ctx, claimWait)
 	defer cancel()
 	w := a.hub.open(volumeNamed(id.Key))
 	defer w.close()
@@ -234,7 +234,12 @@ func (a *Agent) Claimed(ctx context.Context, id volume.ID) (_ volume.Claim, know
 		select {
 		case <-w.signal:
 			w.take()
-		case <-ctx.Done():
+		case <-waiting.Done():
+			asking, cancel := context.WithTimeout(ctx, claimWait)
+			defer cancel()
+			if err := a.live.Get(asking, client.ObjectKey{Name: id.Key}, v); err == nil {
+				claim = toVolume(v).Claim
+			}
 			return claim, true
 		}
 	}

@@ -102,3 +102,26 @@ func TestClaimedWhileWriting(t *testing.T) {
 		t.Errorf("claimed %+v, known %v", have, known)
 	}
 }
+
+// TestClaimedBehind: a claim is known to an agent whose watch is behind.
+func TestClaimedBehind(t *testing.T) {
+	w, m, s := newCluster(t)
+	v, err := s.Create(w.ctx, spec("v"))
+	must(t, err)
+	m.stop()
+	var lag lagging
+	wrap(t, func(c *rest.Config) { c.Wrap(lag.wrap) })
+	w.start(m)
+	w.eventually("the agent knows the volume", func() bool {
+		_, known := m.agent.Claimed(soon(t), v.ID)
+		return known
+	})
+	lag.Lock()
+	defer lag.Unlock()
+	claim := volume.Claim{Node: nodeName, Mode: "m"}
+	must(t, s.Claim(w.ctx, v.ID, claim))
+	w.eventually("the claim is known", func() bool {
+		have, known := m.agent.Claimed(w.ctx, v.ID)
+		return known && have == claim
+	})
+}

@@ -70,7 +70,9 @@ func (a *Agent) renew(ctx context.Context) error {
 			err := a.live.Get(ctx, client.ObjectKeyFromObject(lease), lease)
 			if apierrors.IsNotFound(err) {
 				lease.Spec = spec
-				lease.OwnerReferences = a.owner(ctx)
+				if lease.OwnerReferences, err = a.owner(ctx); err != nil {
+					return err
+				}
 				if err = a.live.Create(ctx, lease); err == nil {
 					a.lease = lease
 				}
@@ -94,12 +96,12 @@ func (a *Agent) renew(ctx context.Context) error {
 }
 
 // owner is the node: its Lease goes with it.
-func (a *Agent) owner(ctx context.Context) []metav1.OwnerReference {
+func (a *Agent) owner(ctx context.Context) ([]metav1.OwnerReference, error) {
 	node := nodeNamed(a.local.Node())
 	if err := a.live.Get(ctx, client.ObjectKeyFromObject(node), node); err != nil {
-		return nil // then somebody else has to remove it
+		return nil, client.IgnoreNotFound(err) // without a node, somebody else has to remove it
 	}
-	return []metav1.OwnerReference{{APIVersion: corev1.SchemeGroupVersion.String(), Kind: "Node", Name: node.Name, UID: node.UID}}
+	return []metav1.OwnerReference{{APIVersion: corev1.SchemeGroupVersion.String(), Kind: "Node", Name: node.Name, UID: node.UID}}, nil
 }
 
 // beats are when a store last heard of the agents, by its own clock: those of the nodes do not matter.
