@@ -32,7 +32,7 @@ ifneq ($(SKIP_ROOT_TESTS),1)
 endif
 	@hack/apiserver.sh >/dev/null
 	go vet ./...
-	go test -race -count=1 -timeout 20m $$(go list ./... | grep -v /tests/sanity$$)
+	go test -race -count=1 -timeout 60m $$(go list ./... | grep -v /tests/sanity$$)
 	@$(MAKE) --no-print-directory sanity
 ifneq ($(SKIP_ROOT_TESTS),1)
 	@$(MAKE) --no-print-directory test-deploy

@@ -61,12 +61,15 @@ apt_install() {
 	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@"
 }
 
+# It is built once on a machine.
 install_golangci_lint() {
-	if [ "$(bin/golangci-lint version --short 2>/dev/null)" = "$GOLANGCI_LINT_VERSION" ]; then
-		return
+	local cached=${ASHLAR_CACHE:-$HOME/.cache/ashlar}/golangci-lint-$GOLANGCI_LINT_VERSION
+	if [ ! -x "$cached/golangci-lint" ]; then
+		echo "building golangci-lint v$GOLANGCI_LINT_VERSION (a few minutes, once)"
+		GOBIN=$cached quietly go install "github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v$GOLANGCI_LINT_VERSION"
 	fi
-	echo "installing golangci-lint v$GOLANGCI_LINT_VERSION into bin/ (a few minutes the first time)"
-	GOBIN=$PWD/bin quietly go install "github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v$GOLANGCI_LINT_VERSION"
+	mkdir -p bin
+	ln -sfn "$cached/golangci-lint" bin/golangci-lint
 }
 
 case ${1-} in
