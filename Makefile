@@ -48,7 +48,7 @@ test-unit: ## Run the tests that need no root
 .PHONY: sanity
 sanity: ## Run csi-test's sanity suite on real devices, and print its counts (root)
 	@mkdir -p bin
-	@status=0; go test -race -count=1 -v ./tests/sanity >bin/sanity.log 2>&1 || status=$$?; \
+	@status=0; go test -race -count=1 -timeout 30m -v ./tests/sanity >bin/sanity.log 2>&1 || status=$$?; \
 	if [ "$$status" -eq 0 ]; then grep -aEo '(csi-sanity: .*|pending: .*|ok  .*)' bin/sanity.log; else cat bin/sanity.log; fi; \
 	exit "$$status"
 

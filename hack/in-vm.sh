@@ -7,7 +7,7 @@
 #   hack/in-vm.sh COMMAND [ARGUMENT...]
 #
 # The exit status is the command's; a VM that ends without telling it is a failure. VM_MEMORY (default 2048M)
-# and VM_SECONDS (default 1800) bound it.
+# and VM_SECONDS (default 3600) bound it.
 set -euo pipefail
 
 command -v linux.uml >/dev/null || {
@@ -52,7 +52,7 @@ halt -f
 EOF
 chmod +x "$scratch/init"
 
-LD_PRELOAD=$scratch/uml-host.so setsid timeout --kill-after=5 "${VM_SECONDS:-1800}" linux.uml mem="${VM_MEMORY:-2048M}" rootfstype=hostfs ro root=/dev/root \
+LD_PRELOAD=$scratch/uml-host.so setsid timeout --kill-after=5 "${VM_SECONDS:-3600}" linux.uml mem="${VM_MEMORY:-2048M}" rootfstype=hostfs ro root=/dev/root \
 	ubd0="$scratch/disk" pty.legacy_count=0 init="$scratch/init" con=null con0=fd:0,fd:1 quiet loglevel=3 </dev/null >"$scratch/console" 2>&1 &
 vm=$!
 tail --pid="$vm" -n +1 -F "$scratch/console" 2>/dev/null &
@@ -64,7 +64,7 @@ wait $! || true # until all is shown
 verdict=$(grep -ao "^$scratch ended with [0-9]*" "$scratch/console" | tail -n 1) || true
 if [ -z "$verdict" ]; then
 	case $ended in
-	124 | 137) why="it was still at work after ${VM_SECONDS:-1800} s" ;; # timeout(1)
+	124 | 137) why="it was still at work after ${VM_SECONDS:-3600} s" ;; # timeout(1)
 	*) why="linux.uml ended with $ended after $SECONDS s" ;;
 	esac
 	echo "hack/in-vm.sh: the VM ended without a verdict: $why" >&2

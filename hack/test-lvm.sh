@@ -15,13 +15,13 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # Each line: package, name of its test program, arguments.
 case ${1-} in
-pools) tests='./pkg/blockdev blockdev -test.run LVM -test.timeout 40m' ;;
-driver) tests='./cmd/driver driver -test.run LVM -test.timeout 5m
-./tests/sanity sanity -test.timeout 15m
-./tests/sanity/cluster cluster -test.timeout 15m
-./tests/life life -test.run ^(TestLife|TestGroupSnapshot|TestManyLives|TestSnapshotMetadata|TestHostilePod|TestReaderSeesWriter|TestReadOnlyThenWritten|TestRawUsage)$ -test.timeout 20m
-./tests/points points -test.run LVM -points.seed=1 -test.timeout 15m
-./tests/power power -test.timeout 10m' ;;
+pools) tests='./pkg/blockdev blockdev -test.run LVM -test.timeout 60m' ;;
+driver) tests='./cmd/driver driver -test.run LVM -test.timeout 40m
+./tests/sanity sanity -test.timeout 40m
+./tests/sanity/cluster cluster -test.timeout 40m
+./tests/life life -test.run ^(TestLife|TestGroupSnapshot|TestManyLives|TestSnapshotMetadata|TestHostilePod|TestReaderSeesWriter|TestReadOnlyThenWritten|TestRawUsage)$ -test.timeout 40m
+./tests/points points -test.run LVM -points.seed=1 -test.timeout 40m
+./tests/power power -test.timeout 40m' ;;
 ./*) tests=$1 ;;
 *)
 	sed -n '2,/^[^#]/s/^# \?//p' "$0" >&2
@@ -36,7 +36,7 @@ CGO_ENABLED=0 go test -c -o "$bin/" $(cut -d' ' -f1 <<<"$tests")
 CGO_ENABLED=0 go build -trimpath -o "$bin/driver" ./cmd/driver
 if [ "${SAMPLE-}" = 1 ]; then
 	third=$("$bin/blockdev.test" -test.list LVM 2>/dev/null | awk -v day="$(($(date +%s) / 86400))" '/^Test/ && ($1 == "TestLVMPool" || ++n % 3 == day % 3) { printf "%s%s", sep, $1; sep = "|" }') || true
-	tests=$(sed -e "s/-test.run LVM -test.timeout 40m/-test.run ^($third)\$ -test.timeout 40m/" -e '/^\.\/tests\/sanity\/cluster /d' <<<"$tests")
+	tests=$(sed -e "s/-test.run LVM -test.timeout 60m/-test.run ^($third)\$ -test.timeout 60m/" -e '/^\.\/tests\/sanity\/cluster /d' <<<"$tests")
 fi
 
 where=(flock /run/lock/ashlar-test-lvm env) # one at a time on one kernel
@@ -49,7 +49,7 @@ if ! dmsetup version >/dev/null 2>&1; then
 	memory=/run
 	export VM_MEMORY=${VM_MEMORY:-6144M}
 fi
-export VM_SECONDS=${VM_SECONDS:-2700}
+export VM_SECONDS=${VM_SECONDS:-4500}
 where+=(ASHLAR_LVM=1 ASHLAR_DRIVER="$bin/driver")
 if [ "$1" = driver ]; then # the only one with a test that needs it
 	server=$(hack/apiserver.sh)
