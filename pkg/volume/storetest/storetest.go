@@ -48,9 +48,10 @@ func Run(t *testing.T, open Open) {
 		{"Capacity", capacity}, {"Concurrent", concurrent}, {"Cancelled", cancelled},
 	} {
 		t.Run(clause.name, func(t *testing.T) {
-			ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+			store := open(t) // which may take long
+			ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
 			defer cancel()
-			clause.test(fixture{open(t), t, ctx})
+			clause.test(fixture{store, t, ctx})
 		})
 	}
 }
