@@ -265,7 +265,28 @@ func (s *Server) Freeze(t testing.TB) (thaw func()) {
 	signal(syscall.SIGSTOP)
 	thaw = sync.OnceFunc(func() { signal(syscall.SIGCONT) })
 	t.Cleanup(thaw)
+	for end := time.Now().Add(time.Minute); !s.stopped(); time.Sleep(time.Millisecond) { // until then it may answer
+		if time.Now().After(end) {
+			t.Fatal("the API server does not stop")
+		}
+	}
 	return thaw
+}
+
+// stopped reports whether all threads of the API server have stopped.
+func (s *Server) stopped() bool {
+	threads, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/stat", s.processes[len(s.processes)-1].Process.Pid))
+	for _, thread := range threads {
+		stat, err := os.ReadFile(thread)
+		if err != nil {
+			return false
+		}
+		// The state comes after the name, which is in brackets.
+		if at := bytes.LastIndexByte(stat, ')'); !bytes.HasPrefix(stat[at+1:], []byte(" T")) {
+			return false
+		}
+	}
+	return err == nil && len(threads) > 0
 }
 
 // Backup returns a function that makes the API server again what it is now, as one whose etcd is
