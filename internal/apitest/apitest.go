@@ -113,11 +113,20 @@ func binaries() (string, error) {
 const startTimeout = 5 * time.Minute
 
 // Launch starts an API server with more flags, for programs that are no tests.
-func Launch(flags ...string) (_ *Server, err error) {
+func Launch(flags ...string) (*Server, error) {
 	bin, err := binaries()
 	if err != nil {
 		return nil, err
 	}
+	for tries := 1; ; tries++ { // others may take the ports before the server does
+		s, err := launch(bin, flags)
+		if err == nil || tries == 3 || !strings.Contains(err.Error(), "address already in use") {
+			return s, err
+		}
+	}
+}
+
+func launch(bin string, flags []string) (_ *Server, err error) {
 	s := &Server{}
 	if s.dir, err = os.MkdirTemp("", "ashlar-api"); err != nil {
 		return nil, err
@@ -136,7 +145,9 @@ func Launch(flags ...string) (_ *Server, err error) {
 	if err := s.files(); err != nil {
 		return nil, err
 	}
-	if err := s.run(filepath.Join(bin, "etcd"), "--data-dir="+s.dir+"/etcd", "--unsafe-no-fsync", "--log-level=warn",
+	// etcd gives a request 5 s and two election timeouts, which a machine that stalls must not exceed; a start
+	// takes up to one election timeout.
+	if err := s.run(filepath.Join(bin, "etcd"), "--data-dir="+s.dir+"/etcd", "--unsafe-no-fsync", "--log-level=warn", "--election-timeout=5000",
 		"--listen-client-urls="+etcd, "--advertise-client-urls="+etcd, "--listen-peer-urls=http://127.0.0.1:"+ports[1]); err != nil {
 		return nil, err
 	}
@@ -154,6 +165,9 @@ func Launch(flags ...string) (_ *Server, err error) {
 	return s, s.Define(ctx)
 }
 
+// self is a user that no other server knows.
+func (s *Server) self() string { return filepath.Base(s.dir) }
+
 func (s *Server) files() error {
 	key, err := rsa.GenerateKey(rand.Reader, 2048)
 	if err != nil {
@@ -163,7 +177,10 @@ func (s *Server) files() error {
 	if err := os.WriteFile(s.dir+"/key", pem.EncodeToMemory(block), 0o600); err != nil {
 		return err
 	}
-	tokens := Admin + "," + Admin + "," + Admin + ",system:masters\n"
+	tokens := ""
+	for _, user := range []string{Admin, s.self()} {
+		tokens += user + "," + user + "," + user + ",system:masters\n"
+	}
 	for _, user := range users {
 		tokens += user + "," + user + "," + user + "\n"
 	}
@@ -223,7 +240,7 @@ func (s *Server) run(argv ...string) error {
 }
 
 func (s *Server) ready(ctx context.Context) error {
-	client, err := rest.HTTPClientFor(s.Config(Admin))
+	client, err := rest.HTTPClientFor(s.Config(s.self())) // another server may have the port
 	if err != nil {
 		return err
 	}
