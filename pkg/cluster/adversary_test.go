@@ -208,9 +208,14 @@ func TestObjectsDeleted(t *testing.T) {
 					t.Errorf("reported is %+v", one)
 				}
 			}
-			w.eventually("the store has heard of them", func() bool { return errors.Is(s.Delete(w.ctx, f.plain.ID), blockdev.ErrUnavailable) })
-			fails(t, s.DeleteSnapshot(w.ctx, f.snapshot.ID), blockdev.ErrUnavailable)
-			fails(t, s.DeleteGroup(w.ctx, f.group.ID), blockdev.ErrUnavailable)
+			w.eventually("the store has heard of them", func() bool {
+				for _, err := range []error{s.Delete(w.ctx, f.plain.ID), s.DeleteSnapshot(w.ctx, f.snapshot.ID), s.DeleteGroup(w.ctx, f.group.ID)} {
+					if !errors.Is(err, blockdev.ErrUnavailable) {
+						return false
+					}
+				}
+				return true
+			})
 			must(t, s.Release(w.ctx, f.claimed.ID, nodeName))
 			f.unharmed(w, m)
 
@@ -506,9 +511,14 @@ func TestEdited(t *testing.T) {
 			v.Spec.Delete, v.Spec.Claim = v.UID, &v1alpha1.Claim{Node: nodeName, Mode: "m"}
 		},
 	} {
-		o := w.object("plain")
-		edit(o)
-		if err := w.Update(w.ctx, o); !apierrors.IsInvalid(err) {
+		var err error
+		w.eventually("it is answered: "+what, func() bool { // the agent may be writing
+			o := w.object("plain")
+			edit(o)
+			err = w.Update(w.ctx, o)
+			return !apierrors.IsConflict(err)
+		})
+		if !apierrors.IsInvalid(err) {
 			t.Errorf("%s: %v", what, err)
 		}
 	}
@@ -548,12 +558,34 @@ func TestEdited(t *testing.T) {
 		return meta.IsStatusConditionFalse(o.Status.Conditions, v1alpha1.Abandoned)
 	})
 	m.stop()
-	w.start(m) // which looks at all of them
-	time.Sleep(time.Second)
+	for _, o := range w.objects() { // what is put right shows that it was looked at
+		switch o := o.(type) {
+		case *v1alpha1.Volume:
+			meta.SetStatusCondition(&o.Status.Conditions, metav1.Condition{Type: v1alpha1.Abandoned, Status: metav1.ConditionTrue, Reason: "X"})
+			o.Status.Health = []v1alpha1.Problem{{Severity: "DataLoss", Reason: "x", Message: "y"}}
+		case *v1alpha1.Snapshot:
+			meta.SetStatusCondition(&o.Status.Conditions, metav1.Condition{Type: v1alpha1.Ready, Status: metav1.ConditionFalse, Reason: "X"})
+		}
+		must(t, w.Status().Update(w.ctx, o))
+	}
+	w.start(m)
+	w.eventually("all of them were looked at", func() bool {
+		return !slices.ContainsFunc(w.objects(), func(o client.Object) bool {
+			switch o := o.(type) {
+			case *v1alpha1.Volume:
+				healthy := len(o.Status.Health) == 0 || o.Spec.Abandoned // then nobody looks at its health
+				return !healthy || !meta.IsStatusConditionFalse(o.Status.Conditions, v1alpha1.Abandoned)
+			case *v1alpha1.Snapshot:
+				return !meta.IsStatusConditionTrue(o.Status.Conditions, v1alpha1.Ready)
+			}
+			return false
+		})
+	})
 	f.unharmed(w, m)
 	for _, o := range w.objects() {
+		before := o.DeepCopyObject().(client.Object)
 		o.SetFinalizers(nil)
-		must(t, w.Update(w.ctx, o))
+		must(t, w.Patch(w.ctx, o, client.MergeFrom(before)))
 	}
 }
 
@@ -568,7 +600,7 @@ func TestDeletedByHand(t *testing.T) {
 		must(t, w.Update(w.ctx, o))
 	}
 	o := w.object("attached")
-	fails(t, s.Claim(soon(t), f.attached.ID, volume.Claim{Node: nodeName, Mode: "m"}), blockdev.ErrPrecondition)
+	fails(t, s.Claim(w.ctx, f.attached.ID, volume.Claim{Node: nodeName, Mode: "m"}), blockdev.ErrPrecondition)
 	w.start(m)
 	w.eventually("the one is gone", func() bool { return w.object("plain") == nil })
 	fails(t, second(m.local.Get(w.ctx, f.plain.ID)), blockdev.ErrNotFound)
