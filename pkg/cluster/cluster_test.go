@@ -1,6 +1,7 @@
 package cluster_test
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -182,11 +183,12 @@ func (w *world) run(part func(context.Context) error) (stop func()) {
 
 // machine is a node with its disks, which outlive its agent.
 type machine struct {
-	name  string
-	disks []*memory.Disk
-	hook  memory.Hook
-	locks *keylock.Table
-	every time.Duration // its agent's heartbeat; 0: none
+	name   string
+	disks  []*memory.Disk
+	hook   memory.Hook
+	locks  *keylock.Table
+	every  time.Duration // its agent's heartbeat; 0: none
+	driver string        // of its agent; empty: the usual one
 
 	local *volume.Local
 	agent *cluster.Agent
@@ -235,7 +237,7 @@ func (w *world) agent(m *machine) *cluster.Agent {
 	pools := []blockdev.Pool{m.disks[0].Open("default", m.hook), m.disks[1].Open("b", m.hook)}
 	m.local, err = volume.NewLocal(w.ctx, m.name, pools, mounts, 0)
 	must(w, err)
-	m.agent, err = cluster.NewAgent(wrapped(apitest.Get(w).Config("agent")), cluster.DefaultDriver, m.local,
+	m.agent, err = cluster.NewAgent(wrapped(apitest.Get(w).Config("agent")), cmp.Or(m.driver, cluster.DefaultDriver), m.local,
 		[]cluster.AgentPool{{Pool: pools[0], Kind: "memory"}, {Pool: pools[1], Kind: "memory"}}, m.locks, storetest.Limit)
 	must(w, err)
 	if m.every > 0 {
