@@ -1001,6 +1001,7 @@ func TestRebound(t *testing.T) {
 	}
 	w.persistentVolume("any-name", cluster.DefaultDriver, ids["pvc-rebound"])
 	w.persistentVolume("pvc-other-driver", "other.example.com", ids["pvc-other-driver"])
+	w.sweeping()
 	w.eventually("those of nobody are gone", func() bool { return w.object("pvc-nobody") == nil && w.object("pvc-other-driver") == nil })
 	must(t, second(m.local.Get(w.ctx, ids["pvc-rebound"])))
 	if o := w.object("pvc-rebound"); o == nil || o.Spec.Abandoned {
@@ -1034,6 +1035,7 @@ func TestStaleClaim(t *testing.T) {
 		Source: storagev1.VolumeAttachmentSource{PersistentVolumeName: &pv}}}
 	must(t, w.Create(w.ctx, va))
 	t.Cleanup(func() { must(t, w.Delete(context.Background(), va)) })
+	s, _ = w.sweeping()
 	began := time.Now()
 	for name, id := range ids {
 		if err := s.Delete(w.ctx, id); !errors.Is(err, blockdev.ErrInUse) {

@@ -37,7 +37,7 @@ const (
 	nodeName = "node-1"
 	mib      = 1 << 20
 	grace    = 500 * time.Millisecond
-	// abandonGrace leaves a slow machine the time to set a test up.
+	// abandonGrace is that of the stores that sweep. All others leave a slow machine the time that it takes.
 	abandonGrace = 4 * time.Second
 )
 
@@ -158,8 +158,21 @@ func (w *world) eventually(what string, is func() bool) {
 	}
 }
 
-// store starts a store, as the controller that it is part of would; stop kills it.
+// store starts a store, as the controller that it is part of would; stop kills it. During a test it takes
+// nothing to be abandoned.
 func (w *world) store() (_ *cluster.Store, stop func()) {
+	w.Helper()
+	return w.storeWith(time.Hour)
+}
+
+// sweeping starts a store that looks for what is abandoned. It goes by the time at which an object was made,
+// so what is to stay is set up by another store first.
+func (w *world) sweeping() (_ *cluster.Store, stop func()) {
+	w.Helper()
+	return w.storeWith(abandonGrace)
+}
+
+func (w *world) storeWith(abandonGrace time.Duration) (_ *cluster.Store, stop func()) {
 	w.Helper()
 	s, err := cluster.NewStore(wrapped(apitest.Get(w).Config("controller")), cluster.Options{GoneGrace: grace, AbandonGrace: abandonGrace, Driver: cluster.DefaultDriver})
 	must(w, err)

@@ -417,7 +417,7 @@ func TestNoAPIServer(t *testing.T) {
 	m := w.machine(nodeName)
 	m.stop()
 	thaw := server.Freeze(t)
-	s, err := cluster.NewStore(server.Config("controller"), cluster.Options{GoneGrace: grace, AbandonGrace: abandonGrace, Driver: cluster.DefaultDriver})
+	s, err := cluster.NewStore(server.Config("controller"), cluster.Options{GoneGrace: grace, AbandonGrace: time.Hour, Driver: cluster.DefaultDriver})
 	must(t, err)
 	w.run(s.Run)
 	w.start(m)
@@ -444,8 +444,9 @@ func TestUnfinishedGroup(t *testing.T) {
 	must(t, w.Get(w.ctx, client.ObjectKey{Name: whole.Snapshots[0].ID.Key}, &one))
 	part := &v1alpha1.Snapshot{ObjectMeta: metav1.ObjectMeta{Name: volume.KeyOf("part"), Finalizers: one.Finalizers}, Spec: one.Spec}
 	part.Spec.Make, part.Spec.Name, part.Spec.Group = true, "part", &v1alpha1.Group{Key: volume.KeyOf("part"), Size: 2}
-	must(t, w.Create(w.ctx, part))
 	began := time.Now()
+	must(t, w.Create(w.ctx, part))
+	_, stop := w.sweeping()
 	w.eventually("the part is gone", func() bool {
 		return apierrors.IsNotFound(w.Get(w.ctx, client.ObjectKeyFromObject(part), &v1alpha1.Snapshot{}))
 	})
@@ -457,6 +458,7 @@ func TestUnfinishedGroup(t *testing.T) {
 	if len(again.Snapshots) != 2 {
 		t.Errorf("the whole group has %d members", len(again.Snapshots))
 	}
+	stop() // before it finds the next one half written down
 	must(t, second(s.CreateGroup(w.ctx, "part", []volume.ID{v.ID, v2.ID})))
 	w.tally(m)
 }
@@ -481,6 +483,7 @@ func TestAbandoned(t *testing.T) {
 		PersistentVolumeSource: corev1.PersistentVolumeSource{CSI: &corev1.CSIPersistentVolumeSource{Driver: cluster.DefaultDriver, VolumeHandle: owned.String()}}}}))
 	blank := provisioned("pvc-blank")
 	must(t, second(s.Create(w.ctx, spec("named-by-somebody"))))
+	w.sweeping()
 	w.eventually("the blank one is gone", func() bool { return w.object("pvc-blank") == nil })
 	fails(t, second(m.local.Get(w.ctx, blank)), blockdev.ErrNotFound)
 	w.eventually("the used one was looked at", func() bool {
