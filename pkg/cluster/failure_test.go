@@ -196,20 +196,20 @@ func TestNodeGone(t *testing.T) {
 			}
 			n := &corev1.Node{}
 			must(t, w.Get(w.ctx, client.ObjectKey{Name: nodeName}, n))
+			began := time.Now()
 			if tainted {
 				n.Spec.Taints = append(n.Spec.Taints, corev1.Taint{Key: v1alpha1.GoneTaint, Effect: corev1.TaintEffectNoSchedule})
 				must(t, w.Update(w.ctx, n))
 			} else {
 				must(t, w.Delete(w.ctx, n))
 			}
-			began := time.Now()
 			w.eventually("it is given up", func() bool { return w.object("v") == nil })
 			if took := time.Since(began); took < grace/2 {
 				t.Errorf("given up after %s", took)
 			}
 			// What is deleted later goes too.
-			_ = s.DeleteSnapshot(soon(t), snapshot.ID) // it may be gone before it is looked at
 			w.eventually("the snapshot is given up", func() bool {
+				_ = s.DeleteSnapshot(soon(t), snapshot.ID) // it may be gone before it is looked at
 				_, err := s.GetSnapshot(w.ctx, snapshot.ID)
 				return errors.Is(err, blockdev.ErrNotFound)
 			})
