@@ -72,7 +72,8 @@ func TestLongCopy(t *testing.T) {
 		"group":    func(ctx context.Context) error { return second(s.CreateGroup(ctx, "g", []volume.ID{v.ID})) },
 	} {
 		p.begun.Store(0)
-		for range 3 {
+		w.asked("the copy has begun", copy, func() bool { return p.begun.Load() == 1 })
+		for range 2 {
 			fails(t, copy(soon(t)), blockdev.ErrUnavailable)
 		}
 		p.let <- struct{}{}
@@ -121,7 +122,7 @@ func TestCopyGivesWay(t *testing.T) {
 	unlock()
 	close(p.let)
 	must(t, second(s.CreateSnapshot(w.ctx, "s", v.ID)))
-	if n := p.begun.Load(); n != 2 {
+	if n := p.begun.Load(); n < 2 {
 		t.Errorf("begun %d times", n)
 	}
 }
