@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"slices"
 	"testing"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
@@ -50,6 +51,7 @@ func (w *world) pool(node, name string) *v1alpha1.Pool {
 // first of those that it is started with now.
 func TestOneDefault(t *testing.T) {
 	w, m, s := newCluster(t)
+	probes := 0
 	for i, pools := range [][]string{{"b"}, {"b", "default"}, {"renamed", "b"}, {"default", "b"}} {
 		m.stop()
 		w.startWith(m, pools...)
@@ -64,6 +66,13 @@ func TestOneDefault(t *testing.T) {
 			}
 			c, err := s.Capacity(w.ctx, "", nodeName)
 			return len(defaults) == 1 && defaults[0] == pools[0] && err == nil && c.Available > 0
+		})
+		w.eventually(fmt.Sprint("the store knows it, of ", pools), func() bool {
+			probes++
+			ctx, cancel := context.WithTimeout(w.ctx, 5*time.Second) // what is asked of a pool that is not there any more may not be answered
+			defer cancel()
+			v, err := s.Create(ctx, spec(fmt.Sprint("probe ", probes)))
+			return err == nil && v.ID.Pool == pools[0]
 		})
 		for j := range 10 {
 			v, err := s.Create(w.ctx, spec(fmt.Sprint(i, " ", j)))
