@@ -69,7 +69,7 @@ func TestClaimedWhileWriting(t *testing.T) {
 	wrap(t, func(c *rest.Config) {
 		c.Wrap(func(next http.RoundTripper) http.RoundTripper {
 			return roundTrip(func(q *http.Request) (*http.Response, error) {
-				if hang.Load() && q.Method == http.MethodPatch && strings.HasSuffix(q.URL.Path, "/status") {
+				if hang.Load() && q.Method == http.MethodPatch && strings.Contains(q.URL.Path, "/volumes/") && strings.HasSuffix(q.URL.Path, "/status") {
 					begun <- struct{}{}
 					<-let
 				}

@@ -108,11 +108,10 @@ func TestBrokenWatch(t *testing.T) {
 	})
 	t.Run("agent", func(t *testing.T) {
 		w := newWorld(t)
+		s, _ := w.store() // whose watch does not break
 		var watch breaker
-		wrapped = func(c *rest.Config) *rest.Config { c.Wrap(watch.wrap); return c }
+		wrap(t, func(c *rest.Config) { c.Wrap(watch.wrap) })
 		m := w.machine(nodeName)
-		wrapped = func(c *rest.Config) *rest.Config { return c }
-		s, _ := w.store()
 		w.pooled(s, m)
 		v, err := s.Create(w.ctx, spec("v"))
 		must(t, err)
