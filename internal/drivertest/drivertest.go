@@ -40,8 +40,8 @@ func NeedRoot(t testing.TB) {
 }
 
 // Dir returns a temporary folder with a short name (a socket's path is limited), which
-// is removed at the end of the test. The test fails if by then there is a mount or a loop
-// device left below it.
+// is removed at the end of the test. The test fails if there is a mount or a loop device
+// left below it that does not go.
 func Dir(t testing.TB) string {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "ashlar")
@@ -49,7 +49,7 @@ func Dir(t testing.TB) string {
 	// Not empty, as if it were the place of a disk that is not mounted: no pool is made in such.
 	must(t, os.WriteFile(filepath.Join(dir, "of-a-test"), nil, 0o600))
 	t.Cleanup(func() {
-		left := Leftovers(dir)
+		left := Gone(func() []string { return Leftovers(dir) })
 		for _, line := range left {
 			t.Errorf("left behind: %s", line)
 		}
@@ -104,15 +104,6 @@ func Run(t testing.TB, argv ...string) string {
 		t.Fatalf("%s: %v: %s", strings.Join(argv, " "), err, out)
 	}
 	return strings.TrimSpace(string(out))
-}
-
-// Loop makes a file a device for a test, writable: a loop device keeps the mode that an
-// earlier user gave it with blockdev(8).
-func Loop(t testing.TB, image string) string {
-	t.Helper()
-	device := Run(t, "losetup", "--show", "-f", image)
-	Run(t, "blockdev", "--setrw", device)
-	return device
 }
 
 // Options of a driver under test.
