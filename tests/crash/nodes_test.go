@@ -33,7 +33,11 @@ func newNode(t *testing.T, binary, dir, name, at string) *node {
 	for _, folder := range []string{"staged-raw", "staged-files", "files"} {
 		ok(t, os.MkdirAll(filepath.Join(own, folder), 0o700))
 	}
-	keeper := exec.Command("unshare", "-m", "--propagation", "private", "sh", "-c", `mount --bind "$0" "$1" && echo ready && exec sleep 3600`, own, at)
+	// A copy of a mount keeps its device for as long as the namespace is there, so it takes none of a loop
+	// device along but that of its own folder.
+	keeper := exec.Command("unshare", "-m", "--propagation", "private", "sh", "-c", `
+		awk -v own="$0/" '/ - [^ ]+ \/dev\/loop/ && $5 != "/" && index(own, $5 "/") != 1 {print $5}' /proc/self/mountinfo | tac | xargs -r -n 1 umount -l 2>/dev/null
+		mount --bind "$0" "$1" && echo ready && exec sleep 3600`, own, at)
 	out, err := keeper.StdoutPipe()
 	ok(t, err)
 	ok(t, keeper.Start())
