@@ -25,13 +25,17 @@ func session(t *testing.T, script string) *Session {
 
 func ends(answer []byte) bool { return bytes.HasSuffix(answer, []byte(".\n")) }
 
-// within runs something that must not take longer.
-func within(t *testing.T, limit time.Duration, what string, do func()) {
+// soon is how long what ends without waiting for anything may take on a slow machine: far less than
+// the programs here sleep.
+const soon = 60 * time.Second
+
+// within runs something that must not take long.
+func within(t *testing.T, what string, do func()) {
 	t.Helper()
 	start := time.Now()
 	do()
-	if took := time.Since(start); took > limit {
-		t.Errorf("%s took %v, at most %v were wanted", what, took, limit)
+	if took := time.Since(start); took > soon {
+		t.Errorf("%s took %v, at most %v were wanted", what, took, soon)
 	}
 }
 
@@ -44,18 +48,19 @@ func TestSessionAnswers(t *testing.T) {
 		}
 	}
 	var noise string
-	for deadline := time.Now().Add(5 * time.Second); !strings.HasSuffix(noise, "noise: n99 warning") && time.Now().Before(deadline); { // it comes another way
+	for deadline := time.Now().Add(soon); !strings.HasSuffix(noise, "noise: n99 warning") && time.Now().Before(deadline); { // it comes another way
 		noise = strings.TrimSpace(noise + " " + s.Noise())
+		time.Sleep(time.Millisecond)
 	}
 	if !strings.HasSuffix(noise, "noise: n99 warning") || strings.Contains(noise, "n10 ") || strings.Contains(noise, "\n") {
 		t.Errorf("noise %q", noise)
 	}
 	pid := s.cmd.Process.Pid
-	within(t, 2*time.Second, "Close", s.Close)
+	within(t, "Close", s.Close)
 	if running(pid) {
 		t.Error("the program is there after Close")
 	}
-	within(t, time.Second, "Close again", s.Close)
+	within(t, "Close again", s.Close)
 	if _, err := s.Ask(t.Context(), "x", ends); err == nil {
 		t.Error("an answer after Close")
 	}
@@ -80,54 +85,80 @@ func TestSessionFails(t *testing.T) {
 		script string
 		want   error // nil: another than of the context
 		says   string
-		close  time.Duration
 	}{
-		"silence":          {`while read -r line; do sleep 300; done`, context.DeadlineExceeded, "", 2 * time.Second},
-		"half an answer":   {`while read -r line; do echo half >&3; done; sleep 300`, context.DeadlineExceeded, "", 2 * time.Second},
-		"ends":             {`read -r line; echo "cannot go on" >&2; exit 3`, nil, "it ended without an answer", time.Second},
-		"ends half-way":    {`read -r line; echo half >&3; kill -9 $$`, nil, "it ended without an answer", time.Second},
-		"ends at once":     {`exit 1`, nil, "", time.Second},
-		"takes no hint":    {`trap "" TERM; while :; do sleep 300; done`, context.DeadlineExceeded, "", sessionGrace + 2*time.Second},
-		"a stubborn child": {`trap "" TERM; sh -c 'trap "" TERM; while :; do sleep 300; done' & wait; wait`, context.DeadlineExceeded, "", sessionGrace + 2*time.Second},
-		"stopped":          {`kill -STOP $$`, context.DeadlineExceeded, "", sessionGrace + 2*time.Second},
+		"silence":          {`while read -r line; do sleep 300; done`, context.DeadlineExceeded, ""},
+		"half an answer":   {`while read -r line; do echo half >&3; done; sleep 300`, context.DeadlineExceeded, ""},
+		"ends":             {`read -r line; echo "cannot go on" >&2; exit 3`, nil, "it ended without an answer"},
+		"ends half-way":    {`read -r line; echo half >&3; kill -9 $$`, nil, "it ended without an answer"},
+		"ends at once":     {`exit 1`, nil, ""},
+		"takes no hint":    {`trap "" TERM; while :; do sleep 300; done`, context.DeadlineExceeded, ""},
+		"a stubborn child": {`trap "" TERM; sh -c 'trap "" TERM; while :; do sleep 300; done' & wait; wait`, context.DeadlineExceeded, ""},
+		"stopped":          {`kill -STOP $$`, context.DeadlineExceeded, ""},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			list := filepath.Join(t.TempDir(), "pids")
 			s := session(t, `echo $$ >"`+list+`.new"; mv "`+list+`.new" "`+list+`"; `+c.script)
 			all := pids(t, list, 1)
-			ctx, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond)
+			patience := soon
+			if c.want != nil {
+				patience = 500 * time.Millisecond
+			}
+			ctx, cancel := context.WithTimeout(t.Context(), patience)
 			defer cancel()
 			var err error
-			within(t, 2*time.Second, "Ask", func() { _, err = s.Ask(ctx, "question", ends) })
+			within(t, "Ask", func() { _, err = s.Ask(ctx, "question", ends) })
 			var failure *Error
 			if !errors.As(err, &failure) || (c.want != nil && !errors.Is(err, c.want)) || (c.want == nil && ctx.Err() != nil) || !strings.Contains(err.Error(), c.says) {
 				t.Errorf("error %v, want %v %q", err, c.want, c.says)
 			}
-			within(t, c.close, "Close", s.Close)
+			within(t, "Close", s.Close)
 			gone(t, all)
-			left, _ := filepath.Glob("/proc/[0-9]*/cmdline")
-			for _, path := range left {
-				if line, _ := os.ReadFile(path); bytes.Contains(line, []byte(list)) {
-					t.Errorf("%s is left: %q", path, line)
-				}
+			left := started(list)
+			for deadline := time.Now().Add(soon); len(left) > 0 && time.Now().Before(deadline); left = started(list) {
+				time.Sleep(10 * time.Millisecond) // what was killed goes in its own time
+			}
+			for _, one := range left {
+				t.Errorf("left: %s", one)
 			}
 		})
 	}
 }
 
+// started are the processes that name a file in their command line.
+func started(file string) (found []string) {
+	all, _ := filepath.Glob("/proc/[0-9]*/cmdline")
+	for _, path := range all {
+		if line, _ := os.ReadFile(path); bytes.Contains(line, []byte(file)) {
+			found = append(found, fmt.Sprintf("%s: %q", path, line))
+		}
+	}
+	return found
+}
+
 // TestSessionFinishes: a program that is told to end may finish what it is at.
 func TestSessionFinishes(t *testing.T) {
-	done := filepath.Join(t.TempDir(), "done")
-	s := session(t, `trap "" TERM; read -r line; sleep 1; echo done >"`+done+`"`)
-	ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
-	defer cancel()
-	if _, err := s.Ask(ctx, "question", ends); !errors.Is(err, context.DeadlineExceeded) {
-		t.Errorf("error %v", err)
-	}
-	s.Close()
-	if _, err := os.Stat(done); err != nil {
-		t.Errorf("it was cut short: %v", err)
+	for try := range 10 {
+		done := filepath.Join(t.TempDir(), "done")
+		s := session(t, `trap "" TERM; read -r line; echo . >&3; read -r line; sleep 1; echo done >"`+done+`"`)
+		if _, err := s.Ask(t.Context(), "is the trap set?", ends); err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
+		defer cancel()
+		if _, err := s.Ask(ctx, "question", ends); !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("error %v", err)
+		}
+		begin := time.Now()
+		s.Close()
+		_, err := os.Stat(done)
+		if err == nil {
+			return
+		}
+		// On a machine that stands still, a second of sleep may be more than it is given.
+		if took := time.Since(begin); took < sessionGrace || try == 9 {
+			t.Fatalf("it was cut short after %v: %v", took, err)
+		}
 	}
 }
 
