@@ -551,7 +551,7 @@ func mounted(t *testing.T) (dir string, device uint64) {
 	must(t, os.WriteFile(image, nil, 0o600))
 	must(t, os.Truncate(image, 8*mib))
 	drivertest.Run(t, "mkfs.ext4", "-q", image)
-	drivertest.Run(t, "mount", "-o", "loop", image, dir)
+	drivertest.MountLoop(t, image, dir)
 	t.Cleanup(func() { must(t, unix.Unmount(dir, 0)) })
 	var st unix.Stat_t
 	must(t, unix.Stat(dir, &st))
@@ -654,21 +654,38 @@ func TestFreezeOfOthers(t *testing.T) {
 // TestLongCopy: what bounds the time that writers are held back does not bound the copy.
 func TestLongCopy(t *testing.T) {
 	l, pool, dir := inUse(t, true)
-	l.SetLongestFreeze(100 * time.Millisecond)
-	source := create(t, l, "v").ID
-	for _, copy := range []func() error{
-		func() error { return second(l.CreateSnapshot(t.Context(), "s", source)) },
-		func() error {
+	for what, copy := range map[string]func(source volume.ID) error{
+		"snapshot": func(source volume.ID) error { return second(l.CreateSnapshot(t.Context(), "s", source)) },
+		"clone": func(source volume.ID) error {
 			return second(l.Create(t.Context(), volume.Spec{Name: "c", Size: volume.Range{Required: mib}, Source: source}))
 		},
-		func() error { return second(l.CreateGroup(t.Context(), "g", []volume.ID{source})) },
+		"group": func(source volume.ID) error { return second(l.CreateGroup(t.Context(), "g", []volume.ID{source})) },
 	} {
-		done := make(chan error)
-		go func() { done <- copy() }()
-		time.Sleep(300 * time.Millisecond) // it does not matter how long exactly
-		must(t, os.WriteFile(filepath.Join(dir, "file"), []byte("written"), 0o600))
-		pool.let <- struct{}{}
-		must(t, <-done)
+		// On a machine that stands still, writers are held back for longer than the copy needs; with a longer
+		// bound, and a source that was not held back yet, they may be.
+		for _, longest := range []time.Duration{100 * time.Millisecond, time.Second, 10 * time.Second, 30 * time.Second} {
+			l.SetLongestFreeze(longest)
+			source := create(t, l, fmt.Sprint("source of ", what, " ", longest)).ID
+			done := make(chan error, 1)
+			go func() { done <- copy(source) }()
+			time.Sleep(longest * 3)
+			must(t, os.WriteFile(filepath.Join(dir, "file"), []byte("written"), 0o600))
+			var err error
+			select {
+			case pool.let <- struct{}{}:
+				err = <-done
+			case err = <-done:
+				if err == nil {
+					t.Fatal("it was over before it was let")
+				}
+			}
+			if err == nil {
+				break
+			}
+			if !errors.Is(err, blockdev.ErrPrecondition) || longest == 30*time.Second {
+				t.Fatal(err)
+			}
+		}
 	}
 }
 
