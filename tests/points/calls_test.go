@@ -275,7 +275,7 @@ func unpublish(w *world, kind string) plan {
 }
 
 // detachTime is how long the kernel may take to remove a device that nobody has any more.
-const detachTime = time.Second
+const detachTime = time.Minute
 
 func unstage(w *world, kind string) plan {
 	v := filled(w, "data", kind)

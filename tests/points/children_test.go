@@ -2,6 +2,7 @@ package points
 
 import (
 	"bytes"
+	"context"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -35,9 +36,33 @@ type trouble struct {
 // neither has what it has started.
 const hangs = "hangs"
 
-// patience of a caller who has had enough of something that hangs in a call, before which all
-// else of it can be done.
-func (c course) patience() time.Duration { return c.took*3/2 + 500*time.Millisecond }
+// enough is the context of a caller whose time is up when something hangs, however long it took to get there.
+type enough struct {
+	context.Context
+	up chan struct{}
+}
+
+func newEnough() enough { return enough{context.Background(), make(chan struct{})} }
+
+func (e enough) Done() <-chan struct{} { return e.up }
+
+func (e enough) Err() error {
+	select {
+	case <-e.up:
+		return context.DeadlineExceeded
+	default:
+		return nil
+	}
+}
+
+// when ends the context a while after something hangs, or when a call should have ended long ago.
+func (e enough) when(hangs func() bool, while time.Duration) {
+	defer close(e.up)
+	for deadline := time.Now().Add(callTime); !hangs() && time.Now().Before(deadline); {
+		time.Sleep(10 * time.Millisecond)
+	}
+	time.Sleep(while)
+}
 
 const (
 	complain = "echo 'made up: it broke' >&2; exit "
@@ -163,9 +188,14 @@ func child(t *testing.T, s *site, sc scenario, o course, n int, trouble trouble,
 		ok(t, os.WriteFile(script, []byte("#!/bin/sh\n"+text+"\n"), 0o700))
 		defer func() { ok(t, os.Remove(script)) }()
 	}
-	w.patience = callTime
 	if trouble.name == hangs {
-		w.patience = o.patience()
+		caller := newEnough()
+		w.caller = caller
+		_ = os.Remove(script + ".pid") // of a test that failed
+		go caller.when(func() bool {
+			text, _ := os.ReadFile(script + ".pid")
+			return bytes.HasSuffix(text, []byte("\n"))
+		}, 300*time.Millisecond)
 	}
 	met := false
 	_, err := w.traced(p.call, func(_ int, at trace.Call) trace.Verdict {
@@ -181,7 +211,7 @@ func child(t *testing.T, s *site, sc scenario, o course, n int, trouble trouble,
 		}
 		return trace.Verdict{Exec: script}
 	})
-	w.patience = callTime
+	w.caller = context.Background()
 	t.Logf("%s %s; the answer: %.400v", strings.Join(c.Argv, " "), trouble.name, err)
 	if !met {
 		t.Fatalf("%s was not started", c.Path)
@@ -250,6 +280,14 @@ func (w *world) outlived(pidFile string) {
 	ok(w.t, os.Remove(pidFile))
 	group, err := strconv.Atoi(strings.TrimSpace(string(text)))
 	ok(w.t, err)
+	for _, stat := range drivertest.Gone(func() []string { return running(group) }) { // what was killed goes in its own time
+		w.t.Errorf("outlived its call: %s", stat)
+		_ = unix.Kill(-group, unix.SIGKILL)
+	}
+}
+
+// running are the processes of a group that have not ended.
+func running(group int) (found []string) {
 	for _, path := range glob("/proc/[0-9]*/stat") {
 		stat, _ := os.ReadFile(path)
 		// PID (NAME) STATE PPID PGRP ...: proc_pid_stat(5). Who collects the dead is not our affair.
@@ -257,10 +295,10 @@ func (w *world) outlived(pidFile string) {
 		var parent, pgrp int
 		_, _ = fmt.Sscan(string(stat[bytes.LastIndexByte(stat, ')')+1:]), &state, &parent, &pgrp)
 		if pgrp == group && state != "Z" && state != "X" {
-			w.t.Errorf("outlived its call: %s", stat)
-			_ = unix.Kill(-group, unix.SIGKILL)
+			found = append(found, string(stat))
 		}
 	}
+	return found
 }
 
 func glob(pattern string) []string {

@@ -214,7 +214,7 @@ func newSite(t testing.TB, fs string) *site {
 	ok(t, os.Truncate(image, 4<<30))
 	ok(t, os.Mkdir(mounted, 0o700))
 	run(t, "mkfs."+fs, "-q", image)
-	run(t, "mount", "-o", "loop", image, mounted)
+	drivertest.MountLoop(t, image, mounted)
 	t.Cleanup(func() {
 		if err := unix.Unmount(mounted, 0); err != nil {
 			t.Errorf("unmount the pool's filesystem: %v", err)

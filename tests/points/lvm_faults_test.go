@@ -1,11 +1,13 @@
 package points
 
 import (
+	"context"
 	"fmt"
 	"math/rand/v2"
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -149,8 +151,11 @@ func lvmFaults(at *site, sc scenario, o course) (kinds [][]harm) {
 func (trouble shellTrouble) happen(t *testing.T, at *site, sc scenario, o course, n int, giveUp bool) {
 	w := newWorld(t, at)
 	p := sc.prepare(w)
+	var met atomic.Bool
 	if trouble.code == codes.DeadlineExceeded {
-		w.patience = o.patience()
+		caller := newEnough()
+		w.caller = caller
+		go caller.when(met.Load, o.took*3/2+500*time.Millisecond) // by then all is done that can be done without what hangs
 	}
 	command, commands, lines := "", 0, 0
 	_, err := w.traced(p.call, func(_ int, c trace.Call) trace.Verdict {
@@ -162,15 +167,17 @@ func (trouble shellTrouble) happen(t *testing.T, at *site, sc scenario, o course
 		case !c.Child:
 			if commands++; commands == n {
 				command = strings.TrimSpace(c.Talk)
+				met.Store(trouble.answer == nil)
 				return trouble.request(command)
 			}
 		case commands == n && trouble.answer != nil:
 			lines++
+			met.Store(true)
 			return trouble.answer(lines)
 		}
 		return trace.Verdict{}
 	})
-	w.patience = callTime
+	w.caller = context.Background()
 	t.Logf("lvm %s %s; the answer: %v", command, trouble.name, err)
 	if command == "" {
 		t.Fatalf("lvm2 was told %d commands, not %d", commands, n)

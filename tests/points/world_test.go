@@ -30,12 +30,12 @@ const miB = 1 << 20
 // remembers, and takes back in the end.
 type world struct {
 	*process
-	t        testing.TB
-	site     *site
-	dir      string
-	volumes  []*vol
-	space    int64         // that the pool had when it was empty
-	patience time.Duration // of the CO, for each call
+	t       testing.TB
+	site    *site
+	dir     string
+	volumes []*vol
+	space   int64           // that the pool had when it was empty
+	caller  context.Context // of the CO's calls, each of which has callTime
 }
 
 // newWorld starts a driver over an empty pool.
@@ -43,7 +43,7 @@ func newWorld(t testing.TB, s *site) *world {
 	t.Helper()
 	dir, err := os.MkdirTemp(s.dir, "w")
 	ok(t, err)
-	w := &world{t: t, site: s, dir: dir, patience: callTime}
+	w := &world{t: t, site: s, dir: dir, caller: context.Background()}
 	t.Cleanup(func() {
 		if w.process != nil {
 			w.kill()
@@ -109,7 +109,7 @@ func (w *world) available() int64 {
 }
 
 func (w *world) ctx() context.Context {
-	ctx, cancel := context.WithTimeout(context.Background(), w.patience)
+	ctx, cancel := context.WithTimeout(w.caller, callTime)
 	w.t.Cleanup(cancel)
 	return ctx
 }
@@ -322,7 +322,7 @@ func (v *vol) whole(seed uint64) {
 }
 
 // aliveTime is how long a write to a mounted volume may take, at any time.
-const aliveTime = 5 * time.Second
+const aliveTime = time.Minute
 
 // alive makes sure that a published volume takes writes: that nothing left it frozen.
 func (v *vol) alive(pod string) {
@@ -448,7 +448,7 @@ func (w *world) deleteListed() error {
 // spaceSlack is what the filesystem below the pool may keep for itself.
 const (
 	spaceSlack = 2 * miB
-	spaceTime  = 10 * time.Second
+	spaceTime  = time.Minute
 )
 
 // nothingLeft makes sure that the world is as on its first day.

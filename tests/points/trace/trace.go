@@ -62,7 +62,7 @@ type Trace struct {
 }
 
 // survival is how long children get to die after the process was killed.
-const survival = 5 * time.Second
+const survival = time.Minute
 
 // threads run tracers. All ptrace requests for a process have to come from one thread,
 // and that thread waits for whatever is its child (wait4(2), __WNOTHREAD): so it must
