@@ -339,7 +339,7 @@ func TestLVMKill(t *testing.T) {
 func (f *lvmFixture) afterKill(journal, mode string, lvms []int) {
 	f.Helper()
 	for _, pid := range lvms {
-		for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(5 * time.Millisecond) {
+		for deadline := time.Now().Add(time.Minute); ; time.Sleep(5 * time.Millisecond) {
 			stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 			if err != nil || strings.Contains(string(stat), ") Z ") {
 				break
@@ -376,7 +376,7 @@ func (f *lvmFixture) afterKill(journal, mode string, lvms []int) {
 			f.Errorf("%s: %v of %s were not to be kept", what, devices, ref)
 		}
 	}
-	for deadline := time.Now().Add(time.Second); len(f.group.DeviceNames()) > 0 && time.Now().Before(deadline); {
+	for deadline := time.Now().Add(time.Minute); len(f.group.DeviceNames()) > 0 && time.Now().Before(deadline); {
 		time.Sleep(10 * time.Millisecond)
 	}
 	for _, name := range f.group.DeviceNames() {
