@@ -1,7 +1,9 @@
 package drivertest
 
 import (
+	"os"
 	"os/exec"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -50,18 +52,50 @@ func RunBtrfs(t testing.TB, argv ...string) string {
 // earlier user gave it with blockdev(8).
 func Loop(t testing.TB, image string) string {
 	t.Helper()
-	// losetup(8) looks for a free number, which may be taken or gone when it comes to it.
-	device := runUnless(t, []string{"No such device", "No such file", "Device or resource busy"}, "losetup", "--show", "-f", image)
+	device := PlainLoop(t, image)
 	Run(t, "blockdev", "--setrw", device)
 	return device
 }
 
-// MountLoop mounts the filesystem in a file; its loop device goes with the mount. Options are as of mount(8).
+// PlainLoop is Loop for what may be read-only, and then has to stay so.
+func PlainLoop(t testing.TB, file string) string {
+	t.Helper()
+	// losetup(8) looks for a free number, which may be taken or gone when it comes to it.
+	return runUnless(t, []string{"No such device", "No such file", "Device or resource busy"}, "losetup", "--show", "-f", file)
+}
+
+// MountLoop mounts the filesystem in a file, by a loop device that goes with the mount; if it has one, by that
+// one. Options are as of mount(8).
 func MountLoop(t testing.TB, image, folder string, options ...string) {
 	t.Helper()
+	mount := func(device string) []string { return append(append([]string{"mount"}, options...), device, folder) }
+	for deadline := time.Now().Add(settleTime); ; time.Sleep(10 * time.Millisecond) {
+		there := devicesOver(image)
+		if len(there) == 0 {
+			break
+		}
+		out, err := exec.Command("mount", mount(there[0])[1:]...).CombinedOutput()
+		if err == nil {
+			return
+		}
+		if time.Now().After(deadline) { // else it may just go
+			t.Fatalf("mount %s: %v: %s", image, err, out)
+		}
+	}
 	loop := Loop(t, image)
 	defer Run(t, "losetup", "-d", loop)
-	Run(t, append(append([]string{"mount"}, options...), loop, folder)...)
+	Run(t, mount(loop)...)
+}
+
+// devicesOver are the loop devices over a file.
+func devicesOver(image string) (devices []string) {
+	all, _ := filepath.Glob("/sys/block/loop*/loop/backing_file")
+	for _, path := range all {
+		if backing, err := os.ReadFile(path); err == nil && strings.TrimSpace(string(backing)) == image {
+			devices = append(devices, "/dev/"+strings.Split(path, "/")[3])
+		}
+	}
+	return devices
 }
 
 // Unmount unmounts a folder, which a pool that was just left may still have open.

@@ -33,7 +33,7 @@ func newBadDisk(t testing.TB) *badDisk {
 	}
 	must(t, os.WriteFile(d.image, nil, 0o600))
 	must(t, os.Truncate(d.image, 512<<20))
-	run(t, "mkfs.btrfs", "-q", d.image)
+	drivertest.RunBtrfs(t, "mkfs.btrfs", "-q", d.image)
 	mountFile(t, d.image, d.below)
 	disk := filepath.Join(d.below, "disk")
 	must(t, os.WriteFile(disk, nil, 0o600))
@@ -78,9 +78,7 @@ func (d *badDisk) spoil(begin []byte, n int) {
 // mountFile mounts the filesystem in a file; its loop device goes with the mount.
 func mountFile(t testing.TB, image, dir string) {
 	t.Helper()
-	loop := drivertest.Loop(t, image)
-	defer run(t, "losetup", "-d", loop)
-	run(t, "mount", loop, dir)
+	drivertest.MountLoop(t, image, dir)
 }
 
 // TestUnreadableSectors: a sector that the disk cannot read takes one of the two places of a record, or of the

@@ -38,7 +38,7 @@ func newDisk(t testing.TB, fstype string) disk {
 	d.image = filepath.Join(d.dir, "image")
 	ok(t, os.WriteFile(d.image, nil, 0o600))
 	ok(t, os.Truncate(d.image, sizes[fstype]))
-	drivertest.Run(t, "mkfs."+fstype, "-q", d.image)
+	drivertest.RunBtrfs(t, "mkfs."+fstype, "-q", d.image)
 	d.device = drivertest.Loop(t, d.image)
 	t.Cleanup(func() {
 		for _, line := range slices.Backward(drivertest.Leftovers(d.dir)) {

@@ -31,7 +31,7 @@ import (
 
 const (
 	miB      = 1 << 20
-	callTime = 20 * time.Second
+	callTime = 2 * time.Minute
 	// tidyAfter so many calls all that they have made goes.
 	tidyAfter = 200
 )
@@ -98,7 +98,7 @@ func newVictim(t testing.TB) *victim {
 	ok(t, os.WriteFile(image, nil, 0o600))
 	ok(t, os.Truncate(image, 1<<30))
 	drivertest.Run(t, "mkfs.xfs", "-q", image)
-	drivertest.Run(t, "mount", "-o", "loop", image, pool)
+	drivertest.MountLoop(t, image, pool)
 	t.Cleanup(func() { ok(t, unix.Unmount(pool, 0)) })
 	v := &victim{Driver: drivertest.Start(t, drivertest.Options{Dir: dir, Quiet: true})}
 	var err error

@@ -192,10 +192,10 @@ func TestFilesystemsOfSeveralDevices(t *testing.T) {
 			run(t, "mkfs.xfs", "-q", "-f", "-r", "rtdev="+there, device)
 		}, codes.FailedPrecondition, "a realtime part on another device"},
 		"btrfs on two devices": {"btrfs", func(device string) {
-			run(t, "mkfs.btrfs", "-q", "-f", "-d", "single", "-m", "single", device, there)
+			drivertest.RunBtrfs(t, "mkfs.btrfs", "-q", "-f", "-d", "single", "-m", "single", device, there)
 		}, codes.FailedPrecondition, "2 devices"},
 		"btrfs on two devices, that says one": {"btrfs", func(device string) {
-			run(t, "mkfs.btrfs", "-q", "-f", "-d", "single", "-m", "single", device, there)
+			drivertest.RunBtrfs(t, "mkfs.btrfs", "-q", "-f", "-d", "single", "-m", "single", device, there)
 			one(t, device)
 			one(t, there)
 		}, codes.FailedPrecondition, ""},
@@ -218,7 +218,7 @@ func TestFilesystemsOfSeveralDevices(t *testing.T) {
 				} else if err == nil {
 					t.Error("it was mounted")
 				}
-				if loops := attached(t, v.image()); len(loops) > 0 {
+				if loops := stillAttached(t, v.image()); len(loops) > 0 {
 					t.Errorf("still attached as %v", loops)
 				}
 			}

@@ -55,7 +55,7 @@ func TestDamagedFilesystem(t *testing.T) {
 			if checksum(t, v.image()) != damaged {
 				t.Error("the image was written to")
 			}
-			if loops := attached(t, v.image()); len(loops) > 0 {
+			if loops := stillAttached(t, v.image()); len(loops) > 0 {
 				t.Errorf("still attached as %v", loops)
 			}
 			ok(t, other.down(other.running()))
@@ -113,7 +113,7 @@ func TestDamagedRecordInUse(t *testing.T) {
 			if now, err := os.ReadFile(v.record()); err != nil || !bytes.Equal(now, damaged) {
 				t.Errorf("the record was changed (%v)", err)
 			}
-			if loops := attached(t, v.image()); len(loops) > 0 {
+			if loops := stillAttached(t, v.image()); len(loops) > 0 {
 				t.Errorf("still attached as %v", loops)
 			}
 			ok(t, os.WriteFile(v.record(), rec, 0o600)) // as from a backup
@@ -243,7 +243,7 @@ func TestPoolTurnsReadOnly(t *testing.T) {
 	expect(t, d.storage())
 	// As after an error in its journal (ext4(5), abort); that it is read-only then is an error of mount(8).
 	_, _ = command("mount", "-o", "remount,abort", folder)
-	for deadline := time.Now().Add(5 * time.Second); len(d.storage()) == 0 && time.Now().Before(deadline); {
+	for deadline := time.Now().Add(time.Minute); len(d.storage()) == 0 && time.Now().Before(deadline); {
 		time.Sleep(10 * time.Millisecond)
 	}
 	expect(t, d.storage(), "STORAGE_UNREACHABLE PoolReadOnly")
@@ -257,11 +257,11 @@ func TestPoolTurnsReadOnly(t *testing.T) {
 	ok(t, v.unstage())
 
 	d.Stop()
-	run(t, "umount", folder)
+	drivertest.Unmount(t, folder)
 	if out, err := fsck(filepath.Join(dir, "image-of-pool")); err != nil {
 		t.Fatalf("repair the pool's filesystem: %v: %s", err, out)
 	}
-	run(t, "mount", "-o", "loop", filepath.Join(dir, "image-of-pool"), folder)
+	drivertest.MountLoop(t, filepath.Join(dir, "image-of-pool"), folder)
 	d = start(t, d.options)
 	v, rest = d.volume(v.id, v.name, v.capability), d.volume(rest.id, rest.name, rest.capability)
 	expect(t, d.storage())
@@ -339,7 +339,7 @@ func TestReboot(t *testing.T) {
 	if left, err := os.ReadDir(folder); err != nil || len(left) > 0 {
 		t.Errorf("in the folder below are %v, %v", left, err)
 	}
-	run(t, "mount", "-o", "loop", filepath.Join(dir, "image-of-pool"), folder)
+	drivertest.MountLoop(t, filepath.Join(dir, "image-of-pool"), folder)
 	ok(t, d.probe())
 	again()
 
@@ -359,7 +359,7 @@ func TestReboot(t *testing.T) {
 	if left, err := os.ReadDir(folder); err != nil || len(left) > 0 {
 		t.Errorf("in the folder below are %v, %v", left, err)
 	}
-	run(t, "mount", "-o", "loop", filepath.Join(dir, "image-of-pool"), folder)
+	drivertest.MountLoop(t, filepath.Join(dir, "image-of-pool"), folder)
 	for deadline := time.Now().Add(time.Minute); len(d.storage()) > 0 && time.Now().Before(deadline); {
 		time.Sleep(100 * time.Millisecond)
 	}

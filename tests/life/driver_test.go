@@ -147,10 +147,8 @@ func poolFolder(t testing.TB, dir, fs string, size int64) {
 	ok(t, os.WriteFile(image, nil, 0o600))
 	ok(t, os.Truncate(image, size))
 	ok(t, os.Mkdir(folder, 0o700))
-	run(t, "mkfs."+fs, "-q", image)
-	loop := drivertest.Loop(t, image)
-	run(t, "mount", loop, folder)
-	run(t, "losetup", "-d", loop) // goes with the mount
+	drivertest.RunBtrfs(t, "mkfs."+fs, "-q", image)
+	drivertest.MountLoop(t, image, folder)
 	t.Cleanup(func() {
 		if err := unix.Unmount(folder, 0); err != nil && !t.Failed() {
 			t.Errorf("unmount the pool's filesystem: %v", err)
@@ -440,6 +438,13 @@ func attached(t testing.TB, image string) []string {
 		}
 	}
 	return names
+}
+
+// stillAttached are the loop devices over a file that do not go; others who look at all devices may keep one
+// for a moment.
+func stillAttached(t testing.TB, image string) []string {
+	t.Helper()
+	return drivertest.Gone(func() []string { return attached(t, image) })
 }
 
 // mountsAt counts the mounts at a path.

@@ -76,7 +76,7 @@ func TestForeignIsNeverFormatted(t *testing.T) {
 				if checksum(t, v.image()) != want {
 					t.Error("the image was written to")
 				}
-				if loops := attached(t, v.image()); len(loops) > 0 {
+				if loops := stillAttached(t, v.image()); len(loops) > 0 {
 					t.Errorf("still attached as %v", loops)
 				}
 				ok(t, v.down())
@@ -88,7 +88,7 @@ func TestForeignIsNeverFormatted(t *testing.T) {
 		t.Run(kind, func(t *testing.T) {
 			d := d.in(t)
 			v := d.made(request(kind, kind, smallest[kind]))
-			run(t, "mkfs."+kind, "-q", "-f", v.image())
+			drivertest.RunBtrfs(t, "mkfs."+kind, "-q", "-f", v.image())
 			want := checksum(t, v.image())
 			ok(t, v.claim())
 			wants(t, v.stage(), codes.FailedPrecondition, "nothing was formatted")
@@ -167,7 +167,7 @@ func TestRawThenMount(t *testing.T) {
 
 			ok(t, raw.stage())
 			ok(t, raw.publish(target, false))
-			run(t, "mkfs."+kind, "-q", target)
+			drivertest.RunBtrfs(t, "mkfs."+kind, "-q", target)
 			ok(t, raw.unpublish(target))
 			ok(t, raw.unstage())
 
@@ -241,7 +241,7 @@ func TestUnfinishedFormat(t *testing.T) {
 				whole := filepath.Join(d.Dir, "whole")
 				ok(t, os.WriteFile(whole, nil, 0o600))
 				ok(t, os.Truncate(whole, smallest[kind]))
-				run(t, "mkfs."+kind, "-q", whole)
+				drivertest.RunBtrfs(t, "mkfs."+kind, "-q", whole)
 				run(t, "dd", "if="+whole, "of="+v.image(), "bs=64K", fmt.Sprintf("count=%d", left/(64<<10)), "conv=notrunc,sparse", "status=none")
 				id, err := volume.ParseID(v.id)
 				ok(t, err)

@@ -623,7 +623,7 @@ func TestHeldDevice(t *testing.T) {
 			return func() { _ = f.Close() }
 		},
 		"by a loop device": func(t *testing.T, device string) func() {
-			loop := strings.TrimSpace(run(t, "losetup", "--show", "-f", device))
+			loop := drivertest.PlainLoop(t, device)
 			release := sync.OnceFunc(func() { run(t, "losetup", "-d", loop) })
 			t.Cleanup(release)
 			return release
@@ -657,7 +657,7 @@ func TestFailedPublish(t *testing.T) {
 	v.capability.GetMount().MountFlags = []string{"no-such-option"}
 	ok(t, v.claim())
 	wants(t, v.stage(), codes.InvalidArgument, "no-such-option")
-	if loops, mounts := attached(t, v.image()), mountsAt(t, v.staging); len(loops)+mounts > 0 {
+	if loops, mounts := stillAttached(t, v.image()), mountsAt(t, v.staging); len(loops)+mounts > 0 {
 		t.Errorf("left: devices %v, %d mounts", loops, mounts)
 	}
 	v.capability.GetMount().MountFlags = []string{"noatime,nodiscard", "nosuid"}

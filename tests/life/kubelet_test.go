@@ -51,7 +51,7 @@ func (k *kubelet) bind(v *vol, target string) (undo func()) {
 	ok(k.t, unix.Mount(from, to, "", unix.MS_BIND, ""))
 	loop := ""
 	if v.block() {
-		loop = drivertest.Run(k.t, "losetup", "--show", "-f", to)
+		loop = drivertest.PlainLoop(k.t, to)
 	}
 	return func() {
 		k.t.Helper()
@@ -251,9 +251,9 @@ func disk(t testing.TB, dir, name string, size int64) string {
 // withoutFirst mounts a btrfs at a folder that was made on one device and is on another now.
 func withoutFirst(t testing.TB, folder, first, second string) {
 	t.Helper()
-	run(t, "mkfs.btrfs", "-q", "-f", first)
+	drivertest.RunBtrfs(t, "mkfs.btrfs", "-q", "-f", first)
 	run(t, "mount", first, folder)
-	run(t, "btrfs", "device", "add", "-f", second, folder)
+	drivertest.RunBtrfs(t, "btrfs", "device", "add", "-f", second, folder)
 	run(t, "btrfs", "device", "remove", first, folder)
 }
 
@@ -356,21 +356,21 @@ func TestUndoWithoutPool(t *testing.T) {
 
 			// No device keeps the disk, so it can be repaired. With it again, all is there.
 			for _, v := range all {
-				for deadline := time.Now().Add(10 * time.Second); len(over(t, v)) > 0; time.Sleep(10 * time.Millisecond) {
+				for deadline := time.Now().Add(time.Minute); len(over(t, v)) > 0; time.Sleep(10 * time.Millisecond) {
 					if time.Now().After(deadline) {
 						t.Fatalf("left of %s: %v", v.name, over(t, v))
 					}
 				}
 			}
 			again.Stop()
-			for deadline := time.Now().Add(10 * time.Second); unix.Unmount(folder, unix.MNT_DETACH) == nil && time.Now().Before(deadline); {
+			for deadline := time.Now().Add(time.Minute); unix.Unmount(folder, unix.MNT_DETACH) == nil && time.Now().Before(deadline); {
 				time.Sleep(10 * time.Millisecond)
 			}
 			image := filepath.Join(dir, "image-of-pool")
-			for deadline := time.Now().Add(10 * time.Second); strings.HasPrefix(name, "dead") && len(attached(t, image)) > 0 && time.Now().Before(deadline); {
+			for deadline := time.Now().Add(time.Minute); strings.HasPrefix(name, "dead") && len(attached(t, image)) > 0 && time.Now().Before(deadline); {
 				time.Sleep(10 * time.Millisecond)
 			}
-			run(t, "mount", "-o", "loop", filepath.Join(dir, "image-of-pool"), folder)
+			drivertest.MountLoop(t, image, folder)
 			d = start(t, options)
 			for _, v := range all {
 				if left := over(t, v); len(left) > 0 {

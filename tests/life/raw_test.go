@@ -54,7 +54,7 @@ func TestReaderSeesWriter(t *testing.T) {
 			ok(t, f.Close())
 
 			// The kubelet has a loop device of its own over it meanwhile.
-			loop := strings.TrimSpace(run(t, "losetup", "--show", "-f", reader))
+			loop := drivertest.PlainLoop(t, reader)
 			d = d.restart()
 			v = d.volume(v.id, v.name, v.capability)
 			ok(t, v.publish(reader, true))

@@ -34,8 +34,8 @@ func TestStartWithBadDisk(t *testing.T) {
 		"has errors": {
 			ill: func(t *testing.T, folder string) { shutDown(t, folder) },
 			well: func(t *testing.T, folder string) { // as its operator repairs it: nothing of the driver's is in the way
-				run(t, "umount", folder)
-				run(t, "mount", "-o", "loop", filepath.Join(filepath.Dir(folder), "image-of-pool"), folder)
+				drivertest.Unmount(t, folder)
+				drivertest.MountLoop(t, filepath.Join(filepath.Dir(folder), "image-of-pool"), folder)
 			},
 			says: "input/output error",
 		},
@@ -54,7 +54,7 @@ func TestStartWithBadDisk(t *testing.T) {
 			ill: func(t *testing.T, _ string) { disk.becomes(t, "error") },
 			well: func(t *testing.T, folder string) {
 				disk.becomes(t, "linear")
-				run(t, "umount", folder)
+				drivertest.Unmount(t, folder)
 				run(t, "mount", "/dev/mapper/"+disk.name, folder)
 			},
 			says:   "input/output error",
@@ -125,14 +125,14 @@ func TestDiskComesBack(t *testing.T) {
 		expect(t, d.storage())
 		ok(t, v.intact([32]byte{}))
 	}
-	mount := func(image string) { run(t, "mount", "-o", "loop", image, folder) }
+	mount := func(image string, options ...string) { drivertest.MountLoop(t, image, folder, options...) }
 
 	// It stops, and its operator repairs it.
 	shutDown(t, folder)
 	expect(t, d.storage(), "STORAGE_UNREACHABLE PoolUnavailable")
 	expect(t, d.storage(), "STORAGE_UNREACHABLE PoolMissing")
 	wants(t, v.stage(), codes.Unavailable)
-	run(t, "umount", folder) // the driver has let go of it
+	drivertest.Unmount(t, folder) // the driver has let go of it
 	ok(t, d.probe())
 	wants(t, second(d.create(request("another", "ext4", smallest["ext4"]))), codes.Unavailable)
 	mount(image)
@@ -143,7 +143,7 @@ func TestDiskComesBack(t *testing.T) {
 	wants(t, second(d.create(request("another", "ext4", smallest["ext4"]))), codes.Unavailable)
 	copied := filepath.Join(dir, "copy-of-pool")
 	run(t, "cp", "--sparse=always", image, copied)
-	run(t, "mount", "-o", "loop,nouuid", copied, folder)
+	mount(copied, "-o", "nouuid")
 	back()
 
 	// Another disk is no pool of ours.
@@ -157,8 +157,8 @@ func TestDiskComesBack(t *testing.T) {
 	if left, err := os.ReadDir(folder); err != nil || len(left) > 0 {
 		t.Errorf("on another disk are %v, %v", left, err)
 	}
-	run(t, "umount", folder)
-	run(t, "mount", "-o", "loop,nouuid", copied, folder)
+	drivertest.Unmount(t, folder)
+	mount(copied, "-o", "nouuid")
 	back()
 	ok(t, v.delete())
 	d.nothingLeft()
@@ -170,9 +170,9 @@ type mapped struct{ name, loop string }
 func mapDisk(t *testing.T, folder string) mapped {
 	t.Helper()
 	t.Setenv("DM_DISABLE_UDEV", "1") // dmsetup makes the node itself
-	run(t, "umount", folder)
+	drivertest.Unmount(t, folder)
 	image := filepath.Join(filepath.Dir(folder), "image-of-pool")
-	t.Cleanup(func() { run(t, "mount", "-o", "loop", image, folder) }) // as whoever made it left it
+	t.Cleanup(func() { drivertest.MountLoop(t, image, folder) }) // as whoever made it left it
 	m := mapped{"disk-of-" + filepath.Base(filepath.Dir(folder)), drivertest.Loop(t, image)}
 	t.Cleanup(func() { run(t, "losetup", "-d", m.loop) })
 	run(t, "dmsetup", "create", m.name, "--table", m.table("linear"))

@@ -41,7 +41,7 @@ var grounds = []ground{
 func filesystem(kind string, size int64, options ...string) ground {
 	return ground{name: kind, size: size,
 		lay: func(t testing.TB, device string) {
-			drivertest.Run(t, slices.Concat([]string{"mkfs." + kind, "-q"}, options, []string{device})...)
+			drivertest.RunBtrfs(t, slices.Concat([]string{"mkfs." + kind, "-q"}, options, []string{device})...)
 		},
 		boot: func(t testing.TB, device, dir string) (string, func() error) {
 			at := filepath.Join(dir, "disk")

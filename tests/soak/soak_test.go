@@ -101,7 +101,7 @@ func begin(t *testing.T) *soak {
 	ok(t, os.Truncate(image, 8<<30))
 	ok(t, os.Mkdir(folder, 0o700))
 	drivertest.Run(t, "mkfs.xfs", "-q", image)
-	drivertest.Run(t, "mount", "-o", "loop", image, folder)
+	drivertest.MountLoop(t, image, folder)
 	t.Cleanup(func() {
 		if t.Failed() {
 			drivertest.ClearAway(filepath.Join(dir, "work"))

@@ -226,7 +226,7 @@ func (f *fixture) attached(ref blockdev.Ref) []blockdev.Device {
 // gone waits until an object has no device.
 func (f *fixture) gone(ref blockdev.Ref) {
 	f.Helper()
-	for deadline := time.Now().Add(5 * time.Second); len(f.attached(ref)) > 0; time.Sleep(5 * time.Millisecond) {
+	for deadline := time.Now().Add(time.Minute); len(f.attached(ref)) > 0; time.Sleep(5 * time.Millisecond) {
 		if time.Now().After(deadline) {
 			f.Fatalf("%s is still attached: %v", ref, f.attached(ref))
 		}
@@ -1253,7 +1253,7 @@ func capacity(f *fixture) {
 		f.must(errors.Join(errs...))
 		after := f.capacity()
 		// A program that another test starts has copies of all files until it executes.
-		for deadline := time.Now().Add(7 * time.Second); after.Available < before.Available-before.Available/50 && time.Now().Before(deadline); after = f.capacity() {
+		for deadline := time.Now().Add(time.Minute); after.Available < before.Available-before.Available/50 && time.Now().Before(deadline); after = f.capacity() {
 			time.Sleep(10 * time.Millisecond)
 		}
 		consistent(after)
