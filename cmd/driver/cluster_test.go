@@ -60,7 +60,7 @@ func part(t *testing.T, dir string, flags ...string) *driverProcess {
 
 func probed(t *testing.T, p *driverProcess, want bool) {
 	t.Helper()
-	for end := time.Now().Add(20 * time.Second); ; time.Sleep(20 * time.Millisecond) {
+	for end := time.Now().Add(2 * time.Minute); ; time.Sleep(20 * time.Millisecond) {
 		r, err := p.Probe(t.Context(), &csi.ProbeRequest{})
 		if err == nil && r.GetReady().GetValue() == want {
 			return
@@ -132,7 +132,7 @@ func TestCluster(t *testing.T) {
 		CapacityRange:             &csi.CapacityRange{RequiredBytes: 16 << 20},
 		AccessibilityRequirements: &csi.TopologyRequirement{Requisite: []*csi.Topology{csimap.Topology(testNode)}}}
 	var made *csi.CreateVolumeResponse
-	for end := time.Now().Add(20 * time.Second); ; time.Sleep(20 * time.Millisecond) {
+	for end := time.Now().Add(2 * time.Minute); ; time.Sleep(20 * time.Millisecond) {
 		if made, err = controller.CreateVolume(ctx, create); err == nil {
 			break
 		}

@@ -127,7 +127,7 @@ func stopped(t *testing.T, p *driverProcess) {
 	if err := p.stop(); err != nil {
 		t.Errorf("after SIGTERM: %v\n%s", err, strings.Join(p.log.last(50), "\n"))
 	}
-	if took := time.Since(began); took > 5*time.Second {
+	if took := time.Since(began); took > 30*time.Second {
 		t.Errorf("it took %s to end", took)
 	}
 }
@@ -337,7 +337,7 @@ func TestDrain(t *testing.T) {
 	p := serving(t, dir, "--node-id=n")
 	capability := &csi.VolumeCapability{AccessMode: &csi.VolumeCapability_AccessMode{Mode: csi.VolumeCapability_AccessMode_SINGLE_NODE_WRITER},
 		AccessType: &csi.VolumeCapability_Block{Block: &csi.VolumeCapability_BlockVolume{}}}
-	const size = 96 << 20
+	const size = 16 << 20 // which a slow machine, too, has copied before the driver waits no longer
 	response, err := p.CreateVolume(t.Context(), &csi.CreateVolumeRequest{Name: "v", CapacityRange: &csi.CapacityRange{RequiredBytes: size},
 		VolumeCapabilities: []*csi.VolumeCapability{capability}})
 	if err != nil {
@@ -355,7 +355,7 @@ func TestDrain(t *testing.T) {
 		_, err := p.CreateSnapshot(t.Context(), &csi.CreateSnapshotRequest{Name: "s", SourceVolumeId: response.GetVolume().GetVolumeId()})
 		cut <- err
 	}()
-	for deadline := time.Now().Add(5 * time.Second); ; time.Sleep(time.Millisecond) {
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {
 		if images, _ := filepath.Glob(dir + "/pool/snapshots/*.img"); len(images) > 0 {
 			break
 		}
@@ -371,7 +371,7 @@ func TestDrain(t *testing.T) {
 		t.Errorf("the call that was in flight: %v", err)
 	}
 	<-p.exited
-	if took := time.Since(began); p.err != nil || took > 5*time.Second {
+	if took := time.Since(began); p.err != nil || took > 30*time.Second {
 		t.Errorf("it ended after %s with %v", took, p.err)
 	}
 	if exists(filepath.Join(dir, "csi.sock")) {

@@ -105,7 +105,7 @@ func start(t *testing.T, server *apitest.Server, pool string) suite.Driver {
 		parts.Wait()
 		must(t, disk.Close())
 	})
-	for end := time.Now().Add(20 * time.Second); ; time.Sleep(20 * time.Millisecond) {
+	for end := time.Now().Add(2 * time.Minute); ; time.Sleep(20 * time.Millisecond) {
 		c, err := store.Capacity(ctx, pool, name)
 		if err == nil && c.Total > 0 {
 			return driver
