@@ -325,7 +325,7 @@ func (l *lives) ephemeral(ctx context.Context, name string) error {
 // empty makes sure that nothing is left of anything.
 func (p *process) empty() {
 	p.t.Helper()
-	for _, line := range drivertest.Leftovers(p.Dir) {
+	for _, line := range drivertest.Gone(func() []string { return drivertest.Leftovers(p.Dir) }) {
 		p.t.Errorf("left: %s", line)
 	}
 	entries, err := os.ReadDir(p.Dir)

@@ -197,7 +197,7 @@ func TestNodesOnOneKernel(t *testing.T) {
 	}
 	for _, n := range nodes {
 		n.Stop()
-		if left := drivertest.Leftovers(n.sees(at)); len(left) > 0 {
+		if left := drivertest.Gone(func() []string { return drivertest.Leftovers(n.sees(at)) }); len(left) > 0 {
 			t.Errorf("left: %v", left)
 		}
 	}

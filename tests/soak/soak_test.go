@@ -183,7 +183,9 @@ func (s *soak) empty() {
 			s.t.Errorf("left behind: %s", path)
 		}
 	}
-	for _, line := range append(drivertest.Leftovers(filepath.Join(s.Dir, "work")), drivertest.Leftovers(filepath.Join(s.pool, "volumes"))...) {
+	for _, line := range drivertest.Gone(func() []string {
+		return append(drivertest.Leftovers(filepath.Join(s.Dir, "work")), drivertest.Leftovers(filepath.Join(s.pool, "volumes"))...)
+	}) {
 		s.t.Errorf("left behind: %s", line)
 	}
 	if out, err := exec.Command("pgrep", "-P", fmt.Sprint(s.Pid())).Output(); err == nil {
