@@ -78,7 +78,9 @@ func (d *badDisk) spoil(begin []byte, n int) {
 // mountFile mounts the filesystem in a file; its loop device goes with the mount.
 func mountFile(t testing.TB, image, dir string) {
 	t.Helper()
-	drivertest.MountLoop(t, image, dir)
+	loop := drivertest.Loop(t, image)
+	defer run(t, "losetup", "-d", loop)
+	run(t, "mount", loop, dir)
 }
 
 // TestUnreadableSectors: a sector that the disk cannot read takes one of the two places of a record, or of the
