@@ -145,14 +145,14 @@ func TestSessionFinishes(t *testing.T) {
 			t.Fatal(err)
 		}
 		ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
-		defer cancel()
-		if _, err := s.Ask(ctx, "question", ends); !errors.Is(err, context.DeadlineExceeded) {
+		_, err := s.Ask(ctx, "question", ends)
+		cancel()
+		if !errors.Is(err, context.DeadlineExceeded) {
 			t.Errorf("error %v", err)
 		}
 		begin := time.Now()
 		s.Close()
-		_, err := os.Stat(done)
-		if err == nil {
+		if _, err = os.Stat(done); err == nil {
 			return
 		}
 		// On a machine that stands still, a second of sleep may be more than it is given.

@@ -235,14 +235,20 @@ func (a *Agent) Claimed(ctx context.Context, id volume.ID) (_ volume.Claim, know
 		case <-w.signal:
 			w.take()
 		case <-waiting.Done():
-			asking, cancel := context.WithTimeout(ctx, claimWait)
-			defer cancel()
-			if err := a.live.Get(asking, client.ObjectKey{Name: id.Key}, v); err == nil {
-				claim = toVolume(v).Claim
-			}
-			return claim, true
+			return a.claimNow(ctx, v), true
 		}
 	}
+}
+
+// claimNow asks the API server how a volume is claimed. Where that does not answer it is as it was.
+func (a *Agent) claimNow(ctx context.Context, was *v1alpha1.Volume) volume.Claim {
+	ctx, cancel := context.WithTimeout(ctx, claimWait)
+	defer cancel()
+	now := &v1alpha1.Volume{}
+	if err := a.live.Get(ctx, client.ObjectKeyFromObject(was), now); err != nil {
+		now = was
+	}
+	return toVolume(now).Claim
 }
 
 // poolChanged: somebody deleted the object of a pool, or wants objects for what it has.
