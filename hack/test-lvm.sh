@@ -41,7 +41,8 @@ fi
 
 where=(flock /run/lock/ashlar-test-lvm env) # one at a time on one kernel
 # Where a virtual machine's tests work: in memory; but targets for reading need a filesystem of which a file can be
-# mounted with other owners, and before Linux 6.3 tmpfs is none.
+# mounted with other owners, and before Linux 6.3 tmpfs is none: the tests of life have the disk, those of one package
+# an ext4 in memory.
 memory=
 modprobe -q -a dm-mod dm-thin-pool dm-snapshot dm-log-writes 2>/dev/null || true
 if ! dmsetup version >/dev/null 2>&1; then
@@ -57,7 +58,10 @@ if [ "$1" = driver ]; then # the only one with a test that needs it
 fi
 case $1 in
 ./*/life) exec "${where[@]}" "$bin/life.test" "${@:2}" ;;
-./*) exec "${where[@]}" ${memory:+TMPDIR=$memory} "$bin/${1##*/}.test" "${@:2}" ;;
+./*)
+	[ -z "$memory" ] || where+=(TMPDIR=$memory/ext4 bash -c 'mkdir "$TMPDIR" && truncate -s 2G /run/disk && mkfs.ext4 -q /run/disk && mount -o loop,discard /run/disk "$TMPDIR" && exec "$@"' bash)
+	exec "${where[@]}" "$bin/${1##*/}.test" "${@:2}"
+	;;
 esac
 # Only the verdicts are shown, and all that a test said if it fails.
 "${where[@]}" bash -c '
