@@ -171,6 +171,9 @@ func (s *site) answered(t *testing.T, at trace.Call, errno unix.Errno, err error
 			want = code // it could not repair what it could not write
 		}
 	}
+	if at.Name == "ioctl FIFREEZE" && errno == unix.EIO { // the filesystem has stopped, and there is nothing whole to copy
+		want = codes.FailedPrecondition
+	}
 	if at.Name == "fsync" && s.below(at.Path) { // a call that did all, and does not know whether it stays
 		want = codes.Unavailable
 	}
