@@ -7,10 +7,12 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -141,10 +143,12 @@ func TestLVMKillChild(t *testing.T) {
 	for n := 0; ; n++ {
 		ref := blockdev.Ref{Kind: blockdev.Volume, Key: fmt.Sprintf("%032x", n)}
 		var some, volume step
-		for _, s := range known {
-			some = s
-			if s.Ref.Kind == blockdev.Volume {
-				volume = s
+		refs := slices.SortedFunc(maps.Keys(known), func(a, b blockdev.Ref) int { return strings.Compare(a.String(), b.String()) })
+		r.Shuffle(len(refs), func(i, j int) { refs[i], refs[j] = refs[j], refs[i] })
+		for _, ref := range refs {
+			some = known[ref]
+			if ref.Kind == blockdev.Volume {
+				volume = some
 			}
 		}
 		what := []string{"create", "copy", "copy", "snapshot", "snapshot", "expand", "expand", "labels", "keep", "attach", "delete"}[r.IntN(11)]
@@ -194,6 +198,9 @@ func TestLVMKillChild(t *testing.T) {
 			tellWriter("")
 			_ = device.Close()
 		case "expand":
+			if volume.Size >= 6*extentSize { // all of them fit into the pool
+				continue
+			}
 			volume.What, volume.Done, volume.Size = what, false, volume.Size+extentSize
 			do(volume, func() error { return second(pool.Expand(ctx, volume.Ref, volume.Size)) })
 		case "labels":
@@ -203,8 +210,9 @@ func TestLVMKillChild(t *testing.T) {
 			})
 		case "keep", "attach":
 			some.What, some.Done = what, false
+			how := blockdev.Attachment{Keep: what == "keep", ReadOnly: r.IntN(2) == 0}
 			do(some, func() error {
-				device, err := pool.Attach(ctx, some.Ref, blockdev.Attachment{Keep: what == "keep", ReadOnly: r.IntN(2) == 0})
+				device, err := pool.Attach(ctx, some.Ref, how)
 				if errors.Is(err, blockdev.ErrInUse) {
 					return pool.Detach(ctx, some.Ref)
 				}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"testing"
+	"time"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 
@@ -78,7 +79,7 @@ func TestCheckEnds(t *testing.T) {
 		select {
 		case err := <-told:
 			t.Fatalf("%s: ended by a retry: %v", name, err)
-		default:
+		case <-time.After(50 * time.Millisecond): // it would be told in another goroutine
 		}
 		s.Interrupt(request)
 		if err := <-told; !errors.Is(err, context.Canceled) {

@@ -470,15 +470,18 @@ func TestKilled(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 4*time.Minute)
 	defer cancel()
 	killing, stop := context.WithCancel(ctx)
+	seed := uint64(time.Now().UnixNano())
+	t.Logf("the pauses have the seed %d", seed)
+	random := rand.New(rand.NewPCG(seed, 0))
 	kills := 0
 	var killer sync.WaitGroup
 	killer.Go(func() {
 		victims := []*drivertest.Process{p.controller, p.agents["node-a"], p.controller, p.agents["node-b"]}
 		for ; killing.Err() == nil; kills++ {
 			victim := victims[kills%len(victims)]
-			time.Sleep(time.Duration(rand.IntN(150)) * time.Millisecond)
+			time.Sleep(time.Duration(random.IntN(150)) * time.Millisecond)
 			victim.Kill()
-			time.Sleep(time.Duration(rand.IntN(50)) * time.Millisecond)
+			time.Sleep(time.Duration(random.IntN(50)) * time.Millisecond)
 			if err := victim.Start(); err != nil {
 				t.Error(err)
 				return
