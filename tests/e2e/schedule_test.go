@@ -85,6 +85,17 @@ func schedule(t *testing.T) *scheduled {
 	// As in deploy/kubernetes/controller.yaml, but that capacities are nobody's.
 	c.program(bin+"/csi-provisioner", "--csi-address="+c.controller.Socket, "--timeout=60s", "--retry-interval-max=30s", "--default-fstype=ext4", "--extra-create-metadata",
 		"--strict-topology", "--immediate-topology=false", "--enable-capacity", "--capacity-ownerref-level=-1", "--capacity-poll-interval=1s", "--kube-api-qps=200", "--kube-api-burst=400")
+	c.eventually("the scheduler is told how much room each node has", func() bool { // until then a node has none for it
+		var told storagev1.CSIStorageCapacityList
+		must(c, c.all.List(c.Context(), &told, client.InNamespace(namespace)))
+		room := map[string]bool{}
+		for _, one := range told.Items {
+			if one.StorageClassName == "late" && one.Capacity != nil && one.Capacity.Sign() > 0 && one.NodeTopology != nil {
+				room[one.NodeTopology.MatchLabels[csimap.TopologyKey]] = true
+			}
+		}
+		return len(room) == len(nodes)
+	})
 	return c
 }
 
