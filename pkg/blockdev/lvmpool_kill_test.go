@@ -140,6 +140,7 @@ func TestLVMKillChild(t *testing.T) {
 		}
 		write(s)
 	}
+	const largest = 6 * extentSize // so that the pool has room for as many as there may be
 	for n := 0; ; n++ {
 		ref := blockdev.Ref{Kind: blockdev.Volume, Key: fmt.Sprintf("%032x", n)}
 		var some, volume step
@@ -179,7 +180,7 @@ func TestLVMKillChild(t *testing.T) {
 			}
 			from.What, from.Ref, from.Done = what, ref, false
 			origin := some.Ref
-			if what == "copy" && from.Size < 6*extentSize {
+			if what == "copy" && from.Size < largest {
 				from.Size += extentSize * int64(r.IntN(2))
 			} else if what == "snapshot" {
 				origin = volume.Ref
@@ -198,7 +199,7 @@ func TestLVMKillChild(t *testing.T) {
 			tellWriter("")
 			_ = device.Close()
 		case "expand":
-			if volume.Size >= 6*extentSize { // all of them fit into the pool
+			if volume.Size >= largest {
 				continue
 			}
 			volume.What, volume.Done, volume.Size = what, false, volume.Size+extentSize

@@ -42,7 +42,7 @@ if [ "$where" = own ] && ((!(0x$(sed -n 's/^CapBnd:\s*//p' /proc/self/status) >>
 fi
 status=0
 suite() { # NAME FOCUS SKIP TESTDRIVER PROCS FLAG...
-	in_cluster env KUBE_SSH_USER=root KUBE_SSH_KEY_PATH="$CLUSTER_DIR/keys/ssh" ginkgo run --procs="$5" --flake-attempts="${attempts:-1}" --timeout="${TIMEOUT:-75m}" --no-color --silence-skips --output-dir="$out" \
+	in_cluster env KUBE_SSH_USER=root KUBE_SSH_KEY_PATH="$CLUSTER_DIR/keys/ssh" ginkgo run --procs="$5" --timeout="${TIMEOUT:-75m}" --no-color --silence-skips --output-dir="$out" \
 		--json-report="$1.json" --junit-report="$1.junit.xml" --focus="$2" ${3:+--skip="$3"} \
 		"$bin/e2e.test" -- --provider=local --kubeconfig="$config" --allowed-not-ready-nodes=0 --num-nodes="$NODES" \
 		--storage.testdriver="$out/$4" "${@:6}" >"$out/$1.log" 2>&1 || status=$?
@@ -58,16 +58,7 @@ if [ -n "$groups" ] && [[ -z ${FOCUS-} || ${FOCUS-} == *$groups* ]]; then
 	away=ashlar-e2e
 	# shellcheck disable=SC2086 # a list
 	[ -z "$others" ] || in_cluster kubectl taint nodes $others "$away=away:NoSchedule"
-	# The snapshot controller (external-snapshotter 8.7.0, setAnnVolumeGroupSnapshotBeingDeleted) marks its cached copy of a content
-	# before it patches the object. Where the patch fails, the retry takes the mark for written: the content, which specs with the
-	# policy Retain delete then, is never let go of. So such a spec has a second attempt, and what the first left is marked here.
-	attempts=2 suite groups "External.Storage.*$groups" "" testdriver.yaml 4 --non-blocking-taints="$away"
-	retained=$(in_cluster kubectl get volumegroupsnapshotcontents -o jsonpath='{.items[?(@.spec.deletionPolicy=="Retain")].metadata.name}')
-	for content in $retained; do
-		in_cluster kubectl patch volumegroupsnapshotcontent "$content" --type=merge -p \
-			'{"metadata":{"annotations":{"groupsnapshot.storage.kubernetes.io/volumegroupsnapshot-being-deleted":"yes"}},"spec":{"deletionPolicy":"Delete"}}'
-		in_cluster kubectl delete --wait --timeout=2m volumegroupsnapshotcontent "$content"
-	done
+	suite groups "External.Storage.*$groups" "" testdriver.yaml 4 --non-blocking-taints="$away"
 	# shellcheck disable=SC2086
 	[ -z "$others" ] || in_cluster kubectl taint nodes $others "$away-"
 fi
