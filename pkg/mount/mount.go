@@ -205,6 +205,33 @@ func Missing(err error) bool {
 	return errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENOTDIR)
 }
 
+// forgetBtrfs has the kernel forget which btrfs it last saw on a device that is not mounted (linux/btrfs.h:
+// BTRFS_IOC_FORGET_DEV, since Linux 5.4). It remembers devices by their numbers, and a loop device's number is given to
+// another volume once it is free: where one of several devices of a filesystem was seen there (anybody can make a
+// superblock that says so), the next volume of that number cannot be mounted while another of its identity is: its own
+// source, say.
+func forgetBtrfs(device string) error {
+	const forgetDev = 0x50009405
+	control, err := os.OpenFile("/dev/btrfs-control", os.O_RDWR, 0)
+	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENXIO) || errors.Is(err, unix.ENODEV) {
+		return nil // btrfs was not used yet
+	} else if err != nil {
+		return err
+	}
+	defer control.Close()
+	var args struct { // struct btrfs_ioctl_vol_args
+		_    int64
+		name [4088]byte
+	}
+	copy(args.name[:len(args.name)-1], device)
+	_, _, errno := unix.Syscall(unix.SYS_IOCTL, control.Fd(), forgetDev, uintptr(unsafe.Pointer(&args)))
+	switch errno {
+	case 0, unix.ENOENT, unix.EBUSY, unix.ENOTTY: // it remembers none; it is mounted, which the mount finds; too old
+		return nil
+	}
+	return &fs.PathError{Op: "BTRFS_IOC_FORGET_DEV", Path: device, Err: errno}
+}
+
 // attributes are the options that belong to a mount, not to its filesystem.
 var attributes = map[string]uint64{
 	"nosuid": unix.MOUNT_ATTR_NOSUID, "nodev": unix.MOUNT_ATTR_NODEV, "noexec": unix.MOUNT_ATTR_NOEXEC,
@@ -247,6 +274,11 @@ func Filesystem(device, target, fstype string, options []string, readOnly bool) 
 		return fail("fsopen", -1, err)
 	}
 	defer unix.Close(fsfd)
+	if fstype == "btrfs" {
+		if err := forgetBtrfs(device); err != nil {
+			return fail("forget what was on the device", -1, err)
+		}
+	}
 	if err := unix.FsconfigSetString(fsfd, "source", device); err != nil {
 		return fail("source", fsfd, err)
 	}
@@ -347,6 +379,9 @@ func open(device, fstype string, options []string) (fsfd int, err error) {
 		return -1, fmt.Errorf("fsopen: %w", err)
 	}
 	err = errors.Join(unix.FsconfigSetString(fsfd, "source", device), unix.FsconfigSetFlag(fsfd, "ro"))
+	if fstype == "btrfs" {
+		err = errors.Join(err, forgetBtrfs(device))
+	}
 	for _, option := range options {
 		err = errors.Join(err, configure(fsfd, option))
 	}

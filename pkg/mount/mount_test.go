@@ -157,6 +157,26 @@ func TestDamagedFilesystem(t *testing.T) {
 	}
 }
 
+// TestRemembered: the kernel remembers the btrfs that it last saw on a device, where that has several
+// devices. A copy of what is mounted can be mounted on this device all the same.
+func TestRemembered(t *testing.T) {
+	one, source := newDisk(t, "btrfs"), newDisk(t, "btrfs")
+	var two disk
+	two.image = filepath.Join(one.dir, "second")
+	ok(t, os.WriteFile(two.image, nil, 0o600))
+	ok(t, os.Truncate(two.image, sizes["btrfs"]))
+	two.device = drivertest.Loop(t, two.image)
+	defer drivertest.Run(t, "losetup", "-d", two.device)
+	drivertest.RunBtrfs(t, "mkfs.btrfs", "-q", "-f", "-m", "raid0", "-d", "raid0", one.device, two.device)
+	defer drivertest.Run(t, "btrfs", "device", "scan", "--forget", two.device)
+	drivertest.Run(t, "dd", "if="+source.image, "of="+one.device, "bs=1M", "conv=fsync", "status=none")
+	source.mounted(t, "btrfs")
+	ok(t, mount.Look(one.device, "btrfs", nil, func(*os.File) error { return nil }))
+	path := one.folder(t, "copy")
+	ok(t, mount.Filesystem(one.device, path, "btrfs", nil, true))
+	ok(t, mount.Unmount(path))
+}
+
 func TestBind(t *testing.T) {
 	d := newDisk(t, "ext4")
 	path := d.mounted(t, "ext4")
