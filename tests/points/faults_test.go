@@ -50,6 +50,7 @@ var faults = map[string][]unix.Errno{
 	"ioctl FIFREEZE":             {unix.EIO},
 	"ioctl FITHAW":               {unix.EIO},
 	"ioctl XFS_IOC_FSGROWFSDATA": {unix.EIO, unix.ENOSPC, unix.ENOMEM},
+	"ioctl BTRFS_IOC_FORGET_DEV": {unix.ENOMEM},
 	"ioctl BLKZEROOUT":           {unix.EIO, unix.EINTR},
 	"ioctl DM_DEV_CREATE":        {unix.ENOMEM},
 	"ioctl DM_DEV_REMOVE":        {unix.ENOMEM},
@@ -79,7 +80,7 @@ var steps = map[string][]string{
 	"ioctl LOOP_CTL_GET_FREE": {"find a free loop device"}, "ioctl LOOP_CONFIGURE": {"configure"}, "ioctl LOOP_CLR_FD": {"detach"},
 	"ioctl LOOP_SET_CAPACITY": {"resize"}, "ioctl BLKROSET": {"set the mode"}, "ioctl FICLONE": {"clone"},
 	"ioctl FIFREEZE": {"freeze"}, "ioctl FITHAW": {"thaw"}, "ioctl XFS_IOC_FSGROWFSDATA": {"grow"},
-	"ioctl BLKZEROOUT": {"zero"}, "ioctl DM_DEV_CREATE": {"make device"}, "ioctl DM_DEV_REMOVE": {"remove device"},
+	"ioctl BTRFS_IOC_FORGET_DEV": {"forget"}, "ioctl BLKZEROOUT": {"zero"}, "ioctl DM_DEV_CREATE": {"make device"}, "ioctl DM_DEV_REMOVE": {"remove device"},
 	"ioctl DM_DEV_SUSPEND": {"suspend device", "resume device", "load the table"}, "ioctl DM_TABLE_LOAD": {"load the table"},
 	"ioctl DM_TABLE_CLEAR": {"clear the loaded table"}, "mknodat": {"mknod"},
 }

@@ -89,6 +89,7 @@ var requests = map[uint32]string{
 	0x40049409: "FICLONE", 0x4020940d: "FICLONERANGE", 0xc0045877: "FIFREEZE", 0xc0045878: "FITHAW",
 	0x125d: "BLKROSET", 0x1261: "BLKFLSBUF", 0x1277: "BLKDISCARD", 0x127f: "BLKZEROOUT",
 	0x40086610: "EXT4_IOC_RESIZE_FS", 0x4010586e: "XFS_IOC_FSGROWFSDATA", 0x50009403: "BTRFS_IOC_RESIZE",
+	0x50009405: "BTRFS_IOC_FORGET_DEV",
 }
 
 // mapper are the requests to the device mapper that count: linux/dm-ioctl.h.
