@@ -3,12 +3,15 @@
 # from Debian's packages: all of it below $ASHLAR_CACHE, nothing is installed. About ten minutes on two cores the first
 # time, and nothing when nothing has changed.
 #
-# Needs go, apt (Debian and its kin).
+# Needs go, apt (Debian and its kin), and what hack/install-tools.sh e2e installs.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 # shellcheck disable=SC2154
 key=$(cat "$hack/build.sh" "$hack"/src/go.* "$hack"/src/*/* | sha256sum)
 [ "$(cat "$built/key" 2>/dev/null)" != "$key" ] || exit 0
+for tool in mmdebstrap jq; do # before minutes are spent
+	command -v "$tool" >/dev/null || { echo "$0: $tool is missing: run hack/install-tools.sh e2e" >&2; exit 1; }
+done
 mkdir -p "$bin" "$built/crds"
 start=$SECONDS
 

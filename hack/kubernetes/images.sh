@@ -50,7 +50,8 @@ one "$(cat "$out/pause.name")" standin pause
 # What the tests' pods run in: our own image's base, what busybox has beyond that, and agnhost.
 root=$work/root
 mkdir "$root"
-tar -C "$root" -xf "$("$hack/../image.sh" -b)"
+base=$("$hack/../image.sh" -b)
+tar -C "$root" -xf "$base"
 ln -sf bash "$root/usr/bin/sh"
 install "$runtime/bin/busybox" "$root/usr/bin/busybox"
 for applet in $("$runtime/bin/busybox" --list); do
