@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -24,6 +25,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/mount"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
 )
@@ -888,6 +890,39 @@ func TestPoolReplaced(t *testing.T) {
 		t.Errorf("without an API server: %v", err)
 	}
 	thaw()
+}
+
+// TestPoolReplacedBehind: a new pool is taken where its object allows it, also by an agent whose watch has not
+// seen that yet.
+func TestPoolReplacedBehind(t *testing.T) {
+	w, m, _ := newCluster(t)
+	m.stop()
+	var lag lagging
+	wrap(t, func(c *rest.Config) { c.Wrap(lag.wrap) })
+	var there atomic.Bool
+	other := memory.NewDisk(storetest.Size)
+	awaited := blockdev.NewAwaited("default", errors.New("not mounted"), func(context.Context) (blockdev.Pool, error) {
+		if !there.Load() {
+			return nil, fmt.Errorf("%w: not mounted", blockdev.ErrUnavailable)
+		}
+		return other.Open("default", m.hook), nil
+	})
+	mounts, err := mount.LoadTable()
+	must(t, err)
+	m.local, err = volume.NewLocal(w.ctx, m.name, []blockdev.Pool{awaited}, mounts, 0)
+	must(t, err)
+	m.agent, err = cluster.NewAgent(wrapped(apitest.Get(w).Config("agent")), cluster.DefaultDriver, m.local,
+		[]cluster.AgentPool{{Pool: awaited, Kind: "memory"}}, m.locks, storetest.Limit)
+	must(t, err)
+	m.stop = w.run(m.agent.Run)
+	p := &v1alpha1.Pool{}
+	read := func() { must(t, w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(nodeName, "default")}, p)) }
+	w.eventually("the pool is missed", func() bool { read(); return meta.IsStatusConditionFalse(p.Status.Conditions, v1alpha1.Healthy) })
+	lag.Lock()
+	defer lag.Unlock()
+	w.identity("default", v1alpha1.NewPool)
+	there.Store(true)
+	w.eventually("the new one is taken", func() bool { read(); return t.Failed() || p.Spec.UUID == other.ID() })
 }
 
 // TestGroupPartLost: one of two disks is replaced; the snapshot on the other one stays, and can be restored.

@@ -91,8 +91,14 @@ func (a *Agent) declare(ctx context.Context, i int) (*v1alpha1.Pool, error) {
 	spec := v1alpha1.PoolSpec{NodeName: a.local.Node(), Pool: pool.Name(), Default: i == 0, MaxVolumes: a.maxVolumes, Driver: a.driver}
 	name := PoolName(spec.NodeName, spec.Pool)
 	o, there, err := get(ctx, a, name, &v1alpha1.Pool{})
-	if err == nil {
-		spec.UUID, err = identityOf(pool.Pool, o.Spec.UUID)
+	if err != nil {
+		return nil, err
+	}
+	spec.UUID, err = identityOf(pool.Pool, o.Spec.UUID)
+	if err != nil { // the watch may be behind whoever allowed it
+		if o, there, err = a.poolNow(ctx, name); err == nil {
+			spec.UUID, err = identityOf(pool.Pool, o.Spec.UUID)
+		}
 	}
 	if err != nil {
 		return nil, err
@@ -118,6 +124,18 @@ func (a *Agent) declare(ctx context.Context, i int) (*v1alpha1.Pool, error) {
 		return nil, fmt.Errorf("update pool %s: %w", name, err)
 	}
 	return o, nil
+}
+
+// poolNow asks the API server for the object of a pool.
+func (a *Agent) poolNow(ctx context.Context, name string) (o *v1alpha1.Pool, there bool, err error) {
+	var pools v1alpha1.PoolList
+	if err := a.live.List(ctx, &pools, client.MatchingFields{"metadata.name": name}); err != nil {
+		return nil, false, apiError("read pool "+name, err)
+	}
+	if len(pools.Items) == 0 {
+		return &v1alpha1.Pool{}, false, nil
+	}
+	return &pools.Items[0], true, nil
 }
 
 // identityOf is the identity to write down for a pool: its own, if it is there, and the one
