@@ -1,6 +1,7 @@
 package mount_test
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -8,7 +9,9 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -175,6 +178,67 @@ func TestRemembered(t *testing.T) {
 	path := one.folder(t, "copy")
 	ok(t, mount.Filesystem(one.device, path, "btrfs", nil, true))
 	ok(t, mount.Unmount(path))
+}
+
+// TestPathsBesideMounts: whoever looks where a device is mounted does not have a mount forgotten that comes meanwhile.
+func TestPathsBesideMounts(t *testing.T) {
+	d := newDisk(t, "ext4")
+	source, path, device := d.mounted(t, "ext4"), d.folder(t, "bound"), number(t, d.device)
+	table, err := mount.LoadTable()
+	ok(t, err)
+	ctx, stop := context.WithTimeout(t.Context(), 5*time.Second)
+	defer stop()
+	var looking sync.WaitGroup
+	defer looking.Wait()
+	for range 16 {
+		looking.Go(func() {
+			for ctx.Err() == nil {
+				table.Paths(device)
+			}
+		})
+	}
+	for ctx.Err() == nil {
+		ok(t, mount.Bind(source, path, false))
+		table.Add(device, path, true)
+		time.Sleep(time.Millisecond)
+		if !table.Writable(device, path) {
+			stop()
+			t.Error("the mount was forgotten")
+		}
+		for unix.Unmount(path, 0) != nil { // whoever looks at it holds it
+		}
+		table.Remove(device, path)
+	}
+}
+
+// TestPathOfAnother: where a device was once mounted, somebody else's filesystem is now that root cannot look at, or
+// that is dead. The device is not taken to be there still.
+func TestPathOfAnother(t *testing.T) {
+	d := newDisk(t, "ext4")
+	path, device := d.folder(t, "mounted"), number(t, d.device)
+	for name, user := range map[string]int{"a user's": 1000, "dead": 0} {
+		fuse, err := os.OpenFile("/dev/fuse", os.O_RDWR, 0)
+		if errors.Is(err, fs.ErrNotExist) {
+			t.Skip("no FUSE here")
+		}
+		ok(t, err)
+		ok(t, mount.Filesystem(d.device, path, "ext4", nil, false))
+		table, err := mount.LoadTable()
+		ok(t, err)
+		ok(t, mount.Unmount(path))
+		ok(t, unix.Mount("none", path, "fuse", 0, fmt.Sprintf("fd=%d,rootmode=40000,user_id=%d,group_id=0", fuse.Fd(), user)))
+		if user == 0 {
+			ok(t, fuse.Close())
+		}
+		if _, err := mount.At(path); err == nil {
+			t.Errorf("%s: root can look at it", name)
+		}
+		if paths := table.Paths(device); len(paths) > 0 {
+			t.Errorf("%s: still mounted at %v", name, paths)
+		}
+		ok(t, unix.Unmount(path, unix.MNT_DETACH))
+		_ = fuse.Close()
+	}
 }
 
 func TestBind(t *testing.T) {

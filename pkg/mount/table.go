@@ -16,12 +16,19 @@ import (
 // since, and each answer is checked there (Paths). Paths are as Resolve returns them.
 type Table struct {
 	mu    sync.Mutex
-	paths map[uint64]map[string]bool // device -> path -> mounted for writing
+	paths map[uint64]map[string]noted // device -> path
+	seen  uint64
+}
+
+// noted is a place where a device was mounted.
+type noted struct {
+	writable bool
+	seen     uint64 // counts what was noted: what is mounted there again is another one
 }
 
 // LoadTable reads the mounts of this process's namespace, once.
 func LoadTable() (*Table, error) {
-	t := &Table{paths: map[uint64]map[string]bool{}}
+	t := &Table{paths: map[uint64]map[string]noted{}}
 	mounts, err := mountinfo.GetMounts(nil)
 	if err != nil {
 		return nil, fmt.Errorf("read mounts: %w", err)
@@ -66,9 +73,10 @@ func (t *Table) Add(device uint64, path string, writable bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.paths[device] == nil {
-		t.paths[device] = map[string]bool{}
+		t.paths[device] = map[string]noted{}
 	}
-	t.paths[device][path] = writable
+	t.seen++
+	t.paths[device][path] = noted{writable, t.seen}
 }
 
 // Devices returns the devices that were noted, in no order.
@@ -82,16 +90,29 @@ func (t *Table) Devices() []uint64 {
 func (t *Table) Writable(device uint64, path string) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return t.paths[device][path]
+	return t.paths[device][path].writable
 }
 
 // Remove notes that it is not any more.
 func (t *Table) Remove(device uint64, path string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	t.remove(device, path)
+}
+
+func (t *Table) remove(device uint64, path string) {
 	delete(t.paths[device], path)
 	if len(t.paths[device]) == 0 {
 		delete(t.paths, device)
+	}
+}
+
+// forget is Remove, but for what was mounted there again since it was looked up.
+func (t *Table) forget(device uint64, path string, was noted) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.paths[device][path] == was {
+		t.remove(device, path)
 	}
 }
 
@@ -99,16 +120,21 @@ func (t *Table) Remove(device uint64, path string) {
 // bound device node), of all the places that were noted.
 func (t *Table) Paths(device uint64) []string {
 	t.mu.Lock()
-	noted := slices.Sorted(maps.Keys(t.paths[device]))
+	all := maps.Clone(t.paths[device])
 	t.mu.Unlock()
 	var here []string
-	for _, path := range noted {
+	for _, path := range slices.Sorted(maps.Keys(all)) {
 		info, err := At(path)
 		elsewhere := err == nil && !(info.Root && info.Device == device)
+		if err != nil && !Missing(err) {
+			// A mount that cannot be looked at is still a mount, of this device or by now of another one.
+			other, listErr := DeviceOf(path)
+			elsewhere = listErr == nil && other != 0 && other != device
+		}
 		if elsewhere || Missing(err) {
-			t.Remove(device, path)
+			t.forget(device, path, all[path])
 		} else {
-			here = append(here, path) // a mount that cannot be looked at is still a mount
+			here = append(here, path)
 		}
 	}
 	return here
