@@ -130,7 +130,9 @@ func openPath(path string) (int, error) {
 	return fd, nil
 }
 
-// btrfsDevice returns (one of) the devices of a btrfs.
+// btrfsDevice returns (one of) the devices of a btrfs, by the names that the kernel has for them.
+// BTRFS_IOC_DEV_INFO and the list of mounts only have the path that whoever scanned the device last had for it:
+// it may be gone, or be one of another mount namespace.
 func btrfsDevice(path string) (uint64, error) {
 	f, err := os.Open(path)
 	if err != nil {
@@ -141,16 +143,28 @@ func btrfsDevice(path string) (uint64, error) {
 	if err != nil {
 		return 0, err
 	}
-	var st unix.Stat_t
-	if err := unix.Stat(info.Path, &st); err != nil {
-		return 0, &fs.PathError{Op: "stat", Path: info.Path, Err: err}
+	id := info.Identity
+	devices, err := filepath.Glob(fmt.Sprintf("/sys/fs/btrfs/%x-%x-%x-%x-%x/devices/*/dev", id[:4], id[4:6], id[6:8], id[8:10], id[10:]))
+	if err != nil {
+		return 0, err
 	}
-	return st.Rdev, nil
+	for _, device := range devices {
+		var major, minor uint32
+		number, err := os.ReadFile(device)
+		if err == nil {
+			_, err = fmt.Sscanf(string(number), "%d:%d", &major, &minor)
+		}
+		if err == nil {
+			return unix.Mkdev(major, minor), nil
+		}
+	}
+	return 0, fmt.Errorf("%w: /sys/fs/btrfs has no device of the btrfs at %s", blockdev.ErrUnavailable, path)
 }
 
 // BtrfsInfo is what btrfs says of its devices.
 type BtrfsInfo struct {
-	Devices uint64 // how many there are
+	Identity [16]byte
+	Devices  uint64 // how many there are
 	// Of one that is there:
 	ID   uint64
 	Path string
@@ -169,7 +183,8 @@ func Btrfs(f *os.File) (BtrfsInfo, error) {
 	}
 	var all struct {
 		maxID, devices uint64
-		_              [1024 - 16]byte
+		identity       [16]byte
+		_              [1024 - 32]byte
 	}
 	if err := ask("BTRFS_IOC_FS_INFO", fsInfo, unsafe.Pointer(&all)); err != nil {
 		return BtrfsInfo{}, err
@@ -185,7 +200,7 @@ func Btrfs(f *os.File) (BtrfsInfo, error) {
 		one.id = id
 		err := ask("BTRFS_IOC_DEV_INFO", devInfo, unsafe.Pointer(&one))
 		if path := unix.ByteSliceToString(one.path[:]); err == nil && strings.HasPrefix(path, "/") { // one that is missing has none
-			return BtrfsInfo{Devices: all.devices, ID: id, Path: path, Size: int64(one.total)}, nil
+			return BtrfsInfo{Identity: all.identity, Devices: all.devices, ID: id, Path: path, Size: int64(one.total)}, nil
 		}
 		if err != nil && !errors.Is(err, unix.ENODEV) {
 			return BtrfsInfo{}, err

@@ -180,6 +180,27 @@ func TestRemembered(t *testing.T) {
 	ok(t, mount.Unmount(path))
 }
 
+// TestScannedElsewhere: whoever looks for btrfs by a path of his own, which is gone later, hides no mount.
+func TestScannedElsewhere(t *testing.T) {
+	d := newDisk(t, "btrfs")
+	path, node := d.mounted(t, "btrfs"), filepath.Join(d.dir, "node")
+	ok(t, unix.Mknod(node, unix.S_IFBLK|0o600, int(number(t, d.device))))
+	drivertest.Run(t, "btrfs", "device", "scan", node)
+	ok(t, os.Remove(node))
+	if info, err := mount.At(path); err != nil || !info.Root || info.Device != number(t, d.device) {
+		t.Errorf("there is %+v, %v", info, err)
+	}
+	table, err := mount.LoadTable()
+	ok(t, err)
+	if paths := table.Paths(number(t, d.device)); !slices.Equal(paths, []string{path}) {
+		t.Errorf("mounted at %v", paths)
+	}
+	ok(t, mount.Unmount(path))
+	if err := unix.Unmount(path, 0); !errors.Is(err, unix.EINVAL) {
+		t.Errorf("it was said to be unmounted: %v", err)
+	}
+}
+
 // TestPathsBesideMounts: whoever looks where a device is mounted does not have a mount forgotten that comes meanwhile.
 func TestPathsBesideMounts(t *testing.T) {
 	d := newDisk(t, "ext4")

@@ -53,16 +53,20 @@ func tableDevice(m *mountinfo.Info) uint64 {
 			node = true
 		}
 	}
-	if node || (m.Major == 0 && strings.HasPrefix(m.Source, "/dev/")) {
+	if node || m.FSType == "btrfs" || (m.Major == 0 && strings.HasPrefix(m.Source, "/dev/")) {
 		path := m.Source // btrfs has device numbers of its own
 		if node {
 			path = m.Mountpoint
 		}
 		var st unix.Stat_t
 		if err := unix.Stat(path, &st); err == nil && st.Mode&unix.S_IFMT == unix.S_IFBLK {
-			device = st.Rdev
-		} else {
-			device = 0
+			return st.Rdev
+		}
+		device = 0
+		if m.FSType == "btrfs" { // its device may have been known by another path
+			if info, err := At(m.Mountpoint); err == nil && info.Root && info.Filesystem == unix.BTRFS_SUPER_MAGIC {
+				device = info.Device
+			}
 		}
 	}
 	return device
