@@ -355,17 +355,13 @@ type Usage struct {
 	Inodes, InodesUsed, InodesAvailable int64
 }
 
-// UsageAt measures the filesystem mounted at a path, by statfs(2).
-func UsageAt(path string) (Usage, error) {
-	var st unix.Statfs_t
-	if err := unix.Statfs(path, &st); err != nil {
-		return Usage{}, fmt.Errorf("usage of %s: %w", path, err)
-	}
+// UsageOf is what statfs(2) says of a filesystem.
+func UsageOf(st unix.Statfs_t) Usage {
 	block := st.Frsize
 	return Usage{
 		Total: int64(st.Blocks) * block, Available: int64(st.Bavail) * block, Used: int64(st.Blocks-st.Bfree) * block,
 		Inodes: int64(st.Files), InodesAvailable: int64(st.Ffree), InodesUsed: int64(st.Files - st.Ffree),
-	}, nil
+	}
 }
 
 // version is major and minor of a version.

@@ -34,8 +34,9 @@ type Info struct {
 	Node, Folder bool
 	// ReadOnly: the mount, or the filesystem below it, takes no writes.
 	ReadOnly bool
-	// Filesystem is the type of the filesystem, as in statfs(2).
+	// Filesystem is the type of the filesystem, and Usage all that statfs(2) says of it.
 	Filesystem int64
+	Usage      unix.Statfs_t
 }
 
 // At looks at a path without following a symbolic link at its end. A path that does
@@ -64,7 +65,7 @@ func At(path string) (Info, error) {
 	if err := unix.Fstatfs(fd, &st); err != nil {
 		return Info{}, &fs.PathError{Op: "statfs", Path: path, Err: err}
 	}
-	info.ReadOnly, info.Filesystem = st.Flags&unix.ST_RDONLY != 0, st.Type
+	info.ReadOnly, info.Filesystem, info.Usage = st.Flags&unix.ST_RDONLY != 0, st.Type, st
 	if st.Type == unix.BTRFS_SUPER_MAGIC && info.Root && !info.Node {
 		// btrfs gives each subvolume a device number of its own.
 		if info.Device, err = btrfsDevice(path); err != nil {

@@ -268,13 +268,7 @@ func (s *Server) NodeGetVolumeStats(ctx context.Context, r *csi.NodeGetVolumeSta
 		}
 		return &csi.NodeGetVolumeStatsResponse{Usage: []*csi.VolumeUsage{usage}}, nil
 	}
-	u, err := filesystem.UsageAt(r.GetVolumePath())
-	if _, gone := s.here(ctx, v.ID, r.GetVolumePath()); gone != nil {
-		return nil, gone // it was taken away meanwhile, and what is below it was measured
-	}
-	if err != nil {
-		return nil, err
-	}
+	u := filesystem.UsageOf(at.Usage) // the path may be that of another filesystem by now
 	response := &csi.NodeGetVolumeStatsResponse{Usage: []*csi.VolumeUsage{{
 		Unit: csi.VolumeUsage_BYTES, Total: u.Total, Used: u.Used, Available: u.Available}}}
 	if u.Inodes > 0 { // btrfs has no count of them

@@ -1,0 +1,81 @@
+package node_test
+
+import (
+	"context"
+	"errors"
+	"math/rand/v2"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/mount"
+	"github.com/ashlar-csi/ashlar/pkg/node"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// one has a single volume, which is a device.
+type one struct {
+	node.Volumes
+	volume volume.Volume
+	device blockdev.Device
+}
+
+func (o one) Get(context.Context, volume.ID) (volume.Volume, error) { return o.volume, nil }
+func (o one) Attached(context.Context, volume.ID) ([]blockdev.Device, error) {
+	time.Sleep(time.Duration(rand.N(300)) * time.Microsecond) // much happens meanwhile
+	return []blockdev.Device{o.device}, nil
+}
+
+// TestStatsBesideMounts: what is measured is the volume, or it is not there, however often its path comes and
+// goes meanwhile.
+func TestStatsBesideMounts(t *testing.T) {
+	drivertest.NeedRoot(t)
+	dir := drivertest.Dir(t)
+	source, target := dir+"/source", dir+"/target"
+	must := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	must(unix.Mkdir(source, 0o700))
+	must(unix.Mount("none", source, "tmpfs", 0, "size=1m"))
+	defer func() { must(unix.Unmount(source, 0)) }()
+	info, err := mount.At(source)
+	must(err)
+	id := volume.ID{Kind: blockdev.Volume, Pool: "p", Key: volume.KeyOf("v")}
+	s := node.New(t.Context(), one{volume: volume.Volume{ID: id}, device: blockdev.NewDevice("", info.Device, 1<<20, false, nil)}, nil, node.Options{})
+
+	ctx, stop := context.WithTimeout(t.Context(), 3*time.Second)
+	defer stop()
+	var measuring sync.WaitGroup
+	for range 16 {
+		measuring.Go(func() {
+			for ctx.Err() == nil {
+				r, err := s.NodeGetVolumeStats(t.Context(), &csi.NodeGetVolumeStatsRequest{VolumeId: id.String(), VolumePath: target})
+				if err != nil && !errors.Is(err, blockdev.ErrNotFound) {
+					t.Error(err)
+					return
+				}
+				if err == nil && r.GetUsage()[0].GetTotal() != 1<<20 {
+					t.Errorf("measured %v", r)
+					return
+				}
+			}
+		})
+	}
+	for ctx.Err() == nil {
+		must(unix.Mkdir(target, 0o700))
+		must(mount.Bind(source, target, false))
+		time.Sleep(time.Duration(rand.N(100)) * time.Microsecond)
+		for unix.Unmount(target, 0) != nil { // whoever looks at it holds it
+		}
+		must(unix.Rmdir(target))
+	}
+	measuring.Wait()
+}
