@@ -907,7 +907,11 @@ func (l *Local) Health(ctx context.Context, id ID) ([]blockdev.Problem, error) {
 			if err == nil { // a raw volume may carry what its user made
 				carried = filesystem.TypeOf(info.Filesystem)
 			}
-			return filesystem.Health(carried, device.Path, path, l.mounts.Writable(device.Number, path)), nil
+			problems := filesystem.Health(carried, device.Path, path, l.mounts.Writable(device.Number, path))
+			if len(problems) > 0 && !slices.Contains(l.mounts.Paths(device.Number), path) {
+				continue // it was taken away meanwhile, and what is below it was looked at
+			}
+			return problems, nil
 		}
 	}
 	return nil, nil

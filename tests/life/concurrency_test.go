@@ -198,6 +198,36 @@ func TestStatsBesideUnpublish(t *testing.T) {
 	d.nothingLeft()
 }
 
+// TestHealthBesideUnpublish: a filesystem whose target is taken away while it is looked at is not reported as one that
+// does not answer.
+func TestHealthBesideUnpublish(t *testing.T) {
+	d := start(t, drivertest.Options{})
+	v, err := d.create(request("volume", "ext4", smallest["ext4"]))
+	ok(t, err)
+	target := v.running()
+	ctx, stop := context.WithCancel(t.Context())
+	var looking sync.WaitGroup
+	for range 8 {
+		looking.Go(func() {
+			for ctx.Err() == nil {
+				r, err := d.NodeGetVolumeHealth(t.Context(), &csi.NodeGetVolumeHealthRequest{VolumeId: v.id})
+				if said := reasons(r.GetVolumeHealth()); err != nil || len(said) > 0 {
+					t.Errorf("%v, %v", said, err)
+					return
+				}
+			}
+		})
+	}
+	for range 300 {
+		ok(t, v.unpublish(target))
+		ok(t, v.publish(target, false))
+	}
+	stop()
+	looking.Wait()
+	ok(t, v.down(target))
+	d.nothingLeft()
+}
+
 // TestManyLives: 16 volumes at once, from create to delete, with a snapshot and a restore
 // each.
 func TestManyLives(t *testing.T) {
