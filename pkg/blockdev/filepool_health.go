@@ -70,7 +70,7 @@ func (p *filePool) Health(_ context.Context, ref Ref) ([]Problem, error) {
 	case err == nil:
 		defer image.Close()
 		problems, err := p.deviceHealth(ref)
-		if longer := p.checkLength(s, image); longer != nil {
+		if longer := p.checkLength(s, image); longer != nil && p.says(ref, s) { // else it is growing
 			problems = append(problems, Problem{Degraded, "ImageLonger", longer.Error()})
 		}
 		return problems, err
@@ -88,6 +88,12 @@ func (p *filePool) Health(_ context.Context, ref Ref) ([]Problem, error) {
 	default:
 		return []Problem{{Inaccessible, "ImageUnreadable", err.Error()}}, nil
 	}
+}
+
+// says reports whether the record of an object is still the one that was looked up.
+func (p *filePool) says(ref Ref, s *stored) bool {
+	_, now, err := p.lookup(ref)
+	return err == nil && now == s
 }
 
 // nearlyFull is how little may be left of a filesystem before it is said, in percent; with a smaller reserve it is that.

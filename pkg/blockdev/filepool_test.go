@@ -939,6 +939,30 @@ func TestHealthBesideDelete(t *testing.T) {
 	}
 }
 
+// TestHealthBesideGrowth: a volume that grows is not reported to be longer than its record says.
+func TestHealthBesideGrowth(t *testing.T) {
+	pool := opened(t, drivertest.Dir(t))
+	create(t, pool, blockdev.Spec{Ref: vol("a"), Size: mib})
+	ctx, stop := context.WithCancel(t.Context())
+	var looking sync.WaitGroup
+	defer looking.Wait()
+	defer stop()
+	for range 4 {
+		looking.Go(func() {
+			for ctx.Err() == nil {
+				if problems, err := pool.Health(ctx, vol("a")); len(problems) > 0 || err != nil {
+					t.Errorf("%v, %v", problems, err)
+					return
+				}
+			}
+		})
+	}
+	for n := range int64(200) {
+		_, err := pool.Expand(t.Context(), vol("a"), (n+2)*mib)
+		must(t, err)
+	}
+}
+
 // takeNumber attaches new volumes of a pool until one is the device with the given
 // number, and leaves only that one. Others on the machine may be faster, so it may fail.
 func takeNumber(t testing.TB, pool blockdev.Pool, number uint64) (blockdev.Device, bool) {
