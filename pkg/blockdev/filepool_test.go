@@ -963,6 +963,30 @@ func TestHealthBesideGrowth(t *testing.T) {
 	}
 }
 
+// TestAttachBesideHolder: a free loop device that somebody has open for himself keeps nobody from the others.
+func TestAttachBesideHolder(t *testing.T) {
+	pool := opened(t, drivertest.Dir(t))
+	create(t, pool, blockdev.Spec{Ref: vol("a"), Size: mib})
+	control, err := os.OpenFile("/dev/loop-control", os.O_RDWR, 0)
+	must(t, err)
+	defer control.Close()
+	free, _, errno := unix.Syscall(unix.SYS_IOCTL, control.Fd(), unix.LOOP_CTL_GET_FREE, 0)
+	if errno != 0 {
+		t.Fatal(errno)
+	}
+	holder, err := os.OpenFile(fmt.Sprintf("/dev/loop%d", free), os.O_RDONLY|unix.O_EXCL, 0)
+	must(t, err)
+	defer holder.Close()
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	defer cancel()
+	for range 3 {
+		device, err := pool.Attach(ctx, vol("a"), blockdev.Attachment{Keep: true})
+		must(t, err)
+		must(t, device.Close())
+		must(t, pool.Detach(ctx, vol("a")))
+	}
+}
+
 // takeNumber attaches new volumes of a pool until one is the device with the given
 // number, and leaves only that one. Others on the machine may be faster, so it may fail.
 func takeNumber(t testing.TB, pool blockdev.Pool, number uint64) (blockdev.Device, bool) {

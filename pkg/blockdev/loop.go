@@ -128,6 +128,31 @@ type loopConfig struct {
 	limit     uint64 // bytes that it shows; 0: all
 }
 
+// busyOften is how often a free loop device may be refused before it is left alone: somebody is not faster
+// all the time, but has it open for himself (O_EXCL), who knows for how long.
+const busyOften = 10
+
+// freeLoop returns the number of a loop device without a backing file, other than those that were refused
+// too often. The kernel always names the first one, held or not.
+func freeLoop(control *os.File, refused map[int]int) (int, error) {
+	n, err := ioctlValue(control.Fd(), unix.LOOP_CTL_GET_FREE, 0)
+	if err != nil || refused[n] < busyOften {
+		return n, err
+	}
+	for taken := true; taken; taken = refused[n] >= busyOften || hasBacking(n) {
+		n++
+	}
+	if _, err = ioctlValue(control.Fd(), unix.LOOP_CTL_ADD, uintptr(n)); errors.Is(err, unix.EEXIST) {
+		err = nil
+	}
+	return n, err
+}
+
+func hasBacking(n int) bool {
+	_, _, err := backingName(n)
+	return err == nil
+}
+
 // attachLoop puts a loop device over an open file: LOOP_CTL_GET_FREE and LOOP_CONFIGURE,
 // again with the next free number when somebody else was faster. The returned file holds
 // the device.
@@ -144,11 +169,12 @@ func attachLoop(ctx context.Context, backing *os.File, c loopConfig) (*os.File, 
 	if c.readOnly {
 		flags = os.O_RDONLY
 	}
+	refused := map[int]int{}
 	for held := 0; ; {
 		if err := ctx.Err(); err != nil {
 			return nil, 0, err
 		}
-		n, err := ioctlValue(control.Fd(), unix.LOOP_CTL_GET_FREE, 0)
+		n, err := freeLoop(control, refused)
 		if err != nil {
 			return nil, 0, fmt.Errorf("find a free loop device: %w", systemError(err))
 		}
@@ -183,6 +209,7 @@ func attachLoop(ctx context.Context, backing *os.File, c loopConfig) (*os.File, 
 		if !errors.Is(err, unix.EBUSY) {
 			return nil, 0, fmt.Errorf("configure %s: %w", loopPath(n), systemError(err))
 		}
+		refused[n]++
 	}
 }
 
