@@ -54,7 +54,7 @@ func (p *filePool) gone() bool {
 	return errors.Is(p.lock.Sync(), unix.EIO)
 }
 
-func (p *filePool) Health(_ context.Context, ref Ref) ([]Problem, error) {
+func (p *filePool) Health(ctx context.Context, ref Ref) ([]Problem, error) {
 	_, s, err := p.lookup(ref)
 	if errors.Is(err, ErrDataLoss) {
 		return []Problem{{DataLoss, "RecordDamaged", err.Error()}}, nil
@@ -75,8 +75,8 @@ func (p *filePool) Health(_ context.Context, ref Ref) ([]Problem, error) {
 		}
 		return problems, err
 	case errors.Is(err, ErrDataLoss):
-		if _, _, err := p.lookup(ref); err != nil {
-			return nil, err // deleted meanwhile
+		if !p.says(ref, s) {
+			return p.Health(ctx, ref) // deleted meanwhile, or even made anew
 		}
 		reason := "ImageTruncated"
 		if errors.Is(err, errNotOwn) {
