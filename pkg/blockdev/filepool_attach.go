@@ -189,7 +189,9 @@ func (p *filePool) openLoops(ref Ref) (loops []attachedLoop, err error) {
 	for _, c := range candidates {
 		f, err := openLoop(c.number, os.O_RDONLY)
 		if errors.Is(err, fs.ErrNotExist) || goingLoop(err) {
-			gone = append(gone, c)
+			if !hasBacking(c.number) {
+				gone = append(gone, c)
+			}
 			continue
 		}
 		if err != nil {
@@ -404,7 +406,27 @@ func (p *filePool) Detach(ctx context.Context, ref Ref) error {
 			failures = append(failures, fmt.Errorf("detach %s of pool %s: %w", ref, p.name, err))
 		}
 	}
-	return errors.Join(failures...)
+	if len(failures) > 0 {
+		return errors.Join(failures...)
+	}
+	if err := p.waitGoing(ctx, ref); err != nil {
+		return fmt.Errorf("detach %s of pool %s: %w", ref, p.name, err)
+	}
+	return nil
+}
+
+// waitGoing waits for devices of an object that could not be opened, as somebody told them to go. Whoever did and
+// still has one open keeps its image, for as long as he likes.
+func (p *filePool) waitGoing(ctx context.Context, ref Ref) error {
+	p.mu.Lock()
+	known := p.loops[ref]
+	p.mu.Unlock()
+	for _, l := range known {
+		if err := waitLoopGone(ctx, loopBacking{number: l.number, device: l.device, inode: l.inode}); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // detach takes a loop device away, with its guard. It closes it.

@@ -939,6 +939,25 @@ func TestHealthBesideDelete(t *testing.T) {
 	}
 }
 
+// TestDetachTold: a device that its last user told to go, and keeps open, is not gone.
+func TestDetachTold(t *testing.T) {
+	pool := opened(t, drivertest.Dir(t))
+	create(t, pool, blockdev.Spec{Ref: vol("a"), Size: mib})
+	device, err := pool.Attach(t.Context(), vol("a"), blockdev.Attachment{Keep: true})
+	must(t, err)
+	must(t, device.Close())
+	user, err := os.OpenFile(device.Path, os.O_RDWR, 0)
+	must(t, err)
+	for range 2 {
+		if err := pool.Detach(t.Context(), vol("a")); !errors.Is(err, blockdev.ErrInUse) {
+			t.Errorf("detached while it is open: %v", err)
+		}
+		_, _, _ = unix.Syscall(unix.SYS_IOCTL, user.Fd(), unix.LOOP_CLR_FD, 0) // a device of the device mapper has none
+	}
+	must(t, user.Close())
+	must(t, pool.Detach(t.Context(), vol("a")))
+}
+
 // TestHealthBesideGrowth: a volume that grows is not reported to be longer than its record says.
 func TestHealthBesideGrowth(t *testing.T) {
 	pool := opened(t, drivertest.Dir(t))
