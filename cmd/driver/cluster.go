@@ -157,8 +157,8 @@ func (w *watched) Topology(ctx context.Context) (map[string]string, error) {
 	return w.agent.Labels(ctx, w.labels)
 }
 
-func (w *watched) Claimed(ctx context.Context, v volume.Volume) (volume.Claim, bool) {
-	return w.agent.Claimed(ctx, v.ID)
+func (w *watched) Claimed(ctx context.Context, v volume.Volume, readOnly bool) (volume.Claim, bool) {
+	return w.agent.Claimed(ctx, v.ID, readOnly)
 }
 
 func (w *watched) Create(ctx context.Context, spec volume.Spec) (volume.Volume, error) {

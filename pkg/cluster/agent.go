@@ -211,9 +211,10 @@ func (a *Agent) Changed() {
 const claimWait = 2 * time.Second
 
 // Claimed returns how a volume is claimed by its object's last known state. It is not known if
-// no API server has answered since the start, or there is no such object. A claim that is not for
-// this node is waited for a moment, and then asked for.
-func (a *Agent) Claimed(ctx context.Context, id volume.ID) (_ volume.Claim, known bool) {
+// no API server has answered since the start, or there is no such object. A claim that does not allow what
+// is to be done (on this node, and with readOnly false more than reading) is waited for a moment, and then
+// asked for: it may be one of before.
+func (a *Agent) Claimed(ctx context.Context, id volume.ID, readOnly bool) (_ volume.Claim, known bool) {
 	if !a.read.Load() {
 		return volume.Claim{}, false
 	}
@@ -228,7 +229,7 @@ func (a *Agent) Claimed(ctx context.Context, id volume.ID) (_ volume.Claim, know
 			return volume.Claim{}, false
 		}
 		claim := toVolume(v).Claim
-		if claim.Node == a.local.Node() {
+		if claim.Node == a.local.Node() && (readOnly || !claim.ReadOnly) {
 			return claim, true
 		}
 		select {

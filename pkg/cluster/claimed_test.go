@@ -27,7 +27,7 @@ func TestClaimed(t *testing.T) {
 	claim := volume.Claim{Node: nodeName, Mode: "m", ReadOnly: true}
 	expect := func(a *cluster.Agent, id volume.ID, want volume.Claim, wantKnown bool) {
 		t.Helper()
-		if have, known := a.Claimed(w.ctx, id); have != want || known != wantKnown {
+		if have, known := a.Claimed(w.ctx, id, true); have != want || known != wantKnown {
 			t.Fatalf("claimed %+v, known %v; want %+v, %v", have, known, want, wantKnown)
 		}
 	}
@@ -37,7 +37,7 @@ func TestClaimed(t *testing.T) {
 		must(t, s.Claim(w.ctx, v.ID, claim))
 		w.eventually("the claim is known", func() bool {
 			asked := time.Now()
-			have, known := m.agent.Claimed(w.ctx, v.ID)
+			have, known := m.agent.Claimed(w.ctx, v.ID, true)
 			if waited := time.Since(asked); have != claim && waited < claimWait {
 				t.Fatalf("claimed %+v, known %v, after %s", have, known, waited)
 			}
@@ -48,7 +48,7 @@ func TestClaimed(t *testing.T) {
 		claimed()
 		must(t, s.Release(w.ctx, v.ID, nodeName))
 		w.eventually("the release is known", func() bool {
-			have, known := m.agent.Claimed(soon(t), v.ID)
+			have, known := m.agent.Claimed(soon(t), v.ID, true)
 			return known && have == volume.Claim{}
 		})
 	}
@@ -83,7 +83,7 @@ func TestClaimedWhileWriting(t *testing.T) {
 	claim := volume.Claim{Node: nodeName, Mode: "m", ReadOnly: true}
 	must(t, s.Claim(w.ctx, v.ID, claim))
 	w.eventually("the claim is known", func() bool {
-		have, known := m.agent.Claimed(w.ctx, v.ID)
+		have, known := m.agent.Claimed(w.ctx, v.ID, true)
 		return known && have == claim
 	})
 	hang.Store(true)
@@ -95,7 +95,7 @@ func TestClaimedWhileWriting(t *testing.T) {
 			return false
 		}
 	})
-	have, known := m.agent.Claimed(w.ctx, v.ID)
+	have, known := m.agent.Claimed(w.ctx, v.ID, false)
 	hang.Store(false)
 	close(let)
 	if have != claim || !known {
@@ -113,7 +113,7 @@ func TestClaimedBehind(t *testing.T) {
 	wrap(t, func(c *rest.Config) { c.Wrap(lag.wrap) })
 	w.start(m)
 	w.eventually("the agent knows the volume", func() bool {
-		_, known := m.agent.Claimed(soon(t), v.ID)
+		_, known := m.agent.Claimed(soon(t), v.ID, true)
 		return known
 	})
 	lag.Lock()
@@ -121,7 +121,32 @@ func TestClaimedBehind(t *testing.T) {
 	claim := volume.Claim{Node: nodeName, Mode: "m"}
 	must(t, s.Claim(w.ctx, v.ID, claim))
 	w.eventually("the claim is known", func() bool {
-		have, known := m.agent.Claimed(w.ctx, v.ID)
+		have, known := m.agent.Claimed(w.ctx, v.ID, true)
 		return known && have == claim
 	})
+}
+
+// TestClaimedAnew: a volume that was claimed for reading, and is claimed for writing now, is not used for
+// reading, however far the watch is behind.
+func TestClaimedAnew(t *testing.T) {
+	w, m, s := newCluster(t)
+	v, err := s.Create(w.ctx, spec("v"))
+	must(t, err)
+	must(t, s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m", ReadOnly: true}))
+	m.stop()
+	var lag lagging
+	wrap(t, func(c *rest.Config) { c.Wrap(lag.wrap) })
+	w.start(m)
+	w.eventually("the claim is known", func() bool {
+		have, known := m.agent.Claimed(soon(t), v.ID, true)
+		return known && have.ReadOnly
+	})
+	lag.Lock()
+	defer lag.Unlock()
+	must(t, s.Release(w.ctx, v.ID, nodeName))
+	claim := volume.Claim{Node: nodeName, Mode: "m"}
+	must(t, s.Claim(w.ctx, v.ID, claim))
+	if have, known := m.agent.Claimed(w.ctx, v.ID, false); have != claim || !known {
+		t.Errorf("claimed %+v, known %v", have, known)
+	}
 }

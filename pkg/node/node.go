@@ -40,8 +40,8 @@ type Volumes interface {
 	// SetTarget and SetFlags record volume.Volume.Target and Flags.
 	SetTarget(ctx context.Context, id volume.ID, target string) error
 	SetFlags(ctx context.Context, id volume.ID, flags string) error
-	// Claimed says how a volume is claimed, as far as that is known here.
-	Claimed(ctx context.Context, v volume.Volume) (claim volume.Claim, known bool)
+	// Claimed says how a volume is claimed that is to be used, for reading only or not, as far as that is known here.
+	Claimed(ctx context.Context, v volume.Volume, readOnly bool) (claim volume.Claim, known bool)
 	// Attach attaches a volume for writing; keep: until Detach, to be handed out as it is.
 	Attach(ctx context.Context, v volume.Volume, keep bool) (blockdev.Device, error)
 	// Attached and Detach need no record of the volume.
@@ -183,7 +183,7 @@ func (s *Server) claimed(ctx context.Context, v volume.Volume, u *use) error {
 	if !s.options.Claims {
 		return nil
 	}
-	claim, known := s.volumes.Claimed(ctx, v)
+	claim, known := s.volumes.Claimed(ctx, v, u.readOnly)
 	if !known {
 		return nil
 	}

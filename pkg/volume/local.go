@@ -740,7 +740,9 @@ func (l *Local) SetFlags(ctx context.Context, id ID, flags string) error {
 }
 
 // Claimed says how a volume is claimed. Here that is always known: its record has it.
-func (l *Local) Claimed(_ context.Context, v Volume) (claim Claim, known bool) { return v.Claim, true }
+func (l *Local) Claimed(_ context.Context, v Volume, _ bool) (claim Claim, known bool) {
+	return v.Claim, true
+}
 
 // Expand: see Store.
 func (l *Local) Expand(ctx context.Context, id ID, size Range) (Volume, error) {

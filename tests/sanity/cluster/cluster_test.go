@@ -122,6 +122,6 @@ type claims struct {
 	agent *cluster.Agent
 }
 
-func (c claims) Claimed(ctx context.Context, v volume.Volume) (volume.Claim, bool) {
-	return c.agent.Claimed(ctx, v.ID)
+func (c claims) Claimed(ctx context.Context, v volume.Volume, readOnly bool) (volume.Claim, bool) {
+	return c.agent.Claimed(ctx, v.ID, readOnly)
 }
