@@ -74,7 +74,7 @@ func connect(config *rest.Config, only map[client.Object]cache.ByObject) (connec
 	}
 	options.Cache = &client.CacheOptions{Reader: c.cache}
 	cached, err := client.New(config, options)
-	c.client = &fresh{Client: cached, cache: c.cache, kinds: map[schema.GroupVersionKind]*written{}}
+	c.client = &fresh{Client: cached, cache: c.cache, live: c.live, kinds: map[schema.GroupVersionKind]*written{}}
 	return c, err
 }
 

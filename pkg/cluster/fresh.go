@@ -3,11 +3,13 @@ package cluster
 import (
 	"context"
 	"fmt"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
 	"time"
 
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
 	toolscache "k8s.io/client-go/tools/cache"
@@ -27,6 +29,7 @@ import (
 type fresh struct {
 	client.Client
 	cache cache.Cache
+	live  client.Reader // the API server itself
 
 	mu    sync.Mutex
 	kinds map[schema.GroupVersionKind]*written
@@ -51,10 +54,11 @@ type write struct {
 	gone    types.UID // that the cache must not have any more
 }
 
-// How often it is looked whether the cache has caught up.
+// How often it is looked whether the cache has caught up, and the API server asked whether it ever will.
 const (
 	firstLook = time.Millisecond
 	lastLook  = 50 * time.Millisecond
+	askEvery  = 5 * time.Second
 )
 
 func (f *fresh) kind(ctx context.Context, gvk schema.GroupVersionKind) (*written, error) {
@@ -121,6 +125,13 @@ func (k *written) forget() {
 	}
 }
 
+// forgetAll forgets the writes that are done.
+func (k *written) forgetAll() {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.forget()
+}
+
 // begin notes down a write of an object that begins now, and forgets those that the cache has.
 func (k *written) begin(name string) *write {
 	k.mu.Lock()
@@ -165,7 +176,14 @@ func (f *fresh) caughtUp(ctx context.Context, gvk schema.GroupVersionKind, name 
 		case <-ctx.Done():
 			return fmt.Errorf("%w: %s %s is being written: %w", blockdev.ErrUnavailable, gvk.Kind, w.name, ctx.Err())
 		}
+		asked := time.Now()
 		for pause := firstLook; !k.look(w); pause = min(2*pause, lastLook) {
+			if time.Since(asked) >= askEvery {
+				if f.undone(ctx, gvk, w) {
+					k.forgetAll()
+				}
+				asked = time.Now()
+			}
 			select {
 			case <-time.After(pause):
 			case <-ctx.Done():
@@ -174,6 +192,21 @@ func (f *fresh) caughtUp(ctx context.Context, gvk schema.GroupVersionKind, name 
 		}
 	}
 	return nil
+}
+
+// undone asks the API server whether a write that is done never comes, as etcd was restored: it has not come as
+// far, or has what was deleted. The cache need not have seen it go back: others may have written since, and some
+// restore etcd with a later version.
+func (f *fresh) undone(ctx context.Context, gvk schema.GroupVersionKind, w *write) bool {
+	var list metav1.PartialObjectMetadataList
+	list.SetGroupVersionKind(gvk.GroupVersion().WithKind(gvk.Kind + "List"))
+	if err := f.live.List(ctx, &list, client.MatchingFields{"metadata.name": w.name}); err != nil {
+		return false // it is asked again
+	}
+	version, err := strconv.ParseUint(list.ResourceVersion, 10, 64)
+	return err == nil && version < w.version || slices.ContainsFunc(list.Items, func(o metav1.PartialObjectMetadata) bool {
+		return w.gone != "" && o.UID == w.gone && o.DeletionTimestamp == nil
+	})
 }
 
 // Get reads an object from the cache.

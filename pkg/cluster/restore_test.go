@@ -1,0 +1,88 @@
+package cluster_test
+
+import (
+	"context"
+	"fmt"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/rest"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+)
+
+// known waits until a new API server knows the users of the parts: it knows nobody for a moment.
+func (w *world) known() {
+	w.Helper()
+	for user := range roles {
+		c, err := client.New(apitest.Get(w).Config(user), client.Options{Scheme: w.Scheme()})
+		must(w, err)
+		w.eventually(user+" is known", func() bool { return c.List(w.ctx, &v1alpha1.VolumeList{}) == nil })
+	}
+}
+
+// revision is how far the API server has come.
+func (w *world) revision() int {
+	w.Helper()
+	var list v1alpha1.VolumeList
+	must(w, w.List(w.ctx, &list))
+	var n int
+	must(w, second(fmt.Sscan(list.ResourceVersion, &n)))
+	return n
+}
+
+// busy writes until the API server has come as far as a revision.
+func (w *world) busy(revision int) {
+	w.Helper()
+	m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: "default", GenerateName: "busy-"}}
+	must(w, w.Create(w.ctx, m))
+	for i := 0; w.revision() < revision; i++ {
+		m.Data = map[string]string{"i": fmt.Sprint(i)}
+		must(w, w.Update(w.ctx, m))
+	}
+	must(w, w.Delete(w.ctx, m))
+}
+
+// again makes a call until it is answered, each time with a sidecar's patience.
+func (w *world) again(what string, call func(context.Context) error) {
+	w.Helper()
+	w.eventually(what, func() bool {
+		ctx, cancel := context.WithTimeout(w.ctx, 5*time.Second)
+		defer cancel()
+		return call(ctx) == nil
+	})
+}
+
+// TestRolledBackAndBusy: etcd goes back to where there is a volume that the agent has deleted since, and others
+// write until its revision is later than it was. The agent does not wait for the volume to be gone.
+func TestRolledBackAndBusy(t *testing.T) {
+	l := &line{}
+	wrap(t, func(c *rest.Config) { c.Dial = l.dial })
+	w, m, s := newCluster(t)
+	v, err := s.Create(w.ctx, spec("v"))
+	must(t, err)
+	must(t, m.local.SetFormat(w.ctx, v.ID, formatted))
+	rollback := apitest.Get(t).Backup(t)
+	w.again("it is deleted", func(ctx context.Context) error { return s.Delete(ctx, v.ID) })
+	before := w.revision()
+	l.set(true)
+	rollback()
+	w.known()
+	w.busy(before + 100)
+	l.set(false)
+	w.again("the loss is reported", func(ctx context.Context) error {
+		problems, err := s.Health(ctx, v.ID)
+		if err == nil && (len(problems) != 1 || problems[0].Severity != blockdev.DataLoss) {
+			err = fmt.Errorf("%+v", problems)
+		}
+		return err
+	})
+	w.again("it is deleted again", func(ctx context.Context) error { return s.Delete(ctx, v.ID) })
+	w.again("it is made anew", func(ctx context.Context) error { return second(s.Create(ctx, spec("v"))) })
+	w.tally(m)
+}
