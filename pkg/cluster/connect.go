@@ -7,16 +7,21 @@
 package cluster
 
 import (
+	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"net/http"
+	"strconv"
 	"sync"
+	"time"
 
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
 	storagev1 "k8s.io/api/storage/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	utilnet "k8s.io/apimachinery/pkg/util/net"
@@ -78,17 +83,58 @@ func connect(config *rest.Config, only map[client.Object]cache.ByObject) (connec
 	return c, err
 }
 
-// relisting has the cache list anew where the API server refused a connection for a watch. client-go
-// would watch on from the last version that it saw, so if etcd was restored meanwhile, it would never see
-// what that changed; with any other error of a watch it lists anew by itself.
+// relisting has the cache list anew where the API server refused a connection for a watch, or has not come
+// as far as the watch is to begin. client-go would watch on from the last version that it saw, so if etcd was
+// restored meanwhile, it would not see what that changed before etcd has come as far again; with any other error
+// of a watch it lists anew by itself, but for "too many requests", after which it comes here again.
 type relisting struct{ http.RoundTripper }
 
 func (r relisting) RoundTrip(q *http.Request) (*http.Response, error) {
-	answer, err := r.RoundTripper.RoundTrip(q)
-	if utilnet.IsConnectionRefused(err) && q.URL.Query().Has("watch") {
+	if !q.URL.Query().Has("watch") {
+		return r.RoundTripper.RoundTrip(q)
+	}
+	var answer *http.Response
+	err := r.reached(q)
+	if err == nil {
+		answer, err = r.RoundTripper.RoundTrip(q)
+	}
+	if utilnet.IsConnectionRefused(err) {
 		err = errors.New(err.Error()) // client-go knows it by the errno inside
 	}
 	return answer, err
+}
+
+// lookTimeout is how long the API server may take to say how far it has come.
+const lookTimeout = 30 * time.Second
+
+// reached fails if the API server has not come as far as the version from which a watch goes on, or does not
+// say so. A watch that begins with all that there is needs no such look.
+func (r relisting) reached(watch *http.Request) error {
+	from, err := strconv.ParseUint(watch.URL.Query().Get("resourceVersion"), 10, 64)
+	if err != nil || watch.URL.Query().Has("sendInitialEvents") {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(watch.Context(), lookTimeout)
+	defer cancel()
+	q := watch.Clone(ctx)
+	q.URL.RawQuery = "limit=1"
+	q.Header.Set("Accept", "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1")
+	answer, err := r.RoundTripper.RoundTrip(q)
+	if err != nil {
+		return err
+	}
+	defer answer.Body.Close()
+	var list metav1.PartialObjectMetadataList
+	if answer.StatusCode != http.StatusOK {
+		return fmt.Errorf("look how far %s has come: %s", watch.URL.Path, answer.Status)
+	}
+	if err := json.NewDecoder(answer.Body).Decode(&list); err != nil {
+		return fmt.Errorf("look how far %s has come: %w", watch.URL.Path, err)
+	}
+	if now, err := strconv.ParseUint(list.ResourceVersion, 10, 64); err != nil || now < from {
+		return fmt.Errorf("%s is at version %q, and the watch at %d: etcd was restored", watch.URL.Path, list.ResourceVersion, from)
+	}
+	return nil
 }
 
 // apiError gives an error of the API server its sentinel. Whatever does not say for sure

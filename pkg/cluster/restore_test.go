@@ -2,7 +2,10 @@ package cluster_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"net"
+	"sync"
 	"testing"
 	"time"
 
@@ -14,6 +17,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/apitest"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
 // known waits until a new API server knows the users of the parts: it knows nobody for a moment.
@@ -85,4 +89,77 @@ func TestRolledBackAndBusy(t *testing.T) {
 	w.again("it is deleted again", func(ctx context.Context) error { return s.Delete(ctx, v.ID) })
 	w.again("it is made anew", func(ctx context.Context) error { return second(s.Create(ctx, spec("v"))) })
 	w.tally(m)
+}
+
+// patient is a way to the API server on which whoever connects while that is away waits, as some load balancers
+// let their clients.
+type patient struct {
+	mu   sync.Mutex
+	away bool
+	open []net.Conn
+}
+
+func (p *patient) dial(ctx context.Context, network, address string) (net.Conn, error) {
+	for {
+		if c, err := p.try(ctx, network, address); c != nil || err != nil {
+			return c, err
+		}
+		select {
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		case <-time.After(10 * time.Millisecond):
+		}
+	}
+}
+
+// try connects, if the API server is not away.
+func (p *patient) try(ctx context.Context, network, address string) (net.Conn, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.away {
+		return nil, nil
+	}
+	c, err := (&net.Dialer{}).DialContext(ctx, network, address)
+	if err == nil {
+		p.open = append(p.open, c)
+	}
+	return c, err
+}
+
+func (p *patient) set(away bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.away = away
+	for _, c := range p.open {
+		_ = c.Close()
+	}
+	p.open = nil
+}
+
+// TestRolledBackUnnoticed: etcd goes back, and no connection is refused. A watch that goes on from a version that
+// there is not any more, or not yet again, would see nothing.
+func TestRolledBackUnnoticed(t *testing.T) {
+	p := &patient{}
+	wrap(t, func(c *rest.Config) { c.Dial = p.dial })
+	w, _, s := newCluster(t)
+	rollback := apitest.Get(t).Backup(t)
+	var late volume.Volume
+	w.again("the store is back", func(ctx context.Context) (err error) {
+		late, err = s.Create(ctx, spec("late"))
+		return err
+	})
+	w.busy(w.revision() + 500)
+	must(t, second(s.Create(w.ctx, spec("last"))))
+	p.set(true)
+	rollback()
+	w.known()
+	p.set(false)
+	w.strays("default", 2)
+	w.again("a volume is made", func(ctx context.Context) error { return second(s.Create(ctx, spec("new"))) })
+	w.again("one without an object is not there", func(ctx context.Context) error {
+		if err := second(s.Get(ctx, late.ID)); !errors.Is(err, blockdev.ErrNotFound) {
+			return fmt.Errorf("it is there: %v", err)
+		}
+		return nil
+	})
 }
