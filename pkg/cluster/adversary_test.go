@@ -4,8 +4,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/http"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -1086,6 +1088,47 @@ func TestStaleClaim(t *testing.T) {
 	must(t, s.Release(w.ctx, ids["attached"], nodeName))
 	must(t, s.Delete(w.ctx, ids["attached"]))
 	w.tally(m)
+}
+
+// TestStaleClaimAnew: a claim that is asked for again while it is being taken back, as there was no VolumeAttachment
+// for it, is there.
+func TestStaleClaimAnew(t *testing.T) {
+	w, _, s := newCluster(t)
+	must(t, storagev1.AddToScheme(w.Scheme()))
+	v, err := s.Create(w.ctx, spec("v"))
+	must(t, err)
+	claim := volume.Claim{Node: nodeName, Mode: "m"}
+	must(t, s.Claim(w.ctx, v.ID, claim))
+	w.persistentVolume("pv", cluster.DefaultDriver, v.ID)
+	pv := "pv"
+	va := &storagev1.VolumeAttachment{ObjectMeta: metav1.ObjectMeta{Name: "va"}, Spec: storagev1.VolumeAttachmentSpec{Attacher: cluster.DefaultDriver, NodeName: nodeName,
+		Source: storagev1.VolumeAttachmentSource{PersistentVolumeName: &pv}}}
+	t.Cleanup(func() { must(t, client.IgnoreNotFound(w.Delete(context.Background(), va))) })
+	anew := sync.OnceFunc(func() {
+		if err := errors.Join(w.Create(w.ctx, va), s.Claim(w.ctx, v.ID, claim)); err != nil {
+			t.Error(err)
+		}
+	})
+	taken := make(chan struct{})
+	told := sync.OnceFunc(func() { close(taken) })
+	wrap(t, func(c *rest.Config) {
+		c.Wrap(func(next http.RoundTripper) http.RoundTripper {
+			return roundTrip(func(q *http.Request) (*http.Response, error) {
+				answer, err := next.RoundTrip(q)
+				if strings.HasSuffix(q.URL.Path, "/volumeattachments") {
+					anew()
+				} else if q.Method == http.MethodPatch {
+					told()
+				}
+				return answer, err
+			})
+		})
+	})
+	sweeping, _ := w.sweeping()
+	fails(t, sweeping.Delete(w.ctx, v.ID), blockdev.ErrInUse)
+	<-taken
+	w.eventually("it is claimed", func() bool { have, err := s.Get(w.ctx, v.ID); return err == nil && have.Claim == claim })
+	fails(t, s.Delete(w.ctx, v.ID), blockdev.ErrInUse)
 }
 
 // TestRolledBack: the API server is what it was some time ago. What was made since has no object;

@@ -2,6 +2,7 @@ package cluster
 
 import (
 	"context"
+	"errors"
 	"slices"
 	"strings"
 	"sync"
@@ -339,7 +340,28 @@ func (s *Store) lookAfterClaim(ctx context.Context, known *census, key string) e
 	klog.FromContext(ctx).Info("Taking back a claim that no VolumeAttachment is for", "volume", volumeID(v).String(), "node", v.Spec.Claim.Node)
 	before := v.DeepCopy()
 	v.Spec.Claim = nil
-	return ignoreConflict(s.client.Patch(ctx, v, lockingPatch(before)))
+	if err := s.client.Patch(ctx, v, lockingPatch(before)); err != nil {
+		return ignoreConflict(err)
+	}
+	return s.giveBack(ctx, before)
+}
+
+// giveBack makes a claim anew that was taken back, if a VolumeAttachment for it has come meanwhile, or that is not
+// known: whoever asked for the claim before it was taken back was told that it is there.
+func (s *Store) giveBack(ctx context.Context, was *v1alpha1.Volume) error {
+	attached, err := (&census{live: s.live, driver: s.options.Driver}).attached(ctx, was)
+	if err == nil && !attached {
+		return nil
+	}
+	klog.FromContext(ctx).Info("Giving a claim back that a VolumeAttachment may be for", "volume", volumeID(was).String(), "node", was.Spec.Claim.Node)
+	_, err2 := s.change(ctx, volumeID(was), func(v *v1alpha1.Volume) (bool, error) {
+		if v.UID != was.UID || v.Spec.Claim != nil {
+			return false, nil
+		}
+		v.Spec.Claim = was.Spec.Claim
+		return true, nil
+	})
+	return errors.Join(err, err2)
 }
 
 // lookAfterGroup deletes the members of a group that was never written down in full, so that its
