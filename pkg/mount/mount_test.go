@@ -7,6 +7,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -226,7 +227,8 @@ func TestPathsBesideMounts(t *testing.T) {
 			stop()
 			t.Error("the mount was forgotten")
 		}
-		for unix.Unmount(path, 0) != nil { // whoever looks at it holds it
+		for unix.Unmount(path, 0) != nil {
+			runtime.Gosched() // whoever looks at it holds it
 		}
 		table.Remove(device, path)
 	}

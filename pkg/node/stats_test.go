@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"math/rand/v2"
+	"runtime"
 	"sync"
 	"testing"
 	"time"
@@ -73,7 +74,8 @@ func TestStatsBesideMounts(t *testing.T) {
 		must(unix.Mkdir(target, 0o700))
 		must(mount.Bind(source, target, false))
 		time.Sleep(time.Duration(rand.N(100)) * time.Microsecond)
-		for unix.Unmount(target, 0) != nil { // whoever looks at it holds it
+		for unix.Unmount(target, 0) != nil {
+			runtime.Gosched() // whoever looks at it holds it
 		}
 		must(unix.Rmdir(target))
 	}
