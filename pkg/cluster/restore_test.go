@@ -158,7 +158,7 @@ func TestRolledBackUnnoticed(t *testing.T) {
 	w.again("a volume is made", func(ctx context.Context) error { return second(s.Create(ctx, spec("new"))) })
 	w.again("one without an object is not there", func(ctx context.Context) error {
 		if err := second(s.Get(ctx, late.ID)); !errors.Is(err, blockdev.ErrNotFound) {
-			return fmt.Errorf("it is there: %v", err)
+			return errors.Join(errors.New("it is there"), err)
 		}
 		return nil
 	})
