@@ -189,7 +189,7 @@ func (p *filePool) openLoops(ref Ref) (loops []attachedLoop, err error) {
 	for _, c := range candidates {
 		f, err := openLoop(c.number, os.O_RDONLY)
 		if errors.Is(err, fs.ErrNotExist) || goingLoop(err) {
-			if !hasBacking(c.number) {
+			if !isOver(c.number, ref, candidates) {
 				gone = append(gone, c)
 			}
 			continue
@@ -223,6 +223,14 @@ func (p *filePool) openLoops(ref Ref) (loops []attachedLoop, err error) {
 	}
 	p.forgetLoops(ref, gone)
 	return loops, p.findCover(ref, loops)
+}
+
+// isOver tells whether a loop device that cannot be opened is over the image of an object, or over one of its loop
+// devices, by the name of what it is over.
+func isOver(n int, ref Ref, loops []knownLoop) bool {
+	name, _, err := backingName(n)
+	return err == nil && (imageAt(name) == ref ||
+		slices.ContainsFunc(loops, func(l knownLoop) bool { return path.Base(name) == path.Base(loopPath(l.number)) }))
 }
 
 func isUnlinked(n int) bool {

@@ -958,6 +958,34 @@ func TestDetachTold(t *testing.T) {
 	must(t, pool.Detach(t.Context(), vol("a")))
 }
 
+// TestDetachBesideTold: a device of somebody else, which has the number of one that a volume had, may have been
+// told to go. It keeps nobody from detaching the volume.
+func TestDetachBesideTold(t *testing.T) {
+	dir := drivertest.Dir(t)
+	pool := opened(t, dir)
+	create(t, pool, blockdev.Spec{Ref: vol("a"), Size: mib})
+	device, err := pool.Attach(t.Context(), vol("a"), blockdev.Attachment{})
+	must(t, err)
+	must(t, device.Close()) // and it goes
+	sysfs := "/sys/block/" + filepath.Base(device.Path) + "/loop"
+	for _, err := os.Stat(sysfs); err == nil; _, err = os.Stat(sysfs) {
+		time.Sleep(time.Millisecond)
+	}
+	image := dir + "/other"
+	must(t, os.WriteFile(image, make([]byte, mib), 0o600))
+	drivertest.Run(t, "losetup", device.Path, image)
+	user, err := os.OpenFile(device.Path, os.O_RDWR, 0)
+	must(t, err)
+	defer user.Close()
+	_, _, errno := unix.Syscall(unix.SYS_IOCTL, user.Fd(), unix.LOOP_CLR_FD, 0)
+	if errno != 0 {
+		t.Fatal(errno)
+	}
+	if err := pool.Detach(t.Context(), vol("a")); err != nil {
+		t.Error(err)
+	}
+}
+
 // TestHealthBesideGrowth: a volume that grows is not reported to be longer than its record says.
 func TestHealthBesideGrowth(t *testing.T) {
 	pool := opened(t, drivertest.Dir(t))
