@@ -67,7 +67,11 @@ func At(path string) (Info, error) {
 	}
 	info.ReadOnly, info.Filesystem, info.Usage = st.Flags&unix.ST_RDONLY != 0, st.Type, st
 	if st.Type == unix.BTRFS_SUPER_MAGIC && info.Root && !info.Node {
-		// btrfs gives each subvolume a device number of its own.
+		// btrfs gives each subvolume a device number of its own. To open a pipe waits for who writes to it, and
+		// what else there is does not ask btrfs.
+		if !info.Folder && sx.Mode&unix.S_IFMT != unix.S_IFREG {
+			return Info{}, fmt.Errorf("%w: %s is neither a folder nor a file, so its btrfs cannot be asked for its device", blockdev.ErrUnsupported, path)
+		}
 		if info.Device, err = btrfsDevice(path); err != nil {
 			return Info{}, err
 		}

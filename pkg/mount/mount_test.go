@@ -202,6 +202,40 @@ func TestScannedElsewhere(t *testing.T) {
 	}
 }
 
+// TestBoundPipe: a pipe of a btrfs that is bound somewhere (a subpath, say) stops nobody who looks there.
+func TestBoundPipe(t *testing.T) {
+	d := newDisk(t, "btrfs")
+	path, device := d.mounted(t, "btrfs"), number(t, d.device)
+	for name, kind := range map[string]uint32{"pipe": unix.S_IFIFO, "socket": unix.S_IFSOCK} {
+		source, bound := filepath.Join(path, name), filepath.Join(d.dir, name)
+		ok(t, unix.Mknod(source, kind|0o600, 0))
+		ok(t, os.WriteFile(bound, nil, 0o600))
+		ok(t, unix.Mount(source, bound, "", unix.MS_BIND, ""))
+		defer unix.Unmount(bound, unix.MNT_DETACH)
+		seen := make(chan []string, 1)
+		go func() {
+			table, err := mount.LoadTable()
+			if err != nil {
+				t.Error(err)
+			}
+			seen <- table.Paths(device)
+		}()
+		select {
+		case paths := <-seen:
+			if !slices.Contains(paths, bound) {
+				t.Errorf("mounted at %v", paths)
+			}
+		case <-time.After(5 * time.Second):
+			t.Errorf("%s: whoever looks waits for ever", name)
+			w, err := os.OpenFile(source, os.O_RDWR, 0)
+			ok(t, err)
+			<-seen
+			_ = w.Close()
+		}
+		ok(t, unix.Unmount(bound, 0))
+	}
+}
+
 // TestPathsBesideMounts: whoever looks where a device is mounted does not have a mount forgotten that comes meanwhile.
 func TestPathsBesideMounts(t *testing.T) {
 	d := newDisk(t, "ext4")
