@@ -236,6 +236,22 @@ func TestBoundPipe(t *testing.T) {
 	}
 }
 
+// TestScannedAsAnother: the path by which a btrfs was scanned in another place may be that of another device here.
+func TestScannedAsAnother(t *testing.T) {
+	d, other := newDisk(t, "btrfs"), newDisk(t, "ext4")
+	path, node := d.mounted(t, "btrfs"), filepath.Join(d.dir, "node")
+	ok(t, unix.Mknod(node, unix.S_IFBLK|0o600, int(number(t, d.device))))
+	drivertest.Run(t, "btrfs", "device", "scan", node)
+	ok(t, os.Remove(node))
+	ok(t, unix.Mknod(node, unix.S_IFBLK|0o600, int(number(t, other.device))))
+	table, err := mount.LoadTable()
+	ok(t, err)
+	if paths := table.Paths(number(t, d.device)); !slices.Equal(paths, []string{path}) {
+		t.Errorf("mounted at %v", paths)
+	}
+	ok(t, os.Remove(node))
+}
+
 // TestPathsBesideMounts: whoever looks where a device is mounted does not have a mount forgotten that comes meanwhile.
 func TestPathsBesideMounts(t *testing.T) {
 	d := newDisk(t, "ext4")

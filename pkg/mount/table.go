@@ -3,6 +3,8 @@ package mount
 import (
 	"fmt"
 	"maps"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -59,17 +61,27 @@ func tableDevice(m *mountinfo.Info) uint64 {
 			path = m.Mountpoint
 		}
 		var st unix.Stat_t
-		if err := unix.Stat(path, &st); err == nil && st.Mode&unix.S_IFMT == unix.S_IFBLK {
-			return st.Rdev
-		}
 		device = 0
-		if m.FSType == "btrfs" { // its device may have been known by another path
+		if err := unix.Stat(path, &st); err == nil && st.Mode&unix.S_IFMT == unix.S_IFBLK {
+			device = st.Rdev
+		}
+		if m.FSType == "btrfs" && !hasBtrfs(device) { // its device may have been known by another path
 			if info, err := At(m.Mountpoint); err == nil && info.Root && info.Filesystem == unix.BTRFS_SUPER_MAGIC {
 				device = info.Device
 			}
 		}
 	}
 	return device
+}
+
+// hasBtrfs tells whether a block device is one of a btrfs that is mounted.
+func hasBtrfs(device uint64) bool {
+	name, err := os.Readlink(fmt.Sprintf("/sys/dev/block/%d:%d", unix.Major(device), unix.Minor(device)))
+	if err != nil {
+		return false
+	}
+	found, err := filepath.Glob("/sys/fs/btrfs/*/devices/" + filepath.Base(name))
+	return err == nil && len(found) > 0
 }
 
 // Add notes that a device is mounted at a path, for writing or not.
