@@ -113,7 +113,14 @@ func (p *filePool) findLoops() error {
 		if base := path.Base(name); err != nil || (!strings.HasSuffix(base, ".img") && !strings.HasPrefix(base, "loop")) {
 			continue
 		}
+		over := imageAt(name)
 		f, err := openLoop(n, os.O_RDONLY)
+		if goingLoop(err) && over.validate() == nil { // who told it to go may keep it (waitGoing)
+			if info, err := p.root.Stat(imagePath(over)); err == nil {
+				st := info.Sys().(*syscall.Stat_t)
+				p.know(over, loopBacking{number: n, device: st.Dev, inode: st.Ino})
+			}
+		}
 		if err != nil {
 			continue // gone meanwhile, or not for us
 		}
@@ -130,7 +137,6 @@ func (p *filePool) findLoops() error {
 			}
 			continue
 		}
-		over := imageAt(name)
 		info, err := p.root.Stat(imagePath(over))
 		switch {
 		case over.validate() == nil && err == nil && isImage(info, status):

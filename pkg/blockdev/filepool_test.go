@@ -958,6 +958,28 @@ func TestDetachTold(t *testing.T) {
 	must(t, pool.Detach(t.Context(), vol("a")))
 }
 
+// TestStartBesideTold: a device that its last user told to go, and keeps open, is not gone for a driver that starts.
+func TestStartBesideTold(t *testing.T) {
+	dir := drivertest.Dir(t)
+	drivertest.NeedRoot(t)
+	pool := open(t, dir)
+	create(t, pool, blockdev.Spec{Ref: vol("a"), Size: mib})
+	device, err := pool.Attach(t.Context(), vol("a"), blockdev.Attachment{Keep: true})
+	must(t, err)
+	must(t, device.Close())
+	user, err := os.OpenFile(device.Path, os.O_RDWR, 0)
+	must(t, err)
+	fails(t, pool.Detach(t.Context(), vol("a")), blockdev.ErrInUse, "detach while it is open")
+	_, _, _ = unix.Syscall(unix.SYS_IOCTL, user.Fd(), unix.LOOP_CLR_FD, 0) // a device of the device mapper has none
+	must(t, pool.Close())
+	pool = opened(t, dir)
+	if err := pool.Detach(t.Context(), vol("a")); !errors.Is(err, blockdev.ErrInUse) {
+		t.Errorf("detached while it is open: %v", err)
+	}
+	must(t, user.Close())
+	must(t, pool.Detach(t.Context(), vol("a")))
+}
+
 // TestDetachBesideTold: a device of somebody else, which has the number of one that a volume had, may have been
 // told to go. It keeps nobody from detaching the volume.
 func TestDetachBesideTold(t *testing.T) {
