@@ -7,10 +7,12 @@
 package cluster
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"net/http"
 	"strconv"
 	"sync"
@@ -93,9 +95,8 @@ func (r relisting) RoundTrip(q *http.Request) (*http.Response, error) {
 	if !q.URL.Query().Has("watch") {
 		return r.RoundTripper.RoundTrip(q)
 	}
-	var answer *http.Response
-	err := r.reached(q)
-	if err == nil {
+	answer, err := r.reached(q)
+	if answer == nil && err == nil {
 		answer, err = r.RoundTripper.RoundTrip(q)
 	}
 	if utilnet.IsConnectionRefused(err) {
@@ -107,12 +108,13 @@ func (r relisting) RoundTrip(q *http.Request) (*http.Response, error) {
 // lookTimeout is how long the API server may take to say how far it has come.
 const lookTimeout = 30 * time.Second
 
-// reached fails if the API server has not come as far as the version from which a watch goes on, or does not
-// say so. A watch that begins with all that there is needs no such look.
-func (r relisting) reached(watch *http.Request) error {
+// reached fails if the API server has not come as far as the version from which a watch goes on. An answer is one
+// that does not say how far that is; it is for the watch too, so that a server that is busy is not asked for all
+// that there is. A watch that begins with that needs no such look.
+func (r relisting) reached(watch *http.Request) (*http.Response, error) {
 	from, err := strconv.ParseUint(watch.URL.Query().Get("resourceVersion"), 10, 64)
 	if err != nil || watch.URL.Query().Has("sendInitialEvents") {
-		return nil
+		return nil, nil
 	}
 	ctx, cancel := context.WithTimeout(watch.Context(), lookTimeout)
 	defer cancel()
@@ -121,20 +123,25 @@ func (r relisting) reached(watch *http.Request) error {
 	q.Header.Set("Accept", "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1")
 	answer, err := r.RoundTripper.RoundTrip(q)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	defer answer.Body.Close()
-	var list metav1.PartialObjectMetadataList
-	if answer.StatusCode != http.StatusOK {
-		return fmt.Errorf("look how far %s has come: %s", watch.URL.Path, answer.Status)
+	said, err := io.ReadAll(answer.Body)
+	if err != nil {
+		return nil, fmt.Errorf("look how far %s has come: %w", watch.URL.Path, err)
 	}
-	if err := json.NewDecoder(answer.Body).Decode(&list); err != nil {
-		return fmt.Errorf("look how far %s has come: %w", watch.URL.Path, err)
+	if answer.StatusCode != http.StatusOK {
+		answer.Body = io.NopCloser(bytes.NewReader(said))
+		return answer, nil
+	}
+	var list metav1.PartialObjectMetadataList
+	if err := json.Unmarshal(said, &list); err != nil {
+		return nil, fmt.Errorf("look how far %s has come: %w", watch.URL.Path, err)
 	}
 	if now, err := strconv.ParseUint(list.ResourceVersion, 10, 64); err != nil || now < from {
-		return fmt.Errorf("%s is at version %q, and the watch at %d: etcd was restored", watch.URL.Path, list.ResourceVersion, from)
+		return nil, fmt.Errorf("%s is at version %q, and the watch at %d: etcd was restored", watch.URL.Path, list.ResourceVersion, from)
 	}
-	return nil
+	return nil, nil
 }
 
 // apiError gives an error of the API server its sentinel. Whatever does not say for sure

@@ -7,6 +7,7 @@ import (
 	"net/http"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -211,4 +212,76 @@ func TestLaggingReplica(t *testing.T) {
 		t.Errorf("%+v, %v", have, err)
 	}
 	w.tally(m)
+}
+
+// ending is the body of a watch that ends as it should when its context does.
+type ending struct {
+	io.ReadCloser
+	ctx context.Context
+}
+
+func (e ending) Read(p []byte) (int, error) {
+	n, err := e.ReadCloser.Read(p)
+	if e.ctx.Err() != nil {
+		return 0, io.EOF
+	}
+	return n, err
+}
+
+// TestBusyServer: a watch that the API server puts off, as it is too busy, is begun later from where it was.
+// Nobody reads all objects anew, which would make the server busier.
+func TestBusyServer(t *testing.T) {
+	w := newWorld(t)
+	m := w.machine(nodeName)
+	var busy atomic.Bool
+	var refused, whole atomic.Int32
+	var mu sync.Mutex
+	var open []context.CancelFunc
+	wrap(t, func(c *rest.Config) {
+		c.Wrap(func(next http.RoundTripper) http.RoundTripper {
+			return roundTrip(func(q *http.Request) (*http.Response, error) {
+				query := q.URL.Query()
+				if q.Method != http.MethodGet || !strings.HasSuffix(q.URL.Path, "/volumes") {
+					return next.RoundTrip(q)
+				}
+				if busy.Load() {
+					if refused.Add(1); query.Get("limit") != "1" && (!query.Has("watch") || query.Has("sendInitialEvents")) {
+						whole.Add(1)
+					}
+					return &http.Response{StatusCode: http.StatusTooManyRequests, Status: "429 Too Many Requests", Request: q,
+						Header: http.Header{"Content-Type": {"application/json"}},
+						Body:   io.NopCloser(strings.NewReader(`{"kind":"Status","apiVersion":"v1","status":"Failure","reason":"TooManyRequests","code":429}`))}, nil
+				}
+				if query.Has("watch") {
+					ctx, cancel := context.WithCancel(q.Context())
+					mu.Lock()
+					open = append(open, cancel)
+					mu.Unlock()
+					answer, err := next.RoundTrip(q.WithContext(ctx))
+					if err == nil {
+						answer.Body = ending{answer.Body, ctx}
+					}
+					return answer, err
+				}
+				return next.RoundTrip(q)
+			})
+		})
+	})
+	s, _ := w.store()
+	w.pooled(s, m)
+	// What ends a watch that has just begun makes client-go read anew whatever comes then.
+	time.Sleep(1500 * time.Millisecond)
+	must(t, second(s.Create(w.ctx, spec("v"))))
+	busy.Store(true)
+	mu.Lock()
+	for _, cancel := range open {
+		cancel()
+	}
+	mu.Unlock()
+	w.eventually("it is refused again", func() bool { return refused.Load() >= 3 })
+	busy.Store(false)
+	if n := whole.Load(); n > 0 {
+		t.Errorf("%d of %d requests were for all objects", n, refused.Load())
+	}
+	w.again("a volume is made", func(ctx context.Context) error { return second(s.Create(ctx, spec("new"))) })
 }
