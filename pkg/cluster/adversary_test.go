@@ -1091,44 +1091,63 @@ func TestStaleClaim(t *testing.T) {
 }
 
 // TestStaleClaimAnew: a claim that is asked for again while it is being taken back, as there was no VolumeAttachment
-// for it, is there.
+// for it, is there, also if whoever takes it back dies.
 func TestStaleClaimAnew(t *testing.T) {
-	w, _, s := newCluster(t)
-	must(t, storagev1.AddToScheme(w.Scheme()))
-	v, err := s.Create(w.ctx, spec("v"))
-	must(t, err)
-	claim := volume.Claim{Node: nodeName, Mode: "m"}
-	must(t, s.Claim(w.ctx, v.ID, claim))
-	w.persistentVolume("pv", cluster.DefaultDriver, v.ID)
-	pv := "pv"
-	va := &storagev1.VolumeAttachment{ObjectMeta: metav1.ObjectMeta{Name: "va"}, Spec: storagev1.VolumeAttachmentSpec{Attacher: cluster.DefaultDriver, NodeName: nodeName,
-		Source: storagev1.VolumeAttachmentSource{PersistentVolumeName: &pv}}}
-	t.Cleanup(func() { must(t, client.IgnoreNotFound(w.Delete(context.Background(), va))) })
-	anew := sync.OnceFunc(func() {
-		if err := errors.Join(w.Create(w.ctx, va), s.Claim(w.ctx, v.ID, claim)); err != nil {
-			t.Error(err)
-		}
-	})
-	taken := make(chan struct{})
-	told := sync.OnceFunc(func() { close(taken) })
-	wrap(t, func(c *rest.Config) {
-		c.Wrap(func(next http.RoundTripper) http.RoundTripper {
-			return roundTrip(func(q *http.Request) (*http.Response, error) {
-				answer, err := next.RoundTrip(q)
-				if strings.HasSuffix(q.URL.Path, "/volumeattachments") {
-					anew()
-				} else if q.Method == http.MethodPatch {
-					told()
-				}
-				return answer, err
+	for i, after := range []struct {
+		what string
+		n    int // how many of the requests for VolumeAttachments, and of the writes, are answered when it is asked for again
+		dies bool
+	}{{"first look", 1, false}, {"first write", 2, false}, {"second look", 3, false}, {"first look, and it dies", 1, true}} {
+		t.Run(after.what, func(t *testing.T) {
+			w, _, s := newCluster(t)
+			must(t, storagev1.AddToScheme(w.Scheme()))
+			v, err := s.Create(w.ctx, spec("v"))
+			must(t, err)
+			claim := volume.Claim{Node: nodeName, Mode: "m"}
+			must(t, s.Claim(w.ctx, v.ID, claim))
+			pv := fmt.Sprint("pv-anew-", i) // those of before may be there yet
+			w.persistentVolume(pv, cluster.DefaultDriver, v.ID)
+			va := &storagev1.VolumeAttachment{ObjectMeta: metav1.ObjectMeta{Name: "va"}, Spec: storagev1.VolumeAttachmentSpec{Attacher: cluster.DefaultDriver, NodeName: nodeName,
+				Source: storagev1.VolumeAttachmentSource{PersistentVolumeName: &pv}}}
+			t.Cleanup(func() { must(t, client.IgnoreNotFound(w.Delete(context.Background(), va))) })
+			asked := make(chan struct{})
+			var mu sync.Mutex
+			n, dead := 0, false
+			wrap(t, func(c *rest.Config) {
+				c.Wrap(func(next http.RoundTripper) http.RoundTripper {
+					return roundTrip(func(q *http.Request) (*http.Response, error) {
+						look, write := strings.HasSuffix(q.URL.Path, "/volumeattachments"), q.Method == http.MethodPatch
+						if !look && !write {
+							return next.RoundTrip(q)
+						}
+						mu.Lock()
+						defer mu.Unlock()
+						if dead {
+							return nil, errors.New("dead")
+						}
+						answer, err := next.RoundTrip(q)
+						if n++; n == after.n {
+							if err := errors.Join(w.Create(w.ctx, va), s.Claim(w.ctx, v.ID, claim)); err != nil {
+								t.Error(err)
+							}
+							close(asked)
+						}
+						dead = after.dies && write
+						return answer, err
+					})
+				})
 			})
+			sweeping, _ := w.sweeping()
+			fails(t, sweeping.Delete(w.ctx, v.ID), blockdev.ErrInUse)
+			<-asked
+			time.Sleep(time.Second) // for what it does then
+			have, err := s.Get(w.ctx, v.ID)
+			if err != nil || have.Claim != claim {
+				t.Errorf("claimed %+v, %v", have.Claim, err)
+			}
+			fails(t, s.Delete(w.ctx, v.ID), blockdev.ErrInUse)
 		})
-	})
-	sweeping, _ := w.sweeping()
-	fails(t, sweeping.Delete(w.ctx, v.ID), blockdev.ErrInUse)
-	<-taken
-	w.eventually("it is claimed", func() bool { have, err := s.Get(w.ctx, v.ID); return err == nil && have.Claim == claim })
-	fails(t, s.Delete(w.ctx, v.ID), blockdev.ErrInUse)
+	}
 }
 
 // TestRolledBack: the API server is what it was some time ago. What was made since has no object;

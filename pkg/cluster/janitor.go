@@ -2,7 +2,6 @@ package cluster
 
 import (
 	"context"
-	"errors"
 	"slices"
 	"strings"
 	"sync"
@@ -10,6 +9,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -337,31 +337,21 @@ func (s *Store) lookAfterClaim(ctx context.Context, known *census, key string) e
 	if err != nil || attached {
 		return err
 	}
-	klog.FromContext(ctx).Info("Taking back a claim that no VolumeAttachment is for", "volume", volumeID(v).String(), "node", v.Spec.Claim.Node)
+	// Whoever asked for the claim until now has a VolumeAttachment; whoever asks from now on takes this off.
 	before := v.DeepCopy()
-	v.Spec.Claim = nil
+	metav1.SetMetaDataAnnotation(&v.ObjectMeta, v1alpha1.DoubtAnnotation, "true")
 	if err := s.client.Patch(ctx, v, lockingPatch(before)); err != nil {
 		return ignoreConflict(err)
 	}
-	return s.giveBack(ctx, before)
-}
-
-// giveBack makes a claim anew that was taken back, if a VolumeAttachment for it has come meanwhile, or that is not
-// known: whoever asked for the claim before it was taken back was told that it is there.
-func (s *Store) giveBack(ctx context.Context, was *v1alpha1.Volume) error {
-	attached, err := (&census{live: s.live, driver: s.options.Driver}).attached(ctx, was)
-	if err == nil && !attached {
-		return nil
+	attached, err = (&census{live: s.live, driver: s.options.Driver}).attached(ctx, v)
+	if err != nil || attached {
+		return err
 	}
-	klog.FromContext(ctx).Info("Giving a claim back that a VolumeAttachment may be for", "volume", volumeID(was).String(), "node", was.Spec.Claim.Node)
-	_, err2 := s.change(ctx, volumeID(was), func(v *v1alpha1.Volume) (bool, error) {
-		if v.UID != was.UID || v.Spec.Claim != nil {
-			return false, nil
-		}
-		v.Spec.Claim = was.Spec.Claim
-		return true, nil
-	})
-	return errors.Join(err, err2)
+	klog.FromContext(ctx).Info("Taking back a claim that no VolumeAttachment is for", "volume", volumeID(v).String(), "node", v.Spec.Claim.Node)
+	before = v.DeepCopy()
+	v.Spec.Claim = nil
+	delete(v.Annotations, v1alpha1.DoubtAnnotation)
+	return ignoreConflict(s.client.Patch(ctx, v, lockingPatch(before)))
 }
 
 // lookAfterGroup deletes the members of a group that was never written down in full, so that its

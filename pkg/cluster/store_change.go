@@ -63,9 +63,11 @@ func (s *Store) Claim(ctx context.Context, id volume.ID, claim volume.Claim) err
 	}()
 	want := v1alpha1.Claim{Node: claim.Node, ReadOnly: claim.ReadOnly, Mode: claim.Mode}
 	_, err = s.change(ctx, id, func(v *v1alpha1.Volume) (bool, error) {
+		doubted := v.Annotations[v1alpha1.DoubtAnnotation] != ""
+		delete(v.Annotations, v1alpha1.DoubtAnnotation)
 		switch have := v.Spec.Claim; {
 		case have != nil && *have == want:
-			return false, nil
+			return doubted, nil
 		case have != nil && have.Node == want.Node:
 			return false, fmt.Errorf("%w: volume %s is published to node %s with mode %s, read-only %v", blockdev.ErrExists, id, have.Node, have.Mode, have.ReadOnly)
 		case have != nil:

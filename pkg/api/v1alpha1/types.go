@@ -25,6 +25,10 @@ const NewPool = "new"
 // or some of the IDs in status.strays, with commas between. The agent takes it off when done.
 const AdoptAnnotation = "ashlar.dev/adopt"
 
+// DoubtAnnotation on a Volume: the controller is finding out whether anybody still wants its claim. Whoever asks for
+// the claim again takes it off, so that the claim is not taken back.
+const DoubtAnnotation = "ashlar.dev/claim-in-doubt"
+
 // GoneTaint is the key of a taint that says that a node will never come back.
 const GoneTaint = "ashlar.dev/gone"
 
