@@ -211,7 +211,7 @@ func TestBoundPipe(t *testing.T) {
 		ok(t, unix.Mknod(source, kind|0o600, 0))
 		ok(t, os.WriteFile(bound, nil, 0o600))
 		ok(t, unix.Mount(source, bound, "", unix.MS_BIND, ""))
-		defer unix.Unmount(bound, unix.MNT_DETACH)
+		t.Cleanup(func() { _ = unix.Unmount(bound, unix.MNT_DETACH) })
 		seen := make(chan []string, 1)
 		go func() {
 			table, err := mount.LoadTable()
