@@ -126,7 +126,11 @@ func (p *filePool) begin(ctx context.Context, spec Spec) (o *object, err error) 
 	}); err != nil {
 		return nil, err
 	}
-	if o.at, err = createRecord(p.root, recordPath(spec.Ref), o.stored); err != nil {
+	at, err := createRecord(p.root, recordPath(spec.Ref), o.stored)
+	p.mu.Lock()
+	o.at = at // health looks at it
+	p.mu.Unlock()
+	if err != nil {
 		p.giveUp(ctx, o, spec)
 		return nil, err
 	}

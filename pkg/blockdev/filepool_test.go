@@ -939,6 +939,27 @@ func TestHealthBesideDelete(t *testing.T) {
 	}
 }
 
+// TestPoolHealthBesideCreate: the health of a pool can be asked beside the making of a volume (with -race).
+func TestPoolHealthBesideCreate(t *testing.T) {
+	pool := opened(t, drivertest.Dir(t))
+	ctx, stop := context.WithCancel(t.Context())
+	var looking sync.WaitGroup
+	defer looking.Wait()
+	defer stop()
+	looking.Go(func() {
+		for ctx.Err() == nil {
+			if problems := pool.PoolHealth(ctx); slices.ContainsFunc(problems, func(p blockdev.Problem) bool { return p.Reason == "RecordsNotSafe" }) {
+				t.Error(problems)
+				return
+			}
+		}
+	})
+	for range 50 {
+		create(t, pool, blockdev.Spec{Ref: vol("a"), Size: mib})
+		must(t, pool.Delete(t.Context(), vol("a")))
+	}
+}
+
 // TestDetachTold: a device that its last user told to go, and keeps open, is not gone.
 func TestDetachTold(t *testing.T) {
 	pool := opened(t, drivertest.Dir(t))
