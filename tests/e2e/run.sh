@@ -55,9 +55,9 @@ mark_retained() {
 	local mark=groupsnapshot.storage.kubernetes.io/volumegroupsnapshot-being-deleted retained
 	while sleep 10; do
 		retained=$(in_cluster kubectl get volumegroupsnapshotcontents -o json | jq -r --arg mark "$mark" \
-			'.items[] | select(.metadata.deletionTimestamp and .spec.deletionPolicy == "Retain" and .metadata.annotations[$mark] == null) | .metadata.name')
+			'.items[] | select(.metadata.deletionTimestamp and .spec.deletionPolicy == "Retain" and .metadata.annotations[$mark] == null) | .metadata.name') || continue
 		# shellcheck disable=SC2086 # a list
-		[ -z "$retained" ] || in_cluster kubectl annotate volumegroupsnapshotcontents $retained "$mark=yes"
+		[ -z "$retained" ] || in_cluster kubectl annotate volumegroupsnapshotcontents $retained "$mark=yes" || true # it may have gone
 	done
 }
 say "running the specs, ${PROCS:-6} at a time"
@@ -73,7 +73,7 @@ if [ -n "$groups" ] && [[ -z ${FOCUS-} || ${FOCUS-} == *$groups* ]]; then
 	mark_retained >"$out/marked.log" 2>&1 &
 	marking=$!
 	suite groups "External.Storage.*$groups" "" testdriver.yaml 4 --non-blocking-taints="$away"
-	kill "$marking"
+	kill "$marking" || true
 	wait "$marking" || true
 	grep annotated "$out/marked.log" || true
 	# shellcheck disable=SC2086
