@@ -34,9 +34,8 @@ type Info struct {
 	Node, Folder bool
 	// ReadOnly: the mount, or the filesystem below it, takes no writes.
 	ReadOnly bool
-	// Filesystem is the type of the filesystem, and Usage all that statfs(2) says of it.
-	Filesystem int64
-	Usage      unix.Statfs_t
+	// Statfs is what statfs(2) says of the filesystem.
+	Statfs unix.Statfs_t
 }
 
 // At looks at a path without following a symbolic link at its end. A path that does
@@ -65,7 +64,7 @@ func At(path string) (Info, error) {
 	if err := unix.Fstatfs(fd, &st); err != nil {
 		return Info{}, &fs.PathError{Op: "statfs", Path: path, Err: err}
 	}
-	info.ReadOnly, info.Filesystem, info.Usage = st.Flags&unix.ST_RDONLY != 0, st.Type, st
+	info.ReadOnly, info.Statfs = st.Flags&unix.ST_RDONLY != 0, st
 	if st.Type == unix.BTRFS_SUPER_MAGIC && info.Root && !info.Node {
 		// btrfs gives each subvolume a device number of its own. To open a pipe waits for who writes to it, and
 		// what else there is does not ask btrfs.
@@ -286,22 +285,11 @@ func Filesystem(device, target, fstype string, options []string, readOnly bool) 
 	fail := func(what string, fsfd int, err error) error {
 		return fmt.Errorf("mount %s on %s as %s: %s: %w", device, target, fstype, what, withWords(fsfd, err))
 	}
-	fsfd, err := unix.Fsopen(fstype, unix.FSOPEN_CLOEXEC)
+	fsfd, what, err := begin(device, fstype)
 	if err != nil {
-		if errors.Is(err, unix.ENODEV) {
-			err = fmt.Errorf("%w: this kernel has no %s (modprobe %s)", blockdev.ErrUnsupported, fstype, fstype)
-		}
-		return fail("fsopen", -1, err)
+		return fail(what, -1, err)
 	}
 	defer unix.Close(fsfd)
-	if fstype == "btrfs" {
-		if err := forgetBtrfs(device); err != nil {
-			return fail("forget what was on the device", -1, err)
-		}
-	}
-	if err := unix.FsconfigSetString(fsfd, "source", device); err != nil {
-		return fail("source", fsfd, err)
-	}
 	var attr uint64
 	for _, one := range SplitOptions(options...) {
 		a, known := attributes[one]
@@ -392,16 +380,35 @@ func Look(device, fstype string, options []string, look func(root *os.File) erro
 	return errors.Join(look(root), root.Close())
 }
 
-// open opens the filesystem on a device for reading only. The caller closes it.
-func open(device, fstype string, options []string) (fsfd int, err error) {
+// begin begins to open the filesystem on a device. The caller closes it, or is told what failed.
+func begin(device, fstype string) (fsfd int, what string, err error) {
 	fsfd, err = unix.Fsopen(fstype, unix.FSOPEN_CLOEXEC)
 	if err != nil {
-		return -1, fmt.Errorf("fsopen: %w", err)
+		if errors.Is(err, unix.ENODEV) {
+			err = fmt.Errorf("%w: this kernel has no %s (modprobe %s)", blockdev.ErrUnsupported, fstype, fstype)
+		}
+		return -1, "fsopen", err
 	}
-	err = errors.Join(unix.FsconfigSetString(fsfd, "source", device), unix.FsconfigSetFlag(fsfd, "ro"))
 	if fstype == "btrfs" {
-		err = errors.Join(err, forgetBtrfs(device))
+		what, err = "forget what was on the device", forgetBtrfs(device)
 	}
+	if err == nil {
+		what, err = "source", unix.FsconfigSetString(fsfd, "source", device)
+	}
+	if err != nil {
+		err = withWords(fsfd, err)
+		unix.Close(fsfd)
+	}
+	return fsfd, what, err
+}
+
+// open opens the filesystem on a device for reading only. The caller closes it.
+func open(device, fstype string, options []string) (fsfd int, err error) {
+	fsfd, what, err := begin(device, fstype)
+	if err != nil {
+		return -1, fmt.Errorf("%s: %w", what, err)
+	}
+	err = unix.FsconfigSetFlag(fsfd, "ro")
 	for _, option := range options {
 		err = errors.Join(err, configure(fsfd, option))
 	}

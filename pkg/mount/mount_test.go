@@ -333,7 +333,7 @@ func TestBind(t *testing.T) {
 		readOnly bool
 	}{{path, false}, {writable, false}, {readOnly, true}} {
 		info, err := mount.At(c.path)
-		if err != nil || !info.Root || !info.Folder || info.Node || info.ReadOnly != c.readOnly || info.Device != number(t, d.device) || info.Filesystem != unix.EXT4_SUPER_MAGIC {
+		if err != nil || !info.Root || !info.Folder || info.Node || info.ReadOnly != c.readOnly || info.Device != number(t, d.device) || info.Statfs.Type != unix.EXT4_SUPER_MAGIC {
 			t.Errorf("at %s is %+v: %v", c.path, info, err)
 		}
 	}

@@ -66,7 +66,7 @@ func tableDevice(m *mountinfo.Info) uint64 {
 			device = st.Rdev
 		}
 		if m.FSType == "btrfs" && !hasBtrfs(device) { // its device may have been known by another path
-			if info, err := At(m.Mountpoint); err == nil && info.Root && info.Filesystem == unix.BTRFS_SUPER_MAGIC {
+			if info, err := At(m.Mountpoint); err == nil && info.Root && info.Statfs.Type == unix.BTRFS_SUPER_MAGIC {
 				device = info.Device
 			}
 		}

@@ -238,7 +238,7 @@ func (s *Server) NodeExpandVolume(ctx context.Context, r *csi.NodeExpandVolumeRe
 func (s *Server) grow(v volume.Volume, device blockdev.Device) error {
 	for _, path := range s.mounts.Paths(device.Number) {
 		if info, err := mount.At(path); err == nil && !info.ReadOnly {
-			return filesystem.Grow(filesystem.TypeOf(info.Filesystem), device.Path, path)
+			return filesystem.Grow(filesystem.TypeOf(info.Statfs.Type), device.Path, path)
 		}
 	}
 	return fmt.Errorf("%w: the filesystem of volume %s is mounted read-only and cannot grow", blockdev.ErrPrecondition, v.ID)
@@ -268,7 +268,7 @@ func (s *Server) NodeGetVolumeStats(ctx context.Context, r *csi.NodeGetVolumeSta
 		}
 		return &csi.NodeGetVolumeStatsResponse{Usage: []*csi.VolumeUsage{usage}}, nil
 	}
-	u := filesystem.UsageOf(at.Usage) // the path may be that of another filesystem by now
+	u := filesystem.UsageOf(at.Statfs) // the path may be that of another filesystem by now
 	response := &csi.NodeGetVolumeStatsResponse{Usage: []*csi.VolumeUsage{{
 		Unit: csi.VolumeUsage_BYTES, Total: u.Total, Used: u.Used, Available: u.Available}}}
 	if u.Inodes > 0 { // btrfs has no count of them

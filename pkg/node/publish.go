@@ -84,7 +84,7 @@ func stagedAs(v volume.Volume, at mount.Info, c *csi.VolumeCapability, u use) er
 	if u.block {
 		return nil
 	}
-	if have := filesystem.TypeOf(at.Filesystem); c.GetMount().GetFsType() != "" && have != u.fs {
+	if have := filesystem.TypeOf(at.Statfs.Type); c.GetMount().GetFsType() != "" && have != u.fs {
 		return fmt.Errorf("%w: it is staged as %s, not as %s", blockdev.ErrPrecondition, have, u.fs)
 	}
 	if !sameContext(v.Flags, u.options) {

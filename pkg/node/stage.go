@@ -153,7 +153,7 @@ func (s *Server) mounted(ctx context.Context, v volume.Volume, path string, u us
 		return err
 	}
 	// Of a volume that was a raw device, the record does not know the filesystem.
-	have := filesystem.TypeOf(at.Filesystem)
+	have := filesystem.TypeOf(at.Statfs.Type)
 	if writable := s.mounts.Writable(at.Device, path); writable == u.readOnly || have != u.fs {
 		return fmt.Errorf("%w: it is mounted at %s as %s, writable %v", blockdev.ErrExists, path, have, writable)
 	}

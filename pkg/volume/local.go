@@ -907,7 +907,7 @@ func (l *Local) Health(ctx context.Context, id ID) ([]blockdev.Problem, error) {
 			}
 			carried := v.Format.Type
 			if err == nil { // a raw volume may carry what its user made
-				carried = filesystem.TypeOf(info.Filesystem)
+				carried = filesystem.TypeOf(info.Statfs.Type)
 			}
 			problems := filesystem.Health(carried, device.Path, path, l.mounts.Writable(device.Number, path))
 			if len(problems) > 0 && !slices.Contains(l.mounts.Paths(device.Number), path) {
