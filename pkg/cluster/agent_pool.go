@@ -96,7 +96,7 @@ func (a *Agent) declare(ctx context.Context, i int) (*v1alpha1.Pool, error) {
 	}
 	spec.UUID, err = identityOf(pool.Pool, o.Spec.UUID)
 	if err != nil { // the watch may be behind whoever allowed it
-		if o, there, err = a.poolNow(ctx, name); err == nil {
+		if o, there, err = poolNow(ctx, a.live, name); err == nil {
 			spec.UUID, err = identityOf(pool.Pool, o.Spec.UUID)
 		}
 	}
@@ -127,9 +127,9 @@ func (a *Agent) declare(ctx context.Context, i int) (*v1alpha1.Pool, error) {
 }
 
 // poolNow asks the API server for the object of a pool.
-func (a *Agent) poolNow(ctx context.Context, name string) (o *v1alpha1.Pool, there bool, err error) {
+func poolNow(ctx context.Context, live client.Reader, name string) (o *v1alpha1.Pool, there bool, err error) {
 	var pools v1alpha1.PoolList
-	if err := a.live.List(ctx, &pools, client.MatchingFields{"metadata.name": name}); err != nil {
+	if err := live.List(ctx, &pools, client.MatchingFields{"metadata.name": name}); err != nil {
 		return nil, false, apiError("read pool "+name, err)
 	}
 	if len(pools.Items) == 0 {

@@ -58,18 +58,16 @@ func (m *Memory) Of(pool string) blockdev.Known {
 
 func (m *Memory) recall(ctx context.Context, pool string) (string, error) {
 	name := PoolName(m.node, pool)
-	var pools v1alpha1.PoolList
-	if err := m.live.List(ctx, &pools, client.MatchingFields{"metadata.name": name}); err != nil {
-		return "", apiError("read pool "+name, err)
+	o, _, err := poolNow(ctx, m.live, name)
+	if err != nil {
+		return "", err
 	}
-	for i := range pools.Items {
-		switch uuid := pools.Items[i].Spec.UUID; uuid {
-		case "":
-		case v1alpha1.NewPool:
-			return "", nil
-		default:
-			return uuid, nil
-		}
+	switch uuid := o.Spec.UUID; uuid {
+	case "":
+	case v1alpha1.NewPool:
+		return "", nil
+	default:
+		return uuid, nil
 	}
 	return "", m.unused(ctx, pool)
 }
