@@ -915,24 +915,33 @@ func TestAttachBesideLooks(t *testing.T) {
 	}
 }
 
-// TestHealthBesideDelete: a volume that is being deleted is not reported as lost.
-func TestHealthBesideDelete(t *testing.T) {
-	pool := opened(t, drivertest.Dir(t))
-	ctx, stop := context.WithCancel(t.Context())
+// beside has many look for problems, again and again until stop: there are none.
+func beside(t *testing.T, many int, look func(context.Context) ([]blockdev.Problem, error)) (stop func()) {
+	ctx, cancel := context.WithCancel(t.Context())
 	var looking sync.WaitGroup
-	defer looking.Wait()
-	defer stop()
-	for range 2 {
+	for range many {
 		looking.Go(func() {
 			for ctx.Err() == nil {
-				problems, err := pool.Health(ctx, vol("a"))
-				if len(problems) > 0 || (err != nil && !errors.Is(err, blockdev.ErrNotFound)) {
+				if problems, err := look(ctx); len(problems) > 0 || err != nil {
 					t.Errorf("%v, %v", problems, err)
 					return
 				}
 			}
 		})
 	}
+	return func() { cancel(); looking.Wait() }
+}
+
+// TestHealthBesideDelete: a volume that is being deleted is not reported as lost.
+func TestHealthBesideDelete(t *testing.T) {
+	pool := opened(t, drivertest.Dir(t))
+	defer beside(t, 2, func(ctx context.Context) ([]blockdev.Problem, error) {
+		problems, err := pool.Health(ctx, vol("a"))
+		if errors.Is(err, blockdev.ErrNotFound) {
+			err = nil
+		}
+		return problems, err
+	})()
 	for range 300 {
 		create(t, pool, blockdev.Spec{Ref: vol("a"), Size: mib})
 		must(t, pool.Delete(t.Context(), vol("a")))
@@ -942,18 +951,10 @@ func TestHealthBesideDelete(t *testing.T) {
 // TestPoolHealthBesideCreate: the health of a pool can be asked beside the making of a volume (with -race).
 func TestPoolHealthBesideCreate(t *testing.T) {
 	pool := opened(t, drivertest.Dir(t))
-	ctx, stop := context.WithCancel(t.Context())
-	var looking sync.WaitGroup
-	defer looking.Wait()
-	defer stop()
-	looking.Go(func() {
-		for ctx.Err() == nil {
-			if problems := pool.PoolHealth(ctx); slices.ContainsFunc(problems, func(p blockdev.Problem) bool { return p.Reason == "RecordsNotSafe" }) {
-				t.Error(problems)
-				return
-			}
-		}
-	})
+	defer beside(t, 1, func(ctx context.Context) (problems []blockdev.Problem, err error) {
+		problems = pool.PoolHealth(ctx)
+		return slices.DeleteFunc(problems, func(p blockdev.Problem) bool { return p.Reason != "RecordsNotSafe" }), nil
+	})()
 	for range 50 {
 		create(t, pool, blockdev.Spec{Ref: vol("a"), Size: mib})
 		must(t, pool.Delete(t.Context(), vol("a")))
@@ -1033,20 +1034,7 @@ func TestDetachBesideTold(t *testing.T) {
 func TestHealthBesideGrowth(t *testing.T) {
 	pool := opened(t, drivertest.Dir(t))
 	create(t, pool, blockdev.Spec{Ref: vol("a"), Size: mib})
-	ctx, stop := context.WithCancel(t.Context())
-	var looking sync.WaitGroup
-	defer looking.Wait()
-	defer stop()
-	for range 4 {
-		looking.Go(func() {
-			for ctx.Err() == nil {
-				if problems, err := pool.Health(ctx, vol("a")); len(problems) > 0 || err != nil {
-					t.Errorf("%v, %v", problems, err)
-					return
-				}
-			}
-		})
-	}
+	defer beside(t, 4, func(ctx context.Context) ([]blockdev.Problem, error) { return pool.Health(ctx, vol("a")) })()
 	for n := range int64(200) {
 		_, err := pool.Expand(t.Context(), vol("a"), (n+2)*mib)
 		must(t, err)

@@ -1211,15 +1211,8 @@ func TestRolledBackUnderClients(t *testing.T) {
 	w.known() // whoever is refused lists anew
 	l.set(false)
 	w.strays("default", 1) // so the agent goes on
-	calls := func(do func(context.Context) error) func() bool {
-		return func() bool {
-			ctx, cancel := context.WithTimeout(w.ctx, 5*time.Second)
-			defer cancel()
-			return do(ctx) == nil
-		}
-	}
-	w.eventually("volumes are made", calls(func(ctx context.Context) error { return second(s.Create(ctx, spec("v"))) }))
-	w.eventually("the one of before is found", calls(func(ctx context.Context) error { return second(s.Create(ctx, spec("late"))) }))
+	w.again("volumes are made", func(ctx context.Context) error { return second(s.Create(ctx, spec("v"))) })
+	w.again("the one of before is found", func(ctx context.Context) error { return second(s.Create(ctx, spec("late"))) })
 	must(t, errors.Join(s.Delete(w.ctx, v.ID), s.Delete(w.ctx, late.ID)))
 	w.tally(m)
 }

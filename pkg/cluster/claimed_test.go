@@ -103,15 +103,21 @@ func TestClaimedWhileWriting(t *testing.T) {
 	}
 }
 
+// restartLagging starts the agent of a machine again, with watches that can be held up.
+func (w *world) restartLagging(t *testing.T, m *machine) *lagging {
+	m.stop()
+	lag := &lagging{}
+	wrap(t, func(c *rest.Config) { c.Wrap(lag.wrap) })
+	w.start(m)
+	return lag
+}
+
 // TestClaimedBehind: a claim is known to an agent whose watch is behind.
 func TestClaimedBehind(t *testing.T) {
 	w, m, s := newCluster(t)
 	v, err := s.Create(w.ctx, spec("v"))
 	must(t, err)
-	m.stop()
-	var lag lagging
-	wrap(t, func(c *rest.Config) { c.Wrap(lag.wrap) })
-	w.start(m)
+	lag := w.restartLagging(t, m)
 	w.eventually("the agent knows the volume", func() bool {
 		_, known := m.agent.Claimed(soon(t), v.ID, true)
 		return known
@@ -133,10 +139,7 @@ func TestClaimedAnew(t *testing.T) {
 	v, err := s.Create(w.ctx, spec("v"))
 	must(t, err)
 	must(t, s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m", ReadOnly: true}))
-	m.stop()
-	var lag lagging
-	wrap(t, func(c *rest.Config) { c.Wrap(lag.wrap) })
-	w.start(m)
+	lag := w.restartLagging(t, m)
 	w.eventually("the claim is known", func() bool {
 		have, known := m.agent.Claimed(soon(t), v.ID, true)
 		return known && have.ReadOnly

@@ -275,14 +275,29 @@ func TestNodeDeletedUnderAgent(t *testing.T) {
 	w.eventually("its Pools are gone", func() bool { return !there(nodeName) })
 }
 
-// line is the network to the API server, which can be cut.
+// line is the network to the API server, which can be cut. Whoever connects then is refused, or waits, as some load
+// balancers let their clients.
 type line struct {
-	mu   sync.Mutex
-	cut  bool
-	open []net.Conn
+	waits bool
+	mu    sync.Mutex
+	cut   bool
+	open  []net.Conn
 }
 
 func (l *line) dial(ctx context.Context, network, address string) (net.Conn, error) {
+	for {
+		if c, err := l.try(ctx, network, address); !l.waits || !errors.Is(err, unix.ECONNREFUSED) {
+			return c, err
+		}
+		select {
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		case <-time.After(10 * time.Millisecond):
+		}
+	}
+}
+
+func (l *line) try(ctx context.Context, network, address string) (net.Conn, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.cut {

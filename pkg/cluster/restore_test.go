@@ -4,8 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net"
-	"sync"
 	"testing"
 	"time"
 
@@ -91,56 +89,11 @@ func TestRolledBackAndBusy(t *testing.T) {
 	w.tally(m)
 }
 
-// patient is a way to the API server on which whoever connects while that is away waits, as some load balancers
-// let their clients.
-type patient struct {
-	mu   sync.Mutex
-	away bool
-	open []net.Conn
-}
-
-func (p *patient) dial(ctx context.Context, network, address string) (net.Conn, error) {
-	for {
-		if c, err := p.try(ctx, network, address); c != nil || err != nil {
-			return c, err
-		}
-		select {
-		case <-ctx.Done():
-			return nil, ctx.Err()
-		case <-time.After(10 * time.Millisecond):
-		}
-	}
-}
-
-// try connects, if the API server is not away.
-func (p *patient) try(ctx context.Context, network, address string) (net.Conn, error) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.away {
-		return nil, nil
-	}
-	c, err := (&net.Dialer{}).DialContext(ctx, network, address)
-	if err == nil {
-		p.open = append(p.open, c)
-	}
-	return c, err
-}
-
-func (p *patient) set(away bool) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	p.away = away
-	for _, c := range p.open {
-		_ = c.Close()
-	}
-	p.open = nil
-}
-
 // TestRolledBackUnnoticed: etcd goes back, and no connection is refused. A watch that goes on from a version that
 // there is not any more, or not yet again, would see nothing.
 func TestRolledBackUnnoticed(t *testing.T) {
-	p := &patient{}
-	wrap(t, func(c *rest.Config) { c.Dial = p.dial })
+	l := &line{waits: true}
+	wrap(t, func(c *rest.Config) { c.Dial = l.dial })
 	w, _, s := newCluster(t)
 	rollback := apitest.Get(t).Backup(t)
 	var late volume.Volume
@@ -150,10 +103,10 @@ func TestRolledBackUnnoticed(t *testing.T) {
 	})
 	w.busy(w.revision() + 500)
 	must(t, second(s.Create(w.ctx, spec("last"))))
-	p.set(true)
+	l.set(true)
 	rollback()
 	w.known()
-	p.set(false)
+	l.set(false)
 	w.strays("default", 2)
 	w.again("a volume is made", func(ctx context.Context) error { return second(s.Create(ctx, spec("new"))) })
 	w.again("one without an object is not there", func(ctx context.Context) error {

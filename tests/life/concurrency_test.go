@@ -164,6 +164,29 @@ func TestOppositeCallsAtOnce(t *testing.T) {
 	d.nothingLeft()
 }
 
+// besideUnpublish takes a target away and publishes it again, while many look, without an error.
+func (v *vol) besideUnpublish(target string, times, many int, look func() error) {
+	v.t.Helper()
+	ctx, stop := context.WithCancel(v.t.Context())
+	var looking sync.WaitGroup
+	for range many {
+		looking.Go(func() {
+			for ctx.Err() == nil {
+				if err := look(); err != nil {
+					v.t.Error(err)
+					return
+				}
+			}
+		})
+	}
+	for range times {
+		ok(v.t, v.unpublish(target))
+		ok(v.t, v.publish(target, false))
+	}
+	stop()
+	looking.Wait()
+}
+
 // TestStatsBesideUnpublish: what is measured is the volume, or it is not there: not the filesystem that its
 // target is on.
 func TestStatsBesideUnpublish(t *testing.T) {
@@ -171,29 +194,16 @@ func TestStatsBesideUnpublish(t *testing.T) {
 	v, err := d.create(request("volume", "ext4", smallest["ext4"]))
 	ok(t, err)
 	target := v.running()
-	ctx, stop := context.WithCancel(t.Context())
-	var measuring sync.WaitGroup
-	for range 2 {
-		measuring.Go(func() {
-			for ctx.Err() == nil {
-				r, err := d.NodeGetVolumeStats(t.Context(), &csi.NodeGetVolumeStatsRequest{VolumeId: v.id, VolumePath: target})
-				if code := status.Code(err); code != codes.OK && code != codes.NotFound {
-					t.Error(err)
-					return
-				}
-				if err == nil && r.GetUsage()[0].GetTotal() > smallest["ext4"] {
-					t.Errorf("measured %v", r)
-					return
-				}
-			}
-		})
-	}
-	for range 100 {
-		ok(t, v.unpublish(target))
-		ok(t, v.publish(target, false))
-	}
-	stop()
-	measuring.Wait()
+	v.besideUnpublish(target, 100, 2, func() error {
+		r, err := d.NodeGetVolumeStats(t.Context(), &csi.NodeGetVolumeStatsRequest{VolumeId: v.id, VolumePath: target})
+		if status.Code(err) == codes.NotFound {
+			return nil
+		}
+		if err == nil && r.GetUsage()[0].GetTotal() > smallest["ext4"] {
+			err = fmt.Errorf("measured %v", r)
+		}
+		return err
+	})
 	ok(t, v.down(target))
 	d.nothingLeft()
 }
@@ -205,25 +215,13 @@ func TestHealthBesideUnpublish(t *testing.T) {
 	v, err := d.create(request("volume", "ext4", smallest["ext4"]))
 	ok(t, err)
 	target := v.running()
-	ctx, stop := context.WithCancel(t.Context())
-	var looking sync.WaitGroup
-	for range 8 {
-		looking.Go(func() {
-			for ctx.Err() == nil {
-				r, err := d.NodeGetVolumeHealth(t.Context(), &csi.NodeGetVolumeHealthRequest{VolumeId: v.id})
-				if said := reasons(r.GetVolumeHealth()); err != nil || len(said) > 0 {
-					t.Errorf("%v, %v", said, err)
-					return
-				}
-			}
-		})
-	}
-	for range 300 {
-		ok(t, v.unpublish(target))
-		ok(t, v.publish(target, false))
-	}
-	stop()
-	looking.Wait()
+	v.besideUnpublish(target, 300, 8, func() error {
+		r, err := d.NodeGetVolumeHealth(t.Context(), &csi.NodeGetVolumeHealthRequest{VolumeId: v.id})
+		if said := reasons(r.GetVolumeHealth()); err == nil && len(said) > 0 {
+			err = fmt.Errorf("said %v", said)
+		}
+		return err
+	})
 	ok(t, v.down(target))
 	d.nothingLeft()
 }
