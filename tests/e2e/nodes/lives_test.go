@@ -126,8 +126,8 @@ func TestStaticElsewhere(t *testing.T) {
 	c.pod(pod{name: "data", node: c.nodes[0], claims: []string{"data"}})
 	c.runs("data")
 	c.onwards("data")
-	handle := c.pv("data").Spec.CSI.VolumeHandle
-	for name, wrong := range map[string]string{"wrong": handle, "none": "vol.default.00000000000000000000000000000000"} {
+	handle, never := c.pv("data").Spec.CSI.VolumeHandle, "vol.default.00000000000000000000000000000000"
+	for name, wrong := range map[string]string{"wrong": handle, "none": never} {
 		c.static(c.ns+"-"+name, wrong, c.nodes[2], corev1.PersistentVolumeReclaimRetain)
 		c.claim(claim{name: name, volume: c.ns + "-" + name})
 		c.pod(pod{name: name, claims: []string{name}, tag: "data"})
@@ -147,6 +147,7 @@ func TestStaticElsewhere(t *testing.T) {
 		t.Logf("%s: %s", name, c.events(name))
 	}
 	c.onwards("data")
+	c.used(c.nodes[2], never)
 	c.delete("pod", "wrong", "none")
 	c.delete("pvc", "wrong", "none")
 	c.onwards("data")

@@ -89,12 +89,18 @@ func start(t *testing.T) *cluster {
 
 // end removes what the test made, and looks at what is left.
 func (c *cluster) end() {
-	if c.Failed() {
+	failed := c.Failed()
+	if failed {
 		c.describe()
 	}
-	if os.Getenv("KEEP") == "1" && c.Failed() {
+	if os.Getenv("KEEP") == "1" && failed {
 		return
 	}
+	defer func() {
+		if !failed && c.Failed() {
+			c.describe()
+		}
+	}()
 	c.kubectl("delete", "namespace", c.ns, "--wait=false")
 	// Two looks, as both have to be tried: a namespace that stays is no reason to leave volumes.
 	defer c.eventually("nothing of it is left", c.left)
@@ -275,6 +281,22 @@ func (c *cluster) devices(node string) []string {
 		return nil
 	}
 	return strings.Split(out, "\n")
+}
+
+// used waits until a node has said that it uses a volume, as it does every ten seconds where it has news. Kubernetes takes what
+// it tried to attach for mounted until the node has said that it uses it and then that it does not, or for six minutes.
+func (c *cluster) used(node, handle string) {
+	c.Helper()
+	c.eventually(node+" says that it uses "+handle, func() error {
+		var n corev1.Node
+		if err := c.kube.Get(context.Background(), client.ObjectKey{Name: node}, &n); err != nil {
+			return err
+		}
+		if name := corev1.UniqueVolumeName("kubernetes.io/csi/" + driverName + "^" + handle); !slices.Contains(n.Status.VolumesInUse, name) {
+			return fmt.Errorf("it says that it uses %v", n.Status.VolumesInUse)
+		}
+		return nil
+	})
 }
 
 // eventually waits until there is no error any more.
