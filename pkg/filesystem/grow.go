@@ -39,7 +39,7 @@ func ioctl(f *os.File, request uintptr, arg unsafe.Pointer) error {
 	return nil
 }
 
-// Grow makes the filesystem that is mounted at path, writable, as large as its
+// Grow makes the filesystem that is mounted at path, a folder, writable, as large as its
 // device. It is online, keeps everything, and does nothing if there is nothing to
 // do. ErrPrecondition if the driver lacks the capability that ext4 asks for.
 func Grow(t Type, device, path string) error {
@@ -47,7 +47,7 @@ func Grow(t Type, device, path string) error {
 	if err != nil {
 		return err
 	}
-	f, err := os.Open(path)
+	f, err := openFolder(path)
 	if err != nil {
 		return fmt.Errorf("grow %s: %w", path, err)
 	}

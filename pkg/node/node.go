@@ -234,10 +234,10 @@ func (s *Server) NodeExpandVolume(ctx context.Context, r *csi.NodeExpandVolumeRe
 	return &csi.NodeExpandVolumeResponse{CapacityBytes: v.Size}, nil
 }
 
-// grow grows the filesystem on a device, through any of its mounts that can write.
+// grow grows the filesystem on a device, through any folder where it is mounted for writing.
 func (s *Server) grow(v volume.Volume, device blockdev.Device) error {
 	for _, path := range s.mounts.Paths(device.Number) {
-		if info, err := mount.At(path); err == nil && !info.ReadOnly {
+		if info, err := mount.At(path); err == nil && info.Folder && !info.ReadOnly {
 			return filesystem.Grow(filesystem.TypeOf(info.Statfs.Type), device.Path, path)
 		}
 	}

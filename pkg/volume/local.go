@@ -380,7 +380,8 @@ func (l *Local) source(ctx context.Context, id ID) (origin, error) {
 	return origin{pool, record}, err
 }
 
-// filesystems returns where the filesystem of an object is mounted.
+// filesystems returns at which folders the filesystem of an object is mounted: what else of it is bound (as a subpath) cannot
+// just be opened.
 func (l *Local) filesystems(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref) []string {
 	devices, err := pool.Attached(ctx, ref)
 	if err != nil {
@@ -389,7 +390,7 @@ func (l *Local) filesystems(ctx context.Context, pool blockdev.Pool, ref blockde
 	var paths []string
 	for _, device := range devices {
 		for _, path := range l.mounts.Paths(device.Number) {
-			if info, err := mount.At(path); err == nil && !info.Node {
+			if info, err := mount.At(path); err == nil && info.Folder {
 				paths = append(paths, path)
 			}
 		}

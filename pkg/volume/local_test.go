@@ -970,3 +970,58 @@ func TestCapacity(t *testing.T) {
 	broken["Capacity"] = 1
 	fails(t, second(l.Capacity(t.Context(), "first", "")), errBroken, "Capacity of a pool that does not answer")
 }
+
+// TestFreezeBesidePipe: what else than folders a pod bound of its volume (the kubelet binds a subpath, whatever it
+// is) is not opened for a freeze, nor to end one at the start: who opens a pipe waits for who writes to it, and who opens a
+// socket gets none.
+func TestFreezeBesidePipe(t *testing.T) {
+	for name, kind := range map[string]uint32{"pipe": unix.S_IFIFO, "socket": unix.S_IFSOCK} {
+		t.Run(name, func(t *testing.T) {
+			bound := filepath.Join(t.TempDir(), name) // before the folder, in the order of names
+			dir, device := mounted(t)
+			source := filepath.Join(dir, name)
+			must(t, unix.Mknod(source, kind|0o600, 0))
+			must(t, os.WriteFile(bound, nil, 0o600))
+			must(t, unix.Mount(source, bound, "", unix.MS_BIND, ""))
+			t.Cleanup(func() { must(t, unix.Unmount(bound, unix.MNT_DETACH)) })
+			pool := watched{memory.NewDisk(8<<30).Open("default", nil), device, map[string]bool{}}
+			v := create(t, start(t, 0, pool), "v")
+			must(t, second(pool.SetLabels(t.Context(), blockdev.Ref{Kind: v.ID.Kind, Key: v.ID.Key}, func(labels map[string]string) error {
+				labels["frozen"] = "true"
+				return nil
+			})))
+			thaw, err := filesystem.Freeze(t.Context(), dir)
+			must(t, err)
+			defer thaw() //nolint:errcheck // the start does
+			done := make(chan error, 1)
+			go func() {
+				mounts, err := mount.LoadTable()
+				var l *volume.Local
+				if err == nil {
+					l, err = volume.NewLocal(t.Context(), node, []blockdev.Pool{pool}, mounts, 0)
+				}
+				if err == nil {
+					_, err = l.CreateSnapshot(t.Context(), "s", v.ID)
+				}
+				done <- err
+			}()
+			select {
+			case err := <-done:
+				must(t, err)
+			case <-time.After(10 * time.Second):
+				t.Error("it waits for ever")
+				for { // until nobody waits any more
+					w, err := os.OpenFile(source, os.O_RDWR|unix.O_NONBLOCK, 0)
+					must(t, err)
+					select {
+					case <-done:
+						must(t, w.Close())
+						return
+					case <-time.After(100 * time.Millisecond):
+						must(t, w.Close())
+					}
+				}
+			}
+		})
+	}
+}

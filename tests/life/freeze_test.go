@@ -80,3 +80,49 @@ func TestWriteThatDoesNotEnd(t *testing.T) {
 	ok(t, other.down(otherTarget))
 	d.nothingLeft()
 }
+
+// TestBoundPipeOfVolume: a pod makes a pipe in its volume, which the kubelet binds as a subpath. A driver that is started
+// anew knows that mount, and neither copies nor grows the volume through it: who opens a pipe waits for ever.
+func TestBoundPipeOfVolume(t *testing.T) {
+	d := startOn(t, "plain")
+	v := d.made(request("volume", "xfs", smallest["xfs"]))
+	target := v.running()
+	pipe, bound := filepath.Join(target, "pipe"), filepath.Join(d.Dir, "a-subpath") // before the staging path, in the order of names
+	ok(t, unix.Mkfifo(pipe, 0o600))
+	ok(t, os.WriteFile(bound, nil, 0o600))
+	ok(t, unix.Mount(pipe, bound, "", unix.MS_BIND, ""))
+	t.Cleanup(func() { _ = unix.Unmount(bound, unix.MNT_DETACH) })
+	d = d.restart()
+	v.driver = d
+	for what, call := range map[string]func() error{
+		"snapshot": func() error {
+			made, err := v.snapshot("snapshot")
+			if err != nil {
+				return err
+			}
+			return d.deleteSnapshot(made.GetSnapshotId())
+		},
+		"growth": func() error {
+			if err := v.expand(2 * smallest["xfs"]); err != nil {
+				return err
+			}
+			return v.nodeExpand(target)
+		},
+	} {
+		done := make(chan error, 1)
+		go func() { done <- call() }()
+		select {
+		case err := <-done:
+			ok(t, err)
+		case <-time.After(10 * time.Second):
+			t.Errorf("%s: it waits for ever", what)
+			w, err := os.OpenFile(pipe, os.O_RDWR, 0)
+			ok(t, err)
+			<-done
+			ok(t, w.Close())
+		}
+	}
+	ok(t, unix.Unmount(bound, 0))
+	ok(t, v.down(target))
+	d.nothingLeft()
+}
