@@ -10,6 +10,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"time"
@@ -105,16 +106,16 @@ func Same(a, b string) bool {
 // DeviceOf returns the device of the mount at a path as the list of all mounts has it: also of
 // one that is dead, which At cannot look at. 0 if there is none.
 func DeviceOf(path string) (uint64, error) {
-	var last *mountinfo.Info // of several, one above the other
-	if _, err := mountinfo.GetMounts(func(m *mountinfo.Info) (skip, stop bool) {
-		if m.Mountpoint == path {
-			last = m
-		}
-		return true, false
-	}); err != nil || last == nil {
+	mounts, err := mountinfo.GetMounts(nil)
+	if err != nil {
 		return 0, err
 	}
-	return tableDevice(last), nil
+	for _, m := range slices.Backward(mounts) { // of several, one above the other, the last
+		if m.Mountpoint == path {
+			return tableDevice(m, mounts), nil
+		}
+	}
+	return 0, nil
 }
 
 // holdForks keeps programs from being started until the function that it returns is

@@ -252,6 +252,62 @@ func TestScannedAsAnother(t *testing.T) {
 	ok(t, os.Remove(node))
 }
 
+// TestNodesOfPods: a pod may make nodes of any device in what it has (mknod(2)), and have them bound as subpaths; and any
+// user may name a FUSE as he likes. None of these is a mount of that device: it would keep a volume from being staged and unstaged.
+func TestNodesOfPods(t *testing.T) {
+	d := newDisk(t, "ext4")
+	disk, memory, device := d.mounted(t, "ext4"), d.folder(t, "memory"), unix.Mkdev(7, 1<<19)
+	ok(t, unix.Mount("none", memory, "tmpfs", 0, "size=1m"))
+	t.Cleanup(func() { ok(t, unix.Unmount(memory, 0)) })
+	for i, made := range []string{filepath.Join(memory, "loop0"), filepath.Join(disk, "loop0.node"), filepath.Join(disk, "removed.node")} {
+		bound := filepath.Join(d.dir, fmt.Sprint("subpath", i))
+		ok(t, unix.Mknod(made, unix.S_IFBLK|0o600, int(device)))
+		ok(t, os.WriteFile(bound, nil, 0o600))
+		ok(t, unix.Mount(made, bound, "", unix.MS_BIND, ""))
+		t.Cleanup(func() { ok(t, unix.Unmount(bound, 0)) })
+		if filepath.Base(made) == "removed.node" {
+			ok(t, os.Remove(made))
+		}
+	}
+	fuse, err := os.OpenFile("/dev/fuse", os.O_RDWR, 0)
+	if err == nil {
+		defer fuse.Close()
+		named, user := d.folder(t, "fuse"), 1000 // so that root cannot look at it
+		ok(t, unix.Mount(d.device, named, "fuse", 0, fmt.Sprintf("fd=%d,rootmode=40000,user_id=%d,group_id=0", fuse.Fd(), user)))
+		t.Cleanup(func() { ok(t, unix.Unmount(named, unix.MNT_DETACH)) })
+	}
+	table, err := mount.LoadTable()
+	ok(t, err)
+	if paths := table.Paths(device); len(paths) > 0 {
+		t.Errorf("a device that nobody mounted is mounted at %v", paths)
+	}
+	if paths := table.Paths(number(t, d.device)); !slices.Contains(paths, disk) || slices.Contains(paths, filepath.Join(d.dir, "fuse")) {
+		t.Errorf("the disk is mounted at %v, not just at %v", paths, disk)
+	}
+}
+
+// TestNodesOfDrivers: what a driver bound of a device is known to the next one: a reader's node, and one of a /dev that was
+// its container's and is gone.
+func TestNodesOfDrivers(t *testing.T) {
+	d := newDisk(t, "ext4")
+	device, dev := number(t, d.device), d.folder(t, "dev")
+	reader, bound := filepath.Join(d.dir, "reader"), filepath.Join(d.dir, "bound")
+	for _, path := range []string{reader, bound} {
+		ok(t, os.WriteFile(path, nil, 0o600))
+		t.Cleanup(func() { ok(t, mount.Unmount(path)) })
+	}
+	ok(t, mount.BindReader(device, reader))
+	ok(t, unix.Mount("none", dev, "tmpfs", 0, "size=1m"))
+	node := filepath.Join(dev, "loop0")
+	err := errors.Join(unix.Mknod(node, unix.S_IFBLK|0o600, int(device)), mount.Bind(node, bound, false), unix.Unmount(dev, 0))
+	ok(t, err)
+	table, err := mount.LoadTable()
+	ok(t, err)
+	if paths := table.Paths(device); !slices.Equal(paths, []string{bound, reader}) {
+		t.Errorf("the device is at %v", paths)
+	}
+}
+
 // TestPathsBesideMounts: whoever looks where a device is mounted does not have a mount forgotten that comes meanwhile.
 func TestPathsBesideMounts(t *testing.T) {
 	d := newDisk(t, "ext4")

@@ -6,9 +6,11 @@ import (
 	"io/fs"
 	"os"
 	"os/exec"
+	"slices"
 	"strings"
 	"sync"
 
+	"github.com/moby/sys/mountinfo"
 	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/internal/command"
@@ -101,9 +103,10 @@ func nodeBeside(target string) string { return target + nodeSuffix }
 
 const nodeSuffix = ".node"
 
-// isReader tells whether the root of a mount may be such a node, as mountinfo has it.
-func isReader(root string) bool {
-	return strings.HasSuffix(strings.TrimSuffix(root, "//deleted"), nodeSuffix)
+// isReader tells whether a mount may be that of a reader's node, as mountinfo has it: it has an ID mapping, which nobody
+// without rights on the machine can give to one.
+func isReader(m *mountinfo.Info) bool {
+	return m.Root != "/" && slices.Contains(strings.Split(m.Options, ","), "idmapped")
 }
 
 func nodeNextTo(target string, number uint64, namespace int) (int, error) {

@@ -36,7 +36,7 @@ func LoadTable() (*Table, error) {
 		return nil, fmt.Errorf("read mounts: %w", err)
 	}
 	for _, m := range mounts {
-		if device := tableDevice(m); unix.Major(device) != 0 {
+		if device := tableDevice(m, mounts); unix.Major(device) != 0 {
 			// The options of the mount, not of the filesystem: that one turns read-only by
 			// itself after errors.
 			t.Add(device, m.Mountpoint, !slices.Contains(strings.Split(m.Options, ","), "ro"))
@@ -46,16 +46,10 @@ func LoadTable() (*Table, error) {
 }
 
 // tableDevice returns the block device of a mount; 0 as its major number if it has none.
-func tableDevice(m *mountinfo.Info) uint64 {
+func tableDevice(m *mountinfo.Info, all []*mountinfo.Info) uint64 {
 	device := unix.Mkdev(uint32(m.Major), uint32(m.Minor))
-	// A device node bound from /dev, which in a container may be a tmpfs.
-	node := (m.FSType == "devtmpfs" || m.FSType == "tmpfs") && m.Root != "/"
-	if isReader(m.Root) {
-		if info, err := At(m.Mountpoint); err == nil && info.Node {
-			node = true
-		}
-	}
-	if node || m.FSType == "btrfs" || (m.Major == 0 && strings.HasPrefix(m.Source, "/dev/")) {
+	node := isNode(m, all)
+	if node || m.FSType == "btrfs" {
 		path := m.Source // btrfs has device numbers of its own
 		if node {
 			path = m.Mountpoint
@@ -72,6 +66,32 @@ func tableDevice(m *mountinfo.Info) uint64 {
 		}
 	}
 	return device
+}
+
+// isNode tells whether a mount is a device node that a driver bound, from /dev or as a reader's. A pod may make nodes too,
+// of any device, in volumes and in tmpfs (emptyDir), and have them bound: these are not.
+func isNode(m *mountinfo.Info, all []*mountinfo.Info) bool {
+	switch {
+	case isReader(m):
+		info, err := At(m.Mountpoint)
+		return err == nil && info.Node
+	case m.FSType == "devtmpfs":
+		return m.Root != "/"
+	case m.FSType != "tmpfs" || m.Root == "/":
+		return false
+	}
+	// In a container /dev may be a tmpfs, and the one of an earlier container is not seen any more. That of a pod is, where
+	// the kubelet mounted it.
+	shown := false
+	for _, one := range all {
+		if one.Major == m.Major && one.Minor == m.Minor && one.Root == "/" {
+			if one.Mountpoint == "/dev" {
+				return true
+			}
+			shown = true
+		}
+	}
+	return !shown
 }
 
 // hasBtrfs tells whether a block device is one of a btrfs that is mounted.
