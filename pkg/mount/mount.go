@@ -72,7 +72,7 @@ func At(path string) (Info, error) {
 		if !info.Folder && sx.Mode&unix.S_IFMT != unix.S_IFREG {
 			return Info{}, fmt.Errorf("%w: %s is neither a folder nor a file, so its btrfs cannot be asked for its device", blockdev.ErrUnsupported, path)
 		}
-		if info.Device, err = btrfsDevice(path); err != nil {
+		if info.Device, err = btrfsDevice(fd, path); err != nil {
 			return Info{}, err
 		}
 	}
@@ -137,12 +137,17 @@ func openPath(path string) (int, error) {
 
 // btrfsDevice returns (one of) the devices of a btrfs, by the names that the kernel has for them.
 // BTRFS_IOC_DEV_INFO and the list of mounts only have the path that whoever scanned the device last had for it:
-// it may be gone, or be one of another mount namespace.
-func btrfsDevice(path string) (uint64, error) {
-	f, err := os.Open(path)
-	if err != nil {
-		return 0, err
+// it may be gone, or be one of another mount namespace. fd is what is at the path, opened with O_PATH.
+func btrfsDevice(fd int, path string) (uint64, error) {
+	// Whoever has a lease on the file (fcntl(2)) is not waited for.
+	fd, err := unix.Open(fmt.Sprintf("/proc/self/fd/%d", fd), unix.O_RDONLY|unix.O_NONBLOCK|unix.O_CLOEXEC, 0)
+	if errors.Is(err, unix.EAGAIN) {
+		return 0, fmt.Errorf("%w: somebody has a lease on %s, so its btrfs cannot be asked for its device", blockdev.ErrUnavailable, path)
 	}
+	if err != nil {
+		return 0, &fs.PathError{Op: "open", Path: path, Err: err}
+	}
+	f := os.NewFile(uintptr(fd), path)
 	defer f.Close()
 	info, err := Btrfs(f)
 	if err != nil {

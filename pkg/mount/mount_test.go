@@ -236,6 +236,35 @@ func TestBoundPipe(t *testing.T) {
 	}
 }
 
+// TestLeasedFile: who has a btrfs may take a lease on a file of it (fcntl(2)), which is bound somewhere: to open it waits
+// until that is given up. Whoever looks there does not.
+func TestLeasedFile(t *testing.T) {
+	d := newDisk(t, "btrfs")
+	path, device := d.mounted(t, "btrfs"), number(t, d.device)
+	bound := filepath.Join(d.dir, "bound")
+	leased, err := os.Create(filepath.Join(path, "leased"))
+	ok(t, err)
+	defer leased.Close()
+	ok(t, os.WriteFile(bound, nil, 0o600))
+	ok(t, unix.Mount(leased.Name(), bound, "", unix.MS_BIND, ""))
+	t.Cleanup(func() { ok(t, unix.Unmount(bound, 0)) })
+	_, err = unix.FcntlInt(leased.Fd(), unix.F_SETLEASE, unix.F_WRLCK)
+	ok(t, err)
+	began := time.Now()
+	table, err := mount.LoadTable()
+	ok(t, err)
+	if paths := table.Paths(device); !slices.Contains(paths, bound) || !slices.Contains(paths, path) {
+		t.Errorf("mounted at %v", paths)
+	}
+	if _, err := mount.At(bound); err == nil || mount.Corrupted(err) {
+		t.Errorf("to look at it: %v", err)
+	}
+	if took := time.Since(began); took > 10*time.Second {
+		t.Errorf("whoever looks waits for %v", took)
+	}
+	ok(t, leased.Close())
+}
+
 // TestScannedAsAnother: the path by which a btrfs was scanned in another place may be that of another device here.
 func TestScannedAsAnother(t *testing.T) {
 	d, other := newDisk(t, "btrfs"), newDisk(t, "ext4")
