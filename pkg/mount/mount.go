@@ -37,6 +37,7 @@ type Info struct {
 	ReadOnly bool
 	// Statfs is what statfs(2) says of the filesystem.
 	Statfs unix.Statfs_t
+	mount  int // of the mount, in the list of all mounts
 }
 
 // At looks at a path without following a symbolic link at its end. A path that does
@@ -50,13 +51,14 @@ func At(path string) (Info, error) {
 	}
 	defer unix.Close(fd)
 	var sx unix.Statx_t
-	if err := unix.Statx(fd, "", unix.AT_EMPTY_PATH, unix.STATX_TYPE, &sx); err != nil {
+	if err := unix.Statx(fd, "", unix.AT_EMPTY_PATH, unix.STATX_TYPE|unix.STATX_MNT_ID, &sx); err != nil {
 		return Info{}, &fs.PathError{Op: "statx", Path: path, Err: err}
 	}
 	info := Info{
 		Root:   sx.Attributes&unix.STATX_ATTR_MOUNT_ROOT != 0,
 		Device: unix.Mkdev(sx.Dev_major, sx.Dev_minor),
 		Folder: sx.Mode&unix.S_IFMT == unix.S_IFDIR,
+		mount:  int(sx.Mnt_id),
 	}
 	if sx.Mode&unix.S_IFMT == unix.S_IFBLK {
 		info.Node, info.Device = true, unix.Mkdev(sx.Rdev_major, sx.Rdev_minor)

@@ -265,20 +265,30 @@ func TestLeasedFile(t *testing.T) {
 	ok(t, leased.Close())
 }
 
-// TestScannedAsAnother: the path by which a btrfs was scanned in another place may be that of another device here.
+// TestScannedAsAnother: the path by which a btrfs was scanned in another place may be that of another device here, which
+// may have a btrfs as well.
 func TestScannedAsAnother(t *testing.T) {
-	d, other := newDisk(t, "btrfs"), newDisk(t, "ext4")
-	path, node := d.mounted(t, "btrfs"), filepath.Join(d.dir, "node")
-	ok(t, unix.Mknod(node, unix.S_IFBLK|0o600, int(number(t, d.device))))
-	drivertest.Run(t, "btrfs", "device", "scan", node)
-	ok(t, os.Remove(node))
-	ok(t, unix.Mknod(node, unix.S_IFBLK|0o600, int(number(t, other.device))))
-	table, err := mount.LoadTable()
-	ok(t, err)
-	if paths := table.Paths(number(t, d.device)); !slices.Equal(paths, []string{path}) {
-		t.Errorf("mounted at %v", paths)
+	for _, kind := range []string{"ext4", "btrfs"} {
+		d, other := newDisk(t, "btrfs"), newDisk(t, kind)
+		path, node, bound := d.mounted(t, "btrfs"), filepath.Join(d.dir, "node"), filepath.Join(d.dir, "pipe")
+		otherPath := other.mounted(t, kind)
+		ok(t, errors.Join(unix.Mkfifo(filepath.Join(path, "pipe"), 0o600), os.WriteFile(bound, nil, 0o600)))
+		ok(t, unix.Mount(filepath.Join(path, "pipe"), bound, "", unix.MS_BIND, "")) // it cannot be asked itself
+		t.Cleanup(func() { ok(t, unix.Unmount(bound, 0)) })
+		ok(t, unix.Mknod(node, unix.S_IFBLK|0o600, int(number(t, d.device))))
+		drivertest.Run(t, "btrfs", "device", "scan", node)
+		ok(t, os.Remove(node))
+		ok(t, unix.Mknod(node, unix.S_IFBLK|0o600, int(number(t, other.device))))
+		table, err := mount.LoadTable()
+		ok(t, err)
+		if paths := table.Paths(number(t, d.device)); !slices.Equal(paths, []string{path, bound}) {
+			t.Errorf("mounted at %v", paths)
+		}
+		if paths := table.Paths(number(t, other.device)); !slices.Equal(paths, []string{otherPath}) {
+			t.Errorf("the other is mounted at %v", paths)
+		}
+		ok(t, os.Remove(node))
 	}
-	ok(t, os.Remove(node))
 }
 
 // TestNodesOfPods: a pod may make nodes of any device in what it has (mknod(2)), and have them bound as subpaths; and any

@@ -47,25 +47,39 @@ func LoadTable() (*Table, error) {
 
 // tableDevice returns the block device of a mount; 0 as its major number if it has none.
 func tableDevice(m *mountinfo.Info, all []*mountinfo.Info) uint64 {
-	device := unix.Mkdev(uint32(m.Major), uint32(m.Minor))
-	node := isNode(m, all)
-	if node || m.FSType == "btrfs" {
-		path := m.Source // btrfs has device numbers of its own
-		if node {
-			path = m.Mountpoint
+	switch {
+	case isNode(m, all):
+		return blockDevice(m.Mountpoint)
+	case m.FSType == "btrfs":
+		return btrfsMounted(m, all)
+	}
+	return unix.Mkdev(uint32(m.Major), uint32(m.Minor))
+}
+
+// blockDevice returns the device of a node; 0 if there is none.
+func blockDevice(path string) uint64 {
+	var st unix.Stat_t
+	if err := unix.Stat(path, &st); err != nil || st.Mode&unix.S_IFMT != unix.S_IFBLK {
+		return 0
+	}
+	return st.Rdev
+}
+
+// btrfsMounted returns the block device of a mount of a btrfs, which has device numbers of its own: what this or another
+// mount of the same filesystem says. What it was mounted from may be another device by now, or elsewhere.
+func btrfsMounted(m *mountinfo.Info, all []*mountinfo.Info) uint64 {
+	for _, one := range append([]*mountinfo.Info{m}, all...) {
+		if one.Major != m.Major || one.Minor != m.Minor {
+			continue
 		}
-		var st unix.Stat_t
-		device = 0
-		if err := unix.Stat(path, &st); err == nil && st.Mode&unix.S_IFMT == unix.S_IFBLK {
-			device = st.Rdev
-		}
-		if m.FSType == "btrfs" && !hasBtrfs(device) { // its device may have been known by another path
-			if info, err := At(m.Mountpoint); err == nil && info.Root && info.Statfs.Type == unix.BTRFS_SUPER_MAGIC {
-				device = info.Device
-			}
+		if info, err := At(one.Mountpoint); err == nil && info.mount == one.ID && !info.Node {
+			return info.Device
 		}
 	}
-	return device
+	if device := blockDevice(m.Source); hasBtrfs(device) {
+		return device
+	}
+	return 0
 }
 
 // isNode tells whether a mount is a device node that a driver bound, from /dev or as a reader's. A pod may make nodes too,
