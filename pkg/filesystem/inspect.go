@@ -157,9 +157,9 @@ const (
 // Unused makes sure that nothing has a device mounted, in whatever mount namespace: ErrInUse.
 func Unused(ctx context.Context, device string) error {
 	for try := 0; ; try++ {
-		fd, err := unix.Open(device, unix.O_RDONLY|unix.O_EXCL|unix.O_CLOEXEC, 0) // of a block device: open(2)
+		err := mount.Unclaimed(device)
 		if err == nil {
-			return unix.Close(fd)
+			return nil
 		}
 		if !errors.Is(err, unix.EBUSY) {
 			return fmt.Errorf("open %s: %w", device, err)

@@ -362,8 +362,29 @@ func Recover(device, fstype string, options []string) error {
 	if err != nil {
 		return fmt.Errorf("recover %s as %s: %w", device, fstype, err)
 	}
+	defer settle(device)
 	defer holdForks()() // so that this is its last descriptor
 	return unix.Close(fsfd)
+}
+
+// settle waits until a filesystem that was opened and closed is gone, so that its device can be used at once. A program
+// that was being started may have its descriptors still: the kernel lets whoever starts it go on before it closes them
+// (begin_new_exec). If that takes long it is somebody else who has the device.
+func settle(device string) {
+	for try := 0; try < busyTries && errors.Is(Unclaimed(device), unix.EBUSY); try++ {
+		time.Sleep(busyPause)
+	}
+}
+
+// Unclaimed makes sure that nobody has a block device for himself, as who mounts it does: EBUSY (open(2), O_EXCL). It has
+// it itself for a moment, and no program that is being started has it for longer.
+func Unclaimed(device string) error {
+	defer holdForks()()
+	fd, err := unix.Open(device, unix.O_RDONLY|unix.O_EXCL|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return err
+	}
+	return unix.Close(fd)
 }
 
 // Look opens the filesystem on a device for reading only, mounts it nowhere, and calls look with
@@ -373,8 +394,9 @@ func Look(device, fstype string, options []string, look func(root *os.File) erro
 	if err != nil {
 		return fmt.Errorf("look at %s as %s: %w", device, fstype, err)
 	}
+	defer settle(device)
+	defer holdForks()() // so that these are its last descriptors
 	defer unix.Close(fsfd)
-	defer holdForks()()
 	tree, err := unix.Fsmount(fsfd, unix.FSMOUNT_CLOEXEC, unix.MOUNT_ATTR_RDONLY|unix.MOUNT_ATTR_NODEV)
 	if err != nil {
 		return fmt.Errorf("look at %s as %s: fsmount: %w", device, fstype, withWords(fsfd, err))

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"runtime"
 	"slices"
@@ -179,6 +180,31 @@ func TestRemembered(t *testing.T) {
 	path := one.folder(t, "copy")
 	ok(t, mount.Filesystem(one.device, path, "btrfs", nil, true))
 	ok(t, mount.Unmount(path))
+}
+
+// TestLookBesidePrograms: programs that are started meanwhile keep nothing of a device that was looked at, or asked for.
+func TestLookBesidePrograms(t *testing.T) {
+	d := newDisk(t, "btrfs")
+	ctx, stop := context.WithTimeout(t.Context(), 10*time.Second)
+	defer stop()
+	var starting sync.WaitGroup
+	defer starting.Wait()
+	for range 4 {
+		starting.Go(func() {
+			for ctx.Err() == nil {
+				_ = exec.Command("true").Run()
+			}
+		})
+	}
+	for ctx.Err() == nil && !t.Failed() {
+		if err := mount.Look(d.device, "btrfs", nil, func(*os.File) error { return nil }); err != nil {
+			t.Errorf("just asked for: %v", err)
+		}
+		if err := mount.Unclaimed(d.device); err != nil {
+			t.Errorf("just looked at: %v", err)
+		}
+	}
+	stop()
 }
 
 // TestScannedElsewhere: whoever looks for btrfs by a path of his own, which is gone later, hides no mount.
