@@ -122,6 +122,19 @@ func hasBtrfs(device uint64) bool {
 func (t *Table) Add(device uint64, path string, writable bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	t.add(device, path, writable)
+}
+
+// Found notes that a device was found at a path, if that is not known: somebody else mounted it there again.
+func (t *Table) Found(device uint64, path string, writable bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if _, known := t.paths[device][path]; !known {
+		t.add(device, path, writable)
+	}
+}
+
+func (t *Table) add(device uint64, path string, writable bool) {
 	if t.paths[device] == nil {
 		t.paths[device] = map[string]noted{}
 	}

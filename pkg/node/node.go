@@ -149,6 +149,7 @@ func (s *Server) here(ctx context.Context, id volume.ID, path string) (place, er
 		}
 		for _, device := range devices {
 			if device.Number == info.Device {
+				s.mounts.Found(info.Device, path, !info.ReadOnly)
 				return place{info, device}, nil
 			}
 		}
@@ -253,7 +254,7 @@ func (s *Server) NodeGetVolumeStats(ctx context.Context, r *csi.NodeGetVolumeSta
 	if err != nil {
 		return nil, err
 	}
-	at, err := s.here(ctx, v.ID, r.GetVolumePath())
+	at, err := s.here(ctx, v.ID, mount.Resolve(r.GetVolumePath()))
 	if err != nil {
 		return nil, err
 	}

@@ -50,7 +50,9 @@ func TestStatsBesideMounts(t *testing.T) {
 	info, err := mount.At(source)
 	must(err)
 	id := volume.ID{Kind: blockdev.Volume, Pool: "p", Key: volume.KeyOf("v")}
-	s := node.New(t.Context(), one{volume: volume.Volume{ID: id}, device: blockdev.NewDevice("", info.Device, 1<<20, false, nil)}, nil, node.Options{})
+	mounts, err := mount.LoadTable()
+	must(err)
+	s := node.New(t.Context(), one{volume: volume.Volume{ID: id}, device: blockdev.NewDevice("", info.Device, 1<<20, false, nil)}, mounts, node.Options{})
 
 	ctx, stop := context.WithTimeout(t.Context(), 3*time.Second)
 	defer stop()

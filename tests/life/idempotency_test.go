@@ -734,3 +734,32 @@ func TestStageOtherwise(t *testing.T) {
 	}
 	d.nothingLeft()
 }
+
+// TestMountedByHand: an administrator repairs a filesystem where it is staged, and mounts it there again, while health is
+// asked all the time. It is staged as before.
+func TestMountedByHand(t *testing.T) {
+	d := start(t, drivertest.Options{})
+	v := d.made(request("volume", "xfs", smallest["xfs"]))
+	ok(t, v.claim())
+	ok(t, v.stage())
+	device := strings.TrimSpace(run(t, "findmnt", "-no", "SOURCE", v.staging))
+	held, err := os.Open(device) // else it goes
+	ok(t, err)
+	run(t, "umount", v.staging)
+	v.problems()
+	run(t, "mount", device, v.staging)
+	ok(t, held.Close())
+	ok(t, v.stage())
+	ok(t, v.expand(2*smallest["xfs"]))
+	ok(t, v.nodeExpand(v.staging))
+	if said := v.problems(); len(said) > 0 {
+		t.Errorf("said %v", said)
+	}
+	target := v.target("pod")
+	ok(t, v.publish(target, false))
+	if size := v.usage(target).GetTotal(); size <= smallest["xfs"] {
+		t.Errorf("it has %d bytes", size)
+	}
+	ok(t, v.down(target))
+	d.nothingLeft()
+}
