@@ -174,7 +174,7 @@ func useOf(c *csi.VolumeCapability, publishContext map[string]string, readOnly b
 	}
 	u := use{block: c.GetBlock() != nil, fs: fsType, options: c.GetMount().GetMountFlags(),
 		exclusive: c.GetAccessMode().GetMode() == csi.VolumeCapability_AccessMode_SINGLE_NODE_SINGLE_WRITER}
-	u.readOnly = readOnly || csimap.ReadOnly(c) || publishContext[csimap.ReadOnlyKey] == "true" || slices.Contains(u.options, "ro")
+	u.readOnly = readOnly || csimap.ReadOnly(c) || publishContext[csimap.ReadOnlyKey] == "true" || slices.Contains(mount.SplitOptions(u.options...), "ro")
 	return u, nil
 }
 

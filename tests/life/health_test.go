@@ -210,3 +210,28 @@ func TestFullPool(t *testing.T) {
 	ok(t, v.delete())
 	d.nothingLeft()
 }
+
+// TestReadOnlyByOption: a volume is read-only that is so by one of several mount options in a word, and that is how it
+// shall be.
+func TestReadOnlyByOption(t *testing.T) {
+	d := start(t, drivertest.Options{})
+	v := d.made(request("volume", "xfs", smallest["xfs"]))
+	target := v.running()
+	write(t, v.file(target), 1)
+	ok(t, v.unpublish(target))
+	ok(t, v.unstage())
+	ok(t, v.expand(2*smallest["xfs"]))
+	v.capability.GetMount().MountFlags = []string{"noatime,ro"}
+	ok(t, v.stage()) // and does not grow
+	for range 2 {
+		ok(t, v.publish(target, false))
+		holds(t, v.file(target), 1)
+		if said := v.problems(); len(said) > 0 {
+			t.Errorf("said %v", said)
+		}
+		d = d.restart()
+		v.driver = d
+	}
+	ok(t, v.down(target))
+	d.nothingLeft()
+}
