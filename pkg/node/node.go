@@ -157,6 +157,20 @@ func (s *Server) here(ctx context.Context, id volume.ID, path string) (place, er
 	return place{}, fmt.Errorf("%w: volume %s is not at %s", blockdev.ErrNotFound, id, path)
 }
 
+// hereOrStaged is here for a path of the caller's, which may also be the staging path of a block volume: a folder with the
+// device in it.
+func (s *Server) hereOrStaged(ctx context.Context, id volume.ID, path string) (place, error) {
+	path = mount.Resolve(path)
+	at, err := s.here(ctx, id, path)
+	if errors.Is(err, blockdev.ErrNotFound) {
+		device, markerErr := s.here(ctx, id, marker(path))
+		if !errors.Is(markerErr, blockdev.ErrNotFound) {
+			return device, markerErr
+		}
+	}
+	return at, err
+}
+
 // use is how a request wants to use a volume.
 type use struct {
 	block    bool
@@ -209,16 +223,9 @@ func (s *Server) NodeExpandVolume(ctx context.Context, r *csi.NodeExpandVolumeRe
 			return nil, err
 		}
 	}
-	path := mount.Resolve(r.GetVolumePath())
-	at, err := s.here(ctx, v.ID, path)
+	at, err := s.hereOrStaged(ctx, v.ID, r.GetVolumePath())
 	if err != nil {
-		if r.GetVolumeCapability().GetBlock() == nil || !errors.Is(err, blockdev.ErrNotFound) {
-			return nil, err
-		}
-		// The staging path of a block volume is a folder with the device in it.
-		if at, err = s.here(ctx, v.ID, marker(path)); err != nil {
-			return nil, err
-		}
+		return nil, err
 	}
 	if required := r.GetCapacityRange().GetRequiredBytes(); required > v.Size {
 		return nil, fmt.Errorf("%w: volume %s has %d bytes, %d are required; expand it at the controller first", blockdev.ErrOutOfRange, v.ID, v.Size, required)
@@ -254,7 +261,7 @@ func (s *Server) NodeGetVolumeStats(ctx context.Context, r *csi.NodeGetVolumeSta
 	if err != nil {
 		return nil, err
 	}
-	at, err := s.here(ctx, v.ID, mount.Resolve(r.GetVolumePath()))
+	at, err := s.hereOrStaged(ctx, v.ID, r.GetVolumePath())
 	if err != nil {
 		return nil, err
 	}

@@ -12,6 +12,7 @@ import (
 	"testing"
 	"unsafe"
 
+	"github.com/container-storage-interface/spec/lib/go/csi"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
@@ -291,4 +292,27 @@ func TestRawUsage(t *testing.T) {
 			})
 		}
 	}
+}
+
+// TestStagedRaw: a raw volume is where it is staged, too, whether or not the caller says that it is raw.
+func TestStagedRaw(t *testing.T) {
+	d := startOn(t, pools[0])
+	v := d.made(request("volume", block, smallest[block]))
+	ok(t, v.claim())
+	ok(t, v.stage())
+	if size := v.usage(v.staging).GetTotal(); size != smallest[block] {
+		t.Errorf("it has %d bytes", size)
+	}
+	ok(t, v.expand(2*smallest[block]))
+	response, err := v.NodeExpandVolume(t.Context(), &csi.NodeExpandVolumeRequest{VolumeId: v.id, VolumePath: v.staging})
+	ok(t, err)
+	if size := response.GetCapacityBytes(); size != 2*smallest[block] {
+		t.Errorf("it has %d bytes", size)
+	}
+	ok(t, v.unstage())
+	_, err = v.NodeGetVolumeStats(t.Context(), &csi.NodeGetVolumeStatsRequest{VolumeId: v.id, VolumePath: v.staging})
+	wants(t, err, codes.NotFound, v.staging)
+	ok(t, v.release())
+	ok(t, v.delete())
+	d.nothingLeft()
 }
