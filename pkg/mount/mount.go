@@ -12,6 +12,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
 	"unsafe"
@@ -42,9 +43,55 @@ type Info struct {
 
 // At looks at a path without following a symbolic link at its end. A path that does
 // not exist gives an error that is fs.ErrNotExist; a mount whose filesystem is gone
-// gives an error that Corrupted knows.
+// gives an error that Corrupted knows. ErrUnavailable: what is there does not answer.
 func At(path string) (Info, error) {
+	hanging.Lock()
+	hangs := hanging.paths[path]
+	hanging.Unlock()
+	if hangs {
+		return Info{}, fmt.Errorf("%w: the filesystem at %s does not answer", blockdev.ErrUnavailable, path)
+	}
+	type answer struct {
+		info Info
+		err  error
+	}
+	answers := make(chan answer, 1)
 	defer holdForks()()
+	go func() {
+		info, err := at(path)
+		hanging.Lock()
+		defer hanging.Unlock()
+		answers <- answer{info, err}
+		delete(hanging.paths, path)
+	}()
+	select {
+	case a := <-answers:
+		return a.info, a.err
+	case <-time.After(lookTime):
+	}
+	hanging.Lock()
+	defer hanging.Unlock()
+	select {
+	case a := <-answers:
+		return a.info, a.err
+	default:
+		hanging.paths[path] = true
+		return Info{}, fmt.Errorf("%w: the filesystem at %s has not answered for %s", blockdev.ErrUnavailable, path, lookTime)
+	}
+}
+
+// lookTime is how long somebody who looks at a path waits for its filesystem. Somebody else may have mounted one there whose
+// server is away (FUSE, NFS); until it has answered, nobody else waits.
+const lookTime = 10 * time.Second
+
+// hanging are the paths of which the filesystem has not answered yet.
+var hanging = struct {
+	sync.Mutex
+	paths map[string]bool
+}{paths: map[string]bool{}}
+
+// at is At for as long as it takes. The caller holds back forks, as far as he waits.
+func at(path string) (Info, error) {
 	fd, err := openPath(path)
 	if err != nil {
 		return Info{}, err

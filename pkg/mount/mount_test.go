@@ -435,6 +435,55 @@ func TestPathOfAnother(t *testing.T) {
 	}
 }
 
+// TestPathThatHangs: over a place of a device somebody mounted what does not answer (a FUSE, say, whose server is away).
+// Whoever looks there is told so, and programs can be started meanwhile and after.
+func TestPathThatHangs(t *testing.T) {
+	d := newDisk(t, "ext4")
+	path, bound, device := d.mounted(t, "ext4"), d.folder(t, "bound"), number(t, d.device)
+	fuse, err := os.OpenFile("/dev/fuse", os.O_RDWR, 0)
+	if errors.Is(err, fs.ErrNotExist) {
+		t.Skip("no FUSE here")
+	}
+	ok(t, err)
+	ok(t, mount.Bind(path, bound, false))
+	table, err := mount.LoadTable()
+	ok(t, err)
+	ok(t, unix.Mount("none", bound, "fuse", 0, fmt.Sprintf("fd=%d,rootmode=40000,user_id=0,group_id=0", fuse.Fd())))
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		for range 3 { // the second does not wait
+			if _, err := mount.At(bound); !errors.Is(err, blockdev.ErrUnavailable) {
+				t.Errorf("it answers: %v", err)
+			}
+		}
+		if paths := table.Paths(device); !slices.Equal(paths, []string{path}) {
+			t.Errorf("mounted at %v", paths)
+		}
+		if err := exec.Command("true").Run(); err != nil {
+			t.Error(err)
+		}
+	}()
+	select {
+	case <-ended:
+	case <-time.After(30 * time.Second):
+		t.Error("whoever looks waits for ever")
+	}
+	ok(t, fuse.Close()) // now it is dead
+	<-ended
+	ok(t, unix.Unmount(bound, unix.MNT_DETACH))
+	for end := time.Now().Add(10 * time.Second); ; time.Sleep(10 * time.Millisecond) { // who waited there does not any more
+		info, err := mount.At(bound)
+		if err == nil && info.Device == device {
+			break
+		}
+		if time.Now().After(end) {
+			t.Fatalf("there is %+v, %v", info, err)
+		}
+	}
+	ok(t, mount.Unmount(bound))
+}
+
 func TestBind(t *testing.T) {
 	d := newDisk(t, "ext4")
 	path := d.mounted(t, "ext4")
