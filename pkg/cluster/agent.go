@@ -73,6 +73,9 @@ const (
 	lastRetry  = 30 * time.Second
 	busyRetry  = 20 * time.Millisecond
 	inUseRetry = time.Second
+	// conflictRetry is when what somebody else has changed is looked at again. The change itself comes earlier, unless
+	// the watch is behind: then each try before it has come is refused too.
+	conflictRetry = time.Second
 	// yieldRetry is when a copy goes on that gave way to a call: the kubelet asks again
 	// within seconds.
 	yieldRetry = 5 * time.Second
@@ -343,7 +346,7 @@ func (a *Agent) reconcile(ctx context.Context, r request) (reconcile.Result, err
 	case errors.Is(err, blockdev.ErrBusy):
 		return reconcile.Result{RequeueAfter: busyRetry}, nil
 	case apierrors.IsConflict(err):
-		return reconcile.Result{RequeueAfter: time.Millisecond}, nil // somebody else wrote: look again
+		return reconcile.Result{RequeueAfter: conflictRetry}, nil
 	case apierrors.IsNotFound(err), ctx.Err() != nil:
 		return reconcile.Result{}, nil
 	}

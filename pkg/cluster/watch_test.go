@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"k8s.io/client-go/rest"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
@@ -284,4 +285,54 @@ func TestBusyServer(t *testing.T) {
 		t.Errorf("%d of %d requests were for all objects", n, refused.Load())
 	}
 	w.again("a volume is made", func(ctx context.Context) error { return second(s.Create(ctx, spec("new"))) })
+}
+
+// TestConflictsBehind: an agent whose watch is behind does not write to an object again and again that somebody has
+// changed, and goes on as soon as it has heard of the change.
+func TestConflictsBehind(t *testing.T) {
+	w := newWorld(t)
+	s, _ := w.store()
+	var lag lagging
+	var requests atomic.Int32
+	wrap(t, func(c *rest.Config) {
+		c.Wrap(lag.wrap)
+		c.Wrap(func(next http.RoundTripper) http.RoundTripper {
+			return roundTrip(func(q *http.Request) (*http.Response, error) {
+				if strings.Contains(q.URL.Path, "/volumes/") {
+					requests.Add(1)
+				}
+				return next.RoundTrip(q)
+			})
+		})
+	})
+	begun, let := make(chan struct{}), make(chan struct{})
+	begin, release := sync.OnceFunc(func() { close(begun) }), sync.OnceFunc(func() { close(let) })
+	defer release()
+	m := w.machineWith(nodeName, func(operation string, ref blockdev.Ref) error {
+		if operation == "Create" && ref.Kind == blockdev.Volume {
+			begin()
+			<-let
+		}
+		return nil
+	})
+	w.pooled(s, m)
+	asked := make(chan error, 1)
+	go func() { asked <- second(s.Create(w.ctx, spec("v"))) }()
+	<-begun
+	lag.Lock()
+	catchUp := sync.OnceFunc(lag.Unlock)
+	defer catchUp()
+	o := w.object("v")
+	before := o.DeepCopy()
+	o.Labels = map[string]string{"changed": "true"}
+	must(t, w.Patch(w.ctx, o, client.MergeFrom(before)))
+	release()
+	time.Sleep(3 * time.Second)
+	// A try is a write, and a look whether the object is still there; there are 4 at most.
+	if n := requests.Load(); n < 2 || n > 10 {
+		t.Errorf("%d requests", n)
+	}
+	catchUp()
+	must(t, <-asked)
+	w.tally(m)
 }
