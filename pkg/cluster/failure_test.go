@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/http"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -15,6 +16,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
@@ -23,6 +25,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
+	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
 )
 
 func (w *world) object(name string) *v1alpha1.Volume {
@@ -336,6 +339,65 @@ func TestTwoStores(t *testing.T) {
 		must(t, errors.Join(b.Release(w.ctx, id, ""), b.Delete(w.ctx, id)))
 	}
 	w.tally(m)
+}
+
+// TestClaimsAtOnce: claims that are on their way at the same moment count once each, so that a node gets all that
+// it can have; and who waits for another's to be counted waits no longer than he wants to.
+func TestClaimsAtOnce(t *testing.T) {
+	var hang atomic.Bool
+	hung, let := make(chan struct{}), make(chan struct{})
+	release := sync.OnceFunc(func() { close(let) })
+	wrap(t, func(c *rest.Config) {
+		c.Wrap(func(next http.RoundTripper) http.RoundTripper {
+			return roundTrip(func(q *http.Request) (*http.Response, error) {
+				if q.Method == http.MethodPatch && hang.CompareAndSwap(true, false) {
+					close(hung)
+					<-let
+				}
+				return next.RoundTrip(q)
+			})
+		})
+	})
+	w, _, s := newCluster(t)
+	t.Cleanup(release)
+	var ids []volume.ID
+	for i := range storetest.Limit {
+		v, err := s.Create(w.ctx, spec(fmt.Sprint("v", i)))
+		must(t, err)
+		ids = append(ids, v.ID)
+	}
+	claim := volume.Claim{Node: nodeName, Mode: "m"}
+	for range 10 {
+		var all sync.WaitGroup
+		for _, id := range ids {
+			all.Go(func() {
+				if err := s.Claim(w.ctx, id, claim); err != nil {
+					t.Error(err)
+				}
+			})
+		}
+		all.Wait()
+		for _, id := range ids {
+			must(t, s.Release(w.ctx, id, nodeName))
+		}
+	}
+
+	hang.Store(true)
+	answers := make(chan error, 2)
+	go func() { answers <- s.Claim(w.ctx, ids[0], claim) }()
+	<-hung
+	go func() { answers <- s.Claim(w.ctx, ids[1], claim) }() // which waits until that is counted
+	time.Sleep(100 * time.Millisecond)
+	given := make(chan error, 1)
+	go func() { given <- s.Claim(soon(t), ids[2], claim) }()
+	select {
+	case err := <-given:
+		fails(t, err, blockdev.ErrUnavailable)
+	case <-time.After(10 * time.Second):
+		t.Error("it waits longer than its caller")
+	}
+	release()
+	must(t, errors.Join(<-answers, <-answers))
 }
 
 // TestDeletedWhileMade: an object that goes while its node works on it takes the volume along.

@@ -52,8 +52,10 @@ type Store struct {
 	departed  chan struct{}                            // there may be news of nodes that are gone
 	beats     beats
 
+	counting chan struct{} // has room for one who counts claims
+
 	mu       sync.Mutex
-	claiming map[string]int64 // claims by node that are on their way
+	claiming map[string]string // nodes by the keys of volumes whose claims are on their way
 }
 
 var _ volume.Store = (*Store)(nil)
@@ -82,7 +84,7 @@ func NewStore(config *rest.Config, o Options) (*Store, error) {
 		o.SilentAfter = SilentAfter
 	}
 	heartbeats := cache.ByObject{Namespaces: map[string]cache.Config{o.Namespace: {}}, Label: labels.SelectorFromSet(labels.Set{heartbeatLabel: heartbeatValue})}
-	s := &Store{options: o, departed: make(chan struct{}, 1), claiming: map[string]int64{},
+	s := &Store{options: o, departed: make(chan struct{}, 1), counting: make(chan struct{}, 1), claiming: map[string]string{},
 		doomed: workqueue.NewTypedDelayingQueue[orphan]()}
 	config = rest.CopyConfig(config)
 	config.Wrap(func(next http.RoundTripper) http.RoundTripper { return listener{next, &s.beats} })

@@ -58,7 +58,7 @@ func (s *Store) Claim(ctx context.Context, id volume.ID, claim volume.Claim) err
 		if counted {
 			s.mu.Lock()
 			defer s.mu.Unlock()
-			s.claiming[claim.Node]--
+			delete(s.claiming, id.Key)
 		}
 	}()
 	want := v1alpha1.Claim{Node: claim.Node, ReadOnly: claim.ReadOnly, Mode: claim.Mode}
@@ -76,7 +76,7 @@ func (s *Store) Claim(ctx context.Context, id volume.ID, claim volume.Claim) err
 			return false, fmt.Errorf("%w: volume %s is on node %s and cannot be used on node %s", blockdev.ErrPrecondition, id, v.Spec.NodeName, want.Node)
 		}
 		if !counted && limit > 0 {
-			if err := s.count(ctx, want.Node, limit); err != nil {
+			if err := s.count(ctx, id.Key, want.Node, limit); err != nil {
 				return false, err
 			}
 			counted = true
@@ -100,22 +100,40 @@ func (s *Store) poolsOf(ctx context.Context, node string) ([]v1alpha1.Pool, int6
 	return pools.Items, pools.Items[0].Spec.MaxVolumes, nil
 }
 
-// count counts a claim that is about to be made; ErrLimit if the node has all it can. Two
-// stores that count at once may both let the last one through: the scheduler counts too.
-func (s *Store) count(ctx context.Context, node string, limit int64) error {
+// count counts the claim of a volume that is about to be made; ErrLimit if the node has all it can. One that
+// is on its way may be in the cache already, and counts once. Two stores that count at once may both let the last
+// one through: the scheduler counts too.
+func (s *Store) count(ctx context.Context, key, node string, limit int64) error {
+	select {
+	case s.counting <- struct{}{}: // one after the other
+		defer func() { <-s.counting }()
+	case <-ctx.Done():
+		return fmt.Errorf("%w: count claims: %w", blockdev.ErrUnavailable, ctx.Err())
+	}
+	all := map[string]bool{}
 	s.mu.Lock()
-	defer s.mu.Unlock()
+	for key, on := range s.claiming { // before the list, which has those that are done meanwhile
+		if on == node {
+			all[key] = true
+		}
+	}
+	s.mu.Unlock()
 	var claimed v1alpha1.VolumeList
 	if err := s.client.List(ctx, &claimed, client.MatchingFields{byClaim: node}, client.UnsafeDisableDeepCopy); err != nil {
 		return apiError("count claims", err)
 	}
-	if int64(len(claimed.Items))+s.claiming[node] >= limit {
+	for i := range claimed.Items {
+		all[claimed.Items[i].Name] = true
+	}
+	if int64(len(all)) >= limit {
 		for i := range claimed.Items {
 			s.doomed.AddAfter(orphan{aClaim, claimed.Items[i].Name}, s.options.AbandonGrace)
 		}
 		return fmt.Errorf("%w: node %s has %d volumes, the most it can have", blockdev.ErrLimit, node, limit)
 	}
-	s.claiming[node]++
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.claiming[key] = node
 	return nil
 }
 
