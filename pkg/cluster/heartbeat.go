@@ -108,12 +108,12 @@ func (a *Agent) owner(ctx context.Context) ([]metav1.OwnerReference, error) {
 type beats struct {
 	mu    sync.Mutex
 	heard map[string]heard // by node
-	deaf  bool             // the API server did not answer when the store last asked for the Leases
+	deaf  bool             // the API server did not tell of the Leases when the store last asked for them
 	since time.Time        // when it was deaf last
 }
 
-// listener notes whether the API server answers the store that asks for the Leases: while it is down or
-// cannot be reached nothing can be heard of any agent, and that says nothing of them.
+// listener notes whether the API server tells the store of the Leases when it asks for them: while it is down, cannot
+// be reached or is too busy nothing can be heard of any agent, and that says nothing of them.
 type listener struct {
 	http.RoundTripper
 	*beats
@@ -122,7 +122,7 @@ type listener struct {
 func (l listener) RoundTrip(r *http.Request) (*http.Response, error) {
 	answer, err := l.RoundTripper.RoundTrip(r)
 	if strings.HasSuffix(r.URL.Path, "/leases") && !errors.Is(err, context.Canceled) {
-		l.listens(err == nil && answer.StatusCode < http.StatusInternalServerError)
+		l.listens(err == nil && answer.StatusCode == http.StatusOK)
 	}
 	return answer, err
 }

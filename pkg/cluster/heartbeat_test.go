@@ -4,7 +4,10 @@ import (
 	"context"
 	"errors"
 	"net"
+	"net/http"
+	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -362,6 +365,57 @@ func TestServerAway(t *testing.T) {
 	release()
 	must(t, <-asked)
 	w.tally(m)
+}
+
+// TestServerBusy: an API server that is too busy to tell a controller of the Leases says nothing of the agents: the
+// nodes keep their room.
+func TestServerBusy(t *testing.T) {
+	w := newWorld(t)
+	m := w.beating(nodeName)
+	var busy atomic.Bool
+	var refused atomic.Int32
+	var mu sync.Mutex
+	var open []context.CancelFunc
+	wrap(t, func(c *rest.Config) {
+		c.Wrap(func(next http.RoundTripper) http.RoundTripper {
+			return roundTrip(func(q *http.Request) (*http.Response, error) {
+				if !strings.HasSuffix(q.URL.Path, "/leases") {
+					return next.RoundTrip(q)
+				}
+				if busy.Load() {
+					refused.Add(1)
+					return tooMany(q), nil
+				}
+				ctx, cancel := context.WithCancel(q.Context())
+				mu.Lock()
+				open = append(open, cancel)
+				mu.Unlock()
+				answer, err := next.RoundTrip(q.WithContext(ctx))
+				if err == nil {
+					answer.Body = ending{answer.Body, ctx}
+				}
+				return answer, err
+			})
+		})
+	})
+	s := w.listening(briefly)
+	w.pooled(s, m)
+	w.eventually("the agent is heard", func() bool { return w.available(s, nodeName) > 0 })
+	busy.Store(true)
+	mu.Lock()
+	for _, cancel := range open {
+		cancel()
+	}
+	mu.Unlock()
+	w.eventually("it is refused", func() bool { return refused.Load() > 0 })
+	for end := time.Now().Add(2 * briefly); time.Now().Before(end); time.Sleep(heartbeat / 2) {
+		if w.available(s, nodeName) == 0 {
+			t.Fatal("the node has no room any more")
+		}
+	}
+	busy.Store(false)
+	m.stop()
+	w.eventually("that the agent is down is heard again", func() bool { return w.available(s, nodeName) == 0 })
 }
 
 // TestIdleAgent: an agent that has nothing to do asks the API server for nothing but its Lease: one

@@ -229,6 +229,12 @@ func (e ending) Read(p []byte) (int, error) {
 	return n, err
 }
 
+// tooMany is the answer of an API server that is too busy.
+func tooMany(q *http.Request) *http.Response {
+	return &http.Response{StatusCode: http.StatusTooManyRequests, Status: "429 Too Many Requests", Request: q, Header: http.Header{"Content-Type": {"application/json"}},
+		Body: io.NopCloser(strings.NewReader(`{"kind":"Status","apiVersion":"v1","status":"Failure","reason":"TooManyRequests","code":429}`))}
+}
+
 // TestBusyServer: a watch that the API server puts off, as it is too busy, is begun later from where it was.
 // Nobody reads all objects anew, which would make the server busier.
 func TestBusyServer(t *testing.T) {
@@ -249,9 +255,7 @@ func TestBusyServer(t *testing.T) {
 					if refused.Add(1); query.Get("limit") != "1" && (!query.Has("watch") || query.Has("sendInitialEvents")) {
 						whole.Add(1)
 					}
-					return &http.Response{StatusCode: http.StatusTooManyRequests, Status: "429 Too Many Requests", Request: q,
-						Header: http.Header{"Content-Type": {"application/json"}},
-						Body:   io.NopCloser(strings.NewReader(`{"kind":"Status","apiVersion":"v1","status":"Failure","reason":"TooManyRequests","code":429}`))}, nil
+					return tooMany(q), nil
 				}
 				if query.Has("watch") {
 					ctx, cancel := context.WithCancel(q.Context())
