@@ -3,11 +3,14 @@ package cluster
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -46,12 +49,22 @@ func intend[T object](ctx context.Context, c client.Client, o T, unchanged bool)
 		return err
 	}
 	if err := c.Patch(ctx, o, client.RawPatch(types.MergePatchType, patch)); err != nil {
+		if ofAnother(err) {
+			err = apierrors.NewConflict(schema.GroupResource{Group: v1alpha1.GroupVersion.Group}, o.GetName(), err)
+		}
 		return err
 	}
 	if !o.Deleting() {
 		return errDefinitions
 	}
 	return nil
+}
+
+// ofAnother: a patch was for an object with another UID. To the API server that is an attempt to change the UID.
+func ofAnother(err error) bool {
+	var status apierrors.APIStatus
+	return apierrors.IsInvalid(err) && errors.As(err, &status) && status.Status().Details != nil &&
+		slices.ContainsFunc(status.Status().Details.Causes, func(c metav1.StatusCause) bool { return c.Field == "metadata.uid" })
 }
 
 // discard is intend for what the store itself has no use for, and waits until it is gone.

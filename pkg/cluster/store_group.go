@@ -124,7 +124,7 @@ func (s *Store) createGroup(ctx context.Context, name string, sources []volume.I
 	if slices.ContainsFunc(members, func(m v1alpha1.Snapshot) bool {
 		return going(&m) || m.Common().Refused(m.Generation) != nil || wanted[m.Name] == nil || !sameSnapshot(&m, wanted[m.Name])
 	}) {
-		if err := s.removeAll(ctx, members); err != nil {
+		if _, err := s.removeAll(ctx, members); err != nil {
 			return volume.Group{}, err
 		}
 	}
@@ -155,7 +155,7 @@ func (s *Store) createGroup(ctx context.Context, name string, sources []volume.I
 			for _, one := range made {
 				all = append(all, *one)
 			}
-			if err := s.removeAll(ctx, all); err != nil {
+			if _, err := s.removeAll(ctx, all); err != nil {
 				return volume.Group{}, err
 			}
 			return volume.Group{}, refused
@@ -174,8 +174,8 @@ func (s *Store) createGroup(ctx context.Context, name string, sources []volume.I
 }
 
 // removeAll deletes snapshots and waits until all are gone: a node takes the members of a
-// group away together.
-func (s *Store) removeAll(ctx context.Context, members []v1alpha1.Snapshot) error {
+// group away together. With behind, some were gone before, and others may have their names.
+func (s *Store) removeAll(ctx context.Context, members []v1alpha1.Snapshot) (behind bool, err error) {
 	watches := map[int]*watch{}
 	defer func() {
 		for _, w := range watches {
@@ -190,8 +190,10 @@ func (s *Store) removeAll(ctx context.Context, members []v1alpha1.Snapshot) erro
 			continue
 		}
 		err := intend(ctx, s.client, m, false)
-		if gone[i] = ignoreConflict(err) == nil && err != nil; err != nil && !gone[i] {
-			return apiError("delete snapshot "+snapshotID(m).String(), err)
+		if err != nil && ignoreConflict(err) == nil {
+			gone[i] = true
+		} else if err != nil {
+			return false, apiError("delete snapshot "+snapshotID(m).String(), err)
 		}
 	}
 	for i := range members {
@@ -199,17 +201,19 @@ func (s *Store) removeAll(ctx context.Context, members []v1alpha1.Snapshot) erro
 			continue
 		}
 		if err := waitGone(ctx, s, watches[i], &members[i]); err != nil {
-			return err
+			return false, err
 		}
 	}
-	return nil
+	return len(gone) > 0, nil
 }
 
 // DeleteGroup: see volume.Store.
 func (s *Store) DeleteGroup(ctx context.Context, id volume.GroupID) error {
 	members, err := s.membersNow(ctx, id.Key)
-	if err == nil {
-		err = s.removeAll(ctx, members)
+	for behind := true; err == nil && behind; {
+		if behind, err = s.removeAll(ctx, members); behind {
+			members, err = s.liveMembers(ctx, id.Key)
+		}
 	}
 	if err == nil {
 		err = s.unaccounted(ctx, id.String())

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -104,19 +105,32 @@ func (s *Store) DeleteSnapshot(ctx context.Context, id volume.ID) error {
 	defer w.close()
 	have := &v1alpha1.Snapshot{}
 	err := s.get(ctx, id.Key, have)
-	if errors.Is(err, blockdev.ErrNotFound) || (err == nil && have.Spec.Pool != id.Pool) {
-		return s.unaccounted(ctx, id.String())
+	for {
+		if errors.Is(err, blockdev.ErrNotFound) || (err == nil && have.Spec.Pool != id.Pool) {
+			return s.unaccounted(ctx, id.String())
+		}
+		if err != nil {
+			return err
+		}
+		if group := have.Spec.Group; group != nil {
+			return fmt.Errorf("%w: snapshot %s is part of %s and is deleted with it", blockdev.ErrInvalid, id, volume.GroupID{Key: group.Key})
+		}
+		if !have.Deleting() {
+			err = intend(ctx, s.client, have, false)
+			if apierrors.IsConflict(err) || apierrors.IsNotFound(err) { // another store may have made it anew
+				have = &v1alpha1.Snapshot{}
+				err = apiError("read snapshot "+id.String(), s.live.Get(ctx, client.ObjectKey{Name: id.Key}, have))
+				continue
+			}
+			if err != nil {
+				return apiError("delete snapshot "+id.String(), err)
+			}
+		}
+		if err := waitGone(ctx, s, w, have); err != nil {
+			return fmt.Errorf("delete snapshot %s: %w", id, err)
+		}
+		return nil
 	}
-	if err != nil {
-		return err
-	}
-	if group := have.Spec.Group; group != nil {
-		return fmt.Errorf("%w: snapshot %s is part of %s and is deleted with it", blockdev.ErrInvalid, id, volume.GroupID{Key: group.Key})
-	}
-	if err := discard(ctx, s, w, have); err != nil {
-		return fmt.Errorf("delete snapshot %s: %w", id, err)
-	}
-	return nil
 }
 
 // GetSnapshot: see volume.Store. A member of a group is there if the group is complete.

@@ -155,16 +155,23 @@ func (l late) Read(p []byte) (int, error) {
 	return n, err
 }
 
+// behind starts a store whose watches can be held back.
+func (w *world) behind() (*cluster.Store, *lagging) {
+	w.Helper()
+	lag := &lagging{}
+	config := apitest.Get(w).Config("controller")
+	config.Wrap(lag.wrap)
+	s, err := cluster.NewStore(config, cluster.Options{GoneGrace: grace, AbandonGrace: time.Hour, Driver: cluster.DefaultDriver})
+	must(w, err)
+	w.run(s.Run)
+	return s, lag
+}
+
 // TestLaggingReplica: a controller whose watches are behind says of nothing that it is there, or done,
 // which another one has deleted or changed since.
 func TestLaggingReplica(t *testing.T) {
 	w, m, s := newCluster(t)
-	var lag lagging
-	config := apitest.Get(t).Config("controller")
-	config.Wrap(lag.wrap)
-	behind, err := cluster.NewStore(config, cluster.Options{GoneGrace: grace, AbandonGrace: time.Hour, Driver: cluster.DefaultDriver})
-	must(t, err)
-	w.run(behind.Run)
+	behind, lag := w.behind()
 	w.pooled(behind, m)
 	v, err := s.Create(w.ctx, spec("v"))
 	must(t, err)
@@ -211,6 +218,49 @@ func TestLaggingReplica(t *testing.T) {
 	fails(t, second(m.local.GetGroup(w.ctx, made.ID)), blockdev.ErrNotFound)
 	if have, err := m.local.Get(w.ctx, v.ID); err != nil || have.Mutable["readAheadKiB"] != "64" {
 		t.Errorf("%+v, %v", have, err)
+	}
+	w.tally(m)
+}
+
+// TestLaggingReplicaDeletes: what a controller whose watches are behind is asked to delete goes, though another one
+// has deleted it and made it anew since.
+func TestLaggingReplicaDeletes(t *testing.T) {
+	w, m, s := newCluster(t)
+	behind, lag := w.behind()
+	w.pooled(behind, m)
+	v, err := s.Create(w.ctx, spec("v"))
+	must(t, err)
+	anew, err := s.Create(w.ctx, spec("anew"))
+	must(t, err)
+	snapshot, err := s.CreateSnapshot(w.ctx, "anew", v.ID)
+	must(t, err)
+	group, err := s.CreateGroup(w.ctx, "anew", []volume.ID{v.ID})
+	must(t, err)
+	w.eventually("it knows of all that", func() bool {
+		_, err := behind.GetGroup(w.ctx, group.ID)
+		return errors.Join(err, second(behind.Get(w.ctx, anew.ID)), second(behind.GetSnapshot(w.ctx, snapshot.ID))) == nil
+	})
+	lag.Lock()
+	catchUp := sync.OnceFunc(lag.Unlock)
+	defer catchUp()
+	must(t, errors.Join(s.Delete(w.ctx, anew.ID), s.DeleteSnapshot(w.ctx, snapshot.ID), s.DeleteGroup(w.ctx, group.ID)))
+	must(t, second(s.Create(w.ctx, spec("anew"))))
+	must(t, second(s.CreateSnapshot(w.ctx, "anew", v.ID)))
+	must(t, second(s.CreateGroup(w.ctx, "anew", []volume.ID{v.ID})))
+	for what, call := range map[string]func() error{
+		"volume":   func() error { return behind.Delete(soon(t), anew.ID) },
+		"snapshot": func() error { return behind.DeleteSnapshot(soon(t), snapshot.ID) },
+		"group":    func() error { return behind.DeleteGroup(soon(t), group.ID) },
+	} {
+		if err := call(); !errors.Is(err, blockdev.ErrUnavailable) { // it does not hear that it is gone
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	catchUp()
+	must(t, errors.Join(behind.Delete(w.ctx, anew.ID), behind.DeleteSnapshot(w.ctx, snapshot.ID), behind.DeleteGroup(w.ctx, group.ID)))
+	must(t, s.Delete(w.ctx, v.ID))
+	if left := w.objects(); len(left) > 0 {
+		t.Errorf("%d objects are left", len(left))
 	}
 	w.tally(m)
 }
