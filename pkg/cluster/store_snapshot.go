@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"slices"
 
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -105,7 +104,7 @@ func (s *Store) DeleteSnapshot(ctx context.Context, id volume.ID) error {
 	defer w.close()
 	have := &v1alpha1.Snapshot{}
 	err := s.get(ctx, id.Key, have)
-	for {
+	for live := false; ; live = true {
 		if errors.Is(err, blockdev.ErrNotFound) || (err == nil && have.Spec.Pool != id.Pool) {
 			return s.unaccounted(ctx, id.String())
 		}
@@ -115,16 +114,17 @@ func (s *Store) DeleteSnapshot(ctx context.Context, id volume.ID) error {
 		if group := have.Spec.Group; group != nil {
 			return fmt.Errorf("%w: snapshot %s is part of %s and is deleted with it", blockdev.ErrInvalid, id, volume.GroupID{Key: group.Key})
 		}
+		now := live // if not, another store may have made anew since what is being deleted here
 		if !have.Deleting() {
 			err = intend(ctx, s.client, have, false)
-			if apierrors.IsConflict(err) || apierrors.IsNotFound(err) { // another store may have made it anew
-				have = &v1alpha1.Snapshot{}
-				err = apiError("read snapshot "+id.String(), s.live.Get(ctx, client.ObjectKey{Name: id.Key}, have))
-				continue
-			}
-			if err != nil {
+			if now = err == nil; err != nil && ignoreConflict(err) != nil {
 				return apiError("delete snapshot "+id.String(), err)
 			}
+		}
+		if !now {
+			have = &v1alpha1.Snapshot{}
+			err = apiError("read snapshot "+id.String(), s.live.Get(ctx, client.ObjectKey{Name: id.Key}, have))
+			continue
 		}
 		if err := waitGone(ctx, s, w, have); err != nil {
 			return fmt.Errorf("delete snapshot %s: %w", id, err)

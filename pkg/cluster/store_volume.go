@@ -245,27 +245,28 @@ func (s *Store) Delete(ctx context.Context, id volume.ID) error {
 	defer w.close()
 	v := &v1alpha1.Volume{}
 	err := s.get(ctx, id.Key, v)
-	for {
+	for live := false; ; live = true {
 		if errors.Is(err, blockdev.ErrNotFound) || (err == nil && v.Spec.Pool != id.Pool) {
 			return s.unaccounted(ctx, id.String())
 		}
 		if err != nil {
 			return fmt.Errorf("delete volume %s: %w", id, err)
 		}
+		now := live // if not, another store may have made anew since what is being deleted here
 		if !v.Deleting() {
 			if claim := v.Spec.Claim; claim != nil {
 				s.doomed.AddAfter(orphan{aClaim, v.Name}, s.options.AbandonGrace)
 				return fmt.Errorf("%w: volume %s is claimed by node %s; unpublish it first", blockdev.ErrInUse, id, claim.Node)
 			}
 			err = intend(ctx, s.client, v, true)
-			if apierrors.IsConflict(err) || apierrors.IsNotFound(err) { // a claim, maybe
-				v = &v1alpha1.Volume{}
-				err = apiError("read volume "+id.String(), s.live.Get(ctx, client.ObjectKey{Name: id.Key}, v))
-				continue
-			}
-			if err != nil {
+			if now = err == nil; err != nil && ignoreConflict(err) != nil { // a conflict is a claim, maybe
 				return apiError("delete volume "+id.String(), err)
 			}
+		}
+		if !now {
+			v = &v1alpha1.Volume{}
+			err = apiError("read volume "+id.String(), s.live.Get(ctx, client.ObjectKey{Name: id.Key}, v))
+			continue
 		}
 		if err := waitGone(ctx, s, w, v); err != nil {
 			return fmt.Errorf("delete volume %s: %w", id, err)

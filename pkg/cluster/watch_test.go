@@ -265,6 +265,49 @@ func TestLaggingReplicaDeletes(t *testing.T) {
 	w.tally(m)
 }
 
+// TestLaggingReplicaDeletesAgain: a deletion that a controller knows of, and whose end it has not heard of, is not
+// that of what another one has made anew since.
+func TestLaggingReplicaDeletesAgain(t *testing.T) {
+	w, m, s := newCluster(t)
+	behind, lag := w.behind()
+	w.pooled(behind, m)
+	v, err := s.Create(w.ctx, spec("v"))
+	must(t, err)
+	anew, err := s.Create(w.ctx, spec("anew"))
+	must(t, err)
+	snapshot, err := s.CreateSnapshot(w.ctx, "anew", v.ID)
+	must(t, err)
+	w.eventually("it knows of all that", func() bool {
+		return errors.Join(second(behind.Get(w.ctx, anew.ID)), second(behind.GetSnapshot(w.ctx, snapshot.ID))) == nil
+	})
+	m.stop()
+	calls := []func(context.Context) error{
+		func(ctx context.Context) error { return behind.Delete(ctx, anew.ID) },
+		func(ctx context.Context) error { return behind.DeleteSnapshot(ctx, snapshot.ID) },
+	}
+	for _, call := range calls {
+		fails(t, call(soon(t)), blockdev.ErrUnavailable)
+	}
+	lag.Lock()
+	catchUp := sync.OnceFunc(lag.Unlock)
+	defer catchUp()
+	w.start(m)
+	must(t, errors.Join(s.Delete(w.ctx, anew.ID), s.DeleteSnapshot(w.ctx, snapshot.ID)))
+	must(t, errors.Join(second(s.Create(w.ctx, spec("anew"))), second(s.CreateSnapshot(w.ctx, "anew", v.ID))))
+	answers := make(chan error, len(calls))
+	for _, call := range calls {
+		go func() { answers <- call(w.ctx) }()
+	}
+	time.Sleep(500 * time.Millisecond)
+	catchUp()
+	must(t, errors.Join(<-answers, <-answers))
+	must(t, s.Delete(w.ctx, v.ID))
+	if left := w.objects(); len(left) > 0 {
+		t.Errorf("%d objects are left", len(left))
+	}
+	w.tally(m)
+}
+
 // ending is the body of a watch that ends as it should when its context does.
 type ending struct {
 	io.ReadCloser
