@@ -53,6 +53,7 @@ type Agent struct {
 	namespace  string        // of the agent's Lease; empty: it has none
 	every      time.Duration // it is renewed
 	lease      *coordinationv1.Lease
+	looked     map[string]map[volume.ID]look // for the objects of strays, by pool
 
 	mu      sync.Mutex
 	cancels map[request]context.CancelFunc // what makes an object
@@ -96,7 +97,7 @@ func NewAgent(config *rest.Config, driver string, local *volume.Local, pools []A
 		return nil, err
 	}
 	a := &Agent{connection: c, local: local, pools: pools, locks: locks, maxVolumes: maxVolumes, driver: driver,
-		changed: make(chan struct{}, 1), cancels: map[request]context.CancelFunc{}}
+		changed: make(chan struct{}, 1), looked: map[string]map[volume.ID]look{}, cancels: map[request]context.CancelFunc{}}
 	return a, c.cache.IndexField(context.Background(), &v1alpha1.Snapshot{}, byGroup, groupOf)
 }
 

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -32,10 +33,19 @@ type stray struct {
 	taken  string // what the object says that has its name; empty: there is none
 }
 
+// look is when the API server was asked for an object that the cache does not have, and what that said. It is
+// not asked for each stray whenever something changes.
+type look struct {
+	at    time.Time
+	taken string // as in stray
+}
+
 // strays are the volumes and snapshots of a pool that no object is for. Ephemeral volumes are
 // the node's own.
 func (a *Agent) strays(ctx context.Context, pool blockdev.Pool) ([]stray, error) {
 	var strays []stray
+	before, looked := a.looked[pool.Name()], map[volume.ID]look{}
+	defer func() { a.looked[pool.Name()] = looked }() // without what is not there any more
 	for _, kind := range []blockdev.Kind{blockdev.Volume, blockdev.Snapshot} {
 		records, err := pool.List(ctx, kind, "", 0)
 		if err != nil {
@@ -43,9 +53,9 @@ func (a *Agent) strays(ctx context.Context, pool blockdev.Pool) ([]stray, error)
 		}
 		for _, r := range records {
 			var o object = &v1alpha1.Volume{}
-			look := a.strayVolume
+			describe := a.strayVolume
 			if kind == blockdev.Snapshot {
-				o, look = &v1alpha1.Snapshot{}, a.straySnapshot
+				o, describe = &v1alpha1.Snapshot{}, a.straySnapshot
 			}
 			err := a.cache.Get(ctx, client.ObjectKey{Name: r.Key}, o)
 			if err == nil && o.In() == pool.Name() {
@@ -54,56 +64,74 @@ func (a *Agent) strays(ctx context.Context, pool blockdev.Pool) ([]stray, error)
 			if client.IgnoreNotFound(err) != nil {
 				return nil, err
 			}
+			cached := err == nil
 			id := volume.ID{Kind: kind, Pool: pool.Name(), Key: r.Key}
-			if err != nil {
-				err = a.live.Get(ctx, client.ObjectKey{Name: r.Key}, o)
-				if client.IgnoreNotFound(err) != nil {
-					return nil, err
-				}
-			}
-			var taken string
-			if err == nil {
-				if o.Node() == a.local.Node() && o.In() == pool.Name() {
-					continue // the cache is not that far
-				}
-				taken = fmt.Sprintf("its object says pool %s of node %s", o.In(), o.Node())
-				if err := a.madeElsewhere(ctx, id, o); err != nil {
-					return nil, err
-				}
-			}
-			one, err := look(ctx, id)
-			if errors.Is(err, blockdev.ErrNotFound) {
-				continue // it was deleted since the list
+			one, err := describe(ctx, id)
+			if errors.Is(err, blockdev.ErrNotFound) || err == nil && one == nil {
+				continue // it was deleted since the list, or is the node's own
 			}
 			if err != nil {
 				return nil, err
 			}
-			if one != nil {
-				one.taken = taken
-				strays = append(strays, *one)
+			last, known := before[id]
+			if cached || !known || time.Since(last.at) >= checkAgain {
+				var left bool
+				if last, left, err = a.lookUp(ctx, id, o, cached); err != nil {
+					return nil, err
+				} else if !left {
+					continue
+				}
 			}
+			if !cached {
+				looked[id] = last
+			}
+			one.taken = last.taken
+			strays = append(strays, *one)
 		}
 	}
 	return strays, nil
 }
 
+// lookUp finds out what the object says that has the name of something in a pool; o is it, if the cache has one. It
+// is not left as a stray if that is its object after all, or if it was blank and made on another node instead.
+func (a *Agent) lookUp(ctx context.Context, id volume.ID, o object, cached bool) (_ look, left bool, err error) {
+	now := look{at: time.Now()}
+	if !cached {
+		err := a.live.Get(ctx, client.ObjectKey{Name: id.Key}, o)
+		if err != nil {
+			return now, true, client.IgnoreNotFound(err)
+		}
+	}
+	if o.Node() == a.local.Node() && o.In() == id.Pool {
+		return now, false, nil // the cache is not that far
+	}
+	now.taken = fmt.Sprintf("its object says pool %s of node %s", o.In(), o.Node())
+	removed, err := a.madeElsewhere(ctx, id, o)
+	return now, !removed, err
+}
+
 // madeElsewhere removes a blank volume of which the object says that it is on another node: this
 // one was down before it could say that it had begun. One that the object was made for came with its disk.
-func (a *Agent) madeElsewhere(ctx context.Context, id volume.ID, o object) error {
+func (a *Agent) madeElsewhere(ctx context.Context, id volume.ID, o object) (removed bool, _ error) {
 	if id.Kind != blockdev.Volume || o.Node() == a.local.Node() {
-		return nil
+		return false, nil
 	}
 	err := a.locked([]string{keylock.Volume(id.Key)}, nil, func() error {
 		have, err := a.local.Get(ctx, id)
 		if err != nil || (o.Common().Created != nil && sameBytes(o, have.Created)) {
 			return ignoreNotFound(err)
 		}
-		return a.removeBlank(ctx, id)
+		if err := a.removeBlank(ctx, id); err != nil {
+			return err
+		}
+		_, err = a.local.Get(ctx, id)
+		removed = errors.Is(err, blockdev.ErrNotFound)
+		return nil
 	})
 	if errors.Is(err, blockdev.ErrBusy) {
-		return nil // the next look finds it
+		return false, nil // a later look finds it
 	}
-	return err
+	return removed, err
 }
 
 // strayVolume returns nil for an ephemeral volume.

@@ -1,6 +1,7 @@
 package cluster_test
 
 import (
+	"fmt"
 	"net/http"
 	"strings"
 	"sync"
@@ -8,8 +9,10 @@ import (
 	"time"
 
 	"k8s.io/client-go/rest"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -114,4 +117,48 @@ func TestBudget(t *testing.T) {
 	if most := 2 * (2 + int(last.Sub(started)/time.Second)); pools > most {
 		t.Errorf("the pools were reported %d times, %d are the most", pools, most)
 	}
+}
+
+// TestStraysBudget: an agent whose pool has many volumes without objects does not ask the API server for all of
+// them each time that something changes, and never for ephemeral ones.
+func TestStraysBudget(t *testing.T) {
+	w := newWorld(t)
+	m := w.machine(nodeName)
+	const strays = 30
+	for i := range strays {
+		must(t, second(m.local.Create(w.ctx, spec(fmt.Sprint("stray", i)))))
+	}
+	for i := range strays {
+		own := spec(fmt.Sprint("own", i))
+		own.Ephemeral = t.TempDir() + "/x"
+		must(t, second(m.local.Create(w.ctx, own)))
+	}
+	m.stop()
+	var count counter
+	wrap(t, func(c *rest.Config) { c.Wrap(count.wrap) })
+	w.start(m)
+	w.strays("default", strays)
+	if _, reads, _ := count.take(); reads >= 2*strays {
+		t.Errorf("%d reads at the start", reads)
+	}
+	s, _ := w.store()
+	w.pooled(s, m)
+	count.take()
+	for i := range 4 {
+		v, err := s.Create(w.ctx, spec(fmt.Sprint("v", i)))
+		must(t, err)
+		w.eventually("the pool is reported", func() bool {
+			p := &v1alpha1.Pool{}
+			must(t, w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(nodeName, "default")}, p))
+			return !p.Status.Measured.Time.Before(v.Created)
+		})
+	}
+	if _, reads, _ := count.take(); reads >= strays {
+		t.Errorf("%d reads", reads)
+	}
+	w.strays("default", strays)
+	w.adopt("default", "all")
+	w.strays("default", 0)
+	must(t, w.Delete(w.ctx, w.object("stray1")))
+	w.strays("default", 1)
 }
