@@ -5,6 +5,7 @@ import (
 	"net/http"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -161,4 +162,47 @@ func TestStraysBudget(t *testing.T) {
 	w.strays("default", 0)
 	must(t, w.Delete(w.ctx, w.object("stray1")))
 	w.strays("default", 1)
+}
+
+// TestCensusBudget: to find out of volumes, one after the other, whether anybody knows of them, takes no list of all
+// PersistentVolumes for each.
+func TestCensusBudget(t *testing.T) {
+	w, _, s := newCluster(t)
+	var lists atomic.Int32
+	wrap(t, func(c *rest.Config) {
+		c.Wrap(func(next http.RoundTripper) http.RoundTripper {
+			return roundTrip(func(q *http.Request) (*http.Response, error) {
+				if strings.HasSuffix(q.URL.Path, "/persistentvolumes") {
+					lists.Add(1)
+				}
+				return next.RoundTrip(q)
+			})
+		})
+	})
+	const volumes, old = 12, 12 * time.Second
+	var ids []volume.ID
+	for i := range volumes {
+		one := spec(fmt.Sprint("pvc-", i))
+		one.For = volume.Requester{Namespace: "default", Name: "claim"}
+		v, err := s.Create(w.ctx, one)
+		must(t, err)
+		w.persistentVolume(fmt.Sprint("pv-census-", i), cluster.DefaultDriver, v.ID)
+		o := w.object(one.Name)
+		before := o.DeepCopy()
+		o.Spec.Claim = &v1alpha1.Claim{Node: nodeName, Mode: "m"}
+		must(t, w.Patch(w.ctx, o, client.MergeFrom(before)))
+		ids = append(ids, v.ID)
+	}
+	time.Sleep(old + time.Second) // those that are claimed are not looked for
+	s, _ = w.storeWith(old)
+	began := time.Now()
+	for _, id := range ids {
+		must(t, s.Release(w.ctx, id, nodeName))
+		time.Sleep(150 * time.Millisecond)
+	}
+	w.eventually("it has looked", func() bool { return lists.Load() > 0 })
+	time.Sleep(old / 10)
+	if n, most := int(lists.Load()), 1+int(time.Since(began)/(old/20)); n > most {
+		t.Errorf("%d lists, %d are the most", n, most)
+	}
 }

@@ -27,6 +27,8 @@ const provisionedPrefix = "pvc-"
 const (
 	leastRest = 100 * time.Millisecond
 	mostRest  = 5 * time.Second
+	// mostGathering is how long what is due waits for more, so that one look at all PersistentVolumes is for all of it.
+	mostGathering = time.Minute
 )
 
 // orphan is what nobody may know of, to be looked after when it is old enough.
@@ -230,7 +232,7 @@ func (s *Store) forget(ctx context.Context, node string, o client.Object) error 
 func (s *Store) lookAfterAll(ctx context.Context, due ...orphan) {
 	select {
 	case <-ctx.Done():
-	case <-time.After(leastRest): // more may come
+	case <-time.After(min(max(s.options.AbandonGrace/20, leastRest), mostGathering)):
 	}
 	for s.doomed.Len() > 0 {
 		one, shutdown := s.doomed.Get()
