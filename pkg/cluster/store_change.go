@@ -15,8 +15,8 @@ import (
 )
 
 // change changes the spec of a usable volume by compare-and-swap, again and again until
-// nobody else changed it meanwhile. edit returns false if there is nothing to change; then
-// the last look was at the API server itself.
+// nobody else changed it meanwhile. edit returns false if there is nothing to change; then, and
+// if it refuses, the last look was at the API server itself.
 func (s *Store) change(ctx context.Context, id volume.ID, edit func(v *v1alpha1.Volume) (bool, error)) (*v1alpha1.Volume, error) {
 	v, err := s.usable(ctx, id)
 	for live := false; ; live = true {
@@ -25,16 +25,13 @@ func (s *Store) change(ctx context.Context, id volume.ID, edit func(v *v1alpha1.
 		}
 		before := v.DeepCopy()
 		changed, err2 := edit(v)
-		if err2 != nil {
-			return nil, err2
-		}
-		if changed {
+		if err2 == nil && changed {
 			err2 = s.client.Patch(ctx, v, lockingPatch(before))
 			if !apierrors.IsConflict(err2) {
 				return v, apiError("change volume "+id.String(), err2)
 			}
 		} else if live {
-			return v, nil
+			return v, err2
 		}
 		v = &v1alpha1.Volume{}
 		if err = apiError("read volume "+id.String(), s.live.Get(ctx, client.ObjectKey{Name: id.Key}, v)); err == nil &&

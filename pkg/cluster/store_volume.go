@@ -252,16 +252,17 @@ func (s *Store) Delete(ctx context.Context, id volume.ID) error {
 		if err != nil {
 			return fmt.Errorf("delete volume %s: %w", id, err)
 		}
-		now := live // if not, another store may have made anew since what is being deleted here
-		if !v.Deleting() {
-			if claim := v.Spec.Claim; claim != nil {
-				s.doomed.AddAfter(orphan{aClaim, v.Name}, s.options.AbandonGrace)
-				return fmt.Errorf("%w: volume %s is claimed by node %s; unpublish it first", blockdev.ErrInUse, id, claim.Node)
-			}
+		now := live // if not, another store may have released it since, or have made anew what is being deleted here
+		switch claim := v.Spec.Claim; {
+		case v.Deleting():
+		case claim == nil:
 			err = intend(ctx, s.client, v, true)
 			if now = err == nil; err != nil && ignoreConflict(err) != nil { // a conflict is a claim, maybe
 				return apiError("delete volume "+id.String(), err)
 			}
+		case live:
+			s.doomed.AddAfter(orphan{aClaim, v.Name}, s.options.AbandonGrace)
+			return fmt.Errorf("%w: volume %s is claimed by node %s; unpublish it first", blockdev.ErrInUse, id, claim.Node)
 		}
 		if !now {
 			v = &v1alpha1.Volume{}

@@ -308,6 +308,39 @@ func TestLaggingReplicaDeletesAgain(t *testing.T) {
 	w.tally(m)
 }
 
+// TestLaggingReplicaRefuses: a controller whose watches are behind refuses nothing because of a claim that another
+// one has released since.
+func TestLaggingReplicaRefuses(t *testing.T) {
+	w, m, s := newCluster(t)
+	behind, lag := w.behind()
+	w.pooled(behind, m)
+	ids := map[string]volume.ID{}
+	for _, name := range []string{"deleted", "claimed"} {
+		v, err := s.Create(w.ctx, spec(name))
+		must(t, err)
+		must(t, s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m", ReadOnly: true}))
+		w.eventually("it knows of the claim", func() bool {
+			v, err := behind.Get(w.ctx, v.ID)
+			return err == nil && v.Claim.ReadOnly
+		})
+		ids[name] = v.ID
+	}
+	lag.Lock()
+	catchUp := sync.OnceFunc(lag.Unlock)
+	defer catchUp()
+	for _, id := range ids {
+		must(t, s.Release(w.ctx, id, nodeName))
+	}
+	must(t, behind.Claim(w.ctx, ids["claimed"], volume.Claim{Node: nodeName, Mode: "m"}))
+	answer := make(chan error, 1)
+	go func() { answer <- behind.Delete(w.ctx, ids["deleted"]) }()
+	w.eventually("it is deleted", func() bool { return len(answer) > 0 || w.object("deleted") == nil })
+	catchUp()
+	must(t, <-answer)
+	fails(t, s.Delete(w.ctx, ids["claimed"]), blockdev.ErrInUse)
+	w.tally(m)
+}
+
 // ending is the body of a watch that ends as it should when its context does.
 type ending struct {
 	io.ReadCloser
