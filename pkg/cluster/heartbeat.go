@@ -106,10 +106,11 @@ func (a *Agent) owner(ctx context.Context) ([]metav1.OwnerReference, error) {
 
 // beats are when a store last heard of the agents, by its own clock: those of the nodes do not matter.
 type beats struct {
-	mu    sync.Mutex
-	heard map[string]heard // by node
-	deaf  bool             // the API server did not tell of the Leases when the store last asked for them
-	since time.Time        // when it was deaf last
+	mu      sync.Mutex
+	heard   map[string]heard // by node
+	doubted map[string]heard // by node: the Lease when the API server itself first said that it was not renewed
+	deaf    bool             // the API server did not tell of the Leases when the store last asked for them
+	since   time.Time        // when it was deaf last
 }
 
 // listener notes whether the API server tells the store of the Leases when it asks for them: while it is down, cannot
@@ -155,6 +156,7 @@ func (s *Store) leaseChanged(o client.Object, gone bool) {
 	}
 	if gone {
 		delete(s.beats.heard, node)
+		delete(s.beats.doubted, node)
 	} else if !s.beats.heard[node].renewed.Equal(renewed) {
 		s.beats.heard[node] = heard{renewed, time.Now()}
 	}
@@ -223,17 +225,49 @@ func readyNow(ctx context.Context, from client.Reader, name string) error {
 	return &nodeDown{why: "node " + name + " is not ready"}
 }
 
-// alive looks at the API server itself whether a node and its agent are there after all.
+// alive looks at the API server itself whether a node and its agent are there after all. It is true if that cannot
+// be told. An agent that was silent for too long has time for one more heartbeat, from when the API server first says
+// so: if that has hung until then, no agent could be heard.
 func (s *Store) alive(ctx context.Context, node string) bool {
-	if err := readyNow(ctx, s.live, node); err != nil {
-		return false
+	for {
+		if err := readyNow(ctx, s.live, node); err != nil {
+			var down *nodeDown
+			return !errors.As(err, &down)
+		}
+		lease := leaseNamed(s.options.Namespace, node)
+		if err := s.live.Get(ctx, client.ObjectKeyFromObject(lease), lease); err == nil {
+			s.leaseChanged(lease, false)
+		} else if !apierrors.IsNotFound(err) {
+			return true
+		}
+		if left, beats := s.patience(node); !beats || left > 0 {
+			return true
+		}
+		left := s.doubt(node)
+		if left <= 0 {
+			return false
+		}
+		select {
+		case <-ctx.Done():
+			return true // who asks again finds the doubt
+		case <-time.After(left):
+		}
 	}
-	lease := leaseNamed(s.options.Namespace, node)
-	if err := s.live.Get(ctx, client.ObjectKeyFromObject(lease), lease); err == nil {
-		s.leaseChanged(lease, false)
+}
+
+// doubt is how much longer an agent has whose Lease the API server says was not renewed: somewhat more than a
+// heartbeat, which is the pause after a try that failed.
+func (s *Store) doubt(node string) time.Duration {
+	s.beats.mu.Lock()
+	defer s.beats.mu.Unlock()
+	renewed := s.beats.heard[node].renewed
+	if s.beats.doubted == nil {
+		s.beats.doubted = map[string]heard{}
 	}
-	left, beats := s.patience(node)
-	return !beats || left > 0
+	if first, there := s.beats.doubted[node]; !there || !first.renewed.Equal(renewed) {
+		s.beats.doubted[node] = heard{renewed, time.Now()}
+	}
+	return s.options.SilentAfter/3 - time.Since(s.beats.doubted[node].at)
 }
 
 // withdraw takes back what a node that is down was asked to make, and has not said that it

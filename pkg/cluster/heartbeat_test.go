@@ -367,6 +367,55 @@ func TestServerAway(t *testing.T) {
 	w.tally(m)
 }
 
+// TestServerHangs: an API server hangs for longer than an agent may be silent, and nobody's connection breaks. When
+// it answers again, what an agent was asked for is not taken back before that one had time to be heard.
+func TestServerHangs(t *testing.T) {
+	w := newWorld(t)
+	var pausing atomic.Bool // the agent is between two tries to renew its Lease
+	wrap(t, func(c *rest.Config) {
+		c.Wrap(func(next http.RoundTripper) http.RoundTripper {
+			return roundTrip(func(q *http.Request) (*http.Response, error) {
+				if pausing.Load() && q.Method == http.MethodPut {
+					return nil, errors.New("it hangs")
+				}
+				return next.RoundTrip(q)
+			})
+		})
+	})
+	m := w.beating(nodeName)
+	m.stop()
+	begun, let := make(chan struct{}), make(chan struct{})
+	begin, release := sync.OnceFunc(func() { close(begun) }), sync.OnceFunc(func() { close(let) })
+	m.hook = func(operation string, ref blockdev.Ref) error {
+		if operation == "Create" && ref.Key == volume.KeyOf("v") {
+			begin()
+			<-let
+		}
+		return nil
+	}
+	w.start(m)
+	t.Cleanup(release)
+	s := w.listening(briefly)
+	w.pooled(s, m)
+	w.eventually("the agent is heard", func() bool { return w.available(s, nodeName) > 0 })
+	asked := make(chan error, 1)
+	go func() { asked <- second(s.Create(w.ctx, spec("v"))) }()
+	<-begun
+	thaw := apitest.Get(t).Freeze(t)
+	pausing.Store(true)
+	time.Sleep(briefly + heartbeat)
+	thaw()
+	time.Sleep(heartbeat / 2)
+	pausing.Store(false)
+	fails(t, <-asked, blockdev.ErrUnavailable)
+	if w.object("v") == nil {
+		t.Error("it was taken back")
+	}
+	release()
+	w.created(s, spec("v"))
+	w.tally(m)
+}
+
 // TestServerBusy: an API server that is too busy to tell a controller of the Leases says nothing of the agents: the
 // nodes keep their room.
 func TestServerBusy(t *testing.T) {
