@@ -11,6 +11,8 @@ import (
 
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // awaitPause is between two looks for a pool that is not there; lookTime is how long somebody waits for
@@ -24,7 +26,7 @@ const (
 
 // Awaited is a pool whose storage may not be there, or not answer: a disk that is missing, or
 // hangs, or has errors, a filesystem that is not mounted yet. Its calls look for it, at most every
-// awaitPause and one at a time; until it is there they are ErrUnavailable, and its health says why.
+// awaitPause and one at a time; until it is there they are errdefs.ErrUnavailable, and its health says why.
 type Awaited struct {
 	name string
 	open func(context.Context) (Pool, error)
@@ -60,7 +62,7 @@ type look struct {
 var _ Pool = (*Awaited)(nil)
 
 // OpenOrAwait is Open for a pool that may be there later than the driver. It waits for lookTime at the
-// most, and fails only with what does not pass: ErrInvalid, and ErrInUse if another process has the
+// most, and fails only with what does not pass: errdefs.ErrInvalid, and errdefs.ErrInUse if another process has the
 // pool. known is nil for a caller who remembers no pools.
 func OpenOrAwait(ctx context.Context, name, location string, known Known) (Pool, error) {
 	a := NewAwaited(name, errors.New("nobody has looked yet"), func(ctx context.Context) (Pool, error) { return openKnown(ctx, name, location, known) })
@@ -76,7 +78,9 @@ func OpenOrAwait(ctx context.Context, name, location string, known Known) (Pool,
 }
 
 // lasting reports whether an error is one of those that do not pass by themselves.
-func lasting(err error) bool { return errors.Is(err, ErrInvalid) || errors.Is(err, ErrInUse) }
+func lasting(err error) bool {
+	return errors.Is(err, errdefs.ErrInvalid) || errors.Is(err, errdefs.ErrInUse)
+}
 
 // NewAwaited returns a pool that is not there, and how to open it; why is what the first
 // try said.
@@ -141,7 +145,7 @@ func (a *Awaited) get(ctx context.Context) (*present, error) {
 		select {
 		case <-l.ended:
 		case <-patience.C:
-			return nil, fmt.Errorf("%w: pool %s is not there: its storage does not answer since %s; look at the kernel's log", ErrUnavailable, a.name, l.begun.Format(time.RFC3339))
+			return nil, fmt.Errorf("%w: pool %s is not there: its storage does not answer since %s; look at the kernel's log", errdefs.ErrUnavailable, a.name, l.begun.Format(time.RFC3339))
 		case <-ctx.Done():
 			return nil, ctx.Err()
 		}
@@ -151,7 +155,7 @@ func (a *Awaited) get(ctx context.Context) (*present, error) {
 	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	return nil, fmt.Errorf("%w: pool %s is not there: %s", ErrUnavailable, a.name, a.why.Error())
+	return nil, fmt.Errorf("%w: pool %s is not there: %s", errdefs.ErrUnavailable, a.name, a.why.Error())
 }
 
 // find opens the pool, and has done what comes first.
@@ -199,7 +203,7 @@ func through[T any](ctx context.Context, a *Awaited, call func(Pool) (T, error))
 	there.users.RLock()
 	result, err := call(there.pool)
 	there.users.RUnlock()
-	if errors.Is(err, ErrUnavailable) || errors.Is(err, unix.EIO) {
+	if errors.Is(err, errdefs.ErrUnavailable) || errors.Is(err, unix.EIO) {
 		a.leave(ctx, there, err)
 	}
 	return result, err

@@ -13,6 +13,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // TestAwaited: a pool that is not there is looked for by its calls, not too often; it is
@@ -40,7 +41,7 @@ func TestAwaited(t *testing.T) {
 		})
 		missing := func(why string) {
 			t.Helper()
-			if _, err := a.Get(ctx, vol("a")); !errors.Is(err, blockdev.ErrUnavailable) || !strings.Contains(err.Error(), why) || !strings.Contains(err.Error(), "late") {
+			if _, err := a.Get(ctx, vol("a")); !errors.Is(err, errdefs.ErrUnavailable) || !strings.Contains(err.Error(), why) || !strings.Contains(err.Error(), "late") {
 				t.Errorf("Get of a pool that is not there: %v; want %q", err, why)
 			}
 			if problems := a.PoolHealth(ctx); len(problems) != 1 || problems[0].Severity != blockdev.Inaccessible || !strings.Contains(problems[0].Message, why) {
@@ -82,7 +83,7 @@ func TestAwaited(t *testing.T) {
 		if _, ok := blockdev.As[blockdev.Differ](a); !ok || blockdev.There(a) == nil {
 			t.Error("it is not there")
 		}
-		if _, err := a.Get(ctx, vol("a")); !errors.Is(err, blockdev.ErrNotFound) {
+		if _, err := a.Get(ctx, vol("a")); !errors.Is(err, errdefs.ErrNotFound) {
 			t.Errorf("Get of a pool that came: %v", err)
 		}
 		must(t, a.Close())
@@ -114,7 +115,7 @@ func TestAwaitedHangs(t *testing.T) {
 				for i, within := range []time.Duration{11 * time.Second, 0, 0} {
 					begun := time.Now()
 					_, err := a.Get(ctx, vol("a"))
-					if took := time.Since(begun); !errors.Is(err, blockdev.ErrUnavailable) || !strings.Contains(err.Error(), "does not answer") || took > within {
+					if took := time.Since(begun); !errors.Is(err, errdefs.ErrUnavailable) || !strings.Contains(err.Error(), "does not answer") || took > within {
 						t.Errorf("call %d: %v, after %s", i, err, took)
 					}
 					if problems := a.PoolHealth(ctx); len(problems) != 1 || problems[0].Severity != blockdev.Inaccessible {
@@ -128,7 +129,7 @@ func TestAwaitedHangs(t *testing.T) {
 				}
 				close(answers)
 				synctest.Wait()
-				if _, err := a.Get(ctx, vol("a")); !errors.Is(err, blockdev.ErrNotFound) || opened != 1 {
+				if _, err := a.Get(ctx, vol("a")); !errors.Is(err, errdefs.ErrNotFound) || opened != 1 {
 					t.Errorf("Get of a pool that answers: %v, after it was opened %d times", err, opened)
 				}
 				must(t, a.Close())
@@ -149,16 +150,16 @@ func TestAwaitedFails(t *testing.T) {
 	}
 	a.Then(t.Context(), func(context.Context, blockdev.Pool) error { return errors.New("input/output error") })
 	_, err = pool.Get(t.Context(), vol("a"))
-	fails(t, err, blockdev.ErrUnavailable, "Get")
+	fails(t, err, errdefs.ErrUnavailable, "Get")
 	if blockdev.There(pool) != nil || !strings.Contains(err.Error(), "input/output error") {
 		t.Errorf("it is there, or says something else: %v", err)
 	}
 	// What does not pass is said at once.
-	fails(t, second(blockdev.OpenOrAwait(t.Context(), "bad", "file://"+dir+"?create=2", nil)), blockdev.ErrInvalid, "a wrong URL")
+	fails(t, second(blockdev.OpenOrAwait(t.Context(), "bad", "file://"+dir+"?create=2", nil)), errdefs.ErrInvalid, "a wrong URL")
 	must(t, os.WriteFile(filepath.Join(dir, "file"), nil, 0o600))
-	fails(t, second(blockdev.OpenOrAwait(t.Context(), "bad", "file://"+dir+"/file", nil)), blockdev.ErrInvalid, "a file")
+	fails(t, second(blockdev.OpenOrAwait(t.Context(), "bad", "file://"+dir+"/file", nil)), errdefs.ErrInvalid, "a file")
 	opened(t, filepath.Join(dir, "other"))
-	fails(t, second(blockdev.OpenOrAwait(t.Context(), "bad", "file://"+dir+"/other", nil)), blockdev.ErrInUse, "a pool of another process")
+	fails(t, second(blockdev.OpenOrAwait(t.Context(), "bad", "file://"+dir+"/other", nil)), errdefs.ErrInUse, "a pool of another process")
 }
 
 // TestLVMComesLater: a group, and a thin pool, whose disk comes later than the driver; what is on
@@ -196,7 +197,7 @@ func TestLVMComesLater(t *testing.T) {
 	}
 	pools["linear"].holds(refs["linear"], 0, bytes)
 	for _, name := range []string{"thin", "other"} {
-		says(t, second(pools[name].pool.Get(t.Context(), refs[name])), blockdev.ErrUnavailable, name)
+		says(t, second(pools[name].pool.Get(t.Context(), refs[name])), errdefs.ErrUnavailable, name)
 		pools[name].poolIll("PoolMissing")
 	}
 	for disk, image := range disks {

@@ -9,6 +9,8 @@ import (
 	"regexp"
 	"strings"
 	"time"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // Granularity is what every size is a multiple of, in bytes. A pool's own may be coarser
@@ -29,7 +31,7 @@ const (
 )
 
 // Ref names one object of a pool. Key is 32 lower-case hexadecimal digits (see
-// ValidKey); a pool refuses any other with ErrInvalid, so that no key can be a path.
+// ValidKey); a pool refuses any other with errdefs.ErrInvalid, so that no key can be a path.
 type Ref struct {
 	Kind Kind
 	Key  string
@@ -50,7 +52,7 @@ func ValidKey(key string) bool { return keyPattern.MatchString(key) }
 
 func (r Ref) validate() error {
 	if (r.Kind != Volume && r.Kind != Snapshot) || !ValidKey(r.Key) {
-		return fmt.Errorf("%w: %q is not a volume or snapshot of a pool", ErrInvalid, r.String())
+		return fmt.Errorf("%w: %q is not a volume or snapshot of a pool", errdefs.ErrInvalid, r.String())
 	}
 	return nil
 }
@@ -101,7 +103,7 @@ type Spec struct {
 	Ref
 	Name string
 	Size int64 // bytes, a multiple of the pool's granularity; at least the origin's
-	// Provisioning that the pool does not have is refused with ErrUnsupported.
+	// Provisioning that the pool does not have is refused with errdefs.ErrUnsupported.
 	Provisioning Provisioning
 	Origin       Ref // copy this object; the zero Ref for zeros
 	// Quiesced: the caller holds back all writes to the origin until Cut is called, or Create returns
@@ -214,7 +216,7 @@ type Problem struct {
 // remove what is not there is success. The caller serialises calls that name the
 // same Ref (as subject or as origin); calls for different Refs may come at once.
 // An error means that the call changed nothing that a retry or the next start of
-// the pool does not finish or undo. Errors wrap one of the sentinels of this package.
+// the pool does not finish or undo. Errors wrap one of the sentinels of pkg/errdefs.
 // Calls honour their context, and leave no process or goroutine behind.
 type Pool interface {
 	// Name of the pool, as the operator gave it.
@@ -223,15 +225,15 @@ type Pool interface {
 	// or a multiple of it.
 	Granularity() int64
 	// Create makes an object, or finds the one that is there: same name, origin and
-	// kind, else ErrExists (sizes and labels are the caller's to compare). New bytes
-	// read as zero. ErrNoSpace if the pool cannot back the size; ErrNotFound if the
-	// origin is gone; ErrOutOfRange for a size that can never be served.
+	// kind, else errdefs.ErrExists (sizes and labels are the caller's to compare). New bytes
+	// read as zero. errdefs.ErrNoSpace if the pool cannot back the size; errdefs.ErrNotFound if the
+	// origin is gone; errdefs.ErrOutOfRange for a size that can never be served.
 	// A copy that ran out of time goes on where it stopped if it can.
 	Create(ctx context.Context, spec Spec) (Record, error)
-	// Delete gives the space back, then forgets the object. ErrInUse while a device
+	// Delete gives the space back, then forgets the object. errdefs.ErrInUse while a device
 	// of it is attached.
 	Delete(ctx context.Context, ref Ref) error
-	// Get returns the record of a ready object. ErrDataLoss for a damaged record.
+	// Get returns the record of a ready object. errdefs.ErrDataLoss for a damaged record.
 	Get(ctx context.Context, ref Ref) (Record, error)
 	// List returns up to limit (0: all) ready records of a kind whose keys come after
 	// the given one, in the order of their keys.
@@ -244,12 +246,12 @@ type Pool interface {
 	Expand(ctx context.Context, ref Ref, size int64) (Record, error)
 
 	// Attach makes the object a device of this machine, or finds the one that is
-	// there with the same mode (read-only or not). ErrDataLoss if the bytes are gone or
+	// there with the same mode (read-only or not). errdefs.ErrDataLoss if the bytes are gone or
 	// fewer than the record says.
 	Attach(ctx context.Context, ref Ref, how Attachment) (Device, error)
 	// Attached lists the devices of the object, from the kernel; no record is needed.
 	Attached(ctx context.Context, ref Ref) ([]Device, error)
-	// Detach takes all devices of the object away. No record is needed. ErrInUse if
+	// Detach takes all devices of the object away. No record is needed. errdefs.ErrInUse if
 	// something still holds one; it then goes away with the last holder.
 	Detach(ctx context.Context, ref Ref) error
 

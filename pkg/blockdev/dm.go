@@ -9,6 +9,8 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // The device mapper by ioctl, as in include/uapi/linux/dm-ioctl.h, version 4. lvm2 makes
@@ -94,7 +96,7 @@ func (d dmDevice) path() string { return fmt.Sprint("/dev/dm-", d.minor) }
 func dmCall(command uint, prepare func(h *dmHeader), data []byte) (dmHeader, []byte, error) {
 	control, err := os.OpenFile(dmControlPath, os.O_RDWR, 0)
 	if err != nil {
-		return dmHeader{}, nil, fmt.Errorf("%w: %w; load the kernel's module dm-mod", ErrUnavailable, err)
+		return dmHeader{}, nil, fmt.Errorf("%w: %w; load the kernel's module dm-mod", errdefs.ErrUnavailable, err)
 	}
 	defer control.Close()
 	const head = int(unsafe.Sizeof(dmHeader{}))
@@ -124,7 +126,7 @@ func dmFind(name string) (*dmDevice, error) {
 		return nil, nil
 	}
 	if err != nil {
-		return nil, fmt.Errorf("status of device %s: %w", name, systemError(err))
+		return nil, fmt.Errorf("status of device %s: %w", name, errdefs.FromErrno(err))
 	}
 	number := decodeDevice(h.dev)
 	return &dmDevice{name: name, uuid: cString(h.uuid[:]), minor: unix.Minor(number), number: number, opens: int(h.openCount), targets: int(h.targetCount),
@@ -149,7 +151,7 @@ func dmRemove(name string) (held bool, err error) {
 		return false, nil
 	}
 	if err != nil {
-		return false, fmt.Errorf("remove device %s: %w", name, systemError(err))
+		return false, fmt.Errorf("remove device %s: %w", name, errdefs.FromErrno(err))
 	}
 	return h.flags&dmDeferredRemove != 0, nil
 }
@@ -163,7 +165,7 @@ func dmSuspend(name string) error {
 		h.flags = dmSuspended | dmSkipLockFS
 	}, nil)
 	if err != nil {
-		return fmt.Errorf("suspend device %s: %w", name, systemError(err))
+		return fmt.Errorf("suspend device %s: %w", name, errdefs.FromErrno(err))
 	}
 	return nil
 }
@@ -176,7 +178,7 @@ func dmResume(name string, event uint32) error {
 		h.flags, h.eventNr = dmSkipLockFS, event
 	}, nil)
 	if err != nil {
-		return fmt.Errorf("resume device %s: %w", name, systemError(err))
+		return fmt.Errorf("resume device %s: %w", name, errdefs.FromErrno(err))
 	}
 	return nil
 }
@@ -184,7 +186,7 @@ func dmResume(name string, event uint32) error {
 // dmClear forgets a table that was loaded and not brought into effect.
 func dmClear(name string) error {
 	if _, _, err := dmCall(dmTableClear, dmNamed(name), nil); err != nil {
-		return fmt.Errorf("clear the loaded table of device %s: %w", name, systemError(err))
+		return fmt.Errorf("clear the loaded table of device %s: %w", name, errdefs.FromErrno(err))
 	}
 	return nil
 }
@@ -202,7 +204,7 @@ func dmLinear(name, uuid string, under uint64, size int64, readOnly bool) error 
 	}, nil)
 	made := err == nil
 	if err != nil && !errors.Is(err, unix.EBUSY) { // EBUSY: it is there
-		return fmt.Errorf("make device %s: %w", name, systemError(err))
+		return fmt.Errorf("make device %s: %w", name, errdefs.FromErrno(err))
 	}
 	targets, table := dmShow(under, size)
 	_, _, err = dmCall(dmTableLoad, func(h *dmHeader) {
@@ -217,7 +219,7 @@ func dmLinear(name, uuid string, under uint64, size int64, readOnly bool) error 
 		err = errors.Join(err, undone)
 	}
 	if err != nil {
-		return fmt.Errorf("load the table of device %s: %w", name, systemError(err))
+		return fmt.Errorf("load the table of device %s: %w", name, errdefs.FromErrno(err))
 	}
 	return nil
 }
@@ -253,7 +255,7 @@ func dmTargetOf(start, length int64, kind, arguments string) []byte {
 func dmBelow(name string) ([]uint64, error) {
 	_, data, err := dmCall(dmTableDeps, dmNamed(name), nil)
 	if err != nil {
-		return nil, fmt.Errorf("devices below device %s: %w", name, systemError(err))
+		return nil, fmt.Errorf("devices below device %s: %w", name, errdefs.FromErrno(err))
 	}
 	if len(data) < 8 {
 		return nil, nil
@@ -283,7 +285,7 @@ func dmTarget(name string) (kind, status string, err error) {
 func dmMessage(name, message string) error {
 	at := make([]byte, 8) // struct dm_target_msg: u64 sector, the message
 	if _, _, err := dmCall(dmTargetMsg, dmNamed(name), append(at, message+"\x00"...)); err != nil {
-		return fmt.Errorf("tell device %s %q: %w", name, message, systemError(err))
+		return fmt.Errorf("tell device %s %q: %w", name, message, errdefs.FromErrno(err))
 	}
 	return nil
 }
@@ -292,7 +294,7 @@ func dmMessage(name, message string) error {
 func dmNames(prefix string) ([]string, error) {
 	_, data, err := dmCall(dmListDevices, func(*dmHeader) {}, nil)
 	if err != nil {
-		return nil, fmt.Errorf("list devices: %w", systemError(err))
+		return nil, fmt.Errorf("list devices: %w", errdefs.FromErrno(err))
 	}
 	var names []string
 	// Each: u64 number, u32 offset of the next (0: none), the name.
@@ -310,7 +312,7 @@ func dmNames(prefix string) ([]string, error) {
 }
 
 // DeviceMapperTargets returns the targets that the kernel has loaded, with their
-// versions; ErrUnavailable without a device mapper.
+// versions; errdefs.ErrUnavailable without a device mapper.
 func DeviceMapperTargets() (map[string]string, error) {
 	_, data, err := dmCall(dmListVersions, func(*dmHeader) {}, nil)
 	if err != nil {
@@ -340,9 +342,9 @@ func openDM(d *dmDevice, flags int) (*os.File, error) {
 	f, err := os.OpenFile(d.path(), flags, 0)
 	if errors.Is(err, os.ErrNotExist) {
 		if err := unix.Mknod(d.path(), unix.S_IFBLK|0o660, int(d.number)); err != nil && !errors.Is(err, unix.EEXIST) {
-			return nil, fmt.Errorf("mknod %s: %w", d.path(), systemError(err))
+			return nil, fmt.Errorf("mknod %s: %w", d.path(), errdefs.FromErrno(err))
 		}
 		f, err = os.OpenFile(d.path(), flags, 0)
 	}
-	return f, systemError(err)
+	return f, errdefs.FromErrno(err)
 }

@@ -2,7 +2,6 @@ package blockdev
 
 import (
 	"context"
-	"errors"
 	"sync"
 	"time"
 )
@@ -77,15 +76,4 @@ var ForgetStopped = forgetStopped
 // Frame is a frame as it is on disk, for tests that write what this driver would not.
 func Frame(what string, version int, generation uint64, body string) string {
 	return string(frame{version, generation, []byte(body)}.encode(what))
-}
-
-// Kinds returns the errors of errors.go that an error wraps: that should be one at the most.
-func Kinds(err error) (found []error) {
-	for _, kind := range []error{ErrInvalid, ErrNotFound, ErrExists, ErrOutOfRange, ErrNoSpace, ErrLimit, ErrInUse, ErrPrecondition, ErrBusy,
-		ErrBadToken, ErrDataLoss, ErrUnavailable, ErrUnsupported, context.Canceled, context.DeadlineExceeded} {
-		if errors.Is(err, kind) {
-			found = append(found, kind)
-		}
-	}
-	return found
 }

@@ -14,6 +14,8 @@ import (
 
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // filePool keeps each object as an image file with a record file beside it:
@@ -95,7 +97,7 @@ func openFilePool(ctx context.Context, name string, loc Location, known Known) (
 	}
 	for kind, folder := range folderNames {
 		if p.folders[kind], err = p.root.Open(folder); err != nil {
-			return nil, systemError(err)
+			return nil, errdefs.FromErrno(err)
 		}
 		if p.folderID[kind], err = folderID(p.folders[kind]); err != nil {
 			return nil, err
@@ -115,12 +117,12 @@ func openFilePool(ctx context.Context, name string, loc Location, known Known) (
 	}
 	var st unix.Statfs_t
 	if err := unix.Fstatfs(int(p.lock.Fd()), &st); err != nil {
-		return nil, systemError(err)
+		return nil, errdefs.FromErrno(err)
 	}
 	p.kind, p.block = st.Type, min(st.Bsize, Granularity)
 	var folder unix.Stat_t
 	if err := unix.Fstat(int(p.lock.Fd()), &folder); err != nil {
-		return nil, systemError(err)
+		return nil, errdefs.FromErrno(err)
 	}
 	p.device = folder.Dev
 	p.reflink = canReflink(p.lock)
@@ -147,7 +149,7 @@ func openFilePool(ctx context.Context, name string, loc Location, known Known) (
 func (p *filePool) load(kind Kind) error {
 	entries, err := fs.ReadDir(p.root.FS(), folderNames[kind])
 	if err != nil {
-		return systemError(err)
+		return errdefs.FromErrno(err)
 	}
 	images := map[string]bool{}
 	for _, entry := range entries {
@@ -158,7 +160,7 @@ func (p *filePool) load(kind Kind) error {
 	for _, entry := range entries {
 		if strings.HasSuffix(entry.Name(), ".rec"+freshRecord) { // a crash came before it took the place of the record
 			if err := p.root.Remove(folderNames[kind] + "/" + entry.Name()); err != nil {
-				return systemError(err)
+				return errdefs.FromErrno(err)
 			}
 		}
 		key, ok := strings.CutSuffix(entry.Name(), ".rec")
@@ -173,11 +175,11 @@ func (p *filePool) load(kind Kind) error {
 		case errors.Is(err, errEmpty) && !images[key]:
 			// A crash before the record was on disk; nothing was ever handed out.
 			if err := p.root.Remove(recordPath(ref)); err != nil {
-				return systemError(err)
+				return errdefs.FromErrno(err)
 			}
-		case errors.Is(err, ErrUnavailable): // it says nothing of the record
+		case errors.Is(err, errdefs.ErrUnavailable): // it says nothing of the record
 			return err
-		case errors.Is(err, ErrDataLoss):
+		case errors.Is(err, errdefs.ErrDataLoss):
 			p.damaged[ref] = err
 		default:
 			p.damaged[ref] = fmt.Errorf("%w: %w", errRecord, err)
@@ -293,7 +295,7 @@ func (p *filePool) lookup(ref Ref) (*object, *stored, error) {
 	}
 	o := p.objects[ref]
 	if o == nil || o.stored.State != ready {
-		return nil, nil, fmt.Errorf("%w: no %s in pool %s", ErrNotFound, ref, p.name)
+		return nil, nil, fmt.Errorf("%w: no %s in pool %s", errdefs.ErrNotFound, ref, p.name)
 	}
 	return o, o.stored, nil
 }
@@ -385,7 +387,7 @@ func (p *filePool) Delete(ctx context.Context, ref Ref) error {
 	damaged, o := p.damaged[ref], p.objects[ref]
 	p.mu.Unlock()
 	if damaged != nil {
-		return recast(ErrPrecondition, damaged, "%s in pool %s is not deleted, because its record cannot be read; look at %s, and remove it and the image by hand if nobody needs them",
+		return errdefs.Recast(errdefs.ErrPrecondition, damaged, "%s in pool %s is not deleted, because its record cannot be read; look at %s, and remove it and the image by hand if nobody needs them",
 			ref, p.name, recordPath(ref))
 	}
 	if o == nil {
@@ -394,14 +396,14 @@ func (p *filePool) Delete(ctx context.Context, ref Ref) error {
 	if devices, err := p.Attached(ctx, ref); err != nil {
 		return err
 	} else if len(devices) > 0 {
-		return fmt.Errorf("%w: %s in pool %s is attached as %s", ErrInUse, ref, p.name, devices[0].Path)
+		return fmt.Errorf("%w: %s in pool %s is attached as %s", errdefs.ErrInUse, ref, p.name, devices[0].Path)
 	}
 	p.mu.Lock()
 	busy := o.active
 	o.active = true
 	p.mu.Unlock()
 	if busy {
-		return fmt.Errorf("delete %s in pool %s: %w", ref, p.name, ErrBusy)
+		return fmt.Errorf("delete %s in pool %s: %w", ref, p.name, errdefs.ErrBusy)
 	}
 	return p.remove(ctx, ref)
 }
@@ -434,11 +436,11 @@ func (p *filePool) remove(ctx context.Context, ref Ref) error {
 // removeFiles: a filesystem may be so full that it takes no change of a record (btrfs, which
 // writes its own metadata to new places, can always remove files and not always write). Then
 // the image goes without that; should a crash come in between, the object has lost its bytes,
-// which is reported (ErrDataLoss), and the retry of the deletion removes the rest.
+// which is reported (errdefs.ErrDataLoss), and the retry of the deletion removes the rest.
 func (p *filePool) removeFiles(ctx context.Context, ref Ref, o *object) error {
 	o.copied = 0 // there is nothing to go on with any more
 	if o.stored.State == ready {
-		if err := p.save(o, newStored(o.stored.decoded, deleting, o.stored.Growing)); err != nil && !errors.Is(err, ErrNoSpace) {
+		if err := p.save(o, newStored(o.stored.decoded, deleting, o.stored.Growing)); err != nil && !errors.Is(err, errdefs.ErrNoSpace) {
 			return err
 		}
 	}
@@ -450,7 +452,7 @@ func (p *filePool) removeFiles(ctx context.Context, ref Ref, o *object) error {
 	}
 	if p.kind == unix.BTRFS_SUPER_MAGIC { // it counts space as free from its next commit on
 		if err := unix.Syncfs(int(p.lock.Fd())); err != nil {
-			return fmt.Errorf("sync the filesystem of pool %s: %w", p.name, systemError(err))
+			return fmt.Errorf("sync the filesystem of pool %s: %w", p.name, errdefs.FromErrno(err))
 		}
 	}
 	return p.unlink(recordPath(ref))
@@ -459,7 +461,7 @@ func (p *filePool) removeFiles(ctx context.Context, ref Ref, o *object) error {
 // unlink removes a file, if it is there.
 func (p *filePool) unlink(path string) error {
 	if err := p.root.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("remove %s from pool %s: %w", path, p.name, systemError(err))
+		return fmt.Errorf("remove %s from pool %s: %w", path, p.name, errdefs.FromErrno(err))
 	}
 	return nil
 }
@@ -476,14 +478,14 @@ func (p *filePool) empty(ctx context.Context, ref Ref) error {
 	}
 	image, err := p.root.OpenFile(imagePath(ref), os.O_WRONLY, 0)
 	if err != nil {
-		return systemError(err)
+		return errdefs.FromErrno(err)
 	}
 	defer image.Close()
 	if err := p.checkOwner(ref, image, false); errors.Is(err, errNotOwn) {
 		return nil
 	}
 	if info, err = image.Stat(); err != nil {
-		return systemError(err)
+		return errdefs.FromErrno(err)
 	}
 	if info.Sys().(*syscall.Stat_t).Nlink > 1 {
 		return nil
@@ -493,9 +495,9 @@ func (p *filePool) empty(ctx context.Context, ref Ref) error {
 		if at -= n; at == 0 && p.kind != unix.XFS_SUPER_MAGIC && p.kind != unix.BTRFS_SUPER_MAGIC {
 			return nil
 		}
-		return systemError(image.Truncate(at))
+		return errdefs.FromErrno(image.Truncate(at))
 	})
-	if errors.Is(err, ErrNoSpace) { // to unlink it always works
+	if errors.Is(err, errdefs.ErrNoSpace) { // to unlink it always works
 		return nil
 	}
 	return err

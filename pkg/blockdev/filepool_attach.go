@@ -14,6 +14,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // knownLoop is a loop device that was seen over an object: over its image, or, as its keeper,
@@ -84,7 +86,7 @@ func cutLast(label string) (name, folder string, found bool) {
 func folderID(folder *os.File) (string, error) {
 	var st unix.Stat_t
 	if err := unix.Fstat(int(folder.Fd()), &st); err != nil {
-		return "", systemError(err)
+		return "", errdefs.FromErrno(err)
 	}
 	return fmt.Sprintf("%x.%x", unix.Major(st.Dev)<<20|unix.Minor(st.Dev), st.Ino), nil
 }
@@ -187,7 +189,7 @@ func (p *filePool) openLoops(ref Ref) (loops []attachedLoop, err error) {
 	}()
 	image, err := p.root.Stat(imagePath(ref))
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return nil, systemError(err)
+		return nil, errdefs.FromErrno(err)
 	}
 	missing := err != nil
 	var gone []knownLoop
@@ -201,7 +203,7 @@ func (p *filePool) openLoops(ref Ref) (loops []attachedLoop, err error) {
 			continue
 		}
 		if err != nil {
-			return loops, fmt.Errorf("open %s: %w", loopPath(c.number), systemError(err))
+			return loops, fmt.Errorf("open %s: %w", loopPath(c.number), errdefs.FromErrno(err))
 		}
 		status, err := loopStatus(f, c.number)
 		ours := err == nil && status.device == c.device && status.inode == c.inode
@@ -312,7 +314,7 @@ func (p *filePool) attach(ctx context.Context, o *object, s *stored, how Attachm
 }
 
 // attachedAs returns the device that is attached in the way that is wanted; without a file if
-// there is none. ErrInUse if there is a writable one in another way: two writable devices over
+// there is none. errdefs.ErrInUse if there is a writable one in another way: two writable devices over
 // one image would not see each other's writes.
 func (p *filePool) attachedAs(ctx context.Context, ref Ref, how Attachment) (attachedLoop, error) {
 	for try := 0; ; try++ {
@@ -332,7 +334,7 @@ func (p *filePool) attachedAs(ctx context.Context, ref Ref, how Attachment) (att
 			return attachedLoop{}, nil
 		}
 		if (loops[i].kept() && !loops[i].leaving()) || try == heldTries || ctx.Err() != nil {
-			return attachedLoop{}, fmt.Errorf("%w: it is attached as %s for another use (or still held after that)", ErrInUse, loopPath(loops[i].number))
+			return attachedLoop{}, fmt.Errorf("%w: it is attached as %s for another use (or still held after that)", errdefs.ErrInUse, loopPath(loops[i].number))
 		}
 		time.Sleep(heldPause)
 	}
@@ -367,7 +369,7 @@ func (p *filePool) attachImage(ctx context.Context, o *object, s *stored, how At
 	status, err := loopStatus(file, n)
 	if err != nil {
 		file.Close()
-		return attachedLoop{}, fmt.Errorf("status of %s: %w", loopPath(n), systemError(err))
+		return attachedLoop{}, fmt.Errorf("status of %s: %w", loopPath(n), errdefs.FromErrno(err))
 	}
 	p.know(ref, status)
 	return attachedLoop{loopBacking: status, file: file, guard: guard{keeper: none}}, nil
@@ -378,7 +380,7 @@ func (p *filePool) attachImage(ctx context.Context, o *object, s *stored, how At
 func (p *filePool) refill(ctx context.Context, o *object, image *os.File, size int64) error {
 	info, err := image.Stat()
 	if err != nil {
-		return systemError(err)
+		return errdefs.FromErrno(err)
 	}
 	if info.Sys().(*syscall.Stat_t).Blocks*512 >= size {
 		return nil
@@ -464,7 +466,7 @@ func (p *filePool) resizeLoops(_ context.Context, ref Ref) error {
 			return err
 		}
 		if _, err := ioctlValue(loop.file.Fd(), unix.LOOP_SET_CAPACITY, 0); err != nil {
-			return fmt.Errorf("resize %s: %w", loopPath(loop.number), systemError(err))
+			return fmt.Errorf("resize %s: %w", loopPath(loop.number), errdefs.FromErrno(err))
 		}
 		if err := p.resizeCover(ref, loop); err != nil {
 			return err
@@ -481,7 +483,7 @@ func (p *filePool) Used(_ context.Context, ref Ref) (int64, error) {
 	}
 	info, err := p.root.Stat(imagePath(ref))
 	if err != nil {
-		return 0, fmt.Errorf("measure %s of pool %s: %w", ref, p.name, systemError(err))
+		return 0, fmt.Errorf("measure %s of pool %s: %w", ref, p.name, errdefs.FromErrno(err))
 	}
 	return min(info.Sys().(*syscall.Stat_t).Blocks*512, s.Size), nil
 }
@@ -520,7 +522,7 @@ func readsZero(ctx context.Context, f *os.File, start, stop int64) (bool, error)
 		}
 		part := buffer[:min(int64(len(buffer)), stop-start)]
 		if _, err := f.ReadAt(part, start); err != nil {
-			return false, systemError(err)
+			return false, errdefs.FromErrno(err)
 		}
 		if len(bytes.Trim(part, "\x00")) > 0 {
 			return false, nil

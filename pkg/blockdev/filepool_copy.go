@@ -10,6 +10,8 @@ import (
 	"os"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // copyChunk bounds how much is copied between two looks at the context, in bytes.
@@ -33,18 +35,18 @@ func dataFrom(f *os.File, offset, end int64) (start, stop int64, err error) {
 		return end, end, nil
 	}
 	if err != nil {
-		return 0, 0, fmt.Errorf("find data in %s: %w", f.Name(), systemError(err))
+		return 0, 0, fmt.Errorf("find data in %s: %w", f.Name(), errdefs.FromErrno(err))
 	}
 	stop, err = unix.Seek(int(f.Fd()), start, unix.SEEK_HOLE)
 	if err != nil {
-		return 0, 0, fmt.Errorf("find a hole in %s: %w", f.Name(), systemError(err))
+		return 0, 0, fmt.Errorf("find a hole in %s: %w", f.Name(), errdefs.FromErrno(err))
 	}
 	return start, min(stop, end), nil
 }
 
 // errShort is what it means that a source ends before it should.
 func errShort(src *os.File, at int64) error {
-	return fmt.Errorf("%w: %s ends at byte %d, and should be longer; somebody cut it short: restore it from a backup, or delete the volume", ErrDataLoss, src.Name(), at)
+	return fmt.Errorf("%w: %s ends at byte %d, and should be longer; somebody cut it short: restore it from a backup, or delete the volume", errdefs.ErrDataLoss, src.Name(), at)
 }
 
 // stillWhole makes sure that src has its first n bytes still: what is cut off looks like a hole
@@ -54,7 +56,7 @@ func stillWhole(src *os.File, n int64) error {
 	if err == nil && info.Size() < n {
 		err = errShort(src, info.Size())
 	}
-	return systemError(err)
+	return errdefs.FromErrno(err)
 }
 
 // copyData copies the data of src in [offset, end) to the same place in dst, where
@@ -74,7 +76,7 @@ func copyData(ctx context.Context, dst, src *os.File, offset, end int64) (int64,
 			n, err := copyRange(dst, src, offset, min(stop-offset, copyChunk))
 			offset += n
 			if err != nil {
-				return offset, fmt.Errorf("copy %s at byte %d: %w", src.Name(), offset, systemError(err))
+				return offset, fmt.Errorf("copy %s at byte %d: %w", src.Name(), offset, errdefs.FromErrno(err))
 			}
 		}
 	}
@@ -106,7 +108,7 @@ func cloneData(ctx context.Context, dst, src *os.File, n int64) error {
 	return inSteps(ctx, n, func(n int64) error {
 		err := unix.IoctlFileCloneRange(int(dst.Fd()), &unix.FileCloneRange{Src_fd: int64(src.Fd()), Src_offset: uint64(offset), Src_length: uint64(n), Dest_offset: uint64(offset)})
 		if err != nil {
-			return cmp.Or(stillWhole(src, offset+n), fmt.Errorf("clone %s at byte %d: %w", src.Name(), offset, systemError(err)))
+			return cmp.Or(stillWhole(src, offset+n), fmt.Errorf("clone %s at byte %d: %w", src.Name(), offset, errdefs.FromErrno(err)))
 		}
 		offset += n
 		return nil
@@ -117,7 +119,7 @@ func cloneData(ctx context.Context, dst, src *os.File, n int64) error {
 // it is of one moment; who writes waits for it.
 func cloneMoving(dst, src *os.File) error {
 	if err := unix.IoctlFileClone(int(dst.Fd()), int(src.Fd())); err != nil {
-		return fmt.Errorf("clone %s: %w", src.Name(), systemError(err))
+		return fmt.Errorf("clone %s: %w", src.Name(), errdefs.FromErrno(err))
 	}
 	return nil
 }
@@ -153,15 +155,15 @@ func settle(ctx context.Context, dst, src *os.File, size int64) (same bool, err 
 		if _, err := src.ReadAt(want[:n], offset); errors.Is(err, io.EOF) {
 			return false, errShort(src, offset)
 		} else if err != nil {
-			return false, systemError(err)
+			return false, errdefs.FromErrno(err)
 		}
 		if _, err := dst.ReadAt(have[:n], offset); err != nil {
-			return false, systemError(err)
+			return false, errdefs.FromErrno(err)
 		}
 		if !bytes.Equal(want[:n], have[:n]) {
 			same = false
 			if _, err := dst.WriteAt(want[:n], offset); err != nil {
-				return false, systemError(err)
+				return false, errdefs.FromErrno(err)
 			}
 		}
 		offset += n
@@ -184,5 +186,5 @@ func copyMoving(ctx context.Context, dst, src *os.File, size int64) error {
 			return err
 		}
 	}
-	return fmt.Errorf("%w: the volume is being written to as a raw block device, and its pool cannot copy in an instant; stop the writes, or use a pool on XFS or btrfs", ErrInUse)
+	return fmt.Errorf("%w: the volume is being written to as a raw block device, and its pool cannot copy in an instant; stop the writes, or use a pool on XFS or btrfs", errdefs.ErrInUse)
 }

@@ -10,6 +10,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 func (p *filePool) Create(ctx context.Context, spec Spec) (Record, error) {
@@ -32,7 +34,7 @@ func (p *filePool) Create(ctx context.Context, spec Spec) (Record, error) {
 		return Record{}, fmt.Errorf("create %q in pool %s: %w", spec.Name, p.name, damaged)
 	}
 	if busy {
-		return Record{}, fmt.Errorf("create %q in pool %s: %w", spec.Name, p.name, ErrBusy)
+		return Record{}, fmt.Errorf("create %q in pool %s: %w", spec.Name, p.name, errdefs.ErrBusy)
 	}
 	if o != nil && o.stored.State == ready {
 		if err := p.secure(o); err != nil {
@@ -73,7 +75,7 @@ func (p *filePool) validate(spec Spec) error {
 		return err
 	}
 	if spec.Size <= 0 || spec.Size%Granularity != 0 || spec.Size > MaxSize {
-		return fmt.Errorf("%w: %d bytes; a multiple of %d up to %d can be had", ErrOutOfRange, spec.Size, Granularity, int64(MaxSize))
+		return fmt.Errorf("%w: %d bytes; a multiple of %d up to %d can be had", errdefs.ErrOutOfRange, spec.Size, Granularity, int64(MaxSize))
 	}
 	if spec.Origin == (Ref{}) {
 		return nil
@@ -83,7 +85,7 @@ func (p *filePool) validate(spec Spec) error {
 		return err
 	}
 	if spec.Size < origin.Size {
-		return fmt.Errorf("%w: %d bytes are less than the %d of %s", ErrOutOfRange, spec.Size, origin.Size, spec.Origin)
+		return fmt.Errorf("%w: %d bytes are less than the %d of %s", errdefs.ErrOutOfRange, spec.Size, origin.Size, spec.Origin)
 	}
 	return nil
 }
@@ -91,7 +93,7 @@ func (p *filePool) validate(spec Spec) error {
 // sameObject checks that an existing object is the one asked for.
 func sameObject(pool string, have Record, spec Spec) (Record, error) {
 	if have.Name != spec.Name || have.Origin != spec.Origin {
-		return Record{}, fmt.Errorf("%w: %s in pool %s is %q made from %s", ErrExists, have.Ref, pool, have.Name, have.Origin)
+		return Record{}, fmt.Errorf("%w: %s in pool %s is %q made from %s", errdefs.ErrExists, have.Ref, pool, have.Name, have.Origin)
 	}
 	return copyOf(have), nil
 }
@@ -102,7 +104,7 @@ func (p *filePool) begin(ctx context.Context, spec Spec) (o *object, err error) 
 	if _, err := p.root.Lstat(imagePath(spec.Ref)); err == nil {
 		return nil, fmt.Errorf("%w: look at %s, and bring its record back from a backup, or move it away", errNoRecord, imagePath(spec.Ref))
 	} else if !errors.Is(err, fs.ErrNotExist) {
-		return nil, systemError(err)
+		return nil, errdefs.FromErrno(err)
 	}
 	if err := p.checkInodes(); err != nil {
 		return nil, err
@@ -156,7 +158,7 @@ func (p *filePool) giveUp(ctx context.Context, o *object, spec Spec) {
 func (p *filePool) fill(ctx context.Context, o *object, spec Spec) (Record, error) {
 	image, err := p.root.OpenFile(imagePath(spec.Ref), os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
-		return Record{}, systemError(err)
+		return Record{}, errdefs.FromErrno(err)
 	}
 	defer image.Close()
 	if err := p.makeInPlace(image); err != nil {
@@ -178,7 +180,7 @@ func (p *filePool) fill(ctx context.Context, o *object, spec Spec) (Record, erro
 		return Record{}, err
 	}
 	if err := image.Sync(); err != nil {
-		return Record{}, fmt.Errorf("sync the image: %w", systemError(err))
+		return Record{}, fmt.Errorf("sync the image: %w", errdefs.FromErrno(err))
 	}
 	if spec.Prepare != nil {
 		if err := spec.Prepare(ctx, p.location.Path+"/"+imagePath(spec.Ref)); err != nil {
@@ -186,7 +188,7 @@ func (p *filePool) fill(ctx context.Context, o *object, spec Spec) (Record, erro
 		}
 	}
 	if err := p.folders[spec.Kind].Sync(); err != nil {
-		return Record{}, fmt.Errorf("sync the folder: %w", systemError(err))
+		return Record{}, fmt.Errorf("sync the folder: %w", errdefs.FromErrno(err))
 	}
 	record := o.stored.decoded
 	record.Created = cut
@@ -209,7 +211,7 @@ func (p *filePool) fill(ctx context.Context, o *object, spec Spec) (Record, erro
 func (p *filePool) allocate(ctx context.Context, o *object, image *os.File, size int64, thin bool) error {
 	if thin {
 		if err := image.Truncate(size); err != nil {
-			return fmt.Errorf("set the size of the image: %w", systemError(err))
+			return fmt.Errorf("set the size of the image: %w", errdefs.FromErrno(err))
 		}
 		return nil
 	}
@@ -231,10 +233,10 @@ func (p *filePool) fallocate(image *os.File, offset, length int64) error {
 			continue
 		}
 		if errors.Is(err, unix.EOPNOTSUPP) {
-			return fmt.Errorf("%w: the filesystem at %s cannot preallocate; use provisioning=thin there", ErrUnsupported, p.location.Path)
+			return fmt.Errorf("%w: the filesystem at %s cannot preallocate; use provisioning=thin there", errdefs.ErrUnsupported, p.location.Path)
 		}
 		if err != nil {
-			return fmt.Errorf("allocate %d bytes: %w", length, systemError(err))
+			return fmt.Errorf("allocate %d bytes: %w", length, errdefs.FromErrno(err))
 		}
 		return nil
 	}
@@ -281,7 +283,7 @@ func (p *filePool) shareOrigin(ctx context.Context, o *object, image, source *os
 	}
 	info, err := source.Stat()
 	if err != nil {
-		return time.Time{}, systemError(err)
+		return time.Time{}, errdefs.FromErrno(err)
 	}
 	p.mu.Lock()
 	shared.use.shared, p.space.survey.due = true, true
@@ -297,7 +299,7 @@ func (p *filePool) shareOrigin(ctx context.Context, o *object, image, source *os
 	}
 	// The image of an origin that grew half-way may be longer than its record.
 	if err := image.Truncate(origin.Size); err != nil {
-		return time.Time{}, fmt.Errorf("set the size of the image: %w", systemError(err))
+		return time.Time{}, fmt.Errorf("set the size of the image: %w", errdefs.FromErrno(err))
 	}
 	if spec.Size == origin.Size && spec.sparse() {
 		return cut, nil
@@ -314,13 +316,13 @@ func (p *filePool) copyBytes(ctx context.Context, o *object, image, source *os.F
 	if !o.cut.Equal(origin.Created) {
 		// Nothing yet, or of another origin of that name: begin anew.
 		if err := image.Truncate(0); err != nil {
-			return time.Time{}, fmt.Errorf("set the size of the image: %w", systemError(err))
+			return time.Time{}, fmt.Errorf("set the size of the image: %w", errdefs.FromErrno(err))
 		}
 		o.copied, o.cut = 0, origin.Created
 	}
 	if o.copied == 0 {
 		if err := image.Truncate(spec.Size); err != nil {
-			return time.Time{}, fmt.Errorf("set the size of the image: %w", systemError(err))
+			return time.Time{}, fmt.Errorf("set the size of the image: %w", errdefs.FromErrno(err))
 		}
 		if !spec.sparse() {
 			if err := p.allocate(ctx, o, image, spec.Size, false); err != nil {
@@ -352,12 +354,12 @@ func (p *filePool) flushDevices(ctx context.Context, spec Spec) (moving bool, er
 	for _, device := range devices {
 		f, err := os.Open(device.Path)
 		if err != nil {
-			return false, fmt.Errorf("open %s: %w", device.Path, systemError(err))
+			return false, fmt.Errorf("open %s: %w", device.Path, errdefs.FromErrno(err))
 		}
 		err = f.Sync()
 		f.Close()
 		if err != nil {
-			return false, fmt.Errorf("flush %s: %w", device.Path, systemError(err))
+			return false, fmt.Errorf("flush %s: %w", device.Path, errdefs.FromErrno(err))
 		}
 		moving = moving || !device.ReadOnly
 	}
@@ -365,7 +367,7 @@ func (p *filePool) flushDevices(ctx context.Context, spec Spec) (moving bool, er
 }
 
 // errNotOwn is what is in the place of an image, and is not it.
-var errNotOwn = fmt.Errorf("%w: not its image", ErrDataLoss)
+var errNotOwn = fmt.Errorf("%w: not its image", errdefs.ErrDataLoss)
 
 // openImage opens the bytes of an object and makes sure that they are its own, and all there.
 func (p *filePool) openImage(ref Ref, s *stored, flags int) (*os.File, error) {
@@ -375,22 +377,22 @@ func (p *filePool) openImage(ref Ref, s *stored, flags int) (*os.File, error) {
 	}
 	f, err := p.root.OpenFile(imagePath(ref), flags, 0)
 	if errors.Is(err, fs.ErrNotExist) {
-		return nil, fmt.Errorf("%w: the image %s of pool %s is missing; restore it from a backup, or delete the volume", ErrDataLoss, imagePath(ref), p.name)
+		return nil, fmt.Errorf("%w: the image %s of pool %s is missing; restore it from a backup, or delete the volume", errdefs.ErrDataLoss, imagePath(ref), p.name)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("open image: %w", systemError(err))
+		return nil, fmt.Errorf("open image: %w", errdefs.FromErrno(err))
 	}
 	if err = p.checkOwner(ref, f, flags != os.O_RDONLY); err == nil {
 		info, err = f.Stat()
 	}
 	if err != nil {
 		f.Close()
-		return nil, systemError(err)
+		return nil, errdefs.FromErrno(err)
 	}
 	if info.Size() < s.Size {
 		f.Close()
 		return nil, fmt.Errorf("%w: the image %s of pool %s has %d bytes, its record says %d; restore it from a backup, or delete the volume",
-			ErrDataLoss, imagePath(ref), p.name, info.Size(), s.Size)
+			errdefs.ErrDataLoss, imagePath(ref), p.name, info.Size(), s.Size)
 	}
 	return f, nil
 }
@@ -414,7 +416,7 @@ func (p *filePool) checkOwner(ref Ref, image *os.File, give bool) error {
 	if errors.Is(err, unix.ENODATA) || errors.Is(err, unix.ENOTSUP) || errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) {
 		return nil
 	}
-	return systemError(err)
+	return errdefs.FromErrno(err)
 }
 
 func (p *filePool) Expand(ctx context.Context, ref Ref, size int64) (Record, error) {
@@ -423,10 +425,10 @@ func (p *filePool) Expand(ctx context.Context, ref Ref, size int64) (Record, err
 		return Record{}, err
 	}
 	if size > MaxSize || size%Granularity != 0 {
-		return Record{}, fmt.Errorf("%w: %d bytes; a multiple of %d up to %d can be had", ErrOutOfRange, size, Granularity, int64(MaxSize))
+		return Record{}, fmt.Errorf("%w: %d bytes; a multiple of %d up to %d can be had", errdefs.ErrOutOfRange, size, Granularity, int64(MaxSize))
 	}
 	if ref.Kind != Volume {
-		return Record{}, fmt.Errorf("%w: a snapshot does not grow", ErrInvalid)
+		return Record{}, fmt.Errorf("%w: a snapshot does not grow", errdefs.ErrInvalid)
 	}
 	size = max(size, s.Growing)
 	if size > s.Size {
@@ -452,7 +454,7 @@ func (p *filePool) grow(ctx context.Context, o *object, s *stored, size int64) e
 	defer image.Close()
 	info, err := image.Stat()
 	if err != nil {
-		return systemError(err)
+		return errdefs.FromErrno(err)
 	}
 	if size > o.size() {
 		if err := p.reserve(ctx, size-o.size(), func() error {
@@ -463,23 +465,23 @@ func (p *filePool) grow(ctx context.Context, o *object, s *stored, size int64) e
 	}
 	if err := errors.Join(p.allocate(ctx, o, image, max(size, info.Size()), s.Thin), image.Sync()); err != nil {
 		// Take the promise back; what was allocated beyond the size goes with it.
-		return errors.Join(systemError(err), image.Truncate(info.Size()), p.save(o, newStored(s.decoded, ready, s.Growing)))
+		return errors.Join(errdefs.FromErrno(err), image.Truncate(info.Size()), p.save(o, newStored(s.decoded, ready, s.Growing)))
 	}
 	record := s.decoded
 	record.Size = size
 	return p.save(o, newStored(record, ready, 0))
 }
 
-// checkLength returns ErrPrecondition for an image that is longer than its record says: a copy of what the
+// checkLength returns errdefs.ErrPrecondition for an image that is longer than its record says: a copy of what the
 // record says would lack the end of it.
 func (p *filePool) checkLength(s *stored, image *os.File) error {
 	info, err := image.Stat()
 	if err != nil {
-		return systemError(err)
+		return errdefs.FromErrno(err)
 	}
 	if have := info.Size(); have > max(s.Size, s.Growing) {
 		return fmt.Errorf("%w: the image %s of pool %s has %d bytes, its record says %d, as an older one does; expand the volume to %d bytes, and the record has them again",
-			ErrPrecondition, imagePath(s.decoded.Ref), p.name, have, s.Size, (have+Granularity-1)/Granularity*Granularity)
+			errdefs.ErrPrecondition, imagePath(s.decoded.Ref), p.name, have, s.Size, (have+Granularity-1)/Granularity*Granularity)
 	}
 	return nil
 }

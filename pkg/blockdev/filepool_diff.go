@@ -6,6 +6,8 @@ import (
 	"errors"
 	"io"
 	"os"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // extentWriter joins adjacent ranges before it passes them on.
@@ -108,10 +110,10 @@ func (p *filePool) Changed(ctx context.Context, base, target Ref, from int64, yi
 		n := min(newRecord.Size-offset, block)
 		clear(have)
 		if _, err := before.ReadAt(have[:n], offset); err != nil && !errors.Is(err, io.EOF) {
-			return systemError(err)
+			return errdefs.FromErrno(err)
 		}
 		if _, err := after.ReadAt(want[:n], offset); err != nil {
-			return systemError(err)
+			return errdefs.FromErrno(err)
 		}
 		if !bytes.Equal(have[:n], want[:n]) {
 			if err := w.add(Extent{offset, n}); err != nil {

@@ -13,6 +13,8 @@ import (
 
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // Who has a block device has its ioctls. Of a loop device LOOP_CLR_FD takes the file away and
@@ -102,7 +104,7 @@ func (p *filePool) protect(ctx context.Context, ref Ref, loop *attachedLoop) err
 		return err
 	}
 	if loop.cover, err = dmFind(name); err == nil && loop.cover == nil {
-		err = fmt.Errorf("%w: device %s is gone again", ErrUnavailable, name)
+		err = fmt.Errorf("%w: device %s is gone again", errdefs.ErrUnavailable, name)
 	}
 	if err != nil {
 		return err
@@ -134,7 +136,7 @@ func (p *filePool) keep(ctx context.Context, ref Ref, loop *attachedLoop) error 
 	defer file.Close()
 	status, err := loopStatus(file, n)
 	if err != nil {
-		return fmt.Errorf("status of %s: %w", loopPath(n), systemError(err))
+		return fmt.Errorf("status of %s: %w", loopPath(n), errdefs.FromErrno(err))
 	}
 	p.know(ref, status)
 	loop.keeper, loop.sector = n, sector
@@ -150,14 +152,14 @@ func (p *filePool) unguard(ctx context.Context, ref Ref, loop attachedLoop) erro
 		return nil
 	}
 	if _, err := ioctlValue(loop.file.Fd(), unix.LOOP_CLR_FD, 0); err != nil && !errors.Is(err, unix.ENXIO) {
-		return fmt.Errorf("detach %s: %w", loopPath(loop.number), systemError(err))
+		return fmt.Errorf("detach %s: %w", loopPath(loop.number), errdefs.FromErrno(err))
 	}
 	keeper, err := openLoop(loop.keeper, os.O_RDONLY)
 	if goingLoop(err) {
 		return nil
 	}
 	if err != nil {
-		return fmt.Errorf("open %s: %w", loopPath(loop.keeper), systemError(err))
+		return fmt.Errorf("open %s: %w", loopPath(loop.keeper), errdefs.FromErrno(err))
 	}
 	status, err := loopStatus(keeper, loop.keeper)
 	if err != nil || status.node != loop.node() { // gone meanwhile
@@ -176,7 +178,7 @@ func (p *filePool) uncover(ctx context.Context, ref Ref) error {
 			break
 		}
 		if try == heldTries || ctx.Err() != nil {
-			return fmt.Errorf("%w: %s is held open by a process or a mount; it goes away with its last user", ErrInUse, d.path())
+			return fmt.Errorf("%w: %s is held open by a process or a mount; it goes away with its last user", errdefs.ErrInUse, d.path())
 		}
 		time.Sleep(heldPause)
 	}
@@ -232,7 +234,7 @@ func (p *filePool) putRight(ref Ref, l attachedLoop) error {
 		return nil
 	}
 	fail := func(err error) error {
-		return fmt.Errorf("put right what was done to %s: %w", loopPath(l.number), systemError(err))
+		return fmt.Errorf("put right what was done to %s: %w", loopPath(l.number), errdefs.FromErrno(err))
 	}
 	if l.offset != 0 || l.sizeLimit != 0 || l.stays() || l.label != p.label(ref) {
 		info := unix.LoopInfo64{Flags: unix.LO_FLAGS_AUTOCLEAR}

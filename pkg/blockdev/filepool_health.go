@@ -11,6 +11,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // alive makes sure that the pool's folder is still the one that was opened.
@@ -24,7 +26,7 @@ func (p *filePool) alive() error {
 		if err == nil {
 			err = errors.New("another folder is there now")
 		}
-		return fmt.Errorf("%w: the folder %s of pool %s is gone: %w; mount its filesystem again", ErrUnavailable, p.location.Path, p.name, err)
+		return fmt.Errorf("%w: the folder %s of pool %s is gone: %w; mount its filesystem again", errdefs.ErrUnavailable, p.location.Path, p.name, err)
 	}
 	return nil
 }
@@ -56,7 +58,7 @@ func (p *filePool) gone() bool {
 
 func (p *filePool) Health(ctx context.Context, ref Ref) ([]Problem, error) {
 	_, s, err := p.lookup(ref)
-	if errors.Is(err, ErrDataLoss) {
+	if errors.Is(err, errdefs.ErrDataLoss) {
 		return []Problem{{DataLoss, "RecordDamaged", err.Error()}}, nil
 	}
 	if err != nil {
@@ -74,7 +76,7 @@ func (p *filePool) Health(ctx context.Context, ref Ref) ([]Problem, error) {
 			problems = append(problems, Problem{Degraded, "ImageLonger", longer.Error()})
 		}
 		return problems, err
-	case errors.Is(err, ErrDataLoss):
+	case errors.Is(err, errdefs.ErrDataLoss):
 		if !p.says(ref, s) {
 			return p.Health(ctx, ref) // deleted meanwhile, or even made anew
 		}

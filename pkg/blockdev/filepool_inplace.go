@@ -10,6 +10,8 @@ import (
 
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // btrfs writes what is overwritten to a new place, and keeps the whole old extent while any
@@ -34,13 +36,13 @@ func (p *filePool) inPlace(f *os.File) (bool, error) {
 	}
 	attributes, err := unix.IoctlGetUint32(int(f.Fd()), unix.FS_IOC_GETFLAGS)
 	if err != nil {
-		return false, fmt.Errorf("read the attributes of %s: %w", f.Name(), systemError(err))
+		return false, fmt.Errorf("read the attributes of %s: %w", f.Name(), errdefs.FromErrno(err))
 	}
 	return attributes&attributeInPlace != 0, nil
 }
 
 // makeInPlace lets an empty file, or what is made in a folder from now on, be written in place.
-// ErrUnsupported where btrfs cannot do that (on zoned disks).
+// errdefs.ErrUnsupported where btrfs cannot do that (on zoned disks).
 func (p *filePool) makeInPlace(f *os.File) error {
 	done, err := p.inPlace(f)
 	if done || err != nil {
@@ -51,13 +53,13 @@ func (p *filePool) makeInPlace(f *os.File) error {
 		err = unix.IoctlSetPointerInt(int(f.Fd()), unix.FS_IOC_SETFLAGS, int(attributes&^attributeCompress|attributeInPlace))
 	}
 	if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EOPNOTSUPP) || errors.Is(err, unix.EPERM) {
-		return fmt.Errorf("%w: btrfs does not write %s in place (chattr +C): %w", ErrUnsupported, f.Name(), err)
+		return fmt.Errorf("%w: btrfs does not write %s in place (chattr +C): %w", errdefs.ErrUnsupported, f.Name(), err)
 	}
 	if err != nil {
-		return fmt.Errorf("set the attributes of %s: %w", f.Name(), systemError(err))
+		return fmt.Errorf("set the attributes of %s: %w", f.Name(), errdefs.FromErrno(err))
 	}
 	if done, err = p.inPlace(f); err == nil && !done {
-		err = fmt.Errorf("%w: btrfs did not take the attribute C (chattr +C) for %s", ErrUnsupported, f.Name())
+		err = fmt.Errorf("%w: btrfs did not take the attribute C (chattr +C) for %s", errdefs.ErrUnsupported, f.Name())
 	}
 	return err
 }
@@ -97,7 +99,7 @@ func (p *filePool) prepareInPlace(ctx context.Context) error {
 func (p *filePool) moveRecord(path string) error {
 	old, err := p.root.Open(path)
 	if err != nil {
-		return systemError(err)
+		return errdefs.FromErrno(err)
 	}
 	defer old.Close()
 	if done, err := p.inPlace(old); done || err != nil {
@@ -105,19 +107,19 @@ func (p *filePool) moveRecord(path string) error {
 	}
 	slots, err := io.ReadAll(old)
 	if err != nil {
-		return systemError(err)
+		return errdefs.FromErrno(err)
 	}
 	fresh := path + freshRecord
 	if err := p.root.Remove(fresh); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return systemError(err)
+		return errdefs.FromErrno(err)
 	}
 	f, err := p.root.OpenFile(fresh, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
-		return systemError(err)
+		return errdefs.FromErrno(err)
 	}
 	_, err = f.Write(slots)
-	if err = systemError(errors.Join(err, f.Sync(), f.Close())); err == nil {
-		err = systemError(p.root.Rename(fresh, path))
+	if err = errdefs.FromErrno(errors.Join(err, f.Sync(), f.Close())); err == nil {
+		err = errdefs.FromErrno(p.root.Rename(fresh, path))
 	}
 	if err != nil {
 		return errors.Join(err, p.root.Remove(fresh))

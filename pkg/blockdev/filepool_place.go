@@ -13,6 +13,8 @@ import (
 
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // The identity of a file pool is in the file "pool", twice: a pool that lost one of the two is
@@ -38,7 +40,7 @@ type identity struct {
 
 var (
 	// errNoPool: there is a directory, and no pool in it.
-	errNoPool = fmt.Errorf("%w: there is no pool", ErrUnavailable)
+	errNoPool = fmt.Errorf("%w: there is no pool", errdefs.ErrUnavailable)
 	// errNameless: there is a pool, of version 1.
 	errNameless = errors.New("a pool without an identity")
 )
@@ -60,13 +62,13 @@ func readIdentity(root *os.Root) (id string, whole bool, err error) {
 			if _, err := root.Stat(folder); errors.Is(err, fs.ErrNotExist) {
 				return "", false, errNoPool
 			} else if err != nil {
-				return "", false, systemError(err)
+				return "", false, errdefs.FromErrno(err)
 			}
 		}
 		return "", false, errNameless
 	}
 	if err != nil {
-		return "", false, systemError(err)
+		return "", false, errdefs.FromErrno(err)
 	}
 	defer f.Close()
 	whole = true
@@ -77,7 +79,7 @@ func readIdentity(root *os.Root) (id string, whole bool, err error) {
 			one, oneErr = decodeIdentity(data)
 		}
 		switch {
-		case errors.Is(oneErr, ErrUnsupported), oneErr == nil && id != "" && one != id:
+		case errors.Is(oneErr, errdefs.ErrUnsupported), oneErr == nil && id != "" && one != id:
 			return "", false, fmt.Errorf("%s: %w", identityFile, errors.Join(oneErr, errIdentities(id, one)))
 		case oneErr != nil:
 			whole, err = false, oneErr
@@ -86,7 +88,7 @@ func readIdentity(root *os.Root) (id string, whole bool, err error) {
 		}
 	}
 	if id == "" {
-		return "", false, fmt.Errorf("%s: %w; nothing is changed: bring the file back from a backup", identityFile, systemError(err))
+		return "", false, fmt.Errorf("%s: %w; nothing is changed: bring the file back from a backup", identityFile, errdefs.FromErrno(err))
 	}
 	return id, whole, nil
 }
@@ -104,7 +106,7 @@ func decodeIdentity(data []byte) (string, error) {
 		return "", err
 	}
 	if f.version != identityVersion {
-		return "", fmt.Errorf("%w: the pool is of version %d, and this driver knows 1 and %d; use a newer driver", ErrUnsupported, f.version, identityVersion)
+		return "", fmt.Errorf("%w: the pool is of version %d, and this driver knows 1 and %d; use a newer driver", errdefs.ErrUnsupported, f.version, identityVersion)
 	}
 	var is identity
 	if err := json.Unmarshal(f.body, &is); err != nil || is.ID == "" {
@@ -117,7 +119,7 @@ func decodeIdentity(data []byte) (string, error) {
 func makePool(root *os.Root, id string) error {
 	for _, folder := range folderNames {
 		if err := root.Mkdir(folder, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
-			return systemError(err)
+			return errdefs.FromErrno(err)
 		}
 	}
 	if err := syncFolder(root); err != nil {
@@ -138,14 +140,14 @@ func writeIdentity(root *os.Root, id string) (err error) {
 	copy(data[identityCopy:], one)
 	f, err := root.OpenFile(identityFile+".new", os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
 	if err != nil {
-		return systemError(err)
+		return errdefs.FromErrno(err)
 	}
 	_, err = f.Write(data)
 	if err := errors.Join(err, f.Sync(), f.Close()); err != nil {
-		return fmt.Errorf("write the identity of the pool: %w", systemError(err))
+		return fmt.Errorf("write the identity of the pool: %w", errdefs.FromErrno(err))
 	}
 	if err := root.Rename(identityFile+".new", identityFile); err != nil {
-		return systemError(err)
+		return errdefs.FromErrno(err)
 	}
 	return syncFolder(root)
 }
@@ -153,9 +155,9 @@ func writeIdentity(root *os.Root, id string) (err error) {
 func syncFolder(root *os.Root) error {
 	folder, err := root.Open(".")
 	if err != nil {
-		return systemError(err)
+		return errdefs.FromErrno(err)
 	}
-	return systemError(errors.Join(folder.Sync(), folder.Close()))
+	return errdefs.FromErrno(errors.Join(folder.Sync(), folder.Close()))
 }
 
 // openPlace opens the directory of a pool, which it makes a pool if there is none and there may
@@ -188,9 +190,9 @@ func openPlace(ctx context.Context, loc Location, known Known) (root *os.Root, i
 		return root, id, true, beginIn(root, id)
 	}
 	if info, statErr := os.Stat(loc.Path); root == nil && statErr == nil && !info.IsDir() {
-		return nil, "", false, fmt.Errorf("%w: it is no directory: %w", ErrInvalid, err)
+		return nil, "", false, fmt.Errorf("%w: it is no directory: %w", errdefs.ErrInvalid, err)
 	}
-	return root, "", false, systemError(err)
+	return root, "", false, errdefs.FromErrno(err)
 }
 
 // expected makes sure that a pool is the one that is remembered. Who cannot say now does not
@@ -200,7 +202,7 @@ func expected(ctx context.Context, known Known, id string) error {
 		return nil
 	}
 	if want, err := known(ctx); err == nil && want != "" && want != id {
-		return fmt.Errorf("%w: another pool is here, with the identity %q; the one that is missing has %s: is its disk mounted?", ErrUnavailable, id, want)
+		return fmt.Errorf("%w: another pool is here, with the identity %q; the one that is missing has %s: is its disk mounted?", errdefs.ErrUnavailable, id, want)
 	}
 	return nil
 }
@@ -264,7 +266,7 @@ func placeOfNew(path string) error {
 func isEmpty(path string) (bool, error) {
 	entries, err := os.ReadDir(path)
 	if err != nil {
-		return false, systemError(err)
+		return false, errdefs.FromErrno(err)
 	}
 	return !slices.ContainsFunc(entries, func(e fs.DirEntry) bool {
 		if e.Name() == folderNames[Volume] || e.Name() == folderNames[Snapshot] {
@@ -279,22 +281,22 @@ func isEmpty(path string) (bool, error) {
 // just a directory of another one: in a container each of them is a mount.
 func isFilesystem(path string) (bool, error) {
 	at, _, err := mountAt(path)
-	return at.root == "/" || at.subvolume, systemError(err)
+	return at.root == "/" || at.subvolume, errdefs.FromErrno(err)
 }
 
 // makeFolder makes a directory that is a pool from its first moment on.
 func makeFolder(path string) (root *os.Root, id string, err error) {
 	begun := filepath.Join(filepath.Dir(path), "."+filepath.Base(path)+".new-pool")
 	if err := os.Mkdir(begun, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
-		return nil, "", systemError(err)
+		return nil, "", errdefs.FromErrno(err)
 	}
 	if root, err = os.OpenRoot(begun); err != nil {
-		return nil, "", systemError(err)
+		return nil, "", errdefs.FromErrno(err)
 	}
 	id = newID()
 	err = makePool(root, id)
 	if err == nil {
-		err = systemError(os.Rename(begun, path))
+		err = errdefs.FromErrno(os.Rename(begun, path))
 	}
 	if err != nil {
 		return nil, "", errors.Join(err, root.Close())
@@ -304,7 +306,7 @@ func makeFolder(path string) (root *os.Root, id string, err error) {
 		err = errors.Join(parent.Sync(), parent.Close())
 	}
 	if err != nil {
-		return nil, "", errors.Join(systemError(err), root.Close())
+		return nil, "", errors.Join(errdefs.FromErrno(err), root.Close())
 	}
 	return root, id, nil
 }
@@ -317,7 +319,7 @@ func beginIn(root *os.Root, id string) error {
 	}
 	defer lock.Close()
 	if have, _, err := readIdentity(root); !errors.Is(err, errNoPool) {
-		return errors.Join(fmt.Errorf("%w: another process makes it the pool %s", ErrInUse, have), err)
+		return errors.Join(fmt.Errorf("%w: another process makes it the pool %s", errdefs.ErrInUse, have), err)
 	}
 	return makePool(root, id)
 }
@@ -326,7 +328,7 @@ func beginIn(root *os.Root, id string) error {
 func lockPool(root *os.Root) (*os.File, error) {
 	lock, err := root.OpenFile(lockFile, os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
-		return nil, systemError(err)
+		return nil, errdefs.FromErrno(err)
 	}
 	if err := exclusive(lock); err != nil {
 		lock.Close()
@@ -339,9 +341,9 @@ func lockPool(root *os.Root) (*os.File, error) {
 func exclusive(f *os.File) error {
 	err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
 	if errors.Is(err, unix.EWOULDBLOCK) {
-		return fmt.Errorf("%w: another process uses this directory as a pool", ErrInUse)
+		return fmt.Errorf("%w: another process uses this directory as a pool", errdefs.ErrInUse)
 	}
-	return systemError(err)
+	return errdefs.FromErrno(err)
 }
 
 // identify gives a pool of version 1 its identity, and makes a damaged one whole. It needs room
@@ -354,7 +356,7 @@ func (p *filePool) identify(ctx context.Context, whole bool) error {
 	if id == "" {
 		id = newID()
 	}
-	if err := writeIdentity(p.root, id); errors.Is(err, ErrNoSpace) {
+	if err := writeIdentity(p.root, id); errors.Is(err, errdefs.ErrNoSpace) {
 		klog.FromContext(ctx).Error(err, "Could not write the identity of the pool; the next start tries again", "pool", p.name)
 		return nil
 	} else if err != nil {
@@ -375,7 +377,7 @@ func FilePool(ctx context.Context, loc Location) (id string, err error) {
 		return "", mayBegin(ctx, loc, nil, placeOfNew)
 	}
 	if err != nil {
-		return "", systemError(err)
+		return "", errdefs.FromErrno(err)
 	}
 	defer root.Close()
 	id, _, err = readIdentity(root)

@@ -13,6 +13,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // idOf is the identity of a pool.
@@ -50,7 +51,7 @@ func refuses(t *testing.T, dir, url, why string) {
 	if err == nil {
 		must(t, pool.Close())
 	}
-	fails(t, err, blockdev.ErrUnavailable, "Open of "+url)
+	fails(t, err, errdefs.ErrUnavailable, "Open of "+url)
 	if !strings.Contains(err.Error(), why) {
 		t.Errorf("Open of %s: %v; want %q", url, err, why)
 	}
@@ -175,7 +176,7 @@ func TestKnownPool(t *testing.T) {
 		defer func() { must(t, pool.Close()) }()
 		if blockdev.There(pool) == nil {
 			_, err := pool.Capacity(t.Context())
-			fails(t, err, blockdev.ErrUnavailable, "Capacity")
+			fails(t, err, errdefs.ErrUnavailable, "Capacity")
 			return "", err.Error()
 		}
 		return idOf(t, pool), ""

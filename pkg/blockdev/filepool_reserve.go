@@ -8,6 +8,8 @@ import (
 	"strings"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // What is never promised of a filesystem if the URL says nothing, in percent.
@@ -43,7 +45,7 @@ func sharesFilesystem(path string) (bool, error) {
 		return true, nil
 	}
 	if err != nil {
-		return false, systemError(err)
+		return false, errdefs.FromErrno(err)
 	}
 	if at.root != "/" {
 		return true, nil
@@ -101,12 +103,12 @@ func mountAt(path string) (at mountPoint, all []mountPoint, err error) {
 func (p *filePool) inodes() (total, free uint64, err error) {
 	var st unix.Statfs_t
 	if err := unix.Fstatfs(int(p.lock.Fd()), &st); err != nil {
-		return 0, 0, fmt.Errorf("%w: pool %s at %s: %w", ErrUnavailable, p.name, p.location.Path, err)
+		return 0, 0, fmt.Errorf("%w: pool %s at %s: %w", errdefs.ErrUnavailable, p.name, p.location.Path, err)
 	}
 	return st.Files, st.Ffree, nil
 }
 
-// checkInodes returns ErrNoSpace if a new object would take inodes of the reserve, which is of them as it is of bytes:
+// checkInodes returns errdefs.ErrNoSpace if a new object would take inodes of the reserve, which is of them as it is of bytes:
 // the kubelet evicts pods when they run out, too.
 func (p *filePool) checkInodes() error {
 	const each = 2 // an image and a record
@@ -116,7 +118,7 @@ func (p *filePool) checkInodes() error {
 	}
 	if left := float64(free) - each; left < float64(total)*p.location.ReservePercent/100 {
 		return fmt.Errorf("%w: the filesystem of pool %s at %s has %d of %d inodes left, and %g %% are in reserve; delete volumes or snapshots, or files of others",
-			ErrNoSpace, p.name, p.location.Path, free, total, p.location.ReservePercent)
+			errdefs.ErrNoSpace, p.name, p.location.Path, free, total, p.location.ReservePercent)
 	}
 	return nil
 }

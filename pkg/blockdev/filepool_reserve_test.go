@@ -11,6 +11,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // left returns how much of a filesystem is left for those who are not root, as the kubelet looks at it, in percent.
@@ -32,7 +33,7 @@ func fillPool(t *testing.T, pool blockdev.Pool, size int64) (n int) {
 	for ; ; n++ {
 		ref := volNumber(n)
 		_, err := pool.Create(t.Context(), blockdev.Spec{Ref: ref, Name: ref.String(), Size: size})
-		if errors.Is(err, blockdev.ErrNoSpace) {
+		if errors.Is(err, errdefs.ErrNoSpace) {
 			return n
 		}
 		must(t, err)
@@ -143,8 +144,8 @@ func TestReserveOfOld(t *testing.T) {
 	if c.Available != 0 || c.Promised != int64(n)*64*mib {
 		t.Errorf("%+v with %d volumes", c, n)
 	}
-	fails(t, second(pool.Create(t.Context(), blockdev.Spec{Ref: volNumber(n), Name: "another", Size: 4096})), blockdev.ErrNoSpace, "another volume")
-	fails(t, second(pool.Expand(t.Context(), volNumber(0), 65*mib)), blockdev.ErrNoSpace, "growth")
+	fails(t, second(pool.Create(t.Context(), blockdev.Spec{Ref: volNumber(n), Name: "another", Size: 4096})), errdefs.ErrNoSpace, "another volume")
+	fails(t, second(pool.Expand(t.Context(), volNumber(0), 65*mib)), errdefs.ErrNoSpace, "growth")
 	for i := range n {
 		device := attach(t, pool, volNumber(i), blockdev.Attachment{})
 		writeTo(t, device.Path, 63*mib, make([]byte, mib))

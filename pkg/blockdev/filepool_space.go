@@ -11,6 +11,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // space is the account of a file pool. What may be promised is
@@ -130,7 +132,7 @@ func (p *filePool) count(o *object, bytes int64) {
 func (p *filePool) statImage(ref Ref) (unix.Stat_t, error) {
 	info, err := p.root.Stat(imagePath(ref))
 	if err != nil {
-		return unix.Stat_t{}, systemError(err)
+		return unix.Stat_t{}, errdefs.FromErrno(err)
 	}
 	st := info.Sys().(*syscall.Stat_t)
 	return unix.Stat_t{Blocks: st.Blocks, Ctim: unix.Timespec(st.Ctim)}, nil
@@ -161,7 +163,7 @@ func (p *filePool) took(o *object, image *os.File, run func() error) error {
 func (p *filePool) statfs() (total, free int64, err error) {
 	var st unix.Statfs_t
 	if err := unix.Fstatfs(int(p.lock.Fd()), &st); err != nil {
-		return 0, 0, fmt.Errorf("%w: pool %s at %s: %w", ErrUnavailable, p.name, p.location.Path, err)
+		return 0, 0, fmt.Errorf("%w: pool %s at %s: %w", errdefs.ErrUnavailable, p.name, p.location.Path, err)
 	}
 	return int64(st.Blocks) * st.Frsize, int64(st.Bavail) * st.Frsize, nil
 }
@@ -199,7 +201,7 @@ func (p *filePool) capacity(exact bool) (Capacity, error) {
 	return c, nil
 }
 
-// reserve promises n more bytes, or fails with ErrNoSpace. The caller inserts the
+// reserve promises n more bytes, or fails with errdefs.ErrNoSpace. The caller inserts the
 // object (or the larger size) that accounts for them within promise.
 func (p *filePool) reserve(ctx context.Context, n int64, promise func() error) error {
 	short, err := p.tryReserve(n, promise)
@@ -216,7 +218,7 @@ func (p *filePool) reserve(ctx context.Context, n int64, promise func() error) e
 	return short
 }
 
-// tryReserve is reserve with what is known of shared blocks; short is the ErrNoSpace.
+// tryReserve is reserve with what is known of shared blocks; short is the errdefs.ErrNoSpace.
 func (p *filePool) tryReserve(n int64, promise func() error) (short, err error) {
 	p.space.step.Lock()
 	defer p.space.step.Unlock()
@@ -228,7 +230,7 @@ func (p *filePool) tryReserve(n int64, promise func() error) (short, err error) 
 		return nil, err
 	}
 	if n > c.Available {
-		return fmt.Errorf("%w: pool %s can promise %d more bytes, %d are needed; delete volumes or snapshots, or give it more room", ErrNoSpace, p.name, c.Available, n), nil
+		return fmt.Errorf("%w: pool %s can promise %d more bytes, %d are needed; delete volumes or snapshots, or give it more room", errdefs.ErrNoSpace, p.name, c.Available, n), nil
 	}
 	return nil, promise()
 }

@@ -19,6 +19,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // direct writes to a device past all caches, so that an answer is the disk's.
@@ -163,7 +164,7 @@ func TestHogSnapshots(t *testing.T) {
 			for ; cycles < 12; cycles++ {
 				spec := blockdev.Spec{Ref: snap("1"), Name: "cut", Size: size, Origin: vol("a")}
 				_, err := pool.Create(t.Context(), spec)
-				if errors.Is(err, blockdev.ErrNoSpace) {
+				if errors.Is(err, errdefs.ErrNoSpace) {
 					break // its own share of the pool is used up
 				}
 				must(t, err)
@@ -357,7 +358,7 @@ func TestSurveyBeforeRefusal(t *testing.T) {
 			must(t, device.Close())
 			create(t, pool, blockdev.Spec{Ref: vol("b"), Size: (promised - 32*mib) / mib * mib})
 			_, err := pool.Create(t.Context(), blockdev.Spec{Ref: vol("c"), Name: "c", Size: 64 * mib})
-			fails(t, err, blockdev.ErrNoSpace, "more than there is")
+			fails(t, err, errdefs.ErrNoSpace, "more than there is")
 		})
 	}
 }
@@ -425,7 +426,7 @@ func TestSurveyHangs(t *testing.T) {
 		t.Error("a volume was made that does not fit")
 	}
 	_, err = pool.Create(t.Context(), blockdev.Spec{Ref: vol("c"), Name: "c", Size: 4 << 30})
-	fails(t, err, blockdev.ErrNoSpace, "a volume that does not fit, once it is known")
+	fails(t, err, errdefs.ErrNoSpace, "a volume that does not fit, once it is known")
 }
 
 // TestFragmented: what the kernel takes long for ends with the caller, and is gone on with or
@@ -443,17 +444,17 @@ func TestFragmented(t *testing.T) {
 			before := capacityOf(t, pool)
 
 			spec := blockdev.Spec{Ref: snap("a"), Name: "cut", Size: size, Origin: vol("a"), Quiesced: true}
-			_, err := pool.Create(&endsAfter{t.Context(), 1}, spec)
+			_, err := pool.Create(&endsAfter{Context: t.Context(), n: 1}, spec)
 			fails(t, err, context.Canceled, "a snapshot whose caller is gone")
 			_, err = pool.Get(t.Context(), snap("a"))
-			fails(t, err, blockdev.ErrNotFound, "what is left of it")
+			fails(t, err, errdefs.ErrNotFound, "what is left of it")
 			_, err = pool.Create(t.Context(), spec)
 			must(t, err)
 
 			for _, ref := range []blockdev.Ref{snap("a"), vol("a")} {
-				fails(t, pool.Delete(&endsAfter{t.Context(), 1}, ref), context.Canceled, "a deletion whose caller is gone")
+				fails(t, pool.Delete(&endsAfter{Context: t.Context(), n: 1}, ref), context.Canceled, "a deletion whose caller is gone")
 				_, err = pool.Get(t.Context(), ref)
-				fails(t, err, blockdev.ErrNotFound, "what is being deleted")
+				fails(t, err, errdefs.ErrNotFound, "what is being deleted")
 				if _, err := os.Stat(path(dir, ref, ".rec")); err != nil {
 					t.Errorf("the record is gone before the space is back: %v", err)
 				}
@@ -471,7 +472,7 @@ func TestFragmented(t *testing.T) {
 				must(t, unix.Fallocate(int(f.Fd()), unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, at, 4096))
 			}
 			must(t, f.Close())
-			_, err = pool.Attach(&endsAfter{t.Context(), 1}, vol("b"), blockdev.Attachment{})
+			_, err = pool.Attach(&endsAfter{Context: t.Context(), n: 1}, vol("b"), blockdev.Attachment{})
 			fails(t, err, context.Canceled, "an attachment whose caller is gone")
 			must(t, errors.Join(attachedOnce(t, pool, vol("b")), pool.Detach(t.Context(), vol("b"))))
 			if have := blocksOf(t, path(dir, vol("b"), ".img")); have < size {
@@ -512,11 +513,11 @@ func TestSourceCutShort(t *testing.T) {
 						must(t, os.Truncate(path(dir, vol("a"), ".img"), 160*mib))
 						create(t, pool, blockdev.Spec{Ref: snap("a"), Size: 160 * mib, Origin: vol("a")})
 					}
-					ctx := &cutsShort{t.Context(), 2, path(dir, kind, ".img"), size}
+					ctx := &cutsShort{Context: t.Context(), n: 2, file: path(dir, kind, ".img"), size: size}
 					_, err := pool.Create(ctx, blockdev.Spec{Ref: vol("b"), Name: "b", Size: 160 * mib, Origin: kind})
-					fails(t, err, blockdev.ErrDataLoss, fmt.Sprintf("a copy of %s, which was cut short", kind))
+					fails(t, err, errdefs.ErrDataLoss, fmt.Sprintf("a copy of %s, which was cut short", kind))
 					_, err = pool.Get(t.Context(), vol("b"))
-					fails(t, err, blockdev.ErrNotFound, "the copy")
+					fails(t, err, errdefs.ErrNotFound, "the copy")
 				}
 			})
 		}

@@ -11,6 +11,8 @@ import (
 	"sync"
 	"time"
 	"unsafe"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // survey finds out which blocks the images share that may share some (use.shared), by the
@@ -230,7 +232,7 @@ const (
 func (p *filePool) addExtents(ctx context.Context, seen *blockSet, ref Ref, most int) (fresh int64, extents int, err error) {
 	f, err := openFile(p.root, imagePath(ref))
 	if err != nil {
-		return 0, 0, systemError(err)
+		return 0, 0, errdefs.FromErrno(err)
 	}
 	defer f.Close()
 	var request fiemapRequest
@@ -240,7 +242,7 @@ func (p *filePool) addExtents(ctx context.Context, seen *blockSet, ref Ref, most
 		}
 		request = fiemapRequest{start: next, length: ^uint64(0) - next, extentCount: uint32(len(request.extents))}
 		if err := ioctlPointer(f.Fd(), fiemapIoctl, unsafe.Pointer(&request)); err != nil {
-			return 0, 0, fmt.Errorf("map the extents of %s: %w", imagePath(ref), systemError(err))
+			return 0, 0, fmt.Errorf("map the extents of %s: %w", imagePath(ref), errdefs.FromErrno(err))
 		}
 		last = request.mapped == 0
 		for _, x := range request.extents[:request.mapped] {

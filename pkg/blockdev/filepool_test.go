@@ -24,6 +24,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // filesystems that a file pool is tested on: without reflinks, with them, and without
@@ -87,7 +88,7 @@ func fails(t testing.TB, err, want error, what string) {
 	if !errors.Is(err, want) {
 		t.Fatalf("%s: error %v, want %v", what, err, want)
 	}
-	if kinds := blockdev.Kinds(err); len(kinds) > 1 {
+	if kinds := errdefs.Kinds(err); len(kinds) > 1 {
 		t.Errorf("%s: error %v is of %d kinds: %v", what, err, len(kinds), kinds)
 	}
 }
@@ -260,9 +261,9 @@ func TestDamagedRecord(t *testing.T) {
 				"Create from it": second(pool.Create(t.Context(), blockdev.Spec{Ref: snap("a"), Name: "s", Size: 4 * mib,
 					Origin: vol("a")})),
 			} {
-				fails(t, err, blockdev.ErrDataLoss, what)
+				fails(t, err, errdefs.ErrDataLoss, what)
 			}
-			fails(t, pool.Delete(t.Context(), vol("a")), blockdev.ErrPrecondition, "Delete")
+			fails(t, pool.Delete(t.Context(), vol("a")), errdefs.ErrPrecondition, "Delete")
 			problems, err := pool.Health(t.Context(), vol("a"))
 			if have := reasons(problems); err != nil || !slices.Equal(have, []string{"3 RecordDamaged"}) {
 				t.Errorf("Health: %v, %v", problems, err)
@@ -333,7 +334,7 @@ func TestSweep(t *testing.T) {
 	for range 2 {
 		pool := open(t, dir)
 		for what, ref := range gone {
-			fails(t, second(pool.Get(t.Context(), ref)), blockdev.ErrNotFound, what)
+			fails(t, second(pool.Get(t.Context(), ref)), errdefs.ErrNotFound, what)
 			for _, extension := range []string{".rec", ".img"} {
 				if _, err := os.Stat(path(dir, ref, extension)); !errors.Is(err, os.ErrNotExist) {
 					t.Errorf("%s: its %s is still there: %v", what, extension, err)
@@ -397,7 +398,7 @@ func TestLostImage(t *testing.T) {
 				"Expand":         second(pool.Expand(t.Context(), vol("a"), 8*mib)),
 				"copy":           second(pool.Create(t.Context(), blockdev.Spec{Ref: snap("a"), Name: "s", Size: 4 * mib, Origin: vol("a")})),
 			} {
-				fails(t, err, blockdev.ErrDataLoss, what)
+				fails(t, err, errdefs.ErrDataLoss, what)
 			}
 			must(t, pool.Delete(t.Context(), vol("a")))
 			if c := capacityOf(t, pool); c.Promised != 0 {
@@ -436,7 +437,7 @@ func TestImageOfAnother(t *testing.T) {
 				"Expand":         second(pool.Expand(t.Context(), vol("b"), 2*size)),
 				"copy":           second(pool.Create(t.Context(), blockdev.Spec{Ref: snap("b"), Name: "s", Size: size, Origin: vol("b")})),
 			} {
-				fails(t, err, blockdev.ErrDataLoss, what)
+				fails(t, err, errdefs.ErrDataLoss, what)
 			}
 			problems, err := pool.Health(t.Context(), vol("b"))
 			must(t, err)
@@ -500,7 +501,7 @@ func TestOlderSize(t *testing.T) {
 				t.Errorf("Health: %v", problems)
 			}
 			copied := blockdev.Spec{Ref: snap("a"), Name: snap("a").String(), Size: 8 * mib, Origin: vol("a")}
-			fails(t, second(pool.Create(t.Context(), copied)), blockdev.ErrPrecondition, "a copy of a part")
+			fails(t, second(pool.Create(t.Context(), copied)), errdefs.ErrPrecondition, "a copy of a part")
 			ended, end := context.WithCancel(t.Context())
 			end()
 			_, _ = pool.Expand(ended, vol("a"), 12*mib) // thin volumes need no time for it
@@ -530,9 +531,9 @@ func TestLock(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := drivertest.Dir(t)
 	pool := open(t, dir)
-	fails(t, second(blockdev.Open(t.Context(), "other", "file://"+dir)), blockdev.ErrInUse, "Open of an open pool")
+	fails(t, second(blockdev.Open(t.Context(), "other", "file://"+dir)), errdefs.ErrInUse, "Open of an open pool")
 	must(t, os.Remove(filepath.Join(dir, "lock")))
-	fails(t, second(blockdev.Open(t.Context(), "other", "file://"+dir)), blockdev.ErrInUse, "Open of an open pool without its lock")
+	fails(t, second(blockdev.Open(t.Context(), "other", "file://"+dir)), errdefs.ErrInUse, "Open of an open pool without its lock")
 	must(t, pool.Close())
 	must(t, open(t, dir).Close())
 }
@@ -544,8 +545,8 @@ func TestFolderGone(t *testing.T) {
 	create(t, pool, blockdev.Spec{Ref: vol("a"), Size: 4 * mib})
 	refuses := func(when string) {
 		t.Helper()
-		fails(t, second(pool.Capacity(t.Context())), blockdev.ErrUnavailable, when+": Capacity")
-		fails(t, second(pool.Create(t.Context(), blockdev.Spec{Ref: vol("b"), Name: "b", Size: 4 * mib})), blockdev.ErrUnavailable, when+": Create")
+		fails(t, second(pool.Capacity(t.Context())), errdefs.ErrUnavailable, when+": Capacity")
+		fails(t, second(pool.Create(t.Context(), blockdev.Spec{Ref: vol("b"), Name: "b", Size: 4 * mib})), errdefs.ErrUnavailable, when+": Create")
 		problems, err := pool.Health(t.Context(), vol("a"))
 		if have := reasons(problems); err != nil || !slices.Equal(have, []string{"2 PoolUnavailable"}) {
 			t.Errorf("%s: Health: %v, %v", when, problems, err)
@@ -706,7 +707,7 @@ func TestCutFails(t *testing.T) {
 				_, err := pool.Create(t.Context(), blockdev.Spec{Ref: to, Name: "new", Size: mib, Origin: vol("a"), Quiesced: true,
 					Cut: func(context.Context) error { return failure }})
 				fails(t, err, failure, "a cut that fails")
-				fails(t, second(pool.Get(t.Context(), to)), blockdev.ErrNotFound, "its copy")
+				fails(t, second(pool.Get(t.Context(), to)), errdefs.ErrNotFound, "its copy")
 			}
 		})
 	}
@@ -730,9 +731,9 @@ func TestResume(t *testing.T) {
 	mark := bytes.Repeat([]byte{0xee}, blockdev.Granularity)
 	interrupt := func(spec blockdev.Spec) {
 		t.Helper()
-		_, err := pool.Create(&endsAfter{t.Context(), 2}, spec)
+		_, err := pool.Create(&endsAfter{Context: t.Context(), n: 2}, spec)
 		fails(t, err, context.Canceled, "Create")
-		fails(t, second(pool.Get(t.Context(), spec.Ref)), blockdev.ErrNotFound, "Get")
+		fails(t, second(pool.Get(t.Context(), spec.Ref)), errdefs.ErrNotFound, "Get")
 		// What is there already is not copied again: a mark in it stays.
 		writeTo(t, path(dir, spec.Ref, ".img"), 0, mark)
 	}
@@ -804,14 +805,14 @@ func TestLargeRecord(t *testing.T) {
 	pool := opened(t, drivertest.Dir(t))
 	large := map[string]string{"k": strings.Repeat("x", 9000)}
 	_, err := pool.Create(t.Context(), blockdev.Spec{Ref: vol("a"), Name: "a", Size: mib, Labels: large})
-	fails(t, err, blockdev.ErrInvalid, "Create")
-	fails(t, second(pool.Get(t.Context(), vol("a"))), blockdev.ErrNotFound, "Get")
+	fails(t, err, errdefs.ErrInvalid, "Create")
+	fails(t, second(pool.Get(t.Context(), vol("a"))), errdefs.ErrNotFound, "Get")
 	if c := capacityOf(t, pool); c.Promised != 0 {
 		t.Errorf("%d bytes are promised", c.Promised)
 	}
 	create(t, pool, blockdev.Spec{Ref: vol("a"), Size: mib, Labels: map[string]string{"k": "v"}})
 	_, err = pool.SetLabels(t.Context(), vol("a"), func(l map[string]string) error { maps.Copy(l, large); return nil })
-	fails(t, err, blockdev.ErrInvalid, "SetLabels")
+	fails(t, err, errdefs.ErrInvalid, "SetLabels")
 	if r, err := pool.Get(t.Context(), vol("a")); err != nil || r.Labels["k"] != "v" {
 		t.Errorf("after a refusal: %v, %v", r.Labels, err)
 	}
@@ -937,7 +938,7 @@ func TestHealthBesideDelete(t *testing.T) {
 	pool := opened(t, drivertest.Dir(t))
 	defer beside(t, 2, func(ctx context.Context) ([]blockdev.Problem, error) {
 		problems, err := pool.Health(ctx, vol("a"))
-		if errors.Is(err, blockdev.ErrNotFound) {
+		if errors.Is(err, errdefs.ErrNotFound) {
 			err = nil
 		}
 		return problems, err
@@ -971,7 +972,7 @@ func TestDetachTold(t *testing.T) {
 	user, err := os.OpenFile(device.Path, os.O_RDWR, 0)
 	must(t, err)
 	for range 2 {
-		if err := pool.Detach(t.Context(), vol("a")); !errors.Is(err, blockdev.ErrInUse) {
+		if err := pool.Detach(t.Context(), vol("a")); !errors.Is(err, errdefs.ErrInUse) {
 			t.Errorf("detached while it is open: %v", err)
 		}
 		_, _, _ = unix.Syscall(unix.SYS_IOCTL, user.Fd(), unix.LOOP_CLR_FD, 0) // a device of the device mapper has none
@@ -991,11 +992,11 @@ func TestStartBesideTold(t *testing.T) {
 	must(t, device.Close())
 	user, err := os.OpenFile(device.Path, os.O_RDWR, 0)
 	must(t, err)
-	fails(t, pool.Detach(t.Context(), vol("a")), blockdev.ErrInUse, "detach while it is open")
+	fails(t, pool.Detach(t.Context(), vol("a")), errdefs.ErrInUse, "detach while it is open")
 	_, _, _ = unix.Syscall(unix.SYS_IOCTL, user.Fd(), unix.LOOP_CLR_FD, 0) // a device of the device mapper has none
 	must(t, pool.Close())
 	pool = opened(t, dir)
-	if err := pool.Detach(t.Context(), vol("a")); !errors.Is(err, blockdev.ErrInUse) {
+	if err := pool.Detach(t.Context(), vol("a")); !errors.Is(err, errdefs.ErrInUse) {
 		t.Errorf("detached while it is open: %v", err)
 	}
 	must(t, user.Close())
@@ -1174,7 +1175,7 @@ func TestSetQueue(t *testing.T) {
 	for range 10 { // they are written in any order
 		for _, bad := range []map[string]string{{"read_ahead_kb": "256", "scheduler": "nonsense"}, {"read_ahead_kb": "x", "scheduler": "mq-deadline"},
 			{"read_ahead_kb": "256", "scheduler": "mq-deadline", "no_such_setting": "1"}} {
-			fails(t, second(blockdev.SetQueue(device, bad)), blockdev.ErrInvalid, fmt.Sprint(bad))
+			fails(t, second(blockdev.SetQueue(device, bad)), errdefs.ErrInvalid, fmt.Sprint(bad))
 			is(fmt.Sprint("after ", bad), "64", "none")
 		}
 	}
@@ -1257,7 +1258,7 @@ func TestMounted(t *testing.T) {
 	if devices, err := pool.Attached(t.Context(), vol("a")); err != nil || len(devices) != 1 {
 		t.Errorf("mounted: attached as %v, %v", devices, err)
 	}
-	fails(t, pool.Delete(t.Context(), vol("a")), blockdev.ErrInUse, "Delete of what is mounted")
+	fails(t, pool.Delete(t.Context(), vol("a")), errdefs.ErrInUse, "Delete of what is mounted")
 	must(t, unix.Unmount(target, 0))
 	for deadline := time.Now().Add(time.Minute); ; time.Sleep(5 * time.Millisecond) {
 		devices, err := pool.Attached(t.Context(), vol("a"))

@@ -14,6 +14,8 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // Loop devices by ioctl, as in loop(4) and include/uapi/linux/loop.h. A loop device is
@@ -158,11 +160,11 @@ func hasBacking(n int) bool {
 // the device.
 func attachLoop(ctx context.Context, backing *os.File, c loopConfig) (*os.File, int, error) {
 	if len(c.label) > loopNameSize {
-		return nil, 0, fmt.Errorf("%w: loop label %q is longer than %d", ErrInvalid, c.label, loopNameSize)
+		return nil, 0, fmt.Errorf("%w: loop label %q is longer than %d", errdefs.ErrInvalid, c.label, loopNameSize)
 	}
 	control, err := os.OpenFile(loopControlPath, os.O_RDWR, 0)
 	if err != nil {
-		return nil, 0, fmt.Errorf("%w: open %s: %w (modprobe loop; in a container, mount the host's /dev)", ErrUnavailable, loopControlPath, err)
+		return nil, 0, fmt.Errorf("%w: open %s: %w (modprobe loop; in a container, mount the host's /dev)", errdefs.ErrUnavailable, loopControlPath, err)
 	}
 	defer control.Close()
 	flags := os.O_RDWR
@@ -176,7 +178,7 @@ func attachLoop(ctx context.Context, backing *os.File, c loopConfig) (*os.File, 
 		}
 		n, err := freeLoop(control, refused)
 		if err != nil {
-			return nil, 0, fmt.Errorf("find a free loop device: %w", systemError(err))
+			return nil, 0, fmt.Errorf("find a free loop device: %w", errdefs.FromErrno(err))
 		}
 		if c.discards && stopped(n) && held < heldTries {
 			if !forgetStopped(n) { // somebody looks at it
@@ -190,7 +192,7 @@ func attachLoop(ctx context.Context, backing *os.File, c loopConfig) (*os.File, 
 			continue
 		}
 		if err != nil {
-			return nil, 0, fmt.Errorf("open loop device: %w", systemError(err))
+			return nil, 0, fmt.Errorf("open loop device: %w", errdefs.FromErrno(err))
 		}
 		if err = configureLoop(f, backing, c); err == nil {
 			err := setReadOnly(f, c.readOnly)
@@ -200,14 +202,14 @@ func attachLoop(ctx context.Context, backing *os.File, c loopConfig) (*os.File, 
 			if err != nil {
 				_, _ = ioctlValue(f.Fd(), unix.LOOP_CLR_FD, 0)
 				f.Close()
-				return nil, 0, fmt.Errorf("set up %s: %w", loopPath(n), systemError(err))
+				return nil, 0, fmt.Errorf("set up %s: %w", loopPath(n), errdefs.FromErrno(err))
 			}
 			resetQueue(n)
 			return f, n, nil
 		}
 		f.Close()
 		if !errors.Is(err, unix.EBUSY) {
-			return nil, 0, fmt.Errorf("configure %s: %w", loopPath(n), systemError(err))
+			return nil, 0, fmt.Errorf("configure %s: %w", loopPath(n), errdefs.FromErrno(err))
 		}
 		refused[n]++
 	}
@@ -261,7 +263,7 @@ func stopDiscards(n int) error {
 		return nil
 	}
 	if err := writeSetting(path, "0"); err != nil {
-		return fmt.Errorf("%w: switch discards of %s off, without which btrfs may need more space than a volume has: %s (in a container, mount /sys for writing)", ErrPrecondition, loopPath(n), err.Error())
+		return fmt.Errorf("%w: switch discards of %s off, without which btrfs may need more space than a volume has: %s (in a container, mount /sys for writing)", errdefs.ErrPrecondition, loopPath(n), err.Error())
 	}
 	return nil
 }
@@ -305,13 +307,13 @@ func detachLoop(ctx context.Context, f *os.File, was loopBacking) error {
 	if err := f.Sync(); err != nil && !was.readOnly() {
 		if _, now := loopStatus(f, was.number); !errors.Is(now, unix.ENXIO) { // else somebody else took it away
 			f.Close()
-			return fmt.Errorf("write out what was written to %s: %w", loopPath(was.number), systemError(err))
+			return fmt.Errorf("write out what was written to %s: %w", loopPath(was.number), errdefs.FromErrno(err))
 		}
 	}
 	_, err := ioctlValue(f.Fd(), unix.LOOP_CLR_FD, 0)
 	f.Close()
 	if err != nil && !errors.Is(err, unix.ENXIO) {
-		return fmt.Errorf("detach %s: %w", loopPath(was.number), systemError(err))
+		return fmt.Errorf("detach %s: %w", loopPath(was.number), errdefs.FromErrno(err))
 	}
 	err = waitLoopGone(ctx, was)
 	if err == nil {
@@ -331,7 +333,7 @@ func waitLoopGone(ctx context.Context, was loopBacking) error {
 			return err
 		}
 		if waited >= detachWait {
-			return fmt.Errorf("%w: %s is held open by a process or a mount; it goes away with its last user", ErrInUse, loopPath(was.number))
+			return fmt.Errorf("%w: %s is held open by a process or a mount; it goes away with its last user", errdefs.ErrInUse, loopPath(was.number))
 		}
 		select {
 		case <-ctx.Done():
@@ -401,7 +403,7 @@ func HasScheduler(name string) bool {
 }
 
 // SetQueue writes settings of a device's block queue, by their name under
-// /sys/block/DEVICE/queue: all of them, or, with an error, none. ErrInvalid if the
+// /sys/block/DEVICE/queue: all of them, or, with an error, none. errdefs.ErrInvalid if the
 // kernel refuses a value or has no such setting. undo writes back what was there.
 func SetQueue(device Device, settings map[string]string) (undo func() error, err error) {
 	var undos []func() error
@@ -423,7 +425,7 @@ func SetQueue(device Device, settings map[string]string) (undo func() error, err
 		}
 		if err != nil {
 			if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.ENOENT) {
-				err = fmt.Errorf("%w: the kernel says: %w", ErrInvalid, err)
+				err = fmt.Errorf("%w: the kernel says: %w", errdefs.ErrInvalid, err)
 			}
 			return nil, errors.Join(fmt.Errorf("set %s of %s to %q: %w", name, device.Path, value, err), undo())
 		}

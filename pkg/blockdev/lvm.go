@@ -12,6 +12,7 @@ import (
 	"strings"
 
 	"github.com/ashlar-csi/ashlar/internal/command"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // lvm is lvm2, asked through its own shell (lvm(8)), which stays: a command takes a
@@ -140,14 +141,14 @@ func (l *lvm) command(ctx context.Context, args []string) ([]row, error) {
 	line := strings.Join(args, " ")
 	// lvm2's shell says nothing in answer to a line of too many words.
 	if len(args) > lvmWords {
-		return nil, fmt.Errorf("%w: a command of %d words, %d are the most: lvm %.200s", ErrInvalid, len(args), lvmWords, line)
+		return nil, fmt.Errorf("%w: a command of %d words, %d are the most: lvm %.200s", errdefs.ErrInvalid, len(args), lvmWords, line)
 	}
 	if err := ctx.Err(); err != nil {
 		return nil, fmt.Errorf("lvm %s: %w", line, err)
 	}
 	for _, arg := range args {
 		if !lvmArgument.MatchString(arg) {
-			return nil, fmt.Errorf("%w: %q in lvm %s", ErrInvalid, arg, line)
+			return nil, fmt.Errorf("%w: %q in lvm %s", errdefs.ErrInvalid, arg, line)
 		}
 	}
 	if l.session == nil && l.broken {
@@ -162,7 +163,7 @@ func (l *lvm) command(ctx context.Context, args []string) ([]row, error) {
 		// Without udev_sync (see DM_DISABLE_UDEV in libdm): in a container there is no udev
 		// to wait for, and device nodes come from the kernel and from libdm.
 		if l.session, err = command.Start(append(lvmEnvironment(), fmt.Sprint("LVM_REPORT_FD=", command.AnswerFD)), l.program); err != nil {
-			return nil, fmt.Errorf("%w: start lvm: %w; install lvm2", ErrUnavailable, err)
+			return nil, fmt.Errorf("%w: start lvm: %w; install lvm2", errdefs.ErrUnavailable, err)
 		}
 		l.asked = 0
 	}
@@ -216,7 +217,7 @@ func (l *lvm) settle(line string) error {
 		return nil
 	}
 	if err := l.flush(); err != nil {
-		return fmt.Errorf("lvm %s: %w", line, recast(errLVMUnflushed, err, "flush the disks"))
+		return fmt.Errorf("lvm %s: %w", line, errdefs.Recast(errLVMUnflushed, err, "flush the disks"))
 	}
 	l.flushed = true
 	return nil
@@ -287,23 +288,23 @@ func (a lvmAnswer) read() (rows []row, status string, failures []string) {
 }
 
 // errLVMBroken: a command got no answer; it may have been carried out.
-var errLVMBroken = fmt.Errorf("%w: lvm2 gave no answer", ErrUnavailable)
+var errLVMBroken = fmt.Errorf("%w: lvm2 gave no answer", errdefs.ErrUnavailable)
 
 // errLVMUnflushed: a command was carried out, but a power cut may undo it.
-var errLVMUnflushed = fmt.Errorf("%w: what lvm2 wrote is not known to be on the disks", ErrUnavailable)
+var errLVMUnflushed = fmt.Errorf("%w: what lvm2 wrote is not known to be on the disks", errdefs.ErrUnavailable)
 
 // errLVMHalfDone: lvm2 could neither finish nor undo what it did to devices.
 var errLVMHalfDone = errors.New("lvm2 gave up half-way")
 
 // errLVMParts: lvm2 does not bring a thin pool up while parts of it are up without it.
-var errLVMParts = fmt.Errorf("%w: parts of the thin pool are up without it", ErrUnavailable)
+var errLVMParts = fmt.Errorf("%w: parts of the thin pool are up without it", errdefs.ErrUnavailable)
 
 // errLVMTold: lvm2 does not tell a thin pool to make a snapshot that it has made already.
-var errLVMTold = fmt.Errorf("%w: lvm2 was cut short while it made a snapshot", ErrUnavailable)
+var errLVMTold = fmt.Errorf("%w: lvm2 was cut short while it made a snapshot", errdefs.ErrUnavailable)
 
 // errLVMHeld: lvm2 could not tell a thin pool to remove a volume, as the kernel lets go of it a
 // moment after its device is gone.
-var errLVMHeld = fmt.Errorf("%w: the thin pool still holds it", ErrUnavailable)
+var errLVMHeld = fmt.Errorf("%w: the thin pool still holds it", errdefs.ErrUnavailable)
 
 // errNoLV: the logical volume is not there.
 var errNoLV = errors.New("no such logical volume")
@@ -318,31 +319,31 @@ var lvmErrors = []struct {
 	{"is prohibited while", errLVMParts},
 	{"device or resource busy; failed to process message", errLVMHeld},
 	{"manual intervention required", errLVMHalfDone},
-	{"insufficient free space", ErrNoSpace},
-	{"insufficient suitable", ErrNoSpace},
-	{"reached threshold", ErrNoSpace},
-	{"not enough free space", ErrNoSpace},
-	{"metadata too large", ErrNoSpace},
-	{"already exists in volume group", ErrExists},
+	{"insufficient free space", errdefs.ErrNoSpace},
+	{"insufficient suitable", errdefs.ErrNoSpace},
+	{"reached threshold", errdefs.ErrNoSpace},
+	{"not enough free space", errdefs.ErrNoSpace},
+	{"metadata too large", errdefs.ErrNoSpace},
+	{"already exists in volume group", errdefs.ErrExists},
 	{"failed to find logical volume", errNoLV},
 	{"not found in volume group", errNoLV},
-	{"while pvs are missing", ErrUnavailable},
-	{"pvs missing", ErrUnavailable},
-	{"refusing activation of partial", ErrUnavailable},
-	{"volume group", ErrUnavailable}, // "... not found", "Cannot process ..."; after all that name one
-	{"failed to write", ErrUnavailable},
-	{"cannot send messages", ErrUnavailable}, // of a thin pool that has to be repaired
-	{"error writing device", ErrUnavailable},
-	{"error reading device", ErrUnavailable},
-	{"is in use", ErrInUse},
-	{"filesystem in use", ErrInUse},
-	{"used by another device", ErrInUse},
+	{"while pvs are missing", errdefs.ErrUnavailable},
+	{"pvs missing", errdefs.ErrUnavailable},
+	{"refusing activation of partial", errdefs.ErrUnavailable},
+	{"volume group", errdefs.ErrUnavailable}, // "... not found", "Cannot process ..."; after all that name one
+	{"failed to write", errdefs.ErrUnavailable},
+	{"cannot send messages", errdefs.ErrUnavailable}, // of a thin pool that has to be repaired
+	{"error writing device", errdefs.ErrUnavailable},
+	{"error reading device", errdefs.ErrUnavailable},
+	{"is in use", errdefs.ErrInUse},
+	{"filesystem in use", errdefs.ErrInUse},
+	{"used by another device", errdefs.ErrInUse},
 }
 
 // lvmRefused reports whether an error is lvm2's own word that it changed nothing. After any
 // other failure that is not known.
 func lvmRefused(err error) bool {
-	for _, refusal := range []error{ErrNoSpace, ErrExists, errNoLV, ErrInUse, ErrInvalid} {
+	for _, refusal := range []error{errdefs.ErrNoSpace, errdefs.ErrExists, errNoLV, errdefs.ErrInUse, errdefs.ErrInvalid} {
 		if errors.Is(err, refusal) {
 			return true
 		}

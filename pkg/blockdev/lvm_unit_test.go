@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/internal/command"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 var unitRef = Ref{Volume, strings.Repeat("a", 32)}
@@ -55,14 +56,14 @@ func TestTagLimits(t *testing.T) {
 		t.Error(err)
 	}
 	r.Name += "a"
-	if _, err := tagsOf(r, ready); !errors.Is(err, ErrInvalid) {
+	if _, err := tagsOf(r, ready); !errors.Is(err, errdefs.ErrInvalid) {
 		t.Errorf("a tag that is too long: %v", err)
 	}
 	r.Name, r.Labels = "a", map[string]string{}
 	for i := range maxTags {
 		r.Labels[fmt.Sprint(i)] = ""
 	}
-	if _, err := tagsOf(r, ready); !errors.Is(err, ErrInvalid) {
+	if _, err := tagsOf(r, ready); !errors.Is(err, errdefs.ErrInvalid) {
 		t.Errorf("too many tags: %v", err)
 	}
 	// As many as may be fit into the command with the most words.
@@ -83,10 +84,10 @@ func TestParseTagsIsStrict(t *testing.T) {
 		t.Fatal(err)
 	}
 	for i := range good {
-		if _, _, err := parseTags(unitRef, slices.Delete(slices.Clone(good), i, i+1)); !errors.Is(err, ErrDataLoss) {
+		if _, _, err := parseTags(unitRef, slices.Delete(slices.Clone(good), i, i+1)); !errors.Is(err, errdefs.ErrDataLoss) {
 			t.Errorf("without %s: %v", good[i], err)
 		}
-		if _, _, err := parseTags(unitRef, append(slices.Clone(good), good[i]+"0")); !errors.Is(err, ErrDataLoss) && i > 0 {
+		if _, _, err := parseTags(unitRef, append(slices.Clone(good), good[i]+"0")); !errors.Is(err, errdefs.ErrDataLoss) && i > 0 {
 			t.Errorf("twice %s: %v", good[i], err)
 		}
 	}
@@ -94,13 +95,13 @@ func TestParseTagsIsStrict(t *testing.T) {
 		"ashlar.created=yesterday", "ashlar.created=", "ashlar.name=!", "ashlar.name=!g0", "ashlar.name=a!0"} {
 		key, _, _ := strings.Cut(bad, "=")
 		tags := slices.DeleteFunc(slices.Clone(good), func(tag string) bool { return strings.HasPrefix(tag, key+"=") })
-		if _, _, err := parseTags(unitRef, append(tags, bad)); !errors.Is(err, ErrDataLoss) {
+		if _, _, err := parseTags(unitRef, append(tags, bad)); !errors.Is(err, errdefs.ErrDataLoss) {
 			t.Errorf("%s: %v", bad, err)
 		}
 	}
 	for _, bad := range []string{"ashlar.state=ready", "ashlar.state=", "ashlar.origin=", "ashlar.origin=vol.x", "ashlar.origin=vol.AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA", "ashlar.origin=../" + strings.Repeat("a", 32),
 		"ashlar.unknown=1", "ashlar.label=1", "ashlar.", "ashlar.label.!=1", "ashlar.label.x=!"} {
-		if _, _, err := parseTags(unitRef, append(slices.Clone(good), bad)); !errors.Is(err, ErrDataLoss) {
+		if _, _, err := parseTags(unitRef, append(slices.Clone(good), bad)); !errors.Is(err, errdefs.ErrDataLoss) {
 			t.Errorf("%s: %v", bad, err)
 		}
 	}
@@ -115,7 +116,7 @@ func FuzzTags(f *testing.F) {
 		r := Record{Ref: unitRef, Name: name, Size: 4096, Created: time.Unix(7, 0).UTC(), Labels: map[string]string{key: value}, Ready: true}
 		tags, err := tagsOf(r, ready)
 		if err != nil {
-			if !errors.Is(err, ErrInvalid) {
+			if !errors.Is(err, errdefs.ErrInvalid) {
 				t.Fatal(err)
 			}
 			return
@@ -125,13 +126,13 @@ func FuzzTags(f *testing.F) {
 		}
 		have, st, err := parseTags(unitRef, append(tags, tag))
 		if err != nil {
-			if !errors.Is(err, ErrDataLoss) {
+			if !errors.Is(err, errdefs.ErrDataLoss) {
 				t.Fatal(err)
 			}
 			return
 		}
 		again, err := tagsOf(have, st)
-		if errors.Is(err, ErrInvalid) {
+		if errors.Is(err, errdefs.ErrInvalid) {
 			return // it is too long
 		}
 		if back, _, err2 := parseTags(unitRef, again); err != nil || err2 != nil || !sameRecord(back, have) {
@@ -180,7 +181,7 @@ func TestParseThinUse(t *testing.T) {
 		}
 	}
 	for _, status := range []string{"", "1 2 3", "0 1/2 3/4 -", "x 1/2 3/4 - rw"} {
-		if _, err := parseThinUse(status); !errors.Is(err, ErrUnavailable) {
+		if _, err := parseThinUse(status); !errors.Is(err, errdefs.ErrUnavailable) {
 			t.Errorf("%q: %v", status, err)
 		}
 	}
@@ -189,28 +190,28 @@ func TestParseThinUse(t *testing.T) {
 // TestLVMErrors: what lvm2 2.03 says.
 func TestLVMErrors(t *testing.T) {
 	for text, want := range map[string]error{
-		`Volume group "vg" has insufficient free space (1 extents): 2 required.`:                                                  ErrNoSpace,
-		`Insufficient suitable allocatable extents for logical volume vol.x: 3 more required`:                                     ErrNoSpace,
-		`Free space in pool vg/tp reached threshold; `:                                                                            ErrNoSpace,
-		`VG vg 4096 metadata on /dev/sda (522 bytes) exceeds maximum metadata size; VG metadata too large for circular buffer`:    ErrNoSpace,
-		`Logical Volume "vol.x" already exists in volume group "vg"`:                                                              ErrExists,
+		`Volume group "vg" has insufficient free space (1 extents): 2 required.`:                                                  errdefs.ErrNoSpace,
+		`Insufficient suitable allocatable extents for logical volume vol.x: 3 more required`:                                     errdefs.ErrNoSpace,
+		`Free space in pool vg/tp reached threshold; `:                                                                            errdefs.ErrNoSpace,
+		`VG vg 4096 metadata on /dev/sda (522 bytes) exceeds maximum metadata size; VG metadata too large for circular buffer`:    errdefs.ErrNoSpace,
+		`Logical Volume "vol.x" already exists in volume group "vg"`:                                                              errdefs.ErrExists,
 		`Failed to find logical volume "vg/vol.x"`:                                                                                errNoLV,
-		`Cannot change VG vg while PVs are missing.; Cannot process volume group vg`:                                              ErrUnavailable,
-		`Refusing activation of partial LV vg/vol.x.  Use '--activationmode partial' to override.`:                                ErrUnavailable,
-		`Volume group "vg" not found; Cannot process volume group vg`:                                                             ErrUnavailable,
-		`Error writing device /dev/sda at 4096 length 512.; Failed to write VG vg.`:                                               ErrUnavailable,
+		`Cannot change VG vg while PVs are missing.; Cannot process volume group vg`:                                              errdefs.ErrUnavailable,
+		`Refusing activation of partial LV vg/vol.x.  Use '--activationmode partial' to override.`:                                errdefs.ErrUnavailable,
+		`Volume group "vg" not found; Cannot process volume group vg`:                                                             errdefs.ErrUnavailable,
+		`Error writing device /dev/sda at 4096 length 512.; Failed to write VG vg.`:                                               errdefs.ErrUnavailable,
 		`Activation of logical volume vg/tp is prohibited while logical volume vg/tp_tmeta is active.`:                            errLVMParts,
 		`Thin pool vg-tp already contain thin device with device_id 3.; Manual intervention may be required`:                      errLVMTold,
 		`message ioctl on  (254:6) failed: Device or resource busy; Failed to process message "delete 1".; Failed to update pool`: errLVMHeld,
-		`Logical volume vg/vol.x is in use.`:                                                                                      ErrInUse,
-		`Logical volume vg/vol.x contains a filesystem in use.`:                                                                   ErrInUse,
-		`Logical volume vg/vol.x is used by another device.`:                                                                      ErrInUse,
+		`Logical volume vg/vol.x is in use.`:                                                                                      errdefs.ErrInUse,
+		`Logical volume vg/vol.x contains a filesystem in use.`:                                                                   errdefs.ErrInUse,
+		`Logical volume vg/vol.x is used by another device.`:                                                                      errdefs.ErrInUse,
 	} {
 		err := lvmError("lvcreate vg", strings.Split(text, "; "))
 		if !errors.Is(err, want) || !strings.Contains(err.Error(), "lvcreate vg") || !strings.Contains(err.Error(), strings.TrimSuffix(text, "; ")) {
 			t.Errorf("%q: %v, want %v", text, err, want)
 		}
-		for _, other := range []error{ErrNoSpace, ErrExists, errNoLV, ErrUnavailable, ErrInUse, ErrDataLoss, ErrNotFound} {
+		for _, other := range []error{errdefs.ErrNoSpace, errdefs.ErrExists, errNoLV, errdefs.ErrUnavailable, errdefs.ErrInUse, errdefs.ErrDataLoss, errdefs.ErrNotFound} {
 			if !errors.Is(want, other) && errors.Is(err, other) {
 				t.Errorf("%q: also %v", text, other)
 			}
@@ -218,7 +219,7 @@ func TestLVMErrors(t *testing.T) {
 	}
 	for _, failures := range [][]string{nil, {"Something new."}} {
 		err := lvmError("vgs", failures)
-		for _, other := range []error{ErrNoSpace, ErrExists, errNoLV, ErrUnavailable, ErrInUse} {
+		for _, other := range []error{errdefs.ErrNoSpace, errdefs.ErrExists, errNoLV, errdefs.ErrUnavailable, errdefs.ErrInUse} {
 			if errors.Is(err, other) {
 				t.Errorf("%q: %v", failures, err)
 			}
@@ -242,7 +243,7 @@ func TestLVMAnswers(t *testing.T) {
 		goesOn  bool
 	}{
 		"not flushed":     {[]string{status("success")}, errLVMUnflushed, "no space left", true},
-		"refused":         {[]string{status("failure"), complaint("insufficient free space")}, ErrNoSpace, "insufficient free space", true},
+		"refused":         {[]string{status("failure"), complaint("insufficient free space")}, errdefs.ErrNoSpace, "insufficient free space", true},
 		"failed":          {[]string{status("failure"), complaint("Aborting. Manual intervention required.")}, nil, "Manual intervention", false},
 		"not undone":      {[]string{status("failure"), complaint("Device vg-lv-real (254:3) is used by another device.; Aborting. Manual intervention required.")}, errLVMHalfDone, "used by another", false},
 		"did not say":     {[]string{"{}"}, errLVMBroken, "without the status", false},
@@ -265,7 +266,7 @@ func TestLVMAnswers(t *testing.T) {
 			if err == nil || c.want != nil && !errors.Is(err, c.want) || !strings.Contains(err.Error(), "lvremove vg/lv") || !strings.Contains(err.Error(), c.says) {
 				t.Errorf("error %v, want %v", err, c.want)
 			}
-			if lvmRefused(err) != errors.Is(c.want, ErrNoSpace) {
+			if lvmRefused(err) != errors.Is(c.want, errdefs.ErrNoSpace) {
 				t.Errorf("refused: %v", err)
 			}
 			<-l.turn // it comes after the mending
@@ -307,7 +308,7 @@ func TestLVMRefusesWords(t *testing.T) {
 	l := newLVM(func(runLVM) { t.Error("recovered") }, nil)
 	for _, args := range [][]string{{"lvs", "a b"}, {"lvs", "a;b"}, {"lvs", "a\nb"}, {"lvs", `"a"`}, {"lvs", "'a'"}, {"lvs", ""}, {"lvs", "a\\b"}, {"lvs", "$a"}, {"lvs", "ä"},
 		slices.Repeat([]string{"a"}, lvmWords+1)} {
-		if _, err := l.run(t.Context(), args...); !errors.Is(err, ErrInvalid) {
+		if _, err := l.run(t.Context(), args...); !errors.Is(err, errdefs.ErrInvalid) {
 			t.Errorf("%q: %v", args, err)
 		}
 	}

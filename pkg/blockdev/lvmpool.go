@@ -13,6 +13,8 @@ import (
 
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // lvmPool keeps each object as a logical volume of one volume group, with the record in
@@ -121,10 +123,10 @@ func openLVMPool(ctx context.Context, name string, loc Location, known Known) (_
 	first := rows[0]
 	p.uuid = strings.ReplaceAll(first["vg_uuid"], "-", "")
 	if p.extent, err = strconv.ParseInt(first["vg_extent_size"], 10, 64); err != nil || p.extent%Granularity != 0 || p.extent == 0 {
-		return nil, fmt.Errorf("%w: volume group %s has extents of %q bytes; a multiple of %d is needed", ErrUnsupported, p.group, first["vg_extent_size"], Granularity)
+		return nil, fmt.Errorf("%w: volume group %s has extents of %q bytes; a multiple of %d is needed", errdefs.ErrUnsupported, p.group, first["vg_extent_size"], Granularity)
 	}
 	if longest := p.device("cut.snap."+strings.Repeat("0", 32)) + readOnlySuffix; len(longest) >= dmNameSize {
-		return nil, fmt.Errorf("%w: the name of volume group %s is too long, as the kernel takes names of devices of %d bytes; vgrename it", ErrUnsupported, p.group, dmNameSize-1)
+		return nil, fmt.Errorf("%w: the name of volume group %s is too long, as the kernel takes names of devices of %d bytes; vgrename it", errdefs.ErrUnsupported, p.group, dmNameSize-1)
 	}
 	if p.id = poolID(rows, p.thin); p.id != "" {
 		if err := expected(ctx, known, p.id); err != nil {
@@ -181,7 +183,7 @@ func (p *lvmPool) report(run runLVM) ([]row, error) {
 		}
 	}
 	if err == nil && len(group) != 1 {
-		err = fmt.Errorf("%w: volume group %s is not there", ErrUnavailable, p.group)
+		err = fmt.Errorf("%w: volume group %s is not there", errdefs.ErrUnavailable, p.group)
 	}
 	if err == nil {
 		p.disks = nil
@@ -212,7 +214,7 @@ func (p *lvmPool) ID() string { return p.id }
 
 // flush makes the disks of the group write out what they have cached: lvm2 waits for its
 // writes, but flushes none of them, so what it has changed would not survive a power cut. Not
-// a systemError: that a disk has no space is not that of the pool.
+// a errdefs.FromErrno: that a disk has no space is not that of the pool.
 func (p *lvmPool) flush() error {
 	for _, disk := range p.disks {
 		f, err := os.Open(disk)
@@ -242,17 +244,17 @@ const lockFolder = "/run/lock/lvm"
 // exclude keeps a second process away from the pool.
 func (p *lvmPool) exclude() error {
 	if err := os.MkdirAll(lockFolder, 0o700); err != nil {
-		return systemError(err)
+		return errdefs.FromErrno(err)
 	}
 	var err error
 	if p.lock, err = os.OpenFile(lockFolder+"/ashlar."+p.uuid+"."+p.thin, os.O_RDWR|os.O_CREATE, 0o600); err != nil {
-		return systemError(err)
+		return errdefs.FromErrno(err)
 	}
 	if err := unix.Flock(int(p.lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
 		if errors.Is(err, unix.EWOULDBLOCK) {
-			return fmt.Errorf("%w: another process uses it as a pool", ErrInUse)
+			return fmt.Errorf("%w: another process uses it as a pool", errdefs.ErrInUse)
 		}
-		return systemError(err)
+		return errdefs.FromErrno(err)
 	}
 	return nil
 }
@@ -261,13 +263,13 @@ func (p *lvmPool) exclude() error {
 func (p *lvmPool) checkThin(rows []row) error {
 	i := slices.IndexFunc(rows, func(r row) bool { return r["lv_name"] == p.thin })
 	if i < 0 {
-		return fmt.Errorf("%w: volume group %s has no thin pool %s; make it with lvcreate --type thin-pool", ErrUnavailable, p.group, p.thin)
+		return fmt.Errorf("%w: volume group %s has no thin pool %s; make it with lvcreate --type thin-pool", errdefs.ErrUnavailable, p.group, p.thin)
 	}
 	if !slices.Contains(strings.Split(rows[i]["lv_layout"], ","), "pool") {
-		return fmt.Errorf("%w: %s is no thin pool but %s", ErrInvalid, p.path(p.thin), rows[i]["lv_layout"])
+		return fmt.Errorf("%w: %s is no thin pool but %s", errdefs.ErrInvalid, p.path(p.thin), rows[i]["lv_layout"])
 	}
 	if attr := rows[i]["lv_attr"]; len(attr) < 8 || attr[7] != 'z' { // lvs(8)
-		return fmt.Errorf("%w: thin pool %s does not zero new blocks, so one volume would show what another held; lvchange --zero y %s", ErrUnsupported, p.path(p.thin), p.path(p.thin))
+		return fmt.Errorf("%w: thin pool %s does not zero new blocks, so one volume would show what another held; lvchange --zero y %s", errdefs.ErrUnsupported, p.path(p.thin), p.path(p.thin))
 	}
 	return nil
 }
@@ -490,7 +492,7 @@ func (p *lvmPool) lookup(ref Ref) (*logical, Record, error) {
 	}
 	o := p.objects[ref]
 	if o == nil || o.state != ready {
-		return nil, Record{}, fmt.Errorf("%w: no %s in pool %s", ErrNotFound, ref, p.name)
+		return nil, Record{}, fmt.Errorf("%w: no %s in pool %s", errdefs.ErrNotFound, ref, p.name)
 	}
 	return o, o.record, nil
 }
@@ -535,7 +537,7 @@ func (p *lvmPool) gone(o *logical, err error) error {
 		p.mu.Lock()
 		o.missing = true
 		p.mu.Unlock()
-		err = recast(ErrDataLoss, err, "somebody removed it; restore it from a backup, or delete the volume")
+		err = errdefs.Recast(errdefs.ErrDataLoss, err, "somebody removed it; restore it from a backup, or delete the volume")
 	}
 	return err
 }
@@ -562,7 +564,7 @@ func (p *lvmPool) Delete(ctx context.Context, ref Ref) error {
 	damaged, o := p.damaged[ref], p.objects[ref]
 	p.mu.Unlock()
 	if damaged != nil {
-		return recast(ErrPrecondition, damaged, "%s in pool %s is not deleted, because its record cannot be read; look at its tags (lvs -o lv_tags %s), and remove it by hand if nobody needs it",
+		return errdefs.Recast(errdefs.ErrPrecondition, damaged, "%s in pool %s is not deleted, because its record cannot be read; look at its tags (lvs -o lv_tags %s), and remove it by hand if nobody needs it",
 			ref, p.name, p.path(ref.String()))
 	}
 	if o == nil {
@@ -571,14 +573,14 @@ func (p *lvmPool) Delete(ctx context.Context, ref Ref) error {
 	if devices, err := p.Attached(ctx, ref); err != nil {
 		return err
 	} else if len(devices) > 0 && p.isReady(o) { // else it is ours alone
-		return fmt.Errorf("%w: %s in pool %s is attached as %s", ErrInUse, ref, p.name, devices[0].Path)
+		return fmt.Errorf("%w: %s in pool %s is attached as %s", errdefs.ErrInUse, ref, p.name, devices[0].Path)
 	}
 	p.mu.Lock()
 	busy := o.active
 	o.active = true
 	p.mu.Unlock()
 	if busy {
-		return fmt.Errorf("delete %s in pool %s: %w", ref, p.name, ErrBusy)
+		return fmt.Errorf("delete %s in pool %s: %w", ref, p.name, errdefs.ErrBusy)
 	}
 	return p.remove(ctx, ref)
 }
@@ -643,7 +645,7 @@ func (p *lvmPool) complete(ctx context.Context) error {
 			return err
 		}
 		if use.failed() {
-			return fmt.Errorf("%w: %s", ErrUnavailable, p.full(use))
+			return fmt.Errorf("%w: %s", errdefs.ErrUnavailable, p.full(use))
 		}
 	}
 	p.mu.Lock()

@@ -11,6 +11,8 @@ import (
 
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // An attached object is a linear device of our own over the logical volume, one for writing
@@ -95,7 +97,7 @@ func (p *lvmPool) attachOnce(ctx context.Context, o *logical, record Record, how
 		d = nil
 	}
 	if d != nil && d.deferred == how.Keep {
-		return Device{}, fmt.Errorf("%w: it is attached as %s for another use (or still held after that)", ErrInUse, d.path())
+		return Device{}, fmt.Errorf("%w: it is attached as %s for another use (or still held after that)", errdefs.ErrInUse, d.path())
 	}
 	if d == nil {
 		if d, err = p.makeDevice(ctx, o, record, suffix); err != nil {
@@ -127,7 +129,7 @@ func (p *lvmPool) attachOnce(ctx context.Context, o *logical, record Record, how
 }
 
 func (p *lvmPool) truncated(record Record, size int64) error {
-	return fmt.Errorf("%w: %s has %d bytes, the record says %d; restore it from a backup, or delete the volume", ErrDataLoss, p.path(record.String()), size, record.Size)
+	return fmt.Errorf("%w: %s has %d bytes, the record says %d; restore it from a backup, or delete the volume", errdefs.ErrDataLoss, p.path(record.String()), size, record.Size)
 }
 
 // makeDevice makes a device over a logical volume, which it activates first.
@@ -191,7 +193,7 @@ func (p *lvmPool) activate(ctx context.Context, volume string) (*dmDevice, error
 	}
 	d, err = p.own(p.device(volume))
 	if err == nil && d == nil {
-		err = fmt.Errorf("%w: lvm2 activated %s, and there is no device of it", ErrUnavailable, p.path(volume))
+		err = fmt.Errorf("%w: lvm2 activated %s, and there is no device of it", errdefs.ErrUnavailable, p.path(volume))
 	}
 	return d, err
 }
@@ -221,7 +223,7 @@ func (p *lvmPool) splitTables(ctx context.Context) {
 func deviceSize(f *os.File) (int64, error) {
 	size, err := f.Seek(0, 2)
 	if err != nil {
-		return 0, fmt.Errorf("size of %s: %w", f.Name(), systemError(err))
+		return 0, fmt.Errorf("size of %s: %w", f.Name(), errdefs.FromErrno(err))
 	}
 	return size, nil
 }
@@ -288,7 +290,7 @@ func (p *lvmPool) Detach(ctx context.Context, ref Ref) error {
 		}
 	}
 	if len(in) > 0 {
-		return fmt.Errorf("%w: %s of pool %s is held as %s; it goes away with its last user", ErrInUse, ref, p.name, strings.Join(in, ", "))
+		return fmt.Errorf("%w: %s of pool %s is held as %s; it goes away with its last user", errdefs.ErrInUse, ref, p.name, strings.Join(in, ", "))
 	}
 	p.removeNodes(ref.String())
 	return nil

@@ -12,6 +12,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 func (p *lvmPool) Create(ctx context.Context, spec Spec) (Record, error) {
@@ -31,7 +33,7 @@ func (p *lvmPool) Create(ctx context.Context, spec Spec) (Record, error) {
 		return Record{}, fmt.Errorf("create %q in pool %s: %w", spec.Name, p.name, damaged)
 	}
 	if busy {
-		return Record{}, fmt.Errorf("create %q in pool %s: %w", spec.Name, p.name, ErrBusy)
+		return Record{}, fmt.Errorf("create %q in pool %s: %w", spec.Name, p.name, errdefs.ErrBusy)
 	}
 	if o != nil && o.state == ready {
 		return sameObject(p.name, o.record, spec)
@@ -70,7 +72,7 @@ func (p *lvmPool) validate(spec Spec) error {
 		return err
 	}
 	if spec.Provisioning != AnyProvisioning && spec.Provisioning != ProvisioningOf(p.thin != "") {
-		return fmt.Errorf("%w: pool %s at lvm://%s has %s volumes only", ErrUnsupported, p.name, p.location.Path, ProvisioningOf(p.thin != ""))
+		return fmt.Errorf("%w: pool %s at lvm://%s has %s volumes only", errdefs.ErrUnsupported, p.name, p.location.Path, ProvisioningOf(p.thin != ""))
 	}
 	if err := p.checkSize(spec.Size); err != nil {
 		return err
@@ -80,14 +82,14 @@ func (p *lvmPool) validate(spec Spec) error {
 	}
 	_, origin, err := p.lookup(spec.Origin)
 	if err == nil && spec.Size < origin.Size {
-		err = fmt.Errorf("%w: %d bytes are less than the %d of %s", ErrOutOfRange, spec.Size, origin.Size, spec.Origin)
+		err = fmt.Errorf("%w: %d bytes are less than the %d of %s", errdefs.ErrOutOfRange, spec.Size, origin.Size, spec.Origin)
 	}
 	return err
 }
 
 func (p *lvmPool) checkSize(size int64) error {
 	if size <= 0 || size%p.extent != 0 || size > MaxSize {
-		return fmt.Errorf("%w: %d bytes; a multiple of %d up to %d can be had", ErrOutOfRange, size, p.extent, MaxSize-MaxSize%p.extent)
+		return fmt.Errorf("%w: %d bytes; a multiple of %d up to %d can be had", errdefs.ErrOutOfRange, size, p.extent, MaxSize-MaxSize%p.extent)
 	}
 	return nil
 }
@@ -141,9 +143,9 @@ func (p *lvmPool) begin(ctx context.Context, spec Spec) (*logical, error) {
 		switch {
 		case err == nil:
 			p.took(spec.Size)
-		case errors.Is(err, ErrExists):
-			return recast(ErrPrecondition, err, "a logical volume of that name is there that is not known to this pool; remove or rename it by hand")
-		case errors.Is(err, ErrNoSpace), errors.Is(err, ErrInvalid), errors.Is(err, errNoLV):
+		case errors.Is(err, errdefs.ErrExists):
+			return errdefs.Recast(errdefs.ErrPrecondition, err, "a logical volume of that name is there that is not known to this pool; remove or rename it by hand")
+		case errors.Is(err, errdefs.ErrNoSpace), errors.Is(err, errdefs.ErrInvalid), errors.Is(err, errNoLV):
 			return err
 		default: // it may have been made, or not
 			p.unreserve(spec.Size)
@@ -156,7 +158,7 @@ func (p *lvmPool) begin(ctx context.Context, spec Spec) (*logical, error) {
 		return err
 	})
 	if errors.Is(err, errNoLV) {
-		err = recast(ErrDataLoss, err, "somebody removed what it is to be a copy of")
+		err = errdefs.Recast(errdefs.ErrDataLoss, err, "somebody removed what it is to be a copy of")
 	}
 	if err != nil {
 		return o, err
@@ -246,7 +248,7 @@ func (p *lvmPool) fill(ctx context.Context, o *logical, spec Spec) error {
 		return err
 	}
 	if err := target.Sync(); err != nil {
-		return fmt.Errorf("sync %s: %w", d.path(), systemError(err))
+		return fmt.Errorf("sync %s: %w", d.path(), errdefs.FromErrno(err))
 	}
 	if err := p.dropCut(ctx, o); err != nil {
 		return err
@@ -304,7 +306,7 @@ func (p *lvmPool) Suspend(_ context.Context, ref Ref) (resume func() error, err 
 	}
 	defer f.Close()
 	if err := f.Sync(); err != nil { // what the page cache of a raw device holds
-		return nil, fmt.Errorf("flush %s: %w", d.path(), systemError(err))
+		return nil, fmt.Errorf("flush %s: %w", d.path(), errdefs.FromErrno(err))
 	}
 	p.hold(d.name, true)
 	if err := dmSuspend(d.name); err != nil {
@@ -385,7 +387,7 @@ func (p *lvmPool) copyOrigin(ctx context.Context, o *logical, target *os.File, s
 			from, err = openDM(d, os.O_RDONLY|unix.O_DIRECT)
 		}
 		if err != nil {
-			return recast(ErrUnavailable, err, "what it is copied from cannot be brought up")
+			return errdefs.Recast(errdefs.ErrUnavailable, err, "what it is copied from cannot be brought up")
 		}
 	}
 	defer from.Close()
@@ -457,7 +459,7 @@ func (p *lvmPool) Expand(ctx context.Context, ref Ref, size int64) (Record, erro
 		return Record{}, err
 	}
 	if ref.Kind != Volume {
-		return Record{}, fmt.Errorf("%w: a snapshot does not grow", ErrInvalid)
+		return Record{}, fmt.Errorf("%w: a snapshot does not grow", errdefs.ErrInvalid)
 	}
 	if size > record.Size {
 		if err := p.checkSize(size); err != nil {
@@ -494,7 +496,7 @@ func (p *lvmPool) whole(ctx context.Context, ref Ref) (size int64, err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if o.missing {
-		return 0, fmt.Errorf("%w: the logical volume %s is gone; restore it from a backup, or delete the volume", ErrDataLoss, p.path(ref.String()))
+		return 0, fmt.Errorf("%w: the logical volume %s is gone; restore it from a backup, or delete the volume", errdefs.ErrDataLoss, p.path(ref.String()))
 	}
 	if o.size < record.Size {
 		return 0, p.truncated(record, o.size)
@@ -619,7 +621,7 @@ func (p *lvmPool) prepareExtents(ctx context.Context, spare string, size int64) 
 		where = append(where, strings.Fields(r["seg_pe_ranges"])...)
 	}
 	if err == nil && len(where) == 0 {
-		err = fmt.Errorf("%w: lvm2 does not tell the extents of %s", ErrUnavailable, p.path(spare))
+		err = fmt.Errorf("%w: lvm2 does not tell the extents of %s", errdefs.ErrUnavailable, p.path(spare))
 	}
 	return slices.Compact(where), err
 }

@@ -8,6 +8,8 @@ import (
 	"os"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // diffBlock is what ranges are made of, in bytes.
@@ -57,11 +59,11 @@ func (p *lvmPool) compare(ctx context.Context, base, target Ref, from int64, yie
 		clear(have)
 		if n := min(copyBlock, beforeSize-at); n > 0 {
 			if _, err := before.ReadAt(have[:n], at); err != nil {
-				return fmt.Errorf("read %s at byte %d: %w", base, at, systemError(err))
+				return fmt.Errorf("read %s at byte %d: %w", base, at, errdefs.FromErrno(err))
 			}
 		}
 		if _, err := after.ReadAt(want, at); err != nil {
-			return fmt.Errorf("read %s at byte %d: %w", target, at, systemError(err))
+			return fmt.Errorf("read %s at byte %d: %w", target, at, errdefs.FromErrno(err))
 		}
 		for i := int64(0); i < int64(len(want)); i += diffBlock {
 			j := min(i+diffBlock, int64(len(want)))
@@ -78,7 +80,7 @@ func (p *lvmPool) compare(ctx context.Context, base, target Ref, from int64, yie
 // openForReading opens an object past the page cache; nothing but the file holds it.
 func (p *lvmPool) openForReading(ctx context.Context, ref Ref) (*os.File, int64, error) {
 	device, err := p.Attach(ctx, ref, Attachment{ReadOnly: true})
-	if errors.Is(err, ErrInUse) { // it is attached for reading, to be kept
+	if errors.Is(err, errdefs.ErrInUse) { // it is attached for reading, to be kept
 		device, err = p.Attach(ctx, ref, Attachment{ReadOnly: true, Keep: true})
 	}
 	if err != nil {
@@ -87,7 +89,7 @@ func (p *lvmPool) openForReading(ctx context.Context, ref Ref) (*os.File, int64,
 	defer device.Close()
 	f, err := os.OpenFile(device.Path, os.O_RDONLY|unix.O_DIRECT, 0)
 	if err != nil {
-		return nil, 0, fmt.Errorf("open %s: %w", device.Path, systemError(err))
+		return nil, 0, fmt.Errorf("open %s: %w", device.Path, errdefs.FromErrno(err))
 	}
 	return f, device.Size, nil
 }

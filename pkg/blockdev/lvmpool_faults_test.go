@@ -22,6 +22,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // What can go wrong with pools of logical volumes, by the hand of others, of a disk, or of
@@ -257,9 +258,9 @@ func TestLVMThinPoolFull(t *testing.T) {
 		t.Helper()
 		for _, spec := range []blockdev.Spec{{Ref: vol("d"), Size: 8 * mib}, {Ref: snap("a"), Size: 128 * mib, Origin: vol("a")}, {Ref: vol("d"), Size: 136 * mib, Origin: vol("a")}} {
 			spec.Name = "refused"
-			says(t, second(f.pool.Create(ctx, spec)), blockdev.ErrNoSpace, f.group.Name+"/tp")
+			says(t, second(f.pool.Create(ctx, spec)), errdefs.ErrNoSpace, f.group.Name+"/tp")
 		}
-		says(t, second(f.pool.Expand(ctx, vol("a"), 132*mib)), blockdev.ErrNoSpace, f.group.Name+"/tp")
+		says(t, second(f.pool.Expand(ctx, vol("a"), 132*mib)), errdefs.ErrNoSpace, f.group.Name+"/tp")
 		if c := capacityOf(t, f.pool); c.Available != 0 || c.MaxVolume != 0 || c.Promised != before.Promised {
 			t.Errorf("capacity %+v", c)
 		}
@@ -329,9 +330,9 @@ func TestLVMForeign(t *testing.T) {
 		if records := f.all(); len(records) > 0 {
 			f.Errorf("others' volumes are listed: %v", records)
 		}
-		says(f, second(f.pool.Get(ctx, vol("f"))), blockdev.ErrNotFound)
-		says(f, second(f.pool.Attach(ctx, vol("f"), blockdev.Attachment{})), blockdev.ErrNotFound)
-		says(f, second(f.pool.Create(ctx, blockdev.Spec{Ref: vol("f"), Name: "f", Size: 8 * mib})), blockdev.ErrPrecondition, theirs)
+		says(f, second(f.pool.Get(ctx, vol("f"))), errdefs.ErrNotFound)
+		says(f, second(f.pool.Attach(ctx, vol("f"), blockdev.Attachment{})), errdefs.ErrNotFound)
+		says(f, second(f.pool.Create(ctx, blockdev.Spec{Ref: vol("f"), Name: "f", Size: 8 * mib})), errdefs.ErrPrecondition, theirs)
 		must(f, f.pool.Delete(ctx, vol("f")))
 		must(f, f.pool.Detach(ctx, vol("e")))
 		if orphans, err := f.pool.Orphans(ctx); err != nil || len(orphans) > 0 {
@@ -397,13 +398,13 @@ func TestLVMMissingDevice(t *testing.T) {
 			if f.thin {
 				f.holds(vol("b"), 0, marked("b", 8*mib))
 			} else {
-				says(t, second(f.pool.Attach(ctx, vol("b"), blockdev.Attachment{})), blockdev.ErrUnavailable, f.path(vol("b")))
+				says(t, second(f.pool.Attach(ctx, vol("b"), blockdev.Attachment{})), errdefs.ErrUnavailable, f.path(vol("b")))
 				f.ill(vol("b"), "DeviceMissing")
-				says(t, second(f.pool.Create(ctx, blockdev.Spec{Ref: vol("d"), Name: "d", Size: 16 * mib, Origin: vol("b")})), blockdev.ErrUnavailable)
+				says(t, second(f.pool.Create(ctx, blockdev.Spec{Ref: vol("d"), Name: "d", Size: 16 * mib, Origin: vol("b")})), errdefs.ErrUnavailable)
 			}
-			says(t, second(f.pool.Create(ctx, blockdev.Spec{Ref: vol("c"), Name: "c", Size: 4 * mib})), blockdev.ErrUnavailable, "missing")
-			says(t, second(f.pool.Expand(ctx, vol("a"), size+4*mib)), blockdev.ErrUnavailable)
-			says(t, f.pool.Delete(ctx, vol("b")), blockdev.ErrUnavailable, "missing")
+			says(t, second(f.pool.Create(ctx, blockdev.Spec{Ref: vol("c"), Name: "c", Size: 4 * mib})), errdefs.ErrUnavailable, "missing")
+			says(t, second(f.pool.Expand(ctx, vol("a"), size+4*mib)), errdefs.ErrUnavailable)
+			says(t, f.pool.Delete(ctx, vol("b")), errdefs.ErrUnavailable, "missing")
 			must(t, second(f.pool.Get(ctx, vol("b"))))
 			if c := capacityOf(t, f.pool); c.Promised != size+16*mib || c.Available != 0 {
 				t.Errorf("capacity %+v: nothing can be made, %d are promised", c, size+16*mib)
@@ -440,7 +441,7 @@ func newFaultyDisk(t testing.TB, size int64) *faultyDisk {
 	drivertest.NeedLVM(t)
 	t.Setenv("DM_DISABLE_UDEV", "1")
 	faultyDisks++
-	d := &faultyDisk{t, fmt.Sprintf("ashlar-faulty-%d-%d", os.Getpid(), faultyDisks), drivertest.Disk(t, size), size / 512}
+	d := &faultyDisk{TB: t, name: fmt.Sprintf("ashlar-faulty-%d-%d", os.Getpid(), faultyDisks), under: drivertest.Disk(t, size), sectors: size / 512}
 	drivertest.Run(t, "dmsetup", "create", d.name, "--table", fmt.Sprintf("0 %d linear %s 0", d.sectors, d.under))
 	t.Cleanup(func() { drivertest.Run(t, "dmsetup", "remove", "--retry", d.name) })
 	return d
@@ -509,9 +510,9 @@ func TestLVMFailingDevice(t *testing.T) {
 			case fault == "no data":
 				says(t, err, unix.EIO)
 			case fault == "no write": // lvm2 made its change, and the flush after that fails
-				says(t, err, blockdev.ErrUnavailable, "flush", "input/output error")
+				says(t, err, errdefs.ErrUnavailable, "flush", "input/output error")
 			default:
-				says(t, err, blockdev.ErrUnavailable)
+				says(t, err, errdefs.ErrUnavailable)
 			}
 			if err != nil {
 				for ref, want := range map[blockdev.Ref]bool{vol("b"): false, vol("c"): false, vol("a"): true, vol("d"): true} {
@@ -646,7 +647,7 @@ func TestLVMNeedsCheck(t *testing.T) {
 		} {
 			err := call()
 			t.Logf("%s: %v", what, err)
-			says(t, err, blockdev.ErrUnavailable, tp, "needs_check", "lvconvert --repair")
+			says(t, err, errdefs.ErrUnavailable, tp, "needs_check", "lvconvert --repair")
 		}
 		f.holds(vol("a"), 0, marked("a", 8*mib))
 		if after := f.lv("lv_name,lv_size,lv_tags"); !slices.Equal(lvs, after) {
@@ -703,7 +704,7 @@ func TestLVMTakenDown(t *testing.T) {
 			"expand": func() error { return second(f.pool.Expand(t.Context(), vol("a"), 20*mib)) },
 			"delete": func() error { return f.pool.Delete(t.Context(), snap("a")) },
 		} {
-			if err := call(); !errors.Is(err, blockdev.ErrUnavailable) || !strings.Contains(err.Error(), "lvchange -ay -K "+tp) {
+			if err := call(); !errors.Is(err, errdefs.ErrUnavailable) || !strings.Contains(err.Error(), "lvchange -ay -K "+tp) {
 				t.Errorf("%s of a thin pool that is down: %v", what, err)
 			}
 			if attr := f.lv("lv_active"); slices.ContainsFunc(attr, func(active string) bool { return active != "" }) {
@@ -965,10 +966,10 @@ func TestLVMBehindOurBack(t *testing.T) {
 						must(t, device.Close())
 					} else {
 						for _, readOnly := range []bool{false, true} {
-							says(t, second(f.pool.Attach(ctx, vol("a"), blockdev.Attachment{ReadOnly: readOnly})), blockdev.ErrDataLoss, path)
+							says(t, second(f.pool.Attach(ctx, vol("a"), blockdev.Attachment{ReadOnly: readOnly})), errdefs.ErrDataLoss, path)
 						}
-						says(t, second(f.pool.Create(ctx, blockdev.Spec{Ref: snap("a"), Name: "s", Size: 16 * mib, Origin: vol("a")})), blockdev.ErrDataLoss)
-						says(t, second(f.pool.Expand(ctx, vol("a"), 32*mib)), blockdev.ErrDataLoss)
+						says(t, second(f.pool.Create(ctx, blockdev.Spec{Ref: snap("a"), Name: "s", Size: 16 * mib, Origin: vol("a")})), errdefs.ErrDataLoss)
+						says(t, second(f.pool.Expand(ctx, vol("a"), 32*mib)), errdefs.ErrDataLoss)
 						f.ill(vol("a"), c.reason)
 						if devices, err := f.pool.Attached(ctx, vol("a")); err != nil || len(devices) > 0 {
 							t.Errorf("devices %v of a damaged volume, %v", devices, err)
@@ -980,7 +981,7 @@ func TestLVMBehindOurBack(t *testing.T) {
 						c.mend()
 					}
 					must(t, errors.Join(f.pool.Detach(ctx, vol("a")), f.pool.Delete(ctx, vol("a"))))
-					says(t, second(f.pool.Get(ctx, vol("a"))), blockdev.ErrNotFound)
+					says(t, second(f.pool.Get(ctx, vol("a"))), errdefs.ErrNotFound)
 				}
 			})
 			if f.Failed() {
@@ -1019,12 +1020,12 @@ func TestLVMDamagedTags(t *testing.T) {
 		}
 		for i := 1; i <= 7; i++ {
 			ref := vol(strconv.Itoa(i))
-			says(f, second(f.pool.Get(ctx, ref)), blockdev.ErrDataLoss, ref.String())
-			says(f, second(f.pool.Attach(ctx, ref, blockdev.Attachment{})), blockdev.ErrDataLoss)
-			says(f, second(f.pool.Expand(ctx, ref, 8*mib)), blockdev.ErrDataLoss)
-			says(f, second(f.pool.Create(ctx, blockdev.Spec{Ref: ref, Name: ref.String(), Size: 4 * mib})), blockdev.ErrDataLoss)
-			says(f, second(f.pool.Create(ctx, blockdev.Spec{Ref: snap("1"), Name: "s", Size: 4 * mib, Origin: ref})), blockdev.ErrDataLoss)
-			says(f, f.pool.Delete(ctx, ref), blockdev.ErrPrecondition, ref.String())
+			says(f, second(f.pool.Get(ctx, ref)), errdefs.ErrDataLoss, ref.String())
+			says(f, second(f.pool.Attach(ctx, ref, blockdev.Attachment{})), errdefs.ErrDataLoss)
+			says(f, second(f.pool.Expand(ctx, ref, 8*mib)), errdefs.ErrDataLoss)
+			says(f, second(f.pool.Create(ctx, blockdev.Spec{Ref: ref, Name: ref.String(), Size: 4 * mib})), errdefs.ErrDataLoss)
+			says(f, second(f.pool.Create(ctx, blockdev.Spec{Ref: snap("1"), Name: "s", Size: 4 * mib, Origin: ref})), errdefs.ErrDataLoss)
+			says(f, f.pool.Delete(ctx, ref), errdefs.ErrPrecondition, ref.String())
 			f.ill(ref, "RecordDamaged")
 		}
 		f.ill(vol("0"))
@@ -1063,9 +1064,9 @@ func TestLVMConverted(t *testing.T) {
 		f.restart()
 		f.poolIll(want...)
 		if !f.thin {
-			says(f, second(f.pool.Get(ctx, vol("b"))), blockdev.ErrDataLoss, "striped")
-			says(f, second(f.pool.Create(ctx, blockdev.Spec{Ref: vol("b"), Name: vol("b").String(), Size: 8 * mib})), blockdev.ErrDataLoss)
-			says(f, f.pool.Delete(ctx, vol("b")), blockdev.ErrPrecondition, "striped")
+			says(f, second(f.pool.Get(ctx, vol("b"))), errdefs.ErrDataLoss, "striped")
+			says(f, second(f.pool.Create(ctx, blockdev.Spec{Ref: vol("b"), Name: vol("b").String(), Size: 8 * mib})), errdefs.ErrDataLoss)
+			says(f, f.pool.Delete(ctx, vol("b")), errdefs.ErrPrecondition, "striped")
 			drivertest.Run(f, "lvremove", "-q", "-f", f.path(vol("b")))
 		}
 		drivertest.Run(f, "lvrename", "-q", renamed, f.path(vol("a")))
@@ -1163,7 +1164,7 @@ func TestLVMHangs(t *testing.T) {
 				release := hang()
 				waited := make(chan error, 1)
 				start := time.Now()
-				caller := timeUp{context.Background(), make(chan struct{})} // when who waits for his turn has given up
+				caller := timeUp{Context: context.Background(), up: make(chan struct{})} // when who waits for his turn has given up
 				time.AfterFunc(500*time.Millisecond, func() {
 					defer close(caller.up)
 					ctx, cancel := context.WithTimeout(context.Background(), 200*time.Millisecond)
@@ -1479,12 +1480,12 @@ func TestLVMSnapshotTold(t *testing.T) {
 			f.pool = openURL(t, f.url)
 			if test.had {
 				err := f.pool.Delete(t.Context(), vol("a"))
-				says(t, err, blockdev.ErrUnavailable, "already contain", "none that this pool was making")
+				says(t, err, errdefs.ErrUnavailable, "already contain", "none that this pool was making")
 				must(t, f.pool.Close())
 				f.pool = nil
 				return
 			}
-			if _, err := f.pool.Get(t.Context(), snap("b")); !errors.Is(err, blockdev.ErrNotFound) {
+			if _, err := f.pool.Get(t.Context(), snap("b")); !errors.Is(err, errdefs.ErrNotFound) {
 				t.Errorf("a snapshot that nobody has: %v", err)
 			}
 			f.copy(snap("b"), vol("a"), 8*mib)
@@ -1594,7 +1595,7 @@ func TestLVMTwoPools(t *testing.T) {
 	}
 	for i, f := range both {
 		_, err := blockdev.Open(t.Context(), "again", f.url)
-		fails(t, err, blockdev.ErrInUse, "open of a pool that is open")
+		fails(t, err, errdefs.ErrInUse, "open of a pool that is open")
 		ref := vol(strconv.Itoa(i))
 		f.make(ref, 16*mib)
 		f.write(ref, 0, marked(ref.Key[:8], 8*mib))
@@ -1611,7 +1612,7 @@ func TestLVMTwoPools(t *testing.T) {
 				t.Errorf("records %+v", records)
 			}
 			f.poolIll()
-			says(t, second(f.pool.Get(t.Context(), vol(strconv.Itoa(1-i)))), blockdev.ErrNotFound)
+			says(t, second(f.pool.Get(t.Context(), vol(strconv.Itoa(1-i)))), errdefs.ErrNotFound)
 		}
 	}
 	check()
@@ -1661,13 +1662,13 @@ func TestLVMManyLabels(t *testing.T) {
 		for i := range 40 {
 			labels[fmt.Sprintf("more-%d", i)] = "x"
 		}
-		says(f, second(f.pool.Create(f.Context(), blockdev.Spec{Ref: vol("b"), Name: "b", Size: 8 * mib, Labels: labels})), blockdev.ErrInvalid, "tags")
+		says(f, second(f.pool.Create(f.Context(), blockdev.Spec{Ref: vol("b"), Name: "b", Size: 8 * mib, Labels: labels})), errdefs.ErrInvalid, "tags")
 		says(f, second(f.pool.SetLabels(f.Context(), vol("a"), func(l map[string]string) error {
 			for key := range l {
 				l[key] = "too many at once"
 			}
 			return nil
-		})), blockdev.ErrInvalid, "words")
+		})), errdefs.ErrInvalid, "words")
 		f.restart()
 		r, err := f.pool.Get(f.Context(), vol("a"))
 		must(f, err)

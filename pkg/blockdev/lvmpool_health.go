@@ -7,11 +7,13 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 func (p *lvmPool) Health(ctx context.Context, ref Ref) ([]Problem, error) {
 	_, record, err := p.lookup(ref)
-	if errors.Is(err, ErrDataLoss) {
+	if errors.Is(err, errdefs.ErrDataLoss) {
 		return []Problem{{DataLoss, "RecordDamaged", err.Error()}}, nil
 	}
 	if err != nil {
@@ -25,7 +27,7 @@ func (p *lvmPool) Health(ctx context.Context, ref Ref) ([]Problem, error) {
 	}
 	found := p.find(ref)
 	if found == nil {
-		return nil, fmt.Errorf("%w: no %s in pool %s", ErrNotFound, ref, p.name)
+		return nil, fmt.Errorf("%w: no %s in pool %s", errdefs.ErrNotFound, ref, p.name)
 	}
 	where, o := p.path(ref.String()), p.known(found)
 	switch {

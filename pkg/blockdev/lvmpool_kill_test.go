@@ -21,6 +21,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // A process that uses a pool is killed, with its lvm2 or without, or only that; what it
@@ -130,7 +131,7 @@ func TestLVMKillChild(t *testing.T) {
 			if try == 49 {
 				t.Fatalf("%+v: %v", s, err)
 			}
-			write(step{What: "failed", Ref: s.Ref, Failed: fmt.Sprintf("%s: %v (unavailable: %v)", s.What, err, errors.Is(err, blockdev.ErrUnavailable))})
+			write(step{What: "failed", Ref: s.Ref, Failed: fmt.Sprintf("%s: %v (unavailable: %v)", s.What, err, errors.Is(err, errdefs.ErrUnavailable))})
 		}
 		s.Done = true
 		if s.What == "delete" {
@@ -214,7 +215,7 @@ func TestLVMKillChild(t *testing.T) {
 			how := blockdev.Attachment{Keep: what == "keep", ReadOnly: r.IntN(2) == 0}
 			do(some, func() error {
 				device, err := pool.Attach(ctx, some.Ref, how)
-				if errors.Is(err, blockdev.ErrInUse) {
+				if errors.Is(err, errdefs.ErrInUse) {
 					return pool.Detach(ctx, some.Ref)
 				}
 				keep = append(keep, device)

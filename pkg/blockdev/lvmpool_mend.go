@@ -15,6 +15,8 @@ import (
 	"time"
 
 	"k8s.io/klog/v2"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // What an lvm2 that was cut short may have left, and how it is put right: devices that are suspended
@@ -203,7 +205,7 @@ func (p *lvmPool) note(run runLVM, complaint string) error {
 	}
 	use, there, err := p.thinNow()
 	if err != nil || !there {
-		return cmp.Or(err, fmt.Errorf("%w: the thin pool is not active", ErrUnavailable))
+		return cmp.Or(err, fmt.Errorf("%w: the thin pool is not active", errdefs.ErrUnavailable))
 	}
 	if !p.behind(rows, use) {
 		return nil // it was noted meanwhile; if not, lvm2 says so
@@ -213,7 +215,7 @@ func (p *lvmPool) note(run runLVM, complaint string) error {
 		_, tagged, ok := p.ours(r)
 		return tagged && ok && len(device) > 1 && r["thin_id"] == device[1] && slices.Contains(splitTags(r), tagCreating)
 	}) {
-		return fmt.Errorf("%w: it is none that this pool was making", ErrPrecondition)
+		return fmt.Errorf("%w: it is none that this pool was making", errdefs.ErrPrecondition)
 	}
 	return dmMessage(use.device, fmt.Sprintf("set_transaction_id %d %d", use.transaction, use.transaction+1))
 }
@@ -236,7 +238,7 @@ func (p *lvmPool) deliver(run runLVM) error {
 	}
 	args := append([]string{"lvcreate", "-n", r.String(), "-an", "-ky"}, addTags(tags)...)
 	err = p.tell(run, append(args, "-V", strconv.FormatInt(r.Size, 10)+"b", "--thinpool", p.thin, p.group)...)
-	if errors.Is(err, ErrNoSpace) {
+	if errors.Is(err, errdefs.ErrNoSpace) {
 		return nil // a removal is what helps
 	}
 	p.delivering = append(p.delivering, r.String()) // also with an error

@@ -10,6 +10,8 @@ import (
 	"sync"
 	"testing"
 	"time"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // scriptedLVM is a pool over a program that answers as lvm2 does, so that calls can be made at once under
@@ -107,18 +109,18 @@ func TestLVMOneKind(t *testing.T) {
 		call func() error
 		want error // nil: none of the list
 	}{
-		{"Logical Volume b already exists in volume group group", create(Ref{}), ErrPrecondition},
-		{"insufficient free space", create(Ref{}), ErrNoSpace},
-		{"Failed to find logical volume group/a", create(Ref{}), ErrDataLoss},
-		{"Cannot change VG group while PVs are missing", create(Ref{}), ErrUnavailable},
+		{"Logical Volume b already exists in volume group group", create(Ref{}), errdefs.ErrPrecondition},
+		{"insufficient free space", create(Ref{}), errdefs.ErrNoSpace},
+		{"Failed to find logical volume group/a", create(Ref{}), errdefs.ErrDataLoss},
+		{"Cannot change VG group while PVs are missing", create(Ref{}), errdefs.ErrUnavailable},
 		{"manual intervention required", create(Ref{}), nil},
-		{"Failed to find logical volume group/a", label, ErrDataLoss},
-		{"Failed to write VG", label, ErrUnavailable},
-		{"is in use", label, ErrInUse},
+		{"Failed to find logical volume group/a", label, errdefs.ErrDataLoss},
+		{"Failed to write VG", label, errdefs.ErrUnavailable},
+		{"is in use", label, errdefs.ErrInUse},
 	} {
 		refuse(c.says)
 		err := c.call()
-		kinds := Kinds(err)
+		kinds := errdefs.Kinds(err)
 		if err == nil || len(kinds) > 1 || (c.want != nil && !errors.Is(err, c.want)) || (c.want == nil && len(kinds) > 0) {
 			t.Errorf("lvm2 says %q: %v is of the kinds %v; want %v", c.says, err, kinds, c.want)
 		}
@@ -128,14 +130,14 @@ func TestLVMOneKind(t *testing.T) {
 		p.mu.Unlock()
 	}
 	// A flush that fails with a full disk says that it is not known what is done.
-	flushes := errors.Join(systemError(os.ErrNotExist), ErrNoSpace)
+	flushes := errors.Join(errdefs.FromErrno(os.ErrNotExist), errdefs.ErrNoSpace)
 	p.lvm.flush = func() error { return flushes }
-	if err := label(); !errors.Is(err, ErrUnavailable) || len(Kinds(err)) != 1 {
-		t.Errorf("a flush that fails: %v is of the kinds %v", err, Kinds(err))
+	if err := label(); !errors.Is(err, errdefs.ErrUnavailable) || len(errdefs.Kinds(err)) != 1 {
+		t.Errorf("a flush that fails: %v is of the kinds %v", err, errdefs.Kinds(err))
 	}
 	// What is damaged is not deleted.
 	p.damaged[other] = fmt.Errorf("%w: noise", errRecord)
-	if err := p.Delete(t.Context(), other); !errors.Is(err, ErrPrecondition) || len(Kinds(err)) != 1 {
-		t.Errorf("a damaged record: %v is of the kinds %v", err, Kinds(err))
+	if err := p.Delete(t.Context(), other); !errors.Is(err, errdefs.ErrPrecondition) || len(errdefs.Kinds(err)) != 1 {
+		t.Errorf("a damaged record: %v is of the kinds %v", err, errdefs.Kinds(err))
 	}
 }

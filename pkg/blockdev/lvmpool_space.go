@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // lvmSpace is the account of an LVM pool; guarded by lvmPool.mu. Of linear volumes,
@@ -41,7 +43,7 @@ func (s *lvmSpace) read(rows []row, thin string) error {
 	number := func(r row, column string) int64 {
 		n, err := strconv.ParseInt(r[column], 10, 64)
 		if err != nil {
-			failures = append(failures, fmt.Errorf("%w: lvm2 reports %s=%q", ErrUnavailable, column, r[column]))
+			failures = append(failures, fmt.Errorf("%w: lvm2 reports %s=%q", errdefs.ErrUnavailable, column, r[column]))
 		}
 		return n
 	}
@@ -60,12 +62,12 @@ func (s *lvmSpace) read(rows []row, thin string) error {
 	return errors.Join(failures...)
 }
 
-// complete returns ErrUnavailable if a physical volume of the group is missing.
+// complete returns errdefs.ErrUnavailable if a physical volume of the group is missing.
 func (s *lvmSpace) complete(group string) error {
 	if s.missing == 0 {
 		return nil
 	}
-	return fmt.Errorf("%w: %d physical volumes of group %s are missing, and nothing is changed in it until they are back or given up (vgreduce --removemissing)", ErrUnavailable, s.missing, group)
+	return fmt.Errorf("%w: %d physical volumes of group %s are missing, and nothing is changed in it until they are back or given up (vgreduce --removemissing)", errdefs.ErrUnavailable, s.missing, group)
 }
 
 // thinUse is what the kernel says of a thin pool (Documentation/admin-guide/device-mapper/
@@ -103,7 +105,7 @@ func (p *lvmPool) thinUse(ctx context.Context) (thinUse, error) {
 		return thinUse{}, err
 	}
 	if !there {
-		return thinUse{}, fmt.Errorf("%w: thin pool %s is not active, as somebody took it down; if it needs no repair (any more), lvchange -ay -K %s", ErrUnavailable, p.path(p.thin), p.path(p.thin))
+		return thinUse{}, fmt.Errorf("%w: thin pool %s is not active, as somebody took it down; if it needs no repair (any more), lvchange -ay -K %s", errdefs.ErrUnavailable, p.path(p.thin), p.path(p.thin))
 	}
 	return use, nil
 }
@@ -132,7 +134,7 @@ func parseThinUse(status string) (thinUse, error) {
 	case len(fields) == 1: // Fail, Error
 		return thinUse{mode: "ro", fault: fields[0]}, nil
 	case len(fields) < 5:
-		return thinUse{}, fmt.Errorf("%w: status of a thin pool: %q", ErrUnavailable, status)
+		return thinUse{}, fmt.Errorf("%w: status of a thin pool: %q", errdefs.ErrUnavailable, status)
 	}
 	percent := func(field string) float64 {
 		used, total, _ := strings.Cut(field, "/")
@@ -146,7 +148,7 @@ func parseThinUse(status string) (thinUse, error) {
 	use := thinUse{metadata: percent(fields[1]), data: percent(fields[2]), mode: fields[4]}
 	var err error
 	if use.transaction, err = strconv.ParseUint(fields[0], 10, 64); err != nil {
-		return thinUse{}, fmt.Errorf("%w: status of a thin pool: %q", ErrUnavailable, status)
+		return thinUse{}, fmt.Errorf("%w: status of a thin pool: %q", errdefs.ErrUnavailable, status)
 	}
 	for _, field := range fields[5:] {
 		if field == "needs_check" {
@@ -243,13 +245,13 @@ func (p *lvmPool) reserve(ctx context.Context, size int64, promise func()) error
 				return incomplete
 			}
 			if p.thin != "" && use.failed() {
-				return fmt.Errorf("%w: %s", ErrUnavailable, p.full(use))
+				return fmt.Errorf("%w: %s", errdefs.ErrUnavailable, p.full(use))
 			}
 			reason := p.full(use)
 			if p.thin == "" || reason == "" {
 				reason = fmt.Sprintf("pool %s can promise %d more bytes, %d are needed; delete volumes or snapshots, or give it more room", p.name, c.Available, size)
 			}
-			return fmt.Errorf("%w: %s", ErrNoSpace, reason)
+			return fmt.Errorf("%w: %s", errdefs.ErrNoSpace, reason)
 		}
 		if err := p.refresh(ctx, 0); err != nil { // others may have freed some
 			return err
@@ -300,7 +302,7 @@ func (p *lvmPool) Used(_ context.Context, ref Ref) (int64, error) {
 		_, err = fmt.Sscan(status, &sectors)
 	}
 	if err != nil {
-		return 0, fmt.Errorf("%w: measure %s of pool %s: %w", ErrUnavailable, ref, p.name, err)
+		return 0, fmt.Errorf("%w: measure %s of pool %s: %w", errdefs.ErrUnavailable, ref, p.name, err)
 	}
 	return min(sectors*512, record.Size), nil
 }

@@ -7,6 +7,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // The record of a logical volume is its tags, so it goes wherever the volume group goes:
@@ -89,11 +91,11 @@ func tagsOf(r Record, st state) ([]string, error) {
 	}
 	for _, tag := range tags {
 		if len(tag) > maxTag {
-			return nil, fmt.Errorf("%w: the record of %s has a tag of %d bytes, %d is the most: %.80s", ErrInvalid, r.Ref, len(tag), maxTag, tag)
+			return nil, fmt.Errorf("%w: the record of %s has a tag of %d bytes, %d is the most: %.80s", errdefs.ErrInvalid, r.Ref, len(tag), maxTag, tag)
 		}
 	}
 	if len(tags) > maxTags {
-		return nil, fmt.Errorf("%w: the record of %s has %d tags, %d are the most", ErrInvalid, r.Ref, len(tags), maxTags)
+		return nil, fmt.Errorf("%w: the record of %s has %d tags, %d are the most", errdefs.ErrInvalid, r.Ref, len(tags), maxTags)
 	}
 	slices.Sort(tags)
 	return tags, nil

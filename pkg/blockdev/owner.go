@@ -11,6 +11,8 @@ import (
 
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // ownerPattern finds an object in the name of a device of the device mapper: KIND.KEY, KIND.POOL.KEY,
@@ -67,7 +69,7 @@ func LetGo(ctx context.Context, number uint64) error {
 		return nil
 	}
 	if err != nil {
-		return fmt.Errorf("open %s: %w", loopPath(device), systemError(err))
+		return fmt.Errorf("open %s: %w", loopPath(device), errdefs.FromErrno(err))
 	}
 	defer f.Close()
 	if err := letKeepersGo(ctx, device, number); err != nil {
@@ -78,7 +80,7 @@ func LetGo(ctx context.Context, number uint64) error {
 	}
 	// Its status cannot be had if its file's disk is dead.
 	if _, err := ioctlValue(f.Fd(), unix.LOOP_CLR_FD, 0); err != nil && !errors.Is(err, unix.ENXIO) {
-		return fmt.Errorf("detach %s: %w", loopPath(device), systemError(err))
+		return fmt.Errorf("detach %s: %w", loopPath(device), errdefs.FromErrno(err))
 	}
 	return nil
 }
@@ -98,7 +100,7 @@ func letKeepersGo(ctx context.Context, device int, number uint64) error {
 			continue
 		}
 		if err != nil {
-			return systemError(err)
+			return errdefs.FromErrno(err)
 		}
 		status, err := loopStatus(f, n)
 		if err != nil || status.node != number { // it has another one by now

@@ -11,6 +11,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // A record file has two slots of slotSize bytes. Each holds the record as a frame (frame.go)
@@ -42,9 +44,9 @@ const (
 	firstHeader   = recordName + " %d gen=%d len=%d crc32c=%08x\n"
 )
 
-// errRecord is the cause of every ErrDataLoss about a record.
+// errRecord is the cause of every errdefs.ErrDataLoss about a record.
 var (
-	errRecord   = fmt.Errorf("%w: damaged record", ErrDataLoss)
+	errRecord   = fmt.Errorf("%w: damaged record", errdefs.ErrDataLoss)
 	errVersion  = fmt.Errorf("%w: record of another version", errRecord)
 	errNoRecord = fmt.Errorf("%w: its image is there, and it has none", errRecord)
 	errEmpty    = fmt.Errorf("%w: empty record", errRecord)
@@ -92,7 +94,7 @@ func encodeSlot(s *stored, generation uint64) ([]byte, error) {
 	}
 	used := frame{recordVersion, generation, append(body, '\n')}.encode(recordName)
 	if len(used) > slotSize {
-		return nil, fmt.Errorf("%w: the record of %s.%s needs %d bytes, %d is the most", ErrInvalid, s.Kind, s.Key, len(used), slotSize)
+		return nil, fmt.Errorf("%w: the record of %s.%s needs %d bytes, %d is the most", errdefs.ErrInvalid, s.Kind, s.Key, len(used), slotSize)
 	}
 	slot := make([]byte, slotSize)
 	copy(slot, used)
@@ -197,13 +199,13 @@ func createRecord(root *os.Root, path string, s *stored) (at position, err error
 	}
 	f, err := root.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
 	if err != nil {
-		return at, systemError(err)
+		return at, errdefs.FromErrno(err)
 	}
 	defer func() { err = errors.Join(err, f.Close()) }()
 	if _, err := f.Write(append(slot, slot...)); err != nil {
-		return at, systemError(err)
+		return at, errdefs.FromErrno(err)
 	}
-	return position{generation: 1}, systemError(f.Sync())
+	return position{generation: 1}, errdefs.FromErrno(f.Sync())
 }
 
 // updateRecord writes s over both slots, durably, and returns where it is then. The position is right
@@ -215,7 +217,7 @@ func updateRecord(root *os.Root, path string, s *stored, at position) (_ positio
 	}
 	f, err := root.OpenFile(path, os.O_WRONLY, 0)
 	if err != nil {
-		return at, systemError(err)
+		return at, errdefs.FromErrno(err)
 	}
 	defer func() { err = errors.Join(err, f.Close()) }()
 	at.generation++
@@ -223,10 +225,10 @@ func updateRecord(root *os.Root, path string, s *stored, at position) (_ positio
 		other := 1 - at.newest
 		at.alone = true
 		if _, err := f.WriteAt(data, int64(other)*slotSize); err != nil {
-			return at, systemError(err)
+			return at, errdefs.FromErrno(err)
 		}
 		if err := unix.Fdatasync(int(f.Fd())); err != nil {
-			return at, systemError(fmt.Errorf("sync %s: %w", path, err))
+			return at, errdefs.FromErrno(fmt.Errorf("sync %s: %w", path, err))
 		}
 		at.newest = other
 	}
@@ -243,12 +245,12 @@ func readRecord(root *os.Root, path string, ref Ref) (*stored, position, error) 
 	}
 	f, err := openFile(root, path)
 	if err != nil {
-		return fail(systemError(err))
+		return fail(errdefs.FromErrno(err))
 	}
 	defer f.Close()
 	info, err := f.Stat()
 	if err != nil {
-		return fail(systemError(err))
+		return fail(errdefs.FromErrno(err))
 	}
 	if !info.Mode().IsRegular() || info.Size() > 2*slotSize {
 		return fail(fmt.Errorf("%w: it is no file of at most %d bytes", errRecord, 2*slotSize))
@@ -262,7 +264,7 @@ func readRecord(root *os.Root, path string, ref Ref) (*stored, position, error) 
 			continue
 		}
 		if err != nil {
-			return fail(systemError(err))
+			return fail(errdefs.FromErrno(err))
 		}
 		if slots[i], err = decodeSlot(data); err != nil {
 			return fail(err)
@@ -332,22 +334,4 @@ func (s *stored) equal(other *stored) bool {
 	a, errA := json.Marshal(s)
 	b, errB := json.Marshal(other)
 	return errA == nil && errB == nil && bytes.Equal(a, b)
-}
-
-// systemError gives a system call's error its place in the list of errors.go.
-func systemError(err error) error {
-	switch {
-	case err == nil:
-		return nil
-	case errors.Is(err, unix.ENOSPC), errors.Is(err, unix.EDQUOT):
-		return fmt.Errorf("%w: %w", ErrNoSpace, err)
-	case errors.Is(err, unix.EFBIG):
-		return fmt.Errorf("%w: %w", ErrOutOfRange, err)
-	case errors.Is(err, unix.ENOTDIR):
-		return fmt.Errorf("%w: %w", ErrInvalid, err)
-	case errors.Is(err, unix.EROFS), errors.Is(err, unix.ENODEV), errors.Is(err, unix.ESTALE),
-		errors.Is(err, unix.EMFILE), errors.Is(err, unix.ENFILE), errors.Is(err, unix.ENOMEM):
-		return fmt.Errorf("%w: %w", ErrUnavailable, err)
-	}
-	return err
 }

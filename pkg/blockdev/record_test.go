@@ -11,6 +11,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 func exampleRecord() Record {
@@ -48,8 +50,8 @@ func TestSlotRoundTrip(t *testing.T) {
 func TestSlotTooSmall(t *testing.T) {
 	record := exampleRecord()
 	record.Labels["big"] = strings.Repeat("x", slotSize)
-	if _, err := encodeSlot(newStored(record, ready, 0), 1); !errors.Is(err, ErrInvalid) {
-		t.Errorf("error %v, want %v", err, ErrInvalid)
+	if _, err := encodeSlot(newStored(record, ready, 0), 1); !errors.Is(err, errdefs.ErrInvalid) {
+		t.Errorf("error %v, want %v", err, errdefs.ErrInvalid)
 	}
 }
 
@@ -94,7 +96,7 @@ func check(t *testing.T, data []byte) {
 	s := one.stored
 	switch {
 	case err != nil:
-		if !errors.Is(err, ErrDataLoss) || s != nil || one.generation != 0 {
+		if !errors.Is(err, errdefs.ErrDataLoss) || s != nil || one.generation != 0 {
 			t.Fatalf("%q: %v, %v", data, one, err)
 		}
 		return
@@ -186,7 +188,7 @@ func TestEachBit(t *testing.T) {
 			}
 			rotten[(1-slot)*slotSize+(bit*7/8)%used] ^= 8
 			put(t, path, rotten)
-			if s, _, err := readRecord(root, "rec", ref); !errors.Is(err, ErrDataLoss) {
+			if s, _, err := readRecord(root, "rec", ref); !errors.Is(err, errdefs.ErrDataLoss) {
 				t.Fatalf("bit %d of slot %d, and one of the other: %+v, %v", bit, slot, s, err)
 			}
 		}
@@ -265,7 +267,7 @@ func TestNotUnderstood(t *testing.T) {
 			clear(data[slot*slotSize : (slot+1)*slotSize])
 			copy(data[slot*slotSize:], one.encode(recordName))
 			put(t, path, data)
-			if s, _, err := readRecord(root, "rec", ref); !errors.Is(err, ErrDataLoss) {
+			if s, _, err := readRecord(root, "rec", ref); !errors.Is(err, errdefs.ErrDataLoss) {
 				t.Errorf("%s in slot %d: %+v, %v", name, slot, s, err)
 			}
 		}
@@ -320,7 +322,7 @@ func TestFirstVersion(t *testing.T) {
 		put(t, path, append(bytes.Clone(c.slots[0]), c.slots[1]...))
 		s, at, err := readRecord(root, "rec", ref)
 		switch {
-		case c.want == nil && !errors.Is(err, ErrDataLoss), c.want != nil && (err != nil || !s.equal(c.want)):
+		case c.want == nil && !errors.Is(err, errdefs.ErrDataLoss), c.want != nil && (err != nil || !s.equal(c.want)):
 			t.Errorf("%s: %+v, %v", name, s, err)
 		case c.want != nil:
 			if at, err = updateRecord(root, "rec", s, at); err != nil || at.alone {

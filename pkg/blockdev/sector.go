@@ -6,6 +6,8 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // A volume's logical sector is chosen when it is made, and is in its record: a partition table
@@ -41,7 +43,7 @@ func directSector(f *os.File) int64 {
 func sectorSize(f *os.File) (uint32, error) {
 	var size int32
 	if err := ioctlPointer(f.Fd(), unix.BLKSSZGET, unsafe.Pointer(&size)); err != nil {
-		return 0, fmt.Errorf("sector of %s: %w", f.Name(), systemError(err))
+		return 0, fmt.Errorf("sector of %s: %w", f.Name(), errdefs.FromErrno(err))
 	}
 	return uint32(size), nil
 }

@@ -10,6 +10,8 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // A pool's name is part of volume IDs and, with them, of loop device labels, which
@@ -74,10 +76,10 @@ var (
 //	lvm://vg0?reservePercent=5
 //	lvm://vg0/thinpool?overprovision=2&dataWatermark=80&metadataWatermark=80
 //
-// and returns ErrInvalid for anything that it does not know all of.
+// and returns errdefs.ErrInvalid for anything that it does not know all of.
 func ParseLocation(text string) (Location, error) {
 	fail := func(format string, args ...any) (Location, error) {
-		return Location{}, fmt.Errorf("%w: pool URL %q: %s", ErrInvalid, text, fmt.Sprintf(format, args...))
+		return Location{}, fmt.Errorf("%w: pool URL %q: %s", errdefs.ErrInvalid, text, fmt.Sprintf(format, args...))
 	}
 	u, err := url.Parse(text)
 	if err != nil {
@@ -152,7 +154,7 @@ func names(options []option) string {
 type Known func(ctx context.Context) (id string, err error)
 
 // Open opens the pool at a URL, and finishes or undoes what a crash left half-done in it. Where
-// there is no pool, one is made if Location.Create lets it; else it is ErrUnavailable. Groups and
+// there is no pool, one is made if Location.Create lets it; else it is errdefs.ErrUnavailable. Groups and
 // thin pools are the operator's to make.
 func Open(ctx context.Context, name, location string) (Pool, error) {
 	return openKnown(ctx, name, location, nil)
@@ -160,10 +162,10 @@ func Open(ctx context.Context, name, location string) (Pool, error) {
 
 // openKnown is Open for a caller who may remember the pool: where there is none, one is made only
 // if nothing is known of it, whatever the place looks like; and another than the one that is known is
-// ErrUnavailable. Without known nothing is remembered.
+// errdefs.ErrUnavailable. Without known nothing is remembered.
 func openKnown(ctx context.Context, name, location string, known Known) (Pool, error) {
 	if !ValidPoolName(name) {
-		return nil, fmt.Errorf("%w: pool name %q: use 1 to 24 of a-z, 0-9 and -, with no - at either end", ErrInvalid, name)
+		return nil, fmt.Errorf("%w: pool name %q: use 1 to 24 of a-z, 0-9 and -, with no - at either end", errdefs.ErrInvalid, name)
 	}
 	loc, err := ParseLocation(location)
 	if err != nil {

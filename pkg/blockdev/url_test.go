@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 func TestParseLocation(t *testing.T) {
@@ -108,7 +109,7 @@ func TestParseLocation(t *testing.T) {
 	} {
 		have, err := blockdev.ParseLocation(text)
 		switch {
-		case want == nil && (!errors.Is(err, blockdev.ErrInvalid) || have != blockdev.Location{}):
+		case want == nil && (!errors.Is(err, errdefs.ErrInvalid) || have != blockdev.Location{}):
 			t.Errorf("%q: %+v, %v; want it refused", text, have, err)
 		case want != nil && (err != nil || have != *want):
 			t.Errorf("%q: %+v, %v; want %+v", text, have, err, *want)
@@ -126,7 +127,7 @@ func TestValidPoolName(t *testing.T) {
 			t.Errorf("%q: %v, want %v", name, have, want)
 		}
 		if !want {
-			if _, err := blockdev.Open(t.Context(), name, "file://"+t.TempDir()); !errors.Is(err, blockdev.ErrInvalid) {
+			if _, err := blockdev.Open(t.Context(), name, "file://"+t.TempDir()); !errors.Is(err, errdefs.ErrInvalid) {
 				t.Errorf("Open of a pool named %q: %v", name, err)
 			}
 		}
@@ -144,7 +145,7 @@ func FuzzParseLocation(f *testing.F) {
 	f.Fuzz(func(t *testing.T, text string) {
 		l, err := blockdev.ParseLocation(text)
 		if err != nil {
-			if !errors.Is(err, blockdev.ErrInvalid) || l != (blockdev.Location{}) {
+			if !errors.Is(err, errdefs.ErrInvalid) || l != (blockdev.Location{}) {
 				t.Fatalf("%q: %+v, %v", text, l, err)
 			}
 			return

@@ -12,6 +12,8 @@ import (
 
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // zeroChunk bounds how much is zeroed between two looks at the context, in bytes.
@@ -34,7 +36,7 @@ func zeroFrom(ctx context.Context, f *os.File, from, to int64) (int64, error) {
 		}
 		span := [2]uint64{uint64(at), uint64(min(zeroChunk, to-at))}
 		if err := ioctlPointer(f.Fd(), unix.BLKZEROOUT, unsafe.Pointer(&span)); err != nil {
-			return at, fmt.Errorf("zero %s from byte %d: %w", f.Name(), at, systemError(err))
+			return at, fmt.Errorf("zero %s from byte %d: %w", f.Name(), at, errdefs.FromErrno(err))
 		}
 		at += int64(span[1])
 		log.at(at - from)
@@ -72,7 +74,7 @@ const copyBlock = 1 << 20
 func alignedMemory(size int) (memory []byte, free func(), err error) {
 	memory, err = unix.Mmap(-1, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
 	if err != nil {
-		return nil, nil, fmt.Errorf("map %d bytes of memory: %w", size, systemError(err))
+		return nil, nil, fmt.Errorf("map %d bytes of memory: %w", size, errdefs.FromErrno(err))
 	}
 	return memory, func() { _ = unix.Munmap(memory) }, nil
 }
@@ -96,7 +98,7 @@ func copyDevice(ctx context.Context, to, from *os.File, offset, end int64) (int6
 		}
 		block := buffer[:min(copyBlock, end-at)]
 		if _, err := from.ReadAt(block, at); err != nil {
-			return done, fmt.Errorf("read %s at byte %d: %w", from.Name(), at, systemError(err))
+			return done, fmt.Errorf("read %s at byte %d: %w", from.Name(), at, errdefs.FromErrno(err))
 		}
 		next := at + int64(len(block))
 		if !bytes.Equal(block, zeros[:len(block)]) {
@@ -104,7 +106,7 @@ func copyDevice(ctx context.Context, to, from *os.File, offset, end int64) (int6
 				return done, err
 			}
 			if _, err := to.WriteAt(block, at); err != nil {
-				return at, fmt.Errorf("write %s at byte %d: %w", to.Name(), at, systemError(err))
+				return at, fmt.Errorf("write %s at byte %d: %w", to.Name(), at, errdefs.FromErrno(err))
 			}
 			done = next
 		} else if next-done >= zeroChunk || next == end {

@@ -27,6 +27,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
@@ -214,7 +215,7 @@ func TestObjectsDeleted(t *testing.T) {
 			}
 			w.eventually("the store has heard of them", func() bool {
 				for _, err := range []error{s.Delete(w.ctx, f.plain.ID), s.DeleteSnapshot(w.ctx, f.snapshot.ID), s.DeleteGroup(w.ctx, f.group.ID)} {
-					if !errors.Is(err, blockdev.ErrUnavailable) {
+					if !errors.Is(err, errdefs.ErrUnavailable) {
 						return false
 					}
 				}
@@ -270,8 +271,8 @@ func TestAskedAgainDiffers(t *testing.T) {
 	w.eventually("they are gone", func() bool { return len(w.objects()) == 1 })
 	again := func() {
 		t.Helper()
-		fails(t, second(s.Create(w.ctx, spec("plain"))), blockdev.ErrExists)
-		fails(t, second(s.CreateSnapshot(w.ctx, "snapshot", other.ID)), blockdev.ErrExists)
+		fails(t, second(s.Create(w.ctx, spec("plain"))), errdefs.ErrExists)
+		fails(t, second(s.CreateSnapshot(w.ctx, "snapshot", other.ID)), errdefs.ErrExists)
 		f.unharmed(w, m)
 	}
 	again()
@@ -424,15 +425,15 @@ func TestRestoredOntoNewDisk(t *testing.T) {
 		c := meta.FindStatusCondition(o.Status.Conditions, v1alpha1.Ready)
 		return c != nil && c.Status == metav1.ConditionFalse && c.Reason == "DataLoss" && o.Status.Created == nil
 	})
-	w.eventually("the store has heard of it", func() bool { return errors.Is(second(s.Get(w.ctx, v.ID)), blockdev.ErrDataLoss) })
-	w.eventually("and of the snapshot", func() bool { return errors.Is(second(s.GetSnapshot(w.ctx, snapshot.ID)), blockdev.ErrDataLoss) })
-	fails(t, second(s.Create(w.ctx, spec("v"))), blockdev.ErrDataLoss)
-	fails(t, s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m"}), blockdev.ErrDataLoss)
-	fails(t, second(s.CreateSnapshot(w.ctx, "s", v.ID)), blockdev.ErrDataLoss)
+	w.eventually("the store has heard of it", func() bool { return errors.Is(second(s.Get(w.ctx, v.ID)), errdefs.ErrDataLoss) })
+	w.eventually("and of the snapshot", func() bool { return errors.Is(second(s.GetSnapshot(w.ctx, snapshot.ID)), errdefs.ErrDataLoss) })
+	fails(t, second(s.Create(w.ctx, spec("v"))), errdefs.ErrDataLoss)
+	fails(t, s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m"}), errdefs.ErrDataLoss)
+	fails(t, second(s.CreateSnapshot(w.ctx, "s", v.ID)), errdefs.ErrDataLoss)
 	w.eventually("and of the group", func() bool {
-		return errors.Is(second(s.CreateGroup(w.ctx, "g", []volume.ID{v.ID})), blockdev.ErrDataLoss)
+		return errors.Is(second(s.CreateGroup(w.ctx, "g", []volume.ID{v.ID})), errdefs.ErrDataLoss)
 	})
-	fails(t, second(m.local.Get(w.ctx, v.ID)), blockdev.ErrNotFound)
+	fails(t, second(m.local.Get(w.ctx, v.ID)), errdefs.ErrNotFound)
 	if left, err := m.local.ListSnapshots(w.ctx, volume.ID{}, volume.ID{}, 0); err != nil || len(left) > 0 {
 		t.Errorf("cut anew: %v, %v", left, err)
 	}
@@ -605,10 +606,10 @@ func TestDeletedByHand(t *testing.T) {
 		must(t, w.Update(w.ctx, o))
 	}
 	o := w.object("attached")
-	fails(t, s.Claim(w.ctx, f.attached.ID, volume.Claim{Node: nodeName, Mode: "m"}), blockdev.ErrPrecondition)
+	fails(t, s.Claim(w.ctx, f.attached.ID, volume.Claim{Node: nodeName, Mode: "m"}), errdefs.ErrPrecondition)
 	w.start(m)
 	w.eventually("the one is gone", func() bool { return w.object("plain") == nil })
-	fails(t, second(m.local.Get(w.ctx, f.plain.ID)), blockdev.ErrNotFound)
+	fails(t, second(m.local.Get(w.ctx, f.plain.ID)), errdefs.ErrNotFound)
 	w.eventually("the other is in use", func() bool {
 		o = w.object("attached")
 		return o.Status.Failure != nil && o.Status.Failure.Reason == "InUse"
@@ -645,7 +646,7 @@ func TestMixedVersions(t *testing.T) {
 		o := w.object("old")
 		return o.Status.Failure != nil && o.Status.Failure.Reason == "DataLoss"
 	})
-	fails(t, second(m.local.Get(w.ctx, volume.ID{Kind: blockdev.Volume, Pool: "default", Key: old.Name})), blockdev.ErrNotFound)
+	fails(t, second(m.local.Get(w.ctx, volume.ID{Kind: blockdev.Volume, Pool: "default", Key: old.Name})), errdefs.ErrNotFound)
 	must(t, w.Delete(w.ctx, w.object("old"))) // as that controller does then
 	w.eventually("it is gone", func() bool { return w.object("old") == nil })
 	// Its deletion says nothing of bytes.
@@ -708,12 +709,12 @@ func TestBegunByOlder(t *testing.T) {
 	}
 	must(t, second(m.local.Get(w.ctx, v.ID)))
 	bound := begun("bound", "some-volume")
-	fails(t, second(s.Create(w.ctx, bound)), blockdev.ErrDataLoss)
+	fails(t, second(s.Create(w.ctx, bound)), errdefs.ErrDataLoss)
 	known := begun("known", "")
 	w.persistentVolume("rebound", cluster.DefaultDriver, volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf(known.Name)})
-	fails(t, second(s.Create(w.ctx, known)), blockdev.ErrDataLoss)
+	fails(t, second(s.Create(w.ctx, known)), errdefs.ErrDataLoss)
 	known.For = volume.Requester{}
-	fails(t, second(s.Create(w.ctx, known)), blockdev.ErrDataLoss)
+	fails(t, second(s.Create(w.ctx, known)), errdefs.ErrDataLoss)
 }
 
 // TestOldDefinitions: with definitions that do not know what may be done to bytes, nothing is.
@@ -738,10 +739,10 @@ func TestOldDefinitions(t *testing.T) {
 		must(t, w.Update(w.ctx, o, client.DryRunAll))
 		return o.Spec.Delete == ""
 	})
-	fails(t, s.Delete(w.ctx, f.plain.ID), blockdev.ErrUnavailable)
-	fails(t, second(s.Create(w.ctx, spec("new"))), blockdev.ErrUnavailable)
+	fails(t, s.Delete(w.ctx, f.plain.ID), errdefs.ErrUnavailable)
+	fails(t, second(s.Create(w.ctx, spec("new"))), errdefs.ErrUnavailable)
 	f.unharmed(w, m)
-	fails(t, second(m.local.Get(w.ctx, volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf("new")})), blockdev.ErrNotFound)
+	fails(t, second(m.local.Get(w.ctx, volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf("new")})), errdefs.ErrNotFound)
 	if o := w.object("new"); o != nil {
 		t.Errorf("left is %+v", o)
 	}
@@ -802,7 +803,7 @@ func TestTwoDrivers(t *testing.T) {
 				agent, err := cluster.NewAgent(config("agent"), driver, m.local, nil, m.locks, 0)
 				must(t, err)
 				for part, err := range map[string]error{"controller": store.Run(ctx), "agent": agent.Run(ctx)} {
-					if !errors.Is(err, blockdev.ErrPrecondition) {
+					if !errors.Is(err, errdefs.ErrPrecondition) {
 						t.Errorf("%s of %s after %s: %v", part, driver, first, err)
 					}
 				}
@@ -852,7 +853,7 @@ func TestPoolReplaced(t *testing.T) {
 	told := func(known blockdev.Known) (id string, err error) { // also by an API server that is slow
 		w.eventually("the API server answers", func() bool {
 			id, err = known(w.ctx)
-			return !errors.Is(err, blockdev.ErrUnavailable)
+			return !errors.Is(err, errdefs.ErrUnavailable)
 		})
 		return id, err
 	}
@@ -865,11 +866,11 @@ func TestPoolReplaced(t *testing.T) {
 	agent := w.agent(m)
 	ctx, cancel := context.WithTimeout(w.ctx, 2*time.Minute)
 	defer cancel()
-	fails(t, agent.Run(ctx), blockdev.ErrPrecondition)
+	fails(t, agent.Run(ctx), errdefs.ErrPrecondition)
 	// Without the object of the pool, or its identity, those of the volumes tell of it.
 	for _, forget := range []func(){func() { w.identity("default", "") }, func() { must(t, w.DeleteAllOf(w.ctx, &v1alpha1.Pool{})) }} {
 		forget()
-		if id, err := told(known); id != "" || !errors.Is(err, blockdev.ErrPrecondition) || !strings.Contains(err.Error(), volume.KeyOf("v")) {
+		if id, err := told(known); id != "" || !errors.Is(err, errdefs.ErrPrecondition) || !strings.Contains(err.Error(), volume.KeyOf("v")) {
 			t.Errorf("known is %q, %v", id, err)
 		}
 		if id, err := told(memory1.Of("b")); id != "" || (err != nil) {
@@ -888,7 +889,7 @@ func TestPoolReplaced(t *testing.T) {
 	w.eventually("the old one is back", func() bool { id, err := known(w.ctx); return err == nil && id == old.ID() })
 	must(t, second(s.Get(w.ctx, v.ID)))
 	thaw := apitest.Get(t).Freeze(t)
-	if _, err := known(w.ctx); !errors.Is(err, blockdev.ErrUnavailable) {
+	if _, err := known(w.ctx); !errors.Is(err, errdefs.ErrUnavailable) {
 		t.Errorf("without an API server: %v", err)
 	}
 	thaw()
@@ -905,7 +906,7 @@ func TestPoolReplacedBehind(t *testing.T) {
 	other := memory.NewDisk(storetest.Size)
 	awaited := blockdev.NewAwaited("default", errors.New("not mounted"), func(context.Context) (blockdev.Pool, error) {
 		if !there.Load() {
-			return nil, fmt.Errorf("%w: not mounted", blockdev.ErrUnavailable)
+			return nil, fmt.Errorf("%w: not mounted", errdefs.ErrUnavailable)
 		}
 		return other.Open("default", m.hook), nil
 	})
@@ -1076,7 +1077,7 @@ func TestStaleClaim(t *testing.T) {
 	s, _ = w.sweeping()
 	began := time.Now()
 	for name, id := range ids {
-		if err := s.Delete(w.ctx, id); !errors.Is(err, blockdev.ErrInUse) {
+		if err := s.Delete(w.ctx, id); !errors.Is(err, errdefs.ErrInUse) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
@@ -1084,7 +1085,7 @@ func TestStaleClaim(t *testing.T) {
 	if age := time.Since(began); age < abandonGrace {
 		t.Errorf("taken back after %s", age)
 	}
-	fails(t, s.Delete(w.ctx, ids["attached"]), blockdev.ErrInUse)
+	fails(t, s.Delete(w.ctx, ids["attached"]), errdefs.ErrInUse)
 	must(t, s.Release(w.ctx, ids["attached"], nodeName))
 	must(t, s.Delete(w.ctx, ids["attached"]))
 	w.tally(m)
@@ -1138,14 +1139,14 @@ func TestStaleClaimAnew(t *testing.T) {
 				})
 			})
 			sweeping, _ := w.sweeping()
-			fails(t, sweeping.Delete(w.ctx, v.ID), blockdev.ErrInUse)
+			fails(t, sweeping.Delete(w.ctx, v.ID), errdefs.ErrInUse)
 			<-asked
 			time.Sleep(time.Second) // for what it does then
 			have, err := s.Get(w.ctx, v.ID)
 			if err != nil || have.Claim != claim {
 				t.Errorf("claimed %+v, %v", have.Claim, err)
 			}
-			fails(t, s.Delete(w.ctx, v.ID), blockdev.ErrInUse)
+			fails(t, s.Delete(w.ctx, v.ID), errdefs.ErrInUse)
 		})
 	}
 }
@@ -1185,7 +1186,7 @@ func TestRolledBack(t *testing.T) {
 		return err == nil && len(problems) == 1 && problems[0].Severity == blockdev.DataLoss
 	})
 	w.eventually("what has grown is seen", func() bool { v, err := s.Get(w.ctx, kept.ID); return err == nil && v.Size == 2*mib })
-	fails(t, second(m.local.Get(w.ctx, gone.ID)), blockdev.ErrNotFound)
+	fails(t, second(m.local.Get(w.ctx, gone.ID)), errdefs.ErrNotFound)
 	w.adopt("default", "all")
 	w.strays("default", 0)
 	must(t, errors.Join(s.Delete(w.ctx, kept.ID), s.Delete(w.ctx, gone.ID), s.Delete(w.ctx, late.ID)))

@@ -29,6 +29,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
@@ -292,13 +293,13 @@ func (a *Agent) Labels(ctx context.Context, keys []string) (map[string]string, e
 	}
 	node := nodeNamed(a.local.Node())
 	if err := a.live.Get(ctx, client.ObjectKeyFromObject(node), node); err != nil {
-		return nil, fmt.Errorf("%w: read the labels of node %s: %w", blockdev.ErrUnavailable, node.Name, err)
+		return nil, fmt.Errorf("%w: read the labels of node %s: %w", errdefs.ErrUnavailable, node.Name, err)
 	}
 	found := map[string]string{}
 	for _, key := range keys {
 		value, there := node.Labels[key]
 		if !there || value == "" {
-			return nil, fmt.Errorf("%w: node %s has no label %s (--topology-label)", blockdev.ErrUnavailable, node.Name, key)
+			return nil, fmt.Errorf("%w: node %s has no label %s (--topology-label)", errdefs.ErrUnavailable, node.Name, key)
 		}
 		found[key] = value
 	}
@@ -325,7 +326,7 @@ func wanted[T object](ctx context.Context, a *Agent, o T) error {
 	now := o.DeepCopyObject().(T)
 	now, there, err := get(ctx, a, o.GetName(), now)
 	if err == nil && (!there || going(now) || now.GetUID() != o.GetUID()) {
-		err = fmt.Errorf("%w: nobody wants %s any more", blockdev.ErrBusy, o.GetName())
+		err = fmt.Errorf("%w: nobody wants %s any more", errdefs.ErrBusy, o.GetName())
 	}
 	return err
 }
@@ -344,7 +345,7 @@ func (a *Agent) reconcile(ctx context.Context, r request) (reconcile.Result, err
 	switch {
 	case errors.Is(err, errGaveWay):
 		return reconcile.Result{RequeueAfter: yieldRetry}, nil
-	case errors.Is(err, blockdev.ErrBusy):
+	case errors.Is(err, errdefs.ErrBusy):
 		return reconcile.Result{RequeueAfter: busyRetry}, nil
 	case apierrors.IsConflict(err):
 		return reconcile.Result{RequeueAfter: conflictRetry}, nil
@@ -369,14 +370,14 @@ func get[T client.Object](ctx context.Context, a *Agent, key string, o T) (_ T, 
 func (a *Agent) locked(exclusive, shared []string, work func() error) error {
 	unlock, busy := a.locks.TryLock(exclusive, shared)
 	if unlock == nil {
-		return fmt.Errorf("%w on %s", blockdev.ErrBusy, busy)
+		return fmt.Errorf("%w on %s", errdefs.ErrBusy, busy)
 	}
 	defer unlock()
 	return work()
 }
 
 // errGaveWay ends a copy that goes on later.
-var errGaveWay = fmt.Errorf("%w: a call needs what is being copied", blockdev.ErrBusy)
+var errGaveWay = fmt.Errorf("%w: a call needs what is being copied", errdefs.ErrBusy)
 
 // copying is locked for what may last. A copy of a volume gives way when somebody needs the
 // volume: nobody waits for hours to stage or unstage it. How much of the copy stays is the
@@ -384,7 +385,7 @@ var errGaveWay = fmt.Errorf("%w: a call needs what is being copied", blockdev.Er
 func (a *Agent) copying(ctx context.Context, exclusive, shared []string, work func(context.Context) error) error {
 	unlock, wanted, busy := a.locks.TryYielding(exclusive, shared)
 	if unlock == nil {
-		return fmt.Errorf("%w on %s", blockdev.ErrBusy, busy)
+		return fmt.Errorf("%w on %s", errdefs.ErrBusy, busy)
 	}
 	defer unlock()
 	ctx, cancel := context.WithCancelCause(ctx)

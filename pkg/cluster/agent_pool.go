@@ -15,6 +15,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // How the figures of pools are batched: they are written after a second in which nothing
@@ -38,7 +39,7 @@ func (a *Agent) reportPools(ctx context.Context) error {
 	for {
 		err := a.writePools(ctx, exact)
 		var wait <-chan time.Time
-		if errors.Is(err, blockdev.ErrPrecondition) {
+		if errors.Is(err, errdefs.ErrPrecondition) {
 			return err
 		}
 		if err != nil && ctx.Err() == nil {
@@ -151,7 +152,7 @@ func identityOf(pool blockdev.Pool, written string) (string, error) {
 	case written == "", written == v1alpha1.NewPool:
 		return have, nil
 	}
-	return "", fmt.Errorf("%w: pool %s has the identity %s, and its object says %s; whoever has replaced the disk on purpose changes spec.uuid of the object", blockdev.ErrPrecondition, pool.Name(), have, written)
+	return "", fmt.Errorf("%w: pool %s has the identity %s, and its object says %s; whoever has replaced the disk on purpose changes spec.uuid of the object", errdefs.ErrPrecondition, pool.Name(), have, written)
 }
 
 // writePool writes how a pool is, if it is not what was written. With exact false it lets

@@ -14,6 +14,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
@@ -55,10 +56,10 @@ func (a *Agent) snapshot(ctx context.Context, r request) (reconcile.Result, erro
 func (a *Agent) findSnapshot(ctx context.Context, s *v1alpha1.Snapshot) error {
 	have, err := a.local.GetSnapshot(ctx, snapshotID(s))
 	switch {
-	case errors.Is(err, blockdev.ErrNotFound):
-		err = fmt.Errorf("%w: %s", blockdev.ErrDataLoss, a.missingSnapshot(snapshotID(s)))
+	case errors.Is(err, errdefs.ErrNotFound):
+		err = fmt.Errorf("%w: %s", errdefs.ErrDataLoss, a.missingSnapshot(snapshotID(s)))
 	case err == nil && have.Source != snapshotSource(s):
-		err = fmt.Errorf("%w: snapshot %s is of volume %s, not %s", blockdev.ErrExists, have.ID, have.Source, snapshotSource(s))
+		err = fmt.Errorf("%w: snapshot %s is of volume %s, not %s", errdefs.ErrExists, have.ID, have.Source, snapshotSource(s))
 	}
 	if err != nil {
 		return refuse(ctx, a, s, err)
@@ -119,7 +120,7 @@ func (a *Agent) snapshotHealth(ctx context.Context, s *v1alpha1.Snapshot) ([]blo
 	for _, pool := range a.pools {
 		if pool.Name() == id.Pool {
 			problems, err := pool.Health(ctx, blockdev.Ref{Kind: id.Kind, Key: id.Key})
-			if !errors.Is(err, blockdev.ErrNotFound) {
+			if !errors.Is(err, errdefs.ErrNotFound) {
 				return problems, err
 			}
 		}
@@ -181,8 +182,8 @@ func (a *Agent) makeGroup(ctx context.Context, r request, members []v1alpha1.Sna
 	var err error
 	if known {
 		made, err = a.local.GetGroup(ctx, volume.GroupID{Key: r.key})
-		if errors.Is(err, blockdev.ErrNotFound) {
-			err = fmt.Errorf("%w: snapshots of this group that were cut are missing", blockdev.ErrDataLoss)
+		if errors.Is(err, errdefs.ErrNotFound) {
+			err = fmt.Errorf("%w: snapshots of this group that were cut are missing", errdefs.ErrDataLoss)
 		}
 	} else {
 		defer a.Changed()
@@ -213,7 +214,7 @@ func (a *Agent) makeGroup(ctx context.Context, r request, members []v1alpha1.Sna
 		m := &members[i]
 		at := slices.IndexFunc(made.Snapshots, func(s volume.Snapshot) bool { return s.ID == snapshotID(m) })
 		if at < 0 {
-			return fmt.Errorf("%w: %s has no snapshot %s", blockdev.ErrDataLoss, made.ID, snapshotID(m))
+			return fmt.Errorf("%w: %s has no snapshot %s", errdefs.ErrDataLoss, made.ID, snapshotID(m))
 		}
 		if err := a.reportCut(ctx, m, made.Snapshots[at]); err != nil {
 			return err
@@ -257,7 +258,7 @@ func (a *Agent) deleteGroup(ctx context.Context, key string, members []v1alpha1.
 	if err := a.locked(groupLocks(key, members), nil, func() error {
 		for i := range members {
 			have, err := a.local.GetSnapshot(ctx, snapshotID(&members[i]))
-			if errors.Is(err, blockdev.ErrUnavailable) {
+			if errors.Is(err, errdefs.ErrUnavailable) {
 				return err // what is in that pool would stay
 			}
 			if err == nil && !sameBytes(&members[i], have.Created) {

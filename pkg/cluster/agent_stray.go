@@ -16,6 +16,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
@@ -67,7 +68,7 @@ func (a *Agent) strays(ctx context.Context, pool blockdev.Pool) ([]stray, error)
 			cached := err == nil
 			id := volume.ID{Kind: kind, Pool: pool.Name(), Key: r.Key}
 			one, err := describe(ctx, id)
-			if errors.Is(err, blockdev.ErrNotFound) || err == nil && one == nil {
+			if errors.Is(err, errdefs.ErrNotFound) || err == nil && one == nil {
 				continue // it was deleted since the list, or is the node's own
 			}
 			if err != nil {
@@ -119,16 +120,16 @@ func (a *Agent) madeElsewhere(ctx context.Context, id volume.ID, o object) (remo
 	err := a.locked([]string{keylock.Volume(id.Key)}, nil, func() error {
 		have, err := a.local.Get(ctx, id)
 		if err != nil || (o.Common().Created != nil && sameBytes(o, have.Created)) {
-			return ignoreNotFound(err)
+			return errdefs.IgnoreNotFound(err)
 		}
 		if err := a.removeBlank(ctx, id); err != nil {
 			return err
 		}
 		_, err = a.local.Get(ctx, id)
-		removed = errors.Is(err, blockdev.ErrNotFound)
+		removed = errors.Is(err, errdefs.ErrNotFound)
 		return nil
 	})
-	if errors.Is(err, blockdev.ErrBusy) {
+	if errors.Is(err, errdefs.ErrBusy) {
 		return false, nil // a later look finds it
 	}
 	return removed, err
@@ -240,7 +241,7 @@ func (s *Store) unaccounted(ctx context.Context, id string) error {
 		p := &pools.Items[i]
 		if slices.ContainsFunc(p.Status.Strays, func(one v1alpha1.Stray) bool { return one.ID == id || one.Group == id }) {
 			return fmt.Errorf("%w: somebody deleted the object of %s, and its bytes are still on node %s: have the object made anew (kubectl annotate pools.ashlar.dev %s %s=%s), and ask again",
-				blockdev.ErrUnavailable, id, p.Spec.NodeName, p.Name, v1alpha1.AdoptAnnotation, id)
+				errdefs.ErrUnavailable, id, p.Spec.NodeName, p.Name, v1alpha1.AdoptAnnotation, id)
 		}
 	}
 	return nil

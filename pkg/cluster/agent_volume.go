@@ -15,6 +15,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -96,14 +97,14 @@ func (a *Agent) unwanted(ctx context.Context, v *v1alpha1.Volume) error {
 func (a *Agent) removeBlank(ctx context.Context, id volume.ID) error {
 	have, err := a.local.Get(ctx, id)
 	if err != nil {
-		return ignoreNotFound(err)
+		return errdefs.IgnoreNotFound(err)
 	}
 	devices, err := a.local.Attached(ctx, id)
 	if err != nil || len(devices) > 0 || have.Format.State != volume.Blank || have.Source != (volume.ID{}) {
 		return err
 	}
 	klog.FromContext(ctx).Info("Removing a blank volume that was made on another node instead", "volume", id.String())
-	return ignoreNotFound(a.local.Delete(ctx, id))
+	return errdefs.IgnoreNotFound(a.local.Delete(ctx, id))
 }
 
 // reportVolume reports a volume that is there, and cannot be made any more.
@@ -121,8 +122,8 @@ func (a *Agent) findVolume(ctx context.Context, v *v1alpha1.Volume) error {
 	id := volumeID(v)
 	have, err := a.local.Get(ctx, id)
 	switch {
-	case errors.Is(err, blockdev.ErrNotFound):
-		err = fmt.Errorf("%w: %s; if this object is one that an older version of the driver has only begun, delete it", blockdev.ErrDataLoss, a.missing(v))
+	case errors.Is(err, errdefs.ErrNotFound):
+		err = fmt.Errorf("%w: %s; if this object is one that an older version of the driver has only begun, delete it", errdefs.ErrDataLoss, a.missing(v))
 	case err == nil:
 		err = volume.Spec{Name: v.Spec.Name, Pool: v.Spec.Pool, Source: sourceOf(v), Filesystem: filesystem.Type(v.Spec.Filesystem)}.Check(have)
 	}
@@ -149,7 +150,7 @@ func (a *Agent) deleteLocal(ctx context.Context, v *v1alpha1.Volume) error {
 			klog.FromContext(ctx).Info("Keeping a volume of the same name that is not the one to be deleted", "volume", volumeID(v).String())
 			return nil
 		}
-		return ignoreNotFound(a.local.Delete(ctx, volumeID(v)))
+		return errdefs.IgnoreNotFound(a.local.Delete(ctx, volumeID(v)))
 	})
 }
 
@@ -162,7 +163,7 @@ func (a *Agent) deleteVolume(ctx context.Context, v *v1alpha1.Volume) (reconcile
 	if err := refuse(ctx, a, v, err); err != nil {
 		return reconcile.Result{}, err
 	}
-	if errors.Is(err, blockdev.ErrInUse) {
+	if errors.Is(err, errdefs.ErrInUse) {
 		return reconcile.Result{RequeueAfter: inUseRetry}, nil
 	}
 	return reconcile.Result{RequeueAfter: lastRetry}, nil
@@ -176,7 +177,7 @@ func (a *Agent) judge(ctx context.Context, v *v1alpha1.Volume) error {
 	id := volumeID(v)
 	have, err := a.local.Get(ctx, id)
 	verdict := v.Spec.Abandoned && v.Status.Is(v1alpha1.Abandoned, "True")
-	blank := errors.Is(err, blockdev.ErrNotFound) && (verdict || v.Status.Created == nil && v.Spec.Make)
+	blank := errors.Is(err, errdefs.ErrNotFound) && (verdict || v.Status.Created == nil && v.Spec.Make)
 	why := "its bytes are missing"
 	if err == nil {
 		devices, err := a.local.Attached(ctx, id)
@@ -185,7 +186,7 @@ func (a *Agent) judge(ctx context.Context, v *v1alpha1.Volume) error {
 		}
 		blank = have.Format.State == volume.Blank && have.Source == (volume.ID{}) && v.Spec.Claim == nil && len(devices) == 0
 		why = "it is, or was, in use, or holds a copy"
-	} else if !errors.Is(err, blockdev.ErrNotFound) && !errors.Is(err, blockdev.ErrDataLoss) {
+	} else if !errors.Is(err, errdefs.ErrNotFound) && !errors.Is(err, errdefs.ErrDataLoss) {
 		return err
 	}
 	if !blank {
@@ -206,7 +207,7 @@ func (a *Agent) judge(ctx context.Context, v *v1alpha1.Volume) error {
 		return err
 	}
 	klog.FromContext(ctx).Info("Deleting a blank volume that nobody knows of", "volume", id.String())
-	if err := ignoreNotFound(a.local.Delete(ctx, id)); err != nil {
+	if err := errdefs.IgnoreNotFound(a.local.Delete(ctx, id)); err != nil {
 		return err
 	}
 	return finish(ctx, a.client, v)
@@ -220,13 +221,13 @@ func (a *Agent) tendVolume(ctx context.Context, v *v1alpha1.Volume) error {
 	}
 	id := volumeID(v)
 	have, err := a.local.Get(ctx, id)
-	if errors.Is(err, blockdev.ErrNotFound) {
+	if errors.Is(err, errdefs.ErrNotFound) {
 		return a.lost(ctx, v, blockdev.Problem{Severity: blockdev.DataLoss, Reason: "VolumeMissing", Message: a.missing(v)})
 	}
-	if errors.Is(err, blockdev.ErrDataLoss) {
+	if errors.Is(err, errdefs.ErrDataLoss) {
 		return a.lost(ctx, v, blockdev.Problem{Severity: blockdev.DataLoss, Reason: "RecordDamaged", Message: err.Error()})
 	}
-	if errors.Is(err, blockdev.ErrUnavailable) {
+	if errors.Is(err, errdefs.ErrUnavailable) {
 		return report(ctx, a, v, func(v *v1alpha1.Volume) {
 			v.Status.Health = fromProblems([]blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: poolUnavailable, Message: err.Error()}})
 		})

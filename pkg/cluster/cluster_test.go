@@ -26,6 +26,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
@@ -73,7 +74,7 @@ func newWorld(t testing.TB) *world {
 	c, err := client.New(server.Config(apitest.Admin), client.Options{Scheme: scheme})
 	must(t, err)
 	ctx := klog.NewContext(context.Background(), ktesting.NewLogger(t, ktesting.NewConfig()))
-	w := &world{t, c, ctx}
+	w := &world{TB: t, Client: c, ctx: ctx}
 	t.Cleanup(w.clear)
 	for user, rules := range roles {
 		role := &rbacv1.ClusterRole{ObjectMeta: metav1.ObjectMeta{Name: user}, Rules: rules}
@@ -298,7 +299,7 @@ func (w *world) asked(what string, call func(context.Context) error, is func() b
 	go func() { answer <- call(ctx) }()
 	w.eventually(what, is)
 	cancel()
-	fails(w, <-answer, blockdev.ErrUnavailable)
+	fails(w, <-answer, errdefs.ErrUnavailable)
 }
 
 // TestStore: Store and Agent together keep every clause of volume.Store.

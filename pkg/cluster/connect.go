@@ -34,7 +34,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
-	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // connection is what both halves have of the API server.
@@ -147,14 +147,14 @@ func (r relisting) reached(watch *http.Request) (*http.Response, error) {
 // apiError gives an error of the API server its sentinel. Whatever does not say for sure
 // that nothing happened is ErrUnavailable: the work may be going on.
 func apiError(doing string, err error) error {
-	sentinel := blockdev.ErrUnavailable
+	sentinel := errdefs.ErrUnavailable
 	switch {
 	case err == nil:
 		return nil
 	case apierrors.IsNotFound(err):
-		sentinel = blockdev.ErrNotFound
+		sentinel = errdefs.ErrNotFound
 	case apierrors.IsInvalid(err), apierrors.IsBadRequest(err):
-		sentinel = blockdev.ErrInvalid
+		sentinel = errdefs.ErrInvalid
 	}
 	return fmt.Errorf("%w: %s: %w", sentinel, doing, err)
 }

@@ -11,6 +11,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
@@ -74,7 +75,7 @@ func TestLongCopy(t *testing.T) {
 		p.begun.Store(0)
 		w.asked("the copy has begun", copy, func() bool { return p.begun.Load() == 1 })
 		for range 2 {
-			fails(t, copy(soon(t)), blockdev.ErrUnavailable)
+			fails(t, copy(soon(t)), errdefs.ErrUnavailable)
 		}
 		p.let <- struct{}{}
 		must(t, copy(w.ctx))
@@ -118,7 +119,7 @@ func TestCopyGivesWay(t *testing.T) {
 		unlock, _ = locks.TryLock([]string{keylock.Volume(v.ID.Key)}, nil)
 		return unlock != nil
 	})
-	fails(t, second(s.CreateSnapshot(soon(t), "s", v.ID)), blockdev.ErrUnavailable)
+	fails(t, second(s.CreateSnapshot(soon(t), "s", v.ID)), errdefs.ErrUnavailable)
 	unlock()
 	close(p.let)
 	must(t, second(s.CreateSnapshot(w.ctx, "s", v.ID)))

@@ -12,7 +12,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
-	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // DefaultDriver is the name of the CSI driver unless somebody gave it another.
@@ -28,7 +28,7 @@ const driverPause = time.Second
 func waitForOwner(ctx context.Context, c client.Reader, driver string) error {
 	for {
 		err := theOnlyDriver(ctx, c, driver)
-		if err == nil || errors.Is(err, blockdev.ErrPrecondition) {
+		if err == nil || errors.Is(err, errdefs.ErrPrecondition) {
 			return err
 		}
 		klog.FromContext(ctx).Error(err, "Could not find out whose the pools of the cluster are; trying again")
@@ -55,7 +55,7 @@ func theOnlyDriver(ctx context.Context, c client.Reader, driver string) error {
 	})
 	if have := driverOf(&oldest); have != driver {
 		return fmt.Errorf("%w: the pools of this cluster belong to the driver %s (the oldest is %s), and this one is %s: a cluster has one driver of this kind. If that one is gone for good, say so: kubectl patch pools.ashlar.dev %s --type=merge -p '{\"spec\":{\"driver\":\"%s\"}}'",
-			blockdev.ErrPrecondition, have, oldest.Name, driver, oldest.Name, driver)
+			errdefs.ErrPrecondition, have, oldest.Name, driver, oldest.Name, driver)
 	}
 	return nil
 }

@@ -8,7 +8,7 @@ import (
 	"syscall"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
-	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // reasons is the one table between errors and the words for them in objects. The first
@@ -17,19 +17,19 @@ var reasons = []struct {
 	err    error
 	reason string
 }{
-	{blockdev.ErrInvalid, "Invalid"},
-	{blockdev.ErrNotFound, "NotFound"},
-	{blockdev.ErrExists, reasonExists},
-	{blockdev.ErrOutOfRange, "OutOfRange"},
-	{blockdev.ErrNoSpace, "NoSpace"},
-	{blockdev.ErrLimit, "Limit"},
-	{blockdev.ErrInUse, "InUse"},
-	{blockdev.ErrPrecondition, "Precondition"},
-	{blockdev.ErrBadToken, "BadToken"},
-	{blockdev.ErrUnsupported, "Unsupported"},
-	{blockdev.ErrDataLoss, reasonDataLoss},
-	{blockdev.ErrBusy, "Busy"},
-	{blockdev.ErrUnavailable, "Unavailable"},
+	{errdefs.ErrInvalid, "Invalid"},
+	{errdefs.ErrNotFound, "NotFound"},
+	{errdefs.ErrExists, reasonExists},
+	{errdefs.ErrOutOfRange, "OutOfRange"},
+	{errdefs.ErrNoSpace, "NoSpace"},
+	{errdefs.ErrLimit, "Limit"},
+	{errdefs.ErrInUse, "InUse"},
+	{errdefs.ErrPrecondition, "Precondition"},
+	{errdefs.ErrBadToken, "BadToken"},
+	{errdefs.ErrUnsupported, "Unsupported"},
+	{errdefs.ErrDataLoss, reasonDataLoss},
+	{errdefs.ErrBusy, "Busy"},
+	{errdefs.ErrUnavailable, "Unavailable"},
 	{syscall.ENOSPC, "NoSpace"},
 	{syscall.EDQUOT, "NoSpace"},
 }
@@ -42,7 +42,7 @@ const (
 )
 
 // transient are errors after which the node tries again by itself, without telling.
-var transient = []error{context.Canceled, blockdev.ErrBusy, blockdev.ErrUnavailable,
+var transient = []error{context.Canceled, errdefs.ErrBusy, errdefs.ErrUnavailable,
 	syscall.ENOMEM, syscall.EMFILE, syscall.ENFILE, syscall.EAGAIN}
 
 func isTransient(err error) bool {
@@ -70,7 +70,7 @@ func limited(message string) string {
 func failureOf(err error) *v1alpha1.Failure {
 	f := &v1alpha1.Failure{Reason: internal, Message: limited(err.Error())}
 	if errors.Is(err, context.DeadlineExceeded) {
-		err = blockdev.ErrUnavailable // the time that the node gives itself was over: it has stopped
+		err = errdefs.ErrUnavailable // the time that the node gives itself was over: it has stopped
 	}
 	for _, row := range reasons {
 		if errors.Is(err, row.err) {

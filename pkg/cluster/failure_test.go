@@ -24,6 +24,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
 )
@@ -47,10 +48,10 @@ func TestAgentDown(t *testing.T) {
 	m.stop()
 
 	fails(t, second(s.Create(soon(t), spec("v"))), context.DeadlineExceeded)
-	fails(t, second(s.Create(soon(t), spec("v"))), blockdev.ErrUnavailable)
-	fails(t, second(s.CreateSnapshot(soon(t), "s", old.ID)), blockdev.ErrUnavailable)
-	fails(t, second(s.CreateGroup(soon(t), "g", []volume.ID{old.ID})), blockdev.ErrUnavailable)
-	fails(t, second(s.Expand(soon(t), old.ID, volume.Range{Required: 2 * mib})), blockdev.ErrUnavailable)
+	fails(t, second(s.Create(soon(t), spec("v"))), errdefs.ErrUnavailable)
+	fails(t, second(s.CreateSnapshot(soon(t), "s", old.ID)), errdefs.ErrUnavailable)
+	fails(t, second(s.CreateGroup(soon(t), "g", []volume.ID{old.ID})), errdefs.ErrUnavailable)
+	fails(t, second(s.Expand(soon(t), old.ID, volume.Range{Required: 2 * mib})), errdefs.ErrUnavailable)
 	must(t, s.Claim(w.ctx, old.ID, volume.Claim{Node: nodeName, Mode: "m"})) // which needs no node
 	must(t, s.Release(w.ctx, old.ID, nodeName))
 	if left, err := s.List(w.ctx, volume.ID{}, 0); err != nil || len(left) != 1 {
@@ -66,7 +67,7 @@ func TestAgentDown(t *testing.T) {
 		t.Errorf("%+v, %v", grown, err)
 	}
 	m.stop()
-	fails(t, s.Delete(soon(t), v.ID), blockdev.ErrUnavailable)
+	fails(t, s.Delete(soon(t), v.ID), errdefs.ErrUnavailable)
 	w.start(m)
 	must(t, s.Delete(w.ctx, v.ID))
 	w.tally(m)
@@ -128,7 +129,7 @@ func TestNodeNotReady(t *testing.T) {
 	go func() { waiting <- second(s.Create(w.ctx, on("waiting", "node-a"))) }()
 	w.eventually("it was asked for", func() bool { return w.object("waiting") != nil })
 	w.node("node-a", false)
-	fails(t, <-waiting, blockdev.ErrNoSpace)
+	fails(t, <-waiting, errdefs.ErrNoSpace)
 
 	refused := func(want error, call func(context.Context) error) { // by what is known, not by waiting
 		t.Helper()
@@ -140,7 +141,7 @@ func TestNodeNotReady(t *testing.T) {
 			t.Errorf("it was waited for: %v", err)
 		}
 	}
-	refused(blockdev.ErrNoSpace, func(ctx context.Context) error { return second(s.Create(ctx, on("v", "node-a"))) })
+	refused(errdefs.ErrNoSpace, func(ctx context.Context) error { return second(s.Create(ctx, on("v", "node-a"))) })
 	if w.object("v") != nil {
 		t.Error("an object was made for a node that is not ready")
 	}
@@ -152,7 +153,7 @@ func TestNodeNotReady(t *testing.T) {
 		func(ctx context.Context) error { return second(s.Expand(ctx, va.ID, volume.Range{Required: 2 * mib})) },
 		func(ctx context.Context) error { return s.Delete(ctx, va.ID) },
 	} {
-		refused(blockdev.ErrUnavailable, call)
+		refused(errdefs.ErrUnavailable, call)
 	}
 	if problems, err := s.Health(w.ctx, va.ID); err != nil || len(problems) != 1 || problems[0].Reason != "NodeNotReady" {
 		t.Errorf("health %v, %v", problems, err)
@@ -192,7 +193,7 @@ func TestNodeGone(t *testing.T) {
 			must(t, err)
 			m.stop()
 			w.node(nodeName, false)
-			fails(t, s.Delete(w.ctx, v.ID), blockdev.ErrUnavailable)
+			fails(t, s.Delete(w.ctx, v.ID), errdefs.ErrUnavailable)
 			time.Sleep(2 * grace)
 			if o := w.object("v"); o == nil || !o.Deleting() {
 				t.Fatal("given up, or not deleted, without a signal")
@@ -214,7 +215,7 @@ func TestNodeGone(t *testing.T) {
 			w.eventually("the snapshot is given up", func() bool {
 				_ = s.DeleteSnapshot(soon(t), snapshot.ID) // it may be gone before it is looked at
 				_, err := s.GetSnapshot(w.ctx, snapshot.ID)
-				return errors.Is(err, blockdev.ErrNotFound)
+				return errors.Is(err, errdefs.ErrNotFound)
 			})
 			if o := w.object("kept"); o == nil || o.Deleting() {
 				t.Error("what nobody deleted is gone")
@@ -254,7 +255,7 @@ func TestPlacement(t *testing.T) {
 		spec := volume.Spec{Name: fmt.Sprint("v", i), Size: volume.Range{Required: c.size}, Nodes: c.nodes}
 		v, err := s.Create(w.ctx, spec)
 		if c.want == "" {
-			if !errors.Is(err, blockdev.ErrNoSpace) || w.object(spec.Name) != nil {
+			if !errors.Is(err, errdefs.ErrNoSpace) || w.object(spec.Name) != nil {
 				t.Errorf("%d: %+v, error %v, object %v", i, v, err, w.object(spec.Name))
 			}
 			continue
@@ -266,10 +267,10 @@ func TestPlacement(t *testing.T) {
 	// A pool that the node does not have, and one that none has.
 	missing := spec("missing")
 	missing.Pool, missing.Nodes = "b", []string{"elsewhere"}
-	fails(t, second(s.Create(w.ctx, missing)), blockdev.ErrNoSpace)
+	fails(t, second(s.Create(w.ctx, missing)), errdefs.ErrNoSpace)
 	missing.Pool = "unknown"
-	fails(t, second(s.Create(w.ctx, missing)), blockdev.ErrInvalid)
-	fails(t, second(s.Capacity(w.ctx, "unknown", "node-a")), blockdev.ErrInvalid)
+	fails(t, second(s.Create(w.ctx, missing)), errdefs.ErrInvalid)
+	fails(t, second(s.Capacity(w.ctx, "unknown", "node-a")), errdefs.ErrInvalid)
 	if c, err := s.Capacity(w.ctx, "b", "elsewhere"); err != nil || c.Total != 0 {
 		t.Errorf("capacity of a node that is not there: %+v, %v", c, err)
 	}
@@ -290,7 +291,7 @@ func TestGroupOfTwoNodes(t *testing.T) {
 		must(t, err)
 		ids = append(ids, v.ID)
 	}
-	fails(t, second(s.CreateGroup(w.ctx, "g", ids)), blockdev.ErrInvalid)
+	fails(t, second(s.CreateGroup(w.ctx, "g", ids)), errdefs.ErrInvalid)
 	var left v1alpha1.SnapshotList
 	must(t, w.List(w.ctx, &left))
 	if len(left.Items) != 0 {
@@ -318,7 +319,7 @@ func TestTwoStores(t *testing.T) {
 				}
 				if err == nil {
 					claimed.Add(1)
-				} else if !errors.Is(err, blockdev.ErrExists) {
+				} else if !errors.Is(err, errdefs.ErrExists) {
 					t.Error(err)
 				}
 			})
@@ -330,7 +331,7 @@ func TestTwoStores(t *testing.T) {
 		id := volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf(name)}
 		for _, s := range []*cluster.Store{a, b} {
 			all.Go(func() {
-				if err := errors.Join(s.Release(w.ctx, id, nodeName), s.Delete(w.ctx, id)); err != nil && !errors.Is(err, blockdev.ErrInUse) {
+				if err := errors.Join(s.Release(w.ctx, id, nodeName), s.Delete(w.ctx, id)); err != nil && !errors.Is(err, errdefs.ErrInUse) {
 					t.Error(err)
 				}
 			})
@@ -392,7 +393,7 @@ func TestClaimsAtOnce(t *testing.T) {
 	go func() { given <- s.Claim(soon(t), ids[2], claim) }()
 	select {
 	case err := <-given:
-		fails(t, err, blockdev.ErrUnavailable)
+		fails(t, err, errdefs.ErrUnavailable)
 	case <-time.After(10 * time.Second):
 		t.Error("it waits longer than its caller")
 	}
@@ -448,8 +449,8 @@ func TestBytesMissing(t *testing.T) {
 		return c != nil && c.Status == metav1.ConditionFalse && c.Reason == "DataLoss"
 	})
 	must(t, second(s.Create(w.ctx, spec("v")))) // it is there, as far as it is
-	fails(t, second(s.Expand(w.ctx, v.ID, volume.Range{Required: 2 * mib})), blockdev.ErrDataLoss)
-	fails(t, second(m.local.Get(w.ctx, v.ID)), blockdev.ErrNotFound)
+	fails(t, second(s.Expand(w.ctx, v.ID, volume.Range{Required: 2 * mib})), errdefs.ErrDataLoss)
+	fails(t, second(m.local.Get(w.ctx, v.ID)), errdefs.ErrNotFound)
 	must(t, errors.Join(s.Delete(w.ctx, v.ID), s.DeleteSnapshot(w.ctx, snapshot.ID)))
 }
 
@@ -479,7 +480,7 @@ func TestBusy(t *testing.T) {
 	v, err := s.Create(w.ctx, spec("v"))
 	must(t, err)
 	unlock, _ := m.locks.TryLock([]string{keylock.Volume(v.ID.Key)}, nil)
-	fails(t, second(s.Expand(soon(t), v.ID, volume.Range{Required: 2 * mib})), blockdev.ErrUnavailable)
+	fails(t, second(s.Expand(soon(t), v.ID, volume.Range{Required: 2 * mib})), errdefs.ErrUnavailable)
 	unlock()
 	must(t, second(s.Expand(w.ctx, v.ID, volume.Range{Required: 2 * mib})))
 }
@@ -496,8 +497,8 @@ func TestNoAPIServer(t *testing.T) {
 	w.run(s.Run)
 	w.start(m)
 	time.Sleep(200 * time.Millisecond)
-	fails(t, s.Ready(w.ctx), blockdev.ErrUnavailable)
-	fails(t, second(s.Create(w.ctx, spec("v"))), blockdev.ErrUnavailable)
+	fails(t, s.Ready(w.ctx), errdefs.ErrUnavailable)
+	fails(t, second(s.Create(w.ctx, spec("v"))), errdefs.ErrUnavailable)
 	thaw()
 	w.eventually("the store is ready", func() bool { return s.Ready(w.ctx) == nil })
 	w.pooled(s, m)
@@ -559,7 +560,7 @@ func TestAbandoned(t *testing.T) {
 	must(t, second(s.Create(w.ctx, spec("named-by-somebody"))))
 	w.sweeping()
 	w.eventually("the blank one is gone", func() bool { return w.object("pvc-blank") == nil })
-	fails(t, second(m.local.Get(w.ctx, blank)), blockdev.ErrNotFound)
+	fails(t, second(m.local.Get(w.ctx, blank)), errdefs.ErrNotFound)
 	w.eventually("the used one was looked at", func() bool {
 		o := w.object("pvc-used")
 		return o != nil && o.Status.Is(v1alpha1.Abandoned, "False") && !o.Spec.Abandoned

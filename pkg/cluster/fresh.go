@@ -16,7 +16,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
-	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // fresh is a client that reads from the cache, once that has all that the client wrote before.
@@ -174,7 +174,7 @@ func (f *fresh) caughtUp(ctx context.Context, gvk schema.GroupVersionKind, name 
 		select {
 		case <-w.done:
 		case <-ctx.Done():
-			return fmt.Errorf("%w: %s %s is being written: %w", blockdev.ErrUnavailable, gvk.Kind, w.name, ctx.Err())
+			return fmt.Errorf("%w: %s %s is being written: %w", errdefs.ErrUnavailable, gvk.Kind, w.name, ctx.Err())
 		}
 		asked := time.Now()
 		for pause := firstLook; !k.look(w); pause = min(2*pause, lastLook) {
@@ -187,7 +187,7 @@ func (f *fresh) caughtUp(ctx context.Context, gvk schema.GroupVersionKind, name 
 			select {
 			case <-time.After(pause):
 			case <-ctx.Done():
-				return fmt.Errorf("%w: what was written to %s %s has not come back from the API server yet: %w", blockdev.ErrUnavailable, gvk.Kind, w.name, ctx.Err())
+				return fmt.Errorf("%w: what was written to %s %s has not come back from the API server yet: %w", errdefs.ErrUnavailable, gvk.Kind, w.name, ctx.Err())
 			}
 		}
 	}

@@ -17,7 +17,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
-	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // An agent shows that it lives as kubelets do: it renews a Lease. The times are the kubelets' too.
@@ -194,8 +194,8 @@ type nodeDown struct {
 	silent bool
 }
 
-func (d *nodeDown) Error() string { return blockdev.ErrUnavailable.Error() + ": " + d.why }
-func (d *nodeDown) Unwrap() error { return blockdev.ErrUnavailable }
+func (d *nodeDown) Error() string { return errdefs.ErrUnavailable.Error() + ": " + d.why }
+func (d *nodeDown) Unwrap() error { return errdefs.ErrUnavailable }
 
 // nodeReady is a nodeDown if a node is not there or not ready, or nothing is heard of its agent.
 func (s *Store) nodeReady(ctx context.Context, name string) error {
@@ -287,5 +287,5 @@ func (s *Store) withdraw(ctx context.Context, have *v1alpha1.Volume, down error)
 		}
 		klog.FromContext(ctx).Info("Took back what a node that is down was to make", "volume", volumeID(now).String(), "node", now.Spec.NodeName)
 	}
-	return fmt.Errorf("%w on node %s: %s; nothing was made there, so another node may be chosen", blockdev.ErrNoSpace, have.Spec.NodeName, down.Error())
+	return fmt.Errorf("%w on node %s: %s; nothing was made there, so another node may be chosen", errdefs.ErrNoSpace, have.Spec.NodeName, down.Error())
 }

@@ -23,6 +23,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
@@ -95,11 +96,11 @@ func TestHeartbeat(t *testing.T) {
 	w.eventually("its room is gone", func() bool { return w.available(s, nodeName) == 0 })
 	one := spec("new")
 	one.Nodes = []string{nodeName}
-	fails(t, second(s.Create(w.ctx, one)), blockdev.ErrNoSpace)
+	fails(t, second(s.Create(w.ctx, one)), errdefs.ErrNoSpace)
 	if w.object("new") != nil {
 		t.Error("an object was made for a node whose agent is down")
 	}
-	fails(t, second(s.Expand(w.ctx, v.ID, volume.Range{Required: 2 * mib})), blockdev.ErrUnavailable)
+	fails(t, second(s.Expand(w.ctx, v.ID, volume.Range{Required: 2 * mib})), errdefs.ErrUnavailable)
 	if problems, err := s.Health(w.ctx, v.ID); err != nil || len(problems) != 1 || problems[0].Reason != "AgentSilent" || problems[0].Severity != blockdev.Degraded {
 		t.Errorf("health %v, %v", problems, err)
 	}
@@ -171,7 +172,7 @@ func TestTakenBack(t *testing.T) {
 			go func() { asked <- second(s.Create(w.ctx, one)) }()
 			w.eventually("it was asked for", func() bool { return w.object("v") != nil })
 			down(w, a)
-			fails(t, <-asked, blockdev.ErrNoSpace)
+			fails(t, <-asked, errdefs.ErrNoSpace)
 			if w.object("v") != nil {
 				t.Error("the object is still there")
 			}
@@ -225,7 +226,7 @@ func TestBegunAfterAll(t *testing.T) {
 				<-begun
 			}
 			w.node("node-a", false)
-			fails(t, <-asked, blockdev.ErrNoSpace)
+			fails(t, <-asked, errdefs.ErrNoSpace)
 			one.Nodes = []string{"node-b"}
 			v, err := s.Create(w.ctx, one)
 			must(t, err)
@@ -239,7 +240,7 @@ func TestBegunAfterAll(t *testing.T) {
 			}
 			w.eventually("what was made on node-a is gone", func() bool {
 				_, err := a.local.Get(w.ctx, v.ID)
-				return errors.Is(err, blockdev.ErrNotFound)
+				return errors.Is(err, errdefs.ErrNotFound)
 			})
 			w.node("node-a", true)
 			must(t, second(b.local.Get(w.ctx, v.ID)))
@@ -407,7 +408,7 @@ func TestServerHangs(t *testing.T) {
 	thaw()
 	time.Sleep(heartbeat / 2)
 	pausing.Store(false)
-	fails(t, <-asked, blockdev.ErrUnavailable)
+	fails(t, <-asked, errdefs.ErrUnavailable)
 	if w.object("v") == nil {
 		t.Error("it was taken back")
 	}
@@ -441,7 +442,7 @@ func TestServerBusy(t *testing.T) {
 				mu.Unlock()
 				answer, err := next.RoundTrip(q.WithContext(ctx))
 				if err == nil {
-					answer.Body = ending{answer.Body, ctx}
+					answer.Body = ending{ReadCloser: answer.Body, ctx: ctx}
 				}
 				return answer, err
 			})

@@ -17,7 +17,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
-	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // going: nobody is to use an object any more. Its bytes go only if it is Deleting.
@@ -30,7 +30,7 @@ func lostUnmade(o object) bool {
 }
 
 // errDefinitions: the API server dropped a field that it does not know.
-var errDefinitions = fmt.Errorf("%w: the definitions of ashlar.dev in this cluster are older than this driver: apply those of its version (deploy/kubernetes/crds)", blockdev.ErrUnavailable)
+var errDefinitions = fmt.Errorf("%w: the definitions of ashlar.dev in this cluster are older than this driver: apply those of its version (deploy/kubernetes/crds)", errdefs.ErrUnavailable)
 
 // intend writes down that the bytes of an object may go, and that nobody has claimed it. With
 // unchanged it fails with a conflict if anybody changed the object since it was read; a conflict

@@ -12,6 +12,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // How long the opening of a pool waits for the API server, and how long that one is then left
@@ -49,7 +50,7 @@ func (m *Memory) Of(pool string) blockdev.Known {
 		ctx, cancel := context.WithTimeout(ctx, memoryTimeout)
 		defer cancel()
 		uuid, err := m.recall(ctx, pool)
-		if m.why = nil; errors.Is(err, blockdev.ErrUnavailable) {
+		if m.why = nil; errors.Is(err, errdefs.ErrUnavailable) {
 			m.why, m.failed = err, time.Now()
 		}
 		return uuid, err
@@ -96,5 +97,5 @@ func (m *Memory) unused(ctx context.Context, pool string) error {
 		return nil
 	}
 	return fmt.Errorf("%w: the object %s tells of something that was in pool %s; if that is lost for good, say so: kubectl patch pools.ashlar.dev %s --type=merge -p '{\"spec\":{\"uuid\":\"%s\"}}'",
-		blockdev.ErrPrecondition, found.GetName(), pool, PoolName(m.node, pool), v1alpha1.NewPool)
+		errdefs.ErrPrecondition, found.GetName(), pool, PoolName(m.node, pool), v1alpha1.NewPool)
 }

@@ -15,6 +15,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
@@ -64,7 +65,7 @@ func (s *Store) rooms(ctx context.Context, pool string, nodes []string) (map[str
 		found[name] = r
 	}
 	if !known {
-		return nil, fmt.Errorf("%w: parameter pool=%q: no node has such a pool", blockdev.ErrInvalid, pool)
+		return nil, fmt.Errorf("%w: parameter pool=%q: no node has such a pool", errdefs.ErrInvalid, pool)
 	}
 	return found, nil
 }
@@ -145,10 +146,10 @@ func (s *Store) place(ctx context.Context, pool string, nodes []string, size int
 	}
 	if len(fit) == 0 {
 		if unfit == nil {
-			return "", "", fmt.Errorf("%w: no pool %q on any of the nodes %v", blockdev.ErrNoSpace, pool, nodes)
+			return "", "", fmt.Errorf("%w: no pool %q on any of the nodes %v", errdefs.ErrNoSpace, pool, nodes)
 		}
 		slices.Sort(unfit)
-		return "", "", fmt.Errorf("%w: no node can make it: %s", blockdev.ErrNoSpace, limited(strings.Join(unfit, "; ")))
+		return "", "", fmt.Errorf("%w: no node can make it: %s", errdefs.ErrNoSpace, limited(strings.Join(unfit, "; ")))
 	}
 	best := slices.MinFunc(fit, func(a, b candidate) int {
 		return cmp.Or(falseFirst(a.full, b.full), falseFirst(a.tainted, b.tainted),
@@ -185,7 +186,7 @@ func (s *Store) NodesIn(ctx context.Context, segments map[string]string) ([]stri
 		return nil, apiError("list nodes", err)
 	}
 	if len(nodes.Items) == 0 {
-		return nil, fmt.Errorf("%w: no node is in %v", blockdev.ErrNoSpace, segments)
+		return nil, fmt.Errorf("%w: no node is in %v", errdefs.ErrNoSpace, segments)
 	}
 	var names []string
 	for i := range nodes.Items {
@@ -203,7 +204,7 @@ func (s *Store) mayBeOn(ctx context.Context, spec volume.Spec, node string) erro
 	if len(spec.Nodes) == 0 || slices.Contains(spec.Nodes, node) {
 		return nil
 	}
-	refused := fmt.Errorf("%w: the volume is to be on one of the nodes %v, not on %s", blockdev.ErrNoSpace, spec.Nodes, node)
+	refused := fmt.Errorf("%w: the volume is to be on one of the nodes %v, not on %s", errdefs.ErrNoSpace, spec.Nodes, node)
 	if spec.Source == (volume.ID{}) || spec.For.Name == "" {
 		return refused
 	}

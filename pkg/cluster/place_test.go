@@ -16,6 +16,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
@@ -192,7 +193,7 @@ func TestWhereNoPodsRun(t *testing.T) {
 	edit("node-b", func(n *corev1.NodeSpec) { n.Unschedulable = true })
 	var err error
 	w.eventually("none is left", func() bool { _, err = create(); return err != nil })
-	fails(t, err, blockdev.ErrNoSpace)
+	fails(t, err, errdefs.ErrNoSpace)
 }
 
 // TestPoolRemoved: how many volumes a node may have is what it was started with last, whatever the objects of

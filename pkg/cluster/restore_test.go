@@ -15,6 +15,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/apitest"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
@@ -110,7 +111,7 @@ func TestRolledBackUnnoticed(t *testing.T) {
 	w.strays("default", 2)
 	w.again("a volume is made", func(ctx context.Context) error { return second(s.Create(ctx, spec("new"))) })
 	w.again("one without an object is not there", func(ctx context.Context) error {
-		if err := second(s.Get(ctx, late.ID)); !errors.Is(err, blockdev.ErrNotFound) {
+		if err := second(s.Get(ctx, late.ID)); !errors.Is(err, errdefs.ErrNotFound) {
 			return errors.Join(errors.New("it is there"), err)
 		}
 		return nil

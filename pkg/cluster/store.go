@@ -19,6 +19,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
@@ -165,7 +166,7 @@ func (s *Store) Run(ctx context.Context) error {
 func (s *Store) Ready(context.Context) error {
 	for _, informer := range s.informers {
 		if !informer.HasSynced() {
-			return fmt.Errorf("%w: the objects of the cluster have not been read yet", blockdev.ErrUnavailable)
+			return fmt.Errorf("%w: the objects of the cluster have not been read yet", errdefs.ErrUnavailable)
 		}
 	}
 	return nil
@@ -197,7 +198,7 @@ func (s *Store) get(ctx context.Context, key string, o object) error {
 // volume returns the object of an ID that its node made once; ErrNotFound if there is none.
 func (s *Store) volume(ctx context.Context, id volume.ID) (*v1alpha1.Volume, error) {
 	if id.Kind != blockdev.Volume {
-		return nil, fmt.Errorf("%w: %s is no volume", blockdev.ErrNotFound, id)
+		return nil, fmt.Errorf("%w: %s is no volume", errdefs.ErrNotFound, id)
 	}
 	v := &v1alpha1.Volume{}
 	if err := s.get(ctx, id.Key, v); err != nil {
@@ -207,7 +208,7 @@ func (s *Store) volume(ctx context.Context, id volume.ID) (*v1alpha1.Volume, err
 		return nil, errorOf(v.Spec.NodeName, v.Status.Failure)
 	}
 	if v.Spec.Pool != id.Pool || v.Status.Created == nil {
-		return nil, fmt.Errorf("%w: no volume %s", blockdev.ErrNotFound, id)
+		return nil, fmt.Errorf("%w: no volume %s", errdefs.ErrNotFound, id)
 	}
 	return v, nil
 }
@@ -216,7 +217,7 @@ func (s *Store) volume(ctx context.Context, id volume.ID) (*v1alpha1.Volume, err
 func (s *Store) usable(ctx context.Context, id volume.ID) (*v1alpha1.Volume, error) {
 	v, err := s.volume(ctx, id)
 	if err == nil && (going(v) || v.Spec.Abandoned) {
-		err = fmt.Errorf("%w: volume %s is being deleted", blockdev.ErrPrecondition, id)
+		err = fmt.Errorf("%w: volume %s is being deleted", errdefs.ErrPrecondition, id)
 	}
 	return v, err
 }

@@ -11,6 +11,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
@@ -36,7 +37,7 @@ func (s *Store) change(ctx context.Context, id volume.ID, edit func(v *v1alpha1.
 		v = &v1alpha1.Volume{}
 		if err = apiError("read volume "+id.String(), s.live.Get(ctx, client.ObjectKey{Name: id.Key}, v)); err == nil &&
 			(going(v) || v.Spec.Abandoned) {
-			err = fmt.Errorf("%w: volume %s is being deleted", blockdev.ErrPrecondition, id)
+			err = fmt.Errorf("%w: volume %s is being deleted", errdefs.ErrPrecondition, id)
 		}
 	}
 }
@@ -66,11 +67,11 @@ func (s *Store) Claim(ctx context.Context, id volume.ID, claim volume.Claim) err
 		case have != nil && *have == want:
 			return doubted, nil
 		case have != nil && have.Node == want.Node:
-			return false, fmt.Errorf("%w: volume %s is published to node %s with mode %s, read-only %v", blockdev.ErrExists, id, have.Node, have.Mode, have.ReadOnly)
+			return false, fmt.Errorf("%w: volume %s is published to node %s with mode %s, read-only %v", errdefs.ErrExists, id, have.Node, have.Mode, have.ReadOnly)
 		case have != nil:
-			return false, fmt.Errorf("%w: volume %s is published to node %s", blockdev.ErrInUse, id, have.Node)
+			return false, fmt.Errorf("%w: volume %s is published to node %s", errdefs.ErrInUse, id, have.Node)
 		case v.Spec.NodeName != want.Node:
-			return false, fmt.Errorf("%w: volume %s is on node %s and cannot be used on node %s", blockdev.ErrPrecondition, id, v.Spec.NodeName, want.Node)
+			return false, fmt.Errorf("%w: volume %s is on node %s and cannot be used on node %s", errdefs.ErrPrecondition, id, v.Spec.NodeName, want.Node)
 		}
 		if !counted && limit > 0 {
 			if err := s.count(ctx, id.Key, want.Node, limit); err != nil {
@@ -92,7 +93,7 @@ func (s *Store) poolsOf(ctx context.Context, node string) ([]v1alpha1.Pool, int6
 		return nil, 0, apiError("list pools", err)
 	}
 	if len(pools.Items) == 0 {
-		return nil, 0, fmt.Errorf("%w: no node %q has pools", blockdev.ErrNotFound, node)
+		return nil, 0, fmt.Errorf("%w: no node %q has pools", errdefs.ErrNotFound, node)
 	}
 	return pools.Items, pools.Items[0].Spec.MaxVolumes, nil
 }
@@ -105,7 +106,7 @@ func (s *Store) count(ctx context.Context, key, node string, limit int64) error 
 	case s.counting <- struct{}{}: // one after the other
 		defer func() { <-s.counting }()
 	case <-ctx.Done():
-		return fmt.Errorf("%w: count claims: %w", blockdev.ErrUnavailable, ctx.Err())
+		return fmt.Errorf("%w: count claims: %w", errdefs.ErrUnavailable, ctx.Err())
 	}
 	all := map[string]bool{}
 	s.mu.Lock()
@@ -126,7 +127,7 @@ func (s *Store) count(ctx context.Context, key, node string, limit int64) error 
 		for i := range claimed.Items {
 			s.doomed.AddAfter(orphan{aClaim, claimed.Items[i].Name}, s.options.AbandonGrace)
 		}
-		return fmt.Errorf("%w: node %s has %d volumes, the most it can have", blockdev.ErrLimit, node, limit)
+		return fmt.Errorf("%w: node %s has %d volumes, the most it can have", errdefs.ErrLimit, node, limit)
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -143,7 +144,7 @@ func (s *Store) Release(ctx context.Context, id volume.ID, node string) error {
 	err := s.get(ctx, id.Key, v)
 	for live := false; ; live = true {
 		if err != nil {
-			return ignoreNotFound(err)
+			return errdefs.IgnoreNotFound(err)
 		}
 		if v.Spec.Pool != id.Pool {
 			return nil
@@ -152,7 +153,7 @@ func (s *Store) Release(ctx context.Context, id volume.ID, node string) error {
 			before := v.DeepCopy()
 			v.Spec.Claim = nil
 			if err := s.client.Patch(ctx, v, lockingPatch(before)); !apierrors.IsConflict(err) {
-				return ignoreNotFound(apiError("release volume "+id.String(), err))
+				return errdefs.IgnoreNotFound(apiError("release volume "+id.String(), err))
 			}
 		} else if live {
 			return nil
@@ -172,7 +173,7 @@ func (s *Store) Expand(ctx context.Context, id volume.ID, size volume.Range) (vo
 	}
 	have := v.Status.Size
 	if size.Limit > 0 && have > size.Limit && size.Required <= size.Limit {
-		return volume.Volume{}, fmt.Errorf("%w: volume %s has %d bytes, more than the limit of %d; volumes do not shrink", blockdev.ErrOutOfRange, id, have, size.Limit)
+		return volume.Volume{}, fmt.Errorf("%w: volume %s has %d bytes, more than the limit of %d; volumes do not shrink", errdefs.ErrOutOfRange, id, have, size.Limit)
 	}
 	step, err := s.granularity(ctx, v.Spec.NodeName, v.Spec.Pool)
 	if err != nil {
@@ -259,7 +260,7 @@ func (s *Store) carryOut(ctx context.Context, w *watch, v *v1alpha1.Volume, edit
 	var refused *refusal
 	switch {
 	case errors.Is(err, errGone):
-		return volume.Volume{}, fmt.Errorf("%w: no volume %s any more", blockdev.ErrNotFound, id)
+		return volume.Volume{}, fmt.Errorf("%w: no volume %s any more", errdefs.ErrNotFound, id)
 	case errors.As(err, &refused):
 		return volume.Volume{}, errors.Join(fmt.Errorf("volume %s: %w", id, err), s.takeBack(ctx, id))
 	case err != nil:

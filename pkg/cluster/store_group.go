@@ -9,7 +9,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
-	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
@@ -91,7 +91,7 @@ func (s *Store) createGroup(ctx context.Context, name string, sources []volume.I
 	if whole(members) {
 		group := toGroup(id, members)
 		if !slices.EqualFunc(group.Snapshots, sources, func(one volume.Snapshot, source volume.ID) bool { return one.Source == source }) {
-			return volume.Group{}, fmt.Errorf("%w: %s is of other volumes", blockdev.ErrExists, id)
+			return volume.Group{}, fmt.Errorf("%w: %s is of other volumes", errdefs.ErrExists, id)
 		}
 		return group, nil
 	}
@@ -107,7 +107,7 @@ func (s *Store) createGroup(ctx context.Context, name string, sources []volume.I
 		}
 		if v.Spec.NodeName != node {
 			return volume.Group{}, fmt.Errorf("%w: volume %s is on node %s and volume %s on node %s: only volumes of one node can be cut at one moment",
-				blockdev.ErrInvalid, sources[0], node, source, v.Spec.NodeName)
+				errdefs.ErrInvalid, sources[0], node, source, v.Spec.NodeName)
 		}
 		one := newSnapshot(name, v, &v1alpha1.Group{Key: id.Key, Size: len(sources)})
 		wanted[one.Name] = one
@@ -147,7 +147,7 @@ func (s *Store) createGroup(ctx context.Context, name string, sources []volume.I
 		var refused *refusal
 		switch {
 		case errors.Is(err, errGone):
-			return volume.Group{}, fmt.Errorf("%w: a snapshot of it was deleted while it was being cut", blockdev.ErrUnavailable)
+			return volume.Group{}, fmt.Errorf("%w: a snapshot of it was deleted while it was being cut", errdefs.ErrUnavailable)
 		case errors.As(err, &refused) && lostUnmade(have):
 			return volume.Group{}, refused
 		case errors.As(err, &refused):
@@ -168,7 +168,7 @@ func (s *Store) createGroup(ctx context.Context, name string, sources []volume.I
 		members = append(members, *have)
 	}
 	if !whole(members) {
-		return volume.Group{}, fmt.Errorf("%w: a snapshot of it is being deleted", blockdev.ErrUnavailable)
+		return volume.Group{}, fmt.Errorf("%w: a snapshot of it is being deleted", errdefs.ErrUnavailable)
 	}
 	return toGroup(id, members), nil
 }
@@ -231,7 +231,7 @@ func (s *Store) GetGroup(ctx context.Context, id volume.GroupID) (volume.Group, 
 		return volume.Group{}, err
 	}
 	if !whole(members) {
-		return volume.Group{}, fmt.Errorf("%w: no %s", blockdev.ErrNotFound, id)
+		return volume.Group{}, fmt.Errorf("%w: no %s", errdefs.ErrNotFound, id)
 	}
 	return toGroup(id, members), nil
 }

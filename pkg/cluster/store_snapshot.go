@@ -11,6 +11,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
@@ -43,7 +44,7 @@ func (s *Store) begin(ctx context.Context, w *watch, want *v1alpha1.Snapshot) (*
 		func() (*v1alpha1.Snapshot, error) { return want.DeepCopy(), nil },
 		func(have *v1alpha1.Snapshot) (bool, error) {
 			if !sameSnapshot(have, want) {
-				return false, fmt.Errorf("%w: snapshot %q (%s) is of volume %s, not %s", blockdev.ErrExists, have.Spec.Name, snapshotID(have), snapshotSource(have), snapshotSource(want))
+				return false, fmt.Errorf("%w: snapshot %q (%s) is of volume %s, not %s", errdefs.ErrExists, have.Spec.Name, snapshotID(have), snapshotSource(have), snapshotSource(want))
 			}
 			if lostUnmade(have) {
 				return false, errorOf(have.Spec.NodeName, have.Status.Failure)
@@ -72,7 +73,7 @@ func (s *Store) CreateSnapshot(ctx context.Context, name string, source volume.I
 	err = client.IgnoreNotFound(err)
 	if err == nil && !going(have) && have.Status.Created != nil {
 		if have.Spec.Name != name || have.Spec.Group != nil || snapshotSource(have) != source {
-			return volume.Snapshot{}, fmt.Errorf("%w: snapshot %q (%s) is of volume %s, not %s", blockdev.ErrExists, name, snapshotID(have), snapshotSource(have), source)
+			return volume.Snapshot{}, fmt.Errorf("%w: snapshot %q (%s) is of volume %s, not %s", errdefs.ErrExists, name, snapshotID(have), snapshotSource(have), source)
 		}
 		return toSnapshot(have), nil
 	}
@@ -105,14 +106,14 @@ func (s *Store) DeleteSnapshot(ctx context.Context, id volume.ID) error {
 	have := &v1alpha1.Snapshot{}
 	err := s.get(ctx, id.Key, have)
 	for live := false; ; live = true {
-		if errors.Is(err, blockdev.ErrNotFound) || (err == nil && have.Spec.Pool != id.Pool) {
+		if errors.Is(err, errdefs.ErrNotFound) || (err == nil && have.Spec.Pool != id.Pool) {
 			return s.unaccounted(ctx, id.String())
 		}
 		if err != nil {
 			return err
 		}
 		if group := have.Spec.Group; group != nil {
-			return fmt.Errorf("%w: snapshot %s is part of %s and is deleted with it", blockdev.ErrInvalid, id, volume.GroupID{Key: group.Key})
+			return fmt.Errorf("%w: snapshot %s is part of %s and is deleted with it", errdefs.ErrInvalid, id, volume.GroupID{Key: group.Key})
 		}
 		now := live // if not, another store may have made anew since what is being deleted here
 		if !have.Deleting() {
@@ -136,7 +137,7 @@ func (s *Store) DeleteSnapshot(ctx context.Context, id volume.ID) error {
 // GetSnapshot: see volume.Store. A member of a group is there if the group is complete.
 func (s *Store) GetSnapshot(ctx context.Context, id volume.ID) (volume.Snapshot, error) {
 	if id.Kind != blockdev.Snapshot {
-		return volume.Snapshot{}, fmt.Errorf("%w: %s is no snapshot", blockdev.ErrNotFound, id)
+		return volume.Snapshot{}, fmt.Errorf("%w: %s is no snapshot", errdefs.ErrNotFound, id)
 	}
 	have := &v1alpha1.Snapshot{}
 	if err := s.get(ctx, id.Key, have); err != nil {
@@ -154,7 +155,7 @@ func (s *Store) GetSnapshot(ctx context.Context, id volume.ID) (volume.Snapshot,
 		there = whole(members)
 	}
 	if !there {
-		return volume.Snapshot{}, fmt.Errorf("%w: no snapshot %s", blockdev.ErrNotFound, id)
+		return volume.Snapshot{}, fmt.Errorf("%w: no snapshot %s", errdefs.ErrNotFound, id)
 	}
 	return toSnapshot(have), nil
 }
@@ -206,10 +207,10 @@ func (s *Store) ListSnapshots(ctx context.Context, source, after volume.ID, limi
 
 // Allocated needs the bytes, which are on a node.
 func (s *Store) Allocated(context.Context, volume.ID, int64, func(blockdev.Extent) error) error {
-	return fmt.Errorf("%w: what is allocated is known to the node alone", blockdev.ErrUnsupported)
+	return fmt.Errorf("%w: what is allocated is known to the node alone", errdefs.ErrUnsupported)
 }
 
 // Changed needs the bytes, which are on a node.
 func (s *Store) Changed(context.Context, volume.ID, volume.ID, int64, func(blockdev.Extent) error) error {
-	return fmt.Errorf("%w: what changed is known to the node alone", blockdev.ErrUnsupported)
+	return fmt.Errorf("%w: what changed is known to the node alone", errdefs.ErrUnsupported)
 }

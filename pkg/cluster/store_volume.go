@@ -13,6 +13,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -29,7 +30,7 @@ func (s *Store) Create(ctx context.Context, spec volume.Spec) (volume.Volume, er
 		return volume.Volume{}, err
 	}
 	if spec.Ephemeral != "" {
-		return volume.Volume{}, fmt.Errorf("%w: ephemeral volumes are made by their node", blockdev.ErrInvalid)
+		return volume.Volume{}, fmt.Errorf("%w: ephemeral volumes are made by their node", errdefs.ErrInvalid)
 	}
 	if spec.Pool == "" && spec.Source != (volume.ID{}) {
 		spec.Pool = spec.Source.Pool
@@ -116,7 +117,7 @@ func (s *Store) plan(ctx context.Context, spec volume.Spec) (*v1alpha1.Volume, e
 		v.Spec.Source = &v1alpha1.Source{Kind: string(spec.Source.Kind), Key: spec.Source.Key}
 		floor = max(floor, size)
 		if spec.Pool != spec.Source.Pool {
-			return nil, fmt.Errorf("%w: source %s is in pool %s and cannot be copied to pool %s", blockdev.ErrInvalid, spec.Source, spec.Source.Pool, spec.Pool)
+			return nil, fmt.Errorf("%w: source %s is in pool %s and cannot be copied to pool %s", errdefs.ErrInvalid, spec.Source, spec.Source.Pool, spec.Pool)
 		}
 		if err := s.mayBeOn(ctx, spec, v.Spec.NodeName); err != nil {
 			return nil, fmt.Errorf("source %s is on node %s, and so are its copies: %w", spec.Source, v.Spec.NodeName, err)
@@ -154,7 +155,7 @@ func (s *Store) origin(ctx context.Context, id volume.ID) (node string, size int
 		return "", 0, "", err
 	}
 	v, err := s.Get(ctx, snapshot.Source)
-	if err != nil && !errors.Is(err, blockdev.ErrNotFound) {
+	if err != nil && !errors.Is(err, errdefs.ErrNotFound) {
 		return "", 0, "", err
 	}
 	return snapshot.Node, snapshot.Size, v.Filesystem, nil
@@ -166,7 +167,7 @@ func (s *Store) fits(ctx context.Context, w *watch, spec volume.Spec, have *v1al
 		return false, err
 	}
 	err := s.mayBeOn(ctx, spec, have.Spec.NodeName)
-	if err != nil && !errors.Is(err, blockdev.ErrNoSpace) {
+	if err != nil && !errors.Is(err, errdefs.ErrNoSpace) {
 		return false, err
 	}
 	elsewhere := err != nil
@@ -177,7 +178,7 @@ func (s *Store) fits(ctx context.Context, w *watch, spec volume.Spec, have *v1al
 		}
 		return false, discard(ctx, s, w, have)
 	case elsewhere && (have.Status.Created != nil || !have.Spec.Make):
-		return false, fmt.Errorf("%w: volume %s is on node %s, not on one of %v", blockdev.ErrExists, volumeID(have), have.Spec.NodeName, spec.Nodes)
+		return false, fmt.Errorf("%w: volume %s is on node %s, not on one of %v", errdefs.ErrExists, volumeID(have), have.Spec.NodeName, spec.Nodes)
 	case elsewhere, have.Status.Created == nil && have.Common().Refused(have.Generation) != nil, have.Status.Is(v1alpha1.Abandoned, "True"):
 		return false, discard(ctx, s, w, have)
 	case have.Spec.Abandoned:
@@ -199,7 +200,7 @@ func made[T object](ctx context.Context, s *Store, w *watch, have T) (T, error) 
 	var refused *refusal
 	switch {
 	case errors.Is(err, errGone):
-		err = fmt.Errorf("%w: %w while it was being made", blockdev.ErrUnavailable, err)
+		err = fmt.Errorf("%w: %w while it was being made", errdefs.ErrUnavailable, err)
 	case errors.As(err, &refused):
 		if lostUnmade(have) {
 			return have, err
@@ -246,7 +247,7 @@ func (s *Store) Delete(ctx context.Context, id volume.ID) error {
 	v := &v1alpha1.Volume{}
 	err := s.get(ctx, id.Key, v)
 	for live := false; ; live = true {
-		if errors.Is(err, blockdev.ErrNotFound) || (err == nil && v.Spec.Pool != id.Pool) {
+		if errors.Is(err, errdefs.ErrNotFound) || (err == nil && v.Spec.Pool != id.Pool) {
 			return s.unaccounted(ctx, id.String())
 		}
 		if err != nil {
@@ -262,7 +263,7 @@ func (s *Store) Delete(ctx context.Context, id volume.ID) error {
 			}
 		case live:
 			s.doomed.AddAfter(orphan{aClaim, v.Name}, s.options.AbandonGrace)
-			return fmt.Errorf("%w: volume %s is claimed by node %s; unpublish it first", blockdev.ErrInUse, id, claim.Node)
+			return fmt.Errorf("%w: volume %s is claimed by node %s; unpublish it first", errdefs.ErrInUse, id, claim.Node)
 		}
 		if !now {
 			v = &v1alpha1.Volume{}
@@ -274,13 +275,6 @@ func (s *Store) Delete(ctx context.Context, id volume.ID) error {
 		}
 		return nil
 	}
-}
-
-func ignoreNotFound(err error) error {
-	if errors.Is(err, blockdev.ErrNotFound) {
-		return nil
-	}
-	return err
 }
 
 // Get: see volume.Store. A volume that is being deleted is there until it is gone.

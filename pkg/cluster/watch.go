@@ -10,7 +10,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
-	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // object is a Volume or a Snapshot.
@@ -130,7 +130,7 @@ func wait[T object](ctx context.Context, s *Store, w *watch, have T, done func(T
 		}
 		select {
 		case <-ctx.Done():
-			return have, fmt.Errorf("%w: node %s has not answered yet: %w", blockdev.ErrUnavailable, have.Node(), ctx.Err())
+			return have, fmt.Errorf("%w: node %s has not answered yet: %w", errdefs.ErrUnavailable, have.Node(), ctx.Err())
 		case <-node.signal:
 			node.take()
 		case <-s.silence(have.Node()):

@@ -17,6 +17,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/apitest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
@@ -137,7 +138,7 @@ func (l *lagging) wrap(next http.RoundTripper) http.RoundTripper {
 	return roundTrip(func(r *http.Request) (*http.Response, error) {
 		answer, err := next.RoundTrip(r)
 		if err == nil && r.URL.Query().Get("watch") != "" {
-			answer.Body = late{answer.Body, l}
+			answer.Body = late{ReadCloser: answer.Body, by: l}
 		}
 		return answer, err
 	})
@@ -204,7 +205,7 @@ func TestLaggingReplica(t *testing.T) {
 		},
 	}
 	for what, call := range calls {
-		if err := call(soon(t)); !errors.Is(err, blockdev.ErrUnavailable) {
+		if err := call(soon(t)); !errors.Is(err, errdefs.ErrUnavailable) {
 			t.Errorf("%s: %v", what, err)
 		}
 	}
@@ -215,7 +216,7 @@ func TestLaggingReplica(t *testing.T) {
 		}
 	}
 	must(t, errors.Join(second(m.local.Get(w.ctx, gone.ID)), second(m.local.GetSnapshot(w.ctx, snapshot.ID)), second(m.local.GetGroup(w.ctx, group.ID))))
-	fails(t, second(m.local.GetGroup(w.ctx, made.ID)), blockdev.ErrNotFound)
+	fails(t, second(m.local.GetGroup(w.ctx, made.ID)), errdefs.ErrNotFound)
 	if have, err := m.local.Get(w.ctx, v.ID); err != nil || have.Mutable["readAheadKiB"] != "64" {
 		t.Errorf("%+v, %v", have, err)
 	}
@@ -252,7 +253,7 @@ func TestLaggingReplicaDeletes(t *testing.T) {
 		"snapshot": func() error { return behind.DeleteSnapshot(soon(t), snapshot.ID) },
 		"group":    func() error { return behind.DeleteGroup(soon(t), group.ID) },
 	} {
-		if err := call(); !errors.Is(err, blockdev.ErrUnavailable) { // it does not hear that it is gone
+		if err := call(); !errors.Is(err, errdefs.ErrUnavailable) { // it does not hear that it is gone
 			t.Errorf("%s: %v", what, err)
 		}
 	}
@@ -286,7 +287,7 @@ func TestLaggingReplicaDeletesAgain(t *testing.T) {
 		func(ctx context.Context) error { return behind.DeleteSnapshot(ctx, snapshot.ID) },
 	}
 	for _, call := range calls {
-		fails(t, call(soon(t)), blockdev.ErrUnavailable)
+		fails(t, call(soon(t)), errdefs.ErrUnavailable)
 	}
 	lag.Lock()
 	catchUp := sync.OnceFunc(lag.Unlock)
@@ -337,7 +338,7 @@ func TestLaggingReplicaRefuses(t *testing.T) {
 	w.eventually("it is deleted", func() bool { return len(answer) > 0 || w.object("deleted") == nil })
 	catchUp()
 	must(t, <-answer)
-	fails(t, s.Delete(w.ctx, ids["claimed"]), blockdev.ErrInUse)
+	fails(t, s.Delete(w.ctx, ids["claimed"]), errdefs.ErrInUse)
 	w.tally(m)
 }
 
@@ -390,7 +391,7 @@ func TestBusyServer(t *testing.T) {
 					mu.Unlock()
 					answer, err := next.RoundTrip(q.WithContext(ctx))
 					if err == nil {
-						answer.Body = ending{answer.Body, ctx}
+						answer.Body = ending{ReadCloser: answer.Body, ctx: ctx}
 					}
 					return answer, err
 				}

@@ -15,6 +15,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/csimap"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
@@ -38,7 +39,7 @@ func (s *Server) nodesOf(ctx context.Context, requirement *csi.TopologyRequireme
 	var nowhere error
 	for _, term := range slices.Concat(requirement.GetPreferred(), requirement.GetRequisite()) {
 		these, err := s.nodesIn(ctx, term.GetSegments())
-		if errors.Is(err, blockdev.ErrNoSpace) {
+		if errors.Is(err, errdefs.ErrNoSpace) {
 			nowhere = err
 		} else if err != nil {
 			return nil, err
@@ -58,7 +59,7 @@ func (s *Server) nodesOf(ctx context.Context, requirement *csi.TopologyRequireme
 func (s *Server) nodesIn(ctx context.Context, segments map[string]string) ([]string, error) {
 	node, named := segments[csimap.TopologyKey]
 	if len(segments) == 0 || (named && node == "") {
-		return nil, fmt.Errorf("%w: the topology %v says nothing", blockdev.ErrInvalid, segments)
+		return nil, fmt.Errorf("%w: the topology %v says nothing", errdefs.ErrInvalid, segments)
 	}
 	if named {
 		return []string{node}, nil
@@ -132,12 +133,12 @@ func checkName(name string) error {
 		return csimap.Missing("name")
 	}
 	if len(name) > 256 {
-		return fmt.Errorf("%w: the name has %d bytes, 256 are the most", blockdev.ErrInvalid, len(name))
+		return fmt.Errorf("%w: the name has %d bytes, 256 are the most", errdefs.ErrInvalid, len(name))
 	}
 	if i := strings.IndexFunc(name, func(c rune) bool {
 		return (c < 0x20 && c != '\t' && c != '\n' && c != '\r') || (c >= 0x7f && c <= 0x9f)
 	}); i >= 0 {
-		return fmt.Errorf("%w: the name has a control character at byte %d", blockdev.ErrInvalid, i)
+		return fmt.Errorf("%w: the name has a control character at byte %d", errdefs.ErrInvalid, i)
 	}
 	return nil
 }
@@ -151,7 +152,7 @@ func sourceOf(source *csi.VolumeContentSource) (volume.ID, error) {
 	case source.GetVolume() != nil:
 		return parse(source.GetVolume().GetVolumeId(), blockdev.Volume)
 	}
-	return volume.ID{}, fmt.Errorf("%w: a source that is neither snapshot nor volume", blockdev.ErrInvalid)
+	return volume.ID{}, fmt.Errorf("%w: a source that is neither snapshot nor volume", errdefs.ErrInvalid)
 }
 
 // parse parses the ID of a volume or a snapshot: ErrInvalid if there is none,
@@ -165,7 +166,7 @@ func parse(text string, kind blockdev.Kind) (volume.ID, error) {
 		return volume.ID{}, err
 	}
 	if id.Kind != kind {
-		return volume.ID{}, fmt.Errorf("%w: %s is not the ID of a %s", blockdev.ErrNotFound, text, kind)
+		return volume.ID{}, fmt.Errorf("%w: %s is not the ID of a %s", errdefs.ErrNotFound, text, kind)
 	}
 	return id, nil
 }
@@ -190,14 +191,7 @@ func (s *Server) DeleteVolume(ctx context.Context, r *csi.DeleteVolumeRequest) (
 	if err == nil {
 		err = s.store.Delete(ctx, id)
 	}
-	return &csi.DeleteVolumeResponse{}, ignoreNotFound(err)
-}
-
-func ignoreNotFound(err error) error {
-	if errors.Is(err, blockdev.ErrNotFound) {
-		return nil
-	}
-	return err
+	return &csi.DeleteVolumeResponse{}, errdefs.IgnoreNotFound(err)
 }
 
 // ControllerPublishVolume claims a volume for a node.
@@ -235,7 +229,7 @@ func (s *Server) ControllerUnpublishVolume(ctx context.Context, r *csi.Controlle
 	if err == nil {
 		err = s.store.Release(ctx, id, r.GetNodeId())
 	}
-	return &csi.ControllerUnpublishVolumeResponse{}, ignoreNotFound(err)
+	return &csi.ControllerUnpublishVolumeResponse{}, errdefs.IgnoreNotFound(err)
 }
 
 // ValidateVolumeCapabilities confirms what CreateVolume would have accepted, and
@@ -283,11 +277,11 @@ const maxPage = 3 << 20
 // than asked for tells whether there is a next page.
 func page(maxEntries int32, token string, kind blockdev.Kind) (after volume.ID, limit int, err error) {
 	if maxEntries < 0 {
-		return volume.ID{}, 0, fmt.Errorf("%w: max_entries is %d", blockdev.ErrInvalid, maxEntries)
+		return volume.ID{}, 0, fmt.Errorf("%w: max_entries is %d", errdefs.ErrInvalid, maxEntries)
 	}
 	if token != "" {
 		if after, err = volume.ParseID(token); err != nil || after.Kind != kind {
-			return volume.ID{}, 0, fmt.Errorf("%w: starting_token %q", blockdev.ErrBadToken, token)
+			return volume.ID{}, 0, fmt.Errorf("%w: starting_token %q", errdefs.ErrBadToken, token)
 		}
 	}
 	if maxEntries == 0 {
@@ -379,7 +373,7 @@ func (s *Server) GetCapacity(ctx context.Context, r *csi.GetCapacityRequest) (*c
 	nodes := []string{""} // all
 	if r.GetAccessibleTopology() != nil {
 		nodes, err = s.nodesIn(ctx, r.GetAccessibleTopology().GetSegments())
-		if errors.Is(err, blockdev.ErrNoSpace) || errors.Is(err, blockdev.ErrInvalid) { // nobody of ours is there
+		if errors.Is(err, errdefs.ErrNoSpace) || errors.Is(err, errdefs.ErrInvalid) { // nobody of ours is there
 			return &csi.GetCapacityResponse{MaximumVolumeSize: wrapInt64(0), MinimumVolumeSize: wrapInt64(floor)}, nil
 		}
 		if err != nil {
@@ -462,7 +456,7 @@ func (s *Server) ControllerListVolumeHealth(ctx context.Context, r *csi.Controll
 	response := &csi.ControllerListVolumeHealthResponse{}
 	response.Entries, response.NextToken, err = fillPage(volumes, r.GetMaxEntries(), idOf, func(v volume.Volume) (*csi.VolumeHealth, bool, error) {
 		problems, err := s.store.Health(ctx, v.ID)
-		return csimap.Health(v.ID.String(), problems), len(problems) > 0, ignoreNotFound(err) // it may have been deleted meanwhile
+		return csimap.Health(v.ID.String(), problems), len(problems) > 0, errdefs.IgnoreNotFound(err) // it may have been deleted meanwhile
 	})
 	return response, err
 }

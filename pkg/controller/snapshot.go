@@ -12,6 +12,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/csimap"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
@@ -36,9 +37,9 @@ func (s *Server) CreateSnapshot(ctx context.Context, r *csi.CreateSnapshotReques
 	if len(nodes) > 0 {
 		v, err := s.store.Get(ctx, source)
 		if err == nil && !slices.Contains(nodes, v.Node) {
-			return nil, fmt.Errorf("%w: a snapshot of volume %s can be used on node %s, not on %v", blockdev.ErrNoSpace, source, v.Node, nodes)
+			return nil, fmt.Errorf("%w: a snapshot of volume %s can be used on node %s, not on %v", errdefs.ErrNoSpace, source, v.Node, nodes)
 		}
-		if err != nil && !errors.Is(err, blockdev.ErrNotFound) { // a snapshot that is there needs no source any more
+		if err != nil && !errors.Is(err, errdefs.ErrNotFound) { // a snapshot that is there needs no source any more
 			return nil, err
 		}
 	}
@@ -54,7 +55,7 @@ func checkSnapshotParameters(parameters map[string]string) error {
 		// Kubernetes' own test suite repeats the field deletionPolicy of a group snapshot's class among the
 		// parameters. It is the CO's business in either place.
 		if !csimap.ForCO(key) && key != "deletionPolicy" {
-			return fmt.Errorf("%w: unknown snapshot parameter %q; there are none", blockdev.ErrInvalid, key)
+			return fmt.Errorf("%w: unknown snapshot parameter %q; there are none", errdefs.ErrInvalid, key)
 		}
 	}
 	return nil
@@ -66,7 +67,7 @@ func (s *Server) DeleteSnapshot(ctx context.Context, r *csi.DeleteSnapshotReques
 	if err == nil {
 		err = s.store.DeleteSnapshot(ctx, id)
 	}
-	return &csi.DeleteSnapshotResponse{}, ignoreNotFound(err)
+	return &csi.DeleteSnapshotResponse{}, errdefs.IgnoreNotFound(err)
 }
 
 // GetSnapshot returns one snapshot.
@@ -89,7 +90,7 @@ func (s *Server) ListSnapshots(ctx context.Context, r *csi.ListSnapshotsRequest)
 		return nil, err
 	}
 	snapshots, err := s.list(ctx, r, after, limit)
-	if err = ignoreNotFound(err); err != nil {
+	if err = errdefs.IgnoreNotFound(err); err != nil {
 		return nil, err
 	}
 	response := &csi.ListSnapshotsResponse{}
@@ -185,7 +186,7 @@ func (s *Server) getGroup(ctx context.Context, text string, snapshotIDs []string
 	slices.Sort(given)
 	slices.Sort(members)
 	if len(given) > 0 && !slices.Equal(given, members) {
-		return volume.Group{}, fmt.Errorf("%w: %s has the snapshots %v, not %v", blockdev.ErrInvalid, id, members, given)
+		return volume.Group{}, fmt.Errorf("%w: %s has the snapshots %v, not %v", errdefs.ErrInvalid, id, members, given)
 	}
 	return group, nil
 }
@@ -196,15 +197,15 @@ func (s *Server) DeleteVolumeGroupSnapshot(ctx context.Context, r *csi.DeleteVol
 	for _, text := range r.GetSnapshotIds() {
 		// What is in a pool that is not there would stay, and nobody ask again.
 		if id, err := volume.ParseID(text); err == nil && id.Kind == blockdev.Snapshot {
-			if _, err := s.store.GetSnapshot(ctx, id); errors.Is(err, blockdev.ErrUnavailable) {
+			if _, err := s.store.GetSnapshot(ctx, id); errors.Is(err, errdefs.ErrUnavailable) {
 				return nil, fmt.Errorf("delete %s: %w", group.ID, err)
 			}
 		}
 	}
-	if err == nil || (errors.Is(err, blockdev.ErrNotFound) && group.ID.Key != "") {
+	if err == nil || (errors.Is(err, errdefs.ErrNotFound) && group.ID.Key != "") {
 		err = s.store.DeleteGroup(ctx, group.ID) // also what is left of one
 	}
-	return &csi.DeleteVolumeGroupSnapshotResponse{}, ignoreNotFound(err)
+	return &csi.DeleteVolumeGroupSnapshotResponse{}, errdefs.IgnoreNotFound(err)
 }
 
 // GetVolumeGroupSnapshot returns a group.
@@ -259,11 +260,11 @@ func (s *Server) metadataSource(ctx context.Context, text string, offset int64, 
 		return volume.Snapshot{}, err
 	}
 	if maxResults < 0 {
-		return volume.Snapshot{}, fmt.Errorf("%w: max_results is %d", blockdev.ErrInvalid, maxResults)
+		return volume.Snapshot{}, fmt.Errorf("%w: max_results is %d", errdefs.ErrInvalid, maxResults)
 	}
 	snapshot, err := s.store.GetSnapshot(ctx, id)
 	if err == nil && (offset < 0 || offset > snapshot.Size) {
-		return volume.Snapshot{}, fmt.Errorf("%w: starting_offset %d is not within the %d bytes of %s", blockdev.ErrOutOfRange, offset, snapshot.Size, id)
+		return volume.Snapshot{}, fmt.Errorf("%w: starting_offset %d is not within the %d bytes of %s", errdefs.ErrOutOfRange, offset, snapshot.Size, id)
 	}
 	return snapshot, err
 }

@@ -11,6 +11,7 @@ import (
 	"github.com/container-storage-interface/spec/lib/go/csi"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -35,7 +36,7 @@ const (
 
 // Missing is the error for a request without a field that it needs.
 func Missing(field string) error {
-	return fmt.Errorf("%w: the request has no %s", blockdev.ErrInvalid, field)
+	return fmt.Errorf("%w: the request has no %s", errdefs.ErrInvalid, field)
 }
 
 // Topology of what is on a node.
@@ -68,7 +69,7 @@ func ParseParameters(parameters map[string]string) (Parameters, error) {
 		switch {
 		case isFilesystem(key):
 			if filesystemKey != "" {
-				return Parameters{}, fmt.Errorf("%w: the filesystem is given twice, as %s and as %s", blockdev.ErrInvalid, filesystemKey, key)
+				return Parameters{}, fmt.Errorf("%w: the filesystem is given twice, as %s and as %s", errdefs.ErrInvalid, filesystemKey, key)
 			}
 			filesystemKey = key
 			if value == "" {
@@ -80,21 +81,21 @@ func ParseParameters(parameters map[string]string) (Parameters, error) {
 			}
 		case key == "pool":
 			if !blockdev.ValidPoolName(value) {
-				return p, fmt.Errorf("%w: parameter pool=%q is not the name of a pool", blockdev.ErrInvalid, value)
+				return p, fmt.Errorf("%w: parameter pool=%q is not the name of a pool", errdefs.ErrInvalid, value)
 			}
 			p.Pool = value
 		case key == "provisioning":
 			p.Provisioning = blockdev.Provisioning(value)
 			if p.Provisioning != blockdev.Thick && p.Provisioning != blockdev.Thin {
-				return Parameters{}, fmt.Errorf("%w: parameter provisioning=%q; thick and thin are known", blockdev.ErrInvalid, value)
+				return Parameters{}, fmt.Errorf("%w: parameter provisioning=%q; thick and thin are known", errdefs.ErrInvalid, value)
 			}
 		case key == pvcName || key == pvcNamespace || key == pvName:
 			if len(value) > maxName {
-				return Parameters{}, fmt.Errorf("%w: parameter %s has %d bytes, a name has up to %d", blockdev.ErrInvalid, key, len(value), maxName)
+				return Parameters{}, fmt.Errorf("%w: parameter %s has %d bytes, a name has up to %d", errdefs.ErrInvalid, key, len(value), maxName)
 			}
 			*map[string]*string{pvcName: &p.For.Name, pvcNamespace: &p.For.Namespace, pvName: &p.For.PersistentVolume}[key] = value
 		case !ForCO(key):
-			return p, fmt.Errorf("%w: unknown parameter %q; pool, provisioning and fstype are known", blockdev.ErrInvalid, key)
+			return p, fmt.Errorf("%w: unknown parameter %q; pool, provisioning and fstype are known", errdefs.ErrInvalid, key)
 		}
 	}
 	return p, nil
@@ -107,7 +108,7 @@ func (p Parameters) Agree(asked filesystem.Type) error {
 		return nil
 	}
 	return fmt.Errorf("%w: the parameters say filesystem %s, and the volume capability %s (%s if it says none): let both say the same",
-		blockdev.ErrInvalid, p.Filesystem, asked, filesystem.Types[0])
+		errdefs.ErrInvalid, p.Filesystem, asked, filesystem.Types[0])
 }
 
 // IsEphemeral reports whether a volume context is that of an inline ephemeral volume.
@@ -150,7 +151,7 @@ func ParseQuantity(text string) (int64, error) {
 	}
 	n, err := strconv.ParseInt(number, 10, 64)
 	if err != nil || n <= 0 || n > blockdev.MaxSize/factor {
-		return 0, fmt.Errorf("%w: %q is no size; write bytes, or a number with Ki, Mi, Gi, Ti, k, M, G or T", blockdev.ErrInvalid, text)
+		return 0, fmt.Errorf("%w: %q is no size; write bytes, or a number with Ki, Mi, Gi, Ti, k, M, G or T", errdefs.ErrInvalid, text)
 	}
 	return n * factor, nil
 }
@@ -178,7 +179,7 @@ func CheckCapabilities(capabilities ...*csi.VolumeCapability) (filesystem.Type, 
 			return "", Missing("volume capability")
 		}
 		if mode := c.GetAccessMode().GetMode(); !slices.Contains(modes, mode) {
-			return "", fmt.Errorf("%w: access mode %s; a volume is on one node: %v can be had", blockdev.ErrInvalid, mode, modes)
+			return "", fmt.Errorf("%w: access mode %s; a volume is on one node: %v can be had", errdefs.ErrInvalid, mode, modes)
 		}
 		switch {
 		case c.GetBlock() != nil:
@@ -188,10 +189,10 @@ func CheckCapabilities(capabilities ...*csi.VolumeCapability) (filesystem.Type, 
 				return "", err
 			}
 			if fs != "" && fs != this {
-				return "", fmt.Errorf("%w: one volume cannot carry both %s and %s", blockdev.ErrInvalid, fs, this)
+				return "", fmt.Errorf("%w: one volume cannot carry both %s and %s", errdefs.ErrInvalid, fs, this)
 			}
 			if group := c.GetMount().GetVolumeMountGroup(); group != "" {
-				return "", fmt.Errorf("%w: volume_mount_group: leave the group of files to the kubelet (fsGroupPolicy File)", blockdev.ErrInvalid)
+				return "", fmt.Errorf("%w: volume_mount_group: leave the group of files to the kubelet (fsGroupPolicy File)", errdefs.ErrInvalid)
 			}
 			if err := mount.CheckOptions(c.GetMount().GetMountFlags()...); err != nil {
 				return "", err

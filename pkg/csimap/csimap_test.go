@@ -11,6 +11,7 @@ import (
 	"github.com/container-storage-interface/spec/lib/go/csi"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -68,7 +69,7 @@ func TestCheckCapabilities(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			fs, err := CheckCapabilities(c.capabilities...)
-			if fs != c.fs || errors.Is(err, blockdev.ErrInvalid) != c.refused || (err != nil) != c.refused {
+			if fs != c.fs || errors.Is(err, errdefs.ErrInvalid) != c.refused || (err != nil) != c.refused {
 				t.Errorf("%q, %v; want %q, refused %v", fs, err, c.fs, c.refused)
 			}
 		})
@@ -130,7 +131,7 @@ func TestParseParameters(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			p, err := ParseParameters(c.in)
-			if errors.Is(err, blockdev.ErrInvalid) != c.refused || (err != nil) != c.refused || (err == nil && p != c.want) {
+			if errors.Is(err, errdefs.ErrInvalid) != c.refused || (err != nil) != c.refused || (err == nil && p != c.want) {
 				t.Errorf("%+v, %v; want %+v, refused %v", p, err, c.want, c.refused)
 			}
 		})
@@ -148,7 +149,7 @@ func TestAgree(t *testing.T) {
 		"another":          {filesystem.XFS, filesystem.Ext4, true},
 		"for block access": {filesystem.XFS, "", false}, // a class is for claims of both kinds
 	} {
-		if err := (Parameters{Filesystem: c.parameter}).Agree(c.asked); (err != nil) != c.refused || (err != nil && !errors.Is(err, blockdev.ErrInvalid)) {
+		if err := (Parameters{Filesystem: c.parameter}).Agree(c.asked); (err != nil) != c.refused || (err != nil && !errors.Is(err, errdefs.ErrInvalid)) {
 			t.Errorf("%s: %v, want it refused: %v", name, err, c.refused)
 		}
 	}
@@ -172,7 +173,7 @@ func TestParseEphemeral(t *testing.T) {
 	if _, size, err := ParseEphemeral(nil); err != nil || size != (volume.Range{}) {
 		t.Errorf("without a size: %+v, %v", size, err)
 	}
-	if _, _, err := ParseEphemeral(map[string]string{"sizes": "1"}); !errors.Is(err, blockdev.ErrInvalid) {
+	if _, _, err := ParseEphemeral(map[string]string{"sizes": "1"}); !errors.Is(err, errdefs.ErrInvalid) {
 		t.Errorf("unknown attribute: %v", err)
 	}
 }
@@ -186,7 +187,7 @@ func TestQuantities(t *testing.T) {
 		"16Ti": 0, "17592186044416": 0, "9223372036854775807": 0, "9223372036854775808": 0, "9007199254740993Ki": 0, "-9223372036854775808Ti": 0,
 	} {
 		_, size, err := ParseEphemeral(map[string]string{"size": text})
-		if size.Required != want || size.Limit != 0 || (err == nil) != (want > 0) || (err != nil && !errors.Is(err, blockdev.ErrInvalid)) {
+		if size.Required != want || size.Limit != 0 || (err == nil) != (want > 0) || (err != nil && !errors.Is(err, errdefs.ErrInvalid)) {
 			t.Errorf("%q: %+v, %v; want %d", text, size, err, want)
 		}
 	}
@@ -240,7 +241,7 @@ func FuzzParseParameters(f *testing.F) {
 		default:
 			known = strings.HasPrefix(key, "csi.storage.k8s.io/")
 		}
-		if known != (err == nil) || (err != nil && !errors.Is(err, blockdev.ErrInvalid)) || (known && p != want) {
+		if known != (err == nil) || (err != nil && !errors.Is(err, errdefs.ErrInvalid)) || (known && p != want) {
 			t.Fatalf("%q=%q: %+v, %v; want %+v, known %v", key, value, p, err, want, known)
 		}
 	})
@@ -255,7 +256,7 @@ func FuzzParseEphemeral(f *testing.F) {
 	f.Fuzz(func(t *testing.T, text string) {
 		_, size, err := ParseEphemeral(map[string]string{"size": text})
 		if err != nil {
-			if !errors.Is(err, blockdev.ErrInvalid) || size != (volume.Range{}) {
+			if !errors.Is(err, errdefs.ErrInvalid) || size != (volume.Range{}) {
 				t.Fatalf("%q: %+v, %v", text, size, err)
 			}
 			return

@@ -17,6 +17,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/command"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 )
 
@@ -238,7 +239,7 @@ func checkExt4(ctx context.Context, device string) error {
 		if err == nil && copied != nil {
 			return clearCopy(device)
 		}
-		if !errors.Is(err, blockdev.ErrDataLoss) {
+		if !errors.Is(err, errdefs.ErrDataLoss) {
 			return err
 		}
 	}
@@ -258,7 +259,7 @@ var notOfGrowth = regexp.MustCompile(`(?i)inode ([0-689]|7[0-9])|error (reading|
 func endGrowth(ctx context.Context, device string) error {
 	out, _, err := command.Run(ctx, append(slices.Concat([]string{"e2fsck"}, noJournal), "-f", "-n", device)...)
 	if other := notOfGrowth.FindString(out); other != "" {
-		return fmt.Errorf("%w: check %s, whose growth was cut short: there is more amiss than that (%q); run e2fsck on it by hand: %w", blockdev.ErrDataLoss, device, other, err)
+		return fmt.Errorf("%w: check %s, whose growth was cut short: there is more amiss than that (%q); run e2fsck on it by hand: %w", errdefs.ErrDataLoss, device, other, err)
 	}
 	return guarded(device, ext4Grows, func() error { return e2fsck(ctx, device, "-f", "-y") })
 }
@@ -278,7 +279,7 @@ func e2fsck(ctx context.Context, device string, options ...string) error {
 		case failure.Code >= 1 && failure.Code <= 3:
 			return nil
 		case failure.Code > 0 && failure.Code&4 != 0:
-			return fmt.Errorf("%w: check %s: e2fsck will not repair it by itself; run e2fsck on it by hand: %w", blockdev.ErrDataLoss, device, err)
+			return fmt.Errorf("%w: check %s: e2fsck will not repair it by itself; run e2fsck on it by hand: %w", errdefs.ErrDataLoss, device, err)
 		}
 	}
 	if err != nil {

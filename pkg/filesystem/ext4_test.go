@@ -11,7 +11,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 const miB = 1 << 20
@@ -256,14 +256,14 @@ func TestGrowthCutShort(t *testing.T) {
 	image.write(t, halfway, ext4SuperSize)
 	run(t, "debugfs", "-w", "-R", "clri b", image.path)
 	want := image.bytes(t)
-	if err := Check(t.Context(), Ext4, image.path); !errors.Is(err, blockdev.ErrDataLoss) || !strings.Contains(err.Error(), "more amiss") {
+	if err := Check(t.Context(), Ext4, image.path); !errors.Is(err, errdefs.ErrDataLoss) || !strings.Contains(err.Error(), "more amiss") {
 		t.Errorf("damage that no growth leaves: %v", err)
 	}
 	if !bytes.Equal(image.bytes(t), want) {
 		t.Error("it was written to")
 	}
 	image.write(t, make([]byte, ext4SuperSize), 0)
-	if err := Check(t.Context(), Ext4, image.path); !errors.Is(err, blockdev.ErrDataLoss) {
+	if err := Check(t.Context(), Ext4, image.path); !errors.Is(err, errdefs.ErrDataLoss) {
 		t.Errorf("damage of unknown origin: %v", err)
 	}
 }

@@ -19,6 +19,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/command"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // Type of a filesystem, as mount(8) names it.
@@ -40,7 +41,7 @@ func ParseType(name string) (Type, error) {
 		return Ext4, nil
 	}
 	if !slices.Contains(Types, Type(name)) {
-		return "", fmt.Errorf("%w: filesystem %q; ext4, xfs and btrfs can be had", blockdev.ErrInvalid, name)
+		return "", fmt.Errorf("%w: filesystem %q; ext4, xfs and btrfs can be had", errdefs.ErrInvalid, name)
 	}
 	return Type(name), nil
 }
@@ -289,7 +290,7 @@ func Check(ctx context.Context, t Type, device string) error {
 func toolError(err error) error {
 	var failure *command.Error
 	if errors.As(err, &failure) && errors.Is(failure.Err, os.ErrNotExist) || strings.Contains(err.Error(), "executable file not found") {
-		return fmt.Errorf("%w: install the filesystem's tools: %w", blockdev.ErrUnsupported, err)
+		return fmt.Errorf("%w: install the filesystem's tools: %w", errdefs.ErrUnsupported, err)
 	}
 	return err
 }
@@ -308,7 +309,7 @@ func Separate(ctx context.Context, path string) error {
 		return err
 	}
 	// btrfstune would write to all of its devices.
-	if err := inspectSuper(t, path); errors.Is(err, blockdev.ErrPrecondition) {
+	if err := inspectSuper(t, path); errors.Is(err, errdefs.ErrPrecondition) {
 		return nil
 	}
 	if log, err := btrfsLog(path); err != nil || log {

@@ -13,7 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
-	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 )
@@ -89,7 +89,7 @@ func TestParseType(t *testing.T) {
 		}
 	}
 	for _, name := range []string{"ext3", "XFS", "ext4 ", "ntfs", "../ext4"} {
-		if _, err := filesystem.ParseType(name); !errors.Is(err, blockdev.ErrInvalid) {
+		if _, err := filesystem.ParseType(name); !errors.Is(err, errdefs.ErrInvalid) {
 			t.Errorf("%q: %v", name, err)
 		}
 	}
@@ -249,7 +249,7 @@ func TestCheck(t *testing.T) {
 		"broken": {func(device string) {
 			drivertest.Run(t, "debugfs", "-w", "-R", "clri <2>", device)
 			drivertest.Run(t, "debugfs", "-w", "-R", "ssv state 2", device)
-		}, blockdev.ErrDataLoss},
+		}, errdefs.ErrDataLoss},
 	} {
 		t.Run(name, func(t *testing.T) {
 			d := newDisk(t, 16*miB)
@@ -265,12 +265,12 @@ func TestCheck(t *testing.T) {
 		})
 	}
 	// A check that did not take place is no data loss.
-	if err := filesystem.Check(t.Context(), filesystem.Ext4, "/nowhere"); err == nil || errors.Is(err, blockdev.ErrDataLoss) {
+	if err := filesystem.Check(t.Context(), filesystem.Ext4, "/nowhere"); err == nil || errors.Is(err, errdefs.ErrDataLoss) {
 		t.Errorf("nothing is checked: %v", err)
 	}
 	ended, cancel := context.WithCancel(t.Context())
 	cancel()
-	if err := filesystem.Check(ended, filesystem.Ext4, sparse(t, miB)); !errors.Is(err, context.Canceled) || errors.Is(err, blockdev.ErrDataLoss) {
+	if err := filesystem.Check(ended, filesystem.Ext4, sparse(t, miB)); !errors.Is(err, context.Canceled) || errors.Is(err, errdefs.ErrDataLoss) {
 		t.Errorf("cancelled: %v", err)
 	}
 	for _, fs := range []filesystem.Type{filesystem.XFS, filesystem.Btrfs} {
@@ -345,7 +345,7 @@ func TestGrow(t *testing.T) {
 				ok(t, err)
 				ok(t, filesystem.GrowBeforeMount(t.Context(), fs, d.device))
 			} else {
-				if !errors.Is(err, blockdev.ErrPrecondition) || !strings.Contains(err.Error(), "CAP_SYS_RESOURCE") {
+				if !errors.Is(err, errdefs.ErrPrecondition) || !strings.Contains(err.Error(), "CAP_SYS_RESOURCE") {
 					t.Fatalf("without the capability: %v", err)
 				}
 				ok(t, mount.Unmount(d.path))
@@ -406,7 +406,7 @@ func TestFreeze(t *testing.T) {
 				t.Fatal("a frozen filesystem is written to")
 			}
 			// Somebody else's freeze stays theirs to thaw.
-			if _, err := filesystem.Freeze(t.Context(), d.path); !errors.Is(err, blockdev.ErrBusy) {
+			if _, err := filesystem.Freeze(t.Context(), d.path); !errors.Is(err, errdefs.ErrBusy) {
 				t.Fatalf("frozen again: %v", err)
 			}
 			if !held(first) {
@@ -428,7 +428,7 @@ func TestFreeze(t *testing.T) {
 				ok(t, filesystem.Thaw(d.path))
 			}
 			ok(t, <-second)
-			if err := left(); !errors.Is(err, blockdev.ErrUnavailable) { // writes were not held back until now
+			if err := left(); !errors.Is(err, errdefs.ErrUnavailable) { // writes were not held back until now
 				t.Fatalf("the end of what somebody else ended: %v", err)
 			}
 
@@ -447,7 +447,7 @@ func TestFreeze(t *testing.T) {
 	if _, err := filesystem.Freeze(t.Context(), "/nowhere"); err == nil {
 		t.Error("nothing is frozen")
 	}
-	if _, err := filesystem.Freeze(t.Context(), "/proc"); !errors.Is(err, blockdev.ErrUnsupported) {
+	if _, err := filesystem.Freeze(t.Context(), "/proc"); !errors.Is(err, errdefs.ErrUnsupported) {
 		t.Errorf("a filesystem that cannot be frozen: %v", err)
 	}
 	if err := filesystem.Thaw("/nowhere"); err == nil {

@@ -8,7 +8,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 const (
@@ -64,11 +64,11 @@ func freezeAnswer(f *os.File, path string, err error) (thaw func() error, _ erro
 	case errors.Is(err, unix.EROFS):
 		return func() error { return nil }, nil
 	case errors.Is(err, unix.EBUSY):
-		err = fmt.Errorf("%w: somebody else froze the filesystem", blockdev.ErrBusy)
+		err = fmt.Errorf("%w: somebody else froze the filesystem", errdefs.ErrBusy)
 	case errors.Is(err, unix.EOPNOTSUPP):
-		err = fmt.Errorf("%w: the filesystem cannot be frozen: %w", blockdev.ErrUnsupported, err)
+		err = fmt.Errorf("%w: the filesystem cannot be frozen: %w", errdefs.ErrUnsupported, err)
 	case errors.Is(err, unix.EIO):
-		err = fmt.Errorf("%w: the filesystem cannot be written out: %w; look at the kernel's log, stop the pods that use it, and when it is staged again it is checked", blockdev.ErrPrecondition, err)
+		err = fmt.Errorf("%w: the filesystem cannot be written out: %w; look at the kernel's log, stop the pods that use it, and when it is staged again it is checked", errdefs.ErrPrecondition, err)
 	}
 	return nil, fmt.Errorf("freeze %s: %w", path, err)
 }
@@ -84,7 +84,7 @@ func thawOnce(f *os.File, path string) func() error {
 		f = nil
 		switch {
 		case errors.Is(err, unix.EINVAL): // not frozen
-			return fmt.Errorf("%w: somebody else ended the freeze of %s while it was needed (fsfreeze, a backup tool); keep them from it, and try again", blockdev.ErrUnavailable, path)
+			return fmt.Errorf("%w: somebody else ended the freeze of %s while it was needed (fsfreeze, a backup tool); keep them from it, and try again", errdefs.ErrUnavailable, path)
 		case err != nil:
 			return fmt.Errorf("thaw %s: %w; run fsfreeze --unfreeze %s", path, err, path)
 		}

@@ -10,6 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 )
 
@@ -79,7 +80,7 @@ func growExt4(f *os.File, device string, size int64) error {
 	err = ioctl(f, ext4ResizeFS, unsafe.Pointer(&blocks))
 	if errors.Is(err, unix.EPERM) {
 		return fmt.Errorf("%w: ext4 grows while mounted only for a process with CAP_SYS_RESOURCE; without, it will grow when the volume is staged next, to %d bytes: %w",
-			blockdev.ErrPrecondition, min(size, super.reach()), err)
+			errdefs.ErrPrecondition, min(size, super.reach()), err)
 	}
 	return err
 }

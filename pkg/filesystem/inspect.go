@@ -13,7 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 )
 
@@ -51,10 +51,10 @@ func inspectSuper(t Type, path string) error {
 	}
 	have, other := map[Type]func([]byte) (int64, string){Ext4: inspectExt4, XFS: inspectXFS, Btrfs: inspectBtrfs}[t](super)
 	if have > size {
-		return fmt.Errorf("%w: the %s of %s says that it has %d bytes, and the device has %d: restore it from a snapshot or a backup", blockdev.ErrDataLoss, t, path, have, size)
+		return fmt.Errorf("%w: the %s of %s says that it has %d bytes, and the device has %d: restore it from a snapshot or a backup", errdefs.ErrDataLoss, t, path, have, size)
 	}
 	if other != "" {
-		return fmt.Errorf("%w: the %s of %s has %s; a volume is one device", blockdev.ErrPrecondition, t, path, other)
+		return fmt.Errorf("%w: the %s of %s has %s; a volume is one device", errdefs.ErrPrecondition, t, path, other)
 	}
 	return nil
 }
@@ -120,7 +120,7 @@ func onlyDevice(device string) error {
 	return mount.Look(device, string(Btrfs), []string{"rescue=nologreplay"}, func(root *os.File) error {
 		info, err := mount.Btrfs(root)
 		if err == nil && info.Devices != 1 {
-			err = fmt.Errorf("%w: the btrfs of %s has %d devices; a volume is one device, and nothing was mounted", blockdev.ErrPrecondition, device, info.Devices)
+			err = fmt.Errorf("%w: the btrfs of %s has %d devices; a volume is one device, and nothing was mounted", errdefs.ErrPrecondition, device, info.Devices)
 		}
 		return err
 	})
@@ -142,7 +142,7 @@ func OnlyOn(device uint64, path string) error {
 		return fmt.Errorf("look at what was mounted: %w", err)
 	}
 	if info.Device != device {
-		return fmt.Errorf("%w: the kernel mounted the filesystem of another device (%d:%d), which says that it is the same", blockdev.ErrPrecondition, unix.Major(info.Device), unix.Minor(info.Device))
+		return fmt.Errorf("%w: the kernel mounted the filesystem of another device (%d:%d), which says that it is the same", errdefs.ErrPrecondition, unix.Major(info.Device), unix.Minor(info.Device))
 	}
 	return nil
 }
@@ -165,7 +165,7 @@ func Unused(ctx context.Context, device string) error {
 			return fmt.Errorf("open %s: %w", device, err)
 		}
 		if try == unusedTries || ctx.Err() != nil {
-			return fmt.Errorf("%w: %s is mounted, where this process does not see it, or used by the kernel otherwise", blockdev.ErrInUse, device)
+			return fmt.Errorf("%w: %s is mounted, where this process does not see it, or used by the kernel otherwise", errdefs.ErrInUse, device)
 		}
 		time.Sleep(unusedPause)
 	}

@@ -10,7 +10,7 @@ import (
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"google.golang.org/protobuf/types/known/wrapperspb"
 
-	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // Server answers for the plugin as a whole.
@@ -69,5 +69,5 @@ func (s *Server) Probe(ctx context.Context, _ *csi.ProbeRequest) (*csi.ProbeResp
 	case errors.Is(err, ErrStarting) && ctx.Err() == nil:
 		return &csi.ProbeResponse{Ready: wrapperspb.Bool(false)}, nil
 	}
-	return nil, fmt.Errorf("%w: not ready: %w", blockdev.ErrUnavailable, err)
+	return nil, fmt.Errorf("%w: not ready: %w", errdefs.ErrUnavailable, err)
 }

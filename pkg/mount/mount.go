@@ -21,7 +21,7 @@ import (
 	"golang.org/x/sys/unix"
 	mountutils "k8s.io/mount-utils"
 
-	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // Info says what is at a path.
@@ -49,7 +49,7 @@ func At(path string) (Info, error) {
 	hangs := hanging.paths[path]
 	hanging.Unlock()
 	if hangs {
-		return Info{}, fmt.Errorf("%w: the filesystem at %s does not answer", blockdev.ErrUnavailable, path)
+		return Info{}, fmt.Errorf("%w: the filesystem at %s does not answer", errdefs.ErrUnavailable, path)
 	}
 	type answer struct {
 		info Info
@@ -76,7 +76,7 @@ func At(path string) (Info, error) {
 		return a.info, a.err
 	default:
 		hanging.paths[path] = true
-		return Info{}, fmt.Errorf("%w: the filesystem at %s has not answered for %s", blockdev.ErrUnavailable, path, lookTime)
+		return Info{}, fmt.Errorf("%w: the filesystem at %s has not answered for %s", errdefs.ErrUnavailable, path, lookTime)
 	}
 }
 
@@ -119,7 +119,7 @@ func at(path string) (Info, error) {
 		// btrfs gives each subvolume a device number of its own. To open a pipe waits for who writes to it, and
 		// what else there is does not ask btrfs.
 		if !info.Folder && sx.Mode&unix.S_IFMT != unix.S_IFREG {
-			return Info{}, fmt.Errorf("%w: %s is neither a folder nor a file, so its btrfs cannot be asked for its device", blockdev.ErrUnsupported, path)
+			return Info{}, fmt.Errorf("%w: %s is neither a folder nor a file, so its btrfs cannot be asked for its device", errdefs.ErrUnsupported, path)
 		}
 		if info.Device, err = btrfsDevice(fd, path); err != nil {
 			return Info{}, err
@@ -191,7 +191,7 @@ func btrfsDevice(fd int, path string) (uint64, error) {
 	// Whoever has a lease on the file (fcntl(2)) is not waited for.
 	fd, err := unix.Open(fmt.Sprintf("/proc/self/fd/%d", fd), unix.O_RDONLY|unix.O_NONBLOCK|unix.O_CLOEXEC, 0)
 	if errors.Is(err, unix.EAGAIN) {
-		return 0, fmt.Errorf("%w: somebody has a lease on %s, so its btrfs cannot be asked for its device", blockdev.ErrUnavailable, path)
+		return 0, fmt.Errorf("%w: somebody has a lease on %s, so its btrfs cannot be asked for its device", errdefs.ErrUnavailable, path)
 	}
 	if err != nil {
 		return 0, &fs.PathError{Op: "open", Path: path, Err: err}
@@ -217,7 +217,7 @@ func btrfsDevice(fd int, path string) (uint64, error) {
 			return unix.Mkdev(major, minor), nil
 		}
 	}
-	return 0, fmt.Errorf("%w: /sys/fs/btrfs has no device of the btrfs at %s", blockdev.ErrUnavailable, path)
+	return 0, fmt.Errorf("%w: /sys/fs/btrfs has no device of the btrfs at %s", errdefs.ErrUnavailable, path)
 }
 
 // BtrfsInfo is what btrfs says of its devices.
@@ -265,7 +265,7 @@ func Btrfs(f *os.File) (BtrfsInfo, error) {
 			return BtrfsInfo{}, err
 		}
 		if id <= 1 || tries == mostTries {
-			return BtrfsInfo{}, fmt.Errorf("%w: btrfs knows of no device below %s that is there", blockdev.ErrUnavailable, f.Name())
+			return BtrfsInfo{}, fmt.Errorf("%w: btrfs knows of no device below %s that is there", errdefs.ErrUnavailable, f.Name())
 		}
 	}
 }
@@ -359,7 +359,7 @@ func Filesystem(device, target, fstype string, options []string, readOnly bool) 
 				return fail("option "+one, -1, err)
 			}
 			if err := configure(fsfd, one); err != nil {
-				return fail("option "+one, fsfd, fmt.Errorf("%w: %w", blockdev.ErrInvalid, err))
+				return fail("option "+one, fsfd, fmt.Errorf("%w: %w", errdefs.ErrInvalid, err))
 			}
 		}
 	}
@@ -393,11 +393,11 @@ func create(fsfd int) error {
 	case err == nil:
 		return nil
 	case errors.Is(err, unix.EUCLEAN), errors.Is(err, unix.EBADMSG):
-		return fmt.Errorf("%w: the filesystem is damaged, check it by hand: %w", blockdev.ErrDataLoss, err)
+		return fmt.Errorf("%w: the filesystem is damaged, check it by hand: %w", errdefs.ErrDataLoss, err)
 	case errors.Is(err, unix.EBUSY):
-		return fmt.Errorf("%w: somebody else uses the device: %w", blockdev.ErrInUse, err)
+		return fmt.Errorf("%w: somebody else uses the device: %w", errdefs.ErrInUse, err)
 	case errors.Is(err, unix.EEXIST): // btrfs
-		return fmt.Errorf("%w: another filesystem of this identity is mounted: %w", blockdev.ErrInUse, err)
+		return fmt.Errorf("%w: another filesystem of this identity is mounted: %w", errdefs.ErrInUse, err)
 	}
 	return fmt.Errorf("%w; the kernel's log may say more", err) // btrfs says nothing here
 }
@@ -462,7 +462,7 @@ func begin(device, fstype string) (fsfd int, what string, err error) {
 	fsfd, err = unix.Fsopen(fstype, unix.FSOPEN_CLOEXEC)
 	if err != nil {
 		if errors.Is(err, unix.ENODEV) {
-			err = fmt.Errorf("%w: this kernel has no %s (modprobe %s)", blockdev.ErrUnsupported, fstype, fstype)
+			err = fmt.Errorf("%w: this kernel has no %s (modprobe %s)", errdefs.ErrUnsupported, fstype, fstype)
 		}
 		return -1, "fsopen", err
 	}
@@ -529,11 +529,11 @@ func CheckOptions(options ...string) error {
 		key, _, _ := strings.Cut(one, "=")
 		switch {
 		case refused[key]:
-			return fmt.Errorf("%w: mount option %s: it would make the mount something else", blockdev.ErrInvalid, one)
+			return fmt.Errorf("%w: mount option %s: it would make the mount something else", errdefs.ErrInvalid, one)
 		case otherDevices[key]:
-			return fmt.Errorf("%w: mount option %s: a volume is one device", blockdev.ErrInvalid, one)
+			return fmt.Errorf("%w: mount option %s: a volume is one device", errdefs.ErrInvalid, one)
 		case deadly[strings.ReplaceAll(one, `"`, "")]:
-			return fmt.Errorf("%w: mount option %s: a damaged volume must not take the node down", blockdev.ErrInvalid, one)
+			return fmt.Errorf("%w: mount option %s: a damaged volume must not take the node down", errdefs.ErrInvalid, one)
 		}
 	}
 	return nil
@@ -625,7 +625,7 @@ func Unmount(path string) error {
 			time.Sleep(busyPause)
 			try++
 		case errors.Is(err, unix.EBUSY):
-			return fmt.Errorf("%w: unmount %s: a process has files open there or works in it", blockdev.ErrInUse, path)
+			return fmt.Errorf("%w: unmount %s: a process has files open there or works in it", errdefs.ErrInUse, path)
 		default:
 			return fmt.Errorf("unmount %s: %w", path, err)
 		}
@@ -658,7 +658,7 @@ func MakeTarget(path string, node bool) (made bool, err error) {
 
 func targetError(err error) error {
 	if errors.Is(err, fs.ErrExist) || Missing(err) || errors.Is(err, unix.EISDIR) {
-		err = fmt.Errorf("%w: %w", blockdev.ErrPrecondition, err)
+		err = fmt.Errorf("%w: %w", errdefs.ErrPrecondition, err)
 	}
 	return fmt.Errorf("make target: %w", err)
 }
@@ -677,11 +677,11 @@ func RemoveTarget(path string) error {
 		return fmt.Errorf("remove %s: %w", path, err)
 	}
 	if !info.IsDir() && (!info.Mode().IsRegular() || info.Size() != 0) {
-		return fmt.Errorf("%w: %s is not removed: nothing is mounted there, but it is no empty folder or file", blockdev.ErrPrecondition, path)
+		return fmt.Errorf("%w: %s is not removed: nothing is mounted there, but it is no empty folder or file", errdefs.ErrPrecondition, path)
 	}
 	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		if errors.Is(err, unix.ENOTEMPTY) {
-			return fmt.Errorf("%w: %s is not removed: nothing is mounted there, and it has files in it", blockdev.ErrPrecondition, path)
+			return fmt.Errorf("%w: %s is not removed: nothing is mounted there, and it has files in it", errdefs.ErrPrecondition, path)
 		}
 		return fmt.Errorf("remove %s: %w", path, err)
 	}
@@ -695,7 +695,7 @@ func RemoveTarget(path string) error {
 // cleaning, so that it says where it leads.
 func CleanPath(path string) error {
 	if !filepath.IsAbs(path) || filepath.Clean(path) != path || path == "/" || strings.ContainsRune(path, 0) {
-		return fmt.Errorf("%w: %q is not an absolute, clean path", blockdev.ErrInvalid, path)
+		return fmt.Errorf("%w: %q is not an absolute, clean path", errdefs.ErrInvalid, path)
 	}
 	return nil
 }

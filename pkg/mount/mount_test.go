@@ -18,7 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
-	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 )
 
@@ -123,11 +123,11 @@ func TestOptions(t *testing.T) {
 	}
 	for _, bad := range []string{"no-such-option", "no-such=1", "errors=perhaps", "bind", "rbind", "remount", "move", "loop", "loop=/dev/loop0", "offset=4096", "shared", "rprivate"} {
 		err := mount.Filesystem(d.device, path, "ext4", []string{"noatime", bad}, false)
-		if !errors.Is(err, blockdev.ErrInvalid) || !strings.Contains(err.Error(), bad) {
+		if !errors.Is(err, errdefs.ErrInvalid) || !strings.Contains(err.Error(), bad) {
 			t.Errorf("option %s: %v", bad, err)
 		}
 	}
-	if err := mount.Filesystem(d.device, path, "nosuchfs", nil, false); !errors.Is(err, blockdev.ErrUnsupported) {
+	if err := mount.Filesystem(d.device, path, "nosuchfs", nil, false); !errors.Is(err, errdefs.ErrUnsupported) {
 		t.Errorf("an unknown filesystem: %v", err)
 	}
 	if err := mount.Filesystem(d.device, path, "xfs", nil, false); err == nil {
@@ -157,7 +157,7 @@ func TestDamagedFilesystem(t *testing.T) {
 	_, err = f.WriteAt([]byte{0xaa, 0xbb, 0xcc}, 1024+16) // the superblock's checksum is wrong now
 	ok(t, errors.Join(err, f.Sync(), f.Close()))
 	err = mount.Filesystem(d.device, d.folder(t, "mounted"), "ext4", nil, false)
-	if !errors.Is(err, blockdev.ErrDataLoss) || !strings.Contains(strings.ToLower(err.Error()), "ext4") {
+	if !errors.Is(err, errdefs.ErrDataLoss) || !strings.Contains(strings.ToLower(err.Error()), "ext4") {
 		t.Errorf("got %v", err)
 	}
 }
@@ -453,7 +453,7 @@ func TestPathThatHangs(t *testing.T) {
 	go func() {
 		defer close(ended)
 		for range 3 { // the second does not wait
-			if _, err := mount.At(bound); !errors.Is(err, blockdev.ErrUnavailable) {
+			if _, err := mount.At(bound); !errors.Is(err, errdefs.ErrUnavailable) {
 				t.Errorf("it answers: %v", err)
 			}
 		}
@@ -589,7 +589,7 @@ func TestUnmount(t *testing.T) {
 	}
 	f, err := os.Create(filepath.Join(path, "open"))
 	ok(t, err)
-	if err := mount.Unmount(path); !errors.Is(err, blockdev.ErrInUse) {
+	if err := mount.Unmount(path); !errors.Is(err, errdefs.ErrInUse) {
 		t.Errorf("with an open file: %v", err)
 	}
 	f.Close()
@@ -650,10 +650,10 @@ func TestMakeTarget(t *testing.T) {
 		{dir + "/new", false, true, nil}, {dir + "/new", false, false, nil},
 		{dir + "/newfile", true, true, nil}, {dir + "/newfile", true, false, nil},
 		{folder, false, false, nil}, {file, true, false, nil}, {full, true, false, nil},
-		{folder, true, false, blockdev.ErrPrecondition}, {file, false, false, blockdev.ErrPrecondition},
-		{link, false, false, blockdev.ErrPrecondition}, {link, true, false, blockdev.ErrPrecondition},
-		{dir + "/no/new", false, false, blockdev.ErrPrecondition}, {dir + "/no/new", true, false, blockdev.ErrPrecondition},
-		{file + "/new", false, false, blockdev.ErrPrecondition},
+		{folder, true, false, errdefs.ErrPrecondition}, {file, false, false, errdefs.ErrPrecondition},
+		{link, false, false, errdefs.ErrPrecondition}, {link, true, false, errdefs.ErrPrecondition},
+		{dir + "/no/new", false, false, errdefs.ErrPrecondition}, {dir + "/no/new", true, false, errdefs.ErrPrecondition},
+		{file + "/new", false, false, errdefs.ErrPrecondition},
 	} {
 		made, err := mount.MakeTarget(c.path, c.node)
 		if made != c.made || !errors.Is(err, c.err) {
@@ -691,7 +691,7 @@ func TestRemoveTarget(t *testing.T) {
 			path := filepath.Join(d.dir, strings.ReplaceAll(name, " ", "-"))
 			ok(t, c.make(path))
 			for range 2 {
-				if err := mount.RemoveTarget(path); c.gone != (err == nil) || (err != nil && !errors.Is(err, blockdev.ErrPrecondition)) {
+				if err := mount.RemoveTarget(path); c.gone != (err == nil) || (err != nil && !errors.Is(err, errdefs.ErrPrecondition)) {
 					t.Errorf("got %v", err)
 				}
 			}
@@ -715,7 +715,7 @@ func TestCleanPath(t *testing.T) {
 		"/a": true, "/a/b": true, "/a b/ü": true, "/a/..b": true, "": false, "/": false, "a": false, "./a": false, "/a/": false, "/a/../b": false, "/a/..": false,
 		"//a": false, "/a//b": false, "/a/./b": false, "/a\x00b": false,
 	} {
-		if err := mount.CleanPath(path); (err == nil) != good || (!good && !errors.Is(err, blockdev.ErrInvalid)) {
+		if err := mount.CleanPath(path); (err == nil) != good || (!good && !errors.Is(err, errdefs.ErrInvalid)) {
 			t.Errorf("%q: %v", path, err)
 		}
 	}

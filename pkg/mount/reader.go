@@ -14,7 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/internal/command"
-	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // A read-only bind keeps nobody from opening a device node for writing, and a second, read-only
@@ -37,9 +37,9 @@ func readerNamespace() (int, error) {
 		namespace, err := command.UserNamespace()
 		switch {
 		case errors.Is(err, exec.ErrNotFound), errors.Is(err, fs.ErrNotExist):
-			return 0, fmt.Errorf("%w: make a user namespace: %w: install coreutils", blockdev.ErrPrecondition, err)
+			return 0, fmt.Errorf("%w: make a user namespace: %w: install coreutils", errdefs.ErrPrecondition, err)
 		case errors.Is(err, unix.ENOSPC), errors.Is(err, unix.EPERM), errors.Is(err, unix.EINVAL): // too many, none for anybody, none in this kernel
-			return 0, fmt.Errorf("%w: make a user namespace: %w: allow them (sysctl user.max_user_namespaces)", blockdev.ErrUnsupported, err)
+			return 0, fmt.Errorf("%w: make a user namespace: %w: allow them (sysctl user.max_user_namespaces)", errdefs.ErrUnsupported, err)
 		case err != nil:
 			return 0, fmt.Errorf("make a user namespace: %w", err)
 		}
@@ -65,10 +65,10 @@ func BindReader(number uint64, target string) error {
 		tree, err = nodeNextTo(target, number, namespace)
 	}
 	if errors.Is(err, unix.EINVAL) {
-		err = fmt.Errorf("%w: neither tmpfs nor the filesystem of the path can be mounted with other owners here: %w", blockdev.ErrUnsupported, err)
+		err = fmt.Errorf("%w: neither tmpfs nor the filesystem of the path can be mounted with other owners here: %w", errdefs.ErrUnsupported, err)
 	}
 	if errors.Is(err, unix.EBUSY) {
-		err = fmt.Errorf("%w: %w", blockdev.ErrInUse, err)
+		err = fmt.Errorf("%w: %w", errdefs.ErrInUse, err)
 	}
 	if err != nil {
 		return fail("make its node", err)

@@ -10,7 +10,7 @@ import (
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"k8s.io/klog/v2"
 
-	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
@@ -45,7 +45,7 @@ func (c *checks) run(ctx context.Context, key string, work func(context.Context)
 	c.begin(key, check{ctx, stop})
 	err := work(working)
 	if errors.Is(working.Err(), context.DeadlineExceeded) && err != nil {
-		err = fmt.Errorf("%w: its filesystem was not checked within %s; check it by hand: %s", blockdev.ErrDataLoss, checkTime, err.Error())
+		err = fmt.Errorf("%w: its filesystem was not checked within %s; check it by hand: %s", errdefs.ErrDataLoss, checkTime, err.Error())
 	}
 	return c.end(ctx, key, err, errors.Is(working.Err(), context.Canceled))
 }

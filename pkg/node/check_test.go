@@ -9,6 +9,7 @@ import (
 	"github.com/container-storage-interface/spec/lib/go/csi"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
@@ -39,7 +40,7 @@ func TestCheckGoesOn(t *testing.T) {
 	retry := func() error {
 		return s.checks.run(t.Context(), key, func(context.Context) error { checked++; return nil })
 	}
-	for _, said := range []error{nil, blockdev.ErrDataLoss} {
+	for _, said := range []error{nil, errdefs.ErrDataLoss} {
 		end, told := began(s, key)
 		end <- said
 		if err := <-told; !errors.Is(err, context.Canceled) {
@@ -56,7 +57,7 @@ func TestCheckGoesOn(t *testing.T) {
 		t.Errorf("checked %d times", checked)
 	}
 	// A caller who waits is told at once, and nothing is kept.
-	if err := s.checks.run(t.Context(), key, func(context.Context) error { return blockdev.ErrDataLoss }); !errors.Is(err, blockdev.ErrDataLoss) {
+	if err := s.checks.run(t.Context(), key, func(context.Context) error { return errdefs.ErrDataLoss }); !errors.Is(err, errdefs.ErrDataLoss) {
 		t.Fatal(err)
 	}
 	if err := retry(); err != nil {

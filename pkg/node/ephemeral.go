@@ -9,8 +9,8 @@ import (
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 
-	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/csimap"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -28,14 +28,14 @@ type Ephemeral struct {
 // pool that is for others, ErrOutOfRange for too large a size.
 func (e Ephemeral) admit(spec *volume.Spec) error {
 	if len(e.Pools) == 0 {
-		return fmt.Errorf("%w: inline ephemeral volumes are switched off on this node (--ephemeral-pools); use a claim, or a generic ephemeral volume, which is one", blockdev.ErrPrecondition)
+		return fmt.Errorf("%w: inline ephemeral volumes are switched off on this node (--ephemeral-pools); use a claim, or a generic ephemeral volume, which is one", errdefs.ErrPrecondition)
 	}
 	spec.Pool = cmp.Or(spec.Pool, e.Pools[0])
 	if !slices.Contains(e.Pools, spec.Pool) {
-		return fmt.Errorf("%w: pool %s is not for inline ephemeral volumes; %v are (--ephemeral-pools)", blockdev.ErrInvalid, spec.Pool, e.Pools)
+		return fmt.Errorf("%w: pool %s is not for inline ephemeral volumes; %v are (--ephemeral-pools)", errdefs.ErrInvalid, spec.Pool, e.Pools)
 	}
 	if e.MaxSize > 0 && spec.Size.Required > e.MaxSize {
-		return fmt.Errorf("%w: %d bytes; an inline ephemeral volume has up to %d (--ephemeral-max-size)", blockdev.ErrOutOfRange, spec.Size.Required, e.MaxSize)
+		return fmt.Errorf("%w: %d bytes; an inline ephemeral volume has up to %d (--ephemeral-max-size)", errdefs.ErrOutOfRange, spec.Size.Required, e.MaxSize)
 	}
 	spec.Size.Limit = e.MaxSize
 	return nil
@@ -44,10 +44,10 @@ func (e Ephemeral) admit(spec *volume.Spec) error {
 // publishEphemeral makes a volume for one pod, under the ID that the CO gave it.
 func (s *Server) publishEphemeral(ctx context.Context, r *csi.NodePublishVolumeRequest, target string, u use) error {
 	if u.block {
-		return fmt.Errorf("%w: an inline ephemeral volume is for mount access", blockdev.ErrInvalid)
+		return fmt.Errorf("%w: an inline ephemeral volume is for mount access", errdefs.ErrInvalid)
 	}
 	if _, err := volume.ParseID(r.GetVolumeId()); err == nil {
-		return fmt.Errorf("%w: this is the ID of a volume that is not ephemeral", blockdev.ErrInvalid)
+		return fmt.Errorf("%w: this is the ID of a volume that is not ephemeral", errdefs.ErrInvalid)
 	}
 	parameters, size, err := csimap.ParseEphemeral(r.GetVolumeContext())
 	if err == nil {
@@ -61,7 +61,7 @@ func (s *Server) publishEphemeral(ctx context.Context, r *csi.NodePublishVolumeR
 	// What was made before stays its pod's, whatever is allowed now.
 	if have, err := s.volumes.Ephemeral(ctx, spec.Name); err == nil {
 		spec.Pool = cmp.Or(spec.Pool, have.ID.Pool)
-	} else if !errors.Is(err, blockdev.ErrNotFound) {
+	} else if !errors.Is(err, errdefs.ErrNotFound) {
 		return err
 	} else if err := s.options.Ephemeral.admit(&spec); err != nil {
 		return err
@@ -77,7 +77,7 @@ func (s *Server) publishEphemeral(ctx context.Context, r *csi.NodePublishVolumeR
 	}
 	// One that was formatted before this call may have been handed out to its pod.
 	fresh := v.Format.State != volume.Formatted
-	if err != nil && fresh && ctx.Err() == nil && !errors.Is(err, blockdev.ErrExists) {
+	if err != nil && fresh && ctx.Err() == nil && !errors.Is(err, errdefs.ErrExists) {
 		err = errors.Join(err, s.removeEphemeral(ctx, v, target))
 	}
 	return err

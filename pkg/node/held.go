@@ -8,6 +8,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -93,7 +94,7 @@ func (s *Server) single(ctx context.Context, id volume.ID, path string) error {
 		return err
 	}
 	if others := s.elsewhere(numbers(devices), path); len(others) > 0 {
-		return fmt.Errorf("%w: it is not staged at %s, and mounted at %s; a volume has one staging path: unpublish and unstage it there first", blockdev.ErrInUse, path, others[0])
+		return fmt.Errorf("%w: it is not staged at %s, and mounted at %s; a volume has one staging path: unpublish and unstage it there first", errdefs.ErrInUse, path, others[0])
 	}
 	return nil
 }

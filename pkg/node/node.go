@@ -16,6 +16,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/csimap"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -154,7 +155,7 @@ func (s *Server) here(ctx context.Context, id volume.ID, path string) (place, er
 			}
 		}
 	}
-	return place{}, fmt.Errorf("%w: volume %s is not at %s", blockdev.ErrNotFound, id, path)
+	return place{}, fmt.Errorf("%w: volume %s is not at %s", errdefs.ErrNotFound, id, path)
 }
 
 // hereOrStaged is here for a path of the caller's, which may also be the staging path of a block volume: a folder with the
@@ -162,9 +163,9 @@ func (s *Server) here(ctx context.Context, id volume.ID, path string) (place, er
 func (s *Server) hereOrStaged(ctx context.Context, id volume.ID, path string) (place, error) {
 	path = mount.Resolve(path)
 	at, err := s.here(ctx, id, path)
-	if errors.Is(err, blockdev.ErrNotFound) {
+	if errors.Is(err, errdefs.ErrNotFound) {
 		device, markerErr := s.here(ctx, id, marker(path))
-		if !errors.Is(markerErr, blockdev.ErrNotFound) {
+		if !errors.Is(markerErr, errdefs.ErrNotFound) {
 			return device, markerErr
 		}
 	}
@@ -203,7 +204,7 @@ func (s *Server) claimed(ctx context.Context, v volume.Volume, u *use) error {
 		return nil
 	}
 	if claim.Node != s.volumes.Node() {
-		return fmt.Errorf("%w: it is not claimed for node %s (its claim is for node %q); publish it there first, at the controller", blockdev.ErrPrecondition, s.volumes.Node(), claim.Node)
+		return fmt.Errorf("%w: it is not claimed for node %s (its claim is for node %q); publish it there first, at the controller", errdefs.ErrPrecondition, s.volumes.Node(), claim.Node)
 	}
 	u.readOnly = u.readOnly || claim.ReadOnly
 	return nil
@@ -228,7 +229,7 @@ func (s *Server) NodeExpandVolume(ctx context.Context, r *csi.NodeExpandVolumeRe
 		return nil, err
 	}
 	if required := r.GetCapacityRange().GetRequiredBytes(); required > v.Size {
-		return nil, fmt.Errorf("%w: volume %s has %d bytes, %d are required; expand it at the controller first", blockdev.ErrOutOfRange, v.ID, v.Size, required)
+		return nil, fmt.Errorf("%w: volume %s has %d bytes, %d are required; expand it at the controller first", errdefs.ErrOutOfRange, v.ID, v.Size, required)
 	}
 	// A retry after a crash may find the device smaller than its image.
 	if v, err = s.volumes.Expand(ctx, v.ID, volume.Range{}); err != nil {
@@ -249,7 +250,7 @@ func (s *Server) grow(v volume.Volume, device blockdev.Device) error {
 			return filesystem.Grow(filesystem.TypeOf(info.Statfs.Type), device.Path, path)
 		}
 	}
-	return fmt.Errorf("%w: the filesystem of volume %s is mounted read-only and cannot grow", blockdev.ErrPrecondition, v.ID)
+	return fmt.Errorf("%w: the filesystem of volume %s is mounted read-only and cannot grow", errdefs.ErrPrecondition, v.ID)
 }
 
 // NodeGetVolumeStats measures a filesystem or a device.

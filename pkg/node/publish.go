@@ -10,6 +10,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/csimap"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -47,7 +48,7 @@ func (s *Server) publish(ctx context.Context, r *csi.NodePublishVolumeRequest, t
 		return err
 	}
 	if r.GetStagingTargetPath() == "" {
-		return fmt.Errorf("%w: the request has no staging target path; stage the volume first", blockdev.ErrPrecondition)
+		return fmt.Errorf("%w: the request has no staging target path; stage the volume first", errdefs.ErrPrecondition)
 	}
 	if err := mount.CleanPath(r.GetStagingTargetPath()); err != nil {
 		return err
@@ -60,8 +61,8 @@ func (s *Server) publish(ctx context.Context, r *csi.NodePublishVolumeRequest, t
 		staged = marker(staged)
 	}
 	at, err := s.here(ctx, id, staged)
-	if errors.Is(err, blockdev.ErrNotFound) || (err == nil && at.Node != u.block) {
-		return fmt.Errorf("%w: it is not staged at %s for this access", blockdev.ErrPrecondition, r.GetStagingTargetPath())
+	if errors.Is(err, errdefs.ErrNotFound) || (err == nil && at.Node != u.block) {
+		return fmt.Errorf("%w: it is not staged at %s for this access", errdefs.ErrPrecondition, r.GetStagingTargetPath())
 	}
 	if err != nil {
 		return err
@@ -85,10 +86,10 @@ func stagedAs(v volume.Volume, at mount.Info, c *csi.VolumeCapability, u use) er
 		return nil
 	}
 	if have := filesystem.TypeOf(at.Statfs.Type); c.GetMount().GetFsType() != "" && have != u.fs {
-		return fmt.Errorf("%w: it is staged as %s, not as %s", blockdev.ErrPrecondition, have, u.fs)
+		return fmt.Errorf("%w: it is staged as %s, not as %s", errdefs.ErrPrecondition, have, u.fs)
 	}
 	if !sameContext(v.Flags, u.options) {
-		return fmt.Errorf("%w: it is staged with another SELinux context", blockdev.ErrPrecondition)
+		return fmt.Errorf("%w: it is staged with another SELinux context", errdefs.ErrPrecondition)
 	}
 	return nil
 }
@@ -128,7 +129,7 @@ func (s *Server) alone(ctx context.Context, v volume.Volume, staged, target stri
 			return err
 		}
 		if there.mounted && (there.dead || slices.Contains(numbers(devices), there.device)) {
-			return fmt.Errorf("%w: its access mode SINGLE_NODE_SINGLE_WRITER allows one target, and it is published at %s", blockdev.ErrInUse, other)
+			return fmt.Errorf("%w: its access mode SINGLE_NODE_SINGLE_WRITER allows one target, and it is published at %s", errdefs.ErrInUse, other)
 		}
 	}
 	if v.Target == target {
@@ -155,10 +156,10 @@ func (s *Server) publishMount(staged string, info mount.Info, target string, u u
 	}
 	if there.Root {
 		if there.Device != info.Device || there.Node {
-			return fmt.Errorf("%w: something else is mounted there", blockdev.ErrExists)
+			return fmt.Errorf("%w: something else is mounted there", errdefs.ErrExists)
 		}
 		if there.ReadOnly != readOnly {
-			return fmt.Errorf("%w: it is published there with read-only %v", blockdev.ErrExists, there.ReadOnly)
+			return fmt.Errorf("%w: it is published there with read-only %v", errdefs.ErrExists, there.ReadOnly)
 		}
 		return nil
 	}
@@ -211,7 +212,7 @@ func (s *Server) unpublish(ctx context.Context, text, asked, target string) erro
 			return err
 		}
 		if !at.of(id, held) {
-			return fmt.Errorf("%w: what is mounted there is not this volume", blockdev.ErrPrecondition)
+			return fmt.Errorf("%w: what is mounted there is not this volume", errdefs.ErrPrecondition)
 		}
 	}
 	if err := mount.RemoveTarget(target); err != nil {
@@ -222,7 +223,7 @@ func (s *Server) unpublish(ctx context.Context, text, asked, target string) erro
 		return nil
 	}
 	v, err := s.volumes.Ephemeral(ctx, text)
-	if errors.Is(err, blockdev.ErrNotFound) {
+	if errors.Is(err, errdefs.ErrNotFound) {
 		return nil
 	}
 	if err != nil {

@@ -10,6 +10,7 @@ import (
 	"github.com/container-storage-interface/spec/lib/go/csi"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -62,7 +63,7 @@ func look(path string) (mount.Info, error) {
 		info, err = mount.At(path)
 	}
 	if mount.Missing(err) {
-		return info, fmt.Errorf("%w: %s is not there; the caller has to make it", blockdev.ErrPrecondition, path)
+		return info, fmt.Errorf("%w: %s is not there; the caller has to make it", errdefs.ErrPrecondition, path)
 	}
 	return info, err
 }
@@ -74,7 +75,7 @@ func (s *Server) mountVolume(ctx context.Context, v volume.Volume, path string, 
 		return err
 	}
 	if !info.Folder {
-		return fmt.Errorf("%w: %s is no folder", blockdev.ErrPrecondition, path)
+		return fmt.Errorf("%w: %s is no folder", errdefs.ErrPrecondition, path)
 	}
 	if info.Root {
 		return s.mounted(ctx, v, path, u)
@@ -146,8 +147,8 @@ func (s *Server) mountDevice(device blockdev.Device, path string, u use) error {
 // mounted is a retry: something is mounted at the path already.
 func (s *Server) mounted(ctx context.Context, v volume.Volume, path string, u use) error {
 	at, err := s.here(ctx, v.ID, path)
-	if errors.Is(err, blockdev.ErrNotFound) || (err == nil && at.Node) {
-		return fmt.Errorf("%w: something else is mounted at %s", blockdev.ErrExists, path)
+	if errors.Is(err, errdefs.ErrNotFound) || (err == nil && at.Node) {
+		return fmt.Errorf("%w: something else is mounted at %s", errdefs.ErrExists, path)
 	}
 	if err != nil {
 		return err
@@ -155,10 +156,10 @@ func (s *Server) mounted(ctx context.Context, v volume.Volume, path string, u us
 	// Of a volume that was a raw device, the record does not know the filesystem.
 	have := filesystem.TypeOf(at.Statfs.Type)
 	if writable := s.mounts.Writable(at.Device, path); writable == u.readOnly || have != u.fs {
-		return fmt.Errorf("%w: it is mounted at %s as %s, writable %v", blockdev.ErrExists, path, have, writable)
+		return fmt.Errorf("%w: it is mounted at %s as %s, writable %v", errdefs.ErrExists, path, have, writable)
 	}
 	if v.Flags != "" && v.Flags != flagsOf(u.options) {
-		return fmt.Errorf("%w: it is mounted at %s with other mount flags", blockdev.ErrExists, path)
+		return fmt.Errorf("%w: it is mounted at %s with other mount flags", errdefs.ErrExists, path)
 	}
 	if u.readOnly || !filesystem.GrowsMounted(have) {
 		return nil
@@ -181,7 +182,7 @@ func (s *Server) format(ctx context.Context, v *volume.Volume, device blockdev.D
 			return false, err
 		}
 		if !blank {
-			return false, fmt.Errorf("%w: its record says that it was never formatted, but %s is not blank; nothing was formatted: look at what is on it", blockdev.ErrPrecondition, device.Path)
+			return false, fmt.Errorf("%w: its record says that it was never formatted, but %s is not blank; nothing was formatted: look at what is on it", errdefs.ErrPrecondition, device.Path)
 		}
 	case volume.Formatting:
 		// Nobody ever had this volume: what is on it is what mkfs left when it was cut
@@ -191,7 +192,7 @@ func (s *Server) format(ctx context.Context, v *volume.Volume, device blockdev.D
 			return false, err
 		}
 		if foreign != "" {
-			return false, fmt.Errorf("%w: its formatting was cut short, and %s carries %s now; nothing was formatted: look at what is on it", blockdev.ErrPrecondition, device.Path, foreign)
+			return false, fmt.Errorf("%w: its formatting was cut short, and %s carries %s now; nothing was formatted: look at what is on it", errdefs.ErrPrecondition, device.Path, foreign)
 		}
 		used, err := filesystem.Used(device.Path)
 		if err != nil {
@@ -205,7 +206,7 @@ func (s *Server) format(ctx context.Context, v *volume.Volume, device blockdev.D
 			return false, carries(v, device, u.fs)
 		}
 	default:
-		return false, fmt.Errorf("%w: its record has the unknown format state %q", blockdev.ErrDataLoss, v.Format.State)
+		return false, fmt.Errorf("%w: its record has the unknown format state %q", errdefs.ErrDataLoss, v.Format.State)
 	}
 	zeros := v.Format.State == volume.Blank
 	v.Format = volume.Format{State: volume.Formatting, Type: u.fs}
@@ -230,12 +231,12 @@ func carries(v *volume.Volume, device blockdev.Device, want filesystem.Type) err
 		return nil
 	}
 	if v.Format.State == volume.Formatted && have == "" {
-		return fmt.Errorf("%w: it was formatted with %s, and %s carries no filesystem now; nothing was formatted: restore it from a snapshot or a backup", blockdev.ErrDataLoss, v.Format.Type, device.Path)
+		return fmt.Errorf("%w: it was formatted with %s, and %s carries no filesystem now; nothing was formatted: restore it from a snapshot or a backup", errdefs.ErrDataLoss, v.Format.Type, device.Path)
 	}
 	if have == "" {
-		return fmt.Errorf("%w: it was used as a raw block device, so it is not formatted for %s: its bytes are its user's", blockdev.ErrPrecondition, want)
+		return fmt.Errorf("%w: it was used as a raw block device, so it is not formatted for %s: its bytes are its user's", errdefs.ErrPrecondition, want)
 	}
-	return fmt.Errorf("%w: it carries %s, not %s", blockdev.ErrPrecondition, have, want)
+	return fmt.Errorf("%w: it carries %s, not %s", errdefs.ErrPrecondition, have, want)
 }
 
 // stageBlock attaches a volume for good and binds its device into the staging path.
@@ -243,11 +244,11 @@ func (s *Server) stageBlock(ctx context.Context, v volume.Volume, path string, u
 	if info, err := look(path); err != nil {
 		return err
 	} else if !info.Folder {
-		return fmt.Errorf("%w: %s is no folder", blockdev.ErrPrecondition, path)
+		return fmt.Errorf("%w: %s is no folder", errdefs.ErrPrecondition, path)
 	} else if info.Root {
 		if _, err := s.here(ctx, v.ID, path); err == nil {
-			return fmt.Errorf("%w: it is mounted at %s as a filesystem", blockdev.ErrExists, path)
-		} else if !errors.Is(err, blockdev.ErrNotFound) {
+			return fmt.Errorf("%w: it is mounted at %s as a filesystem", errdefs.ErrExists, path)
+		} else if !errors.Is(err, errdefs.ErrNotFound) {
 			return err
 		}
 	}
@@ -303,15 +304,15 @@ func (s *Server) bindDevice(ctx context.Context, v volume.Volume, device blockde
 // bound is a retry: something is mounted at the path already.
 func (s *Server) bound(ctx context.Context, v volume.Volume, path string, u use) error {
 	at, err := s.here(ctx, v.ID, path)
-	if errors.Is(err, blockdev.ErrNotFound) || (err == nil && !at.Node) {
-		return fmt.Errorf("%w: something else is mounted at %s", blockdev.ErrExists, path)
+	if errors.Is(err, errdefs.ErrNotFound) || (err == nil && !at.Node) {
+		return fmt.Errorf("%w: something else is mounted at %s", errdefs.ErrExists, path)
 	}
 	if err != nil {
 		return err
 	}
 	// A reader that an older driver published has a read-only device of its own.
 	if readOnly := at.ReadOnly || at.device.ReadOnly; readOnly != u.readOnly {
-		return fmt.Errorf("%w: its device is at %s with read-only %v", blockdev.ErrExists, path, readOnly)
+		return fmt.Errorf("%w: its device is at %s with read-only %v", errdefs.ErrExists, path, readOnly)
 	}
 	return nil
 }
@@ -350,13 +351,13 @@ func (s *Server) unstage(ctx context.Context, id volume.ID, path string) error {
 		if len(held) == 0 {
 			return nil // it is staged nowhere, so not here either; what is here is another's
 		}
-		return fmt.Errorf("%w: what is mounted at %s is not this volume", blockdev.ErrPrecondition, place)
+		return fmt.Errorf("%w: what is mounted at %s is not this volume", errdefs.ErrPrecondition, place)
 	}
 	if at.mounted && !slices.Contains(held, at.device) {
 		held = append(held, at.device)
 	}
 	if others := s.elsewhere(held, place); len(others) > 0 {
-		return fmt.Errorf("%w: it is still published at %s", blockdev.ErrInUse, others[0])
+		return fmt.Errorf("%w: it is still published at %s", errdefs.ErrInUse, others[0])
 	}
 	if place == path {
 		err = mount.Unmount(path) // the folder is the caller's
@@ -368,7 +369,7 @@ func (s *Server) unstage(ctx context.Context, id volume.ID, path string) error {
 	}
 	s.mounts.Remove(at.device, place)
 	if left := s.elsewhere(held, ""); len(left) > 0 { // a name of the place that did not follow
-		return fmt.Errorf("%w: it is still mounted at %s", blockdev.ErrInUse, left[0])
+		return fmt.Errorf("%w: it is still mounted at %s", errdefs.ErrInUse, left[0])
 	}
 	if asked {
 		return s.volumes.Detach(ctx, id)

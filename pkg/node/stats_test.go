@@ -14,6 +14,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 	"github.com/ashlar-csi/ashlar/pkg/node"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -61,7 +62,7 @@ func TestStatsBesideMounts(t *testing.T) {
 		measuring.Go(func() {
 			for ctx.Err() == nil {
 				r, err := s.NodeGetVolumeStats(t.Context(), &csi.NodeGetVolumeStatsRequest{VolumeId: id.String(), VolumePath: target})
-				if err != nil && !errors.Is(err, blockdev.ErrNotFound) {
+				if err != nil && !errors.Is(err, errdefs.ErrNotFound) {
 					t.Error(err)
 					return
 				}

@@ -8,7 +8,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
-	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // table is the one place where errors become gRPC codes (CSI specification, Error
@@ -23,19 +23,19 @@ var table = []struct {
 }{
 	{context.Canceled, codes.Canceled},
 	{context.DeadlineExceeded, codes.DeadlineExceeded},
-	{blockdev.ErrBusy, codes.Aborted},
-	{blockdev.ErrBadToken, codes.Aborted},
-	{blockdev.ErrInvalid, codes.InvalidArgument},
-	{blockdev.ErrNotFound, codes.NotFound},
-	{blockdev.ErrExists, codes.AlreadyExists},
-	{blockdev.ErrOutOfRange, codes.OutOfRange},
-	{blockdev.ErrNoSpace, codes.ResourceExhausted},
-	{blockdev.ErrLimit, codes.ResourceExhausted},
-	{blockdev.ErrInUse, codes.FailedPrecondition},
-	{blockdev.ErrPrecondition, codes.FailedPrecondition},
-	{blockdev.ErrUnsupported, codes.FailedPrecondition},
-	{blockdev.ErrDataLoss, codes.DataLoss},
-	{blockdev.ErrUnavailable, codes.Unavailable},
+	{errdefs.ErrBusy, codes.Aborted},
+	{errdefs.ErrBadToken, codes.Aborted},
+	{errdefs.ErrInvalid, codes.InvalidArgument},
+	{errdefs.ErrNotFound, codes.NotFound},
+	{errdefs.ErrExists, codes.AlreadyExists},
+	{errdefs.ErrOutOfRange, codes.OutOfRange},
+	{errdefs.ErrNoSpace, codes.ResourceExhausted},
+	{errdefs.ErrLimit, codes.ResourceExhausted},
+	{errdefs.ErrInUse, codes.FailedPrecondition},
+	{errdefs.ErrPrecondition, codes.FailedPrecondition},
+	{errdefs.ErrUnsupported, codes.FailedPrecondition},
+	{errdefs.ErrDataLoss, codes.DataLoss},
+	{errdefs.ErrUnavailable, codes.Unavailable},
 	// What the system answers anywhere when it has run out of something, or takes nothing.
 	{syscall.ENOSPC, codes.ResourceExhausted},
 	{syscall.EDQUOT, codes.ResourceExhausted},

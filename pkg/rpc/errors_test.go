@@ -15,31 +15,31 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
-	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 var sentinels = map[string]struct {
 	err  error
 	code codes.Code
 }{
-	"ErrInvalid":      {blockdev.ErrInvalid, codes.InvalidArgument},
-	"ErrNotFound":     {blockdev.ErrNotFound, codes.NotFound},
-	"ErrExists":       {blockdev.ErrExists, codes.AlreadyExists},
-	"ErrOutOfRange":   {blockdev.ErrOutOfRange, codes.OutOfRange},
-	"ErrNoSpace":      {blockdev.ErrNoSpace, codes.ResourceExhausted},
-	"ErrLimit":        {blockdev.ErrLimit, codes.ResourceExhausted},
-	"ErrInUse":        {blockdev.ErrInUse, codes.FailedPrecondition},
-	"ErrPrecondition": {blockdev.ErrPrecondition, codes.FailedPrecondition},
-	"ErrBusy":         {blockdev.ErrBusy, codes.Aborted},
-	"ErrBadToken":     {blockdev.ErrBadToken, codes.Aborted},
-	"ErrDataLoss":     {blockdev.ErrDataLoss, codes.DataLoss},
-	"ErrUnavailable":  {blockdev.ErrUnavailable, codes.Unavailable},
-	"ErrUnsupported":  {blockdev.ErrUnsupported, codes.FailedPrecondition},
+	"ErrInvalid":      {errdefs.ErrInvalid, codes.InvalidArgument},
+	"ErrNotFound":     {errdefs.ErrNotFound, codes.NotFound},
+	"ErrExists":       {errdefs.ErrExists, codes.AlreadyExists},
+	"ErrOutOfRange":   {errdefs.ErrOutOfRange, codes.OutOfRange},
+	"ErrNoSpace":      {errdefs.ErrNoSpace, codes.ResourceExhausted},
+	"ErrLimit":        {errdefs.ErrLimit, codes.ResourceExhausted},
+	"ErrInUse":        {errdefs.ErrInUse, codes.FailedPrecondition},
+	"ErrPrecondition": {errdefs.ErrPrecondition, codes.FailedPrecondition},
+	"ErrBusy":         {errdefs.ErrBusy, codes.Aborted},
+	"ErrBadToken":     {errdefs.ErrBadToken, codes.Aborted},
+	"ErrDataLoss":     {errdefs.ErrDataLoss, codes.DataLoss},
+	"ErrUnavailable":  {errdefs.ErrUnavailable, codes.Unavailable},
+	"ErrUnsupported":  {errdefs.ErrUnsupported, codes.FailedPrecondition},
 }
 
-// TestEverySentinelHasACode also fails for a sentinel that is new in pkg/blockdev.
+// TestEverySentinelHasACode also fails for a sentinel that is new in pkg/errdefs.
 func TestEverySentinelHasACode(t *testing.T) {
-	file, err := parser.ParseFile(token.NewFileSet(), "../blockdev/errors.go", nil, 0)
+	file, err := parser.ParseFile(token.NewFileSet(), "../errdefs/errdefs.go", nil, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -58,7 +58,7 @@ func TestEverySentinelHasACode(t *testing.T) {
 		return true
 	})
 	if declared != len(sentinels) {
-		t.Errorf("pkg/blockdev declares %d sentinels, this test has %d", declared, len(sentinels))
+		t.Errorf("pkg/errdefs declares %d sentinels, this test has %d", declared, len(sentinels))
 	}
 	for name, s := range sentinels {
 		for how, err := range map[string]error{
@@ -89,7 +89,7 @@ func TestOtherErrors(t *testing.T) {
 		"a read-only folder":   {&os.PathError{Op: "mkdir", Path: "/target", Err: syscall.EROFS}, codes.Unavailable},
 		"gRPC's own":           {status.Error(codes.ResourceExhausted, "message too large"), codes.ResourceExhausted},
 		"unknown method":       {status.Error(codes.Unimplemented, "no such method"), codes.Unimplemented},
-		"out of time, and all": {errors.Join(blockdev.ErrInUse, context.DeadlineExceeded), codes.DeadlineExceeded},
+		"out of time, and all": {errors.Join(errdefs.ErrInUse, context.DeadlineExceeded), codes.DeadlineExceeded},
 	} {
 		if code := Code(c.err); code != c.code {
 			t.Errorf("%s is %s, want %s", name, code, c.code)

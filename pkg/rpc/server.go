@@ -27,7 +27,7 @@ import (
 	"github.com/kubernetes-csi/csi-lib-utils/protosanitizer"
 
 	"github.com/ashlar-csi/ashlar/internal/keylock"
-	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // drainTime is how long calls in flight get to end when the server stops.
@@ -43,14 +43,14 @@ func ParseEndpoint(endpoint string) (string, error) {
 	path := endpoint
 	if u, err := url.Parse(endpoint); err == nil && u.Scheme != "" {
 		if path = u.Path; u.Scheme != "unix" || u.Host != "" {
-			return "", fmt.Errorf("%w: endpoint %q: only unix sockets are served; write unix:///FOLDER/csi.sock", blockdev.ErrInvalid, endpoint)
+			return "", fmt.Errorf("%w: endpoint %q: only unix sockets are served; write unix:///FOLDER/csi.sock", errdefs.ErrInvalid, endpoint)
 		}
 	}
 	if !filepath.IsAbs(path) {
-		return "", fmt.Errorf("%w: endpoint %q: write unix:///FOLDER/csi.sock", blockdev.ErrInvalid, endpoint)
+		return "", fmt.Errorf("%w: endpoint %q: write unix:///FOLDER/csi.sock", errdefs.ErrInvalid, endpoint)
 	}
 	if len(path) >= len(unix.RawSockaddrUnix{}.Path) {
-		return "", fmt.Errorf("%w: endpoint %q: a socket's path has at most %d bytes", blockdev.ErrInvalid, endpoint, len(unix.RawSockaddrUnix{}.Path)-1)
+		return "", fmt.Errorf("%w: endpoint %q: a socket's path has at most %d bytes", errdefs.ErrInvalid, endpoint, len(unix.RawSockaddrUnix{}.Path)-1)
 	}
 	return path, nil
 }
@@ -64,11 +64,11 @@ func Listen(endpoint string) (net.Listener, error) {
 	}
 	if info, err := os.Lstat(path); err == nil {
 		if info.Mode()&os.ModeSocket == 0 {
-			return nil, fmt.Errorf("%w: %s is there and no socket", blockdev.ErrExists, path)
+			return nil, fmt.Errorf("%w: %s is there and no socket", errdefs.ErrExists, path)
 		}
 		if c, err := net.DialTimeout("unix", path, time.Second); err == nil {
 			c.Close()
-			return nil, fmt.Errorf("%w: another process serves %s", blockdev.ErrInUse, path)
+			return nil, fmt.Errorf("%w: another process serves %s", errdefs.ErrInUse, path)
 		}
 		if err := os.Remove(path); err != nil {
 			return nil, fmt.Errorf("remove the stale socket: %w", err)
@@ -247,7 +247,7 @@ func (c *call) received(request any) error {
 		if c.guard.node != nil {
 			c.guard.node.Interrupt(request)
 		}
-		return fmt.Errorf("%w on %s; try again", blockdev.ErrBusy, busy)
+		return fmt.Errorf("%w on %s; try again", errdefs.ErrBusy, busy)
 	}
 	c.unlock = unlock
 	return nil

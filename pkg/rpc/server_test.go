@@ -27,7 +27,7 @@ import (
 	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/ktesting"
 
-	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // fake serves what a test tells it to.
@@ -275,7 +275,7 @@ func TestNoSecretIsPrinted(t *testing.T) {
 func TestNoSecretIsLogged(t *testing.T) {
 	f := &fake{}
 	s := serveFake(t, f)
-	for _, err := range []error{nil, blockdev.ErrInvalid, errors.New("surprise")} {
+	for _, err := range []error{nil, errdefs.ErrInvalid, errors.New("surprise")} {
 		f.stage = func(context.Context, *csi.NodeStageVolumeRequest) error { return err }
 		context := map[string]string{"harmless": "context"}
 		for _, key := range secretKeys {
@@ -453,7 +453,7 @@ func TestListen(t *testing.T) {
 		t.Errorf("the process's mask has changed: %v %v", info.Mode(), err)
 	}
 
-	if second, err := Listen("unix://" + path); !errors.Is(err, blockdev.ErrInUse) {
+	if second, err := Listen("unix://" + path); !errors.Is(err, errdefs.ErrInUse) {
 		t.Errorf("a second listener on a live socket: %v, %v", second, err)
 	}
 	// A process that was killed leaves its socket.
@@ -489,7 +489,7 @@ func TestListen(t *testing.T) {
 			if err := make(); err != nil {
 				t.Fatal(err)
 			}
-			if _, err := Listen("unix://" + path); !errors.Is(err, blockdev.ErrExists) {
+			if _, err := Listen("unix://" + path); !errors.Is(err, errdefs.ErrExists) {
 				t.Errorf("got %v", err)
 			}
 			if _, err := os.Lstat(path); err != nil {
@@ -510,7 +510,7 @@ func TestParseEndpoint(t *testing.T) {
 		"unix:///" + strings.Repeat("x", 107): "", "unix:///" + strings.Repeat("x", 106): "/" + strings.Repeat("x", 106),
 	} {
 		path, err := ParseEndpoint(endpoint)
-		if path != want || (want == "") != errors.Is(err, blockdev.ErrInvalid) {
+		if path != want || (want == "") != errors.Is(err, errdefs.ErrInvalid) {
 			t.Errorf("%q: %q, %v", endpoint, path, err)
 		}
 	}

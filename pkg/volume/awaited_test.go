@@ -10,6 +10,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -47,12 +48,12 @@ func TestPoolComesLater(t *testing.T) {
 		}
 		c := made(t)(l.Create(ctx, volume.Spec{Name: "c", Size: size}))
 		must(t, l.Claim(ctx, c.ID, volume.Claim{Node: node, Mode: "SINGLE_NODE_WRITER"}))
-		fails(t, second(l.Get(ctx, b.ID)), blockdev.ErrUnavailable, "Get of a volume of a missing pool")
-		fails(t, second(l.Create(ctx, volume.Spec{Name: "b", Pool: "second", Size: size})), blockdev.ErrUnavailable, "Create in a missing pool, again")
-		fails(t, l.Delete(ctx, b.ID), blockdev.ErrUnavailable, "Delete in a missing pool")
-		fails(t, second(l.List(ctx, volume.ID{}, 0)), blockdev.ErrUnavailable, "a list that would lack volumes")
-		fails(t, second(l.GetGroup(ctx, group.ID)), blockdev.ErrUnavailable, "Get of a group with a part in a missing pool")
-		fails(t, second(l.GetSnapshot(ctx, group.Snapshots[0].ID)), blockdev.ErrNotFound, "a snapshot of a group that is not whole")
+		fails(t, second(l.Get(ctx, b.ID)), errdefs.ErrUnavailable, "Get of a volume of a missing pool")
+		fails(t, second(l.Create(ctx, volume.Spec{Name: "b", Pool: "second", Size: size})), errdefs.ErrUnavailable, "Create in a missing pool, again")
+		fails(t, l.Delete(ctx, b.ID), errdefs.ErrUnavailable, "Delete in a missing pool")
+		fails(t, second(l.List(ctx, volume.ID{}, 0)), errdefs.ErrUnavailable, "a list that would lack volumes")
+		fails(t, second(l.GetGroup(ctx, group.ID)), errdefs.ErrUnavailable, "Get of a group with a part in a missing pool")
+		fails(t, second(l.GetSnapshot(ctx, group.Snapshots[0].ID)), errdefs.ErrNotFound, "a snapshot of a group that is not whole")
 		if problems, err := l.Health(ctx, b.ID); err != nil || len(problems) != 1 || problems[0].Reason != "PoolMissing" {
 			t.Errorf("health of a volume of a missing pool: %v, %v", problems, err)
 		}
@@ -74,7 +75,7 @@ func TestPoolComesLater(t *testing.T) {
 		if problems := l.PoolHealth(ctx); len(problems) != 0 {
 			t.Errorf("health of a pool that came: %v", problems)
 		}
-		fails(t, l.Claim(ctx, a.ID, volume.Claim{Node: node, Mode: "SINGLE_NODE_WRITER"}), blockdev.ErrLimit, "a third claim, with one in the pool that came")
+		fails(t, l.Claim(ctx, a.ID, volume.Claim{Node: node, Mode: "SINGLE_NODE_WRITER"}), errdefs.ErrLimit, "a third claim, with one in the pool that came")
 		list, err := l.List(ctx, volume.ID{}, 0)
 		if err != nil || len(list) != 3 {
 			t.Errorf("volumes %+v, %v; want a, b and c, and not that of the pod that is gone", list, err)

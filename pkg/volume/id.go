@@ -7,6 +7,7 @@ import (
 	"strings"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // ID names a volume or snapshot: KIND.POOL.KEY, for example
@@ -38,7 +39,7 @@ func ParseID(text string) (ID, error) {
 			return id, nil
 		}
 	}
-	return ID{}, fmt.Errorf("%w: %q is no volume or snapshot of this driver", blockdev.ErrNotFound, text)
+	return ID{}, fmt.Errorf("%w: %q is no volume or snapshot of this driver", errdefs.ErrNotFound, text)
 }
 
 func (id ID) String() string {
@@ -62,5 +63,5 @@ func ParseGroupID(text string) (GroupID, error) {
 	if key, ok := strings.CutPrefix(text, groupPrefix); ok && blockdev.ValidKey(key) {
 		return GroupID{key}, nil
 	}
-	return GroupID{}, fmt.Errorf("%w: %q is no group snapshot of this driver", blockdev.ErrNotFound, text)
+	return GroupID{}, fmt.Errorf("%w: %q is no group snapshot of this driver", errdefs.ErrNotFound, text)
 }

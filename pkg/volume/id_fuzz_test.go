@@ -5,7 +5,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
@@ -25,8 +25,8 @@ func FuzzParseID(f *testing.F) {
 		id, err := volume.ParseID(text)
 		group, groupErr := volume.ParseGroupID(text)
 		for _, err := range []error{err, groupErr} {
-			if err != nil && !errors.Is(err, blockdev.ErrNotFound) {
-				t.Fatalf("%q: error %v is not %v", text, err, blockdev.ErrNotFound)
+			if err != nil && !errors.Is(err, errdefs.ErrNotFound) {
+				t.Fatalf("%q: error %v is not %v", text, err, errdefs.ErrNotFound)
 			}
 		}
 		if err == nil && groupErr == nil {

@@ -16,6 +16,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 )
@@ -50,7 +51,7 @@ var _ Store = (*Local)(nil)
 // claimed, 0 for any number.
 func NewLocal(ctx context.Context, node string, pools []blockdev.Pool, mounts *mount.Table, limit int64) (*Local, error) {
 	if len(pools) == 0 {
-		return nil, fmt.Errorf("%w: no pool", blockdev.ErrInvalid)
+		return nil, fmt.Errorf("%w: no pool", errdefs.ErrInvalid)
 	}
 	l := &Local{node: node, pools: pools, mounts: mounts, limit: limit, longestFreeze: time.Minute, arrived: map[string]blockdev.Pool{}, claims: map[string]int64{}, incomplete: map[string]bool{}, tooLong: map[ID]time.Time{}, freezing: map[ID]bool{}}
 	for _, pool := range pools {
@@ -217,13 +218,13 @@ func (l *Local) pool(name string) (blockdev.Pool, error) {
 			return pool, nil
 		}
 	}
-	return nil, fmt.Errorf("%w: node %s was started without pool %q (--pool); what is in it stays as it is", blockdev.ErrUnavailable, l.node, name)
+	return nil, fmt.Errorf("%w: node %s was started without pool %q (--pool); what is in it stays as it is", errdefs.ErrUnavailable, l.node, name)
 }
 
 // object returns the pool and reference behind an ID of the given kind.
 func (l *Local) object(id ID, kind blockdev.Kind) (blockdev.Pool, blockdev.Ref, error) {
 	if id.Kind != kind {
-		return nil, blockdev.Ref{}, fmt.Errorf("%w: %s is a %s, not a %s", blockdev.ErrNotFound, id, id.Kind, kind)
+		return nil, blockdev.Ref{}, fmt.Errorf("%w: %s is a %s, not a %s", errdefs.ErrNotFound, id, id.Kind, kind)
 	}
 	pool, err := l.pool(id.Pool)
 	return pool, id.ref(), err
@@ -238,11 +239,11 @@ func (l *Local) named(ctx context.Context, kind blockdev.Kind, name string) (ID,
 		if err == nil {
 			return ID{kind, pool.Name(), ref.Key}, record, nil
 		}
-		if !errors.Is(err, blockdev.ErrNotFound) {
+		if !errors.Is(err, errdefs.ErrNotFound) {
 			return ID{}, blockdev.Record{}, err
 		}
 	}
-	return ID{}, blockdev.Record{}, fmt.Errorf("%w: no %s named %q", blockdev.ErrNotFound, kind, name)
+	return ID{}, blockdev.Record{}, fmt.Errorf("%w: no %s named %q", errdefs.ErrNotFound, kind, name)
 }
 
 // Create: see Store.
@@ -251,7 +252,7 @@ func (l *Local) Create(ctx context.Context, spec Spec) (Volume, error) {
 		return Volume{}, err
 	}
 	if len(spec.Nodes) > 0 && !slices.Contains(spec.Nodes, l.node) {
-		return Volume{}, fmt.Errorf("%w: volumes of this store are on node %s, not on %v", blockdev.ErrNoSpace, l.node, spec.Nodes)
+		return Volume{}, fmt.Errorf("%w: volumes of this store are on node %s, not on %v", errdefs.ErrNoSpace, l.node, spec.Nodes)
 	}
 	if spec.Pool == "" && spec.Source != (ID{}) {
 		spec.Pool = spec.Source.Pool
@@ -261,7 +262,7 @@ func (l *Local) Create(ctx context.Context, spec Spec) (Volume, error) {
 		v := fromRecord(id.Pool, l.node, record)
 		return v, spec.Check(v)
 	}
-	if !errors.Is(err, blockdev.ErrNotFound) {
+	if !errors.Is(err, errdefs.ErrNotFound) {
 		return Volume{}, err
 	}
 	var source origin
@@ -283,7 +284,7 @@ func (l *Local) Create(ctx context.Context, spec Spec) (Volume, error) {
 	}
 	pool, err := l.pool(spec.Pool)
 	if err != nil {
-		return Volume{}, fmt.Errorf("%w: parameter pool=%q: known are %v", blockdev.ErrInvalid, spec.Pool, l.poolNames())
+		return Volume{}, fmt.Errorf("%w: parameter pool=%q: known are %v", errdefs.ErrInvalid, spec.Pool, l.poolNames())
 	}
 	floor := int64(blockdev.Granularity)
 	if spec.Filesystem != "" {
@@ -292,7 +293,7 @@ func (l *Local) Create(ctx context.Context, spec Spec) (Volume, error) {
 	create := blockdev.Spec{Ref: blockdev.Ref{Kind: blockdev.Volume, Key: KeyOf(spec.Name)}, Name: spec.Name, Provisioning: spec.Provisioning, Labels: spec.labels()}
 	if spec.Source != (ID{}) {
 		if source.pool != pool {
-			return Volume{}, fmt.Errorf("%w: source %s is in pool %s and cannot be copied to pool %s", blockdev.ErrInvalid, spec.Source, source.pool.Name(), pool.Name())
+			return Volume{}, fmt.Errorf("%w: source %s is in pool %s and cannot be copied to pool %s", errdefs.ErrInvalid, spec.Source, source.pool.Name(), pool.Name())
 		}
 		floor = max(floor, source.record.Size)
 		create.Origin, create.Prepare = source.record.Ref, filesystem.Separate
@@ -323,7 +324,7 @@ func (l *Local) checkMutable(mutable map[string]string) error {
 		return err
 	}
 	if scheduler, given := mutable["ioScheduler"]; given && !blockdev.HasScheduler(scheduler) {
-		return fmt.Errorf("%w: ioScheduler=%q: the kernel of node %s has not loaded it (modprobe %s)", blockdev.ErrInvalid, scheduler, l.node, scheduler)
+		return fmt.Errorf("%w: ioScheduler=%q: the kernel of node %s has not loaded it (modprobe %s)", errdefs.ErrInvalid, scheduler, l.node, scheduler)
 	}
 	return nil
 }
@@ -359,7 +360,7 @@ func (l *Local) holdSource(id ID) (release func(), err error) {
 func (l *Local) lockSources(exclusive, shared []string) (release func(), err error) {
 	unlock, busy := l.sources.TryLock(exclusive, shared)
 	if unlock == nil {
-		return nil, fmt.Errorf("%w: %s is being copied, or deleted; try again", blockdev.ErrBusy, busy)
+		return nil, fmt.Errorf("%w: %s is being copied, or deleted; try again", errdefs.ErrBusy, busy)
 	}
 	return unlock, nil
 }
@@ -430,7 +431,7 @@ func (l *Local) quiesce(ctx context.Context, o origin) (_ context.Context, quies
 	// All paths show the one filesystem of the volume's device.
 	end, pending, err := l.freeze(ctx, o.id(), paths[0])
 	switch {
-	case errors.Is(err, blockdev.ErrBusy):
+	case errors.Is(err, errdefs.ErrBusy):
 		return ctx, false, nothing, unmark()
 	case pending: // it may be frozen yet
 		return ctx, false, nothing, err
@@ -439,7 +440,7 @@ func (l *Local) quiesce(ctx context.Context, o origin) (_ context.Context, quies
 	}
 	ctx, thaw = l.held(ctx, o, sync.OnceValue(func() error {
 		err := endFreeze(end, paths[0])
-		if err != nil && !errors.Is(err, blockdev.ErrUnavailable) {
+		if err != nil && !errors.Is(err, errdefs.ErrUnavailable) {
 			return err // the next start tries again
 		}
 		return errors.Join(err, unmark())
@@ -450,7 +451,7 @@ func (l *Local) quiesce(ctx context.Context, o origin) (_ context.Context, quies
 // endFreeze calls what filesystem.Freeze returned for a path, and tries again.
 func endFreeze(end func() error, path string) error {
 	err := end()
-	for try := 0; err != nil && !errors.Is(err, blockdev.ErrUnavailable) && try < thawTries; try++ {
+	for try := 0; err != nil && !errors.Is(err, errdefs.ErrUnavailable) && try < thawTries; try++ {
 		time.Sleep(thawPause)
 		err = filesystem.Thaw(path)
 	}
@@ -464,7 +465,7 @@ const freezeTime = time.Minute
 // more; it is ended as soon as it begins. Until then no other is tried (patient), and the mark in the record stays until the next
 // copy or start.
 func (l *Local) freeze(ctx context.Context, id ID, path string) (_ func() error, pending bool, _ error) {
-	ctx, cancel := context.WithTimeoutCause(ctx, freezeTime, blockdev.ErrUnavailable)
+	ctx, cancel := context.WithTimeoutCause(ctx, freezeTime, errdefs.ErrUnavailable)
 	defer cancel()
 	end, err := filesystem.Freeze(ctx, path)
 	if err == nil || end == nil {
@@ -529,19 +530,19 @@ func (l *Local) patient(o origin) error {
 		return impatient(id, l.longestFreeze)
 	}
 	if l.freezing[id] {
-		return fmt.Errorf("%w: %s", blockdev.ErrUnavailable, stuck(id))
+		return fmt.Errorf("%w: %s", errdefs.ErrUnavailable, stuck(id))
 	}
 	return nil
 }
 
 func impatient(id ID, longest time.Duration) error {
 	return fmt.Errorf("%w: volume %s is in use, and its pool cannot copy it within the %s for which its writers may be held back; "+
-		"stop the pods that use it until it is copied, or keep it in a pool that copies in an instant (XFS, btrfs, LVM)", blockdev.ErrPrecondition, id, longest)
+		"stop the pods that use it until it is copied, or keep it in a pool that copies in an instant (XFS, btrfs, LVM)", errdefs.ErrPrecondition, id, longest)
 }
 
 // freezeError is the error of what was done with a context of held.
 func freezeError(ctx context.Context, err error) error {
-	if cause := context.Cause(ctx); err != nil && errors.Is(cause, blockdev.ErrPrecondition) {
+	if cause := context.Cause(ctx); err != nil && errors.Is(cause, errdefs.ErrPrecondition) {
 		return cause
 	}
 	return err
@@ -559,24 +560,17 @@ func withThaw(err, thaw error) error {
 func (l *Local) Delete(ctx context.Context, id ID) error {
 	pool, ref, err := l.object(id, blockdev.Volume)
 	if err != nil {
-		return ignoreNotFound(err)
+		return errdefs.IgnoreNotFound(err)
 	}
 	record, err := pool.Get(ctx, ref)
 	if err == nil {
 		if node := record.Labels[labelClaimNode]; node != "" {
-			return fmt.Errorf("%w: volume %s is claimed by node %s; unpublish it first", blockdev.ErrInUse, id, node)
+			return fmt.Errorf("%w: volume %s is claimed by node %s; unpublish it first", errdefs.ErrInUse, id, node)
 		}
-	} else if !errors.Is(err, blockdev.ErrNotFound) && !errors.Is(err, blockdev.ErrDataLoss) {
+	} else if !errors.Is(err, errdefs.ErrNotFound) && !errors.Is(err, errdefs.ErrDataLoss) {
 		return err
 	}
 	return pool.Delete(ctx, ref)
-}
-
-func ignoreNotFound(err error) error {
-	if errors.Is(err, blockdev.ErrNotFound) {
-		return nil
-	}
-	return err
 }
 
 // Get: see Store.
@@ -637,7 +631,7 @@ func (l *Local) List(ctx context.Context, after ID, limit int) ([]Volume, error)
 // Claim: see Store.
 func (l *Local) Claim(ctx context.Context, id ID, claim Claim) error {
 	if claim.Node != l.node {
-		return fmt.Errorf("%w: no node %q; volume %s is on node %s", blockdev.ErrNotFound, claim.Node, id, l.node)
+		return fmt.Errorf("%w: no node %q; volume %s is on node %s", errdefs.ErrNotFound, claim.Node, id, l.node)
 	}
 	v, err := l.Get(ctx, id)
 	if err != nil {
@@ -647,14 +641,14 @@ func (l *Local) Claim(ctx context.Context, id ID, claim Claim) error {
 	case v.Claim == claim:
 		return nil
 	case v.Claim.Node == claim.Node:
-		return fmt.Errorf("%w: volume %s is published to node %s with mode %s, read-only %v", blockdev.ErrExists, id, v.Claim.Node, v.Claim.Mode, v.Claim.ReadOnly)
+		return fmt.Errorf("%w: volume %s is published to node %s with mode %s, read-only %v", errdefs.ErrExists, id, v.Claim.Node, v.Claim.Mode, v.Claim.ReadOnly)
 	case v.Claim.Node != "":
-		return fmt.Errorf("%w: volume %s is published to node %s", blockdev.ErrInUse, id, v.Claim.Node)
+		return fmt.Errorf("%w: volume %s is published to node %s", errdefs.ErrInUse, id, v.Claim.Node)
 	}
 	l.mu.Lock()
 	if l.limit > 0 && l.claimed() >= l.limit {
 		l.mu.Unlock()
-		return fmt.Errorf("%w: node %s has %d volumes, the most it can have", blockdev.ErrLimit, l.node, l.limit)
+		return fmt.Errorf("%w: node %s has %d volumes, the most it can have", errdefs.ErrLimit, l.node, l.limit)
 	}
 	l.claims[id.Pool]++
 	l.mu.Unlock()
@@ -689,7 +683,7 @@ func (l *Local) unclaim(pool string) {
 func (l *Local) Release(ctx context.Context, id ID, node string) error {
 	v, err := l.Get(ctx, id)
 	if err != nil {
-		return ignoreNotFound(err)
+		return errdefs.IgnoreNotFound(err)
 	}
 	if v.Claim.Node == "" || (node != "" && v.Claim.Node != node) {
 		return nil
@@ -752,7 +746,7 @@ func (l *Local) Expand(ctx context.Context, id ID, size Range) (Volume, error) {
 		return Volume{}, err
 	}
 	if size.Limit > 0 && v.Size > size.Limit && size.Required <= size.Limit {
-		return Volume{}, fmt.Errorf("%w: volume %s has %d bytes, more than the limit of %d; volumes do not shrink", blockdev.ErrOutOfRange, id, v.Size, size.Limit)
+		return Volume{}, fmt.Errorf("%w: volume %s has %d bytes, more than the limit of %d; volumes do not shrink", errdefs.ErrOutOfRange, id, v.Size, size.Limit)
 	}
 	pool, ref, err := l.object(id, blockdev.Volume)
 	if err != nil {
@@ -829,7 +823,7 @@ func (l *Local) Attach(ctx context.Context, v Volume, keep bool) (blockdev.Devic
 func (l *Local) Attached(ctx context.Context, id ID) ([]blockdev.Device, error) {
 	pool, ref, err := l.object(id, blockdev.Volume)
 	if err != nil {
-		return nil, ignoreNotFound(err)
+		return nil, errdefs.IgnoreNotFound(err)
 	}
 	return pool.Attached(ctx, ref)
 }
@@ -838,7 +832,7 @@ func (l *Local) Attached(ctx context.Context, id ID) ([]blockdev.Device, error) 
 func (l *Local) Detach(ctx context.Context, id ID) error {
 	pool, ref, err := l.object(id, blockdev.Volume)
 	if err != nil {
-		return ignoreNotFound(err)
+		return errdefs.IgnoreNotFound(err)
 	}
 	return pool.Detach(ctx, ref)
 }
@@ -877,7 +871,7 @@ func (l *Local) Ephemeral(ctx context.Context, name string) (Volume, error) {
 	}
 	v := fromRecord(id.Pool, l.node, record)
 	if v.Ephemeral == "" {
-		return Volume{}, fmt.Errorf("%w: %q is no ephemeral volume", blockdev.ErrNotFound, name)
+		return Volume{}, fmt.Errorf("%w: %q is no ephemeral volume", errdefs.ErrNotFound, name)
 	}
 	return v, nil
 }
@@ -934,7 +928,7 @@ func (l *Local) Topology(context.Context) (map[string]string, error) { return ni
 
 // NodesIn: see Store.
 func (l *Local) NodesIn(_ context.Context, labels map[string]string) ([]string, error) {
-	return nil, fmt.Errorf("%w: topology %v does not name a node, and nobody says where node %s is", blockdev.ErrInvalid, labels, l.node)
+	return nil, fmt.Errorf("%w: topology %v does not name a node, and nobody says where node %s is", errdefs.ErrInvalid, labels, l.node)
 }
 
 // Capacity: see Store.
@@ -946,7 +940,7 @@ func (l *Local) Capacity(ctx context.Context, name, node string) (blockdev.Capac
 	if name != "" {
 		var err error
 		if pool, err = l.pool(name); err != nil {
-			return blockdev.Capacity{}, fmt.Errorf("%w: parameter pool=%q: known are %v", blockdev.ErrInvalid, name, l.poolNames())
+			return blockdev.Capacity{}, fmt.Errorf("%w: parameter pool=%q: known are %v", errdefs.ErrInvalid, name, l.poolNames())
 		}
 	}
 	return pool.Capacity(ctx)

@@ -9,6 +9,7 @@ import (
 	"sync"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // CreateSnapshot: see Store.
@@ -34,7 +35,7 @@ func (l *Local) CreateSnapshot(ctx context.Context, name string, source ID) (Sna
 // existing finds the snapshot of a name, and makes sure that it is of the source.
 func (l *Local) existing(ctx context.Context, name string, source ID) (Snapshot, error) {
 	id, record, err := l.named(ctx, blockdev.Snapshot, name)
-	if errors.Is(err, blockdev.ErrNotFound) {
+	if errors.Is(err, errdefs.ErrNotFound) {
 		return Snapshot{}, nil
 	}
 	if err != nil {
@@ -42,14 +43,14 @@ func (l *Local) existing(ctx context.Context, name string, source ID) (Snapshot,
 	}
 	have := snapshotFromRecord(id.Pool, l.node, record)
 	if have.Name != name || have.Source != source {
-		return Snapshot{}, fmt.Errorf("%w: snapshot %q (%s) is of volume %s, not %s", blockdev.ErrExists, name, id, have.Source, source)
+		return Snapshot{}, fmt.Errorf("%w: snapshot %q (%s) is of volume %s, not %s", errdefs.ErrExists, name, id, have.Source, source)
 	}
 	return have, nil
 }
 
 func (l *Local) snapshotSource(ctx context.Context, id ID) (origin, error) {
 	if id.Kind != blockdev.Volume {
-		return origin{}, fmt.Errorf("%w: %s is no volume", blockdev.ErrNotFound, id)
+		return origin{}, fmt.Errorf("%w: %s is no volume", errdefs.ErrNotFound, id)
 	}
 	return l.source(ctx, id)
 }
@@ -73,11 +74,11 @@ func (l *Local) cut(ctx context.Context, o origin, name string, quiesced bool, d
 func (l *Local) DeleteSnapshot(ctx context.Context, id ID) error {
 	pool, ref, err := l.object(id, blockdev.Snapshot)
 	if err != nil {
-		return ignoreNotFound(err)
+		return errdefs.IgnoreNotFound(err)
 	}
 	record, err := pool.Get(ctx, ref)
 	if err == nil && record.Labels[labelGroup] != "" {
-		return fmt.Errorf("%w: snapshot %s is part of %s and is deleted with it", blockdev.ErrInvalid, id, GroupID{record.Labels[labelGroup]})
+		return fmt.Errorf("%w: snapshot %s is part of %s and is deleted with it", errdefs.ErrInvalid, id, GroupID{record.Labels[labelGroup]})
 	}
 	return pool.Delete(ctx, ref)
 }
@@ -93,7 +94,7 @@ func (l *Local) GetSnapshot(ctx context.Context, id ID) (Snapshot, error) {
 		return Snapshot{}, err
 	}
 	if l.hidden(record) {
-		return Snapshot{}, fmt.Errorf("%w: snapshot %s is of a group that is not complete", blockdev.ErrNotFound, id)
+		return Snapshot{}, fmt.Errorf("%w: snapshot %s is of a group that is not complete", errdefs.ErrNotFound, id)
 	}
 	return snapshotFromRecord(pool.Name(), l.node, record), nil
 }
@@ -182,7 +183,7 @@ func (l *Local) removeGroup(ctx context.Context, members []member) error {
 	}
 	defer release()
 	// So that a start removes what a crash leaves of it. A full disk may not take that, and has to be emptied all the same.
-	if err := setWhole(ctx, l.pool, members, false); err != nil && !errors.Is(err, blockdev.ErrNoSpace) {
+	if err := setWhole(ctx, l.pool, members, false); err != nil && !errors.Is(err, errdefs.ErrNoSpace) {
 		return err
 	}
 	var failures []error
@@ -222,7 +223,7 @@ func (l *Local) CreateGroup(ctx context.Context, name string, sources []ID) (_ G
 	if complete(members) {
 		group := toGroup(id, members)
 		if !slices.EqualFunc(group.Snapshots, sources, func(s Snapshot, source ID) bool { return s.Source == source }) {
-			return Group{}, fmt.Errorf("%w: group snapshot %q (%s) is of other volumes", blockdev.ErrExists, name, id)
+			return Group{}, fmt.Errorf("%w: group snapshot %q (%s) is of other volumes", errdefs.ErrExists, name, id)
 		}
 		if err := setWhole(ctx, l.pool, members, true); err != nil {
 			return Group{}, err
@@ -232,7 +233,7 @@ func (l *Local) CreateGroup(ctx context.Context, name string, sources []ID) (_ G
 	}
 	if wasWhole(members) { // what is left of it is no part of a try before this one
 		return Group{}, fmt.Errorf("%w: group snapshot %q has %d of its %d snapshots only; restore the records of the others, or delete the group",
-			blockdev.ErrDataLoss, name, len(members), members[0].groupSize)
+			errdefs.ErrDataLoss, name, len(members), members[0].groupSize)
 	}
 	l.setIncomplete(id.Key, true)
 	defer func() {
@@ -358,7 +359,7 @@ func (l *Local) DeleteGroup(ctx context.Context, id GroupID) error {
 	}
 	l.setIncomplete(id.Key, true)
 	err = l.removeGroup(ctx, groups[id.Key])
-	if errors.Is(err, blockdev.ErrBusy) { // none of it is gone
+	if errors.Is(err, errdefs.ErrBusy) { // none of it is gone
 		l.setIncomplete(id.Key, !complete(groups[id.Key]))
 	}
 	if err != nil {
@@ -377,7 +378,7 @@ func (l *Local) GetGroup(ctx context.Context, id GroupID) (Group, error) {
 	if members := groups[id.Key]; complete(members) {
 		return toGroup(id, members), nil
 	}
-	return Group{}, fmt.Errorf("%w: no %s", blockdev.ErrNotFound, id)
+	return Group{}, fmt.Errorf("%w: no %s", errdefs.ErrNotFound, id)
 }
 
 // Allocated: see Store.
@@ -388,7 +389,7 @@ func (l *Local) Allocated(ctx context.Context, id ID, from int64, yield func(blo
 	}
 	differ, ok := blockdev.As[blockdev.Differ](pool)
 	if !ok {
-		return fmt.Errorf("%w: pool %s cannot list what is allocated", blockdev.ErrUnsupported, pool.Name())
+		return fmt.Errorf("%w: pool %s cannot list what is allocated", errdefs.ErrUnsupported, pool.Name())
 	}
 	return differ.Allocated(ctx, ref, from, yield)
 }
@@ -404,7 +405,7 @@ func (l *Local) Changed(ctx context.Context, base, target ID, from int64, yield 
 		return err
 	}
 	if old.Source != recent.Source || old.Created.After(recent.Created) {
-		return fmt.Errorf("%w: %s is not an earlier snapshot of the volume of %s", blockdev.ErrInvalid, base, target)
+		return fmt.Errorf("%w: %s is not an earlier snapshot of the volume of %s", errdefs.ErrInvalid, base, target)
 	}
 	pool, ref, err := l.object(target, blockdev.Snapshot)
 	if err != nil {
@@ -412,7 +413,7 @@ func (l *Local) Changed(ctx context.Context, base, target ID, from int64, yield 
 	}
 	differ, ok := blockdev.As[blockdev.Differ](pool)
 	if !ok {
-		return fmt.Errorf("%w: pool %s cannot compare snapshots", blockdev.ErrUnsupported, pool.Name())
+		return fmt.Errorf("%w: pool %s cannot compare snapshots", errdefs.ErrUnsupported, pool.Name())
 	}
 	return differ.Changed(ctx, base.ref(), ref, from, yield)
 }

@@ -18,6 +18,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -96,22 +97,22 @@ func TestChoose(t *testing.T) {
 		{volume.Range{Limit: mib}, block, mib, nil},
 		{volume.Range{Limit: mib + 1}, block, mib, nil},
 		{volume.Range{Limit: 2 * volume.DefaultSize}, block, volume.DefaultSize, nil},
-		{volume.Range{Limit: mib}, 2 * mib, 0, blockdev.ErrOutOfRange},
-		{volume.Range{Limit: block - 1}, block, 0, blockdev.ErrOutOfRange},
+		{volume.Range{Limit: mib}, 2 * mib, 0, errdefs.ErrOutOfRange},
+		{volume.Range{Limit: block - 1}, block, 0, errdefs.ErrOutOfRange},
 		{volume.Range{Required: 1}, block, block, nil},
 		{volume.Range{Required: mib}, block, mib, nil},
 		{volume.Range{Required: mib + 1}, block, mib + block, nil},
 		{volume.Range{Required: mib}, 8 * mib, 8 * mib, nil},
 		{volume.Range{Required: mib}, 8*mib + 1, 8*mib + block, nil},
 		{volume.Range{Required: mib, Limit: mib}, block, mib, nil},
-		{volume.Range{Required: mib + 1, Limit: mib + 2}, block, 0, blockdev.ErrOutOfRange},
-		{volume.Range{Required: mib, Limit: 2 * mib}, 3 * mib, 0, blockdev.ErrOutOfRange},
+		{volume.Range{Required: mib + 1, Limit: mib + 2}, block, 0, errdefs.ErrOutOfRange},
+		{volume.Range{Required: mib, Limit: 2 * mib}, 3 * mib, 0, errdefs.ErrOutOfRange},
 		{volume.Range{Required: most}, block, most, nil},
-		{volume.Range{Required: most + 1}, block, 0, blockdev.ErrOutOfRange},
-		{volume.Range{Required: 1<<63 - 1}, block, 0, blockdev.ErrOutOfRange},
-		{volume.Range{Required: 2, Limit: 1}, block, 0, blockdev.ErrInvalid},
-		{volume.Range{Required: -1}, block, 0, blockdev.ErrInvalid},
-		{volume.Range{Limit: -1}, block, 0, blockdev.ErrInvalid},
+		{volume.Range{Required: most + 1}, block, 0, errdefs.ErrOutOfRange},
+		{volume.Range{Required: 1<<63 - 1}, block, 0, errdefs.ErrOutOfRange},
+		{volume.Range{Required: 2, Limit: 1}, block, 0, errdefs.ErrInvalid},
+		{volume.Range{Required: -1}, block, 0, errdefs.ErrInvalid},
+		{volume.Range{Limit: -1}, block, 0, errdefs.ErrInvalid},
 	} {
 		if have, err := c.in.Choose(c.floor, block); have != c.want || !errors.Is(err, c.err) {
 			t.Errorf("%+v from %d on: %d, %v; want %d, %v", c.in, c.floor, have, err, c.want, c.err)
@@ -124,9 +125,9 @@ func TestChoose(t *testing.T) {
 		err  error
 	}{
 		{volume.Range{Required: 10 * mib}, 12 * mib, nil},
-		{volume.Range{Required: 10 * mib, Limit: 11 * mib}, 0, blockdev.ErrOutOfRange},
+		{volume.Range{Required: 10 * mib, Limit: 11 * mib}, 0, errdefs.ErrOutOfRange},
 		{volume.Range{Limit: 11 * mib}, 8 * mib, nil},
-		{volume.Range{Required: most}, 0, blockdev.ErrOutOfRange},
+		{volume.Range{Required: most}, 0, errdefs.ErrOutOfRange},
 	} {
 		if have, err := c.in.Choose(block, 4*mib); have != c.want || !errors.Is(err, c.err) {
 			t.Errorf("%+v in steps of 4 MiB: %d, %v; want %d, %v", c.in, have, err, c.want, c.err)
@@ -144,7 +145,7 @@ func TestCheckMutable(t *testing.T) {
 		{"readAheadKiB", "+4", false}, {"readAheadKiB", "4k", false}, {"ioScheduler", "", false}, {"ioScheduler", "cfq", false}, {"ioScheduler", "../x", false},
 		{"readaheadkib", "4", false}, {"", "", false},
 	} {
-		if err := volume.CheckMutable(map[string]string{c.key: c.value}); (err == nil) != c.good || (err != nil && !errors.Is(err, blockdev.ErrInvalid)) {
+		if err := volume.CheckMutable(map[string]string{c.key: c.value}); (err == nil) != c.good || (err != nil && !errors.Is(err, errdefs.ErrInvalid)) {
 			t.Errorf("%s=%s: %v, want it good: %v", c.key, c.value, err, c.good)
 		}
 	}
@@ -182,19 +183,19 @@ func TestCreateAgain(t *testing.T) {
 		"pool named":        {func(s *volume.Spec) { s.Pool = "default" }, nil},
 		"range around it":   {func(s *volume.Spec) { s.Size = volume.Range{Required: 1, Limit: 16 * mib} }, nil},
 		"any size":          {func(s *volume.Spec) { s.Size = volume.Range{} }, nil},
-		"other pool":        {func(s *volume.Spec) { s.Pool = "other" }, blockdev.ErrExists},
-		"larger":            {func(s *volume.Spec) { s.Size.Required++ }, blockdev.ErrExists},
-		"smaller":           {func(s *volume.Spec) { s.Size = volume.Range{Limit: 16*mib - 1} }, blockdev.ErrExists},
-		"thick":             {func(s *volume.Spec) { s.Provisioning = blockdev.Thick }, blockdev.ErrExists},
-		"no source":         {func(s *volume.Spec) { s.Source = volume.ID{} }, blockdev.ErrExists},
-		"other source":      {func(s *volume.Spec) { s.Source.Key = volume.KeyOf("other") }, blockdev.ErrExists},
-		"snapshot":          {func(s *volume.Spec) { s.Source.Kind = blockdev.Snapshot }, blockdev.ErrExists},
-		"other filesystem":  {func(s *volume.Spec) { s.Filesystem = filesystem.XFS }, blockdev.ErrExists},
-		"raw":               {func(s *volume.Spec) { s.Filesystem = "" }, blockdev.ErrExists},
-		"not ephemeral":     {func(s *volume.Spec) { s.Ephemeral = "" }, blockdev.ErrExists},
-		"other pod":         {func(s *volume.Spec) { s.Ephemeral += "2" }, blockdev.ErrExists},
-		"other node":        {func(s *volume.Spec) { s.Nodes = []string{"node-2"} }, blockdev.ErrNoSpace},
-		"mutable parameter": {func(s *volume.Spec) { s.Mutable = map[string]string{"x": "y"} }, blockdev.ErrInvalid},
+		"other pool":        {func(s *volume.Spec) { s.Pool = "other" }, errdefs.ErrExists},
+		"larger":            {func(s *volume.Spec) { s.Size.Required++ }, errdefs.ErrExists},
+		"smaller":           {func(s *volume.Spec) { s.Size = volume.Range{Limit: 16*mib - 1} }, errdefs.ErrExists},
+		"thick":             {func(s *volume.Spec) { s.Provisioning = blockdev.Thick }, errdefs.ErrExists},
+		"no source":         {func(s *volume.Spec) { s.Source = volume.ID{} }, errdefs.ErrExists},
+		"other source":      {func(s *volume.Spec) { s.Source.Key = volume.KeyOf("other") }, errdefs.ErrExists},
+		"snapshot":          {func(s *volume.Spec) { s.Source.Kind = blockdev.Snapshot }, errdefs.ErrExists},
+		"other filesystem":  {func(s *volume.Spec) { s.Filesystem = filesystem.XFS }, errdefs.ErrExists},
+		"raw":               {func(s *volume.Spec) { s.Filesystem = "" }, errdefs.ErrExists},
+		"not ephemeral":     {func(s *volume.Spec) { s.Ephemeral = "" }, errdefs.ErrExists},
+		"other pod":         {func(s *volume.Spec) { s.Ephemeral += "2" }, errdefs.ErrExists},
+		"other node":        {func(s *volume.Spec) { s.Nodes = []string{"node-2"} }, errdefs.ErrNoSpace},
+		"mutable parameter": {func(s *volume.Spec) { s.Mutable = map[string]string{"x": "y"} }, errdefs.ErrInvalid},
 	} {
 		again := spec
 		c.change(&again)
@@ -217,14 +218,14 @@ func TestCreateRefuses(t *testing.T) {
 		spec volume.Spec
 		want error
 	}{
-		"unknown pool":           {volume.Spec{Pool: "nvme"}, blockdev.ErrInvalid},
-		"source in another pool": {volume.Spec{Pool: "other", Source: source.ID}, blockdev.ErrInvalid},
-		"source is gone":         {volume.Spec{Source: volume.ID{Kind: blockdev.Snapshot, Pool: "default", Key: volume.KeyOf("x")}}, blockdev.ErrNotFound},
-		"smaller than source":    {volume.Spec{Source: source.ID, Size: volume.Range{Limit: mib / 2}}, blockdev.ErrOutOfRange},
-		"too small for XFS":      {volume.Spec{Filesystem: filesystem.XFS, Size: volume.Range{Limit: 200 * mib}}, blockdev.ErrOutOfRange},
-		"too large for now":      {volume.Spec{Size: volume.Range{Required: 1 << 31}}, blockdev.ErrNoSpace},
-		"too large for ever":     {volume.Spec{Size: volume.Range{Required: 1 << 60}}, blockdev.ErrOutOfRange},
-		"elsewhere":              {volume.Spec{Nodes: []string{"node-2"}}, blockdev.ErrNoSpace},
+		"unknown pool":           {volume.Spec{Pool: "nvme"}, errdefs.ErrInvalid},
+		"source in another pool": {volume.Spec{Pool: "other", Source: source.ID}, errdefs.ErrInvalid},
+		"source is gone":         {volume.Spec{Source: volume.ID{Kind: blockdev.Snapshot, Pool: "default", Key: volume.KeyOf("x")}}, errdefs.ErrNotFound},
+		"smaller than source":    {volume.Spec{Source: source.ID, Size: volume.Range{Limit: mib / 2}}, errdefs.ErrOutOfRange},
+		"too small for XFS":      {volume.Spec{Filesystem: filesystem.XFS, Size: volume.Range{Limit: 200 * mib}}, errdefs.ErrOutOfRange},
+		"too large for now":      {volume.Spec{Size: volume.Range{Required: 1 << 31}}, errdefs.ErrNoSpace},
+		"too large for ever":     {volume.Spec{Size: volume.Range{Required: 1 << 60}}, errdefs.ErrOutOfRange},
+		"elsewhere":              {volume.Spec{Nodes: []string{"node-2"}}, errdefs.ErrNoSpace},
 	} {
 		c.spec.Name = "a"
 		if c.spec.Size == (volume.Range{}) {
@@ -302,12 +303,12 @@ func TestClaim(t *testing.T) {
 	readOnly, block := claim, claim
 	readOnly.ReadOnly, block.Mode = true, "block,SINGLE_NODE_WRITER"
 	for _, other := range []volume.Claim{readOnly, block} {
-		fails(t, l.Claim(t.Context(), ids[0], other), blockdev.ErrExists, "another claim of the same node")
+		fails(t, l.Claim(t.Context(), ids[0], other), errdefs.ErrExists, "another claim of the same node")
 	}
-	fails(t, l.Claim(t.Context(), ids[1], volume.Claim{Node: "node-2"}), blockdev.ErrNotFound, "claim of another node")
-	fails(t, l.Claim(t.Context(), volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf("x")}, claim), blockdev.ErrNotFound, "claim of nothing")
+	fails(t, l.Claim(t.Context(), ids[1], volume.Claim{Node: "node-2"}), errdefs.ErrNotFound, "claim of another node")
+	fails(t, l.Claim(t.Context(), volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf("x")}, claim), errdefs.ErrNotFound, "claim of nothing")
 	claimed(ids[0], claim)
-	fails(t, l.Delete(t.Context(), ids[0]), blockdev.ErrInUse, "Delete of what is claimed")
+	fails(t, l.Delete(t.Context(), ids[0]), errdefs.ErrInUse, "Delete of what is claimed")
 
 	// A claim that could not be written down does not count.
 	broken["SetLabels"] = 1
@@ -317,12 +318,12 @@ func TestClaim(t *testing.T) {
 	delete(broken, "SetLabels")
 	must(t, l.Claim(t.Context(), ids[1], readOnly))
 	claimed(ids[1], readOnly)
-	fails(t, l.Claim(t.Context(), ids[2], claim), blockdev.ErrLimit, "one more than the limit")
+	fails(t, l.Claim(t.Context(), ids[2], claim), errdefs.ErrLimit, "one more than the limit")
 	must(t, l.Claim(t.Context(), ids[0], claim)) // has it already
 
 	// A restart counts what there is.
 	l = start(t, 2, disk.Open("default", broken.hook))
-	fails(t, l.Claim(t.Context(), ids[2], claim), blockdev.ErrLimit, "one more than the limit, after a restart")
+	fails(t, l.Claim(t.Context(), ids[2], claim), errdefs.ErrLimit, "one more than the limit, after a restart")
 	must(t, l.Release(t.Context(), ids[1], "node-2")) // not its claim
 	claimed(ids[1], readOnly)
 	for range 3 { // more than once is once
@@ -330,7 +331,7 @@ func TestClaim(t *testing.T) {
 		claimed(ids[1], volume.Claim{})
 	}
 	must(t, l.Claim(t.Context(), ids[2], claim))
-	fails(t, l.Claim(t.Context(), ids[3], claim), blockdev.ErrLimit, "one more than the limit, after releases")
+	fails(t, l.Claim(t.Context(), ids[3], claim), errdefs.ErrLimit, "one more than the limit, after releases")
 	must(t, l.Release(t.Context(), ids[0], "")) // whoever has it
 	must(t, l.Release(t.Context(), volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf("x")}, node))
 	must(t, l.Delete(t.Context(), ids[0]))
@@ -342,7 +343,7 @@ func TestClaim(t *testing.T) {
 		return nil
 	})
 	must(t, err)
-	fails(t, l.Claim(t.Context(), ids[1], claim), blockdev.ErrInUse, "claim of what another node has")
+	fails(t, l.Claim(t.Context(), ids[1], claim), errdefs.ErrInUse, "claim of what another node has")
 }
 
 // snapshots of a store, by name.
@@ -379,16 +380,16 @@ func TestGroup(t *testing.T) {
 		if have, err := l.GetSnapshot(t.Context(), s.ID); err != nil || have != s || s.Group != made.ID || (s.Source != a && s.Source != b) {
 			t.Errorf("member %+v, %v; want %+v", have, err, s)
 		}
-		fails(t, l.DeleteSnapshot(t.Context(), s.ID), blockdev.ErrInvalid, "Delete of a member")
+		fails(t, l.DeleteSnapshot(t.Context(), s.ID), errdefs.ErrInvalid, "Delete of a member")
 	}
 	for what, sources := range map[string][]volume.ID{"fewer": {a}, "more": {a, b, c}, "others": {a, c}} {
-		fails(t, second(l.CreateGroup(t.Context(), "g", sources)), blockdev.ErrExists, what)
+		fails(t, second(l.CreateGroup(t.Context(), "g", sources)), errdefs.ErrExists, what)
 	}
 	for what, sources := range map[string][]volume.ID{"none": nil, "one twice": {a, b, a}} {
-		fails(t, second(l.CreateGroup(t.Context(), "h", sources)), blockdev.ErrInvalid, what)
+		fails(t, second(l.CreateGroup(t.Context(), "h", sources)), errdefs.ErrInvalid, what)
 	}
 	gone := volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf("x")}
-	fails(t, second(l.CreateGroup(t.Context(), "h", []volume.ID{a, gone})), blockdev.ErrNotFound, "a source that is gone")
+	fails(t, second(l.CreateGroup(t.Context(), "h", []volume.ID{a, gone})), errdefs.ErrNotFound, "a source that is gone")
 	if have := snapshots(t, l); len(have) != 2 {
 		t.Errorf("snapshots %q", have)
 	}
@@ -399,7 +400,7 @@ func TestGroup(t *testing.T) {
 	}
 	for range 2 {
 		must(t, l.DeleteGroup(t.Context(), made.ID))
-		fails(t, second(l.GetGroup(t.Context(), made.ID)), blockdev.ErrNotFound, "GetGroup")
+		fails(t, second(l.GetGroup(t.Context(), made.ID)), errdefs.ErrNotFound, "GetGroup")
 	}
 	if have := snapshots(t, l); len(have) != 0 {
 		t.Errorf("snapshots %q are left", have)
@@ -430,14 +431,14 @@ func TestGroupAllOrNone(t *testing.T) {
 					t.Fatalf("%d snapshots are in the pool, want %d", len(records), want)
 				}
 				id := volume.GroupID{Key: volume.KeyOf("g")}
-				fails(t, second(l.GetGroup(t.Context(), id)), blockdev.ErrNotFound, "GetGroup")
+				fails(t, second(l.GetGroup(t.Context(), id)), errdefs.ErrNotFound, "GetGroup")
 				if have := snapshots(t, l); len(have) != 0 {
 					t.Errorf("snapshots %q are seen", have)
 				}
 				for _, r := range records {
 					hidden := volume.ID{Kind: r.Kind, Pool: "default", Key: r.Key}
-					fails(t, second(l.GetSnapshot(t.Context(), hidden)), blockdev.ErrNotFound, "GetSnapshot of a hidden member")
-					fails(t, second(l.Create(t.Context(), volume.Spec{Name: "restored", Source: hidden, Size: volume.Range{Required: mib}})), blockdev.ErrNotFound, "restore of a hidden member")
+					fails(t, second(l.GetSnapshot(t.Context(), hidden)), errdefs.ErrNotFound, "GetSnapshot of a hidden member")
+					fails(t, second(l.Create(t.Context(), volume.Spec{Name: "restored", Source: hidden, Size: volume.Range{Required: mib}})), errdefs.ErrNotFound, "restore of a hidden member")
 				}
 				delete(broken, "Delete")
 
@@ -489,7 +490,7 @@ func (p watched) Attached(context.Context, blockdev.Ref) ([]blockdev.Device, err
 func TestUndoingEnds(t *testing.T) {
 	_, device := mounted(t)
 	broken := failing{}
-	pool := watched{memory.NewDisk(8<<30).Open("default", broken.hook), device, map[string]bool{}}
+	pool := watched{Pool: memory.NewDisk(8<<30).Open("default", broken.hook), mounted: device, endless: map[string]bool{}}
 	l := start(t, 0, pool)
 	ctx, cancel := context.WithTimeout(t.Context(), time.Hour)
 	defer cancel()
@@ -562,7 +563,7 @@ func mounted(t *testing.T) (dir string, device uint64) {
 func inUse(t *testing.T, cuts bool) (_ *volume.Local, pool *copying, dir string) {
 	t.Helper()
 	dir, device := mounted(t)
-	pool = &copying{watched: watched{memory.NewDisk(8<<30).Open("default", nil), device, map[string]bool{}}, cuts: cuts, let: make(chan struct{})}
+	pool = &copying{watched: watched{Pool: memory.NewDisk(8<<30).Open("default", nil), mounted: device, endless: map[string]bool{}}, cuts: cuts, let: make(chan struct{})}
 	return start(t, 0, pool), pool, dir
 }
 
@@ -583,19 +584,19 @@ func TestFreezeEnds(t *testing.T) {
 		source := create(t, l, "source of "+what).ID
 		tries := pool.made.Load()
 		err := copy(source)
-		fails(t, err, blockdev.ErrPrecondition, what)
+		fails(t, err, errdefs.ErrPrecondition, what)
 		if errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) {
 			t.Errorf("%s: the error %v says that it may go on", what, err)
 		}
 		must(t, os.WriteFile(filepath.Join(dir, what), []byte("written"), 0o600))
 		l.SetLongestFreeze(time.Hour)
-		fails(t, copy(source), blockdev.ErrPrecondition, what+" again")
+		fails(t, copy(source), errdefs.ErrPrecondition, what+" again")
 		if n := pool.made.Load() - tries; n != 1 {
 			t.Errorf("%s: writers were held back %d times", what, n)
 		}
 		l.SetLongestFreeze(20 * time.Millisecond)
 		for end := time.Now().Add(20 * time.Second); pool.made.Load()-tries < 2; { // they had their rest
-			fails(t, copy(source), blockdev.ErrPrecondition, what+" later")
+			fails(t, copy(source), errdefs.ErrPrecondition, what+" later")
 			if time.Now().After(end) {
 				t.Fatalf("%s: it is never tried again", what)
 			}
@@ -629,7 +630,7 @@ func TestFreezeOfOthers(t *testing.T) {
 			}
 			must(t, filesystem.Thaw(dir))
 		}
-		fails(t, copy(), blockdev.ErrUnavailable, what+" whose freeze was ended")
+		fails(t, copy(), errdefs.ErrUnavailable, what+" whose freeze was ended")
 		if have := snapshots(t, l); len(have) != 0 {
 			t.Errorf("%s: snapshots %q", what, have)
 		}
@@ -682,7 +683,7 @@ func TestLongCopy(t *testing.T) {
 			if err == nil {
 				break
 			}
-			if !errors.Is(err, blockdev.ErrPrecondition) || longest == 30*time.Second {
+			if !errors.Is(err, errdefs.ErrPrecondition) || longest == 30*time.Second {
 				t.Fatal(err)
 			}
 		}
@@ -707,7 +708,7 @@ func TestGroupDeletedWhileCopied(t *testing.T) {
 	must(t, err)
 	spec := volume.Spec{Name: "copy", Source: group.Snapshots[1].ID}
 	at, then = "Create/vol", func() {
-		fails(t, l.DeleteGroup(t.Context(), group.ID), blockdev.ErrBusy, "delete while it is copied")
+		fails(t, l.DeleteGroup(t.Context(), group.ID), errdefs.ErrBusy, "delete while it is copied")
 	}
 	must(t, second(l.Create(t.Context(), spec)))
 	if have, err := l.GetGroup(t.Context(), group.ID); err != nil || len(have.Snapshots) != 2 {
@@ -716,12 +717,12 @@ func TestGroupDeletedWhileCopied(t *testing.T) {
 	must(t, second(l.GetSnapshot(t.Context(), group.Snapshots[0].ID)))
 	spec.Name = "another"
 	at, then = "Delete/snap", func() {
-		if err := second(l.Create(t.Context(), spec)); !errors.Is(err, blockdev.ErrBusy) && !errors.Is(err, blockdev.ErrNotFound) {
+		if err := second(l.Create(t.Context(), spec)); !errors.Is(err, errdefs.ErrBusy) && !errors.Is(err, errdefs.ErrNotFound) {
 			t.Errorf("copied while it is deleted: %v", err)
 		}
 	}
 	must(t, l.DeleteGroup(t.Context(), group.ID))
-	fails(t, second(l.Create(t.Context(), spec)), blockdev.ErrNotFound, "copy of a group that is gone")
+	fails(t, second(l.Create(t.Context(), spec)), errdefs.ErrNotFound, "copy of a group that is gone")
 	if at != "" {
 		t.Errorf("nothing was tried at %s", at)
 	}
@@ -734,7 +735,7 @@ func TestGroupDeleteFails(t *testing.T) {
 	must(t, err)
 	broken["Delete"] = 2
 	fails(t, l.DeleteGroup(t.Context(), group.ID), errBroken, "DeleteGroup")
-	fails(t, second(l.GetGroup(t.Context(), group.ID)), blockdev.ErrNotFound, "GetGroup")
+	fails(t, second(l.GetGroup(t.Context(), group.ID)), errdefs.ErrNotFound, "GetGroup")
 	if have := snapshots(t, l); len(have) != 0 {
 		t.Errorf("snapshots %q are seen", have)
 	}
@@ -766,7 +767,7 @@ func TestGroupPartLost(t *testing.T) {
 				return
 			}
 			must(t, second(l.Create(t.Context(), volume.Spec{Name: "restored", Source: group.Snapshots[0].ID, Size: volume.Range{Required: mib}})))
-			fails(t, second(l.GetGroup(t.Context(), group.ID)), blockdev.ErrNotFound, "GetGroup")
+			fails(t, second(l.GetGroup(t.Context(), group.ID)), errdefs.ErrNotFound, "GetGroup")
 			must(t, l.DeleteGroup(t.Context(), group.ID))
 			if have := snapshots(t, l); len(have) > 0 {
 				t.Errorf("left is %q", have)
@@ -786,8 +787,8 @@ func TestSnapshot(t *testing.T) {
 	if again, err := l.CreateSnapshot(t.Context(), "s", a); err != nil || again != made {
 		t.Errorf("again: %+v, %v; want %+v", again, err, made)
 	}
-	fails(t, second(l.CreateSnapshot(t.Context(), "s", b)), blockdev.ErrExists, "of another volume")
-	fails(t, second(l.CreateSnapshot(t.Context(), "t", made.ID)), blockdev.ErrNotFound, "of a snapshot")
+	fails(t, second(l.CreateSnapshot(t.Context(), "s", b)), errdefs.ErrExists, "of another volume")
+	fails(t, second(l.CreateSnapshot(t.Context(), "t", made.ID)), errdefs.ErrNotFound, "of a snapshot")
 	must(t, l.Delete(t.Context(), a))
 	if again, err := l.CreateSnapshot(t.Context(), "s", a); err != nil || again != made {
 		t.Errorf("again, with its source gone: %+v, %v", again, err)
@@ -799,10 +800,10 @@ func TestSnapshot(t *testing.T) {
 	}
 	for range 2 {
 		must(t, l.DeleteSnapshot(t.Context(), made.ID))
-		fails(t, second(l.GetSnapshot(t.Context(), made.ID)), blockdev.ErrNotFound, "GetSnapshot")
+		fails(t, second(l.GetSnapshot(t.Context(), made.ID)), errdefs.ErrNotFound, "GetSnapshot")
 	}
 	// IDs of the other kind name nothing.
-	fails(t, second(l.Get(t.Context(), of.ID)), blockdev.ErrNotFound, "Get of a snapshot")
+	fails(t, second(l.Get(t.Context(), of.ID)), errdefs.ErrNotFound, "Get of a snapshot")
 	must(t, l.Delete(t.Context(), of.ID))
 	must(t, l.DeleteSnapshot(t.Context(), b))
 	if _, err := l.Get(t.Context(), b); err != nil {
@@ -855,12 +856,12 @@ func TestExpand(t *testing.T) {
 		{volume.Range{Required: 2*mib - 1}, 2 * mib, nil},
 		{volume.Range{Required: mib, Limit: 2 * mib}, 2 * mib, nil},
 		{volume.Range{Limit: 8 * mib}, 2 * mib, nil},
-		{volume.Range{Required: mib, Limit: mib}, 2 * mib, blockdev.ErrOutOfRange},
-		{volume.Range{Limit: mib}, 2 * mib, blockdev.ErrOutOfRange},
-		{volume.Range{Required: 3*mib + 1, Limit: 3*mib + 2}, 2 * mib, blockdev.ErrOutOfRange},
-		{volume.Range{Required: 3 * mib, Limit: 1}, 2 * mib, blockdev.ErrInvalid},
-		{volume.Range{Required: 1 << 40}, 2 * mib, blockdev.ErrNoSpace},
-		{volume.Range{Required: 1 << 60}, 2 * mib, blockdev.ErrOutOfRange},
+		{volume.Range{Required: mib, Limit: mib}, 2 * mib, errdefs.ErrOutOfRange},
+		{volume.Range{Limit: mib}, 2 * mib, errdefs.ErrOutOfRange},
+		{volume.Range{Required: 3*mib + 1, Limit: 3*mib + 2}, 2 * mib, errdefs.ErrOutOfRange},
+		{volume.Range{Required: 3 * mib, Limit: 1}, 2 * mib, errdefs.ErrInvalid},
+		{volume.Range{Required: 1 << 40}, 2 * mib, errdefs.ErrNoSpace},
+		{volume.Range{Required: 1 << 60}, 2 * mib, errdefs.ErrOutOfRange},
 	} {
 		v, err := l.Expand(t.Context(), id, c.size)
 		if !errors.Is(err, c.err) || (err == nil && v.Size != c.want) {
@@ -905,9 +906,9 @@ func TestModify(t *testing.T) {
 		}
 	}
 	is("attached", "64", "none", map[string]string{"readAheadKiB": "64"})
-	refusing := start(t, 0, oneTooMany{disk.Open("default", nil)})
+	refusing := start(t, 0, oneTooMany{Pool: disk.Open("default", nil)})
 	change := map[string]string{"readAheadKiB": "256", "ioScheduler": "mq-deadline"}
-	fails(t, refusing.Modify(t.Context(), v.ID, change), blockdev.ErrInvalid, "Modify that the kernel refuses")
+	fails(t, refusing.Modify(t.Context(), v.ID, change), errdefs.ErrInvalid, "Modify that the kernel refuses")
 	is("refused", "64", "none", map[string]string{"readAheadKiB": "64"})
 	for range 2 {
 		must(t, l.Modify(t.Context(), v.ID, change))
@@ -915,7 +916,7 @@ func TestModify(t *testing.T) {
 	}
 	must(t, l.Modify(t.Context(), v.ID, map[string]string{"ioScheduler": "none"})) // keys that are not given stay
 	is("one modified", "256", "none", map[string]string{"readAheadKiB": "256", "ioScheduler": "none"})
-	fails(t, l.Modify(t.Context(), v.ID, map[string]string{"readAheadKiB": "1"}), blockdev.ErrInvalid, "a bad value")
+	fails(t, l.Modify(t.Context(), v.ID, map[string]string{"readAheadKiB": "1"}), errdefs.ErrInvalid, "a bad value")
 	is("bad value", "256", "none", map[string]string{"readAheadKiB": "256", "ioScheduler": "none"})
 }
 
@@ -943,12 +944,12 @@ func TestStart(t *testing.T) {
 	if v, err := l.Ephemeral(t.Context(), "alive"); err != nil || v.Ephemeral != pod {
 		t.Errorf("of a pod that is there: %+v, %v", v, err)
 	}
-	fails(t, second(l.Ephemeral(t.Context(), "dead")), blockdev.ErrNotFound, "of a pod that is gone")
-	fails(t, second(l.Ephemeral(t.Context(), "kept")), blockdev.ErrNotFound, "what is no ephemeral volume")
+	fails(t, second(l.Ephemeral(t.Context(), "dead")), errdefs.ErrNotFound, "of a pod that is gone")
+	fails(t, second(l.Ephemeral(t.Context(), "kept")), errdefs.ErrNotFound, "what is no ephemeral volume")
 
 	mounts, err := mount.LoadTable()
 	must(t, err)
-	fails(t, second(volume.NewLocal(t.Context(), node, nil, mounts, 0)), blockdev.ErrInvalid, "a store without pools")
+	fails(t, second(volume.NewLocal(t.Context(), node, nil, mounts, 0)), errdefs.ErrInvalid, "a store without pools")
 	broken := failing{"Orphans": 1}
 	fails(t, second(volume.NewLocal(t.Context(), node, []blockdev.Pool{disk.Open("default", broken.hook)}, mounts, 0)), errBroken, "a store over a pool that does not answer")
 }
@@ -961,7 +962,7 @@ func TestCapacity(t *testing.T) {
 		want       int64
 		err        error
 	}{
-		{"", "", 1 << 30, nil}, {"first", node, 1 << 30, nil}, {"second", "", 2 << 30, nil}, {"", "node-2", 0, nil}, {"third", "", 0, blockdev.ErrInvalid},
+		{"", "", 1 << 30, nil}, {"first", node, 1 << 30, nil}, {"second", "", 2 << 30, nil}, {"", "node-2", 0, nil}, {"third", "", 0, errdefs.ErrInvalid},
 	} {
 		if have, err := l.Capacity(t.Context(), c.pool, c.node); have.Available != c.want || !errors.Is(err, c.err) {
 			t.Errorf("pool %q, node %q: %+v, %v; want %d, %v", c.pool, c.node, have, err, c.want, c.err)
@@ -984,7 +985,7 @@ func TestFreezeBesidePipe(t *testing.T) {
 			must(t, os.WriteFile(bound, nil, 0o600))
 			must(t, unix.Mount(source, bound, "", unix.MS_BIND, ""))
 			t.Cleanup(func() { must(t, unix.Unmount(bound, unix.MNT_DETACH)) })
-			pool := watched{memory.NewDisk(8<<30).Open("default", nil), device, map[string]bool{}}
+			pool := watched{Pool: memory.NewDisk(8<<30).Open("default", nil), mounted: device, endless: map[string]bool{}}
 			v := create(t, start(t, 0, pool), "v")
 			must(t, second(pool.SetLabels(t.Context(), blockdev.Ref{Kind: v.ID.Kind, Key: v.ID.Key}, func(labels map[string]string) error {
 				labels["frozen"] = "true"

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 )
 
@@ -21,7 +22,7 @@ import (
 // Every call is idempotent: a retry finds what an earlier try did, and removing
 // what is not there is success. The caller serialises calls for the same volume,
 // snapshot or group (by name until there is an ID, and as a source too). An error
-// wraps one of the sentinels of pkg/blockdev, or a context error, which alone mean
+// wraps one of the sentinels of pkg/errdefs, or a context error, which alone mean
 // that the work may still be going on.
 type Store interface {
 	// Create makes a volume, or returns the one of that name. ErrExists if it differs
@@ -182,7 +183,7 @@ func GroupSources(sources []ID) ([]ID, error) {
 	sorted := slices.Clone(sources)
 	slices.SortFunc(sorted, func(a, b ID) int { return strings.Compare(a.String(), b.String()) })
 	if len(sorted) == 0 || len(slices.Compact(slices.Clone(sorted))) != len(sorted) {
-		return nil, fmt.Errorf("%w: name each source volume once", blockdev.ErrInvalid)
+		return nil, fmt.Errorf("%w: name each source volume once", errdefs.ErrInvalid)
 	}
 	return sorted, nil
 }
@@ -198,7 +199,7 @@ const DefaultSize = 1 << 30
 // or its limit. ErrOutOfRange if there is no such size.
 func (r Range) Choose(floor, step int64) (int64, error) {
 	if r.Required < 0 || r.Limit < 0 || (r.Limit > 0 && r.Required > r.Limit) {
-		return 0, fmt.Errorf("%w: required %d, limit %d", blockdev.ErrInvalid, r.Required, r.Limit)
+		return 0, fmt.Errorf("%w: required %d, limit %d", errdefs.ErrInvalid, r.Required, r.Limit)
 	}
 	size := r.Required
 	if size == 0 {
@@ -209,11 +210,11 @@ func (r Range) Choose(floor, step int64) (int64, error) {
 	}
 	size = max(size, floor)
 	if size > blockdev.MaxSize/step*step {
-		return 0, fmt.Errorf("%w: %d bytes; %d is the most", blockdev.ErrOutOfRange, size, blockdev.MaxSize/step*step)
+		return 0, fmt.Errorf("%w: %d bytes; %d is the most", errdefs.ErrOutOfRange, size, blockdev.MaxSize/step*step)
 	}
 	size = (size + step - 1) / step * step
 	if r.Limit > 0 && size > r.Limit {
-		return 0, fmt.Errorf("%w: no multiple of %d bytes from %d up to the limit of %d", blockdev.ErrOutOfRange, step, max(r.Required, floor), r.Limit)
+		return 0, fmt.Errorf("%w: no multiple of %d bytes from %d up to the limit of %d", errdefs.ErrOutOfRange, step, max(r.Required, floor), r.Limit)
 	}
 	return size, nil
 }
@@ -231,13 +232,13 @@ var mutableSettings = map[string]struct {
 	"readAheadKiB": {"read_ahead_kb", func(v string) error {
 		n, err := strconv.ParseUint(v, 10, 32)
 		if err != nil || n > 65536 || v != strconv.FormatUint(n, 10) || n%4 != 0 {
-			return fmt.Errorf("%w: readAheadKiB=%q is not a multiple of 4 from 0 to 65536", blockdev.ErrInvalid, v)
+			return fmt.Errorf("%w: readAheadKiB=%q is not a multiple of 4 from 0 to 65536", errdefs.ErrInvalid, v)
 		}
 		return nil
 	}},
 	"ioScheduler": {"scheduler", func(v string) error {
 		if !slices.Contains([]string{"none", "mq-deadline", "kyber", "bfq"}, v) {
-			return fmt.Errorf("%w: ioScheduler=%q; none, mq-deadline, kyber and bfq are known", blockdev.ErrInvalid, v)
+			return fmt.Errorf("%w: ioScheduler=%q; none, mq-deadline, kyber and bfq are known", errdefs.ErrInvalid, v)
 		}
 		return nil
 	}},
@@ -249,7 +250,7 @@ func CheckMutable(mutable map[string]string) error {
 	for key, value := range mutable {
 		parameter, known := mutableSettings[key]
 		if !known {
-			return fmt.Errorf("%w: unknown mutable parameter %q; readAheadKiB and ioScheduler are known", blockdev.ErrInvalid, key)
+			return fmt.Errorf("%w: unknown mutable parameter %q; readAheadKiB and ioScheduler are known", errdefs.ErrInvalid, key)
 		}
 		if err := parameter.check(value); err != nil {
 			return err
@@ -348,7 +349,7 @@ func (s Spec) labels() map[string]string {
 // another one.
 func (s Spec) Check(v Volume) error {
 	differs := func(what string, have, want any) error {
-		return fmt.Errorf("%w: volume %q (%s) has %s %v, not %v", blockdev.ErrExists, s.Name, v.ID, what, have, want)
+		return fmt.Errorf("%w: volume %q (%s) has %s %v, not %v", errdefs.ErrExists, s.Name, v.ID, what, have, want)
 	}
 	switch {
 	case v.Name != s.Name:
@@ -375,7 +376,7 @@ func (s Spec) CheckSource(carried filesystem.Type) error {
 	if s.Filesystem == "" || carried == "" || s.Filesystem == carried {
 		return nil
 	}
-	return fmt.Errorf("%w: source %s carries %s, so its copy %q cannot be %s", blockdev.ErrInvalid, s.Source, carried, s.Name, s.Filesystem)
+	return fmt.Errorf("%w: source %s carries %s, so its copy %q cannot be %s", errdefs.ErrInvalid, s.Source, carried, s.Name, s.Filesystem)
 }
 
 // merged returns the mutable parameters with changes made.

@@ -20,6 +20,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // Disk is what a pool is kept on: it outlives the pool. Attached devices of it live on
@@ -87,7 +88,7 @@ func (p *Pool) Granularity() int64 { return blockdev.Granularity }
 // enter checks what every operation on one object checks first.
 func (p *Pool) enter(operation string, ref blockdev.Ref) error {
 	if (ref.Kind != blockdev.Volume && ref.Kind != blockdev.Snapshot) || !blockdev.ValidKey(ref.Key) {
-		return fmt.Errorf("%w: %q is not a volume or snapshot of a pool", blockdev.ErrInvalid, ref)
+		return fmt.Errorf("%w: %q is not a volume or snapshot of a pool", errdefs.ErrInvalid, ref)
 	}
 	return p.hook(operation, ref)
 }
@@ -97,7 +98,7 @@ func (d *Disk) ready(ref blockdev.Ref) (*object, error) {
 	if o := d.objects[ref]; o != nil && o.record.Ready {
 		return o, nil
 	}
-	return nil, fmt.Errorf("%w: no %s", blockdev.ErrNotFound, ref)
+	return nil, fmt.Errorf("%w: no %s", errdefs.ErrNotFound, ref)
 }
 
 // promised is the sum of all sizes. The caller holds mu.
@@ -110,10 +111,10 @@ func (d *Disk) promised() (n int64) {
 
 func (d *Disk) checkSize(size, have int64) error {
 	if size <= 0 || size > blockdev.MaxSize || size%blockdev.Granularity != 0 {
-		return fmt.Errorf("%w: %d bytes", blockdev.ErrOutOfRange, size)
+		return fmt.Errorf("%w: %d bytes", errdefs.ErrOutOfRange, size)
 	}
 	if left := d.size - d.promised(); size-have > left {
-		return fmt.Errorf("%w: %d bytes are left, %d are needed", blockdev.ErrNoSpace, left, size-have)
+		return fmt.Errorf("%w: %d bytes are left, %d are needed", errdefs.ErrNoSpace, left, size-have)
 	}
 	return nil
 }
@@ -157,10 +158,10 @@ func (p *Pool) begin(spec blockdev.Spec) (o, origin *object, err error) {
 	}
 	if o := p.objects[spec.Ref]; o != nil {
 		if !o.record.Ready {
-			return none, nil, blockdev.ErrBusy
+			return none, nil, errdefs.ErrBusy
 		}
 		if o.record.Name != spec.Name || o.record.Origin != spec.Origin {
-			return none, nil, fmt.Errorf("%w: %s is %q made from %q", blockdev.ErrExists, spec.Ref, o.record.Name, o.record.Origin)
+			return none, nil, fmt.Errorf("%w: %s is %q made from %q", errdefs.ErrExists, spec.Ref, o.record.Name, o.record.Origin)
 		}
 		return o, nil, nil
 	}
@@ -169,7 +170,7 @@ func (p *Pool) begin(spec blockdev.Spec) (o, origin *object, err error) {
 			return none, nil, err
 		}
 		if spec.Size < origin.record.Size {
-			return none, nil, fmt.Errorf("%w: %d bytes are less than the %d of %s", blockdev.ErrOutOfRange, spec.Size, origin.record.Size, spec.Origin)
+			return none, nil, fmt.Errorf("%w: %d bytes are less than the %d of %s", errdefs.ErrOutOfRange, spec.Size, origin.record.Size, spec.Origin)
 		}
 	}
 	if err := p.checkSize(spec.Size, 0); err != nil {
@@ -177,7 +178,7 @@ func (p *Pool) begin(spec blockdev.Spec) (o, origin *object, err error) {
 	}
 	fd, err := unix.MemfdCreate(spec.Ref.String(), unix.MFD_CLOEXEC)
 	if err != nil {
-		return none, nil, fmt.Errorf("%w: %w", blockdev.ErrUnavailable, err)
+		return none, nil, fmt.Errorf("%w: %w", errdefs.ErrUnavailable, err)
 	}
 	image := os.NewFile(uintptr(fd), spec.Ref.String())
 	if err := image.Truncate(spec.Size); err != nil {
@@ -220,7 +221,7 @@ func (p *Pool) fill(ctx context.Context, o, origin *object, spec blockdev.Spec) 
 			return err
 		}
 	}
-	return fmt.Errorf("%w: it is being written to", blockdev.ErrInUse)
+	return fmt.Errorf("%w: it is being written to", errdefs.ErrInUse)
 }
 
 // block is in what steps bytes are compared.
@@ -263,7 +264,7 @@ func (p *Pool) Delete(_ context.Context, ref blockdev.Ref) error {
 		return err
 	}
 	if len(attached) > 0 {
-		return fmt.Errorf("%w: %s is attached as %s", blockdev.ErrInUse, ref, attached[0].path())
+		return fmt.Errorf("%w: %s is attached as %s", errdefs.ErrInUse, ref, attached[0].path())
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -353,7 +354,7 @@ func (d *Disk) grow(ref blockdev.Ref, size int64) (blockdev.Record, error) {
 		return blockdev.Record{}, err
 	}
 	if ref.Kind != blockdev.Volume {
-		return blockdev.Record{}, fmt.Errorf("%w: a snapshot does not grow", blockdev.ErrInvalid)
+		return blockdev.Record{}, fmt.Errorf("%w: a snapshot does not grow", errdefs.ErrInvalid)
 	}
 	if size > o.record.Size {
 		if err := d.checkSize(size, o.record.Size); err != nil {
@@ -449,7 +450,7 @@ func (d *Disk) attach(ref blockdev.Ref, how blockdev.Attachment) (device, error)
 	for _, e := range existing {
 		e.file.Close()
 		if !e.readOnly() && !how.ReadOnly {
-			err = fmt.Errorf("%w: it is attached as %s", blockdev.ErrInUse, e.path())
+			err = fmt.Errorf("%w: it is attached as %s", errdefs.ErrInUse, e.path())
 		}
 	}
 	if err != nil {
@@ -476,7 +477,7 @@ func configure(image *os.File, how blockdev.Attachment) (device, error) {
 	}
 	control, err := os.OpenFile("/dev/loop-control", os.O_RDWR, 0)
 	if err != nil {
-		return device{}, fmt.Errorf("%w: %w", blockdev.ErrUnavailable, err)
+		return device{}, fmt.Errorf("%w: %w", errdefs.ErrUnavailable, err)
 	}
 	defer control.Close()
 	mode, readOnly, flags := os.O_RDWR, 0, uint32(0)
@@ -544,7 +545,7 @@ func (p *Pool) Detach(ctx context.Context, ref blockdev.Ref) error {
 	}
 	for deadline := time.Now().Add(detachWait); err == nil && len(devices) > 0; time.Sleep(time.Millisecond) {
 		if time.Now().After(deadline) {
-			return fmt.Errorf("%w: %s is held as %s", blockdev.ErrInUse, ref, devices[0].path())
+			return fmt.Errorf("%w: %s is held as %s", errdefs.ErrInUse, ref, devices[0].path())
 		}
 		if err = ctx.Err(); err == nil {
 			devices, err = p.devices(ref, true)

@@ -8,6 +8,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 func TestPool(t *testing.T) {
@@ -37,7 +38,7 @@ func TestHook(t *testing.T) {
 	if _, err := pool.Create(t.Context(), spec); !errors.Is(err, failure) {
 		t.Fatalf("Create: %v, want %v", err, failure)
 	}
-	if _, err := pool.Get(t.Context(), ref); !errors.Is(err, blockdev.ErrNotFound) {
+	if _, err := pool.Get(t.Context(), ref); !errors.Is(err, errdefs.ErrNotFound) {
 		t.Fatalf("Get after it: %v", err)
 	}
 	broken["Create"], broken["Delete"] = false, true

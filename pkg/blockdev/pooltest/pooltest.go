@@ -24,6 +24,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // Open opens a pool that keeps everything in, or under the name of, a folder: with the
@@ -107,7 +108,7 @@ func (f *fixture) has() bool {
 	f.Helper()
 	spec := f.spec("probe")
 	_, err := f.pool.Create(f.Context(), spec)
-	if errors.Is(err, blockdev.ErrUnsupported) {
+	if errors.Is(err, errdefs.ErrUnsupported) {
 		return false
 	}
 	f.must(err)
@@ -249,7 +250,7 @@ func (f *fixture) capacity() blockdev.Capacity {
 func (f *fixture) absent(ref blockdev.Ref) {
 	f.Helper()
 	_, err := f.pool.Get(f.Context(), ref)
-	f.fails(err, blockdev.ErrNotFound, "Get")
+	f.fails(err, errdefs.ErrNotFound, "Get")
 	records, err := f.pool.List(f.Context(), ref.Kind, "", 0)
 	f.must(err)
 	if slices.ContainsFunc(records, func(r blockdev.Record) bool { return r.Ref == ref }) {
@@ -368,10 +369,10 @@ func create(f *fixture) {
 	other := f.spec("a")
 	other.Name = "A"
 	_, err = f.pool.Create(f.Context(), other)
-	f.fails(err, blockdev.ErrExists, "another name under that key")
+	f.fails(err, errdefs.ErrExists, "another name under that key")
 	f.make(f.spec("b"))
 	_, err = f.pool.Create(f.Context(), func() blockdev.Spec { s := f.spec("a"); s.Origin = vol("b"); return s }())
-	f.fails(err, blockdev.ErrExists, "another origin")
+	f.fails(err, errdefs.ErrExists, "another origin")
 	if have, err := f.pool.Get(f.Context(), spec.Ref); err != nil || !equal(have, want) {
 		f.Fatalf("after refusals: %#v, %v, want %#v", have, err, want)
 	}
@@ -382,7 +383,7 @@ func createRefuses(f *fixture) {
 		spec := f.spec("a")
 		spec.Size = n
 		_, err := f.pool.Create(f.Context(), spec)
-		f.fails(err, blockdev.ErrOutOfRange, fmt.Sprintf("%d bytes", n))
+		f.fails(err, errdefs.ErrOutOfRange, fmt.Sprintf("%d bytes", n))
 		f.absent(spec.Ref)
 	}
 }
@@ -410,7 +411,7 @@ func keysAreNoPaths(f *fixture) {
 		},
 		"Create from": func(ref blockdev.Ref) error {
 			if ref == (blockdev.Ref{}) {
-				return blockdev.ErrInvalid // no origin
+				return errdefs.ErrInvalid // no origin
 			}
 			_, err := f.pool.Create(ctx, f.copySpec(vol("b"), ref, size))
 			return err
@@ -435,7 +436,7 @@ func keysAreNoPaths(f *fixture) {
 	}
 	for name, call := range calls {
 		for _, ref := range refs {
-			f.fails(call(ref), blockdev.ErrInvalid, fmt.Sprintf("%s %q", name, ref))
+			f.fails(call(ref), errdefs.ErrInvalid, fmt.Sprintf("%s %q", name, ref))
 		}
 	}
 	for _, path := range files {
@@ -456,7 +457,7 @@ func noSpace(f *fixture) {
 	spec := f.spec("a")
 	spec.Size = c.MaxVolume + 64<<20
 	_, err := f.pool.Create(f.Context(), spec)
-	f.fails(err, blockdev.ErrNoSpace, "more than the largest volume")
+	f.fails(err, errdefs.ErrNoSpace, "more than the largest volume")
 	f.absent(spec.Ref)
 	if n := f.promised(); n != 0 {
 		f.Fatalf("%d bytes are promised after a refusal", n)
@@ -466,9 +467,9 @@ func noSpace(f *fixture) {
 	spec.Size = f.capacity().MaxVolume * 3 / 5 / (4 << 20) * (4 << 20)
 	f.make(spec)
 	_, err = f.pool.Create(f.Context(), f.copySpec(snap("a"), spec.Ref, spec.Size))
-	f.fails(err, blockdev.ErrNoSpace, "a snapshot that there is no room for")
+	f.fails(err, errdefs.ErrNoSpace, "a snapshot that there is no room for")
 	_, err = f.pool.Expand(f.Context(), spec.Ref, 2*spec.Size)
-	f.fails(err, blockdev.ErrNoSpace, "growth that there is no room for")
+	f.fails(err, errdefs.ErrNoSpace, "growth that there is no room for")
 	if n := f.promised(); n != spec.Size {
 		f.Fatalf("%d bytes are promised, want %d", n, spec.Size)
 	}
@@ -486,7 +487,7 @@ func deleted(f *fixture) {
 
 	device := f.attach(spec.Ref, blockdev.Attachment{Keep: true})
 	f.must(device.Close())
-	f.fails(f.pool.Delete(f.Context(), spec.Ref), blockdev.ErrInUse, "Delete of what is attached")
+	f.fails(f.pool.Delete(f.Context(), spec.Ref), errdefs.ErrInUse, "Delete of what is attached")
 	if _, err := f.pool.Get(f.Context(), spec.Ref); err != nil {
 		f.Fatalf("after a refused Delete: %v", err)
 	}
@@ -500,7 +501,7 @@ func deleted(f *fixture) {
 		}
 	}
 	_, err := f.pool.Attach(f.Context(), spec.Ref, blockdev.Attachment{})
-	f.fails(err, blockdev.ErrNotFound, "Attach of what was deleted")
+	f.fails(err, errdefs.ErrNotFound, "Attach of what was deleted")
 
 	// Of the name's next volume nobody reads what the first one held.
 	f.make(spec)
@@ -553,11 +554,11 @@ func copies(f *fixture) {
 func copyRefuses(f *fixture) {
 	f.make(f.spec("a"))
 	_, err := f.pool.Create(f.Context(), f.copySpec(vol("b"), vol("a"), size/2))
-	f.fails(err, blockdev.ErrOutOfRange, "a clone smaller than its source")
+	f.fails(err, errdefs.ErrOutOfRange, "a clone smaller than its source")
 	_, err = f.pool.Create(f.Context(), f.copySpec(snap("b"), vol("none"), size))
-	f.fails(err, blockdev.ErrNotFound, "a snapshot of nothing")
+	f.fails(err, errdefs.ErrNotFound, "a snapshot of nothing")
 	_, err = f.pool.Create(f.Context(), f.copySpec(vol("b"), snap("none"), size))
-	f.fails(err, blockdev.ErrNotFound, "a restore of nothing")
+	f.fails(err, errdefs.ErrNotFound, "a restore of nothing")
 	f.absent(vol("b"))
 	f.absent(snap("b"))
 	if n := f.promised(); n != size {
@@ -586,7 +587,7 @@ func copyWhileWritten(f *fixture) {
 			to := []blockdev.Ref{snap(fmt.Sprint("s", i, j)), vol(fmt.Sprint("v", i, j))}[j%2]
 			_, err := f.pool.Create(f.Context(), f.copySpec(to, spec.Ref, size))
 			if err != nil {
-				f.fails(err, blockdev.ErrInUse, "copy of a volume that is written to")
+				f.fails(err, errdefs.ErrInUse, "copy of a volume that is written to")
 				f.absent(to)
 				continue
 			}
@@ -695,7 +696,7 @@ func prepare(f *fixture) {
 		mark := data(2, blockdev.Granularity)
 		spec.Prepare = func(ctx context.Context, path string) error {
 			calls++
-			if _, err := f.pool.Get(ctx, to); !errors.Is(err, blockdev.ErrNotFound) {
+			if _, err := f.pool.Get(ctx, to); !errors.Is(err, errdefs.ErrNotFound) {
 				f.Errorf("Get during Prepare: %v; it is not ready", err)
 			}
 			file, err := os.OpenFile(path, os.O_RDWR, 0)
@@ -841,7 +842,7 @@ func attachModes(f *fixture) {
 	// With another Keep it is the same device or none: two would not see each other's
 	// writes.
 	if other, err := f.pool.Attach(f.Context(), vol("a"), blockdev.Attachment{Keep: true}); err != nil {
-		f.fails(err, blockdev.ErrInUse, "a second writable device")
+		f.fails(err, errdefs.ErrInUse, "a second writable device")
 	} else {
 		f.must(other.Close())
 		if other.Number != writable.Number {
@@ -860,7 +861,7 @@ func attachModes(f *fixture) {
 	f.copy(snap("s"), vol("a"), size)
 	refusesWrites(f, f.attach(snap("s"), blockdev.Attachment{ReadOnly: true}).Path)
 	_, err := f.pool.Attach(f.Context(), vol("none"), blockdev.Attachment{})
-	f.fails(err, blockdev.ErrNotFound, "Attach of what is not there")
+	f.fails(err, errdefs.ErrNotFound, "Attach of what is not there")
 }
 
 // refusesWrites makes sure that a device cannot be changed.
@@ -897,7 +898,7 @@ func attachAttributes(f *fixture) {
 	}
 	for _, bad := range []map[string]string{{"read_ahead_kb": "many"}, {"no_such_setting": "1"}} {
 		_, err := f.pool.Attach(f.Context(), vol("a"), blockdev.Attachment{Keep: true, Attributes: bad})
-		f.fails(err, blockdev.ErrInvalid, fmt.Sprint("Attach with ", bad))
+		f.fails(err, errdefs.ErrInvalid, fmt.Sprint("Attach with ", bad))
 	}
 }
 
@@ -961,8 +962,8 @@ func detachHeld(f *fixture) {
 	holder, err := os.Open(device.Path)
 	f.must(err)
 	f.must(device.Close())
-	f.fails(f.pool.Detach(f.Context(), vol("a")), blockdev.ErrInUse, "Detach of what is held")
-	f.fails(f.pool.Delete(f.Context(), vol("a")), blockdev.ErrInUse, "Delete of what is held")
+	f.fails(f.pool.Detach(f.Context(), vol("a")), errdefs.ErrInUse, "Detach of what is held")
+	f.fails(f.pool.Delete(f.Context(), vol("a")), errdefs.ErrInUse, "Delete of what is held")
 	f.must(holder.Close())
 	f.gone(vol("a"))
 	f.detach(vol("a"))
@@ -976,13 +977,13 @@ func noRecord(f *fixture) {
 		}
 		f.detach(ref)
 		_, err := f.pool.Get(f.Context(), ref)
-		f.fails(err, blockdev.ErrNotFound, "Get")
+		f.fails(err, errdefs.ErrNotFound, "Get")
 		_, err = f.pool.Expand(f.Context(), ref, size)
-		f.fails(err, blockdev.ErrNotFound, "Expand")
+		f.fails(err, errdefs.ErrNotFound, "Expand")
 		_, err = f.pool.SetLabels(f.Context(), ref, func(map[string]string) error { f.Error("change was called"); return nil })
-		f.fails(err, blockdev.ErrNotFound, "SetLabels")
+		f.fails(err, errdefs.ErrNotFound, "SetLabels")
 		_, err = f.pool.Health(f.Context(), ref)
-		f.fails(err, blockdev.ErrNotFound, "Health")
+		f.fails(err, errdefs.ErrNotFound, "Health")
 	}
 }
 
@@ -1037,7 +1038,7 @@ func expandRefuses(f *fixture) {
 	f.make(f.spec("a"))
 	for _, bad := range []int64{size + 1, blockdev.MaxSize + blockdev.Granularity, 1 << 62} {
 		_, err := f.pool.Expand(f.Context(), vol("a"), bad)
-		f.fails(err, blockdev.ErrOutOfRange, fmt.Sprintf("Expand to %d", bad))
+		f.fails(err, errdefs.ErrOutOfRange, fmt.Sprintf("Expand to %d", bad))
 	}
 	if r, err := f.pool.Get(f.Context(), vol("a")); err != nil || r.Size != size {
 		f.Fatalf("after refusals: %#v, %v", r, err)
@@ -1045,7 +1046,7 @@ func expandRefuses(f *fixture) {
 	// A snapshot is what it was when it was cut.
 	f.copy(snap("s"), vol("a"), size)
 	_, err := f.pool.Expand(f.Context(), snap("s"), 2*size)
-	f.fails(err, blockdev.ErrInvalid, "Expand of a snapshot")
+	f.fails(err, errdefs.ErrInvalid, "Expand of a snapshot")
 }
 
 func list(f *fixture) {
@@ -1186,7 +1187,7 @@ func reopen(f *fixture) {
 		} else {
 			f.must(again.Close())
 		}
-		f.fails(f.pool.Delete(f.Context(), vol("a")), blockdev.ErrInUse, "Delete of what is attached")
+		f.fails(f.pool.Delete(f.Context(), vol("a")), errdefs.ErrInUse, "Delete of what is attached")
 	}
 	f.detach(vol("b"))
 	f.must(writable.Close())
@@ -1234,7 +1235,7 @@ func capacity(f *fixture) {
 		for _, err := range errs {
 			if err == nil {
 				made++
-			} else if !errors.Is(err, blockdev.ErrNoSpace) {
+			} else if !errors.Is(err, errdefs.ErrNoSpace) {
 				f.Error(err)
 			}
 		}
@@ -1439,9 +1440,9 @@ func differ(f *fixture) {
 		}
 	}
 	nothing := func(blockdev.Extent) error { return nil }
-	f.fails(d.Allocated(f.Context(), snap("none"), 0, nothing), blockdev.ErrNotFound, "Allocated of nothing")
-	f.fails(d.Changed(f.Context(), snap("none"), snap("one"), 0, nothing), blockdev.ErrNotFound, "Changed from nothing")
-	f.fails(d.Changed(f.Context(), snap("one"), snap("none"), 0, nothing), blockdev.ErrNotFound, "Changed to nothing")
+	f.fails(d.Allocated(f.Context(), snap("none"), 0, nothing), errdefs.ErrNotFound, "Allocated of nothing")
+	f.fails(d.Changed(f.Context(), snap("none"), snap("one"), 0, nothing), errdefs.ErrNotFound, "Changed from nothing")
+	f.fails(d.Changed(f.Context(), snap("one"), snap("none"), 0, nothing), errdefs.ErrNotFound, "Changed to nothing")
 }
 
 // prover: only what nobody ever wrote to is untouched.
@@ -1469,7 +1470,7 @@ func prover(f *fixture) {
 		}
 	}
 	_, err := p.Untouched(f.Context(), vol("none"))
-	f.fails(err, blockdev.ErrNotFound, "Untouched of nothing")
+	f.fails(err, errdefs.ErrNotFound, "Untouched of nothing")
 }
 
 // suspend: what several objects held when all were suspended is in the copies that were
@@ -1534,7 +1535,7 @@ func suspend(f *fixture) {
 		f.must(device.Close())
 	}
 	_, err = p.Suspend(f.Context(), vol("none"))
-	f.fails(err, blockdev.ErrNotFound, "Suspend of nothing")
+	f.fails(err, errdefs.ErrNotFound, "Suspend of nothing")
 	for _, word := range []string{"a", "b"} {
 		f.detach(vol(word))
 		resume, err := p.Suspend(f.Context(), vol(word)) // not attached

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -140,7 +141,7 @@ func createDiffers(f fixture) {
 	} {
 		spec := volume.Spec{Name: "v", Pool: f.Pools[0], Size: volume.Range{Required: 16 * mib}, Filesystem: "ext4"}
 		change(&spec)
-		if err := second(f.Create(f.ctx, spec)); !errors.Is(err, blockdev.ErrExists) {
+		if err := second(f.Create(f.ctx, spec)); !errors.Is(err, errdefs.ErrExists) {
 			f.t.Errorf("%s: %v", what, err)
 		}
 	}
@@ -151,27 +152,27 @@ func createRefuses(f fixture) {
 		change func(*volume.Spec)
 		want   error
 	}{
-		{func(s *volume.Spec) { s.Pool = "no-such-pool" }, blockdev.ErrInvalid},
-		{func(s *volume.Spec) { s.Mutable = map[string]string{"colour": "red"} }, blockdev.ErrInvalid},
-		{func(s *volume.Spec) { s.Size = volume.Range{Required: 2, Limit: 1} }, blockdev.ErrInvalid},
-		{func(s *volume.Spec) { s.Size.Required = blockdev.MaxSize + 1 }, blockdev.ErrOutOfRange},
-		{func(s *volume.Spec) { s.Size = volume.Range{Required: 1, Limit: 1} }, blockdev.ErrOutOfRange},
-		{func(s *volume.Spec) { s.Filesystem, s.Size = "xfs", volume.Range{Limit: mib} }, blockdev.ErrOutOfRange},
-		{func(s *volume.Spec) { s.Size.Required = Size + mib }, blockdev.ErrNoSpace},
-		{func(s *volume.Spec) { s.Nodes = []string{"elsewhere"} }, blockdev.ErrNoSpace},
+		{func(s *volume.Spec) { s.Pool = "no-such-pool" }, errdefs.ErrInvalid},
+		{func(s *volume.Spec) { s.Mutable = map[string]string{"colour": "red"} }, errdefs.ErrInvalid},
+		{func(s *volume.Spec) { s.Size = volume.Range{Required: 2, Limit: 1} }, errdefs.ErrInvalid},
+		{func(s *volume.Spec) { s.Size.Required = blockdev.MaxSize + 1 }, errdefs.ErrOutOfRange},
+		{func(s *volume.Spec) { s.Size = volume.Range{Required: 1, Limit: 1} }, errdefs.ErrOutOfRange},
+		{func(s *volume.Spec) { s.Filesystem, s.Size = "xfs", volume.Range{Limit: mib} }, errdefs.ErrOutOfRange},
+		{func(s *volume.Spec) { s.Size.Required = Size + mib }, errdefs.ErrNoSpace},
+		{func(s *volume.Spec) { s.Nodes = []string{"elsewhere"} }, errdefs.ErrNoSpace},
 		{func(s *volume.Spec) {
 			s.Source = volume.ID{Kind: blockdev.Volume, Pool: f.Pools[0], Key: volume.KeyOf("gone")}
-		}, blockdev.ErrNotFound},
+		}, errdefs.ErrNotFound},
 		{func(s *volume.Spec) {
 			s.Source = volume.ID{Kind: blockdev.Snapshot, Pool: f.Pools[0], Key: volume.KeyOf("gone")}
-		}, blockdev.ErrNotFound},
+		}, errdefs.ErrNotFound},
 	} {
 		spec := sized("refused", mib)
 		c.change(&spec)
 		if err := second(f.Create(f.ctx, spec)); !errors.Is(err, c.want) {
 			f.t.Errorf("%+v: error %v, want %v", spec, err, c.want)
 		}
-		f.fails(second(f.Get(f.ctx, volume.ID{Kind: blockdev.Volume, Pool: f.Pools[0], Key: volume.KeyOf("refused")})), blockdev.ErrNotFound)
+		f.fails(second(f.Get(f.ctx, volume.ID{Kind: blockdev.Volume, Pool: f.Pools[0], Key: volume.KeyOf("refused")})), errdefs.ErrNotFound)
 	}
 	f.create(sized("refused", mib)) // the name is free
 }
@@ -191,9 +192,9 @@ func copies(f fixture) {
 		if large.Size != 4*mib {
 			f.t.Errorf("%d bytes", large.Size)
 		}
-		f.fails(second(f.Create(f.ctx, volume.Spec{Name: "x", Source: id, Size: volume.Range{Required: mib, Limit: mib}})), blockdev.ErrOutOfRange)
-		f.fails(second(f.Create(f.ctx, volume.Spec{Name: "x", Source: id, Pool: f.Pools[0]})), blockdev.ErrInvalid)
-		f.fails(second(f.Create(f.ctx, volume.Spec{Name: "x", Source: id, Nodes: []string{"elsewhere"}})), blockdev.ErrNoSpace)
+		f.fails(second(f.Create(f.ctx, volume.Spec{Name: "x", Source: id, Size: volume.Range{Required: mib, Limit: mib}})), errdefs.ErrOutOfRange)
+		f.fails(second(f.Create(f.ctx, volume.Spec{Name: "x", Source: id, Pool: f.Pools[0]})), errdefs.ErrInvalid)
+		f.fails(second(f.Create(f.ctx, volume.Spec{Name: "x", Source: id, Nodes: []string{"elsewhere"}})), errdefs.ErrNoSpace)
 	}
 	// A copy carries what its source does. Of a raw source nobody knows.
 	formatted := f.create(volume.Spec{Name: "ext4", Size: volume.Range{Required: 16 * mib}, Filesystem: "ext4"})
@@ -201,7 +202,7 @@ func copies(f fixture) {
 	f.must(err)
 	for i, id := range []volume.ID{formatted.ID, cut.ID} {
 		for _, other := range []filesystem.Type{"xfs", "btrfs"} {
-			f.fails(second(f.Create(f.ctx, volume.Spec{Name: "x", Source: id, Size: volume.Range{Required: 512 * mib}, Filesystem: other})), blockdev.ErrInvalid)
+			f.fails(second(f.Create(f.ctx, volume.Spec{Name: "x", Source: id, Size: volume.Range{Required: 512 * mib}, Filesystem: other})), errdefs.ErrInvalid)
 		}
 		for _, same := range []filesystem.Type{"ext4", ""} {
 			f.create(volume.Spec{Name: fmt.Sprint("copy of ext4 ", i, same), Source: id, Size: volume.Range{Required: 1}, Filesystem: same})
@@ -219,11 +220,11 @@ func deleted(f fixture) {
 	f.must(f.Delete(f.ctx, volume.ID{Kind: blockdev.Volume, Pool: f.Pools[1], Key: v.ID.Key})) // another volume
 	f.must(f.Delete(f.ctx, volume.ID{Kind: blockdev.Snapshot, Pool: v.ID.Pool, Key: v.ID.Key}))
 	f.must(f.Claim(f.ctx, v.ID, volume.Claim{Node: f.Node, Mode: "m"}))
-	f.fails(f.Delete(f.ctx, v.ID), blockdev.ErrInUse)
+	f.fails(f.Delete(f.ctx, v.ID), errdefs.ErrInUse)
 	f.must(f.Release(f.ctx, v.ID, f.Node))
 	for range 2 {
 		f.must(f.Delete(f.ctx, v.ID))
-		f.fails(second(f.Get(f.ctx, v.ID)), blockdev.ErrNotFound)
+		f.fails(second(f.Get(f.ctx, v.ID)), errdefs.ErrNotFound)
 	}
 	again := f.create(sized("v", 2*mib))
 	if again.Size != 2*mib {
@@ -240,17 +241,17 @@ func notFound(f fixture) {
 		{Kind: blockdev.Volume, Pool: f.Pools[1], Key: v.ID.Key},
 		s.ID,
 	} {
-		f.fails(second(f.Get(f.ctx, id)), blockdev.ErrNotFound)
-		f.fails(f.Claim(f.ctx, id, volume.Claim{Node: f.Node, Mode: "m"}), blockdev.ErrNotFound)
+		f.fails(second(f.Get(f.ctx, id)), errdefs.ErrNotFound)
+		f.fails(f.Claim(f.ctx, id, volume.Claim{Node: f.Node, Mode: "m"}), errdefs.ErrNotFound)
 		f.must(f.Release(f.ctx, id, ""))
-		f.fails(second(f.Expand(f.ctx, id, volume.Range{Required: mib})), blockdev.ErrNotFound)
-		f.fails(f.Modify(f.ctx, id, map[string]string{"readAheadKiB": "0"}), blockdev.ErrNotFound)
-		f.fails(second(f.Health(f.ctx, id)), blockdev.ErrNotFound)
-		f.fails(second(f.CreateSnapshot(f.ctx, "x", id)), blockdev.ErrNotFound)
+		f.fails(second(f.Expand(f.ctx, id, volume.Range{Required: mib})), errdefs.ErrNotFound)
+		f.fails(f.Modify(f.ctx, id, map[string]string{"readAheadKiB": "0"}), errdefs.ErrNotFound)
+		f.fails(second(f.Health(f.ctx, id)), errdefs.ErrNotFound)
+		f.fails(second(f.CreateSnapshot(f.ctx, "x", id)), errdefs.ErrNotFound)
 	}
-	f.fails(second(f.GetSnapshot(f.ctx, v.ID)), blockdev.ErrNotFound)
+	f.fails(second(f.GetSnapshot(f.ctx, v.ID)), errdefs.ErrNotFound)
 	f.must(f.DeleteSnapshot(f.ctx, v.ID))
-	f.fails(second(f.GetGroup(f.ctx, volume.GroupID{Key: v.ID.Key})), blockdev.ErrNotFound)
+	f.fails(second(f.GetGroup(f.ctx, volume.GroupID{Key: v.ID.Key})), errdefs.ErrNotFound)
 	f.must(f.DeleteGroup(f.ctx, volume.GroupID{Key: v.ID.Key}))
 	f.must(second(f.Get(f.ctx, v.ID)))
 }
@@ -269,10 +270,10 @@ func unknownPool(f fixture) {
 		undoes := what == "delete" || what == "release" || what == "delete snapshot"
 		switch {
 		case !f.KnowsAll:
-			if !errors.Is(err, blockdev.ErrUnavailable) {
+			if !errors.Is(err, errdefs.ErrUnavailable) {
 				f.t.Errorf("%s: %v", what, err)
 			}
-		case undoes && err != nil, !undoes && what != "clone" && !errors.Is(err, blockdev.ErrNotFound), what == "clone" && err == nil:
+		case undoes && err != nil, !undoes && what != "clone" && !errors.Is(err, errdefs.ErrNotFound), what == "clone" && err == nil:
 			f.t.Errorf("%s: %v", what, err)
 		}
 	}
@@ -333,7 +334,7 @@ func list(f fixture) {
 func claim(f fixture) {
 	v := f.create(sized("v", mib))
 	c := volume.Claim{Node: f.Node, ReadOnly: true, Mode: "mount,X"}
-	f.fails(f.Claim(f.ctx, v.ID, volume.Claim{Node: "elsewhere", Mode: "m"}), blockdev.ErrNotFound)
+	f.fails(f.Claim(f.ctx, v.ID, volume.Claim{Node: "elsewhere", Mode: "m"}), errdefs.ErrNotFound)
 	for range 2 {
 		f.must(f.Claim(f.ctx, v.ID, c))
 		have, err := f.Get(f.ctx, v.ID)
@@ -342,8 +343,8 @@ func claim(f fixture) {
 			f.t.Fatalf("claim %+v", have.Claim)
 		}
 	}
-	f.fails(f.Claim(f.ctx, v.ID, volume.Claim{Node: f.Node, Mode: "mount,X"}), blockdev.ErrExists)
-	f.fails(f.Claim(f.ctx, v.ID, volume.Claim{Node: f.Node, ReadOnly: true, Mode: "block,X"}), blockdev.ErrExists)
+	f.fails(f.Claim(f.ctx, v.ID, volume.Claim{Node: f.Node, Mode: "mount,X"}), errdefs.ErrExists)
+	f.fails(f.Claim(f.ctx, v.ID, volume.Claim{Node: f.Node, ReadOnly: true, Mode: "block,X"}), errdefs.ErrExists)
 	f.must(f.Release(f.ctx, v.ID, "elsewhere")) // which has no claim
 	if have, err := f.Get(f.ctx, v.ID); err != nil || have.Claim != c {
 		f.t.Fatalf("claim %+v, error %v", have.Claim, err)
@@ -367,7 +368,7 @@ func claimLimit(f fixture) {
 	for _, v := range volumes[:Limit] {
 		f.must(f.Claim(f.ctx, v.ID, c))
 	}
-	f.fails(f.Claim(f.ctx, volumes[Limit].ID, c), blockdev.ErrLimit)
+	f.fails(f.Claim(f.ctx, volumes[Limit].ID, c), errdefs.ErrLimit)
 	f.must(f.Claim(f.ctx, volumes[0].ID, c)) // it has that one
 	f.must(f.Release(f.ctx, volumes[0].ID, f.Node))
 	f.must(f.Claim(f.ctx, volumes[Limit].ID, c))
@@ -384,10 +385,10 @@ func expand(f fixture) {
 		{volume.Range{Required: 2*mib + 1}, 2*mib + blockdev.Granularity, nil},
 		{volume.Range{Required: mib}, 2*mib + blockdev.Granularity, nil},
 		{volume.Range{}, 2*mib + blockdev.Granularity, nil},
-		{volume.Range{Required: mib, Limit: mib}, 0, blockdev.ErrOutOfRange},
-		{volume.Range{Required: blockdev.MaxSize + 1}, 0, blockdev.ErrOutOfRange},
-		{volume.Range{Required: Size + mib}, 0, blockdev.ErrNoSpace},
-		{volume.Range{Required: Size + mib}, 0, blockdev.ErrNoSpace},
+		{volume.Range{Required: mib, Limit: mib}, 0, errdefs.ErrOutOfRange},
+		{volume.Range{Required: blockdev.MaxSize + 1}, 0, errdefs.ErrOutOfRange},
+		{volume.Range{Required: Size + mib}, 0, errdefs.ErrNoSpace},
+		{volume.Range{Required: Size + mib}, 0, errdefs.ErrNoSpace},
 		{volume.Range{Required: 3 * mib, Limit: 4 * mib}, 3 * mib, nil},
 	} {
 		grown, err := f.Expand(f.ctx, v.ID, c.size)
@@ -411,8 +412,8 @@ func modify(f fixture) {
 	for range 2 {
 		f.must(f.Modify(f.ctx, v.ID, map[string]string{"ioScheduler": "none"}))
 	}
-	f.fails(f.Modify(f.ctx, v.ID, map[string]string{"readAheadKiB": "3"}), blockdev.ErrInvalid)
-	f.fails(f.Modify(f.ctx, v.ID, map[string]string{"colour": "red"}), blockdev.ErrInvalid)
+	f.fails(f.Modify(f.ctx, v.ID, map[string]string{"readAheadKiB": "3"}), errdefs.ErrInvalid)
+	f.fails(f.Modify(f.ctx, v.ID, map[string]string{"colour": "red"}), errdefs.ErrInvalid)
 	f.must(f.Modify(f.ctx, v.ID, nil))
 	have, err := f.Get(f.ctx, v.ID)
 	f.must(err)
@@ -438,7 +439,7 @@ func snapshot(f fixture) {
 		s.Node != f.Node || s.Group.Key != "" || s.Created.Before(before.Truncate(time.Microsecond)) || s.Created.After(time.Now()) {
 		f.t.Fatalf("cut %+v", s)
 	}
-	f.fails(second(f.CreateSnapshot(f.ctx, "s", w.ID)), blockdev.ErrExists)
+	f.fails(second(f.CreateSnapshot(f.ctx, "s", w.ID)), errdefs.ErrExists)
 	f.must(f.Delete(f.ctx, v.ID)) // it does not need its source
 	again, err := f.CreateSnapshot(f.ctx, "s", v.ID)
 	f.must(err)
@@ -448,9 +449,9 @@ func snapshot(f fixture) {
 	f.sameSnapshot(have, s)
 	for range 2 {
 		f.must(f.DeleteSnapshot(f.ctx, s.ID))
-		f.fails(second(f.GetSnapshot(f.ctx, s.ID)), blockdev.ErrNotFound)
+		f.fails(second(f.GetSnapshot(f.ctx, s.ID)), errdefs.ErrNotFound)
 	}
-	f.fails(second(f.CreateSnapshot(f.ctx, "s", v.ID)), blockdev.ErrNotFound)
+	f.fails(second(f.CreateSnapshot(f.ctx, "s", v.ID)), errdefs.ErrNotFound)
 	f.must(second(f.CreateSnapshot(f.ctx, "s", w.ID))) // the name is free
 }
 
@@ -468,7 +469,7 @@ func group(f fixture) {
 		have, err := f.GetSnapshot(f.ctx, s.ID)
 		f.must(err)
 		f.sameSnapshot(have, s)
-		f.fails(f.DeleteSnapshot(f.ctx, s.ID), blockdev.ErrInvalid)
+		f.fails(f.DeleteSnapshot(f.ctx, s.ID), errdefs.ErrInvalid)
 		f.create(volume.Spec{Name: "from " + s.ID.String(), Source: s.ID, Size: volume.Range{Required: 1}})
 	}
 	again, err := f.CreateGroup(f.ctx, "g", []volume.ID{w.ID, v.ID})
@@ -483,7 +484,7 @@ func group(f fixture) {
 			f.sameSnapshot(other.Snapshots[i], g.Snapshots[i])
 		}
 	}
-	f.fails(second(f.CreateGroup(f.ctx, "g", []volume.ID{v.ID})), blockdev.ErrExists)
+	f.fails(second(f.CreateGroup(f.ctx, "g", []volume.ID{v.ID})), errdefs.ErrExists)
 	all, err := f.ListSnapshots(f.ctx, volume.ID{}, volume.ID{}, 0)
 	f.must(err)
 	if len(all) != 2 {
@@ -491,20 +492,20 @@ func group(f fixture) {
 	}
 	for range 2 {
 		f.must(f.DeleteGroup(f.ctx, g.ID))
-		f.fails(second(f.GetGroup(f.ctx, g.ID)), blockdev.ErrNotFound)
-		f.fails(second(f.GetSnapshot(f.ctx, g.Snapshots[0].ID)), blockdev.ErrNotFound)
+		f.fails(second(f.GetGroup(f.ctx, g.ID)), errdefs.ErrNotFound)
+		f.fails(second(f.GetSnapshot(f.ctx, g.Snapshots[0].ID)), errdefs.ErrNotFound)
 	}
 	f.must(second(f.CreateGroup(f.ctx, "g", []volume.ID{v.ID})))
 }
 
 func groupRefuses(f fixture) {
 	v := f.create(sized("v", mib))
-	f.fails(second(f.CreateGroup(f.ctx, "g", nil)), blockdev.ErrInvalid)
-	f.fails(second(f.CreateGroup(f.ctx, "g", []volume.ID{v.ID, v.ID})), blockdev.ErrInvalid)
+	f.fails(second(f.CreateGroup(f.ctx, "g", nil)), errdefs.ErrInvalid)
+	f.fails(second(f.CreateGroup(f.ctx, "g", []volume.ID{v.ID, v.ID})), errdefs.ErrInvalid)
 	gone := volume.ID{Kind: blockdev.Volume, Pool: v.ID.Pool, Key: volume.KeyOf("gone")}
-	f.fails(second(f.CreateGroup(f.ctx, "g", []volume.ID{v.ID, gone})), blockdev.ErrNotFound)
+	f.fails(second(f.CreateGroup(f.ctx, "g", []volume.ID{v.ID, gone})), errdefs.ErrNotFound)
 	large := f.create(sized("large", Size/2))
-	f.fails(second(f.CreateGroup(f.ctx, "g", []volume.ID{v.ID, large.ID})), blockdev.ErrNoSpace)
+	f.fails(second(f.CreateGroup(f.ctx, "g", []volume.ID{v.ID, large.ID})), errdefs.ErrNoSpace)
 	all, err := f.ListSnapshots(f.ctx, volume.ID{}, volume.ID{}, 0)
 	f.must(err)
 	if len(all) != 0 {
@@ -530,7 +531,7 @@ func capacity(f fixture) {
 	if elsewhere.Available != 0 || elsewhere.MaxVolume != 0 {
 		f.t.Errorf("elsewhere %+v", elsewhere)
 	}
-	f.fails(second(f.Capacity(f.ctx, "no-such-pool", f.Node)), blockdev.ErrInvalid)
+	f.fails(second(f.Capacity(f.ctx, "no-such-pool", f.Node)), errdefs.ErrInvalid)
 }
 
 func concurrent(f fixture) {
