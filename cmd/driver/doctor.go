@@ -16,6 +16,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/ashlar-csi/ashlar/internal/capability"
 	"github.com/ashlar-csi/ashlar/internal/command"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
@@ -80,23 +81,16 @@ func (x *examination) privileges() {
 	} else {
 		x.failure("user: %d; the driver attaches and mounts devices: run it as root", os.Geteuid())
 	}
-	if capable(unix.CAP_SYS_ADMIN) {
+	if capability.Has(unix.CAP_SYS_ADMIN) {
 		x.ok("capability CAP_SYS_ADMIN")
 	} else {
 		x.failure("capability CAP_SYS_ADMIN is missing: mounts and loop devices need it; in a container, make it privileged")
 	}
-	if capable(unix.CAP_SYS_RESOURCE) {
+	if capability.Has(unix.CAP_SYS_RESOURCE) {
 		x.ok("capability CAP_SYS_RESOURCE: ext4 grows while it is mounted")
 	} else {
 		x.warning("capability CAP_SYS_RESOURCE is missing: ext4 does not grow while it is mounted, only when it is staged next (XFS and btrfs do); in a container, add it")
 	}
-}
-
-// capable reports whether this process has a capability in effect.
-func capable(bit uint) bool {
-	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
-	var data [2]unix.CapUserData
-	return unix.Capget(&header, &data[0]) == nil && data[bit/32].Effective&(1<<(bit%32)) != 0
 }
 
 // kernel asks for the newest of the system calls that the driver uses; distributions
@@ -139,7 +133,7 @@ func (x *examination) loopDevices() {
 	switch node := fmt.Sprintf("/dev/loop%d", n); {
 	case err == nil && m.FsType == "devtmpfs":
 		x.ok("/dev is devtmpfs: the kernel keeps the nodes of loop devices")
-	case capable(unix.CAP_MKNOD):
+	case capability.Has(unix.CAP_MKNOD):
 		x.ok("/dev is %s: the driver makes the nodes of loop devices that are missing", m.FsType)
 	case exists(node):
 		x.warning("/dev is %s, and CAP_MKNOD is missing: there are nodes for some loop devices only; in a container, mount the host's /dev", m.FsType)

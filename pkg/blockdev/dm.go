@@ -10,6 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/ashlar-csi/ashlar/internal/ioctl"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -106,7 +107,7 @@ func dmCall(command uint, prepare func(h *dmHeader), data []byte) (dmHeader, []b
 		h.version, h.dataSize, h.dataStart = [3]uint32{4, 0, 0}, uint32(len(buffer)), uint32(head)
 		prepare(h)
 		copy(buffer[head:], data)
-		if err := ioctlPointer(control.Fd(), 0xC138FD00|command, unsafe.Pointer(&buffer[0])); err != nil {
+		if err := ioctl.Pointer(control, 0xC138FD00|command, unsafe.Pointer(&buffer[0])); err != nil {
 			return dmHeader{}, nil, err
 		}
 		if h.flags&dmBufferFull == 0 || room > 64<<20 {

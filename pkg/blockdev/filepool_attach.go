@@ -15,6 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/ashlar-csi/ashlar/internal/ioctl"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -465,7 +466,7 @@ func (p *filePool) resizeLoops(_ context.Context, ref Ref) error {
 		if err := p.putRight(ref, loop); err != nil {
 			return err
 		}
-		if _, err := ioctlValue(loop.file.Fd(), unix.LOOP_SET_CAPACITY, 0); err != nil {
+		if _, err := ioctl.Value(loop.file, unix.LOOP_SET_CAPACITY, 0); err != nil {
 			return fmt.Errorf("resize %s: %w", loopPath(loop.number), errdefs.FromErrno(err))
 		}
 		if err := p.resizeCover(ref, loop); err != nil {

@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 
+	"github.com/ashlar-csi/ashlar/internal/ioctl"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -151,7 +152,7 @@ func (p *filePool) unguard(ctx context.Context, ref Ref, loop attachedLoop) erro
 	if loop.keeper == none {
 		return nil
 	}
-	if _, err := ioctlValue(loop.file.Fd(), unix.LOOP_CLR_FD, 0); err != nil && !errors.Is(err, unix.ENXIO) {
+	if _, err := ioctl.Value(loop.file, unix.LOOP_CLR_FD, 0); err != nil && !errors.Is(err, unix.ENXIO) {
 		return fmt.Errorf("detach %s: %w", loopPath(loop.number), errdefs.FromErrno(err))
 	}
 	keeper, err := openLoop(loop.keeper, os.O_RDONLY)
@@ -239,19 +240,19 @@ func (p *filePool) putRight(ref Ref, l attachedLoop) error {
 	if l.offset != 0 || l.sizeLimit != 0 || l.stays() || l.label != p.label(ref) {
 		info := unix.LoopInfo64{Flags: unix.LO_FLAGS_AUTOCLEAR}
 		copy(info.File_name[:], p.label(ref))
-		if err := ioctlPointer(l.file.Fd(), unix.LOOP_SET_STATUS64, unsafe.Pointer(&info)); err != nil {
+		if err := ioctl.Pointer(l.file, unix.LOOP_SET_STATUS64, unsafe.Pointer(&info)); err != nil {
 			return fail(err)
 		}
 	}
 	sector, err := sectorSize(l.file)
 	if err == nil && sector != l.sector {
-		_, err = ioctlValue(l.file.Fd(), unix.LOOP_SET_BLOCK_SIZE, uintptr(l.sector))
+		_, err = ioctl.Value(l.file, unix.LOOP_SET_BLOCK_SIZE, uintptr(l.sector))
 	}
 	if err != nil {
 		return fail(err)
 	}
 	if l.flags&unix.LO_FLAGS_DIRECT_IO == 0 {
-		_, _ = ioctlValue(l.file.Fd(), unix.LOOP_SET_DIRECT_IO, 1) // where it can be had
+		_, _ = ioctl.Value(l.file, unix.LOOP_SET_DIRECT_IO, 1) // where it can be had
 	}
 	if p.takesDiscards() {
 		return nil

@@ -12,6 +12,7 @@ import (
 	"time"
 	"unsafe"
 
+	"github.com/ashlar-csi/ashlar/internal/ioctl"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -241,7 +242,7 @@ func (p *filePool) addExtents(ctx context.Context, seen *blockSet, ref Ref, most
 			return 0, 0, err
 		}
 		request = fiemapRequest{start: next, length: ^uint64(0) - next, extentCount: uint32(len(request.extents))}
-		if err := ioctlPointer(f.Fd(), fiemapIoctl, unsafe.Pointer(&request)); err != nil {
+		if err := ioctl.Pointer(f, fiemapIoctl, unsafe.Pointer(&request)); err != nil {
 			return 0, 0, fmt.Errorf("map the extents of %s: %w", imagePath(ref), errdefs.FromErrno(err))
 		}
 		last = request.mapped == 0

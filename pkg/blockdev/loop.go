@@ -15,6 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/ashlar-csi/ashlar/internal/ioctl"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -51,30 +52,6 @@ func decodeDevice(dev uint64) uint64 {
 	return unix.Mkdev(uint32(dev>>8&0xfff), uint32(dev&0xff|dev>>12&0xfff00))
 }
 
-func ioctlPointer(fd uintptr, request uint, arg unsafe.Pointer) error {
-	for {
-		_, _, errno := unix.Syscall(unix.SYS_IOCTL, fd, uintptr(request), uintptr(arg))
-		if errno == 0 {
-			return nil
-		}
-		if errno != unix.EINTR {
-			return errno
-		}
-	}
-}
-
-func ioctlValue(fd uintptr, request uint, arg uintptr) (int, error) {
-	for {
-		r, _, errno := unix.Syscall(unix.SYS_IOCTL, fd, uintptr(request), arg)
-		if errno == 0 {
-			return int(r), nil
-		}
-		if errno != unix.EINTR {
-			return 0, errno
-		}
-	}
-}
-
 // openLoop opens /dev/loopN, and makes the node where /dev is not kept by devtmpfs.
 func openLoop(n int, flags int) (*os.File, error) {
 	f, err := os.OpenFile(loopPath(n), flags, 0)
@@ -94,7 +71,7 @@ func goingLoop(err error) bool { return errors.Is(err, unix.ENXIO) || errors.Is(
 // loopStatus returns the backing of an open loop device; ENXIO if it has none.
 func loopStatus(f *os.File, n int) (loopBacking, error) {
 	var info unix.LoopInfo64
-	if err := ioctlPointer(f.Fd(), unix.LOOP_GET_STATUS64, unsafe.Pointer(&info)); err != nil {
+	if err := ioctl.Pointer(f, unix.LOOP_GET_STATUS64, unsafe.Pointer(&info)); err != nil {
 		return loopBacking{}, err
 	}
 	label := string(info.File_name[:])
@@ -137,14 +114,14 @@ const busyOften = 10
 // freeLoop returns the number of a loop device without a backing file, other than those that were refused
 // too often. The kernel always names the first one, held or not.
 func freeLoop(control *os.File, refused map[int]int) (int, error) {
-	n, err := ioctlValue(control.Fd(), unix.LOOP_CTL_GET_FREE, 0)
+	n, err := ioctl.Value(control, unix.LOOP_CTL_GET_FREE, 0)
 	if err != nil || refused[n] < busyOften {
 		return n, err
 	}
 	for taken := true; taken; taken = refused[n] >= busyOften || hasBacking(n) {
 		n++
 	}
-	if _, err = ioctlValue(control.Fd(), unix.LOOP_CTL_ADD, uintptr(n)); errors.Is(err, unix.EEXIST) {
+	if _, err = ioctl.Value(control, unix.LOOP_CTL_ADD, uintptr(n)); errors.Is(err, unix.EEXIST) {
 		err = nil
 	}
 	return n, err
@@ -200,7 +177,7 @@ func attachLoop(ctx context.Context, backing *os.File, c loopConfig) (*os.File, 
 				err = stopDiscards(n)
 			}
 			if err != nil {
-				_, _ = ioctlValue(f.Fd(), unix.LOOP_CLR_FD, 0)
+				_, _ = ioctl.Value(f, unix.LOOP_CLR_FD, 0)
 				f.Close()
 				return nil, 0, fmt.Errorf("set up %s: %w", loopPath(n), errdefs.FromErrno(err))
 			}
@@ -226,10 +203,10 @@ func configureLoop(f, backing *os.File, c loopConfig) error {
 		config.Info.Flags |= unix.LO_FLAGS_AUTOCLEAR
 	}
 	copy(config.Info.File_name[:], c.label)
-	err := ioctlPointer(f.Fd(), unix.LOOP_CONFIGURE, unsafe.Pointer(&config))
+	err := ioctl.Pointer(f, unix.LOOP_CONFIGURE, unsafe.Pointer(&config))
 	if errors.Is(err, unix.EINVAL) {
 		config.Info.Flags &^= unix.LO_FLAGS_DIRECT_IO
-		err = ioctlPointer(f.Fd(), unix.LOOP_CONFIGURE, unsafe.Pointer(&config))
+		err = ioctl.Pointer(f, unix.LOOP_CONFIGURE, unsafe.Pointer(&config))
 	}
 	return err
 }
@@ -241,10 +218,10 @@ func setReadOnly(f *os.File, readOnly bool) error {
 	if readOnly {
 		want = 1
 	}
-	if err := ioctlPointer(f.Fd(), unix.BLKROGET, unsafe.Pointer(&now)); err != nil || now == want {
+	if err := ioctl.Pointer(f, unix.BLKROGET, unsafe.Pointer(&now)); err != nil || now == want {
 		return err
 	}
-	return ioctlPointer(f.Fd(), unix.BLKROSET, unsafe.Pointer(&want))
+	return ioctl.Pointer(f, unix.BLKROSET, unsafe.Pointer(&want))
 }
 
 // resetQueue: as the mode does, the I/O scheduler of a device outlives the user that it
@@ -291,7 +268,7 @@ func forgetStopped(n int) bool {
 		return false
 	}
 	defer control.Close()
-	_, err = ioctlValue(control.Fd(), unix.LOOP_CTL_REMOVE, uintptr(n)) // EBUSY while it is in use
+	_, err = ioctl.Value(control, unix.LOOP_CTL_REMOVE, uintptr(n)) // EBUSY while it is in use
 	return err == nil
 }
 
@@ -310,7 +287,7 @@ func detachLoop(ctx context.Context, f *os.File, was loopBacking) error {
 			return fmt.Errorf("write out what was written to %s: %w", loopPath(was.number), errdefs.FromErrno(err))
 		}
 	}
-	_, err := ioctlValue(f.Fd(), unix.LOOP_CLR_FD, 0)
+	_, err := ioctl.Value(f, unix.LOOP_CLR_FD, 0)
 	f.Close()
 	if err != nil && !errors.Is(err, unix.ENXIO) {
 		return fmt.Errorf("detach %s: %w", loopPath(was.number), errdefs.FromErrno(err))

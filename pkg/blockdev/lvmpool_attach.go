@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 
+	"github.com/ashlar-csi/ashlar/internal/ioctl"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -221,7 +222,7 @@ func (p *lvmPool) splitTables(ctx context.Context) {
 
 // deviceSize returns the size of an open block device, in bytes.
 func deviceSize(f *os.File) (int64, error) {
-	size, err := f.Seek(0, 2)
+	size, err := ioctl.DeviceSize(f)
 	if err != nil {
 		return 0, fmt.Errorf("size of %s: %w", f.Name(), errdefs.FromErrno(err))
 	}

@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 
+	"github.com/ashlar-csi/ashlar/internal/ioctl"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -79,7 +80,7 @@ func LetGo(ctx context.Context, number uint64) error {
 		klog.FromContext(ctx).Error(err, "Could not write out what was written to a raw device; letting go of it", "device", loopPath(device))
 	}
 	// Its status cannot be had if its file's disk is dead.
-	if _, err := ioctlValue(f.Fd(), unix.LOOP_CLR_FD, 0); err != nil && !errors.Is(err, unix.ENXIO) {
+	if _, err := ioctl.Value(f, unix.LOOP_CLR_FD, 0); err != nil && !errors.Is(err, unix.ENXIO) {
 		return fmt.Errorf("detach %s: %w", loopPath(device), errdefs.FromErrno(err))
 	}
 	return nil

@@ -3,10 +3,10 @@ package blockdev
 import (
 	"fmt"
 	"os"
-	"unsafe"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/ashlar-csi/ashlar/internal/ioctl"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -41,9 +41,9 @@ func directSector(f *os.File) int64 {
 
 // sectorSize is the logical sector of an open device, in bytes.
 func sectorSize(f *os.File) (uint32, error) {
-	var size int32
-	if err := ioctlPointer(f.Fd(), unix.BLKSSZGET, unsafe.Pointer(&size)); err != nil {
+	size, err := ioctl.SectorSize(f)
+	if err != nil {
 		return 0, fmt.Errorf("sector of %s: %w", f.Name(), errdefs.FromErrno(err))
 	}
-	return uint32(size), nil
+	return size, nil
 }

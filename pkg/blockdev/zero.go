@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 
+	"github.com/ashlar-csi/ashlar/internal/ioctl"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -35,7 +36,7 @@ func zeroFrom(ctx context.Context, f *os.File, from, to int64) (int64, error) {
 			return at, fmt.Errorf("zero %s: %w", f.Name(), err)
 		}
 		span := [2]uint64{uint64(at), uint64(min(zeroChunk, to-at))}
-		if err := ioctlPointer(f.Fd(), unix.BLKZEROOUT, unsafe.Pointer(&span)); err != nil {
+		if err := ioctl.Pointer(f, unix.BLKZEROOUT, unsafe.Pointer(&span)); err != nil {
 			return at, fmt.Errorf("zero %s from byte %d: %w", f.Name(), at, errdefs.FromErrno(err))
 		}
 		at += int64(span[1])

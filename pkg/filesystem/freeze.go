@@ -8,6 +8,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/ashlar-csi/ashlar/internal/ioctl"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -33,7 +34,7 @@ func Freeze(ctx context.Context, path string) (thaw func() error, err error) {
 		return nil, fmt.Errorf("freeze %s: %w", path, err)
 	}
 	frozen := make(chan error, 1)
-	go func() { frozen <- ioctl(f, fiFreeze, nil) }()
+	go func() { frozen <- ioctl.Pointer(f, fiFreeze, nil) }()
 	select {
 	case err = <-frozen:
 		return freezeAnswer(f, path, err)
@@ -79,7 +80,7 @@ func thawOnce(f *os.File, path string) func() error {
 		if f == nil {
 			return nil
 		}
-		err := ioctl(f, fiThaw, nil)
+		err := ioctl.Pointer(f, fiThaw, nil)
 		f.Close()
 		f = nil
 		switch {
@@ -99,7 +100,7 @@ func Thaw(path string) error {
 		return fmt.Errorf("thaw %s: %w", path, err)
 	}
 	defer f.Close()
-	if err := ioctl(f, fiThaw, nil); err != nil && !errors.Is(err, unix.EINVAL) {
+	if err := ioctl.Pointer(f, fiThaw, nil); err != nil && !errors.Is(err, unix.EINVAL) {
 		return fmt.Errorf("thaw %s: %w; run fsfreeze --unfreeze %s", path, err, path)
 	}
 	return nil

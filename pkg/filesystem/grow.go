@@ -9,6 +9,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/ashlar-csi/ashlar/internal/capability"
+	"github.com/ashlar-csi/ashlar/internal/ioctl"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
@@ -16,11 +18,10 @@ import (
 
 // ioctl numbers and structures: linux/ext4.h, xfs_fs.h, linux/btrfs.h.
 const (
-	ext4ResizeFS   = 0x40086610 // EXT4_IOC_RESIZE_FS
-	xfsGeometryV1  = 0x80705864 // XFS_IOC_FSGEOMETRY_V1
-	xfsGrowData    = 0x4010586e // XFS_IOC_FSGROWFSDATA
-	btrfsResize    = 0x50009403 // BTRFS_IOC_RESIZE
-	capSysResource = 24
+	ext4ResizeFS  = 0x40086610 // EXT4_IOC_RESIZE_FS
+	xfsGeometryV1 = 0x80705864 // XFS_IOC_FSGEOMETRY_V1
+	xfsGrowData   = 0x4010586e // XFS_IOC_FSGROWFSDATA
+	btrfsResize   = 0x50009403 // BTRFS_IOC_RESIZE
 )
 
 type xfsGeometry struct {
@@ -32,13 +33,6 @@ type xfsGeometry struct {
 // xfsMinAG is the smallest last group of an XFS filesystem (XFS_MIN_AG_BLOCKS): less
 // room than that at the end of the device stays unused.
 const xfsMinAG = 64
-
-func ioctl(f *os.File, request uintptr, arg unsafe.Pointer) error {
-	if _, _, errno := unix.Syscall(unix.SYS_IOCTL, f.Fd(), request, uintptr(arg)); errno != 0 {
-		return errno
-	}
-	return nil
-}
 
 // Grow makes the filesystem that is mounted at path, a folder, writable, as large as its
 // device. It is online, keeps everything, and does nothing if there is nothing to
@@ -77,7 +71,7 @@ func growExt4(f *os.File, device string, size int64) error {
 		return err
 	}
 	blocks := uint64(size) / uint64(st.Bsize)
-	err = ioctl(f, ext4ResizeFS, unsafe.Pointer(&blocks))
+	err = ioctl.Pointer(f, ext4ResizeFS, unsafe.Pointer(&blocks))
 	if errors.Is(err, unix.EPERM) {
 		return fmt.Errorf("%w: ext4 grows while mounted only for a process with CAP_SYS_RESOURCE; without, it will grow when the volume is staged next, to %d bytes: %w",
 			errdefs.ErrPrecondition, min(size, super.reach()), err)
@@ -87,7 +81,7 @@ func growExt4(f *os.File, device string, size int64) error {
 
 func growXFS(f *os.File, size int64) error {
 	var geometry xfsGeometry
-	if err := ioctl(f, xfsGeometryV1, unsafe.Pointer(&geometry)); err != nil {
+	if err := ioctl.Pointer(f, xfsGeometryV1, unsafe.Pointer(&geometry)); err != nil {
 		return err
 	}
 	data := struct {
@@ -98,7 +92,7 @@ func growXFS(f *os.File, size int64) error {
 	if data.newblocks < geometry.datablocks+xfsMinAG {
 		return nil
 	}
-	return ioctl(f, xfsGrowData, unsafe.Pointer(&data))
+	return ioctl.Pointer(f, xfsGrowData, unsafe.Pointer(&data))
 }
 
 func growBtrfs(f *os.File, size int64) error {
@@ -111,14 +105,14 @@ func growBtrfs(f *os.File, size int64) error {
 		name [4088]byte
 	}{}
 	copy(args.name[:], fmt.Sprintf("%d:max", info.ID))
-	return ioctl(f, btrfsResize, unsafe.Pointer(&args))
+	return ioctl.Pointer(f, btrfsResize, unsafe.Pointer(&args))
 }
 
 // GrowBeforeMount grows a filesystem on a device that is not mounted, where Grow
 // could not after mounting it: ext4 without CAP_SYS_RESOURCE. Elsewhere it does nothing. It has to
 // have been checked. An ext4 grows as far as it can without moving blocks.
 func GrowBeforeMount(ctx context.Context, t Type, device string) error {
-	if t != Ext4 || hasCapability(capSysResource) {
+	if t != Ext4 || capability.Has(unix.CAP_SYS_RESOURCE) {
 		return nil
 	}
 	size, err := deviceSize(device)
@@ -129,13 +123,7 @@ func GrowBeforeMount(ctx context.Context, t Type, device string) error {
 }
 
 // GrowsMounted reports whether this process may grow a mounted filesystem of the type.
-func GrowsMounted(t Type) bool { return t != Ext4 || hasCapability(capSysResource) }
-
-func hasCapability(bit uint) bool {
-	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
-	var data [2]unix.CapUserData
-	return unix.Capget(&header, &data[0]) == nil && data[bit/32].Effective&(1<<(bit%32)) != 0
-}
+func GrowsMounted(t Type) bool { return t != Ext4 || capability.Has(unix.CAP_SYS_RESOURCE) }
 
 func deviceSize(device string) (int64, error) {
 	f, err := os.Open(device)
@@ -143,9 +131,9 @@ func deviceSize(device string) (int64, error) {
 		return 0, fmt.Errorf("size of %s: %w", device, err)
 	}
 	defer f.Close()
-	var size uint64
-	if err := ioctl(f, unix.BLKGETSIZE64, unsafe.Pointer(&size)); err != nil {
+	size, err := ioctl.DeviceSize(f)
+	if err != nil {
 		return 0, fmt.Errorf("size of %s: %w", device, err)
 	}
-	return int64(size), nil
+	return size, nil
 }

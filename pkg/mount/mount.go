@@ -21,6 +21,7 @@ import (
 	"golang.org/x/sys/unix"
 	mountutils "k8s.io/mount-utils"
 
+	"github.com/ashlar-csi/ashlar/internal/ioctl"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -234,9 +235,9 @@ type BtrfsInfo struct {
 // BTRFS_IOC_DEV_INFO). The IDs of devices begin at 1, and have gaps once one was removed.
 func Btrfs(f *os.File) (BtrfsInfo, error) {
 	const fsInfo, devInfo, mostTries = 0x8400941f, 0xd000941e, 1 << 16
-	ask := func(name string, request uintptr, arg unsafe.Pointer) error {
-		if _, _, errno := unix.Syscall(unix.SYS_IOCTL, f.Fd(), request, uintptr(arg)); errno != 0 {
-			return &fs.PathError{Op: name, Path: f.Name(), Err: errno}
+	ask := func(name string, request uint, arg unsafe.Pointer) error {
+		if err := ioctl.Pointer(f, request, arg); err != nil {
+			return &fs.PathError{Op: name, Path: f.Name(), Err: err}
 		}
 		return nil
 	}
@@ -298,12 +299,11 @@ func forgetBtrfs(device string) error {
 		name [4088]byte
 	}
 	copy(args.name[:len(args.name)-1], device)
-	_, _, errno := unix.Syscall(unix.SYS_IOCTL, control.Fd(), forgetDev, uintptr(unsafe.Pointer(&args)))
-	switch errno {
-	case 0, unix.ENOENT, unix.EBUSY, unix.ENOTTY: // it remembers none; it is mounted, which the mount finds; too old
-		return nil
+	err = ioctl.Pointer(control, forgetDev, unsafe.Pointer(&args))
+	if err == nil || errors.Is(err, unix.ENOENT) || errors.Is(err, unix.EBUSY) || errors.Is(err, unix.ENOTTY) {
+		return nil // it remembers none; it is mounted, which the mount finds; too old
 	}
-	return &fs.PathError{Op: "BTRFS_IOC_FORGET_DEV", Path: device, Err: errno}
+	return &fs.PathError{Op: "BTRFS_IOC_FORGET_DEV", Path: device, Err: err}
 }
 
 // attributes are the options that belong to a mount, not to its filesystem.

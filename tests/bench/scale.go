@@ -7,13 +7,14 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
 	"time"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/internal/capability"
 )
 
 const (
@@ -31,7 +32,7 @@ func (b *bench) scale(ctx context.Context, calls, memory, idle bool) error {
 		return err
 	}
 	defer func() { d.stop() }()
-	s := &scaled{b: b, d: d, grows: canGrow()}
+	s := &scaled{b: b, d: d, grows: capability.Has(unix.CAP_SYS_RESOURCE)}
 	if s.bare, err = newFloor(filepath.Join(dir, "floor"), scaleSize, true); err != nil {
 		return err
 	}
@@ -111,13 +112,6 @@ func (b *bench) scale(ctx context.Context, calls, memory, idle bool) error {
 		fmt.Printf("\n## Idle\n\n%d volumes published and no call, for %s: %.2f ms of CPU time, %d context switches.\n", b.volumes, watched, float64(after.cpu-before.cpu)/1e6, after.switches-before.switches)
 	}
 	return nil
-}
-
-// canGrow: ext4 asks for CAP_SYS_RESOURCE to grow while it is mounted, which not every
-// container has.
-func canGrow() bool {
-	capabilities, err := strconv.ParseUint(field("/proc/self/status", "CapEff"), 16, 64)
-	return err == nil && capabilities&(1<<unix.CAP_SYS_RESOURCE) != 0
 }
 
 func sleep(ctx context.Context, d time.Duration) error {

@@ -16,6 +16,8 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/internal/ioctl"
 )
 
 // inPod runs a function on a thread without any capability, as a container without privileges
@@ -35,13 +37,6 @@ func inPod(t testing.TB, f func()) {
 		f()
 	}()
 	ok(t, <-ended)
-}
-
-func ioctl(f *os.File, request uint, arg uintptr) error {
-	if _, _, errno := unix.Syscall(unix.SYS_IOCTL, f.Fd(), uintptr(request), arg); errno != 0 {
-		return errno
-	}
-	return nil
 }
 
 // loopRequest tells whether a request is one of loop devices (linux/loop.h).
@@ -94,7 +89,7 @@ func (x *tampering) arguments(device *os.File, request uint) []func() uintptr {
 	info := func(change func(*unix.LoopInfo64)) func() uintptr {
 		return at(func() {
 			i := (*unix.LoopInfo64)(unsafe.Pointer(&x.buffer[0]))
-			_ = ioctl(device, unix.LOOP_GET_STATUS64, uintptr(unsafe.Pointer(i)))
+			_, _ = ioctl.Value(device, unix.LOOP_GET_STATUS64, uintptr(unsafe.Pointer(i)))
 			change(i)
 		})
 	}
@@ -246,7 +241,7 @@ func attack(t *testing.T, x *tampering, target, reader string, loop int, mapped 
 			}
 			done := false
 			for _, argument := range x.arguments(device, request) {
-				err := ioctl(device, request, argument())
+				_, err := ioctl.Value(device, request, argument())
 				if mapped && loopRequest(request) && err == nil {
 					t.Errorf("request %#x is passed down", request)
 				}

@@ -17,6 +17,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/internal/ioctl"
 )
 
 // TestReaderSeesWriter: a target for reading shows what was written and synced at another target
@@ -139,13 +140,15 @@ func TestReadOnlyThenWritten(t *testing.T) {
 // change nothing.
 func TestDeviceChanged(t *testing.T) {
 	for name, change := range map[string]func(f *os.File, info *unix.LoopInfo64) error{
-		"cleared":      func(f *os.File, _ *unix.LoopInfo64) error { return ioctl(f, unix.LOOP_CLR_FD, 0) },
-		"to stay":      setStatus(func(info *unix.LoopInfo64) { info.Flags &^= unix.LO_FLAGS_AUTOCLEAR }),
-		"renamed":      setStatus(func(info *unix.LoopInfo64) { copy(info.File_name[:], "another\x00") }),
-		"moved":        setStatus(func(info *unix.LoopInfo64) { info.Offset = 4096 }),
-		"cut short":    setStatus(func(info *unix.LoopInfo64) { info.Sizelimit = miB }),
-		"other sector": func(f *os.File, _ *unix.LoopInfo64) error { return ioctl(f, unix.LOOP_SET_BLOCK_SIZE, 4096) },
-		"cached":       func(f *os.File, _ *unix.LoopInfo64) error { return ioctl(f, unix.LOOP_SET_DIRECT_IO, 0) },
+		"cleared":   func(f *os.File, _ *unix.LoopInfo64) error { return second(ioctl.Value(f, unix.LOOP_CLR_FD, 0)) },
+		"to stay":   setStatus(func(info *unix.LoopInfo64) { info.Flags &^= unix.LO_FLAGS_AUTOCLEAR }),
+		"renamed":   setStatus(func(info *unix.LoopInfo64) { copy(info.File_name[:], "another\x00") }),
+		"moved":     setStatus(func(info *unix.LoopInfo64) { info.Offset = 4096 }),
+		"cut short": setStatus(func(info *unix.LoopInfo64) { info.Sizelimit = miB }),
+		"other sector": func(f *os.File, _ *unix.LoopInfo64) error {
+			return second(ioctl.Value(f, unix.LOOP_SET_BLOCK_SIZE, 4096))
+		},
+		"cached": func(f *os.File, _ *unix.LoopInfo64) error { return second(ioctl.Value(f, unix.LOOP_SET_DIRECT_IO, 0)) },
 	} {
 		t.Run(name, func(t *testing.T) {
 			d := start(t, drivertest.Options{})
@@ -164,7 +167,7 @@ func TestDeviceChanged(t *testing.T) {
 						return
 					}
 					var info unix.LoopInfo64
-					if err = ioctl(f, unix.LOOP_GET_STATUS64, uintptr(unsafe.Pointer(&info))); err == nil || mapped {
+					if err = ioctl.Pointer(f, unix.LOOP_GET_STATUS64, unsafe.Pointer(&info)); err == nil || mapped {
 						err = change(f, &info)
 					}
 					failed = errors.Join(err, f.Close())
@@ -211,7 +214,7 @@ func TestDeviceChanged(t *testing.T) {
 func setStatus(change func(*unix.LoopInfo64)) func(*os.File, *unix.LoopInfo64) error {
 	return func(f *os.File, info *unix.LoopInfo64) error {
 		change(info)
-		return ioctl(f, unix.LOOP_SET_STATUS64, uintptr(unsafe.Pointer(info)))
+		return ioctl.Pointer(f, unix.LOOP_SET_STATUS64, unsafe.Pointer(info))
 	}
 }
 

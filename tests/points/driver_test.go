@@ -22,6 +22,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/internal/ioctl"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
@@ -292,10 +293,7 @@ func thaw(path string) error {
 	}
 	defer f.Close()
 	const fiThaw = 0xc0045878 // FITHAW
-	if _, _, errno := unix.Syscall(unix.SYS_IOCTL, f.Fd(), fiThaw, 0); errno != 0 {
-		return errno
-	}
-	return nil
+	return ioctl.Pointer(f, fiThaw, nil)
 }
 
 func ok(t testing.TB, err error) {
