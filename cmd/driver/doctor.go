@@ -19,6 +19,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/capability"
 	"github.com/ashlar-csi/ashlar/internal/command"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 )
 
@@ -304,7 +305,7 @@ func (x *examination) lvm(name string, location blockdev.Location) {
 			x.ok("pool %s: thin-provisioning-tools", name)
 		}
 	}
-	targets, err := blockdev.DeviceMapperTargets()
+	targets, err := dm.Targets()
 	if err != nil {
 		x.failure("pool %s: device mapper: %v", name, err)
 		return

@@ -8,7 +8,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 )
 
 // NeedLVM skips a test where the kernel has no device mapper: `make test-lvm` runs it in
@@ -16,7 +16,7 @@ import (
 func NeedLVM(t testing.TB) {
 	t.Helper()
 	NeedRoot(t)
-	if _, err := blockdev.DeviceMapperTargets(); err != nil {
+	if _, err := dm.Targets(); err != nil {
 		if os.Getenv("ASHLAR_LVM") == "1" {
 			t.Fatal(err)
 		}

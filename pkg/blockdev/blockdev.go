@@ -10,6 +10,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/queue"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -142,13 +143,6 @@ func Undoing(ctx context.Context) (context.Context, context.CancelFunc) {
 	return context.WithTimeout(context.WithoutCancel(ctx), undoTime)
 }
 
-// A device that something looked at when it was closed (udev does, and whoever scans all block
-// devices) is held for a moment, which is waited for.
-const (
-	heldTries = 50
-	heldPause = 20 * time.Millisecond
-)
-
 // Device is an attached object.
 type Device struct {
 	Path     string // /dev/...
@@ -159,12 +153,17 @@ type Device struct {
 	hold     func() error
 }
 
-// queue returns the path of the device that has a setting of the block queue.
-func (d Device) queue(setting string) string {
-	if setting == "scheduler" && d.below != "" {
-		return d.below
+// SetQueue writes settings of the device's block queue, as queue.Set does.
+func (d *Device) SetQueue(settings map[string]string) (undo func() error, err error) {
+	var values []queue.Setting
+	for name, value := range settings {
+		device := d.Path
+		if name == "scheduler" && d.below != "" {
+			device = d.below
+		}
+		values = append(values, queue.Setting{Device: device, Name: name, Value: value})
 	}
-	return d.Path
+	return queue.Set(values...)
 }
 
 // Close gives up the caller's hold on the device. It detaches nothing that is

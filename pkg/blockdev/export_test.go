@@ -4,6 +4,8 @@ import (
 	"context"
 	"sync"
 	"time"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/loop"
 )
 
 // Abandon makes a file pool believe that nobody came back for an unfinished copy for
@@ -71,7 +73,7 @@ func (h hanging) Err() error {
 const FirstStep = firstStep
 
 // ForgetStopped removes a loop device that was told to take no discards.
-var ForgetStopped = forgetStopped
+var ForgetStopped = loop.ForgetStopped
 
 // Frame is a frame as it is on disk, for tests that write what this driver would not.
 func Frame(what string, version int, generation uint64, body string) string {

@@ -16,6 +16,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/internal/ioctl"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/held"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/loop"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -29,23 +31,23 @@ type knownLoop struct {
 
 // attachedLoop is a loop device that is open and known to be over the image of an object.
 type attachedLoop struct {
-	loopBacking
+	loop.Backing
 	file *os.File
 	guard
 }
 
 // know notes a loop device of an object.
-func (p *filePool) know(ref Ref, b loopBacking) {
+func (p *filePool) know(ref Ref, b loop.Backing) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.seen++
 	var known []knownLoop
 	for _, l := range p.loops[ref] {
-		if l.number != b.number {
+		if l.number != b.Number {
 			known = append(known, l)
 		}
 	}
-	p.loops[ref] = append(known, knownLoop{b.number, b.device, b.inode, p.seen})
+	p.loops[ref] = append(known, knownLoop{b.Number, b.Device, b.Inode, p.seen})
 }
 
 // forgetLoops takes back what was noted of loop devices of an object, but for those seen again since.
@@ -92,50 +94,42 @@ func folderID(folder *os.File) (string, error) {
 	return fmt.Sprintf("%x.%x", unix.Major(st.Dev)<<20|unix.Minor(st.Dev), st.Ino), nil
 }
 
-// backingName returns what the kernel says to be the path of a loop device's backing file, and
-// whether that is unlinked. The folders in it may be those of another mount namespace.
-func backingName(n int) (name string, unlinked bool, err error) {
-	b, err := os.ReadFile(fmt.Sprintf("/sys/block/loop%d/loop/backing_file", n))
-	name, unlinked = strings.CutSuffix(strings.TrimSpace(string(b)), " (deleted)")
-	return name, unlinked, err
-}
-
 // findLoops looks once, at the start, at all loop devices of the machine and notes those of
 // this pool. After that, no call looks at more than its own. The path of the backing file says
 // which devices to look at, and what they are compared with; it is no proof.
 func (p *filePool) findLoops() error {
-	numbers, err := configuredLoops()
+	numbers, err := loop.Configured()
 	if err != nil {
 		return fmt.Errorf("list loop devices: %w", err)
 	}
-	rest := map[int]loopBacking{} // over no image that is there
-	kept := map[int]Ref{}         // by the number of the device that their keeper is over
+	rest := map[int]loop.Backing{} // over no image that is there
+	kept := map[int]Ref{}          // by the number of the device that their keeper is over
 	for _, n := range numbers {
 		// Not those that are surely others': to open a device is to hold it for a moment.
-		name, unlinked, err := backingName(n)
+		name, unlinked, err := loop.BackingName(n)
 		if base := path.Base(name); err != nil || (!strings.HasSuffix(base, ".img") && !strings.HasPrefix(base, "loop")) {
 			continue
 		}
 		over := imageAt(name)
-		f, err := openLoop(n, os.O_RDONLY)
-		if goingLoop(err) && over.validate() == nil { // who told it to go may keep it (waitGoing)
+		f, err := loop.Open(n, os.O_RDONLY)
+		if loop.Going(err) && over.validate() == nil { // who told it to go may keep it (waitGoing)
 			if info, err := p.root.Stat(imagePath(over)); err == nil {
 				st := info.Sys().(*syscall.Stat_t)
-				p.know(over, loopBacking{number: n, device: st.Dev, inode: st.Ino})
+				p.know(over, loop.Backing{Number: n, Device: st.Dev, Inode: st.Ino})
 			}
 		}
 		if err != nil {
 			continue // gone meanwhile, or not for us
 		}
-		status, err := loopStatus(f, n)
+		status, err := loop.Status(f, n)
 		f.Close()
 		if err != nil {
 			continue
 		}
-		ref, labelled := p.parseLabel(status.label)
-		if status.node != 0 { // a pod has no device like this one, so the label is as we wrote it
-			if labelled && unix.Major(status.node) == loopMajor {
-				kept[int(unix.Minor(status.node))] = ref
+		ref, labelled := p.parseLabel(status.Label)
+		if status.Node != 0 { // a pod has no device like this one, so the label is as we wrote it
+			if labelled && unix.Major(status.Node) == loop.Major {
+				kept[int(unix.Minor(status.Node))] = ref
 				p.know(ref, status)
 			}
 			continue
@@ -144,7 +138,7 @@ func (p *filePool) findLoops() error {
 		switch {
 		case over.validate() == nil && err == nil && isImage(info, status):
 			p.know(over, status)
-		case labelled && unlinked && status.device == p.device:
+		case labelled && unlinked && status.Device == p.device:
 			p.know(ref, status)
 		default:
 			rest[n] = status
@@ -169,9 +163,9 @@ func imageAt(name string) Ref {
 }
 
 // isImage tells whether a loop device is over a file.
-func isImage(info fs.FileInfo, b loopBacking) bool {
+func isImage(info fs.FileInfo, b loop.Backing) bool {
 	st := info.Sys().(*syscall.Stat_t)
-	return b.node == 0 && b.device == st.Dev && b.inode == st.Ino
+	return b.Node == 0 && b.Device == st.Dev && b.Inode == st.Ino
 }
 
 // openLoops opens the loop devices over the image of an object, as far as they still are over
@@ -196,30 +190,30 @@ func (p *filePool) openLoops(ref Ref) (loops []attachedLoop, err error) {
 	var gone []knownLoop
 	keepers := map[uint64]guard{} // by the device number of what they are over
 	for _, c := range candidates {
-		f, err := openLoop(c.number, os.O_RDONLY)
-		if errors.Is(err, fs.ErrNotExist) || goingLoop(err) {
+		f, err := loop.Open(c.number, os.O_RDONLY)
+		if errors.Is(err, fs.ErrNotExist) || loop.Going(err) {
 			if !isOver(c.number, ref, candidates) {
 				gone = append(gone, c)
 			}
 			continue
 		}
 		if err != nil {
-			return loops, fmt.Errorf("open %s: %w", loopPath(c.number), errdefs.FromErrno(err))
+			return loops, fmt.Errorf("open %s: %w", loop.Path(c.number), errdefs.FromErrno(err))
 		}
-		status, err := loopStatus(f, c.number)
-		ours := err == nil && status.device == c.device && status.inode == c.inode
-		if ours && status.node != 0 {
+		status, err := loop.Status(f, c.number)
+		ours := err == nil && status.Device == c.device && status.Inode == c.inode
+		if ours && status.Node != 0 {
 			keeper := guard{keeper: c.number}
 			keeper.sector, err = sectorSize(f)
-			if ours = err == nil && status.label == p.label(ref); ours {
-				keepers[status.node] = keeper
+			if ours = err == nil && status.Label == p.label(ref); ours {
+				keepers[status.Node] = keeper
 			}
 			f.Close()
-		} else if ours = ours && ((!missing && isImage(image, status)) || isUnlinked(c.number)); ours {
-			loops = append(loops, attachedLoop{loopBacking: status, file: f, guard: guard{keeper: none}})
+		} else if ours = ours && ((!missing && isImage(image, status)) || loop.Unlinked(c.number)); ours {
+			loops = append(loops, attachedLoop{Backing: status, file: f, guard: guard{keeper: none}})
 		} else {
 			f.Close()
-			forgetStopped(c.number) // it went with its last user
+			loop.ForgetStopped(c.number) // it went with its last user
 		}
 		if !ours {
 			gone = append(gone, c)
@@ -237,14 +231,9 @@ func (p *filePool) openLoops(ref Ref) (loops []attachedLoop, err error) {
 // isOver tells whether a loop device that cannot be opened is over the image of an object, or over one of its loop
 // devices, by the name of what it is over.
 func isOver(n int, ref Ref, loops []knownLoop) bool {
-	name, _, err := backingName(n)
+	name, _, err := loop.BackingName(n)
 	return err == nil && (imageAt(name) == ref ||
-		slices.ContainsFunc(loops, func(l knownLoop) bool { return path.Base(name) == path.Base(loopPath(l.number)) }))
-}
-
-func isUnlinked(n int) bool {
-	_, unlinked, err := backingName(n)
-	return err == nil && unlinked
+		slices.ContainsFunc(loops, func(l knownLoop) bool { return path.Base(name) == path.Base(loop.Path(l.number)) }))
 }
 
 func closeLoops(loops []attachedLoop) {
@@ -254,10 +243,10 @@ func closeLoops(loops []attachedLoop) {
 }
 
 // node is the number of the loop device itself.
-func (l attachedLoop) node() uint64 { return unix.Mkdev(loopMajor, uint32(l.number)) }
+func (l attachedLoop) node() uint64 { return unix.Mkdev(loop.Major, uint32(l.Number)) }
 
 // kept tells whether a device stays when nobody has it open.
-func (l attachedLoop) kept() bool { return l.stays() || l.guarded() }
+func (l attachedLoop) kept() bool { return l.Stays() || l.guarded() }
 
 // device describes what is handed out of an open loop device.
 func (l attachedLoop) device(hold func() error) (Device, error) {
@@ -265,9 +254,9 @@ func (l attachedLoop) device(hold func() error) (Device, error) {
 	if err != nil {
 		return Device{}, err
 	}
-	device := NewDevice(loopPath(l.number), l.node(), size, l.readOnly(), hold)
+	device := NewDevice(loop.Path(l.Number), l.node(), size, l.ReadOnly(), hold)
 	if l.cover != nil {
-		device.Path, device.Number, device.below = l.cover.path(), l.cover.number, device.Path
+		device.Path, device.Number, device.below = l.cover.Path(), l.cover.Number, device.Path
 	}
 	return device, nil
 }
@@ -284,7 +273,7 @@ func (p *filePool) Attach(ctx context.Context, ref Ref, how Attachment) (Device,
 	if err != nil {
 		return Device{}, fmt.Errorf("attach %s of pool %s: %w", ref, p.name, err)
 	}
-	if _, err := SetQueue(device, how.Attributes); err != nil {
+	if _, err := device.SetQueue(how.Attributes); err != nil {
 		return Device{}, errors.Join(err, device.Close())
 	}
 	return device, nil
@@ -292,26 +281,26 @@ func (p *filePool) Attach(ctx context.Context, ref Ref, how Attachment) (Device,
 
 func (p *filePool) attach(ctx context.Context, o *object, s *stored, how Attachment) (_ Device, err error) {
 	ref := s.decoded.Ref
-	loop, err := p.attachedAs(ctx, ref, how)
+	l, err := p.attachedAs(ctx, ref, how)
 	if err != nil {
 		return Device{}, err
 	}
-	if loop.file == nil {
-		if loop, err = p.attachImage(ctx, o, s, how); err != nil {
+	if l.file == nil {
+		if l, err = p.attachImage(ctx, o, s, how); err != nil {
 			return Device{}, err
 		}
 	}
 	defer func() {
 		if err != nil {
-			loop.file.Close()
+			l.file.Close()
 		}
 	}()
 	if how.Keep && !how.ReadOnly {
-		if err := p.protect(ctx, ref, &loop); err != nil {
+		if err := p.protect(ctx, ref, &l); err != nil {
 			return Device{}, err
 		}
 	}
-	return loop.device(loop.file.Close)
+	return l.device(l.file.Close)
 }
 
 // attachedAs returns the device that is attached in the way that is wanted; without a file if
@@ -323,21 +312,21 @@ func (p *filePool) attachedAs(ctx context.Context, ref Ref, how Attachment) (att
 		if err != nil {
 			return attachedLoop{}, err
 		}
-		for i, loop := range loops {
-			if loop.readOnly() == how.ReadOnly && loop.kept() == how.Keep && !loop.leaving() {
+		for i, l := range loops {
+			if l.ReadOnly() == how.ReadOnly && l.kept() == how.Keep && !l.leaving() {
 				closeLoops(slices.Delete(loops, i, i+1))
-				return loop, nil
+				return l, nil
 			}
 		}
 		closeLoops(loops)
-		i := slices.IndexFunc(loops, func(loop attachedLoop) bool { return !loop.readOnly() && !how.ReadOnly })
+		i := slices.IndexFunc(loops, func(l attachedLoop) bool { return !l.ReadOnly() && !how.ReadOnly })
 		if i < 0 {
 			return attachedLoop{}, nil
 		}
-		if (loops[i].kept() && !loops[i].leaving()) || try == heldTries || ctx.Err() != nil {
-			return attachedLoop{}, fmt.Errorf("%w: it is attached as %s for another use (or still held after that)", errdefs.ErrInUse, loopPath(loops[i].number))
+		if (loops[i].kept() && !loops[i].leaving()) || try == held.Tries || ctx.Err() != nil {
+			return attachedLoop{}, fmt.Errorf("%w: it is attached as %s for another use (or still held after that)", errdefs.ErrInUse, loop.Path(loops[i].Number))
 		}
-		time.Sleep(heldPause)
+		time.Sleep(held.Pause)
 	}
 }
 
@@ -362,18 +351,18 @@ func (p *filePool) attachImage(ctx context.Context, o *object, s *stored, how At
 		}
 	}
 	// What is kept for writing is kept by its guard.
-	file, n, err := attachLoop(ctx, image, loopConfig{label: p.label(ref), readOnly: how.ReadOnly, autoclear: !how.Keep || !how.ReadOnly,
-		discards: how.ReadOnly || p.takesDiscards(), sector: sectorOf(s)})
+	file, n, err := loop.Attach(ctx, image, loop.Config{Label: p.label(ref), ReadOnly: how.ReadOnly, Autoclear: !how.Keep || !how.ReadOnly,
+		Discards: how.ReadOnly || p.takesDiscards(), Sector: sectorOf(s)})
 	if err != nil {
 		return attachedLoop{}, err
 	}
-	status, err := loopStatus(file, n)
+	status, err := loop.Status(file, n)
 	if err != nil {
 		file.Close()
-		return attachedLoop{}, fmt.Errorf("status of %s: %w", loopPath(n), errdefs.FromErrno(err))
+		return attachedLoop{}, fmt.Errorf("status of %s: %w", loop.Path(n), errdefs.FromErrno(err))
 	}
 	p.know(ref, status)
-	return attachedLoop{loopBacking: status, file: file, guard: guard{keeper: none}}, nil
+	return attachedLoop{Backing: status, file: file, guard: guard{keeper: none}}, nil
 }
 
 // refill gives a thick image back what discards (fstrim, blkdiscard) took from it
@@ -399,8 +388,8 @@ func (p *filePool) Attached(_ context.Context, ref Ref) ([]Device, error) {
 	}
 	defer closeLoops(loops)
 	var devices []Device
-	for _, loop := range loops {
-		device, err := loop.device(nil)
+	for _, l := range loops {
+		device, err := l.device(nil)
 		if err != nil {
 			return nil, err
 		}
@@ -418,8 +407,8 @@ func (p *filePool) Detach(ctx context.Context, ref Ref) error {
 		return err
 	}
 	var failures []error
-	for _, loop := range loops {
-		if err := p.detach(ctx, ref, loop); err != nil {
+	for _, l := range loops {
+		if err := p.detach(ctx, ref, l); err != nil {
 			failures = append(failures, fmt.Errorf("detach %s of pool %s: %w", ref, p.name, err))
 		}
 	}
@@ -439,7 +428,7 @@ func (p *filePool) waitGoing(ctx context.Context, ref Ref) error {
 	known := p.loops[ref]
 	p.mu.Unlock()
 	for _, l := range known {
-		if err := waitLoopGone(ctx, loopBacking{number: l.number, device: l.device, inode: l.inode}); err != nil {
+		if err := loop.WaitGone(ctx, loop.Backing{Number: l.number, Device: l.device, Inode: l.inode}); err != nil {
 			return err
 		}
 	}
@@ -447,12 +436,12 @@ func (p *filePool) waitGoing(ctx context.Context, ref Ref) error {
 }
 
 // detach takes a loop device away, with its guard. It closes it.
-func (p *filePool) detach(ctx context.Context, ref Ref, loop attachedLoop) error {
-	if err := p.unguard(ctx, ref, loop); err != nil {
-		loop.file.Close()
+func (p *filePool) detach(ctx context.Context, ref Ref, l attachedLoop) error {
+	if err := p.unguard(ctx, ref, l); err != nil {
+		l.file.Close()
 		return err
 	}
-	return detachLoop(ctx, loop.file, loop.loopBacking)
+	return loop.Detach(ctx, l.file, l.Backing)
 }
 
 // resizeLoops lets attached devices see the size of their image.
@@ -462,14 +451,14 @@ func (p *filePool) resizeLoops(_ context.Context, ref Ref) error {
 		return err
 	}
 	defer closeLoops(loops)
-	for _, loop := range loops {
-		if err := p.putRight(ref, loop); err != nil {
+	for _, l := range loops {
+		if err := p.putRight(ref, l); err != nil {
 			return err
 		}
-		if _, err := ioctl.Value(loop.file, unix.LOOP_SET_CAPACITY, 0); err != nil {
-			return fmt.Errorf("resize %s: %w", loopPath(loop.number), errdefs.FromErrno(err))
+		if _, err := ioctl.Value(l.file, unix.LOOP_SET_CAPACITY, 0); err != nil {
+			return fmt.Errorf("resize %s: %w", loop.Path(l.Number), errdefs.FromErrno(err))
 		}
-		if err := p.resizeCover(ref, loop); err != nil {
+		if err := p.resizeCover(ref, l); err != nil {
 			return err
 		}
 	}
@@ -546,8 +535,8 @@ func (p *filePool) Orphans(context.Context) (map[Ref][]Device, error) {
 		if err != nil {
 			return nil, err
 		}
-		for _, loop := range loops {
-			if device, err := loop.device(nil); err == nil && loop.kept() {
+		for _, l := range loops {
+			if device, err := l.device(nil); err == nil && l.kept() {
 				found[ref] = append(found[ref], device)
 			}
 		}

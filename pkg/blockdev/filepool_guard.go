@@ -15,6 +15,9 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/internal/ioctl"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/held"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/loop"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -24,7 +27,7 @@ import (
 // the old node then reads. So a device that is kept for somebody else has a guard:
 //
 // With a device mapper, that is a device over the loop device, handed out in its place, which
-// passes none of these ioctls down (dmShow). It is named by the pool's folder and the object, and
+// passes none of these ioctls down (dm.showTable). It is named by the pool's folder and the object, and
 // nobody but root can change that.
 //
 // Without, it is a second loop device over the first (the keeper), which nobody else has a node
@@ -36,9 +39,9 @@ import (
 // The loop device below is to go with its last user (LO_FLAGS_AUTOCLEAR): it goes when its guard
 // does.
 type guard struct {
-	cover  *dmDevice // handed out in the place of the loop device, or nil
-	keeper int       // number of the loop device that holds it, or none
-	sector uint32    // of the keeper, which has that of the device below it from the beginning; bytes
+	cover  *dm.Device // handed out in the place of the loop device, or nil
+	keeper int        // number of the loop device that holds it, or none
+	sector uint32     // of the keeper, which has that of the device below it from the beginning; bytes
 }
 
 // none is no number of a loop device.
@@ -47,7 +50,7 @@ const none = -1
 func (g guard) guarded() bool { return g.cover != nil || g.keeper != none }
 
 // leaving tells whether a device goes away as soon as nobody has it open any more.
-func (g guard) leaving() bool { return g.cover != nil && g.cover.deferred }
+func (g guard) leaving() bool { return g.cover != nil && g.cover.Deferred }
 
 // keeperLimit is what a keeper shows of the device below it, in bytes: nothing that could be
 // taken for a filesystem.
@@ -66,12 +69,12 @@ func (p *filePool) findCover(ref Ref, loops []attachedLoop) error {
 	if !covered || len(loops) == 0 {
 		return nil
 	}
-	d, err := dmFind(p.coverName(ref))
-	if err != nil || d == nil || !d.live {
+	d, err := dm.Find(p.coverName(ref))
+	if err != nil || d == nil || !d.Live {
 		return err
 	}
-	below, err := dmBelow(d.name)
-	if vanished(err) {
+	below, err := dm.Below(d.Name)
+	if dm.Vanished(err) {
 		return nil
 	}
 	if err != nil {
@@ -87,32 +90,32 @@ func (p *filePool) findCover(ref Ref, loops []attachedLoop) error {
 
 // protect gives an open loop device its guard, if it has none, and puts right what whoever had it
 // did to it.
-func (p *filePool) protect(ctx context.Context, ref Ref, loop *attachedLoop) error {
-	if loop.guarded() {
-		return p.putRight(ref, *loop)
+func (p *filePool) protect(ctx context.Context, ref Ref, l *attachedLoop) error {
+	if l.guarded() {
+		return p.putRight(ref, *l)
 	}
 	// One that stays by itself was handed out by a driver that gave no guards. It is in use.
-	if !p.mapper || loop.stays() {
-		return p.keep(ctx, ref, loop)
+	if !p.mapper || l.Stays() {
+		return p.keep(ctx, ref, l)
 	}
-	size, err := deviceSize(loop.file)
+	size, err := deviceSize(l.file)
 	if err != nil {
 		return err
 	}
 	name := p.coverName(ref)
 	p.cover(ref)
-	if err := dmLinear(name, strings.ToUpper(coverPrefix)+p.label(ref), loop.node(), size, false); err != nil {
+	if err := dm.Show(name, strings.ToUpper(coverPrefix)+p.label(ref), l.node(), size, false); err != nil {
 		return err
 	}
-	if loop.cover, err = dmFind(name); err == nil && loop.cover == nil {
+	if l.cover, err = dm.Find(name); err == nil && l.cover == nil {
 		err = fmt.Errorf("%w: device %s is gone again", errdefs.ErrUnavailable, name)
 	}
 	if err != nil {
 		return err
 	}
-	node, err := openDM(loop.cover, os.O_RDONLY) // there is a node then
+	node, err := dm.Open(l.cover, os.O_RDONLY) // there is a node then
 	if err != nil {
-		return fmt.Errorf("open %s: %w", loop.cover.path(), err)
+		return fmt.Errorf("open %s: %w", l.cover.Path(), err)
 	}
 	return node.Close()
 }
@@ -125,89 +128,89 @@ func (p *filePool) cover(ref Ref) {
 }
 
 // keep puts a keeper over an open loop device.
-func (p *filePool) keep(ctx context.Context, ref Ref, loop *attachedLoop) error {
-	sector, err := sectorSize(loop.file)
+func (p *filePool) keep(ctx context.Context, ref Ref, l *attachedLoop) error {
+	sector, err := sectorSize(l.file)
 	if err != nil {
 		return err
 	}
-	file, n, err := attachLoop(ctx, loop.file, loopConfig{label: p.label(ref), readOnly: true, discards: true, sector: sector, limit: keeperLimit})
+	file, n, err := loop.Attach(ctx, l.file, loop.Config{Label: p.label(ref), ReadOnly: true, Discards: true, Sector: sector, Limit: keeperLimit})
 	if err != nil {
 		return err
 	}
 	defer file.Close()
-	status, err := loopStatus(file, n)
+	status, err := loop.Status(file, n)
 	if err != nil {
-		return fmt.Errorf("status of %s: %w", loopPath(n), errdefs.FromErrno(err))
+		return fmt.Errorf("status of %s: %w", loop.Path(n), errdefs.FromErrno(err))
 	}
 	p.know(ref, status)
-	loop.keeper, loop.sector = n, sector
+	l.keeper, l.sector = n, sector
 	return nil
 }
 
 // unguard takes the guard of a loop device away, so that the device goes with its last user.
-func (p *filePool) unguard(ctx context.Context, ref Ref, loop attachedLoop) error {
-	if loop.cover != nil {
+func (p *filePool) unguard(ctx context.Context, ref Ref, l attachedLoop) error {
+	if l.cover != nil {
 		return p.uncover(ctx, ref)
 	}
-	if loop.keeper == none {
+	if l.keeper == none {
 		return nil
 	}
-	if _, err := ioctl.Value(loop.file, unix.LOOP_CLR_FD, 0); err != nil && !errors.Is(err, unix.ENXIO) {
-		return fmt.Errorf("detach %s: %w", loopPath(loop.number), errdefs.FromErrno(err))
+	if _, err := ioctl.Value(l.file, unix.LOOP_CLR_FD, 0); err != nil && !errors.Is(err, unix.ENXIO) {
+		return fmt.Errorf("detach %s: %w", loop.Path(l.Number), errdefs.FromErrno(err))
 	}
-	keeper, err := openLoop(loop.keeper, os.O_RDONLY)
-	if goingLoop(err) {
+	keeper, err := loop.Open(l.keeper, os.O_RDONLY)
+	if loop.Going(err) {
 		return nil
 	}
 	if err != nil {
-		return fmt.Errorf("open %s: %w", loopPath(loop.keeper), errdefs.FromErrno(err))
+		return fmt.Errorf("open %s: %w", loop.Path(l.keeper), errdefs.FromErrno(err))
 	}
-	status, err := loopStatus(keeper, loop.keeper)
-	if err != nil || status.node != loop.node() { // gone meanwhile
+	status, err := loop.Status(keeper, l.keeper)
+	if err != nil || status.Node != l.node() { // gone meanwhile
 		return keeper.Close()
 	}
-	return detachLoop(ctx, keeper, status)
+	return loop.Detach(ctx, keeper, status)
 }
 
 // uncover removes the device over a loop device. One that is held open goes with its last user.
 func (p *filePool) uncover(ctx context.Context, ref Ref) error {
 	name := p.coverName(ref)
-	held, err := dmRemove(name)
-	for try := 0; err == nil && held; try++ {
-		var d *dmDevice
-		if d, err = dmFind(name); err != nil || d == nil {
+	inUse, err := dm.Remove(name)
+	for try := 0; err == nil && inUse; try++ {
+		var d *dm.Device
+		if d, err = dm.Find(name); err != nil || d == nil {
 			break
 		}
-		if try == heldTries || ctx.Err() != nil {
-			return fmt.Errorf("%w: %s is held open by a process or a mount; it goes away with its last user", errdefs.ErrInUse, d.path())
+		if try == held.Tries || ctx.Err() != nil {
+			return fmt.Errorf("%w: %s is inUse open by a process or a mount; it goes away with its last user", errdefs.ErrInUse, d.Path())
 		}
-		time.Sleep(heldPause)
+		time.Sleep(held.Pause)
 	}
 	return err
 }
 
 // resizeCover brings the device over a loop device to the size of that.
-func (p *filePool) resizeCover(ref Ref, loop attachedLoop) error {
-	if loop.cover == nil {
+func (p *filePool) resizeCover(ref Ref, l attachedLoop) error {
+	if l.cover == nil {
 		return nil
 	}
-	size, err := deviceSize(loop.file)
+	size, err := deviceSize(l.file)
 	if err != nil {
 		return err
 	}
-	above, err := openDM(loop.cover, os.O_RDONLY)
-	if vanished(err) {
+	above, err := dm.Open(l.cover, os.O_RDONLY)
+	if dm.Vanished(err) {
 		return nil
 	}
 	if err != nil {
-		return fmt.Errorf("open %s: %w", loop.cover.path(), err)
+		return fmt.Errorf("open %s: %w", l.cover.Path(), err)
 	}
 	defer above.Close()
 	have, err := deviceSize(above)
 	if err != nil || have == size {
 		return err
 	}
-	return dmLinear(p.coverName(ref), "", loop.node(), size, false)
+	return dm.Show(p.coverName(ref), "", l.node(), size, false)
 }
 
 // changed says what is not as it was when a loop device was made.
@@ -216,13 +219,13 @@ func (l attachedLoop) changed() []string {
 		return nil // in nobody's hands, or made by a driver that did not care
 	}
 	var what []string
-	if l.offset != 0 || l.sizeLimit != 0 {
-		what = append(what, fmt.Sprintf("it shows its image from byte %d on, %d bytes of it (0: all)", l.offset, l.sizeLimit))
+	if l.Offset != 0 || l.SizeLimit != 0 {
+		what = append(what, fmt.Sprintf("it shows its image from byte %d on, %d bytes of it (0: all)", l.Offset, l.SizeLimit))
 	}
 	if sector, err := sectorSize(l.file); err == nil && sector != l.sector {
 		what = append(what, fmt.Sprintf("its sectors have %d bytes, not %d", sector, l.sector))
 	}
-	if l.flags&unix.LO_FLAGS_PARTSCAN != 0 {
+	if l.Flags&unix.LO_FLAGS_PARTSCAN != 0 {
 		what = append(what, "the kernel looks for partitions on it")
 	}
 	return what
@@ -235,9 +238,9 @@ func (p *filePool) putRight(ref Ref, l attachedLoop) error {
 		return nil
 	}
 	fail := func(err error) error {
-		return fmt.Errorf("put right what was done to %s: %w", loopPath(l.number), errdefs.FromErrno(err))
+		return fmt.Errorf("put right what was done to %s: %w", loop.Path(l.Number), errdefs.FromErrno(err))
 	}
-	if l.offset != 0 || l.sizeLimit != 0 || l.stays() || l.label != p.label(ref) {
+	if l.Offset != 0 || l.SizeLimit != 0 || l.Stays() || l.Label != p.label(ref) {
 		info := unix.LoopInfo64{Flags: unix.LO_FLAGS_AUTOCLEAR}
 		copy(info.File_name[:], p.label(ref))
 		if err := ioctl.Pointer(l.file, unix.LOOP_SET_STATUS64, unsafe.Pointer(&info)); err != nil {
@@ -251,19 +254,19 @@ func (p *filePool) putRight(ref Ref, l attachedLoop) error {
 	if err != nil {
 		return fail(err)
 	}
-	if l.flags&unix.LO_FLAGS_DIRECT_IO == 0 {
+	if l.Flags&unix.LO_FLAGS_DIRECT_IO == 0 {
 		_, _ = ioctl.Value(l.file, unix.LOOP_SET_DIRECT_IO, 1) // where it can be had
 	}
 	if p.takesDiscards() {
 		return nil
 	}
-	return stopDiscards(l.number) // some kernels switch them on again with the sector
+	return loop.StopDiscards(l.Number) // some kernels switch them on again with the sector
 }
 
 // recoverGuards is for the start: devices that were not finished go, and those that are kept have
 // their guards, also those of a driver that gave none.
 func (p *filePool) recoverGuards(ctx context.Context) error {
-	if targets, err := DeviceMapperTargets(); err == nil {
+	if targets, err := dm.Targets(); err == nil {
 		_, p.mapper = targets["linear"]
 	}
 	if p.mapper {
@@ -277,7 +280,7 @@ func (p *filePool) recoverGuards(ctx context.Context) error {
 			return err
 		}
 		for i := range loops {
-			if loops[i].kept() && !loops[i].readOnly() && !loops[i].leaving() {
+			if loops[i].kept() && !loops[i].ReadOnly() && !loops[i].leaving() {
 				err = errors.Join(err, p.protect(ctx, ref, &loops[i]))
 			}
 		}
@@ -292,7 +295,7 @@ func (p *filePool) recoverGuards(ctx context.Context) error {
 // findCovers notes the objects that have a device over their loop device, and removes what has no
 // table: whoever was making it is gone.
 func (p *filePool) findCovers(ctx context.Context) error {
-	names, err := dmNames(coverPrefix)
+	names, err := dm.Names(coverPrefix)
 	if err != nil {
 		return err
 	}
@@ -302,9 +305,9 @@ func (p *filePool) findCovers(ctx context.Context) error {
 			continue
 		}
 		p.cover(ref)
-		d, err := dmFind(name)
-		if err == nil && d != nil && !d.live {
-			_, err = dmRemove(name)
+		d, err := dm.Find(name)
+		if err == nil && d != nil && !d.Live {
+			_, err = dm.Remove(name)
 		}
 		if err != nil {
 			klog.FromContext(ctx).Error(err, "could not remove a device that was not finished; the next start tries again", "pool", p.name, "device", name)

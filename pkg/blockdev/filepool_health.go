@@ -12,6 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/loop"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -48,7 +49,7 @@ func (p *filePool) gone() bool {
 	p.mu.Unlock()
 	for ref, known := range loops {
 		for _, l := range known {
-			if name, _, err := backingName(l.number); err == nil && strings.HasSuffix(name, imagePath(ref)) {
+			if name, _, err := loop.BackingName(l.number); err == nil && strings.HasSuffix(name, imagePath(ref)) {
 				return false
 			}
 		}
@@ -110,10 +111,10 @@ func (p *filePool) deviceHealth(ref Ref) ([]Problem, error) {
 	}
 	defer closeLoops(loops)
 	var problems []Problem
-	for _, loop := range loops {
-		if what := loop.changed(); len(what) > 0 {
+	for _, l := range loops {
+		if what := l.changed(); len(what) > 0 {
 			problems = append(problems, Problem{Degraded, "DeviceChanged", fmt.Sprintf("the user of %s of pool %s changed its device %s: %s; stage it anew",
-				ref, p.name, loopPath(loop.number), strings.Join(what, ", "))})
+				ref, p.name, loop.Path(l.Number), strings.Join(what, ", "))})
 		}
 	}
 	return problems, nil

@@ -1175,11 +1175,11 @@ func TestSetQueue(t *testing.T) {
 	for range 10 { // they are written in any order
 		for _, bad := range []map[string]string{{"read_ahead_kb": "256", "scheduler": "nonsense"}, {"read_ahead_kb": "x", "scheduler": "mq-deadline"},
 			{"read_ahead_kb": "256", "scheduler": "mq-deadline", "no_such_setting": "1"}} {
-			fails(t, second(blockdev.SetQueue(device, bad)), errdefs.ErrInvalid, fmt.Sprint(bad))
+			fails(t, second(device.SetQueue(bad)), errdefs.ErrInvalid, fmt.Sprint(bad))
 			is(fmt.Sprint("after ", bad), "64", "none")
 		}
 	}
-	undo, err := blockdev.SetQueue(device, map[string]string{"read_ahead_kb": "256", "scheduler": "mq-deadline"})
+	undo, err := device.SetQueue(map[string]string{"read_ahead_kb": "256", "scheduler": "mq-deadline"})
 	must(t, err)
 	is("set", "256", "mq-deadline")
 	must(t, undo())

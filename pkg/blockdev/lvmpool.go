@@ -14,6 +14,8 @@ import (
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/held"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -125,8 +127,8 @@ func openLVMPool(ctx context.Context, name string, loc Location, known Known) (_
 	if p.extent, err = strconv.ParseInt(first["vg_extent_size"], 10, 64); err != nil || p.extent%Granularity != 0 || p.extent == 0 {
 		return nil, fmt.Errorf("%w: volume group %s has extents of %q bytes; a multiple of %d is needed", errdefs.ErrUnsupported, p.group, first["vg_extent_size"], Granularity)
 	}
-	if longest := p.device("cut.snap."+strings.Repeat("0", 32)) + readOnlySuffix; len(longest) >= dmNameSize {
-		return nil, fmt.Errorf("%w: the name of volume group %s is too long, as the kernel takes names of devices of %d bytes; vgrename it", errdefs.ErrUnsupported, p.group, dmNameSize-1)
+	if longest := p.device("cut.snap."+strings.Repeat("0", 32)) + readOnlySuffix; len(longest) >= dm.NameSize {
+		return nil, fmt.Errorf("%w: the name of volume group %s is too long, as the kernel takes names of devices of %d bytes; vgrename it", errdefs.ErrUnsupported, p.group, dm.NameSize-1)
 	}
 	if p.id = poolID(rows, p.thin); p.id != "" {
 		if err := expected(ctx, known, p.id); err != nil {
@@ -439,14 +441,14 @@ func (p *lvmPool) sweep(ctx context.Context, leftovers []string) {
 // release has the devices of logical volumes go with their last users, also those that an
 // activation that was cut short left, and that have none.
 func (p *lvmPool) release(ctx context.Context) {
-	names, err := dmNames(p.device(""))
+	names, err := dm.Names(p.device(""))
 	for _, name := range names {
 		if p.find(parseRef(strings.TrimPrefix(name, p.device("")))) == nil {
 			continue
 		}
 		d, failure := p.own(name)
-		if failure == nil && d != nil && !d.deferred {
-			_, failure = dmRemove(name)
+		if failure == nil && d != nil && !d.Deferred {
+			_, failure = dm.Remove(name)
 		}
 		err = errors.Join(err, failure)
 	}
@@ -664,10 +666,10 @@ func (p *lvmPool) drop(ctx context.Context, volume string, size int64) error {
 			if err == nil {
 				p.gave(size)
 			}
-			if !errors.Is(err, errLVMHeld) || try == heldTries {
+			if !errors.Is(err, errLVMHeld) || try == held.Tries {
 				return err
 			}
-			time.Sleep(heldPause)
+			time.Sleep(held.Pause)
 		}
 	})
 	if err != nil && !errors.Is(err, errNoLV) {

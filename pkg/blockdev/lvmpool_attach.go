@@ -13,6 +13,8 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/internal/ioctl"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/held"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -29,7 +31,7 @@ const (
 )
 
 // devices returns the devices of an object, either of which may be nil.
-func (p *lvmPool) devices(ref Ref) (writable, readOnly *dmDevice, err error) {
+func (p *lvmPool) devices(ref Ref) (writable, readOnly *dm.Device, err error) {
 	if slices.Contains(p.strays, p.path(ref.String())) {
 		return nil, nil, nil // another's
 	}
@@ -42,13 +44,13 @@ func (p *lvmPool) devices(ref Ref) (writable, readOnly *dmDevice, err error) {
 
 // own returns a device if it is one of this group. The kernel removes a device a moment
 // after its last user is gone; that moment is waited for.
-func (p *lvmPool) own(name string) (*dmDevice, error) {
+func (p *lvmPool) own(name string) (*dm.Device, error) {
 	for try := 0; ; try++ {
-		d, err := dmFind(name)
-		if err != nil || d == nil || !strings.HasPrefix(d.uuid, "LVM-"+p.uuid) {
+		d, err := dm.Find(name)
+		if err != nil || d == nil || !strings.HasPrefix(d.UUID, "LVM-"+p.uuid) {
 			return nil, err
 		}
-		if !d.deferred || d.opens > 0 || try == heldTries {
+		if !d.Deferred || d.Opens > 0 || try == held.Tries {
 			return d, nil
 		}
 		time.Sleep(time.Millisecond)
@@ -64,7 +66,7 @@ func (p *lvmPool) Attach(ctx context.Context, ref Ref, how Attachment) (Device, 
 	if err != nil {
 		return Device{}, fmt.Errorf("attach %s of pool %s: %w", ref, p.name, err)
 	}
-	if _, err := SetQueue(device, how.Attributes); err != nil {
+	if _, err := device.SetQueue(how.Attributes); err != nil {
 		return Device{}, errors.Join(err, device.Close())
 	}
 	return device, nil
@@ -79,7 +81,7 @@ func (p *lvmPool) attach(ctx context.Context, o *logical, record Record, how Att
 	defer o.attaching.Unlock()
 	for try := 0; ; try++ {
 		device, err := p.attachOnce(ctx, o, record, how)
-		if !vanished(err) || try == attachTries {
+		if !dm.Vanished(err) || try == attachTries {
 			return device, err
 		}
 	}
@@ -94,11 +96,11 @@ func (p *lvmPool) attachOnce(ctx context.Context, o *logical, record Record, how
 	if err != nil {
 		return Device{}, err
 	}
-	if d != nil && !d.live { // who made it was cut short
+	if d != nil && !d.Live { // who made it was cut short
 		d = nil
 	}
-	if d != nil && d.deferred == how.Keep {
-		return Device{}, fmt.Errorf("%w: it is attached as %s for another use (or still held after that)", errdefs.ErrInUse, d.path())
+	if d != nil && d.Deferred == how.Keep {
+		return Device{}, fmt.Errorf("%w: it is attached as %s for another use (or still held after that)", errdefs.ErrInUse, d.Path())
 	}
 	if d == nil {
 		if d, err = p.makeDevice(ctx, o, record, suffix); err != nil {
@@ -106,12 +108,12 @@ func (p *lvmPool) attachOnce(ctx context.Context, o *logical, record Record, how
 		}
 		defer func() {
 			if err != nil { // nobody has it
-				_, removed := dmRemove(d.name)
+				_, removed := dm.Remove(d.Name)
 				err = errors.Join(err, removed)
 			}
 		}()
 	}
-	f, err := openDM(d, os.O_RDONLY)
+	f, err := dm.Open(d, os.O_RDONLY)
 	if err != nil {
 		return Device{}, err
 	}
@@ -119,14 +121,14 @@ func (p *lvmPool) attachOnce(ctx context.Context, o *logical, record Record, how
 	if err == nil && size < record.Size {
 		err = p.truncated(record, size)
 	}
-	if err == nil && !how.Keep && !d.deferred {
-		_, err = dmRemove(d.name)
+	if err == nil && !how.Keep && !d.Deferred {
+		_, err = dm.Remove(d.Name)
 	}
 	if err != nil {
 		f.Close()
 		return Device{}, err
 	}
-	return NewDevice(d.path(), d.number, size, how.ReadOnly, f.Close), nil
+	return NewDevice(d.Path(), d.Number, size, how.ReadOnly, f.Close), nil
 }
 
 func (p *lvmPool) truncated(record Record, size int64) error {
@@ -134,18 +136,18 @@ func (p *lvmPool) truncated(record Record, size int64) error {
 }
 
 // makeDevice makes a device over a logical volume, which it activates first.
-func (p *lvmPool) makeDevice(ctx context.Context, o *logical, record Record, suffix string) (*dmDevice, error) {
+func (p *lvmPool) makeDevice(ctx context.Context, o *logical, record Record, suffix string) (*dm.Device, error) {
 	base, err := p.activateObject(ctx, o, record.Ref)
 	if err != nil {
 		return nil, err
 	}
-	held, err := openDM(base, os.O_RDONLY)
+	held, err := dm.Open(base, os.O_RDONLY)
 	if err != nil {
 		return nil, err
 	}
 	defer func() { _ = held.Close() }() // the device above it holds it from then on
-	if !base.deferred {
-		if _, err := dmRemove(base.name); err != nil {
+	if !base.Deferred {
+		if _, err := dm.Remove(base.Name); err != nil {
 			return nil, err
 		}
 	}
@@ -156,10 +158,10 @@ func (p *lvmPool) makeDevice(ctx context.Context, o *logical, record Record, suf
 	if err != nil {
 		return nil, err
 	}
-	if err := dmLinear(base.name+suffix, base.uuid+suffix, base.number, size, suffix == readOnlySuffix); err != nil {
+	if err := dm.Show(base.Name+suffix, base.UUID+suffix, base.Number, size, suffix == readOnlySuffix); err != nil {
 		return nil, err
 	}
-	d, err := p.own(base.name + suffix)
+	d, err := p.own(base.Name + suffix)
 	if err == nil && d == nil {
 		err = unix.ENODEV
 	}
@@ -167,7 +169,7 @@ func (p *lvmPool) makeDevice(ctx context.Context, o *logical, record Record, suf
 }
 
 // activateObject is activate for an object, whose logical volume has to be there.
-func (p *lvmPool) activateObject(ctx context.Context, o *logical, ref Ref) (*dmDevice, error) {
+func (p *lvmPool) activateObject(ctx context.Context, o *logical, ref Ref) (*dm.Device, error) {
 	if p.known(o).missing { // so what has its name is another's
 		return nil, p.gone(o, fmt.Errorf("%w: %s", errNoLV, p.path(ref.String())))
 	}
@@ -176,13 +178,13 @@ func (p *lvmPool) activateObject(ctx context.Context, o *logical, ref Ref) (*dmD
 }
 
 // activate returns the device of a logical volume, which it brings up if it is not.
-func (p *lvmPool) activate(ctx context.Context, volume string) (*dmDevice, error) {
+func (p *lvmPool) activate(ctx context.Context, volume string) (*dm.Device, error) {
 	d, err := p.own(p.device(volume))
-	if err != nil || d != nil && d.live {
+	if err != nil || d != nil && d.Live {
 		return d, err
 	}
 	if d != nil { // an lvm2 that was cut short made it; what it may have loaded may not be true any more
-		if err := p.discard(d.name); err != nil {
+		if err := p.discard(d.Name); err != nil {
 			return nil, err
 		}
 	}
@@ -200,15 +202,15 @@ func (p *lvmPool) activate(ctx context.Context, volume string) (*dmDevice, error
 }
 
 // splitTables brings devices that an older driver made, over a single target, to a table that passes no
-// ioctls down (dmShow); also those that are in use.
+// ioctls down (dm.showTable); also those that are in use.
 func (p *lvmPool) splitTables(ctx context.Context) {
 	all, err := p.allAttached()
 	for ref, devices := range all {
 		for _, d := range devices {
-			if !d.live || d.targets != 1 {
+			if !d.Live || d.Targets != 1 {
 				continue
 			}
-			kind, _, failure := dmTarget(d.name)
+			kind, _, failure := dm.Target(d.Name)
 			if failure == nil && kind == "linear" {
 				failure = p.resize(ref, p.find(ref))
 			}
@@ -238,12 +240,12 @@ func (p *lvmPool) Attached(_ context.Context, ref Ref) ([]Device, error) {
 		return nil, err
 	}
 	var devices []Device
-	for _, d := range []*dmDevice{writable, readOnly} {
-		if d == nil || !d.live {
+	for _, d := range []*dm.Device{writable, readOnly} {
+		if d == nil || !d.Live {
 			continue
 		}
-		f, err := openDM(d, os.O_RDONLY)
-		if vanished(err) {
+		f, err := dm.Open(d, os.O_RDONLY)
+		if dm.Vanished(err) {
 			continue
 		}
 		if err != nil {
@@ -254,7 +256,7 @@ func (p *lvmPool) Attached(_ context.Context, ref Ref) ([]Device, error) {
 		if err != nil {
 			return nil, err
 		}
-		devices = append(devices, NewDevice(d.path(), d.number, size, d.readOnly, nil))
+		devices = append(devices, NewDevice(d.Path(), d.Number, size, d.ReadOnly, nil))
 	}
 	return devices, nil
 }
@@ -273,25 +275,25 @@ func (p *lvmPool) Detach(ctx context.Context, ref Ref) error {
 		return err
 	}
 	var in []string
-	for _, d := range []*dmDevice{writable, readOnly, base} {
+	for _, d := range []*dm.Device{writable, readOnly, base} {
 		if d == nil {
 			continue
 		}
-		held, err := dmRemove(d.name)
+		inUse, err := dm.Remove(d.Name)
 		if err != nil {
 			return fmt.Errorf("detach %s of pool %s: %w", ref, p.name, err)
 		}
-		for try := 0; held && try < heldTries && ctx.Err() == nil; try++ {
-			time.Sleep(heldPause)
-			now, err := dmFind(d.name)
-			held = err != nil || now != nil
+		for try := 0; inUse && try < held.Tries && ctx.Err() == nil; try++ {
+			time.Sleep(held.Pause)
+			now, err := dm.Find(d.Name)
+			inUse = err != nil || now != nil
 		}
-		if held {
-			in = append(in, d.path())
+		if inUse {
+			in = append(in, d.Path())
 		}
 	}
 	if len(in) > 0 {
-		return fmt.Errorf("%w: %s of pool %s is held as %s; it goes away with its last user", errdefs.ErrInUse, ref, p.name, strings.Join(in, ", "))
+		return fmt.Errorf("%w: %s of pool %s is inUse as %s; it goes away with its last user", errdefs.ErrInUse, ref, p.name, strings.Join(in, ", "))
 	}
 	p.removeNodes(ref.String())
 	return nil
@@ -305,8 +307,8 @@ func (p *lvmPool) Orphans(context.Context) (map[Ref][]Device, error) {
 	found := map[Ref][]Device{}
 	for ref, devices := range all {
 		for _, d := range devices {
-			if !d.deferred {
-				found[ref] = append(found[ref], NewDevice(d.path(), d.number, 0, d.readOnly, nil))
+			if !d.Deferred {
+				found[ref] = append(found[ref], NewDevice(d.Path(), d.Number, 0, d.ReadOnly, nil))
 			}
 		}
 	}
@@ -314,12 +316,12 @@ func (p *lvmPool) Orphans(context.Context) (map[Ref][]Device, error) {
 }
 
 // allAttached returns the devices of all objects.
-func (p *lvmPool) allAttached() (map[Ref][]*dmDevice, error) {
-	names, err := dmNames(p.device(""))
+func (p *lvmPool) allAttached() (map[Ref][]*dm.Device, error) {
+	names, err := dm.Names(p.device(""))
 	if err != nil {
 		return nil, err
 	}
-	found := map[Ref][]*dmDevice{}
+	found := map[Ref][]*dm.Device{}
 	for _, name := range names {
 		volume, suffix, _ := strings.Cut(strings.TrimPrefix(name, p.device("")), "-")
 		if suffix = "-" + suffix; suffix != writableSuffix && suffix != readOnlySuffix {

@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -221,13 +222,13 @@ func (p *lvmPool) fill(ctx context.Context, o *logical, spec Spec) error {
 	if err != nil {
 		return err
 	}
-	target, err := openDM(d, os.O_RDWR|unix.O_DIRECT)
+	target, err := dm.Open(d, os.O_RDWR|unix.O_DIRECT)
 	if err != nil {
 		return err
 	}
 	defer target.Close()
 	// From here on it goes with the driver.
-	if _, err := dmRemove(d.name); err != nil {
+	if _, err := dm.Remove(d.Name); err != nil {
 		return err
 	}
 	record := o.record
@@ -242,13 +243,13 @@ func (p *lvmPool) fill(ctx context.Context, o *logical, spec Spec) error {
 		err = p.lvm.hold(ctx, func(run runLVM) error { return p.extend(run, o, spec.Ref, spec.Size) })
 	}
 	if err == nil && spec.Prepare != nil {
-		err = spec.Prepare(ctx, d.path())
+		err = spec.Prepare(ctx, d.Path())
 	}
 	if err != nil {
 		return err
 	}
 	if err := target.Sync(); err != nil {
-		return fmt.Errorf("sync %s: %w", d.path(), errdefs.FromErrno(err))
+		return fmt.Errorf("sync %s: %w", d.Path(), errdefs.FromErrno(err))
 	}
 	if err := p.dropCut(ctx, o); err != nil {
 		return err
@@ -269,11 +270,11 @@ func (p *lvmPool) extend(run runLVM, o *logical, ref Ref, size int64, where ...s
 	if err != nil {
 		return err
 	}
-	if base != nil && base.live {
-		held, err := openDM(base, os.O_RDONLY)
+	if base != nil && base.Live {
+		held, err := dm.Open(base, os.O_RDONLY)
 		if err == nil {
 			defer held.Close()
-		} else if !vanished(err) {
+		} else if !dm.Vanished(err) {
 			return err
 		}
 	}
@@ -294,11 +295,11 @@ func (p *lvmPool) Suspend(_ context.Context, ref Ref) (resume func() error, err 
 		return nil, err
 	}
 	d, _, err := p.devices(ref)
-	if err != nil || d == nil || d.suspended {
+	if err != nil || d == nil || d.Suspended {
 		return nothing, err
 	}
-	f, err := openDM(d, os.O_RDONLY)
-	if vanished(err) {
+	f, err := dm.Open(d, os.O_RDONLY)
+	if dm.Vanished(err) {
 		return nothing, nil
 	}
 	if err != nil {
@@ -306,26 +307,26 @@ func (p *lvmPool) Suspend(_ context.Context, ref Ref) (resume func() error, err 
 	}
 	defer f.Close()
 	if err := f.Sync(); err != nil { // what the page cache of a raw device holds
-		return nil, fmt.Errorf("flush %s: %w", d.path(), errdefs.FromErrno(err))
+		return nil, fmt.Errorf("flush %s: %w", d.Path(), errdefs.FromErrno(err))
 	}
-	p.hold(d.name, true)
-	if err := dmSuspend(d.name); err != nil {
-		p.hold(d.name, false)
+	p.hold(d.Name, true)
+	if err := dm.Suspend(d.Name); err != nil {
+		p.hold(d.Name, false)
 		return nil, err
 	}
 	return func() (err error) {
 		// What waits for it cannot be interrupted: not even the thawing of its filesystem.
 		for range resumeTries {
-			var now *dmDevice
-			if now, err = p.own(d.name); err == nil && now != nil && now.suspended {
-				err = dmResume(d.name, 0)
+			var now *dm.Device
+			if now, err = p.own(d.Name); err == nil && now != nil && now.Suspended {
+				err = dm.Resume(d.Name, 0)
 			}
 			if err == nil {
 				break
 			}
 			time.Sleep(resumePause)
 		}
-		p.hold(d.name, false)
+		p.hold(d.Name, false)
 		return err
 	}, nil
 }
@@ -384,7 +385,7 @@ func (p *lvmPool) copyOrigin(ctx context.Context, o *logical, target *os.File, s
 	} else {
 		d, err := p.activate(ctx, o.source)
 		if err == nil {
-			from, err = openDM(d, os.O_RDONLY|unix.O_DIRECT)
+			from, err = dm.Open(d, os.O_RDONLY|unix.O_DIRECT)
 		}
 		if err != nil {
 			return errdefs.Recast(errdefs.ErrUnavailable, err, "what it is copied from cannot be brought up")
@@ -608,7 +609,7 @@ func (p *lvmPool) prepareExtents(ctx context.Context, spare string, size int64) 
 	if err != nil {
 		return nil, err
 	}
-	f, err := openDM(d, os.O_RDWR|unix.O_DIRECT)
+	f, err := dm.Open(d, os.O_RDWR|unix.O_DIRECT)
 	if err != nil {
 		return nil, err
 	}
@@ -636,11 +637,11 @@ func (p *lvmPool) resize(ref Ref, o *logical) error {
 	if err != nil || base == nil {
 		return err
 	}
-	for _, d := range []*dmDevice{writable, readOnly} {
+	for _, d := range []*dm.Device{writable, readOnly} {
 		if d == nil {
 			continue
 		}
-		if err := dmLinear(d.name, d.uuid, base.number, p.known(o).size, d.readOnly); err != nil {
+		if err := dm.Show(d.Name, d.UUID, base.Number, p.known(o).size, d.ReadOnly); err != nil {
 			return err
 		}
 	}

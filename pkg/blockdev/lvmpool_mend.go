@@ -16,6 +16,7 @@ import (
 
 	"k8s.io/klog/v2"
 
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -69,7 +70,7 @@ func (p *lvmPool) resume(ctx context.Context, run runLVM, ours func(volume strin
 			klog.FromContext(ctx).Error(err, "could not make sure that no device is left suspended", "pool", p.name)
 		}
 	}
-	names, err := dmNames(p.device(""))
+	names, err := dm.Names(p.device(""))
 	report(err)
 	resumed := map[string]bool{}
 	var below []string
@@ -88,14 +89,14 @@ func (p *lvmPool) resume(ctx context.Context, run runLVM, ours func(volume strin
 		attached := "-"+part == writableSuffix || "-"+part == readOnlySuffix // it may just be being made
 		switch {
 		case err != nil || d == nil || held:
-		case !d.live && !attached: // it was made, and got no table
+		case !d.Live && !attached: // it was made, and got no table
 			err = p.discard(name)
-		case d.suspended:
+		case d.Suspended:
 			klog.FromContext(ctx).Info("Resuming a device that was left suspended", "pool", p.name, "device", name)
 			resumed[volume] = true
-			err = errors.Join(dmClear(name), dmResume(name, 0))
-		case d.loaded && !attached:
-			err = dmClear(name) // it has a device below in it
+			err = errors.Join(dm.Clear(name), dm.Resume(name, 0))
+		case d.Loaded && !attached:
+			err = dm.Clear(name) // it has a device below in it
 		}
 		report(err)
 		if part == "real" || part == "cow" {
@@ -104,7 +105,7 @@ func (p *lvmPool) resume(ctx context.Context, run runLVM, ours func(volume strin
 	}
 	for _, name := range below {
 		d, err := p.own(name)
-		if err == nil && d != nil && d.opens == 0 {
+		if err == nil && d != nil && d.Opens == 0 {
 			err = p.discard(name)
 		}
 		report(err)
@@ -124,7 +125,7 @@ func (p *lvmPool) ofThin(name string) bool {
 
 // discard removes a device of lvm2 that nobody uses.
 func (p *lvmPool) discard(name string) error {
-	_, err := dmRemove(name)
+	_, err := dm.Remove(name)
 	_ = os.Remove("/dev/mapper/" + name) // where no udev does; of no harm if it stays
 	return err
 }
@@ -157,7 +158,7 @@ func (p *lvmPool) up(ctx context.Context) error {
 
 // clearParts removes the devices of the thin pool that nobody uses, from the top.
 func (p *lvmPool) clearParts() error {
-	names, err := dmNames(p.device(p.thin))
+	names, err := dm.Names(p.device(p.thin))
 	if err != nil {
 		return err
 	}
@@ -168,7 +169,7 @@ func (p *lvmPool) clearParts() error {
 				continue
 			}
 			d, err := p.own(name)
-			if err == nil && d != nil && d.opens == 0 {
+			if err == nil && d != nil && d.Opens == 0 {
 				err, again = p.discard(name), true
 			}
 			if err != nil {
@@ -217,7 +218,7 @@ func (p *lvmPool) note(run runLVM, complaint string) error {
 	}) {
 		return fmt.Errorf("%w: it is none that this pool was making", errdefs.ErrPrecondition)
 	}
-	return dmMessage(use.device, fmt.Sprintf("set_transaction_id %d %d", use.transaction, use.transaction+1))
+	return dm.Message(use.device, fmt.Sprintf("set_transaction_id %d %d", use.transaction, use.transaction+1))
 }
 
 // deliver has lvm2 forget messages to the thin pool that it wrote down and delivered, if it

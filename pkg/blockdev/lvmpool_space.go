@@ -10,6 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -113,7 +114,7 @@ func (p *lvmPool) thinUse(ctx context.Context) (thinUse, error) {
 // thinNow is thinUse at this moment.
 func (p *lvmPool) thinNow() (use thinUse, there bool, err error) {
 	for _, name := range []string{p.device(p.thin) + "-tpool", p.device(p.thin)} { // the second while it has no volume
-		kind, status, err := dmTarget(name)
+		kind, status, err := dm.Target(name)
 		if errors.Is(err, unix.ENXIO) || (err == nil && kind != "thin-pool") {
 			continue
 		}
@@ -293,7 +294,7 @@ func (p *lvmPool) Used(_ context.Context, ref Ref) (int64, error) {
 	if err != nil || !record.Thin {
 		return record.Size, err
 	}
-	kind, status, err := dmTarget(p.device(ref.String()))
+	kind, status, err := dm.Target(p.device(ref.String()))
 	if err == nil && kind != "thin" {
 		err = fmt.Errorf("it is %q, no thin volume", kind)
 	}

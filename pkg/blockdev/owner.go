@@ -13,6 +13,8 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/internal/ioctl"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/loop"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -56,58 +58,58 @@ func LetGo(ctx context.Context, number uint64) error {
 		cover := strings.TrimSpace(string(name))
 		if label, ours := strings.CutPrefix(cover, coverPrefix); ours {
 			if _, _, ours = cutLast(label); ours {
-				_, err = dmRemove(cover)
+				_, err = dm.Remove(cover)
 			}
 		}
 		return err
 	}
-	if unix.Major(number) != loopMajor {
+	if unix.Major(number) != loop.Major {
 		return nil
 	}
 	device := int(unix.Minor(number))
-	f, err := openLoop(device, os.O_RDONLY) // while it is open its number does not become another's
-	if goingLoop(err) {
+	f, err := loop.Open(device, os.O_RDONLY) // while it is open its number does not become another's
+	if loop.Going(err) {
 		return nil
 	}
 	if err != nil {
-		return fmt.Errorf("open %s: %w", loopPath(device), errdefs.FromErrno(err))
+		return fmt.Errorf("open %s: %w", loop.Path(device), errdefs.FromErrno(err))
 	}
 	defer f.Close()
 	if err := letKeepersGo(ctx, device, number); err != nil {
-		return fmt.Errorf("let go of %s: %w", loopPath(device), err)
+		return fmt.Errorf("let go of %s: %w", loop.Path(device), err)
 	}
-	if err := f.Sync(); err != nil { // as detachLoop; what a dead disk does not take is lost in any case
-		klog.FromContext(ctx).Error(err, "Could not write out what was written to a raw device; letting go of it", "device", loopPath(device))
+	if err := f.Sync(); err != nil { // as loop.Detach; what a dead disk does not take is lost in any case
+		klog.FromContext(ctx).Error(err, "Could not write out what was written to a raw device; letting go of it", "device", loop.Path(device))
 	}
 	// Its status cannot be had if its file's disk is dead.
 	if _, err := ioctl.Value(f, unix.LOOP_CLR_FD, 0); err != nil && !errors.Is(err, unix.ENXIO) {
-		return fmt.Errorf("detach %s: %w", loopPath(device), errdefs.FromErrno(err))
+		return fmt.Errorf("detach %s: %w", loop.Path(device), errdefs.FromErrno(err))
 	}
 	return nil
 }
 
 // letKeepersGo takes the loop devices over a loop device away.
 func letKeepersGo(ctx context.Context, device int, number uint64) error {
-	numbers, err := configuredLoops()
+	numbers, err := loop.Configured()
 	if err != nil {
 		return err
 	}
 	for _, n := range numbers {
-		if name, _, err := backingName(n); err != nil || filepath.Base(name) != filepath.Base(loopPath(device)) {
+		if name, _, err := loop.BackingName(n); err != nil || filepath.Base(name) != filepath.Base(loop.Path(device)) {
 			continue
 		}
-		f, err := openLoop(n, os.O_RDONLY)
-		if goingLoop(err) {
+		f, err := loop.Open(n, os.O_RDONLY)
+		if loop.Going(err) {
 			continue
 		}
 		if err != nil {
 			return errdefs.FromErrno(err)
 		}
-		status, err := loopStatus(f, n)
-		if err != nil || status.node != number { // it has another one by now
+		status, err := loop.Status(f, n)
+		if err != nil || status.Node != number { // it has another one by now
 			err = f.Close()
 		} else {
-			err = detachLoop(ctx, f, status)
+			err = loop.Detach(ctx, f, status)
 		}
 		if err != nil {
 			return err

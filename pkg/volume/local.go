@@ -16,6 +16,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/queue"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
@@ -323,7 +324,7 @@ func (l *Local) checkMutable(mutable map[string]string) error {
 	if err := CheckMutable(mutable); err != nil {
 		return err
 	}
-	if scheduler, given := mutable["ioScheduler"]; given && !blockdev.HasScheduler(scheduler) {
+	if scheduler, given := mutable["ioScheduler"]; given && !queue.HasScheduler(scheduler) {
 		return fmt.Errorf("%w: ioScheduler=%q: the kernel of node %s has not loaded it (modprobe %s)", errdefs.ErrInvalid, scheduler, l.node, scheduler)
 	}
 	return nil
@@ -795,7 +796,7 @@ func (l *Local) Modify(ctx context.Context, id ID, mutable map[string]string) er
 	devices, err := pool.Attached(ctx, ref)
 	for _, device := range devices {
 		var one func() error
-		if one, err = blockdev.SetQueue(device, queueSettings(mutable)); err != nil {
+		if one, err = device.SetQueue(queueSettings(mutable)); err != nil {
 			break
 		}
 		undo = append(undo, one)

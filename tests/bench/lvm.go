@@ -18,12 +18,12 @@ import (
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"golang.org/x/sys/unix"
 
-	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 )
 
 // lvm measures logical volumes: here, or in a virtual machine.
 func (b *bench) lvm(ctx context.Context) error {
-	if _, err := blockdev.DeviceMapperTargets(); err != nil {
+	if _, err := dm.Targets(); err != nil {
 		progress("lvm: this kernel has no device mapper, so a virtual machine is used")
 		return b.lvmInVM(ctx)
 	}

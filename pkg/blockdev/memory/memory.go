@@ -425,7 +425,7 @@ func (p *Pool) Attach(_ context.Context, ref blockdev.Ref, how blockdev.Attachme
 	}
 	public, err := attached.public(attached.file.Close)
 	if err == nil {
-		_, err = blockdev.SetQueue(public, how.Attributes)
+		_, err = public.SetQueue(how.Attributes)
 	}
 	if err != nil {
 		attached.file.Close()

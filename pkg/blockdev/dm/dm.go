@@ -1,0 +1,351 @@
+// Package dm is the device mapper by ioctl, as in include/uapi/linux/dm-ioctl.h, version 4. lvm2 makes
+// and grows devices; here they are looked at, and taken away: the kernel does that by
+// itself when nobody has a device open any more (DM_DEFERRED_REMOVE, Linux 3.13), so
+// nothing stays behind a driver that dies.
+package dm
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/internal/ioctl"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+const controlPath = "/dev/mapper/control"
+
+// Commands.
+const (
+	listDevices  = 0x02
+	devCreate    = 0x03
+	devRemove    = 0x04
+	devSuspend   = 0x06 // without the flag: resume
+	devStatus    = 0x07
+	tableLoad    = 0x09
+	tableClear   = 0x0a
+	tableDeps    = 0x0b
+	tableStatus  = 0x0c
+	listVersions = 0x0d
+	targetMsg    = 0x0e
+)
+
+// Flags.
+const (
+	flagReadOnly       = 1 << 0
+	flagSuspended      = 1 << 1
+	flagActive         = 1 << 5 // there is a table in effect
+	flagInactive       = 1 << 6 // there is a table for the next resume
+	flagBufferFull     = 1 << 8
+	flagSkipLockFS     = 1 << 10 // no filesystem is frozen
+	flagDeferredRemove = 1 << 17
+)
+
+// NoScan tells udev's rules to leave a device alone (libdevmapper.h, DM_UDEV_*): to
+// look for no filesystem, no volume group and nothing else on what belongs to a tenant.
+const NoScan = (0x2 | 0x4 | 0x8) << 16
+
+// NameSize is the size of the name of a device, with the zero at its end (DM_NAME_LEN).
+const NameSize = 128
+
+type header struct {
+	version     [3]uint32
+	dataSize    uint32
+	dataStart   uint32
+	targetCount uint32
+	openCount   int32
+	flags       uint32
+	eventNr     uint32
+	_           uint32
+	dev         uint64
+	name        [NameSize]byte
+	uuid        [129]byte
+	_           [7]byte
+}
+
+type targetSpec struct {
+	start, length uint64
+	status        int32
+	next          uint32
+	kind          [16]byte
+}
+
+// Device is what the kernel says of a device.
+type Device struct {
+	Name      string
+	UUID      string
+	minor     uint32
+	Opens     int
+	Targets   int // of the table in effect
+	ReadOnly  bool
+	Suspended bool
+	Live      bool // it has a table; without, whoever made it was cut short, and nobody can open it
+	Loaded    bool // it has a table for the next resume
+	Deferred  bool // it goes away with its last user
+	Number    uint64
+}
+
+// Path returns /dev/dm-N.
+func (d Device) Path() string { return fmt.Sprint("/dev/dm-", d.minor) }
+
+// call runs one command; data goes after the header and comes back as the answer's.
+func call(command uint, prepare func(h *header), data []byte) (header, []byte, error) {
+	control, err := os.OpenFile(controlPath, os.O_RDWR, 0)
+	if err != nil {
+		return header{}, nil, fmt.Errorf("%w: %w; load the kernel's module dm-mod", errdefs.ErrUnavailable, err)
+	}
+	defer control.Close()
+	const head = int(unsafe.Sizeof(header{}))
+	for room := 16 << 10; ; room *= 4 {
+		buffer := make([]byte, head+max(room, len(data)))
+		h := (*header)(unsafe.Pointer(&buffer[0]))
+		h.version, h.dataSize, h.dataStart = [3]uint32{4, 0, 0}, uint32(len(buffer)), uint32(head)
+		prepare(h)
+		copy(buffer[head:], data)
+		if err := ioctl.Pointer(control, 0xC138FD00|command, unsafe.Pointer(&buffer[0])); err != nil {
+			return header{}, nil, err
+		}
+		if h.flags&flagBufferFull == 0 || room > 64<<20 {
+			return *h, buffer[min(int(h.dataStart), len(buffer)):min(max(int(h.dataSize), int(h.dataStart)), len(buffer))], nil
+		}
+	}
+}
+
+func named(name string) func(h *header) {
+	return func(h *header) { copy(h.name[:len(h.name)-1], name) }
+}
+
+// Find returns a device by its name; nil if there is none.
+func Find(name string) (*Device, error) {
+	h, _, err := call(devStatus, named(name), nil)
+	if errors.Is(err, unix.ENXIO) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("status of device %s: %w", name, errdefs.FromErrno(err))
+	}
+	number := ioctl.DeviceNumber(h.dev)
+	return &Device{Name: name, UUID: cString(h.uuid[:]), minor: unix.Minor(number), Number: number, Opens: int(h.openCount), Targets: int(h.targetCount),
+		ReadOnly: h.flags&flagReadOnly != 0, Suspended: h.flags&flagSuspended != 0, Live: h.flags&flagActive != 0, Loaded: h.flags&flagInactive != 0, Deferred: h.flags&flagDeferredRemove != 0}, nil
+}
+
+func cString(b []byte) string {
+	if i := bytes.IndexByte(b, 0); i >= 0 {
+		b = b[:i]
+	}
+	return string(b)
+}
+
+// Remove takes a device away: now, or with its last user (held). One that is not there
+// is no error.
+func Remove(name string) (held bool, err error) {
+	h, _, err := call(devRemove, func(h *header) {
+		named(name)(h)
+		h.flags = flagDeferredRemove
+	}, nil)
+	if errors.Is(err, unix.ENXIO) {
+		return false, nil
+	}
+	if err != nil {
+		return false, fmt.Errorf("remove device %s: %w", name, errdefs.FromErrno(err))
+	}
+	return h.flags&flagDeferredRemove != 0, nil
+}
+
+// Suspend holds back all that is written to a device, once what is under way is written.
+// It freezes no filesystem: the kernel knows how to only for some (not btrfs), and before
+// 6.8 not for one that is frozen already.
+func Suspend(name string) error {
+	_, _, err := call(devSuspend, func(h *header) {
+		named(name)(h)
+		h.flags = flagSuspended | flagSkipLockFS
+	}, nil)
+	if err != nil {
+		return fmt.Errorf("suspend device %s: %w", name, errdefs.FromErrno(err))
+	}
+	return nil
+}
+
+// Resume ends the suspension of a device, and brings a table that was loaded into
+// effect. event is what udev is told (NoScan).
+func Resume(name string, event uint32) error {
+	_, _, err := call(devSuspend, func(h *header) {
+		named(name)(h)
+		h.flags, h.eventNr = flagSkipLockFS, event
+	}, nil)
+	if err != nil {
+		return fmt.Errorf("resume device %s: %w", name, errdefs.FromErrno(err))
+	}
+	return nil
+}
+
+// Clear forgets a table that was loaded and not brought into effect.
+func Clear(name string) error {
+	if _, _, err := call(tableClear, named(name), nil); err != nil {
+		return fmt.Errorf("clear the loaded table of device %s: %w", name, errdefs.FromErrno(err))
+	}
+	return nil
+}
+
+// Show makes a device that shows another one, or brings it to its size (bytes).
+func Show(name, uuid string, under uint64, size int64, readOnly bool) error {
+	var flags uint32
+	if readOnly {
+		flags = flagReadOnly
+	}
+	_, _, err := call(devCreate, func(h *header) {
+		named(name)(h)
+		copy(h.uuid[:len(h.uuid)-1], uuid)
+		h.flags = flags
+	}, nil)
+	made := err == nil
+	if err != nil && !errors.Is(err, unix.EBUSY) { // EBUSY: it is there
+		return fmt.Errorf("make device %s: %w", name, errdefs.FromErrno(err))
+	}
+	targets, table := showTable(under, size)
+	_, _, err = call(tableLoad, func(h *header) {
+		named(name)(h)
+		h.flags, h.targetCount = flags, targets
+	}, table)
+	if err == nil {
+		err = Resume(name, NoScan)
+	}
+	if err != nil && made {
+		_, undone := Remove(name)
+		err = errors.Join(err, undone)
+	}
+	if err != nil {
+		return fmt.Errorf("load the table of device %s: %w", name, errdefs.FromErrno(err))
+	}
+	return nil
+}
+
+// showTable is the table of a device that shows another one, and passes none of the ioctls down
+// that the kernel does not know itself: it does so only for a table of one target that can
+// (dm_prepare_ioctl in drivers/md/dm.c; persistent reservations, dm_call_pr). So there are two
+// linear targets, side by side; for what is too small to be split, a single stripe, which cannot.
+func showTable(under uint64, size int64) (targets uint32, table []byte) {
+	const sector, tail = 512, 4096 // tail: what the second target shows
+	device := fmt.Sprintf("%d:%d", unix.Major(under), unix.Minor(under))
+	split := (size - tail) / sector
+	if split <= 0 {
+		return 1, targetOf(0, size/sector, "striped", fmt.Sprintf("1 %d %s 0", size/sector, device))
+	}
+	return 2, append(targetOf(0, split, "linear", device+" 0"),
+		targetOf(split, tail/sector, "linear", fmt.Sprintf("%s %d", device, split))...)
+}
+
+// targetOf is one target of a table, as tableLoad takes it; start and length in sectors of 512 bytes.
+func targetOf(start, length int64, kind, arguments string) []byte {
+	spec := targetSpec{start: uint64(start), length: uint64(length)}
+	copy(spec.kind[:], kind)
+	const size = int(unsafe.Sizeof(targetSpec{}))
+	spec.next = uint32(size+len(arguments)+8) &^ 7 // with the zero at the end of the arguments
+	target := make([]byte, spec.next)
+	copy(target, unsafe.Slice((*byte)(unsafe.Pointer(&spec)), size))
+	copy(target[size:], arguments)
+	return target
+}
+
+// Below returns the numbers of the devices that the table in effect of a device uses.
+func Below(name string) ([]uint64, error) {
+	_, data, err := call(tableDeps, named(name), nil)
+	if err != nil {
+		return nil, fmt.Errorf("devices below device %s: %w", name, errdefs.FromErrno(err))
+	}
+	if len(data) < 8 {
+		return nil, nil
+	}
+	var devices []uint64 // u32 count, 4 bytes of nothing, the numbers
+	for count, at := *(*uint32)(unsafe.Pointer(&data[0])), 8; count > 0 && at+8 <= len(data); count, at = count-1, at+8 {
+		devices = append(devices, ioctl.DeviceNumber(*(*uint64)(unsafe.Pointer(&data[at]))))
+	}
+	return devices, nil
+}
+
+// Target returns the first target of a device, and what it says of itself.
+func Target(name string) (kind, status string, err error) {
+	h, data, err := call(tableStatus, named(name), nil)
+	if err != nil {
+		return "", "", fmt.Errorf("status of the target of device %s: %w", name, err)
+	}
+	const size = int(unsafe.Sizeof(targetSpec{}))
+	if h.targetCount == 0 || len(data) < size {
+		return "", "", nil
+	}
+	spec := (*targetSpec)(unsafe.Pointer(&data[0]))
+	return cString(spec.kind[:]), cString(data[size:]), nil
+}
+
+// Message tells the first target of a device something.
+func Message(name, message string) error {
+	at := make([]byte, 8) // struct dm_target_msg: u64 sector, the message
+	if _, _, err := call(targetMsg, named(name), append(at, message+"\x00"...)); err != nil {
+		return fmt.Errorf("tell device %s %q: %w", name, message, errdefs.FromErrno(err))
+	}
+	return nil
+}
+
+// Names returns the names of all devices that begin with a prefix.
+func Names(prefix string) ([]string, error) {
+	_, data, err := call(listDevices, func(*header) {}, nil)
+	if err != nil {
+		return nil, fmt.Errorf("list devices: %w", errdefs.FromErrno(err))
+	}
+	var names []string
+	// Each: u64 number, u32 offset of the next (0: none), the name.
+	for len(data) > 12 {
+		next := *(*uint32)(unsafe.Pointer(&data[8]))
+		if name := cString(data[12:]); strings.HasPrefix(name, prefix) {
+			names = append(names, name)
+		}
+		if next == 0 || int(next) > len(data) {
+			break
+		}
+		data = data[next:]
+	}
+	return names, nil
+}
+
+// Targets returns the targets that the kernel has loaded, with their
+// versions; errdefs.ErrUnavailable without a device mapper.
+func Targets() (map[string]string, error) {
+	_, data, err := call(listVersions, func(*header) {}, nil)
+	if err != nil {
+		return nil, err
+	}
+	targets := map[string]string{}
+	// Each: u32 offset of the next (0: none), three u32 of the version, the name.
+	for len(data) > 16 {
+		words := (*[4]uint32)(unsafe.Pointer(&data[0]))
+		targets[cString(data[16:])] = fmt.Sprintf("%d.%d.%d", words[1], words[2], words[3])
+		if words[0] == 0 || int(words[0]) > len(data) {
+			break
+		}
+		data = data[words[0]:]
+	}
+	return targets, nil
+}
+
+// Vanished reports whether an error means that a device went away, with its last user, before
+// it was opened.
+func Vanished(err error) bool {
+	return errors.Is(err, unix.ENXIO) || errors.Is(err, unix.ENODEV) || errors.Is(err, os.ErrNotExist)
+}
+
+// Open opens a device, and makes its node where /dev is not kept by devtmpfs.
+func Open(d *Device, flags int) (*os.File, error) {
+	f, err := os.OpenFile(d.Path(), flags, 0)
+	if errors.Is(err, os.ErrNotExist) {
+		if err := unix.Mknod(d.Path(), unix.S_IFBLK|0o660, int(d.Number)); err != nil && !errors.Is(err, unix.EEXIST) {
+			return nil, fmt.Errorf("mknod %s: %w", d.Path(), errdefs.FromErrno(err))
+		}
+		f, err = os.OpenFile(d.Path(), flags, 0)
+	}
+	return f, errdefs.FromErrno(err)
+}

@@ -1,0 +1,362 @@
+// Package loop is loop devices by ioctl, as in loop(4) and include/uapi/linux/loop.h. A loop device is
+// known by the device and inode numbers of its backing file. Its number is soon another's,
+// the path that sysfs shows may be of another mount namespace, and its label can be changed
+// by everybody who can write to the device.
+package loop
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/internal/ioctl"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/held"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/queue"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// Major is the major number of all loop devices.
+const Major = 7
+
+const (
+	controlPath = "/dev/loop-control"
+	nameSize    = unix.LO_NAME_SIZE - 1
+)
+
+// Backing is what the kernel says about a configured loop device.
+type Backing struct {
+	Number    int    // N of /dev/loopN
+	Device    uint64 // of the filesystem that the backing file is on
+	Inode     uint64
+	Node      uint64 // the device number of a backing file that is a device node; else 0
+	Label     string
+	Flags     uint32
+	Offset    uint64
+	SizeLimit uint64
+}
+
+// Path returns /dev/loopN.
+func Path(n int) string { return "/dev/loop" + strconv.Itoa(n) }
+
+// ReadOnly reports whether the device takes no writes.
+func (b Backing) ReadOnly() bool { return b.Flags&unix.LO_FLAGS_READ_ONLY != 0 }
+
+// Stays reports whether the device keeps its backing when nobody has it open any more.
+func (b Backing) Stays() bool { return b.Flags&unix.LO_FLAGS_AUTOCLEAR == 0 }
+
+// Open opens /dev/loopN, and makes the node where /dev is not kept by devtmpfs.
+func Open(n int, flags int) (*os.File, error) {
+	f, err := os.OpenFile(Path(n), flags, 0)
+	if errors.Is(err, os.ErrNotExist) {
+		if err := unix.Mknod(Path(n), unix.S_IFBLK|0o660, int(unix.Mkdev(Major, uint32(n)))); err != nil && !errors.Is(err, unix.EEXIST) {
+			return nil, fmt.Errorf("mknod %s: %w", Path(n), err)
+		}
+		f, err = os.OpenFile(Path(n), flags, 0)
+	}
+	return f, err
+}
+
+// Going reports whether a loop device could not be opened because it is losing its backing file, or is
+// removed, in this moment (lo_open in drivers/block/loop.c).
+func Going(err error) bool { return errors.Is(err, unix.ENXIO) || errors.Is(err, unix.ENODEV) }
+
+// Status returns the backing of an open loop device; ENXIO if it has none.
+func Status(f *os.File, n int) (Backing, error) {
+	var info unix.LoopInfo64
+	if err := ioctl.Pointer(f, unix.LOOP_GET_STATUS64, unsafe.Pointer(&info)); err != nil {
+		return Backing{}, err
+	}
+	label := string(info.File_name[:])
+	if i := strings.IndexByte(label, 0); i >= 0 {
+		label = label[:i]
+	}
+	return Backing{Number: n, Device: ioctl.DeviceNumber(info.Device), Inode: info.Inode, Node: ioctl.DeviceNumber(info.Rdevice), Label: label,
+		Flags: info.Flags, Offset: info.Offset, SizeLimit: info.Sizelimit}, nil
+}
+
+// Configured returns the numbers of all loop devices that have a backing file.
+func Configured() ([]int, error) {
+	found, err := filepath.Glob("/sys/block/loop*/loop/backing_file")
+	if err != nil {
+		return nil, err
+	}
+	var numbers []int
+	for _, path := range found {
+		if n, err := strconv.Atoi(strings.TrimPrefix(strings.Split(path, "/")[3], "loop")); err == nil {
+			numbers = append(numbers, n)
+		}
+	}
+	return numbers, nil
+}
+
+// Config says how to configure a loop device.
+type Config struct {
+	Label     string
+	ReadOnly  bool
+	Autoclear bool   // it goes away with its last user
+	Sector    uint32 // bytes of a logical sector; 0: the kernel's choice
+	Discards  bool   // else it takes none, nor anything else that punches holes
+	Limit     uint64 // bytes that it shows; 0: all
+}
+
+// busyOften is how often a free loop device may be refused before it is left alone: somebody is not faster
+// all the time, but has it open for himself (O_EXCL), who knows for how long.
+const busyOften = 10
+
+// free returns the number of a loop device without a backing file, other than those that were refused
+// too often. The kernel always names the first one, held or not.
+func free(control *os.File, refused map[int]int) (int, error) {
+	n, err := ioctl.Value(control, unix.LOOP_CTL_GET_FREE, 0)
+	if err != nil || refused[n] < busyOften {
+		return n, err
+	}
+	for taken := true; taken; taken = refused[n] >= busyOften || hasBacking(n) {
+		n++
+	}
+	if _, err = ioctl.Value(control, unix.LOOP_CTL_ADD, uintptr(n)); errors.Is(err, unix.EEXIST) {
+		err = nil
+	}
+	return n, err
+}
+
+func hasBacking(n int) bool {
+	_, _, err := BackingName(n)
+	return err == nil
+}
+
+// Attach puts a loop device over an open file: LOOP_CTL_GET_FREE and LOOP_CONFIGURE,
+// again with the next free number when somebody else was faster. The returned file holds
+// the device.
+func Attach(ctx context.Context, backing *os.File, c Config) (*os.File, int, error) {
+	if len(c.Label) > nameSize {
+		return nil, 0, fmt.Errorf("%w: loop label %q is longer than %d", errdefs.ErrInvalid, c.Label, nameSize)
+	}
+	control, err := os.OpenFile(controlPath, os.O_RDWR, 0)
+	if err != nil {
+		return nil, 0, fmt.Errorf("%w: open %s: %w (modprobe loop; in a container, mount the host's /dev)", errdefs.ErrUnavailable, controlPath, err)
+	}
+	defer control.Close()
+	flags := os.O_RDWR
+	if c.ReadOnly {
+		flags = os.O_RDONLY
+	}
+	refused := map[int]int{}
+	for waited := 0; ; {
+		if err := ctx.Err(); err != nil {
+			return nil, 0, err
+		}
+		n, err := free(control, refused)
+		if err != nil {
+			return nil, 0, fmt.Errorf("find a free loop device: %w", errdefs.FromErrno(err))
+		}
+		if c.Discards && stopped(n) && waited < held.Tries {
+			if !ForgetStopped(n) { // somebody looks at it
+				time.Sleep(held.Pause)
+				waited++
+			}
+			continue
+		}
+		f, err := Open(n, flags)
+		if Going(err) {
+			continue
+		}
+		if err != nil {
+			return nil, 0, fmt.Errorf("open loop device: %w", errdefs.FromErrno(err))
+		}
+		if err = configure(f, backing, c); err == nil {
+			err := setReadOnly(f, c.ReadOnly)
+			if err == nil && !c.Discards {
+				err = StopDiscards(n)
+			}
+			if err != nil {
+				_, _ = ioctl.Value(f, unix.LOOP_CLR_FD, 0)
+				f.Close()
+				return nil, 0, fmt.Errorf("set up %s: %w", Path(n), errdefs.FromErrno(err))
+			}
+			resetQueue(n)
+			return f, n, nil
+		}
+		f.Close()
+		if !errors.Is(err, unix.EBUSY) {
+			return nil, 0, fmt.Errorf("configure %s: %w", Path(n), errdefs.FromErrno(err))
+		}
+		refused[n]++
+	}
+}
+
+// configure asks for direct I/O, which not all filesystems have (tmpfs, some overlays).
+// The kernel leaves it out where the sector is smaller than what the file takes.
+func configure(f, backing *os.File, c Config) error {
+	config := unix.LoopConfig{Fd: uint32(backing.Fd()), Size: c.Sector, Info: unix.LoopInfo64{Flags: unix.LO_FLAGS_DIRECT_IO, Sizelimit: c.Limit}}
+	if c.ReadOnly {
+		config.Info.Flags |= unix.LO_FLAGS_READ_ONLY
+	}
+	if c.Autoclear {
+		config.Info.Flags |= unix.LO_FLAGS_AUTOCLEAR
+	}
+	copy(config.Info.File_name[:], c.Label)
+	err := ioctl.Pointer(f, unix.LOOP_CONFIGURE, unsafe.Pointer(&config))
+	if errors.Is(err, unix.EINVAL) {
+		config.Info.Flags &^= unix.LO_FLAGS_DIRECT_IO
+		err = ioctl.Pointer(f, unix.LOOP_CONFIGURE, unsafe.Pointer(&config))
+	}
+	return err
+}
+
+// setReadOnly: a loop device keeps the mode that an earlier user set with
+// blockdev(8), across detach and attach.
+func setReadOnly(f *os.File, readOnly bool) error {
+	var now, want int32
+	if readOnly {
+		want = 1
+	}
+	if err := ioctl.Pointer(f, unix.BLKROGET, unsafe.Pointer(&now)); err != nil || now == want {
+		return err
+	}
+	return ioctl.Pointer(f, unix.BLKROSET, unsafe.Pointer(&want))
+}
+
+// resetQueue: as the mode does, the I/O scheduler of a device outlives the user that it
+// was chosen for (the kernel itself resets the read-ahead). Where /sys cannot be written
+// to, nobody can have chosen one.
+func resetQueue(n int) {
+	_, _ = queue.Set(queue.Setting{Device: Path(n), Name: "scheduler", Value: "none"}) // as loop devices begin
+}
+
+// StopDiscards has a loop device take no discards. It then refuses all that it would hand down by
+// fallocate(2): holes that are punched and ranges that are zeroed too (Linux 5.19), which the
+// kernel writes as zeros then. There is no way back (Linux 6.18) but to remove the device.
+func StopDiscards(n int) error {
+	if noDiscards(n, "discard_max_bytes") {
+		return nil
+	}
+	if err := queue.Write(Path(n), "discard_max_bytes", "0"); err != nil {
+		return fmt.Errorf("%w: switch discards of %s off, without which btrfs may need more space than a volume has: %s (in a container, mount /sys for writing)", errdefs.ErrPrecondition, Path(n), err.Error())
+	}
+	return nil
+}
+
+// noDiscards: "discard_max_bytes" is what a device takes, "discard_max_hw_bytes" what it could.
+func noDiscards(n int, setting string) bool {
+	most, err := queue.Read(Path(n), setting)
+	return err == nil && most == "0"
+}
+
+// stopped reports whether StopDiscards was here. A device that never had a backing takes no discards
+// either, and one with a backing that has no holes; but neither could.
+func stopped(n int) bool {
+	return noDiscards(n, "discard_max_bytes") && !noDiscards(n, "discard_max_hw_bytes")
+}
+
+// ForgetStopped removes a loop device that StopDiscards left, if nobody uses it, so that the next
+// user of its number, whoever that is, has discards. It reports whether it did.
+func ForgetStopped(n int) bool {
+	if !stopped(n) {
+		return false
+	}
+	control, err := os.OpenFile(controlPath, os.O_RDWR, 0)
+	if err != nil {
+		return false
+	}
+	defer control.Close()
+	_, err = ioctl.Value(control, unix.LOOP_CTL_REMOVE, uintptr(n)) // EBUSY while it is in use
+	return err == nil
+}
+
+// detachWait is how long a device that something still holds gets to go away.
+const detachWait = 2 * time.Second
+
+// Detach takes the backing away from an open loop device and makes sure of it:
+// LOOP_CLR_FD succeeds at once on a device in use and only marks it. It closes f.
+//
+// What was written to the device and not synced goes to its image first: a device that was told to
+// go by its last user takes nothing any more, and the kernel then drops it without a word.
+func Detach(ctx context.Context, f *os.File, was Backing) error {
+	if err := f.Sync(); err != nil && !was.ReadOnly() {
+		if _, now := Status(f, was.Number); !errors.Is(now, unix.ENXIO) { // else somebody else took it away
+			f.Close()
+			return fmt.Errorf("write out what was written to %s: %w", Path(was.Number), errdefs.FromErrno(err))
+		}
+	}
+	_, err := ioctl.Value(f, unix.LOOP_CLR_FD, 0)
+	f.Close()
+	if err != nil && !errors.Is(err, unix.ENXIO) {
+		return fmt.Errorf("detach %s: %w", Path(was.Number), errdefs.FromErrno(err))
+	}
+	err = WaitGone(ctx, was)
+	if err == nil {
+		ForgetStopped(was.Number)
+	}
+	return err
+}
+
+// WaitGone waits for a loop device to lose its backing. The kernel gives no
+// event for it that can be waited on with a deadline, so this looks, ever more
+// rarely; mostly the first look is enough. Only the pauses count, not how late they end: on a machine that
+// stalls, whoever holds the device has stalled too.
+func WaitGone(ctx context.Context, was Backing) error {
+	for pause, waited := time.Millisecond, time.Duration(0); ; waited += pause {
+		gone, err := gone(was)
+		if gone || err != nil {
+			return err
+		}
+		if waited >= detachWait {
+			return fmt.Errorf("%w: %s is held open by a process or a mount; it goes away with its last user", errdefs.ErrInUse, Path(was.Number))
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(pause):
+			pause = min(2*pause, 100*time.Millisecond)
+		}
+	}
+}
+
+func gone(was Backing) (bool, error) {
+	// sysfs first: mostly the answer is there without opening, and so holding, the device.
+	backing, err := os.ReadFile(fmt.Sprintf("/sys/block/loop%d/loop/backing_file", was.Number))
+	if errors.Is(err, os.ErrNotExist) || errors.Is(err, unix.ENODEV) || (err == nil && len(backing) == 0) {
+		return true, nil
+	}
+	if err != nil {
+		return false, fmt.Errorf("look at loop%d: %w", was.Number, err)
+	}
+	f, err := Open(was.Number, os.O_RDONLY)
+	if Going(err) {
+		return false, nil // the kernel may still hold its image
+	}
+	if err != nil {
+		return false, fmt.Errorf("look at loop%d: %w", was.Number, err)
+	}
+	defer f.Close()
+	now, err := Status(f, was.Number)
+	if errors.Is(err, unix.ENXIO) {
+		return true, nil
+	}
+	if err != nil {
+		return false, fmt.Errorf("look at loop%d: %w", was.Number, err)
+	}
+	return now.Device != was.Device || now.Inode != was.Inode || now.Node != was.Node, nil
+}
+
+// BackingName returns what the kernel says to be the path of a loop device's backing file, and
+// whether that is unlinked. The folders in it may be those of another mount namespace.
+func BackingName(n int) (name string, unlinked bool, err error) {
+	b, err := os.ReadFile(fmt.Sprintf("/sys/block/loop%d/loop/backing_file", n))
+	name, unlinked = strings.CutSuffix(strings.TrimSpace(string(b)), " (deleted)")
+	return name, unlinked, err
+}
+
+// Unlinked reports whether the backing file of a loop device has no name any more.
+func Unlinked(n int) bool {
+	_, unlinked, err := BackingName(n)
+	return err == nil && unlinked
+}
