@@ -134,15 +134,6 @@ type Attachment struct {
 	Attributes map[string]string
 }
 
-// undoTime bounds how long a call that failed goes on to undo what it did.
-const undoTime = 20 * time.Second
-
-// Undoing is the context for what has to be undone also when the caller's time is over. It ends
-// after undoTime: a program that hangs then must not keep the pool for ever.
-func Undoing(ctx context.Context) (context.Context, context.CancelFunc) {
-	return context.WithTimeout(context.WithoutCancel(ctx), undoTime)
-}
-
 // Device is an attached object.
 type Device struct {
 	Path     string // /dev/...

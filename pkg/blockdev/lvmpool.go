@@ -16,6 +16,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/held"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/lvm2"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -38,7 +39,7 @@ type lvmPool struct {
 	location Location
 	group    string
 	thin     string // name of the thin pool; empty for linear volumes
-	lvm      *lvm
+	lvm      *lvm2.Shell
 	lock     *os.File
 	uuid     string // of the group, without dashes
 	id       string // see ID
@@ -110,7 +111,7 @@ func openLVMPool(ctx context.Context, name string, loc Location, known Known) (_
 	p := &lvmPool{name: name, location: loc, index: newIndex[*logical](), damaged: map[Ref]error{}, held: map[string]bool{}}
 	p.group, p.thin, _ = strings.Cut(loc.Path, "/")
 	p.unsure = p.thin != ""
-	p.lvm = newLVM(func(run runLVM) { p.mend(context.WithoutCancel(ctx), run) }, p.flush)
+	p.lvm = lvm2.New("lvm", func(run lvm2.Run) { p.mend(context.WithoutCancel(ctx), run) }, p.flush)
 	defer func() {
 		if err != nil {
 			p.Close()
@@ -121,7 +122,7 @@ func openLVMPool(ctx context.Context, name string, loc Location, known Known) (_
 	if err != nil {
 		return nil, err
 	}
-	p.lvm.flushed = false // a driver before this one may have died before it flushed
+	p.lvm.FlushNext() // a driver before this one may have died before it flushed
 	first := rows[0]
 	p.uuid = strings.ReplaceAll(first["vg_uuid"], "-", "")
 	if p.extent, err = strconv.ParseInt(first["vg_extent_size"], 10, 64); err != nil || p.extent%Granularity != 0 || p.extent == 0 {
@@ -143,8 +144,8 @@ func openLVMPool(ctx context.Context, name string, loc Location, known Known) (_
 			return nil, err
 		}
 	}
-	p.resume(ctx, func(args ...string) ([]row, error) { return p.lvm.run(ctx, args...) }, func(volume string) bool {
-		at := slices.IndexFunc(rows, func(r row) bool { return r["lv_name"] == volume })
+	p.resume(ctx, func(args ...string) ([]lvm2.Row, error) { return p.lvm.Run(ctx, args...) }, func(volume string) bool {
+		at := slices.IndexFunc(rows, func(r lvm2.Row) bool { return r["lv_name"] == volume })
 		if at < 0 {
 			return leftover(volume) // it was never written down; nobody else makes such
 		}
@@ -171,12 +172,12 @@ func openLVMPool(ctx context.Context, name string, loc Location, known Known) (_
 
 // report asks for a row of the group, and after it one for each of its volumes, and one for
 // each of its physical volumes.
-func (p *lvmPool) report(run runLVM) ([]row, error) {
+func (p *lvmPool) report(run lvm2.Run) ([]lvm2.Row, error) {
 	rows, err := run("fullreport",
 		"--configreport", "vg", "-o", "vg_uuid,vg_extent_size,vg_extent_count,vg_free_count,vg_missing_pv_count,vg_mda_free,vg_mda_size",
 		"--configreport", "lv", "-o", "lv_name,lv_uuid,lv_tags,lv_size,lv_layout,pool_lv,lv_health_status,lv_attr",
 		"--configreport", "pv", "-o", "pv_name", "--configreport", "pvseg", "-o", "pvseg_start", "--configreport", "seg", "-o", "seg_start", p.group)
-	var group, volumes []row
+	var group, volumes []lvm2.Row
 	for _, r := range rows {
 		if r["vg_uuid"] != "" {
 			group = append(group, r)
@@ -200,11 +201,11 @@ func (p *lvmPool) report(run runLVM) ([]row, error) {
 
 // poolID is the UUID that lvm2 gave the thin pool, or else the group; empty for a thin pool that is not
 // there.
-func poolID(rows []row, thin string) string {
+func poolID(rows []lvm2.Row, thin string) string {
 	if thin == "" {
 		return rows[0]["vg_uuid"]
 	}
-	i := slices.IndexFunc(rows, func(r row) bool { return r["lv_name"] == thin })
+	i := slices.IndexFunc(rows, func(r lvm2.Row) bool { return r["lv_name"] == thin })
 	if i < 0 {
 		return ""
 	}
@@ -231,8 +232,8 @@ func (p *lvmPool) flush() error {
 }
 
 // reportNow is report for a caller without the turn.
-func (p *lvmPool) reportNow(ctx context.Context) (rows []row, err error) {
-	err = p.lvm.hold(ctx, func(run runLVM) error {
+func (p *lvmPool) reportNow(ctx context.Context) (rows []lvm2.Row, err error) {
+	err = p.lvm.Hold(ctx, func(run lvm2.Run) error {
 		rows, err = p.report(run)
 		return err
 	})
@@ -262,8 +263,8 @@ func (p *lvmPool) exclude() error {
 }
 
 // checkThin makes sure that the thin pool is there and fit for the purpose.
-func (p *lvmPool) checkThin(rows []row) error {
-	i := slices.IndexFunc(rows, func(r row) bool { return r["lv_name"] == p.thin })
+func (p *lvmPool) checkThin(rows []lvm2.Row) error {
+	i := slices.IndexFunc(rows, func(r lvm2.Row) bool { return r["lv_name"] == p.thin })
 	if i < 0 {
 		return fmt.Errorf("%w: volume group %s has no thin pool %s; make it with lvcreate --type thin-pool", errdefs.ErrUnavailable, p.group, p.thin)
 	}
@@ -276,16 +277,16 @@ func (p *lvmPool) checkThin(rows []row) error {
 	return nil
 }
 
-func (p *lvmPool) openThin(ctx context.Context, rows []row) error {
+func (p *lvmPool) openThin(ctx context.Context, rows []lvm2.Row) error {
 	if err := p.checkThin(rows); err != nil {
 		return err
 	}
-	return p.lvm.hold(ctx, p.raise)
+	return p.lvm.Hold(ctx, p.raise)
 }
 
 // ours tells which object of this pool a row of the report is; false for what belongs to
 // others or to another pool.
-func (p *lvmPool) ours(r row) (ref Ref, tagged, ok bool) {
+func (p *lvmPool) ours(r lvm2.Row) (ref Ref, tagged, ok bool) {
 	tagged = len(ourTags(r)) > 0
 	if r["pool_lv"] != p.thin || (p.thin == "" && !strings.Contains(r["lv_layout"], "linear")) {
 		return ref, tagged, false
@@ -303,16 +304,16 @@ func leftover(volume string) bool {
 	return ok && parseRef(of).validate() == nil
 }
 
-func splitTags(r row) []string { return strings.Split(r["lv_tags"], ",") }
+func splitTags(r lvm2.Row) []string { return strings.Split(r["lv_tags"], ",") }
 
-func ourTags(r row) []string {
+func ourTags(r lvm2.Row) []string {
 	tags := slices.DeleteFunc(splitTags(r), func(tag string) bool { return tag != tagOurs && !strings.HasPrefix(tag, tagOurs+".") })
 	slices.Sort(tags)
 	return tags
 }
 
 // load fills the index from a report, and returns what is left of growths and cuts.
-func (p *lvmPool) load(rows []row) (leftovers []string, err error) {
+func (p *lvmPool) load(rows []lvm2.Row) (leftovers []string, err error) {
 	for _, r := range rows {
 		ref, tagged, ok := p.ours(r)
 		volume := r["lv_name"]
@@ -340,13 +341,13 @@ func (p *lvmPool) load(rows []row) (leftovers []string, err error) {
 }
 
 // hasRecord tells whether a volume has the tags of a record.
-func hasRecord(r row) bool {
+func hasRecord(r lvm2.Row) bool {
 	return slices.ContainsFunc(splitTags(r), func(tag string) bool { return strings.HasPrefix(tag, tagName) })
 }
 
 // setAside notes a volume that was one of this pool, until somebody converted or renamed it. It is not used, and not
 // taken for gone either.
-func (p *lvmPool) setAside(r row) {
+func (p *lvmPool) setAside(r lvm2.Row) {
 	volume := r["lv_name"]
 	if ref := parseRef(volume); ref.validate() == nil {
 		p.damaged[ref] = fmt.Errorf("%w: the layout of %s is %s now, which this pool does not use; lvconvert it back", errRecord, p.path(volume), r["lv_layout"])
@@ -357,7 +358,7 @@ func (p *lvmPool) setAside(r row) {
 
 // update brings what is known of the space and of the logical volumes up to a report.
 // The caller has the turn with lvm2, or is alone.
-func (p *lvmPool) update(rows []row) error {
+func (p *lvmPool) update(rows []lvm2.Row) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.space.foreign = 0
@@ -392,7 +393,7 @@ func (p *lvmPool) refresh(ctx context.Context, atMost time.Duration) error {
 	if recent() {
 		return nil
 	}
-	return p.lvm.hold(ctx, func(run runLVM) error {
+	return p.lvm.Hold(ctx, func(run lvm2.Run) error {
 		if recent() { // whoever had the turn before asked
 			return nil
 		}
@@ -521,7 +522,7 @@ func (p *lvmPool) save(ctx context.Context, o *logical, record Record, st state)
 	}
 	change := changeTags(o.tags, tags)
 	if len(change) > 0 {
-		if _, err := p.lvm.run(ctx, append(append([]string{"lvchange"}, change...), p.path(record.String()))...); err != nil {
+		if _, err := p.lvm.Run(ctx, append(append([]string{"lvchange"}, change...), p.path(record.String()))...); err != nil {
 			return p.gone(o, fmt.Errorf("write the record of %s in pool %s: %w", record.Ref, p.name, err))
 		}
 	}
@@ -535,7 +536,7 @@ func (p *lvmPool) save(ctx context.Context, o *logical, record Record, st state)
 // gone turns lvm2's word that a logical volume is not there into that of lost data: it
 // was there.
 func (p *lvmPool) gone(o *logical, err error) error {
-	if errors.Is(err, errNoLV) {
+	if errors.Is(err, lvm2.ErrNoLV) {
 		p.mu.Lock()
 		o.missing = true
 		p.mu.Unlock()
@@ -657,7 +658,7 @@ func (p *lvmPool) complete(ctx context.Context) error {
 
 // drop removes a logical volume; size is what that frees, in bytes.
 func (p *lvmPool) drop(ctx context.Context, volume string, size int64) error {
-	err := p.lvm.hold(ctx, func(run runLVM) error {
+	err := p.lvm.Hold(ctx, func(run lvm2.Run) error {
 		for try := 0; ; try++ {
 			err := p.deliver(run)
 			if err == nil {
@@ -666,13 +667,13 @@ func (p *lvmPool) drop(ctx context.Context, volume string, size int64) error {
 			if err == nil {
 				p.gave(size)
 			}
-			if !errors.Is(err, errLVMHeld) || try == held.Tries {
+			if !errors.Is(err, lvm2.ErrHeld) || try == held.Tries {
 				return err
 			}
 			time.Sleep(held.Pause)
 		}
 	})
-	if err != nil && !errors.Is(err, errNoLV) {
+	if err != nil && !errors.Is(err, lvm2.ErrNoLV) {
 		return fmt.Errorf("remove %s: %w", p.path(volume), err)
 	}
 	p.removeNodes(volume)
@@ -688,7 +689,7 @@ func (p *lvmPool) removeNodes(volume string) {
 }
 
 func (p *lvmPool) Close() error {
-	p.lvm.close()
+	p.lvm.Close()
 	if p.lock == nil {
 		return nil
 	}

@@ -15,6 +15,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/ioctl"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/held"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/lvm2"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -171,7 +172,7 @@ func (p *lvmPool) makeDevice(ctx context.Context, o *logical, record Record, suf
 // activateObject is activate for an object, whose logical volume has to be there.
 func (p *lvmPool) activateObject(ctx context.Context, o *logical, ref Ref) (*dm.Device, error) {
 	if p.known(o).missing { // so what has its name is another's
-		return nil, p.gone(o, fmt.Errorf("%w: %s", errNoLV, p.path(ref.String())))
+		return nil, p.gone(o, fmt.Errorf("%w: %s", lvm2.ErrNoLV, p.path(ref.String())))
 	}
 	d, err := p.activate(ctx, ref.String())
 	return d, p.gone(o, err)
@@ -191,7 +192,7 @@ func (p *lvmPool) activate(ctx context.Context, volume string) (*dm.Device, erro
 	if err := p.up(ctx); err != nil {
 		return nil, err
 	}
-	if _, err := p.lvm.run(ctx, "lvchange", "-ay", "-K", p.path(volume)); err != nil {
+	if _, err := p.lvm.Run(ctx, "lvchange", "-ay", "-K", p.path(volume)); err != nil {
 		return nil, err
 	}
 	d, err = p.own(p.device(volume))

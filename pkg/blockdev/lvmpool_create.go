@@ -13,7 +13,9 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/ashlar-csi/ashlar/internal/undoing"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/lvm2"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -139,14 +141,14 @@ func (p *lvmPool) begin(ctx context.Context, spec Spec) (*logical, error) {
 	default:
 		args = append(args, "-s", "-ky", p.path(spec.Origin.String()))
 	}
-	err = p.lvm.hold(ctx, func(run runLVM) error {
+	err = p.lvm.Hold(ctx, func(run lvm2.Run) error {
 		err := p.runSuspended(ctx, spec.Origin, run, args...)
 		switch {
 		case err == nil:
 			p.took(spec.Size)
 		case errors.Is(err, errdefs.ErrExists):
 			return errdefs.Recast(errdefs.ErrPrecondition, err, "a logical volume of that name is there that is not known to this pool; remove or rename it by hand")
-		case errors.Is(err, errdefs.ErrNoSpace), errors.Is(err, errdefs.ErrInvalid), errors.Is(err, errNoLV):
+		case errors.Is(err, errdefs.ErrNoSpace), errors.Is(err, errdefs.ErrInvalid), errors.Is(err, lvm2.ErrNoLV):
 			return err
 		default: // it may have been made, or not
 			p.unreserve(spec.Size)
@@ -158,7 +160,7 @@ func (p *lvmPool) begin(ctx context.Context, spec Spec) (*logical, error) {
 		}
 		return err
 	})
-	if errors.Is(err, errNoLV) {
+	if errors.Is(err, lvm2.ErrNoLV) {
 		err = errdefs.Recast(errdefs.ErrDataLoss, err, "somebody removed what it is to be a copy of")
 	}
 	if err != nil {
@@ -174,7 +176,7 @@ func (p *lvmPool) begin(ctx context.Context, spec Spec) (*logical, error) {
 
 // runSuspended runs a command while the writes to the origin, if there is one, are held
 // back.
-func (p *lvmPool) runSuspended(ctx context.Context, origin Ref, run runLVM, args ...string) error {
+func (p *lvmPool) runSuspended(ctx context.Context, origin Ref, run lvm2.Run, args ...string) error {
 	resume := func() error { return nil }
 	if origin != (Ref{}) {
 		var err error
@@ -206,7 +208,7 @@ func (p *lvmPool) giveUp(ctx context.Context, o *logical, spec Spec, cause error
 	if ended {
 		return
 	}
-	ctx, cancel := Undoing(ctx)
+	ctx, cancel := undoing.Context(ctx)
 	defer cancel()
 	_ = p.remove(ctx, spec.Ref) // a failure has its own next try
 }
@@ -240,7 +242,7 @@ func (p *lvmPool) fill(ctx context.Context, o *logical, spec Spec) error {
 			record.Created = o.cut
 		}
 	case p.known(o).size < spec.Size: // it is a copy of a smaller one
-		err = p.lvm.hold(ctx, func(run runLVM) error { return p.extend(run, o, spec.Ref, spec.Size) })
+		err = p.lvm.Hold(ctx, func(run lvm2.Run) error { return p.extend(run, o, spec.Ref, spec.Size) })
 	}
 	if err == nil && spec.Prepare != nil {
 		err = spec.Prepare(ctx, d.Path())
@@ -265,7 +267,7 @@ func (p *lvmPool) fill(ctx context.Context, o *logical, spec Spec) error {
 // extend makes a logical volume larger, by extents that are told or by any; the caller has
 // the turn. Its device, which may be about to go with its last user, is held meanwhile: lvm2 would
 // have the thin pool suspended when it finds that it is gone, and could not go on.
-func (p *lvmPool) extend(run runLVM, o *logical, ref Ref, size int64, where ...string) error {
+func (p *lvmPool) extend(run lvm2.Run, o *logical, ref Ref, size int64, where ...string) error {
 	base, err := p.own(p.device(ref.String()))
 	if err != nil {
 		return err
@@ -407,7 +409,7 @@ func (p *lvmPool) makeCut(ctx context.Context, o *logical, spec Spec) error {
 	}
 	name := "cut." + spec.Ref.String()
 	o.cut = time.Now().UTC()
-	return p.lvm.hold(ctx, func(run runLVM) error {
+	return p.lvm.Hold(ctx, func(run lvm2.Run) error {
 		err := p.runSuspended(ctx, spec.Origin, run, "lvcreate", "-s", "-kn", "-c", "64k", "--addtag", tagOurs, "-n", name,
 			"-l", strconv.FormatInt(size/p.extent, 10), p.path(spec.Origin.String()))
 		if err == nil {
@@ -415,7 +417,7 @@ func (p *lvmPool) makeCut(ctx context.Context, o *logical, spec Spec) error {
 		} else {
 			p.unreserve(size)
 		}
-		if err == nil || !lvmRefused(err) {
+		if err == nil || !lvm2.Refused(err) {
 			o.source, o.copied = name, 0
 		}
 		return err
@@ -577,12 +579,12 @@ func (p *lvmPool) enlarge(ctx context.Context, o *logical, ref Ref, have, size i
 			if ctx.Err() != nil { // no time is left; the next growth removes it
 				return err
 			}
-			undo, cancel := Undoing(ctx)
+			undo, cancel := undoing.Context(ctx)
 			defer cancel()
 			return errors.Join(err, p.dropSpare(undo, o))
 		}
 	}
-	return p.lvm.hold(ctx, func(run runLVM) error {
+	return p.lvm.Hold(ctx, func(run lvm2.Run) error {
 		if p.thin == "" {
 			if _, err := run("lvremove", "-f", p.path(spare)); err != nil {
 				return err
@@ -601,7 +603,7 @@ func (p *lvmPool) enlarge(ctx context.Context, o *logical, ref Ref, have, size i
 // prepareExtents zeroes free extents of the group, as a logical volume of its own, and
 // returns which they are: DEVICE:FIRST-LAST.
 func (p *lvmPool) prepareExtents(ctx context.Context, spare string, size int64) ([]string, error) {
-	if _, err := p.lvm.run(ctx, "lvcreate", "-ay", "-Wn", "-Zn", "--addtag", tagOurs, "-n", spare,
+	if _, err := p.lvm.Run(ctx, "lvcreate", "-ay", "-Wn", "-Zn", "--addtag", tagOurs, "-n", spare,
 		"-l", strconv.FormatInt(size/p.extent, 10), p.group); err != nil {
 		return nil, err
 	}
@@ -616,7 +618,7 @@ func (p *lvmPool) prepareExtents(ctx context.Context, spare string, size int64) 
 	if err := errors.Join(zeroRange(ctx, f, 0, size), f.Sync(), f.Close()); err != nil {
 		return nil, err
 	}
-	rows, err := p.lvm.run(ctx, "lvs", "--segments", "-o", "seg_pe_ranges", p.path(spare))
+	rows, err := p.lvm.Run(ctx, "lvs", "--segments", "-o", "seg_pe_ranges", p.path(spare))
 	var where []string
 	for _, r := range rows {
 		where = append(where, strings.Fields(r["seg_pe_ranges"])...)

@@ -8,6 +8,7 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/lvm2"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -128,8 +129,8 @@ type LVMSurvey struct {
 func SurveyLVM(ctx context.Context, loc Location) (LVMSurvey, error) {
 	p := &lvmPool{location: loc, index: newIndex[*logical](), damaged: map[Ref]error{}}
 	p.group, p.thin, _ = strings.Cut(loc.Path, "/")
-	p.lvm = newLVM(func(runLVM) {}, nil) // it changes nothing, so there is nothing to flush
-	defer p.lvm.close()
+	p.lvm = lvm2.New("lvm", func(lvm2.Run) {}, nil) // it changes nothing, so there is nothing to flush
+	defer p.lvm.Close()
 	rows, err := p.reportNow(ctx)
 	if err != nil {
 		return LVMSurvey{}, err

@@ -17,6 +17,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/lvm2"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -25,12 +26,12 @@ import (
 // it and lvm2 does not.
 
 // mend puts right what a command that was cut short may have left. The caller has the turn.
-func (p *lvmPool) mend(ctx context.Context, run runLVM) {
+func (p *lvmPool) mend(ctx context.Context, run lvm2.Run) {
 	if p.lock == nil { // it is not ours yet
 		return
 	}
 	p.unsure = p.thin != ""
-	changing := !p.lvm.flushed // else a thin pool that is down was taken down by others
+	changing := p.lvm.Dirty() // else a thin pool that is down was taken down by others
 	p.resumeOwn(ctx, run)
 	if p.thin == "" || p.mending {
 		return
@@ -52,7 +53,7 @@ func (p *lvmPool) mend(ctx context.Context, run runLVM) {
 }
 
 // resumeOwn is resume for the objects that are known.
-func (p *lvmPool) resumeOwn(ctx context.Context, run runLVM) {
+func (p *lvmPool) resumeOwn(ctx context.Context, run lvm2.Run) {
 	p.resume(ctx, run, func(volume string) bool {
 		return leftover(volume) || p.find(parseRef(volume)) != nil // nobody else makes such leftovers
 	})
@@ -64,7 +65,7 @@ func (p *lvmPool) resumeOwn(ctx context.Context, run runLVM) {
 // lvm2 brings it to what its metadata says. Devices below them that nobody uses then are
 // removed: no logical volume has them; and so are devices without a table, which have the names
 // that lvm2 needs. Devices of others may be suspended because their lvm2 is at work.
-func (p *lvmPool) resume(ctx context.Context, run runLVM, ours func(volume string) bool) {
+func (p *lvmPool) resume(ctx context.Context, run lvm2.Run, ours func(volume string) bool) {
 	report := func(err error) {
 		if err != nil {
 			klog.FromContext(ctx).Error(err, "could not make sure that no device is left suspended", "pool", p.name)
@@ -133,9 +134,9 @@ func (p *lvmPool) discard(name string) error {
 // raise brings the thin pool up. lvm2 takes it down and up again to give it its first volume, or
 // when it takes its last: if it is cut short there, it may leave parts of it up, over which it
 // would not bring it up. The caller has the turn.
-func (p *lvmPool) raise(run runLVM) error {
+func (p *lvmPool) raise(run lvm2.Run) error {
 	err := p.tell(run, "lvchange", "-ay", p.path(p.thin))
-	if errors.Is(err, errLVMParts) {
+	if errors.Is(err, lvm2.ErrParts) {
 		if err = p.clearParts(); err == nil {
 			err = p.tell(run, "lvchange", "-ay", p.path(p.thin))
 		}
@@ -183,9 +184,9 @@ func (p *lvmPool) clearParts() error {
 // tell runs a command that has lvm2 tell the thin pool what it wrote down for it before. Of a
 // snapshot lvm2 does not see that the thin pool has made it, if it was cut short before it had
 // noted that, and would refuse every change from then on.
-func (p *lvmPool) tell(run runLVM, args ...string) error {
+func (p *lvmPool) tell(run lvm2.Run, args ...string) error {
 	_, err := run(args...)
-	if errors.Is(err, errLVMTold) {
+	if errors.Is(err, lvm2.ErrTold) {
 		if failure := p.note(run, err.Error()); failure != nil {
 			return fmt.Errorf("%w; to note that it is made: %w", err, failure)
 		}
@@ -199,7 +200,7 @@ var toldDevice = regexp.MustCompile(`already contain thin device with device_id 
 // note notes in the thin pool that it was told what lvm2 wrote down last (set_transaction_id of
 // Documentation/admin-guide/device-mapper/thin-provisioning.rst): to make the snapshot that lvm2
 // complains of, if that is ours and nobody has had it.
-func (p *lvmPool) note(run runLVM, complaint string) error {
+func (p *lvmPool) note(run lvm2.Run, complaint string) error {
 	rows, err := run("lvs", "-o", "lv_name,lv_tags,lv_layout,pool_lv,thin_id,transaction_id", p.group)
 	if err != nil {
 		return err
@@ -212,7 +213,7 @@ func (p *lvmPool) note(run runLVM, complaint string) error {
 		return nil // it was noted meanwhile; if not, lvm2 says so
 	}
 	device := toldDevice.FindStringSubmatch(complaint)
-	if !slices.ContainsFunc(rows, func(r row) bool {
+	if !slices.ContainsFunc(rows, func(r lvm2.Row) bool {
 		_, tagged, ok := p.ours(r)
 		return tagged && ok && len(device) > 1 && r["thin_id"] == device[1] && slices.Contains(splitTags(r), tagCreating)
 	}) {
@@ -226,7 +227,7 @@ func (p *lvmPool) note(run runLVM, complaint string) error {
 // delivered: the thin pool would keep a volume of which lvm2 knows no more, and show its bytes
 // in a new one that gets the same number. lvcreate does not; so a volume is made and removed.
 // If it stays, the next one, or a start (creating), removes it. The caller has the turn.
-func (p *lvmPool) deliver(run runLVM) error {
+func (p *lvmPool) deliver(run lvm2.Run) error {
 	if !p.unsure {
 		return nil
 	}
@@ -245,7 +246,7 @@ func (p *lvmPool) deliver(run runLVM) error {
 	p.delivering = append(p.delivering, r.String()) // also with an error
 	p.unsure = err != nil
 	for err == nil && len(p.delivering) > 0 { // one that was cut short may have left its own
-		if _, err = run("lvremove", "-f", p.path(p.delivering[0])); err == nil || errors.Is(err, errNoLV) {
+		if _, err = run("lvremove", "-f", p.path(p.delivering[0])); err == nil || errors.Is(err, lvm2.ErrNoLV) {
 			p.delivering, err = p.delivering[1:], nil
 		}
 	}
@@ -261,7 +262,7 @@ func (p *lvmPool) settle(ctx context.Context) {
 	if p.thin == "" {
 		return
 	}
-	err := p.lvm.hold(ctx, func(run runLVM) error {
+	err := p.lvm.Hold(ctx, func(run lvm2.Run) error {
 		use, there, err := p.thinNow()
 		if err != nil || !there || use.failed() {
 			return err
@@ -277,7 +278,7 @@ func (p *lvmPool) settle(ctx context.Context) {
 }
 
 // behind reports whether lvm2 has written down a change that the thin pool has not noted.
-func (p *lvmPool) behind(rows []row, use thinUse) bool {
+func (p *lvmPool) behind(rows []lvm2.Row, use thinUse) bool {
 	next := strconv.FormatUint(use.transaction+1, 10)
-	return slices.ContainsFunc(rows, func(r row) bool { return r["lv_name"] == p.thin && r["transaction_id"] == next })
+	return slices.ContainsFunc(rows, func(r lvm2.Row) bool { return r["lv_name"] == p.thin && r["transaction_id"] == next })
 }

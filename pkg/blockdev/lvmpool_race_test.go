@@ -11,13 +11,14 @@ import (
 	"testing"
 	"time"
 
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/lvm2"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // scriptedLVM is a pool over a program that answers as lvm2 does, so that calls can be made at once under
 // the race detector: where there is none, in virtual machines, a kernel with a device mapper is.
 // It has the volume unitRef; refuse sets what it answers to all that would change something.
-func scriptedLVM(t *testing.T) (p *lvmPool, refuse func(text string)) {
+func scriptedLVM(t *testing.T) (p *lvmPool, refuse func(text string), failFlush func(error)) {
 	dir := t.TempDir()
 	write := func(name, text string) {
 		if err := os.WriteFile(filepath.Join(dir, name), []byte(text), 0o700); err != nil {
@@ -46,9 +47,9 @@ while read -r line; do
 done
 `)
 	p = &lvmPool{name: "test", location: Location{Path: "group"}, group: "group", extent: 4 << 20, index: newIndex[*logical](), damaged: map[Ref]error{}, held: map[string]bool{}}
-	p.lvm = newLVM(func(runLVM) {}, func() error { return nil })
-	p.lvm.program = filepath.Join(dir, "lvm")
-	t.Cleanup(p.lvm.close)
+	var flush error
+	p.lvm = lvm2.New(filepath.Join(dir, "lvm"), func(lvm2.Run) {}, func() error { return flush })
+	t.Cleanup(p.lvm.Close)
 	rows, err := p.reportNow(t.Context())
 	if err == nil {
 		_, err = p.load(rows)
@@ -59,12 +60,12 @@ done
 	if _, _, err := p.lookup(unitRef); err != nil {
 		t.Fatalf("%v: this test shows nothing", err)
 	}
-	return p, func(text string) { write("refusal", text) }
+	return p, func(text string) { write("refusal", text) }, func(err error) { flush = err }
 }
 
 // TestLVMAtOnce: with the race detector, no call reads what another one writes.
 func TestLVMAtOnce(t *testing.T) {
-	p, _ := scriptedLVM(t)
+	p, _, _ := scriptedLVM(t)
 	var all sync.WaitGroup
 	for _, call := range []func(ctx context.Context, n int){
 		func(ctx context.Context, _ int) { _, _ = p.Health(ctx, unitRef) },
@@ -90,7 +91,7 @@ func TestLVMAtOnce(t *testing.T) {
 
 // TestLVMOneKind: whatever lvm2 says, an error means one thing, and what is meant for this call.
 func TestLVMOneKind(t *testing.T) {
-	p, refuse := scriptedLVM(t)
+	p, refuse, failFlush := scriptedLVM(t)
 	other := Ref{Volume, strings.Repeat("b", 32)}
 	made := 0 // another one each time, as without a device mapper none can be removed
 	create := func(origin Ref) func() error {
@@ -130,8 +131,7 @@ func TestLVMOneKind(t *testing.T) {
 		p.mu.Unlock()
 	}
 	// A flush that fails with a full disk says that it is not known what is done.
-	flushes := errors.Join(errdefs.FromErrno(os.ErrNotExist), errdefs.ErrNoSpace)
-	p.lvm.flush = func() error { return flushes }
+	failFlush(errors.Join(errdefs.FromErrno(os.ErrNotExist), errdefs.ErrNoSpace))
 	if err := label(); !errors.Is(err, errdefs.ErrUnavailable) || len(errdefs.Kinds(err)) != 1 {
 		t.Errorf("a flush that fails: %v is of the kinds %v", err, errdefs.Kinds(err))
 	}

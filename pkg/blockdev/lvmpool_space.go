@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/lvm2"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -39,9 +40,9 @@ type lvmSpace struct {
 // lvmFresh is how old a report may be for an answer about space or health.
 const lvmFresh = 5 * time.Second
 
-func (s *lvmSpace) read(rows []row, thin string) error {
+func (s *lvmSpace) read(rows []lvm2.Row, thin string) error {
 	var failures []error
-	number := func(r row, column string) int64 {
+	number := func(r lvm2.Row, column string) int64 {
 		n, err := strconv.ParseInt(r[column], 10, 64)
 		if err != nil {
 			failures = append(failures, fmt.Errorf("%w: lvm2 reports %s=%q", errdefs.ErrUnavailable, column, r[column]))
@@ -94,7 +95,7 @@ func (p *lvmPool) thinUse(ctx context.Context) (thinUse, error) {
 	if err != nil || there {
 		return use, err
 	}
-	if err := p.lvm.hold(ctx, func(run runLVM) error {
+	if err := p.lvm.Hold(ctx, func(run lvm2.Run) error {
 		use, there, err = p.thinNow()
 		if err == nil && !there && p.down {
 			if err = p.raise(run); err == nil {

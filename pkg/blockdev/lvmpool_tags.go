@@ -39,7 +39,7 @@ const (
 	maxTag = 1023
 
 	// maxTags is how many a record may have: all of them fit into one command that makes a
-	// volume, and as many into one that changes half of them (lvmWords).
+	// volume, and as many into one that changes half of them (lvm2.MaxWords).
 	maxTags = 45
 )
 

@@ -14,6 +14,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/internal/ioctl"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/lvm2"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -47,7 +48,7 @@ func zeroFrom(ctx context.Context, f *os.File, from, to int64) (int64, error) {
 
 // writtenZeros returns the physical volumes of a report that have no command of their own
 // for zeros (queue/write_zeroes_max_bytes, sysfs-block(5)).
-func writtenZeros(rows []row) (devices []string) {
+func writtenZeros(rows []lvm2.Row) (devices []string) {
 	for _, r := range rows {
 		if r["pv_name"] == "" {
 			continue

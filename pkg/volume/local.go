@@ -15,6 +15,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/internal/undoing"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/queue"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -425,7 +426,7 @@ func (l *Local) quiesce(ctx context.Context, o origin) (_ context.Context, quies
 		return ctx, false, nothing, err
 	}
 	unmark := func() error { // also when the caller's time is over
-		ctx, cancel := blockdev.Undoing(ctx)
+		ctx, cancel := undoing.Context(ctx)
 		defer cancel()
 		return setFrozen(ctx, o.pool, o.record.Ref, "")
 	}

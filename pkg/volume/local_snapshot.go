@@ -8,6 +8,7 @@ import (
 	"strconv"
 	"sync"
 
+	"github.com/ashlar-csi/ashlar/internal/undoing"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -240,7 +241,7 @@ func (l *Local) CreateGroup(ctx context.Context, name string, sources []ID) (_ G
 		if err != nil {
 			err = fmt.Errorf("group snapshot %q: %w", name, err)
 			// With the caller's context ended, what was cut still has to go.
-			ctx, cancel := blockdev.Undoing(ctx)
+			ctx, cancel := undoing.Context(ctx)
 			defer cancel()
 			if undone := l.undoGroup(ctx, id); undone != nil {
 				err = errors.Join(err, undone)

@@ -1,4 +1,5 @@
-package blockdev
+// Package lvm2 asks lvm2, and says what its answers mean.
+package lvm2
 
 import (
 	"bytes"
@@ -12,10 +13,11 @@ import (
 	"strings"
 
 	"github.com/ashlar-csi/ashlar/internal/command"
+	"github.com/ashlar-csi/ashlar/internal/undoing"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// lvm is lvm2, asked through its own shell (lvm(8)), which stays: a command takes a
+// Shell is lvm2, asked through its own shell (lvm(8)), which stays: a command takes a
 // fraction of what a process of its own takes. lvm2 ships the profile that lvmdbusd
 // drives it by; with it every answer is one JSON document that ends in the status of the
 // command (lvmreport(7)).
@@ -23,7 +25,7 @@ import (
 // One command runs at a time, as lvm2 itself holds a lock on the volume group. Whoever
 // waits for his turn stops waiting when his context ends; a command whose context ends
 // is told to end, and killed if it does not.
-type lvm struct {
+type Shell struct {
 	program string
 	turn    chan struct{} // holds one token while nobody has the turn
 	session *command.Session
@@ -32,50 +34,53 @@ type lvm struct {
 	// ending, if set, waits for a session that was given up; the turn comes after it.
 	ending func()
 	// mend is called, with the turn, after a command was cut short.
-	mend func(run runLVM)
+	mend func(run Run)
 	// flush makes what lvm2 wrote last: it leaves that in the caches of the disks.
 	flush   func() error
 	flushed bool // nothing was changed since
 }
 
-func newLVM(mend func(run runLVM), flush func() error) *lvm {
-	l := &lvm{program: "lvm", turn: make(chan struct{}, 1), mend: mend, flush: flush, flushed: true}
+// New returns a shell of a program: lvm, or what stands in for it in a test. It starts with the first command. mend and flush
+// are called by who has the turn.
+func New(program string, mend func(run Run), flush func() error) *Shell {
+	l := &Shell{program: program, turn: make(chan struct{}, 1), mend: mend, flush: flush, flushed: true}
 	l.turn <- struct{}{}
 	return l
 }
 
-// row is one line of a report, by column.
-type row map[string]string
+// Row is one line of a report, by column.
+type Row map[string]string
 
 // run runs one command and returns the rows of its report, if it makes one.
-func (l *lvm) run(ctx context.Context, args ...string) (rows []row, err error) {
-	err = l.hold(ctx, func(run runLVM) error {
+func (l *Shell) Run(ctx context.Context, args ...string) (rows []Row, err error) {
+	err = l.Hold(ctx, func(run Run) error {
 		rows, err = run(args...)
 		return err
 	})
 	return rows, err
 }
 
-type runLVM func(args ...string) ([]row, error)
+// Run runs one command and returns the rows of its report.
+type Run func(args ...string) ([]Row, error)
 
 // hold gives do the turn for as many commands as it runs.
-func (l *lvm) hold(ctx context.Context, do func(run runLVM) error) error {
+func (l *Shell) Hold(ctx context.Context, do func(run Run) error) error {
 	select {
 	case <-l.turn:
 	case <-ctx.Done():
 		return fmt.Errorf("wait for lvm: %w", ctx.Err())
 	}
-	defer l.release()
-	return do(func(args ...string) ([]row, error) { return l.command(ctx, args) })
+	defer l.pass()
+	return do(func(args ...string) ([]Row, error) { return l.command(ctx, args) })
 }
 
 // sessionCommands is after how many commands a session ends: with each that has --config, the
 // shell of lvm2 2.03.16 keeps about 2 kB of memory for good.
 const sessionCommands = 1000
 
-// release passes the turn on; but not before a session that was given up is gone, and what it
+// pass passes the turn on; but not before a session that was given up is gone, and what it
 // left is mended, which the caller, whose time may be over, does not wait for.
-func (l *lvm) release() {
+func (l *Shell) pass() {
 	if l.ending == nil {
 		if l.asked >= sessionCommands {
 			l.end()
@@ -84,7 +89,7 @@ func (l *lvm) release() {
 		return
 	}
 	go func() {
-		ctx, cancel := Undoing(context.Background())
+		ctx, cancel := undoing.Context(context.Background())
 		defer cancel()
 		l.recover(ctx)
 		if l.ending != nil {
@@ -96,19 +101,27 @@ func (l *lvm) release() {
 
 // recover mends what a session that was given up has left; at once, as somebody may be
 // waiting for a suspended device. The caller has the turn.
-func (l *lvm) recover(ctx context.Context) {
+func (l *Shell) recover(ctx context.Context) {
 	l.end() // it has a last word in what is suspended
 	l.broken = false
-	l.mend(func(args ...string) ([]row, error) { return l.command(ctx, args) })
+	l.mend(func(args ...string) ([]Row, error) { return l.command(ctx, args) })
 }
 
-func (l *lvm) close() {
+// dirty reports whether something was changed that was not flushed. The caller has the turn.
+func (l *Shell) Dirty() bool { return !l.flushed }
+
+// flushNext has the disks flushed after the next command, whatever that changes: something was changed before the first one.
+// The caller has the turn, or is the only one yet.
+func (l *Shell) FlushNext() { l.flushed = false }
+
+// close ends the session, once nobody has the turn.
+func (l *Shell) Close() {
 	<-l.turn
 	defer func() { l.turn <- struct{}{} }()
 	l.end()
 }
 
-func (l *lvm) end() {
+func (l *Shell) end() {
 	if l.session != nil {
 		l.session.Close()
 		l.session = nil
@@ -119,35 +132,38 @@ func (l *lvm) end() {
 	}
 }
 
-// lvmSettings returns what is added to a command: it asks nothing, starts no daemon, and
+// settingsOf returns what is added to a command: it asks nothing, starts no daemon, and
 // writes no copy of the metadata to /etc, which in a container is nobody's. The commands of
 // which there are many say so by options: with --config, lvm2 reads its whole configuration
 // before the command, and once more after it.
-func lvmSettings(command string) string {
+func settingsOf(command string) string {
 	if command == "lvchange" || command == "lvcreate" {
 		return " -y -An --ignoremonitoring"
 	}
 	return " -y --config 'activation{monitoring=0} backup{backup=0 archive=0}'"
 }
 
-// lvmWords is how many words a command may have (MAX_ARGS of lvm2's tools.h is 64), without
-// those of lvmSettings.
-const lvmWords = 64 - 5
+// MaxWords is how many words a command may have (MAX_ARGS of lvm2's tools.h is 64), without
+// those of settingsOf.
+const MaxWords = 64 - 5
 
-// lvmArgument is what an argument may be: the shell has nothing to take apart in it.
-var lvmArgument = regexp.MustCompile(`^[-A-Za-z0-9_+./=!:&#@,%|]+$`)
+// argument is what an argument may be: the shell has nothing to take apart in it.
+var argument = regexp.MustCompile(`^[-A-Za-z0-9_+./=!:&#@,%|]+$`)
 
-func (l *lvm) command(ctx context.Context, args []string) ([]row, error) {
+// Takes reports whether an argument is one that can be passed on.
+func Takes(arg string) bool { return argument.MatchString(arg) }
+
+func (l *Shell) command(ctx context.Context, args []string) ([]Row, error) {
 	line := strings.Join(args, " ")
 	// lvm2's shell says nothing in answer to a line of too many words.
-	if len(args) > lvmWords {
-		return nil, fmt.Errorf("%w: a command of %d words, %d are the most: lvm %.200s", errdefs.ErrInvalid, len(args), lvmWords, line)
+	if len(args) > MaxWords {
+		return nil, fmt.Errorf("%w: a command of %d words, %d are the most: lvm %.200s", errdefs.ErrInvalid, len(args), MaxWords, line)
 	}
 	if err := ctx.Err(); err != nil {
 		return nil, fmt.Errorf("lvm %s: %w", line, err)
 	}
 	for _, arg := range args {
-		if !lvmArgument.MatchString(arg) {
+		if !Takes(arg) {
 			return nil, fmt.Errorf("%w: %q in lvm %s", errdefs.ErrInvalid, arg, line)
 		}
 	}
@@ -162,22 +178,22 @@ func (l *lvm) command(ctx context.Context, args []string) ([]row, error) {
 		var err error
 		// Without udev_sync (see DM_DISABLE_UDEV in libdm): in a container there is no udev
 		// to wait for, and device nodes come from the kernel and from libdm.
-		if l.session, err = command.Start(append(lvmEnvironment(), fmt.Sprint("LVM_REPORT_FD=", command.AnswerFD)), l.program); err != nil {
+		if l.session, err = command.Start(append(environment(), fmt.Sprint("LVM_REPORT_FD=", command.AnswerFD)), l.program); err != nil {
 			return nil, fmt.Errorf("%w: start lvm: %w; install lvm2", errdefs.ErrUnavailable, err)
 		}
 		l.asked = 0
 	}
-	settled := l.flushed
-	l.flushed = settled && !changing(args)
+	clean := l.flushed
+	l.flushed = clean && !changing(args)
 	l.asked++
-	answer, err := l.ask(ctx, line+lvmSettings(args[0]))
+	answer, err := l.ask(ctx, line+settingsOf(args[0]))
 	if err != nil {
 		return nil, err
 	}
 	rows, status, failures := answer.read()
 	switch status {
 	case "success":
-		return rows, l.settle(line)
+		return rows, l.flushChanges(line)
 	case "":
 		return nil, l.lost(ctx, line, errors.New("an answer without the status of the command"))
 	}
@@ -189,11 +205,11 @@ func (l *lvm) command(ctx context.Context, args []string) ([]row, error) {
 		return nil, fmt.Errorf("lvm %s failed, and did not say why: %w", line, err)
 	}
 	_, _, more := log.read()
-	if err = lvmError(line, append(more, failures...)); !lvmRefused(err) {
+	if err = complaint(line, append(more, failures...)); !Refused(err) {
 		l.abandon() // it gave up half-way, and left what it had suspended
 	}
-	if !settled { // that there is nothing to do may be the work of one before it
-		if failed := l.settle(line); failed != nil {
+	if !clean { // that there is nothing to do may be the work of one before it
+		if failed := l.flushChanges(line); failed != nil {
 			return nil, failed
 		}
 	}
@@ -211,19 +227,19 @@ func changing(args []string) bool {
 	return true
 }
 
-// settle flushes what commands changed. Where that fails, a power cut may undo them.
-func (l *lvm) settle(line string) error {
+// flushChanges flushes what commands changed. Where that fails, a power cut may undo them.
+func (l *Shell) flushChanges(line string) error {
 	if l.flushed {
 		return nil
 	}
 	if err := l.flush(); err != nil {
-		return fmt.Errorf("lvm %s: %w", line, errdefs.Recast(errLVMUnflushed, err, "flush the disks"))
+		return fmt.Errorf("lvm %s: %w", line, errdefs.Recast(ErrUnflushed, err, "flush the disks"))
 	}
 	l.flushed = true
 	return nil
 }
 
-func lvmEnvironment() []string {
+func environment() []string {
 	env := []string{"LVM_COMMAND_PROFILE=lvmdbusd", "DM_DISABLE_UDEV=1", "LVM_SUPPRESS_FD_WARNINGS=1",
 		"DBUS_SYSTEM_BUS_ADDRESS=unix:path=/dev/null"} // lvmdbusd is not told of changes
 	if dir := os.Getenv("LVM_SYSTEM_DIR"); dir != "" {
@@ -232,10 +248,10 @@ func lvmEnvironment() []string {
 	return env
 }
 
-func (l *lvm) ask(ctx context.Context, line string) (lvmAnswer, error) {
-	var answer lvmAnswer
+func (l *Shell) ask(ctx context.Context, line string) (reply, error) {
+	var answer reply
 	_, err := l.session.Ask(ctx, line, func(text []byte) bool {
-		answer = lvmAnswer{}
+		answer = reply{}
 		return bytes.HasSuffix(text, []byte("}\n")) && json.Unmarshal(trailingComma.ReplaceAll(text, []byte("$1")), &answer) == nil
 	})
 	if err != nil {
@@ -245,16 +261,16 @@ func (l *lvm) ask(ctx context.Context, line string) (lvmAnswer, error) {
 }
 
 // lost ends the session, in which a command got no answer.
-func (l *lvm) lost(ctx context.Context, line string, err error) error {
+func (l *Shell) lost(ctx context.Context, line string, err error) error {
 	l.abandon()
 	if ctx.Err() == nil {
-		err = fmt.Errorf("%w: %w", errLVMBroken, err)
+		err = fmt.Errorf("%w: %w", ErrBroken, err)
 	}
 	return fmt.Errorf("lvm %s: %w", line, err)
 }
 
 // abandon gives up the session: a command was cut short.
-func (l *lvm) abandon() {
+func (l *Shell) abandon() {
 	l.broken = true
 	l.ending, l.session = l.session.Close, nil
 }
@@ -262,15 +278,15 @@ func (l *lvm) abandon() {
 // trailingComma is left by lvm2 2.03.16 after the last line of some logs.
 var trailingComma = regexp.MustCompile(`,(\s*\])`)
 
-// lvmAnswer is the answer to one command.
-type lvmAnswer struct {
-	Report []map[string][]row `json:"report"`
-	Log    []row              `json:"log"`
+// reply is the answer to one command.
+type reply struct {
+	Report []map[string][]Row `json:"report"`
+	Log    []Row              `json:"log"`
 }
 
 // read returns the rows of the report, how the command ended (success or failure, or nothing
 // if it does not say), and what it complained of.
-func (a lvmAnswer) read() (rows []row, status string, failures []string) {
+func (a reply) read() (rows []Row, status string, failures []string) {
 	for _, report := range a.Report {
 		for _, some := range report {
 			rows = append(rows, some...)
@@ -287,46 +303,46 @@ func (a lvmAnswer) read() (rows []row, status string, failures []string) {
 	return rows, status, failures
 }
 
-// errLVMBroken: a command got no answer; it may have been carried out.
-var errLVMBroken = fmt.Errorf("%w: lvm2 gave no answer", errdefs.ErrUnavailable)
+// ErrBroken: a command got no answer; it may have been carried out.
+var ErrBroken = fmt.Errorf("%w: lvm2 gave no answer", errdefs.ErrUnavailable)
 
-// errLVMUnflushed: a command was carried out, but a power cut may undo it.
-var errLVMUnflushed = fmt.Errorf("%w: what lvm2 wrote is not known to be on the disks", errdefs.ErrUnavailable)
+// ErrUnflushed: a command was carried out, but a power cut may undo it.
+var ErrUnflushed = fmt.Errorf("%w: what lvm2 wrote is not known to be on the disks", errdefs.ErrUnavailable)
 
-// errLVMHalfDone: lvm2 could neither finish nor undo what it did to devices.
-var errLVMHalfDone = errors.New("lvm2 gave up half-way")
+// ErrHalfDone: lvm2 could neither finish nor undo what it did to devices.
+var ErrHalfDone = errors.New("lvm2 gave up half-way")
 
-// errLVMParts: lvm2 does not bring a thin pool up while parts of it are up without it.
-var errLVMParts = fmt.Errorf("%w: parts of the thin pool are up without it", errdefs.ErrUnavailable)
+// ErrParts: lvm2 does not bring a thin pool up while parts of it are up without it.
+var ErrParts = fmt.Errorf("%w: parts of the thin pool are up without it", errdefs.ErrUnavailable)
 
-// errLVMTold: lvm2 does not tell a thin pool to make a snapshot that it has made already.
-var errLVMTold = fmt.Errorf("%w: lvm2 was cut short while it made a snapshot", errdefs.ErrUnavailable)
+// ErrTold: lvm2 does not tell a thin pool to make a snapshot that it has made already.
+var ErrTold = fmt.Errorf("%w: lvm2 was cut short while it made a snapshot", errdefs.ErrUnavailable)
 
-// errLVMHeld: lvm2 could not tell a thin pool to remove a volume, as the kernel lets go of it a
+// ErrHeld: lvm2 could not tell a thin pool to remove a volume, as the kernel lets go of it a
 // moment after its device is gone.
-var errLVMHeld = fmt.Errorf("%w: the thin pool still holds it", errdefs.ErrUnavailable)
+var ErrHeld = fmt.Errorf("%w: the thin pool still holds it", errdefs.ErrUnavailable)
 
-// errNoLV: the logical volume is not there.
-var errNoLV = errors.New("no such logical volume")
+// ErrNoLV: the logical volume is not there.
+var ErrNoLV = errors.New("no such logical volume")
 
-// lvmErrors are what lvm2 says (lib/ of its source), and what it means. The first that
+// complaints are what lvm2 says (lib/ of its source), and what it means. The first that
 // is found counts.
-var lvmErrors = []struct {
+var complaints = []struct {
 	text string
 	err  error
 }{
-	{"already contain thin device", errLVMTold},
-	{"is prohibited while", errLVMParts},
-	{"device or resource busy; failed to process message", errLVMHeld},
-	{"manual intervention required", errLVMHalfDone},
+	{"already contain thin device", ErrTold},
+	{"is prohibited while", ErrParts},
+	{"device or resource busy; failed to process message", ErrHeld},
+	{"manual intervention required", ErrHalfDone},
 	{"insufficient free space", errdefs.ErrNoSpace},
 	{"insufficient suitable", errdefs.ErrNoSpace},
 	{"reached threshold", errdefs.ErrNoSpace},
 	{"not enough free space", errdefs.ErrNoSpace},
 	{"metadata too large", errdefs.ErrNoSpace},
 	{"already exists in volume group", errdefs.ErrExists},
-	{"failed to find logical volume", errNoLV},
-	{"not found in volume group", errNoLV},
+	{"failed to find logical volume", ErrNoLV},
+	{"not found in volume group", ErrNoLV},
 	{"while pvs are missing", errdefs.ErrUnavailable},
 	{"pvs missing", errdefs.ErrUnavailable},
 	{"refusing activation of partial", errdefs.ErrUnavailable},
@@ -340,10 +356,10 @@ var lvmErrors = []struct {
 	{"used by another device", errdefs.ErrInUse},
 }
 
-// lvmRefused reports whether an error is lvm2's own word that it changed nothing. After any
+// Refused reports whether an error is lvm2's own word that it changed nothing. After any
 // other failure that is not known.
-func lvmRefused(err error) bool {
-	for _, refusal := range []error{errdefs.ErrNoSpace, errdefs.ErrExists, errNoLV, errdefs.ErrInUse, errdefs.ErrInvalid} {
+func Refused(err error) bool {
+	for _, refusal := range []error{errdefs.ErrNoSpace, errdefs.ErrExists, ErrNoLV, errdefs.ErrInUse, errdefs.ErrInvalid} {
 		if errors.Is(err, refusal) {
 			return true
 		}
@@ -351,13 +367,13 @@ func lvmRefused(err error) bool {
 	return false
 }
 
-func lvmError(line string, failures []string) error {
+func complaint(line string, failures []string) error {
 	text := strings.Join(failures, "; ")
 	if text == "" {
 		text = "it failed and did not say why"
 	}
 	lower := strings.ToLower(text)
-	for _, known := range lvmErrors {
+	for _, known := range complaints {
 		if strings.Contains(lower, known.text) {
 			return fmt.Errorf("%w: lvm %s: %s", known.err, line, text)
 		}
