@@ -15,7 +15,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # Each line: package, name of its test program, arguments.
 case ${1-} in
-pools) tests='./pkg/blockdev blockdev -test.run LVM -test.timeout 60m' ;;
+pools) tests='./pkg/blockdev/lvmpool lvmpool -test.run LVM -test.timeout 60m' ;;
 driver) tests='./cmd/driver driver -test.run LVM -test.timeout 40m
 ./tests/sanity sanity -test.timeout 40m
 ./tests/sanity/cluster cluster -test.timeout 40m
@@ -35,7 +35,7 @@ mkdir -p "$bin"
 CGO_ENABLED=0 go test -c -o "$bin/" $(cut -d' ' -f1 <<<"$tests")
 CGO_ENABLED=0 go build -trimpath -o "$bin/driver" ./cmd/driver
 if [ "${SAMPLE-}" = 1 ]; then
-	third=$("$bin/blockdev.test" -test.list LVM 2>/dev/null | awk -v day="$(($(date +%s) / 86400))" '/^Test/ && ($1 == "TestLVMPool" || ++n % 3 == day % 3) { printf "%s%s", sep, $1; sep = "|" }') || true
+	third=$("$bin/lvmpool.test" -test.list LVM 2>/dev/null | awk -v day="$(($(date +%s) / 86400))" '/^Test/ && ($1 == "TestLVMPool" || ++n % 3 == day % 3) { printf "%s%s", sep, $1; sep = "|" }') || true
 	tests=$(sed -e "s/-test.run LVM -test.timeout 60m/-test.run ^($third)\$ -test.timeout 60m/" -e '/^\.\/tests\/sanity\/cluster /d' <<<"$tests")
 fi
 

@@ -20,6 +20,8 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/command"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/lvmpool"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 )
 
@@ -280,7 +282,7 @@ func (x *examination) pool(p poolFlag) {
 
 // becomes tells which pool is at a place, or whether a driver without a cluster would make one there.
 func (x *examination) becomes(name string, location blockdev.Location) {
-	switch id, err := blockdev.FilePool(x.ctx, location); {
+	switch id, err := filepool.Identify(x.ctx, location); {
 	case err != nil:
 		x.warning("pool %s: %v", name, err)
 	case id != "":
@@ -324,7 +326,7 @@ func (x *examination) lvm(name string, location blockdev.Location) {
 			x.failure("pool %s: device mapper target %s: this kernel does not have it; modprobe %s, or install its module", name, target, module)
 		}
 	}
-	survey, err := blockdev.SurveyLVM(x.ctx, location)
+	survey, err := lvmpool.SurveyLVM(x.ctx, location)
 	switch {
 	case err != nil:
 		x.failure("pool %s: lvm://%s: %v", name, location.Path, err)
@@ -381,7 +383,7 @@ func (x *examination) space(name string, location blockdev.Location, st unix.Sta
 		}
 	}
 	given := location.ReservePercent != blockdev.ReserveAuto
-	reserve, shared, err := location.Reserve()
+	reserve, shared, err := filepool.Reserve(location)
 	if err != nil {
 		x.failure("pool %s: %v", name, err)
 		return
@@ -389,7 +391,7 @@ func (x *examination) space(name string, location blockdev.Location, st unix.Sta
 	switch {
 	case !shared:
 		x.ok("pool %s: its filesystem is for it alone, as far as can be seen from here", name)
-	case given && reserve < blockdev.SharedReserve:
+	case given && reserve < filepool.SharedReserve:
 		x.warning("pool %s: others write to its filesystem, too, and only %g %% of it are in reserve: a kubelet there evicts pods when 10 or 15 %% are left; give the pool a disk, or leave reservePercent to the driver",
 			name, reserve)
 	default:

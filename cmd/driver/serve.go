@@ -19,6 +19,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
 	"github.com/ashlar-csi/ashlar/pkg/controller"
 	"github.com/ashlar-csi/ashlar/pkg/csimap"
 	"github.com/ashlar-csi/ashlar/pkg/identity"
@@ -249,19 +250,19 @@ func openLocal(ctx context.Context, o options, known func(pool string) blockdev.
 		if known != nil {
 			remembered = known(one.name)
 		}
-		opening.Go(func() { found[i], failures[i] = blockdev.OpenOrAwait(ctx, one.name, one.url, remembered) })
+		opening.Go(func() { found[i], failures[i] = pools.OpenLazy(ctx, one.name, one.url, remembered) })
 	}
 	opening.Wait()
-	pools := slices.DeleteFunc(found, func(p blockdev.Pool) bool { return p == nil })
+	opened := slices.DeleteFunc(found, func(p blockdev.Pool) bool { return p == nil })
 	if err := errors.Join(failures...); err != nil {
-		return nil, nil, pools, err
+		return nil, nil, opened, err
 	}
 	limit := o.maxVolumes
 	if o.mode == "node" {
 		limit = 0 // the cluster has the claims, and counts them
 	}
-	store, err := volume.NewLocal(ctx, o.nodeID, pools, mounts, limit)
-	for _, pool := range pools {
+	store, err := volume.NewLocal(ctx, o.nodeID, opened, mounts, limit)
+	for _, pool := range opened {
 		go func() { // nobody waits for it: the disk may hang
 			if blockdev.There(pool) == nil {
 				return // that was said
@@ -275,7 +276,7 @@ func openLocal(ctx context.Context, o options, known func(pool string) blockdev.
 			}
 		}()
 	}
-	return store, mounts, pools, err
+	return store, mounts, opened, err
 }
 
 func closeAll(pools []blockdev.Pool) error {

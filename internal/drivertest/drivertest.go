@@ -19,6 +19,7 @@ import (
 	"k8s.io/klog/v2/ktesting"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
 	"github.com/ashlar-csi/ashlar/pkg/controller"
 	"github.com/ashlar-csi/ashlar/pkg/identity"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
@@ -162,18 +163,18 @@ func Start(t testing.TB, o Options) *Driver {
 	d.Mounts, err = mount.LoadTable()
 	must(t, err)
 	options := node.Options{MaxVolumes: o.MaxVolumes, Claims: !o.Unclaimed}
-	var pools []blockdev.Pool
+	var all []blockdev.Pool
 	for _, one := range o.Pools {
 		name, url, _ := strings.Cut(one, "=")
-		pool, err := blockdev.OpenOrAwait(ctx, name, url, nil)
+		pool, err := pools.OpenLazy(ctx, name, url, nil)
 		must(t, err)
-		pools = append(pools, pool)
+		all = append(all, pool)
 		options.Ephemeral.Pools = append(options.Ephemeral.Pools, name)
 	}
 	if o.Ephemeral != nil {
 		options.Ephemeral = *o.Ephemeral
 	}
-	d.Store, err = volume.NewLocal(ctx, Node, pools, d.Mounts, o.MaxVolumes)
+	d.Store, err = volume.NewLocal(ctx, Node, all, d.Mounts, o.MaxVolumes)
 	must(t, err)
 	listener, err := rpc.Listen("unix://" + d.Socket)
 	must(t, err)
@@ -194,7 +195,7 @@ func Start(t testing.TB, o Options) *Driver {
 		if err := <-served; err != nil {
 			t.Errorf("serve: %v", err)
 		}
-		for _, pool := range pools {
+		for _, pool := range all {
 			if err := pool.Close(); err != nil {
 				t.Errorf("close pool: %v", err)
 			}

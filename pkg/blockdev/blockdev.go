@@ -6,10 +6,12 @@ package blockdev
 import (
 	"context"
 	"fmt"
+	"os"
 	"regexp"
 	"strings"
 	"time"
 
+	"github.com/ashlar-csi/ashlar/internal/ioctl"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/queue"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -40,8 +42,8 @@ type Ref struct {
 
 func (r Ref) String() string { return string(r.Kind) + "." + r.Key }
 
-// parseRef is the inverse of Ref.String; the Ref is invalid if the text is not one.
-func parseRef(text string) Ref {
+// ParseRef is the inverse of Ref.String; the Ref is invalid if the text is not one.
+func ParseRef(text string) Ref {
 	kind, key, _ := strings.Cut(text, ".")
 	return Ref{Kind(kind), key}
 }
@@ -51,7 +53,8 @@ var keyPattern = regexp.MustCompile(`^[0-9a-f]{32}$`)
 // ValidKey reports whether key fits the grammar of keys.
 func ValidKey(key string) bool { return keyPattern.MatchString(key) }
 
-func (r Ref) validate() error {
+// Validate returns errdefs.ErrInvalid unless it names a volume or snapshot that a pool may have.
+func (r Ref) Validate() error {
 	if (r.Kind != Volume && r.Kind != Snapshot) || !ValidKey(r.Key) {
 		return fmt.Errorf("%w: %q is not a volume or snapshot of a pool", errdefs.ErrInvalid, r.String())
 	}
@@ -140,7 +143,7 @@ type Device struct {
 	Number   uint64 // device number, as in st_rdev (makedev(3))
 	Size     int64  // bytes
 	ReadOnly bool
-	below    string // path of the device whose queue has the I/O scheduler; empty: its own
+	Below    string // path of the device whose queue has the I/O scheduler; empty: its own
 	hold     func() error
 }
 
@@ -149,8 +152,8 @@ func (d *Device) SetQueue(settings map[string]string) (undo func() error, err er
 	var values []queue.Setting
 	for name, value := range settings {
 		device := d.Path
-		if name == "scheduler" && d.below != "" {
-			device = d.below
+		if name == "scheduler" && d.Below != "" {
+			device = d.Below
 		}
 		values = append(values, queue.Setting{Device: device, Name: name, Value: value})
 	}
@@ -168,9 +171,19 @@ func (d *Device) Close() error {
 	return err
 }
 
-// NewDevice is for implementations of Pool in other packages; hold may be nil.
-func NewDevice(path string, number uint64, size int64, readOnly bool, hold func() error) Device {
-	return Device{Path: path, Number: number, Size: size, ReadOnly: readOnly, hold: hold}
+// Held returns the device with a hold on it, which Close gives up. It is for implementations of Pool.
+func (d Device) Held(hold func() error) Device {
+	d.hold = hold
+	return d
+}
+
+// DeviceSize returns the size of an open block device, in bytes. It is for implementations of Pool.
+func DeviceSize(f *os.File) (int64, error) {
+	size, err := ioctl.DeviceSize(f)
+	if err != nil {
+		return 0, fmt.Errorf("size of %s: %w", f.Name(), errdefs.FromErrno(err))
+	}
+	return size, nil
 }
 
 // Capacity of a pool, in bytes.
@@ -262,6 +275,29 @@ type Pool interface {
 // is named, and wherever its storage is. ID is never another one; it is empty if a pool of an
 // older driver could not be given one yet.
 type Identified interface{ ID() string }
+
+// Leaver is a Pool that can find that it has to be let go of and opened anew: what it holds keeps its disk from being
+// unmounted and repaired, or is not what is at its place any more.
+type Leaver interface{ Gone() bool }
+
+// There returns the pool itself of one that stands before another (Unwrap); nil if that is not there.
+func There(p Pool) Pool {
+	for p != nil {
+		before, ok := p.(interface{ Unwrap() Pool })
+		if !ok {
+			return p
+		}
+		p = before.Unwrap()
+	}
+	return nil
+}
+
+// As returns a pool as one that can do more (Identified, Prover, Suspender, Differ); false if it
+// cannot, or is not there.
+func As[T any](p Pool) (more T, ok bool) {
+	more, ok = There(p).(T)
+	return more, ok
+}
 
 // Extent is a range of bytes of a volume or snapshot.
 type Extent struct{ Offset, Length int64 }

@@ -153,26 +153,14 @@ func names(options []option) string {
 // the pool is looked for, and must not wait long.
 type Known func(ctx context.Context) (id string, err error)
 
-// Open opens the pool at a URL, and finishes or undoes what a crash left half-done in it. Where
-// there is no pool, one is made if Location.Create lets it; else it is errdefs.ErrUnavailable. Groups and
-// thin pools are the operator's to make.
-func Open(ctx context.Context, name, location string) (Pool, error) {
-	return openKnown(ctx, name, location, nil)
-}
-
-// openKnown is Open for a caller who may remember the pool: where there is none, one is made only
-// if nothing is known of it, whatever the place looks like; and another than the one that is known is
-// errdefs.ErrUnavailable. Without known nothing is remembered.
-func openKnown(ctx context.Context, name, location string, known Known) (Pool, error) {
-	if !ValidPoolName(name) {
-		return nil, fmt.Errorf("%w: pool name %q: use 1 to 24 of a-z, 0-9 and -, with no - at either end", errdefs.ErrInvalid, name)
+// Expect makes sure that a pool is the one that is remembered. Who cannot say now does not
+// keep a pool that is there from being used.
+func Expect(ctx context.Context, known Known, id string) error {
+	if known == nil {
+		return nil
 	}
-	loc, err := ParseLocation(location)
-	if err != nil {
-		return nil, err
+	if want, err := known(ctx); err == nil && want != "" && want != id {
+		return fmt.Errorf("%w: another pool is here, with the identity %q; the one that is missing has %s: is its disk mounted?", errdefs.ErrUnavailable, id, want)
 	}
-	if loc.Scheme == "lvm" {
-		return openLVMPool(ctx, name, loc, known)
-	}
-	return openFilePool(ctx, name, loc, known)
+	return nil
 }

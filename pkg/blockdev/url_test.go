@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -127,7 +128,7 @@ func TestValidPoolName(t *testing.T) {
 			t.Errorf("%q: %v, want %v", name, have, want)
 		}
 		if !want {
-			if _, err := blockdev.Open(t.Context(), name, "file://"+t.TempDir()); !errors.Is(err, errdefs.ErrInvalid) {
+			if _, err := pools.Open(t.Context(), name, "file://"+t.TempDir()); !errors.Is(err, errdefs.ErrInvalid) {
 				t.Errorf("Open of a pool named %q: %v", name, err)
 			}
 		}

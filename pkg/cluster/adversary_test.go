@@ -25,6 +25,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/apitest"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/lazy"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -904,7 +905,7 @@ func TestPoolReplacedBehind(t *testing.T) {
 	wrap(t, func(c *rest.Config) { c.Wrap(lag.wrap) })
 	var there atomic.Bool
 	other := memory.NewDisk(storetest.Size)
-	awaited := blockdev.NewAwaited("default", errors.New("not mounted"), func(context.Context) (blockdev.Pool, error) {
+	awaited := lazy.New("default", errors.New("not mounted"), func(context.Context) (blockdev.Pool, error) {
 		if !there.Load() {
 			return nil, fmt.Errorf("%w: not mounted", errdefs.ErrUnavailable)
 		}

@@ -8,6 +8,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -42,7 +43,7 @@ func (m mounted) of(id volume.ID, held []uint64) bool {
 	if slices.Contains(held, m.device) || m.dead && m.device == 0 {
 		return true
 	}
-	ref, known := blockdev.Owner(m.device)
+	ref, known := pools.Owner(m.device)
 	return known && ref.Kind == id.Kind && ref.Key == id.Key
 }
 
@@ -67,7 +68,7 @@ func (s *Server) held(ctx context.Context, id volume.ID) (held []uint64, asked b
 	}
 	klog.FromContext(ctx).Info("A pool cannot be asked for a volume's devices; going by what is mounted", "volume", id.String(), "err", err.Error())
 	for _, number := range s.mounts.Devices() {
-		if ref, known := blockdev.Owner(number); known && ref.Kind == id.Kind && ref.Key == id.Key {
+		if ref, known := pools.Owner(number); known && ref.Kind == id.Kind && ref.Key == id.Key {
 			held = append(held, number)
 		}
 	}

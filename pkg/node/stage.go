@@ -10,6 +10,7 @@ import (
 	"github.com/container-storage-interface/spec/lib/go/csi"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
@@ -375,7 +376,7 @@ func (s *Server) unstage(ctx context.Context, id volume.ID, path string) error {
 		return s.volumes.Detach(ctx, id)
 	}
 	if at.mounted && place != path {
-		return blockdev.LetGo(ctx, at.device)
+		return pools.LetGo(ctx, at.device)
 	}
 	return nil // the device goes with its mount; what else is left goes when its pool is there again
 }

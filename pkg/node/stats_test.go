@@ -53,7 +53,7 @@ func TestStatsBesideMounts(t *testing.T) {
 	id := volume.ID{Kind: blockdev.Volume, Pool: "p", Key: volume.KeyOf("v")}
 	mounts, err := mount.LoadTable()
 	must(err)
-	s := node.New(t.Context(), one{volume: volume.Volume{ID: id}, device: blockdev.NewDevice("", info.Device, 1<<20, false, nil)}, mounts, node.Options{})
+	s := node.New(t.Context(), one{volume: volume.Volume{ID: id}, device: blockdev.Device{Number: info.Device, Size: 1 << 20}}, mounts, node.Options{})
 
 	ctx, stop := context.WithTimeout(t.Context(), 3*time.Second)
 	defer stop()

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/lazy"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
@@ -34,7 +35,7 @@ func TestPoolComesLater(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx := t.Context()
 		there := false
-		late := blockdev.NewAwaited("second", errors.New("no disk"), func(context.Context) (blockdev.Pool, error) {
+		late := lazy.New("second", errors.New("no disk"), func(context.Context) (blockdev.Pool, error) {
 			if !there {
 				return nil, errors.New("no disk")
 			}

@@ -17,6 +17,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/internal/undoing"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/lazy"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/queue"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
@@ -49,7 +50,7 @@ var _ Store = (*Local)(nil)
 // NewLocal returns the store over some pools of the node, and finishes or undoes
 // what a crash left half-done above them: filesystems still frozen, groups of which
 // a part was cut, devices that nothing uses. Above a pool that is not there yet that is
-// done when it comes (blockdev.Awaited). limit is how many volumes the node may have
+// done when it comes (lazy.Pool). limit is how many volumes the node may have
 // claimed, 0 for any number.
 func NewLocal(ctx context.Context, node string, pools []blockdev.Pool, mounts *mount.Table, limit int64) (*Local, error) {
 	if len(pools) == 0 {
@@ -57,7 +58,7 @@ func NewLocal(ctx context.Context, node string, pools []blockdev.Pool, mounts *m
 	}
 	l := &Local{node: node, pools: pools, mounts: mounts, limit: limit, longestFreeze: time.Minute, arrived: map[string]blockdev.Pool{}, claims: map[string]int64{}, incomplete: map[string]bool{}, tooLong: map[ID]time.Time{}, freezing: map[ID]bool{}}
 	for _, pool := range pools {
-		if awaited, ok := pool.(*blockdev.Awaited); ok {
+		if awaited, ok := pool.(*lazy.Pool); ok {
 			awaited.Then(ctx, l.recover)
 		} else if err := l.recover(ctx, pool); err != nil {
 			return l, err

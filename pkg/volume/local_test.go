@@ -482,7 +482,7 @@ func (p watched) Delete(ctx context.Context, ref blockdev.Ref) error {
 }
 
 func (p watched) Attached(context.Context, blockdev.Ref) ([]blockdev.Device, error) {
-	return []blockdev.Device{blockdev.NewDevice("/dev/no-such-device", p.mounted, mib, false, nil)}, nil
+	return []blockdev.Device{{Path: "/dev/no-such-device", Number: p.mounted, Size: mib}}, nil
 }
 
 // TestUndoingEnds: a call that undoes what it did after its caller's time is over has an end of its
@@ -878,7 +878,7 @@ type oneTooMany struct{ *memory.Pool }
 
 func (p oneTooMany) Attached(ctx context.Context, ref blockdev.Ref) ([]blockdev.Device, error) {
 	devices, err := p.Pool.Attached(ctx, ref)
-	return append(devices, blockdev.NewDevice("/dev/no-such-device", 0, mib, false, nil)), err
+	return append(devices, blockdev.Device{Path: "/dev/no-such-device", Size: mib}), err
 }
 
 // TestModify: attached devices change at once; and if the kernel refuses one of them,

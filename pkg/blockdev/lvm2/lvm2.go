@@ -51,7 +51,7 @@ func New(program string, mend func(run Run), flush func() error) *Shell {
 // Row is one line of a report, by column.
 type Row map[string]string
 
-// run runs one command and returns the rows of its report, if it makes one.
+// Run runs one command and returns the rows of its report, if it makes one.
 func (l *Shell) Run(ctx context.Context, args ...string) (rows []Row, err error) {
 	err = l.Hold(ctx, func(run Run) error {
 		rows, err = run(args...)
@@ -63,7 +63,7 @@ func (l *Shell) Run(ctx context.Context, args ...string) (rows []Row, err error)
 // Run runs one command and returns the rows of its report.
 type Run func(args ...string) ([]Row, error)
 
-// hold gives do the turn for as many commands as it runs.
+// Hold gives do the turn for as many commands as it runs.
 func (l *Shell) Hold(ctx context.Context, do func(run Run) error) error {
 	select {
 	case <-l.turn:
@@ -107,14 +107,14 @@ func (l *Shell) recover(ctx context.Context) {
 	l.mend(func(args ...string) ([]Row, error) { return l.command(ctx, args) })
 }
 
-// dirty reports whether something was changed that was not flushed. The caller has the turn.
+// Dirty reports whether something was changed that was not flushed. The caller has the turn.
 func (l *Shell) Dirty() bool { return !l.flushed }
 
-// flushNext has the disks flushed after the next command, whatever that changes: something was changed before the first one.
+// FlushNext has the disks flushed after the next command, whatever that changes: something was changed before the first one.
 // The caller has the turn, or is the only one yet.
 func (l *Shell) FlushNext() { l.flushed = false }
 
-// close ends the session, once nobody has the turn.
+// Close ends the session, once nobody has the turn.
 func (l *Shell) Close() {
 	<-l.turn
 	defer func() { l.turn <- struct{}{} }()

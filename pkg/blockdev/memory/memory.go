@@ -381,7 +381,7 @@ func (d device) keep() bool     { return d.flags&unix.LO_FLAGS_AUTOCLEAR == 0 }
 
 func (d device) public(hold func() error) (blockdev.Device, error) {
 	size, err := d.file.Seek(0, io.SeekEnd)
-	return blockdev.NewDevice(d.path(), unix.Mkdev(7, uint32(d.number)), size, d.readOnly(), hold), err
+	return blockdev.Device{Path: d.path(), Number: unix.Mkdev(7, uint32(d.number)), Size: size, ReadOnly: d.readOnly()}.Held(hold), err
 }
 
 // devices returns the devices over an object, from the kernel: open ones, unless closed

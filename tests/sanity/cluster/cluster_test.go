@@ -20,6 +20,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/controller"
 	"github.com/ashlar-csi/ashlar/pkg/identity"
@@ -75,7 +76,7 @@ func start(t *testing.T, server *apitest.Server, pool string) suite.Driver {
 
 	mounts, err := mount.LoadTable()
 	must(t, err)
-	disk, err := blockdev.Open(ctx, pool, suite.PoolURL(t, pool, dir))
+	disk, err := pools.Open(ctx, pool, suite.PoolURL(t, pool, dir))
 	must(t, err)
 	local, err := volume.NewLocal(ctx, name, []blockdev.Pool{disk}, mounts, 0)
 	must(t, err)

@@ -1,0 +1,547 @@
+package filepool
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path"
+	"slices"
+	"strings"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/internal/ioctl"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/held"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/loop"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// knownLoop is a loop device that was seen over an object: over its image, or, as its keeper,
+// over the device that is.
+type knownLoop struct {
+	number        int
+	device, inode uint64 // of its backing file
+	seen          uint64 // counts what was noted: what is seen again is another one
+}
+
+// attachedLoop is a loop device that is open and known to be over the image of an object.
+type attachedLoop struct {
+	loop.Backing
+	file *os.File
+	guard
+}
+
+// know notes a loop device of an object.
+func (p *pool) know(ref blockdev.Ref, b loop.Backing) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.seen++
+	var known []knownLoop
+	for _, l := range p.loops[ref] {
+		if l.number != b.Number {
+			known = append(known, l)
+		}
+	}
+	p.loops[ref] = append(known, knownLoop{b.Number, b.Device, b.Inode, p.seen})
+}
+
+// forgetLoops takes back what was noted of loop devices of an object, but for those seen again since.
+func (p *pool) forgetLoops(ref blockdev.Ref, gone []knownLoop) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	var known []knownLoop
+	for _, l := range p.loops[ref] {
+		if !slices.Contains(gone, l) {
+			known = append(known, l)
+		}
+	}
+	if p.loops[ref] = known; len(known) == 0 {
+		delete(p.loops, ref)
+	}
+}
+
+// label of the loop devices over an object. The folder in it is that of the pool, so that the
+// pools of several drivers on one kernel do not take each other's devices for theirs.
+func (p *pool) label(ref blockdev.Ref) string { return ref.String() + "." + p.folderID[ref.Kind] }
+
+// parseLabel is the inverse of label; false for those of other pools.
+func (p *pool) parseLabel(label string) (blockdev.Ref, bool) {
+	name, folder, _ := cutLast(label)
+	ref := blockdev.ParseRef(name)
+	return ref, ref.Validate() == nil && folder == p.folderID[ref.Kind]
+}
+
+// cutLast cuts the last two parts off a label.
+func cutLast(label string) (name, folder string, found bool) {
+	parts := strings.Split(label, ".")
+	if len(parts) != 4 {
+		return "", "", false
+	}
+	return parts[0] + "." + parts[1], parts[2] + "." + parts[3], true
+}
+
+// folderID names a folder among all of one kernel: device and inode number, in hexadecimal.
+func folderID(folder *os.File) (string, error) {
+	var st unix.Stat_t
+	if err := unix.Fstat(int(folder.Fd()), &st); err != nil {
+		return "", errdefs.FromErrno(err)
+	}
+	return fmt.Sprintf("%x.%x", unix.Major(st.Dev)<<20|unix.Minor(st.Dev), st.Ino), nil
+}
+
+// findLoops looks once, at the start, at all loop devices of the machine and notes those of
+// this pool. After that, no call looks at more than its own. The path of the backing file says
+// which devices to look at, and what they are compared with; it is no proof.
+func (p *pool) findLoops() error {
+	numbers, err := loop.Configured()
+	if err != nil {
+		return fmt.Errorf("list loop devices: %w", err)
+	}
+	rest := map[int]loop.Backing{} // over no image that is there
+	kept := map[int]blockdev.Ref{} // by the number of the device that their keeper is over
+	for _, n := range numbers {
+		// Not those that are surely others': to open a device is to hold it for a moment.
+		name, unlinked, err := loop.BackingName(n)
+		if base := path.Base(name); err != nil || (!strings.HasSuffix(base, ".img") && !strings.HasPrefix(base, "loop")) {
+			continue
+		}
+		over := ImageAt(name)
+		f, err := loop.Open(n, os.O_RDONLY)
+		if loop.Going(err) && over.Validate() == nil { // who told it to go may keep it (waitGoing)
+			if info, err := p.root.Stat(imagePath(over)); err == nil {
+				st := info.Sys().(*syscall.Stat_t)
+				p.know(over, loop.Backing{Number: n, Device: st.Dev, Inode: st.Ino})
+			}
+		}
+		if err != nil {
+			continue // gone meanwhile, or not for us
+		}
+		status, err := loop.Status(f, n)
+		f.Close()
+		if err != nil {
+			continue
+		}
+		ref, labelled := p.parseLabel(status.Label)
+		if status.Node != 0 { // a pod has no device like this one, so the label is as we wrote it
+			if labelled && unix.Major(status.Node) == loop.Major {
+				kept[int(unix.Minor(status.Node))] = ref
+				p.know(ref, status)
+			}
+			continue
+		}
+		info, err := p.root.Stat(imagePath(over))
+		switch {
+		case over.Validate() == nil && err == nil && isImage(info, status):
+			p.know(over, status)
+		case labelled && unlinked && status.Device == p.device:
+			p.know(ref, status)
+		default:
+			rest[n] = status
+		}
+	}
+	for n, ref := range kept {
+		if status, found := rest[n]; found {
+			p.know(ref, status)
+		}
+	}
+	return nil
+}
+
+// ImageAt returns the object whose image has a path; an invalid one if it is no path of an image.
+func ImageAt(name string) blockdev.Ref {
+	for kind, folder := range folderNames {
+		if path.Base(path.Dir(name)) == folder {
+			return blockdev.Ref{Kind: kind, Key: strings.TrimSuffix(path.Base(name), ".img")}
+		}
+	}
+	return blockdev.Ref{}
+}
+
+// isImage tells whether a loop device is over a file.
+func isImage(info fs.FileInfo, b loop.Backing) bool {
+	st := info.Sys().(*syscall.Stat_t)
+	return b.Node == 0 && b.Device == st.Dev && b.Inode == st.Ino
+}
+
+// openLoops opens the loop devices over the image of an object, as far as they still are over
+// it: numbers are reused. The caller closes them.
+func (p *pool) openLoops(ref blockdev.Ref) (loops []attachedLoop, err error) {
+	p.mu.Lock()
+	candidates := slices.Clone(p.loops[ref])
+	p.mu.Unlock()
+	if len(candidates) == 0 {
+		return nil, nil
+	}
+	defer func() {
+		if err != nil {
+			closeLoops(loops)
+		}
+	}()
+	image, err := p.root.Stat(imagePath(ref))
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return nil, errdefs.FromErrno(err)
+	}
+	missing := err != nil
+	var gone []knownLoop
+	keepers := map[uint64]guard{} // by the device number of what they are over
+	for _, c := range candidates {
+		f, err := loop.Open(c.number, os.O_RDONLY)
+		if errors.Is(err, fs.ErrNotExist) || loop.Going(err) {
+			if !isOver(c.number, ref, candidates) {
+				gone = append(gone, c)
+			}
+			continue
+		}
+		if err != nil {
+			return loops, fmt.Errorf("open %s: %w", loop.Path(c.number), errdefs.FromErrno(err))
+		}
+		status, err := loop.Status(f, c.number)
+		ours := err == nil && status.Device == c.device && status.Inode == c.inode
+		if ours && status.Node != 0 {
+			keeper := guard{keeper: c.number}
+			keeper.sector, err = sectorSize(f)
+			if ours = err == nil && status.Label == p.label(ref); ours {
+				keepers[status.Node] = keeper
+			}
+			f.Close()
+		} else if ours = ours && ((!missing && isImage(image, status)) || loop.Unlinked(c.number)); ours {
+			loops = append(loops, attachedLoop{Backing: status, file: f, guard: guard{keeper: none}})
+		} else {
+			f.Close()
+			loop.ForgetStopped(c.number) // it went with its last user
+		}
+		if !ours {
+			gone = append(gone, c)
+		}
+	}
+	for i := range loops {
+		if keeper, found := keepers[loops[i].node()]; found {
+			loops[i].guard = keeper
+		}
+	}
+	p.forgetLoops(ref, gone)
+	return loops, p.findCover(ref, loops)
+}
+
+// isOver tells whether a loop device that cannot be opened is over the image of an object, or over one of its loop
+// devices, by the name of what it is over.
+func isOver(n int, ref blockdev.Ref, loops []knownLoop) bool {
+	name, _, err := loop.BackingName(n)
+	return err == nil && (ImageAt(name) == ref ||
+		slices.ContainsFunc(loops, func(l knownLoop) bool { return path.Base(name) == path.Base(loop.Path(l.number)) }))
+}
+
+func closeLoops(loops []attachedLoop) {
+	for _, l := range loops {
+		l.file.Close()
+	}
+}
+
+// node is the number of the loop device itself.
+func (l attachedLoop) node() uint64 { return unix.Mkdev(loop.Major, uint32(l.Number)) }
+
+// kept tells whether a device stays when nobody has it open.
+func (l attachedLoop) kept() bool { return l.Stays() || l.guarded() }
+
+// device describes what is handed out of an open loop device.
+func (l attachedLoop) device(hold func() error) (blockdev.Device, error) {
+	size, err := blockdev.DeviceSize(l.file)
+	if err != nil {
+		return blockdev.Device{}, err
+	}
+	device := blockdev.Device{Path: loop.Path(l.Number), Number: l.node(), Size: size, ReadOnly: l.ReadOnly()}
+	if l.cover != nil {
+		device.Path, device.Number, device.Below = l.cover.Path(), l.cover.Number, device.Path
+	}
+	return device.Held(hold), nil
+}
+
+func (p *pool) Attach(ctx context.Context, ref blockdev.Ref, how blockdev.Attachment) (blockdev.Device, error) {
+	o, s, err := p.lookup(ref)
+	if err == nil && !how.ReadOnly {
+		err = p.secure(o)
+	}
+	if err != nil {
+		return blockdev.Device{}, err
+	}
+	device, err := p.attach(ctx, o, s, how)
+	if err != nil {
+		return blockdev.Device{}, fmt.Errorf("attach %s of pool %s: %w", ref, p.name, err)
+	}
+	if _, err := device.SetQueue(how.Attributes); err != nil {
+		return blockdev.Device{}, errors.Join(err, device.Close())
+	}
+	return device, nil
+}
+
+func (p *pool) attach(ctx context.Context, o *object, s *stored, how blockdev.Attachment) (_ blockdev.Device, err error) {
+	ref := s.decoded.Ref
+	l, err := p.attachedAs(ctx, ref, how)
+	if err != nil {
+		return blockdev.Device{}, err
+	}
+	if l.file == nil {
+		if l, err = p.attachImage(ctx, o, s, how); err != nil {
+			return blockdev.Device{}, err
+		}
+	}
+	defer func() {
+		if err != nil {
+			l.file.Close()
+		}
+	}()
+	if how.Keep && !how.ReadOnly {
+		if err := p.protect(ctx, ref, &l); err != nil {
+			return blockdev.Device{}, err
+		}
+	}
+	return l.device(l.file.Close)
+}
+
+// attachedAs returns the device that is attached in the way that is wanted; without a file if
+// there is none. errdefs.ErrInUse if there is a writable one in another way: two writable devices over
+// one image would not see each other's writes.
+func (p *pool) attachedAs(ctx context.Context, ref blockdev.Ref, how blockdev.Attachment) (attachedLoop, error) {
+	for try := 0; ; try++ {
+		loops, err := p.openLoops(ref)
+		if err != nil {
+			return attachedLoop{}, err
+		}
+		for i, l := range loops {
+			if l.ReadOnly() == how.ReadOnly && l.kept() == how.Keep && !l.leaving() {
+				closeLoops(slices.Delete(loops, i, i+1))
+				return l, nil
+			}
+		}
+		closeLoops(loops)
+		i := slices.IndexFunc(loops, func(l attachedLoop) bool { return !l.ReadOnly() && !how.ReadOnly })
+		if i < 0 {
+			return attachedLoop{}, nil
+		}
+		if (loops[i].kept() && !loops[i].leaving()) || try == held.Tries || ctx.Err() != nil {
+			return attachedLoop{}, fmt.Errorf("%w: it is attached as %s for another use (or still held after that)", errdefs.ErrInUse, loop.Path(loops[i].Number))
+		}
+		time.Sleep(held.Pause)
+	}
+}
+
+// takesDiscards: on btrfs, holes would cost more space than they give back (in place).
+func (p *pool) takesDiscards() bool { return p.kind != unix.BTRFS_SUPER_MAGIC }
+
+// attachImage puts a loop device over the image of an object.
+func (p *pool) attachImage(ctx context.Context, o *object, s *stored, how blockdev.Attachment) (attachedLoop, error) {
+	ref := s.decoded.Ref
+	flags := os.O_RDWR
+	if how.ReadOnly {
+		flags = os.O_RDONLY
+	}
+	image, err := p.openImage(ref, s, flags)
+	if err != nil {
+		return attachedLoop{}, err
+	}
+	defer image.Close()
+	if !s.Thin && !how.ReadOnly {
+		if err := p.refill(ctx, o, image, s.Size); err != nil {
+			return attachedLoop{}, err
+		}
+	}
+	// What is kept for writing is kept by its guard.
+	file, n, err := loop.Attach(ctx, image, loop.Config{Label: p.label(ref), ReadOnly: how.ReadOnly, Autoclear: !how.Keep || !how.ReadOnly,
+		Discards: how.ReadOnly || p.takesDiscards(), Sector: sectorOf(s)})
+	if err != nil {
+		return attachedLoop{}, err
+	}
+	status, err := loop.Status(file, n)
+	if err != nil {
+		file.Close()
+		return attachedLoop{}, fmt.Errorf("status of %s: %w", loop.Path(n), errdefs.FromErrno(err))
+	}
+	p.know(ref, status)
+	return attachedLoop{Backing: status, file: file, guard: guard{keeper: none}}, nil
+}
+
+// refill gives a thick image back what discards (fstrim, blkdiscard) took from it
+// while it was attached before: its space is promised.
+func (p *pool) refill(ctx context.Context, o *object, image *os.File, size int64) error {
+	info, err := image.Stat()
+	if err != nil {
+		return errdefs.FromErrno(err)
+	}
+	if info.Sys().(*syscall.Stat_t).Blocks*512 >= size {
+		return nil
+	}
+	return p.allocate(ctx, o, image, size, false)
+}
+
+func (p *pool) Attached(_ context.Context, ref blockdev.Ref) ([]blockdev.Device, error) {
+	if err := ref.Validate(); err != nil {
+		return nil, err
+	}
+	loops, err := p.openLoops(ref)
+	if err != nil {
+		return nil, err
+	}
+	defer closeLoops(loops)
+	var devices []blockdev.Device
+	for _, l := range loops {
+		device, err := l.device(nil)
+		if err != nil {
+			return nil, err
+		}
+		devices = append(devices, device)
+	}
+	return devices, nil
+}
+
+func (p *pool) Detach(ctx context.Context, ref blockdev.Ref) error {
+	if err := ref.Validate(); err != nil {
+		return err
+	}
+	loops, err := p.openLoops(ref)
+	if err != nil {
+		return err
+	}
+	var failures []error
+	for _, l := range loops {
+		if err := p.detach(ctx, ref, l); err != nil {
+			failures = append(failures, fmt.Errorf("detach %s of pool %s: %w", ref, p.name, err))
+		}
+	}
+	if len(failures) > 0 {
+		return errors.Join(failures...)
+	}
+	if err := p.waitGoing(ctx, ref); err != nil {
+		return fmt.Errorf("detach %s of pool %s: %w", ref, p.name, err)
+	}
+	return nil
+}
+
+// waitGoing waits for devices of an object that could not be opened, as somebody told them to go. Whoever did and
+// still has one open keeps its image, for as long as he likes.
+func (p *pool) waitGoing(ctx context.Context, ref blockdev.Ref) error {
+	p.mu.Lock()
+	known := p.loops[ref]
+	p.mu.Unlock()
+	for _, l := range known {
+		if err := loop.WaitGone(ctx, loop.Backing{Number: l.number, Device: l.device, Inode: l.inode}); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// detach takes a loop device away, with its guard. It closes it.
+func (p *pool) detach(ctx context.Context, ref blockdev.Ref, l attachedLoop) error {
+	if err := p.unguard(ctx, ref, l); err != nil {
+		l.file.Close()
+		return err
+	}
+	return loop.Detach(ctx, l.file, l.Backing)
+}
+
+// resizeLoops lets attached devices see the size of their image.
+func (p *pool) resizeLoops(_ context.Context, ref blockdev.Ref) error {
+	loops, err := p.openLoops(ref)
+	if err != nil {
+		return err
+	}
+	defer closeLoops(loops)
+	for _, l := range loops {
+		if err := p.putRight(ref, l); err != nil {
+			return err
+		}
+		if _, err := ioctl.Value(l.file, unix.LOOP_SET_CAPACITY, 0); err != nil {
+			return fmt.Errorf("resize %s: %w", loop.Path(l.Number), errdefs.FromErrno(err))
+		}
+		if err := p.resizeCover(ref, l); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Used is what the image of an object takes of the filesystem.
+func (p *pool) Used(_ context.Context, ref blockdev.Ref) (int64, error) {
+	_, s, err := p.lookup(ref)
+	if err != nil {
+		return 0, err
+	}
+	info, err := p.root.Stat(imagePath(ref))
+	if err != nil {
+		return 0, fmt.Errorf("measure %s of pool %s: %w", ref, p.name, errdefs.FromErrno(err))
+	}
+	return min(info.Sys().(*syscall.Stat_t).Blocks*512, s.Size), nil
+}
+
+// Untouched: a new image is a hole, or preallocated space that was never written, from
+// end to end (lseek(2), SEEK_DATA). What was written is read.
+func (p *pool) Untouched(ctx context.Context, ref blockdev.Ref) (bool, error) {
+	_, s, err := p.lookup(ref)
+	if err != nil {
+		return false, err
+	}
+	image, err := p.openImage(ref, s, os.O_RDONLY)
+	if err != nil {
+		return false, err
+	}
+	defer image.Close()
+	for offset := int64(0); offset < s.Size; {
+		start, stop, err := dataFrom(image, offset, s.Size)
+		if err != nil {
+			return false, err
+		}
+		if zero, err := readsZero(ctx, image, start, stop); !zero || err != nil {
+			return false, err
+		}
+		offset = stop
+	}
+	return true, nil
+}
+
+// readsZero tells whether a part of a file has nothing but zeros in it.
+func readsZero(ctx context.Context, f *os.File, start, stop int64) (bool, error) {
+	buffer := make([]byte, min(1<<20, stop-start))
+	for start < stop {
+		if err := ctx.Err(); err != nil {
+			return false, err
+		}
+		part := buffer[:min(int64(len(buffer)), stop-start)]
+		if _, err := f.ReadAt(part, start); err != nil {
+			return false, errdefs.FromErrno(err)
+		}
+		if len(bytes.Trim(part, "\x00")) > 0 {
+			return false, nil
+		}
+		start += int64(len(part))
+	}
+	return true, nil
+}
+
+func (p *pool) Orphans(context.Context) (map[blockdev.Ref][]blockdev.Device, error) {
+	p.mu.Lock()
+	var refs []blockdev.Ref
+	for ref := range p.loops {
+		refs = append(refs, ref)
+	}
+	p.mu.Unlock()
+	found := map[blockdev.Ref][]blockdev.Device{}
+	for _, ref := range refs {
+		loops, err := p.openLoops(ref)
+		if err != nil {
+			return nil, err
+		}
+		for _, l := range loops {
+			if device, err := l.device(nil); err == nil && l.kept() {
+				found[ref] = append(found[ref], device)
+			}
+		}
+		closeLoops(loops)
+	}
+	return found, nil
+}

@@ -1,0 +1,191 @@
+package filepool
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// copyChunk bounds how much is copied between two looks at the context, in bytes.
+const copyChunk = 16 << 20
+
+// canReflink finds out whether the filesystem of an empty file can share blocks between
+// files (FICLONE, ioctl_ficlone(2)), by having it share nothing: that needs no space.
+func canReflink(empty *os.File) bool {
+	return unix.IoctlFileClone(int(empty.Fd()), int(empty.Fd())) == nil
+}
+
+// forgetCached drops what reads have left of a file in the page cache: of preallocated space
+// that was never written, cached pages count as data.
+func forgetCached(f *os.File) { _ = unix.Fadvise(int(f.Fd()), 0, 0, unix.FADV_DONTNEED) }
+
+// dataFrom returns the next stretch of data of a file at or after offset, below end.
+// Holes and preallocated space that was never written are no data (lseek(2)).
+func dataFrom(f *os.File, offset, end int64) (start, stop int64, err error) {
+	start, err = unix.Seek(int(f.Fd()), offset, unix.SEEK_DATA)
+	if errors.Is(err, unix.ENXIO) || (err == nil && start >= end) {
+		return end, end, nil
+	}
+	if err != nil {
+		return 0, 0, fmt.Errorf("find data in %s: %w", f.Name(), errdefs.FromErrno(err))
+	}
+	stop, err = unix.Seek(int(f.Fd()), start, unix.SEEK_HOLE)
+	if err != nil {
+		return 0, 0, fmt.Errorf("find a hole in %s: %w", f.Name(), errdefs.FromErrno(err))
+	}
+	return start, min(stop, end), nil
+}
+
+// errShort is what it means that a source ends before it should.
+func errShort(src *os.File, at int64) error {
+	return fmt.Errorf("%w: %s ends at byte %d, and should be longer; somebody cut it short: restore it from a backup, or delete the volume", errdefs.ErrDataLoss, src.Name(), at)
+}
+
+// stillWhole makes sure that src has its first n bytes still: what is cut off looks like a hole
+// to who looks for data.
+func stillWhole(src *os.File, n int64) error {
+	info, err := src.Stat()
+	if err == nil && info.Size() < n {
+		err = errShort(src, info.Size())
+	}
+	return errdefs.FromErrno(err)
+}
+
+// copyData copies the data of src in [offset, end) to the same place in dst, where
+// everything that is a hole in src reads as zero already. It returns up to where dst
+// is complete, also with an error.
+func copyData(ctx context.Context, dst, src *os.File, offset, end int64) (int64, error) {
+	for offset < end {
+		start, stop, err := dataFrom(src, offset, end)
+		if err != nil {
+			return offset, err
+		}
+		offset = start
+		for offset < stop {
+			if err := ctx.Err(); err != nil {
+				return offset, err
+			}
+			n, err := copyRange(dst, src, offset, min(stop-offset, copyChunk))
+			offset += n
+			if err != nil {
+				return offset, fmt.Errorf("copy %s at byte %d: %w", src.Name(), offset, errdefs.FromErrno(err))
+			}
+		}
+	}
+	return offset, nil
+}
+
+// copyRange copies up to length bytes, in the kernel where it can.
+func copyRange(dst, src *os.File, offset, length int64) (int64, error) {
+	in, out := offset, offset
+	n, err := unix.CopyFileRange(int(src.Fd()), &in, int(dst.Fd()), &out, int(length), 0)
+	if n > 0 {
+		return int64(n), nil
+	}
+	if err != nil && !errors.Is(err, unix.EXDEV) && !errors.Is(err, unix.EINVAL) && !errors.Is(err, unix.EOPNOTSUPP) && !errors.Is(err, unix.ENOSYS) {
+		return 0, err
+	}
+	copied, err := io.Copy(io.NewOffsetWriter(dst, offset), io.NewSectionReader(src, offset, length))
+	if err == nil && copied == 0 {
+		err = errShort(src, offset)
+	}
+	return copied, err
+}
+
+// cloneData lets dst share the blocks of the first n bytes of src, which nobody writes to
+// meanwhile. The kernel takes some 50 us for each extent, so it is done in steps, between
+// which the context may end it.
+func cloneData(ctx context.Context, dst, src *os.File, n int64) error {
+	offset := int64(0)
+	return inSteps(ctx, n, func(n int64) error {
+		err := unix.IoctlFileCloneRange(int(dst.Fd()), &unix.FileCloneRange{Src_fd: int64(src.Fd()), Src_offset: uint64(offset), Src_length: uint64(n), Dest_offset: uint64(offset)})
+		if err != nil {
+			return cmp.Or(stillWhole(src, offset+n), fmt.Errorf("clone %s at byte %d: %w", src.Name(), offset, errdefs.FromErrno(err)))
+		}
+		offset += n
+		return nil
+	})
+}
+
+// cloneMoving is cloneData of a source that others may be writing to. That is one step, so that
+// it is of one moment; who writes waits for it.
+func cloneMoving(dst, src *os.File) error {
+	if err := unix.IoctlFileClone(int(dst.Fd()), int(src.Fd())); err != nil {
+		return fmt.Errorf("clone %s: %w", src.Name(), errdefs.FromErrno(err))
+	}
+	return nil
+}
+
+// settle makes dst equal to src where it differs, and reports whether it did not.
+func settle(ctx context.Context, dst, src *os.File, size int64) (same bool, err error) {
+	const block = 1 << 20
+	forgetCached(src)
+	want, have := make([]byte, block), make([]byte, block)
+	same = true
+	for offset := int64(0); offset < size; {
+		if err := ctx.Err(); err != nil {
+			return false, err
+		}
+		a, aEnd, err := dataFrom(src, offset, size)
+		if err != nil {
+			return false, err
+		}
+		b, bEnd, err := dataFrom(dst, offset, size)
+		if err != nil {
+			return false, err
+		}
+		if offset = min(a, b); offset == size {
+			break
+		}
+		offset -= offset % blockdev.Granularity
+		end := aEnd
+		if b < a {
+			end = bEnd
+		}
+		end = min(size, (end+blockdev.Granularity-1)/blockdev.Granularity*blockdev.Granularity)
+		n := min(end-offset, block)
+		if _, err := src.ReadAt(want[:n], offset); errors.Is(err, io.EOF) {
+			return false, errShort(src, offset)
+		} else if err != nil {
+			return false, errdefs.FromErrno(err)
+		}
+		if _, err := dst.ReadAt(have[:n], offset); err != nil {
+			return false, errdefs.FromErrno(err)
+		}
+		if !bytes.Equal(want[:n], have[:n]) {
+			same = false
+			if _, err := dst.WriteAt(want[:n], offset); err != nil {
+				return false, errdefs.FromErrno(err)
+			}
+		}
+		offset += n
+	}
+	return same, stillWhole(src, size)
+}
+
+// settleRounds bounds how often a copy of a moving source is looked over again.
+const settleRounds = 8
+
+// copyMoving copies a source that others may be writing to. A round that finds
+// nothing to change proves the copy to be the source as it was between that round
+// and the one before: a point in time.
+func copyMoving(ctx context.Context, dst, src *os.File, size int64) error {
+	if _, err := copyData(ctx, dst, src, 0, size); err != nil {
+		return err
+	}
+	for range settleRounds {
+		if same, err := settle(ctx, dst, src, size); same || err != nil {
+			return err
+		}
+	}
+	return fmt.Errorf("%w: the volume is being written to as a raw block device, and its pool cannot copy in an instant; stop the writes, or use a pool on XFS or btrfs", errdefs.ErrInUse)
+}

@@ -1,0 +1,483 @@
+package filepool
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"maps"
+	"os"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/catalog"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+func (p *pool) Create(ctx context.Context, spec blockdev.Spec) (blockdev.Record, error) {
+	if err := p.validate(spec); err != nil {
+		return blockdev.Record{}, err
+	}
+	if err := p.alive(); err != nil {
+		return blockdev.Record{}, err
+	}
+	p.sweepAbandoned(ctx)
+
+	p.mu.Lock()
+	damaged, o := p.damaged[spec.Ref], p.Objects[spec.Ref]
+	busy := o != nil && o.active
+	if o != nil {
+		o.active = o.stored.State != catalog.Ready
+	}
+	p.mu.Unlock()
+	if damaged != nil {
+		return blockdev.Record{}, fmt.Errorf("create %q in pool %s: %w", spec.Name, p.name, damaged)
+	}
+	if busy {
+		return blockdev.Record{}, fmt.Errorf("create %q in pool %s: %w", spec.Name, p.name, errdefs.ErrBusy)
+	}
+	if o != nil && o.stored.State == catalog.Ready {
+		if err := p.secure(o); err != nil {
+			return blockdev.Record{}, err
+		}
+		return catalog.Same(p.name, o.stored.decoded, spec)
+	}
+	if o != nil && !o.resumable(spec) {
+		if err := p.remove(ctx, spec.Ref); err != nil {
+			return blockdev.Record{}, err
+		}
+		o = nil
+	}
+	if o == nil {
+		var err error
+		if o, err = p.begin(ctx, spec); err != nil {
+			return blockdev.Record{}, fmt.Errorf("create %q in pool %s: %w", spec.Name, p.name, err)
+		}
+	}
+	record, err := p.fill(ctx, o, spec)
+	if err != nil {
+		err = fmt.Errorf("create %q in pool %s: %w", spec.Name, p.name, err)
+		p.giveUp(ctx, o, spec)
+		return blockdev.Record{}, err
+	}
+	return record, nil
+}
+
+// resumable reports whether an unfinished object is one that a spec can go on with.
+func (o *object) resumable(spec blockdev.Spec) bool {
+	r := o.stored.decoded
+	return o.stored.State == catalog.Creating && o.copied > 0 && r.Name == spec.Name && r.Size == spec.Size && r.Thin == (spec.Provisioning == blockdev.Thin) &&
+		r.Origin == spec.Origin && maps.Equal(r.Labels, spec.Labels)
+}
+
+func (p *pool) validate(spec blockdev.Spec) error {
+	if err := spec.Validate(); err != nil {
+		return err
+	}
+	if spec.Size <= 0 || spec.Size%blockdev.Granularity != 0 || spec.Size > blockdev.MaxSize {
+		return fmt.Errorf("%w: %d bytes; a multiple of %d up to %d can be had", errdefs.ErrOutOfRange, spec.Size, blockdev.Granularity, int64(blockdev.MaxSize))
+	}
+	if spec.Origin == (blockdev.Ref{}) {
+		return nil
+	}
+	_, origin, err := p.lookup(spec.Origin)
+	if err != nil {
+		return err
+	}
+	if spec.Size < origin.Size {
+		return fmt.Errorf("%w: %d bytes are less than the %d of %s", errdefs.ErrOutOfRange, spec.Size, origin.Size, spec.Origin)
+	}
+	return nil
+}
+
+// begin promises the space and writes the record. An image that is there already is of a volume
+// that lost its record, and is not taken over.
+func (p *pool) begin(ctx context.Context, spec blockdev.Spec) (o *object, err error) {
+	if _, err := p.root.Lstat(imagePath(spec.Ref)); err == nil {
+		return nil, fmt.Errorf("%w: look at %s, and bring its record back from a backup, or move it away", errNoRecord, imagePath(spec.Ref))
+	} else if !errors.Is(err, fs.ErrNotExist) {
+		return nil, errdefs.FromErrno(err)
+	}
+	if err := p.checkInodes(); err != nil {
+		return nil, err
+	}
+	var sector int64
+	if spec.Origin != (blockdev.Ref{}) {
+		_, origin, err := p.lookup(spec.Origin)
+		if err != nil {
+			return nil, err
+		}
+		sector = origin.Sector
+	}
+	o = &object{active: true}
+	o.stored = newStored(blockdev.Record{Ref: spec.Ref, Name: spec.Name, Size: spec.Size, Thin: spec.Provisioning == blockdev.Thin, Sector: sector, Origin: spec.Origin,
+		Created: time.Now().UTC(), Labels: maps.Clone(spec.Labels)}, catalog.Creating, 0)
+	if err := p.reserve(ctx, spec.Size, func() error {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		p.insert(o)
+		return nil
+	}); err != nil {
+		return nil, err
+	}
+	at, err := createRecord(p.root, recordPath(spec.Ref), o.stored)
+	p.mu.Lock()
+	o.at = at // health looks at it
+	p.mu.Unlock()
+	if err != nil {
+		p.giveUp(ctx, o, spec)
+		return nil, err
+	}
+	return o, nil
+}
+
+// giveUp undoes an unfinished object, unless a retry can go on with its copy.
+func (p *pool) giveUp(ctx context.Context, o *object, spec blockdev.Spec) {
+	if o.copied > 0 && spec.Origin.Kind == blockdev.Snapshot {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		o.touched, o.active = time.Now(), false
+		p.space.unfinished[spec.Ref] = true
+		return
+	}
+	// Some caller may still hold back writes, so what takes long is left to the next call.
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), sweepTime)
+	defer cancel()
+	_ = p.remove(ctx, spec.Ref) // a failure has its own next try
+}
+
+// fill makes the bytes, and then the object ready.
+func (p *pool) fill(ctx context.Context, o *object, spec blockdev.Spec) (blockdev.Record, error) {
+	image, err := p.root.OpenFile(imagePath(spec.Ref), os.O_RDWR|os.O_CREATE, 0o600)
+	if err != nil {
+		return blockdev.Record{}, errdefs.FromErrno(err)
+	}
+	defer image.Close()
+	if err := p.makeInPlace(image); err != nil {
+		return blockdev.Record{}, err
+	}
+	if err := p.checkOwner(spec.Ref, image, true); err != nil {
+		return blockdev.Record{}, err
+	}
+	cut := o.stored.Created
+	if spec.Origin == (blockdev.Ref{}) {
+		err = p.allocate(ctx, o, image, spec.Size, spec.Provisioning == blockdev.Thin)
+	} else {
+		cut, err = p.copyOrigin(ctx, o, image, spec)
+	}
+	if err == nil && spec.Cut != nil {
+		err = spec.Cut(ctx)
+	}
+	if err != nil {
+		return blockdev.Record{}, err
+	}
+	if err := image.Sync(); err != nil {
+		return blockdev.Record{}, fmt.Errorf("sync the image: %w", errdefs.FromErrno(err))
+	}
+	if spec.Prepare != nil {
+		if err := spec.Prepare(ctx, p.location.Path+"/"+imagePath(spec.Ref)); err != nil {
+			return blockdev.Record{}, err
+		}
+	}
+	if err := p.folders[spec.Kind].Sync(); err != nil {
+		return blockdev.Record{}, fmt.Errorf("sync the folder: %w", errdefs.FromErrno(err))
+	}
+	record := o.stored.decoded
+	record.Created = cut
+	if spec.Origin == (blockdev.Ref{}) {
+		record.Sector = directSector(image)
+	}
+	if err := p.save(o, newStored(record, catalog.Ready, 0)); err != nil {
+		return blockdev.Record{}, err
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	delete(p.space.unfinished, spec.Ref)
+	o.active = false
+	return catalog.Copy(o.stored.decoded), nil
+}
+
+// allocate gives an image its size: space of its own, which reads as zero until it
+// is written (fallocate(2)), or a hole. An image with holes in many places takes long, so it
+// goes in steps, between which the context may end it, and others may look at the account.
+func (p *pool) allocate(ctx context.Context, o *object, image *os.File, size int64, thin bool) error {
+	if thin {
+		if err := image.Truncate(size); err != nil {
+			return fmt.Errorf("set the size of the image: %w", errdefs.FromErrno(err))
+		}
+		return nil
+	}
+	offset := int64(0)
+	return inSteps(ctx, size, func(n int64) error {
+		p.space.allocating.RLock()
+		defer p.space.allocating.RUnlock()
+		err := p.took(o, image, func() error { return p.fallocate(image, offset, n) })
+		offset += n
+		return err
+	})
+}
+
+// fallocate has an image take the space of a range.
+func (p *pool) fallocate(image *os.File, offset, length int64) error {
+	for {
+		err := unix.Fallocate(int(image.Fd()), 0, offset, length)
+		if errors.Is(err, unix.EINTR) {
+			continue
+		}
+		if errors.Is(err, unix.EOPNOTSUPP) {
+			return fmt.Errorf("%w: the filesystem at %s cannot preallocate; use provisioning=thin there", errdefs.ErrUnsupported, p.location.Path)
+		}
+		if err != nil {
+			return fmt.Errorf("allocate %d bytes: %w", length, errdefs.FromErrno(err))
+		}
+		return nil
+	}
+}
+
+// copyOrigin makes image a copy of the origin and returns the moment of the cut.
+func (p *pool) copyOrigin(ctx context.Context, o *object, image *os.File, spec blockdev.Spec) (time.Time, error) {
+	_, origin, err := p.lookup(spec.Origin)
+	if err != nil {
+		return time.Time{}, err
+	}
+	source, err := p.openImage(spec.Origin, origin, os.O_RDONLY)
+	if err != nil {
+		return time.Time{}, err
+	}
+	defer source.Close()
+	if err := p.checkLength(origin, source); err != nil {
+		return time.Time{}, err
+	}
+	forgetCached(source)
+	moving, err := p.flushDevices(ctx, spec)
+	if err != nil {
+		return time.Time{}, err
+	}
+	shares, err := p.inPlace(source) // what is not in place cannot share with what is
+	if err != nil {
+		return time.Time{}, err
+	}
+	if shares = shares && p.reflink; shares {
+		return p.shareOrigin(ctx, o, image, source, spec, moving)
+	}
+	cut, err := p.copyBytes(ctx, o, image, source, spec, moving)
+	return cut, errors.Join(err, p.took(o, image, func() error { return nil }))
+}
+
+// sparse reports whether an object takes only the space of its data. Snapshots never grow.
+func sparse(s blockdev.Spec) bool {
+	return s.Provisioning == blockdev.Thin || s.Kind == blockdev.Snapshot
+}
+
+// shareOrigin makes image share the blocks of its source, and returns the moment of the cut.
+func (p *pool) shareOrigin(ctx context.Context, o *object, image, source *os.File, spec blockdev.Spec, moving bool) (time.Time, error) {
+	shared, origin, err := p.lookup(spec.Origin)
+	if err != nil {
+		return time.Time{}, err
+	}
+	info, err := source.Stat()
+	if err != nil {
+		return time.Time{}, errdefs.FromErrno(err)
+	}
+	p.mu.Lock()
+	shared.use.shared, p.space.survey.due = true, true
+	p.mu.Unlock()
+	cut := time.Now().UTC()
+	if moving {
+		err = cloneMoving(image, source)
+	} else {
+		err = cloneData(ctx, image, source, info.Size())
+	}
+	if err != nil {
+		return time.Time{}, err
+	}
+	// The image of an origin that grew half-way may be longer than its record.
+	if err := image.Truncate(origin.Size); err != nil {
+		return time.Time{}, fmt.Errorf("set the size of the image: %w", errdefs.FromErrno(err))
+	}
+	if spec.Size == origin.Size && sparse(spec) {
+		return cut, nil
+	}
+	return cut, p.allocate(ctx, o, image, spec.Size, sparse(spec))
+}
+
+// copyBytes makes image a copy of its source, and returns the moment of the cut.
+func (p *pool) copyBytes(ctx context.Context, o *object, image, source *os.File, spec blockdev.Spec, moving bool) (time.Time, error) {
+	_, origin, err := p.lookup(spec.Origin)
+	if err != nil {
+		return time.Time{}, err
+	}
+	if !o.cut.Equal(origin.Created) {
+		// Nothing yet, or of another origin of that name: begin anew.
+		if err := image.Truncate(0); err != nil {
+			return time.Time{}, fmt.Errorf("set the size of the image: %w", errdefs.FromErrno(err))
+		}
+		o.copied, o.cut = 0, origin.Created
+	}
+	if o.copied == 0 {
+		if err := image.Truncate(spec.Size); err != nil {
+			return time.Time{}, fmt.Errorf("set the size of the image: %w", errdefs.FromErrno(err))
+		}
+		if !sparse(spec) {
+			if err := p.allocate(ctx, o, image, spec.Size, false); err != nil {
+				return time.Time{}, err
+			}
+		}
+	}
+	if moving {
+		return time.Now().UTC(), copyMoving(ctx, image, source, origin.Size)
+	}
+	cut := time.Now().UTC()
+	done, err := copyData(ctx, image, source, o.copied, origin.Size)
+	if short := stillWhole(source, origin.Size); short != nil { // what is copied may be of no use
+		done, err = 0, short
+	}
+	if spec.Origin.Kind == blockdev.Snapshot {
+		o.copied = done // a snapshot stays as it is: a retry may go on here
+	}
+	return cut, err
+}
+
+// flushDevices writes out what the page caches of the origin's devices still hold,
+// and reports whether somebody may be writing to one of them.
+func (p *pool) flushDevices(ctx context.Context, spec blockdev.Spec) (moving bool, err error) {
+	devices, err := p.Attached(ctx, spec.Origin)
+	if err != nil {
+		return false, err
+	}
+	for _, device := range devices {
+		f, err := os.Open(device.Path)
+		if err != nil {
+			return false, fmt.Errorf("open %s: %w", device.Path, errdefs.FromErrno(err))
+		}
+		err = f.Sync()
+		f.Close()
+		if err != nil {
+			return false, fmt.Errorf("flush %s: %w", device.Path, errdefs.FromErrno(err))
+		}
+		moving = moving || !device.ReadOnly
+	}
+	return moving && !spec.Quiesced, nil
+}
+
+// errNotOwn is what is in the place of an image, and is not it.
+var errNotOwn = fmt.Errorf("%w: not its image", errdefs.ErrDataLoss)
+
+// openImage opens the bytes of an object and makes sure that they are its own, and all there.
+func (p *pool) openImage(ref blockdev.Ref, s *stored, flags int) (*os.File, error) {
+	info, err := p.root.Lstat(imagePath(ref))
+	if err == nil && !info.Mode().IsRegular() { // not opened: who opens a FIFO waits, and a link leads to another's image
+		return nil, fmt.Errorf("%w: %s of pool %s is no file (%s); restore the image from a backup, or delete the volume", errNotOwn, imagePath(ref), p.name, info.Mode())
+	}
+	f, err := p.root.OpenFile(imagePath(ref), flags, 0)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, fmt.Errorf("%w: the image %s of pool %s is missing; restore it from a backup, or delete the volume", errdefs.ErrDataLoss, imagePath(ref), p.name)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("open image: %w", errdefs.FromErrno(err))
+	}
+	if err = p.checkOwner(ref, f, flags != os.O_RDONLY); err == nil {
+		info, err = f.Stat()
+	}
+	if err != nil {
+		f.Close()
+		return nil, errdefs.FromErrno(err)
+	}
+	if info.Size() < s.Size {
+		f.Close()
+		return nil, fmt.Errorf("%w: the image %s of pool %s has %d bytes, its record says %d; restore it from a backup, or delete the volume",
+			errdefs.ErrDataLoss, imagePath(ref), p.name, info.Size(), s.Size)
+	}
+	return f, nil
+}
+
+// imageOwner is the attribute of an image (xattr(7)) that says whose it is, as its name may come to be
+// wrong: whoever brings images back from lost+found or a backup may mix them up, or give one two names.
+const imageOwner = "user.ashlar.object"
+
+// checkOwner makes sure that an open image is that of an object. Those of older drivers do not say whose they are;
+// with give they do from then on, as far as the filesystem has attributes, and room for one.
+func (p *pool) checkOwner(ref blockdev.Ref, image *os.File, give bool) error {
+	have := make([]byte, 64)
+	n, err := unix.Fgetxattr(int(image.Fd()), imageOwner, have)
+	if err == nil && string(have[:n]) != ref.String() || errors.Is(err, unix.ERANGE) {
+		return fmt.Errorf("%w: %s of pool %s says that it is the image of %q; put the right one there, or if this is it, say so: setfattr -x %s %s",
+			errNotOwn, imagePath(ref), p.name, have[:max(n, 0)], imageOwner, imagePath(ref))
+	}
+	if errors.Is(err, unix.ENODATA) && give {
+		err = unix.Fsetxattr(int(image.Fd()), imageOwner, []byte(ref.String()), 0)
+	}
+	if errors.Is(err, unix.ENODATA) || errors.Is(err, unix.ENOTSUP) || errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) {
+		return nil
+	}
+	return errdefs.FromErrno(err)
+}
+
+func (p *pool) Expand(ctx context.Context, ref blockdev.Ref, size int64) (blockdev.Record, error) {
+	o, s, err := p.lookup(ref)
+	if err != nil {
+		return blockdev.Record{}, err
+	}
+	if size > blockdev.MaxSize || size%blockdev.Granularity != 0 {
+		return blockdev.Record{}, fmt.Errorf("%w: %d bytes; a multiple of %d up to %d can be had", errdefs.ErrOutOfRange, size, blockdev.Granularity, int64(blockdev.MaxSize))
+	}
+	if ref.Kind != blockdev.Volume {
+		return blockdev.Record{}, fmt.Errorf("%w: a snapshot does not grow", errdefs.ErrInvalid)
+	}
+	size = max(size, s.Growing)
+	if size > s.Size {
+		if err := p.grow(ctx, o, s, size); err != nil {
+			return blockdev.Record{}, fmt.Errorf("expand %s in pool %s to %d bytes: %w", ref, p.name, size, err)
+		}
+	}
+	// Also with nothing to grow: a retry may come after a crash between the two.
+	if err := p.resizeLoops(ctx, ref); err != nil {
+		return blockdev.Record{}, err
+	}
+	return catalog.Copy(o.stored.decoded), nil
+}
+
+// grow writes down where it is heading, takes the space, and then says it is there. An image that is
+// longer than its record says (the record may be an older one) is never cut.
+func (p *pool) grow(ctx context.Context, o *object, s *stored, size int64) error {
+	ref := s.decoded.Ref
+	image, err := p.openImage(ref, s, os.O_RDWR)
+	if err != nil {
+		return err
+	}
+	defer image.Close()
+	info, err := image.Stat()
+	if err != nil {
+		return errdefs.FromErrno(err)
+	}
+	if size > o.size() {
+		if err := p.reserve(ctx, size-o.size(), func() error {
+			return p.save(o, newStored(s.decoded, catalog.Ready, size))
+		}); err != nil {
+			return err
+		}
+	}
+	if err := errors.Join(p.allocate(ctx, o, image, max(size, info.Size()), s.Thin), image.Sync()); err != nil {
+		// Take the promise back; what was allocated beyond the size goes with it.
+		return errors.Join(errdefs.FromErrno(err), image.Truncate(info.Size()), p.save(o, newStored(s.decoded, catalog.Ready, s.Growing)))
+	}
+	record := s.decoded
+	record.Size = size
+	return p.save(o, newStored(record, catalog.Ready, 0))
+}
+
+// checkLength returns errdefs.ErrPrecondition for an image that is longer than its record says: a copy of what the
+// record says would lack the end of it.
+func (p *pool) checkLength(s *stored, image *os.File) error {
+	info, err := image.Stat()
+	if err != nil {
+		return errdefs.FromErrno(err)
+	}
+	if have := info.Size(); have > max(s.Size, s.Growing) {
+		return fmt.Errorf("%w: the image %s of pool %s has %d bytes, its record says %d, as an older one does; expand the volume to %d bytes, and the record has them again",
+			errdefs.ErrPrecondition, imagePath(s.decoded.Ref), p.name, have, s.Size, (have+blockdev.Granularity-1)/blockdev.Granularity*blockdev.Granularity)
+	}
+	return nil
+}

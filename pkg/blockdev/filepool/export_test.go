@@ -1,0 +1,60 @@
+package filepool
+
+import (
+	"context"
+	"sync"
+	"time"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/catalog"
+)
+
+// Abandon makes a file pool believe that nobody came back for an unfinished copy for
+// as long as it waits.
+func Abandon(of blockdev.Pool, ref blockdev.Ref) {
+	p := of.(*pool)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.Objects[ref].touched = time.Now().Add(-catalog.AbandonedAfter - time.Second)
+}
+
+// Surveys returns how many surveys a file pool has made that looked at an object, and how many
+// extents the last one saw of it.
+func Surveys(of blockdev.Pool, ref blockdev.Ref) (surveys, extents int) {
+	p := of.(*pool)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.Objects[ref].use.surveys, p.Objects[ref].use.extents
+}
+
+// LimitSurveys has the surveys of a file pool look at no more than n extents.
+func LimitSurveys(of blockdev.Pool, n int) { of.(*pool).space.survey.most = n }
+
+// HangSurveys has those that a file pool begins from now on hang where they read the extents of an
+// object, as on a disk that does not answer, until they are let go on.
+func HangSurveys(of blockdev.Pool) (release func()) {
+	p := of.(*pool)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	until := make(chan struct{})
+	p.space.survey.context = hanging{p.space.survey.context, until}
+	return sync.OnceFunc(func() { close(until) })
+}
+
+type hanging struct {
+	context.Context
+	until <-chan struct{}
+}
+
+func (h hanging) Err() error {
+	<-h.until
+	return h.Context.Err()
+}
+
+// FirstStep is how much of an image is worked on at once, in bytes.
+const FirstStep = firstStep
+
+// Frame is a frame as it is on disk, for tests that write what this driver would not.
+func Frame(what string, version int, generation uint64, body string) string {
+	return string(frame{version, generation, []byte(body)}.encode(what))
+}

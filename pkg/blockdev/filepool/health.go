@@ -1,0 +1,197 @@
+package filepool
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"os"
+	"slices"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/loop"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// alive makes sure that the pool's folder is still the one that was opened.
+func (p *pool) alive() error {
+	var held, named unix.Stat_t
+	err := unix.Fstat(int(p.folders[blockdev.Volume].Fd()), &held)
+	if err == nil {
+		err = unix.Stat(p.location.Path+"/"+folderNames[blockdev.Volume], &named)
+	}
+	if err != nil || held.Dev != named.Dev || held.Ino != named.Ino {
+		if err == nil {
+			err = errors.New("another folder is there now")
+		}
+		return fmt.Errorf("%w: the folder %s of pool %s is gone: %w; mount its filesystem again", errdefs.ErrUnavailable, p.location.Path, p.name, err)
+	}
+	return nil
+}
+
+// Gone: see Leaver. Another directory with the same pool is at its place, as after its disk came back; or
+// its filesystem has stopped for good, and no device is over it.
+func (p *pool) Gone() bool {
+	if p.alive() != nil {
+		if root, err := os.OpenRoot(p.location.Path); err == nil {
+			id, _, err := readIdentity(root)
+			root.Close()
+			if err == nil && id == p.id {
+				return true
+			}
+		}
+	}
+	p.mu.Lock()
+	loops := maps.Clone(p.loops)
+	p.mu.Unlock()
+	for ref, known := range loops {
+		for _, l := range known {
+			if name, _, err := loop.BackingName(l.number); err == nil && strings.HasSuffix(name, imagePath(ref)) {
+				return false
+			}
+		}
+	}
+	return errors.Is(p.lock.Sync(), unix.EIO)
+}
+
+func (p *pool) Health(ctx context.Context, ref blockdev.Ref) ([]blockdev.Problem, error) {
+	_, s, err := p.lookup(ref)
+	if errors.Is(err, errdefs.ErrDataLoss) {
+		return []blockdev.Problem{{Severity: blockdev.DataLoss, Reason: "RecordDamaged", Message: err.Error()}}, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	if err := p.alive(); err != nil {
+		return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "PoolUnavailable", Message: err.Error()}}, nil
+	}
+	image, err := p.openImage(ref, s, os.O_RDONLY)
+	switch {
+	case err == nil:
+		defer image.Close()
+		problems, err := p.deviceHealth(ref)
+		if longer := p.checkLength(s, image); longer != nil && p.says(ref, s) { // else it is growing
+			problems = append(problems, blockdev.Problem{Severity: blockdev.Degraded, Reason: "ImageLonger", Message: longer.Error()})
+		}
+		return problems, err
+	case errors.Is(err, errdefs.ErrDataLoss):
+		if !p.says(ref, s) {
+			return p.Health(ctx, ref) // deleted meanwhile, or even made anew
+		}
+		reason := "ImageTruncated"
+		if errors.Is(err, errNotOwn) {
+			reason = "ImageOfAnother"
+		} else if _, statErr := p.root.Lstat(imagePath(ref)); errors.Is(statErr, os.ErrNotExist) {
+			reason = "ImageMissing"
+		}
+		return []blockdev.Problem{{Severity: blockdev.DataLoss, Reason: reason, Message: err.Error()}}, nil
+	default:
+		return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "ImageUnreadable", Message: err.Error()}}, nil
+	}
+}
+
+// says reports whether the record of an object is still the one that was looked up.
+func (p *pool) says(ref blockdev.Ref, s *stored) bool {
+	_, now, err := p.lookup(ref)
+	return err == nil && now == s
+}
+
+// nearlyFull is how little may be left of a filesystem before it is said, in percent; with a smaller reserve it is that.
+// Of its own filesystem, it is when the kubelet begins to evict pods.
+const nearlyFull = 10
+
+// deviceHealth reports what whoever has the raw device of an object did to it.
+func (p *pool) deviceHealth(ref blockdev.Ref) ([]blockdev.Problem, error) {
+	loops, err := p.openLoops(ref)
+	if err != nil {
+		return nil, err
+	}
+	defer closeLoops(loops)
+	var problems []blockdev.Problem
+	for _, l := range loops {
+		if what := l.changed(); len(what) > 0 {
+			problems = append(problems, blockdev.Problem{Severity: blockdev.Degraded, Reason: "DeviceChanged", Message: fmt.Sprintf("the user of %s of pool %s changed its device %s: %s; stage it anew",
+				ref, p.name, loop.Path(l.Number), strings.Join(what, ", "))})
+		}
+	}
+	return problems, nil
+}
+
+func (p *pool) PoolHealth(context.Context) []blockdev.Problem {
+	if err := p.alive(); err != nil {
+		return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "PoolUnavailable", Message: err.Error()}}
+	}
+	var problems []blockdev.Problem
+	total, free, err := p.statfs()
+	switch {
+	case err != nil:
+		return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "PoolUnavailable", Message: err.Error()}}
+	case float64(free) < float64(total)*min(max(p.location.ReservePercent, 1), nearlyFull)/100:
+		problems = append(problems, blockdev.Problem{Severity: blockdev.Degraded, Reason: "PoolNearlyFull", Message: fmt.Sprintf(
+			"the filesystem of pool %s at %s has %d of %d bytes left; writes to thin volumes will fail when it is full: make room", p.name, p.location.Path, free, total)})
+	}
+	// An ext4 that stopped writing after an error does not say so in statfs (Linux 6.16), and takes new times (6.1).
+	err = unix.Fsetxattr(int(p.lock.Fd()), "user.ashlar.health", []byte("ok"), 0)
+	if errors.Is(err, unix.ENOTSUP) {
+		err = p.root.Chtimes("lock", time.Now(), time.Now())
+	}
+	if err != nil && !errors.Is(err, unix.ENOSPC) {
+		problems = append(problems, blockdev.Problem{Severity: blockdev.Inaccessible, Reason: "PoolReadOnly", Message: fmt.Sprintf("the filesystem of pool %s at %s takes no changes: %v; look at the kernel's log", p.name, p.location.Path, err)})
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	problems = append(problems, p.spaceHealth()...)
+	var failures []string
+	for _, err := range p.damaged {
+		if !errors.Is(err, errNoRecord) { // one of the strays
+			failures = append(failures, err.Error())
+		}
+	}
+	if len(failures) > 0 {
+		slices.Sort(failures)
+		problems = append(problems, blockdev.Problem{Severity: blockdev.Degraded, Reason: "RecordDamaged", Message: fmt.Sprintf("pool %s: %s", p.name, strings.Join(failures, "; "))})
+	}
+	alone := 0
+	for _, o := range p.Objects {
+		if o.at.alone {
+			alone++
+		}
+	}
+	if alone > 0 {
+		problems = append(problems, blockdev.Problem{Severity: blockdev.Degraded, Reason: "RecordsNotSafe", Message: fmt.Sprintf(
+			"pool %s: %d records could be written to one of their two places only; it is tried again when they are used next: make room, or look at the kernel's log", p.name, alone)})
+	}
+	if len(p.strays) > 0 {
+		problems = append(problems, blockdev.Problem{Severity: blockdev.Degraded, Reason: "UnknownImage", Message: fmt.Sprintf(
+			"pool %s has images without a record, which nothing uses and nothing removes; bring their records back or remove them by hand: %s", p.name, strings.Join(p.strays, ", "))})
+	}
+	return problems
+}
+
+// spaceHealth is what keeps the account from being exact. The caller holds mu.
+func (p *pool) spaceHealth() []blockdev.Problem {
+	var problems []blockdev.Problem
+	say := func(reason, format string, args ...any) {
+		problems = append(problems, blockdev.Problem{Severity: blockdev.Degraded, Reason: reason, Message: fmt.Sprintf("pool %s: ", p.name) + fmt.Sprintf(format, args...)})
+	}
+	copying := 0
+	for _, o := range p.Objects {
+		if o.copying {
+			copying++
+		}
+	}
+	if copying > 0 {
+		say("ImagesCopiedOnWrite", "btrfs writes %d images, which an older driver made, to new places, so they may take more space than was promised; copy what is in them to new volumes", copying)
+	}
+	if p.space.survey.left > 0 {
+		say("ImagesFragmented", "%d volumes and snapshots are in so many pieces (%d in all are looked at) that what they share is not known in full; less may be promised than there is: copy what is in them to new volumes, or delete snapshots", p.space.survey.left, p.space.survey.most)
+	}
+	if err := p.space.survey.failure; err != nil && !errors.Is(err, context.Canceled) {
+		say("SpaceUnknown", "it is not known which blocks volumes and snapshots share, and so less may be promised than there is: %v", err)
+	}
+	return problems
+}

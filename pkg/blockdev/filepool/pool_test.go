@@ -1,0 +1,1223 @@
+package filepool_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/internal/command"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// filesystems that a file pool is tested on: without reflinks, with them, and without
+// direct I/O.
+var filesystems = []string{"ext4", "xfs", "btrfs", "tmpfs"}
+
+// TestFilePool: file pools keep the contract of blockdev.Pool.
+func TestFilePool(t *testing.T) {
+	for _, fs := range filesystems {
+		t.Run(fs, func(t *testing.T) {
+			t.Parallel()
+			mnt := mountNew(t, fs)
+			pooltest.Run(t, func(t testing.TB, dir string) blockdev.Pool {
+				return pooltest.OpenFiles(t, filepath.Join(mnt, filepath.Base(dir)))
+			})
+		})
+	}
+}
+
+// mountNew makes a filesystem and mounts it for the time of a test.
+func mountNew(t testing.TB, fs string) (dir string) {
+	t.Helper()
+	drivertest.NeedRoot(t)
+	base := drivertest.Dir(t)
+	dir = filepath.Join(base, "mnt")
+	pooltest.Must(t, os.Mkdir(dir, 0o700))
+	source, options := filepath.Join(base, fs+".img"), ""
+	if fs == "tmpfs" {
+		source, options = "tmpfs", "size=512m"
+	} else {
+		pooltest.Must(t, os.WriteFile(source, nil, 0o600))
+		pooltest.Must(t, os.Truncate(source, 1<<30))
+		drivertest.RunBtrfs(t, "mkfs."+fs, "-q", source)
+	}
+	if fs != "tmpfs" {
+		// Not mount -o loop: a loop device keeps the mode that an earlier user gave it.
+		source, options = drivertest.Loop(t, source), "rw"
+		defer run(t, "losetup", "-d", source) // it goes with the mount
+	}
+	run(t, "mount", "-t", fs, "-o", options, source, dir)
+	t.Cleanup(func() { run(t, "umount", dir) })
+	return dir
+}
+
+func run(t testing.TB, argv ...string) {
+	t.Helper()
+	_, _, err := command.Run(context.Background(), argv...) // t.Context() ends before cleanups
+	pooltest.Must(t, err)
+}
+
+// path of a file of an object.
+func path(dir string, ref blockdev.Ref, extension string) string {
+	return filepath.Join(dir, map[blockdev.Kind]string{blockdev.Volume: "volumes", blockdev.Snapshot: "snapshots"}[ref.Kind], ref.Key+extension)
+}
+
+func reasons(problems []blockdev.Problem) (all []string) {
+	for _, p := range problems {
+		all = append(all, fmt.Sprintf("%d %s", p.Severity, p.Reason))
+	}
+	return all
+}
+
+// filepool.slot is one half of a record file, as its format is documented.
+func slot(version string, generation int, body string) []byte {
+	body += "\n"
+	b := fmt.Appendf(nil, "ashlar-record %s gen=%d len=%d crc32c=%08x\n%s", version, generation, len(body), crc32.Checksum([]byte(body), crc32.MakeTable(crc32.Castagnoli)), body)
+	return append(b, make([]byte, 8192-len(b))...)
+}
+
+func recordFile(t testing.TB, fields map[string]any) []byte {
+	t.Helper()
+	all := map[string]any{"kind": "vol", "size": 4 * pooltest.MiB, "created": "2026-01-02T03:04:05Z", "state": "ready"}
+	maps.Copy(all, fields)
+	body, err := json.Marshal(all)
+	pooltest.Must(t, err)
+	return append(slot("1", 1, string(body)), make([]byte, 8192)...)
+}
+
+// TestDamagedRecord: what is left of a record decides; nothing is guessed, repaired or
+// deleted, and the other volumes do not notice.
+func TestDamagedRecord(t *testing.T) {
+	drivertest.NeedRoot(t)
+	type file = []byte
+	spoil := func(b file, at int) file { b[at] ^= 0xff; return b }
+	future := func(generation uint64) file {
+		b := make(file, 8192)
+		copy(b, filepool.Frame("ashlar-record", 3, generation, "{}\n"))
+		return b
+	}
+	// The record, with the label third, is in both slots.
+	for name, c := range map[string]struct {
+		damage func(b file) file
+		label  string // of the record that is left; empty: none is
+	}{
+		"none":                {func(b file) file { return b }, "third"},
+		"one slot torn":       {func(b file) file { clear(b[64:8192]); return b }, "third"},
+		"one slot lost":       {func(b file) file { clear(b[:8192]); return b }, "third"},
+		"other slot torn":     {func(b file) file { return spoil(b, 8192+100) }, "third"},
+		"other slot lost":     {func(b file) file { clear(b[8192:]); return b }, "third"},
+		"second half missing": {func(b file) file { return b[:8192] }, "third"},
+		"header spoiled":      {func(b file) file { return spoil(b, 3) }, "third"},
+		"both torn":           {func(b file) file { return spoil(spoil(b, 100), 8192+100) }, ""},
+		"both headers":        {func(b file) file { return spoil(spoil(b, 0), 8192) }, ""},
+		"empty":               {func(file) file { return nil }, ""},
+		"zeros":               {func(b file) file { clear(b); return b }, ""},
+		"noise":               {func(b file) file { return bytes.Repeat([]byte("\x9e\x01noise\n"), len(b)/8) }, ""},
+		"longer":              {func(b file) file { return append(b, 0) }, ""},
+		"future version":      {func(b file) file { return append(future(9), b[8192:]...) }, ""},
+		"future, older slot":  {func(b file) file { return append(b[:8192], future(1)...) }, ""},
+		"unknown field":       {func(b file) file { return append(slot("1", 4, `{"kind":"vol","mood":"blue"}`), make([]byte, 8192)...) }, ""},
+		"of another volume": {func(file) file {
+			return recordFile(t, map[string]any{"key": pooltest.Vol("b").Key, "name": "b"})
+		}, ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			dir := drivertest.Dir(t)
+			pool := pooltest.OpenFiles(t, dir)
+			pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: 4 * pooltest.MiB, Labels: map[string]string{"n": "first"}})
+			pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("c"), Size: 4 * pooltest.MiB})
+			for _, label := range []string{"between", "second", "third"} {
+				_, err := pool.SetLabels(t.Context(), pooltest.Vol("a"), func(l map[string]string) error { l["n"] = label; return nil })
+				pooltest.Must(t, err)
+			}
+			pooltest.Must(t, pool.Close())
+			b, err := os.ReadFile(path(dir, pooltest.Vol("a"), ".rec"))
+			pooltest.Must(t, err)
+			b = c.damage(b)
+			pooltest.Must(t, os.WriteFile(path(dir, pooltest.Vol("a"), ".rec"), b, 0o600))
+
+			pool = pooltest.OpenFiles(t, dir)
+			defer func() { pooltest.Must(t, pool.Close()) }()
+			record, err := pool.Get(t.Context(), pooltest.Vol("a"))
+			if c.label != "" {
+				if err != nil || record.Labels["n"] != c.label {
+					t.Fatalf("label %q, %v; want %q", record.Labels["n"], err, c.label)
+				}
+				if problems := pool.PoolHealth(t.Context()); len(problems) > 0 {
+					t.Errorf("problems: %v", problems)
+				}
+				// It can be changed, and that survives.
+				_, err := pool.SetLabels(t.Context(), pooltest.Vol("a"), func(l map[string]string) error { l["n"] = "fourth"; return nil })
+				pooltest.Must(t, err)
+				pooltest.Must(t, pool.Close())
+				pool = pooltest.OpenFiles(t, dir)
+				if record, err := pool.Get(t.Context(), pooltest.Vol("a")); err != nil || record.Labels["n"] != "fourth" {
+					t.Errorf("after a change: %v, %v", record.Labels, err)
+				}
+				return
+			}
+			for what, err := range map[string]error{
+				"Get":       err,
+				"Create":    pooltest.Second(pool.Create(t.Context(), blockdev.Spec{Ref: pooltest.Vol("a"), Name: pooltest.Vol("a").String(), Size: 4 * pooltest.MiB})),
+				"Attach":    pooltest.Second(pool.Attach(t.Context(), pooltest.Vol("a"), blockdev.Attachment{})),
+				"Expand":    pooltest.Second(pool.Expand(t.Context(), pooltest.Vol("a"), 8*pooltest.MiB)),
+				"SetLabels": pooltest.Second(pool.SetLabels(t.Context(), pooltest.Vol("a"), func(map[string]string) error { return nil })),
+				"Create from it": pooltest.Second(pool.Create(t.Context(), blockdev.Spec{Ref: pooltest.Snap("a"), Name: "s", Size: 4 * pooltest.MiB,
+					Origin: pooltest.Vol("a")})),
+			} {
+				pooltest.Fails(t, err, errdefs.ErrDataLoss, what)
+			}
+			pooltest.Fails(t, pool.Delete(t.Context(), pooltest.Vol("a")), errdefs.ErrPrecondition, "Delete")
+			problems, err := pool.Health(t.Context(), pooltest.Vol("a"))
+			if have := reasons(problems); err != nil || !slices.Equal(have, []string{"3 RecordDamaged"}) {
+				t.Errorf("Health: %v, %v", problems, err)
+			}
+			if have := reasons(pool.PoolHealth(t.Context())); !slices.Equal(have, []string{"1 RecordDamaged"}) {
+				t.Errorf("PoolHealth: %v", have)
+			}
+			records, err := pool.List(t.Context(), blockdev.Volume, "", 0)
+			if err != nil || len(records) != 1 || records[0].Ref != pooltest.Vol("c") {
+				t.Errorf("List: %v, %v", records, err)
+			}
+			pooltest.Must(t, attachedOnce(t, pool, pooltest.Vol("c")))
+			if now, err := os.ReadFile(path(dir, pooltest.Vol("a"), ".rec")); err != nil || !bytes.Equal(now, b) {
+				t.Errorf("the damaged record was changed: %v", err)
+			}
+			if info, err := os.Stat(path(dir, pooltest.Vol("a"), ".img")); err != nil || info.Size() != 4*pooltest.MiB {
+				t.Errorf("the image of the damaged record: %v, %v", info, err)
+			}
+		})
+	}
+}
+
+func attachedOnce(t testing.TB, pool blockdev.Pool, ref blockdev.Ref) error {
+	device, err := pool.Attach(t.Context(), ref, blockdev.Attachment{})
+	if err != nil {
+		return err
+	}
+	return device.Close()
+}
+
+// TestSweep: what a crash left half-done is finished or undone when the pool is opened.
+func TestSweep(t *testing.T) {
+	drivertest.NeedRoot(t)
+	dir := drivertest.Dir(t)
+	pooltest.Must(t, pooltest.OpenFiles(t, dir).Close())
+	put := func(ref blockdev.Ref, record []byte, image int64) {
+		if record != nil {
+			pooltest.Must(t, os.WriteFile(path(dir, ref, ".rec"), record, 0o600))
+		}
+		if image >= 0 {
+			pooltest.Must(t, os.WriteFile(path(dir, ref, ".img"), nil, 0o600))
+			pooltest.Must(t, os.Truncate(path(dir, ref, ".img"), image))
+		}
+	}
+	record := func(ref blockdev.Ref, state string, more map[string]any) []byte {
+		fields := map[string]any{"kind": ref.Kind, "key": ref.Key, "name": ref.String(), "state": state}
+		maps.Copy(fields, more)
+		return recordFile(t, fields)
+	}
+	gone := map[string]blockdev.Ref{"creating": pooltest.Vol("1"), "creating, no image": pooltest.Vol("2"), "deleting": pooltest.Vol("3"), "deleting, no image": pooltest.Vol("4"),
+		"a cut": pooltest.Snap("1"), "an empty record": pooltest.Vol("5"), "a record of zeros": pooltest.Vol("6")}
+	put(pooltest.Vol("1"), record(pooltest.Vol("1"), "creating", nil), 4*pooltest.MiB)
+	put(pooltest.Vol("2"), record(pooltest.Vol("2"), "creating", nil), -1)
+	put(pooltest.Vol("3"), record(pooltest.Vol("3"), "deleting", nil), 4*pooltest.MiB)
+	put(pooltest.Vol("4"), record(pooltest.Vol("4"), "deleting", nil), -1)
+	put(pooltest.Snap("1"), record(pooltest.Snap("1"), "creating", map[string]any{"origin": pooltest.Vol("a").String()}), 1*pooltest.MiB)
+	put(pooltest.Vol("5"), []byte{}, -1)
+	put(pooltest.Vol("6"), make([]byte, 16384), -1)
+
+	put(pooltest.Vol("a"), record(pooltest.Vol("a"), "ready", nil), 4*pooltest.MiB)
+	put(pooltest.Vol("b"), record(pooltest.Vol("b"), "ready", map[string]any{"growing": 8 * pooltest.MiB, "thin": true}), 4*pooltest.MiB)
+	put(pooltest.Vol("c"), record(pooltest.Vol("c"), "ready", map[string]any{"growing": 8 * pooltest.MiB}), 6*pooltest.MiB)
+	put(pooltest.Vol("e"), nil, 3*pooltest.MiB) // nobody knows whose it is
+	pooltest.Must(t, os.WriteFile(filepath.Join(dir, "volumes", "mine.img"), []byte("mine"), 0o600))
+
+	for range 2 {
+		pool := pooltest.OpenFiles(t, dir)
+		for what, ref := range gone {
+			pooltest.Fails(t, pooltest.Second(pool.Get(t.Context(), ref)), errdefs.ErrNotFound, what)
+			for _, extension := range []string{".rec", ".img"} {
+				if _, err := os.Stat(path(dir, ref, extension)); !errors.Is(err, os.ErrNotExist) {
+					t.Errorf("%s: its %s is still there: %v", what, extension, err)
+				}
+			}
+		}
+		for ref, want := range map[blockdev.Ref]int64{pooltest.Vol("a"): 4 * pooltest.MiB, pooltest.Vol("b"): 8 * pooltest.MiB, pooltest.Vol("c"): 8 * pooltest.MiB} {
+			r, err := pool.Get(t.Context(), ref)
+			info, statErr := os.Stat(path(dir, ref, ".img"))
+			if err := errors.Join(err, statErr); err != nil || r.Size != want || info.Size() != want {
+				t.Errorf("%s: %d bytes, image %v, %v; want %d", ref, r.Size, info, err, want)
+			}
+		}
+		if info, err := os.Stat(path(dir, pooltest.Vol("c"), ".img")); err != nil || info.Sys().(*syscall.Stat_t).Blocks*512 < 8*pooltest.MiB {
+			t.Errorf("a thick volume that grew has not its space: %v, %v", info, err)
+		}
+		if c := pooltest.CapacityOf(t, pool); c.Promised != 20*pooltest.MiB {
+			t.Errorf("%d bytes are promised, want %d", c.Promised, 20*pooltest.MiB)
+		}
+		problems := pool.PoolHealth(t.Context())
+		if !slices.Equal(reasons(problems), []string{"1 UnknownImage"}) || !strings.Contains(problems[0].Message, "mine.img") || !strings.Contains(problems[0].Message, pooltest.Vol("e").Key) {
+			t.Errorf("PoolHealth: %v", problems)
+		}
+		pooltest.Must(t, pool.Close())
+	}
+	if b, err := os.ReadFile(filepath.Join(dir, "volumes", "mine.img")); err != nil || string(b) != "mine" {
+		t.Errorf("an image without a record: %q, %v", b, err)
+	}
+	if info, err := os.Stat(path(dir, pooltest.Vol("e"), ".img")); err != nil || info.Size() != 3*pooltest.MiB {
+		t.Errorf("an image without a record: %v, %v", info, err)
+	}
+}
+
+// TestLostImage: bytes that are gone are not made up.
+func TestLostImage(t *testing.T) {
+	drivertest.NeedRoot(t)
+	for name, c := range map[string]struct {
+		lose   func(image string) error
+		reason string
+	}{
+		"missing":   {os.Remove, "ImageMissing"},
+		"truncated": {func(image string) error { return os.Truncate(image, 4*pooltest.MiB-1) }, "ImageTruncated"},
+		"a folder":  {func(image string) error { return errors.Join(os.Remove(image), os.Mkdir(image, 0o700)) }, "ImageOfAnother"},
+		"a FIFO":    {func(image string) error { return errors.Join(os.Remove(image), unix.Mkfifo(image, 0o600)) }, "ImageOfAnother"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := drivertest.Dir(t)
+			pool := pooltest.OpenedFiles(t, dir)
+			pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: 4 * pooltest.MiB})
+			pooltest.Must(t, c.lose(path(dir, pooltest.Vol("a"), ".img")))
+			// It is not made anew behind its owner's back: not by a retry either.
+			pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: 4 * pooltest.MiB})
+			problems, err := pool.Health(t.Context(), pooltest.Vol("a"))
+			pooltest.Must(t, err)
+			if have := reasons(problems); !slices.Equal(have, []string{"3 " + c.reason}) {
+				t.Errorf("Health: %v", problems)
+			}
+			for what, err := range map[string]error{
+				"Attach":         pooltest.Second(pool.Attach(t.Context(), pooltest.Vol("a"), blockdev.Attachment{})),
+				"Attach to read": pooltest.Second(pool.Attach(t.Context(), pooltest.Vol("a"), blockdev.Attachment{ReadOnly: true})),
+				"Expand":         pooltest.Second(pool.Expand(t.Context(), pooltest.Vol("a"), 8*pooltest.MiB)),
+				"copy":           pooltest.Second(pool.Create(t.Context(), blockdev.Spec{Ref: pooltest.Snap("a"), Name: "s", Size: 4 * pooltest.MiB, Origin: pooltest.Vol("a")})),
+			} {
+				pooltest.Fails(t, err, errdefs.ErrDataLoss, what)
+			}
+			pooltest.Must(t, pool.Delete(t.Context(), pooltest.Vol("a")))
+			if c := pooltest.CapacityOf(t, pool); c.Promised != 0 {
+				t.Errorf("%d bytes are promised after Delete", c.Promised)
+			}
+		})
+	}
+}
+
+// TestImageOfAnother: an image that has the name of another object, by whatever mistake, is shown to nobody
+// under that name, and goes with no other object than its own.
+func TestImageOfAnother(t *testing.T) {
+	const size = 128 * pooltest.MiB
+	for name, confuse := range map[string]func(a, b string) error{
+		"swapped": func(a, b string) error {
+			return unix.Renameat2(unix.AT_FDCWD, a, unix.AT_FDCWD, b, unix.RENAME_EXCHANGE)
+		},
+		"linked":  func(a, b string) error { return errors.Join(os.Remove(b), os.Link(a, b)) },
+		"symlink": func(a, b string) error { return errors.Join(os.Remove(b), os.Symlink(filepath.Base(a), b)) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := mountNew(t, "xfs")
+			pool := pooltest.OpenedFiles(t, dir)
+			a, b := path(dir, pooltest.Vol("a"), ".img"), path(dir, pooltest.Vol("b"), ".img")
+			text := []byte("of a")
+			for _, ref := range []blockdev.Ref{pooltest.Vol("a"), pooltest.Vol("b")} {
+				pooltest.Create(t, pool, blockdev.Spec{Ref: ref, Size: size, Provisioning: blockdev.Thin})
+			}
+			pooltest.Must(t, os.WriteFile(a, text, 0o600))
+			pooltest.Must(t, os.Truncate(a, size))
+			inode := inodeOf(t, a)
+			pooltest.Must(t, confuse(a, b))
+			for what, err := range map[string]error{
+				"Attach":         pooltest.Second(pool.Attach(t.Context(), pooltest.Vol("b"), blockdev.Attachment{})),
+				"Attach to read": pooltest.Second(pool.Attach(t.Context(), pooltest.Vol("b"), blockdev.Attachment{ReadOnly: true})),
+				"Expand":         pooltest.Second(pool.Expand(t.Context(), pooltest.Vol("b"), 2*size)),
+				"copy":           pooltest.Second(pool.Create(t.Context(), blockdev.Spec{Ref: pooltest.Snap("b"), Name: "s", Size: size, Origin: pooltest.Vol("b")})),
+			} {
+				pooltest.Fails(t, err, errdefs.ErrDataLoss, what)
+			}
+			problems, err := pool.Health(t.Context(), pooltest.Vol("b"))
+			pooltest.Must(t, err)
+			if have := reasons(problems); !slices.Equal(have, []string{"3 ImageOfAnother"}) {
+				t.Errorf("Health: %v", problems)
+			}
+			if name == "swapped" {
+				pooltest.Must(t, confuse(a, b)) // as the operator does who reads the error
+				device, err := pool.Attach(t.Context(), pooltest.Vol("b"), blockdev.Attachment{})
+				pooltest.Must(t, err)
+				pooltest.Must(t, device.Close())
+				pooltest.Must(t, os.Rename(a, b))
+			}
+			kept := filepath.Join(dir, "kept")
+			if inodeOf(t, b) == inode && name != "symlink" {
+				pooltest.Must(t, os.Link(b, kept)) // Delete takes a name away, and this is the last one
+			} else {
+				kept = a
+			}
+			pooltest.Must(t, pool.Delete(t.Context(), pooltest.Vol("b")))
+			have, err := os.ReadFile(kept)
+			pooltest.Must(t, err)
+			if len(have) != size || !bytes.HasPrefix(have, text) {
+				t.Errorf("of a's image %d bytes are left after the deletion of b", len(have))
+			}
+		})
+	}
+}
+
+// TestOlderSize: a record from before a growth cuts nothing off an image, neither of the volume nor of its copies, and
+// an expansion puts it right.
+func TestOlderSize(t *testing.T) {
+	for _, provisioning := range []blockdev.Provisioning{blockdev.Thick, blockdev.Thin} {
+		t.Run(fmt.Sprint(provisioning), func(t *testing.T) {
+			drivertest.NeedRoot(t)
+			dir := drivertest.Dir(t)
+			pool := pooltest.OpenFiles(t, dir)
+			image, record := path(dir, pooltest.Vol("a"), ".img"), path(dir, pooltest.Vol("a"), ".rec")
+			pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: 8 * pooltest.MiB, Provisioning: provisioning})
+			older, err := os.ReadFile(record)
+			pooltest.Must(t, err)
+			pooltest.Must(t, pooltest.Second(pool.Expand(t.Context(), pooltest.Vol("a"), 32*pooltest.MiB)))
+			text := bytes.Repeat([]byte("end"), pooltest.MiB)
+			f, err := os.OpenFile(image, os.O_WRONLY, 0)
+			pooltest.Must(t, err)
+			pooltest.Must(t, errors.Join(pooltest.Second(f.WriteAt(text, 28*pooltest.MiB)), f.Close()))
+			pooltest.Must(t, pool.Close())
+			pooltest.Must(t, os.WriteFile(record, older, 0o600))
+			pool = pooltest.OpenedFiles(t, dir)
+			whole := func(image, when string) {
+				t.Helper()
+				have, err := os.ReadFile(image)
+				pooltest.Must(t, err)
+				if len(have) != 32*pooltest.MiB || !bytes.Equal(have[28*pooltest.MiB:28*pooltest.MiB+len(text)], text) {
+					t.Fatalf("%s: %s has %d bytes, or others", when, image, len(have))
+				}
+			}
+			problems, err := pool.Health(t.Context(), pooltest.Vol("a"))
+			pooltest.Must(t, err)
+			if len(problems) != 1 || problems[0].Reason != "ImageLonger" {
+				t.Errorf("Health: %v", problems)
+			}
+			copied := blockdev.Spec{Ref: pooltest.Snap("a"), Name: pooltest.Snap("a").String(), Size: 8 * pooltest.MiB, Origin: pooltest.Vol("a")}
+			pooltest.Fails(t, pooltest.Second(pool.Create(t.Context(), copied)), errdefs.ErrPrecondition, "a copy of a part")
+			ended, end := context.WithCancel(t.Context())
+			end()
+			_, _ = pool.Expand(ended, pooltest.Vol("a"), 12*pooltest.MiB) // thin volumes need no time for it
+			whole(image, "after an expansion that was given up")
+			pooltest.Must(t, pooltest.Second(pool.Expand(t.Context(), pooltest.Vol("a"), 16*pooltest.MiB)))
+			whole(image, "after an expansion")
+			pooltest.Must(t, pooltest.Second(pool.Expand(t.Context(), pooltest.Vol("a"), 32*pooltest.MiB)))
+			if problems, err := pool.Health(t.Context(), pooltest.Vol("a")); err != nil || len(problems) > 0 {
+				t.Errorf("Health: %v, %v", problems, err)
+			}
+			copied.Size = 32 * pooltest.MiB
+			pooltest.Must(t, pooltest.Second(pool.Create(t.Context(), copied)))
+			whole(path(dir, pooltest.Snap("a"), ".img"), "a copy")
+		})
+	}
+}
+
+func inodeOf(t testing.TB, path string) uint64 {
+	t.Helper()
+	info, err := os.Lstat(path)
+	pooltest.Must(t, err)
+	return info.Sys().(*syscall.Stat_t).Ino
+}
+
+// TestLock: one folder, one process, also if somebody takes the lock for a stale one and removes it.
+func TestLock(t *testing.T) {
+	drivertest.NeedRoot(t)
+	dir := drivertest.Dir(t)
+	pool := pooltest.OpenFiles(t, dir)
+	pooltest.Fails(t, pooltest.Second(pools.Open(t.Context(), "other", "file://"+dir)), errdefs.ErrInUse, "Open of an open pool")
+	pooltest.Must(t, os.Remove(filepath.Join(dir, "lock")))
+	pooltest.Fails(t, pooltest.Second(pools.Open(t.Context(), "other", "file://"+dir)), errdefs.ErrInUse, "Open of an open pool without its lock")
+	pooltest.Must(t, pool.Close())
+	pooltest.Must(t, pooltest.OpenFiles(t, dir).Close())
+}
+
+// TestFolderGone: a pool does not go on in a folder that is another one by now.
+func TestFolderGone(t *testing.T) {
+	dir := filepath.Join(drivertest.Dir(t), "pool")
+	pool := pooltest.OpenedFiles(t, dir)
+	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: 4 * pooltest.MiB})
+	refuses := func(when string) {
+		t.Helper()
+		pooltest.Fails(t, pooltest.Second(pool.Capacity(t.Context())), errdefs.ErrUnavailable, when+": Capacity")
+		pooltest.Fails(t, pooltest.Second(pool.Create(t.Context(), blockdev.Spec{Ref: pooltest.Vol("b"), Name: "b", Size: 4 * pooltest.MiB})), errdefs.ErrUnavailable, when+": Create")
+		problems, err := pool.Health(t.Context(), pooltest.Vol("a"))
+		if have := reasons(problems); err != nil || !slices.Equal(have, []string{"2 PoolUnavailable"}) {
+			t.Errorf("%s: Health: %v, %v", when, problems, err)
+		}
+		if have := reasons(pool.PoolHealth(t.Context())); !slices.Equal(have, []string{"2 PoolUnavailable"}) {
+			t.Errorf("%s: PoolHealth: %v", when, have)
+		}
+	}
+	pooltest.Must(t, os.Rename(dir, dir+".moved"))
+	refuses("moved away")
+	pooltest.Must(t, os.MkdirAll(filepath.Join(dir, "volumes"), 0o700))
+	refuses("another in its place")
+	pooltest.Must(t, os.RemoveAll(dir))
+	pooltest.Must(t, os.Rename(dir+".moved", dir))
+	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("b"), Size: 4 * pooltest.MiB})
+}
+
+// TestArithmetic: reservePercent of the filesystem is never promised; of the rest,
+// overprovision times as much.
+func TestArithmetic(t *testing.T) {
+	mnt := mountNew(t, "tmpfs") // nobody else uses it, and it has no overhead
+	const size = 512 * pooltest.MiB
+	for i, c := range []struct {
+		options string
+		want    int64
+	}{
+		{"", size * 80 / 100}, // a directory beside others
+		{"?reservePercent=0", size},
+		{"?reservePercent=25", size * 3 / 4},
+		{"?overprovision=2&reservePercent=0", size * 2},
+		{"?overprovision=1.5&reservePercent=50", size * 3 / 4},
+		{"?overprovision=100&reservePercent=90", size * 10},
+	} {
+		dir := filepath.Join(mnt, strconv.Itoa(i))
+		pool, err := pools.Open(t.Context(), "test", "file://"+dir+c.options)
+		pooltest.Must(t, err)
+		near := func(what string, have, want int64) {
+			t.Helper()
+			if have > want+blockdev.Granularity || have < want-want/50 {
+				t.Errorf("%q: %s is %d, want about %d", c.options, what, have, want)
+			}
+		}
+		near("total", pooltest.CapacityOf(t, pool).Total, c.want)
+		pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: 64 * pooltest.MiB})
+		pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("b"), Size: 64 * pooltest.MiB, Provisioning: blockdev.Thin})
+		device := pooltest.Attach(t, pool, pooltest.Vol("b"), blockdev.Attachment{})
+		pooltest.WriteTo(t, device.Path, 0, bytes.Repeat([]byte{1}, 32*pooltest.MiB))
+		pooltest.Must(t, errors.Join(device.Close(), pool.Close()))
+		pool, err = pools.Open(t.Context(), "test", "file://"+dir+c.options) // measures anew
+		pooltest.Must(t, err)
+		have := pooltest.CapacityOf(t, pool)
+		near("total with volumes", have.Total, c.want)
+		near("available", have.Available, c.want-128*pooltest.MiB)
+		if have.Promised != 128*pooltest.MiB || have.MaxVolume != have.Available {
+			t.Errorf("%q: %+v", c.options, have)
+		}
+		pooltest.Must(t, errors.Join(pool.Detach(t.Context(), pooltest.Vol("b")), pool.Delete(t.Context(), pooltest.Vol("a")), pool.Delete(t.Context(), pooltest.Vol("b")), pool.Close()))
+		pooltest.Must(t, os.RemoveAll(dir))
+	}
+}
+
+// TestSharedBlocks: blocks that images share are there once, however the copies came to
+// be and whichever of them are left.
+func TestSharedBlocks(t *testing.T) {
+	for _, fs := range []string{"xfs", "btrfs"} {
+		t.Run(fs, func(t *testing.T) {
+			t.Parallel()
+			const size = 64 * pooltest.MiB
+			pool := pooltest.OpenedFiles(t, filepath.Join(mountNew(t, fs), "pool"))
+			before := pooltest.CapacityOf(t, pool).Total
+			same := func(when string) {
+				t.Helper()
+				if have := pooltest.CapacityOf(t, pool).Total; have > before+pooltest.MiB || have < before-24*pooltest.MiB {
+					t.Errorf("%s: the total is %d, and was %d", when, have, before)
+				}
+			}
+			pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: size})
+			device := pooltest.Attach(t, pool, pooltest.Vol("a"), blockdev.Attachment{})
+			pooltest.WriteTo(t, device.Path, 0, bytes.Repeat([]byte{7}, size))
+			same("written")
+			pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Snap("1"), Size: size, Origin: pooltest.Vol("a")})
+			same("snapshot")
+			pooltest.WriteTo(t, device.Path, 0, bytes.Repeat([]byte{8}, size/2))
+			pooltest.Must(t, device.Close())
+			pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("b"), Size: size, Origin: pooltest.Snap("1")})
+			same("restored")
+			// The chain from a to b has lost its link.
+			pooltest.Must(t, pool.Delete(t.Context(), pooltest.Snap("1")))
+			same("snapshot deleted")
+			pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("c"), Size: size, Origin: pooltest.Vol("b"), Provisioning: blockdev.Thin})
+			same("clone")
+			pooltest.Must(t, pool.Detach(t.Context(), pooltest.Vol("a")))
+			pooltest.Must(t, pool.Delete(t.Context(), pooltest.Vol("b")))
+			same("middle deleted")
+			pooltest.Must(t, pool.Delete(t.Context(), pooltest.Vol("a")))
+			pooltest.Must(t, pool.Delete(t.Context(), pooltest.Vol("c")))
+			same("all deleted")
+		})
+	}
+}
+
+func blocksOf(t testing.TB, path string) int64 {
+	t.Helper()
+	info, err := os.Stat(path)
+	pooltest.Must(t, err)
+	return info.Sys().(*syscall.Stat_t).Blocks * 512
+}
+
+// TestDiscard: what a volume discards is still promised to it.
+func TestDiscard(t *testing.T) {
+	dir := filepath.Join(mountNew(t, "ext4"), "pool")
+	pool := pooltest.OpenedFiles(t, dir)
+	const size = 256 * pooltest.MiB
+	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: size})
+	blocks := func() int64 { return blocksOf(t, path(dir, pooltest.Vol("a"), ".img")) }
+	before := pooltest.CapacityOf(t, pool)
+	device := pooltest.Attach(t, pool, pooltest.Vol("a"), blockdev.Attachment{})
+	// What the kernel does when a filesystem on the device trims.
+	image, err := os.OpenFile(path(dir, pooltest.Vol("a"), ".img"), os.O_WRONLY, 0)
+	pooltest.Must(t, err)
+	pooltest.Must(t, errors.Join(unix.Fallocate(int(image.Fd()), unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, 0, size), image.Close(), device.Close()))
+	if n := blocks(); n > size/2 {
+		t.Fatalf("after a discard the image has still %d bytes: this test shows nothing", n)
+	}
+	if after := pooltest.CapacityOf(t, pool); after.Available > before.Available {
+		t.Errorf("after a discard %d bytes are available, %d before", after.Available, before.Available)
+	}
+	// All that is left is given away, and taken; the volume gets its own back all the same.
+	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("b"), Size: (before.Available - 8*pooltest.MiB) / pooltest.MiB * pooltest.MiB})
+	device = pooltest.Attach(t, pool, pooltest.Vol("a"), blockdev.Attachment{})
+	if n := blocks(); n < size {
+		t.Errorf("attached again, the image has %d bytes of its %d", n, size)
+	}
+	pooltest.WriteTo(t, device.Path, 0, bytes.Repeat([]byte{1}, size))
+}
+
+// TestCutFails: who could not hold back the writes for as long as they had to be says so at the cut, and
+// gets no copy.
+func TestCutFails(t *testing.T) {
+	for _, fs := range []string{"ext4", "xfs"} {
+		t.Run(fs, func(t *testing.T) {
+			pool, failure := pooltest.OpenedFiles(t, filepath.Join(mountNew(t, fs), "pool")), errors.New("not today")
+			pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB})
+			for _, to := range []blockdev.Ref{pooltest.Vol("b"), pooltest.Snap("b")} {
+				_, err := pool.Create(t.Context(), blockdev.Spec{Ref: to, Name: "new", Size: pooltest.MiB, Origin: pooltest.Vol("a"), Quiesced: true,
+					Cut: func(context.Context) error { return failure }})
+				pooltest.Fails(t, err, failure, "a cut that fails")
+				pooltest.Fails(t, pooltest.Second(pool.Get(t.Context(), to)), errdefs.ErrNotFound, "its copy")
+			}
+		})
+	}
+}
+
+// TestResume: a copy of a snapshot that was cut short goes on where it stopped, with the
+// same spec; with another one it begins anew; and when nobody comes back it goes.
+func TestResume(t *testing.T) {
+	dir := filepath.Join(mountNew(t, "ext4"), "pool")
+	pool := pooltest.OpenedFiles(t, dir)
+	const size = 48 * pooltest.MiB // more than is copied between two looks at the context
+	content := bytes.Repeat([]byte("0123456789abcdef"), size/16)
+	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: size})
+	device := pooltest.Attach(t, pool, pooltest.Vol("a"), blockdev.Attachment{})
+	pooltest.WriteTo(t, device.Path, 0, content)
+	pooltest.Must(t, device.Close())
+	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Snap("a"), Size: size, Origin: pooltest.Vol("a")})
+	promised := pooltest.CapacityOf(t, pool).Promised
+
+	spec := blockdev.Spec{Ref: pooltest.Vol("b"), Name: pooltest.Vol("b").String(), Size: size, Origin: pooltest.Snap("a"), Provisioning: blockdev.Thin, Labels: map[string]string{"k": "v"}}
+	mark := bytes.Repeat([]byte{0xee}, blockdev.Granularity)
+	interrupt := func(spec blockdev.Spec) {
+		t.Helper()
+		_, err := pool.Create(&pooltest.EndsAfter{Context: t.Context(), N: 2}, spec)
+		pooltest.Fails(t, err, context.Canceled, "Create")
+		pooltest.Fails(t, pooltest.Second(pool.Get(t.Context(), spec.Ref)), errdefs.ErrNotFound, "Get")
+		// What is there already is not copied again: a mark in it stays.
+		pooltest.WriteTo(t, path(dir, spec.Ref, ".img"), 0, mark)
+	}
+	marked := func(ref blockdev.Ref) bool {
+		t.Helper()
+		b, err := os.ReadFile(path(dir, ref, ".img"))
+		pooltest.Must(t, err)
+		if len(b) != size || !bytes.Equal(b[len(mark):], content[len(mark):]) {
+			t.Fatalf("%s: the copy is not right: %d bytes", ref, len(b))
+		}
+		return bytes.Equal(b[:len(mark)], mark)
+	}
+	for name, c := range map[string]struct {
+		change func(s *blockdev.Spec)
+		resume bool
+	}{
+		"same":            {func(*blockdev.Spec) {}, true},
+		"another size":    {func(s *blockdev.Spec) { s.Size = size + pooltest.MiB }, false},
+		"thick":           {func(s *blockdev.Spec) { s.Provisioning = blockdev.Thick }, false},
+		"another label":   {func(s *blockdev.Spec) { s.Labels = map[string]string{"k": "w"} }, false},
+		"another name":    {func(s *blockdev.Spec) { s.Name = "else" }, false},
+		"another origin":  {func(s *blockdev.Spec) { s.Origin = pooltest.Vol("a") }, false},
+		"not a copy now":  {func(s *blockdev.Spec) { s.Origin = blockdev.Ref{} }, false},
+		"other snapshot":  {nil, false},
+		"deleted between": {func(*blockdev.Spec) { pooltest.Must(t, pool.Delete(t.Context(), pooltest.Vol("b"))) }, false},
+	} {
+		interrupt(spec)
+		retry := spec
+		if c.change != nil {
+			c.change(&retry)
+		} else {
+			// A snapshot of that name again, but another one.
+			pooltest.Must(t, pool.Delete(t.Context(), pooltest.Snap("a")))
+			pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Snap("a"), Size: size, Origin: pooltest.Vol("a")})
+		}
+		record, err := pool.Create(t.Context(), retry)
+		pooltest.Must(t, err)
+		if record.Thin != (retry.Provisioning == blockdev.Thin) || record.Size != retry.Size || record.Name != retry.Name || record.Origin != retry.Origin || !maps.Equal(record.Labels, retry.Labels) {
+			t.Errorf("%s: %#v is not what %#v asks for", name, record, retry)
+		}
+		if retry.Size == size && retry.Origin != (blockdev.Ref{}) {
+			if have := marked(pooltest.Vol("b")); have != c.resume {
+				t.Errorf("%s: gone on with %v, want %v", name, have, c.resume)
+			}
+		}
+		pooltest.Must(t, pool.Delete(t.Context(), pooltest.Vol("b")))
+		if have := pooltest.CapacityOf(t, pool).Promised; have != promised {
+			t.Fatalf("%s: %d bytes are promised in the end, want %d", name, have, promised)
+		}
+	}
+
+	interrupt(spec)
+	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("c"), Size: pooltest.MiB}) // too early for b to be given up
+	if have := pooltest.CapacityOf(t, pool).Promised; have != promised+size+pooltest.MiB {
+		t.Errorf("%d bytes are promised, want %d", have, promised+size+pooltest.MiB)
+	}
+	filepool.Abandon(pool, spec.Ref)
+	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("d"), Size: pooltest.MiB})
+	if have := pooltest.CapacityOf(t, pool).Promised; have != promised+2*pooltest.MiB {
+		t.Errorf("%d bytes are promised after the copy was given up, want %d", have, promised+2*pooltest.MiB)
+	}
+	if _, err := os.Stat(path(dir, spec.Ref, ".img")); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("the image of what was given up: %v", err)
+	}
+}
+
+// TestLargeRecord: labels that do not fit are refused, and nothing changes.
+func TestLargeRecord(t *testing.T) {
+	pool := pooltest.OpenedFiles(t, drivertest.Dir(t))
+	large := map[string]string{"k": strings.Repeat("x", 9000)}
+	_, err := pool.Create(t.Context(), blockdev.Spec{Ref: pooltest.Vol("a"), Name: "a", Size: pooltest.MiB, Labels: large})
+	pooltest.Fails(t, err, errdefs.ErrInvalid, "Create")
+	pooltest.Fails(t, pooltest.Second(pool.Get(t.Context(), pooltest.Vol("a"))), errdefs.ErrNotFound, "Get")
+	if c := pooltest.CapacityOf(t, pool); c.Promised != 0 {
+		t.Errorf("%d bytes are promised", c.Promised)
+	}
+	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB, Labels: map[string]string{"k": "v"}})
+	_, err = pool.SetLabels(t.Context(), pooltest.Vol("a"), func(l map[string]string) error { maps.Copy(l, large); return nil })
+	pooltest.Fails(t, err, errdefs.ErrInvalid, "SetLabels")
+	if r, err := pool.Get(t.Context(), pooltest.Vol("a")); err != nil || r.Labels["k"] != "v" {
+		t.Errorf("after a refusal: %v, %v", r.Labels, err)
+	}
+}
+
+// TestConcurrentAttach: many volumes find free loop devices at once, and each its own.
+func TestConcurrentAttach(t *testing.T) {
+	dir := drivertest.Dir(t)
+	pool := pooltest.OpenedFiles(t, dir)
+	const n = 32
+	devices := make([]blockdev.Device, n)
+	ref := func(i int) blockdev.Ref { return blockdev.Ref{Kind: blockdev.Volume, Key: fmt.Sprintf("%032x", i)} }
+	for i := range n {
+		pooltest.Create(t, pool, blockdev.Spec{Ref: ref(i), Size: pooltest.MiB, Provisioning: blockdev.Thin})
+		pooltest.WriteTo(t, path(dir, ref(i), ".img"), 0, []byte(ref(i).Key))
+	}
+	for round := range 3 {
+		errs := make([]error, n)
+		var all sync.WaitGroup
+		for i := range n {
+			all.Go(func() {
+				devices[i], errs[i] = pool.Attach(t.Context(), ref(i), blockdev.Attachment{Keep: round%2 == 0})
+			})
+		}
+		all.Wait()
+		pooltest.Must(t, errors.Join(errs...))
+		numbers := map[uint64]int{}
+		for i, device := range devices {
+			b := make([]byte, 32)
+			f, err := os.Open(device.Path)
+			pooltest.Must(t, err)
+			_, err = f.ReadAt(b, 0)
+			pooltest.Must(t, errors.Join(err, f.Close()))
+			if string(b) != ref(i).Key {
+				t.Errorf("volume %d is not what %s holds: %q", i, device.Path, b)
+			}
+			if other, taken := numbers[device.Number]; taken {
+				t.Errorf("volumes %d and %d are both %s", i, other, device.Path)
+			}
+			numbers[device.Number] = i
+		}
+		for i := range n {
+			all.Go(func() { errs[i] = errors.Join(devices[i].Close(), pool.Detach(t.Context(), ref(i))) })
+		}
+		all.Wait()
+		pooltest.Must(t, errors.Join(errs...))
+	}
+}
+
+// TestConcurrentDetach: a device that many take away at once goes, and nobody is told that it could not be
+// looked at: the kernel refuses to open one that is on its way.
+func TestConcurrentDetach(t *testing.T) {
+	pool := pooltest.OpenedFiles(t, drivertest.Dir(t))
+	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB})
+	for range 100 {
+		device, err := pool.Attach(t.Context(), pooltest.Vol("a"), blockdev.Attachment{Keep: true})
+		pooltest.Must(t, err)
+		pooltest.Must(t, device.Close())
+		errs := make([]error, 8)
+		var all sync.WaitGroup
+		for i := range errs {
+			all.Go(func() { errs[i] = pool.Detach(t.Context(), pooltest.Vol("a")) })
+		}
+		all.Wait()
+		pooltest.Must(t, errors.Join(errs...))
+	}
+}
+
+// TestAttachBesideLooks: whoever looks at a volume while it is attached or detached does not make the pool
+// forget its device.
+func TestAttachBesideLooks(t *testing.T) {
+	pool := pooltest.OpenedFiles(t, drivertest.Dir(t))
+	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB})
+	ctx, stop := context.WithCancel(t.Context())
+	var looking sync.WaitGroup
+	defer looking.Wait()
+	defer stop()
+	for range 4 {
+		looking.Go(func() {
+			for ctx.Err() == nil {
+				if _, err := pool.Health(ctx, pooltest.Vol("a")); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	for range 100 {
+		device, err := pool.Attach(t.Context(), pooltest.Vol("a"), blockdev.Attachment{Keep: true})
+		pooltest.Must(t, err)
+		pooltest.Must(t, device.Close())
+		again, err := pool.Attach(t.Context(), pooltest.Vol("a"), blockdev.Attachment{Keep: true})
+		pooltest.Must(t, err)
+		pooltest.Must(t, again.Close())
+		if again.Number != device.Number {
+			t.Fatalf("attached again as %s, not %s", again.Path, device.Path)
+		}
+		pooltest.Must(t, pool.Detach(t.Context(), pooltest.Vol("a")))
+		if left, err := pool.Attached(t.Context(), pooltest.Vol("a")); err != nil || len(left) > 0 {
+			t.Fatalf("left are %v, %v", left, err)
+		}
+	}
+}
+
+// beside has many look for problems, again and again until stop: there are none.
+func beside(t *testing.T, many int, look func(context.Context) ([]blockdev.Problem, error)) (stop func()) {
+	ctx, cancel := context.WithCancel(t.Context())
+	var looking sync.WaitGroup
+	for range many {
+		looking.Go(func() {
+			for ctx.Err() == nil {
+				if problems, err := look(ctx); len(problems) > 0 || err != nil {
+					t.Errorf("%v, %v", problems, err)
+					return
+				}
+			}
+		})
+	}
+	return func() { cancel(); looking.Wait() }
+}
+
+// TestHealthBesideDelete: a volume that is being deleted is not reported as lost.
+func TestHealthBesideDelete(t *testing.T) {
+	pool := pooltest.OpenedFiles(t, drivertest.Dir(t))
+	defer beside(t, 2, func(ctx context.Context) ([]blockdev.Problem, error) {
+		problems, err := pool.Health(ctx, pooltest.Vol("a"))
+		if errors.Is(err, errdefs.ErrNotFound) {
+			err = nil
+		}
+		return problems, err
+	})()
+	for range 300 {
+		pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB})
+		pooltest.Must(t, pool.Delete(t.Context(), pooltest.Vol("a")))
+	}
+}
+
+// TestPoolHealthBesideCreate: the health of a pool can be asked beside the making of a volume (with -race).
+func TestPoolHealthBesideCreate(t *testing.T) {
+	pool := pooltest.OpenedFiles(t, drivertest.Dir(t))
+	defer beside(t, 1, func(ctx context.Context) (problems []blockdev.Problem, err error) {
+		problems = pool.PoolHealth(ctx)
+		return slices.DeleteFunc(problems, func(p blockdev.Problem) bool { return p.Reason != "RecordsNotSafe" }), nil
+	})()
+	for range 50 {
+		pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB})
+		pooltest.Must(t, pool.Delete(t.Context(), pooltest.Vol("a")))
+	}
+}
+
+// TestDetachTold: a device that its last user told to go, and keeps open, is not gone.
+func TestDetachTold(t *testing.T) {
+	pool := pooltest.OpenedFiles(t, drivertest.Dir(t))
+	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB})
+	device, err := pool.Attach(t.Context(), pooltest.Vol("a"), blockdev.Attachment{Keep: true})
+	pooltest.Must(t, err)
+	pooltest.Must(t, device.Close())
+	user, err := os.OpenFile(device.Path, os.O_RDWR, 0)
+	pooltest.Must(t, err)
+	for range 2 {
+		if err := pool.Detach(t.Context(), pooltest.Vol("a")); !errors.Is(err, errdefs.ErrInUse) {
+			t.Errorf("detached while it is open: %v", err)
+		}
+		_, _, _ = unix.Syscall(unix.SYS_IOCTL, user.Fd(), unix.LOOP_CLR_FD, 0) // a device of the device mapper has none
+	}
+	pooltest.Must(t, user.Close())
+	pooltest.Must(t, pool.Detach(t.Context(), pooltest.Vol("a")))
+}
+
+// TestStartBesideTold: a device that its last user told to go, and keeps open, is not gone for a driver that starts.
+func TestStartBesideTold(t *testing.T) {
+	dir := drivertest.Dir(t)
+	drivertest.NeedRoot(t)
+	pool := pooltest.OpenFiles(t, dir)
+	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB})
+	device, err := pool.Attach(t.Context(), pooltest.Vol("a"), blockdev.Attachment{Keep: true})
+	pooltest.Must(t, err)
+	pooltest.Must(t, device.Close())
+	user, err := os.OpenFile(device.Path, os.O_RDWR, 0)
+	pooltest.Must(t, err)
+	pooltest.Fails(t, pool.Detach(t.Context(), pooltest.Vol("a")), errdefs.ErrInUse, "detach while it is open")
+	_, _, _ = unix.Syscall(unix.SYS_IOCTL, user.Fd(), unix.LOOP_CLR_FD, 0) // a device of the device mapper has none
+	pooltest.Must(t, pool.Close())
+	pool = pooltest.OpenedFiles(t, dir)
+	if err := pool.Detach(t.Context(), pooltest.Vol("a")); !errors.Is(err, errdefs.ErrInUse) {
+		t.Errorf("detached while it is open: %v", err)
+	}
+	pooltest.Must(t, user.Close())
+	pooltest.Must(t, pool.Detach(t.Context(), pooltest.Vol("a")))
+}
+
+// TestDetachBesideTold: a device of somebody else, which has the number of one that a volume had, may have been
+// told to go. It keeps nobody from detaching the volume.
+func TestDetachBesideTold(t *testing.T) {
+	dir := drivertest.Dir(t)
+	pool := pooltest.OpenedFiles(t, dir)
+	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB})
+	device, err := pool.Attach(t.Context(), pooltest.Vol("a"), blockdev.Attachment{})
+	pooltest.Must(t, err)
+	pooltest.Must(t, device.Close()) // and it goes
+	sysfs := "/sys/block/" + filepath.Base(device.Path) + "/loop"
+	for _, err := os.Stat(sysfs); err == nil; _, err = os.Stat(sysfs) {
+		time.Sleep(time.Millisecond)
+	}
+	image := dir + "/other"
+	pooltest.Must(t, os.WriteFile(image, make([]byte, pooltest.MiB), 0o600))
+	drivertest.Run(t, "losetup", device.Path, image)
+	user, err := os.OpenFile(device.Path, os.O_RDWR, 0)
+	pooltest.Must(t, err)
+	defer user.Close()
+	_, _, errno := unix.Syscall(unix.SYS_IOCTL, user.Fd(), unix.LOOP_CLR_FD, 0)
+	if errno != 0 {
+		t.Fatal(errno)
+	}
+	if err := pool.Detach(t.Context(), pooltest.Vol("a")); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestHealthBesideGrowth: a volume that grows is not reported to be longer than its record says.
+func TestHealthBesideGrowth(t *testing.T) {
+	pool := pooltest.OpenedFiles(t, drivertest.Dir(t))
+	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB})
+	defer beside(t, 4, func(ctx context.Context) ([]blockdev.Problem, error) { return pool.Health(ctx, pooltest.Vol("a")) })()
+	for n := range int64(200) {
+		_, err := pool.Expand(t.Context(), pooltest.Vol("a"), (n+2)*pooltest.MiB)
+		pooltest.Must(t, err)
+	}
+}
+
+// TestAttachBesideHolder: a free loop device that somebody has open for himself keeps nobody from the others.
+func TestAttachBesideHolder(t *testing.T) {
+	pool := pooltest.OpenedFiles(t, drivertest.Dir(t))
+	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB})
+	control, err := os.OpenFile("/dev/loop-control", os.O_RDWR, 0)
+	pooltest.Must(t, err)
+	defer control.Close()
+	free, _, errno := unix.Syscall(unix.SYS_IOCTL, control.Fd(), unix.LOOP_CTL_GET_FREE, 0)
+	if errno != 0 {
+		t.Fatal(errno)
+	}
+	holder, err := os.OpenFile(fmt.Sprintf("/dev/loop%d", free), os.O_RDONLY|unix.O_EXCL, 0)
+	pooltest.Must(t, err)
+	defer holder.Close()
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	defer cancel()
+	for range 3 {
+		device, err := pool.Attach(ctx, pooltest.Vol("a"), blockdev.Attachment{Keep: true})
+		pooltest.Must(t, err)
+		pooltest.Must(t, device.Close())
+		pooltest.Must(t, pool.Detach(ctx, pooltest.Vol("a")))
+	}
+}
+
+// takeNumber attaches new volumes of a pool until one is the device with the given
+// number, and leaves only that one. Others on the machine may be faster, so it may fail.
+func takeNumber(t testing.TB, pool blockdev.Pool, number uint64) (blockdev.Device, bool) {
+	t.Helper()
+	var others []blockdev.Device
+	defer func() {
+		for _, device := range others {
+			pooltest.Must(t, device.Close())
+		}
+	}()
+	for i := range 16 {
+		ref := blockdev.Ref{Kind: blockdev.Volume, Key: fmt.Sprintf("%032x", i)}
+		pooltest.Create(t, pool, blockdev.Spec{Ref: ref, Size: pooltest.MiB, Provisioning: blockdev.Thin})
+		device := pooltest.Attach(t, pool, ref, blockdev.Attachment{})
+		if device.Number == number {
+			return device, true
+		}
+		others = append(others, device)
+	}
+	return blockdev.Device{}, false
+}
+
+// TestReusedNumber: a device that was ours may be another's by now; it is left alone.
+func TestReusedNumber(t *testing.T) {
+	dir := drivertest.Dir(t)
+	pool, other := pooltest.OpenedFiles(t, filepath.Join(dir, "a")), pooltest.OpenedFiles(t, filepath.Join(dir, "b"))
+	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB})
+	for range 10 {
+		device := pooltest.Attach(t, pool, pooltest.Vol("a"), blockdev.Attachment{ReadOnly: true, Keep: true})
+		pooltest.Must(t, device.Close())
+		run(t, "losetup", "--detach", device.Path)
+		theirs, same := takeNumber(t, other, device.Number)
+		if !same {
+			continue
+		}
+		if devices, err := pool.Attached(t.Context(), pooltest.Vol("a")); err != nil || len(devices) != 0 {
+			t.Errorf("Attached: %v, %v", devices, err)
+		}
+		pooltest.Must(t, pool.Detach(t.Context(), pooltest.Vol("a")))
+		pooltest.Must(t, pool.Delete(t.Context(), pooltest.Vol("a")))
+		var still [16]byte
+		f, err := os.Open(theirs.Path)
+		pooltest.Must(t, err)
+		_, err = f.ReadAt(still[:], 0)
+		pooltest.Must(t, errors.Join(err, f.Close()))
+		pooltest.Must(t, theirs.Close())
+		return
+	}
+	t.Fatal("the number of a detached device was never reused")
+}
+
+// TestSticky: a loop device keeps the mode and the settings of its queue across detach
+// and attach; the next volume on it has nothing of that.
+func TestSticky(t *testing.T) {
+	dir := drivertest.Dir(t)
+	pool := pooltest.OpenedFiles(t, dir)
+	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB})
+	settings := func(device blockdev.Device) (all []string) {
+		for _, name := range []string{"read_ahead_kb", "scheduler"} {
+			b, err := os.ReadFile(filepath.Join("/sys/block", filepath.Base(device.Path), "queue", name))
+			pooltest.Must(t, err)
+			all = append(all, strings.TrimSpace(string(b)))
+		}
+		return all
+	}
+	for range 10 {
+		device := pooltest.Attach(t, pool, pooltest.Vol("a"), blockdev.Attachment{Keep: true})
+		before := settings(device)
+		changed := pooltest.Attach(t, pool, pooltest.Vol("a"), blockdev.Attachment{Keep: true, Attributes: map[string]string{"read_ahead_kb": "64", "scheduler": "mq-deadline"}})
+		pooltest.Must(t, changed.Close())
+		if after := settings(device); before[0] == after[0] || before[1] == after[1] {
+			t.Fatalf("settings %q became %q: this test shows nothing", before, after)
+		}
+		run(t, "blockdev", "--setro", device.Path)
+		t.Cleanup(func() { run(t, "blockdev", "--setrw", device.Path) }) // mount(8) would not
+		pooltest.Must(t, device.Close())
+		pooltest.Must(t, pool.Detach(t.Context(), pooltest.Vol("a")))
+		again, same := takeNumber(t, pool, device.Number)
+		if !same { // a neighbour may have it next
+			run(t, "blockdev", "--setrw", device.Path)
+			continue
+		}
+		if have := settings(again); !slices.Equal(have, before) || again.ReadOnly {
+			t.Errorf("the next volume on %s has settings %q, read-only %v; want %q", again.Path, have, again.ReadOnly, before)
+		}
+		pooltest.WriteTo(t, again.Path, 0, make([]byte, blockdev.Granularity))
+		pooltest.Must(t, again.Close())
+		return
+	}
+	t.Fatal("the number of a detached device was never reused")
+}
+
+// TestSetQueue: all settings or none, and undo goes back.
+func TestSetQueue(t *testing.T) {
+	pool := pooltest.OpenedFiles(t, drivertest.Dir(t))
+	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB})
+	device := pooltest.Attach(t, pool, pooltest.Vol("a"), blockdev.Attachment{Attributes: map[string]string{"read_ahead_kb": "64"}})
+	is := func(when, readAhead, scheduler string) {
+		t.Helper()
+		for name, want := range map[string]string{"read_ahead_kb": readAhead, "scheduler": "[" + scheduler + "]"} {
+			b, err := os.ReadFile(filepath.Join("/sys/block", filepath.Base(device.Path), "queue", name))
+			if err != nil || !slices.Contains(strings.Fields(string(b)), want) {
+				t.Errorf("%s: %s is %q, %v; want %s", when, name, b, err, want)
+			}
+		}
+	}
+	for range 10 { // they are written in any order
+		for _, bad := range []map[string]string{{"read_ahead_kb": "256", "scheduler": "nonsense"}, {"read_ahead_kb": "x", "scheduler": "mq-deadline"},
+			{"read_ahead_kb": "256", "scheduler": "mq-deadline", "no_such_setting": "1"}} {
+			pooltest.Fails(t, pooltest.Second(device.SetQueue(bad)), errdefs.ErrInvalid, fmt.Sprint(bad))
+			is(fmt.Sprint("after ", bad), "64", "none")
+		}
+	}
+	undo, err := device.SetQueue(map[string]string{"read_ahead_kb": "256", "scheduler": "mq-deadline"})
+	pooltest.Must(t, err)
+	is("set", "256", "mq-deadline")
+	pooltest.Must(t, undo())
+	is("undone", "64", "none")
+}
+
+// TestForeignPool: a pool of the same name elsewhere on the machine, with an object of
+// the same key, is somebody else's.
+func TestForeignPool(t *testing.T) {
+	dir := drivertest.Dir(t)
+	theirs := pooltest.OpenedFiles(t, filepath.Join(dir, "theirs"))
+	pooltest.Create(t, theirs, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB})
+	pooltest.Create(t, theirs, blockdev.Spec{Ref: pooltest.Vol("b"), Size: pooltest.MiB})
+	for _, ref := range []blockdev.Ref{pooltest.Vol("a"), pooltest.Vol("b")} {
+		device := pooltest.Attach(t, theirs, ref, blockdev.Attachment{Keep: true})
+		pooltest.Must(t, device.Close())
+	}
+	pooltest.Must(t, pooltest.OpenFiles(t, filepath.Join(dir, "ours")).Close())
+	pool := pooltest.OpenedFiles(t, filepath.Join(dir, "ours"))
+	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB}) // of b there is nothing here
+	if orphans, err := pool.Orphans(t.Context()); err != nil || len(orphans) != 0 {
+		t.Errorf("Orphans: %v, %v", orphans, err)
+	}
+	for _, ref := range []blockdev.Ref{pooltest.Vol("a"), pooltest.Vol("b")} {
+		if devices, err := pool.Attached(t.Context(), ref); err != nil || len(devices) != 0 {
+			t.Errorf("%s: attached as %v, %v", ref, devices, err)
+		}
+		pooltest.Must(t, pool.Detach(t.Context(), ref))
+		pooltest.Must(t, pool.Delete(t.Context(), ref))
+		if devices, err := theirs.Attached(t.Context(), ref); err != nil || len(devices) != 1 {
+			t.Errorf("theirs, %s: attached as %v, %v", ref, devices, err)
+		}
+		pooltest.Must(t, theirs.Detach(t.Context(), ref))
+	}
+}
+
+// TestLostWhileAttached: without image and record, a restarted pool still finds and
+// detaches the device.
+func TestLostWhileAttached(t *testing.T) {
+	dir := drivertest.Dir(t)
+	pool := pooltest.OpenFiles(t, dir)
+	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB})
+	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("b"), Size: pooltest.MiB})
+	lost := pooltest.Attach(t, pool, pooltest.Vol("a"), blockdev.Attachment{Keep: true})
+	replaced := pooltest.Attach(t, pool, pooltest.Vol("b"), blockdev.Attachment{Keep: true})
+	pooltest.Must(t, errors.Join(lost.Close(), replaced.Close(), pool.Close()))
+	pooltest.Must(t, errors.Join(os.Remove(path(dir, pooltest.Vol("a"), ".img")), os.Remove(path(dir, pooltest.Vol("a"), ".rec"))))
+	// As an operator does who brings an image back.
+	run(t, "cp", path(dir, pooltest.Vol("b"), ".img"), filepath.Join(dir, "copy"))
+	pooltest.Must(t, os.Rename(filepath.Join(dir, "copy"), path(dir, pooltest.Vol("b"), ".img")))
+
+	pool = pooltest.OpenedFiles(t, dir)
+	for ref, want := range map[blockdev.Ref]blockdev.Device{pooltest.Vol("a"): lost, pooltest.Vol("b"): replaced} {
+		if devices, err := pool.Attached(t.Context(), ref); err != nil || len(devices) != 1 || devices[0].Number != want.Number {
+			t.Errorf("%s: attached as %v, %v; want %s", ref, devices, err, want.Path)
+		}
+		pooltest.Must(t, pool.Detach(t.Context(), ref))
+		if devices, err := pool.Attached(t.Context(), ref); err != nil || len(devices) != 0 {
+			t.Errorf("%s: after Detach attached as %v, %v", ref, devices, err)
+		}
+	}
+}
+
+// TestMounted: a device without Keep stays for as long as it is mounted, and a pool that
+// is near its end says so.
+func TestMounted(t *testing.T) {
+	dir := drivertest.Dir(t)
+	pool := pooltest.OpenedFiles(t, filepath.Join(dir, "pool"))
+	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: 32 * pooltest.MiB})
+	device := pooltest.Attach(t, pool, pooltest.Vol("a"), blockdev.Attachment{})
+	run(t, "mkfs.ext4", "-q", device.Path)
+	target := filepath.Join(dir, "target")
+	pooltest.Must(t, os.Mkdir(target, 0o700))
+	pooltest.Must(t, unix.Mount(device.Path, target, "ext4", 0, ""))
+	pooltest.Must(t, device.Close())
+	if devices, err := pool.Attached(t.Context(), pooltest.Vol("a")); err != nil || len(devices) != 1 {
+		t.Errorf("mounted: attached as %v, %v", devices, err)
+	}
+	pooltest.Fails(t, pool.Delete(t.Context(), pooltest.Vol("a")), errdefs.ErrInUse, "Delete of what is mounted")
+	pooltest.Must(t, unix.Unmount(target, 0))
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(5 * time.Millisecond) {
+		devices, err := pool.Attached(t.Context(), pooltest.Vol("a"))
+		pooltest.Must(t, err)
+		if len(devices) == 0 {
+			break
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("unmounted: still attached as %v", devices)
+		}
+	}
+	pooltest.Must(t, pool.Delete(t.Context(), pooltest.Vol("a")))
+}
+
+// TestNearlyFull: writes to thin volumes fill the filesystem, and the pool says so in time.
+func TestNearlyFull(t *testing.T) {
+	dir := filepath.Join(mountNew(t, "tmpfs"), "pool")
+	pool, err := pools.Open(t.Context(), "test", "file://"+dir+"?overprovision=2&reservePercent=10&create=1")
+	pooltest.Must(t, err)
+	defer func() { pooltest.Must(t, pool.Close()) }()
+	if problems := pool.PoolHealth(t.Context()); len(problems) != 0 {
+		t.Errorf("an empty pool: %v", problems)
+	}
+	filler, err := os.Create(filepath.Join(dir, "filler"))
+	pooltest.Must(t, err)
+	pooltest.Must(t, errors.Join(unix.Fallocate(int(filler.Fd()), 0, 0, 480*pooltest.MiB), filler.Close()))
+	if have := reasons(pool.PoolHealth(t.Context())); !slices.Equal(have, []string{"1 PoolNearlyFull"}) {
+		t.Errorf("a full pool: %v", have)
+	}
+	// What others take is not there to be promised.
+	if c := pooltest.CapacityOf(t, pool); c.Available != 0 || c.MaxVolume != 0 {
+		t.Errorf("a full pool: %+v", c)
+	}
+}
+
+// TestHeldForAMoment: who scans all block devices may have one open just when its last user
+// lets it go; the next use of the volume waits for that.
+func TestHeldForAMoment(t *testing.T) {
+	drivertest.NeedRoot(t)
+	pool := pooltest.OpenURL(t, "file://"+drivertest.Dir(t)+"/pool?reservePercent=0")
+	t.Cleanup(func() { pooltest.Must(t, pool.Close()) })
+	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: 1 << 20})
+	device, err := pool.Attach(t.Context(), pooltest.Vol("a"), blockdev.Attachment{})
+	pooltest.Must(t, err)
+	scanner, err := os.Open(device.Path)
+	pooltest.Must(t, err)
+	pooltest.Must(t, device.Close())
+	time.AfterFunc(200*time.Millisecond, func() { _ = scanner.Close() })
+	kept, err := pool.Attach(t.Context(), pooltest.Vol("a"), blockdev.Attachment{Keep: true})
+	pooltest.Must(t, err)
+	pooltest.Must(t, errors.Join(kept.Close(), pool.Detach(t.Context(), pooltest.Vol("a")), pool.Delete(t.Context(), pooltest.Vol("a"))))
+}

@@ -1,0 +1,329 @@
+package filepool
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"io"
+	"os"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/catalog"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// A record file has two slots of slotSize bytes. Each holds the record as a frame (frame.go)
+// whose body is one line of JSON, so that it can be read with cat; the rest is zeros.
+//
+//	ashlar-record 2 gen=7 len=312 crc32c=5f3a90c1
+//	{"kind":"vol", ...}
+//
+// A change is written over one slot and synced, then over the other and synced, and only then
+// does anybody hear of it, or act on it. So each slot alone has all that was ever answered,
+// whether the other was torn as it was written, or rots later: nothing that was said goes back. (The
+// blocks are there already, so a change is two writes and two flushes of the disk; a new file, its
+// rename and the folder's sync cost ten times that.)
+//
+// A slot with a right checksum that is not understood was never torn: it is of a newer driver,
+// or of another volume, and the record is damaged, whatever the other slot says.
+//
+// A new field of stored takes a new recordVersion, as drivers refuse what they do not know all of;
+// a field that is missing has to mean what it meant before there was one.
+//
+// Version 1 had a checksum over the body only, and each change in one slot only. Of these
+// records both slots have to be whole, as one alone may be too old: what says "never formatted"
+// may have been formatted. They are written anew when their pool is opened.
+const (
+	slotSize      = 8192
+	recordVersion = 2
+	recordName    = "ashlar-record"
+	firstVersion  = 1
+	firstHeader   = recordName + " %d gen=%d len=%d crc32c=%08x\n"
+)
+
+var (
+	errVersion  = fmt.Errorf("%w: record of another version", catalog.ErrRecord)
+	errNoRecord = fmt.Errorf("%w: its image is there, and it has none", catalog.ErrRecord)
+	errEmpty    = fmt.Errorf("%w: empty record", catalog.ErrRecord)
+)
+
+// stored is a Record as the file has it.
+type stored struct {
+	Kind    blockdev.Kind     `json:"kind"`
+	Key     string            `json:"key"`
+	Name    string            `json:"name"`
+	Size    int64             `json:"size"`
+	Growing int64             `json:"growing,omitempty"` // the size being grown to
+	Thin    bool              `json:"thin,omitempty"`
+	Sector  int64             `json:"sector,omitempty"` // 0: 512
+	Origin  string            `json:"origin,omitempty"`
+	Created time.Time         `json:"created"`
+	State   catalog.State     `json:"state"`
+	Labels  map[string]string `json:"labels,omitempty"`
+	decoded blockdev.Record
+}
+
+func newStored(r blockdev.Record, st catalog.State, growing int64) *stored {
+	s := &stored{Kind: r.Kind, Key: r.Key, Name: r.Name, Size: r.Size, Growing: growing, Thin: r.Thin, Sector: r.Sector,
+		Created: r.Created, State: st, Labels: r.Labels, decoded: r}
+	if r.Origin != (blockdev.Ref{}) {
+		s.Origin = r.Origin.String()
+	}
+	s.decoded.Ready = st == catalog.Ready
+	return s
+}
+
+// encodeSlot returns the slotSize bytes of one slot.
+func encodeSlot(s *stored, generation uint64) ([]byte, error) {
+	body, err := json.Marshal(s)
+	if err != nil {
+		return nil, fmt.Errorf("encode record of %s.%s: %w", s.Kind, s.Key, err)
+	}
+	used := frame{recordVersion, generation, append(body, '\n')}.encode(recordName)
+	if len(used) > slotSize {
+		return nil, fmt.Errorf("%w: the record of %s.%s needs %d bytes, %d is the most", errdefs.ErrInvalid, s.Kind, s.Key, len(used), slotSize)
+	}
+	slot := make([]byte, slotSize)
+	copy(slot, used)
+	return slot, nil
+}
+
+// slot is what one slot says.
+type slot struct {
+	stored     *stored // nil if its checksum is wrong
+	version    int     // as far as it can be read: 0 if not
+	generation uint64
+	blank      bool // nothing but zeros
+}
+
+// decodeSlot is the strict inverse of encodeSlot. A slot whose checksum is wrong is no error, but
+// one that is right and not understood is.
+func decodeSlot(data []byte) (slot, error) {
+	if len(bytes.Trim(data, "\x00")) == 0 {
+		return slot{blank: true}, nil
+	}
+	f, err := decodeFrame(recordName, data)
+	if err != nil {
+		if f, err = decodeFirst(data, f.version); err != nil {
+			return slot{version: f.version}, nil
+		}
+	}
+	if f.version > recordVersion {
+		return slot{}, fmt.Errorf("%w: version %d, this driver knows %d; use a newer driver", errVersion, f.version, recordVersion)
+	}
+	var s stored
+	decoder := json.NewDecoder(bytes.NewReader(f.body))
+	decoder.DisallowUnknownFields()
+	if err := decoder.Decode(&s); err != nil {
+		return slot{}, fmt.Errorf("%w: %w", catalog.ErrRecord, err)
+	}
+	if err := s.validate(); err != nil {
+		return slot{}, err
+	}
+	return slot{stored: &s, version: f.version, generation: f.generation}, nil
+}
+
+// decodeFirst is decodeFrame for a slot of version 1.
+func decodeFirst(data []byte, version int) (f frame, err error) {
+	f.version = version
+	header, rest, _ := bytes.Cut(data, []byte("\n"))
+	var length int
+	var sum uint32
+	if version != firstVersion || len(header) > longestHeader {
+		return f, fmt.Errorf("%w: wrong checksum", catalog.ErrRecord)
+	}
+	if _, err := fmt.Sscanf(string(header)+"\n", firstHeader, &f.version, &f.generation, &length, &sum); err != nil {
+		return f, fmt.Errorf("%w: header %q", catalog.ErrRecord, header)
+	}
+	if length < 0 || length > len(rest) || crc32.Checksum(rest[:length], castagnoli) != sum || f.generation == 0 {
+		return f, fmt.Errorf("%w: wrong checksum", catalog.ErrRecord)
+	}
+	f.body = rest[:length]
+	return f, nil
+}
+
+func (s *stored) validate() error {
+	ref := blockdev.Ref{Kind: s.Kind, Key: s.Key}
+	if ref.Validate() != nil {
+		return fmt.Errorf("%w: reference %q", catalog.ErrRecord, ref)
+	}
+	if s.Size <= 0 || s.Size > blockdev.MaxSize || s.Size%blockdev.Granularity != 0 {
+		return fmt.Errorf("%w: size %d", catalog.ErrRecord, s.Size)
+	}
+	if s.Growing != 0 && (s.Growing < s.Size || s.Growing > blockdev.MaxSize || s.Growing%blockdev.Granularity != 0) {
+		return fmt.Errorf("%w: growing to %d", catalog.ErrRecord, s.Growing)
+	}
+	if s.State != catalog.Creating && s.State != catalog.Ready && s.State != catalog.Deleting {
+		return fmt.Errorf("%w: state %q", catalog.ErrRecord, s.State)
+	}
+	if s.Sector != 0 && !validSector(s.Sector) {
+		return fmt.Errorf("%w: sector %d", catalog.ErrRecord, s.Sector)
+	}
+	var origin blockdev.Ref
+	if s.Origin != "" {
+		origin = blockdev.ParseRef(s.Origin)
+		if origin.Validate() != nil {
+			return fmt.Errorf("%w: origin %q", catalog.ErrRecord, s.Origin)
+		}
+	}
+	s.decoded = blockdev.Record{Ref: ref, Name: s.Name, Size: s.Size, Thin: s.Thin, Sector: s.Sector, Origin: origin,
+		Created: s.Created, Ready: s.State == catalog.Ready, Labels: s.Labels}
+	return nil
+}
+
+// position is where in its file a record is.
+type position struct {
+	generation uint64 // the highest that may be on the disk
+	newest     int    // the slot that has it, which is written last: 0 or 1
+	alone      bool   // the other slot does not have it
+}
+
+// createRecord makes a record file durably; the caller syncs the folder.
+func createRecord(root *os.Root, path string, s *stored) (at position, err error) {
+	slot, err := encodeSlot(s, 1)
+	if err != nil {
+		return at, err
+	}
+	f, err := root.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
+	if err != nil {
+		return at, errdefs.FromErrno(err)
+	}
+	defer func() { err = errors.Join(err, f.Close()) }()
+	if _, err := f.Write(append(slot, slot...)); err != nil {
+		return at, errdefs.FromErrno(err)
+	}
+	return position{generation: 1}, errdefs.FromErrno(f.Sync())
+}
+
+// updateRecord writes s over both slots, durably, and returns where it is then. The position is right
+// also with an error.
+func updateRecord(root *os.Root, path string, s *stored, at position) (_ position, err error) {
+	data, err := encodeSlot(s, at.generation+1)
+	if err != nil {
+		return at, err
+	}
+	f, err := root.OpenFile(path, os.O_WRONLY, 0)
+	if err != nil {
+		return at, errdefs.FromErrno(err)
+	}
+	defer func() { err = errors.Join(err, f.Close()) }()
+	at.generation++
+	for range 2 {
+		other := 1 - at.newest
+		at.alone = true
+		if _, err := f.WriteAt(data, int64(other)*slotSize); err != nil {
+			return at, errdefs.FromErrno(err)
+		}
+		if err := unix.Fdatasync(int(f.Fd())); err != nil {
+			return at, errdefs.FromErrno(fmt.Errorf("sync %s: %w", path, err))
+		}
+		at.newest = other
+	}
+	at.alone = false
+	return at, nil
+}
+
+// readRecord returns the record of a file, and where it is. A slot with a wrong checksum, or that the
+// disk cannot read, beside a whole one is what a crash in the middle of an update leaves, or a bit that
+// flipped, and is no error: the position says that the record is alone.
+func readRecord(root *os.Root, path string, ref blockdev.Ref) (*stored, position, error) {
+	fail := func(err error) (*stored, position, error) {
+		return nil, position{}, fmt.Errorf("%s: %w", path, err)
+	}
+	f, err := openFile(root, path)
+	if err != nil {
+		return fail(errdefs.FromErrno(err))
+	}
+	defer f.Close()
+	info, err := f.Stat()
+	if err != nil {
+		return fail(errdefs.FromErrno(err))
+	}
+	if !info.Mode().IsRegular() || info.Size() > 2*slotSize {
+		return fail(fmt.Errorf("%w: it is no file of at most %d bytes", catalog.ErrRecord, 2*slotSize))
+	}
+	var slots [2]slot
+	var unread error
+	for i := range slots {
+		data, err := readPart(f, int64(i)*slotSize, slotSize)
+		if errors.Is(err, unix.EIO) { // the other one says what the record is
+			unread = errors.Join(unread, err)
+			continue
+		}
+		if err != nil {
+			return fail(errdefs.FromErrno(err))
+		}
+		if slots[i], err = decodeSlot(data); err != nil {
+			return fail(err)
+		}
+		if s := slots[i].stored; s != nil && s.decoded.Ref != ref {
+			return fail(fmt.Errorf("%w: it says it is of %s", catalog.ErrRecord, s.decoded.Ref))
+		}
+	}
+	s, at, err := choose(slots)
+	if err != nil && unread != nil {
+		return fail(fmt.Errorf("%w: the disk cannot read it: %w", catalog.ErrRecord, unread))
+	}
+	if err != nil {
+		return fail(err)
+	}
+	return s, at, nil
+}
+
+// readPart reads up to length bytes at an offset of a file, which may end before them.
+func readPart(f *os.File, offset int64, length int) ([]byte, error) {
+	data := make([]byte, length)
+	n, err := f.ReadAt(data, offset)
+	if errors.Is(err, io.EOF) {
+		err = nil
+	}
+	return data[:n], err
+}
+
+// openFile opens a file to be read. It does not wait for the writer of a FIFO.
+func openFile(root *os.Root, path string) (*os.File, error) {
+	return root.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0)
+}
+
+// choose returns the record that two slots have.
+func choose(slots [2]slot) (*stored, position, error) {
+	newest := 0
+	if slots[1].generation > slots[0].generation {
+		newest = 1
+	}
+	best, other := slots[newest], slots[1-newest]
+	at := position{generation: best.generation, newest: newest, alone: best.generation != other.generation || best.version != recordVersion}
+	switch {
+	case best.blank && other.blank:
+		return nil, at, errEmpty
+	case best.stored == nil:
+		return nil, at, fmt.Errorf("%w: wrong checksum", catalog.ErrRecord)
+	case best.version == firstVersion && !firstWhole(best, newest, other):
+		return nil, at, fmt.Errorf("%w: one of its two slots cannot be read, and the other one may be too old", catalog.ErrRecord)
+	case best.generation == other.generation && (best.version != other.version || !best.stored.equal(other.stored)):
+		return nil, at, fmt.Errorf("%w: its two slots differ", catalog.ErrRecord)
+	}
+	return best.stored, at, nil
+}
+
+// firstWhole reports whether the newest slot of version 1 is surely the last that was written: beside
+// the one before it; at the very beginning; or beside one that was being written anew.
+func firstWhole(best slot, newest int, other slot) bool {
+	begun := best.generation == 1 && other.blank
+	if best.stored.State == catalog.Creating {
+		return begun
+	}
+	before := other.stored != nil && best.generation == other.generation+1 && int(best.generation-1)%2 == newest
+	return before || begun || (other.stored == nil && other.version == recordVersion)
+}
+
+func (s *stored) equal(other *stored) bool {
+	a, errA := json.Marshal(s)
+	b, errB := json.Marshal(other)
+	return errA == nil && errB == nil && bytes.Equal(a, b)
+}

@@ -1,0 +1,124 @@
+package filepool_test
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
+)
+
+// badDisk is an ext4 on a disk some of whose sectors cannot be read: the disk is a file on a btrfs, which
+// refuses to read what does not have its checksum.
+type badDisk struct {
+	t     testing.TB
+	image string // of the btrfs
+	below string // where it is mounted
+	dir   string // where the ext4 is mounted
+}
+
+func newBadDisk(t testing.TB) *badDisk {
+	t.Helper()
+	drivertest.NeedRoot(t)
+	base := drivertest.Dir(t)
+	d := &badDisk{t: t, image: filepath.Join(base, "btrfs"), below: filepath.Join(base, "below"), dir: filepath.Join(base, "pool")}
+	for _, dir := range []string{d.below, d.dir} {
+		pooltest.Must(t, os.Mkdir(dir, 0o700))
+	}
+	pooltest.Must(t, os.WriteFile(d.image, nil, 0o600))
+	pooltest.Must(t, os.Truncate(d.image, 512<<20))
+	drivertest.RunBtrfs(t, "mkfs.btrfs", "-q", d.image)
+	mountFile(t, d.image, d.below)
+	disk := filepath.Join(d.below, "disk")
+	pooltest.Must(t, os.WriteFile(disk, nil, 0o600))
+	pooltest.Must(t, os.Truncate(disk, 128<<20))
+	run(t, "mkfs.ext4", "-q", "-b", "4096", disk)
+	mountFile(t, disk, d.dir)
+	t.Cleanup(d.unmount)
+	return d
+}
+
+func (d *badDisk) unmount() {
+	for _, dir := range []string{d.dir, d.below} {
+		if err := unix.Unmount(dir, 0); err != nil {
+			d.t.Error(err)
+		}
+	}
+}
+
+// spoil makes the n-th sector of 4 KiB that begins with some bytes unreadable.
+func (d *badDisk) spoil(begin []byte, n int) {
+	d.t.Helper()
+	d.unmount()
+	data, err := os.ReadFile(d.image)
+	pooltest.Must(d.t, err)
+	var found []int
+	for at := 0; at < len(data); at += 4096 {
+		if bytes.HasPrefix(data[at:], begin) {
+			found = append(found, at)
+		}
+	}
+	if len(found) != 2 {
+		d.t.Fatalf("%q is at %v of the disk", begin, found)
+	}
+	f, err := os.OpenFile(d.image, os.O_WRONLY, 0)
+	pooltest.Must(d.t, err)
+	_, err = f.WriteAt([]byte("?"), int64(found[n]))
+	pooltest.Must(d.t, errors.Join(err, f.Close()))
+	mountFile(d.t, d.image, d.below)
+	mountFile(d.t, filepath.Join(d.below, "disk"), d.dir)
+}
+
+// mountFile mounts the filesystem in a file; its loop device goes with the mount.
+func mountFile(t testing.TB, image, dir string) {
+	t.Helper()
+	loop := drivertest.Loop(t, image)
+	defer run(t, "losetup", "-d", loop)
+	run(t, "mount", loop, dir)
+}
+
+// TestUnreadableSectors: a sector that the disk cannot read takes one of the two places of a record, or of the
+// pool's identity, and the other one serves; what is unreadable is written anew.
+func TestUnreadableSectors(t *testing.T) {
+	for n := range 2 {
+		t.Run(fmt.Sprint(n), func(t *testing.T) {
+			d := newBadDisk(t)
+			url := "file://" + d.dir + "?reservePercent=0"
+			pool, err := pools.Open(t.Context(), "test", url)
+			pooltest.Must(t, err)
+			id := idOf(t, pool)
+			record, err := pool.Create(t.Context(), blockdev.Spec{Ref: pooltest.Vol("a"), Name: "a", Size: 4 * pooltest.MiB})
+			pooltest.Must(t, err)
+			pooltest.Must(t, pool.Close())
+			for _, file := range []string{"volumes/" + record.Key + ".rec", "pool"} {
+				path := filepath.Join(d.dir, file)
+				written, err := os.ReadFile(path)
+				pooltest.Must(t, err)
+				d.spoil(written[:bytes.IndexByte(written, '\n')], n)
+				if _, err := os.ReadFile(path); !errors.Is(err, unix.EIO) {
+					t.Fatalf("it can be read: %v", err)
+				}
+				pool, err := pools.Open(t.Context(), "test", url)
+				pooltest.Must(t, err)
+				if now := idOf(t, pool); now != id {
+					t.Errorf("the pool is %s, was %s", now, id)
+				}
+				if _, err := pool.Get(t.Context(), record.Ref); err != nil {
+					t.Error(err)
+				}
+				pooltest.Must(t, pool.Close())
+				if now, err := os.ReadFile(path); err != nil {
+					t.Errorf("%s after a start: %d bytes, %v", file, len(now), err)
+				}
+			}
+		})
+	}
+}

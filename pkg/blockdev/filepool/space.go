@@ -1,0 +1,252 @@
+package filepool
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"sync"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// space is the account of a file pool. What may be promised is
+//
+//	(what is free below + what our images take already - the reserve) * overprovision
+//
+// and what is promised is the full size of every volume and snapshot. Both are
+// looked at and changed in one step, so nothing is promised twice.
+//
+// What images take is never counted too high. Of an image that shares no blocks it is what
+// stat(2) says, looked at every few seconds. What is shared, and so to be counted once, only a
+// survey of all extents tells, which may take long: it is made in the background, and only a
+// call that would have to be refused waits for it. Until then an image that shares blocks counts
+// with what it took of its own when it was made, or at the last survey.
+type space struct {
+	promised  int64     // sum of the sizes of all objects; guarded by pool.mu
+	allocated int64     // sum of what is counted of each image; guarded by pool.mu
+	measured  time.Time // when images were last looked at; guarded by pool.mu
+	usable    int64     // the least of free plus allocated since then; guarded by pool.mu
+
+	// unfinished are objects whose copy was cut short and waits for a retry, or whose
+	// removal was and waits for the next try; guarded by pool.mu.
+	unfinished map[blockdev.Ref]bool
+
+	// step makes looking and promising one step.
+	step sync.Mutex
+	// allocating is held for reading while an image takes its blocks, and for writing
+	// to see a state in which none does.
+	allocating sync.RWMutex
+
+	survey survey
+}
+
+// use is what an image takes of its filesystem, in bytes; guarded by pool.mu.
+type use struct {
+	counted int64 // in the account: never more than it takes and no other image is counted with
+	blocks  int64 // the least that stat(2) said since that was counted
+	shared  bool  // it was copied, or was copied from: it may share blocks with another
+	// When its inode last changed, and that of the last survey: what did not change has the same blocks.
+	changed, surveyed time.Time
+	extents, surveys  int // at the last survey; how many there were
+}
+
+// measureEvery bounds how old the look at growing images may be.
+const measureEvery = 5 * time.Second
+
+// entangled returns a test for whether the image of an object may share blocks with
+// another: it was copied, or was copied from. With a link of a chain of copies gone,
+// nobody knows what shares with what. The caller holds mu.
+func (p *pool) entangled() func(o *object) bool {
+	if !p.reflink {
+		return func(*object) bool { return false }
+	}
+	origins, all := map[blockdev.Ref]bool{}, false
+	for _, o := range p.Objects {
+		if origin := o.stored.decoded.Origin; origin != (blockdev.Ref{}) {
+			origins[origin] = true
+			all = all || p.Objects[origin] == nil
+		}
+	}
+	return func(o *object) bool {
+		// Of an image that btrfs copies as it is written, and may compress, stat(2) tells too little.
+		return all || o.copying || o.stored.Origin != "" || origins[o.stored.decoded.Ref]
+	}
+}
+
+// lazy.look brings the account up to date by stat(2). The images of objects that are being made or
+// removed at the same time are looked at as they are.
+func (p *pool) look() error {
+	p.mu.Lock()
+	objects := make(map[blockdev.Ref]*object, len(p.Objects))
+	for ref, o := range p.Objects {
+		objects[ref] = o
+	}
+	p.mu.Unlock()
+	found := make(map[blockdev.Ref]unix.Stat_t, len(objects))
+	for ref := range objects {
+		st, err := p.statImage(ref)
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+		found[ref] = st
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	entangled := p.entangled()
+	for ref, o := range objects {
+		if p.Objects[ref] == o {
+			p.looked(o, found[ref], entangled(o))
+		}
+	}
+	p.space.measured = time.Now()
+	return nil
+}
+
+// looked counts what an image takes. The caller holds mu.
+func (p *pool) looked(o *object, st unix.Stat_t, shared bool) {
+	blocks := st.Blocks * 512
+	o.use.shared, o.use.changed = shared, time.Unix(st.Ctim.Unix())
+	if shared {
+		p.count(o, max(0, o.use.counted-max(0, o.use.blocks-blocks))) // what went may all have been counted
+		o.use.blocks = min(o.use.blocks, blocks)
+		p.space.survey.stale = p.space.survey.stale || !o.use.changed.Equal(o.use.surveyed)
+		return
+	}
+	p.count(o, blocks)
+	o.use.blocks = blocks
+}
+
+// count sets what is counted of an image. The caller holds mu.
+func (p *pool) count(o *object, bytes int64) {
+	p.space.allocated += bytes - o.use.counted
+	o.use.counted = bytes
+}
+
+// statImage looks at the image of an object; an error may be fs.ErrNotExist.
+func (p *pool) statImage(ref blockdev.Ref) (unix.Stat_t, error) {
+	info, err := p.root.Stat(imagePath(ref))
+	if err != nil {
+		return unix.Stat_t{}, errdefs.FromErrno(err)
+	}
+	st := info.Sys().(*syscall.Stat_t)
+	return unix.Stat_t{Blocks: st.Blocks, Ctim: unix.Timespec(st.Ctim)}, nil
+}
+
+// took runs something that has the image of an object take blocks of its own, and counts them.
+func (p *pool) took(o *object, image *os.File, run func() error) error {
+	p.mu.Lock()
+	surveys := o.use.surveys
+	p.mu.Unlock()
+	var before, after unix.Stat_t
+	fd := int(image.Fd())
+	err := errors.Join(unix.Fstat(fd, &before), run(), unix.Fstat(fd, &after))
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	blocks := after.Blocks * 512
+	switch {
+	case !o.use.shared:
+		p.count(o, blocks)
+	case o.use.surveys == surveys: // which else has counted some of them
+		p.count(o, o.use.counted+max(0, blocks-before.Blocks*512))
+	}
+	o.use.blocks = blocks
+	return err
+}
+
+// statfs returns the size of the filesystem and what is free of it, in bytes.
+func (p *pool) statfs() (total, free int64, err error) {
+	var st unix.Statfs_t
+	if err := unix.Fstatfs(int(p.lock.Fd()), &st); err != nil {
+		return 0, 0, fmt.Errorf("%w: pool %s at %s: %w", errdefs.ErrUnavailable, p.name, p.location.Path, err)
+	}
+	return int64(st.Blocks) * st.Frsize, int64(st.Bavail) * st.Frsize, nil
+}
+
+// capacity looks at the account. exact waits for images that are taking their
+// blocks and looks at all anew; otherwise the answer is cheap. It is never too high.
+func (p *pool) capacity(exact bool) (blockdev.Capacity, error) {
+	if exact {
+		p.space.allocating.Lock()
+		defer p.space.allocating.Unlock()
+	}
+	p.mu.Lock()
+	stale := exact || time.Since(p.space.measured) > measureEvery
+	p.mu.Unlock()
+	if stale {
+		if err := p.look(); err != nil {
+			return blockdev.Capacity{}, err
+		}
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	size, free, err := p.statfs()
+	if err != nil {
+		return blockdev.Capacity{}, err
+	}
+	// Images that shrink (discards) give nothing that may be promised: until the next
+	// look, what is free plus what they took at the last one would count it twice.
+	if usable := free + p.space.allocated; stale || usable < p.space.usable {
+		p.space.usable = usable
+	}
+	usable := p.space.usable - int64(float64(size)*p.location.ReservePercent/100)
+	c := blockdev.Capacity{Total: max(0, int64(float64(usable)*p.location.Overprovision)), Promised: p.space.promised, MinVolume: blockdev.Granularity}
+	c.Available = max(0, c.Total-c.Promised) / blockdev.Granularity * blockdev.Granularity
+	c.MaxVolume = min(c.Available, blockdev.MaxSize)
+	return c, nil
+}
+
+// reserve promises n more bytes, or fails with errdefs.ErrNoSpace. The caller inserts the
+// object (or the larger size) that accounts for them within promise.
+func (p *pool) reserve(ctx context.Context, n int64, promise func() error) error {
+	short, err := p.tryReserve(n, promise)
+	if short == nil {
+		return err
+	}
+	if worth, err := p.surveyed(ctx); err != nil {
+		return fmt.Errorf("find out what is shared in pool %s: %w", p.name, err)
+	} else if worth {
+		if short, err = p.tryReserve(n, promise); short == nil {
+			return err
+		}
+	}
+	return short
+}
+
+// tryReserve is reserve with what is known of shared blocks; short is the errdefs.ErrNoSpace.
+func (p *pool) tryReserve(n int64, promise func() error) (short, err error) {
+	p.space.step.Lock()
+	defer p.space.step.Unlock()
+	c, err := p.capacity(false)
+	if err == nil && n > c.Available {
+		c, err = p.capacity(true)
+	}
+	if err != nil {
+		return nil, err
+	}
+	if n > c.Available {
+		return fmt.Errorf("%w: pool %s can promise %d more bytes, %d are needed; delete volumes or snapshots, or give it more room", errdefs.ErrNoSpace, p.name, c.Available, n), nil
+	}
+	return nil, promise()
+}
+
+func (p *pool) Capacity(ctx context.Context) (blockdev.Capacity, error) {
+	if err := p.alive(); err != nil {
+		return blockdev.Capacity{}, err
+	}
+	p.sweepAbandoned(ctx)
+	c, err := p.capacity(false)
+	if err == nil && p.surveySoon(ctx) {
+		c, err = p.capacity(false)
+	}
+	if err == nil && p.checkInodes() != nil {
+		c.Available, c.MaxVolume = 0, 0
+	}
+	return c, err
+}

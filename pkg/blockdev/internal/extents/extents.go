@@ -1,0 +1,31 @@
+// Package extents writes lists of ranges of bytes (blockdev.Differ).
+package extents
+
+import "github.com/ashlar-csi/ashlar/pkg/blockdev"
+
+// Writer joins adjacent ranges before it passes them on.
+type Writer struct {
+	Yield   func(blockdev.Extent) error
+	pending blockdev.Extent
+}
+
+// Add adds a range, which comes after all before.
+func (w *Writer) Add(e blockdev.Extent) error {
+	if w.pending.Length > 0 && w.pending.Offset+w.pending.Length == e.Offset {
+		w.pending.Length += e.Length
+		return nil
+	}
+	err := w.Flush()
+	w.pending = e
+	return err
+}
+
+// Flush passes on the last range.
+func (w *Writer) Flush() error {
+	if w.pending.Length == 0 {
+		return nil
+	}
+	err := w.Yield(w.pending)
+	w.pending = blockdev.Extent{}
+	return err
+}

@@ -1,0 +1,653 @@
+package lvmpool
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/internal/undoing"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/catalog"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/lvm2"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+func (p *pool) Create(ctx context.Context, spec blockdev.Spec) (blockdev.Record, error) {
+	if err := p.validate(spec); err != nil {
+		return blockdev.Record{}, err
+	}
+	p.sweepAbandoned(ctx)
+
+	p.mu.Lock()
+	damaged, o := p.damaged[spec.Ref], p.Objects[spec.Ref]
+	busy := o != nil && o.active
+	if o != nil {
+		o.active = o.state != catalog.Ready
+	}
+	p.mu.Unlock()
+	if damaged != nil {
+		return blockdev.Record{}, fmt.Errorf("create %q in pool %s: %w", spec.Name, p.name, damaged)
+	}
+	if busy {
+		return blockdev.Record{}, fmt.Errorf("create %q in pool %s: %w", spec.Name, p.name, errdefs.ErrBusy)
+	}
+	if o != nil && o.state == catalog.Ready {
+		return catalog.Same(p.name, o.record, spec)
+	}
+	if o != nil && !o.resumable(spec) {
+		if err := p.remove(ctx, spec.Ref); err != nil {
+			return blockdev.Record{}, err
+		}
+		o = nil
+	}
+	var err error
+	if o == nil {
+		o, err = p.begin(ctx, spec)
+	}
+	if err == nil {
+		err = p.fill(ctx, o, spec)
+	}
+	if err != nil {
+		p.giveUp(ctx, o, spec, err)
+		return blockdev.Record{}, fmt.Errorf("create %q in pool %s: %w", spec.Name, p.name, err)
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	o.active = false
+	return catalog.Copy(o.record), nil
+}
+
+// resumable reports whether an unfinished object is one that a spec can go on with.
+func (o *logical) resumable(spec blockdev.Spec) bool {
+	r := o.record
+	return o.state == catalog.Creating && o.copied > 0 && r.Name == spec.Name && r.Size == spec.Size && r.Origin == spec.Origin && maps.Equal(r.Labels, spec.Labels)
+}
+
+func (p *pool) validate(spec blockdev.Spec) error {
+	if err := spec.Validate(); err != nil {
+		return err
+	}
+	if spec.Provisioning != blockdev.AnyProvisioning && spec.Provisioning != blockdev.ProvisioningOf(p.thin != "") {
+		return fmt.Errorf("%w: pool %s at lvm://%s has %s volumes only", errdefs.ErrUnsupported, p.name, p.location.Path, blockdev.ProvisioningOf(p.thin != ""))
+	}
+	if err := p.checkSize(spec.Size); err != nil {
+		return err
+	}
+	if spec.Origin == (blockdev.Ref{}) {
+		return nil
+	}
+	_, origin, err := p.lookup(spec.Origin)
+	if err == nil && spec.Size < origin.Size {
+		err = fmt.Errorf("%w: %d bytes are less than the %d of %s", errdefs.ErrOutOfRange, spec.Size, origin.Size, spec.Origin)
+	}
+	return err
+}
+
+func (p *pool) checkSize(size int64) error {
+	if size <= 0 || size%p.extent != 0 || size > blockdev.MaxSize {
+		return fmt.Errorf("%w: %d bytes; a multiple of %d up to %d can be had", errdefs.ErrOutOfRange, size, p.extent, blockdev.MaxSize-blockdev.MaxSize%p.extent)
+	}
+	return nil
+}
+
+// atOnce reports whether what lvcreate made, of a size in bytes, is all there is to an object.
+func (p *pool) atOnce(spec blockdev.Spec, made int64) bool {
+	return p.thin != "" && spec.Prepare == nil && made >= spec.Size
+}
+
+// begin promises the space, and makes the logical volume with its record. The object is
+// in the index from then on, also with an error.
+func (p *pool) begin(ctx context.Context, spec blockdev.Spec) (*logical, error) {
+	o := &logical{active: true, state: catalog.Creating}
+	made := spec.Size // of what lvcreate makes
+	if p.thin != "" && spec.Origin != (blockdev.Ref{}) {
+		var err error
+		if made, err = p.whole(ctx, spec.Origin); err != nil {
+			return nil, err
+		}
+	}
+	o.record = blockdev.Record{Ref: spec.Ref, Name: spec.Name, Size: spec.Size, Thin: p.thin != "", Origin: spec.Origin, Created: time.Now().UTC(),
+		Labels: maps.Clone(spec.Labels), Ready: false}
+	var err error
+	if o.tags, err = tagsOf(o.record, o.state); err != nil {
+		return nil, err
+	}
+	if err := p.reserve(ctx, spec.Size, func() {
+		p.Put(spec.Ref, o)
+		p.space.promised += spec.Size
+	}); err != nil {
+		return nil, err
+	}
+	// -ky: not to be activated by whoever activates all there is at boot (lvcreate(8)).
+	args := []string{"lvcreate", "-n", spec.Ref.String()}
+	if p.atOnce(spec, made) {
+		args = append(args, "-an")
+	} else {
+		args = append(args, "-ay", "-K")
+	}
+	args = append(args, addTags(o.tags)...)
+	switch {
+	case p.thin == "":
+		args = append(args, "-ky", "-Wn", "-Zn", "-l", strconv.FormatInt(spec.Size/p.extent, 10), p.group)
+	case spec.Origin == (blockdev.Ref{}):
+		args = append(args, "-ky", "-V", strconv.FormatInt(spec.Size, 10)+"b", "--thinpool", p.thin, p.group)
+	default:
+		args = append(args, "-s", "-ky", p.path(spec.Origin.String()))
+	}
+	err = p.lvm.Hold(ctx, func(run lvm2.Run) error {
+		err := p.runSuspended(ctx, spec.Origin, run, args...)
+		switch {
+		case err == nil:
+			p.took(spec.Size)
+		case errors.Is(err, errdefs.ErrExists):
+			return errdefs.Recast(errdefs.ErrPrecondition, err, "a logical volume of that name is there that is not known to this pool; remove or rename it by hand")
+		case errors.Is(err, errdefs.ErrNoSpace), errors.Is(err, errdefs.ErrInvalid), errors.Is(err, lvm2.ErrNoLV):
+			return err
+		default: // it may have been made, or not
+			p.unreserve(spec.Size)
+		}
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		if o.made = true; err == nil {
+			o.size = made
+		}
+		return err
+	})
+	if errors.Is(err, lvm2.ErrNoLV) {
+		err = errdefs.Recast(errdefs.ErrDataLoss, err, "somebody removed what it is to be a copy of")
+	}
+	if err != nil {
+		return o, err
+	}
+	if p.thin != "" && spec.Cut != nil {
+		if err := spec.Cut(ctx); err != nil {
+			return o, err
+		}
+	}
+	return o, nil
+}
+
+// runSuspended runs a command while the writes to the origin, if there is one, are held
+// back.
+func (p *pool) runSuspended(ctx context.Context, origin blockdev.Ref, run lvm2.Run, args ...string) error {
+	resume := func() error { return nil }
+	if origin != (blockdev.Ref{}) {
+		var err error
+		if resume, err = p.Suspend(ctx, origin); err != nil {
+			return err
+		}
+	}
+	_, err := run(args...)
+	return errors.Join(err, resume())
+}
+
+// giveUp undoes an unfinished object, unless a retry can go on with its copy.
+func (p *pool) giveUp(ctx context.Context, o *logical, spec blockdev.Spec, cause error) {
+	if o == nil {
+		return
+	}
+	ended := errors.Is(cause, context.Canceled) || errors.Is(cause, context.DeadlineExceeded)
+	p.mu.Lock()
+	switch resume := o.copied > 0 && (o.source != "" || spec.Origin.Kind != blockdev.Volume); {
+	case ended && resume:
+		o.touched, o.active = time.Now(), false
+	case ended: // no time is left; the next call undoes it
+		o.state, o.record.Ready = catalog.Creating, false
+		o.touched, o.active = time.Time{}, false
+	default:
+		o.state, o.record.Ready = catalog.Creating, false
+	}
+	p.mu.Unlock()
+	if ended {
+		return
+	}
+	ctx, cancel := undoing.Context(ctx)
+	defer cancel()
+	_ = p.remove(ctx, spec.Ref) // a failure has its own next try
+}
+
+// fill makes the bytes, and then the object ready. That is a change of its own also where there
+// are no bytes to make: lvm2 writes down a thin volume before the thin pool has it, and does
+// not make up for that when it finds one that a crash left so.
+func (p *pool) fill(ctx context.Context, o *logical, spec blockdev.Spec) error {
+	if p.atOnce(spec, p.known(o).size) {
+		return p.save(ctx, o, o.record, catalog.Ready)
+	}
+	d, err := p.activateObject(ctx, o, spec.Ref)
+	if err != nil {
+		return err
+	}
+	target, err := dm.Open(d, os.O_RDWR|unix.O_DIRECT)
+	if err != nil {
+		return err
+	}
+	defer target.Close()
+	// From here on it goes with the driver.
+	if _, err := dm.Remove(d.Name); err != nil {
+		return err
+	}
+	record := o.record
+	switch {
+	case p.thin == "" && spec.Origin == (blockdev.Ref{}):
+		o.copied, err = zeroFrom(ctx, target, o.copied, spec.Size)
+	case p.thin == "":
+		if err = p.copyOrigin(ctx, o, target, spec); err == nil && o.source != "" {
+			record.Created = o.cut
+		}
+	case p.known(o).size < spec.Size: // it is a copy of a smaller one
+		err = p.lvm.Hold(ctx, func(run lvm2.Run) error { return p.extend(run, o, spec.Ref, spec.Size) })
+	}
+	if err == nil && spec.Prepare != nil {
+		err = spec.Prepare(ctx, d.Path())
+	}
+	if err != nil {
+		return err
+	}
+	if err := target.Sync(); err != nil {
+		return fmt.Errorf("sync %s: %w", d.Path(), errdefs.FromErrno(err))
+	}
+	if err := p.dropCut(ctx, o); err != nil {
+		return err
+	}
+	target.Close()
+	if err := p.save(ctx, o, record, catalog.Ready); err != nil {
+		return err
+	}
+	p.removeNodes(spec.Ref.String())
+	return nil
+}
+
+// extend makes a logical volume larger, by extents that are told or by any; the caller has
+// the turn. Its device, which may be about to go with its last user, is held meanwhile: lvm2 would
+// have the thin pool suspended when it finds that it is gone, and could not go on.
+func (p *pool) extend(run lvm2.Run, o *logical, ref blockdev.Ref, size int64, where ...string) error {
+	base, err := p.own(p.device(ref.String()))
+	if err != nil {
+		return err
+	}
+	if base != nil && base.Live {
+		held, err := dm.Open(base, os.O_RDONLY)
+		if err == nil {
+			defer held.Close()
+		} else if !dm.Vanished(err) {
+			return err
+		}
+	}
+	_, err = run(append([]string{"lvextend", "-L", strconv.FormatInt(size, 10) + "b", p.path(ref.String())}, where...)...)
+	if err == nil {
+		p.mu.Lock()
+		o.size = size
+		p.mu.Unlock()
+	}
+	return err
+}
+
+// Suspend: see Suspender. It is our device over the logical volume that is suspended: lvm2
+// does not send its messages to a thin pool for a volume that somebody else suspended.
+func (p *pool) Suspend(_ context.Context, ref blockdev.Ref) (resume func() error, err error) {
+	nothing := func() error { return nil }
+	if _, _, err := p.lookup(ref); err != nil {
+		return nil, err
+	}
+	d, _, err := p.devices(ref)
+	if err != nil || d == nil || d.Suspended {
+		return nothing, err
+	}
+	f, err := dm.Open(d, os.O_RDONLY)
+	if dm.Vanished(err) {
+		return nothing, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	if err := f.Sync(); err != nil { // what the page cache of a raw device holds
+		return nil, fmt.Errorf("flush %s: %w", d.Path(), errdefs.FromErrno(err))
+	}
+	p.hold(d.Name, true)
+	if err := dm.Suspend(d.Name); err != nil {
+		p.hold(d.Name, false)
+		return nil, err
+	}
+	return func() (err error) {
+		// What waits for it cannot be interrupted: not even the thawing of its filesystem.
+		for range resumeTries {
+			var now *dm.Device
+			if now, err = p.own(d.Name); err == nil && now != nil && now.Suspended {
+				err = dm.Resume(d.Name, 0)
+			}
+			if err == nil {
+				break
+			}
+			time.Sleep(resumePause)
+		}
+		p.hold(d.Name, false)
+		return err
+	}, nil
+}
+
+// resumeTries bounds how often it is tried to resume a device.
+const (
+	resumeTries = 10
+	resumePause = 100 * time.Millisecond
+)
+
+func (p *pool) hold(device string, held bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if held {
+		p.held[device] = true
+	} else {
+		delete(p.held, device)
+	}
+}
+
+// cutSize is what the space for the changes of a volume takes while it is copied, in
+// bytes: all of it may change, and each chunk of 64 KiB has an entry of 16 bytes.
+func (p *pool) cutSize(size int64) int64 {
+	return (size+size/2048+p.extent-1)/p.extent*p.extent + p.extent
+}
+
+// copyOrigin makes the target a copy of the origin. One that somebody may be writing to
+// is cut first (dm-snapshot), for as long as the copy takes.
+func (p *pool) copyOrigin(ctx context.Context, o *logical, target *os.File, spec blockdev.Spec) error {
+	_, origin, err := p.lookup(spec.Origin)
+	if err != nil {
+		return err
+	}
+	if o.source == "" && !o.origin.Equal(origin.Created) {
+		o.copied, o.origin = 0, origin.Created
+	}
+	writable, _, err := p.devices(spec.Origin)
+	if err != nil {
+		return err
+	}
+	if o.source == "" && writable != nil {
+		if err := p.makeCut(ctx, o, spec); err != nil {
+			return err
+		}
+	}
+	if o.source != "" && spec.Cut != nil { // also of an earlier call: nobody has to wait for the rest
+		if err := spec.Cut(ctx); err != nil {
+			return err
+		}
+	}
+	var from *os.File
+	if o.source == "" {
+		if from, _, err = p.openForReading(ctx, spec.Origin); err != nil {
+			return err
+		}
+	} else {
+		d, err := p.activate(ctx, o.source)
+		if err == nil {
+			from, err = dm.Open(d, os.O_RDONLY|unix.O_DIRECT)
+		}
+		if err != nil {
+			return errdefs.Recast(errdefs.ErrUnavailable, err, "what it is copied from cannot be brought up")
+		}
+	}
+	defer from.Close()
+	o.copied, err = copyDevice(ctx, target, from, o.copied, origin.Size)
+	if err == nil {
+		err = zeroRange(ctx, target, origin.Size, spec.Size)
+	}
+	return err
+}
+
+// makeCut fixes the bytes of the origin in a snapshot of lvm2's, which is no object.
+func (p *pool) makeCut(ctx context.Context, o *logical, spec blockdev.Spec) error {
+	size := p.cutSize(o.record.Size)
+	if err := p.reserve(ctx, size, func() {}); err != nil {
+		return fmt.Errorf("it is written to while it is copied, and there is no room for what changes: %w", err)
+	}
+	name := "cut." + spec.Ref.String()
+	o.cut = time.Now().UTC()
+	return p.lvm.Hold(ctx, func(run lvm2.Run) error {
+		err := p.runSuspended(ctx, spec.Origin, run, "lvcreate", "-s", "-kn", "-c", "64k", "--addtag", tagOurs, "-n", name,
+			"-l", strconv.FormatInt(size/p.extent, 10), p.path(spec.Origin.String()))
+		if err == nil {
+			p.took(size)
+		} else {
+			p.unreserve(size)
+		}
+		if err == nil || !lvm2.Refused(err) {
+			o.source, o.copied = name, 0
+		}
+		return err
+	})
+}
+
+// dropCuts removes what copies of an object that are not finished are made from; they
+// begin anew.
+func (p *pool) dropCuts(ctx context.Context, origin blockdev.Ref) error {
+	p.mu.Lock()
+	var copies []*logical
+	for _, o := range p.Objects {
+		if o.record.Origin == origin {
+			copies = append(copies, o)
+		}
+	}
+	p.mu.Unlock()
+	for _, o := range copies {
+		if err := p.dropCut(ctx, o); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// dropCut removes what a copy is made from, if that was cut for it. What is not finished of
+// it is worth nothing then.
+func (p *pool) dropCut(ctx context.Context, o *logical) error {
+	if o.source == "" {
+		return nil
+	}
+	if err := p.drop(ctx, o.source, p.cutSize(o.record.Size)); err != nil {
+		return err
+	}
+	o.source, o.copied = "", 0
+	return nil
+}
+
+func (p *pool) Expand(ctx context.Context, ref blockdev.Ref, size int64) (blockdev.Record, error) {
+	o, record, err := p.lookup(ref)
+	if err != nil {
+		return blockdev.Record{}, err
+	}
+	if ref.Kind != blockdev.Volume {
+		return blockdev.Record{}, fmt.Errorf("%w: a snapshot does not grow", errdefs.ErrInvalid)
+	}
+	if size > record.Size {
+		if err := p.checkSize(size); err != nil {
+			return blockdev.Record{}, err
+		}
+	}
+	// Also because what a growth that was cut short did is not known without a report.
+	have, err := p.whole(ctx, ref)
+	if err != nil {
+		return blockdev.Record{}, fmt.Errorf("expand %s in pool %s: %w", ref, p.name, err)
+	}
+	if size = max(size, have); size > record.Size {
+		if err := p.grow(ctx, o, record, size); err != nil {
+			return blockdev.Record{}, fmt.Errorf("expand %s in pool %s to %d bytes: %w", ref, p.name, size, err)
+		}
+	}
+	// Also with nothing to grow: a retry may come after a crash between the two.
+	if err := p.resize(ref, o); err != nil {
+		return blockdev.Record{}, err
+	}
+	return catalog.Copy(o.record), nil
+}
+
+// whole makes sure that all of the logical volume of a ready object is there, as what is
+// lost is not made up for, and returns its size.
+func (p *pool) whole(ctx context.Context, ref blockdev.Ref) (size int64, err error) {
+	if err := p.refresh(ctx, lvmFresh); err != nil {
+		return 0, err
+	}
+	o, record, err := p.lookup(ref)
+	if err != nil {
+		return 0, err
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if o.missing {
+		return 0, fmt.Errorf("%w: the logical volume %s is gone; restore it from a backup, or delete the volume", errdefs.ErrDataLoss, p.path(ref.String()))
+	}
+	if o.size < record.Size {
+		return 0, p.truncated(record, o.size)
+	}
+	return o.size, nil
+}
+
+// growStep is how much a volume grows by at once, in bytes: what a call that ran out of
+// time has zeroed stays with the volume, and the next one goes on from there. The record
+// has the new size when all is there.
+const growStep = 8 << 30
+
+func (p *pool) grow(ctx context.Context, o *logical, record blockdev.Record, size int64) error {
+	if err := errors.Join(p.dropCuts(ctx, record.Ref), p.dropSpare(ctx, o)); err != nil {
+		return err
+	}
+	promise := size - record.Size
+	have := p.known(o).size // more than the record says after a growth that was cut short
+	if size > have {
+		if err := p.reserve(ctx, size-have, func() { p.space.promised += promise }); err != nil {
+			return err
+		}
+		var err error
+		for at := have; err == nil && at < size; at = p.known(o).size {
+			err = p.enlarge(ctx, o, record.Ref, at, min(size, at+growStep-growStep%p.extent))
+		}
+		if err != nil {
+			p.mu.Lock()
+			p.space.pending -= size - o.size
+			p.space.promised -= promise
+			p.space.at = time.Time{}
+			p.mu.Unlock()
+			return p.gone(o, err)
+		}
+	} else {
+		p.mu.Lock()
+		p.space.promised += promise
+		p.mu.Unlock()
+	}
+	record.Size = size
+	if err := p.save(ctx, o, record, catalog.Ready); err != nil {
+		p.mu.Lock()
+		p.space.promised -= promise
+		p.mu.Unlock()
+		return err
+	}
+	return nil
+}
+
+func spareOf(ref blockdev.Ref) string { return "grow." + ref.Key }
+
+// dropSpare removes what is left of a growth that was cut short.
+func (p *pool) dropSpare(ctx context.Context, o *logical) error {
+	if !o.spare {
+		return nil
+	}
+	if err := p.drop(ctx, spareOf(o.record.Ref), 0); err != nil {
+		return err
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	o.spare = false
+	p.space.at = time.Time{} // nobody counted it
+	return nil
+}
+
+// enlarge gives a logical volume space, which is pending. Linear volumes get none that
+// has not been zeroed: it is zeroed as a volume of its own, and then given over extent by
+// extent.
+func (p *pool) enlarge(ctx context.Context, o *logical, ref blockdev.Ref, have, size int64) error {
+	var where []string
+	spare := spareOf(ref)
+	if p.thin == "" {
+		o.spare = true
+		var err error
+		if where, err = p.prepareExtents(ctx, spare, size-have); err != nil {
+			if ctx.Err() != nil { // no time is left; the next growth removes it
+				return err
+			}
+			undo, cancel := undoing.Context(ctx)
+			defer cancel()
+			return errors.Join(err, p.dropSpare(undo, o))
+		}
+	}
+	return p.lvm.Hold(ctx, func(run lvm2.Run) error {
+		if p.thin == "" {
+			if _, err := run("lvremove", "-f", p.path(spare)); err != nil {
+				return err
+			}
+			o.spare = false
+			p.removeNodes(spare)
+		}
+		err := p.extend(run, o, ref, size, where...)
+		if err == nil {
+			p.took(size - have)
+		}
+		return err
+	})
+}
+
+// prepareExtents zeroes free extents of the group, as a logical volume of its own, and
+// returns which they are: DEVICE:FIRST-LAST.
+func (p *pool) prepareExtents(ctx context.Context, spare string, size int64) ([]string, error) {
+	if _, err := p.lvm.Run(ctx, "lvcreate", "-ay", "-Wn", "-Zn", "--addtag", tagOurs, "-n", spare,
+		"-l", strconv.FormatInt(size/p.extent, 10), p.group); err != nil {
+		return nil, err
+	}
+	d, err := p.activate(ctx, spare)
+	if err != nil {
+		return nil, err
+	}
+	f, err := dm.Open(d, os.O_RDWR|unix.O_DIRECT)
+	if err != nil {
+		return nil, err
+	}
+	if err := errors.Join(zeroRange(ctx, f, 0, size), f.Sync(), f.Close()); err != nil {
+		return nil, err
+	}
+	rows, err := p.lvm.Run(ctx, "lvs", "--segments", "-o", "seg_pe_ranges", p.path(spare))
+	var where []string
+	for _, r := range rows {
+		where = append(where, strings.Fields(r["seg_pe_ranges"])...)
+	}
+	if err == nil && len(where) == 0 {
+		err = fmt.Errorf("%w: lvm2 does not tell the extents of %s", errdefs.ErrUnavailable, p.path(spare))
+	}
+	return slices.Compact(where), err
+}
+
+// resize lets attached devices see the size of their volume.
+func (p *pool) resize(ref blockdev.Ref, o *logical) error {
+	writable, readOnly, err := p.devices(ref)
+	if err != nil {
+		return err
+	}
+	base, err := p.own(p.device(ref.String()))
+	if err != nil || base == nil {
+		return err
+	}
+	for _, d := range []*dm.Device{writable, readOnly} {
+		if d == nil {
+			continue
+		}
+		if err := dm.Show(d.Name, d.UUID, base.Number, p.known(o).size, d.ReadOnly); err != nil {
+			return err
+		}
+	}
+	return nil
+}

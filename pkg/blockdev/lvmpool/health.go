@@ -1,0 +1,161 @@
+package lvmpool
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/catalog"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/lvm2"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+func (p *pool) Health(ctx context.Context, ref blockdev.Ref) ([]blockdev.Problem, error) {
+	_, record, err := p.lookup(ref)
+	if errors.Is(err, errdefs.ErrDataLoss) {
+		return []blockdev.Problem{{Severity: blockdev.DataLoss, Reason: "RecordDamaged", Message: err.Error()}}, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	if err := p.refresh(ctx, lvmFresh); err != nil {
+		if ctx.Err() != nil {
+			return nil, err
+		}
+		return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "PoolUnavailable", Message: fmt.Sprintf("pool %s: %v", p.name, err)}}, nil
+	}
+	found := p.find(ref)
+	if found == nil {
+		return nil, fmt.Errorf("%w: no %s in pool %s", errdefs.ErrNotFound, ref, p.name)
+	}
+	where, o := p.path(ref.String()), p.known(found)
+	switch {
+	case o.missing:
+		return []blockdev.Problem{{Severity: blockdev.DataLoss, Reason: "VolumeMissing", Message: fmt.Sprintf("the logical volume %s is gone; restore it from a backup, or delete the volume", where)}}, nil
+	case o.size < record.Size:
+		return []blockdev.Problem{{Severity: blockdev.DataLoss, Reason: "VolumeTruncated", Message: fmt.Sprintf("the logical volume %s has %d bytes, its record says %d", where, o.size, record.Size)}}, nil
+	case strings.Contains(o.ill, "partial"):
+		return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "DeviceMissing", Message: fmt.Sprintf("a physical volume under %s is missing; bring the disk back, or restore the volume from a backup", where)}}, nil
+	case o.ill != "":
+		return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "VolumeFailed", Message: fmt.Sprintf("lvm2 says of %s: %s", where, o.ill)}}, nil
+	}
+	if p.thin != "" {
+		use, err := p.thinUse(ctx)
+		if err != nil {
+			return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "PoolUnavailable", Message: err.Error()}}, nil
+		}
+		if use.failed() {
+			return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "PoolFailed", Message: p.full(use)}}, nil
+		}
+		if use.mode != "rw" {
+			return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "PoolFull", Message: p.full(use)}}, nil
+		}
+	}
+	return nil, nil
+}
+
+// metadataLow is when the metadata areas of a group are said to be nearly full: below
+// this part of their size. Each volume takes about 1 KiB of them.
+const metadataLow = 0.05
+
+func (p *pool) PoolHealth(ctx context.Context) []blockdev.Problem {
+	if err := p.refresh(ctx, lvmFresh); err != nil {
+		return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "PoolUnavailable", Message: fmt.Sprintf("pool %s: %v", p.name, err)}}
+	}
+	c, use, err := p.capacity(ctx)
+	if err != nil {
+		return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "PoolUnavailable", Message: fmt.Sprintf("pool %s: %v", p.name, err)}}
+	}
+	var problems []blockdev.Problem
+	say := func(severity blockdev.Severity, reason, format string, args ...any) {
+		problems = append(problems, blockdev.Problem{Severity: severity, Reason: reason, Message: fmt.Sprintf("pool %s: ", p.name) + fmt.Sprintf(format, args...)})
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.thin != "" {
+		switch full := p.full(use); {
+		case use.failed():
+			say(blockdev.Inaccessible, "PoolFailed", "%s", full)
+		case use.mode != "rw":
+			say(blockdev.Inaccessible, "PoolFull", "%s", full)
+		case full != "":
+			say(blockdev.Degraded, "PoolNearlyFull", "%s", full)
+		}
+		if c.Promised > c.Total {
+			say(blockdev.Degraded, "PoolOvercommitted", "%d bytes are promised, and %d may be: thin pool %s has shrunk, or others have volumes in it; extend it (lvextend)", c.Promised, c.Total, p.path(p.thin))
+		}
+	}
+	if p.space.missing > 0 {
+		say(blockdev.Degraded, "DeviceMissing", "%d physical volumes of group %s are missing; lvm2 changes nothing in it until they are back or given up (vgreduce --removemissing)", p.space.missing, p.group)
+	}
+	if float64(p.space.metaFree) < float64(p.space.metaSize)*metadataLow {
+		say(blockdev.Degraded, "GroupMetadataNearlyFull", "the metadata areas of group %s have %d of %d bytes left; add a physical volume with a larger one (pvcreate --metadatasize)", p.group, p.space.metaFree, p.space.metaSize)
+	}
+	if len(p.damaged) > 0 {
+		var failures []string
+		for _, err := range p.damaged {
+			failures = append(failures, err.Error())
+		}
+		slices.Sort(failures)
+		say(blockdev.Degraded, "RecordDamaged", "%s", strings.Join(failures, "; "))
+	}
+	if len(p.strays) > 0 {
+		say(blockdev.Degraded, "UnknownVolume", "these are named like volumes of this driver and are not tagged as such; nothing uses them and nothing removes them: %s", strings.Join(p.strays, ", "))
+	}
+	if len(p.renamed) > 0 {
+		say(blockdev.Degraded, "VolumeRenamed", "these have the tags of volumes of this driver under other names, so nothing uses them and nothing removes them; lvrename them back, or take the tags away: %s", strings.Join(p.renamed, ", "))
+	}
+	return problems
+}
+
+// LVMSurvey is what an LVM pool would find, looked at without opening it. All sizes are
+// in bytes.
+type LVMSurvey struct {
+	Size, Free int64 // of the volume group
+	Extent     int64
+	Missing    int   // physical volumes
+	Volumes    int   // that carry the driver's tag
+	Promised   int64 // the sum of their sizes
+	ThinSize   int64
+	// Written are the physical volumes to which zeros are written block by block; the
+	// others have a command that guarantees them (write zeroes, or discards that do).
+	Written []string
+	Problem string // why the pool would not open; empty if it would
+}
+
+// SurveyLVM looks at the place of an LVM pool. It changes nothing.
+func SurveyLVM(ctx context.Context, loc blockdev.Location) (LVMSurvey, error) {
+	p := &pool{location: loc, Index: catalog.NewIndex[*logical](), damaged: map[blockdev.Ref]error{}}
+	p.group, p.thin, _ = strings.Cut(loc.Path, "/")
+	p.lvm = lvm2.New("lvm", func(lvm2.Run) {}, nil) // it changes nothing, so there is nothing to flush
+	defer p.lvm.Close()
+	rows, err := p.reportNow(ctx)
+	if err != nil {
+		return LVMSurvey{}, err
+	}
+	if err := p.space.read(rows, ""); err != nil {
+		return LVMSurvey{}, err
+	}
+	s := LVMSurvey{Size: p.space.total, Free: p.space.free, Missing: p.space.missing}
+	if p.thin != "" {
+		if err := p.checkThin(rows); err != nil {
+			s.Problem = err.Error()
+		}
+	}
+	s.Extent, _ = strconv.ParseInt(rows[0]["vg_extent_size"], 10, 64)
+	s.Written = writtenZeros(rows)
+	for _, r := range rows[1:] {
+		size, _ := strconv.ParseInt(r["lv_size"], 10, 64)
+		if _, tagged, ok := p.ours(r); tagged && ok {
+			s.Volumes, s.Promised = s.Volumes+1, s.Promised+size
+		}
+		if r["lv_name"] == p.thin {
+			s.ThinSize = size
+		}
+	}
+	return s, nil
+}

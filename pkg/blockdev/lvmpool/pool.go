@@ -1,0 +1,702 @@
+// Package lvmpool is pools of logical volumes: those of a volume group, or of a thin pool in it.
+package lvmpool
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+	"k8s.io/klog/v2"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/catalog"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/held"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/lvm2"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// pool keeps each object as a logical volume of one volume group, with the record in
+// its tags (tags.go):
+//
+//	vol.KEY, snap.KEY    the objects
+//	grow.KEY             space that is being zeroed before the volume KEY gets it
+//	cut.KIND.KEY         what the copy KIND.KEY is made from: the moment of its cut
+//
+// A pool is either the linear volumes with our tag of a group, or those of one thin pool
+// in it. All else in the group is others' and is never touched. A volume whose tags say
+// creating or deleting belongs to nobody, and is removed when the pool is opened; so are
+// grow.KEY and cut.KEY.
+//
+// What is in memory is a cache of one report, changed only after lvm2 did what it was
+// told.
+type pool struct {
+	name     string
+	location blockdev.Location
+	group    string
+	thin     string // name of the thin pool; empty for linear volumes
+	lvm      *lvm2.Shell
+	lock     *os.File
+	uuid     string // of the group, without dashes
+	id       string // see ID
+	extent   int64  // bytes
+	// Whoever has the turn may look at these.
+	disks      []string // the physical volumes that are there, as lvm2 last told
+	unsure     bool     // of the messages to the thin pool: see deliver
+	delivering []string // volumes that deliver made, and that may be there
+	down       bool     // the thin pool may have been left down: see raise
+	mending    bool
+
+	mu sync.Mutex
+	catalog.Index[*logical]
+	damaged map[blockdev.Ref]error // records that cannot be read
+	held    map[string]bool        // devices that Suspend has suspended
+	strays  []string               // volumes named like ours, without our tag
+	renamed []string               // volumes with a record, named like nothing of ours
+	space   lvmSpace
+}
+
+// logical is what is known of one object.
+type logical struct {
+	record  blockdev.Record
+	state   catalog.State
+	tags    []string // ours, as they are on the volume
+	inGroup          // as the last report said, and what was done since
+
+	attaching sync.Mutex // held while devices are brought up
+
+	spare  bool // grow.KEY may be there still, of a growth that was cut short
+	active bool // somebody is making it ready, or removing it
+	// Of an unfinished copy:
+	copied  int64     // bytes that are in place
+	source  string    // the logical volume that was cut for it to be made from; empty: the origin itself
+	cut     time.Time // when it was cut
+	origin  time.Time // Record.Created of the origin
+	touched time.Time // when it was last worked on
+}
+
+// inGroup is what is known of a logical volume; any call may bring it up to date. Guarded by
+// pool.mu: see pool.known.
+type inGroup struct {
+	size    int64  // bytes
+	made    bool   // it is there
+	missing bool   // it was there, and is not in the last report
+	ill     string // what lvm2 says is wrong with it
+}
+
+// known returns what is known of the logical volume of an object.
+func (p *pool) known(o *logical) inGroup {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return o.inGroup
+}
+
+func (p *pool) Name() string { return p.name }
+
+func (p *pool) Granularity() int64 { return p.extent }
+
+// path of a logical volume as lvm2 takes it.
+func (p *pool) path(volume string) string { return p.group + "/" + volume }
+
+// device is the name of the device of a logical volume (libdevmapper: dashes double).
+func (p *pool) device(volume string) string {
+	return strings.ReplaceAll(p.group, "-", "--") + "-" + strings.ReplaceAll(volume, "-", "--")
+}
+
+// Open opens the pool in a volume group or thin pool, which are the operator's to make, and finishes or undoes what a crash left
+// half-done in it. errdefs.ErrUnavailable if it is not there.
+func Open(ctx context.Context, name string, loc blockdev.Location, known blockdev.Known) (_ blockdev.Pool, err error) {
+	p := &pool{name: name, location: loc, Index: catalog.NewIndex[*logical](), damaged: map[blockdev.Ref]error{}, held: map[string]bool{}}
+	p.group, p.thin, _ = strings.Cut(loc.Path, "/")
+	p.unsure = p.thin != ""
+	p.lvm = lvm2.New("lvm", func(run lvm2.Run) { p.mend(context.WithoutCancel(ctx), run) }, p.flush)
+	defer func() {
+		if err != nil {
+			p.Close()
+			err = fmt.Errorf("open pool %s at lvm://%s: %w", name, loc.Path, err)
+		}
+	}()
+	rows, err := p.reportNow(ctx)
+	if err != nil {
+		return nil, err
+	}
+	p.lvm.FlushNext() // a driver before this one may have died before it flushed
+	first := rows[0]
+	p.uuid = strings.ReplaceAll(first["vg_uuid"], "-", "")
+	if p.extent, err = strconv.ParseInt(first["vg_extent_size"], 10, 64); err != nil || p.extent%blockdev.Granularity != 0 || p.extent == 0 {
+		return nil, fmt.Errorf("%w: volume group %s has extents of %q bytes; a multiple of %d is needed", errdefs.ErrUnsupported, p.group, first["vg_extent_size"], blockdev.Granularity)
+	}
+	if longest := p.device("cut.snap."+strings.Repeat("0", 32)) + readOnlySuffix; len(longest) >= dm.NameSize {
+		return nil, fmt.Errorf("%w: the name of volume group %s is too long, as the kernel takes names of devices of %d bytes; vgrename it", errdefs.ErrUnsupported, p.group, dm.NameSize-1)
+	}
+	if p.id = poolID(rows, p.thin); p.id != "" {
+		if err := blockdev.Expect(ctx, known, p.id); err != nil {
+			return nil, err
+		}
+	}
+	if err := p.exclude(); err != nil {
+		return nil, err
+	}
+	if p.thin != "" {
+		if err := p.openThin(ctx, rows); err != nil {
+			return nil, err
+		}
+	}
+	p.resume(ctx, func(args ...string) ([]lvm2.Row, error) { return p.lvm.Run(ctx, args...) }, func(volume string) bool {
+		at := slices.IndexFunc(rows, func(r lvm2.Row) bool { return r["lv_name"] == volume })
+		if at < 0 {
+			return leftover(volume) // it was never written down; nobody else makes such
+		}
+		_, tagged, ok := p.ours(rows[at])
+		return tagged && (ok || leftover(volume))
+	})
+	// Again, as what another process did until it let go of the lock may not be in it.
+	if rows, err = p.reportNow(ctx); err != nil {
+		return nil, err
+	}
+	leftovers, err := p.load(rows)
+	if err != nil {
+		return nil, err
+	}
+	p.sweep(ctx, leftovers)
+	p.settle(ctx)
+	p.release(ctx)
+	p.splitTables(ctx)
+	if p.thin == "" {
+		klog.FromContext(ctx).Info("New volumes are zeroed before they are handed out", "pool", p.name, "byWritingTo", writtenZeros(rows))
+	}
+	return p, nil
+}
+
+// report asks for a row of the group, and after it one for each of its volumes, and one for
+// each of its physical volumes.
+func (p *pool) report(run lvm2.Run) ([]lvm2.Row, error) {
+	rows, err := run("fullreport",
+		"--configreport", "vg", "-o", "vg_uuid,vg_extent_size,vg_extent_count,vg_free_count,vg_missing_pv_count,vg_mda_free,vg_mda_size",
+		"--configreport", "lv", "-o", "lv_name,lv_uuid,lv_tags,lv_size,lv_layout,pool_lv,lv_health_status,lv_attr",
+		"--configreport", "pv", "-o", "pv_name", "--configreport", "pvseg", "-o", "pvseg_start", "--configreport", "seg", "-o", "seg_start", p.group)
+	var group, volumes []lvm2.Row
+	for _, r := range rows {
+		if r["vg_uuid"] != "" {
+			group = append(group, r)
+		} else if r["lv_name"] != "" || r["pv_name"] != "" {
+			volumes = append(volumes, r)
+		}
+	}
+	if err == nil && len(group) != 1 {
+		err = fmt.Errorf("%w: volume group %s is not there", errdefs.ErrUnavailable, p.group)
+	}
+	if err == nil {
+		p.disks = nil
+		for _, r := range volumes {
+			if strings.HasPrefix(r["pv_name"], "/") && !slices.Contains(p.disks, r["pv_name"]) {
+				p.disks = append(p.disks, r["pv_name"])
+			}
+		}
+	}
+	return append(group, volumes...), err
+}
+
+// poolID is the UUID that lvm2 gave the thin pool, or else the group; empty for a thin pool that is not
+// there.
+func poolID(rows []lvm2.Row, thin string) string {
+	if thin == "" {
+		return rows[0]["vg_uuid"]
+	}
+	i := slices.IndexFunc(rows, func(r lvm2.Row) bool { return r["lv_name"] == thin })
+	if i < 0 {
+		return ""
+	}
+	return rows[i]["lv_uuid"]
+}
+
+// ID: see Identified.
+func (p *pool) ID() string { return p.id }
+
+// flush makes the disks of the group write out what they have cached: lvm2 waits for its
+// writes, but flushes none of them, so what it has changed would not survive a power cut. Not
+// a errdefs.FromErrno: that a disk has no space is not that of the pool.
+func (p *pool) flush() error {
+	for _, disk := range p.disks {
+		f, err := os.Open(disk)
+		if err != nil {
+			return fmt.Errorf("flush %s: %w", disk, err)
+		}
+		if err := errors.Join(f.Sync(), f.Close()); err != nil {
+			return fmt.Errorf("flush %s: %w", disk, err)
+		}
+	}
+	return nil
+}
+
+// reportNow is report for a caller without the turn.
+func (p *pool) reportNow(ctx context.Context) (rows []lvm2.Row, err error) {
+	err = p.lvm.Hold(ctx, func(run lvm2.Run) error {
+		rows, err = p.report(run)
+		return err
+	})
+	return rows, err
+}
+
+// lockFolder is where pools are locked against other processes of this machine: lvm2's own,
+// as containers that use lvm2 have to share it anyway.
+const lockFolder = "/run/lock/lvm"
+
+// exclude keeps a second process away from the pool.
+func (p *pool) exclude() error {
+	if err := os.MkdirAll(lockFolder, 0o700); err != nil {
+		return errdefs.FromErrno(err)
+	}
+	var err error
+	if p.lock, err = os.OpenFile(lockFolder+"/ashlar."+p.uuid+"."+p.thin, os.O_RDWR|os.O_CREATE, 0o600); err != nil {
+		return errdefs.FromErrno(err)
+	}
+	if err := unix.Flock(int(p.lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		if errors.Is(err, unix.EWOULDBLOCK) {
+			return fmt.Errorf("%w: another process uses it as a pool", errdefs.ErrInUse)
+		}
+		return errdefs.FromErrno(err)
+	}
+	return nil
+}
+
+// checkThin makes sure that the thin pool is there and fit for the purpose.
+func (p *pool) checkThin(rows []lvm2.Row) error {
+	i := slices.IndexFunc(rows, func(r lvm2.Row) bool { return r["lv_name"] == p.thin })
+	if i < 0 {
+		return fmt.Errorf("%w: volume group %s has no thin pool %s; make it with lvcreate --type thin-pool", errdefs.ErrUnavailable, p.group, p.thin)
+	}
+	if !slices.Contains(strings.Split(rows[i]["lv_layout"], ","), "pool") {
+		return fmt.Errorf("%w: %s is no thin pool but %s", errdefs.ErrInvalid, p.path(p.thin), rows[i]["lv_layout"])
+	}
+	if attr := rows[i]["lv_attr"]; len(attr) < 8 || attr[7] != 'z' { // lvs(8)
+		return fmt.Errorf("%w: thin pool %s does not zero new blocks, so one volume would show what another held; lvchange --zero y %s", errdefs.ErrUnsupported, p.path(p.thin), p.path(p.thin))
+	}
+	return nil
+}
+
+func (p *pool) openThin(ctx context.Context, rows []lvm2.Row) error {
+	if err := p.checkThin(rows); err != nil {
+		return err
+	}
+	return p.lvm.Hold(ctx, p.raise)
+}
+
+// ours tells which object of this pool a row of the report is; false for what belongs to
+// others or to another pool.
+func (p *pool) ours(r lvm2.Row) (ref blockdev.Ref, tagged, ok bool) {
+	tagged = len(ourTags(r)) > 0
+	if r["pool_lv"] != p.thin || (p.thin == "" && !strings.Contains(r["lv_layout"], "linear")) {
+		return ref, tagged, false
+	}
+	ref = blockdev.ParseRef(r["lv_name"])
+	return ref, tagged, ref.Validate() == nil
+}
+
+// leftover reports whether a volume with our tag is what is left of a growth or a copy.
+func leftover(volume string) bool {
+	if key, ok := strings.CutPrefix(volume, "grow."); ok {
+		return blockdev.ValidKey(key)
+	}
+	of, ok := strings.CutPrefix(volume, "cut.")
+	return ok && blockdev.ParseRef(of).Validate() == nil
+}
+
+func splitTags(r lvm2.Row) []string { return strings.Split(r["lv_tags"], ",") }
+
+func ourTags(r lvm2.Row) []string {
+	tags := slices.DeleteFunc(splitTags(r), func(tag string) bool { return tag != tagOurs && !strings.HasPrefix(tag, tagOurs+".") })
+	slices.Sort(tags)
+	return tags
+}
+
+// load fills the index from a report, and returns what is left of growths and cuts.
+func (p *pool) load(rows []lvm2.Row) (leftovers []string, err error) {
+	for _, r := range rows {
+		ref, tagged, ok := p.ours(r)
+		volume := r["lv_name"]
+		switch {
+		case !ok && p.thin == "" && slices.Contains(splitTags(r), tagOurs) && leftover(volume):
+			leftovers = append(leftovers, volume)
+		case !ok && r["pool_lv"] == p.thin && hasRecord(r):
+			p.setAside(r)
+		case !ok:
+		case !tagged:
+			p.strays = append(p.strays, p.path(volume))
+		default:
+			record, st, err := parseTags(ref, ourTags(r))
+			if err != nil {
+				p.damaged[ref] = err
+				continue
+			}
+			record.Thin = p.thin != ""
+			o := &logical{record: record, state: st, tags: ourTags(r), inGroup: inGroup{made: true}}
+			p.Put(ref, o)
+			p.space.promised += record.Size
+		}
+	}
+	return leftovers, p.update(rows)
+}
+
+// hasRecord tells whether a volume has the tags of a record.
+func hasRecord(r lvm2.Row) bool {
+	return slices.ContainsFunc(splitTags(r), func(tag string) bool { return strings.HasPrefix(tag, tagName) })
+}
+
+// setAside notes a volume that was one of this pool, until somebody converted or renamed it. It is not used, and not
+// taken for gone either.
+func (p *pool) setAside(r lvm2.Row) {
+	volume := r["lv_name"]
+	if ref := blockdev.ParseRef(volume); ref.Validate() == nil {
+		p.damaged[ref] = fmt.Errorf("%w: the layout of %s is %s now, which this pool does not use; lvconvert it back", catalog.ErrRecord, p.path(volume), r["lv_layout"])
+		return
+	}
+	p.renamed = append(p.renamed, p.path(volume))
+}
+
+// update brings what is known of the space and of the logical volumes up to a report.
+// The caller has the turn with lvm2, or is alone.
+func (p *pool) update(rows []lvm2.Row) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.space.foreign = 0
+	seen := map[blockdev.Ref]bool{}
+	for _, r := range rows {
+		size, _ := strconv.ParseInt(r["lv_size"], 10, 64)
+		ref, tagged, ok := p.ours(r)
+		o := p.Objects[ref]
+		if !ok || !tagged || o == nil {
+			if p.thin != "" && r["pool_lv"] == p.thin {
+				p.space.foreign += size
+			}
+			continue
+		}
+		seen[ref] = true
+		o.size, o.ill = size, r["lv_health_status"]
+	}
+	for ref, o := range p.Objects {
+		o.missing = o.made && !seen[ref]
+	}
+	return p.space.read(rows, p.thin)
+}
+
+// refresh asks for a report, unless the last one is recent enough; so one report serves
+// many reads.
+func (p *pool) refresh(ctx context.Context, atMost time.Duration) error {
+	recent := func() bool {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		return time.Since(p.space.at) < atMost
+	}
+	if recent() {
+		return nil
+	}
+	return p.lvm.Hold(ctx, func(run lvm2.Run) error {
+		if recent() { // whoever had the turn before asked
+			return nil
+		}
+		rows, err := p.report(run)
+		if err != nil {
+			return err
+		}
+		return p.update(rows)
+	})
+}
+
+// sweep finishes what a crash, or a caller that never came back, left half-done. A
+// failure is left for the next sweep: it costs space, not data.
+func (p *pool) sweep(ctx context.Context, leftovers []string) {
+	report := func(err error, volume string) {
+		if err != nil {
+			klog.FromContext(ctx).Error(err, "could not finish what was left half-done; the next start tries again", "pool", p.name, "volume", p.path(volume))
+		}
+	}
+	if err := p.complete(ctx); err != nil {
+		report(err, "*")
+		return
+	}
+	for _, volume := range leftovers {
+		report(p.drop(ctx, volume, 0), volume)
+	}
+	p.mu.Lock()
+	var unfinished, grown []blockdev.Ref
+	for ref, o := range p.Objects {
+		if o.state != catalog.Ready {
+			unfinished = append(unfinished, ref)
+		} else if o.size > o.record.Size && ref.Kind == blockdev.Volume { // a snapshot of such a volume is as large
+			grown = append(grown, ref)
+		}
+	}
+	p.mu.Unlock()
+	for _, ref := range unfinished {
+		report(p.remove(ctx, ref), ref.String())
+	}
+	for _, ref := range grown {
+		_, err := p.Expand(ctx, ref, p.find(ref).size)
+		report(err, ref.String())
+	}
+}
+
+// release has the devices of logical volumes go with their last users, also those that an
+// activation that was cut short left, and that have none.
+func (p *pool) release(ctx context.Context) {
+	names, err := dm.Names(p.device(""))
+	for _, name := range names {
+		if p.find(blockdev.ParseRef(strings.TrimPrefix(name, p.device("")))) == nil {
+			continue
+		}
+		d, failure := p.own(name)
+		if failure == nil && d != nil && !d.Deferred {
+			_, failure = dm.Remove(name)
+		}
+		err = errors.Join(err, failure)
+	}
+	if err != nil {
+		klog.FromContext(ctx).Error(err, "could not make sure that no device is left that nobody uses", "pool", p.name)
+	}
+}
+
+// sweepAbandoned gives up unfinished copies that nobody works on any more, and ends
+// removals that failed half-way.
+func (p *pool) sweepAbandoned(ctx context.Context) {
+	p.mu.Lock()
+	var abandoned []blockdev.Ref
+	for ref, o := range p.Objects {
+		if o.state != catalog.Ready && !o.active && time.Since(o.touched) > catalog.AbandonedAfter {
+			o.active = true
+			abandoned = append(abandoned, ref)
+		}
+	}
+	p.mu.Unlock()
+	for _, ref := range abandoned {
+		if err := p.remove(ctx, ref); err != nil {
+			klog.FromContext(ctx).Error(err, "could not remove what is left of an object; the next call tries again", "pool", p.name, "object", ref.String())
+		}
+	}
+}
+
+func (p *pool) find(ref blockdev.Ref) *logical {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.Objects[ref]
+}
+
+// lookup returns a ready object and its record.
+func (p *pool) lookup(ref blockdev.Ref) (*logical, blockdev.Record, error) {
+	if err := ref.Validate(); err != nil {
+		return nil, blockdev.Record{}, err
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if err := p.damaged[ref]; err != nil {
+		return nil, blockdev.Record{}, fmt.Errorf("pool %s: %w", p.name, err)
+	}
+	o := p.Objects[ref]
+	if o == nil || o.state != catalog.Ready {
+		return nil, blockdev.Record{}, fmt.Errorf("%w: no %s in pool %s", errdefs.ErrNotFound, ref, p.name)
+	}
+	return o, o.record, nil
+}
+
+func (p *pool) Get(_ context.Context, ref blockdev.Ref) (blockdev.Record, error) {
+	_, record, err := p.lookup(ref)
+	if err != nil {
+		return blockdev.Record{}, err
+	}
+	return catalog.Copy(record), nil
+}
+
+func (p *pool) List(_ context.Context, kind blockdev.Kind, after string, limit int) ([]blockdev.Record, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.Page(kind, after, limit, func(o *logical) blockdev.Record { return o.record }), nil
+}
+
+// save writes a record over the one of o: on disk, and then in memory.
+func (p *pool) save(ctx context.Context, o *logical, record blockdev.Record, st catalog.State) error {
+	tags, err := tagsOf(record, st)
+	if err != nil {
+		return err
+	}
+	change := changeTags(o.tags, tags)
+	if len(change) > 0 {
+		if _, err := p.lvm.Run(ctx, append(append([]string{"lvchange"}, change...), p.path(record.String()))...); err != nil {
+			return p.gone(o, fmt.Errorf("write the record of %s in pool %s: %w", record.Ref, p.name, err))
+		}
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	record.Ready = st == catalog.Ready
+	o.record, o.state, o.tags = record, st, tags
+	return nil
+}
+
+// gone turns lvm2's word that a logical volume is not there into that of lost data: it
+// was there.
+func (p *pool) gone(o *logical, err error) error {
+	if errors.Is(err, lvm2.ErrNoLV) {
+		p.mu.Lock()
+		o.missing = true
+		p.mu.Unlock()
+		err = errdefs.Recast(errdefs.ErrDataLoss, err, "somebody removed it; restore it from a backup, or delete the volume")
+	}
+	return err
+}
+
+func (p *pool) SetLabels(ctx context.Context, ref blockdev.Ref, change func(map[string]string) error) (blockdev.Record, error) {
+	o, record, err := p.lookup(ref)
+	if err != nil {
+		return blockdev.Record{}, err
+	}
+	if record, err = catalog.ChangeLabels(record, change); err != nil {
+		return blockdev.Record{}, err
+	}
+	if err := p.save(ctx, o, record, catalog.Ready); err != nil {
+		return blockdev.Record{}, err
+	}
+	return catalog.Copy(record), nil
+}
+
+func (p *pool) Delete(ctx context.Context, ref blockdev.Ref) error {
+	if err := ref.Validate(); err != nil {
+		return err
+	}
+	p.mu.Lock()
+	damaged, o := p.damaged[ref], p.Objects[ref]
+	p.mu.Unlock()
+	if damaged != nil {
+		return errdefs.Recast(errdefs.ErrPrecondition, damaged, "%s in pool %s is not deleted, because its record cannot be read; look at its tags (lvs -o lv_tags %s), and remove it by hand if nobody needs it",
+			ref, p.name, p.path(ref.String()))
+	}
+	if o == nil {
+		return nil
+	}
+	if devices, err := p.Attached(ctx, ref); err != nil {
+		return err
+	} else if len(devices) > 0 && p.isReady(o) { // else it is ours alone
+		return fmt.Errorf("%w: %s in pool %s is attached as %s", errdefs.ErrInUse, ref, p.name, devices[0].Path)
+	}
+	p.mu.Lock()
+	busy := o.active
+	o.active = true
+	p.mu.Unlock()
+	if busy {
+		return fmt.Errorf("delete %s in pool %s: %w", ref, p.name, errdefs.ErrBusy)
+	}
+	return p.remove(ctx, ref)
+}
+
+func (p *pool) isReady(o *logical) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return o.state == catalog.Ready
+}
+
+// remove takes the logical volume away, and with it the record: to lvm2 that is one
+// change of its metadata. What fails is tried again by the next Create or Capacity, if
+// the object was nobody's already.
+func (p *pool) remove(ctx context.Context, ref blockdev.Ref) error {
+	o := p.find(ref)
+	if o == nil {
+		return nil
+	}
+	err := p.complete(ctx)
+	if err == nil {
+		err = p.dropCuts(ctx, ref)
+	}
+	if err == nil {
+		err = p.dropSpare(ctx, o)
+	}
+	if err == nil {
+		err = p.dropCut(ctx, o)
+	}
+	is := p.known(o)
+	if err == nil && is.made { // else what is named so is another's
+		err = p.Detach(ctx, ref)
+	}
+	if err == nil && is.made {
+		err = p.drop(ctx, ref.String(), is.size)
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if err != nil {
+		o.active, o.touched = false, time.Time{} // nobody's, if it was not ready
+		p.space.at = time.Time{}                 // it may have been carried out
+		return fmt.Errorf("remove %s from pool %s: %w", ref, p.name, err)
+	}
+	p.Index.Remove(ref)
+	p.space.promised -= o.record.Size
+	if !o.made {
+		p.space.pending -= o.record.Size
+	}
+	return nil
+}
+
+// complete makes sure that no physical volume of the group is missing: lvm2 would remove
+// volumes even so, and have the disk thrown out of the group when it is back. Nor is the thin pool
+// down (see up), or has failed: lvm2 would forget volumes that the thin pool has, and its count of
+// changes would run ahead of the thin pool's, which then cannot be repaired.
+func (p *pool) complete(ctx context.Context) error {
+	if err := p.refresh(ctx, lvmFresh); err != nil {
+		return err
+	}
+	if p.thin != "" {
+		use, err := p.thinUse(ctx)
+		if err != nil {
+			return err
+		}
+		if use.failed() {
+			return fmt.Errorf("%w: %s", errdefs.ErrUnavailable, p.full(use))
+		}
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.space.complete(p.group)
+}
+
+// drop removes a logical volume; size is what that frees, in bytes.
+func (p *pool) drop(ctx context.Context, volume string, size int64) error {
+	err := p.lvm.Hold(ctx, func(run lvm2.Run) error {
+		for try := 0; ; try++ {
+			err := p.deliver(run)
+			if err == nil {
+				_, err = run("lvremove", "-f", p.path(volume))
+			}
+			if err == nil {
+				p.gave(size)
+			}
+			if !errors.Is(err, lvm2.ErrHeld) || try == held.Tries {
+				return err
+			}
+			time.Sleep(held.Pause)
+		}
+	})
+	if err != nil && !errors.Is(err, lvm2.ErrNoLV) {
+		return fmt.Errorf("remove %s: %w", p.path(volume), err)
+	}
+	p.removeNodes(volume)
+	return nil
+}
+
+// removeNodes removes what lvm2 made in /dev, where no udev does, of a device that went
+// away by itself.
+func (p *pool) removeNodes(volume string) {
+	for _, path := range []string{"/dev/mapper/" + p.device(volume), "/dev/" + p.path(volume)} {
+		_ = os.Remove(path) // of no harm if it stays
+	}
+}
+
+func (p *pool) Close() error {
+	p.lvm.Close()
+	if p.lock == nil {
+		return nil
+	}
+	return p.lock.Close()
+}

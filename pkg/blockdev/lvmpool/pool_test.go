@@ -1,0 +1,81 @@
+package lvmpool_test
+
+import (
+	"testing"
+	"time"
+
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// TestLVMPool: LVM pools keep the contract of blockdev.Pool.
+func TestLVMPool(t *testing.T) {
+	for _, kind := range []string{"linear", "thin"} {
+		t.Run(kind, func(t *testing.T) {
+			g := drivertest.NewGroup(t, 768*pooltest.MiB)
+			url := g.URL()
+			if kind == "thin" {
+				url = g.ThinPool(t, "tp", "-L", "512M", "--poolmetadatasize", "16M")
+			}
+			pooltest.Run(t, func(t testing.TB, _ string) blockdev.Pool { return pooltest.OpenURL(t, url) })
+			if volumes := g.Volumes(t); len(volumes) > 1 || (kind == "linear" && len(volumes) > 0) {
+				t.Errorf("left behind: %v", volumes)
+			}
+		})
+	}
+}
+
+// TestLVMComesLater: a group, and a thin pool, whose disk comes later than the driver; what is on
+// other disks is served meanwhile.
+func TestLVMComesLater(t *testing.T) {
+	group := drivertest.NewGroup(t, 64*pooltest.MiB, 64*pooltest.MiB)
+	drivertest.Run(t, "lvcreate", "-q", "--type", "thin-pool", "-L", "48M", "--poolmetadatasize", "4M", "--poolmetadataspare", "n", "-n", "tp", group.Name, group.Devices[1])
+	other := drivertest.NewGroup(t, 64*pooltest.MiB)
+	urls := map[string]string{"linear": group.URL() + "?reservePercent=0", "thin": group.URL() + "/tp?reservePercent=0", "other": other.URL() + "?reservePercent=0"}
+	refs := map[string]blockdev.Ref{"linear": pooltest.Vol("a"), "thin": pooltest.Vol("b"), "other": pooltest.Vol("c")}
+	bytes := marked("a", 8*pooltest.MiB)
+	for name, url := range urls {
+		f := &lvmFixture{T: t, url: url, pool: pooltest.OpenURL(t, url)}
+		f.make(refs[name], 16*pooltest.MiB)
+		f.write(refs[name], 0, bytes)
+		pooltest.Must(t, f.pool.Close())
+	}
+
+	drivertest.Run(t, "vgchange", "-q", "-an", group.Name, other.Name)
+	disks := map[string]string{}
+	for _, disk := range []string{group.Devices[1], other.Devices[0]} {
+		disks[disk] = drivertest.Run(t, "losetup", "-n", "-O", "BACK-FILE", disk)
+		drivertest.Run(t, "losetup", "-d", disk)
+	}
+	late := map[string]*lvmFixture{}
+	for name, url := range urls {
+		pool, err := pools.OpenLazy(t.Context(), name, url, nil)
+		pooltest.Must(t, err)
+		f := &lvmFixture{T: t, group: group, url: url, pool: pool}
+		if name == "other" {
+			f.group = other
+		}
+		t.Cleanup(func() { f.clear() })
+		late[name] = f
+	}
+	late["linear"].holds(refs["linear"], 0, bytes)
+	for _, name := range []string{"thin", "other"} {
+		says(t, pooltest.Second(late[name].pool.Get(t.Context(), refs[name])), errdefs.ErrUnavailable, name)
+		late[name].poolIll("PoolMissing")
+	}
+	for disk, image := range disks {
+		drivertest.Run(t, "losetup", disk, image)
+	}
+	for name, f := range late {
+		// What was seen is good for some seconds.
+		for deadline := time.Now().Add(time.Minute); len(f.pool.PoolHealth(t.Context())) > 0 && time.Now().Before(deadline); {
+			time.Sleep(100 * time.Millisecond)
+		}
+		f.holds(refs[name], 0, bytes)
+		f.poolIll()
+		pooltest.Must(t, f.pool.Delete(t.Context(), refs[name]))
+	}
+}

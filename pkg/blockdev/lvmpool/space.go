@@ -1,0 +1,311 @@
+package lvmpool
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/lvm2"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// lvmSpace is the account of an LVM pool; guarded by pool.mu. Of linear volumes,
+//
+//	available = free extents of the group - what is being taken - the reserve
+//
+// and of thin ones
+//
+//	available = (size of the thin pool - the reserve) * overprovision - promised
+//
+// or nothing, above the watermarks. Looking and promising is one step.
+type lvmSpace struct {
+	promised int64 // sum of the sizes of all objects
+	pending  int64 // of that, or beside it, what no logical volume has been made for yet
+	foreign  int64 // sum of the sizes of others' volumes in the thin pool
+	at       time.Time
+
+	total    int64 // of the group, or of the thin pool
+	free     int64 // of the group, as it was last reported and changed by us since
+	missing  int   // physical volumes
+	metaFree int64 // of the group's metadata areas
+	metaSize int64
+}
+
+// lvmFresh is how old a report may be for an answer about space or health.
+const lvmFresh = 5 * time.Second
+
+func (s *lvmSpace) read(rows []lvm2.Row, thin string) error {
+	var failures []error
+	number := func(r lvm2.Row, column string) int64 {
+		n, err := strconv.ParseInt(r[column], 10, 64)
+		if err != nil {
+			failures = append(failures, fmt.Errorf("%w: lvm2 reports %s=%q", errdefs.ErrUnavailable, column, r[column]))
+		}
+		return n
+	}
+	for i, r := range rows {
+		if i == 0 {
+			extent := number(r, "vg_extent_size")
+			s.total, s.free = number(r, "vg_extent_count")*extent, number(r, "vg_free_count")*extent
+			s.missing = int(number(r, "vg_missing_pv_count"))
+			s.metaFree, s.metaSize = number(r, "vg_mda_free"), number(r, "vg_mda_size")
+		}
+		if thin != "" && r["lv_name"] == thin {
+			s.total = number(r, "lv_size")
+		}
+	}
+	s.at = time.Now()
+	return errors.Join(failures...)
+}
+
+// complete returns errdefs.ErrUnavailable if a physical volume of the group is missing.
+func (s *lvmSpace) complete(group string) error {
+	if s.missing == 0 {
+		return nil
+	}
+	return fmt.Errorf("%w: %d physical volumes of group %s are missing, and nothing is changed in it until they are back or given up (vgreduce --removemissing)", errdefs.ErrUnavailable, s.missing, group)
+}
+
+// thinUse is what the kernel says of a thin pool (Documentation/admin-guide/device-mapper/
+// thin-provisioning.rst, Status).
+type thinUse struct {
+	data, metadata float64 // percent in use
+	mode           string  // rw, ro or out_of_data_space
+	fault          string  // what is wrong beyond that
+	transaction    uint64  // lvm2's count of changes, as the thin pool was last told
+	device         string  // of the thin pool
+}
+
+// failed reports whether the pool is not just full: it takes no change of any kind.
+func (u thinUse) failed() bool {
+	return u.fault != "" || (u.mode != "rw" && u.mode != "out_of_data_space")
+}
+
+// thinUse asks the kernel about the thin pool. While lvm2 gives it its first volume, or takes its
+// last, it has a device of another name, or none: so what is not there is looked for once more
+// when no command is at work. The caller does not have the turn.
+func (p *pool) thinUse(ctx context.Context) (thinUse, error) {
+	use, there, err := p.thinNow()
+	if err != nil || there {
+		return use, err
+	}
+	if err := p.lvm.Hold(ctx, func(run lvm2.Run) error {
+		use, there, err = p.thinNow()
+		if err == nil && !there && p.down {
+			if err = p.raise(run); err == nil {
+				use, there, err = p.thinNow()
+			}
+		}
+		return err
+	}); err != nil {
+		return thinUse{}, err
+	}
+	if !there {
+		return thinUse{}, fmt.Errorf("%w: thin pool %s is not active, as somebody took it down; if it needs no repair (any more), lvchange -ay -K %s", errdefs.ErrUnavailable, p.path(p.thin), p.path(p.thin))
+	}
+	return use, nil
+}
+
+// thinNow is thinUse at this moment.
+func (p *pool) thinNow() (use thinUse, there bool, err error) {
+	for _, name := range []string{p.device(p.thin) + "-tpool", p.device(p.thin)} { // the second while it has no volume
+		kind, status, err := dm.Target(name)
+		if errors.Is(err, unix.ENXIO) || (err == nil && kind != "thin-pool") {
+			continue
+		}
+		if err != nil {
+			return thinUse{}, false, err
+		}
+		use, err = parseThinUse(status)
+		use.device = name
+		return use, err == nil, err
+	}
+	return thinUse{}, false, nil
+}
+
+// parseThinUse reads "TRANSACTION USED/TOTAL USED/TOTAL HELD-ROOT MODE ... QUEUEING NEEDS-CHECK ...", metadata first.
+func parseThinUse(status string) (thinUse, error) {
+	fields := strings.Fields(status)
+	switch {
+	case len(fields) == 1: // Fail, Error
+		return thinUse{mode: "ro", fault: fields[0]}, nil
+	case len(fields) < 5:
+		return thinUse{}, fmt.Errorf("%w: status of a thin pool: %q", errdefs.ErrUnavailable, status)
+	}
+	percent := func(field string) float64 {
+		used, total, _ := strings.Cut(field, "/")
+		u, _ := strconv.ParseFloat(used, 64)
+		t, err := strconv.ParseFloat(total, 64)
+		if err != nil || t == 0 {
+			return 100 // what is not known is not promised
+		}
+		return u * 100 / t
+	}
+	use := thinUse{metadata: percent(fields[1]), data: percent(fields[2]), mode: fields[4]}
+	var err error
+	if use.transaction, err = strconv.ParseUint(fields[0], 10, 64); err != nil {
+		return thinUse{}, fmt.Errorf("%w: status of a thin pool: %q", errdefs.ErrUnavailable, status)
+	}
+	for _, field := range fields[5:] {
+		if field == "needs_check" {
+			use.fault = field
+		}
+	}
+	return use, nil
+}
+
+// full says why a thin pool takes no more; empty if it does.
+func (p *pool) full(use thinUse) string {
+	switch {
+	case use.failed():
+		return fmt.Sprintf("thin pool %s is in mode %s %s; look at the kernel's log, unstage its volumes, repair it (lvconvert --repair; docs/reliability.md), and activate it with needs_check cleared (thin_check_options)", p.path(p.thin), use.mode, use.fault)
+	case use.mode != "rw":
+		return fmt.Sprintf("thin pool %s is in mode %s; delete volumes or snapshots, or extend it (lvextend)", p.path(p.thin), use.mode)
+	case use.data >= p.location.DataWatermark:
+		return fmt.Sprintf("%.1f%% of the data of thin pool %s is in use, the watermark is %g%%; delete volumes or snapshots, or extend it (lvextend)", use.data, p.path(p.thin), p.location.DataWatermark)
+	case use.metadata >= p.location.MetadataWatermark:
+		return fmt.Sprintf("%.1f%% of the metadata of thin pool %s is in use, the watermark is %g%%; extend it (lvextend --poolmetadatasize)", use.metadata, p.path(p.thin), p.location.MetadataWatermark)
+	}
+	return ""
+}
+
+// account returns the capacity; the caller holds mu.
+func (p *pool) account(use thinUse) blockdev.Capacity {
+	s := p.space
+	reserve := int64(float64(s.total) * p.location.ReservePercent / 100)
+	c := blockdev.Capacity{Promised: s.promised, MinVolume: p.extent}
+	if p.thin != "" {
+		c.Promised += s.foreign
+		c.Total = int64(float64(s.total-reserve) * p.location.Overprovision)
+		c.Available = max(0, c.Total-c.Promised)
+		if p.full(use) != "" {
+			c.Available = 0
+		}
+	} else {
+		c.Available = max(0, s.free-s.pending-reserve)
+		c.Total = c.Promised + c.Available
+	}
+	if s.missing > 0 {
+		c.Available = 0
+	}
+	c.Available -= c.Available % p.extent
+	c.MaxVolume = min(c.Available, blockdev.MaxSize-blockdev.MaxSize%p.extent)
+	return c
+}
+
+func (p *pool) capacity(ctx context.Context) (blockdev.Capacity, thinUse, error) {
+	var use thinUse
+	if p.thin != "" {
+		var err error
+		if use, err = p.thinUse(ctx); err != nil {
+			return blockdev.Capacity{}, use, err
+		}
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.account(use), use, nil
+}
+
+func (p *pool) Capacity(ctx context.Context) (blockdev.Capacity, error) {
+	if err := p.refresh(ctx, lvmFresh); err != nil {
+		return blockdev.Capacity{}, fmt.Errorf("capacity of pool %s: %w", p.name, err)
+	}
+	p.sweepAbandoned(ctx)
+	c, _, err := p.capacity(ctx)
+	return c, err
+}
+
+// reserve promises size bytes, or takes them without a promise, before any logical volume
+// has them; promise is called with mu held.
+func (p *pool) reserve(ctx context.Context, size int64, promise func()) error {
+	for fresh := false; ; fresh = true {
+		var use thinUse
+		if p.thin != "" {
+			var err error
+			if use, err = p.thinUse(ctx); err != nil {
+				return err
+			}
+		}
+		p.mu.Lock()
+		c := p.account(use)
+		if size <= c.Available {
+			p.space.pending += size
+			promise()
+			p.mu.Unlock()
+			return nil
+		}
+		incomplete := p.space.complete(p.group)
+		p.mu.Unlock()
+		if fresh {
+			if incomplete != nil {
+				return incomplete
+			}
+			if p.thin != "" && use.failed() {
+				return fmt.Errorf("%w: %s", errdefs.ErrUnavailable, p.full(use))
+			}
+			reason := p.full(use)
+			if p.thin == "" || reason == "" {
+				reason = fmt.Sprintf("pool %s can promise %d more bytes, %d are needed; delete volumes or snapshots, or give it more room", p.name, c.Available, size)
+			}
+			return fmt.Errorf("%w: %s", errdefs.ErrNoSpace, reason)
+		}
+		if err := p.refresh(ctx, 0); err != nil { // others may have freed some
+			return err
+		}
+	}
+}
+
+// unreserve takes back what reserve did, where nobody knows whether a logical volume has it:
+// the next look at the account asks lvm2.
+func (p *pool) unreserve(size int64) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.space.pending -= size
+	p.space.at = time.Time{}
+}
+
+// took notes that lvm2 gave a logical volume what was pending. The caller has the turn.
+func (p *pool) took(size int64) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.space.pending -= size
+	if p.thin == "" {
+		p.space.free -= size
+	}
+}
+
+// gave notes that lvm2 took a logical volume away. The caller has the turn.
+func (p *pool) gave(size int64) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.thin == "" {
+		p.space.free += size
+	}
+}
+
+// Used is what a thin volume that is active has mapped, as dm-thin counts it, and of a linear one its size.
+func (p *pool) Used(_ context.Context, ref blockdev.Ref) (int64, error) {
+	_, record, err := p.lookup(ref)
+	if err != nil || !record.Thin {
+		return record.Size, err
+	}
+	kind, status, err := dm.Target(p.device(ref.String()))
+	if err == nil && kind != "thin" {
+		err = fmt.Errorf("it is %q, no thin volume", kind)
+	}
+	var sectors int64 // "MAPPED HIGHEST"; "Fail" if the thin pool has failed
+	if err == nil {
+		_, err = fmt.Sscan(status, &sectors)
+	}
+	if err != nil {
+		return 0, fmt.Errorf("%w: measure %s of pool %s: %w", errdefs.ErrUnavailable, ref, p.name, err)
+	}
+	return min(sectors*512, record.Size), nil
+}

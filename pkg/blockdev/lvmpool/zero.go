@@ -1,0 +1,147 @@
+package lvmpool
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+	"k8s.io/klog/v2"
+
+	"github.com/ashlar-csi/ashlar/internal/ioctl"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/lvm2"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// zeroChunk bounds how much is zeroed between two looks at the context, in bytes.
+const zeroChunk = 64 << 20
+
+// zeroRange makes the bytes from one offset to another of a block device zero. The kernel
+// tells the device to do so where it guarantees zeros, and writes them where it does not
+// (BLKZEROOUT, blkdev_issue_zeroout).
+func zeroRange(ctx context.Context, f *os.File, from, to int64) error {
+	_, err := zeroFrom(ctx, f, from, to)
+	return err
+}
+
+// zeroFrom is zeroRange, and returns up to where it came, also with an error.
+func zeroFrom(ctx context.Context, f *os.File, from, to int64) (int64, error) {
+	log := newProgress(ctx, "Zeroing", f.Name(), to-from)
+	for at := from; at < to; {
+		if err := ctx.Err(); err != nil {
+			return at, fmt.Errorf("zero %s: %w", f.Name(), err)
+		}
+		span := [2]uint64{uint64(at), uint64(min(zeroChunk, to-at))}
+		if err := ioctl.Pointer(f, unix.BLKZEROOUT, unsafe.Pointer(&span)); err != nil {
+			return at, fmt.Errorf("zero %s from byte %d: %w", f.Name(), at, errdefs.FromErrno(err))
+		}
+		at += int64(span[1])
+		log.at(at - from)
+	}
+	return to, nil
+}
+
+// writtenZeros returns the physical volumes of a report that have no command of their own
+// for zeros (queue/write_zeroes_max_bytes, sysfs-block(5)).
+func writtenZeros(rows []lvm2.Row) (devices []string) {
+	for _, r := range rows {
+		if r["pv_name"] == "" {
+			continue
+		}
+		path, err := filepath.EvalSymlinks(r["pv_name"])
+		if err != nil {
+			continue // it is missing
+		}
+		sys := "/sys/class/block/" + filepath.Base(path)
+		most, err := os.ReadFile(sys + "/queue/write_zeroes_max_bytes")
+		if err != nil { // a partition has the queue of its disk
+			most, err = os.ReadFile(sys + "/../queue/write_zeroes_max_bytes")
+		}
+		if err != nil || strings.TrimSpace(string(most)) == "0" {
+			devices = append(devices, r["pv_name"])
+		}
+	}
+	return devices
+}
+
+// copyBlock is how much is read at once, in bytes.
+const copyBlock = 1 << 20
+
+// alignedMemory returns memory that O_DIRECT takes.
+func alignedMemory(size int) (memory []byte, free func(), err error) {
+	memory, err = unix.Mmap(-1, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+	if err != nil {
+		return nil, nil, fmt.Errorf("map %d bytes of memory: %w", size, errdefs.FromErrno(err))
+	}
+	return memory, func() { _ = unix.Munmap(memory) }, nil
+}
+
+// copyDevice copies the bytes of one block device from an offset to an end to the same
+// place in another; both are open with O_DIRECT. What reads as zeros is zeroed, so holes
+// stay holes where the device knows them. It returns up to where the copy is complete,
+// also with an error.
+func copyDevice(ctx context.Context, to, from *os.File, offset, end int64) (int64, error) {
+	buffer, free, err := alignedMemory(copyBlock)
+	if err != nil {
+		return offset, err
+	}
+	defer free()
+	zeros := make([]byte, copyBlock)
+	log := newProgress(ctx, "Copying", from.Name(), end)
+	done := offset // from here to at the source reads as zeros, and the target is not zeroed yet
+	for at := offset; at < end; {
+		if err := ctx.Err(); err != nil {
+			return done, fmt.Errorf("copy %s: %w", from.Name(), err)
+		}
+		block := buffer[:min(copyBlock, end-at)]
+		if _, err := from.ReadAt(block, at); err != nil {
+			return done, fmt.Errorf("read %s at byte %d: %w", from.Name(), at, errdefs.FromErrno(err))
+		}
+		next := at + int64(len(block))
+		if !bytes.Equal(block, zeros[:len(block)]) {
+			if err := zeroRange(ctx, to, done, at); err != nil {
+				return done, err
+			}
+			if _, err := to.WriteAt(block, at); err != nil {
+				return at, fmt.Errorf("write %s at byte %d: %w", to.Name(), at, errdefs.FromErrno(err))
+			}
+			done = next
+		} else if next-done >= zeroChunk || next == end {
+			if err := zeroRange(ctx, to, done, next); err != nil {
+				return done, err
+			}
+			done = next
+		}
+		at = next
+		log.at(at)
+	}
+	return end, nil
+}
+
+// progress logs how far something long is, now and then.
+type progress struct {
+	ctx   context.Context
+	what  string
+	path  string
+	total int64
+	last  time.Time
+}
+
+const progressEvery = 10 * time.Second
+
+func newProgress(ctx context.Context, what, path string, total int64) *progress {
+	return &progress{ctx, what, path, total, time.Now()}
+}
+
+func (p *progress) at(done int64) {
+	if time.Since(p.last) < progressEvery {
+		return
+	}
+	p.last = time.Now()
+	klog.FromContext(p.ctx).Info(p.what, "device", p.path, "bytes", done, "of", p.total)
+}

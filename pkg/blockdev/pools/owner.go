@@ -1,0 +1,115 @@
+package pools
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+
+	"golang.org/x/sys/unix"
+	"k8s.io/klog/v2"
+
+	"github.com/ashlar-csi/ashlar/internal/ioctl"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/loop"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// ownerPattern finds an object in the name of a device of the device mapper: KIND.KEY, KIND.POOL.KEY,
+// or the label of a file pool KIND.KEY.FOLDER, and what is before and behind it.
+var ownerPattern = regexp.MustCompile(`(?:^|-)(vol|snap)\.(?:[a-z0-9-]+\.)?([0-9a-f]{32})(?:\.[0-9a-f]+\.[0-9a-f]+)?(?:-[a-z]+)?$`)
+
+// Owner tells by what the kernel has of a device whose it is: of a loop device the name of its
+// backing file, of the device mapper's the device's name. It needs no pool, and is no proof: the
+// name of an object says nothing of which pool it is in, and pools know their devices better. It
+// is for undoing what was done with a device when its pool cannot be asked.
+func Owner(number uint64) (blockdev.Ref, bool) {
+	dir := fmt.Sprintf("/sys/dev/block/%d:%d", unix.Major(number), unix.Minor(number))
+	if name, err := os.ReadFile(dir + "/dm/name"); err == nil {
+		if found := ownerPattern.FindStringSubmatch(strings.TrimSpace(string(name))); found != nil {
+			return blockdev.Ref{Kind: blockdev.Kind(found[1]), Key: found[2]}, true
+		}
+		return blockdev.Ref{}, false
+	}
+	backing, err := os.ReadFile(dir + "/loop/backing_file")
+	if err != nil {
+		return blockdev.Ref{}, false
+	}
+	path := strings.TrimSuffix(strings.TrimSpace(string(backing)), " (deleted)")
+	if ref := filepool.ImageAt(path); ref.Validate() == nil && strings.HasSuffix(path, ".img") {
+		return ref, true
+	}
+	return blockdev.Ref{}, false
+}
+
+// LetGo takes the device of a raw volume of a file pool away, with its guard, when its pool cannot be asked: it keeps
+// the pool's filesystem from being unmounted and repaired, so it cannot wait for the pool. The caller has made sure whose
+// it is, and that it is mounted nowhere any more. Who has it open keeps it until he closes it. Devices of LVM pools stay:
+// they keep nothing.
+func LetGo(ctx context.Context, number uint64) error {
+	name, err := os.ReadFile(fmt.Sprintf("/sys/dev/block/%d:%d/dm/name", unix.Major(number), unix.Minor(number)))
+	if err == nil {
+		if cover := strings.TrimSpace(string(name)); filepool.IsCover(cover) {
+			_, err = dm.Remove(cover)
+		}
+		return err
+	}
+	if unix.Major(number) != loop.Major {
+		return nil
+	}
+	device := int(unix.Minor(number))
+	f, err := loop.Open(device, os.O_RDONLY) // while it is open its number does not become another's
+	if loop.Going(err) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("open %s: %w", loop.Path(device), errdefs.FromErrno(err))
+	}
+	defer f.Close()
+	if err := letKeepersGo(ctx, device, number); err != nil {
+		return fmt.Errorf("let go of %s: %w", loop.Path(device), err)
+	}
+	if err := f.Sync(); err != nil { // as loop.Detach; what a dead disk does not take is lost in any case
+		klog.FromContext(ctx).Error(err, "Could not write out what was written to a raw device; letting go of it", "device", loop.Path(device))
+	}
+	// Its status cannot be had if its file's disk is dead.
+	if _, err := ioctl.Value(f, unix.LOOP_CLR_FD, 0); err != nil && !errors.Is(err, unix.ENXIO) {
+		return fmt.Errorf("detach %s: %w", loop.Path(device), errdefs.FromErrno(err))
+	}
+	return nil
+}
+
+// letKeepersGo takes the loop devices over a loop device away.
+func letKeepersGo(ctx context.Context, device int, number uint64) error {
+	numbers, err := loop.Configured()
+	if err != nil {
+		return err
+	}
+	for _, n := range numbers {
+		if name, _, err := loop.BackingName(n); err != nil || filepath.Base(name) != filepath.Base(loop.Path(device)) {
+			continue
+		}
+		f, err := loop.Open(n, os.O_RDONLY)
+		if loop.Going(err) {
+			continue
+		}
+		if err != nil {
+			return errdefs.FromErrno(err)
+		}
+		status, err := loop.Status(f, n)
+		if err != nil || status.Node != number { // it has another one by now
+			err = f.Close()
+		} else {
+			err = loop.Detach(ctx, f, status)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}

@@ -1,0 +1,123 @@
+package pooltest
+
+import (
+	"context"
+	"errors"
+	"os"
+	"strings"
+	"testing"
+
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// Must ends the test with an error.
+func Must(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// Fails makes sure that an error wraps the wanted one.
+func Fails(t testing.TB, err, want error, what string) {
+	t.Helper()
+	if !errors.Is(err, want) {
+		t.Fatalf("%s: error %v, want %v", what, err, want)
+	}
+	if kinds := errdefs.Kinds(err); len(kinds) > 1 {
+		t.Errorf("%s: error %v is of %d kinds: %v", what, err, len(kinds), kinds)
+	}
+}
+
+// OpenFiles opens the file pool "test" of a folder, without a reserve.
+func OpenFiles(t testing.TB, dir string) blockdev.Pool {
+	t.Helper()
+	pool, err := pools.Open(context.Background(), "test", "file://"+dir+"?reservePercent=0&create=1")
+	Must(t, err)
+	return pool
+}
+
+// OpenedFiles is OpenFiles, and Close at the end of the test.
+func OpenedFiles(t testing.TB, dir string) blockdev.Pool {
+	t.Helper()
+	drivertest.NeedRoot(t)
+	pool := OpenFiles(t, dir)
+	t.Cleanup(func() { Must(t, pool.Close()) })
+	return pool
+}
+
+// MiB is a mebibyte, in bytes.
+const MiB = 1 << 20
+
+// Vol names a volume by one hexadecimal digit.
+func Vol(digit string) blockdev.Ref {
+	return blockdev.Ref{Kind: blockdev.Volume, Key: strings.Repeat(digit, 32)}
+}
+
+// Snap names a snapshot by one hexadecimal digit.
+func Snap(digit string) blockdev.Ref {
+	return blockdev.Ref{Kind: blockdev.Snapshot, Key: strings.Repeat(digit, 32)}
+}
+
+// Create makes an object that is named by its Ref.
+func Create(t testing.TB, pool blockdev.Pool, spec blockdev.Spec) blockdev.Record {
+	t.Helper()
+	spec.Name = spec.Ref.String()
+	record, err := pool.Create(t.Context(), spec)
+	Must(t, err)
+	return record
+}
+
+// Attach attaches an object until the end of the test, or until it is closed.
+func Attach(t testing.TB, pool blockdev.Pool, ref blockdev.Ref, how blockdev.Attachment) blockdev.Device {
+	t.Helper()
+	device, err := pool.Attach(t.Context(), ref, how)
+	Must(t, err)
+	t.Cleanup(func() { _ = device.Close() })
+	return device
+}
+
+// WriteTo writes to a file or device, and syncs it.
+func WriteTo(t testing.TB, path string, offset int64, b []byte) {
+	t.Helper()
+	f, err := os.OpenFile(path, os.O_WRONLY, 0)
+	Must(t, err)
+	_, err = f.WriteAt(b, offset)
+	Must(t, errors.Join(err, f.Sync(), f.Close()))
+}
+
+// CapacityOf returns the capacity of a pool.
+func CapacityOf(t testing.TB, pool blockdev.Pool) blockdev.Capacity {
+	t.Helper()
+	c, err := pool.Capacity(t.Context())
+	Must(t, err)
+	return c
+}
+
+// Second returns the error of a call that returns something else too.
+func Second[T any](_ T, err error) error { return err }
+
+// EndsAfter is a context that ends when it was asked n times.
+type EndsAfter struct {
+	context.Context
+	N int
+}
+
+// Err counts how often it was asked.
+func (c *EndsAfter) Err() error {
+	if c.N--; c.N < 0 {
+		return context.Canceled
+	}
+	return nil
+}
+
+// OpenURL opens the pool "p" at a URL.
+func OpenURL(t testing.TB, url string) blockdev.Pool {
+	t.Helper()
+	pool, err := pools.Open(t.Context(), "p", url)
+	Must(t, err)
+	return pool
+}
