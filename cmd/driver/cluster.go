@@ -12,7 +12,6 @@ import (
 	"k8s.io/client-go/tools/clientcmd"
 
 	"github.com/ashlar-csi/ashlar/internal/keylock"
-	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/controller"
 	"github.com/ashlar-csi/ashlar/pkg/identity"
@@ -123,11 +122,7 @@ func startNode(ctx context.Context, o options) (err error) {
 	}
 	var kept []cluster.AgentPool
 	for i, pool := range pools {
-		location, err := blockdev.ParseLocation(o.pools[i].url)
-		if err != nil {
-			return err
-		}
-		kept = append(kept, cluster.AgentPool{Pool: pool, Kind: location.Scheme})
+		kept = append(kept, cluster.AgentPool{Pool: pool, Kind: o.pools[i].location.Scheme()})
 	}
 	locks := &keylock.Table{}
 	agent, err := cluster.NewAgent(config, o.driverName, local, kept, locks, o.maxVolumes)

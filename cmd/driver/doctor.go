@@ -226,63 +226,64 @@ func (x *examination) filesystems() {
 
 // pool checks the place of a pool without opening it.
 func (x *examination) pool(p poolFlag) {
-	location, err := blockdev.ParseLocation(p.url)
-	if err != nil {
-		x.failure("pool %s: %v", p.name, err)
-		return
-	}
-	if location.Scheme == "lvm" {
+	switch location := p.location.(type) {
+	case filepool.Location:
+		x.files(p.name, location)
+	case lvmpool.Location:
 		x.lvm(p.name, location)
-		return
 	}
+}
+
+// files checks what a file pool needs: a folder, and what its filesystem can do.
+func (x *examination) files(name string, location filepool.Location) {
 	folder, info, err := nearest(location.Path)
 	switch {
 	case err != nil:
-		x.failure("pool %s: %v", p.name, err)
+		x.failure("pool %s: %v", name, err)
 		return
 	case !info.IsDir():
-		x.failure("pool %s: %s is no folder; give the pool another one", p.name, folder)
+		x.failure("pool %s: %s is no folder; give the pool another one", name, folder)
 		return
 	}
 	var st unix.Statfs_t
 	if err := unix.Statfs(folder, &st); err != nil {
-		x.failure("pool %s: look at the filesystem of %s: %v", p.name, folder, err)
+		x.failure("pool %s: look at the filesystem of %s: %v", name, folder, err)
 		return
 	}
 	m, err := mountOf(folder)
 	if err != nil {
-		x.failure("pool %s: %v", p.name, err)
+		x.failure("pool %s: %v", name, err)
 		return
 	}
 	if st.Flags&unix.ST_RDONLY != 0 {
-		x.failure("pool %s: %s is on a read-only mount (%s at %s); mount it writable, or give the pool another folder", p.name, folder, m.FsType, m.MountPoint)
+		x.failure("pool %s: %s is on a read-only mount (%s at %s); mount it writable, or give the pool another folder", name, folder, m.FsType, m.MountPoint)
 		return
 	}
 	if err := unix.Access(folder, unix.W_OK|unix.X_OK); err != nil {
-		x.failure("pool %s: %s cannot be written: %v", p.name, folder, err)
+		x.failure("pool %s: %s cannot be written: %v", name, folder, err)
 		return
 	}
 	where := fmt.Sprintf("on %s mounted at %s", m.FsType, m.MountPoint)
 	switch {
 	case folder != location.Path:
-		x.ok("pool %s: %s is not there yet and can be made, %s", p.name, location.Path, where)
-		x.becomes(p.name, location)
+		x.ok("pool %s: %s is not there yet and can be made, %s", name, location.Path, where)
+		x.becomes(name, location)
 	case locked(filepath.Join(folder, "lock")):
-		x.ok("pool %s: %s, %s, in use by a running driver", p.name, location.Path, where)
+		x.ok("pool %s: %s, %s, in use by a running driver", name, location.Path, where)
 	default:
-		x.ok("pool %s: %s, %s, in use by nobody", p.name, location.Path, where)
-		x.becomes(p.name, location)
+		x.ok("pool %s: %s, %s, in use by nobody", name, location.Path, where)
+		x.becomes(name, location)
 	}
 	if m.FsType == "tmpfs" || m.FsType == "overlay" {
-		x.warning("pool %s: what is on %s goes with the machine's restart or with the container; give the pool a folder on a disk", p.name, m.FsType)
+		x.warning("pool %s: what is on %s goes with the machine's restart or with the container; give the pool a folder on a disk", name, m.FsType)
 	}
-	x.abilities(p.name, folder)
-	x.space(p.name, location, st)
+	x.abilities(name, folder)
+	x.space(name, location, st)
 }
 
 // becomes tells which pool is at a place, or whether a driver without a cluster would make one there.
-func (x *examination) becomes(name string, location blockdev.Location) {
-	switch id, err := filepool.Identify(x.ctx, location); {
+func (x *examination) becomes(name string, location filepool.Location) {
+	switch id, err := location.Identify(x.ctx); {
 	case err != nil:
 		x.warning("pool %s: %v", name, err)
 	case id != "":
@@ -291,8 +292,7 @@ func (x *examination) becomes(name string, location blockdev.Location) {
 }
 
 // lvm checks what an LVM pool needs: lvm2, the kernel's targets, and the volume group.
-func (x *examination) lvm(name string, location blockdev.Location) {
-	_, thin, _ := strings.Cut(location.Path, "/")
+func (x *examination) lvm(name string, location lvmpool.Location) {
 	stdout, _, err := command.Run(x.ctx, "lvm", "version")
 	if errors.Is(err, exec.ErrNotFound) {
 		x.failure("pool %s: lvm2 is not there; apt-get install lvm2", name)
@@ -300,7 +300,7 @@ func (x *examination) lvm(name string, location blockdev.Location) {
 	}
 	version := versionPattern.FindString(stdout)
 	x.ok("pool %s: lvm2 %s", name, version)
-	if thin != "" {
+	if location.Thin != "" {
 		if _, _, err := command.Run(x.ctx, "thin_check", "-V"); errors.Is(err, exec.ErrNotFound) {
 			x.failure("pool %s: thin_check is not there, and lvm2 activates no thin pool without it; apt-get install thin-provisioning-tools", name)
 		} else {
@@ -313,7 +313,7 @@ func (x *examination) lvm(name string, location blockdev.Location) {
 		return
 	}
 	needed := map[string]string{"linear": "dm-mod", "snapshot-origin": "dm-snapshot"}
-	if thin != "" {
+	if location.Thin != "" {
 		needed = map[string]string{"linear": "dm-mod", "thin-pool": "dm-thin-pool"}
 	}
 	for _, target := range slices.Sorted(maps.Keys(needed)) {
@@ -326,17 +326,17 @@ func (x *examination) lvm(name string, location blockdev.Location) {
 			x.failure("pool %s: device mapper target %s: this kernel does not have it; modprobe %s, or install its module", name, target, module)
 		}
 	}
-	survey, err := lvmpool.SurveyLVM(x.ctx, location)
+	survey, err := location.Survey(x.ctx)
 	switch {
 	case err != nil:
-		x.failure("pool %s: lvm://%s: %v", name, location.Path, err)
+		x.failure("pool %s: %s: %v", name, location, err)
 		return
 	case survey.Problem != "":
 		x.failure("pool %s: %s", name, survey.Problem)
 	case survey.Missing > 0:
 		x.warning("pool %s: %d physical volumes are missing; lvm2 changes nothing in the group until they are back", name, survey.Missing)
 	}
-	if thin != "" {
+	if location.Thin != "" {
 		x.ok("pool %s: thin pool of %s in a group of %s; %s are promised to %d volumes and snapshots of this driver (overprovision=%g, dataWatermark=%g, metadataWatermark=%g)",
 			name, size(survey.ThinSize), size(survey.Size), size(survey.Promised), survey.Volumes, location.Overprovision, location.DataWatermark, location.MetadataWatermark)
 		return
@@ -370,7 +370,7 @@ func (x *examination) abilities(name, folder string) {
 }
 
 // space works out what the driver would promise.
-func (x *examination) space(name string, location blockdev.Location, st unix.Statfs_t) {
+func (x *examination) space(name string, location filepool.Location, st unix.Statfs_t) {
 	total, free := int64(st.Blocks)*st.Frsize, int64(st.Bavail)*st.Frsize
 	var promised, taken int64
 	for _, folder := range []string{"volumes", "snapshots"} {
@@ -382,8 +382,8 @@ func (x *examination) space(name string, location blockdev.Location, st unix.Sta
 			}
 		}
 	}
-	given := location.ReservePercent != blockdev.ReserveAuto
-	reserve, shared, err := filepool.Reserve(location)
+	given := location.ReservePercent != filepool.ReserveAuto
+	reserve, shared, err := location.Reserve()
 	if err != nil {
 		x.failure("pool %s: %v", name, err)
 		return

@@ -71,7 +71,10 @@ const defaultPool = "default=file:///var/lib/ashlar"
 // poolFlags collects --pool NAME=URL.
 type poolFlags []poolFlag
 
-type poolFlag struct{ name, url string }
+type poolFlag struct {
+	name, url string
+	location  pools.Location
+}
 
 func (p *poolFlags) String() string {
 	var all []string
@@ -94,10 +97,11 @@ func (p *poolFlags) Set(text string) error {
 			return fmt.Errorf("pool %s is given twice", name)
 		}
 	}
-	if _, err := blockdev.ParseLocation(url); err != nil {
+	location, err := pools.Parse(url)
+	if err != nil {
 		return err
 	}
-	*p = append(*p, poolFlag{name, url})
+	*p = append(*p, poolFlag{name, url, location})
 	return nil
 }
 

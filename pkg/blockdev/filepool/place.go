@@ -164,7 +164,7 @@ func syncFolder(root *os.Root) error {
 
 // openPlace opens the directory of a pool, which it makes a pool if there is none and there may
 // be one. id is empty for a pool that has no identity yet.
-func openPlace(ctx context.Context, loc blockdev.Location, known blockdev.Known) (root *os.Root, id string, whole bool, err error) {
+func openPlace(ctx context.Context, loc Location, known blockdev.Known) (root *os.Root, id string, whole bool, err error) {
 	defer func() {
 		if err != nil && root != nil {
 			err = errors.Join(err, root.Close())
@@ -198,8 +198,8 @@ func openPlace(ctx context.Context, loc blockdev.Location, known blockdev.Known)
 }
 
 // mayBegin tells why a place must not become a pool; place judges it, where nobody knows better.
-func mayBegin(ctx context.Context, loc blockdev.Location, known blockdev.Known, place func(path string) error) error {
-	if loc.Create == blockdev.CreateNever {
+func mayBegin(ctx context.Context, loc Location, known blockdev.Known, place func(path string) error) error {
+	if loc.Create == CreateNever {
 		return fmt.Errorf("%w, and create=0 says to make none; is its disk mounted?", errNoPool)
 	}
 	if known != nil {
@@ -211,7 +211,7 @@ func mayBegin(ctx context.Context, loc blockdev.Location, known blockdev.Known, 
 		}
 		return nil
 	}
-	if loc.Create == blockdev.CreateAlways {
+	if loc.Create == CreateAlways {
 		return nil
 	}
 	return place(loc.Path)
@@ -361,10 +361,10 @@ func (p *pool) ID() string { return p.id }
 
 // Identify says what is at the place of a file pool, for people: the identity of the pool; or else why
 // there is none and none would be made, or nil if one would. It changes nothing.
-func Identify(ctx context.Context, loc blockdev.Location) (id string, err error) {
-	root, err := os.OpenRoot(loc.Path)
+func (l Location) Identify(ctx context.Context) (id string, err error) {
+	root, err := os.OpenRoot(l.Path)
 	if errors.Is(err, fs.ErrNotExist) {
-		return "", mayBegin(ctx, loc, nil, placeOfNew)
+		return "", mayBegin(ctx, l, nil, placeOfNew)
 	}
 	if err != nil {
 		return "", errdefs.FromErrno(err)
@@ -375,7 +375,7 @@ func Identify(ctx context.Context, loc blockdev.Location) (id string, err error)
 	case errors.Is(err, errNameless):
 		return "", nil
 	case errors.Is(err, errNoPool):
-		return "", mayBegin(ctx, loc, nil, placeOfEmpty)
+		return "", mayBegin(ctx, l, nil, placeOfEmpty)
 	}
 	return id, err
 }

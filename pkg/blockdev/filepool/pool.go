@@ -38,7 +38,7 @@ import (
 // the pool is opened and changed only after the disk.
 type pool struct {
 	name     string
-	location blockdev.Location
+	location Location
 	id       string
 	root     *os.Root
 	lock     *os.File
@@ -80,21 +80,21 @@ var folderNames = map[blockdev.Kind]string{blockdev.Volume: "volumes", blockdev.
 func recordPath(ref blockdev.Ref) string { return folderNames[ref.Kind] + "/" + ref.Key + ".rec" }
 func imagePath(ref blockdev.Ref) string  { return folderNames[ref.Kind] + "/" + ref.Key + ".img" }
 
-// Open opens the pool in a directory, and finishes or undoes what a crash left half-done in it. Where there is none, one is made if
+// Open opens the pool in the directory, and finishes or undoes what a crash left half-done in it. Where there is none, one is made if
 // Location.Create, or what is known of it, lets it; else it is errdefs.ErrUnavailable.
-func Open(ctx context.Context, name string, loc blockdev.Location, known blockdev.Known) (_ blockdev.Pool, err error) {
-	p := &pool{name: name, location: loc, folders: map[blockdev.Kind]*os.File{}, Index: catalog.NewIndex[*object](), damaged: map[blockdev.Ref]error{}, loops: map[blockdev.Ref][]knownLoop{}, covered: map[blockdev.Ref]bool{}, folderID: map[blockdev.Kind]string{}}
+func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (_ blockdev.Pool, err error) {
+	p := &pool{name: name, location: l, folders: map[blockdev.Kind]*os.File{}, Index: catalog.NewIndex[*object](), damaged: map[blockdev.Ref]error{}, loops: map[blockdev.Ref][]knownLoop{}, covered: map[blockdev.Ref]bool{}, folderID: map[blockdev.Kind]string{}}
 	p.space.unfinished = map[blockdev.Ref]bool{}
 	p.space.survey.most = surveyExtents
 	p.space.survey.context, p.space.survey.stop = context.WithCancel(context.WithoutCancel(ctx))
 	defer func() {
 		if err != nil {
 			p.Close()
-			err = fmt.Errorf("open pool %s at %s: %w", name, loc.Path, err)
+			err = fmt.Errorf("open pool %s at %s: %w", name, l.Path, err)
 		}
 	}()
 	var whole bool
-	if p.root, p.id, whole, err = openPlace(ctx, loc, known); err != nil {
+	if p.root, p.id, whole, err = openPlace(ctx, l, known); err != nil {
 		return nil, err
 	}
 	if p.lock, err = lockPool(p.root); err != nil {
@@ -113,7 +113,7 @@ func Open(ctx context.Context, name string, loc blockdev.Location, known blockde
 		return nil, err
 	}
 	var shared bool
-	if p.location.ReservePercent, shared, err = Reserve(loc); err != nil {
+	if p.location.ReservePercent, shared, err = l.Reserve(); err != nil {
 		return nil, err
 	}
 	klog.FromContext(ctx).V(2).Info("Reserve of the pool", "pool", name, "percent", p.location.ReservePercent, "sharesFilesystem", shared)

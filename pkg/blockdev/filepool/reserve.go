@@ -9,7 +9,6 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -27,12 +26,12 @@ const (
 // shares it with others as far as can be seen: a pool has a filesystem for itself if its directory is the root of
 // it, and no other mount is of it. In a container, that is all that can be seen of the machine. A directory that is
 // not there is shared.
-func Reserve(l blockdev.Location) (percent float64, shared bool, err error) {
+func (l Location) Reserve() (percent float64, shared bool, err error) {
 	shared, err = sharesFilesystem(l.Path)
 	switch {
 	case err != nil:
 		return 0, false, err
-	case l.ReservePercent != blockdev.ReserveAuto:
+	case l.ReservePercent != ReserveAuto:
 		return l.ReservePercent, shared, nil
 	case shared:
 		return SharedReserve, true, nil

@@ -90,9 +90,9 @@ func TestReserve(t *testing.T) {
 			mnt := mountNew(t, c.fs)
 			dir := c.place(t, mnt)
 			url := "file://" + dir + "?create=1" + c.options
-			loc, err := blockdev.ParseLocation(url)
+			loc, err := pools.Parse(url)
 			pooltest.Must(t, err)
-			if have, shared, err := filepool.Reserve(loc); err != nil || have != c.want || shared != c.shared {
+			if have, shared, err := loc.(filepool.Location).Reserve(); err != nil || have != c.want || shared != c.shared {
 				t.Errorf("the reserve is %g %%, shared %v, %v; want %g %%, %v", have, shared, err, c.want, c.shared)
 			}
 			pool, err := pools.Open(t.Context(), "test", url)

@@ -77,7 +77,7 @@ func (p *pool) validate(spec blockdev.Spec) error {
 		return err
 	}
 	if spec.Provisioning != blockdev.AnyProvisioning && spec.Provisioning != blockdev.ProvisioningOf(p.thin != "") {
-		return fmt.Errorf("%w: pool %s at lvm://%s has %s volumes only", errdefs.ErrUnsupported, p.name, p.location.Path, blockdev.ProvisioningOf(p.thin != ""))
+		return fmt.Errorf("%w: pool %s at %s has %s volumes only", errdefs.ErrUnsupported, p.name, p.location, blockdev.ProvisioningOf(p.thin != ""))
 	}
 	if err := p.checkSize(spec.Size); err != nil {
 		return err

@@ -112,9 +112,9 @@ func (p *pool) PoolHealth(ctx context.Context) []blockdev.Problem {
 	return problems
 }
 
-// LVMSurvey is what an LVM pool would find, looked at without opening it. All sizes are
+// Survey is what an LVM pool would find, looked at without opening it. All sizes are
 // in bytes.
-type LVMSurvey struct {
+type Survey struct {
 	Size, Free int64 // of the volume group
 	Extent     int64
 	Missing    int   // physical volumes
@@ -127,20 +127,19 @@ type LVMSurvey struct {
 	Problem string // why the pool would not open; empty if it would
 }
 
-// SurveyLVM looks at the place of an LVM pool. It changes nothing.
-func SurveyLVM(ctx context.Context, loc blockdev.Location) (LVMSurvey, error) {
-	p := &pool{location: loc, Index: catalog.NewIndex[*logical](), damaged: map[blockdev.Ref]error{}}
-	p.group, p.thin, _ = strings.Cut(loc.Path, "/")
+// Survey looks at the place of an LVM pool. It changes nothing.
+func (l Location) Survey(ctx context.Context) (Survey, error) {
+	p := &pool{location: l, group: l.Group, thin: l.Thin, Index: catalog.NewIndex[*logical](), damaged: map[blockdev.Ref]error{}}
 	p.lvm = lvm2.New("lvm", func(lvm2.Run) {}, nil) // it changes nothing, so there is nothing to flush
 	defer p.lvm.Close()
 	rows, err := p.reportNow(ctx)
 	if err != nil {
-		return LVMSurvey{}, err
+		return Survey{}, err
 	}
 	if err := p.space.read(rows, ""); err != nil {
-		return LVMSurvey{}, err
+		return Survey{}, err
 	}
-	s := LVMSurvey{Size: p.space.total, Free: p.space.free, Missing: p.space.missing}
+	s := Survey{Size: p.space.total, Free: p.space.free, Missing: p.space.missing}
 	if p.thin != "" {
 		if err := p.checkThin(rows); err != nil {
 			s.Problem = err.Error()

@@ -39,7 +39,7 @@ import (
 // told.
 type pool struct {
 	name     string
-	location blockdev.Location
+	location Location
 	group    string
 	thin     string // name of the thin pool; empty for linear volumes
 	lvm      *lvm2.Shell
@@ -110,17 +110,16 @@ func (p *pool) device(volume string) string {
 	return strings.ReplaceAll(p.group, "-", "--") + "-" + strings.ReplaceAll(volume, "-", "--")
 }
 
-// Open opens the pool in a volume group or thin pool, which are the operator's to make, and finishes or undoes what a crash left
+// Open opens the pool in the volume group or thin pool, which are the operator's to make, and finishes or undoes what a crash left
 // half-done in it. errdefs.ErrUnavailable if it is not there.
-func Open(ctx context.Context, name string, loc blockdev.Location, known blockdev.Known) (_ blockdev.Pool, err error) {
-	p := &pool{name: name, location: loc, Index: catalog.NewIndex[*logical](), damaged: map[blockdev.Ref]error{}, held: map[string]bool{}}
-	p.group, p.thin, _ = strings.Cut(loc.Path, "/")
+func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (_ blockdev.Pool, err error) {
+	p := &pool{name: name, location: l, group: l.Group, thin: l.Thin, Index: catalog.NewIndex[*logical](), damaged: map[blockdev.Ref]error{}, held: map[string]bool{}}
 	p.unsure = p.thin != ""
 	p.lvm = lvm2.New("lvm", func(run lvm2.Run) { p.mend(context.WithoutCancel(ctx), run) }, p.flush)
 	defer func() {
 		if err != nil {
 			p.Close()
-			err = fmt.Errorf("open pool %s at lvm://%s: %w", name, loc.Path, err)
+			err = fmt.Errorf("open pool %s at %s: %w", name, l, err)
 		}
 	}()
 	rows, err := p.reportNow(ctx)

@@ -4,6 +4,10 @@ package pools
 import (
 	"context"
 	"fmt"
+	"maps"
+	"net/url"
+	"slices"
+	"strings"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool"
@@ -12,32 +16,70 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// Open opens the pool at a URL, and finishes or undoes what a crash left half-done in it. Where
-// there is no pool, one is made if Location.Create lets it; else it is errdefs.ErrUnavailable. Groups and
-// thin pools are the operator's to make.
-func Open(ctx context.Context, name, location string) (blockdev.Pool, error) {
-	return openKnown(ctx, name, location, nil)
+// Location is a parsed pool URL: that of a package of one kind of pools.
+type Location interface {
+	// Scheme of the URL, which is the name of the kind.
+	Scheme() string
+	// Open opens the pool that is there, and finishes or undoes what a crash left half-done in it. With known, where there is none,
+	// one is made only if nothing is known of it, whatever the place looks like; and another than the one that is known is
+	// errdefs.ErrUnavailable. Without known nothing is remembered.
+	Open(ctx context.Context, name string, known blockdev.Known) (blockdev.Pool, error)
 }
 
-// openKnown is Open for a caller who may remember the pool: where there is none, one is made only
-// if nothing is known of it, whatever the place looks like; and another than the one that is known is
-// errdefs.ErrUnavailable. Without known nothing is remembered.
-func openKnown(ctx context.Context, name, location string, known blockdev.Known) (blockdev.Pool, error) {
+// kinds has a line for each kind of pool, by the scheme of its URLs.
+var kinds = map[string]kind{
+	"file": {"file:///FOLDER", parser(filepool.Parse)},
+	"lvm":  {"lvm://GROUP and lvm://GROUP/THINPOOL", parser(lvmpool.Parse)},
+}
+
+type kind struct {
+	form  string // how its URLs are written, for people
+	parse func(*url.URL) (Location, error)
+}
+
+func parser[L Location](parse func(*url.URL) (L, error)) func(*url.URL) (Location, error) {
+	return func(u *url.URL) (Location, error) { return parse(u) }
+}
+
+// Parse parses a pool URL. errdefs.ErrInvalid for anything that its kind does not know all of.
+func Parse(text string) (Location, error) {
+	u, err := url.Parse(text)
+	if err == nil {
+		kind, known := kinds[u.Scheme]
+		if !known {
+			var forms []string
+			for _, scheme := range slices.Sorted(maps.Keys(kinds)) {
+				forms = append(forms, kinds[scheme].form)
+			}
+			err = fmt.Errorf("unknown kind %q; known: %s", u.Scheme, strings.Join(forms, ", "))
+		} else {
+			var location Location
+			if location, err = kind.parse(u); err == nil {
+				return location, nil
+			}
+		}
+	}
+	return nil, fmt.Errorf("%w: pool URL %q: %w", errdefs.ErrInvalid, text, err)
+}
+
+// Open opens the pool at a URL. Where there is no pool, one is made if its location lets it; else it is errdefs.ErrUnavailable.
+func Open(ctx context.Context, name, location string) (blockdev.Pool, error) {
+	return open(ctx, name, location, nil)
+}
+
+func open(ctx context.Context, name, location string, known blockdev.Known) (blockdev.Pool, error) {
 	if !blockdev.ValidPoolName(name) {
 		return nil, fmt.Errorf("%w: pool name %q: use 1 to 24 of a-z, 0-9 and -, with no - at either end", errdefs.ErrInvalid, name)
 	}
-	loc, err := blockdev.ParseLocation(location)
+	l, err := Parse(location)
 	if err != nil {
 		return nil, err
 	}
-	if loc.Scheme == "lvm" {
-		return lvmpool.Open(ctx, name, loc, known)
-	}
-	return filepool.Open(ctx, name, loc, known)
+	return l.Open(ctx, name, known)
 }
 
 // OpenLazy is Open for a pool that may be there later than the driver (lazy.Open). known is nil for a caller who remembers no
 // pools.
 func OpenLazy(ctx context.Context, name, location string, known blockdev.Known) (blockdev.Pool, error) {
-	return lazy.Open(ctx, name, func(ctx context.Context) (blockdev.Pool, error) { return openKnown(ctx, name, location, known) })
+	return lazy.Open(ctx, name, func(ctx context.Context) (blockdev.Pool, error) { return open(ctx, name, location, known) })
 }

@@ -1,4 +1,4 @@
-package blockdev_test
+package pools_test
 
 import (
 	"errors"
@@ -9,34 +9,36 @@ import (
 	"testing"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/lvmpool"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-func TestParseLocation(t *testing.T) {
-	plain := blockdev.Location{Scheme: "file", Path: "/var/lib/ashlar", Overprovision: 1, ReservePercent: blockdev.ReserveAuto, DataWatermark: 90, MetadataWatermark: 90, Create: blockdev.CreateAuto}
-	with := func(change func(l *blockdev.Location)) *blockdev.Location {
+func TestParse(t *testing.T) {
+	plain := filepool.Location{Path: "/var/lib/ashlar", Overprovision: 1, ReservePercent: filepool.ReserveAuto, Create: filepool.CreateAuto}
+	with := func(change func(l *filepool.Location)) pools.Location {
 		l := plain
 		change(&l)
-		return &l
+		return l
 	}
-	lvm := func(path string, change func(l *blockdev.Location)) *blockdev.Location {
-		l := blockdev.Location{Scheme: "lvm", Path: path, Overprovision: 1, DataWatermark: 90, MetadataWatermark: 90}
+	lvm := func(group, thin string, change func(l *lvmpool.Location)) pools.Location {
+		l := lvmpool.Location{Group: group, Thin: thin, Overprovision: 1, DataWatermark: 90, MetadataWatermark: 90}
 		change(&l)
-		return &l
+		return l
 	}
-	same := func(*blockdev.Location) {}
-	for text, want := range map[string]*blockdev.Location{
-		"lvm://vg0":                  lvm("vg0", same),
-		"LVM://vg0":                  lvm("vg0", same),
-		"lvm://vg-0.x_y+z":           lvm("vg-0.x_y+z", same),
-		"lvm://VG0/Thin":             lvm("VG0/Thin", same),
-		"lvm://vg0?reservePercent=5": lvm("vg0", func(l *blockdev.Location) { l.ReservePercent = 5 }),
-		"lvm://vg0/tp?overprovision=4&reservePercent=1&dataWatermark=80&metadataWatermark=70": lvm("vg0/tp", func(l *blockdev.Location) {
+	same := func(*lvmpool.Location) {}
+	for text, want := range map[string]pools.Location{
+		"lvm://vg0":                  lvm("vg0", "", same),
+		"LVM://vg0":                  lvm("vg0", "", same),
+		"lvm://vg-0.x_y+z":           lvm("vg-0.x_y+z", "", same),
+		"lvm://VG0/Thin":             lvm("VG0", "Thin", same),
+		"lvm://vg0?reservePercent=5": lvm("vg0", "", func(l *lvmpool.Location) { l.ReservePercent = 5 }),
+		"lvm://vg0/tp?overprovision=4&reservePercent=1&dataWatermark=80&metadataWatermark=70": lvm("vg0", "tp", func(l *lvmpool.Location) {
 			l.Overprovision, l.ReservePercent, l.DataWatermark, l.MetadataWatermark = 4, 1, 80, 70
 		}),
-		"file:///var/lib/ashlar?create=0":               with(func(l *blockdev.Location) { l.Create = 0 }),
-		"file:///var/lib/ashlar?create=1":               with(func(l *blockdev.Location) { l.Create = 1 }),
+		"file:///var/lib/ashlar?create=0":               with(func(l *filepool.Location) { l.Create = 0 }),
+		"file:///var/lib/ashlar?create=1":               with(func(l *filepool.Location) { l.Create = 1 }),
 		"file:///var/lib/ashlar?create=2":               nil,
 		"file:///var/lib/ashlar?create=-1":              nil,
 		"file:///var/lib/ashlar?create=0.5":             nil,
@@ -68,13 +70,13 @@ func TestParseLocation(t *testing.T) {
 		"lvm://vg0/tp?dataWatermark=101":                nil,
 		"lvm://vg0/tp?metadataWatermark=x":              nil,
 		"file:///a?dataWatermark=80":                    nil,
-		"file:///var/lib/ashlar":                        &plain,
-		"file:///var/lib/ashlar/":                       &plain,
-		"FILE:///var/lib/ashlar":                        &plain,
-		"file:///a%20b":                                 with(func(l *blockdev.Location) { l.Path = "/a b" }),
-		"file:///a?overprovision=1.5":                   with(func(l *blockdev.Location) { l.Path, l.Overprovision = "/a", 1.5 }),
-		"file:///a?reservePercent=0":                    with(func(l *blockdev.Location) { l.Path, l.ReservePercent = "/a", 0 }),
-		"file:///a?overprovision=100&reservePercent=90": with(func(l *blockdev.Location) { l.Path, l.Overprovision, l.ReservePercent = "/a", 100, 90 }),
+		"file:///var/lib/ashlar":                        plain,
+		"file:///var/lib/ashlar/":                       plain,
+		"FILE:///var/lib/ashlar":                        plain,
+		"file:///a%20b":                                 with(func(l *filepool.Location) { l.Path = "/a b" }),
+		"file:///a?overprovision=1.5":                   with(func(l *filepool.Location) { l.Path, l.Overprovision = "/a", 1.5 }),
+		"file:///a?reservePercent=0":                    with(func(l *filepool.Location) { l.Path, l.ReservePercent = "/a", 0 }),
+		"file:///a?overprovision=100&reservePercent=90": with(func(l *filepool.Location) { l.Path, l.Overprovision, l.ReservePercent = "/a", 100, 90 }),
 		"":                          nil,
 		"/var/lib/ashlar":           nil,
 		"file:/var/lib\x00":         nil,
@@ -108,12 +110,12 @@ func TestParseLocation(t *testing.T) {
 		"file:///a?reservePercent=5&secret=1":                        nil,
 		"file:///a?" + url.Values{"overprovision": {"two"}}.Encode(): nil,
 	} {
-		have, err := blockdev.ParseLocation(text)
+		have, err := pools.Parse(text)
 		switch {
-		case want == nil && (!errors.Is(err, errdefs.ErrInvalid) || have != blockdev.Location{}):
+		case want == nil && (!errors.Is(err, errdefs.ErrInvalid) || have != nil):
 			t.Errorf("%q: %+v, %v; want it refused", text, have, err)
-		case want != nil && (err != nil || have != *want):
-			t.Errorf("%q: %+v, %v; want %+v", text, have, err, *want)
+		case want != nil && (err != nil || have != want):
+			t.Errorf("%q: %+v, %v; want %+v", text, have, err, want)
 		}
 	}
 }
@@ -135,40 +137,49 @@ func TestValidPoolName(t *testing.T) {
 	}
 }
 
-// FuzzParseLocation: what parses is a folder below /, within the limits, and means the
+// FuzzParse: what parses is a folder below /, within the limits, and means the
 // same when it is written out again.
-func FuzzParseLocation(f *testing.F) {
+func FuzzParse(f *testing.F) {
 	for _, seed := range []string{"file:///var/lib/ashlar", "file:///a?overprovision=1.5&reservePercent=5", "file:///", "file:///a/../b", "file:///%2e%2e", "file:///a%2Fb",
 		"file:///a%00", "file:///a?overprovision=0x1p1", "file:///a?reservePercent=1e1", "file:///a?", "file:///a#", "file:a", "://", "file:////a", "file:///a%0a",
 		"lvm://vg0", "lvm://vg0/tp?dataWatermark=80", "lvm://vg0/%2e%2e", "lvm://%2d"} {
 		f.Add(seed)
 	}
 	f.Fuzz(func(t *testing.T, text string) {
-		l, err := blockdev.ParseLocation(text)
+		have, err := pools.Parse(text)
 		if err != nil {
-			if !errors.Is(err, errdefs.ErrInvalid) || l != (blockdev.Location{}) {
-				t.Fatalf("%q: %+v, %v", text, l, err)
+			if !errors.Is(err, errdefs.ErrInvalid) || have != nil {
+				t.Fatalf("%q: %+v, %v", text, have, err)
 			}
 			return
 		}
-		if l.Scheme == "lvm" {
-			group, thin, has := strings.Cut(l.Path, "/")
-			if strings.ContainsAny(l.Path, " \t\n\x00%@:#?\"'\\") || strings.HasPrefix(group, "-") || group == ".." || group == "." || group == "" || (has && (thin == "" || strings.HasPrefix(thin, "-"))) ||
-				!(l.DataWatermark >= 1 && l.DataWatermark <= 100 && l.MetadataWatermark >= 1 && l.MetadataWatermark <= 100 && l.ReservePercent >= 0 && l.ReservePercent <= 90) {
+		within := func(n, from, to float64) bool { return n >= from && n <= to }
+		switch l := have.(type) {
+		case lvmpool.Location:
+			name := func(name string) bool {
+				return name != "" && name != "." && name != ".." && !strings.HasPrefix(name, "-") && !strings.ContainsAny(name, " \t\n\x00%@:#?\"'\\/")
+			}
+			if !name(l.Group) || (l.Thin != "" && !name(l.Thin)) || !within(l.Overprovision, 1, 100) ||
+				!within(l.DataWatermark, 1, 100) || !within(l.MetadataWatermark, 1, 100) || !within(l.ReservePercent, 0, 90) {
 				t.Fatalf("%q: %+v", text, l)
 			}
-			return
-		}
-		if l.Scheme != "file" || !filepath.IsAbs(l.Path) || filepath.Clean(l.Path) != l.Path || l.Path == "/" || strings.ContainsRune(l.Path, 0) ||
-			!(l.Overprovision >= 1 && l.Overprovision <= 100) || !(l.ReservePercent == blockdev.ReserveAuto || l.ReservePercent >= 0 && l.ReservePercent <= 90) {
+		case filepool.Location:
+			if !filepath.IsAbs(l.Path) || filepath.Clean(l.Path) != l.Path || l.Path == "/" || strings.ContainsRune(l.Path, 0) ||
+				!within(l.Overprovision, 1, 100) || (l.ReservePercent != filepool.ReserveAuto && !within(l.ReservePercent, 0, 90)) {
+				t.Fatalf("%q: %+v", text, l)
+			}
+			again := url.URL{Scheme: l.Scheme(), Path: l.Path, RawQuery: fmt.Sprintf("overprovision=%v", l.Overprovision)}
+			if l.ReservePercent != filepool.ReserveAuto {
+				again.RawQuery += fmt.Sprintf("&reservePercent=%v", l.ReservePercent)
+			}
+			if l.Create != filepool.CreateAuto {
+				again.RawQuery += fmt.Sprintf("&create=%v", l.Create)
+			}
+			if back, err := pools.Parse(again.String()); err != nil || back != pools.Location(l) {
+				t.Fatalf("%q: %+v, written as %q: %+v, %v", text, l, again.String(), back, err)
+			}
+		default:
 			t.Fatalf("%q: %+v", text, l)
-		}
-		again := url.URL{Scheme: l.Scheme, Path: l.Path, RawQuery: fmt.Sprintf("overprovision=%v", l.Overprovision)}
-		if l.ReservePercent != blockdev.ReserveAuto {
-			again.RawQuery += fmt.Sprintf("&reservePercent=%v", l.ReservePercent)
-		}
-		if back, err := blockdev.ParseLocation(again.String()); err != nil || back != l {
-			t.Fatalf("%q: %+v, written as %q: %+v, %v", text, l, again.String(), back, err)
 		}
 	})
 }

@@ -1,0 +1,55 @@
+package filepool
+
+import (
+	"errors"
+	"fmt"
+	"net/url"
+	"path/filepath"
+	"strings"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/options"
+)
+
+// Location is where a file pool is, and how it is kept. As a URL:
+//
+//	file:///var/lib/ashlar?overprovision=1.5&reservePercent=5
+type Location struct {
+	Path string // absolute and clean
+	// Overprovision is how many bytes may be promised for each byte that is there.
+	Overprovision float64
+	// ReservePercent of the storage is never promised; ReserveAuto until the pool is opened: see Reserve.
+	ReservePercent float64
+	// Create says whether a directory without a pool becomes one.
+	Create float64
+}
+
+// ReserveAuto: the reserve depends on whose filesystem it is.
+const ReserveAuto = -1
+
+// What Location.Create may be.
+const (
+	// CreateNever: there is a pool, or it is awaited.
+	CreateNever = 0
+	// CreateAlways: any directory becomes a pool.
+	CreateAlways = 1
+	// CreateAuto: a directory that is not there is made, the root of an empty filesystem becomes a
+	// pool, and nothing else: an empty directory may be the place of a disk that is not mounted.
+	CreateAuto = -1
+)
+
+// Parse parses the URL of a file pool. The error says what is wrong with it.
+func Parse(u *url.URL) (Location, error) {
+	if u.Host != "" || u.User != nil || u.Opaque != "" || u.Fragment != "" {
+		return Location{}, errors.New("write it as file:///FOLDER, with three slashes")
+	}
+	if !filepath.IsAbs(u.Path) || filepath.Clean(u.Path) != strings.TrimSuffix(u.Path, "/") || strings.ContainsRune(u.Path, 0) {
+		return Location{}, fmt.Errorf("%q is not an absolute, clean path below /", u.Path)
+	}
+	l := Location{Path: filepath.Clean(u.Path), Overprovision: 1, ReservePercent: ReserveAuto, Create: CreateAuto}
+	err := options.Read(u, options.Overprovision(&l.Overprovision), options.ReservePercent(&l.ReservePercent),
+		options.Option{Name: "create", From: 0, To: 1, Whole: true, Value: &l.Create})
+	return l, err
+}
+
+// Scheme is that of the URLs of file pools.
+func (Location) Scheme() string { return "file" }

@@ -1,0 +1,62 @@
+// Package options reads the options of pool URLs, which are numbers.
+package options
+
+import (
+	"fmt"
+	"math"
+	"net/url"
+	"slices"
+	"strconv"
+	"strings"
+)
+
+// Option is an option of a pool URL. Its number is one from From to To; a Whole one takes no fractions.
+type Option struct {
+	Name     string
+	From, To float64
+	Whole    bool
+	Value    *float64
+}
+
+// These are the same in all pools that have them.
+
+// Overprovision is how many bytes may be promised for each byte that is there.
+func Overprovision(value *float64) Option {
+	return Option{Name: "overprovision", From: 1, To: 100, Value: value}
+}
+
+// ReservePercent of the storage is never promised.
+func ReservePercent(value *float64) Option {
+	return Option{Name: "reservePercent", From: 0, To: 90, Value: value}
+}
+
+// Read sets the values of the options that a URL gives. The error says what is wrong with one of them.
+func Read(u *url.URL, known ...Option) error {
+	query, err := url.ParseQuery(u.RawQuery)
+	if err != nil {
+		return err
+	}
+	for key, values := range query {
+		i := slices.IndexFunc(known, func(o Option) bool { return o.Name == key })
+		if i < 0 {
+			var names []string
+			for _, o := range known {
+				names = append(names, o.Name)
+			}
+			return fmt.Errorf("unknown option %q here; known: %s", key, strings.Join(names, ", "))
+		}
+		if len(values) != 1 {
+			return fmt.Errorf("%s is there %d times", key, len(values))
+		}
+		o := known[i]
+		n, err := strconv.ParseFloat(values[0], 64)
+		if err != nil || !(n >= o.From && n <= o.To) {
+			return fmt.Errorf("%s=%s is not a number from %g to %g", key, values[0], o.From, o.To)
+		}
+		if o.Whole && n != math.Trunc(n) {
+			return fmt.Errorf("%s=%s is not a whole number", key, values[0])
+		}
+		*o.Value = n
+	}
+	return nil
+}

@@ -1,0 +1,61 @@
+package lvmpool
+
+import (
+	"errors"
+	"fmt"
+	"net/url"
+	"regexp"
+	"strings"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/options"
+)
+
+// Location is where an LVM pool is, and how it is kept. As a URL:
+//
+//	lvm://vg0?reservePercent=5
+//	lvm://vg0/thinpool?overprovision=2&dataWatermark=80&metadataWatermark=80
+type Location struct {
+	Group string
+	Thin  string // name of the thin pool; empty for linear volumes
+	// Overprovision is how many bytes may be promised for each byte that is there.
+	Overprovision float64
+	// ReservePercent of the storage is never promised.
+	ReservePercent float64
+	// DataWatermark and MetadataWatermark are how much of a thin pool's data and metadata
+	// may be in use, in percent, before nothing more is promised.
+	DataWatermark, MetadataWatermark float64
+}
+
+// groupPattern is how lvm2 takes the names of groups and volumes (lvm(8), VALID NAMES).
+var groupPattern = regexp.MustCompile(`^[a-zA-Z0-9+_.][-a-zA-Z0-9+_.]{0,126}$`)
+
+func groupName(name string) bool {
+	return groupPattern.MatchString(name) && name != "." && name != ".."
+}
+
+// Parse parses the URL of an LVM pool. The error says what is wrong with it.
+func Parse(u *url.URL) (Location, error) {
+	if u.User != nil || u.Opaque != "" || u.Fragment != "" || !groupName(u.Host) {
+		return Location{}, errors.New("write it as lvm://GROUP or lvm://GROUP/THINPOOL")
+	}
+	l := Location{Group: u.Host, Overprovision: 1, DataWatermark: 90, MetadataWatermark: 90}
+	if u.Path == "" {
+		return l, options.Read(u, options.ReservePercent(&l.ReservePercent))
+	}
+	if l.Thin = strings.TrimPrefix(u.Path, "/"); !groupName(l.Thin) {
+		return Location{}, fmt.Errorf("%q is not the name of a thin pool", l.Thin)
+	}
+	return l, options.Read(u, options.Overprovision(&l.Overprovision), options.ReservePercent(&l.ReservePercent),
+		options.Option{Name: "dataWatermark", From: 1, To: 100, Value: &l.DataWatermark},
+		options.Option{Name: "metadataWatermark", From: 1, To: 100, Value: &l.MetadataWatermark})
+}
+
+// Scheme is that of the URLs of LVM pools.
+func (Location) Scheme() string { return "lvm" }
+
+func (l Location) String() string {
+	if l.Thin == "" {
+		return "lvm://" + l.Group
+	}
+	return "lvm://" + l.Group + "/" + l.Thin
+}

@@ -1,0 +1,34 @@
+package blockdev
+
+import (
+	"context"
+	"fmt"
+	"regexp"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// A pool's name is part of volume IDs and, with them, of loop device labels, which
+// the kernel limits to 63 bytes.
+var poolNamePattern = regexp.MustCompile(`^[a-z0-9]([-a-z0-9]{0,22}[a-z0-9])?$`)
+
+// ValidPoolName reports whether name is 1 to 24 lower-case letters, digits and
+// dashes, with no dash at either end.
+func ValidPoolName(name string) bool { return poolNamePattern.MatchString(name) }
+
+// Known tells what the caller remembers of a pool: its identity (Identified); empty if nothing is
+// known of it, so that it may be made. An error: that cannot be told now. It is asked each time
+// the pool is looked for, and must not wait long.
+type Known func(ctx context.Context) (id string, err error)
+
+// Expect makes sure that a pool is the one that is remembered. Who cannot say now does not
+// keep a pool that is there from being used.
+func Expect(ctx context.Context, known Known, id string) error {
+	if known == nil {
+		return nil
+	}
+	if want, err := known(ctx); err == nil && want != "" && want != id {
+		return fmt.Errorf("%w: another pool is here, with the identity %q; the one that is missing has %s: is its disk mounted?", errdefs.ErrUnavailable, id, want)
+	}
+	return nil
+}
