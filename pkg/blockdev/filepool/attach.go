@@ -17,6 +17,8 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/ioctl"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/layout"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/recordfile"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/held"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/loop"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -114,7 +116,7 @@ func (p *pool) findLoops() error {
 		over := ImageAt(name)
 		f, err := loop.Open(n, os.O_RDONLY)
 		if loop.Going(err) && over.Validate() == nil { // who told it to go may keep it (waitGoing)
-			if info, err := p.root.Stat(imagePath(over)); err == nil {
+			if info, err := p.root.Stat(layout.Image(over)); err == nil {
 				st := info.Sys().(*syscall.Stat_t)
 				p.know(over, loop.Backing{Number: n, Device: st.Dev, Inode: st.Ino})
 			}
@@ -135,7 +137,7 @@ func (p *pool) findLoops() error {
 			}
 			continue
 		}
-		info, err := p.root.Stat(imagePath(over))
+		info, err := p.root.Stat(layout.Image(over))
 		switch {
 		case over.Validate() == nil && err == nil && isImage(info, status):
 			p.know(over, status)
@@ -155,7 +157,7 @@ func (p *pool) findLoops() error {
 
 // ImageAt returns the object whose image has a path; an invalid one if it is no path of an image.
 func ImageAt(name string) blockdev.Ref {
-	for kind, folder := range folderNames {
+	for kind, folder := range layout.Folders {
 		if path.Base(path.Dir(name)) == folder {
 			return blockdev.Ref{Kind: kind, Key: strings.TrimSuffix(path.Base(name), ".img")}
 		}
@@ -183,7 +185,7 @@ func (p *pool) openLoops(ref blockdev.Ref) (loops []attachedLoop, err error) {
 			closeLoops(loops)
 		}
 	}()
-	image, err := p.root.Stat(imagePath(ref))
+	image, err := p.root.Stat(layout.Image(ref))
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return nil, errdefs.FromErrno(err)
 	}
@@ -280,8 +282,8 @@ func (p *pool) Attach(ctx context.Context, ref blockdev.Ref, how blockdev.Attach
 	return device, nil
 }
 
-func (p *pool) attach(ctx context.Context, o *object, s *stored, how blockdev.Attachment) (_ blockdev.Device, err error) {
-	ref := s.decoded.Ref
+func (p *pool) attach(ctx context.Context, o *object, s *recordfile.Record, how blockdev.Attachment) (_ blockdev.Device, err error) {
+	ref := s.Decoded.Ref
 	l, err := p.attachedAs(ctx, ref, how)
 	if err != nil {
 		return blockdev.Device{}, err
@@ -335,8 +337,8 @@ func (p *pool) attachedAs(ctx context.Context, ref blockdev.Ref, how blockdev.At
 func (p *pool) takesDiscards() bool { return p.kind != unix.BTRFS_SUPER_MAGIC }
 
 // attachImage puts a loop device over the image of an object.
-func (p *pool) attachImage(ctx context.Context, o *object, s *stored, how blockdev.Attachment) (attachedLoop, error) {
-	ref := s.decoded.Ref
+func (p *pool) attachImage(ctx context.Context, o *object, s *recordfile.Record, how blockdev.Attachment) (attachedLoop, error) {
+	ref := s.Decoded.Ref
 	flags := os.O_RDWR
 	if how.ReadOnly {
 		flags = os.O_RDONLY
@@ -353,7 +355,7 @@ func (p *pool) attachImage(ctx context.Context, o *object, s *stored, how blockd
 	}
 	// What is kept for writing is kept by its guard.
 	file, n, err := loop.Attach(ctx, image, loop.Config{Label: p.label(ref), ReadOnly: how.ReadOnly, Autoclear: !how.Keep || !how.ReadOnly,
-		Discards: how.ReadOnly || p.takesDiscards(), Sector: sectorOf(s)})
+		Discards: how.ReadOnly || p.takesDiscards(), Sector: recordfile.SectorOf(s)})
 	if err != nil {
 		return attachedLoop{}, err
 	}
@@ -472,7 +474,7 @@ func (p *pool) Used(_ context.Context, ref blockdev.Ref) (int64, error) {
 	if err != nil {
 		return 0, err
 	}
-	info, err := p.root.Stat(imagePath(ref))
+	info, err := p.root.Stat(layout.Image(ref))
 	if err != nil {
 		return 0, fmt.Errorf("measure %s of pool %s: %w", ref, p.name, errdefs.FromErrno(err))
 	}

@@ -12,6 +12,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/layout"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/recordfile"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/catalog"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -42,7 +44,7 @@ func (p *pool) Create(ctx context.Context, spec blockdev.Spec) (blockdev.Record,
 		if err := p.secure(o); err != nil {
 			return blockdev.Record{}, err
 		}
-		return catalog.Same(p.name, o.stored.decoded, spec)
+		return catalog.Same(p.name, o.stored.Decoded, spec)
 	}
 	if o != nil && !o.resumable(spec) {
 		if err := p.remove(ctx, spec.Ref); err != nil {
@@ -67,7 +69,7 @@ func (p *pool) Create(ctx context.Context, spec blockdev.Spec) (blockdev.Record,
 
 // resumable reports whether an unfinished object is one that a spec can go on with.
 func (o *object) resumable(spec blockdev.Spec) bool {
-	r := o.stored.decoded
+	r := o.stored.Decoded
 	return o.stored.State == catalog.Creating && o.copied > 0 && r.Name == spec.Name && r.Size == spec.Size && r.Thin == (spec.Provisioning == blockdev.Thin) &&
 		r.Origin == spec.Origin && maps.Equal(r.Labels, spec.Labels)
 }
@@ -95,8 +97,8 @@ func (p *pool) validate(spec blockdev.Spec) error {
 // begin promises the space and writes the record. An image that is there already is of a volume
 // that lost its record, and is not taken over.
 func (p *pool) begin(ctx context.Context, spec blockdev.Spec) (o *object, err error) {
-	if _, err := p.root.Lstat(imagePath(spec.Ref)); err == nil {
-		return nil, fmt.Errorf("%w: look at %s, and bring its record back from a backup, or move it away", errNoRecord, imagePath(spec.Ref))
+	if _, err := p.root.Lstat(layout.Image(spec.Ref)); err == nil {
+		return nil, fmt.Errorf("%w: look at %s, and bring its record back from a backup, or move it away", recordfile.ErrNoRecord, layout.Image(spec.Ref))
 	} else if !errors.Is(err, fs.ErrNotExist) {
 		return nil, errdefs.FromErrno(err)
 	}
@@ -112,7 +114,7 @@ func (p *pool) begin(ctx context.Context, spec blockdev.Spec) (o *object, err er
 		sector = origin.Sector
 	}
 	o = &object{active: true}
-	o.stored = newStored(blockdev.Record{Ref: spec.Ref, Name: spec.Name, Size: spec.Size, Thin: spec.Provisioning == blockdev.Thin, Sector: sector, Origin: spec.Origin,
+	o.stored = recordfile.New(blockdev.Record{Ref: spec.Ref, Name: spec.Name, Size: spec.Size, Thin: spec.Provisioning == blockdev.Thin, Sector: sector, Origin: spec.Origin,
 		Created: time.Now().UTC(), Labels: maps.Clone(spec.Labels)}, catalog.Creating, 0)
 	if err := p.reserve(ctx, spec.Size, func() error {
 		p.mu.Lock()
@@ -122,7 +124,7 @@ func (p *pool) begin(ctx context.Context, spec blockdev.Spec) (o *object, err er
 	}); err != nil {
 		return nil, err
 	}
-	at, err := createRecord(p.root, recordPath(spec.Ref), o.stored)
+	at, err := recordfile.Create(p.root, layout.Record(spec.Ref), o.stored)
 	p.mu.Lock()
 	o.at = at // health looks at it
 	p.mu.Unlock()
@@ -150,7 +152,7 @@ func (p *pool) giveUp(ctx context.Context, o *object, spec blockdev.Spec) {
 
 // fill makes the bytes, and then the object ready.
 func (p *pool) fill(ctx context.Context, o *object, spec blockdev.Spec) (blockdev.Record, error) {
-	image, err := p.root.OpenFile(imagePath(spec.Ref), os.O_RDWR|os.O_CREATE, 0o600)
+	image, err := p.root.OpenFile(layout.Image(spec.Ref), os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
 		return blockdev.Record{}, errdefs.FromErrno(err)
 	}
@@ -177,26 +179,26 @@ func (p *pool) fill(ctx context.Context, o *object, spec blockdev.Spec) (blockde
 		return blockdev.Record{}, fmt.Errorf("sync the image: %w", errdefs.FromErrno(err))
 	}
 	if spec.Prepare != nil {
-		if err := spec.Prepare(ctx, p.location.Path+"/"+imagePath(spec.Ref)); err != nil {
+		if err := spec.Prepare(ctx, p.location.Path+"/"+layout.Image(spec.Ref)); err != nil {
 			return blockdev.Record{}, err
 		}
 	}
 	if err := p.folders[spec.Kind].Sync(); err != nil {
 		return blockdev.Record{}, fmt.Errorf("sync the folder: %w", errdefs.FromErrno(err))
 	}
-	record := o.stored.decoded
+	record := o.stored.Decoded
 	record.Created = cut
 	if spec.Origin == (blockdev.Ref{}) {
 		record.Sector = directSector(image)
 	}
-	if err := p.save(o, newStored(record, catalog.Ready, 0)); err != nil {
+	if err := p.save(o, recordfile.New(record, catalog.Ready, 0)); err != nil {
 		return blockdev.Record{}, err
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	delete(p.space.unfinished, spec.Ref)
 	o.active = false
-	return catalog.Copy(o.stored.decoded), nil
+	return catalog.Copy(o.stored.Decoded), nil
 }
 
 // allocate gives an image its size: space of its own, which reads as zero until it
@@ -366,14 +368,14 @@ func (p *pool) flushDevices(ctx context.Context, spec blockdev.Spec) (moving boo
 var errNotOwn = fmt.Errorf("%w: not its image", errdefs.ErrDataLoss)
 
 // openImage opens the bytes of an object and makes sure that they are its own, and all there.
-func (p *pool) openImage(ref blockdev.Ref, s *stored, flags int) (*os.File, error) {
-	info, err := p.root.Lstat(imagePath(ref))
+func (p *pool) openImage(ref blockdev.Ref, s *recordfile.Record, flags int) (*os.File, error) {
+	info, err := p.root.Lstat(layout.Image(ref))
 	if err == nil && !info.Mode().IsRegular() { // not opened: who opens a FIFO waits, and a link leads to another's image
-		return nil, fmt.Errorf("%w: %s of pool %s is no file (%s); restore the image from a backup, or delete the volume", errNotOwn, imagePath(ref), p.name, info.Mode())
+		return nil, fmt.Errorf("%w: %s of pool %s is no file (%s); restore the image from a backup, or delete the volume", errNotOwn, layout.Image(ref), p.name, info.Mode())
 	}
-	f, err := p.root.OpenFile(imagePath(ref), flags, 0)
+	f, err := p.root.OpenFile(layout.Image(ref), flags, 0)
 	if errors.Is(err, fs.ErrNotExist) {
-		return nil, fmt.Errorf("%w: the image %s of pool %s is missing; restore it from a backup, or delete the volume", errdefs.ErrDataLoss, imagePath(ref), p.name)
+		return nil, fmt.Errorf("%w: the image %s of pool %s is missing; restore it from a backup, or delete the volume", errdefs.ErrDataLoss, layout.Image(ref), p.name)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("open image: %w", errdefs.FromErrno(err))
@@ -388,7 +390,7 @@ func (p *pool) openImage(ref blockdev.Ref, s *stored, flags int) (*os.File, erro
 	if info.Size() < s.Size {
 		f.Close()
 		return nil, fmt.Errorf("%w: the image %s of pool %s has %d bytes, its record says %d; restore it from a backup, or delete the volume",
-			errdefs.ErrDataLoss, imagePath(ref), p.name, info.Size(), s.Size)
+			errdefs.ErrDataLoss, layout.Image(ref), p.name, info.Size(), s.Size)
 	}
 	return f, nil
 }
@@ -404,7 +406,7 @@ func (p *pool) checkOwner(ref blockdev.Ref, image *os.File, give bool) error {
 	n, err := unix.Fgetxattr(int(image.Fd()), imageOwner, have)
 	if err == nil && string(have[:n]) != ref.String() || errors.Is(err, unix.ERANGE) {
 		return fmt.Errorf("%w: %s of pool %s says that it is the image of %q; put the right one there, or if this is it, say so: setfattr -x %s %s",
-			errNotOwn, imagePath(ref), p.name, have[:max(n, 0)], imageOwner, imagePath(ref))
+			errNotOwn, layout.Image(ref), p.name, have[:max(n, 0)], imageOwner, layout.Image(ref))
 	}
 	if errors.Is(err, unix.ENODATA) && give {
 		err = unix.Fsetxattr(int(image.Fd()), imageOwner, []byte(ref.String()), 0)
@@ -436,13 +438,13 @@ func (p *pool) Expand(ctx context.Context, ref blockdev.Ref, size int64) (blockd
 	if err := p.resizeLoops(ctx, ref); err != nil {
 		return blockdev.Record{}, err
 	}
-	return catalog.Copy(o.stored.decoded), nil
+	return catalog.Copy(o.stored.Decoded), nil
 }
 
 // grow writes down where it is heading, takes the space, and then says it is there. An image that is
 // longer than its record says (the record may be an older one) is never cut.
-func (p *pool) grow(ctx context.Context, o *object, s *stored, size int64) error {
-	ref := s.decoded.Ref
+func (p *pool) grow(ctx context.Context, o *object, s *recordfile.Record, size int64) error {
+	ref := s.Decoded.Ref
 	image, err := p.openImage(ref, s, os.O_RDWR)
 	if err != nil {
 		return err
@@ -454,30 +456,30 @@ func (p *pool) grow(ctx context.Context, o *object, s *stored, size int64) error
 	}
 	if size > o.size() {
 		if err := p.reserve(ctx, size-o.size(), func() error {
-			return p.save(o, newStored(s.decoded, catalog.Ready, size))
+			return p.save(o, recordfile.New(s.Decoded, catalog.Ready, size))
 		}); err != nil {
 			return err
 		}
 	}
 	if err := errors.Join(p.allocate(ctx, o, image, max(size, info.Size()), s.Thin), image.Sync()); err != nil {
 		// Take the promise back; what was allocated beyond the size goes with it.
-		return errors.Join(errdefs.FromErrno(err), image.Truncate(info.Size()), p.save(o, newStored(s.decoded, catalog.Ready, s.Growing)))
+		return errors.Join(errdefs.FromErrno(err), image.Truncate(info.Size()), p.save(o, recordfile.New(s.Decoded, catalog.Ready, s.Growing)))
 	}
-	record := s.decoded
+	record := s.Decoded
 	record.Size = size
-	return p.save(o, newStored(record, catalog.Ready, 0))
+	return p.save(o, recordfile.New(record, catalog.Ready, 0))
 }
 
 // checkLength returns errdefs.ErrPrecondition for an image that is longer than its record says: a copy of what the
 // record says would lack the end of it.
-func (p *pool) checkLength(s *stored, image *os.File) error {
+func (p *pool) checkLength(s *recordfile.Record, image *os.File) error {
 	info, err := image.Stat()
 	if err != nil {
 		return errdefs.FromErrno(err)
 	}
 	if have := info.Size(); have > max(s.Size, s.Growing) {
 		return fmt.Errorf("%w: the image %s of pool %s has %d bytes, its record says %d, as an older one does; expand the volume to %d bytes, and the record has them again",
-			errdefs.ErrPrecondition, imagePath(s.decoded.Ref), p.name, have, s.Size, (have+blockdev.Granularity-1)/blockdev.Granularity*blockdev.Granularity)
+			errdefs.ErrPrecondition, layout.Image(s.Decoded.Ref), p.name, have, s.Size, (have+blockdev.Granularity-1)/blockdev.Granularity*blockdev.Granularity)
 	}
 	return nil
 }

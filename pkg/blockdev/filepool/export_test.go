@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/frame"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/catalog"
 )
 
@@ -56,5 +57,5 @@ const FirstStep = firstStep
 
 // Frame is a frame as it is on disk, for tests that write what this driver would not.
 func Frame(what string, version int, generation uint64, body string) string {
-	return string(frame{version, generation, []byte(body)}.encode(what))
+	return string(frame.Frame{Version: version, Generation: generation, Body: []byte(body)}.Encode(what))
 }

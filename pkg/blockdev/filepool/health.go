@@ -13,6 +13,9 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/identity"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/layout"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/recordfile"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/loop"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -22,7 +25,7 @@ func (p *pool) alive() error {
 	var held, named unix.Stat_t
 	err := unix.Fstat(int(p.folders[blockdev.Volume].Fd()), &held)
 	if err == nil {
-		err = unix.Stat(p.location.Path+"/"+folderNames[blockdev.Volume], &named)
+		err = unix.Stat(p.location.Path+"/"+layout.Folders[blockdev.Volume], &named)
 	}
 	if err != nil || held.Dev != named.Dev || held.Ino != named.Ino {
 		if err == nil {
@@ -38,7 +41,7 @@ func (p *pool) alive() error {
 func (p *pool) Gone() bool {
 	if p.alive() != nil {
 		if root, err := os.OpenRoot(p.location.Path); err == nil {
-			id, _, err := readIdentity(root)
+			id, _, err := identity.Read(root)
 			root.Close()
 			if err == nil && id == p.id {
 				return true
@@ -50,7 +53,7 @@ func (p *pool) Gone() bool {
 	p.mu.Unlock()
 	for ref, known := range loops {
 		for _, l := range known {
-			if name, _, err := loop.BackingName(l.number); err == nil && strings.HasSuffix(name, imagePath(ref)) {
+			if name, _, err := loop.BackingName(l.number); err == nil && strings.HasSuffix(name, layout.Image(ref)) {
 				return false
 			}
 		}
@@ -85,7 +88,7 @@ func (p *pool) Health(ctx context.Context, ref blockdev.Ref) ([]blockdev.Problem
 		reason := "ImageTruncated"
 		if errors.Is(err, errNotOwn) {
 			reason = "ImageOfAnother"
-		} else if _, statErr := p.root.Lstat(imagePath(ref)); errors.Is(statErr, os.ErrNotExist) {
+		} else if _, statErr := p.root.Lstat(layout.Image(ref)); errors.Is(statErr, os.ErrNotExist) {
 			reason = "ImageMissing"
 		}
 		return []blockdev.Problem{{Severity: blockdev.DataLoss, Reason: reason, Message: err.Error()}}, nil
@@ -95,7 +98,7 @@ func (p *pool) Health(ctx context.Context, ref blockdev.Ref) ([]blockdev.Problem
 }
 
 // says reports whether the record of an object is still the one that was looked up.
-func (p *pool) says(ref blockdev.Ref, s *stored) bool {
+func (p *pool) says(ref blockdev.Ref, s *recordfile.Record) bool {
 	_, now, err := p.lookup(ref)
 	return err == nil && now == s
 }
@@ -147,7 +150,7 @@ func (p *pool) PoolHealth(context.Context) []blockdev.Problem {
 	problems = append(problems, p.spaceHealth()...)
 	var failures []string
 	for _, err := range p.damaged {
-		if !errors.Is(err, errNoRecord) { // one of the strays
+		if !errors.Is(err, recordfile.ErrNoRecord) { // one of the strays
 			failures = append(failures, err.Error())
 		}
 	}
@@ -157,7 +160,7 @@ func (p *pool) PoolHealth(context.Context) []blockdev.Problem {
 	}
 	alone := 0
 	for _, o := range p.Objects {
-		if o.at.alone {
+		if o.at.Alone {
 			alone++
 		}
 	}

@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/layout"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -80,13 +81,13 @@ func (p *pool) prepareInPlace(ctx context.Context) error {
 		}
 	}
 	for ref, o := range p.Objects {
-		image, err := openFile(p.root, imagePath(ref))
+		image, err := layout.Open(p.root, layout.Image(ref))
 		if err == nil {
 			inPlace, failure := p.inPlace(image)
 			o.copying, err = !inPlace && failure == nil, errors.Join(failure, image.Close())
 		}
 		if err == nil || errors.Is(err, fs.ErrNotExist) {
-			err = p.moveRecord(recordPath(ref))
+			err = p.moveRecord(layout.Record(ref))
 		}
 		if err != nil {
 			klog.FromContext(ctx).Error(err, "could not have a record written in place; the next start tries again", "pool", p.name, "object", ref.String())

@@ -2,8 +2,6 @@ package filepool
 
 import (
 	"context"
-	"crypto/rand"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -15,151 +13,24 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
-	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/catalog"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/identity"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/layout"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// The identity of a file pool is in the file "pool", twice: a pool that lost one of the two is
-// still known.
-//
-//	ashlar-pool 2 gen=1 len=48 crc32c=17b1c0de
-//	{"id":"..."}
-//
-// Its version is that of the whole pool: a driver that does not know it changes nothing there.
-// Pools of version 1 had no such file; they get one.
-const (
-	identityFile    = "pool"
-	identityCopy    = 4096 // bytes from the one to the other
-	identityVersion = 2
-	identityHeader  = "ashlar-pool"
-	lockFile        = "lock"
-)
-
-// identity is what is in the file.
-type identity struct {
-	ID string `json:"id"` // a UUID
-}
-
-var (
-	// errNoPool: there is a directory, and no pool in it.
-	errNoPool = fmt.Errorf("%w: there is no pool", errdefs.ErrUnavailable)
-	// errNameless: there is a pool, of version 1.
-	errNameless = errors.New("a pool without an identity")
-)
-
-// newID returns a random UUID (RFC 9562, version 4).
-func newID() string {
-	var b [16]byte
-	_, _ = rand.Read(b[:]) // it never fails
-	b[6], b[8] = b[6]&0x0f|0x40, b[8]&0x3f|0x80
-	return fmt.Sprintf("%x-%x-%x-%x-%x", b[:4], b[4:6], b[6:8], b[8:10], b[10:])
-}
-
-// readIdentity returns the identity of the pool in a directory; whole is false if one of its
-// copies is damaged. errNoPool and errNameless if it has none.
-func readIdentity(root *os.Root) (id string, whole bool, err error) {
-	f, err := openFile(root, identityFile)
-	if errors.Is(err, fs.ErrNotExist) {
-		for _, folder := range folderNames {
-			if _, err := root.Stat(folder); errors.Is(err, fs.ErrNotExist) {
-				return "", false, errNoPool
-			} else if err != nil {
-				return "", false, errdefs.FromErrno(err)
-			}
-		}
-		return "", false, errNameless
-	}
-	if err != nil {
-		return "", false, errdefs.FromErrno(err)
-	}
-	defer f.Close()
-	whole = true
-	for _, start := range []int64{0, identityCopy} {
-		var one string
-		data, oneErr := readPart(f, start, identityCopy)
-		if oneErr == nil {
-			one, oneErr = decodeIdentity(data)
-		}
-		switch {
-		case errors.Is(oneErr, errdefs.ErrUnsupported), oneErr == nil && id != "" && one != id:
-			return "", false, fmt.Errorf("%s: %w", identityFile, errors.Join(oneErr, errIdentities(id, one)))
-		case oneErr != nil:
-			whole, err = false, oneErr
-		default:
-			id = one
-		}
-	}
-	if id == "" {
-		return "", false, fmt.Errorf("%s: %w; nothing is changed: bring the file back from a backup", identityFile, errdefs.FromErrno(err))
-	}
-	return id, whole, nil
-}
-
-func errIdentities(a, b string) error {
-	if a == "" || b == "" {
-		return nil
-	}
-	return fmt.Errorf("%w: two identities, %s and %s", catalog.ErrRecord, a, b)
-}
-
-func decodeIdentity(data []byte) (string, error) {
-	f, err := decodeFrame(identityHeader, data)
-	if err != nil {
-		return "", err
-	}
-	if f.version != identityVersion {
-		return "", fmt.Errorf("%w: the pool is of version %d, and this driver knows 1 and %d; use a newer driver", errdefs.ErrUnsupported, f.version, identityVersion)
-	}
-	var is identity
-	if err := json.Unmarshal(f.body, &is); err != nil || is.ID == "" {
-		return "", fmt.Errorf("%w: no identity", catalog.ErrRecord)
-	}
-	return is.ID, nil
-}
+const lockFile = "lock"
 
 // makePool makes a directory a pool, with nothing in it.
 func makePool(root *os.Root, id string) error {
-	for _, folder := range folderNames {
+	for _, folder := range layout.Folders {
 		if err := root.Mkdir(folder, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
 			return errdefs.FromErrno(err)
 		}
 	}
-	if err := syncFolder(root); err != nil {
+	if err := layout.Sync(root); err != nil {
 		return err
 	}
-	return writeIdentity(root, id)
-}
-
-// writeIdentity gives a pool its identity, durably and in one step.
-func writeIdentity(root *os.Root, id string) (err error) {
-	body, err := json.Marshal(identity{id})
-	if err != nil {
-		return err
-	}
-	one := frame{identityVersion, 1, append(body, '\n')}.encode(identityHeader)
-	data := make([]byte, 2*identityCopy)
-	copy(data, one)
-	copy(data[identityCopy:], one)
-	f, err := root.OpenFile(identityFile+".new", os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
-	if err != nil {
-		return errdefs.FromErrno(err)
-	}
-	_, err = f.Write(data)
-	if err := errors.Join(err, f.Sync(), f.Close()); err != nil {
-		return fmt.Errorf("write the identity of the pool: %w", errdefs.FromErrno(err))
-	}
-	if err := root.Rename(identityFile+".new", identityFile); err != nil {
-		return errdefs.FromErrno(err)
-	}
-	return syncFolder(root)
-}
-
-func syncFolder(root *os.Root) error {
-	folder, err := root.Open(".")
-	if err != nil {
-		return errdefs.FromErrno(err)
-	}
-	return errdefs.FromErrno(errors.Join(folder.Sync(), folder.Close()))
+	return identity.Write(root, id)
 }
 
 // openPlace opens the directory of a pool, which it makes a pool if there is none and there may
@@ -173,10 +44,10 @@ func openPlace(ctx context.Context, loc Location, known blockdev.Known) (root *o
 	}()
 	root, err = os.OpenRoot(loc.Path)
 	if err == nil {
-		id, whole, err = readIdentity(root)
+		id, whole, err = identity.Read(root)
 	}
 	switch {
-	case err == nil, errors.Is(err, errNameless):
+	case err == nil, errors.Is(err, identity.ErrNameless):
 		return root, id, whole, blockdev.Expect(ctx, known, id)
 	case errors.Is(err, fs.ErrNotExist):
 		if err := mayBegin(ctx, loc, known, placeOfNew); err != nil {
@@ -184,11 +55,11 @@ func openPlace(ctx context.Context, loc Location, known blockdev.Known) (root *o
 		}
 		root, id, err = makeFolder(loc.Path)
 		return root, id, true, err
-	case errors.Is(err, errNoPool):
+	case errors.Is(err, identity.ErrNoPool):
 		if err := mayBegin(ctx, loc, known, placeOfEmpty); err != nil {
 			return root, "", false, err
 		}
-		id = newID()
+		id = identity.New()
 		return root, id, true, beginIn(root, id)
 	}
 	if info, statErr := os.Stat(loc.Path); root == nil && statErr == nil && !info.IsDir() {
@@ -200,14 +71,14 @@ func openPlace(ctx context.Context, loc Location, known blockdev.Known) (root *o
 // mayBegin tells why a place must not become a pool; place judges it, where nobody knows better.
 func mayBegin(ctx context.Context, loc Location, known blockdev.Known, place func(path string) error) error {
 	if loc.Create == CreateNever {
-		return fmt.Errorf("%w, and create=0 says to make none; is its disk mounted?", errNoPool)
+		return fmt.Errorf("%w, and create=0 says to make none; is its disk mounted?", identity.ErrNoPool)
 	}
 	if known != nil {
 		switch id, err := known(ctx); {
 		case err != nil:
-			return fmt.Errorf("%w, and whether there was one cannot be told: %w", errNoPool, err)
+			return fmt.Errorf("%w, and whether there was one cannot be told: %w", identity.ErrNoPool, err)
 		case id != "":
-			return fmt.Errorf("%w, and there was one, with the identity %s: is its disk mounted?", errNoPool, id)
+			return fmt.Errorf("%w, and there was one, with the identity %s: is its disk mounted?", identity.ErrNoPool, id)
 		}
 		return nil
 	}
@@ -225,22 +96,22 @@ func placeOfEmpty(path string) error {
 		return err
 	}
 	if !empty {
-		return fmt.Errorf("%w in %s, but something else; say create=1 if it is to become a pool all the same", errNoPool, path)
+		return fmt.Errorf("%w in %s, but something else; say create=1 if it is to become a pool all the same", identity.ErrNoPool, path)
 	}
 	if root, err := isFilesystem(path); err != nil || root {
 		return err
 	}
-	return fmt.Errorf("%w: %s is empty, as if it were the place of a disk that is not mounted; mount it, or remove the directory, or say create=1 if it is to become a pool", errNoPool, path)
+	return fmt.Errorf("%w: %s is empty, as if it were the place of a disk that is not mounted; mount it, or remove the directory, or say create=1 if it is to become a pool", identity.ErrNoPool, path)
 }
 
 // placeOfNew judges a path at which nothing is: its parent must not look as if a disk were missing.
 func placeOfNew(path string) error {
 	if info, err := os.Lstat(path); err == nil && info.Mode()&fs.ModeSymlink != 0 {
-		return fmt.Errorf("%w: %s is a link to where nothing is; is its disk mounted?", errNoPool, path)
+		return fmt.Errorf("%w: %s is a link to where nothing is; is its disk mounted?", identity.ErrNoPool, path)
 	}
 	parent := filepath.Dir(path)
 	if _, err := os.Stat(parent); err != nil {
-		return fmt.Errorf("%w at %s, nor a directory to make it in: %w; is its disk mounted? If so, make %s", errNoPool, path, err, parent)
+		return fmt.Errorf("%w at %s, nor a directory to make it in: %w; is its disk mounted? If so, make %s", identity.ErrNoPool, path, err, parent)
 	}
 	empty, err := isEmpty(parent)
 	if err != nil || !empty {
@@ -249,7 +120,7 @@ func placeOfNew(path string) error {
 	if root, err := isFilesystem(parent); err != nil || root {
 		return err
 	}
-	return fmt.Errorf("%w: %s is empty, as if it were the place of a disk that is not mounted; mount it, or say create=1 if %s is to become a pool", errNoPool, parent, path)
+	return fmt.Errorf("%w: %s is empty, as if it were the place of a disk that is not mounted; mount it, or say create=1 if %s is to become a pool", identity.ErrNoPool, parent, path)
 }
 
 // isEmpty tells whether a directory has nothing in it but what mkfs and a begun pool leave.
@@ -259,11 +130,11 @@ func isEmpty(path string) (bool, error) {
 		return false, errdefs.FromErrno(err)
 	}
 	return !slices.ContainsFunc(entries, func(e fs.DirEntry) bool {
-		if e.Name() == folderNames[blockdev.Volume] || e.Name() == folderNames[blockdev.Snapshot] {
+		if e.Name() == layout.Folders[blockdev.Volume] || e.Name() == layout.Folders[blockdev.Snapshot] {
 			below, err := os.ReadDir(filepath.Join(path, e.Name()))
 			return err != nil || len(below) > 0
 		}
-		return !slices.Contains([]string{"lost+found", lockFile, identityFile + ".new"}, e.Name())
+		return !slices.Contains([]string{"lost+found", lockFile, identity.File + ".new"}, e.Name())
 	}), nil
 }
 
@@ -283,7 +154,7 @@ func makeFolder(path string) (root *os.Root, id string, err error) {
 	if root, err = os.OpenRoot(begun); err != nil {
 		return nil, "", errdefs.FromErrno(err)
 	}
-	id = newID()
+	id = identity.New()
 	err = makePool(root, id)
 	if err == nil {
 		err = errdefs.FromErrno(os.Rename(begun, path))
@@ -308,7 +179,7 @@ func beginIn(root *os.Root, id string) error {
 		return err
 	}
 	defer lock.Close()
-	if have, _, err := readIdentity(root); !errors.Is(err, errNoPool) {
+	if have, _, err := identity.Read(root); !errors.Is(err, identity.ErrNoPool) {
 		return errors.Join(fmt.Errorf("%w: another process makes it the pool %s", errdefs.ErrInUse, have), err)
 	}
 	return makePool(root, id)
@@ -344,9 +215,9 @@ func (p *pool) identify(ctx context.Context, whole bool) error {
 	}
 	id := p.id
 	if id == "" {
-		id = newID()
+		id = identity.New()
 	}
-	if err := writeIdentity(p.root, id); errors.Is(err, errdefs.ErrNoSpace) {
+	if err := identity.Write(p.root, id); errors.Is(err, errdefs.ErrNoSpace) {
 		klog.FromContext(ctx).Error(err, "Could not write the identity of the pool; the next start tries again", "pool", p.name)
 		return nil
 	} else if err != nil {
@@ -370,11 +241,11 @@ func (l Location) Identify(ctx context.Context) (id string, err error) {
 		return "", errdefs.FromErrno(err)
 	}
 	defer root.Close()
-	id, _, err = readIdentity(root)
+	id, _, err = identity.Read(root)
 	switch {
-	case errors.Is(err, errNameless):
+	case errors.Is(err, identity.ErrNameless):
 		return "", nil
-	case errors.Is(err, errNoPool):
+	case errors.Is(err, identity.ErrNoPool):
 		return "", mayBegin(ctx, l, nil, placeOfEmpty)
 	}
 	return id, err

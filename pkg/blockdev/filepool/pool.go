@@ -17,6 +17,8 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/layout"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/recordfile"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/catalog"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -63,8 +65,8 @@ type pool struct {
 
 // object is what is known of one record file.
 type object struct {
-	stored  *stored
-	at      position
+	stored  *recordfile.Record
+	at      recordfile.Position
 	copied  int64     // bytes of an unfinished copy that are in place
 	cut     time.Time // of the origin of that copy
 	active  bool      // somebody is making it ready, or removing it
@@ -74,11 +76,6 @@ type object struct {
 }
 
 func (o *object) size() int64 { return max(o.stored.Size, o.stored.Growing) }
-
-var folderNames = map[blockdev.Kind]string{blockdev.Volume: "volumes", blockdev.Snapshot: "snapshots"}
-
-func recordPath(ref blockdev.Ref) string { return folderNames[ref.Kind] + "/" + ref.Key + ".rec" }
-func imagePath(ref blockdev.Ref) string  { return folderNames[ref.Kind] + "/" + ref.Key + ".img" }
 
 // Open opens the pool in the directory, and finishes or undoes what a crash left half-done in it. Where there is none, one is made if
 // Location.Create, or what is known of it, lets it; else it is errdefs.ErrUnavailable.
@@ -100,7 +97,7 @@ func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (
 	if p.lock, err = lockPool(p.root); err != nil {
 		return nil, err
 	}
-	for kind, folder := range folderNames {
+	for kind, folder := range layout.Folders {
 		if p.folders[kind], err = p.root.Open(folder); err != nil {
 			return nil, errdefs.FromErrno(err)
 		}
@@ -131,7 +128,7 @@ func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (
 	}
 	p.device = folder.Dev
 	p.reflink = canReflink(p.lock)
-	for kind := range folderNames {
+	for kind := range layout.Folders {
 		if err := p.load(kind); err != nil {
 			return nil, err
 		}
@@ -152,7 +149,7 @@ func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (
 
 // load reads all records of a kind.
 func (p *pool) load(kind blockdev.Kind) error {
-	entries, err := fs.ReadDir(p.root.FS(), folderNames[kind])
+	entries, err := fs.ReadDir(p.root.FS(), layout.Folders[kind])
 	if err != nil {
 		return errdefs.FromErrno(err)
 	}
@@ -164,7 +161,7 @@ func (p *pool) load(kind blockdev.Kind) error {
 	}
 	for _, entry := range entries {
 		if strings.HasSuffix(entry.Name(), ".rec"+freshRecord) { // a crash came before it took the place of the record
-			if err := p.root.Remove(folderNames[kind] + "/" + entry.Name()); err != nil {
+			if err := p.root.Remove(layout.Folders[kind] + "/" + entry.Name()); err != nil {
 				return errdefs.FromErrno(err)
 			}
 		}
@@ -173,13 +170,13 @@ func (p *pool) load(kind blockdev.Kind) error {
 		if !ok || ref.Validate() != nil {
 			continue
 		}
-		s, at, err := readRecord(p.root, recordPath(ref), ref)
+		s, at, err := recordfile.Read(p.root, layout.Record(ref), ref)
 		switch {
 		case err == nil:
 			p.insert(&object{stored: s, at: at})
-		case errors.Is(err, errEmpty) && !images[key]:
+		case errors.Is(err, recordfile.ErrEmpty) && !images[key]:
 			// A crash before the record was on disk; nothing was ever handed out.
-			if err := p.root.Remove(recordPath(ref)); err != nil {
+			if err := p.root.Remove(layout.Record(ref)); err != nil {
 				return errdefs.FromErrno(err)
 			}
 		case errors.Is(err, errdefs.ErrUnavailable): // it says nothing of the record
@@ -193,9 +190,9 @@ func (p *pool) load(kind blockdev.Kind) error {
 	}
 	for key := range images {
 		ref := blockdev.Ref{Kind: kind, Key: key}
-		p.strays = append(p.strays, folderNames[kind]+"/"+key+".img")
+		p.strays = append(p.strays, layout.Folders[kind]+"/"+key+".img")
 		if ref.Validate() == nil {
-			p.damaged[ref] = errNoRecord
+			p.damaged[ref] = recordfile.ErrNoRecord
 		}
 	}
 	return nil
@@ -204,7 +201,7 @@ func (p *pool) load(kind blockdev.Kind) error {
 // insert adds an object to the index and to what is promised. The caller holds mu,
 // or is alone.
 func (p *pool) insert(o *object) {
-	p.Put(o.stored.decoded.Ref, o)
+	p.Put(o.stored.Decoded.Ref, o)
 	p.space.promised += o.size()
 	o.use.shared = p.reflink && o.stored.Origin != ""
 }
@@ -286,7 +283,7 @@ func (p *pool) find(ref blockdev.Ref) *object {
 
 // lookup returns a ready object and its record; a stored is never changed, only
 // replaced.
-func (p *pool) lookup(ref blockdev.Ref) (*object, *stored, error) {
+func (p *pool) lookup(ref blockdev.Ref) (*object, *recordfile.Record, error) {
 	if err := ref.Validate(); err != nil {
 		return nil, nil, err
 	}
@@ -307,23 +304,23 @@ func (p *pool) Get(_ context.Context, ref blockdev.Ref) (blockdev.Record, error)
 	if err != nil {
 		return blockdev.Record{}, err
 	}
-	return catalog.Copy(s.decoded), nil
+	return catalog.Copy(s.Decoded), nil
 }
 
 func (p *pool) List(_ context.Context, kind blockdev.Kind, after string, limit int) ([]blockdev.Record, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return p.Page(kind, after, limit, func(o *object) blockdev.Record { return o.stored.decoded }), nil
+	return p.Page(kind, after, limit, func(o *object) blockdev.Record { return o.stored.Decoded }), nil
 }
 
 // save writes a record over the one of o, on disk and then in memory.
-func (p *pool) save(o *object, s *stored) error {
-	at, err := updateRecord(p.root, recordPath(s.decoded.Ref), s, o.at)
+func (p *pool) save(o *object, s *recordfile.Record) error {
+	at, err := recordfile.Update(p.root, layout.Record(s.Decoded.Ref), s, o.at)
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	o.at = at
 	if err != nil {
-		return fmt.Errorf("write the record of %s in pool %s: %w", s.decoded.Ref, p.name, err)
+		return fmt.Errorf("write the record of %s in pool %s: %w", s.Decoded.Ref, p.name, err)
 	}
 	p.space.promised -= o.size()
 	o.stored = s
@@ -334,7 +331,7 @@ func (p *pool) save(o *object, s *stored) error {
 // secure makes sure that both slots have the record of o, before anybody acts on what it says.
 func (p *pool) secure(o *object) error {
 	p.mu.Lock()
-	s, alone := o.stored, o.at.alone
+	s, alone := o.stored, o.at.Alone
 	p.mu.Unlock()
 	if !alone {
 		return nil
@@ -349,7 +346,7 @@ func (p *pool) secureAll(ctx context.Context) {
 	log := klog.FromContext(ctx)
 	var anew []string
 	for ref, o := range p.Objects {
-		if !o.at.alone {
+		if !o.at.Alone {
 			continue
 		}
 		if err := p.secure(o); err != nil {
@@ -368,14 +365,14 @@ func (p *pool) SetLabels(_ context.Context, ref blockdev.Ref, change func(map[st
 	if err != nil {
 		return blockdev.Record{}, err
 	}
-	record, err := catalog.ChangeLabels(s.decoded, change)
+	record, err := catalog.ChangeLabels(s.Decoded, change)
 	if err != nil {
 		return record, err
 	}
 	if maps.Equal(record.Labels, s.Labels) {
 		return record, p.secure(o)
 	}
-	if err := p.save(o, newStored(record, catalog.Ready, s.Growing)); err != nil {
+	if err := p.save(o, recordfile.New(record, catalog.Ready, s.Growing)); err != nil {
 		return blockdev.Record{}, err
 	}
 	return catalog.Copy(record), nil
@@ -390,7 +387,7 @@ func (p *pool) Delete(ctx context.Context, ref blockdev.Ref) error {
 	p.mu.Unlock()
 	if damaged != nil {
 		return errdefs.Recast(errdefs.ErrPrecondition, damaged, "%s in pool %s is not deleted, because its record cannot be read; look at %s, and remove it and the image by hand if nobody needs them",
-			ref, p.name, recordPath(ref))
+			ref, p.name, layout.Record(ref))
 	}
 	if o == nil {
 		return nil
@@ -442,14 +439,14 @@ func (p *pool) remove(ctx context.Context, ref blockdev.Ref) error {
 func (p *pool) removeFiles(ctx context.Context, ref blockdev.Ref, o *object) error {
 	o.copied = 0 // there is nothing to go on with any more
 	if o.stored.State == catalog.Ready {
-		if err := p.save(o, newStored(o.stored.decoded, catalog.Deleting, o.stored.Growing)); err != nil && !errors.Is(err, errdefs.ErrNoSpace) {
+		if err := p.save(o, recordfile.New(o.stored.Decoded, catalog.Deleting, o.stored.Growing)); err != nil && !errors.Is(err, errdefs.ErrNoSpace) {
 			return err
 		}
 	}
 	if err := p.empty(ctx, ref); err != nil {
 		return fmt.Errorf("empty the image of %s in pool %s: %w", ref, p.name, err)
 	}
-	if err := p.unlink(imagePath(ref)); err != nil {
+	if err := p.unlink(layout.Image(ref)); err != nil {
 		return err
 	}
 	if p.kind == unix.BTRFS_SUPER_MAGIC { // it counts space as free from its next commit on
@@ -457,7 +454,7 @@ func (p *pool) removeFiles(ctx context.Context, ref blockdev.Ref, o *object) err
 			return fmt.Errorf("sync the filesystem of pool %s: %w", p.name, errdefs.FromErrno(err))
 		}
 	}
-	return p.unlink(recordPath(ref))
+	return p.unlink(layout.Record(ref))
 }
 
 // unlink removes a file, if it is there.
@@ -474,11 +471,11 @@ func (p *pool) unlink(path string) error {
 // steps, between which the context may end it. A retry goes on with what is left.
 // What is there and is not the object's image, or has a second name, keeps its bytes.
 func (p *pool) empty(ctx context.Context, ref blockdev.Ref) error {
-	info, err := p.root.Lstat(imagePath(ref))
+	info, err := p.root.Lstat(layout.Image(ref))
 	if errors.Is(err, fs.ErrNotExist) || err == nil && !info.Mode().IsRegular() {
 		return nil
 	}
-	image, err := p.root.OpenFile(imagePath(ref), os.O_WRONLY, 0)
+	image, err := p.root.OpenFile(layout.Image(ref), os.O_WRONLY, 0)
 	if err != nil {
 		return errdefs.FromErrno(err)
 	}

@@ -7,7 +7,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/internal/ioctl"
-	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/recordfile"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -17,16 +17,6 @@ import (
 // its blocks were shared (FICLONE), XFS asks for 4096 bytes. From then on a device of 512 goes
 // through the page cache.
 
-// smallestSector is that of volumes whose record says nothing, in bytes.
-const smallestSector = 512
-
-func validSector(bytes int64) bool {
-	return bytes >= smallestSector && bytes <= blockdev.Granularity && bytes&(bytes-1) == 0
-}
-
-// sectorOf is the logical sector of the loop devices of an object, in bytes.
-func sectorOf(s *stored) uint32 { return uint32(max(s.Sector, smallestSector)) }
-
 // directSector is the smallest sector with which a new file takes direct I/O (statx(2), Linux
 // 6.1), in bytes; 0 if that is the usual one, or it takes none.
 func directSector(f *os.File) int64 {
@@ -34,7 +24,7 @@ func directSector(f *os.File) int64 {
 	if err := unix.Statx(int(f.Fd()), "", unix.AT_EMPTY_PATH, unix.STATX_DIOALIGN, &st); err != nil || st.Mask&unix.STATX_DIOALIGN == 0 {
 		return 0
 	}
-	if align := int64(st.Dio_offset_align); align > smallestSector && validSector(align) {
+	if align := int64(st.Dio_offset_align); align > recordfile.SmallestSector && recordfile.ValidSector(align) {
 		return align
 	}
 	return 0

@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/layout"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -69,14 +70,14 @@ func (p *pool) entangled() func(o *object) bool {
 	}
 	origins, all := map[blockdev.Ref]bool{}, false
 	for _, o := range p.Objects {
-		if origin := o.stored.decoded.Origin; origin != (blockdev.Ref{}) {
+		if origin := o.stored.Decoded.Origin; origin != (blockdev.Ref{}) {
 			origins[origin] = true
 			all = all || p.Objects[origin] == nil
 		}
 	}
 	return func(o *object) bool {
 		// Of an image that btrfs copies as it is written, and may compress, stat(2) tells too little.
-		return all || o.copying || o.stored.Origin != "" || origins[o.stored.decoded.Ref]
+		return all || o.copying || o.stored.Origin != "" || origins[o.stored.Decoded.Ref]
 	}
 }
 
@@ -131,7 +132,7 @@ func (p *pool) count(o *object, bytes int64) {
 
 // statImage looks at the image of an object; an error may be fs.ErrNotExist.
 func (p *pool) statImage(ref blockdev.Ref) (unix.Stat_t, error) {
-	info, err := p.root.Stat(imagePath(ref))
+	info, err := p.root.Stat(layout.Image(ref))
 	if err != nil {
 		return unix.Stat_t{}, errdefs.FromErrno(err)
 	}

@@ -14,6 +14,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/ioctl"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/layout"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -232,7 +233,7 @@ const (
 // addExtents adds the blocks of an image, of up to a number of extents, and returns how many
 // bytes of them are new.
 func (p *pool) addExtents(ctx context.Context, seen *blockSet, ref blockdev.Ref, most int) (fresh int64, extents int, err error) {
-	f, err := openFile(p.root, imagePath(ref))
+	f, err := layout.Open(p.root, layout.Image(ref))
 	if err != nil {
 		return 0, 0, errdefs.FromErrno(err)
 	}
@@ -244,7 +245,7 @@ func (p *pool) addExtents(ctx context.Context, seen *blockSet, ref blockdev.Ref,
 		}
 		request = fiemapRequest{start: next, length: ^uint64(0) - next, extentCount: uint32(len(request.extents))}
 		if err := ioctl.Pointer(f, fiemapIoctl, unsafe.Pointer(&request)); err != nil {
-			return 0, 0, fmt.Errorf("map the extents of %s: %w", imagePath(ref), errdefs.FromErrno(err))
+			return 0, 0, fmt.Errorf("map the extents of %s: %w", layout.Image(ref), errdefs.FromErrno(err))
 		}
 		last = request.mapped == 0
 		for _, x := range request.extents[:request.mapped] {

@@ -1,4 +1,4 @@
-package filepool
+package recordfile
 
 import (
 	"bytes"
@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/frame"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/catalog"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -42,7 +43,7 @@ func TestSlotRoundTrip(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			record := exampleRecord()
 			st, growing := change(&record)
-			in := newStored(record, st, growing)
+			in := New(record, st, growing)
 			slot, err := encodeSlot(in, 7)
 			if err != nil || len(slot) != slotSize {
 				t.Fatalf("%d bytes, %v", len(slot), err)
@@ -58,7 +59,7 @@ func TestSlotRoundTrip(t *testing.T) {
 func TestSlotTooSmall(t *testing.T) {
 	record := exampleRecord()
 	record.Labels["big"] = strings.Repeat("x", slotSize)
-	if _, err := encodeSlot(newStored(record, catalog.Ready, 0), 1); !errors.Is(err, errdefs.ErrInvalid) {
+	if _, err := encodeSlot(New(record, catalog.Ready, 0), 1); !errors.Is(err, errdefs.ErrInvalid) {
 		t.Errorf("error %v, want %v", err, errdefs.ErrInvalid)
 	}
 }
@@ -66,7 +67,7 @@ func TestSlotTooSmall(t *testing.T) {
 // FuzzDecodeSlot: whatever is on the disk, it is a record, none, or damaged; and a record
 // is read back as what was written.
 func FuzzDecodeSlot(f *testing.F) {
-	slot, err := encodeSlot(newStored(exampleRecord(), catalog.Ready, 0), 7)
+	slot, err := encodeSlot(New(exampleRecord(), catalog.Ready, 0), 7)
 	if err != nil {
 		f.Fatal(err)
 	}
@@ -94,9 +95,9 @@ func FuzzDecodeSlot(f *testing.F) {
 // withHeader puts a right header before any body.
 func withHeader(version int, body []byte) []byte {
 	if version == firstVersion {
-		return append(fmt.Appendf(nil, firstHeader, version, 3, len(body), crc32.Checksum(body, castagnoli)), body...)
+		return append(fmt.Appendf(nil, firstHeader, version, 3, len(body), crc32.Checksum(body, frame.Castagnoli)), body...)
 	}
-	return frame{version, 3, body}.encode(recordName)
+	return frame.Frame{Version: version, Generation: 3, Body: body}.Encode(recordName)
 }
 
 func check(t *testing.T, data []byte) {
@@ -114,7 +115,7 @@ func check(t *testing.T, data []byte) {
 		}
 		return
 	}
-	if one.generation == 0 || s.decoded.Validate() != nil || s.Size <= 0 || s.Size > blockdev.MaxSize || s.Size%blockdev.Granularity != 0 {
+	if one.generation == 0 || s.Decoded.Validate() != nil || s.Size <= 0 || s.Size > blockdev.MaxSize || s.Size%blockdev.Granularity != 0 {
 		t.Fatalf("%q is a record: %#v", data, s)
 	}
 	again, err := encodeSlot(s, one.generation)
@@ -127,9 +128,9 @@ func check(t *testing.T, data []byte) {
 		t.Fatalf("%q is read back as %#v, %v", data, back, err)
 	}
 	// Zones and empty maps are written in one way.
-	back.Created, back.decoded.Created = s.Created, s.decoded.Created
+	back.Created, back.Decoded.Created = s.Created, s.Decoded.Created
 	if len(s.Labels) == 0 && len(back.Labels) == 0 {
-		back.Labels, back.decoded.Labels = s.Labels, s.decoded.Labels
+		back.Labels, back.Decoded.Labels = s.Labels, s.Decoded.Labels
 	}
 	if !reflect.DeepEqual(s, back) {
 		t.Fatalf("%q is read back as %#v, was %#v", data, back, s)
@@ -137,31 +138,31 @@ func check(t *testing.T, data []byte) {
 }
 
 // written is a record file after a number of changes, the last of which left out some of its writes.
-func written(t *testing.T, records ...*stored) (*os.Root, string) {
+func written(t *testing.T, records ...*Record) (*os.Root, string) {
 	t.Helper()
 	root, err := os.OpenRoot(t.TempDir())
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = root.Close() })
-	at, err := createRecord(root, "rec", records[0])
+	at, err := Create(root, "rec", records[0])
 	for _, s := range records[1:] {
 		if err == nil {
-			at, err = updateRecord(root, "rec", s, at)
+			at, err = Update(root, "rec", s, at)
 		}
 	}
-	if err != nil || at.alone || at.generation != uint64(len(records)) {
+	if err != nil || at.Alone || at.generation != uint64(len(records)) {
 		t.Fatalf("%+v, %v", at, err)
 	}
 	return root, root.Name() + "/rec"
 }
 
 // lives is a record in the order of its changes.
-func lives() (ref blockdev.Ref, records []*stored) {
+func lives() (ref blockdev.Ref, records []*Record) {
 	r := exampleRecord()
 	for i, st := range []catalog.State{catalog.Creating, catalog.Ready, catalog.Ready, catalog.Ready} {
 		r.Labels = map[string]string{"step": fmt.Sprint(i)}
-		records = append(records, newStored(r, st, 0))
+		records = append(records, New(r, st, 0))
 	}
 	return r.Ref, records
 }
@@ -182,21 +183,21 @@ func TestEachBit(t *testing.T) {
 			rotten := bytes.Clone(whole)
 			rotten[slot*slotSize+bit/8] ^= 1 << (bit % 8)
 			put(t, path, rotten)
-			s, at, err := readRecord(root, "rec", ref)
-			if err != nil || !s.equal(newest) || !at.alone || at.newest == slot {
+			s, at, err := Read(root, "rec", ref)
+			if err != nil || !s.equal(newest) || !at.Alone || at.newest == slot {
 				t.Fatalf("bit %d of slot %d: %+v at %+v, %v", bit, slot, s, at, err)
 			}
 			if bit%97 == 0 {
-				if at, err = updateRecord(root, "rec", s, at); err != nil || at.alone {
+				if at, err = Update(root, "rec", s, at); err != nil || at.Alone {
 					t.Fatalf("bit %d of slot %d cannot be mended: %+v, %v", bit, slot, at, err)
 				}
-				if s, at, err := readRecord(root, "rec", ref); err != nil || !s.equal(newest) || at.alone {
+				if s, at, err := Read(root, "rec", ref); err != nil || !s.equal(newest) || at.Alone {
 					t.Fatalf("bit %d of slot %d is not mended: %+v at %+v, %v", bit, slot, s, at, err)
 				}
 			}
 			rotten[(1-slot)*slotSize+(bit*7/8)%used] ^= 8
 			put(t, path, rotten)
-			if s, _, err := readRecord(root, "rec", ref); !errors.Is(err, errdefs.ErrDataLoss) {
+			if s, _, err := Read(root, "rec", ref); !errors.Is(err, errdefs.ErrDataLoss) {
 				t.Fatalf("bit %d of slot %d, and one of the other: %+v, %v", bit, slot, s, err)
 			}
 		}
@@ -235,7 +236,7 @@ func TestCutShort(t *testing.T) {
 				}
 				copy(data[slot*slotSize:slot*slotSize+cut], after[slot*slotSize:])
 				put(t, path, data)
-				s, _, err := readRecord(root, "rec", ref)
+				s, _, err := Read(root, "rec", ref)
 				if err != nil || (!s.equal(records[n]) && (second == 1 || !s.equal(records[n-1]))) {
 					t.Fatalf("change %d cut short after %d bytes of write %d: %+v, %v", n, cut, second, s, err)
 				}
@@ -253,29 +254,29 @@ func TestNotUnderstood(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	f, err := decodeFrame(recordName, whole[:slotSize])
+	f, err := frame.Decode(recordName, whole[:slotSize])
 	if err != nil {
 		t.Fatal(err)
 	}
-	field := bytes.Replace(f.body, []byte("{"), []byte(`{"sides":6,`), 1)
-	others := bytes.Replace(f.body, []byte(ref.Key), []byte(strings.Repeat("a", 32)), 1)
-	nonsense := bytes.Replace(f.body, []byte(`"size":`), []byte(`"size":-`), 1)
-	for name, one := range map[string]frame{
-		"newer version":              {recordVersion + 1, 1, f.body},
-		"newer version and field":    {recordVersion + 1, 99, field},
-		"unknown field":              {recordVersion, 99, field},
-		"unknown field, older":       {recordVersion, 1, field},
-		"of another volume":          {recordVersion, 99, others},
-		"of another volume, older":   {recordVersion, 1, others},
-		"of no size":                 {recordVersion, 99, nonsense},
-		"same generation, different": {recordVersion, f.generation, bytes.Replace(f.body, []byte("pvc-1"), []byte("pvc-2"), 1)},
+	field := bytes.Replace(f.Body, []byte("{"), []byte(`{"sides":6,`), 1)
+	others := bytes.Replace(f.Body, []byte(ref.Key), []byte(strings.Repeat("a", 32)), 1)
+	nonsense := bytes.Replace(f.Body, []byte(`"size":`), []byte(`"size":-`), 1)
+	for name, one := range map[string]frame.Frame{
+		"newer version":              {Version: recordVersion + 1, Generation: 1, Body: f.Body},
+		"newer version and field":    {Version: recordVersion + 1, Generation: 99, Body: field},
+		"unknown field":              {Version: recordVersion, Generation: 99, Body: field},
+		"unknown field, older":       {Version: recordVersion, Generation: 1, Body: field},
+		"of another volume":          {Version: recordVersion, Generation: 99, Body: others},
+		"of another volume, older":   {Version: recordVersion, Generation: 1, Body: others},
+		"of no size":                 {Version: recordVersion, Generation: 99, Body: nonsense},
+		"same generation, different": {Version: recordVersion, Generation: f.Generation, Body: bytes.Replace(f.Body, []byte("pvc-1"), []byte("pvc-2"), 1)},
 	} {
 		for slot := range 2 {
 			data := bytes.Clone(whole)
 			clear(data[slot*slotSize : (slot+1)*slotSize])
-			copy(data[slot*slotSize:], one.encode(recordName))
+			copy(data[slot*slotSize:], one.Encode(recordName))
 			put(t, path, data)
-			if s, _, err := readRecord(root, "rec", ref); !errors.Is(err, errdefs.ErrDataLoss) {
+			if s, _, err := Read(root, "rec", ref); !errors.Is(err, errdefs.ErrDataLoss) {
 				t.Errorf("%s in slot %d: %+v, %v", name, slot, s, err)
 			}
 		}
@@ -286,13 +287,13 @@ func TestNotUnderstood(t *testing.T) {
 // more than one.
 func TestFirstVersion(t *testing.T) {
 	ref, records := lives()
-	one := func(generation int, s *stored) []byte {
+	one := func(generation int, s *Record) []byte {
 		body, err := json.Marshal(s)
 		if err != nil {
 			t.Fatal(err)
 		}
 		data := make([]byte, slotSize)
-		copy(data, fmt.Appendf(nil, firstHeader, firstVersion, generation, len(body), crc32.Checksum(body, castagnoli)))
+		copy(data, fmt.Appendf(nil, firstHeader, firstVersion, generation, len(body), crc32.Checksum(body, frame.Castagnoli)))
 		copy(data[bytes.IndexByte(data, '\n')+1:], body)
 		return data
 	}
@@ -309,7 +310,7 @@ func TestFirstVersion(t *testing.T) {
 	none := make([]byte, slotSize)
 	for name, c := range map[string]struct {
 		slots [2][]byte
-		want  *stored // nil: damaged
+		want  *Record // nil: damaged
 	}{
 		"created":                {[2][]byte{one(1, records[0]), none}, records[0]},
 		"ready":                  {[2][]byte{one(1, records[0]), one(2, records[1])}, records[1]},
@@ -328,15 +329,15 @@ func TestFirstVersion(t *testing.T) {
 	} {
 		root, path := written(t, records...)
 		put(t, path, append(bytes.Clone(c.slots[0]), c.slots[1]...))
-		s, at, err := readRecord(root, "rec", ref)
+		s, at, err := Read(root, "rec", ref)
 		switch {
 		case c.want == nil && !errors.Is(err, errdefs.ErrDataLoss), c.want != nil && (err != nil || !s.equal(c.want)):
 			t.Errorf("%s: %+v, %v", name, s, err)
 		case c.want != nil:
-			if at, err = updateRecord(root, "rec", s, at); err != nil || at.alone {
+			if at, err = Update(root, "rec", s, at); err != nil || at.Alone {
 				t.Errorf("%s: written anew: %+v, %v", name, at, err)
 			}
-			if s, at, err := readRecord(root, "rec", ref); err != nil || !s.equal(c.want) || at.alone {
+			if s, at, err := Read(root, "rec", ref); err != nil || !s.equal(c.want) || at.Alone {
 				t.Errorf("%s: written anew: %+v at %+v, %v", name, s, at, err)
 			}
 		}

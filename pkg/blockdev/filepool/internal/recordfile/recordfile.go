@@ -1,23 +1,4 @@
-package filepool
-
-import (
-	"bytes"
-	"encoding/json"
-	"errors"
-	"fmt"
-	"hash/crc32"
-	"io"
-	"os"
-	"time"
-
-	"golang.org/x/sys/unix"
-
-	"github.com/ashlar-csi/ashlar/pkg/blockdev"
-	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/catalog"
-	"github.com/ashlar-csi/ashlar/pkg/errdefs"
-)
-
-// A record file has two slots of slotSize bytes. Each holds the record as a frame (frame.go)
+// Package recordfile is the file of the record of an object. It has two slots of slotSize bytes. Each holds the record as a frame (package frame)
 // whose body is one line of JSON, so that it can be read with cat; the rest is zeros.
 //
 //	ashlar-record 2 gen=7 len=312 crc32c=5f3a90c1
@@ -38,6 +19,26 @@ import (
 // Version 1 had a checksum over the body only, and each change in one slot only. Of these
 // records both slots have to be whole, as one alone may be too old: what says "never formatted"
 // may have been formatted. They are written anew when their pool is opened.
+package recordfile
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"os"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/frame"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/layout"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/catalog"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
 const (
 	slotSize      = 8192
 	recordVersion = 2
@@ -46,14 +47,16 @@ const (
 	firstHeader   = recordName + " %d gen=%d len=%d crc32c=%08x\n"
 )
 
-var (
-	errVersion  = fmt.Errorf("%w: record of another version", catalog.ErrRecord)
-	errNoRecord = fmt.Errorf("%w: its image is there, and it has none", catalog.ErrRecord)
-	errEmpty    = fmt.Errorf("%w: empty record", catalog.ErrRecord)
-)
+// ErrNoRecord: there is an image, and no record.
+var ErrNoRecord = fmt.Errorf("%w: its image is there, and it has none", catalog.ErrRecord)
 
-// stored is a Record as the file has it.
-type stored struct {
+// ErrEmpty: there is nothing in the file.
+var ErrEmpty = fmt.Errorf("%w: empty record", catalog.ErrRecord)
+
+var errVersion = fmt.Errorf("%w: record of another version", catalog.ErrRecord)
+
+// Record is a blockdev.Record as the file has it.
+type Record struct {
 	Kind    blockdev.Kind     `json:"kind"`
 	Key     string            `json:"key"`
 	Name    string            `json:"name"`
@@ -65,26 +68,27 @@ type stored struct {
 	Created time.Time         `json:"created"`
 	State   catalog.State     `json:"state"`
 	Labels  map[string]string `json:"labels,omitempty"`
-	decoded blockdev.Record
+	Decoded blockdev.Record   `json:"-"`
 }
 
-func newStored(r blockdev.Record, st catalog.State, growing int64) *stored {
-	s := &stored{Kind: r.Kind, Key: r.Key, Name: r.Name, Size: r.Size, Growing: growing, Thin: r.Thin, Sector: r.Sector,
-		Created: r.Created, State: st, Labels: r.Labels, decoded: r}
+// New returns a record as a file has it; growing is the size that it is being grown to, or 0.
+func New(r blockdev.Record, st catalog.State, growing int64) *Record {
+	s := &Record{Kind: r.Kind, Key: r.Key, Name: r.Name, Size: r.Size, Growing: growing, Thin: r.Thin, Sector: r.Sector,
+		Created: r.Created, State: st, Labels: r.Labels, Decoded: r}
 	if r.Origin != (blockdev.Ref{}) {
 		s.Origin = r.Origin.String()
 	}
-	s.decoded.Ready = st == catalog.Ready
+	s.Decoded.Ready = st == catalog.Ready
 	return s
 }
 
 // encodeSlot returns the slotSize bytes of one slot.
-func encodeSlot(s *stored, generation uint64) ([]byte, error) {
+func encodeSlot(s *Record, generation uint64) ([]byte, error) {
 	body, err := json.Marshal(s)
 	if err != nil {
 		return nil, fmt.Errorf("encode record of %s.%s: %w", s.Kind, s.Key, err)
 	}
-	used := frame{recordVersion, generation, append(body, '\n')}.encode(recordName)
+	used := frame.Frame{Version: recordVersion, Generation: generation, Body: append(body, '\n')}.Encode(recordName)
 	if len(used) > slotSize {
 		return nil, fmt.Errorf("%w: the record of %s.%s needs %d bytes, %d is the most", errdefs.ErrInvalid, s.Kind, s.Key, len(used), slotSize)
 	}
@@ -95,7 +99,7 @@ func encodeSlot(s *stored, generation uint64) ([]byte, error) {
 
 // slot is what one slot says.
 type slot struct {
-	stored     *stored // nil if its checksum is wrong
+	stored     *Record // nil if its checksum is wrong
 	version    int     // as far as it can be read: 0 if not
 	generation uint64
 	blank      bool // nothing but zeros
@@ -107,17 +111,17 @@ func decodeSlot(data []byte) (slot, error) {
 	if len(bytes.Trim(data, "\x00")) == 0 {
 		return slot{blank: true}, nil
 	}
-	f, err := decodeFrame(recordName, data)
+	f, err := frame.Decode(recordName, data)
 	if err != nil {
-		if f, err = decodeFirst(data, f.version); err != nil {
-			return slot{version: f.version}, nil
+		if f, err = decodeFirst(data, f.Version); err != nil {
+			return slot{version: f.Version}, nil
 		}
 	}
-	if f.version > recordVersion {
-		return slot{}, fmt.Errorf("%w: version %d, this driver knows %d; use a newer driver", errVersion, f.version, recordVersion)
+	if f.Version > recordVersion {
+		return slot{}, fmt.Errorf("%w: version %d, this driver knows %d; use a newer driver", errVersion, f.Version, recordVersion)
 	}
-	var s stored
-	decoder := json.NewDecoder(bytes.NewReader(f.body))
+	var s Record
+	decoder := json.NewDecoder(bytes.NewReader(f.Body))
 	decoder.DisallowUnknownFields()
 	if err := decoder.Decode(&s); err != nil {
 		return slot{}, fmt.Errorf("%w: %w", catalog.ErrRecord, err)
@@ -125,29 +129,29 @@ func decodeSlot(data []byte) (slot, error) {
 	if err := s.validate(); err != nil {
 		return slot{}, err
 	}
-	return slot{stored: &s, version: f.version, generation: f.generation}, nil
+	return slot{stored: &s, version: f.Version, generation: f.Generation}, nil
 }
 
-// decodeFirst is decodeFrame for a slot of version 1.
-func decodeFirst(data []byte, version int) (f frame, err error) {
-	f.version = version
+// decodeFirst is frame.Decode for a slot of version 1.
+func decodeFirst(data []byte, version int) (f frame.Frame, err error) {
+	f.Version = version
 	header, rest, _ := bytes.Cut(data, []byte("\n"))
 	var length int
 	var sum uint32
-	if version != firstVersion || len(header) > longestHeader {
+	if version != firstVersion || len(header) > frame.LongestHeader {
 		return f, fmt.Errorf("%w: wrong checksum", catalog.ErrRecord)
 	}
-	if _, err := fmt.Sscanf(string(header)+"\n", firstHeader, &f.version, &f.generation, &length, &sum); err != nil {
+	if _, err := fmt.Sscanf(string(header)+"\n", firstHeader, &f.Version, &f.Generation, &length, &sum); err != nil {
 		return f, fmt.Errorf("%w: header %q", catalog.ErrRecord, header)
 	}
-	if length < 0 || length > len(rest) || crc32.Checksum(rest[:length], castagnoli) != sum || f.generation == 0 {
+	if length < 0 || length > len(rest) || crc32.Checksum(rest[:length], frame.Castagnoli) != sum || f.Generation == 0 {
 		return f, fmt.Errorf("%w: wrong checksum", catalog.ErrRecord)
 	}
-	f.body = rest[:length]
+	f.Body = rest[:length]
 	return f, nil
 }
 
-func (s *stored) validate() error {
+func (s *Record) validate() error {
 	ref := blockdev.Ref{Kind: s.Kind, Key: s.Key}
 	if ref.Validate() != nil {
 		return fmt.Errorf("%w: reference %q", catalog.ErrRecord, ref)
@@ -161,7 +165,7 @@ func (s *stored) validate() error {
 	if s.State != catalog.Creating && s.State != catalog.Ready && s.State != catalog.Deleting {
 		return fmt.Errorf("%w: state %q", catalog.ErrRecord, s.State)
 	}
-	if s.Sector != 0 && !validSector(s.Sector) {
+	if s.Sector != 0 && !ValidSector(s.Sector) {
 		return fmt.Errorf("%w: sector %d", catalog.ErrRecord, s.Sector)
 	}
 	var origin blockdev.Ref
@@ -171,20 +175,20 @@ func (s *stored) validate() error {
 			return fmt.Errorf("%w: origin %q", catalog.ErrRecord, s.Origin)
 		}
 	}
-	s.decoded = blockdev.Record{Ref: ref, Name: s.Name, Size: s.Size, Thin: s.Thin, Sector: s.Sector, Origin: origin,
+	s.Decoded = blockdev.Record{Ref: ref, Name: s.Name, Size: s.Size, Thin: s.Thin, Sector: s.Sector, Origin: origin,
 		Created: s.Created, Ready: s.State == catalog.Ready, Labels: s.Labels}
 	return nil
 }
 
-// position is where in its file a record is.
-type position struct {
+// Position is where in its file a record is.
+type Position struct {
 	generation uint64 // the highest that may be on the disk
 	newest     int    // the slot that has it, which is written last: 0 or 1
-	alone      bool   // the other slot does not have it
+	Alone      bool   // the other slot does not have it
 }
 
-// createRecord makes a record file durably; the caller syncs the folder.
-func createRecord(root *os.Root, path string, s *stored) (at position, err error) {
+// Create makes a record file durably; the caller syncs the folder.
+func Create(root *os.Root, path string, s *Record) (at Position, err error) {
 	slot, err := encodeSlot(s, 1)
 	if err != nil {
 		return at, err
@@ -197,12 +201,12 @@ func createRecord(root *os.Root, path string, s *stored) (at position, err error
 	if _, err := f.Write(append(slot, slot...)); err != nil {
 		return at, errdefs.FromErrno(err)
 	}
-	return position{generation: 1}, errdefs.FromErrno(f.Sync())
+	return Position{generation: 1}, errdefs.FromErrno(f.Sync())
 }
 
-// updateRecord writes s over both slots, durably, and returns where it is then. The position is right
+// Update writes s over both slots, durably, and returns where it is then. The position is right
 // also with an error.
-func updateRecord(root *os.Root, path string, s *stored, at position) (_ position, err error) {
+func Update(root *os.Root, path string, s *Record, at Position) (_ Position, err error) {
 	data, err := encodeSlot(s, at.generation+1)
 	if err != nil {
 		return at, err
@@ -215,7 +219,7 @@ func updateRecord(root *os.Root, path string, s *stored, at position) (_ positio
 	at.generation++
 	for range 2 {
 		other := 1 - at.newest
-		at.alone = true
+		at.Alone = true
 		if _, err := f.WriteAt(data, int64(other)*slotSize); err != nil {
 			return at, errdefs.FromErrno(err)
 		}
@@ -224,18 +228,18 @@ func updateRecord(root *os.Root, path string, s *stored, at position) (_ positio
 		}
 		at.newest = other
 	}
-	at.alone = false
+	at.Alone = false
 	return at, nil
 }
 
-// readRecord returns the record of a file, and where it is. A slot with a wrong checksum, or that the
+// Read returns the record of a file, and where it is. A slot with a wrong checksum, or that the
 // disk cannot read, beside a whole one is what a crash in the middle of an update leaves, or a bit that
 // flipped, and is no error: the position says that the record is alone.
-func readRecord(root *os.Root, path string, ref blockdev.Ref) (*stored, position, error) {
-	fail := func(err error) (*stored, position, error) {
-		return nil, position{}, fmt.Errorf("%s: %w", path, err)
+func Read(root *os.Root, path string, ref blockdev.Ref) (*Record, Position, error) {
+	fail := func(err error) (*Record, Position, error) {
+		return nil, Position{}, fmt.Errorf("%s: %w", path, err)
 	}
-	f, err := openFile(root, path)
+	f, err := layout.Open(root, path)
 	if err != nil {
 		return fail(errdefs.FromErrno(err))
 	}
@@ -250,7 +254,7 @@ func readRecord(root *os.Root, path string, ref blockdev.Ref) (*stored, position
 	var slots [2]slot
 	var unread error
 	for i := range slots {
-		data, err := readPart(f, int64(i)*slotSize, slotSize)
+		data, err := frame.ReadPart(f, int64(i)*slotSize, slotSize)
 		if errors.Is(err, unix.EIO) { // the other one says what the record is
 			unread = errors.Join(unread, err)
 			continue
@@ -261,8 +265,8 @@ func readRecord(root *os.Root, path string, ref blockdev.Ref) (*stored, position
 		if slots[i], err = decodeSlot(data); err != nil {
 			return fail(err)
 		}
-		if s := slots[i].stored; s != nil && s.decoded.Ref != ref {
-			return fail(fmt.Errorf("%w: it says it is of %s", catalog.ErrRecord, s.decoded.Ref))
+		if s := slots[i].stored; s != nil && s.Decoded.Ref != ref {
+			return fail(fmt.Errorf("%w: it says it is of %s", catalog.ErrRecord, s.Decoded.Ref))
 		}
 	}
 	s, at, err := choose(slots)
@@ -275,32 +279,17 @@ func readRecord(root *os.Root, path string, ref blockdev.Ref) (*stored, position
 	return s, at, nil
 }
 
-// readPart reads up to length bytes at an offset of a file, which may end before them.
-func readPart(f *os.File, offset int64, length int) ([]byte, error) {
-	data := make([]byte, length)
-	n, err := f.ReadAt(data, offset)
-	if errors.Is(err, io.EOF) {
-		err = nil
-	}
-	return data[:n], err
-}
-
-// openFile opens a file to be read. It does not wait for the writer of a FIFO.
-func openFile(root *os.Root, path string) (*os.File, error) {
-	return root.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0)
-}
-
 // choose returns the record that two slots have.
-func choose(slots [2]slot) (*stored, position, error) {
+func choose(slots [2]slot) (*Record, Position, error) {
 	newest := 0
 	if slots[1].generation > slots[0].generation {
 		newest = 1
 	}
 	best, other := slots[newest], slots[1-newest]
-	at := position{generation: best.generation, newest: newest, alone: best.generation != other.generation || best.version != recordVersion}
+	at := Position{generation: best.generation, newest: newest, Alone: best.generation != other.generation || best.version != recordVersion}
 	switch {
 	case best.blank && other.blank:
-		return nil, at, errEmpty
+		return nil, at, ErrEmpty
 	case best.stored == nil:
 		return nil, at, fmt.Errorf("%w: wrong checksum", catalog.ErrRecord)
 	case best.version == firstVersion && !firstWhole(best, newest, other):
@@ -322,7 +311,7 @@ func firstWhole(best slot, newest int, other slot) bool {
 	return before || begun || (other.stored == nil && other.version == recordVersion)
 }
 
-func (s *stored) equal(other *stored) bool {
+func (s *Record) equal(other *Record) bool {
 	a, errA := json.Marshal(s)
 	b, errB := json.Marshal(other)
 	return errA == nil && errB == nil && bytes.Equal(a, b)

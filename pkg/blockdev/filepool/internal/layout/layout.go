@@ -1,0 +1,35 @@
+// Package layout is where things are in the folder of a file pool.
+package layout
+
+import (
+	"errors"
+	"os"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// Sync makes it last which files there are in a folder.
+func Sync(root *os.Root) error {
+	folder, err := root.Open(".")
+	if err != nil {
+		return errdefs.FromErrno(err)
+	}
+	return errdefs.FromErrno(errors.Join(folder.Sync(), folder.Close()))
+}
+
+// Folders are those of the kinds of object.
+var Folders = map[blockdev.Kind]string{blockdev.Volume: "volumes", blockdev.Snapshot: "snapshots"}
+
+// Record returns the path of the record of an object.
+func Record(ref blockdev.Ref) string { return Folders[ref.Kind] + "/" + ref.Key + ".rec" }
+
+// Image returns the path of the bytes of an object.
+func Image(ref blockdev.Ref) string { return Folders[ref.Kind] + "/" + ref.Key + ".img" }
+
+// Open opens a file to be read. It does not wait for the writer of a FIFO.
+func Open(root *os.Root, path string) (*os.File, error) {
+	return root.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0)
+}

@@ -1,0 +1,14 @@
+package recordfile
+
+import "github.com/ashlar-csi/ashlar/pkg/blockdev"
+
+// SmallestSector is that of volumes whose record says nothing, in bytes.
+const SmallestSector = 512
+
+// ValidSector reports whether a logical sector may have that many bytes.
+func ValidSector(bytes int64) bool {
+	return bytes >= SmallestSector && bytes <= blockdev.Granularity && bytes&(bytes-1) == 0
+}
+
+// SectorOf is the logical sector of the loop devices of an object, in bytes.
+func SectorOf(s *Record) uint32 { return uint32(max(s.Sector, SmallestSector)) }
