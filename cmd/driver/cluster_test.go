@@ -19,6 +19,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/internal/process"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/csimap"
 )
@@ -41,24 +42,24 @@ func clusterNode(t *testing.T) {
 }
 
 // part starts a part of a cluster in a folder of its own.
-func part(t *testing.T, dir string, flags ...string) *driverProcess {
+func part(t *testing.T, dir string, flags ...string) *process.Driver {
 	t.Helper()
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		t.Fatal(err)
 	}
-	p, err := startDriver(program, filepath.Join(dir, "csi.sock"), flags...)
+	p, err := process.Start(program, filepath.Join(dir, "csi.sock"), flags...)
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
-		p.conn.Close()
-		_ = p.command.Process.Kill() // it may be gone
-		<-p.exited
+		p.Conn.Close()
+		_ = p.Command.Process.Kill() // it may be gone
+		<-p.Exited
 	})
 	return p
 }
 
-func probed(t *testing.T, p *driverProcess, want bool) {
+func probed(t *testing.T, p *process.Driver, want bool) {
 	t.Helper()
 	for end := time.Now().Add(2 * time.Minute); ; time.Sleep(20 * time.Millisecond) {
 		r, err := p.Probe(t.Context(), &csi.ProbeRequest{})
@@ -105,7 +106,7 @@ func TestCluster(t *testing.T) {
 	if _, err := node.ListVolumes(ctx, &csi.ListVolumesRequest{}); status.Code(err) != codes.Unimplemented {
 		t.Errorf("ListVolumes of the node: %v", err)
 	}
-	for _, p := range []*driverProcess{controller, node} {
+	for _, p := range []*process.Driver{controller, node} {
 		if !offers(t, p, csi.PluginCapability_Service_CONTROLLER_SERVICE) || offers(t, p, csi.PluginCapability_Service_SNAPSHOT_METADATA_SERVICE) {
 			t.Error("the services of the plugin are not those of a cluster")
 		}

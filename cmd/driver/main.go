@@ -26,17 +26,12 @@ const usage = `Ashlar cuts block volumes out of the disks a machine already has 
 Use "driver COMMAND --help" for the flags of a command.
 `
 
-// errQuiet ends the program with status 1 when everything was said already.
-var errQuiet = errors.New("")
-
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
 	err := run(ctx, os.Args[1:])
 	stop()
 	if err != nil {
-		if !errors.Is(err, errQuiet) {
-			fmt.Fprintln(os.Stderr, "driver:", err)
-		}
+		fmt.Fprintln(os.Stderr, "driver:", err)
 		os.Exit(1)
 	}
 }
@@ -50,9 +45,9 @@ func run(ctx context.Context, args []string) error {
 	case "serve":
 		return serve(ctx, args)
 	case "demo":
-		return demo(ctx, args)
+		return demoCommand(ctx, args)
 	case "doctor":
-		return doctor(ctx, args)
+		return doctorCommand(ctx, args)
 	case "manifests":
 		return manifests(ctx, args)
 	case "version":

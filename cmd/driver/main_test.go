@@ -21,6 +21,8 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/internal/machine"
+	"github.com/ashlar-csi/ashlar/internal/process"
 	"github.com/ashlar-csi/ashlar/pkg/node"
 )
 
@@ -93,27 +95,27 @@ func refused(t *testing.T, r result, want string) {
 
 // serving starts a driver in a folder and waits until it is ready. If the test has not
 // ended it, the end of the test does.
-func serving(t *testing.T, dir string, flags ...string) *driverProcess {
+func serving(t *testing.T, dir string, flags ...string) *process.Driver {
 	t.Helper()
 	return started(t, program, dir, flags...)
 }
 
-func started(t *testing.T, program, dir string, flags ...string) *driverProcess {
+func started(t *testing.T, program, dir string, flags ...string) *process.Driver {
 	t.Helper()
 	if !slices.ContainsFunc(flags, func(f string) bool { return strings.HasPrefix(f, "--pool=") }) {
 		flags = append(flags, "--pool="+testPool(dir))
 	}
-	p, err := startDriver(program, filepath.Join(dir, "csi.sock"), flags...)
+	p, err := process.Start(program, filepath.Join(dir, "csi.sock"), flags...)
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
-		p.conn.Close()
-		_ = p.command.Process.Kill() // it may be gone
-		<-p.exited
+		p.Conn.Close()
+		_ = p.Command.Process.Kill() // it may be gone
+		<-p.Exited
 	})
-	if err := p.ready(t.Context()); err != nil {
-		t.Fatalf("%v\n%s", err, strings.Join(p.log.last(50), "\n"))
+	if err := p.Ready(t.Context()); err != nil {
+		t.Fatalf("%v\n%s", err, strings.Join(p.Log.Last(50), "\n"))
 	}
 	return p
 }
@@ -121,11 +123,11 @@ func started(t *testing.T, program, dir string, flags ...string) *driverProcess 
 func testPool(dir string) string { return "default=file://" + dir + "/pool?reservePercent=0" }
 
 // stopped ends a driver with SIGTERM and asserts that it ends well, in time.
-func stopped(t *testing.T, p *driverProcess) {
+func stopped(t *testing.T, p *process.Driver) {
 	t.Helper()
 	began := time.Now()
-	if err := p.stop(); err != nil {
-		t.Errorf("after SIGTERM: %v\n%s", err, strings.Join(p.log.last(50), "\n"))
+	if err := p.Stop(); err != nil {
+		t.Errorf("after SIGTERM: %v\n%s", err, strings.Join(p.Log.Last(50), "\n"))
 	}
 	if took := time.Since(began); took > 30*time.Second {
 		t.Errorf("it took %s to end", took)
@@ -256,7 +258,7 @@ func TestPoolOnReadOnlyMount(t *testing.T) {
 	}
 	p := serving(t, dir, "--pool=a=file://"+locked+"/pool?create=1")
 	capacity := func() error {
-		_, err := csi.NewControllerClient(p.conn).GetCapacity(t.Context(), &csi.GetCapacityRequest{})
+		_, err := csi.NewControllerClient(p.Conn).GetCapacity(t.Context(), &csi.GetCapacityRequest{})
 		return err
 	}
 	if err := capacity(); status.Code(err) != codes.Unavailable || !strings.Contains(err.Error(), "read-only") {
@@ -316,16 +318,16 @@ func TestSocket(t *testing.T) {
 	}
 
 	// A killed driver leaves its socket behind, which is no obstacle.
-	if err := p.command.Process.Kill(); err != nil {
+	if err := p.Command.Process.Kill(); err != nil {
 		t.Fatal(err)
 	}
-	<-p.exited
-	if !exists(socket) {
+	<-p.Exited
+	if !machine.Exists(socket) {
 		t.Error("a killed driver took its socket along?")
 	}
 	p = serving(t, dir)
 	stopped(t, p)
-	if exists(socket) {
+	if machine.Exists(socket) {
 		t.Error("the socket is left after SIGTERM")
 	}
 }
@@ -364,17 +366,17 @@ func TestDrain(t *testing.T) {
 		}
 	}
 	began := time.Now()
-	if err := p.command.Process.Signal(syscall.SIGTERM); err != nil {
+	if err := p.Command.Process.Signal(syscall.SIGTERM); err != nil {
 		t.Fatal(err)
 	}
 	if err := <-cut; err != nil {
 		t.Errorf("the call that was in flight: %v", err)
 	}
-	<-p.exited
-	if took := time.Since(began); p.err != nil || took > 30*time.Second {
-		t.Errorf("it ended after %s with %v", took, p.err)
+	<-p.Exited
+	if took := time.Since(began); p.Err != nil || took > 30*time.Second {
+		t.Errorf("it ended after %s with %v", took, p.Err)
 	}
-	if exists(filepath.Join(dir, "csi.sock")) {
+	if machine.Exists(filepath.Join(dir, "csi.sock")) {
 		t.Error("the socket is left")
 	}
 	p = serving(t, dir, "--node-id=n")
@@ -434,7 +436,7 @@ func TestAlone(t *testing.T) {
 	stopped(t, p)
 }
 
-func offers(t *testing.T, p *driverProcess, service csi.PluginCapability_Service_Type) bool {
+func offers(t *testing.T, p *process.Driver, service csi.PluginCapability_Service_Type) bool {
 	t.Helper()
 	capabilities, err := p.GetPluginCapabilities(t.Context(), &csi.GetPluginCapabilitiesRequest{})
 	if err != nil {
@@ -466,7 +468,7 @@ func TestLogging(t *testing.T) {
 				t.Error("no error for a wrong request")
 			}
 			stopped(t, p)
-			lines := p.log.last(1000)
+			lines := p.Log.Last(1000)
 			calls, failures := 0, 0
 			for _, line := range lines {
 				if isJSON := strings.HasPrefix(line, "{") && strings.HasSuffix(line, "}"); isJSON != test.json {
@@ -530,7 +532,7 @@ func TestDemoInterrupted(t *testing.T) {
 					t.Fatalf("it ended before anything was mounted: %v\n%s", err, stdout.String())
 				case <-time.After(time.Millisecond):
 				}
-				mounts, _, err := leftovers(dir)
+				mounts, _, err := machine.Leftovers(dir)
 				mounted = err != nil || len(mounts) > 1
 			}
 			if err := disturb(demo.Process); err != nil {

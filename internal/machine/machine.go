@@ -1,4 +1,5 @@
-package main
+// Package machine looks at this machine as a person would: at what the kernel shows below /proc and /sys, and by trying.
+package machine
 
 import (
 	"errors"
@@ -18,37 +19,38 @@ import (
 
 const loopMajor = 7
 
-// loopDevice is a loop device as sysfs has it.
-type loopDevice struct {
+// LoopDevice is a loop device as sysfs has it.
+type LoopDevice struct {
 	number   int
-	size     int64 // bytes
-	readOnly bool
-	mounts   []mountPoint
+	Size     int64 // bytes
+	ReadOnly bool
+	Mounts   []MountPoint
 }
 
-func (l loopDevice) path() string { return "/dev/loop" + strconv.Itoa(l.number) }
+// Path returns /dev/loopN.
+func (l LoopDevice) Path() string { return "/dev/loop" + strconv.Itoa(l.number) }
 
-// mountPoint is where a device is mounted, or bound as a device node (fs is then "block").
-type mountPoint struct {
-	path     string
-	fs       string
-	readOnly bool
-	size     int64 // bytes, as the filesystem counts them
-	used     int64
+// MountPoint is where a device is mounted, or bound as a device node (fs is then "block").
+type MountPoint struct {
+	Path     string
+	Fs       string
+	ReadOnly bool
+	Size     int64 // bytes, as the filesystem counts them
+	Used     int64
 }
 
-// loopDevices returns the loop devices over files at or below a path, by file, with the
+// LoopDevices returns the loop devices over files at or below a path, by file, with the
 // mounts of them that are at or below another path.
-func loopDevices(files, mounts string) (map[string][]loopDevice, error) {
+func LoopDevices(files, mounts string) (map[string][]LoopDevice, error) {
 	backings, err := filepath.Glob("/sys/block/loop*/loop/backing_file")
 	if err != nil {
 		return nil, err
 	}
-	found := map[string][]loopDevice{}
-	var points map[uint64][]mountPoint
+	found := map[string][]LoopDevice{}
+	var points map[uint64][]MountPoint
 	for _, backing := range backings {
 		file, err := readLine(backing)
-		if file = strings.TrimSuffix(file, " (deleted)"); err != nil || !within(file, files) {
+		if file = strings.TrimSuffix(file, " (deleted)"); err != nil || !Within(file, files) {
 			continue // gone meanwhile, or somebody else's
 		}
 		block := filepath.Dir(filepath.Dir(backing))
@@ -56,11 +58,11 @@ func loopDevices(files, mounts string) (map[string][]loopDevice, error) {
 		if err != nil {
 			return nil, err
 		}
-		sectors, err := readNumber(block + "/size")
+		sectors, err := ReadNumber(block + "/size")
 		if err != nil {
 			return nil, err
 		}
-		readOnly, err := readNumber(block + "/ro")
+		readOnly, err := ReadNumber(block + "/ro")
 		if err != nil {
 			return nil, err
 		}
@@ -69,10 +71,10 @@ func loopDevices(files, mounts string) (map[string][]loopDevice, error) {
 				return nil, err
 			}
 		}
-		device := loopDevice{number: number, size: sectors * 512, readOnly: readOnly != 0, mounts: points[unix.Mkdev(loopMajor, uint32(number))]}
-		for i := range device.mounts {
-			if device.mounts[i].fs == "block" {
-				device.mounts[i].readOnly, device.mounts[i].size = device.readOnly, device.size
+		device := LoopDevice{number: number, Size: sectors * 512, ReadOnly: readOnly != 0, Mounts: points[unix.Mkdev(loopMajor, uint32(number))]}
+		for i := range device.Mounts {
+			if device.Mounts[i].Fs == "block" {
+				device.Mounts[i].ReadOnly, device.Mounts[i].Size = device.ReadOnly, device.Size
 			}
 		}
 		found[file] = append(found[file], device)
@@ -81,21 +83,21 @@ func loopDevices(files, mounts string) (map[string][]loopDevice, error) {
 }
 
 // mountPoints returns the mounts at or below a path by the device that they show.
-func mountPoints(below string) (map[uint64][]mountPoint, error) {
+func mountPoints(below string) (map[uint64][]MountPoint, error) {
 	mounts, err := readMounts()
 	if err != nil {
 		return nil, err
 	}
-	points := map[uint64][]mountPoint{}
+	points := map[uint64][]MountPoint{}
 	for _, m := range mounts {
-		if !within(m.MountPoint, below) {
+		if !Within(m.MountPoint, below) {
 			continue
 		}
-		point := mountPoint{path: m.MountPoint, fs: m.FsType}
+		point := MountPoint{Path: m.MountPoint, Fs: m.FsType}
 		device := unix.Mkdev(uint32(m.Major), uint32(m.Minor))
 		var st unix.Stat_t
 		if err := unix.Stat(m.MountPoint, &st); err == nil && st.Mode&unix.S_IFMT == unix.S_IFBLK {
-			point.fs = "block"
+			point.Fs = "block"
 			points[st.Rdev] = append(points[st.Rdev], point)
 			continue
 		}
@@ -107,9 +109,9 @@ func mountPoints(below string) (map[uint64][]mountPoint, error) {
 		if err := unix.Statfs(m.MountPoint, &space); err != nil {
 			return nil, &fs.PathError{Op: "statfs", Path: m.MountPoint, Err: err}
 		}
-		point.readOnly = space.Flags&unix.ST_RDONLY != 0
-		point.size = int64(space.Blocks) * space.Frsize
-		point.used = int64(space.Blocks-space.Bfree) * space.Frsize
+		point.ReadOnly = space.Flags&unix.ST_RDONLY != 0
+		point.Size = int64(space.Blocks) * space.Frsize
+		point.Used = int64(space.Blocks-space.Bfree) * space.Frsize
 		points[device] = append(points[device], point)
 	}
 	return points, nil
@@ -129,8 +131,8 @@ var escapes = strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\134
 // unescape undoes what the kernel does to blanks in paths (proc_pid_mountinfo(5)).
 func unescape(path string) string { return escapes.Replace(path) }
 
-// mountOf returns the mount that a path is on.
-func mountOf(path string) (mountutils.MountInfo, error) {
+// MountOf returns the mount that a path is on.
+func MountOf(path string) (mountutils.MountInfo, error) {
 	mounts, err := readMounts()
 	if err != nil {
 		return mountutils.MountInfo{}, err
@@ -138,7 +140,7 @@ func mountOf(path string) (mountutils.MountInfo, error) {
 	var best mountutils.MountInfo
 	for _, m := range mounts {
 		// Of two at one place, the later one is on top.
-		if within(path, m.MountPoint) && len(m.MountPoint) >= len(best.MountPoint) {
+		if Within(path, m.MountPoint) && len(m.MountPoint) >= len(best.MountPoint) {
 			best = m
 		}
 	}
@@ -148,27 +150,27 @@ func mountOf(path string) (mountutils.MountInfo, error) {
 	return best, nil
 }
 
-// leftovers lists the mounts at or below a folder, and the loop devices over files in it.
-func leftovers(dir string) (mounts []string, loops []loopDevice, err error) {
+// Leftovers lists the mounts at or below a folder, and the loop devices over files in it.
+func Leftovers(dir string) (mounts []string, loops []LoopDevice, err error) {
 	all, err := readMounts()
 	if err != nil {
 		return nil, nil, err
 	}
 	for _, m := range all {
-		if within(m.MountPoint, dir) {
+		if Within(m.MountPoint, dir) {
 			mounts = append(mounts, m.MountPoint)
 		}
 	}
-	devices, err := loopDevices(dir, dir)
+	devices, err := LoopDevices(dir, dir)
 	for _, some := range devices {
 		loops = append(loops, some...)
 	}
 	return mounts, loops, err
 }
 
-// reflinks reports whether the filesystem of a folder can share blocks between files, by
+// Reflinks reports whether the filesystem of a folder can share blocks between files, by
 // trying it (FICLONE, ioctl_ficlone(2)) with two files that have no name.
-func reflinks(folder string) (bool, error) {
+func Reflinks(folder string) (bool, error) {
 	from, err := unnamedFile(folder, 0)
 	if err != nil {
 		return false, err
@@ -185,9 +187,9 @@ func reflinks(folder string) (bool, error) {
 	return unix.IoctlFileClone(int(to.Fd()), int(from.Fd())) == nil, nil
 }
 
-// directIO reports whether the filesystem of a folder has direct I/O, by opening a file
+// DirectIO reports whether the filesystem of a folder has direct I/O, by opening a file
 // that has no name.
-func directIO(folder string) (bool, error) {
+func DirectIO(folder string) (bool, error) {
 	f, err := unnamedFile(folder, unix.O_DIRECT)
 	if errors.Is(err, unix.EINVAL) {
 		return false, nil
@@ -214,8 +216,8 @@ func unnamedFile(folder string, flags int) (*os.File, error) {
 	return f, errors.Join(err, os.Remove(named.Name()))
 }
 
-// within reports whether a path is another one or below it.
-func within(path, above string) bool {
+// Within reports whether a path is another one or below it.
+func Within(path, above string) bool {
 	return path == above || strings.HasPrefix(path, strings.TrimSuffix(above, "/")+"/")
 }
 
@@ -224,7 +226,8 @@ func readLine(path string) (string, error) {
 	return strings.TrimSpace(string(text)), err
 }
 
-func readNumber(path string) (int64, error) {
+// ReadNumber reads a file that has a number, as those below /sys.
+func ReadNumber(path string) (int64, error) {
 	text, err := readLine(path)
 	if err != nil {
 		return 0, err
@@ -232,8 +235,8 @@ func readNumber(path string) (int64, error) {
 	return strconv.ParseInt(text, 10, 64)
 }
 
-// size writes a number of bytes for people: three digits and a unit.
-func size(bytes int64) string {
+// Size writes a number of bytes for people: three digits and a unit.
+func Size(bytes int64) string {
 	units := []string{"B", "KiB", "MiB", "GiB", "TiB"}
 	n, unit := float64(bytes), 0
 	for n >= 1000 && unit < len(units)-1 {
@@ -244,4 +247,17 @@ func size(bytes int64) string {
 		text = strconv.FormatFloat(n, 'f', 0, 64)
 	}
 	return text + " " + units[unit]
+}
+
+// KernelRelease returns that of the running kernel (uname(2)).
+func KernelRelease() string {
+	var uts unix.Utsname
+	_ = unix.Uname(&uts) // fails only for a bad address
+	return unix.ByteSliceToString(uts.Release[:])
+}
+
+// Exists reports whether there is something at a path.
+func Exists(path string) bool {
+	_, err := os.Lstat(path)
+	return err == nil
 }

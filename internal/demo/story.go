@@ -1,4 +1,4 @@
-package main
+package demo
 
 import (
 	"context"
@@ -14,6 +14,8 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/ashlar-csi/ashlar/internal/command"
+	"github.com/ashlar-csi/ashlar/internal/doctor"
+	"github.com/ashlar-csi/ashlar/internal/machine"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 )
 
@@ -107,7 +109,7 @@ func (d *demonstration) shortLife(fs filesystem.Type) {
 func lacks(ctx context.Context, fs filesystem.Type) string {
 	tool := "mkfs." + string(fs)
 	if _, _, err := command.Run(ctx, tool, "-V"); err != nil {
-		return tool + " is not installed (apt-get install " + packageOf(tool) + ")"
+		return tool + " is not installed (apt-get install " + doctor.PackageOf(tool) + ")"
 	}
 	// This loads the kernel's module, as mounting would.
 	fd, err := unix.Fsopen(string(fs), unix.FSOPEN_CLOEXEC)
@@ -222,7 +224,7 @@ func inTurn(calls ...func() error) error {
 
 // write writes files and returns their checksum.
 func (d *demonstration) write(v *demoVolume, seed uint64, bytes int64) (sum string) {
-	d.step(fmt.Sprintf("write 16 files, %s, to %s", size(bytes), v.name), func(context.Context) (_ string, err error) {
+	d.step(fmt.Sprintf("write 16 files, %s, to %s", machine.Size(bytes), v.name), func(context.Context) (_ string, err error) {
 		if err := writeFiles(v.target(pod), seed, 16, bytes); err != nil {
 			return "", err
 		}

@@ -1,4 +1,5 @@
-package main
+// Package process runs a driver as a process, and calls it.
+package process
 
 import (
 	"bytes"
@@ -29,61 +30,61 @@ const (
 	stopTime = 8 * time.Second
 )
 
-// driverProcess is a driver that runs as a child of this process, and a client of it.
-type driverProcess struct {
+// Driver is a driver that runs as a child of this process, and a client of it.
+type Driver struct {
 	csi.IdentityClient
 	csi.ControllerClient
 	csi.GroupControllerClient
 	csi.NodeClient
 
-	command *exec.Cmd
-	conn    *grpc.ClientConn
-	log     tail
-	calls   atomic.Int64
-	exited  chan struct{} // closed when the process is gone
-	err     error         // of its end; valid, as is command.ProcessState, once exited is closed
+	Command *exec.Cmd
+	Conn    *grpc.ClientConn
+	Log     tail
+	Calls   atomic.Int64
+	Exited  chan struct{} // closed when the process is gone
+	Err     error         // of its end; valid, as is command.ProcessState, once exited is closed
 }
 
-// startDriver starts a program as a driver. Its log goes to the tail only.
-func startDriver(program, socket string, flags ...string) (*driverProcess, error) {
-	p := &driverProcess{exited: make(chan struct{})}
-	p.command = exec.Command(program, append([]string{"serve", "--endpoint=" + socket}, flags...)...)
-	p.command.Stdout, p.command.Stderr = &p.log, &p.log
+// Start starts a program as a driver. Its log goes to the tail only.
+func Start(program, socket string, flags ...string) (*Driver, error) {
+	p := &Driver{Exited: make(chan struct{})}
+	p.Command = exec.Command(program, append([]string{"serve", "--endpoint=" + socket}, flags...)...)
+	p.Command.Stdout, p.Command.Stderr = &p.Log, &p.Log
 	// A group of its own: an interrupt from the terminal is for the demo, which then ends
 	// the driver. If the demo is killed, the driver ends too.
-	p.command.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGTERM}
-	p.command.WaitDelay = time.Second
-	if err := p.command.Start(); err != nil {
+	p.Command.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGTERM}
+	p.Command.WaitDelay = time.Second
+	if err := p.Command.Start(); err != nil {
 		return nil, err
 	}
 	go func() {
-		p.err = p.command.Wait()
-		close(p.exited)
+		p.Err = p.Command.Wait()
+		close(p.Exited)
 	}()
 	var err error
-	p.conn, err = grpc.NewClient("unix://"+socket, grpc.WithTransportCredentials(insecure.NewCredentials()),
+	p.Conn, err = grpc.NewClient("unix://"+socket, grpc.WithTransportCredentials(insecure.NewCredentials()),
 		grpc.WithUnaryInterceptor(p.call),
 		grpc.WithConnectParams(grpc.ConnectParams{Backoff: backoff.Config{BaseDelay: 5 * time.Millisecond, Multiplier: 1.5, MaxDelay: 100 * time.Millisecond}}))
 	if err != nil {
 		return p, err
 	}
-	p.IdentityClient, p.NodeClient = csi.NewIdentityClient(p.conn), csi.NewNodeClient(p.conn)
-	p.ControllerClient, p.GroupControllerClient = csi.NewControllerClient(p.conn), csi.NewGroupControllerClient(p.conn)
+	p.IdentityClient, p.NodeClient = csi.NewIdentityClient(p.Conn), csi.NewNodeClient(p.Conn)
+	p.ControllerClient, p.GroupControllerClient = csi.NewControllerClient(p.Conn), csi.NewGroupControllerClient(p.Conn)
 	return p, nil
 }
 
 // call is around each call: it ends with the driver, and its error names the method.
-func (p *driverProcess) call(ctx context.Context, method string, request, response any, conn *grpc.ClientConn, invoke grpc.UnaryInvoker, options ...grpc.CallOption) error {
+func (p *Driver) call(ctx context.Context, method string, request, response any, conn *grpc.ClientConn, invoke grpc.UnaryInvoker, options ...grpc.CallOption) error {
 	ctx, cancel := context.WithTimeout(ctx, callTime)
 	defer cancel()
 	go func() {
 		select {
-		case <-p.exited:
+		case <-p.Exited:
 			cancel()
 		case <-ctx.Done():
 		}
 	}()
-	p.calls.Add(1)
+	p.Calls.Add(1)
 	err := invoke(ctx, method, request, response, conn, append(options, grpc.WaitForReady(true))...)
 	if err == nil {
 		return nil
@@ -93,8 +94,8 @@ func (p *driverProcess) call(ctx context.Context, method string, request, respon
 		wait = time.Second // the connection may break before the end of the process is known
 	}
 	select {
-	case <-p.exited:
-		return fmt.Errorf("%s: the driver ended before it answered: %s", path.Base(method), p.command.ProcessState)
+	case <-p.Exited:
+		return fmt.Errorf("%s: the driver ended before it answered: %s", path.Base(method), p.Command.ProcessState)
 	case <-time.After(wait):
 		return &callError{path.Base(method), err}
 	}
@@ -114,7 +115,7 @@ func (e *callError) Error() string {
 func (e *callError) Unwrap() error { return e.err }
 
 // ready waits until the driver says that it is.
-func (p *driverProcess) ready(ctx context.Context) error {
+func (p *Driver) Ready(ctx context.Context) error {
 	for {
 		response, err := p.Probe(ctx, &csi.ProbeRequest{})
 		if err != nil || response.GetReady().GetValue() {
@@ -126,34 +127,34 @@ func (p *driverProcess) ready(ctx context.Context) error {
 
 // stop ends the driver with SIGTERM, and with SIGKILL if that does not do. An error
 // means that it did not end by itself, with status 0.
-func (p *driverProcess) stop() error {
-	if p.conn != nil {
-		p.conn.Close()
+func (p *Driver) Stop() error {
+	if p.Conn != nil {
+		p.Conn.Close()
 	}
 	select {
-	case <-p.exited:
-		return fmt.Errorf("the driver had ended before: %s", p.command.ProcessState)
+	case <-p.Exited:
+		return fmt.Errorf("the driver had ended before: %s", p.Command.ProcessState)
 	default:
 	}
-	if err := p.command.Process.Signal(syscall.SIGTERM); err != nil {
+	if err := p.Command.Process.Signal(syscall.SIGTERM); err != nil {
 		return err
 	}
 	select {
-	case <-p.exited:
-		return p.err
+	case <-p.Exited:
+		return p.Err
 	case <-time.After(stopTime):
 	}
-	err := p.command.Process.Kill()
-	<-p.exited
+	err := p.Command.Process.Kill()
+	<-p.Exited
 	return errors.Join(fmt.Errorf("the driver did not end within %s of SIGTERM, so it was killed", stopTime), err)
 }
 
-// adopt makes this process the parent of all that its children leave behind, so that
+// Adopt makes this process the parent of all that its children leave behind, so that
 // it can tell whether there is anything (prctl(2), PR_SET_CHILD_SUBREAPER).
-func adopt() error { return unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) }
+func Adopt() error { return unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) }
 
-// orphaned reports whether this process has any child left.
-func orphaned() bool {
+// Orphaned reports whether this process has any child left.
+func Orphaned() bool {
 	for {
 		pid, err := unix.Wait4(-1, nil, unix.WNOHANG, nil)
 		switch {
@@ -188,7 +189,7 @@ func (t *tail) Write(p []byte) (int, error) {
 }
 
 // last returns up to n lines.
-func (t *tail) last(n int) []string {
+func (t *tail) Last(n int) []string {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	text := strings.TrimSpace(string(t.text))
