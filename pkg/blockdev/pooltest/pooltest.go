@@ -1239,11 +1239,13 @@ func capacity(f *fixture) {
 				f.Error(err)
 			}
 		}
-		if made != fit {
-			f.Errorf("round %d: %d volumes of %d bytes were made where %d are available", round, made, n, before.Available)
-		}
 		c := f.capacity()
 		consistent(c)
+		// A filesystem may take room for itself meanwhile: a btrfs, another chunk for its metadata.
+		taken := made < fit && c.Total < before.Total && c.Available < n
+		if made != fit && !taken {
+			f.Errorf("round %d: %d volumes of %d bytes were made where there was %+v, and is %+v: %v", round, made, n, before, c, errors.Join(errs...))
+		}
 		if c.Promised != made*n {
 			f.Errorf("round %d: %d bytes are promised, want %d", round, c.Promised, made*n)
 		}
