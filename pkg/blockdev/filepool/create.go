@@ -213,9 +213,19 @@ func (p *pool) allocate(ctx context.Context, o *object, image *os.File, size int
 	}
 	offset := int64(0)
 	return inSteps(ctx, size, func(n int64) error {
+		take := func() error { return p.took(o, image, func() error { return p.fallocate(image, offset, n) }) }
 		p.space.allocating.RLock()
-		defer p.space.allocating.RUnlock()
-		err := p.took(o, image, func() error { return p.fallocate(image, offset, n) })
+		err := take()
+		p.space.allocating.RUnlock()
+		if errors.Is(err, unix.ENOSPC) && p.kind == unix.BTRFS_SUPER_MAGIC {
+			// What was deleted counts as free, and can be had once a transaction is committed; and several at once
+			// may keep the last of it from each other.
+			p.space.allocating.Lock()
+			if err = unix.Syncfs(int(image.Fd())); err == nil {
+				err = take()
+			}
+			p.space.allocating.Unlock()
+		}
 		offset += n
 		return err
 	})

@@ -1,0 +1,49 @@
+package filepool_test
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+	"testing"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// TestFullAgain: the space of what was deleted can be had again at once, whole, by several.
+func TestFullAgain(t *testing.T) {
+	for _, fs := range filesystems {
+		t.Run(fs, func(t *testing.T) {
+			pool := pooltest.OpenedFiles(t, mountNew(t, fs)+"/pool")
+			const fit, asking = 5, 16
+			for round := range 25 {
+				c := pooltest.CapacityOf(t, pool)
+				size := (c.Available - 16*pooltest.MiB) / fit / (4 * pooltest.MiB) * (4 * pooltest.MiB)
+				errs := make([]error, asking)
+				ref := func(i int) blockdev.Ref { return blockdev.Ref{Kind: blockdev.Volume, Key: fmt.Sprintf("%032x", i)} }
+				var all sync.WaitGroup
+				for i := range asking {
+					all.Go(func() { _, errs[i] = pool.Create(t.Context(), blockdev.Spec{Ref: ref(i), Name: "a", Size: size}) })
+				}
+				all.Wait()
+				made := 0
+				for _, err := range errs {
+					if err == nil {
+						made++
+					} else if !errors.Is(err, errdefs.ErrNoSpace) {
+						t.Fatal(err)
+					}
+				}
+				if made != fit {
+					t.Fatalf("round %d: %d of %d were made: %+v, now %+v: %v", round, made, fit, c, pooltest.CapacityOf(t, pool), errors.Join(errs...))
+				}
+				for i := range asking {
+					all.Go(func() { errs[i] = pool.Delete(t.Context(), ref(i)) })
+				}
+				all.Wait()
+				pooltest.Must(t, errors.Join(errs...))
+			}
+		})
+	}
+}
