@@ -324,24 +324,31 @@ func (l *line) set(cut bool) {
 	l.open = nil
 }
 
+// creationHeld is a hook (machine.hook) that holds up the creation of a volume: begun is closed when it begins, and it goes on once
+// it is released.
+func creationHeld(name string) (hook func(operation string, ref blockdev.Ref) error, begun <-chan struct{}, release func()) {
+	began, let := make(chan struct{}), make(chan struct{})
+	begin := sync.OnceFunc(func() { close(began) })
+	return func(operation string, ref blockdev.Ref) error {
+		if operation == "Create" && ref.Key == volume.KeyOf(name) {
+			begin()
+			<-let
+		}
+		return nil
+	}, began, sync.OnceFunc(func() { close(let) })
+}
+
 // TestServerAway: while the API server is down no agent is heard, and once it is back each has its time
 // again: the nodes keep their room, and what they were asked for.
 func TestServerAway(t *testing.T) {
 	w := newWorld(t)
 	l := &line{}
 	wrap(t, func(c *rest.Config) { c.Dial = l.dial })
-	begun, let := make(chan struct{}), make(chan struct{})
-	release := sync.OnceFunc(func() { close(let) })
+	hook, begun, release := creationHeld("v")
 	defer release()
 	m := w.beating(nodeName)
 	m.stop()
-	m.hook = func(operation string, ref blockdev.Ref) error {
-		if operation == "Create" && ref.Key == volume.KeyOf("v") {
-			close(begun)
-			<-let
-		}
-		return nil
-	}
+	m.hook = hook
 	w.start(m)
 	s := w.listening(silentAfter)
 	w.pooled(s, m)
@@ -385,19 +392,12 @@ func TestServerHangs(t *testing.T) {
 			})
 		})
 	})
+	hook, begun, release := creationHeld("v")
+	defer release()
 	m := w.beating(nodeName)
 	m.stop()
-	begun, let := make(chan struct{}), make(chan struct{})
-	begin, release := sync.OnceFunc(func() { close(begun) }), sync.OnceFunc(func() { close(let) })
-	m.hook = func(operation string, ref blockdev.Ref) error {
-		if operation == "Create" && ref.Key == volume.KeyOf("v") {
-			begin()
-			<-let
-		}
-		return nil
-	}
+	m.hook = hook
 	w.start(m)
-	t.Cleanup(release)
 	s := w.listening(briefly)
 	w.pooled(s, m)
 	w.eventually("the agent is heard", func() bool { return w.available(s, nodeName) > 0 })

@@ -18,6 +18,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
 // going: nobody is to use an object any more. Its bytes go only if it is Deleting.
@@ -79,6 +80,44 @@ func discard[T object](ctx context.Context, s *Store, w *watch, o T) error {
 		}
 	}
 	return waitGone(ctx, s, w, o)
+}
+
+// errStale: that is only what the cache says, and another store may have changed it since.
+var errStale = errors.New("the cache may be behind")
+
+// remove deletes the object of an ID, and waits until it is gone. refuse says why it may not go; with errStale it is looked at
+// anew, at the API server itself. So it is if the cache says that it is being deleted, or after a conflict: another store may
+// have made anew what is being deleted here. unchanged: see intend.
+func remove[T object](ctx context.Context, s *Store, id volume.ID, o T, unchanged bool, refuse func(live bool) error) error {
+	w := s.hub.open(o)
+	defer w.close()
+	err := s.get(ctx, id.Key, o)
+	for live := false; ; live = true {
+		if errors.Is(err, errdefs.ErrNotFound) || (err == nil && o.In() != id.Pool) {
+			return s.unaccounted(ctx, id.String())
+		}
+		if err != nil {
+			return fmt.Errorf("delete %s: %w", id, err)
+		}
+		now, why := live, refuse(live)
+		switch {
+		case errors.Is(why, errStale):
+		case why != nil:
+			return why
+		case !o.Deleting():
+			err := intend(ctx, s.client, o, unchanged)
+			if now = err == nil; err != nil && ignoreConflict(err) != nil {
+				return apiError("delete "+id.String(), err)
+			}
+		}
+		if now {
+			if err := waitGone(ctx, s, w, o); err != nil {
+				return fmt.Errorf("delete %s: %w", id, err)
+			}
+			return nil
+		}
+		err = s.getNow(ctx, id.Key, o)
+	}
 }
 
 // settle takes from an object what allows its bytes to be made: they are there, or were. What

@@ -184,15 +184,20 @@ func (s *Store) get(ctx context.Context, key string, o object) error {
 	}
 	err := s.client.Get(ctx, client.ObjectKey{Name: key}, o)
 	if apierrors.IsNotFound(err) || (err == nil && o.Common().Created == nil) {
-		switch o := o.(type) { // nothing of what the cache had is to stay
-		case *v1alpha1.Volume:
-			*o = v1alpha1.Volume{}
-		case *v1alpha1.Snapshot:
-			*o = v1alpha1.Snapshot{}
-		}
-		err = s.live.Get(ctx, client.ObjectKey{Name: key}, o)
+		return s.getNow(ctx, key, o)
 	}
 	return apiError("read "+key, err)
+}
+
+// getNow reads an object at the API server itself.
+func (s *Store) getNow(ctx context.Context, key string, o object) error {
+	switch o := o.(type) { // nothing of what the cache had is to stay
+	case *v1alpha1.Volume:
+		*o = v1alpha1.Volume{}
+	case *v1alpha1.Snapshot:
+		*o = v1alpha1.Snapshot{}
+	}
+	return apiError("read "+key, s.live.Get(ctx, client.ObjectKey{Name: key}, o))
 }
 
 // volume returns the object of an ID that its node made once; ErrNotFound if there is none.

@@ -2,7 +2,6 @@ package cluster
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"slices"
 
@@ -101,37 +100,13 @@ func (s *Store) DeleteSnapshot(ctx context.Context, id volume.ID) error {
 	if id.Kind != blockdev.Snapshot {
 		return nil
 	}
-	w := s.hub.open(snapshotNamed(id.Key))
-	defer w.close()
-	have := &v1alpha1.Snapshot{}
-	err := s.get(ctx, id.Key, have)
-	for live := false; ; live = true {
-		if errors.Is(err, errdefs.ErrNotFound) || (err == nil && have.Spec.Pool != id.Pool) {
-			return s.unaccounted(ctx, id.String())
-		}
-		if err != nil {
-			return err
-		}
+	have := snapshotNamed(id.Key)
+	return remove(ctx, s, id, have, false, func(bool) error {
 		if group := have.Spec.Group; group != nil {
 			return fmt.Errorf("%w: snapshot %s is part of %s and is deleted with it", errdefs.ErrInvalid, id, volume.GroupID{Key: group.Key})
 		}
-		now := live // if not, another store may have made anew since what is being deleted here
-		if !have.Deleting() {
-			err = intend(ctx, s.client, have, false)
-			if now = err == nil; err != nil && ignoreConflict(err) != nil {
-				return apiError("delete snapshot "+id.String(), err)
-			}
-		}
-		if !now {
-			have = &v1alpha1.Snapshot{}
-			err = apiError("read snapshot "+id.String(), s.live.Get(ctx, client.ObjectKey{Name: id.Key}, have))
-			continue
-		}
-		if err := waitGone(ctx, s, w, have); err != nil {
-			return fmt.Errorf("delete snapshot %s: %w", id, err)
-		}
 		return nil
-	}
+	})
 }
 
 // GetSnapshot: see volume.Store. A member of a group is there if the group is complete.

@@ -242,39 +242,18 @@ func (s *Store) Delete(ctx context.Context, id volume.ID) error {
 	if id.Kind != blockdev.Volume {
 		return nil
 	}
-	w := s.hub.open(volumeNamed(id.Key))
-	defer w.close()
-	v := &v1alpha1.Volume{}
-	err := s.get(ctx, id.Key, v)
-	for live := false; ; live = true {
-		if errors.Is(err, errdefs.ErrNotFound) || (err == nil && v.Spec.Pool != id.Pool) {
-			return s.unaccounted(ctx, id.String())
+	v := volumeNamed(id.Key)
+	return remove(ctx, s, id, v, true, func(live bool) error { // a conflict is a claim, maybe
+		claim := v.Spec.Claim
+		switch {
+		case claim == nil || v.Deleting():
+			return nil
+		case !live:
+			return errStale // it may have been released since
 		}
-		if err != nil {
-			return fmt.Errorf("delete volume %s: %w", id, err)
-		}
-		now := live // if not, another store may have released it since, or have made anew what is being deleted here
-		switch claim := v.Spec.Claim; {
-		case v.Deleting():
-		case claim == nil:
-			err = intend(ctx, s.client, v, true)
-			if now = err == nil; err != nil && ignoreConflict(err) != nil { // a conflict is a claim, maybe
-				return apiError("delete volume "+id.String(), err)
-			}
-		case live:
-			s.doomed.AddAfter(orphan{aClaim, v.Name}, s.options.AbandonGrace)
-			return fmt.Errorf("%w: volume %s is claimed by node %s; unpublish it first", errdefs.ErrInUse, id, claim.Node)
-		}
-		if !now {
-			v = &v1alpha1.Volume{}
-			err = apiError("read volume "+id.String(), s.live.Get(ctx, client.ObjectKey{Name: id.Key}, v))
-			continue
-		}
-		if err := waitGone(ctx, s, w, v); err != nil {
-			return fmt.Errorf("delete volume %s: %w", id, err)
-		}
-		return nil
-	}
+		s.doomed.AddAfter(orphan{aClaim, v.Name}, s.options.AbandonGrace)
+		return fmt.Errorf("%w: volume %s is claimed by node %s; unpublish it first", errdefs.ErrInUse, id, claim.Node)
+	})
 }
 
 // Get: see volume.Store. A volume that is being deleted is there until it is gone.

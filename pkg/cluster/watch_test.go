@@ -15,7 +15,6 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
-	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -156,6 +155,12 @@ func (l late) Read(p []byte) (int, error) {
 	return n, err
 }
 
+// hold holds the watches back until they may catch up.
+func (l *lagging) hold() (catchUp func()) {
+	l.Lock()
+	return sync.OnceFunc(l.Unlock)
+}
+
 // behind starts a store whose watches can be held back.
 func (w *world) behind() (*cluster.Store, *lagging) {
 	w.Helper()
@@ -168,6 +173,22 @@ func (w *world) behind() (*cluster.Store, *lagging) {
 	return s, lag
 }
 
+// knownTo makes a volume, and a snapshot and a group of another one, all of one name, and waits until a store that is behind has
+// heard of them.
+func (w *world) knownTo(behind, s *cluster.Store, name string, of volume.ID) (volume.Volume, volume.Snapshot, volume.Group) {
+	w.Helper()
+	v, err := s.Create(w.ctx, spec(name))
+	must(w, err)
+	snapshot, err := s.CreateSnapshot(w.ctx, name, of)
+	must(w, err)
+	group, err := s.CreateGroup(w.ctx, name, []volume.ID{of})
+	must(w, err)
+	w.eventually("it knows of all that", func() bool {
+		return errors.Join(second(behind.Get(w.ctx, v.ID)), second(behind.GetSnapshot(w.ctx, snapshot.ID)), second(behind.GetGroup(w.ctx, group.ID))) == nil
+	})
+	return v, snapshot, group
+}
+
 // TestLaggingReplica: a controller whose watches are behind says of nothing that it is there, or done,
 // which another one has deleted or changed since.
 func TestLaggingReplica(t *testing.T) {
@@ -177,18 +198,8 @@ func TestLaggingReplica(t *testing.T) {
 	v, err := s.Create(w.ctx, spec("v"))
 	must(t, err)
 	must(t, s.Modify(w.ctx, v.ID, map[string]string{"readAheadKiB": "64"}))
-	gone, err := s.Create(w.ctx, spec("gone"))
-	must(t, err)
-	snapshot, err := s.CreateSnapshot(w.ctx, "gone", v.ID)
-	must(t, err)
-	group, err := s.CreateGroup(w.ctx, "gone", []volume.ID{v.ID})
-	must(t, err)
-	w.eventually("it knows of all that", func() bool {
-		_, err := behind.GetGroup(w.ctx, group.ID)
-		return errors.Join(err, second(behind.Get(w.ctx, gone.ID)), second(behind.GetSnapshot(w.ctx, snapshot.ID))) == nil
-	})
-	lag.Lock()
-	catchUp := sync.OnceFunc(lag.Unlock)
+	gone, snapshot, group := w.knownTo(behind, s, "gone", v.ID)
+	catchUp := lag.hold()
 	defer catchUp()
 	must(t, errors.Join(s.Delete(w.ctx, gone.ID), s.DeleteSnapshot(w.ctx, snapshot.ID), s.DeleteGroup(w.ctx, group.ID)))
 	must(t, s.Modify(w.ctx, v.ID, map[string]string{"readAheadKiB": "128"}))
@@ -231,18 +242,8 @@ func TestLaggingReplicaDeletes(t *testing.T) {
 	w.pooled(behind, m)
 	v, err := s.Create(w.ctx, spec("v"))
 	must(t, err)
-	anew, err := s.Create(w.ctx, spec("anew"))
-	must(t, err)
-	snapshot, err := s.CreateSnapshot(w.ctx, "anew", v.ID)
-	must(t, err)
-	group, err := s.CreateGroup(w.ctx, "anew", []volume.ID{v.ID})
-	must(t, err)
-	w.eventually("it knows of all that", func() bool {
-		_, err := behind.GetGroup(w.ctx, group.ID)
-		return errors.Join(err, second(behind.Get(w.ctx, anew.ID)), second(behind.GetSnapshot(w.ctx, snapshot.ID))) == nil
-	})
-	lag.Lock()
-	catchUp := sync.OnceFunc(lag.Unlock)
+	anew, snapshot, group := w.knownTo(behind, s, "anew", v.ID)
+	catchUp := lag.hold()
 	defer catchUp()
 	must(t, errors.Join(s.Delete(w.ctx, anew.ID), s.DeleteSnapshot(w.ctx, snapshot.ID), s.DeleteGroup(w.ctx, group.ID)))
 	must(t, second(s.Create(w.ctx, spec("anew"))))
@@ -289,8 +290,7 @@ func TestLaggingReplicaDeletesAgain(t *testing.T) {
 	for _, call := range calls {
 		fails(t, call(soon(t)), errdefs.ErrUnavailable)
 	}
-	lag.Lock()
-	catchUp := sync.OnceFunc(lag.Unlock)
+	catchUp := lag.hold()
 	defer catchUp()
 	w.start(m)
 	must(t, errors.Join(s.Delete(w.ctx, anew.ID), s.DeleteSnapshot(w.ctx, snapshot.ID)))
@@ -326,8 +326,7 @@ func TestLaggingReplicaRefuses(t *testing.T) {
 		})
 		ids[name] = v.ID
 	}
-	lag.Lock()
-	catchUp := sync.OnceFunc(lag.Unlock)
+	catchUp := lag.hold()
 	defer catchUp()
 	for _, id := range ids {
 		must(t, s.Release(w.ctx, id, nodeName))
@@ -436,22 +435,14 @@ func TestConflictsBehind(t *testing.T) {
 			})
 		})
 	})
-	begun, let := make(chan struct{}), make(chan struct{})
-	begin, release := sync.OnceFunc(func() { close(begun) }), sync.OnceFunc(func() { close(let) })
+	hook, begun, release := creationHeld("v")
 	defer release()
-	m := w.machineWith(nodeName, func(operation string, ref blockdev.Ref) error {
-		if operation == "Create" && ref.Kind == blockdev.Volume {
-			begin()
-			<-let
-		}
-		return nil
-	})
+	m := w.machineWith(nodeName, hook)
 	w.pooled(s, m)
 	asked := make(chan error, 1)
 	go func() { asked <- second(s.Create(w.ctx, spec("v"))) }()
 	<-begun
-	lag.Lock()
-	catchUp := sync.OnceFunc(lag.Unlock)
+	catchUp := lag.hold()
 	defer catchUp()
 	o := w.object("v")
 	before := o.DeepCopy()
