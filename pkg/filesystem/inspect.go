@@ -156,17 +156,12 @@ const (
 
 // Unused makes sure that nothing has a device mounted, in whatever mount namespace: ErrInUse.
 func Unused(ctx context.Context, device string) error {
-	for try := 0; ; try++ {
-		err := mount.Unclaimed(device)
-		if err == nil {
-			return nil
-		}
-		if !errors.Is(err, unix.EBUSY) {
-			return fmt.Errorf("open %s: %w", device, err)
-		}
-		if try == unusedTries || ctx.Err() != nil {
-			return fmt.Errorf("%w: %s is mounted, where this process does not see it, or used by the kernel otherwise", errdefs.ErrInUse, device)
-		}
-		time.Sleep(unusedPause)
+	err := mount.Unclaimed(ctx, device, unusedTries, unusedPause)
+	if errors.Is(err, unix.EBUSY) {
+		return fmt.Errorf("%w: %s is mounted, where this process does not see it, or used by the kernel otherwise", errdefs.ErrInUse, device)
 	}
+	if err != nil {
+		return fmt.Errorf("open %s: %w", device, err)
+	}
+	return nil
 }

@@ -5,6 +5,7 @@
 package mount
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -409,23 +410,33 @@ func Recover(device, fstype string, options []string) error {
 	if err != nil {
 		return fmt.Errorf("recover %s as %s: %w", device, fstype, err)
 	}
-	defer settle(device)
+	defer waitUnclaimed(device)
 	defer holdForks()() // so that this is its last descriptor
 	return unix.Close(fsfd)
 }
 
-// settle waits until a filesystem that was opened and closed is gone, so that its device can be used at once. A program
+// waitUnclaimed waits until a filesystem that was opened and closed is gone, so that its device can be used at once. A program
 // that was being started may have its descriptors still: the kernel lets whoever starts it go on before it closes them
 // (begin_new_exec). If that takes long it is somebody else who has the device.
-func settle(device string) {
-	for try := 0; try < busyTries && errors.Is(Unclaimed(device), unix.EBUSY); try++ {
-		time.Sleep(busyPause)
+func waitUnclaimed(device string) {
+	_ = Unclaimed(context.Background(), device, busyTries, busyPause)
+}
+
+// Unclaimed makes sure that nobody has a block device for himself, as who mounts it does: EBUSY (open(2), O_EXCL), which is
+// looked at again so many times, that far apart, or until the context ends. It has it itself for a moment, and no program that
+// is being started has it for longer.
+func Unclaimed(ctx context.Context, device string, tries int, pause time.Duration) error {
+	for try := 0; ; try++ {
+		err := claim(device)
+		if !errors.Is(err, unix.EBUSY) || try >= tries || ctx.Err() != nil {
+			return err
+		}
+		time.Sleep(pause)
 	}
 }
 
-// Unclaimed makes sure that nobody has a block device for himself, as who mounts it does: EBUSY (open(2), O_EXCL). It has
-// it itself for a moment, and no program that is being started has it for longer.
-func Unclaimed(device string) error {
+// claim has a block device for itself, and lets go of it.
+func claim(device string) error {
 	defer holdForks()()
 	fd, err := unix.Open(device, unix.O_RDONLY|unix.O_EXCL|unix.O_CLOEXEC, 0)
 	if err != nil {
@@ -441,7 +452,7 @@ func Look(device, fstype string, options []string, look func(root *os.File) erro
 	if err != nil {
 		return fmt.Errorf("look at %s as %s: %w", device, fstype, err)
 	}
-	defer settle(device)
+	defer waitUnclaimed(device)
 	defer holdForks()() // so that these are its last descriptors
 	defer unix.Close(fsfd)
 	tree, err := unix.Fsmount(fsfd, unix.FSMOUNT_CLOEXEC, unix.MOUNT_ATTR_RDONLY|unix.MOUNT_ATTR_NODEV)

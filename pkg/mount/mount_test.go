@@ -200,7 +200,7 @@ func TestLookBesidePrograms(t *testing.T) {
 		if err := mount.Look(d.device, "btrfs", nil, func(*os.File) error { return nil }); err != nil {
 			t.Errorf("just asked for: %v", err)
 		}
-		if err := mount.Unclaimed(d.device); err != nil {
+		if err := mount.Unclaimed(t.Context(), d.device, 0, 0); err != nil {
 			t.Errorf("just looked at: %v", err)
 		}
 	}
