@@ -76,8 +76,8 @@ func (p *pool) validate(spec blockdev.Spec) error {
 	if err := spec.Validate(); err != nil {
 		return err
 	}
-	if spec.Provisioning != blockdev.AnyProvisioning && spec.Provisioning != blockdev.ProvisioningOf(p.thin != "") {
-		return fmt.Errorf("%w: pool %s at %s has %s volumes only", errdefs.ErrUnsupported, p.name, p.location, blockdev.ProvisioningOf(p.thin != ""))
+	if spec.Provisioning != blockdev.AnyProvisioning && spec.Provisioning != blockdev.ProvisioningOf(p.location.Thin != "") {
+		return fmt.Errorf("%w: pool %s at %s has %s volumes only", errdefs.ErrUnsupported, p.name, p.location, blockdev.ProvisioningOf(p.location.Thin != ""))
 	}
 	if err := p.checkSize(spec.Size); err != nil {
 		return err
@@ -101,7 +101,7 @@ func (p *pool) checkSize(size int64) error {
 
 // atOnce reports whether what lvcreate made, of a size in bytes, is all there is to an object.
 func (p *pool) atOnce(spec blockdev.Spec, made int64) bool {
-	return p.thin != "" && spec.Prepare == nil && made >= spec.Size
+	return p.location.Thin != "" && spec.Prepare == nil && made >= spec.Size
 }
 
 // begin promises the space, and makes the logical volume with its record. The object is
@@ -109,13 +109,13 @@ func (p *pool) atOnce(spec blockdev.Spec, made int64) bool {
 func (p *pool) begin(ctx context.Context, spec blockdev.Spec) (*logical, error) {
 	o := &logical{active: true, state: catalog.Creating}
 	made := spec.Size // of what lvcreate makes
-	if p.thin != "" && spec.Origin != (blockdev.Ref{}) {
+	if p.location.Thin != "" && spec.Origin != (blockdev.Ref{}) {
 		var err error
 		if made, err = p.whole(ctx, spec.Origin); err != nil {
 			return nil, err
 		}
 	}
-	o.record = blockdev.Record{Ref: spec.Ref, Name: spec.Name, Size: spec.Size, Thin: p.thin != "", Origin: spec.Origin, Created: time.Now().UTC(),
+	o.record = blockdev.Record{Ref: spec.Ref, Name: spec.Name, Size: spec.Size, Thin: p.location.Thin != "", Origin: spec.Origin, Created: time.Now().UTC(),
 		Labels: maps.Clone(spec.Labels), Ready: false}
 	var err error
 	if o.tags, err = tagsOf(o.record, o.state); err != nil {
@@ -136,10 +136,10 @@ func (p *pool) begin(ctx context.Context, spec blockdev.Spec) (*logical, error) 
 	}
 	args = append(args, addTags(o.tags)...)
 	switch {
-	case p.thin == "":
-		args = append(args, "-ky", "-Wn", "-Zn", "-l", strconv.FormatInt(spec.Size/p.extent, 10), p.group)
+	case p.location.Thin == "":
+		args = append(args, "-ky", "-Wn", "-Zn", "-l", strconv.FormatInt(spec.Size/p.extent, 10), p.location.Group)
 	case spec.Origin == (blockdev.Ref{}):
-		args = append(args, "-ky", "-V", strconv.FormatInt(spec.Size, 10)+"b", "--thinpool", p.thin, p.group)
+		args = append(args, "-ky", "-V", strconv.FormatInt(spec.Size, 10)+"b", "--thinpool", p.location.Thin, p.location.Group)
 	default:
 		args = append(args, "-s", "-ky", p.path(spec.Origin.String()))
 	}
@@ -168,7 +168,7 @@ func (p *pool) begin(ctx context.Context, spec blockdev.Spec) (*logical, error) 
 	if err != nil {
 		return o, err
 	}
-	if p.thin != "" && spec.Cut != nil {
+	if p.location.Thin != "" && spec.Cut != nil {
 		if err := spec.Cut(ctx); err != nil {
 			return o, err
 		}
@@ -237,9 +237,9 @@ func (p *pool) fill(ctx context.Context, o *logical, spec blockdev.Spec) error {
 	}
 	record := o.record
 	switch {
-	case p.thin == "" && spec.Origin == (blockdev.Ref{}):
+	case p.location.Thin == "" && spec.Origin == (blockdev.Ref{}):
 		o.copied, err = zeroFrom(ctx, target, o.copied, spec.Size)
-	case p.thin == "":
+	case p.location.Thin == "":
 		if err = p.copyOrigin(ctx, o, target, spec); err == nil && o.source != "" {
 			record.Created = o.cut
 		}
@@ -574,7 +574,7 @@ func (p *pool) dropSpare(ctx context.Context, o *logical) error {
 func (p *pool) enlarge(ctx context.Context, o *logical, ref blockdev.Ref, have, size int64) error {
 	var where []string
 	spare := spareOf(ref)
-	if p.thin == "" {
+	if p.location.Thin == "" {
 		o.spare = true
 		var err error
 		if where, err = p.prepareExtents(ctx, spare, size-have); err != nil {
@@ -587,7 +587,7 @@ func (p *pool) enlarge(ctx context.Context, o *logical, ref blockdev.Ref, have, 
 		}
 	}
 	return p.lvm.Hold(ctx, func(run lvm2.Run) error {
-		if p.thin == "" {
+		if p.location.Thin == "" {
 			if _, err := run("lvremove", "-f", p.path(spare)); err != nil {
 				return err
 			}
@@ -606,7 +606,7 @@ func (p *pool) enlarge(ctx context.Context, o *logical, ref blockdev.Ref, have, 
 // returns which they are: DEVICE:FIRST-LAST.
 func (p *pool) prepareExtents(ctx context.Context, spare string, size int64) ([]string, error) {
 	if _, err := p.lvm.Run(ctx, "lvcreate", "-ay", "-Wn", "-Zn", "--addtag", tagOurs, "-n", spare,
-		"-l", strconv.FormatInt(size/p.extent, 10), p.group); err != nil {
+		"-l", strconv.FormatInt(size/p.extent, 10), p.location.Group); err != nil {
 		return nil, err
 	}
 	d, err := p.activate(ctx, spare)

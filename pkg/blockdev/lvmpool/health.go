@@ -43,7 +43,7 @@ func (p *pool) Health(ctx context.Context, ref blockdev.Ref) ([]blockdev.Problem
 	case o.ill != "":
 		return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "VolumeFailed", Message: fmt.Sprintf("lvm2 says of %s: %s", where, o.ill)}}, nil
 	}
-	if p.thin != "" {
+	if p.location.Thin != "" {
 		use, err := p.thinUse(ctx)
 		if err != nil {
 			return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "PoolUnavailable", Message: err.Error()}}, nil
@@ -76,7 +76,7 @@ func (p *pool) PoolHealth(ctx context.Context) []blockdev.Problem {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.thin != "" {
+	if p.location.Thin != "" {
 		switch full := p.full(use); {
 		case use.failed():
 			say(blockdev.Inaccessible, "PoolFailed", "%s", full)
@@ -86,14 +86,14 @@ func (p *pool) PoolHealth(ctx context.Context) []blockdev.Problem {
 			say(blockdev.Degraded, "PoolNearlyFull", "%s", full)
 		}
 		if c.Promised > c.Total {
-			say(blockdev.Degraded, "PoolOvercommitted", "%d bytes are promised, and %d may be: thin pool %s has shrunk, or others have volumes in it; extend it (lvextend)", c.Promised, c.Total, p.path(p.thin))
+			say(blockdev.Degraded, "PoolOvercommitted", "%d bytes are promised, and %d may be: thin pool %s has shrunk, or others have volumes in it; extend it (lvextend)", c.Promised, c.Total, p.path(p.location.Thin))
 		}
 	}
 	if p.space.missing > 0 {
-		say(blockdev.Degraded, "DeviceMissing", "%d physical volumes of group %s are missing; lvm2 changes nothing in it until they are back or given up (vgreduce --removemissing)", p.space.missing, p.group)
+		say(blockdev.Degraded, "DeviceMissing", "%d physical volumes of group %s are missing; lvm2 changes nothing in it until they are back or given up (vgreduce --removemissing)", p.space.missing, p.location.Group)
 	}
 	if float64(p.space.metaFree) < float64(p.space.metaSize)*metadataLow {
-		say(blockdev.Degraded, "GroupMetadataNearlyFull", "the metadata areas of group %s have %d of %d bytes left; add a physical volume with a larger one (pvcreate --metadatasize)", p.group, p.space.metaFree, p.space.metaSize)
+		say(blockdev.Degraded, "GroupMetadataNearlyFull", "the metadata areas of group %s have %d of %d bytes left; add a physical volume with a larger one (pvcreate --metadatasize)", p.location.Group, p.space.metaFree, p.space.metaSize)
 	}
 	if len(p.damaged) > 0 {
 		var failures []string
@@ -129,7 +129,7 @@ type Survey struct {
 
 // Survey looks at the place of an LVM pool. It changes nothing.
 func (l Location) Survey(ctx context.Context) (Survey, error) {
-	p := &pool{location: l, group: l.Group, thin: l.Thin, Index: catalog.NewIndex[*logical](), damaged: map[blockdev.Ref]error{}}
+	p := &pool{location: l, Index: catalog.NewIndex[*logical](), damaged: map[blockdev.Ref]error{}}
 	p.lvm = lvm2.New("lvm", func(lvm2.Run) {}, nil) // it changes nothing, so there is nothing to flush
 	defer p.lvm.Close()
 	rows, err := p.reportNow(ctx)
@@ -140,7 +140,7 @@ func (l Location) Survey(ctx context.Context) (Survey, error) {
 		return Survey{}, err
 	}
 	s := Survey{Size: p.space.total, Free: p.space.free, Missing: p.space.missing}
-	if p.thin != "" {
+	if p.location.Thin != "" {
 		if err := p.checkThin(rows); err != nil {
 			s.Problem = err.Error()
 		}
@@ -152,7 +152,7 @@ func (l Location) Survey(ctx context.Context) (Survey, error) {
 		if _, tagged, ok := p.ours(r); tagged && ok {
 			s.Volumes, s.Promised = s.Volumes+1, s.Promised+size
 		}
-		if r["lv_name"] == p.thin {
+		if r["lv_name"] == p.location.Thin {
 			s.ThinSize = size
 		}
 	}

@@ -32,10 +32,10 @@ func (p *pool) mend(ctx context.Context, run lvm2.Run) {
 	if p.lock == nil { // it is not ours yet
 		return
 	}
-	p.unsure = p.thin != ""
+	p.unsure = p.location.Thin != ""
 	changing := p.lvm.Dirty() // else a thin pool that is down was taken down by others
 	p.resumeOwn(ctx, run)
-	if p.thin == "" || p.mending {
+	if p.location.Thin == "" || p.mending {
 		return
 	}
 	p.mending = true // the commands of this may be cut short, too
@@ -50,7 +50,7 @@ func (p *pool) mend(ctx context.Context, run lvm2.Run) {
 		err = p.deliver(run)
 	}
 	if err != nil {
-		klog.FromContext(ctx).Error(err, "could not make sure that the thin pool and lvm2 agree; the next change tries again", "pool", p.name, "thinPool", p.path(p.thin))
+		klog.FromContext(ctx).Error(err, "could not make sure that the thin pool and lvm2 agree; the next change tries again", "pool", p.name, "thinPool", p.path(p.location.Thin))
 	}
 }
 
@@ -81,7 +81,7 @@ func (p *pool) resume(ctx context.Context, run lvm2.Run, ours func(volume string
 		// A volume may have several: -real and -cow, of a thin pool -tpool, _tdata and _tmeta.
 		volume, part, _ := strings.Cut(strings.TrimPrefix(name, p.device("")), "-")
 		if p.ofThin(name) {
-			volume = p.thin
+			volume = p.location.Thin
 		} else if !ours(volume) {
 			continue
 		}
@@ -121,9 +121,9 @@ func (p *pool) resume(ctx context.Context, run lvm2.Run, ours func(volume string
 
 // ofThin reports whether a device is one of those of the thin pool.
 func (p *pool) ofThin(name string) bool {
-	part, ok := strings.CutPrefix(name, p.device(p.thin))
+	part, ok := strings.CutPrefix(name, p.device(p.location.Thin))
 	// No volume has a name with _tdata or _tmeta in it (lvm(8)).
-	return ok && p.thin != "" && (part == "" || part == "-tpool" || strings.HasPrefix(part, "_tdata") || strings.HasPrefix(part, "_tmeta"))
+	return ok && p.location.Thin != "" && (part == "" || part == "-tpool" || strings.HasPrefix(part, "_tdata") || strings.HasPrefix(part, "_tmeta"))
 }
 
 // discard removes a device of lvm2 that nobody uses.
@@ -137,10 +137,10 @@ func (p *pool) discard(name string) error {
 // when it takes its last: if it is cut short there, it may leave parts of it up, over which it
 // would not bring it up. The caller has the turn.
 func (p *pool) raise(run lvm2.Run) error {
-	err := p.tell(run, "lvchange", "-ay", p.path(p.thin))
+	err := p.tell(run, "lvchange", "-ay", p.path(p.location.Thin))
 	if errors.Is(err, lvm2.ErrParts) {
 		if err = p.clearParts(); err == nil {
-			err = p.tell(run, "lvchange", "-ay", p.path(p.thin))
+			err = p.tell(run, "lvchange", "-ay", p.path(p.location.Thin))
 		}
 	}
 	p.down = err != nil
@@ -152,7 +152,7 @@ func (p *pool) raise(run lvm2.Run) error {
 // it was lvm2 for us (see raise). A start does it, as after a boot, where lvm2 has no mark that it is not to be
 // activated (lvchange --setactivationskip).
 func (p *pool) up(ctx context.Context) error {
-	if p.thin == "" {
+	if p.location.Thin == "" {
 		return nil
 	}
 	_, err := p.thinUse(ctx)
@@ -161,7 +161,7 @@ func (p *pool) up(ctx context.Context) error {
 
 // clearParts removes the devices of the thin pool that nobody uses, from the top.
 func (p *pool) clearParts() error {
-	names, err := dm.Names(p.device(p.thin))
+	names, err := dm.Names(p.device(p.location.Thin))
 	if err != nil {
 		return err
 	}
@@ -203,7 +203,7 @@ var toldDevice = regexp.MustCompile(`already contain thin device with device_id 
 // Documentation/admin-guide/device-mapper/thin-provisioning.rst): to make the snapshot that lvm2
 // complains of, if that is ours and nobody has had it.
 func (p *pool) note(run lvm2.Run, complaint string) error {
-	rows, err := run("lvs", "-o", "lv_name,lv_tags,lv_layout,pool_lv,thin_id,transaction_id", p.group)
+	rows, err := run("lvs", "-o", "lv_name,lv_tags,lv_layout,pool_lv,thin_id,transaction_id", p.location.Group)
 	if err != nil {
 		return err
 	}
@@ -241,7 +241,7 @@ func (p *pool) deliver(run lvm2.Run) error {
 		return err
 	}
 	args := append([]string{"lvcreate", "-n", r.String(), "-an", "-ky"}, addTags(tags)...)
-	err = p.tell(run, append(args, "-V", strconv.FormatInt(r.Size, 10)+"b", "--thinpool", p.thin, p.group)...)
+	err = p.tell(run, append(args, "-V", strconv.FormatInt(r.Size, 10)+"b", "--thinpool", p.location.Thin, p.location.Group)...)
 	if errors.Is(err, errdefs.ErrNoSpace) {
 		return nil // a removal is what helps
 	}
@@ -261,7 +261,7 @@ func (p *pool) deliver(run lvm2.Run) error {
 // filepool.settle has the thin pool told what lvm2 wrote down and did not tell it: to remove what lvm2 knows
 // of no more. A failure is left for the next removal.
 func (p *pool) settle(ctx context.Context) {
-	if p.thin == "" {
+	if p.location.Thin == "" {
 		return
 	}
 	err := p.lvm.Hold(ctx, func(run lvm2.Run) error {
@@ -269,18 +269,18 @@ func (p *pool) settle(ctx context.Context) {
 		if err != nil || !there || use.failed() {
 			return err
 		}
-		if rows, err := run("lvs", "-o", "lv_name,transaction_id", p.group); err != nil || !p.behind(rows, use) {
+		if rows, err := run("lvs", "-o", "lv_name,transaction_id", p.location.Group); err != nil || !p.behind(rows, use) {
 			return err
 		}
 		return p.deliver(run)
 	})
 	if err != nil {
-		klog.FromContext(ctx).Error(err, "could not make sure that the thin pool has no volume that nobody knows of; the next removal tries again", "pool", p.name, "thinPool", p.path(p.thin))
+		klog.FromContext(ctx).Error(err, "could not make sure that the thin pool has no volume that nobody knows of; the next removal tries again", "pool", p.name, "thinPool", p.path(p.location.Thin))
 	}
 }
 
 // behind reports whether lvm2 has written down a change that the thin pool has not noted.
 func (p *pool) behind(rows []lvm2.Row, use thinUse) bool {
 	next := strconv.FormatUint(use.transaction+1, 10)
-	return slices.ContainsFunc(rows, func(r lvm2.Row) bool { return r["lv_name"] == p.thin && r["transaction_id"] == next })
+	return slices.ContainsFunc(rows, func(r lvm2.Row) bool { return r["lv_name"] == p.location.Thin && r["transaction_id"] == next })
 }

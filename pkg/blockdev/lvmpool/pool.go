@@ -40,8 +40,6 @@ import (
 type pool struct {
 	name     string
 	location Location
-	group    string
-	thin     string // name of the thin pool; empty for linear volumes
 	lvm      *lvm2.Shell
 	lock     *os.File
 	uuid     string // of the group, without dashes
@@ -103,18 +101,18 @@ func (p *pool) Name() string { return p.name }
 func (p *pool) Granularity() int64 { return p.extent }
 
 // path of a logical volume as lvm2 takes it.
-func (p *pool) path(volume string) string { return p.group + "/" + volume }
+func (p *pool) path(volume string) string { return p.location.Group + "/" + volume }
 
 // device is the name of the device of a logical volume (libdevmapper: dashes double).
 func (p *pool) device(volume string) string {
-	return strings.ReplaceAll(p.group, "-", "--") + "-" + strings.ReplaceAll(volume, "-", "--")
+	return strings.ReplaceAll(p.location.Group, "-", "--") + "-" + strings.ReplaceAll(volume, "-", "--")
 }
 
 // Open opens the pool in the volume group or thin pool, which are the operator's to make, and finishes or undoes what a crash left
 // half-done in it. errdefs.ErrUnavailable if it is not there.
 func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (_ blockdev.Pool, err error) {
-	p := &pool{name: name, location: l, group: l.Group, thin: l.Thin, Index: catalog.NewIndex[*logical](), damaged: map[blockdev.Ref]error{}, held: map[string]bool{}}
-	p.unsure = p.thin != ""
+	p := &pool{name: name, location: l, Index: catalog.NewIndex[*logical](), damaged: map[blockdev.Ref]error{}, held: map[string]bool{}}
+	p.unsure = p.location.Thin != ""
 	p.lvm = lvm2.New("lvm", func(run lvm2.Run) { p.mend(context.WithoutCancel(ctx), run) }, p.flush)
 	defer func() {
 		if err != nil {
@@ -130,12 +128,12 @@ func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (
 	first := rows[0]
 	p.uuid = strings.ReplaceAll(first["vg_uuid"], "-", "")
 	if p.extent, err = strconv.ParseInt(first["vg_extent_size"], 10, 64); err != nil || p.extent%blockdev.Granularity != 0 || p.extent == 0 {
-		return nil, fmt.Errorf("%w: volume group %s has extents of %q bytes; a multiple of %d is needed", errdefs.ErrUnsupported, p.group, first["vg_extent_size"], blockdev.Granularity)
+		return nil, fmt.Errorf("%w: volume group %s has extents of %q bytes; a multiple of %d is needed", errdefs.ErrUnsupported, p.location.Group, first["vg_extent_size"], blockdev.Granularity)
 	}
 	if longest := p.device("cut.snap."+strings.Repeat("0", 32)) + readOnlySuffix; len(longest) >= dm.NameSize {
-		return nil, fmt.Errorf("%w: the name of volume group %s is too long, as the kernel takes names of devices of %d bytes; vgrename it", errdefs.ErrUnsupported, p.group, dm.NameSize-1)
+		return nil, fmt.Errorf("%w: the name of volume group %s is too long, as the kernel takes names of devices of %d bytes; vgrename it", errdefs.ErrUnsupported, p.location.Group, dm.NameSize-1)
 	}
-	if p.id = poolID(rows, p.thin); p.id != "" {
+	if p.id = poolID(rows, p.location.Thin); p.id != "" {
 		if err := blockdev.Expect(ctx, known, p.id); err != nil {
 			return nil, err
 		}
@@ -143,7 +141,7 @@ func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (
 	if err := p.exclude(); err != nil {
 		return nil, err
 	}
-	if p.thin != "" {
+	if p.location.Thin != "" {
 		if err := p.openThin(ctx, rows); err != nil {
 			return nil, err
 		}
@@ -168,7 +166,7 @@ func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (
 	p.settle(ctx)
 	p.release(ctx)
 	p.splitTables(ctx)
-	if p.thin == "" {
+	if p.location.Thin == "" {
 		klog.FromContext(ctx).Info("New volumes are zeroed before they are handed out", "pool", p.name, "byWritingTo", writtenZeros(rows))
 	}
 	return p, nil
@@ -180,7 +178,7 @@ func (p *pool) report(run lvm2.Run) ([]lvm2.Row, error) {
 	rows, err := run("fullreport",
 		"--configreport", "vg", "-o", "vg_uuid,vg_extent_size,vg_extent_count,vg_free_count,vg_missing_pv_count,vg_mda_free,vg_mda_size",
 		"--configreport", "lv", "-o", "lv_name,lv_uuid,lv_tags,lv_size,lv_layout,pool_lv,lv_health_status,lv_attr",
-		"--configreport", "pv", "-o", "pv_name", "--configreport", "pvseg", "-o", "pvseg_start", "--configreport", "seg", "-o", "seg_start", p.group)
+		"--configreport", "pv", "-o", "pv_name", "--configreport", "pvseg", "-o", "pvseg_start", "--configreport", "seg", "-o", "seg_start", p.location.Group)
 	var group, volumes []lvm2.Row
 	for _, r := range rows {
 		if r["vg_uuid"] != "" {
@@ -190,7 +188,7 @@ func (p *pool) report(run lvm2.Run) ([]lvm2.Row, error) {
 		}
 	}
 	if err == nil && len(group) != 1 {
-		err = fmt.Errorf("%w: volume group %s is not there", errdefs.ErrUnavailable, p.group)
+		err = fmt.Errorf("%w: volume group %s is not there", errdefs.ErrUnavailable, p.location.Group)
 	}
 	if err == nil {
 		p.disks = nil
@@ -254,7 +252,7 @@ func (p *pool) exclude() error {
 		return errdefs.FromErrno(err)
 	}
 	var err error
-	if p.lock, err = os.OpenFile(lockFolder+"/ashlar."+p.uuid+"."+p.thin, os.O_RDWR|os.O_CREATE, 0o600); err != nil {
+	if p.lock, err = os.OpenFile(lockFolder+"/ashlar."+p.uuid+"."+p.location.Thin, os.O_RDWR|os.O_CREATE, 0o600); err != nil {
 		return errdefs.FromErrno(err)
 	}
 	if err := unix.Flock(int(p.lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
@@ -268,15 +266,15 @@ func (p *pool) exclude() error {
 
 // checkThin makes sure that the thin pool is there and fit for the purpose.
 func (p *pool) checkThin(rows []lvm2.Row) error {
-	i := slices.IndexFunc(rows, func(r lvm2.Row) bool { return r["lv_name"] == p.thin })
+	i := slices.IndexFunc(rows, func(r lvm2.Row) bool { return r["lv_name"] == p.location.Thin })
 	if i < 0 {
-		return fmt.Errorf("%w: volume group %s has no thin pool %s; make it with lvcreate --type thin-pool", errdefs.ErrUnavailable, p.group, p.thin)
+		return fmt.Errorf("%w: volume group %s has no thin pool %s; make it with lvcreate --type thin-pool", errdefs.ErrUnavailable, p.location.Group, p.location.Thin)
 	}
 	if !slices.Contains(strings.Split(rows[i]["lv_layout"], ","), "pool") {
-		return fmt.Errorf("%w: %s is no thin pool but %s", errdefs.ErrInvalid, p.path(p.thin), rows[i]["lv_layout"])
+		return fmt.Errorf("%w: %s is no thin pool but %s", errdefs.ErrInvalid, p.path(p.location.Thin), rows[i]["lv_layout"])
 	}
 	if attr := rows[i]["lv_attr"]; len(attr) < 8 || attr[7] != 'z' { // lvs(8)
-		return fmt.Errorf("%w: thin pool %s does not zero new blocks, so one volume would show what another held; lvchange --zero y %s", errdefs.ErrUnsupported, p.path(p.thin), p.path(p.thin))
+		return fmt.Errorf("%w: thin pool %s does not zero new blocks, so one volume would show what another held; lvchange --zero y %s", errdefs.ErrUnsupported, p.path(p.location.Thin), p.path(p.location.Thin))
 	}
 	return nil
 }
@@ -292,7 +290,7 @@ func (p *pool) openThin(ctx context.Context, rows []lvm2.Row) error {
 // others or to another pool.
 func (p *pool) ours(r lvm2.Row) (ref blockdev.Ref, tagged, ok bool) {
 	tagged = len(ourTags(r)) > 0
-	if r["pool_lv"] != p.thin || (p.thin == "" && !strings.Contains(r["lv_layout"], "linear")) {
+	if r["pool_lv"] != p.location.Thin || (p.location.Thin == "" && !strings.Contains(r["lv_layout"], "linear")) {
 		return ref, tagged, false
 	}
 	ref = blockdev.ParseRef(r["lv_name"])
@@ -322,9 +320,9 @@ func (p *pool) load(rows []lvm2.Row) (leftovers []string, err error) {
 		ref, tagged, ok := p.ours(r)
 		volume := r["lv_name"]
 		switch {
-		case !ok && p.thin == "" && slices.Contains(splitTags(r), tagOurs) && leftover(volume):
+		case !ok && p.location.Thin == "" && slices.Contains(splitTags(r), tagOurs) && leftover(volume):
 			leftovers = append(leftovers, volume)
-		case !ok && r["pool_lv"] == p.thin && hasRecord(r):
+		case !ok && r["pool_lv"] == p.location.Thin && hasRecord(r):
 			p.setAside(r)
 		case !ok:
 		case !tagged:
@@ -335,7 +333,7 @@ func (p *pool) load(rows []lvm2.Row) (leftovers []string, err error) {
 				p.damaged[ref] = err
 				continue
 			}
-			record.Thin = p.thin != ""
+			record.Thin = p.location.Thin != ""
 			o := &logical{record: record, state: st, tags: ourTags(r), inGroup: inGroup{made: true}}
 			p.Put(ref, o)
 			p.space.promised += record.Size
@@ -372,7 +370,7 @@ func (p *pool) update(rows []lvm2.Row) error {
 		ref, tagged, ok := p.ours(r)
 		o := p.Objects[ref]
 		if !ok || !tagged || o == nil {
-			if p.thin != "" && r["pool_lv"] == p.thin {
+			if p.location.Thin != "" && r["pool_lv"] == p.location.Thin {
 				p.space.foreign += size
 			}
 			continue
@@ -383,7 +381,7 @@ func (p *pool) update(rows []lvm2.Row) error {
 	for ref, o := range p.Objects {
 		o.missing = o.made && !seen[ref]
 	}
-	return p.space.read(rows, p.thin)
+	return p.space.read(rows, p.location.Thin)
 }
 
 // refresh asks for a report, unless the last one is recent enough; so one report serves
@@ -646,7 +644,7 @@ func (p *pool) complete(ctx context.Context) error {
 	if err := p.refresh(ctx, lvmFresh); err != nil {
 		return err
 	}
-	if p.thin != "" {
+	if p.location.Thin != "" {
 		use, err := p.thinUse(ctx)
 		if err != nil {
 			return err
@@ -657,7 +655,7 @@ func (p *pool) complete(ctx context.Context) error {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return p.space.complete(p.group)
+	return p.space.complete(p.location.Group)
 }
 
 // drop removes a logical volume; size is what that frees, in bytes.

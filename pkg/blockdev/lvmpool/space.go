@@ -108,14 +108,14 @@ func (p *pool) thinUse(ctx context.Context) (thinUse, error) {
 		return thinUse{}, err
 	}
 	if !there {
-		return thinUse{}, fmt.Errorf("%w: thin pool %s is not active, as somebody took it down; if it needs no repair (any more), lvchange -ay -K %s", errdefs.ErrUnavailable, p.path(p.thin), p.path(p.thin))
+		return thinUse{}, fmt.Errorf("%w: thin pool %s is not active, as somebody took it down; if it needs no repair (any more), lvchange -ay -K %s", errdefs.ErrUnavailable, p.path(p.location.Thin), p.path(p.location.Thin))
 	}
 	return use, nil
 }
 
 // thinNow is thinUse at this moment.
 func (p *pool) thinNow() (use thinUse, there bool, err error) {
-	for _, name := range []string{p.device(p.thin) + "-tpool", p.device(p.thin)} { // the second while it has no volume
+	for _, name := range []string{p.device(p.location.Thin) + "-tpool", p.device(p.location.Thin)} { // the second while it has no volume
 		kind, status, err := dm.Target(name)
 		if errors.Is(err, unix.ENXIO) || (err == nil && kind != "thin-pool") {
 			continue
@@ -165,13 +165,13 @@ func parseThinUse(status string) (thinUse, error) {
 func (p *pool) full(use thinUse) string {
 	switch {
 	case use.failed():
-		return fmt.Sprintf("thin pool %s is in mode %s %s; look at the kernel's log, unstage its volumes, repair it (lvconvert --repair; docs/reliability.md), and activate it with needs_check cleared (thin_check_options)", p.path(p.thin), use.mode, use.fault)
+		return fmt.Sprintf("thin pool %s is in mode %s %s; look at the kernel's log, unstage its volumes, repair it (lvconvert --repair; docs/reliability.md), and activate it with needs_check cleared (thin_check_options)", p.path(p.location.Thin), use.mode, use.fault)
 	case use.mode != "rw":
-		return fmt.Sprintf("thin pool %s is in mode %s; delete volumes or snapshots, or extend it (lvextend)", p.path(p.thin), use.mode)
+		return fmt.Sprintf("thin pool %s is in mode %s; delete volumes or snapshots, or extend it (lvextend)", p.path(p.location.Thin), use.mode)
 	case use.data >= p.location.DataWatermark:
-		return fmt.Sprintf("%.1f%% of the data of thin pool %s is in use, the watermark is %g%%; delete volumes or snapshots, or extend it (lvextend)", use.data, p.path(p.thin), p.location.DataWatermark)
+		return fmt.Sprintf("%.1f%% of the data of thin pool %s is in use, the watermark is %g%%; delete volumes or snapshots, or extend it (lvextend)", use.data, p.path(p.location.Thin), p.location.DataWatermark)
 	case use.metadata >= p.location.MetadataWatermark:
-		return fmt.Sprintf("%.1f%% of the metadata of thin pool %s is in use, the watermark is %g%%; extend it (lvextend --poolmetadatasize)", use.metadata, p.path(p.thin), p.location.MetadataWatermark)
+		return fmt.Sprintf("%.1f%% of the metadata of thin pool %s is in use, the watermark is %g%%; extend it (lvextend --poolmetadatasize)", use.metadata, p.path(p.location.Thin), p.location.MetadataWatermark)
 	}
 	return ""
 }
@@ -181,7 +181,7 @@ func (p *pool) account(use thinUse) blockdev.Capacity {
 	s := p.space
 	reserve := int64(float64(s.total) * p.location.ReservePercent / 100)
 	c := blockdev.Capacity{Promised: s.promised, MinVolume: p.extent}
-	if p.thin != "" {
+	if p.location.Thin != "" {
 		c.Promised += s.foreign
 		c.Total = int64(float64(s.total-reserve) * p.location.Overprovision)
 		c.Available = max(0, c.Total-c.Promised)
@@ -202,7 +202,7 @@ func (p *pool) account(use thinUse) blockdev.Capacity {
 
 func (p *pool) capacity(ctx context.Context) (blockdev.Capacity, thinUse, error) {
 	var use thinUse
-	if p.thin != "" {
+	if p.location.Thin != "" {
 		var err error
 		if use, err = p.thinUse(ctx); err != nil {
 			return blockdev.Capacity{}, use, err
@@ -227,7 +227,7 @@ func (p *pool) Capacity(ctx context.Context) (blockdev.Capacity, error) {
 func (p *pool) reserve(ctx context.Context, size int64, promise func()) error {
 	for fresh := false; ; fresh = true {
 		var use thinUse
-		if p.thin != "" {
+		if p.location.Thin != "" {
 			var err error
 			if use, err = p.thinUse(ctx); err != nil {
 				return err
@@ -241,17 +241,17 @@ func (p *pool) reserve(ctx context.Context, size int64, promise func()) error {
 			p.mu.Unlock()
 			return nil
 		}
-		incomplete := p.space.complete(p.group)
+		incomplete := p.space.complete(p.location.Group)
 		p.mu.Unlock()
 		if fresh {
 			if incomplete != nil {
 				return incomplete
 			}
-			if p.thin != "" && use.failed() {
+			if p.location.Thin != "" && use.failed() {
 				return fmt.Errorf("%w: %s", errdefs.ErrUnavailable, p.full(use))
 			}
 			reason := p.full(use)
-			if p.thin == "" || reason == "" {
+			if p.location.Thin == "" || reason == "" {
 				reason = fmt.Sprintf("pool %s can promise %d more bytes, %d are needed; delete volumes or snapshots, or give it more room", p.name, c.Available, size)
 			}
 			return fmt.Errorf("%w: %s", errdefs.ErrNoSpace, reason)
@@ -276,7 +276,7 @@ func (p *pool) took(size int64) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.space.pending -= size
-	if p.thin == "" {
+	if p.location.Thin == "" {
 		p.space.free -= size
 	}
 }
@@ -285,7 +285,7 @@ func (p *pool) took(size int64) {
 func (p *pool) gave(size int64) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.thin == "" {
+	if p.location.Thin == "" {
 		p.space.free += size
 	}
 }
