@@ -2,8 +2,6 @@ package filepool_test
 
 import (
 	"errors"
-	"fmt"
-	"sync"
 	"testing"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
@@ -20,13 +18,9 @@ func TestFullAgain(t *testing.T) {
 			for round := range 25 {
 				c := pooltest.CapacityOf(t, pool)
 				size := (c.Available - 16*pooltest.MiB) / fit / (4 * pooltest.MiB) * (4 * pooltest.MiB)
-				errs := make([]error, asking)
-				ref := func(i int) blockdev.Ref { return blockdev.Ref{Kind: blockdev.Volume, Key: fmt.Sprintf("%032x", i)} }
-				var all sync.WaitGroup
-				for i := range asking {
-					all.Go(func() { _, errs[i] = pool.Create(t.Context(), blockdev.Spec{Ref: ref(i), Name: "a", Size: size}) })
-				}
-				all.Wait()
+				errs := pooltest.AtOnce(asking, func(i int) error {
+					return pooltest.Second(pool.Create(t.Context(), blockdev.Spec{Ref: volNumber(i), Name: "a", Size: size}))
+				})
 				made := 0
 				for _, err := range errs {
 					if err == nil {
@@ -38,11 +32,7 @@ func TestFullAgain(t *testing.T) {
 				if made != fit {
 					t.Fatalf("round %d: %d of %d were made: %+v, now %+v: %v", round, made, fit, c, pooltest.CapacityOf(t, pool), errors.Join(errs...))
 				}
-				for i := range asking {
-					all.Go(func() { errs[i] = pool.Delete(t.Context(), ref(i)) })
-				}
-				all.Wait()
-				pooltest.Must(t, errors.Join(errs...))
+				pooltest.Must(t, errors.Join(pooltest.AtOnce(asking, func(i int) error { return pool.Delete(t.Context(), volNumber(i)) })...))
 			}
 		})
 	}

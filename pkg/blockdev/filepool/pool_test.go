@@ -734,21 +734,15 @@ func TestConcurrentAttach(t *testing.T) {
 	pool := pooltest.OpenedFiles(t, dir)
 	const n = 32
 	devices := make([]blockdev.Device, n)
-	ref := func(i int) blockdev.Ref { return blockdev.Ref{Kind: blockdev.Volume, Key: fmt.Sprintf("%032x", i)} }
 	for i := range n {
-		pooltest.Create(t, pool, blockdev.Spec{Ref: ref(i), Size: pooltest.MiB, Provisioning: blockdev.Thin})
-		pooltest.WriteTo(t, path(dir, ref(i), ".img"), 0, []byte(ref(i).Key))
+		pooltest.Create(t, pool, blockdev.Spec{Ref: volNumber(i), Size: pooltest.MiB, Provisioning: blockdev.Thin})
+		pooltest.WriteTo(t, path(dir, volNumber(i), ".img"), 0, []byte(volNumber(i).Key))
 	}
 	for round := range 3 {
-		errs := make([]error, n)
-		var all sync.WaitGroup
-		for i := range n {
-			all.Go(func() {
-				devices[i], errs[i] = pool.Attach(t.Context(), ref(i), blockdev.Attachment{Keep: round%2 == 0})
-			})
-		}
-		all.Wait()
-		pooltest.Must(t, errors.Join(errs...))
+		pooltest.Must(t, errors.Join(pooltest.AtOnce(n, func(i int) (err error) {
+			devices[i], err = pool.Attach(t.Context(), volNumber(i), blockdev.Attachment{Keep: round%2 == 0})
+			return err
+		})...))
 		numbers := map[uint64]int{}
 		for i, device := range devices {
 			b := make([]byte, 32)
@@ -756,7 +750,7 @@ func TestConcurrentAttach(t *testing.T) {
 			pooltest.Must(t, err)
 			_, err = f.ReadAt(b, 0)
 			pooltest.Must(t, errors.Join(err, f.Close()))
-			if string(b) != ref(i).Key {
+			if string(b) != volNumber(i).Key {
 				t.Errorf("volume %d is not what %s holds: %q", i, device.Path, b)
 			}
 			if other, taken := numbers[device.Number]; taken {
@@ -764,11 +758,7 @@ func TestConcurrentAttach(t *testing.T) {
 			}
 			numbers[device.Number] = i
 		}
-		for i := range n {
-			all.Go(func() { errs[i] = errors.Join(devices[i].Close(), pool.Detach(t.Context(), ref(i))) })
-		}
-		all.Wait()
-		pooltest.Must(t, errors.Join(errs...))
+		pooltest.Must(t, errors.Join(pooltest.AtOnce(n, func(i int) error { return errors.Join(devices[i].Close(), pool.Detach(t.Context(), volNumber(i))) })...))
 	}
 }
 
@@ -781,13 +771,7 @@ func TestConcurrentDetach(t *testing.T) {
 		device, err := pool.Attach(t.Context(), pooltest.Vol("a"), blockdev.Attachment{Keep: true})
 		pooltest.Must(t, err)
 		pooltest.Must(t, device.Close())
-		errs := make([]error, 8)
-		var all sync.WaitGroup
-		for i := range errs {
-			all.Go(func() { errs[i] = pool.Detach(t.Context(), pooltest.Vol("a")) })
-		}
-		all.Wait()
-		pooltest.Must(t, errors.Join(errs...))
+		pooltest.Must(t, errors.Join(pooltest.AtOnce(8, func(int) error { return pool.Detach(t.Context(), pooltest.Vol("a")) })...))
 	}
 }
 

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"os"
 	"strings"
+	"sync"
 	"testing"
 
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
@@ -99,6 +100,22 @@ func CapacityOf(t testing.TB, pool blockdev.Pool) blockdev.Capacity {
 
 // Second returns the error of a call that returns something else too.
 func Second[T any](_ T, err error) error { return err }
+
+// AtOnce does something n times at once, and returns the errors.
+func AtOnce(n int, do func(i int) error) []error {
+	errs := make([]error, n)
+	var all sync.WaitGroup
+	begin := make(chan struct{})
+	for i := range n {
+		all.Go(func() {
+			<-begin
+			errs[i] = do(i)
+		})
+	}
+	close(begin)
+	all.Wait()
+	return errs
+}
 
 // EndsAfter is a context that ends when it was asked n times.
 type EndsAfter struct {

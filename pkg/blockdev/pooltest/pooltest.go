@@ -162,17 +162,13 @@ func (f *fixture) restart() {
 
 func (f *fixture) must(err error) {
 	f.Helper()
-	if err != nil {
-		f.Fatal(err)
-	}
+	Must(f, err)
 }
 
-// fails makes sure that an error wraps the wanted one.
+// fails makes sure that an error wraps the wanted one, and means one thing.
 func (f *fixture) fails(err, want error, what string) {
 	f.Helper()
-	if !errors.Is(err, want) {
-		f.Fatalf("%s: error %v, want %v", what, err, want)
-	}
+	Fails(f, err, want, what)
 }
 
 // Volume and Snapshot name objects by a word.
@@ -1218,19 +1214,12 @@ func capacity(f *fixture) {
 			fit = 5
 		}
 		n := (before.Available - 16<<20) / fit / (4 << 20) * (4 << 20)
-		errs := make([]error, creators)
-		var all sync.WaitGroup
-		begin := make(chan struct{})
-		for i := range creators {
-			all.Go(func() {
-				spec := f.spec(fmt.Sprint("v", i))
-				spec.Size = n
-				<-begin // all at once
-				_, errs[i] = f.pool.Create(f.Context(), spec)
-			})
-		}
-		close(begin)
-		all.Wait()
+		errs := AtOnce(creators, func(i int) error {
+			spec := f.spec(fmt.Sprint("v", i))
+			spec.Size = n
+			_, err := f.pool.Create(f.Context(), spec)
+			return err
+		})
 		made := int64(0)
 		for _, err := range errs {
 			if err == nil {
@@ -1247,11 +1236,7 @@ func capacity(f *fixture) {
 		if c.Promised != made*n {
 			f.Errorf("round %d: %d bytes are promised, want %d", round, c.Promised, made*n)
 		}
-		for i := range creators {
-			all.Go(func() { errs[i] = f.pool.Delete(f.Context(), vol(fmt.Sprint("v", i))) })
-		}
-		all.Wait()
-		f.must(errors.Join(errs...))
+		f.must(errors.Join(AtOnce(creators, func(i int) error { return f.pool.Delete(f.Context(), vol(fmt.Sprint("v", i))) })...))
 		after := f.capacity()
 		// A program that another test starts has copies of all files until it executes.
 		for deadline := time.Now().Add(time.Minute); after.Available < before.Available-before.Available/50 && time.Now().Before(deadline); after = f.capacity() {
