@@ -42,7 +42,7 @@ type Driver struct {
 	Log     tail
 	Calls   atomic.Int64
 	Exited  chan struct{} // closed when the process is gone
-	Err     error         // of its end; valid, as is command.ProcessState, once exited is closed
+	Err     error         // of its end; valid, as is Command.ProcessState, once Exited is closed
 }
 
 // Start starts a program as a driver. Its log goes to the tail only.
@@ -114,7 +114,7 @@ func (e *callError) Error() string {
 
 func (e *callError) Unwrap() error { return e.err }
 
-// ready waits until the driver says that it is.
+// Ready waits until the driver says that it is.
 func (p *Driver) Ready(ctx context.Context) error {
 	for {
 		response, err := p.Probe(ctx, &csi.ProbeRequest{})
@@ -125,7 +125,7 @@ func (p *Driver) Ready(ctx context.Context) error {
 	}
 }
 
-// stop ends the driver with SIGTERM, and with SIGKILL if that does not do. An error
+// Stop ends the driver with SIGTERM, and with SIGKILL if that does not do. An error
 // means that it did not end by itself, with status 0.
 func (p *Driver) Stop() error {
 	if p.Conn != nil {
@@ -188,7 +188,7 @@ func (t *tail) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// last returns up to n lines.
+// Last returns up to n lines.
 func (t *tail) Last(n int) []string {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -157,9 +157,10 @@ func (p *pool) findLoops() error {
 
 // ImageAt returns the object whose image has a path; an invalid one if it is no path of an image.
 func ImageAt(name string) blockdev.Ref {
+	key, isImage := strings.CutSuffix(path.Base(name), ".img")
 	for kind, folder := range layout.Folders {
-		if path.Base(path.Dir(name)) == folder {
-			return blockdev.Ref{Kind: kind, Key: strings.TrimSuffix(path.Base(name), ".img")}
+		if isImage && path.Base(path.Dir(name)) == folder {
+			return blockdev.Ref{Kind: kind, Key: key}
 		}
 	}
 	return blockdev.Ref{}

@@ -41,10 +41,8 @@ func Owner(number uint64) (blockdev.Ref, bool) {
 		return blockdev.Ref{}, false
 	}
 	path := strings.TrimSuffix(strings.TrimSpace(string(backing)), " (deleted)")
-	if ref := filepool.ImageAt(path); ref.Validate() == nil && strings.HasSuffix(path, ".img") {
-		return ref, true
-	}
-	return blockdev.Ref{}, false
+	ref := filepool.ImageAt(path)
+	return ref, ref.Validate() == nil
 }
 
 // LetGo takes the device of a raw volume of a file pool away, with its guard, when its pool cannot be asked: it keeps

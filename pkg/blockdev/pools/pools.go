@@ -43,23 +43,26 @@ func parser[L Location](parse func(*url.URL) (L, error)) func(*url.URL) (Locatio
 
 // Parse parses a pool URL. errdefs.ErrInvalid for anything that its kind does not know all of.
 func Parse(text string) (Location, error) {
-	u, err := url.Parse(text)
-	if err == nil {
-		kind, known := kinds[u.Scheme]
-		if !known {
-			var forms []string
-			for _, scheme := range slices.Sorted(maps.Keys(kinds)) {
-				forms = append(forms, kinds[scheme].form)
-			}
-			err = fmt.Errorf("unknown kind %q; known: %s", u.Scheme, strings.Join(forms, ", "))
-		} else {
-			var location Location
-			if location, err = kind.parse(u); err == nil {
-				return location, nil
-			}
-		}
+	location, err := parse(text)
+	if err != nil {
+		return nil, fmt.Errorf("%w: pool URL %q: %w", errdefs.ErrInvalid, text, err)
 	}
-	return nil, fmt.Errorf("%w: pool URL %q: %w", errdefs.ErrInvalid, text, err)
+	return location, nil
+}
+
+func parse(text string) (Location, error) {
+	u, err := url.Parse(text)
+	if err != nil {
+		return nil, err
+	}
+	if kind, known := kinds[u.Scheme]; known {
+		return kind.parse(u)
+	}
+	var forms []string
+	for _, scheme := range slices.Sorted(maps.Keys(kinds)) {
+		forms = append(forms, kinds[scheme].form)
+	}
+	return nil, fmt.Errorf("unknown kind %q; known: %s", u.Scheme, strings.Join(forms, ", "))
 }
 
 // Open opens the pool at a URL. Where there is no pool, one is made if its location lets it; else it is errdefs.ErrUnavailable.
