@@ -61,7 +61,7 @@ func (w *world) family(m *machine, s *cluster.Store) family {
 	for _, v := range []volume.Volume{f.claimed, f.attached} {
 		must(w, s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m"}))
 	}
-	device, err := m.local.Attach(w.ctx, f.attached, false)
+	device, err := m.local.Attach(w.ctx, f.attached)
 	must(w, err)
 	f.detach = device.Close
 	w.Cleanup(func() { must(w, f.detach()) })

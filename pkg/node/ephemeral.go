@@ -42,8 +42,8 @@ func (e Ephemeral) admit(spec *volume.Spec) error {
 }
 
 // publishEphemeral makes a volume for one pod, under the ID that the CO gave it.
-func (s *Server) publishEphemeral(ctx context.Context, r *csi.NodePublishVolumeRequest, target string, u use) error {
-	if u.block {
+func (s *Server) publishEphemeral(ctx context.Context, r *csi.NodePublishVolumeRequest, target string, how mountRequest) error {
+	if how.block {
 		return fmt.Errorf("%w: an inline ephemeral volume is for mount access", errdefs.ErrInvalid)
 	}
 	if _, err := volume.ParseID(r.GetVolumeId()); err == nil {
@@ -51,13 +51,13 @@ func (s *Server) publishEphemeral(ctx context.Context, r *csi.NodePublishVolumeR
 	}
 	parameters, size, err := csimap.ParseEphemeral(r.GetVolumeContext())
 	if err == nil {
-		err = parameters.Agree(u.fs)
+		err = parameters.Agree(how.fs)
 	}
 	if err != nil {
 		return err
 	}
 	spec := volume.Spec{Name: r.GetVolumeId(), Pool: parameters.Pool, Provisioning: parameters.Provisioning,
-		Size: size, Filesystem: u.fs, Ephemeral: r.GetTargetPath()}
+		Size: size, Filesystem: how.fs, Ephemeral: r.GetTargetPath()}
 	// What was made before stays its pod's, whatever is allowed now.
 	if have, err := s.volumes.Ephemeral(ctx, spec.Name); err == nil {
 		spec.Pool = cmp.Or(spec.Pool, have.ID.Pool)
@@ -73,7 +73,7 @@ func (s *Server) publishEphemeral(ctx context.Context, r *csi.NodePublishVolumeR
 	if _, err = mount.MakeTarget(target, false); err == nil {
 		// A new filesystem has to be written once, also one for reading only: it is mounted
 		// for writing to nobody.
-		err = s.mountVolume(ctx, v, target, u)
+		err = s.mountVolume(ctx, v, target, how)
 	}
 	// One that was formatted before this call may have been handed out to its pod.
 	fresh := v.Format.State != volume.Formatted

@@ -23,14 +23,14 @@ func (s *Server) NodePublishVolume(ctx context.Context, r *csi.NodePublishVolume
 	if err != nil {
 		return nil, err
 	}
-	u, err := useOf(r.GetVolumeCapability(), r.GetPublishContext(), r.GetReadonly())
+	how, err := newMountRequest(r.GetVolumeCapability(), r.GetPublishContext(), r.GetReadonly())
 	if err != nil {
 		return nil, err
 	}
 	if csimap.IsEphemeral(r.GetVolumeContext()) {
-		err = s.publishEphemeral(ctx, r, target, u)
+		err = s.publishEphemeral(ctx, r, target, how)
 	} else {
-		err = s.publish(ctx, r, target, u)
+		err = s.publish(ctx, r, target, how)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("publish volume %s at %s: %w", r.GetVolumeId(), r.GetTargetPath(), err)
@@ -38,7 +38,7 @@ func (s *Server) NodePublishVolume(ctx context.Context, r *csi.NodePublishVolume
 	return &csi.NodePublishVolumeResponse{}, nil
 }
 
-func (s *Server) publish(ctx context.Context, r *csi.NodePublishVolumeRequest, target string, u use) error {
+func (s *Server) publish(ctx context.Context, r *csi.NodePublishVolumeRequest, target string, how mountRequest) error {
 	id, err := volume.ParseID(r.GetVolumeId())
 	if err != nil {
 		return err
@@ -53,48 +53,48 @@ func (s *Server) publish(ctx context.Context, r *csi.NodePublishVolumeRequest, t
 	if err := mount.CleanPath(r.GetStagingTargetPath()); err != nil {
 		return err
 	}
-	if err := s.claimed(ctx, v, &u); err != nil {
+	if err := s.checkClaim(ctx, v, &how); err != nil {
 		return err
 	}
 	staged := mount.Resolve(r.GetStagingTargetPath())
-	if u.block {
+	if how.block {
 		staged = marker(staged)
 	}
-	at, err := s.here(ctx, id, staged)
-	if errors.Is(err, errdefs.ErrNotFound) || (err == nil && at.Node != u.block) {
+	at, err := s.volumeAt(ctx, id, staged)
+	if errors.Is(err, errdefs.ErrNotFound) || (err == nil && at.Node != how.block) {
 		return fmt.Errorf("%w: it is not staged at %s for this access", errdefs.ErrPrecondition, r.GetStagingTargetPath())
 	}
 	if err != nil {
 		return err
 	}
-	if err := stagedAs(v, at.Info, r.GetVolumeCapability(), u); err != nil {
+	if err := stagedAs(v, at.Info, r.GetVolumeCapability(), how); err != nil {
 		return err
 	}
-	if err := s.alone(ctx, v, staged, target, u.exclusive); err != nil {
+	if err := s.checkExclusive(ctx, v, staged, target, how.exclusive); err != nil {
 		return err
 	}
-	if u.block {
-		return s.publishBlock(ctx, v, target, u)
+	if how.block {
+		return s.publishBlock(ctx, v, target, how)
 	}
-	return s.publishMount(staged, at.Info, target, u)
+	return s.publishMount(staged, at.Info, target, how)
 }
 
 // stagedAs makes sure that a volume can be published as it is staged: as the filesystem that the
 // caller names, if it names one, and with its SELinux context.
-func stagedAs(v volume.Volume, at mount.Info, c *csi.VolumeCapability, u use) error {
-	if u.block {
+func stagedAs(v volume.Volume, at mount.Info, c *csi.VolumeCapability, how mountRequest) error {
+	if how.block {
 		return nil
 	}
-	if have := filesystem.TypeOf(at.Statfs.Type); c.GetMount().GetFsType() != "" && have != u.fs {
-		return fmt.Errorf("%w: it is staged as %s, not as %s", errdefs.ErrPrecondition, have, u.fs)
+	if have := filesystem.TypeOf(at.Statfs.Type); c.GetMount().GetFsType() != "" && have != how.fs {
+		return fmt.Errorf("%w: it is staged as %s, not as %s", errdefs.ErrPrecondition, have, how.fs)
 	}
-	if !sameContext(v.Flags, u.options) {
+	if !sameContext(v.Flags, how.options) {
 		return fmt.Errorf("%w: it is staged with another SELinux context", errdefs.ErrPrecondition)
 	}
 	return nil
 }
 
-// alone makes sure that an exclusive volume is published nowhere else, and puts the target that
+// checkExclusive makes sure that an exclusive volume is published nowhere else, and puts the target that
 // it is going to have on record, durably, before it is there. What is published there still is the
 // kernel's to say, so nothing has to be written down when it is taken away. A record is needed
 // because the kernel cannot tell a target from what others bind of it: the kubelet binds
@@ -102,7 +102,7 @@ func stagedAs(v volume.Volume, at mount.Info, c *csi.VolumeCapability, u use) er
 //
 // Without a target on record (an older driver published it, or one for a use that is not
 // exclusive) everything that is mounted of it counts as one.
-func (s *Server) alone(ctx context.Context, v volume.Volume, staged, target string, exclusive bool) error {
+func (s *Server) checkExclusive(ctx context.Context, v volume.Volume, staged, target string, exclusive bool) error {
 	if !exclusive {
 		if v.Target == "" {
 			return nil
@@ -115,7 +115,7 @@ func (s *Server) alone(ctx context.Context, v volume.Volume, staged, target stri
 	}
 	others := []string{v.Target}
 	if v.Target == "" {
-		others = s.elsewhere(numbers(devices), staged)
+		others = s.otherMounts(numbers(devices), staged)
 		if slices.ContainsFunc(others, func(other string) bool { return mount.Same(other, target) }) {
 			return nil // and what else is there came after it
 		}
@@ -138,8 +138,8 @@ func (s *Server) alone(ctx context.Context, v volume.Volume, staged, target stri
 	return s.volumes.SetTarget(ctx, v.ID, target)
 }
 
-// publishMount binds the folder of a staged filesystem.
-func (s *Server) publishMount(staged string, info mount.Info, target string, u use) (err error) {
+// publishMount binds the directory of a staged filesystem.
+func (s *Server) publishMount(staged string, info mount.Info, target string, how mountRequest) (err error) {
 	made, err := mount.MakeTarget(target, false)
 	if err != nil {
 		return err
@@ -149,8 +149,8 @@ func (s *Server) publishMount(staged string, info mount.Info, target string, u u
 			err = errors.Join(err, mount.RemoveTarget(target))
 		}
 	}()
-	readOnly := u.readOnly || info.ReadOnly
-	there, err := look(target)
+	readOnly := how.readOnly || info.ReadOnly
+	there, err := findMount(target)
 	if err != nil {
 		return err
 	}
@@ -172,13 +172,13 @@ func (s *Server) publishMount(staged string, info mount.Info, target string, u u
 
 // publishBlock binds the device of a staged block volume. Readers get the same device as writers,
 // at a node that cannot be written through: what is written is what they read.
-func (s *Server) publishBlock(ctx context.Context, v volume.Volume, target string, u use) error {
-	device, err := s.attachRaw(ctx, v, u)
+func (s *Server) publishBlock(ctx context.Context, v volume.Volume, target string, how mountRequest) error {
+	device, err := s.volumes.AttachRaw(ctx, v, !how.readOnly)
 	if err != nil {
 		return err
 	}
 	defer device.Close()
-	return s.bindDevice(ctx, v, device, target, u)
+	return s.bindDevice(ctx, v, device, target, how)
 }
 
 // NodeUnpublishVolume takes a target away, and with it an inline ephemeral volume.
@@ -207,7 +207,7 @@ func (s *Server) unpublish(ctx context.Context, text, asked, target string) erro
 		return err
 	}
 	if at.mounted {
-		held, _, err := s.held(ctx, id)
+		held, _, err := s.devicesOf(ctx, id)
 		if err != nil {
 			return err
 		}

@@ -6,118 +6,44 @@ import (
 	"fmt"
 	"slices"
 	"strconv"
+	"strings"
 	"sync"
+	"time"
 
 	"github.com/ashlar-csi/ashlar/internal/undoing"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// CreateSnapshot: see Store.
-func (l *Local) CreateSnapshot(ctx context.Context, name string, source ID) (Snapshot, error) {
-	if have, err := l.existing(ctx, name, source); err != nil || have.Name != "" {
-		return have, err
-	}
-	o, err := l.snapshotSource(ctx, source)
-	if err != nil {
-		return Snapshot{}, err
-	}
-	ctx, quiesced, thaw, err := l.quiesce(ctx, o)
-	if err != nil {
-		return Snapshot{}, err
-	}
-	record, err := l.cut(ctx, o, name, quiesced, func(context.Context) error { return thaw() }, nil)
-	if err = withThaw(freezeError(ctx, err), thaw()); err != nil {
-		return Snapshot{}, fmt.Errorf("snapshot %q of volume %s: %w", name, source, err)
-	}
-	return snapshotFromRecord(source.Pool, l.node, record), nil
+// Group is a group snapshot as it is: complete.
+type Group struct {
+	ID        GroupID
+	Created   time.Time
+	Snapshots []Snapshot
 }
 
-// existing finds the snapshot of a name, and makes sure that it is of the source.
-func (l *Local) existing(ctx context.Context, name string, source ID) (Snapshot, error) {
-	id, record, err := l.named(ctx, blockdev.Snapshot, name)
-	if errors.Is(err, errdefs.ErrNotFound) {
-		return Snapshot{}, nil
-	}
-	if err != nil {
-		return Snapshot{}, err
-	}
-	have := snapshotFromRecord(id.Pool, l.node, record)
-	if have.Name != name || have.Source != source {
-		return Snapshot{}, fmt.Errorf("%w: snapshot %q (%s) is of volume %s, not %s", errdefs.ErrExists, name, id, have.Source, source)
-	}
-	return have, nil
-}
-
-func (l *Local) snapshotSource(ctx context.Context, id ID) (origin, error) {
-	if id.Kind != blockdev.Volume {
-		return origin{}, fmt.Errorf("%w: %s is no volume", errdefs.ErrNotFound, id)
-	}
-	return l.source(ctx, id)
-}
-
-func (l *Local) cut(ctx context.Context, o origin, name string, quiesced bool, done func(context.Context) error, labels map[string]string) (blockdev.Record, error) {
-	all := map[string]string{}
-	// What a restored volume has to know about its bytes.
-	for _, key := range []string{labelFormat, labelFilesystem} {
-		setLabel(all, key, o.record.Labels[key])
-	}
-	for key, value := range labels {
-		all[key] = value
-	}
-	return o.pool.Create(ctx, blockdev.Spec{
-		Ref: blockdev.Ref{Kind: blockdev.Snapshot, Key: KeyOf(name)}, Name: name, Size: o.record.Size, Provisioning: blockdev.ProvisioningOf(o.record.Thin),
-		Origin: o.record.Ref, Quiesced: quiesced, Cut: done, Labels: all,
-	})
-}
-
-// DeleteSnapshot: see Store.
-func (l *Local) DeleteSnapshot(ctx context.Context, id ID) error {
-	pool, ref, err := l.object(id, blockdev.Snapshot)
-	if err != nil {
-		return errdefs.IgnoreNotFound(err)
-	}
-	record, err := pool.Get(ctx, ref)
-	if err == nil && record.Labels[labelGroup] != "" {
-		return fmt.Errorf("%w: snapshot %s is part of %s and is deleted with it", errdefs.ErrInvalid, id, GroupID{record.Labels[labelGroup]})
-	}
-	return pool.Delete(ctx, ref)
-}
-
-// GetSnapshot: see Store.
-func (l *Local) GetSnapshot(ctx context.Context, id ID) (Snapshot, error) {
-	pool, ref, err := l.object(id, blockdev.Snapshot)
-	if err != nil {
-		return Snapshot{}, err
-	}
-	record, err := pool.Get(ctx, ref)
-	if err != nil {
-		return Snapshot{}, err
-	}
-	if l.hidden(record) {
-		return Snapshot{}, fmt.Errorf("%w: snapshot %s is of a group that is not complete", errdefs.ErrNotFound, id)
-	}
-	return snapshotFromRecord(pool.Name(), l.node, record), nil
-}
-
-// hidden: members of a group that is being made or undone are not there for anybody.
-func (l *Local) hidden(r blockdev.Record) bool {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.incomplete[r.Labels[labelGroup]]
-}
-
-// ListSnapshots: see Store.
-func (l *Local) ListSnapshots(ctx context.Context, source ID, after ID, limit int) ([]Snapshot, error) {
-	var snapshots []Snapshot
-	err := l.list(ctx, l.pools, blockdev.Snapshot, after, limit, func(pool string, r blockdev.Record) bool {
-		s := snapshotFromRecord(pool, l.node, r)
-		if !l.hidden(r) && (source == (ID{}) || s.Source == source) {
-			snapshots = append(snapshots, s)
+// NewGroup makes a group of its members: in the order of their sources, and as old as the
+// first that was cut (the writes to all were held back then).
+func NewGroup(id GroupID, members []Snapshot) Group {
+	group := Group{ID: id, Snapshots: slices.Clone(members)}
+	slices.SortFunc(group.Snapshots, func(a, b Snapshot) int { return strings.Compare(a.Source.String(), b.Source.String()) })
+	for _, m := range members {
+		if group.Created.IsZero() || m.Created.Before(group.Created) {
+			group.Created = m.Created
 		}
-		return limit == 0 || len(snapshots) < limit
-	})
-	return snapshots, err
+	}
+	return group
+}
+
+// GroupSources returns the sources of a group in their order; ErrInvalid if there are none,
+// or one is there twice.
+func GroupSources(sources []ID) ([]ID, error) {
+	sorted := slices.Clone(sources)
+	slices.SortFunc(sorted, func(a, b ID) int { return strings.Compare(a.String(), b.String()) })
+	if len(sorted) == 0 || len(slices.Compact(slices.Clone(sorted))) != len(sorted) {
+		return nil, fmt.Errorf("%w: name each source volume once", errdefs.ErrInvalid)
+	}
+	return sorted, nil
 }
 
 // member is a snapshot of a group, with what its record says of the group.
@@ -222,15 +148,7 @@ func (l *Local) CreateGroup(ctx context.Context, name string, sources []ID) (_ G
 	}
 	members := groups[id.Key]
 	if complete(members) {
-		group := toGroup(id, members)
-		if !slices.EqualFunc(group.Snapshots, sources, func(s Snapshot, source ID) bool { return s.Source == source }) {
-			return Group{}, fmt.Errorf("%w: group snapshot %q (%s) is of other volumes", errdefs.ErrExists, name, id)
-		}
-		if err := setWhole(ctx, l.pool, members, true); err != nil {
-			return Group{}, err
-		}
-		l.setIncomplete(id.Key, false) // an earlier try could not remove any of it
-		return group, nil
+		return l.existingGroup(ctx, name, members, sources)
 	}
 	if wasWhole(members) { // what is left of it is no part of a try before this one
 		return Group{}, fmt.Errorf("%w: group snapshot %q has %d of its %d snapshots only; restore the records of the others, or delete the group",
@@ -253,7 +171,31 @@ func (l *Local) CreateGroup(ctx context.Context, name string, sources []ID) (_ G
 	if err := l.removeGroup(ctx, members); err != nil {
 		return Group{}, err
 	}
+	members, err = l.cutGroup(ctx, name, sources)
+	if err != nil {
+		return Group{}, err
+	}
+	if err := setWhole(ctx, l.pool, members, true); err != nil {
+		return Group{}, err
+	}
+	return toGroup(id, members), nil
+}
 
+// existingGroup returns a group that is complete; ErrExists if it is of other volumes.
+func (l *Local) existingGroup(ctx context.Context, name string, members []member, sources []ID) (Group, error) {
+	group := toGroup(GroupID{KeyOf(name)}, members)
+	if !slices.EqualFunc(group.Snapshots, sources, func(s Snapshot, source ID) bool { return s.Source == source }) {
+		return Group{}, fmt.Errorf("%w: group snapshot %q (%s) is of other volumes", errdefs.ErrExists, name, group.ID)
+	}
+	if err := setWhole(ctx, l.pool, members, true); err != nil {
+		return Group{}, err
+	}
+	l.setIncomplete(group.ID.Key, false) // an earlier try could not remove any of it
+	return group, nil
+}
+
+// cutGroup cuts all members of a group at one moment. What an error leaves is the caller's to remove.
+func (l *Local) cutGroup(ctx context.Context, name string, sources []ID) (_ []member, err error) {
 	cuts := make([]groupCut, len(sources))
 	defer func() {
 		for _, c := range cuts {
@@ -265,27 +207,24 @@ func (l *Local) CreateGroup(ctx context.Context, name string, sources []ID) (_ G
 	for i, source := range sources {
 		c := &cuts[i]
 		c.name = name + "\x00" + source.String()
-		c.labels = map[string]string{labelGroup: id.Key, labelGroupSize: strconv.Itoa(len(sources))}
+		c.labels = map[string]string{labelGroup: KeyOf(name), labelGroupSize: strconv.Itoa(len(sources))}
 		if c.origin, err = l.snapshotSource(ctx, source); err != nil {
-			return Group{}, err
+			return nil, err
 		}
 	}
 	for i := range cuts {
 		if ctx, err = l.hold(ctx, &cuts[i]); err != nil {
-			return Group{}, err
+			return nil, err
 		}
 	}
 	if err := l.cutAll(ctx, cuts); err != nil {
-		return Group{}, freezeError(ctx, err)
+		return nil, freezeError(ctx, err)
 	}
-	members = members[:0]
+	var members []member
 	for _, c := range cuts {
 		members = append(members, member{snapshotFromRecord(c.origin.pool.Name(), l.node, c.record), len(cuts), false})
 	}
-	if err := setWhole(ctx, l.pool, members, true); err != nil {
-		return Group{}, err
-	}
-	return toGroup(id, members), nil
+	return members, nil
 }
 
 // groupCut is one member of a group while the group is cut.
@@ -382,39 +321,9 @@ func (l *Local) GetGroup(ctx context.Context, id GroupID) (Group, error) {
 	return Group{}, fmt.Errorf("%w: no %s", errdefs.ErrNotFound, id)
 }
 
-// Allocated: see Store.
-func (l *Local) Allocated(ctx context.Context, id ID, from int64, yield func(blockdev.Extent) error) error {
-	pool, ref, err := l.object(id, blockdev.Snapshot)
-	if err != nil {
-		return err
-	}
-	differ, ok := blockdev.As[blockdev.Differ](pool)
-	if !ok {
-		return fmt.Errorf("%w: pool %s cannot list what is allocated", errdefs.ErrUnsupported, pool.Name())
-	}
-	return differ.Allocated(ctx, ref, from, yield)
-}
-
-// Changed: see Store.
-func (l *Local) Changed(ctx context.Context, base, target ID, from int64, yield func(blockdev.Extent) error) error {
-	old, err := l.GetSnapshot(ctx, base)
-	if err != nil {
-		return err
-	}
-	recent, err := l.GetSnapshot(ctx, target)
-	if err != nil {
-		return err
-	}
-	if old.Source != recent.Source || old.Created.After(recent.Created) {
-		return fmt.Errorf("%w: %s is not an earlier snapshot of the volume of %s", errdefs.ErrInvalid, base, target)
-	}
-	pool, ref, err := l.object(target, blockdev.Snapshot)
-	if err != nil {
-		return err
-	}
-	differ, ok := blockdev.As[blockdev.Differ](pool)
-	if !ok {
-		return fmt.Errorf("%w: pool %s cannot compare snapshots", errdefs.ErrUnsupported, pool.Name())
-	}
-	return differ.Changed(ctx, base.ref(), ref, from, yield)
+// hidden: members of a group that is being made or undone are not there for anybody.
+func (l *Local) hidden(r blockdev.Record) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.incomplete[r.Labels[labelGroup]]
 }

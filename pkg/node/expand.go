@@ -1,0 +1,58 @@
+package node
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/csimap"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/filesystem"
+	"github.com/ashlar-csi/ashlar/pkg/mount"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// NodeExpandVolume grows the filesystem of a staged or published volume to its device.
+func (s *Server) NodeExpandVolume(ctx context.Context, r *csi.NodeExpandVolumeRequest) (*csi.NodeExpandVolumeResponse, error) {
+	if r.GetVolumeId() != "" && r.GetVolumePath() == "" {
+		return nil, csimap.Missing("volume path")
+	}
+	v, err := s.find(ctx, r.GetVolumeId())
+	if err != nil {
+		return nil, err
+	}
+	if c := r.GetVolumeCapability(); c != nil {
+		if _, err := csimap.CheckCapabilities(c); err != nil {
+			return nil, err
+		}
+	}
+	at, err := s.findPublished(ctx, v.ID, r.GetVolumePath())
+	if err != nil {
+		return nil, err
+	}
+	if required := r.GetCapacityRange().GetRequiredBytes(); required > v.Size {
+		return nil, fmt.Errorf("%w: volume %s has %d bytes, %d are required; expand it at the controller first", errdefs.ErrOutOfRange, v.ID, v.Size, required)
+	}
+	// A retry after a crash may find the device smaller than its image.
+	if v, err = s.volumes.Expand(ctx, v.ID, volume.Range{}); err != nil {
+		return nil, err
+	}
+	if !at.Node {
+		if err := s.grow(v, at.device); err != nil {
+			return nil, err
+		}
+	}
+	return &csi.NodeExpandVolumeResponse{CapacityBytes: v.Size}, nil
+}
+
+// grow grows the filesystem on a device, through any directory where it is mounted for writing.
+func (s *Server) grow(v volume.Volume, device blockdev.Device) error {
+	for _, path := range s.mounts.Paths(device.Number) {
+		if info, err := mount.At(path); err == nil && info.Folder && !info.ReadOnly {
+			return filesystem.Grow(filesystem.TypeOf(info.Statfs.Type), device.Path, path)
+		}
+	}
+	return fmt.Errorf("%w: the filesystem of volume %s is mounted read-only and cannot grow", errdefs.ErrPrecondition, v.ID)
+}

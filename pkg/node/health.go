@@ -1,0 +1,90 @@
+package node
+
+import (
+	"context"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/csimap"
+	"github.com/ashlar-csi/ashlar/pkg/filesystem"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// NodeGetVolumeStats measures a filesystem or a device.
+func (s *Server) NodeGetVolumeStats(ctx context.Context, r *csi.NodeGetVolumeStatsRequest) (*csi.NodeGetVolumeStatsResponse, error) {
+	if r.GetVolumeId() != "" && r.GetVolumePath() == "" {
+		return nil, csimap.Missing("volume path")
+	}
+	v, err := s.find(ctx, r.GetVolumeId())
+	if err != nil {
+		return nil, err
+	}
+	at, err := s.findPublished(ctx, v.ID, r.GetVolumePath())
+	if err != nil {
+		return nil, err
+	}
+	if at.Node {
+		usage := &csi.VolumeUsage{Unit: csi.VolumeUsage_BYTES, Total: v.Size}
+		used, known, err := s.volumes.Used(ctx, v.ID)
+		if err != nil {
+			return nil, err
+		}
+		if known {
+			usage.Used, usage.Available = used, v.Size-used
+		}
+		return &csi.NodeGetVolumeStatsResponse{Usage: []*csi.VolumeUsage{usage}}, nil
+	}
+	u := filesystem.UsageOf(at.Statfs) // the path may be that of another filesystem by now
+	response := &csi.NodeGetVolumeStatsResponse{Usage: []*csi.VolumeUsage{{
+		Unit: csi.VolumeUsage_BYTES, Total: u.Total, Used: u.Used, Available: u.Available}}}
+	if u.Inodes > 0 { // btrfs has no count of them
+		response.Usage = append(response.Usage, &csi.VolumeUsage{
+			Unit: csi.VolumeUsage_INODES, Total: u.Inodes, Used: u.InodesUsed, Available: u.InodesAvailable})
+	}
+	return response, nil
+}
+
+// NodeGetVolumeHealth says what the pool and the kernel know to be wrong with a volume.
+func (s *Server) NodeGetVolumeHealth(ctx context.Context, r *csi.NodeGetVolumeHealthRequest) (*csi.NodeGetVolumeHealthResponse, error) {
+	if r.GetVolumeId() == "" {
+		return nil, csimap.Missing("volume ID")
+	}
+	id, err := volume.ParseID(r.GetVolumeId())
+	if err != nil {
+		v, err := s.volumes.Ephemeral(ctx, r.GetVolumeId())
+		if err != nil {
+			return nil, err
+		}
+		id = v.ID
+	}
+	problems, err := s.volumes.Health(ctx, id)
+	if err != nil {
+		return nil, err
+	}
+	return &csi.NodeGetVolumeHealthResponse{VolumeHealth: csimap.Health(r.GetVolumeId(), problems)}, nil
+}
+
+// NodeGetStorageHealth says what is wrong with the pools of the node.
+func (s *Server) NodeGetStorageHealth(ctx context.Context, _ *csi.NodeGetStorageHealthRequest) (*csi.NodeGetStorageHealthResponse, error) {
+	response := &csi.NodeGetStorageHealthResponse{}
+	type kind struct {
+		status csi.StorageHealthErrorType
+		reason string
+	}
+	entries := map[kind]*csi.NodeGetStorageHealthResponse_StorageBackendHealth{}
+	for _, p := range s.volumes.PoolHealth(ctx) {
+		k := kind{csi.StorageHealthErrorType_STORAGE_DEGRADED, p.Reason}
+		if p.Severity != blockdev.Degraded {
+			k.status = csi.StorageHealthErrorType_STORAGE_UNREACHABLE
+		}
+		// One entry for each status and reason (NodeGetStorageHealthResponse).
+		if have := entries[k]; have != nil {
+			have.Message += "; " + p.Message
+			continue
+		}
+		entries[k] = &csi.NodeGetStorageHealthResponse_StorageBackendHealth{Status: k.status, Reason: k.reason, Message: p.Message}
+		response.BackendHealth = append(response.BackendHealth, entries[k])
+	}
+	return response, nil
+}

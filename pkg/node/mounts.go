@@ -1,0 +1,178 @@
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"path/filepath"
+	"slices"
+
+	"k8s.io/klog/v2"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
+	"github.com/ashlar-csi/ashlar/pkg/csimap"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/mount"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// volumeMount is a mount of a volume: what is at a path, and which of its devices that is.
+type volumeMount struct {
+	mount.Info
+	device blockdev.Device
+}
+
+// find returns the volume of an ID as the CO knows it: one of ours, or that of an inline
+// ephemeral volume.
+func (s *Server) find(ctx context.Context, text string) (volume.Volume, error) {
+	if text == "" {
+		return volume.Volume{}, csimap.Missing("volume ID")
+	}
+	id, err := volume.ParseID(text)
+	if err != nil {
+		return s.volumes.Ephemeral(ctx, text)
+	}
+	return s.volumes.Get(ctx, id)
+}
+
+// volumeAt looks at a path where the volume should be mounted: ErrNotFound if it is not.
+func (s *Server) volumeAt(ctx context.Context, id volume.ID, path string) (volumeMount, error) {
+	info, err := mount.At(path)
+	if err != nil && !mount.Missing(err) {
+		return volumeMount{}, fmt.Errorf("volume %s at %s: %w", id, path, err)
+	}
+	if err == nil && info.Root {
+		devices, err := s.volumes.Attached(ctx, id)
+		if err != nil {
+			return volumeMount{}, err
+		}
+		for _, device := range devices {
+			if device.Number == info.Device {
+				s.mounts.Found(info.Device, path, !info.ReadOnly)
+				return volumeMount{info, device}, nil
+			}
+		}
+	}
+	return volumeMount{}, fmt.Errorf("%w: volume %s is not at %s", errdefs.ErrNotFound, id, path)
+}
+
+// findPublished is volumeAt for a path of the caller's, which may also be the staging path of a block volume: a directory with the
+// device in it.
+func (s *Server) findPublished(ctx context.Context, id volume.ID, path string) (volumeMount, error) {
+	path = mount.Resolve(path)
+	at, err := s.volumeAt(ctx, id, path)
+	if errors.Is(err, errdefs.ErrNotFound) {
+		device, markerErr := s.volumeAt(ctx, id, marker(path))
+		if !errors.Is(markerErr, errdefs.ErrNotFound) {
+			return device, markerErr
+		}
+	}
+	return at, err
+}
+
+// mounted is what is mounted at a path.
+type mounted struct {
+	mounted bool
+	dead    bool   // its filesystem does not answer
+	device  uint64 // 0: not known
+}
+
+// mountedAt looks what is mounted at a path, alive or dead. A path that is not there has nothing.
+func mountedAt(path string) (mounted, error) {
+	info, err := mount.At(path)
+	switch {
+	case err == nil:
+		return mounted{mounted: info.Root, device: info.Device}, nil
+	case mount.Missing(err):
+		return mounted{}, nil
+	case mount.Corrupted(err):
+		device, err := mount.DeviceOf(path)
+		return mounted{mounted: true, dead: true, device: device}, err
+	}
+	return mounted{}, err
+}
+
+// of reports whether it is a volume's, which holds some devices. A device that its pool does not
+// know any more (its image was replaced, say, or the pool is not there) is known by its name.
+// What is dead and of nobody can only be unmounted.
+func (m mounted) of(id volume.ID, held []uint64) bool {
+	if slices.Contains(held, m.device) || m.dead && m.device == 0 {
+		return true
+	}
+	ref, known := pools.Owner(m.device)
+	return known && ref.Kind == id.Kind && ref.Key == id.Key
+}
+
+func numbers(devices []blockdev.Device) []uint64 {
+	var all []uint64
+	for _, device := range devices {
+		all = append(all, device.Number)
+	}
+	return all
+}
+
+// devicesOf returns the devices of a volume. A pool that cannot be asked (its disk is dead or not
+// mounted, or it is not in the flags) keeps nobody from taking down what is there: then asked is false,
+// and they are those that are mounted.
+func (s *Server) devicesOf(ctx context.Context, id volume.ID) (held []uint64, asked bool, err error) {
+	devices, err := s.volumes.Attached(ctx, id)
+	if err == nil {
+		return numbers(devices), true, nil
+	}
+	if ctx.Err() != nil {
+		return nil, false, ctx.Err()
+	}
+	klog.FromContext(ctx).Info("A pool cannot be asked for a volume's devices; going by what is mounted", "volume", id.String(), "err", err.Error())
+	for _, number := range s.mounts.Devices() {
+		if ref, known := pools.Owner(number); known && ref.Kind == id.Kind && ref.Key == id.Key {
+			held = append(held, number)
+		}
+	}
+	return held, false, nil
+}
+
+// otherMounts returns where devices are mounted but at a place, under whatever name that is seen.
+func (s *Server) otherMounts(held []uint64, place string) []string {
+	var paths []string
+	for _, number := range held {
+		for _, path := range s.mounts.Paths(number) {
+			if path != place && !mount.Same(path, place) {
+				paths = append(paths, path)
+			}
+		}
+	}
+	return paths
+}
+
+// checkStagedOnce makes sure that a volume is mounted nowhere yet, as it has one staging path.
+func (s *Server) checkStagedOnce(ctx context.Context, id volume.ID, path string) error {
+	devices, err := s.volumes.Attached(ctx, id)
+	if err != nil {
+		return err
+	}
+	if others := s.otherMounts(numbers(devices), path); len(others) > 0 {
+		return fmt.Errorf("%w: it is not staged at %s, and mounted at %s; a volume has one staging path: unpublish and unstage it there first", errdefs.ErrInUse, path, others[0])
+	}
+	return nil
+}
+
+// findMount looks at a path that something is to be mounted on, and clears a dead mount away.
+func findMount(path string) (mount.Info, error) {
+	info, err := mount.At(path)
+	if mount.Corrupted(err) {
+		if err := mount.Unmount(path); err != nil {
+			return info, err
+		}
+		info, err = mount.At(path)
+	}
+	if mount.Missing(err) {
+		return info, fmt.Errorf("%w: %s is not there; the caller has to make it", errdefs.ErrPrecondition, path)
+	}
+	return info, err
+}
+
+// marker is where the device of a staged block volume is bound, within the staging path:
+// it says to whoever looks, also after a restart, that the volume is staged, and as which
+// device.
+func marker(stagingPath string) string { return filepath.Join(stagingPath, "device") }

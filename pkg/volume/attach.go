@@ -1,0 +1,65 @@
+package volume
+
+import (
+	"context"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// Attach makes a volume a device of this node, to be mounted: the mount holds it from then on, and the device
+// goes with it.
+func (l *Local) Attach(ctx context.Context, v Volume) (blockdev.Device, error) {
+	return l.attach(ctx, v, false)
+}
+
+// AttachRaw makes a volume a device of this node that stays until Detach, to be handed out to those who
+// are not trusted with it. If it is for writing the record says so before anybody can write:
+// what the volume carries from then on is its user's, and it is never formatted.
+func (l *Local) AttachRaw(ctx context.Context, v Volume, writable bool) (blockdev.Device, error) {
+	if state := v.Format.State; writable && (state == Blank || state == Formatting) {
+		if err := l.SetFormat(ctx, v.ID, Format{State: Raw}); err != nil {
+			return blockdev.Device{}, err
+		}
+	}
+	return l.attach(ctx, v, true)
+}
+
+func (l *Local) attach(ctx context.Context, v Volume, keep bool) (blockdev.Device, error) {
+	pool, ref, err := l.object(v.ID, blockdev.Volume)
+	if err != nil {
+		return blockdev.Device{}, err
+	}
+	return pool.Attach(ctx, ref, blockdev.Attachment{Keep: keep, Attributes: queueSettings(v.Mutable)})
+}
+
+// Attached lists the devices of a volume; it needs no record of it.
+func (l *Local) Attached(ctx context.Context, id ID) ([]blockdev.Device, error) {
+	pool, ref, err := l.object(id, blockdev.Volume)
+	if err != nil {
+		return nil, errdefs.IgnoreNotFound(err)
+	}
+	return pool.Attached(ctx, ref)
+}
+
+// Detach takes the devices of a volume away that Attached knows of.
+func (l *Local) Detach(ctx context.Context, id ID) error {
+	pool, ref, err := l.object(id, blockdev.Volume)
+	if err != nil {
+		return errdefs.IgnoreNotFound(err)
+	}
+	return pool.Detach(ctx, ref)
+}
+
+// Used is how much of a volume has space, in bytes; known is false where its pool cannot tell.
+func (l *Local) Used(ctx context.Context, id ID) (used int64, known bool, err error) {
+	pool, ref, err := l.object(id, blockdev.Volume)
+	if err != nil {
+		return 0, false, err
+	}
+	measurer, known := blockdev.As[blockdev.Measurer](pool)
+	if known {
+		used, err = measurer.Used(ctx, ref)
+	}
+	return used, known, err
+}

@@ -1,0 +1,93 @@
+package volume
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// Claim fences a volume to a node.
+type Claim struct {
+	Node     string
+	ReadOnly bool
+	// Mode is the CSI access mode, and whether it is for block or mount access.
+	Mode string
+}
+
+// Claim: see Store.
+func (l *Local) Claim(ctx context.Context, id ID, claim Claim) error {
+	if claim.Node != l.node {
+		return fmt.Errorf("%w: no node %q; volume %s is on node %s", errdefs.ErrNotFound, claim.Node, id, l.node)
+	}
+	v, err := l.Get(ctx, id)
+	if err != nil {
+		return err
+	}
+	switch {
+	case v.Claim == claim:
+		return nil
+	case v.Claim.Node == claim.Node:
+		return fmt.Errorf("%w: volume %s is published to node %s with mode %s, read-only %v", errdefs.ErrExists, id, v.Claim.Node, v.Claim.Mode, v.Claim.ReadOnly)
+	case v.Claim.Node != "":
+		return fmt.Errorf("%w: volume %s is published to node %s", errdefs.ErrInUse, id, v.Claim.Node)
+	}
+	l.mu.Lock()
+	if l.limit > 0 && l.claimed() >= l.limit {
+		l.mu.Unlock()
+		return fmt.Errorf("%w: node %s has %d volumes, the most it can have", errdefs.ErrLimit, l.node, l.limit)
+	}
+	l.claims[id.Pool]++
+	l.mu.Unlock()
+	if err := l.setLabels(ctx, id, func(labels map[string]string) error {
+		labels[labelClaimNode], labels[labelClaimMode] = claim.Node, claim.Mode
+		if claim.ReadOnly {
+			labels[labelClaimRO] = "true"
+		}
+		return nil
+	}); err != nil {
+		l.unclaim(id.Pool)
+		return err
+	}
+	return nil
+}
+
+// claimed counts the claims of the node. The caller holds mu.
+func (l *Local) claimed() (all int64) {
+	for _, n := range l.claims {
+		all += n
+	}
+	return all
+}
+
+func (l *Local) unclaim(pool string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.claims[pool]--
+}
+
+// Release: see Store.
+func (l *Local) Release(ctx context.Context, id ID, node string) error {
+	v, err := l.Get(ctx, id)
+	if err != nil {
+		return errdefs.IgnoreNotFound(err)
+	}
+	if v.Claim.Node == "" || (node != "" && v.Claim.Node != node) {
+		return nil
+	}
+	if err := l.setLabels(ctx, id, func(labels map[string]string) error {
+		delete(labels, labelClaimNode)
+		delete(labels, labelClaimMode)
+		delete(labels, labelClaimRO)
+		return nil
+	}); err != nil {
+		return err
+	}
+	l.unclaim(id.Pool)
+	return nil
+}
+
+// Claimed says how a volume is claimed. Here that is always known: its record has it.
+func (l *Local) Claimed(_ context.Context, v Volume, _ bool) (claim Claim, known bool) {
+	return v.Claim, true
+}

@@ -1,0 +1,194 @@
+package volume
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/ashlar-csi/ashlar/internal/undoing"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/filesystem"
+	"github.com/ashlar-csi/ashlar/pkg/mount"
+)
+
+func setFrozen(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref, value string) error {
+	return changeLabel(ctx, pool, ref, labelFrozen, value)
+}
+
+// filesystems returns at which folders the filesystem of an object is mounted: what else of it is bound (as a subpath) cannot
+// just be opened.
+func (l *Local) filesystems(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref) []string {
+	devices, err := pool.Attached(ctx, ref)
+	if err != nil {
+		return nil
+	}
+	var paths []string
+	for _, device := range devices {
+		for _, path := range l.mounts.Paths(device.Number) {
+			if info, err := mount.At(path); err == nil && info.Folder {
+				paths = append(paths, path)
+			}
+		}
+	}
+	return paths
+}
+
+// A filesystem that stays frozen is as good as lost to its user, so thawing is tried
+// again this often.
+const (
+	thawTries = 10
+	thawPause = 100 * time.Millisecond
+)
+
+// quiesce freezes the filesystem of an origin, if it has one that is mounted. It reports
+// whether all writes are held back until thaw is called, which may be called again, and
+// returns the context for what is done meanwhile: see held. ErrUnavailable from thaw: they were not,
+// so what was done is of no point in time. What somebody else froze is not held back: they may end it at any time.
+func (l *Local) quiesce(ctx context.Context, o origin) (_ context.Context, quiesced bool, thaw func() error, err error) {
+	nothing := func() error { return nil }
+	paths := l.filesystems(ctx, o.pool, o.record.Ref)
+	if len(paths) == 0 {
+		return ctx, false, nothing, nil
+	}
+	if err := l.patient(o); err != nil {
+		return ctx, false, nothing, err
+	}
+	// A freeze outlives its process, so the record comes first: the next start ends it.
+	if err := setFrozen(ctx, o.pool, o.record.Ref, "true"); err != nil {
+		return ctx, false, nothing, err
+	}
+	unmark := func() error { // also when the caller's time is over
+		ctx, cancel := undoing.Context(ctx)
+		defer cancel()
+		return setFrozen(ctx, o.pool, o.record.Ref, "")
+	}
+	// All paths show the one filesystem of the volume's device.
+	end, pending, err := l.freeze(ctx, o.id(), paths[0])
+	switch {
+	case errors.Is(err, errdefs.ErrBusy):
+		return ctx, false, nothing, unmark()
+	case pending: // it may be frozen yet
+		return ctx, false, nothing, err
+	case err != nil:
+		return ctx, false, nothing, errors.Join(err, unmark())
+	}
+	ctx, thaw = l.held(ctx, o, sync.OnceValue(func() error {
+		err := endFreeze(end, paths[0])
+		if err != nil && !errors.Is(err, errdefs.ErrUnavailable) {
+			return err // the next start tries again
+		}
+		return errors.Join(err, unmark())
+	}))
+	return ctx, true, thaw, nil
+}
+
+// endFreeze calls what filesystem.Freeze returned for a path, and tries again.
+func endFreeze(end func() error, path string) error {
+	err := end()
+	for try := 0; err != nil && !errors.Is(err, errdefs.ErrUnavailable) && try < thawTries; try++ {
+		time.Sleep(thawPause)
+		err = filesystem.Thaw(path)
+	}
+	return err
+}
+
+// freezeTime is how long the kernel is waited for until it has frozen a filesystem.
+const freezeTime = time.Minute
+
+// freeze is filesystem.Freeze of a volume. pending: the kernel is not through with it, and nobody waits for that any
+// more; it is ended as soon as it begins. Until then no other is tried (patient), and the mark in the record stays until the next
+// copy or start.
+func (l *Local) freeze(ctx context.Context, id ID, path string) (_ func() error, pending bool, _ error) {
+	ctx, cancel := context.WithTimeoutCause(ctx, freezeTime, errdefs.ErrUnavailable)
+	defer cancel()
+	end, err := filesystem.Freeze(ctx, path)
+	if err == nil || end == nil {
+		return end, false, err
+	}
+	l.setFreezing(id, true)
+	go func() {
+		_ = endFreeze(end, path) // the next start tries again
+		l.setFreezing(id, false)
+	}()
+	return nil, true, fmt.Errorf("%w: %s", err, stuck(id))
+}
+
+func stuck(id ID) string {
+	return fmt.Sprintf("a write to the filesystem of volume %s has begun and does not end, and nothing can be frozen before that; end the pod that writes, or all that use it", id)
+}
+
+func (l *Local) setFreezing(id ID, freezing bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if freezing {
+		l.freezing[id] = true
+	} else {
+		delete(l.freezing, id)
+	}
+}
+
+// held returns the context for what is done while the writes to an origin are held back. If
+// that lasts for longer than writers can be asked to wait, the context ends (freezeError);
+// once they were released it does not.
+func (l *Local) held(ctx context.Context, o origin, release func() error) (context.Context, func() error) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	id, longest := o.id(), l.longestFreeze
+	timer := time.AfterFunc(longest, func() {
+		l.mu.Lock()
+		l.tooLong[id] = time.Now()
+		l.mu.Unlock()
+		cancel(impatient(id, longest))
+	})
+	return ctx, func() error {
+		timer.Stop()
+		return release()
+	}
+}
+
+// restFactor: writers that were held back for as long as they may be are left alone for so
+// many times that long. Whoever asks for a copy asks again and again.
+const restFactor = 10
+
+// patient is ErrPrecondition if the writers of an origin were held back in vain not long ago, and
+// ErrUnavailable if they still are.
+func (l *Local) patient(o origin) error {
+	id, rest := o.id(), restFactor*l.longestFreeze
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for id, at := range l.tooLong {
+		if time.Since(at) > rest {
+			delete(l.tooLong, id)
+		}
+	}
+	if _, known := l.tooLong[id]; known {
+		return impatient(id, l.longestFreeze)
+	}
+	if l.freezing[id] {
+		return fmt.Errorf("%w: %s", errdefs.ErrUnavailable, stuck(id))
+	}
+	return nil
+}
+
+func impatient(id ID, longest time.Duration) error {
+	return fmt.Errorf("%w: volume %s is in use, and its pool cannot copy it within the %s for which its writers may be held back; "+
+		"stop the pods that use it until it is copied, or keep it in a pool that copies in an instant (XFS, btrfs, LVM)", errdefs.ErrPrecondition, id, longest)
+}
+
+// freezeError is the error of what was done with a context of held.
+func freezeError(ctx context.Context, err error) error {
+	if cause := context.Cause(ctx); err != nil && errors.Is(cause, errdefs.ErrPrecondition) {
+		return cause
+	}
+	return err
+}
+
+// withThaw joins the error of a copy and that of a thaw, which may have been the cause.
+func withThaw(err, thaw error) error {
+	if errors.Is(err, thaw) {
+		return err
+	}
+	return errors.Join(err, thaw)
+}

@@ -1,0 +1,135 @@
+package volume
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/queue"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// mutableParameter is a parameter that may be changed while a volume is in use. Another one is another entry
+// of mutableParameters.
+type mutableParameter struct {
+	check func(value string) error // ErrInvalid for what no node takes
+	// supported is ErrInvalid for what the kernel of this node does not have; nil: it has all.
+	supported func(value string) error
+	setting   string // of the block queue of the volume's device (queue.Setting.Name)
+}
+
+var mutableParameters = map[string]mutableParameter{
+	"readAheadKiB": {setting: "read_ahead_kb", check: func(v string) error {
+		n, err := strconv.ParseUint(v, 10, 32)
+		if err != nil || n > 65536 || v != strconv.FormatUint(n, 10) || n%4 != 0 {
+			return fmt.Errorf("%w: readAheadKiB=%q is not a multiple of 4 from 0 to 65536", errdefs.ErrInvalid, v)
+		}
+		return nil
+	}},
+	"ioScheduler": {setting: "scheduler", check: func(v string) error {
+		if !slices.Contains([]string{"none", "mq-deadline", "kyber", "bfq"}, v) {
+			return fmt.Errorf("%w: ioScheduler=%q; none, mq-deadline, kyber and bfq are known", errdefs.ErrInvalid, v)
+		}
+		return nil
+	}, supported: func(v string) error {
+		if !queue.HasScheduler(v) {
+			return fmt.Errorf("%w: ioScheduler=%q: the kernel of the volume's node has not loaded it (modprobe %s)", errdefs.ErrInvalid, v, v)
+		}
+		return nil
+	}},
+}
+
+// CheckMutable returns ErrInvalid for mutable parameters that are unknown or out of
+// range.
+func CheckMutable(mutable map[string]string) error {
+	for key, value := range mutable {
+		parameter, known := mutableParameters[key]
+		if !known {
+			return fmt.Errorf("%w: unknown mutable parameter %q; known are %s", errdefs.ErrInvalid, key,
+				strings.Join(slices.Sorted(maps.Keys(mutableParameters)), ", "))
+		}
+		if err := parameter.check(value); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// checkMutable also asks the kernel of this node.
+func (l *Local) checkMutable(mutable map[string]string) error {
+	if err := CheckMutable(mutable); err != nil {
+		return err
+	}
+	for key, value := range mutable {
+		if supported := mutableParameters[key].supported; supported != nil {
+			if err := supported(value); err != nil {
+				return fmt.Errorf("node %s: %w", l.node, err)
+			}
+		}
+	}
+	return nil
+}
+
+// queueSettings are the mutable parameters as settings of the block queue.
+func queueSettings(mutable map[string]string) map[string]string {
+	settings := map[string]string{}
+	for key, value := range mutable {
+		settings[mutableParameters[key].setting] = value
+	}
+	return settings
+}
+
+// Modify: see Store. Attached devices change at once, or the whole call fails and
+// nothing has changed.
+func (l *Local) Modify(ctx context.Context, id ID, mutable map[string]string) error {
+	v, err := l.Get(ctx, id)
+	if err != nil {
+		return err
+	}
+	if err := l.checkMutable(mutable); err != nil {
+		return err
+	}
+	pool, ref, err := l.object(id, blockdev.Volume)
+	if err != nil {
+		return err
+	}
+	write := func(mutable map[string]string) error {
+		return l.setLabels(ctx, id, func(labels map[string]string) error {
+			for key := range mutableParameters {
+				setLabel(labels, labelMutable+key, mutable[key])
+			}
+			return nil
+		})
+	}
+	if err := write(merged(v.Mutable, mutable)); err != nil {
+		return err
+	}
+	undo := []func() error{func() error { return write(v.Mutable) }}
+	devices, err := pool.Attached(ctx, ref)
+	for _, device := range devices {
+		var one func() error
+		if one, err = device.SetQueue(queueSettings(mutable)); err != nil {
+			break
+		}
+		undo = append(undo, one)
+	}
+	if err != nil {
+		err = fmt.Errorf("modify volume %s: %w", id, err)
+		for _, one := range slices.Backward(undo) {
+			err = errors.Join(err, one())
+		}
+	}
+	return err
+}
+
+// merged returns the mutable parameters with changes made.
+func merged(mutable, changes map[string]string) map[string]string {
+	all := maps.Clone(mutable)
+	maps.Copy(all, changes)
+	return all
+}

@@ -1,0 +1,109 @@
+package volume
+
+import (
+	"context"
+	"strings"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/filesystem"
+)
+
+// Labels that the record of a volume or snapshot carries for this package.
+const (
+	labelFilesystem = "fs"
+	labelFormat     = "format" // STATE or STATE:TYPE
+	labelClaimNode  = "claim.node"
+	labelClaimMode  = "claim.mode"
+	labelClaimRO    = "claim.readonly"
+	labelEphemeral  = "ephemeral"
+	labelTarget     = "target"
+	labelFlags      = "flags"
+	labelFrozen     = "frozen" // by this driver, for a cut
+	labelGroup      = "group"
+	labelGroupSize  = "group.size"
+	labelGroupWhole = "group.whole" // all of the group was cut: a member that is missing was lost
+	labelMutable    = "mutable."    // + key
+	labelNamespace  = "pvc.namespace"
+	labelClaim      = "pvc.name"
+	labelPV         = "pv.name"
+)
+
+func setLabel(labels map[string]string, key, value string) {
+	if value == "" {
+		delete(labels, key)
+	} else {
+		labels[key] = value
+	}
+}
+
+// fromRecord reads a volume out of its record.
+func fromRecord(pool, node string, r blockdev.Record) Volume {
+	v := Volume{ID: ID{r.Kind, pool, r.Key}, Name: r.Name, Size: r.Size, Thin: r.Thin, Node: node, Created: r.Created,
+		Filesystem: filesystem.Type(r.Labels[labelFilesystem]), Format: parseFormat(r.Labels[labelFormat]),
+		Claim:     Claim{r.Labels[labelClaimNode], r.Labels[labelClaimRO] != "", r.Labels[labelClaimMode]},
+		Ephemeral: r.Labels[labelEphemeral], Target: r.Labels[labelTarget], Flags: r.Labels[labelFlags], Mutable: map[string]string{},
+		For: Requester{r.Labels[labelNamespace], r.Labels[labelClaim], r.Labels[labelPV]}}
+	if r.Origin != (blockdev.Ref{}) {
+		v.Source = ID{r.Origin.Kind, pool, r.Origin.Key}
+	}
+	for key, value := range r.Labels {
+		if name, ok := strings.CutPrefix(key, labelMutable); ok {
+			v.Mutable[name] = value
+		}
+	}
+	return v
+}
+
+func snapshotFromRecord(pool, node string, r blockdev.Record) Snapshot {
+	return Snapshot{ID: ID{r.Kind, pool, r.Key}, Name: r.Name, Source: ID{r.Origin.Kind, pool, r.Origin.Key},
+		Size: r.Size, Created: r.Created, Group: GroupID{r.Labels[labelGroup]}, Node: node}
+}
+
+// labels of a new volume.
+func (s Spec) labels() map[string]string {
+	labels := map[string]string{}
+	setLabel(labels, labelFilesystem, string(s.Filesystem))
+	setLabel(labels, labelEphemeral, s.Ephemeral)
+	setLabel(labels, labelNamespace, s.For.Namespace)
+	setLabel(labels, labelClaim, s.For.Name)
+	setLabel(labels, labelPV, s.For.PersistentVolume)
+	for key, value := range s.Mutable {
+		labels[labelMutable+key] = value
+	}
+	return labels
+}
+
+// changeLabel sets a label of an object, or with no value takes it away.
+func changeLabel(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref, label, value string) error {
+	_, err := pool.SetLabels(ctx, ref, func(labels map[string]string) error {
+		setLabel(labels, label, value)
+		return nil
+	})
+	return err
+}
+
+func (l *Local) setLabels(ctx context.Context, id ID, change func(map[string]string) error) error {
+	pool, ref, err := l.object(id, blockdev.Volume)
+	if err != nil {
+		return err
+	}
+	_, err = pool.SetLabels(ctx, ref, change)
+	return err
+}
+
+// SetTarget records the one path that a volume is to be published at, durably; empty: it may be
+// at any.
+func (l *Local) SetTarget(ctx context.Context, id ID, target string) error {
+	return l.setLabels(ctx, id, func(labels map[string]string) error {
+		setLabel(labels, labelTarget, target)
+		return nil
+	})
+}
+
+// SetFlags records what stands for the mount flags that a volume is staged with, durably.
+func (l *Local) SetFlags(ctx context.Context, id ID, flags string) error {
+	return l.setLabels(ctx, id, func(labels map[string]string) error {
+		setLabel(labels, labelFlags, flags)
+		return nil
+	})
+}

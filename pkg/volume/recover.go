@@ -1,0 +1,142 @@
+package volume
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+
+	"k8s.io/klog/v2"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/filesystem"
+)
+
+// recover makes a pool ready to be used, which nobody else uses yet.
+func (l *Local) recover(ctx context.Context, pool blockdev.Pool) error {
+	log := klog.FromContext(ctx)
+	if err := l.endFreezes(ctx, pool); err != nil {
+		return err
+	}
+	orphans, err := pool.Orphans(ctx)
+	if err != nil {
+		return err
+	}
+	for ref, devices := range orphans {
+		used := slices.ContainsFunc(devices, func(d blockdev.Device) bool { return len(l.mounts.Paths(d.Number)) > 0 })
+		if used {
+			continue
+		}
+		if err := pool.Detach(ctx, ref); err != nil {
+			log.Error(err, "could not detach a device that nothing has mounted", "pool", pool.Name(), "object", ref.String())
+		}
+	}
+	claims, err := l.recoverVolumes(ctx, pool)
+	if err != nil {
+		return err
+	}
+	if err := l.recoverGroups(ctx, pool); err != nil {
+		return err
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.claims[pool.Name()] = claims
+	return nil
+}
+
+// recoverVolumes deletes the ephemeral volumes of pods that are gone, and counts claims.
+func (l *Local) recoverVolumes(ctx context.Context, pool blockdev.Pool) (claims int64, err error) {
+	records, err := pool.List(ctx, blockdev.Volume, "", 0)
+	if err != nil {
+		return 0, err
+	}
+	for _, record := range records {
+		v := fromRecord(pool.Name(), l.node, record)
+		if v.Claim.Node != "" {
+			claims++
+		}
+		if v.Ephemeral == "" {
+			continue
+		}
+		// Without the pod's directory there is nobody left to unpublish it.
+		if _, err := os.Lstat(filepath.Dir(v.Ephemeral)); errors.Is(err, os.ErrNotExist) {
+			if err := pool.Delete(ctx, record.Ref); err != nil {
+				klog.FromContext(ctx).Error(err, "could not delete an ephemeral volume whose pod is gone", "volume", v.ID.String())
+			}
+		}
+	}
+	return claims, nil
+}
+
+// recoverGroups removes unfinished groups. While a pool is not there nobody knows which those
+// are, and all of which a part is missing are hidden. What is left of a group that was finished once
+// stays, whatever the others were lost with.
+func (l *Local) recoverGroups(ctx context.Context, come blockdev.Pool) error {
+	l.arriving.Lock()
+	defer l.arriving.Unlock()
+	named := maps.Clone(l.arrived)
+	named[come.Name()] = come
+	groups, err := l.groups(ctx, slices.Collect(maps.Values(named)))
+	if err != nil {
+		return err
+	}
+	for key, members := range groups {
+		l.setIncomplete(key, !complete(members))
+		if len(named) < len(l.pools) {
+			continue
+		}
+		if err := recoverGroup(ctx, named, GroupID{key}, members); err != nil {
+			return err
+		}
+		l.setIncomplete(key, false)
+	}
+	l.arrived = named
+	return nil
+}
+
+// recoverGroup removes what is there of a group that was never complete, and keeps any other. All pools are there.
+func recoverGroup(ctx context.Context, pools map[string]blockdev.Pool, id GroupID, members []member) error {
+	all := complete(members)
+	if !all && !wasWhole(members) {
+		for _, m := range members {
+			if err := pools[m.ID.Pool].Delete(ctx, m.ID.ref()); err != nil {
+				return fmt.Errorf("undo the unfinished %s: %w", id, err)
+			}
+		}
+		return nil
+	}
+	if !all {
+		klog.FromContext(ctx).Info("A part of a group snapshot is missing; keeping the rest", "group", id.String(), "snapshots", len(members), "of", members[0].groupSize)
+	}
+	if err := setWhole(ctx, func(name string) (blockdev.Pool, error) { return pools[name], nil }, members, true); err != nil { // older versions did not
+		klog.FromContext(ctx).Error(err, "could not note that a group snapshot is complete; the next start tries again", "group", id.String())
+	}
+	return nil
+}
+
+// endFreezes thaws the filesystems that this driver may have left frozen. What others
+// froze stays frozen.
+func (l *Local) endFreezes(ctx context.Context, pool blockdev.Pool) error {
+	records, err := pool.List(ctx, blockdev.Volume, "", 0)
+	if err != nil {
+		return err
+	}
+	for _, record := range records {
+		if record.Labels[labelFrozen] == "" {
+			continue
+		}
+		for _, path := range l.filesystems(ctx, pool, record.Ref) {
+			if err := filesystem.Thaw(path); err != nil {
+				return err
+			}
+			klog.FromContext(ctx).Info("Ended a freeze that may have outlived its snapshot", "volume", ID{record.Kind, pool.Name(), record.Key}.String(), "path", path)
+		}
+		if err := setFrozen(ctx, pool, record.Ref, ""); err != nil {
+			return err
+		}
+	}
+	return nil
+}

@@ -1,0 +1,159 @@
+package volume
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// Snapshot is a snapshot as it is: ready to use.
+type Snapshot struct {
+	ID      ID
+	Name    string
+	Source  ID
+	Size    int64     // bytes; also the smallest volume that it can be restored to
+	Created time.Time // the moment of the cut
+	Group   GroupID   // zero if it is its own
+	Node    string
+}
+
+// CreateSnapshot: see Store.
+func (l *Local) CreateSnapshot(ctx context.Context, name string, source ID) (Snapshot, error) {
+	if have, err := l.existing(ctx, name, source); err != nil || have.Name != "" {
+		return have, err
+	}
+	o, err := l.snapshotSource(ctx, source)
+	if err != nil {
+		return Snapshot{}, err
+	}
+	ctx, quiesced, thaw, err := l.quiesce(ctx, o)
+	if err != nil {
+		return Snapshot{}, err
+	}
+	record, err := l.cut(ctx, o, name, quiesced, func(context.Context) error { return thaw() }, nil)
+	if err = withThaw(freezeError(ctx, err), thaw()); err != nil {
+		return Snapshot{}, fmt.Errorf("snapshot %q of volume %s: %w", name, source, err)
+	}
+	return snapshotFromRecord(source.Pool, l.node, record), nil
+}
+
+// existing finds the snapshot of a name, and makes sure that it is of the source.
+func (l *Local) existing(ctx context.Context, name string, source ID) (Snapshot, error) {
+	id, record, err := l.named(ctx, blockdev.Snapshot, name)
+	if errors.Is(err, errdefs.ErrNotFound) {
+		return Snapshot{}, nil
+	}
+	if err != nil {
+		return Snapshot{}, err
+	}
+	have := snapshotFromRecord(id.Pool, l.node, record)
+	if have.Name != name || have.Source != source {
+		return Snapshot{}, fmt.Errorf("%w: snapshot %q (%s) is of volume %s, not %s", errdefs.ErrExists, name, id, have.Source, source)
+	}
+	return have, nil
+}
+
+func (l *Local) snapshotSource(ctx context.Context, id ID) (origin, error) {
+	if id.Kind != blockdev.Volume {
+		return origin{}, fmt.Errorf("%w: %s is no volume", errdefs.ErrNotFound, id)
+	}
+	return l.source(ctx, id)
+}
+
+func (l *Local) cut(ctx context.Context, o origin, name string, quiesced bool, done func(context.Context) error, labels map[string]string) (blockdev.Record, error) {
+	all := map[string]string{}
+	// What a restored volume has to know about its bytes.
+	for _, key := range []string{labelFormat, labelFilesystem} {
+		setLabel(all, key, o.record.Labels[key])
+	}
+	for key, value := range labels {
+		all[key] = value
+	}
+	return o.pool.Create(ctx, blockdev.Spec{
+		Ref: blockdev.Ref{Kind: blockdev.Snapshot, Key: KeyOf(name)}, Name: name, Size: o.record.Size, Provisioning: blockdev.ProvisioningOf(o.record.Thin),
+		Origin: o.record.Ref, Quiesced: quiesced, Cut: done, Labels: all,
+	})
+}
+
+// DeleteSnapshot: see Store.
+func (l *Local) DeleteSnapshot(ctx context.Context, id ID) error {
+	pool, ref, err := l.object(id, blockdev.Snapshot)
+	if err != nil {
+		return errdefs.IgnoreNotFound(err)
+	}
+	record, err := pool.Get(ctx, ref)
+	if err == nil && record.Labels[labelGroup] != "" {
+		return fmt.Errorf("%w: snapshot %s is part of %s and is deleted with it", errdefs.ErrInvalid, id, GroupID{record.Labels[labelGroup]})
+	}
+	return pool.Delete(ctx, ref)
+}
+
+// GetSnapshot: see Store.
+func (l *Local) GetSnapshot(ctx context.Context, id ID) (Snapshot, error) {
+	pool, ref, err := l.object(id, blockdev.Snapshot)
+	if err != nil {
+		return Snapshot{}, err
+	}
+	record, err := pool.Get(ctx, ref)
+	if err != nil {
+		return Snapshot{}, err
+	}
+	if l.hidden(record) {
+		return Snapshot{}, fmt.Errorf("%w: snapshot %s is of a group that is not complete", errdefs.ErrNotFound, id)
+	}
+	return snapshotFromRecord(pool.Name(), l.node, record), nil
+}
+
+// ListSnapshots: see Store.
+func (l *Local) ListSnapshots(ctx context.Context, source ID, after ID, limit int) ([]Snapshot, error) {
+	var snapshots []Snapshot
+	err := l.list(ctx, l.pools, blockdev.Snapshot, after, limit, func(pool string, r blockdev.Record) bool {
+		s := snapshotFromRecord(pool, l.node, r)
+		if !l.hidden(r) && (source == (ID{}) || s.Source == source) {
+			snapshots = append(snapshots, s)
+		}
+		return limit == 0 || len(snapshots) < limit
+	})
+	return snapshots, err
+}
+
+// Allocated: see Store.
+func (l *Local) Allocated(ctx context.Context, id ID, from int64, yield func(blockdev.Extent) error) error {
+	pool, ref, err := l.object(id, blockdev.Snapshot)
+	if err != nil {
+		return err
+	}
+	differ, ok := blockdev.As[blockdev.Differ](pool)
+	if !ok {
+		return fmt.Errorf("%w: pool %s cannot list what is allocated", errdefs.ErrUnsupported, pool.Name())
+	}
+	return differ.Allocated(ctx, ref, from, yield)
+}
+
+// Changed: see Store.
+func (l *Local) Changed(ctx context.Context, base, target ID, from int64, yield func(blockdev.Extent) error) error {
+	old, err := l.GetSnapshot(ctx, base)
+	if err != nil {
+		return err
+	}
+	recent, err := l.GetSnapshot(ctx, target)
+	if err != nil {
+		return err
+	}
+	if old.Source != recent.Source || old.Created.After(recent.Created) {
+		return fmt.Errorf("%w: %s is not an earlier snapshot of the volume of %s", errdefs.ErrInvalid, base, target)
+	}
+	pool, ref, err := l.object(target, blockdev.Snapshot)
+	if err != nil {
+		return err
+	}
+	differ, ok := blockdev.As[blockdev.Differ](pool)
+	if !ok {
+		return fmt.Errorf("%w: pool %s cannot compare snapshots", errdefs.ErrUnsupported, pool.Name())
+	}
+	return differ.Changed(ctx, base.ref(), ref, from, yield)
+}
