@@ -18,7 +18,7 @@ func setFrozen(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref, value 
 	return changeLabel(ctx, pool, ref, labelFrozen, value)
 }
 
-// filesystems returns at which folders the filesystem of an object is mounted: what else of it is bound (as a subpath) cannot
+// filesystems returns at which directorys the filesystem of an object is mounted: what else of it is bound (as a subpath) cannot
 // just be opened.
 func (l *Local) filesystems(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref) []string {
 	devices, err := pool.Attached(ctx, ref)
@@ -53,7 +53,7 @@ func (l *Local) quiesce(ctx context.Context, o origin) (_ context.Context, quies
 	if len(paths) == 0 {
 		return ctx, false, nothing, nil
 	}
-	if err := l.patient(o); err != nil {
+	if err := l.mayFreeze(o); err != nil {
 		return ctx, false, nothing, err
 	}
 	// A freeze outlives its process, so the record comes first: the next start ends it.
@@ -99,7 +99,7 @@ func endFreeze(end func() error, path string) error {
 const freezeTime = time.Minute
 
 // freeze is filesystem.Freeze of a volume. pending: the kernel is not through with it, and nobody waits for that any
-// more; it is ended as soon as it begins. Until then no other is tried (patient), and the mark in the record stays until the next
+// more; it is ended as soon as it begins. Until then no other is tried (mayFreeze), and the mark in the record stays until the next
 // copy or start.
 func (l *Local) freeze(ctx context.Context, id ID, path string) (_ func() error, pending bool, _ error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, freezeTime, errdefs.ErrUnavailable)
@@ -140,7 +140,7 @@ func (l *Local) held(ctx context.Context, o origin, release func() error) (conte
 		l.mu.Lock()
 		l.tooLong[id] = time.Now()
 		l.mu.Unlock()
-		cancel(impatient(id, longest))
+		cancel(heldTooLong(id, longest))
 	})
 	return ctx, func() error {
 		timer.Stop()
@@ -152,9 +152,9 @@ func (l *Local) held(ctx context.Context, o origin, release func() error) (conte
 // many times that long. Whoever asks for a copy asks again and again.
 const restFactor = 10
 
-// patient is ErrPrecondition if the writers of an origin were held back in vain not long ago, and
+// mayFreeze is ErrPrecondition if the writers of an origin were held back in vain not long ago, and
 // ErrUnavailable if they still are.
-func (l *Local) patient(o origin) error {
+func (l *Local) mayFreeze(o origin) error {
 	id, rest := o.id(), restFactor*l.longestFreeze
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -164,7 +164,7 @@ func (l *Local) patient(o origin) error {
 		}
 	}
 	if _, known := l.tooLong[id]; known {
-		return impatient(id, l.longestFreeze)
+		return heldTooLong(id, l.longestFreeze)
 	}
 	if l.freezing[id] {
 		return fmt.Errorf("%w: %s", errdefs.ErrUnavailable, stuck(id))
@@ -172,7 +172,7 @@ func (l *Local) patient(o origin) error {
 	return nil
 }
 
-func impatient(id ID, longest time.Duration) error {
+func heldTooLong(id ID, longest time.Duration) error {
 	return fmt.Errorf("%w: volume %s is in use, and its pool cannot copy it within the %s for which its writers may be held back; "+
 		"stop the pods that use it until it is copied, or keep it in a pool that copies in an instant (XFS, btrfs, LVM)", errdefs.ErrPrecondition, id, longest)
 }

@@ -50,8 +50,8 @@ func NewLocal(ctx context.Context, node string, pools []blockdev.Pool, mounts *m
 	}
 	l := &Local{node: node, pools: pools, mounts: mounts, limit: limit, longestFreeze: time.Minute, arrived: map[string]blockdev.Pool{}, claims: map[string]int64{}, incomplete: map[string]bool{}, tooLong: map[ID]time.Time{}, freezing: map[ID]bool{}}
 	for _, pool := range pools {
-		if awaited, ok := pool.(*lazy.Pool); ok {
-			awaited.Then(ctx, l.recover)
+		if deferred, ok := pool.(*lazy.Pool); ok {
+			deferred.Then(ctx, l.recover)
 		} else if err := l.recover(ctx, pool); err != nil {
 			return l, err
 		}
@@ -145,22 +145,29 @@ func (l *Local) list(ctx context.Context, pools []blockdev.Pool, kind blockdev.K
 		if pool.Name() == after.Pool {
 			key = after.Key
 		}
-		for {
-			records, err := pool.List(ctx, kind, key, limit)
-			if err != nil {
-				return err
-			}
-			for _, record := range records {
-				if key = record.Key; !visit(pool.Name(), record) {
-					return nil
-				}
-			}
-			if limit == 0 || len(records) < limit {
-				break
-			}
+		if more, err := listPool(ctx, pool, kind, key, limit, visit); err != nil || !more {
+			return err
 		}
 	}
 	return nil
+}
+
+// listPool is list for one pool, in pages of up to limit records. more: visit did not say that it has enough.
+func listPool(ctx context.Context, pool blockdev.Pool, kind blockdev.Kind, key string, limit int, visit func(pool string, r blockdev.Record) (more bool)) (more bool, err error) {
+	for {
+		records, err := pool.List(ctx, kind, key, limit)
+		if err != nil {
+			return false, err
+		}
+		for _, record := range records {
+			if key = record.Key; !visit(pool.Name(), record) {
+				return false, nil
+			}
+		}
+		if limit == 0 || len(records) < limit {
+			return true, nil
+		}
+	}
 }
 
 // List: see Store.

@@ -972,13 +972,13 @@ func TestCapacity(t *testing.T) {
 	fails(t, second(l.Capacity(t.Context(), "first", "")), errBroken, "Capacity of a pool that does not answer")
 }
 
-// TestFreezeBesidePipe: what else than folders a pod bound of its volume (the kubelet binds a subpath, whatever it
+// TestFreezeBesidePipe: what else than directorys a pod bound of its volume (the kubelet binds a subpath, whatever it
 // is) is not opened for a freeze, nor to end one at the start: who opens a pipe waits for who writes to it, and who opens a
 // socket gets none.
 func TestFreezeBesidePipe(t *testing.T) {
 	for name, kind := range map[string]uint32{"pipe": unix.S_IFIFO, "socket": unix.S_IFSOCK} {
 		t.Run(name, func(t *testing.T) {
-			bound := filepath.Join(t.TempDir(), name) // before the folder, in the order of names
+			bound := filepath.Join(t.TempDir(), name) // before the directory, in the order of names
 			dir, device := mounted(t)
 			source := filepath.Join(dir, name)
 			must(t, unix.Mknod(source, kind|0o600, 0))
