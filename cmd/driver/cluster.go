@@ -12,7 +12,8 @@ import (
 	"k8s.io/client-go/tools/clientcmd"
 
 	"github.com/ashlar-csi/ashlar/internal/keylock"
-	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/agent"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
 	"github.com/ashlar-csi/ashlar/pkg/controller"
 	"github.com/ashlar-csi/ashlar/pkg/identity"
 	"github.com/ashlar-csi/ashlar/pkg/node"
@@ -80,12 +81,12 @@ func startController(ctx context.Context, o options) error {
 	if err != nil {
 		return err
 	}
-	store, err := cluster.NewStore(config, cluster.Options{GoneGrace: o.goneGrace, AbandonGrace: o.abandonGrace, Driver: o.driverName, Namespace: namespace})
+	s, err := store.New(config, store.Options{GoneGrace: o.goneGrace, AbandonGrace: o.abandonGrace, Driver: o.driverName, Namespace: namespace})
 	if err != nil {
 		return err
 	}
 	ready := func(ctx context.Context) error {
-		if err := store.Ready(ctx); err != nil {
+		if err := s.Ready(ctx); err != nil {
 			return fmt.Errorf("%w: %w", identity.ErrStarting, err)
 		}
 		return nil
@@ -94,8 +95,8 @@ func startController(ctx context.Context, o options) error {
 	if err != nil {
 		return err
 	}
-	c := controller.New(store)
-	return beside(ctx, store.Run, func(ctx context.Context) error {
+	c := controller.New(s)
+	return beside(ctx, s.Run, func(ctx context.Context) error {
 		return answer(ctx, o, listener, rpc.Services{Identity: newIdentity(o, ready), Controller: c, GroupController: c})
 	})
 }
@@ -111,7 +112,7 @@ func startNode(ctx context.Context, o options) (err error) {
 		return err
 	}
 	// The kubelet makes the directory of a pool, so what it looks like says nothing.
-	memory, err := cluster.NewMemory(config, o.nodeID)
+	memory, err := agent.NewMemory(config, o.nodeID)
 	if err != nil {
 		return err
 	}
@@ -120,23 +121,22 @@ func startNode(ctx context.Context, o options) (err error) {
 	if err != nil {
 		return err
 	}
-	var kept []cluster.AgentPool
+	var kept []agent.Pool
 	for i, pool := range pools {
-		kept = append(kept, cluster.AgentPool{Pool: pool, Kind: o.pools[i].location.Scheme()})
+		kept = append(kept, agent.Pool{Pool: pool, Kind: o.pools[i].location.Scheme()})
 	}
 	locks := &keylock.Table{}
-	agent, err := cluster.NewAgent(config, o.driverName, local, kept, locks, o.maxVolumes)
+	a, err := agent.New(config, local, agent.Options{Driver: o.driverName, Pools: kept, Locks: locks, MaxVolumes: o.maxVolumes, Namespace: namespace})
 	if err != nil {
 		return err
 	}
-	agent.Heartbeat(namespace, cluster.Heartbeat)
 	listener, err := rpc.Listen(o.endpoint) // before the agent works: there may be another one on this node
 	if err != nil {
 		return err
 	}
-	return beside(ctx, agent.Run, func(ctx context.Context) error {
+	return beside(ctx, a.Run, func(ctx context.Context) error {
 		return answer(ctx, o, listener, rpc.Services{Identity: newIdentity(o, nil), Locks: locks,
-			Node: node.New(ctx, &watched{local, agent, o.labels}, mounts, o.node())})
+			Node: node.New(ctx, &watched{local, a, o.labels}, mounts, o.node())})
 	})
 }
 
@@ -144,7 +144,7 @@ func startNode(ctx context.Context, o options) (err error) {
 // where the node is, and for the claims of volumes.
 type watched struct {
 	*volume.Local
-	agent  *cluster.Agent
+	agent  *agent.Agent
 	labels []string // of the Node, that say where it is
 }
 

@@ -28,6 +28,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/lazy"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/agent"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -47,7 +49,7 @@ type family struct {
 	detach                   func() error
 }
 
-func (w *world) family(m *machine, s *cluster.Store) family {
+func (w *world) family(m *machine, s *store.Store) family {
 	w.Helper()
 	var f family
 	for name, v := range map[string]*volume.Volume{"plain": &f.plain, "claimed": &f.claimed, "attached": &f.attached} {
@@ -91,7 +93,7 @@ func (f family) unharmed(w *world, m *machine) {
 }
 
 // served: the driver serves all of them as before.
-func (f family) served(w *world, s *cluster.Store) {
+func (f family) served(w *world, s *store.Store) {
 	w.Helper()
 	w.eventually("all are there", func() bool {
 		volumes, err := s.List(w.ctx, volume.ID{}, 0)
@@ -116,7 +118,7 @@ func (f family) served(w *world, s *cluster.Store) {
 }
 
 // deleted: what the CO asks to be deleted goes, in the end.
-func (f family) deleted(w *world, m *machine, s *cluster.Store) {
+func (f family) deleted(w *world, m *machine, s *store.Store) {
 	w.Helper()
 	for _, v := range f.volumes() {
 		must(w, s.Release(w.ctx, v.ID, nodeName))
@@ -794,16 +796,16 @@ func TestTwoDrivers(t *testing.T) {
 			}
 			config := apitest.Get(t).Config
 			for _, driver := range []string{cluster.DefaultDriver, "other.example.com"} {
-				store, err := cluster.NewStore(config("controller"), cluster.Options{GoneGrace: grace, AbandonGrace: time.Hour, Driver: driver})
+				s, err := store.New(config("controller"), store.Options{GoneGrace: grace, AbandonGrace: time.Hour, Driver: driver})
 				must(t, err)
 				if driver == first {
-					w.works(m, store, driver)
+					w.works(m, s, driver)
 					continue
 				}
 				ctx, cancel := context.WithTimeout(w.ctx, 2*time.Minute)
-				agent, err := cluster.NewAgent(config("agent"), driver, m.local, nil, m.locks, 0)
+				a, err := agent.New(config("agent"), m.local, agent.Options{Driver: driver, Locks: m.locks})
 				must(t, err)
-				for part, err := range map[string]error{"controller": store.Run(ctx), "agent": agent.Run(ctx)} {
+				for part, err := range map[string]error{"controller": s.Run(ctx), "agent": a.Run(ctx)} {
 					if !errors.Is(err, errdefs.ErrPrecondition) {
 						t.Errorf("%s of %s after %s: %v", part, driver, first, err)
 					}
@@ -816,7 +818,7 @@ func TestTwoDrivers(t *testing.T) {
 
 // works runs a store and the agent of a machine, of a driver, until both have found that the pools are theirs,
 // and do their work.
-func (w *world) works(m *machine, s *cluster.Store, driver string) {
+func (w *world) works(m *machine, s *store.Store, driver string) {
 	w.Helper()
 	stop := w.run(s.Run)
 	defer stop()
@@ -848,7 +850,7 @@ func TestPoolReplaced(t *testing.T) {
 	w, m, s := newCluster(t)
 	v, err := s.Create(w.ctx, spec("v"))
 	must(t, err)
-	memory1, err := cluster.NewMemory(apitest.Get(t).Config("agent"), nodeName)
+	memory1, err := agent.NewMemory(apitest.Get(t).Config("agent"), nodeName)
 	must(t, err)
 	known := memory1.Of("default")
 	told := func(known blockdev.Known) (id string, err error) { // also by an API server that is slow
@@ -864,10 +866,10 @@ func TestPoolReplaced(t *testing.T) {
 	m.stop()
 	old := m.disks[0]
 	m.disks[0] = memory.NewDisk(storetest.Size)
-	agent := w.agent(m)
+	a := w.agent(m)
 	ctx, cancel := context.WithTimeout(w.ctx, 2*time.Minute)
 	defer cancel()
-	fails(t, agent.Run(ctx), errdefs.ErrPrecondition)
+	fails(t, a.Run(ctx), errdefs.ErrPrecondition)
 	// Without the object of the pool, or its identity, those of the volumes tell of it.
 	for _, forget := range []func(){func() { w.identity("default", "") }, func() { must(t, w.DeleteAllOf(w.ctx, &v1alpha1.Pool{})) }} {
 		forget()
@@ -915,8 +917,8 @@ func TestPoolReplacedBehind(t *testing.T) {
 	must(t, err)
 	m.local, err = volume.NewLocal(w.ctx, m.name, []blockdev.Pool{awaited}, mounts, 0)
 	must(t, err)
-	m.agent, err = cluster.NewAgent(wrapped(apitest.Get(w).Config("agent")), cluster.DefaultDriver, m.local,
-		[]cluster.AgentPool{{Pool: awaited, Kind: "memory"}}, m.locks, storetest.Limit)
+	m.agent, err = agent.New(wrapped(apitest.Get(w).Config("agent")), m.local, agent.Options{Driver: cluster.DefaultDriver,
+		Pools: []agent.Pool{{Pool: awaited, Kind: "memory"}}, Locks: m.locks, MaxVolumes: storetest.Limit})
 	must(t, err)
 	m.stop = w.run(m.agent.Run)
 	p := &v1alpha1.Pool{}

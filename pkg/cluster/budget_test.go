@@ -15,6 +15,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/apitest"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
@@ -62,7 +63,7 @@ func TestBudget(t *testing.T) {
 	var count counter
 	wrap(t, func(c *rest.Config) { c.Wrap(count.wrap) })
 	m := w.machine(nodeName)
-	s, err := cluster.NewStore(wrapped(apitest.Get(t).Config("controller")), cluster.Options{GoneGrace: grace, AbandonGrace: time.Hour, Driver: cluster.DefaultDriver})
+	s, err := store.New(wrapped(apitest.Get(t).Config("controller")), store.Options{GoneGrace: grace, AbandonGrace: time.Hour, Driver: cluster.DefaultDriver})
 	must(t, err)
 	w.run(s.Run)
 	w.eventually("the store is ready", func() bool { return s.Ready(w.ctx) == nil })

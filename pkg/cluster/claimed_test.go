@@ -12,6 +12,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/agent"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
@@ -25,7 +26,7 @@ func TestClaimed(t *testing.T) {
 	v, err := s.Create(w.ctx, spec("v"))
 	must(t, err)
 	claim := volume.Claim{Node: nodeName, Mode: "m", ReadOnly: true}
-	expect := func(a *cluster.Agent, id volume.ID, want volume.Claim, wantKnown bool) {
+	expect := func(a *agent.Agent, id volume.ID, want volume.Claim, wantKnown bool) {
 		t.Helper()
 		if have, known := a.Claimed(w.ctx, id, true); have != want || known != wantKnown {
 			t.Fatalf("claimed %+v, known %v; want %+v, %v", have, known, want, wantKnown)
@@ -56,7 +57,7 @@ func TestClaimed(t *testing.T) {
 	expect(m.agent, volume.ID{Kind: v.ID.Kind, Pool: v.ID.Pool, Key: volume.KeyOf("none")}, volume.Claim{}, false)
 
 	claimed()
-	stopped, err := cluster.NewAgent(apitest.Get(w).Config("agent"), cluster.DefaultDriver, m.local, nil, m.locks, 0)
+	stopped, err := agent.New(apitest.Get(w).Config("agent"), m.local, agent.Options{Driver: cluster.DefaultDriver, Locks: m.locks})
 	must(t, err)
 	expect(stopped, v.ID, volume.Claim{}, false)
 }

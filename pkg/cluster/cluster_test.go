@@ -26,6 +26,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/agent"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -161,21 +163,21 @@ func (w *world) eventually(what string, is func() bool) {
 
 // store starts a store, as the controller that it is part of would; stop kills it. During a test it takes
 // nothing to be abandoned.
-func (w *world) store() (_ *cluster.Store, stop func()) {
+func (w *world) store() (_ *store.Store, stop func()) {
 	w.Helper()
 	return w.storeWith(time.Hour)
 }
 
 // sweeping starts a store that looks for what is abandoned. It goes by the time at which an object was made,
 // so what is to stay is set up by another store first.
-func (w *world) sweeping() (_ *cluster.Store, stop func()) {
+func (w *world) sweeping() (_ *store.Store, stop func()) {
 	w.Helper()
 	return w.storeWith(abandonGrace)
 }
 
-func (w *world) storeWith(abandonGrace time.Duration) (_ *cluster.Store, stop func()) {
+func (w *world) storeWith(abandonGrace time.Duration) (_ *store.Store, stop func()) {
 	w.Helper()
-	s, err := cluster.NewStore(wrapped(apitest.Get(w).Config("controller")), cluster.Options{GoneGrace: grace, AbandonGrace: abandonGrace, Driver: cluster.DefaultDriver})
+	s, err := store.New(wrapped(apitest.Get(w).Config("controller")), store.Options{GoneGrace: grace, AbandonGrace: abandonGrace, Driver: cluster.DefaultDriver})
 	must(w, err)
 	stop = w.run(s.Run)
 	w.eventually("the store is ready", func() bool { return s.Ready(w.ctx) == nil })
@@ -205,7 +207,7 @@ type machine struct {
 	driver string        // of its agent; empty: the usual one
 
 	local *volume.Local
-	agent *cluster.Agent
+	agent *agent.Agent
 	stop  func()
 }
 
@@ -244,24 +246,25 @@ func (w *world) start(m *machine) {
 }
 
 // agent makes a new agent of a machine.
-func (w *world) agent(m *machine) *cluster.Agent {
+func (w *world) agent(m *machine) *agent.Agent {
 	w.Helper()
 	mounts, err := mount.LoadTable()
 	must(w, err)
 	pools := []blockdev.Pool{m.disks[0].Open("default", m.hook), m.disks[1].Open("b", m.hook)}
 	m.local, err = volume.NewLocal(w.ctx, m.name, pools, mounts, 0)
 	must(w, err)
-	m.agent, err = cluster.NewAgent(wrapped(apitest.Get(w).Config("agent")), cmp.Or(m.driver, cluster.DefaultDriver), m.local,
-		[]cluster.AgentPool{{Pool: pools[0], Kind: "memory"}, {Pool: pools[1], Kind: "memory"}}, m.locks, storetest.Limit)
-	must(w, err)
+	o := agent.Options{Driver: cmp.Or(m.driver, cluster.DefaultDriver), Pools: []agent.Pool{{Pool: pools[0], Kind: "memory"}, {Pool: pools[1], Kind: "memory"}},
+		Locks: m.locks, MaxVolumes: storetest.Limit}
 	if m.every > 0 {
-		m.agent.Heartbeat(leases, m.every)
+		o.Namespace, o.Heartbeat = leases, m.every
 	}
+	m.agent, err = agent.New(wrapped(apitest.Get(w).Config("agent")), m.local, o)
+	must(w, err)
 	return m.agent
 }
 
 // pooled waits until a store knows the pools of a machine.
-func (w *world) pooled(s *cluster.Store, m *machine) {
+func (w *world) pooled(s *store.Store, m *machine) {
 	w.Helper()
 	w.eventually("the store knows the pools", func() bool {
 		c, err := s.Capacity(w.ctx, "b", m.name)
@@ -270,7 +273,7 @@ func (w *world) pooled(s *cluster.Store, m *machine) {
 }
 
 // newCluster is a world with one node, and a store that knows its pools.
-func newCluster(t testing.TB) (*world, *machine, *cluster.Store) {
+func newCluster(t testing.TB) (*world, *machine, *store.Store) {
 	t.Helper()
 	w := newWorld(t)
 	m := w.machine(nodeName)

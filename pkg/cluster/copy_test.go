@@ -11,6 +11,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/agent"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -41,7 +43,7 @@ func (p *slowPool) Create(ctx context.Context, spec blockdev.Spec) (blockdev.Rec
 }
 
 // slowCluster is a cluster of one node, whose pool copies slowly.
-func slowCluster(t *testing.T) (*world, *cluster.Store, *slowPool, *keylock.Table) {
+func slowCluster(t *testing.T) (*world, *store.Store, *slowPool, *keylock.Table) {
 	t.Helper()
 	w := newWorld(t)
 	w.node(nodeName, true)
@@ -51,9 +53,9 @@ func slowCluster(t *testing.T) (*world, *cluster.Store, *slowPool, *keylock.Tabl
 	local, err := volume.NewLocal(w.ctx, nodeName, []blockdev.Pool{p}, mounts, 0)
 	must(t, err)
 	locks := &keylock.Table{}
-	agent, err := cluster.NewAgent(apitest.Get(w).Config("agent"), cluster.DefaultDriver, local, []cluster.AgentPool{{Pool: p, Kind: "memory"}}, locks, 0)
+	a, err := agent.New(apitest.Get(w).Config("agent"), local, agent.Options{Driver: cluster.DefaultDriver, Pools: []agent.Pool{{Pool: p, Kind: "memory"}}, Locks: locks})
 	must(t, err)
-	w.run(agent.Run)
+	w.run(a.Run)
 	s, _ := w.store()
 	w.eventually("the store knows the pool", func() bool { c, err := s.Capacity(w.ctx, "", nodeName); return err == nil && c.Total > 0 })
 	return w, s, p, locks

@@ -12,22 +12,23 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // DefaultDriver is the name of the CSI driver unless somebody gave it another.
 const DefaultDriver = "block.csi.ashlar.dev"
 
-// driverOf is the driver that a pool belongs to.
-func driverOf(p *v1alpha1.Pool) string { return cmp.Or(p.Spec.Driver, DefaultDriver) }
+// DriverOf is the driver that a pool belongs to.
+func DriverOf(p *v1alpha1.Pool) string { return cmp.Or(p.Spec.Driver, DefaultDriver) }
 
 // driverPause is between two tries to find out whose the pools are.
 const driverPause = time.Second
 
-// waitForOwner is theOnlyDriver, and waits for the API server.
-func waitForOwner(ctx context.Context, c client.Reader, driver string) error {
+// WaitForOwner is CheckOwner, but waits for an API server that answers. It returns nil when the context ends first.
+func WaitForOwner(ctx context.Context, c client.Reader, driver string) error {
 	for {
-		err := theOnlyDriver(ctx, c, driver)
+		err := CheckOwner(ctx, c, driver)
 		if err == nil || errors.Is(err, errdefs.ErrPrecondition) {
 			return err
 		}
@@ -40,12 +41,12 @@ func waitForOwner(ctx context.Context, c client.Reader, driver string) error {
 	}
 }
 
-// theOnlyDriver is ErrPrecondition if the objects of the cluster are another driver's: they do not
+// CheckOwner is ErrPrecondition if the objects of the cluster are another driver's: they do not
 // say whose they are, so two drivers would work on the same ones. The first to have a pool has all.
-func theOnlyDriver(ctx context.Context, c client.Reader, driver string) error {
+func CheckOwner(ctx context.Context, c client.Reader, driver string) error {
 	var pools v1alpha1.PoolList
 	if err := c.List(ctx, &pools); err != nil {
-		return apiError("list pools", err)
+		return kube.APIError("list pools", err)
 	}
 	if len(pools.Items) == 0 {
 		return nil
@@ -53,7 +54,7 @@ func theOnlyDriver(ctx context.Context, c client.Reader, driver string) error {
 	oldest := slices.MinFunc(pools.Items, func(a, b v1alpha1.Pool) int {
 		return cmp.Or(a.CreationTimestamp.Compare(b.CreationTimestamp.Time), cmp.Compare(a.Name, b.Name))
 	})
-	if have := driverOf(&oldest); have != driver {
+	if have := DriverOf(&oldest); have != driver {
 		return fmt.Errorf("%w: the pools of this cluster belong to the driver %s (the oldest is %s), and this one is %s: a cluster has one driver of this kind. If that one is gone for good, say so: kubectl patch pools.ashlar.dev %s --type=merge -p '{\"spec\":{\"driver\":\"%s\"}}'",
 			errdefs.ErrPrecondition, have, oldest.Name, driver, oldest.Name, driver)
 	}

@@ -19,7 +19,7 @@ var reasons = []struct {
 }{
 	{errdefs.ErrInvalid, "Invalid"},
 	{errdefs.ErrNotFound, "NotFound"},
-	{errdefs.ErrExists, reasonExists},
+	{errdefs.ErrExists, ReasonExists},
 	{errdefs.ErrOutOfRange, "OutOfRange"},
 	{errdefs.ErrNoSpace, "NoSpace"},
 	{errdefs.ErrLimit, "Limit"},
@@ -27,7 +27,7 @@ var reasons = []struct {
 	{errdefs.ErrPrecondition, "Precondition"},
 	{errdefs.ErrBadToken, "BadToken"},
 	{errdefs.ErrUnsupported, "Unsupported"},
-	{errdefs.ErrDataLoss, reasonDataLoss},
+	{errdefs.ErrDataLoss, ReasonDataLoss},
 	{errdefs.ErrBusy, "Busy"},
 	{errdefs.ErrUnavailable, "Unavailable"},
 	{syscall.ENOSPC, "NoSpace"},
@@ -36,29 +36,17 @@ var reasons = []struct {
 
 const (
 	// internal is the reason for errors that have no word.
-	internal       = "Internal"
-	reasonDataLoss = "DataLoss"
-	reasonExists   = "Exists"
+	internal = "Internal"
+	// ReasonDataLoss and ReasonExists are those of ErrDataLoss and ErrExists.
+	ReasonDataLoss = "DataLoss"
+	ReasonExists   = "Exists"
 )
-
-// transient are errors after which the node tries again by itself, without telling.
-var transient = []error{context.Canceled, errdefs.ErrBusy, errdefs.ErrUnavailable,
-	syscall.ENOMEM, syscall.EMFILE, syscall.ENFILE, syscall.EAGAIN}
-
-func isTransient(err error) bool {
-	for _, one := range transient {
-		if errors.Is(err, one) {
-			return true
-		}
-	}
-	return false
-}
 
 // mostMessage is how much of a message is written down, in bytes.
 const mostMessage = 1024
 
-// limited is a message as an object can hold it.
-func limited(message string) string {
+// Limited is a message as an object can hold it.
+func Limited(message string) string {
 	message = strings.ToValidUTF8(message, "?")
 	if len(message) > mostMessage {
 		return strings.ToValidUTF8(message[:mostMessage], "") + "..."
@@ -66,9 +54,9 @@ func limited(message string) string {
 	return message
 }
 
-// failureOf writes a final error down.
-func failureOf(err error) *v1alpha1.Failure {
-	f := &v1alpha1.Failure{Reason: internal, Message: limited(err.Error())}
+// FailureOf writes a final error down.
+func FailureOf(err error) *v1alpha1.Failure {
+	f := &v1alpha1.Failure{Reason: internal, Message: Limited(err.Error())}
 	if errors.Is(err, context.DeadlineExceeded) {
 		err = errdefs.ErrUnavailable // the time that the node gives itself was over: it has stopped
 	}
@@ -81,22 +69,23 @@ func failureOf(err error) *v1alpha1.Failure {
 	return f
 }
 
-// errorOf is the error that was written down.
-func errorOf(node string, f *v1alpha1.Failure) error {
+// ErrorOf is the error that was written down.
+func ErrorOf(node string, f *v1alpha1.Failure) error {
 	for _, row := range reasons {
 		if row.reason == f.Reason {
-			return &refusal{row.err, fmt.Sprintf("node %s: %s", node, f.Message)}
+			return &Refusal{row.err, fmt.Sprintf("node %s: %s", node, f.Message)}
 		}
 	}
-	return &refusal{nil, fmt.Sprintf("node %s: %s", node, f.Message)}
+	return &Refusal{nil, fmt.Sprintf("node %s: %s", node, f.Message)}
 }
 
-// refusal is an error of a node: its text, which begins with that of the sentinel
+// Refusal is an error of a node: its text, which begins with that of the sentinel
 // somewhere, is as the node wrote it.
-type refusal struct {
+type Refusal struct {
 	sentinel error
 	message  string
 }
 
-func (r *refusal) Error() string { return r.message }
-func (r *refusal) Unwrap() error { return r.sentinel }
+func (r *Refusal) Error() string { return r.message }
+
+func (r *Refusal) Unwrap() error { return r.sentinel }

@@ -24,6 +24,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
@@ -311,7 +312,7 @@ func TestTwoStores(t *testing.T) {
 		name := fmt.Sprint("v", i)
 		var claimed atomic.Int32
 		var all sync.WaitGroup
-		for j, s := range []*cluster.Store{a, b} {
+		for j, s := range []*store.Store{a, b} {
 			all.Go(func() {
 				v, err := s.Create(w.ctx, spec(name))
 				if err == nil {
@@ -329,7 +330,7 @@ func TestTwoStores(t *testing.T) {
 			t.Errorf("%d claims of one volume", claimed.Load())
 		}
 		id := volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf(name)}
-		for _, s := range []*cluster.Store{a, b} {
+		for _, s := range []*store.Store{a, b} {
 			all.Go(func() {
 				if err := errors.Join(s.Release(w.ctx, id, nodeName), s.Delete(w.ctx, id)); err != nil && !errors.Is(err, errdefs.ErrInUse) {
 					t.Error(err)
@@ -492,7 +493,7 @@ func TestNoAPIServer(t *testing.T) {
 	m := w.machine(nodeName)
 	m.stop()
 	thaw := server.Freeze(t)
-	s, err := cluster.NewStore(server.Config("controller"), cluster.Options{GoneGrace: grace, AbandonGrace: time.Hour, Driver: cluster.DefaultDriver})
+	s, err := store.New(server.Config("controller"), store.Options{GoneGrace: grace, AbandonGrace: time.Hour, Driver: cluster.DefaultDriver})
 	must(t, err)
 	w.run(s.Run)
 	w.start(m)

@@ -23,6 +23,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -37,9 +38,9 @@ const (
 )
 
 // listening starts a store that listens for heartbeats.
-func (w *world) listening(silentAfter time.Duration) *cluster.Store {
+func (w *world) listening(silentAfter time.Duration) *store.Store {
 	w.Helper()
-	s, err := cluster.NewStore(wrapped(apitest.Get(w).Config("controller")), cluster.Options{GoneGrace: grace, AbandonGrace: time.Hour, Driver: cluster.DefaultDriver,
+	s, err := store.New(wrapped(apitest.Get(w).Config("controller")), store.Options{GoneGrace: grace, AbandonGrace: time.Hour, Driver: cluster.DefaultDriver,
 		Namespace: leases, SilentAfter: silentAfter})
 	must(w, err)
 	w.run(s.Run)
@@ -58,7 +59,7 @@ func (w *world) beating(name string) *machine {
 }
 
 // created makes a volume as the CO does, which asks again when a machine is slow and its agent not heard.
-func (w *world) created(s *cluster.Store, one volume.Spec) (v volume.Volume) {
+func (w *world) created(s *store.Store, one volume.Spec) (v volume.Volume) {
 	w.Helper()
 	w.eventually("it is made: "+one.Name, func() (made bool) {
 		var err error
@@ -71,7 +72,7 @@ func (w *world) created(s *cluster.Store, one volume.Spec) (v volume.Volume) {
 	return v
 }
 
-func (w *world) available(s *cluster.Store, node string) int64 {
+func (w *world) available(s *store.Store, node string) int64 {
 	w.Helper()
 	c, err := s.Capacity(w.ctx, "", node)
 	must(w, err)

@@ -16,6 +16,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/agent"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -29,14 +30,14 @@ func (w *world) startWith(m *machine, names ...string) {
 	mounts, err := mount.LoadTable()
 	must(w, err)
 	var pools []blockdev.Pool
-	var kept []cluster.AgentPool
+	var kept []agent.Pool
 	for _, name := range names {
 		p := m.disks[map[string]int{"default": 0, "renamed": 0, "b": 1}[name]].Open(name, m.hook)
-		pools, kept = append(pools, p), append(kept, cluster.AgentPool{Pool: p, Kind: "memory"})
+		pools, kept = append(pools, p), append(kept, agent.Pool{Pool: p, Kind: "memory"})
 	}
 	m.local, err = volume.NewLocal(w.ctx, m.name, pools, mounts, 0)
 	must(w, err)
-	m.agent, err = cluster.NewAgent(apitest.Get(w).Config("agent"), cluster.DefaultDriver, m.local, kept, m.locks, storetest.Limit)
+	m.agent, err = agent.New(apitest.Get(w).Config("agent"), m.local, agent.Options{Driver: cluster.DefaultDriver, Pools: kept, Locks: m.locks, MaxVolumes: storetest.Limit})
 	must(w, err)
 	m.stop = w.run(m.agent.Run)
 }

@@ -16,6 +16,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -87,7 +88,7 @@ func TestBrokenWatch(t *testing.T) {
 		var watch breaker
 		config := apitest.Get(t).Config("controller")
 		config.Wrap(watch.wrap)
-		s, err := cluster.NewStore(config, cluster.Options{GoneGrace: grace, AbandonGrace: time.Hour, Driver: cluster.DefaultDriver})
+		s, err := store.New(config, store.Options{GoneGrace: grace, AbandonGrace: time.Hour, Driver: cluster.DefaultDriver})
 		must(t, err)
 		w.run(s.Run)
 		w.eventually("the store is ready", func() bool { return s.Ready(w.ctx) == nil })
@@ -162,12 +163,12 @@ func (l *lagging) hold() (catchUp func()) {
 }
 
 // behind starts a store whose watches can be held back.
-func (w *world) behind() (*cluster.Store, *lagging) {
+func (w *world) behind() (*store.Store, *lagging) {
 	w.Helper()
 	lag := &lagging{}
 	config := apitest.Get(w).Config("controller")
 	config.Wrap(lag.wrap)
-	s, err := cluster.NewStore(config, cluster.Options{GoneGrace: grace, AbandonGrace: time.Hour, Driver: cluster.DefaultDriver})
+	s, err := store.New(config, store.Options{GoneGrace: grace, AbandonGrace: time.Hour, Driver: cluster.DefaultDriver})
 	must(w, err)
 	w.run(s.Run)
 	return s, lag
@@ -175,7 +176,7 @@ func (w *world) behind() (*cluster.Store, *lagging) {
 
 // knownTo makes a volume, and a snapshot and a group of another one, all of one name, and waits until a store that is behind has
 // heard of them.
-func (w *world) knownTo(behind, s *cluster.Store, name string, of volume.ID) (volume.Volume, volume.Snapshot, volume.Group) {
+func (w *world) knownTo(behind, s *store.Store, name string, of volume.ID) (volume.Volume, volume.Snapshot, volume.Group) {
 	w.Helper()
 	v, err := s.Create(w.ctx, spec(name))
 	must(w, err)

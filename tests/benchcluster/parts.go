@@ -24,6 +24,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/agent"
 	"github.com/ashlar-csi/ashlar/pkg/csimap"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -145,12 +146,12 @@ func (w *world) simulate(ctx context.Context, node string, parts *sync.WaitGroup
 	}
 	config := w.server.Config(apitest.Admin)
 	config.UserAgent = simulated
-	agent, err := cluster.NewAgent(config, cluster.DefaultDriver, local, []cluster.AgentPool{{Pool: pool, Kind: "memory"}}, &keylock.Table{}, 0)
+	a, err := agent.New(config, local, agent.Options{Driver: cluster.DefaultDriver, Pools: []agent.Pool{{Pool: pool, Kind: "memory"}}, Locks: &keylock.Table{}})
 	if err != nil {
 		return err
 	}
 	parts.Go(func() {
-		if err := agent.Run(ctx); err != nil && ctx.Err() == nil {
+		if err := a.Run(ctx); err != nil && ctx.Err() == nil {
 			fmt.Fprintln(os.Stderr, "agent of", node, "ended:", err)
 		}
 	})

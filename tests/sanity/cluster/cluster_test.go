@@ -22,6 +22,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/agent"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
 	"github.com/ashlar-csi/ashlar/pkg/controller"
 	"github.com/ashlar-csi/ashlar/pkg/identity"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
@@ -81,25 +83,25 @@ func start(t *testing.T, server *apitest.Server, pool string) suite.Driver {
 	local, err := volume.NewLocal(ctx, name, []blockdev.Pool{disk}, mounts, 0)
 	must(t, err)
 	locks := &keylock.Table{}
-	agent, err := cluster.NewAgent(server.Config(apitest.Admin), cluster.DefaultDriver, local, []cluster.AgentPool{{Pool: disk, Kind: pool}}, locks, limit)
+	a, err := agent.New(server.Config(apitest.Admin), local, agent.Options{Driver: cluster.DefaultDriver, Pools: []agent.Pool{{Pool: disk, Kind: pool}}, Locks: locks, MaxVolumes: limit})
 	must(t, err)
-	run(agent.Run)
+	run(a.Run)
 	without := csi.PluginCapability_Service_SNAPSHOT_METADATA_SERVICE
 	listener, err := rpc.Listen(driver.Socket)
 	must(t, err)
 	run(func(ctx context.Context) error {
 		return rpc.Serve(ctx, listener, rpc.Services{Identity: identity.New("block.csi.ashlar.dev", "test", nil, without),
-			Node: node.New(ctx, claims{local, agent}, mounts, node.Options{MaxVolumes: limit, Claims: true}), Locks: locks})
+			Node: node.New(ctx, claims{local, a}, mounts, node.Options{MaxVolumes: limit, Claims: true}), Locks: locks})
 	})
 
-	store, err := cluster.NewStore(server.Config(apitest.Admin), cluster.Options{GoneGrace: time.Hour, AbandonGrace: time.Hour, Driver: cluster.DefaultDriver})
+	s, err := store.New(server.Config(apitest.Admin), store.Options{GoneGrace: time.Hour, AbandonGrace: time.Hour, Driver: cluster.DefaultDriver})
 	must(t, err)
-	run(store.Run)
+	run(s.Run)
 	other, err := rpc.Listen(driver.Controller)
 	must(t, err)
 	run(func(ctx context.Context) error {
-		c := controller.New(store)
-		return rpc.Serve(ctx, other, rpc.Services{Identity: identity.New("block.csi.ashlar.dev", "test", store.Ready, without), Controller: c, GroupController: c})
+		c := controller.New(s)
+		return rpc.Serve(ctx, other, rpc.Services{Identity: identity.New("block.csi.ashlar.dev", "test", s.Ready, without), Controller: c, GroupController: c})
 	})
 	t.Cleanup(func() {
 		cancel()
@@ -107,7 +109,7 @@ func start(t *testing.T, server *apitest.Server, pool string) suite.Driver {
 		must(t, disk.Close())
 	})
 	for end := time.Now().Add(2 * time.Minute); ; time.Sleep(20 * time.Millisecond) {
-		c, err := store.Capacity(ctx, pool, name)
+		c, err := s.Capacity(ctx, pool, name)
 		if err == nil && c.Total > 0 {
 			return driver
 		}
@@ -120,7 +122,7 @@ func start(t *testing.T, server *apitest.Server, pool string) suite.Driver {
 // claims are those of the cluster.
 type claims struct {
 	*volume.Local
-	agent *cluster.Agent
+	agent *agent.Agent
 }
 
 func (c claims) Claimed(ctx context.Context, v volume.Volume, readOnly bool) (volume.Claim, bool) {

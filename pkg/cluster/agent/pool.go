@@ -1,4 +1,4 @@
-package cluster
+package agent
 
 import (
 	"context"
@@ -15,8 +15,16 @@ import (
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
+
+// AgentPool is a pool of the agent's node.
+type Pool struct {
+	blockdev.Pool
+	Kind string // of storage, for people
+}
 
 // How the figures of pools are batched: they are written after a second in which nothing
 // changed, at the latest after a few.
@@ -27,9 +35,6 @@ const (
 	driftOf  = 100         // changes by others count from one part in so many of the pool on
 	poolWait = 5 * time.Second
 )
-
-// PoolName is the name of the object of a pool.
-func PoolName(node, pool string) string { return node + "." + pool }
 
 // reportPools keeps the objects of the node's pools up to date until the context ends. It fails
 // with ErrPrecondition if they turn out to be another driver's, or a pool to be another one: who
@@ -45,7 +50,7 @@ func (a *Agent) reportPools(ctx context.Context) error {
 		if err != nil && ctx.Err() == nil {
 			klog.FromContext(ctx).Error(err, "Could not report the pools; trying again")
 			wait = time.After(poolWait)
-		} else if slices.ContainsFunc(a.pools, func(p AgentPool) bool { return blockdev.There(p.Pool) == nil }) {
+		} else if slices.ContainsFunc(a.options.Pools, func(p Pool) bool { return blockdev.There(p.Pool) == nil }) {
 			wait = time.After(poolWait) // what it is asked for looks for it
 		} else {
 			wait = time.After(drift)
@@ -76,28 +81,25 @@ func (a *Agent) reportPools(ctx context.Context) error {
 
 func (a *Agent) writePools(ctx context.Context, exact bool) error {
 	failures := []error{a.retire(ctx)} // first: at no moment there are two default pools
-	for i := range a.pools {
+	for i := range a.options.Pools {
 		failures = append(failures, a.writePool(ctx, i, exact))
 	}
 	return errors.Join(failures...)
 }
 
-// notConfigured is the reason for a pool that the node was started without.
-const notConfigured = "NotConfigured"
-
 // declare writes down what a pool is: how the node was started, and which pool it is.
 // ErrPrecondition if it is another's, or another than the one that was there before.
 func (a *Agent) declare(ctx context.Context, i int) (*v1alpha1.Pool, error) {
-	pool := a.pools[i]
-	spec := v1alpha1.PoolSpec{NodeName: a.local.Node(), Pool: pool.Name(), Default: i == 0, MaxVolumes: a.maxVolumes, Driver: a.driver}
-	name := PoolName(spec.NodeName, spec.Pool)
+	pool := a.options.Pools[i]
+	spec := v1alpha1.PoolSpec{NodeName: a.local.Node(), Pool: pool.Name(), Default: i == 0, MaxVolumes: a.options.MaxVolumes, Driver: a.options.Driver}
+	name := cluster.PoolName(spec.NodeName, spec.Pool)
 	o, there, err := get(ctx, a, name, &v1alpha1.Pool{})
 	if err != nil {
 		return nil, err
 	}
 	spec.UUID, err = identityOf(pool.Pool, o.Spec.UUID)
 	if err != nil { // the watch may be behind whoever allowed it
-		if o, there, err = poolNow(ctx, a.live, name); err == nil {
+		if o, there, err = poolNow(ctx, a.kube.Live, name); err == nil {
 			spec.UUID, err = identityOf(pool.Pool, o.Spec.UUID)
 		}
 	}
@@ -106,7 +108,7 @@ func (a *Agent) declare(ctx context.Context, i int) (*v1alpha1.Pool, error) {
 	}
 	if !there {
 		o = &v1alpha1.Pool{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: spec}
-		if err := a.client.Create(ctx, o); err != nil {
+		if err := a.kube.Client.Create(ctx, o); err != nil {
 			return nil, fmt.Errorf("create pool %s: %w", name, err)
 		}
 		return o, nil
@@ -114,14 +116,14 @@ func (a *Agent) declare(ctx context.Context, i int) (*v1alpha1.Pool, error) {
 	if o.Spec == spec {
 		return o, nil
 	}
-	if driverOf(o) != a.driver {
-		if err := theOnlyDriver(ctx, a.live, a.driver); err != nil {
+	if cluster.DriverOf(o) != a.options.Driver {
+		if err := cluster.CheckOwner(ctx, a.kube.Live, a.options.Driver); err != nil {
 			return nil, err
 		}
 	}
 	before := o.DeepCopy()
 	o.Spec = spec
-	if err := a.client.Patch(ctx, o, lockingPatch(before)); err != nil {
+	if err := a.kube.Client.Patch(ctx, o, kube.LockingPatch(before)); err != nil {
 		return nil, fmt.Errorf("update pool %s: %w", name, err)
 	}
 	return o, nil
@@ -131,7 +133,7 @@ func (a *Agent) declare(ctx context.Context, i int) (*v1alpha1.Pool, error) {
 func poolNow(ctx context.Context, live client.Reader, name string) (o *v1alpha1.Pool, there bool, err error) {
 	var pools v1alpha1.PoolList
 	if err := live.List(ctx, &pools, client.MatchingFields{"metadata.name": name}); err != nil {
-		return nil, false, apiError("read pool "+name, err)
+		return nil, false, kube.APIError("read pool "+name, err)
 	}
 	if len(pools.Items) == 0 {
 		return &v1alpha1.Pool{}, false, nil
@@ -158,7 +160,7 @@ func identityOf(pool blockdev.Pool, written string) (string, error) {
 // writePool writes how a pool is, if it is not what was written. With exact false it lets
 // small changes be.
 func (a *Agent) writePool(ctx context.Context, i int, exact bool) error {
-	pool := a.pools[i]
+	pool := a.options.Pools[i]
 	measured := metav1.NowMicro()
 	c, err := pool.Capacity(ctx)
 	problems := pool.PoolHealth(ctx)
@@ -192,13 +194,13 @@ func (a *Agent) writePool(ctx context.Context, i int, exact bool) error {
 		healthy, reason = metav1.ConditionFalse, p.Reason
 		message = strings.TrimPrefix(message+"; "+p.Message, "; ")
 	}
-	setCondition(&s.Conditions, o, v1alpha1.Healthy, healthy, reason, limited(message))
+	setCondition(&s.Conditions, o, v1alpha1.Healthy, healthy, reason, cluster.Limited(message))
 	reportStrays(o, strays)
 	if equality.Semantic.DeepEqual(before.Status, o.Status) {
 		return refused
 	}
 	s.Measured = &measured
-	if err := a.client.Status().Patch(ctx, o, client.MergeFrom(before)); err != nil {
+	if err := a.kube.Client.Status().Patch(ctx, o, client.MergeFrom(before)); err != nil {
 		return errors.Join(refused, fmt.Errorf("report pool %s: %w", o.Name, err))
 	}
 	return refused
@@ -210,20 +212,20 @@ func abs(n int64) int64 { return max(n, -n) }
 // defaults from those that are no longer the default. How many volumes the node may have all of them say.
 func (a *Agent) retire(ctx context.Context) error {
 	var pools v1alpha1.PoolList
-	if err := a.client.List(ctx, &pools); err != nil {
+	if err := a.kube.Client.List(ctx, &pools); err != nil {
 		return err
 	}
 	var failures []error
 	for i := range pools.Items {
 		o := &pools.Items[i]
-		at := slices.IndexFunc(a.pools, func(p AgentPool) bool { return o.Name == PoolName(a.local.Node(), p.Name()) })
+		at := slices.IndexFunc(a.options.Pools, func(p Pool) bool { return o.Name == cluster.PoolName(a.local.Node(), p.Name()) })
 		before := o.DeepCopy()
 		o.Spec.Default = o.Spec.Default && at == 0
 		if at < 0 {
-			o.Spec.MaxVolumes = a.maxVolumes
+			o.Spec.MaxVolumes = a.options.MaxVolumes
 		}
 		if o.Spec != before.Spec {
-			if err := a.client.Patch(ctx, o, client.MergeFrom(before)); err != nil {
+			if err := a.kube.Client.Patch(ctx, o, client.MergeFrom(before)); err != nil {
 				failures = append(failures, fmt.Errorf("update pool %s: %w", o.Name, err))
 				continue
 			}
@@ -233,9 +235,9 @@ func (a *Agent) retire(ctx context.Context) error {
 			continue
 		}
 		o.Status = v1alpha1.PoolStatus{Kind: o.Status.Kind, Measured: o.Status.Measured, Conditions: o.Status.Conditions}
-		setCondition(&o.Status.Conditions, o, v1alpha1.Healthy, metav1.ConditionFalse, notConfigured, "the node was started without this pool")
+		setCondition(&o.Status.Conditions, o, v1alpha1.Healthy, metav1.ConditionFalse, cluster.ReasonNotConfigured, "the node was started without this pool")
 		if !equality.Semantic.DeepEqual(before.Status, o.Status) {
-			failures = append(failures, a.client.Status().Patch(ctx, o, client.MergeFrom(before)))
+			failures = append(failures, a.kube.Client.Status().Patch(ctx, o, client.MergeFrom(before)))
 		}
 	}
 	return errors.Join(failures...)

@@ -1,4 +1,4 @@
-package cluster
+package agent
 
 import (
 	"context"
@@ -16,6 +16,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -30,8 +31,8 @@ const (
 // stray is a volume or snapshot that no object is for.
 type stray struct {
 	v1alpha1.Stray
-	object object // that it would have
-	taken  string // what the object says that has its name; empty: there is none
+	object cluster.Object // that it would have
+	taken  string         // what the object says that has its name; empty: there is none
 }
 
 // look is when the API server was asked for an object that the cache does not have, and what that said. It is
@@ -53,12 +54,12 @@ func (a *Agent) strays(ctx context.Context, pool blockdev.Pool) ([]stray, error)
 			return nil, err
 		}
 		for _, r := range records {
-			var o object = &v1alpha1.Volume{}
+			var o cluster.Object = &v1alpha1.Volume{}
 			describe := a.strayVolume
 			if kind == blockdev.Snapshot {
 				o, describe = &v1alpha1.Snapshot{}, a.straySnapshot
 			}
-			err := a.cache.Get(ctx, client.ObjectKey{Name: r.Key}, o)
+			err := a.kube.Cache.Get(ctx, client.ObjectKey{Name: r.Key}, o)
 			if err == nil && o.In() == pool.Name() {
 				continue
 			}
@@ -95,10 +96,10 @@ func (a *Agent) strays(ctx context.Context, pool blockdev.Pool) ([]stray, error)
 
 // lookUp finds out what the object says that has the name of something in a pool; o is it, if the cache has one. It
 // is not left as a stray if that is its object after all, or if it was blank and made on another node instead.
-func (a *Agent) lookUp(ctx context.Context, id volume.ID, o object, cached bool) (_ look, left bool, err error) {
+func (a *Agent) lookUp(ctx context.Context, id volume.ID, o cluster.Object, cached bool) (_ look, left bool, err error) {
 	now := look{at: time.Now()}
 	if !cached {
-		err := a.live.Get(ctx, client.ObjectKey{Name: id.Key}, o)
+		err := a.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, o)
 		if err != nil {
 			return now, true, client.IgnoreNotFound(err)
 		}
@@ -113,7 +114,7 @@ func (a *Agent) lookUp(ctx context.Context, id volume.ID, o object, cached bool)
 
 // madeElsewhere removes a blank volume of which the object says that it is on another node: this
 // one was down before it could say that it had begun. One that the object was made for came with its disk.
-func (a *Agent) madeElsewhere(ctx context.Context, id volume.ID, o object) (removed bool, _ error) {
+func (a *Agent) madeElsewhere(ctx context.Context, id volume.ID, o cluster.Object) (removed bool, _ error) {
 	if id.Kind != blockdev.Volume || o.Node() == a.local.Node() {
 		return false, nil
 	}
@@ -141,7 +142,7 @@ func (a *Agent) strayVolume(ctx context.Context, id volume.ID) (*stray, error) {
 	if err != nil || v.Ephemeral != "" {
 		return nil, err
 	}
-	o := volumeNamed(id.Key)
+	o := cluster.VolumeNamed(id.Key)
 	o.Spec = v1alpha1.VolumeSpec{NodeName: a.local.Node(), Pool: id.Pool, Name: v.Name, Size: v.Size, Filesystem: string(v.Filesystem),
 		Mutable: v.Mutable, PersistentVolume: v.For.PersistentVolume}
 	if v.Source != (volume.ID{}) {
@@ -159,7 +160,7 @@ func (a *Agent) straySnapshot(ctx context.Context, id volume.ID) (*stray, error)
 	if err != nil {
 		return nil, err
 	}
-	o := snapshotNamed(id.Key)
+	o := cluster.SnapshotNamed(id.Key)
 	o.Spec = v1alpha1.SnapshotSpec{NodeName: a.local.Node(), Pool: id.Pool, Name: s.Name, Source: s.Source.Key}
 	one := &stray{Stray: v1alpha1.Stray{ID: id.String(), Name: s.Name, Size: s.Size}, object: o}
 	if s.Group.Key != "" {
@@ -189,7 +190,7 @@ func (a *Agent) adopt(ctx context.Context, pool *v1alpha1.Pool, strays []stray) 
 			left = append(left, one)
 			continue
 		}
-		err := a.client.Create(ctx, one.object)
+		err := a.kube.Client.Create(ctx, one.object)
 		switch {
 		case apierrors.IsAlreadyExists(err): // of another node or pool, or the cache is not that far
 			left = append(left, one)
@@ -205,7 +206,7 @@ func (a *Agent) adopt(ctx context.Context, pool *v1alpha1.Pool, strays []stray) 
 	}
 	before := pool.DeepCopy()
 	delete(pool.Annotations, v1alpha1.AdoptAnnotation)
-	return left, a.client.Patch(ctx, pool, client.MergeFrom(before))
+	return left, a.kube.Client.Patch(ctx, pool, client.MergeFrom(before))
 }
 
 // reportStrays says in the status of a pool what has no object.
@@ -227,22 +228,5 @@ func reportStrays(pool *v1alpha1.Pool, strays []stray) {
 	for _, one := range strays[:min(len(strays), mostStrays)] {
 		s.Strays = append(s.Strays, one.Stray)
 	}
-	setCondition(&s.Conditions, pool, v1alpha1.Accounted, accounted, reason, limited(message))
-}
-
-// unaccounted is ErrUnavailable if a pool has what has this ID, but no object: it is not gone, and
-// nobody but an operator knows what is to become of it.
-func (s *Store) unaccounted(ctx context.Context, id string) error {
-	var pools v1alpha1.PoolList
-	if err := s.client.List(ctx, &pools, client.UnsafeDisableDeepCopy); err != nil {
-		return apiError("list pools", err)
-	}
-	for i := range pools.Items {
-		p := &pools.Items[i]
-		if slices.ContainsFunc(p.Status.Strays, func(one v1alpha1.Stray) bool { return one.ID == id || one.Group == id }) {
-			return fmt.Errorf("%w: somebody deleted the object of %s, and its bytes are still on node %s: have the object made anew (kubectl annotate pools.ashlar.dev %s %s=%s), and ask again",
-				errdefs.ErrUnavailable, id, p.Spec.NodeName, p.Name, v1alpha1.AdoptAnnotation, id)
-		}
-	}
-	return nil
+	setCondition(&s.Conditions, pool, v1alpha1.Accounted, accounted, reason, cluster.Limited(message))
 }

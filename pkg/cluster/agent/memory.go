@@ -1,4 +1,4 @@
-package cluster
+package agent
 
 import (
 	"context"
@@ -12,6 +12,8 @@ import (
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -34,8 +36,8 @@ type Memory struct {
 
 // NewMemory does not ask the API server yet.
 func NewMemory(config *rest.Config, node string) (*Memory, error) {
-	c, err := connect(config, nil)
-	return &Memory{live: c.live, node: node}, err
+	c, err := kube.Connect(config, nil)
+	return &Memory{live: c.Live, node: node}, err
 }
 
 // Of returns what is known of a pool: see blockdev.Known. Without an API server, and while
@@ -58,7 +60,7 @@ func (m *Memory) Of(pool string) blockdev.Known {
 }
 
 func (m *Memory) recall(ctx context.Context, pool string) (string, error) {
-	name := PoolName(m.node, pool)
+	name := cluster.PoolName(m.node, pool)
 	o, _, err := poolNow(ctx, m.live, name)
 	if err != nil {
 		return "", err
@@ -75,27 +77,27 @@ func (m *Memory) recall(ctx context.Context, pool string) (string, error) {
 
 // unused is ErrPrecondition if an object tells of something that was in a pool.
 func (m *Memory) unused(ctx context.Context, pool string) error {
-	var found object
-	look := func(o object, in string) {
+	var found cluster.Object
+	look := func(o cluster.Object, in string) {
 		if in == pool && !o.May().Make {
 			found = o
 		}
 	}
 	here := client.MatchingFields{"spec.nodeName": m.node}
-	if err := errors.Join(eachPage(ctx, m.live, &v1alpha1.VolumeList{}, func(list *v1alpha1.VolumeList) {
+	if err := errors.Join(kube.EachPage(ctx, m.live, &v1alpha1.VolumeList{}, func(list *v1alpha1.VolumeList) {
 		for i := range list.Items {
 			look(&list.Items[i], list.Items[i].Spec.Pool)
 		}
-	}, here), eachPage(ctx, m.live, &v1alpha1.SnapshotList{}, func(list *v1alpha1.SnapshotList) {
+	}, here), kube.EachPage(ctx, m.live, &v1alpha1.SnapshotList{}, func(list *v1alpha1.SnapshotList) {
 		for i := range list.Items {
 			look(&list.Items[i], list.Items[i].Spec.Pool)
 		}
 	}, here)); err != nil {
-		return apiError("look for what was in pool "+pool, err)
+		return kube.APIError("look for what was in pool "+pool, err)
 	}
 	if found == nil {
 		return nil
 	}
 	return fmt.Errorf("%w: the object %s tells of something that was in pool %s; if that is lost for good, say so: kubectl patch pools.ashlar.dev %s --type=merge -p '{\"spec\":{\"uuid\":\"%s\"}}'",
-		errdefs.ErrPrecondition, found.GetName(), pool, PoolName(m.node, pool), v1alpha1.NewPool)
+		errdefs.ErrPrecondition, found.GetName(), pool, cluster.PoolName(m.node, pool), v1alpha1.NewPool)
 }

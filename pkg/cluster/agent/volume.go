@@ -1,4 +1,4 @@
-package cluster
+package agent
 
 import (
 	"context"
@@ -15,6 +15,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -33,7 +34,7 @@ func (a *Agent) volume(ctx context.Context, r request) (reconcile.Result, error)
 	case v.Deleting():
 		return a.deleteVolume(ctx, v)
 	case v.DeletionTimestamp != nil:
-		return reconcile.Result{}, a.released(ctx, v)
+		return reconcile.Result{}, a.dropObject(ctx, v)
 	case v.Spec.Abandoned, v.Status.Is(v1alpha1.Abandoned, "True"): // what the verdict was about goes now, if it has not
 		return reconcile.Result{}, a.locked([]string{keylock.Volume(v.Name)}, nil, func() error { return a.judge(ctx, v) })
 	case v.Status.Created == nil && !v.Spec.Make:
@@ -56,7 +57,7 @@ func (a *Agent) makeVolume(ctx context.Context, r request, v *v1alpha1.Volume) e
 	exclusive, shared := []string{keylock.Volume(v.Name)}, []string(nil)
 	working, end := a.making(ctx, r)
 	defer end()
-	switch source := sourceOf(v); source.Kind {
+	switch source := cluster.SourceOf(v); source.Kind {
 	case blockdev.Volume:
 		exclusive = append(exclusive, keylock.Volume(source.Key)) // its filesystem is frozen for the cut
 	case blockdev.Snapshot:
@@ -68,14 +69,14 @@ func (a *Agent) makeVolume(ctx context.Context, r request, v *v1alpha1.Volume) e
 		if err := wanted(ctx, a, v); err != nil {
 			return err
 		}
-		made, err = a.local.Create(ctx, volume.Spec{Name: v.Spec.Name, Pool: v.Spec.Pool, Provisioning: blockdev.Provisioning(v.Spec.Provisioning), Source: sourceOf(v),
+		made, err = a.local.Create(ctx, volume.Spec{Name: v.Spec.Name, Pool: v.Spec.Pool, Provisioning: blockdev.Provisioning(v.Spec.Provisioning), Source: cluster.SourceOf(v),
 			Size:       volume.Range{Required: v.Spec.Size, Limit: v.Spec.Size},
-			Filesystem: filesystem.Type(v.Spec.Filesystem), Mutable: v.Spec.Mutable, For: requesterOf(v)})
+			Filesystem: filesystem.Type(v.Spec.Filesystem), Mutable: v.Spec.Mutable, For: cluster.RequesterOf(v)})
 		return err
 	}); err != nil {
 		return refuse(ctx, a, v, err)
 	}
-	if err := settle(ctx, a, v); err != nil {
+	if err := clearIntent(ctx, a, v); err != nil {
 		return errors.Join(err, a.unwanted(ctx, v))
 	}
 	return a.reportVolume(ctx, v, made, "Created")
@@ -85,11 +86,11 @@ func (a *Agent) makeVolume(ctx context.Context, r request, v *v1alpha1.Volume) e
 // another node to make it. Nobody could use it before the object said that it was made.
 func (a *Agent) unwanted(ctx context.Context, v *v1alpha1.Volume) error {
 	now := &v1alpha1.Volume{}
-	err := a.live.Get(ctx, client.ObjectKeyFromObject(v), now)
+	err := a.kube.Live.Get(ctx, client.ObjectKeyFromObject(v), now)
 	if client.IgnoreNotFound(err) != nil || (err == nil && now.Spec.NodeName == a.local.Node()) {
 		return err
 	}
-	return a.locked([]string{keylock.Volume(v.Name)}, nil, func() error { return a.removeBlank(ctx, volumeID(v)) })
+	return a.locked([]string{keylock.Volume(v.Name)}, nil, func() error { return a.removeBlank(ctx, cluster.VolumeID(v)) })
 }
 
 // removeBlank removes a volume, if this node's own record says that nothing was ever on it and
@@ -119,16 +120,16 @@ func (a *Agent) reportVolume(ctx context.Context, v *v1alpha1.Volume, have volum
 // findVolume finds the volume of an object that may not be made: it was once, and the object
 // is a copy without its status. If it is missing, it is lost.
 func (a *Agent) findVolume(ctx context.Context, v *v1alpha1.Volume) error {
-	id := volumeID(v)
+	id := cluster.VolumeID(v)
 	have, err := a.local.Get(ctx, id)
 	switch {
 	case errors.Is(err, errdefs.ErrNotFound):
 		err = fmt.Errorf("%w: %s; if this object is one that an older version of the driver has only begun, delete it", errdefs.ErrDataLoss, a.missing(v))
 	case err == nil:
-		err = volume.Spec{Name: v.Spec.Name, Pool: v.Spec.Pool, Source: sourceOf(v), Filesystem: filesystem.Type(v.Spec.Filesystem)}.Check(have)
+		err = volume.Spec{Name: v.Spec.Name, Pool: v.Spec.Pool, Source: cluster.SourceOf(v), Filesystem: filesystem.Type(v.Spec.Filesystem)}.Check(have)
 	}
 	if err == nil {
-		err = settle(ctx, a, v)
+		err = clearIntent(ctx, a, v)
 	}
 	if err != nil {
 		return refuse(ctx, a, v, err)
@@ -145,12 +146,12 @@ func (a *Agent) missing(v *v1alpha1.Volume) string {
 // was ever on it.
 func (a *Agent) deleteLocal(ctx context.Context, v *v1alpha1.Volume) error {
 	return a.locked([]string{keylock.Volume(v.Name)}, nil, func() error {
-		if have, err := a.local.Get(ctx, volumeID(v)); err == nil && !sameBytes(v, have.Created) &&
+		if have, err := a.local.Get(ctx, cluster.VolumeID(v)); err == nil && !sameBytes(v, have.Created) &&
 			(v.Status.Created != nil || have.Format.State != volume.Blank || have.Source != (volume.ID{})) {
-			klog.FromContext(ctx).Info("Keeping a volume of the same name that is not the one to be deleted", "volume", volumeID(v).String())
+			klog.FromContext(ctx).Info("Keeping a volume of the same name that is not the one to be deleted", "volume", cluster.VolumeID(v).String())
 			return nil
 		}
-		return errdefs.IgnoreNotFound(a.local.Delete(ctx, volumeID(v)))
+		return errdefs.IgnoreNotFound(a.local.Delete(ctx, cluster.VolumeID(v)))
 	})
 }
 
@@ -158,7 +159,7 @@ func (a *Agent) deleteVolume(ctx context.Context, v *v1alpha1.Volume) (reconcile
 	err := a.deleteLocal(ctx, v)
 	if err == nil {
 		a.Changed()
-		return reconcile.Result{}, finish(ctx, a.client, v)
+		return reconcile.Result{}, cluster.RemoveObject(ctx, a.kube.Client, v)
 	}
 	if err := refuse(ctx, a, v, err); err != nil {
 		return reconcile.Result{}, err
@@ -174,7 +175,7 @@ func (a *Agent) deleteVolume(ctx context.Context, v *v1alpha1.Volume) (reconcile
 // written down first, and fails if anybody changed the object meanwhile; from then on the
 // volume is nobody's. A verdict that is there is no reason to delete: anybody may have written it.
 func (a *Agent) judge(ctx context.Context, v *v1alpha1.Volume) error {
-	id := volumeID(v)
+	id := cluster.VolumeID(v)
 	have, err := a.local.Get(ctx, id)
 	verdict := v.Spec.Abandoned && v.Status.Is(v1alpha1.Abandoned, "True")
 	blank := errors.Is(err, errdefs.ErrNotFound) && (verdict || v.Status.Created == nil && v.Spec.Make)
@@ -190,7 +191,7 @@ func (a *Agent) judge(ctx context.Context, v *v1alpha1.Volume) error {
 		return err
 	}
 	if !blank {
-		if err := settle(ctx, a, v); err != nil {
+		if err := clearIntent(ctx, a, v); err != nil {
 			return err
 		}
 		if v.Status.Is(v1alpha1.Abandoned, "False") {
@@ -210,16 +211,16 @@ func (a *Agent) judge(ctx context.Context, v *v1alpha1.Volume) error {
 	if err := errdefs.IgnoreNotFound(a.local.Delete(ctx, id)); err != nil {
 		return err
 	}
-	return finish(ctx, a.client, v)
+	return cluster.RemoveObject(ctx, a.kube.Client, v)
 }
 
 // tendVolume looks after a volume that was made once. If it is missing, it is lost, and it
 // is not made again.
 func (a *Agent) tendVolume(ctx context.Context, v *v1alpha1.Volume) error {
-	if err := settle(ctx, a, v); err != nil {
+	if err := clearIntent(ctx, a, v); err != nil {
 		return err
 	}
-	id := volumeID(v)
+	id := cluster.VolumeID(v)
 	have, err := a.local.Get(ctx, id)
 	if errors.Is(err, errdefs.ErrNotFound) {
 		return a.lost(ctx, v, blockdev.Problem{Severity: blockdev.DataLoss, Reason: "VolumeMissing", Message: a.missing(v)})
@@ -229,7 +230,7 @@ func (a *Agent) tendVolume(ctx context.Context, v *v1alpha1.Volume) error {
 	}
 	if errors.Is(err, errdefs.ErrUnavailable) {
 		return report(ctx, a, v, func(v *v1alpha1.Volume) {
-			v.Status.Health = fromProblems([]blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: poolUnavailable, Message: err.Error()}})
+			v.Status.Health = cluster.FromProblems([]blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: poolUnavailable, Message: err.Error()}})
 		})
 	}
 	if err != nil {
@@ -253,14 +254,14 @@ func (a *Agent) tendVolume(ctx context.Context, v *v1alpha1.Volume) error {
 				v.Status.Failure = nil
 			}
 		}
-		v.Status.Health = fromProblems(problems)
+		v.Status.Health = cluster.FromProblems(problems)
 		a.setReady(&v.Status.Conditions, v, problems)
 	})
 }
 
 // changeVolume makes the volume what the spec says.
 func (a *Agent) changeVolume(ctx context.Context, v *v1alpha1.Volume, have *volume.Volume) (err error) {
-	id := volumeID(v)
+	id := cluster.VolumeID(v)
 	if have.Size < v.Spec.Size {
 		if *have, err = a.local.Expand(ctx, id, volume.Range{Required: v.Spec.Size}); err != nil {
 			return err
@@ -277,7 +278,7 @@ func (a *Agent) changeVolume(ctx context.Context, v *v1alpha1.Volume, have *volu
 }
 
 // setReady: what was made is ready unless its bytes are lost.
-func (a *Agent) setReady(conditions *[]metav1.Condition, o object, problems []blockdev.Problem) {
+func (a *Agent) setReady(conditions *[]metav1.Condition, o cluster.Object, problems []blockdev.Problem) {
 	for _, p := range problems {
 		if p.Severity == blockdev.DataLoss {
 			setCondition(conditions, o, v1alpha1.Ready, metav1.ConditionFalse, "DataLoss", p.Message)
@@ -292,8 +293,8 @@ func (a *Agent) setReady(conditions *[]metav1.Condition, o object, problems []bl
 func (a *Agent) lost(ctx context.Context, v *v1alpha1.Volume, p blockdev.Problem) error {
 	return report(ctx, a, v, func(v *v1alpha1.Volume) {
 		if len(v.Status.Health) != 1 || v.Status.Health[0].Reason != p.Reason {
-			klog.FromContext(ctx).Info("Data loss", "volume", volumeID(v).String(), "reason", p.Reason, "message", p.Message)
-			v.Status.Health = fromProblems([]blockdev.Problem{p})
+			klog.FromContext(ctx).Info("Data loss", "volume", cluster.VolumeID(v).String(), "reason", p.Reason, "message", p.Message)
+			v.Status.Health = cluster.FromProblems([]blockdev.Problem{p})
 			a.setReady(&v.Status.Conditions, v, []blockdev.Problem{p})
 		}
 		if v.Status.Size < v.Spec.Size && v.Common().Refused(v.Generation) == nil { // it cannot grow either

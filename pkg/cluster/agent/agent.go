@@ -1,4 +1,6 @@
-package cluster
+// Package agent carries out, on one node of a cluster, what the objects of pkg/api say of that node: it makes, changes and
+// deletes volumes and snapshots in the node's pools, and writes down how they and the pools are.
+package agent
 
 import (
 	"context"
@@ -10,11 +12,7 @@ import (
 	"time"
 
 	"github.com/go-logr/logr"
-	coordinationv1 "k8s.io/api/coordination/v1"
-	"k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	"k8s.io/apimachinery/pkg/api/meta"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/util/workqueue"
@@ -28,33 +26,38 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
-	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// AgentPool is a pool of the agent's node.
-type AgentPool struct {
-	blockdev.Pool
-	Kind string // of storage, for people
+// Options of an Agent.
+type Options struct {
+	// Driver is the name of the CSI driver.
+	Driver string
+	// Pools of the node; the first is the default.
+	Pools []Pool
+	// Locks are those of the node's CSI calls.
+	Locks *keylock.Table
+	// MaxVolumes is how many volumes may be claimed for the node; 0 for any number.
+	MaxVolumes int64
+	// Namespace is that of the agent's Lease; empty: it has none.
+	Namespace string
+	// Heartbeat is how often the Lease is renewed; 0 is the usual time.
+	Heartbeat time.Duration
 }
 
 // Agent carries out the objects of its node on the volumes of its node, and says how its
 // pools are. All that it does can be done again: it keeps nothing in mind.
 type Agent struct {
-	connection
-	local      *volume.Local
-	pools      []AgentPool // the first is the default
-	locks      *keylock.Table
-	maxVolumes int64
-	driver     string
-	changed    chan struct{} // the pools may have
-	hub        hub
-	read       atomic.Bool   // the cache has been filled once
-	namespace  string        // of the agent's Lease; empty: it has none
-	every      time.Duration // it is renewed
-	lease      *coordinationv1.Lease
-	looked     map[string]map[volume.ID]look // for the objects of strays, by pool
+	kube    kube.Connection
+	hub     kube.Hub
+	local   *volume.Local
+	options Options
+	changed chan struct{}                 // the pools may have
+	read    atomic.Bool                   // the cache has been filled once
+	looked  map[string]map[volume.ID]look // for the objects of strays, by pool
 
 	mu      sync.Mutex
 	cancels map[request]context.CancelFunc // what makes an object
@@ -89,17 +92,19 @@ const (
 	makers  = 64
 )
 
-// NewAgent returns the agent of a driver on the node that local is of. locks are those of the node's
-// CSI calls; maxVolumes is how many volumes may be claimed for the node, 0 for any number.
-func NewAgent(config *rest.Config, driver string, local *volume.Local, pools []AgentPool, locks *keylock.Table, maxVolumes int64) (*Agent, error) {
+// New returns the agent of the node that local is of. It asks the API server nothing until it runs.
+func New(config *rest.Config, local *volume.Local, o Options) (*Agent, error) {
+	if o.Heartbeat == 0 {
+		o.Heartbeat = cluster.Heartbeat
+	}
 	own := cache.ByObject{Field: fields.OneTermEqualSelector("spec.nodeName", local.Node())}
-	c, err := connect(config, map[client.Object]cache.ByObject{&v1alpha1.Volume{}: own, &v1alpha1.Snapshot{}: own, &v1alpha1.Pool{}: own})
+	c, err := kube.Connect(config, map[client.Object]cache.ByObject{&v1alpha1.Volume{}: own, &v1alpha1.Snapshot{}: own, &v1alpha1.Pool{}: own})
 	if err != nil {
 		return nil, err
 	}
-	a := &Agent{connection: c, local: local, pools: pools, locks: locks, maxVolumes: maxVolumes, driver: driver,
-		changed: make(chan struct{}, 1), looked: map[string]map[volume.ID]look{}, cancels: map[request]context.CancelFunc{}}
-	return a, c.cache.IndexField(context.Background(), &v1alpha1.Snapshot{}, byGroup, groupOf)
+	a := &Agent{kube: c, local: local, options: o, changed: make(chan struct{}, 1),
+		looked: map[string]map[volume.ID]look{}, cancels: map[request]context.CancelFunc{}}
+	return a, c.Cache.IndexField(context.Background(), &v1alpha1.Snapshot{}, cluster.ByGroup, cluster.IndexGroup)
 }
 
 // Run works until the context ends. Without an API server it waits for one. It fails if the
@@ -109,11 +114,11 @@ func (a *Agent) Run(ctx context.Context) error {
 		of   client.Object
 		also func(client.Object, bool)
 	}{{&v1alpha1.Volume{}, a.objectChanged}, {&v1alpha1.Snapshot{}, a.objectChanged}, {&v1alpha1.Pool{}, a.poolChanged}} {
-		informer, err := a.cache.GetInformer(ctx, kind.of, cache.BlockUntilSynced(false))
+		informer, err := a.kube.Cache.GetInformer(ctx, kind.of, cache.BlockUntilSynced(false))
 		if err != nil {
 			return err
 		}
-		if _, err := informer.AddEventHandler(a.hub.handler(kind.also)); err != nil {
+		if _, err := informer.AddEventHandler(a.hub.Handler(kind.also)); err != nil {
 			return err
 		}
 	}
@@ -135,8 +140,8 @@ func (a *Agent) Run(ctx context.Context) error {
 		return []request{{aSnapshot, s.Name}}
 	})
 	for _, queue := range []controller.TypedController[request]{work, making} {
-		if err := errors.Join(queue.Watch(source.TypedKind(a.cache, &v1alpha1.Volume{}, volumes)),
-			queue.Watch(source.TypedKind(a.cache, &v1alpha1.Snapshot{}, snapshots))); err != nil {
+		if err := errors.Join(queue.Watch(source.TypedKind(a.kube.Cache, &v1alpha1.Volume{}, volumes)),
+			queue.Watch(source.TypedKind(a.kube.Cache, &v1alpha1.Snapshot{}, snapshots))); err != nil {
 			return err
 		}
 	}
@@ -145,12 +150,15 @@ func (a *Agent) Run(ctx context.Context) error {
 	defer done.Wait()
 	defer stop()
 	failures := make(chan error, 4)
-	done.Go(func() { a.beat(ctx) })
-	done.Go(func() { failures <- a.cache.Start(ctx) })
-	if !a.cache.WaitForCacheSync(ctx) {
+	if a.options.Namespace != "" {
+		beating := heartbeat{live: a.kube.Live, namespace: a.options.Namespace, node: a.local.Node(), every: a.options.Heartbeat}
+		done.Go(func() { beating.run(ctx) })
+	}
+	done.Go(func() { failures <- a.kube.Cache.Start(ctx) })
+	if !a.kube.Cache.WaitForCacheSync(ctx) {
 		return nil // the context ended
 	}
-	if err := waitForOwner(ctx, a.live, a.driver); err != nil {
+	if err := cluster.WaitForOwner(ctx, a.kube.Live, a.options.Driver); err != nil {
 		return err
 	}
 	a.read.Store(true)
@@ -188,7 +196,7 @@ func (a *Agent) queue(ctx context.Context, name string, workers int, makes bool)
 
 // unmade reports whether what a request names is still to be made.
 func (a *Agent) unmade(ctx context.Context, r request) (bool, error) {
-	unmade := func(o object) bool { return o.Common().Created == nil && !going(o) }
+	unmade := func(o cluster.Object) bool { return o.Common().Created == nil && !cluster.Going(o) }
 	switch r.kind {
 	case aVolume:
 		v, there, err := get(ctx, a, r.key, &v1alpha1.Volume{})
@@ -197,9 +205,8 @@ func (a *Agent) unmade(ctx context.Context, r request) (bool, error) {
 		s, there, err := get(ctx, a, r.key, &v1alpha1.Snapshot{})
 		return there && unmade(s), err
 	}
-	var members v1alpha1.SnapshotList
-	err := a.client.List(ctx, &members, client.MatchingFields{byGroup: r.key})
-	return slices.ContainsFunc(members.Items, func(m v1alpha1.Snapshot) bool { return unmade(&m) }), err
+	members, err := cluster.Members(ctx, a.kube.Client, r.key)
+	return slices.ContainsFunc(members, func(m v1alpha1.Snapshot) bool { return unmade(&m) }), err
 }
 
 // Changed tells the agent that something of its pools may have changed that it did not do
@@ -209,52 +216,6 @@ func (a *Agent) Changed() {
 	case a.changed <- struct{}{}:
 	default: // it was told
 	}
-}
-
-// claimWait is how long a claim that the kubelet has seen, by way of a VolumeAttachment, may take to
-// reach the agent's watch before the API server is asked for it, and how long that may take.
-const claimWait = 2 * time.Second
-
-// Claimed returns how a volume is claimed by its object's last known state. It is not known if
-// no API server has answered since the start, or there is no such object. A claim that does not allow what
-// is to be done (on this node, and with readOnly false more than reading) is waited for a moment, and then
-// asked for: it may be one of before.
-func (a *Agent) Claimed(ctx context.Context, id volume.ID, readOnly bool) (_ volume.Claim, known bool) {
-	if !a.read.Load() {
-		return volume.Claim{}, false
-	}
-	waiting, cancel := context.WithTimeout(ctx, claimWait)
-	defer cancel()
-	w := a.hub.open(volumeNamed(id.Key))
-	defer w.close()
-	for {
-		v := &v1alpha1.Volume{}
-		// As the watch has it: what the agent itself is writing, perhaps to a server that does not answer, is no claim.
-		if err := a.cache.Get(ctx, client.ObjectKey{Name: id.Key}, v); err != nil || v.Spec.Pool != id.Pool {
-			return volume.Claim{}, false
-		}
-		claim := toVolume(v).Claim
-		if claim.Node == a.local.Node() && (readOnly || !claim.ReadOnly) {
-			return claim, true
-		}
-		select {
-		case <-w.signal:
-			w.take()
-		case <-waiting.Done():
-			return a.claimNow(ctx, v), true
-		}
-	}
-}
-
-// claimNow asks the API server how a volume is claimed. Where that does not answer it is as it was.
-func (a *Agent) claimNow(ctx context.Context, was *v1alpha1.Volume) volume.Claim {
-	ctx, cancel := context.WithTimeout(ctx, claimWait)
-	defer cancel()
-	now := &v1alpha1.Volume{}
-	if err := a.live.Get(ctx, client.ObjectKeyFromObject(was), now); err != nil {
-		now = was
-	}
-	return toVolume(now).Claim
 }
 
 // poolChanged: somebody deleted the object of a pool, or wants objects for what it has.
@@ -268,7 +229,7 @@ func (a *Agent) poolChanged(o client.Object, gone bool) {
 func (a *Agent) objectChanged(o client.Object, gone bool) {
 	if gone {
 		a.Changed() // its bytes may be left
-	} else if !going(o.(object)) {
+	} else if !cluster.Going(o.(cluster.Object)) {
 		return
 	}
 	r := request{aVolume, o.GetName()}
@@ -291,8 +252,8 @@ func (a *Agent) Labels(ctx context.Context, keys []string) (map[string]string, e
 	if len(keys) == 0 {
 		return nil, nil
 	}
-	node := nodeNamed(a.local.Node())
-	if err := a.live.Get(ctx, client.ObjectKeyFromObject(node), node); err != nil {
+	node := kube.Node(a.local.Node())
+	if err := a.kube.Live.Get(ctx, client.ObjectKeyFromObject(node), node); err != nil {
 		return nil, fmt.Errorf("%w: read the labels of node %s: %w", errdefs.ErrUnavailable, node.Name, err)
 	}
 	found := map[string]string{}
@@ -322,10 +283,10 @@ func (a *Agent) making(ctx context.Context, r request) (context.Context, func())
 
 // wanted is ErrBusy if nobody wants an object any more that was read before its lock was taken:
 // then its bytes may be deleted already.
-func wanted[T object](ctx context.Context, a *Agent, o T) error {
+func wanted[T cluster.Object](ctx context.Context, a *Agent, o T) error {
 	now := o.DeepCopyObject().(T)
 	now, there, err := get(ctx, a, o.GetName(), now)
-	if err == nil && (!there || going(now) || now.GetUID() != o.GetUID()) {
+	if err == nil && (!there || cluster.Going(now) || now.GetUID() != o.GetUID()) {
 		err = fmt.Errorf("%w: nobody wants %s any more", errdefs.ErrBusy, o.GetName())
 	}
 	return err
@@ -357,7 +318,7 @@ func (a *Agent) reconcile(ctx context.Context, r request) (reconcile.Result, err
 
 // get reads an object of this node from the cache; nil if it is gone.
 func get[T client.Object](ctx context.Context, a *Agent, key string, o T) (_ T, there bool, err error) {
-	err = a.client.Get(ctx, client.ObjectKey{Name: key}, o)
+	err = a.kube.Client.Get(ctx, client.ObjectKey{Name: key}, o)
 	if apierrors.IsNotFound(err) {
 		return o, false, nil
 	}
@@ -368,7 +329,7 @@ func get[T client.Object](ctx context.Context, a *Agent, key string, o T) (_ T, 
 // ErrBusy if it cannot have them. What is only looked at or written down needs none, and
 // takes none: a call that comes because of what was written must not find it locked.
 func (a *Agent) locked(exclusive, shared []string, work func() error) error {
-	unlock, busy := a.locks.TryLock(exclusive, shared)
+	unlock, busy := a.options.Locks.TryLock(exclusive, shared)
 	if unlock == nil {
 		return fmt.Errorf("%w on %s", errdefs.ErrBusy, busy)
 	}
@@ -383,7 +344,7 @@ var errGaveWay = fmt.Errorf("%w: a call needs what is being copied", errdefs.Err
 // volume: nobody waits for hours to stage or unstage it. How much of the copy stays is the
 // pool's business.
 func (a *Agent) copying(ctx context.Context, exclusive, shared []string, work func(context.Context) error) error {
-	unlock, wanted, busy := a.locks.TryYielding(exclusive, shared)
+	unlock, wanted, busy := a.options.Locks.TryYielding(exclusive, shared)
 	if unlock == nil {
 		return fmt.Errorf("%w on %s", errdefs.ErrBusy, busy)
 	}
@@ -402,39 +363,4 @@ func (a *Agent) copying(ctx context.Context, exclusive, shared []string, work fu
 		return errGaveWay
 	}
 	return err
-}
-
-// report writes the status of an object, if edit changes it. It fails with a conflict if
-// anybody changed the object since it was read.
-func report[T object](ctx context.Context, a *Agent, o T, edit func(T)) error {
-	before := o.DeepCopyObject().(T)
-	edit(o)
-	if equality.Semantic.DeepEqual(before, o) {
-		return nil
-	}
-	return a.client.Status().Patch(ctx, o, lockingPatch(before))
-}
-
-func setCondition(conditions *[]metav1.Condition, o client.Object, kind string, status metav1.ConditionStatus, reason, message string) {
-	meta.SetStatusCondition(conditions, metav1.Condition{Type: kind, Status: status, Reason: reason, Message: message, ObservedGeneration: o.GetGeneration()})
-}
-
-// refuse writes down that the node cannot do what the spec says. Errors that may pass are
-// returned, to be tried again.
-func refuse[T object](ctx context.Context, a *Agent, o T, err error) error {
-	if isTransient(err) {
-		return err
-	}
-	failure := failureOf(err)
-	if have := o.Common().Refused(o.GetGeneration()); have != nil && *have == *failure {
-		return nil
-	}
-	klog.FromContext(ctx).Error(err, "Refused")
-	return report(ctx, a, o, func(o T) {
-		status := o.Common()
-		status.Failure, status.ObservedGeneration = failure, o.GetGeneration()
-		if status.Created == nil {
-			setCondition(&status.Conditions, o, v1alpha1.Ready, metav1.ConditionFalse, failure.Reason, failure.Message)
-		}
-	})
 }

@@ -1,4 +1,4 @@
-package cluster
+package store
 
 import (
 	"cmp"
@@ -15,6 +15,8 @@ import (
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -38,14 +40,14 @@ func (s *Store) rooms(ctx context.Context, pool string, nodes []string) (map[str
 	if pool != "" {
 		options = append(options, client.MatchingFields{byPool: pool})
 	}
-	if err := s.client.List(ctx, &pools, options...); err != nil {
-		return nil, apiError("list pools", err)
+	if err := s.kube.Client.List(ctx, &pools, options...); err != nil {
+		return nil, kube.APIError("list pools", err)
 	}
 	found := map[string]room{}
 	known := false
 	for i := range pools.Items {
 		p := &pools.Items[i]
-		if (pool == "" && !p.Spec.Default) || driverOf(p) != s.options.Driver {
+		if (pool == "" && !p.Spec.Default) || cluster.DriverOf(p) != s.driver {
 			continue
 		}
 		known = true
@@ -76,7 +78,7 @@ func (s *Store) rooms(ctx context.Context, pool string, nodes []string) (map[str
 func preferred(a, b *v1alpha1.Pool) bool {
 	configured := func(p *v1alpha1.Pool) bool {
 		healthy := meta.FindStatusCondition(p.Status.Conditions, v1alpha1.Healthy)
-		return healthy == nil || healthy.Reason != notConfigured
+		return healthy == nil || healthy.Reason != cluster.ReasonNotConfigured
 	}
 	if configured(a) != configured(b) {
 		return configured(a)
@@ -92,11 +94,11 @@ func (s *Store) unseen(ctx context.Context, p *v1alpha1.Pool) (int64, error) {
 	var volumes v1alpha1.VolumeList
 	var snapshots v1alpha1.SnapshotList
 	here := client.MatchingFields{byNode: p.Spec.NodeName}
-	if err := s.client.List(ctx, &volumes, here, client.UnsafeDisableDeepCopy); err != nil {
-		return 0, apiError("list volumes", err)
+	if err := s.kube.Client.List(ctx, &volumes, here, client.UnsafeDisableDeepCopy); err != nil {
+		return 0, kube.APIError("list volumes", err)
 	}
-	if err := s.client.List(ctx, &snapshots, here, client.UnsafeDisableDeepCopy); err != nil {
-		return 0, apiError("list snapshots", err)
+	if err := s.kube.Client.List(ctx, &snapshots, here, client.UnsafeDisableDeepCopy); err != nil {
+		return 0, kube.APIError("list snapshots", err)
 	}
 	var promised int64
 	for i := range volumes.Items {
@@ -132,11 +134,11 @@ func (s *Store) place(ctx context.Context, pool string, nodes []string, size int
 	var unfit []string
 	for name, r := range found {
 		var node corev1.Node
-		if err := s.nodeReady(ctx, name); err != nil {
+		if err := s.nodes.Ready(ctx, name); err != nil {
 			unfit = append(unfit, err.Error())
 			continue
-		} else if err := s.cache.Get(ctx, client.ObjectKey{Name: name}, &node); err != nil {
-			return "", "", apiError("look at node "+name, err)
+		} else if err := s.kube.Cache.Get(ctx, client.ObjectKey{Name: name}, &node); err != nil {
+			return "", "", kube.APIError("look at node "+name, err)
 		}
 		if node.Spec.Unschedulable && len(nodes) != 1 {
 			unfit = append(unfit, fmt.Sprintf("node %s is cordoned", name))
@@ -149,7 +151,7 @@ func (s *Store) place(ctx context.Context, pool string, nodes []string, size int
 			return "", "", fmt.Errorf("%w: no pool %q on any of the nodes %v", errdefs.ErrNoSpace, pool, nodes)
 		}
 		slices.Sort(unfit)
-		return "", "", fmt.Errorf("%w: no node can make it: %s", errdefs.ErrNoSpace, limited(strings.Join(unfit, "; ")))
+		return "", "", fmt.Errorf("%w: no node can make it: %s", errdefs.ErrNoSpace, cluster.Limited(strings.Join(unfit, "; ")))
 	}
 	best := slices.MinFunc(fit, func(a, b candidate) int {
 		return cmp.Or(falseFirst(a.full, b.full), falseFirst(a.tainted, b.tainted),
@@ -182,8 +184,8 @@ func (s *Store) NodesIn(ctx context.Context, segments map[string]string) ([]stri
 		return nil, err
 	}
 	var nodes corev1.NodeList
-	if err := s.cache.List(ctx, &nodes, client.MatchingLabels(segments), client.UnsafeDisableDeepCopy); err != nil {
-		return nil, apiError("list nodes", err)
+	if err := s.kube.Cache.List(ctx, &nodes, client.MatchingLabels(segments), client.UnsafeDisableDeepCopy); err != nil {
+		return nil, kube.APIError("list nodes", err)
 	}
 	if len(nodes.Items) == 0 {
 		return nil, fmt.Errorf("%w: no node is in %v", errdefs.ErrNoSpace, segments)
@@ -209,23 +211,23 @@ func (s *Store) mayBeOn(ctx context.Context, spec volume.Spec, node string) erro
 		return refused
 	}
 	pvc := &corev1.PersistentVolumeClaim{}
-	err := s.live.Get(ctx, client.ObjectKey{Namespace: spec.For.Namespace, Name: spec.For.Name}, pvc)
+	err := s.kube.Live.Get(ctx, client.ObjectKey{Namespace: spec.For.Namespace, Name: spec.For.Name}, pvc)
 	if apierrors.IsNotFound(err) {
 		return refused
 	}
 	if err != nil {
-		return apiError("read claim "+spec.For.Namespace+"/"+spec.For.Name, err)
+		return kube.APIError("read claim "+spec.For.Namespace+"/"+spec.For.Name, err)
 	}
 	if pvc.Annotations[selectedNode] == "" || pvc.Spec.StorageClassName == nil || !strings.HasSuffix(spec.Name, string(pvc.UID)) {
 		return refused
 	}
 	class := &storagev1.StorageClass{}
-	if err := s.live.Get(ctx, client.ObjectKey{Name: *pvc.Spec.StorageClassName}, class); err != nil {
-		return apiError("read class "+*pvc.Spec.StorageClassName, err)
+	if err := s.kube.Live.Get(ctx, client.ObjectKey{Name: *pvc.Spec.StorageClassName}, class); err != nil {
+		return kube.APIError("read class "+*pvc.Spec.StorageClassName, err)
 	}
 	var on corev1.Node
-	if err := s.cache.Get(ctx, client.ObjectKey{Name: node}, &on); err != nil {
-		return apiError("look at node "+node, err)
+	if err := s.kube.Cache.Get(ctx, client.ObjectKey{Name: node}, &on); err != nil {
+		return kube.APIError("look at node "+node, err)
 	}
 	if !allows(class.AllowedTopologies, on.Labels) {
 		return fmt.Errorf("%w; class %s does not allow that node", refused, class.Name)
@@ -250,8 +252,8 @@ func allows(terms []corev1.TopologySelectorTerm, labels map[string]string) bool 
 // granularity is what sizes in a pool of a node are multiples of.
 func (s *Store) granularity(ctx context.Context, node, pool string) (int64, error) {
 	var p v1alpha1.Pool
-	if err := s.client.Get(ctx, client.ObjectKey{Name: PoolName(node, pool)}, &p); err != nil {
-		return 0, apiError(fmt.Sprintf("read pool %s of node %s", pool, node), err)
+	if err := s.kube.Client.Get(ctx, client.ObjectKey{Name: cluster.PoolName(node, pool)}, &p); err != nil {
+		return 0, kube.APIError(fmt.Sprintf("read pool %s of node %s", pool, node), err)
 	}
 	return max(p.Status.Granularity, blockdev.Granularity), nil
 }
@@ -269,7 +271,7 @@ func (s *Store) Capacity(ctx context.Context, pool, node string) (blockdev.Capac
 	}
 	var c blockdev.Capacity
 	for name, r := range found {
-		if s.nodeReady(ctx, name) != nil {
+		if s.nodes.Ready(ctx, name) != nil {
 			continue
 		}
 		c.Total += r.Status.Total

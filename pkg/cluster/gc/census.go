@@ -1,18 +1,16 @@
-package cluster
+package gc
 
 import (
 	"context"
-	"fmt"
 
 	corev1 "k8s.io/api/core/v1"
 	storagev1 "k8s.io/api/storage/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 )
-
-// page is how many objects are asked for at once where nobody watches them.
-const page = 500
 
 // census is what Kubernetes has of the volumes of a driver: read when it is first asked for,
 // in pages, and then kept. It is for one decision, or for some at one time.
@@ -24,6 +22,9 @@ type census struct {
 	attachments map[attachment]bool
 }
 
+// census returns one that has read nothing yet.
+func (c *Collector) census() *census { return &census{live: c.kube.Live, driver: c.options.Driver} }
+
 // attachment says of a PersistentVolume, by its name, or of an inline one, by its handle, which
 // node a VolumeAttachment is for.
 type attachment struct{ node, volume, handle string }
@@ -34,7 +35,7 @@ func (c *census) volumes(ctx context.Context) (map[string][]string, error) {
 		return c.handles, nil
 	}
 	handles := map[string][]string{}
-	err := eachPage(ctx, c.live, &corev1.PersistentVolumeList{}, func(list *corev1.PersistentVolumeList) {
+	err := kube.EachPage(ctx, c.live, &corev1.PersistentVolumeList{}, func(list *corev1.PersistentVolumeList) {
 		for i := range list.Items {
 			if source := list.Items[i].Spec.CSI; source != nil && source.Driver == c.driver {
 				handles[source.VolumeHandle] = append(handles[source.VolumeHandle], list.Items[i].Name)
@@ -55,7 +56,7 @@ func (c *census) attached(ctx context.Context, v *v1alpha1.Volume) (bool, error)
 	}
 	if c.attachments == nil {
 		attachments := map[attachment]bool{}
-		if err := eachPage(ctx, c.live, &storagev1.VolumeAttachmentList{}, func(list *storagev1.VolumeAttachmentList) {
+		if err := kube.EachPage(ctx, c.live, &storagev1.VolumeAttachmentList{}, func(list *storagev1.VolumeAttachmentList) {
 			for i := range list.Items {
 				one := &list.Items[i].Spec
 				if one.Attacher != c.driver {
@@ -73,7 +74,7 @@ func (c *census) attached(ctx context.Context, v *v1alpha1.Volume) (bool, error)
 		}
 		c.attachments = attachments
 	}
-	node, id := v.Spec.Claim.Node, volumeID(v).String()
+	node, id := v.Spec.Claim.Node, cluster.VolumeID(v).String()
 	// That of a PersistentVolume that is gone counts too.
 	names := append([]string{v.Spec.Name, v.Spec.PersistentVolume}, handles[id]...)
 	for _, name := range names {
@@ -82,17 +83,4 @@ func (c *census) attached(ctx context.Context, v *v1alpha1.Volume) (bool, error)
 		}
 	}
 	return c.attachments[attachment{node: node, handle: id}], nil
-}
-
-// eachPage lists all objects of a kind, page by page.
-func eachPage[T client.ObjectList](ctx context.Context, c client.Client, list T, visit func(T), which ...client.ListOption) error {
-	for token := ""; ; {
-		if err := c.List(ctx, list, append(which, client.Limit(page), client.Continue(token))...); err != nil {
-			return fmt.Errorf("list %T: %w", list, err)
-		}
-		visit(list)
-		if token = list.GetContinue(); token == "" {
-			return nil
-		}
-	}
 }

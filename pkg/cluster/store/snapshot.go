@@ -1,30 +1,27 @@
-package cluster
+package store
 
 import (
 	"context"
 	"fmt"
 	"slices"
 
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
-
-func snapshotNamed(key string) *v1alpha1.Snapshot {
-	return &v1alpha1.Snapshot{ObjectMeta: metav1.ObjectMeta{Name: key}}
-}
 
 // newSnapshot is the object of a new snapshot; of a group too, with group set.
 func newSnapshot(name string, source *v1alpha1.Volume, group *v1alpha1.Group) *v1alpha1.Snapshot {
 	key := volume.KeyOf(name)
 	if group != nil {
-		key = volume.KeyOf(memberName(name, volumeID(source)))
+		key = volume.KeyOf(cluster.MemberName(name, cluster.VolumeID(source)))
 	}
-	o := snapshotNamed(key)
+	o := cluster.SnapshotNamed(key)
 	o.Spec = v1alpha1.SnapshotSpec{Intent: v1alpha1.Intent{Make: true}, NodeName: source.Spec.NodeName, Pool: source.Spec.Pool, Name: name, Source: source.Name, Group: group}
 	return o
 }
@@ -33,20 +30,20 @@ func sameSnapshot(a, b *v1alpha1.Snapshot) bool {
 	if (a.Spec.Group == nil) != (b.Spec.Group == nil) || (a.Spec.Group != nil && *a.Spec.Group != *b.Spec.Group) {
 		return false
 	}
-	return a.Spec.Name == b.Spec.Name && snapshotSource(a) == snapshotSource(b)
+	return a.Spec.Name == b.Spec.Name && cluster.SnapshotSource(a) == cluster.SnapshotSource(b)
 }
 
 // begin creates the object of a snapshot, or finds the one that is there. What an earlier
 // try left refused is removed first. ErrExists for another snapshot of the name.
-func (s *Store) begin(ctx context.Context, w *watch, want *v1alpha1.Snapshot) (*v1alpha1.Snapshot, error) {
+func (s *Store) begin(ctx context.Context, w *kube.Watch, want *v1alpha1.Snapshot) (*v1alpha1.Snapshot, error) {
 	return obtain(ctx, s, w, want.Name,
 		func() (*v1alpha1.Snapshot, error) { return want.DeepCopy(), nil },
 		func(have *v1alpha1.Snapshot) (bool, error) {
 			if !sameSnapshot(have, want) {
-				return false, fmt.Errorf("%w: snapshot %q (%s) is of volume %s, not %s", errdefs.ErrExists, have.Spec.Name, snapshotID(have), snapshotSource(have), snapshotSource(want))
+				return false, fmt.Errorf("%w: snapshot %q (%s) is of volume %s, not %s", errdefs.ErrExists, have.Spec.Name, cluster.SnapshotID(have), cluster.SnapshotSource(have), cluster.SnapshotSource(want))
 			}
 			if lostUnmade(have) {
-				return false, errorOf(have.Spec.NodeName, have.Status.Failure)
+				return false, cluster.ErrorOf(have.Spec.NodeName, have.Status.Failure)
 			}
 			if have.Status.Created == nil && have.Common().Refused(have.Generation) != nil {
 				return false, discard(ctx, s, w, have)
@@ -60,28 +57,28 @@ func (s *Store) CreateSnapshot(ctx context.Context, name string, source volume.I
 	if err := s.Ready(ctx); err != nil {
 		return volume.Snapshot{}, err
 	}
-	w := s.hub.open(snapshotNamed(volume.KeyOf(name)))
-	defer w.close()
+	w := s.hub.Open(cluster.SnapshotNamed(volume.KeyOf(name)))
+	defer w.Close()
 	// One that is there needs no source any more. Another store may have deleted it since.
 	have := &v1alpha1.Snapshot{}
-	err := s.client.Get(ctx, client.ObjectKey{Name: volume.KeyOf(name)}, have)
+	err := s.kube.Client.Get(ctx, client.ObjectKey{Name: volume.KeyOf(name)}, have)
 	if err == nil {
 		have = &v1alpha1.Snapshot{}
-		err = s.live.Get(ctx, client.ObjectKey{Name: volume.KeyOf(name)}, have)
+		err = s.kube.Live.Get(ctx, client.ObjectKey{Name: volume.KeyOf(name)}, have)
 	}
 	err = client.IgnoreNotFound(err)
-	if err == nil && !going(have) && have.Status.Created != nil {
-		if have.Spec.Name != name || have.Spec.Group != nil || snapshotSource(have) != source {
-			return volume.Snapshot{}, fmt.Errorf("%w: snapshot %q (%s) is of volume %s, not %s", errdefs.ErrExists, name, snapshotID(have), snapshotSource(have), source)
+	if err == nil && !cluster.Going(have) && have.Status.Created != nil {
+		if have.Spec.Name != name || have.Spec.Group != nil || cluster.SnapshotSource(have) != source {
+			return volume.Snapshot{}, fmt.Errorf("%w: snapshot %q (%s) is of volume %s, not %s", errdefs.ErrExists, name, cluster.SnapshotID(have), cluster.SnapshotSource(have), source)
 		}
-		return toSnapshot(have), nil
+		return cluster.ToSnapshot(have), nil
 	}
 	if err != nil {
-		return volume.Snapshot{}, apiError(fmt.Sprintf("snapshot %q", name), err)
+		return volume.Snapshot{}, kube.APIError(fmt.Sprintf("snapshot %q", name), err)
 	}
 	v, err := s.usable(ctx, source)
 	if err == nil {
-		err = s.nodeReady(ctx, v.Spec.NodeName)
+		err = s.nodes.Ready(ctx, v.Spec.NodeName)
 	}
 	if err != nil {
 		return volume.Snapshot{}, fmt.Errorf("snapshot %q: %w", name, err)
@@ -92,7 +89,7 @@ func (s *Store) CreateSnapshot(ctx context.Context, name string, source volume.I
 	if err != nil {
 		return volume.Snapshot{}, fmt.Errorf("snapshot %q of volume %s: %w", name, source, err)
 	}
-	return toSnapshot(have), nil
+	return cluster.ToSnapshot(have), nil
 }
 
 // DeleteSnapshot: see volume.Store.
@@ -100,7 +97,7 @@ func (s *Store) DeleteSnapshot(ctx context.Context, id volume.ID) error {
 	if id.Kind != blockdev.Snapshot {
 		return nil
 	}
-	have := snapshotNamed(id.Key)
+	have := cluster.SnapshotNamed(id.Key)
 	return remove(ctx, s, id, have, false, func(bool) error {
 		if group := have.Spec.Group; group != nil {
 			return fmt.Errorf("%w: snapshot %s is part of %s and is deleted with it", errdefs.ErrInvalid, id, volume.GroupID{Key: group.Key})
@@ -119,7 +116,7 @@ func (s *Store) GetSnapshot(ctx context.Context, id volume.ID) (volume.Snapshot,
 		return volume.Snapshot{}, fmt.Errorf("snapshot %s: %w", id, err)
 	}
 	if have.Spec.Pool == id.Pool && lostUnmade(have) {
-		return volume.Snapshot{}, errorOf(have.Spec.NodeName, have.Status.Failure)
+		return volume.Snapshot{}, cluster.ErrorOf(have.Spec.NodeName, have.Status.Failure)
 	}
 	there := have.Spec.Pool == id.Pool && have.Status.Created != nil
 	if there && have.Spec.Group != nil {
@@ -132,7 +129,7 @@ func (s *Store) GetSnapshot(ctx context.Context, id volume.ID) (volume.Snapshot,
 	if !there {
 		return volume.Snapshot{}, fmt.Errorf("%w: no snapshot %s", errdefs.ErrNotFound, id)
 	}
-	return toSnapshot(have), nil
+	return cluster.ToSnapshot(have), nil
 }
 
 // ListSnapshots: see volume.Store.
@@ -145,14 +142,14 @@ func (s *Store) ListSnapshots(ctx context.Context, source, after volume.ID, limi
 	if source != (volume.ID{}) {
 		options = append(options, client.MatchingFields{bySource: source.Key})
 	}
-	if err := s.client.List(ctx, &list, options...); err != nil {
-		return nil, apiError("list snapshots", err)
+	if err := s.kube.Client.List(ctx, &list, options...); err != nil {
+		return nil, kube.APIError("list snapshots", err)
 	}
 	complete := map[string]bool{}
 	var found []*v1alpha1.Snapshot
 	for i := range list.Items {
 		o := &list.Items[i]
-		if o.Status.Created == nil || compareIDs(snapshotID(o), after) <= 0 || (source != (volume.ID{}) && snapshotSource(o) != source) {
+		if o.Status.Created == nil || compareIDs(cluster.SnapshotID(o), after) <= 0 || (source != (volume.ID{}) && cluster.SnapshotSource(o) != source) {
 			continue
 		}
 		if g := o.Spec.Group; g != nil {
@@ -169,13 +166,13 @@ func (s *Store) ListSnapshots(ctx context.Context, source, after volume.ID, limi
 		}
 		found = append(found, o)
 	}
-	slices.SortFunc(found, func(a, b *v1alpha1.Snapshot) int { return compareIDs(snapshotID(a), snapshotID(b)) })
+	slices.SortFunc(found, func(a, b *v1alpha1.Snapshot) int { return compareIDs(cluster.SnapshotID(a), cluster.SnapshotID(b)) })
 	if limit > 0 && len(found) > limit {
 		found = found[:limit]
 	}
 	var snapshots []volume.Snapshot
 	for _, o := range found {
-		snapshots = append(snapshots, toSnapshot(o))
+		snapshots = append(snapshots, cluster.ToSnapshot(o))
 	}
 	return snapshots, nil
 }

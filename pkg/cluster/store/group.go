@@ -1,4 +1,4 @@
-package cluster
+package store
 
 import (
 	"context"
@@ -6,9 +6,9 @@ import (
 	"fmt"
 	"slices"
 
-	"sigs.k8s.io/controller-runtime/pkg/client"
-
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -18,9 +18,7 @@ func (s *Store) members(ctx context.Context, key string) ([]v1alpha1.Snapshot, e
 	if err := s.Ready(ctx); err != nil {
 		return nil, err
 	}
-	var list v1alpha1.SnapshotList
-	err := s.client.List(ctx, &list, client.MatchingFields{byGroup: key})
-	return list.Items, apiError("list the members of a group", err)
+	return cluster.Members(ctx, s.kube.Client, key)
 }
 
 // membersNow is members; where the cache does not have all of them the API server has the last word:
@@ -30,27 +28,14 @@ func (s *Store) membersNow(ctx context.Context, key string) ([]v1alpha1.Snapshot
 	if err != nil || whole(members) {
 		return members, err
 	}
-	return s.liveMembers(ctx, key)
-}
-
-// liveMembers is members by the API server's word.
-func (s *Store) liveMembers(ctx context.Context, key string) ([]v1alpha1.Snapshot, error) {
-	var members []v1alpha1.Snapshot
-	err := eachPage(ctx, s.live, &v1alpha1.SnapshotList{}, func(list *v1alpha1.SnapshotList) {
-		for i := range list.Items {
-			if m := &list.Items[i]; m.Spec.Group != nil && m.Spec.Group.Key == key {
-				members = append(members, *m.DeepCopy())
-			}
-		}
-	})
-	return members, apiError("list the members of a group", err)
+	return cluster.LiveMembers(ctx, s.kube.Live, key)
 }
 
 // whole: a group has no object. It is there if as many members were cut as each says that
 // there are, and none of them is on its way out.
 func whole(members []v1alpha1.Snapshot) bool {
 	for i := range members {
-		if m := &members[i]; m.Status.Created == nil || going(m) || m.Spec.Group.Size != len(members) {
+		if m := &members[i]; m.Status.Created == nil || cluster.Going(m) || m.Spec.Group.Size != len(members) {
 			return false
 		}
 	}
@@ -60,7 +45,7 @@ func whole(members []v1alpha1.Snapshot) bool {
 func toGroup(id volume.GroupID, members []v1alpha1.Snapshot) volume.Group {
 	var snapshots []volume.Snapshot
 	for i := range members {
-		snapshots = append(snapshots, toSnapshot(&members[i]))
+		snapshots = append(snapshots, cluster.ToSnapshot(&members[i]))
 	}
 	return volume.NewGroup(id, snapshots)
 }
@@ -83,7 +68,7 @@ func (s *Store) createGroup(ctx context.Context, name string, sources []volume.I
 	}
 	members, err := s.members(ctx, id.Key)
 	if err == nil && whole(members) { // another store may have deleted it since
-		members, err = s.liveMembers(ctx, id.Key)
+		members, err = cluster.LiveMembers(ctx, s.kube.Live, id.Key)
 	}
 	if err != nil {
 		return volume.Group{}, err
@@ -112,31 +97,31 @@ func (s *Store) createGroup(ctx context.Context, name string, sources []volume.I
 		one := newSnapshot(name, v, &v1alpha1.Group{Key: id.Key, Size: len(sources)})
 		wanted[one.Name] = one
 	}
-	if err := s.nodeReady(ctx, node); err != nil {
+	if err := s.nodes.Ready(ctx, node); err != nil {
 		return volume.Group{}, err
 	}
 	for i := range members {
 		if m := &members[i]; lostUnmade(m) {
-			return volume.Group{}, errorOf(m.Spec.NodeName, m.Status.Failure)
+			return volume.Group{}, cluster.ErrorOf(m.Spec.NodeName, m.Status.Failure)
 		}
 	}
 	// Of an earlier try: what does not belong to this one goes first.
 	if slices.ContainsFunc(members, func(m v1alpha1.Snapshot) bool {
-		return going(&m) || m.Common().Refused(m.Generation) != nil || wanted[m.Name] == nil || !sameSnapshot(&m, wanted[m.Name])
+		return cluster.Going(&m) || m.Common().Refused(m.Generation) != nil || wanted[m.Name] == nil || !sameSnapshot(&m, wanted[m.Name])
 	}) {
 		if _, err := s.removeAll(ctx, members); err != nil {
 			return volume.Group{}, err
 		}
 	}
-	watches := map[string]*watch{}
+	watches := map[string]*kube.Watch{}
 	defer func() {
 		for _, w := range watches {
-			w.close()
+			w.Close()
 		}
 	}()
 	made := map[string]*v1alpha1.Snapshot{}
 	for key, one := range wanted {
-		watches[key] = s.hub.open(one)
+		watches[key] = s.hub.Open(one)
 		if made[key], err = s.begin(ctx, watches[key], one); err != nil {
 			return volume.Group{}, err
 		}
@@ -144,7 +129,7 @@ func (s *Store) createGroup(ctx context.Context, name string, sources []volume.I
 	members = members[:0]
 	for key, one := range made {
 		have, err := wait(ctx, s, watches[key], one, isMade)
-		var refused *refusal
+		var refused *cluster.Refusal
 		switch {
 		case errors.Is(err, errGone):
 			return volume.Group{}, fmt.Errorf("%w: a snapshot of it was deleted while it was being cut", errdefs.ErrUnavailable)
@@ -176,24 +161,24 @@ func (s *Store) createGroup(ctx context.Context, name string, sources []volume.I
 // removeAll deletes snapshots and waits until all are gone: a node takes the members of a
 // group away together. With behind, some were gone before, and others may have their names.
 func (s *Store) removeAll(ctx context.Context, members []v1alpha1.Snapshot) (behind bool, err error) {
-	watches := map[int]*watch{}
+	watches := map[int]*kube.Watch{}
 	defer func() {
 		for _, w := range watches {
-			w.close()
+			w.Close()
 		}
 	}()
 	gone := map[int]bool{}
 	for i := range members {
 		m := &members[i]
-		watches[i] = s.hub.open(m)
+		watches[i] = s.hub.Open(m)
 		if m.Deleting() {
 			continue
 		}
-		err := intend(ctx, s.client, m, false)
-		if err != nil && ignoreConflict(err) == nil {
+		err := cluster.IntendDeletion(ctx, s.kube.Client, m, false)
+		if err != nil && kube.IgnoreConflict(err) == nil {
 			gone[i] = true
 		} else if err != nil {
-			return false, apiError("delete snapshot "+snapshotID(m).String(), err)
+			return false, kube.APIError("delete snapshot "+cluster.SnapshotID(m).String(), err)
 		}
 	}
 	for i := range members {
@@ -212,7 +197,7 @@ func (s *Store) DeleteGroup(ctx context.Context, id volume.GroupID) error {
 	members, err := s.membersNow(ctx, id.Key)
 	for behind := true; err == nil && behind; {
 		if behind, err = s.removeAll(ctx, members); behind {
-			members, err = s.liveMembers(ctx, id.Key)
+			members, err = cluster.LiveMembers(ctx, s.kube.Live, id.Key)
 		}
 	}
 	if err == nil {

@@ -1,0 +1,58 @@
+package agent
+
+import (
+	"context"
+	"time"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// claimWait is how long a claim that the kubelet has seen, by way of a VolumeAttachment, may take to
+// reach the agent's watch before the API server is asked for it, and how long that may take.
+const claimWait = 2 * time.Second
+
+// Claimed returns how a volume is claimed by its object's last known state. It is not known if
+// no API server has answered since the start, or there is no such object. A claim that does not allow what
+// is to be done (on this node, and with readOnly false more than reading) is waited for a moment, and then
+// asked for: it may be one of before.
+func (a *Agent) Claimed(ctx context.Context, id volume.ID, readOnly bool) (_ volume.Claim, known bool) {
+	if !a.read.Load() {
+		return volume.Claim{}, false
+	}
+	waiting, cancel := context.WithTimeout(ctx, claimWait)
+	defer cancel()
+	w := a.hub.Open(cluster.VolumeNamed(id.Key))
+	defer w.Close()
+	for {
+		v := &v1alpha1.Volume{}
+		// As the watch has it: what the agent itself is writing, perhaps to a server that does not answer, is no claim.
+		if err := a.kube.Cache.Get(ctx, client.ObjectKey{Name: id.Key}, v); err != nil || v.Spec.Pool != id.Pool {
+			return volume.Claim{}, false
+		}
+		claim := cluster.ToVolume(v).Claim
+		if claim.Node == a.local.Node() && (readOnly || !claim.ReadOnly) {
+			return claim, true
+		}
+		select {
+		case <-w.Signal:
+			w.Take()
+		case <-waiting.Done():
+			return a.claimNow(ctx, v), true
+		}
+	}
+}
+
+// claimNow asks the API server how a volume is claimed. Where that does not answer it is as it was.
+func (a *Agent) claimNow(ctx context.Context, was *v1alpha1.Volume) volume.Claim {
+	ctx, cancel := context.WithTimeout(ctx, claimWait)
+	defer cancel()
+	now := &v1alpha1.Volume{}
+	if err := a.kube.Live.Get(ctx, client.ObjectKeyFromObject(was), now); err != nil {
+		now = was
+	}
+	return cluster.ToVolume(now).Claim
+}

@@ -1,0 +1,165 @@
+package agent
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+
+	"k8s.io/klog/v2"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// group cuts the members of a group snapshot together, or takes them away together.
+func (a *Agent) group(ctx context.Context, r request) (reconcile.Result, error) {
+	members, err := cluster.Members(ctx, a.kube.Client, r.key)
+	if err != nil || len(members) == 0 {
+		return reconcile.Result{}, err
+	}
+	var deleting, leaving, cut, found, refused int
+	var failures []error
+	for i := range members {
+		m := &members[i]
+		switch {
+		case m.Deleting():
+			deleting++
+		case m.DeletionTimestamp != nil:
+			leaving++
+			failures = append(failures, a.dropObject(ctx, m))
+		}
+		if m.Status.Created != nil {
+			cut++
+		}
+		if !m.Spec.Make {
+			found++
+		}
+		if m.Common().Refused(m.Generation) != nil {
+			refused++
+		}
+	}
+	if leaving > 0 {
+		return reconcile.Result{}, errors.Join(failures...)
+	}
+	whole := len(members) == members[0].Spec.Group.Size
+	switch {
+	case deleting == len(members):
+		return a.deleteGroup(ctx, r.key, members)
+	case deleting > 0, !whole:
+		return reconcile.Result{}, nil // the rest of it comes, or goes, too
+	case cut == len(members):
+		for i := range members {
+			failures = append(failures, a.tendSnapshot(ctx, &members[i]))
+		}
+		return reconcile.Result{RequeueAfter: checkAgain}, errors.Join(failures...)
+	case refused > 0 && found == 0:
+		return reconcile.Result{}, a.refuseAll(ctx, members, errors.New(firstFailure(members)))
+	}
+	return reconcile.Result{RequeueAfter: checkAgain}, a.makeGroup(ctx, r, members, cut+found > 0)
+}
+
+// makeGroup cuts a group. known: some member was cut, so all were, and none is cut again.
+func (a *Agent) makeGroup(ctx context.Context, r request, members []v1alpha1.Snapshot, known bool) error {
+	var made volume.Group
+	var err error
+	if known {
+		made, err = a.local.GetGroup(ctx, volume.GroupID{Key: r.key})
+		if errors.Is(err, errdefs.ErrNotFound) {
+			err = fmt.Errorf("%w: snapshots of this group that were cut are missing", errdefs.ErrDataLoss)
+		}
+	} else {
+		defer a.Changed()
+		working, end := a.making(ctx, r)
+		defer end()
+		var sources []volume.ID
+		for i := range members {
+			sources = append(sources, cluster.SnapshotSource(&members[i]))
+		}
+		locks := groupLocks(r.key, members)
+		for _, source := range sources {
+			locks = append(locks, keylock.Volume(source.Key))
+		}
+		err = a.copying(working, locks, nil, func(ctx context.Context) (err error) {
+			for i := range members {
+				if err := wanted(ctx, a, &members[i]); err != nil {
+					return err
+				}
+			}
+			made, err = a.local.CreateGroup(ctx, members[0].Spec.Name, sources)
+			return err
+		})
+	}
+	if err != nil {
+		return a.refuseAll(ctx, members, err)
+	}
+	for i := range members {
+		m := &members[i]
+		at := slices.IndexFunc(made.Snapshots, func(s volume.Snapshot) bool { return s.ID == cluster.SnapshotID(m) })
+		if at < 0 {
+			return fmt.Errorf("%w: %s has no snapshot %s", errdefs.ErrDataLoss, made.ID, cluster.SnapshotID(m))
+		}
+		if err := a.reportCut(ctx, m, made.Snapshots[at]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func groupLocks(key string, members []v1alpha1.Snapshot) []string {
+	locks := []string{keylock.Group(key)}
+	for i := range members {
+		locks = append(locks, keylock.Snapshot(members[i].Name))
+	}
+	return locks
+}
+
+func firstFailure(members []v1alpha1.Snapshot) string {
+	for i := range members {
+		if f := members[i].Status.Failure; f != nil {
+			return f.Message
+		}
+	}
+	return ""
+}
+
+func (a *Agent) refuseAll(ctx context.Context, members []v1alpha1.Snapshot, err error) error {
+	for i := range members {
+		m := &members[i]
+		if m.Status.Created != nil || m.Common().Refused(m.Generation) != nil {
+			continue
+		}
+		if err := refuse(ctx, a, m, err); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (a *Agent) deleteGroup(ctx context.Context, key string, members []v1alpha1.Snapshot) (reconcile.Result, error) {
+	defer a.Changed()
+	if err := a.locked(groupLocks(key, members), nil, func() error {
+		for i := range members {
+			have, err := a.local.GetSnapshot(ctx, cluster.SnapshotID(&members[i]))
+			if errors.Is(err, errdefs.ErrUnavailable) {
+				return err // what is in that pool would stay
+			}
+			if err == nil && !sameBytes(&members[i], have.Created) {
+				klog.FromContext(ctx).Info("Keeping a group of the same name that is not the one to be deleted", "group", volume.GroupID{Key: key}.String())
+				return nil
+			}
+		}
+		return a.local.DeleteGroup(ctx, volume.GroupID{Key: key})
+	}); err != nil {
+		return reconcile.Result{}, err
+	}
+	var failures []error
+	for i := range members {
+		failures = append(failures, cluster.RemoveObject(ctx, a.kube.Client, &members[i]))
+	}
+	return reconcile.Result{}, errors.Join(failures...)
+}

@@ -1,0 +1,85 @@
+package agent
+
+import (
+	"context"
+	"time"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/klog/v2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
+)
+
+// heartbeat shows that the agent of a node lives.
+type heartbeat struct {
+	live      client.Client
+	namespace string
+	node      string
+	every     time.Duration
+	lease     *coordinationv1.Lease // as it was last written
+}
+
+// run renews the agent's Lease until the context ends.
+func (h *heartbeat) run(ctx context.Context) {
+	for {
+		trying, cancel := context.WithTimeout(ctx, h.every)
+		if err := h.renew(trying); err != nil && ctx.Err() == nil {
+			klog.FromContext(ctx).Error(err, "Could not renew the agent's Lease; trying again", "namespace", h.namespace)
+		}
+		cancel()
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(h.every):
+		}
+	}
+}
+
+// renew writes the agent's Lease: one request, as nobody else writes it. What somebody changed is put right.
+func (h *heartbeat) renew(ctx context.Context) error {
+	for {
+		now, node, duration := metav1.NowMicro(), h.node, int32(cluster.SilentAfter/time.Second)
+		spec := coordinationv1.LeaseSpec{HolderIdentity: &node, LeaseDurationSeconds: &duration, RenewTime: &now}
+		if h.lease == nil {
+			lease := cluster.Lease(h.namespace, h.node)
+			err := h.live.Get(ctx, client.ObjectKeyFromObject(lease), lease)
+			if apierrors.IsNotFound(err) {
+				lease.Spec = spec
+				if lease.OwnerReferences, err = h.owner(ctx); err != nil {
+					return err
+				}
+				if err = h.live.Create(ctx, lease); err == nil {
+					h.lease = lease
+				}
+				return err
+			}
+			if err != nil {
+				return err
+			}
+			h.lease = lease
+		}
+		h.lease.Spec = spec
+		h.lease.Labels = cluster.Lease(h.namespace, node).Labels
+		err := h.live.Update(ctx, h.lease)
+		if err != nil {
+			h.lease = nil
+		}
+		if !apierrors.IsConflict(err) && !apierrors.IsNotFound(err) {
+			return err
+		}
+	}
+}
+
+// owner is the node: its Lease goes with it.
+func (h *heartbeat) owner(ctx context.Context) ([]metav1.OwnerReference, error) {
+	node := kube.Node(h.node)
+	if err := h.live.Get(ctx, client.ObjectKeyFromObject(node), node); err != nil {
+		return nil, client.IgnoreNotFound(err) // without a node, somebody else has to remove it
+	}
+	return []metav1.OwnerReference{{APIVersion: corev1.SchemeGroupVersion.String(), Kind: "Node", Name: node.Name, UID: node.UID}}, nil
+}

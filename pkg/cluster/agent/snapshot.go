@@ -1,0 +1,128 @@
+package agent
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/klog/v2"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// snapshot makes the snapshot of an object, or takes it away.
+func (a *Agent) snapshot(ctx context.Context, r request) (reconcile.Result, error) {
+	s, there, err := get(ctx, a, r.key, &v1alpha1.Snapshot{})
+	if err != nil || !there {
+		return reconcile.Result{}, err
+	}
+	switch {
+	case s.Deleting():
+		return a.deleteSnapshot(ctx, s)
+	case s.DeletionTimestamp != nil:
+		return reconcile.Result{}, a.dropObject(ctx, s)
+	case s.Status.Created != nil:
+		return reconcile.Result{RequeueAfter: checkAgain}, a.tendSnapshot(ctx, s)
+	case !s.Spec.Make:
+		return reconcile.Result{RequeueAfter: checkAgain}, a.findSnapshot(ctx, s)
+	case s.Common().Refused(s.Generation) != nil:
+		return reconcile.Result{}, nil // it waits to be deleted
+	}
+	working, end := a.making(ctx, r)
+	defer end()
+	defer a.Changed()
+	var made volume.Snapshot
+	if err := a.copying(working, []string{keylock.Snapshot(s.Name), keylock.Volume(s.Spec.Source)}, nil, func(ctx context.Context) (err error) {
+		if err := wanted(ctx, a, s); err != nil {
+			return err
+		}
+		made, err = a.local.CreateSnapshot(ctx, s.Spec.Name, cluster.SnapshotSource(s))
+		return err
+	}); err != nil {
+		return reconcile.Result{}, refuse(ctx, a, s, err)
+	}
+	return reconcile.Result{}, a.reportCut(ctx, s, made)
+}
+
+// findSnapshot finds the snapshot of an object that may not be cut: see findVolume.
+func (a *Agent) findSnapshot(ctx context.Context, s *v1alpha1.Snapshot) error {
+	have, err := a.local.GetSnapshot(ctx, cluster.SnapshotID(s))
+	switch {
+	case errors.Is(err, errdefs.ErrNotFound):
+		err = fmt.Errorf("%w: %s", errdefs.ErrDataLoss, a.missingSnapshot(cluster.SnapshotID(s)))
+	case err == nil && have.Source != cluster.SnapshotSource(s):
+		err = fmt.Errorf("%w: snapshot %s is of volume %s, not %s", errdefs.ErrExists, have.ID, have.Source, cluster.SnapshotSource(s))
+	}
+	if err != nil {
+		return refuse(ctx, a, s, err)
+	}
+	defer a.Changed()
+	return a.reportCut(ctx, s, have)
+}
+
+func (a *Agent) missingSnapshot(id volume.ID) string {
+	return fmt.Sprintf("pool %s of node %s does not have this snapshot any more; nothing was cut in its place", id.Pool, a.local.Node())
+}
+
+// reportCut reports a snapshot that is there, and sees to it that it is not cut again.
+func (a *Agent) reportCut(ctx context.Context, s *v1alpha1.Snapshot, made volume.Snapshot) error {
+	if err := clearIntent(ctx, a, s); err != nil {
+		return err
+	}
+	return report(ctx, a, s, func(s *v1alpha1.Snapshot) {
+		if s.Status.Created != nil {
+			return
+		}
+		s.Status.Created, s.Status.Size = madeAt(made.Created), made.Size
+		s.Status.Failure, s.Status.ObservedGeneration = nil, s.Generation
+		setCondition(&s.Status.Conditions, s, v1alpha1.Ready, metav1.ConditionTrue, "Cut", "")
+	})
+}
+
+func (a *Agent) deleteSnapshot(ctx context.Context, s *v1alpha1.Snapshot) (reconcile.Result, error) {
+	defer a.Changed()
+	err := a.locked([]string{keylock.Snapshot(s.Name)}, nil, func() error {
+		if have, err := a.local.GetSnapshot(ctx, cluster.SnapshotID(s)); err == nil && !sameBytes(s, have.Created) {
+			klog.FromContext(ctx).Info("Keeping a snapshot of the same name that is not the one to be deleted", "snapshot", have.ID.String())
+			return nil
+		}
+		return a.local.DeleteSnapshot(ctx, cluster.SnapshotID(s))
+	})
+	if err == nil {
+		return reconcile.Result{}, cluster.RemoveObject(ctx, a.kube.Client, s)
+	}
+	return reconcile.Result{RequeueAfter: lastRetry}, refuse(ctx, a, s, err)
+}
+
+// tendSnapshot looks after a snapshot that was cut once. If it is missing, it is lost: a
+// snapshot of another moment is not the same.
+func (a *Agent) tendSnapshot(ctx context.Context, s *v1alpha1.Snapshot) error {
+	if err := clearIntent(ctx, a, s); err != nil {
+		return err
+	}
+	problems, err := a.snapshotHealth(ctx, s)
+	if err != nil {
+		return err
+	}
+	return report(ctx, a, s, func(s *v1alpha1.Snapshot) { a.setReady(&s.Status.Conditions, s, problems) })
+}
+
+func (a *Agent) snapshotHealth(ctx context.Context, s *v1alpha1.Snapshot) ([]blockdev.Problem, error) {
+	id := cluster.SnapshotID(s)
+	for _, pool := range a.options.Pools {
+		if pool.Name() == id.Pool {
+			problems, err := pool.Health(ctx, blockdev.Ref{Kind: id.Kind, Key: id.Key})
+			if !errors.Is(err, errdefs.ErrNotFound) {
+				return problems, err
+			}
+		}
+	}
+	return []blockdev.Problem{{Severity: blockdev.DataLoss, Reason: "SnapshotMissing", Message: a.missingSnapshot(id)}}, nil
+}

@@ -1,0 +1,44 @@
+package gc
+
+import (
+	"context"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/klog/v2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
+)
+
+// collectClaim takes a claim back that no VolumeAttachment is for: somebody took the finalizer
+// off that one, so nobody will ever ask for it. Devices that are still there are the node's to see.
+func (c *Collector) collectClaim(ctx context.Context, known *census, key string) error {
+	v := &v1alpha1.Volume{}
+	if err := c.kube.Client.Get(ctx, client.ObjectKey{Name: key}, v); err != nil {
+		return client.IgnoreNotFound(err)
+	}
+	if v.Spec.Claim == nil {
+		return nil
+	}
+	attached, err := known.attached(ctx, v)
+	if err != nil || attached {
+		return err
+	}
+	// Whoever asked for the claim until now has a VolumeAttachment; whoever asks from now on takes this off.
+	before := v.DeepCopy()
+	metav1.SetMetaDataAnnotation(&v.ObjectMeta, v1alpha1.DoubtAnnotation, "true")
+	if err := c.kube.Client.Patch(ctx, v, kube.LockingPatch(before)); err != nil {
+		return kube.IgnoreConflict(err)
+	}
+	attached, err = c.census().attached(ctx, v)
+	if err != nil || attached {
+		return err
+	}
+	klog.FromContext(ctx).Info("Taking back a claim that no VolumeAttachment is for", "volume", cluster.VolumeID(v).String(), "node", v.Spec.Claim.Node)
+	before = v.DeepCopy()
+	v.Spec.Claim = nil
+	delete(v.Annotations, v1alpha1.DoubtAnnotation)
+	return kube.IgnoreConflict(c.kube.Client.Patch(ctx, v, kube.LockingPatch(before)))
+}

@@ -1,0 +1,114 @@
+package gc
+
+import (
+	"context"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/klog/v2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+)
+
+// isGone: nobody will see the node again. Either it has no object, or an operator said so.
+func isGone(node *corev1.Node, err error) bool {
+	if err != nil {
+		return apierrors.IsNotFound(err)
+	}
+	for _, taint := range node.Spec.Taints {
+		if taint.Key == v1alpha1.GoneTaint {
+			return true
+		}
+	}
+	return false
+}
+
+// collectNodes gives up what was deleted on nodes that have been gone for long enough, and their
+// pools. It returns when to look again, 0 for when there is news. since says when each node was first seen to be gone.
+func (c *Collector) collectNodes(ctx context.Context, since map[string]time.Time) (next time.Duration, err error) {
+	var volumes v1alpha1.VolumeList
+	var snapshots v1alpha1.SnapshotList
+	var pools v1alpha1.PoolList
+	for _, list := range []client.ObjectList{&volumes, &snapshots, &pools} {
+		if err := c.kube.Cache.List(ctx, list, client.UnsafeDisableDeepCopy); err != nil {
+			return 0, err
+		}
+	}
+	left := map[string][]client.Object{}
+	for i := range volumes.Items {
+		v := &volumes.Items[i]
+		left[v.Spec.NodeName] = append(left[v.Spec.NodeName], v)
+	}
+	for i := range snapshots.Items {
+		o := &snapshots.Items[i]
+		left[o.Spec.NodeName] = append(left[o.Spec.NodeName], o)
+	}
+	for i := range pools.Items {
+		p := &pools.Items[i]
+		left[p.Spec.NodeName] = append(left[p.Spec.NodeName], p)
+	}
+	for name := range since {
+		if len(left[name]) == 0 {
+			delete(since, name)
+		}
+	}
+	for name, objects := range left {
+		var node corev1.Node
+		if !isGone(&node, c.kube.Cache.Get(ctx, client.ObjectKey{Name: name}, &node)) {
+			delete(since, name)
+			continue
+		}
+		if _, known := since[name]; !known {
+			since[name] = time.Now()
+			klog.FromContext(ctx).Info("A node is gone; what is deleted of it is given up after the grace period", "node", name, "grace", c.options.GoneGrace)
+		}
+		if wait := c.options.GoneGrace - time.Since(since[name]); wait > 0 {
+			if next == 0 || wait < next {
+				next = wait
+			}
+			continue
+		}
+		node = corev1.Node{}
+		if !isGone(&node, c.kube.Live.Get(ctx, client.ObjectKey{Name: name}, &node)) {
+			continue // the cache will hear of it
+		}
+		silent, beats := c.agents.Patience(name)
+		lives := beats && silent > 0 // its agent would make its Pools anew, and again
+		if lives && (next == 0 || silent < next) {
+			next = silent
+		}
+		for _, o := range objects {
+			if _, pool := o.(*v1alpha1.Pool); pool && lives {
+				continue
+			}
+			if err := c.giveUp(ctx, name, o); err != nil {
+				return 0, err
+			}
+		}
+	}
+	return next, nil
+}
+
+// giveUp gives up an object of a node that is gone, if it is a pool or was deleted.
+func (c *Collector) giveUp(ctx context.Context, node string, o client.Object) error {
+	log := klog.FromContext(ctx).WithValues("node", node, "object", o.GetName())
+	if _, pool := o.(*v1alpha1.Pool); pool {
+		log.Info("Forgetting a pool of a node that is gone")
+		uid := o.GetUID()
+		return client.IgnoreNotFound(c.kube.Live.Delete(ctx, o, client.Preconditions{UID: &uid}))
+	}
+	one := o.DeepCopyObject().(cluster.Object)
+	if !cluster.Going(one) {
+		return nil
+	}
+	log.Info("Giving up what was deleted on a node that is gone: its bytes are still there, if the node is")
+	err := cluster.RemoveObject(ctx, c.kube.Live, one)
+	if apierrors.IsConflict(err) {
+		c.notifyNodes()
+		return nil
+	}
+	return client.IgnoreNotFound(err)
+}

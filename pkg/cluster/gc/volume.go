@@ -1,0 +1,84 @@
+package gc
+
+import (
+	"context"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/klog/v2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// provisionedPrefix is what the provisioner's names of volumes begin with; the rest is the
+// UID of the claim.
+const provisionedPrefix = "pvc-"
+
+// collectVolume asks the node of a volume to delete it, if neither the claim that it was made
+// for nor a PersistentVolume of it exists, whatever its name. The node does so only if it is blank.
+func (c *Collector) collectVolume(ctx context.Context, known *census, key string) error {
+	v := &v1alpha1.Volume{}
+	if err := c.kube.Client.Get(ctx, client.ObjectKey{Name: key}, v); err != nil {
+		return client.IgnoreNotFound(err)
+	}
+	switch {
+	case cluster.Going(v), v.Status.Is(v1alpha1.Abandoned, "True"):
+		return nil // its node is at it
+	case v.Status.Is(v1alpha1.Abandoned, "False"):
+		if !v.Spec.Abandoned {
+			return nil // it was asked before
+		}
+		before := v.DeepCopy()
+		v.Spec.Abandoned = false
+		return kube.IgnoreConflict(c.kube.Client.Patch(ctx, v, kube.LockingPatch(before)))
+	case v.Spec.Abandoned:
+		return nil // the node is thinking
+	case v.Spec.Claim != nil:
+		return nil
+	}
+	if age := time.Since(v.CreationTimestamp.Time); age < c.options.AbandonGrace {
+		c.pending.AddAfter(candidate{aVolume, key}, c.options.AbandonGrace-age)
+		return nil
+	}
+	volumes, err := known.volumes(ctx)
+	if err != nil {
+		return err
+	}
+	if len(volumes[cluster.VolumeID(v).String()]) > 0 {
+		c.named.Store(v.UID, true) // whoever deletes that deletes this
+		return nil
+	}
+	pvc := &corev1.PersistentVolumeClaim{}
+	err = c.kube.Live.Get(ctx, client.ObjectKey{Namespace: v.Spec.ClaimRef.Namespace, Name: v.Spec.ClaimRef.Name}, pvc)
+	if err == nil && provisionedPrefix+string(pvc.UID) == v.Spec.Name {
+		c.pending.AddAfter(candidate{aVolume, key}, c.options.AbandonGrace) // it is being provisioned
+		return nil
+	}
+	if client.IgnoreNotFound(err) != nil {
+		return err
+	}
+	klog.FromContext(ctx).Info("Nobody knows of a volume: its node deletes it if it is blank", "volume", cluster.VolumeID(v).String(), "claim", v.Spec.ClaimRef.Namespace+"/"+v.Spec.ClaimRef.Name)
+	before := v.DeepCopy()
+	v.Spec.Abandoned = true
+	return kube.IgnoreConflict(c.kube.Client.Patch(ctx, v, kube.LockingPatch(before)))
+}
+
+// NeverUsed reports whether nobody can have used a volume that is asked for: the claim that it is for is
+// there, is bound to nothing, and no PersistentVolume has its handle. So it is one that a controller of an
+// older version has begun, which did not write down that it may be made, and nothing is lost with it.
+func (c *Collector) NeverUsed(ctx context.Context, spec volume.Spec, v *v1alpha1.Volume) (bool, error) {
+	if spec.For.Name == "" {
+		return false, nil
+	}
+	pvc := &corev1.PersistentVolumeClaim{}
+	err := c.kube.Live.Get(ctx, client.ObjectKey{Namespace: spec.For.Namespace, Name: spec.For.Name}, pvc)
+	if err != nil || provisionedPrefix+string(pvc.UID) != v.Spec.Name || pvc.Spec.VolumeName != "" {
+		return false, kube.APIError("read claim "+spec.For.Namespace+"/"+spec.For.Name, client.IgnoreNotFound(err))
+	}
+	volumes, err := c.census().volumes(ctx)
+	return err == nil && len(volumes[cluster.VolumeID(v).String()]) == 0, kube.APIError("look for PersistentVolumes", err)
+}

@@ -1,0 +1,42 @@
+package cluster
+
+import (
+	"context"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
+)
+
+// ByGroup is the index of snapshots by the keys of their groups, which IndexGroup returns.
+const ByGroup = "group"
+
+// IndexGroup is the client.IndexerFunc of ByGroup.
+func IndexGroup(o client.Object) []string {
+	if group := o.(*v1alpha1.Snapshot).Spec.Group; group != nil {
+		return []string{group.Key}
+	}
+	return nil
+}
+
+// Members returns the snapshots that say that they belong to a group. The client reads from a cache with the index
+// ByGroup.
+func Members(ctx context.Context, c client.Reader, key string) ([]v1alpha1.Snapshot, error) {
+	var list v1alpha1.SnapshotList
+	err := c.List(ctx, &list, client.MatchingFields{ByGroup: key})
+	return list.Items, kube.APIError("list the members of a group", err)
+}
+
+// LiveMembers is Members by the API server's word.
+func LiveMembers(ctx context.Context, live client.Client, key string) ([]v1alpha1.Snapshot, error) {
+	var members []v1alpha1.Snapshot
+	err := kube.EachPage(ctx, live, &v1alpha1.SnapshotList{}, func(list *v1alpha1.SnapshotList) {
+		for i := range list.Items {
+			if m := &list.Items[i]; m.Spec.Group != nil && m.Spec.Group.Key == key {
+				members = append(members, *m.DeepCopy())
+			}
+		}
+	})
+	return members, kube.APIError("list the members of a group", err)
+}

@@ -1,0 +1,77 @@
+package kube
+
+import (
+	"errors"
+	"net/http"
+	"sync"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	storagev1 "k8s.io/api/storage/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/client-go/rest"
+	"k8s.io/klog/v2"
+	"sigs.k8s.io/controller-runtime/pkg/cache"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/log"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+)
+
+// Connection is what a part of the driver has of the API server.
+type Connection struct {
+	// Cache has the objects that are watched, as the watches last told. It has to be started.
+	Cache cache.Cache
+	// Client reads from the cache, after that has seen all that this client wrote.
+	Client client.Client
+	// Live reads from the API server itself.
+	Live client.Client
+}
+
+var setLogger = sync.OnceFunc(func() { log.SetLogger(klog.Background()) })
+
+// Connect prepares a connection. It asks the API server nothing: that may be down. Of the kinds in only no more than the
+// objects selected there are watched.
+func Connect(config *rest.Config, only map[client.Object]cache.ByObject) (Connection, error) {
+	setLogger()
+	scheme := runtime.NewScheme()
+	if err := errors.Join(corev1.AddToScheme(scheme), storagev1.AddToScheme(scheme), coordinationv1.AddToScheme(scheme), v1alpha1.AddToScheme(scheme)); err != nil {
+		return Connection{}, err
+	}
+	mapper := meta.NewDefaultRESTMapper(nil)
+	v1alpha1.AddToMapper(mapper)
+	mapper.Add(corev1.SchemeGroupVersion.WithKind("Node"), meta.RESTScopeRoot)
+	mapper.Add(corev1.SchemeGroupVersion.WithKind("PersistentVolume"), meta.RESTScopeRoot)
+	mapper.Add(corev1.SchemeGroupVersion.WithKind("PersistentVolumeClaim"), meta.RESTScopeNamespace)
+	mapper.Add(coordinationv1.SchemeGroupVersion.WithKind("Lease"), meta.RESTScopeNamespace)
+	mapper.Add(storagev1.SchemeGroupVersion.WithKind("StorageClass"), meta.RESTScopeRoot)
+	mapper.Add(storagev1.SchemeGroupVersion.WithKind("VolumeAttachment"), meta.RESTScopeRoot)
+	config = rest.CopyConfig(config)
+	config.QPS = -1 // the API server shares itself out (priority and fairness)
+	config.Wrap(func(next http.RoundTripper) http.RoundTripper { return relisting{next} })
+	web, err := rest.HTTPClientFor(config)
+	if err != nil {
+		return Connection{}, err
+	}
+	var c Connection
+	if c.Cache, err = cache.New(config, cache.Options{HTTPClient: web, Scheme: scheme, Mapper: mapper, ByObject: only,
+		DefaultTransform: cache.TransformStripManagedFields()}); err != nil {
+		return c, err
+	}
+	options := client.Options{HTTPClient: web, Scheme: scheme, Mapper: mapper}
+	if c.Live, err = client.New(config, options); err != nil {
+		return c, err
+	}
+	options.Cache = &client.CacheOptions{Reader: c.Cache}
+	cached, err := client.New(config, options)
+	c.Client = &fresh{Client: cached, cache: c.Cache, live: c.Live, kinds: map[schema.GroupVersionKind]*written{}}
+	return c, err
+}
+
+// Node is a Node object that has no more than its name.
+func Node(name string) *corev1.Node {
+	return &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}
+}

@@ -1,0 +1,74 @@
+package cluster
+
+import (
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// PoolName is the name of the object of a pool.
+func PoolName(node, pool string) string { return node + "." + pool }
+
+// ReasonNotConfigured is the reason of the condition Healthy for a pool that the node was started without.
+const ReasonNotConfigured = "NotConfigured"
+
+// VolumeID is the ID of the volume of an object.
+func VolumeID(v *v1alpha1.Volume) volume.ID {
+	return volume.ID{Kind: blockdev.Volume, Pool: v.Spec.Pool, Key: v.Name}
+}
+
+// SnapshotID is the ID of the snapshot of an object.
+func SnapshotID(s *v1alpha1.Snapshot) volume.ID {
+	return volume.ID{Kind: blockdev.Snapshot, Pool: s.Spec.Pool, Key: s.Name}
+}
+
+// SourceOf is what a volume is a copy of; the zero ID for none.
+func SourceOf(v *v1alpha1.Volume) volume.ID {
+	if v.Spec.Source == nil {
+		return volume.ID{}
+	}
+	return volume.ID{Kind: blockdev.Kind(v.Spec.Source.Kind), Pool: v.Spec.Pool, Key: v.Spec.Source.Key}
+}
+
+// RequesterOf says for whom a volume was made.
+func RequesterOf(v *v1alpha1.Volume) volume.Requester {
+	who := volume.Requester{PersistentVolume: v.Spec.PersistentVolume}
+	if ref := v.Spec.ClaimRef; ref != nil {
+		who.Namespace, who.Name = ref.Namespace, ref.Name
+	}
+	return who
+}
+
+// MemberName is what volume.Local calls the snapshot of a source that belongs to a group.
+func MemberName(group string, source volume.ID) string { return group + "\x00" + source.String() }
+
+// SnapshotSource is the volume that a snapshot is of.
+func SnapshotSource(s *v1alpha1.Snapshot) volume.ID {
+	return volume.ID{Kind: blockdev.Volume, Pool: s.Spec.Pool, Key: s.Spec.Source}
+}
+
+// Going: nobody is to use an object any more. Its bytes go only if it is Deleting.
+func Going(o Object) bool { return o.Deleting() || o.GetDeletionTimestamp() != nil }
+
+// SnapshotNamed is a Snapshot object that has no more than its name.
+func SnapshotNamed(key string) *v1alpha1.Snapshot {
+	return &v1alpha1.Snapshot{ObjectMeta: metav1.ObjectMeta{Name: key}}
+}
+
+// VolumeNamed is a Volume object that has no more than its name.
+func VolumeNamed(key string) *v1alpha1.Volume {
+	return &v1alpha1.Volume{ObjectMeta: metav1.ObjectMeta{Name: key}}
+}
+
+// Object is a Volume or a Snapshot. pkg/api says what its methods are.
+type Object interface {
+	client.Object
+	Common() *v1alpha1.ObjectStatus
+	Node() string
+	In() string
+	May() *v1alpha1.Intent
+	Deleting() bool
+}

@@ -1,0 +1,163 @@
+package store
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// change changes the spec of a usable volume by compare-and-swap, again and again until
+// nobody else changed it meanwhile. edit returns false if there is nothing to change; then, and
+// if it refuses, the last look was at the API server itself.
+func (s *Store) change(ctx context.Context, id volume.ID, edit func(v *v1alpha1.Volume) (bool, error)) (*v1alpha1.Volume, error) {
+	v, err := s.usable(ctx, id)
+	for live := false; ; live = true {
+		if err != nil {
+			return nil, err
+		}
+		before := v.DeepCopy()
+		changed, err2 := edit(v)
+		if err2 == nil && changed {
+			err2 = s.kube.Client.Patch(ctx, v, kube.LockingPatch(before))
+			if !apierrors.IsConflict(err2) {
+				return v, kube.APIError("change volume "+id.String(), err2)
+			}
+		} else if live {
+			return v, err2
+		}
+		v = &v1alpha1.Volume{}
+		if err = kube.APIError("read volume "+id.String(), s.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, v)); err == nil &&
+			(cluster.Going(v) || v.Spec.Abandoned) {
+			err = fmt.Errorf("%w: volume %s is being deleted", errdefs.ErrPrecondition, id)
+		}
+	}
+}
+
+// Expand: see volume.Store. If the node refuses, the size goes back to what it was.
+func (s *Store) Expand(ctx context.Context, id volume.ID, size volume.Range) (volume.Volume, error) {
+	w := s.hub.Open(cluster.VolumeNamed(id.Key))
+	defer w.Close()
+	v, err := s.usable(ctx, id)
+	if err != nil {
+		return volume.Volume{}, err
+	}
+	have := v.Status.Size
+	if size.Limit > 0 && have > size.Limit && size.Required <= size.Limit {
+		return volume.Volume{}, fmt.Errorf("%w: volume %s has %d bytes, more than the limit of %d; volumes do not shrink", errdefs.ErrOutOfRange, id, have, size.Limit)
+	}
+	step, err := s.granularity(ctx, v.Spec.NodeName, v.Spec.Pool)
+	if err != nil {
+		return volume.Volume{}, err
+	}
+	want, err := size.Choose(have, step)
+	if err != nil {
+		return volume.Volume{}, err
+	}
+	if size.Required == 0 || want <= have {
+		return cluster.ToVolume(v), nil
+	}
+	return s.carryOut(ctx, w, v, func(v *v1alpha1.Volume) bool {
+		changed := v.Spec.Size != want
+		v.Spec.Size = want
+		return changed
+	}, func(v *v1alpha1.Volume) bool { return v.Status.Size >= want })
+}
+
+// Modify: see volume.Store. If the node refuses, the parameters go back to what they were.
+func (s *Store) Modify(ctx context.Context, id volume.ID, mutable map[string]string) error {
+	if err := volume.CheckMutable(mutable); err != nil {
+		return err
+	}
+	w := s.hub.Open(cluster.VolumeNamed(id.Key))
+	defer w.Close()
+	v, err := s.usable(ctx, id)
+	if err != nil {
+		return err
+	}
+	holds := func(all map[string]string) bool {
+		for key, value := range mutable {
+			if have, there := all[key]; !there || have != value {
+				return false
+			}
+		}
+		return true
+	}
+	inForce := func(v *v1alpha1.Volume) bool { return holds(v.Status.Mutable) && holds(v.Spec.Mutable) }
+	if inForce(v) { // another store may have changed them since
+		now := &v1alpha1.Volume{}
+		err := s.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, now)
+		if err != nil || (now.UID == v.UID && inForce(now)) {
+			return kube.APIError("read volume "+id.String(), err)
+		}
+		v = now
+	}
+	_, err = s.carryOut(ctx, w, v, func(v *v1alpha1.Volume) bool {
+		changed := !holds(v.Spec.Mutable)
+		if v.Spec.Mutable == nil {
+			v.Spec.Mutable = map[string]string{}
+		}
+		maps.Copy(v.Spec.Mutable, mutable)
+		return changed
+	}, inForce)
+	return err
+}
+
+// carryOut makes a change of a volume and waits until its node has carried it out. What
+// the node refuses is taken back.
+func (s *Store) carryOut(ctx context.Context, w *kube.Watch, v *v1alpha1.Volume, edit, done func(*v1alpha1.Volume) bool) (volume.Volume, error) {
+	id := cluster.VolumeID(v)
+	if err := s.nodes.Ready(ctx, v.Spec.NodeName); err != nil {
+		return volume.Volume{}, fmt.Errorf("volume %s: %w", id, err)
+	}
+	if v.Common().Refused(v.Generation) != nil { // of an earlier try, which nobody took back
+		if err := s.takeBack(ctx, id); err != nil {
+			return volume.Volume{}, err
+		}
+	}
+	v, err := s.change(ctx, id, func(v *v1alpha1.Volume) (bool, error) { return edit(v), nil })
+	if err != nil {
+		return volume.Volume{}, err
+	}
+	v, err = wait(ctx, s, w, v, func(v *v1alpha1.Volume) (bool, error) {
+		if done(v) {
+			return true, nil
+		}
+		if f := v.Common().Refused(v.Generation); f != nil {
+			return false, cluster.ErrorOf(v.Spec.NodeName, f)
+		}
+		return false, nil
+	})
+	var refused *cluster.Refusal
+	switch {
+	case errors.Is(err, errGone):
+		return volume.Volume{}, fmt.Errorf("%w: no volume %s any more", errdefs.ErrNotFound, id)
+	case errors.As(err, &refused):
+		return volume.Volume{}, errors.Join(fmt.Errorf("volume %s: %w", id, err), s.takeBack(ctx, id))
+	case err != nil:
+		return volume.Volume{}, fmt.Errorf("volume %s: %w", id, err)
+	}
+	return cluster.ToVolume(v), nil
+}
+
+// takeBack makes the spec of a volume what it is, if its node refused to change it.
+func (s *Store) takeBack(ctx context.Context, id volume.ID) error {
+	_, err := s.change(ctx, id, func(v *v1alpha1.Volume) (bool, error) {
+		if v.Common().Refused(v.Generation) == nil {
+			return false, nil
+		}
+		changed := v.Spec.Size != v.Status.Size || !maps.Equal(v.Spec.Mutable, v.Status.Mutable)
+		v.Spec.Size, v.Spec.Mutable = v.Status.Size, maps.Clone(v.Status.Mutable)
+		return changed, nil
+	})
+	return err
+}

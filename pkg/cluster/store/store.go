@@ -1,0 +1,258 @@
+// Package store is the volume.Store of a cluster, which the controller serves: it writes down in the objects of pkg/api
+// what is to be, and waits until the agent of the node has written down that it is.
+package store
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/client-go/rest"
+	"sigs.k8s.io/controller-runtime/pkg/cache"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/gc"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/liveness"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// Options of a Store.
+type Options struct {
+	// GoneGrace and AbandonGrace are those of the garbage collector (gc.Options).
+	GoneGrace, AbandonGrace time.Duration
+	// Driver is the name of the CSI driver.
+	Driver string
+	// Namespace has the Leases of the agents; empty: they have none.
+	Namespace string
+	// SilentAfter is how long nothing may be heard of an agent; 0 is the usual time.
+	SilentAfter time.Duration
+}
+
+// Store is the volume.Store of a cluster. Any number may run at once: objects are created
+// by names that cannot be there twice, and changed by compare-and-swap.
+//
+// What is nobody's decision but the node's is waited for by watching the object; the error
+// when the context ends first, or the node is down, is ErrUnavailable, and the node goes on.
+type Store struct {
+	kube      kube.Connection
+	hub       kube.Hub
+	informers []cache.Informer
+	driver    string
+	nodes     *liveness.Monitor
+	garbage   *gc.Collector
+
+	counting chan struct{} // has room for one who counts claims
+
+	mu       sync.Mutex
+	claiming map[string]string // nodes by the keys of volumes whose claims are on their way
+}
+
+var _ volume.Store = (*Store)(nil)
+
+// New returns the store of the cluster behind a configuration. It does nothing, and
+// every call fails with ErrUnavailable, until Run has read the objects.
+func New(config *rest.Config, o Options) (*Store, error) {
+	if o.SilentAfter == 0 {
+		o.SilentAfter = cluster.SilentAfter
+	}
+	nodes := liveness.New(o.Namespace, o.SilentAfter)
+	config = rest.CopyConfig(config)
+	config.Wrap(nodes.Wrap)
+	agents := cache.ByObject{Namespaces: map[string]cache.Config{o.Namespace: {}}, Label: labels.SelectorFromSet(cluster.LeaseLabels())}
+	c, err := kube.Connect(config, map[client.Object]cache.ByObject{&coordinationv1.Lease{}: agents})
+	if err != nil {
+		return nil, err
+	}
+	nodes.Use(c)
+	s := &Store{kube: c, driver: o.Driver, nodes: nodes, counting: make(chan struct{}, 1), claiming: map[string]string{},
+		garbage: gc.New(c, nodes, gc.Options{GoneGrace: o.GoneGrace, AbandonGrace: o.AbandonGrace, Driver: o.Driver})}
+	if err := index(c.Cache); err != nil {
+		return nil, err
+	}
+	return s, s.watch(o.Namespace != "")
+}
+
+// Indexes of the cache, beside cluster.ByGroup.
+const (
+	byNode   = "node"
+	byClaim  = "claim"
+	bySource = "source"
+	byPool   = "pool"
+)
+
+func index(c cache.Cache) error {
+	for _, index := range []struct {
+		of    client.Object
+		field string
+		value client.IndexerFunc
+	}{
+		{&v1alpha1.Volume{}, byNode, func(o client.Object) []string { return []string{o.(*v1alpha1.Volume).Spec.NodeName} }},
+		{&v1alpha1.Volume{}, byClaim, func(o client.Object) []string {
+			if claim := o.(*v1alpha1.Volume).Spec.Claim; claim != nil {
+				return []string{claim.Node}
+			}
+			return nil
+		}},
+		{&v1alpha1.Snapshot{}, byNode, func(o client.Object) []string { return []string{o.(*v1alpha1.Snapshot).Spec.NodeName} }},
+		{&v1alpha1.Snapshot{}, bySource, func(o client.Object) []string { return []string{o.(*v1alpha1.Snapshot).Spec.Source} }},
+		{&v1alpha1.Snapshot{}, cluster.ByGroup, cluster.IndexGroup},
+		{&v1alpha1.Pool{}, byNode, func(o client.Object) []string { return []string{o.(*v1alpha1.Pool).Spec.NodeName} }},
+		{&v1alpha1.Pool{}, byPool, func(o client.Object) []string { return []string{o.(*v1alpha1.Pool).Spec.Pool} }},
+	} {
+		if err := c.IndexField(context.Background(), index.of, index.field, index.value); err != nil { // it does not wait
+			return err
+		}
+	}
+	return nil
+}
+
+// watch has the events of the cache reach those who wait for them and the garbage collector, and with leases those of
+// the agents' Leases the monitor.
+func (s *Store) watch(leases bool) error {
+	type kind struct {
+		of   client.Object
+		also func(client.Object, bool)
+	}
+	kinds := []kind{{&v1alpha1.Volume{}, s.garbage.VolumeChanged}, {&v1alpha1.Snapshot{}, s.garbage.SnapshotChanged},
+		{&v1alpha1.Pool{}, s.garbage.PoolChanged}, {&corev1.Node{}, s.garbage.NodeChanged}}
+	if leases {
+		kinds = append(kinds, kind{&coordinationv1.Lease{}, s.nodes.LeaseChanged})
+	}
+	for _, kind := range kinds {
+		informer, err := s.kube.Cache.GetInformer(context.Background(), kind.of, cache.BlockUntilSynced(false)) // so it does not wait
+		if err != nil {
+			return err
+		}
+		if _, err := informer.AddEventHandler(s.hub.Handler(kind.also)); err != nil {
+			return err
+		}
+		s.informers = append(s.informers, informer)
+	}
+	return nil
+}
+
+// Run keeps the store's knowledge up to date, and runs the garbage collector, until the context ends.
+//
+// It fails if the cluster has another driver of this kind.
+func (s *Store) Run(ctx context.Context) error {
+	ctx, stop := context.WithCancel(ctx)
+	var done sync.WaitGroup
+	defer done.Wait()
+	defer stop()
+	failures := make(chan error, 2)
+	done.Go(func() {
+		if !s.kube.Cache.WaitForCacheSync(ctx) {
+			return
+		}
+		if err := cluster.WaitForOwner(ctx, s.kube.Cache, s.driver); err != nil {
+			failures <- err
+			return
+		}
+		s.garbage.Run(ctx)
+	})
+	done.Go(func() { failures <- s.kube.Cache.Start(ctx) })
+	return <-failures
+}
+
+// Ready: see volume.Store. It is ErrUnavailable until the objects were read once.
+func (s *Store) Ready(context.Context) error {
+	for _, informer := range s.informers {
+		if !informer.HasSynced() {
+			return fmt.Errorf("%w: the objects of the cluster have not been read yet", errdefs.ErrUnavailable)
+		}
+	}
+	return nil
+}
+
+// get reads an object; where the cache has none, or none that was made yet, the API server
+// has the last word: another store's caller may know more than this cache.
+func (s *Store) get(ctx context.Context, key string, o cluster.Object) error {
+	if err := s.Ready(ctx); err != nil {
+		return err
+	}
+	err := s.kube.Client.Get(ctx, client.ObjectKey{Name: key}, o)
+	if apierrors.IsNotFound(err) || (err == nil && o.Common().Created == nil) {
+		return s.getNow(ctx, key, o)
+	}
+	return kube.APIError("read "+key, err)
+}
+
+// getNow reads an object at the API server itself.
+func (s *Store) getNow(ctx context.Context, key string, o cluster.Object) error {
+	switch o := o.(type) { // nothing of what the cache had is to stay
+	case *v1alpha1.Volume:
+		*o = v1alpha1.Volume{}
+	case *v1alpha1.Snapshot:
+		*o = v1alpha1.Snapshot{}
+	}
+	return kube.APIError("read "+key, s.kube.Live.Get(ctx, client.ObjectKey{Name: key}, o))
+}
+
+// volume returns the object of an ID that its node made once; ErrNotFound if there is none.
+func (s *Store) volume(ctx context.Context, id volume.ID) (*v1alpha1.Volume, error) {
+	if id.Kind != blockdev.Volume {
+		return nil, fmt.Errorf("%w: %s is no volume", errdefs.ErrNotFound, id)
+	}
+	v := &v1alpha1.Volume{}
+	if err := s.get(ctx, id.Key, v); err != nil {
+		return nil, fmt.Errorf("volume %s: %w", id, err)
+	}
+	if v.Spec.Pool == id.Pool && lostUnmade(v) {
+		return nil, cluster.ErrorOf(v.Spec.NodeName, v.Status.Failure)
+	}
+	if v.Spec.Pool != id.Pool || v.Status.Created == nil {
+		return nil, fmt.Errorf("%w: no volume %s", errdefs.ErrNotFound, id)
+	}
+	return v, nil
+}
+
+// usable is volume, and ErrPrecondition for one that is on its way out.
+func (s *Store) usable(ctx context.Context, id volume.ID) (*v1alpha1.Volume, error) {
+	v, err := s.volume(ctx, id)
+	if err == nil && (cluster.Going(v) || v.Spec.Abandoned) {
+		err = fmt.Errorf("%w: volume %s is being deleted", errdefs.ErrPrecondition, id)
+	}
+	return v, err
+}
+
+// unaccounted is ErrUnavailable if a pool has what has this ID, but no object: it is not gone, and
+// nobody but an operator knows what is to become of it.
+func (s *Store) unaccounted(ctx context.Context, id string) error {
+	var pools v1alpha1.PoolList
+	if err := s.kube.Client.List(ctx, &pools, client.UnsafeDisableDeepCopy); err != nil {
+		return kube.APIError("list pools", err)
+	}
+	for i := range pools.Items {
+		p := &pools.Items[i]
+		if slices.ContainsFunc(p.Status.Strays, func(one v1alpha1.Stray) bool { return one.ID == id || one.Group == id }) {
+			return fmt.Errorf("%w: somebody deleted the object of %s, and its bytes are still on node %s: have the object made anew (kubectl annotate pools.ashlar.dev %s %s=%s), and ask again",
+				errdefs.ErrUnavailable, id, p.Spec.NodeName, p.Name, v1alpha1.AdoptAnnotation, id)
+		}
+	}
+	return nil
+}
+
+func compareIDs(a, b volume.ID) int {
+	if c := strings.Compare(a.Pool, b.Pool); c != 0 {
+		return c
+	}
+	return strings.Compare(a.Key, b.Key)
+}
+
+// lostUnmade: its bytes may not be made, and its node has not found any.
+func lostUnmade(o cluster.Object) bool {
+	f := o.Common().Refused(o.GetGeneration())
+	return o.Common().Created == nil && !o.May().Make && f != nil && f.Reason == cluster.ReasonDataLoss
+}
