@@ -223,12 +223,16 @@ const metadataBatch = 256
 // GetMetadataAllocated streams the ranges of a snapshot that were written.
 func (s *Server) GetMetadataAllocated(r *csi.GetMetadataAllocatedRequest, stream csi.SnapshotMetadata_GetMetadataAllocatedServer) error {
 	ctx := stream.Context()
+	store, err := s.differ()
+	if err != nil {
+		return err
+	}
 	snapshot, err := s.metadataSource(ctx, r.GetSnapshotId(), r.GetStartingOffset(), r.GetMaxResults())
 	if err != nil {
 		return err
 	}
 	return batches(r.GetMaxResults(), func(yield func(blockdev.Extent) error) error {
-		return s.store.Allocated(ctx, snapshot.ID, r.GetStartingOffset(), yield)
+		return store.Allocated(ctx, snapshot.ID, r.GetStartingOffset(), yield)
 	}, func(ranges []*csi.BlockMetadata) error {
 		return stream.Send(&csi.GetMetadataAllocatedResponse{BlockMetadataType: csi.BlockMetadataType_VARIABLE_LENGTH,
 			VolumeCapacityBytes: snapshot.Size, BlockMetadata: ranges})
@@ -238,6 +242,10 @@ func (s *Server) GetMetadataAllocated(r *csi.GetMetadataAllocatedRequest, stream
 // GetMetadataDelta streams the ranges in which a snapshot differs from an earlier one.
 func (s *Server) GetMetadataDelta(r *csi.GetMetadataDeltaRequest, stream csi.SnapshotMetadata_GetMetadataDeltaServer) error {
 	ctx := stream.Context()
+	store, err := s.differ()
+	if err != nil {
+		return err
+	}
 	base, err := parse(r.GetBaseSnapshotId(), blockdev.Snapshot)
 	if err != nil {
 		return err
@@ -247,11 +255,19 @@ func (s *Server) GetMetadataDelta(r *csi.GetMetadataDeltaRequest, stream csi.Sna
 		return err
 	}
 	return batches(r.GetMaxResults(), func(yield func(blockdev.Extent) error) error {
-		return s.store.Changed(ctx, base, target.ID, r.GetStartingOffset(), yield)
+		return store.Changed(ctx, base, target.ID, r.GetStartingOffset(), yield)
 	}, func(ranges []*csi.BlockMetadata) error {
 		return stream.Send(&csi.GetMetadataDeltaResponse{BlockMetadataType: csi.BlockMetadataType_VARIABLE_LENGTH,
 			VolumeCapacityBytes: target.Size, BlockMetadata: ranges})
 	})
+}
+
+// differ is the store, if it knows the bytes of snapshots.
+func (s *Server) differ() (volume.Differ, error) {
+	if store, ok := s.store.(volume.Differ); ok {
+		return store, nil
+	}
+	return nil, fmt.Errorf("%w: what is allocated and what changed is known to the node alone", errdefs.ErrUnsupported)
 }
 
 func (s *Server) metadataSource(ctx context.Context, text string, offset int64, maxResults int32) (volume.Snapshot, error) {

@@ -37,7 +37,7 @@ type Local struct {
 	freezing   map[ID]bool      // volumes whose freeze nobody waits for any more, and the kernel is not through with
 }
 
-var _ Store = (*Local)(nil)
+var _ Differ = (*Local)(nil)
 
 // NewLocal returns the store over some pools of the node, and finishes or undoes
 // what a crash left half-done above them: filesystems still frozen, groups of which

@@ -121,7 +121,7 @@ func (l *Local) ListSnapshots(ctx context.Context, source ID, after ID, limit in
 	return snapshots, err
 }
 
-// Allocated: see Store.
+// Allocated: see Differ.
 func (l *Local) Allocated(ctx context.Context, id ID, from int64, yield func(blockdev.Extent) error) error {
 	pool, ref, err := l.object(id, blockdev.Snapshot)
 	if err != nil {
@@ -134,7 +134,7 @@ func (l *Local) Allocated(ctx context.Context, id ID, from int64, yield func(blo
 	return differ.Allocated(ctx, ref, from, yield)
 }
 
-// Changed: see Store.
+// Changed: see Differ.
 func (l *Local) Changed(ctx context.Context, base, target ID, from int64, yield func(blockdev.Extent) error) error {
 	old, err := l.GetSnapshot(ctx, base)
 	if err != nil {

@@ -52,17 +52,22 @@ type Store interface {
 	CreateGroup(ctx context.Context, name string, sources []ID) (Group, error)
 	DeleteGroup(ctx context.Context, id GroupID) error
 	GetGroup(ctx context.Context, id GroupID) (Group, error)
-	// Allocated calls yield with the ranges of a snapshot, from an offset on, that were
-	// ever written, in order.
-	Allocated(ctx context.Context, id ID, from int64, yield func(blockdev.Extent) error) error
-	// Changed calls yield with the ranges in which target differs from base.
-	Changed(ctx context.Context, base, target ID, from int64, yield func(blockdev.Extent) error) error
 
 	// NodesIn returns the nodes that have all of some labels (of Kubernetes: a zone, a region);
 	// ErrNoSpace if there is none, ErrInvalid if the store knows of no labels.
 	NodesIn(ctx context.Context, labels map[string]string) ([]string, error)
 	// Capacity of a pool on a node; an empty pool is the default one.
 	Capacity(ctx context.Context, pool, node string) (blockdev.Capacity, error)
+}
+
+// Differ is a Store that knows the bytes of its snapshots, as one that is on their node does.
+type Differ interface {
+	Store
+	// Allocated calls yield with the ranges of a snapshot, from an offset on, that were
+	// ever written, in order.
+	Allocated(ctx context.Context, id ID, from int64, yield func(blockdev.Extent) error) error
+	// Changed calls yield with the ranges in which target differs from base.
+	Changed(ctx context.Context, base, target ID, from int64, yield func(blockdev.Extent) error) error
 }
 
 // Volume is a volume as it is.

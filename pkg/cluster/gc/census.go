@@ -54,33 +54,43 @@ func (c *census) attached(ctx context.Context, v *v1alpha1.Volume) (bool, error)
 	if err != nil {
 		return false, err
 	}
-	if c.attachments == nil {
-		attachments := map[attachment]bool{}
-		if err := kube.EachPage(ctx, c.live, &storagev1.VolumeAttachmentList{}, func(list *storagev1.VolumeAttachmentList) {
-			for i := range list.Items {
-				one := &list.Items[i].Spec
-				if one.Attacher != c.driver {
-					continue
-				}
-				if name := one.Source.PersistentVolumeName; name != nil {
-					attachments[attachment{node: one.NodeName, volume: *name}] = true
-				}
-				if inline := one.Source.InlineVolumeSpec; inline != nil && inline.CSI != nil {
-					attachments[attachment{node: one.NodeName, handle: inline.CSI.VolumeHandle}] = true
-				}
-			}
-		}); err != nil {
-			return false, err
-		}
-		c.attachments = attachments
+	attachments, err := c.allAttachments(ctx)
+	if err != nil {
+		return false, err
 	}
 	node, id := v.Spec.Claim.Node, cluster.VolumeID(v).String()
 	// That of a PersistentVolume that is gone counts too.
 	names := append([]string{v.Spec.Name, v.Spec.PersistentVolume}, handles[id]...)
 	for _, name := range names {
-		if c.attachments[attachment{node: node, volume: name}] {
+		if attachments[attachment{node: node, volume: name}] {
 			return true, nil
 		}
 	}
-	return c.attachments[attachment{node: node, handle: id}], nil
+	return attachments[attachment{node: node, handle: id}], nil
+}
+
+// allAttachments returns what all VolumeAttachments ask for.
+func (c *census) allAttachments(ctx context.Context) (map[attachment]bool, error) {
+	if c.attachments != nil {
+		return c.attachments, nil
+	}
+	attachments := map[attachment]bool{}
+	err := kube.EachPage(ctx, c.live, &storagev1.VolumeAttachmentList{}, func(list *storagev1.VolumeAttachmentList) {
+		for i := range list.Items {
+			one := &list.Items[i].Spec
+			if one.Attacher != c.driver {
+				continue
+			}
+			if name := one.Source.PersistentVolumeName; name != nil {
+				attachments[attachment{node: one.NodeName, volume: *name}] = true
+			}
+			if inline := one.Source.InlineVolumeSpec; inline != nil && inline.CSI != nil {
+				attachments[attachment{node: one.NodeName, handle: inline.CSI.VolumeHandle}] = true
+			}
+		}
+	})
+	if err == nil {
+		c.attachments = attachments
+	}
+	return attachments, err
 }

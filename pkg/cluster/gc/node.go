@@ -29,26 +29,9 @@ func isGone(node *corev1.Node, err error) bool {
 // collectNodes gives up what was deleted on nodes that have been gone for long enough, and their
 // pools. It returns when to look again, 0 for when there is news. since says when each node was first seen to be gone.
 func (c *Collector) collectNodes(ctx context.Context, since map[string]time.Time) (next time.Duration, err error) {
-	var volumes v1alpha1.VolumeList
-	var snapshots v1alpha1.SnapshotList
-	var pools v1alpha1.PoolList
-	for _, list := range []client.ObjectList{&volumes, &snapshots, &pools} {
-		if err := c.kube.Cache.List(ctx, list, client.UnsafeDisableDeepCopy); err != nil {
-			return 0, err
-		}
-	}
-	left := map[string][]client.Object{}
-	for i := range volumes.Items {
-		v := &volumes.Items[i]
-		left[v.Spec.NodeName] = append(left[v.Spec.NodeName], v)
-	}
-	for i := range snapshots.Items {
-		o := &snapshots.Items[i]
-		left[o.Spec.NodeName] = append(left[o.Spec.NodeName], o)
-	}
-	for i := range pools.Items {
-		p := &pools.Items[i]
-		left[p.Spec.NodeName] = append(left[p.Spec.NodeName], p)
+	left, err := c.objectsByNode(ctx)
+	if err != nil {
+		return 0, err
 	}
 	for name := range since {
 		if len(left[name]) == 0 {
@@ -56,47 +39,82 @@ func (c *Collector) collectNodes(ctx context.Context, since map[string]time.Time
 		}
 	}
 	for name, objects := range left {
-		var node corev1.Node
-		if !isGone(&node, c.kube.Cache.Get(ctx, client.ObjectKey{Name: name}, &node)) {
-			delete(since, name)
-			continue
+		again, err := c.collectNode(ctx, name, objects, since)
+		if err != nil {
+			return 0, err
 		}
-		if _, known := since[name]; !known {
-			since[name] = time.Now()
-			klog.FromContext(ctx).Info("A node is gone; what is deleted of it is given up after the grace period", "node", name, "grace", c.options.GoneGrace)
-		}
-		if wait := c.options.GoneGrace - time.Since(since[name]); wait > 0 {
-			if next == 0 || wait < next {
-				next = wait
-			}
-			continue
-		}
-		node = corev1.Node{}
-		if !isGone(&node, c.kube.Live.Get(ctx, client.ObjectKey{Name: name}, &node)) {
-			continue // the cache will hear of it
-		}
-		silent, beats := c.agents.Patience(name)
-		lives := beats && silent > 0 // its agent would make its Pools anew, and again
-		if lives && (next == 0 || silent < next) {
-			next = silent
-		}
-		for _, o := range objects {
-			if _, pool := o.(*v1alpha1.Pool); pool && lives {
-				continue
-			}
-			if err := c.giveUp(ctx, name, o); err != nil {
-				return 0, err
-			}
+		if again > 0 && (next == 0 || again < next) {
+			next = again
 		}
 	}
 	return next, nil
+}
+
+// objectsByNode returns all volumes, snapshots and pools, by their nodes.
+func (c *Collector) objectsByNode(ctx context.Context) (map[string][]client.Object, error) {
+	var volumes v1alpha1.VolumeList
+	var snapshots v1alpha1.SnapshotList
+	var pools v1alpha1.PoolList
+	for _, list := range []client.ObjectList{&volumes, &snapshots, &pools} {
+		if err := c.kube.Cache.List(ctx, list, client.UnsafeDisableDeepCopy); err != nil {
+			return nil, err
+		}
+	}
+	found := map[string][]client.Object{}
+	for i := range volumes.Items {
+		v := &volumes.Items[i]
+		found[v.Spec.NodeName] = append(found[v.Spec.NodeName], v)
+	}
+	for i := range snapshots.Items {
+		s := &snapshots.Items[i]
+		found[s.Spec.NodeName] = append(found[s.Spec.NodeName], s)
+	}
+	for i := range pools.Items {
+		p := &pools.Items[i]
+		found[p.Spec.NodeName] = append(found[p.Spec.NodeName], p)
+	}
+	return found, nil
+}
+
+// collectNode is collectNodes for one node and its objects.
+func (c *Collector) collectNode(ctx context.Context, name string, objects []client.Object, since map[string]time.Time) (again time.Duration, err error) {
+	var node corev1.Node
+	if !isGone(&node, c.kube.Cache.Get(ctx, client.ObjectKey{Name: name}, &node)) {
+		delete(since, name)
+		return 0, nil
+	}
+	if _, known := since[name]; !known {
+		since[name] = time.Now()
+		klog.FromContext(ctx).Info("A node is gone; what is deleted of it is given up after the grace period", "node", name, "grace", c.options.GoneGrace)
+	}
+	if wait := c.options.GoneGrace - time.Since(since[name]); wait > 0 {
+		return wait, nil
+	}
+	node = corev1.Node{}
+	if !isGone(&node, c.kube.Live.Get(ctx, client.ObjectKey{Name: name}, &node)) {
+		return 0, nil // the cache will hear of it
+	}
+	silent, beats := c.agents.Patience(name)
+	lives := beats && silent > 0 // its agent would make its Pools anew, and again
+	if lives {
+		again = silent
+	}
+	for _, o := range objects {
+		if _, pool := o.(*v1alpha1.Pool); pool && lives {
+			continue
+		}
+		if err := c.giveUp(ctx, name, o); err != nil {
+			return 0, err
+		}
+	}
+	return again, nil
 }
 
 // giveUp gives up an object of a node that is gone, if it is a pool or was deleted.
 func (c *Collector) giveUp(ctx context.Context, node string, o client.Object) error {
 	log := klog.FromContext(ctx).WithValues("node", node, "object", o.GetName())
 	if _, pool := o.(*v1alpha1.Pool); pool {
-		log.Info("Forgetting a pool of a node that is gone")
+		log.Info("Deleting the Pool of a node that is gone")
 		uid := o.GetUID()
 		return client.IgnoreNotFound(c.kube.Live.Delete(ctx, o, client.Preconditions{UID: &uid}))
 	}

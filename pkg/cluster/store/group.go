@@ -80,82 +80,110 @@ func (s *Store) createGroup(ctx context.Context, name string, sources []volume.I
 		}
 		return group, nil
 	}
+	wanted, err := s.planGroup(ctx, name, sources)
+	if err == nil {
+		err = s.clearGroup(ctx, members, wanted)
+	}
+	if err == nil {
+		members, err = s.cutGroup(ctx, wanted)
+	}
+	if err == nil && !whole(members) {
+		err = fmt.Errorf("%w: a snapshot of it is being deleted", errdefs.ErrUnavailable)
+	}
+	if err != nil {
+		return volume.Group{}, err
+	}
+	return toGroup(id, members), nil
+}
+
+// planGroup returns the objects of the members of a new group, by their names. Their node is ready.
+func (s *Store) planGroup(ctx context.Context, name string, sources []volume.ID) (map[string]*v1alpha1.Snapshot, error) {
 	wanted := map[string]*v1alpha1.Snapshot{}
 	var node string
 	for _, source := range sources {
 		v, err := s.usable(ctx, source)
 		if err != nil {
-			return volume.Group{}, err
+			return nil, err
 		}
 		if node == "" {
 			node = v.Spec.NodeName
 		}
 		if v.Spec.NodeName != node {
-			return volume.Group{}, fmt.Errorf("%w: volume %s is on node %s and volume %s on node %s: only volumes of one node can be cut at one moment",
+			return nil, fmt.Errorf("%w: volume %s is on node %s and volume %s on node %s: only volumes of one node can be cut at one moment",
 				errdefs.ErrInvalid, sources[0], node, source, v.Spec.NodeName)
 		}
-		one := newSnapshot(name, v, &v1alpha1.Group{Key: id.Key, Size: len(sources)})
+		one := newSnapshot(name, v, &v1alpha1.Group{Key: volume.KeyOf(name), Size: len(sources)})
 		wanted[one.Name] = one
 	}
-	if err := s.nodes.Ready(ctx, node); err != nil {
-		return volume.Group{}, err
-	}
+	return wanted, s.nodes.Ready(ctx, node)
+}
+
+// clearGroup removes what an earlier try left of a group, unless it belongs to this one.
+func (s *Store) clearGroup(ctx context.Context, members []v1alpha1.Snapshot, wanted map[string]*v1alpha1.Snapshot) error {
 	for i := range members {
 		if m := &members[i]; lostUnmade(m) {
-			return volume.Group{}, cluster.ErrorOf(m.Spec.NodeName, m.Status.Failure)
+			return cluster.ErrorOf(m.Spec.NodeName, m.Status.Failure)
 		}
 	}
-	// Of an earlier try: what does not belong to this one goes first.
-	if slices.ContainsFunc(members, func(m v1alpha1.Snapshot) bool {
+	if !slices.ContainsFunc(members, func(m v1alpha1.Snapshot) bool {
 		return cluster.Going(&m) || m.Common().Refused(m.Generation) != nil || wanted[m.Name] == nil || !sameSnapshot(&m, wanted[m.Name])
 	}) {
-		if _, err := s.removeAll(ctx, members); err != nil {
-			return volume.Group{}, err
-		}
+		return nil
 	}
+	_, err := s.removeAll(ctx, members)
+	return err
+}
+
+// cutGroup creates the objects of all members and waits until their node has cut them. What the node refuses is removed.
+func (s *Store) cutGroup(ctx context.Context, wanted map[string]*v1alpha1.Snapshot) ([]v1alpha1.Snapshot, error) {
 	watches := map[string]*kube.Watch{}
 	defer func() {
 		for _, w := range watches {
 			w.Close()
 		}
 	}()
-	made := map[string]*v1alpha1.Snapshot{}
+	begun := map[string]*v1alpha1.Snapshot{}
 	for key, one := range wanted {
 		watches[key] = s.hub.Open(one)
-		if made[key], err = s.begin(ctx, watches[key], one); err != nil {
-			return volume.Group{}, err
+		var err error
+		if begun[key], err = s.getOrCreateSnapshot(ctx, watches[key], one); err != nil {
+			return nil, err
 		}
 	}
-	members = members[:0]
-	for key, one := range made {
+	var cut []v1alpha1.Snapshot
+	for key, one := range begun {
 		have, err := wait(ctx, s, watches[key], one, isMade)
-		var refused *cluster.Refusal
-		switch {
-		case errors.Is(err, errGone):
-			return volume.Group{}, fmt.Errorf("%w: a snapshot of it was deleted while it was being cut", errdefs.ErrUnavailable)
-		case errors.As(err, &refused) && lostUnmade(have):
-			return volume.Group{}, refused
-		case errors.As(err, &refused):
-			var all []v1alpha1.Snapshot
-			for _, one := range made {
-				all = append(all, *one)
-			}
-			if _, err := s.removeAll(ctx, all); err != nil {
-				return volume.Group{}, err
-			}
-			return volume.Group{}, refused
-		case err == nil:
-			err = notAgain(ctx, s, have)
-		}
 		if err != nil {
-			return volume.Group{}, err
+			return nil, s.groupFailed(ctx, begun, have, err)
 		}
-		members = append(members, *have)
+		if err := forbidMaking(ctx, s, have); err != nil {
+			return nil, err
+		}
+		cut = append(cut, *have)
 	}
-	if !whole(members) {
-		return volume.Group{}, fmt.Errorf("%w: a snapshot of it is being deleted", errdefs.ErrUnavailable)
+	return cut, nil
+}
+
+// groupFailed is the error of a group of which a member was not cut. If its node refused, all members are removed, unless
+// that one was cut once.
+func (s *Store) groupFailed(ctx context.Context, begun map[string]*v1alpha1.Snapshot, member *v1alpha1.Snapshot, err error) error {
+	var refused *cluster.Refusal
+	switch {
+	case errors.Is(err, errGone):
+		return fmt.Errorf("%w: a snapshot of it was deleted while it was being cut", errdefs.ErrUnavailable)
+	case !errors.As(err, &refused):
+		return err
+	case lostUnmade(member):
+		return refused
 	}
-	return toGroup(id, members), nil
+	var all []v1alpha1.Snapshot
+	for _, one := range begun {
+		all = append(all, *one)
+	}
+	if _, err := s.removeAll(ctx, all); err != nil {
+		return err
+	}
+	return refused
 }
 
 // removeAll deletes snapshots and waits until all are gone: a node takes the members of a
@@ -201,7 +229,7 @@ func (s *Store) DeleteGroup(ctx context.Context, id volume.GroupID) error {
 		}
 	}
 	if err == nil {
-		err = s.unaccounted(ctx, id.String())
+		err = s.checkStrays(ctx, id.String())
 	}
 	if err != nil {
 		return fmt.Errorf("delete %s: %w", id, err)

@@ -33,10 +33,10 @@ func sameSnapshot(a, b *v1alpha1.Snapshot) bool {
 	return a.Spec.Name == b.Spec.Name && cluster.SnapshotSource(a) == cluster.SnapshotSource(b)
 }
 
-// begin creates the object of a snapshot, or finds the one that is there. What an earlier
+// getOrCreateSnapshot creates the object of a snapshot, or finds the one that is there. What an earlier
 // try left refused is removed first. ErrExists for another snapshot of the name.
-func (s *Store) begin(ctx context.Context, w *kube.Watch, want *v1alpha1.Snapshot) (*v1alpha1.Snapshot, error) {
-	return obtain(ctx, s, w, want.Name,
+func (s *Store) getOrCreateSnapshot(ctx context.Context, w *kube.Watch, want *v1alpha1.Snapshot) (*v1alpha1.Snapshot, error) {
+	return getOrCreate(ctx, s, w, want.Name,
 		func() (*v1alpha1.Snapshot, error) { return want.DeepCopy(), nil },
 		func(have *v1alpha1.Snapshot) (bool, error) {
 			if !sameSnapshot(have, want) {
@@ -83,8 +83,8 @@ func (s *Store) CreateSnapshot(ctx context.Context, name string, source volume.I
 	if err != nil {
 		return volume.Snapshot{}, fmt.Errorf("snapshot %q: %w", name, err)
 	}
-	if have, err = s.begin(ctx, w, newSnapshot(name, v, nil)); err == nil {
-		have, err = made(ctx, s, w, have)
+	if have, err = s.getOrCreateSnapshot(ctx, w, newSnapshot(name, v, nil)); err == nil {
+		have, err = waitMade(ctx, s, w, have)
 	}
 	if err != nil {
 		return volume.Snapshot{}, fmt.Errorf("snapshot %q of volume %s: %w", name, source, err)
@@ -98,7 +98,7 @@ func (s *Store) DeleteSnapshot(ctx context.Context, id volume.ID) error {
 		return nil
 	}
 	have := cluster.SnapshotNamed(id.Key)
-	return remove(ctx, s, id, have, false, func(bool) error {
+	return deleteByID(ctx, s, id, have, false, func(bool) error {
 		if group := have.Spec.Group; group != nil {
 			return fmt.Errorf("%w: snapshot %s is part of %s and is deleted with it", errdefs.ErrInvalid, id, volume.GroupID{Key: group.Key})
 		}
@@ -145,26 +145,20 @@ func (s *Store) ListSnapshots(ctx context.Context, source, after volume.ID, limi
 	if err := s.kube.Client.List(ctx, &list, options...); err != nil {
 		return nil, kube.APIError("list snapshots", err)
 	}
-	complete := map[string]bool{}
+	groups := map[string]bool{} // whether each is whole
 	var found []*v1alpha1.Snapshot
 	for i := range list.Items {
 		o := &list.Items[i]
 		if o.Status.Created == nil || compareIDs(cluster.SnapshotID(o), after) <= 0 || (source != (volume.ID{}) && cluster.SnapshotSource(o) != source) {
 			continue
 		}
-		if g := o.Spec.Group; g != nil {
-			if _, known := complete[g.Key]; !known {
-				members, err := s.members(ctx, g.Key)
-				if err != nil {
-					return nil, err
-				}
-				complete[g.Key] = whole(members)
-			}
-			if !complete[g.Key] {
-				continue
-			}
+		there, err := s.isWhole(ctx, o.Spec.Group, groups)
+		if err != nil {
+			return nil, err
 		}
-		found = append(found, o)
+		if there {
+			found = append(found, o)
+		}
 	}
 	slices.SortFunc(found, func(a, b *v1alpha1.Snapshot) int { return compareIDs(cluster.SnapshotID(a), cluster.SnapshotID(b)) })
 	if limit > 0 && len(found) > limit {
@@ -177,12 +171,15 @@ func (s *Store) ListSnapshots(ctx context.Context, source, after volume.ID, limi
 	return snapshots, nil
 }
 
-// Allocated needs the bytes, which are on a node.
-func (s *Store) Allocated(context.Context, volume.ID, int64, func(blockdev.Extent) error) error {
-	return fmt.Errorf("%w: what is allocated is known to the node alone", errdefs.ErrUnsupported)
-}
-
-// Changed needs the bytes, which are on a node.
-func (s *Store) Changed(context.Context, volume.ID, volume.ID, int64, func(blockdev.Extent) error) error {
-	return fmt.Errorf("%w: what changed is known to the node alone", errdefs.ErrUnsupported)
+// isWhole reports whether a group is whole; without a group it is true. groups is what was found out of others.
+func (s *Store) isWhole(ctx context.Context, group *v1alpha1.Group, groups map[string]bool) (bool, error) {
+	if group == nil {
+		return true, nil
+	}
+	if is, known := groups[group.Key]; known {
+		return is, nil
+	}
+	members, err := s.members(ctx, group.Key)
+	groups[group.Key] = whole(members)
+	return groups[group.Key], err
 }

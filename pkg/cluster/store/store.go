@@ -227,9 +227,9 @@ func (s *Store) usable(ctx context.Context, id volume.ID) (*v1alpha1.Volume, err
 	return v, err
 }
 
-// unaccounted is ErrUnavailable if a pool has what has this ID, but no object: it is not gone, and
+// checkStrays is ErrUnavailable if a pool has what has this ID, but no object: it is not gone, and
 // nobody but an operator knows what is to become of it.
-func (s *Store) unaccounted(ctx context.Context, id string) error {
+func (s *Store) checkStrays(ctx context.Context, id string) error {
 	var pools v1alpha1.PoolList
 	if err := s.kube.Client.List(ctx, &pools, client.UnsafeDisableDeepCopy); err != nil {
 		return kube.APIError("list pools", err)

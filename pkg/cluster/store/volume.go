@@ -57,11 +57,11 @@ func (s *Store) Create(ctx context.Context, spec volume.Spec) (volume.Volume, er
 	key := volume.KeyOf(spec.Name)
 	w := s.hub.Open(cluster.VolumeNamed(key))
 	defer w.Close()
-	have, err := obtain(ctx, s, w, key,
+	have, err := getOrCreate(ctx, s, w, key,
 		func() (*v1alpha1.Volume, error) { return s.plan(ctx, spec) },
 		func(have *v1alpha1.Volume) (bool, error) { return s.fits(ctx, w, spec, have) })
 	if err == nil {
-		have, err = made(ctx, s, w, have)
+		have, err = waitMade(ctx, s, w, have)
 		var down *liveness.NodeDown
 		if errors.As(err, &down) && spec.Source == (volume.ID{}) { // a copy can be made there alone
 			err = s.withdraw(ctx, have, down)
@@ -142,7 +142,7 @@ func (s *Store) origin(ctx context.Context, id volume.ID) (node string, size int
 	return snapshot.Node, snapshot.Size, v.Filesystem, nil
 }
 
-// fits is for obtain: it is the volume of the spec. What an earlier try left is cleared up.
+// fits is for getOrCreate: it is the volume of the spec. What an earlier try left is cleared up.
 func (s *Store) fits(ctx context.Context, w *kube.Watch, spec volume.Spec, have *v1alpha1.Volume) (bool, error) {
 	if err := spec.Check(cluster.ToVolume(have)); err != nil {
 		return false, err
@@ -181,7 +181,7 @@ func (s *Store) Delete(ctx context.Context, id volume.ID) error {
 		return nil
 	}
 	v := cluster.VolumeNamed(id.Key)
-	return remove(ctx, s, id, v, true, func(live bool) error { // a conflict is a claim, maybe
+	return deleteByID(ctx, s, id, v, true, func(live bool) error { // a conflict is a claim, maybe
 		claim := v.Spec.Claim
 		switch {
 		case claim == nil || v.Deleting():
