@@ -41,13 +41,13 @@ func (a *Agent) Claimed(ctx context.Context, id volume.ID, readOnly bool) (_ vol
 		case <-w.Signal:
 			w.Take()
 		case <-waiting.Done():
-			return a.claimNow(ctx, v), true
+			return a.liveClaim(ctx, v), true
 		}
 	}
 }
 
-// claimNow asks the API server how a volume is claimed. Where that does not answer it is as it was.
-func (a *Agent) claimNow(ctx context.Context, was *v1alpha1.Volume) volume.Claim {
+// liveClaim asks the API server how a volume is claimed. Where that does not answer it is as it was.
+func (a *Agent) liveClaim(ctx context.Context, was *v1alpha1.Volume) volume.Claim {
 	ctx, cancel := context.WithTimeout(ctx, claimWait)
 	defer cancel()
 	now := &v1alpha1.Volume{}

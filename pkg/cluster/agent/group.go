@@ -16,8 +16,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// group cuts the members of a group snapshot together, or takes them away together.
-func (a *Agent) group(ctx context.Context, r request) (reconcile.Result, error) {
+// reconcileGroup cuts the members of a group snapshot together, or takes them away together.
+func (a *Agent) reconcileGroup(ctx context.Context, r request) (reconcile.Result, error) {
 	members, err := cluster.Members(ctx, a.kube.Client, r.key)
 	if err != nil || len(members) == 0 {
 		return reconcile.Result{}, err
@@ -54,7 +54,7 @@ func (a *Agent) group(ctx context.Context, r request) (reconcile.Result, error) 
 		return reconcile.Result{}, nil // the rest of it comes, or goes, too
 	case cut == len(members):
 		for i := range members {
-			failures = append(failures, a.tendSnapshot(ctx, &members[i]))
+			failures = append(failures, a.maintainSnapshot(ctx, &members[i]))
 		}
 		return reconcile.Result{RequeueAfter: checkAgain}, errors.Join(failures...)
 	case refused > 0 && found == 0:
@@ -74,25 +74,7 @@ func (a *Agent) makeGroup(ctx context.Context, r request, members []v1alpha1.Sna
 		}
 	} else {
 		defer a.Changed()
-		working, end := a.making(ctx, r)
-		defer end()
-		var sources []volume.ID
-		for i := range members {
-			sources = append(sources, cluster.SnapshotSource(&members[i]))
-		}
-		locks := groupLocks(r.key, members)
-		for _, source := range sources {
-			locks = append(locks, keylock.Volume(source.Key))
-		}
-		err = a.copying(working, locks, nil, func(ctx context.Context) (err error) {
-			for i := range members {
-				if err := wanted(ctx, a, &members[i]); err != nil {
-					return err
-				}
-			}
-			made, err = a.local.CreateGroup(ctx, members[0].Spec.Name, sources)
-			return err
-		})
+		made, err = a.cutGroup(ctx, r, members)
 	}
 	if err != nil {
 		return a.refuseAll(ctx, members, err)
@@ -103,11 +85,35 @@ func (a *Agent) makeGroup(ctx context.Context, r request, members []v1alpha1.Sna
 		if at < 0 {
 			return fmt.Errorf("%w: %s has no snapshot %s", errdefs.ErrDataLoss, made.ID, cluster.SnapshotID(m))
 		}
-		if err := a.reportCut(ctx, m, made.Snapshots[at]); err != nil {
+		if err := a.reportSnapshot(ctx, m, made.Snapshots[at]); err != nil {
 			return err
 		}
 	}
 	return nil
+}
+
+// cutGroup cuts the members of a group together, as long as all are wanted.
+func (a *Agent) cutGroup(ctx context.Context, r request, members []v1alpha1.Snapshot) (made volume.Group, err error) {
+	working, end := a.making(ctx, r)
+	defer end()
+	var sources []volume.ID
+	for i := range members {
+		sources = append(sources, cluster.SnapshotSource(&members[i]))
+	}
+	locks := groupLocks(r.key, members)
+	for _, source := range sources {
+		locks = append(locks, keylock.Volume(source.Key))
+	}
+	err = a.withYieldingLocks(working, locks, nil, func(ctx context.Context) (err error) {
+		for i := range members {
+			if err := stillWanted(ctx, a, &members[i]); err != nil {
+				return err
+			}
+		}
+		made, err = a.local.CreateGroup(ctx, members[0].Spec.Name, sources)
+		return err
+	})
+	return made, err
 }
 
 func groupLocks(key string, members []v1alpha1.Snapshot) []string {
@@ -142,7 +148,7 @@ func (a *Agent) refuseAll(ctx context.Context, members []v1alpha1.Snapshot, err 
 
 func (a *Agent) deleteGroup(ctx context.Context, key string, members []v1alpha1.Snapshot) (reconcile.Result, error) {
 	defer a.Changed()
-	if err := a.locked(groupLocks(key, members), nil, func() error {
+	if err := a.withLocks(groupLocks(key, members), nil, func() error {
 		for i := range members {
 			have, err := a.local.GetSnapshot(ctx, cluster.SnapshotID(&members[i]))
 			if errors.Is(err, errdefs.ErrUnavailable) {

@@ -43,28 +43,18 @@ func (h *heartbeat) run(ctx context.Context) {
 // renew writes the agent's Lease: one request, as nobody else writes it. What somebody changed is put right.
 func (h *heartbeat) renew(ctx context.Context) error {
 	for {
-		now, node, duration := metav1.NowMicro(), h.node, int32(cluster.SilentAfter/time.Second)
-		spec := coordinationv1.LeaseSpec{HolderIdentity: &node, LeaseDurationSeconds: &duration, RenewTime: &now}
 		if h.lease == nil {
 			lease := cluster.Lease(h.namespace, h.node)
 			err := h.live.Get(ctx, client.ObjectKeyFromObject(lease), lease)
 			if apierrors.IsNotFound(err) {
-				lease.Spec = spec
-				if lease.OwnerReferences, err = h.owner(ctx); err != nil {
-					return err
-				}
-				if err = h.live.Create(ctx, lease); err == nil {
-					h.lease = lease
-				}
-				return err
+				return h.create(ctx, lease)
 			}
 			if err != nil {
 				return err
 			}
 			h.lease = lease
 		}
-		h.lease.Spec = spec
-		h.lease.Labels = cluster.Lease(h.namespace, node).Labels
+		h.lease.Spec, h.lease.Labels = h.now(), cluster.LeaseLabels()
 		err := h.live.Update(ctx, h.lease)
 		if err != nil {
 			h.lease = nil
@@ -73,6 +63,24 @@ func (h *heartbeat) renew(ctx context.Context) error {
 			return err
 		}
 	}
+}
+
+// create makes the agent's Lease.
+func (h *heartbeat) create(ctx context.Context, lease *coordinationv1.Lease) (err error) {
+	lease.Spec = h.now()
+	if lease.OwnerReferences, err = h.owner(ctx); err != nil {
+		return err
+	}
+	if err = h.live.Create(ctx, lease); err == nil {
+		h.lease = lease
+	}
+	return err
+}
+
+// now is what the Lease of an agent says that lives.
+func (h *heartbeat) now() coordinationv1.LeaseSpec {
+	node, now, duration := h.node, metav1.NowMicro(), int32(cluster.SilentAfter/time.Second)
+	return coordinationv1.LeaseSpec{HolderIdentity: &node, LeaseDurationSeconds: &duration, RenewTime: &now}
 }
 
 // owner is the node: its Lease goes with it.

@@ -13,7 +13,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 )
 
-// settle takes from an object what allows its bytes to be made: they are there, or were. What
+// clearIntent takes from an object what allows its bytes to be made: they are there, or were. What
 // else goes are a deletion that was meant for another object, of which this is a copy, and the
 // finalizer of older versions.
 func clearIntent[T cluster.Object](ctx context.Context, a *Agent, o T) error {
@@ -31,7 +31,7 @@ func clearIntent[T cluster.Object](ctx context.Context, a *Agent, o T) error {
 	return a.kube.Client.Patch(ctx, o, kube.LockingPatch(before))
 }
 
-// released lets an object go that somebody deleted without asking the driver to delete the
+// dropObject lets an object go that somebody deleted without asking the driver to delete the
 // volume or snapshot. Its bytes stay, whoever uses them goes on, and they are reported.
 func (a *Agent) dropObject(ctx context.Context, o cluster.Object) error {
 	defer a.Changed()

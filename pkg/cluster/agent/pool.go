@@ -20,7 +20,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// AgentPool is a pool of the agent's node.
+// Pool is a pool of the agent's node.
 type Pool struct {
 	blockdev.Pool
 	Kind string // of storage, for people
@@ -40,72 +40,69 @@ const (
 // with ErrPrecondition if they turn out to be another driver's, or a pool to be another one: who
 // starts again does not use it.
 func (a *Agent) reportPools(ctx context.Context) error {
-	exact := true
-	for {
+	for exact := true; ctx.Err() == nil; {
 		err := a.writePools(ctx, exact)
-		var wait <-chan time.Time
 		if errors.Is(err, errdefs.ErrPrecondition) {
 			return err
 		}
 		if err != nil && ctx.Err() == nil {
 			klog.FromContext(ctx).Error(err, "Could not report the pools; trying again")
-			wait = time.After(poolWait)
-		} else if slices.ContainsFunc(a.options.Pools, func(p Pool) bool { return blockdev.There(p.Pool) == nil }) {
-			wait = time.After(poolWait) // what it is asked for looks for it
-		} else {
-			wait = time.After(drift)
 		}
 		select {
 		case <-ctx.Done():
-			return nil
-		case <-wait:
+		case <-time.After(a.poolPause(err)):
 			exact = err != nil
-			continue
 		case <-a.changed:
 			exact = true
+			a.gatherChanges(ctx)
 		}
-		limit := time.After(latest)
-		for settled := false; !settled; {
-			select {
-			case <-ctx.Done():
-				return nil
-			case <-a.changed:
-			case <-time.After(quiet):
-				settled = true
-			case <-limit:
-				settled = true
-			}
+	}
+	return nil
+}
+
+// poolPause is how long the pools are left alone to which nothing happens, after a report with an error or without.
+func (a *Agent) poolPause(err error) time.Duration {
+	if err != nil || slices.ContainsFunc(a.options.Pools, func(p Pool) bool { return blockdev.There(p.Pool) == nil }) {
+		return poolWait // what it is asked for looks for it
+	}
+	return drift
+}
+
+// gatherChanges waits until nothing changes for a moment, but not for long.
+func (a *Agent) gatherChanges(ctx context.Context) {
+	limit := time.After(latest)
+	for {
+		select {
+		case <-a.changed:
+		case <-ctx.Done():
+			return
+		case <-time.After(quiet):
+			return
+		case <-limit:
+			return
 		}
 	}
 }
 
 func (a *Agent) writePools(ctx context.Context, exact bool) error {
-	failures := []error{a.retire(ctx)} // first: at no moment there are two default pools
+	failures := []error{a.retirePools(ctx)} // first: at no moment there are two default pools
 	for i := range a.options.Pools {
 		failures = append(failures, a.writePool(ctx, i, exact))
 	}
 	return errors.Join(failures...)
 }
 
-// declare writes down what a pool is: how the node was started, and which pool it is.
+// declarePool writes down what a pool is: how the node was started, and which pool it is.
 // ErrPrecondition if it is another's, or another than the one that was there before.
-func (a *Agent) declare(ctx context.Context, i int) (*v1alpha1.Pool, error) {
+func (a *Agent) declarePool(ctx context.Context, i int) (*v1alpha1.Pool, error) {
 	pool := a.options.Pools[i]
 	spec := v1alpha1.PoolSpec{NodeName: a.local.Node(), Pool: pool.Name(), Default: i == 0, MaxVolumes: a.options.MaxVolumes, Driver: a.options.Driver}
 	name := cluster.PoolName(spec.NodeName, spec.Pool)
-	o, there, err := get(ctx, a, name, &v1alpha1.Pool{})
+	o, there, id, err := a.identifyPool(ctx, name, pool)
 	if err != nil {
 		return nil, err
 	}
-	spec.UUID, err = identityOf(pool.Pool, o.Spec.UUID)
-	if err != nil { // the watch may be behind whoever allowed it
-		if o, there, err = poolNow(ctx, a.kube.Live, name); err == nil {
-			spec.UUID, err = identityOf(pool.Pool, o.Spec.UUID)
-		}
-	}
-	if err != nil {
-		return nil, err
-	}
+	spec.UUID = id
 	if !there {
 		o = &v1alpha1.Pool{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: spec}
 		if err := a.kube.Client.Create(ctx, o); err != nil {
@@ -113,20 +110,41 @@ func (a *Agent) declare(ctx context.Context, i int) (*v1alpha1.Pool, error) {
 		}
 		return o, nil
 	}
+	return o, a.updatePool(ctx, o, spec)
+}
+
+// identifyPool returns the object of a pool, if it is there, and the identity to write down for the pool.
+func (a *Agent) identifyPool(ctx context.Context, name string, pool Pool) (o *v1alpha1.Pool, there bool, id string, err error) {
+	o, there, err = get(ctx, a, name, &v1alpha1.Pool{})
+	if err != nil {
+		return nil, false, "", err
+	}
+	if id, err = identityOf(pool.Pool, o.Spec.UUID); err == nil {
+		return o, there, id, nil
+	}
+	// The watch may be behind whoever allowed it.
+	if o, there, err = poolNow(ctx, a.kube.Live, name); err == nil {
+		id, err = identityOf(pool.Pool, o.Spec.UUID)
+	}
+	return o, there, id, err
+}
+
+// updatePool changes the spec of a pool's object. That of another driver is taken over only if no other one has older pools.
+func (a *Agent) updatePool(ctx context.Context, o *v1alpha1.Pool, spec v1alpha1.PoolSpec) error {
 	if o.Spec == spec {
-		return o, nil
+		return nil
 	}
 	if cluster.DriverOf(o) != a.options.Driver {
 		if err := cluster.CheckOwner(ctx, a.kube.Live, a.options.Driver); err != nil {
-			return nil, err
+			return err
 		}
 	}
 	before := o.DeepCopy()
 	o.Spec = spec
 	if err := a.kube.Client.Patch(ctx, o, kube.LockingPatch(before)); err != nil {
-		return nil, fmt.Errorf("update pool %s: %w", name, err)
+		return fmt.Errorf("update pool %s: %w", o.Name, err)
 	}
-	return o, nil
+	return nil
 }
 
 // poolNow asks the API server for the object of a pool.
@@ -161,16 +179,8 @@ func identityOf(pool blockdev.Pool, written string) (string, error) {
 // small changes be.
 func (a *Agent) writePool(ctx context.Context, i int, exact bool) error {
 	pool := a.options.Pools[i]
-	measured := metav1.NowMicro()
-	c, err := pool.Capacity(ctx)
-	problems := pool.PoolHealth(ctx)
-	if err != nil {
-		c = blockdev.Capacity{}
-		if len(problems) == 0 {
-			problems = []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: poolUnavailable, Message: err.Error()}}
-		}
-	}
-	o, err := a.declare(ctx, i) // before anybody sees that it has room
+	m := measure(ctx, pool)
+	o, err := a.declarePool(ctx, i) // before anybody sees that it has room
 	if err != nil {
 		return err
 	}
@@ -183,34 +193,61 @@ func (a *Agent) writePool(ctx context.Context, i int, exact bool) error {
 		}
 		strays, refused = a.adopt(ctx, o, strays)
 	}
-	s := &o.Status
-	s.Kind, s.Total, s.Promised, s.Available, s.MaxVolume, s.MinVolume = pool.Kind, c.Total, c.Promised, c.Available, c.MaxVolume, c.MinVolume
-	s.Granularity = pool.Granularity()
-	if !exact && before.Status.Promised == c.Promised && max(abs(before.Status.Available-c.Available), abs(before.Status.Total-c.Total)) < c.Total/driftOf {
-		s.Total, s.Available, s.MaxVolume = before.Status.Total, before.Status.Available, before.Status.MaxVolume
-	}
-	healthy, reason, message := metav1.ConditionTrue, "NoProblems", ""
-	for _, p := range problems {
-		healthy, reason = metav1.ConditionFalse, p.Reason
-		message = strings.TrimPrefix(message+"; "+p.Message, "; ")
-	}
-	setCondition(&s.Conditions, o, v1alpha1.Healthy, healthy, reason, cluster.Limited(message))
+	m.report(o, before.Status, exact)
 	reportStrays(o, strays)
 	if equality.Semantic.DeepEqual(before.Status, o.Status) {
 		return refused
 	}
-	s.Measured = &measured
+	o.Status.Measured = &m.at
 	if err := a.kube.Client.Status().Patch(ctx, o, client.MergeFrom(before)); err != nil {
 		return errors.Join(refused, fmt.Errorf("report pool %s: %w", o.Name, err))
 	}
 	return refused
 }
 
+// measurement is how a pool was at some time.
+type measurement struct {
+	pool     Pool
+	at       metav1.MicroTime
+	capacity blockdev.Capacity // nothing, if it cannot be told
+	problems []blockdev.Problem
+}
+
+func measure(ctx context.Context, pool Pool) measurement {
+	m := measurement{pool: pool, at: metav1.NowMicro()}
+	var err error
+	m.capacity, err = pool.Capacity(ctx)
+	m.problems = pool.PoolHealth(ctx)
+	if err != nil {
+		m.capacity = blockdev.Capacity{}
+		if len(m.problems) == 0 {
+			m.problems = []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: poolUnavailable, Message: err.Error()}}
+		}
+	}
+	return m
+}
+
+// report writes the measurement into an object. With exact false small changes of the figures since the last one are left out.
+func (m measurement) report(o *v1alpha1.Pool, last v1alpha1.PoolStatus, exact bool) {
+	s, c := &o.Status, m.capacity
+	s.Kind, s.Granularity = m.pool.Kind, m.pool.Granularity()
+	s.Total, s.Promised, s.Available, s.MaxVolume, s.MinVolume = c.Total, c.Promised, c.Available, c.MaxVolume, c.MinVolume
+	if !exact && last.Promised == c.Promised && max(abs(last.Available-c.Available), abs(last.Total-c.Total)) < c.Total/driftOf {
+		s.Total, s.Available, s.MaxVolume = last.Total, last.Available, last.MaxVolume
+	}
+	healthy, reason, message := metav1.ConditionTrue, "NoProblems", ""
+	for _, p := range m.problems {
+		healthy, reason = metav1.ConditionFalse, p.Reason
+		message = strings.TrimPrefix(message+"; "+p.Message, "; ")
+	}
+	setCondition(&s.Conditions, o, v1alpha1.Healthy, healthy, reason, cluster.Limited(message))
+}
+
 func abs(n int64) int64 { return max(n, -n) }
 
-// retire takes the room from objects of pools that the node does not have any more, and the
+// retirePools takes the room from objects of pools that the node does not have any more, and the
 // defaults from those that are no longer the default. How many volumes the node may have all of them say.
-func (a *Agent) retire(ctx context.Context) error {
+func (a *Agent) retirePools(ctx context.Context) error {
 	var pools v1alpha1.PoolList
 	if err := a.kube.Client.List(ctx, &pools); err != nil {
 		return err

@@ -17,8 +17,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// snapshot makes the snapshot of an object, or takes it away.
-func (a *Agent) snapshot(ctx context.Context, r request) (reconcile.Result, error) {
+// reconcileSnapshot makes the snapshot of an object, or takes it away.
+func (a *Agent) reconcileSnapshot(ctx context.Context, r request) (reconcile.Result, error) {
 	s, there, err := get(ctx, a, r.key, &v1alpha1.Snapshot{})
 	if err != nil || !there {
 		return reconcile.Result{}, err
@@ -29,7 +29,7 @@ func (a *Agent) snapshot(ctx context.Context, r request) (reconcile.Result, erro
 	case s.DeletionTimestamp != nil:
 		return reconcile.Result{}, a.dropObject(ctx, s)
 	case s.Status.Created != nil:
-		return reconcile.Result{RequeueAfter: checkAgain}, a.tendSnapshot(ctx, s)
+		return reconcile.Result{RequeueAfter: checkAgain}, a.maintainSnapshot(ctx, s)
 	case !s.Spec.Make:
 		return reconcile.Result{RequeueAfter: checkAgain}, a.findSnapshot(ctx, s)
 	case s.Common().Refused(s.Generation) != nil:
@@ -39,8 +39,8 @@ func (a *Agent) snapshot(ctx context.Context, r request) (reconcile.Result, erro
 	defer end()
 	defer a.Changed()
 	var made volume.Snapshot
-	if err := a.copying(working, []string{keylock.Snapshot(s.Name), keylock.Volume(s.Spec.Source)}, nil, func(ctx context.Context) (err error) {
-		if err := wanted(ctx, a, s); err != nil {
+	if err := a.withYieldingLocks(working, []string{keylock.Snapshot(s.Name), keylock.Volume(s.Spec.Source)}, nil, func(ctx context.Context) (err error) {
+		if err := stillWanted(ctx, a, s); err != nil {
 			return err
 		}
 		made, err = a.local.CreateSnapshot(ctx, s.Spec.Name, cluster.SnapshotSource(s))
@@ -48,7 +48,7 @@ func (a *Agent) snapshot(ctx context.Context, r request) (reconcile.Result, erro
 	}); err != nil {
 		return reconcile.Result{}, refuse(ctx, a, s, err)
 	}
-	return reconcile.Result{}, a.reportCut(ctx, s, made)
+	return reconcile.Result{}, a.reportSnapshot(ctx, s, made)
 }
 
 // findSnapshot finds the snapshot of an object that may not be cut: see findVolume.
@@ -64,15 +64,15 @@ func (a *Agent) findSnapshot(ctx context.Context, s *v1alpha1.Snapshot) error {
 		return refuse(ctx, a, s, err)
 	}
 	defer a.Changed()
-	return a.reportCut(ctx, s, have)
+	return a.reportSnapshot(ctx, s, have)
 }
 
 func (a *Agent) missingSnapshot(id volume.ID) string {
 	return fmt.Sprintf("pool %s of node %s does not have this snapshot any more; nothing was cut in its place", id.Pool, a.local.Node())
 }
 
-// reportCut reports a snapshot that is there, and sees to it that it is not cut again.
-func (a *Agent) reportCut(ctx context.Context, s *v1alpha1.Snapshot, made volume.Snapshot) error {
+// reportSnapshot reports a snapshot that is there, and sees to it that it is not cut again.
+func (a *Agent) reportSnapshot(ctx context.Context, s *v1alpha1.Snapshot, made volume.Snapshot) error {
 	if err := clearIntent(ctx, a, s); err != nil {
 		return err
 	}
@@ -88,7 +88,7 @@ func (a *Agent) reportCut(ctx context.Context, s *v1alpha1.Snapshot, made volume
 
 func (a *Agent) deleteSnapshot(ctx context.Context, s *v1alpha1.Snapshot) (reconcile.Result, error) {
 	defer a.Changed()
-	err := a.locked([]string{keylock.Snapshot(s.Name)}, nil, func() error {
+	err := a.withLocks([]string{keylock.Snapshot(s.Name)}, nil, func() error {
 		if have, err := a.local.GetSnapshot(ctx, cluster.SnapshotID(s)); err == nil && !sameBytes(s, have.Created) {
 			klog.FromContext(ctx).Info("Keeping a snapshot of the same name that is not the one to be deleted", "snapshot", have.ID.String())
 			return nil
@@ -101,9 +101,9 @@ func (a *Agent) deleteSnapshot(ctx context.Context, s *v1alpha1.Snapshot) (recon
 	return reconcile.Result{RequeueAfter: lastRetry}, refuse(ctx, a, s, err)
 }
 
-// tendSnapshot looks after a snapshot that was cut once. If it is missing, it is lost: a
+// maintainSnapshot keeps up a snapshot that was cut once. If it is missing, it is lost: a
 // snapshot of another moment is not the same.
-func (a *Agent) tendSnapshot(ctx context.Context, s *v1alpha1.Snapshot) error {
+func (a *Agent) maintainSnapshot(ctx context.Context, s *v1alpha1.Snapshot) error {
 	if err := clearIntent(ctx, a, s); err != nil {
 		return err
 	}

@@ -35,9 +35,9 @@ type stray struct {
 	taken  string         // what the object says that has its name; empty: there is none
 }
 
-// look is when the API server was asked for an object that the cache does not have, and what that said. It is
+// lookup is when the API server was asked for an object that the cache does not have, and what that said. It is
 // not asked for each stray whenever something changes.
-type look struct {
+type lookup struct {
 	at    time.Time
 	taken string // as in stray
 }
@@ -46,58 +46,63 @@ type look struct {
 // the node's own.
 func (a *Agent) strays(ctx context.Context, pool blockdev.Pool) ([]stray, error) {
 	var strays []stray
-	before, looked := a.looked[pool.Name()], map[volume.ID]look{}
-	defer func() { a.looked[pool.Name()] = looked }() // without what is not there any more
+	lookups := map[volume.ID]lookup{} // without those of what is not there any more
+	defer func() { a.lookups[pool.Name()] = lookups }()
 	for _, kind := range []blockdev.Kind{blockdev.Volume, blockdev.Snapshot} {
 		records, err := pool.List(ctx, kind, "", 0)
 		if err != nil {
 			return nil, err
 		}
 		for _, r := range records {
-			var o cluster.Object = &v1alpha1.Volume{}
-			describe := a.strayVolume
-			if kind == blockdev.Snapshot {
-				o, describe = &v1alpha1.Snapshot{}, a.straySnapshot
-			}
-			err := a.kube.Cache.Get(ctx, client.ObjectKey{Name: r.Key}, o)
-			if err == nil && o.In() == pool.Name() {
-				continue
-			}
-			if client.IgnoreNotFound(err) != nil {
-				return nil, err
-			}
-			cached := err == nil
-			id := volume.ID{Kind: kind, Pool: pool.Name(), Key: r.Key}
-			one, err := describe(ctx, id)
-			if errors.Is(err, errdefs.ErrNotFound) || err == nil && one == nil {
-				continue // it was deleted since the list, or is the node's own
-			}
+			one, err := a.strayOf(ctx, volume.ID{Kind: kind, Pool: pool.Name(), Key: r.Key}, lookups)
 			if err != nil {
 				return nil, err
 			}
-			last, known := before[id]
-			if cached || !known || time.Since(last.at) >= checkAgain {
-				var left bool
-				if last, left, err = a.lookUp(ctx, id, o, cached); err != nil {
-					return nil, err
-				} else if !left {
-					continue
-				}
+			if one != nil {
+				strays = append(strays, *one)
 			}
-			if !cached {
-				looked[id] = last
-			}
-			one.taken = last.taken
-			strays = append(strays, *one)
 		}
 	}
 	return strays, nil
 }
 
+// strayOf returns what is a stray of what a pool has; nil for what is none. What the API server says is added to lookups.
+func (a *Agent) strayOf(ctx context.Context, id volume.ID, lookups map[volume.ID]lookup) (*stray, error) {
+	var o cluster.Object = &v1alpha1.Volume{}
+	describe := a.strayVolume
+	if id.Kind == blockdev.Snapshot {
+		o, describe = &v1alpha1.Snapshot{}, a.straySnapshot
+	}
+	err := a.kube.Cache.Get(ctx, client.ObjectKey{Name: id.Key}, o)
+	if err == nil && o.In() == id.Pool {
+		return nil, nil
+	}
+	if client.IgnoreNotFound(err) != nil {
+		return nil, err
+	}
+	cached := err == nil
+	one, err := describe(ctx, id)
+	if err != nil || one == nil {
+		return nil, errdefs.IgnoreNotFound(err) // it was deleted since the list, or is the node's own
+	}
+	last, known := a.lookups[id.Pool][id]
+	if cached || !known || time.Since(last.at) >= checkAgain {
+		var left bool
+		if last, left, err = a.lookUp(ctx, id, o, cached); err != nil || !left {
+			return nil, err
+		}
+	}
+	if !cached {
+		lookups[id] = last
+	}
+	one.taken = last.taken
+	return one, nil
+}
+
 // lookUp finds out what the object says that has the name of something in a pool; o is it, if the cache has one. It
 // is not left as a stray if that is its object after all, or if it was blank and made on another node instead.
-func (a *Agent) lookUp(ctx context.Context, id volume.ID, o cluster.Object, cached bool) (_ look, left bool, err error) {
-	now := look{at: time.Now()}
+func (a *Agent) lookUp(ctx context.Context, id volume.ID, o cluster.Object, cached bool) (_ lookup, left bool, err error) {
+	now := lookup{at: time.Now()}
 	if !cached {
 		err := a.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, o)
 		if err != nil {
@@ -118,7 +123,7 @@ func (a *Agent) madeElsewhere(ctx context.Context, id volume.ID, o cluster.Objec
 	if id.Kind != blockdev.Volume || o.Node() == a.local.Node() {
 		return false, nil
 	}
-	err := a.locked([]string{keylock.Volume(id.Key)}, nil, func() error {
+	err := a.withLocks([]string{keylock.Volume(id.Key)}, nil, func() error {
 		have, err := a.local.Get(ctx, id)
 		if err != nil || (o.Common().Created != nil && sameBytes(o, have.Created)) {
 			return errdefs.IgnoreNotFound(err)

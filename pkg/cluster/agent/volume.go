@@ -24,8 +24,8 @@ import (
 // poolUnavailable is the reason for a problem of what is in a pool that does not answer.
 const poolUnavailable = "PoolUnavailable"
 
-// volume makes the volume of an object what the object says.
-func (a *Agent) volume(ctx context.Context, r request) (reconcile.Result, error) {
+// reconcileVolume makes the volume of an object what the object says.
+func (a *Agent) reconcileVolume(ctx context.Context, r request) (reconcile.Result, error) {
 	v, there, err := get(ctx, a, r.key, &v1alpha1.Volume{})
 	if err != nil || !there {
 		return reconcile.Result{}, err
@@ -36,13 +36,13 @@ func (a *Agent) volume(ctx context.Context, r request) (reconcile.Result, error)
 	case v.DeletionTimestamp != nil:
 		return reconcile.Result{}, a.dropObject(ctx, v)
 	case v.Spec.Abandoned, v.Status.Is(v1alpha1.Abandoned, "True"): // what the verdict was about goes now, if it has not
-		return reconcile.Result{}, a.locked([]string{keylock.Volume(v.Name)}, nil, func() error { return a.judge(ctx, v) })
+		return reconcile.Result{}, a.withLocks([]string{keylock.Volume(v.Name)}, nil, func() error { return a.judgeAbandoned(ctx, v) })
 	case v.Status.Created == nil && !v.Spec.Make:
 		return reconcile.Result{RequeueAfter: checkAgain}, a.findVolume(ctx, v)
 	case v.Status.Created == nil:
 		return reconcile.Result{}, a.makeVolume(ctx, r, v)
 	default:
-		err := a.tendVolume(ctx, v)
+		err := a.maintainVolume(ctx, v)
 		if slices.ContainsFunc(v.Status.Health, func(p v1alpha1.Problem) bool { return p.Reason == poolUnavailable }) {
 			return reconcile.Result{RequeueAfter: lastRetry}, err // nobody says when it comes
 		}
@@ -65,8 +65,8 @@ func (a *Agent) makeVolume(ctx context.Context, r request, v *v1alpha1.Volume) e
 	}
 	defer a.Changed()
 	var made volume.Volume
-	if err := a.copying(working, exclusive, shared, func(ctx context.Context) (err error) {
-		if err := wanted(ctx, a, v); err != nil {
+	if err := a.withYieldingLocks(working, exclusive, shared, func(ctx context.Context) (err error) {
+		if err := stillWanted(ctx, a, v); err != nil {
 			return err
 		}
 		made, err = a.local.Create(ctx, volume.Spec{Name: v.Spec.Name, Pool: v.Spec.Pool, Provisioning: blockdev.Provisioning(v.Spec.Provisioning), Source: cluster.SourceOf(v),
@@ -77,20 +77,20 @@ func (a *Agent) makeVolume(ctx context.Context, r request, v *v1alpha1.Volume) e
 		return refuse(ctx, a, v, err)
 	}
 	if err := clearIntent(ctx, a, v); err != nil {
-		return errors.Join(err, a.unwanted(ctx, v))
+		return errors.Join(err, a.removeUnwanted(ctx, v))
 	}
 	return a.reportVolume(ctx, v, made, "Created")
 }
 
-// unwanted removes what was made for an object that is gone: it was taken back, maybe for
+// removeUnwanted removes what was made for an object that is gone: it was taken back, maybe for
 // another node to make it. Nobody could use it before the object said that it was made.
-func (a *Agent) unwanted(ctx context.Context, v *v1alpha1.Volume) error {
+func (a *Agent) removeUnwanted(ctx context.Context, v *v1alpha1.Volume) error {
 	now := &v1alpha1.Volume{}
 	err := a.kube.Live.Get(ctx, client.ObjectKeyFromObject(v), now)
 	if client.IgnoreNotFound(err) != nil || (err == nil && now.Spec.NodeName == a.local.Node()) {
 		return err
 	}
-	return a.locked([]string{keylock.Volume(v.Name)}, nil, func() error { return a.removeBlank(ctx, cluster.VolumeID(v)) })
+	return a.withLocks([]string{keylock.Volume(v.Name)}, nil, func() error { return a.removeBlank(ctx, cluster.VolumeID(v)) })
 }
 
 // removeBlank removes a volume, if this node's own record says that nothing was ever on it and
@@ -124,7 +124,7 @@ func (a *Agent) findVolume(ctx context.Context, v *v1alpha1.Volume) error {
 	have, err := a.local.Get(ctx, id)
 	switch {
 	case errors.Is(err, errdefs.ErrNotFound):
-		err = fmt.Errorf("%w: %s; if this object is one that an older version of the driver has only begun, delete it", errdefs.ErrDataLoss, a.missing(v))
+		err = fmt.Errorf("%w: %s; if this object is one that an older version of the driver has only begun, delete it", errdefs.ErrDataLoss, a.missingVolume(v))
 	case err == nil:
 		err = volume.Spec{Name: v.Spec.Name, Pool: v.Spec.Pool, Source: cluster.SourceOf(v), Filesystem: filesystem.Type(v.Spec.Filesystem)}.Check(have)
 	}
@@ -138,14 +138,14 @@ func (a *Agent) findVolume(ctx context.Context, v *v1alpha1.Volume) error {
 	return a.reportVolume(ctx, v, have, "Found")
 }
 
-func (a *Agent) missing(v *v1alpha1.Volume) string {
+func (a *Agent) missingVolume(v *v1alpha1.Volume) string {
 	return fmt.Sprintf("pool %s of node %s does not have this volume any more; nothing was made in its place: bring the pool's files back, restore it from a backup, or delete it", v.Spec.Pool, a.local.Node())
 }
 
 // deleteLocal deletes a volume. What is not the object's, under the same name, stays, if anything
 // was ever on it.
 func (a *Agent) deleteLocal(ctx context.Context, v *v1alpha1.Volume) error {
-	return a.locked([]string{keylock.Volume(v.Name)}, nil, func() error {
+	return a.withLocks([]string{keylock.Volume(v.Name)}, nil, func() error {
 		if have, err := a.local.Get(ctx, cluster.VolumeID(v)); err == nil && !sameBytes(v, have.Created) &&
 			(v.Status.Created != nil || have.Format.State != volume.Blank || have.Source != (volume.ID{})) {
 			klog.FromContext(ctx).Info("Keeping a volume of the same name that is not the one to be deleted", "volume", cluster.VolumeID(v).String())
@@ -170,11 +170,11 @@ func (a *Agent) deleteVolume(ctx context.Context, v *v1alpha1.Volume) (reconcile
 	return reconcile.Result{RequeueAfter: lastRetry}, nil
 }
 
-// judge decides whether a volume that nobody knows of any more may go: only if this node's
+// judgeAbandoned decides whether a volume that nobody knows of any more may go: only if this node's
 // own record says that nothing was ever on it, and no device of it is there. The verdict is
 // written down first, and fails if anybody changed the object meanwhile; from then on the
 // volume is nobody's. A verdict that is there is no reason to delete: anybody may have written it.
-func (a *Agent) judge(ctx context.Context, v *v1alpha1.Volume) error {
+func (a *Agent) judgeAbandoned(ctx context.Context, v *v1alpha1.Volume) error {
 	id := cluster.VolumeID(v)
 	have, err := a.local.Get(ctx, id)
 	verdict := v.Spec.Abandoned && v.Status.Is(v1alpha1.Abandoned, "True")
@@ -214,19 +214,19 @@ func (a *Agent) judge(ctx context.Context, v *v1alpha1.Volume) error {
 	return cluster.RemoveObject(ctx, a.kube.Client, v)
 }
 
-// tendVolume looks after a volume that was made once. If it is missing, it is lost, and it
+// maintainVolume keeps up a volume that was made once. If it is missing, it is lost, and it
 // is not made again.
-func (a *Agent) tendVolume(ctx context.Context, v *v1alpha1.Volume) error {
+func (a *Agent) maintainVolume(ctx context.Context, v *v1alpha1.Volume) error {
 	if err := clearIntent(ctx, a, v); err != nil {
 		return err
 	}
 	id := cluster.VolumeID(v)
 	have, err := a.local.Get(ctx, id)
 	if errors.Is(err, errdefs.ErrNotFound) {
-		return a.lost(ctx, v, blockdev.Problem{Severity: blockdev.DataLoss, Reason: "VolumeMissing", Message: a.missing(v)})
+		return a.reportLost(ctx, v, blockdev.Problem{Severity: blockdev.DataLoss, Reason: "VolumeMissing", Message: a.missingVolume(v)})
 	}
 	if errors.Is(err, errdefs.ErrDataLoss) {
-		return a.lost(ctx, v, blockdev.Problem{Severity: blockdev.DataLoss, Reason: "RecordDamaged", Message: err.Error()})
+		return a.reportLost(ctx, v, blockdev.Problem{Severity: blockdev.DataLoss, Reason: "RecordDamaged", Message: err.Error()})
 	}
 	if errors.Is(err, errdefs.ErrUnavailable) {
 		return report(ctx, a, v, func(v *v1alpha1.Volume) {
@@ -239,7 +239,7 @@ func (a *Agent) tendVolume(ctx context.Context, v *v1alpha1.Volume) error {
 	refused := v.Common().Refused(v.Generation) != nil
 	if !refused && (have.Size < v.Spec.Size || !maps.Equal(have.Mutable, v.Spec.Mutable)) {
 		defer a.Changed()
-		if err := a.locked([]string{keylock.Volume(v.Name)}, nil, func() error { return a.changeVolume(ctx, v, &have) }); err != nil {
+		if err := a.withLocks([]string{keylock.Volume(v.Name)}, nil, func() error { return a.changeVolume(ctx, v, &have) }); err != nil {
 			return refuse(ctx, a, v, err)
 		}
 	}
@@ -290,7 +290,7 @@ func (a *Agent) setReady(conditions *[]metav1.Condition, o cluster.Object, probl
 	}
 }
 
-func (a *Agent) lost(ctx context.Context, v *v1alpha1.Volume, p blockdev.Problem) error {
+func (a *Agent) reportLost(ctx context.Context, v *v1alpha1.Volume, p blockdev.Problem) error {
 	return report(ctx, a, v, func(v *v1alpha1.Volume) {
 		if len(v.Status.Health) != 1 || v.Status.Health[0].Reason != p.Reason {
 			klog.FromContext(ctx).Info("Data loss", "volume", cluster.VolumeID(v).String(), "reason", p.Reason, "message", p.Message)

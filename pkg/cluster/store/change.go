@@ -66,7 +66,7 @@ func (s *Store) Expand(ctx context.Context, id volume.ID, size volume.Range) (vo
 	if size.Required == 0 || want <= have {
 		return cluster.ToVolume(v), nil
 	}
-	return s.carryOut(ctx, w, v, func(v *v1alpha1.Volume) bool {
+	return s.changeAndWait(ctx, w, v, func(v *v1alpha1.Volume) bool {
 		changed := v.Spec.Size != want
 		v.Spec.Size = want
 		return changed
@@ -101,7 +101,7 @@ func (s *Store) Modify(ctx context.Context, id volume.ID, mutable map[string]str
 		}
 		v = now
 	}
-	_, err = s.carryOut(ctx, w, v, func(v *v1alpha1.Volume) bool {
+	_, err = s.changeAndWait(ctx, w, v, func(v *v1alpha1.Volume) bool {
 		changed := !holds(v.Spec.Mutable)
 		if v.Spec.Mutable == nil {
 			v.Spec.Mutable = map[string]string{}
@@ -112,15 +112,15 @@ func (s *Store) Modify(ctx context.Context, id volume.ID, mutable map[string]str
 	return err
 }
 
-// carryOut makes a change of a volume and waits until its node has carried it out. What
+// changeAndWait makes a change of a volume and waits until its node has carried it out. What
 // the node refuses is taken back.
-func (s *Store) carryOut(ctx context.Context, w *kube.Watch, v *v1alpha1.Volume, edit, done func(*v1alpha1.Volume) bool) (volume.Volume, error) {
+func (s *Store) changeAndWait(ctx context.Context, w *kube.Watch, v *v1alpha1.Volume, edit, done func(*v1alpha1.Volume) bool) (volume.Volume, error) {
 	id := cluster.VolumeID(v)
 	if err := s.nodes.Ready(ctx, v.Spec.NodeName); err != nil {
 		return volume.Volume{}, fmt.Errorf("volume %s: %w", id, err)
 	}
 	if v.Common().Refused(v.Generation) != nil { // of an earlier try, which nobody took back
-		if err := s.takeBack(ctx, id); err != nil {
+		if err := s.revertRefused(ctx, id); err != nil {
 			return volume.Volume{}, err
 		}
 	}
@@ -142,15 +142,15 @@ func (s *Store) carryOut(ctx context.Context, w *kube.Watch, v *v1alpha1.Volume,
 	case errors.Is(err, errGone):
 		return volume.Volume{}, fmt.Errorf("%w: no volume %s any more", errdefs.ErrNotFound, id)
 	case errors.As(err, &refused):
-		return volume.Volume{}, errors.Join(fmt.Errorf("volume %s: %w", id, err), s.takeBack(ctx, id))
+		return volume.Volume{}, errors.Join(fmt.Errorf("volume %s: %w", id, err), s.revertRefused(ctx, id))
 	case err != nil:
 		return volume.Volume{}, fmt.Errorf("volume %s: %w", id, err)
 	}
 	return cluster.ToVolume(v), nil
 }
 
-// takeBack makes the spec of a volume what it is, if its node refused to change it.
-func (s *Store) takeBack(ctx context.Context, id volume.ID) error {
+// revertRefused makes the spec of a volume what it is, if its node refused to change it.
+func (s *Store) revertRefused(ctx context.Context, id volume.ID) error {
 	_, err := s.change(ctx, id, func(v *v1alpha1.Volume) (bool, error) {
 		if v.Common().Refused(v.Generation) == nil {
 			return false, nil

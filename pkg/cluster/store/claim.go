@@ -19,7 +19,7 @@ func (s *Store) Claim(ctx context.Context, id volume.ID, claim volume.Claim) err
 	if _, err := s.volume(ctx, id); err != nil {
 		return err
 	}
-	_, limit, err := s.poolsOf(ctx, claim.Node)
+	_, limit, err := s.nodePools(ctx, claim.Node)
 	if err != nil {
 		return err
 	}
@@ -46,7 +46,7 @@ func (s *Store) Claim(ctx context.Context, id volume.ID, claim volume.Claim) err
 			return false, fmt.Errorf("%w: volume %s is on node %s and cannot be used on node %s", errdefs.ErrPrecondition, id, v.Spec.NodeName, want.Node)
 		}
 		if !counted && limit > 0 {
-			if err := s.count(ctx, id.Key, want.Node, limit); err != nil {
+			if err := s.countClaim(ctx, id.Key, want.Node, limit); err != nil {
 				return false, err
 			}
 			counted = true
@@ -57,9 +57,9 @@ func (s *Store) Claim(ctx context.Context, id volume.ID, claim volume.Claim) err
 	return err
 }
 
-// poolsOf returns the pools of a node, and how many volumes it may have; ErrNotFound for a
+// nodePools returns the pools of a node, and how many volumes it may have; ErrNotFound for a
 // node without any.
-func (s *Store) poolsOf(ctx context.Context, node string) ([]v1alpha1.Pool, int64, error) {
+func (s *Store) nodePools(ctx context.Context, node string) ([]v1alpha1.Pool, int64, error) {
 	var pools v1alpha1.PoolList
 	if err := s.kube.Client.List(ctx, &pools, client.MatchingFields{byNode: node}); err != nil {
 		return nil, 0, kube.APIError("list pools", err)
@@ -70,10 +70,10 @@ func (s *Store) poolsOf(ctx context.Context, node string) ([]v1alpha1.Pool, int6
 	return pools.Items, pools.Items[0].Spec.MaxVolumes, nil
 }
 
-// count counts the claim of a volume that is about to be made; ErrLimit if the node has all it can. One that
+// countClaim counts the claim of a volume that is about to be made; ErrLimit if the node has all it can. One that
 // is on its way may be in the cache already, and counts once. Two stores that count at once may both let the last
 // one through: the scheduler counts too.
-func (s *Store) count(ctx context.Context, key, node string, limit int64) error {
+func (s *Store) countClaim(ctx context.Context, key, node string, limit int64) error {
 	select {
 	case s.counting <- struct{}{}: // one after the other
 		defer func() { <-s.counting }()

@@ -27,11 +27,11 @@ type room struct {
 	available, maxVolume int64
 }
 
-// rooms returns the pools of a name, or with none the default pools, of some nodes, or with
+// findRoom returns the pools of a name, or with none the default pools, of some nodes, or with
 // none of all; ErrInvalid if no node at all has such a pool. What was made or is being made
 // since a pool was measured is taken off: that takes the longer the more volumes the node has,
 // so nobody should ask for nodes that do not matter.
-func (s *Store) rooms(ctx context.Context, pool string, nodes []string) (map[string]room, error) {
+func (s *Store) findRoom(ctx context.Context, pool string, nodes []string) (map[string]room, error) {
 	if err := s.Ready(ctx); err != nil {
 		return nil, err
 	}
@@ -54,12 +54,12 @@ func (s *Store) rooms(ctx context.Context, pool string, nodes []string) (map[str
 		if len(nodes) > 0 && !slices.Contains(nodes, p.Spec.NodeName) {
 			continue
 		}
-		if have, twice := found[p.Spec.NodeName]; !twice || preferred(p, have.Pool) {
+		if have, twice := found[p.Spec.NodeName]; !twice || preferredDefault(p, have.Pool) {
 			found[p.Spec.NodeName] = room{Pool: p}
 		}
 	}
 	for name, r := range found {
-		promised, err := s.unseen(ctx, r.Pool)
+		promised, err := s.unmeasured(ctx, r.Pool)
 		if err != nil {
 			return nil, err
 		}
@@ -72,10 +72,10 @@ func (s *Store) rooms(ctx context.Context, pool string, nodes []string) (map[str
 	return found, nil
 }
 
-// preferred reports whether of two default pools of a node the first is the one that counts. A node
+// preferredDefault reports whether of two default pools of a node the first is the one that counts. A node
 // has one; but if it is now started with another, and does not get to say so of the one before, there are
 // two objects: the last word is that of the agent that measured last.
-func preferred(a, b *v1alpha1.Pool) bool {
+func preferredDefault(a, b *v1alpha1.Pool) bool {
 	configured := func(p *v1alpha1.Pool) bool {
 		healthy := meta.FindStatusCondition(p.Status.Conditions, v1alpha1.Healthy)
 		return healthy == nil || healthy.Reason != cluster.ReasonNotConfigured
@@ -86,8 +86,8 @@ func preferred(a, b *v1alpha1.Pool) bool {
 	return b.Status.Measured != nil && (a.Status.Measured == nil || a.Status.Measured.After(b.Status.Measured.Time))
 }
 
-// unseen is how much was promised of a pool that its figures do not have yet.
-func (s *Store) unseen(ctx context.Context, p *v1alpha1.Pool) (int64, error) {
+// unmeasured is how much was promised of a pool that its figures do not have yet.
+func (s *Store) unmeasured(ctx context.Context, p *v1alpha1.Pool) (int64, error) {
 	later := func(pool string, status *v1alpha1.ObjectStatus) bool {
 		return pool == p.Spec.Pool && (status.Created == nil || p.Status.Measured == nil || status.Created.After(p.Status.Measured.Time))
 	}
@@ -116,13 +116,13 @@ func (s *Store) unseen(ctx context.Context, p *v1alpha1.Pool) (int64, error) {
 	return promised, nil
 }
 
-// place chooses the node and pool of a new volume: of the nodes that are allowed the first
+// schedule chooses the node and pool of a new volume: of the nodes that are allowed the first
 // that has room; of any, the one with most. If none seems to have room, the best one is
 // asked all the same: its figures may be old, and the node's answer is not. Where there is a
 // choice, nobody has looked yet at whether pods may run on the node: nodes that are cordoned are
 // not taken, and those with taints that keep pods off are the last.
-func (s *Store) place(ctx context.Context, pool string, nodes []string, size int64) (node, in string, err error) {
-	found, err := s.rooms(ctx, pool, nodes)
+func (s *Store) schedule(ctx context.Context, pool string, nodes []string, size int64) (node, in string, err error) {
+	found, err := s.findRoom(ctx, pool, nodes)
 	if err != nil {
 		return "", "", err
 	}
@@ -265,7 +265,7 @@ func (s *Store) Capacity(ctx context.Context, pool, node string) (blockdev.Capac
 	if node != "" {
 		nodes = []string{node}
 	}
-	found, err := s.rooms(ctx, pool, nodes)
+	found, err := s.findRoom(ctx, pool, nodes)
 	if err != nil {
 		return blockdev.Capacity{}, err
 	}

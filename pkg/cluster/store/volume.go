@@ -89,7 +89,7 @@ func (s *Store) plan(ctx context.Context, spec volume.Spec) (*v1alpha1.Volume, e
 	if spec.Source != (volume.ID{}) {
 		var size int64
 		var carried filesystem.Type
-		if v.Spec.NodeName, size, carried, err = s.origin(ctx, spec.Source); err != nil {
+		if v.Spec.NodeName, size, carried, err = s.findSource(ctx, spec.Source); err != nil {
 			return nil, err
 		}
 		if err := spec.CheckSource(carried); err != nil {
@@ -109,7 +109,7 @@ func (s *Store) plan(ctx context.Context, spec volume.Spec) (*v1alpha1.Volume, e
 		return nil, err
 	}
 	if v.Spec.Source == nil {
-		v.Spec.NodeName, v.Spec.Pool, err = s.place(ctx, spec.Pool, spec.Nodes, size)
+		v.Spec.NodeName, v.Spec.Pool, err = s.schedule(ctx, spec.Pool, spec.Nodes, size)
 	} else {
 		err = s.nodes.Ready(ctx, v.Spec.NodeName)
 	}
@@ -124,9 +124,9 @@ func (s *Store) plan(ctx context.Context, spec volume.Spec) (*v1alpha1.Volume, e
 	return v, err
 }
 
-// origin says where a source is, how large, and what filesystem it carries. Of a snapshot that is
+// findSource says where a source is, how large, and what filesystem it carries. Of a snapshot that is
 // what its volume carries, as long as that is there; the node knows in any case.
-func (s *Store) origin(ctx context.Context, id volume.ID) (node string, size int64, carried filesystem.Type, err error) {
+func (s *Store) findSource(ctx context.Context, id volume.ID) (node string, size int64, carried filesystem.Type, err error) {
 	if id.Kind != blockdev.Snapshot {
 		v, err := s.Get(ctx, id)
 		return v.Node, v.Size, v.Filesystem, err

@@ -171,24 +171,32 @@ func (f *fresh) caughtUp(ctx context.Context, gvk schema.GroupVersionKind, name 
 		return err
 	}
 	for _, w := range k.of(name) {
-		select {
-		case <-w.done:
-		case <-ctx.Done():
-			return fmt.Errorf("%w: %s %s is being written: %w", errdefs.ErrUnavailable, gvk.Kind, w.name, ctx.Err())
+		if err := f.waitFor(ctx, gvk, k, w); err != nil {
+			return err
 		}
-		asked := time.Now()
-		for pause := firstLook; !k.look(w); pause = min(2*pause, lastLook) {
-			if time.Since(asked) >= askEvery {
-				if f.undone(ctx, gvk, w) {
-					k.forgetAll()
-				}
-				asked = time.Now()
+	}
+	return nil
+}
+
+// waitFor waits until the cache has one write.
+func (f *fresh) waitFor(ctx context.Context, gvk schema.GroupVersionKind, k *written, w *write) error {
+	select {
+	case <-w.done:
+	case <-ctx.Done():
+		return fmt.Errorf("%w: %s %s is being written: %w", errdefs.ErrUnavailable, gvk.Kind, w.name, ctx.Err())
+	}
+	asked := time.Now()
+	for pause := firstLook; !k.look(w); pause = min(2*pause, lastLook) {
+		if time.Since(asked) >= askEvery {
+			if f.undone(ctx, gvk, w) {
+				k.forgetAll()
 			}
-			select {
-			case <-time.After(pause):
-			case <-ctx.Done():
-				return fmt.Errorf("%w: what was written to %s %s has not come back from the API server yet: %w", errdefs.ErrUnavailable, gvk.Kind, w.name, ctx.Err())
-			}
+			asked = time.Now()
+		}
+		select {
+		case <-time.After(pause):
+		case <-ctx.Done():
+			return fmt.Errorf("%w: what was written to %s %s has not come back from the API server yet: %w", errdefs.ErrUnavailable, gvk.Kind, w.name, ctx.Err())
 		}
 	}
 	return nil

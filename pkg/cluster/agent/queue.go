@@ -1,0 +1,172 @@
+package agent
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/go-logr/logr"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/client-go/util/workqueue"
+	"k8s.io/klog/v2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/handler"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+	"sigs.k8s.io/controller-runtime/pkg/source"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// request names what is to be looked after: a volume, a snapshot or a group snapshot.
+type request struct{ kind, key string }
+
+const (
+	aVolume   = "volume"
+	aSnapshot = "snapshot"
+	aGroup    = "group"
+)
+
+// How often the agent tries again what failed.
+const (
+	firstRetry = 20 * time.Millisecond
+	lastRetry  = 30 * time.Second
+	busyRetry  = 20 * time.Millisecond
+	inUseRetry = time.Second
+	// conflictRetry is when what somebody else has changed is looked at again. The change itself comes earlier, unless
+	// the watch is behind: then each try before it has come is refused too.
+	conflictRetry = time.Second
+	// yieldRetry is when a copy goes on that gave way to a call: the kubelet asks again
+	// within seconds.
+	yieldRetry = 5 * time.Second
+	// checkAgain is how often a volume is looked at that nothing happens to.
+	checkAgain = 5 * time.Minute
+	// workers is how many objects are worked on at once; makers is how many are made. That
+	// may take hours (a copy, zeroing), and nothing else is to wait for it.
+	workers = 16
+	makers  = 64
+)
+
+// requestOf is the request of an object: that of its group, if it has one.
+func requestOf(o client.Object) request {
+	s, ok := o.(*v1alpha1.Snapshot)
+	switch {
+	case !ok:
+		return request{aVolume, o.GetName()}
+	case s.Spec.Group != nil:
+		return request{aGroup, s.Spec.Group.Key}
+	}
+	return request{aSnapshot, s.Name}
+}
+
+// queue returns the queue of requests that make something, or of all others.
+func (a *Agent) queue(ctx context.Context, name string, workers int, makes bool) (controller.TypedController[request], error) {
+	log := klog.FromContext(ctx)
+	queue, err := controller.NewTypedUnmanaged(name, controller.TypedOptions[request]{
+		SkipNameValidation:      new(true), // tests run several agents
+		MaxConcurrentReconciles: workers,
+		Reconciler: reconcile.TypedFunc[request](func(ctx context.Context, r request) (reconcile.Result, error) {
+			if unmade, err := a.unmade(ctx, r); err != nil || unmade != makes {
+				return reconcile.Result{}, err
+			}
+			return a.reconcile(ctx, r)
+		}),
+		RateLimiter: workqueue.NewTypedItemExponentialFailureRateLimiter[request](firstRetry, lastRetry),
+		LogConstructor: func(r *request) logr.Logger {
+			if r == nil {
+				return log
+			}
+			return log.WithValues(r.kind, r.key)
+		},
+	})
+	if err != nil {
+		return nil, err
+	}
+	volumes := handler.TypedEnqueueRequestsFromMapFunc(func(_ context.Context, v *v1alpha1.Volume) []request { return []request{requestOf(v)} })
+	snapshots := handler.TypedEnqueueRequestsFromMapFunc(func(_ context.Context, s *v1alpha1.Snapshot) []request { return []request{requestOf(s)} })
+	return queue, errors.Join(queue.Watch(source.TypedKind(a.kube.Cache, &v1alpha1.Volume{}, volumes)),
+		queue.Watch(source.TypedKind(a.kube.Cache, &v1alpha1.Snapshot{}, snapshots)))
+}
+
+// unmade reports whether what a request names is still to be made.
+func (a *Agent) unmade(ctx context.Context, r request) (bool, error) {
+	unmade := func(o cluster.Object) bool { return o.Common().Created == nil && !cluster.Going(o) }
+	switch r.kind {
+	case aVolume:
+		v, there, err := get(ctx, a, r.key, &v1alpha1.Volume{})
+		return there && unmade(v), err
+	case aSnapshot:
+		s, there, err := get(ctx, a, r.key, &v1alpha1.Snapshot{})
+		return there && unmade(s), err
+	}
+	members, err := cluster.Members(ctx, a.kube.Client, r.key)
+	return slices.ContainsFunc(members, func(m v1alpha1.Snapshot) bool { return unmade(&m) }), err
+}
+
+// reconcile makes what a request names what its objects say. An error is tried again later, and later each time.
+func (a *Agent) reconcile(ctx context.Context, r request) (reconcile.Result, error) {
+	var result reconcile.Result
+	var err error
+	switch r.kind {
+	case aVolume:
+		result, err = a.reconcileVolume(ctx, r)
+	case aSnapshot:
+		result, err = a.reconcileSnapshot(ctx, r)
+	default:
+		result, err = a.reconcileGroup(ctx, r)
+	}
+	switch {
+	case errors.Is(err, errGaveWay):
+		return reconcile.Result{RequeueAfter: yieldRetry}, nil
+	case errors.Is(err, errdefs.ErrBusy):
+		return reconcile.Result{RequeueAfter: busyRetry}, nil
+	case apierrors.IsConflict(err):
+		return reconcile.Result{RequeueAfter: conflictRetry}, nil
+	case apierrors.IsNotFound(err), ctx.Err() != nil:
+		return reconcile.Result{}, nil
+	}
+	return result, err
+}
+
+// objectChanged ends the making of what nobody wants any more.
+func (a *Agent) objectChanged(o client.Object, gone bool) {
+	if gone {
+		a.Changed() // its bytes may be left
+	} else if !cluster.Going(o.(cluster.Object)) {
+		return
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if cancel := a.cancels[requestOf(o)]; cancel != nil {
+		cancel()
+	}
+}
+
+// making returns a context that ends when nobody wants the object of a request any more.
+func (a *Agent) making(ctx context.Context, r request) (context.Context, func()) {
+	ctx, cancel := context.WithCancel(ctx)
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.cancels[r] = cancel
+	return ctx, func() {
+		cancel()
+		a.mu.Lock()
+		defer a.mu.Unlock()
+		delete(a.cancels, r)
+	}
+}
+
+// stillWanted is ErrBusy if nobody wants an object any more that was read before its lock was taken:
+// then its bytes may be deleted already.
+func stillWanted[T cluster.Object](ctx context.Context, a *Agent, o T) error {
+	now := o.DeepCopyObject().(T)
+	now, there, err := get(ctx, a, o.GetName(), now)
+	if err == nil && (!there || cluster.Going(now) || now.GetUID() != o.GetUID()) {
+		err = fmt.Errorf("%w: nobody wants %s any more", errdefs.ErrBusy, o.GetName())
+	}
+	return err
+}
