@@ -23,8 +23,8 @@ const (
 	driverName = "block.csi.ashlar.dev"
 	namespace  = "ashlar-bench"
 	immediate  = "ashlar-bench-immediate"
-	// settle is for what comes after the last answer: events, statuses, capacities.
-	settle = 10 * time.Second
+	// aftermath is for what comes after the last answer: events, statuses, capacities.
+	aftermath = 10 * time.Second
 )
 
 // inCluster is a cluster with the driver in it.
@@ -210,7 +210,7 @@ func (c *inCluster) step(ctx context.Context, n int, where string, act func(ctx 
 			last = at
 		}
 	}
-	time.Sleep(settle)
+	time.Sleep(aftermath)
 	counts, err = c.requests()
 	return counts, []string{seconds(asked), seconds(last.Sub(began)), fmt.Sprintf("%.1f", float64(n)/last.Sub(began).Seconds()),
 		seconds(quantile(took, 0.5)), seconds(quantile(took, 0.99))}, err
@@ -235,7 +235,7 @@ func (c *inCluster) deleteClaim(ctx context.Context, name string) error {
 
 func (c *inCluster) measureClaims(ctx context.Context, n int) error {
 	fmt.Printf("\n### Claims\n\n%d claims of 8 MiB for ext4 in one go, of a class that binds at once; then all deleted. As seen by a watch.\n", n)
-	name := func(i int) string { return fmt.Sprintf("claim-%d", i) }
+	name := numbered("claim")
 	made, bound, err := c.step(ctx, n, "bound", func(ctx context.Context, name string) error { return c.makeClaim(ctx, name, immediate) }, name)
 	if err != nil {
 		return err
@@ -250,7 +250,7 @@ func (c *inCluster) measureClaims(ctx context.Context, n int) error {
 	fmt.Println("\nWhere the time from claim to Bound goes:")
 	table([]string{"", "median, s", "p99, s"}, waits)
 	if c.audit != nil {
-		fmt.Printf("\nRequests per volume, all that the API server served meanwhile (and in the %s after), watches apart.\n", settle)
+		fmt.Printf("\nRequests per volume, all that the API server served meanwhile (and in the %s after), watches apart.\n", aftermath)
 		fmt.Println("\nFrom claim to Bound:")
 		printRequests(made, float64(n), "per volume")
 		fmt.Println("\nFrom deletion to gone:")
@@ -295,47 +295,70 @@ func (c *inCluster) deletePod(ctx context.Context, name string) error {
 func (c *inCluster) measurePods(ctx context.Context, n int) error {
 	fmt.Printf("\n### Pods\n\n%d pods in one go, each with a new claim of the class `ashlar`: made, claimed, attached, formatted, mounted. The floor\nis the same pods with an emptyDir.\n", n)
 	var rows [][]string
-	var counts []map[request]int
-	for _, kind := range []string{"floor", "pod", "floor2", "pod2"} {
-		withClaim := kind[0] == 'p'
-		name := func(i int) string { return fmt.Sprintf("%s-%d", kind, i) }
-		run, took, err := c.step(ctx, n, "runs", func(ctx context.Context, name string) error {
-			source := corev1.VolumeSource{EmptyDir: &corev1.EmptyDirVolumeSource{}}
-			if withClaim {
-				if err := c.makeClaim(ctx, name, "ashlar"); err != nil {
-					return err
-				}
-				source = corev1.VolumeSource{PersistentVolumeClaim: &corev1.PersistentVolumeClaimVolumeSource{ClaimName: name}}
-			}
-			return c.makePod(ctx, name, source)
-		}, name)
-		if err != nil {
+	var floor, counts map[request]int
+	for _, round := range []string{"", "2"} {
+		var more [][]string
+		var err error
+		if floor, more, err = c.podsOnFloor(ctx, n, "floor"+round); err != nil {
 			return err
 		}
-		_, gone, err := c.step(ctx, n, "ended", c.deletePod, name)
-		if err != nil {
+		rows = append(rows, more...)
+		var gone []string
+		if counts, more, gone, err = c.podsWithClaims(ctx, n, "pod"+round); err != nil {
 			return err
 		}
-		what := "an emptyDir"
-		if withClaim {
-			what = "a new claim"
-			if _, deleted, err := c.step(ctx, n, "gone", c.deleteClaim, name); err != nil {
-				return err
-			} else if kind == "pod2" {
-				rows = append(rows, append([]string{"its claims, deletion to gone"}, deleted...))
-			}
+		if round != "" {
+			rows = append(rows, append([]string{"its claims, deletion to gone"}, gone...))
 		}
-		rows = append(rows, append([]string{"pods with " + what + ", to Running"}, took...), append([]string{"... deletion to gone"}, gone...))
-		counts = append(counts, run)
+		rows = append(rows, more...)
 	}
 	table(append([]string{""}, stepColumns...), rows)
 	if c.audit != nil {
-		more := maps.Clone(counts[3])
-		for r, n := range counts[2] {
+		more := maps.Clone(counts)
+		for r, n := range floor {
 			more[r] -= n
 		}
 		fmt.Println("\nRequests per pod to Running, beyond those of a pod with an emptyDir:")
 		printRequests(more, float64(n), "per pod")
 	}
 	return nil
+}
+
+// podsOnFloor starts and deletes pods with an emptyDir, and returns what requests they took to run, and the rows.
+func (c *inCluster) podsOnFloor(ctx context.Context, n int, kind string) (map[request]int, [][]string, error) {
+	return c.pods(ctx, n, "an emptyDir", kind, func(context.Context, string) (corev1.VolumeSource, error) {
+		return corev1.VolumeSource{EmptyDir: &corev1.EmptyDirVolumeSource{}}, nil
+	})
+}
+
+// podsWithClaims is podsOnFloor for pods with a new claim each; gone is the row of the deletion of those.
+func (c *inCluster) podsWithClaims(ctx context.Context, n int, kind string) (counts map[request]int, rows [][]string, gone []string, err error) {
+	counts, rows, err = c.pods(ctx, n, "a new claim", kind, func(ctx context.Context, name string) (corev1.VolumeSource, error) {
+		return corev1.VolumeSource{PersistentVolumeClaim: &corev1.PersistentVolumeClaimVolumeSource{ClaimName: name}}, c.makeClaim(ctx, name, "ashlar")
+	})
+	if err == nil {
+		_, gone, err = c.step(ctx, n, "gone", c.deleteClaim, numbered(kind))
+	}
+	return counts, rows, gone, err
+}
+
+// pods starts pods and deletes them. source makes what a pod mounts.
+func (c *inCluster) pods(ctx context.Context, n int, what, kind string, source func(ctx context.Context, name string) (corev1.VolumeSource, error)) (map[request]int, [][]string, error) {
+	counts, took, err := c.step(ctx, n, "runs", func(ctx context.Context, name string) error {
+		volume, err := source(ctx, name)
+		if err != nil {
+			return err
+		}
+		return c.makePod(ctx, name, volume)
+	}, numbered(kind))
+	if err != nil {
+		return nil, nil, err
+	}
+	_, gone, err := c.step(ctx, n, "ended", c.deletePod, numbered(kind))
+	return counts, [][]string{append([]string{"pods with " + what + ", to Running"}, took...), append([]string{"... deletion to gone"}, gone...)}, err
+}
+
+// numbered returns the names of things of a kind.
+func numbered(kind string) func(int) string {
+	return func(i int) string { return fmt.Sprintf("%s-%d", kind, i) }
 }

@@ -45,16 +45,17 @@ func each(ctx context.Context, n, workers int, do func(ctx context.Context, i in
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	next := make(chan int)
+	work := func() {
+		for i := range next {
+			if err := do(ctx, i); err != nil {
+				cancel(err)
+				return
+			}
+		}
+	}
 	var all sync.WaitGroup
 	for range workers {
-		all.Go(func() {
-			for i := range next {
-				if err := do(ctx, i); err != nil {
-					cancel(err)
-					return
-				}
-			}
-		})
+		all.Go(work)
 	}
 	for i := 0; i < n && ctx.Err() == nil; i++ {
 		select {

@@ -42,21 +42,29 @@ func residents() [][]string {
 	found, _ := filepath.Glob("/proc/[0-9]*/cmdline")
 	for _, path := range found {
 		line, _ := os.ReadFile(path)
-		argv := strings.Split(string(line), "\x00")
-		name := filepath.Base(argv[0])
-		if name == "driver" {
-			name = "ashlar"
-			for _, flag := range argv {
-				if mode, found := strings.CutPrefix(flag, "--mode="); found {
-					name += " " + mode
-				}
-			}
-		} else if !strings.HasPrefix(name, "csi-") {
-			continue
+		if name := resident(strings.Split(string(line), "\x00")); name != "" {
+			pid, _ := strconv.Atoi(filepath.Base(filepath.Dir(path)))
+			rows = append(rows, []string{name, mib(status(pid, "VmRSS"))})
 		}
-		pid, _ := strconv.Atoi(filepath.Base(filepath.Dir(path)))
-		rows = append(rows, []string{name, mib(status(pid, "VmRSS"))})
 	}
 	sortRows(rows)
 	return rows
+}
+
+// resident is what a process of the driver, or a sidecar, is called in a table; empty for any other process.
+func resident(argv []string) string {
+	name := filepath.Base(argv[0])
+	switch {
+	case strings.HasPrefix(name, "csi-"):
+		return name
+	case name != "driver":
+		return ""
+	}
+	name = "ashlar"
+	for _, flag := range argv {
+		if mode, found := strings.CutPrefix(flag, "--mode="); found {
+			name += " " + mode
+		}
+	}
+	return name
 }

@@ -33,9 +33,9 @@ import (
 // simulated is what the requests of the simulated agents are known by.
 const simulated = "simulated-agent"
 
-// world is an API server, a controller and an agent as they are, and many agents more,
+// environment is an API server, a controller and an agent as they are, and many agents more,
 // whose disks are in memory, in this process.
-type world struct {
+type environment struct {
 	server     *apitest.Server
 	audit      *auditLog
 	controller *drivertest.Process
@@ -58,7 +58,7 @@ func measureParts(ctx context.Context, args []string) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
-	w := &world{agents: *agents, audit: &auditLog{path: filepath.Join(dir, "audit")}}
+	w := &environment{agents: *agents, audit: &auditLog{path: filepath.Join(dir, "audit")}}
 	policy := filepath.Join(dir, "policy")
 	if err := os.WriteFile(policy, []byte(`{"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "omitStages": ["RequestReceived"], "rules": [{"level": "Metadata"}]}`), 0o600); err != nil {
 		return err
@@ -80,7 +80,7 @@ func measureParts(ctx context.Context, args []string) (err error) {
 }
 
 // start starts all parts and waits until the controller knows all pools.
-func (w *world) start(ctx context.Context, dir string, parts *sync.WaitGroup) error {
+func (w *environment) start(ctx context.Context, dir string, parts *sync.WaitGroup) error {
 	config := w.server.Config(apitest.Admin)
 	config.UserAgent = "bench"
 	kube, err := kubernetes.NewForConfig(config)
@@ -138,7 +138,7 @@ func (w *world) start(ctx context.Context, dir string, parts *sync.WaitGroup) er
 }
 
 // simulate runs the agent of a node in this process.
-func (w *world) simulate(ctx context.Context, node string, parts *sync.WaitGroup) error {
+func (w *environment) simulate(ctx context.Context, node string, parts *sync.WaitGroup) error {
 	pool := memory.NewDisk(1<<30).Open("default", nil)
 	local, err := volume.NewLocal(ctx, node, []blockdev.Pool{pool}, &mount.Table{}, 0)
 	if err != nil {
@@ -159,128 +159,153 @@ func (w *world) simulate(ctx context.Context, node string, parts *sync.WaitGroup
 }
 
 // memory is a row: what the two processes take now, and took at most.
-func (w *world) memory(when string) []string {
+func (w *environment) memory(when string) []string {
 	c, a := w.controller.Pid(), w.agent.Pid()
 	return []string{when, mib(status(c, "VmRSS")), mib(status(c, "VmHWM")), mib(status(a, "VmRSS")), mib(status(a, "VmHWM"))}
 }
 
-// call makes a call for each volume, 32 at a time, and returns a row and the requests.
-func (w *world) call(ctx context.Context, what string, n int, do func(ctx context.Context, i int) error) ([]string, map[request]int, error) {
+// step is a call that is made for each of so many volumes.
+type step struct {
+	what  string
+	times int
+	do    func(ctx context.Context, i int) error
+}
+
+// cost is what a step cost: a row of how long it took, and the requests.
+type cost struct {
+	step
+	row    []string
+	counts map[request]int
+}
+
+// call makes the calls of a step, 32 at a time.
+func (w *environment) call(ctx context.Context, s step) (cost, error) {
 	if _, err := w.requests(); err != nil {
-		return nil, nil, err
+		return cost{}, err
 	}
-	took, before := make([]time.Duration, n), processor(w.controller.Pid())
+	took, before := make([]time.Duration, s.times), processor(w.controller.Pid())
 	began := time.Now()
-	err := each(ctx, n, 32, func(ctx context.Context, i int) error {
+	err := each(ctx, s.times, 32, func(ctx context.Context, i int) error {
 		start := time.Now()
-		err := drivertest.Again(ctx, func() error { return do(ctx, i) })
+		err := drivertest.Again(ctx, func() error { return s.do(ctx, i) })
 		took[i] = time.Since(start)
 		return err
 	})
 	all, used := time.Since(began), processor(w.controller.Pid())-before
 	if err != nil {
-		return nil, nil, fmt.Errorf("%s: %w", what, err)
+		return cost{}, fmt.Errorf("%s: %w", s.what, err)
 	}
-	time.Sleep(settle)
+	time.Sleep(aftermath)
 	counts, err := w.requests()
-	return []string{what, fmt.Sprintf("%.0f", float64(n)/all.Seconds()), fmt.Sprint(quantile(took, 0.5).Milliseconds()),
-		fmt.Sprint(quantile(took, 0.99).Milliseconds()), fmt.Sprintf("%.2f", 1000*used.Seconds()/float64(n))}, counts, err
+	maps.DeleteFunc(counts, func(r request, _ int) bool { return r.watch() })
+	n := float64(s.times)
+	return cost{s, []string{s.what, fmt.Sprintf("%.0f", n/all.Seconds()), fmt.Sprint(quantile(took, 0.5).Milliseconds()),
+		fmt.Sprint(quantile(took, 0.99).Milliseconds()), fmt.Sprintf("%.2f", 1000*used.Seconds()/n)}, counts}, err
 }
 
-func (w *world) requests() (map[request]int, error) {
+func (w *environment) requests() (map[request]int, error) {
 	counts, err := w.audit.take()
 	maps.DeleteFunc(counts, func(r request, _ int) bool { return r.who == "bench" })
 	return counts, err
 }
 
-func (w *world) measure(ctx context.Context, n int, idle time.Duration) error {
+func (w *environment) measure(ctx context.Context, n int, idle time.Duration) error {
 	fmt.Printf("\n### Many nodes\n\nA real API server, the controller and one agent as processes, and %d agents more that keep %d volumes in all in memory,\nin one process; 32 calls at a time, on the same processors; of each call but CreateVolume a tenth as many.\n", w.agents-1, n)
+	tenth := max(1, n/10)
+	v := &volumes{w, make([]string, n)}
 	memory := [][]string{w.memory("no volumes")}
-	ids := make([]string, n)
-	capability := &csi.VolumeCapability{AccessType: &csi.VolumeCapability_Block{Block: &csi.VolumeCapability_BlockVolume{}},
-		AccessMode: &csi.VolumeCapability_AccessMode{Mode: csi.VolumeCapability_AccessMode_SINGLE_NODE_WRITER}}
 	var rows [][]string
-	type cost struct {
-		what   string
-		counts map[request]int
-		times  float64
-	}
-	var costs []cost
-	for _, step := range []struct {
-		what string
-		do   func(ctx context.Context, i int) error
-	}{
-		{"CreateVolume", func(ctx context.Context, i int) error {
-			at := []*csi.Topology{csimap.Topology(nodeName(i % w.agents))}
-			r, err := w.controller.CreateVolume(ctx, &csi.CreateVolumeRequest{Name: fmt.Sprintf("pvc-%032d", i), CapacityRange: &csi.CapacityRange{RequiredBytes: 4096},
-				VolumeCapabilities: []*csi.VolumeCapability{capability}, AccessibilityRequirements: &csi.TopologyRequirement{Preferred: at, Requisite: at}})
-			ids[i] = r.GetVolume().GetVolumeId()
-			return err
-		}},
-		{"ControllerPublishVolume", func(ctx context.Context, i int) error {
-			_, err := w.controller.ControllerPublishVolume(ctx, &csi.ControllerPublishVolumeRequest{VolumeId: ids[i], NodeId: nodeName(i % w.agents), VolumeCapability: capability})
-			return err
-		}},
-		{"idle", nil},
-		{"ControllerUnpublishVolume", func(ctx context.Context, i int) error {
-			_, err := w.controller.ControllerUnpublishVolume(ctx, &csi.ControllerUnpublishVolumeRequest{VolumeId: ids[i], NodeId: nodeName(i % w.agents)})
-			return err
-		}},
-		{"DeleteVolume", func(ctx context.Context, i int) error {
-			_, err := w.controller.DeleteVolume(ctx, &csi.DeleteVolumeRequest{VolumeId: ids[i]})
-			return err
-		}},
-	} {
-		if step.do == nil {
-			memory = append(memory, w.memory(fmt.Sprintf("%d volumes", n)))
-			counts, err := w.rest(ctx, idle)
+	calls := func(steps ...step) (costs []cost, err error) {
+		for _, s := range steps {
+			c, err := w.call(ctx, s)
 			if err != nil {
-				return err
+				return nil, err
 			}
-			costs = append(costs, cost{"", counts, 1})
-			memory = append(memory, w.memory("... after "+idle.String()))
-			continue
+			costs, rows = append(costs, c), append(rows, c.row)
 		}
-		times := n
-		if step.what != "CreateVolume" {
-			times = max(1, n/10)
-		}
-		row, counts, err := w.call(ctx, step.what, times, step.do)
-		if err != nil {
-			return err
-		}
-		maps.DeleteFunc(counts, func(r request, _ int) bool { return r.watch() })
-		rows = append(rows, row)
-		costs = append(costs, cost{step.what, counts, float64(times)})
+		return costs, nil
+	}
+	before, err := calls(step{"CreateVolume", n, v.create}, step{"ControllerPublishVolume", tenth, v.publish})
+	if err != nil {
+		return err
+	}
+	memory = append(memory, w.memory(fmt.Sprintf("%d volumes", n)))
+	quiet, err := w.rest(ctx, idle)
+	if err != nil {
+		return err
+	}
+	memory = append(memory, w.memory("... after "+idle.String()))
+	after, err := calls(step{"ControllerUnpublishVolume", tenth, v.unpublish}, step{"DeleteVolume", tenth, v.delete})
+	if err != nil {
+		return err
 	}
 	table([]string{"call", "per second", "median, ms", "p99, ms", "controller's processor time per call, ms"}, rows)
-	for _, c := range costs {
-		if c.what != "" {
-			fmt.Printf("\nRequests of %s (a pool is reported when it had a second of rest, or after 5 s):\n", c.what)
-			printRequests(c.counts, c.times, "per call")
-			continue
-		}
-		fmt.Printf("\nAn idle agent, %s long, %d of them; all requests:\n", idle, w.agents)
-		var quiet [][]string
-		for r, count := range c.counts {
-			if r.who == simulated || r.who == driverName+"-node" || r.who == driverName+"-controller" {
-				of := 1
-				if r.who == simulated {
-					of = w.agents - 1
-				}
-				quiet = append(quiet, []string{r.who, r.what, fmt.Sprintf("%.2f", float64(count)/float64(of)/idle.Minutes())})
-			}
-		}
-		sortRows(quiet)
-		table([]string{"who", "request", "per minute and agent"}, quiet)
-	}
+	printCosts(before)
+	w.printIdle(quiet, idle)
+	printCosts(after)
 	table([]string{"resident memory, MiB", "controller", "at most", "agent", "at most"}, memory)
 	return nil
 }
 
+func printCosts(costs []cost) {
+	for _, c := range costs {
+		fmt.Printf("\nRequests of %s (a pool is reported when it had a second of rest, or after 5 s):\n", c.what)
+		printRequests(c.counts, float64(c.times), "per call")
+	}
+}
+
+// printIdle prints what the parts asked for while nothing happened.
+func (w *environment) printIdle(counts map[request]int, idle time.Duration) {
+	fmt.Printf("\nAn idle agent, %s long, %d of them; all requests:\n", idle, w.agents)
+	parts := map[string]int{simulated: w.agents - 1, driverName + "-node": 1, driverName + "-controller": 1}
+	var rows [][]string
+	for r, count := range counts {
+		if of := parts[r.who]; of > 0 {
+			rows = append(rows, []string{r.who, r.what, fmt.Sprintf("%.2f", float64(count)/float64(of)/idle.Minutes())})
+		}
+	}
+	sortRows(rows)
+	table([]string{"who", "request", "per minute and agent"}, rows)
+}
+
+// volumes are those of all nodes alike.
+type volumes struct {
+	*environment
+	ids []string
+}
+
+var capability = &csi.VolumeCapability{AccessType: &csi.VolumeCapability_Block{Block: &csi.VolumeCapability_BlockVolume{}},
+	AccessMode: &csi.VolumeCapability_AccessMode{Mode: csi.VolumeCapability_AccessMode_SINGLE_NODE_WRITER}}
+
+// node that has a volume.
+func (v *volumes) node(i int) string { return nodeName(i % v.agents) }
+
+func (v *volumes) create(ctx context.Context, i int) error {
+	at := []*csi.Topology{csimap.Topology(v.node(i))}
+	r, err := v.controller.CreateVolume(ctx, &csi.CreateVolumeRequest{Name: fmt.Sprintf("pvc-%032d", i), CapacityRange: &csi.CapacityRange{RequiredBytes: 4096},
+		VolumeCapabilities: []*csi.VolumeCapability{capability}, AccessibilityRequirements: &csi.TopologyRequirement{Preferred: at, Requisite: at}})
+	v.ids[i] = r.GetVolume().GetVolumeId()
+	return err
+}
+
+func (v *volumes) publish(ctx context.Context, i int) error {
+	_, err := v.controller.ControllerPublishVolume(ctx, &csi.ControllerPublishVolumeRequest{VolumeId: v.ids[i], NodeId: v.node(i), VolumeCapability: capability})
+	return err
+}
+
+func (v *volumes) unpublish(ctx context.Context, i int) error {
+	_, err := v.controller.ControllerUnpublishVolume(ctx, &csi.ControllerUnpublishVolumeRequest{VolumeId: v.ids[i], NodeId: v.node(i)})
+	return err
+}
+
+func (v *volumes) delete(ctx context.Context, i int) error {
+	_, err := v.controller.DeleteVolume(ctx, &csi.DeleteVolumeRequest{VolumeId: v.ids[i]})
+	return err
+}
+
 // rest waits until the last reports are through, and returns what is asked for from then on.
-func (w *world) rest(ctx context.Context, idle time.Duration) (map[request]int, error) {
-	for _, wait := range []time.Duration{2 * settle, idle} {
+func (w *environment) rest(ctx context.Context, idle time.Duration) (map[request]int, error) {
+	for _, wait := range []time.Duration{2 * aftermath, idle} {
 		if _, err := w.requests(); err != nil {
 			return nil, err
 		}
