@@ -41,17 +41,17 @@ import (
 
 var formatted = volume.Format{State: volume.Formatted, Type: "ext4"}
 
-// family is one of each that a user can have, with bytes in them.
-type family struct {
+// samples is one of each that a user can have, with bytes in them.
+type samples struct {
 	plain, claimed, attached volume.Volume
 	snapshot                 volume.Snapshot
 	group                    volume.Group
 	detach                   func() error
 }
 
-func (w *world) family(m *machine, s *store.Store) family {
+func (w *environment) samples(m *machine, s *store.Store) samples {
 	w.Helper()
-	var f family
+	var f samples
 	for name, v := range map[string]*volume.Volume{"plain": &f.plain, "claimed": &f.claimed, "attached": &f.attached} {
 		var err error
 		one := spec(name)
@@ -74,10 +74,10 @@ func (w *world) family(m *machine, s *store.Store) family {
 	return f
 }
 
-func (f family) volumes() []volume.Volume { return []volume.Volume{f.plain, f.claimed, f.attached} }
+func (f samples) volumes() []volume.Volume { return []volume.Volume{f.plain, f.claimed, f.attached} }
 
 // unharmed: all bytes are on the machine, as they were.
-func (f family) unharmed(w *world, m *machine) {
+func (f samples) unharmed(w *environment, m *machine) {
 	w.Helper()
 	for _, v := range f.volumes() {
 		if have, err := m.local.Get(w.ctx, v.ID); err != nil || have.Format != formatted || !have.Created.Equal(v.Created.Truncate(time.Nanosecond)) && have.Created.Sub(v.Created).Abs() > time.Microsecond {
@@ -93,7 +93,7 @@ func (f family) unharmed(w *world, m *machine) {
 }
 
 // served: the driver serves all of them as before.
-func (f family) served(w *world, s *store.Store) {
+func (f samples) served(w *environment, s *store.Store) {
 	w.Helper()
 	w.eventually("all are there", func() bool {
 		volumes, err := s.List(w.ctx, volume.ID{}, 0)
@@ -118,7 +118,7 @@ func (f family) served(w *world, s *store.Store) {
 }
 
 // deleted: what the CO asks to be deleted goes, in the end.
-func (f family) deleted(w *world, m *machine, s *store.Store) {
+func (f samples) deleted(w *environment, m *machine, s *store.Store) {
 	w.Helper()
 	for _, v := range f.volumes() {
 		must(w, s.Release(w.ctx, v.ID, nodeName))
@@ -135,7 +135,7 @@ func (f family) deleted(w *world, m *machine, s *store.Store) {
 }
 
 // objects of ours, but for the pools.
-func (w *world) objects() []client.Object {
+func (w *environment) objects() []client.Object {
 	w.Helper()
 	var volumes v1alpha1.VolumeList
 	var snapshots v1alpha1.SnapshotList
@@ -151,13 +151,13 @@ func (w *world) objects() []client.Object {
 }
 
 // gone waits until there are no objects any more.
-func (w *world) gone() {
+func (w *environment) gone() {
 	w.Helper()
 	w.eventually("the objects are gone", func() bool { return len(w.objects()) == 0 })
 }
 
 // strays waits until a pool reports so many.
-func (w *world) strays(pool string, n int) []v1alpha1.Stray {
+func (w *environment) strays(pool string, n int) []v1alpha1.Stray {
 	w.Helper()
 	p := &v1alpha1.Pool{}
 	w.eventually(fmt.Sprintf("%d strays are reported", n), func() bool {
@@ -168,7 +168,7 @@ func (w *world) strays(pool string, n int) []v1alpha1.Stray {
 }
 
 // adopt asks for objects of strays.
-func (w *world) adopt(pool, which string) {
+func (w *environment) adopt(pool, which string) {
 	w.Helper()
 	p := &v1alpha1.Pool{}
 	must(w, w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(nodeName, pool)}, p))
@@ -182,7 +182,7 @@ func (w *world) adopt(pool, which string) {
 }
 
 // older gives objects what older versions gave them.
-func (w *world) older(objects ...client.Object) {
+func (w *environment) older(objects ...client.Object) {
 	w.Helper()
 	for _, o := range objects {
 		before := o.DeepCopyObject().(client.Object)
@@ -197,7 +197,7 @@ func TestObjectsDeleted(t *testing.T) {
 	for _, older := range []bool{false, true} {
 		t.Run(fmt.Sprint("older ", older), func(t *testing.T) {
 			w, m, s := newCluster(t)
-			f := w.family(m, s)
+			f := w.samples(m, s)
 			if older {
 				m.stop() // its agent would take the finalizers off
 				w.older(w.objects()...)
@@ -243,7 +243,7 @@ func TestObjectsDeleted(t *testing.T) {
 // name is the same one when it is asked for again.
 func TestObjectDeletedAskedAgain(t *testing.T) {
 	w, m, s := newCluster(t)
-	f := w.family(m, s)
+	f := w.samples(m, s)
 	must(t, w.Delete(w.ctx, w.object("plain")))
 	w.eventually("it is gone", func() bool { return w.object("plain") == nil })
 	one := spec("plain")
@@ -262,7 +262,7 @@ func TestObjectDeletedAskedAgain(t *testing.T) {
 // are now, or the asking is given up: they stay.
 func TestAskedAgainDiffers(t *testing.T) {
 	w, m, s := newCluster(t)
-	f := w.family(m, s)
+	f := w.samples(m, s)
 	must(t, second(s.Expand(w.ctx, f.plain.ID, volume.Range{Required: 2 * mib}))) // who asks again does not know it
 	other, err := s.Create(w.ctx, spec("other"))
 	must(t, err)
@@ -299,7 +299,7 @@ func TestAskedAgainDiffers(t *testing.T) {
 }
 
 // restored makes objects again as backup tools do: without status, with another UID.
-func (w *world) restored(objects []client.Object) {
+func (w *environment) restored(objects []client.Object) {
 	w.Helper()
 	for _, o := range objects {
 		o.SetUID("")
@@ -320,7 +320,7 @@ func TestObjectsRestored(t *testing.T) {
 	for _, older := range []bool{false, true} {
 		t.Run(fmt.Sprint("older ", older), func(t *testing.T) {
 			w, m, s := newCluster(t)
-			f := w.family(m, s)
+			f := w.samples(m, s)
 			backup := w.objects()
 			if older {
 				for _, o := range backup {
@@ -348,7 +348,7 @@ func TestObjectsRestored(t *testing.T) {
 // TestRestoredWithIntent: the word that bytes may go is for one object, and not for its copy.
 func TestRestoredWithIntent(t *testing.T) {
 	w, m, s := newCluster(t)
-	f := w.family(m, s)
+	f := w.samples(m, s)
 	backup := w.objects()
 	for _, o := range backup {
 		switch o := o.(type) {
@@ -374,7 +374,7 @@ func TestRestoredWithIntent(t *testing.T) {
 // anew. An answer to a spec of before is none to what is asked for now.
 func TestRestoredWithStatus(t *testing.T) {
 	w, m, s := newCluster(t)
-	f := w.family(m, s)
+	f := w.samples(m, s)
 	backup := w.objects()
 	for _, o := range backup {
 		must(t, w.Delete(w.ctx, o))
@@ -468,7 +468,7 @@ func TestRestoredFromBeforeGrowth(t *testing.T) {
 }
 
 // identity writes the identity of a pool into its object.
-func (w *world) identity(pool, id string) {
+func (w *environment) identity(pool, id string) {
 	w.Helper()
 	p := &v1alpha1.Pool{}
 	must(w, w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(nodeName, pool)}, p))
@@ -480,7 +480,7 @@ func (w *world) identity(pool, id string) {
 // TestEdited: each field that somebody may edit, edited.
 func TestEdited(t *testing.T) {
 	w, m, s := newCluster(t)
-	f := w.family(m, s)
+	f := w.samples(m, s)
 	for what, edit := range map[string]func(*v1alpha1.Volume){
 		"size":              func(v *v1alpha1.Volume) { v.Spec.Size += mib },
 		"mutable":           func(v *v1alpha1.Volume) { v.Spec.Mutable = map[string]string{"readAheadKiB": "64"} },
@@ -601,7 +601,7 @@ func TestEdited(t *testing.T) {
 // TestDeletedByHand: the way to have bytes deleted without the CO, and how it is taken back in time.
 func TestDeletedByHand(t *testing.T) {
 	w, m, s := newCluster(t)
-	f := w.family(m, s)
+	f := w.samples(m, s)
 	m.stop()
 	for _, name := range []string{"plain", "attached"} {
 		o := w.object(name)
@@ -639,7 +639,7 @@ func TestMadeAfter(t *testing.T) {
 // TestMixedVersions: what older controllers and agents do.
 func TestMixedVersions(t *testing.T) {
 	w, m, s := newCluster(t)
-	f := w.family(m, s)
+	f := w.samples(m, s)
 	// An older controller's object does not say that it may be made.
 	o := w.object("plain")
 	old := &v1alpha1.Volume{ObjectMeta: metav1.ObjectMeta{Name: volume.KeyOf("old"), Finalizers: []string{v1alpha1.Finalizer}}, Spec: o.Spec}
@@ -723,7 +723,7 @@ func TestBegunByOlder(t *testing.T) {
 // TestOldDefinitions: with definitions that do not know what may be done to bytes, nothing is.
 func TestOldDefinitions(t *testing.T) {
 	w, m, s := newCluster(t)
-	f := w.family(m, s)
+	f := w.samples(m, s)
 	server := apitest.Get(t)
 	t.Cleanup(func() { must(t, server.Define(context.Background())) })
 	must(t, server.Redefine(w.ctx, "volumes.ashlar.dev", func(crd *unstructured.Unstructured) {
@@ -764,7 +764,7 @@ func TestOldDefinitions(t *testing.T) {
 // When they are back, so is what the pools have.
 func TestDefinitionsDeleted(t *testing.T) {
 	w, m, s := newCluster(t)
-	f := w.family(m, s)
+	f := w.samples(m, s)
 	server := apitest.Get(t)
 	t.Cleanup(func() { must(t, server.Define(context.Background())) })
 	ctx, cancel := context.WithTimeout(w.ctx, time.Minute)
@@ -788,7 +788,7 @@ func TestDefinitionsDeleted(t *testing.T) {
 func TestTwoDrivers(t *testing.T) {
 	for _, first := range []string{cluster.DefaultDriver, "other.example.com"} {
 		t.Run(first, func(t *testing.T) {
-			w := newWorld(t)
+			w := newEnvironment(t)
 			m := w.machine(nodeName)
 			m.stop()
 			if first != cluster.DefaultDriver {
@@ -818,7 +818,7 @@ func TestTwoDrivers(t *testing.T) {
 
 // works runs a store and the agent of a machine, of a driver, until both have found that the pools are theirs,
 // and do their work.
-func (w *world) works(m *machine, s *store.Store, driver string) {
+func (w *environment) works(m *machine, s *store.Store, driver string) {
 	w.Helper()
 	stop := w.run(s.Run)
 	defer stop()
@@ -835,7 +835,7 @@ func (w *world) works(m *machine, s *store.Store, driver string) {
 }
 
 // takeOver gives the pools to another driver.
-func (w *world) takeOver(driver string) {
+func (w *environment) takeOver(driver string) {
 	w.Helper()
 	var pools v1alpha1.PoolList
 	must(w, w.List(w.ctx, &pools))
@@ -907,7 +907,7 @@ func TestPoolReplacedBehind(t *testing.T) {
 	wrap(t, func(c *rest.Config) { c.Wrap(lag.wrap) })
 	var there atomic.Bool
 	other := memory.NewDisk(storetest.Size)
-	awaited := lazy.New("default", errors.New("not mounted"), func(context.Context) (blockdev.Pool, error) {
+	deferred := lazy.New("default", errors.New("not mounted"), func(context.Context) (blockdev.Pool, error) {
 		if !there.Load() {
 			return nil, fmt.Errorf("%w: not mounted", errdefs.ErrUnavailable)
 		}
@@ -915,10 +915,10 @@ func TestPoolReplacedBehind(t *testing.T) {
 	})
 	mounts, err := mount.LoadTable()
 	must(t, err)
-	m.local, err = volume.NewLocal(w.ctx, m.name, []blockdev.Pool{awaited}, mounts, 0)
+	m.local, err = volume.NewLocal(w.ctx, m.name, []blockdev.Pool{deferred}, mounts, 0)
 	must(t, err)
 	m.agent, err = agent.New(wrapped(apitest.Get(w).Config("agent")), m.local, agent.Options{Driver: cluster.DefaultDriver,
-		Pools: []agent.Pool{{Pool: awaited, Kind: "memory"}}, Locks: m.locks, MaxVolumes: storetest.Limit})
+		Pools: []agent.Pool{{Pool: deferred, Kind: "memory"}}, Locks: m.locks, MaxVolumes: storetest.Limit})
 	must(t, err)
 	m.stop = w.run(m.agent.Run)
 	p := &v1alpha1.Pool{}
@@ -960,7 +960,7 @@ func TestGroupPartLost(t *testing.T) {
 }
 
 // accounted waits until the condition of a pool names all of some words.
-func (w *world) accounted(node, pool string, words ...string) {
+func (w *environment) accounted(node, pool string, words ...string) {
 	w.Helper()
 	w.eventually(fmt.Sprintf("pool %s of %s says %q", pool, node, words), func() bool {
 		p := &v1alpha1.Pool{}
@@ -974,7 +974,7 @@ func (w *world) accounted(node, pool string, words ...string) {
 // wrong pool is reported there.
 func TestDisksSwapped(t *testing.T) {
 	w, m, s := newCluster(t)
-	f := w.family(m, s)
+	f := w.samples(m, s)
 	must(t, f.detach())
 	m.stop()
 	must(t, w.DeleteAllOf(w.ctx, &v1alpha1.Pool{}))
@@ -1052,7 +1052,7 @@ func TestRebound(t *testing.T) {
 	w.tally(m)
 }
 
-func (w *world) persistentVolume(name, driver string, id volume.ID) {
+func (w *environment) persistentVolume(name, driver string, id volume.ID) {
 	w.Helper()
 	must(w, w.Create(w.ctx, &corev1.PersistentVolume{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: corev1.PersistentVolumeSpec{
 		Capacity:               corev1.ResourceList{corev1.ResourceStorage: *resource.NewQuantity(mib, resource.BinarySI)},

@@ -59,7 +59,7 @@ func (c *counter) take() (writes, reads, pools int) {
 
 // TestBudget: what docs/cluster.md says that each call costs.
 func TestBudget(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	var count counter
 	wrap(t, func(c *rest.Config) { c.Wrap(count.wrap) })
 	m := w.machine(nodeName)
@@ -124,7 +124,7 @@ func TestBudget(t *testing.T) {
 // TestStraysBudget: an agent whose pool has many volumes without objects does not ask the API server for all of
 // them each time that something changes, and never for ephemeral ones.
 func TestStraysBudget(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	m := w.machine(nodeName)
 	const strays = 30
 	for i := range strays {

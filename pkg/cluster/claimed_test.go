@@ -105,7 +105,7 @@ func TestClaimedWhileWriting(t *testing.T) {
 }
 
 // restartLagging starts the agent of a machine again, with watches that can be held up.
-func (w *world) restartLagging(t *testing.T, m *machine) *lagging {
+func (w *environment) restartLagging(t *testing.T, m *machine) *lagging {
 	m.stop()
 	lag := &lagging{}
 	wrap(t, func(c *rest.Config) { c.Wrap(lag.wrap) })

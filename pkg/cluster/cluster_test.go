@@ -60,15 +60,15 @@ func fails(t testing.TB, err, want error) {
 
 func second[T any](_ T, err error) error { return err }
 
-// world is a cluster: an API server, nodes, agents and stores. All of it is cleared away at
+// environment is a cluster: an API server, nodes, agents and stores. All of it is cleared away at
 // the end of the test.
-type world struct {
+type environment struct {
 	testing.TB
 	client.Client
 	ctx context.Context
 }
 
-func newWorld(t testing.TB) *world {
+func newEnvironment(t testing.TB) *environment {
 	t.Helper()
 	server := apitest.Get(t)
 	scheme := runtime.NewScheme()
@@ -76,7 +76,7 @@ func newWorld(t testing.TB) *world {
 	c, err := client.New(server.Config(apitest.Admin), client.Options{Scheme: scheme})
 	must(t, err)
 	ctx := klog.NewContext(context.Background(), ktesting.NewLogger(t, ktesting.NewConfig()))
-	w := &world{TB: t, Client: c, ctx: ctx}
+	w := &environment{TB: t, Client: c, ctx: ctx}
 	t.Cleanup(w.clear)
 	for user, rules := range roles {
 		role := &rbacv1.ClusterRole{ObjectMeta: metav1.ObjectMeta{Name: user}, Rules: rules}
@@ -112,7 +112,7 @@ var roles = map[string][]rbacv1.PolicyRule{
 }
 
 // clear removes all objects.
-func (w *world) clear() {
+func (w *environment) clear() {
 	var volumes v1alpha1.VolumeList
 	var snapshots v1alpha1.SnapshotList
 	must(w, w.List(w.ctx, &volumes))
@@ -137,7 +137,7 @@ func (w *world) clear() {
 }
 
 // node makes a node, ready or not.
-func (w *world) node(name string, ready bool) {
+func (w *environment) node(name string, ready bool) {
 	w.Helper()
 	n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}
 	must(w, client.IgnoreAlreadyExists(w.Create(w.ctx, n)))
@@ -152,7 +152,7 @@ func (w *world) node(name string, ready bool) {
 
 // eventually waits until something is so. It gives up later than a watch that found no API server
 // for some time looks for it again, which is half a minute at most.
-func (w *world) eventually(what string, is func() bool) {
+func (w *environment) eventually(what string, is func() bool) {
 	w.Helper()
 	for end := time.Now().Add(2 * time.Minute); !is(); time.Sleep(10 * time.Millisecond) {
 		if time.Now().After(end) {
@@ -163,19 +163,19 @@ func (w *world) eventually(what string, is func() bool) {
 
 // store starts a store, as the controller that it is part of would; stop kills it. During a test it takes
 // nothing to be abandoned.
-func (w *world) store() (_ *store.Store, stop func()) {
+func (w *environment) store() (_ *store.Store, stop func()) {
 	w.Helper()
 	return w.storeWith(time.Hour)
 }
 
 // sweeping starts a store that looks for what is abandoned. It goes by the time at which an object was made,
 // so what is to stay is set up by another store first.
-func (w *world) sweeping() (_ *store.Store, stop func()) {
+func (w *environment) sweeping() (_ *store.Store, stop func()) {
 	w.Helper()
 	return w.storeWith(abandonGrace)
 }
 
-func (w *world) storeWith(abandonGrace time.Duration) (_ *store.Store, stop func()) {
+func (w *environment) storeWith(abandonGrace time.Duration) (_ *store.Store, stop func()) {
 	w.Helper()
 	s, err := store.New(wrapped(apitest.Get(w).Config("controller")), store.Options{GoneGrace: grace, AbandonGrace: abandonGrace, Driver: cluster.DefaultDriver})
 	must(w, err)
@@ -184,7 +184,7 @@ func (w *world) storeWith(abandonGrace time.Duration) (_ *store.Store, stop func
 	return s, stop
 }
 
-func (w *world) run(part func(context.Context) error) (stop func()) {
+func (w *environment) run(part func(context.Context) error) (stop func()) {
 	ctx, cancel := context.WithCancel(w.ctx)
 	var done sync.WaitGroup
 	done.Go(func() {
@@ -212,12 +212,12 @@ type machine struct {
 }
 
 // machine makes a node with two pools of storetest.Size, and starts its agent.
-func (w *world) machine(name string) *machine {
+func (w *environment) machine(name string) *machine {
 	w.Helper()
 	return w.machineWith(name, nil)
 }
 
-func (w *world) machineWith(name string, hook memory.Hook) *machine {
+func (w *environment) machineWith(name string, hook memory.Hook) *machine {
 	w.Helper()
 	w.node(name, true)
 	m := &machine{name: name, hook: hook, disks: []*memory.Disk{memory.NewDisk(storetest.Size), memory.NewDisk(storetest.Size)}, locks: &keylock.Table{}}
@@ -240,13 +240,13 @@ func wrap(t *testing.T, change func(*rest.Config)) {
 }
 
 // start starts the agent of a machine: the first time, or again.
-func (w *world) start(m *machine) {
+func (w *environment) start(m *machine) {
 	w.Helper()
 	m.stop = w.run(w.agent(m).Run)
 }
 
 // agent makes a new agent of a machine.
-func (w *world) agent(m *machine) *agent.Agent {
+func (w *environment) agent(m *machine) *agent.Agent {
 	w.Helper()
 	mounts, err := mount.LoadTable()
 	must(w, err)
@@ -264,7 +264,7 @@ func (w *world) agent(m *machine) *agent.Agent {
 }
 
 // pooled waits until a store knows the pools of a machine.
-func (w *world) pooled(s *store.Store, m *machine) {
+func (w *environment) pooled(s *store.Store, m *machine) {
 	w.Helper()
 	w.eventually("the store knows the pools", func() bool {
 		c, err := s.Capacity(w.ctx, "b", m.name)
@@ -272,10 +272,10 @@ func (w *world) pooled(s *store.Store, m *machine) {
 	})
 }
 
-// newCluster is a world with one node, and a store that knows its pools.
-func newCluster(t testing.TB) (*world, *machine, *store.Store) {
+// newCluster is an environment with one node, and a store that knows its pools.
+func newCluster(t testing.TB) (*environment, *machine, *store.Store) {
 	t.Helper()
-	w := newWorld(t)
+	w := newEnvironment(t)
 	m := w.machine(nodeName)
 	s, _ := w.store()
 	w.pooled(s, m)
@@ -294,7 +294,7 @@ func soon(t testing.TB) context.Context {
 }
 
 // asked makes a call that is not answered, and gives it up once something is so.
-func (w *world) asked(what string, call func(context.Context) error, is func() bool) {
+func (w *environment) asked(what string, call func(context.Context) error, is func() bool) {
 	w.Helper()
 	ctx, cancel := context.WithCancel(w.ctx)
 	defer cancel()
@@ -315,7 +315,7 @@ func TestStore(t *testing.T) {
 }
 
 // tally: the objects of a node and what is on its disks are the same.
-func (w *world) tally(m *machine) {
+func (w *environment) tally(m *machine) {
 	w.Helper()
 	if w.Failed() {
 		return

@@ -43,9 +43,9 @@ func (p *slowPool) Create(ctx context.Context, spec blockdev.Spec) (blockdev.Rec
 }
 
 // slowCluster is a cluster of one node, whose pool copies slowly.
-func slowCluster(t *testing.T) (*world, *store.Store, *slowPool, *keylock.Table) {
+func slowCluster(t *testing.T) (*environment, *store.Store, *slowPool, *keylock.Table) {
 	t.Helper()
-	w := newWorld(t)
+	w := newEnvironment(t)
 	w.node(nodeName, true)
 	mounts, err := mount.LoadTable()
 	must(t, err)

@@ -30,7 +30,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
 )
 
-func (w *world) object(name string) *v1alpha1.Volume {
+func (w *environment) object(name string) *v1alpha1.Volume {
 	v := &v1alpha1.Volume{}
 	if err := w.Get(w.ctx, client.ObjectKey{Name: volume.KeyOf(name)}, v); client.IgnoreNotFound(err) != nil {
 		w.Fatal(err)
@@ -77,7 +77,7 @@ func TestAgentDown(t *testing.T) {
 // TestControllerKilled: a store that ends in the middle of a call leaves nothing that the
 // next one's retry does not find.
 func TestControllerKilled(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	m := w.machine(nodeName)
 	for delay := time.Duration(0); delay < 40*time.Millisecond; delay += 4 * time.Millisecond {
 		s, kill := w.store()
@@ -112,7 +112,7 @@ func TestControllerKilled(t *testing.T) {
 // TestNodeNotReady: calls that need a node that is not ready fail at once, those for other
 // nodes do not notice, and those under way end.
 func TestNodeNotReady(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	a, b := w.machine("node-a"), w.machine("node-b")
 	s, _ := w.store()
 	w.pooled(s, a)
@@ -181,7 +181,7 @@ func TestNodeNotReady(t *testing.T) {
 func TestNodeGone(t *testing.T) {
 	for _, tainted := range []bool{true, false} {
 		t.Run(fmt.Sprint("tainted ", tainted), func(t *testing.T) {
-			w := newWorld(t)
+			w := newEnvironment(t)
 			m := w.machine(nodeName)
 			s, _ := w.store()
 			w.store() // a second replica does the same
@@ -233,7 +233,7 @@ func TestNodeGone(t *testing.T) {
 
 // TestPlacement: the first of the allowed nodes that has room, or the one with most.
 func TestPlacement(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	a, b := w.machine("node-a"), w.machine("node-b")
 	s, _ := w.store()
 	w.pooled(s, a)
@@ -281,7 +281,7 @@ func TestPlacement(t *testing.T) {
 
 // TestGroupOfTwoNodes: it is refused, and nothing of it is left.
 func TestGroupOfTwoNodes(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	a, b := w.machine("node-a"), w.machine("node-b")
 	s, _ := w.store()
 	w.pooled(s, a)
@@ -302,7 +302,7 @@ func TestGroupOfTwoNodes(t *testing.T) {
 
 // TestTwoStores: two replicas at once make one volume of a name, and let one claim through.
 func TestTwoStores(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	m := w.machine(nodeName)
 	a, _ := w.store()
 	b, _ := w.store()
@@ -404,7 +404,7 @@ func TestClaimsAtOnce(t *testing.T) {
 
 // TestDeletedWhileMade: an object that goes while its node works on it takes the volume along.
 func TestDeletedWhileMade(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	release := make(chan struct{})
 	entered := make(chan struct{}, 8)
 	hook := func(operation string, ref blockdev.Ref) error {
@@ -457,7 +457,7 @@ func TestBytesMissing(t *testing.T) {
 
 // TestStrays: a volume without an object is reported and left alone.
 func TestStrays(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	m := w.machine(nodeName)
 	stray, err := m.local.Create(w.ctx, spec("stray"))
 	must(t, err)
@@ -488,7 +488,7 @@ func TestBusy(t *testing.T) {
 
 // TestNoAPIServer: parts that start without an API server are ready once it answers.
 func TestNoAPIServer(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	server := apitest.Get(t)
 	m := w.machine(nodeName)
 	m.stop()

@@ -38,7 +38,7 @@ const (
 )
 
 // listening starts a store that listens for heartbeats.
-func (w *world) listening(silentAfter time.Duration) *store.Store {
+func (w *environment) listening(silentAfter time.Duration) *store.Store {
 	w.Helper()
 	s, err := store.New(wrapped(apitest.Get(w).Config("controller")), store.Options{GoneGrace: grace, AbandonGrace: time.Hour, Driver: cluster.DefaultDriver,
 		Namespace: leases, SilentAfter: silentAfter})
@@ -49,7 +49,7 @@ func (w *world) listening(silentAfter time.Duration) *store.Store {
 }
 
 // beating starts a machine whose agent has a heartbeat; start does so again.
-func (w *world) beating(name string) *machine {
+func (w *environment) beating(name string) *machine {
 	w.Helper()
 	m := w.machine(name)
 	m.every = heartbeat
@@ -59,7 +59,7 @@ func (w *world) beating(name string) *machine {
 }
 
 // created makes a volume as the CO does, which asks again when a machine is slow and its agent not heard.
-func (w *world) created(s *store.Store, one volume.Spec) (v volume.Volume) {
+func (w *environment) created(s *store.Store, one volume.Spec) (v volume.Volume) {
 	w.Helper()
 	w.eventually("it is made: "+one.Name, func() (made bool) {
 		var err error
@@ -72,7 +72,7 @@ func (w *world) created(s *store.Store, one volume.Spec) (v volume.Volume) {
 	return v
 }
 
-func (w *world) available(s *store.Store, node string) int64 {
+func (w *environment) available(s *store.Store, node string) int64 {
 	w.Helper()
 	c, err := s.Capacity(w.ctx, "", node)
 	must(w, err)
@@ -83,7 +83,7 @@ func (w *world) available(s *store.Store, node string) int64 {
 // it is ready, and is not asked for anything; what is mounted there is not in danger. Once
 // it is back, so is its room. The clock of the node does not matter.
 func TestHeartbeat(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	m := w.beating(nodeName)
 	s := w.listening(briefly)
 	w.pooled(s, m)
@@ -125,7 +125,7 @@ func TestHeartbeat(t *testing.T) {
 
 // TestLeaseEdited: an agent does not fall silent because somebody has edited its Lease.
 func TestLeaseEdited(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	m := w.beating(nodeName)
 	s := w.listening(silentAfter)
 	w.pooled(s, m)
@@ -156,12 +156,12 @@ func TestLeaseEdited(t *testing.T) {
 // TestTakenBack: a volume that was asked of a node which went down before it began is another's
 // to make at once, in whatever way it went down; nothing of it is left when the node is back.
 func TestTakenBack(t *testing.T) {
-	for what, down := range map[string]func(w *world, m *machine){
-		"not ready": func(w *world, m *machine) { m.stop(); w.node(m.name, false) },
-		"silent":    func(_ *world, m *machine) { m.stop() },
+	for what, down := range map[string]func(w *environment, m *machine){
+		"not ready": func(w *environment, m *machine) { m.stop(); w.node(m.name, false) },
+		"silent":    func(_ *environment, m *machine) { m.stop() },
 	} {
 		t.Run(what, func(t *testing.T) {
-			w := newWorld(t)
+			w := newEnvironment(t)
 			a, b := w.beating("node-a"), w.beating("node-b")
 			s := w.listening(silentAfter)
 			w.pooled(s, a)
@@ -197,7 +197,7 @@ func TestTakenBack(t *testing.T) {
 func TestBegunAfterAll(t *testing.T) {
 	for what, dies := range map[string]bool{"goes on": false, "dies": true} {
 		t.Run(what, func(t *testing.T) {
-			w := newWorld(t)
+			w := newEnvironment(t)
 			a, b := w.machine("node-a"), w.machine("node-b")
 			s, _ := w.store()
 			w.pooled(s, a)
@@ -258,7 +258,7 @@ func TestBegunAfterAll(t *testing.T) {
 // TestNodeDeletedUnderAgent: the Pools of a node whose object was deleted stay while its agent lives, and know
 // whose they are; they go when it is silent.
 func TestNodeDeletedUnderAgent(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	m := w.beating(nodeName)
 	s := w.listening(silentAfter)
 	w.pooled(s, m)
@@ -342,7 +342,7 @@ func creationHeld(name string) (hook func(operation string, ref blockdev.Ref) er
 // TestServerAway: while the API server is down no agent is heard, and once it is back each has its time
 // again: the nodes keep their room, and what they were asked for.
 func TestServerAway(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	l := &line{}
 	wrap(t, func(c *rest.Config) { c.Dial = l.dial })
 	hook, begun, release := creationHeld("v")
@@ -381,7 +381,7 @@ func TestServerAway(t *testing.T) {
 // TestServerHangs: an API server hangs for longer than an agent may be silent, and nobody's connection breaks. When
 // it answers again, what an agent was asked for is not taken back before that one had time to be heard.
 func TestServerHangs(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	var pausing atomic.Bool // the agent is between two tries to renew its Lease
 	wrap(t, func(c *rest.Config) {
 		c.Wrap(func(next http.RoundTripper) http.RoundTripper {
@@ -434,7 +434,7 @@ func TestServerHangs(t *testing.T) {
 // TestServerBusy: an API server that is too busy to tell a controller of the Leases says nothing of the agents: the
 // nodes keep their room.
 func TestServerBusy(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	m := w.beating(nodeName)
 	var busy atomic.Bool
 	var refused atomic.Int32
@@ -485,7 +485,7 @@ func TestServerBusy(t *testing.T) {
 // TestIdleAgent: an agent that has nothing to do asks the API server for nothing but its Lease: one
 // write each time.
 func TestIdleAgent(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	m := w.machine(nodeName)
 	m.stop()
 	var count counter

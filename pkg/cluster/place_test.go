@@ -25,7 +25,7 @@ import (
 
 // startWith starts the agent of a machine with pools of these names, in their order: its disks
 // are those of "default" and "b", and a pool that is renamed is where "default" was.
-func (w *world) startWith(m *machine, names ...string) {
+func (w *environment) startWith(m *machine, names ...string) {
 	w.Helper()
 	mounts, err := mount.LoadTable()
 	must(w, err)
@@ -42,7 +42,7 @@ func (w *world) startWith(m *machine, names ...string) {
 	m.stop = w.run(m.agent.Run)
 }
 
-func (w *world) pool(node, name string) *v1alpha1.Pool {
+func (w *environment) pool(node, name string) *v1alpha1.Pool {
 	w.Helper()
 	p := &v1alpha1.Pool{}
 	must(w, w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(node, name)}, p))
@@ -137,7 +137,7 @@ func TestTwoDefaults(t *testing.T) {
 // others have more room; cordoned nodes are not taken at all. Where a pod was scheduled to already, it is
 // not for us to say.
 func TestWhereNoPodsRun(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	nodes := []string{"node-a", "node-b", "node-c"}
 	for _, name := range nodes {
 		w.machine(name)

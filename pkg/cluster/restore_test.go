@@ -20,7 +20,7 @@ import (
 )
 
 // known waits until a new API server knows the users of the parts: it knows nobody for a moment.
-func (w *world) known() {
+func (w *environment) known() {
 	w.Helper()
 	for user := range roles {
 		c, err := client.New(apitest.Get(w).Config(user), client.Options{Scheme: w.Scheme()})
@@ -30,7 +30,7 @@ func (w *world) known() {
 }
 
 // revision is how far the API server has come.
-func (w *world) revision() int {
+func (w *environment) revision() int {
 	w.Helper()
 	var list v1alpha1.VolumeList
 	must(w, w.List(w.ctx, &list))
@@ -40,7 +40,7 @@ func (w *world) revision() int {
 }
 
 // busy writes until the API server has come as far as a revision.
-func (w *world) busy(revision int) {
+func (w *environment) busy(revision int) {
 	w.Helper()
 	m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: "default", GenerateName: "busy-"}}
 	must(w, w.Create(w.ctx, m))
@@ -52,7 +52,7 @@ func (w *world) busy(revision int) {
 }
 
 // again makes a call until it is answered, each time with a sidecar's patience.
-func (w *world) again(what string, call func(context.Context) error) {
+func (w *environment) again(what string, call func(context.Context) error) {
 	w.Helper()
 	w.eventually(what, func() bool {
 		ctx, cancel := context.WithTimeout(w.ctx, 5*time.Second)

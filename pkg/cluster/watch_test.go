@@ -83,7 +83,7 @@ func (b *breaker) mend() {
 // event, and is not waited for.
 func TestBrokenWatch(t *testing.T) {
 	t.Run("controller", func(t *testing.T) {
-		w := newWorld(t)
+		w := newEnvironment(t)
 		m := w.machine(nodeName)
 		var watch breaker
 		config := apitest.Get(t).Config("controller")
@@ -110,7 +110,7 @@ func TestBrokenWatch(t *testing.T) {
 		must(t, second(s.Create(w.ctx, spec("v"))))
 	})
 	t.Run("agent", func(t *testing.T) {
-		w := newWorld(t)
+		w := newEnvironment(t)
 		s, _ := w.store() // whose watch does not break
 		var watch breaker
 		wrap(t, func(c *rest.Config) { c.Wrap(watch.wrap) })
@@ -163,7 +163,7 @@ func (l *lagging) hold() (catchUp func()) {
 }
 
 // behind starts a store whose watches can be held back.
-func (w *world) behind() (*store.Store, *lagging) {
+func (w *environment) behind() (*store.Store, *lagging) {
 	w.Helper()
 	lag := &lagging{}
 	config := apitest.Get(w).Config("controller")
@@ -176,7 +176,7 @@ func (w *world) behind() (*store.Store, *lagging) {
 
 // knownTo makes a volume, and a snapshot and a group of another one, all of one name, and waits until a store that is behind has
 // heard of them.
-func (w *world) knownTo(behind, s *store.Store, name string, of volume.ID) (volume.Volume, volume.Snapshot, volume.Group) {
+func (w *environment) knownTo(behind, s *store.Store, name string, of volume.ID) (volume.Volume, volume.Snapshot, volume.Group) {
 	w.Helper()
 	v, err := s.Create(w.ctx, spec(name))
 	must(w, err)
@@ -365,7 +365,7 @@ func tooMany(q *http.Request) *http.Response {
 // TestBusyServer: a watch that the API server puts off, as it is too busy, is begun later from where it was.
 // Nobody reads all objects anew, which would make the server busier.
 func TestBusyServer(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	m := w.machine(nodeName)
 	var busy atomic.Bool
 	var refused, whole atomic.Int32
@@ -421,7 +421,7 @@ func TestBusyServer(t *testing.T) {
 // TestConflictsBehind: an agent whose watch is behind does not write to an object again and again that somebody has
 // changed, and goes on as soon as it has heard of the change.
 func TestConflictsBehind(t *testing.T) {
-	w := newWorld(t)
+	w := newEnvironment(t)
 	s, _ := w.store()
 	var lag lagging
 	var requests atomic.Int32
