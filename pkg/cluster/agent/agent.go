@@ -164,7 +164,7 @@ func (a *Agent) Labels(ctx context.Context, keys []string) (map[string]string, e
 	return found, nil
 }
 
-// get reads an object of this node from the cache; nil if it is gone.
+// get reads an object of this node from the cache into o; there is false if it is gone.
 func get[T client.Object](ctx context.Context, a *Agent, key string, o T) (_ T, there bool, err error) {
 	err = a.kube.Client.Get(ctx, client.ObjectKey{Name: key}, o)
 	if apierrors.IsNotFound(err) {

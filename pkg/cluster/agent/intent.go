@@ -13,9 +13,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 )
 
-// clearIntent takes from an object what allows its bytes to be made: they are there, or were. What
-// else goes are a deletion that was meant for another object, of which this is a copy, and the
-// finalizer of older versions.
+// clearIntent takes from an object what allows its bytes to be made: they are there, or were. A deletion that was meant
+// for another object, of which this is a copy, goes too, and so does the finalizer of older versions.
 func clearIntent[T cluster.Object](ctx context.Context, a *Agent, o T) error {
 	before := o.DeepCopyObject().(T)
 	may := o.May()
@@ -31,8 +30,8 @@ func clearIntent[T cluster.Object](ctx context.Context, a *Agent, o T) error {
 	return a.kube.Client.Patch(ctx, o, kube.LockingPatch(before))
 }
 
-// dropObject lets an object go that somebody deleted without asking the driver to delete the
-// volume or snapshot. Its bytes stay, whoever uses them goes on, and they are reported.
+// dropObject takes the finalizer of older versions off an object that somebody deleted without asking the driver to delete
+// the volume or snapshot. Its bytes stay, whoever uses them goes on, and they are reported as strays.
 func (a *Agent) dropObject(ctx context.Context, o cluster.Object) error {
 	defer a.Changed()
 	if !controllerutil.ContainsFinalizer(o, v1alpha1.Finalizer) {

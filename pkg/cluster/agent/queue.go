@@ -22,7 +22,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// request names what is to be looked after: a volume, a snapshot or a group snapshot.
+// request names what is to be made what its objects say: a volume, a snapshot or a group snapshot.
 type request struct{ kind, key string }
 
 const (

@@ -101,7 +101,7 @@ func (a *Agent) deleteSnapshot(ctx context.Context, s *v1alpha1.Snapshot) (recon
 	return reconcile.Result{RequeueAfter: lastRetry}, refuse(ctx, a, s, err)
 }
 
-// maintainSnapshot keeps up a snapshot that was cut once. If it is missing, it is lost: a
+// maintainSnapshot reports how a snapshot is that was cut once. If it is missing, it is lost: a
 // snapshot of another moment is not the same.
 func (a *Agent) maintainSnapshot(ctx context.Context, s *v1alpha1.Snapshot) error {
 	if err := clearIntent(ctx, a, s); err != nil {
@@ -111,7 +111,7 @@ func (a *Agent) maintainSnapshot(ctx context.Context, s *v1alpha1.Snapshot) erro
 	if err != nil {
 		return err
 	}
-	return report(ctx, a, s, func(s *v1alpha1.Snapshot) { a.setReady(&s.Status.Conditions, s, problems) })
+	return report(ctx, a, s, func(s *v1alpha1.Snapshot) { setReady(&s.Status.Conditions, s, problems) })
 }
 
 func (a *Agent) snapshotHealth(ctx context.Context, s *v1alpha1.Snapshot) ([]blockdev.Problem, error) {

@@ -50,6 +50,7 @@ func (a *Agent) reconcileVolume(ctx context.Context, r request) (reconcile.Resul
 	}
 }
 
+// makeVolume makes the volume of an object that asks for it, as long as it is wanted.
 func (a *Agent) makeVolume(ctx context.Context, r request, v *v1alpha1.Volume) error {
 	if v.Common().Refused(v.Generation) != nil {
 		return nil // it waits to be deleted
@@ -82,7 +83,7 @@ func (a *Agent) makeVolume(ctx context.Context, r request, v *v1alpha1.Volume) e
 	return a.reportVolume(ctx, v, made, "Created")
 }
 
-// removeUnwanted removes what was made for an object that is gone: it was taken back, maybe for
+// removeUnwanted removes what was made for an object that is gone: its controller has withdrawn it, maybe for
 // another node to make it. Nobody could use it before the object said that it was made.
 func (a *Agent) removeUnwanted(ctx context.Context, v *v1alpha1.Volume) error {
 	now := &v1alpha1.Volume{}
@@ -155,6 +156,7 @@ func (a *Agent) deleteLocal(ctx context.Context, v *v1alpha1.Volume) error {
 	})
 }
 
+// deleteVolume deletes the volume of an object that says so, and then the object.
 func (a *Agent) deleteVolume(ctx context.Context, v *v1alpha1.Volume) (reconcile.Result, error) {
 	err := a.deleteLocal(ctx, v)
 	if err == nil {
@@ -191,16 +193,7 @@ func (a *Agent) judgeAbandoned(ctx context.Context, v *v1alpha1.Volume) error {
 		return err
 	}
 	if !blank {
-		if err := clearIntent(ctx, a, v); err != nil {
-			return err
-		}
-		if v.Status.Is(v1alpha1.Abandoned, "False") {
-			return nil
-		}
-		klog.FromContext(ctx).Info("Keeping a volume that nobody seems to know of", "volume", id.String(), "why", why)
-		return report(ctx, a, v, func(v *v1alpha1.Volume) {
-			setCondition(&v.Status.Conditions, v, v1alpha1.Abandoned, metav1.ConditionFalse, "NotBlank", "it is kept: "+why)
-		})
+		return a.keepVolume(ctx, v, why)
 	}
 	if err := report(ctx, a, v, func(v *v1alpha1.Volume) {
 		setCondition(&v.Status.Conditions, v, v1alpha1.Abandoned, metav1.ConditionTrue, "Blank", "nothing was ever on it")
@@ -214,26 +207,38 @@ func (a *Agent) judgeAbandoned(ctx context.Context, v *v1alpha1.Volume) error {
 	return cluster.RemoveObject(ctx, a.kube.Client, v)
 }
 
-// maintainVolume keeps up a volume that was made once. If it is missing, it is lost, and it
-// is not made again.
+// keepVolume writes down that a volume stays that nobody seems to know of.
+func (a *Agent) keepVolume(ctx context.Context, v *v1alpha1.Volume, why string) error {
+	if err := clearIntent(ctx, a, v); err != nil {
+		return err
+	}
+	if v.Status.Is(v1alpha1.Abandoned, "False") {
+		return nil
+	}
+	klog.FromContext(ctx).Info("Keeping a volume that nobody seems to know of", "volume", cluster.VolumeID(v).String(), "why", why)
+	return report(ctx, a, v, func(v *v1alpha1.Volume) {
+		setCondition(&v.Status.Conditions, v, v1alpha1.Abandoned, metav1.ConditionFalse, "NotBlank", "it is kept: "+why)
+	})
+}
+
+// maintainVolume changes a volume that was made once to what the spec says, and reports how it is. If it is missing, it is
+// lost, and it is not made again.
 func (a *Agent) maintainVolume(ctx context.Context, v *v1alpha1.Volume) error {
 	if err := clearIntent(ctx, a, v); err != nil {
 		return err
 	}
 	id := cluster.VolumeID(v)
 	have, err := a.local.Get(ctx, id)
-	if errors.Is(err, errdefs.ErrNotFound) {
+	switch {
+	case errors.Is(err, errdefs.ErrNotFound):
 		return a.reportLost(ctx, v, blockdev.Problem{Severity: blockdev.DataLoss, Reason: "VolumeMissing", Message: a.missingVolume(v)})
-	}
-	if errors.Is(err, errdefs.ErrDataLoss) {
+	case errors.Is(err, errdefs.ErrDataLoss):
 		return a.reportLost(ctx, v, blockdev.Problem{Severity: blockdev.DataLoss, Reason: "RecordDamaged", Message: err.Error()})
-	}
-	if errors.Is(err, errdefs.ErrUnavailable) {
+	case errors.Is(err, errdefs.ErrUnavailable):
 		return report(ctx, a, v, func(v *v1alpha1.Volume) {
 			v.Status.Health = cluster.FromProblems([]blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: poolUnavailable, Message: err.Error()}})
 		})
-	}
-	if err != nil {
+	case err != nil:
 		return err
 	}
 	refused := v.Common().Refused(v.Generation) != nil
@@ -255,7 +260,7 @@ func (a *Agent) maintainVolume(ctx context.Context, v *v1alpha1.Volume) error {
 			}
 		}
 		v.Status.Health = cluster.FromProblems(problems)
-		a.setReady(&v.Status.Conditions, v, problems)
+		setReady(&v.Status.Conditions, v, problems)
 	})
 }
 
@@ -278,7 +283,7 @@ func (a *Agent) changeVolume(ctx context.Context, v *v1alpha1.Volume, have *volu
 }
 
 // setReady: what was made is ready unless its bytes are lost.
-func (a *Agent) setReady(conditions *[]metav1.Condition, o cluster.Object, problems []blockdev.Problem) {
+func setReady(conditions *[]metav1.Condition, o cluster.Object, problems []blockdev.Problem) {
 	for _, p := range problems {
 		if p.Severity == blockdev.DataLoss {
 			setCondition(conditions, o, v1alpha1.Ready, metav1.ConditionFalse, "DataLoss", p.Message)
@@ -290,12 +295,13 @@ func (a *Agent) setReady(conditions *[]metav1.Condition, o cluster.Object, probl
 	}
 }
 
+// reportLost reports that a volume that was made once is lost.
 func (a *Agent) reportLost(ctx context.Context, v *v1alpha1.Volume, p blockdev.Problem) error {
 	return report(ctx, a, v, func(v *v1alpha1.Volume) {
 		if len(v.Status.Health) != 1 || v.Status.Health[0].Reason != p.Reason {
 			klog.FromContext(ctx).Info("Data loss", "volume", cluster.VolumeID(v).String(), "reason", p.Reason, "message", p.Message)
 			v.Status.Health = cluster.FromProblems([]blockdev.Problem{p})
-			a.setReady(&v.Status.Conditions, v, []blockdev.Problem{p})
+			setReady(&v.Status.Conditions, v, []blockdev.Problem{p})
 		}
 		if v.Status.Size < v.Spec.Size && v.Common().Refused(v.Generation) == nil { // it cannot grow either
 			v.Status.Failure, v.Status.ObservedGeneration = &v1alpha1.Failure{Reason: "DataLoss", Message: p.Message}, v.Generation

@@ -113,13 +113,13 @@ func (s *Store) Modify(ctx context.Context, id volume.ID, mutable map[string]str
 }
 
 // changeAndWait makes a change of a volume and waits until its node has carried it out. What
-// the node refuses is taken back.
+// the node refuses is undone in the spec.
 func (s *Store) changeAndWait(ctx context.Context, w *kube.Watch, v *v1alpha1.Volume, edit, done func(*v1alpha1.Volume) bool) (volume.Volume, error) {
 	id := cluster.VolumeID(v)
 	if err := s.nodes.Ready(ctx, v.Spec.NodeName); err != nil {
 		return volume.Volume{}, fmt.Errorf("volume %s: %w", id, err)
 	}
-	if v.Common().Refused(v.Generation) != nil { // of an earlier try, which nobody took back
+	if v.Common().Refused(v.Generation) != nil { // of an earlier try, which nobody undid
 		if err := s.revertRefused(ctx, id); err != nil {
 			return volume.Volume{}, err
 		}

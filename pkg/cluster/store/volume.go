@@ -21,26 +21,6 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// withdraw takes back what a node that is down was asked to make, and has not said that it
-// began with. Then the error is ErrNoSpace: another node may be chosen. If the node has begun, it
-// finds that nobody wants what it made (unwanted). Otherwise it is down's error.
-func (s *Store) withdraw(ctx context.Context, have *v1alpha1.Volume, down error) error {
-	now := &v1alpha1.Volume{}
-	err := s.kube.Live.Get(ctx, client.ObjectKeyFromObject(have), now)
-	switch {
-	case err != nil && !apierrors.IsNotFound(err):
-		return down
-	case err == nil && (now.UID != have.UID || now.Status.Created != nil || !now.Spec.Make || cluster.Going(now) || s.nodes.Alive(ctx, now.Spec.NodeName)):
-		return down
-	case err == nil:
-		if client.IgnoreNotFound(s.kube.Client.Delete(ctx, now, client.Preconditions{UID: &now.UID, ResourceVersion: &now.ResourceVersion})) != nil {
-			return down
-		}
-		klog.FromContext(ctx).Info("Took back what a node that is down was to make", "volume", cluster.VolumeID(now).String(), "node", now.Spec.NodeName)
-	}
-	return fmt.Errorf("%w on node %s: %s; nothing was made there, so another node may be chosen", errdefs.ErrNoSpace, have.Spec.NodeName, down.Error())
-}
-
 // Create: see volume.Store. The object is created with the word that its bytes may be made;
 // if the node refuses it for good, it is deleted again before the error is returned, so
 // that the caller may try another node.
@@ -73,36 +53,44 @@ func (s *Store) Create(ctx context.Context, spec volume.Spec) (volume.Volume, er
 	return cluster.ToVolume(have), nil
 }
 
-// plan is the object for a new volume: its place and size are chosen here.
-func (s *Store) plan(ctx context.Context, spec volume.Spec) (*v1alpha1.Volume, error) {
+// withdraw takes back what a node that is down was asked to make, and has not said that it
+// began with. Then the error is ErrNoSpace: another node may be chosen. If the node has begun, it
+// finds that nobody wants what it made, and removes it. Otherwise it is down's error.
+func (s *Store) withdraw(ctx context.Context, have *v1alpha1.Volume, down error) error {
+	now := &v1alpha1.Volume{}
+	err := s.kube.Live.Get(ctx, client.ObjectKeyFromObject(have), now)
+	switch {
+	case err != nil && !apierrors.IsNotFound(err):
+		return down
+	case err == nil && (now.UID != have.UID || now.Status.Created != nil || !now.Spec.Make || cluster.Going(now) || s.nodes.Alive(ctx, now.Spec.NodeName)):
+		return down
+	case err == nil:
+		if client.IgnoreNotFound(s.kube.Client.Delete(ctx, now, client.Preconditions{UID: &now.UID, ResourceVersion: &now.ResourceVersion})) != nil {
+			return down
+		}
+		klog.FromContext(ctx).Info("Took back what a node that is down was to make", "volume", cluster.VolumeID(now).String(), "node", now.Spec.NodeName)
+	}
+	return fmt.Errorf("%w on node %s: %s; nothing was made there, so another node may be chosen", errdefs.ErrNoSpace, have.Spec.NodeName, down.Error())
+}
+
+// plan is the object for a new volume: its node, pool and size are chosen here.
+func (s *Store) plan(ctx context.Context, spec volume.Spec) (v *v1alpha1.Volume, err error) {
+	v = cluster.VolumeNamed(volume.KeyOf(spec.Name))
+	v.Spec = v1alpha1.VolumeSpec{Intent: v1alpha1.Intent{Make: true}, Pool: spec.Pool, Name: spec.Name, Provisioning: string(spec.Provisioning),
+		Filesystem: string(spec.Filesystem), Mutable: maps.Clone(spec.Mutable), PersistentVolume: spec.For.PersistentVolume}
+	if spec.For.Name != "" {
+		v.Spec.ClaimRef = &v1alpha1.ClaimRef{Namespace: spec.For.Namespace, Name: spec.For.Name}
+	}
 	floor := int64(blockdev.Granularity)
 	if spec.Filesystem != "" {
 		floor = spec.Filesystem.MinSize()
 	}
-	v := cluster.VolumeNamed(volume.KeyOf(spec.Name))
-	v.Spec = v1alpha1.VolumeSpec{Intent: v1alpha1.Intent{Make: true}, Pool: spec.Pool, Name: spec.Name, Provisioning: string(spec.Provisioning), Filesystem: string(spec.Filesystem), Mutable: maps.Clone(spec.Mutable),
-		PersistentVolume: spec.For.PersistentVolume}
-	if spec.For.Name != "" {
-		v.Spec.ClaimRef = &v1alpha1.ClaimRef{Namespace: spec.For.Namespace, Name: spec.For.Name}
-	}
-	var err error
 	if spec.Source != (volume.ID{}) {
-		var size int64
-		var carried filesystem.Type
-		if v.Spec.NodeName, size, carried, err = s.findSource(ctx, spec.Source); err != nil {
+		size, err := s.planCopy(ctx, spec, v)
+		if err != nil {
 			return nil, err
 		}
-		if err := spec.CheckSource(carried); err != nil {
-			return nil, err
-		}
-		v.Spec.Source = &v1alpha1.Source{Kind: string(spec.Source.Kind), Key: spec.Source.Key}
 		floor = max(floor, size)
-		if spec.Pool != spec.Source.Pool {
-			return nil, fmt.Errorf("%w: source %s is in pool %s and cannot be copied to pool %s", errdefs.ErrInvalid, spec.Source, spec.Source.Pool, spec.Pool)
-		}
-		if err := s.mayBeOn(ctx, spec, v.Spec.NodeName); err != nil {
-			return nil, fmt.Errorf("source %s is on node %s, and so are its copies: %w", spec.Source, v.Spec.NodeName, err)
-		}
 	}
 	size, err := spec.Size.Choose(floor, blockdev.Granularity)
 	if err != nil {
@@ -122,6 +110,25 @@ func (s *Store) plan(ctx context.Context, spec volume.Spec) (*v1alpha1.Volume, e
 	}
 	v.Spec.Size, err = spec.Size.Choose(floor, step)
 	return v, err
+}
+
+// planCopy gives the object of a copy its source, and the node of that. It returns the size of the source.
+func (s *Store) planCopy(ctx context.Context, spec volume.Spec, v *v1alpha1.Volume) (size int64, err error) {
+	node, size, carried, err := s.findSource(ctx, spec.Source)
+	if err != nil {
+		return 0, err
+	}
+	if err := spec.CheckSource(carried); err != nil {
+		return 0, err
+	}
+	if spec.Pool != spec.Source.Pool {
+		return 0, fmt.Errorf("%w: source %s is in pool %s and cannot be copied to pool %s", errdefs.ErrInvalid, spec.Source, spec.Source.Pool, spec.Pool)
+	}
+	if err := s.mayBeOn(ctx, spec, node); err != nil {
+		return 0, fmt.Errorf("source %s is on node %s, and so are its copies: %w", spec.Source, node, err)
+	}
+	v.Spec.NodeName, v.Spec.Source = node, &v1alpha1.Source{Kind: string(spec.Source.Kind), Key: spec.Source.Key}
+	return size, nil
 }
 
 // findSource says where a source is, how large, and what filesystem it carries. Of a snapshot that is
