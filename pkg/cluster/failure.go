@@ -37,9 +37,10 @@ var reasons = []struct {
 const (
 	// internal is the reason for errors that have no word.
 	internal = "Internal"
-	// ReasonDataLoss and ReasonExists are those of ErrDataLoss and ErrExists.
+	// ReasonDataLoss is the reason for errdefs.ErrDataLoss.
 	ReasonDataLoss = "DataLoss"
-	ReasonExists   = "Exists"
+	// ReasonExists is the reason for errdefs.ErrExists.
+	ReasonExists = "Exists"
 )
 
 // mostMessage is how much of a message is written down, in bytes.

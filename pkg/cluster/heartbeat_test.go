@@ -1,8 +1,10 @@
 package cluster_test
 
 import (
+	"bytes"
 	"context"
 	"errors"
+	"io"
 	"net"
 	"net/http"
 	"strings"
@@ -344,7 +346,23 @@ func creationHeld(name string) (hook func(operation string, ref blockdev.Ref) er
 func TestServerAway(t *testing.T) {
 	w := newEnvironment(t)
 	l := &line{}
-	wrap(t, func(c *rest.Config) { c.Dial = l.dial })
+	answered := make(chan struct{}) // the creation of an object, in full
+	tell := sync.OnceFunc(func() { close(answered) })
+	wrap(t, func(c *rest.Config) {
+		c.Dial = l.dial
+		c.Wrap(func(next http.RoundTripper) http.RoundTripper {
+			return roundTrip(func(q *http.Request) (*http.Response, error) {
+				answer, err := next.RoundTrip(q)
+				if err != nil || q.Method != http.MethodPost || !strings.HasSuffix(q.URL.Path, "/volumes") {
+					return answer, err
+				}
+				body, err := io.ReadAll(answer.Body)
+				answer.Body = io.NopCloser(bytes.NewReader(body))
+				tell()
+				return answer, err
+			})
+		})
+	})
 	hook, begun, release := creationHeld("v")
 	defer release()
 	m := w.beating(nodeName)
@@ -359,6 +377,7 @@ func TestServerAway(t *testing.T) {
 	asked := make(chan error, 1)
 	go func() { asked <- second(s.Create(ctx, spec("v"))) }()
 	<-begun
+	<-answered // the node may be faster than the answer to who asked it
 	l.set(true)
 	back := time.Now().Add(silentAfter + silentAfter/4)
 	for end := back.Add(silentAfter / 2); time.Now().Before(end); time.Sleep(heartbeat / 2) {
