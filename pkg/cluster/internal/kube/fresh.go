@@ -54,7 +54,7 @@ type write struct {
 	gone    types.UID // that the cache must not have any more
 }
 
-// How often it is looked whether the cache has caught up, and the API server asked whether it ever will.
+// How often it is checked whether the cache has caught up, and the API server asked whether it ever will.
 const (
 	firstLook = time.Millisecond
 	lastLook  = 50 * time.Millisecond
@@ -80,15 +80,15 @@ func (f *fresh) kind(ctx context.Context, gvk schema.GroupVersionKind) (*written
 	return have, nil
 }
 
-// look reports whether the cache has a write that is done.
-func (k *written) look(w *write) bool {
+// has reports whether the cache has a write that is done.
+func (k *written) has(w *write) bool {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	return k.seen(w)
+	return k.hasLocked(w)
 }
 
-// seen is look. The caller has the lock.
-func (k *written) seen(w *write) bool {
+// hasLocked is has. The caller has the lock.
+func (k *written) hasLocked(w *write) bool {
 	version, err := strconv.ParseUint(k.store.LastStoreSyncResourceVersion(), 10, 64)
 	if err != nil { // it was not filled yet
 		return false
@@ -139,7 +139,7 @@ func (k *written) begin(name string) *write {
 	for w := range k.writes {
 		select {
 		case <-w.done:
-			if k.seen(w) {
+			if k.hasLocked(w) {
 				delete(k.writes, w)
 			}
 		default:
@@ -186,7 +186,7 @@ func (f *fresh) waitFor(ctx context.Context, gvk schema.GroupVersionKind, k *wri
 		return fmt.Errorf("%w: %s %s is being written: %w", errdefs.ErrUnavailable, gvk.Kind, w.name, ctx.Err())
 	}
 	asked := time.Now()
-	for pause := firstLook; !k.look(w); pause = min(2*pause, lastLook) {
+	for pause := firstLook; !k.has(w); pause = min(2*pause, lastLook) {
 		if time.Since(asked) >= askEvery {
 			if f.undone(ctx, gvk, w) {
 				k.forgetAll()
