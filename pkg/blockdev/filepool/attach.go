@@ -41,8 +41,8 @@ type attachedLoop struct {
 
 // know notes a loop device of an object.
 func (p *pool) know(ref blockdev.Ref, b loop.Backing) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
+	p.Mu.Lock()
+	defer p.Mu.Unlock()
 	p.seen++
 	var known []knownLoop
 	for _, l := range p.loops[ref] {
@@ -55,8 +55,8 @@ func (p *pool) know(ref blockdev.Ref, b loop.Backing) {
 
 // forgetLoops takes back what was noted of loop devices of an object, but for those seen again since.
 func (p *pool) forgetLoops(ref blockdev.Ref, gone []knownLoop) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
+	p.Mu.Lock()
+	defer p.Mu.Unlock()
 	var known []knownLoop
 	for _, l := range p.loops[ref] {
 		if !slices.Contains(gone, l) {
@@ -175,9 +175,9 @@ func isImage(info fs.FileInfo, b loop.Backing) bool {
 // openLoops opens the loop devices over the image of an object, as far as they still are over
 // it: numbers are reused. The caller closes them.
 func (p *pool) openLoops(ref blockdev.Ref) (loops []attachedLoop, err error) {
-	p.mu.Lock()
+	p.Mu.Lock()
 	candidates := slices.Clone(p.loops[ref])
-	p.mu.Unlock()
+	p.Mu.Unlock()
 	if len(candidates) == 0 {
 		return nil, nil
 	}
@@ -266,14 +266,14 @@ func (l attachedLoop) device(hold func() error) (blockdev.Device, error) {
 }
 
 func (p *pool) Attach(ctx context.Context, ref blockdev.Ref, how blockdev.Attachment) (blockdev.Device, error) {
-	o, s, err := p.lookup(ref)
+	o, record, err := p.Lookup(ref)
 	if err == nil && !how.ReadOnly {
 		err = p.secure(o)
 	}
 	if err != nil {
 		return blockdev.Device{}, err
 	}
-	device, err := p.attach(ctx, o, s, how)
+	device, err := p.attach(ctx, o, record, how)
 	if err != nil {
 		return blockdev.Device{}, fmt.Errorf("attach %s of pool %s: %w", ref, p.name, err)
 	}
@@ -283,14 +283,14 @@ func (p *pool) Attach(ctx context.Context, ref blockdev.Ref, how blockdev.Attach
 	return device, nil
 }
 
-func (p *pool) attach(ctx context.Context, o *object, s *recordfile.Record, how blockdev.Attachment) (_ blockdev.Device, err error) {
-	ref := s.Decoded.Ref
+func (p *pool) attach(ctx context.Context, o *object, record blockdev.Record, how blockdev.Attachment) (_ blockdev.Device, err error) {
+	ref := record.Ref
 	l, err := p.attachedAs(ctx, ref, how)
 	if err != nil {
 		return blockdev.Device{}, err
 	}
 	if l.file == nil {
-		if l, err = p.attachImage(ctx, o, s, how); err != nil {
+		if l, err = p.attachImage(ctx, o, record, how); err != nil {
 			return blockdev.Device{}, err
 		}
 	}
@@ -338,25 +338,25 @@ func (p *pool) attachedAs(ctx context.Context, ref blockdev.Ref, how blockdev.At
 func (p *pool) takesDiscards() bool { return p.kind != unix.BTRFS_SUPER_MAGIC }
 
 // attachImage puts a loop device over the image of an object.
-func (p *pool) attachImage(ctx context.Context, o *object, s *recordfile.Record, how blockdev.Attachment) (attachedLoop, error) {
-	ref := s.Decoded.Ref
+func (p *pool) attachImage(ctx context.Context, o *object, record blockdev.Record, how blockdev.Attachment) (attachedLoop, error) {
+	ref := record.Ref
 	flags := os.O_RDWR
 	if how.ReadOnly {
 		flags = os.O_RDONLY
 	}
-	image, err := p.openImage(ref, s, flags)
+	image, err := p.openImage(record, flags)
 	if err != nil {
 		return attachedLoop{}, err
 	}
 	defer image.Close()
-	if !s.Thin && !how.ReadOnly {
-		if err := p.refill(ctx, o, image, s.Size); err != nil {
+	if !record.Thin && !how.ReadOnly {
+		if err := p.refill(ctx, o, image, record.Size); err != nil {
 			return attachedLoop{}, err
 		}
 	}
 	// What is kept for writing is kept by its guard.
 	file, n, err := loop.Attach(ctx, image, loop.Config{Label: p.label(ref), ReadOnly: how.ReadOnly, Autoclear: !how.Keep || !how.ReadOnly,
-		Discards: how.ReadOnly || p.takesDiscards(), Sector: recordfile.SectorOf(s)})
+		Discards: how.ReadOnly || p.takesDiscards(), Sector: recordfile.SectorOf(record)})
 	if err != nil {
 		return attachedLoop{}, err
 	}
@@ -428,9 +428,9 @@ func (p *pool) Detach(ctx context.Context, ref blockdev.Ref) error {
 // waitGoing waits for devices of an object that could not be opened, as somebody told them to go. Whoever did and
 // still has one open keeps its image, for as long as he likes.
 func (p *pool) waitGoing(ctx context.Context, ref blockdev.Ref) error {
-	p.mu.Lock()
+	p.Mu.Lock()
 	known := p.loops[ref]
-	p.mu.Unlock()
+	p.Mu.Unlock()
 	for _, l := range known {
 		if err := loop.WaitGone(ctx, loop.Backing{Number: l.number, Device: l.device, Inode: l.inode}); err != nil {
 			return err
@@ -471,7 +471,7 @@ func (p *pool) resizeLoops(_ context.Context, ref blockdev.Ref) error {
 
 // Used is what the image of an object takes of the filesystem.
 func (p *pool) Used(_ context.Context, ref blockdev.Ref) (int64, error) {
-	_, s, err := p.lookup(ref)
+	_, record, err := p.Lookup(ref)
 	if err != nil {
 		return 0, err
 	}
@@ -479,23 +479,23 @@ func (p *pool) Used(_ context.Context, ref blockdev.Ref) (int64, error) {
 	if err != nil {
 		return 0, fmt.Errorf("measure %s of pool %s: %w", ref, p.name, errdefs.FromErrno(err))
 	}
-	return min(info.Sys().(*syscall.Stat_t).Blocks*512, s.Size), nil
+	return min(info.Sys().(*syscall.Stat_t).Blocks*512, record.Size), nil
 }
 
 // Untouched: a new image is a hole, or preallocated space that was never written, from
 // end to end (lseek(2), SEEK_DATA). What was written is read.
 func (p *pool) Untouched(ctx context.Context, ref blockdev.Ref) (bool, error) {
-	_, s, err := p.lookup(ref)
+	_, record, err := p.Lookup(ref)
 	if err != nil {
 		return false, err
 	}
-	image, err := p.openImage(ref, s, os.O_RDONLY)
+	image, err := p.openImage(record, os.O_RDONLY)
 	if err != nil {
 		return false, err
 	}
 	defer image.Close()
-	for offset := int64(0); offset < s.Size; {
-		start, stop, err := dataFrom(image, offset, s.Size)
+	for offset := int64(0); offset < record.Size; {
+		start, stop, err := dataFrom(image, offset, record.Size)
 		if err != nil {
 			return false, err
 		}
@@ -527,12 +527,12 @@ func readsZero(ctx context.Context, f *os.File, start, stop int64) (bool, error)
 }
 
 func (p *pool) Orphans(context.Context) (map[blockdev.Ref][]blockdev.Device, error) {
-	p.mu.Lock()
+	p.Mu.Lock()
 	var refs []blockdev.Ref
 	for ref := range p.loops {
 		refs = append(refs, ref)
 	}
-	p.mu.Unlock()
+	p.Mu.Unlock()
 	found := map[blockdev.Ref][]blockdev.Device{}
 	for _, ref := range refs {
 		loops, err := p.openLoops(ref)

@@ -25,53 +25,28 @@ func (p *pool) Create(ctx context.Context, spec blockdev.Spec) (blockdev.Record,
 	if err := p.alive(); err != nil {
 		return blockdev.Record{}, err
 	}
-	p.sweepAbandoned(ctx)
-
-	p.mu.Lock()
-	damaged, o := p.damaged[spec.Ref], p.Objects[spec.Ref]
-	busy := o != nil && o.active
-	if o != nil {
-		o.active = o.stored.State != catalog.Ready
+	p.sweep(ctx)
+	if spec.Provisioning == blockdev.AnyProvisioning {
+		spec.Provisioning = blockdev.Thick
 	}
-	p.mu.Unlock()
-	if damaged != nil {
-		return blockdev.Record{}, fmt.Errorf("create %q in pool %s: %w", spec.Name, p.name, damaged)
+	o, ready, err := p.Begin(ctx, spec, p.remove)
+	if err != nil {
+		return blockdev.Record{}, err
 	}
-	if busy {
-		return blockdev.Record{}, fmt.Errorf("create %q in pool %s: %w", spec.Name, p.name, errdefs.ErrBusy)
-	}
-	if o != nil && o.stored.State == catalog.Ready {
-		if err := p.secure(o); err != nil {
-			return blockdev.Record{}, err
-		}
-		return catalog.Same(p.name, o.stored.Decoded, spec)
-	}
-	if o != nil && !o.resumable(spec) {
-		if err := p.remove(ctx, spec.Ref); err != nil {
-			return blockdev.Record{}, err
-		}
-		o = nil
+	if ready {
+		return catalog.Copy(o.Record), p.secure(o)
 	}
 	if o == nil {
-		var err error
 		if o, err = p.begin(ctx, spec); err != nil {
 			return blockdev.Record{}, fmt.Errorf("create %q in pool %s: %w", spec.Name, p.name, err)
 		}
 	}
 	record, err := p.fill(ctx, o, spec)
 	if err != nil {
-		err = fmt.Errorf("create %q in pool %s: %w", spec.Name, p.name, err)
 		p.giveUp(ctx, o, spec)
-		return blockdev.Record{}, err
+		return blockdev.Record{}, fmt.Errorf("create %q in pool %s: %w", spec.Name, p.name, err)
 	}
 	return record, nil
-}
-
-// resumable reports whether an unfinished object is one that a spec can go on with.
-func (o *object) resumable(spec blockdev.Spec) bool {
-	r := o.stored.Decoded
-	return o.stored.State == catalog.Creating && o.copied > 0 && r.Name == spec.Name && r.Size == spec.Size && r.Thin == (spec.Provisioning == blockdev.Thin) &&
-		r.Origin == spec.Origin && maps.Equal(r.Labels, spec.Labels)
 }
 
 func (p *pool) validate(spec blockdev.Spec) error {
@@ -84,7 +59,7 @@ func (p *pool) validate(spec blockdev.Spec) error {
 	if spec.Origin == (blockdev.Ref{}) {
 		return nil
 	}
-	_, origin, err := p.lookup(spec.Origin)
+	_, origin, err := p.Lookup(spec.Origin)
 	if err != nil {
 		return err
 	}
@@ -107,27 +82,26 @@ func (p *pool) begin(ctx context.Context, spec blockdev.Spec) (o *object, err er
 	}
 	var sector int64
 	if spec.Origin != (blockdev.Ref{}) {
-		_, origin, err := p.lookup(spec.Origin)
+		_, origin, err := p.Lookup(spec.Origin)
 		if err != nil {
 			return nil, err
 		}
 		sector = origin.Sector
 	}
-	o = &object{active: true}
-	o.stored = recordfile.New(blockdev.Record{Ref: spec.Ref, Name: spec.Name, Size: spec.Size, Thin: spec.Provisioning == blockdev.Thin, Sector: sector, Origin: spec.Origin,
-		Created: time.Now().UTC(), Labels: maps.Clone(spec.Labels)}, catalog.Creating, 0)
+	o = &object{Entry: catalog.Begun(blockdev.Record{Ref: spec.Ref, Name: spec.Name, Size: spec.Size, Thin: spec.Provisioning == blockdev.Thin, Sector: sector, Origin: spec.Origin,
+		Created: time.Now().UTC(), Labels: maps.Clone(spec.Labels)})}
 	if err := p.reserve(ctx, spec.Size, func() error {
-		p.mu.Lock()
-		defer p.mu.Unlock()
+		p.Mu.Lock()
+		defer p.Mu.Unlock()
 		p.insert(o)
 		return nil
 	}); err != nil {
 		return nil, err
 	}
-	at, err := recordfile.Create(p.root, layout.Record(spec.Ref), o.stored)
-	p.mu.Lock()
+	at, err := recordfile.Create(p.root, layout.Record(spec.Ref), recordfile.New(o.Record, o.State, 0))
+	p.Mu.Lock()
 	o.at = at // health looks at it
-	p.mu.Unlock()
+	p.Mu.Unlock()
 	if err != nil {
 		p.giveUp(ctx, o, spec)
 		return nil, err
@@ -137,17 +111,14 @@ func (p *pool) begin(ctx context.Context, spec blockdev.Spec) (o *object, err er
 
 // giveUp undoes an unfinished object, unless a retry can go on with its copy.
 func (p *pool) giveUp(ctx context.Context, o *object, spec blockdev.Spec) {
-	if o.copied > 0 && spec.Origin.Kind == blockdev.Snapshot {
-		p.mu.Lock()
-		defer p.mu.Unlock()
-		o.touched, o.active = time.Now(), false
-		p.space.unfinished[spec.Ref] = true
+	if o.Copied > 0 && spec.Origin.Kind == blockdev.Snapshot {
+		p.Release(o, true)
 		return
 	}
 	// Some caller may still hold back writes, so what takes long is left to the next call.
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), sweepTime)
 	defer cancel()
-	_ = p.remove(ctx, spec.Ref) // a failure has its own next try
+	_ = p.remove(ctx, o) // a failure has its own next try
 }
 
 // fill makes the bytes, and then the object ready.
@@ -163,7 +134,7 @@ func (p *pool) fill(ctx context.Context, o *object, spec blockdev.Spec) (blockde
 	if err := p.checkOwner(spec.Ref, image, true); err != nil {
 		return blockdev.Record{}, err
 	}
-	cut := o.stored.Created
+	cut := o.Record.Created
 	if spec.Origin == (blockdev.Ref{}) {
 		err = p.allocate(ctx, o, image, spec.Size, spec.Provisioning == blockdev.Thin)
 	} else {
@@ -186,19 +157,17 @@ func (p *pool) fill(ctx context.Context, o *object, spec blockdev.Spec) (blockde
 	if err := p.folders[spec.Kind].Sync(); err != nil {
 		return blockdev.Record{}, fmt.Errorf("sync the folder: %w", errdefs.FromErrno(err))
 	}
-	record := o.stored.Decoded
+	record := o.Record
 	record.Created = cut
 	if spec.Origin == (blockdev.Ref{}) {
 		record.Sector = directSector(image)
 	}
-	if err := p.save(o, recordfile.New(record, catalog.Ready, 0)); err != nil {
+	if err := p.save(o, record, catalog.Ready, 0); err != nil {
 		return blockdev.Record{}, err
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	delete(p.space.unfinished, spec.Ref)
-	o.active = false
-	return catalog.Copy(o.stored.Decoded), nil
+	record = catalog.Copy(o.Record)
+	p.Release(o, false)
+	return record, nil
 }
 
 // allocate gives an image its size: space of its own, which reads as zero until it
@@ -250,16 +219,16 @@ func (p *pool) fallocate(image *os.File, offset, length int64) error {
 
 // copyOrigin makes image a copy of the origin and returns the moment of the cut.
 func (p *pool) copyOrigin(ctx context.Context, o *object, image *os.File, spec blockdev.Spec) (time.Time, error) {
-	_, origin, err := p.lookup(spec.Origin)
+	from, origin, err := p.Lookup(spec.Origin)
 	if err != nil {
 		return time.Time{}, err
 	}
-	source, err := p.openImage(spec.Origin, origin, os.O_RDONLY)
+	source, err := p.openImage(origin, os.O_RDONLY)
 	if err != nil {
 		return time.Time{}, err
 	}
 	defer source.Close()
-	if err := p.checkLength(origin, source); err != nil {
+	if err := p.checkLength(origin, from.growing, source); err != nil {
 		return time.Time{}, err
 	}
 	forgetCached(source)
@@ -285,7 +254,7 @@ func sparse(s blockdev.Spec) bool {
 
 // shareOrigin makes image share the blocks of its source, and returns the moment of the cut.
 func (p *pool) shareOrigin(ctx context.Context, o *object, image, source *os.File, spec blockdev.Spec, moving bool) (time.Time, error) {
-	shared, origin, err := p.lookup(spec.Origin)
+	shared, origin, err := p.Lookup(spec.Origin)
 	if err != nil {
 		return time.Time{}, err
 	}
@@ -293,9 +262,9 @@ func (p *pool) shareOrigin(ctx context.Context, o *object, image, source *os.Fil
 	if err != nil {
 		return time.Time{}, errdefs.FromErrno(err)
 	}
-	p.mu.Lock()
+	p.Mu.Lock()
 	shared.use.shared, p.space.survey.due = true, true
-	p.mu.Unlock()
+	p.Mu.Unlock()
 	cut := time.Now().UTC()
 	if moving {
 		err = cloneMoving(image, source)
@@ -317,7 +286,7 @@ func (p *pool) shareOrigin(ctx context.Context, o *object, image, source *os.Fil
 
 // copyBytes makes image a copy of its source, and returns the moment of the cut.
 func (p *pool) copyBytes(ctx context.Context, o *object, image, source *os.File, spec blockdev.Spec, moving bool) (time.Time, error) {
-	_, origin, err := p.lookup(spec.Origin)
+	_, origin, err := p.Lookup(spec.Origin)
 	if err != nil {
 		return time.Time{}, err
 	}
@@ -326,9 +295,9 @@ func (p *pool) copyBytes(ctx context.Context, o *object, image, source *os.File,
 		if err := image.Truncate(0); err != nil {
 			return time.Time{}, fmt.Errorf("set the size of the image: %w", errdefs.FromErrno(err))
 		}
-		o.copied, o.cut = 0, origin.Created
+		o.Copied, o.cut = 0, origin.Created
 	}
-	if o.copied == 0 {
+	if o.Copied == 0 {
 		if err := image.Truncate(spec.Size); err != nil {
 			return time.Time{}, fmt.Errorf("set the size of the image: %w", errdefs.FromErrno(err))
 		}
@@ -342,12 +311,12 @@ func (p *pool) copyBytes(ctx context.Context, o *object, image, source *os.File,
 		return time.Now().UTC(), copyMoving(ctx, image, source, origin.Size)
 	}
 	cut := time.Now().UTC()
-	done, err := copyData(ctx, image, source, o.copied, origin.Size)
+	done, err := copyData(ctx, image, source, o.Copied, origin.Size)
 	if short := stillWhole(source, origin.Size); short != nil { // what is copied may be of no use
 		done, err = 0, short
 	}
 	if spec.Origin.Kind == blockdev.Snapshot {
-		o.copied = done // a snapshot stays as it is: a retry may go on here
+		o.Copied = done // a snapshot stays as it is: a retry may go on here
 	}
 	return cut, err
 }
@@ -378,7 +347,8 @@ func (p *pool) flushDevices(ctx context.Context, spec blockdev.Spec) (moving boo
 var errNotOwn = fmt.Errorf("%w: not its image", errdefs.ErrDataLoss)
 
 // openImage opens the bytes of an object and makes sure that they are its own, and all there.
-func (p *pool) openImage(ref blockdev.Ref, s *recordfile.Record, flags int) (*os.File, error) {
+func (p *pool) openImage(record blockdev.Record, flags int) (*os.File, error) {
+	ref := record.Ref
 	info, err := p.root.Lstat(layout.Image(ref))
 	if err == nil && !info.Mode().IsRegular() { // not opened: who opens a FIFO waits, and a link leads to another's image
 		return nil, fmt.Errorf("%w: %s of pool %s is no file (%s); restore the image from a backup, or delete the volume", errNotOwn, layout.Image(ref), p.name, info.Mode())
@@ -397,10 +367,10 @@ func (p *pool) openImage(ref blockdev.Ref, s *recordfile.Record, flags int) (*os
 		f.Close()
 		return nil, errdefs.FromErrno(err)
 	}
-	if info.Size() < s.Size {
+	if info.Size() < record.Size {
 		f.Close()
 		return nil, fmt.Errorf("%w: the image %s of pool %s has %d bytes, its record says %d; restore it from a backup, or delete the volume",
-			errdefs.ErrDataLoss, layout.Image(ref), p.name, info.Size(), s.Size)
+			errdefs.ErrDataLoss, layout.Image(ref), p.name, info.Size(), record.Size)
 	}
 	return f, nil
 }
@@ -428,7 +398,7 @@ func (p *pool) checkOwner(ref blockdev.Ref, image *os.File, give bool) error {
 }
 
 func (p *pool) Expand(ctx context.Context, ref blockdev.Ref, size int64) (blockdev.Record, error) {
-	o, s, err := p.lookup(ref)
+	o, record, err := p.Lookup(ref)
 	if err != nil {
 		return blockdev.Record{}, err
 	}
@@ -438,9 +408,9 @@ func (p *pool) Expand(ctx context.Context, ref blockdev.Ref, size int64) (blockd
 	if ref.Kind != blockdev.Volume {
 		return blockdev.Record{}, fmt.Errorf("%w: a snapshot does not grow", errdefs.ErrInvalid)
 	}
-	size = max(size, s.Growing)
-	if size > s.Size {
-		if err := p.grow(ctx, o, s, size); err != nil {
+	size = max(size, o.growing)
+	if size > record.Size {
+		if err := p.grow(ctx, o, record, size); err != nil {
 			return blockdev.Record{}, fmt.Errorf("expand %s in pool %s to %d bytes: %w", ref, p.name, size, err)
 		}
 	}
@@ -448,14 +418,13 @@ func (p *pool) Expand(ctx context.Context, ref blockdev.Ref, size int64) (blockd
 	if err := p.resizeLoops(ctx, ref); err != nil {
 		return blockdev.Record{}, err
 	}
-	return catalog.Copy(o.stored.Decoded), nil
+	return catalog.Copy(o.Record), nil
 }
 
 // grow writes down where it is heading, takes the space, and then says it is there. An image that is
 // longer than its record says (the record may be an older one) is never cut.
-func (p *pool) grow(ctx context.Context, o *object, s *recordfile.Record, size int64) error {
-	ref := s.Decoded.Ref
-	image, err := p.openImage(ref, s, os.O_RDWR)
+func (p *pool) grow(ctx context.Context, o *object, record blockdev.Record, size int64) error {
+	image, err := p.openImage(record, os.O_RDWR)
 	if err != nil {
 		return err
 	}
@@ -464,32 +433,32 @@ func (p *pool) grow(ctx context.Context, o *object, s *recordfile.Record, size i
 	if err != nil {
 		return errdefs.FromErrno(err)
 	}
+	before := o.growing
 	if size > o.size() {
 		if err := p.reserve(ctx, size-o.size(), func() error {
-			return p.save(o, recordfile.New(s.Decoded, catalog.Ready, size))
+			return p.save(o, record, catalog.Ready, size)
 		}); err != nil {
 			return err
 		}
 	}
-	if err := errors.Join(p.allocate(ctx, o, image, max(size, info.Size()), s.Thin), image.Sync()); err != nil {
+	if err := errors.Join(p.allocate(ctx, o, image, max(size, info.Size()), record.Thin), image.Sync()); err != nil {
 		// Take the promise back; what was allocated beyond the size goes with it.
-		return errors.Join(errdefs.FromErrno(err), image.Truncate(info.Size()), p.save(o, recordfile.New(s.Decoded, catalog.Ready, s.Growing)))
+		return errors.Join(errdefs.FromErrno(err), image.Truncate(info.Size()), p.save(o, record, catalog.Ready, before))
 	}
-	record := s.Decoded
 	record.Size = size
-	return p.save(o, recordfile.New(record, catalog.Ready, 0))
+	return p.save(o, record, catalog.Ready, 0)
 }
 
 // checkLength returns errdefs.ErrPrecondition for an image that is longer than its record says: a copy of what the
 // record says would lack the end of it.
-func (p *pool) checkLength(s *recordfile.Record, image *os.File) error {
+func (p *pool) checkLength(record blockdev.Record, growing int64, image *os.File) error {
 	info, err := image.Stat()
 	if err != nil {
 		return errdefs.FromErrno(err)
 	}
-	if have := info.Size(); have > max(s.Size, s.Growing) {
+	if have := info.Size(); have > max(record.Size, growing) {
 		return fmt.Errorf("%w: the image %s of pool %s has %d bytes, its record says %d, as an older one does; expand the volume to %d bytes, and the record has them again",
-			errdefs.ErrPrecondition, layout.Image(s.Decoded.Ref), p.name, have, s.Size, (have+blockdev.Granularity-1)/blockdev.Granularity*blockdev.Granularity)
+			errdefs.ErrPrecondition, layout.Image(record.Ref), p.name, have, record.Size, (have+blockdev.Granularity-1)/blockdev.Granularity*blockdev.Granularity)
 	}
 	return nil
 }

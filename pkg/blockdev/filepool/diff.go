@@ -13,22 +13,22 @@ import (
 )
 
 func (p *pool) Allocated(ctx context.Context, ref blockdev.Ref, from int64, yield func(blockdev.Extent) error) error {
-	_, s, err := p.lookup(ref)
+	_, record, err := p.Lookup(ref)
 	if err != nil {
 		return err
 	}
-	f, err := p.openImage(ref, s, os.O_RDONLY)
+	f, err := p.openImage(record, os.O_RDONLY)
 	if err != nil {
 		return err
 	}
 	defer f.Close()
 	forgetCached(f)
 	w := &extents.Writer{Yield: yield}
-	for offset := from; offset < s.Size; {
+	for offset := from; offset < record.Size; {
 		if err := ctx.Err(); err != nil {
 			return err
 		}
-		start, stop, err := dataFrom(f, offset, s.Size)
+		start, stop, err := dataFrom(f, offset, record.Size)
 		if err != nil {
 			return err
 		}
@@ -44,20 +44,20 @@ func (p *pool) Allocated(ctx context.Context, ref blockdev.Ref, from int64, yiel
 
 // Changed reads both images where either has data, and compares.
 func (p *pool) Changed(ctx context.Context, base, target blockdev.Ref, from int64, yield func(blockdev.Extent) error) error {
-	_, oldRecord, err := p.lookup(base)
+	_, oldRecord, err := p.Lookup(base)
 	if err != nil {
 		return err
 	}
-	_, newRecord, err := p.lookup(target)
+	_, newRecord, err := p.Lookup(target)
 	if err != nil {
 		return err
 	}
-	before, err := p.openImage(base, oldRecord, os.O_RDONLY)
+	before, err := p.openImage(oldRecord, os.O_RDONLY)
 	if err != nil {
 		return err
 	}
 	defer before.Close()
-	after, err := p.openImage(target, newRecord, os.O_RDONLY)
+	after, err := p.openImage(newRecord, os.O_RDONLY)
 	if err != nil {
 		return err
 	}

@@ -14,17 +14,17 @@ import (
 // as long as it waits.
 func Abandon(of blockdev.Pool, ref blockdev.Ref) {
 	p := of.(*pool)
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	p.Objects[ref].touched = time.Now().Add(-catalog.AbandonedAfter - time.Second)
+	p.Mu.Lock()
+	defer p.Mu.Unlock()
+	p.Objects[ref].Released = time.Now().Add(-catalog.AbandonedAfter - time.Second)
 }
 
 // Surveys returns how many surveys a file pool has made that looked at an object, and how many
 // extents the last one saw of it.
 func Surveys(of blockdev.Pool, ref blockdev.Ref) (surveys, extents int) {
 	p := of.(*pool)
-	p.mu.Lock()
-	defer p.mu.Unlock()
+	p.Mu.Lock()
+	defer p.Mu.Unlock()
 	return p.Objects[ref].use.surveys, p.Objects[ref].use.extents
 }
 
@@ -35,8 +35,8 @@ func LimitSurveys(of blockdev.Pool, n int) { of.(*pool).space.survey.most = n }
 // object, as on a disk that does not answer, until they are let go on.
 func HangSurveys(of blockdev.Pool) (release func()) {
 	p := of.(*pool)
-	p.mu.Lock()
-	defer p.mu.Unlock()
+	p.Mu.Lock()
+	defer p.Mu.Unlock()
 	until := make(chan struct{})
 	p.space.survey.context = hanging{p.space.survey.context, until}
 	return sync.OnceFunc(func() { close(until) })

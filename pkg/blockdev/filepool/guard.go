@@ -73,9 +73,9 @@ func IsCover(name string) bool {
 
 // findCover finds the device over one of an object's loop devices.
 func (p *pool) findCover(ref blockdev.Ref, loops []attachedLoop) error {
-	p.mu.Lock()
+	p.Mu.Lock()
 	covered := p.covered[ref]
-	p.mu.Unlock()
+	p.Mu.Unlock()
 	if !covered || len(loops) == 0 {
 		return nil
 	}
@@ -132,8 +132,8 @@ func (p *pool) protect(ctx context.Context, ref blockdev.Ref, l *attachedLoop) e
 
 // cover notes that there may be a device over the loop device of an object.
 func (p *pool) cover(ref blockdev.Ref) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
+	p.Mu.Lock()
+	defer p.Mu.Unlock()
 	p.covered[ref] = true
 }
 

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"maps"
 	"os"
-	"slices"
 	"strings"
 	"time"
 
@@ -48,9 +47,9 @@ func (p *pool) Gone() bool {
 			}
 		}
 	}
-	p.mu.Lock()
+	p.Mu.Lock()
 	loops := maps.Clone(p.loops)
-	p.mu.Unlock()
+	p.Mu.Unlock()
 	for ref, known := range loops {
 		for _, l := range known {
 			if name, _, err := loop.BackingName(l.number); err == nil && strings.HasSuffix(name, layout.Image(ref)) {
@@ -61,8 +60,26 @@ func (p *pool) Gone() bool {
 	return errors.Is(p.lock.Sync(), unix.EIO)
 }
 
+// version tells what an object is at one moment from what it is at another; it is the same as long as nobody changed its record.
+type version struct {
+	o       *object
+	at      recordfile.Position
+	growing int64
+}
+
+func (p *pool) version(ref blockdev.Ref) version {
+	p.Mu.Lock()
+	defer p.Mu.Unlock()
+	o := p.Objects[ref]
+	if o == nil {
+		return version{}
+	}
+	return version{o, o.at, o.growing}
+}
+
 func (p *pool) Health(ctx context.Context, ref blockdev.Ref) ([]blockdev.Problem, error) {
-	_, s, err := p.lookup(ref)
+	found := p.version(ref)
+	_, record, err := p.Lookup(ref)
 	if errors.Is(err, errdefs.ErrDataLoss) {
 		return []blockdev.Problem{{Severity: blockdev.DataLoss, Reason: "RecordDamaged", Message: err.Error()}}, nil
 	}
@@ -72,17 +89,17 @@ func (p *pool) Health(ctx context.Context, ref blockdev.Ref) ([]blockdev.Problem
 	if err := p.alive(); err != nil {
 		return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "PoolUnavailable", Message: err.Error()}}, nil
 	}
-	image, err := p.openImage(ref, s, os.O_RDONLY)
+	image, err := p.openImage(record, os.O_RDONLY)
 	switch {
 	case err == nil:
 		defer image.Close()
 		problems, err := p.deviceHealth(ref)
-		if longer := p.checkLength(s, image); longer != nil && p.says(ref, s) { // else it is growing
+		if longer := p.checkLength(record, found.growing, image); longer != nil && p.version(ref) == found { // else it is growing
 			problems = append(problems, blockdev.Problem{Severity: blockdev.Degraded, Reason: "ImageLonger", Message: longer.Error()})
 		}
 		return problems, err
 	case errors.Is(err, errdefs.ErrDataLoss):
-		if !p.says(ref, s) {
+		if p.version(ref) != found {
 			return p.Health(ctx, ref) // deleted meanwhile, or even made anew
 		}
 		reason := "ImageTruncated"
@@ -95,12 +112,6 @@ func (p *pool) Health(ctx context.Context, ref blockdev.Ref) ([]blockdev.Problem
 	default:
 		return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "ImageUnreadable", Message: err.Error()}}, nil
 	}
-}
-
-// says reports whether the record of an object is still the one that was looked up.
-func (p *pool) says(ref blockdev.Ref, s *recordfile.Record) bool {
-	_, now, err := p.lookup(ref)
-	return err == nil && now == s
 }
 
 // nearlyFull is how little may be left of a filesystem before it is said, in percent; with a smaller reserve it is that.
@@ -145,19 +156,10 @@ func (p *pool) PoolHealth(context.Context) []blockdev.Problem {
 	if err != nil && !errors.Is(err, unix.ENOSPC) {
 		problems = append(problems, blockdev.Problem{Severity: blockdev.Inaccessible, Reason: "PoolReadOnly", Message: fmt.Sprintf("the filesystem of pool %s at %s takes no changes: %v; look at the kernel's log", p.name, p.location.Path, err)})
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
+	p.Mu.Lock()
+	defer p.Mu.Unlock()
 	problems = append(problems, p.spaceHealth()...)
-	var failures []string
-	for _, err := range p.damaged {
-		if !errors.Is(err, recordfile.ErrNoRecord) { // one of the strays
-			failures = append(failures, err.Error())
-		}
-	}
-	if len(failures) > 0 {
-		slices.Sort(failures)
-		problems = append(problems, blockdev.Problem{Severity: blockdev.Degraded, Reason: "RecordDamaged", Message: fmt.Sprintf("pool %s: %s", p.name, strings.Join(failures, "; "))})
-	}
+	problems = append(problems, p.Damage(recordfile.ErrNoRecord)...) // those are of the strays
 	alone := 0
 	for _, o := range p.Objects {
 		if o.at.Alone {
@@ -175,7 +177,7 @@ func (p *pool) PoolHealth(context.Context) []blockdev.Problem {
 	return problems
 }
 
-// spaceHealth is what keeps the account from being exact. The caller holds mu.
+// spaceHealth is what keeps the account from being exact. The caller holds Mu.
 func (p *pool) spaceHealth() []blockdev.Problem {
 	var problems []blockdev.Problem
 	say := func(reason, format string, args ...any) {

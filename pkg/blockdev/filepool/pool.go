@@ -9,7 +9,6 @@ import (
 	"maps"
 	"os"
 	"strings"
-	"sync"
 	"syscall"
 	"time"
 
@@ -52,36 +51,32 @@ type pool struct {
 	kind     int64  // of the filesystem, as in statfs(2)
 	block    int64  // of the filesystem in bytes, or less
 
-	mu sync.Mutex
-	catalog.Index[*object]
-	damaged map[blockdev.Ref]error       // records that cannot be read
+	*catalog.Catalog[*object]
+	// Guarded by its Mu, too:
 	strays  []string                     // images without a record
 	loops   map[blockdev.Ref][]knownLoop // loop devices last seen over the object; its slices are never changed
 	seen    uint64                       // see knownLoop
 	covered map[blockdev.Ref]bool        // objects that may have a device over their loop device
-
-	space space
+	space   space
 }
 
 // object is what is known of one record file.
 type object struct {
-	stored  *recordfile.Record
-	at      recordfile.Position
-	copied  int64     // bytes of an unfinished copy that are in place
-	cut     time.Time // of the origin of that copy
-	active  bool      // somebody is making it ready, or removing it
-	touched time.Time // of an unfinished copy: when it was last worked on; zero if only its removal is left
-	copying bool      // btrfs writes the image to new places (an older driver made it)
-	use     use       // of the filesystem
+	catalog.Entry
+	growing int64               // the size that it is being grown to, or 0
+	at      recordfile.Position // of the record
+	cut     time.Time           // of the origin of an unfinished copy
+	copying bool                // btrfs writes the image to new places (an older driver made it)
+	use     use                 // of the filesystem
 }
 
-func (o *object) size() int64 { return max(o.stored.Size, o.stored.Growing) }
+// size is what is promised to an object, in bytes.
+func (o *object) size() int64 { return max(o.Record.Size, o.growing) }
 
 // Open opens the pool in the directory, and finishes or undoes what a crash left half-done in it. Where there is none, one is made if
 // Location.Create, or what is known of it, lets it; else it is errdefs.ErrUnavailable.
 func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (_ blockdev.Pool, err error) {
-	p := &pool{name: name, location: l, folders: map[blockdev.Kind]*os.File{}, Index: catalog.NewIndex[*object](), damaged: map[blockdev.Ref]error{}, loops: map[blockdev.Ref][]knownLoop{}, covered: map[blockdev.Ref]bool{}, folderID: map[blockdev.Kind]string{}}
-	p.space.unfinished = map[blockdev.Ref]bool{}
+	p := &pool{name: name, location: l, folders: map[blockdev.Kind]*os.File{}, Catalog: catalog.New[*object](name), loops: map[blockdev.Ref][]knownLoop{}, covered: map[blockdev.Ref]bool{}, folderID: map[blockdev.Kind]string{}}
 	p.space.survey.most = surveyExtents
 	p.space.survey.context, p.space.survey.stop = context.WithCancel(context.WithoutCancel(ctx))
 	defer func() {
@@ -143,7 +138,7 @@ func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (
 	if err := p.recoverGuards(ctx); err != nil {
 		return nil, err
 	}
-	p.sweep(ctx)
+	p.recover(ctx)
 	return p, nil
 }
 
@@ -173,7 +168,7 @@ func (p *pool) load(kind blockdev.Kind) error {
 		s, at, err := recordfile.Read(p.root, layout.Record(ref), ref)
 		switch {
 		case err == nil:
-			p.insert(&object{stored: s, at: at})
+			p.insert(&object{Entry: catalog.Found(s.Decoded, s.State), growing: s.Growing, at: at})
 		case errors.Is(err, recordfile.ErrEmpty) && !images[key]:
 			// A crash before the record was on disk; nothing was ever handed out.
 			if err := p.root.Remove(layout.Record(ref)); err != nil {
@@ -182,9 +177,9 @@ func (p *pool) load(kind blockdev.Kind) error {
 		case errors.Is(err, errdefs.ErrUnavailable): // it says nothing of the record
 			return err
 		case errors.Is(err, errdefs.ErrDataLoss):
-			p.damaged[ref] = err
+			p.Damaged[ref] = err
 		default:
-			p.damaged[ref] = fmt.Errorf("%w: %w", catalog.ErrRecord, err)
+			p.Damaged[ref] = fmt.Errorf("%w: %w", catalog.ErrRecord, err)
 		}
 		delete(images, key)
 	}
@@ -192,26 +187,24 @@ func (p *pool) load(kind blockdev.Kind) error {
 		ref := blockdev.Ref{Kind: kind, Key: key}
 		p.strays = append(p.strays, layout.Folders[kind]+"/"+key+".img")
 		if ref.Validate() == nil {
-			p.damaged[ref] = recordfile.ErrNoRecord
+			p.Damaged[ref] = recordfile.ErrNoRecord
 		}
 	}
 	return nil
 }
 
-// insert adds an object to the index and to what is promised. The caller holds mu,
-// or is alone.
+// insert adds an object to the catalog and to what is promised. The caller holds Mu, or is alone.
 func (p *pool) insert(o *object) {
-	p.Put(o.stored.Decoded.Ref, o)
+	p.Put(o)
 	p.space.promised += o.size()
-	o.use.shared = p.reflink && o.stored.Origin != ""
+	o.use.shared = p.reflink && o.Record.Origin != (blockdev.Ref{})
 }
 
-func (p *pool) forget(ref blockdev.Ref) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	o := p.Objects[ref]
-	p.Index.Remove(ref)
-	delete(p.space.unfinished, ref)
+// forget removes an object from the catalog and from what is promised.
+func (p *pool) forget(o *object) {
+	p.Mu.Lock()
+	defer p.Mu.Unlock()
+	p.Forget(o)
 	p.space.promised -= o.size()
 	p.space.allocated -= o.use.counted
 	if o.use.shared {
@@ -222,121 +215,60 @@ func (p *pool) forget(ref blockdev.Ref) {
 // sweepTime bounds how long a call works on what others have left, and the start on all of it.
 const sweepTime = 2 * time.Second
 
-// sweep finishes what a crash, or a caller that never came back, left half-done.
-// A failure is left for the next sweep: it costs space, not data.
-func (p *pool) sweep(ctx context.Context) {
+// recover finishes what a crash left half-done, when the pool is opened. A failure is left for the next start: it costs space,
+// not data.
+func (p *pool) recover(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, 5*sweepTime)
 	defer cancel()
-	p.mu.Lock()
-	var unfinished []blockdev.Ref
+	p.Sweep(ctx, p.remove)
+	p.Mu.Lock()
+	grown := map[blockdev.Ref]int64{}
 	for ref, o := range p.Objects {
-		if o.stored.State != catalog.Ready {
-			unfinished = append(unfinished, ref)
-		} else if o.stored.Growing != 0 {
-			unfinished = append(unfinished, ref)
+		if o.State == catalog.Ready && o.growing != 0 {
+			grown[ref] = o.growing
 		}
 	}
-	p.mu.Unlock()
-	for _, ref := range unfinished {
-		var err error
-		if o := p.find(ref); o.stored.State == catalog.Ready {
-			_, err = p.Expand(ctx, ref, o.stored.Growing)
-		} else {
-			err = p.remove(ctx, ref)
-		}
-		if err != nil {
-			klog.FromContext(ctx).Error(err, "could not finish what was left half-done; the next start tries again", "pool", p.name, "object", ref.String())
+	p.Mu.Unlock()
+	for ref, size := range grown {
+		if _, err := p.Expand(ctx, ref, size); err != nil {
+			klog.FromContext(ctx).Error(err, "could not finish a growth that was left half-done; the next start tries again", "pool", p.name, "object", ref.String())
 		}
 	}
 }
 
-// sweepAbandoned gives up unfinished copies that nobody works on any more, and ends
-// removals that failed half-way.
-func (p *pool) sweepAbandoned(ctx context.Context) {
+// sweep is Sweep in bounded time.
+func (p *pool) sweep(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, sweepTime)
 	defer cancel()
-	p.mu.Lock()
-	var abandoned []blockdev.Ref
-	for ref := range p.space.unfinished {
-		if o := p.Objects[ref]; o != nil && !o.active && time.Since(o.touched) > catalog.AbandonedAfter {
-			o.active = true
-			abandoned = append(abandoned, ref)
-		}
-	}
-	p.mu.Unlock()
-	for _, ref := range abandoned {
-		if err := p.remove(ctx, ref); err != nil {
-			klog.FromContext(ctx).Error(err, "could not remove what is left of an object; the next call tries again", "pool", p.name, "object", ref.String())
-		}
-	}
+	p.Sweep(ctx, p.remove)
 }
 
 func (p *pool) Name() string { return p.name }
 
 func (p *pool) Granularity() int64 { return blockdev.Granularity }
 
-func (p *pool) find(ref blockdev.Ref) *object {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.Objects[ref]
-}
-
-// lookup returns a ready object and its record; a stored is never changed, only
-// replaced.
-func (p *pool) lookup(ref blockdev.Ref) (*object, *recordfile.Record, error) {
-	if err := ref.Validate(); err != nil {
-		return nil, nil, err
-	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if err := p.damaged[ref]; err != nil {
-		return nil, nil, fmt.Errorf("pool %s: %w", p.name, err)
-	}
-	o := p.Objects[ref]
-	if o == nil || o.stored.State != catalog.Ready {
-		return nil, nil, fmt.Errorf("%w: no %s in pool %s", errdefs.ErrNotFound, ref, p.name)
-	}
-	return o, o.stored, nil
-}
-
-func (p *pool) Get(_ context.Context, ref blockdev.Ref) (blockdev.Record, error) {
-	_, s, err := p.lookup(ref)
-	if err != nil {
-		return blockdev.Record{}, err
-	}
-	return catalog.Copy(s.Decoded), nil
-}
-
-func (p *pool) List(_ context.Context, kind blockdev.Kind, after string, limit int) ([]blockdev.Record, error) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.Page(kind, after, limit, func(o *object) blockdev.Record { return o.stored.Decoded }), nil
-}
-
 // save writes a record over the one of o, on disk and then in memory.
-func (p *pool) save(o *object, s *recordfile.Record) error {
-	at, err := recordfile.Update(p.root, layout.Record(s.Decoded.Ref), s, o.at)
-	p.mu.Lock()
-	defer p.mu.Unlock()
+func (p *pool) save(o *object, record blockdev.Record, state catalog.State, growing int64) error {
+	at, err := recordfile.Update(p.root, layout.Record(record.Ref), recordfile.New(record, state, growing), o.at)
+	p.Mu.Lock()
+	defer p.Mu.Unlock()
 	o.at = at
 	if err != nil {
-		return fmt.Errorf("write the record of %s in pool %s: %w", s.Decoded.Ref, p.name, err)
+		return fmt.Errorf("write the record of %s in pool %s: %w", record.Ref, p.name, err)
 	}
 	p.space.promised -= o.size()
-	o.stored = s
+	p.Set(o, record, state)
+	o.growing = growing
 	p.space.promised += o.size()
 	return nil
 }
 
 // secure makes sure that both slots have the record of o, before anybody acts on what it says.
 func (p *pool) secure(o *object) error {
-	p.mu.Lock()
-	s, alone := o.stored, o.at.Alone
-	p.mu.Unlock()
-	if !alone {
+	if !o.at.Alone {
 		return nil
 	}
-	return p.save(o, s)
+	return p.save(o, o.Record, o.State, o.growing)
 }
 
 // secureAll does so for all, when the pool is opened: what a crash left between the slots, what
@@ -361,50 +293,30 @@ func (p *pool) secureAll(ctx context.Context) {
 }
 
 func (p *pool) SetLabels(_ context.Context, ref blockdev.Ref, change func(map[string]string) error) (blockdev.Record, error) {
-	o, s, err := p.lookup(ref)
+	o, before, err := p.Lookup(ref)
 	if err != nil {
 		return blockdev.Record{}, err
 	}
-	record, err := catalog.ChangeLabels(s.Decoded, change)
+	record, err := catalog.ChangeLabels(before, change)
+	switch {
+	case err != nil:
+	case maps.Equal(record.Labels, before.Labels):
+		err = p.secure(o)
+	default:
+		err = p.save(o, record, catalog.Ready, o.growing)
+	}
 	if err != nil {
-		return record, err
-	}
-	if maps.Equal(record.Labels, s.Labels) {
-		return record, p.secure(o)
-	}
-	if err := p.save(o, recordfile.New(record, catalog.Ready, s.Growing)); err != nil {
 		return blockdev.Record{}, err
 	}
 	return catalog.Copy(record), nil
 }
 
 func (p *pool) Delete(ctx context.Context, ref blockdev.Ref) error {
-	if err := ref.Validate(); err != nil {
+	o, err := p.BeginDelete(ctx, ref, p.Attached, fmt.Sprintf("look at %s, and remove it and the image by hand if nobody needs them", layout.Record(ref)))
+	if o == nil || err != nil {
 		return err
 	}
-	p.mu.Lock()
-	damaged, o := p.damaged[ref], p.Objects[ref]
-	p.mu.Unlock()
-	if damaged != nil {
-		return errdefs.Recast(errdefs.ErrPrecondition, damaged, "%s in pool %s is not deleted, because its record cannot be read; look at %s, and remove it and the image by hand if nobody needs them",
-			ref, p.name, layout.Record(ref))
-	}
-	if o == nil {
-		return nil
-	}
-	if devices, err := p.Attached(ctx, ref); err != nil {
-		return err
-	} else if len(devices) > 0 {
-		return fmt.Errorf("%w: %s in pool %s is attached as %s", errdefs.ErrInUse, ref, p.name, devices[0].Path)
-	}
-	p.mu.Lock()
-	busy := o.active
-	o.active = true
-	p.mu.Unlock()
-	if busy {
-		return fmt.Errorf("delete %s in pool %s: %w", ref, p.name, errdefs.ErrBusy)
-	}
-	return p.remove(ctx, ref)
+	return p.remove(ctx, o)
 }
 
 // remove takes the bytes away, then the record. Unlinked files need no sync of the
@@ -414,21 +326,12 @@ func (p *pool) Delete(ctx context.Context, ref blockdev.Ref) error {
 // The object is nobody's from the moment its record says so. What fails after that, or takes
 // longer than the context, is tried again by the next Create or Capacity, as the caller may
 // not come back.
-func (p *pool) remove(ctx context.Context, ref blockdev.Ref) error {
-	o := p.find(ref)
-	if o == nil {
-		return nil
-	}
-	if err := p.removeFiles(ctx, ref, o); err != nil {
-		p.mu.Lock()
-		defer p.mu.Unlock()
-		o.active, o.touched = false, time.Time{}
-		if o.stored.State != catalog.Ready {
-			p.space.unfinished[ref] = true
-		}
+func (p *pool) remove(ctx context.Context, o *object) error {
+	if err := p.removeFiles(ctx, o); err != nil {
+		p.Release(o, false)
 		return err
 	}
-	p.forget(ref)
+	p.forget(o)
 	return nil
 }
 
@@ -436,10 +339,11 @@ func (p *pool) remove(ctx context.Context, ref blockdev.Ref) error {
 // writes its own metadata to new places, can always remove files and not always write). Then
 // the image goes without that; should a crash come in between, the object has lost its bytes,
 // which is reported (errdefs.ErrDataLoss), and the retry of the deletion removes the rest.
-func (p *pool) removeFiles(ctx context.Context, ref blockdev.Ref, o *object) error {
-	o.copied = 0 // there is nothing to go on with any more
-	if o.stored.State == catalog.Ready {
-		if err := p.save(o, recordfile.New(o.stored.Decoded, catalog.Deleting, o.stored.Growing)); err != nil && !errors.Is(err, errdefs.ErrNoSpace) {
+func (p *pool) removeFiles(ctx context.Context, o *object) error {
+	ref := o.Record.Ref
+	o.Copied = 0 // there is nothing to go on with any more
+	if o.State == catalog.Ready {
+		if err := p.save(o, o.Record, catalog.Deleting, o.growing); err != nil && !errors.Is(err, errdefs.ErrNoSpace) {
 			return err
 		}
 	}

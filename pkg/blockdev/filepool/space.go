@@ -30,14 +30,10 @@ import (
 // call that would have to be refused waits for it. Until then an image that shares blocks counts
 // with what it took of its own when it was made, or at the last survey.
 type space struct {
-	promised  int64     // sum of the sizes of all objects; guarded by pool.mu
-	allocated int64     // sum of what is counted of each image; guarded by pool.mu
-	measured  time.Time // when images were last looked at; guarded by pool.mu
-	usable    int64     // the least of free plus allocated since then; guarded by pool.mu
-
-	// unfinished are objects whose copy was cut short and waits for a retry, or whose
-	// removal was and waits for the next try; guarded by pool.mu.
-	unfinished map[blockdev.Ref]bool
+	promised  int64     // sum of the sizes of all objects; guarded by pool.Mu
+	allocated int64     // sum of what is counted of each image; guarded by pool.Mu
+	measured  time.Time // when images were last looked at; guarded by pool.Mu
+	usable    int64     // the least of free plus allocated since then; guarded by pool.Mu
 
 	// step makes looking and promising one step.
 	step sync.Mutex
@@ -48,7 +44,7 @@ type space struct {
 	survey survey
 }
 
-// use is what an image takes of its filesystem, in bytes; guarded by pool.mu.
+// use is what an image takes of its filesystem, in bytes; guarded by pool.Mu.
 type use struct {
 	counted int64 // in the account: never more than it takes and no other image is counted with
 	blocks  int64 // the least that stat(2) said since that was counted
@@ -63,33 +59,33 @@ const measureEvery = 5 * time.Second
 
 // entangled returns a test for whether the image of an object may share blocks with
 // another: it was copied, or was copied from. With a link of a chain of copies gone,
-// nobody knows what shares with what. The caller holds mu.
+// nobody knows what shares with what. The caller holds Mu.
 func (p *pool) entangled() func(o *object) bool {
 	if !p.reflink {
 		return func(*object) bool { return false }
 	}
 	origins, all := map[blockdev.Ref]bool{}, false
 	for _, o := range p.Objects {
-		if origin := o.stored.Decoded.Origin; origin != (blockdev.Ref{}) {
+		if origin := o.Record.Origin; origin != (blockdev.Ref{}) {
 			origins[origin] = true
 			all = all || p.Objects[origin] == nil
 		}
 	}
 	return func(o *object) bool {
 		// Of an image that btrfs copies as it is written, and may compress, stat(2) tells too little.
-		return all || o.copying || o.stored.Origin != "" || origins[o.stored.Decoded.Ref]
+		return all || o.copying || o.Record.Origin != (blockdev.Ref{}) || origins[o.Record.Ref]
 	}
 }
 
 // lazy.look brings the account up to date by stat(2). The images of objects that are being made or
 // removed at the same time are looked at as they are.
 func (p *pool) look() error {
-	p.mu.Lock()
+	p.Mu.Lock()
 	objects := make(map[blockdev.Ref]*object, len(p.Objects))
 	for ref, o := range p.Objects {
 		objects[ref] = o
 	}
-	p.mu.Unlock()
+	p.Mu.Unlock()
 	found := make(map[blockdev.Ref]unix.Stat_t, len(objects))
 	for ref := range objects {
 		st, err := p.statImage(ref)
@@ -98,8 +94,8 @@ func (p *pool) look() error {
 		}
 		found[ref] = st
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
+	p.Mu.Lock()
+	defer p.Mu.Unlock()
 	entangled := p.entangled()
 	for ref, o := range objects {
 		if p.Objects[ref] == o {
@@ -110,7 +106,7 @@ func (p *pool) look() error {
 	return nil
 }
 
-// looked counts what an image takes. The caller holds mu.
+// looked counts what an image takes. The caller holds Mu.
 func (p *pool) looked(o *object, st unix.Stat_t, shared bool) {
 	blocks := st.Blocks * 512
 	o.use.shared, o.use.changed = shared, time.Unix(st.Ctim.Unix())
@@ -124,7 +120,7 @@ func (p *pool) looked(o *object, st unix.Stat_t, shared bool) {
 	o.use.blocks = blocks
 }
 
-// count sets what is counted of an image. The caller holds mu.
+// count sets what is counted of an image. The caller holds Mu.
 func (p *pool) count(o *object, bytes int64) {
 	p.space.allocated += bytes - o.use.counted
 	o.use.counted = bytes
@@ -142,14 +138,14 @@ func (p *pool) statImage(ref blockdev.Ref) (unix.Stat_t, error) {
 
 // took runs something that has the image of an object take blocks of its own, and counts them.
 func (p *pool) took(o *object, image *os.File, run func() error) error {
-	p.mu.Lock()
+	p.Mu.Lock()
 	surveys := o.use.surveys
-	p.mu.Unlock()
+	p.Mu.Unlock()
 	var before, after unix.Stat_t
 	fd := int(image.Fd())
 	err := errors.Join(unix.Fstat(fd, &before), run(), unix.Fstat(fd, &after))
-	p.mu.Lock()
-	defer p.mu.Unlock()
+	p.Mu.Lock()
+	defer p.Mu.Unlock()
 	blocks := after.Blocks * 512
 	switch {
 	case !o.use.shared:
@@ -177,16 +173,16 @@ func (p *pool) capacity(exact bool) (blockdev.Capacity, error) {
 		p.space.allocating.Lock()
 		defer p.space.allocating.Unlock()
 	}
-	p.mu.Lock()
+	p.Mu.Lock()
 	stale := exact || time.Since(p.space.measured) > measureEvery
-	p.mu.Unlock()
+	p.Mu.Unlock()
 	if stale {
 		if err := p.look(); err != nil {
 			return blockdev.Capacity{}, err
 		}
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
+	p.Mu.Lock()
+	defer p.Mu.Unlock()
 	size, free, err := p.statfs()
 	if err != nil {
 		return blockdev.Capacity{}, err
@@ -241,7 +237,7 @@ func (p *pool) Capacity(ctx context.Context) (blockdev.Capacity, error) {
 	if err := p.alive(); err != nil {
 		return blockdev.Capacity{}, err
 	}
-	p.sweepAbandoned(ctx)
+	p.sweep(ctx)
 	c, err := p.capacity(false)
 	if err == nil && p.surveySoon(ctx) {
 		c, err = p.capacity(false)

@@ -28,7 +28,7 @@ type survey struct {
 	work    sync.WaitGroup
 	most    int // extents of one survey
 
-	// Guarded by pool.mu:
+	// Guarded by pool.Mu:
 	running chan struct{} // closed at the end of the one under way; nil without
 	due     bool          // an object that shares came or went
 	stale   bool          // one was written to
@@ -53,7 +53,7 @@ func (s *survey) close() {
 }
 
 // wanted tells whether a survey would tell more than the last one, and may be made now. The
-// caller holds pool.mu.
+// caller holds pool.Mu.
 func (s *survey) wanted() bool {
 	since := time.Since(s.ended)
 	if s.took > surveyPatience && since < surveyPause*s.took {
@@ -65,12 +65,12 @@ func (s *survey) wanted() bool {
 // surveySoon starts a survey if one is wanted, and waits for it for a moment. It reports
 // whether there is a new one.
 func (p *pool) surveySoon(ctx context.Context) bool {
-	p.mu.Lock()
+	p.Mu.Lock()
 	if p.space.survey.running == nil && p.space.survey.wanted() {
 		p.startSurvey()
 	}
 	running := p.space.survey.running
-	p.mu.Unlock()
+	p.Mu.Unlock()
 	if running == nil {
 		return false
 	}
@@ -88,7 +88,7 @@ func (p *pool) surveySoon(ctx context.Context) bool {
 func (p *pool) surveyed(ctx context.Context) (fresh bool, err error) {
 	s := &p.space.survey
 	for {
-		p.mu.Lock()
+		p.Mu.Lock()
 		running := s.running
 		fresh = running == nil
 		if fresh {
@@ -96,28 +96,28 @@ func (p *pool) surveyed(ctx context.Context) (fresh bool, err error) {
 				s.due = true // who would be refused need not wait for the next look
 			}
 			if !s.wanted() {
-				p.mu.Unlock()
+				p.Mu.Unlock()
 				return false, nil
 			}
 			p.startSurvey()
 			running = s.running
 		}
-		p.mu.Unlock()
+		p.Mu.Unlock()
 		select {
 		case <-running:
 		case <-ctx.Done():
 			return false, ctx.Err()
 		}
 		if fresh {
-			p.mu.Lock()
+			p.Mu.Lock()
 			err := s.failure
-			p.mu.Unlock()
+			p.Mu.Unlock()
 			return true, err
 		}
 	}
 }
 
-// startSurvey starts one; the caller holds mu.
+// startSurvey starts one; the caller holds Mu.
 func (p *pool) startSurvey() {
 	s := &p.space.survey
 	done, began := make(chan struct{}), time.Now()
@@ -125,8 +125,8 @@ func (p *pool) startSurvey() {
 	items := p.sharing()
 	s.work.Go(func() {
 		left, err := p.survey(s.context, items)
-		p.mu.Lock()
-		defer p.mu.Unlock()
+		p.Mu.Lock()
+		defer p.Mu.Unlock()
 		s.running, s.left, s.failure, s.took, s.ended = nil, left, err, time.Since(began), time.Now()
 		s.due = s.due || err != nil
 		p.space.measured = time.Time{}
@@ -151,7 +151,7 @@ func (u use) pieces(most int) int {
 }
 
 // sharing lists the objects that a survey is to look at, those with the fewest extents first. The
-// caller holds mu.
+// caller holds Mu.
 func (p *pool) sharing() []sharer {
 	entangled, most := p.entangled(), p.space.survey.most
 	var items []sharer
@@ -192,8 +192,8 @@ func (p *pool) survey(ctx context.Context, items []sharer) (left int, err error)
 		budget = max(0, budget-it.use.extents)
 		it.use.blocks, it.use.surveyed = st.Blocks*512, time.Unix(st.Ctim.Unix())
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
+	p.Mu.Lock()
+	defer p.Mu.Unlock()
 	for _, it := range items {
 		if p.Objects[it.ref] != it.o {
 			continue // it is gone, and with it what it was counted with

@@ -59,7 +59,7 @@ func (p *pool) own(name string) (*dm.Device, error) {
 }
 
 func (p *pool) Attach(ctx context.Context, ref blockdev.Ref, how blockdev.Attachment) (blockdev.Device, error) {
-	o, record, err := p.lookup(ref)
+	o, record, err := p.Lookup(ref)
 	if err != nil {
 		return blockdev.Device{}, err
 	}
@@ -213,7 +213,7 @@ func (p *pool) splitTables(ctx context.Context) {
 			}
 			kind, _, failure := dm.Target(d.Name)
 			if failure == nil && kind == "linear" {
-				failure = p.resize(ref, p.find(ref))
+				failure = p.resize(ref, p.Find(ref))
 			}
 			err = errors.Join(err, failure)
 		}
@@ -320,7 +320,7 @@ func (p *pool) allAttached() (map[blockdev.Ref][]*dm.Device, error) {
 			continue
 		}
 		ref := blockdev.ParseRef(volume)
-		if p.find(ref) == nil {
+		if p.Find(ref) == nil {
 			continue
 		}
 		d, err := p.own(name)

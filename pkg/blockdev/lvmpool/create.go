@@ -25,31 +25,14 @@ func (p *pool) Create(ctx context.Context, spec blockdev.Spec) (blockdev.Record,
 	if err := p.validate(spec); err != nil {
 		return blockdev.Record{}, err
 	}
-	p.sweepAbandoned(ctx)
-
-	p.mu.Lock()
-	damaged, o := p.damaged[spec.Ref], p.Objects[spec.Ref]
-	busy := o != nil && o.active
-	if o != nil {
-		o.active = o.state != catalog.Ready
+	p.Sweep(ctx, p.remove)
+	o, ready, err := p.Begin(ctx, spec, p.remove)
+	if err != nil {
+		return blockdev.Record{}, err
 	}
-	p.mu.Unlock()
-	if damaged != nil {
-		return blockdev.Record{}, fmt.Errorf("create %q in pool %s: %w", spec.Name, p.name, damaged)
+	if ready {
+		return catalog.Copy(o.Record), nil
 	}
-	if busy {
-		return blockdev.Record{}, fmt.Errorf("create %q in pool %s: %w", spec.Name, p.name, errdefs.ErrBusy)
-	}
-	if o != nil && o.state == catalog.Ready {
-		return catalog.Same(p.name, o.record, spec)
-	}
-	if o != nil && !o.resumable(spec) {
-		if err := p.remove(ctx, spec.Ref); err != nil {
-			return blockdev.Record{}, err
-		}
-		o = nil
-	}
-	var err error
 	if o == nil {
 		o, err = p.begin(ctx, spec)
 	}
@@ -60,16 +43,9 @@ func (p *pool) Create(ctx context.Context, spec blockdev.Spec) (blockdev.Record,
 		p.giveUp(ctx, o, spec, err)
 		return blockdev.Record{}, fmt.Errorf("create %q in pool %s: %w", spec.Name, p.name, err)
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	o.active = false
-	return catalog.Copy(o.record), nil
-}
-
-// resumable reports whether an unfinished object is one that a spec can go on with.
-func (o *logical) resumable(spec blockdev.Spec) bool {
-	r := o.record
-	return o.state == catalog.Creating && o.copied > 0 && r.Name == spec.Name && r.Size == spec.Size && r.Origin == spec.Origin && maps.Equal(r.Labels, spec.Labels)
+	record := catalog.Copy(o.Record)
+	p.Release(o, false)
+	return record, nil
 }
 
 func (p *pool) validate(spec blockdev.Spec) error {
@@ -85,7 +61,7 @@ func (p *pool) validate(spec blockdev.Spec) error {
 	if spec.Origin == (blockdev.Ref{}) {
 		return nil
 	}
-	_, origin, err := p.lookup(spec.Origin)
+	_, origin, err := p.Lookup(spec.Origin)
 	if err == nil && spec.Size < origin.Size {
 		err = fmt.Errorf("%w: %d bytes are less than the %d of %s", errdefs.ErrOutOfRange, spec.Size, origin.Size, spec.Origin)
 	}
@@ -107,7 +83,6 @@ func (p *pool) atOnce(spec blockdev.Spec, made int64) bool {
 // begin promises the space, and makes the logical volume with its record. The object is
 // in the index from then on, also with an error.
 func (p *pool) begin(ctx context.Context, spec blockdev.Spec) (*logical, error) {
-	o := &logical{active: true, state: catalog.Creating}
 	made := spec.Size // of what lvcreate makes
 	if p.location.Thin != "" && spec.Origin != (blockdev.Ref{}) {
 		var err error
@@ -115,14 +90,14 @@ func (p *pool) begin(ctx context.Context, spec blockdev.Spec) (*logical, error) 
 			return nil, err
 		}
 	}
-	o.record = blockdev.Record{Ref: spec.Ref, Name: spec.Name, Size: spec.Size, Thin: p.location.Thin != "", Origin: spec.Origin, Created: time.Now().UTC(),
-		Labels: maps.Clone(spec.Labels), Ready: false}
+	o := &logical{Entry: catalog.Begun(blockdev.Record{Ref: spec.Ref, Name: spec.Name, Size: spec.Size, Thin: p.location.Thin != "", Origin: spec.Origin,
+		Created: time.Now().UTC(), Labels: maps.Clone(spec.Labels)})}
 	var err error
-	if o.tags, err = tagsOf(o.record, o.state); err != nil {
+	if o.tags, err = tagsOf(o.Record, o.State); err != nil {
 		return nil, err
 	}
 	if err := p.reserve(ctx, spec.Size, func() {
-		p.Put(spec.Ref, o)
+		p.Put(o)
 		p.space.promised += spec.Size
 	}); err != nil {
 		return nil, err
@@ -155,8 +130,8 @@ func (p *pool) begin(ctx context.Context, spec blockdev.Spec) (*logical, error) 
 		default: // it may have been made, or not
 			p.unreserve(spec.Size)
 		}
-		p.mu.Lock()
-		defer p.mu.Unlock()
+		p.Mu.Lock()
+		defer p.Mu.Unlock()
 		if o.made = true; err == nil {
 			o.size = made
 		}
@@ -195,24 +170,13 @@ func (p *pool) giveUp(ctx context.Context, o *logical, spec blockdev.Spec, cause
 	if o == nil {
 		return
 	}
-	ended := errors.Is(cause, context.Canceled) || errors.Is(cause, context.DeadlineExceeded)
-	p.mu.Lock()
-	switch resume := o.copied > 0 && (o.source != "" || spec.Origin.Kind != blockdev.Volume); {
-	case ended && resume:
-		o.touched, o.active = time.Now(), false
-	case ended: // no time is left; the next call undoes it
-		o.state, o.record.Ready = catalog.Creating, false
-		o.touched, o.active = time.Time{}, false
-	default:
-		o.state, o.record.Ready = catalog.Creating, false
-	}
-	p.mu.Unlock()
-	if ended {
+	if errors.Is(cause, context.Canceled) || errors.Is(cause, context.DeadlineExceeded) { // no time is left; the next call undoes it
+		p.Release(o, o.Copied > 0 && (o.source != "" || spec.Origin.Kind != blockdev.Volume))
 		return
 	}
 	ctx, cancel := undoing.Context(ctx)
 	defer cancel()
-	_ = p.remove(ctx, spec.Ref) // a failure has its own next try
+	_ = p.remove(ctx, o) // a failure has its own next try
 }
 
 // fill makes the bytes, and then the object ready. That is a change of its own also where there
@@ -220,7 +184,7 @@ func (p *pool) giveUp(ctx context.Context, o *logical, spec blockdev.Spec, cause
 // not make up for that when it finds one that a crash left so.
 func (p *pool) fill(ctx context.Context, o *logical, spec blockdev.Spec) error {
 	if p.atOnce(spec, p.known(o).size) {
-		return p.save(ctx, o, o.record, catalog.Ready)
+		return p.save(ctx, o, o.Record, catalog.Ready)
 	}
 	d, err := p.activateObject(ctx, o, spec.Ref)
 	if err != nil {
@@ -235,10 +199,10 @@ func (p *pool) fill(ctx context.Context, o *logical, spec blockdev.Spec) error {
 	if _, err := dm.Remove(d.Name); err != nil {
 		return err
 	}
-	record := o.record
+	record := o.Record
 	switch {
 	case p.location.Thin == "" && spec.Origin == (blockdev.Ref{}):
-		o.copied, err = zeroFrom(ctx, target, o.copied, spec.Size)
+		o.Copied, err = zeroFrom(ctx, target, o.Copied, spec.Size)
 	case p.location.Thin == "":
 		if err = p.copyOrigin(ctx, o, target, spec); err == nil && o.source != "" {
 			record.Created = o.cut
@@ -284,9 +248,9 @@ func (p *pool) extend(run lvm2.Run, o *logical, ref blockdev.Ref, size int64, wh
 	}
 	_, err = run(append([]string{"lvextend", "-L", strconv.FormatInt(size, 10) + "b", p.path(ref.String())}, where...)...)
 	if err == nil {
-		p.mu.Lock()
+		p.Mu.Lock()
 		o.size = size
-		p.mu.Unlock()
+		p.Mu.Unlock()
 	}
 	return err
 }
@@ -295,7 +259,7 @@ func (p *pool) extend(run lvm2.Run, o *logical, ref blockdev.Ref, size int64, wh
 // does not send its messages to a thin pool for a volume that somebody else suspended.
 func (p *pool) Suspend(_ context.Context, ref blockdev.Ref) (resume func() error, err error) {
 	nothing := func() error { return nil }
-	if _, _, err := p.lookup(ref); err != nil {
+	if _, _, err := p.Lookup(ref); err != nil {
 		return nil, err
 	}
 	d, _, err := p.devices(ref)
@@ -342,8 +306,8 @@ const (
 )
 
 func (p *pool) hold(device string, held bool) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
+	p.Mu.Lock()
+	defer p.Mu.Unlock()
 	if held {
 		p.held[device] = true
 	} else {
@@ -360,12 +324,12 @@ func (p *pool) cutSize(size int64) int64 {
 // copyOrigin makes the target a copy of the origin. One that somebody may be writing to
 // is cut first (dm-snapshot), for as long as the copy takes.
 func (p *pool) copyOrigin(ctx context.Context, o *logical, target *os.File, spec blockdev.Spec) error {
-	_, origin, err := p.lookup(spec.Origin)
+	_, origin, err := p.Lookup(spec.Origin)
 	if err != nil {
 		return err
 	}
 	if o.source == "" && !o.origin.Equal(origin.Created) {
-		o.copied, o.origin = 0, origin.Created
+		o.Copied, o.origin = 0, origin.Created
 	}
 	writable, _, err := p.devices(spec.Origin)
 	if err != nil {
@@ -396,7 +360,7 @@ func (p *pool) copyOrigin(ctx context.Context, o *logical, target *os.File, spec
 		}
 	}
 	defer from.Close()
-	o.copied, err = copyDevice(ctx, target, from, o.copied, origin.Size)
+	o.Copied, err = copyDevice(ctx, target, from, o.Copied, origin.Size)
 	if err == nil {
 		err = zeroRange(ctx, target, origin.Size, spec.Size)
 	}
@@ -405,7 +369,7 @@ func (p *pool) copyOrigin(ctx context.Context, o *logical, target *os.File, spec
 
 // makeCut fixes the bytes of the origin in a snapshot of lvm2's, which is no object.
 func (p *pool) makeCut(ctx context.Context, o *logical, spec blockdev.Spec) error {
-	size := p.cutSize(o.record.Size)
+	size := p.cutSize(o.Record.Size)
 	if err := p.reserve(ctx, size, func() {}); err != nil {
 		return fmt.Errorf("it is written to while it is copied, and there is no room for what changes: %w", err)
 	}
@@ -420,7 +384,7 @@ func (p *pool) makeCut(ctx context.Context, o *logical, spec blockdev.Spec) erro
 			p.unreserve(size)
 		}
 		if err == nil || !lvm2.Refused(err) {
-			o.source, o.copied = name, 0
+			o.source, o.Copied = name, 0
 		}
 		return err
 	})
@@ -429,14 +393,14 @@ func (p *pool) makeCut(ctx context.Context, o *logical, spec blockdev.Spec) erro
 // dropCuts removes what copies of an object that are not finished are made from; they
 // begin anew.
 func (p *pool) dropCuts(ctx context.Context, origin blockdev.Ref) error {
-	p.mu.Lock()
+	p.Mu.Lock()
 	var copies []*logical
 	for _, o := range p.Objects {
-		if o.record.Origin == origin {
+		if o.Record.Origin == origin {
 			copies = append(copies, o)
 		}
 	}
-	p.mu.Unlock()
+	p.Mu.Unlock()
 	for _, o := range copies {
 		if err := p.dropCut(ctx, o); err != nil {
 			return err
@@ -451,15 +415,15 @@ func (p *pool) dropCut(ctx context.Context, o *logical) error {
 	if o.source == "" {
 		return nil
 	}
-	if err := p.drop(ctx, o.source, p.cutSize(o.record.Size)); err != nil {
+	if err := p.drop(ctx, o.source, p.cutSize(o.Record.Size)); err != nil {
 		return err
 	}
-	o.source, o.copied = "", 0
+	o.source, o.Copied = "", 0
 	return nil
 }
 
 func (p *pool) Expand(ctx context.Context, ref blockdev.Ref, size int64) (blockdev.Record, error) {
-	o, record, err := p.lookup(ref)
+	o, record, err := p.Lookup(ref)
 	if err != nil {
 		return blockdev.Record{}, err
 	}
@@ -485,7 +449,7 @@ func (p *pool) Expand(ctx context.Context, ref blockdev.Ref, size int64) (blockd
 	if err := p.resize(ref, o); err != nil {
 		return blockdev.Record{}, err
 	}
-	return catalog.Copy(o.record), nil
+	return catalog.Copy(o.Record), nil
 }
 
 // whole makes sure that all of the logical volume of a ready object is there, as what is
@@ -494,12 +458,12 @@ func (p *pool) whole(ctx context.Context, ref blockdev.Ref) (size int64, err err
 	if err := p.refresh(ctx, lvmFresh); err != nil {
 		return 0, err
 	}
-	o, record, err := p.lookup(ref)
+	o, record, err := p.Lookup(ref)
 	if err != nil {
 		return 0, err
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
+	p.Mu.Lock()
+	defer p.Mu.Unlock()
 	if o.missing {
 		return 0, fmt.Errorf("%w: the logical volume %s is gone; restore it from a backup, or delete the volume", errdefs.ErrDataLoss, p.path(ref.String()))
 	}
@@ -529,23 +493,23 @@ func (p *pool) grow(ctx context.Context, o *logical, record blockdev.Record, siz
 			err = p.enlarge(ctx, o, record.Ref, at, min(size, at+growStep-growStep%p.extent))
 		}
 		if err != nil {
-			p.mu.Lock()
+			p.Mu.Lock()
 			p.space.pending -= size - o.size
 			p.space.promised -= promise
 			p.space.at = time.Time{}
-			p.mu.Unlock()
+			p.Mu.Unlock()
 			return p.gone(o, err)
 		}
 	} else {
-		p.mu.Lock()
+		p.Mu.Lock()
 		p.space.promised += promise
-		p.mu.Unlock()
+		p.Mu.Unlock()
 	}
 	record.Size = size
 	if err := p.save(ctx, o, record, catalog.Ready); err != nil {
-		p.mu.Lock()
+		p.Mu.Lock()
 		p.space.promised -= promise
-		p.mu.Unlock()
+		p.Mu.Unlock()
 		return err
 	}
 	return nil
@@ -558,11 +522,11 @@ func (p *pool) dropSpare(ctx context.Context, o *logical) error {
 	if !o.spare {
 		return nil
 	}
-	if err := p.drop(ctx, spareOf(o.record.Ref), 0); err != nil {
+	if err := p.drop(ctx, spareOf(o.Record.Ref), 0); err != nil {
 		return err
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
+	p.Mu.Lock()
+	defer p.Mu.Unlock()
 	o.spare = false
 	p.space.at = time.Time{} // nobody counted it
 	return nil

@@ -22,7 +22,7 @@ func (p *pool) Allocated(ctx context.Context, ref blockdev.Ref, from int64, yiel
 }
 
 func (p *pool) Changed(ctx context.Context, base, target blockdev.Ref, from int64, yield func(blockdev.Extent) error) error {
-	if _, _, err := p.lookup(base); err != nil {
+	if _, _, err := p.Lookup(base); err != nil {
 		return err
 	}
 	return p.compare(ctx, base, target, from, yield)

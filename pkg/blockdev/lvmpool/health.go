@@ -4,18 +4,16 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 	"strconv"
 	"strings"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
-	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/catalog"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/lvm2"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 func (p *pool) Health(ctx context.Context, ref blockdev.Ref) ([]blockdev.Problem, error) {
-	_, record, err := p.lookup(ref)
+	_, record, err := p.Lookup(ref)
 	if errors.Is(err, errdefs.ErrDataLoss) {
 		return []blockdev.Problem{{Severity: blockdev.DataLoss, Reason: "RecordDamaged", Message: err.Error()}}, nil
 	}
@@ -28,7 +26,7 @@ func (p *pool) Health(ctx context.Context, ref blockdev.Ref) ([]blockdev.Problem
 		}
 		return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "PoolUnavailable", Message: fmt.Sprintf("pool %s: %v", p.name, err)}}, nil
 	}
-	found := p.find(ref)
+	found := p.Find(ref)
 	if found == nil {
 		return nil, fmt.Errorf("%w: no %s in pool %s", errdefs.ErrNotFound, ref, p.name)
 	}
@@ -74,8 +72,8 @@ func (p *pool) PoolHealth(ctx context.Context) []blockdev.Problem {
 	say := func(severity blockdev.Severity, reason, format string, args ...any) {
 		problems = append(problems, blockdev.Problem{Severity: severity, Reason: reason, Message: fmt.Sprintf("pool %s: ", p.name) + fmt.Sprintf(format, args...)})
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
+	p.Mu.Lock()
+	defer p.Mu.Unlock()
 	if p.location.Thin != "" {
 		switch full := p.full(use); {
 		case use.failed():
@@ -95,14 +93,7 @@ func (p *pool) PoolHealth(ctx context.Context) []blockdev.Problem {
 	if float64(p.space.metaFree) < float64(p.space.metaSize)*metadataLow {
 		say(blockdev.Degraded, "GroupMetadataNearlyFull", "the metadata areas of group %s have %d of %d bytes left; add a physical volume with a larger one (pvcreate --metadatasize)", p.location.Group, p.space.metaFree, p.space.metaSize)
 	}
-	if len(p.damaged) > 0 {
-		var failures []string
-		for _, err := range p.damaged {
-			failures = append(failures, err.Error())
-		}
-		slices.Sort(failures)
-		say(blockdev.Degraded, "RecordDamaged", "%s", strings.Join(failures, "; "))
-	}
+	problems = append(problems, p.Damage(nil)...)
 	if len(p.strays) > 0 {
 		say(blockdev.Degraded, "UnknownVolume", "these are named like volumes of this driver and are not tagged as such; nothing uses them and nothing removes them: %s", strings.Join(p.strays, ", "))
 	}
@@ -129,7 +120,7 @@ type Survey struct {
 
 // Survey looks at the place of an LVM pool. It changes nothing.
 func (l Location) Survey(ctx context.Context) (Survey, error) {
-	p := &pool{location: l, Index: catalog.NewIndex[*logical](), damaged: map[blockdev.Ref]error{}}
+	p := &pool{location: l}
 	p.lvm = lvm2.New("lvm", func(lvm2.Run) {}, nil) // it changes nothing, so there is nothing to flush
 	defer p.lvm.Close()
 	rows, err := p.reportNow(ctx)

@@ -57,7 +57,7 @@ func (p *pool) mend(ctx context.Context, run lvm2.Run) {
 // resumeOwn is resume for the objects that are known.
 func (p *pool) resumeOwn(ctx context.Context, run lvm2.Run) {
 	p.resume(ctx, run, func(volume string) bool {
-		return leftover(volume) || p.find(blockdev.ParseRef(volume)) != nil // nobody else makes such leftovers
+		return leftover(volume) || p.Find(blockdev.ParseRef(volume)) != nil // nobody else makes such leftovers
 	})
 }
 
@@ -85,9 +85,9 @@ func (p *pool) resume(ctx context.Context, run lvm2.Run, ours func(volume string
 		} else if !ours(volume) {
 			continue
 		}
-		p.mu.Lock()
+		p.Mu.Lock()
 		held := p.held[name]
-		p.mu.Unlock()
+		p.Mu.Unlock()
 		d, err := p.own(name)
 		attached := "-"+part == writableSuffix || "-"+part == readOnlySuffix // it may just be being made
 		switch {

@@ -52,36 +52,31 @@ type pool struct {
 	down       bool     // the thin pool may have been left down: see raise
 	mending    bool
 
-	mu sync.Mutex
-	catalog.Index[*logical]
-	damaged map[blockdev.Ref]error // records that cannot be read
-	held    map[string]bool        // devices that Suspend has suspended
-	strays  []string               // volumes named like ours, without our tag
-	renamed []string               // volumes with a record, named like nothing of ours
+	*catalog.Catalog[*logical]
+	// Guarded by its Mu, too:
+	held    map[string]bool // devices that Suspend has suspended
+	strays  []string        // volumes named like ours, without our tag
+	renamed []string        // volumes with a record, named like nothing of ours
 	space   lvmSpace
 }
 
 // logical is what is known of one object.
 type logical struct {
-	record  blockdev.Record
-	state   catalog.State
+	catalog.Entry
 	tags    []string // ours, as they are on the volume
 	inGroup          // as the last report said, and what was done since
 
 	attaching sync.Mutex // held while devices are brought up
 
-	spare  bool // grow.KEY may be there still, of a growth that was cut short
-	active bool // somebody is making it ready, or removing it
+	spare bool // grow.KEY may be there still, of a growth that was cut short
 	// Of an unfinished copy:
-	copied  int64     // bytes that are in place
-	source  string    // the logical volume that was cut for it to be made from; empty: the origin itself
-	cut     time.Time // when it was cut
-	origin  time.Time // Record.Created of the origin
-	touched time.Time // when it was last worked on
+	source string    // the logical volume that was cut for it to be made from; empty: the origin itself
+	cut    time.Time // when it was cut
+	origin time.Time // Record.Created of the origin
 }
 
 // inGroup is what is known of a logical volume; any call may bring it up to date. Guarded by
-// pool.mu: see pool.known.
+// pool.Mu: see pool.known.
 type inGroup struct {
 	size    int64  // bytes
 	made    bool   // it is there
@@ -91,8 +86,8 @@ type inGroup struct {
 
 // known returns what is known of the logical volume of an object.
 func (p *pool) known(o *logical) inGroup {
-	p.mu.Lock()
-	defer p.mu.Unlock()
+	p.Mu.Lock()
+	defer p.Mu.Unlock()
 	return o.inGroup
 }
 
@@ -111,7 +106,7 @@ func (p *pool) device(volume string) string {
 // Open opens the pool in the volume group or thin pool, which are the operator's to make, and finishes or undoes what a crash left
 // half-done in it. errdefs.ErrUnavailable if it is not there.
 func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (_ blockdev.Pool, err error) {
-	p := &pool{name: name, location: l, Index: catalog.NewIndex[*logical](), damaged: map[blockdev.Ref]error{}, held: map[string]bool{}}
+	p := &pool{name: name, location: l, Catalog: catalog.New[*logical](name), held: map[string]bool{}}
 	p.unsure = p.location.Thin != ""
 	p.lvm = lvm2.New("lvm", func(run lvm2.Run) { p.mend(context.WithoutCancel(ctx), run) }, p.flush)
 	defer func() {
@@ -162,7 +157,7 @@ func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (
 	if err != nil {
 		return nil, err
 	}
-	p.sweep(ctx, leftovers)
+	p.finishOld(ctx, leftovers)
 	p.settle(ctx)
 	p.release(ctx)
 	p.splitTables(ctx)
@@ -330,12 +325,11 @@ func (p *pool) load(rows []lvm2.Row) (leftovers []string, err error) {
 		default:
 			record, st, err := parseTags(ref, ourTags(r))
 			if err != nil {
-				p.damaged[ref] = err
+				p.Damaged[ref] = err
 				continue
 			}
 			record.Thin = p.location.Thin != ""
-			o := &logical{record: record, state: st, tags: ourTags(r), inGroup: inGroup{made: true}}
-			p.Put(ref, o)
+			p.Put(&logical{Entry: catalog.Found(record, st), tags: ourTags(r), inGroup: inGroup{made: true}})
 			p.space.promised += record.Size
 		}
 	}
@@ -352,7 +346,7 @@ func hasRecord(r lvm2.Row) bool {
 func (p *pool) setAside(r lvm2.Row) {
 	volume := r["lv_name"]
 	if ref := blockdev.ParseRef(volume); ref.Validate() == nil {
-		p.damaged[ref] = fmt.Errorf("%w: the layout of %s is %s now, which this pool does not use; lvconvert it back", catalog.ErrRecord, p.path(volume), r["lv_layout"])
+		p.Damaged[ref] = fmt.Errorf("%w: the layout of %s is %s now, which this pool does not use; lvconvert it back", catalog.ErrRecord, p.path(volume), r["lv_layout"])
 		return
 	}
 	p.renamed = append(p.renamed, p.path(volume))
@@ -361,8 +355,8 @@ func (p *pool) setAside(r lvm2.Row) {
 // update brings what is known of the space and of the logical volumes up to a report.
 // The caller has the turn with lvm2, or is alone.
 func (p *pool) update(rows []lvm2.Row) error {
-	p.mu.Lock()
-	defer p.mu.Unlock()
+	p.Mu.Lock()
+	defer p.Mu.Unlock()
 	p.space.foreign = 0
 	seen := map[blockdev.Ref]bool{}
 	for _, r := range rows {
@@ -388,8 +382,8 @@ func (p *pool) update(rows []lvm2.Row) error {
 // many reads.
 func (p *pool) refresh(ctx context.Context, atMost time.Duration) error {
 	recent := func() bool {
-		p.mu.Lock()
-		defer p.mu.Unlock()
+		p.Mu.Lock()
+		defer p.Mu.Unlock()
 		return time.Since(p.space.at) < atMost
 	}
 	if recent() {
@@ -407,9 +401,9 @@ func (p *pool) refresh(ctx context.Context, atMost time.Duration) error {
 	})
 }
 
-// sweep finishes what a crash, or a caller that never came back, left half-done. A
-// failure is left for the next sweep: it costs space, not data.
-func (p *pool) sweep(ctx context.Context, leftovers []string) {
+// finishOld finishes what a crash left half-done, when the pool is opened. A failure is left for the next start: it costs
+// space, not data.
+func (p *pool) finishOld(ctx context.Context, leftovers []string) {
 	report := func(err error, volume string) {
 		if err != nil {
 			klog.FromContext(ctx).Error(err, "could not finish what was left half-done; the next start tries again", "pool", p.name, "volume", p.path(volume))
@@ -422,21 +416,17 @@ func (p *pool) sweep(ctx context.Context, leftovers []string) {
 	for _, volume := range leftovers {
 		report(p.drop(ctx, volume, 0), volume)
 	}
-	p.mu.Lock()
-	var unfinished, grown []blockdev.Ref
+	p.Sweep(ctx, p.remove)
+	p.Mu.Lock()
+	grown := map[blockdev.Ref]int64{}
 	for ref, o := range p.Objects {
-		if o.state != catalog.Ready {
-			unfinished = append(unfinished, ref)
-		} else if o.size > o.record.Size && ref.Kind == blockdev.Volume { // a snapshot of such a volume is as large
-			grown = append(grown, ref)
+		if o.State == catalog.Ready && o.size > o.Record.Size && ref.Kind == blockdev.Volume { // a snapshot of such a volume is as large
+			grown[ref] = o.size
 		}
 	}
-	p.mu.Unlock()
-	for _, ref := range unfinished {
-		report(p.remove(ctx, ref), ref.String())
-	}
-	for _, ref := range grown {
-		_, err := p.Expand(ctx, ref, p.find(ref).size)
+	p.Mu.Unlock()
+	for ref, size := range grown {
+		_, err := p.Expand(ctx, ref, size)
 		report(err, ref.String())
 	}
 }
@@ -446,7 +436,7 @@ func (p *pool) sweep(ctx context.Context, leftovers []string) {
 func (p *pool) release(ctx context.Context) {
 	names, err := dm.Names(p.device(""))
 	for _, name := range names {
-		if p.find(blockdev.ParseRef(strings.TrimPrefix(name, p.device("")))) == nil {
+		if p.Find(blockdev.ParseRef(strings.TrimPrefix(name, p.device("")))) == nil {
 			continue
 		}
 		d, failure := p.own(name)
@@ -458,62 +448,6 @@ func (p *pool) release(ctx context.Context) {
 	if err != nil {
 		klog.FromContext(ctx).Error(err, "could not make sure that no device is left that nobody uses", "pool", p.name)
 	}
-}
-
-// sweepAbandoned gives up unfinished copies that nobody works on any more, and ends
-// removals that failed half-way.
-func (p *pool) sweepAbandoned(ctx context.Context) {
-	p.mu.Lock()
-	var abandoned []blockdev.Ref
-	for ref, o := range p.Objects {
-		if o.state != catalog.Ready && !o.active && time.Since(o.touched) > catalog.AbandonedAfter {
-			o.active = true
-			abandoned = append(abandoned, ref)
-		}
-	}
-	p.mu.Unlock()
-	for _, ref := range abandoned {
-		if err := p.remove(ctx, ref); err != nil {
-			klog.FromContext(ctx).Error(err, "could not remove what is left of an object; the next call tries again", "pool", p.name, "object", ref.String())
-		}
-	}
-}
-
-func (p *pool) find(ref blockdev.Ref) *logical {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.Objects[ref]
-}
-
-// lookup returns a ready object and its record.
-func (p *pool) lookup(ref blockdev.Ref) (*logical, blockdev.Record, error) {
-	if err := ref.Validate(); err != nil {
-		return nil, blockdev.Record{}, err
-	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if err := p.damaged[ref]; err != nil {
-		return nil, blockdev.Record{}, fmt.Errorf("pool %s: %w", p.name, err)
-	}
-	o := p.Objects[ref]
-	if o == nil || o.state != catalog.Ready {
-		return nil, blockdev.Record{}, fmt.Errorf("%w: no %s in pool %s", errdefs.ErrNotFound, ref, p.name)
-	}
-	return o, o.record, nil
-}
-
-func (p *pool) Get(_ context.Context, ref blockdev.Ref) (blockdev.Record, error) {
-	_, record, err := p.lookup(ref)
-	if err != nil {
-		return blockdev.Record{}, err
-	}
-	return catalog.Copy(record), nil
-}
-
-func (p *pool) List(_ context.Context, kind blockdev.Kind, after string, limit int) ([]blockdev.Record, error) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.Page(kind, after, limit, func(o *logical) blockdev.Record { return o.record }), nil
 }
 
 // save writes a record over the one of o: on disk, and then in memory.
@@ -528,10 +462,10 @@ func (p *pool) save(ctx context.Context, o *logical, record blockdev.Record, st 
 			return p.gone(o, fmt.Errorf("write the record of %s in pool %s: %w", record.Ref, p.name, err))
 		}
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	record.Ready = st == catalog.Ready
-	o.record, o.state, o.tags = record, st, tags
+	p.Mu.Lock()
+	defer p.Mu.Unlock()
+	p.Set(o, record, st)
+	o.tags = tags
 	return nil
 }
 
@@ -539,16 +473,16 @@ func (p *pool) save(ctx context.Context, o *logical, record blockdev.Record, st 
 // was there.
 func (p *pool) gone(o *logical, err error) error {
 	if errors.Is(err, lvm2.ErrNoLV) {
-		p.mu.Lock()
+		p.Mu.Lock()
 		o.missing = true
-		p.mu.Unlock()
+		p.Mu.Unlock()
 		err = errdefs.Recast(errdefs.ErrDataLoss, err, "somebody removed it; restore it from a backup, or delete the volume")
 	}
 	return err
 }
 
 func (p *pool) SetLabels(ctx context.Context, ref blockdev.Ref, change func(map[string]string) error) (blockdev.Record, error) {
-	o, record, err := p.lookup(ref)
+	o, record, err := p.Lookup(ref)
 	if err != nil {
 		return blockdev.Record{}, err
 	}
@@ -562,48 +496,18 @@ func (p *pool) SetLabels(ctx context.Context, ref blockdev.Ref, change func(map[
 }
 
 func (p *pool) Delete(ctx context.Context, ref blockdev.Ref) error {
-	if err := ref.Validate(); err != nil {
+	o, err := p.BeginDelete(ctx, ref, p.Attached, fmt.Sprintf("look at its tags (lvs -o lv_tags %s), and remove it by hand if nobody needs it", p.path(ref.String())))
+	if o == nil || err != nil {
 		return err
 	}
-	p.mu.Lock()
-	damaged, o := p.damaged[ref], p.Objects[ref]
-	p.mu.Unlock()
-	if damaged != nil {
-		return errdefs.Recast(errdefs.ErrPrecondition, damaged, "%s in pool %s is not deleted, because its record cannot be read; look at its tags (lvs -o lv_tags %s), and remove it by hand if nobody needs it",
-			ref, p.name, p.path(ref.String()))
-	}
-	if o == nil {
-		return nil
-	}
-	if devices, err := p.Attached(ctx, ref); err != nil {
-		return err
-	} else if len(devices) > 0 && p.isReady(o) { // else it is ours alone
-		return fmt.Errorf("%w: %s in pool %s is attached as %s", errdefs.ErrInUse, ref, p.name, devices[0].Path)
-	}
-	p.mu.Lock()
-	busy := o.active
-	o.active = true
-	p.mu.Unlock()
-	if busy {
-		return fmt.Errorf("delete %s in pool %s: %w", ref, p.name, errdefs.ErrBusy)
-	}
-	return p.remove(ctx, ref)
-}
-
-func (p *pool) isReady(o *logical) bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return o.state == catalog.Ready
+	return p.remove(ctx, o)
 }
 
 // remove takes the logical volume away, and with it the record: to lvm2 that is one
 // change of its metadata. What fails is tried again by the next Create or Capacity, if
 // the object was nobody's already.
-func (p *pool) remove(ctx context.Context, ref blockdev.Ref) error {
-	o := p.find(ref)
-	if o == nil {
-		return nil
-	}
+func (p *pool) remove(ctx context.Context, o *logical) error {
+	ref := o.Record.Ref
 	err := p.complete(ctx)
 	if err == nil {
 		err = p.dropCuts(ctx, ref)
@@ -621,17 +525,19 @@ func (p *pool) remove(ctx context.Context, ref blockdev.Ref) error {
 	if err == nil && is.made {
 		err = p.drop(ctx, ref.String(), is.size)
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
 	if err != nil {
-		o.active, o.touched = false, time.Time{} // nobody's, if it was not ready
-		p.space.at = time.Time{}                 // it may have been carried out
+		p.Mu.Lock()
+		p.space.at = time.Time{} // it may have been carried out
+		p.Mu.Unlock()
+		p.Release(o, false)
 		return fmt.Errorf("remove %s from pool %s: %w", ref, p.name, err)
 	}
-	p.Index.Remove(ref)
-	p.space.promised -= o.record.Size
+	p.Mu.Lock()
+	defer p.Mu.Unlock()
+	p.Forget(o)
+	p.space.promised -= o.Record.Size
 	if !o.made {
-		p.space.pending -= o.record.Size
+		p.space.pending -= o.Record.Size
 	}
 	return nil
 }
@@ -653,8 +559,8 @@ func (p *pool) complete(ctx context.Context) error {
 			return fmt.Errorf("%w: %s", errdefs.ErrUnavailable, p.full(use))
 		}
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
+	p.Mu.Lock()
+	defer p.Mu.Unlock()
 	return p.space.complete(p.location.Group)
 }
 

@@ -48,7 +48,7 @@ while read -r line; do
 	esac
 done
 `)
-	p = &pool{name: "test", location: Location{Group: "group"}, extent: 4 << 20, Index: catalog.NewIndex[*logical](), damaged: map[blockdev.Ref]error{}, held: map[string]bool{}}
+	p = &pool{name: "test", location: Location{Group: "group"}, extent: 4 << 20, Catalog: catalog.New[*logical]("test"), held: map[string]bool{}}
 	var flush error
 	p.lvm = lvm2.New(filepath.Join(dir, "lvm"), func(lvm2.Run) {}, func() error { return flush })
 	t.Cleanup(p.lvm.Close)
@@ -59,7 +59,7 @@ done
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, _, err := p.lookup(unitRef); err != nil {
+	if _, _, err := p.Lookup(unitRef); err != nil {
 		t.Fatalf("%v: this test shows nothing", err)
 	}
 	return p, func(text string) { write("refusal", text) }, func(err error) { flush = err }
@@ -128,9 +128,9 @@ func TestLVMOneKind(t *testing.T) {
 			t.Errorf("lvm2 says %q: %v is of the kinds %v; want %v", c.says, err, kinds, c.want)
 		}
 		refuse("")
-		p.mu.Lock()
+		p.Mu.Lock()
 		p.Objects[unitRef].missing = false
-		p.mu.Unlock()
+		p.Mu.Unlock()
 	}
 	// A flush that fails with a full disk says that it is not known what is done.
 	failFlush(errors.Join(errdefs.FromErrno(os.ErrNotExist), errdefs.ErrNoSpace))
@@ -138,7 +138,7 @@ func TestLVMOneKind(t *testing.T) {
 		t.Errorf("a flush that fails: %v is of the kinds %v", err, errdefs.Kinds(err))
 	}
 	// What is damaged is not deleted.
-	p.damaged[other] = fmt.Errorf("%w: noise", catalog.ErrRecord)
+	p.Damaged[other] = fmt.Errorf("%w: noise", catalog.ErrRecord)
 	if err := p.Delete(t.Context(), other); !errors.Is(err, errdefs.ErrPrecondition) || len(errdefs.Kinds(err)) != 1 {
 		t.Errorf("a damaged record: %v is of the kinds %v", err, errdefs.Kinds(err))
 	}

@@ -16,7 +16,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// lvmSpace is the account of an LVM pool; guarded by pool.mu. Of linear volumes,
+// lvmSpace is the account of an LVM pool; guarded by pool.Mu. Of linear volumes,
 //
 //	available = free extents of the group - what is being taken - the reserve
 //
@@ -176,7 +176,7 @@ func (p *pool) full(use thinUse) string {
 	return ""
 }
 
-// account returns the capacity; the caller holds mu.
+// account returns the capacity; the caller holds Mu.
 func (p *pool) account(use thinUse) blockdev.Capacity {
 	s := p.space
 	reserve := int64(float64(s.total) * p.location.ReservePercent / 100)
@@ -208,8 +208,8 @@ func (p *pool) capacity(ctx context.Context) (blockdev.Capacity, thinUse, error)
 			return blockdev.Capacity{}, use, err
 		}
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
+	p.Mu.Lock()
+	defer p.Mu.Unlock()
 	return p.account(use), use, nil
 }
 
@@ -217,13 +217,13 @@ func (p *pool) Capacity(ctx context.Context) (blockdev.Capacity, error) {
 	if err := p.refresh(ctx, lvmFresh); err != nil {
 		return blockdev.Capacity{}, fmt.Errorf("capacity of pool %s: %w", p.name, err)
 	}
-	p.sweepAbandoned(ctx)
+	p.Sweep(ctx, p.remove)
 	c, _, err := p.capacity(ctx)
 	return c, err
 }
 
 // reserve promises size bytes, or takes them without a promise, before any logical volume
-// has them; promise is called with mu held.
+// has them; promise is called with Mu held.
 func (p *pool) reserve(ctx context.Context, size int64, promise func()) error {
 	for fresh := false; ; fresh = true {
 		var use thinUse
@@ -233,16 +233,16 @@ func (p *pool) reserve(ctx context.Context, size int64, promise func()) error {
 				return err
 			}
 		}
-		p.mu.Lock()
+		p.Mu.Lock()
 		c := p.account(use)
 		if size <= c.Available {
 			p.space.pending += size
 			promise()
-			p.mu.Unlock()
+			p.Mu.Unlock()
 			return nil
 		}
 		incomplete := p.space.complete(p.location.Group)
-		p.mu.Unlock()
+		p.Mu.Unlock()
 		if fresh {
 			if incomplete != nil {
 				return incomplete
@@ -265,16 +265,16 @@ func (p *pool) reserve(ctx context.Context, size int64, promise func()) error {
 // unreserve takes back what reserve did, where nobody knows whether a logical volume has it:
 // the next look at the account asks lvm2.
 func (p *pool) unreserve(size int64) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
+	p.Mu.Lock()
+	defer p.Mu.Unlock()
 	p.space.pending -= size
 	p.space.at = time.Time{}
 }
 
 // took notes that lvm2 gave a logical volume what was pending. The caller has the turn.
 func (p *pool) took(size int64) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
+	p.Mu.Lock()
+	defer p.Mu.Unlock()
 	p.space.pending -= size
 	if p.location.Thin == "" {
 		p.space.free -= size
@@ -283,8 +283,8 @@ func (p *pool) took(size int64) {
 
 // gave notes that lvm2 took a logical volume away. The caller has the turn.
 func (p *pool) gave(size int64) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
+	p.Mu.Lock()
+	defer p.Mu.Unlock()
 	if p.location.Thin == "" {
 		p.space.free += size
 	}
@@ -292,7 +292,7 @@ func (p *pool) gave(size int64) {
 
 // Used is what a thin volume that is active has mapped, as dm-thin counts it, and of a linear one its size.
 func (p *pool) Used(_ context.Context, ref blockdev.Ref) (int64, error) {
-	_, record, err := p.lookup(ref)
+	_, record, err := p.Lookup(ref)
 	if err != nil || !record.Thin {
 		return record.Size, err
 	}

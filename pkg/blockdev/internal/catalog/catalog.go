@@ -1,58 +1,170 @@
-// Package catalog is what all pools have in memory of their objects, and what they say of them in the same words.
+// Package catalog is what a pool has in memory of its objects, and what all pools do with it in the same way.
+//
+// It keeps one discipline:
+//
+//   - Memory follows the disk. The catalog is a cache of the records, filled when the pool is opened. A change is on the disk
+//     before it is here (Set, Forget); only what is begun is here first (Put), so that nobody else begins it.
+//   - One lock. Mu guards the catalog, and whatever else the pool remembers: its account, the devices that it has seen. It is
+//     held to look and to change, never while something is waited for: no record is written, no image opened and no command
+//     run with it. (File pools ask for the free space of their filesystem with it, as that and what is promised are one sum.)
+//     It is the innermost one: no other lock is taken with it.
+//   - One worker. An object that is ready is worked on by the call that names it, as callers serialise those (blockdev.Pool).
+//     One that is being made or removed is worked on by who has claimed it: Begin, BeginDelete and Sweep do, and Release and
+//     Forget end that. To other calls it is errdefs.ErrBusy, and Sweep passes it by.
+//   - Only its worker changes an object, and only the worker reads it without Mu. Everybody else gets copies (Lookup, Get, List)
+//     or looks at it with Mu held.
 package catalog
 
 import (
+	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
+	"strings"
+	"sync"
 	"time"
+
+	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
+// State is how far an object has come. One that is not ready is nobody's.
+type State string
+
+// The states.
+const (
+	Creating State = "creating"
+	Ready    State = "ready"
+	Deleting State = "deleting"
+)
+
+// ErrRecord is the cause of every errdefs.ErrDataLoss about a record.
+var ErrRecord = fmt.Errorf("%w: damaged record", errdefs.ErrDataLoss)
+
 // AbandonedAfter is when an unfinished copy that nobody came back for is given up.
 const AbandonedAfter = 15 * time.Minute
 
-// Same checks that an existing object is the one asked for.
-func Same(pool string, have blockdev.Record, spec blockdev.Spec) (blockdev.Record, error) {
-	if have.Name != spec.Name || have.Origin != spec.Origin {
-		return blockdev.Record{}, fmt.Errorf("%w: %s in pool %s is %q made from %s", errdefs.ErrExists, have.Ref, pool, have.Name, have.Origin)
+// Entry is what every pool knows of an object; a pool's own type of objects embeds it.
+type Entry struct {
+	Record blockdev.Record
+	State  State
+	Copied int64 // bytes of an unfinished copy that are in place
+	// Released is when an unfinished copy was left for a retry to go on with; zero for what waits for its removal only.
+	Released time.Time
+	claimed  bool // somebody is making or removing it
+}
+
+// Found is the entry of an object that is on the disk.
+func Found(record blockdev.Record, state State) Entry {
+	record.Ready = state == Ready
+	return Entry{Record: record, State: state}
+}
+
+// Begun is the entry of a new object, claimed for the caller.
+func Begun(record blockdev.Record) Entry {
+	return Entry{Record: record, State: Creating, claimed: true}
+}
+
+func (e *Entry) entry() *Entry { return e }
+
+// Object is a pointer to a struct that embeds Entry.
+type Object interface {
+	comparable
+	entry() *Entry
+}
+
+// Catalog is the objects of one pool; the package says by which rules.
+type Catalog[T Object] struct {
+	Mu      sync.Mutex
+	Objects map[blockdev.Ref]T     // changed by Put and Forget only
+	Damaged map[blockdev.Ref]error // why a record cannot be read; not changed after the pool was opened
+
+	pool       string
+	keys       map[blockdev.Kind][]string // of Objects, in order
+	unfinished map[blockdev.Ref]bool      // of Objects, those that are not ready
+}
+
+// New returns the empty catalog of a pool.
+func New[T Object](pool string) *Catalog[T] {
+	return &Catalog[T]{pool: pool, Objects: map[blockdev.Ref]T{}, Damaged: map[blockdev.Ref]error{},
+		keys: map[blockdev.Kind][]string{}, unfinished: map[blockdev.Ref]bool{}}
+}
+
+// Put adds an object. The caller holds Mu.
+func (c *Catalog[T]) Put(o T) {
+	ref := o.entry().Record.Ref
+	c.Objects[ref] = o
+	if i, found := slices.BinarySearch(c.keys[ref.Kind], ref.Key); !found {
+		c.keys[ref.Kind] = slices.Insert(c.keys[ref.Kind], i, ref.Key)
 	}
-	return Copy(have), nil
+	c.noteState(o)
 }
 
-// Index is what a pool has in memory: its objects, and their keys in order.
-type Index[T any] struct {
-	Objects map[blockdev.Ref]T
-	keys    map[blockdev.Kind][]string
+// Set gives an object the record and state that it has on the disk. The caller holds Mu.
+func (c *Catalog[T]) Set(o T, record blockdev.Record, state State) {
+	e := o.entry()
+	record.Ready = state == Ready
+	e.Record, e.State = record, state
+	c.noteState(o)
 }
 
-// NewIndex returns an empty Index.
-func NewIndex[T any]() Index[T] {
-	return Index[T]{map[blockdev.Ref]T{}, map[blockdev.Kind][]string{}}
-}
-
-// Put adds an object, or replaces it.
-func (x Index[T]) Put(ref blockdev.Ref, object T) {
-	x.Objects[ref] = object
-	if i, found := slices.BinarySearch(x.keys[ref.Kind], ref.Key); !found {
-		x.keys[ref.Kind] = slices.Insert(x.keys[ref.Kind], i, ref.Key)
+func (c *Catalog[T]) noteState(o T) {
+	if e := o.entry(); e.State == Ready {
+		delete(c.unfinished, e.Record.Ref)
+	} else {
+		c.unfinished[e.Record.Ref] = true
 	}
 }
 
-// Remove forgets an object.
-func (x Index[T]) Remove(ref blockdev.Ref) {
-	delete(x.Objects, ref)
-	if i, found := slices.BinarySearch(x.keys[ref.Kind], ref.Key); found {
-		x.keys[ref.Kind] = slices.Delete(x.keys[ref.Kind], i, i+1)
+// Forget removes an object that is gone from the disk, with its claim. The caller holds Mu.
+func (c *Catalog[T]) Forget(o T) {
+	ref := o.entry().Record.Ref
+	delete(c.Objects, ref)
+	delete(c.unfinished, ref)
+	if i, found := slices.BinarySearch(c.keys[ref.Kind], ref.Key); found {
+		c.keys[ref.Kind] = slices.Delete(c.keys[ref.Kind], i, i+1)
 	}
 }
 
-// Page returns up to limit (0: all) ready records of a kind whose keys come after the
-// given one; record tells the record of an object.
-func (x Index[T]) Page(kind blockdev.Kind, after string, limit int, record func(T) blockdev.Record) []blockdev.Record {
-	keys := x.keys[kind]
+// Find returns an object in whatever state, or none.
+func (c *Catalog[T]) Find(ref blockdev.Ref) T {
+	c.Mu.Lock()
+	defer c.Mu.Unlock()
+	return c.Objects[ref]
+}
+
+// Lookup returns a ready object and its record, of which the labels are not to be changed. errdefs.ErrNotFound if there is none,
+// errdefs.ErrDataLoss if its record is damaged.
+func (c *Catalog[T]) Lookup(ref blockdev.Ref) (o T, record blockdev.Record, err error) {
+	var none T
+	if err := ref.Validate(); err != nil {
+		return none, blockdev.Record{}, err
+	}
+	c.Mu.Lock()
+	defer c.Mu.Unlock()
+	if err := c.Damaged[ref]; err != nil {
+		return none, blockdev.Record{}, fmt.Errorf("pool %s: %w", c.pool, err)
+	}
+	if o = c.Objects[ref]; o == none || o.entry().State != Ready {
+		return none, blockdev.Record{}, fmt.Errorf("%w: no %s in pool %s", errdefs.ErrNotFound, ref, c.pool)
+	}
+	return o, o.entry().Record, nil
+}
+
+// Get: see blockdev.Pool.
+func (c *Catalog[T]) Get(_ context.Context, ref blockdev.Ref) (blockdev.Record, error) {
+	_, record, err := c.Lookup(ref)
+	return Copy(record), err
+}
+
+// List: see blockdev.Pool.
+func (c *Catalog[T]) List(_ context.Context, kind blockdev.Kind, after string, limit int) ([]blockdev.Record, error) {
+	c.Mu.Lock()
+	defer c.Mu.Unlock()
+	keys := c.keys[kind]
 	i, found := slices.BinarySearch(keys, after)
 	if found {
 		i++
@@ -62,11 +174,137 @@ func (x Index[T]) Page(kind blockdev.Kind, after string, limit int, record func(
 		if limit > 0 && len(records) == limit {
 			break
 		}
-		if r := record(x.Objects[blockdev.Ref{Kind: kind, Key: key}]); r.Ready {
-			records = append(records, Copy(r))
+		if e := c.Objects[blockdev.Ref{Kind: kind, Key: key}].entry(); e.State == Ready {
+			records = append(records, Copy(e.Record))
 		}
 	}
-	return records
+	return records, nil
+}
+
+// Begin is how Create begins. It returns the object of a spec: one that is ready, and is what is asked for; an unfinished one
+// that the caller has claimed and can go on with; or none, to be made. An unfinished one of something else is removed first.
+func (c *Catalog[T]) Begin(ctx context.Context, spec blockdev.Spec, remove func(context.Context, T) error) (o T, ready bool, err error) {
+	var none T
+	c.Mu.Lock()
+	o, err = c.Objects[spec.Ref], c.Damaged[spec.Ref]
+	if o != none && err == nil {
+		if ready = o.entry().State == Ready && !o.entry().claimed; !ready {
+			err = c.claim(o)
+		}
+	}
+	c.Mu.Unlock()
+	switch {
+	case err != nil:
+		return none, false, fmt.Errorf("create %q in pool %s: %w", spec.Name, c.pool, err)
+	case ready:
+		return o, true, c.same(o.entry().Record, spec)
+	case o == none || o.entry().resumable(spec):
+		return o, false, nil
+	}
+	return none, false, remove(ctx, o)
+}
+
+// same returns errdefs.ErrExists unless an object is the one that is asked for.
+func (c *Catalog[T]) same(have blockdev.Record, spec blockdev.Spec) error {
+	if have.Name != spec.Name || have.Origin != spec.Origin {
+		return fmt.Errorf("%w: %s in pool %s is %q made from %s", errdefs.ErrExists, have.Ref, c.pool, have.Name, have.Origin)
+	}
+	return nil
+}
+
+// resumable reports whether an unfinished copy is one that a spec can go on with.
+func (e *Entry) resumable(spec blockdev.Spec) bool {
+	r := e.Record
+	return e.State == Creating && e.Copied > 0 && r.Name == spec.Name && r.Size == spec.Size && r.Origin == spec.Origin && maps.Equal(r.Labels, spec.Labels) &&
+		(spec.Provisioning == blockdev.AnyProvisioning || spec.Provisioning == blockdev.ProvisioningOf(r.Thin))
+}
+
+// BeginDelete is how Delete begins. It returns the object, claimed to be removed, or none if there is nothing to do.
+// errdefs.ErrInUse if it is attached. What has a damaged record is not deleted; advice says what to do then.
+func (c *Catalog[T]) BeginDelete(ctx context.Context, ref blockdev.Ref, attached func(context.Context, blockdev.Ref) ([]blockdev.Device, error), advice string) (o T, err error) {
+	var none T
+	if err := ref.Validate(); err != nil {
+		return none, err
+	}
+	c.Mu.Lock()
+	o = c.Objects[ref]
+	damaged := c.Damaged[ref]
+	if o != none && damaged == nil {
+		err = c.claim(o)
+	}
+	c.Mu.Unlock()
+	switch {
+	case damaged != nil:
+		return none, errdefs.Recast(errdefs.ErrPrecondition, damaged, "%s in pool %s is not deleted, because its record cannot be read; %s", ref, c.pool, advice)
+	case err != nil:
+		return none, fmt.Errorf("delete %s in pool %s: %w", ref, c.pool, err)
+	case o == none:
+		return none, nil
+	}
+	devices, err := attached(ctx, ref)
+	if err == nil && len(devices) > 0 && o.entry().State == Ready { // else they are the pool's own
+		err = fmt.Errorf("%w: %s in pool %s is attached as %s", errdefs.ErrInUse, ref, c.pool, devices[0].Path)
+	}
+	if err != nil {
+		c.Release(o, false)
+		return none, err
+	}
+	return o, nil
+}
+
+// claim gives the caller, who holds Mu, the work on an object; errdefs.ErrBusy if somebody else has it.
+func (c *Catalog[T]) claim(o T) error {
+	if o.entry().claimed {
+		return errdefs.ErrBusy
+	}
+	o.entry().claimed = true
+	return nil
+}
+
+// Release ends a claim. What is not ready is left to Sweep: for as long as AbandonedAfter to a retry that goes on with it, or
+// else at once.
+func (c *Catalog[T]) Release(o T, retry bool) {
+	c.Mu.Lock()
+	defer c.Mu.Unlock()
+	e := o.entry()
+	e.claimed, e.Released = false, time.Time{}
+	if retry {
+		e.Released = time.Now()
+	}
+}
+
+// Sweep removes what is unfinished and nobody's: what a crash left, removals that failed half-way, and copies that nobody
+// came back for. A failure is left for the next sweep: it costs space, not data.
+func (c *Catalog[T]) Sweep(ctx context.Context, remove func(context.Context, T) error) {
+	c.Mu.Lock()
+	abandoned := map[blockdev.Ref]T{}
+	for ref := range c.unfinished {
+		if o := c.Objects[ref]; time.Since(o.entry().Released) > AbandonedAfter && c.claim(o) == nil {
+			abandoned[ref] = o
+		}
+	}
+	c.Mu.Unlock()
+	for ref, o := range abandoned {
+		if err := remove(ctx, o); err != nil {
+			klog.FromContext(ctx).Error(err, "could not remove what is left of an object; the next call tries again", "pool", c.pool, "object", ref.String())
+		}
+	}
+}
+
+// Damage is what PoolHealth says of damaged records, but for those with an error that is said elsewhere (nil: of all).
+// The caller holds Mu.
+func (c *Catalog[T]) Damage(elsewhere error) []blockdev.Problem {
+	var failures []string
+	for _, err := range c.Damaged {
+		if !errors.Is(err, elsewhere) {
+			failures = append(failures, err.Error())
+		}
+	}
+	if len(failures) == 0 {
+		return nil
+	}
+	slices.Sort(failures)
+	return []blockdev.Problem{{Severity: blockdev.Degraded, Reason: "RecordDamaged", Message: fmt.Sprintf("pool %s: %s", c.pool, strings.Join(failures, "; "))}}
 }
 
 // Copy keeps callers away from the pool's own maps.
@@ -85,16 +323,3 @@ func ChangeLabels(r blockdev.Record, change func(map[string]string) error) (bloc
 	r.Labels = maps.Clone(labels) // change may have kept the other
 	return r, nil
 }
-
-// ErrRecord is the cause of every errdefs.ErrDataLoss about a record.
-var ErrRecord = fmt.Errorf("%w: damaged record", errdefs.ErrDataLoss)
-
-// State is how far an object has come. One that is not ready is nobody's.
-type State string
-
-// The states.
-const (
-	Creating State = "creating"
-	Ready    State = "ready"
-	Deleting State = "deleting"
-)

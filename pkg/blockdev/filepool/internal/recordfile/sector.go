@@ -11,4 +11,4 @@ func ValidSector(bytes int64) bool {
 }
 
 // SectorOf is the logical sector of the loop devices of an object, in bytes.
-func SectorOf(s *Record) uint32 { return uint32(max(s.Sector, SmallestSector)) }
+func SectorOf(r blockdev.Record) uint32 { return uint32(max(r.Sector, SmallestSector)) }
