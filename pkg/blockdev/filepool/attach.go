@@ -1,7 +1,6 @@
 package filepool
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -19,6 +18,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/layout"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/recordfile"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/sparse"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/held"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/loop"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -494,36 +494,7 @@ func (p *pool) Untouched(ctx context.Context, ref blockdev.Ref) (bool, error) {
 		return false, err
 	}
 	defer image.Close()
-	for offset := int64(0); offset < record.Size; {
-		start, stop, err := dataFrom(image, offset, record.Size)
-		if err != nil {
-			return false, err
-		}
-		if zero, err := readsZero(ctx, image, start, stop); !zero || err != nil {
-			return false, err
-		}
-		offset = stop
-	}
-	return true, nil
-}
-
-// readsZero tells whether a part of a file has nothing but zeros in it.
-func readsZero(ctx context.Context, f *os.File, start, stop int64) (bool, error) {
-	buffer := make([]byte, min(1<<20, stop-start))
-	for start < stop {
-		if err := ctx.Err(); err != nil {
-			return false, err
-		}
-		part := buffer[:min(int64(len(buffer)), stop-start)]
-		if _, err := f.ReadAt(part, start); err != nil {
-			return false, errdefs.FromErrno(err)
-		}
-		if len(bytes.Trim(part, "\x00")) > 0 {
-			return false, nil
-		}
-		start += int64(len(part))
-	}
-	return true, nil
+	return sparse.Zero(ctx, image, record.Size)
 }
 
 func (p *pool) Orphans(context.Context) (map[blockdev.Ref][]blockdev.Device, error) {

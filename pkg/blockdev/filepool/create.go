@@ -13,7 +13,9 @@ import (
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/layout"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/nocow"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/recordfile"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/sparse"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/catalog"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -128,7 +130,7 @@ func (p *pool) fill(ctx context.Context, o *object, spec blockdev.Spec) (blockde
 		return blockdev.Record{}, errdefs.FromErrno(err)
 	}
 	defer image.Close()
-	if err := p.makeInPlace(image); err != nil {
+	if err := nocow.Set(image); err != nil {
 		return blockdev.Record{}, err
 	}
 	if err := p.checkOwner(spec.Ref, image, true); err != nil {
@@ -181,7 +183,7 @@ func (p *pool) allocate(ctx context.Context, o *object, image *os.File, size int
 		return nil
 	}
 	offset := int64(0)
-	return inSteps(ctx, size, func(n int64) error {
+	return sparse.InSteps(ctx, size, func(n int64) error {
 		take := func() error { return p.took(o, image, func() error { return p.fallocate(image, offset, n) }) }
 		p.space.allocating.RLock()
 		err := take()
@@ -231,12 +233,12 @@ func (p *pool) copyOrigin(ctx context.Context, o *object, image *os.File, spec b
 	if err := p.checkLength(origin, from.growing, source); err != nil {
 		return time.Time{}, err
 	}
-	forgetCached(source)
+	sparse.ForgetCached(source)
 	moving, err := p.flushDevices(ctx, spec)
 	if err != nil {
 		return time.Time{}, err
 	}
-	shares, err := p.inPlace(source) // what is not in place cannot share with what is
+	shares, err := nocow.InPlace(source) // what is not in place cannot share with what is
 	if err != nil {
 		return time.Time{}, err
 	}
@@ -247,8 +249,8 @@ func (p *pool) copyOrigin(ctx context.Context, o *object, image *os.File, spec b
 	return cut, errors.Join(err, p.took(o, image, func() error { return nil }))
 }
 
-// sparse reports whether an object takes only the space of its data. Snapshots never grow.
-func sparse(s blockdev.Spec) bool {
+// keepsHoles reports whether an object takes only the space of its data. Snapshots never grow.
+func keepsHoles(s blockdev.Spec) bool {
 	return s.Provisioning == blockdev.Thin || s.Kind == blockdev.Snapshot
 }
 
@@ -267,9 +269,9 @@ func (p *pool) shareOrigin(ctx context.Context, o *object, image, source *os.Fil
 	p.Mu.Unlock()
 	cut := time.Now().UTC()
 	if moving {
-		err = cloneMoving(image, source)
+		err = sparse.ShareMoving(image, source)
 	} else {
-		err = cloneData(ctx, image, source, info.Size())
+		err = sparse.Share(ctx, image, source, info.Size())
 	}
 	if err != nil {
 		return time.Time{}, err
@@ -278,10 +280,10 @@ func (p *pool) shareOrigin(ctx context.Context, o *object, image, source *os.Fil
 	if err := image.Truncate(origin.Size); err != nil {
 		return time.Time{}, fmt.Errorf("set the size of the image: %w", errdefs.FromErrno(err))
 	}
-	if spec.Size == origin.Size && sparse(spec) {
+	if spec.Size == origin.Size && keepsHoles(spec) {
 		return cut, nil
 	}
-	return cut, p.allocate(ctx, o, image, spec.Size, sparse(spec))
+	return cut, p.allocate(ctx, o, image, spec.Size, keepsHoles(spec))
 }
 
 // copyBytes makes image a copy of its source, and returns the moment of the cut.
@@ -301,18 +303,18 @@ func (p *pool) copyBytes(ctx context.Context, o *object, image, source *os.File,
 		if err := image.Truncate(spec.Size); err != nil {
 			return time.Time{}, fmt.Errorf("set the size of the image: %w", errdefs.FromErrno(err))
 		}
-		if !sparse(spec) {
+		if !keepsHoles(spec) {
 			if err := p.allocate(ctx, o, image, spec.Size, false); err != nil {
 				return time.Time{}, err
 			}
 		}
 	}
 	if moving {
-		return time.Now().UTC(), copyMoving(ctx, image, source, origin.Size)
+		return time.Now().UTC(), sparse.CopyMoving(ctx, image, source, origin.Size)
 	}
 	cut := time.Now().UTC()
-	done, err := copyData(ctx, image, source, o.Copied, origin.Size)
-	if short := stillWhole(source, origin.Size); short != nil { // what is copied may be of no use
+	done, err := sparse.Copy(ctx, image, source, o.Copied, origin.Size)
+	if short := sparse.StillWhole(source, origin.Size); short != nil { // what is copied may be of no use
 		done, err = 0, short
 	}
 	if spec.Origin.Kind == blockdev.Snapshot {

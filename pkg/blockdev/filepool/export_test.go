@@ -7,6 +7,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/frame"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/sparse"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/catalog"
 )
 
@@ -53,7 +54,7 @@ func (h hanging) Err() error {
 }
 
 // FirstStep is how much of an image is worked on at once, in bytes.
-const FirstStep = firstStep
+const FirstStep = sparse.FirstStep
 
 // Frame is a frame as it is on disk, for tests that write what this driver would not.
 func Frame(what string, version int, generation uint64, body string) string {

@@ -7,6 +7,7 @@ import (
 	"path/filepath"
 	"strings"
 
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/directory"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/options"
 )
 
@@ -19,23 +20,15 @@ type Location struct {
 	Overprovision float64
 	// ReservePercent of the storage is never promised; ReserveAuto until the pool is opened: see Reserve.
 	ReservePercent float64
-	// Create says whether a directory without a pool becomes one.
+	// Create says whether a directory without a pool becomes one: directory.Never, Always or Auto.
 	Create float64
 }
 
 // ReserveAuto: the reserve depends on whose filesystem it is.
 const ReserveAuto = -1
 
-// What Location.Create may be.
-const (
-	// CreateNever: there is a pool, or it is awaited.
-	CreateNever = 0
-	// CreateAlways: any directory becomes a pool.
-	CreateAlways = 1
-	// CreateAuto: a directory that is not there is made, the root of an empty filesystem becomes a
-	// pool, and nothing else: an empty directory may be the place of a disk that is not mounted.
-	CreateAuto = -1
-)
+// CreateAuto is how Location.Create is if the URL does not say it.
+const CreateAuto = directory.Auto
 
 // Parse parses the URL of a file pool. The error says what is wrong with it.
 func Parse(u *url.URL) (Location, error) {
@@ -53,3 +46,5 @@ func Parse(u *url.URL) (Location, error) {
 
 // Scheme is that of the URLs of file pools.
 func (Location) Scheme() string { return "file" }
+
+func (l Location) place() directory.Place { return directory.Place{Path: l.Path, Create: l.Create} }

@@ -8,7 +8,6 @@ import (
 	"io/fs"
 	"maps"
 	"os"
-	"strings"
 	"syscall"
 	"time"
 
@@ -16,8 +15,11 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/directory"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/identity"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/layout"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/recordfile"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/sparse"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/catalog"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -86,10 +88,10 @@ func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (
 		}
 	}()
 	var whole bool
-	if p.root, p.id, whole, err = openPlace(ctx, l, known); err != nil {
+	if p.root, p.id, whole, err = l.place().Open(ctx, known); err != nil {
 		return nil, err
 	}
-	if p.lock, err = lockPool(p.root); err != nil {
+	if p.lock, err = directory.Lock(p.root); err != nil {
 		return nil, err
 	}
 	for kind, folder := range layout.Folders {
@@ -101,7 +103,7 @@ func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (
 		}
 	}
 	// Somebody may take the lock file for a stale one, and remove it.
-	if err := exclusive(p.folders[blockdev.Volume]); err != nil {
+	if err := directory.Exclusive(p.folders[blockdev.Volume]); err != nil {
 		return nil, err
 	}
 	var shared bool
@@ -122,7 +124,7 @@ func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (
 		return nil, errdefs.FromErrno(err)
 	}
 	p.device = folder.Dev
-	p.reflink = canReflink(p.lock)
+	p.reflink = sparse.CanShare(p.lock)
 	for kind := range layout.Folders {
 		if err := p.load(kind); err != nil {
 			return nil, err
@@ -140,57 +142,6 @@ func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (
 	}
 	p.recover(ctx)
 	return p, nil
-}
-
-// load reads all records of a kind.
-func (p *pool) load(kind blockdev.Kind) error {
-	entries, err := fs.ReadDir(p.root.FS(), layout.Folders[kind])
-	if err != nil {
-		return errdefs.FromErrno(err)
-	}
-	images := map[string]bool{}
-	for _, entry := range entries {
-		if key, ok := strings.CutSuffix(entry.Name(), ".img"); ok {
-			images[key] = true
-		}
-	}
-	for _, entry := range entries {
-		if strings.HasSuffix(entry.Name(), ".rec"+freshRecord) { // a crash came before it took the place of the record
-			if err := p.root.Remove(layout.Folders[kind] + "/" + entry.Name()); err != nil {
-				return errdefs.FromErrno(err)
-			}
-		}
-		key, ok := strings.CutSuffix(entry.Name(), ".rec")
-		ref := blockdev.Ref{Kind: kind, Key: key}
-		if !ok || ref.Validate() != nil {
-			continue
-		}
-		s, at, err := recordfile.Read(p.root, layout.Record(ref), ref)
-		switch {
-		case err == nil:
-			p.insert(&object{Entry: catalog.Found(s.Decoded, s.State), growing: s.Growing, at: at})
-		case errors.Is(err, recordfile.ErrEmpty) && !images[key]:
-			// A crash before the record was on disk; nothing was ever handed out.
-			if err := p.root.Remove(layout.Record(ref)); err != nil {
-				return errdefs.FromErrno(err)
-			}
-		case errors.Is(err, errdefs.ErrUnavailable): // it says nothing of the record
-			return err
-		case errors.Is(err, errdefs.ErrDataLoss):
-			p.Damaged[ref] = err
-		default:
-			p.Damaged[ref] = fmt.Errorf("%w: %w", catalog.ErrRecord, err)
-		}
-		delete(images, key)
-	}
-	for key := range images {
-		ref := blockdev.Ref{Kind: kind, Key: key}
-		p.strays = append(p.strays, layout.Folders[kind]+"/"+key+".img")
-		if ref.Validate() == nil {
-			p.Damaged[ref] = recordfile.ErrNoRecord
-		}
-	}
-	return nil
 }
 
 // insert adds an object to the catalog and to what is promised. The caller holds Mu, or is alone.
@@ -246,51 +197,6 @@ func (p *pool) sweep(ctx context.Context) {
 func (p *pool) Name() string { return p.name }
 
 func (p *pool) Granularity() int64 { return blockdev.Granularity }
-
-// save writes a record over the one of o, on disk and then in memory.
-func (p *pool) save(o *object, record blockdev.Record, state catalog.State, growing int64) error {
-	at, err := recordfile.Update(p.root, layout.Record(record.Ref), recordfile.New(record, state, growing), o.at)
-	p.Mu.Lock()
-	defer p.Mu.Unlock()
-	o.at = at
-	if err != nil {
-		return fmt.Errorf("write the record of %s in pool %s: %w", record.Ref, p.name, err)
-	}
-	p.space.promised -= o.size()
-	p.Set(o, record, state)
-	o.growing = growing
-	p.space.promised += o.size()
-	return nil
-}
-
-// secure makes sure that both slots have the record of o, before anybody acts on what it says.
-func (p *pool) secure(o *object) error {
-	if !o.at.Alone {
-		return nil
-	}
-	return p.save(o, o.Record, o.State, o.growing)
-}
-
-// secureAll does so for all, when the pool is opened: what a crash left between the slots, what
-// rotted, and what is of version 1. Records that cannot be written now (the disk may be full) are
-// when they are used.
-func (p *pool) secureAll(ctx context.Context) {
-	log := klog.FromContext(ctx)
-	var anew []string
-	for ref, o := range p.Objects {
-		if !o.at.Alone {
-			continue
-		}
-		if err := p.secure(o); err != nil {
-			log.Error(err, "One of the two slots of a record could not be written; it is tried again when the record is used", "pool", p.name, "object", ref.String())
-		} else {
-			anew = append(anew, ref.String())
-		}
-	}
-	if len(anew) > 0 {
-		log.Info("Records whose slots were not alike, or of an older version, were written anew", "pool", p.name, "count", len(anew), "first", anew[0])
-	}
-}
 
 func (p *pool) SetLabels(_ context.Context, ref blockdev.Ref, change func(map[string]string) error) (blockdev.Record, error) {
 	o, before, err := p.Lookup(ref)
@@ -394,7 +300,7 @@ func (p *pool) empty(ctx context.Context, ref blockdev.Ref) error {
 		return nil
 	}
 	at := info.Size()
-	err = inSteps(ctx, info.Size(), func(n int64) error {
+	err = sparse.InSteps(ctx, info.Size(), func(n int64) error {
 		if at -= n; at == 0 && p.kind != unix.XFS_SUPER_MAGIC && p.kind != unix.BTRFS_SUPER_MAGIC {
 			return nil
 		}
@@ -404,34 +310,6 @@ func (p *pool) empty(ctx context.Context, ref blockdev.Ref) error {
 		return nil
 	}
 	return err
-}
-
-// firstStep is how much of an image a system call is to work on whose time depends on the
-// number of extents, in bytes: at most 16384 of them.
-const firstStep = 64 << 20
-
-// quickStep is the time of a step after which the next one may be twice as large.
-const quickStep = 50 * time.Millisecond
-
-// inSteps has n bytes worked on in parts, between which the context may end it: small ones
-// where they take long, and ever larger ones otherwise.
-func inSteps(ctx context.Context, n int64, work func(n int64) error) error {
-	for step := int64(firstStep); n > 0; {
-		if err := ctx.Err(); err != nil {
-			return err
-		}
-		began, part := time.Now(), min(step, n)
-		if err := work(part); err != nil {
-			return err
-		}
-		n -= part
-		if time.Since(began) < quickStep {
-			step *= 2
-		} else {
-			step = firstStep
-		}
-	}
-	return nil
 }
 
 func (p *pool) Close() error {
@@ -450,3 +328,26 @@ func (p *pool) Close() error {
 	}
 	return errors.Join(failures...)
 }
+
+// identify gives a pool of version 1 its identity, and makes a damaged one whole. It needs room
+// for one small file: without, the next start tries again.
+func (p *pool) identify(ctx context.Context, whole bool) error {
+	if whole {
+		return nil
+	}
+	id := p.id
+	if id == "" {
+		id = identity.New()
+	}
+	if err := identity.Write(p.root, id); errors.Is(err, errdefs.ErrNoSpace) {
+		klog.FromContext(ctx).Error(err, "Could not write the identity of the pool; the next start tries again", "pool", p.name)
+		return nil
+	} else if err != nil {
+		return err
+	}
+	p.id = id
+	return nil
+}
+
+// ID: see Identified.
+func (p *pool) ID() string { return p.id }

@@ -1,14 +1,11 @@
 package filepool
 
 import (
-	"errors"
 	"fmt"
-	"io/fs"
-	"os"
-	"strings"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/mountpoint"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -27,7 +24,7 @@ const (
 // it, and no other mount is of it. In a container, that is all that can be seen of the machine. A directory that is
 // not there is shared.
 func (l Location) Reserve() (percent float64, shared bool, err error) {
-	shared, err = sharesFilesystem(l.Path)
+	shared, err = mountpoint.Shared(l.Path)
 	switch {
 	case err != nil:
 		return 0, false, err
@@ -37,66 +34,6 @@ func (l Location) Reserve() (percent float64, shared bool, err error) {
 		return SharedReserve, true, nil
 	}
 	return OwnReserve, false, nil
-}
-
-func sharesFilesystem(path string) (bool, error) {
-	at, all, err := mountAt(path)
-	if errors.Is(err, fs.ErrNotExist) {
-		return true, nil
-	}
-	if err != nil {
-		return false, errdefs.FromErrno(err)
-	}
-	if at.root != "/" {
-		return true, nil
-	}
-	for _, m := range all {
-		if m.id != at.id && m.device == at.device {
-			return true, nil
-		}
-	}
-	return false, nil
-}
-
-// mountPoint is a line of mountinfo (proc_pid_mountinfo(5)).
-type mountPoint struct {
-	id     string
-	device string // of the filesystem: on btrfs, the same for each of its subvolumes
-	root   string // the directory of the filesystem that is mounted
-	// subvolume: it is the root of one of btrfs.
-	subvolume bool
-}
-
-// btrfsRoot is the inode of each subvolume's root (BTRFS_FIRST_FREE_OBJECTID).
-const btrfsRoot = 256
-
-// mountAt returns the mount at a path, and all that there are. It is empty if the path is just a directory of another one.
-func mountAt(path string) (at mountPoint, all []mountPoint, err error) {
-	var st unix.Statx_t
-	if err := unix.Statx(unix.AT_FDCWD, path, 0, unix.STATX_MNT_ID|unix.STATX_INO, &st); err != nil {
-		return mountPoint{}, nil, err
-	}
-	if st.Attributes&unix.STATX_ATTR_MOUNT_ROOT == 0 {
-		return mountPoint{}, nil, nil
-	}
-	text, err := os.ReadFile("/proc/self/mountinfo")
-	if err != nil {
-		return mountPoint{}, nil, err
-	}
-	for line := range strings.Lines(string(text)) {
-		// ID, parent, device, root within the filesystem, ...
-		fields := strings.Fields(line)
-		if len(fields) < 4 {
-			continue
-		}
-		m := mountPoint{id: fields[0], device: fields[2], root: fields[3]}
-		if m.id == fmt.Sprint(st.Mnt_id) {
-			at = m
-			at.subvolume = st.Ino == btrfsRoot && strings.Contains(line, " - btrfs ")
-		}
-		all = append(all, m)
-	}
-	return at, all, nil
 }
 
 // inodes returns how many files a filesystem has room for, and how many more; zero if it does not count them.

@@ -4,16 +4,13 @@ import (
 	"cmp"
 	"context"
 	"errors"
-	"fmt"
 	"io/fs"
-	"math/bits"
 	"slices"
 	"sync"
 	"time"
-	"unsafe"
 
-	"github.com/ashlar-csi/ashlar/internal/ioctl"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/fiemap"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/layout"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -169,7 +166,7 @@ func (p *pool) sharing() []sharer {
 // survey counts what each object takes that none before it has. Blocks that it does not come to
 // are not counted, so what may be promised is too little then.
 func (p *pool) survey(ctx context.Context, items []sharer) (left int, err error) {
-	seen, budget := newBlockSet(p.block), p.space.survey.most
+	seen, budget := fiemap.NewBlocks(p.block), p.space.survey.most
 	for i := range items {
 		it := &items[i]
 		if budget == 0 {
@@ -178,7 +175,7 @@ func (p *pool) survey(ctx context.Context, items []sharer) (left int, err error)
 		}
 		st, err := p.statImage(it.ref)
 		if err == nil {
-			it.use.counted, it.use.extents, err = p.addExtents(ctx, seen, it.ref, budget)
+			it.use.counted, it.use.extents, err = p.addImage(ctx, seen, it.ref, budget)
 		}
 		if errors.Is(err, fs.ErrNotExist) {
 			it.use.counted, it.use.extents, err = 0, 0, nil
@@ -205,114 +202,12 @@ func (p *pool) survey(ctx context.Context, items []sharer) (left int, err error)
 	return left, nil
 }
 
-// fiemap structures, include/uapi/linux/fiemap.h.
-type fiemapExtent struct {
-	logical, physical, length uint64
-	_                         [2]uint64
-	flags                     uint32
-	_                         [3]uint32
-}
-
-type fiemapRequest struct {
-	start, length                     uint64
-	flags, mapped, extentCount, spare uint32
-	extents                           [1024]fiemapExtent
-}
-
-const (
-	fiemapIoctl         = 0xC020660B // FS_IOC_FIEMAP
-	fiemapExtentLast    = 0x1
-	fiemapExtentUnknown = 0x2
-	fiemapExtentDelayed = 0x4
-	fiemapExtentEncoded = 0x8
-	fiemapExtentInline  = 0x200
-	// fiemapExtentVague are those of which the kernel does not say which blocks they take.
-	fiemapExtentVague = fiemapExtentUnknown | fiemapExtentDelayed | fiemapExtentEncoded | fiemapExtentInline
-)
-
-// addExtents adds the blocks of an image, of up to a number of extents, and returns how many
-// bytes of them are new.
-func (p *pool) addExtents(ctx context.Context, seen *blockSet, ref blockdev.Ref, most int) (fresh int64, extents int, err error) {
+// addImage is AddFile for the image of an object.
+func (p *pool) addImage(ctx context.Context, seen *fiemap.Blocks, ref blockdev.Ref, most int) (fresh int64, extents int, err error) {
 	f, err := layout.Open(p.root, layout.Image(ref))
 	if err != nil {
 		return 0, 0, errdefs.FromErrno(err)
 	}
 	defer f.Close()
-	var request fiemapRequest
-	for next, last := uint64(0), false; !last && extents < most; {
-		if err := ctx.Err(); err != nil {
-			return 0, 0, err
-		}
-		request = fiemapRequest{start: next, length: ^uint64(0) - next, extentCount: uint32(len(request.extents))}
-		if err := ioctl.Pointer(f, fiemapIoctl, unsafe.Pointer(&request)); err != nil {
-			return 0, 0, fmt.Errorf("map the extents of %s: %w", layout.Image(ref), errdefs.FromErrno(err))
-		}
-		last = request.mapped == 0
-		for _, x := range request.extents[:request.mapped] {
-			if x.flags&fiemapExtentVague == 0 {
-				fresh += seen.add(int64(x.physical), int64(x.length))
-			}
-			next, last = x.logical+x.length, last || x.flags&fiemapExtentLast != 0
-		}
-		extents += int(request.mapped)
-	}
-	return fresh, extents, nil
-}
-
-// blockSet is a set of blocks of a disk: pages of one bit for each. A page of which all
-// blocks are there is the same for all, so what is in one piece takes next to no memory, and
-// the worst 1/32768 of the disk.
-type blockSet struct {
-	block int64 // bytes
-	pages map[int64]*blockPage
-}
-
-const blocksOfPage = 32768
-
-type blockPage [blocksOfPage / 64]uint64
-
-var fullPage = func() *blockPage {
-	var page blockPage
-	for i := range page {
-		page[i] = ^uint64(0)
-	}
-	return &page
-}()
-
-func newBlockSet(block int64) *blockSet { return &blockSet{block, map[int64]*blockPage{}} }
-
-// add adds a range of bytes, and returns how many of them are new.
-func (s *blockSet) add(start, length int64) int64 {
-	fresh := int64(0)
-	end := (start + length + s.block - 1) / s.block
-	for at := start / s.block; at < end; {
-		number, from := at/blocksOfPage, at%blocksOfPage
-		to := min(blocksOfPage, from+end-at)
-		fresh += s.addToPage(number, from, to)
-		at += to - from
-	}
-	return fresh * s.block
-}
-
-func (s *blockSet) addToPage(number, from, to int64) (fresh int64) {
-	page := s.pages[number]
-	switch {
-	case page == fullPage:
-		return 0
-	case page == nil && to-from == blocksOfPage:
-		s.pages[number] = fullPage
-		return blocksOfPage
-	case page == nil:
-		page = &blockPage{}
-		s.pages[number] = page
-	}
-	for from < to {
-		word, bit := from/64, from%64
-		n := min(64-bit, to-from)
-		mask := (^uint64(0) >> (64 - n)) << bit
-		fresh += int64(bits.OnesCount64(mask &^ page[word]))
-		page[word] |= mask
-		from += n
-	}
-	return fresh
+	return seen.AddFile(ctx, f, most)
 }

@@ -1,4 +1,5 @@
-package filepool
+// Package directory is the directory of a file pool: how it is found, made and locked.
+package directory
 
 import (
 	"context"
@@ -10,15 +11,33 @@ import (
 	"slices"
 
 	"golang.org/x/sys/unix"
-	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/identity"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/layout"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/mountpoint"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-const lockFile = "lock"
+// Whether a directory without a pool becomes one.
+const (
+	// Never: there is a pool, or it is waited for.
+	Never = 0
+	// Always: any directory becomes a pool.
+	Always = 1
+	// Auto: a directory that is not there is made, the root of an empty filesystem becomes a pool, and nothing else: an empty
+	// directory may be the mount point of a disk that is not mounted.
+	Auto = -1
+)
+
+// Place is where the directory of a pool is, or is to be made.
+type Place struct {
+	Path   string // absolute and clean
+	Create float64
+}
+
+// LockFile is the file that is locked by who uses the pool.
+const LockFile = "lock"
 
 // makePool makes a directory a pool, with nothing in it.
 func makePool(root *os.Root, id string) error {
@@ -33,16 +52,16 @@ func makePool(root *os.Root, id string) error {
 	return identity.Write(root, id)
 }
 
-// openPlace opens the directory of a pool, which it makes a pool if there is none and there may
-// be one. id is empty for a pool that has no identity yet.
-func openPlace(ctx context.Context, loc Location, known blockdev.Known) (root *os.Root, id string, whole bool, err error) {
+// Open opens the directory of a pool, and makes it a pool if there is none and there may be one. id is empty for a pool that has
+// no identity yet; whole is false if its file is to be written anew. errdefs.ErrUnavailable if there is no pool.
+func (p Place) Open(ctx context.Context, known blockdev.Known) (root *os.Root, id string, whole bool, err error) {
 	defer func() {
 		if err != nil && root != nil {
 			err = errors.Join(err, root.Close())
 			root = nil
 		}
 	}()
-	root, err = os.OpenRoot(loc.Path)
+	root, err = os.OpenRoot(p.Path)
 	if err == nil {
 		id, whole, err = identity.Read(root)
 	}
@@ -50,27 +69,27 @@ func openPlace(ctx context.Context, loc Location, known blockdev.Known) (root *o
 	case err == nil, errors.Is(err, identity.ErrNameless):
 		return root, id, whole, blockdev.Expect(ctx, known, id)
 	case errors.Is(err, fs.ErrNotExist):
-		if err := mayBegin(ctx, loc, known, placeOfNew); err != nil {
+		if err := p.mayBegin(ctx, known, checkMissing); err != nil {
 			return nil, "", false, err
 		}
-		root, id, err = makeFolder(loc.Path)
+		root, id, err = makeDirectory(p.Path)
 		return root, id, true, err
 	case errors.Is(err, identity.ErrNoPool):
-		if err := mayBegin(ctx, loc, known, placeOfEmpty); err != nil {
+		if err := p.mayBegin(ctx, known, checkEmpty); err != nil {
 			return root, "", false, err
 		}
 		id = identity.New()
 		return root, id, true, beginIn(root, id)
 	}
-	if info, statErr := os.Stat(loc.Path); root == nil && statErr == nil && !info.IsDir() {
+	if info, statErr := os.Stat(p.Path); root == nil && statErr == nil && !info.IsDir() {
 		return nil, "", false, fmt.Errorf("%w: it is no directory: %w", errdefs.ErrInvalid, err)
 	}
 	return root, "", false, errdefs.FromErrno(err)
 }
 
-// mayBegin tells why a place must not become a pool; place judges it, where nobody knows better.
-func mayBegin(ctx context.Context, loc Location, known blockdev.Known, place func(path string) error) error {
-	if loc.Create == CreateNever {
+// mayBegin returns why no pool must be made here; check looks at the path, where nobody knows better.
+func (p Place) mayBegin(ctx context.Context, known blockdev.Known, check func(path string) error) error {
+	if p.Create == Never {
 		return fmt.Errorf("%w, and create=0 says to make none; is its disk mounted?", identity.ErrNoPool)
 	}
 	if known != nil {
@@ -82,15 +101,15 @@ func mayBegin(ctx context.Context, loc Location, known blockdev.Known, place fun
 		}
 		return nil
 	}
-	if loc.Create == CreateAlways {
+	if p.Create == Always {
 		return nil
 	}
-	return place(loc.Path)
+	return check(p.Path)
 }
 
-// placeOfEmpty judges a directory that is there and has no pool: only the root of a filesystem,
+// checkEmpty looks at a directory that is there and has no pool: only the root of a filesystem,
 // with nothing in it, becomes one.
-func placeOfEmpty(path string) error {
+func checkEmpty(path string) error {
 	empty, err := isEmpty(path)
 	if err != nil {
 		return err
@@ -98,14 +117,14 @@ func placeOfEmpty(path string) error {
 	if !empty {
 		return fmt.Errorf("%w in %s, but something else; say create=1 if it is to become a pool all the same", identity.ErrNoPool, path)
 	}
-	if root, err := isFilesystem(path); err != nil || root {
+	if root, err := mountpoint.IsFilesystem(path); err != nil || root {
 		return err
 	}
 	return fmt.Errorf("%w: %s is empty, as if it were the place of a disk that is not mounted; mount it, or remove the directory, or say create=1 if it is to become a pool", identity.ErrNoPool, path)
 }
 
-// placeOfNew judges a path at which nothing is: its parent must not look as if a disk were missing.
-func placeOfNew(path string) error {
+// checkMissing looks at a path at which nothing is: its parent must not look as if a disk were missing.
+func checkMissing(path string) error {
 	if info, err := os.Lstat(path); err == nil && info.Mode()&fs.ModeSymlink != 0 {
 		return fmt.Errorf("%w: %s is a link to where nothing is; is its disk mounted?", identity.ErrNoPool, path)
 	}
@@ -117,7 +136,7 @@ func placeOfNew(path string) error {
 	if err != nil || !empty {
 		return err
 	}
-	if root, err := isFilesystem(parent); err != nil || root {
+	if root, err := mountpoint.IsFilesystem(parent); err != nil || root {
 		return err
 	}
 	return fmt.Errorf("%w: %s is empty, as if it were the place of a disk that is not mounted; mount it, or say create=1 if %s is to become a pool", identity.ErrNoPool, parent, path)
@@ -134,19 +153,12 @@ func isEmpty(path string) (bool, error) {
 			below, err := os.ReadDir(filepath.Join(path, e.Name()))
 			return err != nil || len(below) > 0
 		}
-		return !slices.Contains([]string{"lost+found", lockFile, identity.File + ".new"}, e.Name())
+		return !slices.Contains([]string{"lost+found", LockFile, identity.File + ".new"}, e.Name())
 	}), nil
 }
 
-// isFilesystem tells whether a directory is where the root of a filesystem is mounted, and not
-// just a directory of another one: in a container each of them is a mount.
-func isFilesystem(path string) (bool, error) {
-	at, _, err := mountAt(path)
-	return at.root == "/" || at.subvolume, errdefs.FromErrno(err)
-}
-
-// makeFolder makes a directory that is a pool from its first moment on.
-func makeFolder(path string) (root *os.Root, id string, err error) {
+// makeDirectory makes a directory that is a pool from its first moment on.
+func makeDirectory(path string) (root *os.Root, id string, err error) {
 	begun := filepath.Join(filepath.Dir(path), "."+filepath.Base(path)+".new-pool")
 	if err := os.Mkdir(begun, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
 		return nil, "", errdefs.FromErrno(err)
@@ -174,7 +186,7 @@ func makeFolder(path string) (root *os.Root, id string, err error) {
 
 // beginIn makes an existing directory a pool, if nobody else just does.
 func beginIn(root *os.Root, id string) error {
-	lock, err := lockPool(root)
+	lock, err := Lock(root)
 	if err != nil {
 		return err
 	}
@@ -185,21 +197,21 @@ func beginIn(root *os.Root, id string) error {
 	return makePool(root, id)
 }
 
-// lockPool keeps other processes away from a pool until the file is closed.
-func lockPool(root *os.Root) (*os.File, error) {
-	lock, err := root.OpenFile(lockFile, os.O_RDWR|os.O_CREATE, 0o600)
+// Lock keeps other processes away from a pool until the file is closed.
+func Lock(root *os.Root) (*os.File, error) {
+	lock, err := root.OpenFile(LockFile, os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
 		return nil, errdefs.FromErrno(err)
 	}
-	if err := exclusive(lock); err != nil {
+	if err := Exclusive(lock); err != nil {
 		lock.Close()
 		return nil, err
 	}
 	return lock, nil
 }
 
-// exclusive locks a file or a folder of a pool until it is closed.
-func exclusive(f *os.File) error {
+// Exclusive locks a file or a directory of a pool until it is closed.
+func Exclusive(f *os.File) error {
 	err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
 	if errors.Is(err, unix.EWOULDBLOCK) {
 		return fmt.Errorf("%w: another process uses this directory as a pool", errdefs.ErrInUse)
@@ -207,35 +219,12 @@ func exclusive(f *os.File) error {
 	return errdefs.FromErrno(err)
 }
 
-// identify gives a pool of version 1 its identity, and makes a damaged one whole. It needs room
-// for one small file: without, the next start tries again.
-func (p *pool) identify(ctx context.Context, whole bool) error {
-	if whole {
-		return nil
-	}
-	id := p.id
-	if id == "" {
-		id = identity.New()
-	}
-	if err := identity.Write(p.root, id); errors.Is(err, errdefs.ErrNoSpace) {
-		klog.FromContext(ctx).Error(err, "Could not write the identity of the pool; the next start tries again", "pool", p.name)
-		return nil
-	} else if err != nil {
-		return err
-	}
-	p.id = id
-	return nil
-}
-
-// ID: see Identified.
-func (p *pool) ID() string { return p.id }
-
-// Identify says what is at the place of a file pool, for people: the identity of the pool; or else why
+// Identify says what is there, for people: the identity of the pool; or else why
 // there is none and none would be made, or nil if one would. It changes nothing.
-func (l Location) Identify(ctx context.Context) (id string, err error) {
-	root, err := os.OpenRoot(l.Path)
+func (p Place) Identify(ctx context.Context) (id string, err error) {
+	root, err := os.OpenRoot(p.Path)
 	if errors.Is(err, fs.ErrNotExist) {
-		return "", mayBegin(ctx, l, nil, placeOfNew)
+		return "", p.mayBegin(ctx, nil, checkMissing)
 	}
 	if err != nil {
 		return "", errdefs.FromErrno(err)
@@ -246,7 +235,7 @@ func (l Location) Identify(ctx context.Context) (id string, err error) {
 	case errors.Is(err, identity.ErrNameless):
 		return "", nil
 	case errors.Is(err, identity.ErrNoPool):
-		return "", mayBegin(ctx, l, nil, placeOfEmpty)
+		return "", p.mayBegin(ctx, nil, checkEmpty)
 	}
 	return id, err
 }

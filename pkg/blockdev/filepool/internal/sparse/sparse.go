@@ -1,4 +1,5 @@
-package filepool
+// Package sparse is files with holes: where their data is, and how they are copied, shared and compared without filling the holes.
+package sparse
 
 import (
 	"bytes"
@@ -8,6 +9,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -15,18 +17,46 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// copyChunk bounds how much is copied between two looks at the context, in bytes.
-const copyChunk = 16 << 20
+// FirstStep is how much of an image a system call is to work on whose time depends on the
+// number of extents, in bytes: at most 16384 of them.
+const FirstStep = 64 << 20
 
-// canReflink finds out whether the filesystem of an empty file can share blocks between
+// quickStep is the time of a step after which the next one may be twice as large.
+const quickStep = 50 * time.Millisecond
+
+// InSteps has n bytes worked on in parts, between which the context may end it: small ones
+// where they take long, and ever larger ones otherwise.
+func InSteps(ctx context.Context, n int64, work func(n int64) error) error {
+	for step := int64(FirstStep); n > 0; {
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		began, part := time.Now(), min(step, n)
+		if err := work(part); err != nil {
+			return err
+		}
+		n -= part
+		if time.Since(began) < quickStep {
+			step *= 2
+		} else {
+			step = FirstStep
+		}
+	}
+	return nil
+}
+
+// CanShare finds out whether the filesystem of an empty file can share blocks between
 // files (FICLONE, ioctl_ficlone(2)), by having it share nothing: that needs no space.
-func canReflink(empty *os.File) bool {
+func CanShare(empty *os.File) bool {
 	return unix.IoctlFileClone(int(empty.Fd()), int(empty.Fd())) == nil
 }
 
-// forgetCached drops what reads have left of a file in the page cache: of preallocated space
+// copyChunk bounds how much is copied between two looks at the context, in bytes.
+const copyChunk = 16 << 20
+
+// ForgetCached drops what reads have left of a file in the page cache: of preallocated space
 // that was never written, cached pages count as data.
-func forgetCached(f *os.File) { _ = unix.Fadvise(int(f.Fd()), 0, 0, unix.FADV_DONTNEED) }
+func ForgetCached(f *os.File) { _ = unix.Fadvise(int(f.Fd()), 0, 0, unix.FADV_DONTNEED) }
 
 // dataFrom returns the next stretch of data of a file at or after offset, below end.
 // Holes and preallocated space that was never written are no data (lseek(2)).
@@ -50,9 +80,9 @@ func errShort(src *os.File, at int64) error {
 	return fmt.Errorf("%w: %s ends at byte %d, and should be longer; somebody cut it short: restore it from a backup, or delete the volume", errdefs.ErrDataLoss, src.Name(), at)
 }
 
-// stillWhole makes sure that src has its first n bytes still: what is cut off looks like a hole
+// StillWhole makes sure that src has its first n bytes still: what is cut off looks like a hole
 // to who looks for data.
-func stillWhole(src *os.File, n int64) error {
+func StillWhole(src *os.File, n int64) error {
 	info, err := src.Stat()
 	if err == nil && info.Size() < n {
 		err = errShort(src, info.Size())
@@ -60,10 +90,10 @@ func stillWhole(src *os.File, n int64) error {
 	return errdefs.FromErrno(err)
 }
 
-// copyData copies the data of src in [offset, end) to the same place in dst, where
+// Copy copies the data of src in [offset, end) to the same place in dst, where
 // everything that is a hole in src reads as zero already. It returns up to where dst
 // is complete, also with an error.
-func copyData(ctx context.Context, dst, src *os.File, offset, end int64) (int64, error) {
+func Copy(ctx context.Context, dst, src *os.File, offset, end int64) (int64, error) {
 	for offset < end {
 		start, stop, err := dataFrom(src, offset, end)
 		if err != nil {
@@ -101,34 +131,34 @@ func copyRange(dst, src *os.File, offset, length int64) (int64, error) {
 	return copied, err
 }
 
-// cloneData lets dst share the blocks of the first n bytes of src, which nobody writes to
+// Share lets dst share the blocks of the first n bytes of src, which nobody writes to
 // meanwhile. The kernel takes some 50 us for each extent, so it is done in steps, between
 // which the context may end it.
-func cloneData(ctx context.Context, dst, src *os.File, n int64) error {
+func Share(ctx context.Context, dst, src *os.File, n int64) error {
 	offset := int64(0)
-	return inSteps(ctx, n, func(n int64) error {
+	return InSteps(ctx, n, func(n int64) error {
 		err := unix.IoctlFileCloneRange(int(dst.Fd()), &unix.FileCloneRange{Src_fd: int64(src.Fd()), Src_offset: uint64(offset), Src_length: uint64(n), Dest_offset: uint64(offset)})
 		if err != nil {
-			return cmp.Or(stillWhole(src, offset+n), fmt.Errorf("clone %s at byte %d: %w", src.Name(), offset, errdefs.FromErrno(err)))
+			return cmp.Or(StillWhole(src, offset+n), fmt.Errorf("clone %s at byte %d: %w", src.Name(), offset, errdefs.FromErrno(err)))
 		}
 		offset += n
 		return nil
 	})
 }
 
-// cloneMoving is cloneData of a source that others may be writing to. That is one step, so that
+// ShareMoving is Share of a source that others may be writing to. That is one step, so that
 // it is of one moment; who writes waits for it.
-func cloneMoving(dst, src *os.File) error {
+func ShareMoving(dst, src *os.File) error {
 	if err := unix.IoctlFileClone(int(dst.Fd()), int(src.Fd())); err != nil {
 		return fmt.Errorf("clone %s: %w", src.Name(), errdefs.FromErrno(err))
 	}
 	return nil
 }
 
-// settle makes dst equal to src where it differs, and reports whether it did not.
-func settle(ctx context.Context, dst, src *os.File, size int64) (same bool, err error) {
+// correct makes dst equal to src where it differs, and reports whether it did not.
+func correct(ctx context.Context, dst, src *os.File, size int64) (same bool, err error) {
 	const block = 1 << 20
-	forgetCached(src)
+	ForgetCached(src)
 	want, have := make([]byte, block), make([]byte, block)
 	same = true
 	for offset := int64(0); offset < size; {
@@ -169,21 +199,21 @@ func settle(ctx context.Context, dst, src *os.File, size int64) (same bool, err 
 		}
 		offset += n
 	}
-	return same, stillWhole(src, size)
+	return same, StillWhole(src, size)
 }
 
-// settleRounds bounds how often a copy of a moving source is looked over again.
-const settleRounds = 8
+// copyRounds bounds how often a copy of a moving source is looked over again.
+const copyRounds = 8
 
-// copyMoving copies a source that others may be writing to. A round that finds
+// CopyMoving copies a source that others may be writing to. A round that finds
 // nothing to change proves the copy to be the source as it was between that round
 // and the one before: a point in time.
-func copyMoving(ctx context.Context, dst, src *os.File, size int64) error {
-	if _, err := copyData(ctx, dst, src, 0, size); err != nil {
+func CopyMoving(ctx context.Context, dst, src *os.File, size int64) error {
+	if _, err := Copy(ctx, dst, src, 0, size); err != nil {
 		return err
 	}
-	for range settleRounds {
-		if same, err := settle(ctx, dst, src, size); same || err != nil {
+	for range copyRounds {
+		if same, err := correct(ctx, dst, src, size); same || err != nil {
 			return err
 		}
 	}

@@ -1,0 +1,83 @@
+// Package mountpoint tells what is mounted at a path (statx(2), proc_pid_mountinfo(5)).
+package mountpoint
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// Shared reports whether others may write to the filesystem of a directory, as far as can be seen: it is not its root, or there
+// is another mount of it. A directory that is not there is shared.
+func Shared(path string) (bool, error) {
+	at, all, err := mountAt(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return true, nil
+	}
+	if err != nil {
+		return false, errdefs.FromErrno(err)
+	}
+	if at.root != "/" {
+		return true, nil
+	}
+	for _, m := range all {
+		if m.id != at.id && m.device == at.device {
+			return true, nil
+		}
+	}
+	return false, nil
+}
+
+// IsFilesystem tells whether a directory is where the root of a filesystem is mounted, and not just a directory of another one:
+// in a container each of them is a mount.
+func IsFilesystem(path string) (bool, error) {
+	at, _, err := mountAt(path)
+	return at.root == "/" || at.subvolume, errdefs.FromErrno(err)
+}
+
+// mount is a line of mountinfo (proc_pid_mountinfo(5)).
+type mount struct {
+	id     string
+	device string // of the filesystem: on btrfs, the same for each of its subvolumes
+	root   string // the directory of the filesystem that is mounted
+	// subvolume: it is the root of one of btrfs.
+	subvolume bool
+}
+
+// btrfsRoot is the inode of each subvolume's root (BTRFS_FIRST_FREE_OBJECTID).
+const btrfsRoot = 256
+
+// mountAt returns the mount at a path, and all that there are. It is empty if the path is just a directory of another one.
+func mountAt(path string) (at mount, all []mount, err error) {
+	var st unix.Statx_t
+	if err := unix.Statx(unix.AT_FDCWD, path, 0, unix.STATX_MNT_ID|unix.STATX_INO, &st); err != nil {
+		return mount{}, nil, err
+	}
+	if st.Attributes&unix.STATX_ATTR_MOUNT_ROOT == 0 {
+		return mount{}, nil, nil
+	}
+	text, err := os.ReadFile("/proc/self/mountinfo")
+	if err != nil {
+		return mount{}, nil, err
+	}
+	for line := range strings.Lines(string(text)) {
+		// ID, parent, device, root within the filesystem, ...
+		fields := strings.Fields(line)
+		if len(fields) < 4 {
+			continue
+		}
+		m := mount{id: fields[0], device: fields[2], root: fields[3]}
+		if m.id == fmt.Sprint(st.Mnt_id) {
+			at = m
+			at.subvolume = st.Ino == btrfsRoot && strings.Contains(line, " - btrfs ")
+		}
+		all = append(all, m)
+	}
+	return at, all, nil
+}
