@@ -585,7 +585,7 @@ func TestDoctor(t *testing.T) {
 	for _, path := range []string{file, file + "/below"} {
 		r := drive(t, "doctor", "--pool=a=file://"+path)
 		refused(t, r, "failures: 1")
-		if !strings.Contains(r.stdout, "failure pool a: "+file+" is no folder") {
+		if !strings.Contains(r.stdout, "failure pool a: "+file+" is no directory") {
 			t.Errorf("doctor says:\n%s", r.stdout)
 		}
 	}

@@ -4,11 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"strconv"
 	"strings"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
-	"github.com/ashlar-csi/ashlar/pkg/blockdev/lvm2"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -101,51 +99,4 @@ func (p *pool) PoolHealth(ctx context.Context) []blockdev.Problem {
 		say(blockdev.Degraded, "VolumeRenamed", "these have the tags of volumes of this driver under other names, so nothing uses them and nothing removes them; lvrename them back, or take the tags away: %s", strings.Join(p.renamed, ", "))
 	}
 	return problems
-}
-
-// Survey is what an LVM pool would find, looked at without opening it. All sizes are
-// in bytes.
-type Survey struct {
-	Size, Free int64 // of the volume group
-	Extent     int64
-	Missing    int   // physical volumes
-	Volumes    int   // that carry the driver's tag
-	Promised   int64 // the sum of their sizes
-	ThinSize   int64
-	// Written are the physical volumes to which zeros are written block by block; the
-	// others have a command that guarantees them (write zeroes, or discards that do).
-	Written []string
-	Problem string // why the pool would not open; empty if it would
-}
-
-// Survey looks at the place of an LVM pool. It changes nothing.
-func (l Location) Survey(ctx context.Context) (Survey, error) {
-	p := &pool{location: l}
-	p.lvm = lvm2.New("lvm", func(lvm2.Run) {}, nil) // it changes nothing, so there is nothing to flush
-	defer p.lvm.Close()
-	rows, err := p.reportNow(ctx)
-	if err != nil {
-		return Survey{}, err
-	}
-	if err := p.space.read(rows, ""); err != nil {
-		return Survey{}, err
-	}
-	s := Survey{Size: p.space.total, Free: p.space.free, Missing: p.space.missing}
-	if p.location.Thin != "" {
-		if err := p.checkThin(rows); err != nil {
-			s.Problem = err.Error()
-		}
-	}
-	s.Extent, _ = strconv.ParseInt(rows[0]["vg_extent_size"], 10, 64)
-	s.Written = writtenZeros(rows)
-	for _, r := range rows[1:] {
-		size, _ := strconv.ParseInt(r["lv_size"], 10, 64)
-		if _, tagged, ok := p.ours(r); tagged && ok {
-			s.Volumes, s.Promised = s.Volumes+1, s.Promised+size
-		}
-		if r["lv_name"] == p.location.Thin {
-			s.ThinSize = size
-		}
-	}
-	return s, nil
 }

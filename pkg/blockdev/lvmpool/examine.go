@@ -1,0 +1,139 @@
+package lvmpool
+
+import (
+	"context"
+	"errors"
+	"maps"
+	"os/exec"
+	"regexp"
+	"slices"
+	"strconv"
+
+	"github.com/ashlar-csi/ashlar/internal/command"
+	"github.com/ashlar-csi/ashlar/internal/machine"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/lvm2"
+)
+
+// versionPattern finds the version in what lvm2 prints.
+var versionPattern = regexp.MustCompile(`\bv?(\d+\.\d+(\.\d+)?)\b`)
+
+// Examine: see blockdev.Examiner. An LVM pool needs lvm2, targets of the device mapper, and the volume group.
+func (l Location) Examine(ctx context.Context, report blockdev.Report) {
+	if l.examinePrograms(ctx, report) && l.examineTargets(ctx, report) {
+		l.examineGroup(ctx, report)
+	}
+}
+
+// examinePrograms returns false if lvm2 is not there.
+func (l Location) examinePrograms(ctx context.Context, report blockdev.Report) bool {
+	stdout, _, err := command.Run(ctx, "lvm", "version")
+	if errors.Is(err, exec.ErrNotFound) {
+		report.Failure("lvm2 is not there; apt-get install lvm2")
+		return false
+	}
+	version := versionPattern.FindString(stdout)
+	report.OK("lvm2 %s", version)
+	if l.Thin != "" {
+		if _, _, err := command.Run(ctx, "thin_check", "-V"); errors.Is(err, exec.ErrNotFound) {
+			report.Failure("thin_check is not there, and lvm2 activates no thin pool without it; apt-get install thin-provisioning-tools")
+		} else {
+			report.OK("thin-provisioning-tools")
+		}
+	}
+	return true
+}
+
+// examineTargets returns false if the kernel has no device mapper.
+func (l Location) examineTargets(ctx context.Context, report blockdev.Report) bool {
+	targets, err := dm.Targets()
+	if err != nil {
+		report.Failure("device mapper: %v", err)
+		return false
+	}
+	needed := map[string]string{"linear": "dm-mod", "snapshot-origin": "dm-snapshot"}
+	if l.Thin != "" {
+		needed = map[string]string{"linear": "dm-mod", "thin-pool": "dm-thin-pool"}
+	}
+	for _, target := range slices.Sorted(maps.Keys(needed)) {
+		module := needed[target]
+		if have := targets[target]; have != "" {
+			report.OK("device mapper target %s %s", target, have)
+		} else if _, _, err := command.Run(ctx, "modprobe", "-n", "-q", module); err == nil {
+			report.OK("device mapper target %s: the kernel has a module for it, which lvm2 loads when it is needed", target)
+		} else {
+			report.Failure("device mapper target %s: this kernel does not have it; modprobe %s, or install its module", target, module)
+		}
+	}
+	return true
+}
+
+func (l Location) examineGroup(ctx context.Context, report blockdev.Report) {
+	survey, err := l.survey(ctx)
+	switch {
+	case err != nil:
+		report.Failure("%s: %v", l, err)
+		return
+	case survey.problem != "":
+		report.Failure("%s", survey.problem)
+	case survey.missing > 0:
+		report.Warning("%d physical volumes are missing; lvm2 changes nothing in the group until they are back", survey.missing)
+	}
+	if l.Thin != "" {
+		report.OK("thin pool of %s in a group of %s; %s are promised to %d volumes and snapshots of this driver (overprovision=%g, dataWatermark=%g, metadataWatermark=%g)",
+			machine.Size(survey.thinSize), machine.Size(survey.size), machine.Size(survey.promised), survey.volumes, l.Overprovision, l.DataWatermark, l.MetadataWatermark)
+		return
+	}
+	report.OK("%s of %s are free, in extents of %s; %s are promised to %d volumes and snapshots of this driver (reservePercent=%g)",
+		machine.Size(survey.free), machine.Size(survey.size), machine.Size(survey.extent), machine.Size(survey.promised), survey.volumes, l.ReservePercent)
+	for _, device := range survey.written {
+		report.OK("zeros are written to %s, block by block, before a volume on it is handed out: it has no command that guarantees them", device)
+	}
+}
+
+// groupSurvey is what an LVM pool would find, looked at without opening it. All sizes are in bytes.
+type groupSurvey struct {
+	size, free int64 // of the volume group
+	extent     int64
+	missing    int   // physical volumes
+	volumes    int   // that carry the driver's tag
+	promised   int64 // the sum of their sizes
+	thinSize   int64
+	// written are the physical volumes to which zeros are written block by block; the
+	// others have a command that guarantees them (write zeroes, or discards that do).
+	written []string
+	problem string // why the pool would not open; empty if it would
+}
+
+// survey looks at the place of an LVM pool. It changes nothing.
+func (l Location) survey(ctx context.Context) (groupSurvey, error) {
+	p := &pool{location: l}
+	p.lvm = lvm2.New("lvm", func(lvm2.Run) {}, nil) // it changes nothing, so there is nothing to flush
+	defer p.lvm.Close()
+	rows, err := p.reportNow(ctx)
+	if err != nil {
+		return groupSurvey{}, err
+	}
+	if err := p.space.read(rows, ""); err != nil {
+		return groupSurvey{}, err
+	}
+	s := groupSurvey{size: p.space.total, free: p.space.free, missing: p.space.missing}
+	if p.location.Thin != "" {
+		if err := p.checkThin(rows); err != nil {
+			s.problem = err.Error()
+		}
+	}
+	s.extent, _ = strconv.ParseInt(rows[0]["vg_extent_size"], 10, 64)
+	s.written = writtenZeros(rows)
+	for _, r := range rows[1:] {
+		size, _ := strconv.ParseInt(r["lv_size"], 10, 64)
+		if _, tagged, ok := p.ours(r); tagged && ok {
+			s.volumes, s.promised = s.volumes+1, s.promised+size
+		}
+		if r["lv_name"] == p.location.Thin {
+			s.thinSize = size
+		}
+	}
+	return s, nil
+}
