@@ -68,19 +68,19 @@ func (p *pool) forgetLoops(ref blockdev.Ref, gone []knownLoop) {
 	}
 }
 
-// label of the loop devices over an object. The folder in it is that of the pool, so that the
+// label of the loop devices over an object. The directory in it is that of the pool, so that the
 // pools of several drivers on one kernel do not take each other's devices for theirs.
-func (p *pool) label(ref blockdev.Ref) string { return ref.String() + "." + p.folderID[ref.Kind] }
+func (p *pool) label(ref blockdev.Ref) string { return ref.String() + "." + p.directoryID[ref.Kind] }
 
 // parseLabel is the inverse of label; false for those of other pools.
 func (p *pool) parseLabel(label string) (blockdev.Ref, bool) {
-	name, folder, _ := cutLast(label)
+	name, dir, _ := cutLast(label)
 	ref := blockdev.ParseRef(name)
-	return ref, ref.Validate() == nil && folder == p.folderID[ref.Kind]
+	return ref, ref.Validate() == nil && dir == p.directoryID[ref.Kind]
 }
 
 // cutLast cuts the last two parts off a label.
-func cutLast(label string) (name, folder string, found bool) {
+func cutLast(label string) (name, dir string, found bool) {
 	parts := strings.Split(label, ".")
 	if len(parts) != 4 {
 		return "", "", false
@@ -88,10 +88,10 @@ func cutLast(label string) (name, folder string, found bool) {
 	return parts[0] + "." + parts[1], parts[2] + "." + parts[3], true
 }
 
-// folderID names a folder among all of one kernel: device and inode number, in hexadecimal.
-func folderID(folder *os.File) (string, error) {
+// directoryID names a directory among all of one kernel: device and inode number, in hexadecimal.
+func directoryID(dir *os.File) (string, error) {
 	var st unix.Stat_t
-	if err := unix.Fstat(int(folder.Fd()), &st); err != nil {
+	if err := unix.Fstat(int(dir.Fd()), &st); err != nil {
 		return "", errdefs.FromErrno(err)
 	}
 	return fmt.Sprintf("%x.%x", unix.Major(st.Dev)<<20|unix.Minor(st.Dev), st.Ino), nil
@@ -158,8 +158,8 @@ func (p *pool) findLoops() error {
 // ImageAt returns the object whose image has a path; an invalid one if it is no path of an image.
 func ImageAt(name string) blockdev.Ref {
 	key, isImage := strings.CutSuffix(path.Base(name), ".img")
-	for kind, folder := range layout.Folders {
-		if isImage && path.Base(path.Dir(name)) == folder {
+	for kind, dir := range layout.Directories {
+		if isImage && path.Base(path.Dir(name)) == dir {
 			return blockdev.Ref{Kind: kind, Key: key}
 		}
 	}

@@ -156,8 +156,8 @@ func (p *pool) fill(ctx context.Context, o *object, spec blockdev.Spec) (blockde
 			return blockdev.Record{}, err
 		}
 	}
-	if err := p.folders[spec.Kind].Sync(); err != nil {
-		return blockdev.Record{}, fmt.Errorf("sync the folder: %w", errdefs.FromErrno(err))
+	if err := p.directories[spec.Kind].Sync(); err != nil {
+		return blockdev.Record{}, fmt.Errorf("sync the directory: %w", errdefs.FromErrno(err))
 	}
 	record := o.Record
 	record.Created = cut

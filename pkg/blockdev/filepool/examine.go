@@ -98,7 +98,7 @@ func examineFilesystem(report blockdev.Report, path string) {
 func (l Location) examineSpace(report blockdev.Report, st unix.Statfs_t) {
 	total, free := int64(st.Blocks)*st.Frsize, int64(st.Bavail)*st.Frsize
 	var promised, taken int64
-	for _, kind := range layout.Folders {
+	for _, kind := range layout.Directories {
 		images, _ := filepath.Glob(filepath.Join(l.Path, kind, "*.img"))
 		for _, image := range images {
 			var st unix.Stat_t

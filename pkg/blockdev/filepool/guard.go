@@ -28,7 +28,7 @@ import (
 // the old node then reads. So a device that is kept for somebody else has a guard:
 //
 // With a device mapper, that is a device over the loop device, handed out in its place, which
-// passes none of these ioctls down (dm.showTable). It is named by the pool's folder and the object, and
+// passes none of these ioctls down (dm.showTable). It is named by the pool's directory and the object, and
 // nobody but root can change that.
 //
 // Without, it is a second loop device over the first (the keeper), which nobody else has a node

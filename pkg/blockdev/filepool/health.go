@@ -19,18 +19,18 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// alive makes sure that the pool's folder is still the one that was opened.
+// alive makes sure that the pool's directory is still the one that was opened.
 func (p *pool) alive() error {
 	var held, named unix.Stat_t
-	err := unix.Fstat(int(p.folders[blockdev.Volume].Fd()), &held)
+	err := unix.Fstat(int(p.directories[blockdev.Volume].Fd()), &held)
 	if err == nil {
-		err = unix.Stat(p.location.Path+"/"+layout.Folders[blockdev.Volume], &named)
+		err = unix.Stat(p.location.Path+"/"+layout.Directories[blockdev.Volume], &named)
 	}
 	if err != nil || held.Dev != named.Dev || held.Ino != named.Ino {
 		if err == nil {
-			err = errors.New("another folder is there now")
+			err = errors.New("another directory is there now")
 		}
-		return fmt.Errorf("%w: the folder %s of pool %s is gone: %w; mount its filesystem again", errdefs.ErrUnavailable, p.location.Path, p.name, err)
+		return fmt.Errorf("%w: the directory %s of pool %s is gone: %w; mount its filesystem again", errdefs.ErrUnavailable, p.location.Path, p.name, err)
 	}
 	return nil
 }

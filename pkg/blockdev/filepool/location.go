@@ -33,7 +33,7 @@ const CreateAuto = directory.Auto
 // Parse parses the URL of a file pool. The error says what is wrong with it.
 func Parse(u *url.URL) (Location, error) {
 	if u.Host != "" || u.User != nil || u.Opaque != "" || u.Fragment != "" {
-		return Location{}, errors.New("write it as file:///FOLDER, with three slashes")
+		return Location{}, errors.New("write it as file:///DIRECTORY, with three slashes")
 	}
 	if !filepath.IsAbs(u.Path) || filepath.Clean(u.Path) != strings.TrimSuffix(u.Path, "/") || strings.ContainsRune(u.Path, 0) {
 		return Location{}, fmt.Errorf("%q is not an absolute, clean path below /", u.Path)

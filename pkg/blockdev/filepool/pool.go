@@ -26,12 +26,12 @@ import (
 
 // pool keeps each object as an image file with a record file beside it:
 //
-//	FOLDER/pool                the identity of the pool (place.go)
-//	FOLDER/lock                flock(2) by the one process that may use the pool
-//	FOLDER/volumes             flock(2) too: the lock may be removed
-//	FOLDER/volumes/KEY.rec     the record (record.go)
-//	FOLDER/volumes/KEY.img     the bytes
-//	FOLDER/snapshots/KEY.rec, KEY.img
+//	DIRECTORY/pool                the identity of the pool (internal/identity)
+//	DIRECTORY/lock                flock(2) by the one process that may use the pool
+//	DIRECTORY/volumes             flock(2) too: the lock may be removed
+//	DIRECTORY/volumes/KEY.rec     the record (internal/recordfile)
+//	DIRECTORY/volumes/KEY.img     the bytes
+//	DIRECTORY/snapshots/KEY.rec, KEY.img
 //
 // A volume is attached as a loop device. The record goes through creating, ready and
 // deleting; an image whose record says creating or deleting belongs to nobody and is
@@ -40,18 +40,18 @@ import (
 // What is in memory is a cache of the records and of the loop devices, filled when
 // the pool is opened and changed only after the disk.
 type pool struct {
-	name     string
-	location Location
-	id       string
-	root     *os.Root
-	lock     *os.File
-	folders  map[blockdev.Kind]*os.File // held to be synced
-	folderID map[blockdev.Kind]string
-	device   uint64 // that the folders are on
-	mapper   bool   // the kernel has a device mapper
-	reflink  bool   // the filesystem can share blocks between files
-	kind     int64  // of the filesystem, as in statfs(2)
-	block    int64  // of the filesystem in bytes, or less
+	name        string
+	location    Location
+	id          string
+	root        *os.Root
+	lock        *os.File
+	directories map[blockdev.Kind]*os.File // held to be synced
+	directoryID map[blockdev.Kind]string
+	device      uint64 // that the directories are on
+	mapper      bool   // the kernel has a device mapper
+	reflink     bool   // the filesystem can share blocks between files
+	kind        int64  // of the filesystem, as in statfs(2)
+	block       int64  // of the filesystem in bytes, or less
 
 	*catalog.Catalog[*object]
 	// Guarded by its Mu, too:
@@ -78,7 +78,7 @@ func (o *object) size() int64 { return max(o.Record.Size, o.growing) }
 // Open opens the pool in the directory, and finishes or undoes what a crash left half-done in it. Where there is none, one is made if
 // Location.Create, or what is known of it, lets it; else it is errdefs.ErrUnavailable.
 func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (_ blockdev.Pool, err error) {
-	p := &pool{name: name, location: l, folders: map[blockdev.Kind]*os.File{}, Catalog: catalog.New[*object](name), loops: map[blockdev.Ref][]knownLoop{}, covered: map[blockdev.Ref]bool{}, folderID: map[blockdev.Kind]string{}}
+	p := &pool{name: name, location: l, directories: map[blockdev.Kind]*os.File{}, Catalog: catalog.New[*object](name), loops: map[blockdev.Ref][]knownLoop{}, covered: map[blockdev.Ref]bool{}, directoryID: map[blockdev.Kind]string{}}
 	p.space.survey.most = surveyExtents
 	p.space.survey.context, p.space.survey.stop = context.WithCancel(context.WithoutCancel(ctx))
 	defer func() {
@@ -94,16 +94,16 @@ func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (
 	if p.lock, err = directory.Lock(p.root); err != nil {
 		return nil, err
 	}
-	for kind, folder := range layout.Folders {
-		if p.folders[kind], err = p.root.Open(folder); err != nil {
+	for kind, dir := range layout.Directories {
+		if p.directories[kind], err = p.root.Open(dir); err != nil {
 			return nil, errdefs.FromErrno(err)
 		}
-		if p.folderID[kind], err = folderID(p.folders[kind]); err != nil {
+		if p.directoryID[kind], err = directoryID(p.directories[kind]); err != nil {
 			return nil, err
 		}
 	}
 	// Somebody may take the lock file for a stale one, and remove it.
-	if err := directory.Exclusive(p.folders[blockdev.Volume]); err != nil {
+	if err := directory.Exclusive(p.directories[blockdev.Volume]); err != nil {
 		return nil, err
 	}
 	var shared bool
@@ -119,13 +119,13 @@ func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (
 		return nil, errdefs.FromErrno(err)
 	}
 	p.kind, p.block = st.Type, min(st.Bsize, blockdev.Granularity)
-	var folder unix.Stat_t
-	if err := unix.Fstat(int(p.lock.Fd()), &folder); err != nil {
+	var lock unix.Stat_t
+	if err := unix.Fstat(int(p.lock.Fd()), &lock); err != nil {
 		return nil, errdefs.FromErrno(err)
 	}
-	p.device = folder.Dev
+	p.device = lock.Dev
 	p.reflink = sparse.CanShare(p.lock)
-	for kind := range layout.Folders {
+	for kind := range layout.Directories {
 		if err := p.load(kind); err != nil {
 			return nil, err
 		}
@@ -226,7 +226,7 @@ func (p *pool) Delete(ctx context.Context, ref blockdev.Ref) error {
 }
 
 // remove takes the bytes away, then the record. Unlinked files need no sync of the
-// folder: should a power cut bring them back, the record still says deleting (or
+// directory: should a power cut bring them back, the record still says deleting (or
 // creating) and the next start removes them again.
 //
 // The object is nobody's from the moment its record says so. What fails after that, or takes
@@ -318,9 +318,9 @@ func (p *pool) Close() error {
 	if p.lock != nil {
 		failures = append(failures, p.lock.Close())
 	}
-	for _, folder := range p.folders {
-		if folder != nil {
-			failures = append(failures, folder.Close())
+	for _, dir := range p.directories {
+		if dir != nil {
+			failures = append(failures, dir.Close())
 		}
 	}
 	if p.root != nil {

@@ -298,10 +298,10 @@ func TestLostImage(t *testing.T) {
 		lose   func(image string) error
 		reason string
 	}{
-		"missing":   {os.Remove, "ImageMissing"},
-		"truncated": {func(image string) error { return os.Truncate(image, 4*pooltest.MiB-1) }, "ImageTruncated"},
-		"a folder":  {func(image string) error { return errors.Join(os.Remove(image), os.Mkdir(image, 0o700)) }, "ImageOfAnother"},
-		"a FIFO":    {func(image string) error { return errors.Join(os.Remove(image), unix.Mkfifo(image, 0o600)) }, "ImageOfAnother"},
+		"missing":     {os.Remove, "ImageMissing"},
+		"truncated":   {func(image string) error { return os.Truncate(image, 4*pooltest.MiB-1) }, "ImageTruncated"},
+		"a directory": {func(image string) error { return errors.Join(os.Remove(image), os.Mkdir(image, 0o700)) }, "ImageOfAnother"},
+		"a FIFO":      {func(image string) error { return errors.Join(os.Remove(image), unix.Mkfifo(image, 0o600)) }, "ImageOfAnother"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			dir := drivertest.Dir(t)
@@ -449,7 +449,7 @@ func inodeOf(t testing.TB, path string) uint64 {
 	return info.Sys().(*syscall.Stat_t).Ino
 }
 
-// TestLock: one folder, one process, also if somebody takes the lock for a stale one and removes it.
+// TestLock: one directory, one process, also if somebody takes the lock for a stale one and removes it.
 func TestLock(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := drivertest.Dir(t)
@@ -461,8 +461,8 @@ func TestLock(t *testing.T) {
 	pooltest.Must(t, pooltest.OpenFiles(t, dir).Close())
 }
 
-// TestFolderGone: a pool does not go on in a folder that is another one by now.
-func TestFolderGone(t *testing.T) {
+// TestDirectoryGone: a pool does not go on in a directory that is another one by now.
+func TestDirectoryGone(t *testing.T) {
 	dir := filepath.Join(drivertest.Dir(t), "pool")
 	pool := pooltest.OpenedFiles(t, dir)
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: 4 * pooltest.MiB})

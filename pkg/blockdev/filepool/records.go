@@ -22,7 +22,7 @@ import (
 
 // load reads all records of a kind.
 func (p *pool) load(kind blockdev.Kind) error {
-	entries, err := fs.ReadDir(p.root.FS(), layout.Folders[kind])
+	entries, err := fs.ReadDir(p.root.FS(), layout.Directories[kind])
 	if err != nil {
 		return errdefs.FromErrno(err)
 	}
@@ -34,7 +34,7 @@ func (p *pool) load(kind blockdev.Kind) error {
 	}
 	for _, entry := range entries {
 		if strings.HasSuffix(entry.Name(), ".rec"+freshRecord) { // a crash came before it took the place of the record
-			if err := p.root.Remove(layout.Folders[kind] + "/" + entry.Name()); err != nil {
+			if err := p.root.Remove(layout.Directories[kind] + "/" + entry.Name()); err != nil {
 				return errdefs.FromErrno(err)
 			}
 		}
@@ -63,7 +63,7 @@ func (p *pool) load(kind blockdev.Kind) error {
 	}
 	for key := range images {
 		ref := blockdev.Ref{Kind: kind, Key: key}
-		p.strays = append(p.strays, layout.Folders[kind]+"/"+key+".img")
+		p.strays = append(p.strays, layout.Directories[kind]+"/"+key+".img")
 		if ref.Validate() == nil {
 			p.Damaged[ref] = recordfile.ErrNoRecord
 		}
@@ -126,8 +126,8 @@ func (p *pool) prepareInPlace(ctx context.Context) error {
 	if p.kind != unix.BTRFS_SUPER_MAGIC {
 		return nil
 	}
-	for _, folder := range p.folders {
-		if err := nocow.Set(folder); err != nil {
+	for _, dir := range p.directories {
+		if err := nocow.Set(dir); err != nil {
 			return err
 		}
 	}

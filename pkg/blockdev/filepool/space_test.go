@@ -205,8 +205,8 @@ func older(t testing.TB, dir string) {
 	t.Helper()
 	files, err := filepath.Glob(filepath.Join(dir, "*s", "*"))
 	pooltest.Must(t, err)
-	for _, folder := range []string{"volumes", "snapshots"} {
-		run(t, "chattr", "-C", filepath.Join(dir, folder))
+	for _, kind := range []string{"volumes", "snapshots"} {
+		run(t, "chattr", "-C", filepath.Join(dir, kind))
 	}
 	for _, file := range files {
 		run(t, "cp", "--sparse=always", file, file+".copy")

@@ -348,7 +348,7 @@ func gone(was Backing) (bool, error) {
 }
 
 // BackingName returns what the kernel says to be the path of a loop device's backing file, and
-// whether that is unlinked. The folders in it may be those of another mount namespace.
+// whether that is unlinked. The directories in it may be those of another mount namespace.
 func BackingName(n int) (name string, unlinked bool, err error) {
 	b, err := os.ReadFile(fmt.Sprintf("/sys/block/loop%d/loop/backing_file", n))
 	name, unlinked = strings.CutSuffix(strings.TrimSpace(string(b)), " (deleted)")

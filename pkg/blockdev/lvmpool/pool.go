@@ -237,17 +237,17 @@ func (p *pool) reportNow(ctx context.Context) (rows []lvm2.Row, err error) {
 	return rows, err
 }
 
-// lockFolder is where pools are locked against other processes of this machine: lvm2's own,
+// lockDirectory is where pools are locked against other processes of this machine: lvm2's own,
 // as containers that use lvm2 have to share it anyway.
-const lockFolder = "/run/lock/lvm"
+const lockDirectory = "/run/lock/lvm"
 
 // exclude keeps a second process away from the pool.
 func (p *pool) exclude() error {
-	if err := os.MkdirAll(lockFolder, 0o700); err != nil {
+	if err := os.MkdirAll(lockDirectory, 0o700); err != nil {
 		return errdefs.FromErrno(err)
 	}
 	var err error
-	if p.lock, err = os.OpenFile(lockFolder+"/ashlar."+p.uuid+"."+p.location.Thin, os.O_RDWR|os.O_CREATE, 0o600); err != nil {
+	if p.lock, err = os.OpenFile(lockDirectory+"/ashlar."+p.uuid+"."+p.location.Thin, os.O_RDWR|os.O_CREATE, 0o600); err != nil {
 		return errdefs.FromErrno(err)
 	}
 	if err := unix.Flock(int(p.lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {

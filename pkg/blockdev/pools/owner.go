@@ -21,7 +21,7 @@ import (
 )
 
 // ownerPattern finds an object in the name of a device of the device mapper: KIND.KEY, KIND.POOL.KEY,
-// or the label of a file pool KIND.KEY.FOLDER, and what is before and behind it.
+// or the label of a file pool KIND.KEY.DIRECTORY, and what is before and behind it.
 var ownerPattern = regexp.MustCompile(`(?:^|-)(vol|snap)\.(?:[a-z0-9-]+\.)?([0-9a-f]{32})(?:\.[0-9a-f]+\.[0-9a-f]+)?(?:-[a-z]+)?$`)
 
 // Owner tells by what the kernel has of a device whose it is: of a loop device the name of its

@@ -28,7 +28,7 @@ type Location interface {
 
 // kinds has a line for each kind of pool, by the scheme of its URLs.
 var kinds = map[string]kind{
-	"file": {"file:///FOLDER", parser(filepool.Parse)},
+	"file": {"file:///DIRECTORY", parser(filepool.Parse)},
 	"lvm":  {"lvm://GROUP and lvm://GROUP/THINPOOL", parser(lvmpool.Parse)},
 }
 

@@ -137,7 +137,7 @@ func TestValidPoolName(t *testing.T) {
 	}
 }
 
-// FuzzParse: what parses is a folder below /, within the limits, and means the
+// FuzzParse: what parses is a directory below /, within the limits, and means the
 // same when it is written out again.
 func FuzzParse(f *testing.F) {
 	for _, seed := range []string{"file:///var/lib/ashlar", "file:///a?overprovision=1.5&reservePercent=5", "file:///", "file:///a/../b", "file:///%2e%2e", "file:///a%2Fb",

@@ -33,7 +33,7 @@ func Fails(t testing.TB, err, want error, what string) {
 	}
 }
 
-// OpenFiles opens the file pool "test" of a folder, without a reserve.
+// OpenFiles opens the file pool "test" of a directory, without a reserve.
 func OpenFiles(t testing.TB, dir string) blockdev.Pool {
 	t.Helper()
 	pool, err := pools.Open(context.Background(), "test", "file://"+dir+"?reservePercent=0&create=1")

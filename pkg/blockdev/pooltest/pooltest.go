@@ -27,8 +27,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// Open opens a pool that keeps everything in, or under the name of, a folder: with the
-// same folder again it finds what the pool before it left there. The suite closes it.
+// Open opens a pool that keeps everything in, or under the name of, a directory: with the
+// same directory again it finds what the pool before it left there. The suite closes it.
 // It needs at least 300 MiB; other users of its storage make the suite fail.
 type Open func(t testing.TB, dir string) blockdev.Pool
 

@@ -41,8 +41,8 @@ const LockFile = "lock"
 
 // makePool makes a directory a pool, with nothing in it.
 func makePool(root *os.Root, id string) error {
-	for _, folder := range layout.Folders {
-		if err := root.Mkdir(folder, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
+	for _, dir := range layout.Directories {
+		if err := root.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
 			return errdefs.FromErrno(err)
 		}
 	}
@@ -149,7 +149,7 @@ func isEmpty(path string) (bool, error) {
 		return false, errdefs.FromErrno(err)
 	}
 	return !slices.ContainsFunc(entries, func(e fs.DirEntry) bool {
-		if e.Name() == layout.Folders[blockdev.Volume] || e.Name() == layout.Folders[blockdev.Snapshot] {
+		if e.Name() == layout.Directories[blockdev.Volume] || e.Name() == layout.Directories[blockdev.Snapshot] {
 			below, err := os.ReadDir(filepath.Join(path, e.Name()))
 			return err != nil || len(below) > 0
 		}

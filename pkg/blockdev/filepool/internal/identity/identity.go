@@ -55,8 +55,8 @@ func New() string {
 func Read(root *os.Root) (id string, whole bool, err error) {
 	f, err := layout.Open(root, File)
 	if errors.Is(err, fs.ErrNotExist) {
-		for _, folder := range layout.Folders {
-			if _, err := root.Stat(folder); errors.Is(err, fs.ErrNotExist) {
+		for _, dir := range layout.Directories {
+			if _, err := root.Stat(dir); errors.Is(err, fs.ErrNotExist) {
 				return "", false, ErrNoPool
 			} else if err != nil {
 				return "", false, errdefs.FromErrno(err)

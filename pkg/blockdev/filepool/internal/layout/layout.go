@@ -1,4 +1,4 @@
-// Package layout is where things are in the folder of a file pool.
+// Package layout is where things are in the directory of a file pool.
 package layout
 
 import (
@@ -11,23 +11,23 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// Sync makes it last which files there are in a folder.
+// Sync makes it last which files there are in a directory.
 func Sync(root *os.Root) error {
-	folder, err := root.Open(".")
+	dir, err := root.Open(".")
 	if err != nil {
 		return errdefs.FromErrno(err)
 	}
-	return errdefs.FromErrno(errors.Join(folder.Sync(), folder.Close()))
+	return errdefs.FromErrno(errors.Join(dir.Sync(), dir.Close()))
 }
 
-// Folders are those of the kinds of object.
-var Folders = map[blockdev.Kind]string{blockdev.Volume: "volumes", blockdev.Snapshot: "snapshots"}
+// Directories are those of the kinds of object.
+var Directories = map[blockdev.Kind]string{blockdev.Volume: "volumes", blockdev.Snapshot: "snapshots"}
 
 // Record returns the path of the record of an object.
-func Record(ref blockdev.Ref) string { return Folders[ref.Kind] + "/" + ref.Key + ".rec" }
+func Record(ref blockdev.Ref) string { return Directories[ref.Kind] + "/" + ref.Key + ".rec" }
 
 // Image returns the path of the bytes of an object.
-func Image(ref blockdev.Ref) string { return Folders[ref.Kind] + "/" + ref.Key + ".img" }
+func Image(ref blockdev.Ref) string { return Directories[ref.Kind] + "/" + ref.Key + ".img" }
 
 // Open opens a file to be read. It does not wait for the writer of a FIFO.
 func Open(root *os.Root, path string) (*os.File, error) {

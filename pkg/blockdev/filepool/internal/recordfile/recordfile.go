@@ -8,7 +8,7 @@
 // does anybody hear of it, or act on it. So each slot alone has all that was ever answered,
 // whether the other was torn as it was written, or rots later: nothing that was said goes back. (The
 // blocks are there already, so a change is two writes and two flushes of the disk; a new file, its
-// rename and the folder's sync cost ten times that.)
+// rename and the directory's sync cost ten times that.)
 //
 // A slot with a right checksum that is not understood was never torn: it is of a newer driver,
 // or of another volume, and the record is damaged, whatever the other slot says.
@@ -187,7 +187,7 @@ type Position struct {
 	Alone      bool   // the other slot does not have it
 }
 
-// Create makes a record file durably; the caller syncs the folder.
+// Create makes a record file durably; the caller syncs the directory.
 func Create(root *os.Root, path string, s *Record) (at Position, err error) {
 	slot, err := encodeSlot(s, 1)
 	if err != nil {
