@@ -268,11 +268,11 @@ func openLocal(ctx context.Context, o options, known func(pool string) blockdev.
 	store, err := volume.NewLocal(ctx, o.nodeID, opened, mounts, limit)
 	for _, pool := range opened {
 		go func() { // nobody waits for it: the disk may hang
-			if blockdev.There(pool) == nil {
+			if blockdev.Unwrap(pool) == nil {
 				return // that was said
 			}
 			problems := pool.PoolHealth(ctx)
-			if blockdev.There(pool) == nil {
+			if blockdev.Unwrap(pool) == nil {
 				return // it was closed meanwhile, which is all that they say
 			}
 			for _, problem := range problems {

@@ -276,12 +276,12 @@ type Pool interface {
 // older driver could not be given one yet.
 type Identified interface{ ID() string }
 
-// Leaver is a Pool that can find that it has to be let go of and opened anew: what it holds keeps its disk from being
+// Leaver is a Pool that can find that it has to be closed and opened anew: what it holds keeps its disk from being
 // unmounted and repaired, or is not what is at its place any more.
 type Leaver interface{ Gone() bool }
 
-// There returns the pool itself of one that stands before another (Unwrap); nil if that is not there.
-func There(p Pool) Pool {
+// Unwrap returns the pool itself of one that stands before another (with a method Unwrap); nil if that is not open.
+func Unwrap(p Pool) Pool {
 	for p != nil {
 		before, ok := p.(interface{ Unwrap() Pool })
 		if !ok {
@@ -292,10 +292,10 @@ func There(p Pool) Pool {
 	return nil
 }
 
-// As returns a pool as one that can do more (Identified, Prover, Suspender, Differ); false if it
-// cannot, or is not there.
+// As returns a pool as one that can do more (Identified, Leaver, Prover, Measurer, Suspender, Differ); false if it cannot, or is
+// not open.
 func As[T any](p Pool) (more T, ok bool) {
-	more, ok = There(p).(T)
+	more, ok = Unwrap(p).(T)
 	return more, ok
 }
 

@@ -273,7 +273,7 @@ func (s *Server) unstage(ctx context.Context, id volume.ID, path string) error {
 		return s.volumes.Detach(ctx, id)
 	}
 	if at.mounted && place != path {
-		return pools.LetGo(ctx, at.device)
+		return pools.DetachWithoutPool(ctx, at.device)
 	}
 	return nil // the device goes with its mount; what else is left goes when its pool is there again
 }

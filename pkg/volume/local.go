@@ -51,7 +51,7 @@ func NewLocal(ctx context.Context, node string, pools []blockdev.Pool, mounts *m
 	l := &Local{node: node, pools: pools, mounts: mounts, limit: limit, longestFreeze: time.Minute, arrived: map[string]blockdev.Pool{}, claims: map[string]int64{}, incomplete: map[string]bool{}, tooLong: map[ID]time.Time{}, freezing: map[ID]bool{}}
 	for _, pool := range pools {
 		if deferred, ok := pool.(*lazy.Pool); ok {
-			deferred.Then(ctx, l.recover)
+			deferred.OnOpen(ctx, l.recover)
 		} else if err := l.recover(ctx, pool); err != nil {
 			return l, err
 		}
@@ -63,7 +63,7 @@ func NewLocal(ctx context.Context, node string, pools []blockdev.Pool, mounts *m
 func (l *Local) there() []blockdev.Pool {
 	var pools []blockdev.Pool
 	for _, pool := range l.pools {
-		if pool = blockdev.There(pool); pool != nil {
+		if pool = blockdev.Unwrap(pool); pool != nil {
 			pools = append(pools, pool)
 		}
 	}

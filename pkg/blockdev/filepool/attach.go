@@ -39,8 +39,8 @@ type attachedLoop struct {
 	guard
 }
 
-// know notes a loop device of an object.
-func (p *pool) know(ref blockdev.Ref, b loop.Backing) {
+// noteLoop notes a loop device of an object.
+func (p *pool) noteLoop(ref blockdev.Ref, b loop.Backing) {
 	p.Mu.Lock()
 	defer p.Mu.Unlock()
 	p.seen++
@@ -118,7 +118,7 @@ func (p *pool) findLoops() error {
 		if loop.Going(err) && over.Validate() == nil { // who told it to go may keep it (waitGoing)
 			if info, err := p.root.Stat(layout.Image(over)); err == nil {
 				st := info.Sys().(*syscall.Stat_t)
-				p.know(over, loop.Backing{Number: n, Device: st.Dev, Inode: st.Ino})
+				p.noteLoop(over, loop.Backing{Number: n, Device: st.Dev, Inode: st.Ino})
 			}
 		}
 		if err != nil {
@@ -133,23 +133,23 @@ func (p *pool) findLoops() error {
 		if status.Node != 0 { // a pod has no device like this one, so the label is as we wrote it
 			if labelled && unix.Major(status.Node) == loop.Major {
 				kept[int(unix.Minor(status.Node))] = ref
-				p.know(ref, status)
+				p.noteLoop(ref, status)
 			}
 			continue
 		}
 		info, err := p.root.Stat(layout.Image(over))
 		switch {
 		case over.Validate() == nil && err == nil && isImage(info, status):
-			p.know(over, status)
+			p.noteLoop(over, status)
 		case labelled && unlinked && status.Device == p.device:
-			p.know(ref, status)
+			p.noteLoop(ref, status)
 		default:
 			rest[n] = status
 		}
 	}
 	for n, ref := range kept {
 		if status, found := rest[n]; found {
-			p.know(ref, status)
+			p.noteLoop(ref, status)
 		}
 	}
 	return nil
@@ -268,7 +268,7 @@ func (l attachedLoop) device(hold func() error) (blockdev.Device, error) {
 func (p *pool) Attach(ctx context.Context, ref blockdev.Ref, how blockdev.Attachment) (blockdev.Device, error) {
 	o, record, err := p.Lookup(ref)
 	if err == nil && !how.ReadOnly {
-		err = p.secure(o)
+		err = p.completeSlots(o)
 	}
 	if err != nil {
 		return blockdev.Device{}, err
@@ -365,7 +365,7 @@ func (p *pool) attachImage(ctx context.Context, o *object, record blockdev.Recor
 		file.Close()
 		return attachedLoop{}, fmt.Errorf("status of %s: %w", loop.Path(n), errdefs.FromErrno(err))
 	}
-	p.know(ref, status)
+	p.noteLoop(ref, status)
 	return attachedLoop{Backing: status, file: file, guard: guard{keeper: none}}, nil
 }
 
@@ -456,7 +456,7 @@ func (p *pool) resizeLoops(_ context.Context, ref blockdev.Ref) error {
 	}
 	defer closeLoops(loops)
 	for _, l := range loops {
-		if err := p.putRight(ref, l); err != nil {
+		if err := p.restoreSettings(ref, l); err != nil {
 			return err
 		}
 		if _, err := ioctl.Value(l.file, unix.LOOP_SET_CAPACITY, 0); err != nil {

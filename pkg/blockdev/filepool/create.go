@@ -36,7 +36,7 @@ func (p *pool) Create(ctx context.Context, spec blockdev.Spec) (blockdev.Record,
 		return blockdev.Record{}, err
 	}
 	if ready {
-		return catalog.Copy(o.Record), p.secure(o)
+		return catalog.Copy(o.Record), p.completeSlots(o)
 	}
 	if o == nil {
 		if o, err = p.begin(ctx, spec); err != nil {
@@ -184,7 +184,7 @@ func (p *pool) allocate(ctx context.Context, o *object, image *os.File, size int
 	}
 	offset := int64(0)
 	return sparse.InSteps(ctx, size, func(n int64) error {
-		take := func() error { return p.took(o, image, func() error { return p.fallocate(image, offset, n) }) }
+		take := func() error { return p.countAllocated(o, image, func() error { return p.fallocate(image, offset, n) }) }
 		p.space.allocating.RLock()
 		err := take()
 		p.space.allocating.RUnlock()
@@ -246,7 +246,7 @@ func (p *pool) copyOrigin(ctx context.Context, o *object, image *os.File, spec b
 		return p.shareOrigin(ctx, o, image, source, spec, moving)
 	}
 	cut, err := p.copyBytes(ctx, o, image, source, spec, moving)
-	return cut, errors.Join(err, p.took(o, image, func() error { return nil }))
+	return cut, errors.Join(err, p.countAllocated(o, image, func() error { return nil }))
 }
 
 // keepsHoles reports whether an object takes only the space of its data. Snapshots never grow.

@@ -102,7 +102,7 @@ func (p *pool) findCover(ref blockdev.Ref, loops []attachedLoop) error {
 // did to it.
 func (p *pool) protect(ctx context.Context, ref blockdev.Ref, l *attachedLoop) error {
 	if l.guarded() {
-		return p.putRight(ref, *l)
+		return p.restoreSettings(ref, *l)
 	}
 	// One that stays by itself was handed out by a driver that gave no guards. It is in use.
 	if !p.mapper || l.Stays() {
@@ -152,7 +152,7 @@ func (p *pool) keep(ctx context.Context, ref blockdev.Ref, l *attachedLoop) erro
 	if err != nil {
 		return fmt.Errorf("status of %s: %w", loop.Path(n), errdefs.FromErrno(err))
 	}
-	p.know(ref, status)
+	p.noteLoop(ref, status)
 	l.keeper, l.sector = n, sector
 	return nil
 }
@@ -192,7 +192,7 @@ func (p *pool) uncover(ctx context.Context, ref blockdev.Ref) error {
 			break
 		}
 		if try == held.Tries || ctx.Err() != nil {
-			return fmt.Errorf("%w: %s is inUse open by a process or a mount; it goes away with its last user", errdefs.ErrInUse, d.Path())
+			return fmt.Errorf("%w: %s is held open by a process or a mount; it goes away with its last user", errdefs.ErrInUse, d.Path())
 		}
 		time.Sleep(held.Pause)
 	}
@@ -241,9 +241,9 @@ func (l attachedLoop) changed() []string {
 	return what
 }
 
-// putRight undoes what whoever had a loop device in his hands did to it. That the kernel looks for
+// restoreSettings undoes what whoever had a loop device in his hands did to it. That the kernel looks for
 // partitions cannot be undone while the device is there.
-func (p *pool) putRight(ref blockdev.Ref, l attachedLoop) error {
+func (p *pool) restoreSettings(ref blockdev.Ref, l attachedLoop) error {
 	if l.keeper == none {
 		return nil
 	}

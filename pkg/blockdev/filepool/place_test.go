@@ -177,7 +177,7 @@ func TestKnownPool(t *testing.T) {
 		pool, err := pools.OpenLazy(t.Context(), "test", "file://"+dir+"?reservePercent=0"+options, known)
 		pooltest.Must(t, err)
 		defer func() { pooltest.Must(t, pool.Close()) }()
-		if blockdev.There(pool) == nil {
+		if blockdev.Unwrap(pool) == nil {
 			_, err := pool.Capacity(t.Context())
 			pooltest.Fails(t, err, errdefs.ErrUnavailable, "Capacity")
 			return "", err.Error()

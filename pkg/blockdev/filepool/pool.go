@@ -136,11 +136,11 @@ func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (
 	if err := p.findLoops(); err != nil {
 		return nil, err
 	}
-	p.secureAll(ctx)
+	p.completeAllSlots(ctx)
 	if err := p.recoverGuards(ctx); err != nil {
 		return nil, err
 	}
-	p.recover(ctx)
+	p.recoverUnfinished(ctx)
 	return p, nil
 }
 
@@ -166,9 +166,9 @@ func (p *pool) forget(o *object) {
 // sweepTime bounds how long a call works on what others have left, and the start on all of it.
 const sweepTime = 2 * time.Second
 
-// recover finishes what a crash left half-done, when the pool is opened. A failure is left for the next start: it costs space,
+// recoverUnfinished finishes what a crash left half-done, when the pool is opened. A failure is left for the next start: it costs space,
 // not data.
-func (p *pool) recover(ctx context.Context) {
+func (p *pool) recoverUnfinished(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, 5*sweepTime)
 	defer cancel()
 	p.Sweep(ctx, p.remove)
@@ -207,7 +207,7 @@ func (p *pool) SetLabels(_ context.Context, ref blockdev.Ref, change func(map[st
 	switch {
 	case err != nil:
 	case maps.Equal(record.Labels, before.Labels):
-		err = p.secure(o)
+		err = p.completeSlots(o)
 	default:
 		err = p.save(o, record, catalog.Ready, o.growing)
 	}

@@ -87,25 +87,25 @@ func (p *pool) save(o *object, record blockdev.Record, state catalog.State, grow
 	return nil
 }
 
-// secure makes sure that both slots have the record of o, before anybody acts on what it says.
-func (p *pool) secure(o *object) error {
+// completeSlots makes sure that both slots have the record of o, before anybody acts on what it says.
+func (p *pool) completeSlots(o *object) error {
 	if !o.at.Alone {
 		return nil
 	}
 	return p.save(o, o.Record, o.State, o.growing)
 }
 
-// secureAll does so for all, when the pool is opened: what a crash left between the slots, what
+// completeAllSlots does so for all, when the pool is opened: what a crash left between the slots, what
 // rotted, and what is of version 1. Records that cannot be written now (the disk may be full) are
 // when they are used.
-func (p *pool) secureAll(ctx context.Context) {
+func (p *pool) completeAllSlots(ctx context.Context) {
 	log := klog.FromContext(ctx)
 	var anew []string
 	for ref, o := range p.Objects {
 		if !o.at.Alone {
 			continue
 		}
-		if err := p.secure(o); err != nil {
+		if err := p.completeSlots(o); err != nil {
 			log.Error(err, "One of the two slots of a record could not be written; it is tried again when the record is used", "pool", p.name, "object", ref.String())
 		} else {
 			anew = append(anew, ref.String())

@@ -77,9 +77,9 @@ func (p *pool) entangled() func(o *object) bool {
 	}
 }
 
-// lazy.look brings the account up to date by stat(2). The images of objects that are being made or
+// measureImages brings the account up to date by stat(2). The images of objects that are being made or
 // removed at the same time are looked at as they are.
-func (p *pool) look() error {
+func (p *pool) measureImages() error {
 	p.Mu.Lock()
 	objects := make(map[blockdev.Ref]*object, len(p.Objects))
 	for ref, o := range p.Objects {
@@ -99,15 +99,15 @@ func (p *pool) look() error {
 	entangled := p.entangled()
 	for ref, o := range objects {
 		if p.Objects[ref] == o {
-			p.looked(o, found[ref], entangled(o))
+			p.countImage(o, found[ref], entangled(o))
 		}
 	}
 	p.space.measured = time.Now()
 	return nil
 }
 
-// looked counts what an image takes. The caller holds Mu.
-func (p *pool) looked(o *object, st unix.Stat_t, shared bool) {
+// countImage counts what an image takes. The caller holds Mu.
+func (p *pool) countImage(o *object, st unix.Stat_t, shared bool) {
 	blocks := st.Blocks * 512
 	o.use.shared, o.use.changed = shared, time.Unix(st.Ctim.Unix())
 	if shared {
@@ -136,8 +136,8 @@ func (p *pool) statImage(ref blockdev.Ref) (unix.Stat_t, error) {
 	return unix.Stat_t{Blocks: st.Blocks, Ctim: unix.Timespec(st.Ctim)}, nil
 }
 
-// took runs something that has the image of an object take blocks of its own, and counts them.
-func (p *pool) took(o *object, image *os.File, run func() error) error {
+// countAllocated runs something that has the image of an object take blocks of its own, and counts them.
+func (p *pool) countAllocated(o *object, image *os.File, run func() error) error {
 	p.Mu.Lock()
 	surveys := o.use.surveys
 	p.Mu.Unlock()
@@ -177,7 +177,7 @@ func (p *pool) capacity(exact bool) (blockdev.Capacity, error) {
 	stale := exact || time.Since(p.space.measured) > measureEvery
 	p.Mu.Unlock()
 	if stale {
-		if err := p.look(); err != nil {
+		if err := p.measureImages(); err != nil {
 			return blockdev.Capacity{}, err
 		}
 	}

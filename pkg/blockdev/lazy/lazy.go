@@ -17,41 +17,39 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// awaitPause is between two looks for a pool that is not there; lookTime is how long somebody waits for
-// one. A disk that does not answer holds up the look, and nobody else.
+// A disk that does not answer holds up the attempt to open its pool, and nobody else.
 const (
-	awaitPause = 2 * time.Second
-	lookTime   = 10 * time.Second
-	// endTime is how long the end of the driver waits for a look.
-	endTime = time.Second
+	retryInterval = 2 * time.Second  // between two attempts
+	openPatience  = 10 * time.Second // how long a call waits for one
+	closePatience = time.Second      // how long the end of the driver does
 )
 
 // Pool is a pool whose storage may not be there, or not answer: a disk that is missing, or
-// hangs, or has errors, a filesystem that is not mounted yet. Its calls look for it, at most every
-// awaitPause and one at a time; until it is there they are errdefs.ErrUnavailable, and its health says why.
+// hangs, or has errors, a filesystem that is not mounted yet. Its calls try to open it, at most every
+// retryInterval and one at a time; until it is open they are errdefs.ErrUnavailable, and its health says why.
 type Pool struct {
 	name string
 	open func(context.Context) (blockdev.Pool, error)
 
-	there atomic.Pointer[present] // nil until it is there
+	current atomic.Pointer[opened] // nil until it is open
 
 	mu      sync.Mutex
-	then    func(context.Context, blockdev.Pool) error
-	opened  blockdev.Pool // that is not there yet, as then has to be done
-	look    *look
-	why     error // of the last look
-	looked  time.Time
+	onOpen  func(context.Context, blockdev.Pool) error
+	pending blockdev.Pool // it is open, and onOpen has still to be called
+	attempt *attempt      // the one under way
+	why     error         // of the last one
+	tried   time.Time     // when that ended
 	closing bool
 }
 
-// present is a pool that is there. Who calls it holds users for reading, who closes it for writing.
-type present struct {
+// opened is a pool that is open. Who calls it holds users for reading, who closes it for writing.
+type opened struct {
 	pool  blockdev.Pool
 	users sync.RWMutex
 }
 
-// look is one look for the pool.
-type look struct {
+// attempt is one attempt to open the pool.
+type attempt struct {
 	begun time.Time
 	ended chan struct{}
 	end   context.CancelFunc
@@ -59,11 +57,11 @@ type look struct {
 
 var _ blockdev.Pool = (*Pool)(nil)
 
-// Open opens a pool, or returns one that looks for it later. It waits for lookTime at the most, and fails only with what does
+// Open opens a pool, or returns one that is opened later. It waits for openPatience at the most, and fails only with what does
 // not pass: errdefs.ErrInvalid, and errdefs.ErrInUse if another process has the pool.
 func Open(ctx context.Context, name string, open func(context.Context) (blockdev.Pool, error)) (blockdev.Pool, error) {
 	a := New(name, errors.New("nobody has looked yet"), open)
-	a.looked = time.Time{}
+	a.tried = time.Time{}
 	_, err := a.get(ctx)
 	a.mu.Lock()
 	why := a.why
@@ -82,92 +80,91 @@ func lasting(err error) bool {
 // New returns a pool that is not there, and how to open it; why is what the first
 // try said.
 func New(name string, why error, open func(context.Context) (blockdev.Pool, error)) *Pool {
-	return &Pool{name: name, open: open, why: why, looked: time.Now()}
+	return &Pool{name: name, open: open, why: why, tried: time.Now()}
 }
 
-// Then sets what is done with the pool once it is open, before anybody else may use it, and does
-// it if the pool is there already. If it fails, the pool is closed again and still awaited. It
-// is to be called before the pool is used.
-func (a *Pool) Then(ctx context.Context, do func(context.Context, blockdev.Pool) error) {
+// OnOpen sets what is called with the pool once it is open, before anybody else may use it, and calls it if the pool is open
+// already. If it fails, the pool is closed again, and opened later. It is to be set before the pool is used.
+func (a *Pool) OnOpen(ctx context.Context, call func(context.Context, blockdev.Pool) error) {
 	a.mu.Lock()
-	a.then = do
-	there := a.there.Swap(nil)
-	if there != nil {
-		a.opened, a.looked = there.pool, time.Time{}
+	a.onOpen = call
+	current := a.current.Swap(nil)
+	if current != nil {
+		a.pending, a.tried = current.pool, time.Time{}
 	}
 	a.mu.Unlock()
-	if there != nil {
+	if current != nil {
 		_, _ = a.get(ctx) // what is wrong is what its calls and health say
 	}
 }
 
-// Unwrap returns the pool that it stands for; nil if that is not there. It does not look for it.
+// Unwrap returns the pool that it stands for; nil if that is not open. It does not try to open it.
 func (a *Pool) Unwrap() blockdev.Pool {
-	if there := a.there.Load(); there != nil {
-		return there.pool
+	if current := a.current.Load(); current != nil {
+		return current.pool
 	}
 	return nil
 }
 
-// get looks for the pool, if it is not there.
-func (a *Pool) get(ctx context.Context) (*present, error) {
-	if there := a.there.Load(); there != nil {
-		return there, nil
+// get opens the pool, if it is not open.
+func (a *Pool) get(ctx context.Context) (*opened, error) {
+	if current := a.current.Load(); current != nil {
+		return current, nil
 	}
 	if err := ctx.Err(); err != nil {
 		return nil, err
 	}
 	a.mu.Lock()
-	if a.look == nil && !a.closing && time.Since(a.looked) >= awaitPause {
-		looking, end := context.WithCancel(context.WithoutCancel(ctx)) // that the caller has gone says nothing of the pool
-		a.look = &look{time.Now(), make(chan struct{}), end}
-		go a.find(looking, a.look)
+	if a.attempt == nil && !a.closing && time.Since(a.tried) >= retryInterval {
+		opening, end := context.WithCancel(context.WithoutCancel(ctx)) // that the caller has gone says nothing of the pool
+		a.attempt = &attempt{time.Now(), make(chan struct{}), end}
+		go a.try(opening, a.attempt)
 	}
-	l := a.look
+	attempt := a.attempt
 	a.mu.Unlock()
-	if l != nil {
-		patience := time.NewTimer(lookTime - time.Since(l.begun))
+	if attempt != nil {
+		patience := time.NewTimer(openPatience - time.Since(attempt.begun))
 		defer patience.Stop()
 		select {
-		case <-l.ended:
+		case <-attempt.ended:
 		case <-patience.C:
-			return nil, fmt.Errorf("%w: pool %s is not there: its storage does not answer since %s; look at the kernel's log", errdefs.ErrUnavailable, a.name, l.begun.Format(time.RFC3339))
+			return nil, fmt.Errorf("%w: pool %s is not there: its storage does not answer since %s; look at the kernel's log", errdefs.ErrUnavailable, a.name, attempt.begun.Format(time.RFC3339))
 		case <-ctx.Done():
 			return nil, ctx.Err()
 		}
 	}
-	if there := a.there.Load(); there != nil {
-		return there, nil
+	if current := a.current.Load(); current != nil {
+		return current, nil
 	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	return nil, fmt.Errorf("%w: pool %s is not there: %s", errdefs.ErrUnavailable, a.name, a.why.Error())
 }
 
-// find opens the pool, and has done what comes first.
-func (a *Pool) find(ctx context.Context, l *look) {
-	defer close(l.ended)
-	defer l.end()
+// try opens the pool, and calls onOpen.
+func (a *Pool) try(ctx context.Context, attempt *attempt) {
+	defer close(attempt.ended)
+	defer attempt.end()
 	a.mu.Lock()
-	pool, then, first := a.opened, a.then, a.looked.IsZero()
-	a.opened = nil
+	pool, onOpen, first := a.pending, a.onOpen, a.tried.IsZero()
+	a.pending = nil
 	a.mu.Unlock()
 	var err error
 	if pool == nil {
 		pool, err = a.open(ctx)
 	}
-	if err == nil && then != nil {
-		if err = then(ctx, pool); err != nil {
+	if err == nil && onOpen != nil {
+		if err = onOpen(ctx, pool); err != nil {
 			err = errors.Join(err, pool.Close())
 		}
 	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	a.look, a.looked, a.why = nil, time.Now(), err
+	a.attempt, a.tried, a.why = nil, time.Now(), err
 	switch {
 	case err != nil:
 		if first && !lasting(err) {
-			klog.FromContext(ctx).Error(err, "A pool is not there; it is awaited", "pool", a.name)
+			klog.FromContext(ctx).Error(err, "A pool is not there; it is opened when it is", "pool", a.name)
 		}
 	case a.closing:
 		_ = pool.Close() // nobody asks any more
@@ -175,47 +172,47 @@ func (a *Pool) find(ctx context.Context, l *look) {
 		if !first {
 			klog.FromContext(ctx).Info("A pool that was missing is there", "pool", a.name)
 		}
-		a.there.Store(&present{pool: pool})
+		a.current.Store(&opened{pool: pool})
 	}
 }
 
-// through is a call of the pool, if it is there.
+// through is a call of the pool, if it is open.
 func through[T any](ctx context.Context, a *Pool, call func(blockdev.Pool) (T, error)) (T, error) {
-	there, err := a.get(ctx)
+	current, err := a.get(ctx)
 	if err != nil {
 		var none T
 		return none, err
 	}
-	there.users.RLock()
-	result, err := call(there.pool)
-	there.users.RUnlock()
+	current.users.RLock()
+	result, err := call(current.pool)
+	current.users.RUnlock()
 	if errors.Is(err, errdefs.ErrUnavailable) || errors.Is(err, unix.EIO) {
-		a.leave(ctx, there, err)
+		a.discardGone(ctx, current, err)
 	}
 	return result, err
 }
 
-// leave lets go of a pool that failed, if it says that it has to be opened anew; the next call looks for
+// discardGone gives up a pool that failed, if it says that it has to be opened anew; the next call opens
 // it. It is closed when its last call has ended.
-func (a *Pool) leave(ctx context.Context, there *present, why error) {
-	if l, ok := there.pool.(blockdev.Leaver); !ok || !l.Gone() {
+func (a *Pool) discardGone(ctx context.Context, current *opened, why error) {
+	if leaver, ok := current.pool.(blockdev.Leaver); !ok || !leaver.Gone() {
 		return
 	}
 	a.mu.Lock()
-	left := !a.closing && a.there.CompareAndSwap(there, nil)
-	if left {
-		a.why, a.looked = why, time.Now().Add(-awaitPause)
+	discarded := !a.closing && a.current.CompareAndSwap(current, nil)
+	if discarded {
+		a.why, a.tried = why, time.Now().Add(-retryInterval)
 	}
 	a.mu.Unlock()
-	if !left {
+	if !discarded {
 		return
 	}
 	log := klog.FromContext(ctx)
 	log.Info("A pool has to be opened anew", "pool", a.name, "why", why.Error())
 	go func() {
-		there.users.Lock()
-		defer there.users.Unlock()
-		if err := there.pool.Close(); err != nil {
+		current.users.Lock()
+		defer current.users.Unlock()
+		if err := current.pool.Close(); err != nil {
 			log.Error(err, "Could not close a pool that is opened anew", "pool", a.name)
 		}
 	}()
@@ -224,9 +221,9 @@ func (a *Pool) leave(ctx context.Context, there *present, why error) {
 // Name of the pool.
 func (a *Pool) Name() string { return a.name }
 
-// Granularity is the least that a pool may have, until the pool is there.
+// Granularity is the least that a pool may have, until the pool is open.
 func (a *Pool) Granularity() int64 {
-	if pool := blockdev.There(a); pool != nil {
+	if pool := blockdev.Unwrap(a); pool != nil {
 		return pool.Granularity()
 	}
 	return blockdev.Granularity
@@ -294,16 +291,16 @@ func (a *Pool) Health(ctx context.Context, ref blockdev.Ref) ([]blockdev.Problem
 
 // PoolHealth: see Pool.
 func (a *Pool) PoolHealth(ctx context.Context) []blockdev.Problem {
-	there, err := a.get(ctx)
+	current, err := a.get(ctx)
 	if err != nil {
 		return a.missing(ctx, err)
 	}
-	there.users.RLock()
-	problems := there.pool.PoolHealth(ctx)
-	there.users.RUnlock()
+	current.users.RLock()
+	problems := current.pool.PoolHealth(ctx)
+	current.users.RUnlock()
 	for _, problem := range problems {
 		if problem.Severity == blockdev.Inaccessible {
-			a.leave(ctx, there, errors.New(problem.Message))
+			a.discardGone(ctx, current, errors.New(problem.Message))
 			break
 		}
 	}
@@ -322,25 +319,25 @@ func (a *Pool) Orphans(ctx context.Context) (map[blockdev.Ref][]blockdev.Device,
 	return through(ctx, a, func(p blockdev.Pool) (map[blockdev.Ref][]blockdev.Device, error) { return p.Orphans(ctx) })
 }
 
-// Close: see Pool. A look that hangs is left behind.
+// Close: see Pool. An attempt to open it that hangs is left behind.
 func (a *Pool) Close() error {
 	a.mu.Lock()
 	a.closing = true
-	l, there, opened := a.look, a.there.Swap(nil), a.opened
-	a.opened = nil
+	attempt, current, pool := a.attempt, a.current.Swap(nil), a.pending
+	a.pending = nil
 	a.mu.Unlock()
-	if l != nil {
-		l.end()
+	if attempt != nil {
+		attempt.end()
 		select {
-		case <-l.ended:
-		case <-time.After(endTime):
+		case <-attempt.ended:
+		case <-time.After(closePatience):
 		}
 	}
-	if there != nil {
-		opened = there.pool
+	if current != nil {
+		pool = current.pool
 	}
-	if opened == nil {
+	if pool == nil {
 		return nil
 	}
-	return opened.Close()
+	return pool.Close()
 }

@@ -34,7 +34,7 @@ func TestLazy(t *testing.T) {
 			}
 			return disk.Open("late", nil), nil
 		})
-		a.Then(ctx, func(ctx context.Context, pool blockdev.Pool) error {
+		a.OnOpen(ctx, func(ctx context.Context, pool blockdev.Pool) error {
 			prepared++
 			if _, err := pool.Capacity(ctx); err != nil {
 				return err
@@ -52,7 +52,7 @@ func TestLazy(t *testing.T) {
 			if problems, err := a.Health(ctx, pooltest.Vol("a")); err != nil || len(problems) != 1 {
 				t.Errorf("health in a pool that is not there: %v, %v", problems, err)
 			}
-			if _, ok := blockdev.As[blockdev.Differ](a); ok || blockdev.There(a) != nil {
+			if _, ok := blockdev.As[blockdev.Differ](a); ok || blockdev.Unwrap(a) != nil {
 				t.Error("it is there")
 			}
 		}
@@ -82,7 +82,7 @@ func TestLazy(t *testing.T) {
 		if c, err := a.Capacity(ctx); err != nil || c.Total == 0 {
 			t.Errorf("capacity of a pool that came: %+v, %v", c, err)
 		}
-		if _, ok := blockdev.As[blockdev.Differ](a); !ok || blockdev.There(a) == nil {
+		if _, ok := blockdev.As[blockdev.Differ](a); !ok || blockdev.Unwrap(a) == nil {
 			t.Error("it is not there")
 		}
 		if _, err := a.Get(ctx, pooltest.Vol("a")); !errors.Is(err, errdefs.ErrNotFound) {
@@ -112,7 +112,7 @@ func TestHangs(t *testing.T) {
 					hang("open")
 					return disk.Open("slow", nil), nil
 				})
-				a.Then(ctx, func(context.Context, blockdev.Pool) error { hang("then"); return nil })
+				a.OnOpen(ctx, func(context.Context, blockdev.Pool) error { hang("then"); return nil })
 				time.Sleep(time.Minute)
 				for i, within := range []time.Duration{11 * time.Second, 0, 0} {
 					begun := time.Now()
@@ -147,13 +147,13 @@ func TestFails(t *testing.T) {
 	pooltest.Must(t, err)
 	a := pool.(*lazy.Pool)
 	defer func() { pooltest.Must(t, a.Close()) }()
-	if blockdev.There(pool) == nil {
+	if blockdev.Unwrap(pool) == nil {
 		t.Fatal("it is not there")
 	}
-	a.Then(t.Context(), func(context.Context, blockdev.Pool) error { return errors.New("input/output error") })
+	a.OnOpen(t.Context(), func(context.Context, blockdev.Pool) error { return errors.New("input/output error") })
 	_, err = pool.Get(t.Context(), pooltest.Vol("a"))
 	pooltest.Fails(t, err, errdefs.ErrUnavailable, "Get")
-	if blockdev.There(pool) != nil || !strings.Contains(err.Error(), "input/output error") {
+	if blockdev.Unwrap(pool) != nil || !strings.Contains(err.Error(), "input/output error") {
 		t.Errorf("it is there, or says something else: %v", err)
 	}
 	// What does not pass is said at once.

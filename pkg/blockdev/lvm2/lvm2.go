@@ -315,8 +315,8 @@ var ErrHalfDone = errors.New("lvm2 gave up half-way")
 // ErrParts: lvm2 does not bring a thin pool up while parts of it are up without it.
 var ErrParts = fmt.Errorf("%w: parts of the thin pool are up without it", errdefs.ErrUnavailable)
 
-// ErrTold: lvm2 does not tell a thin pool to make a snapshot that it has made already.
-var ErrTold = fmt.Errorf("%w: lvm2 was cut short while it made a snapshot", errdefs.ErrUnavailable)
+// ErrSnapshotMade: lvm2 does not send a thin pool the message to make a snapshot that it has made already.
+var ErrSnapshotMade = fmt.Errorf("%w: lvm2 was cut short while it made a snapshot", errdefs.ErrUnavailable)
 
 // ErrHeld: lvm2 could not tell a thin pool to remove a volume, as the kernel lets go of it a
 // moment after its device is gone.
@@ -331,7 +331,7 @@ var complaints = []struct {
 	text string
 	err  error
 }{
-	{"already contain thin device", ErrTold},
+	{"already contain thin device", ErrSnapshotMade},
 	{"is prohibited while", ErrParts},
 	{"device or resource busy; failed to process message", ErrHeld},
 	{"manual intervention required", ErrHalfDone},

@@ -38,7 +38,7 @@ func TestErrors(t *testing.T) {
 		`Volume group "vg" not found; Cannot process volume group vg`:                                                             errdefs.ErrUnavailable,
 		`Error writing device /dev/sda at 4096 length 512.; Failed to write VG vg.`:                                               errdefs.ErrUnavailable,
 		`Activation of logical volume vg/tp is prohibited while logical volume vg/tp_tmeta is active.`:                            ErrParts,
-		`Thin pool vg-tp already contain thin device with device_id 3.; Manual intervention may be required`:                      ErrTold,
+		`Thin pool vg-tp already contain thin device with device_id 3.; Manual intervention may be required`:                      ErrSnapshotMade,
 		`message ioctl on  (254:6) failed: Device or resource busy; Failed to process message "delete 1".; Failed to update pool`: ErrHeld,
 		`Logical volume vg/vol.x is in use.`:                                                                                      errdefs.ErrInUse,
 		`Logical volume vg/vol.x contains a filesystem in use.`:                                                                   errdefs.ErrInUse,

@@ -189,7 +189,7 @@ func (p *pool) activate(ctx context.Context, volume string) (*dm.Device, error) 
 			return nil, err
 		}
 	}
-	if err := p.up(ctx); err != nil {
+	if err := p.checkThinPoolActive(ctx); err != nil {
 		return nil, err
 	}
 	if _, err := p.lvm.Run(ctx, "lvchange", "-ay", "-K", p.path(volume)); err != nil {
@@ -285,7 +285,7 @@ func (p *pool) Detach(ctx context.Context, ref blockdev.Ref) error {
 		}
 	}
 	if len(in) > 0 {
-		return fmt.Errorf("%w: %s of pool %s is inUse as %s; it goes away with its last user", errdefs.ErrInUse, ref, p.name, strings.Join(in, ", "))
+		return fmt.Errorf("%w: %s of pool %s is in use as %s; it goes away with its last user", errdefs.ErrInUse, ref, p.name, strings.Join(in, ", "))
 	}
 	p.removeNodes(ref.String())
 	return nil

@@ -122,7 +122,7 @@ func (p *pool) begin(ctx context.Context, spec blockdev.Spec) (*logical, error) 
 		err := p.runSuspended(ctx, spec.Origin, run, args...)
 		switch {
 		case err == nil:
-			p.took(spec.Size)
+			p.countAllocated(spec.Size)
 		case errors.Is(err, errdefs.ErrExists):
 			return errdefs.Recast(errdefs.ErrPrecondition, err, "a logical volume of that name is there that is not known to this pool; remove or rename it by hand")
 		case errors.Is(err, errdefs.ErrNoSpace), errors.Is(err, errdefs.ErrInvalid), errors.Is(err, lvm2.ErrNoLV):
@@ -379,7 +379,7 @@ func (p *pool) makeCut(ctx context.Context, o *logical, spec blockdev.Spec) erro
 		err := p.runSuspended(ctx, spec.Origin, run, "lvcreate", "-s", "-kn", "-c", "64k", "--addtag", tagOurs, "-n", name,
 			"-l", strconv.FormatInt(size/p.extent, 10), p.path(spec.Origin.String()))
 		if err == nil {
-			p.took(size)
+			p.countAllocated(size)
 		} else {
 			p.unreserve(size)
 		}
@@ -560,7 +560,7 @@ func (p *pool) enlarge(ctx context.Context, o *logical, ref blockdev.Ref, have, 
 		}
 		err := p.extend(run, o, ref, size, where...)
 		if err == nil {
-			p.took(size - have)
+			p.countAllocated(size - have)
 		}
 		return err
 	})

@@ -34,10 +34,10 @@ func (p *pool) Health(ctx context.Context, ref blockdev.Ref) ([]blockdev.Problem
 		return []blockdev.Problem{{Severity: blockdev.DataLoss, Reason: "VolumeMissing", Message: fmt.Sprintf("the logical volume %s is gone; restore it from a backup, or delete the volume", where)}}, nil
 	case o.size < record.Size:
 		return []blockdev.Problem{{Severity: blockdev.DataLoss, Reason: "VolumeTruncated", Message: fmt.Sprintf("the logical volume %s has %d bytes, its record says %d", where, o.size, record.Size)}}, nil
-	case strings.Contains(o.ill, "partial"):
+	case strings.Contains(o.health, "partial"):
 		return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "DeviceMissing", Message: fmt.Sprintf("a physical volume under %s is missing; bring the disk back, or restore the volume from a backup", where)}}, nil
-	case o.ill != "":
-		return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "VolumeFailed", Message: fmt.Sprintf("lvm2 says of %s: %s", where, o.ill)}}, nil
+	case o.health != "":
+		return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "VolumeFailed", Message: fmt.Sprintf("lvm2 says of %s: %s", where, o.health)}}, nil
 	}
 	if p.location.Thin != "" {
 		use, err := p.thinUse(ctx)

@@ -32,7 +32,7 @@ func (p *pool) mend(ctx context.Context, run lvm2.Run) {
 	if p.lock == nil { // it is not ours yet
 		return
 	}
-	p.unsure = p.location.Thin != ""
+	p.messagesPending = p.location.Thin != ""
 	changing := p.lvm.Dirty() // else a thin pool that is down was taken down by others
 	p.resumeOwn(ctx, run)
 	if p.location.Thin == "" || p.mending {
@@ -42,12 +42,12 @@ func (p *pool) mend(ctx context.Context, run lvm2.Run) {
 	defer func() { p.mending = false }()
 	var err error
 	if changing { // also if it works: lvm2 takes it for down if its second device is missing, and has it down in the end
-		err = p.raise(run)
+		err = p.activateThinPool(run)
 	}
 	use, there, failure := p.thinNow()
 	err = errors.Join(err, failure)
 	if err == nil && there && !use.failed() {
-		err = p.deliver(run)
+		err = p.flushPendingMessages(run)
 	}
 	if err != nil {
 		klog.FromContext(ctx).Error(err, "could not make sure that the thin pool and lvm2 agree; the next change tries again", "pool", p.name, "thinPool", p.path(p.location.Thin))
@@ -133,25 +133,25 @@ func (p *pool) discard(name string) error {
 	return err
 }
 
-// raise brings the thin pool up. lvm2 takes it down and up again to give it its first volume, or
+// activateThinPool brings the thin pool up. lvm2 takes it down and up again to give it its first volume, or
 // when it takes its last: if it is cut short there, it may leave parts of it up, over which it
 // would not bring it up. The caller has the turn.
-func (p *pool) raise(run lvm2.Run) error {
-	err := p.tell(run, "lvchange", "-ay", p.path(p.location.Thin))
+func (p *pool) activateThinPool(run lvm2.Run) error {
+	err := p.runSending(run, "lvchange", "-ay", p.path(p.location.Thin))
 	if errors.Is(err, lvm2.ErrParts) {
 		if err = p.clearParts(); err == nil {
-			err = p.tell(run, "lvchange", "-ay", p.path(p.location.Thin))
+			err = p.runSending(run, "lvchange", "-ay", p.path(p.location.Thin))
 		}
 	}
-	p.down = err != nil
+	p.thinPoolDown = err != nil
 	return err
 }
 
-// up makes sure that the thin pool is up: with a volume, or to tell it of a removal, lvm2 would bring it
+// checkThinPoolActive makes sure that the thin pool is up: with a volume, or to tell it of a removal, lvm2 would bring it
 // up. But one that is down was taken down by somebody, perhaps to repair it, and is his to bring up again, unless
-// it was lvm2 for us (see raise). A start does it, as after a boot, where lvm2 has no mark that it is not to be
+// it was lvm2 for us (see activateThinPool). A start does it, as after a boot, where lvm2 has no mark that it is not to be
 // activated (lvchange --setactivationskip).
-func (p *pool) up(ctx context.Context) error {
+func (p *pool) checkThinPoolActive(ctx context.Context) error {
 	if p.location.Thin == "" {
 		return nil
 	}
@@ -183,13 +183,13 @@ func (p *pool) clearParts() error {
 	return nil
 }
 
-// tell runs a command that has lvm2 tell the thin pool what it wrote down for it before. Of a
+// runSending runs a command that has lvm2 tell the thin pool what it wrote down for it before. Of a
 // snapshot lvm2 does not see that the thin pool has made it, if it was cut short before it had
 // noted that, and would refuse every change from then on.
-func (p *pool) tell(run lvm2.Run, args ...string) error {
+func (p *pool) runSending(run lvm2.Run, args ...string) error {
 	_, err := run(args...)
-	if errors.Is(err, lvm2.ErrTold) {
-		if failure := p.note(run, err.Error()); failure != nil {
+	if errors.Is(err, lvm2.ErrSnapshotMade) {
+		if failure := p.confirmMessage(run, err.Error()); failure != nil {
 			return fmt.Errorf("%w; to note that it is made: %w", err, failure)
 		}
 		_, err = run(args...)
@@ -197,12 +197,12 @@ func (p *pool) tell(run lvm2.Run, args ...string) error {
 	return err
 }
 
-var toldDevice = regexp.MustCompile(`already contain thin device with device_id (\d+)`)
+var madeDevice = regexp.MustCompile(`already contain thin device with device_id (\d+)`)
 
-// note notes in the thin pool that it was told what lvm2 wrote down last (set_transaction_id of
+// confirmMessage notes in the thin pool that it was told what lvm2 wrote down last (set_transaction_id of
 // Documentation/admin-guide/device-mapper/thin-provisioning.rst): to make the snapshot that lvm2
 // complains of, if that is ours and nobody has had it.
-func (p *pool) note(run lvm2.Run, complaint string) error {
+func (p *pool) confirmMessage(run lvm2.Run, complaint string) error {
 	rows, err := run("lvs", "-o", "lv_name,lv_tags,lv_layout,pool_lv,thin_id,transaction_id", p.location.Group)
 	if err != nil {
 		return err
@@ -214,7 +214,7 @@ func (p *pool) note(run lvm2.Run, complaint string) error {
 	if !p.behind(rows, use) {
 		return nil // it was noted meanwhile; if not, lvm2 says so
 	}
-	device := toldDevice.FindStringSubmatch(complaint)
+	device := madeDevice.FindStringSubmatch(complaint)
 	if !slices.ContainsFunc(rows, func(r lvm2.Row) bool {
 		_, tagged, ok := p.ours(r)
 		return tagged && ok && len(device) > 1 && r["thin_id"] == device[1] && slices.Contains(splitTags(r), tagCreating)
@@ -224,13 +224,13 @@ func (p *pool) note(run lvm2.Run, complaint string) error {
 	return dm.Message(use.device, fmt.Sprintf("set_transaction_id %d %d", use.transaction, use.transaction+1))
 }
 
-// deliver has lvm2 forget messages to the thin pool that it wrote down and delivered, if it
+// flushPendingMessages has lvm2 forget messages to the thin pool that it wrote down and delivered, if it
 // was cut short before it had noted that. lvremove adds its own to such, and takes all for
 // delivered: the thin pool would keep a volume of which lvm2 knows no more, and show its bytes
 // in a new one that gets the same number. lvcreate does not; so a volume is made and removed.
 // If it stays, the next one, or a start (creating), removes it. The caller has the turn.
-func (p *pool) deliver(run lvm2.Run) error {
-	if !p.unsure {
+func (p *pool) flushPendingMessages(run lvm2.Run) error {
+	if !p.messagesPending {
 		return nil
 	}
 	key := make([]byte, 16)
@@ -241,15 +241,15 @@ func (p *pool) deliver(run lvm2.Run) error {
 		return err
 	}
 	args := append([]string{"lvcreate", "-n", r.String(), "-an", "-ky"}, addTags(tags)...)
-	err = p.tell(run, append(args, "-V", strconv.FormatInt(r.Size, 10)+"b", "--thinpool", p.location.Thin, p.location.Group)...)
+	err = p.runSending(run, append(args, "-V", strconv.FormatInt(r.Size, 10)+"b", "--thinpool", p.location.Thin, p.location.Group)...)
 	if errors.Is(err, errdefs.ErrNoSpace) {
 		return nil // a removal is what helps
 	}
-	p.delivering = append(p.delivering, r.String()) // also with an error
-	p.unsure = err != nil
-	for err == nil && len(p.delivering) > 0 { // one that was cut short may have left its own
-		if _, err = run("lvremove", "-f", p.path(p.delivering[0])); err == nil || errors.Is(err, lvm2.ErrNoLV) {
-			p.delivering, err = p.delivering[1:], nil
+	p.probes = append(p.probes, r.String()) // also with an error
+	p.messagesPending = err != nil
+	for err == nil && len(p.probes) > 0 { // one that was cut short may have left its own
+		if _, err = run("lvremove", "-f", p.path(p.probes[0])); err == nil || errors.Is(err, lvm2.ErrNoLV) {
+			p.probes, err = p.probes[1:], nil
 		}
 	}
 	if err != nil {
@@ -258,9 +258,9 @@ func (p *pool) deliver(run lvm2.Run) error {
 	return nil
 }
 
-// filepool.settle has the thin pool told what lvm2 wrote down and did not tell it: to remove what lvm2 knows
+// flushMissedMessages has the thin pool told what lvm2 wrote down and did not tell it: to remove what lvm2 knows
 // of no more. A failure is left for the next removal.
-func (p *pool) settle(ctx context.Context) {
+func (p *pool) flushMissedMessages(ctx context.Context) {
 	if p.location.Thin == "" {
 		return
 	}
@@ -272,7 +272,7 @@ func (p *pool) settle(ctx context.Context) {
 		if rows, err := run("lvs", "-o", "lv_name,transaction_id", p.location.Group); err != nil || !p.behind(rows, use) {
 			return err
 		}
-		return p.deliver(run)
+		return p.flushPendingMessages(run)
 	})
 	if err != nil {
 		klog.FromContext(ctx).Error(err, "could not make sure that the thin pool has no volume that nobody knows of; the next removal tries again", "pool", p.name, "thinPool", p.path(p.location.Thin))

@@ -46,11 +46,11 @@ type pool struct {
 	id       string // see ID
 	extent   int64  // bytes
 	// Whoever has the turn may look at these.
-	disks      []string // the physical volumes that are there, as lvm2 last told
-	unsure     bool     // of the messages to the thin pool: see deliver
-	delivering []string // volumes that deliver made, and that may be there
-	down       bool     // the thin pool may have been left down: see raise
-	mending    bool
+	disks           []string // the physical volumes that are there, as lvm2 last told
+	messagesPending bool     // lvm2 may have messages to the thin pool that are delivered already, or not: see flushPendingMessages
+	probes          []string // volumes that flushPendingMessages made, and that may be there
+	thinPoolDown    bool     // lvm2 may have left it down: see activateThinPool
+	mending         bool     // mend is at work
 
 	*catalog.Catalog[*logical]
 	// Guarded by its Mu, too:
@@ -81,7 +81,7 @@ type inGroup struct {
 	size    int64  // bytes
 	made    bool   // it is there
 	missing bool   // it was there, and is not in the last report
-	ill     string // what lvm2 says is wrong with it
+	health  string // what lvm2 says is wrong with it
 }
 
 // known returns what is known of the logical volume of an object.
@@ -107,7 +107,7 @@ func (p *pool) device(volume string) string {
 // half-done in it. errdefs.ErrUnavailable if it is not there.
 func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (_ blockdev.Pool, err error) {
 	p := &pool{name: name, location: l, Catalog: catalog.New[*logical](name), held: map[string]bool{}}
-	p.unsure = p.location.Thin != ""
+	p.messagesPending = p.location.Thin != ""
 	p.lvm = lvm2.New("lvm", func(run lvm2.Run) { p.mend(context.WithoutCancel(ctx), run) }, p.flush)
 	defer func() {
 		if err != nil {
@@ -157,9 +157,9 @@ func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (
 	if err != nil {
 		return nil, err
 	}
-	p.finishOld(ctx, leftovers)
-	p.settle(ctx)
-	p.release(ctx)
+	p.recoverUnfinished(ctx, leftovers)
+	p.flushMissedMessages(ctx)
+	p.releaseDevices(ctx)
 	p.splitTables(ctx)
 	if p.location.Thin == "" {
 		klog.FromContext(ctx).Info("New volumes are zeroed before they are handed out", "pool", p.name, "byWritingTo", writtenZeros(rows))
@@ -278,7 +278,7 @@ func (p *pool) openThin(ctx context.Context, rows []lvm2.Row) error {
 	if err := p.checkThin(rows); err != nil {
 		return err
 	}
-	return p.lvm.Hold(ctx, p.raise)
+	return p.lvm.Hold(ctx, p.activateThinPool)
 }
 
 // ours tells which object of this pool a row of the report is; false for what belongs to
@@ -370,7 +370,7 @@ func (p *pool) update(rows []lvm2.Row) error {
 			continue
 		}
 		seen[ref] = true
-		o.size, o.ill = size, r["lv_health_status"]
+		o.size, o.health = size, r["lv_health_status"]
 	}
 	for ref, o := range p.Objects {
 		o.missing = o.made && !seen[ref]
@@ -401,9 +401,9 @@ func (p *pool) refresh(ctx context.Context, atMost time.Duration) error {
 	})
 }
 
-// finishOld finishes what a crash left half-done, when the pool is opened. A failure is left for the next start: it costs
+// recoverUnfinished finishes what a crash left half-done, when the pool is opened. A failure is left for the next start: it costs
 // space, not data.
-func (p *pool) finishOld(ctx context.Context, leftovers []string) {
+func (p *pool) recoverUnfinished(ctx context.Context, leftovers []string) {
 	report := func(err error, volume string) {
 		if err != nil {
 			klog.FromContext(ctx).Error(err, "could not finish what was left half-done; the next start tries again", "pool", p.name, "volume", p.path(volume))
@@ -431,9 +431,9 @@ func (p *pool) finishOld(ctx context.Context, leftovers []string) {
 	}
 }
 
-// release has the devices of logical volumes go with their last users, also those that an
+// releaseDevices has the devices of logical volumes go with their last users, also those that an
 // activation that was cut short left, and that have none.
-func (p *pool) release(ctx context.Context) {
+func (p *pool) releaseDevices(ctx context.Context) {
 	names, err := dm.Names(p.device(""))
 	for _, name := range names {
 		if p.Find(blockdev.ParseRef(strings.TrimPrefix(name, p.device("")))) == nil {
@@ -544,7 +544,7 @@ func (p *pool) remove(ctx context.Context, o *logical) error {
 
 // complete makes sure that no physical volume of the group is missing: lvm2 would remove
 // volumes even so, and have the disk thrown out of the group when it is back. Nor is the thin pool
-// down (see up), or has failed: lvm2 would forget volumes that the thin pool has, and its count of
+// down (see checkThinPoolActive), or has failed: lvm2 would forget volumes that the thin pool has, and its count of
 // changes would run ahead of the thin pool's, which then cannot be repaired.
 func (p *pool) complete(ctx context.Context) error {
 	if err := p.refresh(ctx, lvmFresh); err != nil {
@@ -568,12 +568,12 @@ func (p *pool) complete(ctx context.Context) error {
 func (p *pool) drop(ctx context.Context, volume string, size int64) error {
 	err := p.lvm.Hold(ctx, func(run lvm2.Run) error {
 		for try := 0; ; try++ {
-			err := p.deliver(run)
+			err := p.flushPendingMessages(run)
 			if err == nil {
 				_, err = run("lvremove", "-f", p.path(volume))
 			}
 			if err == nil {
-				p.gave(size)
+				p.countFreed(size)
 			}
 			if !errors.Is(err, lvm2.ErrHeld) || try == held.Tries {
 				return err

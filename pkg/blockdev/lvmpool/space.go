@@ -98,8 +98,8 @@ func (p *pool) thinUse(ctx context.Context) (thinUse, error) {
 	}
 	if err := p.lvm.Hold(ctx, func(run lvm2.Run) error {
 		use, there, err = p.thinNow()
-		if err == nil && !there && p.down {
-			if err = p.raise(run); err == nil {
+		if err == nil && !there && p.thinPoolDown {
+			if err = p.activateThinPool(run); err == nil {
 				use, there, err = p.thinNow()
 			}
 		}
@@ -271,8 +271,8 @@ func (p *pool) unreserve(size int64) {
 	p.space.at = time.Time{}
 }
 
-// took notes that lvm2 gave a logical volume what was pending. The caller has the turn.
-func (p *pool) took(size int64) {
+// countAllocated notes that lvm2 gave a logical volume what was pending. The caller has the turn.
+func (p *pool) countAllocated(size int64) {
 	p.Mu.Lock()
 	defer p.Mu.Unlock()
 	p.space.pending -= size
@@ -281,8 +281,8 @@ func (p *pool) took(size int64) {
 	}
 }
 
-// gave notes that lvm2 took a logical volume away. The caller has the turn.
-func (p *pool) gave(size int64) {
+// countFreed notes that lvm2 took a logical volume away. The caller has the turn.
+func (p *pool) countFreed(size int64) {
 	p.Mu.Lock()
 	defer p.Mu.Unlock()
 	if p.location.Thin == "" {

@@ -190,8 +190,8 @@ func (p *Pool) begin(spec blockdev.Spec) (o, origin *object, err error) {
 	return o, origin, nil
 }
 
-// settleRounds bounds how often a copy of a moving source is looked over again.
-const settleRounds = 8
+// copyRounds bounds how often a copy of a moving source is looked over again.
+const copyRounds = 8
 
 func (p *Pool) fill(ctx context.Context, o, origin *object, spec blockdev.Spec) error {
 	if origin == nil {
@@ -208,7 +208,7 @@ func (p *Pool) fill(ctx context.Context, o, origin *object, spec blockdev.Spec) 
 		}
 		moving = moving || (!d.readOnly() && !spec.Quiesced)
 	}
-	for range settleRounds {
+	for range copyRounds {
 		// A round that finds the copy to be right proves that it is of one moment: the
 		// one before that round.
 		same := true

@@ -45,11 +45,11 @@ func Owner(number uint64) (blockdev.Ref, bool) {
 	return ref, ref.Validate() == nil
 }
 
-// LetGo takes the device of a raw volume of a file pool away, with its guard, when its pool cannot be asked: it keeps
+// DetachWithoutPool takes the device of a raw volume of a file pool away, with its guard, when its pool cannot be asked: it keeps
 // the pool's filesystem from being unmounted and repaired, so it cannot wait for the pool. The caller has made sure whose
 // it is, and that it is mounted nowhere any more. Who has it open keeps it until he closes it. Devices of LVM pools stay:
 // they keep nothing.
-func LetGo(ctx context.Context, number uint64) error {
+func DetachWithoutPool(ctx context.Context, number uint64) error {
 	name, err := os.ReadFile(fmt.Sprintf("/sys/dev/block/%d:%d/dm/name", unix.Major(number), unix.Minor(number)))
 	if err == nil {
 		if cover := strings.TrimSpace(string(name)); filepool.IsCover(cover) {
@@ -69,11 +69,11 @@ func LetGo(ctx context.Context, number uint64) error {
 		return fmt.Errorf("open %s: %w", loop.Path(device), errdefs.FromErrno(err))
 	}
 	defer f.Close()
-	if err := letKeepersGo(ctx, device, number); err != nil {
-		return fmt.Errorf("let go of %s: %w", loop.Path(device), err)
+	if err := detachKeepers(ctx, device, number); err != nil {
+		return fmt.Errorf("detach what holds %s: %w", loop.Path(device), err)
 	}
 	if err := f.Sync(); err != nil { // as loop.Detach; what a dead disk does not take is lost in any case
-		klog.FromContext(ctx).Error(err, "Could not write out what was written to a raw device; letting go of it", "device", loop.Path(device))
+		klog.FromContext(ctx).Error(err, "Could not write out what was written to a raw device; detaching it all the same", "device", loop.Path(device))
 	}
 	// Its status cannot be had if its file's disk is dead.
 	if _, err := ioctl.Value(f, unix.LOOP_CLR_FD, 0); err != nil && !errors.Is(err, unix.ENXIO) {
@@ -82,8 +82,8 @@ func LetGo(ctx context.Context, number uint64) error {
 	return nil
 }
 
-// letKeepersGo takes the loop devices over a loop device away.
-func letKeepersGo(ctx context.Context, device int, number uint64) error {
+// detachKeepers takes the loop devices over a loop device away.
+func detachKeepers(ctx context.Context, device int, number uint64) error {
 	numbers, err := loop.Configured()
 	if err != nil {
 		return err

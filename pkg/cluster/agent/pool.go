@@ -62,7 +62,7 @@ func (a *Agent) reportPools(ctx context.Context) error {
 
 // poolPause is how long the pools are left alone to which nothing happens, after a report with an error or without.
 func (a *Agent) poolPause(err error) time.Duration {
-	if err != nil || slices.ContainsFunc(a.options.Pools, func(p Pool) bool { return blockdev.There(p.Pool) == nil }) {
+	if err != nil || slices.ContainsFunc(a.options.Pools, func(p Pool) bool { return blockdev.Unwrap(p.Pool) == nil }) {
 		return poolWait // what it is asked for looks for it
 	}
 	return drift
@@ -187,7 +187,7 @@ func (a *Agent) writePool(ctx context.Context, i int, exact bool) error {
 	before := o.DeepCopy()
 	var strays []stray
 	var refused error
-	if blockdev.There(pool.Pool) != nil {
+	if blockdev.Unwrap(pool.Pool) != nil {
 		if strays, err = a.strays(ctx, pool); err != nil {
 			return err
 		}
