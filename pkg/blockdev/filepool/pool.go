@@ -87,44 +87,12 @@ func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (
 			err = fmt.Errorf("open pool %s at %s: %w", name, l.Path, err)
 		}
 	}()
-	var whole bool
-	if p.root, p.id, whole, err = l.place().Open(ctx, known); err != nil {
+	if err := p.openDirectory(ctx, known); err != nil {
 		return nil, err
 	}
-	if p.lock, err = directory.Lock(p.root); err != nil {
+	if err := p.lookAtFilesystem(ctx); err != nil {
 		return nil, err
 	}
-	for kind, dir := range layout.Directories {
-		if p.directories[kind], err = p.root.Open(dir); err != nil {
-			return nil, errdefs.FromErrno(err)
-		}
-		if p.directoryID[kind], err = directoryID(p.directories[kind]); err != nil {
-			return nil, err
-		}
-	}
-	// Somebody may take the lock file for a stale one, and remove it.
-	if err := directory.Exclusive(p.directories[blockdev.Volume]); err != nil {
-		return nil, err
-	}
-	var shared bool
-	if p.location.ReservePercent, shared, err = l.Reserve(); err != nil {
-		return nil, err
-	}
-	klog.FromContext(ctx).V(2).Info("Reserve of the pool", "pool", name, "percent", p.location.ReservePercent, "sharesFilesystem", shared)
-	if err := p.identify(ctx, whole); err != nil {
-		return nil, err
-	}
-	var st unix.Statfs_t
-	if err := unix.Fstatfs(int(p.lock.Fd()), &st); err != nil {
-		return nil, errdefs.FromErrno(err)
-	}
-	p.kind, p.block = st.Type, min(st.Bsize, blockdev.Granularity)
-	var lock unix.Stat_t
-	if err := unix.Fstat(int(p.lock.Fd()), &lock); err != nil {
-		return nil, errdefs.FromErrno(err)
-	}
-	p.device = lock.Dev
-	p.reflink = sparse.CanShare(p.lock)
 	for kind := range layout.Directories {
 		if err := p.load(kind); err != nil {
 			return nil, err
@@ -142,6 +110,51 @@ func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (
 	}
 	p.recoverUnfinished(ctx)
 	return p, nil
+}
+
+// openDirectory opens and locks the directory, and makes it a pool if there may be one.
+func (p *pool) openDirectory(ctx context.Context, known blockdev.Known) (err error) {
+	var whole bool
+	if p.root, p.id, whole, err = p.location.place().Open(ctx, known); err != nil {
+		return err
+	}
+	if p.lock, err = directory.Lock(p.root); err != nil {
+		return err
+	}
+	for kind, dir := range layout.Directories {
+		if p.directories[kind], err = p.root.Open(dir); err != nil {
+			return errdefs.FromErrno(err)
+		}
+		if p.directoryID[kind], err = directoryID(p.directories[kind]); err != nil {
+			return err
+		}
+	}
+	// Somebody may take the lock file for a stale one, and remove it.
+	if err := directory.Exclusive(p.directories[blockdev.Volume]); err != nil {
+		return err
+	}
+	return p.identify(ctx, whole)
+}
+
+// lookAtFilesystem finds out what the filesystem of the directory can do, and how much of it is in reserve.
+func (p *pool) lookAtFilesystem(ctx context.Context) (err error) {
+	var shared bool
+	if p.location.ReservePercent, shared, err = p.location.Reserve(); err != nil {
+		return err
+	}
+	klog.FromContext(ctx).V(2).Info("Reserve of the pool", "pool", p.name, "percent", p.location.ReservePercent, "sharesFilesystem", shared)
+	var st unix.Statfs_t
+	if err := unix.Fstatfs(int(p.lock.Fd()), &st); err != nil {
+		return errdefs.FromErrno(err)
+	}
+	p.kind, p.block = st.Type, min(st.Bsize, blockdev.Granularity)
+	var lock unix.Stat_t
+	if err := unix.Fstat(int(p.lock.Fd()), &lock); err != nil {
+		return errdefs.FromErrno(err)
+	}
+	p.device = lock.Dev
+	p.reflink = sparse.CanShare(p.lock)
+	return nil
 }
 
 // insert adds an object to the catalog and to what is promised. The caller holds Mu, or is alone.

@@ -155,33 +155,14 @@ func Takes(arg string) bool { return argument.MatchString(arg) }
 
 func (l *Shell) command(ctx context.Context, args []string) ([]Row, error) {
 	line := strings.Join(args, " ")
-	// lvm2's shell says nothing in answer to a line of too many words.
-	if len(args) > MaxWords {
-		return nil, fmt.Errorf("%w: a command of %d words, %d are the most: lvm %.200s", errdefs.ErrInvalid, len(args), MaxWords, line)
+	if err := checkWords(args); err != nil {
+		return nil, err
 	}
 	if err := ctx.Err(); err != nil {
 		return nil, fmt.Errorf("lvm %s: %w", line, err)
 	}
-	for _, arg := range args {
-		if !Takes(arg) {
-			return nil, fmt.Errorf("%w: %q in lvm %s", errdefs.ErrInvalid, arg, line)
-		}
-	}
-	if l.session == nil && l.broken {
-		l.recover(ctx)
-	}
-	if l.session == nil { // recovering may have started one
-		l.end()
-		if err := ctx.Err(); err != nil {
-			return nil, fmt.Errorf("lvm %s: %w", line, err)
-		}
-		var err error
-		// Without udev_sync (see DM_DISABLE_UDEV in libdm): in a container there is no udev
-		// to wait for, and device nodes come from the kernel and from libdm.
-		if l.session, err = command.Start(append(environment(), fmt.Sprint("LVM_REPORT_FD=", command.AnswerFD)), l.program); err != nil {
-			return nil, fmt.Errorf("%w: start lvm: %w; install lvm2", errdefs.ErrUnavailable, err)
-		}
-		l.asked = 0
+	if err := l.start(ctx); err != nil {
+		return nil, fmt.Errorf("lvm %s: %w", line, err)
 	}
 	clean := l.flushed
 	l.flushed = clean && !changing(args)
@@ -214,6 +195,42 @@ func (l *Shell) command(ctx context.Context, args []string) ([]Row, error) {
 		}
 	}
 	return nil, err
+}
+
+// checkWords returns errdefs.ErrInvalid for a command that lvm2's shell would not take as it is meant.
+func checkWords(args []string) error {
+	line := strings.Join(args, " ")
+	// lvm2's shell says nothing in answer to a line of too many words.
+	if len(args) > MaxWords {
+		return fmt.Errorf("%w: a command of %d words, %d are the most: lvm %.200s", errdefs.ErrInvalid, len(args), MaxWords, line)
+	}
+	for _, arg := range args {
+		if !Takes(arg) {
+			return fmt.Errorf("%w: %q in lvm %s", errdefs.ErrInvalid, arg, line)
+		}
+	}
+	return nil
+}
+
+// start starts a session, if there is none; before it, what one that was given up has left is mended.
+func (l *Shell) start(ctx context.Context) error {
+	if l.session == nil && l.broken {
+		l.recover(ctx)
+	}
+	if l.session == nil { // recovering may have started one
+		l.end()
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		var err error
+		// Without udev_sync (see DM_DISABLE_UDEV in libdm): in a container there is no udev
+		// to wait for, and device nodes come from the kernel and from libdm.
+		if l.session, err = command.Start(append(environment(), fmt.Sprint("LVM_REPORT_FD=", command.AnswerFD)), l.program); err != nil {
+			return fmt.Errorf("%w: start lvm: %w; install lvm2", errdefs.ErrUnavailable, err)
+		}
+		l.asked = 0
+	}
+	return nil
 }
 
 // changing reports whether a command changes the metadata of the group.

@@ -102,24 +102,8 @@ func (p *pool) begin(ctx context.Context, spec blockdev.Spec) (*logical, error) 
 	}); err != nil {
 		return nil, err
 	}
-	// -ky: not to be activated by whoever activates all there is at boot (lvcreate(8)).
-	args := []string{"lvcreate", "-n", spec.Ref.String()}
-	if p.atOnce(spec, made) {
-		args = append(args, "-an")
-	} else {
-		args = append(args, "-ay", "-K")
-	}
-	args = append(args, addTags(o.tags)...)
-	switch {
-	case p.location.Thin == "":
-		args = append(args, "-ky", "-Wn", "-Zn", "-l", strconv.FormatInt(spec.Size/p.extent, 10), p.location.Group)
-	case spec.Origin == (blockdev.Ref{}):
-		args = append(args, "-ky", "-V", strconv.FormatInt(spec.Size, 10)+"b", "--thinpool", p.location.Thin, p.location.Group)
-	default:
-		args = append(args, "-s", "-ky", p.path(spec.Origin.String()))
-	}
 	err = p.lvm.Hold(ctx, func(run lvm2.Run) error {
-		err := p.runSuspended(ctx, spec.Origin, run, args...)
+		err := p.runSuspended(ctx, spec.Origin, run, p.lvcreate(spec, made, o.tags)...)
 		switch {
 		case err == nil:
 			p.countAllocated(spec.Size)
@@ -149,6 +133,25 @@ func (p *pool) begin(ctx context.Context, spec blockdev.Spec) (*logical, error) 
 		}
 	}
 	return o, nil
+}
+
+// lvcreate returns the command that makes the logical volume of a spec; made is the size of what it makes, in bytes.
+func (p *pool) lvcreate(spec blockdev.Spec, made int64, tags []string) []string {
+	// -ky: not to be activated by whoever activates all there is at boot (lvcreate(8)).
+	args := []string{"lvcreate", "-n", spec.Ref.String()}
+	if p.atOnce(spec, made) {
+		args = append(args, "-an")
+	} else {
+		args = append(args, "-ay", "-K")
+	}
+	args = append(args, addTags(tags)...)
+	switch {
+	case p.location.Thin == "":
+		return append(args, "-ky", "-Wn", "-Zn", "-l", strconv.FormatInt(spec.Size/p.extent, 10), p.location.Group)
+	case spec.Origin == (blockdev.Ref{}):
+		return append(args, "-ky", "-V", strconv.FormatInt(spec.Size, 10)+"b", "--thinpool", p.location.Thin, p.location.Group)
+	}
+	return append(args, "-s", "-ky", p.path(spec.Origin.String()))
 }
 
 // runSuspended runs a command while the writes to the origin, if there is one, are held

@@ -67,16 +67,25 @@ func (p *pool) compare(ctx context.Context, base, target blockdev.Ref, from int6
 		if _, err := after.ReadAt(want, at); err != nil {
 			return fmt.Errorf("read %s at byte %d: %w", target, at, errdefs.FromErrno(err))
 		}
-		for i := int64(0); i < int64(len(want)); i += diffBlock {
-			j := min(i+diffBlock, int64(len(want)))
-			if !bytes.Equal(have[i:j], want[i:j]) {
-				if err := w.Add(blockdev.Extent{Offset: at + i, Length: j - i}); err != nil {
-					return err
-				}
-			}
+		if err := addChanges(w, at, have, want); err != nil {
+			return err
 		}
 	}
 	return w.Flush()
+}
+
+// addChanges adds the blocks that differ of what two objects have at an offset.
+func addChanges(w *extents.Writer, at int64, have, want []byte) error {
+	for i := int64(0); i < int64(len(want)); i += diffBlock {
+		j := min(i+diffBlock, int64(len(want)))
+		if bytes.Equal(have[i:j], want[i:j]) {
+			continue
+		}
+		if err := w.Add(blockdev.Extent{Offset: at + i, Length: j - i}); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // openForReading opens an object past the page cache; nothing but the file holds it.

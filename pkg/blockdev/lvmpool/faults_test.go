@@ -1123,104 +1123,119 @@ func TestLVMHangs(t *testing.T) {
 	onLVM(t, func(f *lvmFixture) {
 		f.make(pooltest.Vol("0"), 8*pooltest.MiB)
 		f.write(pooltest.Vol("0"), 0, marked("0", 8*pooltest.MiB))
-		var hung []int
-		hangs := map[string]func() (release func()){
-			"locked": func() func() {
-				lock, err := os.OpenFile("/run/lock/lvm/V_"+f.group.Name, os.O_RDWR|os.O_CREATE, 0o600)
-				pooltest.Must(f, err)
-				pooltest.Must(f, unix.Flock(int(lock.Fd()), unix.LOCK_EX))
-				return func() { pooltest.Must(f, lock.Close()) }
-			},
-			"stopped": func() func() {
-				pooltest.Must(f, pooltest.Second(f.pool.SetLabels(f.Context(), pooltest.Vol("0"), func(l map[string]string) error { l["n"] += "x"; return nil })))
-				hung = lvmChildren(os.Getpid())
-				for _, pid := range hung {
-					pooltest.Must(f, syscall.Kill(pid, syscall.SIGSTOP))
-				}
-				return func() {}
-			},
-		}
-		calls := map[string]func(ctx context.Context) error{
-			"create": func(ctx context.Context) error {
-				return pooltest.Second(f.pool.Create(ctx, blockdev.Spec{Ref: pooltest.Vol("a"), Name: pooltest.Vol("a").String(), Size: 8 * pooltest.MiB}))
-			},
-			"labels": func(ctx context.Context) error {
-				return pooltest.Second(f.pool.SetLabels(ctx, pooltest.Vol("0"), func(l map[string]string) error { l["n"] += "y"; return nil }))
-			},
-			"expand": func(ctx context.Context) error {
-				return pooltest.Second(f.pool.Expand(ctx, pooltest.Vol("0"), 16*pooltest.MiB))
-			},
-			"attach": func(ctx context.Context) error {
-				device, err := f.pool.Attach(ctx, pooltest.Vol("0"), blockdev.Attachment{})
-				return errors.Join(err, device.Close())
-			},
-			"copy": func(ctx context.Context) error {
-				return pooltest.Second(f.pool.Create(ctx, blockdev.Spec{Ref: pooltest.Snap("c"), Name: pooltest.Snap("c").String(), Size: 8 * pooltest.MiB, Origin: pooltest.Vol("0")}))
-			},
-			"delete": func(ctx context.Context) error { return f.pool.Delete(ctx, pooltest.Snap("c")) },
-		}
-		for how, hang := range hangs {
+		for _, how := range []string{"locked", "stopped"} {
 			for _, name := range []string{"create", "labels", "attach", "copy", "delete", "expand"} {
 				// What is stopped takes seconds to be killed, whatever the kind of pool.
 				if how == "stopped" && (f.thin || name != "attach" && name != "expand") {
 					continue
 				}
-				for deadline := time.Now().Add(time.Minute); len(f.group.DeviceNames()) > 0 && time.Now().Before(deadline); {
-					time.Sleep(time.Millisecond) // what was attached before goes in the kernel's own time
-				}
-				release := hang()
-				waited := make(chan error, 1)
-				start := time.Now()
-				caller := timeUp{Context: context.Background(), up: make(chan struct{})} // when who waits for his turn has given up
-				time.AfterFunc(500*time.Millisecond, func() {
-					defer close(caller.up)
-					ctx, cancel := context.WithTimeout(context.Background(), 200*time.Millisecond)
-					defer cancel()
-					_, err := f.pool.SetLabels(ctx, pooltest.Vol("0"), func(l map[string]string) error { l["z"] += "z"; return nil })
-					if took := time.Since(start); took > hangBound {
-						err = fmt.Errorf("it took %v: %w", took, err)
-						waited <- errors.New(err.Error())
-						return
-					}
-					waited <- err
-				})
-				err := calls[name](caller)
-				if took := time.Since(start); !errors.Is(err, context.DeadlineExceeded) || took > hangBound {
-					f.Errorf("%s, lvm %s: %v after %v", name, how, err, took)
-				}
-				if err := <-waited; !errors.Is(err, context.DeadlineExceeded) {
-					f.Errorf("%s, lvm %s: who waited for his turn: %v", name, how, err)
-				}
-				if how == "stopped" { // by itself
-					still := func() bool {
-						return slices.ContainsFunc(hung, func(pid int) bool { return slices.Contains(lvmChildren(os.Getpid()), pid) })
-					}
-					for deadline := time.Now().Add(time.Minute); still() && time.Now().Before(deadline); {
-						time.Sleep(20 * time.Millisecond)
-					}
-					if still() {
-						f.Errorf("%s: lvm %v hangs, and is still there", name, hung)
-					}
-				}
-				release()
-				for try := range 2 { // it is idempotent
-					ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
-					if err := calls[name](ctx); err != nil {
-						f.Errorf("%s, lvm %s: try %d afterwards: %v", name, how, try, err)
-					}
-					cancel()
-				}
-				if name == "expand" {
-					pooltest.Must(f, f.pool.Delete(f.Context(), pooltest.Vol("0")))
-					f.make(pooltest.Vol("0"), 8*pooltest.MiB)
-				}
-				pooltest.Must(f, f.pool.Delete(f.Context(), pooltest.Vol("a")))
+				f.hangs(how, name)
 				if f.Failed() {
 					return
 				}
 			}
 		}
 	})
+}
+
+// hangs makes one call while lvm2 hangs, and again when it does not any more.
+func (f *lvmFixture) hangs(how, name string) {
+	for deadline := time.Now().Add(time.Minute); len(f.group.DeviceNames()) > 0 && time.Now().Before(deadline); {
+		time.Sleep(time.Millisecond) // what was attached before goes in the kernel's own time
+	}
+	hung, release := f.hang(how)
+	start := time.Now()
+	caller := timeUp{Context: context.Background(), up: make(chan struct{})} // when who waits for his turn has given up
+	waited := f.waitForTurn(start, caller)
+	err := f.call(caller, name)
+	if took := time.Since(start); !errors.Is(err, context.DeadlineExceeded) || took > hangBound {
+		f.Errorf("%s, lvm %s: %v after %v", name, how, err, took)
+	}
+	if err := <-waited; !errors.Is(err, context.DeadlineExceeded) {
+		f.Errorf("%s, lvm %s: who waited for his turn: %v", name, how, err)
+	}
+	still := func() bool { // what hung is to go by itself
+		return slices.ContainsFunc(hung, func(pid int) bool { return slices.Contains(lvmChildren(os.Getpid()), pid) })
+	}
+	for deadline := time.Now().Add(time.Minute); still() && time.Now().Before(deadline); {
+		time.Sleep(20 * time.Millisecond)
+	}
+	if still() {
+		f.Errorf("%s: lvm %v hangs, and is still there", name, hung)
+	}
+	release()
+	for try := range 2 { // it is idempotent
+		ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+		if err := f.call(ctx, name); err != nil {
+			f.Errorf("%s, lvm %s: try %d afterwards: %v", name, how, try, err)
+		}
+		cancel()
+	}
+	if name == "expand" {
+		pooltest.Must(f, f.pool.Delete(f.Context(), pooltest.Vol("0")))
+		f.make(pooltest.Vol("0"), 8*pooltest.MiB)
+	}
+	pooltest.Must(f, f.pool.Delete(f.Context(), pooltest.Vol("a")))
+}
+
+// hang makes lvm2 hang: its group is locked until release, or its processes, which it returns, are stopped.
+func (f *lvmFixture) hang(how string) (hung []int, release func()) {
+	if how == "locked" {
+		lock, err := os.OpenFile("/run/lock/lvm/V_"+f.group.Name, os.O_RDWR|os.O_CREATE, 0o600)
+		pooltest.Must(f, err)
+		pooltest.Must(f, unix.Flock(int(lock.Fd()), unix.LOCK_EX))
+		return nil, func() { pooltest.Must(f, lock.Close()) }
+	}
+	pooltest.Must(f, f.label(f.Context(), "n", "x"))
+	hung = lvmChildren(os.Getpid())
+	for _, pid := range hung {
+		pooltest.Must(f, syscall.Kill(pid, syscall.SIGSTOP))
+	}
+	return hung, func() {}
+}
+
+// waitForTurn has somebody else call while a call hangs, and give up before that does. It returns what his error will be.
+func (f *lvmFixture) waitForTurn(start time.Time, caller timeUp) <-chan error {
+	waited := make(chan error, 1)
+	time.AfterFunc(500*time.Millisecond, func() {
+		defer close(caller.up)
+		ctx, cancel := context.WithTimeout(context.Background(), 200*time.Millisecond)
+		defer cancel()
+		err := f.label(ctx, "z", "z")
+		if took := time.Since(start); took > hangBound {
+			err = fmt.Errorf("it took %v: %s", took, fmt.Sprint(err))
+		}
+		waited <- err
+	})
+	return waited
+}
+
+// label adds text to a label of the first volume.
+func (f *lvmFixture) label(ctx context.Context, key, text string) error {
+	return pooltest.Second(f.pool.SetLabels(ctx, pooltest.Vol("0"), func(labels map[string]string) error {
+		labels[key] += text
+		return nil
+	}))
+}
+
+// call makes the call that a name stands for.
+func (f *lvmFixture) call(ctx context.Context, name string) error {
+	switch name {
+	case "create":
+		return pooltest.Second(f.pool.Create(ctx, blockdev.Spec{Ref: pooltest.Vol("a"), Name: pooltest.Vol("a").String(), Size: 8 * pooltest.MiB}))
+	case "labels":
+		return f.label(ctx, "n", "y")
+	case "expand":
+		return pooltest.Second(f.pool.Expand(ctx, pooltest.Vol("0"), 16*pooltest.MiB))
+	case "attach":
+		device, err := f.pool.Attach(ctx, pooltest.Vol("0"), blockdev.Attachment{})
+		return errors.Join(err, device.Close())
+	case "copy":
+		return pooltest.Second(f.pool.Create(ctx, blockdev.Spec{Ref: pooltest.Snap("c"), Name: pooltest.Snap("c").String(), Size: 8 * pooltest.MiB, Origin: pooltest.Vol("0")}))
+	case "delete":
+		return f.pool.Delete(ctx, pooltest.Snap("c"))
+	}
+	return fmt.Errorf("no call %q", name)
 }
 
 // TestLVMHangsSuspended: a device that was suspended when lvm2 was killed is resumed as soon

@@ -120,18 +120,8 @@ func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (
 		return nil, err
 	}
 	p.lvm.FlushNext() // a driver before this one may have died before it flushed
-	first := rows[0]
-	p.uuid = strings.ReplaceAll(first["vg_uuid"], "-", "")
-	if p.extent, err = strconv.ParseInt(first["vg_extent_size"], 10, 64); err != nil || p.extent%blockdev.Granularity != 0 || p.extent == 0 {
-		return nil, fmt.Errorf("%w: volume group %s has extents of %q bytes; a multiple of %d is needed", errdefs.ErrUnsupported, p.location.Group, first["vg_extent_size"], blockdev.Granularity)
-	}
-	if longest := p.device("cut.snap."+strings.Repeat("0", 32)) + readOnlySuffix; len(longest) >= dm.NameSize {
-		return nil, fmt.Errorf("%w: the name of volume group %s is too long, as the kernel takes names of devices of %d bytes; vgrename it", errdefs.ErrUnsupported, p.location.Group, dm.NameSize-1)
-	}
-	if p.id = poolID(rows, p.location.Thin); p.id != "" {
-		if err := blockdev.Expect(ctx, known, p.id); err != nil {
-			return nil, err
-		}
+	if err := p.identify(ctx, rows, known); err != nil {
+		return nil, err
 	}
 	if err := p.exclude(); err != nil {
 		return nil, err
@@ -165,6 +155,23 @@ func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (
 		klog.FromContext(ctx).Info("New volumes are zeroed before they are handed out", "pool", p.name, "byWritingTo", writtenZeros(rows))
 	}
 	return p, nil
+}
+
+// identify makes sure that the group of a report is one that can be used, and is the one that is known.
+func (p *pool) identify(ctx context.Context, rows []lvm2.Row, known blockdev.Known) error {
+	first := rows[0]
+	p.uuid = strings.ReplaceAll(first["vg_uuid"], "-", "")
+	var err error
+	if p.extent, err = strconv.ParseInt(first["vg_extent_size"], 10, 64); err != nil || p.extent%blockdev.Granularity != 0 || p.extent == 0 {
+		return fmt.Errorf("%w: volume group %s has extents of %q bytes; a multiple of %d is needed", errdefs.ErrUnsupported, p.location.Group, first["vg_extent_size"], blockdev.Granularity)
+	}
+	if longest := p.device("cut.snap."+strings.Repeat("0", 32)) + readOnlySuffix; len(longest) >= dm.NameSize {
+		return fmt.Errorf("%w: the name of volume group %s is too long, as the kernel takes names of devices of %d bytes; vgrename it", errdefs.ErrUnsupported, p.location.Group, dm.NameSize-1)
+	}
+	if p.id = poolID(rows, p.location.Thin); p.id == "" {
+		return nil
+	}
+	return blockdev.Expect(ctx, known, p.id)
 }
 
 // report asks for a row of the group, and after it one for each of its volumes, and one for

@@ -116,33 +116,7 @@ func parseTags(ref blockdev.Ref, tags []string) (blockdev.Record, catalog.State,
 			return r, st, fmt.Errorf("%w: %s has the tag %s twice", catalog.ErrRecord, ref, key)
 		}
 		seen[key] = true
-		text, err := unescapeTag(value)
-		if err == nil {
-			switch key + "=" {
-			case tagState:
-				st = catalog.State(text)
-				if st != catalog.Creating && st != catalog.Deleting {
-					err = fmt.Errorf("%w: state %q", catalog.ErrRecord, text)
-				}
-			case tagName:
-				r.Name = text
-			case tagSize:
-				r.Size, err = strconv.ParseInt(text, 10, 64)
-			case tagCreated:
-				r.Created, err = time.Parse(time.RFC3339Nano, text)
-			case tagOrigin:
-				r.Origin = blockdev.ParseRef(text)
-				err = r.Origin.Validate()
-			default:
-				var label string
-				escaped, ok := strings.CutPrefix(key, tagLabel)
-				if label, err = unescapeTag(escaped); err == nil && !ok {
-					err = fmt.Errorf("%w: unknown tag %s", catalog.ErrRecord, tag)
-				}
-				r.Labels[label] = text
-			}
-		}
-		if err != nil {
+		if err := readTag(&r, &st, key, value); err != nil {
 			return r, st, fmt.Errorf("%w: %s: tag %s: %w", catalog.ErrRecord, ref, tag, err)
 		}
 	}
@@ -159,6 +133,39 @@ func parseTags(ref blockdev.Ref, tags []string) (blockdev.Record, catalog.State,
 	}
 	r.Ready = st == catalog.Ready
 	return r, st, nil
+}
+
+// readTag puts what one tag says into a record.
+func readTag(r *blockdev.Record, st *catalog.State, key, value string) error {
+	text, err := unescapeTag(value)
+	if err != nil {
+		return err
+	}
+	switch key + "=" {
+	case tagState:
+		if *st = catalog.State(text); *st != catalog.Creating && *st != catalog.Deleting {
+			err = fmt.Errorf("%w: state %q", catalog.ErrRecord, text)
+		}
+	case tagName:
+		r.Name = text
+	case tagSize:
+		r.Size, err = strconv.ParseInt(text, 10, 64)
+	case tagCreated:
+		r.Created, err = time.Parse(time.RFC3339Nano, text)
+	case tagOrigin:
+		r.Origin = blockdev.ParseRef(text)
+		err = r.Origin.Validate()
+	default:
+		escaped, ok := strings.CutPrefix(key, tagLabel)
+		if !ok {
+			return fmt.Errorf("%w: unknown tag %s", catalog.ErrRecord, key)
+		}
+		var label string
+		if label, err = unescapeTag(escaped); err == nil {
+			r.Labels[label] = text
+		}
+	}
+	return err
 }
 
 // changeTags returns the arguments of lvchange that turn the tags of one record into
