@@ -11,8 +11,11 @@
 //   - One worker. An object that is ready is worked on by the call that names it, as callers serialise those (blockdev.Pool).
 //     One that is being made or removed is worked on by who has claimed it: Begin, BeginDelete and Sweep do, and Release and
 //     Forget end that. To other calls it is errdefs.ErrBusy, and Sweep passes it by.
-//   - Only its worker changes an object, and only the worker reads it without Mu. Everybody else gets copies (Lookup, Get, List)
-//     or looks at it with Mu held.
+//   - Only its worker changes the entry of an object, with Mu held where others look (Set), and only the worker reads it without
+//     Mu. Everybody else gets copies (Lookup, Get, List) or looks with Mu held.
+//
+// What only looks alike stays with each pool: to save a record (two slots of a file, or the difference of tags), what is left of
+// a Create that failed (a file pool goes on with copies of snapshots, an LVM pool with whatever ran out of time), and the account.
 package catalog
 
 import (

@@ -1,0 +1,174 @@
+package catalog
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+type object struct{ Entry }
+
+func refOf(digit string) blockdev.Ref {
+	return blockdev.Ref{Kind: blockdev.Volume, Key: strings.Repeat(digit, 32)}
+}
+
+func recordOf(digit string) blockdev.Record {
+	return blockdev.Record{Ref: refOf(digit), Name: digit, Size: 1 << 20}
+}
+
+func specOf(digit string) blockdev.Spec {
+	return blockdev.Spec{Ref: refOf(digit), Name: digit, Size: 1 << 20}
+}
+
+// remover forgets objects, as a pool does that removes them, and counts them; with an error it releases them.
+type remover struct {
+	c       *Catalog[*object]
+	err     error
+	removed int
+}
+
+func (r *remover) remove(_ context.Context, o *object) error {
+	if r.err != nil {
+		r.c.Release(o, false)
+		return r.err
+	}
+	r.c.Mu.Lock()
+	defer r.c.Mu.Unlock()
+	r.c.Forget(o)
+	r.removed++
+	return nil
+}
+
+func attachedNowhere(context.Context, blockdev.Ref) ([]blockdev.Device, error) { return nil, nil }
+
+func put(c *Catalog[*object], e Entry) *object {
+	c.Mu.Lock()
+	defer c.Mu.Unlock()
+	o := &object{e}
+	c.Put(o)
+	return o
+}
+
+// TestBusy: of an object that is not ready, one call has the work; and nobody else sees it.
+func TestBusy(t *testing.T) {
+	c := New[*object]("test")
+	r := &remover{c: c}
+	o := put(c, Begun(recordOf("a")))
+	if _, _, err := c.Begin(t.Context(), specOf("a"), r.remove); !errors.Is(err, errdefs.ErrBusy) {
+		t.Errorf("Begin of what is being made: %v", err)
+	}
+	if _, err := c.BeginDelete(t.Context(), refOf("a"), attachedNowhere, ""); !errors.Is(err, errdefs.ErrBusy) {
+		t.Errorf("BeginDelete of what is being made: %v", err)
+	}
+	if c.Sweep(t.Context(), r.remove); r.removed > 0 {
+		t.Error("Sweep removes what is being made")
+	}
+	if _, _, err := c.Lookup(refOf("a")); !errors.Is(err, errdefs.ErrNotFound) {
+		t.Errorf("Lookup of what is being made: %v", err)
+	}
+	if records, err := c.List(t.Context(), blockdev.Volume, "", 0); len(records) > 0 || err != nil {
+		t.Errorf("List of what is being made: %v, %v", records, err)
+	}
+	c.Mu.Lock()
+	c.Set(o, o.Record, Ready)
+	c.Mu.Unlock()
+	c.Release(o, false)
+	for range 2 { // it is not claimed by who finds it ready
+		if found, ready, err := c.Begin(t.Context(), specOf("a"), r.remove); found != o || !ready || err != nil {
+			t.Errorf("Begin of what is ready: %v, %v, %v", found, ready, err)
+		}
+	}
+	other := specOf("a")
+	other.Name = "another"
+	if _, _, err := c.Begin(t.Context(), other, r.remove); !errors.Is(err, errdefs.ErrExists) {
+		t.Errorf("Begin of another of that name: %v", err)
+	}
+	if record, err := c.Get(t.Context(), refOf("a")); !record.Ready || err != nil {
+		t.Errorf("Get: %+v, %v", record, err)
+	}
+}
+
+// TestRetry: a copy that was cut short is there for a retry of the same call; anything else begins anew.
+func TestRetry(t *testing.T) {
+	for what, c := range map[string]struct {
+		copied int64
+		change func(*blockdev.Spec)
+		found  bool
+	}{
+		"the same":         {1, func(*blockdev.Spec) {}, true},
+		"the same, thick":  {1, func(s *blockdev.Spec) { s.Provisioning = blockdev.Thick }, true},
+		"nothing in place": {0, func(*blockdev.Spec) {}, false},
+		"another size":     {1, func(s *blockdev.Spec) { s.Size *= 2 }, false},
+		"another origin":   {1, func(s *blockdev.Spec) { s.Origin = refOf("b") }, false},
+		"other labels":     {1, func(s *blockdev.Spec) { s.Labels = map[string]string{"a": "b"} }, false},
+		"thin":             {1, func(s *blockdev.Spec) { s.Provisioning = blockdev.Thin }, false},
+	} {
+		t.Run(what, func(t *testing.T) {
+			all := New[*object]("test")
+			r := &remover{c: all}
+			o := put(all, Begun(recordOf("a")))
+			o.Copied = c.copied
+			all.Release(o, true)
+			if all.Sweep(t.Context(), r.remove); r.removed > 0 {
+				t.Fatal("Sweep does not wait for a retry")
+			}
+			spec := specOf("a")
+			c.change(&spec)
+			found, ready, err := all.Begin(t.Context(), spec, r.remove)
+			if (found == o) != c.found || (r.removed == 0) != c.found || ready || err != nil {
+				t.Errorf("Begin: %v, %v, %v; %d removed", found, ready, err, r.removed)
+			}
+		})
+	}
+}
+
+// TestSweep: what nobody came back for is removed, and what could not be is tried again.
+func TestSweep(t *testing.T) {
+	c := New[*object]("test")
+	r := &remover{c: c, err: errors.New("broken")}
+	put(c, Found(recordOf("a"), Deleting))
+	put(c, Found(recordOf("b"), Ready))
+	late := put(c, Begun(recordOf("c")))
+	c.Release(late, true)
+	late.Released = late.Released.Add(-AbandonedAfter - time.Second)
+	c.Sweep(t.Context(), r.remove)
+	r.err = nil
+	if c.Sweep(t.Context(), r.remove); r.removed != 2 || c.Find(refOf("b")) == nil || len(c.unfinished) > 0 {
+		t.Errorf("%d are removed, %v are left, of which %v are not finished", r.removed, c.Objects, c.unfinished)
+	}
+}
+
+// TestDelete: what is attached stays and may be claimed again; what is not there is deleted; what is damaged is not touched.
+func TestDelete(t *testing.T) {
+	c := New[*object]("test")
+	c.Damaged[refOf("d")] = fmt.Errorf("%w: noise", ErrRecord)
+	o := put(c, Found(recordOf("a"), Ready))
+	attached := func(context.Context, blockdev.Ref) ([]blockdev.Device, error) {
+		return []blockdev.Device{{Path: "/dev/loop0"}}, nil
+	}
+	if _, err := c.BeginDelete(t.Context(), refOf("a"), attached, ""); !errors.Is(err, errdefs.ErrInUse) {
+		t.Errorf("attached: %v", err)
+	}
+	if found, err := c.BeginDelete(t.Context(), refOf("a"), attachedNowhere, ""); found != o || err != nil {
+		t.Errorf("not attached any more: %v, %v", found, err)
+	}
+	if found, err := c.BeginDelete(t.Context(), refOf("b"), attachedNowhere, ""); found != nil || err != nil {
+		t.Errorf("not there: %v, %v", found, err)
+	}
+	_, err := c.BeginDelete(t.Context(), refOf("d"), attachedNowhere, "look at it")
+	if !errors.Is(err, errdefs.ErrPrecondition) || len(errdefs.Kinds(err)) != 1 || !strings.Contains(err.Error(), "look at it") {
+		t.Errorf("damaged: %v", err)
+	}
+	if _, _, err := c.Begin(t.Context(), specOf("d"), nil); !errors.Is(err, errdefs.ErrDataLoss) {
+		t.Errorf("Begin of what is damaged: %v", err)
+	}
+	if problems := c.Damage(nil); len(problems) != 1 || problems[0].Reason != "RecordDamaged" {
+		t.Errorf("Damage: %v", problems)
+	}
+}
