@@ -41,7 +41,7 @@ func clusterNode(t *testing.T) {
 	}
 }
 
-// part starts a part of a cluster in a folder of its own.
+// part starts a part of a cluster in a directory of its own.
 func part(t *testing.T, dir string, flags ...string) *process.Driver {
 	t.Helper()
 	if err := os.MkdirAll(dir, 0o700); err != nil {

@@ -1,27 +1,25 @@
 package main
 
 import (
-	"context"
-	"flag"
 	"os"
+
+	"github.com/spf13/cobra"
 
 	"github.com/ashlar-csi/ashlar/internal/demo"
 )
 
-const demoUsage = `driver demo starts a driver with a pool in a new folder, takes volumes through their
+func demoCommand() *cobra.Command {
+	var parent string
+	cmd := &cobra.Command{
+		Use:   "demo",
+		Short: "Take volumes through their whole lives, and show it (root)",
+		Long: `driver demo starts a driver with a pool in a new directory, takes volumes through their
 whole lives over CSI, and prints each step with its time and with what the kernel then
 shows of the volume. It ends with status 0 only if every step did what it should and
-nothing of it is left on the machine. It needs root.
-
-`
-
-// demoCommand is "driver demo".
-func demoCommand(ctx context.Context, args []string) error {
-	var parent string
-	flags := flag.NewFlagSet("driver demo", flag.ContinueOnError)
-	flags.StringVar(&parent, "dir", os.TempDir(), "folder in which the demo makes a folder for itself, and removes it again")
-	if done, err := parseFlags(flags, demoUsage, args); done || err != nil {
-		return err
+nothing of it is left on the machine. It needs root.`,
+		Args: noArguments,
+		RunE: func(cmd *cobra.Command, _ []string) error { return demo.Run(cmd.Context(), parent, version) },
 	}
-	return demo.Run(ctx, parent, version)
+	cmd.Flags().StringVar(&parent, "dir", os.TempDir(), "directory in which the demo makes one for itself, and removes it again")
+	return cmd
 }

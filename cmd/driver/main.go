@@ -3,32 +3,24 @@ package main
 
 import (
 	"context"
-	"errors"
-	"flag"
 	"fmt"
+	"io"
+	"maps"
 	"os"
 	"os/signal"
+	"slices"
 	"strings"
 	"syscall"
+
+	"github.com/spf13/cobra"
 )
 
 // version is set by the build.
 var version = "dev"
 
-const usage = `Ashlar cuts block volumes out of the disks a machine already has (a CSI driver).
-
-  driver [serve] [flags]   serve CSI on a unix socket
-  driver demo [flags]      take volumes through their whole lives, and show it
-  driver doctor [flags]    check whether this machine has what the driver needs
-  driver manifests [flags] print the PersistentVolumes and snapshot contents that a cluster has lost
-  driver version           print the version
-
-Use "driver COMMAND --help" for the flags of a command.
-`
-
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
-	err := run(ctx, os.Args[1:])
+	err := newRoot().ExecuteContext(ctx)
 	stop()
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "driver:", err)
@@ -36,42 +28,61 @@ func main() {
 	}
 }
 
-func run(ctx context.Context, args []string) error {
-	command := "serve"
-	if len(args) > 0 && !strings.HasPrefix(args[0], "-") {
-		command, args = args[0], args[1:]
-	}
-	switch command {
-	case "serve":
-		return serve(ctx, args)
-	case "demo":
-		return demoCommand(ctx, args)
-	case "doctor":
-		return doctorCommand(ctx, args)
-	case "manifests":
-		return manifests(ctx, args)
-	case "version":
-		fmt.Println(version)
-		return nil
-	case "help":
-		fmt.Print(usage)
-		return nil
-	}
-	return fmt.Errorf("unknown command %q; \"driver help\" lists them", command)
+// newRoot returns the command line. Without a command it serves, so that its flags are those of serve.
+// main prints the error of a command, in one line, and ends with status 1.
+func newRoot() *cobra.Command {
+	cobra.EnableCommandSorting = false
+	root := serveCommand()
+	root.Use = "driver"
+	root.Short = "A CSI driver that cuts block volumes out of the disks a machine already has"
+	root.Long = `Ashlar cuts block volumes out of the disks a machine already has (a CSI driver).
+Without a command it serves, with the flags below.`
+	root.Args = knownCommand
+	root.SilenceErrors, root.SilenceUsage = true, true
+	root.SetFlagErrorFunc(flagError)
+	root.SetUsageFunc(usage)
+	root.SetVersionTemplate("{{.Version}}\n")
+	root.AddCommand(serveCommand(), demoCommand(), doctorCommand(), manifestsCommand(), versionCommand(), completionCommand())
+	return root
 }
 
-// parseFlags parses the flags of a command, which takes no other arguments. done: they
-// asked for help, which was printed after the introduction.
-func parseFlags(flags *flag.FlagSet, introduction string, args []string) (done bool, err error) {
-	var help strings.Builder
-	flags.SetOutput(&help)
-	err = flags.Parse(args)
-	if errors.Is(err, flag.ErrHelp) {
-		fmt.Print(introduction, help.String())
-		return true, nil
+func versionCommand() *cobra.Command {
+	return &cobra.Command{
+		Use:   "version",
+		Short: "Print the version",
+		Args:  noArguments,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			_, err := fmt.Fprintln(cmd.OutOrStdout(), version)
+			return err
+		},
 	}
-	if err == nil && flags.NArg() > 0 {
-		err = fmt.Errorf("unexpected argument %q", flags.Arg(0))
+}
+
+func completionCommand() *cobra.Command {
+	shells := map[string]func(*cobra.Command, io.Writer) error{
+		"bash": func(root *cobra.Command, to io.Writer) error { return root.GenBashCompletionV2(to, true) },
+		"fish": func(root *cobra.Command, to io.Writer) error { return root.GenFishCompletion(to, true) },
+		"zsh":  (*cobra.Command).GenZshCompletion,
 	}
-	return false, err // what flag printed too would bury it
+	names := slices.Sorted(maps.Keys(shells))
+	return &cobra.Command{
+		Use:   "completion bash|fish|zsh",
+		Short: "Print what completes this command line in a shell",
+		Long: `driver completion prints what completes commands and flags of the driver in a shell. For this session:
+
+  bash:  source <(driver completion bash)
+  fish:  driver completion fish | source
+  zsh:   source <(driver completion zsh)`,
+		DisableFlagsInUseLine: true,
+		ValidArgs:             names,
+		Args: func(_ *cobra.Command, args []string) error {
+			if len(args) != 1 || shells[args[0]] == nil {
+				return fmt.Errorf("completion for %q: give one of %s", args, strings.Join(names, ", "))
+			}
+			return nil
+		},
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return shells[args[0]](cmd.Root(), cmd.OutOrStdout())
+		},
+	}
 }

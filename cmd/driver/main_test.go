@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
+	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
@@ -93,7 +94,7 @@ func refused(t *testing.T, r result, want string) {
 	}
 }
 
-// serving starts a driver in a folder and waits until it is ready. If the test has not
+// serving starts a driver in a directory and waits until it is ready. If the test has not
 // ended it, the end of the test does.
 func serving(t *testing.T, dir string, flags ...string) *process.Driver {
 	t.Helper()
@@ -140,19 +141,20 @@ func TestPrinting(t *testing.T) {
 		want string
 	}{
 		{"--version", testVersion + "\n"},
-		{"-version", testVersion + "\n"},
 		{"serve --version", testVersion + "\n"},
 		{"version", testVersion + "\n"},
 		{"help", "driver [serve] [flags]"},
-		{"--help", "-endpoint"},
-		{"-h", "-endpoint"},
+		{"--help", "--endpoint"},
+		{"-h", "--endpoint"},
 		{"serve --help", `(default "unix:///csi/csi.sock")`},
 		{"serve --help", `(default "block.csi.ashlar.dev")`},
 		{"serve --help", `(default default=file:///var/lib/ashlar)`},
 		{"serve --help", `(default "all")`},
 		{"serve --help", `(default "text")`},
-		{"demo --help", "-dir"},
-		{"doctor --help", "-pool"},
+		{"demo --help", "--dir"},
+		{"doctor --help", "--pool"},
+		{"help doctor", "--pool"},
+		{"manifests --help", "--storage-class"},
 	} {
 		t.Run(test.args, func(t *testing.T) {
 			r := drive(t, strings.Fields(test.args)...)
@@ -160,6 +162,89 @@ func TestPrinting(t *testing.T) {
 				t.Errorf("exit status %d, stdout %q, stderr %q; expected 0 and %q", r.code, r.stdout, r.stderr, test.want)
 			}
 		})
+	}
+}
+
+// TestHelp: one page has each command with a line, and each flag of serve in its group, with its default and unit.
+func TestHelp(t *testing.T) {
+	r := drive(t, "--help")
+	if r.code != 0 || r.stderr != "" {
+		t.Fatalf("exit status %d, stderr %q", r.code, r.stderr)
+	}
+	page := r.stdout
+	for _, want := range []string{"(a CSI driver)", "\nUsage:\n  driver [serve] [flags]\n  driver COMMAND [flags]\n", "\nCommands:\n  serve  ", "\n  demo  ", "\n  doctor  ", "\n  manifests  ",
+		"\n  version  ", "\n  completion  ", "\n  help  ", "\n  -h, --help  ", "      --version  ", "  -v, --v ", "or 1Gi (default \"1Gi\")", "(default 5m0s)", "(default 1h0m0s)"} {
+		if before, after, found := strings.Cut(page, want); !found {
+			t.Errorf("the help lacks %q:\n%s", want, r.stdout)
+		} else if strings.Contains(after, want) {
+			t.Errorf("the help says %q more than once:\n%s%s", want, before, after)
+		}
+	}
+	// The groups in their order, and what each has.
+	for _, group := range [][]string{
+		{"What is served", "endpoint", "mode", "node-id", "driver-name"},
+		{"Pools and volumes of this machine", "pool", "max-volumes", "attach-required", "ephemeral-pools", "ephemeral-max-size"},
+		{"Kubernetes", "kubeconfig", "topology-label", "gone-grace", "abandon-grace"},
+		{"Logging", "v", "vmodule", "logging-format"},
+		{"Other flags", "help", "version"},
+	} {
+		_, after, found := strings.Cut(page, "\n"+group[0]+":\n")
+		if !found {
+			t.Fatalf("no group %q after those before it:\n%s", group[0], r.stdout)
+		}
+		page = after
+		lines, _, _ := strings.Cut(after, "\n\n")
+		var flags []string
+		for line := range strings.Lines(lines) {
+			if text := strings.TrimSpace(line); strings.HasPrefix(text, "-") {
+				_, name, _ := strings.Cut(text, "--")
+				flags = append(flags, strings.Fields(name)[0])
+			}
+		}
+		if !slices.Equal(flags, group[1:]) {
+			t.Errorf("group %s has the flags %v, expected %v", group[0], flags, group[1:])
+		}
+	}
+	if serve := drive(t, "serve", "--help").stdout; !strings.Contains(serve, "  driver serve [flags]\n") || strings.Contains(serve, "Commands:") || strings.Contains(serve, "demo") {
+		t.Errorf("the help of serve:\n%s", serve)
+	}
+}
+
+// TestCompletion: scripts for shells, and what they ask the driver for.
+func TestCompletion(t *testing.T) {
+	for _, shell := range []string{"bash", "fish", "zsh"} {
+		r := drive(t, "completion", shell)
+		if r.code != 0 || r.stderr != "" || !strings.Contains(r.stdout, "driver") || !strings.Contains(r.stdout, shell) {
+			t.Errorf("completion for %s ended with %d and %q", shell, r.code, r.stderr)
+		}
+		if shell != "bash" {
+			continue
+		}
+		check := exec.Command("bash", "-n")
+		check.Stdin = strings.NewReader(r.stdout)
+		if out, err := check.CombinedOutput(); err != nil {
+			t.Errorf("bash does not read it: %v\n%s", err, out)
+		}
+	}
+	for _, test := range []struct {
+		args []string
+		want []string
+	}{
+		{[]string{"d"}, []string{"demo", "doctor"}},
+		{[]string{"--ephemeral"}, []string{"--ephemeral-max-size", "--ephemeral-pools"}},
+		{[]string{"serve", "--mode="}, []string{"all", "controller", "node"}},
+		{[]string{"--logging-format", ""}, []string{"json", "text"}},
+		{[]string{"completion", ""}, []string{"bash", "fish", "zsh"}},
+	} {
+		var found []string
+		for line := range strings.Lines(drive(t, append([]string{"__complete"}, test.args...)...).stdout) {
+			if word, _, _ := strings.Cut(strings.TrimSpace(line), "\t"); !strings.HasPrefix(word, ":") {
+				found = append(found, word)
+			}
+		}
+		if slices.Sort(found); !slices.Equal(found, test.want) {
+			t.Errorf("%q is completed with %q, expected %q", test.args, found, test.want)
+		}
 	}
 }
 
@@ -175,13 +260,22 @@ func TestMistakes(t *testing.T) {
 	}{
 		{`unknown command "frobnicate"`, []string{"frobnicate"}},
 		{`unexpected argument "argument"`, []string{"serve", "argument"}},
-		{`unexpected argument "argument"`, []string{"--mode=all", "argument"}},
+		{`unknown command "argument"`, []string{"--mode=all", "argument"}},
 		{`unexpected argument "argument"`, []string{"demo", "argument"}},
 		{`unexpected argument "argument"`, []string{"doctor", "argument"}},
-		{"-frobnicate", []string{"--frobnicate"}},
-		{"-frobnicate", []string{"demo", "--frobnicate"}},
-		{"-frobnicate", []string{"doctor", "--frobnicate=1"}},
-		{"-mode", []string{"--mode"}},
+		{`unexpected argument "argument"`, []string{"version", "argument"}},
+		{`unknown flag: --frobnicate; "driver --help" lists`, []string{"--frobnicate"}},
+		{`unknown flag: --frobnicate; "driver demo --help" lists`, []string{"demo", "--frobnicate"}},
+		{`unknown flag: --frobnicate; "driver doctor --help" lists`, []string{"doctor", "--frobnicate=1"}},
+		{"needs an argument: --mode", []string{"--mode"}},
+		{"write --endpoint, with two dashes", []string{"-endpoint=unix:///csi.sock"}},
+		{"write --pool, with two dashes", []string{"serve", "-pool", "a=file:///a"}},
+		{"write --version, with two dashes", []string{"-version"}},
+		{"write --vmodule, with two dashes", []string{"-vmodule=x=1"}},
+		{"write --dir, with two dashes", []string{"demo", "-dir=/tmp"}},
+		{"unknown shorthand flag: 'x' in -x", []string{"-x"}},
+		{"bash, fish, zsh", []string{"completion"}},
+		{"bash, fish, zsh", []string{"completion", "tcsh"}},
 		{"all, controller and node", []string{"--mode=cluster"}},
 		{"all, controller and node", []string{"--mode="}},
 		{"this is no pod", []string{"--mode=controller"}},
@@ -198,7 +292,7 @@ func TestMistakes(t *testing.T) {
 		{"--driver-name", []string{"--driver-name="}},
 		{"--driver-name", []string{"--driver-name=no_underscores"}},
 		{"--driver-name", []string{"--driver-name=" + strings.Repeat("d", 64)}},
-		{"-max-volumes", []string{"--max-volumes=many"}},
+		{"--max-volumes", []string{"--max-volumes=many"}},
 		{"--max-volumes", []string{"--max-volumes=-1"}},
 		{"--ephemeral-pools=other", []string{"--pool=a=file:///a", "--ephemeral-pools=other"}},
 		{"--ephemeral-pools=a,", []string{"--pool=a=file:///a", "--ephemeral-pools=a,"}},
@@ -206,8 +300,8 @@ func TestMistakes(t *testing.T) {
 		{"--ephemeral-max-size", []string{"--ephemeral-max-size=large"}},
 		{"--ephemeral-max-size", []string{"--ephemeral-max-size=0"}},
 		{"--logging-format", []string{"--logging-format=xml"}},
-		{"-v", []string{"-v=high"}},
-		{"-vmodule", []string{"--vmodule=x"}},
+		{`"-v, --v"`, []string{"-v=high"}},
+		{"--vmodule", []string{"--vmodule=x"}},
 		{"only unix sockets", []string{"--endpoint=tcp://127.0.0.1:10000"}},
 		{"only unix sockets", []string{"--endpoint=unix://host/csi.sock"}},
 		{"unix:///", []string{"--endpoint=csi.sock"}},
@@ -228,7 +322,7 @@ func TestMistakes(t *testing.T) {
 		{`unknown option "colour"`, []string{"--pool=a=file:///x?colour=red"}},
 		{"not a directory", []string{"--pool=a=file://" + file, "--endpoint=" + file + ".sock"}},
 		{"not a directory", []string{"--pool=a=file://" + file + "/below", "--endpoint=" + file + ".sock"}},
-		{"no such file", []string{"--pool=a=file://" + file + ".pool", "--endpoint=" + file + ".folder/csi.sock"}},
+		{"no such file", []string{"--pool=a=file://" + file + ".pool", "--endpoint=" + file + ".directory/csi.sock"}},
 		{"no socket", []string{"--pool=a=file://" + file + ".pool", "--endpoint=" + file}},
 		{"no such file", []string{"demo", "--dir=" + file + ".missing"}},
 		{"NAME=URL", []string{"doctor", "--pool=/var/lib/ashlar"}},
@@ -402,7 +496,9 @@ func TestEphemeralFlags(t *testing.T) {
 		"in a cluster, two pools": {[]string{"--mode=node", "--node-id=n", "--ephemeral-pools=b,a"}, node.Ephemeral{Pools: []string{"b", "a"}, MaxSize: 1 << 30}},
 	} {
 		var o options
-		if done, err := o.parse(append(slices.Clone(pools), c.args...)); err != nil || done {
+		cmd := &cobra.Command{}
+		o.addFlags(cmd)
+		if err := errors.Join(cmd.ParseFlags(append(slices.Clone(pools), c.args...)), o.complete(cmd.Flags())); err != nil {
 			t.Errorf("%s: %v", name, err)
 		}
 		if !slices.Equal(o.node().Ephemeral.Pools, c.want.Pools) || o.node().Ephemeral.MaxSize != c.want.MaxSize {
@@ -552,7 +648,7 @@ func empty(t *testing.T, dir string) {
 	t.Helper()
 	entries, err := os.ReadDir(dir)
 	if err != nil || len(entries) > 1 { // drivertest.Dir made one file
-		t.Errorf("left in the folder: %v, %v", entries, err)
+		t.Errorf("left in the directory: %v, %v", entries, err)
 	}
 }
 
@@ -590,7 +686,7 @@ func TestDoctor(t *testing.T) {
 		}
 	}
 	if after, err := os.ReadDir(dir); err != nil || len(after) != len(before) {
-		t.Errorf("doctor changed the folder from %v to %v, %v", before, after, err)
+		t.Errorf("doctor changed the directory from %v to %v, %v", before, after, err)
 	}
 }
 

@@ -3,12 +3,13 @@ package main
 import (
 	"cmp"
 	"context"
-	"flag"
 	"fmt"
 	"io"
 	"os"
 	"slices"
 
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
@@ -28,13 +29,6 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-const manifestsUsage = `driver manifests prints what a cluster lacks for the volumes and snapshots that the driver has objects
-of: PersistentVolumes that no other one has the handle of, the PersistentVolumeClaims that they were made
-for, and VolumeSnapshotContents and VolumeGroupSnapshotContents with a VolumeSnapshot or VolumeGroupSnapshot each.
-All of them are to be kept (Retain). It changes nothing: look at them, then "kubectl apply -f -".
-
-`
-
 // lacking is what the command looks for, and how it is to be.
 type lacking struct {
 	client.Client
@@ -42,19 +36,34 @@ type lacking struct {
 	out                            []any
 }
 
-// manifests prints the objects of Kubernetes that volumes and snapshots have lost.
-func manifests(ctx context.Context, args []string) error {
+func manifestsCommand() *cobra.Command {
 	var o options
-	l := &lacking{}
-	flags := flag.NewFlagSet("driver manifests", flag.ContinueOnError)
-	flags.StringVar(&o.kubeconfig, "kubeconfig", os.Getenv("KUBECONFIG"), "file that says how to reach the Kubernetes API; without it, as a pod does")
-	flags.StringVar(&o.driverName, "driver-name", cluster.DefaultDriver, "name of the CSI driver")
-	flags.StringVar(&l.class, "storage-class", "ashlar", "StorageClass of the volumes: nothing tells which it was")
-	flags.StringVar(&l.mode, "access-mode", string(corev1.ReadWriteOnce), "access mode of the volumes: nothing tells which it was")
-	flags.StringVar(&l.namespace, "namespace", "default", "namespace of VolumeSnapshots of volumes that nobody knows the claim of")
-	if done, err := parseFlags(flags, manifestsUsage, args); done || err != nil {
-		return err
+	var l lacking
+	cmd := &cobra.Command{
+		Use:   "manifests",
+		Short: "Print the PersistentVolumes and snapshot contents that a cluster has lost",
+		Long: `driver manifests prints what a cluster lacks for the volumes and snapshots that the driver has
+objects of: PersistentVolumes that no other one has the handle of, the PersistentVolumeClaims that
+they were made for, and VolumeSnapshotContents and VolumeGroupSnapshotContents with a VolumeSnapshot
+or VolumeGroupSnapshot each. All of them are to be kept (Retain). It changes nothing: look at them,
+then "kubectl apply -f -".`,
+		Args: noArguments,
+		RunE: func(cmd *cobra.Command, _ []string) error { return manifests(cmd.Context(), o, l, cmd.OutOrStdout()) },
 	}
+	addFlags(cmd, "The cluster", func(flags *pflag.FlagSet) {
+		flags.StringVar(&o.kubeconfig, "kubeconfig", os.Getenv("KUBECONFIG"), "file that says how to reach the Kubernetes API; without it, as a pod does")
+		flags.StringVar(&o.driverName, "driver-name", cluster.DefaultDriver, "name of the CSI driver")
+	})
+	addFlags(cmd, "What nothing else tells of the lost objects", func(flags *pflag.FlagSet) {
+		flags.StringVar(&l.class, "storage-class", "ashlar", "StorageClass of the volumes")
+		flags.StringVar(&l.mode, "access-mode", string(corev1.ReadWriteOnce), "access mode of the volumes")
+		flags.StringVar(&l.namespace, "namespace", "default", "namespace of VolumeSnapshots of volumes that nobody knows the claim of")
+	})
+	return cmd
+}
+
+// manifests prints the objects of Kubernetes that volumes and snapshots have lost.
+func manifests(ctx context.Context, o options, l lacking, to io.Writer) error {
 	o.mode, l.driver = "manifests", o.driverName
 	config, err := o.kubernetes()
 	if err != nil {
@@ -67,10 +76,10 @@ func manifests(ctx context.Context, args []string) error {
 	if l.Client, err = client.New(config, client.Options{Scheme: scheme}); err != nil {
 		return err
 	}
-	if err := l.look(ctx); err != nil {
+	if err := l.find(ctx); err != nil {
 		return err
 	}
-	return l.print(os.Stdout)
+	return l.print(to)
 }
 
 func (l *lacking) print(to io.Writer) error {
@@ -86,7 +95,8 @@ func (l *lacking) print(to io.Writer) error {
 	return nil
 }
 
-func (l *lacking) look(ctx context.Context) error {
+// find looks for what is lacking, and keeps it for print.
+func (l *lacking) find(ctx context.Context) error {
 	var volumes v1alpha1.VolumeList
 	if err := l.List(ctx, &volumes); err != nil {
 		return err

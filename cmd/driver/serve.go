@@ -15,6 +15,8 @@ import (
 	"sync"
 	"time"
 
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 	"k8s.io/apimachinery/pkg/util/validation"
 	"k8s.io/klog/v2"
 
@@ -44,7 +46,6 @@ type options struct {
 	labels       labelFlags
 	logFormat    string
 	verbosity    int // klog's -v
-	version      bool
 
 	ephemeralPools, ephemeralSize string
 	ephemeral                     node.Ephemeral // as the two say
@@ -54,6 +55,9 @@ type options struct {
 type labelFlags []string
 
 func (l *labelFlags) String() string { return strings.Join(*l, " ") }
+
+// Type is what the help shows as the value.
+func (l *labelFlags) Type() string { return "KEY" }
 
 func (l *labelFlags) Set(key string) error {
 	if problems := validation.IsQualifiedName(key); len(problems) > 0 {
@@ -84,6 +88,9 @@ func (p *poolFlags) String() string {
 	return strings.Join(all, " ")
 }
 
+// Type is what the help shows as the value.
+func (p *poolFlags) Type() string { return "NAME=URL" }
+
 func (p *poolFlags) Set(text string) error {
 	name, url, ok := strings.Cut(text, "=")
 	if !ok {
@@ -105,79 +112,131 @@ func (p *poolFlags) Set(text string) error {
 	return nil
 }
 
+// setDefault takes the default pool if none was given.
+func (p *poolFlags) setDefault() error {
+	if len(*p) > 0 {
+		return nil
+	}
+	return p.Set(defaultPool)
+}
+
 // driverNamePattern: CSI specification, GetPluginInfoResponse.name.
 var driverNamePattern = regexp.MustCompile(`^[a-zA-Z0-9]([-.a-zA-Z0-9]{0,61}[a-zA-Z0-9])?$`)
 
 // nodePattern: the name is the value of a topology segment (CSI specification, Topology).
 var nodePattern = regexp.MustCompile(`^[a-zA-Z0-9]([-_.a-zA-Z0-9]{0,61}[a-zA-Z0-9])?$`)
 
-// parse reads the command line. done: there is nothing to serve, all was printed.
-func (o *options) parse(args []string) (done bool, err error) {
-	flags := flag.NewFlagSet("driver serve", flag.ContinueOnError)
-	host, _ := os.Hostname()
-	flags.StringVar(&o.endpoint, "endpoint", "unix:///csi/csi.sock", "unix socket to serve CSI on")
-	flags.StringVar(&o.mode, "mode", "all", "all: every service, over the pools of this machine, without Kubernetes;\ncontroller: the Controller services of a cluster; node: the Node service of a cluster, over the pools of this machine")
-	flags.StringVar(&o.nodeID, "node-id", host, "name of this node")
-	flags.StringVar(&o.driverName, "driver-name", "block.csi.ashlar.dev", "name of the CSI driver")
-	flags.Var(&o.pools, "pool", "pool of volumes, as NAME=URL; may be given more than once, the first is the default one.\nfile:///FOLDER?overprovision=1.0&reservePercent=5 keeps volumes as files (default "+defaultPool+")")
-	flags.Int64Var(&o.maxVolumes, "max-volumes", 0, "most volumes that may be published to this node; 0 is any number")
-	flags.BoolVar(&o.claims, "attach-required", true, "volumes have to be published to this node by the controller before they are staged here;\nfalse only where the CSIDriver object says attachRequired: false")
-	flags.StringVar(&o.ephemeralPools, "ephemeral-pools", "", "pools in which inline ephemeral volumes are made, separated by commas; the first is their default one (default with --mode=all: all; with --mode=node: none, as any author of a pod may ask for them)")
-	flags.StringVar(&o.ephemeralSize, "ephemeral-max-size", "1Gi", "largest size of an inline ephemeral volume")
-	flags.StringVar(&o.kubeconfig, "kubeconfig", "", "file that says how to reach the Kubernetes API; without it, as a pod does (controller and node)")
-	flags.DurationVar(&o.goneGrace, "gone-grace", 5*time.Minute, "how long a node has to be gone (its object deleted, or tainted ashlar.dev/gone) before what was deleted of it is given up (controller)")
-	flags.DurationVar(&o.abandonGrace, "abandon-grace", time.Hour, "how old a volume that nobody seems to know of, or the refusal of a call because of a claim that no VolumeAttachment is for,\nhas to be before it is cleared up (controller)")
-	flags.Var(&o.labels, "topology-label", "label of the Kubernetes node that says where it is, as topology.kubernetes.io/zone; may be given more than once.\nVolumes can be asked for by it: allowedTopologies of a StorageClass (node)")
-	flags.StringVar(&o.logFormat, "logging-format", "text", "log format: text or json")
-	flags.BoolVar(&o.version, "version", false, "print the version and exit")
-	klogFlags := flag.NewFlagSet("klog", flag.ContinueOnError)
-	klog.InitFlags(klogFlags)
-	for _, name := range []string{"v", "vmodule"} {
-		f := klogFlags.Lookup(name)
-		flags.Var(f.Value, f.Name, f.Usage)
+// serveCommand is "driver serve", and what the program does without a command.
+func serveCommand() *cobra.Command {
+	var o options
+	cmd := &cobra.Command{
+		Use:     "serve",
+		Short:   "Serve CSI on a unix socket; so does driver without a command",
+		Long:    "driver serve serves CSI on a unix socket until SIGTERM or SIGINT, and ends what it is doing first.",
+		Version: version,
+		Args:    noArguments,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if err := o.complete(cmd.Flags()); err != nil {
+				return err
+			}
+			return serve(cmd.Context(), o)
+		},
 	}
-	if done, err := parseFlags(flags, usage+"\n", args); done || err != nil {
-		return done, err
+	o.addFlags(cmd)
+	for flag, values := range map[string][]cobra.Completion{"mode": modes, "logging-format": logFormats} {
+		_ = cmd.RegisterFlagCompletionFunc(flag, cobra.FixedCompletions(values, cobra.ShellCompDirectiveNoFileComp)) // both flags are there
 	}
-	if o.version {
-		fmt.Println(version)
-		return true, nil
-	}
-	o.verbosity, _ = strconv.Atoi(flags.Lookup("v").Value.String()) // it was parsed as a number
-	switch {
-	case o.mode != "all" && o.mode != "controller" && o.mode != "node":
-		return false, fmt.Errorf("--mode=%s: all, controller and node are known", o.mode)
-	case !nodePattern.MatchString(o.nodeID):
-		return false, fmt.Errorf("--node-id=%s: use 1 to 63 letters, digits, dots, dashes and underscores, with a letter or digit at either end", o.nodeID)
-	case !driverNamePattern.MatchString(o.driverName):
-		return false, fmt.Errorf("--driver-name=%s: use up to 63 letters, digits, dots and dashes", o.driverName)
-	case o.maxVolumes < 0:
-		return false, fmt.Errorf("--max-volumes=%d: give 0 or more", o.maxVolumes)
-	case o.logFormat != "text" && o.logFormat != "json":
-		return false, fmt.Errorf("--logging-format=%s: text and json are known", o.logFormat)
-	}
-	if _, err := rpc.ParseEndpoint(o.endpoint); err != nil {
-		return false, err
-	}
-	if err := o.checkCluster(); err != nil {
-		return false, err
-	}
-	if len(o.pools) == 0 && o.mode != "controller" {
-		if err := o.pools.Set(defaultPool); err != nil {
-			return false, err
-		}
-	}
-	return false, o.setEphemeral(flags)
+	return cmd
 }
 
-// setEphemeral reads the flags of inline ephemeral volumes. On one machine they may be in any pool unless
-// --ephemeral-pools says otherwise: whoever has the socket may make any volume.
-func (o *options) setEphemeral(flags *flag.FlagSet) (err error) {
+// The values of --mode and --logging-format.
+var (
+	modes      = []string{"all", "controller", "node"}
+	logFormats = []string{"text", "json"}
+)
+
+func (o *options) addFlags(cmd *cobra.Command) {
+	addFlags(cmd, "What is served", o.servingFlags)
+	addFlags(cmd, "Pools and volumes of this machine", o.volumeFlags)
+	addFlags(cmd, "Kubernetes", o.kubernetesFlags)
+	addFlags(cmd, "Logging", o.loggingFlags)
+	addFlags(cmd, "Other flags", func(flags *pflag.FlagSet) {
+		flags.BoolP("help", "h", false, "print this help")
+		flags.Bool("version", false, "print the version")
+	})
+}
+
+func (o *options) servingFlags(flags *pflag.FlagSet) {
+	host, _ := os.Hostname()
+	flags.StringVar(&o.endpoint, "endpoint", "unix:///csi/csi.sock", "unix socket to serve CSI on")
+	flags.StringVar(&o.mode, "mode", "all", "all: every service, over the pools of this machine, without Kubernetes;\ncontroller: the Controller services of a cluster;\nnode: the Node service of a cluster, over the pools of this machine")
+	flags.StringVar(&o.nodeID, "node-id", host, "name of this node; in a cluster, that of its Node object")
+	flags.StringVar(&o.driverName, "driver-name", "block.csi.ashlar.dev", "name of the CSI driver")
+}
+
+func (o *options) volumeFlags(flags *pflag.FlagSet) {
+	flags.Var(&o.pools, "pool", "pool of volumes; may be given more than once, the first is the default one.\nfile:///DIRECTORY?overprovision=1.0&reservePercent=5 keeps volumes as files,\nlvm://GROUP and lvm://GROUP/THINPOOL as logical volumes (default "+defaultPool+")")
+	flags.Int64Var(&o.maxVolumes, "max-volumes", 0, "most volumes that may be published to this node; 0 is any number")
+	flags.BoolVar(&o.claims, "attach-required", true, "volumes have to be published to this node by the controller before they are staged here;\nfalse only where the CSIDriver object says attachRequired: false")
+	flags.StringVar(&o.ephemeralPools, "ephemeral-pools", "", "pools in which inline ephemeral volumes are made, separated by commas; the first is their default one\n(default with --mode=all: all; with --mode=node: none, as any author of a pod may ask for them)")
+	flags.StringVar(&o.ephemeralSize, "ephemeral-max-size", "1Gi", "largest size of an inline ephemeral volume: bytes, or as 500M or 1Gi")
+}
+
+func (o *options) kubernetesFlags(flags *pflag.FlagSet) {
+	flags.StringVar(&o.kubeconfig, "kubeconfig", "", "file that says how to reach the Kubernetes API; without it, as a pod does (controller and node)")
+	flags.Var(&o.labels, "topology-label", "label of the Kubernetes node that says where it is, as topology.kubernetes.io/zone;\nmay be given more than once. Volumes can be asked for by it: allowedTopologies of a StorageClass (node)")
+	flags.DurationVar(&o.goneGrace, "gone-grace", 5*time.Minute, "how long, as 90s or 5m, a node has to be gone (its object deleted, or tainted ashlar.dev/gone)\nbefore what was deleted of it is given up (controller)")
+	flags.DurationVar(&o.abandonGrace, "abandon-grace", time.Hour, "how old, as 30m or 1h, a volume that nobody seems to know of, or the refusal of a call because of a claim\nthat no VolumeAttachment is for, has to be before it is cleared up (controller)")
+}
+
+func (o *options) loggingFlags(flags *pflag.FlagSet) {
+	klogFlags := flag.NewFlagSet("klog", flag.ContinueOnError)
+	klog.InitFlags(klogFlags)
+	for name, text := range map[string]string{
+		"v":       "level of detail: 0 says what went wrong and what changed, 4 and more also each call",
+		"vmodule": "levels for single source files, as `FILE=LEVEL,...`; the name may have wildcards",
+	} {
+		klogFlags.Lookup(name).Usage = text
+		flags.AddGoFlag(klogFlags.Lookup(name))
+	}
+	flags.StringVar(&o.logFormat, "logging-format", "text", "text or json")
+}
+
+// complete checks the flags after they were parsed, and sets what follows from them.
+func (o *options) complete(flags *pflag.FlagSet) error {
+	o.verbosity, _ = strconv.Atoi(flags.Lookup("v").Value.String()) // it was parsed as a number
+	switch {
+	case !slices.Contains(modes, o.mode):
+		return fmt.Errorf("--mode=%s: all, controller and node are known", o.mode)
+	case !nodePattern.MatchString(o.nodeID):
+		return fmt.Errorf("--node-id=%s: use 1 to 63 letters, digits, dots, dashes and underscores, with a letter or digit at either end", o.nodeID)
+	case !driverNamePattern.MatchString(o.driverName):
+		return fmt.Errorf("--driver-name=%s: use up to 63 letters, digits, dots and dashes", o.driverName)
+	case o.maxVolumes < 0:
+		return fmt.Errorf("--max-volumes=%d: give 0 or more", o.maxVolumes)
+	case !slices.Contains(logFormats, o.logFormat):
+		return fmt.Errorf("--logging-format=%s: text and json are known", o.logFormat)
+	}
+	if _, err := rpc.ParseEndpoint(o.endpoint); err != nil {
+		return err
+	}
+	if err := o.checkCluster(); err != nil {
+		return err
+	}
+	if o.mode != "controller" {
+		if err := o.pools.setDefault(); err != nil {
+			return err
+		}
+	}
+	return o.setEphemeral(flags.Changed("ephemeral-pools"))
+}
+
+// setEphemeral reads the flags of inline ephemeral volumes; given: there is --ephemeral-pools. On one machine they may
+// be in any pool unless that says otherwise: whoever has the socket may make any volume.
+func (o *options) setEphemeral(given bool) (err error) {
 	if o.ephemeral.MaxSize, err = csimap.ParseQuantity(o.ephemeralSize); err != nil {
 		return fmt.Errorf("--ephemeral-max-size: %w", err)
 	}
-	given := false
-	flags.Visit(func(f *flag.Flag) { given = given || f.Name == "ephemeral-pools" })
 	var known []string
 	for _, pool := range o.pools {
 		known = append(known, pool.name)
@@ -203,11 +262,7 @@ func (o *options) node() node.Options {
 	return node.Options{MaxVolumes: o.maxVolumes, Claims: o.claims, Ephemeral: o.ephemeral}
 }
 
-func serve(ctx context.Context, args []string) error {
-	var o options
-	if done, err := o.parse(args); done || err != nil {
-		return err
-	}
+func serve(ctx context.Context, o options) error {
 	if o.logFormat == "json" {
 		// klog's -v 4 is slog's level -4.
 		klog.SetSlogLogger(slog.New(slog.NewJSONHandler(os.Stderr, &slog.HandlerOptions{Level: slog.Level(-o.verbosity)})))

@@ -1,0 +1,115 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+)
+
+// groupKey is the annotation of a flag that says below which title the help shows it.
+const groupKey = "group"
+
+// addFlags gives a command the flags that add defines. Its help shows them below a title, in the order of
+// their definition.
+func addFlags(cmd *cobra.Command, title string, add func(*pflag.FlagSet)) {
+	group := pflag.NewFlagSet(title, pflag.ContinueOnError)
+	group.SortFlags = false
+	add(group)
+	group.VisitAll(func(f *pflag.Flag) { f.Annotations = map[string][]string{groupKey: {title}} })
+	cmd.Flags().SortFlags = false
+	cmd.Flags().AddFlagSet(group)
+}
+
+// usage prints how a command is called: its commands, and its flags in groups. Help is this below the
+// command's own description.
+func usage(cmd *cobra.Command) error {
+	var text strings.Builder
+	text.WriteString("Usage:\n")
+	if !cmd.HasParent() {
+		text.WriteString("  driver [serve] [flags]\n  driver COMMAND [flags]\n")
+	} else {
+		fmt.Fprintf(&text, "  %s\n", cmd.UseLine())
+	}
+	if cmd.HasAvailableSubCommands() {
+		text.WriteString("\nCommands:\n")
+		for _, one := range cmd.Commands() {
+			if one.IsAvailableCommand() || one.Name() == "help" {
+				fmt.Fprintf(&text, "  %-*s %s\n", one.NamePadding(), one.Name(), one.Short)
+			}
+		}
+	}
+	for _, group := range flagGroups(cmd) {
+		fmt.Fprintf(&text, "\n%s:\n%s", group.title, group.flags.FlagUsages())
+	}
+	if cmd.HasAvailableSubCommands() {
+		fmt.Fprintf(&text, "\nUse \"%s COMMAND --help\" for more about a command.\n", cmd.CommandPath())
+	}
+	_, err := fmt.Fprint(cmd.OutOrStderr(), text.String())
+	return err
+}
+
+type flagGroup struct {
+	title string
+	flags *pflag.FlagSet
+}
+
+// flagGroups returns the flags of a command by their titles, and last those without one.
+func flagGroups(cmd *cobra.Command) []flagGroup {
+	var groups []flagGroup
+	rest := flagGroup{"Other flags", pflag.NewFlagSet("", pflag.ContinueOnError)}
+	cmd.LocalFlags().VisitAll(func(f *pflag.Flag) {
+		title := f.Annotations[groupKey]
+		if title == nil {
+			rest.flags.AddFlag(f)
+			return
+		}
+		if len(groups) == 0 || groups[len(groups)-1].title != title[0] {
+			flags := pflag.NewFlagSet("", pflag.ContinueOnError)
+			flags.SortFlags = false
+			groups = append(groups, flagGroup{title[0], flags})
+		}
+		groups[len(groups)-1].flags.AddFlag(f)
+	})
+	if rest.flags.HasFlags() {
+		groups = append(groups, rest)
+	}
+	return groups
+}
+
+// flagError says what is wrong with a flag, and where to look. A long flag that was written with one dash
+// is read as a row of short ones, of which -v takes what follows as its value; neither tells what is wrong.
+func flagError(cmd *cobra.Command, err error) error {
+	var written string // what followed a single dash
+	var unknown *pflag.NotExistError
+	var invalid *pflag.InvalidValueError
+	switch {
+	case errors.As(err, &unknown):
+		written = unknown.GetSpecifiedShortnames()
+	case errors.As(err, &invalid):
+		written = invalid.GetFlag().Shorthand + invalid.GetValue()
+	}
+	name, _, _ := strings.Cut(written, "=")
+	if len(name) > 1 && cmd.Flags().Lookup(name) != nil {
+		return fmt.Errorf("-%s: write --%s, with two dashes", name, name)
+	}
+	return fmt.Errorf("%w; \"%s --help\" lists the flags", err, cmd.CommandPath())
+}
+
+// noArguments is for commands that take flags only.
+func noArguments(_ *cobra.Command, args []string) error {
+	if len(args) > 0 {
+		return fmt.Errorf("unexpected argument %q", args[0])
+	}
+	return nil
+}
+
+// knownCommand is for the program itself: an argument that is left was meant as a command.
+func knownCommand(_ *cobra.Command, args []string) error {
+	if len(args) > 0 {
+		return fmt.Errorf("unknown command %q; \"driver --help\" lists them", args[0])
+	}
+	return nil
+}
