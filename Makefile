@@ -4,6 +4,7 @@ SHELL := /bin/bash
 
 VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo dev)
 IMAGE ?= ashlar:$(VERSION)
+CHARTS ?= oci://ghcr.io/ashlar-csi/charts
 FUZZTIME ?= 20s
 SOAK ?= 10m
 
@@ -118,11 +119,12 @@ bench-cluster: ## Measure the driver in a cluster, and its parts with 500 agents
 	tests/benchcluster/run.sh
 
 .PHONY: lint
-lint: ## Check style, layering (.golangci.yml) and go.mod
+lint: ## Check style, layering (.golangci.yml), go.mod and the workflows
 	@hack/install-tools.sh lint
 	@unformatted=$$(gofmt -l .); [ -z "$$unformatted" ] || { echo "not formatted (make fmt):"; echo "$$unformatted"; exit 1; }
 	go mod tidy -diff
 	bin/golangci-lint run
+	bin/actionlint
 
 .PHONY: generate
 generate: ## Make what is generated from pkg/api: the custom resources' definitions
@@ -153,6 +155,22 @@ image-archive: ## Build the Dockerfile's image for amd64 and arm64 as archives i
 .PHONY: sbom
 sbom: build ## Write the bill of materials of bin/driver, as SPDX (that of the image is in the image)
 	go run ./hack/sbom -name ashlar -version $(VERSION) -binary bin/driver >bin/driver.spdx.json
+
+.PHONY: chart
+chart: ## Package the chart into bin/
+	@hack/install-tools.sh release
+	bin/helm package deploy/charts/ashlar --destination bin
+
+.PHONY: check-release
+check-release: ## Check that the chart, the manifests and the changelog are those of VERSION
+	hack/check-release.sh $(VERSION)
+
+# The archives are those of make image-archive, the package that of make chart.
+.PHONY: push
+push: ## Push the archives as one image IMAGE, and the chart to CHARTS; bin/pushed has their digests
+	@hack/install-tools.sh release
+	hack/push.sh $(IMAGE) $(CHARTS) >bin/pushed
+	@cat bin/pushed
 
 .PHONY: test-deploy
 test-deploy: ## Test the manifests and the chart, that they agree and refuse what is wrong; and that the Dockerfile builds (root)

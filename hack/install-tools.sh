@@ -7,12 +7,11 @@
 #   hack/install-tools.sh lvm      the same, and lvm2
 #   hack/install-tools.sh image    what hack/image.sh needs
 #   hack/install-tools.sh e2e      what the cluster of the end-to-end tests needs
-#   hack/install-tools.sh lint     only golangci-lint, into ./bin; needs no root
+#   hack/install-tools.sh lint     only golangci-lint and actionlint, into ./bin; needs no root
+#   hack/install-tools.sh release  only helm and crane, into ./bin; needs no root
 #
 # When nothing is missing it says nothing and takes milliseconds.
 set -euo pipefail
-
-GOLANGCI_LINT_VERSION=2.15.0
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin # where mkfs lives, also for those who are not root
@@ -61,20 +60,26 @@ apt_install() {
 	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@"
 }
 
-# It is built once on a machine.
-install_golangci_lint() {
-	local cached=${ASHLAR_CACHE:-$HOME/.cache/ashlar}/golangci-lint-$GOLANGCI_LINT_VERSION
-	if [ ! -x "$cached/golangci-lint" ]; then
-		echo "building golangci-lint v$GOLANGCI_LINT_VERSION (a few minutes, once)"
-		GOBIN=$cached quietly go install "github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v$GOLANGCI_LINT_VERSION"
+# built NAME PACKAGE VERSION: bin/NAME, of a Go module, which is built once on a machine.
+built() {
+	local name=$1 cached=${ASHLAR_CACHE:-$HOME/.cache/ashlar}/$1-${3#v}
+	if [ ! -x "$cached/$name" ]; then
+		echo "building $name $3 (a few minutes, once)"
+		GOBIN=$cached quietly go install "$2@$3"
 	fi
 	mkdir -p bin
-	ln -sfn "$cached/golangci-lint" bin/golangci-lint
+	ln -sfn "$cached/$name" "bin/$name"
 }
 
 case ${1-} in
 lint)
-	install_golangci_lint
+	built golangci-lint github.com/golangci/golangci-lint/v2/cmd/golangci-lint v2.15.0
+	built actionlint github.com/rhysd/actionlint/cmd/actionlint v1.7.12
+	exit
+	;;
+release)
+	built helm helm.sh/helm/v3/cmd/helm "$(go -C tests/deploy list -m -f '{{.Version}}' helm.sh/helm/v3)" # the one that the chart is tested with
+	built crane github.com/google/go-containerregistry/cmd/crane v0.22.1
 	exit
 	;;
 bench) need fio fio ;;
@@ -90,6 +95,7 @@ lvm)
 	;;
 image | e2e)
 	need mmdebstrap mmdebstrap
+	[ -e /usr/share/keyrings/debian-archive-keyring.gpg ] || missing+=(debian-archive-keyring) # not on Debian's kin
 	need jq jq
 	need openssl openssl
 	need iproute2 ip
@@ -98,7 +104,7 @@ image | e2e)
 	;;
 "") ;;
 *)
-	echo "usage: $0 [bench|vm|lvm|image|e2e|lint]" >&2
+	echo "usage: $0 [bench|vm|lvm|image|e2e|lint|release]" >&2
 	exit 2
 	;;
 esac
