@@ -273,6 +273,7 @@ func TestMistakes(t *testing.T) {
 		{"write --version, with two dashes", []string{"-version"}},
 		{"write --vmodule, with two dashes", []string{"-vmodule=x=1"}},
 		{"write --dir, with two dashes", []string{"demo", "-dir=/tmp"}},
+		{`invalid argument "pool" for "--pool"`, []string{"--pool=pool"}},
 		{"unknown shorthand flag: 'x' in -x", []string{"-x"}},
 		{"bash, fish, zsh", []string{"completion"}},
 		{"bash, fish, zsh", []string{"completion", "tcsh"}},

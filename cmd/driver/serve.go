@@ -185,8 +185,8 @@ func (o *options) volumeFlags(flags *pflag.FlagSet) {
 func (o *options) kubernetesFlags(flags *pflag.FlagSet) {
 	flags.StringVar(&o.kubeconfig, "kubeconfig", "", "file that says how to reach the Kubernetes API; without it, as a pod does (controller and node)")
 	flags.Var(&o.labels, "topology-label", "label of the Kubernetes node that says where it is, as topology.kubernetes.io/zone;\nmay be given more than once. Volumes can be asked for by it: allowedTopologies of a StorageClass (node)")
-	flags.DurationVar(&o.goneGrace, "gone-grace", 5*time.Minute, "how long, as 90s or 5m, a node has to be gone (its object deleted, or tainted ashlar.dev/gone)\nbefore what was deleted of it is given up (controller)")
-	flags.DurationVar(&o.abandonGrace, "abandon-grace", time.Hour, "how old, as 30m or 1h, a volume that nobody seems to know of, or the refusal of a call because of a claim\nthat no VolumeAttachment is for, has to be before it is cleared up (controller)")
+	flags.DurationVar(&o.goneGrace, "gone-grace", 5*time.Minute, "how long, as 90s or 5m, a node has to be gone (its object deleted, or tainted ashlar.dev/gone)\nbefore its deleted volumes are given up (controller)")
+	flags.DurationVar(&o.abandonGrace, "abandon-grace", time.Hour, "how long, as 30m or 1h, what nobody seems to know of is kept: from its creation a volume without claim and\nPersistentVolume; from the first refusal because of it a claim without VolumeAttachment (controller)")
 }
 
 func (o *options) loggingFlags(flags *pflag.FlagSet) {

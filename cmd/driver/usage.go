@@ -59,7 +59,7 @@ type flagGroup struct {
 // flagGroups returns the flags of a command by their titles, and last those without one.
 func flagGroups(cmd *cobra.Command) []flagGroup {
 	var groups []flagGroup
-	rest := flagGroup{"Other flags", pflag.NewFlagSet("", pflag.ContinueOnError)}
+	rest := flagGroup{"Flags", pflag.NewFlagSet("", pflag.ContinueOnError)}
 	cmd.LocalFlags().VisitAll(func(f *pflag.Flag) {
 		title := f.Annotations[groupKey]
 		if title == nil {
@@ -73,6 +73,9 @@ func flagGroups(cmd *cobra.Command) []flagGroup {
 		}
 		groups[len(groups)-1].flags.AddFlag(f)
 	})
+	if len(groups) > 0 {
+		rest.title = "Other flags"
+	}
 	if rest.flags.HasFlags() {
 		groups = append(groups, rest)
 	}
@@ -88,7 +91,7 @@ func flagError(cmd *cobra.Command, err error) error {
 	switch {
 	case errors.As(err, &unknown):
 		written = unknown.GetSpecifiedShortnames()
-	case errors.As(err, &invalid):
+	case errors.As(err, &invalid) && invalid.GetFlag().Shorthand != "":
 		written = invalid.GetFlag().Shorthand + invalid.GetValue()
 	}
 	name, _, _ := strings.Cut(written, "=")
