@@ -2,7 +2,6 @@ package main
 
 import (
 	"errors"
-	"os"
 	"path/filepath"
 	"testing"
 	"time"
@@ -18,6 +17,8 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/internal/process"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
@@ -39,24 +40,6 @@ func clusterNode(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-}
-
-// part starts a part of a cluster in a directory of its own.
-func part(t *testing.T, dir string, flags ...string) *process.Driver {
-	t.Helper()
-	if err := os.MkdirAll(dir, 0o700); err != nil {
-		t.Fatal(err)
-	}
-	p, err := process.Start(program, filepath.Join(dir, "csi.sock"), flags...)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		p.Conn.Close()
-		_ = p.Command.Process.Kill() // it may be gone
-		<-p.Exited
-	})
-	return p
 }
 
 func probed(t *testing.T, p *process.Driver, want bool) {
@@ -84,8 +67,8 @@ func TestCluster(t *testing.T) {
 		t.Fatal(err)
 	}
 	thaw := server.Freeze(t)
-	controller := part(t, dir+"/c", "--mode=controller", "--kubeconfig="+kubeconfig)
-	node := part(t, dir+"/n", "--mode=node", "--kubeconfig="+kubeconfig, "--node-id="+testNode, "--max-volumes=7", "--pool="+testPool(dir))
+	controller := started(t, dir+"/c", program, "--mode=controller", "--kubeconfig="+kubeconfig)
+	node := started(t, dir+"/n", program, "--mode=node", "--kubeconfig="+kubeconfig, "--node-id="+testNode, "--max-volumes=7", "--pool="+testPool(dir))
 	ctx := t.Context()
 
 	probed(t, controller, false)
@@ -123,53 +106,38 @@ func TestCluster(t *testing.T) {
 		t.Errorf("the Pool of a driver that was refused: %v", err)
 	}
 
-	capability := &csi.VolumeCapability{AccessType: &csi.VolumeCapability_Mount{Mount: &csi.VolumeCapability_MountVolume{}},
-		AccessMode: &csi.VolumeCapability_AccessMode{Mode: csi.VolumeCapability_AccessMode_SINGLE_NODE_WRITER}}
-	if _, err := node.NodePublishVolume(ctx, &csi.NodePublishVolumeRequest{VolumeId: "csi-inline", TargetPath: filepath.Join(dir, "inline"), VolumeCapability: capability,
-		VolumeContext: map[string]string{"csi.storage.k8s.io/ephemeral": "true", "size": "16Mi"}}); status.Code(err) != codes.FailedPrecondition {
+	capability := co.Capability("", co.Writer)
+	inline := node.Inline("csi-inline", capability, map[string]string{"size": "16Mi"})
+	if err := inline.Publish(ctx, inline.Target("pod"), false); status.Code(err) != codes.FailedPrecondition {
 		t.Errorf("an inline ephemeral volume that nobody switched on: %v", err)
 	}
-	create := &csi.CreateVolumeRequest{Name: "v", VolumeCapabilities: []*csi.VolumeCapability{capability},
-		CapacityRange:             &csi.CapacityRange{RequiredBytes: 16 << 20},
-		AccessibilityRequirements: &csi.TopologyRequirement{Requisite: []*csi.Topology{csimap.Topology(testNode)}}}
-	var made *csi.CreateVolumeResponse
+	create := co.Request("v", "", 16<<20)
+	create.VolumeCapabilities[0] = capability
+	create.AccessibilityRequirements = &csi.TopologyRequirement{Requisite: []*csi.Topology{csimap.Topology(testNode)}}
+	cluster := *controller.Client
+	cluster.NodeClient, cluster.Node = node.NodeClient, testNode
+	var v *co.Volume
 	for end := time.Now().Add(2 * time.Minute); ; time.Sleep(20 * time.Millisecond) {
-		if made, err = controller.CreateVolume(ctx, create); err == nil {
+		if v, err = cluster.Create(ctx, create); err == nil {
 			break
 		}
 		if time.Now().After(end) { // the node has to report its pools first
 			t.Fatal(err)
 		}
 	}
-	id := made.GetVolume().GetVolumeId()
-	if _, err := controller.ControllerPublishVolume(ctx, &csi.ControllerPublishVolumeRequest{VolumeId: id, NodeId: testNode, VolumeCapability: capability}); err != nil {
-		t.Fatal(err)
-	}
-	staging := filepath.Join(dir, "staging")
-	if err := os.Mkdir(staging, 0o700); err != nil {
-		t.Fatal(err)
-	}
-	// With it, the node comes to know of the claim.
-	if _, err := node.NodeStageVolume(ctx, &csi.NodeStageVolumeRequest{VolumeId: id, StagingTargetPath: staging, VolumeCapability: capability}); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := node.NodeUnstageVolume(ctx, &csi.NodeUnstageVolumeRequest{VolumeId: id, StagingTargetPath: staging}); err != nil {
-		t.Fatal(err)
-	}
+	check.OK(t, v.Claim(ctx))
+	check.OK(t, v.Stage(ctx)) // with it, the node comes to know of the claim
+	check.OK(t, v.Unstage(ctx))
 	thaw = server.Freeze(t)
-	if _, err := node.NodeStageVolume(ctx, &csi.NodeStageVolumeRequest{VolumeId: id, StagingTargetPath: staging, VolumeCapability: capability}); err != nil {
+	if err := v.Stage(ctx); err != nil {
 		t.Errorf("NodeStageVolume without an API server: %v", err)
 	}
-	if _, err := node.NodeUnstageVolume(ctx, &csi.NodeUnstageVolumeRequest{VolumeId: id, StagingTargetPath: staging}); err != nil {
+	if err := v.Unstage(ctx); err != nil {
 		t.Errorf("NodeUnstageVolume without an API server: %v", err)
 	}
 	thaw()
-	if _, err := controller.ControllerUnpublishVolume(ctx, &csi.ControllerUnpublishVolumeRequest{VolumeId: id, NodeId: testNode}); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := controller.DeleteVolume(ctx, &csi.DeleteVolumeRequest{VolumeId: id}); err != nil {
-		t.Fatal(err)
-	}
+	check.OK(t, v.Release(ctx))
+	check.OK(t, v.Delete(ctx))
 	stopped(t, controller)
 	stopped(t, node)
 }

@@ -21,6 +21,8 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/internal/machine"
 	"github.com/ashlar-csi/ashlar/internal/process"
@@ -42,10 +44,8 @@ func TestMain(m *testing.M) {
 	if err != nil {
 		panic(err)
 	}
-	program = filepath.Join(dir, "driver")
-	build := exec.Command("go", "build", "-ldflags", "-X main.version="+testVersion, "-o", program, ".")
-	if out, err := build.CombinedOutput(); err != nil {
-		fmt.Fprintf(os.Stderr, "go build: %v\n%s", err, out)
+	if program, err = process.Build(dir, "-ldflags=-X main.version="+testVersion); err != nil {
+		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}
 	code := m.Run()
@@ -98,26 +98,26 @@ func refused(t *testing.T, r result, want string) {
 // ended it, the end of the test does.
 func serving(t *testing.T, dir string, flags ...string) *process.Driver {
 	t.Helper()
-	return started(t, program, dir, flags...)
+	return ready(t, dir, append([]string{program}, flags...)...)
 }
 
-func started(t *testing.T, program, dir string, flags ...string) *process.Driver {
+func ready(t *testing.T, dir string, argv ...string) *process.Driver {
 	t.Helper()
-	if !slices.ContainsFunc(flags, func(f string) bool { return strings.HasPrefix(f, "--pool=") }) {
-		flags = append(flags, "--pool="+testPool(dir))
+	if !slices.ContainsFunc(argv, func(f string) bool { return strings.HasPrefix(f, "--pool=") }) {
+		argv = append(argv, "--pool="+testPool(dir))
 	}
-	p, err := process.Start(program, filepath.Join(dir, "csi.sock"), flags...)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		p.Conn.Close()
-		_ = p.Command.Process.Kill() // it may be gone
-		<-p.Exited
-	})
-	if err := p.Ready(t.Context()); err != nil {
-		t.Fatalf("%v\n%s", err, strings.Join(p.Log.Last(50), "\n"))
-	}
+	p := started(t, dir, argv...)
+	check.OK(t, p.Ready(t.Context()))
+	return p
+}
+
+// started starts a driver in a directory.
+func started(t *testing.T, dir string, argv ...string) *process.Driver {
+	t.Helper()
+	p, err := process.New(dir, "", argv...)
+	check.OK(t, err)
+	t.Cleanup(p.Close)
+	check.OK(t, p.Start())
 	return p
 }
 
@@ -128,7 +128,7 @@ func stopped(t *testing.T, p *process.Driver) {
 	t.Helper()
 	began := time.Now()
 	if err := p.Stop(); err != nil {
-		t.Errorf("after SIGTERM: %v\n%s", err, strings.Join(p.Log.Last(50), "\n"))
+		t.Errorf("%v\n%s", err, p.Log())
 	}
 	if took := time.Since(began); took > 30*time.Second {
 		t.Errorf("it took %s to end", took)
@@ -403,20 +403,15 @@ func TestSocket(t *testing.T) {
 	if err := os.WriteFile(wrapper, []byte("#!/bin/sh\numask 0\nexec "+program+` "$@"`+"\n"), 0o700); err != nil {
 		t.Fatal(err)
 	}
-	p := started(t, wrapper, dir)
+	p := ready(t, dir, wrapper)
 	info, err := os.Lstat(socket)
-	if err != nil {
-		t.Fatal(err)
-	}
+	check.OK(t, err)
 	if mode := info.Mode(); mode != os.ModeSocket|0o600 {
 		t.Errorf("the socket has mode %s, expected srw-------", mode)
 	}
 
 	// A killed driver leaves its socket behind, which is no obstacle.
-	if err := p.Command.Process.Kill(); err != nil {
-		t.Fatal(err)
-	}
-	<-p.Exited
+	p.Kill()
 	if !machine.Exists(socket) {
 		t.Error("a killed driver took its socket along?")
 	}
@@ -432,14 +427,9 @@ func TestDrain(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := drivertest.Dir(t)
 	p := serving(t, dir, "--node-id=n")
-	capability := &csi.VolumeCapability{AccessMode: &csi.VolumeCapability_AccessMode{Mode: csi.VolumeCapability_AccessMode_SINGLE_NODE_WRITER},
-		AccessType: &csi.VolumeCapability_Block{Block: &csi.VolumeCapability_BlockVolume{}}}
 	const size = 16 << 20 // which a slow machine, too, has copied before the driver waits no longer
-	response, err := p.CreateVolume(t.Context(), &csi.CreateVolumeRequest{Name: "v", CapacityRange: &csi.CapacityRange{RequiredBytes: size},
-		VolumeCapabilities: []*csi.VolumeCapability{capability}})
-	if err != nil {
-		t.Fatal(err)
-	}
+	v, err := p.Create(t.Context(), co.Request("v", co.Block, size))
+	check.OK(t, err)
 	images, err := filepath.Glob(dir + "/pool/volumes/*.img")
 	if err != nil || len(images) != 1 {
 		t.Fatal(images, err)
@@ -449,7 +439,7 @@ func TestDrain(t *testing.T) {
 	}
 	cut := make(chan error, 1)
 	go func() {
-		_, err := p.CreateSnapshot(t.Context(), &csi.CreateSnapshotRequest{Name: "s", SourceVolumeId: response.GetVolume().GetVolumeId()})
+		_, err := v.Snapshot(t.Context(), "s")
 		cut <- err
 	}()
 	for deadline := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {
@@ -461,15 +451,13 @@ func TestDrain(t *testing.T) {
 		}
 	}
 	began := time.Now()
-	if err := p.Command.Process.Signal(syscall.SIGTERM); err != nil {
-		t.Fatal(err)
-	}
+	check.OK(t, syscall.Kill(p.Pid(), syscall.SIGTERM))
 	if err := <-cut; err != nil {
 		t.Errorf("the call that was in flight: %v", err)
 	}
-	<-p.Exited
-	if took := time.Since(began); p.Err != nil || took > 30*time.Second {
-		t.Errorf("it ended after %s with %v", took, p.Err)
+	state := p.Wait()
+	if took := time.Since(began); !state.Success() || took > 30*time.Second {
+		t.Errorf("it ended after %s with %s", took, state)
 	}
 	if machine.Exists(filepath.Join(dir, "csi.sock")) {
 		t.Error("the socket is left")
@@ -536,9 +524,7 @@ func TestAlone(t *testing.T) {
 func offers(t *testing.T, p *process.Driver, service csi.PluginCapability_Service_Type) bool {
 	t.Helper()
 	capabilities, err := p.GetPluginCapabilities(t.Context(), &csi.GetPluginCapabilitiesRequest{})
-	if err != nil {
-		t.Fatal(err)
-	}
+	check.OK(t, err)
 	return slices.ContainsFunc(capabilities.GetCapabilities(), func(c *csi.PluginCapability) bool { return c.GetService().GetType() == service })
 }
 
@@ -565,7 +551,7 @@ func TestLogging(t *testing.T) {
 				t.Error("no error for a wrong request")
 			}
 			stopped(t, p)
-			lines := p.Log.Last(1000)
+			lines := strings.Split(strings.TrimSpace(p.Log()), "\n")
 			calls, failures := 0, 0
 			for _, line := range lines {
 				if isJSON := strings.HasPrefix(line, "{") && strings.HasSuffix(line, "}"); isJSON != test.json {
@@ -661,9 +647,7 @@ func TestDoctor(t *testing.T) {
 		t.Fatal(err)
 	}
 	before, err := os.ReadDir(dir)
-	if err != nil {
-		t.Fatal(err)
-	}
+	check.OK(t, err)
 	r := drive(t, "doctor", "--pool=a=file://"+dir+"/new/pool", "--pool=c=file://"+dir+"?reservePercent=5", "--pool=b=file://"+dir+"?reservePercent=0&overprovision=2")
 	if r.code != 0 || r.stderr != "" {
 		t.Errorf("doctor ended with %d:\n%s%s", r.code, r.stdout, r.stderr)

@@ -1,5 +1,5 @@
 // Package apitest gives tests a real Kubernetes API server, with the custom resources of
-// deploy/kubernetes/crds: etcd and kube-apiserver on loopback, in a folder that goes with
+// deploy/kubernetes/crds: etcd and kube-apiserver on loopback, in a directory that goes with
 // them. One serves all tests of a package, which calls Main from its TestMain.
 package apitest
 
@@ -93,11 +93,11 @@ func root() string {
 	return filepath.Join(filepath.Dir(file), "../..")
 }
 
-// binaries is the folder of etcd and the API server: $ASHLAR_APISERVER, for machines that
+// binaries is the directory of etcd and the API server: $ASHLAR_APISERVER, for machines that
 // cannot build them (a virtual one, say), else what hack/apiserver.sh builds.
 func binaries() (string, error) {
-	if folder := os.Getenv("ASHLAR_APISERVER"); folder != "" {
-		return folder, nil
+	if directory := os.Getenv("ASHLAR_APISERVER"); directory != "" {
+		return directory, nil
 	}
 	build := exec.Command(filepath.Join(root(), "hack/apiserver.sh"))
 	var said bytes.Buffer
@@ -318,7 +318,7 @@ func (s *Server) Backup(t testing.TB) (restore func()) {
 			err = os.CopyFS(to, os.DirFS(from))
 		}
 		if err == nil {
-			// etcd wants its folder for itself.
+			// etcd wants its directory for itself.
 			err = os.Chmod(data, 0o700)
 		}
 		for _, p := range s.processes[:len(s.processes):len(s.processes)] {

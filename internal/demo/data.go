@@ -40,7 +40,7 @@ func writeFiles(dir string, seed uint64, count int, bytes int64) error {
 	return nil
 }
 
-// checksum returns the SHA-256 of the names and contents of the files in a folder that
+// checksum returns the SHA-256 of the names and contents of the files in a directory that
 // writeFiles made.
 func checksum(dir string) (string, error) {
 	names, err := filepath.Glob(filepath.Join(dir, "file-*"))

@@ -9,15 +9,18 @@ import (
 	"io/fs"
 	"net/url"
 	"os"
+	"path"
 	"path/filepath"
-	"runtime"
 	"slices"
 	"strings"
 	"time"
 
-	"github.com/container-storage-interface/spec/lib/go/csi"
 	"golang.org/x/sys/unix"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 
+	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/internal/machine"
 	"github.com/ashlar-csi/ashlar/internal/process"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
@@ -29,7 +32,7 @@ import (
 // demoNode is the name of the node that the demo's driver serves.
 const demoNode = "demo"
 
-// Run takes volumes through their lives in a new folder below parent, and prints each step. An error unless every step did
+// Run takes volumes through their lives in a new directory below parent, and prints each step. An error unless every step did
 // what it should and nothing of it is left on the machine. It needs root.
 func Run(ctx context.Context, parent, version string) error {
 	if os.Geteuid() != 0 {
@@ -46,8 +49,6 @@ func Run(ctx context.Context, parent, version string) error {
 	if err != nil {
 		return fmt.Errorf("--dir: %w", err)
 	}
-	// All in one thread, for the driver ends with the thread that started it.
-	runtime.LockOSThread()
 	d := &demonstration{ctx: ctx, dir: dir, version: version, start: time.Now()}
 	d.printer = newPrinter(os.Stdout)
 	d.run()
@@ -59,11 +60,13 @@ type demonstration struct {
 	ctx     context.Context
 	dir     string
 	version string
-	*process.Driver
+	*co.Client
 	*printer
+	driver *process.Driver // nil before it is started
 
 	start   time.Time
 	steps   int
+	calls   int
 	failed  error
 	volumes int // created so far
 	cuts    int // snapshots cut so far
@@ -93,7 +96,7 @@ func (d *demonstration) step(what string, do func(ctx context.Context) (remark s
 	}
 	var seen []string
 	for _, v := range show {
-		shown, wrong := v.look()
+		shown, wrong := v.shown()
 		if err == nil {
 			err = wrong
 		}
@@ -117,13 +120,56 @@ func (d *demonstration) heading(text string) {
 	}
 }
 
+// callTime is how long one call of the driver may take.
+const callTime = time.Minute
+
+// connection is that to the driver: its calls are counted, take no longer than callTime, and their errors name the method.
+type connection struct {
+	grpc.ClientConnInterface
+	d *demonstration
+}
+
+// Invoke makes a call.
+func (c connection) Invoke(ctx context.Context, method string, request, response any, options ...grpc.CallOption) error {
+	ctx, cancel := context.WithTimeout(ctx, callTime)
+	defer cancel()
+	c.d.calls++
+	err := c.ClientConnInterface.Invoke(ctx, method, request, response, options...)
+	if err == nil {
+		return nil
+	}
+	wait := time.Duration(0)
+	if status.Code(err) == codes.Unavailable {
+		wait = time.Second // the connection may break before the end of the process is known
+	}
+	select {
+	case <-c.d.driver.Ended():
+		return fmt.Errorf("%s: the driver ended before it answered: %s", path.Base(method), c.d.driver.Wait())
+	case <-time.After(wait):
+		return &callError{path.Base(method), err}
+	}
+}
+
+// callError is the answer of the driver to a call that it did not serve.
+type callError struct {
+	method string
+	err    error
+}
+
+func (e *callError) Error() string {
+	s := status.Convert(e.err)
+	return fmt.Sprintf("%s: %s: %s", e.method, s.Code(), s.Message())
+}
+
+func (e *callError) Unwrap() error { return e.err }
+
 // run is the demo from the start of the driver to its end.
 func (d *demonstration) run() {
 	if _, err := rpc.ParseEndpoint(d.socket()); err != nil {
 		d.failed = fmt.Errorf("--dir: %w", err)
 		return
 	}
-	if d.failed = process.Adopt(); d.failed != nil {
+	if d.failed = adopt(); d.failed != nil {
 		return
 	}
 	on := "?"
@@ -137,21 +183,11 @@ func (d *demonstration) run() {
 	d.printf("Ashlar %s on Linux %s. Paths are below %s, a folder on %s: %s.\n\n", d.version, machine.KernelRelease(), d.dir, on, how)
 	d.printColumns()
 	d.heading("the driver")
-	d.step("driver serve", func(ctx context.Context) (string, error) {
-		pool := url.URL{Scheme: "file", Path: filepath.Join(d.dir, "pool"), RawQuery: "create=1&reservePercent=0"}
-		self, err := os.Executable()
-		if err != nil {
-			return "", err
-		}
-		if d.Driver, err = process.Start(self, d.socket(), "--node-id="+demoNode, "--pool=default="+pool.String(), "-v=4"); err != nil {
-			return "", err
-		}
-		return fmt.Sprintf("process %d serves csi.sock; Probe says ready", d.Command.Process.Pid), d.Ready(ctx)
-	})
+	d.step("driver serve", d.serve)
 	d.story()
 	d.heading("what is left")
 	d.step("SIGTERM to the driver", func(context.Context) (string, error) {
-		if err := d.Stop(); err != nil {
+		if err := d.driver.Stop(); err != nil {
 			return "", err
 		}
 		if _, err := os.Lstat(d.socket()); !errors.Is(err, fs.ErrNotExist) {
@@ -160,6 +196,28 @@ func (d *demonstration) run() {
 		return "it ended with status 0 and took its socket along", nil
 	})
 	d.step("look for what is left", func(context.Context) (string, error) { return d.nothingLeft() })
+}
+
+// serve starts the driver over an empty pool.
+func (d *demonstration) serve(ctx context.Context) (string, error) {
+	pool := url.URL{Scheme: "file", Path: filepath.Join(d.dir, "pool"), RawQuery: "create=1&reservePercent=0"}
+	self, err := os.Executable()
+	if err != nil {
+		return "", err
+	}
+	driver, err := process.New(d.dir, demoNode, self, "serve", "--pool=default="+pool.String(), "-v=4")
+	if err != nil {
+		return "", err
+	}
+	if err := driver.Start(); err != nil {
+		return "", err
+	}
+	d.driver, d.Client = driver, co.New(connection{driver.Conn, d}, demoNode, d.dir)
+	if err := driver.Ready(ctx); err != nil {
+		return "", err
+	}
+	d.calls++ // Probe
+	return fmt.Sprintf("process %d serves csi.sock; Probe says ready", driver.Pid()), nil
 }
 
 // nothingLeft makes sure of what its name says.
@@ -175,9 +233,10 @@ func (d *demonstration) nothingLeft() (string, error) {
 	for _, loop := range loops {
 		left = append(left, "loop device "+loop.Path())
 	}
-	// The lock of the pool is the pool's, not a volume's.
+	// What is the pool's own, not a volume's, and the log of the driver.
+	own := []string{filepath.Join(d.dir, "pool", "lock"), filepath.Join(d.dir, "pool", "pool"), filepath.Join(d.dir, "log")}
 	err = filepath.WalkDir(d.dir, func(path string, entry fs.DirEntry, err error) error {
-		if err == nil && !entry.IsDir() && path != filepath.Join(d.dir, "pool", "lock") && path != filepath.Join(d.dir, "pool", "pool") {
+		if err == nil && !entry.IsDir() && !slices.Contains(own, path) {
 			left = append(left, "file "+path)
 		}
 		return err
@@ -185,7 +244,7 @@ func (d *demonstration) nothingLeft() (string, error) {
 	if err != nil {
 		return "", err
 	}
-	if process.Orphaned() {
+	if orphaned() {
 		left = append(left, "a process that the driver started")
 	}
 	if len(left) > 0 {
@@ -199,12 +258,13 @@ func (d *demonstration) end() error {
 	took := time.Since(d.start).Round(10 * time.Millisecond)
 	if d.failed == nil {
 		d.printf("\nAll %d steps went as they should, in %s: %d calls, %d volumes, %d snapshots. The slowest: %s, %d ms.\n",
-			d.steps, took, d.Calls.Load(), d.volumes, d.cuts, d.slowest.what, d.slowest.took.Milliseconds())
+			d.steps, took, d.calls, d.volumes, d.cuts, d.slowest.what, d.slowest.took.Milliseconds())
 		return nil
 	}
-	if d.Driver != nil {
+	if d.driver != nil {
 		d.printf("\nThe driver's last log lines:\n")
-		for _, line := range d.Log.Last(20) {
+		lines := strings.Split(strings.TrimSpace(d.driver.Log()), "\n")
+		for _, line := range lines[max(0, len(lines)-20):] {
 			d.printf("  %s\n", line)
 		}
 	}
@@ -227,8 +287,8 @@ func (d *demonstration) cleanUp() error {
 			_ = filesystem.Thaw(path)
 		}
 	}
-	if d.Driver != nil {
-		_ = d.Stop() // it is killed if it does not end
+	if d.driver != nil {
+		_ = d.driver.Stop() // it is killed if it does not end
 	}
 	// Again: now nobody can add any.
 	mounts, loops, err := machine.Leftovers(d.dir)
@@ -266,12 +326,10 @@ func (d *demonstration) cleanUp() error {
 
 // demoVolume is a volume or a snapshot of the demo, and what the kernel should show of it.
 type demoVolume struct {
-	d       *demonstration
-	name    string
-	id      string
-	kind    blockdev.Kind
-	fs      filesystem.Type // empty for raw block
-	context map[string]string
+	*co.Volume
+	d    *demonstration
+	kind blockdev.Kind
+	fs   filesystem.Type // empty for raw block
 
 	size int64 // bytes; 0 while there is none
 	// at is where it is mounted, or its device bound: path -> read-only.
@@ -281,42 +339,22 @@ type demoVolume struct {
 }
 
 func (d *demonstration) volume(name string, fs filesystem.Type) *demoVolume {
-	return &demoVolume{d: d, name: name, kind: blockdev.Volume, fs: fs, at: map[string]bool{}}
+	return &demoVolume{Volume: d.Volume("", name, co.Capability(cmp.Or(string(fs), co.Block), co.MultiWriter)), d: d, kind: blockdev.Volume, fs: fs, at: map[string]bool{}}
 }
 
 func (d *demonstration) snapshot(name string) *demoVolume {
-	return &demoVolume{d: d, name: name, kind: blockdev.Snapshot}
-}
-
-// staging and target are where the CO wants a volume.
-func (v *demoVolume) staging() string { return filepath.Join(v.d.dir, "stage", v.name) }
-
-func (v *demoVolume) target(pod string) string {
-	return filepath.Join(v.d.dir, pod, v.name)
+	return &demoVolume{Volume: d.Volume("", name, nil), d: d, kind: blockdev.Snapshot}
 }
 
 // image is where the pool keeps its bytes.
 func (v *demoVolume) image() string {
-	folder := map[blockdev.Kind]string{blockdev.Volume: "volumes", blockdev.Snapshot: "snapshots"}[v.kind]
-	return filepath.Join(v.d.dir, "pool", folder, volume.KeyOf(v.name)+".img")
+	dir := map[blockdev.Kind]string{blockdev.Volume: "volumes", blockdev.Snapshot: "snapshots"}[v.kind]
+	return filepath.Join(v.d.dir, "pool", dir, volume.KeyOf(v.Name)+".img")
 }
 
-func (v *demoVolume) capability(mode csi.VolumeCapability_AccessMode_Mode) *csi.VolumeCapability {
-	c := &csi.VolumeCapability{AccessMode: &csi.VolumeCapability_AccessMode{Mode: mode},
-		AccessType: &csi.VolumeCapability_Block{Block: &csi.VolumeCapability_BlockVolume{}}}
-	if v.fs != "" {
-		c.AccessType = &csi.VolumeCapability_Mount{Mount: &csi.VolumeCapability_MountVolume{FsType: string(v.fs)}}
-	}
-	return c
-}
-
-// look returns what the kernel shows of the volume, and an error if that is not what
+// shown returns what the kernel shows of the volume, and an error if that is not what
 // the calls so far should have made of it.
-func (v *demoVolume) look() (string, error) {
-	relative := func(path string) string { return strings.TrimPrefix(path, v.d.dir+"/") }
-	wrong := func(format string, args ...any) error {
-		return fmt.Errorf("the kernel shows of %s: %s", v.name, fmt.Sprintf(format, args...))
-	}
+func (v *demoVolume) shown() (string, error) {
 	found, err := machine.LoopDevices(v.image(), v.d.dir)
 	if err != nil {
 		return "", err
@@ -326,56 +364,70 @@ func (v *demoVolume) look() (string, error) {
 	err = unix.Stat(v.image(), &image)
 	switch {
 	case errors.Is(err, unix.ENOENT) && v.size != 0:
-		return "no image", wrong("no image")
+		return "no image", v.wrong("no image")
 	case errors.Is(err, unix.ENOENT) && len(devices) == 0:
 		return "no image, no device, no mount", nil
 	case err != nil:
 		return "", err
 	case v.size == 0:
-		return "image " + relative(v.image()), wrong("an image that should be gone")
+		return "image " + v.relative(v.image()), v.wrong("an image that should be gone")
 	case image.Size != v.size:
-		err = wrong("an image of %d bytes, not %d", image.Size, v.size)
+		err = v.wrong("an image of %d bytes, not %d", image.Size, v.size)
 	}
 	if len(devices) == 0 {
 		if len(v.at) > 0 {
-			err = wrong("no device")
+			err = v.wrong("no device")
 		}
-		short := strings.Replace(relative(v.image()), v.image()[strings.LastIndexByte(v.image(), '/')+9:], "..", 1)
+		short := strings.Replace(v.relative(v.image()), v.image()[strings.LastIndexByte(v.image(), '/')+9:], "..", 1)
 		return fmt.Sprintf(columns, "no device", machine.Size(image.Size), "", "image", machine.Size(image.Blocks*512)+" taken", short), err
 	}
 	var lines []string
 	seen := map[string]bool{}
 	for _, device := range devices {
-		if device.Size != v.size {
-			err = wrong("%s of %d bytes, not %d", device.Path(), device.Size, v.size)
-		}
-		fsType, usage := "", ""
-		var places []string
-		for _, at := range device.Mounts {
-			place := at.Path
-			if machine.Within(place, v.staging()) {
-				place = v.staging() // of a block volume, the driver chooses a place within
-			}
-			fsType = at.Fs
-			if at.Fs != "block" {
-				usage = fmt.Sprintf("%s of %s", machine.Size(at.Used), machine.Size(at.Size))
-			}
-			if readOnly, expected := v.at[place]; !expected || (readOnly != at.ReadOnly && place != v.staging()) {
-				err = wrong("it at %s, %s", relative(at.Path), mode(at.ReadOnly))
-			} else if v.fs != "" && (at.Fs != string(v.fs) || at.Size < v.fsSize) {
-				err = wrong("%s of %d bytes at %s", at.Fs, at.Size, relative(at.Path))
-			}
-			seen[place] = true
-			places = append(places, relative(place)+" "+mode(at.ReadOnly))
-		}
-		lines = append(lines, fmt.Sprintf(columns, device.Path(), machine.Size(device.Size), mode(device.ReadOnly), fsType, usage, strings.Join(places, ", ")))
+		line, wrong := v.device(device, seen)
+		lines, err = append(lines, line), cmp.Or(wrong, err)
 	}
-	for place := range v.at {
-		if !seen[place] {
-			err = wrong("nothing at %s", relative(place))
+	for path := range v.at {
+		if !seen[path] {
+			err = v.wrong("nothing at %s", v.relative(path))
 		}
 	}
 	return strings.Join(lines, "\n"), err
+}
+
+// device returns what the kernel shows of a device of the volume, and an error if it is wrong. It adds where it is mounted to
+// what was seen.
+func (v *demoVolume) device(device machine.LoopDevice, seen map[string]bool) (_ string, err error) {
+	if device.Size != v.size {
+		err = v.wrong("%s of %d bytes, not %d", device.Path(), device.Size, v.size)
+	}
+	fsType, usage := "", ""
+	var paths []string
+	for _, at := range device.Mounts {
+		path := at.Path
+		if v.Staging != "" && machine.Within(path, v.Staging) {
+			path = v.Staging // of a block volume, the driver chooses a path within
+		}
+		fsType = at.Fs
+		if at.Fs != co.Block {
+			usage = fmt.Sprintf("%s of %s", machine.Size(at.Used), machine.Size(at.Size))
+		}
+		if readOnly, expected := v.at[path]; !expected || (readOnly != at.ReadOnly && path != v.Staging) {
+			err = v.wrong("it at %s, %s", v.relative(at.Path), mode(at.ReadOnly))
+		} else if v.fs != "" && (at.Fs != string(v.fs) || at.Size < v.fsSize) {
+			err = v.wrong("%s of %d bytes at %s", at.Fs, at.Size, v.relative(at.Path))
+		}
+		seen[path] = true
+		paths = append(paths, v.relative(path)+" "+mode(at.ReadOnly))
+	}
+	return fmt.Sprintf(columns, device.Path(), machine.Size(device.Size), mode(device.ReadOnly), fsType, usage, strings.Join(paths, ", ")), err
+}
+
+// relative is a path as it is printed.
+func (v *demoVolume) relative(path string) string { return strings.TrimPrefix(path, v.d.dir+"/") }
+
+func (v *demoVolume) wrong(format string, args ...any) error {
+	return fmt.Errorf("the kernel shows of %s: %s", v.Name, fmt.Sprintf(format, args...))
 }
 
 func mode(readOnly bool) string {

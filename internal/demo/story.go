@@ -1,6 +1,7 @@
 package demo
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -13,18 +14,19 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/internal/command"
 	"github.com/ashlar-csi/ashlar/internal/doctor"
 	"github.com/ashlar-csi/ashlar/internal/machine"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 )
 
-// What the demo shows. The steps call the driver as a container orchestrator does: it
-// makes the staging folder and the folder that a target is in, and removes its own.
+// What the demo shows. The steps call the driver as a container orchestrator does.
 
 const (
 	mib = 1 << 20
-	pod = "pod" // the folder of the pod that uses the volumes
+	pod = "pod" // the pod that uses the volumes
 )
 
 func (d *demonstration) story() {
@@ -50,11 +52,10 @@ func (d *demonstration) ext4() {
 	d.expand(data, 128*mib)
 	now := d.write(data, 2, 16*mib)
 	clone := d.volume("clone", filesystem.Ext4)
-	d.create(clone, 128*mib, &csi.VolumeContentSource{Type: &csi.VolumeContentSource_Volume{
-		Volume: &csi.VolumeContentSource_VolumeSource{VolumeId: data.id}}})
+	d.create(clone, 128*mib, data)
 	d.use(clone)
 	restore := d.volume("restore", filesystem.Ext4)
-	d.create(restore, 96*mib, fromSnapshot(snapshot))
+	d.create(restore, 96*mib, snapshot)
 	restore.fsSize = 80 * mib // larger than its source: it has grown when it is staged
 	d.use(restore)
 	d.step("look at all three, mounted at once", func(context.Context) (string, error) { return "", nil }, data, clone, restore)
@@ -96,7 +97,7 @@ func (d *demonstration) shortLife(fs filesystem.Type) {
 	d.expand(v, size+128*mib)
 	d.write(v, 4, 16*mib)
 	restore := d.volume(name+"-restore", fs)
-	d.create(restore, size, fromSnapshot(snapshot))
+	d.create(restore, size, snapshot)
 	d.use(restore)
 	d.compare(restore, before, "as the source was at the snapshot")
 	d.compareJournal(restore, first, last)
@@ -120,82 +121,62 @@ func lacks(ctx context.Context, fs filesystem.Type) string {
 	return ""
 }
 
-func fromSnapshot(snapshot *demoVolume) *csi.VolumeContentSource {
-	return &csi.VolumeContentSource{Type: &csi.VolumeContentSource_Snapshot{
-		Snapshot: &csi.VolumeContentSource_SnapshotSource{SnapshotId: snapshot.id}}}
-}
-
 // create: the first filesystem is thick, as volumes are by default; the others are thin.
-func (d *demonstration) create(v *demoVolume, size int64, source *csi.VolumeContentSource) {
-	what := "CreateVolume " + v.name
+func (d *demonstration) create(v *demoVolume, size int64, source *demoVolume) {
+	r := co.Request(v.Name, cmp.Or(string(v.fs), co.Block), size)
+	what := "CreateVolume " + v.Name
 	switch {
-	case source.GetVolume() != nil:
+	case source == nil:
+	case source.kind == blockdev.Volume:
 		what += " (a copy of data, mounted)"
-	case source.GetSnapshot() != nil:
+		co.FromVolume(r, source.ID)
+	default:
 		what += " (from the snapshot)"
+		co.FromSnapshot(r, source.ID)
 	}
 	d.step(what, func(ctx context.Context) (string, error) {
-		provisioning := "thin"
+		r.Parameters = map[string]string{"provisioning": "thin"}
 		if v.fs == filesystem.Ext4 || v.fs == "" {
-			provisioning = "thick"
+			r.Parameters["provisioning"] = "thick"
 		}
-		response, err := d.CreateVolume(ctx, &csi.CreateVolumeRequest{Name: v.name, CapacityRange: &csi.CapacityRange{RequiredBytes: size},
-			VolumeCapabilities: []*csi.VolumeCapability{v.capability(writer)}, VolumeContentSource: source,
-			Parameters: map[string]string{"provisioning": provisioning}})
+		made, err := d.Create(ctx, r)
 		if err != nil {
 			return "", err
 		}
 		d.volumes++
-		v.id, v.size = response.GetVolume().GetVolumeId(), size
-		if got := response.GetVolume().GetCapacityBytes(); got != size {
-			return "", fmt.Errorf("asked for %d bytes, got %d", size, got)
+		v.ID, v.size = made.ID, size
+		if made.Size != size {
+			return "", fmt.Errorf("asked for %d bytes, got %d", size, made.Size)
 		}
 		return "", nil
 	}, v)
 }
 
-const writer = csi.VolumeCapability_AccessMode_SINGLE_NODE_MULTI_WRITER
-
 func (d *demonstration) claim(v *demoVolume) {
-	d.step("ControllerPublishVolume "+v.name, func(ctx context.Context) (string, error) {
-		return "claimed by node " + demoNode, d.doClaim(ctx, v)
+	d.step("ControllerPublishVolume "+v.Name, func(ctx context.Context) (string, error) {
+		return "claimed by node " + demoNode, v.Claim(ctx)
 	}, v)
 }
 
-func (d *demonstration) doClaim(ctx context.Context, v *demoVolume) error {
-	response, err := d.ControllerPublishVolume(ctx, &csi.ControllerPublishVolumeRequest{
-		VolumeId: v.id, NodeId: demoNode, VolumeCapability: v.capability(writer)})
-	v.context = response.GetPublishContext()
-	return err
-}
-
 func (d *demonstration) stage(v *demoVolume) {
-	d.step("NodeStageVolume "+v.name, func(ctx context.Context) (string, error) { return "", d.doStage(ctx, v) }, v)
+	d.step("NodeStageVolume "+v.Name, func(ctx context.Context) (string, error) { return "", v.stage(ctx) }, v)
 }
 
-func (d *demonstration) doStage(ctx context.Context, v *demoVolume) error {
-	if err := os.MkdirAll(v.staging(), 0o750); err != nil {
-		return err
-	}
-	_, err := d.NodeStageVolume(ctx, &csi.NodeStageVolumeRequest{VolumeId: v.id, PublishContext: v.context,
-		StagingTargetPath: v.staging(), VolumeCapability: v.capability(writer)})
+func (v *demoVolume) stage(ctx context.Context) error {
+	err := v.Stage(ctx)
 	if err == nil {
-		v.at[v.staging()] = false
+		v.at[v.Staging] = false
 	}
 	return err
 }
 
 func (d *demonstration) publish(v *demoVolume) {
-	d.step("NodePublishVolume "+v.name, func(ctx context.Context) (string, error) { return "", d.doPublish(ctx, v, pod, false) }, v)
+	d.step("NodePublishVolume "+v.Name, func(ctx context.Context) (string, error) { return "", v.publish(ctx, pod, false) }, v)
 }
 
-func (d *demonstration) doPublish(ctx context.Context, v *demoVolume, pod string, readOnly bool) error {
-	target := v.target(pod)
-	if err := os.MkdirAll(filepath.Dir(target), 0o750); err != nil {
-		return err
-	}
-	_, err := d.NodePublishVolume(ctx, &csi.NodePublishVolumeRequest{VolumeId: v.id, PublishContext: v.context,
-		StagingTargetPath: v.staging(), TargetPath: target, VolumeCapability: v.capability(writer), Readonly: readOnly})
+func (v *demoVolume) publish(ctx context.Context, pod string, readOnly bool) error {
+	target := v.Target(pod)
+	err := v.Publish(ctx, target, readOnly)
 	if err == nil {
 		v.at[target] = readOnly
 	}
@@ -204,31 +185,24 @@ func (d *demonstration) doPublish(ctx context.Context, v *demoVolume, pod string
 
 // use claims, stages and publishes in one step.
 func (d *demonstration) use(v *demoVolume) {
-	d.step("claim, stage and publish "+v.name, func(ctx context.Context) (string, error) {
-		return "", inTurn(
-			func() error { return d.doClaim(ctx, v) },
-			func() error { return d.doStage(ctx, v) },
-			func() error { return d.doPublish(ctx, v, pod, false) })
-	}, v)
+	d.step("claim, stage and publish "+v.Name, func(ctx context.Context) (string, error) { return "", v.up(ctx) }, v)
 }
 
-// inTurn calls one after the other, up to the first error.
-func inTurn(calls ...func() error) error {
-	for _, call := range calls {
-		if err := call(); err != nil {
-			return err
-		}
+func (v *demoVolume) up(ctx context.Context) error {
+	target, err := v.Up(ctx)
+	if err == nil {
+		v.at[v.Staging], v.at[target] = false, false
 	}
-	return nil
+	return err
 }
 
 // write writes files and returns their checksum.
 func (d *demonstration) write(v *demoVolume, seed uint64, bytes int64) (sum string) {
-	d.step(fmt.Sprintf("write 16 files, %s, to %s", machine.Size(bytes), v.name), func(context.Context) (_ string, err error) {
-		if err := writeFiles(v.target(pod), seed, 16, bytes); err != nil {
+	d.step(fmt.Sprintf("write 16 files, %s, to %s", machine.Size(bytes), v.Name), func(context.Context) (_ string, err error) {
+		if err := writeFiles(v.Target(pod), seed, 16, bytes); err != nil {
 			return "", err
 		}
-		sum, err = checksum(v.target(pod))
+		sum, err = checksum(v.Target(pod))
 		return "sha256 " + short(sum), err
 	}, v)
 	return sum
@@ -238,13 +212,13 @@ func short(sum string) string { return sum[:min(12, len(sum))] }
 
 // stats compares what the driver says with statfs(2).
 func (d *demonstration) stats(v *demoVolume) {
-	d.step("NodeGetVolumeStats "+v.name, func(ctx context.Context) (string, error) {
-		response, err := d.NodeGetVolumeStats(ctx, &csi.NodeGetVolumeStatsRequest{VolumeId: v.id, VolumePath: v.target(pod), StagingTargetPath: v.staging()})
+	d.step("NodeGetVolumeStats "+v.Name, func(ctx context.Context) (string, error) {
+		response, err := d.NodeGetVolumeStats(ctx, &csi.NodeGetVolumeStatsRequest{VolumeId: v.ID, VolumePath: v.Target(pod), StagingTargetPath: v.Staging})
 		if err != nil {
 			return "", err
 		}
 		var st unix.Statfs_t
-		if err := unix.Statfs(v.target(pod), &st); err != nil {
+		if err := unix.Statfs(v.Target(pod), &st); err != nil {
 			return "", err
 		}
 		for _, usage := range response.GetUsage() {
@@ -264,20 +238,17 @@ func (d *demonstration) stats(v *demoVolume) {
 // writer's journal were on disk before and after: a snapshot has a number between.
 func (d *demonstration) cut(snapshot, source *demoVolume) (first, last int64) {
 	var journal *journalWriter
-	d.step("start a writer in "+source.name, func(context.Context) (_ string, err error) {
-		if journal, err = startJournal(source.target(pod)); err == nil {
+	d.step("start a writer in "+source.Name, func(context.Context) (_ string, err error) {
+		if journal, err = startJournal(source.Target(pod)); err == nil {
 			err = journal.wrote(20)
 		}
 		return "appends records, each on disk before the next", err
 	}, source)
-	d.step("CreateSnapshot "+snapshot.name, func(ctx context.Context) (string, error) {
+	d.step("CreateSnapshot "+snapshot.Name, func(ctx context.Context) (string, error) {
 		first = journal.synced.Load()
-		response, err := d.CreateSnapshot(ctx, &csi.CreateSnapshotRequest{Name: snapshot.name, SourceVolumeId: source.id})
+		made, err := source.Snapshot(ctx, snapshot.Name)
 		last = journal.synced.Load() + 1 // one more may be written and not known to be on disk
-		if err == nil && !response.GetSnapshot().GetReadyToUse() {
-			err = errors.New("the snapshot is not ready")
-		}
-		snapshot.id, snapshot.size = response.GetSnapshot().GetSnapshotId(), source.size
+		snapshot.ID, snapshot.size = made.GetSnapshotId(), source.size
 		d.cuts++
 		return "", err
 	}, snapshot)
@@ -288,7 +259,7 @@ func (d *demonstration) cut(snapshot, source *demoVolume) (first, last int64) {
 		journal.cancel()
 		return first, last
 	}
-	d.step("stop the writer in "+source.name, func(context.Context) (string, error) {
+	d.step("stop the writer in "+source.Name, func(context.Context) (string, error) {
 		err := errors.Join(journal.wrote(20), journal.stop())
 		return fmt.Sprintf("%d records; the longest wait for one was %d ms", journal.synced.Load(), journal.longest().Milliseconds()), err
 	}, source)
@@ -298,25 +269,19 @@ func (d *demonstration) cut(snapshot, source *demoVolume) (first, last int64) {
 // expand grows a volume that is in use. Where ext4 cannot grow while it is mounted, it
 // grows when it is staged again.
 func (d *demonstration) expand(v *demoVolume, larger int64) {
-	d.step("ControllerExpandVolume "+v.name, func(ctx context.Context) (string, error) {
-		response, err := d.ControllerExpandVolume(ctx, &csi.ControllerExpandVolumeRequest{VolumeId: v.id,
-			CapacityRange: &csi.CapacityRange{RequiredBytes: larger}, VolumeCapability: v.capability(writer)})
-		if err != nil {
-			return "", err
+	d.step("ControllerExpandVolume "+v.Name, func(ctx context.Context) (string, error) {
+		err := v.Expand(ctx, larger)
+		if err == nil {
+			v.size = larger
 		}
-		v.size = larger
-		if response.GetNodeExpansionRequired() != (v.fs != "") {
-			return "", fmt.Errorf("node_expansion_required is %v", response.GetNodeExpansionRequired())
-		}
-		return "online", nil
+		return "online", err
 	}, v)
 	if v.fs == "" {
 		return
 	}
 	online := filesystem.GrowsMounted(v.fs)
-	d.step("NodeExpandVolume "+v.name, func(ctx context.Context) (string, error) {
-		_, err := d.NodeExpandVolume(ctx, &csi.NodeExpandVolumeRequest{VolumeId: v.id, VolumePath: v.target(pod), StagingTargetPath: v.staging(),
-			CapacityRange: &csi.CapacityRange{RequiredBytes: larger}, VolumeCapability: v.capability(writer)})
+	d.step("NodeExpandVolume "+v.Name, func(ctx context.Context) (string, error) {
+		err := v.NodeExpand(ctx, v.Target(pod))
 		if !online && status.Code(err) == codes.FailedPrecondition {
 			return "not online: this process lacks CAP_SYS_RESOURCE, which ext4 asks for", nil
 		}
@@ -328,12 +293,12 @@ func (d *demonstration) expand(v *demoVolume, larger int64) {
 	if online {
 		return
 	}
-	d.step("unpublish, unstage, stage, publish "+v.name, func(ctx context.Context) (string, error) {
-		err := inTurn(
-			func() error { return d.doUnpublish(ctx, v, pod) },
-			func() error { return d.doUnstage(ctx, v) },
-			func() error { return d.doStage(ctx, v) },
-			func() error { return d.doPublish(ctx, v, pod, false) })
+	d.step("unpublish, unstage, stage, publish "+v.Name, func(ctx context.Context) (string, error) {
+		err := co.InTurn(
+			func() error { return v.unpublish(ctx, pod) },
+			func() error { return v.unstage(ctx) },
+			func() error { return v.stage(ctx) },
+			func() error { return v.publish(ctx, pod, false) })
 		v.fsSize = larger * 3 / 4
 		return "so it has grown before it was mounted again", err
 	}, v)
@@ -341,8 +306,8 @@ func (d *demonstration) expand(v *demoVolume, larger int64) {
 
 // compare makes sure that a volume has the files with a checksum.
 func (d *demonstration) compare(v *demoVolume, want, words string) {
-	d.step("compare "+v.name, func(context.Context) (string, error) {
-		have, err := checksum(v.target(pod))
+	d.step("compare "+v.Name, func(context.Context) (string, error) {
+		have, err := checksum(v.Target(pod))
 		if err == nil && have != want {
 			err = fmt.Errorf("its files have the checksum %s, not %s", have, want)
 		}
@@ -352,8 +317,8 @@ func (d *demonstration) compare(v *demoVolume, want, words string) {
 
 // compareJournal makes sure that a restore holds a point in time between two records.
 func (d *demonstration) compareJournal(v *demoVolume, first, last int64) {
-	d.step("compare the writer's journal in "+v.name, func(context.Context) (string, error) {
-		n, err := readJournal(v.target(pod))
+	d.step("compare the writer's journal in "+v.Name, func(context.Context) (string, error) {
+		n, err := readJournal(v.Target(pod))
 		if err == nil && (n < first || n > last) {
 			err = fmt.Errorf("it has %d records; %d were on disk before the snapshot, %d after", n, first, last)
 		}
@@ -364,12 +329,12 @@ func (d *demonstration) compareJournal(v *demoVolume, first, last int64) {
 // readOnly publishes a volume once more, for reading, to another pod.
 func (d *demonstration) readOnly(v *demoVolume, sum string) {
 	const reader = "reader"
-	d.step("NodePublishVolume "+v.name+", read-only", func(ctx context.Context) (string, error) { return "", d.doPublish(ctx, v, reader, true) }, v)
-	d.step("write to the read-only "+v.name, func(context.Context) (string, error) {
-		if have, err := checksum(v.target(reader)); err != nil || have != sum {
+	d.step("NodePublishVolume "+v.Name+", read-only", func(ctx context.Context) (string, error) { return "", v.publish(ctx, reader, true) }, v)
+	d.step("write to the read-only "+v.Name, func(context.Context) (string, error) {
+		if have, err := checksum(v.Target(reader)); err != nil || have != sum {
 			return "", errors.Join(errors.New("its files are not those of the volume"), err)
 		}
-		f, err := os.Create(filepath.Join(v.target(reader), "file-0"))
+		f, err := os.Create(filepath.Join(v.Target(reader), "file-0"))
 		if err == nil {
 			f.Close()
 			return "", errors.New("the kernel let it be written")
@@ -379,58 +344,48 @@ func (d *demonstration) readOnly(v *demoVolume, sum string) {
 		}
 		return "reads as it should; the kernel refuses the write: " + unix.EROFS.Error(), nil
 	})
-	d.step("NodeUnpublishVolume "+v.name+", read-only", func(ctx context.Context) (string, error) { return "", d.doUnpublish(ctx, v, reader) }, v)
+	d.step("NodeUnpublishVolume "+v.Name+", read-only", func(ctx context.Context) (string, error) { return "", v.unpublish(ctx, reader) }, v)
 }
 
 // group cuts several volumes at one moment.
 func (d *demonstration) group(sources ...*demoVolume) {
 	var ids, names []string
 	for _, v := range sources {
-		ids, names = append(ids, v.id), append(names, v.name)
+		ids, names = append(ids, v.ID), append(names, v.Name)
 	}
 	var group *csi.VolumeGroupSnapshot
-	count := func() (n int, err error) {
-		entries, err := os.ReadDir(filepath.Join(d.dir, "pool", "snapshots"))
-		for _, entry := range entries {
-			if strings.HasSuffix(entry.Name(), ".img") {
-				n++
-			}
-		}
-		return n, err
-	}
 	var before int
 	d.step("CreateVolumeGroupSnapshot "+strings.Join(names, "+"), func(ctx context.Context) (string, error) {
 		var err error
-		if before, err = count(); err != nil {
+		if before, err = d.snapshotImages(); err != nil {
 			return "", err
 		}
-		response, err := d.CreateVolumeGroupSnapshot(ctx, &csi.CreateVolumeGroupSnapshotRequest{Name: "group", SourceVolumeIds: ids})
-		if err != nil {
+		if group, err = d.Group(ctx, "group", ids...); err != nil {
 			return "", err
 		}
-		group = response.GetGroupSnapshot()
 		d.cuts += len(group.GetSnapshots())
-		after, err := count()
-		if err == nil && (after-before != len(ids) || len(group.GetSnapshots()) != len(ids) || !group.GetReadyToUse()) {
-			err = fmt.Errorf("%d snapshots in the answer and %d new images, not %d", len(group.GetSnapshots()), after-before, len(ids))
+		after, err := d.snapshotImages()
+		if err == nil && after-before != len(ids) {
+			err = fmt.Errorf("%d new images, not %d", after-before, len(ids))
 		}
 		return fmt.Sprintf("all frozen at one moment; %d new images in pool/snapshots", after-before), err
 	})
 	d.step("DeleteVolumeGroupSnapshot", func(ctx context.Context) (string, error) {
-		var members []string
-		for _, snapshot := range group.GetSnapshots() {
-			members = append(members, snapshot.GetSnapshotId())
-		}
-		_, err := d.DeleteVolumeGroupSnapshot(ctx, &csi.DeleteVolumeGroupSnapshotRequest{GroupSnapshotId: group.GetGroupSnapshotId(), SnapshotIds: members})
-		if err != nil {
+		if err := d.RemoveGroup(ctx, group.GetGroupSnapshotId(), group.GetSnapshots()...); err != nil {
 			return "", err
 		}
-		after, err := count()
+		after, err := d.snapshotImages()
 		if err == nil && after != before {
 			err = fmt.Errorf("%d images too many in pool/snapshots", after-before)
 		}
 		return "both images are gone again", err
 	})
+}
+
+// snapshotImages counts the images of snapshots in the pool.
+func (d *demonstration) snapshotImages() (int, error) {
+	images, err := filepath.Glob(filepath.Join(d.dir, "pool", "snapshots", "*.img"))
+	return len(images), err
 }
 
 // block is the life of a raw block volume.
@@ -441,17 +396,17 @@ func (d *demonstration) block() {
 	d.use(raw)
 	const first, last = 0, 31 * mib
 	d.step("write 2 MiB to the device, past all caches", func(context.Context) (string, error) {
-		return "at its begin and at its end", inTurn(
-			func() error { return writeDevice(raw.target(pod), first, 5) },
-			func() error { return writeDevice(raw.target(pod), last, 6) })
+		return "at its begin and at its end", co.InTurn(
+			func() error { return writeDevice(raw.Target(pod), first, 5) },
+			func() error { return writeDevice(raw.Target(pod), last, 6) })
 	}, raw)
 	d.expand(raw, 64*mib)
 	d.step("read the device, past all caches", func(context.Context) (string, error) {
-		return "what was written is there, and the new space reads as zeros", inTurn(
-			func() error { return checkDevice(raw.target(pod), first, 5) },
-			func() error { return checkDevice(raw.target(pod), last, 6) },
-			func() error { return checkDevice(raw.target(pod), 32*mib, 0) },
-			func() error { return checkDevice(raw.target(pod), 63*mib, 0) })
+		return "what was written is there, and the new space reads as zeros", co.InTurn(
+			func() error { return checkDevice(raw.Target(pod), first, 5) },
+			func() error { return checkDevice(raw.Target(pod), last, 6) },
+			func() error { return checkDevice(raw.Target(pod), 32*mib, 0) },
+			func() error { return checkDevice(raw.Target(pod), 63*mib, 0) })
 	}, raw)
 	d.retire(raw)
 }
@@ -460,96 +415,82 @@ func (d *demonstration) block() {
 func (d *demonstration) ephemeral() {
 	d.heading("inline ephemeral: a volume that comes and goes with its pod")
 	v := d.volume("csi-scratch", filesystem.Ext4)
-	v.id = v.name // the CO's, not the driver's
-	d.step("NodePublishVolume "+v.name, func(ctx context.Context) (string, error) {
-		target := v.target(pod)
-		if err := os.MkdirAll(filepath.Dir(target), 0o750); err != nil {
-			return "", err
-		}
-		_, err := d.NodePublishVolume(ctx, &csi.NodePublishVolumeRequest{VolumeId: v.id, TargetPath: target,
-			VolumeCapability: v.capability(csi.VolumeCapability_AccessMode_SINGLE_NODE_WRITER),
-			VolumeContext:    map[string]string{"csi.storage.k8s.io/ephemeral": "true", "size": "32Mi"}})
+	v.Volume = d.Inline(v.Name, co.Capability(string(v.fs), co.Writer), map[string]string{"size": "32Mi"})
+	d.step("NodePublishVolume "+v.Name, func(ctx context.Context) (string, error) {
+		err := v.publish(ctx, pod, false)
 		if err == nil {
 			d.volumes++
-			v.size, v.at[target] = 32*mib, false
+			v.size = 32 * mib
 		}
 		return "", err
 	}, v)
 	d.write(v, 7, 4*mib)
-	d.step("NodeUnpublishVolume "+v.name, func(ctx context.Context) (string, error) {
-		err := d.doUnpublish(ctx, v, pod)
+	d.step("NodeUnpublishVolume "+v.Name, func(ctx context.Context) (string, error) {
+		err := v.unpublish(ctx, pod)
 		v.size = 0
 		return "", err
 	}, v)
 }
 
 func (d *demonstration) unpublish(v *demoVolume) {
-	d.step("NodeUnpublishVolume "+v.name, func(ctx context.Context) (string, error) { return "", d.doUnpublish(ctx, v, pod) }, v)
+	d.step("NodeUnpublishVolume "+v.Name, func(ctx context.Context) (string, error) { return "", v.unpublish(ctx, pod) }, v)
 }
 
-func (d *demonstration) doUnpublish(ctx context.Context, v *demoVolume, pod string) error {
-	target := v.target(pod)
-	_, err := d.NodeUnpublishVolume(ctx, &csi.NodeUnpublishVolumeRequest{VolumeId: v.id, TargetPath: target})
-	if err != nil {
+func (v *demoVolume) unpublish(ctx context.Context, pod string) error {
+	target := v.Target(pod)
+	if err := v.Unpublish(ctx, target); err != nil {
 		return err
 	}
 	delete(v.at, target)
-	if _, err := os.Lstat(target); !errors.Is(err, os.ErrNotExist) {
+	if machine.Exists(target) {
 		return fmt.Errorf("the target %s is still there", target)
 	}
 	return nil
 }
 
 func (d *demonstration) unstage(v *demoVolume) {
-	d.step("NodeUnstageVolume "+v.name, func(ctx context.Context) (string, error) { return "", d.doUnstage(ctx, v) }, v)
+	d.step("NodeUnstageVolume "+v.Name, func(ctx context.Context) (string, error) { return "", v.unstage(ctx) }, v)
 }
 
-func (d *demonstration) doUnstage(ctx context.Context, v *demoVolume) error {
-	_, err := d.NodeUnstageVolume(ctx, &csi.NodeUnstageVolumeRequest{VolumeId: v.id, StagingTargetPath: v.staging()})
-	if err != nil {
+func (v *demoVolume) unstage(ctx context.Context) error {
+	if err := v.Unstage(ctx); err != nil {
 		return err
 	}
-	delete(v.at, v.staging())
-	return os.Remove(v.staging()) // fails if it is not empty
+	delete(v.at, v.Staging)
+	return os.Remove(v.Staging) // fails if it is not empty
 }
 
 func (d *demonstration) release(v *demoVolume) {
-	d.step("ControllerUnpublishVolume "+v.name, func(ctx context.Context) (string, error) {
-		return "free for any node", d.doRelease(ctx, v)
+	d.step("ControllerUnpublishVolume "+v.Name, func(ctx context.Context) (string, error) {
+		return "free for any node", v.Release(ctx)
 	}, v)
 }
 
-func (d *demonstration) doRelease(ctx context.Context, v *demoVolume) error {
-	_, err := d.ControllerUnpublishVolume(ctx, &csi.ControllerUnpublishVolumeRequest{VolumeId: v.id, NodeId: demoNode})
-	return err
-}
-
 func (d *demonstration) remove(v *demoVolume) {
-	d.step("DeleteVolume "+v.name, func(ctx context.Context) (string, error) { return "", d.doRemove(ctx, v) }, v)
-}
-
-func (d *demonstration) doRemove(ctx context.Context, v *demoVolume) error {
-	_, err := d.DeleteVolume(ctx, &csi.DeleteVolumeRequest{VolumeId: v.id})
-	v.size = 0
-	return err
+	d.step("DeleteVolume "+v.Name, func(ctx context.Context) (string, error) {
+		v.size = 0
+		return "", v.Delete(ctx)
+	}, v)
 }
 
 // retire ends the life of a volume in one step.
 func (d *demonstration) retire(v *demoVolume) {
-	d.step("unpublish, unstage, release, delete "+v.name, func(ctx context.Context) (string, error) {
-		return "", inTurn(
-			func() error { return d.doUnpublish(ctx, v, pod) },
-			func() error { return d.doUnstage(ctx, v) },
-			func() error { return d.doRelease(ctx, v) },
-			func() error { return d.doRemove(ctx, v) })
+	d.step("unpublish, unstage, release, delete "+v.Name, func(ctx context.Context) (string, error) {
+		err := co.InTurn(
+			func() error { return v.Down(ctx, v.Target(pod)) },
+			func() error { return v.Delete(ctx) })
+		if err == nil {
+			clear(v.at)
+			v.size = 0
+		}
+		return "", err
 	}, v)
 }
 
 // drop deletes a snapshot: what was restored from it does not need it any more.
 func (d *demonstration) drop(snapshot *demoVolume) {
-	d.step("DeleteSnapshot "+snapshot.name, func(ctx context.Context) (string, error) {
-		_, err := d.DeleteSnapshot(ctx, &csi.DeleteSnapshotRequest{SnapshotId: snapshot.id})
+	d.step("DeleteSnapshot "+snapshot.Name, func(ctx context.Context) (string, error) {
 		snapshot.size = 0
-		return "", err
+		return "", d.RemoveSnapshot(ctx, snapshot.ID)
 	}, snapshot)
 }

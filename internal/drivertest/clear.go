@@ -1,25 +1,28 @@
 package drivertest
 
 import (
-	"os"
 	"os/exec"
 	"strings"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 )
 
-// ClearAway takes away by force what a failed test left below a folder.
+// ClearAway takes away by force what a failed test left below a directory.
 func ClearAway(dir string) {
+	Clear(func() []string { return Leftovers(dir) })
+}
+
+// Clear takes away by force what is listed as Leftovers does.
+func Clear(list func() []string) {
 	for range 4 { // filesystems upon devices upon files
-		left := Leftovers(dir)
+		left := list()
 		for i := len(left) - 1; i >= 0; i-- {
 			kind, rest, _ := strings.Cut(left[i], " ")
 			switch kind {
 			case "mount":
-				if f, err := os.Open(rest); err == nil {
-					_ = unix.IoctlSetInt(int(f.Fd()), 0xc0045878, 0) // FITHAW
-					_ = f.Close()
-				}
+				_ = filesystem.Thaw(rest) // it may not be frozen
 				_ = unix.Unmount(rest, unix.MNT_DETACH)
 			case "loop":
 				_ = exec.Command("losetup", "-d", "/dev/"+strings.Fields(rest)[1]).Run()

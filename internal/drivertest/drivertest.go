@@ -11,13 +11,12 @@ import (
 	"sync"
 	"testing"
 
-	"github.com/container-storage-interface/spec/lib/go/csi"
 	"github.com/go-logr/logr"
-	"google.golang.org/grpc"
-	"google.golang.org/grpc/credentials/insecure"
 	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/ktesting"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
 	"github.com/ashlar-csi/ashlar/pkg/controller"
@@ -40,15 +39,15 @@ func NeedRoot(t testing.TB) {
 	}
 }
 
-// Dir returns a temporary folder with a short name (a socket's path is limited), which
+// Dir returns a temporary directory with a short name (a socket's path is limited), which
 // is removed at the end of the test. The test fails if there is a mount or a loop device
 // left below it that does not go.
 func Dir(t testing.TB) string {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "ashlar")
-	must(t, err)
+	check.OK(t, err)
 	// Not empty, as if it were the place of a disk that is not mounted: no pool is made in such.
-	must(t, os.WriteFile(filepath.Join(dir, "of-a-test"), nil, 0o600))
+	check.OK(t, os.WriteFile(filepath.Join(dir, "of-a-test"), nil, 0o600))
 	t.Cleanup(func() {
 		left := Gone(func() []string { return Leftovers(dir) })
 		for _, line := range left {
@@ -58,13 +57,13 @@ func Dir(t testing.TB) string {
 			return // RemoveAll would go through the mount
 		}
 		if err := os.RemoveAll(dir); err != nil {
-			t.Errorf("remove the test's folder: %v", err)
+			t.Errorf("remove the test's directory: %v", err)
 		}
 	})
 	return dir
 }
 
-// Leftovers lists the mounts at, and the loop devices over files in, a folder, and the devices
+// Leftovers lists the mounts at, and the loop devices over files in, a directory, and the devices
 // over those.
 func Leftovers(dir string) []string {
 	below := func(path string) bool { return path == dir || strings.HasPrefix(path, dir+"/") }
@@ -86,12 +85,18 @@ func Leftovers(dir string) []string {
 			}
 			ours[name] = true
 			found = append(found, "loop device "+name+" over "+path)
-			mapped, _ := filepath.Glob("/sys/block/" + name + "/holders/dm-*/dm/name")
-			for _, file := range mapped {
-				if device, err := os.ReadFile(file); err == nil {
-					found = append(found, "mapper device "+strings.TrimSpace(string(device))+" over "+name)
-				}
-			}
+			found = append(found, mappedOver(name)...)
+		}
+	}
+	return found
+}
+
+// mappedOver lists the devices of the device mapper over a loop device.
+func mappedOver(loop string) (found []string) {
+	mapped, _ := filepath.Glob("/sys/block/" + loop + "/holders/dm-*/dm/name")
+	for _, file := range mapped {
+		if device, err := os.ReadFile(file); err == nil {
+			found = append(found, "mapper device "+strings.TrimSpace(string(device))+" over "+loop)
 		}
 	}
 	return found
@@ -109,7 +114,7 @@ func Run(t testing.TB, argv ...string) string {
 
 // Options of a driver under test.
 type Options struct {
-	// Dir is an existing folder that everything of the driver is in; default: a new one.
+	// Dir is an existing directory that everything of the driver is in; default: a new one.
 	Dir string
 	// Pools are NAME=URL, the first one the default; default: a file pool in Dir/pool.
 	Pools []string
@@ -129,16 +134,10 @@ const Node = "test-node"
 // Driver is a driver that runs in this process and serves on a socket. It is the client
 // of its own services.
 type Driver struct {
-	Dir    string // everything is in here
-	Socket string
-	Store  *volume.Local
-	Mounts *mount.Table
-
-	csi.IdentityClient
-	csi.ControllerClient
-	csi.GroupControllerClient
-	csi.SnapshotMetadataClient
-	csi.NodeClient
+	*co.Client // everything is in its Dir
+	Socket     string
+	Store      *volume.Local
+	Mounts     *mount.Table
 
 	stop func()
 }
@@ -158,16 +157,18 @@ func Start(t testing.TB, o Options) *Driver {
 		log = ktesting.NewLogger(t, ktesting.NewConfig(ktesting.Verbosity(5)))
 	}
 	ctx, cancel := context.WithCancel(klog.NewContext(context.Background(), log))
-	d := &Driver{Dir: o.Dir, Socket: filepath.Join(o.Dir, "csi.sock")}
-	var err error
+	d := &Driver{Socket: filepath.Join(o.Dir, "csi.sock")}
+	conn, err := co.Dial(d.Socket)
+	check.OK(t, err)
+	d.Client = co.New(conn, Node, o.Dir)
 	d.Mounts, err = mount.LoadTable()
-	must(t, err)
+	check.OK(t, err)
 	options := node.Options{MaxVolumes: o.MaxVolumes, Claims: !o.Unclaimed}
 	var all []blockdev.Pool
 	for _, one := range o.Pools {
 		name, url, _ := strings.Cut(one, "=")
 		pool, err := pools.OpenLazy(ctx, name, url, nil)
-		must(t, err)
+		check.OK(t, err)
 		all = append(all, pool)
 		options.Ephemeral.Pools = append(options.Ephemeral.Pools, name)
 	}
@@ -175,20 +176,15 @@ func Start(t testing.TB, o Options) *Driver {
 		options.Ephemeral = *o.Ephemeral
 	}
 	d.Store, err = volume.NewLocal(ctx, Node, all, d.Mounts, o.MaxVolumes)
-	must(t, err)
+	check.OK(t, err)
 	listener, err := rpc.Listen("unix://" + d.Socket)
-	must(t, err)
+	check.OK(t, err)
 	served := make(chan error, 1)
 	go func() {
 		c := controller.New(d.Store)
 		served <- rpc.Serve(ctx, listener, rpc.Services{Identity: identity.New("block.csi.ashlar.dev", "test", nil),
 			Controller: c, GroupController: c, SnapshotMetadata: c, Node: node.New(ctx, d.Store, d.Mounts, options)})
 	}()
-	conn, err := grpc.NewClient("unix://"+d.Socket, grpc.WithTransportCredentials(insecure.NewCredentials()))
-	must(t, err)
-	d.IdentityClient, d.ControllerClient = csi.NewIdentityClient(conn), csi.NewControllerClient(conn)
-	d.GroupControllerClient, d.SnapshotMetadataClient = csi.NewGroupControllerClient(conn), csi.NewSnapshotMetadataClient(conn)
-	d.NodeClient = csi.NewNodeClient(conn)
 	d.stop = sync.OnceFunc(func() {
 		conn.Close()
 		cancel()
@@ -208,23 +204,17 @@ func Start(t testing.TB, o Options) *Driver {
 // Stop ends the driver as SIGTERM does. Its volumes, devices and mounts stay.
 func (d *Driver) Stop() { d.stop() }
 
-func must(t testing.TB, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
+// The IDs that objects of the pool "default" have by their names.
+
+// VolumeID is that of a volume.
+func VolumeID(name string) string { return id(blockdev.Volume, name) }
+
+// SnapshotID is that of a snapshot.
+func SnapshotID(name string) string { return id(blockdev.Snapshot, name) }
+
+func id(kind blockdev.Kind, name string) string {
+	return volume.ID{Kind: kind, Pool: "default", Key: volume.KeyOf(name)}.String()
 }
 
-// Block is the filesystem of what has none.
-const Block = "block"
-
-// Capability is that of a volume of a filesystem, or of Block, which several pods of a node may write.
-func Capability(filesystem string) *csi.VolumeCapability {
-	c := &csi.VolumeCapability{AccessMode: &csi.VolumeCapability_AccessMode{Mode: csi.VolumeCapability_AccessMode_SINGLE_NODE_MULTI_WRITER}}
-	if filesystem == Block {
-		c.AccessType = &csi.VolumeCapability_Block{Block: &csi.VolumeCapability_BlockVolume{}}
-	} else {
-		c.AccessType = &csi.VolumeCapability_Mount{Mount: &csi.VolumeCapability_MountVolume{FsType: filesystem}}
-	}
-	return c
-}
+// GroupID is that of a group snapshot.
+func GroupID(name string) string { return volume.GroupID{Key: volume.KeyOf(name)}.String() }

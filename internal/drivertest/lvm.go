@@ -8,6 +8,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 )
 
@@ -57,8 +58,8 @@ func NewGroup(t testing.TB, sizes ...int64) *Group {
 func Disk(t testing.TB, size int64) (device string) {
 	t.Helper()
 	image := filepath.Join(Dir(t), "disk")
-	must(t, os.WriteFile(image, nil, 0o600))
-	must(t, os.Truncate(image, size))
+	check.OK(t, os.WriteFile(image, nil, 0o600))
+	check.OK(t, os.Truncate(image, size))
 	device = Loop(t, image)
 	t.Cleanup(func() {
 		for _, device := range strings.Fields(Run(t, "losetup", "-n", "-O", "NAME", "-j", image)) { // the test may have moved it
@@ -90,12 +91,12 @@ func NewGroupOn(t testing.TB, devices ...string) *Group {
 func SetUpLVM(t testing.TB, filter string) {
 	t.Helper()
 	dir := filepath.Join(Dir(t), "lvm")
-	must(t, os.MkdirAll(filepath.Join(dir, "profile"), 0o700))
-	must(t, os.MkdirAll("/run/lock/lvm", 0o700))
-	must(t, os.WriteFile(filepath.Join(dir, "lvm.conf"), fmt.Appendf(nil, lvmConfig, filter), 0o600))
+	check.OK(t, os.MkdirAll(filepath.Join(dir, "profile"), 0o700))
+	check.OK(t, os.MkdirAll("/run/lock/lvm", 0o700))
+	check.OK(t, os.WriteFile(filepath.Join(dir, "lvm.conf"), fmt.Appendf(nil, lvmConfig, filter), 0o600))
 	profile, err := os.ReadFile("/etc/lvm/profile/lvmdbusd.profile")
-	must(t, err)
-	must(t, os.WriteFile(filepath.Join(dir, "profile", "lvmdbusd.profile"), profile, 0o600))
+	check.OK(t, err)
+	check.OK(t, os.WriteFile(filepath.Join(dir, "profile", "lvmdbusd.profile"), profile, 0o600))
 	t.Setenv("LVM_SYSTEM_DIR", dir)
 	t.Setenv("LVM_SUPPRESS_FD_WARNINGS", "1")
 	t.Setenv("DM_DISABLE_UDEV", "1")
@@ -123,7 +124,7 @@ func (g *Group) remove(t testing.TB) {
 	for _, name := range g.DeviceNames() {
 		_ = exec.Command("dmsetup", "remove", "-f", name).Run()
 	}
-	must(t, os.RemoveAll("/dev/"+g.Name))
+	check.OK(t, os.RemoveAll("/dev/"+g.Name))
 }
 
 // DeviceNames returns the names of the devices of the group's volumes that are active;

@@ -1,201 +1,206 @@
-// Package process runs a driver as a process, and calls it.
+// Package process runs the driver as a process, which can be killed and started again.
 package process
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"os/exec"
-	"path"
-	"strings"
+	"path/filepath"
+	"runtime"
+	"slices"
 	"sync"
-	"sync/atomic"
 	"syscall"
 	"time"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
-	"google.golang.org/grpc/backoff"
-	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/credentials/insecure"
-	"google.golang.org/grpc/status"
+
+	"github.com/ashlar-csi/ashlar/internal/co"
 )
 
-const (
-	// callTime is how long one call of the driver may take.
-	callTime = time.Minute
-	// stopTime is how long the driver gets to end after SIGTERM: what it promises, and some.
-	stopTime = 8 * time.Second
-)
+// stopTime is how long the driver gets to end after SIGTERM: what it promises, and some.
+const stopTime = 8 * time.Second
 
-// Driver is a driver that runs as a child of this process, and a client of it.
-type Driver struct {
-	csi.IdentityClient
-	csi.ControllerClient
-	csi.GroupControllerClient
-	csi.NodeClient
-
-	Command *exec.Cmd
-	Conn    *grpc.ClientConn
-	Log     tail
-	Calls   atomic.Int64
-	Exited  chan struct{} // closed when the process is gone
-	Err     error         // of its end; valid, as is Command.ProcessState, once Exited is closed
+// Build builds the driver in a directory and returns its path: as it is shipped, or with more flags of go build.
+func Build(dir string, flags ...string) (string, error) {
+	_, file, _, _ := runtime.Caller(0)
+	build := exec.Command("go", append(append([]string{"build", "-trimpath", "-o", filepath.Join(dir, "driver")}, flags...), "./cmd/driver")...)
+	if !slices.Contains(flags, "-race") {
+		build.Env = append(os.Environ(), "CGO_ENABLED=0")
+	}
+	build.Dir = filepath.Join(filepath.Dir(file), "../..")
+	if out, err := build.CombinedOutput(); err != nil {
+		return "", fmt.Errorf("build the driver (its source has to be where it was): %w\n%s", err, out)
+	}
+	return filepath.Join(dir, "driver"), nil
 }
 
-// Start starts a program as a driver. Its log goes to the tail only.
-func Start(program, socket string, flags ...string) (*Driver, error) {
-	p := &Driver{Exited: make(chan struct{})}
-	p.Command = exec.Command(program, append([]string{"serve", "--endpoint=" + socket}, flags...)...)
-	p.Command.Stdout, p.Command.Stderr = &p.Log, &p.Log
-	// A group of its own: an interrupt from the terminal is for the demo, which then ends
-	// the driver. If the demo is killed, the driver ends too.
-	p.Command.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGTERM}
-	p.Command.WaitDelay = time.Second
-	if err := p.Command.Start(); err != nil {
+// Driver is the driver as a process of its own, and a client of it. It ends, by SIGTERM, with this process, however that ends.
+type Driver struct {
+	*co.Client
+	Socket string
+	Conn   *grpc.ClientConn
+
+	argv []string
+	mu   sync.Mutex
+	last *run // nil before the first Start
+}
+
+// run is a process of the driver, from its start on.
+type run struct {
+	*exec.Cmd
+	ended chan struct{}           // closed when it has ended; it may not be collected yet
+	wait  func() *os.ProcessState // collects it
+}
+
+// New returns a driver that serves in a directory, which is made; it does not run yet. Its log is the file log in there. argv
+// is the program and its flags, but --endpoint, and --node-id if node is not empty.
+func New(dir, node string, argv ...string) (*Driver, error) {
+	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, err
 	}
-	go func() {
-		p.Err = p.Command.Wait()
-		close(p.Exited)
-	}()
-	var err error
-	p.Conn, err = grpc.NewClient("unix://"+socket, grpc.WithTransportCredentials(insecure.NewCredentials()),
-		grpc.WithUnaryInterceptor(p.call),
-		grpc.WithConnectParams(grpc.ConnectParams{Backoff: backoff.Config{BaseDelay: 5 * time.Millisecond, Multiplier: 1.5, MaxDelay: 100 * time.Millisecond}}))
-	if err != nil {
-		return p, err
+	d := &Driver{Socket: filepath.Join(dir, "csi.sock")}
+	d.argv = append(slices.Clone(argv), "--endpoint=unix://"+d.Socket)
+	if node != "" {
+		d.argv = append(d.argv, "--node-id="+node)
 	}
-	p.IdentityClient, p.NodeClient = csi.NewIdentityClient(p.Conn), csi.NewNodeClient(p.Conn)
-	p.ControllerClient, p.GroupControllerClient = csi.NewControllerClient(p.Conn), csi.NewGroupControllerClient(p.Conn)
-	return p, nil
+	var err error
+	if d.Conn, err = co.Dial(d.Socket); err != nil {
+		return nil, err
+	}
+	d.Client = co.New(d.Conn, node, dir)
+	return d, nil
 }
 
-// call is around each call: it ends with the driver, and its error names the method.
-func (p *Driver) call(ctx context.Context, method string, request, response any, conn *grpc.ClientConn, invoke grpc.UnaryInvoker, options ...grpc.CallOption) error {
-	ctx, cancel := context.WithTimeout(ctx, callTime)
-	defer cancel()
+// Start starts the driver, in the place of the one before it, which is dead or dies now. It does not wait until it serves.
+func (d *Driver) Start() error {
+	d.Kill()
+	log, err := os.OpenFile(d.logPath(), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
+	if err != nil {
+		return err
+	}
+	defer log.Close()
+	r, pidfd := &run{Cmd: exec.Command(d.argv[0], d.argv[1:]...), ended: make(chan struct{})}, -1
+	r.Stdout, r.Stderr = log, log
+	// A group of its own: an interrupt from the terminal is for this process, which then ends the driver.
+	r.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGTERM, PidFD: &pidfd}
+	r.wait = sync.OnceValue(func() *os.ProcessState {
+		<-r.ended
+		_ = r.Wait() // the state says how it ended
+		return r.ProcessState
+	})
+	started := make(chan error)
+	go func() {
+		runtime.LockOSThread() // Pdeathsig comes when the thread that started it ends
+		defer close(r.ended)
+		err := r.Cmd.Start()
+		started <- err
+		if err == nil {
+			// Not by wait(2), which would steal what a tracer waits for.
+			defer unix.Close(pidfd)
+			for errors.Is(poll(pidfd), unix.EINTR) {
+			}
+		}
+	}()
+	if err := <-started; err != nil {
+		return err
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.last = r
+	return nil
+}
+
+// poll waits until a process has ended (pidfd_open(2)).
+func poll(pidfd int) error {
+	_, err := unix.Poll([]unix.PollFd{{Fd: int32(pidfd), Events: unix.POLLIN}}, -1)
+	return err
+}
+
+func (d *Driver) run() *run {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.last
+}
+
+// Pid of the driver, once it was started.
+func (d *Driver) Pid() int { return d.run().Process.Pid }
+
+// Ended is closed when the driver that was started last has ended.
+func (d *Driver) Ended() <-chan struct{} { return d.run().ended }
+
+// Wait waits until the driver has ended, and returns how; nil if somebody else knows.
+func (d *Driver) Wait() *os.ProcessState { return d.run().wait() }
+
+// Ready waits until the driver says that it is.
+func (d *Driver) Ready(ctx context.Context) error {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
 	go func() {
 		select {
-		case <-p.Exited:
-			cancel()
+		case <-d.Ended():
+			cancel(errors.New("it has ended"))
 		case <-ctx.Done():
 		}
 	}()
-	p.Calls.Add(1)
-	err := invoke(ctx, method, request, response, conn, append(options, grpc.WaitForReady(true))...)
-	if err == nil {
-		return nil
-	}
-	wait := time.Duration(0)
-	if status.Code(err) == codes.Unavailable {
-		wait = time.Second // the connection may break before the end of the process is known
-	}
-	select {
-	case <-p.Exited:
-		return fmt.Errorf("%s: the driver ended before it answered: %s", path.Base(method), p.Command.ProcessState)
-	case <-time.After(wait):
-		return &callError{path.Base(method), err}
-	}
-}
-
-// callError is the answer of the driver to a call that it did not serve.
-type callError struct {
-	method string
-	err    error
-}
-
-func (e *callError) Error() string {
-	s := status.Convert(e.err)
-	return fmt.Sprintf("%s: %s: %s", e.method, s.Code(), s.Message())
-}
-
-func (e *callError) Unwrap() error { return e.err }
-
-// Ready waits until the driver says that it is.
-func (p *Driver) Ready(ctx context.Context) error {
 	for {
-		response, err := p.Probe(ctx, &csi.ProbeRequest{})
-		if err != nil || response.GetReady().GetValue() {
-			return err
+		r, err := d.Probe(ctx, &csi.ProbeRequest{}, grpc.WaitForReady(true))
+		if err == nil && r.GetReady().GetValue() {
+			return nil
 		}
-		time.Sleep(5 * time.Millisecond)
+		select {
+		case <-ctx.Done():
+			return errors.Join(fmt.Errorf("the driver is not ready: %w: %s", context.Cause(ctx), d.Log()), err)
+		case <-time.After(2 * time.Millisecond):
+		}
+	}
+}
+
+func (d *Driver) logPath() string { return filepath.Join(d.Dir, "log") }
+
+// Log is the end of what the driver said, in all its lives.
+func (d *Driver) Log() string {
+	log, _ := os.ReadFile(d.logPath())
+	return string(log[max(0, len(log)-16000):])
+}
+
+// Kill ends the driver as kill -9 does, if it runs.
+func (d *Driver) Kill() {
+	if r := d.run(); r != nil {
+		_ = r.Process.Kill() // it may be gone
+		r.wait()
 	}
 }
 
 // Stop ends the driver with SIGTERM, and with SIGKILL if that does not do. An error
 // means that it did not end by itself, with status 0.
-func (p *Driver) Stop() error {
-	if p.Conn != nil {
-		p.Conn.Close()
-	}
+func (d *Driver) Stop() error {
+	r := d.run()
 	select {
-	case <-p.Exited:
-		return fmt.Errorf("the driver had ended before: %s", p.Command.ProcessState)
+	case <-r.ended:
+		return fmt.Errorf("the driver had ended before: %s", r.wait())
 	default:
 	}
-	if err := p.Command.Process.Signal(syscall.SIGTERM); err != nil {
+	if err := r.Process.Signal(syscall.SIGTERM); err != nil {
 		return err
 	}
 	select {
-	case <-p.Exited:
-		return p.Err
+	case <-r.ended:
 	case <-time.After(stopTime):
+		d.Kill()
+		return fmt.Errorf("the driver did not end within %s of SIGTERM, so it was killed", stopTime)
 	}
-	err := p.Command.Process.Kill()
-	<-p.Exited
-	return errors.Join(fmt.Errorf("the driver did not end within %s of SIGTERM, so it was killed", stopTime), err)
+	if state := r.wait(); !state.Success() {
+		return fmt.Errorf("after SIGTERM the driver ended with %s", state)
+	}
+	return nil
 }
 
-// Adopt makes this process the parent of all that its children leave behind, so that
-// it can tell whether there is anything (prctl(2), PR_SET_CHILD_SUBREAPER).
-func Adopt() error { return unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) }
-
-// Orphaned reports whether this process has any child left.
-func Orphaned() bool {
-	for {
-		pid, err := unix.Wait4(-1, nil, unix.WNOHANG, nil)
-		switch {
-		case errors.Is(err, unix.EINTR):
-		case err != nil: // ECHILD: none
-			return false
-		case pid == 0: // one that runs
-			return true
-		}
-	}
-}
-
-// tail keeps the last lines that were written to it.
-type tail struct {
-	mu   sync.Mutex
-	text []byte
-}
-
-const tailBytes = 16 << 10
-
-func (t *tail) Write(p []byte) (int, error) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	t.text = append(t.text, p...)
-	if cut := len(t.text) - tailBytes; cut > 0 {
-		if end := bytes.IndexByte(t.text[cut:], '\n'); end >= 0 {
-			cut += end + 1
-		}
-		t.text = append(t.text[:0], t.text[cut:]...)
-	}
-	return len(p), nil
-}
-
-// Last returns up to n lines.
-func (t *tail) Last(n int) []string {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	text := strings.TrimSpace(string(t.text))
-	if text == "" {
-		return nil
-	}
-	lines := strings.Split(text, "\n")
-	return lines[max(0, len(lines)-n):]
+// Close kills the driver, and is the end of its client.
+func (d *Driver) Close() {
+	d.Kill()
+	d.Conn.Close()
 }

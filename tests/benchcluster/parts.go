@@ -19,8 +19,9 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
-	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/internal/process"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
@@ -38,8 +39,8 @@ const simulated = "simulated-agent"
 type environment struct {
 	server     *apitest.Server
 	audit      *auditLog
-	controller *drivertest.Process
-	agent      *drivertest.Process
+	controller *process.Driver
+	agent      *process.Driver
 	agents     int
 }
 
@@ -102,14 +103,14 @@ func (w *environment) start(ctx context.Context, dir string, parts *sync.WaitGro
 	if err := w.server.Kubeconfig(apitest.Admin, kubeconfig); err != nil {
 		return err
 	}
-	binary, err := drivertest.Build(dir)
+	binary, err := process.Build(dir)
 	if err != nil {
 		return err
 	}
-	if w.controller, err = drivertest.NewProcess(binary, dir+"/controller", "--mode=controller", "--kubeconfig="+kubeconfig); err != nil {
+	if w.controller, err = process.New(dir+"/controller", "", binary, "--mode=controller", "--kubeconfig="+kubeconfig); err != nil {
 		return err
 	}
-	if w.agent, err = drivertest.NewProcess(binary, dir+"/agent", "--mode=node", "--kubeconfig="+kubeconfig, "--node-id="+nodeName(0),
+	if w.agent, err = process.New(dir+"/agent", nodeName(0), binary, "--mode=node", "--kubeconfig="+kubeconfig,
 		"--pool=default=file://"+dir+"/pool?reservePercent=0"); err != nil {
 		return err
 	}
@@ -187,7 +188,7 @@ func (w *environment) call(ctx context.Context, s step) (cost, error) {
 	began := time.Now()
 	err := each(ctx, s.times, 32, func(ctx context.Context, i int) error {
 		start := time.Now()
-		err := drivertest.Again(ctx, func() error { return s.do(ctx, i) })
+		err := co.Again(ctx, func() error { return s.do(ctx, i) })
 		took[i] = time.Since(start)
 		return err
 	})

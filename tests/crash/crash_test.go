@@ -3,9 +3,7 @@
 package crash
 
 import (
-	"bytes"
 	"context"
-	"crypto/sha256"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -25,33 +23,36 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/internal/process"
 )
 
 const miB = 1 << 20
 
-// process is the driver as a process of its own, which can be killed and started again.
-type process struct {
-	*drivertest.Process
+// environment is a driver as a process of its own, and its volumes.
+type environment struct {
+	*process.Driver
 	t testing.TB
 }
 
 // build builds the driver.
-func build(t testing.TB) *process {
+func build(t testing.TB) *environment {
 	t.Helper()
 	drivertest.NeedRoot(t)
 	dir := drivertest.Dir(t)
-	binary, err := drivertest.Build(t.TempDir())
-	ok(t, err)
-	driver, err := drivertest.NewProcess(binary, dir, "--node-id="+drivertest.Node, "--pool=default=file://"+dir+"/pool?reservePercent=0", "-v=5")
-	ok(t, err)
+	binary, err := process.Build(t.TempDir())
+	check.OK(t, err)
+	driver, err := process.New(dir, drivertest.Node, binary, "--pool=default=file://"+dir+"/pool?reservePercent=0", "-v=5")
+	check.OK(t, err)
 	t.Cleanup(func() {
 		driver.Close()
 		if t.Failed() { // no frozen filesystem and no mount stays on the machine
 			drivertest.ClearAway(dir)
 		}
 	})
-	return &process{driver, t}
+	return &environment{driver, t}
 }
 
 // thaw ends a freeze, and reports whether there was one (FITHAW, ioctl_fsfreeze(2)).
@@ -65,27 +66,20 @@ func thaw(path string) bool {
 }
 
 // start starts the driver and waits until it answers.
-func (p *process) start() {
+func (p *environment) start() {
 	p.t.Helper()
 	ctx, cancel := context.WithTimeout(p.t.Context(), time.Minute)
 	defer cancel()
-	ok(p.t, p.Start())
-	ok(p.t, p.Ready(ctx))
-}
-
-func ok(t testing.TB, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
+	check.OK(p.t, p.Start())
+	check.OK(p.t, p.Ready(ctx))
 }
 
 // lives takes volumes through their lives, over and over, with all calls repeated until
 // they succeed, and checks the data all along.
 type lives struct {
-	*process
-	name string
-	done int
+	patient *co.Client
+	name    string
+	done    int
 }
 
 var kinds = []string{"ext4", "block", "xfs", "btrfs"}
@@ -95,113 +89,31 @@ func sizeOf(kind string) int64 {
 }
 
 // volume is one of a life.
-type volume struct {
-	*lives
-	id, name, kind  string
-	staging, target string
+type volume struct{ *co.Volume }
+
+// create makes a volume: by turns a thick and a thin one.
+func (l *lives) create(ctx context.Context, r *csi.CreateVolumeRequest) (volume, error) {
+	r.Parameters = map[string]string{"provisioning": []string{"thick", "thin"}[l.done%2]}
+	v, err := l.patient.Create(ctx, r)
+	return volume{v}, err
 }
 
-func (l *lives) create(ctx context.Context, name, kind string, size int64, source *csi.VolumeContentSource) (*volume, error) {
-	v := &volume{lives: l, name: name, kind: kind, staging: filepath.Join(l.Dir, "staging-"+name), target: filepath.Join(l.Dir, "target-"+name)}
-	return v, drivertest.Again(ctx, func() error {
-		response, err := l.CreateVolume(ctx, &csi.CreateVolumeRequest{Name: name, CapacityRange: &csi.CapacityRange{RequiredBytes: size},
-			VolumeCapabilities: []*csi.VolumeCapability{drivertest.Capability(kind)}, VolumeContentSource: source,
-			Parameters: map[string]string{"provisioning": []string{"thick", "thin"}[l.done%2]}})
-		v.id = response.GetVolume().GetVolumeId()
-		return err
-	})
+func (v volume) up(ctx context.Context) error {
+	_, err := v.Up(ctx)
+	return err
 }
 
-func (v *volume) file() string {
-	if v.kind == "block" {
-		return v.target
-	}
-	return filepath.Join(v.target, "data")
+func (v volume) down(ctx context.Context) error {
+	return co.InTurn(func() error { return v.Down(ctx, v.Target("pod")) }, func() error { return v.Delete(ctx) })
 }
 
-func (v *volume) up(ctx context.Context) error {
-	if err := os.MkdirAll(v.staging, 0o700); err != nil {
-		return err
-	}
-	c := drivertest.Capability(v.kind)
-	for _, call := range []func() error{
-		func() error {
-			_, err := v.ControllerPublishVolume(ctx, &csi.ControllerPublishVolumeRequest{VolumeId: v.id, NodeId: drivertest.Node, VolumeCapability: c})
-			return err
-		},
-		func() error {
-			_, err := v.NodeStageVolume(ctx, &csi.NodeStageVolumeRequest{VolumeId: v.id, StagingTargetPath: v.staging, VolumeCapability: c})
-			return err
-		},
-		func() error {
-			_, err := v.NodePublishVolume(ctx, &csi.NodePublishVolumeRequest{VolumeId: v.id, StagingTargetPath: v.staging, TargetPath: v.target, VolumeCapability: c})
-			return err
-		},
-	} {
-		if err := drivertest.Again(ctx, call); err != nil {
-			return err
-		}
-	}
-	return nil
+func content(seed string) drivertest.Content {
+	return drivertest.Content{Seed: seed, Offset: 2 * miB, Size: miB}
 }
 
-func (v *volume) down(ctx context.Context) error {
-	for _, call := range []func() error{
-		func() error {
-			_, err := v.NodeUnpublishVolume(ctx, &csi.NodeUnpublishVolumeRequest{VolumeId: v.id, TargetPath: v.target})
-			return err
-		},
-		func() error {
-			_, err := v.NodeUnstageVolume(ctx, &csi.NodeUnstageVolumeRequest{VolumeId: v.id, StagingTargetPath: v.staging})
-			return err
-		},
-		func() error {
-			_, err := v.ControllerUnpublishVolume(ctx, &csi.ControllerUnpublishVolumeRequest{VolumeId: v.id, NodeId: drivertest.Node})
-			return err
-		},
-		func() error {
-			_, err := v.DeleteVolume(ctx, &csi.DeleteVolumeRequest{VolumeId: v.id})
-			return err
-		},
-	} {
-		if err := drivertest.Again(ctx, call); err != nil {
-			return err
-		}
-	}
-	return os.Remove(v.staging)
-}
+func (v volume) write(seed string) error { return content(seed).Write(v.File(v.Target("pod"))) }
 
-func data(seed string) []byte {
-	random := rand.NewChaCha8(sha256.Sum256([]byte(seed)))
-	bytes := make([]byte, miB)
-	_, _ = random.Read(bytes)
-	return bytes
-}
-
-func (v *volume) write(seed string) error {
-	f, err := os.OpenFile(v.file(), os.O_RDWR|os.O_CREATE, 0o600)
-	if err != nil {
-		return err
-	}
-	_, err = f.WriteAt(data(seed), 2*miB)
-	return errors.Join(err, f.Sync(), f.Close())
-}
-
-func (v *volume) holds(seed string) error {
-	f, err := os.Open(v.file())
-	if err != nil {
-		return err
-	}
-	defer f.Close()
-	have := make([]byte, miB)
-	if _, err := f.ReadAt(have, 2*miB); err != nil {
-		return fmt.Errorf("%s: %w", v.name, err)
-	}
-	if !bytes.Equal(have, data(seed)) {
-		return fmt.Errorf("%s does not hold what was written and synced", v.name)
-	}
-	return nil
-}
+func (v volume) holds(seed string) error { return content(seed).In(v.File(v.Target("pod"))) }
 
 // one life, with a snapshot, a restore of it, a clone, growth and a group of two.
 func (l *lives) one(ctx context.Context) (err error) {
@@ -215,7 +127,7 @@ func (l *lives) one(ctx context.Context) (err error) {
 		}
 		l.done++
 	}()
-	v, err := l.create(ctx, name("source"), kind, size, nil)
+	v, err := l.create(ctx, co.Request(name("source"), kind, size))
 	if err != nil {
 		return err
 	}
@@ -228,12 +140,8 @@ func (l *lives) one(ctx context.Context) (err error) {
 		return err
 	}
 	step = "snapshot"
-	var snapshot string
-	if err := drivertest.Again(ctx, func() error {
-		response, err := l.CreateSnapshot(ctx, &csi.CreateSnapshotRequest{Name: name("snapshot"), SourceVolumeId: v.id})
-		snapshot = response.GetSnapshot().GetSnapshotId()
-		return err
-	}); err != nil {
+	snapshot, err := v.Snapshot(ctx, name("snapshot"))
+	if err != nil {
 		return err
 	}
 	step = "write after the snapshot (is it frozen?)"
@@ -241,21 +149,17 @@ func (l *lives) one(ctx context.Context) (err error) {
 		return err
 	}
 	step = "expand"
-	if err := drivertest.Again(ctx, func() error {
-		_, err := l.ControllerExpandVolume(ctx, &csi.ControllerExpandVolumeRequest{VolumeId: v.id, CapacityRange: &csi.CapacityRange{RequiredBytes: size + 16*miB}})
-		return err
-	}); err != nil {
+	larger := size + 16*miB
+	if err := v.Expand(ctx, larger); err != nil {
 		return err
 	}
 	step = "clone"
-	clone, err := l.create(ctx, name("clone"), kind, size+16*miB, &csi.VolumeContentSource{Type: &csi.VolumeContentSource_Volume{
-		Volume: &csi.VolumeContentSource_VolumeSource{VolumeId: v.id}}})
+	clone, err := l.create(ctx, co.FromVolume(co.Request(name("clone"), kind, larger), v.ID))
 	if err != nil {
 		return err
 	}
 	step = "restore"
-	restore, err := l.create(ctx, name("restore"), kind, size+16*miB, &csi.VolumeContentSource{Type: &csi.VolumeContentSource_Snapshot{
-		Snapshot: &csi.VolumeContentSource_SnapshotSource{SnapshotId: snapshot}}})
+	restore, err := l.create(ctx, co.FromSnapshot(co.Request(name("restore"), kind, larger), snapshot.GetSnapshotId()))
 	if err != nil {
 		return err
 	}
@@ -268,15 +172,8 @@ func (l *lives) one(ctx context.Context) (err error) {
 		return err
 	}
 	step = "group"
-	var group string
-	if err := drivertest.Again(ctx, func() error {
-		response, err := l.CreateVolumeGroupSnapshot(ctx, &csi.CreateVolumeGroupSnapshotRequest{Name: name("group"), SourceVolumeIds: []string{v.id, restore.id}})
-		group = response.GetGroupSnapshot().GetGroupSnapshotId()
-		if n := len(response.GetGroupSnapshot().GetSnapshots()); err == nil && n != 2 {
-			err = fmt.Errorf("the group has %d members", n)
-		}
-		return err
-	}); err != nil {
+	group, err := l.patient.Group(ctx, name("group"), v.ID, restore.ID)
+	if err != nil {
 		return err
 	}
 	step = "write after the group"
@@ -288,16 +185,7 @@ func (l *lives) one(ctx context.Context) (err error) {
 		return err
 	}
 	step = "delete the group and the snapshot"
-	if err := drivertest.Again(ctx, func() error {
-		_, err := l.DeleteVolumeGroupSnapshot(ctx, &csi.DeleteVolumeGroupSnapshotRequest{GroupSnapshotId: group})
-		return err
-	}); err != nil {
-		return err
-	}
-	if err := drivertest.Again(ctx, func() error {
-		_, err := l.DeleteSnapshot(ctx, &csi.DeleteSnapshotRequest{SnapshotId: snapshot})
-		return err
-	}); err != nil {
+	if err := errors.Join(l.patient.RemoveGroup(ctx, group.GetGroupSnapshotId()), l.patient.RemoveSnapshot(ctx, snapshot.GetSnapshotId())); err != nil {
 		return err
 	}
 	step = "down"
@@ -305,41 +193,32 @@ func (l *lives) one(ctx context.Context) (err error) {
 }
 
 func (l *lives) ephemeral(ctx context.Context, name string) error {
-	v := &volume{lives: l, id: name, name: name, kind: "ext4", target: filepath.Join(l.Dir, "target-"+name)}
-	if err := drivertest.Again(ctx, func() error {
-		_, err := l.NodePublishVolume(ctx, &csi.NodePublishVolumeRequest{VolumeId: name, TargetPath: v.target, VolumeCapability: drivertest.Capability("ext4"),
-			VolumeContext: map[string]string{"csi.storage.k8s.io/ephemeral": "true", "size": "16Mi"}})
-		return err
-	}); err != nil {
+	v := volume{l.patient.Inline(name, co.Capability("ext4", co.MultiWriter), map[string]string{"size": "16Mi"})}
+	target := v.Target("pod")
+	if err := v.Publish(ctx, target, false); err != nil {
 		return err
 	}
-	if err := errors.Join(v.write("inline"), v.holds("inline")); err != nil {
-		return err
-	}
-	return drivertest.Again(ctx, func() error {
-		_, err := l.NodeUnpublishVolume(ctx, &csi.NodeUnpublishVolumeRequest{VolumeId: name, TargetPath: v.target})
-		return err
-	})
+	return errors.Join(v.write("inline"), v.holds("inline"), v.Unpublish(ctx, target))
 }
 
 // empty makes sure that nothing is left of anything.
-func (p *process) empty() {
+func (p *environment) empty() {
 	p.t.Helper()
 	for _, line := range drivertest.Gone(func() []string { return drivertest.Leftovers(p.Dir) }) {
 		p.t.Errorf("left: %s", line)
 	}
 	entries, err := os.ReadDir(p.Dir)
-	ok(p.t, err)
+	check.OK(p.t, err)
 	for _, entry := range entries {
-		if !slices.Contains([]string{"log", "pool", "csi.sock", "of-a-test"}, entry.Name()) {
+		if !slices.Contains([]string{"log", "pool", "csi.sock", "of-a-test", "pod", "stage"}, entry.Name()) {
 			p.t.Errorf("left: %s", entry.Name())
 		}
 	}
-	for _, folder := range []string{"pool/volumes", "pool/snapshots"} {
-		entries, err := os.ReadDir(filepath.Join(p.Dir, folder))
-		ok(p.t, err)
+	for _, dir := range []string{"pod", "stage", "pool/volumes", "pool/snapshots"} {
+		entries, err := os.ReadDir(filepath.Join(p.Dir, dir))
+		check.OK(p.t, err)
 		for _, entry := range entries {
-			p.t.Errorf("left in the pool: %s", entry.Name())
+			p.t.Errorf("left: %s/%s", dir, entry.Name())
 		}
 	}
 	if p.t.Failed() {
@@ -368,7 +247,7 @@ func TestKills(t *testing.T) {
 	ending, stop := context.WithCancel(t.Context())
 	defer stop()
 	var callers sync.WaitGroup
-	all := []*lives{{process: p, name: "a"}, {process: p, name: "b", done: 1}}
+	all := []*lives{{patient: p.Patient(), name: "a"}, {patient: p.Patient(), name: "b", done: 1}}
 	failed := make(chan error, len(all))
 	for _, l := range all {
 		callers.Go(func() {
@@ -419,7 +298,7 @@ func TestKills(t *testing.T) {
 }
 
 // frozen says which filesystems were still frozen, and thaws them.
-func (p *process) frozen() string {
+func (p *environment) frozen() string {
 	var found strings.Builder
 	for _, line := range drivertest.Leftovers(p.Dir) {
 		if path, is := strings.CutPrefix(line, "mount "); is && thaw(path) {
@@ -437,25 +316,20 @@ func TestKillAroundFreeze(t *testing.T) {
 	t.Logf("CRASH_SEED=%d", seed)
 	random := rand.New(rand.NewPCG(seed, 1))
 	p.start()
-	l := &lives{process: p, name: "group"}
-	var volumes []*volume
+	l := &lives{patient: p.Patient(), name: "group"}
+	var volumes []volume
 	var ids []string
 	for _, name := range []string{"a", "b", "c"} {
-		v, err := l.create(t.Context(), name, "ext4", sizeOf("ext4"), nil)
-		ok(t, err)
-		ok(t, v.up(t.Context()))
-		volumes, ids = append(volumes, v), append(ids, v.id)
+		v, err := l.create(t.Context(), co.Request(name, "ext4", sizeOf("ext4")))
+		check.OK(t, err)
+		check.OK(t, v.up(t.Context()))
+		volumes, ids = append(volumes, v), append(ids, v.ID)
 	}
-	group := &csi.CreateVolumeGroupSnapshotRequest{Name: "group", SourceVolumeIds: ids}
 	remove := func() {
 		t.Helper()
-		ok(t, drivertest.Again(t.Context(), func() error {
-			made, err := p.CreateVolumeGroupSnapshot(t.Context(), group)
-			if err == nil {
-				_, err = p.DeleteVolumeGroupSnapshot(t.Context(), &csi.DeleteVolumeGroupSnapshotRequest{GroupSnapshotId: made.GetGroupSnapshot().GetGroupSnapshotId()})
-			}
-			return err
-		}))
+		group, err := l.patient.Group(t.Context(), "group", ids...)
+		check.OK(t, err)
+		check.OK(t, l.patient.RemoveGroup(t.Context(), group.GetGroupSnapshotId()))
 	}
 	began := time.Now()
 	remove()
@@ -464,11 +338,11 @@ func TestKillAroundFreeze(t *testing.T) {
 	round := 0
 	for ; round < rounds && !(limited && time.Since(began) > 10*time.Second); round++ {
 		for _, v := range volumes {
-			ok(t, v.write(fmt.Sprint(round))) // something for the freeze to write out
+			check.OK(t, v.write(fmt.Sprint(round))) // something for the freeze to write out
 		}
 		cut := make(chan struct{})
 		go func() {
-			_, _ = p.CreateVolumeGroupSnapshot(t.Context(), group)
+			_, _ = p.Group(t.Context(), "group", ids...)
 			close(cut)
 		}()
 		time.Sleep(time.Duration(random.Int64N(int64(whole))))
@@ -479,7 +353,7 @@ func TestKillAroundFreeze(t *testing.T) {
 			t.Fatalf("round %d of CRASH_SEED=%d, after the restart:\n%s", round, seed, frozen)
 		}
 		for _, v := range volumes {
-			ok(t, v.holds(fmt.Sprint(round)))
+			check.OK(t, v.holds(fmt.Sprint(round)))
 		}
 		if round%4 == 0 {
 			remove()
@@ -488,7 +362,7 @@ func TestKillAroundFreeze(t *testing.T) {
 	t.Logf("%d kills within %s each", round, whole)
 	remove()
 	for _, v := range volumes {
-		ok(t, v.down(t.Context()))
+		check.OK(t, v.down(t.Context()))
 	}
 	p.empty()
 }
@@ -498,30 +372,26 @@ func TestKillAroundFreeze(t *testing.T) {
 func TestKillWhileFrozen(t *testing.T) {
 	p := build(t)
 	p.start()
-	l := &lives{process: p, name: "frozen"}
-	v, err := l.create(t.Context(), "source", "ext4", 1<<30, nil)
-	ok(t, err)
-	ok(t, v.up(t.Context()))
-	ok(t, v.write("first"))
-	bulk, err := os.Create(filepath.Join(v.target, "bulk"))
-	ok(t, err)
-	text := data("bulk")
+	l := &lives{patient: p.Patient(), name: "frozen"}
+	v, err := l.create(t.Context(), co.Request("source", "ext4", 1<<30))
+	check.OK(t, err)
+	check.OK(t, v.up(t.Context()))
+	check.OK(t, v.write("first"))
+	bulk, err := os.Create(filepath.Join(v.Target("pod"), "bulk"))
+	check.OK(t, err)
+	text := content("bulk").Bytes()
 	for i := range 768 {
 		_, err := bulk.Write(binary.LittleEndian.AppendUint64(text[8:], uint64(i)))
-		ok(t, err)
+		check.OK(t, err)
 	}
-	ok(t, errors.Join(bulk.Sync(), bulk.Close()))
+	check.OK(t, errors.Join(bulk.Sync(), bulk.Close()))
 
 	snapshots := filepath.Join(p.Dir, "pool/snapshots")
 	for try := 0; ; try++ {
-		type answer struct {
-			id  string
-			err error
-		}
-		interrupted := make(chan answer, 1)
+		interrupted := make(chan error, 1)
 		go func() {
-			r, err := p.CreateSnapshot(t.Context(), &csi.CreateSnapshotRequest{Name: "snapshot", SourceVolumeId: v.id})
-			interrupted <- answer{r.GetSnapshot().GetSnapshotId(), err}
+			_, err := p.CreateSnapshot(t.Context(), &csi.CreateSnapshotRequest{Name: "snapshot", SourceVolumeId: v.ID})
+			interrupted <- err
 		}()
 		var taken int64
 		for deadline := time.Now().Add(2 * time.Minute); taken < 64*miB; {
@@ -538,22 +408,21 @@ func TestKillWhileFrozen(t *testing.T) {
 		}
 		p.Kill()
 		ended := <-interrupted
-		if status.Code(ended.err) != codes.Unavailable && (ended.err != nil || try == 9) {
-			t.Fatalf("the copy was over before the kill, or ended in another way: %v", ended.err)
+		if status.Code(ended) != codes.Unavailable && (ended != nil || try == 9) {
+			t.Fatalf("the copy was over before the kill, or ended in another way: %v", ended)
 		}
 		p.start()
-		if ended.err != nil {
+		if ended != nil {
 			break
 		}
 		// This process stood still for as long as the copy took.
-		_, err := p.DeleteSnapshot(t.Context(), &csi.DeleteSnapshotRequest{SnapshotId: ended.id})
-		ok(t, err)
+		check.OK(t, p.RemoveSnapshot(t.Context(), drivertest.SnapshotID("snapshot")))
 	}
 	written := make(chan error, 1)
 	go func() { written <- v.write("second") }()
 	select {
 	case err := <-written:
-		ok(t, err)
+		check.OK(t, err)
 	case <-time.After(time.Minute):
 		t.Errorf("the filesystem is still frozen after a restart: %s", p.frozen())
 		<-written
@@ -562,22 +431,21 @@ func TestKillWhileFrozen(t *testing.T) {
 		t.Errorf("the unfinished copy is still there: %v", left)
 	}
 	listed, err := p.ListSnapshots(t.Context(), &csi.ListSnapshotsRequest{})
-	ok(t, err)
+	check.OK(t, err)
 	if len(listed.GetEntries()) > 0 {
 		t.Errorf("an unfinished snapshot is listed: %v", listed)
 	}
-	ok(t, v.holds("second"))
+	check.OK(t, v.holds("second"))
 
 	// The retry makes it, of what is there now: little, so that it is quick.
-	ok(t, os.Remove(bulk.Name()))
-	if out, err := exec.Command("fstrim", v.target).CombinedOutput(); err != nil {
+	check.OK(t, os.Remove(bulk.Name()))
+	if out, err := exec.Command("fstrim", v.Target("pod")).CombinedOutput(); err != nil {
 		t.Errorf("fstrim: %v: %s", err, out)
 	}
-	response, err := p.CreateSnapshot(t.Context(), &csi.CreateSnapshotRequest{Name: "snapshot", SourceVolumeId: v.id})
-	ok(t, err)
-	ok(t, v.write("third"))
-	_, err = p.DeleteSnapshot(t.Context(), &csi.DeleteSnapshotRequest{SnapshotId: response.GetSnapshot().GetSnapshotId()})
-	ok(t, err)
-	ok(t, v.down(t.Context()))
+	snapshot, err := v.Snapshot(t.Context(), "snapshot")
+	check.OK(t, err)
+	check.OK(t, v.write("third"))
+	check.OK(t, p.RemoveSnapshot(t.Context(), snapshot.GetSnapshotId()))
+	check.OK(t, v.down(t.Context()))
 	p.empty()
 }

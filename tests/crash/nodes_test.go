@@ -1,7 +1,6 @@
 package crash
 
 import (
-	"bytes"
 	"context"
 	"fmt"
 	"os"
@@ -14,46 +13,47 @@ import (
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"golang.org/x/sys/unix"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/internal/process"
 )
 
-// node is one of several on this kernel: a mount namespace of its own, in which its own folder is
+// node is one of several on this kernel: a mount namespace of its own, in which its own directory is
 // where the others' are in theirs, and a driver in it. Its pods see what is mounted there.
 type node struct {
-	*process
-	keeper *exec.Cmd // a process of the namespace, which outlives the driver
-	raw    string    // ID of a raw volume
-	files  string    // of a filesystem
+	*environment
+	keeper  *exec.Cmd    // a process of the namespace, which outlives the driver
+	volumes []*co.Volume // a raw one, and one with a filesystem
 }
 
-// newNode makes a node whose folder is at a path that is the same in all.
+// newNode makes a node whose directory is at a path that is the same in all.
 func newNode(t *testing.T, binary, dir, name, at string) *node {
 	t.Helper()
 	own := filepath.Join(dir, name)
-	for _, folder := range []string{"staged-raw", "staged-files", "files"} {
-		ok(t, os.MkdirAll(filepath.Join(own, folder), 0o700))
+	for _, path := range []string{"stage/raw", "stage/files", "pod", "reader"} { // what the CO makes, it makes in another namespace
+		check.OK(t, os.MkdirAll(filepath.Join(own, path), 0o700))
 	}
 	// A copy of a mount keeps its device for as long as the namespace is there, so it takes none of a loop
-	// device along but that of its own folder.
+	// device along but that of its own directory.
 	keeper := exec.Command("unshare", "-m", "--propagation", "private", "sh", "-c", `
 		awk -v own="$0/" '/ - [^ ]+ \/dev\/loop/ && $5 != "/" && index(own, $5 "/") != 1 {print $5}' /proc/self/mountinfo | tac | xargs -r -n 1 umount -l 2>/dev/null
 		mount --bind "$0" "$1" && echo ready && exec sleep 3600`, own, at)
 	out, err := keeper.StdoutPipe()
-	ok(t, err)
-	ok(t, keeper.Start())
+	check.OK(t, err)
+	check.OK(t, keeper.Start())
 	t.Cleanup(func() {
 		_ = keeper.Process.Kill()
 		_ = keeper.Wait()
 	})
 	_, err = out.Read(make([]byte, 5))
-	ok(t, err)
+	check.OK(t, err)
 
-	enter := filepath.Join(dir, "driver-"+name)
-	ok(t, os.WriteFile(enter, fmt.Appendf(nil, "#!/bin/sh\nexec nsenter --mount=/proc/%d/ns/mnt %s \"$@\"\n", keeper.Process.Pid, binary), 0o700))
-	driver, err := drivertest.NewProcess(enter, filepath.Join(dir, "socket-"+name), "--node-id="+name, "--pool=default=file://"+at+"/pool?reservePercent=0")
-	ok(t, err)
+	driver, err := process.New(filepath.Join(dir, "socket-"+name), name,
+		"nsenter", fmt.Sprintf("--mount=/proc/%d/ns/mnt", keeper.Process.Pid), binary, "--pool=default=file://"+at+"/pool?reservePercent=0")
+	check.OK(t, err)
 	t.Cleanup(driver.Close)
-	return &node{process: &process{driver, t}, keeper: keeper}
+	return &node{environment: &environment{driver, t}, keeper: keeper}
 }
 
 // sees is a path as a pod of the node sees it.
@@ -64,71 +64,45 @@ func (n *node) sees(path string) string {
 // up makes volumes of the same names as on the other nodes, and writes what is its own.
 func (n *node) up(ctx context.Context, name, at string) {
 	n.t.Helper()
-	for _, kind := range []string{"raw", "files"} {
-		c := drivertest.Capability(map[string]string{"raw": drivertest.Block, "files": "ext4"}[kind])
-		r, err := n.CreateVolume(ctx, &csi.CreateVolumeRequest{Name: kind, CapacityRange: &csi.CapacityRange{RequiredBytes: 24 * miB}, VolumeCapabilities: []*csi.VolumeCapability{c}})
-		ok(n.t, err)
-		id, staged := r.GetVolume().GetVolumeId(), at+"/staged-"+kind
-		if kind == "raw" {
-			n.raw = id
-		} else {
-			n.files = id
-		}
-		_, err = n.ControllerPublishVolume(ctx, &csi.ControllerPublishVolumeRequest{VolumeId: id, NodeId: name, VolumeCapability: c})
-		ok(n.t, err)
-		_, err = n.NodeStageVolume(ctx, &csi.NodeStageVolumeRequest{VolumeId: id, StagingTargetPath: staged, VolumeCapability: c})
-		ok(n.t, err)
-		for target, readOnly := range map[string]bool{at + "/" + kind: false, at + "/reader-of-" + kind: true} {
-			_, err = n.NodePublishVolume(ctx, &csi.NodePublishVolumeRequest{VolumeId: id, StagingTargetPath: staged, TargetPath: target, VolumeCapability: c, Readonly: readOnly})
-			ok(n.t, err)
-		}
+	client := co.New(n.Conn, name, at)
+	for _, r := range []*csi.CreateVolumeRequest{co.Request("raw", co.Block, 24*miB), co.Request("files", "ext4", 24*miB)} {
+		v, err := client.Create(ctx, r)
+		check.OK(n.t, err)
+		n.volumes = append(n.volumes, v)
+		_, err = v.Up(ctx)
+		check.OK(n.t, err)
+		check.OK(n.t, v.Publish(ctx, v.Target("reader"), true))
 	}
-	n.write(name, at)
+	n.write(name)
 }
 
-func (n *node) write(what, at string) {
+func (n *node) write(what string) {
 	n.t.Helper()
-	for _, path := range []string{at + "/raw", at + "/files/data"} {
-		f, err := os.OpenFile(n.sees(path), os.O_RDWR|os.O_CREATE, 0o600)
-		ok(n.t, err)
-		_, err = f.WriteAt(data(what), miB)
-		ok(n.t, err)
-		ok(n.t, f.Sync())
-		ok(n.t, f.Close())
+	for _, v := range n.volumes {
+		check.OK(n.t, content(what).Write(n.sees(v.File(v.Target("pod")))))
 	}
 }
 
 // holds makes sure that all targets show what was written, also past the page cache.
-func (n *node) holds(what, at string) {
+func (n *node) holds(what string) {
 	n.t.Helper()
-	for _, path := range []string{"/raw", "/reader-of-raw", "/files/data", "/reader-of-files/data"} {
-		f, err := os.Open(n.sees(at + path))
-		ok(n.t, err)
-		_ = unix.Fadvise(int(f.Fd()), 0, 0, unix.FADV_DONTNEED)
-		want := data(what)
-		have := make([]byte, len(want))
-		_, err = f.ReadAt(have, miB)
-		ok(n.t, err)
-		ok(n.t, f.Close())
-		if !bytes.Equal(have, want) {
-			n.t.Fatalf("%s does not show what was written", n.sees(at+path))
+	for _, v := range n.volumes {
+		for _, pod := range []string{"pod", "reader"} {
+			path := n.sees(v.File(v.Target(pod)))
+			f, err := os.Open(path)
+			check.OK(n.t, err)
+			_ = unix.Fadvise(int(f.Fd()), 0, 0, unix.FADV_DONTNEED)
+			check.OK(n.t, f.Close())
+			check.OK(n.t, content(what).In(path))
 		}
 	}
 }
 
-func (n *node) down(ctx context.Context, at string) {
+func (n *node) down(ctx context.Context) {
 	n.t.Helper()
-	for kind, id := range map[string]string{"raw": n.raw, "files": n.files} {
-		for _, target := range []string{at + "/" + kind, at + "/reader-of-" + kind} {
-			_, err := n.NodeUnpublishVolume(ctx, &csi.NodeUnpublishVolumeRequest{VolumeId: id, TargetPath: target})
-			ok(n.t, err)
-		}
-		_, err := n.NodeUnstageVolume(ctx, &csi.NodeUnstageVolumeRequest{VolumeId: id, StagingTargetPath: at + "/staged-" + kind})
-		ok(n.t, err)
-		_, err = n.ControllerUnpublishVolume(ctx, &csi.ControllerUnpublishVolumeRequest{VolumeId: id})
-		ok(n.t, err)
-		_, err = n.DeleteVolume(ctx, &csi.DeleteVolumeRequest{VolumeId: id})
-		ok(n.t, err)
+	for _, v := range n.volumes {
+		check.OK(n.t, v.Down(ctx, v.Target("pod"), v.Target("reader")))
+		check.OK(n.t, v.Delete(ctx))
 	}
 }
 
@@ -137,7 +111,7 @@ func (n *node) down(ctx context.Context, at string) {
 func loopsOver(t *testing.T, at string) (found []string) {
 	t.Helper()
 	all, err := filepath.Glob("/sys/block/loop*/loop/backing_file")
-	ok(t, err)
+	check.OK(t, err)
 	for _, path := range all {
 		if backing, err := os.ReadFile(path); err == nil && strings.HasPrefix(string(backing), at+"/") {
 			found = append(found, strings.Split(path, "/")[3])
@@ -150,11 +124,11 @@ func loopsOver(t *testing.T, at string) (found []string) {
 // volumes of one name. Each is killed in turn and started again, and takes nothing from the others.
 func TestNodesOnOneKernel(t *testing.T) {
 	drivertest.NeedRoot(t)
-	binary, err := drivertest.Build(t.TempDir())
-	ok(t, err)
+	binary, err := process.Build(t.TempDir())
+	check.OK(t, err)
 	dir := drivertest.Dir(t)
 	at := filepath.Join(dir, "at")
-	ok(t, os.Mkdir(at, 0o700))
+	check.OK(t, os.Mkdir(at, 0o700))
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
 	defer cancel()
 	t.Cleanup(func() {
@@ -178,9 +152,9 @@ func TestNodesOnOneKernel(t *testing.T) {
 			nodes[i].Kill()
 			nodes[i].start()
 			for j, n := range nodes {
-				n.holds(fmt.Sprint("node", j), at)
-				_, err := n.NodeGetVolumeStats(ctx, &csi.NodeGetVolumeStatsRequest{VolumeId: n.raw, VolumePath: at + "/raw"})
-				ok(t, err)
+				n.holds(fmt.Sprint("node", j))
+				_, err := n.NodeGetVolumeStats(ctx, &csi.NodeGetVolumeStatsRequest{VolumeId: n.volumes[0].ID, VolumePath: n.volumes[0].Target("pod")})
+				check.OK(t, err)
 			}
 			if now := loopsOver(t, at); strings.Join(now, " ") != strings.Join(devices, " ") {
 				t.Fatalf("round %d: after the start of node%d the devices are %v, were %v", round, i, now, devices)
@@ -188,15 +162,15 @@ func TestNodesOnOneKernel(t *testing.T) {
 		}
 	}
 	// One that has nothing any more takes nothing from the others either.
-	nodes[0].down(ctx, at)
+	nodes[0].down(ctx)
 	nodes[0].Kill()
 	nodes[0].start()
 	for i, n := range nodes[1:] {
-		n.holds(fmt.Sprint("node", i+1), at)
-		n.down(ctx, at)
+		n.holds(fmt.Sprint("node", i+1))
+		n.down(ctx)
 	}
 	for _, n := range nodes {
-		n.Stop()
+		check.OK(t, n.Stop())
 		if left := drivertest.Gone(func() []string { return drivertest.Leftovers(n.sees(at)) }); len(left) > 0 {
 			t.Errorf("left: %v", left)
 		}

@@ -52,12 +52,12 @@ func (o objects) of(t *testing.T, kind, name string) map[string]any {
 	return nil
 }
 
-// build renders folders with kustomize.
-func build(t *testing.T, folders ...string) objects {
+// build renders directories with kustomize.
+func build(t *testing.T, directories ...string) objects {
 	t.Helper()
 	all := objects{}
-	for _, folder := range folders {
-		resources, err := krusty.MakeKustomizer(krusty.MakeDefaultOptions()).Run(filesys.MakeFsOnDisk(), folder)
+	for _, directory := range directories {
+		resources, err := krusty.MakeKustomizer(krusty.MakeDefaultOptions()).Run(filesys.MakeFsOnDisk(), directory)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -172,15 +172,15 @@ func strip(all objects) objects {
 // TestChartAgrees: the chart without values is deploy/kubernetes, object by object.
 func TestChartAgrees(t *testing.T) {
 	for _, c := range []struct {
-		name    string
-		folders []string
-		apis    []string
+		name        string
+		directories []string
+		apis        []string
 	}{
 		{"without snapshot CRDs", []string{manifests}, nil},
 		{"with snapshot CRDs", []string{manifests, manifests + "/snapshots"}, snapshotAPIs},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			want, have := strip(build(t, c.folders...)), strip(render(t, "", c.apis...))
+			want, have := strip(build(t, c.directories...)), strip(render(t, "", c.apis...))
 			for key := range want {
 				if have[key] == nil {
 					t.Errorf("the chart has no %s", key)

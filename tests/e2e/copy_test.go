@@ -19,6 +19,8 @@ import (
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
 )
 
 // slow has a process run for a moment of each second, as if its disk were slow, until it is told to end.
@@ -46,11 +48,11 @@ func slow(t *testing.T, pid int) (end func()) {
 func written(t *testing.T, pid int) int64 {
 	t.Helper()
 	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/io", pid))
-	must(t, err)
+	check.OK(t, err)
 	_, rest, _ := strings.Cut(string(text), "\nwrite_bytes: ")
 	line, _, _ := strings.Cut(rest, "\n")
 	n, err := strconv.ParseInt(line, 10, 64)
-	must(t, err)
+	check.OK(t, err)
 	return n
 }
 
@@ -60,23 +62,23 @@ func (p *parts) filled(name, node string, size int64, block []byte) *csi.Volume 
 	v := p.made(request(name, size, node))
 	p.called(codes.OK, publish(p.controller, v.GetVolumeId(), node, writer))
 	agent, staging, target := p.agents[node], filepath.Join(p.dir, name+".staging"), filepath.Join(p.dir, name)
-	must(p, os.Mkdir(staging, 0o700))
+	check.OK(p, os.Mkdir(staging, 0o700))
 	_, err := agent.NodeStageVolume(p.Context(), &csi.NodeStageVolumeRequest{VolumeId: v.GetVolumeId(), StagingTargetPath: staging, VolumeCapability: writer})
-	must(p, err)
+	check.OK(p, err)
 	_, err = agent.NodePublishVolume(p.Context(), &csi.NodePublishVolumeRequest{VolumeId: v.GetVolumeId(), StagingTargetPath: staging, TargetPath: target, VolumeCapability: writer})
-	must(p, err)
+	check.OK(p, err)
 	f, err := os.OpenFile(target, os.O_WRONLY, 0)
-	must(p, err)
+	check.OK(p, err)
 	for at := int64(0); at < size; at += int64(len(block)) {
 		_, err := f.WriteAt(block, at)
-		must(p, err)
+		check.OK(p, err)
 	}
-	must(p, f.Sync())
-	must(p, f.Close())
+	check.OK(p, f.Sync())
+	check.OK(p, f.Close())
 	_, err = agent.NodeUnpublishVolume(p.Context(), &csi.NodeUnpublishVolumeRequest{VolumeId: v.GetVolumeId(), TargetPath: target})
-	must(p, err)
+	check.OK(p, err)
 	_, err = agent.NodeUnstageVolume(p.Context(), &csi.NodeUnstageVolumeRequest{VolumeId: v.GetVolumeId(), StagingTargetPath: staging})
-	must(p, err)
+	check.OK(p, err)
 	p.called(codes.OK, unpublish(p.controller, v.GetVolumeId()))
 	return v
 }
@@ -92,7 +94,7 @@ func TestLongCopy(t *testing.T) {
 	p := start(t)
 	block := make([]byte, miB)
 	_, err := rand.Read(block)
-	must(t, err)
+	check.OK(t, err)
 	source := p.filled("source", "node-a", size, block)
 	agent := p.agents["node-a"]
 	before := written(t, agent.Pid())
@@ -130,7 +132,7 @@ func TestLongCopy(t *testing.T) {
 	}
 	id := made.GetVolumeId()
 	f, err := os.Open(filepath.Join(p.dir, "node-a/pool/volumes", id[strings.LastIndexByte(id, '.')+1:]+".img"))
-	must(t, err)
+	check.OK(t, err)
 	defer f.Close()
 	have := make([]byte, len(block))
 	for at := int64(0); at < size; at += int64(len(block)) {

@@ -28,7 +28,10 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/internal/process"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/csimap"
 )
@@ -62,21 +65,14 @@ const (
 	grace = time.Second
 )
 
-func must(t testing.TB, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
-}
-
 // parts are those of a cluster of two nodes.
 type parts struct {
 	testing.TB
 	kube client.Client
 	dir  string
 
-	controller *drivertest.Process
-	agents     map[string]*drivertest.Process // by node
+	controller *process.Driver
+	agents     map[string]*process.Driver // by node
 }
 
 var nodes = []string{"node-a", "node-b"}
@@ -87,14 +83,14 @@ func start(t *testing.T, nodeFlags ...string) *parts {
 	t.Helper()
 	drivertest.NeedRoot(t)
 	scheme := runtime.NewScheme()
-	must(t, errors.Join(v1alpha1.AddToScheme(scheme), corev1.AddToScheme(scheme)))
+	check.OK(t, errors.Join(v1alpha1.AddToScheme(scheme), corev1.AddToScheme(scheme)))
 	kube, err := client.New(apitest.Get(t).Config(apitest.Admin), client.Options{Scheme: scheme})
-	must(t, err)
-	p := &parts{TB: t, kube: kube, dir: drivertest.Dir(t), agents: map[string]*drivertest.Process{}}
+	check.OK(t, err)
+	p := &parts{TB: t, kube: kube, dir: drivertest.Dir(t), agents: map[string]*process.Driver{}}
 	t.Cleanup(p.clear)
-	built.Do(func() { built.binary, built.err = drivertest.Build(built.dir) })
-	must(t, built.err)
-	must(t, apitest.Get(t).Kubeconfig(apitest.Admin, p.dir+"/kubeconfig"))
+	built.Do(func() { built.binary, built.err = process.Build(built.dir) })
+	check.OK(t, built.err)
+	check.OK(t, apitest.Get(t).Kubeconfig(apitest.Admin, p.dir+"/kubeconfig"))
 	for i, node := range nodes {
 		p.node(node, true)
 		p.agents[node] = p.part(node, append(nodeFlags, "--mode=node", "--node-id="+node, fmt.Sprintf("--pool=default=file://%s/%s/pool?reservePercent=0&overprovision=%d", p.dir, node, len(nodes)-i))...)
@@ -109,26 +105,26 @@ func start(t *testing.T, nodeFlags ...string) *parts {
 	return p
 }
 
-// part starts a part in a folder of its own.
-func (p *parts) part(name string, flags ...string) *drivertest.Process {
+// part starts a part in a directory of its own.
+func (p *parts) part(name string, flags ...string) *process.Driver {
 	p.Helper()
-	process, err := drivertest.NewProcess(built.binary, filepath.Join(p.dir, name), append(flags, "--kubeconfig="+p.dir+"/kubeconfig", "-v=4")...)
-	must(p, err)
-	p.Cleanup(process.Close)
-	must(p, process.Start())
-	p.ready(process)
-	return process
+	driver, err := process.New(filepath.Join(p.dir, name), "", append(append([]string{built.binary}, flags...), "--kubeconfig="+p.dir+"/kubeconfig", "-v=4")...)
+	check.OK(p, err)
+	p.Cleanup(driver.Close)
+	check.OK(p, driver.Start())
+	p.ready(driver)
+	return driver
 }
 
-func (p *parts) ready(process *drivertest.Process) {
+func (p *parts) ready(driver *process.Driver) {
 	p.Helper()
 	ctx, cancel := context.WithTimeout(p.Context(), time.Minute)
 	defer cancel()
-	must(p, process.Ready(ctx))
+	check.OK(p, driver.Ready(ctx))
 }
 
 // newController starts a controller; there may be several.
-func (p *parts) newController(name string) *drivertest.Process {
+func (p *parts) newController(name string) *process.Driver {
 	p.Helper()
 	return p.part(name, "--mode=controller", "--gone-grace="+grace.String())
 }
@@ -137,30 +133,30 @@ func (p *parts) newController(name string) *drivertest.Process {
 func (p *parts) clear() {
 	ctx := context.Background()
 	var volumes v1alpha1.VolumeList
-	must(p, p.kube.List(ctx, &volumes))
+	check.OK(p, p.kube.List(ctx, &volumes))
 	for i := range volumes.Items {
 		v := &volumes.Items[i]
 		before := v.DeepCopy()
 		v.Finalizers = nil
-		must(p, client.IgnoreNotFound(p.kube.Patch(ctx, v, client.MergeFrom(before))))
-		must(p, client.IgnoreNotFound(p.kube.Delete(ctx, v)))
+		check.OK(p, client.IgnoreNotFound(p.kube.Patch(ctx, v, client.MergeFrom(before))))
+		check.OK(p, client.IgnoreNotFound(p.kube.Delete(ctx, v)))
 	}
-	must(p, p.kube.DeleteAllOf(ctx, &v1alpha1.Pool{}))
-	must(p, p.kube.DeleteAllOf(ctx, &corev1.Node{}))
+	check.OK(p, p.kube.DeleteAllOf(ctx, &v1alpha1.Pool{}))
+	check.OK(p, p.kube.DeleteAllOf(ctx, &corev1.Node{}))
 }
 
 // node makes a node, ready or not.
 func (p *parts) node(name string, ready bool) {
 	p.Helper()
 	n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}
-	must(p, client.IgnoreAlreadyExists(p.kube.Create(p.Context(), n)))
-	must(p, p.kube.Get(p.Context(), client.ObjectKeyFromObject(n), n))
+	check.OK(p, client.IgnoreAlreadyExists(p.kube.Create(p.Context(), n)))
+	check.OK(p, p.kube.Get(p.Context(), client.ObjectKeyFromObject(n), n))
 	condition := corev1.ConditionFalse
 	if ready {
 		condition = corev1.ConditionTrue
 	}
 	n.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, Status: condition}}
-	must(p, p.kube.Status().Update(p.Context(), n))
+	check.OK(p, p.kube.Status().Update(p.Context(), n))
 }
 
 func (p *parts) eventually(what string, is func() bool) {
@@ -178,7 +174,7 @@ func (p *parts) called(want codes.Code, call func(ctx context.Context) error) {
 	p.Helper()
 	ctx, cancel := context.WithTimeout(p.Context(), time.Minute)
 	defer cancel()
-	if err := drivertest.Again(ctx, func() error { return call(ctx) }); status.Code(err) != want {
+	if err := co.Again(ctx, func() error { return call(ctx) }); status.Code(err) != want {
 		p.Fatalf("%v, want %s", err, want)
 	}
 }
@@ -194,15 +190,10 @@ func (p *parts) once(want codes.Code, call func(ctx context.Context) error) {
 	}
 }
 
-func capability(mode csi.VolumeCapability_AccessMode_Mode) *csi.VolumeCapability {
-	return &csi.VolumeCapability{AccessType: &csi.VolumeCapability_Block{Block: &csi.VolumeCapability_BlockVolume{}},
-		AccessMode: &csi.VolumeCapability_AccessMode{Mode: mode}}
-}
-
-var writer = capability(csi.VolumeCapability_AccessMode_SINGLE_NODE_WRITER)
+var writer = co.Capability(co.Block, co.Writer)
 
 // create asks for a volume on some nodes, or anywhere.
-func create(c *drivertest.Process, name string, size int64, on ...string) func(context.Context) error {
+func create(c *process.Driver, name string, size int64, on ...string) func(context.Context) error {
 	return func(ctx context.Context) error {
 		_, err := c.CreateVolume(ctx, request(name, size, on...))
 		return err
@@ -233,21 +224,21 @@ func (p *parts) made(r *csi.CreateVolumeRequest) *csi.Volume {
 	return v
 }
 
-func publish(c *drivertest.Process, id, node string, as *csi.VolumeCapability) func(context.Context) error {
+func publish(c *process.Driver, id, node string, as *csi.VolumeCapability) func(context.Context) error {
 	return func(ctx context.Context) error {
 		_, err := c.ControllerPublishVolume(ctx, &csi.ControllerPublishVolumeRequest{VolumeId: id, NodeId: node, VolumeCapability: as})
 		return err
 	}
 }
 
-func unpublish(c *drivertest.Process, id string) func(context.Context) error {
+func unpublish(c *process.Driver, id string) func(context.Context) error {
 	return func(ctx context.Context) error {
 		_, err := c.ControllerUnpublishVolume(ctx, &csi.ControllerUnpublishVolumeRequest{VolumeId: id})
 		return err
 	}
 }
 
-func remove(c *drivertest.Process, id string) func(context.Context) error {
+func remove(c *process.Driver, id string) func(context.Context) error {
 	return func(ctx context.Context) error {
 		_, err := c.DeleteVolume(ctx, &csi.DeleteVolumeRequest{VolumeId: id})
 		return err
@@ -264,7 +255,7 @@ func (p *parts) agree(ids map[string]string) {
 	p.Helper()
 	var objects, images, want []string
 	var volumes v1alpha1.VolumeList
-	must(p, p.kube.List(p.Context(), &volumes))
+	check.OK(p, p.kube.List(p.Context(), &volumes))
 	for _, v := range volumes.Items {
 		if v.Deleting() || v.Status.Created == nil {
 			p.Errorf("volume %s: to be deleted %v, created %v", v.Spec.Name, v.Deleting(), v.Status.Created)
@@ -278,7 +269,7 @@ func (p *parts) agree(ids map[string]string) {
 		p.Errorf("%d objects, of which %d are of the %d volumes", len(objects), len(want), len(ids))
 	}
 	found, err := filepath.Glob(p.dir + "/*/pool/volumes/*")
-	must(p, err)
+	check.OK(p, err)
 	for _, path := range found {
 		key, image := strings.CutSuffix(filepath.Base(path), ".img")
 		node := filepath.Base(filepath.Dir(filepath.Dir(filepath.Dir(path))))
@@ -321,12 +312,12 @@ func TestPlacement(t *testing.T) {
 		}
 	}
 	capacity, err := p.controller.GetCapacity(t.Context(), &csi.GetCapacityRequest{AccessibleTopology: csimap.Topology("node-b")})
-	must(t, err)
+	check.OK(t, err)
 	tooMuch := 2 * capacity.GetAvailableCapacity() // others may give some back to this disk meanwhile
 	p.called(codes.ResourceExhausted, create(p.controller, "too large", tooMuch, "node-b"))
 
 	clone := request("clone", miB)
-	clone.VolumeContentSource = &csi.VolumeContentSource{Type: &csi.VolumeContentSource_Volume{Volume: &csi.VolumeContentSource_VolumeSource{VolumeId: ids["there"]}}}
+	co.FromVolume(clone, ids["there"])
 	v := p.made(clone)
 	ids["clone"] = v.GetVolumeId()
 	if on(v) != "node-b" {
@@ -363,7 +354,7 @@ func TestNodeDown(t *testing.T) {
 	p.once(codes.OK, unpublish(p.controller, a.GetVolumeId()))
 	p.once(codes.OK, remove(p.controller, a.GetVolumeId()))
 
-	must(t, p.agents["node-b"].Start())
+	check.OK(t, p.agents["node-b"].Start())
 	p.node("node-b", true)
 	p.called(codes.OK, remove(p.controller, b.GetVolumeId()))
 	ids := map[string]string{}
@@ -385,20 +376,20 @@ func TestNodeGone(t *testing.T) {
 	})
 	time.Sleep(2 * grace)
 	p.once(codes.Unavailable, remove(p.controller, deleted.GetVolumeId())) // without a signal, nothing is given up
-	must(t, p.kube.Delete(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node-b"}}))
+	check.OK(t, p.kube.Delete(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node-b"}}))
 	began := time.Now()
 	p.called(codes.OK, remove(p.controller, deleted.GetVolumeId()))
 	if took := time.Since(began); took < grace/2 {
 		t.Errorf("given up after %s", took)
 	}
 	var volumes v1alpha1.VolumeList
-	must(t, p.kube.List(t.Context(), &volumes))
+	check.OK(t, p.kube.List(t.Context(), &volumes))
 	if len(volumes.Items) != 1 || volumes.Items[0].Spec.Name != "kept" || volumes.Items[0].Deleting() {
 		t.Errorf("left are %+v", volumes.Items)
 	}
 	p.eventually("its pool is forgotten", func() bool {
 		var pools v1alpha1.PoolList
-		must(t, p.kube.List(t.Context(), &pools))
+		check.OK(t, p.kube.List(t.Context(), &pools))
 		return len(pools.Items) == 1
 	})
 	p.called(codes.OK, remove(p.controller, kept.GetVolumeId())) // the node was gone for long enough
@@ -408,14 +399,14 @@ func TestNodeGone(t *testing.T) {
 // one claim through, and never both delete and claim.
 func TestRaces(t *testing.T) {
 	p := start(t)
-	both := []*drivertest.Process{p.controller, p.newController("other")}
-	as := []*csi.VolumeCapability{writer, capability(csi.VolumeCapability_AccessMode_SINGLE_NODE_MULTI_WRITER)}
+	both := []*process.Driver{p.controller, p.newController("other")}
+	as := []*csi.VolumeCapability{writer, co.Capability(co.Block, csi.VolumeCapability_AccessMode_SINGLE_NODE_MULTI_WRITER)}
 	ids := map[string]string{}
 	for i := range 20 {
 		name := fmt.Sprint("v", i)
 		var made [2]string
 		race(p, func(j int) error {
-			return drivertest.Again(t.Context(), func() error {
+			return co.Again(t.Context(), func() error {
 				r, err := both[j].CreateVolume(t.Context(), request(name, miB))
 				made[j] = r.GetVolume().GetVolumeId()
 				return err
@@ -433,7 +424,7 @@ func TestRaces(t *testing.T) {
 		}
 		codes := race(p, func(j int) error {
 			if j == 0 {
-				return drivertest.Again(t.Context(), func() error { return remove(both[0], made[0])(t.Context()) })
+				return co.Again(t.Context(), func() error { return remove(both[0], made[0])(t.Context()) })
 			}
 			return publish(both[1], made[0], "node-a", writer)(t.Context())
 		})
@@ -476,7 +467,7 @@ func TestKilled(t *testing.T) {
 	kills := 0
 	var killer sync.WaitGroup
 	killer.Go(func() {
-		victims := []*drivertest.Process{p.controller, p.agents["node-a"], p.controller, p.agents["node-b"]}
+		victims := []*process.Driver{p.controller, p.agents["node-a"], p.controller, p.agents["node-b"]}
 		for ; killing.Err() == nil; kills++ {
 			victim := victims[kills%len(victims)]
 			time.Sleep(time.Duration(random.IntN(150)) * time.Millisecond)
@@ -498,7 +489,7 @@ func TestKilled(t *testing.T) {
 			r := request(fmt.Sprint("claim-", i), miB, node)
 			if err := func() error {
 				var v *csi.Volume
-				if err := drivertest.Again(ctx, func() error {
+				if err := co.Again(ctx, func() error {
 					response, err := p.controller.CreateVolume(ctx, r)
 					v = response.GetVolume()
 					return err
@@ -506,12 +497,12 @@ func TestKilled(t *testing.T) {
 					return err
 				}
 				for _, step := range []func(context.Context) error{publish(p.controller, v.GetVolumeId(), node, writer), unpublish(p.controller, v.GetVolumeId())} {
-					if err := drivertest.Again(ctx, func() error { return step(ctx) }); err != nil {
+					if err := co.Again(ctx, func() error { return step(ctx) }); err != nil {
 						return err
 					}
 				}
 				if i < 50 {
-					return drivertest.Again(ctx, func() error { return remove(p.controller, v.GetVolumeId())(ctx) })
+					return co.Again(ctx, func() error { return remove(p.controller, v.GetVolumeId())(ctx) })
 				}
 				mu.Lock()
 				defer mu.Unlock()

@@ -13,13 +13,14 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 )
 
 func (p *parts) pool(node string) *v1alpha1.Pool {
 	p.Helper()
 	o := &v1alpha1.Pool{}
-	must(p, p.kube.Get(p.Context(), client.ObjectKey{Name: node + ".default"}, o))
+	check.OK(p, p.kube.Get(p.Context(), client.ObjectKey{Name: node + ".default"}, o))
 	return o
 }
 
@@ -28,7 +29,7 @@ func (p *parts) restart(node string, between func()) {
 	p.Helper()
 	p.agents[node].Stop()
 	between()
-	must(p, p.agents[node].Start())
+	check.OK(p, p.agents[node].Start())
 	p.ready(p.agents[node])
 }
 
@@ -42,7 +43,7 @@ func (p *parts) refused(call func(context.Context) error) {
 	}
 }
 
-// TestDiskMissing: the disk of a node's pool is not there when its agent starts. The empty folder
+// TestDiskMissing: the disk of a node's pool is not there when its agent starts. The empty directory
 // in its place does not become a pool, also if the object of the pool was deleted, and what was on
 // the disk is not deleted by saying so. When the disk comes, all goes on without a restart.
 func TestDiskMissing(t *testing.T) {
@@ -53,10 +54,10 @@ func TestDiskMissing(t *testing.T) {
 	place := p.dir + "/node-a/pool"
 	for _, forgotten := range []bool{false, true} {
 		p.restart("node-a", func() {
-			must(t, os.Rename(place, place+".away"))
-			must(t, os.Mkdir(place, 0o700))
+			check.OK(t, os.Rename(place, place+".away"))
+			check.OK(t, os.Mkdir(place, 0o700))
 			if forgotten {
-				must(t, p.kube.Delete(t.Context(), p.pool("node-a")))
+				check.OK(t, p.kube.Delete(t.Context(), p.pool("node-a")))
 			}
 		})
 		p.eventually("it is reported", func() bool {
@@ -69,8 +70,8 @@ func TestDiskMissing(t *testing.T) {
 		if entries, err := os.ReadDir(place); err != nil || len(entries) > 0 {
 			t.Fatalf("made in the place of the disk: %v, %v", entries, err)
 		}
-		must(t, os.Remove(place))
-		must(t, os.Rename(place+".away", place))
+		check.OK(t, os.Remove(place))
+		check.OK(t, os.Rename(place+".away", place))
 		p.eventually("it is back", func() bool {
 			return meta.IsStatusConditionTrue(p.pool("node-a").Status.Conditions, v1alpha1.Healthy)
 		})
@@ -82,7 +83,7 @@ func TestDiskMissing(t *testing.T) {
 	p.called(codes.OK, publish(p.controller, kept.GetVolumeId(), "node-a", writer))
 
 	// Another disk, on purpose.
-	p.restart("node-a", func() { must(t, os.Rename(place, place+".old")) })
+	p.restart("node-a", func() { check.OK(t, os.Rename(place, place+".old")) })
 	p.eventually("it is missed", func() bool {
 		c := meta.FindStatusCondition(p.pool("node-a").Status.Conditions, v1alpha1.Healthy)
 		return c != nil && c.Reason == "PoolMissing" && strings.Contains(c.Message, id)
@@ -90,11 +91,11 @@ func TestDiskMissing(t *testing.T) {
 	o := p.pool("node-a")
 	before := o.DeepCopy()
 	o.Spec.UUID = v1alpha1.NewPool
-	must(t, p.kube.Patch(t.Context(), o, client.MergeFrom(before)))
+	check.OK(t, p.kube.Patch(t.Context(), o, client.MergeFrom(before)))
 	p.eventually("the new one is taken", func() bool { o := p.pool("node-a"); return o.Spec.UUID != v1alpha1.NewPool && o.Spec.UUID != id })
 	p.eventually("the loss is reported", func() bool {
 		var volumes v1alpha1.VolumeList
-		must(t, p.kube.List(t.Context(), &volumes))
+		check.OK(t, p.kube.List(t.Context(), &volumes))
 		return len(volumes.Items) == 1 && volumes.Items[0].Status.Is(v1alpha1.Ready, "False")
 	})
 }
@@ -104,7 +105,7 @@ func TestFirstStartAlone(t *testing.T) {
 	p := start(t)
 	thaw := apitest.Get(t).Freeze(t)
 	place := p.dir + "/node-c/pool"
-	must(t, os.MkdirAll(place, 0o700))
+	check.OK(t, os.MkdirAll(place, 0o700))
 	agent := p.part("node-c", "--mode=node", "--node-id=node-c", "--pool=default=file://"+place+"?reservePercent=0") // however full the disk is
 	if entries, err := os.ReadDir(place); err != nil || len(entries) > 0 {
 		t.Fatalf("made without an API server: %v, %v", entries, err)

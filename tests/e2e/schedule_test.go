@@ -29,6 +29,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/csimap"
@@ -47,9 +48,9 @@ func kubernetes(t testing.TB) string {
 		return dir
 	}
 	home, err := os.UserHomeDir()
-	must(t, err)
+	check.OK(t, err)
 	found, err := filepath.Glob(filepath.Join(home, ".cache/ashlar/kubernetes-*/bin"))
-	must(t, err)
+	check.OK(t, err)
 	if len(found) != 1 {
 		t.Fatalf("no Kubernetes is built (hack/kubernetes/build.sh), or several: %v", found)
 	}
@@ -67,13 +68,13 @@ func schedule(t *testing.T) *scheduled {
 	t.Helper()
 	p := start(t, "--topology-label="+zone)
 	scheme := runtime.NewScheme()
-	must(t, errors.Join(clientgoscheme.AddToScheme(scheme), v1alpha1.AddToScheme(scheme)))
+	check.OK(t, errors.Join(clientgoscheme.AddToScheme(scheme), v1alpha1.AddToScheme(scheme)))
 	all, err := client.New(apitest.Get(t).Config(apitest.Admin), client.Options{Scheme: scheme})
-	must(t, err)
+	check.OK(t, err)
 	c := &scheduled{p, all}
 	t.Cleanup(c.forget)
 	c.make(&storagev1.CSIDriver{ObjectMeta: metav1.ObjectMeta{Name: driverName}, Spec: storagev1.CSIDriverSpec{StorageCapacity: new(true)}})
-	must(t, client.IgnoreAlreadyExists(all.Create(t.Context(), &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Name: "default", Namespace: namespace}})))
+	check.OK(t, client.IgnoreAlreadyExists(all.Create(t.Context(), &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Name: "default", Namespace: namespace}})))
 	for i, name := range nodes {
 		c.registered(name, string(rune('a'+i)))
 	}
@@ -87,7 +88,7 @@ func schedule(t *testing.T) *scheduled {
 		"--strict-topology", "--immediate-topology=false", "--enable-capacity", "--capacity-ownerref-level=-1", "--capacity-poll-interval=1s", "--kube-api-qps=200", "--kube-api-burst=400")
 	c.eventually("the scheduler is told how much room each node has", func() bool { // until then a node has none for it
 		var told storagev1.CSIStorageCapacityList
-		must(c, c.all.List(c.Context(), &told, client.InNamespace(namespace)))
+		check.OK(c, c.all.List(c.Context(), &told, client.InNamespace(namespace)))
 		room := map[string]bool{}
 		for _, one := range told.Items {
 			if one.StorageClassName == "late" && one.Capacity != nil && one.Capacity.Sign() > 0 && one.NodeTopology != nil {
@@ -103,19 +104,19 @@ func schedule(t *testing.T) *scheduled {
 func (c *scheduled) forget() {
 	ctx := context.Background()
 	var volumes corev1.PersistentVolumeList
-	must(c, c.all.List(ctx, &volumes))
+	check.OK(c, c.all.List(ctx, &volumes))
 	for i := range volumes.Items {
-		must(c, c.all.Patch(ctx, &volumes.Items[i], client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`))))
+		check.OK(c, c.all.Patch(ctx, &volumes.Items[i], client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`))))
 	}
-	must(c, c.all.DeleteAllOf(ctx, &corev1.PersistentVolume{}))
+	check.OK(c, c.all.DeleteAllOf(ctx, &corev1.PersistentVolume{}))
 	for _, o := range []client.Object{&storagev1.CSIStorageCapacity{}, &corev1.Event{}, &coordinationv1.Lease{}} {
-		must(c, c.all.DeleteAllOf(ctx, o, client.InNamespace(namespace)))
+		check.OK(c, c.all.DeleteAllOf(ctx, o, client.InNamespace(namespace)))
 	}
 }
 
 func (c *scheduled) make(o client.Object) {
 	c.Helper()
-	must(c, c.all.Create(c.Context(), o))
+	check.OK(c, c.all.Create(c.Context(), o))
 	c.Cleanup(func() { // by force: there is nobody left who would let it go; it may be gone
 		ctx := context.Background()
 		_ = c.all.Delete(ctx, o, client.GracePeriodSeconds(0))
@@ -127,18 +128,18 @@ func (c *scheduled) make(o client.Object) {
 func (c *scheduled) registered(name, inZone string) {
 	c.Helper()
 	n := &corev1.Node{}
-	must(c, c.all.Get(c.Context(), client.ObjectKey{Name: name}, n))
+	check.OK(c, c.all.Get(c.Context(), client.ObjectKey{Name: name}, n))
 	if _, err := c.agents[name].NodeGetInfo(c.Context(), &csi.NodeGetInfoRequest{}); status.Code(err) != codes.Unavailable {
 		c.Errorf("NodeGetInfo of a node without the label: %v", err)
 	}
 	n.Labels = map[string]string{corev1.LabelHostname: name, csimap.TopologyKey: name, zone: inZone, corev1.LabelOSStable: "linux"}
 	n.Spec.Taints = nil
-	must(c, c.all.Update(c.Context(), n))
+	check.OK(c, c.all.Update(c.Context(), n))
 	n.Status.Allocatable = corev1.ResourceList{"cpu": resource.MustParse("8"), "memory": resource.MustParse("16Gi"), "pods": resource.MustParse("110")}
 	n.Status.Capacity = n.Status.Allocatable
-	must(c, c.all.Status().Update(c.Context(), n))
+	check.OK(c, c.all.Status().Update(c.Context(), n))
 	info, err := c.agents[name].NodeGetInfo(c.Context(), &csi.NodeGetInfoRequest{})
-	must(c, err)
+	check.OK(c, err)
 	want := map[string]string{csimap.TopologyKey: name, zone: inZone}
 	if have := info.GetAccessibleTopology().GetSegments(); !maps.Equal(have, want) {
 		c.Fatalf("node %s says that it is in %v, not in %v", name, have, want)
@@ -150,12 +151,12 @@ func (c *scheduled) registered(name, inZone string) {
 func (c *scheduled) program(path string, flags ...string) {
 	c.Helper()
 	log, err := os.OpenFile(filepath.Join(c.dir, filepath.Base(path)+".log"), os.O_CREATE|os.O_WRONLY, 0o600)
-	must(c, err)
+	check.OK(c, err)
 	defer log.Close()
 	cmd := exec.Command(path, append(flags, "--kubeconfig="+c.dir+"/kubeconfig")...)
 	cmd.Stdout, cmd.Stderr, cmd.Env = log, log, append(os.Environ(), "NAMESPACE="+namespace, "POD_NAME=none")
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
-	must(c, cmd.Start())
+	check.OK(c, cmd.Start())
 	c.Cleanup(func() {
 		_ = cmd.Process.Kill() // it may have ended
 		_ = cmd.Wait()
@@ -205,7 +206,7 @@ func (c *scheduled) pod(name, claim, cpu, node string) {
 func (c *scheduled) node(name string) string {
 	c.Helper()
 	o := &corev1.Pod{}
-	must(c, c.all.Get(c.Context(), client.ObjectKey{Namespace: namespace, Name: name}, o))
+	check.OK(c, c.all.Get(c.Context(), client.ObjectKey{Namespace: namespace, Name: name}, o))
 	return o.Spec.NodeName
 }
 
@@ -223,7 +224,7 @@ func (c *scheduled) said(name, text string) {
 	c.Helper()
 	c.eventually(fmt.Sprintf("an event of %s says %q", name, text), func() bool {
 		var events corev1.EventList
-		must(c, c.all.List(c.Context(), &events, client.InNamespace(namespace)))
+		check.OK(c, c.all.List(c.Context(), &events, client.InNamespace(namespace)))
 		for _, e := range events.Items {
 			if e.InvolvedObject.Name == name && strings.Contains(e.Message, text) {
 				return true
@@ -238,10 +239,10 @@ func (c *scheduled) pv(claim string) *corev1.PersistentVolume {
 	c.Helper()
 	pvc, pv := &corev1.PersistentVolumeClaim{}, &corev1.PersistentVolume{}
 	c.eventually("claim "+claim+" is bound", func() bool {
-		must(c, c.all.Get(c.Context(), client.ObjectKey{Namespace: namespace, Name: claim}, pvc))
+		check.OK(c, c.all.Get(c.Context(), client.ObjectKey{Namespace: namespace, Name: claim}, pvc))
 		return pvc.Status.Phase == corev1.ClaimBound
 	})
-	must(c, c.all.Get(c.Context(), client.ObjectKey{Name: pvc.Spec.VolumeName}, pv))
+	check.OK(c, c.all.Get(c.Context(), client.ObjectKey{Name: pvc.Spec.VolumeName}, pv))
 	return pv
 }
 
@@ -265,12 +266,12 @@ func TestScheduledCopies(t *testing.T) {
 		pv := c.pv(name)
 		v := &v1alpha1.Volume{}
 		_, key, _ := strings.Cut(pv.Spec.CSI.VolumeHandle[len("vol."):], ".")
-		must(t, c.all.Get(t.Context(), client.ObjectKey{Name: key}, v))
+		check.OK(t, c.all.Get(t.Context(), client.ObjectKey{Name: key}, v))
 		if ref := v.Spec.ClaimRef; ref == nil || ref.Name != name || ref.Namespace != namespace || v.Spec.PersistentVolume != pv.Name {
 			t.Errorf("the object of %s says %+v, %q", name, ref, v.Spec.PersistentVolume)
 		}
 		record, err := os.ReadFile(filepath.Join(c.dir, "node-a/pool/volumes", key+".rec"))
-		must(t, err)
+		check.OK(t, err)
 		for _, label := range []string{`"pvc.name":"` + pvc.Name + `"`, `"pvc.namespace":"` + namespace + `"`, `"pv.name":"` + pv.Name + `"`} {
 			if !strings.Contains(string(record), label) {
 				t.Errorf("the record of %s does not have %s", name, label)
@@ -290,7 +291,7 @@ func TestScheduledElsewhere(t *testing.T) {
 		"while it is asked": func(c *scheduled) {
 			c.eventually("the volume is asked of node-b", func() bool {
 				var volumes v1alpha1.VolumeList
-				must(c, c.all.List(c.Context(), &volumes))
+				check.OK(c, c.all.List(c.Context(), &volumes))
 				return len(volumes.Items) == 1 && volumes.Items[0].Spec.NodeName == "node-b"
 			})
 			c.parts.node("node-b", false)
@@ -311,11 +312,11 @@ func TestScheduledElsewhere(t *testing.T) {
 			}
 			// As the node controller does with a node that is not ready.
 			n := &corev1.Node{}
-			must(t, c.all.Get(t.Context(), client.ObjectKey{Name: "node-b"}, n))
+			check.OK(t, c.all.Get(t.Context(), client.ObjectKey{Name: "node-b"}, n))
 			n.Spec.Taints = []corev1.Taint{{Key: corev1.TaintNodeNotReady, Effect: corev1.TaintEffectNoSchedule}}
-			must(t, c.all.Update(t.Context(), n))
+			check.OK(t, c.all.Update(t.Context(), n))
 			c.runs("pod", "node-a")
-			must(t, c.agents["node-b"].Start())
+			check.OK(t, c.agents["node-b"].Start())
 			c.ready(c.agents["node-b"])
 			pv := c.pv("claim")
 			c.agree(map[string]string{pv.Name: pv.Spec.CSI.VolumeHandle})

@@ -14,7 +14,9 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/internal/process"
 )
 
 const (
@@ -27,27 +29,27 @@ const (
 // TestConnections: what can be done to a driver, a process of its own, by connecting to it.
 func TestConnections(t *testing.T) {
 	drivertest.NeedRoot(t)
-	binary, err := drivertest.Build(t.TempDir())
-	ok(t, err)
+	binary, err := process.Build(t.TempDir())
+	check.OK(t, err)
 	dir := drivertest.Dir(t)
-	p, err := drivertest.NewProcess(binary, dir, "--pool=default=file://"+dir+"/pool?reservePercent=0")
-	ok(t, err)
+	p, err := process.New(dir, drivertest.Node, binary, "--pool=default=file://"+dir+"/pool?reservePercent=0")
+	check.OK(t, err)
 	t.Cleanup(p.Close)
-	ok(t, p.Start())
-	ok(t, p.Ready(t.Context()))
+	check.OK(t, p.Start())
+	check.OK(t, p.Ready(t.Context()))
 	t.Run("large messages", func(t *testing.T) { largeMessages(t, p) })
 	t.Run("half-open", func(t *testing.T) { halfOpenConnections(t, p) })
 }
 
 // halfOpenConnections: thousands that connect and say nothing, or half of something, cost
 // the driver little; who was connected before goes on, and who comes afterwards is served.
-func halfOpenConnections(t *testing.T, p *drivertest.Process) {
+func halfOpenConnections(t *testing.T, p *process.Driver) {
 	allow := unix.Rlimit{Cur: halfOpen + 1000, Max: halfOpen + 1000}
 	var before unix.Rlimit
-	ok(t, unix.Getrlimit(unix.RLIMIT_NOFILE, &before))
+	check.OK(t, unix.Getrlimit(unix.RLIMIT_NOFILE, &before))
 	if before.Cur < allow.Cur {
 		allow.Max = max(allow.Max, before.Max)
-		ok(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &allow))
+		check.OK(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &allow))
 	}
 	call := func() error {
 		ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
@@ -74,12 +76,12 @@ func halfOpenConnections(t *testing.T, p *drivertest.Process) {
 		// Nothing, a part of the preface, all of it, or all and an empty SETTINGS frame.
 		_, _ = c.Write([]byte([]string{"", preface[:9], preface, preface + settings}[i%4]))
 		if i%1000 == 0 {
-			ok(t, call())
+			check.OK(t, call())
 		}
 	}
-	ok(t, call())
+	check.OK(t, call())
 	descriptors, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", p.Pid()))
-	ok(t, err)
+	check.OK(t, err)
 	if n := len(descriptors); n > mostDescriptors {
 		t.Errorf("the driver has %d descriptors", n)
 	}
@@ -103,22 +105,22 @@ func halfOpenConnections(t *testing.T, p *drivertest.Process) {
 	for err = again(); err != nil && time.Now().Before(deadline); err = again() {
 		time.Sleep(10 * time.Millisecond)
 	}
-	ok(t, err)
-	ok(t, call())
+	check.OK(t, err)
+	check.OK(t, call())
 }
 
 // memory that a process has, in MiB.
 func memory(t *testing.T, pid int) (n int) {
 	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
-	ok(t, err)
+	check.OK(t, err)
 	_, rest, _ := strings.Cut(string(text), "VmRSS:")
 	_, err = fmt.Sscan(rest, &n)
-	ok(t, err)
+	check.OK(t, err)
 	return n >> 10
 }
 
 // largeMessages: a message of 4 MiB or more is refused before it is looked at.
-func largeMessages(t *testing.T, p *drivertest.Process) {
+func largeMessages(t *testing.T, p *process.Driver) {
 	before := memory(t, p.Pid())
 	for _, size := range []int{4 << 20, 16 << 20, 64 << 20} {
 		_, err := p.CreateVolume(t.Context(), &csi.CreateVolumeRequest{Name: strings.Repeat("x", size)})
@@ -130,5 +132,5 @@ func largeMessages(t *testing.T, p *drivertest.Process) {
 		t.Errorf("the driver has %d MiB, it had %d", now, before)
 	}
 	_, err := p.ListVolumes(t.Context(), &csi.ListVolumesRequest{})
-	ok(t, err)
+	check.OK(t, err)
 }

@@ -18,12 +18,13 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
 	"google.golang.org/protobuf/reflect/protoregistry"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -68,7 +69,7 @@ var methods = func() (all []method) {
 	return all
 }()
 
-// victim is a driver that anything is sent to. In its folder are
+// victim is a driver that anything is sent to. In its directory are
 //
 //	pods, root     where targets and staging paths are
 //	outside        what no call may touch; pods/link and staging-link lead there
@@ -83,32 +84,27 @@ func newVictim(t testing.TB) *victim {
 	drivertest.NeedRoot(t)
 	dir := drivertest.Dir(t)
 	// Bounded, whatever size is asked for.
-	image, pool := filepath.Join(dir, "image"), filepath.Join(dir, "pool")
-	for _, folder := range []string{"pool", "pods", "root/etc", "outside/folder", "staging"} {
-		ok(t, os.MkdirAll(filepath.Join(dir, folder), 0o700))
+	drivertest.MountNew(t, "xfs", filepath.Join(dir, "pool"), 1<<30)
+	for _, path := range []string{"pods", "root/etc", "outside/dir", "staging"} {
+		check.OK(t, os.MkdirAll(filepath.Join(dir, path), 0o700))
 	}
-	for _, file := range []string{"outside/file", "outside/folder/file"} {
-		ok(t, os.WriteFile(filepath.Join(dir, file), []byte("untouched"), 0o600))
+	for _, file := range []string{"outside/file", "outside/dir/file"} {
+		check.OK(t, os.WriteFile(filepath.Join(dir, file), []byte("untouched"), 0o600))
 	}
-	ok(t, os.WriteFile(filepath.Join(dir, "outside/empty"), nil, 0o600))
+	check.OK(t, os.WriteFile(filepath.Join(dir, "outside/empty"), nil, 0o600))
 	for _, link := range []string{"pods/link", "staging-link"} {
-		ok(t, os.Symlink(filepath.Join(dir, "outside/folder"), filepath.Join(dir, link)))
+		check.OK(t, os.Symlink(filepath.Join(dir, "outside/dir"), filepath.Join(dir, link)))
 	}
-	ok(t, os.Symlink(filepath.Join(dir, "outside/empty"), filepath.Join(dir, "pods/empty-link")))
-	ok(t, os.WriteFile(image, nil, 0o600))
-	ok(t, os.Truncate(image, 1<<30))
-	drivertest.Run(t, "mkfs.xfs", "-q", image)
-	drivertest.MountLoop(t, image, pool)
-	t.Cleanup(func() { ok(t, unix.Unmount(pool, 0)) })
+	check.OK(t, os.Symlink(filepath.Join(dir, "outside/empty"), filepath.Join(dir, "pods/empty-link")))
 	v := &victim{Driver: drivertest.Start(t, drivertest.Options{Dir: dir, Quiet: true})}
 	var err error
-	v.conn, err = grpc.NewClient("unix://"+v.Socket, grpc.WithTransportCredentials(insecure.NewCredentials()))
-	ok(t, err)
+	v.conn, err = co.Dial(v.Socket)
+	check.OK(t, err)
 	t.Cleanup(func() {
 		v.tidy()
 		_ = v.conn.Close()
 	})
-	v.outside = v.look()
+	v.outside = v.surroundings()
 	v.prepare()
 	return v
 }
@@ -139,8 +135,8 @@ func (v *victim) prepare() {
 	}
 }
 
-// look describes what must not change.
-func (v *victim) look() string {
+// surroundings describes what must not change.
+func (v *victim) surroundings() string {
 	var all strings.Builder
 	_ = filepath.WalkDir(filepath.Join(v.Dir, "outside"), func(path string, _ fs.DirEntry, err error) error {
 		var st unix.Stat_t
@@ -202,7 +198,7 @@ func (v *victim) tidy() {
 // paths are the fields that have a path.
 var paths = map[protoreflect.Name]bool{"target_path": true, "staging_target_path": true, "volume_path": true}
 
-// confine keeps a request within the folder of the test, so that it is the driver that is
+// confine keeps a request within the directory of the test, so that it is the driver that is
 // tested and not the machine. It reports whether that can be.
 func (v *victim) confine(m protoreflect.Message) bool {
 	can := true
@@ -216,7 +212,7 @@ func (v *victim) confine(m protoreflect.Message) bool {
 				path = v.Dir + "/root" + path
 			}
 			m.Set(field, protoreflect.ValueOfString(path))
-			// Links on the way are followed: a kubelet's folder may be behind one.
+			// Links on the way are followed: a kubelet's directory may be behind one.
 			for _, link := range []string{"/pods/link/", "/staging-link/", "/pods/empty-link/"} {
 				can = can && !strings.Contains(path, link)
 			}
@@ -261,7 +257,7 @@ func (v *victim) send(t *testing.T, m method, request proto.Message) error {
 	if code := status.Code(err); code == codes.Unknown || code == codes.DeadlineExceeded || strings.Contains(fmt.Sprint(err), "panic") {
 		t.Errorf("%s with %v is answered with %v", m.name, request, err)
 	}
-	if now := v.look(); now != v.outside {
+	if now := v.surroundings(); now != v.outside {
 		t.Errorf("%s with %v has touched what is outside:\n%s\nbefore:\n%s", m.name, request, now, v.outside)
 	}
 	if v.calls++; v.calls%tidyAfter == 0 {
@@ -278,7 +274,7 @@ func FuzzRequests(f *testing.F) {
 		for i, m := range methods {
 			if m.request.Descriptor().FullName() == request.ProtoReflect().Descriptor().FullName() {
 				body, err := proto.Marshal(request)
-				ok(f, err)
+				check.OK(f, err)
 				f.Add(uint8(i), body)
 			}
 		}
@@ -295,14 +291,11 @@ func FuzzRequests(f *testing.F) {
 
 // seeds are the calls of a life, and some that go wrong, in an order that makes sense.
 func seeds() []proto.Message {
-	mount := &csi.VolumeCapability{AccessMode: &csi.VolumeCapability_AccessMode{Mode: csi.VolumeCapability_AccessMode_SINGLE_NODE_MULTI_WRITER},
-		AccessType: &csi.VolumeCapability_Mount{Mount: &csi.VolumeCapability_MountVolume{FsType: "ext4", MountFlags: []string{"noatime"}}}}
-	raw := &csi.VolumeCapability{AccessMode: mount.GetAccessMode(), AccessType: &csi.VolumeCapability_Block{Block: &csi.VolumeCapability_BlockVolume{}}}
-	id := func(name string) string {
-		return volume.ID{Kind: "vol", Pool: "default", Key: volume.KeyOf(name)}.String()
-	}
-	snapshot := volume.ID{Kind: "snap", Pool: "default", Key: volume.KeyOf("cut")}.String()
-	group := volume.GroupID{Key: volume.KeyOf("group")}.String()
+	mount, raw := co.Capability("ext4", co.MultiWriter), co.Capability(co.Block, co.MultiWriter)
+	mount.GetMount().MountFlags = []string{"noatime"}
+	id := drivertest.VolumeID
+	snapshot := drivertest.SnapshotID("cut")
+	group := drivertest.GroupID("group")
 	size := &csi.CapacityRange{RequiredBytes: 16 * miB, LimitBytes: 64 * miB}
 	all := []proto.Message{
 		&csi.GetPluginInfoRequest{}, &csi.GetPluginCapabilitiesRequest{}, &csi.ProbeRequest{}, &csi.ControllerGetCapabilitiesRequest{},
@@ -331,10 +324,8 @@ func seeds() []proto.Message {
 			&csi.ListSnapshotsRequest{SnapshotId: snapshot, MaxEntries: 1}, &csi.ListSnapshotsRequest{SourceVolumeId: id(name), StartingToken: "x"},
 			&csi.GetMetadataAllocatedRequest{SnapshotId: snapshot, StartingOffset: 4096, MaxResults: 3},
 			&csi.GetMetadataDeltaRequest{BaseSnapshotId: snapshot, TargetSnapshotId: snapshot},
-			&csi.CreateVolumeRequest{Name: "restored", CapacityRange: size, VolumeCapabilities: []*csi.VolumeCapability{c}, VolumeContentSource: &csi.VolumeContentSource{
-				Type: &csi.VolumeContentSource_Snapshot{Snapshot: &csi.VolumeContentSource_SnapshotSource{SnapshotId: snapshot}}}},
-			&csi.CreateVolumeRequest{Name: "clone", CapacityRange: size, VolumeCapabilities: []*csi.VolumeCapability{c}, VolumeContentSource: &csi.VolumeContentSource{
-				Type: &csi.VolumeContentSource_Volume{Volume: &csi.VolumeContentSource_VolumeSource{VolumeId: id(name)}}}},
+			co.FromSnapshot(&csi.CreateVolumeRequest{Name: "restored", CapacityRange: size, VolumeCapabilities: []*csi.VolumeCapability{c}}, snapshot),
+			co.FromVolume(&csi.CreateVolumeRequest{Name: "clone", CapacityRange: size, VolumeCapabilities: []*csi.VolumeCapability{c}}, id(name)),
 			&csi.CreateVolumeGroupSnapshotRequest{Name: "group", SourceVolumeIds: []string{id(name), id("clone")}},
 			&csi.GetVolumeGroupSnapshotRequest{GroupSnapshotId: group}, &csi.DeleteVolumeGroupSnapshotRequest{GroupSnapshotId: group, SnapshotIds: []string{snapshot}},
 			&csi.DeleteVolumeGroupSnapshotRequest{GroupSnapshotId: group},
@@ -353,11 +344,4 @@ func seeds() []proto.Message {
 		&csi.NodeUnpublishVolumeRequest{VolumeId: "csi-inline", TargetPath: "@/pods/inline"},
 		&csi.NodePublishVolumeRequest{VolumeId: "../../etc", TargetPath: "@/pods/link", VolumeCapability: mount, VolumeContext: inline},
 		&csi.NodeUnpublishVolumeRequest{VolumeId: "../../etc", TargetPath: "@/pods/link"})
-}
-
-func ok(t testing.TB, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
 }

@@ -1,7 +1,6 @@
 package life
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -9,12 +8,13 @@ import (
 	"path/filepath"
 	"sync"
 	"testing"
-	"time"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 )
 
@@ -53,29 +53,18 @@ func served(t testing.TB, errs []error) {
 	}
 }
 
-// retried is a call as a sidecar makes it, again while it is told to try again.
-func retried(call func() error) error {
-	for i := 0; ; i++ {
-		err := call()
-		if status.Code(err) != codes.Aborted || i == 1000 {
-			return err
-		}
-		time.Sleep(time.Millisecond)
-	}
-}
-
 // TestCallsAtOnce makes each call of a life 16 times at once (32 for create).
 func TestCallsAtOnce(t *testing.T) {
 	for _, kind := range []string{"ext4", "xfs", block} {
 		t.Run(kind, func(t *testing.T) {
 			d := start(t, drivertest.Options{})
-			v := d.volume(idOf("volume"), "volume", capability(kind, multiWriter))
-			ok(t, os.Mkdir(v.staging, 0o700))
-			target := v.target("pod")
+			v := d.volume(drivertest.VolumeID("volume"), "volume", co.Capability(kind, co.MultiWriter))
+			check.OK(t, os.MkdirAll(v.Staging, 0o700))
+			target := v.Target("pod")
 			served(t, atOnce(32, func(int) error {
-				made, err := d.create(request("volume", kind, smallest[kind]))
-				if err == nil && made.id != v.id {
-					err = fmt.Errorf("made %s, not %s", made.id, v.id)
+				made, err := d.create(co.Request("volume", kind, smallest[kind]))
+				if err == nil && made.ID != v.ID {
+					err = fmt.Errorf("made %s, not %s", made.ID, v.ID)
 				}
 				return err
 			}))
@@ -87,15 +76,15 @@ func TestCallsAtOnce(t *testing.T) {
 				served(t, atOnce(16, func(int) error { return call() }))
 			}
 			claim := func() error { // v.claim keeps the context, which is empty
-				_, err := d.ControllerPublishVolume(t.Context(), &csi.ControllerPublishVolumeRequest{VolumeId: v.id, NodeId: drivertest.Node, VolumeCapability: v.capability})
+				_, err := d.ControllerPublishVolume(t.Context(), &csi.ControllerPublishVolumeRequest{VolumeId: v.ID, NodeId: drivertest.Node, VolumeCapability: v.Capability})
 				return err
 			}
 			many(claim)
 			many(v.stage)
-			if loops := attached(t, v.image()); len(loops) != 1 {
+			if loops := drivertest.LoopsOver(v.image()); len(loops) != 1 {
 				t.Errorf("16 stages at once made the devices %v", loops)
 			}
-			staged := v.staging
+			staged := v.Staging
 			if kind == block {
 				staged += "/device"
 			}
@@ -105,32 +94,32 @@ func TestCallsAtOnce(t *testing.T) {
 					t.Errorf("%d mounts at %s", n, path)
 				}
 			}
-			write(t, v.file(target), 1)
+			write(t, v.File(target), 1)
 			var id string
 			many(func() error { _, err := v.snapshot("snapshot"); return err })
 			snapshot, err := v.snapshot("snapshot")
-			ok(t, err)
+			check.OK(t, err)
 			id = snapshot.GetSnapshotId()
 			many(func() error { return v.expand(smallest[kind] + 64*miB) })
 			many(func() error {
-				_, err := d.create(fromSnapshot(request("restore", kind, smallest[kind]), id))
+				_, err := d.create(co.FromSnapshot(co.Request("restore", kind, smallest[kind]), id))
 				return err
 			})
 			many(func() error {
-				_, err := d.create(fromVolume(request("clone", kind, smallest[kind]+64*miB), v.id))
+				_, err := d.create(co.FromVolume(co.Request("clone", kind, smallest[kind]+64*miB), v.ID))
 				return err
 			})
 			if files := d.inPool(); len(files) != 8 {
 				t.Errorf("a volume, a snapshot, a restore and a clone are %v", files)
 			}
-			holds(t, v.file(target), 1)
+			holds(t, v.File(target), 1)
 			many(func() error { return d.deleteSnapshot(id) })
 			many(func() error { return v.unpublish(target) })
 			many(v.unstage)
 			many(v.release)
 			many(v.delete)
 			for _, name := range []string{"restore", "clone"} {
-				many(d.volume(idOf(name), name, v.capability).delete)
+				many(d.volume(drivertest.VolumeID(name), name, v.Capability).delete)
 			}
 			d.nothingLeft()
 		})
@@ -140,10 +129,10 @@ func TestCallsAtOnce(t *testing.T) {
 // TestOppositeCallsAtOnce: whatever wins, a retry of the last word ends well.
 func TestOppositeCallsAtOnce(t *testing.T) {
 	d := start(t, drivertest.Options{})
-	v := d.made(request("volume", "ext4", smallest["ext4"]))
-	ok(t, v.claim())
-	ok(t, os.Mkdir(v.staging, 0o700))
-	target := v.target("pod")
+	v := d.made(co.Request("volume", "ext4", smallest["ext4"]))
+	check.OK(t, v.claim())
+	check.OK(t, os.MkdirAll(v.Staging, 0o700))
+	target := v.Target("pod")
 	for range 5 {
 		errs := atOnce(16, func(i int) error {
 			steps := []func() error{v.stage, v.unstage, func() error { return v.publish(target, false) }, func() error { return v.unpublish(target) }}
@@ -156,11 +145,11 @@ func TestOppositeCallsAtOnce(t *testing.T) {
 		}
 	}
 	for _, step := range []func() error{v.stage, func() error { return v.publish(target, false) }} {
-		ok(t, retried(step))
+		check.OK(t, co.Again(t.Context(), step))
 	}
-	write(t, v.file(target), 1)
-	holds(t, v.file(target), 1)
-	ok(t, v.down(target))
+	write(t, v.File(target), 1)
+	holds(t, v.File(target), 1)
+	check.OK(t, v.down(target))
 	d.nothingLeft()
 }
 
@@ -180,8 +169,8 @@ func (v *vol) besideUnpublish(target string, times, many int, look func() error)
 		})
 	}
 	for range times {
-		ok(v.t, v.unpublish(target))
-		ok(v.t, v.publish(target, false))
+		check.OK(v.t, v.unpublish(target))
+		check.OK(v.t, v.publish(target, false))
 	}
 	stop()
 	looking.Wait()
@@ -191,11 +180,11 @@ func (v *vol) besideUnpublish(target string, times, many int, look func() error)
 // target is on.
 func TestStatsBesideUnpublish(t *testing.T) {
 	d := start(t, drivertest.Options{})
-	v, err := d.create(request("volume", "ext4", smallest["ext4"]))
-	ok(t, err)
+	v, err := d.create(co.Request("volume", "ext4", smallest["ext4"]))
+	check.OK(t, err)
 	target := v.running()
 	v.besideUnpublish(target, 100, 2, func() error {
-		r, err := d.NodeGetVolumeStats(t.Context(), &csi.NodeGetVolumeStatsRequest{VolumeId: v.id, VolumePath: target})
+		r, err := d.NodeGetVolumeStats(t.Context(), &csi.NodeGetVolumeStatsRequest{VolumeId: v.ID, VolumePath: target})
 		if status.Code(err) == codes.NotFound {
 			return nil
 		}
@@ -204,7 +193,7 @@ func TestStatsBesideUnpublish(t *testing.T) {
 		}
 		return err
 	})
-	ok(t, v.down(target))
+	check.OK(t, v.down(target))
 	d.nothingLeft()
 }
 
@@ -212,17 +201,17 @@ func TestStatsBesideUnpublish(t *testing.T) {
 // does not answer.
 func TestHealthBesideUnpublish(t *testing.T) {
 	d := start(t, drivertest.Options{})
-	v, err := d.create(request("volume", "ext4", smallest["ext4"]))
-	ok(t, err)
+	v, err := d.create(co.Request("volume", "ext4", smallest["ext4"]))
+	check.OK(t, err)
 	target := v.running()
 	v.besideUnpublish(target, 300, 8, func() error {
-		r, err := d.NodeGetVolumeHealth(t.Context(), &csi.NodeGetVolumeHealthRequest{VolumeId: v.id})
+		r, err := d.NodeGetVolumeHealth(t.Context(), &csi.NodeGetVolumeHealthRequest{VolumeId: v.ID})
 		if said := reasons(r.GetVolumeHealth()); err == nil && len(said) > 0 {
 			err = fmt.Errorf("said %v", said)
 		}
 		return err
 	})
-	ok(t, v.down(target))
+	check.OK(t, v.down(target))
 	d.nothingLeft()
 }
 
@@ -245,7 +234,7 @@ func TestManyLives(t *testing.T) {
 }
 
 func (d *driver) oneOfMany(name, kind string) error {
-	v, err := d.create(request(name, kind, smallest[kind]))
+	v, err := d.create(co.Request(name, kind, smallest[kind]))
 	if err != nil {
 		return err
 	}
@@ -253,16 +242,15 @@ func (d *driver) oneOfMany(name, kind string) error {
 	if err != nil {
 		return err
 	}
-	text := bytes.Repeat([]byte(name+"\n"), 10000)
-	path := v.file(target)
-	if err := put64(path, text); err != nil {
+	text := drivertest.Content{Seed: name, Size: 128 << 10}
+	if err := text.Write(v.File(target)); err != nil {
 		return err
 	}
 	snapshot, err := v.snapshot("snapshot-of-" + name)
 	if err != nil {
 		return err
 	}
-	restore, err := d.create(fromSnapshot(request("restore-of-"+name, kind, smallest[kind]), snapshot.GetSnapshotId()))
+	restore, err := d.create(co.FromSnapshot(co.Request("restore-of-"+name, kind, smallest[kind]), snapshot.GetSnapshotId()))
 	if err != nil {
 		return err
 	}
@@ -270,28 +258,10 @@ func (d *driver) oneOfMany(name, kind string) error {
 	if err != nil {
 		return err
 	}
-	have := make([]byte, len(text))
-	f, err := os.Open(restore.file(restored))
-	if err != nil {
+	if err := text.In(restore.File(restored)); err != nil {
 		return err
-	}
-	_, err = f.ReadAt(have, 0)
-	if err := errors.Join(err, f.Close()); err != nil {
-		return err
-	}
-	if !bytes.Equal(have, text) {
-		return errors.New("the restore holds something else")
 	}
 	return errors.Join(restore.down(restored), d.deleteSnapshot(snapshot.GetSnapshotId()), v.down(target))
-}
-
-func put64(path string, text []byte) error {
-	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
-	if err != nil {
-		return err
-	}
-	_, err = f.WriteAt(text, 0)
-	return errors.Join(err, f.Sync(), f.Close())
 }
 
 // TestCapacityIsPromisedOnce: callers at once get, together, no more than there is, and
@@ -299,10 +269,10 @@ func put64(path string, text []byte) error {
 func TestCapacityIsPromisedOnce(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := newDir(t)
-	poolFolder(t, dir, "ext4", 256*miB)
+	drivertest.MountNew(t, "ext4", filepath.Join(dir, "pool"), 256*miB)
 	d := start(t, drivertest.Options{Dir: dir})
 	capacity, err := d.GetCapacity(t.Context(), &csi.GetCapacityRequest{})
-	ok(t, err)
+	check.OK(t, err)
 	const size = 20 * miB
 	for _, provisioning := range []string{"thick", "thin"} {
 		t.Run(provisioning, func(t *testing.T) {
@@ -310,7 +280,7 @@ func TestCapacityIsPromisedOnce(t *testing.T) {
 			volumes := make([]*vol, 32)
 			made := int64(0)
 			for _, err := range atOnce(len(volumes), func(i int) (err error) {
-				r := request(fmt.Sprintf("%s-%d", provisioning, i), "ext4", size)
+				r := co.Request(fmt.Sprintf("%s-%d", provisioning, i), "ext4", size)
 				r.Parameters = map[string]string{"provisioning": provisioning}
 				volumes[i], err = d.create(r)
 				return err
@@ -332,19 +302,19 @@ func TestCapacityIsPromisedOnce(t *testing.T) {
 				if _, err := os.Stat(filepath.Join(d.Dir, "pool/volumes", v.key()+".rec")); err != nil {
 					t.Error(err)
 				}
-				ok(t, v.delete())
+				check.OK(t, v.delete())
 			}
 			d.nothingLeft()
 			again, err := d.GetCapacity(t.Context(), &csi.GetCapacityRequest{})
-			ok(t, err)
+			check.OK(t, err)
 			if lost := capacity.GetAvailableCapacity() - again.GetAvailableCapacity(); lost > miB {
 				t.Errorf("%d bytes of %d did not come back", lost, capacity.GetAvailableCapacity())
 			}
 		})
 	}
-	_, err = d.create(request("huge", "ext4", capacity.GetMaximumVolumeSize().GetValue()+64*miB))
-	wants(t, err, codes.ResourceExhausted)
-	_, err = d.create(request("impossible", "ext4", 1<<62))
-	wants(t, err, codes.OutOfRange)
+	_, err = d.create(co.Request("huge", "ext4", capacity.GetMaximumVolumeSize().GetValue()+64*miB))
+	check.Code(t, err, codes.ResourceExhausted)
+	_, err = d.create(co.Request("impossible", "ext4", 1<<62))
+	check.Code(t, err, codes.OutOfRange)
 	d.nothingLeft()
 }

@@ -17,6 +17,8 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 )
 
@@ -27,15 +29,15 @@ func TestDamagedFilesystem(t *testing.T) {
 	for _, kind := range []string{"ext4", "xfs", "btrfs"} {
 		t.Run(kind, func(t *testing.T) {
 			d := d.in(t)
-			r := request(kind, kind, smallest[kind])
+			r := co.Request(kind, kind, smallest[kind])
 			r.Parameters = map[string]string{"provisioning": "thin"}
-			v, other := d.made(r), d.made(request("other-"+kind, "ext4", smallest["ext4"]))
+			v, other := d.made(r), d.made(co.Request("other-"+kind, "ext4", smallest["ext4"]))
 			target := v.running()
-			write(t, v.file(target), 1)
-			ok(t, v.unpublish(target))
-			ok(t, v.unstage())
+			write(t, v.File(target), 1)
+			check.OK(t, v.unpublish(target))
+			check.OK(t, v.unstage())
 			before, err := os.ReadFile(v.image())
-			ok(t, err)
+			check.OK(t, err)
 			// All of the superblock but what says which filesystem it is.
 			switch noise := strings.Repeat("\x5a\xa5noise!", 128); kind {
 			case "ext4":
@@ -50,20 +52,20 @@ func TestDamagedFilesystem(t *testing.T) {
 			}
 			damaged := checksum(t, v.image())
 			for range 2 {
-				wants(t, v.stage(), codes.DataLoss, kind, "nothing was mounted")
+				check.Code(t, v.stage(), codes.DataLoss, kind, "nothing was mounted")
 			}
 			if checksum(t, v.image()) != damaged {
 				t.Error("the image was written to")
 			}
-			if loops := stillAttached(t, v.image()); len(loops) > 0 {
+			if loops := remaining(v.image()); len(loops) > 0 {
 				t.Errorf("still attached as %v", loops)
 			}
-			ok(t, other.down(other.running()))
-			ok(t, os.WriteFile(v.image(), before, 0o600)) // as from a backup
-			ok(t, v.stage())
-			ok(t, v.publish(target, false))
-			holds(t, v.file(target), 1)
-			ok(t, v.down(target))
+			check.OK(t, other.down(other.running()))
+			check.OK(t, os.WriteFile(v.image(), before, 0o600)) // as from a backup
+			check.OK(t, v.stage())
+			check.OK(t, v.publish(target, false))
+			holds(t, v.File(target), 1)
+			check.OK(t, v.down(target))
 		})
 	}
 	d.nothingLeft()
@@ -86,45 +88,45 @@ func TestDamagedRecordInUse(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			d := start(t, drivertest.Options{})
-			v, other := d.made(request("volume", "ext4", smallest["ext4"])), d.made(request("other", "ext4", smallest["ext4"]))
+			v, other := d.made(co.Request("volume", "ext4", smallest["ext4"])), d.made(co.Request("other", "ext4", smallest["ext4"]))
 			target, others := v.running(), other.running()
-			write(t, v.file(target), 1)
+			write(t, v.File(target), 1)
 			rec, err := os.ReadFile(v.record())
-			ok(t, err)
+			check.OK(t, err)
 			damaged := damage(rec)
 			if bytes.Equal(rec, damaged) {
 				t.Fatal("it is not damaged")
 			}
-			ok(t, os.WriteFile(v.record(), damaged, 0o600))
+			check.OK(t, os.WriteFile(v.record(), damaged, 0o600))
 			d = d.restart()
-			v, other = d.volume(v.id, v.name, v.capability), d.volume(other.id, other.name, other.capability)
-			holds(t, v.file(target), 1) // its pod goes on
+			v, other = d.volume(v.ID, v.Name, v.Capability), d.volume(other.ID, other.Name, other.Capability)
+			holds(t, v.File(target), 1) // its pod goes on
 			expect(t, v.problems(), "DATA_LOSS RecordDamaged")
 			expect(t, other.problems())
-			ok(t, d.probe())
-			wants(t, v.publish(v.target("second"), false), codes.DataLoss)
-			wants(t, v.expand(2*smallest["ext4"]), codes.DataLoss)
+			check.OK(t, d.probe())
+			check.Code(t, v.publish(v.Target("second"), false), codes.DataLoss)
+			check.Code(t, v.expand(2*smallest["ext4"]), codes.DataLoss)
 			_, err = v.snapshot("cut")
-			wants(t, err, codes.DataLoss)
-			ok(t, v.unpublish(target))
-			ok(t, v.unstage())
-			wants(t, v.stage(), codes.DataLoss, "record")
-			wants(t, v.delete(), codes.FailedPrecondition, "record")
+			check.Code(t, err, codes.DataLoss)
+			check.OK(t, v.unpublish(target))
+			check.OK(t, v.unstage())
+			check.Code(t, v.stage(), codes.DataLoss, "record")
+			check.Code(t, v.delete(), codes.FailedPrecondition, "record")
 			if now, err := os.ReadFile(v.record()); err != nil || !bytes.Equal(now, damaged) {
 				t.Errorf("the record was changed (%v)", err)
 			}
-			if loops := stillAttached(t, v.image()); len(loops) > 0 {
+			if loops := remaining(v.image()); len(loops) > 0 {
 				t.Errorf("still attached as %v", loops)
 			}
-			ok(t, os.WriteFile(v.record(), rec, 0o600)) // as from a backup
+			check.OK(t, os.WriteFile(v.record(), rec, 0o600)) // as from a backup
 			d = d.restart()
-			v, other = d.volume(v.id, v.name, v.capability), d.volume(other.id, other.name, other.capability)
-			ok(t, v.stage())
-			ok(t, v.publish(target, false))
-			holds(t, v.file(target), 1)
-			ok(t, v.down(target))
-			write(t, other.file(others), 2)
-			ok(t, other.down(others))
+			v, other = d.volume(v.ID, v.Name, v.Capability), d.volume(other.ID, other.Name, other.Capability)
+			check.OK(t, v.stage())
+			check.OK(t, v.publish(target, false))
+			holds(t, v.File(target), 1)
+			check.OK(t, v.down(target))
+			write(t, other.File(others), 2)
+			check.OK(t, other.down(others))
 			d.nothingLeft()
 		})
 	}
@@ -137,57 +139,57 @@ func TestNoSpaceAtAll(t *testing.T) {
 	for _, fs := range []string{"ext4", "xfs", "btrfs"} {
 		t.Run(fs, func(t *testing.T) {
 			dir := newDir(t)
-			poolFolder(t, dir, fs, 512*miB)
-			folder := filepath.Join(dir, "pool")
+			drivertest.MountNew(t, fs, filepath.Join(dir, "pool"), 512*miB)
+			directory := filepath.Join(dir, "pool")
 			d := start(t, drivertest.Options{Dir: dir})
-			v, idle := d.made(request("volume", "ext4", smallest["ext4"])), d.made(request("idle", "ext4", smallest["ext4"]))
-			r := request("thin", block, smallest[block])
+			v, idle := d.made(co.Request("volume", "ext4", smallest["ext4"])), d.made(co.Request("idle", "ext4", smallest["ext4"]))
+			r := co.Request("thin", block, smallest[block])
 			r.Parameters = map[string]string{"provisioning": "thin"}
 			thin := d.made(r)
 			cut, err := idle.snapshot("cut")
-			ok(t, err)
+			check.OK(t, err)
 			target := v.running()
-			write(t, v.file(target), 1)
-			ok(t, idle.claim())
-			fill(t, folder, "filler")
+			write(t, v.File(target), 1)
+			check.OK(t, idle.claim())
+			fill(t, directory, "filler")
 			kept := d.inPool()
 
-			_, err = d.create(request("another", "ext4", smallest["ext4"]))
-			wants(t, err, codes.ResourceExhausted)
+			_, err = d.create(co.Request("another", "ext4", smallest["ext4"]))
+			check.Code(t, err, codes.ResourceExhausted)
 			_, err = v.snapshot("another cut")
-			wants(t, err, codes.ResourceExhausted)
-			wants(t, v.expand(2*smallest["ext4"]), codes.ResourceExhausted)
+			check.Code(t, err, codes.ResourceExhausted)
+			check.Code(t, v.expand(2*smallest["ext4"]), codes.ResourceExhausted)
 			if fs != "btrfs" { // which keeps some for itself, of which it says nothing
 				expect(t, d.storage(), "STORAGE_DEGRADED PoolNearlyFull")
 			}
 			if now := d.inPool(); !slices.Equal(now, kept) {
 				t.Errorf("in the pool are %v, were %v", now, kept)
 			}
-			write(t, v.file(target), 2) // thick is thick
-			ok(t, v.unpublish(target))
-			ok(t, v.unstage())
-			ok(t, v.release())
+			write(t, v.File(target), 2) // thick is thick
+			check.OK(t, v.unpublish(target))
+			check.OK(t, v.unstage())
+			check.OK(t, v.release())
 			d = d.restart()
-			v, idle, thin = d.volume(v.id, v.name, v.capability), d.volume(idle.id, idle.name, idle.capability), d.volume(thin.id, thin.name, thin.capability)
-			ok(t, v.claim())
-			ok(t, v.stage())
-			ok(t, v.publish(target, false))
-			holds(t, v.file(target), 2)
+			v, idle, thin = d.volume(v.ID, v.Name, v.Capability), d.volume(idle.ID, idle.Name, idle.Capability), d.volume(thin.ID, thin.Name, thin.Capability)
+			check.OK(t, v.claim())
+			check.OK(t, v.stage())
+			check.OK(t, v.publish(target, false))
+			holds(t, v.File(target), 2)
 
 			// All can be deleted, with the disk as full as ever before each.
 			for i, gone := range []func() error{thin.delete, func() error { return d.deleteSnapshot(cut.GetSnapshotId()) }, idle.release, idle.delete,
 				func() error { return v.unpublish(target) }, v.unstage, v.release, v.delete} {
-				fill(t, folder, fmt.Sprint("filler-", i))
-				ok(t, gone())
+				fill(t, directory, fmt.Sprint("filler-", i))
+				check.OK(t, gone())
 			}
 			d.nothingLeft()
-			fillers, err := filepath.Glob(filepath.Join(folder, "filler*"))
-			ok(t, err)
+			fillers, err := filepath.Glob(filepath.Join(directory, "filler*"))
+			check.OK(t, err)
 			for _, path := range fillers {
-				ok(t, os.RemoveAll(path))
+				check.OK(t, os.RemoveAll(path))
 			}
-			v = d.made(request("volume", "ext4", smallest["ext4"]))
-			ok(t, v.delete())
+			v = d.made(co.Request("volume", "ext4", smallest["ext4"]))
+			check.OK(t, v.delete())
 			d.nothingLeft()
 		})
 	}
@@ -195,19 +197,19 @@ func TestNoSpaceAtAll(t *testing.T) {
 
 // fill takes all space of a filesystem with one large file, and with many small ones what it keeps
 // for those (btrfs has space for data and for metadata, and an end of each).
-func fill(t testing.TB, folder, name string) {
+func fill(t testing.TB, directory, name string) {
 	t.Helper()
-	folder = filepath.Join(folder, name)
-	err := os.Mkdir(folder, 0o700)
+	directory = filepath.Join(directory, name)
+	err := os.Mkdir(directory, 0o700)
 	if errors.Is(err, unix.ENOSPC) {
 		return
 	}
-	ok(t, err)
-	f, err := os.Create(filepath.Join(folder, "large"))
+	check.OK(t, err)
+	f, err := os.Create(filepath.Join(directory, "large"))
 	if errors.Is(err, unix.ENOSPC) {
 		return
 	}
-	ok(t, err)
+	check.OK(t, err)
 	defer f.Close()
 	var end int64
 	for step := int64(64 * miB); step >= 4096; {
@@ -219,7 +221,7 @@ func fill(t testing.TB, folder, name string) {
 	}
 	small := make([]byte, 2000)
 	for i, misses := 0, 0; misses < 100; i++ {
-		if os.WriteFile(filepath.Join(folder, fmt.Sprint(i)), small, 0o600) != nil {
+		if os.WriteFile(filepath.Join(directory, fmt.Sprint(i)), small, 0o600) != nil {
 			misses++
 		}
 	}
@@ -234,43 +236,43 @@ func fill(t testing.TB, folder, name string) {
 func TestPoolTurnsReadOnly(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := newDir(t)
-	poolFolder(t, dir, "ext4", 512*miB)
-	folder := filepath.Join(dir, "pool")
+	drivertest.MountNew(t, "ext4", filepath.Join(dir, "pool"), 512*miB)
+	directory := filepath.Join(dir, "pool")
 	d := start(t, drivertest.Options{Dir: dir})
-	v, rest := d.made(request("volume", "ext4", smallest["ext4"])), d.made(request("rest", "ext4", smallest["ext4"]))
+	v, rest := d.made(co.Request("volume", "ext4", smallest["ext4"])), d.made(co.Request("rest", "ext4", smallest["ext4"]))
 	target := v.running()
-	write(t, v.file(target), 1)
+	write(t, v.File(target), 1)
 	expect(t, d.storage())
 	// As after an error in its journal (ext4(5), abort); that it is read-only then is an error of mount(8).
-	_, _ = command("mount", "-o", "remount,abort", folder)
+	_, _ = command("mount", "-o", "remount,abort", directory)
 	for deadline := time.Now().Add(time.Minute); len(d.storage()) == 0 && time.Now().Before(deadline); {
 		time.Sleep(10 * time.Millisecond)
 	}
 	expect(t, d.storage(), "STORAGE_UNREACHABLE PoolReadOnly")
-	_, err := d.create(request("another", "ext4", smallest["ext4"]))
-	wants(t, err, codes.Unavailable, "read-only")
+	_, err := d.create(co.Request("another", "ext4", smallest["ext4"]))
+	check.Code(t, err, codes.Unavailable, "read-only")
 	_, err = v.snapshot("cut")
-	wants(t, err, codes.Unavailable, "read-only")
-	wants(t, rest.claim(), codes.Unavailable, "read-only")
-	wants(t, rest.delete(), codes.Unavailable, "read-only")
-	ok(t, v.unpublish(target))
-	ok(t, v.unstage())
+	check.Code(t, err, codes.Unavailable, "read-only")
+	check.Code(t, rest.claim(), codes.Unavailable, "read-only")
+	check.Code(t, rest.delete(), codes.Unavailable, "read-only")
+	check.OK(t, v.unpublish(target))
+	check.OK(t, v.unstage())
 
 	d.Stop()
-	drivertest.Unmount(t, folder)
-	if out, err := fsck(filepath.Join(dir, "image-of-pool")); err != nil {
+	drivertest.Unmount(t, directory)
+	if out, err := fsck(filepath.Join(dir, "pool.image")); err != nil {
 		t.Fatalf("repair the pool's filesystem: %v: %s", err, out)
 	}
-	drivertest.MountLoop(t, filepath.Join(dir, "image-of-pool"), folder)
+	drivertest.MountLoop(t, filepath.Join(dir, "pool.image"), directory)
 	d = start(t, d.options)
-	v, rest = d.volume(v.id, v.name, v.capability), d.volume(rest.id, rest.name, rest.capability)
+	v, rest = d.volume(v.ID, v.Name, v.Capability), d.volume(rest.ID, rest.Name, rest.Capability)
 	expect(t, d.storage())
 	expect(t, v.problems())
-	ok(t, v.stage())
-	ok(t, v.publish(target, false))
-	holds(t, v.file(target), 1)
-	ok(t, v.down(target))
-	ok(t, rest.down(rest.running()))
+	check.OK(t, v.stage())
+	check.OK(t, v.publish(target, false))
+	holds(t, v.File(target), 1)
+	check.OK(t, v.down(target))
+	check.OK(t, rest.down(rest.running()))
 	d.nothingLeft()
 }
 
@@ -279,27 +281,27 @@ func TestPoolTurnsReadOnly(t *testing.T) {
 func TestReboot(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := newDir(t)
-	poolFolder(t, dir, "xfs", 2<<30)
-	folder := filepath.Join(dir, "pool")
+	drivertest.MountNew(t, "xfs", filepath.Join(dir, "pool"), 2<<30)
+	directory := filepath.Join(dir, "pool")
 	d := start(t, drivertest.Options{Dir: dir})
-	r := request("xfs", "xfs", smallest["xfs"])
+	r := co.Request("xfs", "xfs", smallest["xfs"])
 	r.Parameters = map[string]string{"provisioning": "thin"}
-	all := []*vol{d.made(request("ext4", "ext4", smallest["ext4"])), d.made(r), d.made(request("raw", block, smallest[block]))}
+	all := []*vol{d.made(co.Request("ext4", "ext4", smallest["ext4"])), d.made(r), d.made(co.Request("raw", block, smallest[block]))}
 	for _, v := range all {
-		write(t, v.file(v.running()), 1)
+		write(t, v.File(v.running()), 1)
 	}
 	gone := func() {
 		t.Helper()
 		for _, v := range all {
-			device := strings.TrimSpace(run(t, "losetup", "-n", "-O", "NAME", "-j", v.image()))
-			staged := v.staging
-			if v.block() {
+			device := strings.TrimSpace(drivertest.Run(t, "losetup", "-n", "-O", "NAME", "-j", v.image()))
+			staged := v.Staging
+			if v.Block() {
 				staged += "/device"
 			}
-			ok(t, unix.Unmount(v.target("pod"), unix.MNT_DETACH))
-			ok(t, unix.Unmount(staged, unix.MNT_DETACH))
-			if v.block() {
-				run(t, "losetup", "-d", device)
+			check.OK(t, unix.Unmount(v.Target("pod"), unix.MNT_DETACH))
+			check.OK(t, unix.Unmount(staged, unix.MNT_DETACH))
+			if v.Block() {
+				drivertest.Run(t, "losetup", "-d", device)
 			}
 		}
 	}
@@ -307,10 +309,10 @@ func TestReboot(t *testing.T) {
 	again := func() {
 		t.Helper()
 		for _, v := range all {
-			target := v.target("pod")
-			ok(t, v.stage())
-			ok(t, v.publish(target, false))
-			holds(t, v.file(target), 1)
+			target := v.Target("pod")
+			check.OK(t, v.stage())
+			check.OK(t, v.publish(target, false))
+			holds(t, v.File(target), 1)
 			expect(t, v.problems())
 		}
 	}
@@ -318,48 +320,48 @@ func TestReboot(t *testing.T) {
 	// Behind the back of a driver that runs.
 	gone()
 	for _, v := range all {
-		target := v.target("pod")
-		_, err := d.NodeGetVolumeStats(t.Context(), &csi.NodeGetVolumeStatsRequest{VolumeId: v.id, VolumePath: target})
-		wants(t, err, codes.NotFound)
-		wants(t, v.publish(target, false), codes.FailedPrecondition, "not staged")
-		ok(t, v.unpublish(target))
+		target := v.Target("pod")
+		_, err := d.NodeGetVolumeStats(t.Context(), &csi.NodeGetVolumeStatsRequest{VolumeId: v.ID, VolumePath: target})
+		check.Code(t, err, codes.NotFound)
+		check.Code(t, v.publish(target, false), codes.FailedPrecondition, "not staged")
+		check.OK(t, v.unpublish(target))
 	}
 	again()
 
 	// The pool's filesystem goes away and comes back. The volumes go on.
-	ok(t, unix.Unmount(folder, unix.MNT_DETACH))
-	ok(t, d.probe())
+	check.OK(t, unix.Unmount(directory, unix.MNT_DETACH))
+	check.OK(t, d.probe())
 	expect(t, d.storage(), "STORAGE_UNREACHABLE PoolUnavailable")
 	for _, v := range all {
 		expect(t, v.problems(), "INACCESSIBLE PoolUnavailable")
-		holds(t, v.file(v.target("pod")), 1)
+		holds(t, v.File(v.Target("pod")), 1)
 	}
-	_, err := d.create(request("another", "ext4", smallest["ext4"]))
-	wants(t, err, codes.Unavailable, "mount")
-	if left, err := os.ReadDir(folder); err != nil || len(left) > 0 {
-		t.Errorf("in the folder below are %v, %v", left, err)
+	_, err := d.create(co.Request("another", "ext4", smallest["ext4"]))
+	check.Code(t, err, codes.Unavailable, "mount")
+	if left, err := os.ReadDir(directory); err != nil || len(left) > 0 {
+		t.Errorf("in the directory below are %v, %v", left, err)
 	}
-	drivertest.MountLoop(t, filepath.Join(dir, "image-of-pool"), folder)
-	ok(t, d.probe())
+	drivertest.MountLoop(t, filepath.Join(dir, "pool.image"), directory)
+	check.OK(t, d.probe())
 	again()
 
 	// All at once.
 	d.Stop()
 	gone()
-	ok(t, unix.Unmount(folder, 0))
-	d = start(t, drivertest.Options{Dir: dir, Pools: []string{"default=file://" + folder + "?reservePercent=0"}})
+	check.OK(t, unix.Unmount(directory, 0))
+	d = start(t, drivertest.Options{Dir: dir, Pools: []string{"default=file://" + directory + "?reservePercent=0"}})
 	for i, v := range all {
-		all[i] = d.volume(v.id, v.name, v.capability)
-		wants(t, all[i].stage(), codes.Unavailable, "a disk that is not mounted")
-		wants(t, all[i].delete(), codes.Unavailable)
+		all[i] = d.volume(v.ID, v.Name, v.Capability)
+		check.Code(t, all[i].stage(), codes.Unavailable, "a disk that is not mounted")
+		check.Code(t, all[i].delete(), codes.Unavailable)
 		expect(t, all[i].problems(), "INACCESSIBLE PoolMissing")
 	}
-	ok(t, d.probe())
+	check.OK(t, d.probe())
 	expect(t, d.storage(), "STORAGE_UNREACHABLE PoolMissing")
-	if left, err := os.ReadDir(folder); err != nil || len(left) > 0 {
-		t.Errorf("in the folder below are %v, %v", left, err)
+	if left, err := os.ReadDir(directory); err != nil || len(left) > 0 {
+		t.Errorf("in the directory below are %v, %v", left, err)
 	}
-	drivertest.MountLoop(t, filepath.Join(dir, "image-of-pool"), folder)
+	drivertest.MountLoop(t, filepath.Join(dir, "pool.image"), directory)
 	for deadline := time.Now().Add(time.Minute); len(d.storage()) > 0 && time.Now().Before(deadline); {
 		time.Sleep(100 * time.Millisecond)
 	}
@@ -368,7 +370,7 @@ func TestReboot(t *testing.T) {
 	}
 	again()
 	for _, v := range all {
-		ok(t, v.down(v.target("pod")))
+		check.OK(t, v.down(v.Target("pod")))
 	}
 	d.nothingLeft()
 }

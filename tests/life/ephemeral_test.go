@@ -3,7 +3,6 @@ package life
 import (
 	"errors"
 	"io/fs"
-	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -13,6 +12,8 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/node"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -20,13 +21,10 @@ import (
 
 // inline is an inline ephemeral volume of a pod, as the kubelet asks for it.
 func (d *driver) inline(name string, attributes map[string]string) (*vol, string, *csi.NodePublishVolumeRequest) {
-	v := d.volume(name, name, capability("ext4", writer))
-	target := v.target("volumes/mount")
-	r := &csi.NodePublishVolumeRequest{VolumeId: name, TargetPath: target, VolumeCapability: v.capability,
-		VolumeContext: map[string]string{"csi.storage.k8s.io/ephemeral": "true", "csi.storage.k8s.io/pod.name": "pod",
-			"csi.storage.k8s.io/serviceAccount.tokens": "secret"}}
-	maps.Copy(r.VolumeContext, attributes)
-	return v, target, r
+	v := &vol{d, d.Inline(name, co.Capability("ext4", co.Writer), attributes)}
+	v.Attributes["csi.storage.k8s.io/pod.name"], v.Attributes["csi.storage.k8s.io/serviceAccount.tokens"] = "pod", "secret"
+	target := v.Target("pod-of-" + name)
+	return v, target, v.PublishRequest(target, false)
 }
 
 func (d *driver) nodePublish(r *csi.NodePublishVolumeRequest) error {
@@ -43,26 +41,26 @@ func TestEphemeral(t *testing.T) {
 		t.Run(kind, func(t *testing.T) {
 			d := d.in(t)
 			v, target, r := d.inline("csi-0123", map[string]string{"size": "320Mi", "provisioning": "thin"})
-			r.VolumeCapability = capability(kind, writer)
+			r.VolumeCapability = co.Capability(kind, co.Writer)
 			for range 2 {
-				ok(t, d.nodePublish(r))
+				check.OK(t, d.nodePublish(r))
 			}
 			if n := mountsAt(t, target); n != 1 {
 				t.Errorf("%d mounts at the target", n)
 			}
-			write(t, v.file(target), 1)
+			write(t, v.File(target), 1)
 			used := v.usage(target)
 			if used.GetTotal() > 320*miB || used.GetTotal() < 200*miB {
 				t.Errorf("a volume of 320 MiB shows %d bytes", used.GetTotal())
 			}
 			r.Readonly = true
-			wants(t, d.nodePublish(r), codes.AlreadyExists)
+			check.Code(t, d.nodePublish(r), codes.AlreadyExists)
 			r.Readonly = false
-			holds(t, v.file(target), 1)
-			wants(t, v.delete(), codes.OK) // it has no such ID
-			wants(t, d.volume(idOf("csi-0123"), "", v.capability).delete(), codes.FailedPrecondition)
+			holds(t, v.File(target), 1)
+			check.Code(t, v.delete(), codes.OK) // it has no such ID
+			check.Code(t, d.volume(drivertest.VolumeID("csi-0123"), "", v.Capability).delete(), codes.FailedPrecondition)
 			for range 2 {
-				ok(t, v.unpublish(target))
+				check.OK(t, v.unpublish(target))
 			}
 			absent(t, target)
 			d.nothingLeft()
@@ -87,16 +85,16 @@ func TestEphemeral(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			d := d.in(t)
 			v, target, r := d.inline("csi-4567", c.attributes)
-			wants(t, d.nodePublish(r), c.code)
+			check.Code(t, d.nodePublish(r), c.code)
 			if c.code == codes.OK {
-				folder := "pool"
+				directory := "pool"
 				if c.attributes["pool"] != "" {
-					folder = c.attributes["pool"]
+					directory = c.attributes["pool"]
 				}
-				if _, err := os.Stat(filepath.Join(dir, folder, "volumes", volume.KeyOf("csi-4567")+".img")); err != nil {
+				if _, err := os.Stat(filepath.Join(dir, directory, "volumes", volume.KeyOf("csi-4567")+".img")); err != nil {
 					t.Error(err)
 				}
-				ok(t, v.unpublish(target))
+				check.OK(t, v.unpublish(target))
 			}
 			absent(t, target)
 			d.nothingLeft()
@@ -107,8 +105,8 @@ func TestEphemeral(t *testing.T) {
 	}
 	t.Run("block access", func(t *testing.T) {
 		_, target, r := d.inline("csi-89ab", nil)
-		r.VolumeCapability = capability(block, writer)
-		wants(t, d.in(t).nodePublish(r), codes.InvalidArgument)
+		r.VolumeCapability = co.Capability(block, co.Writer)
+		check.Code(t, d.in(t).nodePublish(r), codes.InvalidArgument)
 		absent(t, target)
 	})
 	t.Run("read-only", func(t *testing.T) {
@@ -116,27 +114,27 @@ func TestEphemeral(t *testing.T) {
 		v, target, r := d.inline("csi-cdef", map[string]string{"size": "32Mi"})
 		r.Readonly = true
 		for range 2 {
-			ok(t, d.nodePublish(r))
+			check.OK(t, d.nodePublish(r))
 		}
-		if err := os.Mkdir(filepath.Join(target, "folder"), 0o700); !errors.Is(err, unix.EROFS) {
+		if err := os.Mkdir(filepath.Join(target, "directory"), 0o700); !errors.Is(err, unix.EROFS) {
 			t.Errorf("a write ends with %v", err)
 		}
-		ok(t, v.unpublish(target))
+		check.OK(t, v.unpublish(target))
 	})
 	t.Run("the ID of a volume", func(t *testing.T) {
 		d := d.in(t)
-		v := d.made(request("volume", "ext4", smallest["ext4"]))
+		v := d.made(co.Request("volume", "ext4", smallest["ext4"]))
 		_, _, r := d.inline("volume", nil)
-		r.VolumeId = v.id
-		wants(t, d.nodePublish(r), codes.InvalidArgument)
+		r.VolumeId = v.ID
+		check.Code(t, d.nodePublish(r), codes.InvalidArgument)
 		// Its name is no ephemeral volume's ID either.
 		_, _, r = d.inline("volume", nil)
-		wants(t, d.nodePublish(r), codes.AlreadyExists)
-		ok(t, v.unpublish(r.GetTargetPath()))
+		check.Code(t, d.nodePublish(r), codes.AlreadyExists)
+		check.OK(t, v.unpublish(r.GetTargetPath()))
 		if files := d.inPool(); len(files) != 2 {
 			t.Errorf("the volume is %v now", files)
 		}
-		ok(t, v.delete())
+		check.OK(t, v.delete())
 	})
 	d.nothingLeft()
 }
@@ -166,22 +164,22 @@ func TestEphemeralAllowed(t *testing.T) {
 			d := d.in(t)
 			v, target, r := d.inline("csi-0123", c.attributes)
 			for range 2 {
-				wants(t, d.nodePublish(r), c.code)
+				check.Code(t, d.nodePublish(r), c.code)
 			}
 			if c.code == codes.OK {
 				if info, err := os.Stat(filepath.Join(dir, "scratch/volumes", volume.KeyOf("csi-0123")+".img")); err != nil || info.Size() != c.size {
 					t.Errorf("its image has not %d bytes: %v, %v", c.size, info, err)
 				}
 			}
-			ok(t, v.unpublish(target))
+			check.OK(t, v.unpublish(target))
 			absent(t, target)
 			d.nothingLeft()
 		})
 	}
 	// A filesystem that does not fit is told so.
 	_, target, r := d.inline("csi-xfs", nil)
-	r.VolumeCapability = capability("xfs", writer)
-	wants(t, d.nodePublish(r), codes.OutOfRange)
+	r.VolumeCapability = co.Capability("xfs", co.Writer)
+	check.Code(t, d.nodePublish(r), codes.OutOfRange)
 	absent(t, target)
 
 	// What is there stays its pod's when the operator allows less, or nothing; also over a reboot.
@@ -191,25 +189,25 @@ func TestEphemeralAllowed(t *testing.T) {
 			d.Stop()
 			d := start(t, o)
 			v, target, r := d.inline("csi-4567", map[string]string{"size": "32Mi"})
-			ok(t, d.nodePublish(r))
-			write(t, v.file(target), 1)
-			ok(t, unix.Unmount(target, 0))
+			check.OK(t, d.nodePublish(r))
+			write(t, v.File(target), 1)
+			check.OK(t, unix.Unmount(target, 0))
 			d.Stop()
 			o.Ephemeral = less
 			d = start(t, o)
 			v, _, r = d.inline("csi-4567", map[string]string{"size": "32Mi"})
 			for range 2 {
-				ok(t, d.nodePublish(r))
+				check.OK(t, d.nodePublish(r))
 			}
-			holds(t, v.file(target), 1)
+			holds(t, v.File(target), 1)
 			_, other, r := d.inline("csi-89ab", map[string]string{"size": "32Mi"})
 			if err := d.nodePublish(r); err == nil {
 				t.Error("another one is made")
 			} else if len(less.Pools) == 0 {
-				wants(t, err, codes.FailedPrecondition)
+				check.Code(t, err, codes.FailedPrecondition)
 			}
 			absent(t, other)
-			ok(t, v.unpublish(target))
+			check.OK(t, v.unpublish(target))
 			d.nothingLeft()
 		})
 	}
@@ -224,21 +222,21 @@ func TestEphemeralFailure(t *testing.T) {
 	d := start(t, drivertest.Options{})
 	v, target, r := d.inline("csi-0123", map[string]string{"size": "32Mi"})
 	r.VolumeCapability.GetMount().MountFlags = []string{"no-such-option"}
-	wants(t, d.nodePublish(r), codes.InvalidArgument)
+	check.Code(t, d.nodePublish(r), codes.InvalidArgument)
 	absent(t, target)
 	d.nothingLeft()
 
 	r.VolumeCapability.GetMount().MountFlags = nil
-	ok(t, d.nodePublish(r))
-	write(t, v.file(target), 1)
-	ok(t, unix.Unmount(target, 0)) // as a reboot does
+	check.OK(t, d.nodePublish(r))
+	write(t, v.File(target), 1)
+	check.OK(t, unix.Unmount(target, 0)) // as a reboot does
 	image := filepath.Join(d.Dir, "pool/volumes", volume.KeyOf("csi-0123")+".img")
 	put(t, image, 0, string(make([]byte, 4096)))
-	wants(t, d.nodePublish(r), codes.DataLoss)
+	check.Code(t, d.nodePublish(r), codes.DataLoss)
 	if _, err := os.Stat(image); err != nil {
 		t.Errorf("what is left of the data is gone: %v", err)
 	}
-	ok(t, v.unpublish(target))
+	check.OK(t, v.unpublish(target))
 	d.nothingLeft()
 }
 
@@ -249,37 +247,37 @@ func TestEphemeralRestart(t *testing.T) {
 	for name, undo := range map[string]func(t *testing.T, d *driver, v *vol, target string){
 		"published": func(*testing.T, *driver, *vol, string) {},
 		"formatted, not mounted": func(t *testing.T, _ *driver, _ *vol, target string) {
-			ok(t, unix.Unmount(target, 0))
+			check.OK(t, unix.Unmount(target, 0))
 		},
 		"made, not formatted": func(t *testing.T, d *driver, _ *vol, target string) {
-			ok(t, unix.Unmount(target, 0))
+			check.OK(t, unix.Unmount(target, 0))
 			id := volume.ID{Kind: "vol", Pool: "default", Key: volume.KeyOf("csi-0123")}
-			ok(t, d.Store.SetFormat(t.Context(), id, volume.Format{State: volume.Formatting, Type: "ext4"}))
+			check.OK(t, d.Store.SetFormat(t.Context(), id, volume.Format{State: volume.Formatting, Type: "ext4"}))
 		},
 		"no target": func(t *testing.T, _ *driver, _ *vol, target string) {
-			ok(t, unix.Unmount(target, 0))
-			ok(t, os.Remove(target))
+			check.OK(t, unix.Unmount(target, 0))
+			check.OK(t, os.Remove(target))
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			d := start(t, drivertest.Options{})
 			_, target, r := d.inline("csi-0123", attributes)
-			ok(t, d.nodePublish(r))
+			check.OK(t, d.nodePublish(r))
 			undo(t, d, nil, target)
 			d = d.restart()
 			v, _, r := d.inline("csi-0123", attributes)
-			ok(t, d.nodePublish(r))
-			write(t, v.file(target), 1)
+			check.OK(t, d.nodePublish(r))
+			write(t, v.File(target), 1)
 			if name == "published" {
 				d = d.restart()
 				v, _, r = d.inline("csi-0123", attributes)
-				ok(t, d.nodePublish(r))
-				holds(t, v.file(target), 1)
+				check.OK(t, d.nodePublish(r))
+				holds(t, v.File(target), 1)
 			}
 			undo(t, d, v, target)
 			d = d.restart()
 			v, _, _ = d.inline("csi-0123", attributes)
-			ok(t, v.unpublish(target))
+			check.OK(t, v.unpublish(target))
 			absent(t, target)
 			d.nothingLeft()
 		})
@@ -289,12 +287,12 @@ func TestEphemeralRestart(t *testing.T) {
 		var targets []string
 		for _, name := range []string{"csi-gone", "csi-there"} {
 			_, target, r := d.inline(name, attributes)
-			ok(t, d.nodePublish(r))
+			check.OK(t, d.nodePublish(r))
 			targets = append(targets, target)
 		}
-		ok(t, unix.Unmount(targets[0], 0))
-		ok(t, os.Remove(targets[0]))
-		ok(t, os.Remove(filepath.Dir(targets[0])))
+		check.OK(t, unix.Unmount(targets[0], 0))
+		check.OK(t, os.Remove(targets[0]))
+		check.OK(t, os.Remove(filepath.Dir(targets[0])))
 		d = d.restart()
 		var keys []string
 		for _, suffix := range []string{".img", ".rec"} {
@@ -303,10 +301,10 @@ func TestEphemeralRestart(t *testing.T) {
 		if files := d.inPool(); !slices.Equal(files, keys) {
 			t.Errorf("in the pool are %v, want %v", files, keys)
 		}
-		ok(t, d.volume("csi-gone", "csi-gone", nil).unpublish(targets[0]))
-		ok(t, d.volume("csi-there", "csi-there", nil).unpublish(targets[1]))
+		check.OK(t, d.volume("csi-gone", "csi-gone", nil).unpublish(targets[0]))
+		check.OK(t, d.volume("csi-there", "csi-there", nil).unpublish(targets[1]))
 		if _, err := os.Lstat(filepath.Dir(targets[0])); !errors.Is(err, fs.ErrNotExist) {
-			t.Errorf("the folder of the pod is back: %v", err)
+			t.Errorf("the directory of the pod is back: %v", err)
 		}
 		d.nothingLeft()
 	})

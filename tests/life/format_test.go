@@ -10,6 +10,8 @@ import (
 
 	"google.golang.org/grpc/codes"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -19,9 +21,9 @@ import (
 func put(t testing.TB, path string, offset int64, text string) {
 	t.Helper()
 	f, err := os.OpenFile(path, os.O_WRONLY, 0)
-	ok(t, err)
+	check.OK(t, err)
 	_, err = f.WriteAt([]byte(text), offset)
-	ok(t, errors.Join(err, f.Sync(), f.Close()))
+	check.OK(t, errors.Join(err, f.Sync(), f.Close()))
 }
 
 // TestForeignIsNeverFormatted: what anybody else wrote on a volume that the record
@@ -32,7 +34,7 @@ func TestForeignIsNeverFormatted(t *testing.T) {
 		return func(t testing.TB, image string) { put(t, image, offset, text) }
 	}
 	mkfs := func(argv ...string) func(testing.TB, string) {
-		return func(t testing.TB, image string) { run(t, append(argv, image)...) }
+		return func(t testing.TB, image string) { drivertest.Run(t, append(argv, image)...) }
 	}
 	cases := map[string]func(t testing.TB, image string){
 		"LUKS 2":                  at(0, "LUKS\xba\xbe\x00\x02"),
@@ -64,22 +66,22 @@ func TestForeignIsNeverFormatted(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			d := d.in(t)
 			for _, provisioning := range []string{"thick", "thin"} {
-				r := request(provisioning, "ext4", size)
+				r := co.Request(provisioning, "ext4", size)
 				r.Parameters = map[string]string{"provisioning": provisioning}
 				v := d.made(r)
 				spoil(t, v.image())
 				want := checksum(t, v.image())
-				ok(t, v.claim())
+				check.OK(t, v.claim())
 				for range 2 {
-					wants(t, v.stage(), codes.FailedPrecondition, "not blank", "nothing was formatted")
+					check.Code(t, v.stage(), codes.FailedPrecondition, "not blank", "nothing was formatted")
 				}
 				if checksum(t, v.image()) != want {
 					t.Error("the image was written to")
 				}
-				if loops := stillAttached(t, v.image()); len(loops) > 0 {
+				if loops := remaining(v.image()); len(loops) > 0 {
 					t.Errorf("still attached as %v", loops)
 				}
-				ok(t, v.down())
+				check.OK(t, v.down())
 			}
 		})
 	}
@@ -87,15 +89,15 @@ func TestForeignIsNeverFormatted(t *testing.T) {
 	for _, kind := range []string{"xfs", "btrfs"} {
 		t.Run(kind, func(t *testing.T) {
 			d := d.in(t)
-			v := d.made(request(kind, kind, smallest[kind]))
+			v := d.made(co.Request(kind, kind, smallest[kind]))
 			drivertest.RunBtrfs(t, "mkfs."+kind, "-q", "-f", v.image())
 			want := checksum(t, v.image())
-			ok(t, v.claim())
-			wants(t, v.stage(), codes.FailedPrecondition, "nothing was formatted")
+			check.OK(t, v.claim())
+			check.Code(t, v.stage(), codes.FailedPrecondition, "nothing was formatted")
 			if checksum(t, v.image()) != want {
 				t.Error("the image was written to")
 			}
-			ok(t, v.down())
+			check.OK(t, v.down())
 		})
 	}
 	d.nothingLeft()
@@ -108,19 +110,19 @@ func TestLostFilesystem(t *testing.T) {
 	for _, kind := range []string{"ext4", "xfs", "btrfs"} {
 		t.Run(kind, func(t *testing.T) {
 			d := d.in(t)
-			v := d.made(request(kind, kind, smallest[kind]))
-			write(t, v.file(v.running()), 1)
-			ok(t, v.unpublish(v.target("pod")))
-			ok(t, v.unstage())
+			v := d.made(co.Request(kind, kind, smallest[kind]))
+			write(t, v.File(v.running()), 1)
+			check.OK(t, v.unpublish(v.Target("pod")))
+			check.OK(t, v.unstage())
 			put(t, v.image(), 0, string(make([]byte, 128<<10)))
 			want := checksum(t, v.image())
 			for range 2 {
-				wants(t, v.stage(), codes.DataLoss, "nothing was formatted")
+				check.Code(t, v.stage(), codes.DataLoss, "nothing was formatted")
 			}
 			if checksum(t, v.image()) != want {
 				t.Error("the image was written to")
 			}
-			ok(t, v.down())
+			check.OK(t, v.down())
 		})
 	}
 	d.nothingLeft()
@@ -130,23 +132,23 @@ func TestLostFilesystem(t *testing.T) {
 // another.
 func TestOtherFilesystem(t *testing.T) {
 	d := start(t, drivertest.Options{})
-	v := d.made(request("volume", "ext4", smallest["xfs"]))
+	v := d.made(co.Request("volume", "ext4", smallest["xfs"]))
 	target := v.running()
-	write(t, v.file(target), 1)
-	wants(t, d.volume(v.id, v.name, capability("xfs", multiWriter)).stage(), codes.AlreadyExists)
-	ok(t, v.unpublish(target))
-	ok(t, v.unstage())
+	write(t, v.File(target), 1)
+	check.Code(t, d.volume(v.ID, v.Name, co.Capability("xfs", co.MultiWriter)).stage(), codes.AlreadyExists)
+	check.OK(t, v.unpublish(target))
+	check.OK(t, v.unstage())
 	want := checksum(t, v.image())
 	for _, kind := range []string{"xfs", "btrfs"} {
-		wants(t, d.volume(v.id, v.name, capability(kind, multiWriter)).stage(), codes.FailedPrecondition, "carries ext4, not "+kind)
+		check.Code(t, d.volume(v.ID, v.Name, co.Capability(kind, co.MultiWriter)).stage(), codes.FailedPrecondition, "carries ext4, not "+kind)
 	}
 	if checksum(t, v.image()) != want {
 		t.Error("the image was written to")
 	}
-	ok(t, v.stage())
-	ok(t, v.publish(target, false))
-	holds(t, v.file(target), 1)
-	ok(t, v.down(target))
+	check.OK(t, v.stage())
+	check.OK(t, v.publish(target, false))
+	holds(t, v.File(target), 1)
+	check.OK(t, v.down(target))
 }
 
 // TestRawThenMount: what was a raw block device belongs to whoever wrote to it. It is
@@ -156,49 +158,49 @@ func TestRawThenMount(t *testing.T) {
 	for _, kind := range []string{"ext4", "xfs", "btrfs"} {
 		t.Run(kind, func(t *testing.T) {
 			d := d.in(t)
-			raw := d.made(request("raw-"+kind, block, smallest[kind]))
-			mounted := d.volume(raw.id, raw.name, capability(kind, multiWriter))
+			raw := d.made(co.Request("raw-"+kind, block, smallest[kind]))
+			mounted := d.volume(raw.ID, raw.Name, co.Capability(kind, co.MultiWriter))
 			target := raw.running()
 			// As a mount it would be a second device over the same bytes.
-			wants(t, mounted.stage(), codes.FailedPrecondition)
-			ok(t, raw.unpublish(target))
-			ok(t, raw.unstage())
-			wants(t, mounted.stage(), codes.FailedPrecondition, "raw block device")
+			check.Code(t, mounted.stage(), codes.FailedPrecondition)
+			check.OK(t, raw.unpublish(target))
+			check.OK(t, raw.unstage())
+			check.Code(t, mounted.stage(), codes.FailedPrecondition, "raw block device")
 
-			ok(t, raw.stage())
-			ok(t, raw.publish(target, false))
+			check.OK(t, raw.stage())
+			check.OK(t, raw.publish(target, false))
 			drivertest.RunBtrfs(t, "mkfs."+kind, "-q", target)
-			ok(t, raw.unpublish(target))
-			ok(t, raw.unstage())
+			check.OK(t, raw.unpublish(target))
+			check.OK(t, raw.unstage())
 
 			for range 2 {
-				ok(t, mounted.stage())
-				ok(t, mounted.publish(target, false))
+				check.OK(t, mounted.stage())
+				check.OK(t, mounted.publish(target, false))
 			}
-			write(t, mounted.file(target), 1)
+			write(t, mounted.File(target), 1)
 			if problems := mounted.problems(); len(problems) > 0 {
 				t.Errorf("health: %v", problems)
 			}
 			before := mounted.usage(target).GetTotal()
 			response, err := mounted.ControllerExpandVolume(t.Context(), expansion(mounted, smallest[kind]+64*miB))
-			ok(t, err)
+			check.OK(t, err)
 			if !response.GetNodeExpansionRequired() {
 				t.Error("the node does not have to grow a filesystem that is mounted")
 			}
 			if err := mounted.nodeExpand(target); filesystem.GrowsMounted(filesystem.Type(kind)) {
-				ok(t, err)
+				check.OK(t, err)
 			} else {
-				wants(t, err, codes.FailedPrecondition, "CAP_SYS_RESOURCE")
-				ok(t, mounted.unpublish(target))
-				ok(t, mounted.unstage())
-				ok(t, mounted.stage())
-				ok(t, mounted.publish(target, false))
+				check.Code(t, err, codes.FailedPrecondition, "CAP_SYS_RESOURCE")
+				check.OK(t, mounted.unpublish(target))
+				check.OK(t, mounted.unstage())
+				check.OK(t, mounted.stage())
+				check.OK(t, mounted.publish(target, false))
 			}
 			if after := mounted.usage(target).GetTotal(); after < before+48*miB {
 				t.Errorf("grown by 64 MiB, it shows %d bytes, %d before", after, before)
 			}
-			holds(t, mounted.file(target), 1)
-			ok(t, mounted.down(target))
+			holds(t, mounted.File(target), 1)
+			check.OK(t, mounted.down(target))
 		})
 	}
 	d.nothingLeft()
@@ -208,24 +210,24 @@ func TestRawThenMount(t *testing.T) {
 // it now, later, or not by the last few blocks.
 func TestStageGrown(t *testing.T) {
 	d := start(t, drivertest.Options{})
-	v := d.made(request("volume", "ext4", smallest["ext4"]))
+	v := d.made(co.Request("volume", "ext4", smallest["ext4"]))
 	target := v.running()
-	write(t, v.file(target), 1)
+	write(t, v.File(target), 1)
 	for _, size := range []int64{64 * miB, 128*miB + 4096} { // ext4 has groups of 128 MiB
-		ok(t, v.expand(size))
-		ok(t, v.stage()) // as the kubelet does for another pod
-		ok(t, v.publish(target, false))
-		ok(t, v.unpublish(target))
-		ok(t, v.unstage())
-		ok(t, v.stage())
-		ok(t, v.stage())
-		ok(t, v.publish(target, false))
+		check.OK(t, v.expand(size))
+		check.OK(t, v.stage()) // as the kubelet does for another pod
+		check.OK(t, v.publish(target, false))
+		check.OK(t, v.unpublish(target))
+		check.OK(t, v.unstage())
+		check.OK(t, v.stage())
+		check.OK(t, v.stage())
+		check.OK(t, v.publish(target, false))
 		if total := v.usage(target).GetTotal(); total < size-16*miB || total > size {
 			t.Errorf("grown to %d bytes, it shows %d", size, total)
 		}
-		holds(t, v.file(target), 1)
+		holds(t, v.File(target), 1)
 	}
-	ok(t, v.down(target))
+	check.OK(t, v.down(target))
 	d.nothingLeft()
 }
 
@@ -237,23 +239,23 @@ func TestUnfinishedFormat(t *testing.T) {
 		for name, left := range map[string]int64{"nothing": 0, "a part": 256 << 10, "all": smallest[kind]} {
 			t.Run(kind+"/"+name, func(t *testing.T) {
 				d := d.in(t)
-				v := d.made(request(kind+"-"+name, kind, smallest[kind]))
+				v := d.made(co.Request(kind+"-"+name, kind, smallest[kind]))
 				whole := filepath.Join(d.Dir, "whole")
-				ok(t, os.WriteFile(whole, nil, 0o600))
-				ok(t, os.Truncate(whole, smallest[kind]))
+				check.OK(t, os.WriteFile(whole, nil, 0o600))
+				check.OK(t, os.Truncate(whole, smallest[kind]))
 				drivertest.RunBtrfs(t, "mkfs."+kind, "-q", whole)
-				run(t, "dd", "if="+whole, "of="+v.image(), "bs=64K", fmt.Sprintf("count=%d", left/(64<<10)), "conv=notrunc,sparse", "status=none")
-				id, err := volume.ParseID(v.id)
-				ok(t, err)
-				ok(t, d.Store.SetFormat(t.Context(), id, volume.Format{State: volume.Formatting, Type: filesystem.Type(kind)}))
+				drivertest.Run(t, "dd", "if="+whole, "of="+v.image(), "bs=64K", fmt.Sprintf("count=%d", left/(64<<10)), "conv=notrunc,sparse", "status=none")
+				id, err := volume.ParseID(v.ID)
+				check.OK(t, err)
+				check.OK(t, d.Store.SetFormat(t.Context(), id, volume.Format{State: volume.Formatting, Type: filesystem.Type(kind)}))
 				target := v.running()
-				write(t, v.file(target), 1)
-				ok(t, v.unpublish(target))
-				ok(t, v.unstage())
-				ok(t, v.stage())
-				ok(t, v.publish(target, false))
-				holds(t, v.file(target), 1)
-				ok(t, v.down(target))
+				write(t, v.File(target), 1)
+				check.OK(t, v.unpublish(target))
+				check.OK(t, v.unstage())
+				check.OK(t, v.stage())
+				check.OK(t, v.publish(target, false))
+				holds(t, v.File(target), 1)
+				check.OK(t, v.down(target))
 			})
 		}
 	}
@@ -268,18 +270,18 @@ func TestUnfinishedFormat(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			d := d.in(t)
-			v := d.made(request("spoiled", "ext4", smallest["ext4"]))
-			id, err := volume.ParseID(v.id)
-			ok(t, err)
-			ok(t, d.Store.SetFormat(t.Context(), id, volume.Format{State: volume.Formatting, Type: filesystem.Ext4}))
+			v := d.made(co.Request("spoiled", "ext4", smallest["ext4"]))
+			id, err := volume.ParseID(v.ID)
+			check.OK(t, err)
+			check.OK(t, d.Store.SetFormat(t.Context(), id, volume.Format{State: volume.Formatting, Type: filesystem.Ext4}))
 			spoil(v)
 			want := checksum(t, v.image())
-			ok(t, v.claim())
-			wants(t, v.stage(), codes.FailedPrecondition, "nothing was formatted")
+			check.OK(t, v.claim())
+			check.Code(t, v.stage(), codes.FailedPrecondition, "nothing was formatted")
 			if checksum(t, v.image()) != want {
 				t.Error("the image was written to")
 			}
-			ok(t, v.down())
+			check.OK(t, v.down())
 		})
 	}
 	d.nothingLeft()
@@ -288,26 +290,26 @@ func TestUnfinishedFormat(t *testing.T) {
 // TestMissingImage: bytes that are gone are not made again, by no call.
 func TestMissingImage(t *testing.T) {
 	d := start(t, drivertest.Options{})
-	v := d.made(request("volume", "ext4", smallest["ext4"]))
-	ok(t, v.claim())
-	ok(t, os.Remove(v.image()))
+	v := d.made(co.Request("volume", "ext4", smallest["ext4"]))
+	check.OK(t, v.claim())
+	check.OK(t, os.Remove(v.image()))
 	calls := map[string]func() error{
 		"stage":    v.stage,
 		"snapshot": func() error { _, err := v.snapshot("snapshot"); return err },
 		"clone": func() error {
-			_, err := d.create(fromVolume(request("clone", "ext4", smallest["ext4"]), v.id))
+			_, err := d.create(co.FromVolume(co.Request("clone", "ext4", smallest["ext4"]), v.ID))
 			return err
 		},
 		"expand": func() error { return v.expand(64 * miB) },
 	}
 	for name, call := range calls {
-		t.Run(name, func(t *testing.T) { wants(t, call(), codes.DataLoss, "missing") })
+		t.Run(name, func(t *testing.T) { check.Code(t, call(), codes.DataLoss, "missing") })
 	}
-	_, err := d.create(request("volume", "ext4", smallest["ext4"]))
-	ok(t, err) // it is there, says its record
+	_, err := d.create(co.Request("volume", "ext4", smallest["ext4"]))
+	check.OK(t, err) // it is there, says its record
 	if _, err := os.Stat(v.image()); !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("the image is back, or not to be looked at: %v", err)
 	}
-	ok(t, v.down())
+	check.OK(t, v.down())
 	d.nothingLeft()
 }

@@ -11,6 +11,9 @@ import (
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/co"
 )
 
 // TestWriteThatDoesNotEnd: a pod keeps a write to its volume open for as long as it likes (splice(2) from a
@@ -18,17 +21,17 @@ import (
 // and others; and once the write ends, nothing is frozen, and a copy can be made.
 func TestWriteThatDoesNotEnd(t *testing.T) {
 	d := startOn(t, "plain")
-	other := d.made(request("other", "ext4", smallest["ext4"]))
+	other := d.made(co.Request("other", "ext4", smallest["ext4"]))
 	otherTarget := other.running()
-	v := d.made(request("volume", "ext4", smallest["ext4"]))
+	v := d.made(co.Request("volume", "ext4", smallest["ext4"]))
 	target := v.running()
-	write(t, v.file(target), 1)
+	write(t, v.File(target), 1)
 	in, out, err := os.Pipe()
-	ok(t, err)
+	check.OK(t, err)
 	defer in.Close()
 	defer out.Close()
 	file, err := os.Create(filepath.Join(target, "spliced"))
-	ok(t, err)
+	check.OK(t, err)
 	defer file.Close()
 	spliced := make(chan error, 1)
 	go func() {
@@ -37,21 +40,21 @@ func TestWriteThatDoesNotEnd(t *testing.T) {
 	}()
 	for { // until it has begun
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
-		early, err := d.CreateSnapshot(ctx, &csi.CreateSnapshotRequest{Name: "snapshot", SourceVolumeId: v.id})
+		early, err := d.CreateSnapshot(ctx, &csi.CreateSnapshotRequest{Name: "snapshot", SourceVolumeId: v.ID})
 		cancel()
 		if err != nil {
-			wants(t, err, codes.DeadlineExceeded)
+			check.Code(t, err, codes.DeadlineExceeded)
 			break
 		}
-		ok(t, d.deleteSnapshot(early.GetSnapshot().GetSnapshotId()))
+		check.OK(t, d.deleteSnapshot(early.GetSnapshot().GetSnapshotId()))
 	}
 	for deadline := time.Now().Add(5 * time.Minute); ; time.Sleep(10 * time.Millisecond) {
 		early, err := v.snapshot("snapshot")
 		if err == nil { // it had not
-			ok(t, d.deleteSnapshot(early.GetSnapshotId()))
+			check.OK(t, d.deleteSnapshot(early.GetSnapshotId()))
 		}
 		if err != nil && strings.Contains(err.Error(), "end the pod that writes") {
-			wants(t, err, codes.Unavailable)
+			check.Code(t, err, codes.Unavailable)
 			break
 		}
 		if time.Now().After(deadline) {
@@ -59,25 +62,25 @@ func TestWriteThatDoesNotEnd(t *testing.T) {
 		}
 	}
 	snapshot, err := other.snapshot("of the other")
-	ok(t, err)
+	check.OK(t, err)
 
-	ok(t, out.Close())
-	ok(t, <-spliced)
-	write(t, v.file(target), 2) // it waits if need be, and no longer
+	check.OK(t, out.Close())
+	check.OK(t, <-spliced)
+	write(t, v.File(target), 2) // it waits if need be, and no longer
 	for deadline := time.Now().Add(time.Minute); ; time.Sleep(10 * time.Millisecond) {
 		made, err := v.snapshot("snapshot")
 		if err == nil {
-			ok(t, d.deleteSnapshot(made.GetSnapshotId()))
+			check.OK(t, d.deleteSnapshot(made.GetSnapshotId()))
 			break
 		}
 		if time.Now().After(deadline) {
 			t.Fatalf("no copy can be made any more: %v", err)
 		}
 	}
-	ok(t, file.Close())
-	ok(t, d.deleteSnapshot(snapshot.GetSnapshotId()))
-	ok(t, v.down(target))
-	ok(t, other.down(otherTarget))
+	check.OK(t, file.Close())
+	check.OK(t, d.deleteSnapshot(snapshot.GetSnapshotId()))
+	check.OK(t, v.down(target))
+	check.OK(t, other.down(otherTarget))
 	d.nothingLeft()
 }
 
@@ -85,15 +88,15 @@ func TestWriteThatDoesNotEnd(t *testing.T) {
 // anew knows that mount, and neither copies nor grows the volume through it: who opens a pipe waits for ever.
 func TestBoundPipeOfVolume(t *testing.T) {
 	d := startOn(t, "plain")
-	v := d.made(request("volume", "xfs", smallest["xfs"]))
+	v := d.made(co.Request("volume", "xfs", smallest["xfs"]))
 	target := v.running()
 	pipe, bound := filepath.Join(target, "pipe"), filepath.Join(d.Dir, "a-subpath") // before the staging path, in the order of names
-	ok(t, unix.Mkfifo(pipe, 0o600))
-	ok(t, os.WriteFile(bound, nil, 0o600))
-	ok(t, unix.Mount(pipe, bound, "", unix.MS_BIND, ""))
+	check.OK(t, unix.Mkfifo(pipe, 0o600))
+	check.OK(t, os.WriteFile(bound, nil, 0o600))
+	check.OK(t, unix.Mount(pipe, bound, "", unix.MS_BIND, ""))
 	t.Cleanup(func() { _ = unix.Unmount(bound, unix.MNT_DETACH) })
 	d = d.restart()
-	v.driver = d
+	v.driver, v.Client = d, d.Client
 	for what, call := range map[string]func() error{
 		"snapshot": func() error {
 			made, err := v.snapshot("snapshot")
@@ -113,16 +116,16 @@ func TestBoundPipeOfVolume(t *testing.T) {
 		go func() { done <- call() }()
 		select {
 		case err := <-done:
-			ok(t, err)
+			check.OK(t, err)
 		case <-time.After(10 * time.Second):
 			t.Errorf("%s: it waits for ever", what)
 			w, err := os.OpenFile(pipe, os.O_RDWR, 0)
-			ok(t, err)
+			check.OK(t, err)
 			<-done
-			ok(t, w.Close())
+			check.OK(t, w.Close())
 		}
 	}
-	ok(t, unix.Unmount(bound, 0))
-	ok(t, v.down(target))
+	check.OK(t, unix.Unmount(bound, 0))
+	check.OK(t, v.down(target))
 	d.nothingLeft()
 }

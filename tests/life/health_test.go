@@ -11,6 +11,8 @@ import (
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"google.golang.org/grpc/codes"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 )
 
@@ -18,7 +20,7 @@ import (
 func (d *driver) storage() []string {
 	d.t.Helper()
 	response, err := d.NodeGetStorageHealth(d.t.Context(), &csi.NodeGetStorageHealthRequest{})
-	ok(d.t, err)
+	check.OK(d.t, err)
 	var all []string
 	for _, one := range response.GetBackendHealth() {
 		if one.GetMessage() == "" {
@@ -40,7 +42,7 @@ func (d *driver) sick(pageSize int32) map[string][]string {
 	found := map[string][]string{}
 	for token := ""; ; {
 		response, err := d.ControllerListVolumeHealth(d.t.Context(), &csi.ControllerListVolumeHealthRequest{MaxEntries: pageSize, StartingToken: token})
-		ok(d.t, err)
+		check.OK(d.t, err)
 		if pageSize > 0 && len(response.GetEntries()) > int(pageSize) {
 			d.t.Errorf("a page of %d has %d entries", pageSize, len(response.GetEntries()))
 		}
@@ -65,54 +67,54 @@ func expect(t testing.TB, have []string, want ...string) {
 
 func TestVolumeHealth(t *testing.T) {
 	d := start(t, drivertest.Options{})
-	healthy := d.made(request("healthy", "ext4", smallest["ext4"]))
+	healthy := d.made(co.Request("healthy", "ext4", smallest["ext4"]))
 	target := healthy.running()
 	expect(t, healthy.problems())
-	missing := d.made(request("missing", "ext4", smallest["ext4"]))
-	truncated := d.made(request("truncated", block, smallest[block]))
-	damaged := d.made(request("damaged", "ext4", smallest["ext4"]))
+	missing := d.made(co.Request("missing", "ext4", smallest["ext4"]))
+	truncated := d.made(co.Request("truncated", block, smallest[block]))
+	damaged := d.made(co.Request("damaged", "ext4", smallest["ext4"]))
 	if all := d.sick(0); len(all) > 0 {
 		t.Errorf("sick on the first day: %v", all)
 	}
-	ok(t, os.Remove(missing.image()))
-	ok(t, os.Truncate(truncated.image(), smallest[block]-4096))
+	check.OK(t, os.Remove(missing.image()))
+	check.OK(t, os.Truncate(truncated.image(), smallest[block]-4096))
 	expect(t, missing.problems(), "DATA_LOSS ImageMissing")
 	expect(t, truncated.problems(), "DATA_LOSS ImageTruncated")
-	ok(t, truncated.claim())
-	wants(t, truncated.stage(), codes.DataLoss)
-	ok(t, truncated.release())
+	check.OK(t, truncated.claim())
+	check.Code(t, truncated.stage(), codes.DataLoss)
+	check.OK(t, truncated.release())
 	for _, pageSize := range []int32{0, 1, 2, 3} {
 		all := d.sick(pageSize)
-		if len(all) != 2 || !slices.Equal(all[missing.id], []string{"DATA_LOSS ImageMissing"}) || !slices.Equal(all[truncated.id], []string{"DATA_LOSS ImageTruncated"}) {
+		if len(all) != 2 || !slices.Equal(all[missing.ID], []string{"DATA_LOSS ImageMissing"}) || !slices.Equal(all[truncated.ID], []string{"DATA_LOSS ImageTruncated"}) {
 			t.Errorf("listed in pages of %d: %v", pageSize, all)
 		}
 	}
 	_, err := d.ControllerListVolumeHealth(t.Context(), &csi.ControllerListVolumeHealthRequest{MaxEntries: -1})
-	wants(t, err, codes.InvalidArgument)
+	check.Code(t, err, codes.InvalidArgument)
 	_, err = d.ControllerListVolumeHealth(t.Context(), &csi.ControllerListVolumeHealthRequest{StartingToken: "x"})
-	wants(t, err, codes.Aborted)
-	ok(t, missing.delete())
-	ok(t, truncated.delete())
+	check.Code(t, err, codes.Aborted)
+	check.OK(t, missing.delete())
+	check.OK(t, truncated.delete())
 
 	// A damaged record is seen when the driver reads it, at its start. It harms nobody else.
 	rec, err := os.ReadFile(damaged.record())
-	ok(t, err)
+	check.OK(t, err)
 	put(t, damaged.record(), 0, strings.Repeat("\xff", len(rec)))
 	d = d.restart()
-	healthy, damaged = d.volume(healthy.id, healthy.name, healthy.capability), d.volume(damaged.id, damaged.name, damaged.capability)
+	healthy, damaged = d.volume(healthy.ID, healthy.Name, healthy.Capability), d.volume(damaged.ID, damaged.Name, damaged.Capability)
 	expect(t, damaged.problems(), "DATA_LOSS RecordDamaged")
 	expect(t, d.storage(), "STORAGE_DEGRADED RecordDamaged")
-	ok(t, d.probe())
-	wants(t, damaged.stage(), codes.DataLoss)
-	wants(t, damaged.delete(), codes.FailedPrecondition, "record cannot be read")
-	_, err = d.create(request("damaged", "ext4", smallest["ext4"]))
-	wants(t, err, codes.DataLoss)
+	check.OK(t, d.probe())
+	check.Code(t, damaged.stage(), codes.DataLoss)
+	check.Code(t, damaged.delete(), codes.FailedPrecondition, "record cannot be read")
+	_, err = d.create(co.Request("damaged", "ext4", smallest["ext4"]))
+	check.Code(t, err, codes.DataLoss)
 	expect(t, healthy.problems())
-	write(t, healthy.file(target), 1)
-	ok(t, healthy.down(target))
-	ok(t, os.WriteFile(damaged.record(), rec, 0o600))
+	write(t, healthy.File(target), 1)
+	check.OK(t, healthy.down(target))
+	check.OK(t, os.WriteFile(damaged.record(), rec, 0o600))
 	d = d.restart()
-	ok(t, d.volume(damaged.id, damaged.name, damaged.capability).delete())
+	check.OK(t, d.volume(damaged.ID, damaged.Name, damaged.Capability).delete())
 	d.nothingLeft()
 }
 
@@ -127,67 +129,67 @@ func TestFilesystemHealth(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			d := start(t, drivertest.Options{})
-			v := d.made(request("volume", "ext4", smallest["ext4"]))
-			v.capability.GetMount().MountFlags = c.flags
+			v := d.made(co.Request("volume", "ext4", smallest["ext4"]))
+			v.Capability.GetMount().MountFlags = c.flags
 			target := v.running()
-			write(t, v.file(target), 1)
+			write(t, v.File(target), 1)
 			expect(t, v.problems())
-			loop := attached(t, v.image())[0]
-			ok(t, os.WriteFile("/sys/fs/ext4/"+loop+"/trigger_fs_error", []byte("a test"), 0))
+			loop := drivertest.LoopsOver(v.image())[0]
+			check.OK(t, os.WriteFile("/sys/fs/ext4/"+loop+"/trigger_fs_error", []byte("a test"), 0))
 			// The kernel writes the account of its errors a moment later.
 			for deadline := time.Now().Add(time.Minute); !slices.Equal(v.problems(), c.want) && time.Now().Before(deadline); {
 				time.Sleep(10 * time.Millisecond)
 			}
 			expect(t, v.problems(), c.want...)
-			if all := d.sick(1); !slices.Equal(all[v.id], c.want) {
+			if all := d.sick(1); !slices.Equal(all[v.ID], c.want) {
 				t.Errorf("listed: %v", all)
 			}
-			ok(t, v.publish(target, false)) // as it was published
-			holds(t, v.file(target), 1)
+			check.OK(t, v.publish(target, false)) // as it was published
+			holds(t, v.File(target), 1)
 			// Mounting it anew checks it.
-			ok(t, v.unpublish(target))
-			ok(t, v.unstage())
-			ok(t, v.stage())
-			ok(t, v.publish(target, false))
+			check.OK(t, v.unpublish(target))
+			check.OK(t, v.unstage())
+			check.OK(t, v.stage())
+			check.OK(t, v.publish(target, false))
 			expect(t, v.problems())
-			write(t, v.file(target), 2)
-			ok(t, v.down(target))
+			write(t, v.File(target), 2)
+			check.OK(t, v.down(target))
 			d.nothingLeft()
 		})
 	}
 }
 
-// TestLostPool: a pool whose folder went away answers for nothing, and makes nothing in
+// TestLostPool: a pool whose directory went away answers for nothing, and makes nothing in
 // its place.
 func TestLostPool(t *testing.T) {
 	d := start(t, drivertest.Options{})
-	v := d.made(request("volume", "ext4", smallest["ext4"]))
-	ok(t, d.probe())
+	v := d.made(co.Request("volume", "ext4", smallest["ext4"]))
+	check.OK(t, d.probe())
 	expect(t, d.storage())
-	folder, away := filepath.Join(d.Dir, "pool"), filepath.Join(d.Dir, "away")
+	directory, away := filepath.Join(d.Dir, "pool"), filepath.Join(d.Dir, "away")
 	for name, replace := range map[string]func(){
 		"nothing in its place": func() {},
-		"another in its place": func() { ok(t, os.MkdirAll(folder+"/volumes", 0o700)) },
+		"another in its place": func() { check.OK(t, os.MkdirAll(directory+"/volumes", 0o700)) },
 	} {
 		t.Run(name, func(t *testing.T) {
 			d, v := d.in(t), *v
-			v.driver = d
-			ok(t, os.Rename(folder, away))
+			v.driver, v.Client = d, d.Client
+			check.OK(t, os.Rename(directory, away))
 			replace()
-			ok(t, d.probe()) // a restart would mend nothing
+			check.OK(t, d.probe()) // a restart would mend nothing
 			expect(t, d.storage(), "STORAGE_UNREACHABLE PoolUnavailable")
 			expect(t, v.problems(), "INACCESSIBLE PoolUnavailable")
-			_, err := d.create(request("another", "ext4", smallest["ext4"]))
-			wants(t, err, codes.Unavailable)
+			_, err := d.create(co.Request("another", "ext4", smallest["ext4"]))
+			check.Code(t, err, codes.Unavailable)
 			_, err = d.GetCapacity(t.Context(), &csi.GetCapacityRequest{})
-			wants(t, err, codes.Unavailable)
-			ok(t, os.RemoveAll(folder))
-			ok(t, os.Rename(away, folder))
-			ok(t, d.probe())
+			check.Code(t, err, codes.Unavailable)
+			check.OK(t, os.RemoveAll(directory))
+			check.OK(t, os.Rename(away, directory))
+			check.OK(t, d.probe())
 			expect(t, v.problems())
 		})
 	}
-	ok(t, v.delete())
+	check.OK(t, v.delete())
 	d.nothingLeft()
 }
 
@@ -195,19 +197,19 @@ func TestLostPool(t *testing.T) {
 func TestFullPool(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := newDir(t)
-	poolFolder(t, dir, "ext4", 128*miB)
+	drivertest.MountNew(t, "ext4", filepath.Join(dir, "pool"), 128*miB)
 	d := start(t, drivertest.Options{Dir: dir, Pools: []string{"default=file://" + dir + "/pool?reservePercent=10"}})
 	expect(t, d.storage())
 	filler := filepath.Join(dir, "pool/filler")
-	run(t, "fallocate", "-l", "110M", filler)
+	drivertest.Run(t, "fallocate", "-l", "110M", filler)
 	expect(t, d.storage(), "STORAGE_DEGRADED PoolNearlyFull")
-	ok(t, d.probe())
-	_, err := d.create(request("volume", "ext4", 16*miB))
-	wants(t, err, codes.ResourceExhausted)
-	ok(t, os.Remove(filler))
+	check.OK(t, d.probe())
+	_, err := d.create(co.Request("volume", "ext4", 16*miB))
+	check.Code(t, err, codes.ResourceExhausted)
+	check.OK(t, os.Remove(filler))
 	expect(t, d.storage())
-	v := d.made(request("volume", "ext4", 16*miB))
-	ok(t, v.delete())
+	v := d.made(co.Request("volume", "ext4", 16*miB))
+	check.OK(t, v.delete())
 	d.nothingLeft()
 }
 
@@ -215,23 +217,23 @@ func TestFullPool(t *testing.T) {
 // shall be.
 func TestReadOnlyByOption(t *testing.T) {
 	d := start(t, drivertest.Options{})
-	v := d.made(request("volume", "xfs", smallest["xfs"]))
+	v := d.made(co.Request("volume", "xfs", smallest["xfs"]))
 	target := v.running()
-	write(t, v.file(target), 1)
-	ok(t, v.unpublish(target))
-	ok(t, v.unstage())
-	ok(t, v.expand(2*smallest["xfs"]))
-	v.capability.GetMount().MountFlags = []string{"noatime,ro"}
-	ok(t, v.stage()) // and does not grow
+	write(t, v.File(target), 1)
+	check.OK(t, v.unpublish(target))
+	check.OK(t, v.unstage())
+	check.OK(t, v.expand(2*smallest["xfs"]))
+	v.Capability.GetMount().MountFlags = []string{"noatime,ro"}
+	check.OK(t, v.stage()) // and does not grow
 	for range 2 {
-		ok(t, v.publish(target, false))
-		holds(t, v.file(target), 1)
+		check.OK(t, v.publish(target, false))
+		holds(t, v.File(target), 1)
 		if said := v.problems(); len(said) > 0 {
 			t.Errorf("said %v", said)
 		}
 		d = d.restart()
-		v.driver = d
+		v.driver, v.Client = d, d.Client
 	}
-	ok(t, v.down(target))
+	check.OK(t, v.down(target))
 	d.nothingLeft()
 }

@@ -17,6 +17,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/internal/ioctl"
 )
 
@@ -36,7 +38,7 @@ func inPod(t testing.TB, f func()) {
 		}
 		f()
 	}()
-	ok(t, <-ended)
+	check.OK(t, <-ended)
 }
 
 // loopRequest tells whether a request is one of loop devices (linux/loop.h).
@@ -118,17 +120,17 @@ func (x *tampering) arguments(device *os.File, request uint) []func() uintptr {
 func loopBelow(t testing.TB, target string) (n int, mapped bool) {
 	t.Helper()
 	var st unix.Stat_t
-	ok(t, unix.Stat(target, &st))
+	check.OK(t, unix.Stat(target, &st))
 	if unix.Major(st.Rdev) == 7 {
 		return int(unix.Minor(st.Rdev)), false
 	}
 	slaves, err := filepath.Glob(fmt.Sprintf("/sys/dev/block/%d:%d/slaves/loop*", unix.Major(st.Rdev), unix.Minor(st.Rdev)))
-	ok(t, err)
+	check.OK(t, err)
 	if len(slaves) != 1 {
 		return -1, true // a logical volume
 	}
 	n, err = strconv.Atoi(strings.TrimPrefix(filepath.Base(slaves[0]), "loop"))
-	ok(t, err)
+	check.OK(t, err)
 	return n, true
 }
 
@@ -139,14 +141,14 @@ func TestHostilePod(t *testing.T) {
 	for _, kind := range pools {
 		t.Run(kind, func(t *testing.T) {
 			d := startOn(t, kind)
-			v := d.made(request("attacker", block, smallest[block]))
-			target, reader := v.running(), v.target("reader")
-			ok(t, v.publish(reader, true))
+			v := d.made(co.Request("attacker", block, smallest[block]))
+			target, reader := v.running(), v.Target("reader")
+			check.OK(t, v.publish(reader, true))
 			write(t, target, 1)
 			own, err := os.Create(filepath.Join(d.Dir, "own"))
-			ok(t, err)
+			check.OK(t, err)
 			defer own.Close()
-			ok(t, own.Truncate(smallest[block]))
+			check.OK(t, own.Truncate(smallest[block]))
 
 			attacked, others := make(chan struct{}), sync.WaitGroup{}
 			others.Go(func() { d.others(t, attacked) })
@@ -156,13 +158,13 @@ func TestHostilePod(t *testing.T) {
 			others.Wait()
 
 			d = d.restart()
-			v = d.volume(v.id, v.name, v.capability)
-			ok(t, v.publish(target, false))
+			v = d.volume(v.ID, v.Name, v.Capability)
+			check.OK(t, v.publish(target, false))
 			write(t, target, 2) // whatever it made of it
 			holds(t, reader, 2)
-			ok(t, v.down(target, reader))
-			ok(t, own.Close())
-			ok(t, os.Remove(own.Name()))
+			check.OK(t, v.down(target, reader))
+			check.OK(t, own.Close())
+			check.OK(t, os.Remove(own.Name()))
 			d.nothingLeft()
 		})
 	}
@@ -177,13 +179,13 @@ func (d *driver) others(t *testing.T, until <-chan struct{}) {
 		default:
 		}
 		kind := []string{block, "ext4"}[n%2]
-		v, err := d.create(request(fmt.Sprint("other", n), kind, smallest[kind]))
+		v, err := d.create(co.Request(fmt.Sprint("other", n), kind, smallest[kind]))
 		var at string
 		if err == nil {
 			at, err = v.up()
 		}
 		if err == nil {
-			err = writeAndRead(v.file(at), n)
+			err = writeAndRead(v.File(at), n)
 		}
 		if err == nil {
 			err = v.down(at)
@@ -201,7 +203,7 @@ func writeAndRead(path string, seed uint64) error {
 		return err
 	}
 	defer f.Close()
-	if _, err := f.WriteAt(data(seed), 4*miB); err != nil {
+	if _, err := f.WriteAt(written(seed).Bytes(), 4*miB); err != nil {
 		return err
 	}
 	if err := f.Sync(); err != nil {
@@ -211,7 +213,7 @@ func writeAndRead(path string, seed uint64) error {
 	if _, err := f.ReadAt(have, 4*miB); err != nil {
 		return err
 	}
-	if !bytes.Equal(have, data(seed)) {
+	if !bytes.Equal(have, written(seed).Bytes()) {
 		return errors.New("it does not hold what was written")
 	}
 	return nil
@@ -228,7 +230,7 @@ func attack(t *testing.T, x *tampering, target, reader string, loop int, mapped 
 		b, _ := os.ReadFile(fmt.Sprintf("/sys/block/loop%d/loop/backing_file", loop))
 		return string(b)
 	}
-	before, page, mine := backing(), make([]byte, 4096), data(1)
+	before, page, mine := backing(), make([]byte, 4096), written(1).Bytes()
 	for _, open := range []struct {
 		path string
 		mode int

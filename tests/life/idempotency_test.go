@@ -15,12 +15,14 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/csimap"
 )
 
 func expansion(v *vol, size int64) *csi.ControllerExpandVolumeRequest {
-	return &csi.ControllerExpandVolumeRequest{VolumeId: v.id, CapacityRange: &csi.CapacityRange{RequiredBytes: size}, VolumeCapability: v.capability}
+	return &csi.ControllerExpandVolumeRequest{VolumeId: v.ID, CapacityRange: &csi.CapacityRange{RequiredBytes: size}, VolumeCapability: v.Capability}
 }
 
 // TestRepeats makes every call three times.
@@ -28,19 +30,19 @@ func TestRepeats(t *testing.T) {
 	for _, kind := range []string{"ext4", "xfs", "btrfs", block} {
 		t.Run(kind, func(t *testing.T) {
 			d := start(t, drivertest.Options{})
-			v := d.made(request("volume", kind, smallest[kind]))
-			target, reader := v.target("pod"), v.target("reader")
+			v := d.made(co.Request("volume", kind, smallest[kind]))
+			target, reader := v.Target("pod"), v.Target("reader")
 			var snapshot *csi.Snapshot
 			thrice := func(step func() error) {
 				t.Helper()
 				for range 3 {
-					ok(t, step())
+					check.OK(t, step())
 				}
 			}
 			thrice(func() error {
-				again, err := d.create(request("volume", kind, smallest[kind]))
-				if err == nil && again.id != v.id {
-					t.Errorf("one name has volumes %s and %s", v.id, again.id)
+				again, err := d.create(co.Request("volume", kind, smallest[kind]))
+				if err == nil && again.ID != v.ID {
+					t.Errorf("one name has volumes %s and %s", v.ID, again.ID)
 				}
 				return err
 			})
@@ -48,7 +50,7 @@ func TestRepeats(t *testing.T) {
 			thrice(v.stage)
 			thrice(func() error { return v.publish(target, false) })
 			thrice(func() error { return v.publish(reader, true) })
-			staged := v.staging
+			staged := v.Staging
 			if kind == block {
 				staged += "/device"
 			}
@@ -57,10 +59,10 @@ func TestRepeats(t *testing.T) {
 					t.Errorf("%d mounts at %s", n, path)
 				}
 			}
-			if n := len(attached(t, v.image())); n != 1 {
+			if n := len(drivertest.LoopsOver(v.image())); n != 1 {
 				t.Errorf("%d devices over the image", n)
 			}
-			write(t, v.file(target), 1)
+			write(t, v.File(target), 1)
 			thrice(func() error {
 				again, err := v.snapshot("snapshot")
 				if err == nil && snapshot != nil && again.String() != snapshot.String() {
@@ -72,14 +74,14 @@ func TestRepeats(t *testing.T) {
 			thrice(func() error { return v.expand(smallest[kind]) })
 			thrice(func() error { return v.nodeExpand(target) })
 			thrice(func() error {
-				_, err := d.create(fromSnapshot(request("restore", kind, smallest[kind]), snapshot.GetSnapshotId()))
+				_, err := d.create(co.FromSnapshot(co.Request("restore", kind, smallest[kind]), snapshot.GetSnapshotId()))
 				return err
 			})
 			thrice(func() error {
-				_, err := d.create(fromVolume(request("clone", kind, smallest[kind]), v.id))
+				_, err := d.create(co.FromVolume(co.Request("clone", kind, smallest[kind]), v.ID))
 				return err
 			})
-			holds(t, v.file(target), 1)
+			holds(t, v.File(target), 1)
 
 			thrice(func() error { return v.unpublish(target) })
 			thrice(func() error { return v.unpublish(reader) })
@@ -88,7 +90,7 @@ func TestRepeats(t *testing.T) {
 			thrice(v.delete)
 			thrice(func() error { return d.deleteSnapshot(snapshot.GetSnapshotId()) })
 			for _, name := range []string{"restore", "clone"} {
-				thrice(d.volume(idOf(name), name, v.capability).delete)
+				thrice(d.volume(drivertest.VolumeID(name), name, v.Capability).delete)
 			}
 			for _, path := range []string{target, reader} {
 				if _, err := os.Lstat(path); !errors.Is(err, fs.ErrNotExist) {
@@ -103,101 +105,101 @@ func TestRepeats(t *testing.T) {
 // TestConflicts: a call that differs from what is there is refused and changes nothing.
 func TestConflicts(t *testing.T) {
 	d := start(t, drivertest.Options{})
-	v := d.made(request("volume", "ext4", smallest["ext4"]))
-	other := d.made(request("other", "ext4", smallest["ext4"]))
+	v := d.made(co.Request("volume", "ext4", smallest["ext4"]))
+	other := d.made(co.Request("other", "ext4", smallest["ext4"]))
 	snapshot, err := v.snapshot("snapshot")
-	ok(t, err)
+	check.OK(t, err)
 
 	for name, change := range map[string]func(*csi.CreateVolumeRequest){
 		"larger":       func(r *csi.CreateVolumeRequest) { r.CapacityRange.RequiredBytes *= 2 },
 		"limit":        func(r *csi.CreateVolumeRequest) { r.CapacityRange = &csi.CapacityRange{LimitBytes: 16 * miB} },
 		"provisioning": func(r *csi.CreateVolumeRequest) { r.Parameters = map[string]string{"provisioning": "thin"} },
 		"filesystem": func(r *csi.CreateVolumeRequest) {
-			r.VolumeCapabilities = []*csi.VolumeCapability{capability("xfs", writer)}
+			r.VolumeCapabilities = []*csi.VolumeCapability{co.Capability("xfs", co.Writer)}
 		},
-		"source": func(r *csi.CreateVolumeRequest) { fromVolume(r, other.id) },
+		"source": func(r *csi.CreateVolumeRequest) { co.FromVolume(r, other.ID) },
 	} {
 		t.Run("create with other "+name, func(t *testing.T) {
 			d := d.in(t)
-			r := request("volume", "ext4", smallest["ext4"])
+			r := co.Request("volume", "ext4", smallest["ext4"])
 			change(r)
 			_, err := d.create(r)
-			wants(t, err, codes.AlreadyExists)
+			check.Code(t, err, codes.AlreadyExists)
 		})
 	}
 	_, err = other.snapshot("snapshot")
-	wants(t, err, codes.AlreadyExists)
-	same := request("volume", "ext4", 1)
+	check.Code(t, err, codes.AlreadyExists)
+	same := co.Request("volume", "ext4", 1)
 	same.CapacityRange.LimitBytes = smallest["ext4"]
-	if again := d.made(same); again.id != v.id {
-		t.Errorf("a range that the volume is in gets %s, not %s", again.id, v.id)
+	if again := d.made(same); again.ID != v.ID {
+		t.Errorf("a range that the volume is in gets %s, not %s", again.ID, v.ID)
 	}
 
 	claim := func(change func(*csi.ControllerPublishVolumeRequest)) error {
-		r := &csi.ControllerPublishVolumeRequest{VolumeId: v.id, NodeId: drivertest.Node, VolumeCapability: capability("ext4", multiWriter)}
+		r := &csi.ControllerPublishVolumeRequest{VolumeId: v.ID, NodeId: drivertest.Node, VolumeCapability: co.Capability("ext4", co.MultiWriter)}
 		change(r)
 		_, err := d.ControllerPublishVolume(t.Context(), r)
 		return err
 	}
-	wants(t, v.stage(), codes.FailedPrecondition, "not claimed")
-	ok(t, v.claim())
-	ok(t, other.claim())
-	wants(t, claim(func(r *csi.ControllerPublishVolumeRequest) { r.NodeId = "elsewhere" }), codes.NotFound)
-	wants(t, claim(func(r *csi.ControllerPublishVolumeRequest) { r.Readonly = true }), codes.AlreadyExists)
-	wants(t, claim(func(r *csi.ControllerPublishVolumeRequest) { r.VolumeCapability = capability("ext4", readerOnly) }), codes.AlreadyExists)
-	wants(t, claim(func(r *csi.ControllerPublishVolumeRequest) { r.VolumeCapability = capability(block, multiWriter) }), codes.AlreadyExists)
-	ok(t, claim(func(*csi.ControllerPublishVolumeRequest) {}))
-	wants(t, v.delete(), codes.FailedPrecondition)
+	check.Code(t, v.stage(), codes.FailedPrecondition, "not claimed")
+	check.OK(t, v.claim())
+	check.OK(t, other.claim())
+	check.Code(t, claim(func(r *csi.ControllerPublishVolumeRequest) { r.NodeId = "elsewhere" }), codes.NotFound)
+	check.Code(t, claim(func(r *csi.ControllerPublishVolumeRequest) { r.Readonly = true }), codes.AlreadyExists)
+	check.Code(t, claim(func(r *csi.ControllerPublishVolumeRequest) { r.VolumeCapability = co.Capability("ext4", readerOnly) }), codes.AlreadyExists)
+	check.Code(t, claim(func(r *csi.ControllerPublishVolumeRequest) { r.VolumeCapability = co.Capability(block, co.MultiWriter) }), codes.AlreadyExists)
+	check.OK(t, claim(func(*csi.ControllerPublishVolumeRequest) {}))
+	check.Code(t, v.delete(), codes.FailedPrecondition)
 
 	// Staged.
-	wants(t, v.publish(v.target("early"), false), codes.FailedPrecondition, "staged")
-	absent(t, v.target("early"))
-	ok(t, v.stage())
-	wants(t, stageAs(v, func(r *csi.NodeStageVolumeRequest) { r.VolumeCapability = capability("ext4", readerOnly) }), codes.AlreadyExists)
-	wants(t, stageAs(v, func(r *csi.NodeStageVolumeRequest) { r.VolumeCapability = capability("xfs", multiWriter) }), codes.AlreadyExists)
-	wants(t, stageAs(v, func(r *csi.NodeStageVolumeRequest) { r.VolumeCapability = capability(block, multiWriter) }), codes.AlreadyExists)
-	wants(t, stageAs(v, func(r *csi.NodeStageVolumeRequest) { r.VolumeId = other.id }), codes.AlreadyExists)
+	check.Code(t, v.publish(v.Target("early"), false), codes.FailedPrecondition, "staged")
+	absent(t, v.Target("early"))
+	check.OK(t, v.stage())
+	check.Code(t, stageAs(v, func(r *csi.NodeStageVolumeRequest) { r.VolumeCapability = co.Capability("ext4", readerOnly) }), codes.AlreadyExists)
+	check.Code(t, stageAs(v, func(r *csi.NodeStageVolumeRequest) { r.VolumeCapability = co.Capability("xfs", co.MultiWriter) }), codes.AlreadyExists)
+	check.Code(t, stageAs(v, func(r *csi.NodeStageVolumeRequest) { r.VolumeCapability = co.Capability(block, co.MultiWriter) }), codes.AlreadyExists)
+	check.Code(t, stageAs(v, func(r *csi.NodeStageVolumeRequest) { r.VolumeId = other.ID }), codes.AlreadyExists)
 	elsewhere := filepath.Join(d.Dir, "elsewhere")
-	ok(t, os.Mkdir(elsewhere, 0o700))
-	wants(t, stageAs(v, func(r *csi.NodeStageVolumeRequest) { r.StagingTargetPath = elsewhere }), codes.FailedPrecondition, "one staging path", v.staging)
-	wants(t, stageAs(v, func(r *csi.NodeStageVolumeRequest) {
-		r.VolumeCapability, r.StagingTargetPath = capability(block, multiWriter), elsewhere
+	check.OK(t, os.Mkdir(elsewhere, 0o700))
+	check.Code(t, stageAs(v, func(r *csi.NodeStageVolumeRequest) { r.StagingTargetPath = elsewhere }), codes.FailedPrecondition, "one staging path", v.Staging)
+	check.Code(t, stageAs(v, func(r *csi.NodeStageVolumeRequest) {
+		r.VolumeCapability, r.StagingTargetPath = co.Capability(block, co.MultiWriter), elsewhere
 	}), codes.FailedPrecondition) // a second device would not see what is written to the first
-	wants(t, stageAs(v, func(r *csi.NodeStageVolumeRequest) { r.StagingTargetPath = filepath.Join(d.Dir, "nowhere") }), codes.FailedPrecondition)
-	ok(t, d.volume(other.id, "volume", v.capability).unstage()) // it is not staged there
-	wants(t, other.unpublish(v.staging), codes.FailedPrecondition, "not this volume")
-	if n := mountsAt(t, v.staging); n != 1 {
+	check.Code(t, stageAs(v, func(r *csi.NodeStageVolumeRequest) { r.StagingTargetPath = filepath.Join(d.Dir, "nowhere") }), codes.FailedPrecondition)
+	check.OK(t, d.volume(other.ID, "volume", v.Capability).unstage()) // it is not staged there
+	check.Code(t, other.unpublish(v.Staging), codes.FailedPrecondition, "not this volume")
+	if n := mountsAt(t, v.Staging); n != 1 {
 		t.Fatalf("%d mounts at the staging path, of 1", n)
 	}
 
 	// Published.
-	target := v.target("pod")
-	ok(t, v.publish(target, false))
-	write(t, v.file(target), 1)
-	wants(t, v.publish(target, true), codes.AlreadyExists)
-	wants(t, v.unstage(), codes.FailedPrecondition, target)
-	wants(t, publishAs(v, target, func(r *csi.NodePublishVolumeRequest) { r.VolumeCapability = capability("xfs", multiWriter) }), codes.FailedPrecondition, "staged as ext4")
-	ok(t, publishAs(v, target, func(r *csi.NodePublishVolumeRequest) { r.VolumeCapability = capability("", multiWriter) }))
-	wants(t, publishAs(v, target, func(r *csi.NodePublishVolumeRequest) {
-		r.VolumeCapability = capability("ext4", multiWriter)
+	target := v.Target("pod")
+	check.OK(t, v.publish(target, false))
+	write(t, v.File(target), 1)
+	check.Code(t, v.publish(target, true), codes.AlreadyExists)
+	check.Code(t, v.unstage(), codes.FailedPrecondition, target)
+	check.Code(t, publishAs(v, target, func(r *csi.NodePublishVolumeRequest) { r.VolumeCapability = co.Capability("xfs", co.MultiWriter) }), codes.FailedPrecondition, "staged as ext4")
+	check.OK(t, publishAs(v, target, func(r *csi.NodePublishVolumeRequest) { r.VolumeCapability = co.Capability("", co.MultiWriter) }))
+	check.Code(t, publishAs(v, target, func(r *csi.NodePublishVolumeRequest) {
+		r.VolumeCapability = co.Capability("ext4", co.MultiWriter)
 		r.VolumeCapability.GetMount().MountFlags = []string{`context="system_u:object_r:container_file_t:s0:c1,c2"`}
 	}), codes.FailedPrecondition, "SELinux")
-	ok(t, other.stage())
-	wants(t, other.publish(target, false), codes.AlreadyExists)
-	wants(t, other.unpublish(target), codes.FailedPrecondition, "not this volume")
-	wants(t, d.volume(other.id, "volume", v.capability).unstage(), codes.FailedPrecondition)
-	holds(t, v.file(target), 1)
-	ok(t, v.release())
-	wants(t, v.delete(), codes.FailedPrecondition) // it is attached, claimed or not
-	wants(t, v.publish(target, false), codes.FailedPrecondition, "not claimed")
-	wants(t, v.stage(), codes.FailedPrecondition, "not claimed")
-	holds(t, v.file(target), 1) // its pod goes on
-	ok(t, v.unpublish(target))
-	wants(t, v.delete(), codes.FailedPrecondition)
-	ok(t, v.unstage())
-	ok(t, v.delete())
-	ok(t, other.down())
-	ok(t, d.deleteSnapshot(snapshot.GetSnapshotId()))
+	check.OK(t, other.stage())
+	check.Code(t, other.publish(target, false), codes.AlreadyExists)
+	check.Code(t, other.unpublish(target), codes.FailedPrecondition, "not this volume")
+	check.Code(t, d.volume(other.ID, "volume", v.Capability).unstage(), codes.FailedPrecondition)
+	holds(t, v.File(target), 1)
+	check.OK(t, v.release())
+	check.Code(t, v.delete(), codes.FailedPrecondition) // it is attached, claimed or not
+	check.Code(t, v.publish(target, false), codes.FailedPrecondition, "not claimed")
+	check.Code(t, v.stage(), codes.FailedPrecondition, "not claimed")
+	holds(t, v.File(target), 1) // its pod goes on
+	check.OK(t, v.unpublish(target))
+	check.Code(t, v.delete(), codes.FailedPrecondition)
+	check.OK(t, v.unstage())
+	check.OK(t, v.delete())
+	check.OK(t, other.down())
+	check.OK(t, d.deleteSnapshot(snapshot.GetSnapshotId()))
 	d.nothingLeft()
 }
 
@@ -209,14 +211,14 @@ func absent(t testing.TB, path string) {
 }
 
 func stageAs(v *vol, change func(*csi.NodeStageVolumeRequest)) error {
-	r := &csi.NodeStageVolumeRequest{VolumeId: v.id, StagingTargetPath: v.staging, VolumeCapability: v.capability}
+	r := v.StageRequest()
 	change(r)
 	_, err := v.NodeStageVolume(v.t.Context(), r)
 	return err
 }
 
 func publishAs(v *vol, target string, change func(*csi.NodePublishVolumeRequest)) error {
-	r := &csi.NodePublishVolumeRequest{VolumeId: v.id, StagingTargetPath: v.staging, TargetPath: target, VolumeCapability: v.capability}
+	r := v.PublishRequest(target, false)
 	change(r)
 	_, err := v.NodePublishVolume(v.t.Context(), r)
 	return err
@@ -225,20 +227,20 @@ func publishAs(v *vol, target string, change func(*csi.NodePublishVolumeRequest)
 // TestBlockConflicts: one target, one mode.
 func TestBlockConflicts(t *testing.T) {
 	d := start(t, drivertest.Options{})
-	v := d.made(request("volume", block, smallest[block]))
+	v := d.made(co.Request("volume", block, smallest[block]))
 	target := v.running()
-	wants(t, v.publish(target, true), codes.AlreadyExists)
-	wants(t, stageAs(v, func(r *csi.NodeStageVolumeRequest) { r.VolumeCapability = capability("ext4", multiWriter) }), codes.FailedPrecondition)
-	mounted := d.volume(v.id, v.name, capability("ext4", multiWriter))
-	wants(t, mounted.publish(v.target("mount"), false), codes.FailedPrecondition)
-	absent(t, v.target("mount"))
+	check.Code(t, v.publish(target, true), codes.AlreadyExists)
+	check.Code(t, stageAs(v, func(r *csi.NodeStageVolumeRequest) { r.VolumeCapability = co.Capability("ext4", co.MultiWriter) }), codes.FailedPrecondition)
+	mounted := d.volume(v.ID, v.Name, co.Capability("ext4", co.MultiWriter))
+	check.Code(t, mounted.publish(v.Target("mount"), false), codes.FailedPrecondition)
+	absent(t, v.Target("mount"))
 	write(t, target, 1)
-	ok(t, v.unpublish(target))
-	ok(t, v.publish(target, true))
-	wants(t, v.publish(target, false), codes.AlreadyExists)
+	check.OK(t, v.unpublish(target))
+	check.OK(t, v.publish(target, true))
+	check.Code(t, v.publish(target, false), codes.AlreadyExists)
 	refusesWrites(t, target)
 	holds(t, target, 1)
-	ok(t, v.down(target))
+	check.OK(t, v.down(target))
 	d.nothingLeft()
 }
 
@@ -246,46 +248,46 @@ func TestBlockConflicts(t *testing.T) {
 func TestAccessModes(t *testing.T) {
 	d := start(t, drivertest.Options{})
 	for _, kind := range []string{"ext4", block} {
-		for mode, shared := range map[csi.VolumeCapability_AccessMode_Mode]bool{writer: true, multiWriter: true, singleWriter: false, readerOnly: true, readers: true} {
+		for mode, shared := range map[csi.VolumeCapability_AccessMode_Mode]bool{co.Writer: true, co.MultiWriter: true, singleWriter: false, readerOnly: true, readers: true} {
 			t.Run(kind+"/"+mode.String(), func(t *testing.T) {
 				d := d.in(t)
-				r := request("volume", kind, smallest[kind])
-				r.VolumeCapabilities = []*csi.VolumeCapability{capability(kind, mode)}
+				r := co.Request("volume", kind, smallest[kind])
+				r.VolumeCapabilities = []*csi.VolumeCapability{co.Capability(kind, mode)}
 				v := d.made(r)
 				reads := mode == readerOnly || mode == readers
 				if reads && kind != block { // it needs something to read
-					w := d.volume(v.id, v.name, capability(kind, writer))
+					w := d.volume(v.ID, v.Name, co.Capability(kind, co.Writer))
 					target := w.running()
-					write(t, w.file(target), 1)
-					ok(t, w.unpublish(target))
-					ok(t, w.unstage())
-					ok(t, w.release())
+					write(t, w.File(target), 1)
+					check.OK(t, w.unpublish(target))
+					check.OK(t, w.unstage())
+					check.OK(t, w.release())
 				}
-				first, second := v.running(), v.target("second")
+				first, second := v.running(), v.Target("second")
 				err := v.publish(second, false)
 				if !shared {
-					wants(t, err, codes.FailedPrecondition, first)
+					check.Code(t, err, codes.FailedPrecondition, first)
 					absent(t, second)
-					ok(t, v.publish(first, false))
-					ok(t, v.unpublish(first))
+					check.OK(t, v.publish(first, false))
+					check.OK(t, v.unpublish(first))
 					err = v.publish(second, false)
 				}
-				ok(t, err)
+				check.OK(t, err)
 				if reads {
-					refusesWrites(t, v.file(first))
+					refusesWrites(t, v.File(first))
 				} else {
-					write(t, v.file(second), 2)
+					write(t, v.File(second), 2)
 				}
-				ok(t, v.down(first, second))
+				check.OK(t, v.down(first, second))
 			})
 		}
 		for _, mode := range []csi.VolumeCapability_AccessMode_Mode{
 			csi.VolumeCapability_AccessMode_UNKNOWN,
 			csi.VolumeCapability_AccessMode_MULTI_NODE_SINGLE_WRITER, csi.VolumeCapability_AccessMode_MULTI_NODE_MULTI_WRITER} {
-			r := request("volume", kind, smallest[kind])
-			r.VolumeCapabilities = []*csi.VolumeCapability{capability(kind, mode)}
+			r := co.Request("volume", kind, smallest[kind])
+			r.VolumeCapabilities = []*csi.VolumeCapability{co.Capability(kind, mode)}
 			_, err := d.create(r)
-			wants(t, err, codes.InvalidArgument)
+			check.Code(t, err, codes.InvalidArgument)
 		}
 	}
 	d.nothingLeft()
@@ -298,39 +300,39 @@ func TestReaders(t *testing.T) {
 	for _, kind := range []string{"ext4", "xfs", "btrfs", block} {
 		t.Run(kind, func(t *testing.T) {
 			d := d.in(t)
-			source := d.made(request("source-"+kind, kind, smallest[kind]))
+			source := d.made(co.Request("source-"+kind, kind, smallest[kind]))
 			target := source.running()
-			write(t, source.file(target), 1)
+			write(t, source.File(target), 1)
 			s, err := source.snapshot("snapshot-" + kind)
-			ok(t, err)
-			r := fromSnapshot(request("restored-"+kind, kind, smallest[kind]), s.GetSnapshotId())
-			r.VolumeCapabilities = []*csi.VolumeCapability{capability(kind, readers)}
+			check.OK(t, err)
+			r := co.FromSnapshot(co.Request("restored-"+kind, kind, smallest[kind]), s.GetSnapshotId())
+			r.VolumeCapabilities = []*csi.VolumeCapability{co.Capability(kind, readers)}
 			v := d.made(r)
-			valid, err := d.ValidateVolumeCapabilities(t.Context(), &csi.ValidateVolumeCapabilitiesRequest{VolumeId: v.id, VolumeCapabilities: r.VolumeCapabilities})
-			ok(t, err)
+			valid, err := d.ValidateVolumeCapabilities(t.Context(), &csi.ValidateVolumeCapabilitiesRequest{VolumeId: v.ID, VolumeCapabilities: r.VolumeCapabilities})
+			check.OK(t, err)
 			if valid.GetConfirmed() == nil {
 				t.Errorf("not confirmed: %s", valid.GetMessage())
 			}
-			_, err = d.ControllerPublishVolume(t.Context(), &csi.ControllerPublishVolumeRequest{VolumeId: v.id, NodeId: "elsewhere", VolumeCapability: v.capability})
-			wants(t, err, codes.NotFound)
-			ok(t, v.claim())
-			ok(t, v.stage())
+			_, err = d.ControllerPublishVolume(t.Context(), &csi.ControllerPublishVolumeRequest{VolumeId: v.ID, NodeId: "elsewhere", VolumeCapability: v.Capability})
+			check.Code(t, err, codes.NotFound)
+			check.OK(t, v.claim())
+			check.OK(t, v.stage())
 			var pods []string
 			for _, pod := range []string{"first", "second", "third"} {
 				for range 2 {
-					ok(t, v.publish(v.target(pod), pod == "third"))
+					check.OK(t, v.publish(v.Target(pod), pod == "third"))
 				}
-				pods = append(pods, v.target(pod))
-				refusesWrites(t, v.file(v.target(pod)))
-				holds(t, v.file(v.target(pod)), 1)
+				pods = append(pods, v.Target(pod))
+				refusesWrites(t, v.File(v.Target(pod)))
+				holds(t, v.File(v.Target(pod)), 1)
 			}
-			writer := d.volume(v.id, v.name, capability(kind, writer))
-			if !v.block() { // a raw device is one that takes writes, or another one
-				wants(t, writer.stage(), codes.AlreadyExists)
+			writer := d.volume(v.ID, v.Name, co.Capability(kind, co.Writer))
+			if !v.Block() { // a raw device is one that takes writes, or another one
+				check.Code(t, writer.stage(), codes.AlreadyExists)
 			}
-			ok(t, v.down(pods...))
-			ok(t, d.deleteSnapshot(s.GetSnapshotId()))
-			ok(t, source.down(target))
+			check.OK(t, v.down(pods...))
+			check.OK(t, d.deleteSnapshot(s.GetSnapshotId()))
+			check.OK(t, source.down(target))
 		})
 	}
 	d.nothingLeft()
@@ -342,26 +344,26 @@ func TestReadOnlyClaim(t *testing.T) {
 	for _, kind := range []string{"ext4", "xfs", block} {
 		t.Run(kind, func(t *testing.T) {
 			d := d.in(t)
-			v := d.made(request("volume", kind, smallest[kind]))
+			v := d.made(co.Request("volume", kind, smallest[kind]))
 			target := v.running()
-			write(t, v.file(target), 1)
-			ok(t, v.unpublish(target))
-			ok(t, v.unstage())
-			ok(t, v.release())
-			response, err := d.ControllerPublishVolume(t.Context(), &csi.ControllerPublishVolumeRequest{VolumeId: v.id, NodeId: drivertest.Node, VolumeCapability: v.capability, Readonly: true})
-			ok(t, err)
-			v.context = response.GetPublishContext()
+			write(t, v.File(target), 1)
+			check.OK(t, v.unpublish(target))
+			check.OK(t, v.unstage())
+			check.OK(t, v.release())
+			response, err := d.ControllerPublishVolume(t.Context(), &csi.ControllerPublishVolumeRequest{VolumeId: v.ID, NodeId: drivertest.Node, VolumeCapability: v.Capability, Readonly: true})
+			check.OK(t, err)
+			v.PublishContext = response.GetPublishContext()
 			for range 2 {
-				ok(t, v.stage())
-				ok(t, v.publish(target, false))
+				check.OK(t, v.stage())
+				check.OK(t, v.publish(target, false))
 			}
-			holds(t, v.file(target), 1)
-			refusesWrites(t, v.file(target))
-			wants(t, v.expand(smallest[kind]+64*miB), codes.OK)
+			holds(t, v.File(target), 1)
+			refusesWrites(t, v.File(target))
+			check.Code(t, v.expand(smallest[kind]+64*miB), codes.OK)
 			if kind != block {
-				wants(t, v.nodeExpand(target), codes.FailedPrecondition, "read-only")
+				check.Code(t, v.nodeExpand(target), codes.FailedPrecondition, "read-only")
 			}
-			ok(t, v.down(target))
+			check.OK(t, v.down(target))
 		})
 	}
 	d.nothingLeft()
@@ -370,13 +372,13 @@ func TestReadOnlyClaim(t *testing.T) {
 // TestIDs: an ID is input. None touches anything outside of the pool.
 func TestIDs(t *testing.T) {
 	d := start(t, drivertest.Options{})
-	ok(t, os.WriteFile(filepath.Join(d.Dir, "precious.img"), []byte("precious"), 0o600))
-	ok(t, os.WriteFile(filepath.Join(d.Dir, "pool/precious.rec"), []byte("precious"), 0o600))
-	tree := func() string { return run(t, "find", d.Dir, "-not", "-type", "s", "-printf", "%p %s %T@\n") }
+	check.OK(t, os.WriteFile(filepath.Join(d.Dir, "precious.img"), []byte("precious"), 0o600))
+	check.OK(t, os.WriteFile(filepath.Join(d.Dir, "pool/precious.rec"), []byte("precious"), 0o600))
+	tree := func() string { return drivertest.Run(t, "find", d.Dir, "-not", "-type", "s", "-printf", "%p %s %T@\n") }
 	staging, target := filepath.Join(d.Dir, "staging"), filepath.Join(d.Dir, "target")
-	ok(t, os.Mkdir(staging, 0o700))
+	check.OK(t, os.Mkdir(staging, 0o700))
 	before := tree()
-	c := capability("ext4", writer)
+	c := co.Capability("ext4", co.Writer)
 	zeros := strings.Repeat("0", 32)
 	for _, id := range []string{
 		"x", "../precious", "vol.default.../../precious", "vol.default.../../../precious", "vol.../precious." + zeros, "/etc/passwd",
@@ -414,8 +416,8 @@ func TestIDs(t *testing.T) {
 		_, errs["CreateVolumeGroupSnapshot"] = d.CreateVolumeGroupSnapshot(ctx, &csi.CreateVolumeGroupSnapshotRequest{Name: "name", SourceVolumeIds: []string{id}})
 		_, errs["GetSnapshot"] = d.GetSnapshot(ctx, &csi.GetSnapshotRequest{SnapshotId: id})
 		_, errs["GetVolumeGroupSnapshot"] = d.GetVolumeGroupSnapshot(ctx, &csi.GetVolumeGroupSnapshotRequest{GroupSnapshotId: id})
-		_, errs["CreateVolume from a volume"] = d.create(fromVolume(request("name", "ext4", miB), id))
-		_, errs["CreateVolume from a snapshot"] = d.create(fromSnapshot(request("name", "ext4", miB), id))
+		_, errs["CreateVolume from a volume"] = d.create(co.FromVolume(co.Request("name", "ext4", miB), id))
+		_, errs["CreateVolume from a snapshot"] = d.create(co.FromSnapshot(co.Request("name", "ext4", miB), id))
 		_, errs["NodeStageVolume"] = d.NodeStageVolume(ctx, &csi.NodeStageVolumeRequest{VolumeId: id, StagingTargetPath: staging, VolumeCapability: c})
 		_, errs["NodePublishVolume"] = d.NodePublishVolume(ctx, &csi.NodePublishVolumeRequest{VolumeId: id, StagingTargetPath: staging, TargetPath: target, VolumeCapability: c})
 		_, errs["NodeExpandVolume"] = d.NodeExpandVolume(ctx, &csi.NodeExpandVolumeRequest{VolumeId: id, VolumePath: staging})
@@ -439,48 +441,48 @@ func TestIDs(t *testing.T) {
 // TestPaths: a path has to say where it leads.
 func TestPaths(t *testing.T) {
 	d := start(t, drivertest.Options{})
-	v := d.made(request("volume", "ext4", smallest["ext4"]))
+	v := d.made(co.Request("volume", "ext4", smallest["ext4"]))
 	target := v.running()
-	write(t, v.file(target), 1)
+	write(t, v.File(target), 1)
 	for _, path := range []string{"", "relative", "./pods", "/", target + "/", target + "/../pod", d.Dir + "//pods", "/proc/self/../" + d.Dir} {
 		t.Run(path, func(t *testing.T) {
 			d := d.in(t)
-			on := d.volume(v.id, v.name, v.capability)
-			on.staging = path
-			_, err := d.NodeStageVolume(t.Context(), &csi.NodeStageVolumeRequest{VolumeId: v.id, StagingTargetPath: path, VolumeCapability: v.capability})
-			wants(t, err, codes.InvalidArgument)
-			wants(t, on.unstage(), codes.InvalidArgument)
-			wants(t, v.publish(path, false), codes.InvalidArgument)
-			wants(t, v.unpublish(path), codes.InvalidArgument)
+			on := d.volume(v.ID, v.Name, v.Capability)
+			on.Staging = path
+			_, err := d.NodeStageVolume(t.Context(), &csi.NodeStageVolumeRequest{VolumeId: v.ID, StagingTargetPath: path, VolumeCapability: v.Capability})
+			check.Code(t, err, codes.InvalidArgument)
+			check.Code(t, on.unstage(), codes.InvalidArgument)
+			check.Code(t, v.publish(path, false), codes.InvalidArgument)
+			check.Code(t, v.unpublish(path), codes.InvalidArgument)
 			if path != "" {
-				wants(t, on.publish(v.target("other"), false), codes.InvalidArgument)
+				check.Code(t, on.publish(v.Target("other"), false), codes.InvalidArgument)
 			}
 		})
 	}
 	// A link at the end leads elsewhere, whoever made it.
-	elsewhere, link := filepath.Join(d.Dir, "elsewhere"), v.target("link")
-	ok(t, os.Mkdir(elsewhere, 0o700))
-	ok(t, os.WriteFile(filepath.Join(elsewhere, "precious"), []byte("precious"), 0o600))
-	ok(t, os.Symlink(elsewhere, link))
-	staged := d.volume(v.id, v.name, v.capability)
-	staged.staging = link
-	wants(t, v.publish(link, false), codes.FailedPrecondition)
-	wants(t, v.unpublish(link), codes.FailedPrecondition)
-	wants(t, stageAs(staged, func(*csi.NodeStageVolumeRequest) {}), codes.FailedPrecondition)
+	elsewhere, link := filepath.Join(d.Dir, "elsewhere"), v.Target("link")
+	check.OK(t, os.Mkdir(elsewhere, 0o700))
+	check.OK(t, os.WriteFile(filepath.Join(elsewhere, "precious"), []byte("precious"), 0o600))
+	check.OK(t, os.Symlink(elsewhere, link))
+	staged := d.volume(v.ID, v.Name, v.Capability)
+	staged.Staging = link
+	check.Code(t, v.publish(link, false), codes.FailedPrecondition)
+	check.Code(t, v.unpublish(link), codes.FailedPrecondition)
+	check.Code(t, stageAs(staged, func(*csi.NodeStageVolumeRequest) {}), codes.FailedPrecondition)
 	if n := mountsAt(t, elsewhere) + mountsAt(t, link); n > 0 {
 		t.Errorf("%d mounts where the link leads", n)
 	}
 	if _, err := os.Stat(filepath.Join(elsewhere, "precious")); err != nil {
 		t.Error(err)
 	}
-	// The folder above the target is the caller's to make.
-	wants(t, v.publish(filepath.Join(d.Dir, "nowhere/target"), false), codes.FailedPrecondition)
-	// A file is no folder, a folder no file.
-	file := v.target("file")
-	ok(t, os.WriteFile(file, nil, 0o600))
-	wants(t, v.publish(file, false), codes.FailedPrecondition)
-	holds(t, v.file(target), 1)
-	ok(t, v.down(target))
+	// The directory above the target is the caller's to make.
+	check.Code(t, v.publish(filepath.Join(d.Dir, "nowhere/target"), false), codes.FailedPrecondition)
+	// A file is no directory, a directory no file.
+	file := v.Target("file")
+	check.OK(t, os.WriteFile(file, nil, 0o600))
+	check.Code(t, v.publish(file, false), codes.FailedPrecondition)
+	holds(t, v.File(target), 1)
+	check.OK(t, v.down(target))
 	d.nothingLeft()
 }
 
@@ -488,37 +490,37 @@ func TestPaths(t *testing.T) {
 // mounted again.
 func TestDeadMounts(t *testing.T) {
 	d := start(t, drivertest.Options{})
-	v := d.made(request("volume", "xfs", smallest["xfs"]))
+	v := d.made(co.Request("volume", "xfs", smallest["xfs"]))
 	target := v.running()
-	write(t, v.file(target), 1)
+	write(t, v.File(target), 1)
 	shutDown(t, target)
 	if got := v.problems(); !slices.Equal(got, []string{"INACCESSIBLE FilesystemShutDown"}) {
 		t.Errorf("health: %v", got)
 	}
-	if err := v.publish(v.target("other"), false); err == nil {
+	if err := v.publish(v.Target("other"), false); err == nil {
 		t.Error("a dead filesystem was published")
 	}
 	for range 2 {
-		ok(t, v.unpublish(target))
+		check.OK(t, v.unpublish(target))
 	}
 	absent(t, target)
 	for range 2 {
-		ok(t, v.unstage())
+		check.OK(t, v.unstage())
 	}
-	ok(t, v.stage())
-	ok(t, v.publish(target, false))
-	holds(t, v.file(target), 1)
+	check.OK(t, v.stage())
+	check.OK(t, v.publish(target, false))
+	holds(t, v.File(target), 1)
 
 	// Stage clears a dead mount away by itself.
-	ok(t, v.unpublish(target))
-	shutDown(t, v.staging)
-	ok(t, v.stage())
-	ok(t, v.publish(target, false))
-	holds(t, v.file(target), 1)
-	if n := mountsAt(t, v.staging); n != 1 {
+	check.OK(t, v.unpublish(target))
+	shutDown(t, v.Staging)
+	check.OK(t, v.stage())
+	check.OK(t, v.publish(target, false))
+	holds(t, v.File(target), 1)
+	if n := mountsAt(t, v.Staging); n != 1 {
 		t.Errorf("%d mounts at the staging path", n)
 	}
-	ok(t, v.down(target))
+	check.OK(t, v.down(target))
 	d.nothingLeft()
 }
 
@@ -526,10 +528,10 @@ func TestDeadMounts(t *testing.T) {
 func shutDown(t testing.TB, path string) {
 	t.Helper()
 	f, err := os.Open(path)
-	ok(t, err)
+	check.OK(t, err)
 	defer f.Close()
 	const goingDown, flushLog = 0x8004587d, 1
-	ok(t, unix.IoctlSetPointerInt(int(f.Fd()), goingDown, flushLog))
+	check.OK(t, unix.IoctlSetPointerInt(int(f.Fd()), goingDown, flushLog))
 }
 
 // TestForeignMounts: what somebody else mounted over a path of ours is not ours to take.
@@ -538,52 +540,52 @@ func TestForeignMounts(t *testing.T) {
 	for _, kind := range []string{"ext4", "btrfs"} {
 		t.Run(kind, func(t *testing.T) {
 			d := d.in(t)
-			v := d.made(request("volume-"+kind, kind, smallest[kind]))
+			v := d.made(co.Request("volume-"+kind, kind, smallest[kind]))
 			target := v.running()
-			write(t, v.file(target), 1)
-			ok(t, unix.Mount("tmpfs", target, "tmpfs", 0, ""))
-			wants(t, v.publish(target, false), codes.AlreadyExists)
-			wants(t, v.unpublish(target), codes.FailedPrecondition, "not this volume")
+			write(t, v.File(target), 1)
+			check.OK(t, unix.Mount("tmpfs", target, "tmpfs", 0, ""))
+			check.Code(t, v.publish(target, false), codes.AlreadyExists)
+			check.Code(t, v.unpublish(target), codes.FailedPrecondition, "not this volume")
 			if n := mountsAt(t, target); n != 2 {
 				t.Errorf("%d mounts at the target, of 2", n)
 			}
-			ok(t, unix.Unmount(target, 0))
-			ok(t, v.publish(target, false))
-			holds(t, v.file(target), 1)
-			ok(t, v.unpublish(target))
+			check.OK(t, unix.Unmount(target, 0))
+			check.OK(t, v.publish(target, false))
+			holds(t, v.File(target), 1)
+			check.OK(t, v.unpublish(target))
 
-			ok(t, unix.Mount("tmpfs", v.staging, "tmpfs", 0, ""))
-			wants(t, v.stage(), codes.AlreadyExists)
-			wants(t, v.unstage(), codes.FailedPrecondition, "not this volume")
-			wants(t, v.publish(target, false), codes.FailedPrecondition)
+			check.OK(t, unix.Mount("tmpfs", v.Staging, "tmpfs", 0, ""))
+			check.Code(t, v.stage(), codes.AlreadyExists)
+			check.Code(t, v.unstage(), codes.FailedPrecondition, "not this volume")
+			check.Code(t, v.publish(target, false), codes.FailedPrecondition)
 			absent(t, target)
-			ok(t, unix.Unmount(v.staging, 0))
-			ok(t, v.stage())
-			ok(t, v.publish(target, false))
-			holds(t, v.file(target), 1)
-			ok(t, v.down(target))
+			check.OK(t, unix.Unmount(v.Staging, 0))
+			check.OK(t, v.stage())
+			check.OK(t, v.publish(target, false))
+			holds(t, v.File(target), 1)
+			check.OK(t, v.down(target))
 		})
 	}
 	d.nothingLeft()
 }
 
-// TestTargetWithFiles: what is in the folder below a mount is somebody's.
+// TestTargetWithFiles: what is in the directory below a mount is somebody's.
 func TestTargetWithFiles(t *testing.T) {
 	d := start(t, drivertest.Options{})
 	for _, kind := range []string{"ext4", block} {
 		t.Run(kind, func(t *testing.T) {
 			d := d.in(t)
-			v := d.made(request("volume-"+kind, kind, smallest[kind]))
-			target := v.target("pod")
+			v := d.made(co.Request("volume-"+kind, kind, smallest[kind]))
+			target := v.Target("pod")
 			precious := target
 			if kind != block {
-				ok(t, os.Mkdir(target, 0o700))
+				check.OK(t, os.Mkdir(target, 0o700))
 				precious = filepath.Join(target, "precious")
 			}
-			ok(t, os.WriteFile(precious, []byte("precious"), 0o600))
+			check.OK(t, os.WriteFile(precious, []byte("precious"), 0o600))
 			v.running()
 			for range 2 {
-				wants(t, v.unpublish(target), codes.FailedPrecondition, "not removed")
+				check.Code(t, v.unpublish(target), codes.FailedPrecondition, "not removed")
 			}
 			if text, err := os.ReadFile(precious); string(text) != "precious" {
 				t.Errorf("it is %q now: %v", text, err)
@@ -591,8 +593,8 @@ func TestTargetWithFiles(t *testing.T) {
 			if n := mountsAt(t, target); n != 0 {
 				t.Errorf("%d mounts left", n)
 			}
-			ok(t, os.Remove(precious))
-			ok(t, v.down(target))
+			check.OK(t, os.Remove(precious))
+			check.OK(t, v.down(target))
 		})
 	}
 	d.nothingLeft()
@@ -601,14 +603,14 @@ func TestTargetWithFiles(t *testing.T) {
 // TestBusyTarget: a process in the volume keeps it where it is.
 func TestBusyTarget(t *testing.T) {
 	d := start(t, drivertest.Options{})
-	v := d.made(request("volume", "ext4", smallest["ext4"]))
+	v := d.made(co.Request("volume", "ext4", smallest["ext4"]))
 	target := v.running()
 	f, err := os.Create(filepath.Join(target, "open"))
-	ok(t, err)
-	wants(t, v.unpublish(target), codes.FailedPrecondition, "a process has files open")
+	check.OK(t, err)
+	check.Code(t, v.unpublish(target), codes.FailedPrecondition, "a process has files open")
 	_, err = f.WriteString("still here")
-	ok(t, errors.Join(err, f.Sync(), f.Close()))
-	ok(t, v.down(target))
+	check.OK(t, errors.Join(err, f.Sync(), f.Close()))
+	check.OK(t, v.down(target))
 	d.nothingLeft()
 }
 
@@ -619,32 +621,32 @@ func TestHeldDevice(t *testing.T) {
 	for name, hold := range map[string]func(t *testing.T, device string) (release func()){
 		"by a process": func(t *testing.T, device string) func() {
 			f, err := os.Open(device)
-			ok(t, err)
+			check.OK(t, err)
 			return func() { _ = f.Close() }
 		},
 		"by a loop device": func(t *testing.T, device string) func() {
 			loop := drivertest.PlainLoop(t, device)
-			release := sync.OnceFunc(func() { run(t, "losetup", "-d", loop) })
+			release := sync.OnceFunc(func() { drivertest.Run(t, "losetup", "-d", loop) })
 			t.Cleanup(release)
 			return release
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			d := d.in(t)
-			v := d.made(request("volume", block, smallest[block]))
+			v := d.made(co.Request("volume", block, smallest[block]))
 			target := v.running()
 			release := hold(t, target)
-			wants(t, v.unpublish(target), codes.FailedPrecondition, "a process has files open")
+			check.Code(t, v.unpublish(target), codes.FailedPrecondition, "a process has files open")
 			release()
-			release = hold(t, "/dev/"+attached(t, v.image())[0])
-			ok(t, v.unpublish(target))
+			release = hold(t, "/dev/"+drivertest.LoopsOver(v.image())[0])
+			check.OK(t, v.unpublish(target))
 			for range 2 {
-				wants(t, v.unstage(), codes.FailedPrecondition, "held open")
+				check.Code(t, v.unstage(), codes.FailedPrecondition, "held open")
 			}
-			ok(t, v.release())
-			wants(t, v.delete(), codes.FailedPrecondition)
+			check.OK(t, v.release())
+			check.Code(t, v.delete(), codes.FailedPrecondition)
 			release()
-			ok(t, v.down(target))
+			check.OK(t, v.down(target))
 		})
 	}
 	d.nothingLeft()
@@ -653,28 +655,28 @@ func TestHeldDevice(t *testing.T) {
 // TestFailedPublish leaves nothing that could be taken for a published volume.
 func TestFailedPublish(t *testing.T) {
 	d := start(t, drivertest.Options{})
-	v := d.made(request("volume", "ext4", smallest["ext4"]))
-	v.capability.GetMount().MountFlags = []string{"no-such-option"}
-	ok(t, v.claim())
-	wants(t, v.stage(), codes.InvalidArgument, "no-such-option")
-	if loops, mounts := stillAttached(t, v.image()), mountsAt(t, v.staging); len(loops)+mounts > 0 {
+	v := d.made(co.Request("volume", "ext4", smallest["ext4"]))
+	v.Capability.GetMount().MountFlags = []string{"no-such-option"}
+	check.OK(t, v.claim())
+	check.Code(t, v.stage(), codes.InvalidArgument, "no-such-option")
+	if loops, mounts := remaining(v.image()), mountsAt(t, v.Staging); len(loops)+mounts > 0 {
 		t.Errorf("left: devices %v, %d mounts", loops, mounts)
 	}
-	v.capability.GetMount().MountFlags = []string{"noatime,nodiscard", "nosuid"}
+	v.Capability.GetMount().MountFlags = []string{"noatime,nodiscard", "nosuid"}
 	target := v.running()
-	flags := strings.Fields(run(t, "findmnt", "-no", "OPTIONS", target))[0]
+	flags := strings.Fields(drivertest.Run(t, "findmnt", "-no", "OPTIONS", target))[0]
 	for _, want := range []string{"rw", "noatime", "nosuid"} {
 		if !slices.Contains(strings.Split(flags, ","), want) {
 			t.Errorf("%s is not among the options of the target: %s", want, flags)
 		}
 	}
 	// Something else is on its staging path when it is published.
-	ok(t, v.unpublish(target))
-	ok(t, unix.Mount("tmpfs", v.staging, "tmpfs", 0, ""))
-	wants(t, v.publish(target, false), codes.FailedPrecondition)
-	ok(t, unix.Unmount(v.staging, 0))
+	check.OK(t, v.unpublish(target))
+	check.OK(t, unix.Mount("tmpfs", v.Staging, "tmpfs", 0, ""))
+	check.Code(t, v.publish(target, false), codes.FailedPrecondition)
+	check.OK(t, unix.Unmount(v.Staging, 0))
 	absent(t, target)
-	ok(t, v.down(target))
+	check.OK(t, v.down(target))
 	d.nothingLeft()
 }
 
@@ -682,22 +684,22 @@ func TestFailedPublish(t *testing.T) {
 // it, also after its volume is gone.
 func TestSnapshotOfDeletedVolume(t *testing.T) {
 	d := start(t, drivertest.Options{})
-	v := d.made(request("volume", "ext4", smallest["ext4"]))
+	v := d.made(co.Request("volume", "ext4", smallest["ext4"]))
 	first, err := v.snapshot("snapshot")
-	ok(t, err)
-	ok(t, v.delete())
+	check.OK(t, err)
+	check.OK(t, v.delete())
 	nodes := &csi.TopologyRequirement{Requisite: []*csi.Topology{csimap.Topology(drivertest.Node)}}
 	for _, where := range []*csi.TopologyRequirement{nil, nodes} {
-		again, err := d.CreateSnapshot(t.Context(), &csi.CreateSnapshotRequest{Name: "snapshot", SourceVolumeId: v.id, AccessibilityRequirements: where})
-		ok(t, err)
+		again, err := d.CreateSnapshot(t.Context(), &csi.CreateSnapshotRequest{Name: "snapshot", SourceVolumeId: v.ID, AccessibilityRequirements: where})
+		check.OK(t, err)
 		if again.GetSnapshot().GetSnapshotId() != first.GetSnapshotId() {
 			t.Errorf("the same call again made %v, not %v", again, first)
 		}
-		_, err = d.CreateSnapshot(t.Context(), &csi.CreateSnapshotRequest{Name: "another", SourceVolumeId: v.id, AccessibilityRequirements: where})
-		wants(t, err, codes.NotFound)
+		_, err = d.CreateSnapshot(t.Context(), &csi.CreateSnapshotRequest{Name: "another", SourceVolumeId: v.ID, AccessibilityRequirements: where})
+		check.Code(t, err, codes.NotFound)
 	}
 	_, err = d.DeleteSnapshot(t.Context(), &csi.DeleteSnapshotRequest{SnapshotId: first.GetSnapshotId()})
-	ok(t, err)
+	check.OK(t, err)
 }
 
 // TestStageOtherwise: what is staged is not staged again with other mount flags, nor at a second path; and it
@@ -707,29 +709,29 @@ func TestStageOtherwise(t *testing.T) {
 	for _, kind := range []string{"ext4", "xfs", "btrfs", block} {
 		t.Run(kind, func(t *testing.T) {
 			d := d.in(t)
-			v := d.made(request(kind, kind, smallest[kind]))
+			v := d.made(co.Request(kind, kind, smallest[kind]))
 			target := v.running()
-			write(t, v.file(target), 1)
+			write(t, v.File(target), 1)
 			for range 2 {
-				second := d.volume(v.id, "second", v.capability)
-				second.context = v.context
-				wants(t, second.stage(), codes.FailedPrecondition, "one staging path")
-				for _, path := range []string{second.staging, filepath.Join(second.staging, "device")} {
+				second := d.volume(v.ID, "second", v.Capability)
+				second.PublishContext = v.PublishContext
+				check.Code(t, second.stage(), codes.FailedPrecondition, "one staging path")
+				for _, path := range []string{second.Staging, filepath.Join(second.Staging, "device")} {
 					if n := mountsAt(t, path); n != 0 {
 						t.Errorf("%d mounts at %s", n, path)
 					}
 				}
-				ok(t, v.stage())
+				check.OK(t, v.stage())
 				if kind == block {
 					continue
 				}
-				other := d.volume(v.id, v.name, capability(kind, multiWriter))
-				other.context = v.context
-				other.capability.GetMount().MountFlags = []string{"noatime"}
-				wants(t, other.stage(), codes.AlreadyExists, "mount flags")
+				other := d.volume(v.ID, v.Name, co.Capability(kind, co.MultiWriter))
+				other.PublishContext = v.PublishContext
+				other.Capability.GetMount().MountFlags = []string{"noatime"}
+				check.Code(t, other.stage(), codes.AlreadyExists, "mount flags")
 			}
-			holds(t, v.file(target), 1)
-			ok(t, v.down(target))
+			holds(t, v.File(target), 1)
+			check.OK(t, v.down(target))
 		})
 	}
 	d.nothingLeft()
@@ -739,27 +741,27 @@ func TestStageOtherwise(t *testing.T) {
 // asked all the time. It is staged as before.
 func TestMountedByHand(t *testing.T) {
 	d := start(t, drivertest.Options{})
-	v := d.made(request("volume", "xfs", smallest["xfs"]))
-	ok(t, v.claim())
-	ok(t, v.stage())
-	device := strings.TrimSpace(run(t, "findmnt", "-no", "SOURCE", v.staging))
+	v := d.made(co.Request("volume", "xfs", smallest["xfs"]))
+	check.OK(t, v.claim())
+	check.OK(t, v.stage())
+	device := strings.TrimSpace(drivertest.Run(t, "findmnt", "-no", "SOURCE", v.Staging))
 	held, err := os.Open(device) // else it goes
-	ok(t, err)
-	run(t, "umount", v.staging)
+	check.OK(t, err)
+	drivertest.Run(t, "umount", v.Staging)
 	v.problems()
-	run(t, "mount", device, v.staging)
-	ok(t, held.Close())
-	ok(t, v.stage())
-	ok(t, v.expand(2*smallest["xfs"]))
-	ok(t, v.nodeExpand(v.staging))
+	drivertest.Run(t, "mount", device, v.Staging)
+	check.OK(t, held.Close())
+	check.OK(t, v.stage())
+	check.OK(t, v.expand(2*smallest["xfs"]))
+	check.OK(t, v.nodeExpand(v.Staging))
 	if said := v.problems(); len(said) > 0 {
 		t.Errorf("said %v", said)
 	}
-	target := v.target("pod")
-	ok(t, v.publish(target, false))
+	target := v.Target("pod")
+	check.OK(t, v.publish(target, false))
 	if size := v.usage(target).GetTotal(); size <= smallest["xfs"] {
 		t.Errorf("it has %d bytes", size)
 	}
-	ok(t, v.down(target))
+	check.OK(t, v.down(target))
 	d.nothingLeft()
 }

@@ -10,6 +10,8 @@ import (
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"google.golang.org/grpc/codes"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 )
@@ -32,7 +34,7 @@ func TestLife(t *testing.T) {
 func life(t *testing.T, d *driver, pool, kind, provisioning string) {
 	size := smallest[kind]
 	larger, largest := size+64*miB, size+128*miB
-	r := request("source", kind, size)
+	r := co.Request("source", kind, size)
 	r.Parameters = map[string]string{"provisioning": provisioning}
 	source := d.made(r)
 	if taken := source.taken(); d.group == nil && (taken >= size) != (provisioning == "thick") {
@@ -40,11 +42,11 @@ func life(t *testing.T, d *driver, pool, kind, provisioning string) {
 	}
 
 	target := source.running()
-	readOnly := source.target("reader")
-	ok(t, source.publish(readOnly, true))
-	write(t, source.file(target), 1)
-	holds(t, source.file(target), 1)
-	refusesWrites(t, source.file(readOnly))
+	readOnly := source.Target("reader")
+	check.OK(t, source.publish(readOnly, true))
+	write(t, source.File(target), 1)
+	holds(t, source.File(target), 1)
+	refusesWrites(t, source.File(readOnly))
 	if taken := source.taken(); d.group == nil && provisioning == "thick" && taken < size {
 		t.Errorf("formatting and writing left the thick image with %d of %d bytes", taken, size)
 	}
@@ -58,7 +60,7 @@ func life(t *testing.T, d *driver, pool, kind, provisioning string) {
 
 	// A snapshot while somebody writes.
 	places := func(v *vol, at string) []place {
-		if v.block() {
+		if v.Block() {
 			return []place{{at, 0}, {at, 12 * miB}}
 		}
 		return []place{{filepath.Join(at, "a"), 0}, {filepath.Join(at, "b"), 0}}
@@ -68,73 +70,73 @@ func life(t *testing.T, d *driver, pool, kind, provisioning string) {
 	snapshot, err := source.snapshot("snapshot")
 	if err != nil && kind == block && pool == "plain" {
 		// Nothing can hold the writes back, and the copy was not faster than they.
-		wants(t, err, codes.FailedPrecondition, "stop the writes")
+		check.Code(t, err, codes.FailedPrecondition, "stop the writes")
 		before = counting.stop()
 		snapshot, err = source.snapshot("snapshot")
 	}
-	ok(t, err)
-	if !snapshot.GetReadyToUse() || snapshot.GetSizeBytes() != size || snapshot.GetSourceVolumeId() != source.id {
+	check.OK(t, err)
+	if !snapshot.GetReadyToUse() || snapshot.GetSizeBytes() != size || snapshot.GetSourceVolumeId() != source.ID {
 		t.Errorf("snapshot: %v", snapshot)
 	}
 
 	// Growing while somebody writes.
-	ok(t, source.expand(larger))
+	check.OK(t, source.expand(larger))
 	counting.stop()
 	switch err := source.nodeExpand(target); {
 	case kind != block && !filesystem.GrowsMounted(filesystem.Type(kind)):
-		wants(t, err, codes.FailedPrecondition, "CAP_SYS_RESOURCE", "staged next")
-		ok(t, source.unpublish(target))
-		ok(t, source.unpublish(readOnly))
-		ok(t, source.unstage())
-		ok(t, source.stage())
-		ok(t, source.publish(target, false))
-		ok(t, source.publish(readOnly, true))
+		check.Code(t, err, codes.FailedPrecondition, "CAP_SYS_RESOURCE", "staged next")
+		check.OK(t, source.unpublish(target))
+		check.OK(t, source.unpublish(readOnly))
+		check.OK(t, source.unstage())
+		check.OK(t, source.stage())
+		check.OK(t, source.publish(target, false))
+		check.OK(t, source.publish(readOnly, true))
 	default:
-		ok(t, err)
-		ok(t, source.nodeExpand(source.staging))
+		check.OK(t, err)
+		check.OK(t, source.nodeExpand(source.Staging))
 	}
 	// Each filesystem keeps something for itself, and more when it is larger.
 	if total := source.usage(target).GetTotal(); total < used.GetTotal()+(larger-size)*3/4 || total > larger {
 		t.Errorf("grown from %d to %d bytes, it shows %d, %d before", size, larger, total, used.GetTotal())
 	}
-	holds(t, source.file(target), 1)
+	holds(t, source.File(target), 1)
 
 	// Source, clone and restore at once, each on its own.
-	write(t, source.file(target), 2)
-	r = fromVolume(request("clone", kind, larger), source.id)
+	write(t, source.File(target), 2)
+	r = co.FromVolume(co.Request("clone", kind, larger), source.ID)
 	r.Parameters = map[string]string{"provisioning": provisioning}
 	clone := d.made(r)
-	r = fromSnapshot(request("restore", kind, largest), snapshot.GetSnapshotId())
+	r = co.FromSnapshot(co.Request("restore", kind, largest), snapshot.GetSnapshotId())
 	r.Parameters = map[string]string{"provisioning": provisioning}
 	restore := d.made(r)
 	cloned, restored := clone.running(), restore.running()
-	holds(t, clone.file(cloned), 2)
-	holds(t, restore.file(restored), 1)
+	holds(t, clone.File(cloned), 2)
+	holds(t, restore.File(restored), 1)
 	pointInTime(t, before, places(restore, restored)...)
 	if total := restore.usage(restored).GetTotal(); total < used.GetTotal()+(largest-size)*3/4 || total > largest {
 		t.Errorf("restored to %d bytes, it shows %d", largest, total)
 	}
-	write(t, clone.file(cloned), 3)
-	write(t, restore.file(restored), 4)
-	holds(t, source.file(target), 2)
-	holds(t, clone.file(cloned), 3)
-	holds(t, restore.file(restored), 4)
+	write(t, clone.File(cloned), 3)
+	write(t, restore.File(restored), 4)
+	holds(t, source.File(target), 2)
+	holds(t, clone.File(cloned), 3)
+	holds(t, restore.File(restored), 4)
 
 	// The clone lives on without its source, the snapshot too.
-	ok(t, source.down(target, readOnly))
-	write(t, clone.file(cloned), 5)
-	r = fromSnapshot(request("late", kind, 0), snapshot.GetSnapshotId())
+	check.OK(t, source.down(target, readOnly))
+	write(t, clone.File(cloned), 5)
+	r = co.FromSnapshot(co.Request("late", kind, 0), snapshot.GetSnapshotId())
 	r.Parameters = map[string]string{"provisioning": provisioning}
 	r.CapacityRange = &csi.CapacityRange{RequiredBytes: size, LimitBytes: size}
 	late := d.made(r)
 	lately := late.running()
-	holds(t, late.file(lately), 1)
-	holds(t, clone.file(cloned), 5)
-	ok(t, d.deleteSnapshot(snapshot.GetSnapshotId()))
-	holds(t, late.file(lately), 1)
-	ok(t, late.down(lately))
-	ok(t, clone.down(cloned))
-	ok(t, restore.down(restored))
+	holds(t, late.File(lately), 1)
+	holds(t, clone.File(cloned), 5)
+	check.OK(t, d.deleteSnapshot(snapshot.GetSnapshotId()))
+	holds(t, late.File(lately), 1)
+	check.OK(t, late.down(lately))
+	check.OK(t, clone.down(cloned))
+	check.OK(t, restore.down(restored))
 }
 
 // taken is how many bytes the image of a volume takes, where it has one.
@@ -155,19 +157,19 @@ func TestGroupSnapshot(t *testing.T) {
 			var targets, ids []string
 			var places []place
 			for _, kind := range []string{"xfs", "ext4", "btrfs"} {
-				v := d.made(request("of-"+kind, kind, smallest[kind]))
+				v := d.made(co.Request("of-"+kind, kind, smallest[kind]))
 				target := v.running()
-				volumes, targets, ids = append(volumes, v), append(targets, target), append(ids, v.id)
-				places = append(places, place{v.file(target), 0})
+				volumes, targets, ids = append(volumes, v), append(targets, target), append(ids, v.ID)
+				places = append(places, place{v.File(target), 0})
 			}
 			counting := count(t, places...)
 			before := counting.done.Load()
 			create := &csi.CreateVolumeGroupSnapshotRequest{Name: "group", SourceVolumeIds: ids}
 			response, err := d.CreateVolumeGroupSnapshot(t.Context(), create)
-			ok(t, err)
+			check.OK(t, err)
 			group := response.GetGroupSnapshot()
 			again, err := d.CreateVolumeGroupSnapshot(t.Context(), create)
-			ok(t, err)
+			check.OK(t, err)
 			if again.String() != response.String() {
 				t.Errorf("repeated: %v, first: %v", again, response)
 			}
@@ -183,21 +185,21 @@ func TestGroupSnapshot(t *testing.T) {
 			restored := map[string]*vol{}
 			for i, v := range volumes {
 				for _, member := range group.GetSnapshots() {
-					if member.GetSourceVolumeId() != v.id {
+					if member.GetSourceVolumeId() != v.ID {
 						continue
 					}
 					if member.GetGroupSnapshotId() != group.GetGroupSnapshotId() {
 						t.Errorf("member %v is not of %s", member, group.GetGroupSnapshotId())
 					}
-					wants(t, d.deleteSnapshot(member.GetSnapshotId()), codes.InvalidArgument)
-					kind := v.capability.GetMount().GetFsType()
-					copied := d.made(fromSnapshot(request("copy-of-"+kind, kind, smallest[kind]), member.GetSnapshotId()))
+					check.Code(t, d.deleteSnapshot(member.GetSnapshotId()), codes.InvalidArgument)
+					kind := v.Capability.GetMount().GetFsType()
+					copied := d.made(co.FromSnapshot(co.Request("copy-of-"+kind, kind, smallest[kind]), member.GetSnapshotId()))
 					target := copied.running()
-					copies = append(copies, place{copied.file(target), 0})
+					copies = append(copies, place{copied.File(target), 0})
 					restored[target] = copied
 				}
 				if len(copies) != i+1 {
-					t.Fatalf("the group has no snapshot of %s: %v", v.name, group)
+					t.Fatalf("the group has no snapshot of %s: %v", v.Name, group)
 				}
 			}
 			pointInTime(t, before, copies...)
@@ -208,13 +210,13 @@ func TestGroupSnapshot(t *testing.T) {
 			}
 			for range 2 {
 				_, err = d.DeleteVolumeGroupSnapshot(t.Context(), &csi.DeleteVolumeGroupSnapshotRequest{GroupSnapshotId: group.GetGroupSnapshotId(), SnapshotIds: members})
-				ok(t, err)
+				check.OK(t, err)
 			}
 			for target, v := range restored {
-				ok(t, v.down(target))
+				check.OK(t, v.down(target))
 			}
 			for i, v := range volumes {
-				ok(t, v.down(targets[i]))
+				check.OK(t, v.down(targets[i]))
 			}
 			d.nothingLeft()
 		})
@@ -224,27 +226,27 @@ func TestGroupSnapshot(t *testing.T) {
 // TestGroupSnapshotAllOrNothing: with one member that cannot be cut, no snapshot is made.
 func TestGroupSnapshotAllOrNothing(t *testing.T) {
 	d := start(t, drivertest.Options{})
-	good, bad := d.made(request("good", "ext4", smallest["ext4"])), d.made(request("bad", "ext4", smallest["ext4"]))
+	good, bad := d.made(co.Request("good", "ext4", smallest["ext4"])), d.made(co.Request("bad", "ext4", smallest["ext4"]))
 	target := good.running()
-	ok(t, os.Rename(bad.image(), bad.image()+".away"))
-	create := &csi.CreateVolumeGroupSnapshotRequest{Name: "group", SourceVolumeIds: []string{good.id, bad.id}}
+	check.OK(t, os.Rename(bad.image(), bad.image()+".away"))
+	create := &csi.CreateVolumeGroupSnapshotRequest{Name: "group", SourceVolumeIds: []string{good.ID, bad.ID}}
 	_, err := d.CreateVolumeGroupSnapshot(t.Context(), create)
-	wants(t, err, codes.DataLoss)
+	check.Code(t, err, codes.DataLoss)
 	listed, err := d.ListSnapshots(t.Context(), &csi.ListSnapshotsRequest{})
-	ok(t, err)
+	check.OK(t, err)
 	if len(listed.GetEntries()) != 0 {
 		t.Errorf("snapshots are there: %v", listed)
 	}
-	write(t, good.file(target), 1) // it is not frozen
-	ok(t, os.Rename(bad.image()+".away", bad.image()))
+	write(t, good.File(target), 1) // it is not frozen
+	check.OK(t, os.Rename(bad.image()+".away", bad.image()))
 	response, err := d.CreateVolumeGroupSnapshot(t.Context(), create)
-	ok(t, err)
+	check.OK(t, err)
 	if n := len(response.GetGroupSnapshot().GetSnapshots()); n != 2 {
 		t.Errorf("the group has %d snapshots", n)
 	}
 	_, err = d.DeleteVolumeGroupSnapshot(t.Context(), &csi.DeleteVolumeGroupSnapshotRequest{GroupSnapshotId: response.GetGroupSnapshot().GetGroupSnapshotId()})
-	ok(t, err)
-	ok(t, bad.delete())
-	ok(t, good.down(target))
+	check.OK(t, err)
+	check.OK(t, bad.delete())
+	check.OK(t, good.down(target))
 	d.nothingLeft()
 }

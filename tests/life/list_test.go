@@ -8,6 +8,8 @@ import (
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"google.golang.org/grpc/codes"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 )
 
@@ -19,21 +21,21 @@ type list struct {
 }
 
 func lists(d *driver) map[string]list {
-	source := d.made(request("source", block, 4096))
+	source := d.made(co.Request("source", block, 4096))
 	return map[string]list{
 		"ListVolumes": {
 			page: func(most int32, token string) ([]string, string, error) {
 				response, err := d.ListVolumes(d.t.Context(), &csi.ListVolumesRequest{MaxEntries: most, StartingToken: token})
 				var ids []string
 				for _, one := range response.GetEntries() {
-					if one.GetVolume().GetVolumeId() != source.id {
+					if one.GetVolume().GetVolumeId() != source.ID {
 						ids = append(ids, one.GetVolume().GetVolumeId())
 					}
 				}
 				return ids, response.GetNextToken(), err
 			},
-			make:   func(name string) string { return d.made(request(name, block, 4096)).id },
-			remove: func(id string) { ok(d.t, d.volume(id, "", nil).delete()) },
+			make:   func(name string) string { return d.made(co.Request(name, block, 4096)).ID },
+			remove: func(id string) { check.OK(d.t, d.volume(id, "", nil).delete()) },
 		},
 		"ListSnapshots": {
 			page: func(most int32, token string) ([]string, string, error) {
@@ -46,10 +48,10 @@ func lists(d *driver) map[string]list {
 			},
 			make: func(name string) string {
 				s, err := source.snapshot(name)
-				ok(d.t, err)
+				check.OK(d.t, err)
 				return s.GetSnapshotId()
 			},
-			remove: func(id string) { ok(d.t, d.deleteSnapshot(id)) },
+			remove: func(id string) { check.OK(d.t, d.deleteSnapshot(id)) },
 		},
 	}
 }
@@ -74,7 +76,7 @@ func TestLists(t *testing.T) {
 				seen := map[string]int{}
 				for token, pages := "", 0; ; pages++ {
 					ids, next, err := l.page(most, token)
-					ok(t, err)
+					check.OK(t, err)
 					if most > 0 && len(ids) > int(most) {
 						t.Errorf("a page of %d has %d entries", most, len(ids))
 					}
@@ -102,10 +104,10 @@ func TestLists(t *testing.T) {
 			}
 			for _, token := range []string{"x", "7", "vol.default.x", "group." + strings.Repeat("0", 32), strings.Repeat("x", 4096)} {
 				_, _, err := l.page(1, token)
-				wants(t, err, codes.Aborted)
+				check.Code(t, err, codes.Aborted)
 			}
 			_, _, err := l.page(-1, "")
-			wants(t, err, codes.InvalidArgument)
+			check.Code(t, err, codes.InvalidArgument)
 			for id := range stays {
 				l.remove(id)
 			}
@@ -114,19 +116,19 @@ func TestLists(t *testing.T) {
 			}
 		})
 	}
-	ok(t, d.volume(idOf("source"), "", nil).delete())
+	check.OK(t, d.volume(drivertest.VolumeID("source"), "", nil).delete())
 	d.nothingLeft()
 }
 
 // TestListSnapshotsOf one volume, or of one ID.
 func TestListSnapshotsOf(t *testing.T) {
 	d := start(t, drivertest.Options{})
-	a, b := d.made(request("a", block, 4096)), d.made(request("b", block, 4096))
+	a, b := d.made(co.Request("a", block, 4096)), d.made(co.Request("b", block, 4096))
 	ids := map[*vol][]string{}
 	for _, v := range []*vol{a, b} {
 		for i := range 3 {
-			s, err := v.snapshot(fmt.Sprintf("%s-%d", v.name, i))
-			ok(t, err)
+			s, err := v.snapshot(fmt.Sprintf("%s-%d", v.Name, i))
+			check.OK(t, err)
 			ids[v] = append(ids[v], s.GetSnapshotId())
 		}
 	}
@@ -136,14 +138,14 @@ func TestListSnapshotsOf(t *testing.T) {
 		want    int
 	}{
 		"all":                     {&csi.ListSnapshotsRequest{}, 6},
-		"of a":                    {&csi.ListSnapshotsRequest{SourceVolumeId: a.id}, 3},
+		"of a":                    {&csi.ListSnapshotsRequest{SourceVolumeId: a.ID}, 3},
 		"one":                     {&csi.ListSnapshotsRequest{SnapshotId: ids[b][1]}, 1},
-		"one of a":                {&csi.ListSnapshotsRequest{SnapshotId: ids[a][1], SourceVolumeId: a.id}, 1},
-		"one of b, not of a":      {&csi.ListSnapshotsRequest{SnapshotId: ids[b][1], SourceVolumeId: a.id}, 0},
+		"one of a":                {&csi.ListSnapshotsRequest{SnapshotId: ids[a][1], SourceVolumeId: a.ID}, 1},
+		"one of b, not of a":      {&csi.ListSnapshotsRequest{SnapshotId: ids[b][1], SourceVolumeId: a.ID}, 0},
 		"one that there is not":   {&csi.ListSnapshotsRequest{SnapshotId: "snap.default." + zeros}, 0},
 		"of none that there is":   {&csi.ListSnapshotsRequest{SourceVolumeId: "vol.default." + zeros}, 0},
 		"of no volume of ours":    {&csi.ListSnapshotsRequest{SourceVolumeId: "../x"}, 0},
-		"one that is no snapshot": {&csi.ListSnapshotsRequest{SnapshotId: a.id}, 0},
+		"one that is no snapshot": {&csi.ListSnapshotsRequest{SnapshotId: a.ID}, 0},
 	} {
 		response, err := d.ListSnapshots(t.Context(), c.request)
 		if err != nil || len(response.GetEntries()) != c.want {
@@ -151,12 +153,12 @@ func TestListSnapshotsOf(t *testing.T) {
 		}
 	}
 	_, err := d.ListSnapshots(t.Context(), &csi.ListSnapshotsRequest{SnapshotId: "snap.other." + zeros})
-	wants(t, err, codes.Unavailable, "other") // a pool that the driver was not started with may have it
+	check.Code(t, err, codes.Unavailable, "other") // a pool that the driver was not started with may have it
 	// In pages of 2, a's are all of a's.
 	var listed []string
 	for token := ""; ; {
-		response, err := d.ListSnapshots(t.Context(), &csi.ListSnapshotsRequest{SourceVolumeId: a.id, MaxEntries: 2, StartingToken: token})
-		ok(t, err)
+		response, err := d.ListSnapshots(t.Context(), &csi.ListSnapshotsRequest{SourceVolumeId: a.ID, MaxEntries: 2, StartingToken: token})
+		check.OK(t, err)
 		for _, one := range response.GetEntries() {
 			listed = append(listed, one.GetSnapshot().GetSnapshotId())
 		}
@@ -169,9 +171,9 @@ func TestListSnapshotsOf(t *testing.T) {
 	}
 	for v, all := range ids {
 		for _, id := range all {
-			ok(t, d.deleteSnapshot(id))
+			check.OK(t, d.deleteSnapshot(id))
 		}
-		ok(t, v.delete())
+		check.OK(t, v.delete())
 	}
 	d.nothingLeft()
 }
@@ -179,23 +181,23 @@ func TestListSnapshotsOf(t *testing.T) {
 // TestListVolumesStatus: which nodes have claimed a volume.
 func TestListVolumesStatus(t *testing.T) {
 	d := start(t, drivertest.Options{})
-	v := d.made(request("volume", block, 4096))
+	v := d.made(co.Request("volume", block, 4096))
 	nodes := func() []string {
 		list, err := d.ListVolumes(t.Context(), &csi.ListVolumesRequest{})
-		ok(t, err)
-		one, err := d.ControllerGetVolume(t.Context(), &csi.ControllerGetVolumeRequest{VolumeId: v.id})
-		ok(t, err)
+		check.OK(t, err)
+		one, err := d.ControllerGetVolume(t.Context(), &csi.ControllerGetVolumeRequest{VolumeId: v.ID})
+		check.OK(t, err)
 		listed, got := list.GetEntries()[0].GetStatus().GetPublishedNodeIds(), one.GetStatus().GetPublishedNodeIds()
 		expect(t, listed, got...)
 		return got
 	}
 	expect(t, nodes())
-	ok(t, v.claim())
+	check.OK(t, v.claim())
 	expect(t, nodes(), drivertest.Node)
 	d = d.restart() // the claim is in the record
-	v.driver = d
+	v.driver, v.Client = d, d.Client
 	expect(t, nodes(), drivertest.Node)
-	ok(t, v.release())
+	check.OK(t, v.release())
 	expect(t, nodes())
-	ok(t, v.delete())
+	check.OK(t, v.delete())
 }

@@ -11,6 +11,9 @@ import (
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/co"
 )
 
 type metadataResponse interface {
@@ -53,14 +56,14 @@ func collect(t testing.TB, size int64, maxResults int32, receive func() (metadat
 func (d *driver) allocated(r *csi.GetMetadataAllocatedRequest, size int64) ([]*csi.BlockMetadata, error) {
 	d.t.Helper()
 	stream, err := d.GetMetadataAllocated(d.t.Context(), r)
-	ok(d.t, err)
+	check.OK(d.t, err)
 	return collect(d.t, size, r.GetMaxResults(), func() (metadataResponse, error) { return stream.Recv() })
 }
 
 func (d *driver) delta(r *csi.GetMetadataDeltaRequest, size int64) ([]*csi.BlockMetadata, error) {
 	d.t.Helper()
 	stream, err := d.GetMetadataDelta(d.t.Context(), r)
-	ok(d.t, err)
+	check.OK(d.t, err)
 	return collect(d.t, size, r.GetMaxResults(), func() (metadataResponse, error) { return stream.Recv() })
 }
 
@@ -87,41 +90,41 @@ func TestSnapshotMetadata(t *testing.T) {
 		t.Run(c.pool+"/"+c.provisioning, func(t *testing.T) {
 			d := startOn(t, c.pool)
 			const size = 12 * miB
-			r := request("volume", block, size)
+			r := co.Request("volume", block, size)
 			r.Parameters = map[string]string{"provisioning": c.provisioning}
 			v := d.made(r)
 			target := v.running()
 			empty, err := v.snapshot("empty")
-			ok(t, err)
+			check.OK(t, err)
 			put(t, target, 0, strings.Repeat("a", miB))
 			put(t, target, 4*miB, strings.Repeat("b", miB))
 			put(t, target, size-4096, strings.Repeat("c", 4096))
 			first, err := v.snapshot("first")
-			ok(t, err)
+			check.OK(t, err)
 			put(t, target, 4*miB+100, "changed")
 			put(t, target, 0, string(make([]byte, 4096))) // zeros are a change too
 			put(t, target, 8*miB, strings.Repeat("d", 300<<10))
 			second, err := v.snapshot("second")
-			ok(t, err)
+			check.OK(t, err)
 			image := func(s *csi.Snapshot) []byte {
-				restored := d.made(fromSnapshot(request("restored", block, size), s.GetSnapshotId()))
+				restored := d.made(co.FromSnapshot(co.Request("restored", block, size), s.GetSnapshotId()))
 				target := restored.running()
 				bytes, err := os.ReadFile(target)
-				ok(t, err)
-				ok(t, restored.down(target))
+				check.OK(t, err)
+				check.OK(t, restored.down(target))
 				return bytes
 			}
 			was, is := image(first), image(second)
 
 			none, err := d.allocated(&csi.GetMetadataAllocatedRequest{SnapshotId: empty.GetSnapshotId()}, size)
-			ok(t, err)
+			check.OK(t, err)
 			if len(none) != 0 {
 				t.Errorf("a volume that nobody wrote to has data at %v", none)
 			}
 			for _, maxResults := range []int32{0, 1, 2, 1 << 30} {
 				full := make([]byte, size)
 				ranges, err := d.allocated(&csi.GetMetadataAllocatedRequest{SnapshotId: first.GetSnapshotId(), MaxResults: maxResults}, size)
-				ok(t, err)
+				check.OK(t, err)
 				// What was preallocated and only read may count as data too (lseek(2)).
 				if n := apply(full, was, ranges); n > 3*miB && c.provisioning == "thin" {
 					t.Errorf("%d bytes are said to hold the 2 MiB that were written", n)
@@ -130,7 +133,7 @@ func TestSnapshotMetadata(t *testing.T) {
 					t.Error("the allocated ranges are not all that there is")
 				}
 				ranges, err = d.delta(&csi.GetMetadataDeltaRequest{BaseSnapshotId: first.GetSnapshotId(), TargetSnapshotId: second.GetSnapshotId(), MaxResults: maxResults}, size)
-				ok(t, err)
+				check.OK(t, err)
 				if n := apply(full, is, ranges); n > miB {
 					t.Errorf("%d bytes are said to hold the changes of 300 KiB", n)
 				}
@@ -150,9 +153,9 @@ func TestSnapshotMetadata(t *testing.T) {
 					},
 				} {
 					all, err := stream(0)
-					ok(t, err)
+					check.OK(t, err)
 					rest, err := stream(offset)
-					ok(t, err)
+					check.OK(t, err)
 					whole, part := make([]byte, size), make([]byte, size)
 					apply(whole, is, all)
 					apply(part, is, rest)
@@ -166,13 +169,13 @@ func TestSnapshotMetadata(t *testing.T) {
 			}
 
 			same, err := d.delta(&csi.GetMetadataDeltaRequest{BaseSnapshotId: first.GetSnapshotId(), TargetSnapshotId: first.GetSnapshotId()}, size)
-			ok(t, err)
+			check.OK(t, err)
 			if len(same) != 0 {
 				t.Errorf("a snapshot differs from itself at %v", same)
 			}
-			other := d.made(request("other", block, size))
+			other := d.made(co.Request("other", block, size))
 			ofOther, err := other.snapshot("other")
-			ok(t, err)
+			check.OK(t, err)
 			for name, c := range map[string]struct {
 				base, target string
 				offset       int64
@@ -185,7 +188,7 @@ func TestSnapshotMetadata(t *testing.T) {
 				"no target":             {first.GetSnapshotId(), "", 0, 0, codes.InvalidArgument},
 				"a base there is not":   {"snap.default." + strings.Repeat("0", 32), second.GetSnapshotId(), 0, 0, codes.NotFound},
 				"a target there is not": {first.GetSnapshotId(), "x", 0, 0, codes.NotFound},
-				"a volume":              {v.id, second.GetSnapshotId(), 0, 0, codes.NotFound},
+				"a volume":              {v.ID, second.GetSnapshotId(), 0, 0, codes.NotFound},
 				"a negative offset":     {first.GetSnapshotId(), second.GetSnapshotId(), -1, 0, codes.OutOfRange},
 				"an offset too far":     {first.GetSnapshotId(), second.GetSnapshotId(), size + 1, 0, codes.OutOfRange},
 				"a negative count":      {first.GetSnapshotId(), second.GetSnapshotId(), 0, -1, codes.InvalidArgument},
@@ -203,10 +206,10 @@ func TestSnapshotMetadata(t *testing.T) {
 				}
 			}
 			for _, s := range []*csi.Snapshot{empty, first, second, ofOther} {
-				ok(t, d.deleteSnapshot(s.GetSnapshotId()))
+				check.OK(t, d.deleteSnapshot(s.GetSnapshotId()))
 			}
-			ok(t, other.delete())
-			ok(t, v.down(target))
+			check.OK(t, other.delete())
+			check.OK(t, v.down(target))
 			d.nothingLeft()
 		})
 	}

@@ -10,19 +10,21 @@ import (
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"google.golang.org/grpc/codes"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 )
 
 // queue reads the settings of the device of a volume.
 func (v *vol) queue() map[string]string {
 	v.t.Helper()
-	loops := attached(v.t, v.image())
+	loops := drivertest.LoopsOver(v.image())
 	if len(loops) != 1 {
 		v.t.Fatalf("the devices are %v", loops)
 	}
 	read := func(device, name string) string {
 		text, err := os.ReadFile(filepath.Join("/sys/block", device, "queue", name))
-		ok(v.t, err)
+		check.OK(v.t, err)
 		return strings.TrimSpace(string(text))
 	}
 	_, scheduler, _ := strings.Cut(read(loops[0], "scheduler"), "[")
@@ -35,7 +37,7 @@ func (v *vol) queue() map[string]string {
 }
 
 func (v *vol) modify(parameters map[string]string) error {
-	_, err := v.ControllerModifyVolume(v.t.Context(), &csi.ControllerModifyVolumeRequest{VolumeId: v.id, MutableParameters: parameters})
+	_, err := v.ControllerModifyVolume(v.t.Context(), &csi.ControllerModifyVolumeRequest{VolumeId: v.ID, MutableParameters: parameters})
 	return err
 }
 
@@ -50,7 +52,7 @@ func TestMutableParameters(t *testing.T) {
 					t.Fatalf("the device has %v, want %v", have, want)
 				}
 			}
-			r := request("volume", kind, smallest[kind])
+			r := co.Request("volume", kind, smallest[kind])
 			r.MutableParameters = maps.Clone(want)
 			v := d.made(r)
 			target := v.running()
@@ -58,11 +60,11 @@ func TestMutableParameters(t *testing.T) {
 
 			// Live, one at a time; the other stays.
 			want["readAheadKiB"] = "4096"
-			ok(t, v.modify(map[string]string{"readAheadKiB": "4096"}))
+			check.OK(t, v.modify(map[string]string{"readAheadKiB": "4096"}))
 			expect(v)
 			want["ioScheduler"] = "none"
 			for range 2 {
-				ok(t, v.modify(map[string]string{"ioScheduler": "none"}))
+				check.OK(t, v.modify(map[string]string{"ioScheduler": "none"}))
 			}
 			expect(v)
 
@@ -72,24 +74,24 @@ func TestMutableParameters(t *testing.T) {
 				{"ioScheduler": "cfq"}, {"ioScheduler": "NONE"}, {"ioScheduler": "none\n"}, {"queueDepth": "4"}, {"../../../ro": "1"},
 				{"readAheadKiB": "128", "ioScheduler": "cfq"}, {"readAheadKiB": "128", "unknown": "1"},
 			} {
-				wants(t, v.modify(bad), codes.InvalidArgument)
+				check.Code(t, v.modify(bad), codes.InvalidArgument)
 				expect(v)
 			}
-			ok(t, v.modify(nil))
+			check.OK(t, v.modify(nil))
 
 			// Again at the next attach, also after a change while nothing is attached.
-			ok(t, v.unpublish(target))
-			ok(t, v.unstage())
-			ok(t, v.stage())
+			check.OK(t, v.unpublish(target))
+			check.OK(t, v.unstage())
+			check.OK(t, v.stage())
 			expect(v)
-			ok(t, v.unstage())
+			check.OK(t, v.unstage())
 			want["readAheadKiB"] = "0"
-			ok(t, v.modify(map[string]string{"readAheadKiB": "0"}))
+			check.OK(t, v.modify(map[string]string{"readAheadKiB": "0"}))
 			d = d.restart()
-			v = d.volume(v.id, v.name, v.capability)
-			ok(t, v.stage())
+			v = d.volume(v.ID, v.Name, v.Capability)
+			check.OK(t, v.stage())
 			expect(v)
-			ok(t, v.down(target))
+			check.OK(t, v.down(target))
 			d.nothingLeft()
 		})
 	}
@@ -120,20 +122,20 @@ func TestParameters(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			d := d.in(t)
-			r := request("volume", "ext4", smallest["ext4"])
+			r := co.Request("volume", "ext4", smallest["ext4"])
 			r.Parameters, r.MutableParameters = c.parameters, c.mutable
 			v, err := d.create(r)
-			wants(t, err, c.code)
+			check.Code(t, err, c.code)
 			if err == nil {
-				ok(t, v.delete())
+				check.OK(t, v.delete())
 			}
 			d.nothingLeft()
 		})
 	}
-	v := d.made(request("volume", "ext4", smallest["ext4"]))
-	_, err := d.CreateSnapshot(t.Context(), &csi.CreateSnapshotRequest{Name: "snapshot", SourceVolumeId: v.id, Parameters: map[string]string{"x": "y"}})
-	wants(t, err, codes.InvalidArgument)
-	ok(t, v.delete())
+	v := d.made(co.Request("volume", "ext4", smallest["ext4"]))
+	_, err := d.CreateSnapshot(t.Context(), &csi.CreateSnapshotRequest{Name: "snapshot", SourceVolumeId: v.ID, Parameters: map[string]string{"x": "y"}})
+	check.Code(t, err, codes.InvalidArgument)
+	check.OK(t, v.delete())
 }
 
 // TestNames: what differs in a name differs as a volume.
@@ -144,18 +146,18 @@ func TestNames(t *testing.T) {
 	var volumes []*vol
 	names := []string{"volume", "Volume", "volume ", "../volume", "volume/..", long + "a", long + "b", "Bänd", "a\tb"}
 	for _, name := range names {
-		v := d.made(request(name, block, 4096))
-		ids[v.id], volumes = true, append(volumes, v)
+		v := d.made(co.Request(name, block, 4096))
+		ids[v.ID], volumes = true, append(volumes, v)
 	}
 	if len(ids) != len(names) {
 		t.Errorf("%d names made %d volumes", len(names), len(ids))
 	}
 	for _, name := range []string{"", strings.Repeat("n", 257), "a\x00b", "a\x1bb", "a\u0085b"} {
-		_, err := d.create(request(name, block, 4096))
-		wants(t, err, codes.InvalidArgument)
+		_, err := d.create(co.Request(name, block, 4096))
+		check.Code(t, err, codes.InvalidArgument)
 	}
 	for _, v := range volumes {
-		ok(t, v.delete())
+		check.OK(t, v.delete())
 	}
 	d.nothingLeft()
 }

@@ -16,6 +16,8 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/internal/ioctl"
 )
@@ -26,21 +28,21 @@ func TestReaderSeesWriter(t *testing.T) {
 	for _, kind := range pools {
 		t.Run(kind, func(t *testing.T) {
 			d := startOn(t, kind)
-			v := d.made(request("raw", block, smallest[block]))
-			target, reader := v.running(), v.target("reader")
+			v := d.made(co.Request("raw", block, smallest[block]))
+			target, reader := v.running(), v.Target("reader")
 			for range 2 {
-				ok(t, v.publish(reader, true))
+				check.OK(t, v.publish(reader, true))
 			}
-			wants(t, v.publish(reader, false), codes.AlreadyExists, "read-only true")
-			wants(t, v.publish(target, true), codes.AlreadyExists, "read-only false")
+			check.Code(t, v.publish(reader, false), codes.AlreadyExists, "read-only true")
+			check.Code(t, v.publish(target, true), codes.AlreadyExists, "read-only false")
 			f, err := os.Open(reader)
-			ok(t, err)
+			check.OK(t, err)
 			defer f.Close()
 			have := make([]byte, dataSize)
 			for n := uint64(1); n < 5; n++ {
 				write(t, target, n)
 				holds(t, reader, n)
-				if _, err := f.ReadAt(have, 4*miB); err != nil || string(have) != string(data(n)) {
+				if _, err := f.ReadAt(have, 4*miB); err != nil || string(have) != string(written(n).Bytes()) {
 					t.Fatalf("after write %d, who has it open for reading does not see it: %v", n, err)
 				}
 			}
@@ -53,19 +55,19 @@ func TestReaderSeesWriter(t *testing.T) {
 					t.Error("the mode or owner of the target for reading can be changed")
 				}
 			}
-			ok(t, f.Close())
+			check.OK(t, f.Close())
 
 			// The kubelet has a loop device of its own over it meanwhile.
 			loop := drivertest.PlainLoop(t, reader)
 			d = d.restart()
-			v = d.volume(v.id, v.name, v.capability)
-			ok(t, v.publish(reader, true))
-			ok(t, v.publish(target, false))
+			v = d.volume(v.ID, v.Name, v.Capability)
+			check.OK(t, v.publish(reader, true))
+			check.OK(t, v.publish(target, false))
 			write(t, target, 9)
 			holds(t, reader, 9)
-			run(t, "losetup", "-d", loop)
-			run(t, "blockdev", "--setrw", loop) // the mode would stay with the number
-			ok(t, v.down(reader, target))
+			drivertest.Run(t, "losetup", "-d", loop)
+			drivertest.Run(t, "blockdev", "--setrw", loop) // the mode would stay with the number
+			check.OK(t, v.down(reader, target))
 			absent(t, reader)
 			absent(t, reader+".node")
 			d.nothingLeft()
@@ -78,25 +80,25 @@ func TestNotSynced(t *testing.T) {
 	for _, pool := range pools {
 		t.Run(pool, func(t *testing.T) {
 			d := startOn(t, pool)
-			v := d.made(request("volume", block, smallest[block]))
+			v := d.made(co.Request("volume", block, smallest[block]))
 			target := v.running()
 			f, err := os.OpenFile(target, os.O_WRONLY, 0)
-			ok(t, err)
-			want, have := data(1), make([]byte, dataSize)
+			check.OK(t, err)
+			want, have := written(1).Bytes(), make([]byte, dataSize)
 			_, err = f.Write(want)
-			ok(t, errors.Join(err, f.Close()))
-			ok(t, v.unpublish(target))
-			ok(t, v.unstage())
-			ok(t, v.stage())
-			ok(t, v.publish(target, false))
+			check.OK(t, errors.Join(err, f.Close()))
+			check.OK(t, v.unpublish(target))
+			check.OK(t, v.unstage())
+			check.OK(t, v.stage())
+			check.OK(t, v.publish(target, false))
 			f, err = os.Open(target)
-			ok(t, err)
+			check.OK(t, err)
 			_, err = io.ReadFull(f, have)
-			ok(t, errors.Join(err, f.Close()))
+			check.OK(t, errors.Join(err, f.Close()))
 			if !bytes.Equal(have, want) {
 				t.Error("it is lost")
 			}
-			ok(t, v.down(target))
+			check.OK(t, v.down(target))
 			d.nothingLeft()
 		})
 	}
@@ -108,28 +110,28 @@ func TestReadOnlyThenWritten(t *testing.T) {
 	for _, kind := range pools {
 		t.Run(kind, func(t *testing.T) {
 			d := startOn(t, kind)
-			v := d.made(request("raw", block, smallest["ext4"]))
-			ok(t, v.claim())
-			read := d.volume(v.id, v.name, capability(block, readerOnly))
-			ok(t, read.stage())
-			reader, target := v.target("reader"), v.target("pod")
-			ok(t, read.publish(reader, true))
+			v := d.made(co.Request("raw", block, smallest["ext4"]))
+			check.OK(t, v.claim())
+			read := d.volume(v.ID, v.Name, co.Capability(block, readerOnly))
+			check.OK(t, read.stage())
+			reader, target := v.Target("reader"), v.Target("pod")
+			check.OK(t, read.publish(reader, true))
 			refusesWrites(t, reader)
 			// Until now nobody could write to it.
-			ok(t, v.unpublish(reader))
-			ok(t, v.unstage())
-			mounted := d.volume(v.id, v.name, capability("ext4", multiWriter))
+			check.OK(t, v.unpublish(reader))
+			check.OK(t, v.unstage())
+			mounted := d.volume(v.ID, v.Name, co.Capability("ext4", co.MultiWriter))
 
-			ok(t, read.stage())
-			ok(t, v.publish(target, false))
+			check.OK(t, read.stage())
+			check.OK(t, v.publish(target, false))
 			write(t, target, 1)
-			ok(t, v.unpublish(target))
-			ok(t, v.unstage())
-			wants(t, mounted.stage(), codes.FailedPrecondition, "raw block device")
-			ok(t, v.stage())
-			ok(t, v.publish(target, false))
+			check.OK(t, v.unpublish(target))
+			check.OK(t, v.unstage())
+			check.Code(t, mounted.stage(), codes.FailedPrecondition, "raw block device")
+			check.OK(t, v.stage())
+			check.OK(t, v.publish(target, false))
 			holds(t, target, 1)
-			ok(t, v.down(target))
+			check.OK(t, v.down(target))
 			d.nothingLeft()
 		})
 	}
@@ -152,7 +154,7 @@ func TestDeviceChanged(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			d := start(t, drivertest.Options{})
-			v := d.made(request("raw", block, smallest[block]))
+			v := d.made(co.Request("raw", block, smallest[block]))
 			target := v.running()
 			write(t, target, 1)
 			n, mapped := loopBelow(t, target)
@@ -192,20 +194,20 @@ func TestDeviceChanged(t *testing.T) {
 			if want := map[string]bool{"moved": true, "cut short": true, "other sector": true}[name] && !mapped; want {
 				expect(t, v.problems(), "DEGRADED DeviceChanged")
 			}
-			second := v.target("second")
-			ok(t, v.publish(second, false))
+			second := v.Target("second")
+			check.OK(t, v.publish(second, false))
 			right("published again")
 			tamper()
 			d = d.restart()
-			v = d.volume(v.id, v.name, v.capability)
+			v = d.volume(v.ID, v.Name, v.Capability)
 			right("after a restart")
 			tamper()
-			ok(t, v.expand(2*smallest[block]))
-			if size := run(t, "blockdev", "--getsize64", target); strings.TrimSpace(size) != strconv.Itoa(int(2*smallest[block])) {
+			check.OK(t, v.expand(2*smallest[block]))
+			if size := drivertest.Run(t, "blockdev", "--getsize64", target); strings.TrimSpace(size) != strconv.Itoa(int(2*smallest[block])) {
 				t.Errorf("after growth it has %s bytes", size)
 			}
 			tamper()
-			ok(t, v.down(target, second))
+			check.OK(t, v.down(target, second))
 			d.nothingLeft()
 		})
 	}
@@ -223,7 +225,7 @@ func settings(t testing.TB, n int) (all string) {
 	t.Helper()
 	for _, name := range []string{"loop/backing_file", "loop/offset", "loop/sizelimit", "loop/autoclear", "loop/dio", "queue/logical_block_size", "ro"} {
 		b, err := os.ReadFile(filepath.Join("/sys/block", fmt.Sprint("loop", n), name))
-		ok(t, err)
+		check.OK(t, err)
 		all += filepath.Base(name) + "=" + strings.TrimSpace(string(b)) + " "
 	}
 	return all
@@ -237,28 +239,28 @@ func TestSector(t *testing.T) {
 			d := startOn(t, kind)
 			sector := func(v *vol) string {
 				t.Helper()
-				return strings.TrimSpace(run(t, "blockdev", "--getss", v.running()))
+				return strings.TrimSpace(drivertest.Run(t, "blockdev", "--getss", v.running()))
 			}
-			v := d.made(request("raw", block, smallest[block]))
+			v := d.made(co.Request("raw", block, smallest[block]))
 			want := sector(v)
-			write(t, v.target("pod"), 1)
+			write(t, v.Target("pod"), 1)
 			s, err := v.snapshot("cut")
-			ok(t, err)
-			ok(t, v.unpublish(v.target("pod")))
-			ok(t, v.unstage())
-			copies := []*vol{v, d.made(fromSnapshot(request("restored", block, smallest[block]), s.GetSnapshotId())), d.made(fromVolume(request("clone", block, smallest[block]), v.id))}
+			check.OK(t, err)
+			check.OK(t, v.unpublish(v.Target("pod")))
+			check.OK(t, v.unstage())
+			copies := []*vol{v, d.made(co.FromSnapshot(co.Request("restored", block, smallest[block]), s.GetSnapshotId())), d.made(co.FromVolume(co.Request("clone", block, smallest[block]), v.ID))}
 			d = d.restart()
 			for _, c := range copies {
-				c = d.volume(c.id, c.name, c.capability)
+				c = d.volume(c.ID, c.Name, c.Capability)
 				if have := sector(c); have != want {
-					t.Errorf("%s has sectors of %s bytes, its first one %s", c.name, have, want)
+					t.Errorf("%s has sectors of %s bytes, its first one %s", c.Name, have, want)
 				}
-				holds(t, c.target("pod"), 1)
-				write(t, c.target("pod"), 2)
-				holds(t, c.target("pod"), 2)
-				ok(t, c.down(c.target("pod")))
+				holds(t, c.Target("pod"), 1)
+				write(t, c.Target("pod"), 2)
+				holds(t, c.Target("pod"), 2)
+				check.OK(t, c.down(c.Target("pod")))
 			}
-			ok(t, d.deleteSnapshot(s.GetSnapshotId()))
+			check.OK(t, d.deleteSnapshot(s.GetSnapshotId()))
 			d.nothingLeft()
 		})
 	}
@@ -270,7 +272,7 @@ func TestRawUsage(t *testing.T) {
 		for _, provisioning := range provisionings(kind) {
 			t.Run(kind+" "+provisioning, func(t *testing.T) {
 				d := startOn(t, kind)
-				r := request("raw", block, smallest[block])
+				r := co.Request("raw", block, smallest[block])
 				r.Parameters = map[string]string{"provisioning": provisioning}
 				v := d.made(r)
 				target := v.running()
@@ -290,7 +292,7 @@ func TestRawUsage(t *testing.T) {
 						t.Errorf("after %d bytes were written: %v", written, u)
 					}
 				}
-				ok(t, v.down(target))
+				check.OK(t, v.down(target))
 				d.nothingLeft()
 			})
 		}
@@ -300,22 +302,22 @@ func TestRawUsage(t *testing.T) {
 // TestStagedRaw: a raw volume is where it is staged, too, whether or not the caller says that it is raw.
 func TestStagedRaw(t *testing.T) {
 	d := startOn(t, pools[0])
-	v := d.made(request("volume", block, smallest[block]))
-	ok(t, v.claim())
-	ok(t, v.stage())
-	if size := v.usage(v.staging).GetTotal(); size != smallest[block] {
+	v := d.made(co.Request("volume", block, smallest[block]))
+	check.OK(t, v.claim())
+	check.OK(t, v.stage())
+	if size := v.usage(v.Staging).GetTotal(); size != smallest[block] {
 		t.Errorf("it has %d bytes", size)
 	}
-	ok(t, v.expand(2*smallest[block]))
-	response, err := v.NodeExpandVolume(t.Context(), &csi.NodeExpandVolumeRequest{VolumeId: v.id, VolumePath: v.staging})
-	ok(t, err)
+	check.OK(t, v.expand(2*smallest[block]))
+	response, err := v.NodeExpandVolume(t.Context(), &csi.NodeExpandVolumeRequest{VolumeId: v.ID, VolumePath: v.Staging})
+	check.OK(t, err)
 	if size := response.GetCapacityBytes(); size != 2*smallest[block] {
 		t.Errorf("it has %d bytes", size)
 	}
-	ok(t, v.unstage())
-	_, err = v.NodeGetVolumeStats(t.Context(), &csi.NodeGetVolumeStatsRequest{VolumeId: v.id, VolumePath: v.staging})
-	wants(t, err, codes.NotFound, v.staging)
-	ok(t, v.release())
-	ok(t, v.delete())
+	check.OK(t, v.unstage())
+	_, err = v.NodeGetVolumeStats(t.Context(), &csi.NodeGetVolumeStatsRequest{VolumeId: v.ID, VolumePath: v.Staging})
+	check.Code(t, err, codes.NotFound, v.Staging)
+	check.OK(t, v.release())
+	check.OK(t, v.delete())
 	d.nothingLeft()
 }

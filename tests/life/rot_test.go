@@ -18,6 +18,8 @@ import (
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"google.golang.org/grpc/codes"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 )
 
@@ -29,9 +31,9 @@ const slotSize = 8192 // bytes of one of a record's two slots
 // used makes a volume that has data, and takes it down again, but for its bytes.
 func (d *driver) used(name, kind string) *vol {
 	d.t.Helper()
-	v := d.made(request(name, kind, smallest[kind]))
+	v := d.made(co.Request(name, kind, smallest[kind]))
 	target := v.running()
-	write(d.t, v.file(target), 1)
+	write(d.t, v.File(target), 1)
 	v.rest(target)
 	return v
 }
@@ -39,13 +41,13 @@ func (d *driver) used(name, kind string) *vol {
 // rest takes a volume down, but does not delete it.
 func (v *vol) rest(target string) {
 	v.t.Helper()
-	ok(v.t, v.unpublish(target))
-	ok(v.t, v.unstage())
-	ok(v.t, v.release())
+	check.OK(v.t, v.unpublish(target))
+	check.OK(v.t, v.unstage())
+	check.OK(v.t, v.release())
 }
 
 // at is a volume of before, for the driver of now.
-func (v *vol) at(d *driver) *vol { return d.volume(v.id, v.name, v.capability) }
+func (v *vol) at(d *driver) *vol { return d.volume(v.ID, v.Name, v.Capability) }
 
 // intact makes sure that a volume has its data, whatever the record says; or that it is refused, and
 // nothing of its bytes was changed. It returns the error.
@@ -53,7 +55,7 @@ func (v *vol) intact(sum [32]byte) error {
 	v.t.Helper()
 	target, err := v.up()
 	if err == nil {
-		holds(v.t, v.file(target), 1)
+		holds(v.t, v.File(target), 1)
 		v.rest(target)
 		return nil
 	}
@@ -77,10 +79,10 @@ func rewritten(t *testing.T, record []byte, change func(map[string]any)) []byte 
 	var fields map[string]any
 	decoder := json.NewDecoder(bytes.NewReader(rest[:length]))
 	decoder.UseNumber()
-	ok(t, decoder.Decode(&fields))
+	check.OK(t, decoder.Decode(&fields))
 	change(fields)
 	body, err := json.Marshal(fields)
-	ok(t, err)
+	check.OK(t, err)
 	text := fmt.Sprintf("ashlar-record %d gen=%d len=%d ", version, generation, len(body))
 	sum := crc32.Checksum(append([]byte(text), body...), crc32.MakeTable(crc32.Castagnoli))
 	slot := make([]byte, slotSize)
@@ -119,12 +121,12 @@ func TestRotInSlots(t *testing.T) {
 			for i := range 12 {
 				d.Stop()
 				record, err := os.ReadFile(v.record())
-				ok(t, err)
+				check.OK(t, err)
 				used := len(bytes.TrimRight(record[:slotSize], "\x00"))
 				slot := i % 2
 				at := random.IntN(used * 8)
 				record[slot*slotSize+at/8] ^= 1 << (at % 8)
-				ok(t, os.WriteFile(v.record(), record, 0o600))
+				check.OK(t, os.WriteFile(v.record(), record, 0o600))
 				d = start(t, d.options)
 				if err := v.at(d).intact(sum); err != nil {
 					t.Fatalf("bit %d of slot %d: %v", at, slot, err)
@@ -134,15 +136,15 @@ func TestRotInSlots(t *testing.T) {
 			}
 			d.Stop()
 			record, err := os.ReadFile(v.record())
-			ok(t, err)
+			check.OK(t, err)
 			record[50] ^= 1
 			record[slotSize+90] ^= 1
-			ok(t, os.WriteFile(v.record(), record, 0o600))
+			check.OK(t, os.WriteFile(v.record(), record, 0o600))
 			d = start(t, d.options)
-			wants(t, v.at(d).intact(sum), codes.DataLoss)
-			wants(t, v.at(d).delete(), codes.FailedPrecondition)
-			ok(t, other.at(d).intact([32]byte{}))
-			ok(t, other.at(d).delete())
+			check.Code(t, v.at(d).intact(sum), codes.DataLoss)
+			check.Code(t, v.at(d).delete(), codes.FailedPrecondition)
+			check.OK(t, other.at(d).intact([32]byte{}))
+			check.OK(t, other.at(d).delete())
 		})
 	}
 }
@@ -153,14 +155,14 @@ func TestOldRecord(t *testing.T) {
 	for _, kind := range []string{"ext4", "xfs", "btrfs", block} {
 		t.Run(kind, func(t *testing.T) {
 			d := start(t, drivertest.Options{})
-			v := d.made(request("volume", kind, smallest[kind]))
+			v := d.made(co.Request("volume", kind, smallest[kind]))
 			blank, err := os.ReadFile(v.record())
-			ok(t, err)
+			check.OK(t, err)
 			target := v.running()
-			write(t, v.file(target), 1)
+			write(t, v.File(target), 1)
 			v.rest(target)
 			now, err := os.ReadFile(v.record())
-			ok(t, err)
+			check.OK(t, err)
 			sum := checksum(t, v.image())
 			as := kind
 			if kind == block {
@@ -172,24 +174,24 @@ func TestOldRecord(t *testing.T) {
 			}
 			for name, record := range old {
 				d.Stop()
-				ok(t, os.WriteFile(v.record(), record, 0o600))
+				check.OK(t, os.WriteFile(v.record(), record, 0o600))
 				d = start(t, d.options)
 				w := v.at(d)
-				w.capability = capability(as, multiWriter)
+				w.Capability = co.Capability(as, co.MultiWriter)
 				switch err := w.intact(sum); {
 				case name == "formatting": // a crash right after the first mount leaves the same: it is kept
-					ok(t, err)
+					check.OK(t, err)
 				case err == nil:
 					t.Errorf("%s: it was staged by a record that says it is blank", name)
 				}
 				sum = checksum(t, v.image()) // the journal was replayed
 				d.Stop()
-				ok(t, os.WriteFile(v.record(), now, 0o600))
+				check.OK(t, os.WriteFile(v.record(), now, 0o600))
 				d = start(t, d.options)
-				ok(t, v.at(d).intact(sum))
+				check.OK(t, v.at(d).intact(sum))
 				sum = checksum(t, v.image())
 			}
-			ok(t, v.at(d).delete())
+			check.OK(t, v.at(d).delete())
 			d.nothingLeft()
 		})
 	}
@@ -202,9 +204,9 @@ func TestRecordOfAnother(t *testing.T) {
 	a, b, other := d.used("a", "ext4"), d.used("b", block), d.used("other", "ext4")
 	sums := map[*vol][32]byte{a: checksum(t, a.image()), b: checksum(t, b.image())}
 	recordA, err := os.ReadFile(a.record())
-	ok(t, err)
+	check.OK(t, err)
 	recordB, err := os.ReadFile(b.record())
-	ok(t, err)
+	check.OK(t, err)
 	for name, put := range map[string]func() (of *vol, record []byte){
 		"all of it":       func() (*vol, []byte) { return a, recordB },
 		"the first slot":  func() (*vol, []byte) { return a, append(bytes.Clone(recordB[:slotSize]), recordA[slotSize:]...) },
@@ -212,22 +214,22 @@ func TestRecordOfAnother(t *testing.T) {
 	} {
 		d.Stop()
 		v, record := put()
-		ok(t, os.WriteFile(v.record(), record, 0o600))
+		check.OK(t, os.WriteFile(v.record(), record, 0o600))
 		d = start(t, d.options)
 		if err := v.at(d).intact(sums[v]); err == nil {
 			t.Errorf("%s: it is used with the record of another", name)
 		} else {
-			wants(t, err, codes.DataLoss)
+			check.Code(t, err, codes.DataLoss)
 		}
-		ok(t, other.at(d).intact([32]byte{}))
+		check.OK(t, other.at(d).intact([32]byte{}))
 		d.Stop()
-		ok(t, os.WriteFile(a.record(), recordA, 0o600))
-		ok(t, os.WriteFile(b.record(), recordB, 0o600))
+		check.OK(t, os.WriteFile(a.record(), recordA, 0o600))
+		check.OK(t, os.WriteFile(b.record(), recordB, 0o600))
 		d = start(t, d.options)
 	}
 	for _, v := range []*vol{a, b, other} {
-		ok(t, v.at(d).intact([32]byte{}))
-		ok(t, v.at(d).delete())
+		check.OK(t, v.at(d).intact([32]byte{}))
+		check.OK(t, v.at(d).delete())
 	}
 	d.nothingLeft()
 }
@@ -239,30 +241,30 @@ func TestImageWithoutRecord(t *testing.T) {
 	v := d.used("volume", block)
 	sum := checksum(t, v.image())
 	record, err := os.ReadFile(v.record())
-	ok(t, err)
+	check.OK(t, err)
 	d.Stop()
-	ok(t, os.Remove(v.record()))
+	check.OK(t, os.Remove(v.record()))
 	d = start(t, d.options)
 	expect(t, d.storage(), "STORAGE_DEGRADED UnknownImage")
-	thin := request("volume", block, smallest[block])
+	thin := co.Request("volume", block, smallest[block])
 	thin.Parameters = map[string]string{"provisioning": "thin"}
 	copied, err := other(d).snapshot("cut")
-	ok(t, err)
+	check.OK(t, err)
 	for range 2 {
 		for name, r := range map[string]error{
-			"create":        second(d.create(request("volume", block, smallest[block]))),
-			"larger":        second(d.create(request("volume", block, 4*smallest[block]))),
+			"create":        second(d.create(co.Request("volume", block, smallest[block]))),
+			"larger":        second(d.create(co.Request("volume", block, 4*smallest[block]))),
 			"thin":          second(d.create(thin)),
-			"from snapshot": second(d.create(fromSnapshot(request("volume", block, smallest[block]), copied.GetSnapshotId()))),
+			"from snapshot": second(d.create(co.FromSnapshot(co.Request("volume", block, smallest[block]), copied.GetSnapshotId()))),
 			"stage":         v.at(d).stage(),
 		} {
-			wants(t, r, codes.DataLoss)
+			check.Code(t, r, codes.DataLoss)
 			if now := checksum(t, v.image()); now != sum {
 				t.Fatalf("%s: the bytes are others", name)
 			}
 		}
-		wants(t, v.at(d).delete(), codes.FailedPrecondition, "record")
-		ok(t, v.at(d).unstage())
+		check.Code(t, v.at(d).delete(), codes.FailedPrecondition, "record")
+		check.OK(t, v.at(d).unstage())
 		d = d.restart()
 	}
 	if now := checksum(t, v.image()); now != sum {
@@ -273,30 +275,30 @@ func TestImageWithoutRecord(t *testing.T) {
 	sum = checksum(t, w.image())
 	d.Stop()
 	lost, err := os.ReadFile(w.record())
-	ok(t, err)
+	check.OK(t, err)
 	image, err := os.ReadFile(w.image())
-	ok(t, err)
+	check.OK(t, err)
 	d = start(t, d.options)
-	ok(t, w.at(d).delete())
-	ok(t, os.WriteFile(w.image(), image, 0o600)) // an operator brings back the one half
-	wants(t, second(d.create(request("lost", block, smallest[block]))), codes.DataLoss)
+	check.OK(t, w.at(d).delete())
+	check.OK(t, os.WriteFile(w.image(), image, 0o600)) // an operator brings back the one half
+	check.Code(t, second(d.create(co.Request("lost", block, smallest[block]))), codes.DataLoss)
 	if now := checksum(t, w.image()); now != sum {
 		t.Fatal("the bytes are others")
 	}
 	// As from a backup.
 	d.Stop()
-	ok(t, os.WriteFile(v.record(), record, 0o600))
-	ok(t, os.WriteFile(w.record(), lost, 0o600))
+	check.OK(t, os.WriteFile(v.record(), record, 0o600))
+	check.OK(t, os.WriteFile(w.record(), lost, 0o600))
 	d = start(t, d.options)
 	expect(t, d.storage())
 	for _, x := range []*vol{v, w} {
-		ok(t, x.at(d).intact([32]byte{}))
-		ok(t, x.at(d).delete())
+		check.OK(t, x.at(d).intact([32]byte{}))
+		check.OK(t, x.at(d).delete())
 	}
 }
 
 // other is a volume beside those of a test.
-func other(d *driver) *vol { return d.made(request("other", block, smallest[block])) }
+func other(d *driver) *vol { return d.made(co.Request("other", block, smallest[block])) }
 
 // firstVersion is a pool without its images.
 //
@@ -309,17 +311,17 @@ func TestPoolOfFirstVersion(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := newDir(t)
 	written, err := fs.Sub(firstVersion, "testdata/pool-1")
-	ok(t, err)
-	ok(t, os.CopyFS(filepath.Join(dir, "pool"), written))
+	check.OK(t, err)
+	check.OK(t, os.CopyFS(filepath.Join(dir, "pool"), written))
 	records, err := filepath.Glob(filepath.Join(dir, "pool/*/*.rec"))
-	ok(t, err)
+	check.OK(t, err)
 	if len(records) != 5 {
 		t.Fatalf("records %v", records)
 	}
 	for _, record := range records { // the images were not recorded
 		image := strings.TrimSuffix(record, ".rec") + ".img"
-		ok(t, os.WriteFile(image, nil, 0o600))
-		ok(t, os.Truncate(image, smallest["ext4"]))
+		check.OK(t, os.WriteFile(image, nil, 0o600))
+		check.OK(t, os.Truncate(image, smallest["ext4"]))
 	}
 	pools := []string{"default=file://" + dir + "/pool?reservePercent=0&create=0"}
 	for range 2 {
@@ -333,15 +335,15 @@ func TestPoolOfFirstVersion(t *testing.T) {
 			"formatted": {"ext4", codes.DataLoss}, // its bytes were not recorded
 			"raw":       {block, codes.OK},
 		} {
-			v := d.made(request(name, want.kind, smallest["ext4"]))
-			ok(t, v.claim())
-			wants(t, v.stage(), want.code)
-			ok(t, v.unstage())
-			ok(t, v.release())
+			v := d.made(co.Request(name, want.kind, smallest["ext4"]))
+			check.OK(t, v.claim())
+			check.Code(t, v.stage(), want.code)
+			check.OK(t, v.unstage())
+			check.OK(t, v.release())
 		}
 		for _, record := range records {
 			b, err := os.ReadFile(record)
-			ok(t, err)
+			check.OK(t, err)
 			for slot := range 2 {
 				// What the driver before looks at first of all.
 				if !bytes.HasPrefix(b[slot*slotSize:], []byte("ashlar-record 2 ")) {
@@ -362,36 +364,36 @@ func second[T any](_ T, err error) error { return err }
 // it) does not lose the others.
 func TestRotInGroup(t *testing.T) {
 	for name, lose := range map[string]func(t *testing.T, record, image string){
-		"record": func(t *testing.T, record, _ string) { ok(t, os.WriteFile(record, []byte("noise"), 0o600)) },
+		"record": func(t *testing.T, record, _ string) { check.OK(t, os.WriteFile(record, []byte("noise"), 0o600)) },
 		"both": func(t *testing.T, record, image string) {
-			ok(t, os.Remove(record))
-			ok(t, os.Remove(image))
+			check.OK(t, os.Remove(record))
+			check.OK(t, os.Remove(image))
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			d := start(t, drivertest.Options{})
 			a, b := d.used("a", block), d.used("b", block)
-			request := &csi.CreateVolumeGroupSnapshotRequest{Name: "group", SourceVolumeIds: []string{a.id, b.id}}
+			request := &csi.CreateVolumeGroupSnapshotRequest{Name: "group", SourceVolumeIds: []string{a.ID, b.ID}}
 			made, err := d.CreateVolumeGroupSnapshot(t.Context(), request)
-			ok(t, err)
+			check.OK(t, err)
 			lost, kept := made.GetGroupSnapshot().GetSnapshots()[0], made.GetGroupSnapshot().GetSnapshots()[1]
 			path := filepath.Join(d.Dir, "pool/snapshots", lost.GetSnapshotId()[strings.LastIndexByte(lost.GetSnapshotId(), '.')+1:])
 			lose(t, path+".rec", path+".img")
 			d = d.restart()
 			for range 2 {
-				v, err := d.create(fromSnapshot(requestFor("restored", kept), kept.GetSnapshotId()))
-				ok(t, err)
+				v, err := d.create(co.FromSnapshot(requestFor("restored", kept), kept.GetSnapshotId()))
+				check.OK(t, err)
 				target := v.running()
-				holds(t, v.file(target), 1)
-				ok(t, v.down(target))
+				holds(t, v.File(target), 1)
+				check.OK(t, v.down(target))
 				d = d.restart()
 			}
 			_, err = d.CreateVolumeGroupSnapshot(t.Context(), request)
-			wants(t, err, codes.DataLoss, "1 of its 2 snapshots")
+			check.Code(t, err, codes.DataLoss, "1 of its 2 snapshots")
 			_, err = d.DeleteVolumeGroupSnapshot(t.Context(), &csi.DeleteVolumeGroupSnapshotRequest{GroupSnapshotId: made.GetGroupSnapshot().GetGroupSnapshotId(), SnapshotIds: []string{lost.GetSnapshotId(), kept.GetSnapshotId()}})
-			ok(t, err) // what cannot be read stays, and health tells of it
+			check.OK(t, err) // what cannot be read stays, and health tells of it
 			list, err := d.ListSnapshots(t.Context(), &csi.ListSnapshotsRequest{})
-			ok(t, err)
+			check.OK(t, err)
 			for _, entry := range list.GetEntries() {
 				t.Errorf("left: %v", entry)
 			}
@@ -401,5 +403,5 @@ func TestRotInGroup(t *testing.T) {
 
 // requestFor is for a raw volume of a snapshot's size.
 func requestFor(name string, s *csi.Snapshot) *csi.CreateVolumeRequest {
-	return request(name, block, s.GetSizeBytes())
+	return co.Request(name, block, s.GetSizeBytes())
 }

@@ -10,6 +10,8 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 )
 
@@ -19,23 +21,23 @@ import (
 func TestStartWithBadDisk(t *testing.T) {
 	drivertest.NeedRoot(t)
 	type sickness struct {
-		ill  func(t *testing.T, folder string)
-		well func(t *testing.T, folder string)
+		ill  func(t *testing.T, directory string)
+		well func(t *testing.T, directory string)
 		says string
 		// mapped: the pool is on a disk of the device mapper.
 		mapped bool
 	}
 	cases := map[string]sickness{
 		"hangs": {
-			ill:  func(t *testing.T, folder string) { run(t, "fsfreeze", "-f", folder) },
-			well: func(t *testing.T, folder string) { run(t, "fsfreeze", "-u", folder) },
+			ill:  func(t *testing.T, directory string) { drivertest.Run(t, "fsfreeze", "-f", directory) },
+			well: func(t *testing.T, directory string) { drivertest.Run(t, "fsfreeze", "-u", directory) },
 			says: "does not answer",
 		},
 		"has errors": {
-			ill: func(t *testing.T, folder string) { shutDown(t, folder) },
-			well: func(t *testing.T, folder string) { // as its operator repairs it: nothing of the driver's is in the way
-				drivertest.Unmount(t, folder)
-				drivertest.MountLoop(t, filepath.Join(filepath.Dir(folder), "image-of-pool"), folder)
+			ill: func(t *testing.T, directory string) { shutDown(t, directory) },
+			well: func(t *testing.T, directory string) { // as its operator repairs it: nothing of the driver's is in the way
+				drivertest.Unmount(t, directory)
+				drivertest.MountLoop(t, filepath.Join(filepath.Dir(directory), "pool.image"), directory)
 			},
 			says: "input/output error",
 		},
@@ -43,7 +45,7 @@ func TestStartWithBadDisk(t *testing.T) {
 	// With a device mapper also a disk that answers no request any more, and one of which nothing can be read.
 	var disk mapped
 	if control, err := os.Open("/dev/mapper/control"); err == nil { // without the module there may be a node
-		ok(t, control.Close())
+		check.OK(t, control.Close())
 		cases["answers nothing"] = sickness{
 			ill:    func(t *testing.T, _ string) { disk.hang(t) },
 			well:   func(t *testing.T, _ string) { disk.becomes(t, "linear") },
@@ -52,10 +54,10 @@ func TestStartWithBadDisk(t *testing.T) {
 		}
 		cases["cannot be read"] = sickness{
 			ill: func(t *testing.T, _ string) { disk.becomes(t, "error") },
-			well: func(t *testing.T, folder string) {
+			well: func(t *testing.T, directory string) {
 				disk.becomes(t, "linear")
-				drivertest.Unmount(t, folder)
-				run(t, "mount", "/dev/mapper/"+disk.name, folder)
+				drivertest.Unmount(t, directory)
+				drivertest.Run(t, "mount", "/dev/mapper/"+disk.name, directory)
 			},
 			says:   "input/output error",
 			mapped: true,
@@ -64,44 +66,44 @@ func TestStartWithBadDisk(t *testing.T) {
 	for name, c := range cases {
 		t.Run(name, func(t *testing.T) {
 			dir := newDir(t)
-			poolFolder(t, dir, "xfs", 512*miB)
-			folder := filepath.Join(dir, "pool")
+			drivertest.MountNew(t, "xfs", filepath.Join(dir, "pool"), 512*miB)
+			directory := filepath.Join(dir, "pool")
 			if c.mapped {
-				disk = mapDisk(t, folder)
+				disk = mapDisk(t, directory)
 			}
-			o := drivertest.Options{Dir: dir, Pools: []string{"good=file://" + dir + "/good?reservePercent=0", "default=file://" + folder + "?reservePercent=0"}}
+			o := drivertest.Options{Dir: dir, Pools: []string{"good=file://" + dir + "/good?reservePercent=0", "default=file://" + directory + "?reservePercent=0"}}
 			d := start(t, o)
 			in := func(name, pool string) *vol {
-				r := request(name, "ext4", smallest["ext4"])
+				r := co.Request(name, "ext4", smallest["ext4"])
 				r.Parameters = map[string]string{"pool": pool}
 				return d.made(r)
 			}
 			good, bad := in("good", "good"), in("bad", "default")
-			write(t, bad.file(bad.running()), 1)
-			bad.rest(bad.target("pod"))
+			write(t, bad.File(bad.running()), 1)
+			bad.rest(bad.Target("pod"))
 			d.Stop()
 
-			c.ill(t, folder)
+			c.ill(t, directory)
 			d = start(t, o)
-			ok(t, d.probe())
+			check.OK(t, d.probe())
 			target := good.at(d).running()
-			write(t, good.file(target), 1)
-			wants(t, bad.at(d).stage(), codes.Unavailable, c.says)
-			wants(t, bad.at(d).delete(), codes.Unavailable)
+			write(t, good.File(target), 1)
+			check.Code(t, bad.at(d).stage(), codes.Unavailable, c.says)
+			check.Code(t, bad.at(d).delete(), codes.Unavailable)
 			expect(t, d.storage(), "STORAGE_UNREACHABLE PoolMissing")
 			expect(t, bad.at(d).problems(), "INACCESSIBLE PoolMissing")
-			ok(t, d.probe())
+			check.OK(t, d.probe())
 
-			c.well(t, folder)
+			c.well(t, directory)
 			for deadline := time.Now().Add(time.Minute); len(d.storage()) > 0 && time.Now().Before(deadline); {
 				time.Sleep(100 * time.Millisecond)
 			}
 			expect(t, d.storage())
-			ok(t, bad.at(d).intact([32]byte{}))
-			ok(t, bad.at(d).delete())
-			holds(t, good.file(target), 1)
-			ok(t, good.at(d).down(target))
-			if left, err := os.ReadDir(filepath.Join(folder, "volumes")); err != nil || len(left) > 0 {
+			check.OK(t, bad.at(d).intact([32]byte{}))
+			check.OK(t, bad.at(d).delete())
+			holds(t, good.File(target), 1)
+			check.OK(t, good.at(d).down(target))
+			if left, err := os.ReadDir(filepath.Join(directory, "volumes")); err != nil || len(left) > 0 {
 				t.Errorf("left are %v, %v", left, err)
 			}
 		})
@@ -113,8 +115,8 @@ func TestStartWithBadDisk(t *testing.T) {
 func TestDiskComesBack(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := newDir(t)
-	poolFolder(t, dir, "xfs", 512*miB)
-	folder, image := filepath.Join(dir, "pool"), filepath.Join(dir, "image-of-pool")
+	drivertest.MountNew(t, "xfs", filepath.Join(dir, "pool"), 512*miB)
+	directory, image := filepath.Join(dir, "pool"), filepath.Join(dir, "pool.image")
 	d := start(t, drivertest.Options{Dir: dir})
 	v := d.used("volume", "ext4")
 	back := func() {
@@ -123,62 +125,62 @@ func TestDiskComesBack(t *testing.T) {
 			time.Sleep(100 * time.Millisecond)
 		}
 		expect(t, d.storage())
-		ok(t, v.intact([32]byte{}))
+		check.OK(t, v.intact([32]byte{}))
 	}
-	mount := func(image string, options ...string) { drivertest.MountLoop(t, image, folder, options...) }
+	mount := func(image string, options ...string) { drivertest.MountLoop(t, image, directory, options...) }
 
 	// It stops, and its operator repairs it.
-	shutDown(t, folder)
+	shutDown(t, directory)
 	expect(t, d.storage(), "STORAGE_UNREACHABLE PoolUnavailable")
 	expect(t, d.storage(), "STORAGE_UNREACHABLE PoolMissing")
-	wants(t, v.stage(), codes.Unavailable)
-	drivertest.Unmount(t, folder) // the driver has let go of it
-	ok(t, d.probe())
-	wants(t, second(d.create(request("another", "ext4", smallest["ext4"]))), codes.Unavailable)
+	check.Code(t, v.stage(), codes.Unavailable)
+	drivertest.Unmount(t, directory) // the driver has let go of it
+	check.OK(t, d.probe())
+	check.Code(t, second(d.create(co.Request("another", "ext4", smallest["ext4"]))), codes.Unavailable)
 	mount(image)
 	back()
 
 	// It is mounted from somewhere else: another device, with the same on it.
-	run(t, "umount", "-l", folder)
-	wants(t, second(d.create(request("another", "ext4", smallest["ext4"]))), codes.Unavailable)
+	drivertest.Run(t, "umount", "-l", directory)
+	check.Code(t, second(d.create(co.Request("another", "ext4", smallest["ext4"]))), codes.Unavailable)
 	copied := filepath.Join(dir, "copy-of-pool")
-	run(t, "cp", "--sparse=always", image, copied)
+	drivertest.Run(t, "cp", "--sparse=always", image, copied)
 	mount(copied, "-o", "nouuid")
 	back()
 
 	// Another disk is no pool of ours.
-	run(t, "umount", "-l", folder)
+	drivertest.Run(t, "umount", "-l", directory)
 	other := filepath.Join(dir, "other-disk")
-	ok(t, os.WriteFile(other, nil, 0o600))
-	ok(t, os.Truncate(other, 512*miB))
-	run(t, "mkfs.xfs", "-q", other)
+	check.OK(t, os.WriteFile(other, nil, 0o600))
+	check.OK(t, os.Truncate(other, 512*miB))
+	drivertest.Run(t, "mkfs.xfs", "-q", other)
 	mount(other)
-	wants(t, second(d.create(request("another", "ext4", smallest["ext4"]))), codes.Unavailable)
-	if left, err := os.ReadDir(folder); err != nil || len(left) > 0 {
+	check.Code(t, second(d.create(co.Request("another", "ext4", smallest["ext4"]))), codes.Unavailable)
+	if left, err := os.ReadDir(directory); err != nil || len(left) > 0 {
 		t.Errorf("on another disk are %v, %v", left, err)
 	}
-	drivertest.Unmount(t, folder)
+	drivertest.Unmount(t, directory)
 	mount(copied, "-o", "nouuid")
 	back()
-	ok(t, v.delete())
+	check.OK(t, v.delete())
 	d.nothingLeft()
 }
 
-// mapped is a disk of the device mapper below the filesystem of a pool's folder.
+// mapped is a disk of the device mapper below the filesystem of a pool's directory.
 type mapped struct{ name, loop string }
 
-func mapDisk(t *testing.T, folder string) mapped {
+func mapDisk(t *testing.T, directory string) mapped {
 	t.Helper()
 	t.Setenv("DM_DISABLE_UDEV", "1") // dmsetup makes the node itself
-	drivertest.Unmount(t, folder)
-	image := filepath.Join(filepath.Dir(folder), "image-of-pool")
-	t.Cleanup(func() { drivertest.MountLoop(t, image, folder) }) // as whoever made it left it
-	m := mapped{"disk-of-" + filepath.Base(filepath.Dir(folder)), drivertest.Loop(t, image)}
-	t.Cleanup(func() { run(t, "losetup", "-d", m.loop) })
-	run(t, "dmsetup", "create", m.name, "--table", m.table("linear"))
-	t.Cleanup(func() { run(t, "dmsetup", "remove", "--retry", m.name) })
-	run(t, "mount", "/dev/mapper/"+m.name, folder)
-	t.Cleanup(func() { ok(t, unix.Unmount(folder, 0)) })
+	drivertest.Unmount(t, directory)
+	image := filepath.Join(filepath.Dir(directory), "pool.image")
+	t.Cleanup(func() { drivertest.MountLoop(t, image, directory) }) // as whoever made it left it
+	m := mapped{"disk-of-" + filepath.Base(filepath.Dir(directory)), drivertest.Loop(t, image)}
+	t.Cleanup(func() { drivertest.Run(t, "losetup", "-d", m.loop) })
+	drivertest.Run(t, "dmsetup", "create", m.name, "--table", m.table("linear"))
+	t.Cleanup(func() { drivertest.Run(t, "dmsetup", "remove", "--retry", m.name) })
+	drivertest.Run(t, "mount", "/dev/mapper/"+m.name, directory)
+	t.Cleanup(func() { check.OK(t, unix.Unmount(directory, 0)) })
 	return m
 }
 
@@ -192,14 +194,14 @@ func (m mapped) table(target string) string {
 // hang has no request answered, until becomes.
 func (m mapped) hang(t *testing.T) {
 	t.Helper()
-	run(t, "dmsetup", "suspend", "--noflush", "--nolockfs", m.name)
-	ok(t, os.WriteFile("/proc/sys/vm/drop_caches", []byte("3"), 0o600))
+	drivertest.Run(t, "dmsetup", "suspend", "--noflush", "--nolockfs", m.name)
+	check.OK(t, os.WriteFile("/proc/sys/vm/drop_caches", []byte("3"), 0o600))
 }
 
 // becomes replaces the disk: linear, or error.
 func (m mapped) becomes(t *testing.T, target string) {
 	t.Helper()
 	m.hang(t)
-	run(t, "dmsetup", "reload", m.name, "--table", m.table(target))
-	run(t, "dmsetup", "resume", m.name)
+	drivertest.Run(t, "dmsetup", "reload", m.name, "--table", m.table(target))
+	drivertest.Run(t, "dmsetup", "resume", m.name)
 }

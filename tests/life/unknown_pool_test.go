@@ -8,6 +8,8 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 )
 
@@ -18,18 +20,18 @@ func TestPoolGoneFromFlags(t *testing.T) {
 	dir := newDir(t)
 	a, b := "a=file://"+dir+"/a?reservePercent=0", "b=file://"+dir+"/b?reservePercent=0"
 	d := start(t, drivertest.Options{Dir: dir, Pools: []string{a, b}})
-	r := request("volume", block, smallest[block])
+	r := co.Request("volume", block, smallest[block])
 	r.Parameters = map[string]string{"pool": "b"}
 	v := d.made(r)
-	s, err := d.CreateSnapshot(t.Context(), &csi.CreateSnapshotRequest{Name: "s", SourceVolumeId: v.id})
-	wants(t, err, codes.OK)
-	group, err := d.CreateVolumeGroupSnapshot(t.Context(), &csi.CreateVolumeGroupSnapshotRequest{Name: "g", SourceVolumeIds: []string{v.id}})
-	wants(t, err, codes.OK)
-	wants(t, v.claim(), codes.OK)
+	s, err := d.CreateSnapshot(t.Context(), &csi.CreateSnapshotRequest{Name: "s", SourceVolumeId: v.ID})
+	check.Code(t, err, codes.OK)
+	group, err := d.CreateVolumeGroupSnapshot(t.Context(), &csi.CreateVolumeGroupSnapshotRequest{Name: "g", SourceVolumeIds: []string{v.ID}})
+	check.Code(t, err, codes.OK)
+	check.Code(t, v.claim(), codes.OK)
 	d.Stop()
 
 	d = start(t, drivertest.Options{Dir: dir, Pools: []string{a}})
-	without := d.volume(v.id, v.name, v.capability)
+	without := d.volume(v.ID, v.Name, v.Capability)
 	members := []string{group.GetGroupSnapshot().GetSnapshots()[0].GetSnapshotId()}
 	deleteGroup := func(d *driver) error {
 		_, err := d.DeleteVolumeGroupSnapshot(t.Context(), &csi.DeleteVolumeGroupSnapshotRequest{
@@ -38,25 +40,25 @@ func TestPoolGoneFromFlags(t *testing.T) {
 	}
 	for what, err := range map[string]error{"delete": without.delete(), "release": without.release(), "claim": without.claim(), "expand": without.expand(2 << 20),
 		"delete snapshot": d.deleteSnapshot(s.GetSnapshot().GetSnapshotId()), "delete group": deleteGroup(d),
-		"modify":   second(d.ControllerModifyVolume(t.Context(), &csi.ControllerModifyVolumeRequest{VolumeId: v.id, MutableParameters: map[string]string{"readAheadKiB": "64"}})),
-		"snapshot": second(without.snapshot("other")), "clone": second(d.create(fromVolume(request("clone", block, smallest[block]), v.id)))} {
+		"modify":   second(d.ControllerModifyVolume(t.Context(), &csi.ControllerModifyVolumeRequest{VolumeId: v.ID, MutableParameters: map[string]string{"readAheadKiB": "64"}})),
+		"snapshot": second(without.snapshot("other")), "clone": second(d.create(co.FromVolume(co.Request("clone", block, smallest[block]), v.ID)))} {
 		if status.Code(err) != codes.Unavailable {
 			t.Errorf("%s of what is in a pool that is not in the flags: %v", what, err)
 		}
 	}
-	wants(t, d.volume("some-other-driver's", "", nil).delete(), codes.OK)
-	wants(t, d.deleteSnapshot("some-other-driver's"), codes.OK)
+	check.Code(t, d.volume("some-other-driver's", "", nil).delete(), codes.OK)
+	check.Code(t, d.deleteSnapshot("some-other-driver's"), codes.OK)
 	d.Stop()
 
 	d = start(t, drivertest.Options{Dir: dir, Pools: []string{a, b}})
-	back := d.volume(v.id, v.name, v.capability)
-	wants(t, back.delete(), codes.FailedPrecondition, "claimed")
-	ok(t, back.release())
-	ok(t, d.deleteSnapshot(s.GetSnapshot().GetSnapshotId()))
-	ok(t, deleteGroup(d))
-	ok(t, back.delete())
-	for _, folder := range []string{"volumes", "snapshots"} {
-		if left, err := os.ReadDir(dir + "/b/" + folder); err != nil || len(left) > 0 {
+	back := d.volume(v.ID, v.Name, v.Capability)
+	check.Code(t, back.delete(), codes.FailedPrecondition, "claimed")
+	check.OK(t, back.release())
+	check.OK(t, d.deleteSnapshot(s.GetSnapshot().GetSnapshotId()))
+	check.OK(t, deleteGroup(d))
+	check.OK(t, back.delete())
+	for _, directory := range []string{"volumes", "snapshots"} {
+		if left, err := os.ReadDir(dir + "/b/" + directory); err != nil || len(left) > 0 {
 			t.Errorf("left are %v, %v", left, err)
 		}
 	}

@@ -13,15 +13,16 @@ import (
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"golang.org/x/sys/unix"
 
-	"github.com/ashlar-csi/ashlar/pkg/volume"
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
 )
 
-// scenario is a call that changes something, in a world where it can be made.
+// scenario is a call that changes something, in an environment where it can be made.
 type scenario struct {
 	name string
 	fs   string // below the pool
-	// prepare brings a world to the state before the call.
-	prepare func(w *world) plan
+	// prepare brings an environment to the state before the call.
+	prepare func(w *environment) plan
 }
 
 type plan struct {
@@ -43,8 +44,8 @@ const (
 func nothing() error { return nil }
 
 var scenarios = []scenario{
-	{"CreateVolume thick", copying, func(w *world) plan { return create(w.volume("new", "ext4", 16*miB), 0) }},
-	{"CreateVolume thin", copying, func(w *world) plan {
+	{"CreateVolume thick", copying, func(w *environment) plan { return create(w.volume("new", "ext4", 16*miB), 0) }},
+	{"CreateVolume thin", copying, func(w *environment) plan {
 		v := w.volume("new", "ext4", 16*miB)
 		v.thin = true
 		return create(v, 0)
@@ -53,18 +54,18 @@ var scenarios = []scenario{
 	{"CreateVolume from snapshot, copying", copying, fromSnapshot},
 	{"CreateVolume from mounted volume, sharing", sharing, fromVolume},
 	{"CreateVolume from mounted volume, copying", copying, fromVolume},
-	{"DeleteVolume", copying, func(w *world) plan {
+	{"DeleteVolume", copying, func(w *environment) plan {
 		v := filled(w, "old", "ext4")
 		v.rest()
 		v.content = 0
 		return plan{v.delete, func() { w.listed(0) }, nothing}
 	}},
-	{"ControllerPublishVolume", copying, func(w *world) plan {
+	{"ControllerPublishVolume", copying, func(w *environment) plan {
 		v := filled(w, "data", "ext4")
 		v.rest()
 		return plan{v.claim, func() { v.whole(1) }, v.release}
 	}},
-	{"ControllerUnpublishVolume", copying, func(w *world) plan {
+	{"ControllerUnpublishVolume", copying, func(w *environment) plan {
 		v := filled(w, "data", "ext4")
 		w.all(v.unpublishAll, v.unstage)
 		return plan{v.release, func() {
@@ -72,16 +73,16 @@ var scenarios = []scenario{
 			v.rest()
 		}, nil}
 	}},
-	{"NodeStageVolume first, ext4", copying, func(w *world) plan { return stageFirst(w, "ext4", 16*miB) }},
-	{"NodeStageVolume first, xfs", sharing, func(w *world) plan { return stageFirst(w, "xfs", 300*miB) }},
-	{"NodeStageVolume first, btrfs", copying, func(w *world) plan { return stageFirst(w, "btrfs", 256*miB) }},
-	{"NodeStageVolume later", copying, func(w *world) plan {
+	{"NodeStageVolume first, ext4", copying, func(w *environment) plan { return stageFirst(w, "ext4", 16*miB) }},
+	{"NodeStageVolume first, xfs", sharing, func(w *environment) plan { return stageFirst(w, "xfs", 300*miB) }},
+	{"NodeStageVolume first, btrfs", copying, func(w *environment) plan { return stageFirst(w, "btrfs", 256*miB) }},
+	{"NodeStageVolume later", copying, func(w *environment) plan {
 		v := filled(w, "data", "ext4")
 		v.rest()
 		w.all(v.claim)
 		return plan{v.stage, func() { v.whole(1) }, v.unstage}
 	}},
-	{"NodeStageVolume later, growing", copying, func(w *world) plan {
+	{"NodeStageVolume later, growing", copying, func(w *environment) plan {
 		v := filled(w, "data", "ext4")
 		v.rest()
 		const larger = 300 * miB // more block groups than before
@@ -93,35 +94,35 @@ var scenarios = []scenario{
 			v.shows(larger)
 		}, v.unstage}
 	}},
-	{"NodeStageVolume later, after a power cut", copying, func(w *world) plan {
+	{"NodeStageVolume later, after a power cut", copying, func(w *environment) plan {
 		v := filled(w, "data", "ext4")
 		var cut []byte // with a journal to replay
-		v.site.look(v, func(path string) { cut = must(os.ReadFile(path))(w) })
+		v.site.bytesOf(v, func(path string) { cut = must(os.ReadFile(path))(w) })
 		v.rest()
-		v.site.look(v, func(path string) { ok(w.t, os.WriteFile(path, cut, 0)) })
+		v.site.bytesOf(v, func(path string) { check.OK(w.t, os.WriteFile(path, cut, 0)) })
 		w.all(v.claim)
 		return plan{v.stage, func() { v.whole(1) }, v.unstage}
 	}},
-	{"NodeStageVolume later, repairing", copying, func(w *world) plan {
+	{"NodeStageVolume later, repairing", copying, func(w *environment) plan {
 		v := filled(w, "data", "ext4")
 		v.rest()
-		v.site.look(v, func(path string) {
-			run(w.t, "debugfs", "-w", "-R", "ssv free_blocks_count 7", path)
-			run(w.t, "debugfs", "-w", "-R", "ssv state 2", path)
+		v.site.bytesOf(v, func(path string) {
+			drivertest.Run(w.t, "debugfs", "-w", "-R", "ssv free_blocks_count 7", path)
+			drivertest.Run(w.t, "debugfs", "-w", "-R", "ssv state 2", path)
 		})
 		w.all(v.claim)
 		return plan{v.stage, func() { v.whole(1) }, v.unstage}
 	}},
-	{"NodeStageVolume block", copying, func(w *world) plan { return stageFirst(w, block, 16*miB) }},
-	{"NodePublishVolume mount", copying, func(w *world) plan { return publish(w, "ext4", false) }},
-	{"NodePublishVolume mount read-only", copying, func(w *world) plan { return publish(w, "ext4", true) }},
-	{"NodePublishVolume block", copying, func(w *world) plan { return publish(w, block, false) }},
-	{"NodePublishVolume block read-only", copying, func(w *world) plan { return publish(w, block, true) }},
-	{"NodeUnpublishVolume mount", copying, func(w *world) plan { return unpublish(w, "ext4") }},
-	{"NodeUnpublishVolume block", copying, func(w *world) plan { return unpublish(w, block) }},
-	{"NodeUnstageVolume mount", copying, func(w *world) plan { return unstage(w, "ext4") }},
-	{"NodeUnstageVolume block", copying, func(w *world) plan { return unstage(w, block) }},
-	{"ControllerExpandVolume published", sharing, func(w *world) plan {
+	{"NodeStageVolume block", copying, func(w *environment) plan { return stageFirst(w, block, 16*miB) }},
+	{"NodePublishVolume mount", copying, func(w *environment) plan { return publish(w, "ext4", false) }},
+	{"NodePublishVolume mount read-only", copying, func(w *environment) plan { return publish(w, "ext4", true) }},
+	{"NodePublishVolume block", copying, func(w *environment) plan { return publish(w, block, false) }},
+	{"NodePublishVolume block read-only", copying, func(w *environment) plan { return publish(w, block, true) }},
+	{"NodeUnpublishVolume mount", copying, func(w *environment) plan { return unpublish(w, "ext4") }},
+	{"NodeUnpublishVolume block", copying, func(w *environment) plan { return unpublish(w, block) }},
+	{"NodeUnstageVolume mount", copying, func(w *environment) plan { return unstage(w, "ext4") }},
+	{"NodeUnstageVolume block", copying, func(w *environment) plan { return unstage(w, block) }},
+	{"ControllerExpandVolume published", sharing, func(w *environment) plan {
 		v := filled(w, "data", "xfs")
 		const larger = 364 * miB
 		return plan{func() error { return v.expand(larger) }, func() {
@@ -130,12 +131,12 @@ var scenarios = []scenario{
 			v.shows(larger)
 		}, nothing}
 	}},
-	{"ControllerExpandVolume block", copying, func(w *world) plan {
+	{"ControllerExpandVolume block", copying, func(w *environment) plan {
 		v := filled(w, "data", block)
 		const larger = 24 * miB
 		return plan{func() error { return v.expand(larger) }, func() { v.grown(larger) }, nothing}
 	}},
-	{"NodeExpandVolume", sharing, func(w *world) plan {
+	{"NodeExpandVolume", sharing, func(w *environment) plan {
 		v := filled(w, "data", "xfs")
 		const larger = 364 * miB
 		w.all(func() error { return v.expand(larger) })
@@ -143,24 +144,21 @@ var scenarios = []scenario{
 	}},
 	{"CreateSnapshot mounted, sharing", sharing, snapshot},
 	{"CreateSnapshot mounted, copying", copying, snapshot},
-	{"DeleteSnapshot", copying, func(w *world) plan {
+	{"DeleteSnapshot", copying, func(w *environment) plan {
 		id := must(filled(w, "data", "ext4").cut("cut"))(w)
-		return plan{func() error {
-			_, err := w.DeleteSnapshot(w.ctx(), &csi.DeleteSnapshotRequest{SnapshotId: id})
-			return err
-		}, func() { w.snapshots(0) }, nothing}
+		return plan{func() error { return w.RemoveSnapshot(w.ctx(), id) }, func() { w.snapshots(0) }, nothing}
 	}},
 	{"CreateVolumeGroupSnapshot, sharing", sharing, group},
 	{"CreateVolumeGroupSnapshot, copying", copying, group},
-	{"DeleteVolumeGroupSnapshot", copying, func(w *world) plan {
+	{"DeleteVolumeGroupSnapshot", copying, func(w *environment) plan {
 		p := group(w)
-		ok(w.t, p.call())
+		check.OK(w.t, p.call())
 		return plan{p.undo, func() { w.snapshots(0) }, nothing}
 	}},
-	{"ControllerModifyVolume", copying, func(w *world) plan {
+	{"ControllerModifyVolume", copying, func(w *environment) plan {
 		v := filled(w, "data", "ext4")
 		return plan{func() error {
-			_, err := w.ControllerModifyVolume(w.ctx(), &csi.ControllerModifyVolumeRequest{VolumeId: v.id, MutableParameters: map[string]string{"readAheadKiB": "256"}})
+			_, err := w.ControllerModifyVolume(w.ctx(), &csi.ControllerModifyVolumeRequest{VolumeId: v.ID, MutableParameters: map[string]string{"readAheadKiB": "256"}})
 			return err
 		}, func() {
 			v.readsAhead("256")
@@ -169,17 +167,17 @@ var scenarios = []scenario{
 			v.readsAhead("256")
 		}, nothing}
 	}},
-	{"NodePublishVolume ephemeral", copying, func(w *world) plan {
+	{"NodePublishVolume ephemeral", copying, func(w *environment) plan {
 		e := ephemeral(w)
-		return plan{e.publishEphemeral, func() {
+		return plan{func() error { return e.publish("pod", false) }, func() {
 			e.fill(1)
 			e.holds("pod", 1)
 			e.content = 0 // it goes with its pod
 		}, func() error { return e.unpublish("pod") }}
 	}},
-	{"NodeUnpublishVolume ephemeral", copying, func(w *world) plan {
+	{"NodeUnpublishVolume ephemeral", copying, func(w *environment) plan {
 		e := ephemeral(w)
-		w.all(e.publishEphemeral)
+		w.all(func() error { return e.publish("pod", false) })
 		e.fill(1)
 		e.content = 0
 		return plan{func() error { return e.unpublish("pod") }, func() { w.listed(0) }, nil}
@@ -192,16 +190,16 @@ func named(name string) scenario {
 }
 
 // must unpacks what has to succeed.
-func must[T any](value T, err error) func(w *world) T {
-	return func(w *world) T {
+func must[T any](value T, err error) func(w *environment) T {
+	return func(w *environment) T {
 		w.t.Helper()
-		ok(w.t, err)
+		check.OK(w.t, err)
 		return value
 	}
 }
 
 // filled is a volume that is up and has data 1.
-func filled(w *world, name, kind string) *vol {
+func filled(w *environment, name, kind string) *vol {
 	w.t.Helper()
 	v := w.volume(name, kind, 16*miB)
 	if kind == "xfs" {
@@ -221,7 +219,7 @@ func create(v *vol, seed uint64) plan {
 	}, v.delete}
 }
 
-func fromSnapshot(w *world) plan {
+func fromSnapshot(w *environment) plan {
 	source := filled(w, "source", "ext4")
 	id := must(source.cut("cut"))(w)
 	source.fill(2)
@@ -230,13 +228,13 @@ func fromSnapshot(w *world) plan {
 	return create(v, 1)
 }
 
-func fromVolume(w *world) plan {
+func fromVolume(w *environment) plan {
 	v := w.volume("clone", "ext4", 16*miB)
 	v.source = filled(w, "source", "ext4")
 	return create(v, 1)
 }
 
-func stageFirst(w *world, kind string, size int64) plan {
+func stageFirst(w *environment, kind string, size int64) plan {
 	v := w.volume("new", kind, size)
 	v.thin = kind != "ext4" && kind != block
 	w.all(v.create, v.claim)
@@ -249,13 +247,13 @@ func stageFirst(w *world, kind string, size int64) plan {
 }
 
 // publish at a second target; the first one is in use.
-func publish(w *world, kind string, readOnly bool) plan {
+func publish(w *environment, kind string, readOnly bool) plan {
 	v := filled(w, "data", kind)
 	return plan{func() error { return v.publish("second", readOnly) }, func() {
 		v.holds("second", 1)
 		f, err := os.OpenFile(v.file("second"), os.O_WRONLY, 0)
 		if err == nil {
-			_, err = f.Write(content(1))
+			_, err = f.Write(content(1).Bytes())
 			err = errors.Join(err, f.Sync(), f.Close())
 		}
 		if (err != nil) != readOnly {
@@ -264,12 +262,12 @@ func publish(w *world, kind string, readOnly bool) plan {
 	}, func() error { return v.unpublish("second") }}
 }
 
-func unpublish(w *world, kind string) plan {
+func unpublish(w *environment, kind string) plan {
 	v := filled(w, "data", kind)
 	w.all(func() error { return v.publish("second", false) })
 	return plan{func() error { return v.unpublish("second") }, func() {
-		if _, err := os.Lstat(v.target("second")); !errors.Is(err, os.ErrNotExist) {
-			w.t.Errorf("%s is still there", v.target("second"))
+		if _, err := os.Lstat(v.Target("second")); !errors.Is(err, os.ErrNotExist) {
+			w.t.Errorf("%s is still there", v.Target("second"))
 		}
 	}, nil}
 }
@@ -277,7 +275,7 @@ func unpublish(w *world, kind string) plan {
 // detachTime is how long the kernel may take to remove a device that nobody has any more.
 const detachTime = time.Minute
 
-func unstage(w *world, kind string) plan {
+func unstage(w *environment, kind string) plan {
 	v := filled(w, "data", kind)
 	w.all(v.unpublishAll)
 	return plan{v.unstage, func() {
@@ -291,23 +289,20 @@ func unstage(w *world, kind string) plan {
 	}, nil}
 }
 
-func snapshot(w *world) plan {
+func snapshot(w *environment) plan {
 	v := filled(w, "data", "ext4")
-	id := volume.ID{Kind: "snap", Pool: "default", Key: volume.KeyOf("cut")}.String()
+	id := drivertest.SnapshotID("cut")
 	return plan{func() error {
 		_, err := v.cut("cut")
 		return err
 	}, func() {
 		v.fill(2)
 		w.restore(id, "restored", 1)
-	}, func() error {
-		_, err := w.DeleteSnapshot(w.ctx(), &csi.DeleteSnapshotRequest{SnapshotId: id})
-		return err
-	}}
+	}, func() error { return w.RemoveSnapshot(w.ctx(), id) }}
 }
 
 // restore makes sure that a snapshot holds data.
-func (w *world) restore(snapshot, name string, seed uint64) {
+func (w *environment) restore(snapshot, name string, seed uint64) {
 	w.t.Helper()
 	r := w.volume(name, "ext4", 16*miB)
 	r.snapshot, r.content = snapshot, seed
@@ -315,63 +310,46 @@ func (w *world) restore(snapshot, name string, seed uint64) {
 	r.whole(seed)
 }
 
-func group(w *world) plan {
+func group(w *environment) plan {
 	a, b := filled(w, "a", "ext4"), filled(w, "b", "ext4")
 	b.fill(2)
-	id := volume.GroupID{Key: volume.KeyOf("group")}.String()
-	var members []string
+	var members []*csi.Snapshot
 	return plan{func() error {
-		response, err := w.CreateVolumeGroupSnapshot(w.ctx(), &csi.CreateVolumeGroupSnapshotRequest{Name: "group", SourceVolumeIds: []string{a.id, b.id}})
-		members = nil
-		for _, s := range response.GetGroupSnapshot().GetSnapshots() {
-			members = append(members, s.GetSnapshotId())
-		}
+		group, err := w.Group(w.ctx(), "group", a.ID, b.ID)
+		members = group.GetSnapshots()
 		return err
 	}, func() {
 		a.fill(3)
 		b.fill(4)
-		seeds := map[string]uint64{a.id: 1, b.id: 2}
+		seeds := map[string]uint64{a.ID: 1, b.ID: 2}
 		listed := w.snapshots(2)
 		for _, s := range listed {
 			w.restore(s.GetSnapshotId(), fmt.Sprintf("restored-%d", seeds[s.GetSourceVolumeId()]), seeds[s.GetSourceVolumeId()])
 		}
-	}, func() error {
-		_, err := w.DeleteVolumeGroupSnapshot(w.ctx(), &csi.DeleteVolumeGroupSnapshotRequest{GroupSnapshotId: id, SnapshotIds: members})
-		return err
-	}}
+	}, func() error { return w.RemoveGroup(w.ctx(), drivertest.GroupID("group"), members...) }}
 }
 
-func ephemeral(w *world) *vol {
+func ephemeral(w *environment) *vol {
 	v := w.volume("csi-0123456789", "ext4", 16*miB)
-	v.id = v.name // the CO's choice
+	v.Volume = w.Inline(v.Name, v.Capability, map[string]string{"size": "16Mi"})
 	return v
 }
 
-func (v *vol) publishEphemeral() error {
-	target := v.target("pod")
-	if err := v.try(target); err != nil {
-		return err
-	}
-	_, err := v.NodePublishVolume(v.ctx(), &csi.NodePublishVolumeRequest{VolumeId: v.id, TargetPath: target, VolumeCapability: v.capability(),
-		VolumeContext: map[string]string{"csi.storage.k8s.io/ephemeral": "true", "size": "16Mi"}})
-	return err
-}
-
 // listed makes sure that there are n volumes.
-func (w *world) listed(n int) {
+func (w *environment) listed(n int) {
 	w.t.Helper()
 	response, err := w.ListVolumes(w.ctx(), &csi.ListVolumesRequest{})
-	ok(w.t, err)
+	check.OK(w.t, err)
 	if len(response.GetEntries()) != n {
 		w.t.Errorf("%d volumes are listed, not %d: %v", len(response.GetEntries()), n, response)
 	}
 }
 
 // snapshots are n, and are returned.
-func (w *world) snapshots(n int) (all []*csi.Snapshot) {
+func (w *environment) snapshots(n int) (all []*csi.Snapshot) {
 	w.t.Helper()
 	response, err := w.ListSnapshots(w.ctx(), &csi.ListSnapshotsRequest{})
-	ok(w.t, err)
+	check.OK(w.t, err)
 	for _, entry := range response.GetEntries() {
 		all = append(all, entry.GetSnapshot())
 	}
@@ -386,7 +364,7 @@ func (v *vol) device() string { return v.site.device(v) }
 func (v *vol) sysfs(name string) string {
 	v.t.Helper()
 	text, err := os.ReadFile(filepath.Join("/sys/block", v.device(), name))
-	ok(v.t, err)
+	check.OK(v.t, err)
 	return strings.TrimSpace(string(text))
 }
 
@@ -400,9 +378,9 @@ func (v *vol) readsAhead(want string) {
 // grown makes sure that the bytes and the device of a volume have a size.
 func (v *vol) grown(size int64) {
 	v.t.Helper()
-	v.site.look(v, func(path string) {
+	v.site.bytesOf(v, func(path string) {
 		f, err := os.Open(path)
-		ok(v.t, err)
+		check.OK(v.t, err)
 		defer f.Close()
 		if have, err := f.Seek(0, io.SeekEnd); err != nil || have != size {
 			v.t.Errorf("%s has %d bytes, not %d: %v", path, have, size, err)
@@ -414,17 +392,12 @@ func (v *vol) grown(size int64) {
 	v.size = size
 }
 
-func (v *vol) nodeExpand() error {
-	_, err := v.NodeExpandVolume(v.ctx(), &csi.NodeExpandVolumeRequest{VolumeId: v.id, VolumePath: v.target("pod"), StagingTargetPath: v.staging, VolumeCapability: v.capability()})
-	return err
-}
-
 // shows makes sure that the filesystem has grown to a size, but for what it keeps for
 // itself.
 func (v *vol) shows(size int64) {
 	v.t.Helper()
 	var st unix.Statfs_t
-	ok(v.t, unix.Statfs(v.target("pod"), &st))
+	check.OK(v.t, unix.Statfs(v.Target("pod"), &st))
 	if total := int64(st.Blocks) * st.Bsize; total < size-80*miB || total > size {
 		v.t.Errorf("the filesystem has %d bytes on a device of %d", total, size)
 	}

@@ -17,6 +17,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/tests/points/trace"
 )
@@ -124,7 +125,7 @@ var starts = regexp.MustCompile("^(NodeStageVolume (first|later)|NodePublishVolu
 func TestChildren(t *testing.T) {
 	drivertest.NeedRoot(t)
 	_, err := program()
-	ok(t, err)
+	check.OK(t, err)
 	sites := map[string]*site{copying: newSite(t, copying), sharing: newSite(t, sharing)}
 	seen, left := map[string]bool{}, 0
 	for _, s := range scenarios {
@@ -185,14 +186,14 @@ func startedAgain(before, now trace.Call) bool {
 // child makes the call with trouble in its n-th program (0, 1, ...).
 func child(t *testing.T, s *site, sc scenario, o course, n int, trouble trouble, giveUp bool) {
 	c := started(o.calls)[n]
-	w := newWorld(t, s)
+	w := newEnvironment(t, s)
 	p := sc.prepare(w)
 	// Its path takes the place of the program's, so it has to be short.
 	script := fmt.Sprintf("/run/.%05d", os.Getpid()%100000)
 	if trouble.script != "" {
 		text := strings.ReplaceAll(trouble.script, "%s", c.Path)
-		ok(t, os.WriteFile(script, []byte("#!/bin/sh\n"+text+"\n"), 0o700))
-		defer func() { ok(t, os.Remove(script)) }()
+		check.OK(t, os.WriteFile(script, []byte("#!/bin/sh\n"+text+"\n"), 0o700))
+		defer func() { check.OK(t, os.Remove(script)) }()
 	}
 	if trouble.name == hangs {
 		caller := newEnough()
@@ -253,29 +254,36 @@ func child(t *testing.T, s *site, sc scenario, o course, n int, trouble trouble,
 
 // goesOn makes sure that a check goes on without its caller, so that a retry is told that it does, until
 // the volume is unstaged.
-func (w *world) goesOn(p plan, pidFile string) {
+func (w *environment) goesOn(p plan, pidFile string) {
 	w.t.Helper()
 	text, err := os.ReadFile(pidFile)
-	ok(w.t, err)
+	check.OK(w.t, err)
 	pid, err := strconv.Atoi(strings.TrimSpace(string(text)))
-	ok(w.t, err)
+	check.OK(w.t, err)
 	if err := p.call(); status.Code(err) != codes.Aborted {
 		w.t.Errorf("a retry meanwhile is answered %v", err)
 	}
 	if err := unix.Kill(pid, 0); err != nil {
 		w.t.Errorf("the check ended with its caller: %v", err)
 	}
-	ok(w.t, drivertest.Again(w.t.Context(), p.undo))
+	check.OK(w.t, w.retried(p.undo))
 }
 
 var endedByCaller = regexp.MustCompile(`"Call ended by its caller".*(\n\t.*)*`) // an error of several lines is indented
 
+// wholeLog is all that the driver said.
+func (w *environment) wholeLog() string {
+	text, err := os.ReadFile(filepath.Join(w.Dir, "log"))
+	check.OK(w.t, err)
+	return string(text)
+}
+
 // ended waits until the driver has ended a call whose caller has gone away, and returns
 // what it says of it.
-func (w *world) ended() string {
+func (w *environment) ended() string {
 	w.t.Helper()
 	for deadline := time.Now().Add(callTime); time.Now().Before(deadline); time.Sleep(10 * time.Millisecond) {
-		if line := endedByCaller.FindString(w.log.String()); line != "" {
+		if line := endedByCaller.FindString(w.wholeLog()); line != "" {
 			return line
 		}
 	}
@@ -284,13 +292,13 @@ func (w *world) ended() string {
 }
 
 // outlived makes sure that of a program, and of what it has started, nothing runs.
-func (w *world) outlived(pidFile string) {
+func (w *environment) outlived(pidFile string) {
 	w.t.Helper()
 	text, err := os.ReadFile(pidFile)
-	ok(w.t, err)
-	ok(w.t, os.Remove(pidFile))
+	check.OK(w.t, err)
+	check.OK(w.t, os.Remove(pidFile))
 	group, err := strconv.Atoi(strings.TrimSpace(string(text)))
-	ok(w.t, err)
+	check.OK(w.t, err)
 	for _, stat := range drivertest.Gone(func() []string { return running(group) }) { // what was killed goes in its own time
 		w.t.Errorf("outlived its call: %s", stat)
 		_ = unix.Kill(-group, unix.SIGKILL)

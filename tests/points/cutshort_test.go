@@ -34,7 +34,7 @@ func TestCutShort(t *testing.T) {
 	}
 	for _, n := range within {
 		attempt(t, fmt.Sprint(n), fmt.Sprint("-points.full=", *full), func(t *testing.T) {
-			w := newWorld(t, at)
+			w := newEnvironment(t, at)
 			p := sc.prepare(w)
 			v := w.volumes[0]
 			result, err := w.traced(p.call, func(i int, _ trace.Call) trace.Verdict { return trace.Verdict{Kill: i == n, All: true} })
@@ -43,7 +43,7 @@ func TestCutShort(t *testing.T) {
 			}
 			w.died(result)
 			w.start()
-			at.look(v, func(path string) {
+			at.bytesOf(v, func(path string) {
 				if blankBoot(t, path) {
 					t.Error("there is no copy of the superblock")
 				}

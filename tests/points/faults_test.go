@@ -14,6 +14,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/tests/points/trace"
 )
@@ -94,7 +95,7 @@ func TestFaults(t *testing.T) {
 		t.Skip("system calls cannot be made to fail on this machine")
 	}
 	_, err := program()
-	ok(t, err)
+	check.OK(t, err)
 	if !*fullFaults {
 		fmt.Printf("faults: a sample; -points.seed=%d has the same again, -faults.full has all\n", today())
 	}
@@ -140,7 +141,7 @@ func TestFaults(t *testing.T) {
 // fault makes the n-th system call of a call fail, or, without an error, kills the child that
 // makes it.
 func fault(t *testing.T, s *site, sc scenario, n int, errno unix.Errno, giveUp bool) {
-	w := newWorld(t, s)
+	w := newEnvironment(t, s)
 	p := sc.prepare(w)
 	var at trace.Call
 	_, err := w.traced(p.call, func(i int, c trace.Call) trace.Verdict {

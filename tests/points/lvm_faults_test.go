@@ -149,7 +149,7 @@ func lvmFaults(at *site, sc scenario, o course) (kinds [][]harm) {
 
 // happen makes a call with trouble at the n-th command (1, 2, ...) of it.
 func (trouble shellTrouble) happen(t *testing.T, at *site, sc scenario, o course, n int, giveUp bool) {
-	w := newWorld(t, at)
+	w := newEnvironment(t, at)
 	p := sc.prepare(w)
 	var met atomic.Bool
 	if trouble.code == codes.DeadlineExceeded {

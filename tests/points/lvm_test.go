@@ -81,7 +81,7 @@ func (g *volumeGroup) clear() {
 
 // mapped is the name of the device of a volume's logical volume.
 func (g *volumeGroup) mapped(v *vol) string {
-	return strings.ReplaceAll(g.Name, "-", "--") + "-vol." + volume.KeyOf(v.name)
+	return strings.ReplaceAll(g.Name, "-", "--") + "-vol." + volume.KeyOf(v.Name)
 }
 
 func (g *volumeGroup) device(v *vol) string {
@@ -96,8 +96,8 @@ func (g *volumeGroup) device(v *vol) string {
 
 func (g *volumeGroup) below(path string) bool { return slices.Contains(g.Devices, path) }
 
-func (g *volumeGroup) look(v *vol, with func(path string)) {
-	lv := g.Name + "/vol." + volume.KeyOf(v.name)
+func (g *volumeGroup) bytesOf(v *vol, with func(path string)) {
+	lv := g.Name + "/vol." + volume.KeyOf(v.Name)
 	drivertest.Run(v.t, "lvchange", "-q", "-ay", "-K", lv)
 	with("/dev/mapper/" + g.mapped(v))
 	_ = exec.Command("lvchange", "-q", "-an", lv).Run() // if nobody has it

@@ -16,6 +16,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/tests/points/trace"
 )
@@ -72,7 +73,7 @@ func attempt(t *testing.T, name, argument string, do func(t *testing.T)) {
 func TestPoints(t *testing.T) {
 	drivertest.NeedRoot(t)
 	_, err := program()
-	ok(t, err)
+	check.OK(t, err)
 	if !*full {
 		fmt.Printf("points: a sample; -points.seed=%d has the same again, -points.full has all\n", today())
 	}
@@ -140,13 +141,13 @@ func histogram(calls []trace.Call) string {
 }
 
 // traced makes a call under a trace.
-func (w *world) traced(call func() error, decide func(n int, c trace.Call) trace.Verdict) (trace.Result, error) {
+func (w *environment) traced(call func() error, decide func(n int, c trace.Call) trace.Verdict) (trace.Result, error) {
 	w.t.Helper()
-	tracer, err := trace.Attach(w.pid(), decide)
-	ok(w.t, err)
+	tracer, err := trace.Attach(w.Pid(), decide)
+	check.OK(w.t, err)
 	failure := call()
 	result, err := tracer.Detach()
-	ok(w.t, err)
+	check.OK(w.t, err)
 	return result, failure
 }
 
@@ -160,7 +161,7 @@ type course struct {
 
 // untouched makes the call with nobody harmed.
 func untouched(t *testing.T, s *site, sc scenario) (c course) {
-	w := newWorld(t, s)
+	w := newEnvironment(t, s)
 	p := sc.prepare(w)
 	begin := time.Now()
 	result, err := w.traced(p.call, func(_ int, at trace.Call) trace.Verdict {
@@ -170,11 +171,11 @@ func untouched(t *testing.T, s *site, sc scenario) (c course) {
 		return trace.Verdict{}
 	})
 	c.took, c.calls, c.undoable = time.Since(begin), result.Calls, p.undo != nil
-	ok(t, err)
+	check.OK(t, err)
 	p.converged()
 	w.takeDown()
 	w.nothingLeft()
-	w.kill()
+	w.Kill()
 	return c
 }
 
@@ -203,11 +204,11 @@ func (c crash) String() string {
 // happen makes the call, lets the crash happen, and goes on. It reports whether there was
 // such a point.
 func (c crash) happen(t *testing.T, s *site, sc scenario) (reached bool) {
-	w := newWorld(t, s)
+	w := newEnvironment(t, s)
 	p := sc.prepare(w)
 	result, err := w.traced(p.call, c.killAt(c.at))
 	if !result.Killed {
-		ok(t, err)
+		check.OK(t, err)
 	} else {
 		w.died(result)
 		if c.atStart > 0 {
@@ -225,7 +226,7 @@ func (c crash) killAt(n int) func(int, trace.Call) trace.Verdict {
 	return func(i int, _ trace.Call) trace.Verdict { return trace.Verdict{Kill: i == n, All: c.all} }
 }
 
-func (w *world) died(r trace.Result) {
+func (w *environment) died(r trace.Result) {
 	w.t.Helper()
 	w.t.Logf("killed at %d: %s", len(r.Calls), r.Calls[len(r.Calls)-1])
 	if len(r.Survivors) > 0 {
@@ -235,7 +236,7 @@ func (w *world) died(r trace.Result) {
 
 // goOn goes on after a call that was cut short: whoever uses a volume notices nothing, and
 // the call can be made again, or given up, with or without its undoing.
-func (w *world) goOn(p plan, giveUp, undo bool) {
+func (w *environment) goOn(p plan, giveUp, undo bool) {
 	w.t.Helper()
 	for _, v := range w.volumes {
 		v.checkUp()

@@ -15,12 +15,9 @@ import (
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"golang.org/x/sys/unix"
-	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/status"
 
+	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
-	"github.com/ashlar-csi/ashlar/pkg/blockdev"
-	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
 // caller is the CO and the users of the volumes of one driver.
@@ -32,46 +29,18 @@ type caller struct {
 // callTime is how long one call may take with all its retries.
 const callTime = time.Minute
 
-// again makes a call as a sidecar does: as long as the answer says that the work may still be
-// going on.
-func again(call func(context.Context) error) error {
-	ctx, cancel := context.WithTimeout(context.Background(), callTime)
-	defer cancel()
-	for {
-		err := call(ctx)
-		switch status.Code(err) {
-		case codes.Unavailable, codes.Aborted:
-			if ctx.Err() == nil {
-				time.Sleep(5 * time.Millisecond)
-				continue
-			}
-		}
-		return err
-	}
+// volume is one of them as its CO knows it.
+func (c *caller) volume(v *vol) *co.Volume {
+	return c.Volume(v.id(), v.name, co.Capability(v.kind, co.Writer))
 }
 
-func volumeID(name string) string {
-	return volume.ID{Kind: blockdev.Volume, Pool: pool, Key: volume.KeyOf(name)}.String()
-}
-
-func snapshotID(name string) string {
-	return volume.ID{Kind: blockdev.Snapshot, Pool: pool, Key: volume.KeyOf(name)}.String()
-}
-
-func groupID(name string) string { return volume.GroupID{Key: volume.KeyOf(name)}.String() }
-
-func (v *vol) id() string { return volumeID(v.name) }
-
-func capability(kind string) *csi.VolumeCapability {
-	c := drivertest.Capability(kind)
-	c.AccessMode.Mode = csi.VolumeCapability_AccessMode_SINGLE_NODE_WRITER
-	return c
-}
+func (v *vol) id() string { return drivertest.VolumeID(v.name) }
 
 // do does a step, and takes down what is promised when it returns nil.
 func (c *caller) do(s step) error {
-	err := again(func(ctx context.Context) error { return c.try(ctx, s) })
-	if err != nil {
+	ctx, cancel := context.WithTimeout(context.Background(), callTime)
+	defer cancel()
+	if err := co.Again(ctx, func() error { return c.try(ctx, s) }); err != nil {
 		return fmt.Errorf("%s: %w", s, err)
 	}
 	c.known.apply(s)
@@ -79,115 +48,83 @@ func (c *caller) do(s step) error {
 }
 
 func (c *caller) try(ctx context.Context, s step) error {
-	v := c.known.volumes[s.name]
+	known := c.known.volumes[s.name]
+	var v *co.Volume
+	if known != nil {
+		v = c.volume(known)
+	}
 	switch s.verb {
 	case create:
-		r := &csi.CreateVolumeRequest{Name: s.name, CapacityRange: &csi.CapacityRange{RequiredBytes: s.size}, VolumeCapabilities: []*csi.VolumeCapability{capability(s.kind)}}
-		if source := c.known.volumes[s.of]; source != nil {
-			r.VolumeContentSource = &csi.VolumeContentSource{Type: &csi.VolumeContentSource_Volume{Volume: &csi.VolumeContentSource_VolumeSource{VolumeId: source.id()}}}
-		} else if source := c.known.snapshots[s.of]; source != nil {
-			id, err := c.find(ctx, source, s.of)
-			if err != nil {
-				return err
-			}
-			r.VolumeContentSource = &csi.VolumeContentSource{Type: &csi.VolumeContentSource_Snapshot{Snapshot: &csi.VolumeContentSource_SnapshotSource{SnapshotId: id}}}
-		}
-		response, err := c.CreateVolume(ctx, r)
-		if err == nil && (response.GetVolume().GetCapacityBytes() != s.size || response.GetVolume().GetVolumeId() != volumeID(s.name)) {
-			err = fmt.Errorf("created %s, not of %d bytes", response, s.size)
-		}
-		return err
+		return c.create(ctx, s)
 	case up:
-		return c.up(ctx, v)
+		_, err := v.Up(ctx)
+		return err
 	case fill:
-		return c.fill(v, s)
+		return c.fill(known, s)
 	case expand:
-		if _, err := c.ControllerExpandVolume(ctx, &csi.ControllerExpandVolumeRequest{VolumeId: v.id(), CapacityRange: &csi.CapacityRange{RequiredBytes: s.size}}); err != nil || !v.up {
+		if err := v.Expand(ctx, s.size); err != nil || !known.up {
 			return err
 		}
-		_, err := c.NodeExpandVolume(ctx, &csi.NodeExpandVolumeRequest{VolumeId: v.id(), VolumePath: c.target(v), StagingTargetPath: c.staging(v), VolumeCapability: capability(v.kind)})
-		return err
+		return v.NodeExpand(ctx, c.target(known))
 	case down:
-		return c.down(ctx, v)
+		return v.Down(ctx, c.target(known))
 	case remove:
-		_, err := c.DeleteVolume(ctx, &csi.DeleteVolumeRequest{VolumeId: v.id()})
-		return err
+		return v.Delete(ctx)
 	case snapshot:
-		response, err := c.CreateSnapshot(ctx, &csi.CreateSnapshotRequest{Name: s.name, SourceVolumeId: c.known.volumes[s.of].id()})
-		if err == nil && !response.GetSnapshot().GetReadyToUse() {
-			err = fmt.Errorf("%s is not ready", response)
-		}
+		_, err := c.volume(c.known.volumes[s.of]).Snapshot(ctx, s.name)
 		return err
 	case forget:
-		_, err := c.DeleteSnapshot(ctx, &csi.DeleteSnapshotRequest{SnapshotId: snapshotID(s.name)})
-		return err
+		return c.RemoveSnapshot(ctx, drivertest.SnapshotID(s.name))
 	case together:
 		var sources []string
 		for _, member := range s.members {
 			sources = append(sources, c.known.volumes[member].id())
 		}
-		response, err := c.CreateVolumeGroupSnapshot(ctx, &csi.CreateVolumeGroupSnapshotRequest{Name: s.name, SourceVolumeIds: sources})
-		if err == nil && (!response.GetGroupSnapshot().GetReadyToUse() || len(response.GetGroupSnapshot().GetSnapshots()) != len(sources)) {
-			err = fmt.Errorf("%s is not ready, or not whole", response)
-		}
+		_, err := c.Group(ctx, s.name, sources...)
 		return err
 	case disband:
-		_, err := c.DeleteVolumeGroupSnapshot(ctx, &csi.DeleteVolumeGroupSnapshotRequest{GroupSnapshotId: groupID(s.name)})
-		return err
+		return c.RemoveGroup(ctx, drivertest.GroupID(s.name))
 	}
 	return fmt.Errorf("unknown step %s", s)
+}
+
+func (c *caller) create(ctx context.Context, s step) error {
+	r := co.Request(s.name, s.kind, s.size)
+	r.VolumeCapabilities[0].AccessMode.Mode = co.Writer
+	if source := c.known.volumes[s.of]; source != nil {
+		co.FromVolume(r, source.id())
+	} else if source := c.known.snapshots[s.of]; source != nil {
+		id, err := c.find(ctx, source, s.of)
+		if err != nil {
+			return err
+		}
+		co.FromSnapshot(r, id)
+	}
+	made, err := c.Create(ctx, r)
+	if err == nil && (made.Size != s.size || made.ID != drivertest.VolumeID(s.name)) {
+		err = fmt.Errorf("created %s of %d bytes, not of %d", made.ID, made.Size, s.size)
+	}
+	return err
 }
 
 // find returns the ID of a snapshot: of a member of a group only the driver knows it.
 func (c *caller) find(ctx context.Context, s *snap, name string) (string, error) {
 	if s.group == "" {
-		return snapshotID(name), nil
+		return drivertest.SnapshotID(name), nil
 	}
-	listed, err := c.ListSnapshots(ctx, &csi.ListSnapshotsRequest{SourceVolumeId: volumeID(s.of)})
+	listed, err := c.ListSnapshots(ctx, &csi.ListSnapshotsRequest{SourceVolumeId: drivertest.VolumeID(s.of)})
 	for _, entry := range listed.GetEntries() {
-		if entry.GetSnapshot().GetGroupSnapshotId() == groupID(s.group) {
+		if entry.GetSnapshot().GetGroupSnapshotId() == drivertest.GroupID(s.group) {
 			return entry.GetSnapshot().GetSnapshotId(), nil
 		}
 	}
 	return "", errors.Join(fmt.Errorf("the group snapshot %s has no member of %s", s.group, s.of), err)
 }
 
-func (c *caller) staging(v *vol) string { return filepath.Join(c.Dir, "staging", v.name) }
-func (c *caller) target(v *vol) string  { return filepath.Join(c.Dir, "pods", v.name) }
+func (c *caller) target(v *vol) string { return c.volume(v).Target("pod") }
 
 // file is where the user of a volume that is up reads and writes.
-func (c *caller) file(v *vol) string {
-	if v.kind == block {
-		return c.target(v)
-	}
-	return filepath.Join(c.target(v), "data")
-}
-
-func (c *caller) up(ctx context.Context, v *vol) error {
-	if err := errors.Join(os.MkdirAll(c.staging(v), 0o700), os.MkdirAll(filepath.Dir(c.target(v)), 0o700)); err != nil {
-		return err
-	}
-	published, err := c.ControllerPublishVolume(ctx, &csi.ControllerPublishVolumeRequest{VolumeId: v.id(), NodeId: drivertest.Node, VolumeCapability: capability(v.kind)})
-	if err != nil {
-		return err
-	}
-	if _, err := c.NodeStageVolume(ctx, &csi.NodeStageVolumeRequest{VolumeId: v.id(), StagingTargetPath: c.staging(v), VolumeCapability: capability(v.kind), PublishContext: published.GetPublishContext()}); err != nil {
-		return err
-	}
-	_, err = c.NodePublishVolume(ctx, &csi.NodePublishVolumeRequest{VolumeId: v.id(), StagingTargetPath: c.staging(v), TargetPath: c.target(v), VolumeCapability: capability(v.kind), PublishContext: published.GetPublishContext()})
-	return err
-}
-
-func (c *caller) down(ctx context.Context, v *vol) error {
-	if _, err := c.NodeUnpublishVolume(ctx, &csi.NodeUnpublishVolumeRequest{VolumeId: v.id(), TargetPath: c.target(v)}); err != nil {
-		return err
-	}
-	if _, err := c.NodeUnstageVolume(ctx, &csi.NodeUnstageVolumeRequest{VolumeId: v.id(), StagingTargetPath: c.staging(v)}); err != nil {
-		return err
-	}
-	_, err := c.ControllerUnpublishVolume(ctx, &csi.ControllerUnpublishVolumeRequest{VolumeId: v.id(), NodeId: drivertest.Node})
-	return err
-}
+func (c *caller) file(v *vol) string { return c.volume(v).File(c.target(v)) }
 
 // identity is that of the filesystem of a volume that is up: ext4 derives it from its UUID.
 func (c *caller) identity(v *vol) (any, error) {
@@ -229,12 +166,12 @@ func (c *caller) fill(v *vol, s step) error {
 	if err := f.Sync(); err != nil || v.kind == block {
 		return err
 	}
-	folder, err := os.Open(filepath.Dir(f.Name()))
+	dir, err := os.Open(filepath.Dir(f.Name()))
 	if err != nil {
 		return err
 	}
-	defer folder.Close()
-	return folder.Sync()
+	defer dir.Close()
+	return dir.Sync()
 }
 
 // holds makes sure that a volume that is up has every byte that was written to it and synced,

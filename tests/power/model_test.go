@@ -5,6 +5,8 @@ import (
 	"maps"
 	"math/rand/v2"
 	"slices"
+
+	"github.com/ashlar-csi/ashlar/internal/co"
 )
 
 // verb is what a step does.
@@ -38,7 +40,7 @@ type step struct {
 func (s step) String() string { return fmt.Sprintf("%s %s", s.verb, s.name) }
 
 const (
-	block     = "block"
+	block     = co.Block
 	blockSize = 4096
 	fileSize  = 4 * miB // of the file that a filesystem holds its blocks in
 )

@@ -21,6 +21,7 @@ import (
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"golang.org/x/sys/unix"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 )
 
@@ -31,7 +32,7 @@ const (
 
 // recording is what became of a disk while volumes lived on it.
 type recording struct {
-	ground
+	environment
 	steps  []step
 	events []event // of the steps that were done; event i has the mark i+2, the first one is that of the empty disk
 	rebuilt
@@ -40,42 +41,42 @@ type recording struct {
 }
 
 // record lets volumes live on a disk, and returns what was written to it when.
-func record(t *testing.T, g ground, random *rand.Rand) *recording {
+func record(t *testing.T, g environment, random *rand.Rand) *recording {
 	t.Helper()
-	r := &recording{ground: g}
+	r := &recording{environment: g}
 	r.steps = interleaved(lives(random), random)
 	log, logDevice := image(t, 4<<30)
 	r.log = log
 	t.Run("work", func(t *testing.T) {
 		file, device := image(t, g.size)
-		soil(t, file, g.size)
+		dirty(t, file, g.size)
 		l := &logged{t: t, name: disk}
 		top := mapped(t, disk, g.size, "log-writes", device, logDevice)
 		t.Cleanup(func() { drivertest.Run(t, "dmsetup", "remove", "--retry", disk) })
-		g.lay(t, top)
+		g.prepare(t, top)
 		l.ack()
 		h := r.start(t, top)
 		for _, s := range r.steps {
-			must(t, h.do(s))
+			check.OK(t, h.do(s))
 			e := event{step: s}
 			if s.verb == up {
 				var err error
 				e.identity, err = h.identity(h.known.volumes[s.name])
-				must(t, err)
+				check.OK(t, err)
 			}
 			l.ack()
 			r.events = append(r.events, e)
 		}
-		must(t, h.shutdown())
+		check.OK(t, h.shutdown())
 	})
 	if t.Failed() {
 		t.FailNow()
 	}
 	var err error
 	r.epochs, err = readLog(log)
-	must(t, err)
+	check.OK(t, err)
 	r.disk, r.device = image(t, g.size)
-	soil(t, r.disk, g.size)
+	dirty(t, r.disk, g.size)
 	_, r.spare = image(t, 2*g.size)
 	return r
 }
@@ -85,12 +86,12 @@ type machine struct {
 	*caller
 	t    testing.TB
 	dir  string
-	g    ground
+	g    environment
 	down func() error
 }
 
 // start boots a machine from a disk; nothing of it is known yet.
-func (g ground) start(t testing.TB, device string) *machine {
+func (g environment) start(t testing.TB, device string) *machine {
 	t.Helper()
 	h := &machine{t: t, dir: drivertest.Dir(t), g: g}
 	t.Cleanup(h.clear)
@@ -132,13 +133,13 @@ func (h *machine) clear() {
 // try cuts the power, boots, and says what is wrong then.
 func (r *recording) try(t testing.TB, c cut) error {
 	t.Helper()
-	must(t, r.advance(c.epoch))
+	check.OK(t, r.advance(c.epoch))
 	top := mapped(t, disk, r.size, "snapshot", r.device, r.spare, "N", "8")
 	t.Cleanup(func() { drivertest.Run(t, "dmsetup", "remove", "--retry", disk) })
 	f, err := os.OpenFile(top, os.O_RDWR, 0)
-	must(t, err)
+	check.OK(t, err)
 	acked, err := c.last(r.epochs[c.epoch], f, r.log)
-	must(t, errors.Join(err, f.Sync(), f.Close()))
+	check.OK(t, errors.Join(err, f.Sync(), f.Close()))
 
 	done := cmp.Or(c.claimed, acked-1) // the first mark is that of the empty disk
 	h := r.start(t, top)
@@ -241,7 +242,7 @@ func (h *machine) listed(ctx context.Context, pending *step) error {
 		}
 	}
 	if p.verb == create {
-		delete(have, volumeID(p.name))
+		delete(have, drivertest.VolumeID(p.name))
 	}
 	for id := range have {
 		return fmt.Errorf("volume %s is listed, and nobody has it", id)
@@ -267,9 +268,9 @@ func (h *machine) listed(ctx context.Context, pending *step) error {
 		cuts[k] = true
 	}
 	for name, s := range h.known.snapshots {
-		k := key{snapshotID(name), ""}
+		k := key{drivertest.SnapshotID(name), ""}
 		if s.group != "" {
-			k = key{volumeID(s.of), groupID(s.group)}
+			k = key{drivertest.VolumeID(s.of), drivertest.GroupID(s.group)}
 		}
 		if !cuts[k] && (p.verb != forget || p.name != name) && (p.verb != disband || p.name != s.group) {
 			return fmt.Errorf("snapshot %s is not listed", name)
@@ -278,12 +279,12 @@ func (h *machine) listed(ctx context.Context, pending *step) error {
 	}
 	switch p.verb {
 	case snapshot:
-		delete(cuts, key{snapshotID(p.name), ""})
+		delete(cuts, key{drivertest.SnapshotID(p.name), ""})
 	case together:
-		if n := members[groupID(p.name)]; n != 0 && n != len(p.members) {
+		if n := members[drivertest.GroupID(p.name)]; n != 0 && n != len(p.members) {
 			return fmt.Errorf("group snapshot %s has %d of %d members", p.name, n, len(p.members))
 		}
-		maps.DeleteFunc(cuts, func(k key, _ bool) bool { return k.group == groupID(p.name) })
+		maps.DeleteFunc(cuts, func(k key, _ bool) bool { return k.group == drivertest.GroupID(p.name) })
 	}
 	for k := range cuts {
 		return fmt.Errorf("snapshot %v is listed, and nobody has it", k)
@@ -346,7 +347,7 @@ func number(name string, otherwise uint64) uint64 {
 // times for each kind of disk. POWER_SEED repeats the volumes' lives and the cuts of a run, as
 // far as the kernel writes the same.
 func TestPowerLoss(t *testing.T) {
-	for _, g := range grounds {
+	for _, g := range environments {
 		t.Run(g.name, func(t *testing.T) {
 			drivertest.NeedLVM(t)
 			drivertest.SetUpLVM(t, `"a|^/dev/mapper/`+disk+`$|"`)
@@ -356,7 +357,7 @@ func TestPowerLoss(t *testing.T) {
 			r := record(t, g, random)
 			recorded := time.Since(began)
 			trials := cuts(r.epochs, int(number("POWER_CUTS", 4)), random)
-			if g.name == grounds[0].name {
+			if g.name == environments[0].name {
 				trials = append(trials, r.lies()...)
 			}
 			slices.SortStableFunc(trials, func(a, b cut) int { return cmp.Compare(a.epoch, b.epoch) })
@@ -366,7 +367,7 @@ func TestPowerLoss(t *testing.T) {
 				if t.Run(strings.ReplaceAll(c.String(), " ", "_"), func(t *testing.T) {
 					err := r.try(t, c)
 					if c.fate != lost {
-						must(t, err)
+						check.OK(t, err)
 					} else if err == nil {
 						t.Errorf("a disk that lost what %q promised was taken for whole", r.steps[c.claimed-1])
 					} else {

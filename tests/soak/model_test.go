@@ -7,8 +7,8 @@ import (
 	"google.golang.org/grpc/codes"
 )
 
-// A family is what the model looks at as one: three volumes, of which the first is the
-// source of the others, a snapshot and a group. Families have nothing to do with each other.
+// An environment is what the model looks at as one: three volumes, of which the first is the
+// source of the others, a snapshot and a group. Environments have nothing to do with each other.
 //
 //	a  an empty volume
 //	b  made from the snapshot
@@ -20,7 +20,7 @@ const (
 	targets = 2
 )
 
-// state is what may be true of a family.
+// state is what may be true of an environment.
 type state struct {
 	volumes [volumes]volumeState
 	// snapshot and group: the contents of a (and b) when they were made; absent: there is none.
@@ -284,5 +284,5 @@ func (out output) String() string {
 	return fmt.Sprintf("%s %d", text, out.number)
 }
 
-// empty is a family of which nothing exists.
+// empty is an environment of which nothing exists.
 var empty = state{snapshot: absent, groupA: absent, groupB: absent}

@@ -1,5 +1,5 @@
 // Package soak has many callers work on few volumes at once, with calls that are made twice,
-// given up half-way, or cut short by a driver that is killed, and searches, for each family of
+// given up half-way, or cut short by a driver that is killed, and searches, for each group of
 // volumes, an order of the calls in which every answer can be.
 package soak
 
@@ -19,7 +19,10 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/internal/process"
 )
 
 var (
@@ -29,7 +32,7 @@ var (
 )
 
 const (
-	callers   = 2 // of each family
+	callers   = 2 // of each environment
 	callsEach = 8 // in a round
 	miB       = 1 << 20
 	retryTime = 60 * time.Second
@@ -37,12 +40,15 @@ const (
 
 // soak is the driver under test, and what is made with it.
 type soak struct {
-	*drivertest.Process
-	t        *testing.T
-	begin    time.Time
-	pool     string
-	families []*family
+	*process.Driver
+	t            *testing.T
+	begin        time.Time
+	pool         string
+	environments []*environment
 }
+
+// work is the directory of staging paths and targets.
+func (s *soak) work() string { return filepath.Join(s.Dir, "work") }
 
 func (s *soak) now() time.Duration { return time.Since(s.begin) }
 
@@ -54,9 +60,9 @@ func TestSoak(t *testing.T) {
 	}
 	fmt.Printf("soak: -soak.seed=%d makes the same calls again\n", seed)
 	s := begin(t)
-	ok(t, s.up())
+	check.OK(t, s.up())
 	for i, filesystem := range []string{"ext4", "xfs", block} {
-		s.families = append(s.families, newFamily(s, filesystem, seed+uint64(i)))
+		s.environments = append(s.environments, newEnvironment(s, filesystem, seed+uint64(i)))
 	}
 	random := rand.New(rand.NewPCG(seed, 0))
 	rounds, kills := 0, 0
@@ -65,15 +71,15 @@ func TestSoak(t *testing.T) {
 		kills += btoi(killed)
 	}
 	calls, answers := 0, map[string]int{}
-	for _, f := range s.families {
-		calls += f.calls
-		for answer, n := range f.answers {
+	for _, e := range s.environments {
+		calls += e.calls
+		for answer, n := range e.answers {
 			answers[answer] += n
 		}
 	}
 	fmt.Printf("soak: %d rounds, %d calls, %d kills of the driver, race detector %v; answers: %v\n", rounds, calls, kills, raced, answers)
 	log, err := os.ReadFile(filepath.Join(s.Dir, "log"))
-	ok(t, err)
+	check.OK(t, err)
 	if strings.Contains(string(log), "DATA RACE") {
 		t.Error("the race detector has found something")
 	}
@@ -96,26 +102,20 @@ func begin(t *testing.T) *soak {
 		t.Setenv("TMPDIR", "/dev/shm")
 	}
 	dir := drivertest.Dir(t)
-	image, folder := filepath.Join(dir, "image"), filepath.Join(dir, "pool")
-	ok(t, os.WriteFile(image, nil, 0o600))
-	ok(t, os.Truncate(image, 8<<30))
-	ok(t, os.Mkdir(folder, 0o700))
-	drivertest.Run(t, "mkfs.xfs", "-q", image)
-	drivertest.MountLoop(t, image, folder)
+	pool := filepath.Join(dir, "pool")
+	drivertest.MountNew(t, "xfs", pool, 8<<30)
 	t.Cleanup(func() {
 		if t.Failed() {
 			drivertest.ClearAway(filepath.Join(dir, "work"))
-			drivertest.ClearAway(filepath.Join(folder, "volumes"))
+			drivertest.ClearAway(filepath.Join(pool, "volumes"))
 		}
-		ok(t, unix.Unmount(folder, 0))
 	})
-	ok(t, os.Mkdir(filepath.Join(dir, "work"), 0o700))
-	binary, err := drivertest.Build(t.TempDir(), flags...)
-	ok(t, err)
-	p, err := drivertest.NewProcess(binary, dir, "--node-id="+drivertest.Node, "--pool=default=file://"+folder+"?reservePercent=0", "-v=2")
-	ok(t, err)
+	binary, err := process.Build(t.TempDir(), flags...)
+	check.OK(t, err)
+	p, err := process.New(dir, drivertest.Node, binary, "--pool=default=file://"+pool+"?reservePercent=0", "-v=2")
+	check.OK(t, err)
 	t.Cleanup(p.Close)
-	return &soak{Process: p, t: t, begin: time.Now(), pool: folder}
+	return &soak{Driver: p, t: t, begin: time.Now(), pool: pool}
 }
 
 // up starts the driver.
@@ -129,9 +129,9 @@ func (s *soak) up() error {
 // calls, and everybody looks.
 func (s *soak) round(random *rand.Rand) (killed bool) {
 	var work sync.WaitGroup
-	for _, f := range s.families {
+	for _, e := range s.environments {
 		for i := range callers {
-			work.Go(func() { f.work(i) })
+			work.Go(func() { e.work(i) })
 		}
 	}
 	if killed = random.IntN(3) == 0; killed {
@@ -141,8 +141,8 @@ func (s *soak) round(random *rand.Rand) (killed bool) {
 		if err := s.up(); err != nil {
 			s.t.Errorf("restart: %v", err)
 		}
-		for _, f := range s.families {
-			f.note(operation{in: input{kind: restart}, begin: begin, end: s.now()})
+		for _, e := range s.environments {
+			e.note(operation{in: input{kind: restart}, begin: begin, end: s.now()})
 		}
 	}
 	ended := make(chan struct{})
@@ -152,50 +152,38 @@ func (s *soak) round(random *rand.Rand) (killed bool) {
 	case <-time.After(2 * retryTime):
 		s.t.Fatalf("callers are stuck; the driver's log:\n%s", s.Log())
 	}
-	for _, f := range s.families {
-		f.quiet()
-		f.observe()
-		f.judge()
+	for _, e := range s.environments {
+		e.quiet()
+		e.observe()
+		e.judge()
 	}
 	return killed
 }
 
 // again makes a call until it is through.
 func again(call func(ctx context.Context) error) error {
-	for deadline := time.Now().Add(retryTime); ; time.Sleep(5 * time.Millisecond) {
-		ctx, cancel := context.WithTimeout(context.Background(), callTime)
-		err := call(ctx)
-		cancel()
-		if !unclear(err) && !isAborted(err) || time.Now().After(deadline) {
-			return err
-		}
-	}
+	ctx, cancel := context.WithTimeout(context.Background(), retryTime)
+	defer cancel()
+	return co.Again(ctx, func() error { return call(ctx) })
 }
 
 // empty takes down and deletes all that there is, and makes sure that nothing is left.
 func (s *soak) empty() {
-	for _, f := range s.families {
-		f.takeDown()
+	for _, e := range s.environments {
+		e.takeDown()
 	}
-	for _, pattern := range []string{"pool/volumes/*", "pool/snapshots/*", "work/*/*/*"} {
+	for _, pattern := range []string{"pool/volumes/*", "pool/snapshots/*", "work/*/*"} {
 		found, _ := filepath.Glob(filepath.Join(s.Dir, pattern))
 		for _, path := range found {
 			s.t.Errorf("left behind: %s", path)
 		}
 	}
 	for _, line := range drivertest.Gone(func() []string {
-		return append(drivertest.Leftovers(filepath.Join(s.Dir, "work")), drivertest.Leftovers(filepath.Join(s.pool, "volumes"))...)
+		return append(drivertest.Leftovers(s.work()), drivertest.Leftovers(filepath.Join(s.pool, "volumes"))...)
 	}) {
 		s.t.Errorf("left behind: %s", line)
 	}
 	if out, err := exec.Command("pgrep", "-P", fmt.Sprint(s.Pid())).Output(); err == nil {
 		s.t.Errorf("left behind: programs %s", out)
-	}
-}
-
-func ok(t testing.TB, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
 	}
 }

@@ -16,6 +16,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 )
 
@@ -40,7 +41,7 @@ func (c *cluster) notReady(node string) {
 	c.Helper()
 	c.eventually("the cluster knows that "+node+" is down", func() error {
 		var n corev1.Node
-		must(c, c.kube.Get(context.Background(), client.ObjectKey{Name: node}, &n))
+		check.OK(c, c.kube.Get(context.Background(), client.ObjectKey{Name: node}, &n))
 		for _, condition := range n.Status.Conditions {
 			if condition.Type == corev1.NodeReady && condition.Status != corev1.ConditionTrue {
 				return nil
@@ -150,7 +151,7 @@ func TestNodeGone(t *testing.T) {
 	for _, name := range late {
 		var pvc corev1.PersistentVolumeClaim
 		c.eventually(name+" has a node", func() error {
-			must(t, c.kube.Get(t.Context(), client.ObjectKey{Namespace: c.ns, Name: name}, &pvc))
+			check.OK(t, c.kube.Get(t.Context(), client.ObjectKey{Namespace: c.ns, Name: name}, &pvc))
 			if pvc.Annotations["volume.kubernetes.io/selected-node"] == "" {
 				return errors.New(c.events(name))
 			}
@@ -245,7 +246,7 @@ func TestDrained(t *testing.T) {
 	for _, name := range names {
 		least := c.safe(name)
 		p, err := c.getPod(name)
-		must(t, err)
+		check.OK(t, err)
 		c.Cleanup(func() { _, _ = c.try("", "kubectl", "uncordon", home[name]) })
 		c.kubectl("drain", home[name], "--ignore-daemonsets", "--delete-emptydir-data", "--force", "--timeout="+patience.String())
 		c.eventually(name+" waits for its node", func() error {
@@ -288,9 +289,9 @@ func TestStaleAttachments(t *testing.T) {
 	t.Log("an attachment by hand, to another node")
 	stale := &storagev1.VolumeAttachment{ObjectMeta: metav1.ObjectMeta{Name: c.ns},
 		Spec: storagev1.VolumeAttachmentSpec{Attacher: driverName, NodeName: other, Source: storagev1.VolumeAttachmentSource{PersistentVolumeName: &pv}}}
-	must(t, c.kube.Create(t.Context(), stale))
+	check.OK(t, c.kube.Create(t.Context(), stale))
 	c.eventually("it is refused", func() error {
-		must(t, c.kube.Get(t.Context(), client.ObjectKeyFromObject(stale), stale))
+		check.OK(t, c.kube.Get(t.Context(), client.ObjectKeyFromObject(stale), stale))
 		if stale.Status.Attached {
 			t.Fatalf("%s is attached to %s", pv, other)
 		}
@@ -300,7 +301,7 @@ func TestStaleAttachments(t *testing.T) {
 		return nil
 	})
 	t.Log(stale.Status.AttachError.Message)
-	must(t, client.IgnoreNotFound(c.kube.Delete(t.Context(), stale)))
+	check.OK(t, client.IgnoreNotFound(c.kube.Delete(t.Context(), stale)))
 	c.eventually("it goes", func() error {
 		err := c.kube.Get(t.Context(), client.ObjectKeyFromObject(stale), stale)
 		if apierrors.IsNotFound(err) {
@@ -336,8 +337,8 @@ func TestStaleAttachments(t *testing.T) {
 	for _, a := range c.attachments(pv) {
 		before := a.DeepCopy()
 		a.Finalizers = nil
-		must(t, c.kube.Patch(t.Context(), &a, client.MergeFrom(before)))
-		must(t, client.IgnoreNotFound(c.kube.Delete(t.Context(), &a)))
+		check.OK(t, c.kube.Patch(t.Context(), &a, client.MergeFrom(before)))
+		check.OK(t, client.IgnoreNotFound(c.kube.Delete(t.Context(), &a)))
 	}
 	c.onwards("data")
 	least = c.safe("data")
@@ -362,7 +363,7 @@ func (c *cluster) attachments(pv string) []storagev1.VolumeAttachment {
 	c.Helper()
 	var all storagev1.VolumeAttachmentList
 	var of []storagev1.VolumeAttachment
-	must(c, c.kube.List(context.Background(), &all))
+	check.OK(c, c.kube.List(context.Background(), &all))
 	for _, a := range all.Items {
 		if *a.Spec.Source.PersistentVolumeName == pv {
 			of = append(of, a)
@@ -394,7 +395,7 @@ func TestForgottenAttachment(t *testing.T) {
 			}
 			before := a.DeepCopy()
 			a.Finalizers = nil
-			must(t, client.IgnoreNotFound(c.kube.Patch(t.Context(), &a, client.MergeFrom(before))))
+			check.OK(t, client.IgnoreNotFound(c.kube.Patch(t.Context(), &a, client.MergeFrom(before))))
 		}
 		return nil
 	})

@@ -12,6 +12,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/pkg/csimap"
 )
 
@@ -71,7 +72,7 @@ func (c *cluster) static(name, handle, node string, policy corev1.PersistentVolu
 				MatchExpressions: []corev1.NodeSelectorRequirement{{Key: csimap.TopologyKey, Operator: corev1.NodeSelectorOpIn, Values: []string{node}}}}}}},
 		},
 	}
-	must(c, c.kube.Create(context.Background(), pv))
+	check.OK(c, c.kube.Create(context.Background(), pv))
 	c.Cleanup(func() { _ = client.IgnoreNotFound(c.kube.Delete(context.Background(), pv)) })
 }
 
@@ -89,7 +90,7 @@ func TestRetained(t *testing.T) {
 	c.delete("pod", "first")
 	c.delete("pvc", "first")
 	c.eventually("the volume is released", func() error {
-		must(t, c.kube.Get(t.Context(), client.ObjectKey{Name: pv.Name}, &pv))
+		check.OK(t, c.kube.Get(t.Context(), client.ObjectKey{Name: pv.Name}, &pv))
 		if pv.Status.Phase != corev1.VolumeReleased {
 			return fmt.Errorf("it is %s", pv.Status.Phase)
 		}
@@ -135,7 +136,7 @@ func TestStaticElsewhere(t *testing.T) {
 	for _, name := range []string{"wrong", "none"} {
 		c.eventually(name+" is refused", func() error {
 			p, err := c.getPod(name)
-			must(t, err)
+			check.OK(t, err)
 			if isReady(&p) {
 				t.Fatalf("%s runs on %s", name, p.Spec.NodeName)
 			}

@@ -3,7 +3,7 @@
 // Package nodes is what make e2e does with the driver on a cluster of several real nodes that
 // share one kernel: nodes that go down, come back and are deleted, kubelets and drivers that
 // are killed and restarted under load, and the lives of volumes with the real scheduler,
-// provisioner and attacher. run.sh in the folder above builds and starts it, with
+// provisioner and attacher. run.sh in the directory above builds and starts it, with
 // $KUBECONFIG, $IMAGE for the pods, and $CLUSTER, the cluster.sh of that cluster.
 //
 // Nothing here is timed: what is waited for has minutes to come true.
@@ -34,6 +34,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 )
 
@@ -50,13 +51,6 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-func must(t testing.TB, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
-}
-
 // cluster is the cluster, with a namespace for one test.
 type cluster struct {
 	testing.TB
@@ -70,12 +64,12 @@ type cluster struct {
 func start(t *testing.T) *cluster {
 	t.Helper()
 	config, err := clientcmd.BuildConfigFromFlags("", os.Getenv("KUBECONFIG"))
-	must(t, err)
+	check.OK(t, err)
 	config.QPS = -1
 	scheme := runtime.NewScheme()
-	must(t, errors.Join(v1alpha1.AddToScheme(scheme), clientgoscheme.AddToScheme(scheme)))
+	check.OK(t, errors.Join(v1alpha1.AddToScheme(scheme), clientgoscheme.AddToScheme(scheme)))
 	kube, err := client.New(config, client.Options{Scheme: scheme})
-	must(t, err)
+	check.OK(t, err)
 	c := &cluster{TB: t, kube: kube, ns: "nodes-" + strings.ToLower(t.Name())}
 	c.nodes = strings.Fields(c.run("", os.Getenv("CLUSTER"), "nodes"))
 	if len(c.nodes) < 3 {
@@ -172,7 +166,7 @@ func (c *cluster) try(in, program string, args ...string) (string, error) {
 func (c *cluster) run(in, program string, args ...string) string {
 	c.Helper()
 	out, err := c.try(in, program, args...)
-	must(c, err)
+	check.OK(c, err)
 	return out
 }
 
@@ -250,7 +244,7 @@ func isReady(p *corev1.Pod) bool {
 func (c *cluster) replaceDriver(node string) {
 	c.Helper()
 	old, err := c.driver(node)
-	must(c, err)
+	check.OK(c, err)
 	c.run("", "kubectl", "-n", old.Namespace, "delete", "pod", old.Name, "--wait=false")
 	c.eventually("another driver is ready on "+node, func() error {
 		p, err := c.driver(node)
@@ -355,7 +349,7 @@ func (c *cluster) claim(v claim) {
 func (c *cluster) object(version, kind, name string, spec any) {
 	c.Helper()
 	raw, err := json.Marshal(map[string]any{"apiVersion": version, "kind": kind, "metadata": map[string]any{"name": name}, "spec": spec})
-	must(c, err)
+	check.OK(c, err)
 	c.apply(string(raw))
 }
 
@@ -583,7 +577,7 @@ func (c *cluster) check(least, paths int, out string) {
 func (c *cluster) restarts(name string) int32 {
 	c.Helper()
 	p, err := c.getPod(name)
-	must(c, err)
+	check.OK(c, err)
 	return p.Status.ContainerStatuses[0].RestartCount
 }
 
@@ -610,6 +604,6 @@ func (c *cluster) volume(claim string) v1alpha1.Volume {
 	pv := c.pv(claim)
 	handle := pv.Spec.CSI.VolumeHandle
 	var v v1alpha1.Volume
-	must(c, c.kube.Get(context.Background(), client.ObjectKey{Name: handle[strings.LastIndex(handle, ".")+1:]}, &v))
+	check.OK(c, c.kube.Get(context.Background(), client.ObjectKey{Name: handle[strings.LastIndex(handle, ".")+1:]}, &v))
 	return v
 }

@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"slices"
 	"testing"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
 )
 
 // TestRestarts: on one node a filesystem, one that is mounted in part (subPath), a raw
@@ -124,7 +126,7 @@ func (c *cluster) mixed(node string) map[string]pod {
 func (c *cluster) restartContainer(name string) {
 	c.Helper()
 	before, err := c.getPod(name)
-	must(c, err)
+	check.OK(c, err)
 	id := before.Status.ContainerStatuses[0].ContainerID
 	c.on(before.Spec.NodeName, "ctr", "-n", "k8s.io", "task", "kill", "-s", "SIGKILL", id[len("containerd://"):])
 	c.eventually(name+" has another container", func() error {

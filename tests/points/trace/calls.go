@@ -38,7 +38,7 @@ func (c Call) String() string {
 const (
 	always  = iota // arg is not used: it always counts
 	pathArg        // the argument with this index is a path
-	fileArg        // it is a descriptor, and counts for regular files (also of sysfs), folders and block devices
+	fileArg        // it is a descriptor, and counts for regular files (also of sysfs), directories and block devices
 )
 
 // changing are the system calls that count; openat, openat2, open_tree, fsconfig, ioctl

@@ -13,9 +13,11 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
 )
 
-// TestMain is also the program that is traced: told a folder and a number, it waits for a
+// TestMain is also the program that is traced: told a directory and a number, it waits for a
 // line on its input, then makes so many files, each from another goroutine than the one
 // before, runs true(1), and prints what became of them. Told -1 files, it has a talk with
 // an echo: itself, in another process.
@@ -86,31 +88,24 @@ func traced(t *testing.T, files int, decide func(n int, c Call) Verdict) (r Resu
 	command := exec.Command(os.Args[0])
 	command.Env = append(os.Environ(), "TRACED_DIR="+dir, fmt.Sprint("TRACED_FILES=", files))
 	in, err := command.StdinPipe()
-	ok(t, err)
+	check.OK(t, err)
 	out, err := command.StdoutPipe()
-	ok(t, err)
-	ok(t, command.Start())
+	check.OK(t, err)
+	check.OK(t, command.Start())
 	trace, err := Attach(command.Process.Pid, decide)
-	ok(t, err)
+	check.OK(t, err)
 	_, err = in.Write([]byte("\n"))
-	ok(t, err)
+	check.OK(t, err)
 	<-trace.Dead()
 	r, err = trace.Detach()
-	ok(t, err)
+	check.OK(t, err)
 	for lines := bufio.NewScanner(out); lines.Scan(); {
 		said += lines.Text() + "\n"
 	}
 	_ = command.Wait() // the tracer has collected it
 	entries, err := os.ReadDir(dir)
-	ok(t, err)
+	check.OK(t, err)
 	return r, len(entries), said
-}
-
-func ok(t *testing.T, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
 }
 
 // TestCount: the calls of all threads are counted as one, and those of children, too.

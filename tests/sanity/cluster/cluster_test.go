@@ -17,6 +17,7 @@ import (
 	"k8s.io/klog/v2/ktesting"
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
@@ -36,13 +37,6 @@ import (
 func TestMain(m *testing.M) { apitest.Main(m) }
 
 const limit = 4
-
-func must(t testing.TB, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
-}
 
 func TestSanity(t *testing.T) {
 	drivertest.NeedRoot(t)
@@ -69,36 +63,36 @@ func start(t *testing.T, server *apitest.Server, pool string) suite.Driver {
 	}
 
 	kube, err := kubernetes.NewForConfig(server.Config(apitest.Admin))
-	must(t, err)
+	check.OK(t, err)
 	n, err := kube.CoreV1().Nodes().Create(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}, metav1.CreateOptions{})
-	must(t, err)
+	check.OK(t, err)
 	n.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionTrue}}
 	_, err = kube.CoreV1().Nodes().UpdateStatus(ctx, n, metav1.UpdateOptions{})
-	must(t, err)
+	check.OK(t, err)
 
 	mounts, err := mount.LoadTable()
-	must(t, err)
+	check.OK(t, err)
 	disk, err := pools.Open(ctx, pool, suite.PoolURL(t, pool, dir))
-	must(t, err)
+	check.OK(t, err)
 	local, err := volume.NewLocal(ctx, name, []blockdev.Pool{disk}, mounts, 0)
-	must(t, err)
+	check.OK(t, err)
 	locks := &keylock.Table{}
 	a, err := agent.New(server.Config(apitest.Admin), local, agent.Options{Driver: cluster.DefaultDriver, Pools: []agent.Pool{{Pool: disk, Kind: pool}}, Locks: locks, MaxVolumes: limit})
-	must(t, err)
+	check.OK(t, err)
 	run(a.Run)
 	without := csi.PluginCapability_Service_SNAPSHOT_METADATA_SERVICE
 	listener, err := rpc.Listen(driver.Socket)
-	must(t, err)
+	check.OK(t, err)
 	run(func(ctx context.Context) error {
 		return rpc.Serve(ctx, listener, rpc.Services{Identity: identity.New("block.csi.ashlar.dev", "test", nil, without),
 			Node: node.New(ctx, claims{local, a}, mounts, node.Options{MaxVolumes: limit, Claims: true}), Locks: locks})
 	})
 
 	s, err := store.New(server.Config(apitest.Admin), store.Options{GoneGrace: time.Hour, AbandonGrace: time.Hour, Driver: cluster.DefaultDriver})
-	must(t, err)
+	check.OK(t, err)
 	run(s.Run)
 	other, err := rpc.Listen(driver.Controller)
-	must(t, err)
+	check.OK(t, err)
 	run(func(ctx context.Context) error {
 		c := controller.New(s)
 		return rpc.Serve(ctx, other, rpc.Services{Identity: identity.New("block.csi.ashlar.dev", "test", s.Ready, without), Controller: c, GroupController: c})
@@ -106,7 +100,7 @@ func start(t *testing.T, server *apitest.Server, pool string) suite.Driver {
 	t.Cleanup(func() {
 		cancel()
 		parts.Wait()
-		must(t, disk.Close())
+		check.OK(t, disk.Close())
 	})
 	for end := time.Now().Add(2 * time.Minute); ; time.Sleep(20 * time.Millisecond) {
 		c, err := s.Capacity(ctx, pool, name)

@@ -43,15 +43,15 @@ func Kinds() []string {
 	return []string{"file"}
 }
 
-// PoolURL of a new pool of a kind, for the time of a test. Files are in a folder.
-func PoolURL(t testing.TB, kind, folder string) string {
+// PoolURL of a new pool of a kind, for the time of a test. Files are in a directory.
+func PoolURL(t testing.TB, kind, dir string) string {
 	switch kind {
 	case "linear":
 		return drivertest.NewGroup(t, 2<<30).URL()
 	case "thin":
 		return drivertest.NewGroup(t, 2<<30).ThinPool(t, "tp", "-L", "1G", "--poolmetadatasize", "16M")
 	default:
-		return "file://" + folder + "/pool?reservePercent=0"
+		return "file://" + dir + "/pool?reservePercent=0"
 	}
 }
 

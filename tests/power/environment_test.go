@@ -13,24 +13,25 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 )
 
 const miB = 1 << 20
 
-// ground is what a pool is made on: a disk with a filesystem, or with a volume group.
-type ground struct {
+// environment is what a pool is made on: a disk with a filesystem, or with a volume group.
+type environment struct {
 	name string
 	size int64 // of the disk, in bytes
-	// lay prepares the disk, once.
-	lay func(t testing.TB, device string)
+	// prepare prepares the disk, once.
+	prepare func(t testing.TB, device string)
 	// boot brings up what the pool is on, and returns its URL; down is what a shutdown does.
 	boot func(t testing.TB, device, dir string) (url string, down func() error)
 	// left lists what there is of volumes.
 	left func(t testing.TB, dir string) []string
 }
 
-var grounds = []ground{
+var environments = []environment{
 	filesystem("ext4", 400*miB, "-F", "-E", "nodiscard,lazy_itable_init=0,lazy_journal_init=0"),
 	filesystem("xfs", 400*miB, "-f", "-K"),
 	filesystem("btrfs", 800*miB, "-f", "-K"), // which gives its space out in large pieces
@@ -38,20 +39,20 @@ var grounds = []ground{
 	volumeGroup("thin", "lvm://"+group+"/"+thinPool),
 }
 
-func filesystem(kind string, size int64, options ...string) ground {
-	return ground{name: kind, size: size,
-		lay: func(t testing.TB, device string) {
+func filesystem(kind string, size int64, options ...string) environment {
+	return environment{name: kind, size: size,
+		prepare: func(t testing.TB, device string) {
 			drivertest.RunBtrfs(t, slices.Concat([]string{"mkfs." + kind, "-q"}, options, []string{device})...)
 		},
 		boot: func(t testing.TB, device, dir string) (string, func() error) {
 			at := filepath.Join(dir, "disk")
-			must(t, os.MkdirAll(at, 0o700))
+			check.OK(t, os.MkdirAll(at, 0o700))
 			drivertest.Run(t, "mount", "-t", kind, device, at)
 			return "file://" + at + "/pool?reservePercent=0", func() error { return unix.Unmount(at, 0) }
 		},
 		left: func(t testing.TB, dir string) []string {
 			found, err := filepath.Glob(filepath.Join(dir, "disk", "pool", "*", "*"))
-			must(t, err)
+			check.OK(t, err)
 			return found
 		}}
 }
@@ -62,9 +63,9 @@ const (
 	thinPool = "pool"
 )
 
-func volumeGroup(name, url string) ground {
-	return ground{name: name, size: 400 * miB,
-		lay: func(t testing.TB, device string) {
+func volumeGroup(name, url string) environment {
+	return environment{name: name, size: 400 * miB,
+		prepare: func(t testing.TB, device string) {
 			drivertest.Run(t, "vgcreate", "-q", "-y", group, device)
 			if name == "thin" {
 				drivertest.Run(t, "lvcreate", "-q", "-y", "--type", "thin-pool", "-L", "240M", "-n", thinPool, group)
@@ -119,21 +120,21 @@ func repairGroup(t testing.TB, device string) {
 func image(t testing.TB, size int64) (file *os.File, device string) {
 	t.Helper()
 	file, err := os.OpenFile(filepath.Join(drivertest.Dir(t), "image"), os.O_RDWR|os.O_CREATE, 0o600)
-	must(t, err)
+	check.OK(t, err)
 	t.Cleanup(func() { _ = file.Close() })
-	must(t, file.Truncate(size))
+	check.OK(t, file.Truncate(size))
 	device = drivertest.Loop(t, file.Name())
 	t.Cleanup(func() { drivertest.Run(t, "losetup", "-d", device) })
 	return file, device
 }
 
-// soil fills a disk with what is not zero, as earlier users leave it.
-func soil(t testing.TB, disk *os.File, size int64) {
+// dirty fills a disk with what is not zero, as earlier users leave it.
+func dirty(t testing.TB, disk *os.File, size int64) {
 	t.Helper()
 	dirt := bytes.Repeat([]byte{0xa5}, miB)
 	for at := int64(0); at < size; at += miB {
 		_, err := disk.WriteAt(dirt, at)
-		must(t, err)
+		check.OK(t, err)
 	}
 }
 
@@ -157,11 +158,4 @@ func (l *logged) ack() int {
 	l.acked++
 	drivertest.Run(l.t, "dmsetup", "message", l.name, "0", "mark", strconv.Itoa(l.acked))
 	return l.acked
-}
-
-func must(t testing.TB, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
 }

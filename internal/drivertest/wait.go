@@ -7,15 +7,19 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
 )
 
-// settleTime is how long what ends by itself may take to do so: every look at all devices of the machine, by
-// another test or an lvm2, keeps each of them for a moment, and a slow machine makes long moments of that.
-const settleTime = 30 * time.Second
+// goneTime is how long what ends by itself may take to do so: whoever looks at all devices of the machine (another
+// test, an lvm2) keeps each of them for a moment, and a slow machine makes long moments of that.
+const goneTime = 30 * time.Second
 
 // Gone waits until there is nothing left, and returns what is left when it has waited long enough.
 func Gone(left func() []string) []string {
-	for deadline := time.Now().Add(settleTime); ; time.Sleep(10 * time.Millisecond) {
+	for deadline := time.Now().Add(goneTime); ; time.Sleep(10 * time.Millisecond) {
 		if found := left(); len(found) == 0 || time.Now().After(deadline) {
 			return found
 		}
@@ -25,7 +29,7 @@ func Gone(left func() []string) []string {
 // runUnless is Run, again for as long as the program fails with one of some words for what passes.
 func runUnless(t testing.TB, passing []string, argv ...string) string {
 	t.Helper()
-	for deadline := time.Now().Add(settleTime); ; time.Sleep(10 * time.Millisecond) {
+	for deadline := time.Now().Add(goneTime); ; time.Sleep(10 * time.Millisecond) {
 		out, err := exec.Command(argv[0], argv[1:]...).CombinedOutput()
 		if err == nil {
 			return strings.TrimSpace(string(out))
@@ -66,15 +70,15 @@ func PlainLoop(t testing.TB, file string) string {
 
 // MountLoop mounts the filesystem in a file, by a loop device that goes with the mount; if it has one, by that
 // one. Options are as of mount(8).
-func MountLoop(t testing.TB, image, folder string, options ...string) {
+func MountLoop(t testing.TB, image, dir string, options ...string) {
 	t.Helper()
-	mount := func(device string) []string { return append(append([]string{"mount"}, options...), device, folder) }
-	for deadline := time.Now().Add(settleTime); ; time.Sleep(10 * time.Millisecond) {
-		there := devicesOver(image)
-		if len(there) == 0 {
+	mount := func(device string) []string { return append(append([]string{"mount"}, options...), device, dir) }
+	for deadline := time.Now().Add(goneTime); ; time.Sleep(10 * time.Millisecond) {
+		found := LoopsOver(image)
+		if len(found) == 0 {
 			break
 		}
-		out, err := exec.Command("mount", mount(there[0])[1:]...).CombinedOutput()
+		out, err := exec.Command("mount", mount("/dev/" + found[0])[1:]...).CombinedOutput()
 		if err == nil {
 			return
 		}
@@ -87,19 +91,37 @@ func MountLoop(t testing.TB, image, folder string, options ...string) {
 	Run(t, mount(loop)...)
 }
 
-// devicesOver are the loop devices over a file.
-func devicesOver(image string) (devices []string) {
+// MountNew mounts a new filesystem of a size (bytes; sparse) at a directory, which is made, until the end of the test.
+func MountNew(t testing.TB, fs, dir string, size int64) (image string) {
+	t.Helper()
+	image = dir + ".image"
+	check.OK(t, os.WriteFile(image, nil, 0o600))
+	check.OK(t, os.Truncate(image, size))
+	check.OK(t, os.Mkdir(dir, 0o700))
+	RunBtrfs(t, "mkfs."+fs, "-q", image)
+	MountLoop(t, image, dir)
+	t.Cleanup(func() {
+		if err := unix.Unmount(dir, 0); err != nil {
+			t.Errorf("unmount %s: %v", dir, err)
+			_ = unix.Unmount(dir, unix.MNT_DETACH)
+		}
+	})
+	return image
+}
+
+// LoopsOver returns the names of the loop devices over a file.
+func LoopsOver(image string) (names []string) {
 	all, _ := filepath.Glob("/sys/block/loop*/loop/backing_file")
 	for _, path := range all {
 		if backing, err := os.ReadFile(path); err == nil && strings.TrimSpace(string(backing)) == image {
-			devices = append(devices, "/dev/"+strings.Split(path, "/")[3])
+			names = append(names, strings.Split(path, "/")[3])
 		}
 	}
-	return devices
+	return names
 }
 
-// Unmount unmounts a folder, which a pool that was just left may still have open.
-func Unmount(t testing.TB, folder string) {
+// Unmount unmounts a directory, which a pool that was just left may still have open.
+func Unmount(t testing.TB, dir string) {
 	t.Helper()
-	runUnless(t, []string{"target is busy"}, "umount", folder)
+	runUnless(t, []string{"target is busy"}, "umount", dir)
 }
