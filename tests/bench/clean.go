@@ -12,73 +12,30 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/internal/machine"
 )
 
-func below(path, dir string) bool {
-	return path == dir || strings.HasPrefix(path, strings.TrimSuffix(dir, "/")+"/")
-}
-
-type mountPoint struct{ path, fstype, source, options string }
-
-// mounts lists the mounts of this process's namespace, oldest first.
-func mounts() []mountPoint {
-	var all []mountPoint
-	for line := range strings.Lines(read("/proc/self/mountinfo")) {
-		// 36 35 98:0 /root /mnt options optional... - type source superoptions
-		before, after, _ := strings.Cut(line, " - ")
-		b, a := strings.Fields(before), strings.Fields(after)
-		if len(b) > 4 && len(a) > 2 {
-			all = append(all, mountPoint{b[4], a[0], a[1], a[2]})
-		}
-	}
-	return all
-}
-
-func mountsBelow(dir string) []string {
-	var found []string
-	for _, m := range mounts() {
-		if below(m.path, dir) {
-			found = append(found, m.path)
-		}
-	}
-	return found
-}
-
-// loopsBelow lists the loop devices over files in a folder.
-func loopsBelow(dir string) []int {
-	var found []int
-	backings, _ := filepath.Glob("/sys/block/loop*/loop/backing_file")
-	for _, path := range backings {
-		if below(strings.TrimSuffix(read(path), " (deleted)"), dir) {
-			n, _ := strconv.Atoi(strings.TrimPrefix(strings.Split(path, "/")[3], "loop"))
-			found = append(found, n)
-		}
-	}
-	return found
-}
-
-// clean takes away all that is in a folder, mounts and loop devices too, and the
-// folder. Nothing of it is left, or there is an error that says what is.
+// clean takes away all that is in a directory, mounts and loop devices too, and the
+// directory. Nothing of it is left, or there is an error that says what is.
 func clean(dir string) error {
-	deadline := time.Now().Add(10 * time.Second)
-	for {
-		for _, path := range slices.Backward(mountsBelow(dir)) {
+	for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(100 * time.Millisecond) {
+		mounts, loops, err := machine.Leftovers(dir)
+		if err == nil && len(mounts)+len(loops) == 0 {
+			return os.RemoveAll(dir)
+		}
+		if time.Now().After(deadline) {
+			return errors.Join(fmt.Errorf("left behind: mounts %v, loop devices %v, directory %s", mounts, loops, dir), err)
+		}
+		for _, path := range slices.Backward(mounts) {
 			_ = unix.Unmount(path, unix.UMOUNT_NOFOLLOW)
 		}
-		for _, n := range loopsBelow(dir) {
-			if f, err := os.Open(loopPath(n)); err == nil {
+		for _, loop := range loops {
+			if f, err := os.Open(loop.Path()); err == nil {
 				_ = unix.IoctlSetInt(int(f.Fd()), unix.LOOP_CLR_FD, 0)
 				f.Close()
 			}
 		}
-		m, l := mountsBelow(dir), loopsBelow(dir)
-		if len(m) == 0 && len(l) == 0 {
-			return os.RemoveAll(dir)
-		}
-		if time.Now().After(deadline) {
-			return fmt.Errorf("left behind: mounts %v, loop devices %v, folder %s", m, l, dir)
-		}
-		time.Sleep(100 * time.Millisecond)
 	}
 }
 

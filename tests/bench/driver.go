@@ -4,33 +4,21 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
-	"os/exec"
 	"path/filepath"
 	"strconv"
 	"strings"
-	"syscall"
 	"time"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
-	"google.golang.org/grpc"
-	"google.golang.org/grpc/credentials/insecure"
+
+	"github.com/ashlar-csi/ashlar/internal/co"
+	"github.com/ashlar-csi/ashlar/internal/process"
 )
 
 const node = "bench-node"
 
 // driver is the real one, in a process of its own, and its client.
-type driver struct {
-	dir string
-	cmd *exec.Cmd
-	log *os.File
-
-	conn *grpc.ClientConn
-	csi.IdentityClient
-	csi.ControllerClient
-	csi.GroupControllerClient
-	csi.NodeClient
-}
+type driver struct{ *process.Driver }
 
 // start starts the driver with a pool in dir, and waits until it is ready.
 func (b *bench) start(ctx context.Context, dir, poolOptions string) (*driver, error) {
@@ -39,61 +27,23 @@ func (b *bench) start(ctx context.Context, dir, poolOptions string) (*driver, er
 
 // startOn starts the driver on a pool, with all else in dir.
 func (b *bench) startOn(ctx context.Context, dir, pool string) (*driver, error) {
-	if err := os.MkdirAll(dir, 0o700); err != nil {
+	p, err := process.New(dir, node, b.binary, "--pool=default="+pool)
+	if err != nil {
 		return nil, err
 	}
-	d := &driver{dir: dir}
-	var err error
-	if d.log, err = os.Create(filepath.Join(dir, "driver.log")); err != nil {
-		return nil, err
-	}
-	socket := filepath.Join(dir, "csi.sock")
-	d.cmd = exec.Command(b.binary, "--endpoint=unix://"+socket, "--node-id="+node, "--pool=default="+pool)
-	d.cmd.Stdout, d.cmd.Stderr = d.log, d.log
-	// Ctrl-C is for this program, which then takes its volumes away by itself.
-	d.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
-	if err := d.cmd.Start(); err != nil {
-		return nil, err
-	}
-	if d.conn, err = grpc.NewClient("unix://"+socket, grpc.WithTransportCredentials(insecure.NewCredentials())); err != nil {
-		d.stop()
-		return nil, err
-	}
-	d.IdentityClient, d.ControllerClient = csi.NewIdentityClient(d.conn), csi.NewControllerClient(d.conn)
-	d.GroupControllerClient, d.NodeClient = csi.NewGroupControllerClient(d.conn), csi.NewNodeClient(d.conn)
 	wait, cancel := context.WithTimeout(ctx, 30*time.Second)
 	defer cancel()
-	for { // the client itself waits a second before it tries a new socket again
-		if _, err = os.Stat(socket); err == nil {
-			break
-		}
-		select {
-		case <-wait.Done():
-			d.stop()
-			return nil, fmt.Errorf("the driver does not serve: %w: %s", wait.Err(), read(d.log.Name()))
-		case <-time.After(time.Millisecond):
-		}
+	if err := co.InTurn(p.Start, func() error { return p.Ready(wait) }); err != nil {
+		p.Close()
+		return nil, err
 	}
-	if _, err := d.Probe(wait, &csi.ProbeRequest{}, grpc.WaitForReady(true)); err != nil {
-		d.stop()
-		return nil, fmt.Errorf("the driver is not ready: %w: %s", err, read(d.log.Name()))
-	}
-	return d, nil
+	return &driver{p}, nil
 }
 
 // stop ends the driver; its volumes stay. Calling it again does nothing.
 func (d *driver) stop() {
-	if d.cmd.ProcessState != nil {
-		return
-	}
-	if d.conn != nil {
-		d.conn.Close()
-	}
-	_ = d.cmd.Process.Signal(syscall.SIGTERM)
-	late := time.AfterFunc(10*time.Second, func() { _ = d.cmd.Process.Kill() })
-	_ = d.cmd.Wait()
-	late.Stop()
-	d.log.Close()
+	_ = d.Stop() // it may have ended
+	d.Conn.Close()
 }
 
 // failed adds the end of the driver's log to an error.
@@ -101,7 +51,7 @@ func (d *driver) failed(err error) error {
 	if err == nil || errors.Is(err, context.Canceled) {
 		return err
 	}
-	log := read(d.log.Name())
+	log := d.Log()
 	return fmt.Errorf("%w\nthe driver's log ends with: %s", err, log[max(0, len(log)-2000):])
 }
 
@@ -114,7 +64,7 @@ type usage struct {
 }
 
 func (d *driver) usage() (u usage) {
-	proc := fmt.Sprintf("/proc/%d", d.cmd.Process.Pid)
+	proc := fmt.Sprintf("/proc/%d", d.Pid())
 	number := func(path, name string) int64 {
 		n, _ := strconv.ParseInt(strings.TrimSuffix(field(path, name), " kB"), 10, 64)
 		return n
@@ -132,110 +82,94 @@ func (d *driver) usage() (u usage) {
 	return u
 }
 
-// volume is one volume and where it is.
+// volume is one volume, and where it is.
 type volume struct {
-	name, id          string
-	staged, published string
-	size              int64
-	parameters        map[string]string
-	capability        *csi.VolumeCapability
+	*co.Volume
+	request *csi.CreateVolumeRequest
+	target  string
 }
 
-func thickOrThin(thin bool) map[string]string {
-	if thin {
-		return map[string]string{"provisioning": "thin"}
-	}
-	return map[string]string{"provisioning": "thick"}
-}
-
-func access(block bool) *csi.VolumeCapability {
-	c := &csi.VolumeCapability{AccessMode: &csi.VolumeCapability_AccessMode{Mode: csi.VolumeCapability_AccessMode_SINGLE_NODE_WRITER}}
+// newVolume is a volume that is to be made: of a filesystem (ext4), or a raw one. What is measured makes many volumes of
+// one name, one after the other; the name of the request is then another one each time.
+func (d *driver) newVolume(name string, size int64, thin, block bool) *volume {
+	filesystem := "ext4"
 	if block {
-		c.AccessType = &csi.VolumeCapability_Block{Block: &csi.VolumeCapability_BlockVolume{}}
-	} else {
-		c.AccessType = &csi.VolumeCapability_Mount{Mount: &csi.VolumeCapability_MountVolume{FsType: "ext4"}}
+		filesystem = co.Block
 	}
-	return c
+	r := co.Request(name, filesystem, size)
+	r.VolumeCapabilities[0].AccessMode.Mode = co.Writer
+	r.Parameters = map[string]string{"provisioning": kindOf(thin)}
+	v := &volume{Volume: d.Volume("", name, r.GetVolumeCapabilities()[0]), request: r}
+	v.target = v.Target("pod")
+	return v
 }
 
-// newVolume names a volume, and makes the folders that are the caller's to make.
-func (d *driver) newVolume(name string, size int64, thin, block bool) (*volume, error) {
-	v := &volume{name: name, size: size, parameters: thickOrThin(thin), capability: access(block),
-		staged: filepath.Join(d.dir, "staged", name), published: filepath.Join(d.dir, "published", name)}
-	return v, errors.Join(os.MkdirAll(v.staged, 0o750), os.MkdirAll(filepath.Dir(v.published), 0o750))
-}
-
-// up takes a volume from nothing to published.
-func (d *driver) up(ctx context.Context, v *volume, r *recorder) error {
-	if err := d.create(ctx, v, r, nil); err != nil {
-		return err
-	}
-	if err := r.time("ControllerPublishVolume", func() error {
-		_, err := d.ControllerPublishVolume(ctx, &csi.ControllerPublishVolumeRequest{VolumeId: v.id, NodeId: node, VolumeCapability: v.capability})
-		return err
-	}); err != nil {
-		return err
-	}
-	if err := r.time("NodeStageVolume"+v.suffix(), func() error {
-		_, err := d.NodeStageVolume(ctx, &csi.NodeStageVolumeRequest{VolumeId: v.id, StagingTargetPath: v.staged, VolumeCapability: v.capability})
-		return err
-	}); err != nil {
-		return err
-	}
-	return r.time("NodePublishVolume"+v.suffix(), func() error {
-		_, err := d.NodePublishVolume(ctx, &csi.NodePublishVolumeRequest{VolumeId: v.id, StagingTargetPath: v.staged, TargetPath: v.published, VolumeCapability: v.capability})
-		return err
-	})
-}
-
-func (d *driver) create(ctx context.Context, v *volume, r *recorder, source *csi.VolumeContentSource) error {
-	name := "CreateVolume"
-	if source.GetSnapshot() != nil {
-		name += " (from a snapshot)"
-	} else if source.GetVolume() != nil {
-		name += " (clone)"
-	}
-	return r.time(name, func() error {
-		made, err := d.CreateVolume(ctx, &csi.CreateVolumeRequest{Name: v.name, CapacityRange: &csi.CapacityRange{RequiredBytes: v.size},
-			VolumeCapabilities: []*csi.VolumeCapability{v.capability}, Parameters: v.parameters, VolumeContentSource: source})
-		v.id = made.GetVolume().GetVolumeId()
-		return err
-	})
+// made is a volume like this one, of another name, that is not used.
+func (v *volume) made(name string) *volume {
+	r := co.Request(name, "", v.request.GetCapacityRange().GetRequiredBytes())
+	r.VolumeCapabilities, r.Parameters = v.request.GetVolumeCapabilities(), v.request.GetParameters()
+	return &volume{Volume: v.Client.Volume("", name, v.Capability), request: r}
 }
 
 func (v *volume) suffix() string {
-	if v.capability.GetBlock() != nil {
+	if v.Block() {
 		return " (block)"
 	}
 	return ""
 }
 
-// down takes it back to nothing.
-func (d *driver) down(ctx context.Context, v *volume, r *recorder) error {
-	if err := r.time("NodeUnpublishVolume"+v.suffix(), func() error {
-		_, err := d.NodeUnpublishVolume(ctx, &csi.NodeUnpublishVolumeRequest{VolumeId: v.id, TargetPath: v.published})
-		return err
-	}); err != nil {
-		return err
-	}
-	if err := r.time("NodeUnstageVolume"+v.suffix(), func() error {
-		_, err := d.NodeUnstageVolume(ctx, &csi.NodeUnstageVolumeRequest{VolumeId: v.id, StagingTargetPath: v.staged})
-		return err
-	}); err != nil {
-		return err
-	}
-	if err := r.time("ControllerUnpublishVolume", func() error {
-		_, err := d.ControllerUnpublishVolume(ctx, &csi.ControllerUnpublishVolumeRequest{VolumeId: v.id, NodeId: node})
-		return err
-	}); err != nil {
-		return err
-	}
-	return d.remove(ctx, v, r)
+// up takes a volume from nothing to published.
+func (v *volume) up(ctx context.Context, r *recorder) error {
+	return r.all(
+		v.creation(ctx),
+		step{"ControllerPublishVolume", func() error { return v.Claim(ctx) }},
+		step{"NodeStageVolume" + v.suffix(), func() error { return v.Stage(ctx) }},
+		step{"NodePublishVolume" + v.suffix(), func() error { return v.Publish(ctx, v.target, false) }})
 }
 
-func (d *driver) remove(ctx context.Context, v *volume, r *recorder) error {
-	return r.time("DeleteVolume", func() error {
-		_, err := d.DeleteVolume(ctx, &csi.DeleteVolumeRequest{VolumeId: v.id})
+// creation makes the volume.
+func (v *volume) creation(ctx context.Context) step {
+	name := "CreateVolume"
+	if v.request.GetVolumeContentSource().GetSnapshot() != nil {
+		name += " (from a snapshot)"
+	} else if v.request.GetVolumeContentSource().GetVolume() != nil {
+		name += " (clone)"
+	}
+	return step{name, func() error {
+		made, err := v.Create(ctx, v.request)
+		if err == nil {
+			v.ID = made.ID
+		}
 		return err
-	})
+	}}
+}
+
+// unused takes a volume from published to claimed by nobody.
+func (v *volume) unused(ctx context.Context, r *recorder) error {
+	return r.all(
+		step{"NodeUnpublishVolume" + v.suffix(), func() error { return v.Unpublish(ctx, v.target) }},
+		step{"NodeUnstageVolume" + v.suffix(), func() error { return v.Unstage(ctx) }},
+		step{"ControllerUnpublishVolume", func() error { return v.Release(ctx) }})
+}
+
+// down takes it back to nothing.
+func (v *volume) down(ctx context.Context, r *recorder) error {
+	if err := v.unused(ctx, r); err != nil {
+		return err
+	}
+	return r.all(v.deletion(ctx))
+}
+
+// deletion deletes the volume.
+func (v *volume) deletion(ctx context.Context) step {
+	return step{"DeleteVolume", func() error { return v.Delete(ctx) }}
+}
+
+// life is one whole life of the volume, under a name that no other has had.
+func (v *volume) life(ctx context.Context, r *recorder) error {
+	v.request.Name = fmt.Sprintf("life-%d", lives.Add(1))
+	if err := v.up(ctx, r); err != nil {
+		return err
+	}
+	return v.down(ctx, r)
 }

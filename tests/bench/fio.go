@@ -13,6 +13,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/internal/co"
 )
 
 // workload is one way to use a device or file.
@@ -46,7 +48,14 @@ type target struct {
 	thin       bool
 }
 
-// fio compares published volumes with an image file in the pool's folder.
+// The targets without a filesystem come first.
+const (
+	imageTarget = "image file"
+	rawTarget   = "raw block volume"
+	raws        = 2
+)
+
+// fio compares published volumes with an image file in the pool's directory.
 func (b *bench) fio(ctx context.Context) error {
 	if _, err := exec.LookPath("fio"); err != nil {
 		fmt.Printf("\n## fio\n\nLeft out: fio is not installed (hack/install-tools.sh bench).\n")
@@ -58,43 +67,54 @@ func (b *bench) fio(ctx context.Context) error {
 	}
 	defer d.stop()
 	fmt.Printf("\n## fio\n\nDirect I/O by libaio, on %d MiB that were written before; %s each, %d rounds in which all take their turn. Of each the\n"+
-		"median (min..max), and the ratio to the image file with O_DIRECT in the pool's folder, by rounds.\n", b.used()>>20, b.fioRuntime, b.fioRounds)
-	var queue string
+		"median (min..max), and the ratio to the image file with O_DIRECT in the pool's directory, by rounds.\n", b.used()>>20, b.fioRuntime, b.fioRounds)
 	for _, thin := range []bool{false, true} {
-		targets, err := b.targets(ctx, d, thin, "")
-		if err != nil {
-			return d.failed(err)
+		if err := b.writtenBefore(ctx, d, thin); err != nil {
+			return err
 		}
-		if queue == "" {
-			queue = queueOf(targets[1].path)
-			fmt.Printf("\nThe volume's device: %s.\n", queue)
+	}
+	return co.InTurn(func() error { return b.firstWrite(ctx, d, false) }, func() error { return b.firstWrite(ctx, d, true) })
+}
+
+// writtenBefore measures everything on volumes of a kind and images that were written before.
+func (b *bench) writtenBefore(ctx context.Context, d *driver, thin bool) error {
+	targets, err := b.targets(ctx, d, thin, "")
+	if err != nil {
+		return d.failed(err)
+	}
+	if !thin {
+		fmt.Printf("\nThe volume's device: %s.\n", queueOf(targets[1].path))
+	}
+	for _, t := range targets {
+		progress("fio: writing to the %s", t.name)
+		if _, err := b.run(ctx, t, workload{rw: "write", bs: "1m", depth: 8}, false); err != nil {
+			return err
 		}
-		for _, t := range targets {
-			progress("fio: writing to the %s", t.name)
-			if _, err := b.run(ctx, t, workload{rw: "write", bs: "1m", depth: 8}, false); err != nil {
+	}
+	results := rates{}
+	for round := range b.fioRounds {
+		progress("fio: %s, round %d of %d", kindOf(thin), round+1, b.fioRounds)
+		for _, w := range workloads {
+			if err := b.runAll(ctx, targets, w, round, true, results); err != nil {
 				return err
 			}
 		}
-		results := map[string]map[string][]float64{} // workload, target
-		for round := range b.fioRounds {
-			progress("fio: %s, round %d of %d", kindOf(thin), round+1, b.fioRounds)
-			for _, w := range workloads {
-				for i := range targets {
-					t := targets[(i+round)%len(targets)]
-					rate, err := b.run(ctx, t, w, true)
-					if err != nil {
-						return err
-					}
-					add(results, w.label(), t.name, rate)
-				}
-			}
-		}
-		b.fioTable(kindOf(thin)+", written before", workloads, targets, results)
-		if err := b.dropTargets(ctx, d, targets); err != nil {
-			return d.failed(err)
-		}
 	}
-	return b.firstWrite(ctx, d)
+	b.fioTable(kindOf(thin)+", written before", workloads, targets, results)
+	return d.failed(b.dropTargets(ctx, d, targets))
+}
+
+// runAll runs a workload on all targets; in each round another one is the first.
+func (b *bench) runAll(ctx context.Context, targets []target, w workload, round int, timed bool, results rates) error {
+	for i := range targets {
+		t := targets[(i+round)%len(targets)]
+		rate, err := b.run(ctx, t, w, timed)
+		if err != nil {
+			return err
+		}
+		results.add(w.label(), t.name, rate)
+	}
+	return nil
 }
 
 func (w workload) label() string { return fmt.Sprintf("%s, depth %d, %s", w.name, w.depth, w.unit()) }
@@ -106,51 +126,51 @@ func kindOf(thin bool) string {
 	return "thick"
 }
 
-// firstWrite writes everything once, to volumes and images nobody has written to yet.
-func (b *bench) firstWrite(ctx context.Context, d *driver) error {
-	first := []workload{
-		{"1 MiB sequential write", "write", "1m", 32},
-		{"4 KiB random write", "randwrite", "4k", 32},
-	}
-	for _, thin := range []bool{false, true} {
-		results := map[string]map[string][]float64{}
-		var targets []target
-		for round := range min(b.fioRounds, 3) {
-			progress("fio: first write, %s, round %d of %d", kindOf(thin), round+1, min(b.fioRounds, 3))
-			for _, w := range first {
-				var err error
-				if targets, err = b.targets(ctx, d, thin, fmt.Sprintf("-first-%d-%s", round, w.rw)); err != nil {
-					return d.failed(err)
-				}
-				for i := range targets {
-					t := targets[(i+round)%len(targets)]
-					if t.volume != nil && t.volume.suffix() == "" {
-						continue // a file's own first write is the filesystem's affair
-					}
-					rate, err := b.run(ctx, t, w, false)
-					if err != nil {
-						return err
-					}
-					add(results, w.label(), t.name, rate)
-				}
-				if err := b.dropTargets(ctx, d, targets); err != nil {
-					return d.failed(err)
-				}
+// firstWorkloads are those of firstWrite.
+var firstWorkloads = []workload{
+	{"1 MiB sequential write", "write", "1m", 32},
+	{"4 KiB random write", "randwrite", "4k", 32},
+}
+
+// firstWrite writes everything once, to volumes of a kind and images nobody has written to yet.
+func (b *bench) firstWrite(ctx context.Context, d *driver, thin bool) error {
+	results := rates{}
+	for round := range min(b.fioRounds, 3) {
+		progress("fio: first write, %s, round %d of %d", kindOf(thin), round+1, min(b.fioRounds, 3))
+		for _, w := range firstWorkloads {
+			if err := b.firstOf(ctx, d, w, thin, round, results); err != nil {
+				return err
 			}
 		}
-		b.fioTable(kindOf(thin)+", the first write", first, targets[:2], results)
 	}
+	b.fioTable(kindOf(thin)+", the first write", firstWorkloads, []target{{name: imageTarget}, {name: rawTarget}}, results)
 	return nil
 }
 
-func add(results map[string]map[string][]float64, workload, target string, rate float64) {
-	if results[workload] == nil {
-		results[workload] = map[string][]float64{}
+// firstOf is a workload on volumes and an image of its own.
+func (b *bench) firstOf(ctx context.Context, d *driver, w workload, thin bool, round int, results rates) error {
+	targets, err := b.targets(ctx, d, thin, fmt.Sprintf("-first-%d-%s", round, w.rw))
+	if err != nil {
+		return d.failed(err)
 	}
-	results[workload][target] = append(results[workload][target], rate)
+	// A file's own first write is the filesystem's affair.
+	if err := b.runAll(ctx, targets[:raws], w, round, false, results); err != nil {
+		return err
+	}
+	return d.failed(b.dropTargets(ctx, d, targets))
 }
 
-func (b *bench) fioTable(title string, workloads []workload, targets []target, results map[string]map[string][]float64) {
+// rates by workload and target.
+type rates map[string]map[string][]float64
+
+func (r rates) add(workload, target string, rate float64) {
+	if r[workload] == nil {
+		r[workload] = map[string][]float64{}
+	}
+	r[workload][target] = append(r[workload][target], rate)
+}
+
+func (b *bench) fioTable(title string, workloads []workload, targets []target, results rates) {
 	fmt.Printf("\n### %s\n", strings.ToUpper(title[:1])+title[1:])
 	head := []string{"workload", targets[0].name}
 	for _, t := range targets[1:] {
@@ -183,7 +203,7 @@ func (b *bench) used() int64 { return b.fioSize / 16 * 13 / (1 << 20) * (1 << 20
 // targets makes an image and volumes of one kind: the image comes first.
 func (b *bench) targets(ctx context.Context, d *driver, thin bool, suffix string) ([]target, error) {
 	// Each name is used once: an ID of its own, and so no trace of the last one.
-	image := filepath.Join(d.dir, "pool", "bench"+suffix+".img")
+	image := filepath.Join(d.Dir, "pool", "bench"+suffix+".img")
 	f, err := os.OpenFile(image, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
 		return nil, err
@@ -197,19 +217,16 @@ func (b *bench) targets(ctx context.Context, d *driver, thin bool, suffix string
 	if err = errors.Join(err, f.Sync()); err != nil {
 		return nil, err
 	}
-	targets := []target{{"image file", image, nil, thin}}
+	targets := []target{{imageTarget, image, nil, thin}}
 	for _, block := range []bool{true, false} {
-		v, err := d.newVolume(fmt.Sprintf("fio-%s-%v%s", kindOf(thin), block, suffix), b.fioSize, thin, block)
-		if err != nil {
-			return nil, err
-		}
-		if err := d.up(ctx, v, &recorder{}); err != nil {
+		v := d.newVolume(fmt.Sprintf("fio-%s-%v%s", kindOf(thin), block, suffix), b.fioSize, thin, block)
+		if err := v.up(ctx, &recorder{}); err != nil {
 			return nil, err
 		}
 		if block {
-			targets = append(targets, target{"raw block volume", v.published, v, thin})
+			targets = append(targets, target{rawTarget, v.target, v, thin})
 		} else {
-			targets = append(targets, target{"file in an ext4 volume", filepath.Join(v.published, "file"), v, thin})
+			targets = append(targets, target{"file in an ext4 volume", filepath.Join(v.target, "file"), v, thin})
 		}
 	}
 	return targets, nil
@@ -221,7 +238,7 @@ func (b *bench) dropTargets(ctx context.Context, d *driver, targets []target) er
 		if t.volume == nil {
 			err = os.Remove(t.path)
 		} else {
-			err = d.down(ctx, t.volume, &recorder{})
+			err = t.volume.down(ctx, &recorder{})
 		}
 		if err != nil {
 			return err

@@ -7,6 +7,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -64,90 +65,93 @@ func newFloor(dir string, size int64, thin bool) (*floor, error) {
 
 func loopPath(n int) string { return fmt.Sprintf("/dev/loop%d", n) }
 
-// life is one whole life; the folder staged exists, published does not. look is
+// floorLife is a life on the floor.
+type floorLife struct {
+	*floor
+	path, staged, published string
+
+	image, device *os.File // while they are open
+	number        int      // of the loop device
+}
+
+// life is one whole life; the directory staged exists, published does not. meanwhile is
 // called in the middle of it, with the image.
-func (f *floor) life(ctx context.Context, name, staged, published string, r *recorder, look func(image string) error) (err error) {
-	path := filepath.Join(f.dir, name)
-	var image, device *os.File
-	var number int
+func (f *floor) life(ctx context.Context, name, staged, published string, r *recorder, meanwhile func(image string) error) error {
+	l := &floorLife{floor: f, path: filepath.Join(f.dir, name), staged: staged, published: published}
 	defer func() {
-		for _, file := range []*os.File{image, device} {
-			if file != nil {
-				file.Close()
-			}
-		}
+		l.image.Close() // they may be closed, or nil
+		l.device.Close()
 	}()
-	if err := r.time(stepImage, func() (err error) {
-		if image, err = os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600); err != nil {
-			return err
-		}
-		if f.thin {
-			err = image.Truncate(f.size)
-		} else {
-			err = unix.Fallocate(int(image.Fd()), 0, 0, f.size)
-		}
-		return errors.Join(err, image.Sync())
-	}); err != nil {
+	if err := r.all(
+		step{stepImage, l.make},
+		step{stepLoop, l.attach},
+		step{stepMkfs, func() error { return run(ctx, append(slices.Clone(f.mkfs), loopPath(l.number))...) }},
+		step{stepMount, l.mount},
+		step{stepBind, func() error { return bind(staged, published) }}); err != nil {
 		return err
 	}
-	if err := r.time(stepLoop, func() (err error) {
-		device, number, err = attach(image)
-		image.Close()
-		image = nil
-		return err
-	}); err != nil {
-		return err
-	}
-	if err := r.time(stepMkfs, func() error {
-		out, err := exec.CommandContext(ctx, f.mkfs[0], append(f.mkfs[1:len(f.mkfs):len(f.mkfs)], loopPath(number))...).CombinedOutput()
-		if err != nil {
-			return fmt.Errorf("%w: %s", err, out)
-		}
-		return nil
-	}); err != nil {
-		return err
-	}
-	if err := r.time(stepMount, func() error {
-		err := unix.Mount(loopPath(number), staged, "ext4", 0, "")
-		device.Close()
-		device = nil
-		return err
-	}); err != nil {
-		return err
-	}
-	if err := r.time(stepBind, func() error {
-		if err := os.Mkdir(published, 0o750); err != nil {
-			return err
-		}
-		return unix.Mount(staged, published, "", unix.MS_BIND, "")
-	}); err != nil {
-		return err
-	}
-	if look != nil {
-		if err := look(path); err != nil {
+	if meanwhile != nil {
+		if err := meanwhile(l.path); err != nil {
 			return err
 		}
 	}
-	if err := r.time(stepUnbind, func() error {
-		return errors.Join(unix.Unmount(published, 0), os.Remove(published))
-	}); err != nil {
+	return r.all(
+		step{stepUnbind, func() error { return errors.Join(unix.Unmount(published, 0), os.Remove(published)) }},
+		step{stepUnmount, func() error { return l.unmount(ctx) }},
+		step{stepUnlink, func() error { return os.Remove(l.path) }})
+}
+
+func (l *floorLife) make() (err error) {
+	if l.image, err = os.OpenFile(l.path, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600); err != nil {
 		return err
 	}
-	if err := r.time(stepUnmount, func() error {
-		if err := unix.Unmount(staged, 0); err != nil {
-			return err
-		}
-		// Autoclear has taken it away, unless something still holds it.
-		for ctx.Err() == nil {
-			if read(fmt.Sprintf("/sys/block/loop%d/loop/backing_file", number)) != path {
-				return nil
-			}
-		}
-		return ctx.Err()
-	}); err != nil {
+	if l.thin {
+		err = l.image.Truncate(l.size)
+	} else {
+		err = unix.Fallocate(int(l.image.Fd()), 0, 0, l.size)
+	}
+	return errors.Join(err, l.image.Sync())
+}
+
+func (l *floorLife) attach() (err error) {
+	l.device, l.number, err = attach(l.image)
+	l.image.Close()
+	return err
+}
+
+func (l *floorLife) mount() error {
+	err := unix.Mount(loopPath(l.number), l.staged, "ext4", 0, "")
+	l.device.Close()
+	return err
+}
+
+func (l *floorLife) unmount(ctx context.Context) error {
+	if err := unix.Unmount(l.staged, 0); err != nil {
 		return err
 	}
-	return r.time(stepUnlink, func() error { return os.Remove(path) })
+	// Autoclear has taken it away, unless something still holds it.
+	for ctx.Err() == nil {
+		if read(fmt.Sprintf("/sys/block/loop%d/loop/backing_file", l.number)) != l.path {
+			return nil
+		}
+	}
+	return ctx.Err()
+}
+
+// bind mounts a directory at another one, which is made.
+func bind(from, to string) error {
+	if err := os.Mkdir(to, 0o750); err != nil {
+		return err
+	}
+	return unix.Mount(from, to, "", unix.MS_BIND, "")
+}
+
+// run runs a program.
+func run(ctx context.Context, argv ...string) error {
+	if out, err := exec.CommandContext(ctx, argv[0], argv[1:]...).CombinedOutput(); err != nil {
+		return fmt.Errorf("%s: %w: %s", strings.Join(argv, " "), err, out)
+	}
+	return nil
 }
 
 // attach puts a loop device over an image; it goes away with its last user.

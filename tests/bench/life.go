@@ -27,7 +27,7 @@ func (b *bench) life(ctx context.Context) error {
 		return err
 	}
 	defer d.stop()
-	bare, err := newFloor(filepath.Join(d.dir, "floor"), lifeSize, false)
+	bare, err := newFloor(filepath.Join(d.Dir, "floor"), lifeSize, false)
 	if err != nil {
 		return err
 	}
@@ -42,45 +42,54 @@ func (b *bench) life(ctx context.Context) error {
 		progress("life: %d at once", atOnce)
 		calls, steps := &recorder{}, &recorder{}
 		recorders[atOnce] = [2]*recorder{calls, steps}
-		var rates [2][]float64
-		var ratios []float64
-		blocks := [2]func() error{
-			func() error { return b.block(ctx, atOnce, func(w int) error { return b.driverLife(ctx, d, w, calls) }) },
+		rates, ratios, err := b.inTurn(atOnce,
 			func() error {
-				return b.block(ctx, atOnce, func(w int) error { return b.floorLife(ctx, bare, w, steps) })
+				return d.failed(block(ctx, b.lives, atOnce, func(w int) error {
+					return d.newVolume(fmt.Sprintf("worker-%d", w), lifeSize, false, false).life(ctx, calls)
+				}))
 			},
-		}
-		for round := range b.rounds {
-			var rate [2]float64
-			for i := range blocks {
-				which := (round + i) % 2 // each goes first as often as the other
-				start := time.Now()
-				if err := blocks[which](); err != nil {
-					return d.failed(err)
-				}
-				rate[which] = float64(b.lives*atOnce) / time.Since(start).Seconds()
-			}
-			rates[0], rates[1] = append(rates[0], rate[0]), append(rates[1], rate[1])
-			ratios = append(ratios, rate[0]/rate[1])
+			func() error {
+				return block(ctx, b.lives, atOnce, func(w int) error { return b.floorLife(ctx, bare, w, steps) })
+			})
+		if err != nil {
+			return err
 		}
 		rows = append(rows, []string{fmt.Sprint(atOnce), fmt.Sprint(b.rounds * b.lives * atOnce), spreadOf("%.1f", rates[0]), spreadOf("%.1f", rates[1]), spreadOf("%.2f", ratios)})
 	}
 	table([]string{"at once", "lives", "driver, lives/s", "floor, lives/s", "driver / floor (goal: 0.7)"}, rows)
+	return whereTheTimeGoes(ctx, d, recorders[1][0], recorders[1][1])
+}
 
+// inTurn runs two blocks of lives in turn, and returns how many lives each had in a second, by rounds, and their ratios.
+func (b *bench) inTurn(atOnce int, blocks ...func() error) (rates [2][]float64, ratios []float64, err error) {
+	for round := range b.rounds {
+		var rate [2]float64
+		for i := range blocks {
+			which := (round + i) % 2 // each goes first as often as the other
+			start := time.Now()
+			if err := blocks[which](); err != nil {
+				return rates, ratios, err
+			}
+			rate[which] = float64(b.lives*atOnce) / time.Since(start).Seconds()
+		}
+		rates[0], rates[1] = append(rates[0], rate[0]), append(rates[1], rate[1])
+		ratios = append(ratios, rate[0]/rate[1])
+	}
+	return rates, ratios, nil
+}
+
+// whereTheTimeGoes compares the calls of lives with the floor's steps.
+func whereTheTimeGoes(ctx context.Context, d *driver, calls, steps *recorder) error {
 	empty := &recorder{}
 	for range 200 {
-		if err := empty.time("empty", func() error {
-			_, err := d.GetPluginInfo(ctx, &csi.GetPluginInfoRequest{})
-			return err
-		}); err != nil {
+		if err := empty.time("empty", call(ctx, d.GetPluginInfo, &csi.GetPluginInfoRequest{})); err != nil {
 			return err
 		}
 	}
-	calls, steps := recorders[1][0], recorders[1][1]
 	mkfs := median(steps.samples[stepMkfs])
 	fmt.Printf("\nWhere the time goes, one at a time, in ms; a call that does nothing (GetPluginInfo) takes %s. mkfs.ext4 is %.0f%% of\na life of the driver and %.0f%% of one of the floor.\n",
 		spread(empty.samples["empty"]), 100*ratio(mkfs, total(calls)), 100*ratio(mkfs, total(steps)))
-	rows = nil
+	var rows [][]string
 	for _, call := range lifeCalls {
 		var names []string
 		var least time.Duration
@@ -105,11 +114,6 @@ func total(r *recorder) (t time.Duration) {
 
 var lives atomic.Int64
 
-// block runs a block of lives, some at once.
-func (b *bench) block(ctx context.Context, atOnce int, life func(worker int) error) error {
-	return block(ctx, b.lives, atOnce, life)
-}
-
 // block runs n lives, each of some workers.
 func block(ctx context.Context, n, atOnce int, life func(worker int) error) error {
 	var workers sync.WaitGroup
@@ -127,18 +131,6 @@ func block(ctx context.Context, n, atOnce int, life func(worker int) error) erro
 	return errors.Join(failures...)
 }
 
-func (b *bench) driverLife(ctx context.Context, d *driver, worker int, r *recorder) error {
-	v, err := d.newVolume(fmt.Sprintf("worker-%d", worker), lifeSize, false, false)
-	if err != nil {
-		return err
-	}
-	v.name = fmt.Sprintf("life-%d", lives.Add(1))
-	if err := d.up(ctx, v, r); err != nil {
-		return err
-	}
-	return d.down(ctx, v, r)
-}
-
 func (b *bench) floorLife(ctx context.Context, f *floor, worker int, r *recorder) error {
 	staged := filepath.Join(f.dir, fmt.Sprintf("staged-%d", worker))
 	if err := os.MkdirAll(staged, 0o750); err != nil {
@@ -150,14 +142,11 @@ func (b *bench) floorLife(ctx context.Context, f *floor, worker int, r *recorder
 // sameFilesystem makes sure that driver and floor make the same filesystem, and that
 // a life of either works, and warms both up.
 func (b *bench) sameFilesystem(ctx context.Context, d *driver, f *floor) error {
-	v, err := d.newVolume("same", lifeSize, false, false)
-	if err != nil {
-		return err
-	}
-	if err := d.up(ctx, v, &recorder{}); err != nil {
+	v := d.newVolume("same", lifeSize, false, false)
+	if err := v.up(ctx, &recorder{}); err != nil {
 		return d.failed(err)
 	}
-	images, err := filepath.Glob(d.dir + "/pool/volumes/*.img")
+	images, err := filepath.Glob(d.Dir + "/pool/volumes/*.img")
 	if err != nil || len(images) != 1 {
 		return fmt.Errorf("one image was expected in the pool: %v %w", images, err)
 	}
@@ -165,11 +154,11 @@ func (b *bench) sameFilesystem(ctx context.Context, d *driver, f *floor) error {
 	if err != nil {
 		return err
 	}
-	if err := d.down(ctx, v, &recorder{}); err != nil {
+	if err := v.down(ctx, &recorder{}); err != nil {
 		return d.failed(err)
 	}
 	var byFloor string
-	if err := f.life(ctx, "same", v.staged, v.published, &recorder{}, func(image string) (err error) {
+	if err := f.life(ctx, "same", v.Staging, v.target, &recorder{}, func(image string) (err error) {
 		byFloor, err = shape(image)
 		return err
 	}); err != nil {

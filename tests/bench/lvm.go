@@ -18,6 +18,7 @@ import (
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"golang.org/x/sys/unix"
 
+	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 )
 
@@ -118,10 +119,10 @@ func newGroup(dir string) (*group, error) {
 	if err != nil {
 		return nil, err
 	}
-	for folder, log := range map[string]string{"lvm": "", "lvm-logged": fmt.Sprintf("file=%q level=7", dir+"/lvm.log")} {
-		folder = filepath.Join(dir, folder)
-		if err := errors.Join(os.MkdirAll(folder+"/profile", 0o700), os.WriteFile(folder+"/lvm.conf", fmt.Appendf(nil, lvmConfig, g.device, log), 0o600),
-			os.WriteFile(folder+"/profile/lvmdbusd.profile", profile, 0o600)); err != nil {
+	for name, log := range map[string]string{"lvm": "", "lvm-logged": fmt.Sprintf("file=%q level=7", dir+"/lvm.log")} {
+		settings := filepath.Join(dir, name)
+		if err := errors.Join(os.MkdirAll(settings+"/profile", 0o700), os.WriteFile(settings+"/lvm.conf", fmt.Appendf(nil, lvmConfig, g.device, log), 0o600),
+			os.WriteFile(settings+"/profile/lvmdbusd.profile", profile, 0o600)); err != nil {
 			return nil, err
 		}
 	}
@@ -134,12 +135,7 @@ func newGroup(dir string) (*group, error) {
 	return g, errors.Join(lvm("vgcreate", "-q", g.name, g.device), lvm("lvcreate", "-q", "--type", "thin-pool", "-L", "4G", "--poolmetadatasize", "64M", "-n", "tp", g.name))
 }
 
-func lvm(argv ...string) error {
-	if out, err := exec.Command(argv[0], argv[1:]...).CombinedOutput(); err != nil {
-		return fmt.Errorf("%s: %w: %s", strings.Join(argv, " "), err, out)
-	}
-	return nil
-}
+func lvm(argv ...string) error { return run(context.Background(), argv...) }
 
 func (g *group) remove() error {
 	return errors.Join(lvm("vgremove", "-q", "-ff", "-y", g.name), os.RemoveAll("/dev/"+g.name))
@@ -169,126 +165,46 @@ func (g *group) life(ctx context.Context, kind string, worker int, r *recorder) 
 	case "unzeroed":
 		steps = slices.Delete(steps, 1, 2)
 	}
-	for _, step := range steps {
-		if err := r.time(step.name, func() error {
-			out, err := exec.CommandContext(ctx, step.argv[0], step.argv[1:]...).CombinedOutput()
-			if err != nil {
-				return fmt.Errorf("%w: %s", err, out)
-			}
-			return nil
-		}); err != nil {
+	for _, one := range steps {
+		if err := r.time(one.name, func() error { return run(ctx, one.argv...) }); err != nil {
 			return err
 		}
 	}
-	if err := r.time("mount, bind, umount, umount", func() error {
-		if err := unix.Mount(path, staged, "ext4", 0, ""); err != nil {
-			return err
-		}
-		if err := os.Mkdir(published, 0o750); err != nil {
-			return err
-		}
-		if err := unix.Mount(staged, published, "", unix.MS_BIND, ""); err != nil {
-			return err
-		}
-		return errors.Join(unix.Unmount(published, 0), os.Remove(published), unix.Unmount(staged, 0))
-	}); err != nil {
-		return err
-	}
-	return r.time("lvremove", func() error { return lvm("lvremove", "-f", g.name+"/"+name) })
+	return r.all(
+		step{"mount, bind, umount, umount", func() error {
+			return co.InTurn(
+				func() error { return unix.Mount(path, staged, "ext4", 0, "") },
+				func() error { return bind(staged, published) },
+				func() error {
+					return errors.Join(unix.Unmount(published, 0), os.Remove(published), unix.Unmount(staged, 0))
+				})
+		}},
+		step{"lvremove", func() error { return lvm("lvremove", "-f", g.name+"/"+name) }})
 }
 
-func (g *group) driverLife(ctx context.Context, d *driver, thin bool, worker int, r *recorder) error {
-	v, err := d.newVolume(fmt.Sprintf("worker-%d", worker), lifeSize, thin, false)
-	if err != nil {
-		return err
-	}
-	v.name = fmt.Sprintf("life-%d", lives.Add(1))
-	if err := d.up(ctx, v, r); err != nil {
-		return err
-	}
-	return d.down(ctx, v, r)
+// comparison is what lives by the driver and on the floor took.
+type comparison struct {
+	*group
+	b     *bench
+	calls map[string]*recorder // by kind of volumes, lives at once, and who
+	rows  [][]string           // of lives
 }
 
 func (g *group) measure(ctx context.Context, b *bench) error {
 	fmt.Printf("\n## Lives of logical volumes\n\nAn ext4 volume of 64 MiB: create, claim, stage, publish, and back, over gRPC; the floor is lvcreate, mkfs.ext4 and lvremove as\n"+
 		"programs, and the system calls of mount. Thick space is zeroed on the floor too (blkdiscard --zeroout); what it is without, where\n"+
 		"one volume shows what another held, is beside it. %d rounds of a block of lives each, in turn; the ratio is that of a round's\nblocks. Median (p10..p90).\n", b.lvmRounds)
-	var rows [][]string
-	calls := map[string]*recorder{}
-	var perLife [][]string
-	one := func(kind string) error {
-		pool := "lvm://" + g.name
-		if kind == "thin" {
-			pool += "/tp?overprovision=100&reservePercent=0"
-		} else {
-			pool += "?reservePercent=0"
-		}
-		d, err := b.startOn(ctx, filepath.Join(b.dir, kind), pool)
-		if err != nil {
-			return err
-		}
-		defer d.stop()
-		kinds := []string{"driver", kind}
-		if kind == "thick" {
-			kinds = append(kinds, "unzeroed")
-		}
-		for _, atOnce := range []int{1, 4} {
-			progress("lvm: %s, %d at once", kind, atOnce)
-			rates := map[string][]float64{}
-			ratios := map[string][]float64{}
-			for round := range b.lvmRounds + 1 {
-				rate := map[string]float64{}
-				for i := range kinds {
-					which := kinds[(round+i)%len(kinds)] // each goes first as often as the others
-					name := fmt.Sprint(kind, " ", atOnce, " ", which)
-					if calls[name] == nil || round == 1 { // the first round warms up
-						calls[name] = &recorder{}
-					}
-					start := time.Now()
-					if err := block(ctx, b.lvmLives, atOnce, func(worker int) error {
-						if which == "driver" {
-							return d.failed(g.driverLife(ctx, d, kind == "thin", worker, calls[name]))
-						}
-						return g.life(ctx, which, worker, calls[name])
-					}); err != nil {
-						return err
-					}
-					rate[which] = float64(b.lvmLives*atOnce) / time.Since(start).Seconds()
-				}
-				for which := range rate {
-					if round > 0 {
-						rates[which] = append(rates[which], rate[which])
-						ratios[which] = append(ratios[which], rate["driver"]/rate[which])
-					}
-				}
-			}
-			row := []string{kind, fmt.Sprint(atOnce), fmt.Sprint(b.lvmRounds * b.lvmLives * atOnce), spreadOf("%.2f", rates["driver"]), spreadOf("%.2f", rates[kind]), spreadOf("%.2f", ratios[kind]), "", ""}
-			if kind == "thick" {
-				row[6], row[7] = spreadOf("%.2f", rates["unzeroed"]), spreadOf("%.2f", ratios["unzeroed"])
-			}
-			rows = append(rows, row)
-		}
-		if kind == "thin" {
-			if err := g.sizes(ctx, d, &perLife); err != nil {
-				return d.failed(err)
-			}
-		}
-		d.stop()
-		return nil
-	}
-	if err := errors.Join(one("thick"), one("thin")); err != nil {
+	c := &comparison{group: g, b: b, calls: map[string]*recorder{}}
+	var copies [][]string
+	if err := errors.Join(c.lives(ctx, "thick", &copies), c.lives(ctx, "thin", &copies)); err != nil {
 		return err
 	}
-	table([]string{"volumes", "at once", "lives", "driver, lives/s", "floor, lives/s", "driver / floor (goal: 0.7)", "floor without zeroing", "driver / that"}, rows)
+	table([]string{"volumes", "at once", "lives", "driver, lives/s", "floor, lives/s", "driver / floor (goal: 0.7)", "floor without zeroing", "driver / that"}, c.rows)
 	fmt.Printf("\nWhere the time goes, one at a time, in ms.\n")
-	rows = nil
+	var rows [][]string
 	for _, kind := range []string{"thick", "thin"} {
-		for _, which := range []string{"driver", kind} {
-			r := calls[kind+" 1 "+which]
-			who := "floor"
-			if which == "driver" {
-				who = which
-			}
+		for _, who := range []string{"driver", "floor"} {
+			r := c.calls[kind+" 1 "+map[string]string{"driver": "driver", "floor": kind}[who]]
 			for _, step := range r.names {
 				rows = append(rows, []string{kind + ", " + who, step, spread(r.samples[step])})
 			}
@@ -300,7 +216,74 @@ func (g *group) measure(ctx context.Context, b *bench) error {
 		return err
 	}
 	fmt.Printf("\nThin copies of volumes of which 8 MiB are written, not attached, in ms, taken in turn.\n")
-	table([]string{"call", "64 MiB", "64 GiB", "64 GiB / 64 MiB"}, perLife)
+	table([]string{"call", "64 MiB", "64 GiB", "64 GiB / 64 MiB"}, copies)
+	return nil
+}
+
+// lives has a driver of its own for a kind of volumes; of thin ones it makes copies, too.
+func (c *comparison) lives(ctx context.Context, kind string, copies *[][]string) error {
+	pool := "lvm://" + c.name
+	if kind == "thin" {
+		pool += "/tp?overprovision=100&reservePercent=0"
+	} else {
+		pool += "?reservePercent=0"
+	}
+	d, err := c.b.startOn(ctx, filepath.Join(c.b.dir, kind), pool)
+	if err != nil {
+		return err
+	}
+	defer d.stop()
+	for _, atOnce := range []int{1, 4} {
+		if err := c.inTurn(ctx, d, kind, atOnce); err != nil {
+			return err
+		}
+	}
+	if kind == "thin" {
+		return d.failed(c.sizes(ctx, d, copies))
+	}
+	return nil
+}
+
+// inTurn has the driver and the floor, of both kinds for thick volumes, take turns.
+func (c *comparison) inTurn(ctx context.Context, d *driver, kind string, atOnce int) error {
+	progress("lvm: %s, %d at once", kind, atOnce)
+	kinds := []string{"driver", kind}
+	if kind == "thick" {
+		kinds = append(kinds, "unzeroed")
+	}
+	rates, ratios := map[string][]float64{}, map[string][]float64{}
+	for round := range c.b.lvmRounds + 1 {
+		rate := map[string]float64{}
+		for i := range kinds {
+			which := kinds[(round+i)%len(kinds)] // each goes first as often as the others
+			name := fmt.Sprint(kind, " ", atOnce, " ", which)
+			if c.calls[name] == nil || round == 1 { // the first round warms up
+				c.calls[name] = &recorder{}
+			}
+			life := func(worker int) error { return c.life(ctx, which, worker, c.calls[name]) }
+			if which == "driver" {
+				life = func(worker int) error {
+					return d.failed(d.newVolume(fmt.Sprintf("worker-%d", worker), lifeSize, kind == "thin", false).life(ctx, c.calls[name]))
+				}
+			}
+			start := time.Now()
+			if err := block(ctx, c.b.lvmLives, atOnce, life); err != nil {
+				return err
+			}
+			rate[which] = float64(c.b.lvmLives*atOnce) / time.Since(start).Seconds()
+		}
+		for which := range rate {
+			if round > 0 {
+				rates[which] = append(rates[which], rate[which])
+				ratios[which] = append(ratios[which], rate["driver"]/rate[which])
+			}
+		}
+	}
+	row := []string{kind, fmt.Sprint(atOnce), fmt.Sprint(c.b.lvmRounds * c.b.lvmLives * atOnce), spreadOf("%.2f", rates["driver"]), spreadOf("%.2f", rates[kind]), spreadOf("%.2f", ratios[kind]), "", ""}
+	if kind == "thick" {
+		row[6], row[7] = spreadOf("%.2f", rates["unzeroed"]), spreadOf("%.2f", ratios["unzeroed"])
+	}
+	c.rows = append(c.rows, row)
 	return nil
 }
 
@@ -309,33 +292,11 @@ func (g *group) sizes(ctx context.Context, d *driver, rows *[][]string) error {
 	progress("lvm: thin copies")
 	var volumes []*volume
 	for i, size := range []int64{64 << 20, 64 << 30} {
-		v, err := d.newVolume(fmt.Sprintf("size-%d", i), size, true, true)
-		if err != nil {
-			return err
-		}
-		if err := d.up(ctx, v, &recorder{}); err != nil {
-			return err
-		}
-		device, err := os.OpenFile(v.published, os.O_RDWR, 0)
-		if err != nil {
-			return err
-		}
-		block := bytes.Repeat([]byte("written "), 1<<17)
-		for n := range int64(8) {
-			if _, err := device.WriteAt(block, n*(size/8)); err != nil {
-				return err
-			}
-		}
-		if err := errors.Join(device.Sync(), device.Close()); err != nil {
-			return err
-		}
-		if _, err := d.NodeUnpublishVolume(ctx, &csi.NodeUnpublishVolumeRequest{VolumeId: v.id, TargetPath: v.published}); err != nil {
-			return err
-		}
-		if _, err := d.NodeUnstageVolume(ctx, &csi.NodeUnstageVolumeRequest{VolumeId: v.id, StagingTargetPath: v.staged}); err != nil {
-			return err
-		}
-		if _, err := d.ControllerUnpublishVolume(ctx, &csi.ControllerUnpublishVolumeRequest{VolumeId: v.id, NodeId: node}); err != nil {
+		v := d.newVolume(fmt.Sprintf("size-%d", i), size, true, true)
+		if err := co.InTurn(
+			func() error { return v.up(ctx, &recorder{}) },
+			func() error { return written(v.target, size) },
+			func() error { return v.unused(ctx, &recorder{}) }); err != nil {
 			return err
 		}
 		volumes = append(volumes, v)
@@ -344,32 +305,7 @@ func (g *group) sizes(ctx context.Context, d *driver, rows *[][]string) error {
 	for round := range 12 {
 		for i := range volumes {
 			i = (round + i) % 2
-			v, r := volumes[i], recorders[i]
-			var id string
-			if err := r.time("CreateSnapshot", func() error {
-				made, err := d.CreateSnapshot(ctx, &csi.CreateSnapshotRequest{SourceVolumeId: v.id, Name: fmt.Sprintf("snap-%d-%d", i, round)})
-				id = made.GetSnapshot().GetSnapshotId()
-				return err
-			}); err != nil {
-				return err
-			}
-			for _, source := range []*csi.VolumeContentSource{
-				{Type: &csi.VolumeContentSource_Snapshot{Snapshot: &csi.VolumeContentSource_SnapshotSource{SnapshotId: id}}},
-				{Type: &csi.VolumeContentSource_Volume{Volume: &csi.VolumeContentSource_VolumeSource{VolumeId: v.id}}},
-			} {
-				c := *v
-				c.name = fmt.Sprintf("clone-%d-%d", i, lives.Add(1))
-				if err := d.create(ctx, &c, r, source); err != nil {
-					return err
-				}
-				if err := d.remove(ctx, &c, r); err != nil {
-					return err
-				}
-			}
-			if err := r.time("DeleteSnapshot", func() error {
-				_, err := d.DeleteSnapshot(ctx, &csi.DeleteSnapshotRequest{SnapshotId: id})
-				return err
-			}); err != nil {
+			if err := volumes[i].copies(ctx, fmt.Sprintf("snap-%d-%d", i, round), recorders[i]); err != nil {
 				return err
 			}
 		}
@@ -378,12 +314,36 @@ func (g *group) sizes(ctx context.Context, d *driver, rows *[][]string) error {
 		small, large := recorders[0].samples[call], recorders[1].samples[call]
 		*rows = append(*rows, []string{call, spread(small), spread(large), fmt.Sprintf("%.2f", ratio(median(large), median(small)))})
 	}
-	for _, v := range volumes {
-		if err := d.remove(ctx, v, &recorder{}); err != nil {
+	return errors.Join(volumes[0].Delete(ctx), volumes[1].Delete(ctx))
+}
+
+// written writes 8 MiB all over a device.
+func written(path string, size int64) error {
+	device, err := os.OpenFile(path, os.O_RDWR, 0)
+	if err != nil {
+		return err
+	}
+	defer device.Close()
+	block := bytes.Repeat([]byte("written "), 1<<17)
+	for n := range int64(8) {
+		if _, err := device.WriteAt(block, n*(size/8)); err != nil {
 			return err
 		}
 	}
-	return nil
+	return device.Sync()
+}
+
+// copies makes a snapshot of the volume, a volume from that and a clone, and deletes all of them.
+func (v *volume) copies(ctx context.Context, name string, r *recorder) error {
+	var snapshot *csi.Snapshot
+	if err := r.time("CreateSnapshot", func() (err error) { snapshot, err = v.Snapshot(ctx, name); return err }); err != nil {
+		return err
+	}
+	restored, clone := v.made(name+"-restored"), v.made(name+"-clone")
+	co.FromSnapshot(restored.request, snapshot.GetSnapshotId())
+	co.FromVolume(clone.request, v.ID)
+	return r.all(restored.creation(ctx), restored.deletion(ctx), clone.creation(ctx), clone.deletion(ctx),
+		step{"DeleteSnapshot", func() error { return v.RemoveSnapshot(ctx, snapshot.GetSnapshotId()) }})
 }
 
 // logged is how lvm2 begins a command in its log: PROGRAM[PROCESS] ... Processing command: COMMAND.
@@ -393,69 +353,82 @@ var logged = regexp.MustCompile(`\[([0-9]+)\].*Processing command: +(?:lvm )?([a
 // of its own.
 func (g *group) count(ctx context.Context, b *bench) error {
 	progress("lvm: counting commands")
-	const n = 5
 	var rows [][]string
-	log := filepath.Join(g.dir, "lvm.log")
-	one := func(kind string) error {
-		pool := "lvm://" + g.name
-		if kind == "thin" {
-			pool += "/tp"
-		}
-		if err := os.Setenv("LVM_SYSTEM_DIR", g.dir+"/lvm-logged"); err != nil {
-			return err
-		}
-		d, err := b.startOn(ctx, filepath.Join(b.dir, kind+"-counted"), pool)
+	for _, kind := range []string{"thick", "thin"} {
+		counted, err := g.countKind(ctx, b, kind)
 		if err != nil {
 			return err
 		}
-		defer d.stop()
-		if err := g.driverLife(ctx, d, kind == "thin", 0, &recorder{}); err != nil {
-			return d.failed(err)
-		}
-		for _, who := range []string{"driver", "floor"} {
-			if err := os.WriteFile(log, nil, 0o600); err != nil { // both append
-				return err
-			}
-			for range n {
-				if who == "driver" {
-					err = d.failed(g.driverLife(ctx, d, kind == "thin", 0, &recorder{}))
-				} else {
-					err = g.life(ctx, kind, 0, &recorder{})
-				}
-				if err != nil {
-					return err
-				}
-			}
-			text, err := os.ReadFile(log)
-			if err != nil {
-				return err
-			}
-			processes, commands, all := map[string]bool{}, map[string]int{}, 0
-			for _, match := range logged.FindAllStringSubmatch(string(text), -1) {
-				processes[match[1]] = true
-				commands[match[2]]++
-				all++
-			}
-			var list []string
-			for _, command := range slices.Sorted(maps.Keys(commands)) {
-				list = append(list, fmt.Sprintf("%s %.1f", command, float64(commands[command])/n))
-			}
-			began := float64(len(processes)) / n
-			if who == "driver" && len(processes) == 1 {
-				began = 0 // the one that has been there since the driver began
-			}
-			rows = append(rows, []string{kind + ", " + who, fmt.Sprintf("%.1f", float64(all)/n), fmt.Sprintf("%.1f", began), strings.Join(list, ", ")})
-		}
-		d.stop()
-		if err := os.Setenv("LVM_SYSTEM_DIR", g.dir+"/lvm"); err != nil {
-			return err
-		}
-		return nil
+		rows = append(rows, counted...)
 	}
-	if err := errors.Join(one("thick"), one("thin")); err != nil {
-		return err
-	}
-	fmt.Printf("\nWhat lvm2 was asked for in a life, by its own log (log/file, level 7), in %d lives after a first one that are not timed.\n", n)
+	fmt.Printf("\nWhat lvm2 was asked for in a life, by its own log (log/file, level 7), in %d lives after a first one that are not timed.\n", countedLives)
 	table([]string{"volumes", "commands of lvm2", "processes of lvm2 begun", "which"}, rows)
 	return nil
+}
+
+// countedLives are those that count has of each kind.
+const countedLives = 5
+
+func (g *group) countKind(ctx context.Context, b *bench, kind string) (rows [][]string, err error) {
+	pool := "lvm://" + g.name
+	if kind == "thin" {
+		pool += "/tp"
+	}
+	if err := os.Setenv("LVM_SYSTEM_DIR", g.dir+"/lvm-logged"); err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, os.Setenv("LVM_SYSTEM_DIR", g.dir+"/lvm")) }()
+	d, err := b.startOn(ctx, filepath.Join(b.dir, kind+"-counted"), pool)
+	if err != nil {
+		return nil, err
+	}
+	defer d.stop()
+	v := d.newVolume("counted", lifeSize, kind == "thin", false)
+	if err := v.life(ctx, &recorder{}); err != nil {
+		return nil, d.failed(err)
+	}
+	for _, who := range []string{"driver", "floor"} {
+		row, err := g.counted(func() error {
+			if who == "driver" {
+				return d.failed(v.life(ctx, &recorder{}))
+			}
+			return g.life(ctx, kind, 0, &recorder{})
+		})
+		if err != nil {
+			return nil, err
+		}
+		if who == "driver" && row[1] == fmt.Sprintf("%.1f", 1.0/countedLives) {
+			row[1] = "0.0" // the one process that has been there since the driver began
+		}
+		rows = append(rows, append([]string{kind + ", " + who}, row...))
+	}
+	return rows, nil
+}
+
+// counted returns how many commands and processes of lvm2 there were in a life, and which.
+func (g *group) counted(life func() error) ([]string, error) {
+	log := filepath.Join(g.dir, "lvm.log")
+	if err := os.WriteFile(log, nil, 0o600); err != nil { // lvm2 appends
+		return nil, err
+	}
+	for range countedLives {
+		if err := life(); err != nil {
+			return nil, err
+		}
+	}
+	text, err := os.ReadFile(log)
+	if err != nil {
+		return nil, err
+	}
+	processes, commands, all := map[string]bool{}, map[string]int{}, 0
+	for _, match := range logged.FindAllStringSubmatch(string(text), -1) {
+		processes[match[1]] = true
+		commands[match[2]]++
+		all++
+	}
+	var list []string
+	for _, command := range slices.Sorted(maps.Keys(commands)) {
+		list = append(list, fmt.Sprintf("%s %.1f", command, float64(commands[command])/countedLives))
+	}
+	return []string{fmt.Sprintf("%.1f", float64(all)/countedLives), fmt.Sprintf("%.1f", float64(len(processes))/countedLives), strings.Join(list, ", ")}, nil
 }

@@ -15,7 +15,6 @@ import (
 	"flag"
 	"fmt"
 	"os"
-	"os/exec"
 	"os/signal"
 	"path/filepath"
 	"runtime"
@@ -25,6 +24,9 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/internal/machine"
+	"github.com/ashlar-csi/ashlar/internal/process"
 )
 
 // bench is what all parts share.
@@ -52,7 +54,7 @@ var parts = []string{"life", "scale", "memory", "idle", "fio", "lvm"}
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
-	err := run(ctx)
+	err := measure(ctx)
 	stop()
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "bench:", err)
@@ -60,10 +62,10 @@ func main() {
 	}
 }
 
-func run(ctx context.Context) (err error) {
-	b := &bench{}
+// parse reads the flags, and returns what is to be measured, and where.
+func (b *bench) parse() (wanted []string, dir string, err error) {
 	chosen := flag.String("parts", strings.Join(parts, ","), "what to measure")
-	dir := flag.String("dir", "/var/tmp", "existing folder to work in, on the disk to measure")
+	flag.StringVar(&dir, "dir", "/var/tmp", "existing directory to work in, on the disk to measure")
 	flag.StringVar(&b.binary, "driver", "", "the driver's binary (default: it is built)")
 	flag.IntVar(&b.rounds, "rounds", 30, "life: rounds; each is a block of lives by the driver and one by bare system calls")
 	flag.IntVar(&b.lives, "lives", 8, "life: lives in a block")
@@ -75,19 +77,28 @@ func run(ctx context.Context) (err error) {
 	flag.DurationVar(&b.fioRuntime, "fio-runtime", 400*time.Millisecond, "fio: length of each measurement")
 	flag.Int64Var(&b.fioSize, "fio-size", 256<<20, "fio: bytes of each volume, a multiple of 16 MiB")
 	flag.Parse()
-	wanted := strings.Split(*chosen, ",")
+	wanted = strings.Split(*chosen, ",")
 	for _, part := range wanted {
 		if !slices.Contains(parts, part) {
-			return fmt.Errorf("--parts=%s: known are %s", *chosen, strings.Join(parts, ","))
+			return nil, "", fmt.Errorf("--parts=%s: known are %s", *chosen, strings.Join(parts, ","))
 		}
 	}
 	if flag.NArg() > 0 || b.rounds < 1 || b.lives < 1 || b.volumes <= few || b.samples < 1 || b.lvmRounds < 1 || b.lvmLives < 1 || b.fioRounds < 1 || b.fioSize < 64<<20 || b.fioSize%(16<<20) != 0 {
-		return errors.New("the flags make no sense together; see --help")
+		return nil, "", errors.New("the flags make no sense together; see --help")
+	}
+	return wanted, dir, nil
+}
+
+func measure(ctx context.Context) (err error) {
+	b := &bench{}
+	wanted, dir, err := b.parse()
+	if err != nil {
+		return err
 	}
 	if os.Geteuid() != 0 {
 		return errors.New("this needs root (loop devices and mounts)")
 	}
-	if b.dir, err = os.MkdirTemp(*dir, "ashlar-bench"); err != nil {
+	if b.dir, err = os.MkdirTemp(dir, "ashlar-bench"); err != nil {
 		return err
 	}
 	if b.dir, err = filepath.EvalSymlinks(b.dir); err != nil {
@@ -101,8 +112,11 @@ func run(ctx context.Context) (err error) {
 		}
 		err = errors.Join(err, clean(b.dir), removeLoops(loops))
 	}()
-	if err := b.build(ctx); err != nil {
-		return err
+	if b.binary == "" {
+		progress("building the driver")
+		if b.binary, err = process.Build(b.dir, "-ldflags=-s -w"); err != nil {
+			return err
+		}
 	}
 	has := func(part string) bool { return slices.Contains(wanted, part) }
 	if len(wanted) == 1 && has("lvm") { // the machine that counts is maybe another
@@ -111,39 +125,22 @@ func run(ctx context.Context) (err error) {
 	if err := b.header(); err != nil {
 		return err
 	}
-	if has("life") {
-		if err := b.life(ctx); err != nil {
-			return fmt.Errorf("life: %w", err)
+	for _, part := range []struct {
+		name    string
+		wanted  bool
+		measure func() error
+	}{
+		{"life", has("life"), func() error { return b.life(ctx) }},
+		{"scale", has("scale") || has("memory") || has("idle"), func() error { return b.scale(ctx, has("scale"), has("memory"), has("idle")) }},
+		{"fio", has("fio"), func() error { return b.fio(ctx) }},
+		{"lvm", has("lvm"), func() error { return b.lvm(ctx) }},
+	} {
+		if !part.wanted {
+			continue
 		}
-	}
-	if has("scale") || has("memory") || has("idle") {
-		if err := b.scale(ctx, has("scale"), has("memory"), has("idle")); err != nil {
-			return fmt.Errorf("scale: %w", err)
+		if err := part.measure(); err != nil {
+			return fmt.Errorf("%s: %w", part.name, err)
 		}
-	}
-	if has("fio") {
-		if err := b.fio(ctx); err != nil {
-			return fmt.Errorf("fio: %w", err)
-		}
-	}
-	if has("lvm") {
-		return b.lvm(ctx)
-	}
-	return nil
-}
-
-// build builds the driver as `make build` does.
-func (b *bench) build(ctx context.Context) error {
-	if b.binary != "" {
-		_, err := os.Stat(b.binary)
-		return err
-	}
-	progress("building the driver")
-	b.binary = filepath.Join(b.dir, "driver")
-	cmd := exec.CommandContext(ctx, "go", "build", "-trimpath", "-ldflags", "-s -w", "-o", b.binary, "github.com/ashlar-csi/ashlar/cmd/driver")
-	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
-	if out, err := cmd.CombinedOutput(); err != nil {
-		return fmt.Errorf("build the driver (run this within the repository, or give --driver): %w: %s", err, out)
 	}
 	return nil
 }
@@ -169,17 +166,16 @@ func (b *bench) header() error {
 
 func gib(n int64) float64 { return float64(n) / (1 << 30) }
 
-// filesystemOf describes the filesystem that a folder is on.
+// filesystemOf describes the filesystem that a directory is on.
 func filesystemOf(dir string) string {
-	best, found := "", "unknown"
-	for _, m := range mounts() {
-		if below(dir, m.path) && len(m.path) >= len(best) {
-			best, found = m.path, fmt.Sprintf("%s on %s (%s)", m.fstype, m.source, m.options)
-			// Without a journal a sync is cheaper than elsewhere.
-			if journals, _ := filepath.Glob("/proc/fs/jbd2/" + filepath.Base(m.source) + "-*"); m.fstype == "ext4" && len(journals) == 0 {
-				found += " without a journal"
-			}
-		}
+	m, err := machine.MountOf(dir)
+	if err != nil {
+		return err.Error()
+	}
+	found := fmt.Sprintf("%s on %s (%s)", m.FsType, m.Source, strings.Join(m.SuperOptions, ","))
+	// Without a journal a sync is cheaper than elsewhere.
+	if journals, _ := filepath.Glob("/proc/fs/jbd2/" + filepath.Base(m.Source) + "-*"); m.FsType == "ext4" && len(journals) == 0 {
+		found += " without a journal"
 	}
 	return found
 }

@@ -8,13 +8,15 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
-	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"golang.org/x/sys/unix"
+	"google.golang.org/grpc"
 
 	"github.com/ashlar-csi/ashlar/internal/capability"
+	"github.com/ashlar-csi/ashlar/internal/co"
 )
 
 const (
@@ -25,93 +27,87 @@ const (
 // scale has few volumes published, then many, then few again, and measures every call
 // each time; with many of them also what the driver takes to just be there.
 func (b *bench) scale(ctx context.Context, calls, memory, idle bool) error {
-	dir := filepath.Join(b.dir, "scale")
-	const pool = "?reservePercent=0&overprovision=100"
-	d, err := b.start(ctx, dir, pool)
-	if err != nil {
+	s := &scaled{b: b, dir: filepath.Join(b.dir, "scale"), calls: calls, grows: capability.Has(unix.CAP_SYS_RESOURCE)}
+	if _, err := s.start(ctx, "just started, no volume"); err != nil {
 		return err
 	}
-	defer func() { d.stop() }()
-	s := &scaled{b: b, d: d, grows: capability.Has(unix.CAP_SYS_RESOURCE)}
-	if s.bare, err = newFloor(filepath.Join(dir, "floor"), scaleSize, true); err != nil {
+	defer func() { s.d.stop() }()
+	var err error
+	if s.bare, err = newFloor(filepath.Join(s.dir, "floor"), scaleSize, true); err != nil {
 		return err
 	}
 	var phases [3]*phase
-	var rows [][]string
-	weigh := func(when string) {
-		u := d.usage()
-		rows = append(rows, []string{when, fmt.Sprintf("%.1f", float64(u.rss)/1024), fmt.Sprintf("%.1f", float64(u.anon)/1024), fmt.Sprint(u.threads)})
-	}
-	weigh("just started, no volume")
-	measure := func(i int) (err error) {
-		if calls {
-			progress("scale: measuring every call with %d volumes published", len(s.volumes))
-			phases[i], err = s.measure(ctx)
-		}
-		return d.failed(err)
-	}
-	if err := s.resize(ctx, few); err != nil {
-		return d.failed(err)
-	}
-	if err := s.standingSnapshots(ctx); err != nil {
-		return d.failed(err)
-	}
-	if err := measure(0); err != nil {
-		return err
-	}
-	start := time.Now()
-	if err := s.resize(ctx, b.volumes); err != nil {
-		return d.failed(err)
-	}
-	progress("scale: %d volumes were made and published in %s", b.volumes, time.Since(start).Round(time.Second))
-	weigh(fmt.Sprintf("%d volumes published", b.volumes))
-	var before, after usage
-	const watched = 5 * time.Second
-	if idle {
-		progress("idle: watching the driver for %s", watched)
-		if err := sleep(ctx, 2*time.Second); err != nil {
+	var used usage
+	var restart time.Duration
+	if err := co.InTurn(
+		func() error { return s.resize(ctx, few) },
+		func() error { return s.standingSnapshots(ctx) },
+		func() (err error) { phases[0], err = s.measure(ctx); return err },
+		func() error { return s.resize(ctx, b.volumes) },
+		func() error { s.weigh(fmt.Sprintf("%d volumes published", b.volumes)); return nil },
+		func() (err error) { used, err = s.idle(ctx, idle); return err },
+		func() (err error) { phases[1], err = s.measure(ctx); return err },
+		func() (err error) {
+			s.weigh("the same, after every call was made many times")
+			s.d.stop()
+			restart, err = s.start(ctx, fmt.Sprintf("started anew, %d volumes published", b.volumes))
 			return err
-		}
-		before = d.usage()
-		if err := sleep(ctx, watched); err != nil {
-			return err
-		}
-		after = d.usage()
-	}
-	if err := measure(1); err != nil {
-		return err
-	}
-	weigh("the same, after every call was made many times")
-	d.stop()
-	start = time.Now()
-	again, err := b.start(ctx, dir, pool)
-	if err != nil {
-		return err
-	}
-	d, s.d = again, again
-	restart := time.Since(start)
-	weigh(fmt.Sprintf("started anew, %d volumes published", b.volumes))
-	if err := s.resize(ctx, few); err != nil {
-		return d.failed(err)
-	}
-	if err := measure(2); err != nil {
-		return err
-	}
-	if err := s.resize(ctx, 0); err != nil {
-		return d.failed(err)
+		},
+		func() error { return s.resize(ctx, few) },
+		func() (err error) { phases[2], err = s.measure(ctx); return err },
+		func() error { return s.resize(ctx, 0) }); err != nil {
+		return s.d.failed(err)
 	}
 	if calls {
 		s.report(phases)
 	}
 	if memory {
 		fmt.Printf("\n## Memory\n\nOf the driver's process, in MiB; the goal is an RSS of less than 40 with %d volumes published. RssAnon is the part that is\nnot the program's own file.\n", b.volumes)
-		table([]string{"when", "VmRSS", "RssAnon", "threads"}, rows)
+		table([]string{"when", "VmRSS", "RssAnon", "threads"}, s.weights)
 		fmt.Printf("\nA driver that is started with %d volumes published is ready after %s.\n", b.volumes, restart.Round(time.Millisecond))
 	}
 	if idle {
-		fmt.Printf("\n## Idle\n\n%d volumes published and no call, for %s: %.2f ms of CPU time, %d context switches.\n", b.volumes, watched, float64(after.cpu-before.cpu)/1e6, after.switches-before.switches)
+		fmt.Printf("\n## Idle\n\n%d volumes published and no call, for %s: %.2f ms of CPU time, %d context switches.\n", b.volumes, idleTime, float64(used.cpu)/1e6, used.switches)
 	}
 	return nil
+}
+
+// start starts the driver, and returns how long that took.
+func (s *scaled) start(ctx context.Context, when string) (took time.Duration, err error) {
+	began := time.Now()
+	d, err := s.b.start(ctx, s.dir, "?reservePercent=0&overprovision=100")
+	if err != nil {
+		return 0, err
+	}
+	s.d, took = d, time.Since(began)
+	s.weigh(when)
+	return took, nil
+}
+
+// weigh makes a row of the memory that the driver has.
+func (s *scaled) weigh(when string) {
+	u := s.d.usage()
+	s.weights = append(s.weights, []string{when, fmt.Sprintf("%.1f", float64(u.rss)/1024), fmt.Sprintf("%.1f", float64(u.anon)/1024), fmt.Sprint(u.threads)})
+}
+
+// idleTime is how long a driver is watched that has nothing to do.
+const idleTime = 5 * time.Second
+
+// idle returns what a driver uses that has nothing to do, if that is wanted.
+func (s *scaled) idle(ctx context.Context, wanted bool) (used usage, err error) {
+	if !wanted {
+		return used, nil
+	}
+	progress("idle: watching the driver for %s", idleTime)
+	if err := sleep(ctx, 2*time.Second); err != nil {
+		return used, err
+	}
+	before := s.d.usage()
+	if err := sleep(ctx, idleTime); err != nil {
+		return used, err
+	}
+	after := s.d.usage()
+	return usage{cpu: after.cpu - before.cpu, switches: after.switches - before.switches}, nil
 }
 
 func sleep(ctx context.Context, d time.Duration) error {
@@ -126,7 +122,10 @@ func sleep(ctx context.Context, d time.Duration) error {
 // scaled is a driver with some volumes published.
 type scaled struct {
 	b       *bench
-	d       *driver
+	dir     string
+	d       *driver // once it was started
+	weights [][]string
+	calls   bool // they are measured
 	bare    *floor
 	volumes []*volume
 	made    int
@@ -139,61 +138,47 @@ type phase struct{ calls, steps recorder }
 // resize publishes volumes, or takes the last ones away, until there are n.
 func (s *scaled) resize(ctx context.Context, n int) error {
 	progress("scale: from %d volumes to %d", len(s.volumes), n)
+	began := time.Now()
 	var r recorder
 	for len(s.volumes) < n {
-		v, err := s.d.newVolume(fmt.Sprintf("standing-%d", len(s.volumes)), scaleSize, true, false)
-		if err != nil {
-			return err
-		}
-		s.volumes = append(s.volumes, v)
+		s.volumes = append(s.volumes, s.d.newVolume(fmt.Sprintf("standing-%d", len(s.volumes)), scaleSize, true, false))
 	}
-	work := make(chan func() error)
-	var mu sync.Mutex
-	var failed error
-	var workers sync.WaitGroup
-	for range 4 {
-		workers.Go(func() {
-			for step := range work {
-				if err := step(); err != nil {
-					mu.Lock()
-					failed = errors.Join(failed, err)
-					mu.Unlock()
-				}
-			}
-		})
-	}
-	put := func(step func() error) (ok bool) {
-		mu.Lock()
-		failed = errors.Join(failed, ctx.Err())
-		ok = failed == nil
-		mu.Unlock()
-		if ok {
-			work <- step
-		}
-		return ok
-	}
+	var work []func() error
 	for _, v := range s.volumes {
-		if v.id == "" && !put(func() error { return s.d.up(ctx, v, &r) }) {
-			break
+		v.Client = s.d.Client // it may have been started anew
+		if v.ID == "" {
+			work = append(work, func() error { return v.up(ctx, &r) })
 		}
 	}
 	for _, v := range slices.Backward(s.volumes[min(n, len(s.volumes)):]) {
-		if !put(func() error { return s.d.down(ctx, v, &r) }) {
-			break
+		work = append(work, func() error { return v.down(ctx, &r) })
+	}
+	if err := atOnce(ctx, 4, work); err != nil {
+		return err
+	}
+	progress("scale: that took %s", time.Since(began).Round(time.Second))
+	s.volumes = s.volumes[:n]
+	return nil
+}
+
+// atOnce does work, n pieces of it at a time, in its order, up to the first error.
+func atOnce(ctx context.Context, n int, work []func() error) error {
+	var next atomic.Int64
+	return block(ctx, 1, n, func(int) error {
+		for i := next.Add(1) - 1; i < int64(len(work)) && ctx.Err() == nil; i = next.Add(1) - 1 {
+			if err := work[i](); err != nil {
+				next.Store(int64(len(work))) // the others do no more
+				return err
+			}
 		}
-	}
-	close(work)
-	workers.Wait()
-	if failed == nil {
-		s.volumes = s.volumes[:n]
-	}
-	return failed
+		return ctx.Err()
+	})
 }
 
 // standingSnapshots are of the first volume; clean takes them away.
 func (s *scaled) standingSnapshots(ctx context.Context) error {
 	for i := range scaleSnapshots {
-		if _, err := s.d.CreateSnapshot(ctx, &csi.CreateSnapshotRequest{Name: fmt.Sprintf("standing-%d", i), SourceVolumeId: s.volumes[0].id}); err != nil {
+		if _, err := s.volumes[0].Snapshot(ctx, fmt.Sprintf("standing-%d", i)); err != nil {
 			return err
 		}
 	}
@@ -203,6 +188,10 @@ func (s *scaled) standingSnapshots(ctx context.Context) error {
 // measure makes every call, as often as there are to be samples, and takes the steps of
 // the floor in between.
 func (s *scaled) measure(ctx context.Context) (*phase, error) {
+	if !s.calls {
+		return nil, nil
+	}
+	progress("scale: measuring every call with %d volumes published", len(s.volumes))
 	p := &phase{}
 	staged := filepath.Join(s.bare.dir, "staged")
 	if err := os.MkdirAll(staged, 0o750); err != nil {
@@ -222,170 +211,108 @@ func (s *scaled) measure(ctx context.Context) (*phase, error) {
 
 // round makes every call at least once.
 func (s *scaled) round(ctx context.Context, r *recorder) error {
-	d := s.d
-	name := func(what string) string { return fmt.Sprintf("%s-%d", what, s.made) }
-	v, err := d.newVolume("probe", scaleSize, true, false)
-	if err != nil {
-		return err
-	}
-	block, err := d.newVolume("probe-block", scaleSize, true, true)
-	if err != nil {
-		return err
-	}
-	v.name, block.name = name("probe"), name("probe-block")
-	// The calls come in the order of steps; each may use what the ones before have made.
-	var snapshot, group string
-	type step struct {
-		name string
-		call func() error
-	}
-	all := func(steps ...step) error {
-		for _, one := range steps {
-			if err := r.time(one.name, one.call); err != nil {
-				return err
-			}
-		}
-		return nil
-	}
-	if err := d.up(ctx, v, r); err != nil {
-		return err
-	}
-	if err := d.up(ctx, block, r); err != nil {
+	v, block := s.d.newVolume("probe", scaleSize, true, false), s.d.newVolume("probe-block", scaleSize, true, true)
+	v.request.Name, block.request.Name = s.name("probe"), s.name("probe-block")
+	if err := co.InTurn(func() error { return v.up(ctx, r) }, func() error { return block.up(ctx, r) }); err != nil {
 		return err
 	}
 	// Those that only look are quick, and so they are made more often.
 	for range 5 {
-		if err := all(
-			step{"GetPluginInfo", func() error { _, err := d.GetPluginInfo(ctx, &csi.GetPluginInfoRequest{}); return err }},
-			step{"GetPluginCapabilities", func() error {
-				_, err := d.GetPluginCapabilities(ctx, &csi.GetPluginCapabilitiesRequest{})
-				return err
-			}},
-			step{"Probe", func() error { _, err := d.Probe(ctx, &csi.ProbeRequest{}); return err }},
-			step{"ControllerGetCapabilities", func() error {
-				_, err := d.ControllerGetCapabilities(ctx, &csi.ControllerGetCapabilitiesRequest{})
-				return err
-			}},
-			step{"ControllerGetVolume", func() error {
-				_, err := d.ControllerGetVolume(ctx, &csi.ControllerGetVolumeRequest{VolumeId: v.id})
-				return err
-			}},
-			step{"ValidateVolumeCapabilities", func() error {
-				_, err := d.ValidateVolumeCapabilities(ctx, &csi.ValidateVolumeCapabilitiesRequest{VolumeId: v.id, VolumeCapabilities: []*csi.VolumeCapability{v.capability}})
-				return err
-			}},
-			step{"ListVolumes (10)", func() error {
-				l, err := d.ListVolumes(ctx, &csi.ListVolumesRequest{MaxEntries: 10})
-				return want(err, len(l.GetEntries()), 10)
-			}},
-			step{"ListSnapshots (10)", func() error {
-				l, err := d.ListSnapshots(ctx, &csi.ListSnapshotsRequest{MaxEntries: 10})
-				return want(err, len(l.GetEntries()), 10)
-			}},
-			step{"GetCapacity", func() error { _, err := d.GetCapacity(ctx, &csi.GetCapacityRequest{}); return err }},
-			step{"ControllerGetVolumeHealth", func() error {
-				h, err := d.ControllerGetVolumeHealth(ctx, &csi.ControllerGetVolumeHealthRequest{VolumeId: v.id})
-				return want(err, len(h.GetVolumeHealth().GetHealthStatuses()), 0)
-			}},
-			step{"GroupControllerGetCapabilities", func() error {
-				_, err := d.GroupControllerGetCapabilities(ctx, &csi.GroupControllerGetCapabilitiesRequest{})
-				return err
-			}},
-			step{"NodeGetInfo", func() error { _, err := d.NodeGetInfo(ctx, &csi.NodeGetInfoRequest{}); return err }},
-			step{"NodeGetCapabilities", func() error {
-				_, err := d.NodeGetCapabilities(ctx, &csi.NodeGetCapabilitiesRequest{})
-				return err
-			}},
-			step{"NodeGetVolumeStats", func() error {
-				_, err := d.NodeGetVolumeStats(ctx, &csi.NodeGetVolumeStatsRequest{VolumeId: v.id, VolumePath: v.published})
-				return err
-			}},
-			step{"NodeGetVolumeHealth", func() error {
-				_, err := d.NodeGetVolumeHealth(ctx, &csi.NodeGetVolumeHealthRequest{VolumeId: v.id})
-				return err
-			}},
-			step{"NodeGetStorageHealth", func() error {
-				_, err := d.NodeGetStorageHealth(ctx, &csi.NodeGetStorageHealthRequest{})
-				return err
-			}},
-		); err != nil {
+		if err := r.all(s.looks(ctx, v)...); err != nil {
 			return err
 		}
 	}
-	if err := all(
-		step{"ControllerModifyVolume", func() error {
-			_, err := d.ControllerModifyVolume(ctx, &csi.ControllerModifyVolumeRequest{VolumeId: v.id, MutableParameters: map[string]string{"readAheadKiB": "256"}})
-			return err
+	restored, clone, err := s.copies(ctx, v, r)
+	if err != nil {
+		return err
+	}
+	expand := func(v *volume) func() error { return func() error { return v.NodeExpand(ctx, v.target) } }
+	steps := []step{
+		{"NodeExpandVolume (nothing to grow)", expand(v)},
+		{"ControllerExpandVolume", func() error { return v.Expand(ctx, 2*scaleSize) }},
+		{"NodeExpandVolume (block)", expand(block)},
+		// Last of the calls that look, for what it may leave behind in caches.
+		{"ControllerListVolumeHealth (10)", call(ctx, s.d.ControllerListVolumeHealth, &csi.ControllerListVolumeHealthRequest{MaxEntries: 10})},
+	}
+	if s.grows {
+		steps = append(steps, step{"NodeExpandVolume", expand(v)})
+	}
+	if err := r.all(steps...); err != nil {
+		return err
+	}
+	return errors.Join(v.down(ctx, r), block.down(ctx, r), r.all(restored.deletion(ctx), clone.deletion(ctx)))
+}
+
+// name of an object of this round.
+func (s *scaled) name(what string) string { return fmt.Sprintf("%s-%d", what, s.made) }
+
+// call is a call of which only the time counts.
+func call[Request, Response any](ctx context.Context, do func(context.Context, Request, ...grpc.CallOption) (Response, error), request Request) func() error {
+	return func() error {
+		_, err := do(ctx, request)
+		return err
+	}
+}
+
+// looks are the calls that change nothing.
+func (s *scaled) looks(ctx context.Context, v *volume) []step {
+	d := s.d
+	return []step{
+		{"GetPluginInfo", call(ctx, d.GetPluginInfo, &csi.GetPluginInfoRequest{})},
+		{"GetPluginCapabilities", call(ctx, d.GetPluginCapabilities, &csi.GetPluginCapabilitiesRequest{})},
+		{"Probe", call(ctx, d.Probe, &csi.ProbeRequest{})},
+		{"ControllerGetCapabilities", call(ctx, d.ControllerGetCapabilities, &csi.ControllerGetCapabilitiesRequest{})},
+		{"ControllerGetVolume", call(ctx, d.ControllerGetVolume, &csi.ControllerGetVolumeRequest{VolumeId: v.ID})},
+		{"ValidateVolumeCapabilities", call(ctx, d.ValidateVolumeCapabilities, &csi.ValidateVolumeCapabilitiesRequest{VolumeId: v.ID, VolumeCapabilities: v.request.GetVolumeCapabilities()})},
+		{"ListVolumes (10)", func() error {
+			l, err := d.ListVolumes(ctx, &csi.ListVolumesRequest{MaxEntries: 10})
+			return want(err, len(l.GetEntries()), 10)
 		}},
-		step{"CreateSnapshot", func() error {
-			made, err := d.CreateSnapshot(ctx, &csi.CreateSnapshotRequest{Name: name("probe"), SourceVolumeId: v.id})
-			snapshot = made.GetSnapshot().GetSnapshotId()
-			return err
+		{"ListSnapshots (10)", func() error {
+			l, err := d.ListSnapshots(ctx, &csi.ListSnapshotsRequest{MaxEntries: 10})
+			return want(err, len(l.GetEntries()), 10)
 		}},
+		{"GetCapacity", call(ctx, d.GetCapacity, &csi.GetCapacityRequest{})},
+		{"ControllerGetVolumeHealth", func() error {
+			h, err := d.ControllerGetVolumeHealth(ctx, &csi.ControllerGetVolumeHealthRequest{VolumeId: v.ID})
+			return want(err, len(h.GetVolumeHealth().GetHealthStatuses()), 0)
+		}},
+		{"GroupControllerGetCapabilities", call(ctx, d.GroupControllerGetCapabilities, &csi.GroupControllerGetCapabilitiesRequest{})},
+		{"NodeGetInfo", call(ctx, d.NodeGetInfo, &csi.NodeGetInfoRequest{})},
+		{"NodeGetCapabilities", call(ctx, d.NodeGetCapabilities, &csi.NodeGetCapabilitiesRequest{})},
+		{"NodeGetVolumeStats", call(ctx, d.NodeGetVolumeStats, &csi.NodeGetVolumeStatsRequest{VolumeId: v.ID, VolumePath: v.target})},
+		{"NodeGetVolumeHealth", call(ctx, d.NodeGetVolumeHealth, &csi.NodeGetVolumeHealthRequest{VolumeId: v.ID})},
+		{"NodeGetStorageHealth", call(ctx, d.NodeGetStorageHealth, &csi.NodeGetStorageHealthRequest{})},
+	}
+}
+
+// copies modifies a volume, and makes a snapshot, a group, and the volumes that it returns from it.
+func (s *scaled) copies(ctx context.Context, v *volume, r *recorder) (restored, clone *volume, err error) {
+	d := s.d
+	var snapshot *csi.Snapshot
+	var group *csi.VolumeGroupSnapshot
+	if err := r.all(
+		step{"ControllerModifyVolume", call(ctx, d.ControllerModifyVolume, &csi.ControllerModifyVolumeRequest{VolumeId: v.ID, MutableParameters: map[string]string{"readAheadKiB": "256"}})},
+		step{"CreateSnapshot", func() (err error) { snapshot, err = v.Snapshot(ctx, s.name("probe")); return err }},
 		step{"GetSnapshot", func() error {
-			_, err := d.GetSnapshot(ctx, &csi.GetSnapshotRequest{SnapshotId: snapshot})
-			return err
+			return call(ctx, d.GetSnapshot, &csi.GetSnapshotRequest{SnapshotId: snapshot.GetSnapshotId()})()
 		}},
-		step{"CreateVolumeGroupSnapshot (2)", func() error {
-			made, err := d.CreateVolumeGroupSnapshot(ctx, &csi.CreateVolumeGroupSnapshotRequest{Name: name("group"),
-				SourceVolumeIds: []string{s.volumes[0].id, s.volumes[1].id}})
-			group = made.GetGroupSnapshot().GetGroupSnapshotId()
+		step{"CreateVolumeGroupSnapshot (2)", func() (err error) {
+			group, err = d.Group(ctx, s.name("group"), s.volumes[0].ID, s.volumes[1].ID)
 			return err
 		}},
 		step{"GetVolumeGroupSnapshot", func() error {
-			_, err := d.GetVolumeGroupSnapshot(ctx, &csi.GetVolumeGroupSnapshotRequest{GroupSnapshotId: group})
-			return err
+			return call(ctx, d.GetVolumeGroupSnapshot, &csi.GetVolumeGroupSnapshotRequest{GroupSnapshotId: group.GetGroupSnapshotId()})()
 		}},
-		step{"DeleteVolumeGroupSnapshot", func() error {
-			_, err := d.DeleteVolumeGroupSnapshot(ctx, &csi.DeleteVolumeGroupSnapshotRequest{GroupSnapshotId: group})
-			return err
-		}},
+		step{"DeleteVolumeGroupSnapshot", func() error { return d.RemoveGroup(ctx, group.GetGroupSnapshotId()) }},
 	); err != nil {
-		return err
+		return nil, nil, err
 	}
-	expand := func(v *volume) func() error {
-		return func() error {
-			_, err := d.NodeExpandVolume(ctx, &csi.NodeExpandVolumeRequest{VolumeId: v.id, VolumePath: v.published, StagingTargetPath: v.staged, VolumeCapability: v.capability})
-			return err
-		}
-	}
-	restored := &volume{name: name("restored"), size: scaleSize, parameters: v.parameters, capability: v.capability}
-	clone := &volume{name: name("clone"), size: scaleSize, parameters: v.parameters, capability: v.capability}
-	if err := d.create(ctx, restored, r, &csi.VolumeContentSource{Type: &csi.VolumeContentSource_Snapshot{
-		Snapshot: &csi.VolumeContentSource_SnapshotSource{SnapshotId: snapshot}}}); err != nil {
-		return err
-	}
-	if err := d.create(ctx, clone, r, &csi.VolumeContentSource{Type: &csi.VolumeContentSource_Volume{
-		Volume: &csi.VolumeContentSource_VolumeSource{VolumeId: v.id}}}); err != nil {
-		return err
-	}
-	if err := all(
-		step{"DeleteSnapshot", func() error {
-			_, err := d.DeleteSnapshot(ctx, &csi.DeleteSnapshotRequest{SnapshotId: snapshot})
-			return err
-		}},
-		step{"NodeExpandVolume (nothing to grow)", expand(v)},
-		step{"ControllerExpandVolume", func() error {
-			_, err := d.ControllerExpandVolume(ctx, &csi.ControllerExpandVolumeRequest{VolumeId: v.id, CapacityRange: &csi.CapacityRange{RequiredBytes: 2 * scaleSize}})
-			return err
-		}},
-		step{"NodeExpandVolume (block)", expand(block)},
-	); err != nil {
-		return err
-	}
-	// Last of the calls that look, for what it may leave behind in caches.
-	if err := r.time("ControllerListVolumeHealth (10)", func() error {
-		_, err := d.ControllerListVolumeHealth(ctx, &csi.ControllerListVolumeHealthRequest{MaxEntries: 10})
-		return err
-	}); err != nil {
-		return err
-	}
-	if s.grows {
-		if err := r.time("NodeExpandVolume", expand(v)); err != nil {
-			return err
-		}
-	}
-	return errors.Join(d.down(ctx, v, r), d.down(ctx, block, r), d.remove(ctx, restored, r), d.remove(ctx, clone, r))
+	restored, clone = v.made(s.name("restored")), v.made(s.name("clone"))
+	co.FromSnapshot(restored.request, snapshot.GetSnapshotId())
+	co.FromVolume(clone.request, v.ID)
+	return restored, clone, r.all(restored.creation(ctx), clone.creation(ctx),
+		step{"DeleteSnapshot", func() error { return d.RemoveSnapshot(ctx, snapshot.GetSnapshotId()) }})
 }
 
 func want(err error, have, want int) error {
@@ -447,12 +374,17 @@ func (s *scaled) report(phases [3]*phase) {
 	} else {
 		fmt.Printf("\nOver the goal: %s.\n", strings.Join(over, ", "))
 	}
+	s.reportFloor(phases)
+}
+
+// reportFloor shows how the kernel's own part grows.
+func (s *scaled) reportFloor(phases [3]*phase) {
 	fmt.Printf("\nThe kernel's own, by bare system calls with the same volumes around, in ms:\n")
-	rows = nil
+	var rows [][]string
 	for _, step := range phases[0].steps.names {
 		first, second, last := phases[0].steps.samples[step], phases[1].steps.samples[step], phases[2].steps.samples[step]
 		both := slices.Concat(first, last)
 		rows = append(rows, []string{strings.ReplaceAll(step, "fallocate", "ftruncate"), spread(both), spread(second), fmt.Sprintf("%.2f", ratio(median(second), median(both))), fmt.Sprintf("%.2f", ratio(median(last), median(first)))})
 	}
-	table([]string{"step", fmt.Sprintf("%d volumes", few), fmt.Sprintf("%d volumes", many), "ratio", "same"}, rows)
+	table([]string{"step", fmt.Sprintf("%d volumes", few), fmt.Sprintf("%d volumes", s.b.volumes), "ratio", "same"}, rows)
 }

@@ -36,6 +36,22 @@ func (r *recorder) time(name string, step func() error) error {
 	return nil
 }
 
+// step is something that takes time.
+type step struct {
+	name string
+	do   func() error
+}
+
+// all runs and records steps one after the other, up to the first that fails.
+func (r *recorder) all(steps ...step) error {
+	for _, one := range steps {
+		if err := r.time(one.name, one.do); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // quantile of some values: one of them.
 func quantile[T cmp.Ordered](values []T, q float64) T {
 	var none T
