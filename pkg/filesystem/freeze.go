@@ -17,7 +17,7 @@ const (
 	fiThaw   = 0xc0045878 // FITHAW
 )
 
-// Freeze writes out the filesystem mounted at path, a folder, and holds back all further writes
+// Freeze writes out the filesystem mounted at path, a directory, and holds back all further writes
 // until thaw is called; thaw may be called more than once. ErrUnavailable from thaw: somebody
 // else ended the freeze, so writes were not held back until then. A filesystem that somebody else froze
 // is ErrBusy, and stays theirs to thaw, at any time. A read-only mount has nothing to hold back, nor has a
@@ -29,7 +29,7 @@ const (
 //
 // A freeze outlives the process that made it: after a crash call Thaw.
 func Freeze(ctx context.Context, path string) (thaw func() error, err error) {
-	f, err := openFolder(path)
+	f, err := openDirectory(path)
 	if err != nil {
 		return nil, fmt.Errorf("freeze %s: %w", path, err)
 	}
@@ -49,9 +49,9 @@ func Freeze(ctx context.Context, path string) (thaw func() error, err error) {
 	}, fmt.Errorf("freeze %s: %w", path, context.Cause(ctx))
 }
 
-// openFolder opens a folder of a filesystem, to ask things of that. What else a pod made and somebody bound it may have
+// openDirectory opens a directory of a filesystem, to ask things of that. What else a pod made and somebody bound it may have
 // whoever opens it wait for ever (a pipe), or do anything (a device).
-func openFolder(path string) (*os.File, error) {
+func openDirectory(path string) (*os.File, error) {
 	return os.OpenFile(path, os.O_RDONLY|unix.O_DIRECTORY, 0)
 }
 
@@ -95,7 +95,7 @@ func thawOnce(f *os.File, path string) func() error {
 
 // Thaw ends a freeze that a crash left behind; none is success.
 func Thaw(path string) error {
-	f, err := openFolder(path)
+	f, err := openDirectory(path)
 	if err != nil {
 		return fmt.Errorf("thaw %s: %w", path, err)
 	}

@@ -34,7 +34,7 @@ type xfsGeometry struct {
 // room than that at the end of the device stays unused.
 const xfsMinAG = 64
 
-// Grow makes the filesystem that is mounted at path, a folder, writable, as large as its
+// Grow makes the filesystem that is mounted at path, a directory, writable, as large as its
 // device. It is online, keeps everything, and does nothing if there is nothing to
 // do. ErrPrecondition if the driver lacks the capability that ext4 asks for.
 func Grow(t Type, device, path string) error {
@@ -42,7 +42,7 @@ func Grow(t Type, device, path string) error {
 	if err != nil {
 		return err
 	}
-	f, err := openFolder(path)
+	f, err := openDirectory(path)
 	if err != nil {
 		return fmt.Errorf("grow %s: %w", path, err)
 	}

@@ -117,7 +117,7 @@ func inspectBtrfs(super []byte) (size int64, other string) {
 // onlyDevice makes sure that a btrfs has no other device than this one, whatever its superblock says: what
 // counts is in its trees, which the kernel reads. It is opened for that without writing anything.
 func onlyDevice(device string) error {
-	return mount.Look(device, string(Btrfs), []string{"rescue=nologreplay"}, func(root *os.File) error {
+	return mount.WithRoot(device, string(Btrfs), []string{"rescue=nologreplay"}, func(root *os.File) error {
 		info, err := mount.Btrfs(root)
 		if err == nil && info.Devices != 1 {
 			err = fmt.Errorf("%w: the btrfs of %s has %d devices; a volume is one device, and nothing was mounted", errdefs.ErrPrecondition, device, info.Devices)

@@ -34,8 +34,8 @@ type Info struct {
 	// filesystem. At the root of a mount it is the block device below (of btrfs, which has
 	// several in some places, one of them).
 	Device uint64
-	// Node: a block device node. Folder: a folder. Neither: a file or something else.
-	Node, Folder bool
+	// Node: a block device node. Directory: a directory. Neither: a file or something else.
+	Node, Directory bool
 	// ReadOnly: the mount, or the filesystem below it, takes no writes.
 	ReadOnly bool
 	// Statfs is what statfs(2) says of the filesystem.
@@ -104,10 +104,10 @@ func at(path string) (Info, error) {
 		return Info{}, &fs.PathError{Op: "statx", Path: path, Err: err}
 	}
 	info := Info{
-		Root:   sx.Attributes&unix.STATX_ATTR_MOUNT_ROOT != 0,
-		Device: unix.Mkdev(sx.Dev_major, sx.Dev_minor),
-		Folder: sx.Mode&unix.S_IFMT == unix.S_IFDIR,
-		mount:  int(sx.Mnt_id),
+		Root:      sx.Attributes&unix.STATX_ATTR_MOUNT_ROOT != 0,
+		Device:    unix.Mkdev(sx.Dev_major, sx.Dev_minor),
+		Directory: sx.Mode&unix.S_IFMT == unix.S_IFDIR,
+		mount:     int(sx.Mnt_id),
 	}
 	if sx.Mode&unix.S_IFMT == unix.S_IFBLK {
 		info.Node, info.Device = true, unix.Mkdev(sx.Rdev_major, sx.Rdev_minor)
@@ -120,8 +120,8 @@ func at(path string) (Info, error) {
 	if st.Type == unix.BTRFS_SUPER_MAGIC && info.Root && !info.Node {
 		// btrfs gives each subvolume a device number of its own. To open a pipe waits for who writes to it, and
 		// what else there is does not ask btrfs.
-		if !info.Folder && sx.Mode&unix.S_IFMT != unix.S_IFREG {
-			return Info{}, fmt.Errorf("%w: %s is neither a folder nor a file, so its btrfs cannot be asked for its device", errdefs.ErrUnsupported, path)
+		if !info.Directory && sx.Mode&unix.S_IFMT != unix.S_IFREG {
+			return Info{}, fmt.Errorf("%w: %s is neither a directory nor a file, so its btrfs cannot be asked for its device", errdefs.ErrUnsupported, path)
 		}
 		if info.Device, err = btrfsDevice(fd, path); err != nil {
 			return Info{}, err
@@ -130,17 +130,17 @@ func at(path string) (Info, error) {
 	return info, nil
 }
 
-// Resolve returns a path without symbolic links in the folders that lead to its end, as the
+// Resolve returns a path without symbolic links in the directories that lead to its end, as the
 // kernel names mounts. A link at the end stays, and so does a path of which not all is there.
 func Resolve(path string) string {
-	folder, err := filepath.EvalSymlinks(filepath.Dir(path))
+	directory, err := filepath.EvalSymlinks(filepath.Dir(path))
 	if err != nil {
 		return path
 	}
-	return filepath.Join(folder, filepath.Base(path))
+	return filepath.Join(directory, filepath.Base(path))
 }
 
-// Same reports whether two paths are one place that is seen twice: a folder that is bound elsewhere too shows
+// Same reports whether two paths are one place that is seen twice: a directory that is bound elsewhere too shows
 // what is mounted in it at both, and it is unmounted at both.
 func Same(a, b string) bool {
 	if filepath.Base(a) != filepath.Base(b) {
@@ -276,7 +276,7 @@ func Btrfs(f *os.File) (BtrfsInfo, error) {
 // can only be unmounted.
 func Corrupted(err error) bool { return err != nil && mountutils.IsCorruptedMnt(err) }
 
-// Missing reports whether an error means that a path, or a folder on the way to it, is not there.
+// Missing reports whether an error means that a path, or a directory on the way to it, is not there.
 func Missing(err error) bool {
 	return errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENOTDIR)
 }
@@ -333,7 +333,7 @@ var otherDevices = map[string]bool{"journal_dev": true, "journal_path": true, "l
 // deadly are the options with which an error in the filesystem stops the kernel.
 var deadly = map[string]bool{"errors=panic": true, "fatal_errors=panic": true}
 
-// Filesystem mounts the filesystem on a block device at a folder. Options are those
+// Filesystem mounts the filesystem on a block device at a directory. Options are those
 // of mount(8). ErrInvalid for an option that the kernel refuses, ErrDataLoss if the
 // kernel finds the filesystem damaged, ErrInUse if it finds the device in use; each with
 // what the kernel says.
@@ -445,27 +445,27 @@ func claim(device string) error {
 	return unix.Close(fd)
 }
 
-// Look opens the filesystem on a device for reading only, mounts it nowhere, and calls look with
+// WithRoot opens the filesystem on a device for reading only, mounts it nowhere, and calls visit with
 // its root.
-func Look(device, fstype string, options []string, look func(root *os.File) error) error {
+func WithRoot(device, fstype string, options []string, visit func(root *os.File) error) error {
 	fsfd, err := open(device, fstype, options)
 	if err != nil {
-		return fmt.Errorf("look at %s as %s: %w", device, fstype, err)
+		return fmt.Errorf("open the %s of %s: %w", fstype, device, err)
 	}
 	defer waitUnclaimed(device)
 	defer holdForks()() // so that these are its last descriptors
 	defer unix.Close(fsfd)
 	tree, err := unix.Fsmount(fsfd, unix.FSMOUNT_CLOEXEC, unix.MOUNT_ATTR_RDONLY|unix.MOUNT_ATTR_NODEV)
 	if err != nil {
-		return fmt.Errorf("look at %s as %s: fsmount: %w", device, fstype, withWords(fsfd, err))
+		return fmt.Errorf("open the %s of %s: fsmount: %w", fstype, device, withWords(fsfd, err))
 	}
 	defer unix.Close(tree)
 	fd, err := unix.Openat(tree, ".", unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
 	if err != nil {
-		return fmt.Errorf("look at %s as %s: %w", device, fstype, err)
+		return fmt.Errorf("open the %s of %s: %w", fstype, device, err)
 	}
 	root := os.NewFile(uintptr(fd), device)
-	return errors.Join(look(root), root.Close())
+	return errors.Join(visit(root), root.Close())
 }
 
 // begin begins to open the filesystem on a device. The caller closes it, or is told what failed.
@@ -583,7 +583,7 @@ func attachTree(tree int, target string) error {
 	return unix.MoveMount(tree, "", fd, "", unix.MOVE_MOUNT_F_EMPTY_PATH|unix.MOVE_MOUNT_T_EMPTY_PATH)
 }
 
-// Bind attaches what is at source, a folder or a device node, at target as well.
+// Bind attaches what is at source, a directory or a device node, at target as well.
 // A read-only bind is read-only from its first moment.
 func Bind(source, target string, readOnly bool) error {
 	fail := func(what string, err error) error {
@@ -643,9 +643,9 @@ func Unmount(path string) error {
 	}
 }
 
-// MakeTarget makes the folder, or for a device node the empty file, that a mount
+// MakeTarget makes the directory, or for a device node the empty file, that a mount
 // goes on. It reports whether it made it. ErrPrecondition if something of another kind
-// is there, or if the folder above is not.
+// is there, or if the directory above is not.
 func MakeTarget(path string, node bool) (made bool, err error) {
 	if node {
 		f, err := os.OpenFile(path, os.O_CREATE|os.O_EXCL|unix.O_NOFOLLOW, 0o660)
@@ -674,7 +674,7 @@ func targetError(err error) error {
 	return fmt.Errorf("make target: %w", err)
 }
 
-// RemoveTarget unmounts a path and removes the empty folder or empty file that is
+// RemoveTarget unmounts a path and removes the empty directory or empty file that is
 // left; never anything with content: that is somebody's data.
 func RemoveTarget(path string) error {
 	if err := Unmount(path); err != nil {
@@ -688,7 +688,7 @@ func RemoveTarget(path string) error {
 		return fmt.Errorf("remove %s: %w", path, err)
 	}
 	if !info.IsDir() && (!info.Mode().IsRegular() || info.Size() != 0) {
-		return fmt.Errorf("%w: %s is not removed: nothing is mounted there, but it is no empty folder or file", errdefs.ErrPrecondition, path)
+		return fmt.Errorf("%w: %s is not removed: nothing is mounted there, but it is no empty directory or file", errdefs.ErrPrecondition, path)
 	}
 	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		if errors.Is(err, unix.ENOTEMPTY) {

@@ -29,7 +29,7 @@ func ok(t testing.TB, err error) {
 	}
 }
 
-// disk is a loop device with a new filesystem, and folders to mount it on.
+// disk is a loop device with a new filesystem, and directories to mount it on.
 type disk struct {
 	dir, device, image string
 }
@@ -56,8 +56,8 @@ func newDisk(t testing.TB, fstype string) disk {
 	return d
 }
 
-// folder makes one in the folder of the disk.
-func (d disk) folder(t testing.TB, name string) string {
+// directory makes one in the directory of the disk.
+func (d disk) directory(t testing.TB, name string) string {
 	t.Helper()
 	path := filepath.Join(d.dir, name)
 	ok(t, os.Mkdir(path, 0o700))
@@ -67,7 +67,7 @@ func (d disk) folder(t testing.TB, name string) string {
 // mounted mounts the disk until the end of the test.
 func (d disk) mounted(t testing.TB, fstype string, options ...string) string {
 	t.Helper()
-	path := d.folder(t, "mounted")
+	path := d.directory(t, "mounted")
 	ok(t, mount.Filesystem(d.device, path, fstype, options, false))
 	t.Cleanup(func() {
 		if err := mount.Unmount(path); err != nil {
@@ -91,7 +91,7 @@ func number(t testing.TB, device string) uint64 {
 
 func TestOptions(t *testing.T) {
 	d := newDisk(t, "ext4")
-	path := d.folder(t, "mounted")
+	path := d.directory(t, "mounted")
 	for name, c := range map[string]struct {
 		given     []string
 		readOnly  bool
@@ -156,7 +156,7 @@ func TestDamagedFilesystem(t *testing.T) {
 	ok(t, err)
 	_, err = f.WriteAt([]byte{0xaa, 0xbb, 0xcc}, 1024+16) // the superblock's checksum is wrong now
 	ok(t, errors.Join(err, f.Sync(), f.Close()))
-	err = mount.Filesystem(d.device, d.folder(t, "mounted"), "ext4", nil, false)
+	err = mount.Filesystem(d.device, d.directory(t, "mounted"), "ext4", nil, false)
 	if !errors.Is(err, errdefs.ErrDataLoss) || !strings.Contains(strings.ToLower(err.Error()), "ext4") {
 		t.Errorf("got %v", err)
 	}
@@ -176,14 +176,14 @@ func TestRemembered(t *testing.T) {
 	defer drivertest.Run(t, "btrfs", "device", "scan", "--forget", two.device)
 	drivertest.Run(t, "dd", "if="+source.image, "of="+one.device, "bs=1M", "conv=fsync", "status=none")
 	source.mounted(t, "btrfs")
-	ok(t, mount.Look(one.device, "btrfs", nil, func(*os.File) error { return nil }))
-	path := one.folder(t, "copy")
+	ok(t, mount.WithRoot(one.device, "btrfs", nil, func(*os.File) error { return nil }))
+	path := one.directory(t, "copy")
 	ok(t, mount.Filesystem(one.device, path, "btrfs", nil, true))
 	ok(t, mount.Unmount(path))
 }
 
-// TestLookBesidePrograms: programs that are started meanwhile keep nothing of a device that was looked at, or asked for.
-func TestLookBesidePrograms(t *testing.T) {
+// TestOpenBesidePrograms: programs that are started meanwhile keep nothing of a device that was opened, or asked for.
+func TestOpenBesidePrograms(t *testing.T) {
 	d := newDisk(t, "btrfs")
 	ctx, stop := context.WithTimeout(t.Context(), 10*time.Second)
 	defer stop()
@@ -197,7 +197,7 @@ func TestLookBesidePrograms(t *testing.T) {
 		})
 	}
 	for ctx.Err() == nil && !t.Failed() {
-		if err := mount.Look(d.device, "btrfs", nil, func(*os.File) error { return nil }); err != nil {
+		if err := mount.WithRoot(d.device, "btrfs", nil, func(*os.File) error { return nil }); err != nil {
 			t.Errorf("just asked for: %v", err)
 		}
 		if err := mount.Unclaimed(t.Context(), d.device, 0, 0); err != nil {
@@ -321,7 +321,7 @@ func TestScannedAsAnother(t *testing.T) {
 // user may name a FUSE as he likes. None of these is a mount of that device: it would keep a volume from being staged and unstaged.
 func TestNodesOfPods(t *testing.T) {
 	d := newDisk(t, "ext4")
-	disk, memory, device := d.mounted(t, "ext4"), d.folder(t, "memory"), unix.Mkdev(7, 1<<19)
+	disk, memory, device := d.mounted(t, "ext4"), d.directory(t, "memory"), unix.Mkdev(7, 1<<19)
 	ok(t, unix.Mount("none", memory, "tmpfs", 0, "size=1m"))
 	t.Cleanup(func() { ok(t, unix.Unmount(memory, 0)) })
 	for i, made := range []string{filepath.Join(memory, "loop0"), filepath.Join(disk, "loop0.node"), filepath.Join(disk, "removed.node")} {
@@ -337,7 +337,7 @@ func TestNodesOfPods(t *testing.T) {
 	fuse, err := os.OpenFile("/dev/fuse", os.O_RDWR, 0)
 	if err == nil {
 		defer fuse.Close()
-		named, user := d.folder(t, "fuse"), 1000 // so that root cannot look at it
+		named, user := d.directory(t, "fuse"), 1000 // so that root cannot look at it
 		ok(t, unix.Mount(d.device, named, "fuse", 0, fmt.Sprintf("fd=%d,rootmode=40000,user_id=%d,group_id=0", fuse.Fd(), user)))
 		t.Cleanup(func() { ok(t, unix.Unmount(named, unix.MNT_DETACH)) })
 	}
@@ -355,7 +355,7 @@ func TestNodesOfPods(t *testing.T) {
 // its container's and is gone.
 func TestNodesOfDrivers(t *testing.T) {
 	d := newDisk(t, "ext4")
-	device, dev := number(t, d.device), d.folder(t, "dev")
+	device, dev := number(t, d.device), d.directory(t, "dev")
 	reader, bound := filepath.Join(d.dir, "reader"), filepath.Join(d.dir, "bound")
 	for _, path := range []string{reader, bound} {
 		ok(t, os.WriteFile(path, nil, 0o600))
@@ -376,7 +376,7 @@ func TestNodesOfDrivers(t *testing.T) {
 // TestPathsBesideMounts: whoever looks where a device is mounted does not have a mount forgotten that comes meanwhile.
 func TestPathsBesideMounts(t *testing.T) {
 	d := newDisk(t, "ext4")
-	source, path, device := d.mounted(t, "ext4"), d.folder(t, "bound"), number(t, d.device)
+	source, path, device := d.mounted(t, "ext4"), d.directory(t, "bound"), number(t, d.device)
 	table, err := mount.LoadTable()
 	ok(t, err)
 	ctx, stop := context.WithTimeout(t.Context(), 5*time.Second)
@@ -409,7 +409,7 @@ func TestPathsBesideMounts(t *testing.T) {
 // that is dead. The device is not taken to be there still.
 func TestPathOfAnother(t *testing.T) {
 	d := newDisk(t, "ext4")
-	path, device := d.folder(t, "mounted"), number(t, d.device)
+	path, device := d.directory(t, "mounted"), number(t, d.device)
 	for name, user := range map[string]int{"a user's": 1000, "dead": 0} {
 		fuse, err := os.OpenFile("/dev/fuse", os.O_RDWR, 0)
 		if errors.Is(err, fs.ErrNotExist) {
@@ -439,7 +439,7 @@ func TestPathOfAnother(t *testing.T) {
 // Whoever looks there is told so, and programs can be started meanwhile and after.
 func TestPathThatHangs(t *testing.T) {
 	d := newDisk(t, "ext4")
-	path, bound, device := d.mounted(t, "ext4"), d.folder(t, "bound"), number(t, d.device)
+	path, bound, device := d.mounted(t, "ext4"), d.directory(t, "bound"), number(t, d.device)
 	fuse, err := os.OpenFile("/dev/fuse", os.O_RDWR, 0)
 	if errors.Is(err, fs.ErrNotExist) {
 		t.Skip("no FUSE here")
@@ -487,7 +487,7 @@ func TestPathThatHangs(t *testing.T) {
 func TestBind(t *testing.T) {
 	d := newDisk(t, "ext4")
 	path := d.mounted(t, "ext4")
-	writable, readOnly := d.folder(t, "rw"), d.folder(t, "ro")
+	writable, readOnly := d.directory(t, "rw"), d.directory(t, "ro")
 	ok(t, mount.Bind(path, writable, false))
 	ok(t, mount.Bind(path, readOnly, true))
 	ok(t, os.WriteFile(filepath.Join(writable, "file"), []byte("text"), 0o600))
@@ -503,7 +503,7 @@ func TestBind(t *testing.T) {
 		readOnly bool
 	}{{path, false}, {writable, false}, {readOnly, true}} {
 		info, err := mount.At(c.path)
-		if err != nil || !info.Root || !info.Folder || info.Node || info.ReadOnly != c.readOnly || info.Device != number(t, d.device) || info.Statfs.Type != unix.EXT4_SUPER_MAGIC {
+		if err != nil || !info.Root || !info.Directory || info.Node || info.ReadOnly != c.readOnly || info.Device != number(t, d.device) || info.Statfs.Type != unix.EXT4_SUPER_MAGIC {
 			t.Errorf("at %s is %+v: %v", c.path, info, err)
 		}
 	}
@@ -514,7 +514,7 @@ func TestBind(t *testing.T) {
 	node := filepath.Join(d.dir, "node")
 	ok(t, os.WriteFile(node, nil, 0o600))
 	ok(t, mount.Bind(d.device, node, false))
-	if info, err := mount.At(node); err != nil || !info.Root || !info.Node || info.Folder || info.Device != number(t, d.device) {
+	if info, err := mount.At(node); err != nil || !info.Root || !info.Node || info.Directory || info.Device != number(t, d.device) {
 		t.Errorf("at the node is %+v: %v", info, err)
 	}
 	ok(t, mount.Unmount(node))
@@ -540,7 +540,7 @@ func TestBind(t *testing.T) {
 	if info, err := mount.At(writable); err != nil || info.Root {
 		t.Errorf("where the link leads is %+v: %v", info, err)
 	}
-	if info, err := mount.At(link); err != nil || info.Root || info.Folder || info.Node {
+	if info, err := mount.At(link); err != nil || info.Root || info.Directory || info.Node {
 		t.Errorf("at the link is %+v: %v", info, err)
 	}
 	if err := mount.Bind(d.dir+"/nothing", writable, false); !errors.Is(err, fs.ErrNotExist) {
@@ -558,7 +558,7 @@ func TestAt(t *testing.T) {
 			}
 			file := filepath.Join(path, "file")
 			ok(t, os.WriteFile(file, nil, 0o600))
-			if info, err := mount.At(file); err != nil || info.Root || info.Folder || info.Node {
+			if info, err := mount.At(file); err != nil || info.Root || info.Directory || info.Node {
 				t.Errorf("at a file is %+v: %v", info, err)
 			}
 			for _, nothing := range []string{path + "/nothing", file + "/nothing"} {
@@ -572,7 +572,7 @@ func TestAt(t *testing.T) {
 
 func TestUnmount(t *testing.T) {
 	d := newDisk(t, "ext4")
-	path := d.folder(t, "stack")
+	path := d.directory(t, "stack")
 	for range 2 {
 		ok(t, mount.Unmount(path)) // nothing there
 	}
@@ -601,7 +601,7 @@ func TestUnmount(t *testing.T) {
 
 func TestCorrupted(t *testing.T) {
 	d := newDisk(t, "xfs")
-	path := d.folder(t, "mounted")
+	path := d.directory(t, "mounted")
 	ok(t, mount.Filesystem(d.device, path, "xfs", nil, false))
 	table, err := mount.LoadTable()
 	ok(t, err)
@@ -634,13 +634,13 @@ func shutDown(t testing.TB, path string) {
 
 func TestMakeTarget(t *testing.T) {
 	dir := t.TempDir()
-	folder, file, link, full := dir+"/folder", dir+"/file", dir+"/link", dir+"/full"
+	directory, file, link, full := dir+"/directory", dir+"/file", dir+"/link", dir+"/full"
 	for range 2 {
-		ok(t, os.MkdirAll(folder, 0o700))
+		ok(t, os.MkdirAll(directory, 0o700))
 	}
 	ok(t, os.WriteFile(file, nil, 0o600))
 	ok(t, os.WriteFile(full, []byte("text"), 0o600))
-	ok(t, os.Symlink(folder, link))
+	ok(t, os.Symlink(directory, link))
 	for _, c := range []struct {
 		path string
 		node bool
@@ -649,8 +649,8 @@ func TestMakeTarget(t *testing.T) {
 	}{
 		{dir + "/new", false, true, nil}, {dir + "/new", false, false, nil},
 		{dir + "/newfile", true, true, nil}, {dir + "/newfile", true, false, nil},
-		{folder, false, false, nil}, {file, true, false, nil}, {full, true, false, nil},
-		{folder, true, false, errdefs.ErrPrecondition}, {file, false, false, errdefs.ErrPrecondition},
+		{directory, false, false, nil}, {file, true, false, nil}, {full, true, false, nil},
+		{directory, true, false, errdefs.ErrPrecondition}, {file, false, false, errdefs.ErrPrecondition},
 		{link, false, false, errdefs.ErrPrecondition}, {link, true, false, errdefs.ErrPrecondition},
 		{dir + "/no/new", false, false, errdefs.ErrPrecondition}, {dir + "/no/new", true, false, errdefs.ErrPrecondition},
 		{file + "/new", false, false, errdefs.ErrPrecondition},
@@ -672,14 +672,14 @@ func TestRemoveTarget(t *testing.T) {
 		make func(path string) error
 		gone bool
 	}{
-		"nothing":             {func(string) error { return nil }, true},
-		"an empty folder":     {func(path string) error { return os.Mkdir(path, 0o700) }, true},
-		"an empty file":       {func(path string) error { return os.WriteFile(path, nil, 0o600) }, true},
-		"a folder with files": {func(path string) error { return os.MkdirAll(path+"/precious", 0o700) }, false},
-		"a file with text":    {func(path string) error { return os.WriteFile(path, []byte("precious"), 0o600) }, false},
-		"a link":              {func(path string) error { return os.Symlink(d.image, path) }, false},
-		"a link to nothing":   {func(path string) error { return os.Symlink("nothing", path) }, false},
-		"a pipe":              {func(path string) error { return unix.Mkfifo(path, 0o600) }, false},
+		"nothing":                {func(string) error { return nil }, true},
+		"an empty directory":     {func(path string) error { return os.Mkdir(path, 0o700) }, true},
+		"an empty file":          {func(path string) error { return os.WriteFile(path, nil, 0o600) }, true},
+		"a directory with files": {func(path string) error { return os.MkdirAll(path+"/precious", 0o700) }, false},
+		"a file with text":       {func(path string) error { return os.WriteFile(path, []byte("precious"), 0o600) }, false},
+		"a link":                 {func(path string) error { return os.Symlink(d.image, path) }, false},
+		"a link to nothing":      {func(path string) error { return os.Symlink("nothing", path) }, false},
+		"a pipe":                 {func(path string) error { return unix.Mkfifo(path, 0o600) }, false},
 		"a mount": {func(path string) error {
 			return errors.Join(os.Mkdir(path, 0o700), mount.Filesystem(d.device, path, "ext4", nil, false), os.WriteFile(path+"/data", []byte("data"), 0o600))
 		}, true},
@@ -727,7 +727,7 @@ func TestTable(t *testing.T) {
 			d := newDisk(t, fstype)
 			device := number(t, d.device)
 			path := d.mounted(t, fstype)
-			readOnly, node := d.folder(t, "ro folder"), filepath.Join(d.dir, "node")
+			readOnly, node := d.directory(t, "ro directory"), filepath.Join(d.dir, "node")
 			ok(t, mount.Bind(path, readOnly, true))
 			ok(t, os.WriteFile(node, nil, 0o600))
 			ok(t, mount.Bind(d.device, node, false))

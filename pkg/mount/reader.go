@@ -90,12 +90,12 @@ func detachedNode(number uint64, namespace int) (int, error) {
 	if err := unix.FsconfigCreate(fsfd); err != nil {
 		return -1, fmt.Errorf("open the filesystem: %w", err)
 	}
-	folder, err := unix.Fsmount(fsfd, unix.FSMOUNT_CLOEXEC, 0)
+	directory, err := unix.Fsmount(fsfd, unix.FSMOUNT_CLOEXEC, 0)
 	if err != nil {
 		return -1, fmt.Errorf("fsmount: %w", err)
 	}
-	defer unix.Close(folder)
-	return makeNode(folder, "device", number, namespace)
+	defer unix.Close(directory)
+	return makeNode(directory, "device", number, namespace)
 }
 
 // nodeBeside is where a target's device node is for a moment.
@@ -129,15 +129,15 @@ func removeNode(path string) error {
 }
 
 // makeNode makes a device node that can only be read through the mount of it that is returned.
-func makeNode(folder int, path string, number uint64, namespace int) (int, error) {
+func makeNode(directory int, path string, number uint64, namespace int) (int, error) {
 	const mode = 0o444
-	if err := unix.Mknodat(folder, path, unix.S_IFBLK|mode, int(number)); err != nil {
+	if err := unix.Mknodat(directory, path, unix.S_IFBLK|mode, int(number)); err != nil {
 		return -1, fmt.Errorf("mknod: %w", err)
 	}
-	if err := unix.Fchmodat(folder, path, mode, 0); err != nil { // whatever the umask
+	if err := unix.Fchmodat(directory, path, mode, 0); err != nil { // whatever the umask
 		return -1, fmt.Errorf("chmod: %w", err)
 	}
-	tree, err := unix.OpenTree(folder, path, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC|unix.AT_SYMLINK_NOFOLLOW)
+	tree, err := unix.OpenTree(directory, path, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC|unix.AT_SYMLINK_NOFOLLOW)
 	if err != nil {
 		return -1, fmt.Errorf("open_tree: %w", err)
 	}

@@ -50,7 +50,7 @@ func (s *Server) NodeExpandVolume(ctx context.Context, r *csi.NodeExpandVolumeRe
 // grow grows the filesystem on a device, through any directory where it is mounted for writing.
 func (s *Server) grow(v volume.Volume, device blockdev.Device) error {
 	for _, path := range s.mounts.Paths(device.Number) {
-		if info, err := mount.At(path); err == nil && info.Folder && !info.ReadOnly {
+		if info, err := mount.At(path); err == nil && info.Directory && !info.ReadOnly {
 			return filesystem.Grow(filesystem.TypeOf(info.Statfs.Type), device.Path, path)
 		}
 	}

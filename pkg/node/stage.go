@@ -54,7 +54,7 @@ func (s *Server) mountVolume(ctx context.Context, v volume.Volume, path string, 
 	if err != nil {
 		return err
 	}
-	if !info.Folder {
+	if !info.Directory {
 		return fmt.Errorf("%w: %s is no directory", errdefs.ErrPrecondition, path)
 	}
 	if info.Root {
@@ -152,7 +152,7 @@ func (s *Server) checkMounted(ctx context.Context, v volume.Volume, path string,
 func (s *Server) stageBlock(ctx context.Context, v volume.Volume, path string, how mountRequest) error {
 	if info, err := findMount(path); err != nil {
 		return err
-	} else if !info.Folder {
+	} else if !info.Directory {
 		return fmt.Errorf("%w: %s is no directory", errdefs.ErrPrecondition, path)
 	} else if info.Root {
 		if _, err := s.volumeAt(ctx, v.ID, path); err == nil {

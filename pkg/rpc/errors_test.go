@@ -82,14 +82,14 @@ func TestOtherErrors(t *testing.T) {
 		err  error
 		code codes.Code
 	}{
-		"none":                 {nil, codes.OK},
-		"unexpected":           {errors.New("surprise"), codes.Internal},
-		"cancelled":            {fmt.Errorf("copy: %w", context.Canceled), codes.Canceled},
-		"out of time":          {fmt.Errorf("copy: %w", context.DeadlineExceeded), codes.DeadlineExceeded},
-		"a read-only folder":   {&os.PathError{Op: "mkdir", Path: "/target", Err: syscall.EROFS}, codes.Unavailable},
-		"gRPC's own":           {status.Error(codes.ResourceExhausted, "message too large"), codes.ResourceExhausted},
-		"unknown method":       {status.Error(codes.Unimplemented, "no such method"), codes.Unimplemented},
-		"out of time, and all": {errors.Join(errdefs.ErrInUse, context.DeadlineExceeded), codes.DeadlineExceeded},
+		"none":                  {nil, codes.OK},
+		"unexpected":            {errors.New("surprise"), codes.Internal},
+		"cancelled":             {fmt.Errorf("copy: %w", context.Canceled), codes.Canceled},
+		"out of time":           {fmt.Errorf("copy: %w", context.DeadlineExceeded), codes.DeadlineExceeded},
+		"a read-only directory": {&os.PathError{Op: "mkdir", Path: "/target", Err: syscall.EROFS}, codes.Unavailable},
+		"gRPC's own":            {status.Error(codes.ResourceExhausted, "message too large"), codes.ResourceExhausted},
+		"unknown method":        {status.Error(codes.Unimplemented, "no such method"), codes.Unimplemented},
+		"out of time, and all":  {errors.Join(errdefs.ErrInUse, context.DeadlineExceeded), codes.DeadlineExceeded},
 	} {
 		if code := Code(c.err); code != c.code {
 			t.Errorf("%s is %s, want %s", name, code, c.code)

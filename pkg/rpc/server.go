@@ -43,11 +43,11 @@ func ParseEndpoint(endpoint string) (string, error) {
 	path := endpoint
 	if u, err := url.Parse(endpoint); err == nil && u.Scheme != "" {
 		if path = u.Path; u.Scheme != "unix" || u.Host != "" {
-			return "", fmt.Errorf("%w: endpoint %q: only unix sockets are served; write unix:///FOLDER/csi.sock", errdefs.ErrInvalid, endpoint)
+			return "", fmt.Errorf("%w: endpoint %q: only unix sockets are served; write unix:///DIRECTORY/csi.sock", errdefs.ErrInvalid, endpoint)
 		}
 	}
 	if !filepath.IsAbs(path) {
-		return "", fmt.Errorf("%w: endpoint %q: write unix:///FOLDER/csi.sock", errdefs.ErrInvalid, endpoint)
+		return "", fmt.Errorf("%w: endpoint %q: write unix:///DIRECTORY/csi.sock", errdefs.ErrInvalid, endpoint)
 	}
 	if len(path) >= len(unix.RawSockaddrUnix{}.Path) {
 		return "", fmt.Errorf("%w: endpoint %q: a socket's path has at most %d bytes", errdefs.ErrInvalid, endpoint, len(unix.RawSockaddrUnix{}.Path)-1)

@@ -482,7 +482,7 @@ func TestListen(t *testing.T) {
 
 	for name, make := range map[string]func() error{
 		"a file":              func() error { return os.WriteFile(path, []byte("precious"), 0o600) },
-		"a folder":            func() error { return os.Mkdir(path, 0o700) },
+		"a directory":         func() error { return os.Mkdir(path, 0o700) },
 		"a link to something": func() error { return os.Symlink(file, path) },
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -498,8 +498,8 @@ func TestListen(t *testing.T) {
 			_ = os.Remove(path)
 		})
 	}
-	if _, err := Listen("unix://" + filepath.Join(path, "no/such/folder/csi.sock")); err == nil {
-		t.Error("listens in a folder that is not there")
+	if _, err := Listen("unix://" + filepath.Join(path, "no/such/directory/csi.sock")); err == nil {
+		t.Error("listens in a directory that is not there")
 	}
 }
 

@@ -28,7 +28,7 @@ func (l *Local) filesystems(ctx context.Context, pool blockdev.Pool, ref blockde
 	var paths []string
 	for _, device := range devices {
 		for _, path := range l.mounts.Paths(device.Number) {
-			if info, err := mount.At(path); err == nil && info.Folder {
+			if info, err := mount.At(path); err == nil && info.Directory {
 				paths = append(paths, path)
 			}
 		}
