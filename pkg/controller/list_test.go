@@ -3,15 +3,11 @@ package controller_test
 import (
 	"context"
 	"fmt"
-	"net"
-	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
-	"google.golang.org/grpc"
-	"google.golang.org/grpc/credentials/insecure"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/controller"
@@ -68,20 +64,7 @@ func (m *many) Health(_ context.Context, id volume.ID) ([]blockdev.Problem, erro
 // default, also if the caller names no number; each thing is listed once.
 func TestListsFit(t *testing.T) {
 	const n = 25000
-	listener, err := net.Listen("unix", filepath.Join(t.TempDir(), "s"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	server := grpc.NewServer()
-	csi.RegisterControllerServer(server, controller.New(newMany(n)))
-	go func() { _ = server.Serve(listener) }()
-	t.Cleanup(server.Stop)
-	conn, err := grpc.NewClient("unix://"+listener.Addr().String(), grpc.WithTransportCredentials(insecure.NewCredentials()))
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = conn.Close() })
-	client := csi.NewControllerClient(conn)
+	client := csi.NewControllerClient(connect(t, controller.New(newMany(n))))
 	for what, list := range map[string]struct {
 		want int
 		page func(most int32, token string) (ids []string, next string, err error)

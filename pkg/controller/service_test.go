@@ -1,0 +1,179 @@
+package controller_test
+
+import (
+	"context"
+	"net"
+	"path/filepath"
+	"reflect"
+	"strings"
+	"testing"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+	csirpc "github.com/kubernetes-csi/csi-lib-utils/rpc"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
+	"github.com/ashlar-csi/ashlar/pkg/controller"
+	"github.com/ashlar-csi/ashlar/pkg/csimap"
+	"github.com/ashlar-csi/ashlar/pkg/mount"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+const (
+	node = "node-1"
+	mib  = pooltest.MiB
+
+	// nothing and nothingCut are IDs of this driver that nothing has, foreign is none of its.
+	nothing    = "vol.fast.00000000000000000000000000000000"
+	nothingCut = "snap.fast.00000000000000000000000000000000"
+	foreign    = "csi-of-another-driver"
+)
+
+// fixture is the controller over one node with the pools fast, of 8 GiB, and slow, of 1 GiB.
+type fixture struct {
+	*controller.Server
+	t *testing.T
+}
+
+// start starts a controller on a node that can have so many volumes (0: any number).
+func start(t *testing.T, limit int64) fixture {
+	t.Helper()
+	mounts, err := mount.LoadTable()
+	pooltest.Must(t, err)
+	fast, slow := memory.NewDisk(8<<30), memory.NewDisk(1<<30)
+	store, err := volume.NewLocal(t.Context(), node, []blockdev.Pool{fast.Open("fast", nil), slow.Open("slow", nil)}, mounts, limit)
+	pooltest.Must(t, err)
+	return fixture{controller.New(store), t}
+}
+
+// wanted is a right request for a volume of 16 MiB with ext4.
+func wanted(name string) *csi.CreateVolumeRequest {
+	return &csi.CreateVolumeRequest{Name: name, VolumeCapabilities: []*csi.VolumeCapability{drivertest.Capability("ext4")},
+		CapacityRange: &csi.CapacityRange{RequiredBytes: 16 * mib}, Parameters: map[string]string{}}
+}
+
+// create makes the volume of a request and returns its ID.
+func (f fixture) create(r *csi.CreateVolumeRequest) string {
+	f.t.Helper()
+	return done(f.t, f.CreateVolume, r).GetVolume().GetVolumeId()
+}
+
+// cut cuts a snapshot of a volume and returns its ID.
+func (f fixture) cut(name, source string) string {
+	f.t.Helper()
+	return done(f.t, f.CreateSnapshot, &csi.CreateSnapshotRequest{Name: name, SourceVolumeId: source}).GetSnapshot().GetSnapshotId()
+}
+
+// done makes a call that succeeds.
+func done[R, A any](t *testing.T, call func(context.Context, R) (A, error), r R) A {
+	t.Helper()
+	a, err := call(t.Context(), r)
+	pooltest.Must(t, err)
+	return a
+}
+
+// twice makes a call twice: both succeed, with the same answer.
+func twice[R, A proto.Message](t *testing.T, call func(context.Context, R) (A, error), r R) A {
+	t.Helper()
+	first, second := done(t, call, r), done(t, call, r)
+	if !proto.Equal(first, second) {
+		t.Errorf("answered %v, and to the same request %v", first, second)
+	}
+	return first
+}
+
+// onNode is the topology of a node.
+func onNode(name string) *csi.Topology { return csimap.Topology(name) }
+
+// fromVolume and fromSnapshot are the content source of a volume that is a copy.
+func fromVolume(id string) *csi.VolumeContentSource {
+	return &csi.VolumeContentSource{Type: &csi.VolumeContentSource_Volume{Volume: &csi.VolumeContentSource_VolumeSource{VolumeId: id}}}
+}
+
+func fromSnapshot(id string) *csi.VolumeContentSource {
+	return &csi.VolumeContentSource{Type: &csi.VolumeContentSource_Snapshot{Snapshot: &csi.VolumeContentSource_SnapshotSource{SnapshotId: id}}}
+}
+
+// connect serves the controller on a socket, and connects to it.
+func connect(t *testing.T, s *controller.Server) *grpc.ClientConn {
+	t.Helper()
+	listener, err := net.Listen("unix", filepath.Join(t.TempDir(), "s"))
+	pooltest.Must(t, err)
+	server := grpc.NewServer()
+	csi.RegisterControllerServer(server, s)
+	csi.RegisterGroupControllerServer(server, s)
+	csi.RegisterSnapshotMetadataServer(server, s)
+	go func() { _ = server.Serve(listener) }()
+	t.Cleanup(server.Stop)
+	conn, err := grpc.NewClient("unix://"+listener.Addr().String(), grpc.WithTransportCredentials(insecure.NewCredentials()))
+	pooltest.Must(t, err)
+	t.Cleanup(func() { _ = conn.Close() })
+	return conn
+}
+
+// TestCapabilities: a sidecar is told that this driver can do all that there is in CSI.
+func TestCapabilities(t *testing.T) {
+	conn := connect(t, start(t, 0).Server)
+	announced, err := csirpc.GetControllerCapabilities(t.Context(), conn)
+	pooltest.Must(t, err)
+	for number, name := range csi.ControllerServiceCapability_RPC_Type_name {
+		if announced[csi.ControllerServiceCapability_RPC_Type(number)] != (number != 0) {
+			t.Errorf("%s is announced: %v", name, number == 0)
+		}
+	}
+	groups, err := csirpc.GetGroupControllerCapabilities(t.Context(), conn)
+	pooltest.Must(t, err)
+	for number, name := range csi.GroupControllerServiceCapability_RPC_Type_name {
+		if groups[csi.GroupControllerServiceCapability_RPC_Type(number)] != (number != 0) {
+			t.Errorf("%s is announced: %v", name, number == 0)
+		}
+	}
+}
+
+// TestEveryMethodWorks: what is announced is there. Each method takes an empty request: it answers or says what is missing.
+func TestEveryMethodWorks(t *testing.T) {
+	server := reflect.ValueOf(start(t, 0).Server)
+	for _, service := range []reflect.Type{reflect.TypeFor[csi.ControllerServer](), reflect.TypeFor[csi.GroupControllerServer](), reflect.TypeFor[csi.SnapshotMetadataServer]()} {
+		for i := range service.NumMethod() {
+			name := service.Method(i).Name
+			method := server.MethodByName(name)
+			if strings.HasPrefix(name, "mustEmbed") {
+				continue
+			}
+			var out []reflect.Value
+			if in := method.Type().In(0); in == reflect.TypeFor[context.Context]() {
+				out = method.Call([]reflect.Value{reflect.ValueOf(t.Context()), reflect.New(method.Type().In(1).Elem())})
+			} else {
+				arguments := []reflect.Value{reflect.New(in.Elem()), reflect.ValueOf(&stream[csi.GetMetadataAllocatedResponse]{ctx: t.Context()})}
+				if name == "GetMetadataDelta" {
+					arguments[1] = reflect.ValueOf(&stream[csi.GetMetadataDeltaResponse]{ctx: t.Context()})
+				}
+				out = method.Call(arguments)
+			}
+			if err, failed := out[len(out)-1].Interface().(error); failed && status.Code(err) == codes.Unimplemented {
+				t.Errorf("%s: %v", name, err)
+			}
+		}
+	}
+}
+
+// stream collects what a streaming call sends.
+type stream[A any] struct {
+	grpc.ServerStream
+	ctx  context.Context
+	sent []*A
+}
+
+func (s *stream[A]) Context() context.Context { return s.ctx }
+
+func (s *stream[A]) Send(a *A) error {
+	s.sent = append(s.sent, a)
+	return nil
+}
