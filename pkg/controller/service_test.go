@@ -36,6 +36,12 @@ const (
 	foreign    = "csi-of-another-driver"
 )
 
+// block is the filesystem of what has none.
+const block = drivertest.Block
+
+// capability is that of a volume of a filesystem, or of block, which several pods of a node may write.
+func capability(filesystem string) *csi.VolumeCapability { return drivertest.Capability(filesystem) }
+
 // fixture is the controller over one node with the pools fast, of 8 GiB, and slow, of 1 GiB.
 type fixture struct {
 	*controller.Server
@@ -55,7 +61,7 @@ func start(t *testing.T, limit int64) fixture {
 
 // wanted is a right request for a volume of 16 MiB with ext4.
 func wanted(name string) *csi.CreateVolumeRequest {
-	return &csi.CreateVolumeRequest{Name: name, VolumeCapabilities: []*csi.VolumeCapability{drivertest.Capability("ext4")},
+	return &csi.CreateVolumeRequest{Name: name, VolumeCapabilities: []*csi.VolumeCapability{capability("ext4")},
 		CapacityRange: &csi.CapacityRange{RequiredBytes: 16 * mib}, Parameters: map[string]string{}}
 }
 

@@ -53,7 +53,7 @@ func (s *Server) CreateSnapshot(ctx context.Context, r *csi.CreateSnapshotReques
 func checkSnapshotParameters(parameters map[string]string) error {
 	for key := range parameters {
 		// Kubernetes' own test suite repeats the field deletionPolicy of a group snapshot's class among the
-		// parameters. It is the CO's business in either place.
+		// parameters. In either, it is for the CO.
 		if !csimap.ForCO(key) && key != "deletionPolicy" {
 			return fmt.Errorf("%w: unknown snapshot parameter %q; there are none", errdefs.ErrInvalid, key)
 		}

@@ -23,7 +23,7 @@ import (
 func TestCreateVolumeRefuses(t *testing.T) {
 	f := start(t, 0)
 	ext4, raw := f.create(wanted("of ext4")), wanted("raw")
-	raw.VolumeCapabilities = []*csi.VolumeCapability{drivertest.Capability(drivertest.Block)}
+	raw.VolumeCapabilities = []*csi.VolumeCapability{capability(block)}
 	f.create(raw)
 	snapshot := f.cut("of ext4", ext4)
 	type request = *csi.CreateVolumeRequest
@@ -56,7 +56,7 @@ func TestCreateVolumeRefuses(t *testing.T) {
 	}), errdefs.ErrInvalid, "a volume is on one node")
 	refuses("an unknown filesystem", ask(func(c *csi.VolumeCapability) { c.GetMount().FsType = "zfs" }), errdefs.ErrInvalid, "ext4, xfs and btrfs can be had")
 	refuses("two filesystems", func(r request) {
-		r.VolumeCapabilities = append(r.VolumeCapabilities, drivertest.Capability("xfs"))
+		r.VolumeCapabilities = append(r.VolumeCapabilities, capability("xfs"))
 	}, errdefs.ErrInvalid, "both ext4 and xfs")
 	refuses("a group of files", ask(func(c *csi.VolumeCapability) { c.GetMount().VolumeMountGroup = "1000" }), errdefs.ErrInvalid, "leave the group of files to the kubelet")
 	refuses("a flag that binds", ask(func(c *csi.VolumeCapability) { c.GetMount().MountFlags = []string{"noatime,bind"} }), errdefs.ErrInvalid, "mount option bind")
@@ -89,7 +89,7 @@ func TestCreateVolumeRefuses(t *testing.T) {
 	refuses("a volume that is a snapshot", from(fromVolume(snapshot)), errdefs.ErrNotFound, "is not the ID of a")
 	refuses("a snapshot that is a volume", from(fromSnapshot(ext4)), errdefs.ErrNotFound, "is not the ID of a")
 	refuses("a copy of another filesystem", func(r request) {
-		r.VolumeContentSource, r.VolumeCapabilities[0] = fromSnapshot(snapshot), drivertest.Capability("btrfs")
+		r.VolumeContentSource, r.VolumeCapabilities[0] = fromSnapshot(snapshot), capability("btrfs")
 	}, errdefs.ErrInvalid, "carries ext4")
 	refuses("a copy that is smaller", func(r request) {
 		r.VolumeContentSource, r.CapacityRange = fromVolume(ext4), &csi.CapacityRange{LimitBytes: 15 * mib}
@@ -116,9 +116,9 @@ func TestCreateVolume(t *testing.T) {
 		"of no size":        {func(r *csi.CreateVolumeRequest) { r.CapacityRange = nil }, volume.DefaultSize, "fast"},
 		"of a limit":        {func(r *csi.CreateVolumeRequest) { r.CapacityRange = &csi.CapacityRange{LimitBytes: 20*mib + 1} }, 20 * mib, "fast"},
 		"rounded up":        {func(r *csi.CreateVolumeRequest) { r.CapacityRange.RequiredBytes++ }, 16*mib + blockdev.Granularity, "fast"},
-		"of its filesystem": {func(r *csi.CreateVolumeRequest) { r.VolumeCapabilities[0] = drivertest.Capability("btrfs") }, 256 * mib, "fast"},
+		"of its filesystem": {func(r *csi.CreateVolumeRequest) { r.VolumeCapabilities[0] = capability("btrfs") }, 256 * mib, "fast"},
 		"raw and small": {func(r *csi.CreateVolumeRequest) {
-			r.VolumeCapabilities[0], r.CapacityRange.RequiredBytes = drivertest.Capability(drivertest.Block), 1
+			r.VolumeCapabilities[0], r.CapacityRange.RequiredBytes = capability(block), 1
 		}, blockdev.Granularity, "fast"},
 		"in a pool": {func(r *csi.CreateVolumeRequest) { r.Parameters["pool"] = "slow" }, 16 * mib, "slow"},
 		"with the provisioner's own parameters": {func(r *csi.CreateVolumeRequest) {
@@ -159,8 +159,8 @@ func TestCreateVolumeDiffers(t *testing.T) {
 	refuses("smaller", func(r request) {
 		r.CapacityRange.RequiredBytes, r.CapacityRange.LimitBytes = 8*mib, 8*mib
 	}, errdefs.ErrExists, "has size 16777216")
-	refuses("another filesystem", func(r request) { r.VolumeCapabilities[0] = drivertest.Capability("xfs") }, errdefs.ErrExists, "has filesystem ext4, not xfs")
-	refuses("raw", func(r request) { r.VolumeCapabilities[0] = drivertest.Capability(drivertest.Block) }, errdefs.ErrExists, "has filesystem ext4")
+	refuses("another filesystem", func(r request) { r.VolumeCapabilities[0] = capability("xfs") }, errdefs.ErrExists, "has filesystem ext4, not xfs")
+	refuses("raw", func(r request) { r.VolumeCapabilities[0] = capability(block) }, errdefs.ErrExists, "has filesystem ext4")
 	refuses("thin", func(r request) { r.Parameters["provisioning"] = "thin" }, errdefs.ErrExists, "has provisioning thick, not thin")
 	refuses("another pool", func(r request) { r.Parameters["pool"] = "slow" }, errdefs.ErrExists, "has pool fast, not slow")
 	refuses("a copy", func(r request) { r.VolumeContentSource = fromVolume(source) }, errdefs.ErrExists, "not "+source)
@@ -171,7 +171,7 @@ func TestCreateVolumeDiffers(t *testing.T) {
 	r := wanted("v")
 	r.CapacityRange.LimitBytes = 32 * mib
 	r.Parameters = map[string]string{"csi.storage.k8s.io/pvc/name": "another", "pool": "fast"}
-	r.VolumeCapabilities = append(r.VolumeCapabilities, drivertest.Capability(drivertest.Block))
+	r.VolumeCapabilities = append(r.VolumeCapabilities, capability(block))
 	if v := f.create(r); v != f.create(wanted("v")) {
 		t.Errorf("made %s", v)
 	}
@@ -188,7 +188,7 @@ func TestSecrets(t *testing.T) {
 	_, differs := f.CreateVolume(t.Context(), r)
 	_, gone := f.CreateSnapshot(t.Context(), &csi.CreateSnapshotRequest{Name: "s", SourceVolumeId: nothing, Secrets: secrets})
 	_, claimed := f.ControllerPublishVolume(t.Context(), &csi.ControllerPublishVolumeRequest{VolumeId: id, NodeId: "node-2", Secrets: secrets,
-		VolumeCapability: drivertest.Capability("ext4")})
+		VolumeCapability: capability("ext4")})
 	said := fmt.Sprint(differs, gone, claimed, done(t, f.ListVolumes, &csi.ListVolumesRequest{}))
 	if differs == nil || gone == nil || claimed == nil || strings.Contains(said, secret) {
 		t.Errorf("answers: %s", said)
@@ -280,7 +280,7 @@ func TestDeleteVolume(t *testing.T) {
 
 // claimOf asks for a volume with ext4 to be published to the node.
 func claimOf(id string) *csi.ControllerPublishVolumeRequest {
-	return &csi.ControllerPublishVolumeRequest{VolumeId: id, NodeId: node, VolumeCapability: drivertest.Capability("ext4")}
+	return &csi.ControllerPublishVolumeRequest{VolumeId: id, NodeId: node, VolumeCapability: capability("ext4")}
 }
 
 func TestPublishVolume(t *testing.T) {
@@ -306,7 +306,7 @@ func TestPublishVolume(t *testing.T) {
 	refuses("another access mode", func(r request) {
 		r.VolumeCapability.AccessMode.Mode = csi.VolumeCapability_AccessMode_SINGLE_NODE_WRITER
 	}, errdefs.ErrExists, "with mode mount,SINGLE_NODE_MULTI_WRITER")
-	refuses("block", func(r request) { r.VolumeCapability = drivertest.Capability(drivertest.Block) }, errdefs.ErrExists, "with mode mount")
+	refuses("block", func(r request) { r.VolumeCapability = capability(block) }, errdefs.ErrExists, "with mode mount")
 	refuses("one volume more", func(r request) { r.VolumeId = second }, errdefs.ErrLimit, "node node-1 has 1 volumes, the most it can have")
 	have := done(t, f.ControllerGetVolume, &csi.ControllerGetVolumeRequest{VolumeId: id})
 	if nodes := have.GetStatus().GetPublishedNodeIds(); !slices.Equal(nodes, []string{node}) {
@@ -334,7 +334,7 @@ func TestValidateVolumeCapabilities(t *testing.T) {
 	id := f.create(wanted("v"))
 	type request = *csi.ValidateVolumeCapabilitiesRequest
 	right := func() request {
-		return &csi.ValidateVolumeCapabilitiesRequest{VolumeId: id, VolumeCapabilities: []*csi.VolumeCapability{drivertest.Capability("ext4")},
+		return &csi.ValidateVolumeCapabilitiesRequest{VolumeId: id, VolumeCapabilities: []*csi.VolumeCapability{capability("ext4")},
 			Parameters: map[string]string{"pool": "fast"}, MutableParameters: map[string]string{"readAheadKiB": "128"}, VolumeContext: map[string]string{"a": "b"}}
 	}
 	refuses := drivertest.Refuses(t, f.ValidateVolumeCapabilities, right)
@@ -389,8 +389,8 @@ func TestExpandVolume(t *testing.T) {
 		{0, 16 * mib, nil, true}, // as it is
 		{32*mib - 1, 32 * mib, nil, true},
 		{mib, 32 * mib, nil, true}, // it is larger
-		{40 * mib, 40 * mib, drivertest.Capability("ext4"), true},
-		{48 * mib, 48 * mib, drivertest.Capability(drivertest.Block), false},
+		{40 * mib, 40 * mib, capability("ext4"), true},
+		{48 * mib, 48 * mib, capability(block), false},
 	} {
 		r := right()
 		r.CapacityRange.RequiredBytes, r.VolumeCapability = c.required, c.capability
@@ -509,7 +509,7 @@ func TestGetCapacity(t *testing.T) {
 		"the default pool": {func(request) {}, 8 << 30, 8 << 30, blockdev.Granularity},
 		"a pool":           {func(r request) { r.Parameters["pool"] = "slow" }, 1 << 30, 1 << 30, blockdev.Granularity},
 		"of a filesystem": {func(r request) {
-			r.VolumeCapabilities = []*csi.VolumeCapability{drivertest.Capability("xfs")}
+			r.VolumeCapabilities = []*csi.VolumeCapability{capability("xfs")}
 		}, 8 << 30, 8 << 30, 300 * mib},
 		"of the node":    {func(r request) { r.AccessibleTopology = onNode(node) }, 8 << 30, 8 << 30, blockdev.Granularity},
 		"of another one": {func(r request) { r.AccessibleTopology = onNode("node-2") }, 0, 0, blockdev.Granularity},

@@ -14,15 +14,15 @@ import (
 // TestWholeLife: each call of a volume's life on its node is answered twice the same, and refused to who has other wishes.
 func TestWholeLife(t *testing.T) {
 	drivertest.NeedRoot(t)
-	for _, access := range []string{"ext4", drivertest.Block} {
+	for _, access := range []string{"ext4", block} {
 		t.Run(access, func(t *testing.T) {
 			f := start(t, node.Options{})
 			id, staging, target := f.create("v", access), f.mkdir("staging"), f.path("target")
 			stage := func() *csi.NodeStageVolumeRequest {
-				return &csi.NodeStageVolumeRequest{VolumeId: id, StagingTargetPath: staging, VolumeCapability: drivertest.Capability(access)}
+				return &csi.NodeStageVolumeRequest{VolumeId: id, StagingTargetPath: staging, VolumeCapability: capability(access)}
 			}
 			publish := func() *csi.NodePublishVolumeRequest {
-				return &csi.NodePublishVolumeRequest{VolumeId: id, StagingTargetPath: staging, TargetPath: target, VolumeCapability: drivertest.Capability(access)}
+				return &csi.NodePublishVolumeRequest{VolumeId: id, StagingTargetPath: staging, TargetPath: target, VolumeCapability: capability(access)}
 			}
 			twice(t, f.NodeStageVolume, stage())
 			f.refusesOtherStages(stage, access)
@@ -67,13 +67,13 @@ func (f fixture) refusesOtherStages(right func() *csi.NodeStageVolumeRequest, ac
 	second := f.mkdir("second")
 	refuses("stage at a second path", func(r request) { r.StagingTargetPath = second }, errdefs.ErrInUse, "a volume has one staging path")
 	refuses("stage for reading only", func(r request) { r.VolumeCapability.AccessMode.Mode = readOnly }, errdefs.ErrExists, right().GetStagingTargetPath())
-	if access == drivertest.Block {
-		refuses("stage as a filesystem", func(r request) { r.VolumeCapability = drivertest.Capability("ext4") }, errdefs.ErrInUse, "a volume has one staging path")
+	if access == block {
+		refuses("stage as a filesystem", func(r request) { r.VolumeCapability = capability("ext4") }, errdefs.ErrInUse, "a volume has one staging path")
 		return
 	}
-	refuses("stage as another filesystem", func(r request) { r.VolumeCapability = drivertest.Capability("xfs") }, errdefs.ErrExists, "as ext4")
+	refuses("stage as another filesystem", func(r request) { r.VolumeCapability = capability("xfs") }, errdefs.ErrExists, "as ext4")
 	refuses("stage with other flags", func(r request) { r.VolumeCapability.GetMount().MountFlags = []string{"noatime"} }, errdefs.ErrExists, "with other mount flags")
-	refuses("stage as a device", func(r request) { r.VolumeCapability = drivertest.Capability(drivertest.Block) }, errdefs.ErrExists, "as a filesystem")
+	refuses("stage as a device", func(r request) { r.VolumeCapability = capability(block) }, errdefs.ErrExists, "as a filesystem")
 }
 
 // refusesOtherTargets publishes what is published in other ways.
@@ -86,10 +86,10 @@ func (f fixture) refusesOtherTargets(right func() *csi.NodePublishVolumeRequest,
 	refuses("publish as the only target", func(r request) {
 		r.TargetPath, r.VolumeCapability.AccessMode.Mode = f.path("second target"), csi.VolumeCapability_AccessMode_SINGLE_NODE_SINGLE_WRITER
 	}, errdefs.ErrInUse, "allows one target, and it is published at "+target)
-	other := map[string]string{"ext4": drivertest.Block, drivertest.Block: "ext4"}[access]
-	refuses("publish with other access", func(r request) { r.VolumeCapability = drivertest.Capability(other) }, errdefs.ErrPrecondition, "it is not staged at")
+	other := map[string]string{"ext4": block, block: "ext4"}[access]
+	refuses("publish with other access", func(r request) { r.VolumeCapability = capability(other) }, errdefs.ErrPrecondition, "it is not staged at")
 	if access == "ext4" {
-		refuses("publish as another filesystem", func(r request) { r.VolumeCapability = drivertest.Capability("btrfs") }, errdefs.ErrPrecondition, "staged as ext4, not as btrfs")
+		refuses("publish as another filesystem", func(r request) { r.VolumeCapability = capability("btrfs") }, errdefs.ErrPrecondition, "staged as ext4, not as btrfs")
 	}
 	// What cannot be refused: a second target of a volume that several may write.
 	second := right()
@@ -104,7 +104,7 @@ func TestEphemeralLife(t *testing.T) {
 	f := start(t, node.Options{Ephemeral: node.Ephemeral{Pools: []string{"slow"}, MaxSize: 32 * pooltest.MiB}})
 	type request = *csi.NodePublishVolumeRequest
 	right := func() request {
-		return &csi.NodePublishVolumeRequest{VolumeId: "csi-1", TargetPath: f.path("target"), VolumeCapability: drivertest.Capability("ext4"),
+		return &csi.NodePublishVolumeRequest{VolumeId: "csi-1", TargetPath: f.path("target"), VolumeCapability: capability("ext4"),
 			VolumeContext: map[string]string{"csi.storage.k8s.io/ephemeral": "true", "size": "16Mi"}}
 	}
 	twice(t, f.NodePublishVolume, right())

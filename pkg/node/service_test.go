@@ -32,6 +32,12 @@ const (
 	foreign = "csi-of-another-driver"
 )
 
+// block is the filesystem of what has none.
+const block = drivertest.Block
+
+// capability is that of a volume of a filesystem, or of block, which several pods of a node may write.
+func capability(filesystem string) *csi.VolumeCapability { return drivertest.Capability(filesystem) }
+
 // fixture is the service of a node with the pools fast, of 8 GiB, and slow, of 1 GiB, both in memory; and a directory.
 type fixture struct {
 	*node.Server
@@ -54,7 +60,7 @@ func start(t *testing.T, o node.Options) fixture {
 func (f fixture) create(name, filesystem string) string {
 	f.t.Helper()
 	spec := volume.Spec{Name: name, Size: volume.Range{Required: 16 * pooltest.MiB}}
-	if filesystem != drivertest.Block {
+	if filesystem != block {
 		spec.Filesystem = "ext4"
 	}
 	v, err := f.store.Create(f.t.Context(), spec)
@@ -110,7 +116,7 @@ func TestStageRefuses(t *testing.T) {
 	pooltest.Must(t, os.WriteFile(f.path("file"), nil, 0o600))
 	type request = *csi.NodeStageVolumeRequest
 	refuses := drivertest.Refuses(t, f.NodeStageVolume, func() request {
-		return &csi.NodeStageVolumeRequest{VolumeId: id, StagingTargetPath: staging, VolumeCapability: drivertest.Capability("ext4")}
+		return &csi.NodeStageVolumeRequest{VolumeId: id, StagingTargetPath: staging, VolumeCapability: capability("ext4")}
 	})
 	refuses("no volume", func(r request) { r.VolumeId = "" }, errdefs.ErrInvalid, "no volume ID")
 	refuses("no path", func(r request) { r.StagingTargetPath = "" }, errdefs.ErrInvalid, "no staging target path")
@@ -124,10 +130,10 @@ func TestStageRefuses(t *testing.T) {
 	refuses("a foreign volume", func(r request) { r.VolumeId = foreign }, errdefs.ErrNotFound, foreign)
 	refuses("a volume that is gone", func(r request) { r.VolumeId = nothing }, errdefs.ErrNotFound, "00000000")
 	refuses("a pool that is not there", func(r request) { r.VolumeId = strings.Replace(id, "fast", "gone", 1) }, errdefs.ErrUnavailable, `without pool "gone"`)
-	for _, access := range []string{"ext4", drivertest.Block} {
+	for _, access := range []string{"ext4", block} {
 		as := func(path string) func(request) {
 			return func(r request) {
-				r.StagingTargetPath, r.VolumeCapability = path, drivertest.Capability(access)
+				r.StagingTargetPath, r.VolumeCapability = path, capability(access)
 			}
 		}
 		refuses(access+" at a path that is not there", as(f.path("nowhere")), errdefs.ErrPrecondition, "the caller has to make it")
@@ -155,11 +161,11 @@ func TestClaimRequired(t *testing.T) {
 	f := start(t, node.Options{Claims: true})
 	id, staging := f.create("v", "ext4"), f.mkdir("staging")
 	stage := drivertest.Refuses(t, f.NodeStageVolume, func() *csi.NodeStageVolumeRequest {
-		return &csi.NodeStageVolumeRequest{VolumeId: id, StagingTargetPath: staging, VolumeCapability: drivertest.Capability("ext4")}
+		return &csi.NodeStageVolumeRequest{VolumeId: id, StagingTargetPath: staging, VolumeCapability: capability("ext4")}
 	})
 	stage("stage", func(*csi.NodeStageVolumeRequest) {}, errdefs.ErrPrecondition, `not claimed for node node-1 (its claim is for node ""); publish it there first, at the controller`)
 	publish := drivertest.Refuses(t, f.NodePublishVolume, func() *csi.NodePublishVolumeRequest {
-		return &csi.NodePublishVolumeRequest{VolumeId: id, StagingTargetPath: staging, TargetPath: f.path("target"), VolumeCapability: drivertest.Capability("ext4")}
+		return &csi.NodePublishVolumeRequest{VolumeId: id, StagingTargetPath: staging, TargetPath: f.path("target"), VolumeCapability: capability("ext4")}
 	})
 	publish("publish", func(*csi.NodePublishVolumeRequest) {}, errdefs.ErrPrecondition, "publish it there first, at the controller")
 	f.notUsed(id)
@@ -170,7 +176,7 @@ func TestPublishRefuses(t *testing.T) {
 	id, staging := f.create("v", "ext4"), f.mkdir("staging")
 	type request = *csi.NodePublishVolumeRequest
 	refuses := drivertest.Refuses(t, f.NodePublishVolume, func() request {
-		return &csi.NodePublishVolumeRequest{VolumeId: id, StagingTargetPath: staging, TargetPath: f.path("target"), VolumeCapability: drivertest.Capability("ext4")}
+		return &csi.NodePublishVolumeRequest{VolumeId: id, StagingTargetPath: staging, TargetPath: f.path("target"), VolumeCapability: capability("ext4")}
 	})
 	refuses("no volume", func(r request) { r.VolumeId = "" }, errdefs.ErrInvalid, "no volume ID")
 	refuses("no target", func(r request) { r.TargetPath = "" }, errdefs.ErrInvalid, "no target path")
@@ -186,7 +192,7 @@ func TestPublishRefuses(t *testing.T) {
 	refuses("a foreign volume", func(r request) { r.VolumeId = foreign }, errdefs.ErrNotFound, foreign)
 	refuses("a volume that is gone", func(r request) { r.VolumeId = nothing }, errdefs.ErrNotFound, "00000000")
 	refuses("not staged", func(request) {}, errdefs.ErrPrecondition, "it is not staged at "+staging)
-	refuses("not staged as a block volume", func(r request) { r.VolumeCapability = drivertest.Capability(drivertest.Block) }, errdefs.ErrPrecondition, "it is not staged at "+staging)
+	refuses("not staged as a block volume", func(r request) { r.VolumeCapability = capability(block) }, errdefs.ErrPrecondition, "it is not staged at "+staging)
 	refuses("staged nowhere", func(r request) { r.StagingTargetPath = f.path("nowhere") }, errdefs.ErrPrecondition, "it is not staged at "+f.path("nowhere"))
 	f.notUsed(id)
 	if _, err := os.Lstat(f.path("target")); !os.IsNotExist(err) {
@@ -200,7 +206,7 @@ func TestEphemeralRefuses(t *testing.T) {
 	other := on.create("v", "ext4")
 	type request = *csi.NodePublishVolumeRequest
 	right := func() request {
-		return &csi.NodePublishVolumeRequest{VolumeId: "csi-1", TargetPath: on.path("target"), VolumeCapability: drivertest.Capability("ext4"),
+		return &csi.NodePublishVolumeRequest{VolumeId: "csi-1", TargetPath: on.path("target"), VolumeCapability: capability("ext4"),
 			VolumeContext: map[string]string{"csi.storage.k8s.io/ephemeral": "true", "size": "16Mi"}}
 	}
 	attribute := func(key, value string) func(request) {
@@ -214,7 +220,7 @@ func TestEphemeralRefuses(t *testing.T) {
 	refuses("no size", attribute("size", "much"), errdefs.ErrInvalid, `"much" is no size`)
 	refuses("an unknown attribute", attribute("colour", "red"), errdefs.ErrInvalid, `unknown parameter "colour"`)
 	refuses("an attribute against its capability", attribute("fstype", "xfs"), errdefs.ErrInvalid, "say filesystem xfs")
-	refuses("block", func(r request) { r.VolumeCapability = drivertest.Capability(drivertest.Block) }, errdefs.ErrInvalid, "is for mount access")
+	refuses("block", func(r request) { r.VolumeCapability = capability(block) }, errdefs.ErrInvalid, "is for mount access")
 	refuses("the ID of another volume", func(r request) { r.VolumeId = other }, errdefs.ErrInvalid, "a volume that is not ephemeral")
 	refuses("the name of another volume", func(r request) { r.VolumeId, r.VolumeContext["pool"] = "v", "slow" }, errdefs.ErrExists, "has pool fast, not slow")
 	for _, f := range []fixture{off, on} {
