@@ -24,7 +24,7 @@ type Server struct {
 // ErrStarting: the plugin is not ready yet, and only has to be waited for.
 var ErrStarting = errors.New("starting")
 
-// New returns the service. ready, if set, is ErrStarting until the plugin can serve calls; it looks at no
+// New returns the service. ready, if set, is ErrStarting until the plugin can serve calls; it asks no
 // pool. without are services that this plugin does not have.
 func New(name, version string, ready func(context.Context) error, without ...csi.PluginCapability_Service_Type) *Server {
 	return &Server{name: name, version: version, ready: ready, without: without}
@@ -36,7 +36,7 @@ func (s *Server) GetPluginInfo(context.Context, *csi.GetPluginInfoRequest) (*csi
 }
 
 // GetPluginCapabilities lists the services beyond Identity and Node, and that volumes
-// and snapshots are tied to a place.
+// and snapshots are tied to a node.
 func (s *Server) GetPluginCapabilities(context.Context, *csi.GetPluginCapabilitiesRequest) (*csi.GetPluginCapabilitiesResponse, error) {
 	var capabilities []*csi.PluginCapability
 	for _, service := range []csi.PluginCapability_Service_Type{

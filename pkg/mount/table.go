@@ -14,15 +14,15 @@ import (
 )
 
 // Table remembers where devices are mounted, so that no call has to read all mounts
-// of the machine. It is a list of places to look at: the kernel may have changed
-// since, and each answer is checked there (Paths). Paths are as Resolve returns them.
+// of the machine. Mounts come and go meanwhile, so Paths asks the kernel again for each
+// path that it returns. Paths are as Resolve returns them.
 type Table struct {
 	mu    sync.Mutex
 	paths map[uint64]map[string]noted // device -> path
 	seen  uint64
 }
 
-// noted is a place where a device was mounted.
+// noted is a mount that was seen, or made.
 type noted struct {
 	writable bool
 	seen     uint64 // counts what was noted: what is mounted there again is another one
@@ -170,7 +170,7 @@ func (t *Table) remove(device uint64, path string) {
 	}
 }
 
-// forget is Remove, but for what was mounted there again since it was looked up.
+// forget is Remove, but for what was mounted there again since the caller read it.
 func (t *Table) forget(device uint64, path string, was noted) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -180,25 +180,25 @@ func (t *Table) forget(device uint64, path string, was noted) {
 }
 
 // Paths returns, sorted, where the device is mounted now (as a filesystem or as a
-// bound device node), of all the places that were noted.
+// bound device node), of all the paths that were noted.
 func (t *Table) Paths(device uint64) []string {
 	t.mu.Lock()
 	all := maps.Clone(t.paths[device])
 	t.mu.Unlock()
-	var here []string
+	var mounted []string
 	for _, path := range slices.Sorted(maps.Keys(all)) {
 		info, err := At(path)
 		elsewhere := err == nil && !(info.Root && info.Device == device)
 		if err != nil && !Missing(err) {
-			// A mount that cannot be looked at is still a mount, of this device or by now of another one.
+			// A mount that gives an error is still a mount, of this device or by now of another one.
 			other, listErr := DeviceOf(path)
 			elsewhere = listErr == nil && other != 0 && other != device
 		}
 		if elsewhere || Missing(err) {
 			t.forget(device, path, all[path])
 		} else {
-			here = append(here, path)
+			mounted = append(mounted, path)
 		}
 	}
-	return here
+	return mounted
 }

@@ -1,0 +1,128 @@
+package mount
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/internal/ioctl"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// btrfsDevice returns (one of) the devices of a btrfs, by the names that the kernel has for them.
+// BTRFS_IOC_DEV_INFO and the list of mounts only have the path that whoever scanned the device last had for it:
+// it may be gone, or be one of another mount namespace. fd is what is at the path, opened with O_PATH.
+func btrfsDevice(fd int, path string) (uint64, error) {
+	// Whoever has a lease on the file (fcntl(2)) is not waited for.
+	fd, err := unix.Open(fmt.Sprintf("/proc/self/fd/%d", fd), unix.O_RDONLY|unix.O_NONBLOCK|unix.O_CLOEXEC, 0)
+	if errors.Is(err, unix.EAGAIN) {
+		return 0, fmt.Errorf("%w: somebody has a lease on %s, so its btrfs cannot be asked for its device", errdefs.ErrUnavailable, path)
+	}
+	if err != nil {
+		return 0, &fs.PathError{Op: "open", Path: path, Err: err}
+	}
+	f := os.NewFile(uintptr(fd), path)
+	defer f.Close()
+	info, err := Btrfs(f)
+	if err != nil {
+		return 0, err
+	}
+	id := info.Identity
+	devices, err := filepath.Glob(fmt.Sprintf("/sys/fs/btrfs/%x-%x-%x-%x-%x/devices/*/dev", id[:4], id[4:6], id[6:8], id[8:10], id[10:]))
+	if err != nil {
+		return 0, err
+	}
+	for _, device := range devices {
+		var major, minor uint32
+		number, err := os.ReadFile(device)
+		if err == nil {
+			_, err = fmt.Sscanf(string(number), "%d:%d", &major, &minor)
+		}
+		if err == nil {
+			return unix.Mkdev(major, minor), nil
+		}
+	}
+	return 0, fmt.Errorf("%w: /sys/fs/btrfs has no device of the btrfs at %s", errdefs.ErrUnavailable, path)
+}
+
+// BtrfsInfo is what btrfs says of its devices.
+type BtrfsInfo struct {
+	Identity [16]byte
+	Devices  uint64 // how many there are
+	// Of one that is there:
+	ID   uint64
+	Path string
+	Size int64 // bytes that the filesystem takes of it
+}
+
+// Btrfs asks the btrfs that a file is in (linux/btrfs.h: BTRFS_IOC_FS_INFO and
+// BTRFS_IOC_DEV_INFO). The IDs of devices begin at 1, and have gaps once one was removed.
+func Btrfs(f *os.File) (BtrfsInfo, error) {
+	const fsInfo, devInfo, mostTries = 0x8400941f, 0xd000941e, 1 << 16
+	ask := func(name string, request uint, arg unsafe.Pointer) error {
+		if err := ioctl.Pointer(f, request, arg); err != nil {
+			return &fs.PathError{Op: name, Path: f.Name(), Err: err}
+		}
+		return nil
+	}
+	var all struct {
+		maxID, devices uint64
+		identity       [16]byte
+		_              [1024 - 32]byte
+	}
+	if err := ask("BTRFS_IOC_FS_INFO", fsInfo, unsafe.Pointer(&all)); err != nil {
+		return BtrfsInfo{}, err
+	}
+	for tries, id := 0, all.maxID; ; tries, id = tries+1, id-1 {
+		var one struct {
+			id    uint64
+			_     [24]byte
+			total uint64
+			_     [4096 - 40 - 1024]byte
+			path  [1024]byte
+		}
+		one.id = id
+		err := ask("BTRFS_IOC_DEV_INFO", devInfo, unsafe.Pointer(&one))
+		if path := unix.ByteSliceToString(one.path[:]); err == nil && strings.HasPrefix(path, "/") { // one that is missing has none
+			return BtrfsInfo{Identity: all.identity, Devices: all.devices, ID: id, Path: path, Size: int64(one.total)}, nil
+		}
+		if err != nil && !errors.Is(err, unix.ENODEV) {
+			return BtrfsInfo{}, err
+		}
+		if id <= 1 || tries == mostTries {
+			return BtrfsInfo{}, fmt.Errorf("%w: btrfs knows of no device below %s that is there", errdefs.ErrUnavailable, f.Name())
+		}
+	}
+}
+
+// forgetBtrfs has the kernel forget which btrfs it last saw on a device that is not mounted (linux/btrfs.h:
+// BTRFS_IOC_FORGET_DEV, since Linux 5.4). It remembers devices by their numbers, and a loop device's number is given to
+// another volume once it is free: where one of several devices of a filesystem was seen there (anybody can make a
+// superblock that says so), the next volume of that number cannot be mounted while another of its identity is: its own
+// source, say.
+func forgetBtrfs(device string) error {
+	const forgetDev = 0x50009405
+	control, err := os.OpenFile("/dev/btrfs-control", os.O_RDWR, 0)
+	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENXIO) || errors.Is(err, unix.ENODEV) {
+		return nil // btrfs was not used yet
+	} else if err != nil {
+		return err
+	}
+	defer control.Close()
+	var args struct { // struct btrfs_ioctl_vol_args
+		_    int64
+		name [4088]byte
+	}
+	copy(args.name[:len(args.name)-1], device)
+	err = ioctl.Pointer(control, forgetDev, unsafe.Pointer(&args))
+	if err == nil || errors.Is(err, unix.ENOENT) || errors.Is(err, unix.EBUSY) || errors.Is(err, unix.ENOTTY) {
+		return nil // it remembers none; it is mounted, which the mount finds; too old
+	}
+	return &fs.PathError{Op: "BTRFS_IOC_FORGET_DEV", Path: device, Err: err}
+}
