@@ -71,27 +71,31 @@ func reportedErrors(t Type, device string) int64 {
 	case Btrfs:
 		// /sys/fs/btrfs/UUID/devices/loopN is a link to the device, which is the only one.
 		links, _ := filepath.Glob("/sys/fs/btrfs/*/devices/" + name)
-		var accounts []string
-		for _, link := range links {
-			of, _ := filepath.Glob(filepath.Join(filepath.Dir(filepath.Dir(link)), "devinfo/*/error_stats"))
-			accounts = append(accounts, of...)
-		}
 		var n int64
-		for _, account := range accounts {
-			stats, err := os.ReadFile(account)
-			if err != nil {
-				continue
-			}
-			for line := range strings.Lines(string(stats)) {
-				if fields := strings.Fields(line); len(fields) == 2 {
-					count, _ := strconv.ParseInt(fields[1], 10, 64)
-					n += count
-				}
+		for _, link := range links {
+			accounts, _ := filepath.Glob(filepath.Join(filepath.Dir(filepath.Dir(link)), "devinfo/*/error_stats"))
+			for _, account := range accounts {
+				n += sumCounts(account)
 			}
 		}
 		return n
 	}
 	return 0
+}
+
+// sumCounts adds up a file of lines that have a name and a count. 0 if it cannot be read.
+func sumCounts(path string) (sum int64) {
+	lines, err := os.ReadFile(path)
+	if err != nil {
+		return 0
+	}
+	for line := range strings.Lines(string(lines)) {
+		if fields := strings.Fields(line); len(fields) == 2 {
+			count, _ := strconv.ParseInt(fields[1], 10, 64)
+			sum += count
+		}
+	}
+	return sum
 }
 
 func readCount(path string) int64 {
