@@ -11,6 +11,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+	mountutils "k8s.io/mount-utils"
+	"k8s.io/utils/exec"
 
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -177,6 +179,7 @@ func TestProbeAndForeign(t *testing.T) {
 
 // TestMake at the smallest size, and again over what a crash left of it.
 func TestMake(t *testing.T) {
+	kubelet := mountutils.NewSafeFormatAndMount(mountutils.New(""), exec.New()) // which formats what it takes for blank
 	for _, fs := range filesystem.Types {
 		t.Run(string(fs), func(t *testing.T) {
 			d := newDisk(t, fs.MinSize())
@@ -184,6 +187,9 @@ func TestMake(t *testing.T) {
 				t.Helper()
 				if have, err := filesystem.Probe(d.device); have != fs || err != nil {
 					t.Fatalf("it carries %q: %v", have, err)
+				}
+				if have, err := kubelet.GetDiskFormat(d.device); have != string(fs) || err != nil {
+					t.Errorf("the kubelet takes it for %q: %v", have, err)
 				}
 				if have, err := filesystem.Foreign(d.device, fs); have != "" || err != nil {
 					t.Errorf("its own filesystem is foreign as %q: %v", have, err)

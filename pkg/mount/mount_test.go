@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+	mountutils "k8s.io/mount-utils"
 
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -373,6 +374,36 @@ func TestNodesOfDrivers(t *testing.T) {
 	}
 }
 
+// TestOddMounts: a mount may have any path, and any source, also none. Each is found under its own path, and none keeps the others
+// from being found.
+func TestOddMounts(t *testing.T) {
+	d := newDisk(t, "ext4")
+	path, device := d.mounted(t, "ext4"), number(t, d.device)
+	want := []string{path}
+	for _, name := range []string{"two words", "two\nlines", "tab\tbed", "no\u00a0break", "next\u0085line", `back\040slash`, "#hash", "bytes\xff"} {
+		bound := d.directory(t, name)
+		ok(t, mount.Bind(path, bound, false))
+		t.Cleanup(func() { ok(t, mount.Unmount(bound)) })
+		want = append(want, bound)
+	}
+	for i, source := range []string{"", " ", "- ext4 " + d.device, "\u0085"} {
+		other := d.directory(t, fmt.Sprint("source", i))
+		ok(t, unix.Mount(source, other, "tmpfs", 0, "size=1m"))
+		t.Cleanup(func() { ok(t, unix.Unmount(other, 0)) })
+	}
+	table, err := mount.LoadTable()
+	ok(t, err)
+	slices.Sort(want)
+	if paths := table.Paths(device); !slices.Equal(paths, want) {
+		t.Errorf("mounted at %q, want %q", paths, want)
+	}
+	for _, path := range want {
+		if have, err := mount.DeviceOf(path); have != device || err != nil {
+			t.Errorf("at %q is device %d: %v", path, have, err)
+		}
+	}
+}
+
 // TestPathsBesideMounts: whoever looks where a device is mounted does not have a mount forgotten that comes meanwhile.
 func TestPathsBesideMounts(t *testing.T) {
 	d := newDisk(t, "ext4")
@@ -527,6 +558,9 @@ func TestBind(t *testing.T) {
 	for at, root := range map[string]bool{inside: false, outside: true} {
 		if info, err := mount.At(at); err != nil || info.Root != root {
 			t.Errorf("at %s is %+v: %v", at, info, err)
+		}
+		if seen, err := mountutils.New("").IsMountPoint(at); err != nil || seen != root {
+			t.Errorf("the kubelet takes %s for a mount: %v, %v", at, seen, err)
 		}
 	}
 	ok(t, mount.Unmount(outside))
