@@ -10,8 +10,8 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/moby/sys/mountinfo"
 	"golang.org/x/sys/unix"
-	mountutils "k8s.io/mount-utils"
 )
 
 // What the kernel shows: of the demo's volumes, and of the machine to doctor. It comes
@@ -117,27 +117,30 @@ func mountPoints(below string) (map[uint64][]MountPoint, error) {
 	return points, nil
 }
 
-// readMounts reads /proc/self/mountinfo.
-func readMounts() ([]mountutils.MountInfo, error) {
-	mounts, err := mountutils.ParseMountInfo("/proc/self/mountinfo")
-	for i := range mounts {
-		mounts[i].MountPoint = unescape(mounts[i].MountPoint)
+// Mount is a mount of this process's namespace (proc_pid_mountinfo(5)).
+type Mount struct {
+	Major, Minor               int
+	MountPoint, FsType, Source string
+	OptionalFields             []string
+}
+
+// readMounts lists all mounts, in their order.
+func readMounts() ([]Mount, error) {
+	all, err := mountinfo.GetMounts(nil)
+	var mounts []Mount
+	for _, m := range all {
+		mounts = append(mounts, Mount{m.Major, m.Minor, m.Mountpoint, m.FSType, m.Source, strings.Fields(m.Optional)})
 	}
 	return mounts, err
 }
 
-var escapes = strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\134`, `\`)
-
-// unescape undoes what the kernel does to blanks in paths (proc_pid_mountinfo(5)).
-func unescape(path string) string { return escapes.Replace(path) }
-
 // MountOf returns the mount that a path is on.
-func MountOf(path string) (mountutils.MountInfo, error) {
+func MountOf(path string) (Mount, error) {
 	mounts, err := readMounts()
 	if err != nil {
-		return mountutils.MountInfo{}, err
+		return Mount{}, err
 	}
-	var best mountutils.MountInfo
+	var best Mount
 	for _, m := range mounts {
 		// Of two at one place, the later one is on top.
 		if Within(path, m.MountPoint) && len(m.MountPoint) >= len(best.MountPoint) {

@@ -1,6 +1,13 @@
 package machine
 
-import "testing"
+import (
+	"errors"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
 
 func TestSize(t *testing.T) {
 	for bytes, want := range map[int64]string{0: "0 B", 512: "512 B", 999: "999 B", 1000: "1 KiB", 1536: "1.5 KiB",
@@ -24,8 +31,24 @@ func TestWithin(t *testing.T) {
 	}
 }
 
-func TestUnescape(t *testing.T) {
-	if got := unescape(`/a\040b\134040\011`); got != "/a b\\040\t" {
-		t.Errorf("%q", got)
+// TestMountOf: a mount is found under its own path, beside one of no source.
+func TestMountOf(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("only root mounts")
+	}
+	dir := t.TempDir()
+	for _, c := range []struct{ name, source string }{{"no source", ""}, {"a b\\040\t\u00a0\n", "none"}} {
+		path := filepath.Join(dir, c.name)
+		if err := errors.Join(os.Mkdir(path, 0o700), unix.Mount(c.source, path, "tmpfs", 0, "size=1m")); err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() {
+			if err := unix.Unmount(path, 0); err != nil {
+				t.Error(err)
+			}
+		})
+		if m, err := MountOf(path + "/file"); err != nil || m.MountPoint != path || m.FsType != "tmpfs" || m.Source != c.source {
+			t.Errorf("the mount of %q is %+v, %v", path, m, err)
+		}
 	}
 }
