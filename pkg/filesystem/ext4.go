@@ -259,7 +259,7 @@ var notOfGrowth = regexp.MustCompile(`(?i)inode ([0-689]|7[0-9])|error (reading|
 func endGrowth(ctx context.Context, device string) error {
 	out, _, err := command.Run(ctx, append(slices.Concat([]string{"e2fsck"}, noJournal), "-f", "-n", device)...)
 	if other := notOfGrowth.FindString(out); other != "" {
-		return fmt.Errorf("%w: check %s, whose growth was cut short: there is more amiss than that (%q); run e2fsck on it by hand: %w", errdefs.ErrDataLoss, device, other, err)
+		return fmt.Errorf("%w: check %s, whose growth was cut short: there is more damage than that (%q); run e2fsck on it by hand: %w", errdefs.ErrDataLoss, device, other, err)
 	}
 	return guarded(device, ext4Grows, func() error { return e2fsck(ctx, device, "-f", "-y") })
 }

@@ -256,7 +256,7 @@ func TestGrowthCutShort(t *testing.T) {
 	image.write(t, halfway, ext4SuperSize)
 	run(t, "debugfs", "-w", "-R", "clri b", image.path)
 	want := image.bytes(t)
-	if err := Check(t.Context(), Ext4, image.path); !errors.Is(err, errdefs.ErrDataLoss) || !strings.Contains(err.Error(), "more amiss") {
+	if err := Check(t.Context(), Ext4, image.path); !errors.Is(err, errdefs.ErrDataLoss) || !strings.Contains(err.Error(), "more damage") {
 		t.Errorf("damage that no growth leaves: %v", err)
 	}
 	if !bytes.Equal(image.bytes(t), want) {

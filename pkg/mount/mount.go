@@ -1,7 +1,7 @@
-// Package mount is the mount(2) family: mount a filesystem, bind, unmount, and see
-// what is at a path. It uses the mount API of Linux 5.2 and later (fsopen(2),
-// open_tree(2), mount_setattr(2) of 5.12), so that a mount appears with all of its
-// attributes or not at all, and the kernel's own words say why it did not.
+// Package mount mounts filesystems, binds, unmounts, and says what is at a path. It uses
+// the mount API of Linux 5.2 and later (fsopen(2), open_tree(2), mount_setattr(2) of 5.12),
+// so that a mount appears with all of its attributes or not at all, and the kernel's own
+// words say why it did not (docs/decisions/mounts.md).
 package mount
 
 import (

@@ -18,19 +18,19 @@ import (
 // path that it returns. Paths are as Resolve returns them.
 type Table struct {
 	mu    sync.Mutex
-	paths map[uint64]map[string]noted // device -> path
+	paths map[uint64]map[string]entry // device -> path
 	seen  uint64
 }
 
-// noted is a mount that was seen, or made.
-type noted struct {
+// entry is a mount of a device at a path, that was seen or made.
+type entry struct {
 	writable bool
-	seen     uint64 // counts what was noted: what is mounted there again is another one
+	seen     uint64 // counts the entries: what is mounted there again is another one
 }
 
 // LoadTable reads the mounts of this process's namespace, once.
 func LoadTable() (*Table, error) {
-	t := &Table{paths: map[uint64]map[string]noted{}}
+	t := &Table{paths: map[uint64]map[string]entry{}}
 	mounts, err := mountinfo.GetMounts(nil)
 	if err != nil {
 		return nil, fmt.Errorf("read mounts: %w", err)
@@ -118,14 +118,14 @@ func hasBtrfs(device uint64) bool {
 	return err == nil && len(found) > 0
 }
 
-// Add notes that a device is mounted at a path, for writing or not.
+// Add adds a mount of a device at a path, for writing or not.
 func (t *Table) Add(device uint64, path string, writable bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.add(device, path, writable)
 }
 
-// Found notes that a device was found at a path, if that is not known: somebody else mounted it there again.
+// Found adds a mount that was found, if it is not in the table: somebody else made it.
 func (t *Table) Found(device uint64, path string, writable bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -136,13 +136,13 @@ func (t *Table) Found(device uint64, path string, writable bool) {
 
 func (t *Table) add(device uint64, path string, writable bool) {
 	if t.paths[device] == nil {
-		t.paths[device] = map[string]noted{}
+		t.paths[device] = map[string]entry{}
 	}
 	t.seen++
-	t.paths[device][path] = noted{writable, t.seen}
+	t.paths[device][path] = entry{writable, t.seen}
 }
 
-// Devices returns the devices that were noted, in no order.
+// Devices returns the devices in the table, in no order.
 func (t *Table) Devices() []uint64 {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -156,7 +156,7 @@ func (t *Table) Writable(device uint64, path string) bool {
 	return t.paths[device][path].writable
 }
 
-// Remove notes that it is not any more.
+// Remove removes a mount.
 func (t *Table) Remove(device uint64, path string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -171,7 +171,7 @@ func (t *Table) remove(device uint64, path string) {
 }
 
 // forget is Remove, but for what was mounted there again since the caller read it.
-func (t *Table) forget(device uint64, path string, was noted) {
+func (t *Table) forget(device uint64, path string, was entry) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.paths[device][path] == was {
@@ -180,7 +180,7 @@ func (t *Table) forget(device uint64, path string, was noted) {
 }
 
 // Paths returns, sorted, where the device is mounted now (as a filesystem or as a
-// bound device node), of all the paths that were noted.
+// bound device node), of all paths in the table.
 func (t *Table) Paths(device uint64) []string {
 	t.mu.Lock()
 	all := maps.Clone(t.paths[device])
