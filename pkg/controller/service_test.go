@@ -2,8 +2,6 @@ package controller_test
 
 import (
 	"context"
-	"net"
-	"path/filepath"
 	"reflect"
 	"strings"
 	"testing"
@@ -12,9 +10,7 @@ import (
 	csirpc "github.com/kubernetes-csi/csi-lib-utils/rpc"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/status"
-	"google.golang.org/protobuf/proto"
 
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
@@ -85,16 +81,6 @@ func done[R, A any](t *testing.T, call func(context.Context, R) (A, error), r R)
 	return a
 }
 
-// twice makes a call twice: both succeed, with the same answer.
-func twice[R, A proto.Message](t *testing.T, call func(context.Context, R) (A, error), r R) A {
-	t.Helper()
-	first, second := done(t, call, r), done(t, call, r)
-	if !proto.Equal(first, second) {
-		t.Errorf("answered %v, and to the same request %v", first, second)
-	}
-	return first
-}
-
 // onNode is the topology of a node.
 func onNode(name string) *csi.Topology { return csimap.Topology(name) }
 
@@ -110,18 +96,11 @@ func fromSnapshot(id string) *csi.VolumeContentSource {
 // connect serves the controller on a socket, and connects to it.
 func connect(t *testing.T, s *controller.Server) *grpc.ClientConn {
 	t.Helper()
-	listener, err := net.Listen("unix", filepath.Join(t.TempDir(), "s"))
-	pooltest.Must(t, err)
-	server := grpc.NewServer()
-	csi.RegisterControllerServer(server, s)
-	csi.RegisterGroupControllerServer(server, s)
-	csi.RegisterSnapshotMetadataServer(server, s)
-	go func() { _ = server.Serve(listener) }()
-	t.Cleanup(server.Stop)
-	conn, err := grpc.NewClient("unix://"+listener.Addr().String(), grpc.WithTransportCredentials(insecure.NewCredentials()))
-	pooltest.Must(t, err)
-	t.Cleanup(func() { _ = conn.Close() })
-	return conn
+	return drivertest.Connect(t, func(server *grpc.Server) {
+		csi.RegisterControllerServer(server, s)
+		csi.RegisterGroupControllerServer(server, s)
+		csi.RegisterSnapshotMetadataServer(server, s)
+	})
 }
 
 // TestCapabilities: a sidecar is told that this driver can do all that there is in CSI.

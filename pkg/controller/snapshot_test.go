@@ -44,7 +44,7 @@ func TestCreateSnapshot(t *testing.T) {
 	r := right()
 	r.Parameters = map[string]string{"csi.storage.k8s.io/volumesnapshot/name": "x", "deletionPolicy": "Delete"}
 	at(onNode(node))(r)
-	snapshot := twice(t, f.CreateSnapshot, r).GetSnapshot()
+	snapshot := drivertest.Twice(t, f.CreateSnapshot, r).GetSnapshot()
 	want := volume.ID{Kind: blockdev.Snapshot, Pool: "fast", Key: volume.KeyOf("s")}.String()
 	if snapshot.GetSnapshotId() != want || snapshot.GetSourceVolumeId() != source || snapshot.GetSizeBytes() != 16*mib || !snapshot.GetReadyToUse() ||
 		snapshot.GetGroupSnapshotId() != "" || snapshot.GetAccessibleTopology()[0].GetSegments()[csimap.TopologyKey] != node {
@@ -53,7 +53,7 @@ func TestCreateSnapshot(t *testing.T) {
 	refuses("of another volume", func(r request) { r.SourceVolumeId = other }, errdefs.ErrExists, "is of volume "+source+", not "+other)
 	// A snapshot that is there needs its source no more.
 	done(t, f.DeleteVolume, &csi.DeleteVolumeRequest{VolumeId: source})
-	if again := twice(t, f.CreateSnapshot, r).GetSnapshot(); again.String() != snapshot.String() {
+	if again := drivertest.Twice(t, f.CreateSnapshot, r).GetSnapshot(); again.String() != snapshot.String() {
 		t.Errorf("without its source it is %v, not %v", again, snapshot)
 	}
 	refuses("a new one of it", func(r request) { r.Name = "new" }, errdefs.ErrNotFound, "00") // a part of its key
@@ -70,7 +70,7 @@ func TestDeleteSnapshot(t *testing.T) {
 	_, err := f.DeleteSnapshot(t.Context(), &csi.DeleteSnapshotRequest{})
 	pooltest.Fails(t, err, errdefs.ErrInvalid, "delete a snapshot without an ID")
 	for _, gone := range []string{id, nothingCut, source, foreign} {
-		twice(t, f.DeleteSnapshot, &csi.DeleteSnapshotRequest{SnapshotId: gone})
+		drivertest.Twice(t, f.DeleteSnapshot, &csi.DeleteSnapshotRequest{SnapshotId: gone})
 	}
 	_, err = f.GetSnapshot(t.Context(), &csi.GetSnapshotRequest{SnapshotId: id})
 	pooltest.Fails(t, err, errdefs.ErrNotFound, "a deleted snapshot")
@@ -99,7 +99,7 @@ func TestListSnapshots(t *testing.T) {
 		"of a source that is snapshot": {"", a1, nil},
 	} {
 		var ids []string
-		for _, e := range twice(t, f.ListSnapshots, &csi.ListSnapshotsRequest{SnapshotId: c.snapshot, SourceVolumeId: c.source}).GetEntries() {
+		for _, e := range drivertest.Twice(t, f.ListSnapshots, &csi.ListSnapshotsRequest{SnapshotId: c.snapshot, SourceVolumeId: c.source}).GetEntries() {
 			ids = append(ids, e.GetSnapshot().GetSnapshotId())
 		}
 		slices.Sort(ids)
@@ -130,7 +130,7 @@ func TestGroupSnapshot(t *testing.T) {
 		t.Errorf("of refused groups there is %v", left)
 	}
 
-	group := twice(t, f.CreateVolumeGroupSnapshot, right()).GetGroupSnapshot()
+	group := drivertest.Twice(t, f.CreateVolumeGroupSnapshot, right()).GetGroupSnapshot()
 	var members, sources []string
 	for _, s := range group.GetSnapshots() {
 		members, sources = append(members, s.GetSnapshotId()), append(sources, s.GetSourceVolumeId())
@@ -164,7 +164,7 @@ func (f fixture) findAndDelete(id string, members []string, other string) {
 	refuses("get: a member too few", func(r get) { r.SnapshotIds = members[1:] }, errdefs.ErrInvalid, "has the snapshots")
 	refuses("get: another member", func(r get) { r.SnapshotIds = []string{members[0], other} }, errdefs.ErrInvalid, "has the snapshots")
 	for _, given := range [][]string{nil, members, {members[1], members[0]}} {
-		if g := twice(f.t, f.GetVolumeGroupSnapshot, &csi.GetVolumeGroupSnapshotRequest{GroupSnapshotId: id, SnapshotIds: given}).GetGroupSnapshot(); len(g.GetSnapshots()) != len(members) {
+		if g := drivertest.Twice(f.t, f.GetVolumeGroupSnapshot, &csi.GetVolumeGroupSnapshotRequest{GroupSnapshotId: id, SnapshotIds: given}).GetGroupSnapshot(); len(g.GetSnapshots()) != len(members) {
 			f.t.Errorf("with the members %v the group is %v", given, g)
 		}
 	}
@@ -180,7 +180,7 @@ func (f fixture) findAndDelete(id string, members []string, other string) {
 		r.SnapshotIds = []string{strings.Replace(members[0], "fast", "gone", 1)}
 	}, errdefs.ErrUnavailable, `without pool "gone"`)
 	for _, gone := range []string{id, "group.00000000000000000000000000000000", foreign} {
-		twice(f.t, f.DeleteVolumeGroupSnapshot, &csi.DeleteVolumeGroupSnapshotRequest{GroupSnapshotId: gone})
+		drivertest.Twice(f.t, f.DeleteVolumeGroupSnapshot, &csi.DeleteVolumeGroupSnapshotRequest{GroupSnapshotId: gone})
 	}
 	_, err = f.GetVolumeGroupSnapshot(f.t.Context(), &csi.GetVolumeGroupSnapshotRequest{GroupSnapshotId: id})
 	pooltest.Fails(f.t, err, errdefs.ErrNotFound, "a deleted group")

@@ -137,7 +137,7 @@ func TestCreateVolume(t *testing.T) {
 		t.Run(what, func(t *testing.T) {
 			r := wanted(what)
 			c.change(r)
-			v := twice(t, f.CreateVolume, r).GetVolume()
+			v := drivertest.Twice(t, f.CreateVolume, r).GetVolume()
 			want := volume.ID{Kind: blockdev.Volume, Pool: c.pool, Key: volume.KeyOf(r.GetName())}.String()
 			if v.GetVolumeId() != want || v.GetCapacityBytes() != c.size || len(v.GetVolumeContext()) != 0 ||
 				v.GetContentSource().String() != r.GetVolumeContentSource().String() ||
@@ -272,7 +272,7 @@ func TestDeleteVolume(t *testing.T) {
 	refuses("of a pool that is not there", func(r request) { r.VolumeId = strings.Replace(id, "fast", "gone", 1) }, errdefs.ErrUnavailable, `without pool "gone"`)
 	done(t, f.ControllerUnpublishVolume, &csi.ControllerUnpublishVolumeRequest{VolumeId: id})
 	for _, gone := range []string{id, nothing, nothingCut, foreign} {
-		twice(t, f.DeleteVolume, &csi.DeleteVolumeRequest{VolumeId: gone})
+		drivertest.Twice(t, f.DeleteVolume, &csi.DeleteVolumeRequest{VolumeId: gone})
 	}
 	_, err := f.ControllerGetVolume(t.Context(), &csi.ControllerGetVolumeRequest{VolumeId: id})
 	pooltest.Fails(t, err, errdefs.ErrNotFound, "a deleted volume")
@@ -298,7 +298,7 @@ func TestPublishVolume(t *testing.T) {
 	refuses("a volume that is gone", func(r request) { r.VolumeId = nothing }, errdefs.ErrNotFound, "00000000")
 	refuses("a foreign volume", func(r request) { r.VolumeId = foreign }, errdefs.ErrNotFound, foreign)
 	refuses("a node that is not there", func(r request) { r.NodeId = "node-2" }, errdefs.ErrNotFound, `no node "node-2"; volume `+id+` is on node node-1`)
-	if answer := twice(t, f.ControllerPublishVolume, right()); len(answer.GetPublishContext()) != 0 {
+	if answer := drivertest.Twice(t, f.ControllerPublishVolume, right()); len(answer.GetPublishContext()) != 0 {
 		t.Errorf("a writer is told %v", answer)
 	}
 	refuses = drivertest.Refuses(t, f.ControllerPublishVolume, right)
@@ -314,19 +314,19 @@ func TestPublishVolume(t *testing.T) {
 	}
 	// The claim of a node is not released by another one; a volume that is gone has none.
 	for _, r := range []*csi.ControllerUnpublishVolumeRequest{{VolumeId: id, NodeId: "node-2"}, {VolumeId: nothing, NodeId: node}, {VolumeId: foreign, NodeId: node}} {
-		twice(t, f.ControllerUnpublishVolume, r)
+		drivertest.Twice(t, f.ControllerUnpublishVolume, r)
 	}
 	_, err := f.ControllerUnpublishVolume(t.Context(), &csi.ControllerUnpublishVolumeRequest{})
 	pooltest.Fails(t, err, errdefs.ErrInvalid, "a claim of no volume")
 	_, err = f.ControllerPublishVolume(t.Context(), claimOf(second))
 	pooltest.Fails(t, err, errdefs.ErrLimit, "the first is still claimed")
-	twice(t, f.ControllerUnpublishVolume, &csi.ControllerUnpublishVolumeRequest{VolumeId: id, NodeId: node})
+	drivertest.Twice(t, f.ControllerUnpublishVolume, &csi.ControllerUnpublishVolumeRequest{VolumeId: id, NodeId: node})
 	reader := claimOf(second)
 	reader.Readonly = true
-	if answer := twice(t, f.ControllerPublishVolume, reader); answer.GetPublishContext()[csimap.ReadOnlyKey] != "true" {
+	if answer := drivertest.Twice(t, f.ControllerPublishVolume, reader); answer.GetPublishContext()[csimap.ReadOnlyKey] != "true" {
 		t.Errorf("a reader is told %v", answer)
 	}
-	twice(t, f.ControllerUnpublishVolume, &csi.ControllerUnpublishVolumeRequest{VolumeId: second}) // of whatever node
+	drivertest.Twice(t, f.ControllerUnpublishVolume, &csi.ControllerUnpublishVolumeRequest{VolumeId: second}) // of whatever node
 }
 
 func TestValidateVolumeCapabilities(t *testing.T) {
@@ -341,7 +341,7 @@ func TestValidateVolumeCapabilities(t *testing.T) {
 	refuses("no volume", func(r request) { r.VolumeId = "" }, errdefs.ErrInvalid, "no volume ID")
 	refuses("no capabilities", func(r request) { r.VolumeCapabilities = nil }, errdefs.ErrInvalid, "no volume capabilities")
 	refuses("a volume that is gone", func(r request) { r.VolumeId = nothing }, errdefs.ErrNotFound, "00000000")
-	confirmed := twice(t, f.ValidateVolumeCapabilities, right())
+	confirmed := drivertest.Twice(t, f.ValidateVolumeCapabilities, right())
 	if c, r := confirmed.GetConfirmed(), right(); c == nil || confirmed.GetMessage() != "" || c.GetVolumeCapabilities()[0].String() != r.VolumeCapabilities[0].String() ||
 		c.GetParameters()["pool"] != "fast" || c.GetMutableParameters()["readAheadKiB"] != "128" || c.GetVolumeContext()["a"] != "b" {
 		t.Errorf("confirmed %v", confirmed)
@@ -357,7 +357,7 @@ func TestValidateVolumeCapabilities(t *testing.T) {
 	} {
 		r := right()
 		change(r)
-		if answer := twice(t, f.ValidateVolumeCapabilities, r); answer.GetConfirmed() != nil || !strings.Contains(answer.GetMessage(), message) {
+		if answer := drivertest.Twice(t, f.ValidateVolumeCapabilities, r); answer.GetConfirmed() != nil || !strings.Contains(answer.GetMessage(), message) {
 			t.Errorf("answered %v, want a message with %q", answer, message)
 		}
 	}
@@ -394,7 +394,7 @@ func TestExpandVolume(t *testing.T) {
 	} {
 		r := right()
 		r.CapacityRange.RequiredBytes, r.VolumeCapability = c.required, c.capability
-		if answer := twice(t, f.ControllerExpandVolume, r); answer.GetCapacityBytes() != c.want || answer.GetNodeExpansionRequired() != c.onNode {
+		if answer := drivertest.Twice(t, f.ControllerExpandVolume, r); answer.GetCapacityBytes() != c.want || answer.GetNodeExpansionRequired() != c.onNode {
 			t.Errorf("expanded to %d bytes: %v", c.required, answer)
 		}
 	}
@@ -412,8 +412,8 @@ func TestModifyVolume(t *testing.T) {
 	refuses("a volume that is gone", func(r request) { r.VolumeId = nothing }, errdefs.ErrNotFound, "00000000")
 	refuses("an unknown parameter", func(r request) { r.MutableParameters["pool"] = "slow" }, errdefs.ErrInvalid, `unknown mutable parameter "pool"`)
 	refuses("a scheduler that is none", func(r request) { r.MutableParameters["ioScheduler"] = "fifo" }, errdefs.ErrInvalid, "none, mq-deadline, kyber and bfq are known")
-	twice(t, f.ControllerModifyVolume, right())
-	twice(t, f.ControllerModifyVolume, &csi.ControllerModifyVolumeRequest{VolumeId: id}) // nothing
+	drivertest.Twice(t, f.ControllerModifyVolume, right())
+	drivertest.Twice(t, f.ControllerModifyVolume, &csi.ControllerModifyVolumeRequest{VolumeId: id}) // nothing
 }
 
 // TestPages: a list comes in pages of any size, each thing once, also when what the last page ended with is deleted.
@@ -488,7 +488,7 @@ func TestGetVolume(t *testing.T) {
 		_, err = f.ControllerGetVolumeHealth(t.Context(), &csi.ControllerGetVolumeHealthRequest{VolumeId: given})
 		pooltest.Fails(t, err, want, "health of "+given)
 	}
-	health := twice(t, f.ControllerGetVolumeHealth, &csi.ControllerGetVolumeHealthRequest{VolumeId: id}).GetVolumeHealth()
+	health := drivertest.Twice(t, f.ControllerGetVolumeHealth, &csi.ControllerGetVolumeHealthRequest{VolumeId: id}).GetVolumeHealth()
 	if health.GetVolumeId() != id || len(health.GetHealthStatuses()) != 0 {
 		t.Errorf("its health is %v", health)
 	}
@@ -518,7 +518,7 @@ func TestGetCapacity(t *testing.T) {
 	} {
 		r := right()
 		c.change(r)
-		have := twice(t, f.GetCapacity, r)
+		have := drivertest.Twice(t, f.GetCapacity, r)
 		if have.GetAvailableCapacity() != c.available || have.GetMaximumVolumeSize().GetValue() != c.largest || have.GetMinimumVolumeSize().GetValue() != c.lowest {
 			t.Errorf("%s: %v; want %d, up to %d, from %d on", what, have, c.available, c.largest, c.lowest)
 		}

@@ -3,16 +3,14 @@ package identity_test
 import (
 	"context"
 	"errors"
-	"net"
-	"path/filepath"
 	"testing"
 	"time"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	csirpc "github.com/kubernetes-csi/csi-lib-utils/rpc"
 	"google.golang.org/grpc"
-	"google.golang.org/grpc/credentials/insecure"
 
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/identity"
@@ -21,16 +19,7 @@ import (
 // connect serves the service on a socket, and connects to it.
 func connect(t *testing.T, s *identity.Server) *grpc.ClientConn {
 	t.Helper()
-	listener, err := net.Listen("unix", filepath.Join(t.TempDir(), "s"))
-	pooltest.Must(t, err)
-	server := grpc.NewServer()
-	csi.RegisterIdentityServer(server, s)
-	go func() { _ = server.Serve(listener) }()
-	t.Cleanup(server.Stop)
-	conn, err := grpc.NewClient("unix://"+listener.Addr().String(), grpc.WithTransportCredentials(insecure.NewCredentials()))
-	pooltest.Must(t, err)
-	t.Cleanup(func() { _ = conn.Close() })
-	return conn
+	return drivertest.Connect(t, func(server *grpc.Server) { csi.RegisterIdentityServer(server, s) })
 }
 
 func TestPluginInfo(t *testing.T) {

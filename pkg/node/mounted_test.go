@@ -24,14 +24,14 @@ func TestWholeLife(t *testing.T) {
 			publish := func() *csi.NodePublishVolumeRequest {
 				return &csi.NodePublishVolumeRequest{VolumeId: id, StagingTargetPath: staging, TargetPath: target, VolumeCapability: capability(access)}
 			}
-			twice(t, f.NodeStageVolume, stage())
+			drivertest.Twice(t, f.NodeStageVolume, stage())
 			f.refusesOtherStages(stage, access)
-			twice(t, f.NodePublishVolume, publish())
+			drivertest.Twice(t, f.NodePublishVolume, publish())
 			f.refusesOtherTargets(publish, access)
 
 			for _, path := range []string{staging, target} {
-				twice(t, f.NodeGetVolumeStats, &csi.NodeGetVolumeStatsRequest{VolumeId: id, VolumePath: path})
-				grown := twice(t, f.NodeExpandVolume, &csi.NodeExpandVolumeRequest{VolumeId: id, VolumePath: path})
+				drivertest.Twice(t, f.NodeGetVolumeStats, &csi.NodeGetVolumeStatsRequest{VolumeId: id, VolumePath: path})
+				grown := drivertest.Twice(t, f.NodeExpandVolume, &csi.NodeExpandVolumeRequest{VolumeId: id, VolumePath: path})
 				if grown.GetCapacityBytes() != 16*pooltest.MiB {
 					t.Errorf("at %s it has %v", path, grown)
 				}
@@ -49,8 +49,8 @@ func TestWholeLife(t *testing.T) {
 			})
 			unpublish("unpublish another one", func(*csi.NodeUnpublishVolumeRequest) {}, errdefs.ErrPrecondition, "is not this volume")
 
-			twice(t, f.NodeUnpublishVolume, &csi.NodeUnpublishVolumeRequest{VolumeId: id, TargetPath: target})
-			twice(t, f.NodeUnstageVolume, &csi.NodeUnstageVolumeRequest{VolumeId: id, StagingTargetPath: staging})
+			drivertest.Twice(t, f.NodeUnpublishVolume, &csi.NodeUnpublishVolumeRequest{VolumeId: id, TargetPath: target})
+			drivertest.Twice(t, f.NodeUnstageVolume, &csi.NodeUnstageVolumeRequest{VolumeId: id, StagingTargetPath: staging})
 			if left := drivertest.Leftovers(f.dir); len(left) > 0 {
 				t.Errorf("left: %v", left)
 			}
@@ -94,8 +94,8 @@ func (f fixture) refusesOtherTargets(right func() *csi.NodePublishVolumeRequest,
 	// What cannot be refused: a second target of a volume that several may write.
 	second := right()
 	second.TargetPath = f.path("second target")
-	twice(f.t, f.NodePublishVolume, second)
-	twice(f.t, f.NodeUnpublishVolume, &csi.NodeUnpublishVolumeRequest{VolumeId: second.GetVolumeId(), TargetPath: second.GetTargetPath()})
+	drivertest.Twice(f.t, f.NodePublishVolume, second)
+	drivertest.Twice(f.t, f.NodeUnpublishVolume, &csi.NodeUnpublishVolumeRequest{VolumeId: second.GetVolumeId(), TargetPath: second.GetTargetPath()})
 }
 
 // TestEphemeralLife: an inline ephemeral volume is made by its publication, once, and goes with it.
@@ -107,7 +107,7 @@ func TestEphemeralLife(t *testing.T) {
 		return &csi.NodePublishVolumeRequest{VolumeId: "csi-1", TargetPath: f.path("target"), VolumeCapability: capability("ext4"),
 			VolumeContext: map[string]string{"csi.storage.k8s.io/ephemeral": "true", "size": "16Mi"}}
 	}
-	twice(t, f.NodePublishVolume, right())
+	drivertest.Twice(t, f.NodePublishVolume, right())
 	refuses := drivertest.Refuses(t, f.NodePublishVolume, right)
 	refuses("of another size", func(r request) { r.VolumeContext["size"] = "20Mi" }, errdefs.ErrExists, "has size 16777216")
 	refuses("for another pod", func(r request) { r.TargetPath = f.path("other") }, errdefs.ErrExists, f.path("target"))
@@ -115,8 +115,8 @@ func TestEphemeralLife(t *testing.T) {
 	if pooltest.Must(t, err); v.ID.Pool != "slow" || v.Ephemeral != f.path("target") || v.Size != 16*pooltest.MiB {
 		t.Errorf("it is %+v", v)
 	}
-	twice(t, f.NodeGetVolumeHealth, &csi.NodeGetVolumeHealthRequest{VolumeId: "csi-1"})
-	twice(t, f.NodeUnpublishVolume, &csi.NodeUnpublishVolumeRequest{VolumeId: "csi-1", TargetPath: f.path("target")})
+	drivertest.Twice(t, f.NodeGetVolumeHealth, &csi.NodeGetVolumeHealthRequest{VolumeId: "csi-1"})
+	drivertest.Twice(t, f.NodeUnpublishVolume, &csi.NodeUnpublishVolumeRequest{VolumeId: "csi-1", TargetPath: f.path("target")})
 	_, err = f.store.Ephemeral(t.Context(), "csi-1")
 	pooltest.Fails(t, err, errdefs.ErrNotFound, "an ephemeral volume whose pod is gone")
 }

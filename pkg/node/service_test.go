@@ -78,19 +78,6 @@ func (f fixture) mkdir(name string) string {
 	return f.path(name)
 }
 
-// twice makes a call twice: both succeed, with the same answer.
-func twice[R, A proto.Message](t *testing.T, call func(context.Context, R) (A, error), r R) A {
-	t.Helper()
-	first, err := call(t.Context(), r)
-	pooltest.Must(t, err)
-	second, err := call(t.Context(), r)
-	pooltest.Must(t, err)
-	if !proto.Equal(first, second) {
-		t.Errorf("answered %v, and to the same request %v", first, second)
-	}
-	return first
-}
-
 // badPaths are paths that do not say where they lead.
 var badPaths = map[string]string{"a relative path": "a/b", "a path with dots": "/a/../b", "a path that ends in a slash": "/a/", "the root": "/", "a path with a zero": "/a\x00b"}
 
@@ -237,12 +224,12 @@ func TestTakenDownBefore(t *testing.T) {
 	id := f.create("v", "ext4")
 	for _, text := range []string{id, nothing, foreign, strings.Replace(id, "fast", "gone", 1)} {
 		staging := f.mkdir("staging")
-		twice(t, f.NodeUnstageVolume, &csi.NodeUnstageVolumeRequest{VolumeId: text, StagingTargetPath: staging})
+		drivertest.Twice(t, f.NodeUnstageVolume, &csi.NodeUnstageVolumeRequest{VolumeId: text, StagingTargetPath: staging})
 		pooltest.Must(t, os.Remove(staging))
-		twice(t, f.NodeUnstageVolume, &csi.NodeUnstageVolumeRequest{VolumeId: text, StagingTargetPath: staging})
+		drivertest.Twice(t, f.NodeUnstageVolume, &csi.NodeUnstageVolumeRequest{VolumeId: text, StagingTargetPath: staging})
 
 		target := f.mkdir("target")
-		twice(t, f.NodeUnpublishVolume, &csi.NodeUnpublishVolumeRequest{VolumeId: text, TargetPath: target})
+		drivertest.Twice(t, f.NodeUnpublishVolume, &csi.NodeUnpublishVolumeRequest{VolumeId: text, TargetPath: target})
 		if _, err := os.Lstat(target); !os.IsNotExist(err) {
 			t.Errorf("%s: its target is left: %v", text, err)
 		}
@@ -291,7 +278,7 @@ func TestOfWhatIsNotMounted(t *testing.T) {
 	ask("health: no volume", func(r health) { r.VolumeId = "" }, errdefs.ErrInvalid, "no volume ID")
 	ask("health: a volume that is gone", func(r health) { r.VolumeId = nothing }, errdefs.ErrNotFound, "00000000")
 	ask("health: a foreign volume", func(r health) { r.VolumeId = foreign }, errdefs.ErrNotFound, foreign)
-	well := twice(t, f.NodeGetVolumeHealth, &csi.NodeGetVolumeHealthRequest{VolumeId: id}).GetVolumeHealth()
+	well := drivertest.Twice(t, f.NodeGetVolumeHealth, &csi.NodeGetVolumeHealthRequest{VolumeId: id}).GetVolumeHealth()
 	if well.GetVolumeId() != id || len(well.GetHealthStatuses()) > 0 {
 		t.Errorf("its health is %v", well)
 	}
@@ -315,7 +302,7 @@ func (elsewhere) PoolHealth(context.Context) []blockdev.Problem {
 
 func TestInfo(t *testing.T) {
 	s := node.New(t.Context(), elsewhere{}, &mount.Table{}, node.Options{MaxVolumes: 7})
-	info := twice(t, s.NodeGetInfo, &csi.NodeGetInfoRequest{})
+	info := drivertest.Twice(t, s.NodeGetInfo, &csi.NodeGetInfoRequest{})
 	if segments := info.GetAccessibleTopology().GetSegments(); info.GetNodeId() != nodeName || info.GetMaxVolumesPerNode() != 7 ||
 		len(segments) != 2 || segments[csimap.TopologyKey] != nodeName || segments["zone"] != "a" {
 		t.Errorf("the node is %v", info)
@@ -325,7 +312,7 @@ func TestInfo(t *testing.T) {
 // TestStorageHealth: one entry for each status and reason, which says it of every pool.
 func TestStorageHealth(t *testing.T) {
 	s := node.New(t.Context(), elsewhere{}, &mount.Table{}, node.Options{})
-	have := twice(t, s.NodeGetStorageHealth, &csi.NodeGetStorageHealthRequest{})
+	have := drivertest.Twice(t, s.NodeGetStorageHealth, &csi.NodeGetStorageHealthRequest{})
 	type entry = csi.NodeGetStorageHealthResponse_StorageBackendHealth
 	want := &csi.NodeGetStorageHealthResponse{BackendHealth: []*entry{
 		{Status: csi.StorageHealthErrorType_STORAGE_DEGRADED, Reason: "Full", Message: "pool a is full; pool c is full"},
@@ -334,7 +321,7 @@ func TestStorageHealth(t *testing.T) {
 	if !proto.Equal(have, want) {
 		t.Errorf("have %v, want %v", have, want)
 	}
-	if well := twice(t, start(t, node.Options{}).NodeGetStorageHealth, &csi.NodeGetStorageHealthRequest{}); len(well.GetBackendHealth()) > 0 {
+	if well := drivertest.Twice(t, start(t, node.Options{}).NodeGetStorageHealth, &csi.NodeGetStorageHealthRequest{}); len(well.GetBackendHealth()) > 0 {
 		t.Errorf("pools that are well: %v", well)
 	}
 }
@@ -344,7 +331,7 @@ func TestStorageHealth(t *testing.T) {
 func TestCapabilities(t *testing.T) {
 	f := start(t, node.Options{})
 	announced := map[csi.NodeServiceCapability_RPC_Type]bool{}
-	for _, c := range twice(t, f.NodeGetCapabilities, &csi.NodeGetCapabilitiesRequest{}).GetCapabilities() {
+	for _, c := range drivertest.Twice(t, f.NodeGetCapabilities, &csi.NodeGetCapabilitiesRequest{}).GetCapabilities() {
 		announced[c.GetRpc().GetType()] = true
 	}
 	for number, name := range csi.NodeServiceCapability_RPC_Type_name {
