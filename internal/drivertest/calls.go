@@ -12,6 +12,7 @@ import (
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/protobuf/proto"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -19,13 +20,13 @@ import (
 func Connect(t testing.TB, register func(*grpc.Server)) *grpc.ClientConn {
 	t.Helper()
 	listener, err := net.Listen("unix", filepath.Join(t.TempDir(), "s"))
-	must(t, err)
+	check.OK(t, err)
 	server := grpc.NewServer()
 	register(server)
 	go func() { _ = server.Serve(listener) }()
 	t.Cleanup(server.Stop)
 	conn, err := grpc.NewClient("unix://"+listener.Addr().String(), grpc.WithTransportCredentials(insecure.NewCredentials()))
-	must(t, err)
+	check.OK(t, err)
 	t.Cleanup(func() { _ = conn.Close() })
 	return conn
 }
@@ -34,9 +35,9 @@ func Connect(t testing.TB, register func(*grpc.Server)) *grpc.ClientConn {
 func Twice[R, A proto.Message](t testing.TB, call func(context.Context, R) (A, error), r R) A {
 	t.Helper()
 	first, err := call(t.Context(), r)
-	must(t, err)
+	check.OK(t, err)
 	second, err := call(t.Context(), r)
-	must(t, err)
+	check.OK(t, err)
 	if !proto.Equal(first, second) {
 		t.Errorf("answered %v, and to the same request %v", first, second)
 	}

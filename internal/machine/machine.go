@@ -122,6 +122,7 @@ type Mount struct {
 	Major, Minor               int
 	MountPoint, FsType, Source string
 	OptionalFields             []string
+	SuperOptions               []string // of the filesystem
 }
 
 // readMounts lists all mounts, in their order.
@@ -129,7 +130,7 @@ func readMounts() ([]Mount, error) {
 	all, err := mountinfo.GetMounts(nil)
 	var mounts []Mount
 	for _, m := range all {
-		mounts = append(mounts, Mount{m.Major, m.Minor, m.Mountpoint, m.FSType, m.Source, strings.Fields(m.Optional)})
+		mounts = append(mounts, Mount{m.Major, m.Minor, m.Mountpoint, m.FSType, m.Source, strings.Fields(m.Optional), strings.Split(m.VFSOptions, ",")})
 	}
 	return mounts, err
 }

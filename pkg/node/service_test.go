@@ -13,6 +13,7 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
+	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
@@ -33,10 +34,12 @@ const (
 )
 
 // block is the filesystem of what has none.
-const block = drivertest.Block
+const block = co.Block
 
 // capability is that of a volume of a filesystem, or of block, which several pods of a node may write.
-func capability(filesystem string) *csi.VolumeCapability { return drivertest.Capability(filesystem) }
+func capability(filesystem string) *csi.VolumeCapability {
+	return co.Capability(filesystem, co.MultiWriter)
+}
 
 // fixture is the service of a node with the pools fast, of 8 GiB, and slow, of 1 GiB, both in memory; and a directory.
 type fixture struct {
