@@ -12,6 +12,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+
 	corev1 "k8s.io/api/core/v1"
 	storagev1 "k8s.io/api/storage/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -57,20 +59,20 @@ func (w *environment) samples(m *machine, s *store.Store) samples {
 		one := spec(name)
 		one.For = volume.Requester{Namespace: "default", Name: name, PersistentVolume: "pv-" + name}
 		*v, err = s.Create(w.ctx, one)
-		must(w, err)
-		must(w, m.local.SetFormat(w.ctx, v.ID, formatted))
+		check.OK(w, err)
+		check.OK(w, m.local.SetFormat(w.ctx, v.ID, formatted))
 	}
 	for _, v := range []volume.Volume{f.claimed, f.attached} {
-		must(w, s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m"}))
+		check.OK(w, s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m"}))
 	}
 	device, err := m.local.Attach(w.ctx, f.attached)
-	must(w, err)
+	check.OK(w, err)
 	f.detach = device.Close
-	w.Cleanup(func() { must(w, f.detach()) })
+	w.Cleanup(func() { check.OK(w, f.detach()) })
 	f.snapshot, err = s.CreateSnapshot(w.ctx, "snapshot", f.plain.ID)
-	must(w, err)
+	check.OK(w, err)
 	f.group, err = s.CreateGroup(w.ctx, "group", []volume.ID{f.plain.ID, f.claimed.ID})
-	must(w, err)
+	check.OK(w, err)
 	return f
 }
 
@@ -85,7 +87,7 @@ func (f samples) unharmed(w *environment, m *machine) {
 		}
 	}
 	for _, s := range append(slices.Clone(f.group.Snapshots), f.snapshot) {
-		must(w, second(m.local.GetSnapshot(w.ctx, s.ID)))
+		check.OK(w, second(m.local.GetSnapshot(w.ctx, s.ID)))
 	}
 	if devices, err := m.local.Attached(w.ctx, f.attached.ID); err != nil || len(devices) != 1 {
 		w.Fatalf("devices %v, %v", devices, err)
@@ -111,7 +113,7 @@ func (f samples) served(w *environment, s *store.Store) {
 		})
 	}
 	again, err := s.GetGroup(w.ctx, f.group.ID)
-	must(w, err)
+	check.OK(w, err)
 	if len(again.Snapshots) != 2 {
 		w.Fatalf("%+v", again)
 	}
@@ -121,10 +123,10 @@ func (f samples) served(w *environment, s *store.Store) {
 func (f samples) deleted(w *environment, m *machine, s *store.Store) {
 	w.Helper()
 	for _, v := range f.volumes() {
-		must(w, s.Release(w.ctx, v.ID, nodeName))
+		check.OK(w, s.Release(w.ctx, v.ID, nodeName))
 	}
-	must(w, f.detach())
-	must(w, errors.Join(s.DeleteGroup(w.ctx, f.group.ID), s.DeleteSnapshot(w.ctx, f.snapshot.ID)))
+	check.OK(w, f.detach())
+	check.OK(w, errors.Join(s.DeleteGroup(w.ctx, f.group.ID), s.DeleteSnapshot(w.ctx, f.snapshot.ID)))
 	for _, v := range f.volumes() {
 		w.eventually(v.Name+" is deleted", func() bool { return s.Delete(w.ctx, v.ID) == nil }) // others may look at all devices
 	}
@@ -139,7 +141,7 @@ func (w *environment) objects() []client.Object {
 	w.Helper()
 	var volumes v1alpha1.VolumeList
 	var snapshots v1alpha1.SnapshotList
-	must(w, errors.Join(w.List(w.ctx, &volumes), w.List(w.ctx, &snapshots)))
+	check.OK(w, errors.Join(w.List(w.ctx, &volumes), w.List(w.ctx, &snapshots)))
 	var all []client.Object
 	for i := range volumes.Items {
 		all = append(all, &volumes.Items[i])
@@ -161,7 +163,7 @@ func (w *environment) strays(pool string, n int) []v1alpha1.Stray {
 	w.Helper()
 	p := &v1alpha1.Pool{}
 	w.eventually(fmt.Sprintf("%d strays are reported", n), func() bool {
-		must(w, client.IgnoreNotFound(w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(nodeName, pool)}, p)))
+		check.OK(w, client.IgnoreNotFound(w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(nodeName, pool)}, p)))
 		return p.Status.StrayCount == n && len(p.Status.Strays) == n && meta.IsStatusConditionTrue(p.Status.Conditions, v1alpha1.Accounted) == (n == 0)
 	})
 	return p.Status.Strays
@@ -171,12 +173,12 @@ func (w *environment) strays(pool string, n int) []v1alpha1.Stray {
 func (w *environment) adopt(pool, which string) {
 	w.Helper()
 	p := &v1alpha1.Pool{}
-	must(w, w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(nodeName, pool)}, p))
+	check.OK(w, w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(nodeName, pool)}, p))
 	before := p.DeepCopy()
 	p.Annotations = map[string]string{v1alpha1.AdoptAnnotation: which}
-	must(w, w.Patch(w.ctx, p, client.MergeFrom(before)))
+	check.OK(w, w.Patch(w.ctx, p, client.MergeFrom(before)))
 	w.eventually("it was done", func() bool {
-		must(w, w.Get(w.ctx, client.ObjectKeyFromObject(p), p))
+		check.OK(w, w.Get(w.ctx, client.ObjectKeyFromObject(p), p))
 		return p.Annotations[v1alpha1.AdoptAnnotation] == ""
 	})
 }
@@ -187,7 +189,7 @@ func (w *environment) older(objects ...client.Object) {
 	for _, o := range objects {
 		before := o.DeepCopyObject().(client.Object)
 		o.SetFinalizers([]string{v1alpha1.Finalizer})
-		must(w, w.Patch(w.ctx, o, client.MergeFrom(before)))
+		check.OK(w, w.Patch(w.ctx, o, client.MergeFrom(before)))
 	}
 }
 
@@ -203,7 +205,7 @@ func TestObjectsDeleted(t *testing.T) {
 				w.older(w.objects()...)
 			}
 			for _, o := range w.objects() {
-				must(t, w.Delete(w.ctx, o))
+				check.OK(t, w.Delete(w.ctx, o))
 			}
 			if older {
 				w.start(m)
@@ -224,7 +226,7 @@ func TestObjectsDeleted(t *testing.T) {
 				}
 				return true
 			})
-			must(t, s.Release(w.ctx, f.claimed.ID, nodeName))
+			check.OK(t, s.Release(w.ctx, f.claimed.ID, nodeName))
 			f.unharmed(w, m)
 
 			w.adopt("default", f.plain.ID.String()+","+f.group.ID.String())
@@ -232,7 +234,7 @@ func TestObjectsDeleted(t *testing.T) {
 			w.adopt("default", "all")
 			w.strays("default", 0)
 			f.served(w, s)
-			must(t, s.Claim(w.ctx, f.claimed.ID, volume.Claim{Node: nodeName, Mode: "m"}))
+			check.OK(t, s.Claim(w.ctx, f.claimed.ID, volume.Claim{Node: nodeName, Mode: "m"}))
 			f.unharmed(w, m)
 			f.deleted(w, m, s)
 		})
@@ -244,12 +246,12 @@ func TestObjectsDeleted(t *testing.T) {
 func TestObjectDeletedAskedAgain(t *testing.T) {
 	w, m, s := newCluster(t)
 	f := w.samples(m, s)
-	must(t, w.Delete(w.ctx, w.object("plain")))
+	check.OK(t, w.Delete(w.ctx, w.object("plain")))
 	w.eventually("it is gone", func() bool { return w.object("plain") == nil })
 	one := spec("plain")
 	one.For = f.plain.For
 	v, err := s.Create(w.ctx, one)
-	must(t, err)
+	check.OK(t, err)
 	if v.Created.Sub(f.plain.Created).Abs() > time.Microsecond {
 		t.Errorf("made anew: %+v", v)
 	}
@@ -263,12 +265,12 @@ func TestObjectDeletedAskedAgain(t *testing.T) {
 func TestAskedAgainDiffers(t *testing.T) {
 	w, m, s := newCluster(t)
 	f := w.samples(m, s)
-	must(t, second(s.Expand(w.ctx, f.plain.ID, volume.Range{Required: 2 * mib}))) // who asks again does not know it
+	check.OK(t, second(s.Expand(w.ctx, f.plain.ID, volume.Range{Required: 2 * mib}))) // who asks again does not know it
 	other, err := s.Create(w.ctx, spec("other"))
-	must(t, err)
+	check.OK(t, err)
 	for _, o := range w.objects() {
 		if o.GetName() != other.ID.Key {
-			must(t, w.Delete(w.ctx, o))
+			check.OK(t, w.Delete(w.ctx, o))
 		}
 	}
 	w.eventually("they are gone", func() bool { return len(w.objects()) == 1 })
@@ -284,7 +286,7 @@ func TestAskedAgainDiffers(t *testing.T) {
 	w.asked("it is asked for", func(ctx context.Context) error { return second(s.Create(ctx, spec("claimed"))) }, func() bool { return w.object("claimed") != nil })
 	o := w.object("claimed")
 	o.Spec.Delete = o.UID
-	must(t, w.Update(w.ctx, o))
+	check.OK(t, w.Update(w.ctx, o))
 	w.start(m)
 	w.eventually("it is given up", func() bool { return w.object("claimed") == nil })
 	again()
@@ -294,7 +296,7 @@ func TestAskedAgainDiffers(t *testing.T) {
 	if v, err := s.Create(w.ctx, spec("plain")); err != nil || v.Size != 2*mib {
 		t.Errorf("%+v, %v", v, err)
 	}
-	must(t, s.Delete(w.ctx, other.ID))
+	check.OK(t, s.Delete(w.ctx, other.ID))
 	f.deleted(w, m, s)
 }
 
@@ -311,7 +313,7 @@ func (w *environment) restored(objects []client.Object) {
 		case *v1alpha1.Snapshot:
 			o.Status = v1alpha1.SnapshotStatus{}
 		}
-		must(w, w.Create(w.ctx, o))
+		check.OK(w, w.Create(w.ctx, o))
 	}
 }
 
@@ -328,7 +330,7 @@ func TestObjectsRestored(t *testing.T) {
 				}
 			}
 			for _, o := range w.objects() {
-				must(t, w.Delete(w.ctx, o))
+				check.OK(t, w.Delete(w.ctx, o))
 			}
 			w.gone()
 			w.restored(backup)
@@ -359,14 +361,14 @@ func TestRestoredWithIntent(t *testing.T) {
 		}
 	}
 	for _, o := range w.objects() {
-		must(t, w.Delete(w.ctx, o))
+		check.OK(t, w.Delete(w.ctx, o))
 	}
 	w.gone()
 	w.restored(backup)
 	f.served(w, s)
 	f.unharmed(w, m)
 	w.eventually("it is taken back", func() bool { return w.object("plain").Spec.Delete == "" })
-	must(t, s.Claim(w.ctx, f.claimed.ID, volume.Claim{Node: nodeName, Mode: "m"}))
+	check.OK(t, s.Claim(w.ctx, f.claimed.ID, volume.Claim{Node: nodeName, Mode: "m"}))
 	f.deleted(w, m, s)
 }
 
@@ -377,7 +379,7 @@ func TestRestoredWithStatus(t *testing.T) {
 	f := w.samples(m, s)
 	backup := w.objects()
 	for _, o := range backup {
-		must(t, w.Delete(w.ctx, o))
+		check.OK(t, w.Delete(w.ctx, o))
 	}
 	w.gone()
 	var statuses []client.Object
@@ -392,7 +394,7 @@ func TestRestoredWithStatus(t *testing.T) {
 	for i, o := range statuses {
 		o.SetUID(backup[i].GetUID())
 		o.SetResourceVersion(backup[i].GetResourceVersion())
-		must(t, w.Status().Update(w.ctx, o))
+		check.OK(t, w.Status().Update(w.ctx, o))
 	}
 	w.start(m)
 	f.served(w, s)
@@ -408,15 +410,15 @@ func TestRestoredWithStatus(t *testing.T) {
 func TestRestoredOntoNewDisk(t *testing.T) {
 	w, m, s := newCluster(t)
 	v, err := s.Create(w.ctx, spec("v"))
-	must(t, err)
+	check.OK(t, err)
 	snapshot, err := s.CreateSnapshot(w.ctx, "s", v.ID)
-	must(t, err)
+	check.OK(t, err)
 	group, err := s.CreateGroup(w.ctx, "g", []volume.ID{v.ID})
-	must(t, err)
+	check.OK(t, err)
 	backup := w.objects()
 	m.stop()
 	for _, o := range w.objects() {
-		must(t, w.Delete(w.ctx, o))
+		check.OK(t, w.Delete(w.ctx, o))
 	}
 	w.gone()
 	m.disks[0] = memory.NewDisk(storetest.Size)
@@ -440,8 +442,8 @@ func TestRestoredOntoNewDisk(t *testing.T) {
 	if left, err := m.local.ListSnapshots(w.ctx, volume.ID{}, volume.ID{}, 0); err != nil || len(left) > 0 {
 		t.Errorf("cut anew: %v, %v", left, err)
 	}
-	must(t, errors.Join(s.DeleteGroup(w.ctx, group.ID), s.DeleteSnapshot(w.ctx, snapshot.ID), s.Delete(w.ctx, v.ID)))
-	must(t, second(s.Create(w.ctx, spec("v"))))
+	check.OK(t, errors.Join(s.DeleteGroup(w.ctx, group.ID), s.DeleteSnapshot(w.ctx, snapshot.ID), s.Delete(w.ctx, v.ID)))
+	check.OK(t, second(s.Create(w.ctx, spec("v"))))
 	w.tally(m)
 }
 
@@ -449,11 +451,11 @@ func TestRestoredOntoNewDisk(t *testing.T) {
 func TestRestoredFromBeforeGrowth(t *testing.T) {
 	w, m, s := newCluster(t)
 	v, err := s.Create(w.ctx, spec("v"))
-	must(t, err)
+	check.OK(t, err)
 	backup := w.objects()
-	must(t, second(s.Expand(w.ctx, v.ID, volume.Range{Required: 2 * mib})))
-	must(t, s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m"}))
-	must(t, w.Delete(w.ctx, w.object("v")))
+	check.OK(t, second(s.Expand(w.ctx, v.ID, volume.Range{Required: 2 * mib})))
+	check.OK(t, s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m"}))
+	check.OK(t, w.Delete(w.ctx, w.object("v")))
 	w.gone()
 	w.restored(backup)
 	w.eventually("it is found", func() bool {
@@ -463,7 +465,7 @@ func TestRestoredFromBeforeGrowth(t *testing.T) {
 	if grown, err := s.Expand(w.ctx, v.ID, volume.Range{Required: 3 * mib}); err != nil || grown.Size != 3*mib {
 		t.Errorf("%+v, %v", grown, err)
 	}
-	must(t, s.Delete(w.ctx, v.ID))
+	check.OK(t, s.Delete(w.ctx, v.ID))
 	w.tally(m)
 }
 
@@ -471,10 +473,10 @@ func TestRestoredFromBeforeGrowth(t *testing.T) {
 func (w *environment) identity(pool, id string) {
 	w.Helper()
 	p := &v1alpha1.Pool{}
-	must(w, w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(nodeName, pool)}, p))
+	check.OK(w, w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(nodeName, pool)}, p))
 	before := p.DeepCopy()
 	p.Spec.UUID = id
-	must(w, w.Patch(w.ctx, p, client.MergeFrom(before)))
+	check.OK(w, w.Patch(w.ctx, p, client.MergeFrom(before)))
 }
 
 // TestEdited: each field that somebody may edit, edited.
@@ -575,7 +577,7 @@ func TestEdited(t *testing.T) {
 		case *v1alpha1.Snapshot:
 			meta.SetStatusCondition(&o.Status.Conditions, metav1.Condition{Type: v1alpha1.Ready, Status: metav1.ConditionFalse, Reason: "X"})
 		}
-		must(t, w.Status().Update(w.ctx, o))
+		check.OK(t, w.Status().Update(w.ctx, o))
 	}
 	w.start(m)
 	w.eventually("all of them were looked at", func() bool {
@@ -594,7 +596,7 @@ func TestEdited(t *testing.T) {
 	for _, o := range w.objects() {
 		before := o.DeepCopyObject().(client.Object)
 		o.SetFinalizers(nil)
-		must(t, w.Patch(w.ctx, o, client.MergeFrom(before)))
+		check.OK(t, w.Patch(w.ctx, o, client.MergeFrom(before)))
 	}
 }
 
@@ -606,7 +608,7 @@ func TestDeletedByHand(t *testing.T) {
 	for _, name := range []string{"plain", "attached"} {
 		o := w.object(name)
 		o.Spec.Delete, o.Spec.Claim = o.UID, nil
-		must(t, w.Update(w.ctx, o))
+		check.OK(t, w.Update(w.ctx, o))
 	}
 	o := w.object("attached")
 	fails(t, s.Claim(w.ctx, f.attached.ID, volume.Claim{Node: nodeName, Mode: "m"}), errdefs.ErrPrecondition)
@@ -618,22 +620,22 @@ func TestDeletedByHand(t *testing.T) {
 		return o.Status.Failure != nil && o.Status.Failure.Reason == "InUse"
 	})
 	o.Spec.Delete = ""
-	must(t, w.Update(w.ctx, o))
-	must(t, second(m.local.Get(w.ctx, f.attached.ID)))
+	check.OK(t, w.Update(w.ctx, o))
+	check.OK(t, second(m.local.Get(w.ctx, f.attached.ID)))
 }
 
 // TestMadeAfter: bytes of the same name that were made after the object are not the object's.
 func TestMadeAfter(t *testing.T) {
 	w, m, s := newCluster(t)
 	v, err := s.Create(w.ctx, spec("v"))
-	must(t, err)
+	check.OK(t, err)
 	m.stop()
-	must(t, m.local.Delete(w.ctx, v.ID))
-	must(t, second(m.local.Create(w.ctx, spec("v"))))
+	check.OK(t, m.local.Delete(w.ctx, v.ID))
+	check.OK(t, second(m.local.Create(w.ctx, spec("v"))))
 	w.start(m)
-	must(t, s.Delete(w.ctx, v.ID))
+	check.OK(t, s.Delete(w.ctx, v.ID))
 	w.strays("default", 1)
-	must(t, second(m.local.Get(w.ctx, v.ID)))
+	check.OK(t, second(m.local.Get(w.ctx, v.ID)))
 }
 
 // TestMixedVersions: what older controllers and agents do.
@@ -644,18 +646,18 @@ func TestMixedVersions(t *testing.T) {
 	o := w.object("plain")
 	old := &v1alpha1.Volume{ObjectMeta: metav1.ObjectMeta{Name: volume.KeyOf("old"), Finalizers: []string{v1alpha1.Finalizer}}, Spec: o.Spec}
 	old.Spec.Name = "old"
-	must(t, w.Create(w.ctx, old))
+	check.OK(t, w.Create(w.ctx, old))
 	w.eventually("it is refused", func() bool {
 		o := w.object("old")
 		return o.Status.Failure != nil && o.Status.Failure.Reason == "DataLoss"
 	})
 	fails(t, second(m.local.Get(w.ctx, volume.ID{Kind: blockdev.Volume, Pool: "default", Key: old.Name})), errdefs.ErrNotFound)
-	must(t, w.Delete(w.ctx, w.object("old"))) // as that controller does then
+	check.OK(t, w.Delete(w.ctx, w.object("old"))) // as that controller does then
 	w.eventually("it is gone", func() bool { return w.object("old") == nil })
 	// Its deletion says nothing of bytes.
 	m.stop()
 	w.older(w.object("plain"))
-	must(t, w.Delete(w.ctx, w.object("plain")))
+	check.OK(t, w.Delete(w.ctx, w.object("plain")))
 	w.start(m)
 	w.eventually("it is gone", func() bool { return w.object("plain") == nil })
 	f.unharmed(w, m)
@@ -668,17 +670,17 @@ func TestMixedVersions(t *testing.T) {
 	go func() { done <- second(s.Create(w.ctx, spec("by an older agent"))) }()
 	w.eventually("it is asked for", func() bool { return w.object("by an older agent") != nil })
 	made, err := m.local.Create(w.ctx, spec("by an older agent"))
-	must(t, err)
+	check.OK(t, err)
 	byOlder := w.object("by an older agent")
 	now := metav1.NewMicroTime(made.Created)
 	byOlder.Status.Created, byOlder.Status.Size = &now, mib
-	must(t, w.Status().Update(w.ctx, byOlder))
-	must(t, <-done)
+	check.OK(t, w.Status().Update(w.ctx, byOlder))
+	check.OK(t, <-done)
 	if w.object("by an older agent").Spec.Make {
 		t.Error("it may be made again")
 	}
 	w.start(m)
-	must(t, s.Delete(w.ctx, made.ID))
+	check.OK(t, s.Delete(w.ctx, made.ID))
 	f.served(w, s)
 	f.deleted(w, m, s)
 }
@@ -691,26 +693,26 @@ func TestBegunByOlder(t *testing.T) {
 		pvc := &corev1.PersistentVolumeClaim{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: claim}, Spec: corev1.PersistentVolumeClaimSpec{
 			AccessModes: []corev1.PersistentVolumeAccessMode{corev1.ReadWriteOnce}, VolumeName: bound,
 			Resources: corev1.VolumeResourceRequirements{Requests: corev1.ResourceList{corev1.ResourceStorage: *resource.NewQuantity(mib, resource.BinarySI)}}}}
-		must(t, w.Create(w.ctx, pvc))
+		check.OK(t, w.Create(w.ctx, pvc))
 		t.Cleanup(func() {
 			before := pvc.DeepCopy()
 			pvc.Finalizers = nil
-			must(t, errors.Join(w.Patch(w.ctx, pvc, client.MergeFrom(before)), w.Delete(w.ctx, pvc)))
+			check.OK(t, errors.Join(w.Patch(w.ctx, pvc, client.MergeFrom(before)), w.Delete(w.ctx, pvc)))
 		})
 		one := spec("pvc-" + string(pvc.UID))
 		one.For = volume.Requester{Namespace: "default", Name: claim}
 		o := &v1alpha1.Volume{ObjectMeta: metav1.ObjectMeta{Name: volume.KeyOf(one.Name), Finalizers: []string{v1alpha1.Finalizer}},
 			Spec: v1alpha1.VolumeSpec{NodeName: nodeName, Pool: "default", Name: one.Name, Size: mib, ClaimRef: &v1alpha1.ClaimRef{Namespace: "default", Name: claim}}}
-		must(t, w.Create(w.ctx, o))
+		check.OK(t, w.Create(w.ctx, o))
 		w.eventually("it is refused", func() bool { return w.object(one.Name).Status.Failure != nil })
 		return one
 	}
 	v, err := s.Create(w.ctx, begun("pending", ""))
-	must(t, err)
+	check.OK(t, err)
 	if o := w.object(v.Name); o.Status.Created == nil || len(o.Finalizers) > 0 {
 		t.Errorf("it is %+v", o)
 	}
-	must(t, second(m.local.Get(w.ctx, v.ID)))
+	check.OK(t, second(m.local.Get(w.ctx, v.ID)))
 	bound := begun("bound", "some-volume")
 	fails(t, second(s.Create(w.ctx, bound)), errdefs.ErrDataLoss)
 	known := begun("known", "")
@@ -725,21 +727,21 @@ func TestOldDefinitions(t *testing.T) {
 	w, m, s := newCluster(t)
 	f := w.samples(m, s)
 	server := apitest.Get(t)
-	t.Cleanup(func() { must(t, server.Define(context.Background())) })
-	must(t, server.Redefine(w.ctx, "volumes.ashlar.dev", func(crd *unstructured.Unstructured) {
+	t.Cleanup(func() { check.OK(t, server.Define(context.Background())) })
+	check.OK(t, server.Redefine(w.ctx, "volumes.ashlar.dev", func(crd *unstructured.Unstructured) {
 		versions, _, _ := unstructured.NestedSlice(crd.Object, "spec", "versions")
 		path := []string{"schema", "openAPIV3Schema", "properties", "spec"}
 		spec, _, _ := unstructured.NestedMap(versions[0].(map[string]any), path...)
 		delete(spec, "x-kubernetes-validations")
 		delete(spec["properties"].(map[string]any), "make")
 		delete(spec["properties"].(map[string]any), "delete")
-		must(t, unstructured.SetNestedMap(versions[0].(map[string]any), spec, path...))
-		must(t, unstructured.SetNestedSlice(crd.Object, versions, "spec", "versions"))
+		check.OK(t, unstructured.SetNestedMap(versions[0].(map[string]any), spec, path...))
+		check.OK(t, unstructured.SetNestedSlice(crd.Object, versions, "spec", "versions"))
 	}))
 	w.eventually("they are in force", func() bool {
 		o := w.object("plain")
 		o.Spec.Delete = "x"
-		must(t, w.Update(w.ctx, o, client.DryRunAll))
+		check.OK(t, w.Update(w.ctx, o, client.DryRunAll))
 		return o.Spec.Delete == ""
 	})
 	fails(t, s.Delete(w.ctx, f.plain.ID), errdefs.ErrUnavailable)
@@ -749,15 +751,15 @@ func TestOldDefinitions(t *testing.T) {
 	if o := w.object("new"); o != nil {
 		t.Errorf("left is %+v", o)
 	}
-	must(t, server.Define(w.ctx))
+	check.OK(t, server.Define(w.ctx))
 	w.eventually("they are in force again", func() bool {
 		o := w.object("plain")
 		o.Spec.Delete = "x"
-		must(t, w.Update(w.ctx, o, client.DryRunAll))
+		check.OK(t, w.Update(w.ctx, o, client.DryRunAll))
 		return o.Spec.Delete == "x"
 	})
-	must(t, s.Delete(w.ctx, f.plain.ID))
-	must(t, second(s.Create(w.ctx, spec("new"))))
+	check.OK(t, s.Delete(w.ctx, f.plain.ID))
+	check.OK(t, second(s.Create(w.ctx, spec("new"))))
 }
 
 // TestDefinitionsDeleted: with the definitions all objects go, at once and without anybody's help.
@@ -766,13 +768,13 @@ func TestDefinitionsDeleted(t *testing.T) {
 	w, m, s := newCluster(t)
 	f := w.samples(m, s)
 	server := apitest.Get(t)
-	t.Cleanup(func() { must(t, server.Define(context.Background())) })
+	t.Cleanup(func() { check.OK(t, server.Define(context.Background())) })
 	ctx, cancel := context.WithTimeout(w.ctx, time.Minute)
 	defer cancel()
-	must(t, server.Undefine(ctx, "volumes.ashlar.dev", "snapshots.ashlar.dev", "pools.ashlar.dev"))
+	check.OK(t, server.Undefine(ctx, "volumes.ashlar.dev", "snapshots.ashlar.dev", "pools.ashlar.dev"))
 	f.unharmed(w, m)
 	m.stop()
-	must(t, server.Define(ctx))
+	check.OK(t, server.Define(ctx))
 	w.start(m)
 	w.strays("default", 6)
 	f.unharmed(w, m)
@@ -797,14 +799,14 @@ func TestTwoDrivers(t *testing.T) {
 			config := apitest.Get(t).Config
 			for _, driver := range []string{cluster.DefaultDriver, "other.example.com"} {
 				s, err := store.New(config("controller"), store.Options{GoneGrace: grace, AbandonGrace: time.Hour, Driver: driver})
-				must(t, err)
+				check.OK(t, err)
 				if driver == first {
 					w.works(m, s, driver)
 					continue
 				}
 				ctx, cancel := context.WithTimeout(w.ctx, 2*time.Minute)
 				a, err := agent.New(config("agent"), m.local, agent.Options{Driver: driver, Locks: m.locks})
-				must(t, err)
+				check.OK(t, err)
 				for part, err := range map[string]error{"controller": s.Run(ctx), "agent": a.Run(ctx)} {
 					if !errors.Is(err, errdefs.ErrPrecondition) {
 						t.Errorf("%s of %s after %s: %v", part, driver, first, err)
@@ -826,9 +828,9 @@ func (w *environment) works(m *machine, s *store.Store, driver string) {
 	w.start(m)
 	defer m.stop()
 	w.pooled(s, m)
-	must(w, second(s.Create(w.ctx, spec("v")))) // which the agent makes
+	check.OK(w, second(s.Create(w.ctx, spec("v")))) // which the agent makes
 	left := &v1alpha1.Pool{ObjectMeta: metav1.ObjectMeta{Name: cluster.PoolName("nowhere", "left")}, Spec: v1alpha1.PoolSpec{NodeName: "nowhere", Pool: "left", Driver: driver}}
-	must(w, w.Create(w.ctx, left))
+	check.OK(w, w.Create(w.ctx, left))
 	w.eventually("the store forgets the pool of a node that is gone", func() bool {
 		return apierrors.IsNotFound(w.Get(w.ctx, client.ObjectKeyFromObject(left), left))
 	})
@@ -838,10 +840,10 @@ func (w *environment) works(m *machine, s *store.Store, driver string) {
 func (w *environment) takeOver(driver string) {
 	w.Helper()
 	var pools v1alpha1.PoolList
-	must(w, w.List(w.ctx, &pools))
+	check.OK(w, w.List(w.ctx, &pools))
 	for i := range pools.Items {
 		pools.Items[i].Spec.Driver = driver
-		must(w, w.Update(w.ctx, &pools.Items[i]))
+		check.OK(w, w.Update(w.ctx, &pools.Items[i]))
 	}
 }
 
@@ -849,9 +851,9 @@ func (w *environment) takeOver(driver string) {
 func TestPoolReplaced(t *testing.T) {
 	w, m, s := newCluster(t)
 	v, err := s.Create(w.ctx, spec("v"))
-	must(t, err)
+	check.OK(t, err)
 	memory1, err := agent.NewMemory(apitest.Get(t).Config("agent"), nodeName)
-	must(t, err)
+	check.OK(t, err)
 	known := memory1.Of("default")
 	told := func(known blockdev.Known) (id string, err error) { // also by an API server that is slow
 		w.eventually("the API server answers", func() bool {
@@ -871,7 +873,7 @@ func TestPoolReplaced(t *testing.T) {
 	defer cancel()
 	fails(t, a.Run(ctx), errdefs.ErrPrecondition)
 	// Without the object of the pool, or its identity, those of the volumes tell of it.
-	for _, forget := range []func(){func() { w.identity("default", "") }, func() { must(t, w.DeleteAllOf(w.ctx, &v1alpha1.Pool{})) }} {
+	for _, forget := range []func(){func() { w.identity("default", "") }, func() { check.OK(t, w.DeleteAllOf(w.ctx, &v1alpha1.Pool{})) }} {
 		forget()
 		if id, err := told(known); id != "" || !errors.Is(err, errdefs.ErrPrecondition) || !strings.Contains(err.Error(), volume.KeyOf("v")) {
 			t.Errorf("known is %q, %v", id, err)
@@ -890,7 +892,7 @@ func TestPoolReplaced(t *testing.T) {
 	m.disks[0] = old
 	w.start(m)
 	w.eventually("the old one is back", func() bool { id, err := known(w.ctx); return err == nil && id == old.ID() })
-	must(t, second(s.Get(w.ctx, v.ID)))
+	check.OK(t, second(s.Get(w.ctx, v.ID)))
 	thaw := apitest.Get(t).Freeze(t)
 	if _, err := known(w.ctx); !errors.Is(err, errdefs.ErrUnavailable) {
 		t.Errorf("without an API server: %v", err)
@@ -914,15 +916,15 @@ func TestPoolReplacedBehind(t *testing.T) {
 		return other.Open("default", m.hook), nil
 	})
 	mounts, err := mount.LoadTable()
-	must(t, err)
+	check.OK(t, err)
 	m.local, err = volume.NewLocal(w.ctx, m.name, []blockdev.Pool{deferred}, mounts, 0)
-	must(t, err)
+	check.OK(t, err)
 	m.agent, err = agent.New(wrapped(apitest.Get(w).Config("agent")), m.local, agent.Options{Driver: cluster.DefaultDriver,
 		Pools: []agent.Pool{{Pool: deferred, Kind: "memory"}}, Locks: m.locks, MaxVolumes: storetest.Limit})
-	must(t, err)
+	check.OK(t, err)
 	m.stop = w.run(m.agent.Run)
 	p := &v1alpha1.Pool{}
-	read := func() { must(t, w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(nodeName, "default")}, p)) }
+	read := func() { check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(nodeName, "default")}, p)) }
 	w.eventually("the pool is missed", func() bool { read(); return meta.IsStatusConditionFalse(p.Status.Conditions, v1alpha1.Healthy) })
 	lag.Lock()
 	defer lag.Unlock()
@@ -935,13 +937,13 @@ func TestPoolReplacedBehind(t *testing.T) {
 func TestGroupPartLost(t *testing.T) {
 	w, m, s := newCluster(t)
 	one, err := s.Create(w.ctx, spec("one"))
-	must(t, err)
+	check.OK(t, err)
 	two := spec("two")
 	two.Pool = "b"
 	other, err := s.Create(w.ctx, two)
-	must(t, err)
+	check.OK(t, err)
 	group, err := s.CreateGroup(w.ctx, "group", []volume.ID{one.ID, other.ID})
-	must(t, err)
+	check.OK(t, err)
 	m.stop()
 	m.disks[1] = memory.NewDisk(storetest.Size)
 	w.identity("b", v1alpha1.NewPool)
@@ -950,10 +952,10 @@ func TestGroupPartLost(t *testing.T) {
 		if member.Source == one.ID {
 			restored := spec("restored")
 			restored.Source = member.ID
-			must(t, second(s.Create(w.ctx, restored)))
+			check.OK(t, second(s.Create(w.ctx, restored)))
 		}
 	}
-	must(t, s.DeleteGroup(w.ctx, group.ID))
+	check.OK(t, s.DeleteGroup(w.ctx, group.ID))
 	if left, err := m.local.ListSnapshots(w.ctx, volume.ID{}, volume.ID{}, 0); err != nil || len(left) > 0 {
 		t.Errorf("left are %v, %v", left, err)
 	}
@@ -964,7 +966,7 @@ func (w *environment) accounted(node, pool string, words ...string) {
 	w.Helper()
 	w.eventually(fmt.Sprintf("pool %s of %s says %q", pool, node, words), func() bool {
 		p := &v1alpha1.Pool{}
-		must(w, client.IgnoreNotFound(w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(node, pool)}, p)))
+		check.OK(w, client.IgnoreNotFound(w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(node, pool)}, p)))
 		c := meta.FindStatusCondition(p.Status.Conditions, v1alpha1.Accounted)
 		return c != nil && c.Status == metav1.ConditionFalse && !slices.ContainsFunc(words, func(word string) bool { return !strings.Contains(c.Message, word) })
 	})
@@ -975,15 +977,15 @@ func (w *environment) accounted(node, pool string, words ...string) {
 func TestDisksSwapped(t *testing.T) {
 	w, m, s := newCluster(t)
 	f := w.samples(m, s)
-	must(t, f.detach())
+	check.OK(t, f.detach())
 	m.stop()
-	must(t, w.DeleteAllOf(w.ctx, &v1alpha1.Pool{}))
+	check.OK(t, w.DeleteAllOf(w.ctx, &v1alpha1.Pool{}))
 	m.disks[0], m.disks[1] = m.disks[1], m.disks[0]
 	w.start(m)
 	w.strays("b", 6)
 	w.accounted(nodeName, "b", "vol.b."+f.plain.ID.Key, "its object says pool default of node "+nodeName)
 	m.stop()
-	must(t, w.DeleteAllOf(w.ctx, &v1alpha1.Pool{}))
+	check.OK(t, w.DeleteAllOf(w.ctx, &v1alpha1.Pool{}))
 	m.disks[0], m.disks[1] = m.disks[1], m.disks[0]
 	w.start(m)
 	f.served(w, s)
@@ -995,18 +997,18 @@ func TestDisksSwapped(t *testing.T) {
 func TestDiskMoved(t *testing.T) {
 	w, m, s := newCluster(t)
 	v, err := s.Create(w.ctx, spec("v"))
-	must(t, err)
+	check.OK(t, err)
 	snapshot, err := s.CreateSnapshot(w.ctx, "s", v.ID)
-	must(t, err)
+	check.OK(t, err)
 	m.stop()
 	w.node("node-2", true)
 	other := &machine{name: "node-2", disks: []*memory.Disk{m.disks[0], memory.NewDisk(storetest.Size)}, locks: m.locks}
 	w.start(other)
 	w.accounted("node-2", "default", v.ID.String(), snapshot.ID.String(), "its object says pool default of node "+nodeName)
-	must(t, second(other.local.Get(w.ctx, v.ID)))
+	check.OK(t, second(other.local.Get(w.ctx, v.ID)))
 	other.stop()
 	w.start(m)
-	must(t, errors.Join(s.DeleteSnapshot(w.ctx, snapshot.ID), s.Delete(w.ctx, v.ID)))
+	check.OK(t, errors.Join(s.DeleteSnapshot(w.ctx, snapshot.ID), s.Delete(w.ctx, v.ID)))
 	w.tally(m)
 }
 
@@ -1014,18 +1016,18 @@ func TestDiskMoved(t *testing.T) {
 func TestAdoptionRefused(t *testing.T) {
 	w, m, s := newCluster(t)
 	for _, name := range []string{"a", "b"} {
-		must(t, second(s.Create(w.ctx, spec(name))))
-		must(t, w.Delete(w.ctx, w.object(name)))
+		check.OK(t, second(s.Create(w.ctx, spec(name))))
+		check.OK(t, w.Delete(w.ctx, w.object(name)))
 	}
 	w.gone()
-	must(t, second(m.local.Create(w.ctx, spec(strings.Repeat("x", 300)))))
+	check.OK(t, second(m.local.Create(w.ctx, spec(strings.Repeat("x", 300)))))
 	m.agent.Changed()
 	w.strays("default", 3)
 	p := &v1alpha1.Pool{}
-	must(t, w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(nodeName, "default")}, p))
+	check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(nodeName, "default")}, p))
 	before := p.DeepCopy()
 	p.Annotations = map[string]string{v1alpha1.AdoptAnnotation: "all"}
-	must(t, w.Patch(w.ctx, p, client.MergeFrom(before)))
+	check.OK(t, w.Patch(w.ctx, p, client.MergeFrom(before)))
 	w.strays("default", 1)
 	w.eventually("the others are back", func() bool { return w.object("a") != nil && w.object("b") != nil })
 }
@@ -1038,14 +1040,14 @@ func TestRebound(t *testing.T) {
 		one := spec(name)
 		one.For = volume.Requester{Namespace: "default", Name: "claim"}
 		v, err := s.Create(w.ctx, one)
-		must(t, err)
+		check.OK(t, err)
 		ids[name] = v.ID
 	}
 	w.persistentVolume("any-name", cluster.DefaultDriver, ids["pvc-rebound"])
 	w.persistentVolume("pvc-other-driver", "other.example.com", ids["pvc-other-driver"])
 	w.sweeping()
 	w.eventually("those of nobody are gone", func() bool { return w.object("pvc-nobody") == nil && w.object("pvc-other-driver") == nil })
-	must(t, second(m.local.Get(w.ctx, ids["pvc-rebound"])))
+	check.OK(t, second(m.local.Get(w.ctx, ids["pvc-rebound"])))
 	if o := w.object("pvc-rebound"); o == nil || o.Spec.Abandoned {
 		t.Errorf("%+v", o)
 	}
@@ -1054,7 +1056,7 @@ func TestRebound(t *testing.T) {
 
 func (w *environment) persistentVolume(name, driver string, id volume.ID) {
 	w.Helper()
-	must(w, w.Create(w.ctx, &corev1.PersistentVolume{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: corev1.PersistentVolumeSpec{
+	check.OK(w, w.Create(w.ctx, &corev1.PersistentVolume{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: corev1.PersistentVolumeSpec{
 		Capacity:               corev1.ResourceList{corev1.ResourceStorage: *resource.NewQuantity(mib, resource.BinarySI)},
 		AccessModes:            []corev1.PersistentVolumeAccessMode{corev1.ReadWriteOnce},
 		PersistentVolumeSource: corev1.PersistentVolumeSource{CSI: &corev1.CSIPersistentVolumeSource{Driver: driver, VolumeHandle: id.String()}}}}))
@@ -1063,20 +1065,20 @@ func (w *environment) persistentVolume(name, driver string, id volume.ID) {
 // TestStaleClaim: a claim whose VolumeAttachment was removed by hand does not stay for ever.
 func TestStaleClaim(t *testing.T) {
 	w, m, s := newCluster(t)
-	must(t, storagev1.AddToScheme(w.Scheme()))
+	check.OK(t, storagev1.AddToScheme(w.Scheme()))
 	ids := map[string]volume.ID{}
 	for _, name := range []string{"stale", "attached"} {
 		v, err := s.Create(w.ctx, spec(name))
-		must(t, err)
+		check.OK(t, err)
 		ids[name] = v.ID
-		must(t, s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m"}))
+		check.OK(t, s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m"}))
 		w.persistentVolume("pv-"+name, cluster.DefaultDriver, v.ID)
 	}
 	pv := "pv-attached"
 	va := &storagev1.VolumeAttachment{ObjectMeta: metav1.ObjectMeta{Name: "va"}, Spec: storagev1.VolumeAttachmentSpec{Attacher: cluster.DefaultDriver, NodeName: nodeName,
 		Source: storagev1.VolumeAttachmentSource{PersistentVolumeName: &pv}}}
-	must(t, w.Create(w.ctx, va))
-	t.Cleanup(func() { must(t, w.Delete(context.Background(), va)) })
+	check.OK(t, w.Create(w.ctx, va))
+	t.Cleanup(func() { check.OK(t, w.Delete(context.Background(), va)) })
 	s, _ = w.sweeping()
 	began := time.Now()
 	for name, id := range ids {
@@ -1089,8 +1091,8 @@ func TestStaleClaim(t *testing.T) {
 		t.Errorf("taken back after %s", age)
 	}
 	fails(t, s.Delete(w.ctx, ids["attached"]), errdefs.ErrInUse)
-	must(t, s.Release(w.ctx, ids["attached"], nodeName))
-	must(t, s.Delete(w.ctx, ids["attached"]))
+	check.OK(t, s.Release(w.ctx, ids["attached"], nodeName))
+	check.OK(t, s.Delete(w.ctx, ids["attached"]))
 	w.tally(m)
 }
 
@@ -1104,16 +1106,16 @@ func TestStaleClaimAnew(t *testing.T) {
 	}{{"first look", 1, false}, {"first write", 2, false}, {"second look", 3, false}, {"first look, and it dies", 1, true}} {
 		t.Run(after.what, func(t *testing.T) {
 			w, _, s := newCluster(t)
-			must(t, storagev1.AddToScheme(w.Scheme()))
+			check.OK(t, storagev1.AddToScheme(w.Scheme()))
 			v, err := s.Create(w.ctx, spec("v"))
-			must(t, err)
+			check.OK(t, err)
 			claim := volume.Claim{Node: nodeName, Mode: "m"}
-			must(t, s.Claim(w.ctx, v.ID, claim))
+			check.OK(t, s.Claim(w.ctx, v.ID, claim))
 			pv := fmt.Sprint("pv-anew-", i) // those of before may be there yet
 			w.persistentVolume(pv, cluster.DefaultDriver, v.ID)
 			va := &storagev1.VolumeAttachment{ObjectMeta: metav1.ObjectMeta{Name: "va"}, Spec: storagev1.VolumeAttachmentSpec{Attacher: cluster.DefaultDriver, NodeName: nodeName,
 				Source: storagev1.VolumeAttachmentSource{PersistentVolumeName: &pv}}}
-			t.Cleanup(func() { must(t, client.IgnoreNotFound(w.Delete(context.Background(), va))) })
+			t.Cleanup(func() { check.OK(t, client.IgnoreNotFound(w.Delete(context.Background(), va))) })
 			asked := make(chan struct{})
 			var mu sync.Mutex
 			n, dead := 0, false
@@ -1160,8 +1162,8 @@ func TestRolledBack(t *testing.T) {
 	w, m, s := newCluster(t)
 	create := func(name string) volume.Volume {
 		v, err := s.Create(w.ctx, spec(name))
-		must(t, err)
-		must(t, m.local.SetFormat(w.ctx, v.ID, formatted))
+		check.OK(t, err)
+		check.OK(t, m.local.SetFormat(w.ctx, v.ID, formatted))
 		return v
 	}
 	kept, gone, replaced := create("kept"), create("gone"), create("replaced")
@@ -1170,10 +1172,10 @@ func TestRolledBack(t *testing.T) {
 	w.eventually("and deletes another", func() bool { return s.Delete(soon(t), replaced.ID) == nil })
 	w.eventually("which is made anew", func() bool { return second(s.Create(soon(t), spec("replaced"))) == nil })
 	again, err := s.Get(w.ctx, replaced.ID)
-	must(t, err)
-	must(t, m.local.SetFormat(w.ctx, again.ID, formatted))
+	check.OK(t, err)
+	check.OK(t, m.local.SetFormat(w.ctx, again.ID, formatted))
 	late := create("late")
-	must(t, second(s.Expand(w.ctx, kept.ID, volume.Range{Required: 2 * mib})))
+	check.OK(t, second(s.Expand(w.ctx, kept.ID, volume.Range{Required: 2 * mib})))
 	m.stop()
 	rollback()
 	w.start(m) // the clients of an API server that went back are started again
@@ -1192,10 +1194,10 @@ func TestRolledBack(t *testing.T) {
 	fails(t, second(m.local.Get(w.ctx, gone.ID)), errdefs.ErrNotFound)
 	w.adopt("default", "all")
 	w.strays("default", 0)
-	must(t, errors.Join(s.Delete(w.ctx, kept.ID), s.Delete(w.ctx, gone.ID), s.Delete(w.ctx, late.ID)))
+	check.OK(t, errors.Join(s.Delete(w.ctx, kept.ID), s.Delete(w.ctx, gone.ID), s.Delete(w.ctx, late.ID)))
 	// What replaced another under its name is not that one.
-	must(t, s.Delete(w.ctx, replaced.ID))
-	must(t, second(m.local.Get(w.ctx, again.ID)))
+	check.OK(t, s.Delete(w.ctx, replaced.ID))
+	check.OK(t, second(m.local.Get(w.ctx, again.ID)))
 }
 
 // TestRolledBackUnderClients: etcd goes back under a controller and an agent that go on. What they wrote
@@ -1207,9 +1209,9 @@ func TestRolledBackUnderClients(t *testing.T) {
 	rollback := apitest.Get(t).Backup(t)
 	var v volume.Volume
 	w.eventually("the store is back", func() (made bool) { var err error; v, err = s.Create(soon(t), spec("v")); return err == nil })
-	must(t, s.Delete(w.ctx, v.ID))
+	check.OK(t, s.Delete(w.ctx, v.ID))
 	late, err := s.Create(w.ctx, spec("late"))
-	must(t, err)
+	check.OK(t, err)
 	l.set(true)
 	rollback()
 	w.known() // whoever is refused lists anew
@@ -1217,6 +1219,6 @@ func TestRolledBackUnderClients(t *testing.T) {
 	w.strays("default", 1) // so the agent goes on
 	w.again("volumes are made", func(ctx context.Context) error { return second(s.Create(ctx, spec("v"))) })
 	w.again("the one of before is found", func(ctx context.Context) error { return second(s.Create(ctx, spec("late"))) })
-	must(t, errors.Join(s.Delete(w.ctx, v.ID), s.Delete(w.ctx, late.ID)))
+	check.OK(t, errors.Join(s.Delete(w.ctx, v.ID), s.Delete(w.ctx, late.ID)))
 	w.tally(m)
 }

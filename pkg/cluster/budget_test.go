@@ -9,6 +9,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -64,7 +66,7 @@ func TestBudget(t *testing.T) {
 	wrap(t, func(c *rest.Config) { c.Wrap(count.wrap) })
 	m := w.machine(nodeName)
 	s, err := store.New(wrapped(apitest.Get(t).Config("controller")), store.Options{GoneGrace: grace, AbandonGrace: time.Hour, Driver: cluster.DefaultDriver})
-	must(t, err)
+	check.OK(t, err)
 	w.run(s.Run)
 	w.eventually("the store is ready", func() bool { return s.Ready(w.ctx) == nil })
 	w.pooled(s, m)
@@ -96,7 +98,7 @@ func TestBudget(t *testing.T) {
 		{"delete", 2, 0, func() error { return s.Delete(w.ctx, v.ID) }},
 	} {
 		began := time.Now()
-		must(t, step.do())
+		check.OK(t, step.do())
 		took := time.Since(began)
 		time.Sleep(50 * time.Millisecond)
 		writes, reads, reports := count.take()
@@ -128,12 +130,12 @@ func TestStraysBudget(t *testing.T) {
 	m := w.machine(nodeName)
 	const strays = 30
 	for i := range strays {
-		must(t, second(m.local.Create(w.ctx, spec(fmt.Sprint("stray", i)))))
+		check.OK(t, second(m.local.Create(w.ctx, spec(fmt.Sprint("stray", i)))))
 	}
 	for i := range strays {
 		own := spec(fmt.Sprint("own", i))
 		own.Ephemeral = t.TempDir() + "/x"
-		must(t, second(m.local.Create(w.ctx, own)))
+		check.OK(t, second(m.local.Create(w.ctx, own)))
 	}
 	m.stop()
 	var count counter
@@ -148,10 +150,10 @@ func TestStraysBudget(t *testing.T) {
 	count.take()
 	for i := range 4 {
 		v, err := s.Create(w.ctx, spec(fmt.Sprint("v", i)))
-		must(t, err)
+		check.OK(t, err)
 		w.eventually("the pool is reported", func() bool {
 			p := &v1alpha1.Pool{}
-			must(t, w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(nodeName, "default")}, p))
+			check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(nodeName, "default")}, p))
 			return !p.Status.Measured.Time.Before(v.Created)
 		})
 	}
@@ -161,7 +163,7 @@ func TestStraysBudget(t *testing.T) {
 	w.strays("default", strays)
 	w.adopt("default", "all")
 	w.strays("default", 0)
-	must(t, w.Delete(w.ctx, w.object("stray1")))
+	check.OK(t, w.Delete(w.ctx, w.object("stray1")))
 	w.strays("default", 1)
 }
 
@@ -186,19 +188,19 @@ func TestCensusBudget(t *testing.T) {
 		one := spec(fmt.Sprint("pvc-", i))
 		one.For = volume.Requester{Namespace: "default", Name: "claim"}
 		v, err := s.Create(w.ctx, one)
-		must(t, err)
+		check.OK(t, err)
 		w.persistentVolume(fmt.Sprint("pv-census-", i), cluster.DefaultDriver, v.ID)
 		o := w.object(one.Name)
 		before := o.DeepCopy()
 		o.Spec.Claim = &v1alpha1.Claim{Node: nodeName, Mode: "m"}
-		must(t, w.Patch(w.ctx, o, client.MergeFrom(before)))
+		check.OK(t, w.Patch(w.ctx, o, client.MergeFrom(before)))
 		ids = append(ids, v.ID)
 	}
 	time.Sleep(old + time.Second) // those that are claimed are not looked for
 	s, _ = w.storeWith(old)
 	began := time.Now()
 	for _, id := range ids {
-		must(t, s.Release(w.ctx, id, nodeName))
+		check.OK(t, s.Release(w.ctx, id, nodeName))
 		time.Sleep(150 * time.Millisecond)
 	}
 	w.eventually("it has looked", func() bool { return lists.Load() > 0 })

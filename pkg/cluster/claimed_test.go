@@ -8,6 +8,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+
 	"k8s.io/client-go/rest"
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
@@ -24,7 +26,7 @@ const claimWait = 2 * time.Second
 func TestClaimed(t *testing.T) {
 	w, m, s := newCluster(t)
 	v, err := s.Create(w.ctx, spec("v"))
-	must(t, err)
+	check.OK(t, err)
 	claim := volume.Claim{Node: nodeName, Mode: "m", ReadOnly: true}
 	expect := func(a *agent.Agent, id volume.ID, want volume.Claim, wantKnown bool) {
 		t.Helper()
@@ -35,7 +37,7 @@ func TestClaimed(t *testing.T) {
 	expect(m.agent, v.ID, volume.Claim{}, true)
 	claimed := func() { // a claim that was made is waited for, whatever the watch has seen
 		t.Helper()
-		must(t, s.Claim(w.ctx, v.ID, claim))
+		check.OK(t, s.Claim(w.ctx, v.ID, claim))
 		w.eventually("the claim is known", func() bool {
 			asked := time.Now()
 			have, known := m.agent.Claimed(w.ctx, v.ID, true)
@@ -47,7 +49,7 @@ func TestClaimed(t *testing.T) {
 	}
 	for range 20 {
 		claimed()
-		must(t, s.Release(w.ctx, v.ID, nodeName))
+		check.OK(t, s.Release(w.ctx, v.ID, nodeName))
 		w.eventually("the release is known", func() bool {
 			have, known := m.agent.Claimed(soon(t), v.ID, true)
 			return known && have == volume.Claim{}
@@ -58,7 +60,7 @@ func TestClaimed(t *testing.T) {
 
 	claimed()
 	stopped, err := agent.New(apitest.Get(w).Config("agent"), m.local, agent.Options{Driver: cluster.DefaultDriver, Locks: m.locks})
-	must(t, err)
+	check.OK(t, err)
 	expect(stopped, v.ID, volume.Claim{}, false)
 }
 
@@ -80,9 +82,9 @@ func TestClaimedWhileWriting(t *testing.T) {
 	})
 	w, m, s := newCluster(t)
 	v, err := s.Create(w.ctx, spec("v"))
-	must(t, err)
+	check.OK(t, err)
 	claim := volume.Claim{Node: nodeName, Mode: "m", ReadOnly: true}
-	must(t, s.Claim(w.ctx, v.ID, claim))
+	check.OK(t, s.Claim(w.ctx, v.ID, claim))
 	w.eventually("the claim is known", func() bool {
 		have, known := m.agent.Claimed(w.ctx, v.ID, true)
 		return known && have == claim
@@ -117,7 +119,7 @@ func (w *environment) restartLagging(t *testing.T, m *machine) *lagging {
 func TestClaimedBehind(t *testing.T) {
 	w, m, s := newCluster(t)
 	v, err := s.Create(w.ctx, spec("v"))
-	must(t, err)
+	check.OK(t, err)
 	lag := w.restartLagging(t, m)
 	w.eventually("the agent knows the volume", func() bool {
 		_, known := m.agent.Claimed(soon(t), v.ID, true)
@@ -126,7 +128,7 @@ func TestClaimedBehind(t *testing.T) {
 	lag.Lock()
 	defer lag.Unlock()
 	claim := volume.Claim{Node: nodeName, Mode: "m"}
-	must(t, s.Claim(w.ctx, v.ID, claim))
+	check.OK(t, s.Claim(w.ctx, v.ID, claim))
 	w.eventually("the claim is known", func() bool {
 		have, known := m.agent.Claimed(w.ctx, v.ID, true)
 		return known && have == claim
@@ -138,8 +140,8 @@ func TestClaimedBehind(t *testing.T) {
 func TestClaimedAnew(t *testing.T) {
 	w, m, s := newCluster(t)
 	v, err := s.Create(w.ctx, spec("v"))
-	must(t, err)
-	must(t, s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m", ReadOnly: true}))
+	check.OK(t, err)
+	check.OK(t, s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m", ReadOnly: true}))
 	lag := w.restartLagging(t, m)
 	w.eventually("the claim is known", func() bool {
 		have, known := m.agent.Claimed(soon(t), v.ID, true)
@@ -147,9 +149,9 @@ func TestClaimedAnew(t *testing.T) {
 	})
 	lag.Lock()
 	defer lag.Unlock()
-	must(t, s.Release(w.ctx, v.ID, nodeName))
+	check.OK(t, s.Release(w.ctx, v.ID, nodeName))
 	claim := volume.Claim{Node: nodeName, Mode: "m"}
-	must(t, s.Claim(w.ctx, v.ID, claim))
+	check.OK(t, s.Claim(w.ctx, v.ID, claim))
 	if have, known := m.agent.Claimed(w.ctx, v.ID, false); have != claim || !known {
 		t.Errorf("claimed %+v, known %v", have, known)
 	}

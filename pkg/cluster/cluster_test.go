@@ -10,6 +10,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
@@ -44,13 +46,6 @@ const (
 	abandonGrace = 4 * time.Second
 )
 
-func must(t testing.TB, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
-}
-
 func fails(t testing.TB, err, want error) {
 	t.Helper()
 	if !errors.Is(err, want) {
@@ -72,9 +67,9 @@ func newEnvironment(t testing.TB) *environment {
 	t.Helper()
 	server := apitest.Get(t)
 	scheme := runtime.NewScheme()
-	must(t, errors.Join(v1alpha1.AddToScheme(scheme), corev1.AddToScheme(scheme), coordinationv1.AddToScheme(scheme), rbacv1.AddToScheme(scheme)))
+	check.OK(t, errors.Join(v1alpha1.AddToScheme(scheme), corev1.AddToScheme(scheme), coordinationv1.AddToScheme(scheme), rbacv1.AddToScheme(scheme)))
 	c, err := client.New(server.Config(apitest.Admin), client.Options{Scheme: scheme})
-	must(t, err)
+	check.OK(t, err)
 	ctx := klog.NewContext(context.Background(), ktesting.NewLogger(t, ktesting.NewConfig()))
 	w := &environment{TB: t, Client: c, ctx: ctx}
 	t.Cleanup(w.clear)
@@ -83,7 +78,7 @@ func newEnvironment(t testing.TB) *environment {
 		binding := &rbacv1.ClusterRoleBinding{ObjectMeta: metav1.ObjectMeta{Name: user},
 			RoleRef: rbacv1.RoleRef{APIGroup: "rbac.authorization.k8s.io", Kind: "ClusterRole", Name: user}, Subjects: []rbacv1.Subject{{Kind: "User", Name: user}}}
 		for _, o := range []client.Object{role, binding} {
-			must(t, client.IgnoreAlreadyExists(w.Create(ctx, o)))
+			check.OK(t, client.IgnoreAlreadyExists(w.Create(ctx, o)))
 		}
 	}
 	return w
@@ -115,8 +110,8 @@ var roles = map[string][]rbacv1.PolicyRule{
 func (w *environment) clear() {
 	var volumes v1alpha1.VolumeList
 	var snapshots v1alpha1.SnapshotList
-	must(w, w.List(w.ctx, &volumes))
-	must(w, w.List(w.ctx, &snapshots))
+	check.OK(w, w.List(w.ctx, &volumes))
+	check.OK(w, w.List(w.ctx, &snapshots))
 	var objects []client.Object
 	for i := range volumes.Items {
 		objects = append(objects, &volumes.Items[i])
@@ -127,27 +122,27 @@ func (w *environment) clear() {
 	for _, o := range objects {
 		before := o.DeepCopyObject().(client.Object)
 		o.SetFinalizers(nil)
-		must(w, client.IgnoreNotFound(w.Patch(w.ctx, o, client.MergeFrom(before))))
-		must(w, client.IgnoreNotFound(w.Delete(w.ctx, o)))
+		check.OK(w, client.IgnoreNotFound(w.Patch(w.ctx, o, client.MergeFrom(before))))
+		check.OK(w, client.IgnoreNotFound(w.Delete(w.ctx, o)))
 	}
-	must(w, w.DeleteAllOf(w.ctx, &v1alpha1.Pool{}))
-	must(w, w.DeleteAllOf(w.ctx, &corev1.Node{}))
-	must(w, w.DeleteAllOf(w.ctx, &coordinationv1.Lease{}, client.InNamespace(leases)))
-	must(w, w.DeleteAllOf(w.ctx, &corev1.PersistentVolume{}))
+	check.OK(w, w.DeleteAllOf(w.ctx, &v1alpha1.Pool{}))
+	check.OK(w, w.DeleteAllOf(w.ctx, &corev1.Node{}))
+	check.OK(w, w.DeleteAllOf(w.ctx, &coordinationv1.Lease{}, client.InNamespace(leases)))
+	check.OK(w, w.DeleteAllOf(w.ctx, &corev1.PersistentVolume{}))
 }
 
 // node makes a node, ready or not.
 func (w *environment) node(name string, ready bool) {
 	w.Helper()
 	n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}
-	must(w, client.IgnoreAlreadyExists(w.Create(w.ctx, n)))
-	must(w, w.Get(w.ctx, client.ObjectKeyFromObject(n), n))
+	check.OK(w, client.IgnoreAlreadyExists(w.Create(w.ctx, n)))
+	check.OK(w, w.Get(w.ctx, client.ObjectKeyFromObject(n), n))
 	status := corev1.ConditionFalse
 	if ready {
 		status = corev1.ConditionTrue
 	}
 	n.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, Status: status}}
-	must(w, w.Status().Update(w.ctx, n))
+	check.OK(w, w.Status().Update(w.ctx, n))
 }
 
 // eventually waits until something is so. It gives up later than a watch that found no API server
@@ -178,7 +173,7 @@ func (w *environment) sweeping() (_ *store.Store, stop func()) {
 func (w *environment) storeWith(abandonGrace time.Duration) (_ *store.Store, stop func()) {
 	w.Helper()
 	s, err := store.New(wrapped(apitest.Get(w).Config("controller")), store.Options{GoneGrace: grace, AbandonGrace: abandonGrace, Driver: cluster.DefaultDriver})
-	must(w, err)
+	check.OK(w, err)
 	stop = w.run(s.Run)
 	w.eventually("the store is ready", func() bool { return s.Ready(w.ctx) == nil })
 	return s, stop
@@ -249,17 +244,17 @@ func (w *environment) start(m *machine) {
 func (w *environment) agent(m *machine) *agent.Agent {
 	w.Helper()
 	mounts, err := mount.LoadTable()
-	must(w, err)
+	check.OK(w, err)
 	pools := []blockdev.Pool{m.disks[0].Open("default", m.hook), m.disks[1].Open("b", m.hook)}
 	m.local, err = volume.NewLocal(w.ctx, m.name, pools, mounts, 0)
-	must(w, err)
+	check.OK(w, err)
 	o := agent.Options{Driver: cmp.Or(m.driver, cluster.DefaultDriver), Pools: []agent.Pool{{Pool: pools[0], Kind: "memory"}, {Pool: pools[1], Kind: "memory"}},
 		Locks: m.locks, MaxVolumes: storetest.Limit}
 	if m.every > 0 {
 		o.Namespace, o.Heartbeat = leases, m.every
 	}
 	m.agent, err = agent.New(wrapped(apitest.Get(w).Config("agent")), m.local, o)
-	must(w, err)
+	check.OK(w, err)
 	return m.agent
 }
 
@@ -323,7 +318,7 @@ func (w *environment) tally(m *machine) {
 	var keys, records []string
 	var volumes v1alpha1.VolumeList
 	var snapshots v1alpha1.SnapshotList
-	must(w, errors.Join(w.List(w.ctx, &volumes), w.List(w.ctx, &snapshots)))
+	check.OK(w, errors.Join(w.List(w.ctx, &volumes), w.List(w.ctx, &snapshots)))
 	for _, v := range volumes.Items {
 		if v.Spec.NodeName == m.name {
 			keys = append(keys, fmt.Sprint("vol.", v.Spec.Pool, ".", v.Name))
@@ -335,12 +330,12 @@ func (w *environment) tally(m *machine) {
 		}
 	}
 	vs, err := m.local.List(w.ctx, volume.ID{}, 0)
-	must(w, err)
+	check.OK(w, err)
 	for _, v := range vs {
 		records = append(records, v.ID.String())
 	}
 	ss, err := m.local.ListSnapshots(w.ctx, volume.ID{}, volume.ID{}, 0)
-	must(w, err)
+	check.OK(w, err)
 	for _, s := range ss {
 		records = append(records, s.ID.String())
 	}

@@ -6,6 +6,8 @@ import (
 	"sync/atomic"
 	"testing"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+
 	"github.com/ashlar-csi/ashlar/internal/apitest"
 	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
@@ -48,13 +50,13 @@ func slowCluster(t *testing.T) (*environment, *store.Store, *slowPool, *keylock.
 	w := newEnvironment(t)
 	w.node(nodeName, true)
 	mounts, err := mount.LoadTable()
-	must(t, err)
+	check.OK(t, err)
 	p := &slowPool{Pool: memory.NewDisk(storetest.Size).Open("default", nil), let: make(chan struct{})}
 	local, err := volume.NewLocal(w.ctx, nodeName, []blockdev.Pool{p}, mounts, 0)
-	must(t, err)
+	check.OK(t, err)
 	locks := &keylock.Table{}
 	a, err := agent.New(apitest.Get(w).Config("agent"), local, agent.Options{Driver: cluster.DefaultDriver, Pools: []agent.Pool{{Pool: p, Kind: "memory"}}, Locks: locks})
-	must(t, err)
+	check.OK(t, err)
 	w.run(a.Run)
 	s, _ := w.store()
 	w.eventually("the store knows the pool", func() bool { c, err := s.Capacity(w.ctx, "", nodeName); return err == nil && c.Total > 0 })
@@ -66,7 +68,7 @@ func slowCluster(t *testing.T) (*environment, *store.Store, *slowPool, *keylock.
 func TestLongCopy(t *testing.T) {
 	w, s, p, _ := slowCluster(t)
 	v, err := s.Create(w.ctx, spec("v"))
-	must(t, err)
+	check.OK(t, err)
 	clone := spec("clone")
 	clone.Source = v.ID
 	for what, copy := range map[string]func(context.Context) error{
@@ -80,7 +82,7 @@ func TestLongCopy(t *testing.T) {
 			fails(t, copy(soon(t)), errdefs.ErrUnavailable)
 		}
 		p.let <- struct{}{}
-		must(t, copy(w.ctx))
+		check.OK(t, copy(w.ctx))
 		if n := p.begun.Load(); n != 1 || p.bounded.Load() {
 			t.Errorf("%s: begun %d times; with an end: %v", what, n, p.bounded.Load())
 		}
@@ -92,19 +94,19 @@ func TestCopiesHoldNothingUp(t *testing.T) {
 	w, s, p, _ := slowCluster(t)
 	const copies = 20
 	v, err := s.Create(w.ctx, spec("v"))
-	must(t, err)
+	check.OK(t, err)
 	for i := range copies {
 		source, err := s.Create(w.ctx, spec(fmt.Sprint("source ", i)))
-		must(t, err)
+		check.OK(t, err)
 		w.asked("the copy has begun", func(ctx context.Context) error { return second(s.CreateSnapshot(ctx, fmt.Sprint(i), source.ID)) },
 			func() bool { return p.begun.Load() == int32(i+1) })
 	}
-	must(t, second(s.Create(w.ctx, spec("another"))))
-	must(t, second(s.Expand(w.ctx, v.ID, volume.Range{Required: 2 * mib})))
-	must(t, s.Delete(w.ctx, v.ID))
+	check.OK(t, second(s.Create(w.ctx, spec("another"))))
+	check.OK(t, second(s.Expand(w.ctx, v.ID, volume.Range{Required: 2 * mib})))
+	check.OK(t, s.Delete(w.ctx, v.ID))
 	close(p.let)
 	for i := range copies {
-		must(t, second(s.CreateSnapshot(w.ctx, fmt.Sprint(i), volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf(fmt.Sprint("source ", i))})))
+		check.OK(t, second(s.CreateSnapshot(w.ctx, fmt.Sprint(i), volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf(fmt.Sprint("source ", i))})))
 	}
 }
 
@@ -113,7 +115,7 @@ func TestCopiesHoldNothingUp(t *testing.T) {
 func TestCopyGivesWay(t *testing.T) {
 	w, s, p, locks := slowCluster(t)
 	v, err := s.Create(w.ctx, spec("v"))
-	must(t, err)
+	check.OK(t, err)
 	w.asked("the copy has begun", func(ctx context.Context) error { return second(s.CreateSnapshot(ctx, "s", v.ID)) },
 		func() bool { return p.begun.Load() == 1 })
 	var unlock func()
@@ -124,7 +126,7 @@ func TestCopyGivesWay(t *testing.T) {
 	fails(t, second(s.CreateSnapshot(soon(t), "s", v.ID)), errdefs.ErrUnavailable)
 	unlock()
 	close(p.let)
-	must(t, second(s.CreateSnapshot(w.ctx, "s", v.ID)))
+	check.OK(t, second(s.CreateSnapshot(w.ctx, "s", v.ID)))
 	if n := p.begun.Load(); n < 2 {
 		t.Errorf("begun %d times", n)
 	}

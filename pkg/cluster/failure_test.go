@@ -11,6 +11,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
@@ -45,7 +47,7 @@ func (w *environment) object(name string) *v1alpha1.Volume {
 func TestAgentDown(t *testing.T) {
 	w, m, s := newCluster(t)
 	old, err := s.Create(w.ctx, spec("old"))
-	must(t, err)
+	check.OK(t, err)
 	m.stop()
 
 	fails(t, second(s.Create(soon(t), spec("v"))), context.DeadlineExceeded)
@@ -53,24 +55,24 @@ func TestAgentDown(t *testing.T) {
 	fails(t, second(s.CreateSnapshot(soon(t), "s", old.ID)), errdefs.ErrUnavailable)
 	fails(t, second(s.CreateGroup(soon(t), "g", []volume.ID{old.ID})), errdefs.ErrUnavailable)
 	fails(t, second(s.Expand(soon(t), old.ID, volume.Range{Required: 2 * mib})), errdefs.ErrUnavailable)
-	must(t, s.Claim(w.ctx, old.ID, volume.Claim{Node: nodeName, Mode: "m"})) // which needs no node
-	must(t, s.Release(w.ctx, old.ID, nodeName))
+	check.OK(t, s.Claim(w.ctx, old.ID, volume.Claim{Node: nodeName, Mode: "m"})) // which needs no node
+	check.OK(t, s.Release(w.ctx, old.ID, nodeName))
 	if left, err := s.List(w.ctx, volume.ID{}, 0); err != nil || len(left) != 1 {
 		t.Errorf("half-made volumes are listed: %v, %v", left, err)
 	}
 
 	w.start(m)
 	v, err := s.Create(w.ctx, spec("v"))
-	must(t, err)
-	must(t, second(s.CreateSnapshot(w.ctx, "s", old.ID)))
-	must(t, second(s.CreateGroup(w.ctx, "g", []volume.ID{old.ID})))
+	check.OK(t, err)
+	check.OK(t, second(s.CreateSnapshot(w.ctx, "s", old.ID)))
+	check.OK(t, second(s.CreateGroup(w.ctx, "g", []volume.ID{old.ID})))
 	if grown, err := s.Expand(w.ctx, old.ID, volume.Range{Required: 2 * mib}); err != nil || grown.Size != 2*mib {
 		t.Errorf("%+v, %v", grown, err)
 	}
 	m.stop()
 	fails(t, s.Delete(soon(t), v.ID), errdefs.ErrUnavailable)
 	w.start(m)
-	must(t, s.Delete(w.ctx, v.ID))
+	check.OK(t, s.Delete(w.ctx, v.ID))
 	w.tally(m)
 }
 
@@ -98,11 +100,11 @@ func TestControllerKilled(t *testing.T) {
 		s, kill = w.store()
 		w.pooled(s, m)
 		v, err = s.Create(w.ctx, spec(name))
-		must(t, err)
+		check.OK(t, err)
 		snapshot, err := s.CreateSnapshot(w.ctx, name, v.ID)
-		must(t, err)
-		must(t, s.Delete(w.ctx, v.ID))
-		must(t, s.DeleteSnapshot(w.ctx, snapshot.ID))
+		check.OK(t, err)
+		check.OK(t, s.Delete(w.ctx, v.ID))
+		check.OK(t, s.DeleteSnapshot(w.ctx, snapshot.ID))
 		kill()
 		cancel()
 	}
@@ -123,7 +125,7 @@ func TestNodeNotReady(t *testing.T) {
 		return one
 	}
 	va, err := s.Create(w.ctx, on("va", "node-a"))
-	must(t, err)
+	check.OK(t, err)
 
 	a.stop()
 	waiting := make(chan error)
@@ -163,11 +165,11 @@ func TestNodeNotReady(t *testing.T) {
 		t.Errorf("capacity %+v, %v", c, err)
 	}
 	vb, err := s.Create(w.ctx, spec("anywhere"))
-	must(t, err)
+	check.OK(t, err)
 	if vb.Node != "node-b" {
 		t.Errorf("made on %s", vb.Node)
 	}
-	must(t, second(s.Create(w.ctx, on("vb", "node-b"))))
+	check.OK(t, second(s.Create(w.ctx, on("vb", "node-b"))))
 
 	w.node("node-a", true)
 	w.start(a)
@@ -187,11 +189,11 @@ func TestNodeGone(t *testing.T) {
 			w.store() // a second replica does the same
 			w.pooled(s, m)
 			kept, err := s.Create(w.ctx, spec("kept"))
-			must(t, err)
+			check.OK(t, err)
 			v, err := s.Create(w.ctx, spec("v"))
-			must(t, err)
+			check.OK(t, err)
 			snapshot, err := s.CreateSnapshot(w.ctx, "s", v.ID)
-			must(t, err)
+			check.OK(t, err)
 			m.stop()
 			w.node(nodeName, false)
 			fails(t, s.Delete(w.ctx, v.ID), errdefs.ErrUnavailable)
@@ -200,13 +202,13 @@ func TestNodeGone(t *testing.T) {
 				t.Fatal("given up, or not deleted, without a signal")
 			}
 			n := &corev1.Node{}
-			must(t, w.Get(w.ctx, client.ObjectKey{Name: nodeName}, n))
+			check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: nodeName}, n))
 			began := time.Now()
 			if tainted {
 				n.Spec.Taints = append(n.Spec.Taints, corev1.Taint{Key: v1alpha1.GoneTaint, Effect: corev1.TaintEffectNoSchedule})
-				must(t, w.Update(w.ctx, n))
+				check.OK(t, w.Update(w.ctx, n))
 			} else {
-				must(t, w.Delete(w.ctx, n))
+				check.OK(t, w.Delete(w.ctx, n))
 			}
 			w.eventually("it is given up", func() bool { return w.object("v") == nil })
 			if took := time.Since(began); took < grace/2 {
@@ -221,10 +223,10 @@ func TestNodeGone(t *testing.T) {
 			if o := w.object("kept"); o == nil || o.Deleting() {
 				t.Error("what nobody deleted is gone")
 			}
-			must(t, second(s.Get(w.ctx, kept.ID)))
+			check.OK(t, second(s.Get(w.ctx, kept.ID)))
 			w.eventually("the pools are forgotten", func() bool {
 				var pools v1alpha1.PoolList
-				must(t, w.List(w.ctx, &pools))
+				check.OK(t, w.List(w.ctx, &pools))
 				return len(pools.Items) == 0
 			})
 		})
@@ -289,12 +291,12 @@ func TestGroupOfTwoNodes(t *testing.T) {
 	var ids []volume.ID
 	for _, m := range []*machine{a, b} {
 		v, err := s.Create(w.ctx, volume.Spec{Name: m.name, Size: volume.Range{Required: mib}, Nodes: []string{m.name}})
-		must(t, err)
+		check.OK(t, err)
 		ids = append(ids, v.ID)
 	}
 	fails(t, second(s.CreateGroup(w.ctx, "g", ids)), errdefs.ErrInvalid)
 	var left v1alpha1.SnapshotList
-	must(t, w.List(w.ctx, &left))
+	check.OK(t, w.List(w.ctx, &left))
 	if len(left.Items) != 0 {
 		t.Errorf("%d snapshots are left", len(left.Items))
 	}
@@ -338,7 +340,7 @@ func TestTwoStores(t *testing.T) {
 			})
 		}
 		all.Wait()
-		must(t, errors.Join(b.Release(w.ctx, id, ""), b.Delete(w.ctx, id)))
+		check.OK(t, errors.Join(b.Release(w.ctx, id, ""), b.Delete(w.ctx, id)))
 	}
 	w.tally(m)
 }
@@ -365,7 +367,7 @@ func TestClaimsAtOnce(t *testing.T) {
 	var ids []volume.ID
 	for i := range storetest.Limit {
 		v, err := s.Create(w.ctx, spec(fmt.Sprint("v", i)))
-		must(t, err)
+		check.OK(t, err)
 		ids = append(ids, v.ID)
 	}
 	claim := volume.Claim{Node: nodeName, Mode: "m"}
@@ -380,7 +382,7 @@ func TestClaimsAtOnce(t *testing.T) {
 		}
 		all.Wait()
 		for _, id := range ids {
-			must(t, s.Release(w.ctx, id, nodeName))
+			check.OK(t, s.Release(w.ctx, id, nodeName))
 		}
 	}
 
@@ -399,7 +401,7 @@ func TestClaimsAtOnce(t *testing.T) {
 		t.Error("it waits longer than its caller")
 	}
 	release()
-	must(t, errors.Join(<-answers, <-answers))
+	check.OK(t, errors.Join(<-answers, <-answers))
 }
 
 // TestDeletedWhileMade: an object that goes while its node works on it takes the volume along.
@@ -423,21 +425,21 @@ func TestDeletedWhileMade(t *testing.T) {
 	w.asked("it is to be deleted", func(ctx context.Context) error { return s.Delete(ctx, id) },
 		func() bool { o := w.object("v"); return o != nil && o.Deleting() })
 	close(release)
-	must(t, s.Delete(w.ctx, id))
+	check.OK(t, s.Delete(w.ctx, id))
 	w.tally(m)
-	must(t, second(s.Create(w.ctx, spec("v"))))
+	check.OK(t, second(s.Create(w.ctx, spec("v"))))
 }
 
 // TestBytesMissing: what was there once is reported lost, and not made again.
 func TestBytesMissing(t *testing.T) {
 	w, m, s := newCluster(t)
 	v, err := s.Create(w.ctx, spec("v"))
-	must(t, err)
+	check.OK(t, err)
 	snapshot, err := s.CreateSnapshot(w.ctx, "s", v.ID)
-	must(t, err)
+	check.OK(t, err)
 	m.stop()
-	must(t, m.local.Delete(w.ctx, v.ID))
-	must(t, m.local.DeleteSnapshot(w.ctx, snapshot.ID))
+	check.OK(t, m.local.Delete(w.ctx, v.ID))
+	check.OK(t, m.local.DeleteSnapshot(w.ctx, snapshot.ID))
 	w.start(m)
 	w.eventually("the loss is reported", func() bool {
 		problems, err := s.Health(w.ctx, v.ID)
@@ -445,14 +447,14 @@ func TestBytesMissing(t *testing.T) {
 	})
 	w.eventually("that of the snapshot is", func() bool {
 		o := &v1alpha1.Snapshot{}
-		must(t, w.Get(w.ctx, client.ObjectKey{Name: snapshot.ID.Key}, o))
+		check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: snapshot.ID.Key}, o))
 		c := meta.FindStatusCondition(o.Status.Conditions, v1alpha1.Ready)
 		return c != nil && c.Status == metav1.ConditionFalse && c.Reason == "DataLoss"
 	})
-	must(t, second(s.Create(w.ctx, spec("v")))) // it is there, as far as it is
+	check.OK(t, second(s.Create(w.ctx, spec("v")))) // it is there, as far as it is
 	fails(t, second(s.Expand(w.ctx, v.ID, volume.Range{Required: 2 * mib})), errdefs.ErrDataLoss)
 	fails(t, second(m.local.Get(w.ctx, v.ID)), errdefs.ErrNotFound)
-	must(t, errors.Join(s.Delete(w.ctx, v.ID), s.DeleteSnapshot(w.ctx, snapshot.ID)))
+	check.OK(t, errors.Join(s.Delete(w.ctx, v.ID), s.DeleteSnapshot(w.ctx, snapshot.ID)))
 }
 
 // TestStrays: a volume without an object is reported and left alone.
@@ -460,30 +462,30 @@ func TestStrays(t *testing.T) {
 	w := newEnvironment(t)
 	m := w.machine(nodeName)
 	stray, err := m.local.Create(w.ctx, spec("stray"))
-	must(t, err)
+	check.OK(t, err)
 	ephemeral := spec("ephemeral")
 	ephemeral.Ephemeral = t.TempDir() + "/x"
-	must(t, second(m.local.Create(w.ctx, ephemeral)))
+	check.OK(t, second(m.local.Create(w.ctx, ephemeral)))
 	m.agent.Changed()
 	w.eventually("it is reported", func() bool {
 		p := &v1alpha1.Pool{}
-		must(t, w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(nodeName, "default")}, p))
+		check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(nodeName, "default")}, p))
 		c := meta.FindStatusCondition(p.Status.Conditions, v1alpha1.Accounted)
 		return c != nil && c.Status == metav1.ConditionFalse && strings.HasSuffix(c.Message, ": "+stray.ID.String()) &&
 			p.Status.StrayCount == 1 && len(p.Status.Strays) == 1 && p.Status.Strays[0].ID == stray.ID.String() && p.Status.Strays[0].Name == "stray"
 	})
-	must(t, second(m.local.Get(w.ctx, stray.ID)))
+	check.OK(t, second(m.local.Get(w.ctx, stray.ID)))
 }
 
 // TestBusy: while a call of the node has a volume, the agent waits.
 func TestBusy(t *testing.T) {
 	w, m, s := newCluster(t)
 	v, err := s.Create(w.ctx, spec("v"))
-	must(t, err)
+	check.OK(t, err)
 	unlock, _ := m.locks.TryLock([]string{keylock.Volume(v.ID.Key)}, nil)
 	fails(t, second(s.Expand(soon(t), v.ID, volume.Range{Required: 2 * mib})), errdefs.ErrUnavailable)
 	unlock()
-	must(t, second(s.Expand(w.ctx, v.ID, volume.Range{Required: 2 * mib})))
+	check.OK(t, second(s.Expand(w.ctx, v.ID, volume.Range{Required: 2 * mib})))
 }
 
 // TestNoAPIServer: parts that start without an API server are ready once it answers.
@@ -494,7 +496,7 @@ func TestNoAPIServer(t *testing.T) {
 	m.stop()
 	thaw := server.Freeze(t)
 	s, err := store.New(server.Config("controller"), store.Options{GoneGrace: grace, AbandonGrace: time.Hour, Driver: cluster.DefaultDriver})
-	must(t, err)
+	check.OK(t, err)
 	w.run(s.Run)
 	w.start(m)
 	time.Sleep(200 * time.Millisecond)
@@ -503,7 +505,7 @@ func TestNoAPIServer(t *testing.T) {
 	thaw()
 	w.eventually("the store is ready", func() bool { return s.Ready(w.ctx) == nil })
 	w.pooled(s, m)
-	must(t, second(s.Create(w.ctx, spec("v"))))
+	check.OK(t, second(s.Create(w.ctx, spec("v"))))
 }
 
 // TestUnfinishedGroup: what a controller has written down of a group before it died goes when
@@ -511,17 +513,17 @@ func TestNoAPIServer(t *testing.T) {
 func TestUnfinishedGroup(t *testing.T) {
 	w, m, s := newCluster(t)
 	v, err := s.Create(w.ctx, spec("v"))
-	must(t, err)
+	check.OK(t, err)
 	v2, err := s.Create(w.ctx, spec("v2"))
-	must(t, err)
+	check.OK(t, err)
 	whole, err := s.CreateGroup(w.ctx, "whole", []volume.ID{v.ID, v2.ID})
-	must(t, err)
+	check.OK(t, err)
 	var one v1alpha1.Snapshot
-	must(t, w.Get(w.ctx, client.ObjectKey{Name: whole.Snapshots[0].ID.Key}, &one))
+	check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: whole.Snapshots[0].ID.Key}, &one))
 	part := &v1alpha1.Snapshot{ObjectMeta: metav1.ObjectMeta{Name: volume.KeyOf("part"), Finalizers: one.Finalizers}, Spec: one.Spec}
 	part.Spec.Make, part.Spec.Name, part.Spec.Group = true, "part", &v1alpha1.Group{Key: volume.KeyOf("part"), Size: 2}
 	began := time.Now()
-	must(t, w.Create(w.ctx, part))
+	check.OK(t, w.Create(w.ctx, part))
 	_, stop := w.sweeping()
 	w.eventually("the part is gone", func() bool {
 		return apierrors.IsNotFound(w.Get(w.ctx, client.ObjectKeyFromObject(part), &v1alpha1.Snapshot{}))
@@ -530,12 +532,12 @@ func TestUnfinishedGroup(t *testing.T) {
 		t.Errorf("it went after %v", age)
 	}
 	again, err := s.GetGroup(w.ctx, whole.ID)
-	must(t, err)
+	check.OK(t, err)
 	if len(again.Snapshots) != 2 {
 		t.Errorf("the whole group has %d members", len(again.Snapshots))
 	}
 	stop() // before it finds the next one half written down
-	must(t, second(s.CreateGroup(w.ctx, "part", []volume.ID{v.ID, v2.ID})))
+	check.OK(t, second(s.CreateGroup(w.ctx, "part", []volume.ID{v.ID, v2.ID})))
 	w.tally(m)
 }
 
@@ -547,18 +549,18 @@ func TestAbandoned(t *testing.T) {
 		one := spec(name)
 		one.For = volume.Requester{Namespace: "default", Name: "claim"}
 		v, err := s.Create(w.ctx, one)
-		must(t, err)
+		check.OK(t, err)
 		return v.ID
 	}
 	used, owned, claimed := provisioned("pvc-used"), provisioned("pvc-owned"), provisioned("pvc-claimed")
-	must(t, m.local.SetFormat(w.ctx, used, volume.Format{State: volume.Formatted, Type: "ext4"}))
-	must(t, s.Claim(w.ctx, claimed, volume.Claim{Node: nodeName, Mode: "m"}))
-	must(t, w.Create(w.ctx, &corev1.PersistentVolume{ObjectMeta: metav1.ObjectMeta{Name: "pvc-owned"}, Spec: corev1.PersistentVolumeSpec{
+	check.OK(t, m.local.SetFormat(w.ctx, used, volume.Format{State: volume.Formatted, Type: "ext4"}))
+	check.OK(t, s.Claim(w.ctx, claimed, volume.Claim{Node: nodeName, Mode: "m"}))
+	check.OK(t, w.Create(w.ctx, &corev1.PersistentVolume{ObjectMeta: metav1.ObjectMeta{Name: "pvc-owned"}, Spec: corev1.PersistentVolumeSpec{
 		Capacity:               corev1.ResourceList{corev1.ResourceStorage: *resource.NewQuantity(mib, resource.BinarySI)},
 		AccessModes:            []corev1.PersistentVolumeAccessMode{corev1.ReadWriteOnce},
 		PersistentVolumeSource: corev1.PersistentVolumeSource{CSI: &corev1.CSIPersistentVolumeSource{Driver: cluster.DefaultDriver, VolumeHandle: owned.String()}}}}))
 	blank := provisioned("pvc-blank")
-	must(t, second(s.Create(w.ctx, spec("named-by-somebody"))))
+	check.OK(t, second(s.Create(w.ctx, spec("named-by-somebody"))))
 	w.sweeping()
 	w.eventually("the blank one is gone", func() bool { return w.object("pvc-blank") == nil })
 	fails(t, second(m.local.Get(w.ctx, blank)), errdefs.ErrNotFound)

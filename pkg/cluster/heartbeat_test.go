@@ -13,6 +13,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+
 	"golang.org/x/sys/unix"
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
@@ -44,7 +46,7 @@ func (w *environment) listening(silentAfter time.Duration) *store.Store {
 	w.Helper()
 	s, err := store.New(wrapped(apitest.Get(w).Config("controller")), store.Options{GoneGrace: grace, AbandonGrace: time.Hour, Driver: cluster.DefaultDriver,
 		Namespace: leases, SilentAfter: silentAfter})
-	must(w, err)
+	check.OK(w, err)
 	w.run(s.Run)
 	w.eventually("the store is ready", func() bool { return s.Ready(w.ctx) == nil })
 	return s
@@ -77,7 +79,7 @@ func (w *environment) created(s *store.Store, one volume.Spec) (v volume.Volume)
 func (w *environment) available(s *store.Store, node string) int64 {
 	w.Helper()
 	c, err := s.Capacity(w.ctx, "", node)
-	must(w, err)
+	check.OK(w, err)
 	return c.Available
 }
 
@@ -109,15 +111,15 @@ func TestHeartbeat(t *testing.T) {
 	}
 	for _, clock := range []time.Duration{-1000 * time.Hour, 1000 * time.Hour} {
 		w.eventually("it is heard", func() bool {
-			must(t, w.Get(w.ctx, client.ObjectKeyFromObject(lease), lease))
+			check.OK(t, w.Get(w.ctx, client.ObjectKeyFromObject(lease), lease))
 			renewed := metav1.NewMicroTime(time.Now().Add(clock))
 			lease.Spec.RenewTime = &renewed
-			must(t, w.Update(w.ctx, lease))
+			check.OK(t, w.Update(w.ctx, lease))
 			return w.available(s, nodeName) > 0
 		})
 		w.eventually("and then is not any more", func() bool { return w.available(s, nodeName) == 0 })
 	}
-	must(t, w.Delete(w.ctx, lease)) // as with its node, which comes back under its name
+	check.OK(t, w.Delete(w.ctx, lease)) // as with its node, which comes back under its name
 	w.start(m)
 	w.eventually("its room is back", func() bool { return w.available(s, nodeName) > 0 })
 	w.created(s, one)
@@ -141,12 +143,12 @@ func TestLeaseEdited(t *testing.T) {
 		lease.Labels, lease.Spec = nil, coordinationv1.LeaseSpec{HolderIdentity: &holder, RenewTime: &edited}
 		err := w.Update(w.ctx, lease)
 		if !apierrors.IsConflict(err) {
-			must(t, err)
+			check.OK(t, err)
 		}
 		return err == nil
 	})
 	w.eventually("it is put right", func() bool {
-		must(t, w.Get(w.ctx, client.ObjectKeyFromObject(lease), lease))
+		check.OK(t, w.Get(w.ctx, client.ObjectKeyFromObject(lease), lease))
 		return lease.Spec.RenewTime.Time.Before(edited.Add(-time.Minute))
 	})
 	if *lease.Spec.HolderIdentity != nodeName || len(lease.Labels) == 0 {
@@ -222,9 +224,9 @@ func TestBegunAfterAll(t *testing.T) {
 			go func() { asked <- second(s.Create(w.ctx, one)) }()
 			if dies {
 				w.eventually("it was asked for", func() bool { return w.object("v") != nil })
-				must(t, second(a.local.Create(w.ctx, one))) // as its agent did just before it died
-				must(t, second(a.local.Create(w.ctx, spec("used"))))
-				must(t, a.local.SetFormat(w.ctx, volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf("used")}, volume.Format{State: volume.Formatted, Type: "ext4"}))
+				check.OK(t, second(a.local.Create(w.ctx, one))) // as its agent did just before it died
+				check.OK(t, second(a.local.Create(w.ctx, spec("used"))))
+				check.OK(t, a.local.SetFormat(w.ctx, volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf("used")}, volume.Format{State: volume.Formatted, Type: "ext4"}))
 			} else {
 				<-begun
 			}
@@ -232,11 +234,11 @@ func TestBegunAfterAll(t *testing.T) {
 			fails(t, <-asked, errdefs.ErrNoSpace)
 			one.Nodes = []string{"node-b"}
 			v, err := s.Create(w.ctx, one)
-			must(t, err)
+			check.OK(t, err)
 			if dies {
 				used := spec("used")
 				used.Nodes = []string{"node-b"}
-				must(t, second(s.Create(w.ctx, used)))
+				check.OK(t, second(s.Create(w.ctx, used)))
 				w.start(a)
 			} else {
 				close(let)
@@ -246,9 +248,9 @@ func TestBegunAfterAll(t *testing.T) {
 				return errors.Is(err, errdefs.ErrNotFound)
 			})
 			w.node("node-a", true)
-			must(t, second(b.local.Get(w.ctx, v.ID)))
+			check.OK(t, second(b.local.Get(w.ctx, v.ID)))
 			if dies {
-				must(t, second(a.local.Get(w.ctx, volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf("used")})))
+				check.OK(t, second(a.local.Get(w.ctx, volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf("used")})))
 				return
 			}
 			w.tally(a)
@@ -266,11 +268,11 @@ func TestNodeDeletedUnderAgent(t *testing.T) {
 	w.pooled(s, m)
 	var before, now v1alpha1.Pool
 	key := client.ObjectKey{Name: cluster.PoolName(nodeName, "default")}
-	must(t, w.Get(w.ctx, key, &before))
+	check.OK(t, w.Get(w.ctx, key, &before))
 	gone := w.machine("gone") // it has no heartbeat
 	w.pooled(s, gone)
 	gone.stop()
-	must(t, w.DeleteAllOf(w.ctx, &corev1.Node{}))
+	check.OK(t, w.DeleteAllOf(w.ctx, &corev1.Node{}))
 	there := func(node string) bool {
 		return w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(node, "default")}, &now) == nil
 	}
@@ -393,7 +395,7 @@ func TestServerAway(t *testing.T) {
 		}
 	}
 	release()
-	must(t, <-asked)
+	check.OK(t, <-asked)
 	w.tally(m)
 }
 

@@ -7,6 +7,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -28,7 +30,7 @@ import (
 func (w *environment) startWith(m *machine, names ...string) {
 	w.Helper()
 	mounts, err := mount.LoadTable()
-	must(w, err)
+	check.OK(w, err)
 	var pools []blockdev.Pool
 	var kept []agent.Pool
 	for _, name := range names {
@@ -36,16 +38,16 @@ func (w *environment) startWith(m *machine, names ...string) {
 		pools, kept = append(pools, p), append(kept, agent.Pool{Pool: p, Kind: "memory"})
 	}
 	m.local, err = volume.NewLocal(w.ctx, m.name, pools, mounts, 0)
-	must(w, err)
+	check.OK(w, err)
 	m.agent, err = agent.New(apitest.Get(w).Config("agent"), m.local, agent.Options{Driver: cluster.DefaultDriver, Pools: kept, Locks: m.locks, MaxVolumes: storetest.Limit})
-	must(w, err)
+	check.OK(w, err)
 	m.stop = w.run(m.agent.Run)
 }
 
 func (w *environment) pool(node, name string) *v1alpha1.Pool {
 	w.Helper()
 	p := &v1alpha1.Pool{}
-	must(w, w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(node, name)}, p))
+	check.OK(w, w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(node, name)}, p))
 	return p
 }
 
@@ -59,7 +61,7 @@ func TestOneDefault(t *testing.T) {
 		w.startWith(m, pools...)
 		w.eventually(fmt.Sprint("one default, of ", pools), func() bool {
 			var all v1alpha1.PoolList
-			must(t, w.List(w.ctx, &all))
+			check.OK(t, w.List(w.ctx, &all))
 			var defaults []string
 			for _, p := range all.Items {
 				if p.Spec.Default {
@@ -78,7 +80,7 @@ func TestOneDefault(t *testing.T) {
 		})
 		for j := range 10 {
 			v, err := s.Create(w.ctx, spec(fmt.Sprint(i, " ", j)))
-			must(t, err)
+			check.OK(t, err)
 			if v.ID.Pool != pools[0] {
 				t.Errorf("pools %v: a volume that asks for none is in %s", pools, v.ID.Pool)
 			}
@@ -106,17 +108,17 @@ func TestTwoDefaults(t *testing.T) {
 			old := w.pool(nodeName, "default").DeepCopy()
 			status := old.Status
 			old.ObjectMeta, old.Spec.Pool = metav1.ObjectMeta{Name: cluster.PoolName(nodeName, "old")}, "old"
-			must(t, w.Create(w.ctx, old))
+			check.OK(t, w.Create(w.ctx, old))
 			old.Status = status
 			spoil(old)
-			must(t, w.Status().Update(w.ctx, old))
+			check.OK(t, w.Status().Update(w.ctx, old))
 			w.eventually("the store knows it", func() bool {
 				c, err := s.Capacity(w.ctx, "old", nodeName)
 				return err == nil && c.Total > 0
 			})
 			for range 50 {
 				c, err := s.Capacity(w.ctx, "", nodeName)
-				must(t, err)
+				check.OK(t, err)
 				if c.Available == 0 {
 					t.Fatal("the old one counts")
 				}
@@ -148,10 +150,10 @@ func TestWhereNoPodsRun(t *testing.T) {
 	}
 	edit := func(name string, change func(*corev1.NodeSpec)) {
 		n := &corev1.Node{}
-		must(t, w.Get(w.ctx, client.ObjectKey{Name: name}, n))
+		check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: name}, n))
 		before := n.DeepCopy()
 		change(&n.Spec)
-		must(t, w.Patch(w.ctx, n, client.MergeFrom(before)))
+		check.OK(t, w.Patch(w.ctx, n, client.MergeFrom(before)))
 	}
 	for _, name := range nodes { // the API server taints new nodes, until the node controller knows that they are ready
 		edit(name, func(n *corev1.NodeSpec) { n.Taints = nil })
@@ -169,7 +171,7 @@ func TestWhereNoPodsRun(t *testing.T) {
 		run := 0
 		w.eventually("volumes are on "+want, func() bool {
 			node, err := create(allowed...)
-			must(t, err)
+			check.OK(t, err)
 			if run++; node != want {
 				run = 0
 			}
@@ -204,18 +206,18 @@ func TestPoolRemoved(t *testing.T) {
 	m.stop()
 	for i := range 5 {
 		name := fmt.Sprint("old", i)
-		must(t, w.Create(w.ctx, &v1alpha1.Pool{ObjectMeta: metav1.ObjectMeta{Name: cluster.PoolName(nodeName, name)},
+		check.OK(t, w.Create(w.ctx, &v1alpha1.Pool{ObjectMeta: metav1.ObjectMeta{Name: cluster.PoolName(nodeName, name)},
 			Spec: v1alpha1.PoolSpec{NodeName: nodeName, Pool: name, MaxVolumes: 1}}))
 	}
 	w.start(m)
 	w.eventually("the pools say it", func() bool {
 		var pools v1alpha1.PoolList
-		must(t, w.List(w.ctx, &pools))
+		check.OK(t, w.List(w.ctx, &pools))
 		return !slices.ContainsFunc(pools.Items, func(p v1alpha1.Pool) bool { return p.Spec.MaxVolumes != storetest.Limit })
 	})
 	for i := range storetest.Limit {
 		v, err := s.Create(w.ctx, spec(fmt.Sprint(i)))
-		must(t, err)
+		check.OK(t, err)
 		w.eventually("it is claimed", func() bool { return s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m"}) == nil })
 	}
 }

@@ -7,6 +7,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/rest"
@@ -24,7 +26,7 @@ func (w *environment) known() {
 	w.Helper()
 	for user := range roles {
 		c, err := client.New(apitest.Get(w).Config(user), client.Options{Scheme: w.Scheme()})
-		must(w, err)
+		check.OK(w, err)
 		w.eventually(user+" is known", func() bool { return c.List(w.ctx, &v1alpha1.VolumeList{}) == nil })
 	}
 }
@@ -33,9 +35,9 @@ func (w *environment) known() {
 func (w *environment) revision() int {
 	w.Helper()
 	var list v1alpha1.VolumeList
-	must(w, w.List(w.ctx, &list))
+	check.OK(w, w.List(w.ctx, &list))
 	var n int
-	must(w, second(fmt.Sscan(list.ResourceVersion, &n)))
+	check.OK(w, second(fmt.Sscan(list.ResourceVersion, &n)))
 	return n
 }
 
@@ -43,12 +45,12 @@ func (w *environment) revision() int {
 func (w *environment) busy(revision int) {
 	w.Helper()
 	m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: "default", GenerateName: "busy-"}}
-	must(w, w.Create(w.ctx, m))
+	check.OK(w, w.Create(w.ctx, m))
 	for i := 0; w.revision() < revision; i++ {
 		m.Data = map[string]string{"i": fmt.Sprint(i)}
-		must(w, w.Update(w.ctx, m))
+		check.OK(w, w.Update(w.ctx, m))
 	}
-	must(w, w.Delete(w.ctx, m))
+	check.OK(w, w.Delete(w.ctx, m))
 }
 
 // again makes a call until it is answered, each time with a sidecar's patience.
@@ -68,8 +70,8 @@ func TestRolledBackAndBusy(t *testing.T) {
 	wrap(t, func(c *rest.Config) { c.Dial = l.dial })
 	w, m, s := newCluster(t)
 	v, err := s.Create(w.ctx, spec("v"))
-	must(t, err)
-	must(t, m.local.SetFormat(w.ctx, v.ID, formatted))
+	check.OK(t, err)
+	check.OK(t, m.local.SetFormat(w.ctx, v.ID, formatted))
 	rollback := apitest.Get(t).Backup(t)
 	w.again("it is deleted", func(ctx context.Context) error { return s.Delete(ctx, v.ID) })
 	before := w.revision()
@@ -103,7 +105,7 @@ func TestRolledBackUnnoticed(t *testing.T) {
 		return err
 	})
 	w.busy(w.revision() + 500)
-	must(t, second(s.Create(w.ctx, spec("last"))))
+	check.OK(t, second(s.Create(w.ctx, spec("last"))))
 	l.set(true)
 	rollback()
 	w.known()

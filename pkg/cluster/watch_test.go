@@ -11,6 +11,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -89,7 +91,7 @@ func TestBrokenWatch(t *testing.T) {
 		config := apitest.Get(t).Config("controller")
 		config.Wrap(watch.wrap)
 		s, err := store.New(config, store.Options{GoneGrace: grace, AbandonGrace: time.Hour, Driver: cluster.DefaultDriver})
-		must(t, err)
+		check.OK(t, err)
 		w.run(s.Run)
 		w.eventually("the store is ready", func() bool { return s.Ready(w.ctx) == nil })
 		w.pooled(s, m)
@@ -99,7 +101,7 @@ func TestBrokenWatch(t *testing.T) {
 		watch.mu.Unlock()
 		w.asked("it was asked for", func(ctx context.Context) error { return second(s.Create(ctx, spec("gone"))) },
 			func() bool { return w.object("gone") != nil })
-		must(t, w.Delete(w.ctx, w.object("gone")))
+		check.OK(t, w.Delete(w.ctx, w.object("gone")))
 		watch.mend()
 		w.eventually("all can be listed", func() bool {
 			ctx, cancel := context.WithTimeout(w.ctx, time.Second)
@@ -107,7 +109,7 @@ func TestBrokenWatch(t *testing.T) {
 			return second(s.List(ctx, volume.ID{}, 0)) == nil
 		})
 		w.start(m)
-		must(t, second(s.Create(w.ctx, spec("v"))))
+		check.OK(t, second(s.Create(w.ctx, spec("v"))))
 	})
 	t.Run("agent", func(t *testing.T) {
 		w := newEnvironment(t)
@@ -117,17 +119,17 @@ func TestBrokenWatch(t *testing.T) {
 		m := w.machine(nodeName)
 		w.pooled(s, m)
 		v, err := s.Create(w.ctx, spec("v"))
-		must(t, err)
+		check.OK(t, err)
 		watch.mu.Lock()
 		watch.afterDelete = true
 		watch.mu.Unlock()
-		must(t, s.Delete(w.ctx, v.ID))
+		check.OK(t, s.Delete(w.ctx, v.ID))
 		asked := make(chan error)
 		go func() { asked <- second(s.Create(w.ctx, spec("v"))) }()
 		w.eventually("it is asked for again", func() bool { return w.object("v") != nil })
 		watch.mend()
 		w.eventually("it is made", func() bool { o := w.object("v"); return o != nil && o.Status.Created != nil })
-		must(t, <-asked)
+		check.OK(t, <-asked)
 	})
 }
 
@@ -169,7 +171,7 @@ func (w *environment) behind() (*store.Store, *lagging) {
 	config := apitest.Get(w).Config("controller")
 	config.Wrap(lag.wrap)
 	s, err := store.New(config, store.Options{GoneGrace: grace, AbandonGrace: time.Hour, Driver: cluster.DefaultDriver})
-	must(w, err)
+	check.OK(w, err)
 	w.run(s.Run)
 	return s, lag
 }
@@ -179,11 +181,11 @@ func (w *environment) behind() (*store.Store, *lagging) {
 func (w *environment) knownTo(behind, s *store.Store, name string, of volume.ID) (volume.Volume, volume.Snapshot, volume.Group) {
 	w.Helper()
 	v, err := s.Create(w.ctx, spec(name))
-	must(w, err)
+	check.OK(w, err)
 	snapshot, err := s.CreateSnapshot(w.ctx, name, of)
-	must(w, err)
+	check.OK(w, err)
 	group, err := s.CreateGroup(w.ctx, name, []volume.ID{of})
-	must(w, err)
+	check.OK(w, err)
 	w.eventually("it knows of all that", func() bool {
 		return errors.Join(second(behind.Get(w.ctx, v.ID)), second(behind.GetSnapshot(w.ctx, snapshot.ID)), second(behind.GetGroup(w.ctx, group.ID))) == nil
 	})
@@ -197,16 +199,16 @@ func TestLaggingReplica(t *testing.T) {
 	behind, lag := w.behind()
 	w.pooled(behind, m)
 	v, err := s.Create(w.ctx, spec("v"))
-	must(t, err)
-	must(t, s.Modify(w.ctx, v.ID, map[string]string{"readAheadKiB": "64"}))
+	check.OK(t, err)
+	check.OK(t, s.Modify(w.ctx, v.ID, map[string]string{"readAheadKiB": "64"}))
 	gone, snapshot, group := w.knownTo(behind, s, "gone", v.ID)
 	catchUp := lag.hold()
 	defer catchUp()
-	must(t, errors.Join(s.Delete(w.ctx, gone.ID), s.DeleteSnapshot(w.ctx, snapshot.ID), s.DeleteGroup(w.ctx, group.ID)))
-	must(t, s.Modify(w.ctx, v.ID, map[string]string{"readAheadKiB": "128"}))
+	check.OK(t, errors.Join(s.Delete(w.ctx, gone.ID), s.DeleteSnapshot(w.ctx, snapshot.ID), s.DeleteGroup(w.ctx, group.ID)))
+	check.OK(t, s.Modify(w.ctx, v.ID, map[string]string{"readAheadKiB": "128"}))
 	made, err := s.CreateGroup(w.ctx, "new", []volume.ID{v.ID})
-	must(t, err)
-	must(t, second(behind.GetGroup(w.ctx, made.ID)))
+	check.OK(t, err)
+	check.OK(t, second(behind.GetGroup(w.ctx, made.ID)))
 	calls := map[string]func(context.Context) error{
 		"create":          func(ctx context.Context) error { return second(behind.Create(ctx, spec("gone"))) },
 		"create snapshot": func(ctx context.Context) error { return second(behind.CreateSnapshot(ctx, "gone", v.ID)) },
@@ -227,7 +229,7 @@ func TestLaggingReplica(t *testing.T) {
 			t.Errorf("%s: %v", what, err)
 		}
 	}
-	must(t, errors.Join(second(m.local.Get(w.ctx, gone.ID)), second(m.local.GetSnapshot(w.ctx, snapshot.ID)), second(m.local.GetGroup(w.ctx, group.ID))))
+	check.OK(t, errors.Join(second(m.local.Get(w.ctx, gone.ID)), second(m.local.GetSnapshot(w.ctx, snapshot.ID)), second(m.local.GetGroup(w.ctx, group.ID))))
 	fails(t, second(m.local.GetGroup(w.ctx, made.ID)), errdefs.ErrNotFound)
 	if have, err := m.local.Get(w.ctx, v.ID); err != nil || have.Mutable["readAheadKiB"] != "64" {
 		t.Errorf("%+v, %v", have, err)
@@ -242,14 +244,14 @@ func TestLaggingReplicaDeletes(t *testing.T) {
 	behind, lag := w.behind()
 	w.pooled(behind, m)
 	v, err := s.Create(w.ctx, spec("v"))
-	must(t, err)
+	check.OK(t, err)
 	anew, snapshot, group := w.knownTo(behind, s, "anew", v.ID)
 	catchUp := lag.hold()
 	defer catchUp()
-	must(t, errors.Join(s.Delete(w.ctx, anew.ID), s.DeleteSnapshot(w.ctx, snapshot.ID), s.DeleteGroup(w.ctx, group.ID)))
-	must(t, second(s.Create(w.ctx, spec("anew"))))
-	must(t, second(s.CreateSnapshot(w.ctx, "anew", v.ID)))
-	must(t, second(s.CreateGroup(w.ctx, "anew", []volume.ID{v.ID})))
+	check.OK(t, errors.Join(s.Delete(w.ctx, anew.ID), s.DeleteSnapshot(w.ctx, snapshot.ID), s.DeleteGroup(w.ctx, group.ID)))
+	check.OK(t, second(s.Create(w.ctx, spec("anew"))))
+	check.OK(t, second(s.CreateSnapshot(w.ctx, "anew", v.ID)))
+	check.OK(t, second(s.CreateGroup(w.ctx, "anew", []volume.ID{v.ID})))
 	for what, call := range map[string]func() error{
 		"volume":   func() error { return behind.Delete(soon(t), anew.ID) },
 		"snapshot": func() error { return behind.DeleteSnapshot(soon(t), snapshot.ID) },
@@ -260,8 +262,8 @@ func TestLaggingReplicaDeletes(t *testing.T) {
 		}
 	}
 	catchUp()
-	must(t, errors.Join(behind.Delete(w.ctx, anew.ID), behind.DeleteSnapshot(w.ctx, snapshot.ID), behind.DeleteGroup(w.ctx, group.ID)))
-	must(t, s.Delete(w.ctx, v.ID))
+	check.OK(t, errors.Join(behind.Delete(w.ctx, anew.ID), behind.DeleteSnapshot(w.ctx, snapshot.ID), behind.DeleteGroup(w.ctx, group.ID)))
+	check.OK(t, s.Delete(w.ctx, v.ID))
 	if left := w.objects(); len(left) > 0 {
 		t.Errorf("%d objects are left", len(left))
 	}
@@ -275,11 +277,11 @@ func TestLaggingReplicaDeletesAgain(t *testing.T) {
 	behind, lag := w.behind()
 	w.pooled(behind, m)
 	v, err := s.Create(w.ctx, spec("v"))
-	must(t, err)
+	check.OK(t, err)
 	anew, err := s.Create(w.ctx, spec("anew"))
-	must(t, err)
+	check.OK(t, err)
 	snapshot, err := s.CreateSnapshot(w.ctx, "anew", v.ID)
-	must(t, err)
+	check.OK(t, err)
 	w.eventually("it knows of all that", func() bool {
 		return errors.Join(second(behind.Get(w.ctx, anew.ID)), second(behind.GetSnapshot(w.ctx, snapshot.ID))) == nil
 	})
@@ -294,16 +296,16 @@ func TestLaggingReplicaDeletesAgain(t *testing.T) {
 	catchUp := lag.hold()
 	defer catchUp()
 	w.start(m)
-	must(t, errors.Join(s.Delete(w.ctx, anew.ID), s.DeleteSnapshot(w.ctx, snapshot.ID)))
-	must(t, errors.Join(second(s.Create(w.ctx, spec("anew"))), second(s.CreateSnapshot(w.ctx, "anew", v.ID))))
+	check.OK(t, errors.Join(s.Delete(w.ctx, anew.ID), s.DeleteSnapshot(w.ctx, snapshot.ID)))
+	check.OK(t, errors.Join(second(s.Create(w.ctx, spec("anew"))), second(s.CreateSnapshot(w.ctx, "anew", v.ID))))
 	answers := make(chan error, len(calls))
 	for _, call := range calls {
 		go func() { answers <- call(w.ctx) }()
 	}
 	time.Sleep(500 * time.Millisecond)
 	catchUp()
-	must(t, errors.Join(<-answers, <-answers))
-	must(t, s.Delete(w.ctx, v.ID))
+	check.OK(t, errors.Join(<-answers, <-answers))
+	check.OK(t, s.Delete(w.ctx, v.ID))
 	if left := w.objects(); len(left) > 0 {
 		t.Errorf("%d objects are left", len(left))
 	}
@@ -319,8 +321,8 @@ func TestLaggingReplicaRefuses(t *testing.T) {
 	ids := map[string]volume.ID{}
 	for _, name := range []string{"deleted", "claimed"} {
 		v, err := s.Create(w.ctx, spec(name))
-		must(t, err)
-		must(t, s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m", ReadOnly: true}))
+		check.OK(t, err)
+		check.OK(t, s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m", ReadOnly: true}))
 		w.eventually("it knows of the claim", func() bool {
 			v, err := behind.Get(w.ctx, v.ID)
 			return err == nil && v.Claim.ReadOnly
@@ -330,14 +332,14 @@ func TestLaggingReplicaRefuses(t *testing.T) {
 	catchUp := lag.hold()
 	defer catchUp()
 	for _, id := range ids {
-		must(t, s.Release(w.ctx, id, nodeName))
+		check.OK(t, s.Release(w.ctx, id, nodeName))
 	}
-	must(t, behind.Claim(w.ctx, ids["claimed"], volume.Claim{Node: nodeName, Mode: "m"}))
+	check.OK(t, behind.Claim(w.ctx, ids["claimed"], volume.Claim{Node: nodeName, Mode: "m"}))
 	answer := make(chan error, 1)
 	go func() { answer <- behind.Delete(w.ctx, ids["deleted"]) }()
 	w.eventually("it is deleted", func() bool { return len(answer) > 0 || w.object("deleted") == nil })
 	catchUp()
-	must(t, <-answer)
+	check.OK(t, <-answer)
 	fails(t, s.Delete(w.ctx, ids["claimed"]), errdefs.ErrInUse)
 	w.tally(m)
 }
@@ -403,7 +405,7 @@ func TestBusyServer(t *testing.T) {
 	w.pooled(s, m)
 	// What ends a watch that has just begun makes client-go read anew whatever comes then.
 	time.Sleep(1500 * time.Millisecond)
-	must(t, second(s.Create(w.ctx, spec("v"))))
+	check.OK(t, second(s.Create(w.ctx, spec("v"))))
 	busy.Store(true)
 	mu.Lock()
 	for _, cancel := range open {
@@ -448,7 +450,7 @@ func TestConflictsBehind(t *testing.T) {
 	o := w.object("v")
 	before := o.DeepCopy()
 	o.Labels = map[string]string{"changed": "true"}
-	must(t, w.Patch(w.ctx, o, client.MergeFrom(before)))
+	check.OK(t, w.Patch(w.ctx, o, client.MergeFrom(before)))
 	release()
 	time.Sleep(3 * time.Second)
 	// A try is a write, and a look whether the object is still there; there are 4 at most.
@@ -456,6 +458,6 @@ func TestConflictsBehind(t *testing.T) {
 		t.Errorf("%d requests", n)
 	}
 	catchUp()
-	must(t, <-asked)
+	check.OK(t, <-asked)
 	w.tally(m)
 }

@@ -6,6 +6,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	csirpc "github.com/kubernetes-csi/csi-lib-utils/rpc"
 	"google.golang.org/grpc"
@@ -51,10 +53,10 @@ type fixture struct {
 func start(t *testing.T, limit int64) fixture {
 	t.Helper()
 	mounts, err := mount.LoadTable()
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	fast, slow := memory.NewDisk(8<<30), memory.NewDisk(1<<30)
 	store, err := volume.NewLocal(t.Context(), node, []blockdev.Pool{fast.Open("fast", nil), slow.Open("slow", nil)}, mounts, limit)
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	return fixture{controller.New(store), t}
 }
 
@@ -80,7 +82,7 @@ func (f fixture) cut(name, source string) string {
 func done[R, A any](t *testing.T, call func(context.Context, R) (A, error), r R) A {
 	t.Helper()
 	a, err := call(t.Context(), r)
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	return a
 }
 
@@ -110,14 +112,14 @@ func connect(t *testing.T, s *controller.Server) *grpc.ClientConn {
 func TestCapabilities(t *testing.T) {
 	conn := connect(t, start(t, 0).Server)
 	announced, err := csirpc.GetControllerCapabilities(t.Context(), conn)
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	for number, name := range csi.ControllerServiceCapability_RPC_Type_name {
 		if announced[csi.ControllerServiceCapability_RPC_Type(number)] != (number != 0) {
 			t.Errorf("%s is announced: %v", name, number == 0)
 		}
 	}
 	groups, err := csirpc.GetGroupControllerCapabilities(t.Context(), conn)
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	for number, name := range csi.GroupControllerServiceCapability_RPC_Type_name {
 		if groups[csi.GroupControllerServiceCapability_RPC_Type(number)] != (number != 0) {
 			t.Errorf("%s is announced: %v", name, number == 0)

@@ -6,6 +6,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+
 	"github.com/container-storage-interface/spec/lib/go/csi"
 
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
@@ -233,9 +235,9 @@ func TestMetadataBatches(t *testing.T) {
 	} {
 		s := controller.New(written{ranges: c.ranges})
 		all := &stream[csi.GetMetadataAllocatedResponse]{ctx: t.Context()}
-		pooltest.Must(t, s.GetMetadataAllocated(&csi.GetMetadataAllocatedRequest{SnapshotId: nothingCut, StartingOffset: c.offset, MaxResults: c.most}, all))
+		check.OK(t, s.GetMetadataAllocated(&csi.GetMetadataAllocatedRequest{SnapshotId: nothingCut, StartingOffset: c.offset, MaxResults: c.most}, all))
 		changed := &stream[csi.GetMetadataDeltaResponse]{ctx: t.Context()}
-		pooltest.Must(t, s.GetMetadataDelta(&csi.GetMetadataDeltaRequest{BaseSnapshotId: nothingCut, TargetSnapshotId: nothingCut, StartingOffset: c.offset, MaxResults: c.most}, changed))
+		check.OK(t, s.GetMetadataDelta(&csi.GetMetadataDeltaRequest{BaseSnapshotId: nothingCut, TargetSnapshotId: nothingCut, StartingOffset: c.offset, MaxResults: c.most}, changed))
 		var allocated, delta []int
 		next := c.offset
 		for i, m := range all.sent {

@@ -7,6 +7,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"github.com/kubernetes-csi/csi-lib-utils/accessmodes"
 	corev1 "k8s.io/api/core/v1"
@@ -202,7 +204,7 @@ func TestKubernetesAccessModes(t *testing.T) {
 		corev1.ReadWriteOnce: nil, corev1.ReadWriteOncePod: nil, corev1.ReadOnlyMany: nil, corev1.ReadWriteMany: errdefs.ErrInvalid,
 	} {
 		asked, err := accessmodes.ToCSIAccessMode([]corev1.PersistentVolumeAccessMode{mode}, true)
-		pooltest.Must(t, err)
+		check.OK(t, err)
 		r := wanted(string(mode))
 		r.VolumeCapabilities[0].AccessMode.Mode = asked
 		_, err = f.CreateVolume(t.Context(), r)
@@ -449,7 +451,7 @@ func TestPages(t *testing.T) {
 			var ids []string
 			for next, first := "", true; first || next != ""; first = false {
 				some, after, err := page[what](most, next)
-				pooltest.Must(t, err)
+				check.OK(t, err)
 				if most > 0 && len(some) > int(most) {
 					t.Errorf("%s: a page of %d has %d", what, most, len(some))
 				}
@@ -467,7 +469,7 @@ func TestPages(t *testing.T) {
 		}
 	}
 	_, next, err := page["volumes"](2, "")
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	done(t, f.DeleteVolume, &csi.DeleteVolumeRequest{VolumeId: next})
 	if rest, _, err := page["volumes"](0, next); err != nil || !slices.Equal(rest, volumes[2:]) {
 		t.Errorf("after %s, which is gone: %v, %v", next, rest, err)

@@ -11,17 +11,12 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 const miB = 1 << 20
-
-func ok(t testing.TB, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
-}
 
 // run returns what a program prints.
 func run(t testing.TB, argv ...string) string {
@@ -46,10 +41,10 @@ func newExt4(t testing.TB, size int64) ext4Image {
 	for _, name := range []string{"a", "b", "c"} {
 		i.files[name] = make([]byte, 2*miB)
 		_, _ = rand.Read(i.files[name])
-		ok(t, os.WriteFile(filepath.Join(from, name), i.files[name], 0o600))
+		check.OK(t, os.WriteFile(filepath.Join(from, name), i.files[name], 0o600))
 	}
-	ok(t, os.WriteFile(i.path, nil, 0o600))
-	ok(t, os.Truncate(i.path, size))
+	check.OK(t, os.WriteFile(i.path, nil, 0o600))
+	check.OK(t, os.Truncate(i.path, size))
 	run(t, "mkfs.ext4", "-q", "-b", "4096", "-m", "0", "-E", "nodiscard", "-d", from, i.path)
 	return i
 }
@@ -57,19 +52,19 @@ func newExt4(t testing.TB, size int64) ext4Image {
 func (i ext4Image) read(t testing.TB) (boot []byte, super ext4Super) {
 	t.Helper()
 	boot, super, err := readExt4(i.path)
-	ok(t, err)
+	check.OK(t, err)
 	return boot, super
 }
 
 func (i ext4Image) write(t testing.TB, block []byte, at int64) {
 	t.Helper()
-	ok(t, writeExt4(i.path, block, at))
+	check.OK(t, writeExt4(i.path, block, at))
 }
 
 func (i ext4Image) bytes(t testing.TB) []byte {
 	t.Helper()
 	all, err := os.ReadFile(i.path)
-	ok(t, err)
+	check.OK(t, err)
 	return all
 }
 
@@ -108,9 +103,9 @@ func TestTornSuperblock(t *testing.T) {
 	image := newExt4(t, 16*miB)
 	_, before := image.read(t)
 	larger := ext4Image{filepath.Join(t.TempDir(), "larger"), image.files}
-	ok(t, os.WriteFile(larger.path, image.bytes(t), 0o600))
-	ok(t, os.Truncate(larger.path, 300*miB))
-	ok(t, growExt4Unmounted(t.Context(), larger.path, 300*miB))
+	check.OK(t, os.WriteFile(larger.path, image.bytes(t), 0o600))
+	check.OK(t, os.Truncate(larger.path, 300*miB))
+	check.OK(t, growExt4Unmounted(t.Context(), larger.path, 300*miB))
 	larger.whole(t)
 	_, after := larger.read(t)
 	all := tears(before, after)
@@ -132,7 +127,7 @@ func TestTornSuperblock(t *testing.T) {
 			}); err == nil || !errors.Is(err, killed) && killed != nil {
 				t.Fatal(err)
 			}
-			ok(t, Check(t.Context(), Ext4, image.path))
+			check.OK(t, Check(t.Context(), Ext4, image.path))
 			image.whole(t)
 		}
 	}
@@ -163,10 +158,10 @@ func TestTornSuperblock(t *testing.T) {
 	foreign := append([]byte("a tenant's"), zeroBlock[:ext4SuperSize-10]...)
 	image.write(t, foreign, 0)
 	image.write(t, before, ext4SuperSize)
-	ok(t, guarded(image.path, ext4Checks, func() error { return nil }))
-	ok(t, Check(t.Context(), Ext4, image.path))
-	ok(t, os.Truncate(image.path, 300*miB))
-	ok(t, growExt4Unmounted(t.Context(), image.path, 300*miB))
+	check.OK(t, guarded(image.path, ext4Checks, func() error { return nil }))
+	check.OK(t, Check(t.Context(), Ext4, image.path))
+	check.OK(t, os.Truncate(image.path, 300*miB))
+	check.OK(t, growExt4Unmounted(t.Context(), image.path, 300*miB))
 	if boot, super := image.read(t); !bytes.Equal(boot, foreign) || super.size() != 300*miB {
 		t.Errorf("the boot block is %q..., the size %d", boot[:32], super.size())
 	}
@@ -185,7 +180,7 @@ func TestCopyOfSuperblock(t *testing.T) {
 	image := newExt4(t, 16*miB)
 	want := image.bytes(t)
 	for _, as := range []string{ext4Checks, ext4Grows} {
-		ok(t, guarded(image.path, as, func() error {
+		check.OK(t, guarded(image.path, as, func() error {
 			boot, super := image.read(t)
 			if s, have := kept(boot); s == nil || !s.copies(super) || have != as || s.clean() {
 				t.Errorf("the boot block is %q...", boot[:32])
@@ -209,26 +204,26 @@ func TestCopyOfSuperblock(t *testing.T) {
 		}
 		// The driver died before or after the tool: the superblock is good.
 		_ = guarded(image.path, as, func() error { return errKilled })
-		ok(t, Check(t.Context(), Ext4, image.path))
+		check.OK(t, Check(t.Context(), Ext4, image.path))
 		if !bytes.Equal(image.bytes(t), want) {
 			t.Error("a copy that nobody needs is still there")
 		}
 	}
 	before, err := os.Stat(image.path)
-	ok(t, err)
-	ok(t, Check(t.Context(), Ext4, image.path))
+	check.OK(t, err)
+	check.OK(t, Check(t.Context(), Ext4, image.path))
 	if after, err := os.Stat(image.path); err != nil || !after.ModTime().Equal(before.ModTime()) {
 		t.Errorf("a clean filesystem was written to: %v", err)
 	}
 	// One without checksums cannot be told to be torn: there is nothing to keep.
 	run(t, "tune2fs", "-O", "^metadata_csum", image.path)
-	ok(t, guarded(image.path, ext4Checks, func() error {
+	check.OK(t, guarded(image.path, ext4Checks, func() error {
 		if boot, _ := image.read(t); !bytes.Equal(boot, zeroBlock[:len(boot)]) {
 			t.Errorf("the boot block is %q...", boot[:32])
 		}
 		return nil
 	}))
-	ok(t, Check(t.Context(), Ext4, image.path))
+	check.OK(t, Check(t.Context(), Ext4, image.path))
 }
 
 // TestGrowthCutShort: what resize2fs leaves in the middle e2fsck -p refuses, as the inode that
@@ -236,17 +231,17 @@ func TestCopyOfSuperblock(t *testing.T) {
 func TestGrowthCutShort(t *testing.T) {
 	image := newExt4(t, 16*miB)
 	_, before := image.read(t)
-	ok(t, os.Truncate(image.path, 300*miB))
-	ok(t, growExt4Unmounted(t.Context(), image.path, 300*miB))
+	check.OK(t, os.Truncate(image.path, 300*miB))
+	check.OK(t, growExt4Unmounted(t.Context(), image.path, 300*miB))
 	halfway := bytes.Clone(before)
 	halfway[ext4State] |= 2 // as resize2fs says from its first write to its last
 	halfway[ext4Checksum] = 0
 	binary.LittleEndian.PutUint32(halfway[ext4Checksum:], ext4Super(halfway).sum())
 	image.write(t, before.keep(ext4Grows), 0)
 	image.write(t, halfway, ext4SuperSize)
-	ok(t, Check(t.Context(), Ext4, image.path))
+	check.OK(t, Check(t.Context(), Ext4, image.path))
 	image.whole(t)
-	ok(t, growExt4Unmounted(t.Context(), image.path, 300*miB))
+	check.OK(t, growExt4Unmounted(t.Context(), image.path, 300*miB))
 	image.whole(t)
 	if _, super := image.read(t); super.size() != 300*miB {
 		t.Errorf("it has %d bytes", super.size())
@@ -272,9 +267,9 @@ func TestGrowthCutShort(t *testing.T) {
 func TestGrowthReach(t *testing.T) {
 	image := newExt4(t, 16*miB)
 	const reach = 1024 * 16 * miB
-	ok(t, os.Truncate(image.path, 3*reach))
+	check.OK(t, os.Truncate(image.path, 3*reach))
 	for range 2 {
-		ok(t, growExt4Unmounted(t.Context(), image.path, 3*reach))
+		check.OK(t, growExt4Unmounted(t.Context(), image.path, 3*reach))
 		if _, super := image.read(t); super.size() != reach || super.reach() != reach {
 			t.Fatalf("it has %d bytes, and reaches %d", super.size(), super.reach())
 		}

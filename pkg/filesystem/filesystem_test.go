@@ -10,6 +10,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+
 	"golang.org/x/sys/unix"
 	mountutils "k8s.io/mount-utils"
 	"k8s.io/utils/exec"
@@ -22,13 +24,6 @@ import (
 
 const miB = 1 << 20
 
-func ok(t testing.TB, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
-}
-
 // disk is a loop device over a preallocated image.
 type disk struct {
 	dir, image, device, path string
@@ -40,9 +35,9 @@ func newDisk(t testing.TB, size int64) disk {
 	dir := drivertest.Dir(t)
 	d := disk{dir: dir, image: filepath.Join(dir, "image"), path: filepath.Join(dir, "mounted")}
 	f, err := os.Create(d.image)
-	ok(t, err)
-	ok(t, errors.Join(unix.Fallocate(int(f.Fd()), 0, 0, size), f.Close()))
-	ok(t, os.Mkdir(d.path, 0o700))
+	check.OK(t, err)
+	check.OK(t, errors.Join(unix.Fallocate(int(f.Fd()), 0, 0, size), f.Close()))
+	check.OK(t, os.Mkdir(d.path, 0o700))
 	d.device = drivertest.Loop(t, d.image)
 	t.Cleanup(func() {
 		_ = filesystem.Thaw(d.path)
@@ -57,30 +52,30 @@ func newDisk(t testing.TB, size int64) disk {
 
 func (d disk) resize(t testing.TB, size int64) {
 	t.Helper()
-	ok(t, os.Truncate(d.image, size))
+	check.OK(t, os.Truncate(d.image, size))
 	drivertest.Run(t, "losetup", "-c", d.device)
 }
 
 func (d disk) mount(t testing.TB, fs filesystem.Type) {
 	t.Helper()
-	ok(t, mount.Filesystem(d.device, d.path, string(fs), fs.MountOptions(), false))
+	check.OK(t, mount.Filesystem(d.device, d.path, string(fs), fs.MountOptions(), false))
 }
 
 // put writes text at an offset of a device or file.
 func put(t testing.TB, path string, offset int64, text string) {
 	t.Helper()
 	f, err := os.OpenFile(path, os.O_WRONLY, 0)
-	ok(t, err)
+	check.OK(t, err)
 	_, err = f.WriteAt([]byte(text), offset)
-	ok(t, errors.Join(err, f.Sync(), f.Close()))
+	check.OK(t, errors.Join(err, f.Sync(), f.Close()))
 }
 
 // sparse makes a file of zeros; what looks at devices reads files too.
 func sparse(t testing.TB, size int64) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "file")
-	ok(t, os.WriteFile(path, nil, 0o600))
-	ok(t, os.Truncate(path, size))
+	check.OK(t, os.WriteFile(path, nil, 0o600))
+	check.OK(t, os.Truncate(path, size))
 	return path
 }
 
@@ -183,7 +178,7 @@ func TestMake(t *testing.T) {
 	for _, fs := range filesystem.Types {
 		t.Run(string(fs), func(t *testing.T) {
 			d := newDisk(t, fs.MinSize())
-			check := func() {
+			verify := func() {
 				t.Helper()
 				if have, err := filesystem.Probe(d.device); have != fs || err != nil {
 					t.Fatalf("it carries %q: %v", have, err)
@@ -197,32 +192,32 @@ func TestMake(t *testing.T) {
 				if blank, err := filesystem.Blank(t.Context(), d.device); blank || err != nil {
 					t.Errorf("it is blank %v: %v", blank, err)
 				}
-				ok(t, filesystem.Check(t.Context(), fs, d.device))
+				check.OK(t, filesystem.Check(t.Context(), fs, d.device))
 				d.mount(t, fs)
 				var st unix.Statfs_t
-				ok(t, unix.Statfs(d.path, &st))
+				check.OK(t, unix.Statfs(d.path, &st))
 				if filesystem.TypeOf(st.Type) != fs {
 					t.Errorf("mounted, it is %q", filesystem.TypeOf(st.Type))
 				}
-				ok(t, os.WriteFile(d.path+"/file", []byte("text"), 0o600))
-				ok(t, mount.Unmount(d.path))
+				check.OK(t, os.WriteFile(d.path+"/file", []byte("text"), 0o600))
+				check.OK(t, mount.Unmount(d.path))
 				info, err := os.Stat(d.image)
-				ok(t, err)
+				check.OK(t, err)
 				if taken := info.Sys().(*syscall.Stat_t).Blocks * 512; taken < fs.MinSize() {
 					t.Errorf("the image has given space back: %d of %d", taken, fs.MinSize())
 				}
 			}
-			ok(t, filesystem.Make(t.Context(), fs, d.device, true))
-			check()
-			ok(t, filesystem.Make(t.Context(), fs, d.device, false)) // the crash came after mkfs
-			check()
+			check.OK(t, filesystem.Make(t.Context(), fs, d.device, true))
+			verify()
+			check.OK(t, filesystem.Make(t.Context(), fs, d.device, false)) // the crash came after mkfs
+			verify()
 			put(t, d.device, 0, string(make([]byte, 256<<10))) // the crash came in it
 			put(t, d.device, fs.MinSize()/2, strings.Repeat("left", 1<<18))
-			ok(t, filesystem.Make(t.Context(), fs, d.device, false))
-			check()
+			check.OK(t, filesystem.Make(t.Context(), fs, d.device, false))
+			verify()
 			for _, other := range filesystem.Types { // the retry is for another filesystem
 				if other.MinSize() <= fs.MinSize() {
-					ok(t, filesystem.Make(t.Context(), other, d.device, false))
+					check.OK(t, filesystem.Make(t.Context(), other, d.device, false))
 					if have, err := filesystem.Probe(d.device); have != other || err != nil {
 						t.Errorf("%s over %s is %q: %v", other, fs, have, err)
 					}
@@ -259,13 +254,13 @@ func TestCheck(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			d := newDisk(t, 16*miB)
-			ok(t, filesystem.Make(t.Context(), filesystem.Ext4, d.device, true))
+			check.OK(t, filesystem.Make(t.Context(), filesystem.Ext4, d.device, true))
 			c.spoil(d.device)
 			if err := filesystem.Check(t.Context(), filesystem.Ext4, d.device); !errors.Is(err, c.want) || (err == nil) != (c.want == nil) {
 				t.Fatalf("got %v, want %v", err, c.want)
 			}
 			if c.want == nil {
-				ok(t, filesystem.Check(t.Context(), filesystem.Ext4, d.device))
+				check.OK(t, filesystem.Check(t.Context(), filesystem.Ext4, d.device))
 				d.mount(t, filesystem.Ext4)
 			}
 		})
@@ -280,7 +275,7 @@ func TestCheck(t *testing.T) {
 		t.Errorf("cancelled: %v", err)
 	}
 	for _, fs := range []filesystem.Type{filesystem.XFS, filesystem.Btrfs} {
-		ok(t, filesystem.Check(t.Context(), fs, "/nowhere")) // they look after themselves
+		check.OK(t, filesystem.Check(t.Context(), fs, "/nowhere")) // they look after themselves
 	}
 }
 
@@ -288,13 +283,13 @@ func TestCheck(t *testing.T) {
 // superblock then; and all is there that was synced.
 func TestReplay(t *testing.T) {
 	d := newDisk(t, 16*miB)
-	ok(t, filesystem.Make(t.Context(), filesystem.Ext4, d.device, true))
+	check.OK(t, filesystem.Make(t.Context(), filesystem.Ext4, d.device, true))
 	d.mount(t, filesystem.Ext4)
-	ok(t, <-d.writes("file"))
+	check.OK(t, <-d.writes("file"))
 	unix.Sync()
 	crashed, err := os.ReadFile(d.device)
-	ok(t, err)
-	ok(t, mount.Unmount(d.path))
+	check.OK(t, err)
+	check.OK(t, mount.Unmount(d.path))
 	for name, replay := range map[string]func() error{
 		"recover": func() error { return mount.Recover(d.device, "ext4", nil) },
 		"check":   func() error { return filesystem.Check(t.Context(), filesystem.Ext4, d.device) },
@@ -306,16 +301,16 @@ func TestReplay(t *testing.T) {
 		if !needs() {
 			t.Fatal("there is nothing to replay")
 		}
-		ok(t, replay())
+		check.OK(t, replay())
 		if needs() {
 			t.Errorf("%s: nothing was replayed", name)
 		}
-		ok(t, filesystem.Check(t.Context(), filesystem.Ext4, d.device))
+		check.OK(t, filesystem.Check(t.Context(), filesystem.Ext4, d.device))
 		d.mount(t, filesystem.Ext4)
 		if text, err := os.ReadFile(d.path + "/file"); string(text) != "file" {
 			t.Errorf("%s: the file has %q: %v", name, text, err)
 		}
-		ok(t, mount.Unmount(d.path))
+		check.OK(t, mount.Unmount(d.path))
 	}
 	if err := mount.Recover("/nowhere", "ext4", nil); err == nil {
 		t.Error("what is not there was opened")
@@ -327,11 +322,11 @@ func TestGrow(t *testing.T) {
 		t.Run(string(fs), func(t *testing.T) {
 			size := fs.MinSize()
 			d := newDisk(t, size)
-			ok(t, filesystem.Make(t.Context(), fs, d.device, true))
+			check.OK(t, filesystem.Make(t.Context(), fs, d.device, true))
 			total := func() int64 {
 				t.Helper()
 				var st unix.Statfs_t
-				ok(t, unix.Statfs(d.path, &st))
+				check.OK(t, unix.Statfs(d.path, &st))
 				usage := filesystem.UsageOf(st)
 				if usage.Used < 0 || usage.Available <= 0 || usage.Used+usage.Available > usage.Total || (fs != filesystem.Btrfs) != (usage.Inodes > 0) {
 					t.Errorf("usage: %+v", usage)
@@ -339,28 +334,28 @@ func TestGrow(t *testing.T) {
 				return usage.Total
 			}
 			d.mount(t, fs)
-			ok(t, os.WriteFile(d.path+"/file", []byte("text"), 0o600))
+			check.OK(t, os.WriteFile(d.path+"/file", []byte("text"), 0o600))
 			before := total()
-			ok(t, filesystem.Grow(fs, d.device, d.path)) // nothing to do
+			check.OK(t, filesystem.Grow(fs, d.device, d.path)) // nothing to do
 			if now := total(); now != before {
 				t.Errorf("grown from %d to %d with the same device", before, now)
 			}
 			d.resize(t, size+64*miB)
 			err := filesystem.Grow(fs, d.device, d.path)
 			if filesystem.GrowsMounted(fs) {
-				ok(t, err)
-				ok(t, filesystem.GrowBeforeMount(t.Context(), fs, d.device))
+				check.OK(t, err)
+				check.OK(t, filesystem.GrowBeforeMount(t.Context(), fs, d.device))
 			} else {
 				if !errors.Is(err, errdefs.ErrPrecondition) || !strings.Contains(err.Error(), "CAP_SYS_RESOURCE") {
 					t.Fatalf("without the capability: %v", err)
 				}
-				ok(t, mount.Unmount(d.path))
+				check.OK(t, mount.Unmount(d.path))
 				for range 2 {
-					ok(t, filesystem.GrowBeforeMount(t.Context(), fs, d.device))
+					check.OK(t, filesystem.GrowBeforeMount(t.Context(), fs, d.device))
 				}
 				d.mount(t, fs)
 			}
-			ok(t, filesystem.Grow(fs, d.device, d.path))
+			check.OK(t, filesystem.Grow(fs, d.device, d.path))
 			if now := total(); now < before+48*miB || now > size+64*miB {
 				t.Errorf("a device of %d bytes more: from %d to %d", 64*miB, before, now)
 			}
@@ -399,13 +394,13 @@ func TestFreeze(t *testing.T) {
 	for _, fs := range filesystem.Types {
 		t.Run(string(fs), func(t *testing.T) {
 			d := newDisk(t, fs.MinSize())
-			ok(t, filesystem.Make(t.Context(), fs, d.device, true))
+			check.OK(t, filesystem.Make(t.Context(), fs, d.device, true))
 			d.mount(t, fs)
-			ok(t, filesystem.Thaw(d.path)) // none is success
-			ok(t, <-d.writes("before"))
+			check.OK(t, filesystem.Thaw(d.path)) // none is success
+			check.OK(t, <-d.writes("before"))
 
 			thaw, err := filesystem.Freeze(t.Context(), d.path)
-			ok(t, err)
+			check.OK(t, err)
 			t.Cleanup(func() { _ = thaw() })
 			first := d.writes("first")
 			if !held(first) {
@@ -419,21 +414,21 @@ func TestFreeze(t *testing.T) {
 				t.Fatal("who came second ended the freeze")
 			}
 			for range 2 {
-				ok(t, thaw())
+				check.OK(t, thaw())
 			}
-			ok(t, <-first)
+			check.OK(t, <-first)
 
 			// Left by a crash: another process, or another start, ends it.
 			left, err := filesystem.Freeze(t.Context(), d.path)
-			ok(t, err)
+			check.OK(t, err)
 			second := d.writes("second")
 			if !held(second) {
 				t.Fatal("a frozen filesystem is written to")
 			}
 			for range 2 {
-				ok(t, filesystem.Thaw(d.path))
+				check.OK(t, filesystem.Thaw(d.path))
 			}
-			ok(t, <-second)
+			check.OK(t, <-second)
 			if err := left(); !errors.Is(err, errdefs.ErrUnavailable) { // writes were not held back until now
 				t.Fatalf("the end of what somebody else ended: %v", err)
 			}
@@ -443,11 +438,11 @@ func TestFreeze(t *testing.T) {
 					t.Errorf("file %s has %q: %v", name, text, err)
 				}
 			}
-			ok(t, mount.Unmount(d.path))
-			ok(t, mount.Filesystem(d.device, d.path, string(fs), nil, true))
+			check.OK(t, mount.Unmount(d.path))
+			check.OK(t, mount.Filesystem(d.device, d.path, string(fs), nil, true))
 			thaw, err = filesystem.Freeze(t.Context(), d.path) // nothing to hold back
-			ok(t, err)
-			ok(t, thaw())
+			check.OK(t, err)
+			check.OK(t, thaw())
 		})
 	}
 	if _, err := filesystem.Freeze(t.Context(), "/nowhere"); err == nil {
@@ -466,19 +461,19 @@ func TestSeparate(t *testing.T) {
 	for _, fs := range filesystem.Types {
 		t.Run(string(fs), func(t *testing.T) {
 			d := newDisk(t, fs.MinSize())
-			ok(t, filesystem.Make(t.Context(), fs, d.device, true))
+			check.OK(t, filesystem.Make(t.Context(), fs, d.device, true))
 			d.mount(t, fs)
-			ok(t, <-d.writes("file"))
+			check.OK(t, <-d.writes("file"))
 			thaw, err := filesystem.Freeze(t.Context(), d.path)
-			ok(t, err)
+			check.OK(t, err)
 			copied := disk{dir: d.dir, image: d.image + "-copy", path: d.path + "-copy"}
 			drivertest.Run(t, "cp", "--sparse=always", d.image, copied.image)
-			ok(t, thaw())
+			check.OK(t, thaw())
 			for range 2 {
-				ok(t, filesystem.Separate(t.Context(), copied.image))
+				check.OK(t, filesystem.Separate(t.Context(), copied.image))
 			}
 			copied.device = drivertest.Loop(t, copied.image)
-			ok(t, os.Mkdir(copied.path, 0o700))
+			check.OK(t, os.Mkdir(copied.path, 0o700))
 			err = mount.Filesystem(copied.device, copied.path, string(fs), fs.MountOptions(), false)
 			if err == nil {
 				err = <-copied.writes("other")
@@ -489,7 +484,7 @@ func TestSeparate(t *testing.T) {
 			if _, statErr := os.Stat(d.path + "/other"); !errors.Is(statErr, os.ErrNotExist) {
 				t.Errorf("what is written to the copy is in the source: %v", statErr)
 			}
-			ok(t, errors.Join(err, mount.Unmount(copied.path)))
+			check.OK(t, errors.Join(err, mount.Unmount(copied.path)))
 			drivertest.Run(t, "losetup", "-d", copied.device)
 		})
 	}

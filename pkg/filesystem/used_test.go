@@ -5,6 +5,8 @@ import (
 	"path/filepath"
 	"testing"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+
 	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
@@ -21,9 +23,9 @@ func TestUsed(t *testing.T) {
 			t.Run(string(fs), func(t *testing.T) {
 				dir := drivertest.Dir(t)
 				image, mnt := filepath.Join(dir, "image"), filepath.Join(dir, "mnt")
-				ok(t, os.WriteFile(image, nil, 0o600))
-				ok(t, os.Truncate(image, max(fs.MinSize(), 64<<20)))
-				ok(t, os.Mkdir(mnt, 0o700))
+				check.OK(t, os.WriteFile(image, nil, 0o600))
+				check.OK(t, os.Truncate(image, max(fs.MinSize(), 64<<20)))
+				check.OK(t, os.Mkdir(mnt, 0o700))
 				expect := func(when string, want bool) {
 					t.Helper()
 					if used, err := filesystem.Used(image); err != nil || used != want {
@@ -32,18 +34,18 @@ func TestUsed(t *testing.T) {
 				}
 				expect("before", false)
 				device := drivertest.Loop(t, image)
-				ok(t, filesystem.Make(t.Context(), fs, device, zeros))
+				check.OK(t, filesystem.Make(t.Context(), fs, device, zeros))
 				drivertest.Run(t, "blockdev", "--flushbufs", device)
 				expect("made", false)
-				ok(t, mount.Filesystem(device, mnt, string(fs), fs.MountOptions(), false))
-				ok(t, os.WriteFile(filepath.Join(mnt, "file"), []byte("data"), 0o600))
+				check.OK(t, mount.Filesystem(device, mnt, string(fs), fs.MountOptions(), false))
+				check.OK(t, os.WriteFile(filepath.Join(mnt, "file"), []byte("data"), 0o600))
 				f, err := os.Open(filepath.Join(mnt, "file"))
-				ok(t, err)
-				ok(t, f.Sync())
-				ok(t, f.Close())
+				check.OK(t, err)
+				check.OK(t, f.Sync())
+				check.OK(t, f.Close())
 				drivertest.Run(t, "blockdev", "--flushbufs", device)
 				expect("synced, and the power goes", true)
-				ok(t, unix.Unmount(mnt, 0))
+				check.OK(t, unix.Unmount(mnt, 0))
 				drivertest.Run(t, "losetup", "-d", device)
 				expect("unmounted", true)
 			})

@@ -6,6 +6,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	csirpc "github.com/kubernetes-csi/csi-lib-utils/rpc"
 	"google.golang.org/grpc"
@@ -42,7 +44,7 @@ func TestPluginCapabilities(t *testing.T) {
 	} {
 		s := identity.New("ashlar.dev", "v1", nil, without...)
 		announced, err := csirpc.GetPluginCapabilities(t.Context(), connect(t, s))
-		pooltest.Must(t, err)
+		check.OK(t, err)
 		want := csirpc.PluginCapabilitySet{}
 		for number := range csi.PluginCapability_Service_Type_name {
 			want[csi.PluginCapability_Service_Type(number)] = number != 0
@@ -56,7 +58,7 @@ func TestPluginCapabilities(t *testing.T) {
 			}
 		}
 		response, err := s.GetPluginCapabilities(t.Context(), &csi.GetPluginCapabilitiesRequest{})
-		pooltest.Must(t, err)
+		check.OK(t, err)
 		online := 0
 		for _, c := range response.GetCapabilities() {
 			if c.GetVolumeExpansion().GetType() == csi.PluginCapability_VolumeExpansion_ONLINE {

@@ -15,6 +15,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+
 	"golang.org/x/sys/unix"
 	mountutils "k8s.io/mount-utils"
 
@@ -22,13 +24,6 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 )
-
-func ok(t testing.TB, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
-}
 
 // disk is a loop device with a new filesystem, and directories to mount it on.
 type disk struct {
@@ -42,8 +37,8 @@ func newDisk(t testing.TB, fstype string) disk {
 	drivertest.NeedRoot(t)
 	d := disk{dir: drivertest.Dir(t)}
 	d.image = filepath.Join(d.dir, "image")
-	ok(t, os.WriteFile(d.image, nil, 0o600))
-	ok(t, os.Truncate(d.image, sizes[fstype]))
+	check.OK(t, os.WriteFile(d.image, nil, 0o600))
+	check.OK(t, os.Truncate(d.image, sizes[fstype]))
 	drivertest.RunBtrfs(t, "mkfs."+fstype, "-q", d.image)
 	d.device = drivertest.Loop(t, d.image)
 	t.Cleanup(func() {
@@ -61,7 +56,7 @@ func newDisk(t testing.TB, fstype string) disk {
 func (d disk) directory(t testing.TB, name string) string {
 	t.Helper()
 	path := filepath.Join(d.dir, name)
-	ok(t, os.Mkdir(path, 0o700))
+	check.OK(t, os.Mkdir(path, 0o700))
 	return path
 }
 
@@ -69,7 +64,7 @@ func (d disk) directory(t testing.TB, name string) string {
 func (d disk) mounted(t testing.TB, fstype string, options ...string) string {
 	t.Helper()
 	path := d.directory(t, "mounted")
-	ok(t, mount.Filesystem(d.device, path, fstype, options, false))
+	check.OK(t, mount.Filesystem(d.device, path, fstype, options, false))
 	t.Cleanup(func() {
 		if err := mount.Unmount(path); err != nil {
 			t.Error(err)
@@ -86,7 +81,7 @@ func options(t testing.TB, path string) []string {
 func number(t testing.TB, device string) uint64 {
 	t.Helper()
 	var st unix.Stat_t
-	ok(t, unix.Stat(device, &st))
+	check.OK(t, unix.Stat(device, &st))
 	return st.Rdev
 }
 
@@ -107,7 +102,7 @@ func TestOptions(t *testing.T) {
 		"words of no force": {[]string{"suid,dev,exec,rw"}, false, []string{"rw"}, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
-			ok(t, mount.Filesystem(d.device, path, "ext4", c.given, c.readOnly))
+			check.OK(t, mount.Filesystem(d.device, path, "ext4", c.given, c.readOnly))
 			have := options(t, path)
 			for _, want := range c.want {
 				if !slices.Contains(have, want) {
@@ -119,7 +114,7 @@ func TestOptions(t *testing.T) {
 					t.Errorf("%s is among %v", not, have)
 				}
 			}
-			ok(t, mount.Unmount(path))
+			check.OK(t, mount.Unmount(path))
 		})
 	}
 	for _, bad := range []string{"no-such-option", "no-such=1", "errors=perhaps", "bind", "rbind", "remount", "move", "loop", "loop=/dev/loop0", "offset=4096", "shared", "rprivate"} {
@@ -154,9 +149,9 @@ func TestOptions(t *testing.T) {
 func TestDamagedFilesystem(t *testing.T) {
 	d := newDisk(t, "ext4")
 	f, err := os.OpenFile(d.device, os.O_RDWR, 0)
-	ok(t, err)
+	check.OK(t, err)
 	_, err = f.WriteAt([]byte{0xaa, 0xbb, 0xcc}, 1024+16) // the superblock's checksum is wrong now
-	ok(t, errors.Join(err, f.Sync(), f.Close()))
+	check.OK(t, errors.Join(err, f.Sync(), f.Close()))
 	err = mount.Filesystem(d.device, d.directory(t, "mounted"), "ext4", nil, false)
 	if !errors.Is(err, errdefs.ErrDataLoss) || !strings.Contains(strings.ToLower(err.Error()), "ext4") {
 		t.Errorf("got %v", err)
@@ -169,18 +164,18 @@ func TestRemembered(t *testing.T) {
 	one, source := newDisk(t, "btrfs"), newDisk(t, "btrfs")
 	var two disk
 	two.image = filepath.Join(one.dir, "second")
-	ok(t, os.WriteFile(two.image, nil, 0o600))
-	ok(t, os.Truncate(two.image, sizes["btrfs"]))
+	check.OK(t, os.WriteFile(two.image, nil, 0o600))
+	check.OK(t, os.Truncate(two.image, sizes["btrfs"]))
 	two.device = drivertest.Loop(t, two.image)
 	defer drivertest.Run(t, "losetup", "-d", two.device)
 	drivertest.RunBtrfs(t, "mkfs.btrfs", "-q", "-f", "-m", "raid0", "-d", "raid0", one.device, two.device)
 	defer drivertest.Run(t, "btrfs", "device", "scan", "--forget", two.device)
 	drivertest.Run(t, "dd", "if="+source.image, "of="+one.device, "bs=1M", "conv=fsync", "status=none")
 	source.mounted(t, "btrfs")
-	ok(t, mount.WithRoot(one.device, "btrfs", nil, func(*os.File) error { return nil }))
+	check.OK(t, mount.WithRoot(one.device, "btrfs", nil, func(*os.File) error { return nil }))
 	path := one.directory(t, "copy")
-	ok(t, mount.Filesystem(one.device, path, "btrfs", nil, true))
-	ok(t, mount.Unmount(path))
+	check.OK(t, mount.Filesystem(one.device, path, "btrfs", nil, true))
+	check.OK(t, mount.Unmount(path))
 }
 
 // TestOpenBesidePrograms: programs that are started meanwhile keep nothing of a device that was opened, or asked for.
@@ -212,18 +207,18 @@ func TestOpenBesidePrograms(t *testing.T) {
 func TestScannedElsewhere(t *testing.T) {
 	d := newDisk(t, "btrfs")
 	path, node := d.mounted(t, "btrfs"), filepath.Join(d.dir, "node")
-	ok(t, unix.Mknod(node, unix.S_IFBLK|0o600, int(number(t, d.device))))
+	check.OK(t, unix.Mknod(node, unix.S_IFBLK|0o600, int(number(t, d.device))))
 	drivertest.Run(t, "btrfs", "device", "scan", node)
-	ok(t, os.Remove(node))
+	check.OK(t, os.Remove(node))
 	if info, err := mount.At(path); err != nil || !info.Root || info.Device != number(t, d.device) {
 		t.Errorf("there is %+v, %v", info, err)
 	}
 	table, err := mount.LoadTable()
-	ok(t, err)
+	check.OK(t, err)
 	if paths := table.Paths(number(t, d.device)); !slices.Equal(paths, []string{path}) {
 		t.Errorf("mounted at %v", paths)
 	}
-	ok(t, mount.Unmount(path))
+	check.OK(t, mount.Unmount(path))
 	if err := unix.Unmount(path, 0); !errors.Is(err, unix.EINVAL) {
 		t.Errorf("it was said to be unmounted: %v", err)
 	}
@@ -235,9 +230,9 @@ func TestBoundPipe(t *testing.T) {
 	path, device := d.mounted(t, "btrfs"), number(t, d.device)
 	for name, kind := range map[string]uint32{"pipe": unix.S_IFIFO, "socket": unix.S_IFSOCK} {
 		source, bound := filepath.Join(path, name), filepath.Join(d.dir, name)
-		ok(t, unix.Mknod(source, kind|0o600, 0))
-		ok(t, os.WriteFile(bound, nil, 0o600))
-		ok(t, unix.Mount(source, bound, "", unix.MS_BIND, ""))
+		check.OK(t, unix.Mknod(source, kind|0o600, 0))
+		check.OK(t, os.WriteFile(bound, nil, 0o600))
+		check.OK(t, unix.Mount(source, bound, "", unix.MS_BIND, ""))
 		t.Cleanup(func() { _ = unix.Unmount(bound, unix.MNT_DETACH) })
 		seen := make(chan []string, 1)
 		go func() {
@@ -255,11 +250,11 @@ func TestBoundPipe(t *testing.T) {
 		case <-time.After(5 * time.Second):
 			t.Errorf("%s: whoever looks waits for ever", name)
 			w, err := os.OpenFile(source, os.O_RDWR, 0)
-			ok(t, err)
+			check.OK(t, err)
 			<-seen
 			_ = w.Close()
 		}
-		ok(t, unix.Unmount(bound, 0))
+		check.OK(t, unix.Unmount(bound, 0))
 	}
 }
 
@@ -270,16 +265,16 @@ func TestLeasedFile(t *testing.T) {
 	path, device := d.mounted(t, "btrfs"), number(t, d.device)
 	bound := filepath.Join(d.dir, "bound")
 	leased, err := os.Create(filepath.Join(path, "leased"))
-	ok(t, err)
+	check.OK(t, err)
 	defer leased.Close()
-	ok(t, os.WriteFile(bound, nil, 0o600))
-	ok(t, unix.Mount(leased.Name(), bound, "", unix.MS_BIND, ""))
-	t.Cleanup(func() { ok(t, unix.Unmount(bound, 0)) })
+	check.OK(t, os.WriteFile(bound, nil, 0o600))
+	check.OK(t, unix.Mount(leased.Name(), bound, "", unix.MS_BIND, ""))
+	t.Cleanup(func() { check.OK(t, unix.Unmount(bound, 0)) })
 	_, err = unix.FcntlInt(leased.Fd(), unix.F_SETLEASE, unix.F_WRLCK)
-	ok(t, err)
+	check.OK(t, err)
 	began := time.Now()
 	table, err := mount.LoadTable()
-	ok(t, err)
+	check.OK(t, err)
 	if paths := table.Paths(device); !slices.Contains(paths, bound) || !slices.Contains(paths, path) {
 		t.Errorf("mounted at %v", paths)
 	}
@@ -289,7 +284,7 @@ func TestLeasedFile(t *testing.T) {
 	if took := time.Since(began); took > 10*time.Second {
 		t.Errorf("whoever looks waits for %v", took)
 	}
-	ok(t, leased.Close())
+	check.OK(t, leased.Close())
 }
 
 // TestScannedAsAnother: the path by which a btrfs was scanned in another place may be that of another device here, which
@@ -299,22 +294,22 @@ func TestScannedAsAnother(t *testing.T) {
 		d, other := newDisk(t, "btrfs"), newDisk(t, kind)
 		path, node, bound := d.mounted(t, "btrfs"), filepath.Join(d.dir, "node"), filepath.Join(d.dir, "pipe")
 		otherPath := other.mounted(t, kind)
-		ok(t, errors.Join(unix.Mkfifo(filepath.Join(path, "pipe"), 0o600), os.WriteFile(bound, nil, 0o600)))
-		ok(t, unix.Mount(filepath.Join(path, "pipe"), bound, "", unix.MS_BIND, "")) // it cannot be asked itself
-		t.Cleanup(func() { ok(t, unix.Unmount(bound, 0)) })
-		ok(t, unix.Mknod(node, unix.S_IFBLK|0o600, int(number(t, d.device))))
+		check.OK(t, errors.Join(unix.Mkfifo(filepath.Join(path, "pipe"), 0o600), os.WriteFile(bound, nil, 0o600)))
+		check.OK(t, unix.Mount(filepath.Join(path, "pipe"), bound, "", unix.MS_BIND, "")) // it cannot be asked itself
+		t.Cleanup(func() { check.OK(t, unix.Unmount(bound, 0)) })
+		check.OK(t, unix.Mknod(node, unix.S_IFBLK|0o600, int(number(t, d.device))))
 		drivertest.Run(t, "btrfs", "device", "scan", node)
-		ok(t, os.Remove(node))
-		ok(t, unix.Mknod(node, unix.S_IFBLK|0o600, int(number(t, other.device))))
+		check.OK(t, os.Remove(node))
+		check.OK(t, unix.Mknod(node, unix.S_IFBLK|0o600, int(number(t, other.device))))
 		table, err := mount.LoadTable()
-		ok(t, err)
+		check.OK(t, err)
 		if paths := table.Paths(number(t, d.device)); !slices.Equal(paths, []string{path, bound}) {
 			t.Errorf("mounted at %v", paths)
 		}
 		if paths := table.Paths(number(t, other.device)); !slices.Equal(paths, []string{otherPath}) {
 			t.Errorf("the other is mounted at %v", paths)
 		}
-		ok(t, os.Remove(node))
+		check.OK(t, os.Remove(node))
 	}
 }
 
@@ -323,27 +318,27 @@ func TestScannedAsAnother(t *testing.T) {
 func TestNodesOfPods(t *testing.T) {
 	d := newDisk(t, "ext4")
 	disk, memory, device := d.mounted(t, "ext4"), d.directory(t, "memory"), unix.Mkdev(7, 1<<19)
-	ok(t, unix.Mount("none", memory, "tmpfs", 0, "size=1m"))
-	t.Cleanup(func() { ok(t, unix.Unmount(memory, 0)) })
+	check.OK(t, unix.Mount("none", memory, "tmpfs", 0, "size=1m"))
+	t.Cleanup(func() { check.OK(t, unix.Unmount(memory, 0)) })
 	for i, made := range []string{filepath.Join(memory, "loop0"), filepath.Join(disk, "loop0.node"), filepath.Join(disk, "removed.node")} {
 		bound := filepath.Join(d.dir, fmt.Sprint("subpath", i))
-		ok(t, unix.Mknod(made, unix.S_IFBLK|0o600, int(device)))
-		ok(t, os.WriteFile(bound, nil, 0o600))
-		ok(t, unix.Mount(made, bound, "", unix.MS_BIND, ""))
-		t.Cleanup(func() { ok(t, unix.Unmount(bound, 0)) })
+		check.OK(t, unix.Mknod(made, unix.S_IFBLK|0o600, int(device)))
+		check.OK(t, os.WriteFile(bound, nil, 0o600))
+		check.OK(t, unix.Mount(made, bound, "", unix.MS_BIND, ""))
+		t.Cleanup(func() { check.OK(t, unix.Unmount(bound, 0)) })
 		if filepath.Base(made) == "removed.node" {
-			ok(t, os.Remove(made))
+			check.OK(t, os.Remove(made))
 		}
 	}
 	fuse, err := os.OpenFile("/dev/fuse", os.O_RDWR, 0)
 	if err == nil {
 		defer fuse.Close()
 		named, user := d.directory(t, "fuse"), 1000 // so that root cannot look at it
-		ok(t, unix.Mount(d.device, named, "fuse", 0, fmt.Sprintf("fd=%d,rootmode=40000,user_id=%d,group_id=0", fuse.Fd(), user)))
-		t.Cleanup(func() { ok(t, unix.Unmount(named, unix.MNT_DETACH)) })
+		check.OK(t, unix.Mount(d.device, named, "fuse", 0, fmt.Sprintf("fd=%d,rootmode=40000,user_id=%d,group_id=0", fuse.Fd(), user)))
+		t.Cleanup(func() { check.OK(t, unix.Unmount(named, unix.MNT_DETACH)) })
 	}
 	table, err := mount.LoadTable()
-	ok(t, err)
+	check.OK(t, err)
 	if paths := table.Paths(device); len(paths) > 0 {
 		t.Errorf("a device that nobody mounted is mounted at %v", paths)
 	}
@@ -359,16 +354,16 @@ func TestNodesOfDrivers(t *testing.T) {
 	device, dev := number(t, d.device), d.directory(t, "dev")
 	reader, bound := filepath.Join(d.dir, "reader"), filepath.Join(d.dir, "bound")
 	for _, path := range []string{reader, bound} {
-		ok(t, os.WriteFile(path, nil, 0o600))
-		t.Cleanup(func() { ok(t, mount.Unmount(path)) })
+		check.OK(t, os.WriteFile(path, nil, 0o600))
+		t.Cleanup(func() { check.OK(t, mount.Unmount(path)) })
 	}
-	ok(t, mount.BindReader(device, reader))
-	ok(t, unix.Mount("none", dev, "tmpfs", 0, "size=1m"))
+	check.OK(t, mount.BindReader(device, reader))
+	check.OK(t, unix.Mount("none", dev, "tmpfs", 0, "size=1m"))
 	node := filepath.Join(dev, "loop0")
 	err := errors.Join(unix.Mknod(node, unix.S_IFBLK|0o600, int(device)), mount.Bind(node, bound, false), unix.Unmount(dev, 0))
-	ok(t, err)
+	check.OK(t, err)
 	table, err := mount.LoadTable()
-	ok(t, err)
+	check.OK(t, err)
 	if paths := table.Paths(device); !slices.Equal(paths, []string{bound, reader}) {
 		t.Errorf("the device is at %v", paths)
 	}
@@ -382,17 +377,17 @@ func TestOddMounts(t *testing.T) {
 	want := []string{path}
 	for _, name := range []string{"two words", "two\nlines", "tab\tbed", "no\u00a0break", "next\u0085line", `back\040slash`, "#hash", "bytes\xff"} {
 		bound := d.directory(t, name)
-		ok(t, mount.Bind(path, bound, false))
-		t.Cleanup(func() { ok(t, mount.Unmount(bound)) })
+		check.OK(t, mount.Bind(path, bound, false))
+		t.Cleanup(func() { check.OK(t, mount.Unmount(bound)) })
 		want = append(want, bound)
 	}
 	for i, source := range []string{"", " ", "- ext4 " + d.device, "\u0085"} {
 		other := d.directory(t, fmt.Sprint("source", i))
-		ok(t, unix.Mount(source, other, "tmpfs", 0, "size=1m"))
-		t.Cleanup(func() { ok(t, unix.Unmount(other, 0)) })
+		check.OK(t, unix.Mount(source, other, "tmpfs", 0, "size=1m"))
+		t.Cleanup(func() { check.OK(t, unix.Unmount(other, 0)) })
 	}
 	table, err := mount.LoadTable()
-	ok(t, err)
+	check.OK(t, err)
 	slices.Sort(want)
 	if paths := table.Paths(device); !slices.Equal(paths, want) {
 		t.Errorf("mounted at %q, want %q", paths, want)
@@ -409,7 +404,7 @@ func TestPathsBesideMounts(t *testing.T) {
 	d := newDisk(t, "ext4")
 	source, path, device := d.mounted(t, "ext4"), d.directory(t, "bound"), number(t, d.device)
 	table, err := mount.LoadTable()
-	ok(t, err)
+	check.OK(t, err)
 	ctx, stop := context.WithTimeout(t.Context(), 5*time.Second)
 	defer stop()
 	var looking sync.WaitGroup
@@ -422,7 +417,7 @@ func TestPathsBesideMounts(t *testing.T) {
 		})
 	}
 	for ctx.Err() == nil {
-		ok(t, mount.Bind(source, path, false))
+		check.OK(t, mount.Bind(source, path, false))
 		table.Add(device, path, true)
 		time.Sleep(time.Millisecond)
 		if !table.Writable(device, path) {
@@ -446,14 +441,14 @@ func TestPathOfAnother(t *testing.T) {
 		if errors.Is(err, fs.ErrNotExist) {
 			t.Skip("no FUSE here")
 		}
-		ok(t, err)
-		ok(t, mount.Filesystem(d.device, path, "ext4", nil, false))
+		check.OK(t, err)
+		check.OK(t, mount.Filesystem(d.device, path, "ext4", nil, false))
 		table, err := mount.LoadTable()
-		ok(t, err)
-		ok(t, mount.Unmount(path))
-		ok(t, unix.Mount("none", path, "fuse", 0, fmt.Sprintf("fd=%d,rootmode=40000,user_id=%d,group_id=0", fuse.Fd(), user)))
+		check.OK(t, err)
+		check.OK(t, mount.Unmount(path))
+		check.OK(t, unix.Mount("none", path, "fuse", 0, fmt.Sprintf("fd=%d,rootmode=40000,user_id=%d,group_id=0", fuse.Fd(), user)))
 		if user == 0 {
-			ok(t, fuse.Close())
+			check.OK(t, fuse.Close())
 		}
 		if _, err := mount.At(path); err == nil {
 			t.Errorf("%s: root can look at it", name)
@@ -461,7 +456,7 @@ func TestPathOfAnother(t *testing.T) {
 		if paths := table.Paths(device); len(paths) > 0 {
 			t.Errorf("%s: still mounted at %v", name, paths)
 		}
-		ok(t, unix.Unmount(path, unix.MNT_DETACH))
+		check.OK(t, unix.Unmount(path, unix.MNT_DETACH))
 		_ = fuse.Close()
 	}
 }
@@ -475,11 +470,11 @@ func TestPathThatHangs(t *testing.T) {
 	if errors.Is(err, fs.ErrNotExist) {
 		t.Skip("no FUSE here")
 	}
-	ok(t, err)
-	ok(t, mount.Bind(path, bound, false))
+	check.OK(t, err)
+	check.OK(t, mount.Bind(path, bound, false))
 	table, err := mount.LoadTable()
-	ok(t, err)
-	ok(t, unix.Mount("none", bound, "fuse", 0, fmt.Sprintf("fd=%d,rootmode=40000,user_id=0,group_id=0", fuse.Fd())))
+	check.OK(t, err)
+	check.OK(t, unix.Mount("none", bound, "fuse", 0, fmt.Sprintf("fd=%d,rootmode=40000,user_id=0,group_id=0", fuse.Fd())))
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
@@ -500,9 +495,9 @@ func TestPathThatHangs(t *testing.T) {
 	case <-time.After(30 * time.Second):
 		t.Error("whoever looks waits for ever")
 	}
-	ok(t, fuse.Close()) // now it is dead
+	check.OK(t, fuse.Close()) // now it is dead
 	<-ended
-	ok(t, unix.Unmount(bound, unix.MNT_DETACH))
+	check.OK(t, unix.Unmount(bound, unix.MNT_DETACH))
 	for end := time.Now().Add(10 * time.Second); ; time.Sleep(10 * time.Millisecond) { // who waited there does not any more
 		info, err := mount.At(bound)
 		if err == nil && info.Device == device {
@@ -512,23 +507,23 @@ func TestPathThatHangs(t *testing.T) {
 			t.Fatalf("there is %+v, %v", info, err)
 		}
 	}
-	ok(t, mount.Unmount(bound))
+	check.OK(t, mount.Unmount(bound))
 }
 
 func TestBind(t *testing.T) {
 	d := newDisk(t, "ext4")
 	path := d.mounted(t, "ext4")
 	writable, readOnly := d.directory(t, "rw"), d.directory(t, "ro")
-	ok(t, mount.Bind(path, writable, false))
-	ok(t, mount.Bind(path, readOnly, true))
-	ok(t, os.WriteFile(filepath.Join(writable, "file"), []byte("text"), 0o600))
+	check.OK(t, mount.Bind(path, writable, false))
+	check.OK(t, mount.Bind(path, readOnly, true))
+	check.OK(t, os.WriteFile(filepath.Join(writable, "file"), []byte("text"), 0o600))
 	if text, err := os.ReadFile(filepath.Join(readOnly, "file")); string(text) != "text" {
 		t.Errorf("the read-only bind shows %q: %v", text, err)
 	}
 	if err := os.WriteFile(filepath.Join(readOnly, "file"), nil, 0o600); !errors.Is(err, unix.EROFS) {
 		t.Errorf("a write to the read-only bind: %v", err)
 	}
-	ok(t, os.WriteFile(filepath.Join(path, "file"), []byte("still writable"), 0o600))
+	check.OK(t, os.WriteFile(filepath.Join(path, "file"), []byte("still writable"), 0o600))
 	for _, c := range []struct {
 		path     string
 		readOnly bool
@@ -538,23 +533,23 @@ func TestBind(t *testing.T) {
 			t.Errorf("at %s is %+v: %v", c.path, info, err)
 		}
 	}
-	ok(t, mount.Unmount(writable))
-	ok(t, mount.Unmount(readOnly))
+	check.OK(t, mount.Unmount(writable))
+	check.OK(t, mount.Unmount(readOnly))
 
 	// A device node.
 	node := filepath.Join(d.dir, "node")
-	ok(t, os.WriteFile(node, nil, 0o600))
-	ok(t, mount.Bind(d.device, node, false))
+	check.OK(t, os.WriteFile(node, nil, 0o600))
+	check.OK(t, mount.Bind(d.device, node, false))
 	if info, err := mount.At(node); err != nil || !info.Root || !info.Node || info.Directory || info.Device != number(t, d.device) {
 		t.Errorf("at the node is %+v: %v", info, err)
 	}
-	ok(t, mount.Unmount(node))
+	check.OK(t, mount.Unmount(node))
 
 	// A bind within one filesystem is a mount too (its device number does not tell).
 	inside, outside := filepath.Join(path, "a"), filepath.Join(path, "b")
-	ok(t, os.Mkdir(inside, 0o700))
-	ok(t, os.Mkdir(outside, 0o700))
-	ok(t, mount.Bind(inside, outside, false))
+	check.OK(t, os.Mkdir(inside, 0o700))
+	check.OK(t, os.Mkdir(outside, 0o700))
+	check.OK(t, mount.Bind(inside, outside, false))
 	for at, root := range map[string]bool{inside: false, outside: true} {
 		if info, err := mount.At(at); err != nil || info.Root != root {
 			t.Errorf("at %s is %+v: %v", at, info, err)
@@ -563,11 +558,11 @@ func TestBind(t *testing.T) {
 			t.Errorf("the kubelet takes %s for a mount: %v, %v", at, seen, err)
 		}
 	}
-	ok(t, mount.Unmount(outside))
+	check.OK(t, mount.Unmount(outside))
 
 	// A link at the end of either path is not followed.
 	link := filepath.Join(d.dir, "link")
-	ok(t, os.Symlink(writable, link))
+	check.OK(t, os.Symlink(writable, link))
 	if err := mount.Bind(path, link, false); err == nil {
 		t.Error("something is mounted on a link")
 	}
@@ -591,7 +586,7 @@ func TestAt(t *testing.T) {
 				t.Errorf("at the mount is %+v, want device %d: %v", info, number(t, d.device), err)
 			}
 			file := filepath.Join(path, "file")
-			ok(t, os.WriteFile(file, nil, 0o600))
+			check.OK(t, os.WriteFile(file, nil, 0o600))
 			if info, err := mount.At(file); err != nil || info.Root || info.Directory || info.Node {
 				t.Errorf("at a file is %+v: %v", info, err)
 			}
@@ -608,26 +603,26 @@ func TestUnmount(t *testing.T) {
 	d := newDisk(t, "ext4")
 	path := d.directory(t, "stack")
 	for range 2 {
-		ok(t, mount.Unmount(path)) // nothing there
+		check.OK(t, mount.Unmount(path)) // nothing there
 	}
-	ok(t, mount.Unmount(d.dir+"/nothing"))
-	ok(t, mount.Unmount(d.image+"/nothing"))
+	check.OK(t, mount.Unmount(d.dir+"/nothing"))
+	check.OK(t, mount.Unmount(d.image+"/nothing"))
 	for range 3 {
-		ok(t, mount.Filesystem(d.device, path, "ext4", nil, false))
+		check.OK(t, mount.Filesystem(d.device, path, "ext4", nil, false))
 	}
 	link := filepath.Join(d.dir, "link")
-	ok(t, os.Symlink(path, link))
-	ok(t, mount.Unmount(link))
+	check.OK(t, os.Symlink(path, link))
+	check.OK(t, mount.Unmount(link))
 	if info, err := mount.At(path); err != nil || !info.Root {
 		t.Errorf("unmounting a link left %+v: %v", info, err)
 	}
 	f, err := os.Create(filepath.Join(path, "open"))
-	ok(t, err)
+	check.OK(t, err)
 	if err := mount.Unmount(path); !errors.Is(err, errdefs.ErrInUse) {
 		t.Errorf("with an open file: %v", err)
 	}
 	f.Close()
-	ok(t, mount.Unmount(path))
+	check.OK(t, mount.Unmount(path))
 	if left := drivertest.Leftovers(path); len(left) > 0 {
 		t.Errorf("left: %v", left)
 	}
@@ -636,9 +631,9 @@ func TestUnmount(t *testing.T) {
 func TestCorrupted(t *testing.T) {
 	d := newDisk(t, "xfs")
 	path := d.directory(t, "mounted")
-	ok(t, mount.Filesystem(d.device, path, "xfs", nil, false))
+	check.OK(t, mount.Filesystem(d.device, path, "xfs", nil, false))
 	table, err := mount.LoadTable()
-	ok(t, err)
+	check.OK(t, err)
 	shutDown(t, path)
 	if _, err := mount.At(path); !mount.Corrupted(err) {
 		t.Errorf("at a dead filesystem: %v", err)
@@ -646,7 +641,7 @@ func TestCorrupted(t *testing.T) {
 	if paths := table.Paths(number(t, d.device)); !slices.Equal(paths, []string{path}) {
 		t.Errorf("the dead mount is at %v", paths)
 	}
-	ok(t, mount.RemoveTarget(path))
+	check.OK(t, mount.RemoveTarget(path))
 	if paths := table.Paths(number(t, d.device)); len(paths) > 0 {
 		t.Errorf("unmounted, it is at %v", paths)
 	}
@@ -661,20 +656,20 @@ func TestCorrupted(t *testing.T) {
 func shutDown(t testing.TB, path string) {
 	t.Helper()
 	f, err := os.Open(path)
-	ok(t, err)
+	check.OK(t, err)
 	defer f.Close()
-	ok(t, unix.IoctlSetPointerInt(int(f.Fd()), 0x8004587d, 1))
+	check.OK(t, unix.IoctlSetPointerInt(int(f.Fd()), 0x8004587d, 1))
 }
 
 func TestMakeTarget(t *testing.T) {
 	dir := t.TempDir()
 	directory, file, link, full := dir+"/directory", dir+"/file", dir+"/link", dir+"/full"
 	for range 2 {
-		ok(t, os.MkdirAll(directory, 0o700))
+		check.OK(t, os.MkdirAll(directory, 0o700))
 	}
-	ok(t, os.WriteFile(file, nil, 0o600))
-	ok(t, os.WriteFile(full, []byte("text"), 0o600))
-	ok(t, os.Symlink(directory, link))
+	check.OK(t, os.WriteFile(file, nil, 0o600))
+	check.OK(t, os.WriteFile(full, []byte("text"), 0o600))
+	check.OK(t, os.Symlink(directory, link))
 	for _, c := range []struct {
 		path string
 		node bool
@@ -723,7 +718,7 @@ func TestRemoveTarget(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			path := filepath.Join(d.dir, strings.ReplaceAll(name, " ", "-"))
-			ok(t, c.make(path))
+			check.OK(t, c.make(path))
 			for range 2 {
 				if err := mount.RemoveTarget(path); c.gone != (err == nil) || (err != nil && !errors.Is(err, errdefs.ErrPrecondition)) {
 					t.Errorf("got %v", err)
@@ -762,14 +757,14 @@ func TestTable(t *testing.T) {
 			device := number(t, d.device)
 			path := d.mounted(t, fstype)
 			readOnly, node := d.directory(t, "ro directory"), filepath.Join(d.dir, "node")
-			ok(t, mount.Bind(path, readOnly, true))
-			ok(t, os.WriteFile(node, nil, 0o600))
-			ok(t, mount.Bind(d.device, node, false))
+			check.OK(t, mount.Bind(path, readOnly, true))
+			check.OK(t, os.WriteFile(node, nil, 0o600))
+			check.OK(t, mount.Bind(d.device, node, false))
 			// What a table notes and what a new one finds is the same.
 			noted, err := mount.LoadTable()
-			ok(t, err)
+			check.OK(t, err)
 			loaded, err := mount.LoadTable()
-			ok(t, err)
+			check.OK(t, err)
 			noted.Add(device, path, true)
 			noted.Add(device, readOnly, false)
 			noted.Add(device, node, true)
@@ -784,12 +779,12 @@ func TestTable(t *testing.T) {
 					t.Error("what is writable is wrong")
 				}
 			}
-			ok(t, mount.Unmount(readOnly))
+			check.OK(t, mount.Unmount(readOnly))
 			noted.Remove(device, node)
 			if have := noted.Paths(device); !slices.Equal(have, []string{path}) {
 				t.Errorf("after an unmount and a remove: %v", have)
 			}
-			ok(t, mount.Unmount(node))
+			check.OK(t, mount.Unmount(node))
 			if have := loaded.Paths(device); !slices.Equal(have, []string{path}) {
 				t.Errorf("after two unmounts: %v", have)
 			}
@@ -807,13 +802,13 @@ func TestTableWithoutFiles(t *testing.T) {
 	d := newDisk(t, "ext4")
 	path := d.mounted(t, "ext4")
 	table, err := mount.LoadTable()
-	ok(t, err)
+	check.OK(t, err)
 	device := number(t, d.device)
 	var limit unix.Rlimit
-	ok(t, unix.Getrlimit(unix.RLIMIT_NOFILE, &limit))
-	ok(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Max: limit.Max}))
+	check.OK(t, unix.Getrlimit(unix.RLIMIT_NOFILE, &limit))
+	check.OK(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Max: limit.Max}))
 	starved := table.Paths(device)
-	ok(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &limit))
+	check.OK(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &limit))
 	if after := table.Paths(device); !slices.Equal(starved, []string{path}) || !slices.Equal(after, starved) {
 		t.Errorf("%v, then %v", starved, after)
 	}
@@ -822,7 +817,7 @@ func TestTableWithoutFiles(t *testing.T) {
 // TestTableManyAtOnce is for the race detector.
 func TestTableManyAtOnce(t *testing.T) {
 	table, err := mount.LoadTable()
-	ok(t, err)
+	check.OK(t, err)
 	done := make(chan struct{})
 	for i := range 8 {
 		go func() {

@@ -3,6 +3,8 @@ package node_test
 import (
 	"testing"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+
 	"github.com/container-storage-interface/spec/lib/go/csi"
 
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
@@ -112,7 +114,7 @@ func TestEphemeralLife(t *testing.T) {
 	refuses("of another size", func(r request) { r.VolumeContext["size"] = "20Mi" }, errdefs.ErrExists, "has size 16777216")
 	refuses("for another pod", func(r request) { r.TargetPath = f.path("other") }, errdefs.ErrExists, f.path("target"))
 	v, err := f.store.Ephemeral(t.Context(), "csi-1")
-	if pooltest.Must(t, err); v.ID.Pool != "slow" || v.Ephemeral != f.path("target") || v.Size != 16*pooltest.MiB {
+	if check.OK(t, err); v.ID.Pool != "slow" || v.Ephemeral != f.path("target") || v.Size != 16*pooltest.MiB {
 		t.Errorf("it is %+v", v)
 	}
 	drivertest.Twice(t, f.NodeGetVolumeHealth, &csi.NodeGetVolumeHealthRequest{VolumeId: "csi-1"})

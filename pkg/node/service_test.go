@@ -8,6 +8,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
@@ -52,10 +54,10 @@ type fixture struct {
 func start(t *testing.T, o node.Options) fixture {
 	t.Helper()
 	mounts, err := mount.LoadTable()
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	fast, slow := memory.NewDisk(8<<30), memory.NewDisk(1<<30)
 	store, err := volume.NewLocal(t.Context(), nodeName, []blockdev.Pool{fast.Open("fast", nil), slow.Open("slow", nil)}, mounts, 0)
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	return fixture{node.New(t.Context(), store, mounts, o), store, drivertest.Dir(t), t}
 }
 
@@ -67,7 +69,7 @@ func (f fixture) create(name, filesystem string) string {
 		spec.Filesystem = "ext4"
 	}
 	v, err := f.store.Create(f.t.Context(), spec)
-	pooltest.Must(f.t, err)
+	check.OK(f.t, err)
 	return v.ID.String()
 }
 
@@ -77,7 +79,7 @@ func (f fixture) path(name string) string { return filepath.Join(f.dir, name) }
 // mkdir makes a directory, and returns its path.
 func (f fixture) mkdir(name string) string {
 	f.t.Helper()
-	pooltest.Must(f.t, os.Mkdir(f.path(name), 0o700))
+	check.OK(f.t, os.Mkdir(f.path(name), 0o700))
 	return f.path(name)
 }
 
@@ -103,7 +105,7 @@ var badCapabilities = map[string]struct {
 func TestStageRefuses(t *testing.T) {
 	f := start(t, node.Options{})
 	id, staging := f.create("v", "ext4"), f.mkdir("staging")
-	pooltest.Must(t, os.WriteFile(f.path("file"), nil, 0o600))
+	check.OK(t, os.WriteFile(f.path("file"), nil, 0o600))
 	type request = *csi.NodeStageVolumeRequest
 	refuses := drivertest.Refuses(t, f.NodeStageVolume, func() request {
 		return &csi.NodeStageVolumeRequest{VolumeId: id, StagingTargetPath: staging, VolumeCapability: capability("ext4")}
@@ -136,11 +138,11 @@ func TestStageRefuses(t *testing.T) {
 func (f fixture) notUsed(text string) {
 	f.t.Helper()
 	id, err := volume.ParseID(text)
-	pooltest.Must(f.t, err)
+	check.OK(f.t, err)
 	v, err := f.store.Get(f.t.Context(), id)
-	pooltest.Must(f.t, err)
+	check.OK(f.t, err)
 	devices, err := f.store.Attached(f.t.Context(), id)
-	pooltest.Must(f.t, err)
+	check.OK(f.t, err)
 	if v.Format.State != volume.Blank || v.Target != "" || v.Flags != "" || len(devices) > 0 {
 		f.t.Errorf("after refused requests it is %+v, attached as %v", v, devices)
 	}
@@ -228,7 +230,7 @@ func TestTakenDownBefore(t *testing.T) {
 	for _, text := range []string{id, nothing, foreign, strings.Replace(id, "fast", "gone", 1)} {
 		staging := f.mkdir("staging")
 		drivertest.Twice(t, f.NodeUnstageVolume, &csi.NodeUnstageVolumeRequest{VolumeId: text, StagingTargetPath: staging})
-		pooltest.Must(t, os.Remove(staging))
+		check.OK(t, os.Remove(staging))
 		drivertest.Twice(t, f.NodeUnstageVolume, &csi.NodeUnstageVolumeRequest{VolumeId: text, StagingTargetPath: staging})
 
 		target := f.mkdir("target")
@@ -238,7 +240,7 @@ func TestTakenDownBefore(t *testing.T) {
 		}
 	}
 	precious := f.mkdir("target")
-	pooltest.Must(t, os.Mkdir(filepath.Join(precious, "precious"), 0o700))
+	check.OK(t, os.Mkdir(filepath.Join(precious, "precious"), 0o700))
 	unpublish := drivertest.Refuses(t, f.NodeUnpublishVolume, func() *csi.NodeUnpublishVolumeRequest {
 		return &csi.NodeUnpublishVolumeRequest{VolumeId: id, TargetPath: precious}
 	})

@@ -8,6 +8,8 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/lazy"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
@@ -25,13 +27,13 @@ func TestPoolComesLater(t *testing.T) {
 	size := volume.Range{Required: 8 << 20}
 	a := made(t)(before.Create(t.Context(), volume.Spec{Name: "a", Size: size}))
 	b := made(t)(before.Create(t.Context(), volume.Spec{Name: "b", Pool: "second", Size: size}))
-	must(t, before.Claim(t.Context(), b.ID, volume.Claim{Node: node, Mode: "SINGLE_NODE_WRITER"}))
+	check.OK(t, before.Claim(t.Context(), b.ID, volume.Claim{Node: node, Mode: "SINGLE_NODE_WRITER"}))
 	group, err := before.CreateGroup(t.Context(), "g", []volume.ID{a.ID, b.ID})
-	must(t, err)
-	must(t, second(before.Create(t.Context(), volume.Spec{Name: "gone pod", Pool: "second", Size: size, Ephemeral: filepath.Join(t.TempDir(), "none", "mount")})))
+	check.OK(t, err)
+	check.OK(t, second(before.Create(t.Context(), volume.Spec{Name: "gone pod", Pool: "second", Size: size, Ephemeral: filepath.Join(t.TempDir(), "none", "mount")})))
 
 	mounts, err := mount.LoadTable()
-	must(t, err)
+	check.OK(t, err)
 	synctest.Test(t, func(t *testing.T) {
 		ctx := t.Context()
 		there := false
@@ -42,13 +44,13 @@ func TestPoolComesLater(t *testing.T) {
 			return other.Open("second", nil), nil
 		})
 		l, err := volume.NewLocal(ctx, node, []blockdev.Pool{disk.Open("first", nil), late}, mounts, 2)
-		must(t, err)
+		check.OK(t, err)
 
 		if v, err := l.Get(ctx, a.ID); err != nil || v.Name != "a" {
 			t.Errorf("a volume of the other pool: %+v, %v", v, err)
 		}
 		c := made(t)(l.Create(ctx, volume.Spec{Name: "c", Size: size}))
-		must(t, l.Claim(ctx, c.ID, volume.Claim{Node: node, Mode: "SINGLE_NODE_WRITER"}))
+		check.OK(t, l.Claim(ctx, c.ID, volume.Claim{Node: node, Mode: "SINGLE_NODE_WRITER"}))
 		fails(t, second(l.Get(ctx, b.ID)), errdefs.ErrUnavailable, "Get of a volume of a missing pool")
 		fails(t, second(l.Create(ctx, volume.Spec{Name: "b", Pool: "second", Size: size})), errdefs.ErrUnavailable, "Create in a missing pool, again")
 		fails(t, l.Delete(ctx, b.ID), errdefs.ErrUnavailable, "Delete in a missing pool")
@@ -88,7 +90,7 @@ func TestPoolComesLater(t *testing.T) {
 func made(t testing.TB) func(volume.Volume, error) volume.Volume {
 	return func(v volume.Volume, err error) volume.Volume {
 		t.Helper()
-		must(t, err)
+		check.OK(t, err)
 		return v
 	}
 }

@@ -13,6 +13,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+
 	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
@@ -48,9 +50,9 @@ func (f failing) hook(operation string, _ blockdev.Ref) error {
 func start(t testing.TB, limit int64, pools ...blockdev.Pool) *volume.Local {
 	t.Helper()
 	mounts, err := mount.LoadTable()
-	must(t, err)
+	check.OK(t, err)
 	l, err := volume.NewLocal(t.Context(), node, pools, mounts, limit)
-	must(t, err)
+	check.OK(t, err)
 	return l
 }
 
@@ -59,13 +61,6 @@ func one(t *testing.T) (*volume.Local, *memory.Disk, failing) {
 	t.Helper()
 	disk, broken := memory.NewDisk(8<<30), failing{}
 	return start(t, 0, disk.Open("default", broken.hook)), disk, broken
-}
-
-func must(t testing.TB, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
 }
 
 func fails(t testing.TB, err, want error, what string) {
@@ -78,7 +73,7 @@ func fails(t testing.TB, err, want error, what string) {
 func create(t testing.TB, l *volume.Local, name string) volume.Volume {
 	t.Helper()
 	v, err := l.Create(t.Context(), volume.Spec{Name: name, Size: volume.Range{Required: mib}})
-	must(t, err)
+	check.OK(t, err)
 	return v
 }
 
@@ -170,7 +165,7 @@ func TestCreateAgain(t *testing.T) {
 	spec := volume.Spec{Name: "a", Size: volume.Range{Required: 16 * mib, Limit: 32 * mib}, Provisioning: blockdev.Thin, Source: source.ID, Filesystem: filesystem.Ext4,
 		Mutable: map[string]string{"readAheadKiB": "64"}, Nodes: []string{"node-0", node}, Ephemeral: filepath.Join(t.TempDir(), "mount")}
 	made, err := l.Create(t.Context(), spec)
-	must(t, err)
+	check.OK(t, err)
 	if made.Name != "a" || made.Size != 16*mib || !made.Thin || made.Source != source.ID || made.Filesystem != filesystem.Ext4 || made.Node != node ||
 		made.Ephemeral != spec.Ephemeral || !maps.Equal(made.Mutable, spec.Mutable) || made.ID.Pool != "default" || made.Format != (volume.Format{}) || made.Claim != (volume.Claim{}) {
 		t.Errorf("made %+v of %+v", made, spec)
@@ -252,7 +247,7 @@ func TestSizes(t *testing.T) {
 		}
 	}
 	source, err := l.Create(t.Context(), volume.Spec{Name: "source", Size: volume.Range{Required: 50 * mib}})
-	must(t, err)
+	check.OK(t, err)
 	if v, err := l.Create(t.Context(), volume.Spec{Name: "clone", Source: source.ID, Size: volume.Range{Required: 1}}); err != nil || v.Size != 50*mib {
 		t.Errorf("clone: %d bytes, %v", v.Size, err)
 	}
@@ -264,10 +259,10 @@ func TestFormatIsCopied(t *testing.T) {
 	for _, format := range []volume.Format{{State: volume.Formatted, Type: filesystem.XFS}, {State: volume.Formatting, Type: filesystem.Ext4}, {State: volume.Raw}, {}} {
 		word := string(format.State) + string(format.Type)
 		v := create(t, l, "source"+word)
-		must(t, l.SetFormat(t.Context(), v.ID, format))
+		check.OK(t, l.SetFormat(t.Context(), v.ID, format))
 		s, err := l.CreateSnapshot(t.Context(), "snapshot"+word, v.ID)
-		must(t, err)
-		must(t, l.SetFormat(t.Context(), v.ID, volume.Format{}))
+		check.OK(t, err)
+		check.OK(t, l.SetFormat(t.Context(), v.ID, volume.Format{}))
 		for _, source := range []volume.ID{s.ID, v.ID} {
 			want := format
 			if source == v.ID {
@@ -297,7 +292,7 @@ func TestClaim(t *testing.T) {
 		}
 	}
 	for range 2 {
-		must(t, l.Claim(t.Context(), ids[0], claim))
+		check.OK(t, l.Claim(t.Context(), ids[0], claim))
 		claimed(ids[0], claim)
 	}
 	readOnly, block := claim, claim
@@ -316,33 +311,33 @@ func TestClaim(t *testing.T) {
 		fails(t, l.Claim(t.Context(), ids[1], readOnly), errBroken, "claim that cannot be written")
 	}
 	delete(broken, "SetLabels")
-	must(t, l.Claim(t.Context(), ids[1], readOnly))
+	check.OK(t, l.Claim(t.Context(), ids[1], readOnly))
 	claimed(ids[1], readOnly)
 	fails(t, l.Claim(t.Context(), ids[2], claim), errdefs.ErrLimit, "one more than the limit")
-	must(t, l.Claim(t.Context(), ids[0], claim)) // has it already
+	check.OK(t, l.Claim(t.Context(), ids[0], claim)) // has it already
 
 	// A restart counts what there is.
 	l = start(t, 2, disk.Open("default", broken.hook))
 	fails(t, l.Claim(t.Context(), ids[2], claim), errdefs.ErrLimit, "one more than the limit, after a restart")
-	must(t, l.Release(t.Context(), ids[1], "node-2")) // not its claim
+	check.OK(t, l.Release(t.Context(), ids[1], "node-2")) // not its claim
 	claimed(ids[1], readOnly)
 	for range 3 { // more than once is once
-		must(t, l.Release(t.Context(), ids[1], node))
+		check.OK(t, l.Release(t.Context(), ids[1], node))
 		claimed(ids[1], volume.Claim{})
 	}
-	must(t, l.Claim(t.Context(), ids[2], claim))
+	check.OK(t, l.Claim(t.Context(), ids[2], claim))
 	fails(t, l.Claim(t.Context(), ids[3], claim), errdefs.ErrLimit, "one more than the limit, after releases")
-	must(t, l.Release(t.Context(), ids[0], "")) // whoever has it
-	must(t, l.Release(t.Context(), volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf("x")}, node))
-	must(t, l.Delete(t.Context(), ids[0]))
-	must(t, l.Claim(t.Context(), ids[3], claim))
+	check.OK(t, l.Release(t.Context(), ids[0], "")) // whoever has it
+	check.OK(t, l.Release(t.Context(), volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf("x")}, node))
+	check.OK(t, l.Delete(t.Context(), ids[0]))
+	check.OK(t, l.Claim(t.Context(), ids[3], claim))
 
 	// The claim of a node that is not this one (a pool that moved here).
 	_, err := disk.Open("default", nil).SetLabels(t.Context(), blockdev.Ref{Kind: blockdev.Volume, Key: ids[1].Key}, func(labels map[string]string) error {
 		labels["claim.node"] = "node-0"
 		return nil
 	})
-	must(t, err)
+	check.OK(t, err)
 	fails(t, l.Claim(t.Context(), ids[1], claim), errdefs.ErrInUse, "claim of what another node has")
 }
 
@@ -350,7 +345,7 @@ func TestClaim(t *testing.T) {
 func listed(t testing.TB, l *volume.Local) []volume.Snapshot {
 	t.Helper()
 	all, err := l.ListSnapshots(t.Context(), volume.ID{}, volume.ID{}, 0)
-	must(t, err)
+	check.OK(t, err)
 	return all
 }
 
@@ -366,7 +361,7 @@ func TestGroup(t *testing.T) {
 	l, disk, _ := one(t)
 	a, b, c := create(t, l, "a").ID, create(t, l, "b").ID, create(t, l, "c").ID
 	made, err := l.CreateGroup(t.Context(), "g", []volume.ID{b, a})
-	must(t, err)
+	check.OK(t, err)
 	for _, sources := range [][]volume.ID{{a, b}, {b, a}} {
 		again, err := l.CreateGroup(t.Context(), "g", sources)
 		if err != nil || !slices.Equal(again.Snapshots, made.Snapshots) || again.ID != made.ID || !again.Created.Equal(made.Created) {
@@ -399,7 +394,7 @@ func TestGroup(t *testing.T) {
 		t.Errorf("after a restart: %+v, %v", have, err)
 	}
 	for range 2 {
-		must(t, l.DeleteGroup(t.Context(), made.ID))
+		check.OK(t, l.DeleteGroup(t.Context(), made.ID))
 		fails(t, second(l.GetGroup(t.Context(), made.ID)), errdefs.ErrNotFound, "GetGroup")
 	}
 	if have := snapshots(t, l); len(have) != 0 {
@@ -426,7 +421,7 @@ func TestGroupAllOrNone(t *testing.T) {
 				fails(t, err, errBroken, "CreateGroup")
 				delete(broken, "Create")
 				records, err := disk.Open("default", nil).List(t.Context(), blockdev.Snapshot, "", 0)
-				must(t, err)
+				check.OK(t, err)
 				if want := map[bool]int{true: 0, false: k}[undone]; len(records) != want {
 					t.Fatalf("%d snapshots are in the pool, want %d", len(records), want)
 				}
@@ -497,11 +492,11 @@ func TestUndoingEnds(t *testing.T) {
 	var sources []volume.ID
 	for i := range 2 {
 		v, err := l.Create(ctx, volume.Spec{Name: fmt.Sprint(i), Size: volume.Range{Required: mib}})
-		must(t, err)
+		check.OK(t, err)
 		sources = append(sources, v.ID)
 	}
 	_, err := l.CreateSnapshot(ctx, "s", sources[0])
-	must(t, err)
+	check.OK(t, err)
 	broken["Create"] = 2
 	_, err = l.CreateGroup(ctx, "g", sources)
 	if err == nil {
@@ -549,13 +544,13 @@ func mounted(t *testing.T) (dir string, device uint64) {
 	t.Helper()
 	drivertest.NeedRoot(t)
 	dir, image := t.TempDir(), filepath.Join(t.TempDir(), "image")
-	must(t, os.WriteFile(image, nil, 0o600))
-	must(t, os.Truncate(image, 8*mib))
+	check.OK(t, os.WriteFile(image, nil, 0o600))
+	check.OK(t, os.Truncate(image, 8*mib))
 	drivertest.Run(t, "mkfs.ext4", "-q", image)
 	drivertest.MountLoop(t, image, dir)
-	t.Cleanup(func() { must(t, unix.Unmount(dir, 0)) })
+	t.Cleanup(func() { check.OK(t, unix.Unmount(dir, 0)) })
 	var st unix.Stat_t
-	must(t, unix.Stat(dir, &st))
+	check.OK(t, unix.Stat(dir, &st))
 	return dir, st.Dev
 }
 
@@ -588,7 +583,7 @@ func TestFreezeEnds(t *testing.T) {
 		if errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) {
 			t.Errorf("%s: the error %v says that it may go on", what, err)
 		}
-		must(t, os.WriteFile(filepath.Join(dir, what), []byte("written"), 0o600))
+		check.OK(t, os.WriteFile(filepath.Join(dir, what), []byte("written"), 0o600))
 		l.SetLongestFreeze(time.Hour)
 		fails(t, copy(source), errdefs.ErrPrecondition, what+" again")
 		if n := pool.made.Load() - tries; n != 1 {
@@ -604,7 +599,7 @@ func TestFreezeEnds(t *testing.T) {
 	}
 	close(pool.let)
 	l.SetLongestFreeze(time.Hour)
-	must(t, second(l.CreateSnapshot(t.Context(), "s", a)))
+	check.OK(t, second(l.CreateSnapshot(t.Context(), "s", a)))
 	if have := snapshots(t, l); len(have) != 1 {
 		t.Errorf("snapshots %q", have)
 	}
@@ -628,7 +623,7 @@ func TestFreezeOfOthers(t *testing.T) {
 			if !spec.Quiesced {
 				t.Errorf("%s: not quiesced", what)
 			}
-			must(t, filesystem.Thaw(dir))
+			check.OK(t, filesystem.Thaw(dir))
 		}
 		fails(t, copy(), errdefs.ErrUnavailable, what+" whose freeze was ended")
 		if have := snapshots(t, l); len(have) != 0 {
@@ -640,13 +635,13 @@ func TestFreezeOfOthers(t *testing.T) {
 			}
 		}
 		thaw, err := filesystem.Freeze(t.Context(), dir)
-		must(t, err)
-		must(t, errors.Join(copy(), thaw())) // it is still theirs to thaw
+		check.OK(t, err)
+		check.OK(t, errors.Join(copy(), thaw())) // it is still theirs to thaw
 		for _, one := range listed(t, l) {
 			if one.Group == (volume.GroupID{}) {
-				must(t, l.DeleteSnapshot(t.Context(), one.ID))
+				check.OK(t, l.DeleteSnapshot(t.Context(), one.ID))
 			} else {
-				must(t, l.DeleteGroup(t.Context(), one.Group))
+				check.OK(t, l.DeleteGroup(t.Context(), one.Group))
 			}
 		}
 	}
@@ -670,7 +665,7 @@ func TestLongCopy(t *testing.T) {
 			done := make(chan error, 1)
 			go func() { done <- copy(source) }()
 			time.Sleep(longest * 3)
-			must(t, os.WriteFile(filepath.Join(dir, "file"), []byte("written"), 0o600))
+			check.OK(t, os.WriteFile(filepath.Join(dir, "file"), []byte("written"), 0o600))
 			var err error
 			select {
 			case pool.let <- struct{}{}:
@@ -705,23 +700,23 @@ func TestGroupDeletedWhileCopied(t *testing.T) {
 	l := start(t, 0, memory.NewDisk(8<<30).Open("default", hook))
 	a, b := create(t, l, "a"), create(t, l, "b")
 	group, err := l.CreateGroup(t.Context(), "group", []volume.ID{a.ID, b.ID})
-	must(t, err)
+	check.OK(t, err)
 	spec := volume.Spec{Name: "copy", Source: group.Snapshots[1].ID}
 	at, then = "Create/vol", func() {
 		fails(t, l.DeleteGroup(t.Context(), group.ID), errdefs.ErrBusy, "delete while it is copied")
 	}
-	must(t, second(l.Create(t.Context(), spec)))
+	check.OK(t, second(l.Create(t.Context(), spec)))
 	if have, err := l.GetGroup(t.Context(), group.ID); err != nil || len(have.Snapshots) != 2 {
 		t.Fatalf("the group is %v, %v", have, err)
 	}
-	must(t, second(l.GetSnapshot(t.Context(), group.Snapshots[0].ID)))
+	check.OK(t, second(l.GetSnapshot(t.Context(), group.Snapshots[0].ID)))
 	spec.Name = "another"
 	at, then = "Delete/snap", func() {
 		if err := second(l.Create(t.Context(), spec)); !errors.Is(err, errdefs.ErrBusy) && !errors.Is(err, errdefs.ErrNotFound) {
 			t.Errorf("copied while it is deleted: %v", err)
 		}
 	}
-	must(t, l.DeleteGroup(t.Context(), group.ID))
+	check.OK(t, l.DeleteGroup(t.Context(), group.ID))
 	fails(t, second(l.Create(t.Context(), spec)), errdefs.ErrNotFound, "copy of a group that is gone")
 	if at != "" {
 		t.Errorf("nothing was tried at %s", at)
@@ -732,7 +727,7 @@ func TestGroupDeletedWhileCopied(t *testing.T) {
 func TestGroupDeleteFails(t *testing.T) {
 	l, _, broken := one(t)
 	group, err := l.CreateGroup(t.Context(), "g", []volume.ID{create(t, l, "a").ID, create(t, l, "b").ID})
-	must(t, err)
+	check.OK(t, err)
 	broken["Delete"] = 2
 	fails(t, l.DeleteGroup(t.Context(), group.ID), errBroken, "DeleteGroup")
 	fails(t, second(l.GetGroup(t.Context(), group.ID)), errdefs.ErrNotFound, "GetGroup")
@@ -740,7 +735,7 @@ func TestGroupDeleteFails(t *testing.T) {
 		t.Errorf("snapshots %q are seen", have)
 	}
 	delete(broken, "Delete")
-	must(t, l.DeleteGroup(t.Context(), group.ID))
+	check.OK(t, l.DeleteGroup(t.Context(), group.ID))
 }
 
 // TestGroupPartLost: what a group has lost (with its disk, say) takes nothing else along.
@@ -750,13 +745,13 @@ func TestGroupPartLost(t *testing.T) {
 			l, disk, broken := one(t)
 			a := create(t, l, "a").ID
 			group, err := l.CreateGroup(t.Context(), "g", []volume.ID{a, create(t, l, "b").ID})
-			must(t, err)
+			check.OK(t, err)
 			if deleting {
 				broken["Delete"] = 2
 				fails(t, l.DeleteGroup(t.Context(), group.ID), errBroken, "DeleteGroup")
 			} else {
 				lost := group.Snapshots[1].ID
-				must(t, disk.Open("default", nil).Delete(t.Context(), blockdev.Ref{Kind: lost.Kind, Key: lost.Key}))
+				check.OK(t, disk.Open("default", nil).Delete(t.Context(), blockdev.Ref{Kind: lost.Kind, Key: lost.Key}))
 			}
 			l = start(t, 0, disk.Open("default", nil))
 			have := snapshots(t, l)
@@ -766,9 +761,9 @@ func TestGroupPartLost(t *testing.T) {
 				}
 				return
 			}
-			must(t, second(l.Create(t.Context(), volume.Spec{Name: "restored", Source: group.Snapshots[0].ID, Size: volume.Range{Required: mib}})))
+			check.OK(t, second(l.Create(t.Context(), volume.Spec{Name: "restored", Source: group.Snapshots[0].ID, Size: volume.Range{Required: mib}})))
 			fails(t, second(l.GetGroup(t.Context(), group.ID)), errdefs.ErrNotFound, "GetGroup")
-			must(t, l.DeleteGroup(t.Context(), group.ID))
+			check.OK(t, l.DeleteGroup(t.Context(), group.ID))
 			if have := snapshots(t, l); len(have) > 0 {
 				t.Errorf("left is %q", have)
 			}
@@ -780,7 +775,7 @@ func TestSnapshot(t *testing.T) {
 	l, _, _ := one(t)
 	a, b := create(t, l, "a").ID, create(t, l, "b").ID
 	made, err := l.CreateSnapshot(t.Context(), "s", a)
-	must(t, err)
+	check.OK(t, err)
 	if made.Source != a || made.Size != mib || made.Created.IsZero() || made.Node != node || made.Group != (volume.GroupID{}) || made.Name != "s" {
 		t.Errorf("snapshot %+v", made)
 	}
@@ -789,23 +784,23 @@ func TestSnapshot(t *testing.T) {
 	}
 	fails(t, second(l.CreateSnapshot(t.Context(), "s", b)), errdefs.ErrExists, "of another volume")
 	fails(t, second(l.CreateSnapshot(t.Context(), "t", made.ID)), errdefs.ErrNotFound, "of a snapshot")
-	must(t, l.Delete(t.Context(), a))
+	check.OK(t, l.Delete(t.Context(), a))
 	if again, err := l.CreateSnapshot(t.Context(), "s", a); err != nil || again != made {
 		t.Errorf("again, with its source gone: %+v, %v", again, err)
 	}
 	of, err := l.CreateSnapshot(t.Context(), "u", b)
-	must(t, err)
+	check.OK(t, err)
 	if have, err := l.ListSnapshots(t.Context(), b, volume.ID{}, 0); err != nil || !slices.Equal(have, []volume.Snapshot{of}) {
 		t.Errorf("of b: %+v, %v", have, err)
 	}
 	for range 2 {
-		must(t, l.DeleteSnapshot(t.Context(), made.ID))
+		check.OK(t, l.DeleteSnapshot(t.Context(), made.ID))
 		fails(t, second(l.GetSnapshot(t.Context(), made.ID)), errdefs.ErrNotFound, "GetSnapshot")
 	}
 	// IDs of the other kind name nothing.
 	fails(t, second(l.Get(t.Context(), of.ID)), errdefs.ErrNotFound, "Get of a snapshot")
-	must(t, l.Delete(t.Context(), of.ID))
-	must(t, l.DeleteSnapshot(t.Context(), b))
+	check.OK(t, l.Delete(t.Context(), of.ID))
+	check.OK(t, l.DeleteSnapshot(t.Context(), b))
 	if _, err := l.Get(t.Context(), b); err != nil {
 		t.Errorf("a volume is gone: %v", err)
 	}
@@ -820,7 +815,7 @@ func TestList(t *testing.T) {
 	var want []string
 	for i := range 9 {
 		v, err := l.Create(t.Context(), volume.Spec{Name: fmt.Sprint(i), Pool: string(rune('a' + i%3)), Size: volume.Range{Required: mib}})
-		must(t, err)
+		check.OK(t, err)
 		want = append(want, v.ID.String())
 	}
 	slices.Sort(want)
@@ -828,7 +823,7 @@ func TestList(t *testing.T) {
 		var have []string
 		for after := (volume.ID{}); ; {
 			page, err := l.List(t.Context(), after, limit)
-			must(t, err)
+			check.OK(t, err)
 			for _, v := range page {
 				have = append(have, v.ID.String())
 			}
@@ -888,15 +883,15 @@ func TestModify(t *testing.T) {
 	disk := memory.NewDisk(1 << 30)
 	l := start(t, 0, disk.Open("default", nil))
 	v, err := l.Create(t.Context(), volume.Spec{Name: "a", Size: volume.Range{Required: mib}, Mutable: map[string]string{"readAheadKiB": "64"}})
-	must(t, err)
+	check.OK(t, err)
 	device, err := l.Attach(t.Context(), v)
-	must(t, err)
+	check.OK(t, err)
 	defer device.Close()
 	is := func(when, readAhead, scheduler string, mutable map[string]string) {
 		t.Helper()
 		for name, want := range map[string]string{"read_ahead_kb": readAhead, "scheduler": scheduler} {
 			b, err := os.ReadFile(filepath.Join("/sys/block", filepath.Base(device.Path), "queue", name))
-			must(t, err)
+			check.OK(t, err)
 			if have := strings.TrimSpace(string(b)); have != want && !strings.Contains(have, "["+want+"]") {
 				t.Errorf("%s: %s is %s, want %s", when, name, have, want)
 			}
@@ -911,10 +906,10 @@ func TestModify(t *testing.T) {
 	fails(t, refusing.Modify(t.Context(), v.ID, change), errdefs.ErrInvalid, "Modify that the kernel refuses")
 	is("refused", "64", "none", map[string]string{"readAheadKiB": "64"})
 	for range 2 {
-		must(t, l.Modify(t.Context(), v.ID, change))
+		check.OK(t, l.Modify(t.Context(), v.ID, change))
 		is("modified", "256", "mq-deadline", change)
 	}
-	must(t, l.Modify(t.Context(), v.ID, map[string]string{"ioScheduler": "none"})) // keys that are not given stay
+	check.OK(t, l.Modify(t.Context(), v.ID, map[string]string{"ioScheduler": "none"})) // keys that are not given stay
 	is("one modified", "256", "none", map[string]string{"readAheadKiB": "256", "ioScheduler": "none"})
 	fails(t, l.Modify(t.Context(), v.ID, map[string]string{"readAheadKiB": "1"}), errdefs.ErrInvalid, "a bad value")
 	is("bad value", "256", "none", map[string]string{"readAheadKiB": "256", "ioScheduler": "none"})
@@ -928,13 +923,13 @@ func TestStart(t *testing.T) {
 	l := start(t, 0, disk.Open("default", nil))
 	kept := create(t, l, "kept")
 	device, err := l.AttachRaw(t.Context(), kept, true)
-	must(t, err)
-	must(t, device.Close())
+	check.OK(t, err)
+	check.OK(t, device.Close())
 	pod, gone := filepath.Join(dir, "pod", "mount"), filepath.Join(dir, "gone", "mount")
-	must(t, os.MkdirAll(filepath.Dir(pod), 0o700))
+	check.OK(t, os.MkdirAll(filepath.Dir(pod), 0o700))
 	for name, path := range map[string]string{"alive": pod, "dead": gone} {
 		_, err := l.Create(t.Context(), volume.Spec{Name: name, Size: volume.Range{Required: mib}, Ephemeral: path})
-		must(t, err)
+		check.OK(t, err)
 	}
 
 	l = start(t, 0, disk.Open("default", nil))
@@ -948,7 +943,7 @@ func TestStart(t *testing.T) {
 	fails(t, second(l.Ephemeral(t.Context(), "kept")), errdefs.ErrNotFound, "what is no ephemeral volume")
 
 	mounts, err := mount.LoadTable()
-	must(t, err)
+	check.OK(t, err)
 	fails(t, second(volume.NewLocal(t.Context(), node, nil, mounts, 0)), errdefs.ErrInvalid, "a store without pools")
 	broken := failing{"Orphans": 1}
 	fails(t, second(volume.NewLocal(t.Context(), node, []blockdev.Pool{disk.Open("default", broken.hook)}, mounts, 0)), errBroken, "a store over a pool that does not answer")
@@ -981,18 +976,18 @@ func TestFreezeBesidePipe(t *testing.T) {
 			bound := filepath.Join(t.TempDir(), name) // before the directory, in the order of names
 			dir, device := mounted(t)
 			source := filepath.Join(dir, name)
-			must(t, unix.Mknod(source, kind|0o600, 0))
-			must(t, os.WriteFile(bound, nil, 0o600))
-			must(t, unix.Mount(source, bound, "", unix.MS_BIND, ""))
-			t.Cleanup(func() { must(t, unix.Unmount(bound, unix.MNT_DETACH)) })
+			check.OK(t, unix.Mknod(source, kind|0o600, 0))
+			check.OK(t, os.WriteFile(bound, nil, 0o600))
+			check.OK(t, unix.Mount(source, bound, "", unix.MS_BIND, ""))
+			t.Cleanup(func() { check.OK(t, unix.Unmount(bound, unix.MNT_DETACH)) })
 			pool := watched{Pool: memory.NewDisk(8<<30).Open("default", nil), mounted: device, endless: map[string]bool{}}
 			v := create(t, start(t, 0, pool), "v")
-			must(t, second(pool.SetLabels(t.Context(), blockdev.Ref{Kind: v.ID.Kind, Key: v.ID.Key}, func(labels map[string]string) error {
+			check.OK(t, second(pool.SetLabels(t.Context(), blockdev.Ref{Kind: v.ID.Kind, Key: v.ID.Key}, func(labels map[string]string) error {
 				labels["frozen"] = "true"
 				return nil
 			})))
 			thaw, err := filesystem.Freeze(t.Context(), dir)
-			must(t, err)
+			check.OK(t, err)
 			defer thaw() //nolint:errcheck // the start does
 			done := make(chan error, 1)
 			go func() {
@@ -1008,18 +1003,18 @@ func TestFreezeBesidePipe(t *testing.T) {
 			}()
 			select {
 			case err := <-done:
-				must(t, err)
+				check.OK(t, err)
 			case <-time.After(10 * time.Second):
 				t.Error("it waits for ever")
 				for { // until nobody waits any more
 					w, err := os.OpenFile(source, os.O_RDWR|unix.O_NONBLOCK, 0)
-					must(t, err)
+					check.OK(t, err)
 					select {
 					case <-done:
-						must(t, w.Close())
+						check.OK(t, w.Close())
 						return
 					case <-time.After(100 * time.Millisecond):
-						must(t, w.Close())
+						check.OK(t, w.Close())
 					}
 				}
 			}

@@ -10,6 +10,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -21,13 +23,6 @@ import (
 
 func TestMain(m *testing.M) { apitest.Main(m) }
 
-func must(t testing.TB, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
-}
-
 // TestGenerated: what is committed is what the types give.
 func TestGenerated(t *testing.T) {
 	dir := t.TempDir()
@@ -36,15 +31,15 @@ func TestGenerated(t *testing.T) {
 	}
 	for _, folder := range []string{"pkg/api/v1alpha1", "deploy/kubernetes/crds"} {
 		files, err := filepath.Glob(filepath.Join(dir, folder, "*"))
-		must(t, err)
+		check.OK(t, err)
 		if len(files) == 0 {
 			t.Errorf("nothing was generated in %s", folder)
 		}
 		for _, file := range files {
 			want, err := os.ReadFile(file)
-			must(t, err)
+			check.OK(t, err)
 			have, err := os.ReadFile(filepath.Join("../../..", folder, filepath.Base(file)))
-			must(t, err)
+			check.OK(t, err)
 			if string(have) != string(want) {
 				t.Errorf("%s/%s is not what the types give: make generate", folder, filepath.Base(file))
 			}
@@ -64,9 +59,9 @@ func full() *v1alpha1.Volume {
 // TestRules: what the API server lets through, and what it does not.
 func TestRules(t *testing.T) {
 	scheme := runtime.NewScheme()
-	must(t, v1alpha1.AddToScheme(scheme))
+	check.OK(t, v1alpha1.AddToScheme(scheme))
 	c, err := client.New(apitest.Get(t).Config(apitest.Admin), client.Options{Scheme: scheme})
-	must(t, err)
+	check.OK(t, err)
 	c = client.WithFieldValidation(c, metav1.FieldValidationStrict)
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
@@ -87,8 +82,8 @@ func TestRules(t *testing.T) {
 	}
 
 	v := full()
-	must(t, c.Create(ctx, v))
-	defer func() { must(t, c.Delete(ctx, v)) }()
+	check.OK(t, c.Create(ctx, v))
+	defer func() { check.OK(t, c.Delete(ctx, v)) }()
 	if want := full(); v.Spec.Size != want.Spec.Size || *v.Spec.Source != *want.Spec.Source || !maps.Equal(v.Spec.Mutable, want.Spec.Mutable) || *v.Spec.ClaimRef != *want.Spec.ClaimRef {
 		t.Errorf("created %+v", v.Spec)
 	}
@@ -112,7 +107,7 @@ func TestRules(t *testing.T) {
 	v.Status.Created, v.Status.Size = &now, v.Spec.Size
 	v.Status.Health = []v1alpha1.Problem{{Severity: "DataLoss", Reason: "ImageMissing", Message: "gone"}}
 	v.Status.Failure = &v1alpha1.Failure{Reason: "NoSpace", Message: "full"}
-	must(t, c.Status().Update(ctx, v))
+	check.OK(t, c.Status().Update(ctx, v))
 	if v.Status.Created == nil || !v.Status.Created.Time.Equal(now.Truncate(time.Microsecond)) || len(v.Status.Health) != 1 || v.Status.Failure.Reason != "NoSpace" {
 		t.Errorf("status %+v", v.Status)
 	}
@@ -122,9 +117,9 @@ func TestRules(t *testing.T) {
 		t.Errorf("made unmade: %v", err)
 	}
 	v.Spec.Size *= 4
-	must(t, c.Update(ctx, v))
+	check.OK(t, c.Update(ctx, v))
 	v.Spec.Size /= 4 // to what it has
-	must(t, c.Update(ctx, v))
+	check.OK(t, c.Update(ctx, v))
 	v.Spec.Size /= 2
 	if err := c.Update(ctx, v.DeepCopy()); !apierrors.IsInvalid(err) {
 		t.Errorf("smaller than it is: %v", err)
@@ -132,19 +127,19 @@ func TestRules(t *testing.T) {
 	v.Spec.Size *= 2
 
 	var list v1alpha1.VolumeList
-	must(t, c.List(ctx, &list, client.MatchingFields{"spec.nodeName": "n"}))
+	check.OK(t, c.List(ctx, &list, client.MatchingFields{"spec.nodeName": "n"}))
 	if len(list.Items) != 1 {
 		t.Errorf("%d volumes of the node", len(list.Items))
 	}
-	must(t, c.List(ctx, &list, client.MatchingFields{"spec.nodeName": "m"}))
+	check.OK(t, c.List(ctx, &list, client.MatchingFields{"spec.nodeName": "m"}))
 	if len(list.Items) != 0 {
 		t.Errorf("%d volumes of another node", len(list.Items))
 	}
 
 	s := &v1alpha1.Snapshot{ObjectMeta: metav1.ObjectMeta{Name: key}, Spec: v1alpha1.SnapshotSpec{NodeName: "n", Pool: "default",
 		Name: "snapshot-1", Source: key, Group: &v1alpha1.Group{Key: key, Size: 2}}}
-	must(t, c.Create(ctx, s))
-	defer func() { must(t, c.Delete(ctx, s)) }()
+	check.OK(t, c.Create(ctx, s))
+	defer func() { check.OK(t, c.Delete(ctx, s)) }()
 	other := s.DeepCopy()
 	other.Spec.Group.Size = 1
 	if err := c.Update(ctx, other); !apierrors.IsInvalid(err) {
@@ -152,8 +147,8 @@ func TestRules(t *testing.T) {
 	}
 
 	p := &v1alpha1.Pool{ObjectMeta: metav1.ObjectMeta{Name: "n.default"}, Spec: v1alpha1.PoolSpec{NodeName: "n", Pool: "default", Default: true}}
-	must(t, c.Create(ctx, p))
-	defer func() { must(t, c.Delete(ctx, p)) }()
+	check.OK(t, c.Create(ctx, p))
+	defer func() { check.OK(t, c.Delete(ctx, p)) }()
 	p.Status.Available, p.Status.Kind = 5, "file"
-	must(t, c.Status().Update(ctx, p))
+	check.OK(t, c.Status().Update(ctx, p))
 }

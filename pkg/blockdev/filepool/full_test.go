@@ -4,6 +4,8 @@ import (
 	"errors"
 	"testing"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -32,7 +34,7 @@ func TestFullAgain(t *testing.T) {
 				if made != fit {
 					t.Fatalf("round %d: %d of %d were made: %+v, now %+v: %v", round, made, fit, c, pooltest.CapacityOf(t, pool), errors.Join(errs...))
 				}
-				pooltest.Must(t, errors.Join(pooltest.AtOnce(asking, func(i int) error { return pool.Delete(t.Context(), volNumber(i)) })...))
+				check.OK(t, errors.Join(pooltest.AtOnce(asking, func(i int) error { return pool.Delete(t.Context(), volNumber(i)) })...))
 			}
 		})
 	}

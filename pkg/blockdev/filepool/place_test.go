@@ -9,6 +9,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+
 	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
@@ -33,7 +35,7 @@ func idOf(t testing.TB, pool blockdev.Pool) string {
 func contents(t testing.TB, dir string) string {
 	t.Helper()
 	entries, err := os.ReadDir(dir)
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	var names []string
 	for _, e := range entries {
 		names = append(names, e.Name())
@@ -52,7 +54,7 @@ func refuses(t *testing.T, dir, url, why string) {
 	}
 	pool, err := pools.Open(t.Context(), "test", url)
 	if err == nil {
-		pooltest.Must(t, pool.Close())
+		check.OK(t, pool.Close())
 	}
 	pooltest.Fails(t, err, errdefs.ErrUnavailable, "Open of "+url)
 	if !strings.Contains(err.Error(), why) {
@@ -72,19 +74,19 @@ func begins(t *testing.T, dir, options string) {
 	t.Helper()
 	url := "file://" + dir + "?reservePercent=0" + options
 	pool, err := pools.Open(t.Context(), "test", url)
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	id := idOf(t, pool)
 	if !regexp.MustCompile(`^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$`).MatchString(id) {
 		t.Errorf("identity %q is no UUID", id)
 	}
-	pooltest.Must(t, pool.Close())
+	check.OK(t, pool.Close())
 	for _, options := range []string{"", "&create=0", "&create=1"} {
 		pool, err := pools.Open(t.Context(), "other", "file://"+dir+"?reservePercent=0"+options)
-		pooltest.Must(t, err)
+		check.OK(t, err)
 		if again := idOf(t, pool); again != id {
 			t.Errorf("identity %s became %s", id, again)
 		}
-		pooltest.Must(t, pool.Close())
+		check.OK(t, pool.Close())
 	}
 }
 
@@ -97,24 +99,24 @@ func TestPlaceOfPool(t *testing.T) {
 	}{
 		"not there": {func(_ *testing.T, base string) string { return filepath.Join(base, "pool") }, ""},
 		"begun": {func(t *testing.T, base string) string {
-			pooltest.Must(t, os.MkdirAll(filepath.Join(base, ".pool.new-pool", "volumes"), 0o700))
+			check.OK(t, os.MkdirAll(filepath.Join(base, ".pool.new-pool", "volumes"), 0o700))
 			return filepath.Join(base, "pool")
 		}, ""},
 		"empty": {func(t *testing.T, base string) string {
-			pooltest.Must(t, os.Mkdir(filepath.Join(base, "pool"), 0o700))
+			check.OK(t, os.Mkdir(filepath.Join(base, "pool"), 0o700))
 			return filepath.Join(base, "pool")
 		}, "a disk that is not mounted"},
 		"in an empty one": {func(t *testing.T, base string) string {
-			pooltest.Must(t, os.Mkdir(filepath.Join(base, "disk"), 0o700))
+			check.OK(t, os.Mkdir(filepath.Join(base, "disk"), 0o700))
 			return filepath.Join(base, "disk", "pool")
 		}, "a disk that is not mounted"},
 		"in none": {func(_ *testing.T, base string) string { return filepath.Join(base, "disk", "pool") }, "no such file"},
 		"of others": {func(t *testing.T, base string) string {
-			pooltest.Must(t, os.MkdirAll(filepath.Join(base, "pool", "photos"), 0o700))
+			check.OK(t, os.MkdirAll(filepath.Join(base, "pool", "photos"), 0o700))
 			return filepath.Join(base, "pool")
 		}, "something else"},
 		"link to nothing": {func(t *testing.T, base string) string {
-			pooltest.Must(t, os.Symlink(filepath.Join(base, "disk", "pool"), filepath.Join(base, "pool")))
+			check.OK(t, os.Symlink(filepath.Join(base, "disk", "pool"), filepath.Join(base, "pool")))
 			return filepath.Join(base, "pool")
 		}, "link"},
 		"new ext4":  {func(t *testing.T, _ string) string { return mountNew(t, "ext4") }, ""},
@@ -129,12 +131,12 @@ func TestPlaceOfPool(t *testing.T) {
 			return bound(t, mnt+"/sub", base)
 		}, ""},
 		"link to a new xfs": {func(t *testing.T, base string) string {
-			pooltest.Must(t, os.Symlink(mountNew(t, "xfs"), filepath.Join(base, "pool")))
+			check.OK(t, os.Symlink(mountNew(t, "xfs"), filepath.Join(base, "pool")))
 			return filepath.Join(base, "pool")
 		}, ""},
 		// As a container sees a directory of its machine.
 		"bound, empty": {func(t *testing.T, base string) string {
-			pooltest.Must(t, os.Mkdir(filepath.Join(base, "empty"), 0o700))
+			check.OK(t, os.Mkdir(filepath.Join(base, "empty"), 0o700))
 			return bound(t, filepath.Join(base, "empty"), base)
 		}, "a disk that is not mounted"},
 		"bound, new xfs": {func(t *testing.T, base string) string { return bound(t, mountNew(t, "xfs"), base) }, ""},
@@ -158,9 +160,9 @@ func TestPlaceOfPool(t *testing.T) {
 func bound(t *testing.T, dir, base string) string {
 	t.Helper()
 	at := filepath.Join(base, "bound")
-	pooltest.Must(t, os.Mkdir(at, 0o700))
-	pooltest.Must(t, unix.Mount(dir, at, "", unix.MS_BIND, ""))
-	t.Cleanup(func() { pooltest.Must(t, unix.Unmount(at, 0)) })
+	check.OK(t, os.Mkdir(at, 0o700))
+	check.OK(t, unix.Mount(dir, at, "", unix.MS_BIND, ""))
+	t.Cleanup(func() { check.OK(t, unix.Unmount(at, 0)) })
 	return at
 }
 
@@ -175,8 +177,8 @@ func TestKnownPool(t *testing.T) {
 	try := func(dir, options string, known blockdev.Known) (id string, why string) {
 		t.Helper()
 		pool, err := pools.OpenLazy(t.Context(), "test", "file://"+dir+"?reservePercent=0"+options, known)
-		pooltest.Must(t, err)
-		defer func() { pooltest.Must(t, pool.Close()) }()
+		check.OK(t, err)
+		defer func() { check.OK(t, pool.Close()) }()
 		if blockdev.Unwrap(pool) == nil {
 			_, err := pool.Capacity(t.Context())
 			pooltest.Fails(t, err, errdefs.ErrUnavailable, "Capacity")
@@ -196,8 +198,8 @@ func TestKnownPool(t *testing.T) {
 	}
 	// The kubelet makes the directory.
 	dir, other := filepath.Join(base, "pool"), filepath.Join(base, "other")
-	pooltest.Must(t, os.Mkdir(dir, 0o700))
-	pooltest.Must(t, os.Mkdir(other, 0o700))
+	check.OK(t, os.Mkdir(dir, 0o700))
+	check.OK(t, os.Mkdir(other, 0o700))
 	for _, options := range []string{"", "&create=1", "&create=0"} {
 		missing(dir, options, away, "no ")
 		missing(dir, options, knows("remembered", nil), "no pool")
@@ -227,32 +229,32 @@ func TestIdentityFile(t *testing.T) {
 	file := filepath.Join(dir, "pool")
 	pool := pooltest.OpenFiles(t, dir)
 	id := idOf(t, pool)
-	pooltest.Must(t, pool.Close())
+	check.OK(t, pool.Close())
 	whole, err := os.ReadFile(file)
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	used := len(strings.TrimRight(string(whole), "\x00")) - 4096
 	for at := range whole {
 		if at%4096 > used {
 			continue
 		}
 		bad := strings.Clone(string(whole[:at])) + string(whole[at]^4) + string(whole[at+1:])
-		pooltest.Must(t, os.WriteFile(file, []byte(bad), 0o600))
+		check.OK(t, os.WriteFile(file, []byte(bad), 0o600))
 		pool := pooltest.OpenFiles(t, dir)
 		if now := idOf(t, pool); now != id {
 			t.Fatalf("byte %d: identity %s became %s", at, id, now)
 		}
-		pooltest.Must(t, pool.Close())
+		check.OK(t, pool.Close())
 		if now, err := os.ReadFile(file); err != nil || string(now) != string(whole) && at%4096 < used {
 			t.Fatalf("byte %d: it was not mended (%v)", at, err)
 		}
 	}
 	refuses := func(content, why string) {
 		t.Helper()
-		pooltest.Must(t, os.WriteFile(file, []byte(content), 0o600))
+		check.OK(t, os.WriteFile(file, []byte(content), 0o600))
 		before := contents(t, dir)
 		pool, err := pools.Open(t.Context(), "test", "file://"+dir)
 		if err == nil {
-			pooltest.Must(t, pool.Close())
+			check.OK(t, pool.Close())
 		}
 		if err == nil || !strings.Contains(err.Error(), why) {
 			t.Fatalf("%q: %v; want %q", content, err, why)
@@ -267,11 +269,11 @@ func TestIdentityFile(t *testing.T) {
 	refuses(newer, "version 3")
 	refuses(newer+string(whole[len(newer):]), "version 3") // and the other half is older
 
-	pooltest.Must(t, os.Remove(file))
-	pooltest.Must(t, os.Remove(filepath.Join(dir, "lock")))
+	check.OK(t, os.Remove(file))
+	check.OK(t, os.Remove(filepath.Join(dir, "lock")))
 	pool = pooltest.OpenFiles(t, dir)
 	if idOf(t, pool) == id {
 		t.Error("an identity came back")
 	}
-	pooltest.Must(t, pool.Close())
+	check.OK(t, pool.Close())
 }

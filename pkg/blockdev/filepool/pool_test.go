@@ -18,6 +18,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+
 	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/internal/command"
@@ -52,13 +54,13 @@ func mountNew(t testing.TB, fs string) (dir string) {
 	drivertest.NeedRoot(t)
 	base := drivertest.Dir(t)
 	dir = filepath.Join(base, "mnt")
-	pooltest.Must(t, os.Mkdir(dir, 0o700))
+	check.OK(t, os.Mkdir(dir, 0o700))
 	source, options := filepath.Join(base, fs+".img"), ""
 	if fs == "tmpfs" {
 		source, options = "tmpfs", "size=512m"
 	} else {
-		pooltest.Must(t, os.WriteFile(source, nil, 0o600))
-		pooltest.Must(t, os.Truncate(source, 1<<30))
+		check.OK(t, os.WriteFile(source, nil, 0o600))
+		check.OK(t, os.Truncate(source, 1<<30))
 		drivertest.RunBtrfs(t, "mkfs."+fs, "-q", source)
 	}
 	if fs != "tmpfs" {
@@ -74,7 +76,7 @@ func mountNew(t testing.TB, fs string) (dir string) {
 func run(t testing.TB, argv ...string) {
 	t.Helper()
 	_, _, err := command.Run(context.Background(), argv...) // t.Context() ends before cleanups
-	pooltest.Must(t, err)
+	check.OK(t, err)
 }
 
 // path of a file of an object.
@@ -101,7 +103,7 @@ func recordFile(t testing.TB, fields map[string]any) []byte {
 	all := map[string]any{"kind": "vol", "size": 4 * pooltest.MiB, "created": "2026-01-02T03:04:05Z", "state": "ready"}
 	maps.Copy(all, fields)
 	body, err := json.Marshal(all)
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	return append(slot("1", 1, string(body)), make([]byte, 8192)...)
 }
 
@@ -149,16 +151,16 @@ func TestDamagedRecord(t *testing.T) {
 			pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("c"), Size: 4 * pooltest.MiB})
 			for _, label := range []string{"between", "second", "third"} {
 				_, err := pool.SetLabels(t.Context(), pooltest.Vol("a"), func(l map[string]string) error { l["n"] = label; return nil })
-				pooltest.Must(t, err)
+				check.OK(t, err)
 			}
-			pooltest.Must(t, pool.Close())
+			check.OK(t, pool.Close())
 			b, err := os.ReadFile(path(dir, pooltest.Vol("a"), ".rec"))
-			pooltest.Must(t, err)
+			check.OK(t, err)
 			b = c.damage(b)
-			pooltest.Must(t, os.WriteFile(path(dir, pooltest.Vol("a"), ".rec"), b, 0o600))
+			check.OK(t, os.WriteFile(path(dir, pooltest.Vol("a"), ".rec"), b, 0o600))
 
 			pool = pooltest.OpenFiles(t, dir)
-			defer func() { pooltest.Must(t, pool.Close()) }()
+			defer func() { check.OK(t, pool.Close()) }()
 			record, err := pool.Get(t.Context(), pooltest.Vol("a"))
 			if c.label != "" {
 				if err != nil || record.Labels["n"] != c.label {
@@ -169,8 +171,8 @@ func TestDamagedRecord(t *testing.T) {
 				}
 				// It can be changed, and that survives.
 				_, err := pool.SetLabels(t.Context(), pooltest.Vol("a"), func(l map[string]string) error { l["n"] = "fourth"; return nil })
-				pooltest.Must(t, err)
-				pooltest.Must(t, pool.Close())
+				check.OK(t, err)
+				check.OK(t, pool.Close())
 				pool = pooltest.OpenFiles(t, dir)
 				if record, err := pool.Get(t.Context(), pooltest.Vol("a")); err != nil || record.Labels["n"] != "fourth" {
 					t.Errorf("after a change: %v, %v", record.Labels, err)
@@ -200,7 +202,7 @@ func TestDamagedRecord(t *testing.T) {
 			if err != nil || len(records) != 1 || records[0].Ref != pooltest.Vol("c") {
 				t.Errorf("List: %v, %v", records, err)
 			}
-			pooltest.Must(t, attachedOnce(t, pool, pooltest.Vol("c")))
+			check.OK(t, attachedOnce(t, pool, pooltest.Vol("c")))
 			if now, err := os.ReadFile(path(dir, pooltest.Vol("a"), ".rec")); err != nil || !bytes.Equal(now, b) {
 				t.Errorf("the damaged record was changed: %v", err)
 			}
@@ -223,14 +225,14 @@ func attachedOnce(t testing.TB, pool blockdev.Pool, ref blockdev.Ref) error {
 func TestSweep(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := drivertest.Dir(t)
-	pooltest.Must(t, pooltest.OpenFiles(t, dir).Close())
+	check.OK(t, pooltest.OpenFiles(t, dir).Close())
 	put := func(ref blockdev.Ref, record []byte, image int64) {
 		if record != nil {
-			pooltest.Must(t, os.WriteFile(path(dir, ref, ".rec"), record, 0o600))
+			check.OK(t, os.WriteFile(path(dir, ref, ".rec"), record, 0o600))
 		}
 		if image >= 0 {
-			pooltest.Must(t, os.WriteFile(path(dir, ref, ".img"), nil, 0o600))
-			pooltest.Must(t, os.Truncate(path(dir, ref, ".img"), image))
+			check.OK(t, os.WriteFile(path(dir, ref, ".img"), nil, 0o600))
+			check.OK(t, os.Truncate(path(dir, ref, ".img"), image))
 		}
 	}
 	record := func(ref blockdev.Ref, state string, more map[string]any) []byte {
@@ -252,7 +254,7 @@ func TestSweep(t *testing.T) {
 	put(pooltest.Vol("b"), record(pooltest.Vol("b"), "ready", map[string]any{"growing": 8 * pooltest.MiB, "thin": true}), 4*pooltest.MiB)
 	put(pooltest.Vol("c"), record(pooltest.Vol("c"), "ready", map[string]any{"growing": 8 * pooltest.MiB}), 6*pooltest.MiB)
 	put(pooltest.Vol("e"), nil, 3*pooltest.MiB) // nobody knows whose it is
-	pooltest.Must(t, os.WriteFile(filepath.Join(dir, "volumes", "mine.img"), []byte("mine"), 0o600))
+	check.OK(t, os.WriteFile(filepath.Join(dir, "volumes", "mine.img"), []byte("mine"), 0o600))
 
 	for range 2 {
 		pool := pooltest.OpenFiles(t, dir)
@@ -281,7 +283,7 @@ func TestSweep(t *testing.T) {
 		if !slices.Equal(reasons(problems), []string{"1 UnknownImage"}) || !strings.Contains(problems[0].Message, "mine.img") || !strings.Contains(problems[0].Message, pooltest.Vol("e").Key) {
 			t.Errorf("PoolHealth: %v", problems)
 		}
-		pooltest.Must(t, pool.Close())
+		check.OK(t, pool.Close())
 	}
 	if b, err := os.ReadFile(filepath.Join(dir, "volumes", "mine.img")); err != nil || string(b) != "mine" {
 		t.Errorf("an image without a record: %q, %v", b, err)
@@ -307,11 +309,11 @@ func TestLostImage(t *testing.T) {
 			dir := drivertest.Dir(t)
 			pool := pooltest.OpenedFiles(t, dir)
 			pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: 4 * pooltest.MiB})
-			pooltest.Must(t, c.lose(path(dir, pooltest.Vol("a"), ".img")))
+			check.OK(t, c.lose(path(dir, pooltest.Vol("a"), ".img")))
 			// It is not made anew behind its owner's back: not by a retry either.
 			pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: 4 * pooltest.MiB})
 			problems, err := pool.Health(t.Context(), pooltest.Vol("a"))
-			pooltest.Must(t, err)
+			check.OK(t, err)
 			if have := reasons(problems); !slices.Equal(have, []string{"3 " + c.reason}) {
 				t.Errorf("Health: %v", problems)
 			}
@@ -323,7 +325,7 @@ func TestLostImage(t *testing.T) {
 			} {
 				pooltest.Fails(t, err, errdefs.ErrDataLoss, what)
 			}
-			pooltest.Must(t, pool.Delete(t.Context(), pooltest.Vol("a")))
+			check.OK(t, pool.Delete(t.Context(), pooltest.Vol("a")))
 			if c := pooltest.CapacityOf(t, pool); c.Promised != 0 {
 				t.Errorf("%d bytes are promised after Delete", c.Promised)
 			}
@@ -350,10 +352,10 @@ func TestImageOfAnother(t *testing.T) {
 			for _, ref := range []blockdev.Ref{pooltest.Vol("a"), pooltest.Vol("b")} {
 				pooltest.Create(t, pool, blockdev.Spec{Ref: ref, Size: size, Provisioning: blockdev.Thin})
 			}
-			pooltest.Must(t, os.WriteFile(a, text, 0o600))
-			pooltest.Must(t, os.Truncate(a, size))
+			check.OK(t, os.WriteFile(a, text, 0o600))
+			check.OK(t, os.Truncate(a, size))
 			inode := inodeOf(t, a)
-			pooltest.Must(t, confuse(a, b))
+			check.OK(t, confuse(a, b))
 			for what, err := range map[string]error{
 				"Attach":         pooltest.Second(pool.Attach(t.Context(), pooltest.Vol("b"), blockdev.Attachment{})),
 				"Attach to read": pooltest.Second(pool.Attach(t.Context(), pooltest.Vol("b"), blockdev.Attachment{ReadOnly: true})),
@@ -363,26 +365,26 @@ func TestImageOfAnother(t *testing.T) {
 				pooltest.Fails(t, err, errdefs.ErrDataLoss, what)
 			}
 			problems, err := pool.Health(t.Context(), pooltest.Vol("b"))
-			pooltest.Must(t, err)
+			check.OK(t, err)
 			if have := reasons(problems); !slices.Equal(have, []string{"3 ImageOfAnother"}) {
 				t.Errorf("Health: %v", problems)
 			}
 			if name == "swapped" {
-				pooltest.Must(t, confuse(a, b)) // as the operator does who reads the error
+				check.OK(t, confuse(a, b)) // as the operator does who reads the error
 				device, err := pool.Attach(t.Context(), pooltest.Vol("b"), blockdev.Attachment{})
-				pooltest.Must(t, err)
-				pooltest.Must(t, device.Close())
-				pooltest.Must(t, os.Rename(a, b))
+				check.OK(t, err)
+				check.OK(t, device.Close())
+				check.OK(t, os.Rename(a, b))
 			}
 			kept := filepath.Join(dir, "kept")
 			if inodeOf(t, b) == inode && name != "symlink" {
-				pooltest.Must(t, os.Link(b, kept)) // Delete takes a name away, and this is the last one
+				check.OK(t, os.Link(b, kept)) // Delete takes a name away, and this is the last one
 			} else {
 				kept = a
 			}
-			pooltest.Must(t, pool.Delete(t.Context(), pooltest.Vol("b")))
+			check.OK(t, pool.Delete(t.Context(), pooltest.Vol("b")))
 			have, err := os.ReadFile(kept)
-			pooltest.Must(t, err)
+			check.OK(t, err)
 			if len(have) != size || !bytes.HasPrefix(have, text) {
 				t.Errorf("of a's image %d bytes are left after the deletion of b", len(have))
 			}
@@ -401,25 +403,25 @@ func TestOlderSize(t *testing.T) {
 			image, record := path(dir, pooltest.Vol("a"), ".img"), path(dir, pooltest.Vol("a"), ".rec")
 			pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: 8 * pooltest.MiB, Provisioning: provisioning})
 			older, err := os.ReadFile(record)
-			pooltest.Must(t, err)
-			pooltest.Must(t, pooltest.Second(pool.Expand(t.Context(), pooltest.Vol("a"), 32*pooltest.MiB)))
+			check.OK(t, err)
+			check.OK(t, pooltest.Second(pool.Expand(t.Context(), pooltest.Vol("a"), 32*pooltest.MiB)))
 			text := bytes.Repeat([]byte("end"), pooltest.MiB)
 			f, err := os.OpenFile(image, os.O_WRONLY, 0)
-			pooltest.Must(t, err)
-			pooltest.Must(t, errors.Join(pooltest.Second(f.WriteAt(text, 28*pooltest.MiB)), f.Close()))
-			pooltest.Must(t, pool.Close())
-			pooltest.Must(t, os.WriteFile(record, older, 0o600))
+			check.OK(t, err)
+			check.OK(t, errors.Join(pooltest.Second(f.WriteAt(text, 28*pooltest.MiB)), f.Close()))
+			check.OK(t, pool.Close())
+			check.OK(t, os.WriteFile(record, older, 0o600))
 			pool = pooltest.OpenedFiles(t, dir)
 			whole := func(image, when string) {
 				t.Helper()
 				have, err := os.ReadFile(image)
-				pooltest.Must(t, err)
+				check.OK(t, err)
 				if len(have) != 32*pooltest.MiB || !bytes.Equal(have[28*pooltest.MiB:28*pooltest.MiB+len(text)], text) {
 					t.Fatalf("%s: %s has %d bytes, or others", when, image, len(have))
 				}
 			}
 			problems, err := pool.Health(t.Context(), pooltest.Vol("a"))
-			pooltest.Must(t, err)
+			check.OK(t, err)
 			if len(problems) != 1 || problems[0].Reason != "ImageLonger" {
 				t.Errorf("Health: %v", problems)
 			}
@@ -429,14 +431,14 @@ func TestOlderSize(t *testing.T) {
 			end()
 			_, _ = pool.Expand(ended, pooltest.Vol("a"), 12*pooltest.MiB) // thin volumes need no time for it
 			whole(image, "after an expansion that was given up")
-			pooltest.Must(t, pooltest.Second(pool.Expand(t.Context(), pooltest.Vol("a"), 16*pooltest.MiB)))
+			check.OK(t, pooltest.Second(pool.Expand(t.Context(), pooltest.Vol("a"), 16*pooltest.MiB)))
 			whole(image, "after an expansion")
-			pooltest.Must(t, pooltest.Second(pool.Expand(t.Context(), pooltest.Vol("a"), 32*pooltest.MiB)))
+			check.OK(t, pooltest.Second(pool.Expand(t.Context(), pooltest.Vol("a"), 32*pooltest.MiB)))
 			if problems, err := pool.Health(t.Context(), pooltest.Vol("a")); err != nil || len(problems) > 0 {
 				t.Errorf("Health: %v, %v", problems, err)
 			}
 			copied.Size = 32 * pooltest.MiB
-			pooltest.Must(t, pooltest.Second(pool.Create(t.Context(), copied)))
+			check.OK(t, pooltest.Second(pool.Create(t.Context(), copied)))
 			whole(path(dir, pooltest.Snap("a"), ".img"), "a copy")
 		})
 	}
@@ -445,7 +447,7 @@ func TestOlderSize(t *testing.T) {
 func inodeOf(t testing.TB, path string) uint64 {
 	t.Helper()
 	info, err := os.Lstat(path)
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	return info.Sys().(*syscall.Stat_t).Ino
 }
 
@@ -455,10 +457,10 @@ func TestLock(t *testing.T) {
 	dir := drivertest.Dir(t)
 	pool := pooltest.OpenFiles(t, dir)
 	pooltest.Fails(t, pooltest.Second(pools.Open(t.Context(), "other", "file://"+dir)), errdefs.ErrInUse, "Open of an open pool")
-	pooltest.Must(t, os.Remove(filepath.Join(dir, "lock")))
+	check.OK(t, os.Remove(filepath.Join(dir, "lock")))
 	pooltest.Fails(t, pooltest.Second(pools.Open(t.Context(), "other", "file://"+dir)), errdefs.ErrInUse, "Open of an open pool without its lock")
-	pooltest.Must(t, pool.Close())
-	pooltest.Must(t, pooltest.OpenFiles(t, dir).Close())
+	check.OK(t, pool.Close())
+	check.OK(t, pooltest.OpenFiles(t, dir).Close())
 }
 
 // TestDirectoryGone: a pool does not go on in a directory that is another one by now.
@@ -478,12 +480,12 @@ func TestDirectoryGone(t *testing.T) {
 			t.Errorf("%s: PoolHealth: %v", when, have)
 		}
 	}
-	pooltest.Must(t, os.Rename(dir, dir+".moved"))
+	check.OK(t, os.Rename(dir, dir+".moved"))
 	refuses("moved away")
-	pooltest.Must(t, os.MkdirAll(filepath.Join(dir, "volumes"), 0o700))
+	check.OK(t, os.MkdirAll(filepath.Join(dir, "volumes"), 0o700))
 	refuses("another in its place")
-	pooltest.Must(t, os.RemoveAll(dir))
-	pooltest.Must(t, os.Rename(dir+".moved", dir))
+	check.OK(t, os.RemoveAll(dir))
+	check.OK(t, os.Rename(dir+".moved", dir))
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("b"), Size: 4 * pooltest.MiB})
 }
 
@@ -505,7 +507,7 @@ func TestArithmetic(t *testing.T) {
 	} {
 		dir := filepath.Join(mnt, strconv.Itoa(i))
 		pool, err := pools.Open(t.Context(), "test", "file://"+dir+c.options)
-		pooltest.Must(t, err)
+		check.OK(t, err)
 		near := func(what string, have, want int64) {
 			t.Helper()
 			if have > want+blockdev.Granularity || have < want-want/50 {
@@ -517,17 +519,17 @@ func TestArithmetic(t *testing.T) {
 		pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("b"), Size: 64 * pooltest.MiB, Provisioning: blockdev.Thin})
 		device := pooltest.Attach(t, pool, pooltest.Vol("b"), blockdev.Attachment{})
 		pooltest.WriteTo(t, device.Path, 0, bytes.Repeat([]byte{1}, 32*pooltest.MiB))
-		pooltest.Must(t, errors.Join(device.Close(), pool.Close()))
+		check.OK(t, errors.Join(device.Close(), pool.Close()))
 		pool, err = pools.Open(t.Context(), "test", "file://"+dir+c.options) // measures anew
-		pooltest.Must(t, err)
+		check.OK(t, err)
 		have := pooltest.CapacityOf(t, pool)
 		near("total with volumes", have.Total, c.want)
 		near("available", have.Available, c.want-128*pooltest.MiB)
 		if have.Promised != 128*pooltest.MiB || have.MaxVolume != have.Available {
 			t.Errorf("%q: %+v", c.options, have)
 		}
-		pooltest.Must(t, errors.Join(pool.Detach(t.Context(), pooltest.Vol("b")), pool.Delete(t.Context(), pooltest.Vol("a")), pool.Delete(t.Context(), pooltest.Vol("b")), pool.Close()))
-		pooltest.Must(t, os.RemoveAll(dir))
+		check.OK(t, errors.Join(pool.Detach(t.Context(), pooltest.Vol("b")), pool.Delete(t.Context(), pooltest.Vol("a")), pool.Delete(t.Context(), pooltest.Vol("b")), pool.Close()))
+		check.OK(t, os.RemoveAll(dir))
 	}
 }
 
@@ -553,19 +555,19 @@ func TestSharedBlocks(t *testing.T) {
 			pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Snap("1"), Size: size, Origin: pooltest.Vol("a")})
 			same("snapshot")
 			pooltest.WriteTo(t, device.Path, 0, bytes.Repeat([]byte{8}, size/2))
-			pooltest.Must(t, device.Close())
+			check.OK(t, device.Close())
 			pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("b"), Size: size, Origin: pooltest.Snap("1")})
 			same("restored")
 			// The chain from a to b has lost its link.
-			pooltest.Must(t, pool.Delete(t.Context(), pooltest.Snap("1")))
+			check.OK(t, pool.Delete(t.Context(), pooltest.Snap("1")))
 			same("snapshot deleted")
 			pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("c"), Size: size, Origin: pooltest.Vol("b"), Provisioning: blockdev.Thin})
 			same("clone")
-			pooltest.Must(t, pool.Detach(t.Context(), pooltest.Vol("a")))
-			pooltest.Must(t, pool.Delete(t.Context(), pooltest.Vol("b")))
+			check.OK(t, pool.Detach(t.Context(), pooltest.Vol("a")))
+			check.OK(t, pool.Delete(t.Context(), pooltest.Vol("b")))
 			same("middle deleted")
-			pooltest.Must(t, pool.Delete(t.Context(), pooltest.Vol("a")))
-			pooltest.Must(t, pool.Delete(t.Context(), pooltest.Vol("c")))
+			check.OK(t, pool.Delete(t.Context(), pooltest.Vol("a")))
+			check.OK(t, pool.Delete(t.Context(), pooltest.Vol("c")))
 			same("all deleted")
 		})
 	}
@@ -574,7 +576,7 @@ func TestSharedBlocks(t *testing.T) {
 func blocksOf(t testing.TB, path string) int64 {
 	t.Helper()
 	info, err := os.Stat(path)
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	return info.Sys().(*syscall.Stat_t).Blocks * 512
 }
 
@@ -589,8 +591,8 @@ func TestDiscard(t *testing.T) {
 	device := pooltest.Attach(t, pool, pooltest.Vol("a"), blockdev.Attachment{})
 	// What the kernel does when a filesystem on the device trims.
 	image, err := os.OpenFile(path(dir, pooltest.Vol("a"), ".img"), os.O_WRONLY, 0)
-	pooltest.Must(t, err)
-	pooltest.Must(t, errors.Join(unix.Fallocate(int(image.Fd()), unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, 0, size), image.Close(), device.Close()))
+	check.OK(t, err)
+	check.OK(t, errors.Join(unix.Fallocate(int(image.Fd()), unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, 0, size), image.Close(), device.Close()))
 	if n := blocks(); n > size/2 {
 		t.Fatalf("after a discard the image has still %d bytes: this test shows nothing", n)
 	}
@@ -633,7 +635,7 @@ func TestResume(t *testing.T) {
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: size})
 	device := pooltest.Attach(t, pool, pooltest.Vol("a"), blockdev.Attachment{})
 	pooltest.WriteTo(t, device.Path, 0, content)
-	pooltest.Must(t, device.Close())
+	check.OK(t, device.Close())
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Snap("a"), Size: size, Origin: pooltest.Vol("a")})
 	promised := pooltest.CapacityOf(t, pool).Promised
 
@@ -650,7 +652,7 @@ func TestResume(t *testing.T) {
 	marked := func(ref blockdev.Ref) bool {
 		t.Helper()
 		b, err := os.ReadFile(path(dir, ref, ".img"))
-		pooltest.Must(t, err)
+		check.OK(t, err)
 		if len(b) != size || !bytes.Equal(b[len(mark):], content[len(mark):]) {
 			t.Fatalf("%s: the copy is not right: %d bytes", ref, len(b))
 		}
@@ -668,7 +670,7 @@ func TestResume(t *testing.T) {
 		"another origin":  {func(s *blockdev.Spec) { s.Origin = pooltest.Vol("a") }, false},
 		"not a copy now":  {func(s *blockdev.Spec) { s.Origin = blockdev.Ref{} }, false},
 		"other snapshot":  {nil, false},
-		"deleted between": {func(*blockdev.Spec) { pooltest.Must(t, pool.Delete(t.Context(), pooltest.Vol("b"))) }, false},
+		"deleted between": {func(*blockdev.Spec) { check.OK(t, pool.Delete(t.Context(), pooltest.Vol("b"))) }, false},
 	} {
 		interrupt(spec)
 		retry := spec
@@ -676,11 +678,11 @@ func TestResume(t *testing.T) {
 			c.change(&retry)
 		} else {
 			// A snapshot of that name again, but another one.
-			pooltest.Must(t, pool.Delete(t.Context(), pooltest.Snap("a")))
+			check.OK(t, pool.Delete(t.Context(), pooltest.Snap("a")))
 			pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Snap("a"), Size: size, Origin: pooltest.Vol("a")})
 		}
 		record, err := pool.Create(t.Context(), retry)
-		pooltest.Must(t, err)
+		check.OK(t, err)
 		if record.Thin != (retry.Provisioning == blockdev.Thin) || record.Size != retry.Size || record.Name != retry.Name || record.Origin != retry.Origin || !maps.Equal(record.Labels, retry.Labels) {
 			t.Errorf("%s: %#v is not what %#v asks for", name, record, retry)
 		}
@@ -689,7 +691,7 @@ func TestResume(t *testing.T) {
 				t.Errorf("%s: gone on with %v, want %v", name, have, c.resume)
 			}
 		}
-		pooltest.Must(t, pool.Delete(t.Context(), pooltest.Vol("b")))
+		check.OK(t, pool.Delete(t.Context(), pooltest.Vol("b")))
 		if have := pooltest.CapacityOf(t, pool).Promised; have != promised {
 			t.Fatalf("%s: %d bytes are promised in the end, want %d", name, have, promised)
 		}
@@ -739,7 +741,7 @@ func TestConcurrentAttach(t *testing.T) {
 		pooltest.WriteTo(t, path(dir, volNumber(i), ".img"), 0, []byte(volNumber(i).Key))
 	}
 	for round := range 3 {
-		pooltest.Must(t, errors.Join(pooltest.AtOnce(n, func(i int) (err error) {
+		check.OK(t, errors.Join(pooltest.AtOnce(n, func(i int) (err error) {
 			devices[i], err = pool.Attach(t.Context(), volNumber(i), blockdev.Attachment{Keep: round%2 == 0})
 			return err
 		})...))
@@ -747,9 +749,9 @@ func TestConcurrentAttach(t *testing.T) {
 		for i, device := range devices {
 			b := make([]byte, 32)
 			f, err := os.Open(device.Path)
-			pooltest.Must(t, err)
+			check.OK(t, err)
 			_, err = f.ReadAt(b, 0)
-			pooltest.Must(t, errors.Join(err, f.Close()))
+			check.OK(t, errors.Join(err, f.Close()))
 			if string(b) != volNumber(i).Key {
 				t.Errorf("volume %d is not what %s holds: %q", i, device.Path, b)
 			}
@@ -758,7 +760,7 @@ func TestConcurrentAttach(t *testing.T) {
 			}
 			numbers[device.Number] = i
 		}
-		pooltest.Must(t, errors.Join(pooltest.AtOnce(n, func(i int) error { return errors.Join(devices[i].Close(), pool.Detach(t.Context(), volNumber(i))) })...))
+		check.OK(t, errors.Join(pooltest.AtOnce(n, func(i int) error { return errors.Join(devices[i].Close(), pool.Detach(t.Context(), volNumber(i))) })...))
 	}
 }
 
@@ -769,9 +771,9 @@ func TestConcurrentDetach(t *testing.T) {
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB})
 	for range 100 {
 		device, err := pool.Attach(t.Context(), pooltest.Vol("a"), blockdev.Attachment{Keep: true})
-		pooltest.Must(t, err)
-		pooltest.Must(t, device.Close())
-		pooltest.Must(t, errors.Join(pooltest.AtOnce(8, func(int) error { return pool.Detach(t.Context(), pooltest.Vol("a")) })...))
+		check.OK(t, err)
+		check.OK(t, device.Close())
+		check.OK(t, errors.Join(pooltest.AtOnce(8, func(int) error { return pool.Detach(t.Context(), pooltest.Vol("a")) })...))
 	}
 }
 
@@ -795,15 +797,15 @@ func TestAttachBesideLooks(t *testing.T) {
 	}
 	for range 100 {
 		device, err := pool.Attach(t.Context(), pooltest.Vol("a"), blockdev.Attachment{Keep: true})
-		pooltest.Must(t, err)
-		pooltest.Must(t, device.Close())
+		check.OK(t, err)
+		check.OK(t, device.Close())
 		again, err := pool.Attach(t.Context(), pooltest.Vol("a"), blockdev.Attachment{Keep: true})
-		pooltest.Must(t, err)
-		pooltest.Must(t, again.Close())
+		check.OK(t, err)
+		check.OK(t, again.Close())
 		if again.Number != device.Number {
 			t.Fatalf("attached again as %s, not %s", again.Path, device.Path)
 		}
-		pooltest.Must(t, pool.Detach(t.Context(), pooltest.Vol("a")))
+		check.OK(t, pool.Detach(t.Context(), pooltest.Vol("a")))
 		if left, err := pool.Attached(t.Context(), pooltest.Vol("a")); err != nil || len(left) > 0 {
 			t.Fatalf("left are %v, %v", left, err)
 		}
@@ -839,7 +841,7 @@ func TestHealthBesideDelete(t *testing.T) {
 	})()
 	for range 300 {
 		pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB})
-		pooltest.Must(t, pool.Delete(t.Context(), pooltest.Vol("a")))
+		check.OK(t, pool.Delete(t.Context(), pooltest.Vol("a")))
 	}
 }
 
@@ -852,7 +854,7 @@ func TestPoolHealthBesideCreate(t *testing.T) {
 	})()
 	for range 50 {
 		pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB})
-		pooltest.Must(t, pool.Delete(t.Context(), pooltest.Vol("a")))
+		check.OK(t, pool.Delete(t.Context(), pooltest.Vol("a")))
 	}
 }
 
@@ -861,18 +863,18 @@ func TestDetachTold(t *testing.T) {
 	pool := pooltest.OpenedFiles(t, drivertest.Dir(t))
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB})
 	device, err := pool.Attach(t.Context(), pooltest.Vol("a"), blockdev.Attachment{Keep: true})
-	pooltest.Must(t, err)
-	pooltest.Must(t, device.Close())
+	check.OK(t, err)
+	check.OK(t, device.Close())
 	user, err := os.OpenFile(device.Path, os.O_RDWR, 0)
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	for range 2 {
 		if err := pool.Detach(t.Context(), pooltest.Vol("a")); !errors.Is(err, errdefs.ErrInUse) {
 			t.Errorf("detached while it is open: %v", err)
 		}
 		_, _, _ = unix.Syscall(unix.SYS_IOCTL, user.Fd(), unix.LOOP_CLR_FD, 0) // a device of the device mapper has none
 	}
-	pooltest.Must(t, user.Close())
-	pooltest.Must(t, pool.Detach(t.Context(), pooltest.Vol("a")))
+	check.OK(t, user.Close())
+	check.OK(t, pool.Detach(t.Context(), pooltest.Vol("a")))
 }
 
 // TestStartBesideTold: a device that its last user told to go, and keeps open, is not gone for a driver that starts.
@@ -882,19 +884,19 @@ func TestStartBesideTold(t *testing.T) {
 	pool := pooltest.OpenFiles(t, dir)
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB})
 	device, err := pool.Attach(t.Context(), pooltest.Vol("a"), blockdev.Attachment{Keep: true})
-	pooltest.Must(t, err)
-	pooltest.Must(t, device.Close())
+	check.OK(t, err)
+	check.OK(t, device.Close())
 	user, err := os.OpenFile(device.Path, os.O_RDWR, 0)
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	pooltest.Fails(t, pool.Detach(t.Context(), pooltest.Vol("a")), errdefs.ErrInUse, "detach while it is open")
 	_, _, _ = unix.Syscall(unix.SYS_IOCTL, user.Fd(), unix.LOOP_CLR_FD, 0) // a device of the device mapper has none
-	pooltest.Must(t, pool.Close())
+	check.OK(t, pool.Close())
 	pool = pooltest.OpenedFiles(t, dir)
 	if err := pool.Detach(t.Context(), pooltest.Vol("a")); !errors.Is(err, errdefs.ErrInUse) {
 		t.Errorf("detached while it is open: %v", err)
 	}
-	pooltest.Must(t, user.Close())
-	pooltest.Must(t, pool.Detach(t.Context(), pooltest.Vol("a")))
+	check.OK(t, user.Close())
+	check.OK(t, pool.Detach(t.Context(), pooltest.Vol("a")))
 }
 
 // TestDetachBesideTold: a device of somebody else, which has the number of one that a volume had, may have been
@@ -904,17 +906,17 @@ func TestDetachBesideTold(t *testing.T) {
 	pool := pooltest.OpenedFiles(t, dir)
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB})
 	device, err := pool.Attach(t.Context(), pooltest.Vol("a"), blockdev.Attachment{})
-	pooltest.Must(t, err)
-	pooltest.Must(t, device.Close()) // and it goes
+	check.OK(t, err)
+	check.OK(t, device.Close()) // and it goes
 	sysfs := "/sys/block/" + filepath.Base(device.Path) + "/loop"
 	for _, err := os.Stat(sysfs); err == nil; _, err = os.Stat(sysfs) {
 		time.Sleep(time.Millisecond)
 	}
 	image := dir + "/other"
-	pooltest.Must(t, os.WriteFile(image, make([]byte, pooltest.MiB), 0o600))
+	check.OK(t, os.WriteFile(image, make([]byte, pooltest.MiB), 0o600))
 	drivertest.Run(t, "losetup", device.Path, image)
 	user, err := os.OpenFile(device.Path, os.O_RDWR, 0)
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	defer user.Close()
 	_, _, errno := unix.Syscall(unix.SYS_IOCTL, user.Fd(), unix.LOOP_CLR_FD, 0)
 	if errno != 0 {
@@ -932,7 +934,7 @@ func TestHealthBesideGrowth(t *testing.T) {
 	defer beside(t, 4, func(ctx context.Context) ([]blockdev.Problem, error) { return pool.Health(ctx, pooltest.Vol("a")) })()
 	for n := range int64(200) {
 		_, err := pool.Expand(t.Context(), pooltest.Vol("a"), (n+2)*pooltest.MiB)
-		pooltest.Must(t, err)
+		check.OK(t, err)
 	}
 }
 
@@ -941,22 +943,22 @@ func TestAttachBesideHolder(t *testing.T) {
 	pool := pooltest.OpenedFiles(t, drivertest.Dir(t))
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB})
 	control, err := os.OpenFile("/dev/loop-control", os.O_RDWR, 0)
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	defer control.Close()
 	free, _, errno := unix.Syscall(unix.SYS_IOCTL, control.Fd(), unix.LOOP_CTL_GET_FREE, 0)
 	if errno != 0 {
 		t.Fatal(errno)
 	}
 	holder, err := os.OpenFile(fmt.Sprintf("/dev/loop%d", free), os.O_RDONLY|unix.O_EXCL, 0)
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	defer holder.Close()
 	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
 	defer cancel()
 	for range 3 {
 		device, err := pool.Attach(ctx, pooltest.Vol("a"), blockdev.Attachment{Keep: true})
-		pooltest.Must(t, err)
-		pooltest.Must(t, device.Close())
-		pooltest.Must(t, pool.Detach(ctx, pooltest.Vol("a")))
+		check.OK(t, err)
+		check.OK(t, device.Close())
+		check.OK(t, pool.Detach(ctx, pooltest.Vol("a")))
 	}
 }
 
@@ -967,7 +969,7 @@ func takeNumber(t testing.TB, pool blockdev.Pool, number uint64) (blockdev.Devic
 	var others []blockdev.Device
 	defer func() {
 		for _, device := range others {
-			pooltest.Must(t, device.Close())
+			check.OK(t, device.Close())
 		}
 	}()
 	for i := range 16 {
@@ -989,7 +991,7 @@ func TestReusedNumber(t *testing.T) {
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB})
 	for range 10 {
 		device := pooltest.Attach(t, pool, pooltest.Vol("a"), blockdev.Attachment{ReadOnly: true, Keep: true})
-		pooltest.Must(t, device.Close())
+		check.OK(t, device.Close())
 		run(t, "losetup", "--detach", device.Path)
 		theirs, same := takeNumber(t, other, device.Number)
 		if !same {
@@ -998,14 +1000,14 @@ func TestReusedNumber(t *testing.T) {
 		if devices, err := pool.Attached(t.Context(), pooltest.Vol("a")); err != nil || len(devices) != 0 {
 			t.Errorf("Attached: %v, %v", devices, err)
 		}
-		pooltest.Must(t, pool.Detach(t.Context(), pooltest.Vol("a")))
-		pooltest.Must(t, pool.Delete(t.Context(), pooltest.Vol("a")))
+		check.OK(t, pool.Detach(t.Context(), pooltest.Vol("a")))
+		check.OK(t, pool.Delete(t.Context(), pooltest.Vol("a")))
 		var still [16]byte
 		f, err := os.Open(theirs.Path)
-		pooltest.Must(t, err)
+		check.OK(t, err)
 		_, err = f.ReadAt(still[:], 0)
-		pooltest.Must(t, errors.Join(err, f.Close()))
-		pooltest.Must(t, theirs.Close())
+		check.OK(t, errors.Join(err, f.Close()))
+		check.OK(t, theirs.Close())
 		return
 	}
 	t.Fatal("the number of a detached device was never reused")
@@ -1020,7 +1022,7 @@ func TestSticky(t *testing.T) {
 	settings := func(device blockdev.Device) (all []string) {
 		for _, name := range []string{"read_ahead_kb", "scheduler"} {
 			b, err := os.ReadFile(filepath.Join("/sys/block", filepath.Base(device.Path), "queue", name))
-			pooltest.Must(t, err)
+			check.OK(t, err)
 			all = append(all, strings.TrimSpace(string(b)))
 		}
 		return all
@@ -1029,14 +1031,14 @@ func TestSticky(t *testing.T) {
 		device := pooltest.Attach(t, pool, pooltest.Vol("a"), blockdev.Attachment{Keep: true})
 		before := settings(device)
 		changed := pooltest.Attach(t, pool, pooltest.Vol("a"), blockdev.Attachment{Keep: true, Attributes: map[string]string{"read_ahead_kb": "64", "scheduler": "mq-deadline"}})
-		pooltest.Must(t, changed.Close())
+		check.OK(t, changed.Close())
 		if after := settings(device); before[0] == after[0] || before[1] == after[1] {
 			t.Fatalf("settings %q became %q: this test shows nothing", before, after)
 		}
 		run(t, "blockdev", "--setro", device.Path)
 		t.Cleanup(func() { run(t, "blockdev", "--setrw", device.Path) }) // mount(8) would not
-		pooltest.Must(t, device.Close())
-		pooltest.Must(t, pool.Detach(t.Context(), pooltest.Vol("a")))
+		check.OK(t, device.Close())
+		check.OK(t, pool.Detach(t.Context(), pooltest.Vol("a")))
 		again, same := takeNumber(t, pool, device.Number)
 		if !same { // a neighbour may have it next
 			run(t, "blockdev", "--setrw", device.Path)
@@ -1046,7 +1048,7 @@ func TestSticky(t *testing.T) {
 			t.Errorf("the next volume on %s has settings %q, read-only %v; want %q", again.Path, have, again.ReadOnly, before)
 		}
 		pooltest.WriteTo(t, again.Path, 0, make([]byte, blockdev.Granularity))
-		pooltest.Must(t, again.Close())
+		check.OK(t, again.Close())
 		return
 	}
 	t.Fatal("the number of a detached device was never reused")
@@ -1074,9 +1076,9 @@ func TestSetQueue(t *testing.T) {
 		}
 	}
 	undo, err := device.SetQueue(map[string]string{"read_ahead_kb": "256", "scheduler": "mq-deadline"})
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	is("set", "256", "mq-deadline")
-	pooltest.Must(t, undo())
+	check.OK(t, undo())
 	is("undone", "64", "none")
 }
 
@@ -1089,9 +1091,9 @@ func TestForeignPool(t *testing.T) {
 	pooltest.Create(t, theirs, blockdev.Spec{Ref: pooltest.Vol("b"), Size: pooltest.MiB})
 	for _, ref := range []blockdev.Ref{pooltest.Vol("a"), pooltest.Vol("b")} {
 		device := pooltest.Attach(t, theirs, ref, blockdev.Attachment{Keep: true})
-		pooltest.Must(t, device.Close())
+		check.OK(t, device.Close())
 	}
-	pooltest.Must(t, pooltest.OpenFiles(t, filepath.Join(dir, "ours")).Close())
+	check.OK(t, pooltest.OpenFiles(t, filepath.Join(dir, "ours")).Close())
 	pool := pooltest.OpenedFiles(t, filepath.Join(dir, "ours"))
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB}) // of b there is nothing here
 	if orphans, err := pool.Orphans(t.Context()); err != nil || len(orphans) != 0 {
@@ -1101,12 +1103,12 @@ func TestForeignPool(t *testing.T) {
 		if devices, err := pool.Attached(t.Context(), ref); err != nil || len(devices) != 0 {
 			t.Errorf("%s: attached as %v, %v", ref, devices, err)
 		}
-		pooltest.Must(t, pool.Detach(t.Context(), ref))
-		pooltest.Must(t, pool.Delete(t.Context(), ref))
+		check.OK(t, pool.Detach(t.Context(), ref))
+		check.OK(t, pool.Delete(t.Context(), ref))
 		if devices, err := theirs.Attached(t.Context(), ref); err != nil || len(devices) != 1 {
 			t.Errorf("theirs, %s: attached as %v, %v", ref, devices, err)
 		}
-		pooltest.Must(t, theirs.Detach(t.Context(), ref))
+		check.OK(t, theirs.Detach(t.Context(), ref))
 	}
 }
 
@@ -1119,18 +1121,18 @@ func TestLostWhileAttached(t *testing.T) {
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("b"), Size: pooltest.MiB})
 	lost := pooltest.Attach(t, pool, pooltest.Vol("a"), blockdev.Attachment{Keep: true})
 	replaced := pooltest.Attach(t, pool, pooltest.Vol("b"), blockdev.Attachment{Keep: true})
-	pooltest.Must(t, errors.Join(lost.Close(), replaced.Close(), pool.Close()))
-	pooltest.Must(t, errors.Join(os.Remove(path(dir, pooltest.Vol("a"), ".img")), os.Remove(path(dir, pooltest.Vol("a"), ".rec"))))
+	check.OK(t, errors.Join(lost.Close(), replaced.Close(), pool.Close()))
+	check.OK(t, errors.Join(os.Remove(path(dir, pooltest.Vol("a"), ".img")), os.Remove(path(dir, pooltest.Vol("a"), ".rec"))))
 	// As an operator does who brings an image back.
 	run(t, "cp", path(dir, pooltest.Vol("b"), ".img"), filepath.Join(dir, "copy"))
-	pooltest.Must(t, os.Rename(filepath.Join(dir, "copy"), path(dir, pooltest.Vol("b"), ".img")))
+	check.OK(t, os.Rename(filepath.Join(dir, "copy"), path(dir, pooltest.Vol("b"), ".img")))
 
 	pool = pooltest.OpenedFiles(t, dir)
 	for ref, want := range map[blockdev.Ref]blockdev.Device{pooltest.Vol("a"): lost, pooltest.Vol("b"): replaced} {
 		if devices, err := pool.Attached(t.Context(), ref); err != nil || len(devices) != 1 || devices[0].Number != want.Number {
 			t.Errorf("%s: attached as %v, %v; want %s", ref, devices, err, want.Path)
 		}
-		pooltest.Must(t, pool.Detach(t.Context(), ref))
+		check.OK(t, pool.Detach(t.Context(), ref))
 		if devices, err := pool.Attached(t.Context(), ref); err != nil || len(devices) != 0 {
 			t.Errorf("%s: after Detach attached as %v, %v", ref, devices, err)
 		}
@@ -1146,17 +1148,17 @@ func TestMounted(t *testing.T) {
 	device := pooltest.Attach(t, pool, pooltest.Vol("a"), blockdev.Attachment{})
 	run(t, "mkfs.ext4", "-q", device.Path)
 	target := filepath.Join(dir, "target")
-	pooltest.Must(t, os.Mkdir(target, 0o700))
-	pooltest.Must(t, unix.Mount(device.Path, target, "ext4", 0, ""))
-	pooltest.Must(t, device.Close())
+	check.OK(t, os.Mkdir(target, 0o700))
+	check.OK(t, unix.Mount(device.Path, target, "ext4", 0, ""))
+	check.OK(t, device.Close())
 	if devices, err := pool.Attached(t.Context(), pooltest.Vol("a")); err != nil || len(devices) != 1 {
 		t.Errorf("mounted: attached as %v, %v", devices, err)
 	}
 	pooltest.Fails(t, pool.Delete(t.Context(), pooltest.Vol("a")), errdefs.ErrInUse, "Delete of what is mounted")
-	pooltest.Must(t, unix.Unmount(target, 0))
+	check.OK(t, unix.Unmount(target, 0))
 	for deadline := time.Now().Add(time.Minute); ; time.Sleep(5 * time.Millisecond) {
 		devices, err := pool.Attached(t.Context(), pooltest.Vol("a"))
-		pooltest.Must(t, err)
+		check.OK(t, err)
 		if len(devices) == 0 {
 			break
 		}
@@ -1164,21 +1166,21 @@ func TestMounted(t *testing.T) {
 			t.Fatalf("unmounted: still attached as %v", devices)
 		}
 	}
-	pooltest.Must(t, pool.Delete(t.Context(), pooltest.Vol("a")))
+	check.OK(t, pool.Delete(t.Context(), pooltest.Vol("a")))
 }
 
 // TestNearlyFull: writes to thin volumes fill the filesystem, and the pool says so in time.
 func TestNearlyFull(t *testing.T) {
 	dir := filepath.Join(mountNew(t, "tmpfs"), "pool")
 	pool, err := pools.Open(t.Context(), "test", "file://"+dir+"?overprovision=2&reservePercent=10&create=1")
-	pooltest.Must(t, err)
-	defer func() { pooltest.Must(t, pool.Close()) }()
+	check.OK(t, err)
+	defer func() { check.OK(t, pool.Close()) }()
 	if problems := pool.PoolHealth(t.Context()); len(problems) != 0 {
 		t.Errorf("an empty pool: %v", problems)
 	}
 	filler, err := os.Create(filepath.Join(dir, "filler"))
-	pooltest.Must(t, err)
-	pooltest.Must(t, errors.Join(unix.Fallocate(int(filler.Fd()), 0, 0, 480*pooltest.MiB), filler.Close()))
+	check.OK(t, err)
+	check.OK(t, errors.Join(unix.Fallocate(int(filler.Fd()), 0, 0, 480*pooltest.MiB), filler.Close()))
 	if have := reasons(pool.PoolHealth(t.Context())); !slices.Equal(have, []string{"1 PoolNearlyFull"}) {
 		t.Errorf("a full pool: %v", have)
 	}
@@ -1193,15 +1195,15 @@ func TestNearlyFull(t *testing.T) {
 func TestHeldForAMoment(t *testing.T) {
 	drivertest.NeedRoot(t)
 	pool := pooltest.OpenURL(t, "file://"+drivertest.Dir(t)+"/pool?reservePercent=0")
-	t.Cleanup(func() { pooltest.Must(t, pool.Close()) })
+	t.Cleanup(func() { check.OK(t, pool.Close()) })
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: 1 << 20})
 	device, err := pool.Attach(t.Context(), pooltest.Vol("a"), blockdev.Attachment{})
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	scanner, err := os.Open(device.Path)
-	pooltest.Must(t, err)
-	pooltest.Must(t, device.Close())
+	check.OK(t, err)
+	check.OK(t, device.Close())
 	time.AfterFunc(200*time.Millisecond, func() { _ = scanner.Close() })
 	kept, err := pool.Attach(t.Context(), pooltest.Vol("a"), blockdev.Attachment{Keep: true})
-	pooltest.Must(t, err)
-	pooltest.Must(t, errors.Join(kept.Close(), pool.Detach(t.Context(), pooltest.Vol("a")), pool.Delete(t.Context(), pooltest.Vol("a"))))
+	check.OK(t, err)
+	check.OK(t, errors.Join(kept.Close(), pool.Detach(t.Context(), pooltest.Vol("a")), pool.Delete(t.Context(), pooltest.Vol("a"))))
 }

@@ -7,6 +7,8 @@ import (
 	"path/filepath"
 	"testing"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+
 	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
@@ -21,7 +23,7 @@ import (
 func left(t *testing.T, dir string) (space, inodes float64) {
 	t.Helper()
 	var st unix.Statfs_t
-	pooltest.Must(t, unix.Statfs(dir, &st))
+	check.OK(t, unix.Statfs(dir, &st))
 	return 100 * float64(st.Bavail) / float64(st.Blocks), 100 * float64(st.Ffree) / float64(st.Files)
 }
 
@@ -39,7 +41,7 @@ func fillPool(t *testing.T, pool blockdev.Pool, size int64) (n int) {
 		if errors.Is(err, errdefs.ErrNoSpace) {
 			return n
 		}
-		pooltest.Must(t, err)
+		check.OK(t, err)
 	}
 }
 
@@ -49,7 +51,7 @@ func TestReserve(t *testing.T) {
 	below := func(name string) func(*testing.T, string) string {
 		return func(t *testing.T, mnt string) string {
 			dir := filepath.Join(mnt, name)
-			pooltest.Must(t, os.Mkdir(dir, 0o700))
+			check.OK(t, os.Mkdir(dir, 0o700))
 			return dir
 		}
 	}
@@ -91,12 +93,12 @@ func TestReserve(t *testing.T) {
 			dir := c.place(t, mnt)
 			url := "file://" + dir + "?create=1" + c.options
 			loc, err := pools.Parse(url)
-			pooltest.Must(t, err)
+			check.OK(t, err)
 			if have, shared, err := loc.(filepool.Location).Reserve(); err != nil || have != c.want || shared != c.shared {
 				t.Errorf("the reserve is %g %%, shared %v, %v; want %g %%, %v", have, shared, err, c.want, c.shared)
 			}
 			pool, err := pools.Open(t.Context(), "test", url)
-			pooltest.Must(t, err)
+			check.OK(t, err)
 			defer pool.Close()
 			fillPool(t, pool, 32*pooltest.MiB)
 			least := c.want
@@ -114,9 +116,9 @@ func TestReserve(t *testing.T) {
 func TestReserveOfInodes(t *testing.T) {
 	mnt := mountNew(t, "tmpfs")
 	run(t, "mount", "-o", "remount,nr_inodes=200", mnt)
-	pooltest.Must(t, os.Mkdir(mnt+"/pool", 0o700))
+	check.OK(t, os.Mkdir(mnt+"/pool", 0o700))
 	pool, err := pools.Open(t.Context(), "test", "file://"+mnt+"/pool?create=1")
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	defer pool.Close()
 	n := fillPool(t, pool, 4096)
 	if _, inodes := left(t, mnt); inodes < filepool.SharedReserve || inodes > filepool.SharedReserve+2 || n < 70 {
@@ -125,8 +127,8 @@ func TestReserveOfInodes(t *testing.T) {
 	if c := pooltest.CapacityOf(t, pool); c.Available != 0 || c.MaxVolume != 0 {
 		t.Errorf("room for another volume: %+v", c)
 	}
-	pooltest.Must(t, pooltest.Second(pool.Expand(t.Context(), volNumber(0), pooltest.MiB))) // takes none
-	pooltest.Must(t, pool.Delete(t.Context(), volNumber(1)))
+	check.OK(t, pooltest.Second(pool.Expand(t.Context(), volNumber(0), pooltest.MiB))) // takes none
+	check.OK(t, pool.Delete(t.Context(), volNumber(1)))
 	if c := pooltest.CapacityOf(t, pool); c.Available == 0 {
 		t.Error("no room after a volume was deleted")
 	}
@@ -135,13 +137,13 @@ func TestReserveOfInodes(t *testing.T) {
 // TestReserveOfOld: a pool that has promised more than it would now goes on with what it has.
 func TestReserveOfOld(t *testing.T) {
 	mnt := mountNew(t, "ext4")
-	pooltest.Must(t, os.Mkdir(mnt+"/pool", 0o700))
+	check.OK(t, os.Mkdir(mnt+"/pool", 0o700))
 	old, err := pools.Open(t.Context(), "test", "file://"+mnt+"/pool?create=1&reservePercent=0")
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	n := fillPool(t, old, 64*pooltest.MiB)
-	pooltest.Must(t, old.Close())
+	check.OK(t, old.Close())
 	pool, err := pools.Open(t.Context(), "test", "file://"+mnt+"/pool")
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	defer pool.Close()
 	c := pooltest.CapacityOf(t, pool)
 	if c.Available != 0 || c.Promised != int64(n)*64*pooltest.MiB {
@@ -152,11 +154,11 @@ func TestReserveOfOld(t *testing.T) {
 	for i := range n {
 		device := pooltest.Attach(t, pool, volNumber(i), blockdev.Attachment{})
 		pooltest.WriteTo(t, device.Path, 63*pooltest.MiB, make([]byte, pooltest.MiB))
-		pooltest.Must(t, errors.Join(device.Close(), pool.Detach(t.Context(), volNumber(i))))
+		check.OK(t, errors.Join(device.Close(), pool.Detach(t.Context(), volNumber(i))))
 	}
 	// It promises again when what it has promised leaves the reserve.
 	for i := range n {
-		pooltest.Must(t, pool.Delete(t.Context(), volNumber(i)))
+		check.OK(t, pool.Delete(t.Context(), volNumber(i)))
 		if space, _ := left(t, mnt); (pooltest.CapacityOf(t, pool).Available > 0) != (space > filepool.SharedReserve) {
 			t.Errorf("with %.1f %% left, %+v", space, pooltest.CapacityOf(t, pool))
 		}

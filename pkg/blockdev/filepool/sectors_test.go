@@ -8,6 +8,8 @@ import (
 	"path/filepath"
 	"testing"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+
 	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
@@ -31,15 +33,15 @@ func newBadDisk(t testing.TB) *badDisk {
 	base := drivertest.Dir(t)
 	d := &badDisk{t: t, image: filepath.Join(base, "btrfs"), below: filepath.Join(base, "below"), dir: filepath.Join(base, "pool")}
 	for _, dir := range []string{d.below, d.dir} {
-		pooltest.Must(t, os.Mkdir(dir, 0o700))
+		check.OK(t, os.Mkdir(dir, 0o700))
 	}
-	pooltest.Must(t, os.WriteFile(d.image, nil, 0o600))
-	pooltest.Must(t, os.Truncate(d.image, 512<<20))
+	check.OK(t, os.WriteFile(d.image, nil, 0o600))
+	check.OK(t, os.Truncate(d.image, 512<<20))
 	drivertest.RunBtrfs(t, "mkfs.btrfs", "-q", d.image)
 	mountFile(t, d.image, d.below)
 	disk := filepath.Join(d.below, "disk")
-	pooltest.Must(t, os.WriteFile(disk, nil, 0o600))
-	pooltest.Must(t, os.Truncate(disk, 128<<20))
+	check.OK(t, os.WriteFile(disk, nil, 0o600))
+	check.OK(t, os.Truncate(disk, 128<<20))
 	run(t, "mkfs.ext4", "-q", "-b", "4096", disk)
 	mountFile(t, disk, d.dir)
 	t.Cleanup(d.unmount)
@@ -59,7 +61,7 @@ func (d *badDisk) spoil(begin []byte, n int) {
 	d.t.Helper()
 	d.unmount()
 	data, err := os.ReadFile(d.image)
-	pooltest.Must(d.t, err)
+	check.OK(d.t, err)
 	var found []int
 	for at := 0; at < len(data); at += 4096 {
 		if bytes.HasPrefix(data[at:], begin) {
@@ -70,9 +72,9 @@ func (d *badDisk) spoil(begin []byte, n int) {
 		d.t.Fatalf("%q is at %v of the disk", begin, found)
 	}
 	f, err := os.OpenFile(d.image, os.O_WRONLY, 0)
-	pooltest.Must(d.t, err)
+	check.OK(d.t, err)
 	_, err = f.WriteAt([]byte("?"), int64(found[n]))
-	pooltest.Must(d.t, errors.Join(err, f.Close()))
+	check.OK(d.t, errors.Join(err, f.Close()))
 	mountFile(d.t, d.image, d.below)
 	mountFile(d.t, filepath.Join(d.below, "disk"), d.dir)
 }
@@ -93,28 +95,28 @@ func TestUnreadableSectors(t *testing.T) {
 			d := newBadDisk(t)
 			url := "file://" + d.dir + "?reservePercent=0"
 			pool, err := pools.Open(t.Context(), "test", url)
-			pooltest.Must(t, err)
+			check.OK(t, err)
 			id := idOf(t, pool)
 			record, err := pool.Create(t.Context(), blockdev.Spec{Ref: pooltest.Vol("a"), Name: "a", Size: 4 * pooltest.MiB})
-			pooltest.Must(t, err)
-			pooltest.Must(t, pool.Close())
+			check.OK(t, err)
+			check.OK(t, pool.Close())
 			for _, file := range []string{"volumes/" + record.Key + ".rec", "pool"} {
 				path := filepath.Join(d.dir, file)
 				written, err := os.ReadFile(path)
-				pooltest.Must(t, err)
+				check.OK(t, err)
 				d.spoil(written[:bytes.IndexByte(written, '\n')], n)
 				if _, err := os.ReadFile(path); !errors.Is(err, unix.EIO) {
 					t.Fatalf("it can be read: %v", err)
 				}
 				pool, err := pools.Open(t.Context(), "test", url)
-				pooltest.Must(t, err)
+				check.OK(t, err)
 				if now := idOf(t, pool); now != id {
 					t.Errorf("the pool is %s, was %s", now, id)
 				}
 				if _, err := pool.Get(t.Context(), record.Ref); err != nil {
 					t.Error(err)
 				}
-				pooltest.Must(t, pool.Close())
+				check.OK(t, pool.Close())
 				if now, err := os.ReadFile(path); err != nil {
 					t.Errorf("%s after a start: %d bytes, %v", file, len(now), err)
 				}

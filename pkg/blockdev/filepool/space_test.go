@@ -15,6 +15,8 @@ import (
 	"time"
 	"unsafe"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+
 	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
@@ -30,11 +32,11 @@ import (
 func direct(t testing.TB, device string, offset, length int64, fill byte) error {
 	t.Helper()
 	f, err := os.OpenFile(device, os.O_RDWR|unix.O_DIRECT, 0)
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	defer f.Close()
 	memory, err := unix.Mmap(-1, 0, pooltest.MiB, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE)
-	pooltest.Must(t, err)
-	defer func() { pooltest.Must(t, unix.Munmap(memory)) }()
+	check.OK(t, err)
+	defer func() { check.OK(t, unix.Munmap(memory)) }()
 	for i := range memory {
 		memory[i] = fill
 	}
@@ -52,11 +54,11 @@ func direct(t testing.TB, device string, offset, length int64, fill byte) error 
 func hog(t testing.TB, device string, size int64, passes int) error {
 	t.Helper()
 	f, err := os.OpenFile(device, os.O_RDWR|unix.O_DIRECT, 0)
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	defer f.Close()
 	memory, err := unix.Mmap(-1, 0, pooltest.MiB, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE)
-	pooltest.Must(t, err)
-	defer func() { pooltest.Must(t, unix.Munmap(memory)) }()
+	check.OK(t, err)
+	defer func() { check.OK(t, unix.Munmap(memory)) }()
 	for pass := range int64(passes) {
 		memory[0] = byte(pass + 1)
 		for at := int64(0); at < size; at += pooltest.MiB {
@@ -84,19 +86,19 @@ func hog(t testing.TB, device string, size int64, passes int) error {
 func takenOf(t testing.TB, fs, dir string) int64 {
 	t.Helper()
 	f, err := os.Open(dir)
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	defer f.Close()
-	pooltest.Must(t, unix.Syncfs(int(f.Fd())))
+	check.OK(t, unix.Syncfs(int(f.Fd())))
 	if fs == "btrfs" {
 		usage, err := exec.Command("btrfs", "filesystem", "usage", "-b", dir).CombinedOutput()
-		pooltest.Must(t, err)
+		check.OK(t, err)
 		_, rest, _ := strings.Cut(string(usage), "Used:")
 		taken, err := strconv.ParseInt(strings.Fields(rest)[0], 10, 64)
-		pooltest.Must(t, err)
+		check.OK(t, err)
 		return taken
 	}
 	var st unix.Statfs_t
-	pooltest.Must(t, unix.Fstatfs(int(f.Fd()), &st))
+	check.OK(t, unix.Fstatfs(int(f.Fd()), &st))
 	return int64(st.Blocks-st.Bfree) * st.Frsize
 }
 
@@ -106,8 +108,8 @@ func reserved(t testing.TB, fs, dir string) blockdev.Pool {
 	t.Helper()
 	percent := map[string]int{"btrfs": 40}[fs]
 	pool, err := pools.Open(t.Context(), "test", fmt.Sprintf("file://%s?reservePercent=%d", dir, percent))
-	pooltest.Must(t, err)
-	t.Cleanup(func() { pooltest.Must(t, pool.Close()) })
+	check.OK(t, err)
+	t.Cleanup(func() { check.OK(t, pool.Close()) })
 	return pool
 }
 
@@ -126,7 +128,7 @@ func TestHog(t *testing.T) {
 			for _, ref := range []blockdev.Ref{pooltest.Vol("a"), pooltest.Vol("b")} {
 				device := pooltest.Attach(t, pool, ref, blockdev.Attachment{Keep: true})
 				before := takenOf(t, fs, mnt)
-				pooltest.Must(t, hog(t, device.Path, size, 8))
+				check.OK(t, hog(t, device.Path, size, 8))
 				most := before + 4*pooltest.MiB
 				if ref == pooltest.Vol("b") {
 					most += size
@@ -134,18 +136,18 @@ func TestHog(t *testing.T) {
 				if now := takenOf(t, fs, mnt); now > most {
 					t.Errorf("%s, of %d MiB, took %d MiB more", ref, size/pooltest.MiB, (now-before)/pooltest.MiB)
 				}
-				pooltest.Must(t, errors.Join(device.Close(), pool.Detach(t.Context(), ref)))
+				check.OK(t, errors.Join(device.Close(), pool.Detach(t.Context(), ref)))
 			}
 			for _, ref := range []blockdev.Ref{pooltest.Vol("a"), pooltest.Vol("b"), pooltest.Vol("c")} {
 				record, err := pool.Get(t.Context(), ref)
-				pooltest.Must(t, err)
+				check.OK(t, err)
 				device := pooltest.Attach(t, pool, ref, blockdev.Attachment{})
 				for fill := range byte(2) {
 					if err := direct(t, device.Path, 0, record.Size, fill+1); err != nil {
 						t.Errorf("%s: %v", ref, err)
 					}
 				}
-				pooltest.Must(t, device.Close())
+				check.OK(t, device.Close())
 			}
 		})
 	}
@@ -163,7 +165,7 @@ func TestHogSnapshots(t *testing.T) {
 			pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("b"), Size: 128 * pooltest.MiB, Provisioning: blockdev.Thin})
 			before := takenOf(t, fs, mnt)
 			device := pooltest.Attach(t, pool, pooltest.Vol("a"), blockdev.Attachment{Keep: true})
-			pooltest.Must(t, direct(t, device.Path, 0, size, 1))
+			check.OK(t, direct(t, device.Path, 0, size, 1))
 			cycles := 0
 			for ; cycles < 12; cycles++ {
 				spec := blockdev.Spec{Ref: pooltest.Snap("1"), Name: "cut", Size: size, Origin: pooltest.Vol("a")}
@@ -171,14 +173,14 @@ func TestHogSnapshots(t *testing.T) {
 				if errors.Is(err, errdefs.ErrNoSpace) {
 					break // its own share of the pool is used up
 				}
-				pooltest.Must(t, err)
+				check.OK(t, err)
 				for at := int64(0); at < size; at += 512 << 10 { // all but some blocks of each extent
 					from := int64(cycles) * 4096
-					pooltest.Must(t, direct(t, device.Path, at+from, 512<<10-from, byte(cycles+2)))
+					check.OK(t, direct(t, device.Path, at+from, 512<<10-from, byte(cycles+2)))
 				}
-				pooltest.Must(t, pool.Delete(t.Context(), pooltest.Snap("1")))
+				check.OK(t, pool.Delete(t.Context(), pooltest.Snap("1")))
 			}
-			pooltest.Must(t, errors.Join(device.Close(), pool.Detach(t.Context(), pooltest.Vol("a"))))
+			check.OK(t, errors.Join(device.Close(), pool.Detach(t.Context(), pooltest.Vol("a"))))
 			c := pooltest.CapacityOf(t, pool)
 			t.Logf("after %d snapshots: %+v", cycles, c)
 			if left := (c.Available - 16*pooltest.MiB) / pooltest.MiB * pooltest.MiB; left > 0 {
@@ -188,10 +190,10 @@ func TestHogSnapshots(t *testing.T) {
 			if err := direct(t, device.Path, 0, 128*pooltest.MiB, 9); err != nil {
 				t.Errorf("the volume next to it cannot have what it was promised: %v", err)
 			}
-			pooltest.Must(t, device.Close())
+			check.OK(t, device.Close())
 			// All comes back with the volume.
 			for _, ref := range []blockdev.Ref{pooltest.Vol("a"), pooltest.Vol("b"), pooltest.Vol("c")} {
-				pooltest.Must(t, pool.Delete(t.Context(), ref))
+				check.OK(t, pool.Delete(t.Context(), ref))
 			}
 			if now := takenOf(t, fs, mnt); now > before {
 				t.Errorf("with all deleted, %d MiB are taken, and %d were at first", now/pooltest.MiB, before/pooltest.MiB)
@@ -204,20 +206,20 @@ func TestHogSnapshots(t *testing.T) {
 func older(t testing.TB, dir string) {
 	t.Helper()
 	files, err := filepath.Glob(filepath.Join(dir, "*s", "*"))
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	for _, kind := range []string{"volumes", "snapshots"} {
 		run(t, "chattr", "-C", filepath.Join(dir, kind))
 	}
 	for _, file := range files {
 		run(t, "cp", "--sparse=always", file, file+".copy")
-		pooltest.Must(t, os.Rename(file+".copy", file))
+		check.OK(t, os.Rename(file+".copy", file))
 	}
 }
 
 func attributes(t testing.TB, path string) string {
 	t.Helper()
 	out, err := exec.Command("lsattr", "-d", path).CombinedOutput()
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	return strings.Fields(string(out))[0]
 }
 
@@ -237,7 +239,7 @@ func TestOlderImages(t *testing.T) {
 	device := pooltest.Attach(t, pool, pooltest.Vol("a"), blockdev.Attachment{})
 	text := bytes.Repeat([]byte("older "), pooltest.MiB)
 	pooltest.WriteTo(t, device.Path, pooltest.MiB, text)
-	pooltest.Must(t, errors.Join(device.Close(), pool.Close()))
+	check.OK(t, errors.Join(device.Close(), pool.Close()))
 	older(t, dir)
 
 	pool = pooltest.OpenedFiles(t, dir)
@@ -259,13 +261,13 @@ func TestOlderImages(t *testing.T) {
 		device := pooltest.Attach(t, pool, ref, blockdev.Attachment{})
 		have := make([]byte, len(text))
 		f, err := os.Open(device.Path)
-		pooltest.Must(t, err)
+		check.OK(t, err)
 		_, err = f.ReadAt(have, pooltest.MiB)
-		pooltest.Must(t, errors.Join(err, f.Close()))
+		check.OK(t, errors.Join(err, f.Close()))
 		if !bytes.Equal(have, text) {
 			t.Errorf("%s has other bytes", ref)
 		}
-		pooltest.Must(t, device.Close())
+		check.OK(t, device.Close())
 		if ref != pooltest.Vol("a") && !strings.Contains(attributes(t, path(dir, ref, ".img")), "C") {
 			t.Errorf("the copy %s is copied on write", ref)
 		}
@@ -274,7 +276,7 @@ func TestOlderImages(t *testing.T) {
 		t.Errorf("the thick copy has %d bytes", have)
 	}
 	for _, ref := range []blockdev.Ref{pooltest.Snap("a"), pooltest.Vol("a"), pooltest.Vol("b"), pooltest.Vol("c"), pooltest.Vol("d")} {
-		pooltest.Must(t, pool.Delete(t.Context(), ref))
+		check.OK(t, pool.Delete(t.Context(), ref))
 	}
 	if problems := pool.PoolHealth(t.Context()); len(problems) > 0 {
 		t.Errorf("health with all deleted: %v", problems)
@@ -292,12 +294,12 @@ func ioctl(f *os.File, request uint, what *[2]uint64) error {
 func fragment(t testing.TB, image string, size int64) {
 	t.Helper()
 	f, err := os.OpenFile(image, os.O_RDWR, 0)
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	for at := int64(0); at < size; at += 8192 {
 		_, err := f.WriteAt([]byte{1}, at)
-		pooltest.Must(t, err)
+		check.OK(t, err)
 	}
-	pooltest.Must(t, errors.Join(f.Sync(), f.Close()))
+	check.OK(t, errors.Join(f.Sync(), f.Close()))
 }
 
 // settled waits until the surveys of a pool know of an object.
@@ -334,7 +336,7 @@ func TestSurvey(t *testing.T) {
 		pool.PoolHealth(t.Context())
 		if i%10 == 0 {
 			pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("c"), Size: size})
-			pooltest.Must(t, pool.Delete(t.Context(), pooltest.Vol("c")))
+			check.OK(t, pool.Delete(t.Context(), pooltest.Vol("c")))
 		}
 	}
 	if after, _ := filepool.Surveys(pool, pooltest.Vol("a")); after != before {
@@ -354,12 +356,12 @@ func TestSurveyBeforeRefusal(t *testing.T) {
 			const size = 128 * pooltest.MiB
 			pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: size})
 			device := pooltest.Attach(t, pool, pooltest.Vol("a"), blockdev.Attachment{})
-			pooltest.Must(t, direct(t, device.Path, 0, size, 1))
+			check.OK(t, direct(t, device.Path, 0, size, 1))
 			pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Snap("a"), Size: size, Origin: pooltest.Vol("a")})
 			settled(t, pool, pooltest.Snap("a"))
 			promised := pooltest.CapacityOf(t, pool).Available
-			pooltest.Must(t, direct(t, device.Path, 0, size, 2)) // of which the last survey knows nothing
-			pooltest.Must(t, device.Close())
+			check.OK(t, direct(t, device.Path, 0, size, 2)) // of which the last survey knows nothing
+			check.OK(t, device.Close())
 			pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("b"), Size: (promised - 32*pooltest.MiB) / pooltest.MiB * pooltest.MiB})
 			_, err := pool.Create(t.Context(), blockdev.Spec{Ref: pooltest.Vol("c"), Name: "c", Size: 64 * pooltest.MiB})
 			pooltest.Fails(t, err, errdefs.ErrNoSpace, "more than there is")
@@ -378,13 +380,13 @@ func TestSurveyLimit(t *testing.T) {
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: size, Provisioning: blockdev.Thin})
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("b"), Size: size})
 	device := pooltest.Attach(t, pool, pooltest.Vol("b"), blockdev.Attachment{})
-	pooltest.Must(t, errors.Join(direct(t, device.Path, 0, size, 1), device.Close()))
+	check.OK(t, errors.Join(direct(t, device.Path, 0, size, 1), device.Close()))
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Snap("b"), Size: size, Origin: pooltest.Vol("b")})
 	before := pooltest.CapacityOf(t, pool)
 	fragment(t, path(dir, pooltest.Vol("a"), ".img"), size)
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Snap("a"), Size: size, Origin: pooltest.Vol("a")})
 	settled(t, pool, pooltest.Snap("a"))
-	pooltest.Must(t, pool.Delete(t.Context(), pooltest.Snap("b"))) // all is looked at anew
+	check.OK(t, pool.Delete(t.Context(), pooltest.Snap("b"))) // all is looked at anew
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Snap("b"), Size: size, Origin: pooltest.Vol("b")})
 	settled(t, pool, pooltest.Snap("b"))
 	after := pooltest.CapacityOf(t, pool)
@@ -415,10 +417,10 @@ func TestSurveyHangs(t *testing.T) {
 		pool.PoolHealth(t.Context())
 		pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("b"), Size: 4 * pooltest.MiB})
 		_, err := pool.Expand(t.Context(), pooltest.Vol("b"), 8*pooltest.MiB)
-		pooltest.Must(t, err)
-		pooltest.Must(t, attachedOnce(t, pool, pooltest.Vol("b")))
+		check.OK(t, err)
+		check.OK(t, attachedOnce(t, pool, pooltest.Vol("b")))
 		pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Snap("c"), Size: 8 * pooltest.MiB, Origin: pooltest.Vol("b")})
-		pooltest.Must(t, errors.Join(pool.Delete(t.Context(), pooltest.Snap("c")), pool.Delete(t.Context(), pooltest.Vol("b"))))
+		check.OK(t, errors.Join(pool.Delete(t.Context(), pooltest.Snap("c")), pool.Delete(t.Context(), pooltest.Vol("b"))))
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond)
 	defer cancel()
@@ -453,7 +455,7 @@ func TestFragmented(t *testing.T) {
 			_, err = pool.Get(t.Context(), pooltest.Snap("a"))
 			pooltest.Fails(t, err, errdefs.ErrNotFound, "what is left of it")
 			_, err = pool.Create(t.Context(), spec)
-			pooltest.Must(t, err)
+			check.OK(t, err)
 
 			for _, ref := range []blockdev.Ref{pooltest.Snap("a"), pooltest.Vol("a")} {
 				pooltest.Fails(t, pool.Delete(&pooltest.EndsAfter{Context: t.Context(), N: 1}, ref), context.Canceled, "a deletion whose caller is gone")
@@ -462,7 +464,7 @@ func TestFragmented(t *testing.T) {
 				if _, err := os.Stat(path(dir, ref, ".rec")); err != nil {
 					t.Errorf("the record is gone before the space is back: %v", err)
 				}
-				pooltest.Must(t, pool.Delete(t.Context(), ref))
+				check.OK(t, pool.Delete(t.Context(), ref))
 			}
 			if after := pooltest.CapacityOf(t, pool); after.Promised != 0 || after.Available < before.Available {
 				t.Errorf("with all deleted: %+v; at first %+v", after, before)
@@ -471,14 +473,14 @@ func TestFragmented(t *testing.T) {
 			// Thick, and full of holes.
 			pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("b"), Size: size})
 			f, err := os.OpenFile(path(dir, pooltest.Vol("b"), ".img"), os.O_RDWR, 0)
-			pooltest.Must(t, err)
+			check.OK(t, err)
 			for at := int64(0); at < 4*pooltest.MiB; at += 8192 {
-				pooltest.Must(t, unix.Fallocate(int(f.Fd()), unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, at, 4096))
+				check.OK(t, unix.Fallocate(int(f.Fd()), unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, at, 4096))
 			}
-			pooltest.Must(t, f.Close())
+			check.OK(t, f.Close())
 			_, err = pool.Attach(&pooltest.EndsAfter{Context: t.Context(), N: 1}, pooltest.Vol("b"), blockdev.Attachment{})
 			pooltest.Fails(t, err, context.Canceled, "an attachment whose caller is gone")
-			pooltest.Must(t, errors.Join(attachedOnce(t, pool, pooltest.Vol("b")), pool.Detach(t.Context(), pooltest.Vol("b"))))
+			check.OK(t, errors.Join(attachedOnce(t, pool, pooltest.Vol("b")), pool.Detach(t.Context(), pooltest.Vol("b"))))
 			if have := blocksOf(t, path(dir, pooltest.Vol("b"), ".img")); have < size {
 				t.Errorf("attached, it has %d bytes of %d", have, size)
 			}
@@ -511,10 +513,10 @@ func TestSourceCutShort(t *testing.T) {
 				pool := pooltest.OpenedFiles(t, dir)
 				pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: 160 * pooltest.MiB, Provisioning: blockdev.Thin})
 				device := pooltest.Attach(t, pool, pooltest.Vol("a"), blockdev.Attachment{})
-				pooltest.Must(t, errors.Join(direct(t, device.Path, 0, 80*pooltest.MiB, 1), direct(t, device.Path, 150*pooltest.MiB, 10*pooltest.MiB, 1), device.Close()))
+				check.OK(t, errors.Join(direct(t, device.Path, 0, 80*pooltest.MiB, 1), direct(t, device.Path, 150*pooltest.MiB, 10*pooltest.MiB, 1), device.Close()))
 				for _, kind := range []blockdev.Ref{pooltest.Vol("a"), pooltest.Snap("a")} {
 					if kind == pooltest.Snap("a") {
-						pooltest.Must(t, os.Truncate(path(dir, pooltest.Vol("a"), ".img"), 160*pooltest.MiB))
+						check.OK(t, os.Truncate(path(dir, pooltest.Vol("a"), ".img"), 160*pooltest.MiB))
 						pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Snap("a"), Size: 160 * pooltest.MiB, Origin: pooltest.Vol("a")})
 					}
 					ctx := &cutsShort{Context: t.Context(), n: 2, file: path(dir, kind, ".img"), size: size}
@@ -542,7 +544,7 @@ func TestDiscardsOfOthers(t *testing.T) {
 		if takes(device) {
 			t.Error("a device over a file on btrfs takes discards")
 		}
-		pooltest.Must(t, errors.Join(device.Close(), pool.Detach(t.Context(), pooltest.Vol("a"))))
+		check.OK(t, errors.Join(device.Close(), pool.Detach(t.Context(), pooltest.Vol("a"))))
 		if _, err := os.Stat(filepath.Join("/sys/block", filepath.Base(device.Path), "loop/backing_file")); err != nil { // nobody has it yet
 			if most, err := os.ReadFile(filepath.Join("/sys/block", filepath.Base(device.Path), "queue/discard_max_bytes")); err == nil && string(most) == "0\n" {
 				t.Errorf("%s is left without discards", device.Path)
@@ -550,7 +552,7 @@ func TestDiscardsOfOthers(t *testing.T) {
 		}
 	}
 	device := pooltest.Attach(t, pool, pooltest.Vol("a"), blockdev.Attachment{})
-	pooltest.Must(t, device.Close()) // and nothing else, as after a crash
+	check.OK(t, device.Close()) // and nothing else, as after a crash
 	for i := range 8 {
 		ref := pooltest.Vol(fmt.Sprint(i))
 		pooltest.Create(t, other, blockdev.Spec{Ref: ref, Size: 4 * pooltest.MiB})
@@ -565,13 +567,13 @@ func TestDiscardsOfOthers(t *testing.T) {
 func TestFreshLoop(t *testing.T) {
 	drivertest.NeedRoot(t)
 	control, err := os.OpenFile("/dev/loop-control", os.O_RDWR, 0)
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	defer control.Close()
 	n := 100_000 + os.Getpid()%100_000 // the lowest free one is what others get
-	pooltest.Must(t, unix.IoctlSetInt(int(control.Fd()), unix.LOOP_CTL_ADD, n))
+	check.OK(t, unix.IoctlSetInt(int(control.Fd()), unix.LOOP_CTL_ADD, n))
 	if loop.ForgetStopped(n) {
 		t.Error("a new loop device is removed")
 	} else {
-		pooltest.Must(t, unix.IoctlSetInt(int(control.Fd()), unix.LOOP_CTL_REMOVE, n))
+		check.OK(t, unix.IoctlSetInt(int(control.Fd()), unix.LOOP_CTL_REMOVE, n))
 	}
 }

@@ -10,6 +10,8 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/lazy"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
@@ -88,7 +90,7 @@ func TestLazy(t *testing.T) {
 		if _, err := a.Get(ctx, pooltest.Vol("a")); !errors.Is(err, errdefs.ErrNotFound) {
 			t.Errorf("Get of a pool that came: %v", err)
 		}
-		pooltest.Must(t, a.Close())
+		check.OK(t, a.Close())
 	})
 }
 
@@ -134,7 +136,7 @@ func TestHangs(t *testing.T) {
 				if _, err := a.Get(ctx, pooltest.Vol("a")); !errors.Is(err, errdefs.ErrNotFound) || opened != 1 {
 					t.Errorf("Get of a pool that answers: %v, after it was opened %d times", err, opened)
 				}
-				pooltest.Must(t, a.Close())
+				check.OK(t, a.Close())
 			})
 		})
 	}
@@ -144,9 +146,9 @@ func TestHangs(t *testing.T) {
 func TestFails(t *testing.T) {
 	dir := t.TempDir()
 	pool, err := pools.OpenLazy(t.Context(), "bad", "file://"+dir+"?create=1", nil)
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	a := pool.(*lazy.Pool)
-	defer func() { pooltest.Must(t, a.Close()) }()
+	defer func() { check.OK(t, a.Close()) }()
 	if blockdev.Unwrap(pool) == nil {
 		t.Fatal("it is not there")
 	}
@@ -158,7 +160,7 @@ func TestFails(t *testing.T) {
 	}
 	// What does not pass is said at once.
 	pooltest.Fails(t, pooltest.Second(pools.OpenLazy(t.Context(), "bad", "file://"+dir+"?create=2", nil)), errdefs.ErrInvalid, "a wrong URL")
-	pooltest.Must(t, os.WriteFile(filepath.Join(dir, "file"), nil, 0o600))
+	check.OK(t, os.WriteFile(filepath.Join(dir, "file"), nil, 0o600))
 	pooltest.Fails(t, pooltest.Second(pools.OpenLazy(t.Context(), "bad", "file://"+dir+"/file", nil)), errdefs.ErrInvalid, "a file")
 	pooltest.OpenedFiles(t, filepath.Join(dir, "other"))
 	pooltest.Fails(t, pooltest.Second(pools.OpenLazy(t.Context(), "bad", "file://"+dir+"/other", nil)), errdefs.ErrInUse, "a pool of another process")

@@ -7,6 +7,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
@@ -21,16 +23,16 @@ func TestLVMStartsAndTellsNobody(t *testing.T) {
 	dir := os.Getenv("LVM_SYSTEM_DIR")
 	file := filepath.Join(dir, "lvm.conf")
 	plain, err := os.ReadFile(file)
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	asked := strings.NewReplacer("monitoring=0", "monitoring=1", "backup=0", "backup=1", "archive=0", "archive=1", "notify_dbus=0", "notify_dbus=1").Replace(string(plain))
-	t.Cleanup(func() { pooltest.Must(t, os.WriteFile(file, plain, 0o600)) })
-	pooltest.Must(t, os.WriteFile(file, []byte(asked), 0o600))
+	t.Cleanup(func() { check.OK(t, os.WriteFile(file, plain, 0o600)) })
+	check.OK(t, os.WriteFile(file, []byte(asked), 0o600))
 	told := make(chan struct{}, 1)
 	const bus = "/run/dbus/system_bus_socket"
 	if _, err := os.Lstat(bus); os.IsNotExist(err) { // else it is the machine's
-		pooltest.Must(t, os.MkdirAll(filepath.Dir(bus), 0o755))
+		check.OK(t, os.MkdirAll(filepath.Dir(bus), 0o755))
 		listener, err := net.Listen("unix", bus)
-		pooltest.Must(t, err)
+		check.OK(t, err)
 		defer listener.Close()
 		go func() {
 			for {
@@ -49,16 +51,16 @@ func TestLVMStartsAndTellsNobody(t *testing.T) {
 
 	for _, url := range []string{g.URL(), thin} {
 		pool := pooltest.OpenURL(t, url)
-		t.Cleanup(func() { pooltest.Must(t, pool.Close()) })
+		t.Cleanup(func() { check.OK(t, pool.Close()) })
 		ref := blockdev.Ref{Kind: blockdev.Volume, Key: strings.Repeat("a", 32)}
 		_, err := pool.Create(t.Context(), blockdev.Spec{Ref: ref, Name: "a", Size: pool.Granularity()})
-		pooltest.Must(t, err)
+		check.OK(t, err)
 		device, err := pool.Attach(t.Context(), ref, blockdev.Attachment{})
-		pooltest.Must(t, err)
+		check.OK(t, err)
 		_, err = pool.Expand(t.Context(), ref, 2*pool.Granularity())
-		pooltest.Must(t, err)
-		pooltest.Must(t, device.Close())
-		pooltest.Must(t, pool.Delete(t.Context(), ref))
+		check.OK(t, err)
+		check.OK(t, device.Close())
+		check.OK(t, pool.Delete(t.Context(), ref))
 	}
 	for _, pattern := range []string{dir + "/backup/*", dir + "/archive/*", "/run/dmeventd-client"} {
 		if found, err := filepath.Glob(pattern); err != nil || len(found) > 0 {

@@ -16,6 +16,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/ktesting"
@@ -71,14 +73,14 @@ func (f *lvmFixture) clear() {
 		return
 	}
 	f.empty()
-	pooltest.Must(f, f.pool.Close())
+	check.OK(f, f.pool.Close())
 	f.pool = nil
 }
 
 // restart closes the pool and opens it again.
 func (f *lvmFixture) restart() {
 	f.Helper()
-	pooltest.Must(f, f.pool.Close())
+	check.OK(f, f.pool.Close())
 	f.pool = nil
 	f.pool = pooltest.OpenURL(f, f.url)
 }
@@ -88,7 +90,7 @@ func (f *lvmFixture) all() (records []blockdev.Record) {
 	f.Helper()
 	for _, kind := range []blockdev.Kind{blockdev.Snapshot, blockdev.Volume} {
 		some, err := f.pool.List(context.Background(), kind, "", 0)
-		pooltest.Must(f, err)
+		check.OK(f, err)
 		records = append(records, some...)
 	}
 	return records
@@ -129,15 +131,15 @@ func marked(word string, size int64) []byte {
 func (f *lvmFixture) attached(ref blockdev.Ref, readOnly bool, do func(device string)) {
 	f.Helper()
 	device, err := f.pool.Attach(context.Background(), ref, blockdev.Attachment{ReadOnly: readOnly})
-	pooltest.Must(f, err)
+	check.OK(f, err)
 	do(device.Path)
-	pooltest.Must(f, device.Close())
+	check.OK(f, device.Close())
 }
 
 // write writes past the page cache.
 func (f *lvmFixture) write(ref blockdev.Ref, offset int64, b []byte) {
 	f.Helper()
-	f.attached(ref, false, func(device string) { pooltest.Must(f, writeDirect(device, offset, b)) })
+	f.attached(ref, false, func(device string) { check.OK(f, writeDirect(device, offset, b)) })
 }
 
 func writeDirect(device string, offset int64, b []byte) error {
@@ -172,7 +174,7 @@ func (f *lvmFixture) read(ref blockdev.Ref, offset, size int64) (b []byte) {
 	f.attached(ref, true, func(device string) {
 		var err error
 		b, err = readDevice(device, offset, size)
-		pooltest.Must(f, err)
+		check.OK(f, err)
 	})
 	return b
 }
@@ -195,7 +197,7 @@ func words(problems []blockdev.Problem) (all []string) {
 func (f *lvmFixture) ill(ref blockdev.Ref, want ...string) {
 	f.Helper()
 	problems, err := f.pool.Health(f.Context(), ref)
-	pooltest.Must(f, err)
+	check.OK(f, err)
 	if have := words(problems); !slices.Equal(have, want) {
 		f.Errorf("health of %s: %v, want %v", ref, problems, want)
 	}
@@ -270,7 +272,7 @@ func TestLVMThinPoolFull(t *testing.T) {
 	}
 	refused()
 	// What is there already still works.
-	pooltest.Must(t, pooltest.Second(f.pool.SetLabels(ctx, pooltest.Vol("a"), func(l map[string]string) error { l["x"] = "y"; return nil })))
+	check.OK(t, pooltest.Second(f.pool.SetLabels(ctx, pooltest.Vol("a"), func(l map[string]string) error { l["x"] = "y"; return nil })))
 	f.attached(pooltest.Vol("a"), false, func(device string) {
 		if err := writeDirect(device, 60*pooltest.MiB, marked("too much", 16*pooltest.MiB)); !errors.Is(err, unix.ENOSPC) && !errors.Is(err, unix.EIO) {
 			t.Errorf("write to a full thin pool: %v", err)
@@ -288,7 +290,7 @@ func TestLVMThinPoolFull(t *testing.T) {
 	f.holds(pooltest.Vol("a"), 0, content)
 	f.copy(pooltest.Snap("a"), pooltest.Vol("a"), 128*pooltest.MiB)
 	f.make(pooltest.Vol("d"), 8*pooltest.MiB)
-	pooltest.Must(t, pooltest.Second(f.pool.Expand(ctx, pooltest.Vol("a"), 132*pooltest.MiB)))
+	check.OK(t, pooltest.Second(f.pool.Expand(ctx, pooltest.Vol("a"), 132*pooltest.MiB)))
 }
 
 // TestLVMForeign: what others have in the group is neither used nor touched.
@@ -310,7 +312,7 @@ func TestLVMForeign(t *testing.T) {
 		drivertest.Run(f, "lvchange", "-q", "--addtag", "ashlar", f.group.Name+"/grow.theirs", f.group.Name+"/cut.of.cloth")
 		drivertest.Run(f, "lvchange", "-q", "-ay", "-K", f.group.Name+"/"+theirs)
 		device := "/dev/" + f.group.Name + "/" + theirs
-		pooltest.Must(f, writeDirect(device, 0, marked("theirs", 8*pooltest.MiB)))
+		check.OK(f, writeDirect(device, 0, marked("theirs", 8*pooltest.MiB)))
 		defer func() {
 			for _, name := range kept {
 				drivertest.Run(f, "lvremove", "-q", "-f", f.group.Name+"/"+name)
@@ -336,8 +338,8 @@ func TestLVMForeign(t *testing.T) {
 		says(f, pooltest.Second(f.pool.Get(ctx, pooltest.Vol("f"))), errdefs.ErrNotFound)
 		says(f, pooltest.Second(f.pool.Attach(ctx, pooltest.Vol("f"), blockdev.Attachment{})), errdefs.ErrNotFound)
 		says(f, pooltest.Second(f.pool.Create(ctx, blockdev.Spec{Ref: pooltest.Vol("f"), Name: "f", Size: 8 * pooltest.MiB})), errdefs.ErrPrecondition, theirs)
-		pooltest.Must(f, f.pool.Delete(ctx, pooltest.Vol("f")))
-		pooltest.Must(f, f.pool.Detach(ctx, pooltest.Vol("e")))
+		check.OK(f, f.pool.Delete(ctx, pooltest.Vol("f")))
+		check.OK(f, f.pool.Detach(ctx, pooltest.Vol("e")))
 		if orphans, err := f.pool.Orphans(ctx); err != nil || len(orphans) > 0 {
 			f.Errorf("orphans %v, %v", orphans, err)
 		}
@@ -346,18 +348,18 @@ func TestLVMForeign(t *testing.T) {
 		f.make(pooltest.Vol("a"), 8*pooltest.MiB)
 		drivertest.Run(f, "lvchange", "-q", "--addtag", "backup=nightly", "--addtag", "ashlarish", f.path(pooltest.Vol("a")))
 		f.restart()
-		pooltest.Must(f, pooltest.Second(f.pool.SetLabels(ctx, pooltest.Vol("a"), func(l map[string]string) error { l["x"] = "y"; return nil })))
-		pooltest.Must(f, pooltest.Second(f.pool.Expand(ctx, pooltest.Vol("a"), 16*pooltest.MiB)))
+		check.OK(f, pooltest.Second(f.pool.SetLabels(ctx, pooltest.Vol("a"), func(l map[string]string) error { l["x"] = "y"; return nil })))
+		check.OK(f, pooltest.Second(f.pool.Expand(ctx, pooltest.Vol("a"), 16*pooltest.MiB)))
 		f.restart()
 		r, err := f.pool.Get(ctx, pooltest.Vol("a"))
-		pooltest.Must(f, err)
+		check.OK(f, err)
 		if r.Labels["x"] != "y" || r.Size != 16*pooltest.MiB {
 			f.Errorf("record %+v", r)
 		}
 		if tags := drivertest.Run(f, "lvs", "--noheadings", "-o", "lv_tags", f.path(pooltest.Vol("a"))); !strings.Contains(tags, "backup=nightly") || !strings.Contains(tags, "ashlarish") {
 			f.Errorf("tags %s", tags)
 		}
-		pooltest.Must(f, f.pool.Delete(ctx, pooltest.Vol("a")))
+		check.OK(f, f.pool.Delete(ctx, pooltest.Vol("a")))
 		if after := state(); !slices.Equal(before, after) {
 			f.Errorf("others' volumes were touched: %q, before %q", after, before)
 		}
@@ -388,7 +390,7 @@ func TestLVMMissingDevice(t *testing.T) {
 			f.write(pooltest.Vol("a"), 0, marked("a", 8*pooltest.MiB))
 			f.make(pooltest.Vol("b"), 16*pooltest.MiB)
 			f.write(pooltest.Vol("b"), 0, marked("b", 8*pooltest.MiB))
-			pooltest.Must(t, f.pool.Close())
+			check.OK(t, f.pool.Close())
 			before := f.lv("lv_name,lv_uuid,lv_size,lv_tags")
 
 			disk := f.group.Devices[1]
@@ -408,7 +410,7 @@ func TestLVMMissingDevice(t *testing.T) {
 			says(t, pooltest.Second(f.pool.Create(ctx, blockdev.Spec{Ref: pooltest.Vol("c"), Name: "c", Size: 4 * pooltest.MiB})), errdefs.ErrUnavailable, "missing")
 			says(t, pooltest.Second(f.pool.Expand(ctx, pooltest.Vol("a"), size+4*pooltest.MiB)), errdefs.ErrUnavailable)
 			says(t, f.pool.Delete(ctx, pooltest.Vol("b")), errdefs.ErrUnavailable, "missing")
-			pooltest.Must(t, pooltest.Second(f.pool.Get(ctx, pooltest.Vol("b"))))
+			check.OK(t, pooltest.Second(f.pool.Get(ctx, pooltest.Vol("b"))))
 			if c := pooltest.CapacityOf(t, f.pool); c.Promised != size+16*pooltest.MiB || c.Available != 0 {
 				t.Errorf("capacity %+v: nothing can be made, %d are promised", c, size+16*pooltest.MiB)
 			}
@@ -534,13 +536,13 @@ func TestLVMFailingDevice(t *testing.T) {
 			}
 			f.holds(pooltest.Snap("a"), 0, marked("a", 16*pooltest.MiB))
 			for _, digit := range []string{"b", "c", "d"} {
-				pooltest.Must(t, f.pool.Delete(ctx, pooltest.Vol(digit)))
+				check.OK(t, f.pool.Delete(ctx, pooltest.Vol(digit)))
 			}
 			if name == "expand" {
-				pooltest.Must(t, f.pool.Delete(ctx, pooltest.Vol("a")))
+				check.OK(t, f.pool.Delete(ctx, pooltest.Vol("a")))
 				f.copy(pooltest.Vol("a"), pooltest.Snap("a"), 16*pooltest.MiB)
 			}
-			pooltest.Must(t, pooltest.Second(f.pool.SetLabels(ctx, pooltest.Vol("a"), func(l map[string]string) error { delete(l, "x"); return nil })))
+			check.OK(t, pooltest.Second(f.pool.SetLabels(ctx, pooltest.Vol("a"), func(l map[string]string) error { delete(l, "x"); return nil })))
 			f.make(pooltest.Vol("d"), 4*pooltest.MiB)
 			if name != "expand" {
 				if now := f.lv("lv_name,lv_size"); len(now) != len(lvs) {
@@ -550,7 +552,7 @@ func TestLVMFailingDevice(t *testing.T) {
 			if now := pooltest.CapacityOf(t, f.pool); now != before {
 				t.Errorf("%s, %s: capacity %+v, before %+v", fault, name, now, before)
 			}
-			pooltest.Must(t, f.pool.Delete(ctx, pooltest.Vol("d")))
+			check.OK(t, f.pool.Delete(ctx, pooltest.Vol("d")))
 			if t.Failed() {
 				return
 			}
@@ -588,7 +590,7 @@ func TestLVMFailingThinPool(t *testing.T) {
 	})
 	for _, spec := range []blockdev.Spec{{Ref: pooltest.Vol("c"), Size: 8 * pooltest.MiB}, {Ref: pooltest.Snap("a"), Size: 16 * pooltest.MiB, Origin: pooltest.Vol("a")}} {
 		pooltest.Create(t, f.pool, spec) // no data is written for it
-		pooltest.Must(t, f.pool.Delete(ctx, spec.Ref))
+		check.OK(t, f.pool.Delete(ctx, spec.Ref))
 	}
 	data.well()
 	f.restart()
@@ -623,14 +625,14 @@ func TestLVMNeedsCheck(t *testing.T) {
 	device := pooltest.Attach(t, f.pool, pooltest.Vol("b"), blockdev.Attachment{Keep: true})
 	books.behave(books.faults()["no record"])
 	file, err := os.OpenFile(device.Path, os.O_RDWR, 0)
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	_ = writeDirect(device.Path, 8*pooltest.MiB, marked("b", pooltest.MiB))
 	_ = file.Sync() // it has the metadata written, unless the kernel tried by itself by then
-	pooltest.Must(t, file.Close())
+	check.OK(t, file.Close())
 	books.well()
 	for _, restarted := range []bool{false, true} {
 		if restarted {
-			pooltest.Must(t, errors.Join(device.Close(), f.pool.Detach(ctx, pooltest.Vol("b"))))
+			check.OK(t, errors.Join(device.Close(), f.pool.Detach(ctx, pooltest.Vol("b"))))
 			f.restart()
 		}
 		f.poolIll("PoolFailed")
@@ -726,7 +728,7 @@ func TestLVMTakenDown(t *testing.T) {
 		f.holds(ref, 0, marked("a", 8*pooltest.MiB))
 	}
 	f.copy(pooltest.Snap("b"), pooltest.Vol("a"), 16*pooltest.MiB)
-	pooltest.Must(t, f.pool.Delete(t.Context(), pooltest.Snap("a")))
+	check.OK(t, f.pool.Delete(t.Context(), pooltest.Snap("a")))
 	f.poolIll()
 }
 
@@ -737,13 +739,13 @@ func TestLVMOlderTable(t *testing.T) {
 		f.make(pooltest.Vol("a"), 16*pooltest.MiB)
 		device := pooltest.Attach(f, f.pool, pooltest.Vol("a"), blockdev.Attachment{Keep: true})
 		told, err := os.ReadFile("/sys/block/" + filepath.Base(device.Path) + "/dm/name")
-		pooltest.Must(f, err)
+		check.OK(f, err)
 		name := strings.TrimSpace(string(told))
 		base := strings.TrimSuffix(name, "-writable")
 		drivertest.Run(f, "dmsetup", "load", name, "--table", fmt.Sprintf("0 %d linear /dev/mapper/%s 0", 16*pooltest.MiB/512, base))
 		drivertest.Run(f, "dmsetup", "resume", name)
 		file, err := os.OpenFile(device.Path, os.O_RDWR, 0)
-		pooltest.Must(f, err)
+		check.OK(f, err)
 		defer file.Close()
 		passed := func() bool {
 			_, err := unix.IoctlLoopGetStatus64(int(file.Fd()))
@@ -759,8 +761,8 @@ func TestLVMOlderTable(t *testing.T) {
 		if table := drivertest.Run(f, "dmsetup", "table", name); strings.Count(table, "linear") != 2 {
 			f.Errorf("its table is %q", table)
 		}
-		pooltest.Must(f, pooltest.Second(file.WriteAt(marked("a", pooltest.MiB), 0)))
-		pooltest.Must(f, errors.Join(file.Sync(), file.Close(), device.Close(), f.pool.Detach(f.Context(), pooltest.Vol("a"))))
+		check.OK(f, pooltest.Second(file.WriteAt(marked("a", pooltest.MiB), 0)))
+		check.OK(f, errors.Join(file.Sync(), file.Close(), device.Close(), f.pool.Detach(f.Context(), pooltest.Vol("a"))))
 		f.holds(pooltest.Vol("a"), 0, marked("a", pooltest.MiB))
 	})
 }
@@ -784,13 +786,13 @@ func TestLVMCopyGoesOn(t *testing.T) {
 		says(t, err, context.Canceled)
 		goneOn = strings.Contains(err.Error(), "copy /dev/") && lvmpool.Copied(f.pool, pooltest.Snap("b")) > 0
 	}
-	pooltest.Must(t, writeDirect(device.Path, 0, marked("other", pooltest.MiB)))
+	check.OK(t, writeDirect(device.Path, 0, marked("other", pooltest.MiB)))
 	told = 0
-	pooltest.Must(t, pooltest.Second(f.pool.Create(t.Context(), spec)))
+	check.OK(t, pooltest.Second(f.pool.Create(t.Context(), spec)))
 	if told != 1 {
 		t.Errorf("a copy that went on told %d times that its bytes are fixed", told)
 	}
-	pooltest.Must(t, errors.Join(device.Close(), f.pool.Detach(t.Context(), pooltest.Vol("a"))))
+	check.OK(t, errors.Join(device.Close(), f.pool.Detach(t.Context(), pooltest.Vol("a"))))
 	f.holds(pooltest.Snap("b"), 0, marked("a", 32*pooltest.MiB))
 }
 
@@ -804,17 +806,17 @@ func TestLVMDelivered(t *testing.T) {
 	for range 2 {
 		f.make(pooltest.Vol("a"), 8*pooltest.MiB)
 		f.write(pooltest.Vol("a"), 0, marked("secret", 8*pooltest.MiB))
-		pooltest.Must(t, f.pool.Close())
+		check.OK(t, f.pool.Close())
 		f.rewrite(func(all string) string { return withMessage(all, "delete = 77") })
 		f.pool = pooltest.OpenURL(t, f.url)
-		pooltest.Must(t, f.pool.Delete(ctx, pooltest.Vol("a")))
+		check.OK(t, f.pool.Delete(ctx, pooltest.Vol("a")))
 		status := drivertest.Run(t, "dmsetup", "status", strings.ReplaceAll(f.group.Name, "-", "--")+"-tp-tpool")
 		if !strings.Contains(status, " 0/") {
 			t.Errorf("the empty thin pool has blocks: %s", status)
 		}
 		f.make(pooltest.Vol("a"), 8*pooltest.MiB)
 		f.holds(pooltest.Vol("a"), 0, make([]byte, 8*pooltest.MiB))
-		pooltest.Must(t, f.pool.Delete(ctx, pooltest.Vol("a")))
+		check.OK(t, f.pool.Delete(ctx, pooltest.Vol("a")))
 	}
 }
 
@@ -824,8 +826,8 @@ func (f *lvmFixture) rewrite(edit func(all string) string) {
 	backup := filepath.Join(f.TempDir(), "backup")
 	drivertest.Run(f, "vgcfgbackup", "-q", "-f", backup, f.group.Name)
 	text, err := os.ReadFile(backup)
-	pooltest.Must(f, err)
-	pooltest.Must(f, os.WriteFile(backup, []byte(edit(string(text))), 0o600))
+	check.OK(f, err)
+	check.OK(f, os.WriteFile(backup, []byte(edit(string(text))), 0o600))
 	drivertest.Run(f, "vgcfgrestore", "-q", "-y", "--force", "-f", backup, f.group.Name)
 }
 
@@ -840,7 +842,7 @@ func untold(t testing.TB, all, message string) string {
 	before, tp, _ := strings.Cut(all, "\ttp {")
 	id := regexp.MustCompile(`transaction_id = (\d+)`).FindStringSubmatch(tp)
 	transaction, err := strconv.Atoi(id[1])
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	return withMessage(before+"\ttp {"+strings.Replace(tp, id[0], fmt.Sprint("transaction_id = ", transaction+1), 1), message)
 }
 
@@ -852,7 +854,7 @@ func TestLVMRemovalTold(t *testing.T) {
 	f.start()
 	f.make(pooltest.Vol("a"), 8*pooltest.MiB)
 	f.write(pooltest.Vol("a"), 0, marked("a", 8*pooltest.MiB))
-	pooltest.Must(t, f.pool.Close())
+	check.OK(t, f.pool.Close())
 	f.pool = nil
 	entry := regexp.MustCompile(`(?s)\n\t\t` + pooltest.Vol("a").String() + ` \{.*?\n\t\t\}\n`)
 	f.rewrite(func(all string) string { return untold(t, entry.ReplaceAllString(all, "\n"), "delete = 1") })
@@ -873,7 +875,7 @@ func TestLVMNoBytesOfOthers(t *testing.T) {
 			n := pooltest.CapacityOf(f, f.pool).Available
 			f.make(pooltest.Vol("f"), n)
 			f.write(pooltest.Vol("f"), 0, marked(secret, n))
-			pooltest.Must(f, f.pool.Delete(ctx, pooltest.Vol("f")))
+			check.OK(f, f.pool.Delete(ctx, pooltest.Vol("f")))
 		}
 		clean := func(ref blockdev.Ref, from, to int64, what string) {
 			f.Helper()
@@ -886,18 +888,18 @@ func TestLVMNoBytesOfOthers(t *testing.T) {
 		soil()
 		f.make(pooltest.Vol("a"), all/4-all/4%extentSize)
 		clean(pooltest.Vol("a"), 0, all/4-all/4%extentSize, "a new volume")
-		pooltest.Must(f, f.pool.Delete(ctx, pooltest.Vol("a")))
+		check.OK(f, f.pool.Delete(ctx, pooltest.Vol("a")))
 
 		soil()
 		f.make(pooltest.Vol("a"), 8*pooltest.MiB)
 		f.write(pooltest.Vol("a"), 0, marked("a", 8*pooltest.MiB))
 		device := pooltest.Attach(f, f.pool, pooltest.Vol("a"), blockdev.Attachment{Keep: true})
-		pooltest.Must(f, pooltest.Second(f.pool.Expand(ctx, pooltest.Vol("a"), 16*pooltest.MiB)))
+		check.OK(f, pooltest.Second(f.pool.Expand(ctx, pooltest.Vol("a"), 16*pooltest.MiB)))
 		if b, err := readDevice(device.Path, 8*pooltest.MiB, 8*pooltest.MiB); err != nil || len(bytes.Trim(b, "\x00")) > 0 {
 			f.Errorf("the tail of an attached volume that grew is not zero: %v", err)
 		}
-		pooltest.Must(f, errors.Join(device.Close(), f.pool.Detach(ctx, pooltest.Vol("a"))))
-		pooltest.Must(f, pooltest.Second(f.pool.Expand(ctx, pooltest.Vol("a"), 24*pooltest.MiB)))
+		check.OK(f, errors.Join(device.Close(), f.pool.Detach(ctx, pooltest.Vol("a"))))
+		check.OK(f, pooltest.Second(f.pool.Expand(ctx, pooltest.Vol("a"), 24*pooltest.MiB)))
 		clean(pooltest.Vol("a"), 8*pooltest.MiB, 24*pooltest.MiB, "the tail of a volume that grew")
 		f.holds(pooltest.Vol("a"), 0, marked("a", 8*pooltest.MiB))
 
@@ -912,7 +914,7 @@ func TestLVMNoBytesOfOthers(t *testing.T) {
 		soil()
 		device = pooltest.Attach(f, f.pool, pooltest.Vol("a"), blockdev.Attachment{})
 		f.copy(pooltest.Vol("c"), pooltest.Vol("a"), 28*pooltest.MiB)
-		pooltest.Must(f, device.Close())
+		check.OK(f, device.Close())
 		f.holds(pooltest.Vol("c"), 0, marked("a", 8*pooltest.MiB))
 		clean(pooltest.Vol("c"), 8*pooltest.MiB, 28*pooltest.MiB, "a larger clone of an attached volume")
 	})
@@ -952,7 +954,7 @@ func TestLVMBehindOurBack(t *testing.T) {
 					f.write(pooltest.Vol("a"), 0, marked("a", 8*pooltest.MiB))
 					f.ill(pooltest.Vol("a"))
 					if restarted {
-						pooltest.Must(t, f.pool.Close())
+						check.OK(t, f.pool.Close())
 					}
 					c.harm()
 					if restarted {
@@ -962,13 +964,13 @@ func TestLVMBehindOurBack(t *testing.T) {
 					}
 					f.ill(pooltest.Vol("a"), slices.DeleteFunc([]string{c.reason}, func(s string) bool { return s == "" })...)
 					_, again := f.pool.Create(ctx, spec)
-					pooltest.Must(t, again) // idempotent by its record; nothing is made
+					check.OK(t, again) // idempotent by its record; nothing is made
 					if c.reason == "" {
 						device := pooltest.Attach(f, f.pool, pooltest.Vol("a"), blockdev.Attachment{Keep: c.name == "activated"})
 						if b, err := readDevice(device.Path, 0, 8*pooltest.MiB); err != nil || !bytes.Equal(b, marked("a", 8*pooltest.MiB)) {
 							t.Errorf("bytes are lost: %v", err)
 						}
-						pooltest.Must(t, device.Close())
+						check.OK(t, device.Close())
 					} else {
 						for _, readOnly := range []bool{false, true} {
 							says(t, pooltest.Second(f.pool.Attach(ctx, pooltest.Vol("a"), blockdev.Attachment{ReadOnly: readOnly})), errdefs.ErrDataLoss, path)
@@ -985,7 +987,7 @@ func TestLVMBehindOurBack(t *testing.T) {
 					if c.mend != nil {
 						c.mend()
 					}
-					pooltest.Must(t, errors.Join(f.pool.Detach(ctx, pooltest.Vol("a")), f.pool.Delete(ctx, pooltest.Vol("a"))))
+					check.OK(t, errors.Join(f.pool.Detach(ctx, pooltest.Vol("a")), f.pool.Delete(ctx, pooltest.Vol("a"))))
 					says(t, pooltest.Second(f.pool.Get(ctx, pooltest.Vol("a"))), errdefs.ErrNotFound)
 				}
 			})
@@ -1172,24 +1174,24 @@ func (f *lvmFixture) hangs(how, name string) {
 		cancel()
 	}
 	if name == "expand" {
-		pooltest.Must(f, f.pool.Delete(f.Context(), pooltest.Vol("0")))
+		check.OK(f, f.pool.Delete(f.Context(), pooltest.Vol("0")))
 		f.make(pooltest.Vol("0"), 8*pooltest.MiB)
 	}
-	pooltest.Must(f, f.pool.Delete(f.Context(), pooltest.Vol("a")))
+	check.OK(f, f.pool.Delete(f.Context(), pooltest.Vol("a")))
 }
 
 // hang makes lvm2 hang: its group is locked until release, or its processes, which it returns, are stopped.
 func (f *lvmFixture) hang(how string) (hung []int, release func()) {
 	if how == "locked" {
 		lock, err := os.OpenFile("/run/lock/lvm/V_"+f.group.Name, os.O_RDWR|os.O_CREATE, 0o600)
-		pooltest.Must(f, err)
-		pooltest.Must(f, unix.Flock(int(lock.Fd()), unix.LOCK_EX))
-		return nil, func() { pooltest.Must(f, lock.Close()) }
+		check.OK(f, err)
+		check.OK(f, unix.Flock(int(lock.Fd()), unix.LOCK_EX))
+		return nil, func() { check.OK(f, lock.Close()) }
 	}
-	pooltest.Must(f, f.label(f.Context(), "n", "x"))
+	check.OK(f, f.label(f.Context(), "n", "x"))
 	hung = lvmChildren(os.Getpid())
 	for _, pid := range hung {
-		pooltest.Must(f, syscall.Kill(pid, syscall.SIGSTOP))
+		check.OK(f, syscall.Kill(pid, syscall.SIGSTOP))
 	}
 	return hung, func() {}
 }
@@ -1247,7 +1249,7 @@ func TestLVMHangsSuspended(t *testing.T) {
 	f.make(pooltest.Vol("a"), 8*pooltest.MiB)
 	f.attached(pooltest.Vol("a"), false, func(path string) {
 		for _, pid := range lvmChildren(os.Getpid()) {
-			pooltest.Must(t, syscall.Kill(pid, syscall.SIGSTOP))
+			check.OK(t, syscall.Kill(pid, syscall.SIGSTOP))
 		}
 		device := strings.ReplaceAll(f.group.Name, "-", "--") + "-" + pooltest.Vol("a").String() + "-writable"
 		drivertest.Run(t, "dmsetup", "suspend", device)
@@ -1259,7 +1261,7 @@ func TestLVMHangsSuspended(t *testing.T) {
 		go func() { written <- writeDirect(path, 0, marked("a", pooltest.MiB)) }()
 		select {
 		case err := <-written:
-			pooltest.Must(t, err)
+			check.OK(t, err)
 		case <-time.After(time.Minute):
 			drivertest.Run(t, "dmsetup", "resume", device)
 			t.Errorf("it is still suspended; resumed, a write ends with: %v", <-written)
@@ -1279,12 +1281,12 @@ func TestLVMCutShort(t *testing.T) {
 		ctx := &pooltest.EndsAfter{Context: t.Context(), N: n}
 		_, err := f.pool.Expand(ctx, pooltest.Vol("a"), all)
 		if err == nil {
-			pooltest.Must(t, f.pool.Delete(t.Context(), pooltest.Vol("a")))
+			check.OK(t, f.pool.Delete(t.Context(), pooltest.Vol("a")))
 			break
 		}
 		says(t, err, context.Canceled)
-		pooltest.Must(t, pooltest.Second(f.pool.Expand(t.Context(), pooltest.Vol("a"), all)))
-		pooltest.Must(t, f.pool.Delete(t.Context(), pooltest.Vol("a")))
+		check.OK(t, pooltest.Second(f.pool.Expand(t.Context(), pooltest.Vol("a"), all)))
+		check.OK(t, f.pool.Delete(t.Context(), pooltest.Vol("a")))
 		if c := pooltest.CapacityOf(t, f.pool); c.Available != all {
 			t.Fatalf("%d looks at the context: capacity %+v, want %d", n, c, all)
 		}
@@ -1300,7 +1302,7 @@ func TestLVMCutShort(t *testing.T) {
 				says(t, err, context.Canceled)
 			}
 		}
-		pooltest.Must(t, f.pool.Delete(t.Context(), pooltest.Vol("b")))
+		check.OK(t, f.pool.Delete(t.Context(), pooltest.Vol("b")))
 	}
 	if tries == 1 {
 		t.Errorf("no volume of %d bytes was zeroed in more than one try", all)
@@ -1315,14 +1317,14 @@ func TestLVMCutActivation(t *testing.T) {
 		for _, how := range []blockdev.Attachment{{}, {ReadOnly: true}, {Keep: true}} {
 			drivertest.Run(f, "lvchange", "-q", "-ay", "-K", f.path(pooltest.Vol("a")))
 			device, err := f.pool.Attach(f.Context(), pooltest.Vol("a"), how)
-			pooltest.Must(f, err)
-			pooltest.Must(f, device.Close())
+			check.OK(f, err)
+			check.OK(f, device.Close())
 			devices, err := f.pool.Attached(f.Context(), pooltest.Vol("a"))
-			pooltest.Must(f, err)
+			check.OK(f, err)
 			if len(devices) > 0 != how.Keep {
 				f.Errorf("%+v: %v are left", how, devices)
 			}
-			pooltest.Must(f, f.pool.Detach(f.Context(), pooltest.Vol("a")))
+			check.OK(f, f.pool.Detach(f.Context(), pooltest.Vol("a")))
 		}
 		drivertest.Run(f, "lvchange", "-q", "-ay", "-K", f.path(pooltest.Vol("a"))) // and then the driver was killed
 		f.restart()
@@ -1339,16 +1341,16 @@ func TestLVMGoing(t *testing.T) {
 			f.make(pooltest.Vol("a"), size)
 			use := func() {
 				device, err := f.pool.Attach(f.Context(), pooltest.Vol("a"), blockdev.Attachment{})
-				pooltest.Must(f, err)
-				pooltest.Must(f, device.Close())
+				check.OK(f, err)
+				check.OK(f, device.Close())
 			}
 			use()
-			pooltest.Must(f, pooltest.Second(f.pool.Expand(f.Context(), pooltest.Vol("a"), size+4*pooltest.MiB)))
+			check.OK(f, pooltest.Second(f.pool.Expand(f.Context(), pooltest.Vol("a"), size+4*pooltest.MiB)))
 			use()
 			f.copy(pooltest.Snap("b"), pooltest.Vol("a"), size+4*pooltest.MiB)
 			use()
-			pooltest.Must(f, f.pool.Delete(f.Context(), pooltest.Vol("a")))
-			pooltest.Must(f, f.pool.Delete(f.Context(), pooltest.Snap("b")))
+			check.OK(f, f.pool.Delete(f.Context(), pooltest.Vol("a")))
+			check.OK(f, f.pool.Delete(f.Context(), pooltest.Snap("b")))
 		}
 	})
 }
@@ -1361,8 +1363,8 @@ func TestLVMHalfDone(t *testing.T) {
 	f.start()
 	f.make(pooltest.Vol("a"), 8*pooltest.MiB)
 	device, err := f.pool.Attach(t.Context(), pooltest.Vol("a"), blockdev.Attachment{})
-	pooltest.Must(t, err)
-	pooltest.Must(t, writeDirect(device.Path, 0, marked("a", 8*pooltest.MiB)))
+	check.OK(t, err)
+	check.OK(t, writeDirect(device.Path, 0, marked("a", 8*pooltest.MiB)))
 	before := pooltest.CapacityOf(t, f.pool)
 	// A device has the name that lvm2 needs in the middle of it.
 	taken := strings.ReplaceAll(f.group.Name, "-", "--") + "-cut." + pooltest.Snap("a").String() + "-cow"
@@ -1373,13 +1375,13 @@ func TestLVMHalfDone(t *testing.T) {
 	if err == nil || !strings.Contains(err.Error(), "lvcreate") {
 		t.Errorf("with a name taken: %v", err)
 	}
-	pooltest.Must(t, writeDirect(device.Path, 0, marked("a", 8*pooltest.MiB)))
+	check.OK(t, writeDirect(device.Path, 0, marked("a", 8*pooltest.MiB)))
 	lvmpool.Age(f.pool)
 	if now := pooltest.CapacityOf(t, f.pool); now != before {
 		t.Errorf("capacity %+v, before %+v", now, before)
 	}
 	pooltest.Create(t, f.pool, spec)
-	pooltest.Must(t, device.Close())
+	check.OK(t, device.Close())
 	f.holds(pooltest.Snap("a"), 0, marked("a", 8*pooltest.MiB))
 }
 
@@ -1396,8 +1398,8 @@ func TestLVMDevicesBelow(t *testing.T) {
 	bare := prefix + "cut." + pooltest.Snap("c").String()
 	left, held, others := prefix+"cut."+pooltest.Snap("a").String()+"-cow", prefix+pooltest.Vol("a").String()+"-real", prefix+"cut."+pooltest.Vol("b").String()+"-cow"
 	device, err := f.pool.Attach(t.Context(), pooltest.Vol("a"), blockdev.Attachment{Keep: true})
-	pooltest.Must(t, err)
-	pooltest.Must(t, device.Close())
+	check.OK(t, err)
+	check.OK(t, device.Close())
 	drivertest.Run(t, "dmsetup", "create", left, "--uuid", uuid+"x-cow", "--table", "0 8 error")
 	drivertest.Run(t, "dmsetup", "create", held, "--uuid", uuid+"x-real", "--table", "0 16384 error")
 	drivertest.Run(t, "dmsetup", "create", bare, "--uuid", uuid+"y", "--notable")
@@ -1410,9 +1412,9 @@ func TestLVMDevicesBelow(t *testing.T) {
 			t.Errorf("%s is there: %v", name, err == nil)
 		}
 	}
-	pooltest.Must(t, writeDirect(device.Path, 0, marked("b", pooltest.MiB)))
+	check.OK(t, writeDirect(device.Path, 0, marked("b", pooltest.MiB)))
 	drivertest.Run(t, "dmsetup", "remove", others)
-	pooltest.Must(t, f.pool.Detach(t.Context(), pooltest.Vol("a")))
+	check.OK(t, f.pool.Detach(t.Context(), pooltest.Vol("a")))
 	f.holds(pooltest.Vol("a"), 0, marked("b", pooltest.MiB))
 }
 
@@ -1435,14 +1437,14 @@ func TestLVMWithoutTable(t *testing.T) {
 						f.Errorf("%q without a table: attached as %v, %v", suffix, devices, err)
 					}
 					device, err := f.pool.Attach(t.Context(), pooltest.Vol("a"), how)
-					pooltest.Must(f, err)
+					check.OK(f, err)
 					have, err := readDevice(device.Path, 0, 8*pooltest.MiB)
-					pooltest.Must(f, err)
+					check.OK(f, err)
 					if !bytes.Equal(have, marked("a", 8*pooltest.MiB)) {
 						f.Errorf("%q without a table: %+v shows other bytes", suffix, how)
 					}
-					pooltest.Must(f, device.Close())
-					pooltest.Must(f, f.pool.Detach(t.Context(), pooltest.Vol("a")))
+					check.OK(f, device.Close())
+					check.OK(f, f.pool.Detach(t.Context(), pooltest.Vol("a")))
 				}
 			}
 		}
@@ -1458,7 +1460,7 @@ func TestLVMPartsOfThinPool(t *testing.T) {
 	prefix := strings.ReplaceAll(f.group.Name, "-", "--") + "-tp"
 	for _, left := range [][]string{{"_tmeta"}, {"_tdata"}, {"_tmeta", "_tdata"}, {"_tmeta", "_tdata", "-tpool"}} {
 		f.make(pooltest.Vol("a"), 8*pooltest.MiB) // so it has a device of its own below that for lvm2
-		pooltest.Must(t, f.pool.Close())
+		check.OK(t, f.pool.Close())
 		f.pool = nil
 		var again [][]string
 		for _, part := range left {
@@ -1471,7 +1473,7 @@ func TestLVMPartsOfThinPool(t *testing.T) {
 			drivertest.Run(t, arguments...)
 		}
 		f.pool = pooltest.OpenURL(t, f.url)
-		pooltest.Must(t, f.pool.Delete(t.Context(), pooltest.Vol("a")))
+		check.OK(t, f.pool.Delete(t.Context(), pooltest.Vol("a")))
 	}
 }
 
@@ -1487,7 +1489,7 @@ func TestLVMSnapshotTold(t *testing.T) {
 			f.make(pooltest.Vol("a"), 8*pooltest.MiB)
 			f.write(pooltest.Vol("a"), 0, marked("a", 8*pooltest.MiB))
 			f.copy(pooltest.Snap("b"), pooltest.Vol("a"), 8*pooltest.MiB)
-			pooltest.Must(t, f.pool.Close())
+			check.OK(t, f.pool.Close())
 			f.pool = nil
 			if test.down {
 				drivertest.Run(t, "lvchange", "-q", "-an", f.group.Name+"/tp")
@@ -1503,7 +1505,7 @@ func TestLVMSnapshotTold(t *testing.T) {
 			if test.had {
 				err := f.pool.Delete(t.Context(), pooltest.Vol("a"))
 				says(t, err, errdefs.ErrUnavailable, "already contain", "none that this pool was making")
-				pooltest.Must(t, f.pool.Close())
+				check.OK(t, f.pool.Close())
 				f.pool = nil
 				return
 			}
@@ -1542,7 +1544,7 @@ func TestLVMFirstVolume(t *testing.T) {
 	}()
 	for range 10 {
 		f.make(pooltest.Vol("a"), 4*pooltest.MiB)
-		pooltest.Must(t, f.pool.Delete(t.Context(), pooltest.Vol("a")))
+		check.OK(t, f.pool.Delete(t.Context(), pooltest.Vol("a")))
 	}
 	cancel()
 	if err := <-looked; err != nil || looks < 10 {
@@ -1556,7 +1558,7 @@ func TestLVMReportMeanwhile(t *testing.T) {
 	onLVM(t, func(f *lvmFixture) {
 		f.make(pooltest.Vol("a"), 8*pooltest.MiB)
 		device, err := f.pool.Attach(f.Context(), pooltest.Vol("a"), blockdev.Attachment{})
-		pooltest.Must(f, err)
+		check.OK(f, err)
 		reports := 0
 		_, err = f.pool.Create(f.Context(), blockdev.Spec{Ref: pooltest.Vol("b"), Name: "b", Size: 16 * pooltest.MiB, Origin: pooltest.Vol("a"), Cut: func(ctx context.Context) error {
 			reports++
@@ -1564,7 +1566,7 @@ func TestLVMReportMeanwhile(t *testing.T) {
 			_, err := f.pool.Capacity(ctx)
 			return err
 		}})
-		pooltest.Must(f, errors.Join(err, device.Close()))
+		check.OK(f, errors.Join(err, device.Close()))
 		if reports != 1 {
 			f.Errorf("Cut was called %d times", reports)
 		}
@@ -1583,18 +1585,18 @@ func TestLVMCopiesOfHalfGrown(t *testing.T) {
 		lvmpool.Age(f.pool)
 		f.copy(pooltest.Snap("a"), pooltest.Vol("a"), 8*pooltest.MiB)
 		f.copy(pooltest.Vol("b"), pooltest.Snap("a"), 12*pooltest.MiB)
-		pooltest.Must(f, f.pool.Close())
+		check.OK(f, f.pool.Close())
 		f.pool = nil
 		logger := ktesting.NewLogger(ktesting.NopTL{}, ktesting.NewConfig(ktesting.BufferLogs(true)))
 		pool, err := pools.Open(klog.NewContext(f.Context(), logger), "p", f.url)
-		pooltest.Must(f, err)
+		check.OK(f, err)
 		f.pool = pool
 		if text := logger.GetSink().(ktesting.Underlier).GetBuffer().String(); strings.Contains(text, "could not") {
 			f.Errorf("the start says: %s", text)
 		}
 		for ref, least := range map[blockdev.Ref]int64{pooltest.Vol("a"): 16 * pooltest.MiB, pooltest.Vol("b"): 12 * pooltest.MiB, pooltest.Snap("a"): 8 * pooltest.MiB} {
 			r, err := f.pool.Get(f.Context(), ref)
-			pooltest.Must(f, err)
+			check.OK(f, err)
 			if r.Size < least || (ref == pooltest.Snap("a") && r.Size != least) {
 				f.Errorf("%s has %d bytes, want %d", ref, r.Size, least)
 			}
@@ -1622,9 +1624,9 @@ func TestLVMTwoPools(t *testing.T) {
 		f.make(ref, 16*pooltest.MiB)
 		f.write(ref, 0, marked(ref.Key[:8], 8*pooltest.MiB))
 		f.copy(pooltest.Snap(strconv.Itoa(i)), ref, 16*pooltest.MiB)
-		pooltest.Must(t, pooltest.Second(f.pool.SetLabels(t.Context(), ref, func(l map[string]string) error { l["of"] = f.url; return nil })))
+		check.OK(t, pooltest.Second(f.pool.SetLabels(t.Context(), ref, func(l map[string]string) error { l["of"] = f.url; return nil })))
 	}
-	check := func() {
+	verify := func() {
 		t.Helper()
 		for i, f := range both {
 			ref := pooltest.Vol(strconv.Itoa(i))
@@ -1637,9 +1639,9 @@ func TestLVMTwoPools(t *testing.T) {
 			says(t, pooltest.Second(f.pool.Get(t.Context(), pooltest.Vol(strconv.Itoa(1-i)))), errdefs.ErrNotFound)
 		}
 	}
-	check()
+	verify()
 	for _, f := range both {
-		pooltest.Must(t, f.pool.Close())
+		check.OK(t, f.pool.Close())
 	}
 	drivertest.Run(t, "vgchange", "-q", "-an", g.Name)
 	var images []string
@@ -1653,15 +1655,15 @@ func TestLVMTwoPools(t *testing.T) {
 	for _, f := range both {
 		var err error
 		f.pool, err = pools.Open(t.Context(), "elsewhere", f.url)
-		pooltest.Must(t, err)
+		check.OK(t, err)
 	}
-	check()
+	verify()
 	for _, f := range both {
 		f.make(pooltest.Vol("a"), 8*pooltest.MiB)
 		for _, r := range f.all() {
-			pooltest.Must(t, f.pool.Delete(t.Context(), r.Ref))
+			check.OK(t, f.pool.Delete(t.Context(), r.Ref))
 		}
-		pooltest.Must(t, f.pool.Close())
+		check.OK(t, f.pool.Close())
 	}
 	drivertest.Run(t, "vgchange", "-q", "-an", g.Name)
 }
@@ -1675,7 +1677,7 @@ func TestLVMManyLabels(t *testing.T) {
 			labels[fmt.Sprintf("label-%d", i)] = strings.Repeat("=", 300)
 		}
 		pooltest.Create(f, f.pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: 8 * pooltest.MiB, Labels: labels})
-		pooltest.Must(f, pooltest.Second(f.pool.SetLabels(f.Context(), pooltest.Vol("a"), func(l map[string]string) error {
+		check.OK(f, pooltest.Second(f.pool.SetLabels(f.Context(), pooltest.Vol("a"), func(l map[string]string) error {
 			for i := range 20 {
 				l[fmt.Sprintf("label-%d", 20+i)] = "new"
 			}
@@ -1693,7 +1695,7 @@ func TestLVMManyLabels(t *testing.T) {
 		})), errdefs.ErrInvalid, "words")
 		f.restart()
 		r, err := f.pool.Get(f.Context(), pooltest.Vol("a"))
-		pooltest.Must(f, err)
+		check.OK(f, err)
 		if len(r.Labels) != 40 || r.Labels["label-39"] != "new" {
 			f.Errorf("labels %v", r.Labels)
 		}

@@ -19,6 +19,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
@@ -87,16 +89,16 @@ func startWriter(t testing.TB) (tell func(line string)) {
 	writer := exec.Command(os.Args[0], "-test.run=^TestLVMKillWriter$")
 	writer.Env = append(os.Environ(), killWriter+"=1")
 	input, err := writer.StdinPipe()
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	output, err := writer.StdoutPipe()
-	pooltest.Must(t, err)
-	pooltest.Must(t, writer.Start())
+	check.OK(t, err)
+	check.OK(t, writer.Start())
 	answers := bufio.NewReader(output)
 	return func(line string) {
 		_, err := fmt.Fprintln(input, line)
-		pooltest.Must(t, err)
+		check.OK(t, err)
 		_, err = answers.ReadString('\n')
-		pooltest.Must(t, err)
+		check.OK(t, err)
 	}
 }
 
@@ -107,15 +109,15 @@ func TestLVMKillChild(t *testing.T) {
 		t.Skip("it is started by TestLVMKill")
 	}
 	seed, err := strconv.ParseUint(os.Getenv("ASHLAR_SEED"), 10, 64)
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	r := rand.New(rand.NewPCG(seed, 1))
 	journal, err := os.OpenFile(os.Getenv("ASHLAR_JOURNAL"), os.O_APPEND|os.O_CREATE|os.O_WRONLY, 0o600)
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	write := func(s step) {
 		line, err := json.Marshal(s)
-		pooltest.Must(t, err)
+		check.OK(t, err)
 		_, err = journal.Write(append(line, '\n'))
-		pooltest.Must(t, err)
+		check.OK(t, err)
 	}
 	tellWriter := startWriter(t)
 	pool := pooltest.OpenURL(t, url)
@@ -253,7 +255,7 @@ func replay(t testing.TB, path string) (was map[blockdev.Ref]step, last step, fa
 	if errors.Is(err, os.ErrNotExist) {
 		return was, last, nil, kept
 	}
-	pooltest.Must(t, err)
+	check.OK(t, err)
 	defer file.Close()
 	for lines := bufio.NewScanner(file); lines.Scan(); {
 		var s step
@@ -292,7 +294,7 @@ func TestLVMKill(t *testing.T) {
 		f.Logf("ASHLAR_SEED=%d", seed)
 		r := rand.New(rand.NewPCG(seed, 2))
 		dir := drivertest.Dir(f)
-		pooltest.Must(f, f.pool.Close())
+		check.OK(f, f.pool.Close())
 		f.pool = nil
 		rounds := 0
 		counts := map[string]int{}
@@ -302,7 +304,7 @@ func TestLVMKill(t *testing.T) {
 			child.Env = append(os.Environ(), killChild+"="+f.url, "ASHLAR_JOURNAL="+journal, fmt.Sprint("ASHLAR_SEED=", r.Uint64()))
 			var output bytes.Buffer
 			child.Stdout, child.Stderr = &output, &output
-			pooltest.Must(f, child.Start())
+			check.OK(f, child.Start())
 			for deadline := time.Now().Add(20 * time.Second); time.Now().Before(deadline); time.Sleep(5 * time.Millisecond) {
 				if info, err := os.Stat(journal); err == nil && info.Size() > 0 {
 					break
@@ -378,9 +380,9 @@ func (f *lvmFixture) afterKill(journal, mode string, lvms []int) {
 		}
 	}
 	orphans, err := f.pool.Orphans(ctx)
-	pooltest.Must(f, err)
+	check.OK(f, err)
 	for ref, devices := range orphans {
-		pooltest.Must(f, f.pool.Detach(ctx, ref))
+		check.OK(f, f.pool.Detach(ctx, ref))
 		// Of what was being attached nobody could say yet whether it is to be kept; between two
 		// steps that may be any.
 		if !kept[ref] && mode != "lvm" && !last.Done && ref != last.Ref && ref != last.Origin {
@@ -433,7 +435,7 @@ func (f *lvmFixture) afterKill(journal, mode string, lvms []int) {
 	if c := pooltest.CapacityOf(f, f.pool); c.Promised != 0 {
 		f.Errorf("%s: %d bytes are promised in the end", what, c.Promised)
 	}
-	pooltest.Must(f, f.pool.Close())
+	check.OK(f, f.pool.Close())
 	f.pool = nil
 }
 

@@ -4,6 +4,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
@@ -41,7 +43,7 @@ func TestLVMComesLater(t *testing.T) {
 		f := &lvmFixture{T: t, url: url, pool: pooltest.OpenURL(t, url)}
 		f.make(refs[name], 16*pooltest.MiB)
 		f.write(refs[name], 0, bytes)
-		pooltest.Must(t, f.pool.Close())
+		check.OK(t, f.pool.Close())
 	}
 
 	drivertest.Run(t, "vgchange", "-q", "-an", group.Name, other.Name)
@@ -53,7 +55,7 @@ func TestLVMComesLater(t *testing.T) {
 	late := map[string]*lvmFixture{}
 	for name, url := range urls {
 		pool, err := pools.OpenLazy(t.Context(), name, url, nil)
-		pooltest.Must(t, err)
+		check.OK(t, err)
 		f := &lvmFixture{T: t, group: group, url: url, pool: pool}
 		if name == "other" {
 			f.group = other
@@ -76,6 +78,6 @@ func TestLVMComesLater(t *testing.T) {
 		}
 		f.holds(refs[name], 0, bytes)
 		f.poolIll()
-		pooltest.Must(t, f.pool.Delete(t.Context(), refs[name]))
+		check.OK(t, f.pool.Delete(t.Context(), refs[name]))
 	}
 }

@@ -8,19 +8,13 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
-
-// Must ends the test with an error.
-func Must(t testing.TB, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
-}
 
 // Fails makes sure that an error wraps the wanted one.
 func Fails(t testing.TB, err, want error, what string) {
@@ -37,7 +31,7 @@ func Fails(t testing.TB, err, want error, what string) {
 func OpenFiles(t testing.TB, dir string) blockdev.Pool {
 	t.Helper()
 	pool, err := pools.Open(context.Background(), "test", "file://"+dir+"?reservePercent=0&create=1")
-	Must(t, err)
+	check.OK(t, err)
 	return pool
 }
 
@@ -46,7 +40,7 @@ func OpenedFiles(t testing.TB, dir string) blockdev.Pool {
 	t.Helper()
 	drivertest.NeedRoot(t)
 	pool := OpenFiles(t, dir)
-	t.Cleanup(func() { Must(t, pool.Close()) })
+	t.Cleanup(func() { check.OK(t, pool.Close()) })
 	return pool
 }
 
@@ -68,7 +62,7 @@ func Create(t testing.TB, pool blockdev.Pool, spec blockdev.Spec) blockdev.Recor
 	t.Helper()
 	spec.Name = spec.Ref.String()
 	record, err := pool.Create(t.Context(), spec)
-	Must(t, err)
+	check.OK(t, err)
 	return record
 }
 
@@ -76,7 +70,7 @@ func Create(t testing.TB, pool blockdev.Pool, spec blockdev.Spec) blockdev.Recor
 func Attach(t testing.TB, pool blockdev.Pool, ref blockdev.Ref, how blockdev.Attachment) blockdev.Device {
 	t.Helper()
 	device, err := pool.Attach(t.Context(), ref, how)
-	Must(t, err)
+	check.OK(t, err)
 	t.Cleanup(func() { _ = device.Close() })
 	return device
 }
@@ -85,16 +79,16 @@ func Attach(t testing.TB, pool blockdev.Pool, ref blockdev.Ref, how blockdev.Att
 func WriteTo(t testing.TB, path string, offset int64, b []byte) {
 	t.Helper()
 	f, err := os.OpenFile(path, os.O_WRONLY, 0)
-	Must(t, err)
+	check.OK(t, err)
 	_, err = f.WriteAt(b, offset)
-	Must(t, errors.Join(err, f.Sync(), f.Close()))
+	check.OK(t, errors.Join(err, f.Sync(), f.Close()))
 }
 
 // CapacityOf returns the capacity of a pool.
 func CapacityOf(t testing.TB, pool blockdev.Pool) blockdev.Capacity {
 	t.Helper()
 	c, err := pool.Capacity(t.Context())
-	Must(t, err)
+	check.OK(t, err)
 	return c
 }
 
@@ -135,6 +129,6 @@ func (c *EndsAfter) Err() error {
 func OpenURL(t testing.TB, url string) blockdev.Pool {
 	t.Helper()
 	pool, err := pools.Open(t.Context(), "p", url)
-	Must(t, err)
+	check.OK(t, err)
 	return pool
 }

@@ -20,6 +20,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+
 	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
@@ -162,7 +164,7 @@ func (f *fixture) restart() {
 
 func (f *fixture) must(err error) {
 	f.Helper()
-	Must(f, err)
+	check.OK(f, err)
 }
 
 // fails makes sure that an error wraps the wanted one, and means one thing.
