@@ -54,7 +54,7 @@ type pool struct {
 	block       int64  // of the filesystem in bytes, or less
 
 	*catalog.Catalog[*object]
-	// Guarded by its Mu, too:
+	// Guarded by its Mu, too, or not changed after the pool was opened:
 	strays  []string                     // images without a record
 	loops   map[blockdev.Ref][]knownLoop // loop devices last seen over the object; its slices are never changed
 	seen    uint64                       // see knownLoop

@@ -53,7 +53,7 @@ type pool struct {
 	mending         bool     // mend is at work
 
 	*catalog.Catalog[*logical]
-	// Guarded by its Mu, too:
+	// Guarded by its Mu, too, or not changed after the pool was opened:
 	held    map[string]bool // devices that Suspend has suspended
 	strays  []string        // volumes named like ours, without our tag
 	renamed []string        // volumes with a record, named like nothing of ours
