@@ -18,7 +18,7 @@ func setFrozen(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref, value 
 	return changeLabel(ctx, pool, ref, labelFrozen, value)
 }
 
-// filesystems returns at which directorys the filesystem of an object is mounted: what else of it is bound (as a subpath) cannot
+// filesystems returns at which directories the filesystem of an object is mounted: what else of it is bound (as a subpath) cannot
 // just be opened.
 func (l *Local) filesystems(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref) []string {
 	devices, err := pool.Attached(ctx, ref)

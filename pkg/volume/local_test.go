@@ -967,7 +967,7 @@ func TestCapacity(t *testing.T) {
 	fails(t, second(l.Capacity(t.Context(), "first", "")), errBroken, "Capacity of a pool that does not answer")
 }
 
-// TestFreezeBesidePipe: what else than directorys a pod bound of its volume (the kubelet binds a subpath, whatever it
+// TestFreezeBesidePipe: what else than directories a pod bound of its volume (the kubelet binds a subpath, whatever it
 // is) is not opened for a freeze, nor to end one at the start: who opens a pipe waits for who writes to it, and who opens a
 // socket gets none.
 func TestFreezeBesidePipe(t *testing.T) {

@@ -79,7 +79,8 @@ type floorLife struct {
 func (f *floor) life(ctx context.Context, name, staged, published string, r *recorder, meanwhile func(image string) error) error {
 	l := &floorLife{floor: f, path: filepath.Join(f.dir, name), staged: staged, published: published}
 	defer func() {
-		l.image.Close() // they may be closed, or nil
+		// They may be closed, or nil.
+		l.image.Close()
 		l.device.Close()
 	}()
 	if err := r.all(

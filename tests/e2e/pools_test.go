@@ -27,7 +27,7 @@ func (p *parts) pool(node string) *v1alpha1.Pool {
 // restart starts the agent of a node again; between says what happens meanwhile.
 func (p *parts) restart(node string, between func()) {
 	p.Helper()
-	p.agents[node].Stop()
+	check.OK(p, p.agents[node].Stop())
 	between()
 	check.OK(p, p.agents[node].Start())
 	p.ready(p.agents[node])
@@ -116,5 +116,5 @@ func TestFirstStartAlone(t *testing.T) {
 		o := &v1alpha1.Pool{}
 		return p.kube.Get(t.Context(), client.ObjectKey{Name: "node-c.default"}, o) == nil && o.Spec.UUID != "" && o.Status.Total > 0
 	})
-	agent.Stop()
+	check.OK(t, agent.Stop())
 }

@@ -136,8 +136,6 @@ func unclear(err error) bool {
 	return false
 }
 
-func isAborted(err error) bool { return status.Code(err) == codes.Aborted }
-
 // make makes a call and notes what came of it.
 func (e *environment) make(ctx context.Context, in input) {
 	if in.kind == write || in.kind == read {
