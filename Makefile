@@ -61,7 +61,7 @@ test-kernel: ## Run the sanity suite and the lives of volumes on Linux 6.1, some
 	@mkdir -p bin/vm
 	CGO_ENABLED=0 go test -c -o bin/vm/ ./tests/sanity ./tests/life
 	secilc -c 31 -M true -o bin/vm/selinux -f /dev/null tests/life/testdata/selinux.cil
-	hack/in-vm.sh bash -c 'for t in sanity life; do $(CURDIR)/bin/vm/$$t.test >$$t.log 2>&1 || { cat $$t.log; exit 1; }; echo "ok $$t"; grep -aEo "csi-sanity: .*" $$t.log || true; done; \
+	hack/vm/run.sh bash -c 'for t in sanity life; do $(CURDIR)/bin/vm/$$t.test >$$t.log 2>&1 || { cat $$t.log; exit 1; }; echo "ok $$t"; grep -aEo "csi-sanity: .*" $$t.log || true; done; \
 		ASHLAR_SELINUX=$(CURDIR)/bin/vm/selinux $(CURDIR)/bin/vm/life.test -test.run SELinux >selinux.log 2>&1 || { cat selinux.log; exit 1; }; echo "ok selinux"'
 
 .PHONY: test-lvm
@@ -70,7 +70,7 @@ test-lvm: test-lvm-pools test-lvm-driver ## Run the tests of LVM pools, in virtu
 .PHONY: test-lvm-pools test-lvm-driver
 test-lvm-pools test-lvm-driver:
 	@hack/install-tools.sh lvm
-	hack/test-lvm.sh $(@:test-lvm-%=%)
+	hack/lvm/test.sh $(@:test-lvm-%=%)
 
 .PHONY: crash
 crash: tools ## Kill the driver at every state-changing system call of every call, and make each one fail (root)
@@ -82,7 +82,7 @@ crash: tools ## Kill the driver at every state-changing system call of every cal
 crash-files:
 	POINTS=all FAULTS=all go test -count=1 -timeout 60m -v ./tests/points/...
 crash-lvm:
-	VM_MEMORY=4096M hack/test-lvm.sh ./tests/points -test.v -test.run LVM -test.timeout 20m -points.lvm 5m -faults.lvm 4m
+	VM_MEMORY=4096M hack/lvm/test.sh ./tests/points -test.v -test.run LVM -test.timeout 20m -points.lvm 5m -faults.lvm 4m
 
 .PHONY: soak
 soak: tools ## Make calls at random, at once, for SOAK (10m), killing the driver now and then, and check all answers (root)
@@ -94,7 +94,7 @@ power: ## Cut the power below the pools at any moment, with unflushed writes los
 	@hack/install-tools.sh lvm
 	@mkdir -p bin/vm
 	CGO_ENABLED=0 go test -c -o bin/vm/ ./tests/power
-	VM_MEMORY=4096M VM_SECONDS=3600 hack/in-vm.sh env TMPDIR=/run ASHLAR_LVM=1 POWER_CUTS="$${POWER_CUTS:-60}" POWER_SEED="$${POWER_SEED:-}" $(CURDIR)/bin/vm/power.test -test.timeout 55m
+	VM_MEMORY=4096M VM_SECONDS=3600 hack/vm/run.sh env TMPDIR=/run ASHLAR_LVM=1 POWER_CUTS="$${POWER_CUTS:-60}" POWER_SEED="$${POWER_SEED:-}" $(CURDIR)/bin/vm/power.test -test.timeout 55m
 
 # go test takes one fuzz target at a time, so each is found by name first.
 .PHONY: fuzz

@@ -56,7 +56,7 @@ func (b *bench) lvmInVM(ctx context.Context) error {
 	if err := os.Chmod(b.dir, 0o755); err != nil {
 		return err
 	}
-	cmd := exec.CommandContext(ctx, "hack/in-vm.sh", "bash", "-c", fmt.Sprintf("exec %s --parts=lvm --driver=%s --lvm-rounds=%d --lvm-lives=%d --dir=\"$TMPDIR\"", self, b.binary, b.lvmRounds, b.lvmLives))
+	cmd := exec.CommandContext(ctx, "hack/vm/run.sh", "bash", "-c", fmt.Sprintf("exec %s --parts=lvm --driver=%s --lvm-rounds=%d --lvm-lives=%d --dir=\"$TMPDIR\"", self, b.binary, b.lvmRounds, b.lvmLives))
 	cmd.Cancel = func() error { return cmd.Process.Signal(unix.SIGTERM) } // it takes the machine down
 	cmd.Stderr = os.Stderr
 	console, err := cmd.StdoutPipe()

@@ -5,7 +5,7 @@
 //	go run ./tests/bench                     everything, in about five minutes
 //	go run ./tests/bench --parts=life,fio    some of it
 //
-// Logical volumes (lvm) are measured in a virtual machine (hack/in-vm.sh) where the kernel
+// Logical volumes (lvm) are measured in a virtual machine (hack/vm/run.sh) where the kernel
 // has no device mapper.
 package main
 

@@ -50,7 +50,7 @@ func attempt(t *testing.T, name, argument string, do func(t *testing.T)) {
 				var path []string
 				command := "go test ./tests/points"
 				if strings.HasPrefix(t.Name(), "TestLVM") {
-					command = "hack/test-lvm.sh ./tests/points"
+					command = "hack/lvm/test.sh ./tests/points"
 				}
 				for _, element := range strings.Split(t.Name(), "/") {
 					path = append(path, "^"+regexp.QuoteMeta(element)+"$")

@@ -4,14 +4,14 @@
 # the VM's, read-only; TMPDIR is an empty ext4 on a disk of 16 GiB (sparse) that goes with the VM. It goes without
 # the 512 old pseudo terminals (pty.legacy_count) of this kernel: lvm2 looks at each file in /dev.
 #
-#   hack/in-vm.sh COMMAND [ARGUMENT...]
+#   hack/vm/run.sh COMMAND [ARGUMENT...]
 #
 # The exit status is the command's; a VM that ends without telling it is a failure. VM_MEMORY (default 2048M)
 # and VM_SECONDS (default 3600) bound it.
 set -euo pipefail
 
 command -v linux.uml >/dev/null || {
-	echo "hack/in-vm.sh: linux.uml is missing (Debian: apt-get install user-mode-linux)" >&2
+	echo "hack/vm/run.sh: linux.uml is missing (Debian: apt-get install user-mode-linux)" >&2
 	exit 1
 }
 
@@ -27,7 +27,7 @@ trap finish EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-cc -shared -fPIC -o "$scratch/uml-host.so" "$(dirname "${BASH_SOURCE[0]}")/uml-host.c" -ldl
+cc -shared -fPIC -o "$scratch/uml-host.so" "$(dirname "${BASH_SOURCE[0]}")/host.c" -ldl
 truncate -s 16G "$scratch/disk"
 mkdir "$scratch/t" # where the disk is mounted; all else of the machine's folders is as it is
 printf '%q ' "$@" >"$scratch/command"
@@ -67,7 +67,7 @@ if [ -z "$verdict" ]; then
 	124 | 137) why="it was still at work after ${VM_SECONDS:-3600} s" ;; # timeout(1)
 	*) why="linux.uml ended with $ended after $SECONDS s" ;;
 	esac
-	echo "hack/in-vm.sh: the VM ended without a verdict: $why" >&2
+	echo "hack/vm/run.sh: the VM ended without a verdict: $why" >&2
 	exit 1
 fi
 exit "${verdict##* }"

@@ -1,6 +1,6 @@
 // What User Mode Linux 6.1 needs of its host to run well:
 //
-//   cc -shared -fPIC -o uml-host.so uml-host.c -ldl && LD_PRELOAD=$PWD/uml-host.so linux.uml ...
+//   cc -shared -fPIC -o uml-host.so host.c -ldl && LD_PRELOAD=$PWD/uml-host.so linux.uml ...
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <elf.h>

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
 # Runs tests of LVM pools: on this machine's kernel if it has a device mapper, else in a virtual machine
-# (hack/in-vm.sh).
+# (hack/vm/run.sh).
 #
-#   hack/test-lvm.sh pools     the conformance suite and what can go wrong
-#   hack/test-lvm.sh driver    over the driver: csi-sanity (of a cluster too), whole lives, crashes and faults at some points, and
+#   hack/lvm/test.sh pools     the conformance suite and what can go wrong
+#   hack/lvm/test.sh driver    over the driver: csi-sanity (of a cluster too), whole lives, crashes and faults at some points, and
 #                              some power cuts (which need a device mapper also for pools of files)
-#   hack/test-lvm.sh ./tests/points -test.v -test.run REGEXP ...
+#   hack/lvm/test.sh ./tests/points -test.v -test.run REGEXP ...
 #                              those of one package, with arguments
 #
 # With SAMPLE=1, of the pools the conformance suite and a third of the rest, another one each day; of the driver all but
 # csi-sanity of a cluster, whose part is the same over all pools.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 # Each line: package, name of its test program, arguments.
 case ${1-} in
@@ -46,7 +46,7 @@ where=(flock /run/lock/ashlar-test-lvm env) # one at a time on one kernel
 memory=
 modprobe -q -a dm-mod dm-thin-pool dm-snapshot dm-log-writes 2>/dev/null || true
 if ! dmsetup version >/dev/null 2>&1; then
-	where=(hack/in-vm.sh env)
+	where=(hack/vm/run.sh env)
 	memory=/run
 	export VM_MEMORY=${VM_MEMORY:-6144M}
 fi
