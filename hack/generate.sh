@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes what is generated from pkg/api: DeepCopy methods, and the definitions of the custom resources.
 #
-#   hack/generate.sh [FOLDER]     into FOLDER instead of the tree, to compare
+#   hack/generate.sh [DIRECTORY]     into DIRECTORY instead of the tree, to compare
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -3,7 +3,7 @@
 // the builder's image with the programs of this machine. What Debian's packages are is left to hack/image.sh.
 //
 //	image -packages            print the packages that the base image is given
-//	image [flags] -o FOLDER    build; FOLDER/root has the files of the image, FOLDER/config.json its settings
+//	image [flags] -o DIRECTORY    build; DIRECTORY/root has the files of the image, DIRECTORY/config.json its settings
 //
 // It needs root and go.
 package main
@@ -35,8 +35,8 @@ import (
 func main() {
 	log.SetFlags(0)
 	var b build
-	flag.StringVar(&b.source, "source", "../..", "the folder of the Dockerfile")
-	flag.StringVar(&b.out, "o", "", "folder to make, for the result")
+	flag.StringVar(&b.source, "source", "../..", "the directory of the Dockerfile")
+	flag.StringVar(&b.out, "o", "", "directory to make, for the result")
 	flag.StringVar(&b.status, "status", "/var/lib/dpkg/status", "dpkg's list of what is in the base image")
 	flag.StringVar(&b.arch, "arch", runtime.GOARCH, "architecture of the image")
 	flag.StringVar(&b.version, "version", "dev", "version of the driver")
@@ -306,7 +306,7 @@ func (s *stage) path(name string) string {
 	return path.Clean(name)
 }
 
-// copy: of a folder, what is in it; wildcards have to match something.
+// copy: of a directory, what is in it; wildcards have to match something.
 func (b *build) copy(s *stage, c *instructions.CopyCommand) error {
 	from := b.scratch + "/context"
 	if c.From != "" {
@@ -317,13 +317,13 @@ func (b *build) copy(s *stage, c *instructions.CopyCommand) error {
 		from = other.root
 	}
 	to := s.path(c.DestPath)
-	folder := strings.HasSuffix(c.DestPath, "/") || len(c.SourcePaths) > 1
+	directory := strings.HasSuffix(c.DestPath, "/") || len(c.SourcePaths) > 1
 	for _, source := range c.SourcePaths {
-		// Unquoted, the shell expands wildcards; as the folder is known, nothing leaves it.
+		// Unquoted, the shell expands wildcards; as the directory is known, nothing leaves it.
 		at := from + path.Join("/", source)
 		b.say("for f in %s; do [ -e \"$f\" ] || { echo \"%s: $f is not in the context, or not in the stage\" >&2; exit 1; }", at, c)
 		b.say("if [ -d \"$f\" ]; then mkdir -p %[1]s; cp -a \"$f/.\" %[1]s; elif %[2]v; then mkdir -p %[1]s; cp -a \"$f\" %[1]s/; else mkdir -p %[3]s; cp -a \"$f\" %[1]s; fi; done",
-			quote(s.root+to), folder, quote(s.root+path.Dir(to)))
+			quote(s.root+to), directory, quote(s.root+path.Dir(to)))
 	}
 	b.copied = append(b.copied, to)
 	return nil

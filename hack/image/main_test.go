@@ -74,26 +74,26 @@ func TestWhatDockerRefuses(t *testing.T) {
 		ignore, dockerfile string
 		works              bool
 	}{
-		"all of it":                {"", head + "COPY . .\nRUN test -f folder/deep/file && test -f top", true},
-		"a file":                   {"", head + "COPY top /x\nRUN test -f /x", true},
-		"a file into a folder":     {"", head + "COPY top folder/deep/file ./in/\nRUN test -f in/top && test -f in/file", true},
-		"a file that is not there": {"", head + "COPY absent .", false},
-		"an ignored file":          {"top", head + "COPY top .", false},
-		"an ignored folder":        {"folder", head + "COPY . .\nRUN test -e folder", false},
-		"all but a folder within":  {"*\n!folder/deep", head + "COPY . .\nRUN test -f folder/deep/file && ! test -e folder/shallow && ! test -e top", true},
-		"a file within that":       {"*\n!folder/deep\n**/file", head + "COPY . .\nRUN test -f folder/deep/file", false},
-		"wildcards":                {"", head + "COPY t* .\nRUN test -f top", true},
-		"wildcards for nothing":    {"", head + "COPY x* .", false},
-		"a failing command":        {"", head + "RUN false", false},
-		"of another stage":         {"", head + "RUN touch made\nFROM docker.io/library/debian:x\nCOPY --from=build /src/made /made", true},
-		"not of another stage":     {"", head + "FROM docker.io/library/debian:x\nCOPY --from=build /src/made /made", false},
-		"this machine's files":     {"", head + "RUN test -d /var || test -d /home", false},
-		"an unknown instruction":   {"", head + "VOLUME /x", false},
-		"an unknown image":         {"", "FROM scratch\nCOPY . .", false},
+		"all of it":                  {"", head + "COPY . .\nRUN test -f directory/deep/file && test -f top", true},
+		"a file":                     {"", head + "COPY top /x\nRUN test -f /x", true},
+		"a file into a directory":    {"", head + "COPY top directory/deep/file ./in/\nRUN test -f in/top && test -f in/file", true},
+		"a file that is not there":   {"", head + "COPY absent .", false},
+		"an ignored file":            {"top", head + "COPY top .", false},
+		"an ignored directory":       {"directory", head + "COPY . .\nRUN test -e directory", false},
+		"all but a directory within": {"*\n!directory/deep", head + "COPY . .\nRUN test -f directory/deep/file && ! test -e directory/shallow && ! test -e top", true},
+		"a file within that":         {"*\n!directory/deep\n**/file", head + "COPY . .\nRUN test -f directory/deep/file", false},
+		"wildcards":                  {"", head + "COPY t* .\nRUN test -f top", true},
+		"wildcards for nothing":      {"", head + "COPY x* .", false},
+		"a failing command":          {"", head + "RUN false", false},
+		"of another stage":           {"", head + "RUN touch made\nFROM docker.io/library/debian:x\nCOPY --from=build /src/made /made", true},
+		"not of another stage":       {"", head + "FROM docker.io/library/debian:x\nCOPY --from=build /src/made /made", false},
+		"this machine's files":       {"", head + "RUN test -d /var || test -d /home", false},
+		"an unknown instruction":     {"", head + "VOLUME /x", false},
+		"an unknown image":           {"", "FROM scratch\nCOPY . .", false},
 	} {
 		t.Run(name, func(t *testing.T) {
 			dir := t.TempDir()
-			for path, text := range map[string]string{"top": "", "folder/deep/file": "", "folder/shallow": "", "Dockerfile": c.dockerfile, ".dockerignore": c.ignore} {
+			for path, text := range map[string]string{"top": "", "directory/deep/file": "", "directory/shallow": "", "Dockerfile": c.dockerfile, ".dockerignore": c.ignore} {
 				if err := os.MkdirAll(filepath.Dir(filepath.Join(dir, path)), 0o755); err != nil {
 					t.Fatal(err)
 				}

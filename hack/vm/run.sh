@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs a command in a virtual machine, as root, on another kernel than this machine's: User Mode Linux of
-# Debian (the kernel of Debian 12), which needs neither KVM nor an image. The machine's own root folder is
+# Debian (the kernel of Debian 12), which needs neither KVM nor an image. The machine's own root directory is
 # the VM's, read-only; TMPDIR is an empty ext4 on a disk of 16 GiB (sparse) that goes with the VM. It goes without
 # the 512 old pseudo terminals (pty.legacy_count) of this kernel: lvm2 looks at each file in /dev.
 #
@@ -29,7 +29,7 @@ trap 'exit 143' TERM
 
 cc -shared -fPIC -o "$scratch/uml-host.so" "$(dirname "${BASH_SOURCE[0]}")/host.c" -ldl
 truncate -s 16G "$scratch/disk"
-mkdir "$scratch/t" # where the disk is mounted; all else of the machine's folders is as it is
+mkdir "$scratch/t" # where the disk is mounted; all else of the machine's directories is as it is
 printf '%q ' "$@" >"$scratch/command"
 
 # Every line of it runs in the VM, as its first process.

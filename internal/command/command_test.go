@@ -40,7 +40,7 @@ func TestError(t *testing.T) {
 		"no program":  {[]string{"no-such-program-here", "-x"}, -1, exec.ErrNotFound, []string{"no-such-program-here -x"}},
 		"no file":     {[]string{"/nowhere/program"}, -1, os.ErrNotExist, []string{"/nowhere/program"}},
 		"no shell":    {[]string{"true; false"}, -1, exec.ErrNotFound, nil},
-		"a folder":    {[]string{"/tmp"}, -1, os.ErrPermission, []string{"/tmp"}},
+		"a directory": {[]string{"/tmp"}, -1, os.ErrPermission, []string{"/tmp"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, _, err := Run(t.Context(), c.argv...)

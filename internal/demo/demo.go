@@ -180,7 +180,7 @@ func (d *demonstration) run() {
 	if shared, err := machine.Reflinks(d.dir); err == nil && shared {
 		how = "snapshots and clones share blocks (reflinks)"
 	}
-	d.printf("Ashlar %s on Linux %s. Paths are below %s, a folder on %s: %s.\n\n", d.version, machine.KernelRelease(), d.dir, on, how)
+	d.printf("Ashlar %s on Linux %s. Paths are below %s, a directory on %s: %s.\n\n", d.version, machine.KernelRelease(), d.dir, on, how)
 	d.printColumns()
 	d.heading("the driver")
 	d.step("driver serve", d.serve)

@@ -154,7 +154,7 @@ func MountOf(path string) (Mount, error) {
 	return best, nil
 }
 
-// Leftovers lists the mounts at or below a folder, and the loop devices over files in it.
+// Leftovers lists the mounts at or below a directory, and the loop devices over files in it.
 func Leftovers(dir string) (mounts []string, loops []LoopDevice, err error) {
 	all, err := readMounts()
 	if err != nil {
@@ -172,15 +172,15 @@ func Leftovers(dir string) (mounts []string, loops []LoopDevice, err error) {
 	return mounts, loops, err
 }
 
-// Reflinks reports whether the filesystem of a folder can share blocks between files, by
+// Reflinks reports whether the filesystem of a directory can share blocks between files, by
 // trying it (FICLONE, ioctl_ficlone(2)) with two files that have no name.
-func Reflinks(folder string) (bool, error) {
-	from, err := unnamedFile(folder, 0)
+func Reflinks(directory string) (bool, error) {
+	from, err := unnamedFile(directory, 0)
 	if err != nil {
 		return false, err
 	}
 	defer from.Close()
-	to, err := unnamedFile(folder, 0)
+	to, err := unnamedFile(directory, 0)
 	if err != nil {
 		return false, err
 	}
@@ -191,10 +191,10 @@ func Reflinks(folder string) (bool, error) {
 	return unix.IoctlFileClone(int(to.Fd()), int(from.Fd())) == nil, nil
 }
 
-// DirectIO reports whether the filesystem of a folder has direct I/O, by opening a file
+// DirectIO reports whether the filesystem of a directory has direct I/O, by opening a file
 // that has no name.
-func DirectIO(folder string) (bool, error) {
-	f, err := unnamedFile(folder, unix.O_DIRECT)
+func DirectIO(directory string) (bool, error) {
+	f, err := unnamedFile(directory, unix.O_DIRECT)
 	if errors.Is(err, unix.EINVAL) {
 		return false, nil
 	}
@@ -205,13 +205,13 @@ func DirectIO(folder string) (bool, error) {
 }
 
 // unnamedFile opens a new file that is gone when it is closed.
-func unnamedFile(folder string, flags int) (*os.File, error) {
-	f, err := os.OpenFile(folder, os.O_RDWR|unix.O_TMPFILE|flags, 0o600)
+func unnamedFile(directory string, flags int) (*os.File, error) {
+	f, err := os.OpenFile(directory, os.O_RDWR|unix.O_TMPFILE|flags, 0o600)
 	if !errors.Is(err, unix.EOPNOTSUPP) && !errors.Is(err, unix.EISDIR) {
 		return f, err
 	}
 	// A filesystem without O_TMPFILE.
-	named, err := os.CreateTemp(folder, ".ashlar-probe-")
+	named, err := os.CreateTemp(directory, ".ashlar-probe-")
 	if err != nil {
 		return nil, err
 	}

@@ -38,6 +38,14 @@ type Spec struct {
 // It is for people, and for those who look for the volume's objects when these are lost.
 type Requester struct{ Namespace, Name, PersistentVolume string }
 
+// MinSize is the size that no volume of the spec is smaller than, whatever it is a copy of, in bytes.
+func (s Spec) MinSize() int64 {
+	if s.Filesystem == "" {
+		return blockdev.Granularity
+	}
+	return s.Filesystem.MinSize()
+}
+
 // Check compares an existing volume with what was asked for; ErrExists if it is
 // another one.
 func (s Spec) Check(v Volume) error {
@@ -160,11 +168,7 @@ func (l *Local) choosePool(name string) (blockdev.Pool, error) {
 
 // newVolume says what to create in a pool: a volume of at least some bytes, and of as many as its filesystem needs.
 func newVolume(spec Spec, pool blockdev.Pool, floor int64) (blockdev.Spec, error) {
-	floor = max(floor, blockdev.Granularity)
-	if spec.Filesystem != "" {
-		floor = max(floor, spec.Filesystem.MinSize())
-	}
-	size, err := spec.Size.Choose(floor, pool.Granularity())
+	size, err := spec.Size.Choose(max(floor, spec.MinSize()), pool.Granularity())
 	if err != nil {
 		return blockdev.Spec{}, err
 	}

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Kills the driver's processes and its sidecars' (kill -9), again and again, while 100 claims are made, pods use some of
 # them, and half of them go. At the end claims, Volume objects and images must agree one to one; and when all claims are
-# gone, nothing of them may be left. Called by run.sh, with its functions in_cluster, on_node and nodes, the folder out,
+# gone, nothing of them may be left. Called by run.sh, with its functions in_cluster, on_node and nodes, the directory out,
 # and IMAGE for the pods.
 set -euo pipefail
 namespace=ashlar-kill

@@ -1,4 +1,4 @@
-# A cluster with the driver in it; sourced by scripts that set out, the folder for logs (which is emptied), and are at
+# A cluster with the driver in it; sourced by scripts that set out, the directory for logs (which is emptied), and are at
 # the top of the source.
 #
 # The cluster is $KUBECONFIG's if that is set, else one of kind if Docker runs, else one that is built and started here

@@ -292,9 +292,9 @@ func TestSameIdentity(t *testing.T) {
 	d.nothingLeft()
 }
 
-// TestEndlessFolders: a filesystem in which directories are within themselves is nothing that the driver
+// TestEndlessDirectories: a filesystem in which directories are within themselves is nothing that the driver
 // walks through: it is staged, measured, copied and taken down.
-func TestEndlessFolders(t *testing.T) {
+func TestEndlessDirectories(t *testing.T) {
 	d := start(t, drivertest.Options{})
 	v := d.crafted("volume", "ext4", smallest["ext4"], func(device string) {
 		drivertest.Run(t, "mkfs.ext4", "-q", device)

@@ -29,19 +29,19 @@ func TestGenerated(t *testing.T) {
 	if out, err := exec.Command("../../../hack/generate.sh", dir).CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
-	for _, folder := range []string{"pkg/api/v1alpha1", "deploy/kubernetes/crds"} {
-		files, err := filepath.Glob(filepath.Join(dir, folder, "*"))
+	for _, directory := range []string{"pkg/api/v1alpha1", "deploy/kubernetes/crds"} {
+		files, err := filepath.Glob(filepath.Join(dir, directory, "*"))
 		check.OK(t, err)
 		if len(files) == 0 {
-			t.Errorf("nothing was generated in %s", folder)
+			t.Errorf("nothing was generated in %s", directory)
 		}
 		for _, file := range files {
 			want, err := os.ReadFile(file)
 			check.OK(t, err)
-			have, err := os.ReadFile(filepath.Join("../../..", folder, filepath.Base(file)))
+			have, err := os.ReadFile(filepath.Join("../../..", directory, filepath.Base(file)))
 			check.OK(t, err)
 			if string(have) != string(want) {
-				t.Errorf("%s/%s is not what the types give: make generate", folder, filepath.Base(file))
+				t.Errorf("%s/%s is not what the types give: make generate", directory, filepath.Base(file))
 			}
 		}
 	}

@@ -870,7 +870,7 @@ func TestLVMNoBytesOfOthers(t *testing.T) {
 		ctx := f.Context()
 		const secret = "tenant's secret"
 		all := pooltest.CapacityOf(f, f.pool).Available
-		soil := func() {
+		pollute := func() {
 			f.Helper()
 			n := pooltest.CapacityOf(f, f.pool).Available
 			f.make(pooltest.Vol("f"), n)
@@ -885,12 +885,12 @@ func TestLVMNoBytesOfOthers(t *testing.T) {
 				f.Errorf("%s is not zero", what)
 			}
 		}
-		soil()
+		pollute()
 		f.make(pooltest.Vol("a"), all/4-all/4%extentSize)
 		clean(pooltest.Vol("a"), 0, all/4-all/4%extentSize, "a new volume")
 		check.OK(f, f.pool.Delete(ctx, pooltest.Vol("a")))
 
-		soil()
+		pollute()
 		f.make(pooltest.Vol("a"), 8*pooltest.MiB)
 		f.write(pooltest.Vol("a"), 0, marked("a", 8*pooltest.MiB))
 		device := pooltest.Attach(f, f.pool, pooltest.Vol("a"), blockdev.Attachment{Keep: true})
@@ -903,15 +903,15 @@ func TestLVMNoBytesOfOthers(t *testing.T) {
 		clean(pooltest.Vol("a"), 8*pooltest.MiB, 24*pooltest.MiB, "the tail of a volume that grew")
 		f.holds(pooltest.Vol("a"), 0, marked("a", 8*pooltest.MiB))
 
-		soil()
+		pollute()
 		f.copy(pooltest.Snap("a"), pooltest.Vol("a"), 24*pooltest.MiB)
 		f.holds(pooltest.Snap("a"), 0, marked("a", 8*pooltest.MiB))
 		clean(pooltest.Snap("a"), 8*pooltest.MiB, 24*pooltest.MiB, "a snapshot")
-		soil()
+		pollute()
 		f.copy(pooltest.Vol("b"), pooltest.Snap("a"), 32*pooltest.MiB)
 		f.holds(pooltest.Vol("b"), 0, marked("a", 8*pooltest.MiB))
 		clean(pooltest.Vol("b"), 8*pooltest.MiB, 32*pooltest.MiB, "a larger copy of a snapshot")
-		soil()
+		pollute()
 		device = pooltest.Attach(f, f.pool, pooltest.Vol("a"), blockdev.Attachment{})
 		f.copy(pooltest.Vol("c"), pooltest.Vol("a"), 28*pooltest.MiB)
 		check.OK(f, device.Close())

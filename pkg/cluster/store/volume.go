@@ -81,10 +81,7 @@ func (s *Store) plan(ctx context.Context, spec volume.Spec) (v *v1alpha1.Volume,
 	if spec.For.Name != "" {
 		v.Spec.ClaimRef = &v1alpha1.ClaimRef{Namespace: spec.For.Namespace, Name: spec.For.Name}
 	}
-	floor := int64(blockdev.Granularity)
-	if spec.Filesystem != "" {
-		floor = spec.Filesystem.MinSize()
-	}
+	floor := spec.MinSize()
 	if spec.Source != (volume.ID{}) {
 		size, err := s.planCopy(ctx, spec, v)
 		if err != nil {

@@ -3,7 +3,7 @@
 # whether what was written is still there. Runs in the test's image; a line with FAILED is what must not be.
 #
 #   writer.sh run TAG PATH...     write for ever, and say which number is safe on all paths ("safe N"); goes on where it
-#                                 stopped. A path is a block device or a folder
+#                                 stopped. A path is a block device or a directory
 #   writer.sh check TAG PATH...   look at all that is there, and say the last number of each ("PATH has N")
 #
 # The tag is different for each writer: so bytes of another one are seen. PAUSE=0.2: seconds between numbers. The slowest
