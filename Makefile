@@ -33,13 +33,21 @@ ifneq ($(SKIP_ROOT_TESTS),1)
 endif
 	@hack/apiserver.sh >/dev/null
 	go vet ./...
-	go test -race -count=1 -timeout 60m $$(go list ./... | grep -v /tests/sanity$$)
+	go test -race -count=1 -timeout 60m $$(go list ./... | grep -v -e /tests/sanity$$ -e /pkg/cluster$$)
 	@$(MAKE) --no-print-directory sanity
-ifneq ($(SKIP_ROOT_TESTS),1)
+ifeq ($(SKIP_ROOT_TESTS),1)
+	@$(MAKE) --no-print-directory test-cluster
+else
 	@$(MAKE) --no-print-directory test-deploy
 	@hack/install-tools.sh lvm
-	@SAMPLE=1 $(MAKE) --no-print-directory -j3 -Otarget test-kernel test-lvm-pools test-lvm-driver
+	@SAMPLE=1 $(MAKE) --no-print-directory -j4 -Otarget test-cluster test-kernel test-lvm-pools test-lvm-driver
 endif
+
+# It mostly waits, for what is to happen after a while; so other tests run beside it.
+.PHONY: test-cluster
+test-cluster: ## Run controller and agents against a real API server
+	@hack/apiserver.sh >/dev/null
+	go test -race -count=1 -timeout 60m ./pkg/cluster
 
 .PHONY: test-unit
 test-unit: ## Run the tests that need no root
