@@ -132,17 +132,23 @@ func (s *Server) devicesOf(ctx context.Context, id volume.ID) (held []uint64, as
 	return held, false, nil
 }
 
-// otherMounts returns where devices are mounted but at a place, under whatever name that is seen.
-func (s *Server) otherMounts(held []uint64, place string) []string {
-	var paths []string
+// otherMounts returns where devices of a volume are mounted but at a place, under whatever name that is seen. A device that goes
+// away meanwhile gives its number to the next volume, so one that is mounted has to be this volume's still.
+func (s *Server) otherMounts(ctx context.Context, id volume.ID, held []uint64, place string) (paths []string, err error) {
 	for _, number := range held {
-		for _, path := range s.mounts.Paths(number) {
-			if path != place && !mount.Same(path, place) {
-				paths = append(paths, path)
-			}
+		others := slices.DeleteFunc(s.mounts.Paths(number), func(path string) bool { return path == place || mount.Same(path, place) })
+		if len(others) == 0 {
+			continue
+		}
+		now, _, err := s.devicesOf(ctx, id)
+		if err != nil {
+			return nil, err
+		}
+		if (mounted{device: number}).of(id, now) {
+			paths = append(paths, others...)
 		}
 	}
-	return paths
+	return paths, nil
 }
 
 // checkStagedOnce makes sure that a volume is mounted nowhere yet, as it has one staging path.
@@ -151,7 +157,11 @@ func (s *Server) checkStagedOnce(ctx context.Context, id volume.ID, path string)
 	if err != nil {
 		return err
 	}
-	if others := s.otherMounts(numbers(devices), path); len(others) > 0 {
+	others, err := s.otherMounts(ctx, id, numbers(devices), path)
+	if err != nil {
+		return err
+	}
+	if len(others) > 0 {
 		return fmt.Errorf("%w: it is not staged at %s, and mounted at %s; a volume has one staging path: unpublish and unstage it there first", errdefs.ErrInUse, path, others[0])
 	}
 	return nil

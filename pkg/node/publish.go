@@ -115,7 +115,9 @@ func (s *Server) checkExclusive(ctx context.Context, v volume.Volume, staged, ta
 	}
 	others := []string{v.Target}
 	if v.Target == "" {
-		others = s.otherMounts(numbers(devices), staged)
+		if others, err = s.otherMounts(ctx, v.ID, numbers(devices), staged); err != nil {
+			return err
+		}
 		if slices.ContainsFunc(others, func(other string) bool { return mount.Same(other, target) }) {
 			return nil // and what else is there came after it
 		}

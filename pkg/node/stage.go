@@ -254,7 +254,11 @@ func (s *Server) unstage(ctx context.Context, id volume.ID, path string) error {
 	if at.mounted && !slices.Contains(held, at.device) {
 		held = append(held, at.device)
 	}
-	if others := s.otherMounts(held, place); len(others) > 0 {
+	others, err := s.otherMounts(ctx, id, held, place)
+	if err != nil {
+		return err
+	}
+	if len(others) > 0 {
 		return fmt.Errorf("%w: it is still published at %s", errdefs.ErrInUse, others[0])
 	}
 	if place == path {
@@ -266,7 +270,11 @@ func (s *Server) unstage(ctx context.Context, id volume.ID, path string) error {
 		return err
 	}
 	s.mounts.Remove(at.device, place)
-	if left := s.otherMounts(held, ""); len(left) > 0 { // a name of the place that did not follow
+	left, err := s.otherMounts(ctx, id, held, "")
+	if err != nil {
+		return err
+	}
+	if len(left) > 0 { // a name of the place that did not follow
 		return fmt.Errorf("%w: it is still mounted at %s", errdefs.ErrInUse, left[0])
 	}
 	if asked {

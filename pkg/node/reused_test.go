@@ -1,0 +1,71 @@
+package node_test
+
+import (
+	"context"
+	"errors"
+	"testing"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/co"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/mount"
+	"github.com/ashlar-csi/ashlar/pkg/node"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+var errAttached = errors.New("it came as far as being attached")
+
+// going has a volume whose device goes away after somebody has looked for it once.
+type going struct {
+	node.Volumes
+	volume volume.Volume
+	device blockdev.Device
+	asked  int
+}
+
+func (g *going) Get(context.Context, volume.ID) (volume.Volume, error) { return g.volume, nil }
+
+func (g *going) Attached(context.Context, volume.ID) ([]blockdev.Device, error) {
+	if g.asked++; g.asked > 1 {
+		return nil, nil
+	}
+	return []blockdev.Device{g.device}, nil
+}
+
+func (g *going) Attach(context.Context, volume.Volume) (blockdev.Device, error) {
+	return blockdev.Device{}, errAttached
+}
+
+func (g *going) Detach(context.Context, volume.ID) error { return nil }
+
+// TestNumberGoesToAnother: a device that goes away gives its number to another volume, which is mounted before the call looks
+// where the device is. That is no mount of this volume.
+func TestNumberGoesToAnother(t *testing.T) {
+	drivertest.NeedRoot(t)
+	dir := drivertest.Dir(t)
+	staging, another := dir+"/staging", dir+"/another"
+	check.OK(t, unix.Mkdir(staging, 0o700))
+	check.OK(t, unix.Mkdir(another, 0o700))
+	check.OK(t, unix.Mount("none", another, "tmpfs", 0, "size=1m"))
+	defer func() { check.OK(t, unix.Unmount(another, 0)) }()
+	info, err := mount.At(another)
+	check.OK(t, err)
+	mounts, err := mount.LoadTable()
+	check.OK(t, err)
+	mounts.Add(info.Device, another, true)
+	id := volume.ID{Kind: blockdev.Volume, Pool: "p", Key: volume.KeyOf("v")}
+	server := func() *node.Server {
+		return node.New(t.Context(), &going{volume: volume.Volume{ID: id}, device: blockdev.Device{Number: info.Device}}, mounts, node.Options{})
+	}
+	_, err = server().NodeUnstageVolume(t.Context(), &csi.NodeUnstageVolumeRequest{VolumeId: id.String(), StagingTargetPath: staging})
+	check.OK(t, err)
+	_, err = server().NodeStageVolume(t.Context(), &csi.NodeStageVolumeRequest{VolumeId: id.String(), StagingTargetPath: staging,
+		VolumeCapability: co.Capability("ext4", co.Writer)})
+	if !errors.Is(err, errAttached) {
+		t.Errorf("stage: %v", err)
+	}
+}
