@@ -192,12 +192,12 @@ func (o *options) kubernetesFlags(flags *pflag.FlagSet) {
 func (o *options) loggingFlags(flags *pflag.FlagSet) {
 	klogFlags := flag.NewFlagSet("klog", flag.ContinueOnError)
 	klog.InitFlags(klogFlags)
-	for name, text := range map[string]string{
-		"v":       "level of detail: 0 says what went wrong and what changed, 4 and more also each call",
-		"vmodule": "levels for single source files, as `FILE=LEVEL,...`; the name may have wildcards",
+	for _, one := range []struct{ name, usage string }{
+		{"v", "level of detail: 0 says what went wrong and what changed, 4 and more also each call"},
+		{"vmodule", "levels for single source files, as `FILE=LEVEL,...`; the name may have wildcards"},
 	} {
-		klogFlags.Lookup(name).Usage = text
-		flags.AddGoFlag(klogFlags.Lookup(name))
+		klogFlags.Lookup(one.name).Usage = one.usage
+		flags.AddGoFlag(klogFlags.Lookup(one.name))
 	}
 	flags.StringVar(&o.logFormat, "logging-format", "text", "text or json")
 }

@@ -3,7 +3,6 @@ package store
 import (
 	"context"
 	"fmt"
-	"slices"
 
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -160,15 +159,7 @@ func (s *Store) ListSnapshots(ctx context.Context, source, after volume.ID, limi
 			found = append(found, o)
 		}
 	}
-	slices.SortFunc(found, func(a, b *v1alpha1.Snapshot) int { return compareIDs(cluster.SnapshotID(a), cluster.SnapshotID(b)) })
-	if limit > 0 && len(found) > limit {
-		found = found[:limit]
-	}
-	var snapshots []volume.Snapshot
-	for _, o := range found {
-		snapshots = append(snapshots, cluster.ToSnapshot(o))
-	}
-	return snapshots, nil
+	return page(found, cluster.SnapshotID, limit, cluster.ToSnapshot), nil
 }
 
 // isWhole reports whether a group is whole; without a group it is true. groups is what was found out of others.

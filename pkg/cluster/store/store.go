@@ -251,6 +251,19 @@ func compareIDs(a, b volume.ID) int {
 	return strings.Compare(a.Key, b.Key)
 }
 
+// page returns what the first of some objects stand for, up to limit (0: all), in the order of their IDs.
+func page[O, V any](objects []*O, id func(*O) volume.ID, limit int, as func(*O) V) []V {
+	slices.SortFunc(objects, func(a, b *O) int { return compareIDs(id(a), id(b)) })
+	if limit > 0 && len(objects) > limit {
+		objects = objects[:limit]
+	}
+	var values []V
+	for _, o := range objects {
+		values = append(values, as(o))
+	}
+	return values
+}
+
 // lostUnmade: its bytes may not be made, and its node has not found any.
 func lostUnmade(o cluster.Object) bool {
 	f := o.Common().Refused(o.GetGeneration())

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"slices"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/klog/v2"
@@ -222,15 +221,7 @@ func (s *Store) List(ctx context.Context, after volume.ID, limit int) ([]volume.
 			found = append(found, v)
 		}
 	}
-	slices.SortFunc(found, func(a, b *v1alpha1.Volume) int { return compareIDs(cluster.VolumeID(a), cluster.VolumeID(b)) })
-	if limit > 0 && len(found) > limit {
-		found = found[:limit]
-	}
-	var volumes []volume.Volume
-	for _, v := range found {
-		volumes = append(volumes, cluster.ToVolume(v))
-	}
-	return volumes, nil
+	return page(found, cluster.VolumeID, limit, cluster.ToVolume), nil
 }
 
 // Health: see volume.Store.
