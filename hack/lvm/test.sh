@@ -2,7 +2,7 @@
 # Runs tests of LVM pools: on this machine's kernel if it has a device mapper, else in a virtual machine
 # (hack/vm/run.sh).
 #
-#   hack/lvm/test.sh pools     the conformance suite and what can go wrong
+#   hack/lvm/test.sh pools     the conformance suite and what can go wrong, and the devices over those of a pool
 #   hack/lvm/test.sh driver    over the driver: csi-sanity (of a cluster too), whole lives, crashes and faults at some points, and
 #                              some power cuts (which need a device mapper also for pools of files)
 #   hack/lvm/test.sh ./tests/points -test.v -test.run REGEXP ...
@@ -15,7 +15,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 # Each line: package, name of its test program, arguments.
 case ${1-} in
-pools) tests='./pkg/blockdev/lvmpool lvmpool -test.run LVM -test.timeout 60m' ;;
+pools) tests='./pkg/blockdev/lvmpool lvmpool -test.run LVM -test.timeout 60m
+./pkg/device device -test.timeout 20m' ;;
 driver) tests='./cmd/driver driver -test.run LVM -test.timeout 40m
 ./tests/sanity sanity -test.timeout 40m
 ./tests/sanity/cluster cluster -test.timeout 40m

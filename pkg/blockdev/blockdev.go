@@ -124,17 +124,16 @@ type Spec struct {
 	Prepare func(ctx context.Context, path string) error
 }
 
-// Attachment says how to attach.
+// Attachment says how to attach. Not both of its fields are set.
 type Attachment struct {
+	// ReadOnly: a device beside the one for writing, which goes with its last user.
 	ReadOnly bool
 	// Keep: the device stays until Detach, whoever holds it, and whatever is done to it:
 	// it can be handed out to somebody who is not to be trusted with it. Without Keep the pool
 	// may take the device away once nothing has it open or mounted any more, so a
-	// crash leaves nothing behind; Device.Close is then the end of the caller's hold.
+	// crash leaves nothing behind; Device.Close is then the end of the caller's hold. A Stackable pool may refuse Keep with
+	// errdefs.ErrUnsupported if it needs a device mapper: it is the device over its own that stays there.
 	Keep bool
-	// Attributes are settings of the block queue, by their name under
-	// /sys/block/DEVICE/queue; they are written on each attach.
-	Attributes map[string]string
 }
 
 // Device is an attached object.
@@ -143,6 +142,7 @@ type Device struct {
 	Number   uint64 // device number, as in st_rdev (makedev(3))
 	Size     int64  // bytes
 	ReadOnly bool
+	Kept     bool   // it stays until Detach
 	Below    string // path of the device whose queue has the I/O scheduler; empty: its own
 	hold     func() error
 }
@@ -244,7 +244,7 @@ type Pool interface {
 	// SetLabels changes the labels durably; change gets a copy to edit. If it returns
 	// an error, that error is returned and nothing changed.
 	SetLabels(ctx context.Context, ref Ref, change func(labels map[string]string) error) (Record, error)
-	// Expand grows the object and its attached devices to size; smaller or equal
+	// Expand grows the object and the pool's devices of it to size; smaller or equal
 	// sizes change nothing.
 	Expand(ctx context.Context, ref Ref, size int64) (Record, error)
 
@@ -252,9 +252,9 @@ type Pool interface {
 	// there with the same mode (read-only or not). errdefs.ErrDataLoss if the bytes are gone or
 	// fewer than the record says.
 	Attach(ctx context.Context, ref Ref, how Attachment) (Device, error)
-	// Attached lists the devices of the object, from the kernel; no record is needed.
+	// Attached lists the pool's devices of the object, from the kernel; no record is needed.
 	Attached(ctx context.Context, ref Ref) ([]Device, error)
-	// Detach takes all devices of the object away. No record is needed. errdefs.ErrInUse if
+	// Detach takes all of the pool's devices of the object away. No record is needed. errdefs.ErrInUse if
 	// something still holds one; it then goes away with the last holder.
 	Detach(ctx context.Context, ref Ref) error
 
@@ -292,7 +292,7 @@ func Unwrap(p Pool) Pool {
 	return nil
 }
 
-// As returns a pool as one that can do more (Identified, Leaver, Prover, Measurer, Suspender, Differ); false if it cannot, or is
+// As returns a pool as one that can do more (Identified, Leaver, Prover, Measurer, Cutter, Stackable, Differ); false if it cannot, or is
 // not open.
 func As[T any](p Pool) (more T, ok bool) {
 	more, ok = Unwrap(p).(T)
@@ -314,12 +314,18 @@ type Measurer interface {
 	Used(ctx context.Context, ref Ref) (int64, error)
 }
 
-// Suspender is a Pool whose copies of an attached origin are of one moment, whether it is
-// quiesced or not (though only a filesystem that is frozen is clean in the copy). To cut several
-// raw devices at one moment, Suspend holds back all writes to an attached object until resume
-// is called. The start of the pool ends what a crash left suspended.
-type Suspender interface {
-	Suspend(ctx context.Context, ref Ref) (resume func() error, err error)
+// Cutter is a Pool that may fix the bytes of an attached origin in an instant, however large it is. Where CutsAtOnce, writers can be
+// held back for a copy (Spec.Quiesced) also if they have a raw device.
+type Cutter interface{ CutsAtOnce() bool }
+
+// Stackable is a Pool over whose devices there may be one of the device mapper, for everybody above to use (pkg/device). The pool says
+// what it is called, so that it is known by the name as long as it is there, and by other versions of the driver.
+type Stackable interface {
+	// Top returns the name of the device over an object's own, and what its UUID is, or begins with where nothing of the object is
+	// attached. No other object on this kernel has that name.
+	Top(ref Ref) (name, uuid string, err error)
+	// ParseTop returns the object of such a name; false for those that are of no object of this pool.
+	ParseTop(name string) (Ref, bool)
 }
 
 // Differ is a Pool that can tell which ranges of its objects hold data, and in which

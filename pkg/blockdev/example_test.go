@@ -108,9 +108,9 @@ func ExampleAs() {
 		})
 		fmt.Println("nothing was written:", err)
 	}
-	_, can := blockdev.As[blockdev.Suspender](pool)
-	fmt.Println("it can hold back writes:", can)
+	_, can := blockdev.As[blockdev.Cutter](pool)
+	fmt.Println("it copies in an instant:", can)
 	// Output:
 	// nothing was written: <nil>
-	// it can hold back writes: false
+	// it copies in an instant: false
 }

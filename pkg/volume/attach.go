@@ -4,8 +4,15 @@ import (
 	"context"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/device"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
+
+// stack returns the devices of a volume.
+func (l *Local) stack(id ID) (device.Stack, error) {
+	pool, ref, err := l.object(id, blockdev.Volume)
+	return l.stacks.Of(pool, ref), err
+}
 
 // Attach makes a volume a device of this node, to be mounted: the mount holds it from then on, and the device
 // goes with it.
@@ -26,29 +33,29 @@ func (l *Local) AttachRaw(ctx context.Context, v Volume, writable bool) (blockde
 }
 
 func (l *Local) attach(ctx context.Context, v Volume, keep bool) (blockdev.Device, error) {
-	pool, ref, err := l.object(v.ID, blockdev.Volume)
+	stack, err := l.stack(v.ID)
 	if err != nil {
 		return blockdev.Device{}, err
 	}
-	return pool.Attach(ctx, ref, blockdev.Attachment{Keep: keep, Attributes: queueSettings(v.Mutable)})
+	return stack.Attach(ctx, device.Options{Keep: keep, Attributes: queueSettings(v.Mutable)})
 }
 
 // Attached lists the devices of a volume; it needs no record of it.
 func (l *Local) Attached(ctx context.Context, id ID) ([]blockdev.Device, error) {
-	pool, ref, err := l.object(id, blockdev.Volume)
+	stack, err := l.stack(id)
 	if err != nil {
 		return nil, errdefs.IgnoreNotFound(err)
 	}
-	return pool.Attached(ctx, ref)
+	return stack.Attached(ctx)
 }
 
 // Detach takes the devices of a volume away that Attached knows of.
 func (l *Local) Detach(ctx context.Context, id ID) error {
-	pool, ref, err := l.object(id, blockdev.Volume)
+	stack, err := l.stack(id)
 	if err != nil {
 		return errdefs.IgnoreNotFound(err)
 	}
-	return pool.Detach(ctx, ref)
+	return stack.Detach(ctx)
 }
 
 // Used is how much of a volume has space, in bytes; known is false where its pool cannot tell.

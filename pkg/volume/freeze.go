@@ -21,7 +21,7 @@ func setFrozen(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref, value 
 // filesystems returns at which directories the filesystem of an object is mounted: what else of it is bound (as a subpath) cannot
 // just be opened.
 func (l *Local) filesystems(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref) []string {
-	devices, err := pool.Attached(ctx, ref)
+	devices, err := l.stacks.Of(pool, ref).Attached(ctx)
 	if err != nil {
 		return nil
 	}
@@ -43,15 +43,15 @@ const (
 	thawPause = 100 * time.Millisecond
 )
 
-// quiesce freezes the filesystem of an origin, if it has one that is mounted. It reports
-// whether all writes are held back until thaw is called, which may be called again, and
+// quiesce freezes the filesystem of an origin, if it has one that is mounted, and else suspends its devices if its pool
+// needs no time for the copy. It reports whether all writes are held back until thaw is called, which may be called again, and
 // returns the context for what is done meanwhile: see held. ErrUnavailable from thaw: they were not,
 // so what was done is of no point in time. What somebody else froze is not held back: they may end it at any time.
 func (l *Local) quiesce(ctx context.Context, o origin) (_ context.Context, quiesced bool, thaw func() error, err error) {
 	nothing := func() error { return nil }
 	paths := l.filesystems(ctx, o.pool, o.record.Ref)
 	if len(paths) == 0 {
-		return ctx, false, nothing, nil
+		return l.suspend(ctx, o)
 	}
 	if err := l.mayFreeze(o); err != nil {
 		return ctx, false, nothing, err
@@ -69,7 +69,10 @@ func (l *Local) quiesce(ctx context.Context, o origin) (_ context.Context, quies
 	end, pending, err := l.freeze(ctx, o.id(), paths[0])
 	switch {
 	case errors.Is(err, errdefs.ErrBusy):
-		return ctx, false, nothing, unmark()
+		if err := unmark(); err != nil {
+			return ctx, false, nothing, err
+		}
+		return l.suspend(ctx, o)
 	case pending: // it may be frozen yet
 		return ctx, false, nothing, err
 	case err != nil:
@@ -83,6 +86,23 @@ func (l *Local) quiesce(ctx context.Context, o origin) (_ context.Context, quies
 		return errors.Join(err, unmark())
 	}))
 	return ctx, true, thaw, nil
+}
+
+// suspend is quiesce for devices that are not mounted, or whose filesystem somebody else froze.
+func (l *Local) suspend(ctx context.Context, o origin) (_ context.Context, quiesced bool, resume func() error, err error) {
+	nothing := func() error { return nil }
+	stack := l.stacks.Of(o.pool, o.record.Ref)
+	if cutter, ok := blockdev.As[blockdev.Cutter](o.pool); !ok || !cutter.CutsAtOnce() {
+		return ctx, false, nothing, stack.Flush(ctx)
+	}
+	if err := l.mayFreeze(o); err != nil {
+		return ctx, false, nothing, err
+	}
+	if resume, err = stack.Suspend(ctx); err != nil || resume == nil {
+		return ctx, false, nothing, err
+	}
+	ctx, resume = l.held(ctx, o, resume)
+	return ctx, true, resume, nil
 }
 
 // endFreeze calls what filesystem.Freeze returned for a path, and tries again.

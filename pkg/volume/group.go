@@ -213,7 +213,8 @@ func (l *Local) cutGroup(ctx context.Context, name string, sources []ID) (_ []me
 		}
 	}
 	for i := range cuts {
-		if ctx, err = l.hold(ctx, &cuts[i]); err != nil {
+		c := &cuts[i]
+		if ctx, c.quiesced, c.release, err = l.quiesce(ctx, c.origin); err != nil {
 			return nil, err
 		}
 	}
@@ -235,23 +236,6 @@ type groupCut struct {
 	quiesced bool
 	release  func() error // lets writes to the origin go on; may be called again
 	record   blockdev.Record
-}
-
-// hold holds back the writes to the origin of a member: of a filesystem, and where the pool
-// can also of a raw device. It returns the context for what is done meanwhile.
-func (l *Local) hold(ctx context.Context, c *groupCut) (_ context.Context, err error) {
-	if ctx, c.quiesced, c.release, err = l.quiesce(ctx, c.origin); err != nil {
-		return ctx, err
-	}
-	pool, ok := blockdev.As[blockdev.Suspender](c.origin.pool)
-	if !ok || c.quiesced {
-		return ctx, nil
-	}
-	resume, err := pool.Suspend(ctx, c.origin.record.Ref)
-	if err == nil {
-		ctx, c.release = l.held(ctx, c.origin, resume)
-	}
-	return ctx, err
 }
 
 // cutAll cuts the members in their order. Each one's writes go on as soon as it is cut:

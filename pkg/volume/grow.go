@@ -29,6 +29,9 @@ func (l *Local) Expand(ctx context.Context, id ID, size Range) (Volume, error) {
 		want = v.Size
 	}
 	record, err := pool.Expand(ctx, ref, want)
+	if err == nil { // also with nothing to grow: a retry may come after a crash between the two
+		err = l.stacks.Of(pool, ref).Grow(ctx)
+	}
 	if err != nil {
 		return Volume{}, err
 	}

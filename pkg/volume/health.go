@@ -15,7 +15,8 @@ func (l *Local) Health(ctx context.Context, id ID) ([]blockdev.Problem, error) {
 	if err != nil {
 		return nil, err
 	}
-	problems, err := pool.Health(ctx, ref)
+	stack := l.stacks.Of(pool, ref)
+	problems, err := stack.Health(ctx)
 	if err != nil || len(problems) > 0 {
 		return problems, err
 	}
@@ -23,7 +24,7 @@ func (l *Local) Health(ctx context.Context, id ID) ([]blockdev.Problem, error) {
 	if err != nil {
 		return nil, err
 	}
-	devices, err := pool.Attached(ctx, ref)
+	devices, err := stack.Attached(ctx)
 	if err != nil {
 		return nil, err
 	}

@@ -12,6 +12,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/lazy"
+	"github.com/ashlar-csi/ashlar/pkg/device"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 )
@@ -22,6 +23,7 @@ type Local struct {
 	node   string
 	pools  []blockdev.Pool // the first is the default
 	mounts *mount.Table
+	stacks *device.Stacks
 	limit  int64 // claims that the node can hold; 0: any number
 	// longestFreeze is how long a copy may hold back the writers of its source.
 	longestFreeze time.Duration
@@ -48,7 +50,7 @@ func NewLocal(ctx context.Context, node string, pools []blockdev.Pool, mounts *m
 	if len(pools) == 0 {
 		return nil, fmt.Errorf("%w: no pool", errdefs.ErrInvalid)
 	}
-	l := &Local{node: node, pools: pools, mounts: mounts, limit: limit, longestFreeze: time.Minute, arrived: map[string]blockdev.Pool{}, claims: map[string]int64{}, incomplete: map[string]bool{}, tooLong: map[ID]time.Time{}, freezing: map[ID]bool{}}
+	l := &Local{node: node, pools: pools, mounts: mounts, stacks: device.New(), limit: limit, longestFreeze: time.Minute, arrived: map[string]blockdev.Pool{}, claims: map[string]int64{}, incomplete: map[string]bool{}, tooLong: map[ID]time.Time{}, freezing: map[ID]bool{}}
 	for _, pool := range pools {
 		if deferred, ok := pool.(*lazy.Pool); ok {
 			deferred.OnOpen(ctx, l.recover)

@@ -9,7 +9,6 @@ import (
 	"strconv"
 	"strings"
 
-	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/queue"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -94,7 +93,7 @@ func (l *Local) Modify(ctx context.Context, id ID, mutable map[string]string) er
 	if err := l.checkMutable(mutable); err != nil {
 		return err
 	}
-	pool, ref, err := l.object(id, blockdev.Volume)
+	stack, err := l.stack(id)
 	if err != nil {
 		return err
 	}
@@ -110,7 +109,7 @@ func (l *Local) Modify(ctx context.Context, id ID, mutable map[string]string) er
 		return err
 	}
 	undo := []func() error{func() error { return write(v.Mutable) }}
-	devices, err := pool.Attached(ctx, ref)
+	devices, err := stack.Attached(ctx)
 	for _, device := range devices {
 		var one func() error
 		if one, err = device.SetQueue(queueSettings(mutable)); err != nil {

@@ -18,10 +18,13 @@ import (
 // recover makes a pool ready to be used, which nobody else uses yet.
 func (l *Local) recover(ctx context.Context, pool blockdev.Pool) error {
 	log := klog.FromContext(ctx)
+	if err := l.stacks.Recover(ctx, pool); err != nil { // first: a suspended device also holds up who looks at its filesystem
+		return err
+	}
 	if err := l.endFreezes(ctx, pool); err != nil {
 		return err
 	}
-	orphans, err := pool.Orphans(ctx)
+	orphans, err := l.stacks.Orphans(ctx, pool)
 	if err != nil {
 		return err
 	}
@@ -30,7 +33,7 @@ func (l *Local) recover(ctx context.Context, pool blockdev.Pool) error {
 		if used {
 			continue
 		}
-		if err := pool.Detach(ctx, ref); err != nil {
+		if err := l.stacks.Of(pool, ref).Detach(ctx); err != nil {
 			log.Error(err, "could not detach a device that nothing has mounted", "pool", pool.Name(), "object", ref.String())
 		}
 	}

@@ -6,15 +6,19 @@ package dm
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"os"
+	"strconv"
 	"strings"
+	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/internal/ioctl"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/held"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -93,6 +97,19 @@ type Device struct {
 // Path returns /dev/dm-N.
 func (d Device) Path() string { return fmt.Sprint("/dev/dm-", d.minor) }
 
+// Size of what the device shows, in bytes, without opening it (sysfs counts in sectors of 512 bytes).
+func (d Device) Size() (int64, error) {
+	text, err := os.ReadFile(fmt.Sprintf("/sys/block/dm-%d/size", d.minor))
+	if err != nil {
+		return 0, fmt.Errorf("size of device %s: %w", d.Name, errdefs.FromErrno(err))
+	}
+	sectors, err := strconv.ParseInt(strings.TrimSpace(string(text)), 10, 64)
+	if err != nil {
+		return 0, fmt.Errorf("size of device %s: %w", d.Name, err)
+	}
+	return sectors * 512, nil
+}
+
 // call runs one command; data goes after the header and comes back as the answer's.
 func call(command uint, prepare func(h *header), data []byte) (header, []byte, error) {
 	control, err := os.OpenFile(controlPath, os.O_RDWR, 0)
@@ -139,6 +156,30 @@ func cString(b []byte) string {
 		b = b[:i]
 	}
 	return string(b)
+}
+
+// FindUsed is Find, but for a device that nobody uses any more, which the kernel removes a moment after its last user is
+// gone: that moment is waited for.
+func FindUsed(name string) (*Device, error) {
+	for try := 0; ; try++ {
+		d, err := Find(name)
+		if err != nil || d == nil || !d.Deferred || d.Opens > 0 || try == held.Tries {
+			return d, err
+		}
+		time.Sleep(time.Millisecond)
+	}
+}
+
+// RemoveNow is Remove, and waits for a moment for those who only look at the device.
+func RemoveNow(ctx context.Context, name string) (inUse bool, err error) {
+	inUse, err = Remove(name)
+	for try := 0; err == nil && inUse && try < held.Tries && ctx.Err() == nil; try++ {
+		time.Sleep(held.Pause)
+		var now *Device
+		now, err = Find(name)
+		inUse = now != nil
+	}
+	return inUse, err
 }
 
 // Remove takes a device away: now, or with its last user (held). One that is not there

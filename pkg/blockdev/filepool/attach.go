@@ -229,7 +229,7 @@ func (p *pool) openLoops(ref blockdev.Ref) (loops []attachedLoop, err error) {
 		}
 	}
 	p.forgetLoops(ref, gone)
-	return loops, p.findCover(ref, loops)
+	return loops, nil
 }
 
 // isOver tells whether a loop device that cannot be opened is over the image of an object, or over one of its loop
@@ -250,7 +250,7 @@ func closeLoops(loops []attachedLoop) {
 func (l attachedLoop) node() uint64 { return unix.Mkdev(loop.Major, uint32(l.Number)) }
 
 // kept tells whether a device stays when nobody has it open.
-func (l attachedLoop) kept() bool { return l.Stays() || l.guarded() }
+func (l attachedLoop) kept() bool { return l.Stays() || l.keeper != none }
 
 // device describes what is handed out of an open loop device.
 func (l attachedLoop) device(hold func() error) (blockdev.Device, error) {
@@ -258,10 +258,7 @@ func (l attachedLoop) device(hold func() error) (blockdev.Device, error) {
 	if err != nil {
 		return blockdev.Device{}, err
 	}
-	device := blockdev.Device{Path: loop.Path(l.Number), Number: l.node(), Size: size, ReadOnly: l.ReadOnly()}
-	if l.cover != nil {
-		device.Path, device.Number, device.Below = l.cover.Path(), l.cover.Number, device.Path
-	}
+	device := blockdev.Device{Path: loop.Path(l.Number), Number: l.node(), Size: size, ReadOnly: l.ReadOnly(), Kept: l.kept()}
 	return device.Held(hold), nil
 }
 
@@ -276,9 +273,6 @@ func (p *pool) Attach(ctx context.Context, ref blockdev.Ref, how blockdev.Attach
 	device, err := p.attach(ctx, o, record, how)
 	if err != nil {
 		return blockdev.Device{}, fmt.Errorf("attach %s of pool %s: %w", ref, p.name, err)
-	}
-	if _, err := device.SetQueue(how.Attributes); err != nil {
-		return blockdev.Device{}, errors.Join(err, device.Close())
 	}
 	return device, nil
 }
@@ -299,7 +293,7 @@ func (p *pool) attach(ctx context.Context, o *object, record blockdev.Record, ho
 			l.file.Close()
 		}
 	}()
-	if how.Keep && !how.ReadOnly {
+	if how.Keep {
 		if err := p.protect(ctx, ref, &l); err != nil {
 			return blockdev.Device{}, err
 		}
@@ -317,7 +311,7 @@ func (p *pool) attachedAs(ctx context.Context, ref blockdev.Ref, how blockdev.At
 			return attachedLoop{}, err
 		}
 		for i, l := range loops {
-			if l.ReadOnly() == how.ReadOnly && l.kept() == how.Keep && !l.leaving() {
+			if l.ReadOnly() == how.ReadOnly && l.kept() == how.Keep {
 				closeLoops(slices.Delete(loops, i, i+1))
 				return l, nil
 			}
@@ -327,7 +321,7 @@ func (p *pool) attachedAs(ctx context.Context, ref blockdev.Ref, how blockdev.At
 		if i < 0 {
 			return attachedLoop{}, nil
 		}
-		if (loops[i].kept() && !loops[i].leaving()) || try == held.Tries || ctx.Err() != nil {
+		if loops[i].kept() || try == held.Tries || ctx.Err() != nil {
 			return attachedLoop{}, fmt.Errorf("%w: it is attached as %s for another use (or still held after that)", errdefs.ErrInUse, loop.Path(loops[i].Number))
 		}
 		time.Sleep(held.Pause)
@@ -354,8 +348,8 @@ func (p *pool) attachImage(ctx context.Context, o *object, record blockdev.Recor
 			return attachedLoop{}, err
 		}
 	}
-	// What is kept for writing is kept by its guard.
-	file, n, err := loop.Attach(ctx, image, loop.Config{Label: p.label(ref), ReadOnly: how.ReadOnly, Autoclear: !how.Keep || !how.ReadOnly,
+	// What is kept is kept by its guard.
+	file, n, err := loop.Attach(ctx, image, loop.Config{Label: p.label(ref), ReadOnly: how.ReadOnly, Autoclear: true,
 		Discards: how.ReadOnly || p.takesDiscards(), Sector: recordfile.SectorOf(record)})
 	if err != nil {
 		return attachedLoop{}, err
@@ -412,7 +406,7 @@ func (p *pool) Detach(ctx context.Context, ref blockdev.Ref) error {
 	}
 	var failures []error
 	for _, l := range loops {
-		if err := p.detach(ctx, ref, l); err != nil {
+		if err := detach(ctx, l); err != nil {
 			failures = append(failures, fmt.Errorf("detach %s of pool %s: %w", ref, p.name, err))
 		}
 	}
@@ -440,8 +434,8 @@ func (p *pool) waitGoing(ctx context.Context, ref blockdev.Ref) error {
 }
 
 // detach takes a loop device away, with its guard. It closes it.
-func (p *pool) detach(ctx context.Context, ref blockdev.Ref, l attachedLoop) error {
-	if err := p.unguard(ctx, ref, l); err != nil {
+func detach(ctx context.Context, l attachedLoop) error {
+	if err := unguard(ctx, l); err != nil {
 		l.file.Close()
 		return err
 	}
@@ -461,9 +455,6 @@ func (p *pool) resizeLoops(_ context.Context, ref blockdev.Ref) error {
 		}
 		if _, err := ioctl.Value(l.file, unix.LOOP_SET_CAPACITY, 0); err != nil {
 			return fmt.Errorf("resize %s: %w", loop.Path(l.Number), errdefs.FromErrno(err))
-		}
-		if err := p.resizeCover(ref, l); err != nil {
-			return err
 		}
 	}
 	return nil

@@ -249,6 +249,9 @@ func (p *pool) copyOrigin(ctx context.Context, o *object, image *os.File, spec b
 	return cut, errors.Join(err, p.countAllocated(o, image, func() error { return nil }))
 }
 
+// CutsAtOnce: see blockdev.Cutter. Images that an older driver made on btrfs are copied even so.
+func (p *pool) CutsAtOnce() bool { return p.reflink }
+
 // keepsHoles reports whether an object takes only the space of its data. Snapshots never grow.
 func keepsHoles(s blockdev.Spec) bool {
 	return s.Provisioning == blockdev.Thin || s.Kind == blockdev.Snapshot

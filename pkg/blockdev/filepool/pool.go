@@ -48,18 +48,16 @@ type pool struct {
 	directories map[blockdev.Kind]*os.File // held to be synced
 	directoryID map[blockdev.Kind]string
 	device      uint64 // that the directories are on
-	mapper      bool   // the kernel has a device mapper
 	reflink     bool   // the filesystem can share blocks between files
 	kind        int64  // of the filesystem, as in statfs(2)
 	block       int64  // of the filesystem in bytes, or less
 
 	*catalog.Catalog[*object]
 	// Guarded by its Mu, too, or not changed after the pool was opened:
-	strays  []string                     // images without a record
-	loops   map[blockdev.Ref][]knownLoop // loop devices last seen over the object; its slices are never changed
-	seen    uint64                       // see knownLoop
-	covered map[blockdev.Ref]bool        // objects that may have a device over their loop device
-	space   space
+	strays []string                     // images without a record
+	loops  map[blockdev.Ref][]knownLoop // loop devices last seen over the object; its slices are never changed
+	seen   uint64                       // see knownLoop
+	space  space
 }
 
 // object is what is known of one record file.
@@ -78,7 +76,7 @@ func (o *object) size() int64 { return max(o.Record.Size, o.growing) }
 // Open opens the pool in the directory, and finishes or undoes what a crash left half-done in it. Where there is none, one is made if
 // Location.Create, or what is known of it, lets it; else it is errdefs.ErrUnavailable.
 func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (_ blockdev.Pool, err error) {
-	p := &pool{name: name, location: l, directories: map[blockdev.Kind]*os.File{}, Catalog: catalog.New[*object](name), loops: map[blockdev.Ref][]knownLoop{}, covered: map[blockdev.Ref]bool{}, directoryID: map[blockdev.Kind]string{}}
+	p := &pool{name: name, location: l, directories: map[blockdev.Kind]*os.File{}, Catalog: catalog.New[*object](name), loops: map[blockdev.Ref][]knownLoop{}, directoryID: map[blockdev.Kind]string{}}
 	p.space.survey.most = surveyExtents
 	p.space.survey.context, p.space.survey.stop = context.WithCancel(context.WithoutCancel(ctx))
 	defer func() {
@@ -105,9 +103,7 @@ func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (
 		return nil, err
 	}
 	p.completeAllSlots(ctx)
-	if err := p.recoverGuards(ctx); err != nil {
-		return nil, err
-	}
+	p.recoverGuards(ctx)
 	p.recoverUnfinished(ctx)
 	return p, nil
 }

@@ -990,9 +990,8 @@ func TestReusedNumber(t *testing.T) {
 	pool, other := pooltest.OpenedFiles(t, filepath.Join(dir, "a")), pooltest.OpenedFiles(t, filepath.Join(dir, "b"))
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB})
 	for range 10 {
-		device := pooltest.Attach(t, pool, pooltest.Vol("a"), blockdev.Attachment{ReadOnly: true, Keep: true})
+		device := pooltest.Attach(t, pool, pooltest.Vol("a"), blockdev.Attachment{ReadOnly: true})
 		check.OK(t, device.Close())
-		run(t, "losetup", "--detach", device.Path)
 		theirs, same := takeNumber(t, other, device.Number)
 		if !same {
 			continue
@@ -1030,8 +1029,7 @@ func TestSticky(t *testing.T) {
 	for range 10 {
 		device := pooltest.Attach(t, pool, pooltest.Vol("a"), blockdev.Attachment{Keep: true})
 		before := settings(device)
-		changed := pooltest.Attach(t, pool, pooltest.Vol("a"), blockdev.Attachment{Keep: true, Attributes: map[string]string{"read_ahead_kb": "64", "scheduler": "mq-deadline"}})
-		check.OK(t, changed.Close())
+		check.OK(t, pooltest.Second(device.SetQueue(map[string]string{"read_ahead_kb": "64", "scheduler": "mq-deadline"})))
 		if after := settings(device); before[0] == after[0] || before[1] == after[1] {
 			t.Fatalf("settings %q became %q: this test shows nothing", before, after)
 		}
@@ -1058,7 +1056,8 @@ func TestSticky(t *testing.T) {
 func TestSetQueue(t *testing.T) {
 	pool := pooltest.OpenedFiles(t, drivertest.Dir(t))
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB})
-	device := pooltest.Attach(t, pool, pooltest.Vol("a"), blockdev.Attachment{Attributes: map[string]string{"read_ahead_kb": "64"}})
+	device := pooltest.Attach(t, pool, pooltest.Vol("a"), blockdev.Attachment{})
+	check.OK(t, pooltest.Second(device.SetQueue(map[string]string{"read_ahead_kb": "64"})))
 	is := func(when, readAhead, scheduler string) {
 		t.Helper()
 		for name, want := range map[string]string{"read_ahead_kb": readAhead, "scheduler": "[" + scheduler + "]"} {

@@ -7,68 +7,100 @@ import (
 	"os"
 	"slices"
 	"strings"
-	"time"
 
 	"golang.org/x/sys/unix"
-	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
-	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/held"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/lvm2"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// An attached object is a linear device of our own over the logical volume, one for writing
-// and one for reading. So they can be suspended without lvm2, which knows nothing of them,
-// and read-only is read-only.
+// An object is attached for writing as the device of its logical volume, over which there is another one (Top), and for reading as a
+// linear device of our own over it, so that read-only is read-only.
 //
-// A device that is not to be kept is removed while it is held open (DM_DEFERRED_REMOVE), so
-// that it goes away with its last user, whatever becomes of the driver; and so does the
-// logical volume's device, with the last of the two over it.
+// The logical volume's device and that for reading are removed while they are held open (DM_DEFERRED_REMOVE), so that they go with
+// their last user, whatever becomes of the driver.
 const (
-	writableSuffix = "-writable"
+	topSuffix      = "-writable"
 	readOnlySuffix = "-readonly"
 )
 
-// devices returns the devices of an object, either of which may be nil.
-func (p *pool) devices(ref blockdev.Ref) (writable, readOnly *dm.Device, err error) {
-	if slices.Contains(p.strays, p.path(ref.String())) {
-		return nil, nil, nil // another's
+// Top: see blockdev.Stackable.
+func (p *pool) Top(ref blockdev.Ref) (name, uuid string, err error) {
+	base, err := p.base(ref)
+	if err != nil {
+		return "", "", err
 	}
-	name := p.device(ref.String())
-	if writable, err = p.own(name + writableSuffix); err == nil {
-		readOnly, err = p.own(name + readOnlySuffix)
+	uuid = "LVM-" + p.uuid
+	if base != nil {
+		uuid = base.UUID + topSuffix
+	}
+	return p.device(ref.String()) + topSuffix, uuid, nil
+}
+
+// ParseTop: see blockdev.Stackable.
+func (p *pool) ParseTop(name string) (blockdev.Ref, bool) {
+	volume, ours := strings.CutPrefix(name, p.device(""))
+	volume, top := strings.CutSuffix(volume, topSuffix)
+	ref := blockdev.ParseRef(volume)
+	return ref, ours && top && p.Find(ref) != nil && !p.stray(ref)
+}
+
+// stray reports whether what has the name of an object is another's.
+func (p *pool) stray(ref blockdev.Ref) bool { return slices.Contains(p.strays, p.path(ref.String())) }
+
+// base returns the device of the logical volume of an object; nil if there is none.
+func (p *pool) base(ref blockdev.Ref) (*dm.Device, error) {
+	if p.stray(ref) {
+		return nil, nil
+	}
+	return p.own(p.device(ref.String()))
+}
+
+// devices returns the devices that an object is attached as, either of which may be nil. The logical volume's is one of them if
+// anything but the one for reading has it open.
+func (p *pool) devices(ref blockdev.Ref) (writable, readOnly *dm.Device, err error) {
+	if p.stray(ref) {
+		return nil, nil, nil
+	}
+	if readOnly, err = p.own(p.device(ref.String()) + readOnlySuffix); err != nil {
+		return nil, nil, err
+	}
+	if readOnly != nil && !readOnly.Live {
+		readOnly = nil
+	}
+	base, err := p.base(ref)
+	readers := 0
+	if readOnly != nil {
+		readers = 1
+	}
+	if err == nil && base != nil && base.Live && base.Opens > readers {
+		writable = base
 	}
 	return writable, readOnly, err
 }
 
-// own returns a device if it is one of this group. The kernel removes a device a moment
-// after its last user is gone; that moment is waited for.
+// own is dm.FindUsed for a device of this group.
 func (p *pool) own(name string) (*dm.Device, error) {
-	for try := 0; ; try++ {
-		d, err := dm.Find(name)
-		if err != nil || d == nil || !strings.HasPrefix(d.UUID, "LVM-"+p.uuid) {
-			return nil, err
-		}
-		if !d.Deferred || d.Opens > 0 || try == held.Tries {
-			return d, nil
-		}
-		time.Sleep(time.Millisecond)
+	d, err := dm.FindUsed(name)
+	if d != nil && !strings.HasPrefix(d.UUID, "LVM-"+p.uuid) {
+		d = nil
 	}
+	return d, err
 }
 
 func (p *pool) Attach(ctx context.Context, ref blockdev.Ref, how blockdev.Attachment) (blockdev.Device, error) {
 	o, record, err := p.Lookup(ref)
+	if err == nil && how.Keep {
+		err = fmt.Errorf("%w: what is to stay is the device over that of a logical volume", errdefs.ErrUnsupported)
+	}
 	if err != nil {
 		return blockdev.Device{}, err
 	}
 	device, err := p.attach(ctx, o, record, how)
 	if err != nil {
 		return blockdev.Device{}, fmt.Errorf("attach %s of pool %s: %w", ref, p.name, err)
-	}
-	if _, err := device.SetQueue(how.Attributes); err != nil {
-		return blockdev.Device{}, errors.Join(err, device.Close())
 	}
 	return device, nil
 }
@@ -88,31 +120,22 @@ func (p *pool) attach(ctx context.Context, o *logical, record blockdev.Record, h
 	}
 }
 
-func (p *pool) attachOnce(ctx context.Context, o *logical, record blockdev.Record, how blockdev.Attachment) (_ blockdev.Device, err error) {
-	suffix := writableSuffix
+func (p *pool) attachOnce(ctx context.Context, o *logical, record blockdev.Record, how blockdev.Attachment) (blockdev.Device, error) {
+	var d *dm.Device
+	var err error
 	if how.ReadOnly {
-		suffix = readOnlySuffix
+		d, err = p.own(p.device(record.String()) + readOnlySuffix)
 	}
-	d, err := p.own(p.device(record.String()) + suffix)
-	if err != nil {
-		return blockdev.Device{}, err
-	}
-	if d != nil && !d.Live { // who made it was cut short
-		d = nil
-	}
-	if d != nil && d.Deferred == how.Keep {
-		return blockdev.Device{}, fmt.Errorf("%w: it is attached as %s for another use (or still held after that)", errdefs.ErrInUse, d.Path())
-	}
-	if d == nil {
-		if d, err = p.makeDevice(ctx, o, record, suffix); err != nil {
+	if err == nil && (d == nil || !d.Live) {
+		if d, err = p.activateObject(ctx, o, record.Ref); err != nil {
 			return blockdev.Device{}, err
 		}
-		defer func() {
-			if err != nil { // nobody has it
-				_, removed := dm.Remove(d.Name)
-				err = errors.Join(err, removed)
-			}
-		}()
+		if how.ReadOnly {
+			d, err = p.makeReader(d)
+		}
+	}
+	if err != nil {
+		return blockdev.Device{}, err
 	}
 	f, err := dm.Open(d, os.O_RDONLY)
 	if err != nil {
@@ -122,7 +145,7 @@ func (p *pool) attachOnce(ctx context.Context, o *logical, record blockdev.Recor
 	if err == nil && size < record.Size {
 		err = p.truncated(record, size)
 	}
-	if err == nil && !how.Keep && !d.Deferred {
+	if err == nil && !d.Deferred {
 		_, err = dm.Remove(d.Name)
 	}
 	if err != nil {
@@ -136,12 +159,8 @@ func (p *pool) truncated(record blockdev.Record, size int64) error {
 	return fmt.Errorf("%w: %s has %d bytes, the record says %d; restore it from a backup, or delete the volume", errdefs.ErrDataLoss, p.path(record.String()), size, record.Size)
 }
 
-// makeDevice makes a device over a logical volume, which it activates first.
-func (p *pool) makeDevice(ctx context.Context, o *logical, record blockdev.Record, suffix string) (*dm.Device, error) {
-	base, err := p.activateObject(ctx, o, record.Ref)
-	if err != nil {
-		return nil, err
-	}
+// makeReader makes the device for reading over that of a logical volume.
+func (p *pool) makeReader(base *dm.Device) (*dm.Device, error) {
 	held, err := dm.Open(base, os.O_RDONLY)
 	if err != nil {
 		return nil, err
@@ -153,16 +172,14 @@ func (p *pool) makeDevice(ctx context.Context, o *logical, record blockdev.Recor
 		}
 	}
 	size, err := blockdev.DeviceSize(held)
-	if err == nil && size < record.Size {
-		err = p.truncated(record, size)
-	}
 	if err != nil {
 		return nil, err
 	}
-	if err := dm.Show(base.Name+suffix, base.UUID+suffix, base.Number, size, suffix == readOnlySuffix); err != nil {
+	name := base.Name + readOnlySuffix
+	if err := dm.Show(name, base.UUID+readOnlySuffix, base.Number, size, true); err != nil {
 		return nil, err
 	}
-	d, err := p.own(base.Name + suffix)
+	d, err := p.own(name)
 	if err == nil && d == nil {
 		err = unix.ENODEV
 	}
@@ -202,27 +219,6 @@ func (p *pool) activate(ctx context.Context, volume string) (*dm.Device, error) 
 	return d, err
 }
 
-// splitTables brings devices that an older driver made, over a single target, to a table that passes no
-// ioctls down (dm.showTable); also those that are in use.
-func (p *pool) splitTables(ctx context.Context) {
-	all, err := p.allAttached()
-	for ref, devices := range all {
-		for _, d := range devices {
-			if !d.Live || d.Targets != 1 {
-				continue
-			}
-			kind, _, failure := dm.Target(d.Name)
-			if failure == nil && kind == "linear" {
-				failure = p.resize(ref, p.Find(ref))
-			}
-			err = errors.Join(err, failure)
-		}
-	}
-	if err != nil {
-		klog.FromContext(ctx).Error(err, "could not make sure that devices of an older driver pass no ioctls down; the next start tries again", "pool", p.name)
-	}
-}
-
 func (p *pool) Attached(_ context.Context, ref blockdev.Ref) ([]blockdev.Device, error) {
 	if err := ref.Validate(); err != nil {
 		return nil, err
@@ -233,18 +229,13 @@ func (p *pool) Attached(_ context.Context, ref blockdev.Ref) ([]blockdev.Device,
 	}
 	var devices []blockdev.Device
 	for _, d := range []*dm.Device{writable, readOnly} {
-		if d == nil || !d.Live {
+		if d == nil {
 			continue
 		}
-		f, err := dm.Open(d, os.O_RDONLY)
-		if dm.Vanished(err) {
+		size, err := d.Size()
+		if errors.Is(err, os.ErrNotExist) { // it went with its last user
 			continue
 		}
-		if err != nil {
-			return nil, err
-		}
-		size, err := blockdev.DeviceSize(f)
-		f.Close()
 		if err != nil {
 			return nil, err
 		}
@@ -257,28 +248,19 @@ func (p *pool) Detach(ctx context.Context, ref blockdev.Ref) error {
 	if err := ref.Validate(); err != nil {
 		return err
 	}
-	writable, readOnly, err := p.devices(ref)
-	if err != nil {
-		return err
-	}
-	// It is nobody's without the others; an activation that was cut short leaves one.
-	base, err := p.own(p.device(ref.String()))
-	if err != nil {
-		return err
+	if p.stray(ref) {
+		return nil
 	}
 	var in []string
-	for _, d := range []*dm.Device{writable, readOnly, base} {
-		if d == nil {
-			continue
+	// An activation that was cut short leaves the logical volume's without another.
+	for _, name := range []string{p.device(ref.String()) + readOnlySuffix, p.device(ref.String())} {
+		d, err := p.own(name)
+		inUse := false
+		if err == nil && d != nil {
+			inUse, err = dm.RemoveNow(ctx, name)
 		}
-		inUse, err := dm.Remove(d.Name)
 		if err != nil {
 			return fmt.Errorf("detach %s of pool %s: %w", ref, p.name, err)
-		}
-		for try := 0; inUse && try < held.Tries && ctx.Err() == nil; try++ {
-			time.Sleep(held.Pause)
-			now, err := dm.Find(d.Name)
-			inUse = err != nil || now != nil
 		}
 		if inUse {
 			in = append(in, d.Path())
@@ -291,45 +273,5 @@ func (p *pool) Detach(ctx context.Context, ref blockdev.Ref) error {
 	return nil
 }
 
-func (p *pool) Orphans(context.Context) (map[blockdev.Ref][]blockdev.Device, error) {
-	all, err := p.allAttached()
-	if err != nil {
-		return nil, err
-	}
-	found := map[blockdev.Ref][]blockdev.Device{}
-	for ref, devices := range all {
-		for _, d := range devices {
-			if !d.Deferred {
-				found[ref] = append(found[ref], blockdev.Device{Path: d.Path(), Number: d.Number, ReadOnly: d.ReadOnly})
-			}
-		}
-	}
-	return found, nil
-}
-
-// allAttached returns the devices of all objects.
-func (p *pool) allAttached() (map[blockdev.Ref][]*dm.Device, error) {
-	names, err := dm.Names(p.device(""))
-	if err != nil {
-		return nil, err
-	}
-	found := map[blockdev.Ref][]*dm.Device{}
-	for _, name := range names {
-		volume, suffix, _ := strings.Cut(strings.TrimPrefix(name, p.device("")), "-")
-		if suffix = "-" + suffix; suffix != writableSuffix && suffix != readOnlySuffix {
-			continue
-		}
-		ref := blockdev.ParseRef(volume)
-		if p.Find(ref) == nil {
-			continue
-		}
-		d, err := p.own(name)
-		if err != nil {
-			return nil, err
-		}
-		if d != nil {
-			found[ref] = append(found[ref], d)
-		}
-	}
-	return found, nil
-}
+// Orphans: nothing is attached here to be kept.
+func (p *pool) Orphans(context.Context) (map[blockdev.Ref][]blockdev.Device, error) { return nil, nil }

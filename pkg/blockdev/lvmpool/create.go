@@ -103,7 +103,7 @@ func (p *pool) begin(ctx context.Context, spec blockdev.Spec) (*logical, error) 
 		return nil, err
 	}
 	err = p.lvm.Hold(ctx, func(run lvm2.Run) error {
-		err := p.runSuspended(ctx, spec.Origin, run, p.lvcreate(spec, made, o.tags)...)
+		_, err := run(p.lvcreate(spec, made, o.tags)...)
 		switch {
 		case err == nil:
 			p.countAllocated(spec.Size)
@@ -152,20 +152,6 @@ func (p *pool) lvcreate(spec blockdev.Spec, made int64, tags []string) []string 
 		return append(args, "-ky", "-V", strconv.FormatInt(spec.Size, 10)+"b", "--thinpool", p.location.Thin, p.location.Group)
 	}
 	return append(args, "-s", "-ky", p.path(spec.Origin.String()))
-}
-
-// runSuspended runs a command while the writes to the origin, if there is one, are held
-// back.
-func (p *pool) runSuspended(ctx context.Context, origin blockdev.Ref, run lvm2.Run, args ...string) error {
-	resume := func() error { return nil }
-	if origin != (blockdev.Ref{}) {
-		var err error
-		if resume, err = p.Suspend(ctx, origin); err != nil {
-			return err
-		}
-	}
-	_, err := run(args...)
-	return errors.Join(err, resume())
 }
 
 // giveUp undoes an unfinished object, unless a retry can go on with its copy.
@@ -258,65 +244,8 @@ func (p *pool) extend(run lvm2.Run, o *logical, ref blockdev.Ref, size int64, wh
 	return err
 }
 
-// Suspend: see Suspender. It is our device over the logical volume that is suspended: lvm2
-// does not send its messages to a thin pool for a volume that somebody else suspended.
-func (p *pool) Suspend(_ context.Context, ref blockdev.Ref) (resume func() error, err error) {
-	nothing := func() error { return nil }
-	if _, _, err := p.Lookup(ref); err != nil {
-		return nil, err
-	}
-	d, _, err := p.devices(ref)
-	if err != nil || d == nil || d.Suspended {
-		return nothing, err
-	}
-	f, err := dm.Open(d, os.O_RDONLY)
-	if dm.Vanished(err) {
-		return nothing, nil
-	}
-	if err != nil {
-		return nil, err
-	}
-	defer f.Close()
-	if err := f.Sync(); err != nil { // what the page cache of a raw device holds
-		return nil, fmt.Errorf("flush %s: %w", d.Path(), errdefs.FromErrno(err))
-	}
-	p.hold(d.Name, true)
-	if err := dm.Suspend(d.Name); err != nil {
-		p.hold(d.Name, false)
-		return nil, err
-	}
-	return func() (err error) {
-		// What waits for it cannot be interrupted: not even the thawing of its filesystem.
-		for range resumeTries {
-			var now *dm.Device
-			if now, err = p.own(d.Name); err == nil && now != nil && now.Suspended {
-				err = dm.Resume(d.Name, 0)
-			}
-			if err == nil {
-				break
-			}
-			time.Sleep(resumePause)
-		}
-		p.hold(d.Name, false)
-		return err
-	}, nil
-}
-
-// resumeTries bounds how often it is tried to resume a device.
-const (
-	resumeTries = 10
-	resumePause = 100 * time.Millisecond
-)
-
-func (p *pool) hold(device string, held bool) {
-	p.Mu.Lock()
-	defer p.Mu.Unlock()
-	if held {
-		p.held[device] = true
-	} else {
-		delete(p.held, device)
-	}
-}
+// CutsAtOnce: see blockdev.Cutter. lvm2 suspends the logical volume for as long as that takes.
+func (p *pool) CutsAtOnce() bool { return true }
 
 // cutSize is what the space for the changes of a volume takes while it is copied, in
 // bytes: all of it may change, and each chunk of 64 KiB has an entry of 16 bytes.
@@ -379,7 +308,7 @@ func (p *pool) makeCut(ctx context.Context, o *logical, spec blockdev.Spec) erro
 	name := "cut." + spec.Ref.String()
 	o.cut = time.Now().UTC()
 	return p.lvm.Hold(ctx, func(run lvm2.Run) error {
-		err := p.runSuspended(ctx, spec.Origin, run, "lvcreate", "-s", "-kn", "-c", "64k", "--addtag", tagOurs, "-n", name,
+		_, err := run("lvcreate", "-s", "-kn", "-c", "64k", "--addtag", tagOurs, "-n", name,
 			"-l", strconv.FormatInt(size/p.extent, 10), p.path(spec.Origin.String()))
 		if err == nil {
 			p.countAllocated(size)
@@ -598,23 +527,15 @@ func (p *pool) prepareExtents(ctx context.Context, spare string, size int64) ([]
 	return slices.Compact(where), err
 }
 
-// resize lets attached devices see the size of their volume.
+// resize lets the device for reading see the size of its volume; that of the logical volume does.
 func (p *pool) resize(ref blockdev.Ref, o *logical) error {
-	writable, readOnly, err := p.devices(ref)
-	if err != nil {
+	_, reader, err := p.devices(ref)
+	if err != nil || reader == nil {
 		return err
 	}
-	base, err := p.own(p.device(ref.String()))
+	base, err := p.base(ref)
 	if err != nil || base == nil {
 		return err
 	}
-	for _, d := range []*dm.Device{writable, readOnly} {
-		if d == nil {
-			continue
-		}
-		if err := dm.Show(d.Name, d.UUID, base.Number, p.known(o).size, d.ReadOnly); err != nil {
-			return err
-		}
-	}
-	return nil
+	return dm.Show(reader.Name, reader.UUID, base.Number, p.known(o).size, true)
 }

@@ -3,7 +3,6 @@ package lvmpool
 import (
 	"bytes"
 	"context"
-	"errors"
 	"fmt"
 	"os"
 
@@ -91,9 +90,6 @@ func addChanges(w *extents.Writer, at int64, have, want []byte) error {
 // openForReading opens an object past the page cache; nothing but the file holds it.
 func (p *pool) openForReading(ctx context.Context, ref blockdev.Ref) (*os.File, int64, error) {
 	device, err := p.Attach(ctx, ref, blockdev.Attachment{ReadOnly: true})
-	if errors.Is(err, errdefs.ErrInUse) { // it is attached for reading, to be kept
-		device, err = p.Attach(ctx, ref, blockdev.Attachment{ReadOnly: true, Keep: true})
-	}
 	if err != nil {
 		return nil, 0, err
 	}

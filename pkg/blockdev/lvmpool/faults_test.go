@@ -27,6 +27,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/lvmpool"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
+	"github.com/ashlar-csi/ashlar/pkg/device"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -125,6 +126,30 @@ func (f *lvmFixture) copy(ref, origin blockdev.Ref, size int64) {
 // marked are bytes in which each block is full of one word.
 func marked(word string, size int64) []byte {
 	return bytes.Repeat(fmt.Appendf(nil, "%-16s", word), int(size/16))
+}
+
+// stack is what the devices of an object are used through, by a driver.
+func (f *lvmFixture) stack(ref blockdev.Ref) device.Stack { return device.New().Of(f.pool, ref) }
+
+// handOut attaches an object as a device that stays.
+func (f *lvmFixture) handOut(ref blockdev.Ref) blockdev.Device {
+	f.Helper()
+	d, err := f.stack(ref).Attach(f.Context(), device.Options{Keep: true})
+	check.OK(f, err)
+	f.Cleanup(func() { _ = d.Close() })
+	return d
+}
+
+// attachments are the ways to attach an object.
+func (f *lvmFixture) attachments(ref blockdev.Ref) map[string]func() (blockdev.Device, error) {
+	return map[string]func() (blockdev.Device, error){
+		"bare": func() (blockdev.Device, error) { return f.pool.Attach(f.Context(), ref, blockdev.Attachment{}) },
+		"read-only": func() (blockdev.Device, error) {
+			return f.pool.Attach(f.Context(), ref, blockdev.Attachment{ReadOnly: true})
+		},
+		"mounted":    func() (blockdev.Device, error) { return f.stack(ref).Attach(f.Context(), device.Options{}) },
+		"handed out": func() (blockdev.Device, error) { return f.stack(ref).Attach(f.Context(), device.Options{Keep: true}) },
+	}
 }
 
 // attached runs something on the device of an object.
@@ -622,7 +647,7 @@ func TestLVMNeedsCheck(t *testing.T) {
 	f.write(pooltest.Vol("b"), 0, marked("b", 4*pooltest.MiB))
 	before, lvs := pooltest.CapacityOf(t, f.pool), f.lv("lv_name,lv_size,lv_tags")
 
-	device := pooltest.Attach(t, f.pool, pooltest.Vol("b"), blockdev.Attachment{Keep: true})
+	device := f.handOut(pooltest.Vol("b"))
 	books.behave(books.faults()["no record"])
 	file, err := os.OpenFile(device.Path, os.O_RDWR, 0)
 	check.OK(t, err)
@@ -632,7 +657,7 @@ func TestLVMNeedsCheck(t *testing.T) {
 	books.well()
 	for _, restarted := range []bool{false, true} {
 		if restarted {
-			check.OK(t, errors.Join(device.Close(), f.pool.Detach(ctx, pooltest.Vol("b"))))
+			check.OK(t, errors.Join(device.Close(), f.stack(pooltest.Vol("b")).Detach(ctx)))
 			f.restart()
 		}
 		f.poolIll("PoolFailed")
@@ -737,14 +762,14 @@ func TestLVMTakenDown(t *testing.T) {
 func TestLVMOlderTable(t *testing.T) {
 	onLVM(t, func(f *lvmFixture) {
 		f.make(pooltest.Vol("a"), 16*pooltest.MiB)
-		device := pooltest.Attach(f, f.pool, pooltest.Vol("a"), blockdev.Attachment{Keep: true})
-		told, err := os.ReadFile("/sys/block/" + filepath.Base(device.Path) + "/dm/name")
+		dev := f.handOut(pooltest.Vol("a"))
+		told, err := os.ReadFile("/sys/block/" + filepath.Base(dev.Path) + "/dm/name")
 		check.OK(f, err)
 		name := strings.TrimSpace(string(told))
 		base := strings.TrimSuffix(name, "-writable")
 		drivertest.Run(f, "dmsetup", "load", name, "--table", fmt.Sprintf("0 %d linear /dev/mapper/%s 0", 16*pooltest.MiB/512, base))
 		drivertest.Run(f, "dmsetup", "resume", name)
-		file, err := os.OpenFile(device.Path, os.O_RDWR, 0)
+		file, err := os.OpenFile(dev.Path, os.O_RDWR, 0)
 		check.OK(f, err)
 		defer file.Close()
 		passed := func() bool {
@@ -755,6 +780,7 @@ func TestLVMOlderTable(t *testing.T) {
 			f.Fatal("a single linear target passes nothing down: this test shows nothing")
 		}
 		f.restart()
+		check.OK(f, device.New().Recover(f.Context(), f.pool))
 		if passed() {
 			f.Error("it passes ioctls down")
 		}
@@ -762,7 +788,7 @@ func TestLVMOlderTable(t *testing.T) {
 			f.Errorf("its table is %q", table)
 		}
 		check.OK(f, pooltest.Second(file.WriteAt(marked("a", pooltest.MiB), 0)))
-		check.OK(f, errors.Join(file.Sync(), file.Close(), device.Close(), f.pool.Detach(f.Context(), pooltest.Vol("a"))))
+		check.OK(f, errors.Join(file.Sync(), file.Close(), dev.Close(), f.stack(pooltest.Vol("a")).Detach(f.Context())))
 		f.holds(pooltest.Vol("a"), 0, marked("a", pooltest.MiB))
 	})
 }
@@ -775,7 +801,7 @@ func TestLVMCopyGoesOn(t *testing.T) {
 	f.start()
 	f.make(pooltest.Vol("a"), 32*pooltest.MiB)
 	f.write(pooltest.Vol("a"), 0, marked("a", 32*pooltest.MiB))
-	device := pooltest.Attach(t, f.pool, pooltest.Vol("a"), blockdev.Attachment{Keep: true})
+	device := f.handOut(pooltest.Vol("a"))
 	told, goneOn := 0, false
 	spec := blockdev.Spec{Ref: pooltest.Snap("b"), Name: "b", Size: 32 * pooltest.MiB, Origin: pooltest.Vol("a"), Cut: func(context.Context) error { told++; return nil }}
 	for n := 4; !goneOn; n++ { // until it ends in the middle of the copy
@@ -792,7 +818,7 @@ func TestLVMCopyGoesOn(t *testing.T) {
 	if told != 1 {
 		t.Errorf("a copy that went on told %d times that its bytes are fixed", told)
 	}
-	check.OK(t, errors.Join(device.Close(), f.pool.Detach(t.Context(), pooltest.Vol("a"))))
+	check.OK(t, errors.Join(device.Close(), f.stack(pooltest.Vol("a")).Detach(t.Context())))
 	f.holds(pooltest.Snap("b"), 0, marked("a", 32*pooltest.MiB))
 }
 
@@ -893,12 +919,13 @@ func TestLVMNoBytesOfOthers(t *testing.T) {
 		pollute()
 		f.make(pooltest.Vol("a"), 8*pooltest.MiB)
 		f.write(pooltest.Vol("a"), 0, marked("a", 8*pooltest.MiB))
-		device := pooltest.Attach(f, f.pool, pooltest.Vol("a"), blockdev.Attachment{Keep: true})
+		device := f.handOut(pooltest.Vol("a"))
 		check.OK(f, pooltest.Second(f.pool.Expand(ctx, pooltest.Vol("a"), 16*pooltest.MiB)))
+		check.OK(f, f.stack(pooltest.Vol("a")).Grow(ctx))
 		if b, err := readDevice(device.Path, 8*pooltest.MiB, 8*pooltest.MiB); err != nil || len(bytes.Trim(b, "\x00")) > 0 {
 			f.Errorf("the tail of an attached volume that grew is not zero: %v", err)
 		}
-		check.OK(f, errors.Join(device.Close(), f.pool.Detach(ctx, pooltest.Vol("a"))))
+		check.OK(f, errors.Join(device.Close(), f.stack(pooltest.Vol("a")).Detach(ctx)))
 		check.OK(f, pooltest.Second(f.pool.Expand(ctx, pooltest.Vol("a"), 24*pooltest.MiB)))
 		clean(pooltest.Vol("a"), 8*pooltest.MiB, 24*pooltest.MiB, "the tail of a volume that grew")
 		f.holds(pooltest.Vol("a"), 0, marked("a", 8*pooltest.MiB))
@@ -1251,7 +1278,7 @@ func TestLVMHangsSuspended(t *testing.T) {
 		for _, pid := range lvmChildren(os.Getpid()) {
 			check.OK(t, syscall.Kill(pid, syscall.SIGSTOP))
 		}
-		device := strings.ReplaceAll(f.group.Name, "-", "--") + "-" + pooltest.Vol("a").String() + "-writable"
+		device := strings.ReplaceAll(f.group.Name, "-", "--") + "-" + pooltest.Vol("a").String()
 		drivertest.Run(t, "dmsetup", "suspend", device)
 		ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
 		defer cancel()
@@ -1314,17 +1341,17 @@ func TestLVMCutShort(t *testing.T) {
 func TestLVMCutActivation(t *testing.T) {
 	onLVM(t, func(f *lvmFixture) {
 		f.make(pooltest.Vol("a"), 8*pooltest.MiB)
-		for _, how := range []blockdev.Attachment{{}, {ReadOnly: true}, {Keep: true}} {
+		for how, attach := range f.attachments(pooltest.Vol("a")) {
 			drivertest.Run(f, "lvchange", "-q", "-ay", "-K", f.path(pooltest.Vol("a")))
-			device, err := f.pool.Attach(f.Context(), pooltest.Vol("a"), how)
+			device, err := attach()
 			check.OK(f, err)
 			check.OK(f, device.Close())
-			devices, err := f.pool.Attached(f.Context(), pooltest.Vol("a"))
+			devices, err := f.stack(pooltest.Vol("a")).Attached(f.Context())
 			check.OK(f, err)
-			if len(devices) > 0 != how.Keep {
-				f.Errorf("%+v: %v are left", how, devices)
+			if len(devices) > 0 != (how == "handed out") {
+				f.Errorf("%s: %v are left", how, devices)
 			}
-			check.OK(f, f.pool.Detach(f.Context(), pooltest.Vol("a")))
+			check.OK(f, f.stack(pooltest.Vol("a")).Detach(f.Context()))
 		}
 		drivertest.Run(f, "lvchange", "-q", "-ay", "-K", f.path(pooltest.Vol("a"))) // and then the driver was killed
 		f.restart()
@@ -1397,8 +1424,7 @@ func TestLVMDevicesBelow(t *testing.T) {
 	prefix := strings.ReplaceAll(f.group.Name, "-", "--") + "-"
 	bare := prefix + "cut." + pooltest.Snap("c").String()
 	left, held, others := prefix+"cut."+pooltest.Snap("a").String()+"-cow", prefix+pooltest.Vol("a").String()+"-real", prefix+"cut."+pooltest.Vol("b").String()+"-cow"
-	device, err := f.pool.Attach(t.Context(), pooltest.Vol("a"), blockdev.Attachment{Keep: true})
-	check.OK(t, err)
+	device := f.handOut(pooltest.Vol("a"))
 	check.OK(t, device.Close())
 	drivertest.Run(t, "dmsetup", "create", left, "--uuid", uuid+"x-cow", "--table", "0 8 error")
 	drivertest.Run(t, "dmsetup", "create", held, "--uuid", uuid+"x-real", "--table", "0 16384 error")
@@ -1414,7 +1440,7 @@ func TestLVMDevicesBelow(t *testing.T) {
 	}
 	check.OK(t, writeDirect(device.Path, 0, marked("b", pooltest.MiB)))
 	drivertest.Run(t, "dmsetup", "remove", others)
-	check.OK(t, f.pool.Detach(t.Context(), pooltest.Vol("a")))
+	check.OK(t, f.stack(pooltest.Vol("a")).Detach(t.Context()))
 	f.holds(pooltest.Vol("a"), 0, marked("b", pooltest.MiB))
 }
 
@@ -1426,25 +1452,25 @@ func TestLVMWithoutTable(t *testing.T) {
 		f.write(pooltest.Vol("a"), 0, marked("a", 8*pooltest.MiB))
 		ids := strings.Fields(strings.ReplaceAll(drivertest.Run(t, "lvs", "--noheadings", "-o", "vg_uuid,lv_uuid", f.path(pooltest.Vol("a"))), "-", ""))
 		name, uuid := strings.ReplaceAll(f.group.Name, "-", "--")+"-"+pooltest.Vol("a").String(), "LVM-"+ids[0]+ids[1]
-		for _, how := range []blockdev.Attachment{{}, {ReadOnly: true}, {Keep: true}} {
+		for how, attach := range f.attachments(pooltest.Vol("a")) {
 			for _, suffix := range []string{"", "-writable", "-readonly"} {
 				for _, load := range []bool{false, true} {
 					drivertest.Run(t, "dmsetup", "create", name+suffix, "--notable", "--uuid", uuid+suffix)
 					if load {
 						drivertest.Run(t, "dmsetup", "load", name+suffix, "--table", "0 16384 error")
 					}
-					if devices, err := f.pool.Attached(t.Context(), pooltest.Vol("a")); err != nil || len(devices) > 0 {
+					if devices, err := f.stack(pooltest.Vol("a")).Attached(t.Context()); err != nil || len(devices) > 0 {
 						f.Errorf("%q without a table: attached as %v, %v", suffix, devices, err)
 					}
-					device, err := f.pool.Attach(t.Context(), pooltest.Vol("a"), how)
+					device, err := attach()
 					check.OK(f, err)
 					have, err := readDevice(device.Path, 0, 8*pooltest.MiB)
 					check.OK(f, err)
 					if !bytes.Equal(have, marked("a", 8*pooltest.MiB)) {
-						f.Errorf("%q without a table: %+v shows other bytes", suffix, how)
+						f.Errorf("%q without a table: %s, it shows other bytes", suffix, how)
 					}
 					check.OK(f, device.Close())
-					check.OK(f, f.pool.Detach(t.Context(), pooltest.Vol("a")))
+					check.OK(f, f.stack(pooltest.Vol("a")).Detach(t.Context()))
 				}
 			}
 		}

@@ -85,20 +85,17 @@ func (p *pool) resume(ctx context.Context, run lvm2.Run, ours func(volume string
 		} else if !ours(volume) {
 			continue
 		}
-		p.Mu.Lock()
-		held := p.held[name]
-		p.Mu.Unlock()
 		d, err := p.own(name)
-		attached := "-"+part == writableSuffix || "-"+part == readOnlySuffix // it may just be being made
+		reader := "-"+part == readOnlySuffix // it may just be being made
 		switch {
-		case err != nil || d == nil || held:
-		case !d.Live && !attached: // it was made, and got no table
+		case err != nil || d == nil || "-"+part == topSuffix: // those of pkg/device are none of lvm2's
+		case !d.Live && !reader: // it was made, and got no table
 			err = p.discard(name)
 		case d.Suspended:
 			klog.FromContext(ctx).Info("Resuming a device that was left suspended", "pool", p.name, "device", name)
 			resumed[volume] = true
 			err = errors.Join(dm.Clear(name), dm.Resume(name, 0))
-		case d.Loaded && !attached:
+		case d.Loaded && !reader:
 			err = dm.Clear(name) // it has a device below in it
 		}
 		report(err)

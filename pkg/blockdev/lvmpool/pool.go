@@ -54,9 +54,8 @@ type pool struct {
 
 	*catalog.Catalog[*logical]
 	// Guarded by its Mu, too, or not changed after the pool was opened:
-	held    map[string]bool // devices that Suspend has suspended
-	strays  []string        // volumes named like ours, without our tag
-	renamed []string        // volumes with a record, named like nothing of ours
+	strays  []string // volumes named like ours, without our tag
+	renamed []string // volumes with a record, named like nothing of ours
 	space   lvmSpace
 }
 
@@ -106,7 +105,7 @@ func (p *pool) device(volume string) string {
 // Open opens the pool in the volume group or thin pool, which are the operator's to make, and finishes or undoes what a crash left
 // half-done in it. errdefs.ErrUnavailable if it is not there.
 func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (_ blockdev.Pool, err error) {
-	p := &pool{name: name, location: l, Catalog: catalog.New[*logical](name), held: map[string]bool{}}
+	p := &pool{name: name, location: l, Catalog: catalog.New[*logical](name)}
 	p.messagesPending = p.location.Thin != ""
 	p.lvm = lvm2.New("lvm", func(run lvm2.Run) { p.mend(context.WithoutCancel(ctx), run) }, p.flush)
 	defer func() {
@@ -150,7 +149,6 @@ func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (
 	p.recoverUnfinished(ctx, leftovers)
 	p.flushMissedMessages(ctx)
 	p.releaseDevices(ctx)
-	p.splitTables(ctx)
 	if p.location.Thin == "" {
 		klog.FromContext(ctx).Info("New volumes are zeroed before they are handed out", "pool", p.name, "byWritingTo", writtenZeros(rows))
 	}

@@ -48,7 +48,7 @@ while read -r line; do
 	esac
 done
 `)
-	p = &pool{name: "test", location: Location{Group: "group"}, extent: 4 << 20, Catalog: catalog.New[*logical]("test"), held: map[string]bool{}}
+	p = &pool{name: "test", location: Location{Group: "group"}, extent: 4 << 20, Catalog: catalog.New[*logical]("test")}
 	var flush error
 	p.lvm = lvm2.New(filepath.Join(dir, "lvm"), func(lvm2.Run) {}, func() error { return flush })
 	t.Cleanup(p.lvm.Close)

@@ -381,7 +381,7 @@ func (d device) keep() bool     { return d.flags&unix.LO_FLAGS_AUTOCLEAR == 0 }
 
 func (d device) public(hold func() error) (blockdev.Device, error) {
 	size, err := d.file.Seek(0, io.SeekEnd)
-	return blockdev.Device{Path: d.path(), Number: unix.Mkdev(7, uint32(d.number)), Size: size, ReadOnly: d.readOnly()}.Held(hold), err
+	return blockdev.Device{Path: d.path(), Number: unix.Mkdev(7, uint32(d.number)), Size: size, ReadOnly: d.readOnly(), Kept: d.keep()}.Held(hold), err
 }
 
 // devices returns the devices over an object, from the kernel: open ones, unless closed
@@ -424,9 +424,6 @@ func (p *Pool) Attach(_ context.Context, ref blockdev.Ref, how blockdev.Attachme
 		return blockdev.Device{}, fmt.Errorf("attach %s: %w", ref, err)
 	}
 	public, err := attached.public(attached.file.Close)
-	if err == nil {
-		_, err = public.SetQueue(how.Attributes)
-	}
 	if err != nil {
 		attached.file.Close()
 		return blockdev.Device{}, err

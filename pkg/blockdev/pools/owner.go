@@ -52,8 +52,8 @@ func Owner(number uint64) (blockdev.Ref, bool) {
 func DetachWithoutPool(ctx context.Context, number uint64) error {
 	name, err := os.ReadFile(fmt.Sprintf("/sys/dev/block/%d:%d/dm/name", unix.Major(number), unix.Minor(number)))
 	if err == nil {
-		if cover := strings.TrimSpace(string(name)); filepool.IsCover(cover) {
-			_, err = dm.Remove(cover)
+		if top := strings.TrimSpace(string(name)); filepool.IsTop(top) {
+			_, err = dm.Remove(top)
 		}
 		return err
 	}

@@ -26,6 +26,8 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/device"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -91,15 +93,16 @@ const size = 8 << 20
 // fixture is an open pool, and the test that uses it.
 type fixture struct {
 	*testing.T
-	pool blockdev.Pool
-	open Open
-	dir  string
-	thin bool
+	pool   blockdev.Pool
+	stacks *device.Stacks
+	open   Open
+	dir    string
+	thin   bool
 }
 
 func start(t *testing.T, open Open, thin bool) *fixture {
 	t.Helper()
-	f := &fixture{T: t, open: open, dir: drivertest.Dir(t), thin: thin}
+	f := &fixture{T: t, stacks: device.New(), open: open, dir: drivertest.Dir(t), thin: thin}
 	f.pool = open(t, f.dir)
 	t.Cleanup(f.finish)
 	return f
@@ -142,7 +145,7 @@ func (f *fixture) finish() {
 			f.Error(err)
 		}
 		for _, r := range records {
-			if err := errors.Join(f.pool.Detach(ctx, r.Ref), f.pool.Delete(ctx, r.Ref)); err != nil {
+			if err := errors.Join(f.stack(r.Ref).Detach(ctx), f.pool.Delete(ctx, r.Ref)); err != nil {
 				f.Error(err)
 			}
 		}
@@ -160,6 +163,7 @@ func (f *fixture) restart() {
 	f.Helper()
 	f.must(f.pool.Close())
 	f.pool = f.open(f.T, f.dir)
+	f.must(f.stacks.Recover(f.Context(), f.pool))
 }
 
 func (f *fixture) must(err error) {
@@ -202,24 +206,55 @@ func (f *fixture) copy(to, from blockdev.Ref, size int64) blockdev.Record {
 	return f.make(f.copySpec(to, from, size))
 }
 
-func (f *fixture) attach(ref blockdev.Ref, how blockdev.Attachment) blockdev.Device {
+// How a volume is attached: to be mounted, and to be handed out.
+var (
+	toMount   = device.Options{}
+	toHandOut = device.Options{Keep: true}
+)
+
+// stack is what an object's devices are used through.
+func (f *fixture) stack(ref blockdev.Ref) device.Stack { return f.stacks.Of(f.pool, ref) }
+
+func (f *fixture) attach(ref blockdev.Ref, o device.Options) blockdev.Device {
 	f.Helper()
-	device, err := f.pool.Attach(f.Context(), ref, how)
+	d, err := f.stack(ref).Attach(f.Context(), o)
 	f.must(err)
-	f.Cleanup(func() { _ = device.Close() })
-	return device
+	f.Cleanup(func() { _ = d.Close() })
+	return d
+}
+
+// reader attaches an object for reading.
+func (f *fixture) reader(ref blockdev.Ref) blockdev.Device {
+	f.Helper()
+	return Attach(f, f.pool, ref, blockdev.Attachment{ReadOnly: true})
 }
 
 func (f *fixture) detach(ref blockdev.Ref) {
 	f.Helper()
-	f.must(f.pool.Detach(f.Context(), ref))
+	f.must(f.stack(ref).Detach(f.Context()))
 }
 
 func (f *fixture) attached(ref blockdev.Ref) []blockdev.Device {
 	f.Helper()
-	devices, err := f.pool.Attached(f.Context(), ref)
+	devices, err := f.stack(ref).Attached(f.Context())
 	f.must(err)
 	return devices
+}
+
+func (f *fixture) expand(ref blockdev.Ref, size int64) (blockdev.Record, error) {
+	f.Helper()
+	r, err := f.pool.Expand(f.Context(), ref, size)
+	if err == nil {
+		err = f.stack(ref).Grow(f.Context())
+	}
+	return r, err
+}
+
+func (f *fixture) orphans() map[blockdev.Ref][]blockdev.Device {
+	f.Helper()
+	orphans, err := f.stacks.Orphans(f.Context(), f.pool)
+	f.must(err)
+	return orphans
 }
 
 // gone waits until an object has no device.
@@ -267,7 +302,7 @@ func data(seed uint64, length int) []byte {
 // write writes to an object through a device, durably.
 func (f *fixture) write(ref blockdev.Ref, offset int64, b []byte) {
 	f.Helper()
-	device := f.attach(ref, blockdev.Attachment{})
+	device := f.attach(ref, toMount)
 	defer device.Close()
 	writeDevice(f, device.Path, offset, b)
 }
@@ -285,7 +320,7 @@ func writeDevice(f *fixture, path string, offset int64, b []byte) {
 // read reads a whole object through a device of its own.
 func (f *fixture) read(ref blockdev.Ref) []byte {
 	f.Helper()
-	device := f.attach(ref, blockdev.Attachment{ReadOnly: true})
+	device := f.reader(ref)
 	defer device.Close()
 	return readDevice(f, device.Path, device.Size)
 }
@@ -466,7 +501,7 @@ func noSpace(f *fixture) {
 	f.make(spec)
 	_, err = f.pool.Create(f.Context(), f.copySpec(snap("a"), spec.Ref, spec.Size))
 	f.fails(err, errdefs.ErrNoSpace, "a snapshot that there is no room for")
-	_, err = f.pool.Expand(f.Context(), spec.Ref, 2*spec.Size)
+	_, err = f.expand(spec.Ref, 2*spec.Size)
 	f.fails(err, errdefs.ErrNoSpace, "growth that there is no room for")
 	if n := f.promised(); n != spec.Size {
 		f.Fatalf("%d bytes are promised, want %d", n, spec.Size)
@@ -483,7 +518,7 @@ func deleted(f *fixture) {
 	f.make(spec)
 	f.write(spec.Ref, 0, data(1, size))
 
-	device := f.attach(spec.Ref, blockdev.Attachment{Keep: true})
+	device := f.attach(spec.Ref, toHandOut)
 	f.must(device.Close())
 	f.fails(f.pool.Delete(f.Context(), spec.Ref), errdefs.ErrInUse, "Delete of what is attached")
 	if _, err := f.pool.Get(f.Context(), spec.Ref); err != nil {
@@ -498,7 +533,7 @@ func deleted(f *fixture) {
 			f.Fatalf("%d bytes are promised after Delete", n)
 		}
 	}
-	_, err := f.pool.Attach(f.Context(), spec.Ref, blockdev.Attachment{})
+	_, err := f.stack(spec.Ref).Attach(f.Context(), toMount)
 	f.fails(err, errdefs.ErrNotFound, "Attach of what was deleted")
 
 	// Of the name's next volume nobody reads what the first one held.
@@ -573,7 +608,7 @@ func copyWhileWritten(f *fixture) {
 	zeros := make([]byte, blockdev.Granularity)
 	f.write(spec.Ref, 0, zeros)
 	f.write(spec.Ref, size-blockdev.Granularity, zeros)
-	device := f.attach(spec.Ref, blockdev.Attachment{})
+	device := f.attach(spec.Ref, toMount)
 	defer device.Close()
 
 	// A slow writer lets a copy go by, a fast one does not: both kinds of answer.
@@ -652,7 +687,7 @@ func count(block []byte) (n uint64) {
 // page cache still holds is in the copy.
 func copyQuiesced(f *fixture) {
 	f.make(f.spec("a"))
-	device := f.attach(vol("a"), blockdev.Attachment{})
+	device := f.attach(vol("a"), toMount)
 	defer device.Close()
 	file, err := os.OpenFile(device.Path, os.O_WRONLY, 0)
 	f.must(err)
@@ -807,18 +842,20 @@ func cancelled(f *fixture) {
 func attachModes(f *fixture) {
 	content := data(1, blockdev.Granularity)
 	f.make(f.spec("a"))
-	writable := f.attach(vol("a"), blockdev.Attachment{})
-	reader := f.attach(vol("a"), blockdev.Attachment{ReadOnly: true})
+	attach := func() blockdev.Device { return f.attach(vol("a"), toMount) }
+	read := func() blockdev.Device { return f.reader(vol("a")) }
+	writable, reader := attach(), read()
 	for _, d := range []struct {
 		device   blockdev.Device
+		again    func() blockdev.Device
 		readOnly bool
-	}{{writable, false}, {reader, true}} {
+	}{{writable, attach, false}, {reader, read, true}} {
 		var st unix.Stat_t
 		f.must(unix.Stat(d.device.Path, &st))
 		if st.Mode&unix.S_IFMT != unix.S_IFBLK || st.Rdev != d.device.Number || d.device.Size != size || d.device.ReadOnly != d.readOnly {
 			f.Errorf("device %+v, node %+v, want read-only %v", d.device, st, d.readOnly)
 		}
-		again := f.attach(vol("a"), blockdev.Attachment{ReadOnly: d.readOnly})
+		again := d.again()
 		if again.Number != d.device.Number {
 			f.Errorf("attached again, it is %s, and was %s", again.Path, d.device.Path)
 		}
@@ -839,7 +876,7 @@ func attachModes(f *fixture) {
 
 	// With another Keep it is the same device or none: two would not see each other's
 	// writes.
-	if other, err := f.pool.Attach(f.Context(), vol("a"), blockdev.Attachment{Keep: true}); err != nil {
+	if other, err := f.stack(vol("a")).Attach(f.Context(), toHandOut); err != nil {
 		f.fails(err, errdefs.ErrInUse, "a second writable device")
 	} else {
 		f.must(other.Close())
@@ -857,8 +894,8 @@ func attachModes(f *fixture) {
 	f.must(reader.Close())
 
 	f.copy(snap("s"), vol("a"), size)
-	refusesWrites(f, f.attach(snap("s"), blockdev.Attachment{ReadOnly: true}).Path)
-	_, err := f.pool.Attach(f.Context(), vol("none"), blockdev.Attachment{})
+	refusesWrites(f, f.reader(snap("s")).Path)
+	_, err := f.stack(vol("none")).Attach(f.Context(), toMount)
 	f.fails(err, errdefs.ErrNotFound, "Attach of what is not there")
 }
 
@@ -889,25 +926,25 @@ func attachAttributes(f *fixture) {
 		return strings.TrimSpace(string(b))
 	}
 	for _, value := range []string{"64", "256"} { // also over the one that is attached
-		device := f.attach(vol("a"), blockdev.Attachment{Keep: true, Attributes: map[string]string{"read_ahead_kb": value}})
-		if have := setting(device); have != value {
+		d := f.attach(vol("a"), device.Options{Keep: true, Attributes: map[string]string{"read_ahead_kb": value}})
+		if have := setting(d); have != value {
 			f.Errorf("read_ahead_kb is %s, want %s", have, value)
 		}
 	}
 	for _, bad := range []map[string]string{{"read_ahead_kb": "many"}, {"no_such_setting": "1"}} {
-		_, err := f.pool.Attach(f.Context(), vol("a"), blockdev.Attachment{Keep: true, Attributes: bad})
+		_, err := f.stack(vol("a")).Attach(f.Context(), device.Options{Keep: true, Attributes: bad})
 		f.fails(err, errdefs.ErrInvalid, fmt.Sprint("Attach with ", bad))
 	}
 }
 
 func notKept(f *fixture) {
 	f.make(f.spec("a"))
-	device := f.attach(vol("a"), blockdev.Attachment{})
+	device := f.attach(vol("a"), toMount)
 	if n := len(f.attached(vol("a"))); n != 1 {
 		f.Fatalf("%d devices while it is held, want 1", n)
 	}
-	if orphans, err := f.pool.Orphans(f.Context()); err != nil || len(orphans) != 0 {
-		f.Errorf("Orphans has what was not attached with Keep: %v, %v", orphans, err)
+	if orphans := f.orphans(); len(orphans) != 0 {
+		f.Errorf("Orphans has what was not attached with Keep: %v", orphans)
 	}
 	other, err := os.Open(device.Path)
 	f.must(err)
@@ -923,7 +960,7 @@ func notKept(f *fixture) {
 func kept(f *fixture) {
 	f.make(f.spec("a"))
 	f.make(f.spec("b"))
-	device := f.attach(vol("a"), blockdev.Attachment{Keep: true})
+	device := f.attach(vol("a"), toHandOut)
 	f.must(device.Close())
 	f.must(device.Close())
 	stays := func(when string) {
@@ -932,13 +969,13 @@ func kept(f *fixture) {
 		if devices := f.attached(vol("a")); len(devices) != 1 || devices[0].Number != device.Number {
 			f.Fatalf("%s: attached as %v, want %s", when, devices, device.Path)
 		}
-		orphans, err := f.pool.Orphans(f.Context())
-		if err != nil || len(orphans) != 1 || len(orphans[vol("a")]) != 1 || orphans[vol("a")][0].Number != device.Number {
-			f.Fatalf("%s: orphans %v, %v, want %s", when, orphans, err, device.Path)
+		orphans := f.orphans()
+		if len(orphans) != 1 || len(orphans[vol("a")]) != 1 || orphans[vol("a")][0].Number != device.Number {
+			f.Fatalf("%s: orphans %v, want %s", when, orphans, device.Path)
 		}
 	}
 	stays("closed")
-	again := f.attach(vol("a"), blockdev.Attachment{Keep: true})
+	again := f.attach(vol("a"), toHandOut)
 	if again.Number != device.Number {
 		f.Errorf("attached again as %s, not %s", again.Path, device.Path)
 	}
@@ -956,11 +993,11 @@ func kept(f *fixture) {
 // detachHeld: Detach of what somebody holds says so, and the device goes with them.
 func detachHeld(f *fixture) {
 	f.make(f.spec("a"))
-	device := f.attach(vol("a"), blockdev.Attachment{Keep: true})
+	device := f.attach(vol("a"), toHandOut)
 	holder, err := os.Open(device.Path)
 	f.must(err)
 	f.must(device.Close())
-	f.fails(f.pool.Detach(f.Context(), vol("a")), errdefs.ErrInUse, "Detach of what is held")
+	f.fails(f.stack(vol("a")).Detach(f.Context()), errdefs.ErrInUse, "Detach of what is held")
 	f.fails(f.pool.Delete(f.Context(), vol("a")), errdefs.ErrInUse, "Delete of what is held")
 	f.must(holder.Close())
 	f.gone(vol("a"))
@@ -976,7 +1013,7 @@ func noRecord(f *fixture) {
 		f.detach(ref)
 		_, err := f.pool.Get(f.Context(), ref)
 		f.fails(err, errdefs.ErrNotFound, "Get")
-		_, err = f.pool.Expand(f.Context(), ref, size)
+		_, err = f.expand(ref, size)
 		f.fails(err, errdefs.ErrNotFound, "Expand")
 		_, err = f.pool.SetLabels(f.Context(), ref, func(map[string]string) error { f.Error("change was called"); return nil })
 		f.fails(err, errdefs.ErrNotFound, "SetLabels")
@@ -989,10 +1026,10 @@ func expand(f *fixture) {
 	content := data(1, size)
 	f.make(f.spec("a"))
 	f.write(vol("a"), 0, content)
-	writable := f.attach(vol("a"), blockdev.Attachment{})
-	reader := f.attach(vol("a"), blockdev.Attachment{ReadOnly: true})
+	writable := f.attach(vol("a"), toMount)
+	reader := f.reader(vol("a"))
 	for range 2 {
-		if r, err := f.pool.Expand(f.Context(), vol("a"), 2*size); err != nil || r.Size != 2*size || !r.Ready {
+		if r, err := f.expand(vol("a"), 2*size); err != nil || r.Size != 2*size || !r.Ready {
 			f.Fatalf("Expand: %#v, %v", r, err)
 		}
 		for _, device := range []blockdev.Device{writable, reader} {
@@ -1002,7 +1039,7 @@ func expand(f *fixture) {
 		}
 	}
 	for _, smaller := range []int64{size, 2*size - blockdev.Granularity, 2 * size} {
-		if r, err := f.pool.Expand(f.Context(), vol("a"), smaller); err != nil || r.Size != 2*size {
+		if r, err := f.expand(vol("a"), smaller); err != nil || r.Size != 2*size {
 			f.Errorf("Expand to %d: %#v, %v", smaller, r, err)
 		}
 	}
@@ -1013,7 +1050,7 @@ func expand(f *fixture) {
 	writeDevice(f, writable.Path, 2*size-blockdev.Granularity, content[:blockdev.Granularity])
 	f.must(errors.Join(writable.Close(), reader.Close()))
 	f.gone(vol("a"))
-	if r, err := f.pool.Expand(f.Context(), vol("a"), 3*size); err != nil || r.Size != 3*size {
+	if r, err := f.expand(vol("a"), 3*size); err != nil || r.Size != 3*size {
 		f.Fatalf("Expand of what is not attached: %#v, %v", r, err)
 	}
 	want := make([]byte, 3*size)
@@ -1035,7 +1072,7 @@ func deviceSize(f *fixture, path string) int64 {
 func expandRefuses(f *fixture) {
 	f.make(f.spec("a"))
 	for _, bad := range []int64{size + 1, blockdev.MaxSize + blockdev.Granularity, 1 << 62} {
-		_, err := f.pool.Expand(f.Context(), vol("a"), bad)
+		_, err := f.expand(vol("a"), bad)
 		f.fails(err, errdefs.ErrOutOfRange, fmt.Sprintf("Expand to %d", bad))
 	}
 	if r, err := f.pool.Get(f.Context(), vol("a")); err != nil || r.Size != size {
@@ -1043,7 +1080,7 @@ func expandRefuses(f *fixture) {
 	}
 	// A snapshot is what it was when it was cut.
 	f.copy(snap("s"), vol("a"), size)
-	_, err := f.pool.Expand(f.Context(), snap("s"), 2*size)
+	_, err := f.expand(snap("s"), 2*size)
 	f.fails(err, errdefs.ErrInvalid, "Expand of a snapshot")
 }
 
@@ -1149,12 +1186,12 @@ func reopen(f *fixture) {
 	f.write(vol("a"), 0, content)
 	f.copy(snap("s"), vol("a"), size)
 	f.copy(vol("b"), snap("s"), size)
-	_, err := f.pool.Expand(f.Context(), vol("b"), 2*size)
+	_, err := f.expand(vol("b"), 2*size)
 	f.must(err)
 	f.make(f.spec("gone"))
 	f.must(f.pool.Delete(f.Context(), vol("gone")))
-	writable := f.attach(vol("a"), blockdev.Attachment{})
-	keptDevice := f.attach(vol("b"), blockdev.Attachment{ReadOnly: true, Keep: true})
+	writable := f.attach(vol("a"), toMount)
+	keptDevice := f.attach(vol("b"), toHandOut)
 	f.must(keptDevice.Close())
 
 	inventory := func() (all []blockdev.Record) {
@@ -1177,10 +1214,10 @@ func reopen(f *fixture) {
 		if d := f.attached(vol("a")); len(d) != 1 || d[0].Number != writable.Number || d[0].ReadOnly {
 			f.Errorf("after a restart: attached as %v, was %s", d, writable.Path)
 		}
-		if d := f.attached(vol("b")); len(d) != 1 || d[0].Number != keptDevice.Number || !d[0].ReadOnly {
+		if d := f.attached(vol("b")); len(d) != 1 || d[0].Number != keptDevice.Number || d[0].ReadOnly {
 			f.Errorf("after a restart: attached as %v, was %s", d, keptDevice.Path)
 		}
-		if again := f.attach(vol("a"), blockdev.Attachment{}); again.Number != writable.Number {
+		if again := f.attach(vol("a"), toMount); again.Number != writable.Number {
 			f.Errorf("after a restart it is attached as %s, was %s", again.Path, writable.Path)
 		} else {
 			f.must(again.Close())
@@ -1286,7 +1323,7 @@ func life(f *fixture, word string, id byte) error {
 	if _, err := f.pool.Create(ctx, spec); err != nil {
 		return err
 	}
-	device, err := f.pool.Attach(ctx, vol(word), blockdev.Attachment{})
+	device, err := f.stack(vol(word)).Attach(ctx, toMount)
 	if err != nil {
 		return err
 	}
@@ -1303,7 +1340,7 @@ func life(f *fixture, word string, id byte) error {
 	if _, err := f.pool.Create(ctx, f.copySpec(snap(word), vol(word), spec.Size)); err != nil {
 		return err
 	}
-	if _, err := f.pool.Expand(ctx, vol(word), 2*size); err != nil {
+	if _, err := f.expand(vol(word), 2*size); err != nil {
 		return err
 	}
 	if _, err := f.pool.SetLabels(ctx, vol(word), func(l map[string]string) error { l["id"] = word; return nil }); err != nil {
@@ -1325,7 +1362,7 @@ func life(f *fixture, word string, id byte) error {
 	if !bytes.Equal(have, block) {
 		return fmt.Errorf("its snapshot holds %x where it wrote %x", have[:4], block[:4])
 	}
-	return errors.Join(device.Close(), reader.Close(), f.pool.Detach(ctx, vol(word)), f.pool.Detach(ctx, snap(word)),
+	return errors.Join(device.Close(), reader.Close(), f.stack(vol(word)).Detach(ctx), f.pool.Detach(ctx, snap(word)),
 		f.pool.Delete(ctx, snap(word)), f.pool.Delete(ctx, vol(word)))
 }
 
@@ -1357,7 +1394,7 @@ func differ(f *fixture) {
 	f.write(vol("a"), 6*mib, data(4, 100<<10))
 	f.write(vol("a"), size-blockdev.Granularity, data(5, blockdev.Granularity))
 	f.copy(snap("two"), vol("a"), size)
-	_, err := f.pool.Expand(f.Context(), vol("a"), 2*size)
+	_, err := f.expand(vol("a"), 2*size)
 	f.must(err)
 	f.write(vol("a"), 2*size-blockdev.Granularity, data(6, blockdev.Granularity))
 	f.copy(snap("three"), vol("a"), 2*size)
@@ -1367,8 +1404,7 @@ func differ(f *fixture) {
 		bytesOf[ref] = append(f.read(ref), make([]byte, size)...)[:2*size]
 	}
 	for _, ref := range []blockdev.Ref{snap("two"), snap("three")} { // others may have devices of them
-		device := f.attach(ref, blockdev.Attachment{ReadOnly: true, Keep: true})
-		f.must(device.Close())
+		f.reader(ref)
 	}
 
 	length := map[blockdev.Ref]int64{snap("one"): size, snap("two"): size, snap("three"): 2 * size}
@@ -1463,51 +1499,28 @@ func prover(f *fixture) {
 // suspend: what several objects held when all were suspended is in the copies that were
 // made meanwhile.
 func suspend(f *fixture) {
-	p, ok := f.pool.(blockdev.Suspender)
-	if !ok {
-		return // writes are held back by the caller
-	}
+	words := []string{"a", "b"}
 	var devices []blockdev.Device
-	for _, word := range []string{"a", "b"} {
+	for _, word := range words {
 		f.make(f.spec(word))
-		devices = append(devices, f.attach(vol(word), blockdev.Attachment{Keep: true}))
+		devices = append(devices, f.attach(vol(word), toHandOut))
+	}
+	if _, err := dm.Targets(); err != nil {
+		resume, err := f.stack(vol("a")).Suspend(f.Context())
+		if err != nil || resume != nil {
+			f.Errorf("without a device mapper: %v; it says that it holds writes back: %v", err, resume != nil)
+		}
+		return
 	}
 	var written atomic.Uint64
 	stop, ended := make(chan bool), make(chan error, 1)
 	go func() { ended <- inTurn(devices, &written, stop) }()
-	wait := func(n uint64) {
-		f.Helper()
-		for deadline := time.Now().Add(30 * time.Second); written.Load() < n; time.Sleep(time.Millisecond) {
-			if time.Now().After(deadline) {
-				f.Fatalf("the writer hangs at %d", written.Load())
-			}
-		}
-	}
 	for round := range 3 {
-		wait(written.Load() + 3)
-		var resumes []func() error
-		for _, word := range []string{"a", "b"} {
-			resume, err := p.Suspend(f.Context(), vol(word))
-			f.must(err)
-			resumes = append(resumes, resume)
-		}
-		before := written.Load()
-		var counts []uint64
-		for _, word := range []string{"a", "b"} {
-			to := snap(fmt.Sprint(word, round))
-			f.copy(to, vol(word), size)
-			counts = append(counts, count(f.read(to)[:blockdev.Granularity]))
-		}
-		if counts[0] != counts[1] && counts[0] != counts[1]+1 || counts[1] < before {
-			f.Errorf("round %d: the copies hold %v, which was never so; %d were written before", round, counts, before)
-		}
-		for _, resume := range resumes {
-			f.must(resume())
-			f.must(resume())
-		}
+		f.reaches(&written, written.Load()+3)
+		f.cutTogether(words, round, &written)
 	}
 	// One that nobody cuts.
-	resume, err := p.Suspend(f.Context(), vol("a"))
+	resume, err := f.stack(vol("a")).Suspend(f.Context())
 	f.must(err)
 	held := written.Load()
 	time.Sleep(50 * time.Millisecond)
@@ -1515,18 +1528,52 @@ func suspend(f *fixture) {
 		f.Errorf("%d writes went through a suspended device", n-held)
 	}
 	f.must(resume())
-	wait(held + 3)
+	f.reaches(&written, held+3)
 	close(stop)
 	f.must(<-ended)
 	for _, device := range devices {
 		f.must(device.Close())
 	}
-	_, err = p.Suspend(f.Context(), vol("none"))
-	f.fails(err, errdefs.ErrNotFound, "Suspend of nothing")
-	for _, word := range []string{"a", "b"} {
+	for _, word := range words {
 		f.detach(vol(word))
-		resume, err := p.Suspend(f.Context(), vol(word)) // not attached
+		if resume, err := f.stack(vol(word)).Suspend(f.Context()); err != nil || resume != nil {
+			f.Errorf("Suspend of what is not attached: %v; it says that it holds writes back: %v", err, resume != nil)
+		}
+	}
+}
+
+// reaches waits until a writer has come to a number.
+func (f *fixture) reaches(written *atomic.Uint64, n uint64) {
+	f.Helper()
+	for deadline := time.Now().Add(30 * time.Second); written.Load() < n; time.Sleep(time.Millisecond) {
+		if time.Now().After(deadline) {
+			f.Fatalf("the writer hangs at %d", written.Load())
+		}
+	}
+}
+
+// cutTogether suspends two volumes that a writer writes to in turn (inTurn), and copies both.
+func (f *fixture) cutTogether(words []string, round int, written *atomic.Uint64) {
+	f.Helper()
+	var resumes []func() error
+	for _, word := range words {
+		resume, err := f.stack(vol(word)).Suspend(f.Context())
 		f.must(err)
+		resumes = append(resumes, resume)
+	}
+	before := written.Load()
+	var counts []uint64
+	for _, word := range words {
+		spec := f.copySpec(snap(fmt.Sprint(word, round)), vol(word), size)
+		spec.Quiesced = true
+		f.make(spec)
+		counts = append(counts, count(f.read(spec.Ref)[:blockdev.Granularity]))
+	}
+	if counts[0] != counts[1] && counts[0] != counts[1]+1 || counts[1] < before {
+		f.Errorf("round %d: the copies hold %v, which was never so; %d were written before", round, counts, before)
+	}
+	for _, resume := range resumes {
+		f.must(resume())
 		f.must(resume())
 	}
 }

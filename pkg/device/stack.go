@@ -1,0 +1,311 @@
+// Package device is what stands between the bytes of a volume and those who use them: a stack of devices, each over the one
+// below it. The lowest is the device that the volume's pool attaches. The highest, where the kernel has a device mapper, is one
+// of our own (top), which everybody above sees: it is mounted, or handed out. Without a device mapper the pool's device is the
+// whole stack.
+//
+// Nothing of a stack is written down. Which layers a volume has follows from the volume, and which of them are up from the
+// kernel. So a crash at any point leaves what the next Attach goes on from, or what Recover takes away.
+package device
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"os"
+	"slices"
+	"sync"
+
+	"golang.org/x/sys/unix"
+	"k8s.io/klog/v2"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// layer is one device of a stack. Each method may be called again, also after a crash at any point of it.
+type layer interface {
+	// attach makes the layer's device over the one below, which the caller holds open, or finds the one that is there. The
+	// caller holds what it returns until it closes it.
+	attach(ctx context.Context, below blockdev.Device, o Options) (blockdev.Device, error)
+	// attached returns the layer's devices, and the numbers of those that they are over.
+	attached(ctx context.Context) (devices []blockdev.Device, below []uint64, err error)
+	// grow brings the layer's device to the size of the one below.
+	grow(ctx context.Context) error
+	// suspend holds back all writes to the layer's device until resume is called, which may be called again. resume is nil
+	// if the layer cannot, or has no device: nothing is held back then.
+	suspend(ctx context.Context) (resume func() error, err error)
+	// detach takes the layer's devices away; errdefs.ErrInUse if something still holds one, which then goes with its last user.
+	detach(ctx context.Context) error
+	// health is what is wrong with the layer.
+	health(ctx context.Context) ([]blockdev.Problem, error)
+}
+
+// Stacks are the stacks of the volumes of one node.
+type Stacks struct {
+	mapper bool // the kernel has a device mapper
+
+	mu        sync.Mutex
+	suspended map[string]bool // names of devices that we suspended; guarded by mu
+}
+
+// New asks the kernel what stacks can be made of.
+func New() *Stacks {
+	targets, err := dm.Targets()
+	_, mapper := targets["linear"]
+	return &Stacks{mapper: err == nil && mapper, suspended: map[string]bool{}}
+}
+
+// Stack is the stack of one volume. The caller serialises calls for the same volume, as for blockdev.Pool.
+type Stack struct {
+	stacks *Stacks
+	pool   blockdev.Pool
+	ref    blockdev.Ref
+}
+
+// Of returns the stack of a volume in a pool. It asks nobody, and the volume need not be there.
+func (s *Stacks) Of(pool blockdev.Pool, ref blockdev.Ref) Stack { return Stack{s, pool, ref} }
+
+// layers returns the layers of the volume, from the lowest. While the pool is not open, it answers for all of them.
+func (s Stack) layers() []layer {
+	layers := []layer{bottom{s.pool, s.ref}}
+	if names, ok := blockdev.As[blockdev.Stackable](s.pool); ok && s.stacks.mapper {
+		layers = append(layers, top{s.stacks, names, s.pool, s.ref})
+	}
+	return layers
+}
+
+// Options say how to attach.
+type Options struct {
+	// Keep: the device stays until Detach, whoever holds it and whatever is done to it: it can be handed out to somebody
+	// who is not to be trusted with it. Without Keep it goes with its last user.
+	Keep bool
+	// Attributes are settings of the block queue, by their names under /sys/block/DEVICE/queue.
+	Attributes map[string]string
+}
+
+// attachTries bounds how often a device that goes away while it is opened is looked for again.
+const attachTries = 5
+
+// Attach makes the volume a device of this machine, or finds the one that is there. Closing the device is the end of the caller's
+// hold on it. errdefs.ErrInUse if it is attached with another Keep; for the rest as blockdev.Pool.Attach.
+func (s Stack) Attach(ctx context.Context, o Options) (blockdev.Device, error) {
+	for try := 0; ; try++ {
+		device, err := s.attach(ctx, o)
+		if dm.Vanished(err) && try < attachTries {
+			continue
+		}
+		if err != nil {
+			return blockdev.Device{}, err
+		}
+		if _, err := device.SetQueue(o.Attributes); err != nil {
+			return blockdev.Device{}, errors.Join(err, device.Close())
+		}
+		return device, nil
+	}
+}
+
+func (s Stack) attach(ctx context.Context, o Options) (blockdev.Device, error) {
+	devices, err := s.pool.Attached(ctx, s.ref)
+	if err != nil {
+		return blockdev.Device{}, err
+	}
+	lowest := []layer{bottom{s.pool, s.ref}}
+	if slices.ContainsFunc(devices, func(d blockdev.Device) bool { return d.Kept && !d.ReadOnly }) {
+		// It was handed out with nothing over it, when there was no device mapper. It stays so until it is detached.
+		return attachAll(ctx, lowest, o)
+	}
+	device, err := attachAll(ctx, s.layers(), o)
+	if errors.Is(err, unix.EBUSY) { // an older driver mounted the pool's device itself, so nothing can be laid over it
+		return attachAll(ctx, lowest, o)
+	}
+	return device, err
+}
+
+// attachAll attaches layers from the lowest; each holds the one below it. Only the last one is to be kept.
+func attachAll(ctx context.Context, layers []layer, o Options) (blockdev.Device, error) {
+	var device blockdev.Device
+	for i, l := range layers {
+		last := i == len(layers)-1
+		above, err := l.attach(ctx, device, Options{Keep: o.Keep && last})
+		if failure := device.Close(); failure != nil {
+			err = errors.Join(err, failure, above.Close())
+		}
+		if err != nil {
+			return blockdev.Device{}, err
+		}
+		device = above
+	}
+	return device, nil
+}
+
+// Attached lists the devices of the volume that may be used, from the kernel; no record is needed. What is below one of them is
+// left out.
+func (s Stack) Attached(ctx context.Context) ([]blockdev.Device, error) {
+	var found []blockdev.Device
+	covered := map[uint64]int{} // index in found of what is over a device
+	for _, l := range slices.Backward(s.layers()) {
+		devices, below, err := l.attached(ctx)
+		if err != nil {
+			return nil, err
+		}
+		for _, d := range devices {
+			if over, is := covered[d.Number]; !is {
+				found = append(found, d)
+			} else if found[over].Below = d.Below; d.Below == "" {
+				found[over].Below = d.Path
+			}
+		}
+		for _, number := range below {
+			covered[number] = len(found) - 1
+		}
+	}
+	return found, nil
+}
+
+// Grow brings all of the stack to the size of the pool's device, after blockdev.Pool.Expand, which leaves that with the size
+// of the volume. It is needed again after a crash between the two.
+func (s Stack) Grow(ctx context.Context) error {
+	for _, l := range s.layers() {
+		if err := l.grow(ctx); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Suspend holds back all writes to the volume until resume is called, which may be called again. What the page cache
+// holds is written before. resume is nil where nothing can be held back.
+func (s Stack) Suspend(ctx context.Context) (resume func() error, err error) {
+	for _, l := range slices.Backward(s.layers()) {
+		if resume, err = l.suspend(ctx); err != nil || resume != nil {
+			return resume, err
+		}
+	}
+	return nil, nil
+}
+
+// Flush writes out what the page cache holds of the volume above the pool's device, so that a copy that the pool makes has it.
+func (s Stack) Flush(ctx context.Context) error {
+	devices, err := s.Attached(ctx)
+	for _, d := range devices {
+		if d.Below != "" {
+			err = errors.Join(err, flush(d.Path))
+		}
+	}
+	return err
+}
+
+func flush(path string) error {
+	f, err := os.Open(path)
+	if dm.Vanished(err) {
+		return nil
+	}
+	if err == nil {
+		err = errors.Join(f.Sync(), f.Close())
+	}
+	if err != nil {
+		return fmt.Errorf("flush %s: %w", path, errdefs.FromErrno(err))
+	}
+	return nil
+}
+
+// Detach takes all devices of the volume away, from the highest; no record is needed. errdefs.ErrInUse if something still holds
+// one: it goes with its last user, and takes what is below it along.
+func (s Stack) Detach(ctx context.Context) error {
+	for _, l := range slices.Backward(s.layers()) {
+		if err := l.detach(ctx); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Health is what is wrong with the volume, by its pool and by its devices; empty means none known.
+func (s Stack) Health(ctx context.Context) ([]blockdev.Problem, error) {
+	var problems []blockdev.Problem
+	for _, l := range s.layers() {
+		found, err := l.health(ctx)
+		if err != nil {
+			return nil, err
+		}
+		problems = append(problems, found...)
+	}
+	return problems, nil
+}
+
+// Orphans are the devices of a pool's volumes that were attached with Keep. The caller knows which of them are still wanted.
+func (s *Stacks) Orphans(ctx context.Context, pool blockdev.Pool) (map[blockdev.Ref][]blockdev.Device, error) {
+	found, err := pool.Orphans(ctx)
+	if err != nil {
+		return nil, err
+	}
+	found = maps.Clone(found)
+	if found == nil {
+		found = map[blockdev.Ref][]blockdev.Device{}
+	}
+	tops, err := s.tops(pool)
+	for _, t := range tops {
+		devices, failure := s.Of(pool, t.ref).Attached(ctx)
+		if failure != nil {
+			err = errors.Join(err, failure)
+			continue
+		}
+		if devices = slices.DeleteFunc(devices, func(d blockdev.Device) bool { return !d.Kept }); len(devices) > 0 {
+			found[t.ref] = devices
+		}
+	}
+	return found, err
+}
+
+// Recover puts right what a crash left of the stacks of a pool, which nobody else uses yet: devices without a table, suspended,
+// of another size than what is below them, or with a table that an older driver made. What cannot be put right is logged.
+func (s *Stacks) Recover(ctx context.Context, pool blockdev.Pool) error {
+	tops, err := s.tops(pool)
+	for _, t := range tops {
+		if err := t.recover(ctx); err != nil {
+			klog.FromContext(ctx).Error(err, "Could not put right the device over a volume; the next start tries again", "pool", pool.Name(), "object", t.ref.String())
+		}
+	}
+	return err
+}
+
+// tops returns the tops of all volumes of a pool that have one.
+func (s *Stacks) tops(pool blockdev.Pool) ([]top, error) {
+	stackable, ok := blockdev.As[blockdev.Stackable](pool)
+	if !s.mapper || !ok {
+		return nil, nil
+	}
+	names, err := dm.Names("")
+	var found []top
+	for _, name := range names {
+		if ref, ours := stackable.ParseTop(name); ours {
+			found = append(found, top{s, stackable, pool, ref})
+		}
+	}
+	return found, err
+}
+
+// bottom is the device of a pool.
+type bottom struct {
+	pool blockdev.Pool
+	ref  blockdev.Ref
+}
+
+func (b bottom) attach(ctx context.Context, _ blockdev.Device, o Options) (blockdev.Device, error) {
+	return b.pool.Attach(ctx, b.ref, blockdev.Attachment{Keep: o.Keep})
+}
+
+func (b bottom) attached(ctx context.Context) ([]blockdev.Device, []uint64, error) {
+	devices, err := b.pool.Attached(ctx, b.ref)
+	return devices, nil, err
+}
+
+func (b bottom) grow(context.Context) error                    { return nil } // Expand does
+func (b bottom) suspend(context.Context) (func() error, error) { return nil, nil }
+func (b bottom) detach(ctx context.Context) error              { return b.pool.Detach(ctx, b.ref) }
+
+func (b bottom) health(ctx context.Context) ([]blockdev.Problem, error) {
+	return b.pool.Health(ctx, b.ref)
+}

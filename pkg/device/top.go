@@ -1,0 +1,285 @@
+package device
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+	"k8s.io/klog/v2"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// top is a device of the device mapper over the pool's own, of the same size. It is what everybody above sees, because
+//
+//   - who has a block device has its ioctls. Of a loop device LOOP_CLR_FD takes the file away, and of a logical volume
+//     persistent reservations reach the disk. A top passes none of them down (dm.Show);
+//   - it can be suspended, whatever is below it, and without lvm2, which knows nothing of it: lvm2 sends its thin pool no
+//     message for a volume that somebody else suspended;
+//   - its table can be changed while it is in use.
+//
+// One that is not to be kept is removed while it is held open (DM_DEFERRED_REMOVE), so that it goes with its last user, whatever
+// becomes of the driver. What is below goes with it: the pool's device is never attached to be kept.
+//
+// The pool names it, and has none if it cannot.
+type top struct {
+	stacks *Stacks
+	names  blockdev.Stackable
+	pool   blockdev.Pool
+	ref    blockdev.Ref
+}
+
+// find returns the name and UUID of the top, and its device; nil if that is not there.
+func (t top) find() (name, uuid string, d *dm.Device, err error) {
+	if name, uuid, err = t.names.Top(t.ref); err != nil {
+		return "", "", nil, err
+	}
+	d, err = dm.FindUsed(name)
+	if d != nil && !strings.HasPrefix(d.UUID, uuid) {
+		d = nil // of another with the same name, which does not know of this one
+	}
+	return name, uuid, d, err
+}
+
+func (t top) attach(ctx context.Context, below blockdev.Device, o Options) (_ blockdev.Device, err error) {
+	name, uuid, d, err := t.find()
+	if err != nil {
+		return blockdev.Device{}, err
+	}
+	if d != nil && d.Live && d.Deferred == o.Keep {
+		return blockdev.Device{}, fmt.Errorf("%w: it is attached as %s for another use (or still held after that)", errdefs.ErrInUse, d.Path())
+	}
+	if d == nil || !d.Live { // without a table: who made it was cut short
+		if d, err = t.lay(name, uuid, below); err != nil {
+			return blockdev.Device{}, err
+		}
+		defer func() {
+			if err != nil { // nobody has it
+				_, removed := dm.Remove(name)
+				err = errors.Join(err, removed)
+			}
+		}()
+	} else if err := t.fit(d, uuid, below); err != nil {
+		return blockdev.Device{}, err
+	}
+	f, err := dm.Open(d, os.O_RDONLY)
+	if err != nil {
+		return blockdev.Device{}, err
+	}
+	if !o.Keep && !d.Deferred {
+		if _, err := dm.Remove(name); err != nil {
+			return blockdev.Device{}, errors.Join(err, f.Close())
+		}
+	}
+	device := blockdev.Device{Path: d.Path(), Number: d.Number, Size: below.Size, Kept: o.Keep, Below: below.Below}
+	if device.Below == "" {
+		device.Below = below.Path
+	}
+	return device.Held(f.Close), nil
+}
+
+// lay makes the device, or gives the one that has none a table.
+func (t top) lay(name, uuid string, below blockdev.Device) (*dm.Device, error) {
+	if d, err := dm.Find(name); err != nil || d != nil && !strings.HasPrefix(d.UUID, uuid) {
+		return nil, cmp.Or(err, fmt.Errorf("%w: a device %s is there that is not of this pool; remove or rename it", errdefs.ErrPrecondition, name))
+	}
+	if err := dm.Show(name, uuid, below.Number, below.Size, false); err != nil {
+		return nil, err
+	}
+	d, err := dm.Find(name)
+	if err == nil && d == nil {
+		err = unix.ENODEV
+	}
+	return d, err
+}
+
+// fit brings a top to the size of the device that it is over.
+func (t top) fit(d *dm.Device, uuid string, below blockdev.Device) error {
+	size, err := d.Size()
+	if err != nil || size == below.Size {
+		return err
+	}
+	return dm.Show(d.Name, uuid, below.Number, below.Size, false)
+}
+
+func (t top) attached(context.Context) (devices []blockdev.Device, below []uint64, err error) {
+	_, _, d, err := t.find()
+	if err != nil || d == nil || !d.Live {
+		return nil, nil, err
+	}
+	below, err = dm.Below(d.Name)
+	size := int64(0)
+	if err == nil {
+		size, err = d.Size()
+	}
+	if dm.Vanished(err) {
+		return nil, nil, nil
+	}
+	return []blockdev.Device{{Path: d.Path(), Number: d.Number, Size: size, Kept: !d.Deferred}}, below, err
+}
+
+// below returns the pool's device that a top is over; false if the pool has it no more.
+func (t top) below(ctx context.Context, d *dm.Device) (blockdev.Device, bool, error) {
+	numbers, err := dm.Below(d.Name)
+	if dm.Vanished(err) {
+		return blockdev.Device{}, false, nil
+	}
+	if err != nil {
+		return blockdev.Device{}, false, err
+	}
+	devices, err := t.pool.Attached(ctx, t.ref)
+	i := slices.IndexFunc(devices, func(one blockdev.Device) bool { return slices.Contains(numbers, one.Number) })
+	if err != nil || i < 0 {
+		return blockdev.Device{}, false, err
+	}
+	return devices[i], true, nil
+}
+
+func (t top) grow(ctx context.Context) error {
+	_, uuid, d, err := t.find()
+	if err != nil || d == nil || !d.Live {
+		return err
+	}
+	below, there, err := t.below(ctx, d)
+	if err == nil && there {
+		err = t.fit(d, uuid, below)
+	}
+	if dm.Vanished(err) {
+		return nil
+	}
+	return err
+}
+
+// A device that stays suspended cannot be written to, and nobody who waits for it can be killed, so it is tried to resume it this
+// often.
+const (
+	resumeTries = 10
+	resumePause = 100 * time.Millisecond
+)
+
+func (t top) suspend(context.Context) (resume func() error, err error) {
+	name, _, d, err := t.find()
+	if err != nil || d == nil || !d.Live || d.Suspended { // suspended by somebody else, who ends it when he likes
+		return nil, err
+	}
+	if err := flush(d.Path()); err != nil { // what the page cache of a raw device holds
+		return nil, err
+	}
+	t.stacks.note(name, true)
+	if err := dm.Suspend(name); err != nil {
+		t.stacks.note(name, false)
+		return nil, err
+	}
+	return func() (err error) {
+		for range resumeTries {
+			var now *dm.Device
+			if now, err = dm.Find(name); err == nil && now != nil && now.Suspended {
+				err = dm.Resume(name, 0)
+			}
+			if err == nil {
+				break
+			}
+			time.Sleep(resumePause)
+		}
+		t.stacks.note(name, false)
+		return err
+	}, nil
+}
+
+// note that a device is suspended by us, or is no more.
+func (s *Stacks) note(name string, suspended bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if suspended {
+		s.suspended[name] = true
+	} else {
+		delete(s.suspended, name)
+	}
+}
+
+// holds reports whether we suspended a device.
+func (s *Stacks) holds(name string) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.suspended[name]
+}
+
+func (t top) detach(ctx context.Context) error {
+	name, _, d, err := t.find()
+	if err != nil || d == nil {
+		return err
+	}
+	inUse, err := dm.RemoveNow(ctx, name)
+	if err == nil && inUse {
+		err = fmt.Errorf("%w: %s is held open by a process or a mount; it goes away with its last user", errdefs.ErrInUse, d.Path())
+	}
+	return err
+}
+
+func (t top) health(context.Context) ([]blockdev.Problem, error) {
+	name, _, d, err := t.find()
+	for range 2 { // we may have resumed it since
+		if err != nil || d == nil || !d.Live || !d.Suspended || t.stacks.holds(name) {
+			return nil, err
+		}
+		_, _, d, err = t.find()
+	}
+	if err != nil || d == nil {
+		return nil, err
+	}
+	return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "DeviceSuspended", Message: fmt.Sprintf(
+		"somebody suspended %s, the device of %s of pool %s, and all who write to it wait; end that with: dmsetup resume %s", d.Path(), t.ref, t.pool.Name(), name)}}, nil
+}
+
+// recover puts right what a crash, or an older driver, left of a top. A table that was loaded and not brought into effect may be of a
+// growth that was not finished, so what is in effect stays, and grow comes after it.
+func (t top) recover(ctx context.Context) error {
+	name, uuid, d, err := t.find()
+	if err != nil || d == nil {
+		return err
+	}
+	if !d.Live {
+		_, err := dm.Remove(name)
+		return err
+	}
+	if d.Loaded {
+		if err := dm.Clear(name); err != nil {
+			return err
+		}
+	}
+	if d.Suspended {
+		klog.FromContext(ctx).Info("Resuming a device that was left suspended", "pool", t.pool.Name(), "device", name)
+		if err := dm.Resume(name, 0); err != nil {
+			return err
+		}
+	}
+	if err := t.seal(ctx, d, uuid); err != nil {
+		return err
+	}
+	return t.grow(ctx)
+}
+
+// seal brings a top that an older driver made, with a single target, to a table that passes no ioctls down (dm.Show); also one that
+// is in use.
+func (t top) seal(ctx context.Context, d *dm.Device, uuid string) error {
+	if d.Targets != 1 {
+		return nil
+	}
+	kind, _, err := dm.Target(d.Name)
+	if err != nil || kind != "linear" {
+		return err
+	}
+	below, there, err := t.below(ctx, d)
+	if err != nil || !there {
+		return err
+	}
+	return dm.Show(d.Name, uuid, below.Number, below.Size, false)
+}
