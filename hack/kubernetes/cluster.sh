@@ -224,7 +224,10 @@ share_images() {
 
 up() {
 	[ "$(id -u)" = 0 ] || die "needs root"
-	[ ! -e "$d/nodes.list" ] || die "it is up already ($d)"
+	if [ -e "$d/nodes.list" ]; then
+		first control >/dev/null && die "it is up already ($d)"
+		down # of one that ended with its machine, or was killed
+	fi
 	[ -s "$built/key" ] || die "run hack/kubernetes/build.sh first"
 	case ${POOL_FS:-xfs} in none | xfs | btrfs) ;; *) die "POOL_FS: xfs, btrfs or none" ;; esac
 	mkdir -p "$d"/{keys,log,etcd,conf/bin,sysctl,nodes}

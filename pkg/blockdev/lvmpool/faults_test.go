@@ -993,7 +993,8 @@ func TestLVMBehindOurBack(t *testing.T) {
 					_, again := f.pool.Create(ctx, spec)
 					check.OK(t, again) // idempotent by its record; nothing is made
 					if c.reason == "" {
-						device := pooltest.Attach(f, f.pool, pooltest.Vol("a"), blockdev.Attachment{Keep: c.name == "activated"})
+						device, err := f.stack(pooltest.Vol("a")).Attach(ctx, device.Options{Keep: c.name == "activated"})
+						check.OK(t, err)
 						if b, err := readDevice(device.Path, 0, 8*pooltest.MiB); err != nil || !bytes.Equal(b, marked("a", 8*pooltest.MiB)) {
 							t.Errorf("bytes are lost: %v", err)
 						}
@@ -1014,7 +1015,7 @@ func TestLVMBehindOurBack(t *testing.T) {
 					if c.mend != nil {
 						c.mend()
 					}
-					check.OK(t, errors.Join(f.pool.Detach(ctx, pooltest.Vol("a")), f.pool.Delete(ctx, pooltest.Vol("a"))))
+					check.OK(t, errors.Join(f.stack(pooltest.Vol("a")).Detach(ctx), f.pool.Delete(ctx, pooltest.Vol("a"))))
 					says(t, pooltest.Second(f.pool.Get(ctx, pooltest.Vol("a"))), errdefs.ErrNotFound)
 				}
 			})
