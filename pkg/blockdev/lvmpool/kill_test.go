@@ -24,6 +24,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
+	"github.com/ashlar-csi/ashlar/pkg/device"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -122,6 +123,13 @@ func TestLVMKillChild(t *testing.T) {
 	tellWriter := startWriter(t)
 	pool := pooltest.OpenURL(t, url)
 	ctx := context.Background()
+	stacks := device.New()
+	attach := func(ref blockdev.Ref, readOnly, keep bool) (blockdev.Device, error) {
+		if readOnly {
+			return pool.Attach(ctx, ref, blockdev.Attachment{ReadOnly: true})
+		}
+		return stacks.Of(pool, ref).Attach(ctx, device.Options{Keep: keep})
+	}
 	known := map[blockdev.Ref]step{}
 	var keep []blockdev.Device
 	do := func(s step, work func() error) {
@@ -171,7 +179,7 @@ func TestLVMKillChild(t *testing.T) {
 			})
 			s.Content = ref.Key[20:]
 			do(s, func() error {
-				device, err := pool.Attach(ctx, ref, blockdev.Attachment{})
+				device, err := attach(ref, false, false)
 				if err != nil {
 					return err
 				}
@@ -190,7 +198,7 @@ func TestLVMKillChild(t *testing.T) {
 				origin = volume.Ref
 			}
 			from.Origin = origin
-			device, err := pool.Attach(ctx, origin, blockdev.Attachment{ReadOnly: origin.Kind == blockdev.Snapshot})
+			device, err := attach(origin, origin.Kind == blockdev.Snapshot, false)
 			if err != nil {
 				continue
 			}
@@ -207,7 +215,12 @@ func TestLVMKillChild(t *testing.T) {
 				continue
 			}
 			volume.What, volume.Done, volume.Size = what, false, volume.Size+extentSize
-			do(volume, func() error { return pooltest.Second(pool.Expand(ctx, volume.Ref, volume.Size)) })
+			do(volume, func() error {
+				if _, err := pool.Expand(ctx, volume.Ref, volume.Size); err != nil {
+					return err
+				}
+				return stacks.Of(pool, volume.Ref).Grow(ctx)
+			})
 		case "labels":
 			some.What, some.Done, some.Label = what, false, fmt.Sprint("label ", n)
 			do(some, func() error {
@@ -215,11 +228,11 @@ func TestLVMKillChild(t *testing.T) {
 			})
 		case "keep", "attach":
 			some.What, some.Done = what, false
-			how := blockdev.Attachment{Keep: what == "keep", ReadOnly: r.IntN(2) == 0}
+			readOnly := what == "attach" && r.IntN(2) == 0
 			do(some, func() error {
-				device, err := pool.Attach(ctx, some.Ref, how)
+				device, err := attach(some.Ref, readOnly, what == "keep")
 				if errors.Is(err, errdefs.ErrInUse) {
-					return pool.Detach(ctx, some.Ref)
+					return stacks.Of(pool, some.Ref).Detach(ctx)
 				}
 				keep = append(keep, device)
 				return err
@@ -233,7 +246,7 @@ func TestLVMKillChild(t *testing.T) {
 					_ = device.Close()
 				}
 				keep = nil
-				do(some, func() error { return pool.Detach(ctx, some.Ref) })
+				do(some, func() error { return stacks.Of(pool, some.Ref).Detach(ctx) })
 			}
 		case "delete":
 			for _, device := range keep {
@@ -241,7 +254,7 @@ func TestLVMKillChild(t *testing.T) {
 			}
 			keep = nil
 			some.What, some.Done = what, false
-			do(some, func() error { return errors.Join(pool.Detach(ctx, some.Ref), pool.Delete(ctx, some.Ref)) })
+			do(some, func() error { return errors.Join(stacks.Of(pool, some.Ref).Detach(ctx), pool.Delete(ctx, some.Ref)) })
 		}
 	}
 }
@@ -367,6 +380,8 @@ func (f *lvmFixture) afterKill(journal, mode string, lvms []int) {
 	}
 	ctx := context.Background()
 	f.pool = pooltest.OpenURL(f, f.url)
+	stacks := device.New()
+	check.OK(f, stacks.Recover(ctx, f.pool))
 	was, last, _, kept := replay(f, journal)
 	what := fmt.Sprintf("%s killed during %+v", mode, last)
 	for _, volume := range f.lv("lv_name,lv_tags") {
@@ -379,10 +394,10 @@ func (f *lvmFixture) afterKill(journal, mode string, lvms []int) {
 			f.Errorf("%s: suspended: %s", what, name)
 		}
 	}
-	orphans, err := f.pool.Orphans(ctx)
+	orphans, err := stacks.Orphans(ctx, f.pool)
 	check.OK(f, err)
 	for ref, devices := range orphans {
-		check.OK(f, f.pool.Detach(ctx, ref))
+		check.OK(f, stacks.Of(f.pool, ref).Detach(ctx))
 		// Of what was being attached nobody could say yet whether it is to be kept; between two
 		// steps that may be any.
 		if !kept[ref] && mode != "lvm" && !last.Done && ref != last.Ref && ref != last.Origin {
