@@ -109,9 +109,9 @@ type Spec struct {
 	Size int64 // bytes, a multiple of the pool's granularity; at least the origin's
 	// Provisioning that the pool does not have is refused with errdefs.ErrUnsupported.
 	Provisioning Provisioning
-	Origin       Ref // copy this object; the zero Ref for zeros
+	Origin       Ref // copy this object; the zero Ref for zeros. What a device over the pool's own still holds, the caller flushes before
 	// Quiesced: the caller holds back all writes to the origin until Cut is called, or Create returns
-	// (a frozen filesystem). Without it, a pool that has to copy an attached origin
+	// (a frozen filesystem, a suspended device). Without it, a pool that has to copy an attached origin
 	// byte by byte proves afterwards that the origin did not change meanwhile.
 	Quiesced bool
 	// Cut, if set, is called once the bytes of the origin are fixed, if that is before

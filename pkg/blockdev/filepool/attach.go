@@ -115,11 +115,8 @@ func (p *pool) findLoops() error {
 		}
 		over := ImageAt(name)
 		f, err := loop.Open(n, os.O_RDONLY)
-		if loop.Going(err) && over.Validate() == nil { // who told it to go may keep it (waitGoing)
-			if info, err := p.root.Stat(layout.Image(over)); err == nil {
-				st := info.Sys().(*syscall.Stat_t)
-				p.noteLoop(over, loop.Backing{Number: n, Device: st.Dev, Inode: st.Ino})
-			}
+		if loop.Going(err) { // who told it to go may keep it (waitGoing)
+			p.noteGoing(over, n)
 		}
 		if err != nil {
 			continue // gone meanwhile, or not for us
@@ -130,16 +127,13 @@ func (p *pool) findLoops() error {
 			continue
 		}
 		ref, labelled := p.parseLabel(status.Label)
-		if status.Node != 0 { // a pod has no device like this one, so the label is as we wrote it
+		switch {
+		case status.Node != 0: // a pod has no device like this one, so the label is as we wrote it
 			if labelled && unix.Major(status.Node) == loop.Major {
 				kept[int(unix.Minor(status.Node))] = ref
 				p.noteLoop(ref, status)
 			}
-			continue
-		}
-		info, err := p.root.Stat(layout.Image(over))
-		switch {
-		case over.Validate() == nil && err == nil && isImage(info, status):
+		case p.isOverImage(over, status):
 			p.noteLoop(over, status)
 		case labelled && unlinked && status.Device == p.device:
 			p.noteLoop(ref, status)
@@ -153,6 +147,26 @@ func (p *pool) findLoops() error {
 		}
 	}
 	return nil
+}
+
+// noteGoing notes a loop device that cannot be opened, as it was told to go, by the name of what it is over.
+func (p *pool) noteGoing(over blockdev.Ref, n int) {
+	if over.Validate() != nil {
+		return
+	}
+	if info, err := p.root.Stat(layout.Image(over)); err == nil {
+		st := info.Sys().(*syscall.Stat_t)
+		p.noteLoop(over, loop.Backing{Number: n, Device: st.Dev, Inode: st.Ino})
+	}
+}
+
+// isOverImage tells whether a loop device is over the image of an object that the name of its backing file is of.
+func (p *pool) isOverImage(over blockdev.Ref, status loop.Backing) bool {
+	if over.Validate() != nil {
+		return false
+	}
+	info, err := p.root.Stat(layout.Image(over))
+	return err == nil && isImage(info, status)
 }
 
 // ImageAt returns the object whose image has a path; an invalid one if it is no path of an image.
@@ -190,37 +204,27 @@ func (p *pool) openLoops(ref blockdev.Ref) (loops []attachedLoop, err error) {
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return nil, errdefs.FromErrno(err)
 	}
-	missing := err != nil
+	if err != nil {
+		image = nil
+	}
 	var gone []knownLoop
 	keepers := map[uint64]guard{} // by the device number of what they are over
 	for _, c := range candidates {
-		f, err := loop.Open(c.number, os.O_RDONLY)
-		if errors.Is(err, fs.ErrNotExist) || loop.Going(err) {
-			if !isOver(c.number, ref, candidates) {
+		f, status, going, err := p.openLoop(ref, image, c)
+		switch {
+		case err != nil:
+			return loops, err
+		case f == nil:
+			if !going || !isOver(c.number, ref, candidates) {
 				gone = append(gone, c)
 			}
-			continue
-		}
-		if err != nil {
-			return loops, fmt.Errorf("open %s: %w", loop.Path(c.number), errdefs.FromErrno(err))
-		}
-		status, err := loop.Status(f, c.number)
-		ours := err == nil && status.Device == c.device && status.Inode == c.inode
-		if ours && status.Node != 0 {
-			keeper := guard{keeper: c.number}
-			keeper.sector, err = sectorSize(f)
-			if ours = err == nil && status.Label == p.label(ref); ours {
-				keepers[status.Node] = keeper
+		case status.Node == 0:
+			loops = append(loops, attachedLoop{Backing: status, file: f, guard: guard{keeper: none}})
+		default:
+			if sector, err := sectorSize(f); err == nil {
+				keepers[status.Node] = guard{keeper: c.number, sector: sector}
 			}
 			f.Close()
-		} else if ours = ours && ((!missing && isImage(image, status)) || loop.Unlinked(c.number)); ours {
-			loops = append(loops, attachedLoop{Backing: status, file: f, guard: guard{keeper: none}})
-		} else {
-			f.Close()
-			loop.ForgetStopped(c.number) // it went with its last user
-		}
-		if !ours {
-			gone = append(gone, c)
 		}
 	}
 	for i := range loops {
@@ -230,6 +234,36 @@ func (p *pool) openLoops(ref blockdev.Ref) (loops []attachedLoop, err error) {
 	}
 	p.forgetLoops(ref, gone)
 	return loops, nil
+}
+
+// openLoop opens a loop device that an object had; f is nil if it is not the object's any more, or if it is going, so that nobody can open it.
+func (p *pool) openLoop(ref blockdev.Ref, image fs.FileInfo, known knownLoop) (f *os.File, status loop.Backing, going bool, err error) {
+	f, err = loop.Open(known.number, os.O_RDONLY)
+	if errors.Is(err, fs.ErrNotExist) || loop.Going(err) {
+		return nil, status, true, nil
+	}
+	if err != nil {
+		return nil, status, false, fmt.Errorf("open %s: %w", loop.Path(known.number), errdefs.FromErrno(err))
+	}
+	status, err = loop.Status(f, known.number)
+	if err == nil && p.isOf(ref, image, known, status) {
+		return f, status, false, nil
+	}
+	f.Close()
+	loop.ForgetStopped(known.number) // it went with its last user
+	return nil, status, false, nil
+}
+
+// isOf tells whether a loop device that an object had is still its own: over its image (nil if there is none), or, by its label, its
+// keeper.
+func (p *pool) isOf(ref blockdev.Ref, image fs.FileInfo, known knownLoop, now loop.Backing) bool {
+	if now.Device != known.device || now.Inode != known.inode {
+		return false
+	}
+	if now.Node != 0 {
+		return now.Label == p.label(ref)
+	}
+	return image != nil && isImage(image, now) || loop.Unlinked(known.number)
 }
 
 // isOver tells whether a loop device that cannot be opened is over the image of an object, or over one of its loop

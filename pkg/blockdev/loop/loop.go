@@ -172,16 +172,9 @@ func Attach(ctx context.Context, backing *os.File, c Config) (*os.File, int, err
 			return nil, 0, fmt.Errorf("open loop device: %w", errdefs.FromErrno(err))
 		}
 		if err = configure(f, backing, c); err == nil {
-			err := setReadOnly(f, c.ReadOnly)
-			if err == nil && !c.Discards {
-				err = StopDiscards(n)
+			if err := setUp(f, n, c); err != nil {
+				return nil, 0, err
 			}
-			if err != nil {
-				_, _ = ioctl.Value(f, unix.LOOP_CLR_FD, 0)
-				f.Close()
-				return nil, 0, fmt.Errorf("set up %s: %w", Path(n), errdefs.FromErrno(err))
-			}
-			resetQueue(n)
 			return f, n, nil
 		}
 		f.Close()
@@ -190,6 +183,21 @@ func Attach(ctx context.Context, backing *os.File, c Config) (*os.File, int, err
 		}
 		refused[n]++
 	}
+}
+
+// setUp takes away from a device what its number had for another backing. With an error the device is gone, and closed.
+func setUp(f *os.File, n int, c Config) error {
+	err := setReadOnly(f, c.ReadOnly)
+	if err == nil && !c.Discards {
+		err = StopDiscards(n)
+	}
+	if err != nil {
+		_, _ = ioctl.Value(f, unix.LOOP_CLR_FD, 0)
+		f.Close()
+		return fmt.Errorf("set up %s: %w", Path(n), errdefs.FromErrno(err))
+	}
+	resetQueue(n)
+	return nil
 }
 
 // configure asks for direct I/O, which not all filesystems have (tmpfs, some overlays).

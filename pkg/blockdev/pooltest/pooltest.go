@@ -695,6 +695,7 @@ func copyQuiesced(f *fixture) {
 	content := data(1, size/2)
 	_, err = file.WriteAt(content, 0) // not synced
 	f.must(err)
+	f.must(f.stack(vol("a")).Flush(f.Context()))
 	spec := f.copySpec(snap("s"), vol("a"), size)
 	spec.Quiesced = true
 	f.make(spec)
