@@ -138,18 +138,19 @@ func (p *pool) attachOnce(ctx context.Context, o *logical, record blockdev.Recor
 		return blockdev.Device{}, err
 	}
 	f, err := dm.Open(d, os.O_RDONLY)
-	if err != nil {
-		return blockdev.Device{}, err
+	if !d.Deferred { // from here on it goes with its last user; also if nobody could open it
+		_, failure := dm.Remove(d.Name)
+		err = errors.Join(err, failure)
 	}
-	size, err := blockdev.DeviceSize(f)
+	var size int64
+	if err == nil {
+		size, err = blockdev.DeviceSize(f)
+	}
 	if err == nil && size < record.Size {
 		err = p.truncated(record, size)
 	}
-	if err == nil && !d.Deferred {
-		_, err = dm.Remove(d.Name)
-	}
 	if err != nil {
-		f.Close()
+		_ = f.Close() // of no harm if it is nil
 		return blockdev.Device{}, err
 	}
 	return blockdev.Device{Path: d.Path(), Number: d.Number, Size: size, ReadOnly: how.ReadOnly}.Held(f.Close), nil

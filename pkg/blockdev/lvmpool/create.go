@@ -323,16 +323,13 @@ func (p *pool) makeCut(ctx context.Context, o *logical, spec blockdev.Spec) erro
 }
 
 // dropCuts removes what copies of an object that are not finished are made from; they
-// begin anew.
+// begin anew. errdefs.ErrBusy while one of them is being removed.
 func (p *pool) dropCuts(ctx context.Context, origin blockdev.Ref) error {
-	p.Mu.Lock()
-	var copies []*logical
-	for _, o := range p.Objects {
-		if o.Record.Origin == origin {
-			copies = append(copies, o)
-		}
+	copies, release, err := p.ClaimCopies(origin)
+	if err != nil {
+		return err
 	}
-	p.Mu.Unlock()
+	defer release()
 	for _, o := range copies {
 		if err := p.dropCut(ctx, o); err != nil {
 			return err

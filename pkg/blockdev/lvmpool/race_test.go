@@ -91,6 +91,34 @@ func TestLVMAtOnce(t *testing.T) {
 	all.Wait()
 }
 
+// TestLVMDropsBesideSweep: a growth drops what unfinished copies are made from while a sweep removes these copies. Each is
+// worked on by one of them; the growth says that it is busy if that is not it.
+func TestLVMDropsBesideSweep(t *testing.T) {
+	p, _, _ := scriptedLVM(t)
+	ctx := t.Context()
+	for n := range 20 {
+		ref := blockdev.Ref{Kind: blockdev.Snapshot, Key: fmt.Sprintf("%032x", n)}
+		o := &logical{Entry: catalog.Found(blockdev.Record{Ref: ref, Name: "copy", Size: 4 << 20, Origin: unitRef}, catalog.Creating), source: "cut." + ref.String()}
+		p.Mu.Lock()
+		p.Put(o)
+		p.Mu.Unlock()
+		var both sync.WaitGroup
+		both.Go(func() { p.Sweep(ctx, p.remove) })
+		both.Go(func() {
+			if err := p.dropCuts(ctx, unitRef); err != nil && !errors.Is(err, errdefs.ErrBusy) {
+				t.Error(err)
+			}
+		})
+		both.Wait()
+		if err := p.dropCuts(ctx, unitRef); err != nil || o.source != "" {
+			t.Fatalf("round %d: the copy still has %q, %v", n, o.source, err)
+		}
+		p.Mu.Lock()
+		p.Forget(o)
+		p.Mu.Unlock()
+	}
+}
+
 // TestLVMOneKind: whatever lvm2 says, an error means one thing, and what is meant for this call.
 func TestLVMOneKind(t *testing.T) {
 	p, refuse, failFlush := scriptedLVM(t)

@@ -9,7 +9,7 @@
 //     run with it. (File pools ask for the free space of their filesystem with it, as that and what is promised are one sum.)
 //     It is the innermost one: no other lock is taken with it.
 //   - One worker. An object that is ready is worked on by the call that names it, as callers serialise those (blockdev.Pool).
-//     One that is being made or removed is worked on by who has claimed it: Begin, BeginDelete and Sweep do, and Release and
+//     One that is being made or removed is worked on by who has claimed it: Begin, BeginDelete, ClaimCopies and Sweep do, and Release and
 //     Forget end that. To other calls it is errdefs.ErrBusy, and Sweep passes it by.
 //   - Only its worker changes the entry of an object, with Mu held where others look (Set), and only the worker reads it without
 //     Mu. Everybody else gets copies (Lookup, Get, List) or looks with Mu held.
@@ -262,6 +262,32 @@ func (c *Catalog[T]) claim(o T) error {
 	}
 	o.entry().claimed = true
 	return nil
+}
+
+// ClaimCopies claims the unfinished copies of an object, so that nobody goes on with one of them or removes it. errdefs.ErrBusy, with none
+// claimed, if somebody does already. release ends the claims, and leaves when the copies are swept as it was.
+func (c *Catalog[T]) ClaimCopies(origin blockdev.Ref) (copies []T, release func(), err error) {
+	c.Mu.Lock()
+	defer c.Mu.Unlock()
+	for ref := range c.unfinished {
+		if o := c.Objects[ref]; o.entry().Record.Origin == origin {
+			if o.entry().claimed {
+				return nil, nil, fmt.Errorf("%w: %s, a copy of %s that was not finished, is being removed", errdefs.ErrBusy, ref, origin)
+			}
+			copies = append(copies, o)
+		}
+	}
+	claim := func(claimed bool) {
+		for _, o := range copies {
+			o.entry().claimed = claimed
+		}
+	}
+	claim(true)
+	return copies, func() {
+		c.Mu.Lock()
+		defer c.Mu.Unlock()
+		claim(false)
+	}, nil
 }
 
 // Release ends a claim. What is not ready is left to Sweep: for as long as AbandonedAfter to a retry that goes on with it, or

@@ -172,3 +172,33 @@ func TestDelete(t *testing.T) {
 		t.Errorf("Damage: %v", problems)
 	}
 }
+
+// TestClaimCopies: the unfinished copies of an object are claimed together or not at all, and are swept as before afterwards.
+func TestClaimCopies(t *testing.T) {
+	c := New[*object]("test")
+	r := &remover{c: c}
+	unfinished := func(digit string, released time.Time) *object {
+		record := recordOf(digit)
+		record.Origin = refOf("a")
+		e := Found(record, Creating)
+		e.Released = released
+		return put(c, e)
+	}
+	put(c, Found(recordOf("a"), Ready))
+	put(c, Found(recordOf("d"), Creating)) // of nothing
+	abandoned, waiting := unfinished("b", time.Time{}), unfinished("c", time.Now())
+	copies, release, err := c.ClaimCopies(refOf("a"))
+	if err != nil || len(copies) != 2 {
+		t.Fatalf("claimed %v, %v", copies, err)
+	}
+	if _, _, err := c.ClaimCopies(refOf("a")); !errors.Is(err, errdefs.ErrBusy) {
+		t.Errorf("claimed twice: %v", err)
+	}
+	if c.Sweep(t.Context(), r.remove); r.removed != 1 {
+		t.Errorf("Sweep beside the claims removed %d, want the one that is a copy of nothing", r.removed)
+	}
+	release()
+	if c.Sweep(t.Context(), r.remove); r.removed != 2 || c.Find(abandoned.Record.Ref) != nil || c.Find(waiting.Record.Ref) == nil {
+		t.Errorf("Sweep afterwards removed %d in all", r.removed)
+	}
+}
