@@ -50,7 +50,7 @@ func super(t testing.TB, device string, edit func(s []byte)) {
 
 func errorsOption(t testing.TB, v *vol) string {
 	t.Helper()
-	options, err := os.ReadFile("/proc/fs/ext4/" + drivertest.LoopsOver(v.image())[0] + "/options")
+	options, err := os.ReadFile("/proc/fs/ext4/" + v.device() + "/options")
 	check.OK(t, err)
 	for line := range strings.Lines(string(options)) {
 		if strings.HasPrefix(line, "errors=") {
@@ -96,7 +96,7 @@ func TestErrorsOfTenant(t *testing.T) {
 			// That it is so was seen above: this kernel survives it.
 			v.Capability.GetMount().MountFlags = nil
 			target := v.running()
-			check.OK(t, os.WriteFile("/sys/fs/ext4/"+drivertest.LoopsOver(v.image())[0]+"/trigger_fs_error", []byte("a test"), 0))
+			check.OK(t, os.WriteFile("/sys/fs/ext4/"+v.device()+"/trigger_fs_error", []byte("a test"), 0))
 			for deadline := time.Now().Add(30 * time.Second); len(v.problems()) == 0 && time.Now().Before(deadline); {
 				time.Sleep(10 * time.Millisecond)
 			}

@@ -29,11 +29,21 @@ func (v *vol) queue() map[string]string {
 	}
 	_, scheduler, _ := strings.Cut(read(loops[0], "scheduler"), "[")
 	scheduler, _, _ = strings.Cut(scheduler, "]")
-	top := loops[0]
-	if mapped, _ := filepath.Glob("/sys/block/" + loops[0] + "/holders/dm-*"); len(mapped) > 0 {
-		top = filepath.Base(mapped[0]) // what reads ahead is what is read
+	// What reads ahead is what is read.
+	return map[string]string{"readAheadKiB": read(v.device(), "read_ahead_kb"), "ioScheduler": scheduler}
+}
+
+// device is the kernel's name of the device that the volume is used as: over the loop device of its image, if there is a device mapper.
+func (v *vol) device() string {
+	v.t.Helper()
+	loops := drivertest.LoopsOver(v.image())
+	if len(loops) != 1 {
+		v.t.Fatalf("the devices are %v", loops)
 	}
-	return map[string]string{"readAheadKiB": read(top, "read_ahead_kb"), "ioScheduler": scheduler}
+	if mapped, _ := filepath.Glob("/sys/block/" + loops[0] + "/holders/dm-*"); len(mapped) > 0 {
+		return filepath.Base(mapped[0])
+	}
+	return loops[0]
 }
 
 func (v *vol) modify(parameters map[string]string) error {
