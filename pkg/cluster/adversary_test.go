@@ -241,7 +241,7 @@ func TestObjectsDeleted(t *testing.T) {
 	}
 }
 
-// TestObjectDeletedInUse: a pod goes on whose volume's object was deleted, and the volume with that
+// TestObjectDeletedAskedAgain: a pod goes on whose volume's object was deleted, and the volume with that
 // name is the same one when it is asked for again.
 func TestObjectDeletedAskedAgain(t *testing.T) {
 	w, m, s := newCluster(t)

@@ -341,7 +341,7 @@ func TestClaim(t *testing.T) {
 	fails(t, l.Claim(t.Context(), ids[1], claim), errdefs.ErrInUse, "claim of what another node has")
 }
 
-// snapshots of a store, by name.
+// listed returns the snapshots of a store.
 func listed(t testing.TB, l *volume.Local) []volume.Snapshot {
 	t.Helper()
 	all, err := l.ListSnapshots(t.Context(), volume.ID{}, volume.ID{}, 0)

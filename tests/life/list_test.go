@@ -13,7 +13,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 )
 
-// lists are the two calls that go page by page over things that come and go.
+// list is the calls that go page by page over things that come and go.
 type list struct {
 	page   func(most int32, token string) (ids []string, next string, err error)
 	make   func(name string) (id string)

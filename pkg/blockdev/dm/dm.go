@@ -1,7 +1,7 @@
-// Package dm is the device mapper by ioctl, as in include/uapi/linux/dm-ioctl.h, version 4. lvm2 makes
-// and grows devices; here they are looked at, and taken away: the kernel does that by
-// itself when nobody has a device open any more (DM_DEFERRED_REMOVE, Linux 3.13), so
-// nothing stays behind a driver that dies.
+// Package dm is the device mapper by ioctl, as in include/uapi/linux/dm-ioctl.h, version 4. It makes devices that
+// show another one (Show), and looks at devices, suspends and removes them, whoever made them. Remove may be asked
+// for while a device is open: the kernel then removes it when nobody has it open any more (DM_DEFERRED_REMOVE, Linux
+// 3.13), so nothing stays behind a driver that dies.
 package dm
 
 import (
@@ -182,7 +182,7 @@ func RemoveNow(ctx context.Context, name string) (inUse bool, err error) {
 	return inUse, err
 }
 
-// Remove takes a device away: now, or with its last user (held). One that is not there
+// Remove takes a device away: now, or, if somebody has it open (held), with its last user. One that is not there
 // is no error.
 func Remove(name string) (held bool, err error) {
 	h, _, err := call(devRemove, func(h *header) {
@@ -233,7 +233,8 @@ func Clear(name string) error {
 	return nil
 }
 
-// Show makes a device that shows another one, or brings it to its size (bytes).
+// Show makes a device of a name that shows another one, from its beginning up to a size in bytes, and passes no ioctls down.
+// One that is there gets that table, also while it is in use; what it was made with otherwise (its UUID) stays.
 func Show(name, uuid string, under uint64, size int64, readOnly bool) error {
 	var flags uint32
 	if readOnly {

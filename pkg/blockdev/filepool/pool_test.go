@@ -91,7 +91,7 @@ func reasons(problems []blockdev.Problem) (all []string) {
 	return all
 }
 
-// recordfile.slot is one half of a record file, as its format is documented.
+// slot is one half of a record file, as its format is documented.
 func slot(version string, generation int, body string) []byte {
 	body += "\n"
 	b := fmt.Appendf(nil, "ashlar-record %s gen=%d len=%d crc32c=%08x\n%s", version, generation, len(body), crc32.Checksum([]byte(body), crc32.MakeTable(crc32.Castagnoli)), body)

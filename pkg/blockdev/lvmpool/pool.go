@@ -33,7 +33,7 @@ import (
 // A pool is either the linear volumes with our tag of a group, or those of one thin pool
 // in it. All else in the group is others' and is never touched. A volume whose tags say
 // creating or deleting belongs to nobody, and is removed when the pool is opened; so are
-// grow.KEY and cut.KEY.
+// grow.KEY and cut.KIND.KEY.
 //
 // What is in memory is a cache of one report, changed only after lvm2 did what it was
 // told.
@@ -218,8 +218,8 @@ func poolID(rows []lvm2.Row, thin string) string {
 func (p *pool) ID() string { return p.id }
 
 // flush makes the disks of the group write out what they have cached: lvm2 waits for its
-// writes, but flushes none of them, so what it has changed would not survive a power cut. Not
-// a errdefs.FromErrno: that a disk has no space is not that of the pool.
+// writes, but flushes none of them, so what it has changed would not survive a power cut. Its errors do not go through
+// errdefs.FromErrno: a disk without space is not a pool without.
 func (p *pool) flush() error {
 	for _, disk := range p.disks {
 		f, err := os.Open(disk)
