@@ -477,7 +477,7 @@ func detach(ctx context.Context, l attachedLoop) error {
 }
 
 // resizeLoops lets attached devices see the size of their image.
-func (p *pool) resizeLoops(_ context.Context, ref blockdev.Ref) error {
+func (p *pool) resizeLoops(ref blockdev.Ref) error {
 	loops, err := p.openLoops(ref)
 	if err != nil {
 		return err

@@ -420,7 +420,7 @@ func (p *pool) Expand(ctx context.Context, ref blockdev.Ref, size int64) (blockd
 		}
 	}
 	// Also with nothing to grow: a retry may come after a crash between the two.
-	if err := p.resizeLoops(ctx, ref); err != nil {
+	if err := p.resizeLoops(ref); err != nil {
 		return blockdev.Record{}, err
 	}
 	return catalog.Copy(o.Record), nil

@@ -173,7 +173,7 @@ func (p *pool) giveUp(ctx context.Context, o *logical, spec blockdev.Spec, cause
 // not make up for that when it finds one that a crash left so.
 func (p *pool) fill(ctx context.Context, o *logical, spec blockdev.Spec) error {
 	if p.atOnce(spec, p.known(o).size) {
-		return p.save(ctx, o, o.Record, catalog.Ready)
+		return p.save(ctx, o, o.Record)
 	}
 	d, err := p.activateObject(ctx, o, spec.Ref)
 	if err != nil {
@@ -212,7 +212,7 @@ func (p *pool) fill(ctx context.Context, o *logical, spec blockdev.Spec) error {
 		return err
 	}
 	target.Close()
-	if err := p.save(ctx, o, record, catalog.Ready); err != nil {
+	if err := p.save(ctx, o, record); err != nil {
 		return err
 	}
 	p.removeNodes(spec.Ref.String())
@@ -435,7 +435,7 @@ func (p *pool) grow(ctx context.Context, o *logical, record blockdev.Record, siz
 		p.Mu.Unlock()
 	}
 	record.Size = size
-	if err := p.save(ctx, o, record, catalog.Ready); err != nil {
+	if err := p.save(ctx, o, record); err != nil {
 		p.Mu.Lock()
 		p.space.promised -= promise
 		p.Mu.Unlock()

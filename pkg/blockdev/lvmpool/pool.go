@@ -455,9 +455,9 @@ func (p *pool) releaseDevices(ctx context.Context) {
 	}
 }
 
-// save writes a record over the one of o: on disk, and then in memory.
-func (p *pool) save(ctx context.Context, o *logical, record blockdev.Record, st catalog.State) error {
-	tags, err := tagsOf(record, st)
+// save writes a record over the one of o, which is ready from then on: on disk, and then in memory.
+func (p *pool) save(ctx context.Context, o *logical, record blockdev.Record) error {
+	tags, err := tagsOf(record, catalog.Ready)
 	if err != nil {
 		return err
 	}
@@ -469,7 +469,7 @@ func (p *pool) save(ctx context.Context, o *logical, record blockdev.Record, st 
 	}
 	p.Mu.Lock()
 	defer p.Mu.Unlock()
-	p.Set(o, record, st)
+	p.Set(o, record, catalog.Ready)
 	o.tags = tags
 	return nil
 }
@@ -494,7 +494,7 @@ func (p *pool) SetLabels(ctx context.Context, ref blockdev.Ref, change func(map[
 	if record, err = catalog.ChangeLabels(record, change); err != nil {
 		return blockdev.Record{}, err
 	}
-	if err := p.save(ctx, o, record, catalog.Ready); err != nil {
+	if err := p.save(ctx, o, record); err != nil {
 		return blockdev.Record{}, err
 	}
 	return catalog.Copy(record), nil

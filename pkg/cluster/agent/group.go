@@ -148,7 +148,7 @@ func (a *Agent) refuseAll(ctx context.Context, members []v1alpha1.Snapshot, err 
 
 func (a *Agent) deleteGroup(ctx context.Context, key string, members []v1alpha1.Snapshot) (reconcile.Result, error) {
 	defer a.Changed()
-	if err := a.withLocks(groupLocks(key, members), nil, func() error {
+	if err := a.withLocks(groupLocks(key, members), func() error {
 		for i := range members {
 			have, err := a.local.GetSnapshot(ctx, cluster.SnapshotID(&members[i]))
 			if errors.Is(err, errdefs.ErrUnavailable) {

@@ -8,11 +8,11 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// withLocks works on the volumes of the node with the locks that its CSI calls take;
+// withLocks works on the volumes of the node with the locks that its CSI calls take, each for itself;
 // ErrBusy if it cannot have them. What is only looked at or written down needs none, and
 // takes none: a call that comes because of what was written must not find it locked.
-func (a *Agent) withLocks(exclusive, shared []string, work func() error) error {
-	unlock, busy := a.options.Locks.TryLock(exclusive, shared)
+func (a *Agent) withLocks(locks []string, work func() error) error {
+	unlock, busy := a.options.Locks.TryLock(locks, nil)
 	if unlock == nil {
 		return fmt.Errorf("%w on %s", errdefs.ErrBusy, busy)
 	}

@@ -88,7 +88,7 @@ func (a *Agent) reportSnapshot(ctx context.Context, s *v1alpha1.Snapshot, made v
 
 func (a *Agent) deleteSnapshot(ctx context.Context, s *v1alpha1.Snapshot) (reconcile.Result, error) {
 	defer a.Changed()
-	err := a.withLocks([]string{keylock.Snapshot(s.Name)}, nil, func() error {
+	err := a.withLocks([]string{keylock.Snapshot(s.Name)}, func() error {
 		if have, err := a.local.GetSnapshot(ctx, cluster.SnapshotID(s)); err == nil && !sameBytes(s, have.Created) {
 			klog.FromContext(ctx).Info("Keeping a snapshot of the same name that is not the one to be deleted", "snapshot", have.ID.String())
 			return nil

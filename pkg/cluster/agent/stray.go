@@ -123,7 +123,7 @@ func (a *Agent) madeElsewhere(ctx context.Context, id volume.ID, o cluster.Objec
 	if id.Kind != blockdev.Volume || o.Node() == a.local.Node() {
 		return false, nil
 	}
-	err := a.withLocks([]string{keylock.Volume(id.Key)}, nil, func() error {
+	err := a.withLocks([]string{keylock.Volume(id.Key)}, func() error {
 		have, err := a.local.Get(ctx, id)
 		if err != nil || (o.Common().Created != nil && sameBytes(o, have.Created)) {
 			return errdefs.IgnoreNotFound(err)

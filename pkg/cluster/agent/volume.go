@@ -36,7 +36,7 @@ func (a *Agent) reconcileVolume(ctx context.Context, r request) (reconcile.Resul
 	case v.DeletionTimestamp != nil:
 		return reconcile.Result{}, a.dropObject(ctx, v)
 	case v.Spec.Abandoned, v.Status.Is(v1alpha1.Abandoned, "True"): // what the verdict was about goes now, if it has not
-		return reconcile.Result{}, a.withLocks([]string{keylock.Volume(v.Name)}, nil, func() error { return a.judgeAbandoned(ctx, v) })
+		return reconcile.Result{}, a.withLocks([]string{keylock.Volume(v.Name)}, func() error { return a.judgeAbandoned(ctx, v) })
 	case v.Status.Created == nil && !v.Spec.Make:
 		return reconcile.Result{RequeueAfter: checkAgain}, a.findVolume(ctx, v)
 	case v.Status.Created == nil:
@@ -91,7 +91,7 @@ func (a *Agent) removeUnwanted(ctx context.Context, v *v1alpha1.Volume) error {
 	if client.IgnoreNotFound(err) != nil || (err == nil && now.Spec.NodeName == a.local.Node()) {
 		return err
 	}
-	return a.withLocks([]string{keylock.Volume(v.Name)}, nil, func() error { return a.removeBlank(ctx, cluster.VolumeID(v)) })
+	return a.withLocks([]string{keylock.Volume(v.Name)}, func() error { return a.removeBlank(ctx, cluster.VolumeID(v)) })
 }
 
 // removeBlank removes a volume, if this node's own record says that nothing was ever on it and
@@ -146,7 +146,7 @@ func (a *Agent) missingVolume(v *v1alpha1.Volume) string {
 // deleteLocal deletes a volume. What is not the object's, under the same name, stays, if anything
 // was ever on it.
 func (a *Agent) deleteLocal(ctx context.Context, v *v1alpha1.Volume) error {
-	return a.withLocks([]string{keylock.Volume(v.Name)}, nil, func() error {
+	return a.withLocks([]string{keylock.Volume(v.Name)}, func() error {
 		if have, err := a.local.Get(ctx, cluster.VolumeID(v)); err == nil && !sameBytes(v, have.Created) &&
 			(v.Status.Created != nil || have.Format.State != volume.Blank || have.Source != (volume.ID{})) {
 			klog.FromContext(ctx).Info("Keeping a volume of the same name that is not the one to be deleted", "volume", cluster.VolumeID(v).String())
@@ -244,7 +244,7 @@ func (a *Agent) maintainVolume(ctx context.Context, v *v1alpha1.Volume) error {
 	refused := v.Common().Refused(v.Generation) != nil
 	if !refused && (have.Size < v.Spec.Size || !maps.Equal(have.Mutable, v.Spec.Mutable)) {
 		defer a.Changed()
-		if err := a.withLocks([]string{keylock.Volume(v.Name)}, nil, func() error { return a.changeVolume(ctx, v, &have) }); err != nil {
+		if err := a.withLocks([]string{keylock.Volume(v.Name)}, func() error { return a.changeVolume(ctx, v, &have) }); err != nil {
 			return refuse(ctx, a, v, err)
 		}
 	}

@@ -19,7 +19,7 @@ const (
 // Linux): a call that begins has ENOSYS as its result so far.
 func registers(tid int, info *syscallInfo) (err error) {
 	peek := func(offset uintptr) (value uint64) {
-		if _, failed := ptrace(unix.PTRACE_PEEKUSR, tid, offset, uintptr(unsafe.Pointer(&value))); failed != nil {
+		if failed := ptrace(unix.PTRACE_PEEKUSR, tid, offset, uintptr(unsafe.Pointer(&value))); failed != nil {
 			err = failed
 		}
 		return value
@@ -34,12 +34,10 @@ func registers(tid int, info *syscallInfo) (err error) {
 
 // skip makes the call that a thread is about to make none at all.
 func skip(tid int) error {
-	_, err := ptrace(unix.PTRACE_POKEUSR, tid, origRax, ^uintptr(0))
-	return err
+	return ptrace(unix.PTRACE_POKEUSR, tid, origRax, ^uintptr(0))
 }
 
 // setResult makes a call that has just ended return something else.
 func setResult(tid int, value uintptr) error {
-	_, err := ptrace(unix.PTRACE_POKEUSR, tid, rax, value)
-	return err
+	return ptrace(unix.PTRACE_POKEUSR, tid, rax, value)
 }

@@ -128,12 +128,12 @@ func (t *Trace) Dead() <-chan struct{} { return t.done }
 const options = unix.PTRACE_O_TRACESYSGOOD | unix.PTRACE_O_TRACECLONE | unix.PTRACE_O_TRACEFORK |
 	unix.PTRACE_O_TRACEVFORK | unix.PTRACE_O_TRACEEXEC | unix.PTRACE_O_EXITKILL
 
-func ptrace(request, tid int, addr, data uintptr) (uintptr, error) {
-	r, _, errno := unix.RawSyscall6(unix.SYS_PTRACE, uintptr(request), uintptr(tid), addr, data, 0, 0)
+func ptrace(request, tid int, addr, data uintptr) error {
+	_, _, errno := unix.RawSyscall6(unix.SYS_PTRACE, uintptr(request), uintptr(tid), addr, data, 0, 0)
 	if errno != 0 {
-		return 0, errno
+		return errno
 	}
-	return r, nil
+	return nil
 }
 
 // seize takes all threads that are there and not traced. One that was in the middle of
@@ -154,7 +154,7 @@ func (t *Trace) seize() error {
 			if t.tasks[tid] {
 				continue
 			}
-			_, err := ptrace(unix.PTRACE_SEIZE, tid, 0, options)
+			err := ptrace(unix.PTRACE_SEIZE, tid, 0, options)
 			if errors.Is(err, unix.ESRCH) || errors.Is(err, unix.EPERM) {
 				continue // gone, or traced already
 			}
@@ -162,7 +162,7 @@ func (t *Trace) seize() error {
 				return fmt.Errorf("seize thread %d: %w", tid, err)
 			}
 			t.tasks[tid], t.moving[tid], found = true, true, true
-			if _, err := ptrace(unix.PTRACE_INTERRUPT, tid, 0, 0); err != nil {
+			if err := ptrace(unix.PTRACE_INTERRUPT, tid, 0, 0); err != nil {
 				return fmt.Errorf("interrupt thread %d: %w", tid, err)
 			}
 		}
@@ -233,7 +233,7 @@ func (t *Trace) loop(attached chan<- error) error {
 		if t.leaving.Load() && !t.killed && !interrupted {
 			interrupted = true
 			for other := range t.tasks {
-				_, _ = ptrace(unix.PTRACE_INTERRUPT, other, 0, 0)
+				_ = ptrace(unix.PTRACE_INTERRUPT, other, 0, 0)
 			}
 		}
 	}
@@ -250,7 +250,7 @@ func (t *Trace) stopped(tid int, status unix.WaitStatus) {
 		resume = unix.PTRACE_LISTEN // stopped by SIGSTOP or the like, and stays so
 	case event == unix.PTRACE_EVENT_CLONE || event == unix.PTRACE_EVENT_FORK || event == unix.PTRACE_EVENT_VFORK:
 		var child uint
-		if _, err := ptrace(unix.PTRACE_GETEVENTMSG, tid, 0, uintptr(unsafe.Pointer(&child))); err == nil {
+		if err := ptrace(unix.PTRACE_GETEVENTMSG, tid, 0, uintptr(unsafe.Pointer(&child))); err == nil {
 			t.tasks[int(child)] = true
 		}
 	case event != 0:
@@ -267,7 +267,7 @@ func (t *Trace) stopped(tid int, status unix.WaitStatus) {
 		resume = unix.PTRACE_DETACH
 		delete(t.tasks, tid)
 	}
-	_, _ = ptrace(resume, tid, 0, deliver)
+	_ = ptrace(resume, tid, 0, deliver)
 }
 
 // syscallInfo is struct ptrace_syscall_info.
@@ -283,7 +283,7 @@ type syscallInfo struct {
 
 func (t *Trace) syscall(tid int) {
 	var info syscallInfo
-	if _, err := ptrace(unix.PTRACE_GET_SYSCALL_INFO, tid, unsafe.Sizeof(info), uintptr(unsafe.Pointer(&info))); err != nil {
+	if err := ptrace(unix.PTRACE_GET_SYSCALL_INFO, tid, unsafe.Sizeof(info), uintptr(unsafe.Pointer(&info))); err != nil {
 		if err := registers(tid, &info); err != nil {
 			return
 		}
