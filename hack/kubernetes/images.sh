@@ -8,7 +8,7 @@ rm -rf "$out" && mkdir -p "$out"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-# archive FILE FOLDER then for each image: NAME ENTRYPOINT CMD (JSON lists): images of one layer, for ctr and docker.
+# archive FILE DIRECTORY then for each image: NAME ENTRYPOINT CMD (JSON lists): images of one layer, for ctr and docker.
 archive() {
 	local file=$1 layer=$2 sum list=() n=0
 	shift 2

@@ -33,7 +33,7 @@ control() {
 node() {
 	local own=$dir/nodes/$name file shown
 	common
-	# The machine's folders are read, never written: what a node keeps is elsewhere.
+	# The machine's directories are read, never written: what a node keeps is elsewhere.
 	mount -t tmpfs -o mode=755 tmpfs /var/lib
 	mkdir -p /var/lib/kubelet /var/lib/ashlar
 	mount --bind "$own/kubelet" /var/lib/kubelet

@@ -212,11 +212,11 @@ func (l *Local) source(ctx context.Context, id ID) (origin, error) {
 	return origin{pool, record}, err
 }
 
-// named looks in all pools that are there for the object of a name. To make it again in
-// another is nothing that a retry does.
+// named looks in all open pools for the object of a name; errdefs.ErrNotFound if there is none. One that is in a pool that is not
+// open is not made twice: a retry asks for the same pool, which is errdefs.ErrUnavailable then.
 func (l *Local) named(ctx context.Context, kind blockdev.Kind, name string) (ID, blockdev.Record, error) {
 	ref := blockdev.Ref{Kind: kind, Key: KeyOf(name)}
-	for _, pool := range l.there() {
+	for _, pool := range l.openPools() {
 		record, err := pool.Get(ctx, ref)
 		if err == nil {
 			return ID{kind, pool.Name(), ref.Key}, record, nil

@@ -29,7 +29,7 @@ type Local struct {
 	longestFreeze time.Duration
 
 	arriving sync.Mutex               // held while the groups of a pool that comes are looked at
-	arrived  map[string]blockdev.Pool // those that are there, or will be in a moment; guarded by arriving
+	arrived  map[string]blockdev.Pool // those that are open, or will be in a moment; guarded by arriving
 	sources  keylock.Table            // snapshots that are copied, or deleted with their groups, by ID
 
 	mu         sync.Mutex
@@ -61,8 +61,8 @@ func NewLocal(ctx context.Context, node string, pools []blockdev.Pool, mounts *m
 	return l, nil
 }
 
-// there returns the pools that are there.
-func (l *Local) there() []blockdev.Pool {
+// openPools returns the pools that are open.
+func (l *Local) openPools() []blockdev.Pool {
 	var pools []blockdev.Pool
 	for _, pool := range l.pools {
 		if pool = blockdev.Unwrap(pool); pool != nil {

@@ -302,8 +302,8 @@ func fragment(t testing.TB, image string, size int64) {
 	check.OK(t, errors.Join(f.Sync(), f.Close()))
 }
 
-// settled waits until the surveys of a pool know of an object.
-func settled(t testing.TB, pool blockdev.Pool, ref blockdev.Ref) (surveys, extents int) {
+// surveyed waits until the surveys of a pool know of an object.
+func surveyed(t testing.TB, pool blockdev.Pool, ref blockdev.Ref) (surveys, extents int) {
 	t.Helper()
 	for {
 		pooltest.CapacityOf(t, pool)
@@ -326,11 +326,11 @@ func TestSurvey(t *testing.T) {
 	for i := range 8 {
 		pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Snap(fmt.Sprint(i)), Size: size, Origin: pooltest.Vol("a")})
 	}
-	_, extents := settled(t, pool, pooltest.Snap("7"))
+	_, extents := surveyed(t, pool, pooltest.Snap("7"))
 	if extents != size/8192 {
 		t.Errorf("%d extents were seen, and there are %d", extents, size/8192)
 	}
-	before, _ := settled(t, pool, pooltest.Vol("a"))
+	before, _ := surveyed(t, pool, pooltest.Vol("a"))
 	for i := range 100 {
 		pooltest.CapacityOf(t, pool)
 		pool.PoolHealth(t.Context())
@@ -358,7 +358,7 @@ func TestSurveyBeforeRefusal(t *testing.T) {
 			device := pooltest.Attach(t, pool, pooltest.Vol("a"), blockdev.Attachment{})
 			check.OK(t, direct(t, device.Path, 0, size, 1))
 			pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Snap("a"), Size: size, Origin: pooltest.Vol("a")})
-			settled(t, pool, pooltest.Snap("a"))
+			surveyed(t, pool, pooltest.Snap("a"))
 			promised := pooltest.CapacityOf(t, pool).Available
 			check.OK(t, direct(t, device.Path, 0, size, 2)) // of which the last survey knows nothing
 			check.OK(t, device.Close())
@@ -385,10 +385,10 @@ func TestSurveyLimit(t *testing.T) {
 	before := pooltest.CapacityOf(t, pool)
 	fragment(t, path(dir, pooltest.Vol("a"), ".img"), size)
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Snap("a"), Size: size, Origin: pooltest.Vol("a")})
-	settled(t, pool, pooltest.Snap("a"))
+	surveyed(t, pool, pooltest.Snap("a"))
 	check.OK(t, pool.Delete(t.Context(), pooltest.Snap("b"))) // all is looked at anew
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Snap("b"), Size: size, Origin: pooltest.Vol("b")})
-	settled(t, pool, pooltest.Snap("b"))
+	surveyed(t, pool, pooltest.Snap("b"))
 	after := pooltest.CapacityOf(t, pool)
 	if lost := before.Available - size - after.Available; lost < 0 || lost > size+pooltest.MiB {
 		t.Errorf("%d bytes less are available than there would be without fragmentation", lost)
@@ -406,7 +406,7 @@ func TestSurveyHangs(t *testing.T) {
 	pool := pooltest.OpenedFiles(t, dir)
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: 4 * pooltest.MiB})
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Snap("a"), Size: 4 * pooltest.MiB, Origin: pooltest.Vol("a")})
-	settled(t, pool, pooltest.Snap("a"))
+	surveyed(t, pool, pooltest.Snap("a"))
 	release := filepool.HangSurveys(pool)
 	defer release()
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Snap("b"), Size: 4 * pooltest.MiB, Origin: pooltest.Vol("a")}) // so there will be one

@@ -229,59 +229,59 @@ func (a *Pool) Granularity() int64 {
 	return blockdev.Granularity
 }
 
-// Create: see Pool.
+// Create: see blockdev.Pool.
 func (a *Pool) Create(ctx context.Context, spec blockdev.Spec) (blockdev.Record, error) {
 	return through(ctx, a, func(p blockdev.Pool) (blockdev.Record, error) { return p.Create(ctx, spec) })
 }
 
-// Delete: see Pool.
+// Delete: see blockdev.Pool.
 func (a *Pool) Delete(ctx context.Context, ref blockdev.Ref) error {
 	_, err := through(ctx, a, func(p blockdev.Pool) (struct{}, error) { return struct{}{}, p.Delete(ctx, ref) })
 	return err
 }
 
-// Get: see Pool.
+// Get: see blockdev.Pool.
 func (a *Pool) Get(ctx context.Context, ref blockdev.Ref) (blockdev.Record, error) {
 	return through(ctx, a, func(p blockdev.Pool) (blockdev.Record, error) { return p.Get(ctx, ref) })
 }
 
-// List: see Pool.
+// List: see blockdev.Pool.
 func (a *Pool) List(ctx context.Context, kind blockdev.Kind, after string, limit int) ([]blockdev.Record, error) {
 	return through(ctx, a, func(p blockdev.Pool) ([]blockdev.Record, error) { return p.List(ctx, kind, after, limit) })
 }
 
-// SetLabels: see Pool.
+// SetLabels: see blockdev.Pool.
 func (a *Pool) SetLabels(ctx context.Context, ref blockdev.Ref, change func(map[string]string) error) (blockdev.Record, error) {
 	return through(ctx, a, func(p blockdev.Pool) (blockdev.Record, error) { return p.SetLabels(ctx, ref, change) })
 }
 
-// Expand: see Pool.
+// Expand: see blockdev.Pool.
 func (a *Pool) Expand(ctx context.Context, ref blockdev.Ref, size int64) (blockdev.Record, error) {
 	return through(ctx, a, func(p blockdev.Pool) (blockdev.Record, error) { return p.Expand(ctx, ref, size) })
 }
 
-// Attach: see Pool.
+// Attach: see blockdev.Pool.
 func (a *Pool) Attach(ctx context.Context, ref blockdev.Ref, how blockdev.Attachment) (blockdev.Device, error) {
 	return through(ctx, a, func(p blockdev.Pool) (blockdev.Device, error) { return p.Attach(ctx, ref, how) })
 }
 
-// Attached: see Pool.
+// Attached: see blockdev.Pool.
 func (a *Pool) Attached(ctx context.Context, ref blockdev.Ref) ([]blockdev.Device, error) {
 	return through(ctx, a, func(p blockdev.Pool) ([]blockdev.Device, error) { return p.Attached(ctx, ref) })
 }
 
-// Detach: see Pool.
+// Detach: see blockdev.Pool.
 func (a *Pool) Detach(ctx context.Context, ref blockdev.Ref) error {
 	_, err := through(ctx, a, func(p blockdev.Pool) (struct{}, error) { return struct{}{}, p.Detach(ctx, ref) })
 	return err
 }
 
-// Capacity: see Pool.
+// Capacity: see blockdev.Pool.
 func (a *Pool) Capacity(ctx context.Context) (blockdev.Capacity, error) {
 	return through(ctx, a, func(p blockdev.Pool) (blockdev.Capacity, error) { return p.Capacity(ctx) })
 }
 
-// Health: see Pool.
+// Health: see blockdev.Pool.
 func (a *Pool) Health(ctx context.Context, ref blockdev.Ref) ([]blockdev.Problem, error) {
 	if _, err := a.get(ctx); err != nil {
 		return a.missing(ctx, err), ctx.Err()
@@ -289,7 +289,7 @@ func (a *Pool) Health(ctx context.Context, ref blockdev.Ref) ([]blockdev.Problem
 	return through(ctx, a, func(p blockdev.Pool) ([]blockdev.Problem, error) { return p.Health(ctx, ref) })
 }
 
-// PoolHealth: see Pool.
+// PoolHealth: see blockdev.Pool.
 func (a *Pool) PoolHealth(ctx context.Context) []blockdev.Problem {
 	current, err := a.get(ctx)
 	if err != nil {
@@ -314,12 +314,12 @@ func (a *Pool) missing(ctx context.Context, err error) []blockdev.Problem {
 	return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "PoolMissing", Message: err.Error()}}
 }
 
-// Orphans: see Pool.
+// Orphans: see blockdev.Pool.
 func (a *Pool) Orphans(ctx context.Context) (map[blockdev.Ref][]blockdev.Device, error) {
 	return through(ctx, a, func(p blockdev.Pool) (map[blockdev.Ref][]blockdev.Device, error) { return p.Orphans(ctx) })
 }
 
-// Close: see Pool. An attempt to open it that hangs is left behind.
+// Close: see blockdev.Pool. An attempt to open it that hangs is left behind.
 func (a *Pool) Close() error {
 	a.mu.Lock()
 	a.closing = true

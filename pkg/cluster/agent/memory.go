@@ -78,21 +78,21 @@ func (m *Memory) recall(ctx context.Context, pool string) (string, error) {
 // unused is ErrPrecondition if an object tells of something that was in a pool.
 func (m *Memory) unused(ctx context.Context, pool string) error {
 	var found cluster.Object
-	look := func(o cluster.Object, in string) {
+	match := func(o cluster.Object, in string) {
 		if in == pool && !o.May().Make {
 			found = o
 		}
 	}
-	here := client.MatchingFields{"spec.nodeName": m.node}
+	onNode := client.MatchingFields{"spec.nodeName": m.node}
 	if err := errors.Join(kube.EachPage(ctx, m.live, &v1alpha1.VolumeList{}, func(list *v1alpha1.VolumeList) {
 		for i := range list.Items {
-			look(&list.Items[i], list.Items[i].Spec.Pool)
+			match(&list.Items[i], list.Items[i].Spec.Pool)
 		}
-	}, here), kube.EachPage(ctx, m.live, &v1alpha1.SnapshotList{}, func(list *v1alpha1.SnapshotList) {
+	}, onNode), kube.EachPage(ctx, m.live, &v1alpha1.SnapshotList{}, func(list *v1alpha1.SnapshotList) {
 		for i := range list.Items {
-			look(&list.Items[i], list.Items[i].Spec.Pool)
+			match(&list.Items[i], list.Items[i].Spec.Pool)
 		}
-	}, here)); err != nil {
+	}, onNode)); err != nil {
 		return kube.APIError("look for what was in pool "+pool, err)
 	}
 	if found == nil {

@@ -93,11 +93,11 @@ func (s *Store) unmeasured(ctx context.Context, p *v1alpha1.Pool) (int64, error)
 	}
 	var volumes v1alpha1.VolumeList
 	var snapshots v1alpha1.SnapshotList
-	here := client.MatchingFields{byNode: p.Spec.NodeName}
-	if err := s.kube.Client.List(ctx, &volumes, here, client.UnsafeDisableDeepCopy); err != nil {
+	onNode := client.MatchingFields{byNode: p.Spec.NodeName}
+	if err := s.kube.Client.List(ctx, &volumes, onNode, client.UnsafeDisableDeepCopy); err != nil {
 		return 0, kube.APIError("list volumes", err)
 	}
-	if err := s.kube.Client.List(ctx, &snapshots, here, client.UnsafeDisableDeepCopy); err != nil {
+	if err := s.kube.Client.List(ctx, &snapshots, onNode, client.UnsafeDisableDeepCopy); err != nil {
 		return 0, kube.APIError("list snapshots", err)
 	}
 	var promised int64

@@ -199,9 +199,9 @@ func childrenOf(pid int) (pids []int) {
 // loop runs until nothing is traced any more. It says once on attached when all threads
 // are.
 func (t *Trace) loop(attached chan<- error) error {
-	interrupted, settled := false, false
+	interrupted, answered := false, false
 	defer func() {
-		if !settled {
+		if !answered {
 			attached <- fmt.Errorf("process %d is gone", t.pid)
 		}
 	}()
@@ -223,9 +223,9 @@ func (t *Trace) loop(attached chan<- error) error {
 			continue
 		}
 		t.tasks[tid] = true
-		if !settled && len(t.moving) == 0 {
+		if !answered && len(t.moving) == 0 {
 			if err := t.seize(); err != nil || len(t.moving) == 0 {
-				settled = true
+				answered = true
 				attached <- err
 			}
 		}

@@ -117,18 +117,18 @@ func config(driver Driver, access string) *sanity.TestConfig {
 		c.TestVolumeParameters = map[string]string{"pool": driver.Pool}
 	}
 	c.TestVolumeMutableParameters = map[string]string{"readAheadKiB": "256", "ioScheduler": "none"}
-	c.DialOptions = append(c.DialOptions, grpc.WithUnaryInterceptor(settle))
+	c.DialOptions = append(c.DialOptions, grpc.WithUnaryInterceptor(fillCaches))
 	if driver.Controller != "" {
 		c.ControllerAddress = "unix://" + driver.Controller
-		c.ControllerDialOptions = append(c.ControllerDialOptions, grpc.WithUnaryInterceptor(settle))
+		c.ControllerDialOptions = append(c.ControllerDialOptions, grpc.WithUnaryInterceptor(fillCaches))
 	}
 	return &c
 }
 
-// settle: the suite compares the topologies of two responses field by field, caches that
+// fillCaches: the suite compares the topologies of two responses field by field, caches that
 // protobuf keeps within messages included (gomega's Equal). Encoding a message once fills
 // them, so that equal messages are equal in this sense too.
-func settle(ctx context.Context, method string, request, response any, conn *grpc.ClientConn, invoke grpc.UnaryInvoker, options ...grpc.CallOption) error {
+func fillCaches(ctx context.Context, method string, request, response any, conn *grpc.ClientConn, invoke grpc.UnaryInvoker, options ...grpc.CallOption) error {
 	err := invoke(ctx, method, request, response, conn, options...)
 	if err == nil {
 		_, err = proto.Marshal(response.(proto.Message))
