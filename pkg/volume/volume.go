@@ -25,6 +25,7 @@ type Store interface {
 	Create(ctx context.Context, spec Spec) (Volume, error)
 	// Delete removes a volume; ErrInUse while it is claimed or attached.
 	Delete(ctx context.Context, id ID) error
+	// Get returns a volume; ErrNotFound if there is none.
 	Get(ctx context.Context, id ID) (Volume, error)
 	// List returns up to limit (0: all) volumes in the order of their IDs, from the one
 	// after the given ID on.
@@ -45,12 +46,15 @@ type Store interface {
 	CreateSnapshot(ctx context.Context, name string, source ID) (Snapshot, error)
 	// DeleteSnapshot removes a snapshot; ErrInvalid if it is part of a group.
 	DeleteSnapshot(ctx context.Context, id ID) error
+	// GetSnapshot returns a snapshot; ErrNotFound if there is none, or if it is of a group that is not complete.
 	GetSnapshot(ctx context.Context, id ID) (Snapshot, error)
 	// ListSnapshots is like List; a source restricts it to snapshots of that volume.
 	ListSnapshots(ctx context.Context, source ID, after ID, limit int) ([]Snapshot, error)
 	// CreateGroup cuts snapshots of several volumes at one point in time: all or none.
 	CreateGroup(ctx context.Context, name string, sources []ID) (Group, error)
+	// DeleteGroup removes all snapshots of a group.
 	DeleteGroup(ctx context.Context, id GroupID) error
+	// GetGroup returns a group; ErrNotFound unless all of its snapshots are there.
 	GetGroup(ctx context.Context, id GroupID) (Group, error)
 
 	// NodesIn returns the nodes that have all of some labels (of Kubernetes: a zone, a region);
