@@ -28,7 +28,7 @@ var (
 	ErrLimit = errors.New("limit reached")
 	// ErrInUse: something still uses what was to be changed or removed.
 	ErrInUse = errors.New("in use")
-	// ErrPrecondition: a call that has to come first has not been made.
+	// ErrPrecondition: something has to be done first, which the message says; a retry alone does not help.
 	ErrPrecondition = errors.New("precondition not met")
 	// ErrBusy: another operation on the same thing is under way; retry later.
 	ErrBusy = errors.New("operation in progress")

@@ -49,8 +49,8 @@ func Freeze(ctx context.Context, path string) (thaw func() error, err error) {
 	}, fmt.Errorf("freeze %s: %w", path, context.Cause(ctx))
 }
 
-// openDirectory opens a directory of a filesystem, to ask things of that. What else a pod made and somebody bound it may have
-// whoever opens it wait for ever (a pipe), or do anything (a device).
+// openDirectory opens a directory of a filesystem, to ask things of the filesystem. It opens nothing else: a pod may have made a
+// pipe, on which an open waits for ever, or a device, on which it may do anything.
 func openDirectory(path string) (*os.File, error) {
 	return os.OpenFile(path, os.O_RDONLY|unix.O_DIRECTORY, 0)
 }

@@ -87,8 +87,8 @@ func (p *Pool) Granularity() int64 { return blockdev.Granularity }
 
 // enter checks what every operation on one object checks first.
 func (p *Pool) enter(operation string, ref blockdev.Ref) error {
-	if (ref.Kind != blockdev.Volume && ref.Kind != blockdev.Snapshot) || !blockdev.ValidKey(ref.Key) {
-		return fmt.Errorf("%w: %q is not a volume or snapshot of a pool", errdefs.ErrInvalid, ref)
+	if err := ref.Validate(); err != nil {
+		return err
 	}
 	return p.hook(operation, ref)
 }

@@ -181,9 +181,9 @@ func (c *cluster) apply(manifest string) {
 }
 
 // on runs a command on a node.
-func (c *cluster) on(node string, args ...string) string {
+func (c *cluster) on(node string, args ...string) {
 	c.Helper()
-	return c.run("", os.Getenv("CLUSTER"), append([]string{"on", node}, args...)...)
+	c.run("", os.Getenv("CLUSTER"), append([]string{"on", node}, args...)...)
 }
 
 // power does "stop", "kill" or "start" to a node.
