@@ -18,6 +18,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/command"
 	"github.com/ashlar-csi/ashlar/internal/machine"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 )
@@ -35,6 +36,7 @@ func Run(ctx context.Context, all []Pool) error {
 	x.privileges()
 	x.kernel()
 	x.loopDevices()
+	x.deviceMapper()
 	x.tools()
 	x.filesystems()
 	for _, pool := range all {
@@ -97,6 +99,15 @@ func (x *examination) kernel() {
 		return
 	}
 	x.ok("kernel %s: it has mount_setattr (Linux 5.12) and with it LOOP_CONFIGURE (5.8)", machine.KernelRelease())
+}
+
+// deviceMapper: LVM pools say themselves that they need it.
+func (x *examination) deviceMapper() {
+	if _, err := dm.Targets(); err == nil {
+		x.ok("device mapper: each volume has a device over its pool's, which keeps pods from the ioctls of what is below, and raw volumes are held still while they are copied")
+	} else {
+		x.ok("no device mapper: loop devices are used as they are, and those of raw volumes are guarded by a second one; raw volumes are not held still while they are copied (modprobe dm-mod)")
+	}
 }
 
 func (x *examination) loopDevices() {

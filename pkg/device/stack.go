@@ -44,17 +44,35 @@ type layer interface {
 
 // Stacks are the stacks of the volumes of one node.
 type Stacks struct {
-	mapper bool // the kernel has a device mapper
-
 	mu        sync.Mutex
-	suspended map[string]bool // names of devices that we suspended; guarded by mu
+	mapper    bool            // the kernel has a device mapper; once it has, it keeps it
+	suspended map[string]bool // names of devices that we suspended
 }
 
-// New asks the kernel what stacks can be made of.
+// New asks the kernel what stacks can be made of. Recover asks again: the first LVM pool that is opened may bring the device mapper.
 func New() *Stacks {
+	s := &Stacks{suspended: map[string]bool{}}
+	_ = s.probe() // Recover says why not
+	return s
+}
+
+// probe looks whether there is a device mapper.
+func (s *Stacks) probe() error {
 	targets, err := dm.Targets()
-	_, mapper := targets["linear"]
-	return &Stacks{mapper: err == nil && mapper, suspended: map[string]bool{}}
+	if errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) || errors.Is(err, unix.ENOMEM) { // it may be there
+		return fmt.Errorf("look for the device mapper: %w", err)
+	}
+	_, linear := targets["linear"]
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.mapper = s.mapper || linear
+	return nil
+}
+
+func (s *Stacks) hasMapper() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.mapper
 }
 
 // Stack is the stack of one volume. The caller serialises calls for the same volume, as for blockdev.Pool.
@@ -70,7 +88,7 @@ func (s *Stacks) Of(pool blockdev.Pool, ref blockdev.Ref) Stack { return Stack{s
 // layers returns the layers of the volume, from the lowest. While the pool is not open, it answers for all of them.
 func (s Stack) layers() []layer {
 	layers := []layer{bottom{s.pool, s.ref}}
-	if names, ok := blockdev.As[blockdev.Stackable](s.pool); ok && s.stacks.mapper {
+	if names, ok := blockdev.As[blockdev.Stackable](s.pool); ok && s.stacks.hasMapper() {
 		layers = append(layers, top{s.stacks, names, s.pool, s.ref})
 	}
 	return layers
@@ -114,17 +132,17 @@ func (s Stack) attach(ctx context.Context, o Options) (blockdev.Device, error) {
 	lowest := []layer{bottom{s.pool, s.ref}}
 	if slices.ContainsFunc(devices, func(d blockdev.Device) bool { return d.Kept && !d.ReadOnly }) {
 		// It was handed out with nothing over it, when there was no device mapper. It stays so until it is detached.
-		return attachAll(ctx, lowest, o)
+		return s.attachAll(ctx, lowest, o)
 	}
-	device, err := attachAll(ctx, s.layers(), o)
+	device, err := s.attachAll(ctx, s.layers(), o)
 	if errors.Is(err, unix.EBUSY) { // an older driver mounted the pool's device itself, so nothing can be laid over it
-		return attachAll(ctx, lowest, o)
+		return s.attachAll(ctx, lowest, o)
 	}
 	return device, err
 }
 
 // attachAll attaches layers from the lowest; each holds the one below it. Only the last one is to be kept.
-func attachAll(ctx context.Context, layers []layer, o Options) (blockdev.Device, error) {
+func (s Stack) attachAll(ctx context.Context, layers []layer, o Options) (blockdev.Device, error) {
 	var device blockdev.Device
 	for i, l := range layers {
 		last := i == len(layers)-1
@@ -133,7 +151,7 @@ func attachAll(ctx context.Context, layers []layer, o Options) (blockdev.Device,
 			err = errors.Join(err, failure, above.Close())
 		}
 		if err != nil {
-			return blockdev.Device{}, err
+			return blockdev.Device{}, s.errorOf(l, err)
 		}
 		device = above
 	}
@@ -148,7 +166,7 @@ func (s Stack) Attached(ctx context.Context) ([]blockdev.Device, error) {
 	for _, l := range slices.Backward(s.layers()) {
 		devices, below, err := l.attached(ctx)
 		if err != nil {
-			return nil, err
+			return nil, s.errorOf(l, err)
 		}
 		for _, d := range devices {
 			if over, is := covered[d.Number]; !is {
@@ -169,7 +187,7 @@ func (s Stack) Attached(ctx context.Context) ([]blockdev.Device, error) {
 func (s Stack) Grow(ctx context.Context) error {
 	for _, l := range s.layers() {
 		if err := l.grow(ctx); err != nil {
-			return err
+			return s.errorOf(l, err)
 		}
 	}
 	return nil
@@ -180,7 +198,7 @@ func (s Stack) Grow(ctx context.Context) error {
 func (s Stack) Suspend(ctx context.Context) (resume func() error, err error) {
 	for _, l := range slices.Backward(s.layers()) {
 		if resume, err = l.suspend(ctx); err != nil || resume != nil {
-			return resume, err
+			return resume, s.errorOf(l, err)
 		}
 	}
 	return nil, nil
@@ -216,7 +234,7 @@ func flush(path string) error {
 func (s Stack) Detach(ctx context.Context) error {
 	for _, l := range slices.Backward(s.layers()) {
 		if err := l.detach(ctx); err != nil {
-			return err
+			return s.errorOf(l, err)
 		}
 	}
 	return nil
@@ -228,11 +246,19 @@ func (s Stack) Health(ctx context.Context) ([]blockdev.Problem, error) {
 	for _, l := range s.layers() {
 		found, err := l.health(ctx)
 		if err != nil {
-			return nil, err
+			return nil, s.errorOf(l, err)
 		}
 		problems = append(problems, found...)
 	}
 	return problems, nil
+}
+
+// errorOf says of which device an error is; a pool says it itself.
+func (s Stack) errorOf(l layer, err error) error {
+	if _, pools := l.(bottom); err == nil || pools {
+		return err
+	}
+	return fmt.Errorf("the device over %s of pool %s: %w", s.ref, s.pool.Name(), err)
 }
 
 // Orphans are the devices of a pool's volumes that were attached with Keep. The caller knows which of them are still wanted.
@@ -262,6 +288,9 @@ func (s *Stacks) Orphans(ctx context.Context, pool blockdev.Pool) (map[blockdev.
 // Recover puts right what a crash left of the stacks of a pool, which nobody else uses yet: devices without a table, suspended,
 // of another size than what is below them, or with a table that an older driver made. What cannot be put right is logged.
 func (s *Stacks) Recover(ctx context.Context, pool blockdev.Pool) error {
+	if err := s.probe(); err != nil {
+		return err
+	}
 	tops, err := s.tops(pool)
 	for _, t := range tops {
 		if err := t.recover(ctx); err != nil {
@@ -274,7 +303,7 @@ func (s *Stacks) Recover(ctx context.Context, pool blockdev.Pool) error {
 // tops returns the tops of all volumes of a pool that have one.
 func (s *Stacks) tops(pool blockdev.Pool) ([]top, error) {
 	stackable, ok := blockdev.As[blockdev.Stackable](pool)
-	if !s.mapper || !ok {
+	if !s.hasMapper() || !ok {
 		return nil, nil
 	}
 	names, err := dm.Names("")

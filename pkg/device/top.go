@@ -173,9 +173,9 @@ func (t top) suspend(context.Context) (resume func() error, err error) {
 	if err := flush(d.Path()); err != nil { // what the page cache of a raw device holds
 		return nil, err
 	}
-	t.stacks.note(name, true)
+	t.stacks.setSuspended(name, true)
 	if err := dm.Suspend(name); err != nil {
-		t.stacks.note(name, false)
+		t.stacks.setSuspended(name, false)
 		return nil, err
 	}
 	return func() (err error) {
@@ -189,13 +189,13 @@ func (t top) suspend(context.Context) (resume func() error, err error) {
 			}
 			time.Sleep(resumePause)
 		}
-		t.stacks.note(name, false)
+		t.stacks.setSuspended(name, false)
 		return err
 	}, nil
 }
 
-// note that a device is suspended by us, or is no more.
-func (s *Stacks) note(name string, suspended bool) {
+// setSuspended says that a device is suspended by us, or is no more.
+func (s *Stacks) setSuspended(name string, suspended bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if suspended {
