@@ -80,8 +80,16 @@ func (s *Session) Ask(ctx context.Context, request string, complete func(answer 
 	if err := s.answers.SetReadDeadline(time.Time{}); err != nil {
 		return nil, s.failed(err)
 	}
-	stop := context.AfterFunc(ctx, func() { _ = s.answers.SetReadDeadline(time.Unix(1, 0)) })
-	defer stop()
+	cut := make(chan struct{})
+	stop := context.AfterFunc(ctx, func() {
+		defer close(cut)
+		_ = s.answers.SetReadDeadline(time.Unix(1, 0))
+	})
+	defer func() {
+		if !stop() { // it would cut the next question short
+			<-cut
+		}
+	}()
 	if _, err := io.WriteString(s.input, request+"\n"); err != nil {
 		return nil, s.failed(err)
 	}

@@ -175,6 +175,20 @@ func TestSessionContext(t *testing.T) {
 	}
 }
 
+// TestSessionContextEndsLate: a context that ends in the moment of its answer does not cut the next question short.
+func TestSessionContextEndsLate(t *testing.T) {
+	s := session(t, `while read -r line; do echo . >&3; done`)
+	for n := range 2000 {
+		ctx, cancel := context.WithCancel(t.Context())
+		if _, err := s.Ask(ctx, "question", func(answer []byte) bool { cancel(); return ends(answer) }); err != nil {
+			t.Fatalf("question %d: %v", n, err)
+		}
+		if _, err := s.Ask(t.Context(), "question", ends); err != nil {
+			t.Fatalf("the question after question %d: %v", n, err)
+		}
+	}
+}
+
 func TestSessionNoProgram(t *testing.T) {
 	var failure *Error
 	if _, err := Start(nil, "no-such-program-here"); !errors.As(err, &failure) || !strings.Contains(err.Error(), "no-such-program-here") {
