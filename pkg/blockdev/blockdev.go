@@ -322,8 +322,9 @@ type Cutter interface{ CutsAtOnce() bool }
 // what it is called, so that it is known by the name as long as it is there, and by other versions of the driver.
 type Stackable interface {
 	// Top returns the name of the device over an object's own, and what its UUID is, or begins with where nothing of the object is
-	// attached. No other object on this kernel has that name.
-	Top(ref Ref) (name, uuid string, err error)
+	// attached. No other object on this kernel has that name. lvm2 must not read a device of that UUID: it would wait for one that is
+	// suspended, and so would who waits for lvm2. before is the UUID that older drivers gave it, if it was another.
+	Top(ref Ref) (name, uuid, before string, err error)
 	// ParseTop returns the object of such a name; false for those that are of no object of this pool.
 	ParseTop(name string) (Ref, bool)
 }

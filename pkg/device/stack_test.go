@@ -86,7 +86,7 @@ func (f *fixture) names() (name, uuid string) {
 	if !ok {
 		f.Fatal("the pool is not Stackable")
 	}
-	name, uuid, err := names.Top(f.ref)
+	name, uuid, _, err := names.Top(f.ref)
 	check.OK(f, err)
 	if ref, ours := names.ParseTop(name); !ours || ref != f.ref {
 		f.Errorf("the name %s is parsed as that of %s, %v", name, ref, ours)

@@ -39,11 +39,12 @@ type top struct {
 
 // find returns the name and UUID of the top, and its device; nil if that is not there.
 func (t top) find() (name, uuid string, d *dm.Device, err error) {
-	if name, uuid, err = t.names.Top(t.ref); err != nil {
+	name, uuid, before, err := t.names.Top(t.ref)
+	if err != nil {
 		return "", "", nil, err
 	}
 	d, err = dm.FindUsed(name)
-	if d != nil && !strings.HasPrefix(d.UUID, uuid) {
+	if d != nil && !strings.HasPrefix(d.UUID, uuid) && d.UUID != before {
 		d = nil // of another with the same name, which does not know of this one
 	}
 	return name, uuid, d, err
@@ -58,7 +59,7 @@ func (t top) attach(ctx context.Context, below blockdev.Device, o Options) (_ bl
 		return blockdev.Device{}, fmt.Errorf("%w: it is attached as %s for another use (or still held after that)", errdefs.ErrInUse, d.Path())
 	}
 	if d == nil || !d.Live { // without a table: who made it was cut short
-		if d, err = t.lay(name, uuid, below); err != nil {
+		if d, err = t.lay(name, uuid, d, below); err != nil {
 			return blockdev.Device{}, err
 		}
 		defer func() {
@@ -87,8 +88,8 @@ func (t top) attach(ctx context.Context, below blockdev.Device, o Options) (_ bl
 }
 
 // lay makes the device, or gives the one that has none a table.
-func (t top) lay(name, uuid string, below blockdev.Device) (*dm.Device, error) {
-	if d, err := dm.Find(name); err != nil || d != nil && !strings.HasPrefix(d.UUID, uuid) {
+func (t top) lay(name, uuid string, d *dm.Device, below blockdev.Device) (*dm.Device, error) {
+	if other, err := dm.Find(name); err != nil || d == nil && other != nil {
 		return nil, cmp.Or(err, fmt.Errorf("%w: a device %s is there that is not of this pool; remove or rename it", errdefs.ErrPrecondition, name))
 	}
 	if err := dm.Show(name, uuid, below.Number, below.Size, false); err != nil {
@@ -166,12 +167,15 @@ const (
 )
 
 func (t top) suspend(context.Context) (resume func() error, err error) {
-	name, _, d, err := t.find()
+	name, uuid, d, err := t.find()
 	if err != nil || d == nil || !d.Live || d.Suspended { // suspended by somebody else, who ends it when he likes
 		return nil, err
 	}
 	if err := flush(d.Path()); err != nil { // what the page cache of a raw device holds
 		return nil, err
+	}
+	if !strings.HasPrefix(d.UUID, uuid) { // lvm2 would wait for it, see blockdev.Stackable
+		return nil, nil
 	}
 	t.stacks.setSuspended(name, true)
 	if err := dm.Suspend(name); err != nil {

@@ -45,12 +45,17 @@ const none = -1
 // taken for a filesystem.
 const keeperLimit = 4096
 
-// topPrefix begins the name of the device of the device mapper over an object; its label follows.
-const topPrefix = "ashlar-"
+// topPrefix begins the name of the device of the device mapper over an object, and topUUID its UUID; its label follows. lvm2 reads no device
+// whose UUID is that of a part of a logical volume: LVM- and more than 64 characters.
+const (
+	topPrefix = "ashlar-"
+	topUUID   = "LVM-NOT-OF-LVM-BUT-OF-THE-DRIVER-ASHLAR-"
+)
 
 // Top: see blockdev.Stackable. Nobody but root can give a device that name.
-func (p *pool) Top(ref blockdev.Ref) (name, uuid string, err error) {
-	return topPrefix + p.label(ref), strings.ToUpper(topPrefix) + p.label(ref), nil
+func (p *pool) Top(ref blockdev.Ref) (name, uuid, before string, err error) {
+	label := p.label(ref)
+	return topPrefix + label, topUUID + label, strings.ToUpper(topPrefix) + label, nil
 }
 
 // ParseTop: see blockdev.Stackable.

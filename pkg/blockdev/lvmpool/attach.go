@@ -27,16 +27,16 @@ const (
 )
 
 // Top: see blockdev.Stackable.
-func (p *pool) Top(ref blockdev.Ref) (name, uuid string, err error) {
+func (p *pool) Top(ref blockdev.Ref) (name, uuid, before string, err error) {
 	base, err := p.base(ref)
 	if err != nil {
-		return "", "", err
+		return "", "", "", err
 	}
 	uuid = "LVM-" + p.uuid
 	if base != nil {
 		uuid = base.UUID + topSuffix
 	}
-	return p.device(ref.String()) + topSuffix, uuid, nil
+	return p.device(ref.String()) + topSuffix, uuid, uuid, nil
 }
 
 // ParseTop: see blockdev.Stackable.

@@ -1,0 +1,304 @@
+package volume_test
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/mount"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// mixed is where pools of files on XFS, which cut in an instant, and of linear logical volumes are. lvm2 looks at all devices of the
+// machine, as it does by default.
+func mixed(t *testing.T) (files, group string) {
+	t.Helper()
+	drivertest.NeedLVM(t)
+	dir := drivertest.Dir(t)
+	drivertest.MountNew(t, "xfs", filepath.Join(dir, "xfs"), 512*mib)
+	group = drivertest.NewGroup(t, 256*mib).URL() + "?reservePercent=0"
+	drivertest.SetUpLVM(t, `"a|.*|"`)
+	check.OK(t, os.Mkdir(filepath.Join(dir, "xfs", "pool"), 0o700))
+	return "file://" + filepath.Join(dir, "xfs", "pool") + "?reservePercent=0&create=1", group
+}
+
+func open(t *testing.T, name, url string) blockdev.Pool {
+	t.Helper()
+	pool, err := pools.OpenLazy(t.Context(), name, url, nil)
+	check.OK(t, err)
+	t.Cleanup(func() { check.OK(t, pool.Close()) })
+	return pool
+}
+
+// raw makes a raw volume and hands it out.
+func raw(t *testing.T, l *volume.Local, pool, name string) (volume.Volume, blockdev.Device) {
+	t.Helper()
+	v, err := l.Create(t.Context(), volume.Spec{Name: name, Pool: pool, Size: volume.Range{Required: 16 * mib}})
+	check.OK(t, err)
+	device, err := l.AttachRaw(t.Context(), v, true)
+	check.OK(t, err)
+	check.OK(t, device.Close())
+	return v, device
+}
+
+// nameOf is what the device mapper calls a device.
+func nameOf(t *testing.T, device blockdev.Device) string {
+	t.Helper()
+	name, err := os.ReadFile(filepath.Join("/sys/block", filepath.Base(device.Path), "dm/name"))
+	check.OK(t, err)
+	return strings.TrimSpace(string(name))
+}
+
+// within makes sure that a call ends; where it does not, what is suspended is resumed, so that the test ends.
+func within(t *testing.T, limit time.Duration, what string, call func()) {
+	t.Helper()
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		call()
+	}()
+	select {
+	case <-ended:
+		return
+	case <-time.After(limit):
+		t.Errorf("%s has not ended after %s:\n%s", what, limit, drivertest.Run(t, "dmsetup", "info", "-c", "-o", "name,suspended,open"))
+	}
+	for {
+		for _, name := range strings.Fields(drivertest.Run(t, "dmsetup", "info", "-c", "--noheadings", "-o", "name", "-S", "suspended=1")) {
+			drivertest.Run(t, "dmsetup", "resume", name)
+		}
+		select {
+		case <-ended:
+			return
+		case <-time.After(time.Second):
+		}
+	}
+}
+
+// TestLVMGroupBesideFiles: while a raw volume of files is suspended for a group, lvm2 cuts another member of it.
+func TestLVMGroupBesideFiles(t *testing.T) {
+	files, group := mixed(t)
+	l := start(t, 0, open(t, "files", files), open(t, "a-group", group)) // its member is cut first
+	a, _ := raw(t, l, "files", "a")
+	b, _ := raw(t, l, "a-group", "b")
+	within(t, 30*time.Second, "a group", func() {
+		made, err := l.CreateGroup(t.Context(), "g", []volume.ID{a.ID, b.ID})
+		if err == nil {
+			err = l.DeleteGroup(t.Context(), made.ID)
+		}
+		if err != nil {
+			t.Error(err)
+		}
+	})
+	for _, v := range []volume.Volume{a, b} {
+		check.OK(t, l.Detach(t.Context(), v.ID))
+		check.OK(t, l.Delete(t.Context(), v.ID))
+	}
+}
+
+// TestLVMStartBesideSuspended: a start ends the suspension that a crash left of a volume of files, also where lvm2 looks at that device.
+func TestLVMStartBesideSuspended(t *testing.T) {
+	files, group := mixed(t)
+	first := opened(t, "files", files)
+	l := start(t, 0, first)
+	v, device := raw(t, l, "files", "a")
+	check.OK(t, first.Close())
+	drivertest.Run(t, "dmsetup", "suspend", nameOf(t, device))
+	within(t, 30*time.Second, "a start", func() {
+		l = start(t, 0, open(t, "lvm", group), open(t, "files", files))
+		b, err := l.Create(t.Context(), volume.Spec{Name: "b", Pool: "lvm", Size: volume.Range{Required: 16 * mib}})
+		if err == nil {
+			err = l.Delete(t.Context(), b.ID)
+		}
+		if err != nil {
+			t.Error(err)
+		}
+	})
+	check.OK(t, l.Detach(t.Context(), v.ID))
+	check.OK(t, l.Delete(t.Context(), v.ID))
+}
+
+func opened(t *testing.T, name, url string) blockdev.Pool {
+	t.Helper()
+	pool, err := pools.Open(t.Context(), name, url)
+	check.OK(t, err)
+	return pool
+}
+
+// kinds starts a store over a pool of each kind, named by it.
+func kinds(t *testing.T) (*volume.Local, *mount.Table) {
+	t.Helper()
+	xfs, linear := mixed(t)
+	group := drivertest.NewGroup(t, 512*mib)
+	thin := group.ThinPool(t, "tp", "-L", "400M", "--poolmetadatasize", "16M") + "?reservePercent=0"
+	drivertest.SetUpLVM(t, `"a|.*|"`)
+	plain := filepath.Join(drivertest.Dir(t), "plain")
+	check.OK(t, os.Mkdir(plain, 0o700))
+	mounts, err := mount.LoadTable()
+	check.OK(t, err)
+	l, err := volume.NewLocal(t.Context(), node, []blockdev.Pool{open(t, "xfs", xfs), open(t, "linear", linear), open(t, "thin", thin),
+		open(t, "plain", "file://"+plain+"?reservePercent=0&create=1")}, mounts, 0)
+	check.OK(t, err)
+	return l, mounts
+}
+
+func suspended(t *testing.T) []string {
+	t.Helper()
+	return strings.Fields(drivertest.Run(t, "dmsetup", "info", "-c", "--noheadings", "-o", "name", "-S", "suspended=1"))
+}
+
+func drop(t *testing.T, l *volume.Local, v volume.Volume) {
+	t.Helper()
+	check.OK(t, l.Detach(t.Context(), v.ID))
+	check.OK(t, l.Delete(t.Context(), v.ID))
+}
+
+// restored attaches a copy of a snapshot.
+func restored(t *testing.T, l *volume.Local, s volume.Snapshot) (volume.Volume, *os.File) {
+	t.Helper()
+	v, err := l.Create(t.Context(), volume.Spec{Name: "copy of " + s.Name, Source: s.ID, Size: volume.Range{Required: s.Size}})
+	check.OK(t, err)
+	device, err := l.AttachRaw(t.Context(), v, true)
+	check.OK(t, err)
+	check.OK(t, device.Close())
+	f, err := os.Open(device.Path)
+	check.OK(t, err)
+	return v, f
+}
+
+// TestLVMRawSnapshots: a snapshot of a raw volume has what the page cache held of it, and is of one moment while it is written to.
+func TestLVMRawSnapshots(t *testing.T) {
+	l, _ := kinds(t)
+	for _, pool := range []string{"xfs", "linear", "thin", "plain"} {
+		v, device := raw(t, l, pool, "r-"+pool)
+		f, err := os.OpenFile(device.Path, os.O_RDWR, 0)
+		check.OK(t, err)
+		text := []byte(strings.Repeat("not synced ", 100000))
+		check.OK(t, second(f.WriteAt(text, mib)))
+		s, err := l.CreateSnapshot(t.Context(), "idle-"+pool, v.ID)
+		check.OK(t, err)
+		c, copied := restored(t, l, s)
+		have := make([]byte, len(text))
+		_, err = copied.ReadAt(have, mib)
+		if err != nil || string(have) != string(text) {
+			t.Errorf("%s: what was not synced is not in the copy: %v", pool, err)
+		}
+		check.OK(t, copied.Close())
+		drop(t, l, c)
+		check.OK(t, l.DeleteSnapshot(t.Context(), s.ID))
+
+		ctx, end := context.WithCancel(t.Context())
+		ended := make(chan struct{})
+		go func() {
+			defer close(ended)
+			for n := uint64(1); ctx.Err() == nil; n++ {
+				block := make([]byte, 4096)
+				binary.LittleEndian.PutUint64(block, n)
+				for _, at := range []int64{0, 12 * mib} {
+					if err := errors.Join(second(f.WriteAt(block, at)), f.Sync()); err != nil {
+						t.Error(err)
+					}
+				}
+			}
+		}()
+		for i := range 4 {
+			s, err := l.CreateSnapshot(t.Context(), fmt.Sprint("busy-", pool, i), v.ID)
+			if pool == "plain" && errors.Is(err, errdefs.ErrInUse) { // it has to copy
+				continue
+			}
+			check.OK(t, err)
+			c, copied := restored(t, l, s)
+			var n [2]uint64
+			for k, at := range []int64{0, 12 * mib} {
+				block := make([]byte, 8)
+				_, _ = copied.ReadAt(block, at)
+				n[k] = binary.LittleEndian.Uint64(block)
+			}
+			if n[0] != n[1] && n[0] != n[1]+1 {
+				t.Errorf("%s: of the two places that are written in turn, the copy has %v", pool, n)
+			}
+			check.OK(t, copied.Close())
+			drop(t, l, c)
+			check.OK(t, l.DeleteSnapshot(t.Context(), s.ID))
+		}
+		end()
+		<-ended
+		check.OK(t, f.Close())
+		drop(t, l, v)
+	}
+	if left := suspended(t); len(left) > 0 {
+		t.Errorf("suspended: %v", left)
+	}
+}
+
+// TestLVMGroupEnds: whenever the context of a group ends, nothing stays suspended.
+func TestLVMGroupEnds(t *testing.T) {
+	l, _ := kinds(t)
+	var volumes []volume.Volume
+	var ids []volume.ID
+	for _, pool := range []string{"xfs", "linear", "thin"} {
+		v, _ := raw(t, l, pool, "g-"+pool)
+		volumes, ids = append(volumes, v), append(ids, v.ID)
+	}
+	for i := range 15 {
+		ctx, end := context.WithTimeout(t.Context(), time.Duration(rand.IntN(1500))*time.Millisecond)
+		var err error
+		var group volume.Group
+		within(t, 40*time.Second, "a group that is cut short", func() { group, err = l.CreateGroup(ctx, fmt.Sprint("g", i), ids) })
+		end()
+		if left := suspended(t); len(left) > 0 {
+			t.Fatalf("suspended after %v: %v", err, left)
+		}
+		if err == nil {
+			check.OK(t, l.DeleteGroup(t.Context(), group.ID))
+		}
+	}
+	group, err := l.CreateGroup(t.Context(), "last", ids)
+	check.OK(t, err)
+	check.OK(t, l.DeleteGroup(t.Context(), group.ID))
+	for _, v := range volumes {
+		drop(t, l, v)
+	}
+}
+
+// TestLVMFrozenByOthers: of a filesystem that somebody else froze a snapshot is made, and it stays frozen.
+func TestLVMFrozenByOthers(t *testing.T) {
+	l, mounts := kinds(t)
+	for _, pool := range []string{"xfs", "linear", "thin", "plain"} {
+		v, err := l.Create(t.Context(), volume.Spec{Name: "f-" + pool, Pool: pool, Size: volume.Range{Required: 16 * mib}, Filesystem: "ext4"})
+		check.OK(t, err)
+		device, err := l.Attach(t.Context(), v)
+		check.OK(t, err)
+		dir := t.TempDir()
+		drivertest.Run(t, "mkfs.ext4", "-q", device.Path)
+		check.OK(t, unix.Mount(device.Path, dir, "ext4", 0, ""))
+		mounts.Add(device.Number, dir, true)
+		check.OK(t, device.Close())
+		check.OK(t, os.WriteFile(filepath.Join(dir, "file"), []byte("content"), 0o600))
+		drivertest.Run(t, "fsfreeze", "-f", dir)
+		var s volume.Snapshot
+		within(t, 40*time.Second, "a snapshot", func() { s, err = l.CreateSnapshot(t.Context(), "f-"+pool, v.ID) })
+		if left := suspended(t); len(left) > 0 {
+			t.Errorf("suspended: %v", left)
+		}
+		drivertest.Run(t, "fsfreeze", "-u", dir)
+		check.OK(t, err)
+		check.OK(t, l.DeleteSnapshot(t.Context(), s.ID))
+		check.OK(t, unix.Unmount(dir, 0))
+		drop(t, l, v)
+	}
+}
