@@ -17,6 +17,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
@@ -300,5 +301,24 @@ func TestLVMFrozenByOthers(t *testing.T) {
 		check.OK(t, l.DeleteSnapshot(t.Context(), s.ID))
 		check.OK(t, unix.Unmount(dir, 0))
 		drop(t, l, v)
+	}
+}
+
+// TestLVMDeleteLookedAt: something that only looks at the device of a logical volume for a moment, as udev does, does not keep the
+// volume from being deleted.
+func TestLVMDeleteLookedAt(t *testing.T) {
+	l, _ := kinds(t)
+	v, device := raw(t, l, "linear", "a")
+	top := nameOf(t, device)
+	below, err := dm.Find(strings.TrimSuffix(top, "-writable"))
+	check.OK(t, err)
+	look, err := os.Open(below.Path())
+	check.OK(t, err)
+	drivertest.Run(t, "dmsetup", "remove", top)
+	time.AfterFunc(300*time.Millisecond, func() { _ = look.Close() })
+	if err := l.Delete(t.Context(), v.ID); err != nil {
+		t.Error(err)
+		_ = look.Close()
+		check.OK(t, l.Delete(t.Context(), v.ID))
 	}
 }

@@ -5,13 +5,16 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"path"
 	"slices"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/held"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/lvm2"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -79,6 +82,22 @@ func (p *pool) devices(ref blockdev.Ref) (writable, readOnly *dm.Device, err err
 		writable = base
 	}
 	return writable, readOnly, err
+}
+
+// devicesInUse is devices without that of the logical volume if something only looks at it (udev does): in use is what has a device over
+// it, or is still open after a moment.
+func (p *pool) devicesInUse(ctx context.Context, ref blockdev.Ref) (writable, readOnly *dm.Device, err error) {
+	for try := 0; ; try++ {
+		writable, readOnly, err = p.devices(ref)
+		if err != nil || writable == nil || try == held.Tries || ctx.Err() != nil {
+			return writable, readOnly, err
+		}
+		over, err := os.ReadDir("/sys/block/" + path.Base(writable.Path()) + "/holders")
+		if err == nil && (len(over) > 1 || len(over) == 1 && readOnly == nil) {
+			return writable, readOnly, nil
+		}
+		time.Sleep(held.Pause)
+	}
 }
 
 // own is dm.FindUsed for a device of this group.
@@ -228,8 +247,21 @@ func (p *pool) Attached(_ context.Context, ref blockdev.Ref) ([]blockdev.Device,
 	if err != nil {
 		return nil, err
 	}
-	var devices []blockdev.Device
-	for _, d := range []*dm.Device{writable, readOnly} {
+	return described(writable, readOnly)
+}
+
+// attachedInUse is Attached of what is in use (devicesInUse).
+func (p *pool) attachedInUse(ctx context.Context, ref blockdev.Ref) ([]blockdev.Device, error) {
+	writable, readOnly, err := p.devicesInUse(ctx, ref)
+	if err != nil {
+		return nil, err
+	}
+	return described(writable, readOnly)
+}
+
+// described leaves out devices that are nil, or have gone.
+func described(all ...*dm.Device) (devices []blockdev.Device, err error) {
+	for _, d := range all {
 		if d == nil {
 			continue
 		}

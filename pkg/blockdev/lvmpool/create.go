@@ -263,7 +263,7 @@ func (p *pool) copyOrigin(ctx context.Context, o *logical, target *os.File, spec
 	if o.source == "" && !o.origin.Equal(origin.Created) {
 		o.Copied, o.origin = 0, origin.Created
 	}
-	writable, _, err := p.devices(spec.Origin)
+	writable, _, err := p.devicesInUse(ctx, spec.Origin)
 	if err != nil {
 		return err
 	}

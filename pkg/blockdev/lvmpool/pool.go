@@ -501,7 +501,7 @@ func (p *pool) SetLabels(ctx context.Context, ref blockdev.Ref, change func(map[
 }
 
 func (p *pool) Delete(ctx context.Context, ref blockdev.Ref) error {
-	o, err := p.BeginDelete(ctx, ref, p.Attached, fmt.Sprintf("look at its tags (lvs -o lv_tags %s), and remove it by hand if nobody needs it", p.path(ref.String())))
+	o, err := p.BeginDelete(ctx, ref, p.attachedInUse, fmt.Sprintf("look at its tags (lvs -o lv_tags %s), and remove it by hand if nobody needs it", p.path(ref.String())))
 	if o == nil || err != nil {
 		return err
 	}
