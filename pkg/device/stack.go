@@ -85,8 +85,12 @@ type Stack struct {
 // Of returns the stack of a volume in a pool. It asks nobody, and the volume need not be there.
 func (s *Stacks) Of(pool blockdev.Pool, ref blockdev.Ref) Stack { return Stack{s, pool, ref} }
 
-// layers returns the layers of the volume, from the lowest. While the pool is not open, it answers for all of them.
-func (s Stack) layers() []layer {
+// layers returns the layers of the volume, from the lowest. A pool that may be open later is opened for that; while it is not, it
+// answers for all of them.
+func (s Stack) layers(ctx context.Context) []layer {
+	if blockdev.Unwrap(s.pool) == nil {
+		_, _ = s.pool.Attached(ctx, s.ref) // what is wrong is what the lowest layer says
+	}
 	layers := []layer{bottom{s.pool, s.ref}}
 	if names, ok := blockdev.As[blockdev.Stackable](s.pool); ok && s.stacks.hasMapper() {
 		layers = append(layers, top{s.stacks, names, s.pool, s.ref})
@@ -134,7 +138,7 @@ func (s Stack) attach(ctx context.Context, o Options) (blockdev.Device, error) {
 		// It was handed out with nothing over it, when there was no device mapper. It stays so until it is detached.
 		return s.attachAll(ctx, lowest, o)
 	}
-	device, err := s.attachAll(ctx, s.layers(), o)
+	device, err := s.attachAll(ctx, s.layers(ctx), o)
 	if errors.Is(err, unix.EBUSY) { // an older driver mounted the pool's device itself, so nothing can be laid over it
 		return s.attachAll(ctx, lowest, o)
 	}
@@ -163,7 +167,7 @@ func (s Stack) attachAll(ctx context.Context, layers []layer, o Options) (blockd
 func (s Stack) Attached(ctx context.Context) ([]blockdev.Device, error) {
 	var found []blockdev.Device
 	covered := map[uint64]int{} // index in found of what is over a device
-	for _, l := range slices.Backward(s.layers()) {
+	for _, l := range slices.Backward(s.layers(ctx)) {
 		devices, below, err := l.attached(ctx)
 		if err != nil {
 			return nil, s.errorOf(l, err)
@@ -185,7 +189,7 @@ func (s Stack) Attached(ctx context.Context) ([]blockdev.Device, error) {
 // Grow brings all of the stack to the size of the pool's device, after blockdev.Pool.Expand, which leaves that with the size
 // of the volume. It is needed again after a crash between the two.
 func (s Stack) Grow(ctx context.Context) error {
-	for _, l := range s.layers() {
+	for _, l := range s.layers(ctx) {
 		if err := l.grow(ctx); err != nil {
 			return s.errorOf(l, err)
 		}
@@ -196,7 +200,7 @@ func (s Stack) Grow(ctx context.Context) error {
 // Suspend holds back all writes to the volume until resume is called, which may be called again. What the page cache
 // holds is written before. resume is nil where nothing can be held back.
 func (s Stack) Suspend(ctx context.Context) (resume func() error, err error) {
-	for _, l := range slices.Backward(s.layers()) {
+	for _, l := range slices.Backward(s.layers(ctx)) {
 		if resume, err = l.suspend(ctx); err != nil || resume != nil {
 			return resume, s.errorOf(l, err)
 		}
@@ -232,7 +236,7 @@ func flush(path string) error {
 // Detach takes all devices of the volume away, from the highest; no record is needed. errdefs.ErrInUse if something still holds
 // one: it goes with its last user, and takes what is below it along.
 func (s Stack) Detach(ctx context.Context) error {
-	for _, l := range slices.Backward(s.layers()) {
+	for _, l := range slices.Backward(s.layers(ctx)) {
 		if err := l.detach(ctx); err != nil {
 			return s.errorOf(l, err)
 		}
@@ -243,7 +247,7 @@ func (s Stack) Detach(ctx context.Context) error {
 // Health is what is wrong with the volume, by its pool and by its devices; empty means none known.
 func (s Stack) Health(ctx context.Context) ([]blockdev.Problem, error) {
 	var problems []blockdev.Problem
-	for _, l := range s.layers() {
+	for _, l := range s.layers(ctx) {
 		found, err := l.health(ctx)
 		if err != nil {
 			return nil, s.errorOf(l, err)

@@ -18,6 +18,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/lazy"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
@@ -321,4 +322,40 @@ func TestLVMDeleteLookedAt(t *testing.T) {
 		_ = look.Close()
 		check.OK(t, l.Delete(t.Context(), v.ID))
 	}
+}
+
+// TestLVMAttachedOpensPool: the call with which a pool comes to be open tells of the same devices as any other.
+func TestLVMAttachedOpensPool(t *testing.T) {
+	files, _ := mixed(t)
+	first := opened(t, "files", files)
+	v, device := raw(t, start(t, 0, first), "files", "a")
+	check.OK(t, first.Close())
+	target := filepath.Join(drivertest.Dir(t), "target") // else a start takes it away
+	check.OK(t, os.WriteFile(target, nil, 0o600))
+	check.OK(t, unix.Mount(device.Path, target, "", unix.MS_BIND, ""))
+	there := false
+	late := lazy.New("files", errors.New("no disk"), func(ctx context.Context) (blockdev.Pool, error) {
+		if !there {
+			return nil, errors.New("no disk")
+		}
+		return pools.Open(ctx, "files", files)
+	})
+	l := start(t, 0, late)
+	there = true
+	var devices []blockdev.Device
+	for end := time.Now().Add(10 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+		var err error
+		if devices, err = l.Attached(t.Context(), v.ID); err == nil {
+			break
+		}
+		if time.Now().After(end) {
+			t.Fatal(err)
+		}
+	}
+	if len(devices) != 1 || devices[0].Number != device.Number {
+		t.Errorf("attached as %+v, handed out is %s", devices, device.Path)
+	}
+	check.OK(t, unix.Unmount(target, 0))
+	drop(t, l, v)
+	check.OK(t, late.Close())
 }
