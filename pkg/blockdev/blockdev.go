@@ -316,7 +316,7 @@ type Measurer interface {
 
 // Cutter is a Pool that may fix the bytes of an attached origin in an instant, however large it is. Where CutsAtOnce, writers can be
 // held back for a copy (Spec.Quiesced) also if they have a raw device.
-type Cutter interface{ CutsAtOnce() bool }
+type Cutter interface{ CutsAtOnce(origin Ref) bool }
 
 // Stackable is a Pool over whose devices there may be one of the device mapper, for everybody above to use (pkg/device). The pool says
 // what it is called, so that it is known by the name as long as it is there, and by other versions of the driver.

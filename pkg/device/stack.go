@@ -44,14 +44,39 @@ type layer interface {
 
 // Stacks are the stacks of the volumes of one node.
 type Stacks struct {
-	mu        sync.Mutex
-	mapper    bool            // the kernel has a device mapper; once it has, it keeps it
-	suspended map[string]bool // names of devices that we suspended
+	mu     sync.Mutex
+	mapper bool                     // the kernel has a device mapper; once it has, it keeps it
+	marks  map[mark]map[string]bool // what the kernel does not tell of tops, by their names
+}
+
+// mark is something that the kernel does not tell of a top. A driver that was just started knows of none.
+type mark int
+
+const (
+	suspended mark = iota // by us
+	leaving               // it was kept, was detached, and is still held
+)
+
+// mark sets or takes away a mark of a device.
+func (s *Stacks) mark(name string, m mark, is bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if is {
+		s.marks[m][name] = true
+	} else {
+		delete(s.marks[m], name)
+	}
+}
+
+func (s *Stacks) has(name string, m mark) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.marks[m][name]
 }
 
 // New asks the kernel what stacks can be made of. Recover asks again: the first LVM pool that is opened may bring the device mapper.
 func New() *Stacks {
-	s := &Stacks{suspended: map[string]bool{}}
+	s := &Stacks{marks: map[mark]map[string]bool{suspended: {}, leaving: {}}}
 	_ = s.probe() // Recover says why not
 	return s
 }

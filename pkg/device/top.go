@@ -55,7 +55,9 @@ func (t top) attach(ctx context.Context, below blockdev.Device, o Options) (_ bl
 	if err != nil {
 		return blockdev.Device{}, err
 	}
-	if d != nil && d.Live && d.Deferred == o.Keep {
+	if d == nil {
+		t.stacks.mark(name, leaving, false)
+	} else if d.Live && (d.Deferred == o.Keep || t.stacks.has(name, leaving)) {
 		return blockdev.Device{}, fmt.Errorf("%w: it is attached as %s for another use (or still held after that)", errdefs.ErrInUse, d.Path())
 	}
 	if d == nil || !d.Live { // without a table: who made it was cut short
@@ -177,9 +179,9 @@ func (t top) suspend(context.Context) (resume func() error, err error) {
 	if !strings.HasPrefix(d.UUID, uuid) { // lvm2 would wait for it, see blockdev.Stackable
 		return nil, nil
 	}
-	t.stacks.setSuspended(name, true)
+	t.stacks.mark(name, suspended, true)
 	if err := dm.Suspend(name); err != nil {
-		t.stacks.setSuspended(name, false)
+		t.stacks.mark(name, suspended, false)
 		return nil, err
 	}
 	return func() (err error) {
@@ -193,27 +195,9 @@ func (t top) suspend(context.Context) (resume func() error, err error) {
 			}
 			time.Sleep(resumePause)
 		}
-		t.stacks.setSuspended(name, false)
+		t.stacks.mark(name, suspended, false)
 		return err
 	}, nil
-}
-
-// setSuspended says that a device is suspended by us, or is no more.
-func (s *Stacks) setSuspended(name string, suspended bool) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if suspended {
-		s.suspended[name] = true
-	} else {
-		delete(s.suspended, name)
-	}
-}
-
-// holds reports whether we suspended a device.
-func (s *Stacks) holds(name string) bool {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.suspended[name]
 }
 
 func (t top) detach(ctx context.Context) error {
@@ -223,6 +207,9 @@ func (t top) detach(ctx context.Context) error {
 	}
 	inUse, err := dm.RemoveNow(ctx, name)
 	if err == nil && inUse {
+		if !d.Deferred { // whoever was given it has it still, so nobody may mount it
+			t.stacks.mark(name, leaving, true)
+		}
 		err = fmt.Errorf("%w: %s is held open by a process or a mount; it goes away with its last user", errdefs.ErrInUse, d.Path())
 	}
 	return err
@@ -231,7 +218,7 @@ func (t top) detach(ctx context.Context) error {
 func (t top) health(context.Context) ([]blockdev.Problem, error) {
 	name, _, d, err := t.find()
 	for range 2 { // we may have resumed it since
-		if err != nil || d == nil || !d.Live || !d.Suspended || t.stacks.holds(name) {
+		if err != nil || d == nil || !d.Live || !d.Suspended || t.stacks.has(name, suspended) {
 			return nil, err
 		}
 		_, _, d, err = t.find()

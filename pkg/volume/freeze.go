@@ -92,7 +92,7 @@ func (l *Local) quiesce(ctx context.Context, o origin) (_ context.Context, quies
 func (l *Local) suspend(ctx context.Context, o origin) (_ context.Context, quiesced bool, resume func() error, err error) {
 	nothing := func() error { return nil }
 	stack := l.stacks.Of(o.pool, o.record.Ref)
-	if cutter, ok := blockdev.As[blockdev.Cutter](o.pool); !ok || !cutter.CutsAtOnce() {
+	if cutter, ok := blockdev.As[blockdev.Cutter](o.pool); !ok || !cutter.CutsAtOnce(o.record.Ref) {
 		return ctx, false, nothing, stack.Flush(ctx)
 	}
 	if err := l.mayFreeze(o); err != nil {

@@ -359,3 +359,22 @@ func TestLVMAttachedOpensPool(t *testing.T) {
 	drop(t, l, v)
 	check.OK(t, late.Close())
 }
+
+// TestLVMHeldThenMounted: what was handed out raw and is still held is not given to somebody else to mount.
+func TestLVMHeldThenMounted(t *testing.T) {
+	l, _ := kinds(t)
+	for _, pool := range []string{"plain", "linear"} {
+		v, device := raw(t, l, pool, "h-"+pool)
+		user, err := os.OpenFile(device.Path, os.O_RDWR, 0)
+		check.OK(t, err)
+		fails(t, l.Detach(t.Context(), v.ID), errdefs.ErrInUse, "detach")
+		again, err := l.Attach(t.Context(), v)
+		if err == nil {
+			t.Errorf("%s: attached to be mounted as %s, which the user of the raw device %s still has", pool, again.Path, device.Path)
+			check.OK(t, again.Close())
+		}
+		check.OK(t, user.Close())
+		time.Sleep(100 * time.Millisecond)
+		drop(t, l, v)
+	}
+}

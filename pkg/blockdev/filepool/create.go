@@ -249,8 +249,13 @@ func (p *pool) copyOrigin(ctx context.Context, o *object, image *os.File, spec b
 	return cut, errors.Join(err, p.countAllocated(o, image, func() error { return nil }))
 }
 
-// CutsAtOnce: see blockdev.Cutter. Images that an older driver made on btrfs are copied even so.
-func (p *pool) CutsAtOnce() bool { return p.reflink }
+// CutsAtOnce: see blockdev.Cutter. Of images that an older driver made on btrfs the bytes are copied.
+func (p *pool) CutsAtOnce(origin blockdev.Ref) bool {
+	p.Mu.Lock()
+	defer p.Mu.Unlock()
+	o := p.Objects[origin]
+	return p.reflink && o != nil && !o.copying
+}
 
 // keepsHoles reports whether an object takes only the space of its data. Snapshots never grow.
 func keepsHoles(s blockdev.Spec) bool {

@@ -245,7 +245,7 @@ func (p *pool) extend(run lvm2.Run, o *logical, ref blockdev.Ref, size int64, wh
 }
 
 // CutsAtOnce: see blockdev.Cutter. lvm2 suspends the logical volume for as long as that takes.
-func (p *pool) CutsAtOnce() bool { return true }
+func (p *pool) CutsAtOnce(blockdev.Ref) bool { return true }
 
 // cutSize is what the space for the changes of a volume takes while it is copied, in
 // bytes: all of it may change, and each chunk of 64 KiB has an entry of 16 bytes.
