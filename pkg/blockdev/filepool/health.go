@@ -79,12 +79,15 @@ func (p *pool) version(ref blockdev.Ref) version {
 
 func (p *pool) Health(ctx context.Context, ref blockdev.Ref) ([]blockdev.Problem, error) {
 	found := p.version(ref)
-	_, record, err := p.Lookup(ref)
+	o, record, err := p.Lookup(ref)
 	if errors.Is(err, errdefs.ErrDataLoss) {
 		return []blockdev.Problem{{Severity: blockdev.DataLoss, Reason: "RecordDamaged", Message: err.Error()}}, nil
 	}
 	if err != nil {
 		return nil, err
+	}
+	if found.o != o {
+		return p.Health(ctx, ref) // made meanwhile
 	}
 	if err := p.alive(); err != nil {
 		return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "PoolUnavailable", Message: err.Error()}}, nil
