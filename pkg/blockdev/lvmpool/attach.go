@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"path"
 	"slices"
 	"strings"
 	"time"
@@ -84,17 +83,16 @@ func (p *pool) devices(ref blockdev.Ref) (writable, readOnly *dm.Device, err err
 	return writable, readOnly, err
 }
 
-// devicesInUse is devices without that of the logical volume if something only looks at it (udev does): in use is what has a device over
-// it, or is still open after a moment.
+// devicesInUse is devices without that of the logical volume if something only looks at it (udev does), or has just closed it: in use
+// is what has a top, or is still open after a moment.
 func (p *pool) devicesInUse(ctx context.Context, ref blockdev.Ref) (writable, readOnly *dm.Device, err error) {
 	for try := 0; ; try++ {
 		writable, readOnly, err = p.devices(ref)
 		if err != nil || writable == nil || try == held.Tries || ctx.Err() != nil {
 			return writable, readOnly, err
 		}
-		over, err := os.ReadDir("/sys/block/" + path.Base(writable.Path()) + "/holders")
-		if err == nil && (len(over) > 1 || len(over) == 1 && readOnly == nil) {
-			return writable, readOnly, nil
+		if top, err := p.own(writable.Name + topSuffix); err != nil || top != nil && top.Live {
+			return writable, readOnly, err
 		}
 		time.Sleep(held.Pause)
 	}
@@ -266,7 +264,7 @@ func described(all ...*dm.Device) (devices []blockdev.Device, err error) {
 			continue
 		}
 		size, err := d.Size()
-		if errors.Is(err, os.ErrNotExist) { // it went with its last user
+		if dm.Vanished(err) { // it went with its last user
 			continue
 		}
 		if err != nil {
