@@ -925,7 +925,11 @@ func TestPoolReplacedBehind(t *testing.T) {
 	m.stop = w.run(m.agent.Run)
 	p := &v1alpha1.Pool{}
 	read := func() { check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(nodeName, "default")}, p)) }
-	w.eventually("the pool is missed", func() bool { read(); return meta.IsStatusConditionFalse(p.Status.Conditions, v1alpha1.Healthy) })
+	// The agent reads what it wrote, so it has to have that before the watch stands still.
+	w.eventually("the pool is missed", func() bool {
+		read()
+		return meta.IsStatusConditionFalse(p.Status.Conditions, v1alpha1.Healthy) && lag.saw(p.ResourceVersion)
+	})
 	lag.Lock()
 	defer lag.Unlock()
 	w.identity("default", v1alpha1.NewPool)

@@ -1,6 +1,7 @@
 package cluster_test
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"io"
@@ -134,7 +135,17 @@ func TestBrokenWatch(t *testing.T) {
 }
 
 // lagging is a connection to the API server of which the watches can be held back.
-type lagging struct{ sync.Mutex }
+type lagging struct {
+	sync.Mutex
+	seen []byte // of all watches
+}
+
+// saw reports whether a watch brought an object as it was at a version.
+func (l *lagging) saw(version string) bool {
+	l.Lock()
+	defer l.Unlock()
+	return bytes.Contains(l.seen, []byte(`"resourceVersion":"`+version+`"`))
+}
 
 func (l *lagging) wrap(next http.RoundTripper) http.RoundTripper {
 	return roundTrip(func(r *http.Request) (*http.Response, error) {
@@ -155,6 +166,7 @@ func (l late) Read(p []byte) (int, error) {
 	n, err := l.ReadCloser.Read(p)
 	l.by.Lock()
 	defer l.by.Unlock()
+	l.by.seen = append(l.by.seen, p[:n]...)
 	return n, err
 }
 
