@@ -7,30 +7,23 @@ import (
 	"strconv"
 	"strings"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 )
 
+// ShutDown is the problem of a filesystem that is mounted at path from device and answers with err.
+func ShutDown(t Type, device, path string, err error) blockdev.Problem {
+	return blockdev.Problem{Severity: blockdev.Inaccessible, Reason: "FilesystemShutDown",
+		Message: fmt.Sprintf("the %s filesystem at %s does not answer: %v; look at the kernel's log, unmount it, and check %s", t, path, err, device)}
+}
+
 // Health says what the kernel knows to be wrong with a filesystem that is mounted at
-// path from device. writable: the caller mounted it for writing.
-func Health(t Type, device, path string, writable bool) []blockdev.Problem {
+// path from device and answers. writable: the caller mounted it for writing. readOnly: it takes no writes now.
+func Health(t Type, device, path string, writable, readOnly bool) []blockdev.Problem {
 	var problems []blockdev.Problem
 	report := func(severity blockdev.Severity, reason, format string, args ...any) {
 		problems = append(problems, blockdev.Problem{Severity: severity, Reason: reason, Message: fmt.Sprintf(format, args...)})
 	}
-	// An XFS that shut itself down answers statfs, but not stat.
-	var st unix.Stat_t
-	var fs unix.Statfs_t
-	err := unix.Stat(path, &st)
-	if err == nil {
-		err = unix.Statfs(path, &fs)
-	}
-	if err != nil {
-		report(blockdev.Inaccessible, "FilesystemShutDown", "the %s filesystem at %s does not answer: %v; look at the kernel's log, unmount it, and check %s", t, path, err, device)
-		return problems
-	}
-	if writable && (fs.Flags&unix.ST_RDONLY != 0 || ext4Emergency(device)) {
+	if writable && (readOnly || ext4Emergency(device)) {
 		report(blockdev.Inaccessible, "FilesystemReadOnly", "the kernel made the %s filesystem at %s read-only; look at its log, unmount it and check %s", t, path, device)
 	}
 	if n := reportedErrors(t, device); n > 0 {

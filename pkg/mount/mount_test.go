@@ -807,11 +807,49 @@ func TestTableWithoutFiles(t *testing.T) {
 	var limit unix.Rlimit
 	check.OK(t, unix.Getrlimit(unix.RLIMIT_NOFILE, &limit))
 	check.OK(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Max: limit.Max}))
-	starved := table.Paths(device)
+	starved, mounts := table.Paths(device), table.Mounts(device)
 	check.OK(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &limit))
+	if len(mounts) != 1 || !mount.Starved(mounts[0].Err) {
+		t.Errorf("without file descriptors: %+v", mounts)
+	}
 	if after := table.Paths(device); !slices.Equal(starved, []string{path}) || !slices.Equal(after, starved) {
 		t.Errorf("%v, then %v", starved, after)
 	}
+}
+
+// TestMountsBesideRemount: what is said of a mount is of one, though another one is made in its place meanwhile.
+func TestMountsBesideRemount(t *testing.T) {
+	d := newDisk(t, "ext4")
+	device := number(t, d.device)
+	source, target := d.mounted(t, "ext4"), filepath.Join(d.dir, "target")
+	table, err := mount.LoadTable()
+	check.OK(t, err)
+	table.Remove(device, source)
+	ctx, stop := context.WithCancel(t.Context())
+	var looking sync.WaitGroup
+	for range 4 {
+		looking.Go(func() {
+			for ctx.Err() == nil {
+				for _, m := range table.Mounts(device) {
+					if m.Err != nil || m.Writable == m.Info.ReadOnly {
+						t.Errorf("writable %t, read-only %t, error %v", m.Writable, m.Info.ReadOnly, m.Err)
+						return
+					}
+				}
+			}
+		})
+	}
+	for i := range 300 {
+		check.OK(t, os.Mkdir(target, 0o700))
+		readOnly := i%2 == 0
+		check.OK(t, mount.Bind(source, target, readOnly))
+		table.Add(device, target, !readOnly)
+		check.OK(t, mount.Unmount(target))
+		table.Remove(device, target)
+		check.OK(t, os.Remove(target))
+	}
+	stop()
+	looking.Wait()
 }
 
 // TestTableManyAtOnce is for the race detector.

@@ -172,6 +172,12 @@ func openPath(path string) (int, error) {
 // can only be unmounted.
 func Corrupted(err error) bool { return err != nil && mountutils.IsCorruptedMnt(err) }
 
+// Starved reports whether an error of At says nothing of what is there: this process, or the machine, has no file
+// descriptors or no memory left.
+func Starved(err error) bool {
+	return errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) || errors.Is(err, unix.ENOMEM)
+}
+
 // Missing reports whether an error means that a path, or a directory on the way to it, is not there.
 func Missing(err error) bool {
 	return errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENOTDIR)

@@ -179,26 +179,75 @@ func (t *Table) forget(device uint64, path string, was entry) {
 	}
 }
 
+// Mounted is one mount of a device, as it was at one moment.
+type Mounted struct {
+	Path     string
+	Writable bool  // it was made for writing
+	Info     Info  // what At says, unless Err
+	Err      error // of At: the mount is there, and its filesystem is dead or does not answer
+}
+
 // Paths returns, sorted, where the device is mounted now (as a filesystem or as a
 // bound device node), of all paths in the table.
 func (t *Table) Paths(device uint64) []string {
+	var paths []string
+	for _, m := range t.Mounts(device) {
+		paths = append(paths, m.Path)
+	}
+	return paths
+}
+
+// Mounts returns what is at each of the Paths of a device.
+func (t *Table) Mounts(device uint64) []Mounted {
 	t.mu.Lock()
 	all := maps.Clone(t.paths[device])
 	t.mu.Unlock()
-	var mounted []string
+	var mounted []Mounted
 	for _, path := range slices.Sorted(maps.Keys(all)) {
-		info, err := At(path)
-		elsewhere := err == nil && !(info.Root && info.Device == device)
-		if err != nil && !Missing(err) {
-			// A mount that gives an error is still a mount, of this device or by now of another one.
-			other, listErr := DeviceOf(path)
-			elsewhere = listErr == nil && other != 0 && other != device
-		}
-		if elsewhere || Missing(err) {
-			t.forget(device, path, all[path])
-		} else {
-			mounted = append(mounted, path)
+		if m, found := t.look(device, path, all[path]); found {
+			mounted = append(mounted, m)
 		}
 	}
 	return mounted
+}
+
+// look returns what is at a path where the device was mounted. What is taken away meanwhile, and mounted there anew, is
+// looked at anew: what it returns is of one mount.
+func (t *Table) look(device uint64, path string, was entry) (Mounted, bool) {
+	for {
+		m := Mounted{Path: path, Writable: was.writable}
+		m.Info, m.Err = At(path)
+		now, known := t.entry(device, path)
+		switch {
+		case !known:
+			return Mounted{}, false
+		case now != was:
+			was = now
+		case m.is(device):
+			return m, true
+		default:
+			t.forget(device, path, was)
+			return Mounted{}, false
+		}
+	}
+}
+
+// is tells whether what is there is a mount of the device.
+func (m Mounted) is(device uint64) bool {
+	switch {
+	case m.Err == nil:
+		return m.Info.Root && m.Info.Device == device
+	case Missing(m.Err):
+		return false
+	}
+	// A mount that gives an error is still a mount, of this device or by now of another one.
+	other, err := DeviceOf(m.Path)
+	return err != nil || other == 0 || other == device
+}
+
+func (t *Table) entry(device uint64, path string) (entry, bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	e, known := t.paths[device][path]
+	return e, known
 }

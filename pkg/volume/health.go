@@ -2,7 +2,6 @@ package volume
 
 import (
 	"context"
-	"slices"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
@@ -29,8 +28,8 @@ func (l *Local) Health(ctx context.Context, id ID) ([]blockdev.Problem, error) {
 		return nil, err
 	}
 	for _, device := range devices {
-		if problems, mounted := l.filesystemHealth(device, v.Format.Type); mounted {
-			return problems, nil
+		if problems, mounted, err := l.filesystemHealth(device, v.Format.Type); mounted || err != nil {
+			return problems, err
 		}
 	}
 	return nil, nil
@@ -38,23 +37,20 @@ func (l *Local) Health(ctx context.Context, id ID) ([]blockdev.Problem, error) {
 
 // filesystemHealth is what the kernel says of the filesystem on a device, at the first path where it is mounted; carries is
 // what the record says it is.
-func (l *Local) filesystemHealth(device blockdev.Device, carries filesystem.Type) (problems []blockdev.Problem, mounted bool) {
-	for _, path := range l.mounts.Paths(device.Number) {
-		info, err := mount.At(path)
-		if err == nil && info.Node {
-			continue
+func (l *Local) filesystemHealth(device blockdev.Device, carries filesystem.Type) (problems []blockdev.Problem, mounted bool, err error) {
+	for _, m := range l.mounts.Mounts(device.Number) {
+		switch {
+		case mount.Starved(m.Err):
+			return nil, false, m.Err
+		case m.Err != nil:
+			return []blockdev.Problem{filesystem.ShutDown(carries, device.Path, m.Path, m.Err)}, true, nil
+		case !m.Info.Node:
+			// A raw volume may carry what its user made.
+			t := filesystem.TypeOf(m.Info.Statfs.Type)
+			return filesystem.Health(t, device.Path, m.Path, m.Writable, m.Info.ReadOnly), true, nil
 		}
-		have := carries
-		if err == nil { // a raw volume may carry what its user made
-			have = filesystem.TypeOf(info.Statfs.Type)
-		}
-		problems := filesystem.Health(have, device.Path, path, l.mounts.Writable(device.Number, path))
-		if len(problems) > 0 && !slices.Contains(l.mounts.Paths(device.Number), path) {
-			continue // it was taken away meanwhile, and what is below it was looked at
-		}
-		return problems, true
 	}
-	return nil, false
+	return nil, false, nil
 }
 
 // PoolHealth is what is wrong with the pools of this node.
