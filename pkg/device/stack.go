@@ -154,11 +154,14 @@ func (s Stack) Attach(ctx context.Context, o Options) (blockdev.Device, error) {
 }
 
 func (s Stack) attach(ctx context.Context, o Options) (blockdev.Device, error) {
+	lowest := []layer{bottom{s.pool, s.ref}}
+	if !s.stacks.hasMapper() {
+		return s.attachAll(ctx, lowest, o)
+	}
 	devices, err := s.pool.Attached(ctx, s.ref)
 	if err != nil {
 		return blockdev.Device{}, err
 	}
-	lowest := []layer{bottom{s.pool, s.ref}}
 	if slices.ContainsFunc(devices, func(d blockdev.Device) bool { return d.Kept && !d.ReadOnly }) {
 		// It was handed out with nothing over it, when there was no device mapper. It stays so until it is detached.
 		return s.attachAll(ctx, lowest, o)
@@ -292,14 +295,12 @@ func (s Stack) errorOf(l layer, err error) error {
 
 // Orphans are the devices of a pool's volumes that were attached with Keep. The caller knows which of them are still wanted.
 func (s *Stacks) Orphans(ctx context.Context, pool blockdev.Pool) (map[blockdev.Ref][]blockdev.Device, error) {
-	found, err := pool.Orphans(ctx)
+	bare, err := pool.Orphans(ctx)
 	if err != nil {
 		return nil, err
 	}
-	found = maps.Clone(found)
-	if found == nil {
-		found = map[blockdev.Ref][]blockdev.Device{}
-	}
+	found := map[blockdev.Ref][]blockdev.Device{}
+	maps.Copy(found, bare)
 	tops, err := s.tops(pool)
 	for _, t := range tops {
 		devices, failure := s.Of(pool, t.ref).Attached(ctx)

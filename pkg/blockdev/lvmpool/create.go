@@ -526,12 +526,12 @@ func (p *pool) prepareExtents(ctx context.Context, spare string, size int64) ([]
 
 // resize lets the device for reading see the size of its volume; that of the logical volume does.
 func (p *pool) resize(ref blockdev.Ref, o *logical) error {
-	_, reader, err := p.devices(ref)
-	if err != nil || reader == nil {
-		return err
-	}
 	base, err := p.base(ref)
 	if err != nil || base == nil {
+		return err
+	}
+	reader, err := p.own(base.Name + readOnlySuffix)
+	if err != nil || reader == nil || !reader.Live {
 		return err
 	}
 	return dm.Show(reader.Name, reader.UUID, base.Number, p.known(o).size, true)
