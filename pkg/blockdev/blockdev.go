@@ -190,6 +190,7 @@ func DeviceSize(f *os.File) (int64, error) {
 type Capacity struct {
 	Total     int64 // what the pool may promise in all
 	Promised  int64 // the sizes of all volumes and snapshots
+	Used      int64 // what they take of the storage; blocks that they share count once, as far as that is known
 	Available int64 // what may still be promised, now; never negative
 	MaxVolume int64 // the largest volume that could be made now
 	MinVolume int64

@@ -104,7 +104,7 @@ func (l *Local) createEmpty(ctx context.Context, spec Spec) (Volume, error) {
 	if err != nil {
 		return Volume{}, err
 	}
-	record, err := pool.Create(ctx, create)
+	record, err := l.create(ctx, pool, create)
 	if err != nil {
 		return Volume{}, err
 	}
@@ -147,11 +147,18 @@ func (l *Local) createCopy(ctx context.Context, spec Spec) (Volume, error) {
 		}
 	}
 	create.Cut = func(context.Context) error { return thaw() }
-	record, err := pool.Create(ctx, create)
+	record, err := l.create(ctx, pool, create)
 	if err = withThaw(freezeError(ctx, err), thaw()); err != nil {
 		return Volume{}, err
 	}
 	return fromRecord(pool.Name(), l.node, record), nil
+}
+
+// create makes an object of a pool, and has it in Progress meanwhile.
+func (l *Local) create(ctx context.Context, pool blockdev.Pool, spec blockdev.Spec) (blockdev.Record, error) {
+	ctx, end := l.progress.Track(ctx, pool.Name(), spec.Ref.String())
+	defer end()
+	return pool.Create(ctx, spec)
 }
 
 // choosePool returns the pool for a new volume: the one of a name, or with no name the default one.

@@ -28,7 +28,9 @@ func (l *Local) Expand(ctx context.Context, id ID, size Range) (Volume, error) {
 	if size.Required == 0 {
 		want = v.Size
 	}
-	record, err := pool.Expand(ctx, ref, want)
+	tracked, end := l.progress.Track(ctx, pool.Name(), ref.String())
+	record, err := pool.Expand(tracked, ref, want)
+	end()
 	if err == nil { // also with nothing to grow: a retry may come after a crash between the two
 		err = l.stacks.Of(pool, ref).Grow(ctx)
 	}

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/internal/progress"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/lazy"
 	"github.com/ashlar-csi/ashlar/pkg/device"
@@ -31,6 +32,7 @@ type Local struct {
 	arriving sync.Mutex               // held while the groups of a pool that comes are looked at
 	arrived  map[string]blockdev.Pool // those that are open, or will be in a moment; guarded by arriving
 	sources  keylock.Table            // snapshots that are copied, or deleted with their groups, by ID
+	progress progress.Table           // what is being copied or zeroed
 
 	mu         sync.Mutex
 	claims     map[string]int64 // held by the node, in each pool; a count of the records' claims
@@ -71,6 +73,9 @@ func (l *Local) openPools() []blockdev.Pool {
 	}
 	return pools
 }
+
+// Progress is what is being copied or zeroed for volumes and snapshots; its subjects are blockdev.Refs.
+func (l *Local) Progress() *progress.Table { return &l.progress }
 
 // Node is the name of the node.
 func (l *Local) Node() string { return l.node }

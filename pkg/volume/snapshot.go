@@ -73,7 +73,7 @@ func (l *Local) cut(ctx context.Context, o origin, name string, quiesced bool, d
 	for key, value := range labels {
 		all[key] = value
 	}
-	return o.pool.Create(ctx, blockdev.Spec{
+	return l.create(ctx, o.pool, blockdev.Spec{
 		Ref: blockdev.Ref{Kind: blockdev.Snapshot, Key: KeyOf(name)}, Name: name, Size: o.record.Size, Provisioning: blockdev.ProvisioningOf(o.record.Thin),
 		Origin: o.record.Ref, Quiesced: quiesced, Cut: done, Labels: all,
 	})

@@ -382,6 +382,10 @@ type PoolStatus struct {
 	// Available is what it may still promise.
 	// +optional
 	Available int64 `json:"available"`
+	// Used is what the volumes and snapshots take of the storage, as exact as a hundredth of
+	// the total: small changes are not written.
+	// +optional
+	Used int64 `json:"used,omitempty"`
 	// MaxVolume is the size of the largest volume that could be made.
 	// +optional
 	MaxVolume int64 `json:"maxVolume"`

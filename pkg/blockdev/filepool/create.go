@@ -11,6 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/ashlar-csi/ashlar/internal/progress"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/layout"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/nocow"
@@ -279,6 +280,7 @@ func (p *pool) shareOrigin(ctx context.Context, o *object, image, source *os.Fil
 	if moving {
 		err = sparse.ShareMoving(image, source)
 	} else {
+		progress.Begin(ctx, 0, info.Size())
 		err = sparse.Share(ctx, image, source, info.Size())
 	}
 	if err != nil {
@@ -317,6 +319,7 @@ func (p *pool) copyBytes(ctx context.Context, o *object, image, source *os.File,
 			}
 		}
 	}
+	progress.Begin(ctx, o.Copied, origin.Size)
 	if moving {
 		return time.Now().UTC(), sparse.CopyMoving(ctx, image, source, origin.Size)
 	}

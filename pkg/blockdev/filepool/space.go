@@ -193,7 +193,7 @@ func (p *pool) capacity(exact bool) (blockdev.Capacity, error) {
 		p.space.usable = usable
 	}
 	usable := p.space.usable - int64(float64(size)*p.location.ReservePercent/100)
-	c := blockdev.Capacity{Total: max(0, int64(float64(usable)*p.location.Overprovision)), Promised: p.space.promised, MinVolume: blockdev.Granularity}
+	c := blockdev.Capacity{Total: max(0, int64(float64(usable)*p.location.Overprovision)), Promised: p.space.promised, Used: p.space.allocated, MinVolume: blockdev.Granularity}
 	c.Available = max(0, c.Total-c.Promised) / blockdev.Granularity * blockdev.Granularity
 	c.MaxVolume = min(c.Available, blockdev.MaxSize)
 	return c, nil

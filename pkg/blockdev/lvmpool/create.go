@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/ashlar-csi/ashlar/internal/progress"
 	"github.com/ashlar-csi/ashlar/internal/undoing"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
@@ -191,6 +192,7 @@ func (p *pool) fill(ctx context.Context, o *logical, spec blockdev.Spec) error {
 	record := o.Record
 	switch {
 	case p.location.Thin == "" && spec.Origin == (blockdev.Ref{}):
+		progress.Begin(ctx, o.Copied, spec.Size)
 		o.Copied, err = zeroFrom(ctx, target, o.Copied, spec.Size)
 	case p.location.Thin == "":
 		if err = p.copyOrigin(ctx, o, target, spec); err == nil && o.source != "" {
@@ -292,6 +294,7 @@ func (p *pool) copyOrigin(ctx context.Context, o *logical, target *os.File, spec
 		}
 	}
 	defer from.Close()
+	progress.Begin(ctx, o.Copied, spec.Size)
 	o.Copied, err = copyDevice(ctx, target, from, o.Copied, origin.Size)
 	if err == nil {
 		err = zeroRange(ctx, target, origin.Size, spec.Size)
@@ -417,6 +420,7 @@ func (p *pool) grow(ctx context.Context, o *logical, record blockdev.Record, siz
 		if err := p.reserve(ctx, size-have, func() { p.space.promised += promise }); err != nil {
 			return err
 		}
+		progress.Begin(ctx, 0, size-have)
 		var err error
 		for at := have; err == nil && at < size; at = p.known(o).size {
 			err = p.enlarge(ctx, o, record.Ref, at, min(size, at+growStep-growStep%p.extent))

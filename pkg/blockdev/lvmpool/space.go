@@ -180,9 +180,10 @@ func (p *pool) full(use thinUse) string {
 func (p *pool) account(use thinUse) blockdev.Capacity {
 	s := p.space
 	reserve := int64(float64(s.total) * p.location.ReservePercent / 100)
-	c := blockdev.Capacity{Promised: s.promised, MinVolume: p.extent}
+	c := blockdev.Capacity{Promised: s.promised, Used: s.promised, MinVolume: p.extent}
 	if p.location.Thin != "" {
 		c.Promised += s.foreign
+		c.Used = int64(float64(s.total) * use.data / 100) // others' thin volumes included, as in what is promised
 		c.Total = int64(float64(s.total-reserve) * p.location.Overprovision)
 		c.Available = max(0, c.Total-c.Promised)
 		if p.full(use) != "" {

@@ -7,13 +7,12 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
-	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
-	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/internal/ioctl"
+	"github.com/ashlar-csi/ashlar/internal/progress"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/lvm2"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -29,9 +28,8 @@ func zeroRange(ctx context.Context, f *os.File, from, to int64) error {
 	return err
 }
 
-// zeroFrom is zeroRange, and returns up to where it came, also with an error.
+// zeroFrom is zeroRange, and returns up to where it came, also with an error. It says how far it is (progress), as copyDevice does.
 func zeroFrom(ctx context.Context, f *os.File, from, to int64) (int64, error) {
-	log := newProgress(ctx, "Zeroing", f.Name(), to-from)
 	for at := from; at < to; {
 		if err := ctx.Err(); err != nil {
 			return at, fmt.Errorf("zero %s: %w", f.Name(), err)
@@ -41,7 +39,7 @@ func zeroFrom(ctx context.Context, f *os.File, from, to int64) (int64, error) {
 			return at, fmt.Errorf("zero %s from byte %d: %w", f.Name(), at, errdefs.FromErrno(err))
 		}
 		at += int64(span[1])
-		log.at(at - from)
+		progress.Add(ctx, int64(span[1]))
 	}
 	return to, nil
 }
@@ -92,7 +90,6 @@ func copyDevice(ctx context.Context, to, from *os.File, offset, end int64) (int6
 	}
 	defer free()
 	zeros := make([]byte, copyBlock)
-	log := newProgress(ctx, "Copying", from.Name(), end)
 	done := offset // from here to at the source reads as zeros, and the target is not zeroed yet
 	for at := offset; at < end; {
 		if err := ctx.Err(); err != nil {
@@ -110,6 +107,7 @@ func copyDevice(ctx context.Context, to, from *os.File, offset, end int64) (int6
 			if _, err := to.WriteAt(block, at); err != nil {
 				return at, fmt.Errorf("write %s at byte %d: %w", to.Name(), at, errdefs.FromErrno(err))
 			}
+			progress.Add(ctx, next-at)
 			done = next
 		} else if next-done >= zeroChunk || next == end {
 			if err := zeroRange(ctx, to, done, next); err != nil {
@@ -118,30 +116,6 @@ func copyDevice(ctx context.Context, to, from *os.File, offset, end int64) (int6
 			done = next
 		}
 		at = next
-		log.at(at)
 	}
 	return end, nil
-}
-
-// progress logs how far something long is, now and then.
-type progress struct {
-	ctx   context.Context
-	what  string
-	path  string
-	total int64
-	last  time.Time
-}
-
-const progressEvery = 10 * time.Second
-
-func newProgress(ctx context.Context, what, path string, total int64) *progress {
-	return &progress{ctx, what, path, total, time.Now()}
-}
-
-func (p *progress) at(done int64) {
-	if time.Since(p.last) < progressEvery {
-		return
-	}
-	p.last = time.Now()
-	klog.FromContext(p.ctx).Info(p.what, "device", p.path, "bytes", done, "of", p.total)
 }

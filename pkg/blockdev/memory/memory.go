@@ -19,6 +19,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/ashlar-csi/ashlar/internal/progress"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -107,6 +108,18 @@ func (d *Disk) promised() (n int64) {
 		n += o.record.Size
 	}
 	return n
+}
+
+// used is what all images take of the memory, in bytes. The caller holds mu.
+func (d *Disk) used() (n int64, err error) {
+	for _, o := range d.objects {
+		var st unix.Stat_t
+		if err := unix.Fstat(int(o.image.Fd()), &st); err != nil {
+			return 0, errdefs.FromErrno(err)
+		}
+		n += st.Blocks * 512
+	}
+	return n, nil
 }
 
 func (d *Disk) checkSize(size, have int64) error {
@@ -208,6 +221,7 @@ func (p *Pool) fill(ctx context.Context, o, origin *object, spec blockdev.Spec) 
 		}
 		moving = moving || (!d.readOnly() && !spec.Quiesced)
 	}
+	progress.Begin(ctx, 0, origin.record.Size)
 	for range copyRounds {
 		// A round that finds the copy to be right proves that it is of one moment: the
 		// one before that round.
@@ -217,6 +231,7 @@ func (p *Pool) fill(ctx context.Context, o, origin *object, spec blockdev.Spec) 
 			_, err := o.image.WriteAt(want, at)
 			return err
 		})
+		progress.Add(ctx, origin.record.Size)
 		if err != nil || same || !moving {
 			return err
 		}
@@ -559,7 +574,8 @@ func (p *Pool) Capacity(context.Context) (blockdev.Capacity, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	left := max(0, p.size-p.promised()) / blockdev.Granularity * blockdev.Granularity
-	return blockdev.Capacity{Total: p.size, Promised: p.promised(), Available: left, MaxVolume: min(left, blockdev.MaxSize), MinVolume: blockdev.Granularity}, nil
+	used, err := p.used()
+	return blockdev.Capacity{Total: p.size, Promised: p.promised(), Used: used, Available: left, MaxVolume: min(left, blockdev.MaxSize), MinVolume: blockdev.Granularity}, err
 }
 
 // Health: see blockdev.Pool.

@@ -25,6 +25,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/internal/progress"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/device"
@@ -67,6 +68,7 @@ var clauses = []struct {
 	{"CopyWhileWritten", copyWhileWritten},
 	{"CopyQuiesced", copyQuiesced},
 	{"Prepare", prepare},
+	{"Progress", reports},
 	{"Cancelled", cancelled},
 	{"AttachModes", attachModes},
 	{"AttachAttributes", attachAttributes},
@@ -80,6 +82,7 @@ var clauses = []struct {
 	{"SetLabels", setLabels},
 	{"Reopen", reopen},
 	{"Capacity", capacity},
+	{"Used", used},
 	{"Concurrent", concurrent},
 	{"Health", health},
 	{"Differ", differ},
@@ -1286,6 +1289,60 @@ func capacity(f *fixture) {
 		if after.Promised != 0 || after.Available < before.Available-before.Available/50 {
 			f.Errorf("round %d: with all deleted, the capacity is %+v, and was %+v", round, after, before)
 		}
+	}
+}
+
+// reports: a copy says how far it is, and once its bytes are there that it has all of them.
+func reports(f *fixture) {
+	f.make(f.spec("a"))
+	f.write(vol("a"), size/2, data(1, 1<<20))
+	f.copy(snap("a"), vol("a"), size)
+	spec := f.copySpec(vol("b"), snap("a"), size)
+	var table progress.Table
+	var last progress.Copy
+	var there bool
+	spec.Prepare = func(context.Context, string) error {
+		last, there = table.Find(f.pool.Name(), spec.Ref.String())
+		return nil
+	}
+	ctx, end := table.Track(f.Context(), f.pool.Name(), spec.Ref.String())
+	_, err := f.pool.Create(ctx, spec)
+	f.must(err)
+	end()
+	// Only where all volumes are thin and blocks are shared below the pool there is nothing to tell.
+	thick := f.spec("thick")
+	thick.Provisioning = blockdev.Thick
+	_, err = f.pool.Create(f.Context(), thick)
+	if instant := errors.Is(err, errdefs.ErrUnsupported); there == instant {
+		f.Errorf("the copy says how far it is: %v; the pool copies without doing anything: %v", there, instant)
+	}
+	if last.Done != last.Total {
+		f.Errorf("with all bytes there, %+v", last)
+	}
+}
+
+// used: what is written takes space, and what is deleted gives it back.
+func used(f *fixture) {
+	usedNow := func() int64 { return f.capacity().Used }
+	before := usedNow()
+	spec := f.spec("a")
+	spec.Size = 64 << 20
+	f.make(spec)
+	f.write(vol("a"), 0, data(1, 32<<20))
+	// Pools look at it every few seconds.
+	for deadline := time.Now().Add(time.Minute); usedNow() < before+32<<20 && time.Now().Before(deadline); {
+		time.Sleep(50 * time.Millisecond)
+	}
+	if got := usedNow() - before; got < 32<<20 || got > 80<<20 {
+		f.Errorf("%d bytes are used by a volume of %d of which %d are written", got, spec.Size, 32<<20)
+	}
+	f.must(f.stack(vol("a")).Detach(f.Context()))
+	f.must(f.pool.Delete(f.Context(), vol("a")))
+	for deadline := time.Now().Add(time.Minute); usedNow() > before+1<<20 && time.Now().Before(deadline); {
+		time.Sleep(50 * time.Millisecond)
+	}
+	if got := usedNow(); got > before+1<<20 {
+		f.Errorf("%d bytes are used once it is deleted, and were %d before it was made", got, before)
 	}
 }
 

@@ -241,6 +241,10 @@ func (m measurement) report(o *v1alpha1.Pool, last v1alpha1.PoolStatus, exact bo
 		message = strings.TrimPrefix(message+"; "+p.Message, "; ")
 	}
 	setCondition(&s.Conditions, o, v1alpha1.Healthy, healthy, reason, cluster.Limited(message))
+	// What is used changes with each write to a thin volume: alone it is no reason to write, unless it is much.
+	if s.Used = c.Used; last.Promised == c.Promised && abs(last.Used-c.Used) < c.Total/driftOf {
+		s.Used = last.Used
+	}
 }
 
 func abs(n int64) int64 { return max(n, -n) }

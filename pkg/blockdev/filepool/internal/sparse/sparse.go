@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/ashlar-csi/ashlar/internal/progress"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -92,13 +93,14 @@ func StillWhole(src *os.File, n int64) error {
 
 // Copy copies the data of src in [offset, end) to the same place in dst, where
 // everything that is a hole in src reads as zero already. It returns up to where dst
-// is complete, also with an error.
+// is complete, also with an error. It says how far it is (progress).
 func Copy(ctx context.Context, dst, src *os.File, offset, end int64) (int64, error) {
 	for offset < end {
 		start, stop, err := dataFrom(src, offset, end)
 		if err != nil {
 			return offset, err
 		}
+		progress.Skip(ctx, start-offset)
 		offset = start
 		for offset < stop {
 			if err := ctx.Err(); err != nil {
@@ -106,6 +108,7 @@ func Copy(ctx context.Context, dst, src *os.File, offset, end int64) (int64, err
 			}
 			n, err := copyRange(dst, src, offset, min(stop-offset, copyChunk))
 			offset += n
+			progress.Add(ctx, n)
 			if err != nil {
 				return offset, fmt.Errorf("copy %s at byte %d: %w", src.Name(), offset, errdefs.FromErrno(err))
 			}
@@ -133,7 +136,7 @@ func copyRange(dst, src *os.File, offset, length int64) (int64, error) {
 
 // Share lets dst share the blocks of the first n bytes of src, which nobody writes to
 // meanwhile. The kernel takes some 50 us for each extent, so it is done in steps, between
-// which the context may end it.
+// which the context may end it, and it says how far it is.
 func Share(ctx context.Context, dst, src *os.File, n int64) error {
 	offset := int64(0)
 	return InSteps(ctx, n, func(n int64) error {
@@ -142,6 +145,7 @@ func Share(ctx context.Context, dst, src *os.File, n int64) error {
 			return cmp.Or(StillWhole(src, offset+n), fmt.Errorf("clone %s at byte %d: %w", src.Name(), offset, errdefs.FromErrno(err)))
 		}
 		offset += n
+		progress.Skip(ctx, n)
 		return nil
 	})
 }
