@@ -249,7 +249,7 @@ func (w *environment) agent(m *machine) *agent.Agent {
 	m.local, err = volume.NewLocal(w.ctx, m.name, pools, mounts, 0)
 	check.OK(w, err)
 	o := agent.Options{Driver: cmp.Or(m.driver, cluster.DefaultDriver), Pools: []agent.Pool{{Pool: pools[0], Kind: "memory"}, {Pool: pools[1], Kind: "memory"}},
-		Locks: m.locks, MaxVolumes: storetest.Limit}
+		Locks: m.locks, MaxVolumes: storetest.Limit, ProgressEvery: 50 * time.Millisecond}
 	if m.every > 0 {
 		o.Namespace, o.Heartbeat = leases, m.every
 	}

@@ -15,6 +15,9 @@ func PoolName(node, pool string) string { return node + "." + pool }
 // ReasonNotConfigured is the reason of the condition Healthy for a pool that the node was started without.
 const ReasonNotConfigured = "NotConfigured"
 
+// ReasonStrays is the reason of the condition Accounted for a pool with volumes or snapshots that no object is for.
+const ReasonStrays = "Strays"
+
 // VolumeID is the ID of the volume of an object.
 func VolumeID(v *v1alpha1.Volume) volume.ID {
 	return volume.ID{Kind: blockdev.Volume, Pool: v.Spec.Pool, Key: v.Name}

@@ -40,11 +40,27 @@ const (
 	// Abandoned is the node's answer to spec.abandoned: True if the volume was blank and has
 	// been deleted, False if it is to be kept.
 	Abandoned = "Abandoned"
-	// Healthy says whether the node knows of anything wrong with its pool.
+	// Healthy: nothing is known to be wrong. False with the reason of the worst problem; True with the reason Recovered if
+	// it was False before. What is known in full is in status.health.
 	Healthy = "Healthy"
 	// Accounted: every volume and snapshot that the pool keeps for the cluster has an object.
 	Accounted = "Accounted"
 )
+
+// Recovered is the reason of a condition that is True, and was False before.
+const Recovered = "Recovered"
+
+// States of a volume or a snapshot (Summary.State).
+const (
+	StateMaking   = "Making"   // it is being made
+	StateReady    = "Ready"    // it can be used
+	StateDeleting = "Deleting" // it is being deleted, and that takes time
+	StateFailed   = "Failed"   // what was asked for last was refused: status.failure says why
+	StateLost     = "Lost"     // its bytes are missing
+)
+
+// AllWell is the word for health without a problem, in the place of the worst severity.
+const AllWell = "Healthy"
 
 // Volume is a volume on a node. The object's name is the volume's key, which is derived
 // from the CSI name, so no name can be there twice, on whatever node.
@@ -53,15 +69,20 @@ const (
 // +kubebuilder:resource:scope=Cluster,categories=ashlar
 // +kubebuilder:subresource:status
 // +kubebuilder:selectablefield:JSONPath=`.spec.nodeName`
-// +kubebuilder:printcolumn:name="Node",type=string,JSONPath=`.spec.nodeName`
-// +kubebuilder:printcolumn:name="Pool",type=string,JSONPath=`.spec.pool`
-// +kubebuilder:printcolumn:name="Size",type=integer,JSONPath=`.spec.size`
-// +kubebuilder:printcolumn:name="Claimed by",type=string,JSONPath=`.spec.claim.node`
-// +kubebuilder:printcolumn:name="Ready",type=string,JSONPath=`.status.conditions[?(@.type=="Ready")].status`
-// +kubebuilder:printcolumn:name="Name",type=string,JSONPath=`.spec.name`
+// +kubebuilder:printcolumn:name="Node",type=string,JSONPath=`.spec.nodeName`,description="The node that has the volume"
+// +kubebuilder:printcolumn:name="Pool",type=string,JSONPath=`.spec.pool`,description="The pool of that node"
+// +kubebuilder:printcolumn:name="Claim",type=string,JSONPath=`.status.summary.claim`,description="The PersistentVolumeClaim that the volume was made for"
+// +kubebuilder:printcolumn:name="Size",type=string,JSONPath=`.status.summary.size`,description="The size of the volume"
+// +kubebuilder:printcolumn:name="Used",type=string,JSONPath=`.status.summary.used`,description="What the volume takes of the pool"
+// +kubebuilder:printcolumn:name="State",type=string,JSONPath=`.status.summary.state`,description="Making, Ready, Deleting, Failed or Lost"
+// +kubebuilder:printcolumn:name="Health",type=string,JSONPath=`.status.summary.health`,description="The worst of what is wrong (Degraded, Inaccessible, DataLoss), or Healthy"
 // +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
-// +kubebuilder:printcolumn:name="For",type=string,priority=1,JSONPath=`.spec.claimRef.name`
-// +kubebuilder:printcolumn:name="Failure",type=string,priority=1,JSONPath=`.status.failure.message`
+// +kubebuilder:printcolumn:name="Published",type=string,priority=1,JSONPath=`.spec.claim.node`,description="The node that may use the volume"
+// +kubebuilder:printcolumn:name="Filesystem",type=string,priority=1,JSONPath=`.spec.filesystem`,description="Empty for a raw block device"
+// +kubebuilder:printcolumn:name="Progress",type=string,priority=1,JSONPath=`.status.summary.progress`,description="How far it is copied or zeroed"
+// +kubebuilder:printcolumn:name="Volume",type=string,priority=1,JSONPath=`.spec.name`,description="The CSI name, which is the name of its PersistentVolume"
+// +kubebuilder:printcolumn:name="Problem",type=string,priority=1,JSONPath=`.status.conditions[?(@.type=="Healthy")].reason`,description="The reason of the worst problem"
+// +kubebuilder:printcolumn:name="Failure",type=string,priority=1,JSONPath=`.status.failure.message`,description="Why what was asked for last was refused"
 // +kubebuilder:validation:XValidation:rule="self.metadata.name.matches('^[0-9a-f]{32}$')",message="the name of a volume's object is its key"
 // +kubebuilder:validation:XValidation:rule="self.spec.size >= oldSelf.spec.size || (has(self.status) && has(self.status.size) && self.spec.size >= self.status.size)",message="a volume does not shrink"
 type Volume struct {
@@ -191,6 +212,15 @@ type ObjectStatus struct {
 	// Size in bytes, as it is.
 	// +optional
 	Size int64 `json:"size,omitempty"`
+	// Health is what is known to be wrong, the worst first; empty if nothing is.
+	// +optional
+	// +listType=atomic
+	Health []Problem `json:"health,omitempty"`
+	// Progress is how far it is copied or zeroed, while that takes long.
+	// +optional
+	Progress *Progress `json:"progress,omitempty"`
+	// +optional
+	Summary Summary `json:"summary,omitempty"`
 }
 
 // VolumeStatus is what the node says of a volume.
@@ -202,10 +232,10 @@ type VolumeStatus struct {
 	// Mutable parameters that are in force.
 	// +optional
 	Mutable map[string]string `json:"mutable,omitempty"`
-	// Health is what is known to be wrong; empty if nothing is.
+	// Used is what the volume takes of the pool, in bytes, as it was last looked at: it is written when it has changed by
+	// a 20th of the size, and by 16 MiB at least.
 	// +optional
-	// +listType=atomic
-	Health []Problem `json:"health,omitempty"`
+	Used *int64 `json:"used,omitempty"`
 }
 
 // Failure is an error: its reason is one of the closed list of the driver's errors
@@ -215,12 +245,46 @@ type Failure struct {
 	Message string `json:"message"`
 }
 
-// Problem is something wrong with a volume.
+// Problem is something wrong with a volume, a snapshot or a pool.
 type Problem struct {
 	// +kubebuilder:validation:Enum=Degraded;Inaccessible;DataLoss
 	Severity string `json:"severity"`
-	Reason   string `json:"reason"`
-	Message  string `json:"message"`
+	// Reason is one word.
+	Reason string `json:"reason"`
+	// Message says what is wrong and what to do.
+	Message string `json:"message"`
+	// Since is when the node first found it.
+	// +optional
+	Since *metav1.Time `json:"since,omitempty"`
+}
+
+// Progress of what takes long, in bytes.
+type Progress struct {
+	Done  int64 `json:"done"`
+	Total int64 `json:"total"`
+}
+
+// Summary is how a volume or a snapshot is, in words for people: what `kubectl get` shows. The node makes it of the rest of the
+// object whenever it writes a status. Programs read the rest, which has figures in bytes.
+type Summary struct {
+	// State is Making, Ready, Deleting, Failed (what was asked for last was refused) or Lost (the bytes are missing).
+	// +optional
+	State string `json:"state,omitempty"`
+	// Health is the worst severity of what is wrong, or Healthy.
+	// +optional
+	Health string `json:"health,omitempty"`
+	// Size as it is, rounded.
+	// +optional
+	Size string `json:"size,omitempty"`
+	// Used is what it takes of the pool, rounded.
+	// +optional
+	Used string `json:"used,omitempty"`
+	// Progress is how far it is copied or zeroed, in percent.
+	// +optional
+	Progress string `json:"progress,omitempty"`
+	// Claim is the PersistentVolumeClaim that the volume, or the volume of the snapshot, was made for: NAMESPACE/NAME.
+	// +optional
+	Claim string `json:"claim,omitempty"`
 }
 
 // VolumeList is a list of volumes.
@@ -238,14 +302,20 @@ type VolumeList struct {
 // +kubebuilder:resource:scope=Cluster,categories=ashlar
 // +kubebuilder:subresource:status
 // +kubebuilder:selectablefield:JSONPath=`.spec.nodeName`
-// +kubebuilder:printcolumn:name="Node",type=string,JSONPath=`.spec.nodeName`
-// +kubebuilder:printcolumn:name="Source",type=string,JSONPath=`.spec.source`
-// +kubebuilder:printcolumn:name="Size",type=integer,JSONPath=`.status.size`
-// +kubebuilder:printcolumn:name="Ready",type=string,JSONPath=`.status.conditions[?(@.type=="Ready")].status`
-// +kubebuilder:printcolumn:name="Cut",type=date,JSONPath=`.status.created`
-// +kubebuilder:printcolumn:name="Name",type=string,JSONPath=`.spec.name`
-// +kubebuilder:printcolumn:name="Group",type=string,priority=1,JSONPath=`.spec.group.key`
-// +kubebuilder:printcolumn:name="Failure",type=string,priority=1,JSONPath=`.status.failure.message`
+// +kubebuilder:printcolumn:name="Node",type=string,JSONPath=`.spec.nodeName`,description="The node that has the snapshot"
+// +kubebuilder:printcolumn:name="Pool",type=string,JSONPath=`.spec.pool`,description="The pool of that node"
+// +kubebuilder:printcolumn:name="Claim",type=string,JSONPath=`.status.summary.claim`,description="The PersistentVolumeClaim that the volume of the snapshot was made for"
+// +kubebuilder:printcolumn:name="Size",type=string,JSONPath=`.status.summary.size`,description="The size of the snapshot"
+// +kubebuilder:printcolumn:name="State",type=string,JSONPath=`.status.summary.state`,description="Making, Ready, Deleting, Failed or Lost"
+// +kubebuilder:printcolumn:name="Health",type=string,JSONPath=`.status.summary.health`,description="The worst of what is wrong (Degraded, Inaccessible, DataLoss), or Healthy"
+// +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
+// +kubebuilder:printcolumn:name="Cut",type=date,priority=1,JSONPath=`.status.created`,description="When the bytes were fixed"
+// +kubebuilder:printcolumn:name="Source",type=string,priority=1,JSONPath=`.spec.source`,description="The object of the volume"
+// +kubebuilder:printcolumn:name="Group",type=string,priority=1,JSONPath=`.spec.group.key`,description="What it was cut together with"
+// +kubebuilder:printcolumn:name="Progress",type=string,priority=1,JSONPath=`.status.summary.progress`,description="How far it is copied"
+// +kubebuilder:printcolumn:name="Snapshot",type=string,priority=1,JSONPath=`.spec.name`,description="The CSI name"
+// +kubebuilder:printcolumn:name="Problem",type=string,priority=1,JSONPath=`.status.conditions[?(@.type=="Healthy")].reason`,description="The reason of the worst problem"
+// +kubebuilder:printcolumn:name="Failure",type=string,priority=1,JSONPath=`.status.failure.message`,description="Why it was refused"
 // +kubebuilder:validation:XValidation:rule="self.metadata.name.matches('^[0-9a-f]{32}$')",message="the name of a snapshot's object is its key"
 type Snapshot struct {
 	metav1.TypeMeta   `json:",inline"`
@@ -316,14 +386,21 @@ type SnapshotList struct {
 // +kubebuilder:resource:scope=Cluster,categories=ashlar
 // +kubebuilder:subresource:status
 // +kubebuilder:selectablefield:JSONPath=`.spec.nodeName`
-// +kubebuilder:printcolumn:name="Node",type=string,JSONPath=`.spec.nodeName`
-// +kubebuilder:printcolumn:name="Pool",type=string,JSONPath=`.spec.pool`
-// +kubebuilder:printcolumn:name="Kind",type=string,JSONPath=`.status.kind`
-// +kubebuilder:printcolumn:name="Total",type=integer,JSONPath=`.status.total`
-// +kubebuilder:printcolumn:name="Promised",type=integer,JSONPath=`.status.promised`
-// +kubebuilder:printcolumn:name="Available",type=integer,JSONPath=`.status.available`
-// +kubebuilder:printcolumn:name="Healthy",type=string,JSONPath=`.status.conditions[?(@.type=="Healthy")].status`
-// +kubebuilder:printcolumn:name="Accounted",type=string,priority=1,JSONPath=`.status.conditions[?(@.type=="Accounted")].status`
+// +kubebuilder:printcolumn:name="Node",type=string,JSONPath=`.spec.nodeName`,description="The node that has the pool"
+// +kubebuilder:printcolumn:name="Pool",type=string,JSONPath=`.spec.pool`,description="The name of the pool on that node"
+// +kubebuilder:printcolumn:name="Kind",type=string,JSONPath=`.status.kind`,description="The kind of storage"
+// +kubebuilder:printcolumn:name="Total",type=string,JSONPath=`.status.summary.total`,description="What the pool may promise in all"
+// +kubebuilder:printcolumn:name="Promised",type=string,JSONPath=`.status.summary.promised`,description="The sizes of its volumes and snapshots"
+// +kubebuilder:printcolumn:name="Available",type=string,JSONPath=`.status.summary.available`,description="What it may still promise"
+// +kubebuilder:printcolumn:name="Used",type=string,JSONPath=`.status.summary.used`,description="What its volumes and snapshots take of the storage"
+// +kubebuilder:printcolumn:name="Health",type=string,JSONPath=`.status.summary.health`,description="The worst of what is wrong (Degraded, Inaccessible, DataLoss), or Healthy"
+// +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
+// +kubebuilder:printcolumn:name="Default",type=boolean,priority=1,JSONPath=`.spec.default`,description="Volumes that ask for no pool come here"
+// +kubebuilder:printcolumn:name="Largest",type=string,priority=1,JSONPath=`.status.summary.largest`,description="The size of the largest volume that could be made"
+// +kubebuilder:printcolumn:name="Problem",type=string,priority=1,JSONPath=`.status.conditions[?(@.type=="Healthy")].reason`,description="The reason of the worst problem"
+// +kubebuilder:printcolumn:name="Accounted",type=string,priority=1,JSONPath=`.status.conditions[?(@.type=="Accounted")].status`,description="Everything in the pool has an object"
+// +kubebuilder:printcolumn:name="Strays",type=integer,priority=1,JSONPath=`.status.strayCount`,description="Volumes and snapshots that no object is for"
+// +kubebuilder:printcolumn:name="UUID",type=string,priority=1,JSONPath=`.spec.uuid`,description="The identity of the pool"
 type Pool struct {
 	metav1.TypeMeta   `json:",inline"`
 	metav1.ObjectMeta `json:"metadata,omitempty"`
@@ -402,6 +479,31 @@ type PoolStatus struct {
 	// +optional
 	// +listType=atomic
 	Strays []Stray `json:"strays,omitempty"`
+	// Health is what is known to be wrong, the worst first; empty if nothing is.
+	// +optional
+	// +listType=atomic
+	Health []Problem `json:"health,omitempty"`
+	// +optional
+	Summary PoolSummary `json:"summary,omitempty"`
+}
+
+// PoolSummary is how a pool is, in words for people: what `kubectl get` shows. The figures are those of the status, rounded.
+type PoolSummary struct {
+	// Health is the worst severity of what is wrong, or Healthy.
+	// +optional
+	Health string `json:"health,omitempty"`
+	// +optional
+	Total string `json:"total,omitempty"`
+	// +optional
+	Promised string `json:"promised,omitempty"`
+	// +optional
+	Available string `json:"available,omitempty"`
+	// Used is what the volumes and snapshots take of the storage.
+	// +optional
+	Used string `json:"used,omitempty"`
+	// Largest is the size of the largest volume that could be made.
+	// +optional
+	Largest string `json:"largest,omitempty"`
 }
 
 // Stray is a volume or a snapshot that no object is for. Nothing removes it.

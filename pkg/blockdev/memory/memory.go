@@ -33,6 +33,7 @@ type Disk struct {
 	mu      sync.Mutex
 	objects map[blockdev.Ref]*object
 	loops   map[blockdev.Ref][]loop // some may be gone
+	ills    map[blockdev.Ref][]blockdev.Problem
 }
 
 type object struct {
@@ -48,7 +49,14 @@ type loop struct {
 
 // NewDisk returns an empty disk of a size in bytes.
 func NewDisk(size int64) *Disk {
-	return &Disk{size: size, id: rand.Text(), objects: map[blockdev.Ref]*object{}, loops: map[blockdev.Ref][]loop{}}
+	return &Disk{size: size, id: rand.Text(), objects: map[blockdev.Ref]*object{}, loops: map[blockdev.Ref][]loop{}, ills: map[blockdev.Ref][]blockdev.Problem{}}
+}
+
+// Ail has Health tell of these problems of an object, or PoolHealth if it is the zero Ref, until it is called again.
+func (d *Disk) Ail(ref blockdev.Ref, problems ...blockdev.Problem) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.ills[ref] = problems
 }
 
 // Hook is called at the start of each operation of a pool, with its name as in
@@ -56,7 +64,7 @@ func NewDisk(size int64) *Disk {
 // An error from it is the operation's, which then does nothing.
 type Hook func(operation string, ref blockdev.Ref) error
 
-// Pool is a blockdev.Pool, blockdev.Identified and a blockdev.Differ.
+// Pool is a blockdev.Pool, blockdev.Identified, a blockdev.Measurer and a blockdev.Differ.
 type Pool struct {
 	*Disk
 	name string
@@ -66,6 +74,7 @@ type Pool struct {
 var (
 	_ blockdev.Pool       = (*Pool)(nil)
 	_ blockdev.Identified = (*Pool)(nil)
+	_ blockdev.Measurer   = (*Pool)(nil)
 	_ blockdev.Differ     = (*Pool)(nil)
 )
 
@@ -586,11 +595,33 @@ func (p *Pool) Health(_ context.Context, ref blockdev.Ref) ([]blockdev.Problem, 
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	_, err := p.ready(ref)
-	return nil, err
+	return slices.Clone(p.ills[ref]), err
 }
 
-// PoolHealth: nothing is ever wrong.
-func (p *Pool) PoolHealth(context.Context) []blockdev.Problem { return nil }
+// PoolHealth: nothing is wrong but what a test says (Disk.Ail).
+func (p *Pool) PoolHealth(context.Context) []blockdev.Problem {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return slices.Clone(p.ills[blockdev.Ref{}])
+}
+
+// Used: see blockdev.Measurer.
+func (p *Pool) Used(_ context.Context, ref blockdev.Ref) (int64, error) {
+	if err := p.enter("Used", ref); err != nil {
+		return 0, err
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	o, err := p.ready(ref)
+	if err != nil {
+		return 0, err
+	}
+	var st unix.Stat_t
+	if err := unix.Fstat(int(o.image.Fd()), &st); err != nil {
+		return 0, err
+	}
+	return min(st.Blocks*512, o.record.Size), nil
+}
 
 // Orphans: see blockdev.Pool.
 func (p *Pool) Orphans(context.Context) (map[blockdev.Ref][]blockdev.Device, error) {

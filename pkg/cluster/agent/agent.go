@@ -37,6 +37,8 @@ type Options struct {
 	Namespace string
 	// Heartbeat is how often the Lease is renewed; 0 is the usual time.
 	Heartbeat time.Duration
+	// ProgressEvery is how often it is written down how far something is; 0 is the usual time.
+	ProgressEvery time.Duration
 }
 
 // Agent carries out the objects of its node on the volumes of its node, and says how its
@@ -58,6 +60,9 @@ type Agent struct {
 func New(config *rest.Config, local *volume.Local, o Options) (*Agent, error) {
 	if o.Heartbeat == 0 {
 		o.Heartbeat = cluster.Heartbeat
+	}
+	if o.ProgressEvery == 0 {
+		o.ProgressEvery = progressEvery
 	}
 	own := cache.ByObject{Field: fields.OneTermEqualSelector("spec.nodeName", local.Node())}
 	c, err := kube.Connect(config, map[client.Object]cache.ByObject{&v1alpha1.Volume{}: own, &v1alpha1.Snapshot{}: own, &v1alpha1.Pool{}: own})

@@ -105,11 +105,14 @@ func (a *Agent) cutGroup(ctx context.Context, r request, members []v1alpha1.Snap
 		locks = append(locks, keylock.Volume(source.Key))
 	}
 	err = a.withYieldingLocks(working, locks, nil, func(ctx context.Context) (err error) {
+		var all []*v1alpha1.Snapshot
 		for i := range members {
 			if err := stillWanted(ctx, a, &members[i]); err != nil {
 				return err
 			}
+			all = append(all, &members[i])
 		}
+		defer follow(ctx, a, all...)()
 		made, err = a.local.CreateGroup(ctx, members[0].Spec.Name, sources)
 		return err
 	})

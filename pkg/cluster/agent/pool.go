@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"strings"
 	"time"
 
 	"k8s.io/apimachinery/pkg/api/equality"
@@ -195,6 +194,7 @@ func (a *Agent) writePool(ctx context.Context, i int, exact bool) error {
 	}
 	m.report(o, before.Status, exact)
 	reportStrays(o, strays)
+	cluster.SummarizePool(o)
 	if equality.Semantic.DeepEqual(before.Status, o.Status) {
 		return refused
 	}
@@ -235,16 +235,11 @@ func (m measurement) report(o *v1alpha1.Pool, last v1alpha1.PoolStatus, exact bo
 	if !exact && last.Promised == c.Promised && max(abs(last.Available-c.Available), abs(last.Total-c.Total)) < c.Total/driftOf {
 		s.Total, s.Available, s.MaxVolume = last.Total, last.Available, last.MaxVolume
 	}
-	healthy, reason, message := metav1.ConditionTrue, "NoProblems", ""
-	for _, p := range m.problems {
-		healthy, reason = metav1.ConditionFalse, p.Reason
-		message = strings.TrimPrefix(message+"; "+p.Message, "; ")
-	}
-	setCondition(&s.Conditions, o, v1alpha1.Healthy, healthy, reason, cluster.Limited(message))
 	// What is used changes with each write to a thin volume: alone it is no reason to write, unless it is much.
 	if s.Used = c.Used; last.Promised == c.Promised && abs(last.Used-c.Used) < c.Total/driftOf {
 		s.Used = last.Used
 	}
+	setHealth(&s.Conditions, &s.Health, o, m.problems)
 }
 
 func abs(n int64) int64 { return max(n, -n) }
@@ -275,8 +270,10 @@ func (a *Agent) retirePools(ctx context.Context) error {
 		if at >= 0 {
 			continue
 		}
-		o.Status = v1alpha1.PoolStatus{Kind: o.Status.Kind, Measured: o.Status.Measured, Conditions: o.Status.Conditions}
-		setCondition(&o.Status.Conditions, o, v1alpha1.Healthy, metav1.ConditionFalse, cluster.ReasonNotConfigured, "the node was started without this pool")
+		o.Status = v1alpha1.PoolStatus{Kind: o.Status.Kind, Measured: o.Status.Measured, Conditions: o.Status.Conditions, Health: o.Status.Health}
+		setHealth(&o.Status.Conditions, &o.Status.Health, o, []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: cluster.ReasonNotConfigured,
+			Message: "the node was started without this pool: start it with the pool again, or delete this object if nothing of it is needed any more"}})
+		cluster.SummarizePool(o)
 		if !equality.Semantic.DeepEqual(before.Status, o.Status) {
 			failures = append(failures, a.kube.Client.Status().Patch(ctx, o, client.MergeFrom(before)))
 		}

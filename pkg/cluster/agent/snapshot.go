@@ -43,6 +43,7 @@ func (a *Agent) reconcileSnapshot(ctx context.Context, r request) (reconcile.Res
 		if err := stillWanted(ctx, a, s); err != nil {
 			return err
 		}
+		defer follow(ctx, a, s)()
 		made, err = a.local.CreateSnapshot(ctx, s.Spec.Name, cluster.SnapshotSource(s))
 		return err
 	}); err != nil {
@@ -81,8 +82,9 @@ func (a *Agent) reportSnapshot(ctx context.Context, s *v1alpha1.Snapshot, made v
 			return
 		}
 		s.Status.Created, s.Status.Size = madeAt(made.Created), made.Size
-		s.Status.Failure, s.Status.ObservedGeneration = nil, s.Generation
-		setCondition(&s.Status.Conditions, s, v1alpha1.Ready, metav1.ConditionTrue, "Cut", "")
+		s.Status.Failure, s.Status.Progress, s.Status.ObservedGeneration = nil, nil, s.Generation
+		setCondition(&s.Status.Conditions, s, v1alpha1.Ready, metav1.ConditionTrue, "Cut", "the snapshot is there to be restored")
+		setHealth(&s.Status.Conditions, &s.Status.Health, s, nil) // it was just looked at
 	})
 }
 
@@ -111,7 +113,10 @@ func (a *Agent) maintainSnapshot(ctx context.Context, s *v1alpha1.Snapshot) erro
 	if err != nil {
 		return err
 	}
-	return report(ctx, a, s, func(s *v1alpha1.Snapshot) { setReady(&s.Status.Conditions, s, problems) })
+	return report(ctx, a, s, func(s *v1alpha1.Snapshot) {
+		setHealth(&s.Status.Conditions, &s.Status.Health, s, problems)
+		setReady(&s.Status.Conditions, s, problems)
+	})
 }
 
 func (a *Agent) snapshotHealth(ctx context.Context, s *v1alpha1.Snapshot) ([]blockdev.Problem, error) {

@@ -218,9 +218,9 @@ func (a *Agent) adopt(ctx context.Context, pool *v1alpha1.Pool, strays []stray) 
 func reportStrays(pool *v1alpha1.Pool, strays []stray) {
 	s := &pool.Status
 	s.StrayCount, s.Strays = len(strays), nil
-	accounted, reason, message := metav1.ConditionTrue, "AllKnown", ""
-	if len(strays) > 0 {
-		accounted, reason = metav1.ConditionFalse, "Strays"
+	if len(strays) == 0 {
+		setWell(&s.Conditions, pool, v1alpha1.Accounted, "AllKnown", "nothing in the pool is without an object")
+	} else {
 		var ids []string
 		for _, one := range strays {
 			if one.taken != "" {
@@ -228,10 +228,10 @@ func reportStrays(pool *v1alpha1.Pool, strays []stray) {
 			}
 			ids = append(ids, one.ID)
 		}
-		message = "no object says what these are for; nothing removes them (to have objects for them: the annotation " + v1alpha1.AdoptAnnotation + "): " + strings.Join(ids, ", ")
+		setCondition(&s.Conditions, pool, v1alpha1.Accounted, metav1.ConditionFalse, cluster.ReasonStrays, cluster.Limited(
+			"no object says what these are for; nothing removes them (to have objects for them: the annotation "+v1alpha1.AdoptAnnotation+"): "+strings.Join(ids, ", ")))
 	}
 	for _, one := range strays[:min(len(strays), mostStrays)] {
 		s.Strays = append(s.Strays, one.Stray)
 	}
-	setCondition(&s.Conditions, pool, v1alpha1.Accounted, accounted, reason, cluster.Limited(message))
 }

@@ -70,6 +70,7 @@ func (a *Agent) makeVolume(ctx context.Context, r request, v *v1alpha1.Volume) e
 		if err := stillWanted(ctx, a, v); err != nil {
 			return err
 		}
+		defer follow(ctx, a, v)()
 		made, err = a.local.Create(ctx, volume.Spec{Name: v.Spec.Name, Pool: v.Spec.Pool, Provisioning: blockdev.Provisioning(v.Spec.Provisioning), Source: cluster.SourceOf(v),
 			Size:       volume.Range{Required: v.Spec.Size, Limit: v.Spec.Size},
 			Filesystem: filesystem.Type(v.Spec.Filesystem), Mutable: v.Spec.Mutable, For: cluster.RequesterOf(v)})
@@ -111,11 +112,37 @@ func (a *Agent) removeBlank(ctx context.Context, id volume.ID) error {
 
 // reportVolume reports a volume that is there, and cannot be made any more.
 func (a *Agent) reportVolume(ctx context.Context, v *v1alpha1.Volume, have volume.Volume, reason string) error {
+	used := a.used(ctx, have)
 	return report(ctx, a, v, func(v *v1alpha1.Volume) {
-		v.Status.Created, v.Status.Size, v.Status.Thin, v.Status.Mutable = madeAt(have.Created), have.Size, have.Thin, have.Mutable
-		v.Status.Failure, v.Status.ObservedGeneration = nil, v.Generation
-		setCondition(&v.Status.Conditions, v, v1alpha1.Ready, metav1.ConditionTrue, reason, "")
+		v.Status.Created, v.Status.Size, v.Status.Thin, v.Status.Mutable, v.Status.Used = madeAt(have.Created), have.Size, have.Thin, have.Mutable, used
+		v.Status.Failure, v.Status.Progress, v.Status.ObservedGeneration = nil, nil, v.Generation
+		setCondition(&v.Status.Conditions, v, v1alpha1.Ready, metav1.ConditionTrue, reason, "the volume is there to be used")
+		setHealth(&v.Status.Conditions, &v.Status.Health, v, nil) // it was just looked at
 	})
+}
+
+// What a volume uses is written when it changed by one part in so many of its size, and by so much at least: 20 writes while a
+// volume is filled, and none for what a journal does. It is looked at with the health, so it costs no look of its own.
+const (
+	usedOf    = 20
+	usedLeast = 16 << 20
+)
+
+// used is what a volume takes of its pool; nil if that is not known.
+func (a *Agent) used(ctx context.Context, have volume.Volume) *int64 {
+	used, known, err := a.local.Used(ctx, have.ID)
+	if err != nil || !known { // why, its health says
+		return nil
+	}
+	return &used
+}
+
+// reportUsed writes down what a volume uses, if that is worth it, or something else is written anyhow.
+func reportUsed(v *v1alpha1.Volume, used *int64, anyhow bool) {
+	was := v.Status.Used
+	if used != nil && (was == nil || anyhow || abs(*used-*was) >= max(v.Status.Size/usedOf, usedLeast)) {
+		v.Status.Used = used
+	}
 }
 
 // findVolume finds the volume of an object that may not be made: it was once, and the object
@@ -236,7 +263,7 @@ func (a *Agent) maintainVolume(ctx context.Context, v *v1alpha1.Volume) error {
 		return a.reportLost(ctx, v, blockdev.Problem{Severity: blockdev.DataLoss, Reason: "RecordDamaged", Message: err.Error()})
 	case errors.Is(err, errdefs.ErrUnavailable):
 		return report(ctx, a, v, func(v *v1alpha1.Volume) {
-			v.Status.Health = cluster.FromProblems([]blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: poolUnavailable, Message: err.Error()}})
+			setHealth(&v.Status.Conditions, &v.Status.Health, v, []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: poolUnavailable, Message: err.Error()}})
 		})
 	case err != nil:
 		return err
@@ -252,14 +279,17 @@ func (a *Agent) maintainVolume(ctx context.Context, v *v1alpha1.Volume) error {
 	if err != nil {
 		return err
 	}
+	used := a.used(ctx, have)
 	return report(ctx, a, v, func(v *v1alpha1.Volume) {
+		v.Status.Progress = nil
+		reportUsed(v, used, v.Status.Size != have.Size)
 		if !maps.Equal(v.Status.Mutable, have.Mutable) || v.Status.Size != have.Size || (v.Status.Failure != nil && !refused) {
 			v.Status.Size, v.Status.Mutable, v.Status.ObservedGeneration = have.Size, have.Mutable, v.Generation
 			if !refused {
 				v.Status.Failure = nil
 			}
 		}
-		v.Status.Health = cluster.FromProblems(problems)
+		setHealth(&v.Status.Conditions, &v.Status.Health, v, problems)
 		setReady(&v.Status.Conditions, v, problems)
 	})
 }
@@ -267,6 +297,7 @@ func (a *Agent) maintainVolume(ctx context.Context, v *v1alpha1.Volume) error {
 // changeVolume makes the volume what the spec says.
 func (a *Agent) changeVolume(ctx context.Context, v *v1alpha1.Volume, have *volume.Volume) (err error) {
 	id := cluster.VolumeID(v)
+	defer follow(ctx, a, v)()
 	if have.Size < v.Spec.Size {
 		if *have, err = a.local.Expand(ctx, id, volume.Range{Required: v.Spec.Size}); err != nil {
 			return err
@@ -291,7 +322,7 @@ func setReady(conditions *[]metav1.Condition, o cluster.Object, problems []block
 		}
 	}
 	if !o.Common().Is(v1alpha1.Ready, "True") { // else the generation that it is about does not matter
-		setCondition(conditions, o, v1alpha1.Ready, metav1.ConditionTrue, "Found", "")
+		setCondition(conditions, o, v1alpha1.Ready, metav1.ConditionTrue, "Found", "the bytes are there")
 	}
 }
 
@@ -300,7 +331,7 @@ func (a *Agent) reportLost(ctx context.Context, v *v1alpha1.Volume, p blockdev.P
 	return report(ctx, a, v, func(v *v1alpha1.Volume) {
 		if len(v.Status.Health) != 1 || v.Status.Health[0].Reason != p.Reason {
 			klog.FromContext(ctx).Info("Data loss", "volume", cluster.VolumeID(v).String(), "reason", p.Reason, "message", p.Message)
-			v.Status.Health = cluster.FromProblems([]blockdev.Problem{p})
+			setHealth(&v.Status.Conditions, &v.Status.Health, v, []blockdev.Problem{p})
 			setReady(&v.Status.Conditions, v, []blockdev.Problem{p})
 		}
 		if v.Status.Size < v.Spec.Size && v.Common().Refused(v.Generation) == nil { // it cannot grow either

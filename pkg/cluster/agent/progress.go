@@ -1,0 +1,102 @@
+package agent
+
+import (
+	"context"
+	"sync"
+	"time"
+
+	"k8s.io/klog/v2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// How far something is, is written when it took this long, then no more often than that, and only if it went on by one part in
+// so many: what is done in less costs no write, and what takes a day costs a hundred.
+const (
+	progressEvery = 5 * time.Second
+	progressOf    = 100
+)
+
+// followed are objects while they are made or grown.
+type followed struct {
+	agent   *Agent
+	objects []cluster.Object
+}
+
+// follow writes down how far objects are until end is called. Then they are as they were last written.
+func follow[T cluster.Object](ctx context.Context, a *Agent, objects ...T) (end func()) {
+	f := &followed{agent: a}
+	for _, o := range objects {
+		f.objects = append(f.objects, o.DeepCopyObject().(cluster.Object))
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	var done sync.WaitGroup
+	done.Go(func() { f.run(ctx) })
+	return func() {
+		cancel()
+		done.Wait()
+		for i, o := range objects {
+			if now := f.objects[i]; now.GetUID() == o.GetUID() && now.GetGeneration() == o.GetGeneration() && now.Common().Progress != nil {
+				o.SetResourceVersion(now.GetResourceVersion())
+				*o.Common() = *now.Common()
+			}
+		}
+	}
+}
+
+func (f *followed) run(ctx context.Context) {
+	tick := time.NewTicker(f.agent.options.ProgressEvery)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+		for i := range f.objects {
+			// Without the context that ends with the work: a write that is cut off may have been done, and the work has to know.
+			writing, cancel := context.WithTimeout(context.WithoutCancel(ctx), f.agent.options.ProgressEvery)
+			if err := f.write(writing, i); err != nil {
+				klog.FromContext(ctx).V(2).Info("Could not write down how far it is", "object", f.objects[i].GetName(), "err", err)
+			}
+			cancel()
+		}
+	}
+}
+
+// write writes down how far an object is, if that is news. After an error it is written from what the object is then.
+func (f *followed) write(ctx context.Context, i int) error {
+	o := f.objects[i]
+	id := idOf(o)
+	far, running := f.agent.local.Progress().Find(id.Pool, blockdev.Ref{Kind: id.Kind, Key: id.Key}.String())
+	was := o.Common().Progress
+	if !running || (was != nil && was.Total == far.Total && abs(far.Done-was.Done) < max(1, far.Total/progressOf)) {
+		return nil
+	}
+	before := o.DeepCopyObject().(cluster.Object)
+	o.Common().Progress = &v1alpha1.Progress{Done: far.Done, Total: far.Total}
+	f.agent.summarize(ctx, o)
+	err := f.agent.kube.Client.Status().Patch(ctx, o, kube.LockingPatch(before))
+	if err == nil {
+		return nil
+	}
+	f.objects[i] = before
+	now := o.DeepCopyObject().(cluster.Object)
+	if f.agent.kube.Live.Get(ctx, client.ObjectKeyFromObject(o), now) == nil && now.GetUID() == before.GetUID() {
+		f.objects[i] = now
+	}
+	return err
+}
+
+// idOf is the ID of what an object is of.
+func idOf(o cluster.Object) volume.ID {
+	if s, ok := o.(*v1alpha1.Snapshot); ok {
+		return cluster.SnapshotID(s)
+	}
+	return volume.ID{Kind: blockdev.Volume, Pool: o.In(), Key: o.GetName()}
+}

@@ -1,0 +1,96 @@
+package cluster
+
+import (
+	"fmt"
+	"strconv"
+	"strings"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+)
+
+// Bytes is a size in words: rounded to three digits, with a unit of 1024 (10Gi, 1.5Ti, 512).
+func Bytes(n int64) string {
+	const units = "KMGTPE"
+	value, unit := float64(n), ""
+	for i := 0; value >= 1023.5 && i < len(units); i++ { // else it would be 1024 of the smaller unit
+		value, unit = value/1024, units[i:i+1]+"i"
+	}
+	digits := 0
+	switch {
+	case unit == "":
+	case value < 9.995:
+		digits = 2
+	case value < 99.95:
+		digits = 1
+	}
+	text := strconv.FormatFloat(value, 'f', digits, 64)
+	if digits > 0 {
+		text = strings.TrimRight(strings.TrimRight(text, "0"), ".")
+	}
+	return text + unit
+}
+
+// Summarize makes the summary of a volume or a snapshot of the rest of the object. Of a snapshot, the claim is left as it is.
+func Summarize(o Object) {
+	status := o.Common()
+	sum := v1alpha1.Summary{State: stateOf(o), Health: worst(status.Health), Claim: status.Summary.Claim}
+	if status.Created != nil {
+		sum.Size = Bytes(status.Size)
+	}
+	if p := status.Progress; p != nil && p.Total > 0 {
+		sum.Progress = fmt.Sprintf("%d%%", min(100, int64(float64(p.Done)/float64(p.Total)*100)))
+	}
+	if v, ok := o.(*v1alpha1.Volume); ok {
+		if status.Created == nil {
+			sum.Size = Bytes(v.Spec.Size)
+		}
+		if v.Status.Used != nil {
+			sum.Used = Bytes(*v.Status.Used)
+		}
+		if ref := v.Spec.ClaimRef; ref != nil {
+			sum.Claim = ref.Namespace + "/" + ref.Name
+		}
+	}
+	status.Summary = sum
+}
+
+// SummarizePool makes the summary of a pool of the rest of the object.
+func SummarizePool(p *v1alpha1.Pool) {
+	s := &p.Status
+	s.Summary = v1alpha1.PoolSummary{Health: worst(s.Health), Total: Bytes(s.Total), Promised: Bytes(s.Promised), Available: Bytes(s.Available), Used: Bytes(s.Used), Largest: Bytes(s.MaxVolume)}
+}
+
+// worst is the severity of the first problem, which is the worst, or AllWell.
+func worst(health []v1alpha1.Problem) string {
+	if len(health) == 0 {
+		return v1alpha1.AllWell
+	}
+	return health[0].Severity
+}
+
+// stateOf is the word for how an object is.
+func stateOf(o Object) string {
+	status := o.Common()
+	refused := status.Refused(o.GetGeneration())
+	switch {
+	case Going(o):
+		return v1alpha1.StateDeleting
+	case Lost(o):
+		return v1alpha1.StateLost
+	case refused != nil:
+		return v1alpha1.StateFailed
+	case status.Created == nil:
+		return v1alpha1.StateMaking
+	}
+	return v1alpha1.StateReady
+}
+
+// Lost: the bytes of an object were there, and are missing or damaged.
+func Lost(o Object) bool {
+	status := o.Common()
+	if status.Created != nil {
+		return status.Is(v1alpha1.Ready, "False")
+	}
+	f := status.Refused(o.GetGeneration())
+	return !o.May().Make && f != nil && f.Reason == ReasonDataLoss
+}
