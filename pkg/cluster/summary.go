@@ -75,7 +75,7 @@ func stateOf(o Object) string {
 	switch {
 	case Going(o):
 		return v1alpha1.StateDeleting
-	case Lost(o):
+	case IsLost(o):
 		return v1alpha1.StateLost
 	case refused != nil:
 		return v1alpha1.StateFailed
@@ -85,8 +85,8 @@ func stateOf(o Object) string {
 	return v1alpha1.StateReady
 }
 
-// Lost: the bytes of an object were there, and are missing or damaged.
-func Lost(o Object) bool {
+// IsLost: the bytes of an object were there, and are missing or damaged.
+func IsLost(o Object) bool {
 	status := o.Common()
 	if status.Created != nil {
 		return status.Is(v1alpha1.Ready, "False")

@@ -21,6 +21,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/events"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/gc"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/liveness"
@@ -38,6 +39,8 @@ type Options struct {
 	Namespace string
 	// SilentAfter is how long nothing may be heard of an agent; 0 is the usual time.
 	SilentAfter time.Duration
+	// EventsAgain is when the event of a state that lasts is written again; 0 is the usual time.
+	EventsAgain time.Duration
 }
 
 // Store is the volume.Store of a cluster. Any number may run at once: objects are created
@@ -52,6 +55,7 @@ type Store struct {
 	driver    string
 	nodes     *liveness.Monitor
 	garbage   *gc.Collector
+	events    *events.Announcer
 
 	counting chan struct{} // has room for one who counts claims
 
@@ -77,7 +81,8 @@ func New(config *rest.Config, o Options) (*Store, error) {
 	}
 	nodes.Use(c)
 	s := &Store{kube: c, driver: o.Driver, nodes: nodes, counting: make(chan struct{}, 1), claiming: map[string]string{},
-		garbage: gc.New(c, nodes, gc.Options{GoneGrace: o.GoneGrace, AbandonGrace: o.AbandonGrace, Driver: o.Driver})}
+		garbage: gc.New(c, nodes, gc.Options{GoneGrace: o.GoneGrace, AbandonGrace: o.AbandonGrace, Driver: o.Driver}),
+		events:  events.New(c, nodes, events.Options{Driver: o.Driver, Namespace: o.Namespace, Again: o.EventsAgain})}
 	if err := index(c.Cache); err != nil {
 		return nil, err
 	}
@@ -118,17 +123,22 @@ func index(c cache.Cache) error {
 	return nil
 }
 
-// watch has the events of the cache reach those who wait for them and the garbage collector, and with leases those of
-// the agents' Leases the monitor.
+// watch has the events of the cache reach those who wait for them, the garbage collector and those who tell people, and with leases
+// those of the agents' Leases the monitor.
 func (s *Store) watch(leases bool) error {
 	type kind struct {
 		of   client.Object
 		also func(client.Object, bool)
 	}
-	kinds := []kind{{&v1alpha1.Volume{}, s.garbage.VolumeChanged}, {&v1alpha1.Snapshot{}, s.garbage.SnapshotChanged},
-		{&v1alpha1.Pool{}, s.garbage.PoolChanged}, {&corev1.Node{}, s.garbage.NodeChanged}}
+	both := func(a, b func(client.Object, bool)) func(client.Object, bool) {
+		return func(o client.Object, gone bool) { a(o, gone); b(o, gone) }
+	}
+	kinds := []kind{{&v1alpha1.Volume{}, both(s.garbage.VolumeChanged, s.events.VolumeChanged)},
+		{&v1alpha1.Snapshot{}, both(s.garbage.SnapshotChanged, s.events.SnapshotChanged)},
+		{&v1alpha1.Pool{}, both(s.garbage.PoolChanged, s.events.PoolChanged)},
+		{&corev1.Node{}, both(s.garbage.NodeChanged, s.events.NodeChanged)}}
 	if leases {
-		kinds = append(kinds, kind{&coordinationv1.Lease{}, s.nodes.LeaseChanged})
+		kinds = append(kinds, kind{&coordinationv1.Lease{}, both(s.nodes.LeaseChanged, s.events.LeaseChanged)})
 	}
 	for _, kind := range kinds {
 		informer, err := s.kube.Cache.GetInformer(context.Background(), kind.of, cache.BlockUntilSynced(false)) // so it does not wait
@@ -143,7 +153,7 @@ func (s *Store) watch(leases bool) error {
 	return nil
 }
 
-// Run keeps the store's knowledge up to date, and runs the garbage collector, until the context ends.
+// Run keeps the store's knowledge up to date, runs the garbage collector, and tells people what is wrong, until the context ends.
 //
 // It fails if the cluster has another driver of this kind.
 func (s *Store) Run(ctx context.Context) error {
@@ -160,6 +170,7 @@ func (s *Store) Run(ctx context.Context) error {
 			failures <- err
 			return
 		}
+		done.Go(func() { s.events.Run(ctx) })
 		s.garbage.Run(ctx)
 	})
 	done.Go(func() { failures <- s.kube.Cache.Start(ctx) })

@@ -1,0 +1,195 @@
+package events
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/runbook"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+)
+
+// saying is one thing that is to be said on one thing.
+type saying struct {
+	on      string        // the kind of what it is on
+	of      client.Object // what it is about: a Volume, a Snapshot (or its volume, by on), a Pool or a Node; nobody changes it
+	reason  string
+	level   string
+	note    string    // without the address of the runbook
+	state   string    // tells this state of the object from others of the same reason
+	since   time.Time // when the state began; zero: not known
+	lasting bool      // the state goes on until the object says otherwise
+	waits   bool      // for the node of the volume
+}
+
+// key is the same for the same saying of the same state.
+func (s *saying) key() string {
+	return strings.Join([]string{s.on, fmt.Sprintf("%T", s.of), s.of.GetName(), s.reason, s.state}, "\x00")
+}
+
+// mostNote is how long the note of an event may be, in bytes (Kubernetes' limit).
+const mostNote = 1024
+
+// text is the note of an event: what is wrong and what to do, and where more is said of that.
+func (s *saying) text() string {
+	note := strings.TrimRight(strings.ToValidUTF8(s.note, "?"), ". \n")
+	tail := "."
+	if s.level == warning {
+		tail = ". See " + runbook.URL(s.reason)
+	}
+	if most := mostNote - len(tail); len(note) > most {
+		note = strings.ToValidUTF8(note[:most-len("...")], "") + "..."
+	}
+	return note + tail
+}
+
+// each returns a saying on each of some kinds of things.
+func (s saying) each(kinds []string) []saying {
+	var all []saying
+	for _, kind := range kinds {
+		one := s
+		one.on = kind
+		all = append(all, one)
+	}
+	return all
+}
+
+// ofProblems says what is wrong with an object, or that nothing is any more. subject begins the note.
+func ofProblems(o client.Object, on []string, subject string, health []v1alpha1.Problem, conditions []metav1.Condition) []saying {
+	var all []saying
+	for _, p := range health {
+		one := saying{of: o, reason: p.Reason, level: warning, note: subject + p.Message, lasting: true}
+		if p.Since != nil {
+			one.since, one.state = p.Since.Time, p.Since.UTC().Format(time.RFC3339)
+		}
+		all = append(all, one.each(on)...)
+	}
+	return append(all, ofRecovery(o, on, subject, conditions, v1alpha1.Healthy)...)
+}
+
+// ofRecovery says that a condition is well again.
+func ofRecovery(o client.Object, on []string, subject string, conditions []metav1.Condition, kind string) []saying {
+	c := meta.FindStatusCondition(conditions, kind)
+	if c == nil || c.Status != metav1.ConditionTrue || c.Reason != v1alpha1.Recovered {
+		return nil
+	}
+	return saying{of: o, reason: Recovered, level: normal, note: subject + c.Message, since: c.LastTransitionTime.Time,
+		state: kind + c.LastTransitionTime.UTC().Format(time.RFC3339)}.each(on)
+}
+
+// ofVolume is all that there is to say of a volume whose node is in some state.
+func ofVolume(v *v1alpha1.Volume, node nodeState) []saying {
+	subject := fmt.Sprintf("volume %s on node %s: ", cluster.VolumeID(v), v.Spec.NodeName)
+	all := ofProblems(v, volumes, subject, v.Status.Health, v.Status.Conditions)
+	if f := v.Common().Refused(v.Generation); f != nil {
+		one := saying{of: v, level: warning, note: subject + f.Message}
+		switch {
+		case v.Deleting():
+			one.reason, one.state = DeletionRefused, f.Reason
+			all = append(all, one.each([]string{onVolume, onPV})...)
+		case v.Status.Created != nil && v.Spec.Size > v.Status.Size:
+			one.reason, one.state = GrowthRefused, fmt.Sprint(v.Spec.Size)
+			one.note = fmt.Sprintf("%sit cannot grow from %s to %s: %s", subject, cluster.Bytes(v.Status.Size), cluster.Bytes(v.Spec.Size), f.Message)
+			all = append(all, one.each(volumes)...)
+		case v.Status.Created == nil && v.Spec.Make && v.Spec.Source != nil:
+			one.reason, one.state = CopyRefused, cluster.SourceOf(v).String()
+			one.note = fmt.Sprintf("%scannot be copied from %s: %s", subject, cluster.SourceOf(v), f.Message)
+			all = append(all, one.each(waiting)...)
+		}
+	}
+	return append(all, ofWaiting(v, node)...)
+}
+
+// ofWaiting says that a volume waits for its node: it is in use, or something is to be done to it.
+func ofWaiting(v *v1alpha1.Volume, node nodeState) []saying {
+	wanted := v.Deleting() || v.Status.Created == nil && v.Spec.Make || v.Spec.Size > v.Status.Size
+	one := saying{of: v, reason: node.reason, level: warning, since: node.since, state: node.id(), lasting: true, waits: true}
+	switch subject := "volume " + cluster.VolumeID(v).String(); {
+	case node.reason == NodeGone:
+		one.note = fmt.Sprintf("%s was on node %s, which is gone for good (%s): its bytes are there, and nowhere else; bring the node or its disks back, or restore the volume from a backup", subject, v.Spec.NodeName, node.why)
+		return one.each(volumes)
+	case node.reason == AgentSilent && wanted, node.reason == NodeNotReady && (wanted || v.Spec.Claim != nil):
+		one.note = fmt.Sprintf("%s waits for node %s, which alone has it: %s", subject, v.Spec.NodeName, node.why)
+		return one.each(waiting)
+	}
+	return nil
+}
+
+// ofSnapshot is all that there is to say of a snapshot, and of its volume because of it.
+func ofSnapshot(s *v1alpha1.Snapshot) []saying {
+	subject := fmt.Sprintf("snapshot %s on node %s: ", cluster.SnapshotID(s), s.Spec.NodeName)
+	all := ofProblems(s, []string{onSnapshot}, subject, s.Status.Health, s.Status.Conditions)
+	f := s.Common().Refused(s.Generation)
+	switch {
+	case f == nil:
+	case s.Deleting():
+		all = append(all, saying{on: onSnapshot, of: s, reason: DeletionRefused, level: warning, note: subject + f.Message, state: f.Reason})
+	case s.Status.Created == nil && s.Spec.Make:
+		one := saying{of: s, reason: CopyRefused, level: warning,
+			note: fmt.Sprintf("volume %s on node %s cannot be copied to %s: %s", cluster.SnapshotSource(s), s.Spec.NodeName, cluster.SnapshotID(s), f.Message)}
+		all = append(all, one.each(waiting)...)
+	}
+	return all
+}
+
+// ofPool is all that there is to say of a pool.
+func ofPool(p *v1alpha1.Pool) []saying {
+	subject := fmt.Sprintf("pool %s of node %s: ", p.Spec.Pool, p.Spec.NodeName)
+	health := slices.Clone(p.Status.Health)
+	for i := range health { // pools mostly name themselves
+		health[i].Message = strings.TrimPrefix(health[i].Message, "pool "+p.Spec.Pool+": ")
+	}
+	all := ofProblems(p, pools, subject, health, p.Status.Conditions)
+	c := meta.FindStatusCondition(p.Status.Conditions, v1alpha1.Accounted)
+	if c != nil && c.Status == metav1.ConditionFalse {
+		one := saying{of: p, reason: Strays, level: warning, note: fmt.Sprintf("%s%d volumes or snapshots: %s", subject, p.Status.StrayCount, c.Message),
+			since: c.LastTransitionTime.Time, state: c.LastTransitionTime.UTC().Format(time.RFC3339), lasting: true}
+		all = append(all, one.each(pools)...)
+	}
+	return append(all, ofRecovery(p, pools, subject, p.Status.Conditions, v1alpha1.Accounted)...)
+}
+
+// nodeState is how a node is that has pools; the zero value is one that is there and heard.
+type nodeState struct {
+	reason string // AgentSilent, NodeNotReady or NodeGone
+	why    string
+	since  time.Time // zero: not known
+}
+
+func (n nodeState) id() string {
+	if n.since.IsZero() {
+		return ""
+	}
+	return n.since.UTC().Format(time.RFC3339Nano)
+}
+
+// ofNode is all that there is to say of a node that has pools. That it is not ready Kubernetes says itself.
+func ofNode(n *corev1.Node, state nodeState) []saying {
+	if state.reason != AgentSilent {
+		return nil
+	}
+	return []saying{{on: onNode, of: n, reason: AgentSilent, level: warning, since: state.since, state: state.id(), lasting: true, waits: true,
+		note: state.why + ": volumes that are in use go on, and nothing is made, grown or deleted there; look at the driver's pod on the node"}}
+}
+
+// over is what is said when a node is well again for which something waited.
+func (s saying) over() saying {
+	s.lasting, s.level, s.since = false, normal, time.Now()
+	node := s.of.GetName()
+	if v, ok := s.of.(*v1alpha1.Volume); ok {
+		node = v.Spec.NodeName
+	}
+	if s.reason == AgentSilent {
+		s.reason, s.note = AgentHeard, "the driver on node "+node+" is heard again"
+	} else {
+		s.reason, s.note = NodeReady, "node "+node+" is ready again"
+	}
+	return s
+}

@@ -1,0 +1,280 @@
+// Package events tells people, on what they describe, what is wrong and when it is well again: as Kubernetes' Events on
+// PersistentVolumeClaims, PersistentVolumes, Nodes, Volumes, Snapshots and Pools. Table has all of them.
+//
+// All that it says follows from the objects of pkg/api and from the heartbeats, so it runs in the controller, and agents need
+// no right for it. Nobody remembers what was said: the name of an event is made of what it is on, the reason, and when
+// the state began, so the second who says it finds that it was said, be it another controller or the same one after a
+// restart. That is why client-go's recorders are not used: their events have random names, and only the process knows
+// what it has said. A state that lasts is said again, as a series of the one event, before Kubernetes forgets it.
+package events
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"sync"
+	"time"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	"k8s.io/client-go/util/workqueue"
+	"k8s.io/klog/v2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
+)
+
+const (
+	// again is when a state that lasts is said again. API servers forget an event after an hour, unless told otherwise.
+	again = 30 * time.Minute
+	// fresh is how old what does not last may be when it is said: of older states the event was there, and is forgotten. For as
+	// long it is not said again.
+	fresh = time.Hour
+	// pace is the time between two events, so that what happens to many volumes at once is no load for the API server.
+	pace = 20 * time.Millisecond
+	// most is how much is kept in mind. What comes beyond that is not said.
+	most = 20000
+	// firstRetry and lastRetry are between tries while the API server does not answer.
+	firstRetry = time.Second
+	lastRetry  = 5 * time.Minute
+	// timeout of a request.
+	timeout = 10 * time.Second
+)
+
+// Options of an Announcer.
+type Options struct {
+	// Driver is the name of the CSI driver, which the events are from.
+	Driver string
+	// Namespace has the Leases of the agents.
+	Namespace string
+	// Again is when a state that lasts is said again; 0 is the usual time.
+	Again time.Duration
+}
+
+// Agents tells of the agents of nodes.
+type Agents interface {
+	// Patience is how much longer a node's agent may be silent; false for one that never was heard.
+	Patience(node string) (left time.Duration, beats bool)
+}
+
+// Announcer says what there is to say. It learns of it from the events of a cache (VolumeChanged, SnapshotChanged, PoolChanged,
+// NodeChanged, LeaseChanged), which never wait for it, and says it while it runs. An API server that refuses events, or is away, holds up
+// nothing else.
+type Announcer struct {
+	kube     kube.Connection
+	agents   Agents
+	options  Options
+	instance string
+	queue    workqueue.TypedRateLimitingInterface[string]
+	look     chan struct{} // there may be news of nodes
+	handles  handles       // used by the one who says
+	refusal  sync.Once     // that events are refused is logged once
+
+	mu      sync.Mutex
+	entries map[string]*entry          // by key: what is to be said, and what was
+	lasting map[string]map[string]bool // keys of what lasts, by the object that it is about
+	nodes   map[string]nodeState       // those that are not well
+}
+
+// entry is a saying of this process.
+type entry struct {
+	saying
+	noted time.Time // when it was found
+	said  time.Time // zero: not yet
+}
+
+// New returns an announcer. Its connection's cache has volumes, by node, pools, nodes and Leases.
+func New(c kube.Connection, agents Agents, o Options) *Announcer {
+	if o.Again == 0 {
+		o.Again = again
+	}
+	host, err := os.Hostname()
+	if err != nil || host == "" {
+		host = o.Driver
+	}
+	return &Announcer{kube: c, agents: agents, options: o, instance: host[:min(len(host), mostInstance)],
+		queue: workqueue.NewTypedRateLimitingQueue(workqueue.NewTypedItemExponentialFailureRateLimiter[string](firstRetry, lastRetry)),
+		look:  make(chan struct{}, 1), handles: handles{live: c.Live, driver: o.Driver},
+		entries: map[string]*entry{}, lasting: map[string]map[string]bool{}, nodes: map[string]nodeState{}}
+}
+
+// VolumeChanged says what there is to say of a volume.
+func (a *Announcer) VolumeChanged(o client.Object, gone bool) {
+	if v, ok := o.(*v1alpha1.Volume); ok {
+		a.mu.Lock()
+		defer a.mu.Unlock()
+		a.update(v, gone, ofVolume(v, a.nodes[v.Spec.NodeName]))
+	}
+}
+
+// SnapshotChanged says what there is to say of a snapshot.
+func (a *Announcer) SnapshotChanged(o client.Object, gone bool) {
+	if s, ok := o.(*v1alpha1.Snapshot); ok {
+		a.mu.Lock()
+		defer a.mu.Unlock()
+		a.update(s, gone, ofSnapshot(s))
+	}
+}
+
+// PoolChanged says what there is to say of a pool.
+func (a *Announcer) PoolChanged(o client.Object, gone bool) {
+	if p, ok := o.(*v1alpha1.Pool); ok {
+		a.mu.Lock()
+		a.update(p, gone, ofPool(p))
+		a.mu.Unlock()
+	}
+	a.NodeChanged(o, gone) // it may be the first pool of its node
+}
+
+// LeaseChanged has it looked whether an agent is heard again.
+func (a *Announcer) LeaseChanged(o client.Object, gone bool) {
+	if lease, ok := o.(*coordinationv1.Lease); ok && lease.Spec.HolderIdentity != nil && a.unwell(*lease.Spec.HolderIdentity) {
+		a.NodeChanged(o, gone)
+	}
+}
+
+func (a *Announcer) unwell(node string) bool {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.nodes[node].reason != ""
+}
+
+// NodeChanged has it looked which nodes are there.
+func (a *Announcer) NodeChanged(client.Object, bool) {
+	select {
+	case a.look <- struct{}{}:
+	default: // it will be
+	}
+}
+
+// update takes in all that there is to say of an object. The caller has the lock.
+func (a *Announcer) update(o client.Object, gone bool, now []saying) {
+	if gone {
+		now = nil
+	}
+	about := objectKey(o)
+	last, lasts := a.lasting[about], map[string]bool{}
+	for _, one := range now {
+		if one.lasting {
+			lasts[one.key()] = true
+		}
+		if one.lasting || one.since.IsZero() || time.Since(one.since) < fresh {
+			a.say(one)
+		}
+	}
+	for key := range last {
+		e := a.entries[key]
+		if lasts[key] || e == nil {
+			continue
+		}
+		delete(a.entries, key)
+		if e.waits && !e.said.IsZero() && !gone && a.nodes[nodeOf(o)].reason == "" {
+			a.say(e.over())
+		}
+	}
+	if delete(a.lasting, about); len(lasts) > 0 {
+		a.lasting[about] = lasts
+	}
+}
+
+// say has something said, unless it was or will be. The caller has the lock.
+func (a *Announcer) say(one saying) {
+	key := one.key()
+	if e := a.entries[key]; e != nil {
+		return
+	}
+	if len(a.entries) >= most {
+		klog.Background().Info("There is too much to say; an event is left out", "reason", one.reason, "about", one.of.GetName())
+		return
+	}
+	a.entries[key] = &entry{saying: one, noted: time.Now()}
+	a.queue.Add(key)
+}
+
+// Run says what there is to say until the context ends. The cache has been filled.
+func (a *Announcer) Run(ctx context.Context) {
+	var done sync.WaitGroup
+	defer done.Wait()
+	done.Go(func() {
+		for {
+			key, shutdown := a.queue.Get()
+			if shutdown {
+				return
+			}
+			a.next(ctx, key)
+			a.queue.Done(key)
+		}
+	})
+	defer a.queue.ShutDown()
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-a.look:
+		case <-timer.C:
+		}
+		timer.Reset(a.lookAtNodes(ctx))
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(lookPause):
+		}
+	}
+}
+
+// next says one thing, if it is still so.
+func (a *Announcer) next(ctx context.Context, key string) {
+	one, there := a.take(key)
+	if !there || ctx.Err() != nil {
+		return
+	}
+	posting, cancel := context.WithTimeout(ctx, timeout)
+	err := a.post(posting, one)
+	cancel()
+	switch {
+	case err == nil:
+		a.queue.Forget(key)
+		a.queue.AddAfter(key, a.done(key))
+	case ctx.Err() == nil:
+		klog.FromContext(ctx).V(2).Info("Could not write an event; trying again", "reason", one.reason, "about", one.of.GetName(), "err", err)
+		a.queue.AddRateLimited(key)
+	}
+	select {
+	case <-ctx.Done():
+	case <-time.After(pace):
+	}
+}
+
+// take returns what is to be said now. What does not last is forgotten when it is not fresh any more.
+func (a *Announcer) take(key string) (entry, bool) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	e := a.entries[key]
+	if e == nil {
+		return entry{}, false
+	}
+	if !e.lasting && time.Since(e.noted) >= fresh {
+		delete(a.entries, key)
+		return entry{}, false
+	}
+	return *e, e.lasting || e.said.IsZero()
+}
+
+// done notes that something was said. It returns when to look at it again.
+func (a *Announcer) done(key string) time.Duration {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	e := a.entries[key]
+	if e == nil {
+		return 0 // it is over
+	}
+	e.said = time.Now()
+	if e.lasting {
+		return a.options.Again
+	}
+	return fresh
+}
+
+func objectKey(o client.Object) string { return fmt.Sprintf("%T/%s", o, o.GetName()) }

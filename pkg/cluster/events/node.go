@@ -1,0 +1,135 @@
+package events
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/klog/v2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
+)
+
+// Nodes are looked at when one changed, with a pause between two looks, and when an agent may have become silent.
+const (
+	lookPause = time.Second
+	lookAgain = time.Minute
+)
+
+// lookAtNodes finds out how the nodes are that have pools or volumes, and says what is new. It returns when to look again.
+func (a *Announcer) lookAtNodes(ctx context.Context) time.Duration {
+	a.mu.Lock() // so that what is in the cache now is not older than what was told of before
+	defer a.mu.Unlock()
+	var pools v1alpha1.PoolList
+	var volumes v1alpha1.VolumeList
+	if err := errors.Join(a.kube.Cache.List(ctx, &pools, client.UnsafeDisableDeepCopy), a.kube.Cache.List(ctx, &volumes, client.UnsafeDisableDeepCopy)); err != nil {
+		if ctx.Err() == nil {
+			klog.FromContext(ctx).Error(err, "Could not look at the nodes for events; trying again")
+		}
+		return lookAgain
+	}
+	has := map[string][]*v1alpha1.Volume{}
+	for i := range pools.Items {
+		has[pools.Items[i].Spec.NodeName] = nil
+	}
+	for i := range volumes.Items {
+		name := volumes.Items[i].Spec.NodeName
+		has[name] = append(has[name], &volumes.Items[i])
+	}
+	for name := range a.nodes {
+		if _, there := has[name]; !there {
+			a.setNode(kube.Node(name), true, nodeState{}, nil)
+		}
+	}
+	next := lookAgain
+	for name, its := range has {
+		node, state, left := a.stateOf(ctx, name)
+		if left > 0 {
+			next = min(next, left)
+		}
+		if state != a.nodes[name] {
+			a.setNode(node, state.reason == NodeGone, state, its)
+		}
+	}
+	return next
+}
+
+// setNode says what there is to say of a node and its volumes. The caller has the lock.
+func (a *Announcer) setNode(node *corev1.Node, gone bool, state nodeState, its []*v1alpha1.Volume) {
+	if a.nodes[node.Name] = state; state.reason == "" {
+		delete(a.nodes, node.Name)
+	}
+	a.update(node, gone, ofNode(node, state))
+	for _, v := range its {
+		a.update(v, false, ofVolume(v, state))
+	}
+}
+
+// stateOf is how a node is by the cache, and how much longer its agent may be silent; 0 if that does not matter.
+func (a *Announcer) stateOf(ctx context.Context, name string) (*corev1.Node, nodeState, time.Duration) {
+	node := kube.Node(name)
+	if err := a.kube.Cache.Get(ctx, client.ObjectKey{Name: name}, node); apierrors.IsNotFound(err) {
+		return kube.Node(name), nodeState{reason: NodeGone, why: "it has no Node object"}, 0
+	} else if err != nil {
+		return node, a.nodes[name], 0 // it is as it was
+	}
+	for _, taint := range node.Spec.Taints {
+		if taint.Key == v1alpha1.GoneTaint {
+			state := nodeState{reason: NodeGone, why: "it has the taint " + v1alpha1.GoneTaint}
+			if taint.TimeAdded != nil {
+				state.since = taint.TimeAdded.Time
+			}
+			return node, state, 0
+		}
+	}
+	if state := notReady(node); state.reason != "" {
+		return node, state, 0
+	}
+	left, beats := a.agents.Patience(name)
+	if !beats {
+		return node, nodeState{}, 0
+	}
+	if left > 0 {
+		return node, nodeState{}, left
+	}
+	state := nodeState{reason: AgentSilent, why: "nothing is heard of the driver on node " + name}
+	lease := &coordinationv1.Lease{}
+	if err := a.kube.Cache.Get(ctx, client.ObjectKeyFromObject(cluster.Lease(a.options.Namespace, name)), lease); err == nil && lease.Spec.RenewTime != nil {
+		state.since = lease.Spec.RenewTime.Time
+		state.why += " since " + state.since.UTC().Format(time.RFC3339)
+	}
+	return node, state, 0
+}
+
+// notReady is the state of a node that is not ready; the zero value for one that is.
+func notReady(node *corev1.Node) nodeState {
+	for _, c := range node.Status.Conditions {
+		switch {
+		case c.Type != corev1.NodeReady:
+		case c.Status == corev1.ConditionTrue:
+			return nodeState{}
+		default:
+			return nodeState{NodeNotReady, fmt.Sprintf("it is not ready since %s; bring it back, or if it is gone for good, say so: kubectl taint node %s %s:NoSchedule",
+				c.LastTransitionTime.UTC().Format(time.RFC3339), node.Name, v1alpha1.GoneTaint), c.LastTransitionTime.Time}
+		}
+	}
+	return nodeState{NodeNotReady, "it has not said that it is ready", node.CreationTimestamp.Time}
+}
+
+// nodeOf is the node that an object is of; empty for what waits for none.
+func nodeOf(o client.Object) string {
+	switch o := o.(type) {
+	case *v1alpha1.Volume:
+		return o.Spec.NodeName
+	case *corev1.Node:
+		return o.Name
+	}
+	return ""
+}

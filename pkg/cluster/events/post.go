@@ -1,0 +1,230 @@
+package events
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"strings"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	eventsv1 "k8s.io/api/events/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/klog/v2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
+)
+
+// Limits of Kubernetes, in bytes.
+const (
+	mostInstance = 128
+	mostName     = 253
+)
+
+// post writes the event of a saying, if what it is on is there. One that was said and lasts goes on as a series. What the API server
+// refuses for good is not an error: it is logged.
+func (a *Announcer) post(ctx context.Context, e entry) error {
+	on, err := a.find(ctx, e.saying)
+	if err != nil || on == nil {
+		return err
+	}
+	event := a.event(e, *on)
+	if !e.said.IsZero() {
+		err := a.goOn(ctx, e, event)
+		if !apierrors.IsNotFound(err) {
+			return a.tolerate(ctx, err)
+		}
+	}
+	if err := a.kube.Live.Create(ctx, event); !apierrors.IsAlreadyExists(err) {
+		return a.tolerate(ctx, err)
+	}
+	return nil
+}
+
+// goOn notes in the event of a state that it lasts: the API server keeps the event for longer, and `kubectl describe` shows when it was last so.
+func (a *Announcer) goOn(ctx context.Context, e entry, event *eventsv1.Event) error {
+	now := event.DeepCopy()
+	since := e.since
+	if since.IsZero() {
+		since = e.noted
+	}
+	// By the time, and not by counting, so that two controllers say the same.
+	now.Series = &eventsv1.EventSeries{Count: int32(2 + min(time.Since(since)/a.options.Again, 1<<20)), LastObservedTime: metav1.NowMicro()}
+	return a.kube.Live.Patch(ctx, now, client.MergeFrom(event))
+}
+
+// tolerate returns an error that may pass. What is refused for good is left: the work does not depend on it.
+func (a *Announcer) tolerate(ctx context.Context, err error) error {
+	switch {
+	case apierrors.IsForbidden(err):
+		a.refusal.Do(func() {
+			klog.FromContext(ctx).Error(err, "The API server refuses events; nothing else depends on them")
+		})
+	case apierrors.IsInvalid(err), apierrors.IsBadRequest(err), apierrors.IsNotFound(err): // as in a namespace that is gone
+		klog.FromContext(ctx).Error(err, "The API server does not take an event")
+	default:
+		return err
+	}
+	return nil
+}
+
+// event is the event of a saying on an object. Its name is that of this state of the object: it is not there twice.
+func (a *Announcer) event(e entry, on corev1.ObjectReference) *eventsv1.Event {
+	namespace := on.Namespace
+	if namespace == "" {
+		namespace = metav1.NamespaceDefault // where those of objects without a namespace are
+	}
+	hash := sha256.Sum256([]byte(strings.Join([]string{string(on.UID), e.key()}, "\x00")))
+	suffix := ".ashlar-" + hex.EncodeToString(hash[:8])
+	event := &eventsv1.Event{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: on.Name[:min(len(on.Name), mostName-len(suffix))] + suffix},
+		EventTime: metav1.NewMicroTime(e.noted), ReportingController: a.options.Driver, ReportingInstance: a.instance,
+		Type: e.level, Reason: e.reason, Action: "HealthCheck", Note: e.text(), Regarding: on}
+	if v, ok := e.of.(*v1alpha1.Volume); ok && e.on != onVolume {
+		related := reference(v, v1alpha1.GroupVersion.String(), "Volume")
+		event.Related = &related
+	}
+	return event
+}
+
+func reference(o client.Object, version, kind string) corev1.ObjectReference {
+	return corev1.ObjectReference{APIVersion: version, Kind: kind, Namespace: o.GetNamespace(), Name: o.GetName(), UID: o.GetUID()}
+}
+
+// find returns what a saying is on; nil if that is not there.
+func (a *Announcer) find(ctx context.Context, s saying) (*corev1.ObjectReference, error) {
+	switch s.on {
+	case onVolume, onPV, onClaim:
+		v, err := a.volumeOf(ctx, s.of)
+		if err != nil || v == nil {
+			return nil, err
+		}
+		if s.on != onVolume {
+			return a.handles.find(ctx, v, s.on)
+		}
+		on := reference(v, v1alpha1.GroupVersion.String(), onVolume)
+		return &on, nil
+	case onNode:
+		name := s.of.GetName()
+		if p, ok := s.of.(*v1alpha1.Pool); ok {
+			name = p.Spec.NodeName
+		}
+		node := kube.Node(name)
+		if err := a.kube.Cache.Get(ctx, client.ObjectKeyFromObject(node), node); err != nil {
+			return nil, client.IgnoreNotFound(err)
+		}
+		on := reference(node, "v1", onNode)
+		return &on, nil
+	}
+	on := reference(s.of, v1alpha1.GroupVersion.String(), s.on)
+	return &on, nil
+}
+
+// volumeOf returns a volume, or that of a snapshot; nil if it is not there.
+func (a *Announcer) volumeOf(ctx context.Context, o client.Object) (*v1alpha1.Volume, error) {
+	switch o := o.(type) {
+	case *v1alpha1.Volume:
+		return o, nil
+	case *v1alpha1.Snapshot:
+		v := cluster.VolumeNamed(o.Spec.Source)
+		if err := a.kube.Cache.Get(ctx, client.ObjectKeyFromObject(v), v); err != nil {
+			return nil, client.IgnoreNotFound(err)
+		}
+		return v, nil
+	}
+	return nil, nil
+}
+
+// handles finds the PersistentVolumes and claims of volumes.
+type handles struct {
+	live   client.Client
+	driver string
+
+	read  time.Time                           // when all were
+	names map[string]*corev1.PersistentVolume // of the driver, by handle
+}
+
+// readEvery is how often all PersistentVolumes are read at most, to find those that were written by hand.
+const readEvery = time.Minute
+
+// find returns the PersistentVolume of a volume, or the claim that is bound to that or waits for it; nil if there is none.
+func (h *handles) find(ctx context.Context, v *v1alpha1.Volume, kind string) (*corev1.ObjectReference, error) {
+	pv, err := h.persistentVolume(ctx, v)
+	if err != nil {
+		return nil, err
+	}
+	if kind == onPV {
+		if pv == nil {
+			return nil, nil
+		}
+		on := reference(pv, "v1", onPV)
+		return &on, nil
+	}
+	if pv != nil {
+		if ref := pv.Spec.ClaimRef; ref != nil && pv.Status.Phase == corev1.VolumeBound {
+			return &corev1.ObjectReference{APIVersion: "v1", Kind: onClaim, Namespace: ref.Namespace, Name: ref.Name, UID: ref.UID}, nil
+		}
+		return nil, nil // nobody's, or of a claim that is gone
+	}
+	return h.waiting(ctx, v)
+}
+
+// waiting returns the claim that a volume is made for, which is not bound yet. Another one of its name is not meant.
+func (h *handles) waiting(ctx context.Context, v *v1alpha1.Volume) (*corev1.ObjectReference, error) {
+	ref := v.Spec.ClaimRef
+	if ref == nil {
+		return nil, nil
+	}
+	claim := &corev1.PersistentVolumeClaim{}
+	if err := h.live.Get(ctx, client.ObjectKey{Namespace: ref.Namespace, Name: ref.Name}, claim); err != nil {
+		return nil, client.IgnoreNotFound(err)
+	}
+	if claim.Spec.VolumeName != "" && claim.Spec.VolumeName != v.Spec.PersistentVolume || !strings.HasSuffix(v.Spec.Name, string(claim.UID)) {
+		return nil, nil
+	}
+	on := reference(claim, "v1", onClaim)
+	return &on, nil
+}
+
+// persistentVolume returns that of a volume: the one that it was made for, or one that somebody wrote by hand; nil for none.
+func (h *handles) persistentVolume(ctx context.Context, v *v1alpha1.Volume) (*corev1.PersistentVolume, error) {
+	handle := cluster.VolumeID(v).String()
+	if v.Spec.PersistentVolume != "" {
+		pv := &corev1.PersistentVolume{}
+		err := h.live.Get(ctx, client.ObjectKey{Name: v.Spec.PersistentVolume}, pv)
+		if client.IgnoreNotFound(err) != nil {
+			return nil, err
+		}
+		if err == nil && h.handle(pv) == handle {
+			return pv, nil
+		}
+	}
+	if v.Status.Created == nil {
+		return nil, nil // nobody can have written one
+	}
+	if time.Since(h.read) >= readEvery {
+		names := map[string]*corev1.PersistentVolume{}
+		if err := kube.EachPage(ctx, h.live, &corev1.PersistentVolumeList{}, func(list *corev1.PersistentVolumeList) {
+			for i := range list.Items {
+				if one := &list.Items[i]; h.handle(one) != "" {
+					names[h.handle(one)] = one.DeepCopy()
+				}
+			}
+		}); err != nil {
+			return nil, err
+		}
+		h.read, h.names = time.Now(), names
+	}
+	return h.names[handle], nil
+}
+
+// handle is that of a PersistentVolume of the driver; empty for others.
+func (h *handles) handle(pv *corev1.PersistentVolume) string {
+	if source := pv.Spec.CSI; source != nil && source.Driver == h.driver {
+		return source.VolumeHandle
+	}
+	return ""
+}

@@ -1,0 +1,99 @@
+package events
+
+import corev1 "k8s.io/api/core/v1"
+
+// Entry is a row of the table of all events.
+type Entry struct {
+	Reason string
+	Type   string   // Warning or Normal
+	On     []string // the kinds of objects that it is on
+	Means  string   // one sentence
+}
+
+// The reasons of the events that are of no problem in an object's health.
+const (
+	Strays          = "Strays"
+	AgentSilent     = "AgentSilent"
+	AgentHeard      = "AgentHeard"
+	NodeNotReady    = "NodeNotReady"
+	NodeReady       = "NodeReady"
+	NodeGone        = "NodeGone"
+	CopyRefused     = "CopyRefused"
+	GrowthRefused   = "GrowthRefused"
+	DeletionRefused = "DeletionRefused"
+	Recovered       = "Recovered"
+)
+
+// What an event can be on.
+const (
+	onVolume   = "Volume"
+	onSnapshot = "Snapshot"
+	onPool     = "Pool"
+	onNode     = "Node"
+	onPV       = "PersistentVolume"
+	onClaim    = "PersistentVolumeClaim"
+)
+
+// What events of volumes, snapshots, pools and what is in them are on.
+var (
+	volumes  = []string{onVolume, onPV, onClaim}
+	objects  = []string{onVolume, onSnapshot, onPV, onClaim}
+	pools    = []string{onPool, onNode}
+	anywhere = []string{onVolume, onSnapshot, onPool, onNode, onPV, onClaim}
+	waiting  = []string{onVolume, onClaim}
+)
+
+// Table has all events that there are, by what they are about.
+var Table = []Entry{
+	{"DataLoss", warning, objects, "The object may not be made anew, and what it is of is missing, damaged or another one's."},
+	{"VolumeMissing", warning, volumes, "The pool does not have the volume any more."},
+	{"SnapshotMissing", warning, []string{onSnapshot}, "The pool does not have the snapshot any more."},
+	{"ImageMissing", warning, objects, "The file with the bytes is gone."},
+	{"ImageTruncated", warning, objects, "The file with the bytes is shorter than its record says."},
+	{"ImageOfAnother", warning, objects, "What is at the place of the bytes is not the file that was made for them."},
+	{"VolumeTruncated", warning, objects, "The logical volume is smaller than its record says."},
+	{"RecordDamaged", warning, anywhere, "The record of a volume or a snapshot cannot be used; on a Pool or a Node: of some in the pool."},
+	{"ImageUnreadable", warning, objects, "The file with the bytes cannot be read."},
+	{"VolumeFailed", warning, objects, "lvm2 says that the logical volume is not well."},
+	{"FilesystemShutDown", warning, volumes, "The mounted filesystem does not answer any more."},
+	{"FilesystemReadOnly", warning, volumes, "The kernel made the mounted filesystem read-only."},
+	{"FilesystemErrors", warning, volumes, "The mounted filesystem has found errors."},
+	{"DeviceSuspended", warning, volumes, "The volume's device is suspended, so that all that uses it waits."},
+	{"DeviceChanged", warning, volumes, "Who has the raw device has changed its settings."},
+	{"ImageLonger", warning, objects, "The file with the bytes is longer than its record says."},
+
+	{"PoolMissing", warning, pools, "The pool is not at its place, or is another one."},
+	{"PoolUnavailable", warning, anywhere, "The pool, or the pool of the volume, does not answer."},
+	{"PoolFailed", warning, anywhere, "The thin pool has failed."},
+	{"PoolFull", warning, anywhere, "The thin pool takes no writes any more."},
+	{"PoolNearlyFull", warning, pools, "The disk of the pool is nearly full."},
+	{"PoolReadOnly", warning, pools, "The filesystem of the pool takes no changes."},
+	{"PoolOvercommitted", warning, pools, "More was promised than there is."},
+	{"DeviceMissing", warning, anywhere, "A physical volume of the group is missing."},
+	{"GroupMetadataNearlyFull", warning, pools, "The metadata areas of the volume group are nearly full."},
+	{"RecordsNotSafe", warning, pools, "Records are written to one of their two places only."},
+	{"UnknownImage", warning, pools, "The pool has files without a record, which nothing uses and nothing removes."},
+	{"UnknownVolume", warning, pools, "The volume group has logical volumes that are named as ours and not tagged so."},
+	{"VolumeRenamed", warning, pools, "Logical volumes of the driver have other names."},
+	{"ImagesCopiedOnWrite", warning, pools, "Files that an older driver made may take more space than was promised."},
+	{"ImagesFragmented", warning, pools, "What volumes and snapshots share is not known in full."},
+	{"SpaceUnknown", warning, pools, "What volumes and snapshots share is not known."},
+	{"NotConfigured", warning, pools, "The node was started without the pool."},
+	{Strays, warning, pools, "The pool has volumes or snapshots that no object is for."},
+
+	{AgentSilent, warning, []string{onNode, onVolume, onClaim}, "Nothing is heard of the driver on the node; on a volume: which waits for it."},
+	{NodeNotReady, warning, waiting, "The node that the volume waits for is not ready."},
+	{NodeGone, warning, volumes, "The node of the volume is gone for good."},
+	{CopyRefused, warning, waiting, "A clone, a restore or a snapshot was refused; on what is to be the copy, or the volume of the snapshot."},
+	{GrowthRefused, warning, volumes, "The volume cannot grow."},
+	{DeletionRefused, warning, []string{onVolume, onSnapshot, onPV}, "What is to be deleted cannot be deleted yet."},
+
+	{Recovered, normal, anywhere, "Nothing is wrong any more."},
+	{AgentHeard, normal, []string{onNode, onVolume, onClaim}, "The driver on the node is heard again."},
+	{NodeReady, normal, waiting, "The node that the volume waited for is ready again."},
+}
+
+const (
+	warning = corev1.EventTypeWarning
+	normal  = corev1.EventTypeNormal
+)
