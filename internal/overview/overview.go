@@ -11,11 +11,20 @@ type Overview struct {
 	Cluster bool      `json:"cluster"` // of a cluster; else of one machine
 	Driver  string    `json:"driver"`  // its name
 	Version string    `json:"version"` // of what made this
+	// Missing says what is left out, and why: "pods: ..." of what the user may not list, say.
+	Missing []string `json:"missing,omitempty"`
 
 	Problems  []Problem  `json:"problems"` // of everything below
 	Nodes     []Node     `json:"nodes"`
 	Volumes   []Volume   `json:"volumes"`
 	Snapshots []Snapshot `json:"snapshots"`
+	Classes   []Class    `json:"classes,omitempty"` // StorageClasses of the driver; of a cluster only
+}
+
+// Class is a StorageClass.
+type Class struct {
+	Name string `json:"name"`
+	Pool string `json:"pool,omitempty"` // empty: each node's default one
 }
 
 // Problem is something wrong that somebody should do something about.
@@ -54,7 +63,7 @@ type Ref struct {
 // Node is a node that has pools, or had them.
 type Node struct {
 	Name     string    `json:"name"`
-	Ready    bool      `json:"ready"` // the node's driver answers
+	Ready    bool      `json:"ready"` // the node's driver answers, as far as one knows
 	Problems []Problem `json:"problems"`
 	Pools    []Pool    `json:"pools"`
 }
@@ -70,12 +79,14 @@ type Pool struct {
 	Total     int64 `json:"total"`     // what it may promise in all
 	Promised  int64 `json:"promised"`  // the sizes of its volumes and snapshots
 	Available int64 `json:"available"` // what it may still promise
-	Used      int64 `json:"used"`      // what its volumes and snapshots take of the disk
+	Used      int64 `json:"used"`      // what its volumes and snapshots take of the disk; 0 if that is not known
+	MaxVolume int64 `json:"maxVolume"` // the largest volume that could be made now
 
-	Volumes   int       `json:"volumes"`
-	Snapshots int       `json:"snapshots"`
-	Problems  []Problem `json:"problems"`
-	Strays    []Stray   `json:"strays"` // what it keeps that no object is for
+	Volumes    int       `json:"volumes"`
+	Snapshots  int       `json:"snapshots"`
+	Problems   []Problem `json:"problems"`
+	Strays     []Stray   `json:"strays"`     // what it keeps that no object is for: the first hundred
+	StrayCount int       `json:"strayCount"` // how many there are in all
 }
 
 // Stray is a volume or a snapshot that no object is for.
@@ -83,6 +94,9 @@ type Stray struct {
 	ID   string `json:"id"`
 	Name string `json:"name,omitempty"`
 	Size int64  `json:"size"`
+	// Claim and PersistentVolume that it was made for, if its record says.
+	Claim            *Ref   `json:"claim,omitempty"`
+	PersistentVolume string `json:"persistentVolume,omitempty"`
 }
 
 // State of a volume or a snapshot.
@@ -115,6 +129,10 @@ type Volume struct {
 	Pods             []Ref  `json:"pods,omitempty"`      // that use it
 	Published        string `json:"published,omitempty"` // the node that may use it
 	Source           string `json:"source,omitempty"`    // the ID of what it was copied from
+
+	// Devices of it, and where they are mounted or bound; only its own machine knows.
+	Devices []string `json:"devices,omitempty"`
+	Mounts  []string `json:"mounts,omitempty"`
 
 	State    State     `json:"state"`
 	Failure  string    `json:"failure,omitempty"`

@@ -1,0 +1,137 @@
+package overview
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+
+	"github.com/ashlar-csi/ashlar/internal/runbook"
+)
+
+// Reasons of problems that an overview finds by itself. All others are those of the driver (blockdev.Problem, failures of objects).
+const (
+	NodeGone       = "NodeGone"       // it has pools, and Kubernetes has no such node, or one with the taint
+	NodeNotReady   = "NodeNotReady"   // its kubelet says so, or says nothing
+	AgentSilent    = "AgentSilent"    // its agent does not renew its Lease
+	PoolMissing    = "PoolMissing"    // volumes are in it, and nobody reports it
+	PoolFull       = "PoolFull"       // no further volume fits, or it takes no writes
+	PoolNearlyFull = "PoolNearlyFull" // NearlyFull of what it may promise is taken, or of its filesystem
+	Strays         = "Strays"         // it keeps what no object is for
+	TakesLong      = "TakesLong"      // something is being made for longer than that should take
+	NotConfigured  = "NotConfigured"  // the node was started without the pool, and volumes are in it
+)
+
+// NearlyFull is the share of what a pool may promise from which on it is a problem, in percent.
+const NearlyFull = 90
+
+// Kinds of subjects.
+const (
+	KindNode     = "Node"
+	KindPool     = "Pool"
+	KindVolume   = "Volume"
+	KindSnapshot = "Snapshot"
+)
+
+// ranks of severities, the worst first.
+var ranks = map[Severity]int{DataLoss: 0, Inaccessible: 1, Degraded: 2, Warning: 3}
+
+// Worse compares severities: negative if a is worse than b.
+func Worse(a, b Severity) int { return cmp.Compare(rank(a), rank(b)) }
+
+func rank(s Severity) int {
+	if r, ok := ranks[s]; ok {
+		return r
+	}
+	return len(ranks)
+}
+
+// Found returns a problem of a subject.
+func Found(severity Severity, reason, message string, kind, name string) Problem {
+	return Problem{Severity: severity, Reason: reason, Message: message, Subject: Subject{Kind: kind, Name: name}, Runbook: runbook.URL(reason)}
+}
+
+// Full returns what an operator should know of a pool's room, if that is a problem: of what it may promise, hardly anything or nothing
+// is left.
+func (p *Pool) Full() (Problem, bool) {
+	if p.Total <= 0 {
+		return Problem{}, false
+	}
+	percent := int(100 * (1 - float64(min(max(p.Available, 0), p.Total))/float64(p.Total)))
+	name := PoolName(p.Node, p.Name)
+	switch {
+	case p.MaxVolume <= 0:
+		return Found(Degraded, PoolFull, fmt.Sprintf("%d %% of what it may promise is taken, and no further volume fits; delete volumes or snapshots, or grow it", percent), KindPool, name), true
+	case percent >= NearlyFull:
+		return Found(Warning, PoolNearlyFull, fmt.Sprintf("%d %% of what it may promise is taken; delete volumes or snapshots, or grow it, before new volumes are refused", percent), KindPool, name), true
+	}
+	return Problem{}, false
+}
+
+// PoolName is the name of a pool as the subject of a problem.
+func PoolName(node, pool string) string { return node + "." + pool }
+
+// Finish sorts everything, gathers the problems of all nodes, pools, volumes and snapshots, and counts what is in each pool.
+// Whoever makes an overview calls it last.
+func (o *Overview) Finish() {
+	o.Problems = []Problem{}
+	o.count()
+	slices.SortFunc(o.Nodes, func(a, b Node) int { return cmp.Compare(a.Name, b.Name) })
+	for i := range o.Nodes {
+		n := &o.Nodes[i]
+		n.Problems = o.gather(n.Problems)
+		slices.SortFunc(n.Pools, func(a, b Pool) int { return cmp.Compare(a.Name, b.Name) })
+		n.Pools = list(n.Pools)
+		for j := range n.Pools {
+			n.Pools[j].Problems = o.gather(n.Pools[j].Problems)
+			n.Pools[j].Strays = list(n.Pools[j].Strays)
+		}
+	}
+	slices.SortFunc(o.Volumes, func(a, b Volume) int {
+		return cmp.Or(cmp.Compare(a.Node, b.Node), cmp.Compare(a.Pool, b.Pool), cmp.Compare(a.Name, b.Name), cmp.Compare(a.ID, b.ID))
+	})
+	for i := range o.Volumes {
+		o.Volumes[i].Problems = o.gather(o.Volumes[i].Problems)
+	}
+	slices.SortFunc(o.Snapshots, func(a, b Snapshot) int {
+		return cmp.Or(cmp.Compare(a.Node, b.Node), cmp.Compare(a.Pool, b.Pool), cmp.Compare(a.Name, b.Name), cmp.Compare(a.ID, b.ID))
+	})
+	for i := range o.Snapshots {
+		o.Snapshots[i].Problems = o.gather(o.Snapshots[i].Problems)
+	}
+	slices.SortStableFunc(o.Problems, func(a, b Problem) int {
+		return cmp.Or(Worse(a.Severity, b.Severity), cmp.Compare(a.Subject.Kind, b.Subject.Kind), cmp.Compare(a.Subject.Name, b.Subject.Name), cmp.Compare(a.Reason, b.Reason))
+	})
+	o.Nodes, o.Volumes, o.Snapshots = list(o.Nodes), list(o.Volumes), list(o.Snapshots)
+}
+
+// gather adds problems to those of everything, and returns them with the worst first.
+func (o *Overview) gather(problems []Problem) []Problem {
+	slices.SortStableFunc(problems, func(a, b Problem) int { return Worse(a.Severity, b.Severity) })
+	o.Problems = append(o.Problems, problems...)
+	return list(problems)
+}
+
+// count counts the volumes and snapshots of each pool.
+func (o *Overview) count() {
+	volumes, snapshots := map[string]int{}, map[string]int{}
+	for i := range o.Volumes {
+		volumes[PoolName(o.Volumes[i].Node, o.Volumes[i].Pool)]++
+	}
+	for i := range o.Snapshots {
+		snapshots[PoolName(o.Snapshots[i].Node, o.Snapshots[i].Pool)]++
+	}
+	for i := range o.Nodes {
+		for j := range o.Nodes[i].Pools {
+			p := &o.Nodes[i].Pools[j]
+			p.Volumes, p.Snapshots = volumes[PoolName(p.Node, p.Name)], snapshots[PoolName(p.Node, p.Name)]
+		}
+	}
+}
+
+// list is a list that is never nil.
+func list[T any](all []T) []T {
+	if all == nil {
+		return []T{}
+	}
+	return all
+}
