@@ -17,7 +17,7 @@ import (
 )
 
 // DefaultDriver is the name of the CSI driver unless somebody gave it another.
-const DefaultDriver = "block.csi.ashlar.dev"
+const DefaultDriver = v1alpha1.DefaultDriver
 
 // DriverOf is the driver that a pool belongs to.
 func DriverOf(p *v1alpha1.Pool) string { return cmp.Or(p.Spec.Driver, DefaultDriver) }

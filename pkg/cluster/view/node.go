@@ -1,0 +1,159 @@
+package view
+
+import (
+	"fmt"
+	"strings"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/ashlar-csi/ashlar/internal/overview"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+)
+
+// nodes makes the nodes and their pools: those that report pools, and those that volumes or snapshots are said to be on.
+func (t *taking) nodes() {
+	t.out.Driver = t.driver()
+	counts := map[string]int{} // objects of each node's pools
+	nodes := map[string]*overview.Node{}
+	at := func(name string) *overview.Node {
+		if nodes[name] == nil {
+			nodes[name] = &overview.Node{Name: name}
+		}
+		return nodes[name]
+	}
+	for i := range t.objects {
+		counts[overview.PoolName(t.objects[i].Spec.NodeName, t.objects[i].Spec.Pool)]++
+	}
+	for i := range t.copies {
+		counts[overview.PoolName(t.copies[i].Spec.NodeName, t.copies[i].Spec.Pool)]++
+	}
+	reported := map[string]bool{}
+	for i := range t.pools {
+		p := &t.pools[i]
+		name := overview.PoolName(p.Spec.NodeName, p.Spec.Pool)
+		reported[name] = true
+		n := at(p.Spec.NodeName)
+		n.Pools = append(n.Pools, pool(p, counts[name]))
+	}
+	unreported := func(node, pool string) {
+		name := overview.PoolName(node, pool)
+		if reported[name] {
+			return
+		}
+		reported[name] = true
+		n := at(node)
+		n.Pools = append(n.Pools, overview.Pool{Node: node, Name: pool, Problems: []overview.Problem{overview.Found(overview.Inaccessible, overview.PoolMissing,
+			fmt.Sprintf("nobody reports it, and %s in it; start the node's agent with this pool (--pool), or say that the node is gone", objects(counts[name])), overview.KindPool, name)}})
+	}
+	for i := range t.objects {
+		unreported(t.objects[i].Spec.NodeName, t.objects[i].Spec.Pool)
+	}
+	for i := range t.copies {
+		unreported(t.copies[i].Spec.NodeName, t.copies[i].Spec.Pool)
+	}
+	for name, n := range nodes {
+		held := 0
+		for i := range n.Pools {
+			held += counts[overview.PoolName(name, n.Pools[i].Name)]
+		}
+		t.judge(n, held)
+		t.out.Nodes = append(t.out.Nodes, *n)
+	}
+}
+
+// objects says how many volumes and snapshots there are.
+func objects(n int) string {
+	if n == 1 {
+		return "a volume or snapshot is"
+	}
+	return fmt.Sprintf("%d volumes and snapshots are", n)
+}
+
+// judge finds out whether a node, which has some volumes and snapshots, is there.
+func (t *taking) judge(n *overview.Node, held int) {
+	n.Ready = true
+	say := func(severity overview.Severity, reason, message string) {
+		n.Ready = false
+		n.Problems = append(n.Problems, overview.Found(severity, reason, message, overview.KindNode, n.Name))
+	}
+	m, there := t.machines[n.Name]
+	switch {
+	case !t.known:
+	case !there:
+		say(overview.Inaccessible, overview.NodeGone, fmt.Sprintf("Kubernetes has no such node, and %s on it; bring it back under this name, or delete their claims: then they are given up", objects(held)))
+		return
+	case m.gone:
+		say(overview.Inaccessible, overview.NodeGone, fmt.Sprintf("it has the taint %s, and %s on it; delete their claims, and then the node", v1alpha1.GoneTaint, objects(held)))
+		return
+	case !m.ready:
+		say(overview.Inaccessible, overview.NodeNotReady, fmt.Sprintf("it is not ready, and %s on it; see what its kubelet says: kubectl describe node %s", objects(held), n.Name))
+		return
+	}
+	if t.listening && t.silent(n.Name) {
+		say(overview.Degraded, overview.AgentSilent, fmt.Sprintf("its agent is not heard: pods that run go on, and nothing of it is made, deleted or reported, so what is shown of it may be old; see its pod: kubectl get pods -A -o wide --field-selector=spec.nodeName=%s", n.Name))
+	}
+}
+
+// silent: an agent that never had a Lease is of an older version, and as alive as its node.
+func (t *taking) silent(node string) bool {
+	if t.options.Silent != nil {
+		return t.options.Silent(node)
+	}
+	lease, there := t.leases[node]
+	return there && t.options.Now.Sub(lease.Spec.RenewTime.Time) > v1alpha1.SilentAfter
+}
+
+// pool is a pool that its agent reports, and that has some volumes and snapshots.
+func pool(p *v1alpha1.Pool, held int) overview.Pool {
+	s := &p.Status
+	out := overview.Pool{Node: p.Spec.NodeName, Name: p.Spec.Pool, Kind: s.Kind, Default: p.Spec.Default, UUID: p.Spec.UUID,
+		Total: s.Total, Promised: s.Promised, Available: s.Available, MaxVolume: s.MaxVolume, StrayCount: max(s.StrayCount, len(s.Strays))}
+	name := overview.PoolName(out.Node, out.Name)
+	say := func(severity overview.Severity, reason, message string) {
+		for _, have := range out.Problems {
+			if have.Reason == reason {
+				return
+			}
+		}
+		out.Problems = append(out.Problems, overview.Found(severity, reason, message, overview.KindPool, name))
+	}
+	for _, c := range s.Conditions {
+		switch {
+		case c.Type != v1alpha1.Healthy || c.Status != metav1.ConditionFalse:
+		case c.Reason == overview.NotConfigured && held == 0: // nobody misses it
+		case c.Reason == overview.NotConfigured:
+			say(overview.Inaccessible, c.Reason, fmt.Sprintf("%s, and %s in it; start it with this pool (--pool)", c.Message, objects(held)))
+		default:
+			say(severityOf(c.Reason), c.Reason, without(c.Message, "pool "+out.Name+": "))
+		}
+	}
+	if full, is := out.Full(); is {
+		say(full.Severity, full.Reason, full.Message)
+	}
+	for _, one := range s.Strays {
+		stray := overview.Stray{ID: one.ID, Name: one.Name, Size: one.Size, PersistentVolume: one.PersistentVolume}
+		if ref := one.ClaimRef; ref != nil {
+			stray.Claim = &overview.Ref{Namespace: ref.Namespace, Name: ref.Name}
+		}
+		out.Strays = append(out.Strays, stray)
+	}
+	if out.StrayCount > 0 {
+		say(overview.Warning, overview.Strays, fmt.Sprintf("it keeps what no object is for: %d; to have it back as objects: kubectl ashlar adopt %s", out.StrayCount, name))
+	}
+	return out
+}
+
+// inaccessible are the reasons of problems of pools that keep their volumes from being used. A condition does not say.
+var inaccessible = map[string]bool{"PoolMissing": true, "PoolUnavailable": true, "PoolReadOnly": true, "PoolFailed": true, "PoolFull": true}
+
+func severityOf(reason string) overview.Severity {
+	if inaccessible[reason] {
+		return overview.Inaccessible
+	}
+	return overview.Degraded
+}
+
+// without is a message without the name of its subject, which is shown beside it.
+func without(message, subject string) string {
+	return strings.ReplaceAll(message, subject, "")
+}

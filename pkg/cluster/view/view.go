@@ -1,0 +1,236 @@
+// Package view makes the overview of a cluster out of its objects. It reads only, through whatever reader it is given: an API server
+// with the rights of a person, or the caches of a program that watches. It imports nothing that needs Linux.
+package view
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	storagev1 "k8s.io/api/storage/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/overview"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+)
+
+// Options of Take.
+type Options struct {
+	// Version of the program.
+	Version string
+	// Page is how many objects are asked for at once; 0: all, as caches give them.
+	Page int64
+	// Namespace has the Leases of the agents; empty: it is not looked whether they are heard.
+	Namespace string
+	// Now is the time by which Leases and ages are judged, as the API server has it; zero: this machine's.
+	Now time.Time
+	// Silent says whether nothing was heard of a node's agent, for those who listen; nil: the Leases say so.
+	Silent func(node string) bool
+	// Kubernetes: PersistentVolumes, claims, pods and StorageClasses are read too. A cache that does not watch them must not be asked.
+	Kubernetes bool
+}
+
+// Scheme knows all kinds that Take reads.
+func Scheme() (*runtime.Scheme, error) {
+	scheme := runtime.NewScheme()
+	return scheme, errors.Join(v1alpha1.AddToScheme(scheme), corev1.AddToScheme(scheme), coordinationv1.AddToScheme(scheme), storagev1.AddToScheme(scheme))
+}
+
+// Take makes the overview of a cluster: one round of lists. What the reader may not list is left out, and Missing says so; without
+// pools, volumes and snapshots there is nothing to show, and that is an error.
+func Take(ctx context.Context, from client.Reader, o Options) (*overview.Overview, error) {
+	if o.Now.IsZero() {
+		o.Now = time.Now()
+	}
+	t := &taking{ctx: ctx, from: from, options: o, out: &overview.Overview{Taken: o.Now.UTC(), Cluster: true, Driver: v1alpha1.DefaultDriver, Version: o.Version}}
+	if err := t.read(); err != nil {
+		return nil, err
+	}
+	t.nodes()
+	t.volumes()
+	t.snapshots()
+	t.classes()
+	t.out.Finish()
+	return t.out, nil
+}
+
+// taking is an overview that is being made.
+type taking struct {
+	ctx     context.Context
+	from    client.Reader
+	options Options
+	out     *overview.Overview
+
+	pools     []v1alpha1.Pool
+	objects   []v1alpha1.Volume
+	copies    []v1alpha1.Snapshot
+	machines  map[string]machine
+	leases    map[string]coordinationv1.Lease // by node
+	listening bool                            // the Leases, or who listens, could be asked
+	known     bool                            // the nodes could be listed
+	handles   map[string]string               // names of PersistentVolumes by handle
+	claims    map[string]overview.Ref         // claims by handle
+	users     map[overview.Ref][]overview.Ref // pods by claim
+	sorts     []storagev1.StorageClass
+}
+
+// machine is what counts of a Node object.
+type machine struct{ ready, gone bool }
+
+// read lists all that is needed.
+func (t *taking) read() error {
+	for _, err := range []error{
+		each(t, &v1alpha1.PoolList{}, func(l *v1alpha1.PoolList) { t.pools = append(t.pools, l.Items...) }),
+		each(t, &v1alpha1.VolumeList{}, func(l *v1alpha1.VolumeList) { t.objects = append(t.objects, l.Items...) }),
+		each(t, &v1alpha1.SnapshotList{}, func(l *v1alpha1.SnapshotList) { t.copies = append(t.copies, l.Items...) }),
+	} {
+		if err != nil {
+			return err
+		}
+	}
+	t.machines = map[string]machine{}
+	if err := t.optional("nodes", "which of them are gone or not ready", each(t, &corev1.NodeList{}, t.addNodes)); err != nil {
+		return err
+	}
+	t.known = len(t.out.Missing) == 0
+	if err := t.readLeases(); err != nil {
+		return err
+	}
+	if !t.options.Kubernetes {
+		return nil
+	}
+	return t.readKubernetes()
+}
+
+func (t *taking) readLeases() error {
+	t.leases, t.listening = map[string]coordinationv1.Lease{}, t.options.Silent != nil
+	if t.options.Silent != nil || t.options.Namespace == "" {
+		return nil
+	}
+	before := len(t.out.Missing)
+	err := t.optional("leases", "whether the agents are heard", each(t, &coordinationv1.LeaseList{}, func(l *coordinationv1.LeaseList) {
+		for _, lease := range l.Items {
+			if lease.Spec.HolderIdentity != nil && lease.Spec.RenewTime != nil {
+				t.leases[*lease.Spec.HolderIdentity] = lease
+			}
+		}
+	}, client.InNamespace(t.options.Namespace), client.MatchingLabels{v1alpha1.HeartbeatLabel: v1alpha1.HeartbeatOfAgent}))
+	t.listening = err == nil && len(t.out.Missing) == before
+	return err
+}
+
+// readKubernetes reads what Kubernetes has of the volumes: who claims them, who uses them.
+func (t *taking) readKubernetes() error {
+	t.handles, t.claims, t.users = map[string]string{}, map[string]overview.Ref{}, map[overview.Ref][]overview.Ref{}
+	for _, one := range []struct {
+		what, of string
+		err      error
+	}{
+		{"persistentvolumes", "which of them stand for the volumes", each(t, &corev1.PersistentVolumeList{}, t.addPersistentVolumes)},
+		{"pods", "which of them use the volumes", each(t, &corev1.PodList{}, t.addPods)},
+		{"storageclasses", "which pools they use", each(t, &storagev1.StorageClassList{}, func(l *storagev1.StorageClassList) { t.sorts = append(t.sorts, l.Items...) })},
+	} {
+		if err := t.optional(one.what, one.of, one.err); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// optional takes the error of a list that an overview can do without: that the reader may not read it is said.
+func (t *taking) optional(what, of string, err error) error {
+	if apierrors.IsForbidden(err) {
+		t.out.Missing = append(t.out.Missing, fmt.Sprintf("%s: you may not list them, so it is not known %s", what, of))
+		return nil
+	}
+	return err
+}
+
+// each lists all objects of a kind, in pages, and calls visit with each page.
+func each[L client.ObjectList](t *taking, empty L, visit func(L), which ...client.ListOption) error {
+	for token := ""; ; {
+		list := empty.DeepCopyObject().(L) // what is kept of one page must not be written to by the next
+		options := append([]client.ListOption{client.UnsafeDisableDeepCopy}, which...) // nothing of it is changed
+		if t.options.Page > 0 {
+			options = append(options, client.Limit(t.options.Page), client.Continue(token))
+		}
+		if err := t.from.List(t.ctx, list, options...); err != nil {
+			return fmt.Errorf("list %T: %w", list, err)
+		}
+		visit(list)
+		if token = list.GetContinue(); token == "" {
+			return nil
+		}
+	}
+}
+
+func (t *taking) addNodes(l *corev1.NodeList) {
+	for i := range l.Items {
+		var m machine
+		for _, c := range l.Items[i].Status.Conditions {
+			m.ready = m.ready || c.Type == corev1.NodeReady && c.Status == corev1.ConditionTrue
+		}
+		for _, taint := range l.Items[i].Spec.Taints {
+			m.gone = m.gone || taint.Key == v1alpha1.GoneTaint
+		}
+		t.machines[l.Items[i].Name] = m
+	}
+}
+
+func (t *taking) addPersistentVolumes(l *corev1.PersistentVolumeList) {
+	for i := range l.Items {
+		pv := &l.Items[i]
+		csi := pv.Spec.CSI
+		if csi == nil {
+			continue
+		}
+		t.handles[csi.Driver+" "+csi.VolumeHandle] = pv.Name
+		if ref := pv.Spec.ClaimRef; ref != nil {
+			t.claims[csi.Driver+" "+csi.VolumeHandle] = overview.Ref{Namespace: ref.Namespace, Name: ref.Name}
+		}
+	}
+}
+
+// addPods notes which pods use which claim: those that run, or are to.
+func (t *taking) addPods(l *corev1.PodList) {
+	for i := range l.Items {
+		pod := &l.Items[i]
+		if pod.Status.Phase == corev1.PodSucceeded || pod.Status.Phase == corev1.PodFailed {
+			continue
+		}
+		for _, v := range pod.Spec.Volumes {
+			claim := overview.Ref{Namespace: pod.Namespace}
+			switch {
+			case v.PersistentVolumeClaim != nil:
+				claim.Name = v.PersistentVolumeClaim.ClaimName
+			case v.Ephemeral != nil:
+				claim.Name = pod.Name + "-" + v.Name
+			default:
+				continue
+			}
+			t.users[claim] = append(t.users[claim], overview.Ref{Namespace: pod.Namespace, Name: pod.Name})
+		}
+	}
+}
+
+func (t *taking) classes() {
+	for i := range t.sorts {
+		if c := &t.sorts[i]; c.Provisioner == t.out.Driver {
+			t.out.Classes = append(t.out.Classes, overview.Class{Name: c.Name, Pool: c.Parameters["pool"]})
+		}
+	}
+}
+
+// driver is the name of the driver, as the pools say it: a cluster has one of this kind.
+func (t *taking) driver() string {
+	if len(t.pools) == 0 {
+		return v1alpha1.DefaultDriver
+	}
+	return cmp.Or(t.pools[0].Spec.Driver, v1alpha1.DefaultDriver)
+}

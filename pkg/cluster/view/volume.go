@@ -1,0 +1,130 @@
+package view
+
+import (
+	"fmt"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/ashlar-csi/ashlar/internal/overview"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+)
+
+// long is how long something may be made before that is said: copies of large volumes without reflinks may take longer, and are worth
+// a look all the same.
+const long = 5 * time.Minute
+
+// reasonDataLoss is the reason of a failure or a condition for bytes that are missing.
+const reasonDataLoss = "DataLoss"
+
+func (t *taking) volumes() {
+	for i := range t.objects {
+		t.out.Volumes = append(t.out.Volumes, t.volume(&t.objects[i]))
+	}
+}
+
+func (t *taking) volume(v *v1alpha1.Volume) overview.Volume {
+	out := overview.Volume{ID: v.ID(), Name: v.Spec.Name, Node: v.Spec.NodeName, Pool: v.Spec.Pool, Size: v.Spec.Size, Filesystem: v.Spec.Filesystem,
+		Thin: v.Spec.Provisioning == "thin", Created: v.CreationTimestamp.UTC(), PersistentVolume: v.Spec.PersistentVolume}
+	if v.Status.Created != nil {
+		out.Created, out.Thin = v.Status.Created.UTC(), v.Status.Thin
+		out.Size = v.Status.Size
+	}
+	if ref := v.Spec.ClaimRef; ref != nil {
+		out.Claim = &overview.Ref{Namespace: ref.Namespace, Name: ref.Name}
+	}
+	handle := t.out.Driver + " " + out.ID
+	if name := t.handles[handle]; name != "" { // it may have been given another claim since
+		out.PersistentVolume, out.Claim = name, nil
+	}
+	if ref, there := t.claims[handle]; there {
+		out.Claim = &ref
+	}
+	if out.Claim != nil {
+		out.Pods = t.users[*out.Claim]
+	}
+	if c := v.Spec.Claim; c != nil {
+		out.Published = c.Node
+	}
+	if s := v.Spec.Source; s != nil {
+		out.Source = s.Kind + "." + v.Spec.Pool + "." + s.Key
+	}
+	out.State, out.Failure = stateOf(&v.Status.ObjectStatus, v.Generation, v.Deleting() || v.DeletionTimestamp != nil)
+	for _, p := range v.Status.Health {
+		out.Problems = append(out.Problems, overview.Found(overview.Severity(p.Severity), p.Reason, p.Message, overview.KindVolume, out.ID))
+	}
+	out.Problems = t.wrong(out.Problems, &v.Status.ObjectStatus, &v.ObjectMeta, out.State, overview.KindVolume, out.ID)
+	return out
+}
+
+func (t *taking) snapshots() {
+	for i := range t.copies {
+		s := &t.copies[i]
+		out := overview.Snapshot{ID: s.ID(), Name: s.Spec.Name, Node: s.Spec.NodeName, Pool: s.Spec.Pool, Source: s.SourceID(), Size: s.Status.Size, Created: s.CreationTimestamp.UTC()}
+		if s.Status.Created != nil {
+			out.Created = s.Status.Created.UTC()
+		}
+		if g := s.Spec.Group; g != nil {
+			out.Group = g.ID()
+		}
+		out.State, out.Failure = stateOf(&s.Status.ObjectStatus, s.Generation, s.Deleting() || s.DeletionTimestamp != nil)
+		out.Problems = t.wrong(nil, &s.Status.ObjectStatus, &s.ObjectMeta, out.State, overview.KindSnapshot, out.ID)
+		t.out.Snapshots = append(t.out.Snapshots, out)
+	}
+}
+
+// stateOf returns the state of an object, and the message of the failure that its node answered to what was asked for last.
+func stateOf(s *v1alpha1.ObjectStatus, generation int64, deleting bool) (overview.State, string) {
+	failure := ""
+	refused := s.Refused(generation)
+	if refused != nil {
+		failure = refused.Message
+	}
+	switch {
+	case deleting:
+		return overview.Deleting, failure
+	case lost(s) != "" || refused != nil && refused.Reason == reasonDataLoss:
+		return overview.Lost, failure
+	case refused != nil:
+		return overview.Failed, failure
+	case s.Created == nil:
+		return overview.Making, ""
+	}
+	return overview.Ready, ""
+}
+
+// lost is the message of the condition that says that bytes are missing; empty: they are not.
+func lost(s *v1alpha1.ObjectStatus) string {
+	for _, c := range s.Conditions {
+		if c.Type == v1alpha1.Ready && c.Status == metav1.ConditionFalse && c.Reason == reasonDataLoss {
+			return c.Message
+		}
+	}
+	return ""
+}
+
+// wrong adds what the state of an object says to the problems that its node reported.
+func (t *taking) wrong(have []overview.Problem, s *v1alpha1.ObjectStatus, o *metav1.ObjectMeta, state overview.State, kind, id string) []overview.Problem {
+	say := func(severity overview.Severity, reason, message string) {
+		for _, p := range have {
+			if p.Reason == reason || p.Severity == overview.DataLoss && severity == overview.DataLoss {
+				return
+			}
+		}
+		have = append(have, overview.Found(severity, reason, message, kind, id))
+	}
+	refused := s.Refused(o.Generation)
+	switch age := t.options.Now.Sub(o.CreationTimestamp.Time).Round(time.Second); {
+	case state == overview.Lost:
+		message := lost(s)
+		if message == "" && refused != nil {
+			message = refused.Message
+		}
+		say(overview.DataLoss, reasonDataLoss, message+"; restore it from a backup, or delete it")
+	case refused != nil:
+		say(overview.Degraded, refused.Reason, refused.Message)
+	case state == overview.Making && age > long:
+		say(overview.Warning, overview.TakesLong, fmt.Sprintf("it has been made for %s; see whether its node is there and its agent works: kubectl ashlar pools", age))
+	}
+	return have
+}
