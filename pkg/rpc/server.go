@@ -27,6 +27,7 @@ import (
 	"github.com/kubernetes-csi/csi-lib-utils/protosanitizer"
 
 	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/internal/overview/socket"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -98,6 +99,8 @@ type Services struct {
 	GroupController  csi.GroupControllerServer
 	SnapshotMetadata csi.SnapshotMetadataServer
 	Node             csi.NodeServer
+	// Overview is for people: what there is on this machine (driver status and its kin).
+	Overview socket.Source
 
 	// Locks that the calls take, if somebody else works on the same volumes too; nil: a
 	// table of their own.
@@ -133,6 +136,9 @@ func Serve(ctx context.Context, listener net.Listener, s Services) error {
 	}
 	if s.Node != nil {
 		csi.RegisterNodeServer(server, s.Node)
+	}
+	if s.Overview != nil {
+		socket.Register(server, s.Overview)
 	}
 	served := make(chan error, 1)
 	go func() { served <- server.Serve(limit(listener, connections)) }()

@@ -1,0 +1,146 @@
+package volume
+
+import (
+	"context"
+	"slices"
+	"time"
+
+	"github.com/ashlar-csi/ashlar/internal/overview"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/device"
+)
+
+// Overview is what there is on this node, and what is wrong with it; kinds are the kinds of storage of the pools, by their names. What a
+// pool does not tell is left out, and its problems say why: it fails only if the context ends.
+func (l *Local) Overview(ctx context.Context, kinds map[string]string) (*overview.Overview, error) {
+	o := &overview.Overview{Taken: time.Now().UTC()}
+	n := overview.Node{Name: l.node, Ready: true}
+	for i, pool := range l.pools {
+		out := l.poolOverview(ctx, pool)
+		out.Kind, out.Default = kinds[pool.Name()], i == 0
+		o.Volumes = append(o.Volumes, l.volumesOverview(ctx, pool, &out)...)
+		o.Snapshots = append(o.Snapshots, l.snapshotsOverview(ctx, pool, &out)...)
+		n.Pools = append(n.Pools, out)
+	}
+	o.Nodes = []overview.Node{n}
+	o.Finish()
+	return o, ctx.Err()
+}
+
+var severities = map[blockdev.Severity]overview.Severity{blockdev.DataLoss: overview.DataLoss, blockdev.Inaccessible: overview.Inaccessible, blockdev.Degraded: overview.Degraded}
+
+// problemsOf are the problems of a subject as an overview has them; an error is one of them.
+func problemsOf(problems []blockdev.Problem, err error, kind, name string) []overview.Problem {
+	if err != nil {
+		problems = append(slices.Clone(problems), blockdev.Problem{Severity: blockdev.Inaccessible, Reason: "PoolUnavailable", Message: err.Error()})
+	}
+	var out []overview.Problem
+	for _, p := range problems {
+		if !slices.ContainsFunc(out, func(have overview.Problem) bool { return have.Reason == p.Reason && have.Message == p.Message }) {
+			out = append(out, overview.Found(severities[p.Severity], p.Reason, p.Message, kind, name))
+		}
+	}
+	return out
+}
+
+func (l *Local) poolOverview(ctx context.Context, pool blockdev.Pool) overview.Pool {
+	out := overview.Pool{Node: l.node, Name: pool.Name()}
+	problems := pool.PoolHealth(ctx)
+	c, err := pool.Capacity(ctx)
+	if len(problems) > 0 {
+		err = nil // they say why
+	}
+	out.Total, out.Promised, out.Available, out.MaxVolume = c.Total, c.Promised, c.Available, c.MaxVolume
+	if is, ok := blockdev.As[blockdev.Identified](pool); ok {
+		out.UUID = is.ID()
+	}
+	out.Problems = problemsOf(problems, err, overview.KindPool, overview.PoolName(l.node, pool.Name()))
+	if full, is := out.Full(); is && !slices.ContainsFunc(out.Problems, func(p overview.Problem) bool { return p.Reason == full.Reason }) {
+		out.Problems = append(out.Problems, full)
+	}
+	return out
+}
+
+// records of a kind of a pool that is open; that they cannot be listed is a problem of the pool.
+func (l *Local) records(ctx context.Context, pool blockdev.Pool, kind blockdev.Kind, out *overview.Pool) []blockdev.Record {
+	if blockdev.Unwrap(pool) == nil {
+		return nil // its problems say so
+	}
+	records, err := pool.List(ctx, kind, "", 0)
+	if err != nil && len(out.Problems) == 0 {
+		out.Problems = problemsOf(nil, err, overview.KindPool, overview.PoolName(l.node, pool.Name()))
+	}
+	return records
+}
+
+func (l *Local) volumesOverview(ctx context.Context, pool blockdev.Pool, in *overview.Pool) []overview.Volume {
+	var all []overview.Volume
+	for _, r := range l.records(ctx, pool, blockdev.Volume, in) {
+		if ctx.Err() != nil {
+			return nil
+		}
+		v := fromRecord(pool.Name(), l.node, r)
+		out := overview.Volume{ID: v.ID.String(), Name: v.Name, Node: l.node, Pool: pool.Name(), Size: v.Size, Filesystem: string(v.Filesystem), Thin: v.Thin,
+			Created: v.Created.UTC(), PersistentVolume: v.For.PersistentVolume, Published: v.Claim.Node, Source: v.Source.String(), State: overview.Ready}
+		if v.For.Name != "" {
+			out.Claim = &overview.Ref{Namespace: v.For.Namespace, Name: v.For.Name}
+		}
+		problems, err := l.Health(ctx, v.ID)
+		out.Problems = problemsOf(problems, err, overview.KindVolume, out.ID)
+		out.State = stateBy(out.Problems)
+		out.Used = used(ctx, pool, r.Ref)
+		out.Devices, out.Mounts = l.where(ctx, l.stacks.Of(pool, r.Ref))
+		all = append(all, out)
+	}
+	return all
+}
+
+func (l *Local) snapshotsOverview(ctx context.Context, pool blockdev.Pool, in *overview.Pool) []overview.Snapshot {
+	var all []overview.Snapshot
+	for _, r := range l.records(ctx, pool, blockdev.Snapshot, in) {
+		if ctx.Err() != nil {
+			return nil
+		}
+		s := snapshotFromRecord(pool.Name(), l.node, r)
+		out := overview.Snapshot{ID: s.ID.String(), Name: s.Name, Node: l.node, Pool: pool.Name(), Source: s.Source.String(), Size: s.Size, Created: s.Created.UTC()}
+		if s.Group.Key != "" {
+			out.Group = s.Group.String()
+		}
+		problems, err := pool.Health(ctx, r.Ref)
+		out.Problems = problemsOf(problems, err, overview.KindSnapshot, out.ID)
+		out.State = stateBy(out.Problems)
+		all = append(all, out)
+	}
+	return all
+}
+
+// stateBy is the state of what has a record.
+func stateBy(problems []overview.Problem) overview.State {
+	if slices.ContainsFunc(problems, func(p overview.Problem) bool { return p.Severity == overview.DataLoss }) {
+		return overview.Lost
+	}
+	return overview.Ready
+}
+
+// used is what an object takes of its pool; nil if that is not known.
+func used(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref) *int64 {
+	if measurer, ok := blockdev.As[blockdev.Measurer](pool); ok {
+		if n, err := measurer.Used(ctx, ref); err == nil {
+			return &n
+		}
+	}
+	return nil
+}
+
+// where returns the devices that a volume is attached as, and where they are mounted or bound.
+func (l *Local) where(ctx context.Context, stack device.Stack) (devices, mounts []string) {
+	attached, err := stack.Attached(ctx)
+	if err != nil {
+		return nil, nil // its problems say why
+	}
+	for _, d := range attached {
+		devices = append(devices, d.Path)
+		mounts = append(mounts, l.mounts.Paths(d.Number)...)
+	}
+	return devices, mounts
+}
