@@ -136,7 +136,7 @@ func startNode(ctx context.Context, o options) (err error) {
 	}
 	return beside(ctx, a.Run, func(ctx context.Context) error {
 		return answer(ctx, o, listener, rpc.Services{Identity: newIdentity(o, nil), Locks: locks,
-			Node: node.New(ctx, &watched{local, a, o.labels}, mounts, o.node())})
+			Node: node.New(ctx, &watched{local, a, o.labels}, mounts, o.node()), Overview: o.overview(local)})
 	})
 }
 

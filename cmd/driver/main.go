@@ -13,6 +13,8 @@ import (
 	"syscall"
 
 	"github.com/spf13/cobra"
+
+	"github.com/ashlar-csi/ashlar/internal/cli"
 )
 
 // version is set by the build.
@@ -22,14 +24,11 @@ func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
 	err := newRoot().ExecuteContext(ctx)
 	stop()
-	if err != nil {
-		fmt.Fprintln(os.Stderr, "driver:", err)
-		os.Exit(1)
-	}
+	os.Exit(cli.Exit("driver", err))
 }
 
 // newRoot returns the command line. Without a command it serves, so that its flags are those of serve.
-// main prints the error of a command, in one line, and ends with status 1.
+// main prints the error of a command, in one line, and ends with status 1; "status" ends with 2 if something is wrong.
 func newRoot() *cobra.Command {
 	cobra.EnableCommandSorting = false
 	root := serveCommand()
@@ -42,7 +41,9 @@ Without a command it serves, with the flags below.`
 	root.SetFlagErrorFunc(flagError)
 	root.SetUsageFunc(usage)
 	root.SetVersionTemplate("{{.Version}}\n")
-	root.AddCommand(serveCommand(), demoCommand(), doctorCommand(), manifestsCommand(), versionCommand(), completionCommand())
+	root.AddCommand(serveCommand(), demoCommand(), doctorCommand())
+	root.AddCommand(showCommands()...)
+	root.AddCommand(manifestsCommand(), versionCommand(), completionCommand())
 	return root
 }
 

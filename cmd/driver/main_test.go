@@ -230,7 +230,7 @@ func TestCompletion(t *testing.T) {
 		args []string
 		want []string
 	}{
-		{[]string{"d"}, []string{"demo", "doctor"}},
+		{[]string{"d"}, []string{"demo", "describe", "doctor"}},
 		{[]string{"--ephemeral"}, []string{"--ephemeral-max-size", "--ephemeral-pools"}},
 		{[]string{"serve", "--mode="}, []string{"all", "controller", "node"}},
 		{[]string{"--logging-format", ""}, []string{"json", "text"}},

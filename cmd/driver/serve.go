@@ -20,6 +20,8 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 	"k8s.io/klog/v2"
 
+	"github.com/ashlar-csi/ashlar/internal/overview"
+	"github.com/ashlar-csi/ashlar/internal/overview/socket"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
 	"github.com/ashlar-csi/ashlar/pkg/controller"
@@ -70,7 +72,10 @@ func (l *labelFlags) Set(key string) error {
 	return nil
 }
 
-const defaultPool = "default=file:///var/lib/ashlar"
+const (
+	defaultPool     = "default=file:///var/lib/ashlar"
+	defaultEndpoint = "unix:///csi/csi.sock"
+)
 
 // poolFlags collects --pool NAME=URL.
 type poolFlags []poolFlag
@@ -168,7 +173,7 @@ func (o *options) addFlags(cmd *cobra.Command) {
 
 func (o *options) servingFlags(flags *pflag.FlagSet) {
 	host, _ := os.Hostname()
-	flags.StringVar(&o.endpoint, "endpoint", "unix:///csi/csi.sock", "unix socket to serve CSI on")
+	flags.StringVar(&o.endpoint, "endpoint", defaultEndpoint, "unix socket to serve CSI on")
 	flags.StringVar(&o.mode, "mode", "all", "all: every service, over the pools of this machine, without Kubernetes;\ncontroller: the Controller services of a cluster;\nnode: the Node service of a cluster, over the pools of this machine")
 	flags.StringVar(&o.nodeID, "node-id", host, "name of this node; in a cluster, that of its Node object")
 	flags.StringVar(&o.driverName, "driver-name", "block.csi.ashlar.dev", "name of the CSI driver")
@@ -290,7 +295,22 @@ func startAlone(ctx context.Context, o options) (err error) {
 	}
 	c := controller.New(store)
 	return answer(ctx, o, listener, rpc.Services{Identity: identity.New(o.driverName, version, nil),
-		Controller: c, GroupController: c, SnapshotMetadata: c, Node: node.New(ctx, store, mounts, o.node())})
+		Controller: c, GroupController: c, SnapshotMetadata: c, Node: node.New(ctx, store, mounts, o.node()), Overview: o.overview(store)})
+}
+
+// overview is what the commands show of this machine.
+func (o *options) overview(local *volume.Local) socket.Source {
+	kinds := map[string]string{}
+	for _, pool := range o.pools {
+		kinds[pool.name] = pool.location.Scheme()
+	}
+	return func(ctx context.Context) (*overview.Overview, error) {
+		out, err := local.Overview(ctx, kinds)
+		if err == nil {
+			out.Driver, out.Version = o.driverName, version
+		}
+		return out, err
+	}
 }
 
 // openLocal opens the pools of this machine; known tells what is remembered of the pool of a name, nil

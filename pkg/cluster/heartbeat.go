@@ -18,7 +18,9 @@ const (
 )
 
 // LeaseLabels tell the Leases of agents from those that sidecars elect their leaders by.
-func LeaseLabels() map[string]string { return map[string]string{v1alpha1.HeartbeatLabel: v1alpha1.HeartbeatOfAgent} }
+func LeaseLabels() map[string]string {
+	return map[string]string{v1alpha1.HeartbeatLabel: v1alpha1.HeartbeatOfAgent}
+}
 
 // Lease is the Lease of a node's agent, which says nothing yet of a heartbeat.
 func Lease(namespace, node string) *coordinationv1.Lease {

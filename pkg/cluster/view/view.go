@@ -155,7 +155,7 @@ func (t *taking) optional(what, of string, err error) error {
 // each lists all objects of a kind, in pages, and calls visit with each page.
 func each[L client.ObjectList](t *taking, empty L, visit func(L), which ...client.ListOption) error {
 	for token := ""; ; {
-		list := empty.DeepCopyObject().(L) // what is kept of one page must not be written to by the next
+		list := empty.DeepCopyObject().(L)                                             // what is kept of one page must not be written to by the next
 		options := append([]client.ListOption{client.UnsafeDisableDeepCopy}, which...) // nothing of it is changed
 		if t.options.Page > 0 {
 			options = append(options, client.Limit(t.options.Page), client.Continue(token))

@@ -1,0 +1,119 @@
+package cli
+
+import (
+	"context"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"github.com/ashlar-csi/ashlar/internal/overview"
+)
+
+// room is how much more can be made.
+type room struct {
+	Pools   []poolRoom  `json:"pools"`
+	Classes []classRoom `json:"classes"`
+}
+
+// poolRoom is that of one pool. A pool that cannot be used, or whose node is down, has none.
+type poolRoom struct {
+	Node      string   `json:"node"`
+	Pool      string   `json:"pool"`
+	Classes   []string `json:"classes"` // whose volumes may come here
+	Available int64    `json:"available"`
+	Largest   int64    `json:"largest"` // volume that could be made now
+	Usable    bool     `json:"usable"`
+}
+
+// classRoom is that of all pools that the volumes of a StorageClass may be in.
+type classRoom struct {
+	Class     string `json:"class"`
+	Pools     int    `json:"pools"` // that have room
+	Available int64  `json:"available"`
+	Largest   int64  `json:"largest"`
+}
+
+func (c *commands) capacity() *cobra.Command {
+	var s showing
+	cmd := &cobra.Command{
+		Use:   "capacity",
+		Short: "Show how much more can be made, and the largest volume, by node, pool and class",
+		Args:  cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return s.run(cmd, func(ctx context.Context, to *screen) (any, error) {
+				o, err := c.take(ctx)
+				if err != nil {
+					return nil, err
+				}
+				r := roomOf(o)
+				r.print(to)
+				if len(o.Missing) > 0 {
+					to.print("\n")
+				}
+				printMissing(to, o.Missing)
+				return r, nil
+			})
+		},
+	}
+	s.add(cmd, false)
+	return cmd
+}
+
+// roomOf counts what can be made.
+func roomOf(o *overview.Overview) *room {
+	r := &room{Pools: []poolRoom{}, Classes: []classRoom{}}
+	classes := map[string]*classRoom{}
+	for _, class := range o.Classes {
+		classes[class.Name] = &classRoom{Class: class.Name}
+	}
+	for _, n := range o.Nodes {
+		for _, p := range n.Pools {
+			one := poolRoom{Node: n.Name, Pool: p.Name, Classes: []string{}, Usable: n.Ready && !slices.ContainsFunc(p.Problems, unusable)}
+			if one.Usable {
+				one.Available, one.Largest = p.Available, p.MaxVolume
+			}
+			for _, class := range o.Classes {
+				if class.Pool != p.Name && (class.Pool != "" || !p.Default) {
+					continue
+				}
+				one.Classes = append(one.Classes, class.Name)
+				sum := classes[class.Name]
+				sum.Available += one.Available
+				if sum.Largest = max(sum.Largest, one.Largest); one.Largest > 0 {
+					sum.Pools++
+				}
+			}
+			r.Pools = append(r.Pools, one)
+		}
+	}
+	for _, class := range o.Classes {
+		r.Classes = append(r.Classes, *classes[class.Name])
+	}
+	return r
+}
+
+// unusable: a pool with such a problem takes nothing.
+func unusable(p overview.Problem) bool { return p.Severity == overview.Inaccessible }
+
+func (r *room) print(to *screen) {
+	t := table{columns: []column{{title: "NODE", least: 12}, {title: "POOL", least: 8}, {title: "AVAILABLE", right: true}, {title: "LARGEST VOLUME", right: true}, {title: "CLASSES", least: 10, drop: 1}}}
+	for _, p := range r.Pools {
+		available := cell{text: size(p.Available)}
+		if !p.Usable {
+			available = cell{"none: see status", red}
+		}
+		t.add(append(plain(p.Node, p.Pool), available, cell{text: size(p.Largest)}, cell{text: strings.Join(p.Classes, ",")})...)
+	}
+	t.print(to)
+	if len(r.Classes) == 0 {
+		return
+	}
+	to.print("\n")
+	t = table{columns: []column{{title: "CLASS", least: 12}, {title: "POOLS WITH ROOM", right: true}, {title: "AVAILABLE", right: true}, {title: "LARGEST VOLUME", right: true}}}
+	for _, class := range r.Classes {
+		t.add(plain(class.Class, strconv.Itoa(class.Pools), size(class.Available), size(class.Largest))...)
+	}
+	t.print(to)
+}

@@ -1,0 +1,264 @@
+package cli
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+	"unicode/utf8"
+
+	"github.com/spf13/cobra"
+
+	"github.com/ashlar-csi/ashlar/internal/overview"
+)
+
+var update = flag.Bool("update", false, "write the golden files anew")
+
+var now = time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)
+
+const gib = 1 << 30
+
+func key(n int) string { return fmt.Sprintf("%032x", n) }
+
+// madeUp is an overview with all kinds of problems.
+func madeUp() *overview.Overview {
+	used := int64(3 * gib / 2)
+	o := &overview.Overview{Taken: now, Cluster: true, Driver: "block.csi.ashlar.dev", Version: "v1",
+		Missing: []string{"pods: you may not list them, so it is not known which of them use the volumes"},
+		Classes: []overview.Class{{Name: "ashlar"}, {Name: "fast", Pool: "fast"}}}
+	pool := func(node, name, kind string, total, available int64) overview.Pool {
+		p := overview.Pool{Node: node, Name: name, Kind: kind, Default: name == "default", UUID: "0f5f3c1e-9a5c-4d5e-8a1b-3b1f6f0a7c11", Total: total, Promised: total - available, Available: available, MaxVolume: available}
+		if full, is := p.Full(); is {
+			p.Problems = append(p.Problems, full)
+		}
+		return p
+	}
+	missing := pool("node-2.a-rather-long-name.of-a-zone.example.com", "fast", "lvm", 0, 0)
+	missing.Problems = []overview.Problem{overview.Found(overview.Inaccessible, "PoolMissing", "there is no volume group nvme; bring the disk back", overview.KindPool, overview.PoolName(missing.Node, "fast"))}
+	strays := pool("node-1", "slow", "file", 100*gib, 50*gib)
+	strays.StrayCount = 2
+	strays.Problems = []overview.Problem{overview.Found(overview.Warning, overview.Strays, "it keeps what no object is for: 2", overview.KindPool, "node-1.slow")}
+	o.Nodes = []overview.Node{
+		{Name: "node-1", Ready: true, Pools: []overview.Pool{pool("node-1", "default", "file", 1000*gib, 70*gib), pool("node-1", "fast", "lvm", 200*gib, 0), strays}},
+		{Name: missing.Node, Ready: true, Pools: []overview.Pool{missing, pool(missing.Node, "default", "file", 500*gib, 400*gib)}},
+		{Name: "node-3", Pools: []overview.Pool{pool("node-3", "default", "file", 500*gib, 500*gib)},
+			Problems: []overview.Problem{overview.Found(overview.Degraded, overview.AgentSilent, "its agent is not heard", overview.KindNode, "node-3")}},
+		{Name: "node-4", Pools: []overview.Pool{pool("node-4", "default", "file", 0, 0)},
+			Problems: []overview.Problem{overview.Found(overview.Inaccessible, overview.NodeGone, "Kubernetes has no such node, and a volume or snapshot is on it", overview.KindNode, "node-4")}}}
+	volume := func(n int, node, pool, claim string, state overview.State) overview.Volume {
+		return overview.Volume{ID: "vol." + pool + "." + key(n), Name: fmt.Sprintf("pvc-%d", n), Node: node, Pool: pool, Size: 10 * gib, Filesystem: "xfs", Created: now.Add(-time.Duration(n) * time.Hour),
+			Claim: &overview.Ref{Namespace: "shop", Name: claim}, PersistentVolume: fmt.Sprintf("pvc-%d", n), State: state}
+	}
+	lost := volume(1, "node-1", "default", "database-0", overview.Lost)
+	lost.Used, lost.Pods = &used, []overview.Ref{{Namespace: "shop", Name: "database-0"}}
+	lost.Problems = []overview.Problem{overview.Found(overview.DataLoss, "ImageTruncated", "the image of volume vol.default.1 has 4096 of 10737418240 bytes; restore it from a backup, or delete it", overview.KindVolume, lost.ID)}
+	o.Volumes = append(o.Volumes, lost)
+	for n := 2; n < 9; n++ { // on the disk that is missing
+		v := volume(n, missing.Node, "fast", fmt.Sprintf("cache-%d", n), overview.Ready)
+		v.Problems = []overview.Problem{overview.Found(overview.Inaccessible, "PoolUnavailable", "there is no volume group nvme", overview.KindVolume, v.ID)}
+		o.Volumes = append(o.Volumes, v)
+	}
+	copied := volume(10, "node-1", "slow", "restored", overview.Making)
+	copied.Progress = &overview.Progress{Done: 4 * gib, Total: 10 * gib}
+	copied.Problems = []overview.Problem{overview.Found(overview.Warning, overview.TakesLong, "it has been made for 10h", overview.KindVolume, copied.ID)}
+	refused := volume(11, "node-1", "fast", "grown", overview.Failed)
+	refused.Failure = "not enough space: 20Gi are asked for, and 0 are left"
+	refused.Problems = []overview.Problem{overview.Found(overview.Degraded, "NoSpace", refused.Failure, overview.KindVolume, refused.ID)}
+	raw := volume(12, "node-4", "default", "", overview.Deleting)
+	raw.Filesystem, raw.Claim = "", nil
+	o.Volumes = append(o.Volumes, copied, refused, raw)
+	o.Snapshots = []overview.Snapshot{{ID: "snap.default." + key(20), Name: "snapshot-20", Node: "node-1", Pool: "default", Source: lost.ID, Size: 10 * gib, Created: now.Add(-48 * time.Hour), State: overview.Ready}}
+	o.Finish()
+	return o
+}
+
+// fixed is a source that has one overview.
+type fixed struct{ o *overview.Overview }
+
+func (f fixed) Overview(context.Context) (*overview.Overview, error) { return f.o, nil }
+
+func (f fixed) Details(_ context.Context, v *overview.Volume) ([]Event, []string, error) {
+	v.Devices, v.Mounts = []string{"/dev/loop3"}, []string{"/var/lib/kubelet/plugins/kubernetes.io/csi/block.csi.ashlar.dev/1/globalmount"}
+	return []Event{{Time: now.Add(-time.Hour), Type: "Warning", Reason: "DataLoss", Message: "the image is shorter than its record says", Of: "PersistentVolumeClaim shop/database-0", Count: 3}}, nil, nil
+}
+
+// run runs a command over a source, and returns what it printed.
+func run(source Source, args ...string) (string, error) {
+	root := &cobra.Command{Use: "ashlar", SilenceErrors: true, SilenceUsage: true}
+	root.AddCommand(Commands(func() (Source, error) { return source, nil }, false)...)
+	var out bytes.Buffer
+	root.SetOut(&out)
+	root.SetErr(&out)
+	root.SetArgs(args)
+	err := root.ExecuteContext(context.Background())
+	return out.String(), err
+}
+
+// TestGolden: what each command prints, by the width of the terminal, and that it fits.
+func TestGolden(t *testing.T) {
+	o := madeUp()
+	d, _, err := find(t.Context(), fixed{o}, "shop/database-0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, print := range map[string]func(*screen){
+		"status":   func(to *screen) { printStatus(to, o) },
+		"pools":    func(to *screen) { printPools(to, o, poolsOf(o)) },
+		"volumes":  func(to *screen) { printVolumes(to, o, o.Volumes) },
+		"describe": func(to *screen) { d.print(to, now) },
+		"capacity": func(to *screen) { roomOf(o).print(to) },
+	} {
+		for _, width := range []int{80, 200} {
+			var out bytes.Buffer
+			print(&screen{Writer: &out, width: width})
+			file := filepath.Join("testdata", fmt.Sprintf("%s-%d.txt", name, width))
+			if *update {
+				if err := os.WriteFile(file, out.Bytes(), 0o600); err != nil {
+					t.Fatal(err)
+				}
+			}
+			want, err := os.ReadFile(file)
+			if err != nil || out.String() != string(want) {
+				t.Errorf("%s (%v) is not what is printed (go test ./internal/cli -update):\n%s", file, err, out.String())
+			}
+			for line := range strings.Lines(out.String()) {
+				words := strings.Fields(line)
+				address := strings.Contains(line, "https://") || strings.Contains(line, "globalmount") // which are not broken
+				if utf8.RuneCountInString(strings.TrimSuffix(line, "\n")) > width && len(words) > 1 && !address {
+					t.Errorf("%s: wider than the terminal: %s", file, line)
+				}
+			}
+		}
+	}
+}
+
+// TestStatus: the worst is first, alike problems are one, and the exit status tells.
+func TestStatus(t *testing.T) {
+	out, err := run(fixed{madeUp()}, "status")
+	var problems *ProblemsError
+	if !errors.As(err, &problems) || Exit("x", err) != StatusProblems || Exit("x", nil) != 0 {
+		t.Errorf("error %v", err)
+	}
+	if !strings.HasPrefix(out, "DataLoss") || !strings.Contains(out, "7 volumes in pool node-2.a-rather-long-name.of-a-zone.example.com.fast") {
+		t.Errorf("status says:\n%s", out)
+	}
+	last := -1
+	for _, severity := range []string{"DataLoss  ", "Inaccessible  ", "Degraded  ", "Warning  "} {
+		at := strings.Index(out, "\n"+severity)
+		if at < last && last > 0 {
+			t.Errorf("%s is not in its place:\n%s", severity, out)
+		}
+		last = at
+	}
+	well := &overview.Overview{Taken: now}
+	well.Finish()
+	if out, err := run(fixed{well}, "status"); err != nil || !strings.HasPrefix(out, "Nothing is wrong.\n") {
+		t.Errorf("%v: %s", err, out)
+	}
+}
+
+// TestFormats: -o json is what -o yaml is, and has what the table has; colours are for terminals.
+func TestFormats(t *testing.T) {
+	source := fixed{madeUp()}
+	for command, args := range map[string][]string{"status": {"status"}, "pools": {"pools"}, "volumes": {"volumes"}, "describe": {"describe", "pvc-1"}, "capacity": {"capacity"}} {
+		text, err := run(source, append(args, "-o", "json")...)
+		var problems *ProblemsError
+		if err != nil && !errors.As(err, &problems) {
+			t.Errorf("%s: %v", command, err)
+		}
+		var value any
+		if err := json.Unmarshal([]byte(text), &value); err != nil {
+			t.Errorf("%s: %v in\n%s", command, err, text)
+		}
+		if text, _ := run(source, append(args, "-o", "yaml")...); strings.HasPrefix(text, "{") || !strings.Contains(text, ": ") {
+			t.Errorf("%s -o yaml:\n%s", command, text)
+		}
+		if text, _ := run(source, append(args, "-o", "wide")...); strings.Contains(text, "\x1b") || strings.Contains(text, "…") {
+			t.Errorf("%s -o wide:\n%s", command, text)
+		}
+	}
+	if _, err := run(source, "pools", "-o", "xml"); err == nil || !strings.Contains(err.Error(), "wide, json, yaml") {
+		t.Errorf("-o xml: %v", err)
+	}
+	var out bytes.Buffer
+	printStatus(&screen{Writer: &out, width: 80, colours: true}, madeUp())
+	if !strings.Contains(out.String(), "\x1b[31mDataLoss") {
+		t.Errorf("no colours on a terminal: %q", out.String())
+	}
+}
+
+// TestFilters: which volumes are listed.
+func TestFilters(t *testing.T) {
+	for args, want := range map[string]int{"": 11, "--node=node-1": 3, "--pool=fast": 8, "--problems": 10, "--namespace=shop": 10, "--namespace=other": 0, "--node=node-1 --pool=fast": 1} {
+		text, err := run(fixed{madeUp()}, append([]string{"volumes", "-o", "json"}, strings.Fields(args)...)...)
+		var list []overview.Volume
+		if err = errors.Join(err, json.Unmarshal([]byte(text), &list)); err != nil || len(list) != want {
+			t.Errorf("volumes %s: %d, want %d; %v", args, len(list), want, err)
+		}
+	}
+}
+
+// TestDescribeNames: by which names a volume is found, and what is said where none or several have it.
+func TestDescribeNames(t *testing.T) {
+	o := madeUp()
+	for _, name := range []string{"vol.default." + key(1), "pvc-1", "shop/database-0"} {
+		if d, _, err := find(t.Context(), fixed{o}, name); err != nil || d.Volume.Name != "pvc-1" || len(d.Snapshots) != 1 {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	if _, err := run(fixed{o}, "describe", "shop/none"); err == nil || !strings.Contains(err.Error(), `no volume "shop/none"`) {
+		t.Errorf("a volume that is not there: %v", err)
+	}
+	o.Volumes[0].Claim = &overview.Ref{Namespace: "shop", Name: "cache-2"}
+	if _, err := run(fixed{o}, "describe", "shop/cache-2"); err == nil || !strings.Contains(err.Error(), "2 volumes; give the ID of one: vol.") {
+		t.Errorf("a name of two: %v", err)
+	}
+}
+
+// TestCompletion: names of volumes, nodes and pools are completed.
+func TestCompletion(t *testing.T) {
+	for _, c := range []struct{ args, want string }{
+		{"describe shop/d", "shop/database-0"}, {"describe vol.slow.", "vol.slow." + key(10)}, {"volumes --node node-3", "node-3"}, {"volumes --pool sl", "slow"}, {"pools -o w", "wide"},
+	} {
+		out, err := run(fixed{madeUp()}, append([]string{"__complete"}, strings.Fields(c.args)...)...)
+		if lines := strings.Split(out, "\n"); err != nil || lines[0] != c.want || !strings.Contains(out, "\n:4\n") {
+			t.Errorf("%s: %v\n%s", c.args, err, out)
+		}
+	}
+}
+
+// TestWatch: it looks again until it is interrupted, which is no error.
+func TestWatch(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	looks := 0
+	defer func(before time.Duration) { every = before }(every)
+	every = time.Millisecond
+	cmd := &cobra.Command{}
+	cmd.SetContext(ctx)
+	cmd.SetOut(&bytes.Buffer{})
+	s := showing{watch: true}
+	err := s.run(cmd, func(context.Context, *screen) (any, error) {
+		if looks++; looks == 2 {
+			cancel()
+		}
+		return nil, &ProblemsError{1}
+	})
+	if err != nil || looks != 2 {
+		t.Errorf("%d looks, %v", looks, err)
+	}
+}
+
+func TestSizes(t *testing.T) {
+	for bytes, want := range map[int64]string{0: "0", 1023: "1023", 1024: "1Ki", 1536: "1.5Ki", 10 * gib: "10Gi", 100*gib + 1: "100Gi", 1<<63 - 1: "8Ei"} {
+		if have := size(bytes); have != want {
+			t.Errorf("%d bytes are %s, want %s", bytes, have, want)
+		}
+	}
+}

@@ -1,0 +1,201 @@
+package cli
+
+import (
+	"context"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/ashlar-csi/ashlar/internal/overview"
+)
+
+// description is all that is known of a volume.
+type description struct {
+	Volume    overview.Volume     `json:"volume"`
+	Snapshots []overview.Snapshot `json:"snapshots"`
+	Node      []overview.Problem  `json:"nodeProblems"` // of its node
+	Pool      []overview.Problem  `json:"poolProblems"` // of its pool
+	History   []Event             `json:"history"`
+	Missing   []string            `json:"missing,omitempty"`
+}
+
+func (c *commands) describe() *cobra.Command {
+	var s showing
+	cmd := &cobra.Command{
+		Use:   "describe VOLUME",
+		Short: "Show all of one volume: claim, pods, node, device, snapshots, history, problems",
+		Long: `describe shows all that is known of one volume, in one page. VOLUME is its ID (vol.POOL.KEY), the name of
+its PersistentVolume, or NAMESPACE/CLAIM.`,
+		Args: func(_ *cobra.Command, args []string) error {
+			if len(args) != 1 {
+				return fmt.Errorf("give one volume: its ID, the name of its PersistentVolume, or NAMESPACE/CLAIM")
+			}
+			return nil
+		},
+		ValidArgsFunction: c.complete(func(o *overview.Overview) (names []string) {
+			for i := range o.Volumes {
+				names = append(names, namesOfVolume(&o.Volumes[i])...)
+			}
+			return names
+		}),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			return s.run(cmd, func(ctx context.Context, to *screen) (any, error) {
+				source, err := c.source()
+				if err != nil {
+					return nil, err
+				}
+				d, now, err := find(ctx, source, args[0])
+				if err != nil {
+					return nil, err
+				}
+				d.print(to, now)
+				return d, nil
+			})
+		},
+	}
+	s.add(cmd, true)
+	return cmd
+}
+
+// namesOfVolume are all names by which a volume can be asked for.
+func namesOfVolume(v *overview.Volume) []string {
+	names := []string{v.ID, v.Name}
+	if v.PersistentVolume != "" {
+		names = append(names, v.PersistentVolume)
+	}
+	if v.Claim != nil {
+		names = append(names, v.Claim.Namespace+"/"+v.Claim.Name)
+	}
+	return names
+}
+
+// find finds out all of the volume of a name.
+func find(ctx context.Context, source Source, name string) (*description, time.Time, error) {
+	o, err := source.Overview(ctx)
+	if err != nil {
+		return nil, time.Time{}, err
+	}
+	var found []*overview.Volume
+	for i := range o.Volumes {
+		for _, one := range namesOfVolume(&o.Volumes[i]) {
+			if one == name {
+				found = append(found, &o.Volumes[i])
+				break
+			}
+		}
+	}
+	switch {
+	case len(found) == 0:
+		return nil, o.Taken, fmt.Errorf("there is no volume %q; give its ID, the name of its PersistentVolume, or NAMESPACE/CLAIM (volumes lists them)", name)
+	case len(found) > 1: // a volume that was kept, and one that was made for a new claim of the name
+		var ids []string
+		for _, v := range found {
+			ids = append(ids, v.ID)
+		}
+		return nil, o.Taken, fmt.Errorf("%q is the name of %d volumes; give the ID of one: %s", name, len(found), strings.Join(ids, ", "))
+	}
+	d := &description{Volume: *found[0], Missing: o.Missing, Snapshots: []overview.Snapshot{}, Node: []overview.Problem{}, Pool: []overview.Problem{}}
+	for _, s := range o.Snapshots {
+		if s.Source == d.Volume.ID {
+			d.Snapshots = append(d.Snapshots, s)
+		}
+	}
+	for _, p := range o.Problems {
+		switch p.Subject {
+		case overview.Subject{Kind: overview.KindNode, Name: d.Volume.Node}:
+			d.Node = append(d.Node, p)
+		case overview.Subject{Kind: overview.KindPool, Name: overview.PoolName(d.Volume.Node, d.Volume.Pool)}:
+			d.Pool = append(d.Pool, p)
+		}
+	}
+	var missing []string
+	d.History, missing, err = source.Details(ctx, &d.Volume)
+	d.Missing = append(d.Missing, missing...)
+	return d, o.Taken, err
+}
+
+// print prints the page of a volume, what is wrong first.
+func (d *description) print(to *screen, now time.Time) {
+	v := &d.Volume
+	to.print("%s\n\n", to.paint(bold, "Volume "+title(v)))
+	for _, p := range append(append(append([]overview.Problem{}, v.Problems...), d.Pool...), d.Node...) {
+		to.print("%s\n", to.paint(colourOf(p.Severity), fmt.Sprintf("%s: %s", p.Severity, p.Reason)))
+		of := ""
+		if p.Subject.Kind != overview.KindVolume {
+			of = strings.ToLower(p.Subject.Kind) + " " + p.Subject.Name + ": "
+		}
+		to.print("%s    See %s\n\n", wrapped(of+p.Message, "    ", to.width), p.Runbook)
+	}
+	d.facts(to, now)
+	if len(d.Snapshots) > 0 {
+		to.print("\n%s\n", to.paint(bold, "Snapshots"))
+		t := table{columns: []column{{title: "NAME", least: 16}, {title: "SIZE", right: true}, {title: "STATE"}, {title: "AGE", right: true}, {title: "PROBLEMS", least: 10}, {title: "ID", wide: true}}}
+		for _, s := range d.Snapshots {
+			t.add(append(plain(s.Name, size(s.Size)), state(s.State, s.Progress), cell{text: age(now, s.Created)}, reasons(s.Problems), cell{text: s.ID})...)
+		}
+		t.print(to)
+	}
+	if len(d.History) > 0 {
+		to.print("\n%s\n", to.paint(bold, "History"))
+		for _, e := range d.History {
+			colour, times := "", ""
+			if e.Type == "Warning" {
+				colour = yellow
+			}
+			if e.Count > 1 {
+				times = fmt.Sprintf(" (%d times)", e.Count)
+			}
+			to.print("%s ago  %s  %s%s\n%s", age(now, e.Time), to.paint(colour, e.Reason), e.Of, times, wrapped(e.Message, "    ", to.width))
+		}
+	}
+	if len(d.Missing) > 0 {
+		to.print("\n")
+	}
+	printMissing(to, d.Missing)
+}
+
+// facts prints what a volume is, and where.
+func (d *description) facts(to *screen, now time.Time) {
+	v := &d.Volume
+	fact := func(what, is string) {
+		if is != "" {
+			to.print("%-18s %s\n", what, is)
+		}
+	}
+	fact("ID", v.ID)
+	fact("Name", v.Name)
+	fact("PersistentVolume", v.PersistentVolume)
+	if v.Claim != nil {
+		fact("Claim", v.Claim.Namespace+"/"+v.Claim.Name)
+	}
+	var pods []string
+	for _, p := range v.Pods {
+		pods = append(pods, p.Namespace+"/"+p.Name)
+	}
+	fact("Pods", strings.Join(pods, ", "))
+	fact("State", state(v.State, v.Progress).text)
+	fact("Refused", v.Failure)
+	fact("Node", v.Node)
+	fact("Pool", v.Pool)
+	fact("May be used on", v.Published)
+	used, kind, carries := "", "thick", v.Filesystem
+	if v.Used != nil {
+		used = ", " + size(*v.Used) + " used"
+	}
+	if v.Thin {
+		kind = "thin"
+	}
+	if carries == "" {
+		carries = "raw block device"
+	}
+	fact("Size", fmt.Sprintf("%s (%d bytes), %s%s", size(v.Size), v.Size, kind, used))
+	fact("Carries", carries)
+	fact("Copied from", v.Source)
+	fact("Made", fmt.Sprintf("%s (%s ago)", v.Created.Format(time.RFC3339), age(now, v.Created)))
+	fact("Devices", strings.Join(v.Devices, ", "))
+	for _, m := range v.Mounts {
+		fact("Mounted at", m)
+	}
+}

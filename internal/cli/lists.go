@@ -1,0 +1,211 @@
+package cli
+
+import (
+	"context"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"github.com/ashlar-csi/ashlar/internal/overview"
+)
+
+func (c *commands) pools() *cobra.Command {
+	var s showing
+	cmd := &cobra.Command{
+		Use:   "pools",
+		Short: "List the pools, and how full they are",
+		Long: `pools lists the pools of all nodes: what they may promise in all (TOTAL), what of it is taken, what can still
+be promised (AVAILABLE), and what is wrong. With -o wide also the largest volume that could be made, and the identity of each pool.`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return s.run(cmd, func(ctx context.Context, to *screen) (any, error) {
+				o, err := c.take(ctx)
+				if err != nil {
+					return nil, err
+				}
+				all := poolsOf(o)
+				printPools(to, o, all)
+				return all, nil
+			})
+		},
+	}
+	s.add(cmd, true)
+	return cmd
+}
+
+// poolsOf returns all pools, by node and name.
+func poolsOf(o *overview.Overview) []overview.Pool {
+	all := []overview.Pool{}
+	for _, n := range o.Nodes {
+		all = append(all, n.Pools...)
+	}
+	return all
+}
+
+func printPools(to *screen, o *overview.Overview, all []overview.Pool) {
+	wrong := map[string][]overview.Problem{}
+	for _, n := range o.Nodes {
+		wrong[n.Name] = n.Problems
+	}
+	t := table{columns: []column{{title: "NODE", least: 12}, {title: "POOL", least: 8}, {title: "KIND", drop: 4}, {title: "TOTAL", right: true}, {title: "TAKEN", right: true},
+		{title: "", drop: 6}, {title: "AVAILABLE", right: true}, {title: "USED", right: true, drop: 5}, {title: "VOLUMES", right: true, drop: 2}, {title: "SNAPSHOTS", right: true, drop: 3},
+		{title: "PROBLEMS", least: 16}, {title: "LARGEST", right: true, wide: true}, {title: "DEFAULT", wide: true}, {title: "UUID", wide: true}}}
+	for i := range all {
+		p := &all[i]
+		taken, used, yes := p.Total-p.Available, "", ""
+		if p.Used > 0 {
+			used = size(p.Used)
+		}
+		if p.Default {
+			yes = "yes"
+		}
+		t.add(append(plain(p.Node, p.Name, p.Kind, size(p.Total), percent(taken, p.Total), bar(taken, p.Total, 10), size(p.Available), used, strconv.Itoa(p.Volumes), strconv.Itoa(p.Snapshots)),
+			append([]cell{reasons(slices.Concat(wrong[p.Node], p.Problems))}, plain(size(p.MaxVolume), yes, p.UUID)...)...)...)
+	}
+	if len(all) == 0 {
+		to.print("There are no pools.\n")
+	} else {
+		t.print(to)
+	}
+	if len(o.Missing) > 0 {
+		to.print("\n")
+	}
+	printMissing(to, o.Missing)
+}
+
+// reasons of problems, in the colour of the worst.
+func reasons(problems []overview.Problem) cell {
+	if len(problems) == 0 {
+		return cell{text: "none"}
+	}
+	var words []string
+	worst := problems[0].Severity
+	for _, p := range problems {
+		if !slices.Contains(words, p.Reason) {
+			words = append(words, p.Reason)
+		}
+		if overview.Worse(p.Severity, worst) < 0 {
+			worst = p.Severity
+		}
+	}
+	return cell{strings.Join(words, ","), colourOf(worst)}
+}
+
+// filter says which volumes are shown.
+type filter struct {
+	node, pool, namespace string
+	problems              bool
+}
+
+func (f filter) takes(v *overview.Volume) bool {
+	return (f.node == "" || v.Node == f.node) && (f.pool == "" || v.Pool == f.pool) &&
+		(f.namespace == "" || v.Claim != nil && v.Claim.Namespace == f.namespace) && (!f.problems || len(v.Problems) > 0)
+}
+
+func (c *commands) volumes() *cobra.Command {
+	var s showing
+	var f filter
+	cmd := &cobra.Command{
+		Use:   "volumes",
+		Short: "List the volumes: whose they are, where, how large, how well",
+		Long: `volumes lists the volumes: the claim that each was made for (or its name), the pods that use it, its node and
+pool, its size, and what is wrong with it. Of those that are being copied it shows how far that is.`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if c.namespaced && cmd.Flags().Changed("namespace") {
+				f.namespace = cmd.Flag("namespace").Value.String()
+			}
+			return s.run(cmd, func(ctx context.Context, to *screen) (any, error) {
+				o, err := c.take(ctx)
+				if err != nil {
+					return nil, err
+				}
+				all := slices.DeleteFunc(slices.Clone(o.Volumes), func(v overview.Volume) bool { return !f.takes(&v) })
+				printVolumes(to, o, all)
+				return all, nil
+			})
+		},
+	}
+	cmd.Flags().StringVar(&f.node, "node", "", "only those of this node")
+	cmd.Flags().StringVar(&f.pool, "pool", "", "only those in pools of this name")
+	cmd.Flags().BoolVar(&f.problems, "problems", false, "only those with which something is wrong")
+	if !c.namespaced {
+		cmd.Flags().StringVarP(&f.namespace, "namespace", "n", "", "only those whose claims are in this namespace")
+	}
+	s.add(cmd, true)
+	_ = cmd.RegisterFlagCompletionFunc("node", c.complete(func(o *overview.Overview) (names []string) { // both flags are there
+		for _, n := range o.Nodes {
+			names = append(names, n.Name)
+		}
+		return names
+	}))
+	_ = cmd.RegisterFlagCompletionFunc("pool", c.complete(func(o *overview.Overview) (names []string) {
+		for _, p := range poolsOf(o) {
+			names = append(names, p.Name)
+		}
+		return names
+	}))
+	return cmd
+}
+
+// complete completes with what an overview has; with nothing, where there is none.
+func (c *commands) complete(of func(*overview.Overview) []string) cobra.CompletionFunc {
+	return func(cmd *cobra.Command, args []string, begun string) ([]cobra.Completion, cobra.ShellCompDirective) {
+		o, err := c.take(cmd.Context())
+		if err != nil || len(args) > 0 {
+			return nil, cobra.ShellCompDirectiveNoFileComp
+		}
+		names := slices.DeleteFunc(of(o), func(one string) bool { return !strings.HasPrefix(one, begun) })
+		slices.Sort(names)
+		return slices.Compact(names), cobra.ShellCompDirectiveNoFileComp
+	}
+}
+
+func printVolumes(to *screen, o *overview.Overview, all []overview.Volume) {
+	t := table{columns: []column{{title: "CLAIM OR NAME", least: 14}, {title: "SIZE", right: true}, {title: "USED", right: true, drop: 4}, {title: "STATE"}, {title: "NODE", least: 10, drop: 1},
+		{title: "POOL", least: 7, drop: 3}, {title: "PODS", least: 10, drop: 2}, {title: "AGE", right: true, drop: 5}, {title: "PROBLEMS", least: 16},
+		{title: "FILESYSTEM", wide: true}, {title: "PERSISTENTVOLUME", wide: true}, {title: "ID", wide: true}}}
+	for i := range all {
+		v := &all[i]
+		used, filesystem := "", v.Filesystem
+		if v.Used != nil {
+			used = size(*v.Used)
+		}
+		if filesystem == "" {
+			filesystem = "raw"
+		}
+		var pods []string
+		for _, pod := range v.Pods {
+			pods = append(pods, pod.Name)
+		}
+		row := append(plain(title(v), size(v.Size), used), state(v.State, v.Progress))
+		row = append(row, plain(v.Node, v.Pool, strings.Join(pods, ","), age(o.Taken, v.Created))...)
+		t.add(append(append(row, reasons(v.Problems)), plain(filesystem, v.PersistentVolume, v.ID)...)...)
+	}
+	if len(all) == 0 {
+		to.print("There are no such volumes.\n")
+	} else {
+		t.print(to)
+	}
+	if len(o.Missing) > 0 {
+		to.print("\n")
+	}
+	printMissing(to, o.Missing)
+}
+
+// state of a volume or snapshot, and how far it is.
+func state(s overview.State, p *overview.Progress) cell {
+	text := string(s)
+	if p != nil && p.Total > 0 {
+		text += " " + bar(p.Done, p.Total, 10) + " " + percent(p.Done, p.Total)
+	}
+	switch s {
+	case overview.Lost, overview.Failed:
+		return cell{text, red}
+	case overview.Making:
+		return cell{text, yellow}
+	}
+	return cell{text: text}
+}

@@ -1,0 +1,197 @@
+package cli
+
+import (
+	"context"
+	"fmt"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"github.com/ashlar-csi/ashlar/internal/overview"
+)
+
+func (c *commands) status() *cobra.Command {
+	var s showing
+	cmd := &cobra.Command{
+		Use:   "status",
+		Short: "Show what is wrong, and in short what there is",
+		Long: `status shows everything that is wrong, the worst first, each with what to do and where to read on; then in
+a few lines what there is.
+
+It ends with status 0 if nothing is wrong, with 2 if something is, and with 1 if it could not find out.`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return s.run(cmd, func(ctx context.Context, to *screen) (any, error) {
+				o, err := c.take(ctx)
+				if err != nil {
+					return nil, err
+				}
+				printStatus(to, o)
+				if len(o.Problems) > 0 {
+					return o, &ProblemsError{len(o.Problems)}
+				}
+				return o, nil
+			})
+		},
+	}
+	s.add(cmd, true)
+	return cmd
+}
+
+// take returns the overview of the program's source.
+func (c *commands) take(ctx context.Context) (*overview.Overview, error) {
+	source, err := c.source()
+	if err != nil {
+		return nil, err
+	}
+	return source.Overview(ctx)
+}
+
+func printStatus(to *screen, o *overview.Overview) {
+	names := namesOf(o)
+	for _, group := range grouped(o, names) {
+		what := strings.TrimSpace(wrapped(group.what, strings.Repeat(" ", len("Inaccessible  ")), to.width))
+		to.print("%s  %s\n", to.paint(colourOf(group.Severity), fmt.Sprintf("%-12s", group.Severity)), to.paint(bold, what))
+		to.print("%s", wrapped(group.Reason+": "+group.Message, "    ", to.width))
+		if len(group.names) > 1 {
+			to.print("%s", wrapped(some(group.names), "    ", to.width))
+		}
+		to.print("    See %s\n\n", group.Runbook)
+	}
+	if len(o.Problems) == 0 {
+		to.print("%s\n\n", to.paint(green, "Nothing is wrong."))
+	}
+	printMissing(to, o.Missing)
+	printSummary(to, o)
+}
+
+// printMissing says what is left out.
+func printMissing(to *screen, missing []string) {
+	for _, one := range missing {
+		to.print("%s", wrapped("Left out: "+one+".", "", to.width))
+	}
+	if len(missing) > 0 {
+		to.print("\n")
+	}
+}
+
+func printSummary(to *screen, o *overview.Overview) {
+	var pools []overview.Pool
+	var sum overview.Pool
+	ready := 0
+	for _, n := range o.Nodes {
+		pools = append(pools, n.Pools...)
+		if n.Ready {
+			ready++
+		}
+	}
+	for _, p := range pools {
+		sum.Total, sum.Available = sum.Total+p.Total, sum.Available+p.Available
+	}
+	if o.Cluster {
+		to.print("Nodes      %d of %d answer\n", ready, len(o.Nodes))
+	}
+	to.print("Pools      %d, %s; %s of them can still be promised\n", len(pools), size(sum.Total), size(sum.Available))
+	to.print("Volumes    %s\n", states(o.Volumes, func(v overview.Volume) overview.State { return v.State }))
+	to.print("Snapshots  %s\n", states(o.Snapshots, func(s overview.Snapshot) overview.State { return s.State }))
+	to.print("Driver     %s", o.Driver)
+	if !o.Cluster {
+		to.print(" %s", o.Version)
+	}
+	to.print("\n")
+}
+
+// states counts things by their state.
+func states[T any](all []T, state func(T) overview.State) string {
+	counts := map[overview.State]int{}
+	for _, one := range all {
+		counts[state(one)]++
+	}
+	var others []string
+	for _, s := range []overview.State{overview.Lost, overview.Failed, overview.Making, overview.Deleting} {
+		if counts[s] > 0 {
+			others = append(others, fmt.Sprintf("%d %s", counts[s], strings.ToLower(string(s))))
+		}
+	}
+	if len(others) == 0 {
+		return fmt.Sprint(len(all))
+	}
+	return fmt.Sprintf("%d: %s", len(all), strings.Join(others, ", "))
+}
+
+// group is a problem that one or more subjects have alike.
+type group struct {
+	overview.Problem
+	what  string   // who has it
+	names []string // of all of them
+}
+
+// alike is what problems have in common that are shown as one: a disk that fails has all its volumes fail.
+type alike struct {
+	severity           overview.Severity
+	reason, kind, pool string
+}
+
+// grouped returns the problems, those of the volumes and of the snapshots of a pool with one reason as one.
+func grouped(o *overview.Overview, names map[overview.Subject]name) []*group {
+	var groups []*group
+	index := map[alike]*group{}
+	for _, p := range o.Problems {
+		n := names[p.Subject]
+		key := alike{p.Severity, p.Reason, p.Subject.Kind, n.pool}
+		if g := index[key]; g != nil && n.pool != "" {
+			g.names = append(g.names, n.text)
+			g.what = fmt.Sprintf("%d %ss in pool %s", len(g.names), strings.ToLower(p.Subject.Kind), n.pool)
+			continue
+		}
+		g := &group{Problem: p, what: p.Subject.Kind + " " + n.text, names: []string{n.text}}
+		if n.pool != "" {
+			g.what += " in pool " + n.pool
+		}
+		index[key] = g
+		groups = append(groups, g)
+	}
+	return groups
+}
+
+// most is how many names are shown of many.
+const most = 5
+
+// some shows names, but not too many of them.
+func some(names []string) string {
+	if len(names) <= most {
+		return strings.Join(names, ", ")
+	}
+	return fmt.Sprintf("%s and %d more", strings.Join(names[:most], ", "), len(names)-most)
+}
+
+// name of a subject, for people.
+type name struct {
+	text string
+	pool string // NODE.POOL, of volumes and snapshots
+}
+
+// namesOf returns what people call the subjects of problems: a volume is its claim, if that is known.
+func namesOf(o *overview.Overview) map[overview.Subject]name {
+	names := map[overview.Subject]name{}
+	for _, p := range o.Problems {
+		names[p.Subject] = name{text: p.Subject.Name}
+	}
+	for i := range o.Volumes {
+		v := &o.Volumes[i]
+		names[overview.Subject{Kind: overview.KindVolume, Name: v.ID}] = name{title(v), overview.PoolName(v.Node, v.Pool)}
+	}
+	for i := range o.Snapshots {
+		s := &o.Snapshots[i]
+		names[overview.Subject{Kind: overview.KindSnapshot, Name: s.ID}] = name{s.Name, overview.PoolName(s.Node, s.Pool)}
+	}
+	return names
+}
+
+// title is what people call a volume: its claim NAMESPACE/NAME, or its name.
+func title(v *overview.Volume) string {
+	if v.Claim != nil {
+		return v.Claim.Namespace + "/" + v.Claim.Name
+	}
+	return v.Name
+}

@@ -1,0 +1,227 @@
+package cli
+
+import (
+	"cmp"
+	"encoding/json"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+	"time"
+	"unicode/utf8"
+
+	"k8s.io/apimachinery/pkg/util/duration"
+	"sigs.k8s.io/yaml"
+)
+
+// column of a table.
+type column struct {
+	title string
+	least int  // how narrow it may become; 0: it is not cut
+	drop  int  // those of the highest number are left out first where there is no room; 0: it stays
+	right bool // numbers
+	wide  bool // only with -o wide
+}
+
+// cell of a table.
+type cell struct{ text, colour string }
+
+func plain(texts ...string) []cell {
+	var cells []cell
+	for _, text := range texts {
+		cells = append(cells, cell{text: text})
+	}
+	return cells
+}
+
+// table is lines of cells below the titles of their columns.
+type table struct {
+	columns []column
+	rows    [][]cell
+}
+
+func (t *table) add(cells ...cell) { t.rows = append(t.rows, cells) }
+
+// gap is what is between two columns.
+const gap = "  "
+
+// print prints the table so that it fits the screen: columns are cut, then left out. With -o wide it is as wide as it is.
+func (t *table) print(to *screen) {
+	limit := to.width
+	if to.wide {
+		limit = 0
+	}
+	widths := t.widths(to.wide)
+	fit(t.columns, widths, limit)
+	header := make([]cell, len(t.columns))
+	for i, c := range t.columns {
+		header[i] = cell{c.title, bold}
+	}
+	for _, row := range slices.Concat([][]cell{header}, t.rows) {
+		t.line(to, row, widths)
+	}
+}
+
+// line prints one row.
+func (t *table) line(to *screen, row []cell, widths []int) {
+	var line strings.Builder
+	for i, c := range row {
+		if widths[i] < 0 {
+			continue
+		}
+		text := cut(cmp.Or(c.text, "-"), widths[i])
+		pad := strings.Repeat(" ", widths[i]-utf8.RuneCountInString(text))
+		if line.Len() > 0 {
+			line.WriteString(gap)
+		}
+		if t.columns[i].right {
+			line.WriteString(pad)
+			pad = ""
+		}
+		line.WriteString(to.paint(c.colour, text) + pad)
+	}
+	to.print("%s\n", strings.TrimRight(line.String(), " "))
+}
+
+// widths are how wide the columns are; -1: it is not shown.
+func (t *table) widths(wide bool) []int {
+	widths := make([]int, len(t.columns))
+	for i, c := range t.columns {
+		if c.wide && !wide {
+			widths[i] = -1
+			continue
+		}
+		widths[i] = utf8.RuneCountInString(c.title)
+		for _, row := range t.rows {
+			widths[i] = max(widths[i], utf8.RuneCountInString(cmp.Or(row[i].text, "-")))
+		}
+	}
+	return widths
+}
+
+// fit makes columns narrower until all of them are within the limit (0: none), and then leaves some out.
+func fit(columns []column, widths []int, limit int) {
+	for limit > 0 && total(widths) > limit {
+		if i := widest(columns, widths); i >= 0 {
+			widths[i]--
+			continue
+		}
+		last := -1
+		for i, c := range columns {
+			if widths[i] >= 0 && c.drop > 0 && (last < 0 || c.drop >= columns[last].drop) {
+				last = i
+			}
+		}
+		if last < 0 {
+			return // the terminal has to break the lines
+		}
+		widths[last] = -1
+	}
+}
+
+func total(widths []int) int {
+	sum := -len(gap)
+	for _, w := range widths {
+		if w >= 0 {
+			sum += w + len(gap)
+		}
+	}
+	return sum
+}
+
+// widest is the widest of the columns that may still be cut; -1: none.
+func widest(columns []column, widths []int) int {
+	found := -1
+	for i, c := range columns {
+		if c.least > 0 && widths[i] > c.least && (found < 0 || widths[i] > widths[found]) {
+			found = i
+		}
+	}
+	return found
+}
+
+// cut shortens a text to some columns, and shows that it did.
+func cut(text string, width int) string {
+	if utf8.RuneCountInString(text) <= width {
+		return text
+	}
+	return string([]rune(text)[:max(width-1, 0)]) + "…"
+}
+
+// wrapped breaks a text into lines between its words, each with an indent, that fit the screen.
+func wrapped(text, indent string, width int) string {
+	if width <= 0 {
+		return indent + text + "\n"
+	}
+	var out strings.Builder
+	line := indent
+	for _, word := range strings.Fields(text) {
+		if len(line) > len(indent) && utf8.RuneCountInString(line)+1+utf8.RuneCountInString(word) > width {
+			out.WriteString(line + "\n")
+			line = indent
+		}
+		if len(line) > len(indent) {
+			line += " "
+		}
+		line += word
+	}
+	out.WriteString(line + "\n")
+	return out.String()
+}
+
+// size is a number of bytes as people read it: with binary units, and about three digits.
+func size(bytes int64) string {
+	value, unit := float64(bytes), 0
+	for value >= 1024 && unit < len(units)-1 {
+		value /= 1024
+		unit++
+	}
+	if unit == 0 || value >= 100 || value == float64(int64(value)) {
+		return fmt.Sprintf("%.0f%s", value, units[unit])
+	}
+	return fmt.Sprintf("%.1f%s", value, units[unit])
+}
+
+var units = []string{"", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei"}
+
+// age is how long ago something was, as kubectl shows it.
+func age(now, then time.Time) string {
+	if then.IsZero() {
+		return ""
+	}
+	return duration.HumanDuration(now.Sub(then))
+}
+
+// bar shows a share, of some columns.
+func bar(done, all int64, width int) string {
+	filled := 0
+	if all > 0 {
+		filled = int(float64(min(max(done, 0), all)) / float64(all) * float64(width))
+	}
+	return "[" + strings.Repeat("#", filled) + strings.Repeat(".", width-filled) + "]"
+}
+
+// percent of a share.
+func percent(done, all int64) string {
+	if all <= 0 {
+		return ""
+	}
+	return fmt.Sprintf("%.0f %%", 100*float64(done)/float64(all))
+}
+
+// encode prints a value as -o json or -o yaml; as a table it was printed already.
+func encode(to io.Writer, format string, value any) error {
+	switch format {
+	case "json":
+		e := json.NewEncoder(to)
+		e.SetIndent("", "  ")
+		return e.Encode(value)
+	case "yaml":
+		text, err := yaml.Marshal(value)
+		if err == nil {
+			_, err = to.Write(text)
+		}
+		return err
+	}
+	return nil
+}
