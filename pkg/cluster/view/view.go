@@ -26,7 +26,7 @@ type Options struct {
 	Version string
 	// Page is how many objects are asked for at once; 0: all, as caches give them.
 	Page int64
-	// Namespace has the Leases of the agents; empty: it is not looked whether they are heard.
+	// Namespace has the Leases of the agents; empty: they are looked for in all.
 	Namespace string
 	// Now is the time by which Leases and ages are judged, as the API server has it; zero: this machine's.
 	Now time.Time
@@ -110,7 +110,7 @@ func (t *taking) read() error {
 
 func (t *taking) readLeases() error {
 	t.leases, t.listening = map[string]coordinationv1.Lease{}, t.options.Silent != nil
-	if t.options.Silent != nil || t.options.Namespace == "" {
+	if t.options.Silent != nil {
 		return nil
 	}
 	before := len(t.out.Missing)

@@ -1,0 +1,191 @@
+// Package lost finds what a cluster lacks for the volumes and snapshots that the driver has objects of: PersistentVolumes, claims and
+// snapshot contents that somebody deleted, or that went with the cluster.
+package lost
+
+import (
+	"context"
+	"slices"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/apimachinery/pkg/api/resource"
+	"k8s.io/apimachinery/pkg/api/validation"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+)
+
+// Options say what nothing else tells of the lost objects.
+type Options struct {
+	Driver     string // name of the CSI driver
+	Class      string // StorageClass of the volumes
+	AccessMode string // of the volumes
+	Namespace  string // of VolumeSnapshots of volumes that nobody knows the claim of
+}
+
+// Find returns what is lacking: PersistentVolumes that no other one has the handle of, the claims that they were made for, and contents of
+// snapshots and group snapshots with a snapshot each. All of them are to be kept (Retain). It changes nothing. Its reader knows the kinds
+// of core and of pkg/api.
+func Find(ctx context.Context, from client.Reader, o Options) ([]client.Object, error) {
+	l := &lacking{Reader: from, driver: o.Driver, class: o.Class, mode: o.AccessMode, namespace: o.Namespace}
+	err := l.find(ctx)
+	return l.out, err
+}
+
+// lacking is what is looked for, and how it is to be.
+type lacking struct {
+	client.Reader
+	driver, class, mode, namespace string
+	out                            []client.Object
+}
+
+// find looks for what is lacking, and keeps it.
+func (l *lacking) find(ctx context.Context) error {
+	var volumes v1alpha1.VolumeList
+	if err := l.List(ctx, &volumes); err != nil {
+		return err
+	}
+	var have corev1.PersistentVolumeList
+	if err := l.List(ctx, &have); err != nil {
+		return err
+	}
+	handles := map[string]bool{}
+	for i := range have.Items {
+		if csi := have.Items[i].Spec.CSI; csi != nil && csi.Driver == l.driver {
+			handles[csi.VolumeHandle] = true
+		}
+	}
+	made := map[string]*v1alpha1.Volume{}
+	for i := range volumes.Items {
+		v := &volumes.Items[i]
+		made[v.Name] = v
+		id := v.ID()
+		if v.Status.Created == nil || v.Deleting() || handles[id] {
+			continue
+		}
+		if err := l.volume(ctx, v, id); err != nil {
+			return err
+		}
+	}
+	return l.snapshots(ctx, made)
+}
+
+// nameOf is a name for an object that Kubernetes takes: the first of some that will do.
+func nameOf(names ...string) string {
+	return names[slices.IndexFunc(names, func(name string) bool { return len(validation.NameIsDNSSubdomain(name, false)) == 0 })]
+}
+
+func (l *lacking) volume(ctx context.Context, v *v1alpha1.Volume, id string) error {
+	mode := corev1.PersistentVolumeFilesystem
+	if v.Spec.Filesystem == "" {
+		mode = corev1.PersistentVolumeBlock
+	}
+	size := *resource.NewQuantity(v.Status.Size, resource.BinarySI)
+	modes := []corev1.PersistentVolumeAccessMode{corev1.PersistentVolumeAccessMode(l.mode)}
+	pv := &corev1.PersistentVolume{TypeMeta: metav1.TypeMeta{APIVersion: "v1", Kind: "PersistentVolume"},
+		ObjectMeta: metav1.ObjectMeta{Name: nameOf(v.Spec.PersistentVolume, v.Spec.Name, v.Name), Annotations: map[string]string{"pv.kubernetes.io/provisioned-by": l.driver}},
+		Spec: corev1.PersistentVolumeSpec{Capacity: corev1.ResourceList{corev1.ResourceStorage: size}, AccessModes: modes, VolumeMode: &mode,
+			PersistentVolumeReclaimPolicy: corev1.PersistentVolumeReclaimRetain, StorageClassName: l.class,
+			PersistentVolumeSource: corev1.PersistentVolumeSource{CSI: &corev1.CSIPersistentVolumeSource{Driver: l.driver, VolumeHandle: id, FSType: v.Spec.Filesystem}},
+			NodeAffinity: &corev1.VolumeNodeAffinity{Required: &corev1.NodeSelector{NodeSelectorTerms: []corev1.NodeSelectorTerm{{
+				MatchExpressions: []corev1.NodeSelectorRequirement{{Key: v1alpha1.TopologyKey, Operator: corev1.NodeSelectorOpIn, Values: []string{v.Spec.NodeName}}}}}}}}}
+	l.out = append(l.out, pv)
+	ref := v.Spec.ClaimRef
+	if ref == nil {
+		return nil
+	}
+	pv.Spec.ClaimRef = &corev1.ObjectReference{APIVersion: "v1", Kind: "PersistentVolumeClaim", Namespace: ref.Namespace, Name: ref.Name}
+	err := l.Get(ctx, client.ObjectKey{Namespace: ref.Namespace, Name: ref.Name}, &corev1.PersistentVolumeClaim{})
+	if apierrors.IsNotFound(err) {
+		l.out = append(l.out, &corev1.PersistentVolumeClaim{TypeMeta: metav1.TypeMeta{APIVersion: "v1", Kind: "PersistentVolumeClaim"},
+			ObjectMeta: metav1.ObjectMeta{Namespace: ref.Namespace, Name: ref.Name},
+			Spec: corev1.PersistentVolumeClaimSpec{AccessModes: modes, StorageClassName: &l.class, VolumeMode: &mode, VolumeName: pv.Name,
+				Resources: corev1.VolumeResourceRequirements{Requests: corev1.ResourceList{corev1.ResourceStorage: size}}}})
+		return nil
+	}
+	return err
+}
+
+// The APIs of external-snapshotter.
+var (
+	snapshotGroup = schema.GroupVersion{Group: "snapshot.storage.k8s.io", Version: "v1"}
+	groupGroup    = schema.GroupVersion{Group: "groupsnapshot.storage.k8s.io", Version: "v1"}
+)
+
+// contents returns the handles that the contents of a kind have; none if the cluster has no such API.
+func (l *lacking) contents(ctx context.Context, api schema.GroupVersion, kind string, paths ...[]string) (map[string]bool, error) {
+	list := &unstructured.UnstructuredList{}
+	list.SetGroupVersionKind(api.WithKind(kind + "List"))
+	if err := l.List(ctx, list); err != nil && !meta.IsNoMatchError(err) && !apierrors.IsNotFound(err) {
+		return nil, err
+	}
+	handles := map[string]bool{}
+	for i := range list.Items {
+		for _, path := range paths {
+			if handle, ok, _ := unstructured.NestedString(list.Items[i].Object, path...); ok {
+				handles[handle] = true
+			}
+		}
+	}
+	return handles, nil
+}
+
+func (l *lacking) snapshots(ctx context.Context, volumes map[string]*v1alpha1.Volume) error {
+	var list v1alpha1.SnapshotList
+	if err := l.List(ctx, &list); err != nil {
+		return err
+	}
+	single, err := l.contents(ctx, snapshotGroup, "VolumeSnapshotContent", []string{"status", "snapshotHandle"}, []string{"spec", "source", "snapshotHandle"})
+	if err != nil {
+		return err
+	}
+	grouped, err := l.contents(ctx, groupGroup, "VolumeGroupSnapshotContent", []string{"status", "volumeGroupSnapshotHandle"},
+		[]string{"spec", "source", "groupSnapshotHandles", "volumeGroupSnapshotHandle"})
+	if err != nil {
+		return err
+	}
+	members := map[string][]any{} // of groups, by their IDs
+	for i := range list.Items {
+		s := &list.Items[i]
+		if s.Status.Created == nil || s.Deleting() {
+			continue
+		}
+		id := s.ID()
+		if g := s.Spec.Group; g != nil {
+			group := g.ID()
+			if members[group] = append(members[group], id); len(members[group]) == g.Size && !grouped[group] {
+				l.content(groupGroup, "VolumeGroupSnapshot", g.Key, s, volumes, map[string]any{"groupSnapshotHandles": map[string]any{
+					"volumeGroupSnapshotHandle": group, "volumeSnapshotHandles": members[group]}})
+			}
+		} else if !single[id] {
+			l.content(snapshotGroup, "VolumeSnapshot", s.Name, s, volumes, map[string]any{"snapshotHandle": id})
+		}
+	}
+	return nil
+}
+
+// content keeps a content, and the snapshot or group snapshot that it belongs to: in the namespace of
+// the claim of its source, if somebody knows that.
+func (l *lacking) content(api schema.GroupVersion, kind, key string, s *v1alpha1.Snapshot, volumes map[string]*v1alpha1.Volume, source map[string]any) {
+	namespace := l.namespace
+	if v := volumes[s.Spec.Source]; v != nil && v.Spec.ClaimRef != nil {
+		namespace = v.Spec.ClaimRef.Namespace
+	}
+	name, version := nameOf(s.Spec.Name, key), api.String()
+	field := map[string]string{"VolumeSnapshot": "volumeSnapshot", "VolumeGroupSnapshot": "volumeGroupSnapshot"}[kind]
+	spec := map[string]any{"driver": l.driver, "deletionPolicy": "Retain", "source": source,
+		field + "Ref": map[string]any{"apiVersion": version, "kind": kind, "namespace": namespace, "name": name}}
+	if v := volumes[s.Spec.Source]; v != nil && kind == "VolumeSnapshot" {
+		spec["sourceVolumeMode"] = "Filesystem"
+		if v.Spec.Filesystem == "" {
+			spec["sourceVolumeMode"] = "Block"
+		}
+	}
+	l.out = append(l.out, &unstructured.Unstructured{Object: map[string]any{"apiVersion": version, "kind": kind + "Content", "metadata": map[string]any{"name": name}, "spec": spec}},
+		&unstructured.Unstructured{Object: map[string]any{"apiVersion": version, "kind": kind, "metadata": map[string]any{"namespace": namespace, "name": name},
+			"spec": map[string]any{"source": map[string]any{field + "ContentName": name}}}})
+}
