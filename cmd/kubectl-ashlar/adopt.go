@@ -1,0 +1,255 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/cli-runtime/pkg/genericclioptions"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/lost"
+)
+
+// adoption is what is to be adopted, and how.
+type adoption struct {
+	*cluster
+	out     io.Writer
+	all     bool
+	volumes bool // PersistentVolumes, too
+	dryRun  bool
+	timeout time.Duration
+	lost    lost.Options
+}
+
+func adoptCommand(flags *genericclioptions.ConfigFlags) *cobra.Command {
+	var a adoption
+	cmd := &cobra.Command{
+		Use:   "adopt [NODE.POOL | ID]...",
+		Short: "Have objects made for volumes and snapshots that pools keep and no object is for",
+		Long: `kubectl ashlar adopt lists the strays: volumes and snapshots that pools keep and no object is for, because
+somebody deleted the objects, or the cluster was made anew. Nothing removes them. With the names of pools, IDs of strays,
+or --all, the agents make their objects.
+
+With --persistent-volumes it then makes what Kubernetes lacks for all volumes and snapshots that have objects:
+PersistentVolumes (with Retain) and their claims, and contents of snapshots with their snapshots. What there is stays as it is.`,
+		Args: func(_ *cobra.Command, args []string) error {
+			if a.all && len(args) > 0 {
+				return errors.New("give --all, or pools and IDs, and not both")
+			}
+			return nil
+		},
+		ValidArgsFunction: func(cmd *cobra.Command, _ []string, begun string) ([]cobra.Completion, cobra.ShellCompDirective) {
+			c, err := connect(flags)
+			var pools v1alpha1.PoolList
+			if err == nil {
+				err = c.List(cmd.Context(), &pools)
+			}
+			var names []string
+			for _, p := range pools.Items {
+				for _, s := range p.Status.Strays {
+					names = append(names, p.Name, s.ID)
+				}
+			}
+			if err != nil {
+				return nil, cobra.ShellCompDirectiveNoFileComp
+			}
+			slices.Sort(names)
+			return slices.DeleteFunc(slices.Compact(names), func(one string) bool { return !strings.HasPrefix(one, begun) }), cobra.ShellCompDirectiveNoFileComp
+		},
+		RunE: func(cmd *cobra.Command, args []string) (err error) {
+			if a.cluster, err = connect(flags); err != nil {
+				return err
+			}
+			a.out = cmd.OutOrStdout()
+			return a.run(cmd.Context(), args)
+		},
+	}
+	f := cmd.Flags()
+	f.BoolVar(&a.all, "all", false, "adopt all strays of all pools")
+	f.BoolVar(&a.dryRun, "dry-run", false, "say what would be done, and do nothing")
+	f.DurationVar(&a.timeout, "timeout", 2*time.Minute, "how long to wait for the agents")
+	f.BoolVar(&a.volumes, "persistent-volumes", false, "make PersistentVolumes, claims and contents of snapshots that are missing")
+	f.StringVar(&a.lost.Class, "storage-class", "ashlar", "StorageClass of those PersistentVolumes, which no record knows")
+	f.StringVar(&a.lost.AccessMode, "access-mode", string(corev1.ReadWriteOnce), "access mode of those PersistentVolumes")
+	f.StringVar(&a.lost.Namespace, "snapshot-namespace", "default", "namespace of snapshots of volumes that nobody knows the claim of")
+	return cmd
+}
+
+func (a *adoption) run(ctx context.Context, wanted []string) error {
+	var pools v1alpha1.PoolList
+	if err := a.List(ctx, &pools); err != nil {
+		return fmt.Errorf("list the pools: %w", err)
+	}
+	if !a.all && len(wanted) == 0 && !a.volumes {
+		return a.list(pools.Items)
+	}
+	asked, err := choose(pools.Items, wanted, a.all)
+	if err != nil {
+		return err
+	}
+	for _, p := range pools.Items {
+		if err := a.ask(ctx, &p, asked[p.Name]); err != nil {
+			return err
+		}
+	}
+	for _, p := range pools.Items {
+		if len(asked[p.Name]) > 0 && !a.dryRun {
+			if err := a.wait(ctx, p.Name, asked[p.Name]); err != nil {
+				return err
+			}
+		}
+	}
+	if !a.volumes {
+		return nil
+	}
+	a.lost.Driver = v1alpha1.DefaultDriver
+	for _, p := range pools.Items {
+		if p.Spec.Driver != "" {
+			a.lost.Driver = p.Spec.Driver
+		}
+	}
+	return a.restore(ctx)
+}
+
+// list prints the strays.
+func (a *adoption) list(pools []v1alpha1.Pool) error {
+	count := 0
+	for _, p := range pools {
+		for _, s := range p.Status.Strays {
+			of := s.Name
+			if s.ClaimRef != nil {
+				of = s.ClaimRef.Namespace + "/" + s.ClaimRef.Name
+			}
+			if _, err := fmt.Fprintf(a.out, "%s  %s  %d bytes  %s\n", p.Name, s.ID, s.Size, of); err != nil {
+				return err
+			}
+		}
+		if more := p.Status.StrayCount - len(p.Status.Strays); more > 0 {
+			if _, err := fmt.Fprintf(a.out, "%s  and %d more\n", p.Name, more); err != nil {
+				return err
+			}
+		}
+		count += max(p.Status.StrayCount, len(p.Status.Strays))
+	}
+	what := "There are no strays.\n"
+	if count > 0 {
+		what = fmt.Sprintf("\nStrays: %d. To have objects made for them, name pools or IDs, or give --all.\n", count)
+	}
+	_, err := fmt.Fprint(a.out, what)
+	return err
+}
+
+// choose returns what is asked of each pool: the value of its annotation, in parts.
+func choose(pools []v1alpha1.Pool, wanted []string, all bool) (map[string][]string, error) {
+	asked := map[string][]string{}
+	for _, p := range pools {
+		if (all || slices.Contains(wanted, p.Name)) && p.Status.StrayCount+len(p.Status.Strays) > 0 {
+			asked[p.Name] = []string{adoptAll}
+		}
+	}
+	for _, one := range wanted {
+		at := slices.IndexFunc(pools, func(p v1alpha1.Pool) bool {
+			return p.Name == one || slices.ContainsFunc(p.Status.Strays, func(s v1alpha1.Stray) bool { return s.ID == one || s.Group == one })
+		})
+		switch {
+		case at < 0:
+			return nil, fmt.Errorf("%s is no pool (NODE.POOL), and no pool says that it is a stray; without arguments adopt lists them", one)
+		case pools[at].Name != one && !slices.Contains(asked[pools[at].Name], adoptAll):
+			asked[pools[at].Name] = append(asked[pools[at].Name], one)
+		}
+	}
+	return asked, nil
+}
+
+// adoptAll is the value of the annotation that asks for all strays of a pool.
+const adoptAll = "all"
+
+// ask writes down what the agent of a pool is to make objects for.
+func (a *adoption) ask(ctx context.Context, p *v1alpha1.Pool, ids []string) error {
+	if len(ids) == 0 {
+		return nil
+	}
+	if _, err := fmt.Fprintf(a.out, "pool %s: adopting %s\n", p.Name, strings.Join(ids, ", ")); err != nil || a.dryRun {
+		return err
+	}
+	before := p.DeepCopy()
+	if p.Annotations == nil {
+		p.Annotations = map[string]string{}
+	}
+	p.Annotations[v1alpha1.AdoptAnnotation] = strings.Join(ids, ",")
+	if err := a.Patch(ctx, p, client.MergeFrom(before)); err != nil {
+		return fmt.Errorf("ask the agent of pool %s: %w", p.Name, err)
+	}
+	return nil
+}
+
+// wait waits until the agent of a pool has done what it was asked for: it then takes the annotation off.
+func (a *adoption) wait(ctx context.Context, name string, ids []string) error {
+	ctx, cancel := context.WithTimeout(ctx, a.timeout)
+	defer cancel()
+	for {
+		p := &v1alpha1.Pool{}
+		if err := a.Get(ctx, client.ObjectKey{Name: name}, p); err != nil && ctx.Err() == nil {
+			return err
+		} else if err == nil && p.Annotations[v1alpha1.AdoptAnnotation] == "" && !left(p, ids) {
+			_, err := fmt.Fprintf(a.out, "pool %s: done\n", name)
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			message := "its agent has not answered"
+			p := &v1alpha1.Pool{}
+			if err := a.Get(context.WithoutCancel(ctx), client.ObjectKey{Name: name}, p); err == nil && p.Annotations[v1alpha1.AdoptAnnotation] == "" {
+				for _, c := range p.Status.Conditions {
+					if c.Type == v1alpha1.Accounted {
+						message = "some are left: " + c.Message
+					}
+				}
+			}
+			return fmt.Errorf("pool %s: %s (after %s); see kubectl ashlar status", name, message, a.timeout)
+		case <-time.After(500 * time.Millisecond):
+		}
+	}
+}
+
+// left reports whether a pool still has some of the strays that were asked for.
+func left(p *v1alpha1.Pool, ids []string) bool {
+	return slices.ContainsFunc(p.Status.Strays, func(s v1alpha1.Stray) bool {
+		return slices.Contains(ids, adoptAll) || slices.Contains(ids, s.ID) || s.Group != "" && slices.Contains(ids, s.Group)
+	})
+}
+
+// restore makes what Kubernetes lacks. What is there already it leaves as it is.
+func (a *adoption) restore(ctx context.Context) error {
+	objects, err := lost.Find(ctx, a, a.lost)
+	if err != nil {
+		return fmt.Errorf("find what is missing: %w", err)
+	}
+	for _, o := range objects {
+		name := o.GetObjectKind().GroupVersionKind().Kind + " " + strings.TrimPrefix(o.GetNamespace()+"/"+o.GetName(), "/")
+		done := "made"
+		if a.dryRun {
+			done = "would be made"
+		} else if err := a.Create(ctx, o); apierrors.IsAlreadyExists(err) {
+			done = "is there, and stays as it is"
+		} else if err != nil {
+			return fmt.Errorf("make %s: %w", name, err)
+		}
+		if _, err := fmt.Fprintf(a.out, "%s: %s\n", name, done); err != nil {
+			return err
+		}
+	}
+	if len(objects) == 0 {
+		_, err = fmt.Fprintln(a.out, "Kubernetes lacks nothing.")
+	}
+	return err
+}

@@ -1,0 +1,250 @@
+package main
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/util/httpstream"
+	"k8s.io/cli-runtime/pkg/genericclioptions"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/kubernetes/scheme"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/remotecommand"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/cli"
+	"github.com/ashlar-csi/ashlar/internal/overview"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/view"
+)
+
+// cluster is the cluster that kubectl's flags name.
+type cluster struct {
+	client.Client
+	config *rest.Config
+	kube   kubernetes.Interface
+	clock  *clock
+}
+
+// page is how many objects are asked for at once, as kubectl does.
+const page = 500
+
+func connect(flags *genericclioptions.ConfigFlags) (*cluster, error) {
+	config, err := flags.ToRESTConfig()
+	if err != nil {
+		return nil, err
+	}
+	c := &cluster{config: config, clock: &clock{}}
+	config.UserAgent = "kubectl-ashlar/" + version
+	config.QPS, config.Burst = 50, 100 // a handful of lists
+	config.Wrap(c.clock.wrap)
+	known, err := view.Scheme()
+	if err != nil {
+		return nil, err
+	}
+	if c.Client, err = client.New(config, client.Options{Scheme: known}); err != nil {
+		return nil, fmt.Errorf("connect to the cluster: %w", err)
+	}
+	c.kube, err = kubernetes.NewForConfig(config)
+	return c, err
+}
+
+// Overview makes the overview with one round of lists.
+func (c *cluster) Overview(ctx context.Context) (*overview.Overview, error) {
+	if _, err := c.kube.Discovery().ServerVersion(); err != nil { // for its clock, too
+		return nil, fmt.Errorf("ask the API server at %s: %w", c.config.Host, err)
+	}
+	return view.Take(ctx, c, view.Options{Version: version, Page: page, Now: c.clock.now(), Kubernetes: true})
+}
+
+// clock is that of the API server, as its answers tell: Leases are not judged by a machine whose own is wrong.
+type clock struct {
+	mu     sync.Mutex
+	server time.Time
+	at     time.Time // when that was, by this machine
+}
+
+func (c *clock) now() time.Time {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.server.IsZero() {
+		return time.Now()
+	}
+	return c.server.Add(time.Since(c.at))
+}
+
+func (c *clock) wrap(next http.RoundTripper) http.RoundTripper { return &ticking{next, c} }
+
+type ticking struct {
+	http.RoundTripper
+	clock *clock
+}
+
+func (t *ticking) RoundTrip(r *http.Request) (*http.Response, error) {
+	answer, err := t.RoundTripper.RoundTrip(r)
+	if err == nil {
+		if date, err := http.ParseTime(answer.Header.Get("Date")); err == nil {
+			t.clock.mu.Lock()
+			t.clock.server, t.clock.at = date, time.Now()
+			t.clock.mu.Unlock()
+		}
+	}
+	return answer, err
+}
+
+// Details of a volume: what happened to its claim, its PersistentVolume and its object; and from its node, its devices and mounts.
+func (c *cluster) Details(ctx context.Context, v *overview.Volume) (history []cli.Event, missing []string, err error) {
+	key := v.ID[strings.LastIndexByte(v.ID, '.')+1:]
+	subjects := []subject{{"Volume", metav1Default, key}}
+	if v.PersistentVolume != "" {
+		subjects = append(subjects, subject{"PersistentVolume", metav1Default, v.PersistentVolume})
+	}
+	if v.Claim != nil {
+		subjects = append(subjects, subject{"PersistentVolumeClaim", v.Claim.Namespace, v.Claim.Name})
+	}
+	for _, pod := range v.Pods {
+		subjects = append(subjects, subject{"Pod", pod.Namespace, pod.Name})
+	}
+	for _, s := range subjects {
+		events, err := c.events(ctx, s)
+		if apierrors.IsForbidden(err) {
+			missing = append(missing, fmt.Sprintf("events of namespace %s: you may not list them, so it is not known what happened to %s %s", s.namespace, s.kind, s.name))
+			continue
+		}
+		if err != nil {
+			return nil, missing, err
+		}
+		history = append(history, events...)
+	}
+	slices.SortStableFunc(history, func(a, b cli.Event) int { return a.Time.Compare(b.Time) })
+	if err := c.fromNode(ctx, v); err != nil {
+		missing = append(missing, fmt.Sprintf("its devices and mounts: %v", err))
+	}
+	return history, missing, nil
+}
+
+// metav1Default is the namespace of events of objects that have none.
+const metav1Default = "default"
+
+// subject is what events are of.
+type subject struct{ kind, namespace, name string }
+
+func (c *cluster) events(ctx context.Context, s subject) ([]cli.Event, error) {
+	var list corev1.EventList
+	if err := c.List(ctx, &list, client.InNamespace(s.namespace), client.MatchingFieldsSelector{Selector: fields.Set{"involvedObject.kind": s.kind, "involvedObject.name": s.name}.AsSelector()}); err != nil {
+		return nil, err
+	}
+	of := s.kind + " " + s.name
+	if s.namespace != metav1Default || s.kind == "Pod" || s.kind == "PersistentVolumeClaim" {
+		of = s.kind + " " + s.namespace + "/" + s.name
+	}
+	var events []cli.Event
+	for i := range list.Items {
+		e := &list.Items[i]
+		one := cli.Event{Time: latest(e), Type: e.Type, Reason: e.Reason, Message: e.Message, Of: of, Count: int(e.Count)}
+		if e.Series != nil {
+			one.Count = int(e.Series.Count)
+		}
+		events = append(events, one)
+	}
+	return events, nil
+}
+
+// latest is when an event was seen last, which depends on who wrote it.
+func latest(e *corev1.Event) time.Time {
+	if e.Series != nil {
+		return e.Series.LastObservedTime.UTC()
+	}
+	for _, t := range []time.Time{e.LastTimestamp.Time, e.EventTime.Time} {
+		if !t.IsZero() {
+			return t.UTC()
+		}
+	}
+	return e.CreationTimestamp.UTC()
+}
+
+// fromNode adds to a volume what its node alone knows: the driver there is asked.
+func (c *cluster) fromNode(ctx context.Context, v *overview.Volume) error {
+	agent, err := c.agent(ctx, v.Node)
+	if err != nil {
+		return err
+	}
+	var said, complaint bytes.Buffer
+	if err := c.run(ctx, agent, &said, &complaint, "/driver", "describe", v.ID, "-o", "json"); err != nil {
+		return fmt.Errorf("ask the driver on node %s: %w", v.Node, cmp.Or(complained(&complaint), err))
+	}
+	var there struct{ Volume overview.Volume }
+	if err := json.Unmarshal(said.Bytes(), &there); err != nil {
+		return fmt.Errorf("what the driver on node %s says cannot be read: %w", v.Node, err)
+	}
+	v.Devices, v.Mounts = there.Volume.Devices, there.Volume.Mounts
+	if v.Used == nil {
+		v.Used = there.Volume.Used
+	}
+	return nil
+}
+
+// complained is what a program said is wrong; nil if it said nothing.
+func complained(said *bytes.Buffer) error {
+	if text := strings.TrimSpace(said.String()); text != "" {
+		return fmt.Errorf("%s", text)
+	}
+	return nil
+}
+
+// agent returns the pod of the agent on a node.
+func (c *cluster) agent(ctx context.Context, node string) (*corev1.Pod, error) {
+	agents, err := c.agents(ctx, client.MatchingFields{"spec.nodeName": node})
+	if err != nil {
+		return nil, err
+	}
+	if len(agents) == 0 {
+		return nil, fmt.Errorf("no pod of the driver runs on node %s", node)
+	}
+	return &agents[0], nil
+}
+
+// agents returns the pods of agents that run.
+func (c *cluster) agents(ctx context.Context, which ...client.ListOption) ([]corev1.Pod, error) {
+	var pods corev1.PodList
+	which = append(which, client.MatchingLabels{"app.kubernetes.io/name": "ashlar", "app.kubernetes.io/component": "node"})
+	if err := c.List(ctx, &pods, which...); err != nil {
+		return nil, fmt.Errorf("list the pods of the driver: %w", err)
+	}
+	return slices.DeleteFunc(pods.Items, func(p corev1.Pod) bool { return p.Status.Phase != corev1.PodRunning || p.DeletionTimestamp != nil }), nil
+}
+
+// driverContainer is the container of the driver in its pods.
+const driverContainer = "driver"
+
+// run runs a program in the driver's container of a pod.
+func (c *cluster) run(ctx context.Context, pod *corev1.Pod, stdout, stderr io.Writer, program ...string) error {
+	request := c.kube.CoreV1().RESTClient().Post().Resource("pods").Namespace(pod.Namespace).Name(pod.Name).SubResource("exec").
+		VersionedParams(&corev1.PodExecOptions{Container: driverContainer, Command: program, Stdout: true, Stderr: true}, scheme.ParameterCodec)
+	overSocket, err := remotecommand.NewWebSocketExecutor(c.config, http.MethodGet, request.URL().String())
+	if err != nil {
+		return err
+	}
+	overSPDY, err := remotecommand.NewSPDYExecutor(c.config, http.MethodPost, request.URL())
+	if err != nil {
+		return err
+	}
+	either, err := remotecommand.NewFallbackExecutor(overSocket, overSPDY, func(err error) bool {
+		return httpstream.IsUpgradeFailure(err) || httpstream.IsHTTPSProxyError(err)
+	})
+	if err != nil {
+		return err
+	}
+	return either.StreamWithContext(ctx, remotecommand.StreamOptions{Stdout: stdout, Stderr: stderr})
+}
