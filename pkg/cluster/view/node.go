@@ -63,7 +63,10 @@ func (t *taking) nodes() {
 
 // objects says how many volumes and snapshots there are.
 func objects(n int) string {
-	if n == 1 {
+	switch n {
+	case 0:
+		return "nothing is"
+	case 1:
 		return "a volume or snapshot is"
 	}
 	return fmt.Sprintf("%d volumes and snapshots are", n)

@@ -2,6 +2,7 @@ package view
 
 import (
 	"fmt"
+	"slices"
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -52,6 +53,9 @@ func (t *taking) volume(v *v1alpha1.Volume) overview.Volume {
 	out.State, out.Failure = stateOf(&v.Status.ObjectStatus, v.Generation, v.Deleting() || v.DeletionTimestamp != nil)
 	for _, p := range v.Status.Health {
 		out.Problems = append(out.Problems, overview.Found(overview.Severity(p.Severity), p.Reason, p.Message, overview.KindVolume, out.ID))
+	}
+	if out.State == overview.Ready && slices.ContainsFunc(out.Problems, func(p overview.Problem) bool { return p.Severity == overview.DataLoss }) {
+		out.State = overview.Lost
 	}
 	out.Problems = t.wrong(out.Problems, &v.Status.ObjectStatus, &v.ObjectMeta, out.State, overview.KindVolume, out.ID)
 	return out

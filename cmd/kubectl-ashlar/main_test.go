@@ -1,0 +1,346 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
+	storagev1 "k8s.io/api/storage/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/klog/v2"
+	"k8s.io/klog/v2/ktesting"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/cli"
+	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/internal/overview"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/agent"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/view"
+	"github.com/ashlar-csi/ashlar/pkg/mount"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+func TestMain(m *testing.M) { apitest.Main(m) }
+
+const (
+	namespace = "default"
+	mib       = 1 << 20
+)
+
+// environment is a cluster, of which each object is removed at the end.
+type environment struct {
+	testing.TB
+	client.Client
+}
+
+func newEnvironment(t *testing.T) *environment {
+	t.Helper()
+	known, err := view.Scheme()
+	check.OK(t, err)
+	check.OK(t, rbacv1.AddToScheme(known))
+	c, err := client.New(apitest.Get(t).Config(apitest.Admin), client.Options{Scheme: known})
+	check.OK(t, err)
+	return &environment{t, c}
+}
+
+// add makes an object, with its status.
+func (e *environment) add(o client.Object) {
+	e.Helper()
+	with := o.DeepCopyObject().(client.Object)
+	check.OK(e, e.Create(e.Context(), o))
+	e.Cleanup(func() { e.remove(o) })
+	switch with.(type) {
+	case *v1alpha1.Pool, *v1alpha1.Volume, *v1alpha1.Snapshot, *corev1.Node, *corev1.Pod:
+		with.SetResourceVersion(o.GetResourceVersion())
+		with.SetUID(o.GetUID())
+		check.OK(e, e.Status().Update(e.Context(), with))
+	}
+}
+
+// remove removes an object, for which no controller of Kubernetes runs here.
+func (e *environment) remove(o client.Object) {
+	e.Helper()
+	ctx := context.Background()
+	check.OK(e, client.IgnoreNotFound(e.Patch(ctx, o, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`)))))
+	check.OK(e, client.IgnoreNotFound(e.Delete(ctx, o, client.GracePeriodSeconds(0))))
+}
+
+// result is what a run of the program printed.
+type result struct {
+	stdout, stderr string
+	err            error
+}
+
+// run runs the program as a user of the API server.
+func run(t testing.TB, user string, args ...string) result {
+	t.Helper()
+	kubeconfig := filepath.Join(t.TempDir(), "kubeconfig")
+	check.OK(t, apitest.Get(t).Kubeconfig(user, kubeconfig))
+	root := newRoot()
+	var stdout, stderr bytes.Buffer
+	root.SetOut(&stdout)
+	root.SetErr(&stderr)
+	root.SetArgs(append([]string{args[0], "--kubeconfig=" + kubeconfig}, args[1:]...))
+	err := root.ExecuteContext(t.Context())
+	return result{stdout.String(), stderr.String(), err}
+}
+
+func (r result) says(t testing.TB, words ...string) {
+	t.Helper()
+	for _, word := range words {
+		if !strings.Contains(r.stdout, word) {
+			t.Errorf("it does not say %q (error %v):\n%s%s", word, r.err, r.stdout, r.stderr)
+		}
+	}
+}
+
+func node(name string, ready corev1.ConditionStatus) *corev1.Node {
+	return &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}, Status: corev1.NodeStatus{Conditions: []corev1.NodeCondition{{Type: corev1.NodeReady, Status: ready}}}}
+}
+
+func pool(node string, total, available int64, healthy metav1.Condition) *v1alpha1.Pool {
+	healthy.Type, healthy.LastTransitionTime = v1alpha1.Healthy, metav1.Now()
+	return &v1alpha1.Pool{ObjectMeta: metav1.ObjectMeta{Name: node + ".default"}, Spec: v1alpha1.PoolSpec{NodeName: node, Pool: "default", Default: true},
+		Status: v1alpha1.PoolStatus{Kind: "file", Total: total, Promised: total - available, Available: available, MaxVolume: available, Conditions: []metav1.Condition{healthy}}}
+}
+
+var fine = metav1.Condition{Status: metav1.ConditionTrue, Reason: "NoProblems"}
+
+// damaged makes a cluster with everything wrong: a full pool, a missing disk, a damaged volume, nodes that are gone, not ready and silent.
+func damaged(e *environment) (lost *v1alpha1.Volume) {
+	heard, silent := metav1.NowMicro(), metav1.NewMicroTime(time.Now().Add(-time.Hour))
+	for name, renewed := range map[string]metav1.MicroTime{"full": heard, "missing": heard, "silent": silent} {
+		e.add(node(name, corev1.ConditionTrue))
+		e.add(&coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "node." + name, Labels: map[string]string{v1alpha1.HeartbeatLabel: v1alpha1.HeartbeatOfAgent}},
+			Spec: coordinationv1.LeaseSpec{HolderIdentity: &name, RenewTime: &renewed}})
+	}
+	e.add(node("sick", corev1.ConditionFalse))
+	for _, p := range []*v1alpha1.Pool{pool("full", 1000*mib, 0, fine), pool("silent", 1000*mib, 50*mib, fine), pool("sick", 1000*mib, 1000*mib, fine), pool("gone", 1000*mib, 1000*mib, fine),
+		pool("missing", 0, 0, metav1.Condition{Status: metav1.ConditionFalse, Reason: "PoolMissing", Message: "no such directory; mount the disk"})} {
+		e.add(p)
+	}
+	volumeOn := func(name, node string, change func(*v1alpha1.Volume)) *v1alpha1.Volume {
+		now := metav1.NowMicro()
+		v := &v1alpha1.Volume{ObjectMeta: metav1.ObjectMeta{Name: volume.KeyOf(name)}, Spec: v1alpha1.VolumeSpec{NodeName: node, Pool: "default", Name: name, Size: 100 * mib, Filesystem: "xfs"},
+			Status: v1alpha1.VolumeStatus{ObjectStatus: v1alpha1.ObjectStatus{Created: &now, Size: 100 * mib}}}
+		change(v)
+		e.add(v)
+		return v
+	}
+	lost = volumeOn("pvc-lost", "full", func(v *v1alpha1.Volume) {
+		v.Spec.ClaimRef, v.Spec.PersistentVolume = &v1alpha1.ClaimRef{Namespace: namespace, Name: "data"}, "pvc-lost"
+		v.Status.Health = []v1alpha1.Problem{{Severity: "DataLoss", Reason: "ImageMissing", Message: "its image is gone"}}
+	})
+	volumeOn("pvc-refused", "full", func(v *v1alpha1.Volume) {
+		v.Status.ObservedGeneration, v.Status.Failure = 1, &v1alpha1.Failure{Reason: "NoSpace", Message: "20 are asked for"}
+	})
+	volumeOn("pvc-unreported", "nowhere", func(*v1alpha1.Volume) {})
+	snapshot := &v1alpha1.Snapshot{ObjectMeta: metav1.ObjectMeta{Name: volume.KeyOf("s")}, Spec: v1alpha1.SnapshotSpec{NodeName: "full", Pool: "default", Name: "snapshot-1", Source: lost.Name}}
+	now := metav1.NowMicro()
+	snapshot.Status.Created, snapshot.Status.Size = &now, 100*mib
+	e.add(snapshot)
+	e.add(&storagev1.StorageClass{ObjectMeta: metav1.ObjectMeta{Name: "ashlar"}, Provisioner: v1alpha1.DefaultDriver})
+	e.add(&corev1.PersistentVolume{ObjectMeta: metav1.ObjectMeta{Name: "pvc-lost"}, Spec: corev1.PersistentVolumeSpec{Capacity: corev1.ResourceList{corev1.ResourceStorage: resource.MustParse("100Mi")},
+		AccessModes: []corev1.PersistentVolumeAccessMode{corev1.ReadWriteOnce}, ClaimRef: &corev1.ObjectReference{Namespace: namespace, Name: "data"},
+		PersistentVolumeSource: corev1.PersistentVolumeSource{CSI: &corev1.CSIPersistentVolumeSource{Driver: v1alpha1.DefaultDriver, VolumeHandle: lost.ID()}}}})
+	e.add(&corev1.Event{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "data.1"}, InvolvedObject: corev1.ObjectReference{Kind: "PersistentVolumeClaim", Namespace: namespace, Name: "data"},
+		Type: "Warning", Reason: "DataLoss", Message: "its image is gone", LastTimestamp: metav1.Now()})
+	return lost
+}
+
+// pods makes a pod that uses the claim of the volume that is lost. Its account has to be there for that.
+func pods(e *environment) {
+	off := false
+	e.add(&corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "nobody"}})
+	e.add(&corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "database-0"}, Spec: corev1.PodSpec{ServiceAccountName: "nobody", AutomountServiceAccountToken: &off,
+		Containers: []corev1.Container{{Name: "c", Image: "i"}}, Volumes: []corev1.Volume{{Name: "data",
+			VolumeSource: corev1.VolumeSource{PersistentVolumeClaim: &corev1.PersistentVolumeClaimVolumeSource{ClaimName: "data"}}}}}})
+}
+
+// TestCommands: what each command says of a cluster in which everything is wrong.
+func TestCommands(t *testing.T) {
+	e := newEnvironment(t)
+	lost := damaged(e)
+	pods(e)
+	r := run(t, apitest.Admin, "status")
+	var problems *cli.ProblemsError
+	if !errors.As(r.err, &problems) || problems.Count != 10 || !strings.HasPrefix(r.stdout, "DataLoss      Volume default/data in pool full.default\n    ImageMissing: its image is gone\n    See https://") {
+		t.Errorf("%v:\n%s", r.err, r.stdout)
+	}
+	r.says(t, "Node gone\n    NodeGone: Kubernetes has no such node", "Node nowhere\n    NodeGone: ", "Node sick\n    NodeNotReady: ", "Node silent\n    AgentSilent: ", "Pool nowhere.default\n    PoolMissing: nobody reports it",
+		"Pool missing.default\n    PoolMissing: no such directory; mount the disk", "Pool full.default\n    PoolFull: ", "Volume pvc-refused in pool full.default\n    NoSpace: 20 are asked for",
+		"Pool silent.default\n    PoolNearlyFull: 95 %", "2 of 6 answer", "Volumes    3: 1 lost, 1 failed")
+
+	r = run(t, apitest.Admin, "pools")
+	if lines := strings.Split(strings.TrimSpace(r.stdout), "\n"); len(lines) != 7 || r.err != nil {
+		t.Errorf("pools, %v:\n%s", r.err, r.stdout)
+	}
+	r = run(t, apitest.Admin, "volumes", "-n", namespace, "-o", "json")
+	var volumes []overview.Volume
+	check.OK(t, errors.Join(r.err, json.Unmarshal([]byte(r.stdout), &volumes)))
+	if len(volumes) != 1 || volumes[0].ID != lost.ID() || volumes[0].PersistentVolume != "pvc-lost" || !slices.Equal(volumes[0].Pods, []overview.Ref{{Namespace: namespace, Name: "database-0"}}) {
+		t.Errorf("volumes of a namespace: %s", r.stdout)
+	}
+	for _, name := range []string{lost.ID(), "pvc-lost", namespace + "/data"} {
+		r = run(t, apitest.Admin, "describe", name)
+		r.says(t, "Volume default/data\n", "DataLoss: ImageMissing\n", "pool full.default: ", "Pods               default/database-0", "snapshot-1", "History\n", "DataLoss  PersistentVolumeClaim default/data",
+			"Left out: its devices and mounts: no pod of the driver runs on node full.")
+	}
+	r = run(t, apitest.Admin, "capacity")
+	r.says(t, "silent   default  none: see status", "missing  default  none: see status", "CLASS ")
+	if r := run(t, apitest.Admin, "doctor", "full"); r.err == nil || !strings.Contains(r.err.Error(), "no pod of the driver runs on node full") {
+		t.Errorf("doctor of a node without agent: %v", r.err)
+	}
+	if r := run(t, apitest.Admin, "__complete", "describe", "default/"); !strings.HasPrefix(r.stdout, "default/data\n") {
+		t.Errorf("completed to:\n%s%s", r.stdout, r.stderr)
+	}
+}
+
+// TestRights: what a user may not list is left out, and that is said; without the rights for the driver's own objects there is an error.
+func TestRights(t *testing.T) {
+	e := newEnvironment(t)
+	damaged(e)
+	const user = "agent" // a user whom the API server knows, and who may do nothing yet
+	if r := run(t, user, "status"); r.err == nil || !strings.Contains(r.err.Error(), "forbidden") {
+		t.Errorf("without any rights: %v\n%s", r.err, r.stdout)
+	}
+	e.add(&rbacv1.ClusterRole{ObjectMeta: metav1.ObjectMeta{Name: "looking"}, Rules: []rbacv1.PolicyRule{{APIGroups: []string{"ashlar.dev"}, Resources: []string{"*"}, Verbs: []string{"list"}},
+		{APIGroups: []string{""}, Resources: []string{"persistentvolumes"}, Verbs: []string{"list"}}}})
+	e.add(&rbacv1.ClusterRoleBinding{ObjectMeta: metav1.ObjectMeta{Name: "looking"}, RoleRef: rbacv1.RoleRef{APIGroup: "rbac.authorization.k8s.io", Kind: "ClusterRole", Name: "looking"},
+		Subjects: []rbacv1.Subject{{Kind: "User", Name: user}}})
+	var r result
+	for end := time.Now().Add(30 * time.Second); ; time.Sleep(50 * time.Millisecond) { // until the API server has the role
+		r = run(t, user, "status")
+		var problems *cli.ProblemsError
+		if errors.As(r.err, &problems) || time.Now().After(end) {
+			break
+		}
+	}
+	r.says(t, "Volume default/data", "Left out: pods: you may not list them", "Left out: nodes: ", "Left out: leases: ", "Left out: storageclasses: ")
+	if strings.Contains(r.stdout, "NodeGone") || strings.Contains(r.stdout, "AgentSilent") {
+		t.Errorf("it says of nodes what it cannot know:\n%s", r.stdout)
+	}
+	run(t, user, "describe", "default/data").says(t, "Left out: events of namespace default", "Left out: its devices and mounts: ")
+	if r := run(t, user, "adopt", "--all"); r.err != nil {
+		t.Errorf("adopt where there is nothing: %v", r.err)
+	}
+}
+
+// TestAdopt: volumes whose objects somebody deleted come back, by a real agent, and with them their PersistentVolumes.
+func TestAdopt(t *testing.T) {
+	e := newEnvironment(t)
+	e.add(node("n1", corev1.ConditionTrue))
+	ctx := klog.NewContext(context.Background(), ktesting.NewLogger(t, ktesting.NewConfig()))
+	mounts, err := mount.LoadTable()
+	check.OK(t, err)
+	pools := []blockdev.Pool{memory.NewDisk(1<<30).Open("default", nil)}
+	local, err := volume.NewLocal(ctx, "n1", pools, mounts, 0)
+	check.OK(t, err)
+	for _, name := range []string{"pvc-1", "pvc-2"} {
+		_, err := local.Create(ctx, volume.Spec{Name: name, Size: volume.Range{Required: mib}, Filesystem: "xfs",
+			For: volume.Requester{Namespace: namespace, Name: "claim-" + name, PersistentVolume: "pv-" + name}})
+		check.OK(t, err)
+	}
+	a, err := agent.New(apitest.Get(t).Config(apitest.Admin), local, agent.Options{Driver: v1alpha1.DefaultDriver, Pools: []agent.Pool{{Pool: pools[0], Kind: "memory"}}, Locks: &keylock.Table{}})
+	check.OK(t, err)
+	running, stop := context.WithCancel(ctx)
+	var done sync.WaitGroup
+	done.Go(func() {
+		if err := a.Run(running); err != nil && running.Err() == nil {
+			t.Error(err)
+		}
+	})
+	t.Cleanup(func() {
+		stop()
+		done.Wait()
+		check.OK(t, e.DeleteAllOf(context.Background(), &v1alpha1.Pool{}))
+		check.OK(t, e.DeleteAllOf(context.Background(), &v1alpha1.Volume{}))
+	})
+	one := "vol.default." + volume.KeyOf("pvc-1")
+	var r result
+	for end := time.Now().Add(time.Minute); ; time.Sleep(100 * time.Millisecond) {
+		if r = run(t, apitest.Admin, "adopt"); strings.Contains(r.stdout, "Strays: 2.") || time.Now().After(end) {
+			break
+		}
+	}
+	r.says(t, "n1.default  "+one, "default/claim-pvc-1")
+	run(t, apitest.Admin, "status").says(t, "Strays: it keeps what no object is for: 2")
+	if r := run(t, apitest.Admin, "adopt", "n1.none"); r.err == nil || !strings.Contains(r.err.Error(), "n1.none is no pool") {
+		t.Errorf("a pool that is not there: %v", r.err)
+	}
+	run(t, apitest.Admin, "adopt", "--all", "--dry-run").says(t, "pool n1.default: adopting all\n")
+	if r := run(t, apitest.Admin, "adopt", one, "--timeout=60s"); r.err != nil {
+		t.Fatalf("%v\n%s", r.err, r.stdout)
+	}
+	var volumes v1alpha1.VolumeList
+	check.OK(t, e.List(t.Context(), &volumes))
+	if len(volumes.Items) != 1 || volumes.Items[0].ID() != one {
+		t.Errorf("adopted: %+v", volumes.Items)
+	}
+	r = run(t, apitest.Admin, "adopt", "n1.default", "--timeout=60s")
+	check.OK(t, r.err)
+	r.says(t, "pool n1.default: done")
+	for end := time.Now().Add(time.Minute); ; time.Sleep(100 * time.Millisecond) { // its agent finds the bytes
+		check.OK(t, e.List(t.Context(), &volumes))
+		if len(volumes.Items) == 2 && !slices.ContainsFunc(volumes.Items, func(v v1alpha1.Volume) bool { return v.Status.Created == nil }) {
+			break
+		}
+		if time.Now().After(end) {
+			t.Fatalf("adopted: %+v", volumes.Items)
+		}
+	}
+	r = run(t, apitest.Admin, "adopt", "--persistent-volumes", "--storage-class=fast")
+	check.OK(t, r.err)
+	for _, name := range []string{"pvc-1", "pvc-2"} {
+		r.says(t, "PersistentVolume pv-"+name+": made", "PersistentVolumeClaim default/claim-"+name+": made")
+		pv := &corev1.PersistentVolume{ObjectMeta: metav1.ObjectMeta{Name: "pv-" + name}}
+		claim := &corev1.PersistentVolumeClaim{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "claim-" + name}}
+		check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(pv), pv))
+		if pv.Spec.StorageClassName != "fast" || pv.Spec.PersistentVolumeReclaimPolicy != corev1.PersistentVolumeReclaimRetain || pv.Spec.CSI.VolumeHandle != "vol.default."+volume.KeyOf(name) {
+			t.Errorf("%+v", pv.Spec)
+		}
+		t.Cleanup(func() {
+			e.remove(claim)
+			e.remove(pv)
+		})
+	}
+	run(t, apitest.Admin, "adopt", "--persistent-volumes").says(t, "Kubernetes lacks nothing.")
+}
+
+// TestPools: the doctor is run with the pools that the pod has.
+func TestPools(t *testing.T) {
+	pod := &corev1.Pod{Spec: corev1.PodSpec{Containers: []corev1.Container{{Name: "registrar", Args: []string{"--pool=x=file:///x"}},
+		{Name: "driver", Args: []string{"serve", "--pool=a=file:///a", "--mode=node", "--pool", "b=lvm://b"}}}}}
+	if have := poolsOf(pod); !slices.Equal(have, []string{"--pool=a=file:///a", "--pool", "b=lvm://b"}) {
+		t.Errorf("%q", have)
+	}
+}
+
+// TestHelp: the program calls itself what its user calls it.
+func TestHelp(t *testing.T) {
+	root := newRoot()
+	var out bytes.Buffer
+	root.SetOut(&out)
+	root.SetArgs([]string{"describe", "--help"})
+	check.OK(t, root.Execute())
+	if !strings.Contains(out.String(), "kubectl ashlar describe VOLUME") || !strings.Contains(out.String(), "--context") {
+		t.Errorf("help:\n%s", out.String())
+	}
+}
