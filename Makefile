@@ -16,6 +16,14 @@ help: ## List the targets
 build: ## Build bin/driver, static
 	CGO_ENABLED=0 go build -trimpath -ldflags "-s -w -X main.version=$(VERSION)" -o bin/driver ./cmd/driver
 
+.PHONY: build-plugin
+build-plugin: ## Build bin/kubectl-ashlar, which on the PATH is "kubectl ashlar"
+	CGO_ENABLED=0 go build -trimpath -ldflags "-s -w -X main.version=$(VERSION)" -o bin/kubectl-ashlar ./cmd/kubectl-ashlar
+
+.PHONY: plugin
+plugin: ## Build kubectl ashlar for all platforms, and krew's manifest, into bin/
+	VERSION=$(VERSION) hack/plugin.sh
+
 .PHONY: demo
 demo: tools build ## Take a volume through its whole life on this machine (root)
 	bin/driver demo
