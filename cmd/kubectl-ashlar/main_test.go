@@ -151,6 +151,9 @@ func damaged(e *environment) (lost *v1alpha1.Volume) {
 	volumeOn("pvc-refused", "full", func(v *v1alpha1.Volume) {
 		v.Status.ObservedGeneration, v.Status.Failure = 1, &v1alpha1.Failure{Reason: "NoSpace", Message: "20 are asked for"}
 	})
+	volumeOn("pvc-copied", "full", func(v *v1alpha1.Volume) {
+		v.Spec.Make, v.Status.Created, v.Status.Progress = true, nil, &v1alpha1.Progress{Done: 40 * mib, Total: 100 * mib}
+	})
 	volumeOn("pvc-unreported", "nowhere", func(*v1alpha1.Volume) {})
 	snapshot := &v1alpha1.Snapshot{ObjectMeta: metav1.ObjectMeta{Name: volume.KeyOf("s")}, Spec: v1alpha1.SnapshotSpec{NodeName: "full", Pool: "default", Name: "snapshot-1", Source: lost.Name}}
 	now := metav1.NowMicro()
@@ -186,7 +189,7 @@ func TestCommands(t *testing.T) {
 	}
 	r.says(t, "Node gone\n    NodeGone: Kubernetes has no such node", "Node nowhere\n    NodeGone: ", "Node sick\n    NodeNotReady: ", "Node silent\n    AgentSilent: ", "Pool nowhere.default\n    PoolMissing: nobody reports it",
 		"Pool missing.default\n    PoolMissing: no such directory; mount the disk", "Pool full.default\n    PoolFull: ", "Volume pvc-refused in pool full.default\n    NoSpace: 20 are asked for",
-		"Pool silent.default\n    PoolNearlyFull: 95 %", "2 of 6 answer", "Volumes    3: 1 lost, 1 failed")
+		"Pool silent.default\n    PoolNearlyFull: 95 %", "2 of 6 answer", "Volumes    4: 1 lost, 1 failed, 1 making")
 
 	r = run(t, apitest.Admin, "pools")
 	if lines := strings.Split(strings.TrimSpace(r.stdout), "\n"); len(lines) != 7 || r.err != nil {
@@ -203,6 +206,7 @@ func TestCommands(t *testing.T) {
 		r.says(t, "Volume default/data\n", "DataLoss: ImageMissing\n", "pool full.default: ", "Pods               default/database-0", "snapshot-1", "History\n", "DataLoss  PersistentVolumeClaim default/data",
 			"Left out: its devices and mounts: no pod of the driver runs on node full.")
 	}
+	run(t, apitest.Admin, "volumes").says(t, "Making [####......] 40 %")
 	r = run(t, apitest.Admin, "capacity")
 	r.says(t, "silent   default  none: see status", "missing  default  none: see status", "CLASS ")
 	if r := run(t, apitest.Admin, "doctor", "full"); r.err == nil || !strings.Contains(r.err.Error(), "no pod of the driver runs on node full") {

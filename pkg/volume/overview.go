@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/ashlar-csi/ashlar/internal/overview"
+	"github.com/ashlar-csi/ashlar/internal/progress"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/device"
 )
@@ -23,6 +24,9 @@ func (l *Local) Overview(ctx context.Context, kinds map[string]string) (*overvie
 		n.Pools = append(n.Pools, out)
 	}
 	o.Nodes = []overview.Node{n}
+	for _, c := range l.progress.Running() {
+		l.addProgress(o, c)
+	}
 	o.Finish()
 	return o, ctx.Err()
 }
@@ -50,7 +54,7 @@ func (l *Local) poolOverview(ctx context.Context, pool blockdev.Pool) overview.P
 	if len(problems) > 0 {
 		err = nil // they say why
 	}
-	out.Total, out.Promised, out.Available, out.MaxVolume = c.Total, c.Promised, c.Available, c.MaxVolume
+	out.Total, out.Promised, out.Available, out.Used, out.MaxVolume = c.Total, c.Promised, c.Available, c.Used, c.MaxVolume
 	if is, ok := blockdev.As[blockdev.Identified](pool); ok {
 		out.UUID = is.ID()
 	}
@@ -112,6 +116,23 @@ func (l *Local) snapshotsOverview(ctx context.Context, pool blockdev.Pool, in *o
 		all = append(all, out)
 	}
 	return all
+}
+
+// addProgress says how far something is that is copied or zeroed. What is being made has no record that counts, and so no name, yet.
+func (l *Local) addProgress(o *overview.Overview, c progress.Copy) {
+	ref := blockdev.ParseRef(c.Subject)
+	id, far := ID{ref.Kind, c.Pool, ref.Key}.String(), &overview.Progress{Done: c.Done, Total: c.Total}
+	for i := range o.Volumes {
+		if o.Volumes[i].ID == id { // it grows
+			o.Volumes[i].Progress = far
+			return
+		}
+	}
+	if ref.Kind == blockdev.Snapshot {
+		o.Snapshots = append(o.Snapshots, overview.Snapshot{ID: id, Name: id, Node: l.node, Pool: c.Pool, Size: c.Total, Created: c.Began, State: overview.Making, Progress: far})
+		return
+	}
+	o.Volumes = append(o.Volumes, overview.Volume{ID: id, Name: id, Node: l.node, Pool: c.Pool, Size: c.Total, Created: c.Began, State: overview.Making, Progress: far})
 }
 
 // stateBy is the state of what has a record.

@@ -110,7 +110,7 @@ func (t *taking) silent(node string) bool {
 func pool(p *v1alpha1.Pool, held int) overview.Pool {
 	s := &p.Status
 	out := overview.Pool{Node: p.Spec.NodeName, Name: p.Spec.Pool, Kind: s.Kind, Default: p.Spec.Default, UUID: p.Spec.UUID,
-		Total: s.Total, Promised: s.Promised, Available: s.Available, MaxVolume: s.MaxVolume, StrayCount: max(s.StrayCount, len(s.Strays))}
+		Total: s.Total, Promised: s.Promised, Available: s.Available, Used: s.Used, MaxVolume: s.MaxVolume, StrayCount: max(s.StrayCount, len(s.Strays))}
 	name := overview.PoolName(out.Node, out.Name)
 	say := func(severity overview.Severity, reason, message string) {
 		for _, have := range out.Problems {

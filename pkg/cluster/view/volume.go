@@ -26,7 +26,8 @@ func (t *taking) volumes() {
 
 func (t *taking) volume(v *v1alpha1.Volume) overview.Volume {
 	out := overview.Volume{ID: v.ID(), Name: v.Spec.Name, Node: v.Spec.NodeName, Pool: v.Spec.Pool, Size: v.Spec.Size, Filesystem: v.Spec.Filesystem,
-		Thin: v.Spec.Provisioning == "thin", Created: v.CreationTimestamp.UTC(), PersistentVolume: v.Spec.PersistentVolume}
+		Thin: v.Spec.Provisioning == "thin", Created: v.CreationTimestamp.UTC(), PersistentVolume: v.Spec.PersistentVolume,
+		Used: v.Status.Used, Progress: progress(&v.Status.ObjectStatus)}
 	if v.Status.Created != nil {
 		out.Created, out.Thin = v.Status.Created.UTC(), v.Status.Thin
 		out.Size = v.Status.Size
@@ -64,7 +65,8 @@ func (t *taking) volume(v *v1alpha1.Volume) overview.Volume {
 func (t *taking) snapshots() {
 	for i := range t.copies {
 		s := &t.copies[i]
-		out := overview.Snapshot{ID: s.ID(), Name: s.Spec.Name, Node: s.Spec.NodeName, Pool: s.Spec.Pool, Source: s.SourceID(), Size: s.Status.Size, Created: s.CreationTimestamp.UTC()}
+		out := overview.Snapshot{ID: s.ID(), Name: s.Spec.Name, Node: s.Spec.NodeName, Pool: s.Spec.Pool, Source: s.SourceID(), Size: s.Status.Size, Created: s.CreationTimestamp.UTC(),
+			Progress: progress(&s.Status.ObjectStatus)}
 		if s.Status.Created != nil {
 			out.Created = s.Status.Created.UTC()
 		}
@@ -75,6 +77,14 @@ func (t *taking) snapshots() {
 		out.Problems = t.wrong(nil, &s.Status.ObjectStatus, &s.ObjectMeta, out.State, overview.KindSnapshot, out.ID)
 		t.out.Snapshots = append(t.out.Snapshots, out)
 	}
+}
+
+// progress is how far an object is that is copied or zeroed; nil for others.
+func progress(s *v1alpha1.ObjectStatus) *overview.Progress {
+	if s.Progress == nil {
+		return nil
+	}
+	return &overview.Progress{Done: s.Progress.Done, Total: s.Progress.Total}
 }
 
 // stateOf returns the state of an object, and the message of the failure that its node answered to what was asked for last.
