@@ -16,6 +16,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
 	"github.com/ashlar-csi/ashlar/pkg/controller"
 	"github.com/ashlar-csi/ashlar/pkg/identity"
+	"github.com/ashlar-csi/ashlar/pkg/measure"
+	"github.com/ashlar-csi/ashlar/pkg/metrics"
 	"github.com/ashlar-csi/ashlar/pkg/node"
 	"github.com/ashlar-csi/ashlar/pkg/rpc"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -95,9 +97,12 @@ func startController(ctx context.Context, o options) error {
 	if err != nil {
 		return err
 	}
+	defer listener.Close() // if nobody serves it
 	c := controller.New(s)
 	return beside(ctx, s.Run, func(ctx context.Context) error {
-		return answer(ctx, o, listener, rpc.Services{Identity: newIdentity(o, ready), Controller: c, GroupController: c})
+		return o.monitored(ctx, []metrics.Source{s.Samples}, func(ctx context.Context, observe observer) error {
+			return answer(ctx, o, listener, rpc.Services{Identity: newIdentity(o, ready), Observe: observe, Controller: c, GroupController: c})
+		})
 	})
 }
 
@@ -134,9 +139,14 @@ func startNode(ctx context.Context, o options) (err error) {
 	if err != nil {
 		return err
 	}
+	defer listener.Close() // if nobody serves it
+	measuring := measure.New(ctx, local, o.measured(pools), o.perVolume)
+	defer measuring.Close() // before the pools are
 	return beside(ctx, a.Run, func(ctx context.Context) error {
-		return answer(ctx, o, listener, rpc.Services{Identity: newIdentity(o, nil), Locks: locks,
-			Node: node.New(ctx, &watched{local, a, o.labels}, mounts, o.node()), Overview: o.overview(local)})
+		return o.monitored(ctx, []metrics.Source{measuring.Samples, a.Samples}, func(ctx context.Context, observe observer) error {
+			return answer(ctx, o, listener, rpc.Services{Identity: newIdentity(o, nil), Locks: locks, Observe: observe,
+				Node: node.New(ctx, &watched{local, a, o.labels}, mounts, o.node()), Overview: o.overview(local)})
+		})
 	})
 }
 

@@ -27,6 +27,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/controller"
 	"github.com/ashlar-csi/ashlar/pkg/csimap"
 	"github.com/ashlar-csi/ashlar/pkg/identity"
+	"github.com/ashlar-csi/ashlar/pkg/measure"
+	"github.com/ashlar-csi/ashlar/pkg/metrics"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 	"github.com/ashlar-csi/ashlar/pkg/node"
 	"github.com/ashlar-csi/ashlar/pkg/rpc"
@@ -36,6 +38,8 @@ import (
 // options are the flags of serve.
 type options struct {
 	endpoint     string
+	metrics      string // where metrics are served; empty: nowhere
+	perVolume    bool   // also those of each volume
 	mode         string
 	nodeID       string
 	driverName   string
@@ -164,6 +168,7 @@ func (o *options) addFlags(cmd *cobra.Command) {
 	addFlags(cmd, "What is served", o.servingFlags)
 	addFlags(cmd, "Pools and volumes of this machine", o.volumeFlags)
 	addFlags(cmd, "Kubernetes", o.kubernetesFlags)
+	addFlags(cmd, "Monitoring", o.monitoringFlags)
 	addFlags(cmd, "Logging", o.loggingFlags)
 	addFlags(cmd, "Other flags", func(flags *pflag.FlagSet) {
 		flags.BoolP("help", "h", false, "print this help")
@@ -192,6 +197,11 @@ func (o *options) kubernetesFlags(flags *pflag.FlagSet) {
 	flags.Var(&o.labels, "topology-label", "label of the Kubernetes node that says where it is, as topology.kubernetes.io/zone;\nmay be given more than once. Volumes can be asked for by it: allowedTopologies of a StorageClass (node)")
 	flags.DurationVar(&o.goneGrace, "gone-grace", 5*time.Minute, "how long, as 90s or 5m, a node has to be gone (its object deleted, or tainted ashlar.dev/gone)\nbefore its deleted volumes are given up (controller)")
 	flags.DurationVar(&o.abandonGrace, "abandon-grace", time.Hour, "how long, as 30m or 1h, what nobody seems to know of is kept: from its creation a volume without claim and\nPersistentVolume; from the first refusal because of it a claim without VolumeAttachment (controller)")
+}
+
+func (o *options) monitoringFlags(flags *pflag.FlagSet) {
+	flags.StringVar(&o.metrics, "metrics-endpoint", "", "HOST:PORT or :PORT to serve metrics on, as http://HOST:PORT/metrics; without it, they are not served")
+	flags.BoolVar(&o.perVolume, "metrics-per-volume", false, "also serve metrics that have a series for each volume: size, and what it takes (all and node)")
 }
 
 func (o *options) loggingFlags(flags *pflag.FlagSet) {
@@ -223,6 +233,9 @@ func (o *options) complete(flags *pflag.FlagSet) error {
 		return fmt.Errorf("--logging-format=%s: text and json are known", o.logFormat)
 	}
 	if _, err := rpc.ParseEndpoint(o.endpoint); err != nil {
+		return err
+	}
+	if err := o.checkMonitoring(); err != nil {
 		return err
 	}
 	if err := o.checkCluster(); err != nil {
@@ -293,9 +306,14 @@ func startAlone(ctx context.Context, o options) (err error) {
 	if err != nil {
 		return err
 	}
+	defer listener.Close() // if nobody serves it
+	measuring := measure.New(ctx, store, o.measured(pools), o.perVolume)
+	defer measuring.Close() // before the pools are
 	c := controller.New(store)
-	return answer(ctx, o, listener, rpc.Services{Identity: identity.New(o.driverName, version, nil),
-		Controller: c, GroupController: c, SnapshotMetadata: c, Node: node.New(ctx, store, mounts, o.node()), Overview: o.overview(store)})
+	return o.monitored(ctx, []metrics.Source{measuring.Samples}, func(ctx context.Context, observe observer) error {
+		return answer(ctx, o, listener, rpc.Services{Identity: identity.New(o.driverName, version, nil), Observe: observe,
+			Controller: c, GroupController: c, SnapshotMetadata: c, Node: node.New(ctx, store, mounts, o.node()), Overview: o.overview(store)})
+	})
 }
 
 // overview is what the commands show of this machine.

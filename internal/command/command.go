@@ -12,6 +12,8 @@ import (
 	"strings"
 	"syscall"
 	"time"
+
+	"github.com/ashlar-csi/ashlar/pkg/metrics"
 )
 
 // outputLimit bounds what is kept of each of a program's two outputs, in bytes.
@@ -44,6 +46,7 @@ func (e *Error) Unwrap() error { return e.Err }
 // all that it starts are killed when ctx ends, and when the driver dies. A failure
 // is an *Error; if ctx ended first, it wraps ctx.Err().
 func Run(ctx context.Context, argv ...string) (stdout, stderr string, err error) {
+	defer func(began time.Time) { observe(argv[0], began, err) }(time.Now())
 	cmd := exec.CommandContext(ctx, find(argv[0]), argv[1:]...)
 	cmd.Env = []string{"LC_ALL=C", "PATH=" + searchPath}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
@@ -70,6 +73,19 @@ func Run(ctx context.Context, argv ...string) (stdout, stderr string, err error)
 	failure.Output = strings.Join(strings.Fields(warnings.String()+" "+out.String()), " ")
 	return out.String(), warnings.String(), failure
 }
+
+// observe counts that a program ran.
+func observe(program string, began time.Time, err error) {
+	program = metrics.Program(filepath.Base(program))
+	metrics.CommandSeconds.Observe(time.Since(began), program)
+	var failure *Error
+	if err != nil && !(errors.As(err, &failure) && program == "e2fsck" && failure.Code == fsckRepaired) {
+		metrics.CommandFailures.Inc(program)
+	}
+}
+
+// fsckRepaired is the exit status of an e2fsck that did its work (e2fsck(8)).
+const fsckRepaired = 1
 
 // find returns where a program is; its name if it is not in searchPath, to be looked
 // for in the driver's own PATH.

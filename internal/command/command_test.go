@@ -11,6 +11,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/ashlar-csi/ashlar/pkg/metrics/metricstest"
 )
 
 func TestRun(t *testing.T) {
@@ -180,4 +182,28 @@ func TestLeftBehind(t *testing.T) {
 		t.Errorf("error %v, want %v", err, exec.ErrWaitDelay)
 	}
 	gone(t, pids(t, list, 1))
+}
+
+// TestCounted: runs and failures are counted by program, and whatever is not one of the driver's own is "other".
+func TestCounted(t *testing.T) {
+	before := metricstest.Of(t).Values
+	if _, _, err := Run(t.Context(), "mkfs.ext4", "/nowhere/device"); err == nil {
+		t.Fatal("a filesystem where there is nothing")
+	}
+	_, _, err := Run(t.Context(), "true")
+	if err != nil {
+		t.Fatal(err)
+	}
+	after := metricstest.Of(t)
+	for series, more := range map[string]float64{
+		`ashlar_command_seconds_count{program="mkfs.ext4"}`:  1,
+		`ashlar_command_failures_total{program="mkfs.ext4"}`: 1,
+		`ashlar_command_seconds_count{program="other"}`:      1,
+		`ashlar_command_failures_total{program="other"}`:     0,
+		`ashlar_command_failures_total{program="true"}`:      0,
+	} {
+		if got := after.Values[series] - before[series]; got != more {
+			t.Errorf("%s went up by %v, want %v", series, got, more)
+		}
+	}
 }

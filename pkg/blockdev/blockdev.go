@@ -206,6 +206,18 @@ const (
 	DataLoss
 )
 
+func (s Severity) String() string {
+	switch s {
+	case Degraded:
+		return "Degraded"
+	case Inaccessible:
+		return "Inaccessible"
+	case DataLoss:
+		return "DataLoss"
+	}
+	return ""
+}
+
 // Problem is something wrong that an operator should hear of. Reason is one
 // CamelCase word for machines; Message says what is wrong and what to do.
 type Problem struct {
@@ -293,7 +305,7 @@ func Unwrap(p Pool) Pool {
 	return nil
 }
 
-// As returns a pool as one that can do more (Identified, Leaver, Prover, Measurer, Cutter, Stackable, Differ); false if it cannot, or is
+// As returns a pool as one that can do more (Identified, Leaver, Prover, Measurer, ThinPool, Cutter, Stackable, Differ); false if it cannot, or is
 // not open.
 func As[T any](p Pool) (more T, ok bool) {
 	more, ok = Unwrap(p).(T)
@@ -313,6 +325,15 @@ type Prover interface {
 // copies, in bytes; of one that is not thin, that is its size.
 type Measurer interface {
 	Used(ctx context.Context, ref Ref) (int64, error)
+}
+
+// ThinUse is how much of a thin pool is in use, from 0 to 1.
+type ThinUse struct{ Data, Metadata float64 }
+
+// ThinPool is a Pool that may keep its objects in a thin pool, which can be full of data or of metadata; thin is false if it
+// does not.
+type ThinPool interface {
+	ThinUse(ctx context.Context) (use ThinUse, thin bool, err error)
 }
 
 // Cutter is a Pool that may fix the bytes of an attached origin in an instant, however large it is. Where CutsAtOnce, writers can be

@@ -29,6 +29,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/internal/overview/socket"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/metrics"
 )
 
 // drainTime is how long calls in flight get to end when the server stops.
@@ -102,6 +103,9 @@ type Services struct {
 	// Overview is for people: what there is on this machine (driver status and its kin).
 	Overview socket.Source
 
+	// Observe, if set, is told of every call that has ended: how it ended, with its code, and how long it took.
+	Observe func(method string, err error, took time.Duration)
+
 	// Locks that the calls take, if somebody else works on the same volumes too; nil: a
 	// table of their own.
 	Locks *keylock.Table
@@ -110,7 +114,7 @@ type Services struct {
 // Serve serves until ctx ends; then it takes no more calls, gives those in flight
 // 4 s to end, cancels the rest, and removes the socket. It closes the listener.
 func Serve(ctx context.Context, listener net.Listener, s Services) error {
-	guard := &guard{log: klog.FromContext(ctx), locks: s.Locks}
+	guard := &guard{log: klog.FromContext(ctx), locks: s.Locks, observe: s.Observe}
 	guard.node, _ = s.Node.(interrupter)
 	if guard.locks == nil {
 		guard.locks = &keylock.Table{}
@@ -167,9 +171,10 @@ func Serve(ctx context.Context, listener net.Listener, s Services) error {
 
 // guard stands around every call.
 type guard struct {
-	log   klog.Logger
-	locks *keylock.Table
-	node  interrupter // may be nil
+	log     klog.Logger
+	locks   *keylock.Table
+	node    interrupter                                        // may be nil
+	observe func(method string, err error, took time.Duration) // may be nil
 }
 
 // interrupter is a service that goes on with some work after its caller is gone. It is told of
@@ -230,7 +235,8 @@ func guarded(name string, run func() (any, error)) (response any, err error) {
 // call is one call from its begin to its end.
 type call struct {
 	guard   *guard
-	name    string
+	method  string // in full, as gRPC has it
+	name    string // without its service
 	log     klog.Logger
 	start   time.Time
 	request any
@@ -239,7 +245,8 @@ type call struct {
 
 func (g *guard) begin(method string) *call {
 	name := method[strings.LastIndexByte(method, '/')+1:]
-	return &call{guard: g, name: name, log: g.log.WithValues("method", name), start: time.Now(), unlock: func() {}}
+	metrics.CallsInFlight.Inc(name)
+	return &call{guard: g, method: method, name: name, log: g.log.WithValues("method", name), start: time.Now(), unlock: func() {}}
 }
 
 // received takes the locks that the request asks for; ErrBusy if it cannot have all.
@@ -253,14 +260,25 @@ func (c *call) received(request any) error {
 		if c.guard.node != nil {
 			c.guard.node.Interrupt(request)
 		}
+		metrics.CallsBusy.Inc(c.name)
 		return fmt.Errorf("%w on %s; try again", errdefs.ErrBusy, busy)
 	}
 	c.unlock = unlock
 	return nil
 }
 
-// end logs how the call went, once, and gives its error a code.
+// end logs how the call went, once, counts it, and gives its error a code.
 func (c *call) end(ctx context.Context, response any, err error) error {
+	c.logEnd(ctx, response, err)
+	metrics.CallsInFlight.Dec(c.name)
+	err = toStatus(err)
+	if c.guard.observe != nil {
+		c.guard.observe(c.method, err, time.Since(c.start))
+	}
+	return err
+}
+
+func (c *call) logEnd(ctx context.Context, response any, err error) {
 	took := time.Since(c.start).Round(time.Microsecond).String()
 	switch {
 	case err != nil && ctx.Err() == nil:
@@ -274,7 +292,6 @@ func (c *call) end(ctx context.Context, response any, err error) error {
 			v.Info("Call done", "took", took)
 		}
 	}
-	return toStatus(err)
 }
 
 // printable is a message without its secrets: fields that CSI marks, and service

@@ -28,6 +28,7 @@ import (
 	"k8s.io/klog/v2/ktesting"
 
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/metrics/metricstest"
 )
 
 // fake serves what a test tells it to.
@@ -156,7 +157,7 @@ func TestPanic(t *testing.T) {
 	wants(t, err, codes.OK)
 }
 
-// TestOneCallPerVolume: the second call is told to try again, and may when the first is over.
+// TestOneCallPerVolume: the second call is told to try again, and may when the first is over. Metrics tell of both.
 func TestOneCallPerVolume(t *testing.T) {
 	noLeak(t)
 	begun, finish := make(chan struct{}), make(chan struct{})
@@ -171,12 +172,18 @@ func TestOneCallPerVolume(t *testing.T) {
 		ended <- err
 	}()
 	<-begun
+	before := metricstest.Of(t).Values
 	_, err := s.DeleteVolume(t.Context(), &csi.DeleteVolumeRequest{VolumeId: volumeID("a")})
 	wants(t, err, codes.Aborted)
+	during := metricstest.Of(t)
+	during.Is(t, `ashlar_calls_in_flight{method="NodeStageVolume"}`, 1)
+	during.Is(t, `ashlar_calls_in_flight{method="DeleteVolume"}`, 0)
+	during.Is(t, `ashlar_calls_busy_total{method="DeleteVolume"}`, before[`ashlar_calls_busy_total{method="DeleteVolume"}`]+1)
 	_, err = s.DeleteVolume(t.Context(), &csi.DeleteVolumeRequest{VolumeId: volumeID("b")})
 	wants(t, err, codes.OK)
 	close(finish)
 	wants(t, <-ended, codes.OK)
+	metricstest.Of(t).Is(t, `ashlar_calls_in_flight{method="NodeStageVolume"}`, 0)
 	_, err = s.DeleteVolume(t.Context(), &csi.DeleteVolumeRequest{VolumeId: volumeID("a")})
 	wants(t, err, codes.OK)
 }

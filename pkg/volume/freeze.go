@@ -11,6 +11,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
+	"github.com/ashlar-csi/ashlar/pkg/metrics"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 )
 
@@ -155,7 +156,8 @@ func (l *Local) setFreezing(id ID, freezing bool) {
 // once they were released it does not.
 func (l *Local) held(ctx context.Context, o origin, release func() error) (context.Context, func() error) {
 	ctx, cancel := context.WithCancelCause(ctx)
-	id, longest := o.id(), l.longestFreeze
+	id, longest, began := o.id(), l.longestFreeze, time.Now()
+	observe := sync.OnceFunc(func() { metrics.FreezeSeconds.Observe(time.Since(began), l.node) })
 	timer := time.AfterFunc(longest, func() {
 		l.mu.Lock()
 		l.tooLong[id] = time.Now()
@@ -164,6 +166,7 @@ func (l *Local) held(ctx context.Context, o origin, release func() error) (conte
 	})
 	return ctx, func() error {
 		timer.Stop()
+		defer observe()
 		return release()
 	}
 }

@@ -187,6 +187,20 @@ func (l *Local) List(ctx context.Context, after ID, limit int) ([]Volume, error)
 	return volumes, err
 }
 
+// InPool lists all volumes of one pool.
+func (l *Local) InPool(ctx context.Context, name string) ([]Volume, error) {
+	pool, err := l.pool(name)
+	if err != nil {
+		return nil, err
+	}
+	records, err := pool.List(ctx, blockdev.Volume, "", 0)
+	var volumes []Volume
+	for _, r := range records {
+		volumes = append(volumes, fromRecord(name, l.node, r))
+	}
+	return volumes, err
+}
+
 // Topology is where the node is, beside its name: nobody says, on one machine.
 func (l *Local) Topology(context.Context) (map[string]string, error) { return nil, nil }
 

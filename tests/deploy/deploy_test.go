@@ -254,6 +254,7 @@ func TestSchema(t *testing.T) {
 		"goneGrace":                 `{controller: {goneGrace: soon}}`,
 		"abandonGrace":              `{controller: {abandonGrace: soon}}`,
 		"toleration":                `{controller: {tolerations: [{kee: a}]}}`,
+		"metrics":                   `{metrics: on}`,
 		"attachRequired":            `{csiDriver: {attachRequired: "yes"}}`,
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -296,6 +297,44 @@ func TestInline(t *testing.T) {
 	}
 	if _, err := template(`{nodeGroups: {default: {ephemeralPools: [other]}}}`); err == nil || !strings.Contains(err.Error(), "has no pool other") {
 		t.Errorf("a pool that the group does not have: %v", err)
+	}
+}
+
+// TestMetrics: both parts serve metrics, unless somebody says otherwise.
+func TestMetrics(t *testing.T) {
+	for name, c := range map[string]struct {
+		all              objects
+		controller, node []string
+	}{
+		"manifests":         {build(t, manifests), []string{"--metrics-endpoint=:9810"}, []string{"--metrics-endpoint=:9811"}},
+		"chart":             {render(t, ""), []string{"--metrics-endpoint=:9810"}, []string{"--metrics-endpoint=:9811"}},
+		"chart, per volume": {render(t, `{metrics: {perVolume: true}}`), []string{"--metrics-endpoint=:9810"}, []string{"--metrics-endpoint=:9811", "--metrics-per-volume"}},
+		"chart, off":        {render(t, `{metrics: {enabled: false, perVolume: true}}`), nil, nil},
+	} {
+		for _, part := range []struct {
+			workload map[string]any
+			want     []string
+			port     float64
+		}{{c.all.of(t, "Deployment", "ashlar-controller"), c.controller, 9810}, {c.all.of(t, "DaemonSet", "ashlar-node"), c.node, 9811}} {
+			driver := container(t, part.workload, "driver")
+			var have []string
+			for _, arg := range driver["args"].([]any) {
+				if strings.HasPrefix(arg.(string), "--metrics-") {
+					have = append(have, arg.(string))
+				}
+			}
+			if !slices.Equal(have, part.want) {
+				t.Errorf("%s: arguments %v, want %v", name, have, part.want)
+			}
+			there := false
+			for _, port := range driver["ports"].([]any) {
+				p := port.(map[string]any)
+				there = there || p["name"] == "metrics" && fmt.Sprint(p["containerPort"]) == fmt.Sprint(part.port)
+			}
+			if there != (part.want != nil) {
+				t.Errorf("%s: a port named metrics is there: %v, and the arguments are %v", name, there, have)
+			}
+		}
 	}
 }
 

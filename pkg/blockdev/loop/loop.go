@@ -97,6 +97,26 @@ func Configured() ([]int, error) {
 	return numbers, nil
 }
 
+// minors is how many minor numbers a major one has (MINORBITS of linux/kdev_t.h). A loop device that may have partitions takes
+// as many of them as the module was told (max_part), rounded up to a power of two.
+const minors = 1 << 20
+
+// Free returns how many loop devices the kernel may still have, beside those that have a backing file.
+func Free() (int, error) {
+	used, err := Configured()
+	if err != nil {
+		return 0, err
+	}
+	each := 1
+	if text, err := os.ReadFile("/sys/module/loop/parameters/max_part"); err == nil {
+		most, _ := strconv.Atoi(strings.TrimSpace(string(text)))
+		for each <= most {
+			each *= 2
+		}
+	}
+	return minors/each - len(used), nil
+}
+
 // Config says how to configure a loop device.
 type Config struct {
 	Label     string

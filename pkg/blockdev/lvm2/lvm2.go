@@ -11,10 +11,12 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/ashlar-csi/ashlar/internal/command"
 	"github.com/ashlar-csi/ashlar/internal/undoing"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/metrics"
 )
 
 // Shell is lvm2, asked through its own shell (lvm(8)), which stays: a command takes a
@@ -153,7 +155,8 @@ var argument = regexp.MustCompile(`^[-A-Za-z0-9_+./=!:&#@,%|]+$`)
 // Takes reports whether an argument is one that can be passed on.
 func Takes(arg string) bool { return argument.MatchString(arg) }
 
-func (l *Shell) command(ctx context.Context, args []string) ([]Row, error) {
+func (l *Shell) command(ctx context.Context, args []string) (_ []Row, err error) {
+	defer func(began time.Time) { observe(args[0], began, err) }(time.Now())
 	line := strings.Join(args, " ")
 	if err := checkWords(args); err != nil {
 		return nil, err
@@ -195,6 +198,15 @@ func (l *Shell) command(ctx context.Context, args []string) ([]Row, error) {
 		}
 	}
 	return nil, err
+}
+
+// observe counts that a command was asked for. That there is no room, or what is asked for is there or gone, is an answer.
+func observe(command string, began time.Time, err error) {
+	command = metrics.Program(command)
+	metrics.CommandSeconds.Observe(time.Since(began), command)
+	if err != nil && !Refused(err) {
+		metrics.CommandFailures.Inc(command)
+	}
 }
 
 // checkWords returns errdefs.ErrInvalid for a command that lvm2's shell would not take as it is meant.

@@ -214,6 +214,15 @@ func (p *pool) capacity(ctx context.Context) (blockdev.Capacity, thinUse, error)
 	return p.account(use), use, nil
 }
 
+// ThinUse: see blockdev.ThinPool.
+func (p *pool) ThinUse(ctx context.Context) (_ blockdev.ThinUse, thin bool, _ error) {
+	if p.location.Thin == "" {
+		return blockdev.ThinUse{}, false, nil
+	}
+	use, err := p.thinUse(ctx)
+	return blockdev.ThinUse{Data: use.data / 100, Metadata: use.metadata / 100}, true, err
+}
+
 func (p *pool) Capacity(ctx context.Context) (blockdev.Capacity, error) {
 	if err := p.refresh(ctx, lvmFresh); err != nil {
 		return blockdev.Capacity{}, fmt.Errorf("capacity of pool %s: %w", p.name, err)

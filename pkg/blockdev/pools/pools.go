@@ -26,6 +26,14 @@ type Location interface {
 	Open(ctx context.Context, name string, known blockdev.Known) (blockdev.Pool, error)
 }
 
+// KindOf is what a pool at a location is called for people: by its scheme, and that of a thin pool lvmthin.
+func KindOf(l Location) string {
+	if lvm, ok := l.(lvmpool.Location); ok && lvm.Thin != "" {
+		return "lvmthin"
+	}
+	return l.Scheme()
+}
+
 // kinds has a line for each kind of pool, by the scheme of its URLs.
 var kinds = map[string]kind{
 	"file": {"file:///DIRECTORY", parser(filepool.Parse)},

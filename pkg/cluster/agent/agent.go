@@ -51,6 +51,7 @@ type Agent struct {
 	changed chan struct{}                   // the pools may have
 	read    atomic.Bool                     // the cache has been filled once
 	lookups map[string]map[volume.ID]lookup // for the objects of strays, by pool
+	gauges  gauges                          // for metrics
 
 	mu      sync.Mutex
 	cancels map[request]context.CancelFunc // what makes an object

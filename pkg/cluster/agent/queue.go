@@ -13,6 +13,7 @@ import (
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/controller/priorityqueue"
 	"sigs.k8s.io/controller-runtime/pkg/handler"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 	"sigs.k8s.io/controller-runtime/pkg/source"
@@ -20,6 +21,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/metrics"
 )
 
 // request names what is to be made what its objects say: a volume, a snapshot or a group snapshot.
@@ -76,6 +78,11 @@ func (a *Agent) queue(ctx context.Context, name string, workers int, makes bool)
 			return a.reconcile(ctx, r)
 		}),
 		RateLimiter: workqueue.NewTypedItemExponentialFailureRateLimiter[request](firstRetry, lastRetry),
+		NewQueue: func(name string, limiter workqueue.TypedRateLimiter[request]) workqueue.TypedRateLimitingInterface[request] {
+			queue := priorityqueue.New(name, func(o *priorityqueue.Opts[request]) { o.Log, o.RateLimiter = log, limiter })
+			a.gauges.add(queue)
+			return queue
+		},
 		LogConstructor: func(r *request) logr.Logger {
 			if r == nil {
 				return log
@@ -119,6 +126,9 @@ func (a *Agent) reconcile(ctx context.Context, r request) (reconcile.Result, err
 	default:
 		result, err = a.reconcileGroup(ctx, r)
 	}
+	if countsAsFailure(ctx, err) {
+		metrics.AgentFailures.Inc(a.local.Node(), r.kind)
+	}
 	switch {
 	case errors.Is(err, errGaveWay):
 		return reconcile.Result{RequeueAfter: yieldRetry}, nil
@@ -130,6 +140,11 @@ func (a *Agent) reconcile(ctx context.Context, r request) (reconcile.Result, err
 		return reconcile.Result{}, nil
 	}
 	return result, err
+}
+
+// countsAsFailure reports whether an error is more than that it was not the time for it.
+func countsAsFailure(ctx context.Context, err error) bool {
+	return err != nil && ctx.Err() == nil && !errors.Is(err, errGaveWay) && !errors.Is(err, errdefs.ErrBusy) && !apierrors.IsConflict(err) && !apierrors.IsNotFound(err)
 }
 
 // objectChanged ends the making of what nobody wants any more.

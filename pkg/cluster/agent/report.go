@@ -17,6 +17,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/metrics"
 )
 
 // report writes the status of an object, if edit changes it. It fails with a conflict if
@@ -87,6 +88,7 @@ func refuse[T cluster.Object](ctx context.Context, a *Agent, o T, err error) err
 		return nil
 	}
 	klog.FromContext(ctx).Error(err, "Refused")
+	metrics.AgentFailures.Inc(a.local.Node(), requestOf(o).kind)
 	return report(ctx, a, o, func(o T) {
 		status := o.Common()
 		status.Failure, status.Progress, status.ObservedGeneration = failure, nil, o.GetGeneration()

@@ -67,6 +67,20 @@ capabilities:
       mountPath: /csi
 {{- end }}
 
+{{/* The driver's flag for metrics, and the port of its container: a dict of root, port. */}}
+{{- define "ashlar.metrics" -}}
+{{- if .root.Values.metrics.enabled }}
+- --metrics-endpoint=:{{ .port }}
+{{- end }}
+{{- end }}
+
+{{- define "ashlar.metricsPort" -}}
+{{- if .root.Values.metrics.enabled }}
+- name: metrics
+  containerPort: {{ .port }}
+{{- end }}
+{{- end }}
+
 {{/* yes, if a class is to be made: a dict of root, create, api. */}}
 {{- define "ashlar.wanted" -}}
 {{- if eq (toString .create) "auto" -}}

@@ -1,0 +1,62 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"time"
+
+	csimetrics "github.com/kubernetes-csi/csi-lib-utils/metrics"
+	libraries "sigs.k8s.io/controller-runtime/pkg/metrics"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
+	"github.com/ashlar-csi/ashlar/pkg/measure"
+	"github.com/ashlar-csi/ashlar/pkg/metrics"
+)
+
+// observer is told of each call that has ended.
+type observer = func(method string, err error, took time.Duration)
+
+// checkMonitoring checks the flags of metrics.
+func (o *options) checkMonitoring() error {
+	if o.metrics != "" {
+		if _, _, err := net.SplitHostPort(o.metrics); err != nil {
+			return fmt.Errorf("--metrics-endpoint=%s: write it as HOST:PORT or :PORT: %w", o.metrics, err)
+		}
+	}
+	switch {
+	case o.perVolume && o.metrics == "":
+		return errors.New("--metrics-per-volume: give --metrics-endpoint too")
+	case o.perVolume && o.mode == "controller":
+		return errors.New("--metrics-per-volume: nodes measure their volumes")
+	}
+	return nil
+}
+
+// measured are the pools that were opened, in the order of their flags.
+func (o *options) measured(opened []blockdev.Pool) []measure.Pool {
+	var measured []measure.Pool
+	for i, pool := range opened {
+		measured = append(measured, measure.Pool{Pool: pool, Kind: pools.KindOf(o.pools[i].location)})
+	}
+	return measured
+}
+
+// monitored serves calls, and beside them metrics, if it is asked to: those of sources, those of the calls, and those that
+// libraries have: requests to Kubernetes, and queues.
+func (o *options) monitored(ctx context.Context, sources []metrics.Source, serve func(context.Context, observer) error) error {
+	if o.metrics == "" {
+		return serve(ctx, nil)
+	}
+	listener, err := metrics.Listen(o.metrics)
+	if err != nil {
+		return err
+	}
+	calls := csimetrics.NewCSIMetricsManagerWithOptions(o.driverName, csimetrics.WithSubsystem(csimetrics.SubsystemPlugin),
+		csimetrics.WithProcessStartTime(false)) // it is there already
+	all := metrics.Registry(version, sources, calls.GetRegistry(), metrics.Only(libraries.Registry, "rest_client_", "workqueue_"))
+	return beside(ctx, func(ctx context.Context) error { return metrics.Serve(ctx, listener, all) },
+		func(ctx context.Context) error { return serve(ctx, calls.RecordMetrics) })
+}

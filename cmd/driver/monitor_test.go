@@ -1,0 +1,228 @@
+package main
+
+import (
+	"fmt"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+
+	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/co"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/internal/process"
+	"github.com/ashlar-csi/ashlar/pkg/csimap"
+	"github.com/ashlar-csi/ashlar/pkg/metrics"
+	"github.com/ashlar-csi/ashlar/pkg/metrics/metricstest"
+)
+
+// freePort returns an address that nobody serves.
+func freePort(t *testing.T) string {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	check.OK(t, err)
+	defer l.Close()
+	return l.Addr().String()
+}
+
+// without returns the declared metrics that none of some scrapes has, but for those that need what is not here.
+func without(scrapes []metricstest.Scrape, but ...string) (missing []string) {
+	for _, m := range metrics.All() {
+		if !slices.Contains(but, m.Name) && !slices.ContainsFunc(scrapes, func(s metricstest.Scrape) bool { return s.Has(m.Name) }) {
+			missing = append(missing, m.Name)
+		}
+	}
+	return missing
+}
+
+// ofCluster are the metrics that one machine has not, and ofThin those of thin pools.
+var (
+	ofCluster = []string{"ashlar_agent_failures_total", "ashlar_agent_oldest_wish_seconds", "ashlar_agent_queue_length", "ashlar_node_agent_up", "ashlar_objects", "ashlar_pool_strays"}
+	ofThin    = []string{"ashlar_pool_thin_data_ratio", "ashlar_pool_thin_metadata_ratio"}
+)
+
+// TestMetrics: what a driver says of itself is true, and is what is declared.
+func TestMetrics(t *testing.T) {
+	drivertest.NeedRoot(t)
+	dir := drivertest.Dir(t)
+	address := freePort(t)
+	small := filepath.Join(dir, "small")
+	check.OK(t, os.Mkdir(small, 0o700))
+	drivertest.Run(t, "mount", "-t", "tmpfs", "-o", "size=64m", "none", small)
+	t.Cleanup(func() { drivertest.Run(t, "umount", small) })
+	check.OK(t, os.Mkdir(dir+"/empty", 0o700)) // as if no disk were mounted there
+	p := serving(t, dir, "--node-id=n", "--pool="+testPool(dir), "--pool=small=file://"+small+"/pool?reservePercent=0", "--pool=gone=file://"+dir+"/empty",
+		"--metrics-endpoint="+address, "--metrics-per-volume")
+	p.Node = "n"
+	ctx := t.Context()
+
+	v, err := p.Create(ctx, co.Request("v", "ext4", 32<<20))
+	check.OK(t, err)
+	target, err := v.Up(ctx)
+	check.OK(t, err)
+	check.OK(t, os.WriteFile(v.File(target), make([]byte, 1<<20), 0o600))
+	snapshot, err := v.Snapshot(ctx, "s")
+	check.OK(t, err)
+	room, err := p.GetCapacity(ctx, &csi.GetCapacityRequest{Parameters: map[string]string{"pool": "small"}})
+	check.OK(t, err)
+	filled := room.GetAvailableCapacity() - 256<<10 // tmpfs takes some for the records
+	fill := co.Request("fill", co.Block, filled)
+	fill.Parameters = map[string]string{"pool": "small"}
+	full, err := p.Create(ctx, fill)
+	check.OK(t, err)
+	if _, err := p.Create(ctx, co.Request("far too large", co.Block, 1<<50)); err == nil {
+		t.Fatal("a petabyte")
+	}
+	// Somebody damages an image: what is in it is lost.
+	damaged, err := p.Create(ctx, co.Request("damaged", co.Block, 8<<20))
+	check.OK(t, err)
+	_, key, _ := strings.Cut(strings.TrimPrefix(damaged.ID, "vol."), ".")
+	check.OK(t, os.Truncate(dir+"/pool/volumes/"+key+".img", 4096))
+
+	s := metricstest.Get(t, address)
+	for series, want := range map[string]float64{
+		`ashlar_pool_up{kind="file",node="n",pool="default"}`:                                         1,
+		`ashlar_pool_up{kind="file",node="n",pool="small"}`:                                           1,
+		`ashlar_pool_up{kind="file",node="n",pool="gone"}`:                                            0,
+		`ashlar_pool_problems{node="n",pool="gone",reason="PoolMissing",severity="Inaccessible"}`:     1,
+		`ashlar_pool_problems{node="n",pool="small",reason="PoolNearlyFull",severity="Degraded"}`:     1,
+		`ashlar_volume_problems{node="n",pool="default",reason="ImageTruncated",severity="DataLoss"}`: 1,
+		`ashlar_pool_promised_bytes{node="n",pool="small"}`:                                           float64(filled),
+		`ashlar_pool_used_bytes{node="n",pool="small"}`:                                               float64(filled),
+		`ashlar_pool_volumes{node="n",pool="default"}`:                                                2,
+		`ashlar_pool_snapshots{node="n",pool="default"}`:                                              1,
+		`ashlar_freeze_seconds_count{node="n"}`:                                                       1,
+		`ashlar_calls_in_flight{method="CreateVolume"}`:                                               0,
+		`csi_plugin_operations_seconds_count{driver_name="block.csi.ashlar.dev",grpc_status_code="OK",method_name="/csi.v1.Controller/CreateVolume"}`:         3,
+		`csi_plugin_operations_seconds_count{driver_name="block.csi.ashlar.dev",grpc_status_code="OutOfRange",method_name="/csi.v1.Controller/CreateVolume"}`: 1,
+	} {
+		s.Is(t, series, want)
+	}
+	if got := s.Values[`ashlar_pool_available_bytes{node="n",pool="small"}`]; got >= 8<<20 {
+		t.Errorf("%v bytes are available in a pool that is full", got)
+	}
+	// Of these something has to fail, or to be refused, first (TestRun of internal/command, TestBusy of pkg/rpc).
+	if missing := without([]metricstest.Scrape{s}, slices.Concat(ofCluster, ofThin, []string{"ashlar_calls_busy_total", "ashlar_command_failures_total"})...); len(missing) > 0 {
+		t.Errorf("these are declared, and not there: %v", missing)
+	}
+	for _, path := range []string{"/", "/debug/pprof/", "/metrics/x"} {
+		answer, err := http.Get("http://" + address + path)
+		check.OK(t, err)
+		answer.Body.Close()
+		if answer.StatusCode != http.StatusNotFound {
+			t.Errorf("GET %s: %s", path, answer.Status)
+		}
+	}
+	refused(t, drive(t, "--endpoint="+dir+"/other.sock", "--pool=other=file://"+dir+"/other", "--metrics-endpoint="+address), "address already in use")
+
+	check.OK(t, p.RemoveSnapshot(ctx, snapshot.GetSnapshotId()))
+	check.OK(t, v.Down(ctx, target))
+	for _, one := range []*co.Volume{v, full, damaged} {
+		check.OK(t, one.Delete(ctx))
+	}
+	stopped(t, p)
+	if c, err := net.Dial("tcp", address); err == nil {
+		c.Close()
+		t.Error("metrics are served by a driver that has ended")
+	}
+}
+
+// TestMetricsDoNotGrow: no label has a value for each volume.
+func TestMetricsDoNotGrow(t *testing.T) {
+	drivertest.NeedRoot(t)
+	dir := drivertest.Dir(t)
+	address := freePort(t)
+	p := serving(t, dir, "--node-id=n", "--metrics-endpoint="+address)
+	var all []*co.Volume
+	make := func() {
+		v, err := p.Create(t.Context(), co.Request(fmt.Sprint("v", len(all)), co.Block, 1<<20))
+		check.OK(t, err)
+		all = append(all, v)
+		_, err = v.Snapshot(t.Context(), fmt.Sprint("s", len(all)))
+		check.OK(t, err)
+		check.OK(t, p.RemoveSnapshot(t.Context(), drivertest.SnapshotID(fmt.Sprint("s", len(all)))))
+	}
+	make()
+	before := metricstest.Get(t, address).Series()
+	for range 50 {
+		make()
+	}
+	if after := metricstest.Get(t, address).Series(); after != before {
+		t.Errorf("%d series with one volume, %d with 51", before, after)
+	}
+	for _, v := range all {
+		check.OK(t, v.Delete(t.Context()))
+	}
+	stopped(t, p)
+}
+
+// TestMetricsOfCluster: what both parts of a cluster say.
+func TestMetricsOfCluster(t *testing.T) {
+	drivertest.NeedRoot(t)
+	dir := drivertest.Dir(t)
+	server := apitest.Get(t)
+	clusterNode(t)
+	kubeconfig := filepath.Join(dir, "kubeconfig")
+	check.OK(t, server.Kubeconfig(apitest.Admin, kubeconfig))
+	ofController, ofNode := freePort(t), freePort(t)
+	controller := started(t, dir+"/c", program, "--mode=controller", "--kubeconfig="+kubeconfig, "--metrics-endpoint="+ofController)
+	node := started(t, dir+"/n", program, "--mode=node", "--kubeconfig="+kubeconfig, "--node-id="+testNode, "--pool="+testPool(dir), "--metrics-endpoint="+ofNode)
+	probed(t, controller, true)
+	cluster := *controller.Client
+	cluster.NodeClient, cluster.Node = node.NodeClient, testNode
+	v := createdIn(t, &cluster)
+	scrapes := []metricstest.Scrape{metricstest.Get(t, ofController), metricstest.Get(t, ofNode)}
+	for series, want := range map[string]float64{
+		`ashlar_objects{kind="volume",node="` + testNode + `",state="ready"}`: 1,
+		`ashlar_objects{kind="volume",node="` + testNode + `",state="lost"}`:  0,
+		`ashlar_node_agent_up{node="` + testNode + `"}`:                       1,
+	} {
+		scrapes[0].Is(t, series, want)
+	}
+	for series, want := range map[string]float64{
+		`ashlar_pool_up{kind="file",node="` + testNode + `",pool="default"}`: 1,
+		`ashlar_pool_volumes{node="` + testNode + `",pool="default"}`:        1,
+		`ashlar_pool_strays{node="` + testNode + `",pool="default"}`:         0,
+		`ashlar_agent_oldest_wish_seconds{node="` + testNode + `"}`:          0,
+	} {
+		scrapes[1].Is(t, series, want)
+	}
+	// TestMetrics has those of what is not done here; the agent has not failed (TestMetrics of pkg/cluster).
+	for _, name := range slices.DeleteFunc(slices.Clone(ofCluster), func(n string) bool { return n == "ashlar_agent_failures_total" }) {
+		if !scrapes[0].Has(name) && !scrapes[1].Has(name) {
+			t.Errorf("%s is declared, and not there", name)
+		}
+	}
+	for i, s := range scrapes {
+		if !s.Has("rest_client_requests_total") {
+			t.Errorf("part %d of the cluster does not say what it asks of Kubernetes", i)
+		}
+	}
+	check.OK(t, v.Delete(t.Context()))
+	for _, p := range []*process.Driver{controller, node} {
+		stopped(t, p)
+	}
+}
+
+// createdIn makes a volume on the node of a cluster, once the node has reported its pools.
+func createdIn(t *testing.T, cluster *co.Client) *co.Volume {
+	t.Helper()
+	create := co.Request("v", co.Block, 16<<20)
+	create.AccessibilityRequirements = &csi.TopologyRequirement{Requisite: []*csi.Topology{csimap.Topology(testNode)}}
+	for end := time.Now().Add(2 * time.Minute); ; time.Sleep(20 * time.Millisecond) {
+		v, err := cluster.Create(t.Context(), create)
+		if err == nil {
+			return v
+		}
+		if time.Now().After(end) {
+			t.Fatal(err)
+		}
+	}
+}

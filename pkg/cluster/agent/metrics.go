@@ -1,0 +1,130 @@
+package agent
+
+import (
+	"context"
+	"maps"
+	"sync"
+	"time"
+
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/metrics"
+)
+
+// gauges is what the agent keeps in mind for its metrics.
+type gauges struct {
+	mu     sync.Mutex
+	queues []interface{ Len() int }
+	wishes map[wish]time.Time // those that are not carried out, and since when
+}
+
+// wish is a spec of an object.
+type wish struct {
+	uid        types.UID
+	generation int64
+}
+
+func (m *gauges) add(queue interface{ Len() int }) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.queues = append(m.queues, queue)
+}
+
+// Samples is a metrics.Source. What it says comes from memory: it asks the API server for nothing.
+func (a *Agent) Samples() []metrics.Sample {
+	if !a.read.Load() {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), metrics.ScrapeTime)
+	defer cancel()
+	node := a.local.Node()
+	var volumes v1alpha1.VolumeList
+	var snapshots v1alpha1.SnapshotList
+	var pools v1alpha1.PoolList
+	for _, list := range []client.ObjectList{&volumes, &snapshots, &pools} {
+		if err := a.kube.Cache.List(ctx, list, client.UnsafeDisableDeepCopy); err != nil {
+			return nil // the cache has stopped
+		}
+	}
+	var samples []metrics.Sample
+	for i := range a.options.Pools {
+		name := a.options.Pools[i].Name()
+		for _, o := range pools.Items {
+			if o.Name == cluster.PoolName(node, name) {
+				samples = append(samples, metrics.PoolStrays.At(float64(o.Status.StrayCount), node, name))
+			}
+		}
+	}
+	var open []cluster.Object
+	for i := range volumes.Items {
+		if v := &volumes.Items[i]; !carriedOut(v) && !a.copies(v, blockdev.Volume) {
+			open = append(open, v)
+		}
+	}
+	for i := range snapshots.Items {
+		if s := &snapshots.Items[i]; !carriedOutSnapshot(s) && !a.copies(s, blockdev.Snapshot) {
+			open = append(open, s)
+		}
+	}
+	return append(samples, metrics.AgentQueueLength.At(float64(a.gauges.length()), node),
+		metrics.AgentOldestWish.At(a.gauges.oldest(open, time.Now()).Seconds(), node))
+}
+
+func (m *gauges) length() (n int) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for _, queue := range m.queues {
+		n += queue.Len()
+	}
+	return n
+}
+
+// oldest is the age of the oldest of the wishes that are not carried out. Objects do not say when their spec was
+// changed last, so a change counts from when it was first seen here.
+func (m *gauges) oldest(open []cluster.Object, now time.Time) (age time.Duration) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	wishes := map[wish]time.Time{}
+	for _, o := range open {
+		key := wish{o.GetUID(), o.GetGeneration()}
+		since, known := m.wishes[key]
+		switch {
+		case known:
+		case o.GetDeletionTimestamp() != nil:
+			since = o.GetDeletionTimestamp().Time
+		case o.Common().Created == nil && !o.Deleting():
+			since = o.GetCreationTimestamp().Time
+		default:
+			since = now
+		}
+		wishes[key] = since
+		age = max(age, now.Sub(since))
+	}
+	m.wishes = wishes
+	return age
+}
+
+// carriedOut reports whether a volume is what its spec says, or the agent has refused to make it so.
+func carriedOut(v *v1alpha1.Volume) bool {
+	switch {
+	case cluster.Going(v):
+		return false
+	case v.Common().Refused(v.Generation) != nil:
+		return true
+	}
+	return v.Status.Created != nil && v.Status.Size >= v.Spec.Size && maps.Equal(v.Status.Mutable, v.Spec.Mutable)
+}
+
+func carriedOutSnapshot(s *v1alpha1.Snapshot) bool {
+	return !cluster.Going(s) && (s.Status.Created != nil || s.Common().Refused(s.Generation) != nil)
+}
+
+// copies: the bytes of an object are being copied or zeroed.
+func (a *Agent) copies(o cluster.Object, kind blockdev.Kind) bool {
+	_, copying := a.local.Progress().Find(o.In(), blockdev.Ref{Kind: kind, Key: o.GetName()}.String())
+	return copying
+}

@@ -1,0 +1,60 @@
+package store
+
+import (
+	"context"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/metrics"
+)
+
+// counted is what objects are counted by.
+type counted struct {
+	node, kind string
+	state      cluster.State
+}
+
+// Samples is a metrics.Source. What it says comes from memory: it asks the API server for nothing.
+func (s *Store) Samples() []metrics.Sample {
+	ctx, cancel := context.WithTimeout(context.Background(), metrics.ScrapeTime)
+	defer cancel()
+	if s.Ready(ctx) != nil {
+		return nil
+	}
+	var volumes v1alpha1.VolumeList
+	var snapshots v1alpha1.SnapshotList
+	var pools v1alpha1.PoolList
+	for _, list := range []client.ObjectList{&volumes, &snapshots, &pools} {
+		if err := s.kube.Cache.List(ctx, list, client.UnsafeDisableDeepCopy); err != nil {
+			return nil // the cache has stopped
+		}
+	}
+	count := map[counted]int{}
+	nodes := map[string]bool{}
+	for i := range pools.Items { // of a node with pools all states are there, so that an alert sees a change from 0
+		node := pools.Items[i].Spec.NodeName
+		nodes[node] = true
+		for _, state := range cluster.States {
+			count[counted{node, "volume", state}] += 0
+			count[counted{node, "snapshot", state}] += 0
+		}
+	}
+	for i := range volumes.Items {
+		v := &volumes.Items[i]
+		count[counted{v.Spec.NodeName, "volume", cluster.StateOf(v)}]++
+	}
+	for i := range snapshots.Items {
+		o := &snapshots.Items[i]
+		count[counted{o.Spec.NodeName, "snapshot", cluster.StateOf(o)}]++
+	}
+	var samples []metrics.Sample
+	for what, n := range count {
+		samples = append(samples, metrics.Objects.At(float64(n), what.node, what.kind, string(what.state)))
+	}
+	for node := range nodes {
+		samples = append(samples, metrics.NodeAgentUp.Is(s.nodes.Ready(ctx, node) == nil, node))
+	}
+	return samples
+}

@@ -1,0 +1,83 @@
+package metrics
+
+import "github.com/prometheus/client_golang/prometheus"
+
+// What the driver is, and the calls that it answers. How long calls took and how they ended is csi_plugin_operations_seconds, of
+// csi-lib-utils, as dashboards for CSI drivers know it.
+var (
+	BuildInfo = sampledGauge("ashlar_build_info", "What this driver was built from; always 1.", "version", "revision", "goversion")
+
+	CallsInFlight = gauge("ashlar_calls_in_flight", "CSI calls that are being answered.", "method")
+	CallsBusy     = counter("ashlar_calls_busy_total", "CSI calls that were refused because another one works on the same volume or snapshot (ABORTED); the caller asks again.", "method")
+)
+
+// The pools of a node.
+var (
+	PoolUp        = sampledGauge("ashlar_pool_up", "1 if the pool is served, 0 if it is missing, has failed or does not answer.", "node", "pool", "kind")
+	PoolTotal     = sampledGauge("ashlar_pool_total_bytes", "What the pool may promise in all, in bytes.", "node", "pool")
+	PoolPromised  = sampledGauge("ashlar_pool_promised_bytes", "The sizes of all volumes and snapshots of the pool, in bytes.", "node", "pool")
+	PoolAvailable = sampledGauge("ashlar_pool_available_bytes", "What the pool may still promise, in bytes.", "node", "pool")
+	PoolUsed      = sampledGauge("ashlar_pool_used_bytes", "What the volumes and snapshots of the pool take of its storage, in bytes.", "node", "pool")
+	PoolVolumes   = sampledGauge("ashlar_pool_volumes", "Volumes of the pool.", "node", "pool")
+	PoolSnapshots = sampledGauge("ashlar_pool_snapshots", "Snapshots of the pool.", "node", "pool")
+
+	PoolThinData     = sampledGauge("ashlar_pool_thin_data_ratio", "The part of a thin pool's data that is in use, from 0 to 1.", "node", "pool")
+	PoolThinMetadata = sampledGauge("ashlar_pool_thin_metadata_ratio", "The part of a thin pool's metadata that is in use, from 0 to 1.", "node", "pool")
+
+	PoolProblems = sampledGauge("ashlar_pool_problems", "1 while something is wrong with the pool, by what that is.", "node", "pool", "severity", "reason")
+	PoolStrays   = sampledGauge("ashlar_pool_strays", "Volumes and snapshots of the pool that no object of the cluster is for.", "node", "pool")
+
+	VolumeProblems = sampledGauge("ashlar_volume_problems", "Volumes that have something wrong with them, by what that is.", "node", "pool", "severity", "reason")
+
+	LoopDevicesFree = sampledGauge("ashlar_loop_devices_free", "Loop devices that the kernel of the node may still have; each volume of a file pool that is in use takes one or two.", "node")
+)
+
+// Work that takes its time.
+var (
+	CopiesInProgress = sampledGauge("ashlar_copies_in_progress", "Volumes and snapshots that are being copied or zeroed.", "node", "pool")
+	CopiedBytes      = sampledCounter("ashlar_copied_bytes_total", "Bytes that were copied or zeroed, without holes.", "node", "pool")
+
+	FreezeSeconds = histogram("ashlar_freeze_seconds", "How long the writes to a volume were held back while it was copied, in seconds.",
+		[]float64{.005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120}, "node")
+
+	CommandSeconds = histogram("ashlar_command_seconds", "How long programs and commands of lvm2 ran, in seconds.",
+		[]float64{.005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 300, 1800}, "program")
+	CommandFailures = counter("ashlar_command_failures_total", "Runs of programs and commands of lvm2 that failed.", "program")
+)
+
+// A cluster, as its nodes' agents see it, and as the controller does.
+var (
+	AgentQueueLength = sampledGauge("ashlar_agent_queue_length", "Objects that wait for the agent of the node to look at them.", "node")
+	AgentFailures    = counter("ashlar_agent_failures_total", "Tries of the agent that failed, by the kind of the object (volume, snapshot or group).", "node", "kind")
+	AgentOldestWish  = sampledGauge("ashlar_agent_oldest_wish_seconds", "Age of the oldest object of the node whose spec is not carried out, in seconds; 0 if all are. What is being copied or zeroed does not count.", "node")
+
+	Objects     = sampledGauge("ashlar_objects", "Volumes and snapshots of the cluster, by their state (making, ready, deleting, failed, lost).", "node", "kind", "state")
+	NodeAgentUp = sampledGauge("ashlar_node_agent_up", "1 if the node, which has pools, is ready and its agent is heard.", "node")
+)
+
+// What there is of each volume, with --metrics-per-volume.
+var (
+	VolumeSize = perVolume("ashlar_volume_size_bytes", "Size of the volume, in bytes.")
+	VolumeUsed = perVolume("ashlar_volume_used_bytes", "What the volume takes of its pool, in bytes.")
+)
+
+// programs are those that have a name of their own in metrics; whatever else is run is "other".
+var programs = map[string]bool{}
+
+func init() {
+	for _, name := range []string{
+		"mkfs.ext4", "mkfs.xfs", "mkfs.btrfs", "e2fsck", "resize2fs", "btrfstune", "lvm",
+		"fullreport", "lvs", "lvcreate", "lvremove", "lvchange", "lvextend"} {
+		programs[name] = true
+	}
+}
+
+// Program is a program as metrics have it.
+func Program(name string) string {
+	if programs[name] {
+		return name
+	}
+	return "other"
+}
+
+var _ prometheus.Collector = Source(nil)
