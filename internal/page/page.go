@@ -1,0 +1,202 @@
+// Package page shows an overview to people: a read-only page of HTML, for a browser with or without JavaScript. It finds
+// out nothing by itself, changes nothing, and refers to no other address than its own and the runbooks'.
+//
+// Every address is relative to where the page is, so that it also works below a path of a proxy.
+package page
+
+import (
+	"bytes"
+	"context"
+	"embed"
+	"fmt"
+	"html/template"
+	"io/fs"
+	"net"
+	"net/http"
+	"strings"
+	"time"
+
+	"k8s.io/klog/v2"
+
+	"github.com/ashlar-csi/ashlar/internal/overview"
+)
+
+// Source tells what there is.
+type Source interface {
+	// Overview returns everything as it is now. Nobody changes it afterwards.
+	Overview(ctx context.Context) (*overview.Overview, error)
+	// Changes returns a channel that has something to receive after an overview may have become another one, until ctx
+	// ends. Changes that follow each other quickly may be one. It is asked only while somebody looks.
+	Changes(ctx context.Context) <-chan struct{}
+}
+
+// Page is the page of a source.
+type Page struct {
+	latest  latest
+	viewers viewers
+	routes  http.Handler
+	limits  limits
+}
+
+// New returns the page of a source, which is served by Serve or as an http.Handler.
+func New(source Source) *Page {
+	p := &Page{limits: defaults}
+	p.latest.init(source)
+	p.viewers.news = make(chan struct{})
+	routes := http.NewServeMux()
+	routes.HandleFunc("GET /{$}", p.all)
+	routes.HandleFunc("GET /volume", p.volume)
+	routes.HandleFunc("GET /node", p.node)
+	routes.HandleFunc("GET /overview.json", p.json)
+	routes.HandleFunc("GET /events", p.events)
+	for name, kind := range map[string]string{"style.css": "text/css; charset=utf-8", "follow.js": "text/javascript; charset=utf-8", "icon.svg": "image/svg+xml"} {
+		routes.HandleFunc("GET /"+name, static(name, kind))
+	}
+	p.routes = routes
+	return p
+}
+
+//go:embed templates/*.html
+var templateFiles embed.FS
+
+//go:embed static
+var staticFiles embed.FS
+
+var templates = template.Must(template.New("").Funcs(functions).ParseFS(templateFiles, "templates/*.html"))
+
+// headers of every answer. The browser is to load nothing but what this package has, run no script within the page, and
+// show the page within no other.
+var headers = map[string]string{
+	"Content-Security-Policy":      "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+	"Cross-Origin-Opener-Policy":   "same-origin",
+	"Cross-Origin-Resource-Policy": "same-origin",
+	"Referrer-Policy":              "no-referrer",
+	"X-Content-Type-Options":       "nosniff",
+	"Cache-Control":                "no-store",
+}
+
+func (p *Page) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	for name, value := range headers {
+		w.Header().Set(name, value)
+	}
+	if !ours(r) {
+		http.Error(w, fmt.Sprintf("This page is served at an address of this machine alone, and not as %q: ask for it as localhost. A proxy in front of it has to do so too.", r.Host), http.StatusMisdirectedRequest)
+		return
+	}
+	p.routes.ServeHTTP(w, r)
+}
+
+// ours tells whether a request is meant for this page. The page has no login. Where it listens on this machine alone,
+// a page of somebody else must not read it by giving its own name our address (DNS rebinding).
+func ours(r *http.Request) bool {
+	local, ok := r.Context().Value(http.LocalAddrContextKey).(*net.TCPAddr)
+	if !ok || !local.IP.IsLoopback() {
+		return true
+	}
+	host, _, err := net.SplitHostPort(r.Host)
+	if err != nil {
+		host = strings.Trim(r.Host, "[]")
+	}
+	return host == "localhost" || net.ParseIP(host) != nil
+}
+
+// heading is what every page has.
+type heading struct {
+	Title   string
+	View    *view  // nil: there is none
+	Failure string // why it is not newer; empty: it is new
+	Version string // what the stream of events says while this page is as new as can be
+}
+
+// look returns what a page begins with, or answers that nothing is known.
+func (p *Page) look(w http.ResponseWriter, r *http.Request) (heading, bool) {
+	t, err := p.latest.recent(r.Context())
+	if err != nil {
+		return heading{}, false // who asked is gone
+	}
+	h := heading{View: t.view, Version: t.version()}
+	if t.err != nil {
+		h.Failure = t.err.Error()
+	}
+	if t.view == nil {
+		h.Title = "Not known"
+		render(w, r, http.StatusServiceUnavailable, "failed.html", h)
+		return heading{}, false
+	}
+	return h, true
+}
+
+func (p *Page) all(w http.ResponseWriter, r *http.Request) {
+	if h, ok := p.look(w, r); ok {
+		render(w, r, http.StatusOK, "all.html", allOf(h, parseQuery(r.URL.Query())))
+	}
+}
+
+func (p *Page) volume(w http.ResponseWriter, r *http.Request) {
+	if h, ok := p.look(w, r); ok {
+		one := volumeOf(h, r.URL.Query().Get("id"))
+		render(w, r, found(one.Volume != nil), "volume.html", one)
+	}
+}
+
+func (p *Page) node(w http.ResponseWriter, r *http.Request) {
+	if h, ok := p.look(w, r); ok {
+		one := nodeOf(h, r.URL.Query().Get("name"))
+		render(w, r, found(one.Node != nil), "node.html", one)
+	}
+}
+
+func found(is bool) int {
+	if is {
+		return http.StatusOK
+	}
+	return http.StatusNotFound
+}
+
+func (p *Page) json(w http.ResponseWriter, r *http.Request) {
+	t, err := p.latest.recent(r.Context())
+	if err == nil {
+		err = t.err // a program is to notice
+	}
+	var text []byte
+	if err == nil {
+		text, err = t.view.json()
+	}
+	if err != nil {
+		http.Error(w, err.Error(), http.StatusServiceUnavailable)
+		return
+	}
+	write(w, r, http.StatusOK, "application/json", text)
+}
+
+// render answers with a page. It is made before any of it is sent: who reads slowly holds nothing but these bytes.
+func render(w http.ResponseWriter, r *http.Request, status int, name string, data any) {
+	var text bytes.Buffer
+	if err := templates.ExecuteTemplate(&text, name, data); err != nil {
+		klog.FromContext(r.Context()).Error(err, "Cannot make the page", "page", name)
+		http.Error(w, "the page could not be made; the log of the driver says why", http.StatusInternalServerError)
+		return
+	}
+	write(w, r, status, "text/html; charset=utf-8", text.Bytes())
+}
+
+func write(w http.ResponseWriter, r *http.Request, status int, kind string, text []byte) {
+	w.Header().Set("Content-Type", kind)
+	w.Header().Set("Content-Length", fmt.Sprint(len(text)))
+	w.WriteHeader(status)
+	if r.Method != http.MethodHead {
+		_, _ = w.Write(text) // who asked may be gone
+	}
+}
+
+func static(name, kind string) http.HandlerFunc {
+	text, err := fs.ReadFile(staticFiles, "static/"+name)
+	if err != nil {
+		panic(err) // it is embedded
+	}
+	return func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Cache-Control", "no-cache")
+		w.Header().Set("Content-Type", kind)
+		http.ServeContent(w, r, name, time.Time{}, bytes.NewReader(text))
+	}
+}

@@ -1,0 +1,197 @@
+package page
+
+import (
+	"cmp"
+	"net/url"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/ashlar-csi/ashlar/internal/overview"
+)
+
+const (
+	volumesPerPage = 50
+	nodesPerPage   = 12
+	longestFilter  = 200 // bytes
+)
+
+// query is what somebody wants to see of all there is: the parameters of the address.
+type query struct {
+	Filter string // q: words that all have to be there, and KEY:VALUE, which is exact
+	Sort   string // sort: one of orders, with - before it the other way round
+	Page   int    // page: of volumes, from 1
+	Nodes  int    // nodes: page of nodes, from 1
+}
+
+// orders in which volumes can be. What is equal stays in the default one.
+var orders = map[string]func(a, b *row) int{
+	"health":    func(a, b *row) int { return cmp.Or(cmp.Compare(a.worst, b.worst), cmp.Compare(a.Label, b.Label)) },
+	"claim":     func(a, b *row) int { return cmp.Compare(a.Label, b.Label) },
+	"pod":       func(a, b *row) int { return cmp.Compare(a.pod(), b.pod()) },
+	"node":      func(a, b *row) int { return cmp.Or(cmp.Compare(a.Node, b.Node), cmp.Compare(a.Pool, b.Pool)) },
+	"size":      func(a, b *row) int { return cmp.Compare(a.Size, b.Size) },
+	"used":      func(a, b *row) int { return cmp.Compare(a.used(), b.used()) },
+	"state":     func(a, b *row) int { return cmp.Compare(a.State, b.State) },
+	"snapshots": func(a, b *row) int { return cmp.Compare(a.Snapshots, b.Snapshots) },
+	"created":   func(a, b *row) int { return a.Created.Compare(b.Created) },
+}
+
+const defaultOrder = "health"
+
+func (r *row) pod() string {
+	if len(r.Pods) == 0 {
+		return "\xff" // after all that have one
+	}
+	return r.Pods[0].Name
+}
+
+func (r *row) used() int64 {
+	if r.Used == nil {
+		return -1
+	}
+	return *r.Used
+}
+
+// parseQuery reads the parameters. What makes no sense is left out: an address may be old, or typed by hand.
+func parseQuery(values url.Values) query {
+	q := query{Filter: strings.TrimSpace(values.Get("q")), Sort: values.Get("sort"), Page: number(values.Get("page")), Nodes: number(values.Get("nodes"))}
+	if len(q.Filter) > longestFilter {
+		q.Filter = strings.ToValidUTF8(q.Filter[:longestFilter], "")
+	}
+	if orders[strings.TrimPrefix(q.Sort, "-")] == nil {
+		q.Sort = defaultOrder
+	}
+	return q
+}
+
+func number(text string) int {
+	n, err := strconv.Atoi(text)
+	if err != nil || n < 1 {
+		return 1
+	}
+	return n
+}
+
+// Address of the page with this query, relative to it.
+func (q query) Address() string {
+	values := url.Values{}
+	if q.Filter != "" {
+		values.Set("q", q.Filter)
+	}
+	if q.Sort != defaultOrder {
+		values.Set("sort", q.Sort)
+	}
+	if q.Page > 1 {
+		values.Set("page", strconv.Itoa(q.Page))
+	}
+	if q.Nodes > 1 {
+		values.Set("nodes", strconv.Itoa(q.Nodes))
+	}
+	if len(values) == 0 {
+		return "./"
+	}
+	return "./?" + values.Encode()
+}
+
+// SortedBy is the address of the page sorted by a column, or the other way round if it is already.
+func (q query) SortedBy(column string) string {
+	if q.Sort == column {
+		column = "-" + column
+	}
+	q.Sort, q.Page = column, 1
+	return q.Address() + "#volumes"
+}
+
+// Direction in which a column is sorted, as aria-sort has it; empty: it is not.
+func (q query) Direction(column string) string {
+	switch q.Sort {
+	case column:
+		return "ascending"
+	case "-" + column:
+		return "descending"
+	}
+	return ""
+}
+
+// OnPage is the address of another page of volumes.
+func (q query) OnPage(n int) string {
+	q.Page = n
+	return q.Address() + "#volumes"
+}
+
+// OnNodes is the address of another page of nodes.
+func (q query) OnNodes(n int) string {
+	q.Nodes = n
+	return q.Address() + "#nodes"
+}
+
+// exact are the keys of words KEY:VALUE of a filter, and what of a volume they compare.
+var exact = map[string]func(r *row, value string) bool{
+	"node": func(r *row, value string) bool { return strings.EqualFold(r.Node, value) },
+	"pool": func(r *row, value string) bool { return strings.EqualFold(r.Pool, value) },
+	"namespace": func(r *row, value string) bool {
+		return r.Claim != nil && strings.EqualFold(r.Claim.Namespace, value)
+	},
+	"state": func(r *row, value string) bool { return strings.EqualFold(string(r.State), value) },
+	"problem": func(r *row, value string) bool {
+		return slices.ContainsFunc(r.Problems, func(p overview.Problem) bool {
+			return value == "any" || strings.EqualFold(p.Reason, value) || strings.EqualFold(string(p.Severity), value)
+		})
+	},
+}
+
+// volumes returns the rows that the filter lets through, sorted.
+func (q query) volumes(v *view) []*row {
+	words := strings.Fields(q.Filter)
+	rows := make([]*row, 0, len(v.rows))
+	for _, r := range v.rows {
+		if r.has(words) {
+			rows = append(rows, r)
+		}
+	}
+	if q.Sort == defaultOrder {
+		return rows
+	}
+	compare := orders[strings.TrimPrefix(q.Sort, "-")]
+	if strings.HasPrefix(q.Sort, "-") {
+		slices.SortStableFunc(rows, func(a, b *row) int { return compare(b, a) })
+	} else {
+		slices.SortStableFunc(rows, compare)
+	}
+	return rows
+}
+
+func (r *row) has(words []string) bool {
+	for _, word := range words {
+		key, value, _ := strings.Cut(word, ":")
+		if is := exact[strings.ToLower(key)]; is != nil && value != "" {
+			if !is(r, value) {
+				return false
+			}
+		} else if !strings.Contains(r.text, strings.ToLower(word)) {
+			return false
+		}
+	}
+	return true
+}
+
+// part is a page of a list.
+type part[T any] struct {
+	Items       []T
+	Page, Pages int // from 1
+	First, Last int // of all, from 1; both 0 if there are none
+	All         int
+}
+
+// cut returns a page of a list; the last one if there are fewer.
+func cut[T any](all []T, page, size int) part[T] {
+	pages := max(1, (len(all)+size-1)/size)
+	page = min(page, pages)
+	first, last := (page-1)*size, min(page*size, len(all))
+	p := part[T]{Items: all[first:last], Page: page, Pages: pages, First: first + 1, Last: last, All: len(all)}
+	if p.All == 0 {
+		p.First = 0
+	}
+	return p
+}

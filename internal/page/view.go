@@ -1,0 +1,182 @@
+package page
+
+import (
+	"cmp"
+	"encoding/json"
+	"fmt"
+	"reflect"
+	"slices"
+	"strings"
+	"sync"
+
+	"github.com/ashlar-csi/ashlar/internal/overview"
+)
+
+// view is an overview, made ready for being looked up, filtered and sorted. Nobody changes it.
+type view struct {
+	*overview.Overview
+	number  int
+	version string
+
+	Copies []copying
+	Groups []group
+	Total  overview.Pool // of all pools
+
+	rows     []*row // of volumes, in the default order
+	byID     map[string]*row
+	nodes    []*overview.Node
+	snapshot map[string][]*overview.Snapshot // by the ID of their volume
+	sources  map[string]string               // of snapshots, the ID of the volume
+	json     func() ([]byte, error)
+}
+
+// row is a volume in the list.
+type row struct {
+	*overview.Volume
+	Label     string // what people know it by
+	Snapshots int
+	text      string // in lower case, all that the filter looks into
+	worst     int    // of its problems
+}
+
+// copying is a volume or a snapshot that is being copied.
+type copying struct {
+	Subject  overview.Subject
+	Name     string
+	Node     string
+	Pool     string
+	Progress overview.Progress
+}
+
+// group is problems of one kind.
+type group struct {
+	Severity overview.Severity
+	Reason   string
+	Problems []overview.Problem
+}
+
+// shownOfGroup is how many problems of a kind are shown: of a node that is gone there are thousands.
+const shownOfGroup = 5
+
+// Shown are those of a group that are shown in the list of what is wrong.
+func (g group) Shown() []overview.Problem { return g.Problems[:min(shownOfGroup, len(g.Problems))] }
+
+// Rest is how many are not.
+func (g group) Rest() int { return len(g.Problems) - len(g.Shown()) }
+
+// Address is where the rest is to be found: nodes are sorted by what is wrong with them, volumes are filtered.
+func (g group) Address() string {
+	switch g.Problems[0].Subject.Kind {
+	case "Node", "Pool":
+		return "#nodes"
+	case "Volume":
+		return query{Filter: "problem:" + g.Reason, Sort: defaultOrder}.Address() + "#volumes"
+	}
+	return query{Sort: "-snapshots"}.Address() + "#volumes"
+}
+
+func newView(o *overview.Overview, run int64, number int) *view {
+	v := &view{Overview: o, number: number, version: fmt.Sprintf("%x-%d", run, number),
+		byID: map[string]*row{}, snapshot: map[string][]*overview.Snapshot{}, sources: map[string]string{}}
+	for i := range o.Snapshots {
+		s := &o.Snapshots[i]
+		v.snapshot[s.Source] = append(v.snapshot[s.Source], s)
+		v.sources[s.ID] = s.Source
+		v.copying(s.Progress, overview.Subject{Kind: "Snapshot", Name: s.ID}, s.Name, s.Node, s.Pool)
+	}
+	for i := range o.Volumes {
+		one := &o.Volumes[i]
+		r := &row{Volume: one, Label: label(one), Snapshots: len(v.snapshot[one.ID]), worst: worst(one.Problems)}
+		r.text = r.searched()
+		v.rows, v.byID[one.ID] = append(v.rows, r), r
+		v.copying(one.Progress, overview.Subject{Kind: "Volume", Name: one.ID}, r.Label, one.Node, one.Pool)
+	}
+	for i := range o.Nodes {
+		v.nodes = append(v.nodes, &o.Nodes[i])
+		for _, pool := range o.Nodes[i].Pools {
+			v.Total.Total += pool.Total
+			v.Total.Promised += pool.Promised
+			v.Total.Available += pool.Available
+			v.Total.Used += pool.Used
+		}
+	}
+	// What somebody should look at comes first.
+	slices.SortStableFunc(v.rows, orders[defaultOrder])
+	slices.SortStableFunc(v.nodes, func(a, b *overview.Node) int { return cmp.Compare(worstOfNode(a), worstOfNode(b)) })
+	v.group()
+	v.json = sync.OnceValues(func() ([]byte, error) { return json.Marshal(o) })
+	return v
+}
+
+func (v *view) copying(p *overview.Progress, of overview.Subject, name, node, pool string) {
+	if p != nil {
+		v.Copies = append(v.Copies, copying{of, name, node, pool, *p})
+	}
+}
+
+// group puts problems of one kind together, in the order in which they are.
+func (v *view) group() {
+	where := map[[2]string]int{}
+	for _, p := range v.Problems {
+		key := [2]string{string(p.Severity), p.Reason}
+		i, ok := where[key]
+		if !ok {
+			i = len(v.Groups)
+			where[key] = i
+			v.Groups = append(v.Groups, group{Severity: p.Severity, Reason: p.Reason})
+		}
+		v.Groups[i].Problems = append(v.Groups[i].Problems, p)
+	}
+}
+
+// same tells whether an overview says what this view shows.
+func (v *view) same(o *overview.Overview) bool {
+	now := *o
+	now.Taken = v.Taken
+	return reflect.DeepEqual(*v.Overview, now)
+}
+
+// worst returns the place of the worst problem among severities; after all of them if there is none.
+func worst(problems []overview.Problem) int {
+	least := len(severities)
+	for _, p := range problems {
+		if i := slices.Index(severities, p.Severity); i >= 0 {
+			least = min(least, i)
+		}
+	}
+	return least
+}
+
+// severities from the worst.
+var severities = []overview.Severity{overview.DataLoss, overview.Inaccessible, overview.Degraded, overview.Warning}
+
+func worstOfNode(n *overview.Node) int {
+	least := worst(n.Problems)
+	for _, p := range n.Pools {
+		least = min(least, worst(p.Problems))
+	}
+	return least
+}
+
+// label is what people know a volume by: its claim, or else its name.
+func label(v *overview.Volume) string {
+	return cmp.Or(refText(v.Claim), v.Name, v.ID)
+}
+
+func refText(r *overview.Ref) string {
+	if r == nil {
+		return ""
+	}
+	return r.Namespace + "/" + r.Name
+}
+
+func (r *row) searched() string {
+	words := []string{refText(r.Claim), r.PersistentVolume, r.Name, r.ID, r.Node, r.Pool, string(r.State), r.Filesystem, r.Failure}
+	for _, pod := range r.Pods {
+		words = append(words, refText(&pod))
+	}
+	for _, p := range r.Problems {
+		words = append(words, string(p.Severity), p.Reason, p.Message)
+	}
+	return strings.ToLower(strings.Join(words, "\n"))
+}
