@@ -37,7 +37,7 @@ ifneq ($(SKIP_ROOT_TESTS),1)
 		echo "To run only what does not: SKIP_ROOT_TESTS=1 make test (or make test-unit)"; \
 		exit 1; \
 	fi
-	@hack/install-tools.sh
+	@hack/install-tools.sh page
 endif
 	@hack/apiserver.sh >/dev/null
 	go vet ./...
@@ -133,6 +133,11 @@ bench: ## Measure the driver against the bare device (root)
 bench-cluster: ## Measure the driver in a cluster, and its parts with 500 agents against an API server (root)
 	@hack/install-tools.sh e2e
 	tests/benchcluster/run.sh
+
+.PHONY: picture
+picture: ## Draw the page of an operator anew, as the README shows it
+	@hack/install-tools.sh page
+	go test -count=1 -run '^TestPictures$$' ./internal/page -page.pictures $(CURDIR)/docs
 
 .PHONY: lint
 lint: ## Check style, layering (.golangci.yml), go.mod and the workflows

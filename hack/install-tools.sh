@@ -5,6 +5,7 @@
 #   hack/install-tools.sh bench    the same, and fio
 #   hack/install-tools.sh vm       the same, and User Mode Linux
 #   hack/install-tools.sh lvm      the same, and lvm2
+#   hack/install-tools.sh page     the same, and chromium
 #   hack/install-tools.sh image    what hack/image.sh needs
 #   hack/install-tools.sh e2e      what the cluster of the end-to-end tests needs
 #   hack/install-tools.sh lint     only golangci-lint and actionlint, into ./bin; needs no root
@@ -93,6 +94,10 @@ lvm)
 	need thin-provisioning-tools thin_check
 	need user-mode-linux linux.uml
 	;;
+page)
+	need chromium chromium
+	[ -n "$(fc-list Inter 2>/dev/null)" ] || missing+=(fontconfig fonts-inter) # for pictures that look alike everywhere
+	;;
 image | e2e)
 	need mmdebstrap mmdebstrap
 	[ -e /usr/share/keyrings/debian-archive-keyring.gpg ] || missing+=(debian-archive-keyring) # not on Debian's kin
@@ -104,7 +109,7 @@ image | e2e)
 	;;
 "") ;;
 *)
-	echo "usage: $0 [bench|vm|lvm|image|e2e|lint|release]" >&2
+	echo "usage: $0 [bench|vm|lvm|page|image|e2e|lint|release]" >&2
 	exit 2
 	;;
 esac
