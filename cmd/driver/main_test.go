@@ -182,7 +182,7 @@ func TestHelp(t *testing.T) {
 	}
 	// The groups in their order, and what each has.
 	for _, group := range [][]string{
-		{"What is served", "endpoint", "mode", "node-id", "driver-name"},
+		{"What is served", "endpoint", "mode", "node-id", "driver-name", "page"},
 		{"Pools and volumes of this machine", "pool", "max-volumes", "attach-required", "ephemeral-pools", "ephemeral-max-size"},
 		{"Kubernetes", "kubeconfig", "topology-label", "gone-grace", "abandon-grace"},
 		{"Logging", "v", "vmodule", "logging-format"},
@@ -293,6 +293,8 @@ func TestMistakes(t *testing.T) {
 		{"--driver-name", []string{"--driver-name="}},
 		{"--driver-name", []string{"--driver-name=no_underscores"}},
 		{"--driver-name", []string{"--driver-name=" + strings.Repeat("d", 64)}},
+		{"--page=9820: give HOST:PORT", []string{"--page=9820"}},
+		{"the controller shows all nodes", []string{"--mode=node", "--kubeconfig=/no/such/file", "--page=localhost:0"}},
 		{"--max-volumes", []string{"--max-volumes=many"}},
 		{"--max-volumes", []string{"--max-volumes=-1"}},
 		{"--ephemeral-pools=other", []string{"--pool=a=file:///a", "--ephemeral-pools=other"}},

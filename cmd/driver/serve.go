@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"flag"
@@ -50,6 +51,7 @@ type options struct {
 	goneGrace    time.Duration
 	abandonGrace time.Duration
 	labels       labelFlags
+	page         string
 	logFormat    string
 	verbosity    int // klog's -v
 
@@ -182,6 +184,7 @@ func (o *options) servingFlags(flags *pflag.FlagSet) {
 	flags.StringVar(&o.mode, "mode", "all", "all: every service, over the pools of this machine, without Kubernetes;\ncontroller: the Controller services of a cluster;\nnode: the Node service of a cluster, over the pools of this machine")
 	flags.StringVar(&o.nodeID, "node-id", host, "name of this node; in a cluster, that of its Node object")
 	flags.StringVar(&o.driverName, "driver-name", "block.csi.ashlar.dev", "name of the CSI driver")
+	flags.StringVar(&o.page, "page", "", "`ADDRESS` to serve a page for browsers on, as localhost:9820: what there is and what is wrong. It has no login\n(all and controller)")
 }
 
 func (o *options) volumeFlags(flags *pflag.FlagSet) {
@@ -235,10 +238,7 @@ func (o *options) complete(flags *pflag.FlagSet) error {
 	if _, err := rpc.ParseEndpoint(o.endpoint); err != nil {
 		return err
 	}
-	if err := o.checkMonitoring(); err != nil {
-		return err
-	}
-	if err := o.checkCluster(); err != nil {
+	if err := cmp.Or(o.checkMonitoring(), o.checkCluster(), o.checkPage()); err != nil {
 		return err
 	}
 	if o.mode != "controller" {
@@ -311,8 +311,10 @@ func startAlone(ctx context.Context, o options) (err error) {
 	defer measuring.Close() // before the pools are
 	c := controller.New(store)
 	return o.monitored(ctx, []metrics.Source{measuring.Samples}, func(ctx context.Context, observe observer) error {
-		return answer(ctx, o, listener, rpc.Services{Identity: identity.New(o.driverName, version, nil), Observe: observe,
-			Controller: c, GroupController: c, SnapshotMetadata: c, Node: node.New(ctx, store, mounts, o.node()), Overview: o.overview(store)})
+		return o.withPage(ctx, polled{o.overview(store), 2 * time.Second}, func(ctx context.Context) error {
+			return answer(ctx, o, listener, rpc.Services{Identity: identity.New(o.driverName, version, nil), Observe: observe,
+				Controller: c, GroupController: c, SnapshotMetadata: c, Node: node.New(ctx, store, mounts, o.node()), Overview: o.overview(store)})
+		})
 	})
 }
 
