@@ -10,6 +10,7 @@
 #   hack/install-tools.sh e2e      what the cluster of the end-to-end tests needs
 #   hack/install-tools.sh lint     only golangci-lint and actionlint, into ./bin; needs no root
 #   hack/install-tools.sh release  only helm and crane, into ./bin; needs no root
+#   hack/install-tools.sh monitoring  only prometheus and promtool, into ./bin; needs no root
 #
 # When nothing is missing it says nothing and takes milliseconds.
 set -euo pipefail
@@ -72,6 +73,29 @@ built() {
 	ln -sfn "$cached/$name" "bin/$name"
 }
 
+# unpacked PACKAGE COMMAND...: bin/COMMAND, of a package of Debian that is not installed, as that would start its service.
+unpacked() {
+	local package=$1 cached=${ASHLAR_CACHE:-$HOME/.cache/ashlar}/$1 command scratch
+	shift
+	if [ ! -x "$cached/$1" ]; then
+		command -v apt-get >/dev/null || { echo "missing: $* (there is no apt-get here: put them into $cached by hand)" >&2; exit 1; }
+		echo "unpacking $package"
+		scratch=$(mktemp -d)
+		chmod 755 "$scratch"
+		(cd "$scratch" && { apt-get download -qq "$package" >/dev/null 2>&1 || { apt-get update -qq || true; quietly apt-get download -qq "$package"; }; })
+		dpkg-deb -x "$scratch/$package"_*.deb "$scratch/root"
+		mkdir -p "$cached"
+		for command; do
+			mv "$scratch/root/usr/bin/$command" "$cached/"
+		done
+		rm -rf "$scratch"
+	fi
+	mkdir -p bin
+	for command; do
+		ln -sfn "$cached/$command" "bin/$command"
+	done
+}
+
 case ${1-} in
 lint)
 	built golangci-lint github.com/golangci/golangci-lint/v2/cmd/golangci-lint v2.15.0
@@ -81,6 +105,10 @@ lint)
 release)
 	built helm helm.sh/helm/v3/cmd/helm "$(go -C tests/deploy list -m -f '{{.Version}}' helm.sh/helm/v3)" # the one that the chart is tested with
 	built crane github.com/google/go-containerregistry/cmd/crane v0.22.1
+	exit
+	;;
+monitoring)
+	unpacked prometheus prometheus promtool
 	exit
 	;;
 bench) need fio fio ;;
@@ -109,7 +137,7 @@ image | e2e)
 	;;
 "") ;;
 *)
-	echo "usage: $0 [bench|vm|lvm|page|image|e2e|lint|release]" >&2
+	echo "usage: $0 [bench|vm|lvm|page|image|e2e|lint|release|monitoring]" >&2
 	exit 2
 	;;
 esac
