@@ -39,6 +39,7 @@ ifneq ($(SKIP_ROOT_TESTS),1)
 	fi
 	@hack/install-tools.sh page
 endif
+	@hack/install-tools.sh monitoring
 	@hack/apiserver.sh >/dev/null
 	go vet ./...
 	go test -race -count=1 -timeout 60m $$(go list ./... | grep -v -e /tests/sanity$$ -e /pkg/cluster$$)
@@ -59,6 +60,7 @@ test-cluster: ## Run controller and agents against a real API server
 
 .PHONY: test-unit
 test-unit: ## Run the tests that need no root
+	@hack/install-tools.sh monitoring
 	SKIP_ROOT_TESTS=1 go test ./...
 
 # Only its counts are shown, and all that it said if it fails.
@@ -148,7 +150,7 @@ lint: ## Check style, layering (.golangci.yml), go.mod and the workflows
 	bin/actionlint
 
 .PHONY: generate
-generate: ## Make what is generated from pkg/api: the custom resources' definitions
+generate: ## Make what is generated: the custom resources' definitions, and the alerts' PrometheusRule
 	hack/generate.sh
 
 .PHONY: fmt

@@ -4,8 +4,66 @@ package runbook
 // base is where the pages are read.
 const base = "https://github.com/ashlar-csi/ashlar/blob/main/docs/runbooks/"
 
-// pages are the pages, by the reason of a problem.
-var pages = map[string]string{}
+// pages are the pages, by the reason of a problem. Its test finds the reasons in the source: a new one needs its line here, and
+// its section on the page.
+var pages = map[string]string{
+	// Of pools.
+	"PoolFull":                "thin-pool-full",
+	"PoolOvercommitted":       "thin-pool-full",
+	"PoolNearlyFull":          "pool-full",
+	"PoolFailed":              "thin-pool-failed",
+	"PoolMissing":             "pool-down",
+	"PoolUnavailable":         "pool-down",
+	"PoolReadOnly":            "pool-down",
+	"NotConfigured":           "pool-down",
+	"GroupMetadataNearlyFull": "pool-degraded",
+	"ImagesCopiedOnWrite":     "pool-degraded",
+	"ImagesFragmented":        "pool-degraded",
+	"RecordsNotSafe":          "pool-degraded",
+	"SpaceUnknown":            "pool-degraded",
+	"Strays":                  "strays",
+	"UnknownImage":            "strays",
+	"UnknownVolume":           "strays",
+	"VolumeRenamed":           "strays",
+
+	// Of volumes and snapshots.
+	"DataLoss":           "data-loss",
+	"ImageMissing":       "data-loss",
+	"ImageOfAnother":     "data-loss",
+	"ImageTruncated":     "data-loss",
+	"RecordDamaged":      "data-loss",
+	"SnapshotMissing":    "data-loss",
+	"VolumeMissing":      "data-loss",
+	"VolumeTruncated":    "data-loss",
+	"FilesystemShutDown": "filesystem",
+	"FilesystemReadOnly": "filesystem",
+	"FilesystemErrors":   "filesystem",
+	"DeviceMissing":      "disk-missing",
+	"DeviceSuspended":    "volume-inaccessible",
+	"ImageUnreadable":    "volume-inaccessible",
+	"VolumeFailed":       "volume-inaccessible",
+	"DeviceChanged":      "volume-degraded",
+	"ImageLonger":        "volume-degraded",
+
+	// Of nodes.
+	"AgentSilent":  "agent-down",
+	"NodeNotReady": "agent-down",
+
+	// Of what was asked for, and refused (pkg/cluster/failure.go).
+	"NoSpace":      "pool-full",
+	"Unavailable":  "pool-down",
+	"BadToken":     "refused",
+	"Busy":         "refused",
+	"Exists":       "refused",
+	"InUse":        "refused",
+	"Internal":     "refused",
+	"Invalid":      "refused",
+	"Limit":        "refused",
+	"NotFound":     "refused",
+	"OutOfRange":   "refused",
+	"Precondition": "refused",
+	"Unsupported":  "refused",
+}
 
 // URL returns the address of the page for the reason of a problem (blockdev.Problem.Reason, or one of a failure); of the
 // list of all pages if there is none.

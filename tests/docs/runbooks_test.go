@@ -1,0 +1,219 @@
+package docs_test
+
+import (
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+	"unicode"
+)
+
+// programs are what pages may tell an operator to run: coreutils and bash's own, util-linux, procps and such that each node has; kubectl; those of
+// the driver's image; and those of which the page says where to get them.
+var programs = strings.Fields(`
+	cat cp dd df du head ls mkdir mknod mv sort tail tar timeout truncate wc echo export set
+	chroot dmesg findmnt fsfreeze fstrim fuser getfattr grep journalctl losetup lsblk lsof mount ps setfattr umount curl iostat
+	kubectl crictl helm
+	driver bash e2fsck dumpe2fs filefrag mkfs.ext4 mkfs.xfs resize2fs xfs_db xfs_growfs xfs_repair btrfs
+	dmsetup lvchange lvconvert lvcreate lvextend lvremove lvrename lvs pvchange pvck pvcreate pvmove pvs
+	vgcfgbackup vgcfgrestore vgchange vgextend vgreduce vgs vgscan
+	ddrescue nvme smartctl`)
+
+// subcommands are those of programs that are ours, or that pages use a part of.
+var subcommands = map[string][]string{
+	"kubectl ashlar": {"adopt", "capacity", "describe", "doctor", "pools", "status", "volumes"},
+	"kubectl": {"annotate", "apply", "ashlar", "auth", "cordon", "debug", "delete", "describe", "exec", "get", "logs", "patch", "port-forward", "rollout", "scale",
+		"taint", "uncordon"},
+	"driver": {"adopt", "capacity", "demo", "describe", "doctor", "manifests", "pools", "serve", "status", "volumes"},
+}
+
+// resources are the names of our objects in commands.
+var resources = regexp.MustCompile(`\b(\w+)\.ashlar\.dev\b`)
+
+// TestRunbooks: what the pages for an operator tell to paste is shell, its programs and their subcommands are there, and links lead somewhere.
+func TestRunbooks(t *testing.T) {
+	pages, err := filepath.Glob(filepath.Join(root, "docs/runbooks/*.md"))
+	if err != nil || len(pages) < 15 {
+		t.Fatalf("%d pages: %v", len(pages), err)
+	}
+	tried := 0
+	for _, page := range append(pages, filepath.Join(root, "docs/monitoring.md")) {
+		t.Run(filepath.Base(page), func(t *testing.T) {
+			text, err := os.ReadFile(page)
+			if err != nil {
+				t.Fatal(err)
+			}
+			links(t, page, string(text))
+			for _, block := range blocks(string(text)) {
+				tried += commands(t, block)
+			}
+			for _, span := range regexp.MustCompile("`(kubectl [^`]*)`").FindAllStringSubmatch(string(text), -1) {
+				tried += commands(t, span[1])
+			}
+			if name := filepath.Base(page); name == "README.md" || name == "monitoring.md" {
+				return
+			}
+			for _, part := range []string{"means", "bad"} {
+				if !regexp.MustCompile(`(?m)^## .*` + part).Match(text) {
+					t.Errorf("no section says what it means, or how bad it is (%q)", part)
+				}
+			}
+			if !strings.Contains(string(text), "## Mended when") {
+				t.Error("no section says when it is mended")
+			}
+		})
+	}
+	if tried < 150 {
+		t.Errorf("%d commands found on the pages; are they of another form now?", tried)
+	}
+}
+
+// link is [text](target), which is no address.
+var link = regexp.MustCompile(`\]\(([^):\s]+)\)`)
+
+func links(t *testing.T, page, text string) {
+	t.Helper()
+	for _, m := range link.FindAllStringSubmatch(text, -1) {
+		file, anchor, _ := strings.Cut(m[1], "#")
+		target := page
+		if file != "" {
+			target = filepath.Join(filepath.Dir(page), file)
+		}
+		info, err := os.Stat(target)
+		if err != nil {
+			t.Errorf("link %s: %v", m[1], err)
+			continue
+		}
+		if anchor == "" || info.IsDir() {
+			continue
+		}
+		there, err := os.ReadFile(target)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if !slices.Contains(anchors(string(there)), anchor) {
+			t.Errorf("link %s: the page has no such section", m[1])
+		}
+	}
+}
+
+// anchors are GitHub's names of the sections of a page.
+func anchors(text string) (found []string) {
+	for _, m := range regexp.MustCompile(`(?m)^#+ (.*)$`).FindAllStringSubmatch(text, -1) {
+		found = append(found, strings.Map(func(r rune) rune {
+			switch {
+			case r == ' ':
+				return '-'
+			case r == '-' || r == '_' || unicode.IsLetter(r) || unicode.IsDigit(r):
+				return unicode.ToLower(r)
+			}
+			return -1
+		}, m[1]))
+	}
+	return found
+}
+
+// blocks returns the blocks of a page that are commands: those that are indented, and those within ```sh.
+func blocks(text string) (found []string) {
+	var prose strings.Builder
+	fence, block := "", ""
+	for line := range strings.Lines(text) {
+		opens := strings.HasPrefix(strings.TrimSpace(line), "```")
+		switch {
+		case opens && fence == "":
+			fence, block = strings.TrimSpace(line), ""
+		case opens:
+			if fence == "```sh" {
+				found = append(found, block)
+			}
+			fence = ""
+		case fence != "":
+			block += line
+		default:
+			prose.WriteString(line)
+		}
+	}
+	for _, m := range regexp.MustCompile(`(?m)^\n((?: {4,}.*\n)+)`).FindAllStringSubmatch(prose.String(), -1) {
+		found = append(found, m[1])
+	}
+	return found
+}
+
+// commands checks a block of shell, and returns how many commands it has.
+func commands(t *testing.T, block string) (tried int) {
+	t.Helper()
+	check := exec.Command("bash", "-n")
+	check.Stdin = strings.NewReader(block)
+	if out, err := check.CombinedOutput(); err != nil {
+		t.Errorf("this is no shell: %s\n%s", block, out)
+		return 0
+	}
+	for _, m := range resources.FindAllStringSubmatch(block, -1) {
+		if m[1] != "" && !slices.Contains([]string{"volumes", "snapshots", "pools", "csi"}, m[1]) {
+			t.Errorf("there are no objects %s.ashlar.dev: %s", m[1], block)
+		}
+	}
+	for _, words := range simple(block) {
+		tried++
+		program := filepath.Base(words[0])
+		if !slices.Contains(programs, program) {
+			t.Errorf("%s is none of the programs that pages use: %v", program, words)
+			continue
+		}
+		for _, name := range []string{program, program + " " + second(words)} {
+			known, rest := subcommands[name], words[1:]
+			if len(known) == 0 {
+				continue
+			}
+			if name != program {
+				rest = words[2:]
+			}
+			if sub := subcommand(rest); sub != "" && !slices.Contains(known, sub) {
+				t.Errorf("%s has no %s: %v", name, sub, words)
+			}
+		}
+	}
+	return tried
+}
+
+func second(words []string) string {
+	if len(words) > 1 {
+		return words[1]
+	}
+	return ""
+}
+
+// subcommand is the first word that is no flag, nor the value of -n.
+func subcommand(words []string) string {
+	for i, w := range words {
+		if !strings.HasPrefix(w, "-") && (i == 0 || words[i-1] != "-n") {
+			return w
+		}
+	}
+	return ""
+}
+
+// assignment begins a line that sets variables.
+var assignment = regexp.MustCompile(`^\w+=`)
+
+// simple returns the simple commands of a block, in words: without comments, what is quoted, redirections and assignments.
+func simple(block string) (found [][]string) {
+	block = regexp.MustCompile(`(?s)'[^']*'`).ReplaceAllString(block, "Q")
+	block = regexp.MustCompile(`\$\(`).ReplaceAllString(block, " ; ")
+	block = regexp.MustCompile(`(?s)"(\\.|[^"\\])*"`).ReplaceAllString(block, "Q")
+	block = regexp.MustCompile(`(?m)(^|\s)#.*$`).ReplaceAllString(block, "")
+	block = regexp.MustCompile(`\\\n`).ReplaceAllString(block, " ")
+	for _, part := range regexp.MustCompile(`\n|;|&&|\|\|?|\)`).Split(block, -1) {
+		words := strings.Fields(part)
+		for len(words) > 0 && assignment.MatchString(words[0]) {
+			words = words[1:]
+		}
+		if len(words) > 0 {
+			found = append(found, words)
+		}
+	}
+	return found
+}
