@@ -6,6 +6,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"reflect"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -172,5 +173,51 @@ func TestPrometheusRule(t *testing.T) {
 	read(t, directory+"/rules.yaml", &file)
 	if !reflect.DeepEqual(object["spec"], any(file)) {
 		t.Error("prometheusrule.yaml is not what make generate makes of rules.yaml")
+	}
+}
+
+// TestDocumentedConfiguration: Prometheus takes the configurations of docs/monitoring.md, and the inhibitions there are of alerts that there are.
+func TestDocumentedConfiguration(t *testing.T) {
+	text, err := os.ReadFile(root + "/docs/monitoring.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	alerts, err := os.ReadFile(directory + "/rules.yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	dir := t.TempDir()
+	if err := os.WriteFile(dir+"/ashlar-rules.yaml", alerts, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	configurations, inhibitions := 0, 0
+	for _, m := range regexp.MustCompile("(?ms)^```yaml\n(.*?)^```$").FindAllSubmatch(text, -1) {
+		var block map[string]any
+		if err := yaml.UnmarshalStrict(m[1], &block); err != nil {
+			t.Errorf("%v: %s", err, m[1])
+		}
+		if block["inhibit_rules"] != nil {
+			for _, name := range regexp.MustCompile(`Ashlar\w+`).FindAllString(string(m[1]), -1) {
+				inhibitions++
+				if !slices.Contains(names, name) {
+					t.Errorf("there is no alert %s", name)
+				}
+			}
+		}
+		if block["scrape_configs"] == nil {
+			continue
+		}
+		configurations++
+		path := dir + "/prometheus.yaml"
+		debian := regexp.MustCompile(`kubernetes_sd_configs: .*`).ReplaceAll(m[1], []byte("static_configs: []")) // its Prometheus does not know Kubernetes
+		if err := os.WriteFile(path, debian, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if out, err := exec.Command(tool(t, "promtool"), "check", "config", path).CombinedOutput(); err != nil {
+			t.Errorf("promtool check config: %v\n%s\n%s", err, out, m[1])
+		}
+	}
+	if configurations != 2 || inhibitions < 5 {
+		t.Errorf("%d configurations, %d inhibitions", configurations, inhibitions)
 	}
 }
