@@ -1,0 +1,312 @@
+package monitoring
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/url"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+
+	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/co"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/internal/process"
+)
+
+func TestMain(m *testing.M) { apitest.Main(m) }
+
+// quiet are panels that have nothing to show while all is well, with the reason.
+var quiet = map[string]string{
+	"fleet: Problems":               "there are none",
+	"node: Problems":                "there are none",
+	"pool: Problems":                "there are none",
+	"fleet: Calls that fail":        "none does",
+	"node: Calls that fail":         "none does",
+	"node: Calls refused as busy":   "none was",
+	"node: Failures of the agent":   "there are none",
+	"node: Programs that fail":      "none does",
+	"pool: Thin pool":               "it is a file pool",
+	"pool: Full in":                 "it does not fill up",
+	"pool: Fastest growing volumes": "none grows",
+	"fleet: Silent nodes":           "none is",
+}
+
+// ofCluster are panels that have nothing to show of a driver on one machine.
+var ofCluster = map[string]string{
+	"fleet: Objects":                    "no objects",
+	"fleet: Requests to the API server": "no API server",
+	"node: Driver is heard":             "no controller",
+	"node: Oldest wish":                 "no agent",
+	"node: Queue of the agent":          "no agent",
+	"node: Requests to the API server":  "no API server",
+	"pool: Strays":                      "no objects",
+}
+
+// TestScrape has a real Prometheus scrape real drivers: one that has a machine for itself, and the controller and the node of a cluster. Each
+// expression of alerts and dashboards is one that it takes; each panel has something to show; no alert is on while all is well; and one is when a pool goes.
+func TestScrape(t *testing.T) {
+	drivertest.NeedRoot(t)
+	dir := drivertest.Dir(t)
+	binary, err := process.Build(dir)
+	check.OK(t, err)
+	check.OK(t, apitest.Get(t).Kubeconfig(apitest.Admin, dir+"/kubeconfig"))
+	readyNode(t, "node")
+	addresses := freeAddresses(t, 4)
+	start := func(name, metrics string, flags ...string) *process.Driver {
+		t.Helper()
+		driver, err := process.New(filepath.Join(dir, name), "", append([]string{binary, "serve", "--metrics-endpoint=" + metrics}, flags...)...)
+		check.OK(t, err)
+		t.Cleanup(driver.Close)
+		check.OK(t, driver.Start())
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		check.OK(t, driver.Ready(ctx))
+		return driver
+	}
+	pool := func(name string) string {
+		return fmt.Sprintf("--pool=default=file://%s/%s/pool?reservePercent=0", dir, name)
+	}
+	machine := start("machine", addresses[0], "--mode=all", "--node-id=machine", "--metrics-per-volume", pool("machine"))
+	node := start("node", addresses[1], "--mode=node", "--node-id=node", "--metrics-per-volume", "--kubeconfig="+dir+"/kubeconfig", pool("node"))
+	controller := start("controller", addresses[2], "--mode=controller", "--kubeconfig="+dir+"/kubeconfig")
+	life(t, machine, machine)
+	life(t, controller, node)
+	p := startPrometheus(t, dir, addresses) // after them: volumes are measured once a minute
+
+	t.Run("machine", func(t *testing.T) { p.shown(t, "machine", ofCluster) })
+	t.Run("cluster", func(t *testing.T) { p.shown(t, "cluster", nil) })
+	t.Run("well", p.well)
+	t.Run("names", func(t *testing.T) { conventions(t, addresses[:3]) })
+	t.Run("pool down", func(t *testing.T) {
+		check.OK(t, os.Rename(dir+"/node/pool", dir+"/node/elsewhere"))
+		p.eventually(t, `ALERTS{alertname="AshlarPoolDown", alertstate="pending", cluster="cluster", node="node", pool="default", severity="critical"}`)
+		check.OK(t, os.Rename(dir+"/node/elsewhere", dir+"/node/pool"))
+		p.eventually(t, `max(ashlar_pool_up{cluster="cluster"}) == 1`)
+	})
+}
+
+// life makes a volume, uses it, and makes a snapshot of it, and a copy of that; all of it goes at the end of the test.
+func life(t *testing.T, controller, node *process.Driver) {
+	t.Helper()
+	ctx := t.Context()
+	caller := controller.Patient() // as a sidecar is
+	made, err := caller.Create(ctx, co.Request("volume", "ext4", 64<<20))
+	check.OK(t, err)
+	name := filepath.Base(node.Dir)
+	_, err = caller.ControllerPublishVolume(ctx, &csi.ControllerPublishVolumeRequest{VolumeId: made.ID, NodeId: name, VolumeCapability: made.Capability})
+	check.OK(t, err)
+	v := node.Volume(made.ID, made.Name, made.Capability)
+	target := v.Target("pod")
+	check.OK(t, errors.Join(v.Stage(ctx), v.Publish(ctx, target, false)))
+	check.OK(t, os.WriteFile(v.File(target), make([]byte, 1<<20), 0o600))
+	cut, err := made.Snapshot(ctx, "cut")
+	check.OK(t, err)
+	copied, err := caller.Create(ctx, co.FromSnapshot(co.Request("copy", "ext4", 64<<20), cut.GetSnapshotId()))
+	check.OK(t, err)
+	t.Cleanup(func() {
+		ctx := context.Background()
+		check.OK(t, errors.Join(v.Unpublish(ctx, target), v.Unstage(ctx)))
+		_, err := caller.ControllerUnpublishVolume(ctx, &csi.ControllerUnpublishVolumeRequest{VolumeId: made.ID, NodeId: name})
+		check.OK(t, errors.Join(err, copied.Delete(ctx), caller.RemoveSnapshot(ctx, cut.GetSnapshotId()), made.Delete(ctx)))
+	})
+}
+
+// readyNode makes a node of the API server, as if a kubelet ran there.
+func readyNode(t *testing.T, name string) {
+	t.Helper()
+	kube, err := kubernetes.NewForConfig(apitest.Get(t).Config(apitest.Admin))
+	check.OK(t, err)
+	node, err := kube.CoreV1().Nodes().Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}, metav1.CreateOptions{})
+	check.OK(t, err)
+	node.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionTrue}}
+	_, err = kube.CoreV1().Nodes().UpdateStatus(t.Context(), node, metav1.UpdateOptions{})
+	check.OK(t, err)
+}
+
+// freeAddresses returns addresses on loopback that nobody listens at.
+func freeAddresses(t *testing.T, n int) (addresses []string) {
+	t.Helper()
+	for range n {
+		listener, err := net.Listen("tcp", "127.0.0.1:0")
+		check.OK(t, err)
+		defer listener.Close() // not before all are known
+		addresses = append(addresses, listener.Addr().String())
+	}
+	return addresses
+}
+
+// prometheus is a real one.
+type prometheus struct{ address string }
+
+// startPrometheus starts a Prometheus that listens at the last of some addresses, and scrapes the others as docs/monitoring.md says: the first is of a machine, the
+// rest of a cluster. It has the rules of deploy/monitoring.
+func startPrometheus(t *testing.T, dir string, addresses []string) prometheus {
+	t.Helper()
+	alerts, err := filepath.Abs(directory + "/rules.yaml")
+	check.OK(t, err)
+	config := fmt.Sprintf(`
+global: {scrape_interval: 1s, scrape_timeout: 1s, evaluation_interval: 1s}
+rule_files: [%q]
+scrape_configs:
+  - job_name: ashlar
+    honor_labels: true
+    static_configs:
+      - {targets: [%q], labels: {cluster: machine, node: machine}}
+      - {targets: [%q], labels: {cluster: cluster, node: node}}
+      - {targets: [%q], labels: {cluster: cluster}}
+`, alerts, addresses[0], addresses[1], addresses[2])
+	check.OK(t, os.WriteFile(dir+"/prometheus.yaml", []byte(config), 0o600))
+	check.OK(t, exec.Command(tool(t, "promtool"), "check", "config", dir+"/prometheus.yaml").Run())
+	log, err := os.Create(dir + "/prometheus.log")
+	check.OK(t, err)
+	defer log.Close()
+	p := prometheus{addresses[3]}
+	run := exec.Command(tool(t, "prometheus"), "--config.file="+dir+"/prometheus.yaml", "--storage.tsdb.path="+dir+"/tsdb", "--web.listen-address="+p.address, "--log.level=warn")
+	run.Stdout, run.Stderr = log, log
+	run.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	check.OK(t, run.Start())
+	t.Cleanup(func() {
+		_ = run.Process.Kill()
+		_ = run.Wait()
+		if said, err := os.ReadFile(dir + "/prometheus.log"); t.Failed() {
+			t.Logf("Prometheus said: %s (%v)", said, err)
+		}
+	})
+	p.eventually(t, `count(up == 1) == 3`)
+	return p
+}
+
+// get asks Prometheus' API.
+func (p prometheus) get(ctx context.Context, path string, values url.Values, to any) error {
+	request, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+p.address+"/api/v1/"+path+"?"+values.Encode(), nil)
+	if err != nil {
+		return err
+	}
+	response, err := http.DefaultClient.Do(request)
+	if err != nil {
+		return err
+	}
+	defer response.Body.Close()
+	var answer struct {
+		Status, Error string
+		Data          json.RawMessage
+	}
+	if err := json.NewDecoder(response.Body).Decode(&answer); err != nil {
+		return err
+	}
+	if answer.Status != "success" {
+		return fmt.Errorf("%s: %s", answer.Status, answer.Error)
+	}
+	return json.Unmarshal(answer.Data, to)
+}
+
+// sample is a series at one moment.
+type sample struct {
+	Metric map[string]string `json:"metric"`
+	Value  [2]any            `json:"value"`
+}
+
+func (p prometheus) query(ctx context.Context, text string) ([]sample, error) {
+	var answer struct {
+		Result []sample `json:"result"`
+	}
+	err := p.get(ctx, "query", url.Values{"query": {text}}, &answer)
+	return answer.Result, err
+}
+
+// eventually waits until an expression has a result.
+func (p prometheus) eventually(t *testing.T, text string) {
+	t.Helper()
+	var err error
+	for deadline := time.Now().Add(40 * time.Second); time.Now().Before(deadline); time.Sleep(200 * time.Millisecond) {
+		var found []sample
+		if found, err = p.query(t.Context(), text); err == nil && len(found) > 0 {
+			return
+		}
+	}
+	t.Fatalf("there is never %s (%v)", text, err)
+}
+
+// shown: each panel shows something of a cluster, but those that have nothing to show while all is well, and some others.
+func (p prometheus) shown(t *testing.T, cluster string, others map[string]string) {
+	for name, d := range dashboards(t) {
+		for _, panel := range d.Panels {
+			where, empty := name+": "+panel.Title, true
+			for _, target := range panel.Targets {
+				text := variables.Replace(strings.ReplaceAll(strings.ReplaceAll(target.Expr, "$__rate_interval", "1m"), "$cluster", cluster))
+				for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(time.Second) { // rates need two scrapes
+					found, err := p.query(t.Context(), text)
+					if err != nil {
+						t.Errorf("%s: %v: %s", where, err, text)
+					}
+					if empty = empty && len(found) == 0; !empty || err != nil || quiet[where] != "" || others[where] != "" || time.Now().After(deadline) {
+						break
+					}
+				}
+			}
+			if why := quiet[where] + others[where]; panel.Type != "row" && empty && why == "" {
+				t.Errorf("%s shows nothing", where)
+			}
+		}
+	}
+}
+
+// conventions: promtool finds nothing wrong with the names and the help of our metrics. (Libraries have theirs.)
+func conventions(t *testing.T, addresses []string) {
+	for _, address := range addresses {
+		response, err := http.Get("http://" + address + "/metrics")
+		check.OK(t, err)
+		text, err := io.ReadAll(response.Body)
+		check.OK(t, errors.Join(err, response.Body.Close()))
+		if !strings.Contains(string(text), "\nashlar_build_info{") {
+			t.Errorf("%s has no ashlar_build_info: %.500s", address, text)
+		}
+		promtool := exec.Command(tool(t, "promtool"), "check", "metrics")
+		promtool.Stdin = bytes.NewReader(text)
+		said, _ := promtool.CombinedOutput()
+		for line := range strings.Lines(string(said)) {
+			if strings.Contains(line, "ashlar_") || strings.HasPrefix(line, "error") {
+				t.Errorf("%s: %s", address, line)
+			}
+		}
+	}
+}
+
+// well: Prometheus evaluates all rules, and no alert is on.
+func (p prometheus) well(t *testing.T) {
+	var answer struct {
+		Groups []struct {
+			Rules []struct{ Name, Health, LastError, State string }
+		}
+	}
+	check.OK(t, p.get(t.Context(), "rules", nil, &answer))
+	seen := 0
+	for _, g := range answer.Groups {
+		for _, r := range g.Rules {
+			seen++
+			if r.Health != "ok" || r.State != "inactive" {
+				t.Errorf("%s: %s %s, %s", r.Name, r.Health, r.LastError, r.State)
+			}
+		}
+	}
+	if want := len(rules(t)); seen != want {
+		t.Errorf("%d rules, want %d", seen, want)
+	}
+}
