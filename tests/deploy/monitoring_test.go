@@ -32,6 +32,39 @@ func TestMonitoring(t *testing.T) {
 	}
 }
 
+// TestPodMonitorsFindPods: each PodMonitor selects the pods of one part, and these have the port that it scrapes.
+func TestPodMonitorsFindPods(t *testing.T) {
+	pods := build(t, manifests)
+	found := map[string]int{}
+	for key, monitor := range build(t, monitoring) {
+		if !strings.HasPrefix(key, "PodMonitor ") {
+			continue
+		}
+		for kind, name := range map[string]string{"Deployment": "ashlar-controller", "DaemonSet": "ashlar-node"} {
+			part := pods.of(t, kind, name)
+			labels := dig(part, "spec", "template", "metadata", "labels").(map[string]any)
+			selected := true
+			for label, value := range dig(monitor, "spec", "selector", "matchLabels").(map[string]any) {
+				selected = selected && labels[label] == value
+			}
+			if !selected {
+				continue
+			}
+			found[name]++
+			port := dig(monitor, "spec", "podMetricsEndpoints").([]any)[0].(map[string]any)["port"]
+			if ports := text(container(t, part, "driver")["ports"]); !strings.Contains(ports, "name: "+port.(string)+"\n") {
+				t.Errorf("%s scrapes the port %s, which %s does not have: %s", key, port, name, ports)
+			}
+		}
+	}
+	if !reflect.DeepEqual(found, map[string]int{"ashlar-controller": 1, "ashlar-node": 1}) {
+		t.Errorf("selected: %v", found)
+	}
+	if _, err := template(`{metrics: {enabled: false}, monitoring: {podMonitors: {create: true}}}`); err == nil || !strings.Contains(err.Error(), "metrics.enabled") {
+		t.Errorf("PodMonitors of pods without metrics: %v", err)
+	}
+}
+
 // TestMonitoringValues: labels, annotations and the interval are those that were asked for.
 func TestMonitoringValues(t *testing.T) {
 	all := render(t, `{monitoring: {podMonitors: {create: true, labels: {release: mine}, interval: 15s}, prometheusRule: {create: true, labels: {release: mine}},
