@@ -63,12 +63,15 @@ func TestCluster(t *testing.T) {
 	server := apitest.Get(t)
 	clusterNode(t)
 	kubeconfig := filepath.Join(dir, "kubeconfig")
-	if err := server.Kubeconfig(apitest.Admin, kubeconfig); err != nil {
+	if err := server.Kubeconfig(server.Config(apitest.Admin), kubeconfig); err != nil {
+		t.Fatal(err)
+	}
+	if err := server.Kubeconfig(server.Agent(t, testNode), kubeconfig+".node"); err != nil {
 		t.Fatal(err)
 	}
 	thaw := server.Freeze(t)
 	controller := started(t, dir+"/c", program, "--mode=controller", "--kubeconfig="+kubeconfig)
-	node := started(t, dir+"/n", program, "--mode=node", "--kubeconfig="+kubeconfig, "--node-id="+testNode, "--max-volumes=7", "--pool="+testPool(dir))
+	node := started(t, dir+"/n", program, "--mode=node", "--kubeconfig="+kubeconfig+".node", "--node-id="+testNode, "--max-volumes=7", "--pool="+testPool(dir))
 	ctx := t.Context()
 
 	probed(t, controller, false)
@@ -96,7 +99,7 @@ func TestCluster(t *testing.T) {
 	}
 
 	// Another driver on this node (two DaemonSets select it, say) does nothing.
-	refused(t, drive(t, "--mode=node", "--kubeconfig="+kubeconfig, "--node-id="+testNode, "--endpoint=unix://"+dir+"/n/csi.sock", "--pool=other=file://"+dir+"/other"), "another process serves")
+	refused(t, drive(t, "--mode=node", "--kubeconfig="+kubeconfig+".node", "--node-id="+testNode, "--endpoint=unix://"+dir+"/n/csi.sock", "--pool=other=file://"+dir+"/other"), "another process serves")
 	scheme := runtime.NewScheme()
 	kube, err := client.New(server.Config(apitest.Admin), client.Options{Scheme: scheme})
 	if err = errors.Join(err, v1alpha1.AddToScheme(scheme)); err != nil {

@@ -35,7 +35,7 @@ func TestManifests(t *testing.T) {
 	kube, err := client.New(server.Config(apitest.Admin), client.Options{Scheme: scheme})
 	no(err)
 	kubeconfig := filepath.Join(t.TempDir(), "kubeconfig")
-	no(server.Kubeconfig(apitest.Admin, kubeconfig))
+	no(server.Kubeconfig(server.Config(apitest.Admin), kubeconfig))
 	var made []client.Object
 	t.Cleanup(func() {
 		for _, o := range made {

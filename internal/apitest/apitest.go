@@ -1,5 +1,5 @@
 // Package apitest gives tests a real Kubernetes API server, with the custom resources of
-// deploy/kubernetes/crds: etcd and kube-apiserver on loopback, in a directory that goes with
+// deploy/kubernetes/crds and what its guard.yaml holds agents to: etcd and kube-apiserver on loopback, in a directory that goes with
 // them. One serves all tests of a package, which calls Main from its TestMain.
 package apitest
 
@@ -68,25 +68,30 @@ type Server struct {
 	dir       string
 	url       string
 	processes []*process // in the order of their starts
+
+	agents struct {
+		sync.Mutex
+		tokens map[string]string // by node
+	}
 }
 
-// Config connects as a user; the token of a user is the name.
-func (s *Server) Config(user string) *rest.Config {
-	return &rest.Config{Host: s.url, BearerToken: user, QPS: -1, TLSClientConfig: rest.TLSClientConfig{Insecure: true}}
+// Config connects with a token. That of Admin and of the users is the name; Agent has those of agents.
+func (s *Server) Config(token string) *rest.Config {
+	return &rest.Config{Host: s.url, BearerToken: token, QPS: -1, TLSClientConfig: rest.TLSClientConfig{Insecure: true}}
 }
 
-// Kubeconfig writes a file that lets a program connect as a user.
-func (s *Server) Kubeconfig(user, path string) error {
+// Kubeconfig writes a file that lets a program connect with the token of a configuration.
+func (s *Server) Kubeconfig(as *rest.Config, path string) error {
 	config := api.NewConfig()
 	config.Clusters["test"] = &api.Cluster{Server: s.url, InsecureSkipTLSVerify: true}
-	config.AuthInfos["test"] = &api.AuthInfo{Token: user}
+	config.AuthInfos["test"] = &api.AuthInfo{Token: as.BearerToken}
 	config.Contexts["test"] = &api.Context{Cluster: "test", AuthInfo: "test"}
 	config.CurrentContext = "test"
 	return clientcmd.WriteToFile(*config, path)
 }
 
 // Users besides Admin, who may do what roles are bound to them.
-var users = []string{"controller", "agent"}
+var users = []string{"controller"}
 
 func root() string {
 	_, file, _, _ := runtime.Caller(0)
@@ -128,6 +133,7 @@ func Launch(flags ...string) (*Server, error) {
 
 func launch(bin string, flags []string) (_ *Server, err error) {
 	s := &Server{}
+	s.agents.tokens = map[string]string{}
 	if s.dir, err = os.MkdirTemp("", "ashlar-api"); err != nil {
 		return nil, err
 	}
@@ -162,7 +168,10 @@ func launch(bin string, flags []string) (_ *Server, err error) {
 	if err := s.ready(ctx); err != nil {
 		return nil, err
 	}
-	return s, s.Define(ctx)
+	if err := s.Define(ctx); err != nil {
+		return nil, err
+	}
+	return s, s.Guard(ctx, "block.csi.ashlar.dev")
 }
 
 // self is a user that no other server knows.

@@ -796,16 +796,18 @@ func TestTwoDrivers(t *testing.T) {
 			if first != cluster.DefaultDriver {
 				w.takeOver(first)
 			}
-			config := apitest.Get(t).Config
+			server := apitest.Get(t)
+			check.OK(t, server.Guard(w.ctx, first))
+			t.Cleanup(func() { check.OK(t, server.Guard(context.Background(), cluster.DefaultDriver)) })
 			for _, driver := range []string{cluster.DefaultDriver, "other.example.com"} {
-				s, err := store.New(config("controller"), store.Options{GoneGrace: grace, AbandonGrace: time.Hour, Driver: driver})
+				s, err := store.New(server.Config("controller"), store.Options{GoneGrace: grace, AbandonGrace: time.Hour, Driver: driver})
 				check.OK(t, err)
 				if driver == first {
 					w.works(m, s, driver)
 					continue
 				}
 				ctx, cancel := context.WithTimeout(w.ctx, 2*time.Minute)
-				a, err := agent.New(config("agent"), m.local, agent.Options{Driver: driver, Locks: m.locks})
+				a, err := agent.New(server.Agent(t, nodeName), m.local, agent.Options{Driver: driver, Locks: m.locks})
 				check.OK(t, err)
 				for part, err := range map[string]error{"controller": s.Run(ctx), "agent": a.Run(ctx)} {
 					if !errors.Is(err, errdefs.ErrPrecondition) {
@@ -852,7 +854,7 @@ func TestPoolReplaced(t *testing.T) {
 	w, m, s := newCluster(t)
 	v, err := s.Create(w.ctx, spec("v"))
 	check.OK(t, err)
-	memory1, err := agent.NewMemory(apitest.Get(t).Config("agent"), nodeName)
+	memory1, err := agent.NewMemory(apitest.Get(t).Agent(t, nodeName), nodeName)
 	check.OK(t, err)
 	known := memory1.Of("default")
 	told := func(known blockdev.Known) (id string, err error) { // also by an API server that is slow
@@ -919,7 +921,7 @@ func TestPoolReplacedBehind(t *testing.T) {
 	check.OK(t, err)
 	m.local, err = volume.NewLocal(w.ctx, m.name, []blockdev.Pool{deferred}, mounts, 0)
 	check.OK(t, err)
-	m.agent, err = agent.New(wrapped(apitest.Get(w).Config("agent")), m.local, agent.Options{Driver: cluster.DefaultDriver,
+	m.agent, err = agent.New(wrapped(apitest.Get(w).Agent(w, m.name)), m.local, agent.Options{Driver: cluster.DefaultDriver,
 		Pools: []agent.Pool{{Pool: deferred, Kind: "memory"}}, Locks: m.locks, MaxVolumes: storetest.Limit})
 	check.OK(t, err)
 	m.stop = w.run(m.agent.Run)

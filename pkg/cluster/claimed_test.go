@@ -59,7 +59,7 @@ func TestClaimed(t *testing.T) {
 	expect(m.agent, volume.ID{Kind: v.ID.Kind, Pool: v.ID.Pool, Key: volume.KeyOf("none")}, volume.Claim{}, false)
 
 	claimed()
-	stopped, err := agent.New(apitest.Get(w).Config("agent"), m.local, agent.Options{Driver: cluster.DefaultDriver, Locks: m.locks})
+	stopped, err := agent.New(apitest.Get(w).Agent(w, m.name), m.local, agent.Options{Driver: cluster.DefaultDriver, Locks: m.locks})
 	check.OK(t, err)
 	expect(stopped, v.ID, volume.Claim{}, false)
 }

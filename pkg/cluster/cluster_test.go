@@ -84,8 +84,8 @@ func newEnvironment(t testing.TB) *environment {
 	return w
 }
 
-// roles are what docs/cluster.md says that the parts need: nothing else is allowed to them
-// here.
+// roles are what docs/cluster.md says that the controller needs: nothing else is allowed to it here. Agents have the
+// rights of deploy/kubernetes/rbac-node.yaml (apitest).
 var roles = map[string][]rbacv1.PolicyRule{
 	"controller": {
 		{APIGroups: []string{"ashlar.dev"}, Resources: []string{"volumes", "snapshots"}, Verbs: []string{"get", "list", "watch", "create", "patch", "delete"}},
@@ -97,13 +97,6 @@ var roles = map[string][]rbacv1.PolicyRule{
 		{APIGroups: []string{"storage.k8s.io"}, Resources: []string{"storageclasses"}, Verbs: []string{"get"}},
 		{APIGroups: []string{"coordination.k8s.io"}, Resources: []string{"leases"}, Verbs: []string{"get", "list", "watch"}},
 		{APIGroups: []string{"events.k8s.io"}, Resources: []string{"events"}, Verbs: []string{"create", "patch"}},
-	},
-	"agent": {
-		{APIGroups: []string{"ashlar.dev"}, Resources: []string{"volumes", "snapshots"}, Verbs: []string{"get", "list", "watch", "create", "patch", "delete"}},
-		{APIGroups: []string{"ashlar.dev"}, Resources: []string{"volumes/status", "snapshots/status", "pools/status"}, Verbs: []string{"patch"}},
-		{APIGroups: []string{"ashlar.dev"}, Resources: []string{"pools"}, Verbs: []string{"list", "watch", "create", "patch"}},
-		{APIGroups: []string{""}, Resources: []string{"nodes"}, Verbs: []string{"get"}},
-		{APIGroups: []string{"coordination.k8s.io"}, Resources: []string{"leases"}, Verbs: []string{"get", "create", "update"}},
 	},
 }
 
@@ -256,7 +249,7 @@ func (w *environment) agent(m *machine) *agent.Agent {
 	if m.every > 0 {
 		o.Namespace, o.Heartbeat = leases, m.every
 	}
-	m.agent, err = agent.New(wrapped(apitest.Get(w).Config("agent")), m.local, o)
+	m.agent, err = agent.New(wrapped(apitest.Get(w).Agent(w, m.name)), m.local, o)
 	check.OK(w, err)
 	return m.agent
 }

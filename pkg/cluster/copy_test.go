@@ -55,7 +55,7 @@ func slowCluster(t *testing.T) (*environment, *store.Store, *slowPool, *keylock.
 	local, err := volume.NewLocal(w.ctx, nodeName, []blockdev.Pool{p}, mounts, 0)
 	check.OK(t, err)
 	locks := &keylock.Table{}
-	a, err := agent.New(apitest.Get(w).Config("agent"), local, agent.Options{Driver: cluster.DefaultDriver, Pools: []agent.Pool{{Pool: p, Kind: "memory"}}, Locks: locks})
+	a, err := agent.New(apitest.Get(w).Agent(w, nodeName), local, agent.Options{Driver: cluster.DefaultDriver, Pools: []agent.Pool{{Pool: p, Kind: "memory"}}, Locks: locks})
 	check.OK(t, err)
 	w.run(a.Run)
 	s, _ := w.store()

@@ -34,7 +34,7 @@ import (
 
 // A heartbeat that tests can wait for, and that a slow machine does not miss.
 const (
-	leases      = "default" // the namespace
+	leases      = apitest.Namespace
 	heartbeat   = 500 * time.Millisecond
 	silentAfter = 12 * time.Second
 	// briefly is a shorter silentAfter. An agent that lives may be taken to be silent.

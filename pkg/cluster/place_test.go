@@ -39,7 +39,7 @@ func (w *environment) startWith(m *machine, names ...string) {
 	}
 	m.local, err = volume.NewLocal(w.ctx, m.name, pools, mounts, 0)
 	check.OK(w, err)
-	m.agent, err = agent.New(apitest.Get(w).Config("agent"), m.local, agent.Options{Driver: cluster.DefaultDriver, Pools: kept, Locks: m.locks, MaxVolumes: storetest.Limit})
+	m.agent, err = agent.New(apitest.Get(w).Agent(w, m.name), m.local, agent.Options{Driver: cluster.DefaultDriver, Pools: kept, Locks: m.locks, MaxVolumes: storetest.Limit})
 	check.OK(w, err)
 	m.stop = w.run(m.agent.Run)
 }

@@ -21,13 +21,14 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// known waits until a new API server knows the users of the parts: it knows nobody for a moment.
+// known waits until a new API server knows the accounts of the parts: it knows nobody for a moment.
 func (w *environment) known() {
 	w.Helper()
-	for user := range roles {
-		c, err := client.New(apitest.Get(w).Config(user), client.Options{Scheme: w.Scheme()})
+	server := apitest.Get(w)
+	for part, config := range map[string]*rest.Config{"controller": server.Config("controller"), "agent": server.Agent(w, nodeName)} {
+		c, err := client.New(config, client.Options{Scheme: w.Scheme()})
 		check.OK(w, err)
-		w.eventually(user+" is known", func() bool { return c.List(w.ctx, &v1alpha1.VolumeList{}) == nil })
+		w.eventually(part+" is known", func() bool { return c.List(w.ctx, &v1alpha1.VolumeList{}) == nil })
 	}
 }
 

@@ -100,7 +100,7 @@ func (w *environment) start(ctx context.Context, dir string, parts *sync.WaitGro
 		return err
 	}
 	kubeconfig := filepath.Join(dir, "kubeconfig")
-	if err := w.server.Kubeconfig(apitest.Admin, kubeconfig); err != nil {
+	if err := w.server.Kubeconfig(w.server.Config(apitest.Admin), kubeconfig); err != nil {
 		return err
 	}
 	binary, err := process.Build(dir)

@@ -90,10 +90,12 @@ func start(t *testing.T, nodeFlags ...string) *parts {
 	t.Cleanup(p.clear)
 	built.Do(func() { built.binary, built.err = process.Build(built.dir) })
 	check.OK(t, built.err)
-	check.OK(t, apitest.Get(t).Kubeconfig(apitest.Admin, p.dir+"/kubeconfig"))
+	server := apitest.Get(t)
+	check.OK(t, server.Kubeconfig(server.Config(apitest.Admin), p.dir+"/kubeconfig"))
 	for i, node := range nodes {
 		p.node(node, true)
-		p.agents[node] = p.part(node, append(nodeFlags, "--mode=node", "--node-id="+node, fmt.Sprintf("--pool=default=file://%s/%s/pool?reservePercent=0&overprovision=%d", p.dir, node, len(nodes)-i))...)
+		check.OK(t, server.Kubeconfig(server.Agent(t, node), p.dir+"/"+node+".kubeconfig"))
+		p.agents[node] = p.part(node, append(nodeFlags, "--mode=node", "--node-id="+node, "--kubeconfig="+p.dir+"/"+node+".kubeconfig", fmt.Sprintf("--pool=default=file://%s/%s/pool?reservePercent=0&overprovision=%d", p.dir, node, len(nodes)-i))...)
 	}
 	p.controller = p.newController("controller")
 	for _, node := range nodes {
@@ -108,7 +110,7 @@ func start(t *testing.T, nodeFlags ...string) *parts {
 // part starts a part in a directory of its own.
 func (p *parts) part(name string, flags ...string) *process.Driver {
 	p.Helper()
-	driver, err := process.New(filepath.Join(p.dir, name), "", append(append([]string{built.binary}, flags...), "--kubeconfig="+p.dir+"/kubeconfig", "-v=4")...)
+	driver, err := process.New(filepath.Join(p.dir, name), "", append([]string{built.binary, "--kubeconfig=" + p.dir + "/kubeconfig", "-v=4"}, flags...)...)
 	check.OK(p, err)
 	p.Cleanup(driver.Close)
 	check.OK(p, driver.Start())

@@ -77,7 +77,7 @@ func start(t *testing.T, server *apitest.Server, pool string) suite.Driver {
 	local, err := volume.NewLocal(ctx, name, []blockdev.Pool{disk}, mounts, 0)
 	check.OK(t, err)
 	locks := &keylock.Table{}
-	a, err := agent.New(server.Config(apitest.Admin), local, agent.Options{Driver: cluster.DefaultDriver, Pools: []agent.Pool{{Pool: disk, Kind: pool}}, Locks: locks, MaxVolumes: limit})
+	a, err := agent.New(server.Agent(t, name), local, agent.Options{Driver: cluster.DefaultDriver, Pools: []agent.Pool{{Pool: disk, Kind: pool}}, Locks: locks, MaxVolumes: limit})
 	check.OK(t, err)
 	run(a.Run)
 	without := csi.PluginCapability_Service_SNAPSHOT_METADATA_SERVICE

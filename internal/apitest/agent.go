@@ -1,0 +1,161 @@
+package apitest
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	authenticationv1 "k8s.io/api/authentication/v1"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
+	"k8s.io/client-go/dynamic"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+)
+
+// Namespace is the driver's: agents may have Leases there.
+const Namespace = "ashlar-system"
+
+const account = "ashlar-node" // of the agents
+
+// Agent connects as the agent of a node does: with the token of a pod on that node, which its service account and the name
+// of the node are in, so that what deploy/kubernetes/guard.yaml says of agents is in force. Without a node the token is one
+// of the service account alone.
+func (s *Server) Agent(t testing.TB, node string) *rest.Config {
+	t.Helper()
+	s.agents.Lock()
+	defer s.agents.Unlock()
+	token, known := s.agents.tokens[node]
+	if !known {
+		var err error
+		if token, err = s.agentToken(context.Background(), node); err != nil {
+			t.Fatalf("the token of the agent of %s: %v", node, err)
+		}
+		s.agents.tokens[node] = token
+	}
+	return s.Config(token)
+}
+
+// agentToken returns the token of a new pod on a node.
+func (s *Server) agentToken(ctx context.Context, node string) (string, error) {
+	kube, err := kubernetes.NewForConfig(s.Config(Admin))
+	if err != nil {
+		return "", err
+	}
+	hours := int64(10 * time.Hour / time.Second)
+	spec := authenticationv1.TokenRequestSpec{ExpirationSeconds: &hours}
+	if node != "" {
+		if spec.BoundObjectRef, err = agentPod(ctx, kube, node); err != nil {
+			return "", err
+		}
+	}
+	token, err := kube.CoreV1().ServiceAccounts(Namespace).CreateToken(ctx, account, &authenticationv1.TokenRequest{Spec: spec}, metav1.CreateOptions{})
+	if err != nil {
+		return "", err
+	}
+	return token.Status.Token, nil
+}
+
+// agentPod makes the pod of an agent on a node.
+func agentPod(ctx context.Context, kube kubernetes.Interface, node string) (*authenticationv1.BoundObjectReference, error) {
+	pod, err := kube.CoreV1().Pods(Namespace).Create(ctx, &corev1.Pod{ObjectMeta: metav1.ObjectMeta{GenerateName: account + "-"},
+		Spec: corev1.PodSpec{NodeName: node, ServiceAccountName: account, Containers: []corev1.Container{{Name: "driver", Image: "driver"}}}}, metav1.CreateOptions{})
+	if err != nil {
+		return nil, err
+	}
+	return &authenticationv1.BoundObjectReference{APIVersion: "v1", Kind: "Pod", Name: pod.Name, UID: pod.UID}, nil
+}
+
+// Guard gives the account of the agents the rights of deploy/kubernetes/rbac-node.yaml, and puts guard.yaml in force, for
+// a driver of this name.
+func (s *Server) Guard(ctx context.Context, driver string) error {
+	client, err := dynamic.NewForConfig(s.Config(Admin))
+	if err != nil {
+		return err
+	}
+	for _, file := range []string{"namespace.yaml", "rbac-node.yaml", "guard.yaml"} {
+		text, err := os.ReadFile(filepath.Join(root(), "deploy/kubernetes", file))
+		if err != nil {
+			return err
+		}
+		text = bytes.ReplaceAll(text, []byte("block.csi.ashlar.dev"), []byte(driver))
+		if err := install(ctx, client, text); err != nil {
+			return fmt.Errorf("%s: %w", file, err)
+		}
+	}
+	return s.guarded(ctx)
+}
+
+// install applies the objects of a manifest, in Namespace where they are of one.
+func install(ctx context.Context, client dynamic.Interface, text []byte) error {
+	for decoder := utilyaml.NewYAMLOrJSONDecoder(bytes.NewReader(text), 4096); ; {
+		o := &unstructured.Unstructured{}
+		if err := decoder.Decode(&o.Object); err != nil {
+			if errors.Is(err, io.EOF) {
+				return nil
+			}
+			return err
+		}
+		resource, _ := meta.UnsafeGuessKindToResource(o.GroupVersionKind())
+		var kind dynamic.ResourceInterface = client.Resource(resource)
+		if slices.Contains([]string{"ServiceAccount", "Role", "RoleBinding"}, o.GetKind()) {
+			kind = client.Resource(resource).Namespace(Namespace)
+		}
+		if _, err := kind.Apply(ctx, o.GetName(), o, metav1.ApplyOptions{FieldManager: "apitest", Force: true}); err != nil {
+			return fmt.Errorf("%s %s: %w", o.GetKind(), o.GetName(), err)
+		}
+	}
+}
+
+// guarded waits until an agent that says of no node that it is its own is refused everything.
+func (s *Server) guarded(ctx context.Context) error {
+	config := s.Config(Admin)
+	config.Impersonate = rest.ImpersonationConfig{UserName: "system:serviceaccount:" + Namespace + ":" + account, Groups: []string{"system:masters"}}
+	client, err := dynamic.NewForConfig(config)
+	if err != nil {
+		return err
+	}
+	object := func(kind, name, spec string) *unstructured.Unstructured {
+		o := &unstructured.Unstructured{}
+		text := fmt.Sprintf(`{apiVersion: %s, kind: %s, metadata: {name: %q}, spec: %s}`, map[bool]string{true: "coordination.k8s.io/v1", false: "ashlar.dev/v1alpha1"}[kind == "Lease"], kind, name, spec)
+		if err := utilyaml.Unmarshal([]byte(text), &o.Object); err != nil {
+			panic(err)
+		}
+		return o
+	}
+	ours := schema.GroupVersion{Group: "ashlar.dev", Version: "v1alpha1"}
+	leases := schema.GroupVersionResource{Group: "coordination.k8s.io", Version: "v1", Resource: "leases"}
+	for _, probe := range []struct {
+		of     dynamic.ResourceInterface
+		object *unstructured.Unstructured
+	}{
+		{client.Resource(ours.WithResource("volumes")), object("Volume", strings.Repeat("0", 32), "{nodeName: probe, pool: a, name: a, size: 4096, provisioning: '', filesystem: ''}")},
+		{client.Resource(ours.WithResource("pools")), object("Pool", "probe.a", "{nodeName: probe, pool: a, default: false, maxVolumes: 0}")},
+		{client.Resource(leases).Namespace(Namespace), object("Lease", "node.probe", "{holderIdentity: probe}")},
+	} {
+		for {
+			_, err := probe.of.Create(ctx, probe.object, metav1.CreateOptions{DryRun: []string{metav1.DryRunAll}})
+			if apierrors.IsInvalid(err) && strings.Contains(err.Error(), "does not say of which node it is") {
+				break
+			}
+			if ctx.Err() != nil {
+				return fmt.Errorf("guard.yaml does not come into force: %w", errors.Join(err, ctx.Err()))
+			}
+			time.Sleep(20 * time.Millisecond)
+		}
+	}
+	return nil
+}

@@ -1,0 +1,276 @@
+package cluster_test
+
+import (
+	"strings"
+	"testing"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// Parts of what guard.yaml says to an agent that it refuses, and of what the definitions say to everybody.
+const (
+	movesNot     = "a volume does not move"
+	madeOnce     = "what was made is not made again"
+	ofAnother    = "an agent writes only what is of its own node: this is of node-2, and the agent is that of node-1"
+	nameless     = "does not say of which node it is"
+	bytesThere   = "only for bytes that are there"
+	specKept     = "the spec is the controller's"
+	deleteKept   = "does not ask for a deletion"
+	finalizers   = "adds no finalizer, and takes none off but"
+	metadataKept = "the labels, annotations and owners of a volume"
+	notAsked     = "deletes an object only if the controller asked for it"
+	poolNamed    = "the object of a pool is named NODE.POOL"
+	poolDriver   = "gives a pool to no driver but block.csi.ashlar.dev"
+	poolReplaced = "does not say that a pool was replaced"
+	annotations  = "changes no annotation, but takes ashlar.dev/adopt off"
+	poolMetadata = "the labels, owners and finalizers of a pool"
+	ownLease     = "writes no Lease but its own: node.node-1"
+	leaseHolder  = "is held by its node: node-1"
+	leaseOwner   = "belongs to its node alone"
+)
+
+// attempt is a write of an agent.
+type attempt struct {
+	name    string
+	write   func(c client.Client) error
+	refused string // part of the reason; empty: it is carried out
+}
+
+// guarded has the objects that agents try to write: those of node-1 and of node-2.
+type guarded struct {
+	*environment
+	mine, others, asked, stale, abandoned, finalized, deleted *v1alpha1.Volume
+	snapshot, snapshotOfOthers                                *v1alpha1.Snapshot
+	pool, poolOfOthers                                        *v1alpha1.Pool
+}
+
+func volumeOn(node, name string) *v1alpha1.Volume {
+	v := cluster.VolumeNamed(volume.KeyOf(name))
+	v.Spec = v1alpha1.VolumeSpec{NodeName: node, Pool: "default", Name: name, Size: mib, ClaimRef: &v1alpha1.ClaimRef{Namespace: "a", Name: "b"}}
+	return v
+}
+
+func poolOn(node, name string) *v1alpha1.Pool {
+	return &v1alpha1.Pool{ObjectMeta: metav1.ObjectMeta{Name: cluster.PoolName(node, name)}, Spec: v1alpha1.PoolSpec{NodeName: node, Pool: name, Driver: cluster.DefaultDriver}}
+}
+
+func snapshotOn(node, name string) *v1alpha1.Snapshot {
+	s := cluster.SnapshotNamed(volume.KeyOf(name))
+	s.Spec = v1alpha1.SnapshotSpec{NodeName: node, Pool: "default", Name: name, Source: volume.KeyOf("mine")}
+	return s
+}
+
+func newGuarded(t *testing.T) *guarded {
+	w := &guarded{environment: newEnvironment(t)}
+	made := func(v *v1alpha1.Volume, edit func(*v1alpha1.Volume)) *v1alpha1.Volume {
+		if edit != nil {
+			edit(v)
+		}
+		check.OK(t, w.Create(w.ctx, v))
+		return v
+	}
+	w.mine = made(volumeOn(nodeName, "mine"), func(v *v1alpha1.Volume) { v.Spec.Make = true })
+	w.others = made(volumeOn("node-2", "others"), func(v *v1alpha1.Volume) { v.Finalizers = []string{v1alpha1.Finalizer} })
+	w.asked = made(volumeOn(nodeName, "asked"), nil)
+	w.asked.Spec.Delete = w.asked.UID
+	check.OK(t, w.Update(w.ctx, w.asked))
+	w.stale = made(volumeOn(nodeName, "stale"), func(v *v1alpha1.Volume) { v.Spec.Delete = "another" })
+	w.abandoned = made(volumeOn(nodeName, "abandoned"), func(v *v1alpha1.Volume) { v.Spec.Abandoned = true })
+	w.finalized = made(volumeOn(nodeName, "finalized"), func(v *v1alpha1.Volume) { v.Finalizers = []string{"example.com/theirs", v1alpha1.Finalizer} })
+	w.deleted = made(volumeOn(nodeName, "deleted"), func(v *v1alpha1.Volume) { v.Finalizers = []string{"example.com/theirs", v1alpha1.Finalizer} })
+	check.OK(t, w.Delete(w.ctx, w.deleted))
+	w.snapshot, w.snapshotOfOthers = snapshotOn(nodeName, "cut"), snapshotOn("node-2", "cut of others")
+	w.snapshot.Spec.Make = true
+	w.pool, w.poolOfOthers = poolOn(nodeName, "default"), poolOn("node-2", "default")
+	w.pool.Annotations = map[string]string{v1alpha1.AdoptAnnotation: "all", "example.com/theirs": "x"}
+	for _, o := range []client.Object{w.snapshot, w.snapshotOfOthers, w.pool, w.poolOfOthers} {
+		check.OK(t, w.Create(w.ctx, o))
+	}
+	return w
+}
+
+// try makes each attempt as the agent of a node, without consequences; with none as one that says no node.
+func (w *guarded) try(t *testing.T, node string, attempts []attempt) {
+	config := apitest.Get(t).Agent(t, node)
+	c, err := client.New(config, client.Options{Scheme: w.Scheme()})
+	check.OK(t, err)
+	for _, a := range attempts {
+		t.Run(a.name, func(t *testing.T) {
+			err := a.write(client.NewDryRunClient(c))
+			switch {
+			case a.refused == "" && err != nil:
+				t.Errorf("refused: %v", err)
+			case a.refused != "" && (!apierrors.IsInvalid(err) || !strings.Contains(err.Error(), a.refused)):
+				t.Errorf("%v, want a refusal that says: %s", err, a.refused)
+			}
+		})
+	}
+}
+
+// changed is the attempt to change an object.
+func changed[T client.Object](w *guarded, name string, of T, edit func(T), refused string) attempt {
+	return attempt{name, func(c client.Client) error {
+		o := of.DeepCopyObject().(T)
+		if err := w.Get(w.ctx, client.ObjectKeyFromObject(of), o); err != nil {
+			return err
+		}
+		before := o.DeepCopyObject().(client.Object)
+		edit(o)
+		return c.Patch(w.ctx, o, client.MergeFrom(before))
+	}, refused}
+}
+
+// reported is the attempt to change the status of an object.
+func reported(w *guarded, name string, of client.Object, status, refused string) attempt {
+	return attempt{name, func(c client.Client) error {
+		return c.Status().Patch(w.ctx, of.DeepCopyObject().(client.Object), client.RawPatch(types.MergePatchType, []byte(`{"status":`+status+`}`)))
+	}, refused}
+}
+
+func created(w *guarded, name string, o client.Object, refused string) attempt {
+	return attempt{name, func(c client.Client) error { return c.Create(w.ctx, o.DeepCopyObject().(client.Object)) }, refused}
+}
+
+func removed(w *guarded, name string, o client.Object, refused string) attempt {
+	return attempt{name, func(c client.Client) error { return c.Delete(w.ctx, o.DeepCopyObject().(client.Object)) }, refused}
+}
+
+func edited[T any](o T, edit func(T)) T { edit(o); return o }
+
+// TestGuardVolumes: what an agent may write of volumes and snapshots, and nothing else. That the rest is enough for all
+// that agents do, the other tests of this package show: their agents have such accounts.
+func TestGuardVolumes(t *testing.T) {
+	w := newGuarded(t)
+	type v = *v1alpha1.Volume
+	w.try(t, nodeName, []attempt{
+		changed(w, "made", w.mine, func(o v) { o.Spec.Make = false }, ""),
+		changed(w, "stale deletion taken off", w.stale, func(o v) { o.Spec.Delete = "" }, ""),
+		changed(w, "old finalizer taken off", w.finalized, func(o v) { o.Finalizers = o.Finalizers[:1] }, ""),
+		changed(w, "old finalizer of a deleted one taken off", w.deleted, func(o v) { o.Finalizers = o.Finalizers[:1] }, ""),
+		reported(w, "reported", w.mine, `{"size":1048576}`, ""),
+		removed(w, "deleted as asked", w.asked, ""),
+		removed(w, "deleted as abandoned", w.abandoned, ""),
+		created(w, "adopted", volumeOn(nodeName, "new"), ""),
+		created(w, "snapshot adopted", snapshotOn(nodeName, "new"), ""),
+		changed(w, "snapshot cut", w.snapshot, func(o *v1alpha1.Snapshot) { o.Spec.Make = false }, ""),
+		reported(w, "snapshot reported", w.snapshot, `{"size":1048576}`, ""),
+
+		changed(w, "of another node", w.others, func(o v) { o.Finalizers = nil }, ofAnother),
+		reported(w, "reported, of another node", w.others, `{"size":1048576}`, ofAnother),
+		removed(w, "deleted, of another node", w.others, ofAnother),
+		created(w, "adopted for another node", volumeOn("node-2", "new"), ofAnother),
+		changed(w, "moved here", w.others, func(o v) { o.Spec.NodeName = nodeName }, movesNot),
+		changed(w, "moved away", w.mine, func(o v) { o.Spec.NodeName = "node-2" }, movesNot),
+		created(w, "snapshot adopted for another node", snapshotOn("node-2", "new"), ofAnother),
+		reported(w, "snapshot reported, of another node", w.snapshotOfOthers, `{"size":1048576}`, ofAnother),
+		changed(w, "snapshot of another node", w.snapshotOfOthers, func(o *v1alpha1.Snapshot) { o.Spec.Delete = o.UID }, ofAnother),
+		removed(w, "snapshot of another node deleted", w.snapshotOfOthers, ofAnother),
+
+		created(w, "to be made", edited(volumeOn(nodeName, "new"), func(o v) { o.Spec.Make = true }), bytesThere),
+		created(w, "to be deleted", edited(volumeOn(nodeName, "new"), func(o v) { o.Spec.Delete = "x" }), bytesThere),
+		created(w, "claimed", edited(volumeOn(nodeName, "new"), func(o v) { o.Spec.Claim = &v1alpha1.Claim{Node: nodeName, Mode: "mount"} }), bytesThere),
+		created(w, "abandoned", edited(volumeOn(nodeName, "new"), func(o v) { o.Spec.Abandoned = true }), bytesThere),
+		created(w, "with a finalizer", edited(volumeOn(nodeName, "new"), func(o v) { o.Finalizers = []string{v1alpha1.Finalizer} }), finalizers),
+		created(w, "with a label", edited(volumeOn(nodeName, "new"), func(o v) { o.Labels = map[string]string{"a": "b"} }), metadataKept),
+
+		changed(w, "grown", w.mine, func(o v) { o.Spec.Size *= 2 }, specKept),
+		changed(w, "claimed for itself", w.mine, func(o v) { o.Spec.Claim = &v1alpha1.Claim{Node: nodeName, Mode: "mount"} }, specKept),
+		changed(w, "given up", w.abandoned, func(o v) { o.Spec.Abandoned = false }, specKept),
+		changed(w, "modified", w.mine, func(o v) { o.Spec.Mutable = map[string]string{"readAheadKiB": "4"} }, specKept),
+		changed(w, "taken from its claim", w.mine, func(o v) { o.Spec.ClaimRef = nil }, specKept),
+		changed(w, "given to another claim", w.mine, func(o v) { o.Spec.ClaimRef.Name = "c" }, specKept),
+		changed(w, "made again", w.asked, func(o v) { o.Spec.Make = true }, madeOnce),
+		changed(w, "deletion asked for", w.mine, func(o v) { o.Spec.Delete = o.UID }, deleteKept),
+		changed(w, "deletion undone", w.asked, func(o v) { o.Spec.Delete = "" }, deleteKept),
+		changed(w, "stale deletion made true", w.stale, func(o v) { o.Spec.Delete = o.UID }, deleteKept),
+		changed(w, "others' finalizer taken off", w.finalized, func(o v) { o.Finalizers = o.Finalizers[1:] }, finalizers),
+		changed(w, "others' finalizer of a deleted one taken off", w.deleted, func(o v) { o.Finalizers = nil }, finalizers),
+		changed(w, "finalizer added", w.mine, func(o v) { o.Finalizers = []string{"example.com/theirs"} }, finalizers),
+		changed(w, "annotated", w.mine, func(o v) { o.Annotations = map[string]string{"a": "b"} }, metadataKept),
+		changed(w, "labelled", w.mine, func(o v) { o.Labels = map[string]string{"a": "b"} }, metadataKept),
+		changed(w, "owned", w.mine, func(o v) {
+			o.OwnerReferences = []metav1.OwnerReference{{APIVersion: "v1", Kind: "Node", Name: nodeName, UID: "x"}}
+		}, metadataKept),
+		removed(w, "deleted unasked", w.mine, notAsked),
+		removed(w, "deleted as a copy was asked for", w.stale, notAsked),
+		removed(w, "snapshot deleted unasked", w.snapshot, notAsked),
+	})
+	w.try(t, "", []attempt{
+		changed(w, "without a node, made", w.mine, func(o v) { o.Spec.Make = false }, nameless),
+		reported(w, "without a node, reported", w.mine, `{"size":1048576}`, nameless),
+		removed(w, "without a node, deleted", w.asked, nameless),
+		created(w, "without a node, adopted", volumeOn(nodeName, "new"), nameless),
+	})
+}
+
+// TestGuardPools: what an agent may write of pools and Leases.
+func TestGuardPools(t *testing.T) {
+	w := newGuarded(t)
+	w.identity("default", "")
+	type p = *v1alpha1.Pool
+	lease := func(name, holder string) *coordinationv1.Lease {
+		return &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: leases, Name: name}, Spec: coordinationv1.LeaseSpec{HolderIdentity: &holder}}
+	}
+	for _, o := range []client.Object{lease("node."+nodeName, nodeName), lease("node.node-2", "node-2"), lease("external-attacher-leader-block-csi-ashlar-dev", "its pod")} {
+		check.OK(t, w.Create(w.ctx, o))
+	}
+	other := "node-2"
+	mine := lease("node."+nodeName, nodeName)
+	update := func(name string, o *coordinationv1.Lease, refused string) attempt {
+		return attempt{name, func(c client.Client) error {
+			o := o.DeepCopy()
+			have := o.DeepCopy()
+			if err := w.Get(w.ctx, client.ObjectKeyFromObject(o), have); err != nil {
+				return err
+			}
+			o.ResourceVersion = have.ResourceVersion
+			return c.Update(w.ctx, o)
+		}, refused}
+	}
+	w.try(t, nodeName, []attempt{
+		created(w, "created", poolOn(nodeName, "new"), ""),
+		changed(w, "no longer the default", w.pool, func(o p) { o.Spec.Default, o.Spec.MaxVolumes = true, 7 }, ""),
+		changed(w, "identified", w.pool, func(o p) { o.Spec.UUID = "one" }, ""),
+		changed(w, "adopted", w.pool, func(o p) { delete(o.Annotations, v1alpha1.AdoptAnnotation) }, ""),
+		reported(w, "reported", w.pool, `{"total":1}`, ""),
+		update("renewed", mine, ""),
+
+		created(w, "created for another node", poolOn("node-2", "new"), ofAnother),
+		changed(w, "of another node", w.poolOfOthers, func(o p) { o.Spec.Default = true }, ofAnother),
+		reported(w, "reported, of another node", w.poolOfOthers, `{"total":1}`, ofAnother),
+		created(w, "named as one of another node", edited(poolOn(nodeName, "new"), func(o p) { o.Name = "node-2.new" }), poolNamed),
+		created(w, "of another driver", edited(poolOn(nodeName, "new"), func(o p) { o.Spec.Driver = "other.example.com" }), poolDriver),
+		changed(w, "given to another driver", w.pool, func(o p) { o.Spec.Driver = "other.example.com" }, poolDriver),
+		changed(w, "annotated", w.pool, func(o p) { o.Annotations["a"] = "b" }, annotations),
+		changed(w, "others' annotation taken off", w.pool, func(o p) { delete(o.Annotations, "example.com/theirs") }, annotations),
+		changed(w, "labelled", w.pool, func(o p) { o.Labels = map[string]string{"a": "b"} }, poolMetadata),
+		changed(w, "finalizer added", w.pool, func(o p) { o.Finalizers = []string{"example.com/theirs"} }, poolMetadata),
+
+		update("another's Lease", lease("node.node-2", other), ownLease),
+		update("a sidecar's Lease", lease("external-attacher-leader-block-csi-ashlar-dev", nodeName), ownLease),
+		created(w, "a new Lease", lease("external-resizer-block-csi-ashlar-dev", nodeName), ownLease),
+		update("its Lease, for another", lease("node."+nodeName, other), leaseHolder),
+		update("its Lease, with a finalizer", edited(mine.DeepCopy(), func(o *coordinationv1.Lease) { o.Finalizers = []string{"example.com/theirs"} }), leaseOwner),
+	})
+	w.identity("default", "one")
+	w.try(t, nodeName, []attempt{
+		changed(w, "replaced", w.pool, func(o p) { o.Spec.UUID = "two" }, poolReplaced),
+		changed(w, "to be replaced", w.pool, func(o p) { o.Spec.UUID = v1alpha1.NewPool }, poolReplaced),
+	})
+	w.identity("default", v1alpha1.NewPool)
+	w.try(t, nodeName, []attempt{changed(w, "replaced on purpose", w.pool, func(o p) { o.Spec.UUID = "two" }, "")})
+	w.try(t, "", []attempt{
+		changed(w, "without a node", w.pool, func(o p) { o.Spec.Default = true }, nameless),
+		update("without a node, renewed", mine, nameless),
+	})
+}
