@@ -83,7 +83,8 @@ func startController(ctx context.Context, o options) error {
 	if err != nil {
 		return err
 	}
-	s, err := store.New(config, store.Options{GoneGrace: o.goneGrace, AbandonGrace: o.abandonGrace, Driver: o.driverName, Namespace: namespace})
+	s, err := store.New(config, store.Options{GoneGrace: o.goneGrace, AbandonGrace: o.abandonGrace, Driver: o.driverName, Namespace: namespace,
+		StartupTaint: o.startupTaint})
 	if err != nil {
 		return err
 	}

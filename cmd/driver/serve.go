@@ -50,6 +50,7 @@ type options struct {
 	kubeconfig   string
 	goneGrace    time.Duration
 	abandonGrace time.Duration
+	startupTaint bool
 	labels       labelFlags
 	page         string
 	logFormat    string
@@ -200,6 +201,7 @@ func (o *options) kubernetesFlags(flags *pflag.FlagSet) {
 	flags.Var(&o.labels, "topology-label", "label of the Kubernetes node that says where it is, as topology.kubernetes.io/zone;\nmay be given more than once. Volumes can be asked for by it: allowedTopologies of a StorageClass (node)")
 	flags.DurationVar(&o.goneGrace, "gone-grace", 5*time.Minute, "how long, as 90s or 5m, a node has to be gone (its object deleted, or tainted ashlar.dev/gone)\nbefore its deleted volumes are given up (controller)")
 	flags.DurationVar(&o.abandonGrace, "abandon-grace", time.Hour, "how long, as 30m or 1h, what nobody seems to know of is kept: from its creation a volume without claim and\nPersistentVolume; from the first refusal because of it a claim without VolumeAttachment (controller)")
+	flags.BoolVar(&o.startupTaint, "startup-taint", false, "take the taint ashlar.dev/agent-not-ready, which new nodes may be made with, off nodes on which the driver is ready (controller)")
 }
 
 func (o *options) monitoringFlags(flags *pflag.FlagSet) {

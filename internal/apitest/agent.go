@@ -86,7 +86,7 @@ func (s *Server) Guard(ctx context.Context, driver string) error {
 	if err != nil {
 		return err
 	}
-	for _, file := range []string{"namespace.yaml", "rbac-node.yaml", "guard.yaml"} {
+	for _, file := range []string{"namespace.yaml", "rbac-node.yaml", "guard.yaml", "startup-taint/rights.yaml"} {
 		text, err := os.ReadFile(filepath.Join(root(), "deploy/kubernetes", file))
 		if err != nil {
 			return err

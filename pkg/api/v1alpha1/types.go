@@ -32,6 +32,9 @@ const DoubtAnnotation = "ashlar.dev/claim-in-doubt"
 // GoneTaint is the key of a taint that says that a node will never come back.
 const GoneTaint = "ashlar.dev/gone"
 
+// StartupTaint is the key of a taint that a new node may be made with, to keep pods off until the driver is ready there.
+const StartupTaint = "ashlar.dev/agent-not-ready"
+
 // Types of conditions.
 const (
 	// Ready: the object is there to be used. False with the reason DataLoss if it was, and

@@ -25,6 +25,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster/gc"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/liveness"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/startup"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -41,6 +42,8 @@ type Options struct {
 	SilentAfter time.Duration
 	// EventsAgain is when the event of a state that lasts is written again; 0 is the usual time.
 	EventsAgain time.Duration
+	// StartupTaint: the startup taint is taken off nodes on which the driver is ready (package startup).
+	StartupTaint bool
 }
 
 // Store is the volume.Store of a cluster. Any number may run at once: objects are created
@@ -56,6 +59,7 @@ type Store struct {
 	nodes     *liveness.Monitor
 	garbage   *gc.Collector
 	events    *events.Announcer
+	startup   *startup.Taints // nil: the taint is left alone
 
 	counting chan struct{} // has room for one who counts claims
 
@@ -83,6 +87,9 @@ func New(config *rest.Config, o Options) (*Store, error) {
 	s := &Store{kube: c, driver: o.Driver, nodes: nodes, counting: make(chan struct{}, 1), claiming: map[string]string{},
 		garbage: gc.New(c, nodes, gc.Options{GoneGrace: o.GoneGrace, AbandonGrace: o.AbandonGrace, Driver: o.Driver}),
 		events:  events.New(c, nodes, events.Options{Driver: o.Driver, Namespace: o.Namespace, Again: o.EventsAgain})}
+	if o.StartupTaint {
+		s.startup = startup.New(c, nodes, o.Driver)
+	}
 	if err := index(c.Cache); err != nil {
 		return nil, err
 	}
@@ -136,7 +143,7 @@ func (s *Store) watch(leases bool) error {
 	kinds := []kind{{&v1alpha1.Volume{}, both(s.garbage.VolumeChanged, s.events.VolumeChanged)},
 		{&v1alpha1.Snapshot{}, both(s.garbage.SnapshotChanged, s.events.SnapshotChanged)},
 		{&v1alpha1.Pool{}, both(s.garbage.PoolChanged, s.events.PoolChanged)},
-		{&corev1.Node{}, both(s.garbage.NodeChanged, s.events.NodeChanged)}}
+		{&corev1.Node{}, both(s.nodeChanged, s.events.NodeChanged)}}
 	if leases {
 		kinds = append(kinds, kind{&coordinationv1.Lease{}, both(s.nodes.LeaseChanged, s.events.LeaseChanged)})
 	}
@@ -153,7 +160,15 @@ func (s *Store) watch(leases bool) error {
 	return nil
 }
 
-// Run keeps the store's knowledge up to date, runs the garbage collector, and tells people what is wrong, until the context ends.
+func (s *Store) nodeChanged(o client.Object, gone bool) {
+	s.garbage.NodeChanged(o, gone)
+	if s.startup != nil {
+		s.startup.NodeChanged(o, gone)
+	}
+}
+
+// Run keeps the store's knowledge up to date, runs the garbage collector and what takes startup taints off, and tells people what is
+// wrong, until the context ends.
 //
 // It fails if the cluster has another driver of this kind.
 func (s *Store) Run(ctx context.Context) error {
@@ -171,6 +186,9 @@ func (s *Store) Run(ctx context.Context) error {
 			return
 		}
 		done.Go(func() { s.events.Run(ctx) })
+		if s.startup != nil {
+			done.Go(func() { s.startup.Run(ctx) })
+		}
 		s.garbage.Run(ctx)
 	})
 	done.Go(func() { failures <- s.kube.Cache.Start(ctx) })

@@ -51,6 +51,7 @@ func Connect(config *rest.Config, only map[client.Object]cache.ByObject) (Connec
 	mapper.Add(coordinationv1.SchemeGroupVersion.WithKind("Lease"), meta.RESTScopeNamespace)
 	mapper.Add(storagev1.SchemeGroupVersion.WithKind("StorageClass"), meta.RESTScopeRoot)
 	mapper.Add(storagev1.SchemeGroupVersion.WithKind("VolumeAttachment"), meta.RESTScopeRoot)
+	mapper.Add(storagev1.SchemeGroupVersion.WithKind("CSINode"), meta.RESTScopeRoot)
 	config = rest.CopyConfig(config)
 	config.QPS = -1 // the API server shares itself out (priority and fairness)
 	config.Wrap(func(next http.RoundTripper) http.RoundTripper { return relisting{next} })
