@@ -150,8 +150,13 @@ lint: ## Check style, layering (.golangci.yml), go.mod and the workflows
 	bin/actionlint
 
 .PHONY: generate
-generate: ## Make what is generated: the custom resources' definitions, and the alerts' PrometheusRule
+generate: ## Make what is generated: the custom resources' definitions, the alerts' PrometheusRule, the chart's README
 	hack/generate.sh
+
+.PHONY: digests
+digests: ## Write the digests that the sidecars' images have now into manifests and chart
+	@hack/install-tools.sh release
+	hack/digests.sh
 
 .PHONY: fmt
 fmt: ## Format the Go code

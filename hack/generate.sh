@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes what is generated: from pkg/api DeepCopy methods and the definitions of the custom resources; from the alerts their PrometheusRule.
+# Makes what is generated: from pkg/api DeepCopy methods and the definitions of the custom resources; from the alerts their
+# PrometheusRule; and the README of the chart from its values.
 #
 #   hack/generate.sh [DIRECTORY]     into DIRECTORY instead of the tree, to compare
 set -euo pipefail
@@ -22,3 +23,4 @@ mkdir -p "$out/deploy/monitoring"
 	YAML
 	sed -e '/^#/d' -e 's/^\(.\)/  \1/' deploy/monitoring/rules.yaml
 } >"$out/deploy/monitoring/prometheusrule.yaml"
+[ "$out" != . ] || go -C tests/deploy test -count=1 -run '^TestReadme$' . -update >/dev/null

@@ -33,6 +33,10 @@ type objects map[string]map[string]any
 func (o objects) add(t *testing.T, object map[string]any) {
 	t.Helper()
 	meta, _ := object["metadata"].(map[string]any)
+	// Kustomize takes these for namespaced, which the API server does not mind.
+	if strings.HasPrefix(fmt.Sprint(object["apiVersion"]), "admissionregistration.k8s.io/") {
+		delete(meta, "namespace")
+	}
 	key := fmt.Sprintf("%v %v/%v", object["kind"], meta["namespace"], meta["name"])
 	if _, twice := o[key]; twice {
 		t.Errorf("%s is there twice", key)
@@ -86,6 +90,10 @@ var snapshotAPIs = []string{"snapshot.storage.k8s.io/v1", "groupsnapshot.storage
 
 // template renders the chart with values, as YAML, for a cluster that has these APIs beyond its own.
 func template(values string, apis ...string) (map[string]string, error) {
+	return templateChart(chart, values, apis...)
+}
+
+func templateChart(chart, values string, apis ...string) (map[string]string, error) {
 	loaded, err := loader.Load(chart)
 	if err != nil {
 		return nil, err
@@ -105,13 +113,19 @@ func template(values string, apis ...string) (map[string]string, error) {
 
 func render(t *testing.T, values string, apis ...string) objects {
 	t.Helper()
-	files, err := template(values, apis...)
+	return renderChart(t, chart, values, apis...)
+}
+
+// renderChart renders a chart, but for its tests.
+func renderChart(t *testing.T, chart, values string, apis ...string) objects {
+	t.Helper()
+	files, err := templateChart(chart, values, apis...)
 	if err != nil {
 		t.Fatal(err)
 	}
 	all := objects{}
 	for name, text := range files {
-		if !strings.HasSuffix(name, ".yaml") {
+		if !strings.HasSuffix(name, ".yaml") || strings.Contains(name, "/tests/") {
 			continue
 		}
 		for document := range strings.SplitSeq(text, "\n---\n") {
@@ -208,7 +222,10 @@ func TestKnownFields(t *testing.T) {
 	strict := serializer.NewCodecFactory(scheme.Scheme, serializer.EnableStrict).UniversalDeserializer()
 	groups := `{nodeGroups: {default: null, fast: {nodeSelector: {disk: nvme}, tolerations: [], maxVolumes: 9,
 		pools: [{name: a, url: "file:///a?reservePercent=1"}, {name: b, url: "lvm://vg/thin"}, {name: c, url: "file:///c"}]}},
-		controller: {networkPolicy: true, goneGrace: 5m, abandonGrace: 2h}, imagePullSecrets: [{name: x}], image: {pullPolicy: Always}}`
+		controller: {goneGrace: 5m, abandonGrace: 2h, podLabels: {a: b}, extraArgs: [--v=3], topologySpreadConstraints: [{maxSkew: 1, topologyKey: zone,
+		whenUnsatisfiable: DoNotSchedule, labelSelector: {matchLabels: {app.kubernetes.io/component: controller}}}]}, node: {podLabels: {a: b}},
+		commonLabels: {team: storage}, csiDriver: {preventPodSchedulingIfMissing: true}, startupTaint: true, storageClasses: [{name: a, default: true, annotations: {a: b}}],
+		sidecars: {livenessProbe: {resources: {requests: {cpu: 1m, memory: 1Mi}}}}, imagePullSecrets: [{name: x}], image: {pullPolicy: Always}}`
 	for _, all := range []objects{build(t, manifests), render(t, ""), render(t, groups)} {
 		for key, object := range all {
 			version, err := schema.ParseGroupVersion(fmt.Sprint(object["apiVersion"]))
@@ -256,6 +273,10 @@ func TestSchema(t *testing.T) {
 		"toleration":                `{controller: {tolerations: [{kee: a}]}}`,
 		"metrics":                   `{metrics: on}`,
 		"attachRequired":            `{csiDriver: {attachRequired: "yes"}}`,
+		"digest":                    `{sidecars: {attacher: {digest: "sha256:1"}}}`,
+		"tag as a digest":           `{image: {digest: v1}}`,
+		"label":                     `{commonLabels: {a: 1}}`,
+		"policy's peers":            `{networkPolicy: {from: monitoring}}`,
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, err := template(values)
@@ -452,7 +473,7 @@ func TestSound(t *testing.T) {
 		}
 		// Every role is bound, and every binding is to a role that is there.
 		for key, object := range all {
-			if strings.HasSuffix(fmt.Sprint(object["kind"]), "Binding") {
+			if strings.HasSuffix(fmt.Sprint(object["kind"]), "RoleBinding") {
 				ref := object["roleRef"].(map[string]any)
 				all.of(t, fmt.Sprint(ref["kind"]), fmt.Sprint(ref["name"]))
 				for _, s := range object["subjects"].([]any) {

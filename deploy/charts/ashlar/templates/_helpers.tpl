@@ -1,4 +1,7 @@
 {{- define "ashlar.labels" -}}
+{{- with .Values.commonLabels }}
+{{- toYaml . }}
+{{ end -}}
 app.kubernetes.io/name: ashlar
 app.kubernetes.io/part-of: ashlar
 app.kubernetes.io/managed-by: {{ .Release.Service }}
@@ -6,7 +9,38 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 
 {{- define "ashlar.image" -}}
-{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}{{ with .Values.image.digest }}@{{ . }}{{ end }}
+{{- end }}
+
+{{/* The image of a sidecar, an entry of .Values.sidecars. */}}
+{{- define "ashlar.sidecarImage" -}}
+{{ .repository }}:{{ .tag }}{{ with .digest }}@{{ . }}{{ end }}
+{{- end }}
+
+{{/* What a pod has of the API server, and where: the token ends after an hour, and with the pod. */}}
+{{- define "ashlar.apiVolume" -}}
+- name: api
+  projected:
+    sources:
+      - serviceAccountToken:
+          path: token
+          expirationSeconds: 3600
+      - configMap:
+          name: kube-root-ca.crt
+          items:
+            - key: ca.crt
+              path: ca.crt
+      - downwardAPI:
+          items:
+            - path: namespace
+              fieldRef:
+                fieldPath: metadata.namespace
+{{- end }}
+
+{{- define "ashlar.apiMount" -}}
+- name: api
+  mountPath: /var/run/secrets/kubernetes.io/serviceaccount
+  readOnly: true
 {{- end }}
 
 {{- define "ashlar.pull" -}}
@@ -25,7 +59,7 @@ capabilities:
 {{/* One sidecar of the controller: a dict of root, name, image (an entry of .Values.sidecars), port, args. */}}
 {{- define "ashlar.sidecar" -}}
 - name: {{ .name }}
-  image: {{ .image.repository }}:{{ .image.tag }}
+  image: {{ include "ashlar.sidecarImage" .image }}
   {{- include "ashlar.pull" .root | nindent 2 }}
   args:
     - --csi-address=/csi/csi.sock
@@ -59,12 +93,13 @@ capabilities:
     periodSeconds: 20
     timeoutSeconds: 5
   resources:
-    {{- toYaml .root.Values.controller.resources | nindent 4 }}
+    {{- toYaml (.image.resources | default .root.Values.controller.resources) | nindent 4 }}
   securityContext:
     {{- include "ashlar.confined" . | nindent 4 }}
   volumeMounts:
     - name: socket
       mountPath: /csi
+    {{- include "ashlar.apiMount" . | nindent 4 }}
 {{- end }}
 
 {{/* The driver's flag for metrics, and the port of its container: a dict of root, port. */}}
