@@ -8,6 +8,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
@@ -101,7 +102,10 @@ func newGuarded(t *testing.T) *guarded {
 
 // try makes each attempt as the agent of a node, without consequences; with none as one that says no node.
 func (w *guarded) try(t *testing.T, node string, attempts []attempt) {
-	config := apitest.Get(t).Agent(t, node)
+	w.tryAs(t, apitest.Get(t).Agent(t, node), attempts)
+}
+
+func (w *guarded) tryAs(t *testing.T, config *rest.Config, attempts []attempt) {
 	c, err := client.New(config, client.Options{Scheme: w.Scheme()})
 	check.OK(t, err)
 	for _, a := range attempts {
@@ -269,6 +273,11 @@ func TestGuardPools(t *testing.T) {
 	})
 	w.identity("default", v1alpha1.NewPool)
 	w.try(t, nodeName, []attempt{changed(w, "replaced on purpose", w.pool, func(o p) { o.Spec.UUID = "two" }, "")})
+	// Whoever grants more than rbac-node.yaml does, grants no deletions.
+	config := apitest.Get(t).Config(apitest.Admin)
+	config.Impersonate = rest.ImpersonationConfig{UserName: "system:serviceaccount:" + apitest.Namespace + ":ashlar-node", Groups: []string{"system:masters"},
+		Extra: map[string][]string{"authentication.kubernetes.io/node-name": {nodeName}}}
+	w.tryAs(t, config, []attempt{removed(w, "deleted", w.pool, "an agent deletes no pool"), removed(w, "its Lease deleted", mine, "an agent deletes no Lease")})
 	w.try(t, "", []attempt{
 		changed(w, "without a node", w.pool, func(o p) { o.Spec.Default = true }, nameless),
 		update("without a node, renewed", mine, nameless),
