@@ -387,8 +387,9 @@ func TestEventsRefused(t *testing.T) {
 
 // TestRoles: the rights that the parts have here are those of the manifests.
 func TestRoles(t *testing.T) {
-	for file, user := range map[string]string{"rbac-controller.yaml": "controller", "rbac-node.yaml": "agent"} {
-		text, err := os.ReadFile("../../deploy/kubernetes/" + file)
+	files := map[string]string{"controller": "rbac-controller.yaml", "agent": "rbac-node.yaml"}
+	for user, granted := range roles {
+		text, err := os.ReadFile("../../deploy/kubernetes/" + files[user])
 		check.OK(t, err)
 		var role rbacv1.ClusterRole
 		for document := range strings.SplitSeq(string(text), "\n---\n") {
@@ -399,7 +400,7 @@ func TestRoles(t *testing.T) {
 			}
 		}
 		// Leases are in their namespace: there the roles are not cluster-wide.
-		want := slices.DeleteFunc(slices.Clone(roles[user]), func(r rbacv1.PolicyRule) bool { return slices.Equal(r.Resources, []string{"leases"}) })
+		want := slices.DeleteFunc(slices.Clone(granted), func(r rbacv1.PolicyRule) bool { return slices.Equal(r.Resources, []string{"leases"}) })
 		normal := func(rules []rbacv1.PolicyRule) []string {
 			var lines []string
 			for _, r := range rules {

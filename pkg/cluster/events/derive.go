@@ -148,7 +148,7 @@ func ofPool(p *v1alpha1.Pool) []saying {
 	}
 	all := ofProblems(p, pools, subject, health, p.Status.Conditions)
 	c := meta.FindStatusCondition(p.Status.Conditions, v1alpha1.Accounted)
-	if c != nil && c.Status == metav1.ConditionFalse {
+	if c != nil && c.Status == metav1.ConditionFalse && p.Status.StrayCount > 0 {
 		one := saying{of: p, reason: Strays, level: warning, note: fmt.Sprintf("%s%d volumes or snapshots: %s", subject, p.Status.StrayCount, c.Message),
 			since: c.LastTransitionTime.Time, state: c.LastTransitionTime.UTC().Format(time.RFC3339), lasting: true}
 		all = append(all, one.each(pools)...)
