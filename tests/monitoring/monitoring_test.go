@@ -191,7 +191,7 @@ func TestDocumentedConfiguration(t *testing.T) {
 		t.Fatal(err)
 	}
 	configurations, inhibitions := 0, 0
-	for _, m := range regexp.MustCompile("(?ms)^```yaml\n(.*?)^```$").FindAllSubmatch(text, -1) {
+	for _, m := range regexp.MustCompile("(?s)\n```yaml\n(.*?)```\n").FindAllSubmatch(text, -1) {
 		var block map[string]any
 		if err := yaml.UnmarshalStrict(m[1], &block); err != nil {
 			t.Errorf("%v: %s", err, m[1])

@@ -143,11 +143,15 @@ func readyNode(t *testing.T, name string) {
 // freeAddresses returns addresses on loopback that nobody listens at.
 func freeAddresses(t *testing.T, n int) (addresses []string) {
 	t.Helper()
+	var held []net.Listener // until all are known
 	for range n {
 		listener, err := net.Listen("tcp", "127.0.0.1:0")
 		check.OK(t, err)
-		defer listener.Close() // not before all are known
+		held = append(held, listener)
 		addresses = append(addresses, listener.Addr().String())
+	}
+	for _, listener := range held {
+		check.OK(t, listener.Close())
 	}
 	return addresses
 }
