@@ -217,6 +217,26 @@ func TestCommands(t *testing.T) {
 	}
 }
 
+// TestPages: in pages there is what there is at once.
+func TestPages(t *testing.T) {
+	e := newEnvironment(t)
+	damaged(e)
+	var texts []string
+	for _, page := range []int64{0, 1} {
+		o, err := view.Take(t.Context(), e, view.Options{Page: page, Now: time.Now().Truncate(time.Hour), Kubernetes: true})
+		check.OK(t, err)
+		if len(o.Volumes) != 4 || len(o.Nodes) != 6 {
+			t.Errorf("pages of %d: %d volumes, %d nodes", page, len(o.Volumes), len(o.Nodes))
+		}
+		text, err := json.Marshal(o)
+		check.OK(t, err)
+		texts = append(texts, string(text))
+	}
+	if texts[0] != texts[1] {
+		t.Errorf("at once:\n%s\nin pages:\n%s", texts[0], texts[1])
+	}
+}
+
 // TestRights: what a user may not list is left out, and that is said; without the rights for the driver's own objects there is an error.
 func TestRights(t *testing.T) {
 	e := newEnvironment(t)

@@ -1,0 +1,142 @@
+package main
+
+import (
+	"encoding/json"
+	"errors"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"os/exec"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/httpstream"
+	"k8s.io/apimachinery/pkg/util/httpstream/spdy"
+
+	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/co"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/internal/process"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// kubelet is as much of one as runs programs: what "kubectl exec" asks of a pod, it runs on this machine. It returns its port.
+func kubelet(t *testing.T, program func(command []string) []string) int32 {
+	t.Helper()
+	server := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if _, err := httpstream.Handshake(r, w, []string{"v4.channel.k8s.io"}); err != nil {
+			t.Error(err)
+			return
+		}
+		streams := make(chan httpstream.Stream, 8)
+		conn := spdy.NewResponseUpgrader().UpgradeResponse(w, r, func(s httpstream.Stream, _ <-chan struct{}) error {
+			streams <- s
+			return nil
+		})
+		if conn == nil {
+			t.Error("the API server asks for no streams")
+			return
+		}
+		defer conn.Close()
+		by := map[string]httpstream.Stream{}
+		for len(by) < 3 {
+			select {
+			case s := <-streams:
+				by[s.Headers().Get(corev1.StreamType)] = s
+			case <-time.After(30 * time.Second):
+				t.Errorf("streams of exec: %d", len(by))
+				return
+			}
+		}
+		argv := program(r.URL.Query()["command"])
+		run := exec.Command(argv[0], argv[1:]...)
+		run.Stdout, run.Stderr = by[corev1.StreamTypeStdout], by[corev1.StreamTypeStderr]
+		status := metav1.Status{Status: metav1.StatusSuccess}
+		if err := run.Run(); err != nil {
+			var exit *exec.ExitError
+			errors.As(err, &exit)
+			status = metav1.Status{Status: metav1.StatusFailure, Reason: "NonZeroExitCode", Message: err.Error(),
+				Details: &metav1.StatusDetails{Causes: []metav1.StatusCause{{Type: "ExitCode", Message: strconv.Itoa(exit.ExitCode())}}}}
+		}
+		_ = json.NewEncoder(by[corev1.StreamTypeError]).Encode(status) // the test sees what is missing
+		for _, s := range by {
+			_ = s.Close()
+		}
+		<-conn.CloseChan()
+	}))
+	t.Cleanup(server.Close)
+	_, port, err := net.SplitHostPort(server.Listener.Addr().String())
+	check.OK(t, err)
+	n, err := strconv.ParseInt(port, 10, 32)
+	check.OK(t, err)
+	return int32(n)
+}
+
+// TestOnNode: the driver on a node is asked for what it alone knows: devices and mounts of a volume, and what the machine lacks.
+func TestOnNode(t *testing.T) {
+	drivertest.NeedRoot(t)
+	dir := drivertest.Dir(t)
+	program, err := process.Build(dir)
+	check.OK(t, err)
+	pool := "--pool=default=file://" + dir + "/pool?reservePercent=0"
+	driver, err := process.New(dir, "n1", program, pool)
+	check.OK(t, err)
+	t.Cleanup(driver.Close)
+	check.OK(t, driver.Start())
+	check.OK(t, driver.Ready(t.Context()))
+	v, err := driver.Create(t.Context(), co.Request("pvc-1", "", 32<<20))
+	check.OK(t, err)
+	check.OK(t, v.Claim(t.Context()))
+	check.OK(t, v.Stage(t.Context()))
+	defer func() { check.OK(t, v.Unstage(t.Context())) }()
+
+	e := newEnvironment(t)
+	port := kubelet(t, func(command []string) []string {
+		if command[0] != "/driver" {
+			t.Errorf("run in the pod: %q", command)
+		}
+		argv := append([]string{program}, command[1:]...)
+		if slices.Contains(command, "describe") {
+			argv = append(argv, "--endpoint="+driver.Socket)
+		}
+		return argv
+	})
+	n := node("n1", corev1.ConditionTrue)
+	n.Status.Addresses = []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: "127.0.0.1"}}
+	n.Status.DaemonEndpoints.KubeletEndpoint.Port = port
+	e.add(n)
+	e.add(&corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "nobody"}})
+	off := false
+	agent := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "ashlar-node-1", Labels: map[string]string{"app.kubernetes.io/name": "ashlar", "app.kubernetes.io/component": "node"}},
+		Spec:   corev1.PodSpec{NodeName: "n1", ServiceAccountName: "nobody", AutomountServiceAccountToken: &off, Containers: []corev1.Container{{Name: "driver", Image: "i", Args: []string{"serve", pool}}}},
+		Status: corev1.PodStatus{Phase: corev1.PodRunning}}
+	e.add(agent)
+	now := metav1.NowMicro()
+	e.add(&v1alpha1.Volume{ObjectMeta: metav1.ObjectMeta{Name: volume.KeyOf("pvc-1")}, Spec: v1alpha1.VolumeSpec{NodeName: "n1", Pool: "default", Name: "pvc-1", Size: 32 << 20, Filesystem: "ext4"},
+		Status: v1alpha1.VolumeStatus{ObjectStatus: v1alpha1.ObjectStatus{Created: &now, Size: 32 << 20}}})
+
+	r := run(t, apitest.Admin, "describe", "pvc-1")
+	r.says(t, "Devices            /dev/", "Mounted at         "+dir, " used\n")
+	if r.err != nil || strings.Contains(r.stdout, "Left out") {
+		t.Errorf("%v\n%s", r.err, r.stdout)
+	}
+	for _, args := range [][]string{{"doctor", "n1"}, {"doctor"}} {
+		r = run(t, apitest.Admin, args...)
+		r.says(t, "kernel", "pool default: ", "in use by a running driver")
+		if r.err != nil {
+			t.Error(r.err)
+		}
+	}
+	driver.Kill()
+	r = run(t, apitest.Admin, "describe", "pvc-1")
+	r.says(t, "Left out: its devices and mounts: ask the driver on node n1: driver: ask the driver on "+driver.Socket)
+	check.OK(t, driver.Start())
+	check.OK(t, driver.Ready(t.Context()))
+}
