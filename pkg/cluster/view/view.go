@@ -164,7 +164,7 @@ func each[L client.ObjectList](t *taking, empty L, visit func(L), which ...clien
 			return fmt.Errorf("list %T: %w", list, err)
 		}
 		visit(list)
-		if token = list.GetContinue(); token == "" {
+		if token = list.GetContinue(); token == "" || t.options.Page == 0 { // a cache gives all, and a token that leads nowhere
 			return nil
 		}
 	}
