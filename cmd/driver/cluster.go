@@ -100,10 +100,20 @@ func startController(ctx context.Context, o options) error {
 	}
 	defer listener.Close() // if nobody serves it
 	c := controller.New(s)
-	return beside(ctx, s.Run, func(ctx context.Context) error {
+	serve := func(ctx context.Context) error {
 		return o.monitored(ctx, []metrics.Source{s.Samples}, func(ctx context.Context, observe observer) error {
 			return answer(ctx, o, listener, rpc.Services{Identity: newIdentity(o, ready), Observe: observe, Controller: c, GroupController: c})
 		})
+	}
+	if o.page == "" {
+		return beside(ctx, s.Run, serve)
+	}
+	viewer, err := store.NewViewer(config, s, version)
+	if err != nil {
+		return err
+	}
+	return beside(ctx, s.Run, func(ctx context.Context) error {
+		return beside(ctx, viewer.Run, func(ctx context.Context) error { return o.withPage(ctx, viewer, serve) })
 	})
 }
 

@@ -70,11 +70,14 @@ func TestCluster(t *testing.T) {
 		t.Fatal(err)
 	}
 	thaw := server.Freeze(t)
-	controller := started(t, dir+"/c", program, "--mode=controller", "--kubeconfig="+kubeconfig)
+	address := freeAddress(t)
+	page := "http://" + address + "/"
+	controller := started(t, dir+"/c", program, "--mode=controller", "--kubeconfig="+kubeconfig, "--page="+address)
 	node := started(t, dir+"/n", program, "--mode=node", "--kubeconfig="+kubeconfig+".node", "--node-id="+testNode, "--max-volumes=7", "--pool="+testPool(dir))
 	ctx := t.Context()
 
 	probed(t, controller, false)
+	shows(t, page, "the objects of the cluster have not been read yet")
 	probed(t, node, true)
 	info, err := node.NodeGetInfo(ctx, &csi.NodeGetInfoRequest{})
 	if err != nil || info.GetNodeId() != testNode || info.GetMaxVolumesPerNode() != 7 {
@@ -128,8 +131,11 @@ func TestCluster(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+	shows(t, page, v.ID)
+	shows(t, page+"volume?id="+v.ID, "no node may use it now")
 	check.OK(t, v.Claim(ctx))
 	check.OK(t, v.Stage(ctx)) // with it, the node comes to know of the claim
+	shows(t, page+"volume?id="+v.ID, "<dd>"+testNode+"</dd>")
 	check.OK(t, v.Unstage(ctx))
 	thaw = server.Freeze(t)
 	if err := v.Stage(ctx); err != nil {

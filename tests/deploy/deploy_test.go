@@ -222,7 +222,7 @@ func TestKnownFields(t *testing.T) {
 	strict := serializer.NewCodecFactory(scheme.Scheme, serializer.EnableStrict).UniversalDeserializer()
 	groups := `{nodeGroups: {default: null, fast: {nodeSelector: {disk: nvme}, tolerations: [], maxVolumes: 9,
 		pools: [{name: a, url: "file:///a?reservePercent=1"}, {name: b, url: "lvm://vg/thin"}, {name: c, url: "file:///c"}]}},
-		controller: {goneGrace: 5m, abandonGrace: 2h, podLabels: {a: b}, extraArgs: [--v=3], topologySpreadConstraints: [{maxSkew: 1, topologyKey: zone,
+		controller: {goneGrace: 5m, abandonGrace: 2h, page: {enabled: true, from: [{podSelector: {matchLabels: {app: proxy}}}]}, podLabels: {a: b}, extraArgs: [--v=3], topologySpreadConstraints: [{maxSkew: 1, topologyKey: zone,
 		whenUnsatisfiable: DoNotSchedule, labelSelector: {matchLabels: {app.kubernetes.io/component: controller}}}]}, node: {podLabels: {a: b}},
 		commonLabels: {team: storage}, csiDriver: {preventPodSchedulingIfMissing: true}, startupTaint: true, storageClasses: [{name: a, default: true, annotations: {a: b}}],
 		sidecars: {livenessProbe: {resources: {requests: {cpu: 1m, memory: 1Mi}}}}, imagePullSecrets: [{name: x}], image: {pullPolicy: Always}}`
@@ -356,6 +356,45 @@ func TestMetrics(t *testing.T) {
 				t.Errorf("%s: a port named metrics is there: %v, and the arguments are %v", name, there, have)
 			}
 		}
+	}
+}
+
+// TestPage: the page is off unless somebody switches it on; then there is a Service that leads to it, and the controller may read
+// what it shows.
+func TestPage(t *testing.T) {
+	for name, all := range map[string]objects{"manifests": build(t, manifests), "chart": render(t, "")} {
+		if all["Service "+namespace+"/ashlar-page"] != nil || strings.Contains(text(container(t, all.of(t, "Deployment", "ashlar-controller"), "driver")), "page") ||
+			strings.Contains(text(all.of(t, "ClusterRole", "ashlar-controller")), "pods") {
+			t.Errorf("%s: the page is on", name)
+		}
+	}
+	all := render(t, `{controller: {page: {enabled: true, from: [{podSelector: {matchLabels: {app: proxy}}}]}}}`)
+	driver, service := container(t, all.of(t, "Deployment", "ashlar-controller"), "driver"), all.of(t, "Service", "ashlar-page")
+	if !slices.Contains(driver["args"].([]any), any("--page=:9820")) {
+		t.Errorf("the arguments %v", driver["args"])
+	}
+	if !strings.Contains(text(driver["ports"]), "containerPort: 9820\n  name: page") {
+		t.Errorf("the ports\n%s", text(driver["ports"]))
+	}
+	labels, _ := dig(all.of(t, "Deployment", "ashlar-controller"), "spec", "template", "metadata", "labels").(map[string]any)
+	for key, value := range dig(service, "spec", "selector").(map[string]any) {
+		if labels[key] != value {
+			t.Errorf("the Service selects %s=%v, the pods have %v", key, value, labels)
+		}
+	}
+	if kind := dig(service, "spec", "type"); kind != nil && kind != "ClusterIP" {
+		t.Errorf("the Service is a %v: there is no login", kind)
+	}
+	policy := all.of(t, "NetworkPolicy", "ashlar-controller")
+	if ingress := text(dig(policy, "spec", "ingress")); !strings.Contains(ingress, "app: proxy") || !strings.Contains(ingress, "port: page") {
+		t.Errorf("the policy lets in\n%s", ingress)
+	}
+	if role := text(all.of(t, "ClusterRole", "ashlar-controller")); !strings.Contains(role, "- pods\n") {
+		t.Errorf("the role\n%s", role)
+	}
+	shut := render(t, `{controller: {page: {enabled: true}}}`)
+	if ingress := text(dig(shut.of(t, "NetworkPolicy", "ashlar-controller"), "spec", "ingress")); strings.Contains(ingress, "page") || strings.Contains(ingress, "9820") {
+		t.Errorf("the policy lets somebody in:\n%s", ingress)
 	}
 }
 
