@@ -19,11 +19,16 @@ import (
 // observer is told of each call that has ended.
 type observer = func(method string, err error, took time.Duration)
 
-// checkMonitoring checks the flags of metrics.
+// checkMonitoring checks the flags of metrics and traces.
 func (o *options) checkMonitoring() error {
 	if o.metrics != "" {
 		if _, _, err := net.SplitHostPort(o.metrics); err != nil {
 			return fmt.Errorf("--metrics-endpoint=%s: write it as HOST:PORT or :PORT: %w", o.metrics, err)
+		}
+	}
+	if o.traces != "" {
+		if _, _, err := net.SplitHostPort(o.traces); err != nil {
+			return fmt.Errorf("--trace-endpoint=%s: write it as HOST:PORT: %w", o.traces, err)
 		}
 	}
 	switch {

@@ -23,6 +23,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/overview"
 	"github.com/ashlar-csi/ashlar/internal/overview/socket"
+	"github.com/ashlar-csi/ashlar/internal/trace"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
 	"github.com/ashlar-csi/ashlar/pkg/controller"
@@ -41,6 +42,7 @@ type options struct {
 	endpoint     string
 	metrics      string // where metrics are served; empty: nowhere
 	perVolume    bool   // also those of each volume
+	traces       string // where traces are sent; empty: nowhere
 	mode         string
 	nodeID       string
 	driverName   string
@@ -207,6 +209,7 @@ func (o *options) kubernetesFlags(flags *pflag.FlagSet) {
 func (o *options) monitoringFlags(flags *pflag.FlagSet) {
 	flags.StringVar(&o.metrics, "metrics-endpoint", "", "HOST:PORT or :PORT to serve metrics on, as http://HOST:PORT/metrics; without it, they are not served")
 	flags.BoolVar(&o.perVolume, "metrics-per-volume", false, "also serve metrics that have a series for each volume: size, and what it takes (all and node)")
+	flags.StringVar(&o.traces, "trace-endpoint", "", "HOST:PORT to send traces to, by OTLP (gRPC, without TLS); without it, there are none")
 }
 
 func (o *options) loggingFlags(flags *pflag.FlagSet) {
@@ -288,6 +291,13 @@ func serve(ctx context.Context, o options) error {
 		klog.SetSlogLogger(slog.New(slog.NewJSONHandler(os.Stderr, &slog.HandlerOptions{Level: slog.Level(-o.verbosity)})))
 	}
 	defer klog.Flush()
+	if o.traces != "" {
+		stop, err := trace.Export(ctx, o.traces, "ashlar-"+o.mode, version, o.nodeID)
+		if err != nil {
+			return err
+		}
+		defer stop()
+	}
 	switch o.mode {
 	case "controller":
 		return startController(ctx, o)
@@ -392,6 +402,7 @@ func closeAll(pools []blockdev.Pool) error {
 func answer(ctx context.Context, o options, listener net.Listener, services rpc.Services) error {
 	log := klog.FromContext(ctx)
 	log.Info("Serving", "driver", o.driverName, "version", version, "node", o.nodeID, "mode", o.mode, "endpoint", o.endpoint, "pools", o.pools.String())
+	services.Traced = o.traces != ""
 	err := rpc.Serve(ctx, listener, services)
 	log.Info("Stopped")
 	return err

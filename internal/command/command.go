@@ -13,6 +13,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/ashlar-csi/ashlar/internal/trace"
 	"github.com/ashlar-csi/ashlar/pkg/metrics"
 )
 
@@ -46,7 +47,8 @@ func (e *Error) Unwrap() error { return e.Err }
 // all that it starts are killed when ctx ends, and when the driver dies. A failure
 // is an *Error; if ctx ended first, it wraps ctx.Err().
 func Run(ctx context.Context, argv ...string) (stdout, stderr string, err error) {
-	defer func(began time.Time) { observe(argv[0], began, err) }(time.Now())
+	ctx, end := trace.Start(ctx, filepath.Base(argv[0]))
+	defer func(began time.Time) { observe(argv[0], began, err); end(err) }(time.Now())
 	cmd := exec.CommandContext(ctx, find(argv[0]), argv[1:]...)
 	cmd.Env = []string{"LC_ALL=C", "PATH=" + searchPath}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}

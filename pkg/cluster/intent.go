@@ -14,6 +14,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
 
+	"github.com/ashlar-csi/ashlar/internal/trace"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -29,6 +30,9 @@ func IntendDeletion[T Object](ctx context.Context, c client.Client, o T, unchang
 	id := map[string]any{"uid": o.GetUID()}
 	if unchanged {
 		id["resourceVersion"] = o.GetResourceVersion()
+	}
+	if parent := trace.Parent(ctx); parent != "" || o.GetAnnotations()[v1alpha1.TraceAnnotation] != "" {
+		id["annotations"] = map[string]any{v1alpha1.TraceAnnotation: traced(parent)}
 	}
 	spec := map[string]any{"delete": o.GetUID()}
 	if v, ok := any(o).(*v1alpha1.Volume); ok && v.Spec.Claim != nil {
@@ -48,6 +52,14 @@ func IntendDeletion[T Object](ctx context.Context, c client.Client, o T, unchang
 		return ErrDefinitions
 	}
 	return nil
+}
+
+// traced is the value of the annotation in a patch: null takes it off.
+func traced(parent string) any {
+	if parent == "" {
+		return nil
+	}
+	return parent
 }
 
 // ofAnother: a patch was for an object with another UID. To the API server that is an attempt to change the UID.

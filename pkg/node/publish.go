@@ -8,6 +8,7 @@ import (
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 
+	"github.com/ashlar-csi/ashlar/internal/trace"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/csimap"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -76,7 +77,7 @@ func (s *Server) publish(ctx context.Context, r *csi.NodePublishVolumeRequest, t
 	if how.block {
 		return s.publishBlock(ctx, v, target, how)
 	}
-	return s.publishMount(staged, at.Info, target, how)
+	return s.publishMount(ctx, staged, at.Info, target, how)
 }
 
 // stagedAs makes sure that a volume can be published as it is staged: as the filesystem that the
@@ -141,7 +142,7 @@ func (s *Server) checkExclusive(ctx context.Context, v volume.Volume, staged, ta
 }
 
 // publishMount binds the directory of a staged filesystem.
-func (s *Server) publishMount(staged string, info mount.Info, target string, how mountRequest) (err error) {
+func (s *Server) publishMount(ctx context.Context, staged string, info mount.Info, target string, how mountRequest) (err error) {
 	made, err := mount.MakeTarget(target, false)
 	if err != nil {
 		return err
@@ -165,7 +166,7 @@ func (s *Server) publishMount(staged string, info mount.Info, target string, how
 		}
 		return nil
 	}
-	if err := mount.Bind(staged, target, readOnly); err != nil {
+	if err := trace.Do(ctx, "bind", func(context.Context) error { return mount.Bind(staged, target, readOnly) }); err != nil {
 		return err
 	}
 	s.mounts.Add(info.Device, target, !readOnly)

@@ -8,6 +8,7 @@ import (
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 
+	"github.com/ashlar-csi/ashlar/internal/trace"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -86,7 +87,7 @@ func (s *Server) mountVolume(ctx context.Context, v volume.Volume, path string, 
 			return err
 		}
 	}
-	if err := s.mountDevice(device, path, how); err != nil {
+	if err := s.mountDevice(ctx, device, path, how); err != nil {
 		return err
 	}
 	if how.readOnly || fresh || !filesystem.GrowsMounted(how.fs) {
@@ -112,8 +113,10 @@ func (s *Server) check(ctx context.Context, v volume.Volume, device blockdev.Dev
 }
 
 // mountDevice mounts the filesystem of a device, and makes sure that it is the device's.
-func (s *Server) mountDevice(device blockdev.Device, path string, how mountRequest) error {
-	if err := mount.Filesystem(device.Path, path, string(how.fs), slices.Concat(how.fs.MountOptions(), how.options), how.readOnly); err != nil {
+func (s *Server) mountDevice(ctx context.Context, device blockdev.Device, path string, how mountRequest) error {
+	if err := trace.Do(ctx, "mount", func(context.Context) error {
+		return mount.Filesystem(device.Path, path, string(how.fs), slices.Concat(how.fs.MountOptions(), how.options), how.readOnly)
+	}, "filesystem", string(how.fs)); err != nil {
 		return err
 	}
 	err := filesystem.OnlyOn(device.Number, path)

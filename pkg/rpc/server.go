@@ -17,6 +17,7 @@ import (
 	"sync"
 	"time"
 
+	"go.opentelemetry.io/contrib/instrumentation/google.golang.org/grpc/otelgrpc"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 	"google.golang.org/protobuf/proto"
@@ -106,6 +107,9 @@ type Services struct {
 	// Observe, if set, is told of every call that has ended: how it ended, with its code, and how long it took.
 	Observe func(method string, err error, took time.Duration)
 
+	// Traced: the calls are spans, of the traces that their callers send along or of their own (internal/trace).
+	Traced bool
+
 	// Locks that the calls take, if somebody else works on the same volumes too; nil: a
 	// table of their own.
 	Locks *keylock.Table
@@ -119,13 +123,17 @@ func Serve(ctx context.Context, listener net.Listener, s Services) error {
 	if guard.locks == nil {
 		guard.locks = &keylock.Table{}
 	}
-	server := grpc.NewServer(
+	options := []grpc.ServerOption{
 		grpc.ChainUnaryInterceptor(guard.unary),
 		grpc.ChainStreamInterceptor(guard.stream),
 		grpc.WaitForHandlers(true),
 		grpc.ConnectionTimeout(handshakeTime),
 		grpc.NumStreamWorkers(4), // stacks that have grown once: a third off an empty call
-	)
+	}
+	if s.Traced {
+		options = append(options, grpc.StatsHandler(otelgrpc.NewServerHandler()))
+	}
+	server := grpc.NewServer(options...)
 	if s.Identity != nil {
 		csi.RegisterIdentityServer(server, s.Identity)
 	}

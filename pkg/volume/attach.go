@@ -3,6 +3,7 @@ package volume
 import (
 	"context"
 
+	"github.com/ashlar-csi/ashlar/internal/trace"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/device"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -32,11 +33,13 @@ func (l *Local) AttachRaw(ctx context.Context, v Volume, writable bool) (blockde
 	return l.attach(ctx, v, true)
 }
 
-func (l *Local) attach(ctx context.Context, v Volume, keep bool) (blockdev.Device, error) {
+func (l *Local) attach(ctx context.Context, v Volume, keep bool) (_ blockdev.Device, err error) {
 	stack, err := l.stack(v.ID)
 	if err != nil {
 		return blockdev.Device{}, err
 	}
+	ctx, end := trace.Start(ctx, "attach", "volume", v.ID.String())
+	defer func() { end(err) }()
 	return stack.Attach(ctx, device.Options{Keep: keep, Attributes: queueSettings(v.Mutable)})
 }
 
@@ -55,7 +58,7 @@ func (l *Local) Detach(ctx context.Context, id ID) error {
 	if err != nil {
 		return errdefs.IgnoreNotFound(err)
 	}
-	return stack.Detach(ctx)
+	return trace.Do(ctx, "detach", stack.Detach, "volume", id.String())
 }
 
 // Used is how much of a volume has space, in bytes; known is false where its pool cannot tell.

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"slices"
 
+	"github.com/ashlar-csi/ashlar/internal/trace"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
@@ -155,7 +156,13 @@ func (l *Local) createCopy(ctx context.Context, spec Spec) (Volume, error) {
 }
 
 // create makes an object of a pool, and has it in Progress meanwhile.
-func (l *Local) create(ctx context.Context, pool blockdev.Pool, spec blockdev.Spec) (blockdev.Record, error) {
+func (l *Local) create(ctx context.Context, pool blockdev.Pool, spec blockdev.Spec) (_ blockdev.Record, err error) {
+	what := "allocate"
+	if spec.Origin != (blockdev.Ref{}) {
+		what = "copy"
+	}
+	ctx, span := trace.Start(ctx, what, "pool", pool.Name(), "object", spec.Ref.String())
+	defer func() { span(err) }()
 	ctx, end := l.progress.Track(ctx, pool.Name(), spec.Ref.String())
 	defer end()
 	return pool.Create(ctx, spec)

@@ -7,6 +7,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/ashlar-csi/ashlar/internal/trace"
 	"github.com/ashlar-csi/ashlar/internal/undoing"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -157,7 +158,8 @@ func (l *Local) setFreezing(id ID, freezing bool) {
 func (l *Local) held(ctx context.Context, o origin, release func() error) (context.Context, func() error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	id, longest, began := o.id(), l.longestFreeze, time.Now()
-	observe := sync.OnceFunc(func() { metrics.FreezeSeconds.Observe(time.Since(began), l.node) })
+	_, span := trace.Start(ctx, "hold writes back", "object", o.record.Ref.String())
+	observe := sync.OnceFunc(func() { metrics.FreezeSeconds.Observe(time.Since(began), l.node); span(nil) })
 	timer := time.AfterFunc(longest, func() {
 		l.mu.Lock()
 		l.tooLong[id] = time.Now()

@@ -4,12 +4,13 @@ import (
 	"context"
 	"fmt"
 
+	"github.com/ashlar-csi/ashlar/internal/trace"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // Expand: see Store.
-func (l *Local) Expand(ctx context.Context, id ID, size Range) (Volume, error) {
+func (l *Local) Expand(ctx context.Context, id ID, size Range) (_ Volume, err error) {
 	v, err := l.Get(ctx, id)
 	if err != nil {
 		return Volume{}, err
@@ -28,6 +29,8 @@ func (l *Local) Expand(ctx context.Context, id ID, size Range) (Volume, error) {
 	if size.Required == 0 {
 		want = v.Size
 	}
+	ctx, span := trace.Start(ctx, "grow", "pool", pool.Name(), "object", ref.String())
+	defer func() { span(err) }()
 	tracked, end := l.progress.Track(ctx, pool.Name(), ref.String())
 	record, err := pool.Expand(tracked, ref, want)
 	end()

@@ -11,6 +11,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/internal/progress"
+	"github.com/ashlar-csi/ashlar/internal/trace"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/lazy"
 	"github.com/ashlar-csi/ashlar/pkg/device"
@@ -122,7 +123,7 @@ func (l *Local) Delete(ctx context.Context, id ID) error {
 	} else if !errors.Is(err, errdefs.ErrNotFound) && !errors.Is(err, errdefs.ErrDataLoss) {
 		return err
 	}
-	return pool.Delete(ctx, ref)
+	return trace.Do(ctx, "delete", func(ctx context.Context) error { return pool.Delete(ctx, ref) }, "volume", id.String())
 }
 
 // Get: see Store.

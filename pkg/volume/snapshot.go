@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/ashlar-csi/ashlar/internal/trace"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -89,7 +90,7 @@ func (l *Local) DeleteSnapshot(ctx context.Context, id ID) error {
 	if err == nil && record.Labels[labelGroup] != "" {
 		return fmt.Errorf("%w: snapshot %s is part of %s and is deleted with it", errdefs.ErrInvalid, id, GroupID{record.Labels[labelGroup]})
 	}
-	return pool.Delete(ctx, ref)
+	return trace.Do(ctx, "delete", func(ctx context.Context) error { return pool.Delete(ctx, ref) }, "snapshot", id.String())
 }
 
 // GetSnapshot: see Store.

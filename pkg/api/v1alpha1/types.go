@@ -29,6 +29,10 @@ const AdoptAnnotation = "ashlar.dev/adopt"
 // the claim again takes it off, so that the claim is not taken back.
 const DoubtAnnotation = "ashlar.dev/claim-in-doubt"
 
+// TraceAnnotation on a Volume or Snapshot is the span of the call that asked for its spec, as in the header traceparent of W3C
+// Trace Context; it is there only if that is traced.
+const TraceAnnotation = "ashlar.dev/traceparent"
+
 // GoneTaint is the key of a taint that says that a node will never come back.
 const GoneTaint = "ashlar.dev/gone"
 

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/ashlar-csi/ashlar/internal/command"
+	"github.com/ashlar-csi/ashlar/internal/trace"
 	"github.com/ashlar-csi/ashlar/internal/undoing"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/metrics"
@@ -156,7 +157,8 @@ var argument = regexp.MustCompile(`^[-A-Za-z0-9_+./=!:&#@,%|]+$`)
 func Takes(arg string) bool { return argument.MatchString(arg) }
 
 func (l *Shell) command(ctx context.Context, args []string) (_ []Row, err error) {
-	defer func(began time.Time) { observe(args[0], began, err) }(time.Now())
+	ctx, end := trace.Start(ctx, "lvm "+args[0])
+	defer func(began time.Time) { observe(args[0], began, err); end(err) }(time.Now())
 	line := strings.Join(args, " ")
 	if err := checkWords(args); err != nil {
 		return nil, err

@@ -115,9 +115,9 @@ func (a *Agent) unmade(ctx context.Context, r request) (bool, error) {
 }
 
 // reconcile makes what a request names what its objects say. An error is tried again later, and later each time.
-func (a *Agent) reconcile(ctx context.Context, r request) (reconcile.Result, error) {
-	var result reconcile.Result
-	var err error
+func (a *Agent) reconcile(ctx context.Context, r request) (result reconcile.Result, err error) {
+	ctx, end := a.traced(ctx, r)
+	defer func() { end(err) }()
 	switch r.kind {
 	case aVolume:
 		result, err = a.reconcileVolume(ctx, r)

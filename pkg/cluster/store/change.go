@@ -28,6 +28,7 @@ func (s *Store) change(ctx context.Context, id volume.ID, edit func(v *v1alpha1.
 		before := v.DeepCopy()
 		changed, err2 := edit(v)
 		if err2 == nil && changed {
+			cluster.Trace(ctx, v)
 			err2 = s.kube.Client.Patch(ctx, v, kube.LockingPatch(before))
 			if !apierrors.IsConflict(err2) {
 				return v, kube.APIError("change volume "+id.String(), err2)

@@ -55,6 +55,7 @@ func create[T cluster.Object](ctx context.Context, s *Store, plan func() (T, err
 	if want, err = plan(); err != nil {
 		return want, false, err
 	}
+	cluster.Trace(ctx, want)
 	err = s.kube.Client.Create(ctx, want)
 	switch {
 	case apierrors.IsAlreadyExists(err):
