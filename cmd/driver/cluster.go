@@ -98,7 +98,8 @@ func startController(ctx context.Context, o options) error {
 	if err != nil {
 		return err
 	}
-	defer listener.Close() // if nobody serves it
+	// If nobody serves it.
+	defer listener.Close()
 	c := controller.New(s)
 	serve := func(ctx context.Context) error {
 		return o.monitored(ctx, []metrics.Source{s.Samples}, func(ctx context.Context, observe observer) error {
@@ -150,7 +151,8 @@ func startNode(ctx context.Context, o options) (err error) {
 	if err != nil {
 		return err
 	}
-	defer listener.Close() // if nobody serves it
+	// If nobody serves it.
+	defer listener.Close()
 	measuring := measure.New(ctx, local, o.measured(pools), o.perVolume)
 	defer measuring.Close() // before the pools are
 	return beside(ctx, a.Run, func(ctx context.Context) error {

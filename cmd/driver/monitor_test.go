@@ -141,7 +141,7 @@ func TestMetricsDoNotGrow(t *testing.T) {
 	address := freePort(t)
 	p := serving(t, dir, "--node-id=n", "--metrics-endpoint="+address)
 	var all []*co.Volume
-	make := func() {
+	another := func() {
 		v, err := p.Create(t.Context(), co.Request(fmt.Sprint("v", len(all)), co.Block, 1<<20))
 		check.OK(t, err)
 		all = append(all, v)
@@ -149,10 +149,10 @@ func TestMetricsDoNotGrow(t *testing.T) {
 		check.OK(t, err)
 		check.OK(t, p.RemoveSnapshot(t.Context(), drivertest.SnapshotID(fmt.Sprint("s", len(all)))))
 	}
-	make()
+	another()
 	before := metricstest.Get(t, address).Series()
 	for range 50 {
-		make()
+		another()
 	}
 	if after := metricstest.Get(t, address).Series(); after != before {
 		t.Errorf("%d series with one volume, %d with 51", before, after)

@@ -318,7 +318,8 @@ func startAlone(ctx context.Context, o options) (err error) {
 	if err != nil {
 		return err
 	}
-	defer listener.Close() // if nobody serves it
+	// If nobody serves it.
+	defer listener.Close()
 	measuring := measure.New(ctx, store, o.measured(pools), o.perVolume)
 	defer measuring.Close() // before the pools are
 	c := controller.New(store)

@@ -119,8 +119,8 @@ func (s Sampled) At(value float64, labels ...string) Sample {
 }
 
 // Is is a sample of 1 or 0.
-func (s Sampled) Is(true bool, labels ...string) Sample {
-	if true {
+func (s Sampled) Is(so bool, labels ...string) Sample {
+	if so {
 		return s.At(1, labels...)
 	}
 	return s.At(0, labels...)
