@@ -38,6 +38,7 @@ ifneq ($(SKIP_ROOT_TESTS),1)
 		exit 1; \
 	fi
 	@hack/install-tools.sh page
+	@hack/install-tools.sh docs
 endif
 	@hack/install-tools.sh monitoring
 	@hack/apiserver.sh >/dev/null
@@ -150,8 +151,14 @@ lint: ## Check style, layering (.golangci.yml), go.mod and the workflows
 	bin/actionlint
 
 .PHONY: generate
-generate: ## Make what is generated: the custom resources' definitions, the alerts' PrometheusRule, the chart's README
+generate: ## Make what is generated: the custom resources' definitions, the alerts' PrometheusRule, the chart's README, docs/reference
 	hack/generate.sh
+	go test ./cmd/driver ./tests/docs -run '^TestReference' -update
+
+.PHONY: docs
+docs: ## Build the documentation site into bin/site
+	@hack/install-tools.sh docs
+	@hack/docs/build.sh
 
 .PHONY: digests
 digests: ## Write the digests that the sidecars' images have now into manifests and chart

@@ -8,6 +8,7 @@
 #   hack/install-tools.sh page     the same, and chromium
 #   hack/install-tools.sh image    what hack/image.sh needs
 #   hack/install-tools.sh e2e      what the cluster of the end-to-end tests needs
+#   hack/install-tools.sh docs     only what make docs needs
 #   hack/install-tools.sh lint     only golangci-lint and actionlint, into ./bin; needs no root
 #   hack/install-tools.sh release  only helm and crane, into ./bin; needs no root
 #   hack/install-tools.sh monitoring  only prometheus and promtool, into ./bin; needs no root
@@ -111,6 +112,11 @@ monitoring)
 	unpacked prometheus prometheus promtool
 	exit
 	;;
+docs)
+	need hugo hugo
+	[ ${#missing[@]} -eq 0 ] || install_missing
+	exit
+	;;
 bench) need fio fio ;;
 vm)
 	need user-mode-linux linux.uml
@@ -137,7 +143,7 @@ image | e2e)
 	;;
 "") ;;
 *)
-	echo "usage: $0 [bench|vm|lvm|page|image|e2e|lint|release|monitoring]" >&2
+	echo "usage: $0 [bench|vm|lvm|page|image|e2e|docs|lint|release|monitoring]" >&2
 	exit 2
 	;;
 esac

@@ -47,6 +47,22 @@ func Topology(node string) *csi.Topology {
 // ForCO reports whether a parameter is the container orchestrator's own, to be let by.
 func ForCO(key string) bool { return strings.HasPrefix(key, coPrefix) }
 
+// Parameter of a StorageClass, as people are told of it.
+type Parameter struct{ Name, Values, Default string }
+
+// ClassParameters are all that ParseParameters takes of people (docs/reference/parameters.md).
+func ClassParameters() []Parameter {
+	var filesystems []string
+	for _, t := range filesystem.Types {
+		filesystems = append(filesystems, fmt.Sprintf("%s (%d MiB and up)", t, t.MinSize()>>20))
+	}
+	return []Parameter{
+		{"pool", "name of a pool", "the node's first one"},
+		{"provisioning", string(blockdev.Thick) + ", " + string(blockdev.Thin), "what the pool has; of file pools " + string(blockdev.Thick)},
+		{fsType, strings.Join(filesystems, ", "), string(filesystem.Types[0])},
+	}
+}
+
 // Parameters of a StorageClass.
 type Parameters struct {
 	Pool string // empty: not given

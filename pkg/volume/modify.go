@@ -20,17 +20,19 @@ type mutableParameter struct {
 	// supported is ErrInvalid for what the kernel of this node does not have; nil: it has all.
 	supported func(value string) error
 	setting   string // of the block queue of the volume's device (queue.Setting.Name)
+
+	values, means string // for people
 }
 
 var mutableParameters = map[string]mutableParameter{
-	"readAheadKiB": {setting: "read_ahead_kb", check: func(v string) error {
+	"readAheadKiB": {setting: "read_ahead_kb", values: "0 to 65536, a multiple of 4", means: "what the kernel reads ahead of a reader", check: func(v string) error {
 		n, err := strconv.ParseUint(v, 10, 32)
 		if err != nil || n > 65536 || v != strconv.FormatUint(n, 10) || n%4 != 0 {
 			return fmt.Errorf("%w: readAheadKiB=%q is not a multiple of 4 from 0 to 65536", errdefs.ErrInvalid, v)
 		}
 		return nil
 	}},
-	"ioScheduler": {setting: "scheduler", check: func(v string) error {
+	"ioScheduler": {setting: "scheduler", values: "none, mq-deadline, kyber, bfq", means: "the I/O scheduler of the volume's device, as far as the kernel has it", check: func(v string) error {
 		if !slices.Contains([]string{"none", "mq-deadline", "kyber", "bfq"}, v) {
 			return fmt.Errorf("%w: ioScheduler=%q; none, mq-deadline, kyber and bfq are known", errdefs.ErrInvalid, v)
 		}
@@ -41,6 +43,17 @@ var mutableParameters = map[string]mutableParameter{
 		}
 		return nil
 	}},
+}
+
+// MutableParameter is a parameter that may be changed while a volume is in use, as people are told of it.
+type MutableParameter struct{ Name, Values, Means string }
+
+// MutableParameters are all that there are, by name (docs/reference/parameters.md).
+func MutableParameters() (all []MutableParameter) {
+	for _, name := range slices.Sorted(maps.Keys(mutableParameters)) {
+		all = append(all, MutableParameter{name, mutableParameters[name].values, mutableParameters[name].means})
+	}
+	return all
 }
 
 // CheckMutable returns ErrInvalid for mutable parameters that are unknown or out of

@@ -39,9 +39,24 @@ func Parse(u *url.URL) (Location, error) {
 		return Location{}, fmt.Errorf("%q is not an absolute, clean path below /", u.Path)
 	}
 	l := Location{Path: filepath.Clean(u.Path), Overprovision: 1, ReservePercent: ReserveAuto, Create: CreateAuto}
-	err := options.Read(u, options.Overprovision(&l.Overprovision), options.ReservePercent(&l.ReservePercent),
-		options.Option{Name: "create", From: 0, To: 1, Whole: true, Value: &l.Create})
-	return l, err
+	return l, options.Read(u, l.options()...)
+}
+
+// options are those of the URL, with where their values go.
+func (l *Location) options() []options.Option {
+	return []options.Option{
+		options.Overprovision(&l.Overprovision),
+		options.ReservePercent(&l.ReservePercent, "5 on a filesystem that the pool has for itself, 20 on one that others write to"),
+		{Name: "create", From: 0, To: 1, Whole: true, Value: &l.Create,
+			Means:   "1: any directory may become the pool; 0: none. An empty directory may be that of a disk which is not mounted",
+			Default: "a directory that is not there yet, and the root of an empty filesystem, become the pool"},
+	}
+}
+
+// Forms are how the URLs of file pools are written.
+func Forms() []options.Form {
+	return []options.Form{{URL: "file:///DIRECTORY", Options: (&Location{}).options(),
+		Means: "files: thick or thin. On XFS or btrfs, snapshots and clones take milliseconds; on ext4 they are copies"}}
 }
 
 // Scheme is that of the URLs of file pools.

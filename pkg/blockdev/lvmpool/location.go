@@ -40,14 +40,36 @@ func Parse(u *url.URL) (Location, error) {
 	}
 	l := Location{Group: u.Host, Overprovision: 1, DataWatermark: 90, MetadataWatermark: 90}
 	if u.Path == "" {
-		return l, options.Read(u, options.ReservePercent(&l.ReservePercent))
+		return l, options.Read(u, l.options()...)
 	}
 	if l.Thin = strings.TrimPrefix(u.Path, "/"); !groupName(l.Thin) {
 		return Location{}, fmt.Errorf("%q is not the name of a thin pool", l.Thin)
 	}
-	return l, options.Read(u, options.Overprovision(&l.Overprovision), options.ReservePercent(&l.ReservePercent),
-		options.Option{Name: "dataWatermark", From: 1, To: 100, Value: &l.DataWatermark},
-		options.Option{Name: "metadataWatermark", From: 1, To: 100, Value: &l.MetadataWatermark})
+	return l, options.Read(u, l.thinOptions()...)
+}
+
+// options are those of the URL of a group, with where their values go.
+func (l *Location) options() []options.Option {
+	return []options.Option{options.ReservePercent(&l.ReservePercent, "0")}
+}
+
+// thinOptions are those of the URL of a thin pool.
+func (l *Location) thinOptions() []options.Option {
+	return append([]options.Option{options.Overprovision(&l.Overprovision)}, append(l.options(),
+		options.Option{Name: "dataWatermark", From: 1, To: 100, Value: &l.DataWatermark, Default: "90",
+			Means: "percent of the thin pool's data in use, from which on nothing more is promised"},
+		options.Option{Name: "metadataWatermark", From: 1, To: 100, Value: &l.MetadataWatermark, Default: "90",
+			Means: "percent of its metadata in use, from which on nothing more is promised"})...)
+}
+
+// Forms are how the URLs of LVM pools are written.
+func Forms() []options.Form {
+	return []options.Form{
+		{URL: "lvm://GROUP", Options: (&Location{}).options(),
+			Means: "thick logical volumes, zeroed before they are handed out. Snapshots and clones are copies; writers wait only for the moment of the cut"},
+		{URL: "lvm://GROUP/THINPOOL", Options: (&Location{}).thinOptions(),
+			Means: "thin logical volumes. Snapshots and clones are instant"},
+	}
 }
 
 // Scheme is that of the URLs of LVM pools.

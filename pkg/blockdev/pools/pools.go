@@ -11,6 +11,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/options"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/lazy"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/lvmpool"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -36,13 +37,21 @@ func KindOf(l Location) string {
 
 // kinds has a line for each kind of pool, by the scheme of its URLs.
 var kinds = map[string]kind{
-	"file": {"file:///DIRECTORY", parser(filepool.Parse)},
-	"lvm":  {"lvm://GROUP and lvm://GROUP/THINPOOL", parser(lvmpool.Parse)},
+	"file": {filepool.Forms, parser(filepool.Parse)},
+	"lvm":  {lvmpool.Forms, parser(lvmpool.Parse)},
 }
 
 type kind struct {
-	form  string // how its URLs are written, for people
+	forms func() []options.Form // how its URLs are written, for people
 	parse func(*url.URL) (Location, error)
+}
+
+// Forms are how the URLs of all kinds of pools are written, and their options (docs/reference/parameters.md).
+func Forms() (all []options.Form) {
+	for _, scheme := range slices.Sorted(maps.Keys(kinds)) {
+		all = append(all, kinds[scheme].forms()...)
+	}
+	return all
 }
 
 func parser[L Location](parse func(*url.URL) (L, error)) func(*url.URL) (Location, error) {
@@ -66,11 +75,11 @@ func parse(text string) (Location, error) {
 	if kind, known := kinds[u.Scheme]; known {
 		return kind.parse(u)
 	}
-	var forms []string
-	for _, scheme := range slices.Sorted(maps.Keys(kinds)) {
-		forms = append(forms, kinds[scheme].form)
+	var known []string
+	for _, form := range Forms() {
+		known = append(known, form.URL)
 	}
-	return nil, fmt.Errorf("unknown kind %q; known: %s", u.Scheme, strings.Join(forms, ", "))
+	return nil, fmt.Errorf("unknown kind %q; known: %s", u.Scheme, strings.Join(known, ", "))
 }
 
 // Open opens the pool at a URL. Where there is no pool, one is made if its location lets it; else it is errdefs.ErrUnavailable.

@@ -16,18 +16,30 @@ type Option struct {
 	From, To float64
 	Whole    bool
 	Value    *float64
+
+	Means   string // for people: what the number is
+	Default string // and what it is if the URL does not say it
+}
+
+// Form is a way to write the URLs of a kind of pools.
+type Form struct {
+	URL     string
+	Means   string // what volumes are there
+	Options []Option
 }
 
 // These are the same in all pools that have them.
 
 // Overprovision is how many bytes may be promised for each byte that is there.
 func Overprovision(value *float64) Option {
-	return Option{Name: "overprovision", From: 1, To: 100, Value: value}
+	return Option{Name: "overprovision", From: 1, To: 100, Value: value,
+		Means: "bytes that may be promised for each byte that is there", Default: "1"}
 }
 
-// ReservePercent of the storage is never promised.
-func ReservePercent(value *float64) Option {
-	return Option{Name: "reservePercent", From: 0, To: 90, Value: value}
+// ReservePercent of the storage is never promised. What it is by default, each kind says.
+func ReservePercent(value *float64, byDefault string) Option {
+	return Option{Name: "reservePercent", From: 0, To: 90, Value: value,
+		Means: "percent of the storage that is never promised", Default: byDefault}
 }
 
 // Read sets the values of the options that a URL gives. The error says what is wrong with one of them.
