@@ -7,6 +7,7 @@ IMAGE ?= ashlar:$(VERSION)
 CHARTS ?= oci://ghcr.io/ashlar-csi/charts
 FUZZTIME ?= 20s
 SOAK ?= 10m
+export FIGURES ?= bin/figures
 
 .PHONY: help
 help: ## List the targets
@@ -128,9 +129,9 @@ fuzz: ## Run each fuzz target for FUZZTIME (20s); without root, those that need 
 	done
 
 .PHONY: bench
-bench: ## Measure the driver against the bare device (root)
+bench: ## Measure the driver against the bare device, and draw it into FIGURES (root)
 	@hack/install-tools.sh bench
-	go run ./tests/bench
+	go run ./tests/bench --figures=$(FIGURES)
 
 .PHONY: bench-cluster
 bench-cluster: ## Measure the driver in a cluster, and its parts with 500 agents against an API server (root)

@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/internal/co"
+	"github.com/ashlar-csi/ashlar/tests/figures"
 )
 
 // workload is one way to use a device or file.
@@ -100,7 +101,9 @@ func (b *bench) writtenBefore(ctx context.Context, d *driver, thin bool) error {
 			}
 		}
 	}
-	b.fioTable(kindOf(thin)+", written before", workloads, targets, results)
+	if err := b.fioTable(kindOf(thin)+", written before", workloads, targets, results); err != nil {
+		return err
+	}
 	return d.failed(b.dropTargets(ctx, d, targets))
 }
 
@@ -143,8 +146,7 @@ func (b *bench) firstWrite(ctx context.Context, d *driver, thin bool) error {
 			}
 		}
 	}
-	b.fioTable(kindOf(thin)+", the first write", firstWorkloads, []target{{name: imageTarget}, {name: rawTarget}}, results)
-	return nil
+	return b.fioTable(kindOf(thin)+", the first write", firstWorkloads, []target{{name: imageTarget}, {name: rawTarget}}, results)
 }
 
 // firstOf is a workload on volumes and an image of its own.
@@ -170,31 +172,38 @@ func (r rates) add(workload, target string, rate float64) {
 	r[workload][target] = append(r[workload][target], rate)
 }
 
-func (b *bench) fioTable(title string, workloads []workload, targets []target, results rates) {
+func (b *bench) fioTable(title string, workloads []workload, targets []target, results rates) error {
 	fmt.Printf("\n### %s\n", strings.ToUpper(title[:1])+title[1:])
+	chart := figures.Chart{Name: "fio-" + strings.ReplaceAll(strings.ReplaceAll(title, ",", ""), " ", "-"), Title: "fio, " + title, Unit: "ratio to the image file with O_DIRECT: median, and p10 to p90",
+		Mark: figures.Mark{At: 1, Name: targets[0].name}}
 	head := []string{"workload", targets[0].name}
 	for _, t := range targets[1:] {
 		head = append(head, t.name, "ratio")
+		chart.Series = append(chart.Series, figures.Series{Name: t.name})
 	}
 	var rows [][]string
 	for _, w := range workloads {
 		base := results[w.label()][targets[0].name]
 		row := []string{w.label(), fioSpread(base)}
+		var values []figures.Value
 		for _, t := range targets[1:] {
 			rates := results[w.label()][t.name]
 			var ratios []float64
 			for i := range rates {
 				ratios = append(ratios, rates[i]/base[i])
 			}
-			row = append(row, fioSpread(rates), fmt.Sprintf("%.2f", median(ratios)))
+			row = append(row, fioSpread(rates), fmt.Sprintf("%.2f", figures.Median(ratios)))
+			values = append(values, figures.Of(ratios))
 		}
+		chart.Add(fmt.Sprintf("%s, depth %d", w.name, w.depth), values...)
 		rows = append(rows, row)
 	}
-	table(head, rows)
+	figures.Table(head, rows)
+	return b.draws.Draw(chart)
 }
 
 func fioSpread(v []float64) string {
-	return fmt.Sprintf("%.1f (%.1f..%.1f)", median(v), quantile(v, 0), quantile(v, 1))
+	return fmt.Sprintf("%.1f (%.1f..%.1f)", figures.Median(v), figures.Quantile(v, 0), figures.Quantile(v, 1))
 }
 
 // used is how much of each target is used: what fits into a filesystem on a volume, too.

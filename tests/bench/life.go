@@ -12,6 +12,8 @@ import (
 	"time"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
+
+	"github.com/ashlar-csi/ashlar/tests/figures"
 )
 
 const lifeSize = 64 << 20
@@ -37,6 +39,8 @@ func (b *bench) life(ctx context.Context) error {
 	fmt.Printf("\n## A whole life\n\nAn ext4 volume of 64 MiB, thick: create, claim, stage, publish, and back, over gRPC; the floor is the same by bare\n"+
 		"system calls and mkfs. %d rounds of a block of lives each, driver and floor in turn; the ratio is that of a round's two\nblocks. Median (p10..p90).\n", b.rounds)
 	var rows [][]string
+	chart := figures.Chart{Name: "life", Title: "Whole lives of an ext4 volume of 64 MiB", Unit: "lives per second: median, and p10 to p90",
+		Series: []figures.Series{{Name: "driver"}, {Name: "bare system calls and mkfs"}}}
 	recorders := map[int][2]*recorder{}
 	for _, atOnce := range []int{1, 4} {
 		progress("life: %d at once", atOnce)
@@ -55,9 +59,13 @@ func (b *bench) life(ctx context.Context) error {
 			return err
 		}
 		rows = append(rows, []string{fmt.Sprint(atOnce), fmt.Sprint(b.rounds * b.lives * atOnce), spreadOf("%.1f", rates[0]), spreadOf("%.1f", rates[1]), spreadOf("%.2f", ratios)})
+		chart.Add(fmt.Sprintf("%d at once", atOnce), figures.Of(rates[0]), figures.Of(rates[1]))
 	}
-	table([]string{"at once", "lives", "driver, lives/s", "floor, lives/s", "driver / floor (goal: 0.7)"}, rows)
-	return whereTheTimeGoes(ctx, d, recorders[1][0], recorders[1][1])
+	figures.Table([]string{"at once", "lives", "driver, lives/s", "floor, lives/s", "driver / floor (goal: 0.7)"}, rows)
+	if err := b.draws.Draw(chart); err != nil {
+		return err
+	}
+	return b.whereTheTimeGoes(ctx, d, recorders[1][0], recorders[1][1])
 }
 
 // inTurn runs two blocks of lives in turn, and returns how many lives each had in a second, by rounds, and their ratios.
@@ -79,35 +87,39 @@ func (b *bench) inTurn(atOnce int, blocks ...func() error) (rates [2][]float64, 
 }
 
 // whereTheTimeGoes compares the calls of lives with the floor's steps.
-func whereTheTimeGoes(ctx context.Context, d *driver, calls, steps *recorder) error {
+func (b *bench) whereTheTimeGoes(ctx context.Context, d *driver, calls, steps *recorder) error {
 	empty := &recorder{}
 	for range 200 {
 		if err := empty.time("empty", call(ctx, d.GetPluginInfo, &csi.GetPluginInfoRequest{})); err != nil {
 			return err
 		}
 	}
-	mkfs := median(steps.samples[stepMkfs])
+	mkfs := figures.Median(steps.samples[stepMkfs])
 	fmt.Printf("\nWhere the time goes, one at a time, in ms; a call that does nothing (GetPluginInfo) takes %s. mkfs.ext4 is %.0f%% of\na life of the driver and %.0f%% of one of the floor.\n",
 		spread(empty.samples["empty"]), 100*ratio(mkfs, total(calls)), 100*ratio(mkfs, total(steps)))
 	var rows [][]string
+	chart := figures.Chart{Name: "life-calls", Title: "Where the time of a life goes, one at a time", Unit: "ms: median, and p10 to p90 (of bare system calls the sum of medians)", Log: true,
+		Series: []figures.Series{{Name: "driver"}, {Name: "bare system calls and mkfs"}}}
 	for _, call := range lifeCalls {
 		var names []string
 		var least time.Duration
 		for _, step := range floorOf[call] {
-			names = append(names, step+" "+ms(median(steps.samples[step])))
-			least += median(steps.samples[step])
+			names = append(names, step+" "+ms(figures.Median(steps.samples[step])))
+			least += figures.Median(steps.samples[step])
 		}
-		rows = append(rows, []string{call, spread(calls.samples[call]), ms(least), ms(median(calls.samples[call]) - least), strings.Join(names, "; ")})
+		rows = append(rows, []string{call, spread(calls.samples[call]), ms(least), ms(figures.Median(calls.samples[call]) - least), strings.Join(names, "; ")})
+		sum := float64(least) / 1e6
+		chart.Add(call, figures.Milliseconds(calls.samples[call]), figures.Value{Median: sum, Low: sum, High: sum})
 	}
 	rows = append(rows, []string{"**sum of the medians**", ms(total(calls)), ms(total(steps)), ms(total(calls) - total(steps)), ""})
-	table([]string{"call", "driver", "floor", "more", "floor's steps"}, rows)
-	return nil
+	figures.Table([]string{"call", "driver", "floor", "more", "floor's steps"}, rows)
+	return b.draws.Draw(chart)
 }
 
 // total is the sum of the medians.
 func total(r *recorder) (t time.Duration) {
 	for _, samples := range r.samples {
-		t += median(samples)
+		t += figures.Median(samples)
 	}
 	return t
 }

@@ -20,6 +20,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/tests/figures"
 )
 
 // lvm measures logical volumes: here, or in a virtual machine.
@@ -56,7 +57,11 @@ func (b *bench) lvmInVM(ctx context.Context) error {
 	if err := os.Chmod(b.dir, 0o755); err != nil {
 		return err
 	}
-	cmd := exec.CommandContext(ctx, "hack/vm/run.sh", "bash", "-c", fmt.Sprintf("exec %s --parts=lvm --driver=%s --lvm-rounds=%d --lvm-lives=%d --dir=\"$TMPDIR\"", self, b.binary, b.lvmRounds, b.lvmLives))
+	figuresThere := ""
+	if b.draws.Dir != "" {
+		figuresThere = figures.Print
+	}
+	cmd := exec.CommandContext(ctx, "hack/vm/run.sh", "bash", "-c", fmt.Sprintf("exec %s --parts=lvm --driver=%s --lvm-rounds=%d --lvm-lives=%d --figures=%s --dir=\"$TMPDIR\"", self, b.binary, b.lvmRounds, b.lvmLives, figuresThere))
 	cmd.Cancel = func() error { return cmd.Process.Signal(unix.SIGTERM) } // it takes the machine down
 	cmd.Stderr = os.Stderr
 	console, err := cmd.StdoutPipe()
@@ -78,7 +83,11 @@ func (b *bench) lvmInVM(ctx context.Context) error {
 		case progressLine.MatchString(line):
 			fmt.Fprintln(os.Stderr, line)
 		case show:
-			fmt.Println(line)
+			if is, err := b.draws.Line(line); err != nil {
+				return errors.Join(err, cmd.Cancel(), cmd.Wait())
+			} else if !is {
+				fmt.Println(line)
+			}
 		}
 	}
 	return cmd.Wait()
@@ -188,18 +197,23 @@ type comparison struct {
 	b     *bench
 	calls map[string]*recorder // by kind of volumes, lives at once, and who
 	rows  [][]string           // of lives
+	chart figures.Chart        // of the same
 }
 
 func (g *group) measure(ctx context.Context, b *bench) error {
 	fmt.Printf("\n## Lives of logical volumes\n\nAn ext4 volume of 64 MiB: create, claim, stage, publish, and back, over gRPC; the floor is lvcreate, mkfs.ext4 and lvremove as\n"+
 		"programs, and the system calls of mount. Thick space is zeroed on the floor too (blkdiscard --zeroout); what it is without, where\n"+
 		"one volume shows what another held, is beside it. %d rounds of a block of lives each, in turn; the ratio is that of a round's\nblocks. Median (p10..p90).\n", b.lvmRounds)
-	c := &comparison{group: g, b: b, calls: map[string]*recorder{}}
+	c := &comparison{group: g, b: b, calls: map[string]*recorder{}, chart: figures.Chart{Name: "lvm-life", Title: "Whole lives of an ext4 logical volume of 64 MiB",
+		Unit: "lives per second: median, and p10 to p90", Series: []figures.Series{{Name: "driver"}, {Name: "lvm2 and mkfs as programs"}}}}
 	var copies [][]string
 	if err := errors.Join(c.lives(ctx, "thick", &copies), c.lives(ctx, "thin", &copies)); err != nil {
 		return err
 	}
-	table([]string{"volumes", "at once", "lives", "driver, lives/s", "floor, lives/s", "driver / floor (goal: 0.7)", "floor without zeroing", "driver / that"}, c.rows)
+	figures.Table([]string{"volumes", "at once", "lives", "driver, lives/s", "floor, lives/s", "driver / floor (goal: 0.7)", "floor without zeroing", "driver / that"}, c.rows)
+	if err := b.draws.Draw(c.chart); err != nil {
+		return err
+	}
 	fmt.Printf("\nWhere the time goes, one at a time, in ms.\n")
 	var rows [][]string
 	for _, kind := range []string{"thick", "thin"} {
@@ -211,12 +225,12 @@ func (g *group) measure(ctx context.Context, b *bench) error {
 			rows = append(rows, []string{kind + ", " + who, "**sum of the medians**", ms(total(r))})
 		}
 	}
-	table([]string{"volumes", "step", "took"}, rows)
+	figures.Table([]string{"volumes", "step", "took"}, rows)
 	if err := g.count(ctx, b); err != nil {
 		return err
 	}
 	fmt.Printf("\nThin copies of volumes of which 8 MiB are written, not attached, in ms, taken in turn.\n")
-	table([]string{"call", "64 MiB", "64 GiB", "64 GiB / 64 MiB"}, copies)
+	figures.Table([]string{"call", "64 MiB", "64 GiB", "64 GiB / 64 MiB"}, copies)
 	return nil
 }
 
@@ -284,6 +298,7 @@ func (c *comparison) inTurn(ctx context.Context, d *driver, kind string, atOnce 
 		row[6], row[7] = spreadOf("%.2f", rates["unzeroed"]), spreadOf("%.2f", ratios["unzeroed"])
 	}
 	c.rows = append(c.rows, row)
+	c.chart.Add(fmt.Sprintf("%s, %d at once", kind, atOnce), figures.Of(rates["driver"]), figures.Of(rates[kind]))
 	return nil
 }
 
@@ -312,7 +327,7 @@ func (g *group) sizes(ctx context.Context, d *driver, rows *[][]string) error {
 	}
 	for _, call := range recorders[0].names {
 		small, large := recorders[0].samples[call], recorders[1].samples[call]
-		*rows = append(*rows, []string{call, spread(small), spread(large), fmt.Sprintf("%.2f", ratio(median(large), median(small)))})
+		*rows = append(*rows, []string{call, spread(small), spread(large), fmt.Sprintf("%.2f", ratio(figures.Median(large), figures.Median(small)))})
 	}
 	return errors.Join(volumes[0].Delete(ctx), volumes[1].Delete(ctx))
 }
@@ -362,7 +377,7 @@ func (g *group) count(ctx context.Context, b *bench) error {
 		rows = append(rows, counted...)
 	}
 	fmt.Printf("\nWhat lvm2 was asked for in a life, by its own log (log/file, level 7), in %d lives after a first one that are not timed.\n", countedLives)
-	table([]string{"volumes", "commands of lvm2", "processes of lvm2 begun", "which"}, rows)
+	figures.Table([]string{"volumes", "commands of lvm2", "processes of lvm2 begun", "which"}, rows)
 	return nil
 }
 

@@ -4,6 +4,7 @@
 //
 //	go run ./tests/bench                     everything, in about five minutes
 //	go run ./tests/bench --parts=life,fio    some of it
+//	go run ./tests/bench --figures=DIR       with a picture of each, as SVG
 //
 // Logical volumes (lvm) are measured in a virtual machine (hack/vm/run.sh) where the kernel
 // has no device mapper.
@@ -27,6 +28,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/machine"
 	"github.com/ashlar-csi/ashlar/internal/process"
+	"github.com/ashlar-csi/ashlar/tests/figures"
 )
 
 // bench is what all parts share.
@@ -45,6 +47,8 @@ type bench struct {
 	fioRounds  int
 	fioRuntime time.Duration
 	fioSize    int64
+
+	draws figures.Draws
 }
 
 const few = 10 // volumes that scale compares with
@@ -76,6 +80,7 @@ func (b *bench) parse() (wanted []string, dir string, err error) {
 	flag.IntVar(&b.fioRounds, "fio-rounds", 4, "fio: rounds")
 	flag.DurationVar(&b.fioRuntime, "fio-runtime", 400*time.Millisecond, "fio: length of each measurement")
 	flag.Int64Var(&b.fioSize, "fio-size", 256<<20, "fio: bytes of each volume, a multiple of 16 MiB")
+	flag.StringVar(&b.draws.Dir, "figures", "", "directory for pictures of the tables; "+figures.Print+" prints what they are drawn from (default: none)")
 	flag.Parse()
 	wanted = strings.Split(*chosen, ",")
 	for _, part := range wanted {

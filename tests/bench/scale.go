@@ -17,6 +17,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/capability"
 	"github.com/ashlar-csi/ashlar/internal/co"
+	"github.com/ashlar-csi/ashlar/tests/figures"
 )
 
 const (
@@ -59,11 +60,13 @@ func (b *bench) scale(ctx context.Context, calls, memory, idle bool) error {
 		return s.d.failed(err)
 	}
 	if calls {
-		s.report(phases)
+		if err := s.report(phases); err != nil {
+			return err
+		}
 	}
 	if memory {
 		fmt.Printf("\n## Memory\n\nOf the driver's process, in MiB; the goal is an RSS of less than 40 with %d volumes published. RssAnon is the part that is\nnot the program's own file.\n", b.volumes)
-		table([]string{"when", "VmRSS", "RssAnon", "threads"}, s.weights)
+		figures.Table([]string{"when", "VmRSS", "RssAnon", "threads"}, s.weights)
 		fmt.Printf("\nA driver that is started with %d volumes published is ready after %s.\n", b.volumes, restart.Round(time.Millisecond))
 	}
 	if idle {
@@ -335,7 +338,7 @@ func service(call string) int {
 	return 1
 }
 
-func (s *scaled) report(phases [3]*phase) {
+func (s *scaled) report(phases [3]*phase) error {
 	const goal = 1.3
 	many := s.b.volumes
 	fmt.Printf("\n## Many volumes\n\nEvery call with %d and with %d ext4 volumes of %d MiB (thin) published, in ms: median (p10..p90); first %d volumes, then %d,\n"+
@@ -344,28 +347,34 @@ func (s *scaled) report(phases [3]*phase) {
 		"system calls, so what is the kernel's own.\n", few, many, scaleSize>>20, few, many, few, many, few, goal, few)
 	var rows [][]string
 	var over []string
+	chart := figures.Chart{Name: "scale", Title: fmt.Sprintf("Each call with %d and with %d volumes published", few, many), Unit: "ms: median, and p10 to p90", Log: true,
+		Series: []figures.Series{{Name: fmt.Sprintf("%d volumes", few)}, {Name: fmt.Sprintf("%d volumes", many)}}}
 	names := slices.Clone(phases[0].calls.names)
 	slices.SortStableFunc(names, func(a, b string) int { return service(a) - service(b) })
 	for _, name := range names {
 		first, second, last := phases[0].calls.samples[name], phases[1].calls.samples[name], phases[2].calls.samples[name]
 		both := slices.Concat(first, last)
-		growth := ratio(median(second), median(both))
+		growth := ratio(figures.Median(second), figures.Median(both))
 		bare := "-"
 		call, _, _ := strings.Cut(name, " (")
 		if steps := floorOf[call]; steps != nil && call == name {
 			var a, b time.Duration
 			for _, step := range steps {
-				a += median(phases[1].steps.samples[step])
-				b += median(slices.Concat(phases[0].steps.samples[step], phases[2].steps.samples[step]))
+				a += figures.Median(phases[1].steps.samples[step])
+				b += figures.Median(slices.Concat(phases[0].steps.samples[step], phases[2].steps.samples[step]))
 			}
 			bare = fmt.Sprintf("%.2f", ratio(a, b))
 		}
 		if growth > goal {
 			over = append(over, fmt.Sprintf("%s (%.2f)", name, growth))
 		}
-		rows = append(rows, []string{name, fmt.Sprint(len(second)), spread(both), spread(second), fmt.Sprintf("%.2f", growth), fmt.Sprintf("%.2f", ratio(median(last), median(first))), bare})
+		rows = append(rows, []string{name, fmt.Sprint(len(second)), spread(both), spread(second), fmt.Sprintf("%.2f", growth), fmt.Sprintf("%.2f", ratio(figures.Median(last), figures.Median(first))), bare})
+		chart.Add(name, figures.Milliseconds(both), figures.Milliseconds(second))
 	}
-	table([]string{"call", "samples", fmt.Sprintf("%d volumes", few), fmt.Sprintf("%d volumes", many), "ratio", "same", "floor"}, rows)
+	figures.Table([]string{"call", "samples", fmt.Sprintf("%d volumes", few), fmt.Sprintf("%d volumes", many), "ratio", "same", "floor"}, rows)
+	if err := s.b.draws.Draw(chart); err != nil {
+		return err
+	}
 	if !s.grows {
 		fmt.Printf("\nThis process has no CAP_SYS_RESOURCE, without which ext4 does not grow while it is mounted: left out.\n")
 	}
@@ -375,6 +384,7 @@ func (s *scaled) report(phases [3]*phase) {
 		fmt.Printf("\nOver the goal: %s.\n", strings.Join(over, ", "))
 	}
 	s.reportFloor(phases)
+	return nil
 }
 
 // reportFloor shows how the kernel's own part grows.
@@ -384,7 +394,7 @@ func (s *scaled) reportFloor(phases [3]*phase) {
 	for _, step := range phases[0].steps.names {
 		first, second, last := phases[0].steps.samples[step], phases[1].steps.samples[step], phases[2].steps.samples[step]
 		both := slices.Concat(first, last)
-		rows = append(rows, []string{strings.ReplaceAll(step, "fallocate", "ftruncate"), spread(both), spread(second), fmt.Sprintf("%.2f", ratio(median(second), median(both))), fmt.Sprintf("%.2f", ratio(median(last), median(first)))})
+		rows = append(rows, []string{strings.ReplaceAll(step, "fallocate", "ftruncate"), spread(both), spread(second), fmt.Sprintf("%.2f", ratio(figures.Median(second), figures.Median(both))), fmt.Sprintf("%.2f", ratio(figures.Median(last), figures.Median(first)))})
 	}
-	table([]string{"step", fmt.Sprintf("%d volumes", few), fmt.Sprintf("%d volumes", s.b.volumes), "ratio", "same"}, rows)
+	figures.Table([]string{"step", fmt.Sprintf("%d volumes", few), fmt.Sprintf("%d volumes", s.b.volumes), "ratio", "same"}, rows)
 }

@@ -1,12 +1,11 @@
 package main
 
 import (
-	"cmp"
 	"fmt"
-	"slices"
-	"strings"
 	"sync"
 	"time"
+
+	"github.com/ashlar-csi/ashlar/tests/figures"
 )
 
 // recorder collects samples by name.
@@ -52,18 +51,6 @@ func (r *recorder) all(steps ...step) error {
 	return nil
 }
 
-// quantile of some values: one of them.
-func quantile[T cmp.Ordered](values []T, q float64) T {
-	var none T
-	if len(values) == 0 {
-		return none
-	}
-	sorted := slices.Sorted(slices.Values(values))
-	return sorted[min(int(q*float64(len(sorted))), len(sorted)-1)]
-}
-
-func median[T cmp.Ordered](values []T) T { return quantile(values, 0.5) }
-
 func ratio(a, b time.Duration) float64 {
 	if b == 0 {
 		return 0
@@ -78,18 +65,10 @@ func spread(d []time.Duration) string {
 	if len(d) == 0 {
 		return "-"
 	}
-	return fmt.Sprintf("%s (%s..%s)", ms(median(d)), ms(quantile(d, 0.1)), ms(quantile(d, 0.9)))
+	return fmt.Sprintf("%s (%s..%s)", ms(figures.Median(d)), ms(figures.Quantile(d, 0.1)), ms(figures.Quantile(d, 0.9)))
 }
 
 // spreadOf is median (p10..p90) of numbers.
 func spreadOf(format string, v []float64) string {
-	return fmt.Sprintf(format+" ("+format+".."+format+")", median(v), quantile(v, 0.1), quantile(v, 0.9))
-}
-
-// table prints Markdown; columns after the first are numbers.
-func table(head []string, rows [][]string) {
-	fmt.Printf("\n| %s |\n|---%s|\n", strings.Join(head, " | "), strings.Repeat("|--:", len(head)-1))
-	for _, row := range rows {
-		fmt.Printf("| %s |\n", strings.Join(row, " | "))
-	}
+	return fmt.Sprintf(format+" ("+format+".."+format+")", figures.Median(v), figures.Quantile(v, 0.1), figures.Quantile(v, 0.9))
 }

@@ -10,6 +10,8 @@ import (
 	"os"
 	"slices"
 	"strings"
+
+	"github.com/ashlar-csi/ashlar/tests/figures"
 )
 
 // request is a kind of request: who asks for what.
@@ -88,5 +90,5 @@ func printRequests(counts map[request]int, n float64, each string) {
 		}
 	}
 	rows = append(rows, []string{"all", "", fmt.Sprintf("%.2f", total)})
-	table([]string{"who", "request", each}, rows)
+	figures.Table([]string{"who", "request", each}, rows)
 }

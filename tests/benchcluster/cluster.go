@@ -17,6 +17,8 @@ import (
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/client-go/tools/clientcmd"
+
+	"github.com/ashlar-csi/ashlar/tests/figures"
 )
 
 const (
@@ -32,6 +34,7 @@ type inCluster struct {
 	kube  kubernetes.Interface
 	audit *auditLog // nil without one
 	image string
+	draws figures.Draws
 
 	mu   sync.Mutex
 	seen map[string]time.Time // KIND/NAME of what got to where it was to get
@@ -45,13 +48,14 @@ func measureCluster(ctx context.Context, args []string) (err error) {
 	pods := flags.Int("pods", 50, "how many pods to start in one go")
 	audit := flags.String("audit", "", "the API server's audit log; without it no requests are counted")
 	image := flags.String("image", "", "of pods that do nothing")
+	figuresDir := flags.String("figures", "", "directory for pictures of the tables (default: none)")
 	_ = flags.Parse(args) // it exits
 	config, err := clientcmd.BuildConfigFromFlags("", *kubeconfig)
 	if err != nil {
 		return err
 	}
 	config.QPS, config.UserAgent = -1, "bench"
-	c := &inCluster{image: *image, seen: map[string]time.Time{}, news: make(chan struct{}, 1)}
+	c := &inCluster{image: *image, draws: figures.Draws{Dir: *figuresDir}, seen: map[string]time.Time{}, news: make(chan struct{}, 1)}
 	if c.kube, err = kubernetes.NewForConfig(config); err != nil {
 		return err
 	}
@@ -213,7 +217,7 @@ func (c *inCluster) step(ctx context.Context, n int, where string, act func(ctx 
 	time.Sleep(aftermath)
 	counts, err = c.requests()
 	return counts, []string{seconds(asked), seconds(last.Sub(began)), fmt.Sprintf("%.1f", float64(n)/last.Sub(began).Seconds()),
-		seconds(quantile(took, 0.5)), seconds(quantile(took, 0.99))}, err
+		seconds(figures.Quantile(took, 0.5)), seconds(figures.Quantile(took, 0.99))}, err
 }
 
 var stepColumns = []string{"asked for in, s", "all in, s", "per second", "median, s", "p99, s"}
@@ -241,14 +245,17 @@ func (c *inCluster) measureClaims(ctx context.Context, n int) error {
 		return err
 	}
 	rss := residents()
-	waits := c.waits(n, name)
+	waits, chart := c.waits(n, name)
 	deleted, gone, err := c.step(ctx, n, "gone", c.deleteClaim, name)
 	if err != nil {
 		return err
 	}
-	table(append([]string{""}, stepColumns...), [][]string{append([]string{"claim to Bound"}, bound...), append([]string{"deletion to PersistentVolume gone"}, gone...)})
+	figures.Table(append([]string{""}, stepColumns...), [][]string{append([]string{"claim to Bound"}, bound...), append([]string{"deletion to PersistentVolume gone"}, gone...)})
 	fmt.Println("\nWhere the time from claim to Bound goes:")
-	table([]string{"", "median, s", "p99, s"}, waits)
+	figures.Table([]string{"", "median, s", "p99, s"}, waits)
+	if err := c.draws.Draw(chart); err != nil {
+		return err
+	}
 	if c.audit != nil {
 		fmt.Printf("\nRequests per volume, all that the API server served meanwhile (and in the %s after), watches apart.\n", aftermath)
 		fmt.Println("\nFrom claim to Bound:")
@@ -258,25 +265,27 @@ func (c *inCluster) measureClaims(ctx context.Context, n int) error {
 	}
 	if len(rss) > 0 {
 		fmt.Printf("\nResident memory with %d volumes, all replicas:\n", n)
-		table([]string{"process", "MiB"}, rss)
+		figures.Table([]string{"process", "MiB"}, rss)
 	}
 	return nil
 }
 
 // waits is where the time from claim to Bound went.
-func (c *inCluster) waits(n int, name func(int) string) [][]string {
+func (c *inCluster) waits(n int, name func(int) string) ([][]string, figures.Chart) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	var rows [][]string
+	chart := figures.Chart{Name: "cluster-claims", Title: fmt.Sprintf("From claim to Bound, %d claims in one go", n), Unit: "ms: median, and p10 to p90", Series: []figures.Series{{Name: "claims"}}}
 	for _, w := range []struct{ what, from, to string }{{"Kubernetes asks the driver for it", "start", "asked"},
 		{"provisioner, controller and node make it", "asked", "made"}, {"Kubernetes binds it", "made", "bound"}} {
 		var took []time.Duration
 		for i := range n {
 			took = append(took, c.seen[w.to+"/"+name(i)].Sub(c.seen[w.from+"/"+name(i)]))
 		}
-		rows = append(rows, []string{w.what, seconds(quantile(took, 0.5)), seconds(quantile(took, 0.99))})
+		rows = append(rows, []string{w.what, seconds(figures.Quantile(took, 0.5)), seconds(figures.Quantile(took, 0.99))})
+		chart.Add(w.what, figures.Milliseconds(took))
 	}
-	return rows
+	return rows, chart
 }
 
 func (c *inCluster) makePod(ctx context.Context, name string, source corev1.VolumeSource) error {
@@ -312,7 +321,7 @@ func (c *inCluster) measurePods(ctx context.Context, n int) error {
 		}
 		rows = append(rows, more...)
 	}
-	table(append([]string{""}, stepColumns...), rows)
+	figures.Table(append([]string{""}, stepColumns...), rows)
 	if c.audit != nil {
 		more := maps.Clone(counts)
 		for r, n := range floor {

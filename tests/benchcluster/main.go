@@ -6,13 +6,11 @@
 package main
 
 import (
-	"cmp"
 	"context"
 	"fmt"
 	"os"
 	"os/signal"
 	"slices"
-	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -68,25 +66,7 @@ func each(ctx context.Context, n, workers int, do func(ctx context.Context, i in
 	return context.Cause(ctx)
 }
 
-// quantile of some values: one of them.
-func quantile[T cmp.Ordered](values []T, q float64) T {
-	var none T
-	if len(values) == 0 {
-		return none
-	}
-	sorted := slices.Sorted(slices.Values(values))
-	return sorted[min(int(q*float64(len(sorted))), len(sorted)-1)]
-}
-
 func seconds(d time.Duration) string { return fmt.Sprintf("%.2f", d.Seconds()) }
-
-// table prints Markdown; columns after the first are numbers.
-func table(head []string, rows [][]string) {
-	fmt.Printf("\n| %s |\n|---%s|\n", strings.Join(head, " | "), strings.Repeat("|--:", len(head)-1))
-	for _, row := range rows {
-		fmt.Printf("| %s |\n", strings.Join(row, " | "))
-	}
-}
 
 func sortRows(rows [][]string) {
 	slices.SortFunc(rows, slices.Compare)

@@ -29,6 +29,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/csimap"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
+	"github.com/ashlar-csi/ashlar/tests/figures"
 )
 
 // simulated is what the requests of the simulated agents are known by.
@@ -42,6 +43,8 @@ type environment struct {
 	controller *process.Driver
 	agent      *process.Driver
 	agents     int
+	draws      figures.Draws
+	chart      figures.Chart // of the calls
 }
 
 func nodeName(i int) string { return fmt.Sprintf("node-%d", i) }
@@ -50,6 +53,7 @@ func measureParts(ctx context.Context, args []string) (err error) {
 	flags := flag.NewFlagSet("parts", flag.ExitOnError)
 	agents := flags.Int("agents", 500, "nodes, of which one has a process of its own")
 	volumes := flags.Int("volumes", 10000, "volumes, on all nodes alike")
+	figuresDir := flags.String("figures", "", "directory for pictures of the tables (default: none)")
 	idle := flags.Duration("idle", 5*time.Minute, "how long to watch that nothing happens")
 	_ = flags.Parse(args)   // it exits
 	klog.LogToStderr(false) // hundreds of agents have much to say
@@ -59,7 +63,7 @@ func measureParts(ctx context.Context, args []string) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
-	w := &environment{agents: *agents, audit: &auditLog{path: filepath.Join(dir, "audit")}}
+	w := &environment{agents: *agents, draws: figures.Draws{Dir: *figuresDir}, chart: figures.Chart{Series: []figures.Series{{Name: "through the controller"}}}, audit: &auditLog{path: filepath.Join(dir, "audit")}}
 	policy := filepath.Join(dir, "policy")
 	if err := os.WriteFile(policy, []byte(`{"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "omitStages": ["RequestReceived"], "rules": [{"level": "Metadata"}]}`), 0o600); err != nil {
 		return err
@@ -200,8 +204,9 @@ func (w *environment) call(ctx context.Context, s step) (cost, error) {
 	counts, err := w.requests()
 	maps.DeleteFunc(counts, func(r request, _ int) bool { return r.watch() })
 	n := float64(s.times)
-	return cost{s, []string{s.what, fmt.Sprintf("%.0f", n/all.Seconds()), fmt.Sprint(quantile(took, 0.5).Milliseconds()),
-		fmt.Sprint(quantile(took, 0.99).Milliseconds()), fmt.Sprintf("%.2f", 1000*used.Seconds()/n)}, counts}, err
+	w.chart.Add(s.what, figures.Milliseconds(took))
+	return cost{s, []string{s.what, fmt.Sprintf("%.0f", n/all.Seconds()), fmt.Sprint(figures.Quantile(took, 0.5).Milliseconds()),
+		fmt.Sprint(figures.Quantile(took, 0.99).Milliseconds()), fmt.Sprintf("%.2f", 1000*used.Seconds()/n)}, counts}, err
 }
 
 func (w *environment) requests() (map[request]int, error) {
@@ -240,11 +245,15 @@ func (w *environment) measure(ctx context.Context, n int, idle time.Duration) er
 	if err != nil {
 		return err
 	}
-	table([]string{"call", "per second", "median, ms", "p99, ms", "controller's processor time per call, ms"}, rows)
+	figures.Table([]string{"call", "per second", "median, ms", "p99, ms", "controller's processor time per call, ms"}, rows)
+	w.chart.Name, w.chart.Title, w.chart.Unit = "cluster-calls", fmt.Sprintf("Calls with %d agents and %d volumes, 32 at a time", w.agents, n), "ms: median, and p10 to p90"
+	if err := w.draws.Draw(w.chart); err != nil {
+		return err
+	}
 	printCosts(before)
 	w.printIdle(quiet, idle)
 	printCosts(after)
-	table([]string{"resident memory, MiB", "controller", "at most", "agent", "at most"}, memory)
+	figures.Table([]string{"resident memory, MiB", "controller", "at most", "agent", "at most"}, memory)
 	return nil
 }
 
@@ -266,7 +275,7 @@ func (w *environment) printIdle(counts map[request]int, idle time.Duration) {
 		}
 	}
 	sortRows(rows)
-	table([]string{"who", "request", "per minute and agent"}, rows)
+	figures.Table([]string{"who", "request", "per minute and agent"}, rows)
 }
 
 // volumes are those of all nodes alike.

@@ -7,6 +7,7 @@
 #   MANAGER_QPS=500               requests per second for each of Kubernetes' own controllers, whose default of 20 lets 4
 #                                 claims bind in a second
 #   OUT=bin/bench-cluster         where logs go
+#   FIGURES=bin/figures           where pictures of the tables go
 #   KEEP=1                        leave the cluster as it is at the end
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -16,11 +17,12 @@ export NODES=${NODES:-1}
 go build -o "$out/benchcluster" ./tests/benchcluster
 
 say "parts against an API server: ${AGENTS:-500} agents, ${VOLUMES:-10000} volumes" >&2
-"$out/benchcluster" parts --agents="${AGENTS:-500}" --volumes="${VOLUMES:-10000}" --idle="${IDLE:-5m}"
+figures=${FIGURES:-bin/figures}
+"$out/benchcluster" parts --figures="$figures" --agents="${AGENTS:-500}" --volumes="${VOLUMES:-10000}" --idle="${IDLE:-5m}"
 export AUDIT=1 MANAGER_QPS=${MANAGER_QPS:-500}
 { bring_up; install_driver; } >&2
 say "the cluster: ${CLAIMS:-1000} claims, ${PODS:-50} pods" >&2
 audit=
 [ "$where" != own ] || audit=$CLUSTER_DIR/log/audit
-in_cluster "$out/benchcluster" cluster --kubeconfig="$config" --claims="${CLAIMS:-1000}" --pods="${PODS:-50}" --audit="$audit" \
+in_cluster "$out/benchcluster" cluster --figures="$figures" --kubeconfig="$config" --claims="${CLAIMS:-1000}" --pods="${PODS:-50}" --audit="$audit" \
 	--image="$("$bin/e2e.test" --list-images 2>/dev/null | grep /pause: | sort -V | tail -n 1)"
