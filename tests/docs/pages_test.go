@@ -240,7 +240,7 @@ func TestNames(t *testing.T) {
 					complain("there is no make target %s", call[1])
 				}
 			}
-			if call := pluginCall.FindStringSubmatch(code); call != nil && !slices.Contains(plugin, call[1]) {
+			if call := pluginCall.FindStringSubmatch(code); len(call) > 1 && !slices.Contains(plugin, call[1]) {
 				complain("kubectl ashlar has no command %s", call[1])
 			}
 			for _, found := range workload.FindAllStringSubmatch(code, -1) {
