@@ -154,7 +154,7 @@ lint: ## Check style, layering (.golangci.yml), go.mod and the workflows
 .PHONY: generate
 generate: ## Make what is generated: the custom resources' definitions, the alerts' PrometheusRule, the chart's README, docs/reference
 	hack/generate.sh
-	go test ./cmd/driver ./tests/docs -run '^TestReference' -update
+	go test ./cmd/driver ./cmd/kubectl-ashlar ./tests/docs -run '^TestReference' -update
 
 .PHONY: docs
 docs: ## Build the documentation site into bin/site

@@ -1,0 +1,70 @@
+package docs_test
+
+import (
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"sigs.k8s.io/yaml"
+
+	"github.com/ashlar-csi/ashlar/internal/runbook"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/events"
+	"github.com/ashlar-csi/ashlar/tests/docs/reference"
+)
+
+// label is one of an alert, or its value, in its text.
+var label = regexp.MustCompile(`\{\{ \$(?:labels\.)?(\w+)[^}]*\}\}`)
+
+// TestReferenceAlerts: the alerts of deploy/monitoring.
+func TestReferenceAlerts(t *testing.T) {
+	text, err := os.ReadFile(filepath.Join(root, "deploy/monitoring/rules.yaml"))
+	var rules struct {
+		Groups []struct {
+			Name  string
+			Rules []struct {
+				Alert, For          string
+				Labels, Annotations map[string]string
+			}
+		}
+	}
+	if err == nil {
+		err = yaml.Unmarshal(text, &rules)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	var page strings.Builder
+	page.WriteString("# Alerts\n\nThey are in `deploy/monitoring/rules.yaml`; how to load them is in [Monitoring](../monitoring.md). *critical*: pods stop or data is in danger, now. *warning*: it will be so if nobody does anything.\n")
+	for _, group := range rules.Groups {
+		page.WriteString("\n## " + group.Name + "\n\n")
+		var rows [][]string
+		for _, r := range group.Rules {
+			if r.Alert == "" {
+				continue
+			}
+			_, file, _ := strings.Cut(r.Annotations["runbook_url"], "/docs/runbooks/")
+			says := label.ReplaceAllStringFunc(r.Annotations["summary"], func(found string) string { return strings.ToUpper(label.FindStringSubmatch(found)[1]) })
+			rows = append(rows, []string{"[" + r.Alert + "](../runbooks/" + file + ")", r.Labels["severity"], r.For, says})
+		}
+		page.WriteString(reference.Table([]string{"alert, and what to do", "severity", "after", "says"}, rows))
+	}
+	reference.Check(t, root, "alerts.md", page.String())
+}
+
+// TestReferenceEvents: what kubectl describe shows, and so the reasons of all problems.
+func TestReferenceEvents(t *testing.T) {
+	var rows [][]string
+	for _, e := range events.Table {
+		_, file, found := strings.Cut(runbook.URL(e.Reason), "/docs/runbooks/")
+		link := ""
+		if found && file != "README.md" {
+			link = "[what to do](../runbooks/" + file + ")"
+		}
+		rows = append(rows, []string{e.Reason, e.Type, strings.Join(slices.Clone(e.On), ", "), e.Means, link})
+	}
+	reference.Check(t, root, "events.md", "# Events\n\nWhat `kubectl describe` shows of claims, PersistentVolumes, Nodes and the driver's own objects, once for each state, as long as it lasts. The reasons are those of problems in "+
+		"the objects' health, of `ashlar_pool_problems` and `ashlar_volume_problems`, and of CSI's volume health, too.\n\n"+reference.Table([]string{"reason", "type", "on", "means", ""}, rows))
+}
