@@ -170,10 +170,11 @@ func TestMetricsOfCluster(t *testing.T) {
 	server := apitest.Get(t)
 	clusterNode(t)
 	kubeconfig := filepath.Join(dir, "kubeconfig")
-	check.OK(t, server.Kubeconfig(apitest.Admin, kubeconfig))
+	check.OK(t, server.Kubeconfig(server.Config(apitest.Admin), kubeconfig))
+	check.OK(t, server.Kubeconfig(server.Agent(t, testNode), kubeconfig+".node"))
 	ofController, ofNode := freePort(t), freePort(t)
 	controller := started(t, dir+"/c", program, "--mode=controller", "--kubeconfig="+kubeconfig, "--metrics-endpoint="+ofController)
-	node := started(t, dir+"/n", program, "--mode=node", "--kubeconfig="+kubeconfig, "--node-id="+testNode, "--pool="+testPool(dir), "--metrics-endpoint="+ofNode)
+	node := started(t, dir+"/n", program, "--mode=node", "--kubeconfig="+kubeconfig+".node", "--node-id="+testNode, "--pool="+testPool(dir), "--metrics-endpoint="+ofNode)
 	probed(t, controller, true)
 	cluster := *controller.Client
 	cluster.NodeClient, cluster.Node = node.NodeClient, testNode

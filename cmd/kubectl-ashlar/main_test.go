@@ -92,7 +92,8 @@ type result struct {
 func run(t testing.TB, user string, args ...string) result {
 	t.Helper()
 	kubeconfig := filepath.Join(t.TempDir(), "kubeconfig")
-	check.OK(t, apitest.Get(t).Kubeconfig(user, kubeconfig))
+	server := apitest.Get(t)
+	check.OK(t, server.Kubeconfig(server.Config(user), kubeconfig))
 	root := newRoot()
 	var stdout, stderr bytes.Buffer
 	root.SetOut(&stdout)
@@ -282,7 +283,7 @@ func TestAdopt(t *testing.T) {
 			For: volume.Requester{Namespace: namespace, Name: "claim-" + name, PersistentVolume: "pv-" + name}})
 		check.OK(t, err)
 	}
-	a, err := agent.New(apitest.Get(t).Config(apitest.Admin), local, agent.Options{Driver: v1alpha1.DefaultDriver, Pools: []agent.Pool{{Pool: pools[0], Kind: "memory"}}, Locks: &keylock.Table{}})
+	a, err := agent.New(apitest.Get(t).Agent(t, "n1"), local, agent.Options{Driver: v1alpha1.DefaultDriver, Pools: []agent.Pool{{Pool: pools[0], Kind: "memory"}}, Locks: &keylock.Table{}})
 	check.OK(t, err)
 	running, stop := context.WithCancel(ctx)
 	var done sync.WaitGroup

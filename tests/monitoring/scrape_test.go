@@ -66,7 +66,9 @@ func TestScrape(t *testing.T) {
 	dir := drivertest.Dir(t)
 	binary, err := process.Build(dir)
 	check.OK(t, err)
-	check.OK(t, apitest.Get(t).Kubeconfig(apitest.Admin, dir+"/kubeconfig"))
+	server := apitest.Get(t)
+	check.OK(t, server.Kubeconfig(server.Config(apitest.Admin), dir+"/kubeconfig"))
+	check.OK(t, server.Kubeconfig(server.Agent(t, "node"), dir+"/kubeconfig.node"))
 	readyNode(t, "node")
 	addresses := freeAddresses(t, 4)
 	start := func(name, metrics string, flags ...string) *process.Driver {
@@ -84,7 +86,7 @@ func TestScrape(t *testing.T) {
 		return fmt.Sprintf("--pool=default=file://%s/%s/pool?reservePercent=0", dir, name)
 	}
 	machine := start("machine", addresses[0], "--mode=all", "--node-id=machine", "--metrics-per-volume", pool("machine"))
-	node := start("node", addresses[1], "--mode=node", "--node-id=node", "--metrics-per-volume", "--kubeconfig="+dir+"/kubeconfig", pool("node"))
+	node := start("node", addresses[1], "--mode=node", "--node-id=node", "--metrics-per-volume", "--kubeconfig="+dir+"/kubeconfig.node", pool("node"))
 	controller := start("controller", addresses[2], "--mode=controller", "--kubeconfig="+dir+"/kubeconfig")
 	life(t, machine, machine)
 	life(t, controller, node)
