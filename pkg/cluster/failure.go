@@ -38,7 +38,7 @@ const (
 	// internal is the reason for errors that have no word.
 	internal = "Internal"
 	// ReasonDataLoss is the reason for errdefs.ErrDataLoss.
-	ReasonDataLoss = "DataLoss"
+	ReasonDataLoss = v1alpha1.ReasonDataLoss
 	// ReasonExists is the reason for errdefs.ErrExists.
 	ReasonExists = "Exists"
 )

@@ -53,9 +53,6 @@ func SnapshotSource(s *v1alpha1.Snapshot) volume.ID {
 	return volume.ID{Kind: blockdev.Volume, Pool: s.Spec.Pool, Key: s.Spec.Source}
 }
 
-// Going: nobody is to use an object any more. Its bytes go only if it is Deleting.
-func Going(o Object) bool { return o.Deleting() || o.GetDeletionTimestamp() != nil }
-
 // SnapshotNamed is a Snapshot object that has no more than its name.
 func SnapshotNamed(key string) *v1alpha1.Snapshot {
 	return &v1alpha1.Snapshot{ObjectMeta: metav1.ObjectMeta{Name: key}}

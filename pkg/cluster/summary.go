@@ -33,7 +33,7 @@ func Bytes(n int64) string {
 // Summarize makes the summary of a volume or a snapshot of the rest of the object. Of a snapshot, the claim is left as it is.
 func Summarize(o Object) {
 	status := o.Common()
-	sum := v1alpha1.Summary{State: stateOf(o), Health: worst(status.Health), Claim: status.Summary.Claim}
+	sum := v1alpha1.Summary{State: v1alpha1.StateOf(o), Health: worst(status.Health), Claim: status.Summary.Claim}
 	if status.Created != nil {
 		sum.Size = Bytes(status.Size)
 	}
@@ -66,31 +66,4 @@ func worst(health []v1alpha1.Problem) string {
 		return v1alpha1.AllWell
 	}
 	return health[0].Severity
-}
-
-// stateOf is the word for how an object is.
-func stateOf(o Object) string {
-	status := o.Common()
-	refused := status.Refused(o.GetGeneration())
-	switch {
-	case Going(o):
-		return v1alpha1.StateDeleting
-	case IsLost(o):
-		return v1alpha1.StateLost
-	case refused != nil:
-		return v1alpha1.StateFailed
-	case status.Created == nil:
-		return v1alpha1.StateMaking
-	}
-	return v1alpha1.StateReady
-}
-
-// IsLost: the bytes of an object were there, and are missing or damaged.
-func IsLost(o Object) bool {
-	status := o.Common()
-	if status.Created != nil {
-		return status.Is(v1alpha1.Ready, "False")
-	}
-	f := status.Refused(o.GetGeneration())
-	return !o.May().Make && f != nil && f.Reason == ReasonDataLoss
 }

@@ -1,5 +1,7 @@
 package v1alpha1
 
+import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
 // Common is the part of the status that volumes and snapshots share.
 func (v *Volume) Common() *ObjectStatus { return &v.Status.ObjectStatus }
 
@@ -48,3 +50,40 @@ func (v *Volume) Deleting() bool { return v.Spec.Delete != "" && v.Spec.Delete =
 
 // Deleting: its bytes may be deleted.
 func (s *Snapshot) Deleting() bool { return s.Spec.Delete != "" && s.Spec.Delete == s.UID }
+
+// object is a Volume or a Snapshot.
+type object interface {
+	metav1.Object
+	Common() *ObjectStatus
+	May() *Intent
+	Deleting() bool
+}
+
+// Going: it is being deleted, with its bytes or without them.
+func Going(o object) bool { return o.Deleting() || o.GetDeletionTimestamp() != nil }
+
+// IsLost: the bytes of an object were there, and are missing or damaged.
+func IsLost(o object) bool {
+	return o.Common().Is(Ready, "False") && o.Common().Created != nil || LostUnmade(o)
+}
+
+// LostUnmade: its bytes may not be made, and its node has not found any.
+func LostUnmade(o object) bool {
+	f := o.Common().Refused(o.GetGeneration())
+	return o.Common().Created == nil && !o.May().Make && f != nil && f.Reason == ReasonDataLoss
+}
+
+// StateOf is how an object is: one of the States.
+func StateOf(o object) string {
+	switch {
+	case Going(o):
+		return StateDeleting
+	case IsLost(o):
+		return StateLost
+	case o.Common().Refused(o.GetGeneration()) != nil:
+		return StateFailed
+	case o.Common().Created == nil:
+		return StateMaking
+	}
+	return StateReady
+}

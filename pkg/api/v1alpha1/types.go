@@ -66,6 +66,12 @@ const (
 	StateLost     = "Lost"     // its bytes are missing
 )
 
+// States are all of them.
+var States = []string{StateMaking, StateReady, StateDeleting, StateFailed, StateLost}
+
+// ReasonDataLoss is the reason of a condition, a failure or a problem of what has lost its bytes.
+const ReasonDataLoss = "DataLoss"
+
 // AllWell is the word for health without a problem, in the place of the worst severity.
 const AllWell = "Healthy"
 

@@ -111,7 +111,7 @@ func (m *gauges) oldest(open []cluster.Object, now time.Time) (age time.Duration
 // carriedOut reports whether a volume is what its spec says, or the agent has refused to make it so.
 func carriedOut(v *v1alpha1.Volume) bool {
 	switch {
-	case cluster.Going(v):
+	case v1alpha1.Going(v):
 		return false
 	case v.Common().Refused(v.Generation) != nil:
 		return true
@@ -120,7 +120,7 @@ func carriedOut(v *v1alpha1.Volume) bool {
 }
 
 func carriedOutSnapshot(s *v1alpha1.Snapshot) bool {
-	return !cluster.Going(s) && (s.Status.Created != nil || s.Common().Refused(s.Generation) != nil)
+	return !v1alpha1.Going(s) && (s.Status.Created != nil || s.Common().Refused(s.Generation) != nil)
 }
 
 // copies: the bytes of an object are being copied or zeroed.

@@ -101,7 +101,7 @@ func (a *Agent) queue(ctx context.Context, name string, workers int, makes bool)
 
 // unmade reports whether what a request names is still to be made.
 func (a *Agent) unmade(ctx context.Context, r request) (bool, error) {
-	unmade := func(o cluster.Object) bool { return o.Common().Created == nil && !cluster.Going(o) }
+	unmade := func(o cluster.Object) bool { return o.Common().Created == nil && !v1alpha1.Going(o) }
 	switch r.kind {
 	case aVolume:
 		v, there, err := get(ctx, a, r.key, &v1alpha1.Volume{})
@@ -151,7 +151,7 @@ func countsAsFailure(ctx context.Context, err error) bool {
 func (a *Agent) objectChanged(o client.Object, gone bool) {
 	if gone {
 		a.Changed() // its bytes may be left
-	} else if !cluster.Going(o.(cluster.Object)) {
+	} else if !v1alpha1.Going(o.(cluster.Object)) {
 		return
 	}
 	a.mu.Lock()
@@ -180,7 +180,7 @@ func (a *Agent) making(ctx context.Context, r request) (context.Context, func())
 func stillWanted[T cluster.Object](ctx context.Context, a *Agent, o T) error {
 	now := o.DeepCopyObject().(T)
 	now, there, err := get(ctx, a, o.GetName(), now)
-	if err == nil && (!there || cluster.Going(now) || now.GetUID() != o.GetUID()) {
+	if err == nil && (!there || v1alpha1.Going(now) || now.GetUID() != o.GetUID()) {
 		err = fmt.Errorf("%w: nobody wants %s any more", errdefs.ErrBusy, o.GetName())
 	}
 	return err

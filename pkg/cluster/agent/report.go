@@ -94,7 +94,7 @@ func refuse[T cluster.Object](ctx context.Context, a *Agent, o T, err error) err
 		status.Failure, status.Progress, status.ObservedGeneration = failure, nil, o.GetGeneration()
 		if status.Created == nil {
 			setCondition(&status.Conditions, o, v1alpha1.Ready, metav1.ConditionFalse, failure.Reason, failure.Message)
-			if cluster.IsLost(o) {
+			if v1alpha1.IsLost(o) {
 				setHealth(&status.Conditions, &status.Health, o, []blockdev.Problem{{Severity: blockdev.DataLoss, Reason: cluster.ReasonDataLoss, Message: failure.Message}})
 			}
 		}

@@ -113,7 +113,7 @@ func (c *Collector) SnapshotChanged(o client.Object, gone bool) {
 
 // objectChanged: of a node that is gone, there may be something to give up.
 func (c *Collector) objectChanged(o client.Object, gone bool) {
-	if !gone && cluster.Going(o.(cluster.Object)) {
+	if !gone && v1alpha1.Going(o.(cluster.Object)) {
 		c.notifyNodes()
 	}
 }

@@ -27,7 +27,7 @@ func (c *Collector) collectGroup(ctx context.Context, key string) error {
 	}
 	for i := range members {
 		m := &members[i]
-		if cluster.Going(m) {
+		if v1alpha1.Going(m) {
 			continue
 		}
 		klog.FromContext(ctx).Info("Nobody asks any more for a group of which a part was written down; deleting that", "group", volume.GroupID{Key: key}.String(), "snapshot", cluster.SnapshotID(m).String())

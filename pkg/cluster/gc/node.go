@@ -119,7 +119,7 @@ func (c *Collector) giveUp(ctx context.Context, node string, o client.Object) er
 		return client.IgnoreNotFound(c.kube.Live.Delete(ctx, o, client.Preconditions{UID: &uid}))
 	}
 	one := o.DeepCopyObject().(cluster.Object)
-	if !cluster.Going(one) {
+	if !v1alpha1.Going(one) {
 		return nil
 	}
 	log.Info("Giving up what was deleted on a node that is gone: its bytes are still there, if the node is")

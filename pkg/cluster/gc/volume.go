@@ -26,7 +26,7 @@ func (c *Collector) collectVolume(ctx context.Context, known *census, key string
 		return client.IgnoreNotFound(err)
 	}
 	switch {
-	case cluster.Going(v), v.Status.Is(v1alpha1.Abandoned, "True"):
+	case v1alpha1.Going(v), v.Status.Is(v1alpha1.Abandoned, "True"):
 		return nil // its node is at it
 	case v.Status.Is(v1alpha1.Abandoned, "False"):
 		if !v.Spec.Abandoned {

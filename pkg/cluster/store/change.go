@@ -38,7 +38,7 @@ func (s *Store) change(ctx context.Context, id volume.ID, edit func(v *v1alpha1.
 		}
 		v = &v1alpha1.Volume{}
 		if err = kube.APIError("read volume "+id.String(), s.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, v)); err == nil &&
-			(cluster.Going(v) || v.Spec.Abandoned) {
+			(v1alpha1.Going(v) || v.Spec.Abandoned) {
 			err = fmt.Errorf("%w: volume %s is being deleted", errdefs.ErrPrecondition, id)
 		}
 	}

@@ -35,7 +35,7 @@ func (s *Store) membersNow(ctx context.Context, key string) ([]v1alpha1.Snapshot
 // there are, and none of them is on its way out.
 func whole(members []v1alpha1.Snapshot) bool {
 	for i := range members {
-		if m := &members[i]; m.Status.Created == nil || cluster.Going(m) || m.Spec.Group.Size != len(members) {
+		if m := &members[i]; m.Status.Created == nil || v1alpha1.Going(m) || m.Spec.Group.Size != len(members) {
 			return false
 		}
 	}
@@ -121,12 +121,12 @@ func (s *Store) planGroup(ctx context.Context, name string, sources []volume.ID)
 // clearGroup removes what an earlier try left of a group, unless it belongs to this one.
 func (s *Store) clearGroup(ctx context.Context, members []v1alpha1.Snapshot, wanted map[string]*v1alpha1.Snapshot) error {
 	for i := range members {
-		if m := &members[i]; lostUnmade(m) {
+		if m := &members[i]; v1alpha1.LostUnmade(m) {
 			return cluster.ErrorOf(m.Spec.NodeName, m.Status.Failure)
 		}
 	}
 	if !slices.ContainsFunc(members, func(m v1alpha1.Snapshot) bool {
-		return cluster.Going(&m) || m.Common().Refused(m.Generation) != nil || wanted[m.Name] == nil || !sameSnapshot(&m, wanted[m.Name])
+		return v1alpha1.Going(&m) || m.Common().Refused(m.Generation) != nil || wanted[m.Name] == nil || !sameSnapshot(&m, wanted[m.Name])
 	}) {
 		return nil
 	}
@@ -173,7 +173,7 @@ func (s *Store) groupFailed(ctx context.Context, begun map[string]*v1alpha1.Snap
 		return fmt.Errorf("%w: a snapshot of it was deleted while it was being cut", errdefs.ErrUnavailable)
 	case !errors.As(err, &refused):
 		return err
-	case lostUnmade(member):
+	case v1alpha1.LostUnmade(member):
 		return refused
 	}
 	var all []v1alpha1.Snapshot

@@ -2,18 +2,18 @@ package store
 
 import (
 	"context"
+	"strings"
 
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
-	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/metrics"
 )
 
 // counted is what objects are counted by.
 type counted struct {
 	node, kind string
-	state      cluster.State
+	state      string
 }
 
 // Samples is a metrics.Source. What it says comes from memory: it asks the API server for nothing.
@@ -36,22 +36,22 @@ func (s *Store) Samples() []metrics.Sample {
 	for i := range pools.Items { // of a node with pools all states are there, so that an alert sees a change from 0
 		node := pools.Items[i].Spec.NodeName
 		nodes[node] = true
-		for _, state := range cluster.States {
+		for _, state := range v1alpha1.States {
 			count[counted{node, "volume", state}] += 0
 			count[counted{node, "snapshot", state}] += 0
 		}
 	}
 	for i := range volumes.Items {
 		v := &volumes.Items[i]
-		count[counted{v.Spec.NodeName, "volume", cluster.StateOf(v)}]++
+		count[counted{v.Spec.NodeName, "volume", v1alpha1.StateOf(v)}]++
 	}
 	for i := range snapshots.Items {
 		o := &snapshots.Items[i]
-		count[counted{o.Spec.NodeName, "snapshot", cluster.StateOf(o)}]++
+		count[counted{o.Spec.NodeName, "snapshot", v1alpha1.StateOf(o)}]++
 	}
 	var samples []metrics.Sample
 	for what, n := range count {
-		samples = append(samples, metrics.Objects.At(float64(n), what.node, what.kind, string(what.state)))
+		samples = append(samples, metrics.Objects.At(float64(n), what.node, what.kind, strings.ToLower(what.state)))
 	}
 	for node := range nodes {
 		samples = append(samples, metrics.NodeAgentUp.Is(s.nodes.Ready(ctx, node) == nil, node))

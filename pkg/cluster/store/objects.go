@@ -8,6 +8,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -40,7 +41,7 @@ func getOrCreate[O any, T interface {
 		if err != nil {
 			return nil, kube.APIError("read "+key, err)
 		}
-		if cluster.Going(have) {
+		if v1alpha1.Going(have) {
 			if err := waitGone(ctx, s, w, have); err != nil {
 				return nil, err
 			}

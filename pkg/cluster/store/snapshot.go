@@ -41,7 +41,7 @@ func (s *Store) getOrCreateSnapshot(ctx context.Context, w *kube.Watch, want *v1
 			if !sameSnapshot(have, want) {
 				return false, fmt.Errorf("%w: snapshot %q (%s) is of volume %s, not %s", errdefs.ErrExists, have.Spec.Name, cluster.SnapshotID(have), cluster.SnapshotSource(have), cluster.SnapshotSource(want))
 			}
-			if lostUnmade(have) {
+			if v1alpha1.LostUnmade(have) {
 				return false, cluster.ErrorOf(have.Spec.NodeName, have.Status.Failure)
 			}
 			if have.Status.Created == nil && have.Common().Refused(have.Generation) != nil {
@@ -66,7 +66,7 @@ func (s *Store) CreateSnapshot(ctx context.Context, name string, source volume.I
 		err = s.kube.Live.Get(ctx, client.ObjectKey{Name: volume.KeyOf(name)}, have)
 	}
 	err = client.IgnoreNotFound(err)
-	if err == nil && !cluster.Going(have) && have.Status.Created != nil {
+	if err == nil && !v1alpha1.Going(have) && have.Status.Created != nil {
 		if have.Spec.Name != name || have.Spec.Group != nil || cluster.SnapshotSource(have) != source {
 			return volume.Snapshot{}, fmt.Errorf("%w: snapshot %q (%s) is of volume %s, not %s", errdefs.ErrExists, name, cluster.SnapshotID(have), cluster.SnapshotSource(have), source)
 		}
@@ -114,7 +114,7 @@ func (s *Store) GetSnapshot(ctx context.Context, id volume.ID) (volume.Snapshot,
 	if err := s.get(ctx, id.Key, have); err != nil {
 		return volume.Snapshot{}, fmt.Errorf("snapshot %s: %w", id, err)
 	}
-	if have.Spec.Pool == id.Pool && lostUnmade(have) {
+	if have.Spec.Pool == id.Pool && v1alpha1.LostUnmade(have) {
 		return volume.Snapshot{}, cluster.ErrorOf(have.Spec.NodeName, have.Status.Failure)
 	}
 	there := have.Spec.Pool == id.Pool && have.Status.Created != nil

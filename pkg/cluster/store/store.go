@@ -238,7 +238,7 @@ func (s *Store) volume(ctx context.Context, id volume.ID) (*v1alpha1.Volume, err
 	if err := s.get(ctx, id.Key, v); err != nil {
 		return nil, fmt.Errorf("volume %s: %w", id, err)
 	}
-	if v.Spec.Pool == id.Pool && lostUnmade(v) {
+	if v.Spec.Pool == id.Pool && v1alpha1.LostUnmade(v) {
 		return nil, cluster.ErrorOf(v.Spec.NodeName, v.Status.Failure)
 	}
 	if v.Spec.Pool != id.Pool || v.Status.Created == nil {
@@ -250,7 +250,7 @@ func (s *Store) volume(ctx context.Context, id volume.ID) (*v1alpha1.Volume, err
 // usable is volume, and ErrPrecondition for one that is on its way out.
 func (s *Store) usable(ctx context.Context, id volume.ID) (*v1alpha1.Volume, error) {
 	v, err := s.volume(ctx, id)
-	if err == nil && (cluster.Going(v) || v.Spec.Abandoned) {
+	if err == nil && (v1alpha1.Going(v) || v.Spec.Abandoned) {
 		err = fmt.Errorf("%w: volume %s is being deleted", errdefs.ErrPrecondition, id)
 	}
 	return v, err
@@ -291,10 +291,4 @@ func page[O, V any](objects []*O, id func(*O) volume.ID, limit int, as func(*O) 
 		values = append(values, as(o))
 	}
 	return values
-}
-
-// lostUnmade: its bytes may not be made, and its node has not found any.
-func lostUnmade(o cluster.Object) bool {
-	f := o.Common().Refused(o.GetGeneration())
-	return o.Common().Created == nil && !o.May().Make && f != nil && f.Reason == cluster.ReasonDataLoss
 }

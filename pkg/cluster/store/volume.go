@@ -61,7 +61,7 @@ func (s *Store) withdraw(ctx context.Context, have *v1alpha1.Volume, down error)
 	switch {
 	case err != nil && !apierrors.IsNotFound(err):
 		return down
-	case err == nil && (now.UID != have.UID || now.Status.Created != nil || !now.Spec.Make || cluster.Going(now) || s.nodes.Alive(ctx, now.Spec.NodeName)):
+	case err == nil && (now.UID != have.UID || now.Status.Created != nil || !now.Spec.Make || v1alpha1.Going(now) || s.nodes.Alive(ctx, now.Spec.NodeName)):
 		return down
 	case err == nil:
 		if client.IgnoreNotFound(s.kube.Client.Delete(ctx, now, client.Preconditions{UID: &now.UID, ResourceVersion: &now.ResourceVersion})) != nil {
@@ -156,7 +156,7 @@ func (s *Store) fits(ctx context.Context, w *kube.Watch, spec volume.Spec, have 
 	}
 	elsewhere := err != nil
 	switch {
-	case lostUnmade(have):
+	case v1alpha1.LostUnmade(have):
 		if unused, err := s.garbage.NeverUsed(ctx, spec, have); err != nil || !unused {
 			return false, errors.Join(cluster.ErrorOf(have.Spec.NodeName, have.Status.Failure), err)
 		}

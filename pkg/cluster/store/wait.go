@@ -7,6 +7,7 @@ import (
 
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -21,7 +22,7 @@ func waitMade[T cluster.Object](ctx context.Context, s *Store, w *kube.Watch, ha
 	case errors.Is(err, errGone):
 		err = fmt.Errorf("%w: %w while it was being made", errdefs.ErrUnavailable, err)
 	case errors.As(err, &refused):
-		if lostUnmade(have) {
+		if v1alpha1.LostUnmade(have) {
 			return have, err
 		}
 		if err := discard(ctx, s, w, have); err != nil {
@@ -116,7 +117,7 @@ func (s *state[T]) follow(events []kube.Event, done func(T) (bool, error)) (bool
 // error, but the node goes on trying.
 func waitGone[T cluster.Object](ctx context.Context, s *Store, w *kube.Watch, o T) error {
 	_, err := wait(ctx, s, w, o, func(o T) (bool, error) {
-		if cluster.Going(o) {
+		if v1alpha1.Going(o) {
 			if f := o.Common().Refused(o.GetGeneration()); f != nil {
 				return false, cluster.ErrorOf(o.Node(), f)
 			}

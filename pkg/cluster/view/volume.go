@@ -15,9 +15,6 @@ import (
 // a look all the same.
 const long = 5 * time.Minute
 
-// reasonDataLoss is the reason of a failure or a condition for bytes that are missing.
-const reasonDataLoss = "DataLoss"
-
 func (t *taking) volumes() {
 	for i := range t.objects {
 		t.out.Volumes = append(t.out.Volumes, t.volume(&t.objects[i]))
@@ -51,7 +48,7 @@ func (t *taking) volume(v *v1alpha1.Volume) overview.Volume {
 	if s := v.Spec.Source; s != nil {
 		out.Source = s.Kind + "." + v.Spec.Pool + "." + s.Key
 	}
-	out.State, out.Failure = stateOf(&v.Status.ObjectStatus, v.Generation, v.Deleting() || v.DeletionTimestamp != nil)
+	out.State, out.Failure = overview.State(v1alpha1.StateOf(v)), failure(&v.Status.ObjectStatus, v.Generation)
 	for _, p := range v.Status.Health {
 		out.Problems = append(out.Problems, overview.Found(overview.Severity(p.Severity), p.Reason, p.Message, overview.KindVolume, out.ID))
 	}
@@ -73,7 +70,7 @@ func (t *taking) snapshots() {
 		if g := s.Spec.Group; g != nil {
 			out.Group = g.ID()
 		}
-		out.State, out.Failure = stateOf(&s.Status.ObjectStatus, s.Generation, s.Deleting() || s.DeletionTimestamp != nil)
+		out.State, out.Failure = overview.State(v1alpha1.StateOf(s)), failure(&s.Status.ObjectStatus, s.Generation)
 		out.Problems = t.wrong(nil, &s.Status.ObjectStatus, &s.ObjectMeta, out.State, overview.KindSnapshot, out.ID)
 		t.out.Snapshots = append(t.out.Snapshots, out)
 	}
@@ -87,30 +84,18 @@ func progress(s *v1alpha1.ObjectStatus) *overview.Progress {
 	return &overview.Progress{Done: s.Progress.Done, Total: s.Progress.Total}
 }
 
-// stateOf returns the state of an object, and the message of the failure that its node answered to what was asked for last.
-func stateOf(s *v1alpha1.ObjectStatus, generation int64, deleting bool) (overview.State, string) {
-	failure := ""
-	refused := s.Refused(generation)
-	if refused != nil {
-		failure = refused.Message
+// failure is the message of the failure that its node answered to what was asked for last.
+func failure(s *v1alpha1.ObjectStatus, generation int64) string {
+	if refused := s.Refused(generation); refused != nil {
+		return refused.Message
 	}
-	switch {
-	case deleting:
-		return overview.Deleting, failure
-	case lost(s) != "" || refused != nil && refused.Reason == reasonDataLoss:
-		return overview.Lost, failure
-	case refused != nil:
-		return overview.Failed, failure
-	case s.Created == nil:
-		return overview.Making, ""
-	}
-	return overview.Ready, ""
+	return ""
 }
 
 // lost is the message of the condition that says that bytes are missing; empty: they are not.
 func lost(s *v1alpha1.ObjectStatus) string {
 	for _, c := range s.Conditions {
-		if c.Type == v1alpha1.Ready && c.Status == metav1.ConditionFalse && c.Reason == reasonDataLoss {
+		if c.Type == v1alpha1.Ready && c.Status == metav1.ConditionFalse && c.Reason == v1alpha1.ReasonDataLoss {
 			return c.Message
 		}
 	}
@@ -134,7 +119,7 @@ func (t *taking) wrong(have []overview.Problem, s *v1alpha1.ObjectStatus, o *met
 		if message == "" && refused != nil {
 			message = refused.Message
 		}
-		say(overview.DataLoss, reasonDataLoss, message+"; restore it from a backup, or delete it")
+		say(overview.DataLoss, v1alpha1.ReasonDataLoss, message+"; restore it from a backup, or delete it")
 	case refused != nil:
 		say(overview.Degraded, refused.Reason, refused.Message)
 	case state == overview.Making && age > long:
