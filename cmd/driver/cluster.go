@@ -12,6 +12,7 @@ import (
 	"k8s.io/client-go/tools/clientcmd"
 
 	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/agent"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
 	"github.com/ashlar-csi/ashlar/pkg/controller"
@@ -133,14 +134,14 @@ func startNode(ctx context.Context, o options) (err error) {
 	if err != nil {
 		return err
 	}
-	local, mounts, pools, err := openLocal(ctx, o, memory.Of)
-	defer func() { err = errors.Join(err, closeAll(pools)) }()
+	local, mounts, opened, err := openLocal(ctx, o, memory.Of)
+	defer func() { err = errors.Join(err, closeAll(opened)) }()
 	if err != nil {
 		return err
 	}
 	var kept []agent.Pool
-	for i, pool := range pools {
-		kept = append(kept, agent.Pool{Pool: pool, Kind: o.pools[i].location.Scheme()})
+	for i, pool := range opened {
+		kept = append(kept, agent.Pool{Pool: pool, Kind: pools.KindOf(o.pools[i].location)})
 	}
 	locks := &keylock.Table{}
 	a, err := agent.New(config, local, agent.Options{Driver: o.driverName, Pools: kept, Locks: locks, MaxVolumes: o.maxVolumes, Namespace: namespace})
@@ -153,7 +154,7 @@ func startNode(ctx context.Context, o options) (err error) {
 	}
 	// If nobody serves it.
 	defer listener.Close()
-	measuring := measure.New(ctx, local, o.measured(pools), o.perVolume)
+	measuring := measure.New(ctx, local, o.measured(opened), o.perVolume)
 	defer measuring.Close() // before the pools are
 	return beside(ctx, a.Run, func(ctx context.Context) error {
 		return o.monitored(ctx, []metrics.Source{measuring.Samples, a.Samples}, func(ctx context.Context, observe observer) error {

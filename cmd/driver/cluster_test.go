@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"errors"
 	"path/filepath"
 	"testing"
@@ -27,6 +28,7 @@ import (
 
 const testNode = "node-1"
 
+// clusterNode has the API server know of the node testNode.
 func clusterNode(t *testing.T) {
 	t.Helper()
 	kube, err := kubernetes.NewForConfig(apitest.Get(t).Config(apitest.Admin))
@@ -40,6 +42,11 @@ func clusterNode(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	t.Cleanup(func() {
+		if err := kube.CoreV1().Nodes().Delete(context.Background(), testNode, metav1.DeleteOptions{}); err != nil {
+			t.Error(err)
+		}
+	})
 }
 
 func probed(t *testing.T, p *process.Driver, want bool) {

@@ -335,7 +335,7 @@ func startAlone(ctx context.Context, o options) (err error) {
 func (o *options) overview(local *volume.Local) socket.Source {
 	kinds := map[string]string{}
 	for _, pool := range o.pools {
-		kinds[pool.name] = pool.location.Scheme()
+		kinds[pool.name] = pools.KindOf(pool.location)
 	}
 	return func(ctx context.Context) (*overview.Overview, error) {
 		out, err := local.Overview(ctx, kinds)

@@ -242,7 +242,7 @@ func TestPages(t *testing.T) {
 func TestRights(t *testing.T) {
 	e := newEnvironment(t)
 	damaged(e)
-	const user = "agent" // a user whom the API server knows, and who may do nothing yet
+	const user = "user" // whom the API server knows, and who may do nothing yet
 	if r := run(t, user, "status"); r.err == nil || !strings.Contains(r.err.Error(), "forbidden") {
 		t.Errorf("without any rights: %v\n%s", r.err, r.stdout)
 	}

@@ -91,7 +91,7 @@ func (s *Server) Kubeconfig(as *rest.Config, path string) error {
 }
 
 // Users besides Admin, who may do what roles are bound to them.
-var users = []string{"controller"}
+var users = []string{"controller", "user"}
 
 func root() string {
 	_, file, _, _ := runtime.Caller(0)

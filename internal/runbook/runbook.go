@@ -8,9 +8,9 @@ const base = "https://github.com/ashlar-csi/ashlar/blob/main/docs/runbooks/"
 // its section on the page.
 var pages = map[string]string{
 	// Of pools.
-	"PoolFull":                "thin-pool-full",
-	"PoolOvercommitted":       "thin-pool-full",
+	"PoolFull":                "pool-full",
 	"PoolNearlyFull":          "pool-full",
+	"PoolOvercommitted":       "thin-pool-full",
 	"PoolFailed":              "thin-pool-failed",
 	"PoolMissing":             "pool-down",
 	"PoolUnavailable":         "pool-down",
@@ -47,22 +47,27 @@ var pages = map[string]string{
 
 	// Of nodes.
 	"AgentSilent":  "agent-down",
+	"NodeGone":     "agent-down",
 	"NodeNotReady": "agent-down",
 
-	// Of what was asked for, and refused (pkg/cluster/failure.go).
-	"NoSpace":      "pool-full",
-	"Unavailable":  "pool-down",
-	"BadToken":     "refused",
-	"Busy":         "refused",
-	"Exists":       "refused",
-	"InUse":        "refused",
-	"Internal":     "refused",
-	"Invalid":      "refused",
-	"Limit":        "refused",
-	"NotFound":     "refused",
-	"OutOfRange":   "refused",
-	"Precondition": "refused",
-	"Unsupported":  "refused",
+	// Of what was asked for, and takes long or was refused (pkg/cluster/failure.go).
+	"TakesLong":       "wishes-stuck",
+	"CopyRefused":     "refused",
+	"DeletionRefused": "refused",
+	"GrowthRefused":   "refused",
+	"NoSpace":         "pool-full",
+	"Unavailable":     "pool-down",
+	"BadToken":        "refused",
+	"Busy":            "refused",
+	"Exists":          "refused",
+	"InUse":           "refused",
+	"Internal":        "refused",
+	"Invalid":         "refused",
+	"Limit":           "refused",
+	"NotFound":        "refused",
+	"OutOfRange":      "refused",
+	"Precondition":    "refused",
+	"Unsupported":     "refused",
 }
 
 // URL returns the address of the page for the reason of a problem (blockdev.Problem.Reason, or one of a failure); of the

@@ -16,7 +16,7 @@ import (
 const root = "../.."
 
 // well are the reasons of conditions that say that nothing is wrong, so there is nothing to do.
-var well = map[string]bool{"AllKnown": true, "Blank": true, "Cut": true, "Found": true, "NoProblems": true, "NotBlank": true}
+var well = map[string]bool{"AgentHeard": true, "AllKnown": true, "Blank": true, "Cut": true, "Found": true, "NodeReady": true, "NoProblems": true, "NotBlank": true, "Recovered": true}
 
 // TestReasons: each reason that the source has for a problem, a condition or a failure has its page and its section there; and each
 // reason with a page is in the source.
@@ -100,17 +100,23 @@ func TestPages(t *testing.T) {
 // begins with Reason, in the table of failures, or to a function that reports problems.
 func reasons(t *testing.T) map[string]string {
 	t.Helper()
-	found := map[string]string{}
-	err := filepath.WalkDir(filepath.Join(root, "pkg"), func(path string, entry fs.DirEntry, err error) error {
+	found, overview := map[string]string{}, map[string]ast.Expr{}
+	err := filepath.WalkDir(root, func(path string, entry fs.DirEntry, err error) error {
 		if err != nil || !entry.IsDir() {
 			return err
+		}
+		if path != root && path != filepath.Join(root, "internal") && !strings.HasPrefix(path, filepath.Join(root, "pkg")) && path != filepath.Join(root, "internal/overview") {
+			return fs.SkipDir
 		}
 		set := token.NewFileSet()
 		files, err := filepath.Glob(filepath.Join(path, "*.go"))
 		if err != nil {
 			return err
 		}
-		p := packageReasons{set: set, constants: map[string]ast.Expr{}, found: found}
+		p := packageReasons{set: set, constants: map[string]ast.Expr{}, overview: overview, found: found}
+		if filepath.Base(path) == "overview" {
+			p.constants = overview
+		}
 		var parsed []*ast.File
 		for _, file := range files {
 			if strings.HasSuffix(file, "_test.go") {
@@ -138,11 +144,12 @@ func reasons(t *testing.T) map[string]string {
 type packageReasons struct {
 	set       *token.FileSet
 	constants map[string]ast.Expr
-	found     map[string]string // where, by reason
+	overview  map[string]ast.Expr // the constants of internal/overview
+	found     map[string]string   // where, by reason
 }
 
 func (p packageReasons) constant(n ast.Node) bool {
-	if spec, ok := n.(*ast.ValueSpec); ok && len(spec.Values) == len(spec.Names) {
+	if spec, ok := n.(*ast.ValueSpec); ok && len(spec.Values) == len(spec.Names) && !is(spec.Type, "Severity") {
 		for i, name := range spec.Names {
 			p.constants[name.Name] = spec.Values[i]
 			if strings.HasPrefix(strings.ToLower(name.Name), "reason") {
@@ -156,7 +163,7 @@ func (p packageReasons) constant(n ast.Node) bool {
 func (p packageReasons) look(n ast.Node) bool {
 	switch n := n.(type) {
 	case *ast.KeyValueExpr:
-		if is(n.Key, "Reason") {
+		if is(n.Key, "Reason", "reason") {
 			p.add(n.Value)
 		}
 	case *ast.AssignStmt:
@@ -166,7 +173,7 @@ func (p packageReasons) look(n ast.Node) bool {
 			}
 		}
 	case *ast.CallExpr:
-		if is(n.Fun, "say", "report", "setCondition") {
+		if is(n.Fun, "say", "report", "setCondition", "setWell") {
 			for _, argument := range n.Args {
 				p.add(argument)
 			}
@@ -187,6 +194,10 @@ func (p packageReasons) add(e ast.Expr) {
 		}
 	case *ast.Ident:
 		if value, ok := p.constants[e.Name].(*ast.BasicLit); ok {
+			p.add(value)
+		}
+	case *ast.SelectorExpr: // a constant of internal/overview
+		if value, ok := p.overview[e.Sel.Name].(*ast.BasicLit); ok && is(e.X, "overview") {
 			p.add(value)
 		}
 	case *ast.CompositeLit:

@@ -12,6 +12,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/runbook"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/events"
+	"github.com/ashlar-csi/ashlar/pkg/metrics"
 	"github.com/ashlar-csi/ashlar/tests/docs/reference"
 )
 
@@ -52,6 +53,24 @@ func TestReferenceAlerts(t *testing.T) {
 		page.WriteString(reference.Table([]string{"alert, and what to do", "severity", "after", "says"}, rows))
 	}
 	reference.Check(t, root, "alerts.md", page.String())
+}
+
+// TestReferenceMetrics: what the driver tells Prometheus.
+func TestReferenceMetrics(t *testing.T) {
+	var rows [][]string
+	for _, m := range metrics.All() {
+		var labels []string
+		for _, label := range m.Labels {
+			labels = append(labels, "`"+label+"`")
+		}
+		help := m.Help
+		if m.PerVolume {
+			help += " Only with `--metrics-per-volume`."
+		}
+		rows = append(rows, []string{"`" + m.Name + "`", m.Type, strings.Join(labels, ", "), help})
+	}
+	reference.Check(t, root, "metrics.md", "# Metrics\n\nWhat `--metrics-endpoint` serves, beside what libraries have: `csi_plugin_operations_seconds` (calls, by method and code), `rest_client_*` "+
+		"(requests to the API server), `workqueue_*`, `go_*` and `process_*`.\n\n"+reference.Table([]string{"metric", "type", "labels", "is"}, rows))
 }
 
 // TestReferenceEvents: what kubectl describe shows, and so the reasons of all problems.

@@ -456,7 +456,7 @@ type PoolStatus struct {
 	// +listType=map
 	// +listMapKey=type
 	Conditions []metav1.Condition `json:"conditions,omitempty"`
-	// Kind of storage, as in the pool's URL.
+	// Kind of storage: file, lvm or lvmthin.
 	// +optional
 	Kind string `json:"kind,omitempty"`
 	// Measured is when the figures were taken, by the node's clock. Volumes that were
