@@ -14,7 +14,6 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
-	"k8s.io/client-go/kubernetes"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
@@ -28,24 +27,19 @@ import (
 
 const testNode = "node-1"
 
-// clusterNode has the API server know of the node testNode.
+// clusterNode has the API server know of the node testNode, until the test is over; then of its pools it knows nothing either.
 func clusterNode(t *testing.T) {
 	t.Helper()
-	kube, err := kubernetes.NewForConfig(apitest.Get(t).Config(apitest.Admin))
-	if err == nil {
-		var n *corev1.Node
-		if n, err = kube.CoreV1().Nodes().Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: testNode}}, metav1.CreateOptions{}); err == nil {
-			n.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionTrue}}
-			_, err = kube.CoreV1().Nodes().UpdateStatus(t.Context(), n, metav1.UpdateOptions{})
-		}
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
+	scheme := runtime.NewScheme()
+	check.OK(t, errors.Join(v1alpha1.AddToScheme(scheme), corev1.AddToScheme(scheme)))
+	kube, err := client.New(apitest.Get(t).Config(apitest.Admin), client.Options{Scheme: scheme})
+	check.OK(t, err)
+	n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: testNode}}
+	check.OK(t, kube.Create(t.Context(), n))
+	n.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionTrue}}
+	check.OK(t, kube.Status().Update(t.Context(), n))
 	t.Cleanup(func() {
-		if err := kube.CoreV1().Nodes().Delete(context.Background(), testNode, metav1.DeleteOptions{}); err != nil {
-			t.Error(err)
-		}
+		check.OK(t, errors.Join(kube.Delete(context.Background(), n), kube.DeleteAllOf(context.Background(), &v1alpha1.Pool{})))
 	})
 }
 

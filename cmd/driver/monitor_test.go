@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"fmt"
 	"net"
 	"net/http"
@@ -218,7 +219,9 @@ func createdIn(t *testing.T, cluster *co.Client) *co.Volume {
 	create := co.Request("v", co.Block, 16<<20)
 	create.AccessibilityRequirements = &csi.TopologyRequirement{Requisite: []*csi.Topology{csimap.Topology(testNode)}}
 	for end := time.Now().Add(2 * time.Minute); ; time.Sleep(20 * time.Millisecond) {
-		v, err := cluster.Create(t.Context(), create)
+		ctx, cancel := context.WithDeadline(t.Context(), end)
+		v, err := cluster.Create(ctx, create)
+		cancel()
 		if err == nil {
 			return v
 		}
