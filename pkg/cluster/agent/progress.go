@@ -59,12 +59,9 @@ func (f *followed) run(ctx context.Context) {
 		case <-tick.C:
 		}
 		for i := range f.objects {
-			// Without the context that ends with the work: a write that is cut off may have been done, and the work has to know.
-			writing, cancel := context.WithTimeout(context.WithoutCancel(ctx), f.agent.options.ProgressEvery)
-			if err := f.write(writing, i); err != nil {
+			if err := f.write(ctx, i); err != nil {
 				klog.FromContext(ctx).V(2).Info("Could not write down how far it is", "object", f.objects[i].GetName(), "err", err)
 			}
-			cancel()
 		}
 	}
 }
@@ -81,13 +78,18 @@ func (f *followed) write(ctx context.Context, i int) error {
 	before := o.DeepCopyObject().(cluster.Object)
 	o.Common().Progress = &v1alpha1.Progress{Done: far.Done, Total: far.Total}
 	f.agent.summarize(ctx, o)
-	err := f.agent.kube.Client.Status().Patch(ctx, o, kube.LockingPatch(before))
+	// Without the context that ends with the work: a write that is cut off may have been done, and the work has to know.
+	writing, cancel := context.WithTimeout(context.WithoutCancel(ctx), progressEvery)
+	defer cancel()
+	err := f.agent.kube.Client.Status().Patch(writing, o, kube.LockingPatch(before))
 	if err == nil {
 		return nil
 	}
 	f.objects[i] = before
 	now := o.DeepCopyObject().(cluster.Object)
-	if f.agent.kube.Live.Get(ctx, client.ObjectKeyFromObject(o), now) == nil && now.GetUID() == before.GetUID() {
+	reading, cancel := context.WithTimeout(context.WithoutCancel(ctx), progressEvery)
+	defer cancel()
+	if f.agent.kube.Live.Get(reading, client.ObjectKeyFromObject(o), now) == nil && now.GetUID() == before.GetUID() {
 		f.objects[i] = now
 	}
 	return err
