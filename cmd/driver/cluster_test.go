@@ -71,7 +71,7 @@ func TestCluster(t *testing.T) {
 		t.Fatal(err)
 	}
 	thaw := server.Freeze(t)
-	address := freeAddress(t)
+	address := drivertest.FreeAddresses(t, 1)[0]
 	page := "http://" + address + "/"
 	controller := started(t, dir+"/c", program, "--mode=controller", "--kubeconfig="+kubeconfig, "--page="+address)
 	node := started(t, dir+"/n", program, "--mode=node", "--kubeconfig="+kubeconfig+".node", "--node-id="+testNode, "--max-volumes=7", "--pool="+testPool(dir))

@@ -24,15 +24,6 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/metrics/metricstest"
 )
 
-// freePort returns an address that nobody serves.
-func freePort(t *testing.T) string {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	check.OK(t, err)
-	defer l.Close()
-	return l.Addr().String()
-}
-
 // without returns the declared metrics that none of some scrapes has, but for those that need what is not here.
 func without(scrapes []metricstest.Scrape, but ...string) (missing []string) {
 	for _, m := range metrics.All() {
@@ -53,7 +44,7 @@ var (
 func TestMetrics(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := drivertest.Dir(t)
-	address := freePort(t)
+	address := drivertest.FreeAddresses(t, 1)[0]
 	small := filepath.Join(dir, "small")
 	check.OK(t, os.Mkdir(small, 0o700))
 	drivertest.Run(t, "mount", "-t", "tmpfs", "-o", "size=64m", "none", small)
@@ -139,7 +130,7 @@ func TestMetrics(t *testing.T) {
 func TestMetricsDoNotGrow(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := drivertest.Dir(t)
-	address := freePort(t)
+	address := drivertest.FreeAddresses(t, 1)[0]
 	p := serving(t, dir, "--node-id=n", "--metrics-endpoint="+address)
 	var all []*co.Volume
 	another := func() {
@@ -173,7 +164,8 @@ func TestMetricsOfCluster(t *testing.T) {
 	kubeconfig := filepath.Join(dir, "kubeconfig")
 	check.OK(t, server.Kubeconfig(server.Config(apitest.Admin), kubeconfig))
 	check.OK(t, server.Kubeconfig(server.Agent(t, testNode), kubeconfig+".node"))
-	ofController, ofNode := freePort(t), freePort(t)
+	addresses := drivertest.FreeAddresses(t, 2)
+	ofController, ofNode := addresses[0], addresses[1]
 	controller := started(t, dir+"/c", program, "--mode=controller", "--kubeconfig="+kubeconfig, "--metrics-endpoint="+ofController)
 	node := started(t, dir+"/n", program, "--mode=node", "--kubeconfig="+kubeconfig+".node", "--node-id="+testNode, "--pool="+testPool(dir), "--metrics-endpoint="+ofNode)
 	probed(t, controller, true)

@@ -2,7 +2,6 @@ package main
 
 import (
 	"io"
-	"net"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -14,15 +13,6 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 )
-
-// freeAddress returns one that nobody listens on.
-func freeAddress(t *testing.T) string {
-	t.Helper()
-	listener, err := net.Listen("tcp", "127.0.0.1:0")
-	check.OK(t, err)
-	defer listener.Close()
-	return listener.Addr().String()
-}
 
 // shows waits until the page at an address shows a text.
 func shows(t *testing.T, address, text string) {
@@ -45,7 +35,7 @@ func shows(t *testing.T, address, text string) {
 func TestPage(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := drivertest.Dir(t)
-	address := freeAddress(t)
+	address := drivertest.FreeAddresses(t, 1)[0]
 	p := serving(t, dir, "--node-id=n1", "--page="+address)
 	p.Node = "n1"
 	page := "http://" + address + "/"

@@ -5,6 +5,7 @@
 package metrics
 
 import (
+	"cmp"
 	"slices"
 	"time"
 
@@ -24,12 +25,7 @@ type Info struct {
 // All returns all metrics of the driver, by name. There are more that come from libraries.
 func All() []Info {
 	all := slices.Clone(declared)
-	slices.SortFunc(all, func(a, b Info) int {
-		if a.Name < b.Name {
-			return -1
-		}
-		return 1
-	})
+	slices.SortFunc(all, func(a, b Info) int { return cmp.Compare(a.Name, b.Name) })
 	return all
 }
 

@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net"
 	"net/http"
 	"net/url"
 	"os"
@@ -70,7 +69,7 @@ func TestScrape(t *testing.T) {
 	check.OK(t, server.Kubeconfig(server.Config(apitest.Admin), dir+"/kubeconfig"))
 	check.OK(t, server.Kubeconfig(server.Agent(t, "node"), dir+"/kubeconfig.node"))
 	readyNode(t, "node")
-	addresses := freeAddresses(t, 4)
+	addresses := drivertest.FreeAddresses(t, 4)
 	start := func(name, metrics string, flags ...string) *process.Driver {
 		t.Helper()
 		driver, err := process.New(filepath.Join(dir, name), "", append([]string{binary, "serve", "--metrics-endpoint=" + metrics}, flags...)...)
@@ -140,22 +139,6 @@ func readyNode(t *testing.T, name string) {
 	node.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionTrue}}
 	_, err = kube.CoreV1().Nodes().UpdateStatus(t.Context(), node, metav1.UpdateOptions{})
 	check.OK(t, err)
-}
-
-// freeAddresses returns addresses on loopback that nobody listens at.
-func freeAddresses(t *testing.T, n int) (addresses []string) {
-	t.Helper()
-	var held []net.Listener // until all are known
-	for range n {
-		listener, err := net.Listen("tcp", "127.0.0.1:0")
-		check.OK(t, err)
-		held = append(held, listener)
-		addresses = append(addresses, listener.Addr().String())
-	}
-	for _, listener := range held {
-		check.OK(t, listener.Close())
-	}
-	return addresses
 }
 
 // prometheus is a real one.

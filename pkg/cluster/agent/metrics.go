@@ -10,7 +10,6 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
-	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/metrics"
 )
@@ -61,12 +60,12 @@ func (a *Agent) Samples() []metrics.Sample {
 	}
 	var open []cluster.Object
 	for i := range volumes.Items {
-		if v := &volumes.Items[i]; !carriedOut(v) && !a.copies(v, blockdev.Volume) {
+		if v := &volumes.Items[i]; !carriedOut(v) && !a.copies(v) {
 			open = append(open, v)
 		}
 	}
 	for i := range snapshots.Items {
-		if s := &snapshots.Items[i]; !carriedOutSnapshot(s) && !a.copies(s, blockdev.Snapshot) {
+		if s := &snapshots.Items[i]; !carriedOutSnapshot(s) && !a.copies(s) {
 			open = append(open, s)
 		}
 	}
@@ -124,7 +123,7 @@ func carriedOutSnapshot(s *v1alpha1.Snapshot) bool {
 }
 
 // copies: the bytes of an object are being copied or zeroed.
-func (a *Agent) copies(o cluster.Object, kind blockdev.Kind) bool {
-	_, copying := a.local.Progress().Find(o.In(), blockdev.Ref{Kind: kind, Key: o.GetName()}.String())
+func (a *Agent) copies(o cluster.Object) bool {
+	_, copying := a.progress(o)
 	return copying
 }

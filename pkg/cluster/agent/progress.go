@@ -8,6 +8,7 @@ import (
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	"github.com/ashlar-csi/ashlar/internal/progress"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
@@ -69,8 +70,7 @@ func (f *followed) run(ctx context.Context) {
 // write writes down how far an object is, if that is news. After an error it is written from what the object is then.
 func (f *followed) write(ctx context.Context, i int) error {
 	o := f.objects[i]
-	id := idOf(o)
-	far, running := f.agent.local.Progress().Find(id.Pool, blockdev.Ref{Kind: id.Kind, Key: id.Key}.String())
+	far, running := f.agent.progress(o)
 	was := o.Common().Progress
 	if !running || (was != nil && was.Total == far.Total && abs(far.Done-was.Done) < max(1, far.Total/progressOf)) {
 		return nil
@@ -93,6 +93,12 @@ func (f *followed) write(ctx context.Context, i int) error {
 		f.objects[i] = now
 	}
 	return err
+}
+
+// progress is how far the bytes of an object are; false if nothing is being copied or zeroed for it.
+func (a *Agent) progress(o cluster.Object) (progress.Copy, bool) {
+	id := idOf(o)
+	return a.local.Progress().Find(id.Pool, blockdev.Ref{Kind: id.Kind, Key: id.Key}.String())
 }
 
 // idOf is the ID of what an object is of.
