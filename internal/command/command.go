@@ -64,7 +64,12 @@ func Run(ctx context.Context, argv ...string) (stdout, stderr string, err error)
 	if err == nil {
 		return out.String(), warnings.String(), nil
 	}
-	failure := &Error{Argv: argv, Code: -1, Err: err}
+	return out.String(), warnings.String(), failed(ctx, argv, err, warnings.String()+" "+out.String())
+}
+
+// failed is the error of a program, which printed something.
+func failed(ctx context.Context, argv []string, err error, printed string) *Error {
+	failure := &Error{Argv: argv, Code: -1, Err: err, Output: strings.Join(strings.Fields(printed), " ")}
 	var exit *exec.ExitError
 	if errors.As(err, &exit) {
 		failure.Code = exit.ExitCode()
@@ -72,8 +77,7 @@ func Run(ctx context.Context, argv ...string) (stdout, stderr string, err error)
 	if ctx.Err() != nil {
 		failure.Err = ctx.Err()
 	}
-	failure.Output = strings.Join(strings.Fields(warnings.String()+" "+out.String()), " ")
-	return out.String(), warnings.String(), failure
+	return failure
 }
 
 // observe counts that a program ran.
@@ -81,13 +85,17 @@ func observe(program string, began time.Time, err error) {
 	program = metrics.Program(filepath.Base(program))
 	metrics.CommandSeconds.Observe(time.Since(began), program)
 	var failure *Error
-	if err != nil && !(errors.As(err, &failure) && program == "e2fsck" && failure.Code == fsckRepaired) {
+	if err != nil && !(errors.As(err, &failure) && didItsWork(program, failure.Code)) {
 		metrics.CommandFailures.Inc(program)
 	}
 }
 
-// fsckRepaired is the exit status of an e2fsck that did its work (e2fsck(8)).
-const fsckRepaired = 1
+// didItsWork reports whether the exit status of a program is not that of a failure: of an e2fsck that repaired something (e2fsck(8)), and
+// of a smartctl that could ask the disk, whatever that said (smartctl(8), RETURN VALUES).
+func didItsWork(program string, code int) bool {
+	const asked = ^0b11 // not: the command line is wrong, the disk does not open
+	return (program == "e2fsck" && code == 1) || (program == "smartctl" && code > 0 && code&asked == code)
+}
 
 // find returns where a program is; its name if it is not in searchPath, to be looked
 // for in the driver's own PATH.

@@ -207,3 +207,29 @@ func TestCounted(t *testing.T) {
 		}
 	}
 }
+
+// TestDidItsWork: what is no failure, though the exit status is not 0.
+func TestDidItsWork(t *testing.T) {
+	for program, codes := range map[string]map[int]bool{
+		"smartctl":  {0: true, 1: false, 2: false, 3: false, 4: true, 8: true, 64: true, 66: false, 216: true},
+		"e2fsck":    {0: true, 1: true, 4: false},
+		"mkfs.ext4": {0: true, 1: false},
+	} {
+		dir := t.TempDir()
+		path := filepath.Join(dir, program)
+		if err := os.WriteFile(path, []byte("#!/bin/sh\nexit $1\n"), 0o700); err != nil {
+			t.Fatal(err)
+		}
+		for code, fine := range codes {
+			series := "ashlar_command_failures_total{program=\"" + program + "\"}"
+			before := metricstest.Of(t).Values[series]
+			_, _, err := Run(t.Context(), path, strconv.Itoa(code))
+			if (err == nil) != (code == 0) {
+				t.Errorf("%s %d: %v", program, code, err)
+			}
+			if failed := metricstest.Of(t).Values[series] > before; failed == fine {
+				t.Errorf("%s %d counts as a failure: %v", program, code, failed)
+			}
+		}
+	}
+}

@@ -8,6 +8,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/ashlar-csi/ashlar/internal/runbook"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -62,9 +63,26 @@ func Code(err error) codes.Code {
 	return codes.Internal
 }
 
+// runbooks are the reasons, as package runbook has them, of errors that stay until a person has done something. Kubernetes shows
+// the message of a call in the events of the claim or the pod, which is all that their owner sees, so it leads on from there.
+var runbooks = []struct {
+	err    error
+	reason string
+}{
+	{errdefs.ErrNoSpace, "NoSpace"},
+	{errdefs.ErrDataLoss, "DataLoss"},
+}
+
 func toStatus(err error) error {
 	if err == nil {
 		return nil
 	}
-	return status.Error(Code(err), err.Error())
+	message := err.Error()
+	for _, row := range runbooks {
+		if errors.Is(err, row.err) {
+			message = runbook.See(message, row.reason)
+			break
+		}
+	}
+	return status.Error(Code(err), message)
 }

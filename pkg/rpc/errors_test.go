@@ -99,3 +99,18 @@ func TestOtherErrors(t *testing.T) {
 		t.Error("success is an error")
 	}
 }
+
+// TestErrorsLeadOn: what somebody has to do something about says where that is written down, once.
+func TestErrorsLeadOn(t *testing.T) {
+	const pages = "https://github.com/ashlar-csi/ashlar/blob/main/docs/runbooks/"
+	for want, err := range map[string]error{
+		"make: not enough space: 3 of 5 GiB. See " + pages + "pool-full.md": fmt.Errorf("make: %w: 3 of 5 GiB", errdefs.ErrNoSpace),
+		"data lost or damaged: it is gone. See " + pages + "data-loss.md":   fmt.Errorf("%w: it is gone", errdefs.ErrDataLoss),
+		"operation in progress": errdefs.ErrBusy,
+		"not found":             errdefs.ErrNotFound,
+	} {
+		if got := status.Convert(toStatus(err)).Message(); got != want {
+			t.Errorf("%q, want %q", got, want)
+		}
+	}
+}

@@ -20,6 +20,8 @@ import (
 	"go.opentelemetry.io/contrib/instrumentation/google.golang.org/grpc/otelgrpc"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/stats"
+	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
 	"k8s.io/klog/v2"
@@ -58,8 +60,8 @@ func ParseEndpoint(endpoint string) (string, error) {
 	return path, nil
 }
 
-// Listen opens the socket, for the driver's own user only. The socket of a driver that
-// is dead is replaced; that of one that answers is ErrInUse.
+// Listen opens the socket, for the driver's own user only, and makes the directories that lead to it: those below /run are gone after each
+// boot. The socket of a driver that is dead is replaced; that of one that answers is ErrInUse.
 func Listen(endpoint string) (net.Listener, error) {
 	path, err := ParseEndpoint(endpoint)
 	if err != nil {
@@ -81,6 +83,9 @@ func Listen(endpoint string) (net.Listener, error) {
 	// could connect. The mask is the process's, so it must not be changed elsewhere.
 	umask.Lock()
 	defer umask.Unlock()
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		return nil, fmt.Errorf("make the directory of the socket: %w", err)
+	}
 	mask := unix.Umask(0o177)
 	defer unix.Umask(mask)
 	listener, err := net.Listen("unix", path)
@@ -103,12 +108,17 @@ type Services struct {
 	Node             csi.NodeServer
 	// Overview is for people: what there is on this machine (driver status and its kin).
 	Overview socket.Source
+	// Others registers services that are no part of CSI.
+	Others func(grpc.ServiceRegistrar)
 
 	// Observe, if set, is told of every call that has ended: how it ended, with its code, and how long it took.
 	Observe func(method string, err error, took time.Duration)
 
 	// Traced: the calls are spans, of the traces that their callers send along or of their own (internal/trace).
 	Traced bool
+
+	// Remote, if set, is of a port that other machines reach: then only those are served who may.
+	Remote *Remote
 
 	// Locks that the calls take, if somebody else works on the same volumes too; nil: a
 	// table of their own.
@@ -118,7 +128,7 @@ type Services struct {
 // Serve serves until ctx ends; then it takes no more calls, gives those in flight
 // 4 s to end, cancels the rest, and removes the socket. It closes the listener.
 func Serve(ctx context.Context, listener net.Listener, s Services) error {
-	guard := &guard{log: klog.FromContext(ctx), locks: s.Locks, observe: s.Observe}
+	guard := &guard{log: klog.FromContext(ctx), locks: s.Locks, observe: s.Observe, remote: s.Remote}
 	guard.node, _ = s.Node.(interrupter)
 	if guard.locks == nil {
 		guard.locks = &keylock.Table{}
@@ -131,29 +141,16 @@ func Serve(ctx context.Context, listener net.Listener, s Services) error {
 		grpc.NumStreamWorkers(4), // stacks that have grown once: a third off an empty call
 	}
 	if s.Traced {
-		options = append(options, grpc.StatsHandler(otelgrpc.NewServerHandler()))
+		options = append(options, grpc.StatsHandler(wordless{otelgrpc.NewServerHandler()}))
+	}
+	most := connections
+	if s.Remote != nil {
+		options, most = append(options, s.Remote.options()...), remoteConnections
 	}
 	server := grpc.NewServer(options...)
-	if s.Identity != nil {
-		csi.RegisterIdentityServer(server, s.Identity)
-	}
-	if s.Controller != nil {
-		csi.RegisterControllerServer(server, s.Controller)
-	}
-	if s.GroupController != nil {
-		csi.RegisterGroupControllerServer(server, s.GroupController)
-	}
-	if s.SnapshotMetadata != nil {
-		csi.RegisterSnapshotMetadataServer(server, s.SnapshotMetadata)
-	}
-	if s.Node != nil {
-		csi.RegisterNodeServer(server, s.Node)
-	}
-	if s.Overview != nil {
-		socket.Register(server, s.Overview)
-	}
+	s.register(server)
 	served := make(chan error, 1)
-	go func() { served <- server.Serve(limit(listener, connections)) }()
+	go func() { served <- server.Serve(limit(listener, most)) }()
 	select {
 	case err := <-served:
 		return err
@@ -177,12 +174,51 @@ func Serve(ctx context.Context, listener net.Listener, s Services) error {
 	return nil
 }
 
+// register has a server serve the services that there are.
+func (s Services) register(server *grpc.Server) {
+	if s.Identity != nil {
+		csi.RegisterIdentityServer(server, s.Identity)
+	}
+	if s.Controller != nil {
+		csi.RegisterControllerServer(server, s.Controller)
+	}
+	if s.GroupController != nil {
+		csi.RegisterGroupControllerServer(server, s.GroupController)
+	}
+	if s.SnapshotMetadata != nil {
+		csi.RegisterSnapshotMetadataServer(server, s.SnapshotMetadata)
+	}
+	if s.Node != nil {
+		csi.RegisterNodeServer(server, s.Node)
+	}
+	if s.Overview != nil {
+		socket.Register(server, s.Overview)
+	}
+	if s.Others != nil {
+		s.Others(server)
+	}
+}
+
+// wordless keeps the texts of errors from a stats handler: they name what a span has nothing of (internal/trace), as mount options. Their
+// codes it is told.
+type wordless struct{ stats.Handler }
+
+func (h wordless) HandleRPC(ctx context.Context, what stats.RPCStats) {
+	if end, ok := what.(*stats.End); ok && end.Error != nil {
+		bare := *end
+		bare.Error = status.Error(status.Code(end.Error), "")
+		what = &bare
+	}
+	h.Handler.HandleRPC(ctx, what)
+}
+
 // guard stands around every call.
 type guard struct {
 	log     klog.Logger
 	locks   *keylock.Table
 	node    interrupter                                        // may be nil
 	observe func(method string, err error, took time.Duration) // may be nil
+	remote  *Remote                                            // nil for a socket of this machine
 }
 
 // interrupter is a service that goes on with some work after its caller is gone. It is told of
@@ -193,6 +229,10 @@ func (g *guard) unary(ctx context.Context, request any, info *grpc.UnaryServerIn
 	call := g.begin(info.FullMethod)
 	defer func() { call.unlock() }() // the one that received will set
 	response, err := guarded(call.name, func() (any, error) {
+		ctx, err := g.allowed(ctx, info.FullMethod)
+		if err != nil {
+			return nil, err
+		}
 		if err := call.received(request); err != nil {
 			return nil, err
 		}
@@ -209,9 +249,21 @@ func (g *guard) stream(server any, stream grpc.ServerStream, info *grpc.StreamSe
 	call := g.begin(info.FullMethod)
 	defer func() { call.unlock() }() // the one that received will set
 	_, err := guarded(call.name, func() (any, error) {
-		return nil, handler(server, &callStream{stream, call, klog.NewContext(stream.Context(), call.log)})
+		ctx, err := g.allowed(stream.Context(), info.FullMethod)
+		if err != nil {
+			return nil, err
+		}
+		return nil, handler(server, &callStream{stream, call, klog.NewContext(ctx, call.log)})
 	})
 	return call.end(stream.Context(), nil, err)
+}
+
+// allowed fails unless the caller of ctx may make a call, and returns the context that the call goes on with.
+func (g *guard) allowed(ctx context.Context, method string) (context.Context, error) {
+	if g.remote == nil {
+		return ctx, nil
+	}
+	return g.remote.check(ctx, method)
 }
 
 // callStream tells its call of the request that comes in.

@@ -16,6 +16,10 @@ import (
 	"time"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
+	"go.opentelemetry.io/otel"
+	trace "go.opentelemetry.io/otel/codes"
+	sdk "go.opentelemetry.io/otel/sdk/trace"
+	"go.opentelemetry.io/otel/sdk/trace/tracetest"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
@@ -38,6 +42,7 @@ type fake struct {
 	csi.UnimplementedSnapshotMetadataServer
 	stage  func(context.Context, *csi.NodeStageVolumeRequest) error
 	stream func(csi.SnapshotMetadata_GetMetadataAllocatedServer) error
+	traced bool
 }
 
 func (f *fake) NodeStageVolume(ctx context.Context, r *csi.NodeStageVolumeRequest) (*csi.NodeStageVolumeResponse, error) {
@@ -92,7 +97,9 @@ func serveFake(t testing.TB, f *fake) *served {
 	s.log = func() string { return logger.GetSink().(ktesting.Underlier).GetBuffer().String() }
 	ctx, cancel := context.WithCancel(klog.NewContext(context.Background(), logger))
 	ended := make(chan error, 1)
-	go func() { ended <- Serve(ctx, listener, Services{Node: f, Controller: f, SnapshotMetadata: f}) }()
+	go func() {
+		ended <- Serve(ctx, listener, Services{Node: f, Controller: f, SnapshotMetadata: f, Traced: f.traced})
+	}()
 	conn, err := grpc.NewClient("unix://"+s.socket, grpc.WithTransportCredentials(insecure.NewCredentials()))
 	if err != nil {
 		t.Fatal(err)
@@ -304,6 +311,39 @@ func TestNoSecretIsLogged(t *testing.T) {
 	}
 }
 
+// TestNoTextIsTraced: the span of a call has the code of its error, and not what the error says, which may have what is for the log only.
+func TestNoTextIsTraced(t *testing.T) {
+	spans, before := tracetest.NewInMemoryExporter(), otel.GetTracerProvider()
+	otel.SetTracerProvider(sdk.NewTracerProvider(sdk.WithSyncer(spans)))
+	defer otel.SetTracerProvider(before)
+	const text = "mount: unknown option password=12345"
+	s := serveFake(t, &fake{traced: true,
+		stage:  func(context.Context, *csi.NodeStageVolumeRequest) error { return errors.New(text) },
+		stream: func(csi.SnapshotMetadata_GetMetadataAllocatedServer) error { return errors.New(text) }})
+	_, err := s.NodeStageVolume(context.Background(), &csi.NodeStageVolumeRequest{VolumeId: "v"})
+	wants(t, err, codes.Internal)
+	if status.Convert(err).Message() != text {
+		t.Errorf("the caller got %q", err)
+	}
+	stream, err := s.GetMetadataAllocated(context.Background(), &csi.GetMetadataAllocatedRequest{SnapshotId: "s"})
+	if err == nil {
+		_, err = stream.Recv()
+	}
+	wants(t, err, codes.Internal)
+	if _, err := s.stop(); err != nil {
+		t.Fatal(err)
+	}
+	got := spans.GetSpans()
+	if len(got) != 2 {
+		t.Fatalf("%d spans of two calls: %+v", len(got), got)
+	}
+	for _, span := range got {
+		if all := fmt.Sprintf("%+v", span); span.Status.Code != trace.Error || !strings.Contains(all, "INTERNAL") || strings.Contains(all, "12345") {
+			t.Errorf("the span of a call that failed: %s", all)
+		}
+	}
+}
+
 func TestLargeMessage(t *testing.T) {
 	noLeak(t)
 	s := serveFake(t, &fake{stage: func(context.Context, *csi.NodeStageVolumeRequest) error { return nil }})
@@ -443,7 +483,7 @@ func TestListenAtOnce(t *testing.T) {
 }
 
 func TestListen(t *testing.T) {
-	path := socketPath(t)
+	path := filepath.Join(filepath.Dir(socketPath(t)), "run", "ashlar", "csi.sock") // as on a machine that was just started
 	listener, err := Listen("unix://" + path)
 	if err != nil {
 		t.Fatal(err)
@@ -505,8 +545,8 @@ func TestListen(t *testing.T) {
 			_ = os.Remove(path)
 		})
 	}
-	if _, err := Listen("unix://" + filepath.Join(path, "no/such/directory/csi.sock")); err == nil {
-		t.Error("listens in a directory that is not there")
+	if _, err := Listen("unix://" + filepath.Join(file, "csi.sock")); err == nil {
+		t.Error("listens below a file")
 	}
 }
 

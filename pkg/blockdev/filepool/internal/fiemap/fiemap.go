@@ -1,13 +1,17 @@
-// Package fiemap counts the blocks that files take of a disk, each once however many files share it, by the extents of the files
-// (FS_IOC_FIEMAP, Documentation/filesystems/fiemap.rst).
+// Package fiemap looks at where the extents of files are on a disk (FS_IOC_FIEMAP, Documentation/filesystems/fiemap.rst): it counts the
+// blocks that they take, each once however many files share it, and tells in which ranges two files are the same blocks.
 package fiemap
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"math/bits"
 	"os"
+	"slices"
 	"unsafe"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/internal/ioctl"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -92,9 +96,16 @@ const (
 	fiemapExtentUnknown = 0x2
 	fiemapExtentDelayed = 0x4
 	fiemapExtentEncoded = 0x8
+	fiemapExtentCrypted = 0x80
+	fiemapExtentCrooked = 0x100 // not aligned to blocks
 	fiemapExtentInline  = 0x200
+	fiemapExtentTail    = 0x400 // packed with others
+	fiemapExtentBlank   = 0x800 // allocated, and reads as zeros
 	// fiemapExtentVague are those of which the kernel does not say which blocks they take.
-	fiemapExtentVague = fiemapExtentUnknown | fiemapExtentDelayed | fiemapExtentEncoded | fiemapExtentInline
+	fiemapExtentVague = fiemapExtentUnknown | fiemapExtentDelayed | fiemapExtentEncoded | fiemapExtentCrypted | fiemapExtentCrooked |
+		fiemapExtentInline | fiemapExtentTail
+
+	fiemapSync = 0x1 // what was written is on its way to blocks first
 )
 
 // AddFile adds the blocks of a file, of up to a number of extents, and returns how many bytes of them are new, and how many
@@ -120,3 +131,94 @@ func (s *Blocks) AddFile(ctx context.Context, f *os.File, most int) (fresh int64
 	}
 	return fresh, extents, nil
 }
+
+// window is how the bytes of a file are stored from an offset on.
+type window struct {
+	end     int64 // of what is known; all of the file if there are no more extents
+	extents []fiemapExtent
+}
+
+// windowOf maps a file from an offset on, up to an end at the most.
+func windowOf(f *os.File, at, end int64) (window, error) {
+	request := fiemapRequest{start: uint64(at), length: uint64(end - at), flags: fiemapSync}
+	request.extentCount = uint32(len(request.extents))
+	if err := ioctl.Pointer(f, fiemapIoctl, unsafe.Pointer(&request)); err != nil {
+		return window{}, err
+	}
+	w := window{end: end, extents: slices.Clone(request.extents[:request.mapped])}
+	if n := len(w.extents); n == len(request.extents) {
+		last := w.extents[n-1]
+		w.end = min(end, int64(last.logical+last.length))
+	}
+	return w, nil
+}
+
+// at returns what stores the byte at an offset, and up to where that does: blank bytes read as zeros, physical is the address on the disk
+// of those that were written, or -1 if it cannot be told.
+func (w *window) at(offset int64) (blank bool, physical, end int64) {
+	i, _ := slices.BinarySearchFunc(w.extents, offset, func(x fiemapExtent, offset int64) int {
+		if int64(x.logical+x.length) <= offset {
+			return -1
+		}
+		return 1
+	})
+	switch {
+	case i == len(w.extents):
+		return true, -1, w.end
+	case int64(w.extents[i].logical) > offset: // a hole
+		return true, -1, min(w.end, int64(w.extents[i].logical))
+	}
+	x := w.extents[i]
+	end = min(w.end, int64(x.logical+x.length))
+	switch {
+	case x.flags&fiemapExtentVague != 0:
+		return false, -1, end
+	case x.flags&fiemapExtentBlank != 0:
+		return true, -1, end
+	}
+	return false, int64(x.physical) + offset - int64(x.logical), end
+}
+
+// Apart returns ranges, in order, outside of which two files have the same bytes from an offset on: there both have the same blocks, or
+// none that were written. It looks at as many extents as fit into one answer of the kernel, so next is up to where the ranges are
+// of. Of a filesystem that maps no extents, and of one that moves them meanwhile, all is apart. The files do not change.
+func Apart(a, b *os.File, from, end int64) (apart []Range, next int64, err error) {
+	first, err := windowOf(a, from, end)
+	var second, again window
+	if err == nil {
+		second, err = windowOf(b, from, end)
+	}
+	if err == nil {
+		again, err = windowOf(a, from, end)
+	}
+	switch {
+	case errors.Is(err, unix.EOPNOTSUPP), errors.Is(err, unix.ENOTTY), errors.Is(err, unix.EBADR):
+		return []Range{{from, end}}, end, nil
+	case err != nil:
+		return nil, from, fmt.Errorf("map the extents of %s and %s: %w", a.Name(), b.Name(), errdefs.FromErrno(err))
+	}
+	next = min(first.end, second.end)
+	if !slices.Equal(first.extents, again.extents) || next <= from {
+		next = max(next, min(end, from+moved))
+		return []Range{{from, next}}, next, nil
+	}
+	for at := from; at < next; {
+		blankA, whereA, endA := first.at(at)
+		blankB, whereB, endB := second.at(at)
+		stop := min(next, endA, endB)
+		same := blankA && blankB || !blankA && !blankB && whereA >= 0 && whereA == whereB
+		if n := len(apart); !same && n > 0 && apart[n-1].End == at {
+			apart[n-1].End = stop
+		} else if !same {
+			apart = append(apart, Range{at, stop})
+		}
+		at = stop
+	}
+	return apart, next, nil
+}
+
+// moved is how much is taken to be apart where extents move, in bytes, before it is looked again.
+const moved = 16 << 20
+
+// Range is a range of bytes of a file, from Start to before End.
+type Range struct{ Start, End int64 }

@@ -1,0 +1,64 @@
+package command
+
+import (
+	"bufio"
+	"context"
+	"io"
+	"os/exec"
+	"path/filepath"
+	"syscall"
+	"time"
+
+	"github.com/ashlar-csi/ashlar/internal/trace"
+)
+
+// Lines is Run, of a program that prints much: it calls each with every line of its standard output, which is valid until each
+// returns, and waits for it. If each returns an error, the program is killed, and Lines returns that error.
+func Lines(ctx context.Context, each func(line []byte) error, argv ...string) (err error) {
+	ctx, end := trace.Start(ctx, filepath.Base(argv[0]))
+	defer func() { end(err) }()
+	running, stop := context.WithCancel(ctx)
+	defer stop()
+	cmd := exec.CommandContext(running, find(argv[0]), argv[1:]...)
+	cmd.Env = []string{"LC_ALL=C", "PATH=" + searchPath}
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
+	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }
+	cmd.WaitDelay = 5 * time.Second
+	var warnings limited
+	cmd.Stderr = &warnings
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		return failed(ctx, argv, err, warnings.String())
+	}
+	began := time.Now()
+	if err := cmd.Start(); err != nil {
+		return failed(ctx, argv, err, warnings.String())
+	}
+	refused, broken := readLines(out, each)
+	if refused != nil || broken != nil {
+		stop()
+	}
+	err = cmd.Wait()
+	if refused != nil {
+		return refused
+	}
+	if broken != nil {
+		err = broken
+	}
+	if err != nil {
+		err = failed(ctx, argv, err, warnings.String())
+	}
+	observe(argv[0], began, err)
+	return err
+}
+
+// readLines passes lines on; refused is the error of each.
+func readLines(from io.Reader, each func(line []byte) error) (refused, broken error) {
+	lines := bufio.NewScanner(from)
+	for lines.Scan() {
+		if err := each(lines.Bytes()); err != nil {
+			return err, nil
+		}
+	}
+	return nil, lines.Err()
+}

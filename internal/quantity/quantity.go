@@ -1,0 +1,30 @@
+// Package quantity reads numbers as people write them in Kubernetes.
+package quantity
+
+import (
+	"math"
+	"strconv"
+	"strings"
+)
+
+var suffixes = []struct {
+	suffix string
+	factor int64
+}{{"Ki", 1 << 10}, {"Mi", 1 << 20}, {"Gi", 1 << 30}, {"Ti", 1 << 40}, {"k", 1e3}, {"M", 1e6}, {"G", 1e9}, {"T", 1e12}}
+
+// Parse reads a whole number from 1 on: digits, or digits with a suffix of Ki, Mi, Gi, Ti, k, M, G or T. It returns 0 for anything
+// else, and for what is larger than an int64.
+func Parse(text string) int64 {
+	number, factor := text, int64(1)
+	for _, s := range suffixes {
+		if cut, ok := strings.CutSuffix(text, s.suffix); ok {
+			number, factor = cut, s.factor
+			break
+		}
+	}
+	n, err := strconv.ParseInt(number, 10, 64)
+	if err != nil || n <= 0 || n > math.MaxInt64/factor {
+		return 0
+	}
+	return n * factor
+}

@@ -1,0 +1,163 @@
+package rpc
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/keepalive"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/status"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// Remote is what a port has that other machines reach, beyond a socket of this one.
+type Remote struct {
+	// TLS of the server; without it nothing is served.
+	TLS *tls.Config
+	// Allow says whether the caller with a token may make a call, in full (/package.Service/Method), and returns the context that the
+	// call goes on with. ErrUnavailable: that cannot be found out now; ErrPrecondition: this caller may not; any other error: nobody known
+	// has this token.
+	Allow func(ctx context.Context, token, method string) (context.Context, error)
+}
+
+// What callers from elsewhere can take of this process at the most. Whoever wants more waits, or is hung up on.
+const (
+	remoteConnections = 64
+	remoteStreams     = 64       // of one connection
+	remoteRequest     = 64 << 10 // bytes; answers are as large as gRPC takes them
+	remoteHeaders     = 16 << 10 // bytes: a token has some 1 KiB
+	remoteIdle        = 5 * time.Minute
+)
+
+// Both sides ask whether the other one is still there: a cable that was cut ends a call after askEvery and answerWithin.
+const (
+	askEvery     = 20 * time.Second
+	answerWithin = 10 * time.Second
+)
+
+func (r *Remote) options() []grpc.ServerOption {
+	return []grpc.ServerOption{
+		grpc.Creds(credentials.NewTLS(r.TLS)),
+		grpc.MaxRecvMsgSize(remoteRequest),
+		grpc.MaxHeaderListSize(remoteHeaders),
+		grpc.MaxConcurrentStreams(remoteStreams),
+		grpc.KeepaliveParams(keepalive.ServerParameters{MaxConnectionIdle: remoteIdle, Time: askEvery, Timeout: answerWithin}),
+		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: askEvery / 2}),
+	}
+}
+
+const (
+	tokenHeader = "authorization"
+	tokenPrefix = "Bearer "
+)
+
+// check fails unless the caller of ctx may make a call, and returns the context that the call goes on with. Its errors have their codes.
+func (r *Remote) check(ctx context.Context, method string) (context.Context, error) {
+	var token string
+	if values := metadata.ValueFromIncomingContext(ctx, tokenHeader); len(values) == 1 {
+		token, _ = strings.CutPrefix(values[0], tokenPrefix)
+	}
+	if token == "" {
+		return ctx, status.Error(codes.Unauthenticated, "there is no token with the call")
+	}
+	allowed, err := r.Allow(ctx, token, method)
+	switch {
+	case err == nil:
+		return allowed, nil
+	case errors.Is(err, errdefs.ErrUnavailable), ctx.Err() != nil:
+		return ctx, status.Error(codes.Unavailable, err.Error())
+	case errors.Is(err, errdefs.ErrPrecondition):
+		return ctx, status.Error(codes.PermissionDenied, err.Error())
+	}
+	return ctx, status.Error(codes.Unauthenticated, err.Error())
+}
+
+// Dial prepares a connection to the port of another machine; it connects when the first call is made. A call has the token that
+// token returns, which is asked for each time, and once more, with renew, if the other side did not know the one that it got. The
+// errors of calls are those of pkg/errdefs: ErrUnavailable also if the other side is not there, is another one than its TLS
+// configuration says, or does not let this caller in.
+func Dial(address string, config *tls.Config, token func(ctx context.Context, renew bool) (string, error)) (*grpc.ClientConn, error) {
+	authorized := func(ctx context.Context, renew bool) (context.Context, error) {
+		text, err := token(ctx, renew)
+		return metadata.AppendToOutgoingContext(ctx, tokenHeader, tokenPrefix+text), err
+	}
+	return grpc.NewClient("passthrough:///"+address,
+		grpc.WithTransportCredentials(credentials.NewTLS(config)),
+		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: askEvery, Timeout: answerWithin}),
+		grpc.WithNoProxy(), // it is in the cluster
+		grpc.WithDisableServiceConfig(),
+		grpc.WithUnaryInterceptor(func(ctx context.Context, method string, request, reply any, c *grpc.ClientConn, invoke grpc.UnaryInvoker, options ...grpc.CallOption) error {
+			for renew := false; ; renew = true {
+				calling, err := authorized(ctx, renew)
+				if err != nil {
+					return err
+				}
+				err = invoke(calling, method, request, reply, c, options...)
+				if renew || status.Code(err) != codes.Unauthenticated {
+					return fromStatus(ctx, address, err)
+				}
+			}
+		}),
+		grpc.WithStreamInterceptor(func(ctx context.Context, description *grpc.StreamDesc, c *grpc.ClientConn, method string, open grpc.Streamer, options ...grpc.CallOption) (grpc.ClientStream, error) {
+			calling, err := authorized(ctx, false)
+			if err != nil {
+				return nil, err
+			}
+			stream, err := open(calling, description, c, method, options...)
+			return &remoteStream{stream, address, func() { _, _ = token(ctx, true) }}, fromStatus(ctx, address, err)
+		}))
+}
+
+// remoteStream gives the errors of a stream their sentinels. A token that the other side does not know is renewed for the next one.
+type remoteStream struct {
+	grpc.ClientStream
+	address string
+	renew   func()
+}
+
+func (s *remoteStream) RecvMsg(m any) error {
+	err := s.ClientStream.RecvMsg(m)
+	if status.Code(err) == codes.Unauthenticated {
+		s.renew()
+	}
+	return fromStatus(s.Context(), s.address, err)
+}
+
+// fromStatus gives the error of a call its sentinel again. Several share a code: it is the first one of the table.
+func fromStatus(ctx context.Context, address string, err error) error {
+	s, ok := status.FromError(err)
+	if err == nil || !ok || s.Code() == codes.Unknown { // io.EOF is none, and neither are errors of this side
+		return err
+	}
+	if code := s.Code(); (code == codes.Canceled || code == codes.DeadlineExceeded) && ctx.Err() == nil {
+		return &remoteError{errdefs.ErrUnavailable, address + " gave the call up: " + s.Message()} // it is ending
+	}
+	for _, row := range table {
+		if row.code == s.Code() {
+			return &remoteError{row.err, s.Message()}
+		}
+	}
+	switch s.Code() {
+	case codes.Unauthenticated, codes.PermissionDenied, codes.Unimplemented:
+		return fmt.Errorf("%w: %s does not let this caller in: %s", errdefs.ErrUnavailable, address, s.Message())
+	}
+	return fmt.Errorf("%s: %s: %s", address, s.Code(), s.Message())
+}
+
+// remoteError has the words of the other side, in which those of its sentinel are.
+type remoteError struct {
+	sentinel error
+	message  string
+}
+
+func (e *remoteError) Error() string { return e.message }
+
+func (e *remoteError) Unwrap() error { return e.sentinel }

@@ -1,0 +1,144 @@
+package rpc
+
+import (
+	"context"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"io"
+	"math/big"
+	"net"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// remoteFake serves a fake on a port, to who has the token "right".
+func remoteFake(t *testing.T, f *fake) (address string) {
+	t.Helper()
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		t.Fatal(err)
+	}
+	der, err := x509.CreateCertificate(rand.Reader, &x509.Certificate{SerialNumber: big.NewInt(1)}, &x509.Certificate{SerialNumber: big.NewInt(1)}, key.Public(), key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	allow := func(ctx context.Context, token, method string) (context.Context, error) {
+		switch {
+		case token == "unavailable":
+			return nil, errdefs.ErrUnavailable
+		case token != "right":
+			return nil, errors.New("nobody has this token")
+		case !strings.HasPrefix(method, "/csi.v1."):
+			return nil, errdefs.ErrPrecondition
+		}
+		return ctx, nil
+	}
+	ctx, stop := context.WithCancel(context.Background())
+	ended := make(chan error)
+	remote := &Remote{TLS: &tls.Config{Certificates: []tls.Certificate{{Certificate: [][]byte{der}, PrivateKey: key}}}, Allow: allow}
+	go func() { ended <- Serve(ctx, listener, Services{Node: f, SnapshotMetadata: f, Remote: remote}) }()
+	t.Cleanup(func() {
+		stop()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	})
+	return listener.Addr().String()
+}
+
+func dialFake(t *testing.T, address string, token func(renew bool) string) csi.NodeClient {
+	t.Helper()
+	c, err := Dial(address, &tls.Config{InsecureSkipVerify: true}, func(_ context.Context, renew bool) (string, error) { return token(renew), nil })
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = c.Close() })
+	return csi.NewNodeClient(c)
+}
+
+// TestRemoteErrors: an error has its sentinel, or one of the same code, on the other side too, and its words.
+func TestRemoteErrors(t *testing.T) {
+	var next error
+	address := remoteFake(t, &fake{stage: func(context.Context, *csi.NodeStageVolumeRequest) error { return next }})
+	c := dialFake(t, address, func(bool) string { return "right" })
+	for _, row := range table {
+		if errors.Is(row.err, context.Canceled) || errors.Is(row.err, context.DeadlineExceeded) {
+			continue
+		}
+		next = fmt.Errorf("%w: some words", row.err)
+		_, err := c.NodeStageVolume(t.Context(), &csi.NodeStageVolumeRequest{VolumeId: "v"})
+		if Code(err) != row.code || !strings.Contains(err.Error(), next.Error()) {
+			t.Errorf("%v came as %v (%s)", next, err, Code(err))
+		}
+	}
+	// What the other side gave up, this side did not.
+	next = context.Canceled
+	if _, err := c.NodeStageVolume(t.Context(), &csi.NodeStageVolumeRequest{VolumeId: "v"}); !errors.Is(err, errdefs.ErrUnavailable) {
+		t.Error(err)
+	}
+	next = nil
+	if _, err := c.NodeStageVolume(t.Context(), &csi.NodeStageVolumeRequest{VolumeId: strings.Repeat("v", remoteRequest)}); err == nil {
+		t.Error("a request of any size is taken")
+	}
+}
+
+// TestRemoteTokens: a token that is not known is renewed once, and what nobody has is refused, as unavailable.
+func TestRemoteTokens(t *testing.T) {
+	address := remoteFake(t, &fake{stage: func(context.Context, *csi.NodeStageVolumeRequest) error { return nil }})
+	request := &csi.NodeStageVolumeRequest{VolumeId: "v"}
+	var renewed atomic.Int32
+	c := dialFake(t, address, func(renew bool) string {
+		if renew {
+			renewed.Add(1)
+			return "right"
+		}
+		return "old"
+	})
+	if _, err := c.NodeStageVolume(t.Context(), request); err != nil || renewed.Load() != 1 {
+		t.Errorf("%v, renewed %d times", err, renewed.Load())
+	}
+	for _, token := range []string{"wrong", "", "unavailable"} {
+		c := dialFake(t, address, func(bool) string { return token })
+		if _, err := c.NodeStageVolume(t.Context(), request); !errors.Is(err, errdefs.ErrUnavailable) {
+			t.Errorf("with the token %q: %v", token, err)
+		}
+	}
+}
+
+// TestRemoteConnections: who only connects takes no more connections than there are, and is hung up on in the end.
+func TestRemoteConnections(t *testing.T) {
+	address := remoteFake(t, &fake{})
+	for range remoteConnections {
+		c, err := net.Dial("tcp", address)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = c.Close() })
+	}
+	c, err := net.Dial("tcp", address)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	if err := c.SetReadDeadline(time.Now().Add(time.Minute)); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := c.Read(make([]byte, 1)); !errors.Is(err, io.EOF) && !strings.Contains(fmt.Sprint(err), "reset") {
+		t.Errorf("one connection too many: %v", err)
+	}
+}
