@@ -12,6 +12,7 @@ import (
 	"k8s.io/client-go/tools/clientcmd"
 
 	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/disks"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/agent"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
@@ -68,9 +69,12 @@ func (o *options) namespace() (string, error) {
 	return namespace, err
 }
 
-// newIdentity is that of a plugin of a cluster: what only a node could answer, the
-// controller does not offer.
+// newIdentity is that of a plugin of a cluster: what only a node can answer, the
+// controller offers if it asks the nodes.
 func newIdentity(o options, ready func(context.Context) error) *identity.Server {
+	if o.blocks {
+		return identity.New(o.driverName, version, ready)
+	}
 	return identity.New(o.driverName, version, ready, csi.PluginCapability_Service_SNAPSHOT_METADATA_SERVICE)
 }
 
@@ -84,8 +88,13 @@ func startController(ctx context.Context, o options) error {
 	if err != nil {
 		return err
 	}
+	agents, err := callers(config, o.blocks)
+	if err != nil {
+		return err
+	}
+	defer agents.Close()
 	s, err := store.New(config, store.Options{GoneGrace: o.goneGrace, AbandonGrace: o.abandonGrace, Driver: o.driverName, Namespace: namespace,
-		StartupTaint: o.startupTaint})
+		Agents: agents, StartupTaint: o.startupTaint})
 	if err != nil {
 		return err
 	}
@@ -102,9 +111,14 @@ func startController(ctx context.Context, o options) error {
 	// If nobody serves it.
 	defer listener.Close()
 	c := controller.New(s)
+	services := rpc.Services{Identity: newIdentity(o, ready), Controller: c, GroupController: c}
+	if o.blocks {
+		services.SnapshotMetadata = c
+	}
 	serve := func(ctx context.Context) error {
 		return o.monitored(ctx, []metrics.Source{s.Samples}, func(ctx context.Context, observe observer) error {
-			return answer(ctx, o, listener, rpc.Services{Identity: newIdentity(o, ready), Observe: observe, Controller: c, GroupController: c})
+			services.Observe = observe
+			return answer(ctx, o, listener, services)
 		})
 	}
 	if o.page == "" {
@@ -134,7 +148,8 @@ func startNode(ctx context.Context, o options) (err error) {
 	if err != nil {
 		return err
 	}
-	local, mounts, opened, err := openLocal(ctx, o, memory.Of)
+	watching := disks.New(ctx)
+	local, mounts, opened, err := openLocal(ctx, o, memory.Of, watching)
 	defer func() { err = errors.Join(err, closeAll(opened)) }()
 	if err != nil {
 		return err
@@ -144,22 +159,41 @@ func startNode(ctx context.Context, o options) (err error) {
 		kept = append(kept, agent.Pool{Pool: pool, Kind: pools.KindOf(o.pools[i].location)})
 	}
 	locks := &keylock.Table{}
-	a, err := agent.New(config, local, agent.Options{Driver: o.driverName, Pools: kept, Locks: locks, MaxVolumes: o.maxVolumes, Namespace: namespace})
-	if err != nil {
-		return err
-	}
 	listener, err := rpc.Listen(o.endpoint) // before the agent works: there may be another one on this node
 	if err != nil {
 		return err
 	}
 	// If nobody serves it.
 	defer listener.Close()
+	remote, err := o.listenPort()
+	if err != nil {
+		return err
+	}
+	defer remote.Close()
+	others, err := callers(config, o.agentEndpoint != "")
+	if err != nil {
+		return err
+	}
+	defer others.Close()
+	with := agent.Options{Driver: o.driverName, Pools: kept, Locks: locks, MaxVolumes: o.maxVolumes, Namespace: namespace, Endpoint: remote.Endpoint()}
+	if others != nil {
+		with.Agents = others
+	}
+	a, err := agent.New(config, local, with)
+	if err != nil {
+		return err
+	}
 	measuring := measure.New(ctx, local, o.measured(opened), o.perVolume)
 	defer measuring.Close() // before the pools are
+	watching.Start()
+	defer watching.Close()
 	return beside(ctx, a.Run, func(ctx context.Context) error {
-		return o.monitored(ctx, []metrics.Source{measuring.Samples, a.Samples}, func(ctx context.Context, observe observer) error {
-			return answer(ctx, o, listener, rpc.Services{Identity: newIdentity(o, nil), Locks: locks, Observe: observe,
-				Node: node.New(ctx, &watched{local, a, o.labels}, mounts, o.node()), Overview: o.overview(local)})
+		return o.monitored(ctx, []metrics.Source{measuring.Samples, watching.Samples(o.nodeID), a.Samples}, func(ctx context.Context, observe observer) error {
+			remotely := rpc.Services{SnapshotMetadata: controller.New(local), Locks: locks, Observe: observe, Others: o.transfers(a.OpenCopy)}
+			return o.withPort(ctx, remote, config, namespace, remotely, func(ctx context.Context) error {
+				return answer(ctx, o, listener, rpc.Services{Identity: newIdentity(o, nil), Locks: locks, Observe: observe,
+					Node: node.New(ctx, &watched{local, a, o.labels}, mounts, o.node()), Overview: o.overview(local)})
+			})
 		})
 	})
 }

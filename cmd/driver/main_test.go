@@ -184,7 +184,7 @@ func TestHelp(t *testing.T) {
 	for _, group := range [][]string{
 		{"What is served", "endpoint", "mode", "node-id", "driver-name", "page"},
 		{"Pools and volumes of this machine", "pool", "max-volumes", "attach-required", "ephemeral-pools", "ephemeral-max-size"},
-		{"Kubernetes", "kubeconfig", "topology-label", "gone-grace", "abandon-grace", "startup-taint"},
+		{"Kubernetes", "kubeconfig", "topology-label", "gone-grace", "abandon-grace", "agent-endpoint", "copy-bandwidth", "snapshot-metadata", "startup-taint"},
 		{"Logging", "v", "vmodule", "logging-format"},
 		{"Other flags", "help", "version"},
 	} {
@@ -325,7 +325,7 @@ func TestMistakes(t *testing.T) {
 		{`unknown option "colour"`, []string{"--pool=a=file:///x?colour=red"}},
 		{"not a directory", []string{"--pool=a=file://" + file, "--endpoint=" + file + ".sock"}},
 		{"not a directory", []string{"--pool=a=file://" + file + "/below", "--endpoint=" + file + ".sock"}},
-		{"no such file", []string{"--pool=a=file://" + file + ".pool", "--endpoint=" + file + ".directory/csi.sock"}},
+		{"make the directory of the socket", []string{"--pool=a=file://" + file + ".pool", "--endpoint=" + file + "/directory/csi.sock"}},
 		{"no socket", []string{"--pool=a=file://" + file + ".pool", "--endpoint=" + file}},
 		{"no such file", []string{"demo", "--dir=" + file + ".missing"}},
 		{"NAME=URL", []string{"doctor", "--pool=/var/lib/ashlar"}},

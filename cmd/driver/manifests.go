@@ -14,6 +14,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/yaml"
 
+	"github.com/ashlar-csi/ashlar/internal/cli"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/lost"
@@ -60,9 +61,14 @@ func manifests(ctx context.Context, o options, l lost.Options, to io.Writer) err
 	if err != nil {
 		return err
 	}
-	objects, err := lost.Find(ctx, c, l)
+	objects, doubts, err := lost.Find(ctx, c, l)
 	if err != nil {
 		return err
+	}
+	for _, one := range doubts {
+		if _, err := fmt.Fprintf(to, "# %s.\n", cli.Line(one)); err != nil {
+			return err
+		}
 	}
 	for _, one := range objects {
 		text, err := yaml.Marshal(one)

@@ -3,11 +3,13 @@ package main
 import (
 	"context"
 	"fmt"
+	"math"
 	"net"
 	"net/http"
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -34,10 +36,11 @@ func without(scrapes []metricstest.Scrape, but ...string) (missing []string) {
 	return missing
 }
 
-// ofCluster are the metrics that one machine has not, and ofThin those of thin pools.
+// ofCluster are the metrics that one machine has not, ofThin those of thin pools, and ofDisks those of disks with SMART.
 var (
 	ofCluster = []string{"ashlar_agent_failures_total", "ashlar_agent_oldest_wish_seconds", "ashlar_agent_queue_length", "ashlar_node_agent_up", "ashlar_objects", "ashlar_pool_strays"}
 	ofThin    = []string{"ashlar_pool_thin_data_ratio", "ashlar_pool_thin_metadata_ratio"}
+	ofDisks   = []string{"ashlar_disk_errors", "ashlar_disk_healthy", "ashlar_disk_wear_ratio"}
 )
 
 // TestMetrics: what a driver says of itself is true, and is what is declared.
@@ -100,8 +103,8 @@ func TestMetrics(t *testing.T) {
 	if got := s.Values[`ashlar_pool_available_bytes{node="n",pool="small"}`]; got >= 8<<20 {
 		t.Errorf("%v bytes are available in a pool that is full", got)
 	}
-	// Of these something has to fail, or to be refused, first (TestRun of internal/command, TestBusy of pkg/rpc).
-	if missing := without([]metricstest.Scrape{s}, slices.Concat(ofCluster, ofThin, []string{"ashlar_calls_busy_total", "ashlar_command_failures_total"})...); len(missing) > 0 {
+	// No disk of a test says how it is (TestSamples of pkg/blockdev/disks). Of others something has to fail, or to be refused, first (TestRun of internal/command, TestBusy of pkg/rpc).
+	if missing := without([]metricstest.Scrape{s}, slices.Concat(ofCluster, ofThin, ofDisks, []string{"ashlar_calls_busy_total", "ashlar_command_failures_total"})...); len(missing) > 0 {
 		t.Errorf("these are declared, and not there: %v", missing)
 	}
 	for _, path := range []string{"/", "/debug/pprof/", "/metrics/x"} {
@@ -124,6 +127,38 @@ func TestMetrics(t *testing.T) {
 		c.Close()
 		t.Error("metrics are served by a driver that has ended")
 	}
+}
+
+// TestLVMThinMetrics: how full a thin pool is, is what lvm2 says.
+func TestLVMThinMetrics(t *testing.T) {
+	group := drivertest.NewGroup(t, 512<<20)
+	url := group.ThinPool(t, "tp", "-L", "256M", "--poolmetadatasize", "4M")
+	dir := drivertest.Dir(t)
+	address := drivertest.FreeAddresses(t, 1)[0]
+	p := serving(t, dir, "--node-id=n", "--pool=thin="+url, "--metrics-endpoint="+address)
+	p.Node = "n"
+	v, err := p.Create(t.Context(), co.Request("v", co.Block, 128<<20))
+	check.OK(t, err)
+	target, err := v.Up(t.Context())
+	check.OK(t, err)
+	const written = 64 << 20
+	check.OK(t, drivertest.Content{Seed: "thin", Size: written}.Write(v.File(target)))
+	s := metricstest.Get(t, address)
+	ofLVM := strings.Fields(drivertest.Run(t, "lvs", "--noheadings", "-o", "data_percent,metadata_percent", group.Name+"/tp"))
+	for i, series := range []string{`ashlar_pool_thin_data_ratio{node="n",pool="thin"}`, `ashlar_pool_thin_metadata_ratio{node="n",pool="thin"}`} {
+		percent, err := strconv.ParseFloat(ofLVM[i], 64)
+		check.OK(t, err)
+		if got, there := s.Values[series]; !there || percent == 0 || math.Abs(100*got-percent) > 0.01 { // lvs rounds to that
+			t.Errorf("%s is %v (there: %v), and lvm2 says %s %%", series, got, there, ofLVM[i])
+		}
+	}
+	s.Is(t, `ashlar_pool_thin_data_ratio{node="n",pool="thin"}`, float64(written)/(256<<20))
+	if missing := without([]metricstest.Scrape{s}); slices.ContainsFunc(ofThin, func(name string) bool { return slices.Contains(missing, name) }) {
+		t.Errorf("these are declared, and not there: %v", ofThin)
+	}
+	check.OK(t, v.Down(t.Context(), target))
+	check.OK(t, v.Delete(t.Context()))
+	stopped(t, p)
 }
 
 // TestMetricsDoNotGrow: no label has a value for each volume.

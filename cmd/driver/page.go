@@ -5,6 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"regexp"
+	"sync/atomic"
 	"time"
 
 	"k8s.io/klog/v2"
@@ -42,25 +44,53 @@ func (o *options) withPage(ctx context.Context, source page.Source, serve func(c
 	return beside(ctx, func(ctx context.Context) error { return page.New(source).Serve(ctx, listener) }, serve)
 }
 
-// polled is the source of a page for what does not tell when it changes.
+// polled is the source of the page of one machine. What this driver does it hears of; what others do to disks and volumes nobody tells,
+// so all is looked at now and then: of an LVM pool that is a report of lvm2.
 type polled struct {
 	overview socket.Source
-	every    time.Duration
+	busy     func() bool // something is being copied or zeroed
+	done     atomic.Int64
 }
 
-func (p polled) Overview(ctx context.Context) (*overview.Overview, error) { return p.overview(ctx) }
+// While somebody looks at the page: how soon what the driver does is shown, and how often all is looked at though it does nothing.
+const (
+	pageSoon = 2 * time.Second
+	pageIdle = 10 * time.Second
+)
 
-func (p polled) Changes(ctx context.Context) <-chan struct{} {
+// looks are the calls that change nothing.
+var looks = regexp.MustCompile(`Get|List|Probe|Validate`)
+
+// observing is an observer that hears of what may be shown, and tells another one, if there is one.
+func (p *polled) observing(next observer) observer {
+	return func(method string, err error, took time.Duration) {
+		if !looks.MatchString(method) {
+			p.done.Add(1)
+		}
+		if next != nil {
+			next(method, err, took)
+		}
+	}
+}
+
+func (p *polled) Overview(ctx context.Context) (*overview.Overview, error) { return p.overview(ctx) }
+
+func (p *polled) Changes(ctx context.Context) <-chan struct{} {
 	changes := make(chan struct{}, 1)
 	go func() {
-		ticker := time.NewTicker(p.every)
+		ticker := time.NewTicker(pageSoon)
 		defer ticker.Stop()
-		for {
+		for last, shown := time.Now(), p.done.Load(); ; {
 			select {
 			case <-ticker.C:
 			case <-ctx.Done():
 				return
 			}
+			done := p.done.Load()
+			if done == shown && !p.busy() && time.Since(last) < pageIdle {
+				continue
+			}
+			last, shown = time.Now(), done
 			select {
 			case changes <- struct{}{}:
 			default: // it was told already

@@ -1,12 +1,15 @@
 package main
 
 import (
+	"context"
 	"io"
 	"net/http"
 	"os"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/ashlar-csi/ashlar/internal/check"
@@ -29,6 +32,52 @@ func shows(t *testing.T, address, text string) {
 		}
 	}
 	t.Fatalf("%s does not show %q, but:\n%s", address, text, body)
+}
+
+// TestPolled: what the driver does is soon looked at; while it does nothing, everything is seldom.
+func TestPolled(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var busy atomic.Bool
+		told := 0
+		p := &polled{busy: busy.Load}
+		observe := p.observing(func(string, error, time.Duration) { told++ })
+		ctx, cancel := context.WithCancel(t.Context())
+		defer cancel()
+		changes := p.Changes(ctx)
+		in := func(span time.Duration) (n int) {
+			for end := time.After(span); ; {
+				select {
+				case <-changes:
+					n++
+				case <-end:
+					return n
+				}
+			}
+		}
+		if n := in(time.Minute + time.Second); n != 6 {
+			t.Errorf("it was looked %d times in a minute in which nothing was done", n)
+		}
+		for _, method := range []string{"/csi.v1.Identity/Probe", "/csi.v1.Controller/ListVolumes", "/csi.v1.Node/NodeGetVolumeStats", "/ashlar.v1.Overview/Get"} {
+			observe(method, nil, 0)
+		}
+		if n := in(2 * time.Second); n != 0 {
+			t.Errorf("it was looked %d times for calls that change nothing", n)
+		}
+		for range 5 {
+			observe("/csi.v1.Controller/CreateVolume", nil, 0)
+		}
+		if n := in(4 * time.Second); n != 1 { // it ends between two looks
+			t.Errorf("it was looked %d times after calls", n)
+		}
+		busy.Store(true)
+		synctest.Wait()
+		if n := in(10 * time.Second); n != 5 {
+			t.Errorf("it was looked %d times in 10 s of a copy", n)
+		}
+		if told != 9 {
+			t.Errorf("the other observer was told of %d calls of 9", told)
+		}
+	})
 }
 
 // TestPage: the page of one machine shows its volumes and what becomes of them, and holds up nobody who ends the driver.

@@ -25,6 +25,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/overview/socket"
 	"github.com/ashlar-csi/ashlar/internal/trace"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/disks"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
 	"github.com/ashlar-csi/ashlar/pkg/controller"
 	"github.com/ashlar-csi/ashlar/pkg/csimap"
@@ -54,9 +55,14 @@ type options struct {
 	abandonGrace time.Duration
 	startupTaint bool
 	labels       labelFlags
-	page         string
-	logFormat    string
-	verbosity    int // klog's -v
+	// The port between controller and agents, which the agents have.
+	agentEndpoint string
+	copyBandwidth string
+	bandwidth     int64 // as that says; 0: no limit
+	blocks        bool  // the controller asks them for the blocks of snapshots
+	page          string
+	logFormat     string
+	verbosity     int // klog's -v
 
 	ephemeralPools, ephemeralSize string
 	ephemeral                     node.Ephemeral // as the two say
@@ -203,6 +209,9 @@ func (o *options) kubernetesFlags(flags *pflag.FlagSet) {
 	flags.Var(&o.labels, "topology-label", "label of the Kubernetes node that says where it is, as topology.kubernetes.io/zone;\nmay be given more than once. Volumes can be asked for by it: allowedTopologies of a StorageClass (node)")
 	flags.DurationVar(&o.goneGrace, "gone-grace", 5*time.Minute, "how long, as 90s or 5m, a node has to be gone (its object deleted, or tainted ashlar.dev/gone)\nbefore its deleted volumes are given up (controller)")
 	flags.DurationVar(&o.abandonGrace, "abandon-grace", time.Hour, "how long, as 30m or 1h, what nobody seems to know of is kept: from its creation a volume without claim and\nPersistentVolume; from the first refusal because of it a claim without VolumeAttachment (controller)")
+	flags.StringVar(&o.agentEndpoint, "agent-endpoint", "", "IP:PORT to serve other parts of the driver on, over TLS, as 10.0.0.7:9812: the address has to be one that they reach,\nand is told to them in the status of the node's pools; without it, there is no port (node)")
+	flags.StringVar(&o.copyBandwidth, "copy-bandwidth", "", "how many bytes per second, as 200Mi, the nodes may fetch from this one, all together, for copies of its snapshots and\nvolumes; without it, as many as there are (node)")
+	flags.BoolVar(&o.blocks, "snapshot-metadata", false, "serve SnapshotMetadata (what is allocated, and what changed, in snapshots) by asking the nodes,\nwhich need --agent-endpoint (controller)")
 	flags.BoolVar(&o.startupTaint, "startup-taint", false, "take the taint ashlar.dev/agent-not-ready, which new nodes may be made with, off nodes on which the driver is ready (controller)")
 }
 
@@ -243,7 +252,7 @@ func (o *options) complete(flags *pflag.FlagSet) error {
 	if _, err := rpc.ParseEndpoint(o.endpoint); err != nil {
 		return err
 	}
-	if err := cmp.Or(o.checkMonitoring(), o.checkCluster(), o.checkPage()); err != nil {
+	if err := cmp.Or(o.checkMonitoring(), o.checkCluster(), o.checkPort(), o.checkPage()); err != nil {
 		return err
 	}
 	if o.mode != "controller" {
@@ -309,7 +318,8 @@ func serve(ctx context.Context, o options) error {
 
 // startAlone serves everything over the pools of this machine.
 func startAlone(ctx context.Context, o options) (err error) {
-	store, mounts, pools, err := openLocal(ctx, o, nil)
+	watching := disks.New(ctx)
+	store, mounts, pools, err := openLocal(ctx, o, nil, watching)
 	defer func() { err = errors.Join(err, closeAll(pools)) }()
 	if err != nil {
 		return err
@@ -322,10 +332,13 @@ func startAlone(ctx context.Context, o options) (err error) {
 	defer listener.Close()
 	measuring := measure.New(ctx, store, o.measured(pools), o.perVolume)
 	defer measuring.Close() // before the pools are
+	watching.Start()
+	defer watching.Close()
 	c := controller.New(store)
-	return o.monitored(ctx, []metrics.Source{measuring.Samples}, func(ctx context.Context, observe observer) error {
-		return o.withPage(ctx, polled{o.overview(store), 2 * time.Second}, func(ctx context.Context) error {
-			return answer(ctx, o, listener, rpc.Services{Identity: identity.New(o.driverName, version, nil), Observe: observe,
+	return o.monitored(ctx, []metrics.Source{measuring.Samples, watching.Samples(o.nodeID)}, func(ctx context.Context, observe observer) error {
+		shown := &polled{overview: o.overview(store), busy: func() bool { return len(store.Progress().Running()) > 0 }}
+		return o.withPage(ctx, shown, func(ctx context.Context) error {
+			return answer(ctx, o, listener, rpc.Services{Identity: identity.New(o.driverName, version, nil), Observe: shown.observing(observe),
 				Controller: c, GroupController: c, SnapshotMetadata: c, Node: node.New(ctx, store, mounts, o.node()), Overview: o.overview(store)})
 		})
 	})
@@ -348,7 +361,7 @@ func (o *options) overview(local *volume.Local) socket.Source {
 
 // openLocal opens the pools of this machine; known tells what is remembered of the pool of a name, nil
 // if nothing is. The caller closes those that it returns, also with an error.
-func openLocal(ctx context.Context, o options, known func(pool string) blockdev.Known) (*volume.Local, *mount.Table, []blockdev.Pool, error) {
+func openLocal(ctx context.Context, o options, known func(pool string) blockdev.Known, watching *disks.Monitor) (*volume.Local, *mount.Table, []blockdev.Pool, error) {
 	log := klog.FromContext(ctx)
 	mounts, err := mount.LoadTable()
 	if err != nil {
@@ -362,7 +375,12 @@ func openLocal(ctx context.Context, o options, known func(pool string) blockdev.
 		if known != nil {
 			remembered = known(one.name)
 		}
-		opening.Go(func() { found[i], failures[i] = pools.OpenLazy(ctx, one.name, one.url, remembered) })
+		opening.Go(func() {
+			pool, err := pools.OpenLazy(ctx, one.name, one.url, remembered)
+			if failures[i] = err; err == nil {
+				found[i] = watching.Watch(pool)
+			}
+		})
 	}
 	opening.Wait()
 	opened := slices.DeleteFunc(found, func(p blockdev.Pool) bool { return p == nil })

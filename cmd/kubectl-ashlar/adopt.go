@@ -15,6 +15,7 @@ import (
 	"k8s.io/cli-runtime/pkg/genericclioptions"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	"github.com/ashlar-csi/ashlar/internal/cli"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/lost"
 )
@@ -56,7 +57,7 @@ PersistentVolumes (with Retain) and their claims, and contents of snapshots with
 			var names []string
 			for _, p := range pools.Items {
 				for _, s := range p.Status.Strays {
-					names = append(names, p.Name, s.ID)
+					names = append(names, p.Name, cli.Line(s.ID))
 				}
 			}
 			if err != nil {
@@ -69,7 +70,7 @@ PersistentVolumes (with Retain) and their claims, and contents of snapshots with
 			if a.cluster, err = connect(flags); err != nil {
 				return err
 			}
-			a.out = cmd.OutOrStdout()
+			a.out = cli.Plain(cmd.OutOrStdout()) // each line has its end
 			return a.run(cmd.Context(), args)
 		},
 	}
@@ -157,14 +158,22 @@ func choose(pools []v1alpha1.Pool, wanted []string, all bool) (map[string][]stri
 		}
 	}
 	for _, one := range wanted {
-		at := slices.IndexFunc(pools, func(p v1alpha1.Pool) bool {
-			return p.Name == one || slices.ContainsFunc(p.Status.Strays, func(s v1alpha1.Stray) bool { return s.ID == one || s.Group == one })
-		})
+		if slices.ContainsFunc(pools, func(p v1alpha1.Pool) bool { return p.Name == one }) {
+			continue
+		}
+		var on []string // the pools that keep it
+		for _, p := range pools {
+			if slices.ContainsFunc(p.Status.Strays, func(s v1alpha1.Stray) bool { return s.ID == one || s.Group == one }) {
+				on = append(on, p.Name)
+			}
+		}
 		switch {
-		case at < 0:
+		case len(on) == 0:
 			return nil, fmt.Errorf("%s is no pool (NODE.POOL), and no pool says that it is a stray; without arguments adopt lists them", one)
-		case pools[at].Name != one && !slices.Contains(asked[pools[at].Name], adoptAll):
-			asked[pools[at].Name] = append(asked[pools[at].Name], one)
+		case len(on) > 1: // a disk was copied
+			return nil, fmt.Errorf("%s is a stray of several pools, of which only one can be meant: %s; take the wrong disk away first", one, strings.Join(on, ", "))
+		case !slices.Contains(asked[on[0]], adoptAll):
+			asked[on[0]] = append(asked[on[0]], one)
 		}
 	}
 	return asked, nil
@@ -230,10 +239,11 @@ func left(p *v1alpha1.Pool, ids []string) bool {
 
 // restore makes what Kubernetes lacks. What is there already it leaves as it is.
 func (a *adoption) restore(ctx context.Context) error {
-	objects, err := lost.Find(ctx, a, a.lost)
+	objects, doubts, err := lost.Find(ctx, a, a.lost)
 	if err != nil {
 		return fmt.Errorf("find what is missing: %w", err)
 	}
+	var failures []error // one that cannot be made, as its namespace is not there, keeps no other from being made
 	for _, o := range objects {
 		name := o.GetObjectKind().GroupVersionKind().Kind + " " + strings.TrimPrefix(o.GetNamespace()+"/"+o.GetName(), "/")
 		done := "made"
@@ -242,7 +252,8 @@ func (a *adoption) restore(ctx context.Context) error {
 		} else if err := a.Create(ctx, o); apierrors.IsAlreadyExists(err) {
 			done = "is there, and stays as it is"
 		} else if err != nil {
-			return fmt.Errorf("make %s: %w", name, err)
+			failures = append(failures, fmt.Errorf("make %s: %w", name, err))
+			continue
 		}
 		if _, err := fmt.Fprintf(a.out, "%s: %s\n", name, done); err != nil {
 			return err
@@ -251,5 +262,10 @@ func (a *adoption) restore(ctx context.Context) error {
 	if len(objects) == 0 {
 		_, err = fmt.Fprintln(a.out, "Kubernetes lacks nothing.")
 	}
-	return err
+	for _, one := range doubts {
+		if err == nil {
+			_, err = fmt.Fprintf(a.out, "%s.\n", one)
+		}
+	}
+	return errors.Join(append(failures, err)...)
 }

@@ -174,15 +174,20 @@ func latest(e *corev1.Event) time.Time {
 	return e.CreationTimestamp.UTC()
 }
 
+// nodeTime is how long describe waits for the driver on a node, which waits itself for a disk that hangs.
+const nodeTime = 30 * time.Second
+
 // fromNode adds to a volume what its node alone knows: the driver there is asked.
 func (c *cluster) fromNode(ctx context.Context, v *overview.Volume) error {
+	ctx, cancel := context.WithTimeout(ctx, nodeTime)
+	defer cancel()
 	agent, err := c.agent(ctx, v.Node)
 	if err != nil {
 		return err
 	}
-	var said, complaint bytes.Buffer
+	var said, complaint bounded
 	if err := c.run(ctx, agent, &said, &complaint, "/driver", "describe", v.ID, "-o", "json"); err != nil {
-		return fmt.Errorf("ask the driver on node %s: %w", v.Node, cmp.Or(complained(&complaint), err))
+		return fmt.Errorf("ask the driver on node %s: %w", v.Node, cmp.Or(complained(&complaint.Buffer), err))
 	}
 	var there struct{ Volume overview.Volume }
 	if err := json.Unmarshal(said.Bytes(), &there); err != nil {
@@ -193,6 +198,18 @@ func (c *cluster) fromNode(ctx context.Context, v *overview.Volume) error {
 		v.Used = there.Volume.Used
 	}
 	return nil
+}
+
+// bounded keeps what a pod says, and refuses to go on where that is more than a driver says of one volume.
+type bounded struct{ bytes.Buffer }
+
+const mostSaid = 4 << 20 // bytes
+
+func (b *bounded) Write(p []byte) (int, error) {
+	if b.Len()+len(p) > mostSaid {
+		return 0, fmt.Errorf("it says more than %d bytes", mostSaid)
+	}
+	return b.Buffer.Write(p)
 }
 
 // complained is what a program said is wrong; nil if it said nothing.
@@ -218,20 +235,19 @@ func (c *cluster) agent(ctx context.Context, node string) (*corev1.Pod, error) {
 // agents returns the pods of agents that run.
 func (c *cluster) agents(ctx context.Context, which ...client.ListOption) ([]corev1.Pod, error) {
 	var pods corev1.PodList
-	which = append(which, client.MatchingLabels{"app.kubernetes.io/name": "ashlar", "app.kubernetes.io/component": "node"})
+	which = append(which, client.MatchingLabels(view.AgentLabels))
 	if err := c.List(ctx, &pods, which...); err != nil {
 		return nil, fmt.Errorf("list the pods of the driver: %w", err)
 	}
-	return slices.DeleteFunc(pods.Items, func(p corev1.Pod) bool { return p.Status.Phase != corev1.PodRunning || p.DeletionTimestamp != nil }), nil
+	return slices.DeleteFunc(pods.Items, func(p corev1.Pod) bool {
+		return p.Status.Phase != corev1.PodRunning || p.DeletionTimestamp != nil || !view.IsAgent(&p)
+	}), nil
 }
-
-// driverContainer is the container of the driver in its pods.
-const driverContainer = "driver"
 
 // run runs a program in the driver's container of a pod.
 func (c *cluster) run(ctx context.Context, pod *corev1.Pod, stdout, stderr io.Writer, program ...string) error {
 	request := c.kube.CoreV1().RESTClient().Post().Resource("pods").Namespace(pod.Namespace).Name(pod.Name).SubResource("exec").
-		VersionedParams(&corev1.PodExecOptions{Container: driverContainer, Command: program, Stdout: true, Stderr: true}, scheme.ParameterCodec)
+		VersionedParams(&corev1.PodExecOptions{Container: view.AgentContainer, Command: program, Stdout: true, Stderr: true}, scheme.ParameterCodec)
 	overSocket, err := remotecommand.NewWebSocketExecutor(c.config, http.MethodGet, request.URL().String())
 	if err != nil {
 		return err

@@ -9,6 +9,9 @@ import (
 	"github.com/spf13/cobra"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/cli-runtime/pkg/genericclioptions"
+
+	"github.com/ashlar-csi/ashlar/internal/cli"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/view"
 )
 
 func doctorCommand(flags *genericclioptions.ConfigFlags) *cobra.Command {
@@ -68,7 +71,9 @@ run programs in the driver's pods (pods/exec). It ends with status 1 if there is
 // examine runs the doctor in a pod of an agent.
 func (c *cluster) examine(cmd *cobra.Command, pod *corev1.Pod) error {
 	program := append([]string{"/driver", "doctor"}, poolsOf(pod)...)
-	if err := c.run(cmd.Context(), pod, cmd.OutOrStdout(), cmd.ErrOrStderr(), program...); err != nil {
+	out, complaints := cli.Plain(cmd.OutOrStdout()), cli.Plain(cmd.ErrOrStderr())
+	err := c.run(cmd.Context(), pod, out, complaints, program...)
+	if err = errors.Join(err, out.Close(), complaints.Close()); err != nil {
 		return fmt.Errorf("driver doctor on node %s (pod %s/%s): %w", pod.Spec.NodeName, pod.Namespace, pod.Name, err)
 	}
 	return nil
@@ -78,7 +83,7 @@ func (c *cluster) examine(cmd *cobra.Command, pod *corev1.Pod) error {
 func poolsOf(pod *corev1.Pod) []string {
 	var flags []string
 	for _, container := range pod.Spec.Containers {
-		if container.Name != driverContainer {
+		if container.Name != view.AgentContainer {
 			continue
 		}
 		for i, arg := range container.Args {

@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/streaming/pkg/httpstream"
@@ -55,6 +56,9 @@ func kubelet(t *testing.T, program func(command []string) []string) int32 {
 				return
 			}
 		}
+		if strings.Contains(r.URL.Path, "-tenant/") {
+			t.Errorf("a program is run in the pod of a tenant: %s", r.URL.Path)
+		}
 		argv := program(r.URL.Query()["command"])
 		run := exec.Command(argv[0], argv[1:]...)
 		run.Stdout, run.Stderr = by[corev1.StreamTypeStdout], by[corev1.StreamTypeStderr]
@@ -79,7 +83,8 @@ func kubelet(t *testing.T, program func(command []string) []string) int32 {
 	return int32(n)
 }
 
-// TestOnNode: the driver on a node is asked for what it alone knows: devices and mounts of a volume, and what the machine lacks.
+// TestOnNode: the driver on a node is asked for what it alone knows: devices and mounts of a volume, and what the machine lacks. A pod and
+// a Lease of a tenant are not taken for the driver's.
 func TestOnNode(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := drivertest.Dir(t)
@@ -114,8 +119,15 @@ func TestOnNode(t *testing.T) {
 	e.add(n)
 	e.add(&corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "nobody"}})
 	off := false
+	e.posing("a-tenant", "n1") // before and after the driver's namespace
+	e.posing("z-tenant", "n1")
+	heard := metav1.NowMicro()
+	e.add(&coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "node.n1", Labels: map[string]string{v1alpha1.HeartbeatLabel: v1alpha1.HeartbeatOfAgent}},
+		Spec: coordinationv1.LeaseSpec{HolderIdentity: &n.Name, RenewTime: &heard}})
+	privileged := true
 	agent := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "ashlar-node-1", Labels: map[string]string{"app.kubernetes.io/name": "ashlar", "app.kubernetes.io/component": "node"}},
-		Spec:   corev1.PodSpec{NodeName: "n1", ServiceAccountName: "nobody", AutomountServiceAccountToken: &off, Containers: []corev1.Container{{Name: "driver", Image: "i", Args: []string{"serve", pool}}}},
+		Spec: corev1.PodSpec{NodeName: "n1", ServiceAccountName: "nobody", AutomountServiceAccountToken: &off, Containers: []corev1.Container{{Name: "driver", Image: "i", Args: []string{"serve", pool},
+			SecurityContext: &corev1.SecurityContext{Privileged: &privileged}}}},
 		Status: corev1.PodStatus{Phase: corev1.PodRunning}}
 	e.add(agent)
 	now := metav1.NowMicro()
@@ -134,9 +146,27 @@ func TestOnNode(t *testing.T) {
 			t.Error(r.err)
 		}
 	}
+	if r = run(t, apitest.Admin, "status"); strings.Contains(r.stdout, "AgentSilent") {
+		t.Errorf("a tenant says that the agent is silent:\n%s", r.stdout)
+	}
 	driver.Kill()
 	r = run(t, apitest.Admin, "describe", "pvc-1")
 	r.says(t, "Left out: its devices and mounts: ask the driver on node n1: driver: ask the driver on "+driver.Socket)
 	check.OK(t, driver.Start())
 	check.OK(t, driver.Ready(t.Context()))
+}
+
+// posing makes what a tenant may: a pod on a node, labelled as those of the agents are, and a Lease as of an agent that was not heard for
+// an hour.
+func (e *environment) posing(tenant, on string) {
+	e.Helper()
+	e.add(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: tenant}})
+	e.add(&corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: "nobody"}})
+	off := false
+	e.add(&corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: "posing", Labels: map[string]string{"app.kubernetes.io/name": "ashlar", "app.kubernetes.io/component": "node"}},
+		Spec:   corev1.PodSpec{NodeName: on, ServiceAccountName: "nobody", AutomountServiceAccountToken: &off, Containers: []corev1.Container{{Name: "driver", Image: "i"}}},
+		Status: corev1.PodStatus{Phase: corev1.PodRunning}})
+	renewed := metav1.NewMicroTime(time.Now().Add(-time.Hour))
+	e.add(&coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: "node." + on, Labels: map[string]string{v1alpha1.HeartbeatLabel: v1alpha1.HeartbeatOfAgent}},
+		Spec: coordinationv1.LeaseSpec{HolderIdentity: &on, RenewTime: &renewed}})
 }

@@ -5,12 +5,19 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
+	"unicode/utf8"
 
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
@@ -26,6 +33,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/apitest"
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/cli"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/internal/overview"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
@@ -37,7 +45,15 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-func TestMain(m *testing.M) { apitest.Main(m) }
+// asProgram is in the environment of a process of this test that is to be the program.
+const asProgram = "ASHLAR_TEST_PROGRAM"
+
+func TestMain(m *testing.M) {
+	if os.Getenv(asProgram) != "" {
+		main()
+	}
+	apitest.Main(m)
+}
 
 const (
 	namespace = "default"
@@ -116,25 +132,26 @@ func node(name string, ready corev1.ConditionStatus) *corev1.Node {
 	return &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}, Status: corev1.NodeStatus{Conditions: []corev1.NodeCondition{{Type: corev1.NodeReady, Status: ready}}}}
 }
 
-func pool(node string, total, available int64, healthy metav1.Condition) *v1alpha1.Pool {
-	healthy.Type, healthy.LastTransitionTime = v1alpha1.Healthy, metav1.Now()
-	return &v1alpha1.Pool{ObjectMeta: metav1.ObjectMeta{Name: node + ".default"}, Spec: v1alpha1.PoolSpec{NodeName: node, Pool: "default", Default: true},
-		Status: v1alpha1.PoolStatus{Kind: "file", Total: total, Promised: total - available, Available: available, MaxVolume: available, Conditions: []metav1.Condition{healthy}}}
+func pool(node string, total, available int64, health ...v1alpha1.Problem) *v1alpha1.Pool {
+	return &v1alpha1.Pool{ObjectMeta: metav1.ObjectMeta{Name: overview.PoolName(node, "default")}, Spec: v1alpha1.PoolSpec{NodeName: node, Pool: "default", Default: true},
+		Status: v1alpha1.PoolStatus{Kind: "file", Total: total, Promised: total - available, Available: available, MaxVolume: available, Health: health}}
 }
-
-var fine = metav1.Condition{Status: metav1.ConditionTrue, Reason: "NoProblems"}
 
 // damaged makes a cluster with everything wrong: a full pool, a missing disk, a damaged volume, nodes that are gone, not ready and silent.
 func damaged(e *environment) (lost *v1alpha1.Volume) {
 	heard, silent := metav1.NowMicro(), metav1.NewMicroTime(time.Now().Add(-time.Hour))
-	for name, renewed := range map[string]metav1.MicroTime{"full": heard, "missing": heard, "silent": silent} {
+	for name, renewed := range map[string]metav1.MicroTime{"full": heard, "missing": silent, "silent": silent} { // the clock of missing is wrong
 		e.add(node(name, corev1.ConditionTrue))
-		e.add(&coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "node." + name, Labels: map[string]string{v1alpha1.HeartbeatLabel: v1alpha1.HeartbeatOfAgent}},
-			Spec: coordinationv1.LeaseSpec{HolderIdentity: &name, RenewTime: &renewed}})
+		lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "node." + name, Labels: map[string]string{v1alpha1.HeartbeatLabel: v1alpha1.HeartbeatOfAgent}},
+			Spec: coordinationv1.LeaseSpec{HolderIdentity: &name, RenewTime: &renewed}}
+		e.add(lease)
+		if name == "silent" { // else the API server knows that it was written just now
+			check.OK(e, e.Patch(e.Context(), lease, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"managedFields":[{}]}}`))))
+		}
 	}
 	e.add(node("sick", corev1.ConditionFalse))
-	for _, p := range []*v1alpha1.Pool{pool("full", 1000*mib, 0, fine), pool("silent", 1000*mib, 50*mib, fine), pool("sick", 1000*mib, 1000*mib, fine), pool("gone", 1000*mib, 1000*mib, fine),
-		pool("missing", 0, 0, metav1.Condition{Status: metav1.ConditionFalse, Reason: "PoolMissing", Message: "no such directory; mount the disk"})} {
+	for _, p := range []*v1alpha1.Pool{pool("full", 1000*mib, 0), pool("silent", 1000*mib, 50*mib), pool("sick", 1000*mib, 1000*mib), pool("gone", 1000*mib, 1000*mib),
+		pool("missing", 0, 0, v1alpha1.Problem{Severity: "Inaccessible", Reason: "PoolMissing", Message: "no such directory; mount the disk"})} {
 		e.add(p)
 	}
 	volumeOn := func(name, node string, change func(*v1alpha1.Volume)) *v1alpha1.Volume {
@@ -218,6 +235,97 @@ func TestCommands(t *testing.T) {
 	}
 }
 
+// TestTerminal: the program on a real terminal: colours and the width are the terminal's, NO_COLOR is heeded, and Ctrl-C is no error.
+func TestTerminal(t *testing.T) {
+	e := newEnvironment(t)
+	damaged(e)
+	kubeconfig := filepath.Join(t.TempDir(), "kubeconfig")
+	server := apitest.Get(t)
+	check.OK(t, server.Kubeconfig(server.Config(apitest.Admin), kubeconfig))
+	start := func(environment string, args ...string) (*exec.Cmd, *os.File) {
+		program, person := drivertest.Terminal(t, 40, 72)
+		cmd := exec.Command(os.Args[0], append(args, "--kubeconfig="+kubeconfig)...)
+		cmd.Env = append(os.Environ(), asProgram+"=1", "TERM=xterm", environment)
+		cmd.Stdin, cmd.Stdout, cmd.Stderr = program, program, program
+		cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true, Setctty: true}
+		check.OK(t, cmd.Start())
+		check.OK(t, program.Close())
+		t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait() })
+		return cmd, person
+	}
+	for _, c := range []struct {
+		environment string
+		colours     bool
+	}{{"A=b", true}, {"NO_COLOR=1", false}, {"TERM=dumb", false}} {
+		cmd, person := start(c.environment, "volumes")
+		printed, _ := io.ReadAll(person) // it ends with an error once the program has (EIO)
+		text := string(printed)
+		if err := cmd.Wait(); err != nil || !strings.Contains(text, namespace+"/data") || strings.Contains(text, "\x1b[31m") != c.colours || strings.Contains(text, "\x1b") != c.colours {
+			t.Errorf("%s: %v: %q", c.environment, err, text)
+		}
+		for line := range strings.SplitSeq(regexp.MustCompile(`\x1b\[\d+m`).ReplaceAllString(text, ""), "\r\n") {
+			if utf8.RuneCountInString(line) > 72 {
+				t.Errorf("wider than the terminal: %q", line)
+			}
+		}
+	}
+	cmd, person := start("A=b", "status", "--watch")
+	var seen []byte
+	for part := make([]byte, 4096); !strings.Contains(string(seen), "Driver"); {
+		n, err := person.Read(part)
+		if err != nil {
+			t.Fatalf("%v after %q", err, seen)
+		}
+		seen = append(seen, part[:n]...)
+		if strings.Contains(string(seen), "lines more") {
+			break
+		}
+	}
+	check.OK(t, second(person.Write([]byte{3}))) // Ctrl-C
+	go func() { _, _ = io.Copy(io.Discard, person) }()
+	if err := cmd.Wait(); err != nil {
+		t.Errorf("Ctrl-C: %v after %q", err, seen)
+	}
+}
+
+func second[T any](_ T, err error) error { return err }
+
+// TestReported: what a node reports of pools, volumes and snapshots is shown as it is, with its severity.
+func TestReported(t *testing.T) {
+	e := newEnvironment(t)
+	e.add(node("n1", corev1.ConditionTrue))
+	off := v1alpha1.Problem{Severity: "Inaccessible", Reason: overview.NotConfigured, Message: "the node was started without this pool"}
+	unused := pool("n1", 0, 0, off)
+	unused.Name, unused.Spec.Pool = overview.PoolName("n1", "unused"), "unused"
+	e.add(unused)
+	used := pool("n1", 0, 0, off)
+	used.Name, used.Spec.Pool = overview.PoolName("n1", "used"), "used"
+	e.add(used)
+	e.add(pool("n1", 1000*mib, 1000*mib, v1alpha1.Problem{Severity: "DataLoss", Reason: "RecordDamaged", Message: "pool default: one"}, v1alpha1.Problem{Severity: "DataLoss", Reason: "RecordDamaged", Message: "another"},
+		v1alpha1.Problem{Severity: "Degraded", Reason: "PoolFull", Message: "of data"}))
+	made := v1alpha1.ObjectStatus{Created: new(metav1.NowMicro()), Size: mib, Health: []v1alpha1.Problem{{Severity: "Inaccessible", Reason: "DeviceFailed", Message: "it has errors"}}}
+	v := &v1alpha1.Volume{ObjectMeta: metav1.ObjectMeta{Name: volume.KeyOf("v")}, Spec: v1alpha1.VolumeSpec{NodeName: "n1", Pool: "used", Name: "v", Size: mib}, Status: v1alpha1.VolumeStatus{ObjectStatus: made}}
+	e.add(v)
+	gone := v1alpha1.ObjectStatus{Created: made.Created, Size: mib, Health: []v1alpha1.Problem{{Severity: "DataLoss", Reason: "ImageMissing", Message: "it is gone"}}}
+	s := &v1alpha1.Snapshot{ObjectMeta: metav1.ObjectMeta{Name: volume.KeyOf("s")}, Spec: v1alpha1.SnapshotSpec{NodeName: "n1", Pool: "default", Name: "s", Source: v.Name}, Status: v1alpha1.SnapshotStatus{ObjectStatus: gone}}
+	e.add(s)
+
+	o, err := view.Take(t.Context(), e, view.Options{})
+	check.OK(t, err)
+	var got []string
+	for _, p := range o.Problems {
+		got = append(got, fmt.Sprint(p.Severity, " ", p.Subject.Name, " ", p.Reason, ": ", p.Message))
+	}
+	want := []string{"DataLoss n1.default RecordDamaged: one", "DataLoss n1.default RecordDamaged: another", "DataLoss " + s.ID() + " ImageMissing: it is gone",
+		"Inaccessible n1.used NotConfigured: the node was started without this pool; a volume or snapshot is in it", "Inaccessible " + v.ID() + " DeviceFailed: it has errors", "Degraded n1.default PoolFull: of data"}
+	if !slices.Equal(got, want) {
+		t.Errorf("got\n%s\nwant\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
+	}
+	if o.Volumes[0].State != overview.Ready || o.Snapshots[0].State != overview.Lost {
+		t.Errorf("the volume is %s, the snapshot %s", o.Volumes[0].State, o.Snapshots[0].State)
+	}
+}
+
 // TestPages: in pages there is what there is at once.
 func TestPages(t *testing.T) {
 	e := newEnvironment(t)
@@ -259,12 +367,60 @@ func TestRights(t *testing.T) {
 		}
 	}
 	r.says(t, "Volume default/data", "Left out: pods: you may not list them", "Left out: nodes: ", "Left out: leases: ", "Left out: storageclasses: ")
-	if strings.Contains(r.stdout, "NodeGone") || strings.Contains(r.stdout, "AgentSilent") {
+	if strings.Contains(r.stdout, "NodeGone") || strings.Contains(r.stdout, "AgentSilent") || strings.Contains(r.stdout, "of 5 answer") || !strings.Contains(r.stdout, "it is not known which of them answer") {
 		t.Errorf("it says of nodes what it cannot know:\n%s", r.stdout)
 	}
 	run(t, user, "describe", "default/data").says(t, "Left out: events of namespace default", "Left out: its devices and mounts: ")
 	if r := run(t, user, "adopt", "--all"); r.err != nil {
 		t.Errorf("adopt where there is nothing: %v", r.err)
+	}
+}
+
+// TestLacking: adopt makes no PersistentVolume for a volume that is being provisioned, and goes on after one that cannot be had.
+func TestLacking(t *testing.T) {
+	e := newEnvironment(t)
+	size := corev1.VolumeResourceRequirements{Requests: corev1.ResourceList{corev1.ResourceStorage: resource.MustParse("1Mi")}}
+	claim := &corev1.PersistentVolumeClaim{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "pending"},
+		Spec: corev1.PersistentVolumeClaimSpec{AccessModes: []corev1.PersistentVolumeAccessMode{corev1.ReadWriteOncePod}, Resources: size}}
+	e.add(claim)
+	now := metav1.NowMicro()
+	volumeFor := func(name, space, of string) {
+		e.add(&v1alpha1.Volume{ObjectMeta: metav1.ObjectMeta{Name: volume.KeyOf(name)}, Spec: v1alpha1.VolumeSpec{NodeName: "n1", Pool: "default", Name: name, Size: mib, Filesystem: "xfs",
+			PersistentVolume: name, ClaimRef: &v1alpha1.ClaimRef{Namespace: space, Name: of}}, Status: v1alpha1.VolumeStatus{ObjectStatus: v1alpha1.ObjectStatus{Created: &now, Size: mib}}})
+	}
+	volumeFor("pvc-"+string(claim.UID), namespace, claim.Name)
+	if r := run(t, apitest.Admin, "adopt", "--persistent-volumes"); r.err != nil || r.stdout != "Kubernetes lacks nothing.\n" {
+		t.Errorf("of a volume that is being provisioned: %v\n%s", r.err, r.stdout)
+	}
+	volumeFor("pvc-a", "no-such-namespace", "data")
+	volumeFor("pvc-b", namespace, "data")
+	r := run(t, apitest.Admin, "adopt", "--persistent-volumes")
+	if r.err == nil || !strings.Contains(r.err.Error(), `make PersistentVolumeClaim no-such-namespace/data: namespaces "no-such-namespace" not found`) {
+		t.Errorf("in a namespace that is not there: %v", r.err)
+	}
+	r.says(t, "PersistentVolume pvc-a: made", "PersistentVolume pvc-b: made", "PersistentVolumeClaim default/data: made")
+	for _, name := range []string{"pvc-a", "pvc-b"} {
+		e.remove(&corev1.PersistentVolume{ObjectMeta: metav1.ObjectMeta{Name: name}})
+	}
+	e.remove(&corev1.PersistentVolumeClaim{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "data"}})
+}
+
+// TestChoose: a stray that two pools keep, as after a disk was copied, is not taken from whichever comes first.
+func TestChoose(t *testing.T) {
+	strays := func(pool string, ids ...string) v1alpha1.Pool {
+		p := v1alpha1.Pool{ObjectMeta: metav1.ObjectMeta{Name: pool}}
+		for _, id := range ids {
+			p.Status.Strays = append(p.Status.Strays, v1alpha1.Stray{ID: id})
+		}
+		return p
+	}
+	pools := []v1alpha1.Pool{strays("a.default", "vol.default.1", "vol.default.2"), strays("b.default", "vol.default.1")}
+	if asked, err := choose(pools, []string{"vol.default.1"}, false); err == nil || !strings.Contains(err.Error(), "a.default, b.default") {
+		t.Errorf("of two pools: %v, %v", asked, err)
+	}
+	asked, err := choose(pools, []string{"vol.default.2", "b.default"}, false)
+	if err != nil || len(asked) != 2 || !slices.Equal(asked["a.default"], []string{"vol.default.2"}) || !slices.Equal(asked["b.default"], []string{adoptAll}) {
+		t.Errorf("%v, %v", asked, err)
 	}
 }
 

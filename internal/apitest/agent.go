@@ -29,7 +29,11 @@ import (
 // Namespace is the driver's: agents may have Leases there.
 const Namespace = "ashlar-system"
 
-const account = "ashlar-node" // of the agents
+// The accounts of the agents and of the controller.
+const (
+	account    = "ashlar-node"
+	controller = "ashlar-controller"
+)
 
 // Agent connects as the agent of a node does: with the token of a pod on that node, which its service account and the name
 // of the node are in, so that what deploy/kubernetes/guard.yaml says of agents is in force. Without a node the token is one
@@ -41,7 +45,7 @@ func (s *Server) Agent(t testing.TB, node string) *rest.Config {
 	token, known := s.agents.tokens[node]
 	if !known {
 		var err error
-		if token, err = s.agentToken(context.Background(), node); err != nil {
+		if token, err = s.podToken(context.Background(), account, node); err != nil {
 			t.Fatalf("the token of the agent of %s: %v", node, err)
 		}
 		s.agents.tokens[node] = token
@@ -49,8 +53,19 @@ func (s *Server) Agent(t testing.TB, node string) *rest.Config {
 	return s.Config(token)
 }
 
-// agentToken returns the token of a new pod on a node.
-func (s *Server) agentToken(ctx context.Context, node string) (string, error) {
+// Controller connects as a new pod of the controller does that calls agents: it has the rights of
+// deploy/kubernetes/snapshot-metadata/rights.yaml (and agents those of agent-port/rights.yaml), and none of rbac-controller.yaml.
+func (s *Server) Controller(t testing.TB) *rest.Config {
+	t.Helper()
+	token, err := s.podToken(context.Background(), controller, "node-of-the-controller")
+	if err != nil {
+		t.Fatalf("the token of a controller: %v", err)
+	}
+	return s.Config(token)
+}
+
+// podToken returns the token of a new pod of an account on a node.
+func (s *Server) podToken(ctx context.Context, account, node string) (string, error) {
 	kube, err := kubernetes.NewForConfig(s.Config(Admin))
 	if err != nil {
 		return "", err
@@ -58,7 +73,7 @@ func (s *Server) agentToken(ctx context.Context, node string) (string, error) {
 	hours := int64(10 * time.Hour / time.Second)
 	spec := authenticationv1.TokenRequestSpec{ExpirationSeconds: &hours}
 	if node != "" {
-		if spec.BoundObjectRef, err = agentPod(ctx, kube, node); err != nil {
+		if spec.BoundObjectRef, err = newPod(ctx, kube, account, node); err != nil {
 			return "", err
 		}
 	}
@@ -69,8 +84,8 @@ func (s *Server) agentToken(ctx context.Context, node string) (string, error) {
 	return token.Status.Token, nil
 }
 
-// agentPod makes the pod of an agent on a node.
-func agentPod(ctx context.Context, kube kubernetes.Interface, node string) (*authenticationv1.BoundObjectReference, error) {
+// newPod makes a pod of an account on a node.
+func newPod(ctx context.Context, kube kubernetes.Interface, account, node string) (*authenticationv1.BoundObjectReference, error) {
 	pod, err := kube.CoreV1().Pods(Namespace).Create(ctx, &corev1.Pod{ObjectMeta: metav1.ObjectMeta{GenerateName: account + "-"},
 		Spec: corev1.PodSpec{NodeName: node, ServiceAccountName: account, Containers: []corev1.Container{{Name: "driver", Image: "driver"}}}}, metav1.CreateOptions{})
 	if err != nil {
@@ -86,7 +101,7 @@ func (s *Server) Guard(ctx context.Context, driver string) error {
 	if err != nil {
 		return err
 	}
-	for _, file := range []string{"namespace.yaml", "rbac-node.yaml", "guard.yaml", "startup-taint/rights.yaml"} {
+	for _, file := range []string{"namespace.yaml", "rbac-node.yaml", "guard.yaml", "startup-taint/rights.yaml", "agent-port/rights.yaml", "snapshot-metadata/rights.yaml"} {
 		text, err := os.ReadFile(filepath.Join(root(), "deploy/kubernetes", file))
 		if err != nil {
 			return err
@@ -95,6 +110,11 @@ func (s *Server) Guard(ctx context.Context, driver string) error {
 		if err := install(ctx, client, text); err != nil {
 			return fmt.Errorf("%s: %w", file, err)
 		}
+	}
+	of := schema.GroupVersionResource{Version: "v1", Resource: "serviceaccounts"}
+	own := &unstructured.Unstructured{Object: map[string]any{"apiVersion": "v1", "kind": "ServiceAccount", "metadata": map[string]any{"name": controller}}}
+	if _, err := client.Resource(of).Namespace(Namespace).Apply(ctx, controller, own, metav1.ApplyOptions{FieldManager: "apitest", Force: true}); err != nil {
+		return fmt.Errorf("ServiceAccount %s: %w", controller, err)
 	}
 	return s.guarded(ctx)
 }

@@ -158,7 +158,7 @@ func launch(bin string, flags []string) (_ *Server, err error) {
 		return nil, err
 	}
 	if err := s.run(append([]string{filepath.Join(bin, "kube-apiserver"), "--etcd-servers=" + etcd, "--bind-address=127.0.0.1",
-		"--advertise-address=127.0.0.1", "--endpoint-reconciler-type=none", "--secure-port=" + ports[2], "--cert-dir=" + s.dir, "--authorization-mode=RBAC",
+		"--advertise-address=127.0.0.1", "--endpoint-reconciler-type=none", "--secure-port=" + ports[2], "--cert-dir=" + s.dir, "--authorization-mode=RBAC", "--allow-privileged",
 		"--token-auth-file=" + s.dir + "/tokens", "--service-cluster-ip-range=10.96.0.0/24",
 		"--service-account-issuer=https://test", "--service-account-key-file=" + s.dir + "/key", "--service-account-signing-key-file=" + s.dir + "/key"}, flags...)...); err != nil {
 		return nil, err

@@ -9,6 +9,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/ashlar-csi/ashlar/internal/overview"
+	"github.com/ashlar-csi/ashlar/internal/poolset"
 )
 
 // room is how much more can be made.
@@ -75,7 +76,7 @@ func roomOf(o *overview.Overview) *room {
 				one.Available, one.Largest = p.Available, p.MaxVolume
 			}
 			for _, class := range o.Classes {
-				if class.Pool != p.Name && (class.Pool != "" || !p.Default) {
+				if !poolset.Set(class.Pool).Has(p.Name) && (class.Pool != "" || !p.Default) {
 					continue
 				}
 				one.Classes = append(one.Classes, class.Name)

@@ -3,14 +3,17 @@
 package cli
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"io"
 	"os"
+	"regexp"
 	"slices"
 	"strings"
 	"time"
+	"unicode/utf8"
 
 	"github.com/spf13/cobra"
 	"golang.org/x/term"
@@ -53,7 +56,7 @@ func Exit(program string, err error) int {
 	case errors.As(err, &problems):
 		return StatusProblems
 	}
-	fmt.Fprintf(os.Stderr, "%s: %v\n", program, err)
+	fmt.Fprintf(os.Stderr, "%s: %s\n", program, Lines(err.Error()))
 	return 1
 }
 
@@ -90,7 +93,8 @@ func (s *showing) add(cmd *cobra.Command, watch bool) {
 	_ = cmd.RegisterFlagCompletionFunc("output", cobra.FixedCompletions(formats, cobra.ShellCompDirectiveNoFileComp)) // the flag is there
 }
 
-// run shows something, once or again and again; show returns what -o json prints, or prints on the screen.
+// run shows something, once or again and again; show returns what -o json prints, or prints on the screen. An error beside that is the
+// exit status of what was shown.
 func (s *showing) run(cmd *cobra.Command, show func(ctx context.Context, to *screen) (any, error)) error {
 	if s.format != "" && !slices.Contains(formats, s.format) {
 		return fmt.Errorf("--output=%s: give one of %s", s.format, strings.Join(formats, ", "))
@@ -100,14 +104,12 @@ func (s *showing) run(cmd *cobra.Command, show func(ctx context.Context, to *scr
 	}
 	ctx := cmd.Context()
 	for {
-		to := screenOf(cmd.OutOrStdout())
-		to.clear()
 		err := s.once(cmd, show)
 		var problems *ProblemsError
 		if ctx.Err() != nil {
 			return nil
 		}
-		if err != nil && !errors.As(err, &problems) {
+		if err != nil && !errors.As(err, &problems) && !errors.Is(err, errBlind) {
 			return err
 		}
 		select {
@@ -121,30 +123,39 @@ func (s *showing) run(cmd *cobra.Command, show func(ctx context.Context, to *scr
 func (s *showing) once(cmd *cobra.Command, show func(ctx context.Context, to *screen) (any, error)) error {
 	to := screenOf(cmd.OutOrStdout())
 	to.wide = s.format == "wide"
-	if s.format == "json" || s.format == "yaml" {
-		to.Writer = io.Discard
-	}
+	var text bytes.Buffer // shown once it is complete: until then the look before stays
+	to.Writer = &text
 	value, err := show(cmd.Context(), to)
-	var problems *ProblemsError
-	if err != nil && !errors.As(err, &problems) {
+	if err != nil && value == nil {
 		return err
 	}
-	if to.failure != nil {
-		return to.failure
+	if cmd.Context().Err() != nil && s.watch {
+		return err
 	}
-	if printed := encode(cmd.OutOrStdout(), s.format, value); printed != nil {
-		return printed
+	if s.format == "json" || s.format == "yaml" {
+		text.Reset()
+		to.rows = 0
+		if err := encode(&text, s.format, value); err != nil {
+			return err
+		}
+	}
+	shown := text.String()
+	if s.watch && to.width > 0 {
+		shown = emptied + to.first(shown)
+	}
+	if _, err := io.WriteString(cmd.OutOrStdout(), shown); err != nil {
+		return err
 	}
 	return err
 }
 
-// screen is where something is printed: how wide it is, and whether it shows colours.
+// screen is where something is printed: how large it is, and whether it shows colours.
 type screen struct {
 	io.Writer
 	width   int // columns; 0: no limit
+	rows    int // 0: no limit
 	colours bool
 	wide    bool // what is asked for is all there is
-	failure error
 }
 
 // screenOf is the screen that a writer is; a file or a pipe has no width and no colours.
@@ -154,25 +165,43 @@ func screenOf(w io.Writer) *screen {
 	if !ok || !term.IsTerminal(int(f.Fd())) {
 		return s
 	}
-	if width, _, err := term.GetSize(int(f.Fd())); err == nil {
-		s.width = width
+	if width, rows, err := term.GetSize(int(f.Fd())); err == nil {
+		s.width, s.rows = width, rows
 	}
 	s.colours = os.Getenv("NO_COLOR") == "" && os.Getenv("TERM") != "dumb"
 	return s
 }
 
-// clear makes a terminal empty, before it is drawn anew.
-func (s *screen) clear() {
-	if s.width > 0 {
-		s.print("\x1b[H\x1b[2J\x1b[3J")
+// emptied makes a terminal empty, and leaves what has scrolled away.
+const emptied = "\x1b[H\x1b[2J"
+
+// first are the lines of a text that fit the screen, which has the worst first, and how many there are more.
+func (s *screen) first(text string) string {
+	lines := strings.SplitAfter(strings.TrimSuffix(text, "\n"), "\n")
+	takes, fits := 0, 0 // rows of the screen; lines that leave one to say how many there are more, and one to the cursor
+	for i, line := range lines {
+		takes += 1 + max(0, utf8.RuneCountInString(control.ReplaceAllString(line, ""))-1)/s.width // an address is not broken
+		if takes <= s.rows-2 {
+			fits = i + 1
+		}
 	}
+	if s.rows < 3 || takes < s.rows {
+		return text
+	}
+	return strings.Join(lines[:fits], "") + fmt.Sprintf("... and %d lines more\n", len(lines)-fits)
 }
 
-// print prints, and keeps the first error for the end.
+// control are the characters that a terminal takes for commands, and the colours, which are ours.
+var control = regexp.MustCompile(`\x1b\[(?:[01]|3[123])m|[\x00-\x09\x0b-\x1f\x7f-\x{9f}]`)
+
+// print prints to memory. What others wrote (messages, names in events) may hold commands for a terminal, which are not passed on.
 func (s *screen) print(format string, args ...any) {
-	if _, err := fmt.Fprintf(s.Writer, format, args...); err != nil && s.failure == nil {
-		s.failure = err
-	}
+	_, _ = io.WriteString(s.Writer, control.ReplaceAllStringFunc(fmt.Sprintf(format, args...), func(found string) string {
+		if len(found) > 2 {
+			return found
+		}
+		return "?"
+	}))
 }
 
 // Colours, as a terminal takes them (SGR).

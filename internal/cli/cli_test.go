@@ -7,6 +7,7 @@ import (
 	"errors"
 	"flag"
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"strings"
@@ -16,6 +17,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/internal/overview"
 )
 
@@ -57,6 +59,7 @@ func madeUp() *overview.Overview {
 			Claim: &overview.Ref{Namespace: "shop", Name: claim}, PersistentVolume: fmt.Sprintf("pvc-%d", n), State: state}
 	}
 	lost := volume(1, "node-1", "default", "database-0", overview.Lost)
+	lost.Settings = map[string]string{"writeIOPS": "1000", "readAheadKiB": "256"}
 	lost.Used, lost.Pods = &used, []overview.Ref{{Namespace: "shop", Name: "database-0"}}
 	lost.Problems = []overview.Problem{overview.Found(overview.DataLoss, "ImageTruncated", "the image of volume vol.default.1 has 4096 of 10737418240 bytes; restore it from a backup, or delete it", overview.KindVolume, lost.ID)}
 	o.Volumes = append(o.Volumes, lost)
@@ -162,6 +165,16 @@ func TestStatus(t *testing.T) {
 	if out, err := run(fixed{well}, "status"); err != nil || !strings.HasPrefix(out, "Nothing is wrong.\n") {
 		t.Errorf("%v: %s", err, out)
 	}
+	// Who may not look at nodes and agents does not know that they are well.
+	blind := &overview.Overview{Taken: now, Cluster: true, Blind: true, Nodes: []overview.Node{{Name: "n", Ready: true}}}
+	blind.Finish()
+	out, err = run(fixed{blind}, "status")
+	if Exit("x", err) != 1 || strings.Contains(out, "Nothing is wrong") || strings.Contains(out, "1 of 1 answer") {
+		t.Errorf("%v: %s", err, out)
+	}
+	if out, err = run(fixed{blind}, "status", "-o", "json"); Exit("x", err) != 1 || !strings.Contains(out, `"blind": true`) {
+		t.Errorf("%v: %s", err, out)
+	}
 }
 
 // TestFormats: -o json is what -o yaml is, and has what the table has; colours are for terminals.
@@ -208,7 +221,7 @@ func TestFilters(t *testing.T) {
 // TestDescribeNames: by which names a volume is found, and what is said where none or several have it.
 func TestDescribeNames(t *testing.T) {
 	o := madeUp()
-	for _, name := range []string{"vol.default." + key(1), "pvc-1", "shop/database-0"} {
+	for _, name := range []string{"vol.default." + key(1), key(1), "pvc-1", "shop/database-0"} {
 		if d, _, err := find(t.Context(), fixed{o}, name); err != nil || d.Volume.Name != "pvc-1" || len(d.Snapshots) != 1 {
 			t.Errorf("%s: %v", name, err)
 		}
@@ -216,9 +229,47 @@ func TestDescribeNames(t *testing.T) {
 	if _, err := run(fixed{o}, "describe", "shop/none"); err == nil || !strings.Contains(err.Error(), `no volume "shop/none"`) {
 		t.Errorf("a volume that is not there: %v", err)
 	}
+	for _, name := range []string{"snap.default." + key(20), key(20), "snapshot-20"} { // runbooks name both kinds by their keys
+		if _, err := run(fixed{o}, "describe", name); err == nil || !strings.Contains(err.Error(), "is a snapshot; its volume is vol.default."+key(1)) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
 	o.Volumes[0].Claim = &overview.Ref{Namespace: "shop", Name: "cache-2"}
 	if _, err := run(fixed{o}, "describe", "shop/cache-2"); err == nil || !strings.Contains(err.Error(), "2 volumes; give the ID of one: vol.") {
 		t.Errorf("a name of two: %v", err)
+	}
+}
+
+// told has an event that somebody wrote who means ill.
+type told struct{ fixed }
+
+const illMeant = "\x1b[2J\x1b]0;title\x07\u009b31m\rall is well\u202e"
+
+func (told) Details(context.Context, *overview.Volume) ([]Event, []string, error) {
+	return []Event{{Time: now, Type: "Warning", Reason: illMeant, Message: illMeant, Of: "PersistentVolumeClaim shop/database-0"}}, nil, nil
+}
+
+// TestIllMeant: nothing that others wrote (events of tenants, output of tools) reaches a terminal in a way that it would obey.
+func TestIllMeant(t *testing.T) {
+	o := madeUp()
+	o.Volumes[0].Failure, o.Volumes[0].Pods[0].Name = illMeant, illMeant
+	for i := range o.Problems {
+		o.Problems[i].Message = illMeant
+	}
+	for i := range o.Volumes {
+		for j := range o.Volumes[i].Problems {
+			o.Volumes[i].Problems[j].Message = illMeant
+		}
+	}
+	for _, args := range []string{"describe pvc-1", "status", "volumes"} {
+		out, err := run(told{fixed{o}}, strings.Fields(args)...)
+		var problems *ProblemsError
+		if err != nil && !errors.As(err, &problems) {
+			t.Errorf("%s: %v", args, err)
+		}
+		if !strings.Contains(out, "all is well") || strings.ContainsAny(out, "\x1b\x07\r\u009b\u202e") {
+			t.Errorf("%s prints %q", args, out)
+		}
 	}
 }
 
@@ -255,10 +306,101 @@ func TestWatch(t *testing.T) {
 	}
 }
 
+// TestTerminal: on a real terminal a look takes the place of the one before at once, is as wide and as long as the terminal is by then, and
+// has the worst first; what scrolled away before stays.
+func TestTerminal(t *testing.T) {
+	defer func(before time.Duration) { every = before }(every)
+	every = 10 * time.Millisecond
+	program, person := drivertest.Terminal(t, 10, 80)
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	root := &cobra.Command{Use: "ashlar", SilenceErrors: true, SilenceUsage: true}
+	root.AddCommand(Commands(func() (Source, error) { return fixed{madeUp()}, nil }, false)...)
+	root.SetOut(program)
+	root.SetArgs([]string{"status", "--watch"})
+	ended := make(chan error, 1)
+	go func() { ended <- root.ExecuteContext(ctx) }()
+	var seen []byte
+	look := func(rows, columns int, says string) { // until there is one of this size, in whole
+		t.Helper()
+		for part := make([]byte, 4096); ; {
+			n, err := person.Read(part)
+			if err != nil {
+				t.Fatalf("%v after %q", err, seen)
+			}
+			seen = append(seen, part[:n]...)
+			looks := strings.Split(string(seen), "\x1b[H\x1b[2J")
+			if len(looks) < 3 {
+				continue
+			}
+			if one := looks[len(looks)-2]; strings.Contains(one, says) {
+				if lines := strings.Count(one, "\r\n"); lines > rows-1 || !strings.HasPrefix(one, "\x1b[31mDataLoss") {
+					t.Errorf("%d lines on a screen of %d: %q", lines, rows, one)
+				}
+				for line := range strings.SplitSeq(one, "\r\n") {
+					if line = control.ReplaceAllString(line, ""); utf8.RuneCountInString(line) > columns && len(strings.Fields(line)) > 1 && !strings.Contains(line, "https://") {
+						t.Errorf("wider than %d columns: %q", columns, line)
+					}
+				}
+				return
+			}
+		}
+	}
+	look(10, 80, "lines more")
+	drivertest.Resize(t, person, 100, 60)
+	look(100, 60, "Nodes")
+	cancel()
+	go func() { _, _ = io.Copy(io.Discard, person) }()
+	if err := <-ended; err != nil {
+		t.Error(err)
+	}
+	if strings.Contains(string(seen), "\x1b[3J") {
+		t.Error("what had scrolled away was wiped out")
+	}
+}
+
+// TestCommandsForTerminals: what others wrote gives a terminal no commands, in no column and no message.
+func TestCommandsForTerminals(t *testing.T) {
+	const hostile = "\x1b]0;owned\a\u009b31m\r\b"
+	o := madeUp()
+	o.Problems[0].Message += hostile
+	o.Volumes[0].Problems = o.Problems[:1]
+	o.Volumes[0].Claim.Name, o.Nodes[0].Name, o.Nodes[0].Pools[0].Name = hostile, hostile, hostile
+	for _, args := range []string{"status", "pools", "volumes", "volumes -o wide", "describe pvc-1", "capacity"} {
+		out, err := run(fixed{o}, strings.Fields(args)...)
+		var problems *ProblemsError
+		if err != nil && !errors.As(err, &problems) || !strings.Contains(out, `\x1b]0;owned\a\u009b31m`) || strings.ContainsAny(out, "\x1b\a\u009b\r\b") {
+			t.Errorf("%s: %v: %q", args, err, out)
+		}
+	}
+}
+
 func TestSizes(t *testing.T) {
 	for bytes, want := range map[int64]string{0: "0", 1023: "1023", 1024: "1Ki", 1536: "1.5Ki", 10 * gib: "10Gi", 100*gib + 1: "100Gi", 1<<63 - 1: "8Ei"} {
 		if have := size(bytes); have != want {
 			t.Errorf("%d bytes are %s, want %s", bytes, have, want)
+		}
+	}
+}
+
+// TestRoomOfSets: of a class that names several pools, the room is that of all, and the largest volume that of one; of nodes that are down it is none.
+func TestRoomOfSets(t *testing.T) {
+	pool := func(node, name string, available int64, first bool) overview.Pool {
+		return overview.Pool{Node: node, Name: name, Available: available, MaxVolume: available, Default: first}
+	}
+	failing := pool("a", "fast-c", 4, false)
+	failing.Problems = []overview.Problem{{Severity: overview.Degraded, Reason: "DiskFailing"}}
+	dead := pool("a", "fast-d", 8, false)
+	dead.Problems = []overview.Problem{{Severity: overview.Inaccessible, Reason: "PoolMissing"}}
+	o := &overview.Overview{Classes: []overview.Class{{Name: "default"}, {Name: "set", Pool: "fast-*"}, {Name: "two", Pool: "slow,fast-b"}, {Name: "one", Pool: "fast-b"}}, Nodes: []overview.Node{
+		{Name: "a", Ready: true, Pools: []overview.Pool{pool("a", "slow", 1, true), pool("a", "fast-b", 2, false), failing, dead}},
+		{Name: "b", Ready: true, Pools: []overview.Pool{pool("b", "fast-b", 16, true)}},
+		{Name: "down", Pools: []overview.Pool{pool("down", "fast-b", 32, true)}},
+	}}
+	for _, have := range roomOf(o).Classes {
+		want := map[string]classRoom{"default": {"default", 2, 17, 16}, "set": {"set", 3, 22, 16}, "two": {"two", 3, 19, 16}, "one": {"one", 2, 18, 16}}[have.Class]
+		if have != want {
+			t.Errorf("%+v, want %+v", have, want)
 		}
 	}
 }

@@ -3,6 +3,7 @@ package cli
 import (
 	"context"
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 
@@ -26,8 +27,8 @@ func (c *commands) describe() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "describe VOLUME",
 		Short: "Show all of one volume: claim, pods, node, device, snapshots, history, problems",
-		Long: `describe shows all that is known of one volume, in one page. VOLUME is its ID (vol.POOL.KEY), the name of
-its PersistentVolume, or NAMESPACE/CLAIM.`,
+		Long: `describe shows all that is known of one volume, in one page. VOLUME is its ID (vol.POOL.KEY), the KEY alone, the
+name of its PersistentVolume, or NAMESPACE/CLAIM.`,
 		Args: func(_ *cobra.Command, args []string) error {
 			if len(args) != 1 {
 				return fmt.Errorf("give one volume: its ID, the name of its PersistentVolume, or NAMESPACE/CLAIM")
@@ -59,7 +60,7 @@ its PersistentVolume, or NAMESPACE/CLAIM.`,
 	return cmd
 }
 
-// namesOfVolume are all names by which a volume can be asked for.
+// namesOfVolume are the names by which a volume can be asked for, beside its key.
 func namesOfVolume(v *overview.Volume) []string {
 	names := []string{v.ID, v.Name}
 	if v.PersistentVolume != "" {
@@ -71,6 +72,26 @@ func namesOfVolume(v *overview.Volume) []string {
 	return names
 }
 
+// keyOf is the last part of an ID: in a cluster the name of the object.
+func keyOf(id string) string { return id[strings.LastIndexByte(id, '.')+1:] }
+
+// notThere says that no volume has a name, and which one is meant if a snapshot has it.
+func notThere(o *overview.Overview, name string) error {
+	for _, s := range o.Snapshots {
+		if name == s.ID || name == s.Name || name == keyOf(s.ID) {
+			return fmt.Errorf("%q is a snapshot; its volume is %s, whose description has it", name, s.Source)
+		}
+	}
+	for _, n := range o.Nodes {
+		for _, p := range n.Pools {
+			if !o.Cluster && slices.ContainsFunc(p.Problems, unusable) {
+				return fmt.Errorf("no volume %q is known, and pool %s cannot be asked: %s", name, p.Name, p.Problems[0].Message)
+			}
+		}
+	}
+	return fmt.Errorf("there is no volume %q; give its ID, the name of its PersistentVolume, or NAMESPACE/CLAIM (volumes lists them)", name)
+}
+
 // find finds out all of the volume of a name.
 func find(ctx context.Context, source Source, name string) (*description, time.Time, error) {
 	o, err := source.Overview(ctx)
@@ -79,16 +100,13 @@ func find(ctx context.Context, source Source, name string) (*description, time.T
 	}
 	var found []*overview.Volume
 	for i := range o.Volumes {
-		for _, one := range namesOfVolume(&o.Volumes[i]) {
-			if one == name {
-				found = append(found, &o.Volumes[i])
-				break
-			}
+		if v := &o.Volumes[i]; slices.Contains(namesOfVolume(v), name) || name == keyOf(v.ID) {
+			found = append(found, v)
 		}
 	}
 	switch {
 	case len(found) == 0:
-		return nil, o.Taken, fmt.Errorf("there is no volume %q; give its ID, the name of its PersistentVolume, or NAMESPACE/CLAIM (volumes lists them)", name)
+		return nil, o.Taken, notThere(o, name)
 	case len(found) > 1: // a volume that was kept, and one that was made for a new claim of the name
 		var ids []string
 		for _, v := range found {
@@ -113,6 +131,7 @@ func find(ctx context.Context, source Source, name string) (*description, time.T
 	var missing []string
 	d.History, missing, err = source.Details(ctx, &d.Volume)
 	d.Missing = append(d.Missing, missing...)
+	plainly(d)
 	return d, o.Taken, err
 }
 
@@ -192,6 +211,12 @@ func (d *description) facts(to *screen, now time.Time) {
 	}
 	fact("Size", fmt.Sprintf("%s (%d bytes), %s%s", size(v.Size), v.Size, kind, used))
 	fact("Carries", carries)
+	var settings []string
+	for name, value := range v.Settings {
+		settings = append(settings, name+"="+value)
+	}
+	slices.Sort(settings)
+	fact("Settings", strings.Join(settings, ", "))
 	fact("Copied from", v.Source)
 	fact("Made", fmt.Sprintf("%s (%s ago)", v.Created.Format(time.RFC3339), age(now, v.Created)))
 	fact("Devices", strings.Join(v.Devices, ", "))

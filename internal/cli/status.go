@@ -2,6 +2,7 @@ package cli
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"strings"
 
@@ -18,7 +19,8 @@ func (c *commands) status() *cobra.Command {
 		Long: `status shows everything that is wrong, the worst first, each with what to do and where to read on; then in
 a few lines what there is.
 
-It ends with status 0 if nothing is wrong, with 2 if something is, and with 1 if it could not find out.`,
+It ends with status 0 if nothing is wrong, with 2 if something is, and with 1 if it could not find out, which is also
+so if nothing is known to be wrong, and you may not list nodes and leases.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return s.run(cmd, func(ctx context.Context, to *screen) (any, error) {
@@ -27,8 +29,11 @@ It ends with status 0 if nothing is wrong, with 2 if something is, and with 1 if
 					return nil, err
 				}
 				printStatus(to, o)
-				if len(o.Problems) > 0 {
+				switch {
+				case len(o.Problems) > 0:
 					return o, &ProblemsError{len(o.Problems)}
+				case o.Blind:
+					return o, errBlind
 				}
 				return o, nil
 			})
@@ -38,13 +43,20 @@ It ends with status 0 if nothing is wrong, with 2 if something is, and with 1 if
 	return cmd
 }
 
-// take returns the overview of the program's source.
+// errBlind is the error of "status" where nothing is known to be wrong, and not everything could be looked at.
+var errBlind = errors.New("it is not known whether the nodes are there and their agents are heard; ask with the right to list nodes and leases")
+
+// take returns the overview of the program's source, as it may be shown.
 func (c *commands) take(ctx context.Context) (*overview.Overview, error) {
 	source, err := c.source()
 	if err != nil {
 		return nil, err
 	}
-	return source.Overview(ctx)
+	o, err := source.Overview(ctx)
+	if err == nil {
+		plainly(o)
+	}
+	return o, err
 }
 
 func printStatus(to *screen, o *overview.Overview) {
@@ -58,7 +70,11 @@ func printStatus(to *screen, o *overview.Overview) {
 		}
 		to.print("    See %s\n\n", group.Runbook)
 	}
-	if len(o.Problems) == 0 {
+	switch {
+	case len(o.Problems) > 0:
+	case o.Blind:
+		to.print("%s\n\n", to.paint(yellow, "Nothing is known to be wrong."))
+	default:
 		to.print("%s\n\n", to.paint(green, "Nothing is wrong."))
 	}
 	printMissing(to, o.Missing)
@@ -88,7 +104,11 @@ func printSummary(to *screen, o *overview.Overview) {
 	for _, p := range pools {
 		sum.Total, sum.Available = sum.Total+p.Total, sum.Available+p.Available
 	}
-	if o.Cluster {
+	switch {
+	case !o.Cluster:
+	case o.Blind:
+		to.print("Nodes      %d; it is not known which of them answer\n", len(o.Nodes))
+	default:
 		to.print("Nodes      %d of %d answer\n", ready, len(o.Nodes))
 	}
 	to.print("Pools      %d, %s; %s of them can still be promised\n", len(pools), size(sum.Total), size(sum.Available))

@@ -18,8 +18,10 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/command"
 	"github.com/ashlar-csi/ashlar/internal/machine"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/disks"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
+	"github.com/ashlar-csi/ashlar/pkg/cgroup"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 )
 
@@ -37,10 +39,12 @@ func Run(ctx context.Context, all []Pool) error {
 	x.kernel()
 	x.loopDevices()
 	x.deviceMapper()
+	x.limits()
 	x.tools()
 	x.filesystems()
 	for _, pool := range all {
 		x.pool(pool)
+		x.disks(pool)
 	}
 	x.propagation()
 	if x.failures > 0 {
@@ -110,6 +114,15 @@ func (x *examination) deviceMapper() {
 	}
 }
 
+// limits are of the pods of a kubelet, so a machine that keeps none lacks nothing but them.
+func (x *examination) limits() {
+	if err := cgroup.Supported(); err != nil {
+		x.warning("limits of I/O (readIOPS, writeBandwidth, ...) are refused: %v", err)
+		return
+	}
+	x.ok("limits of I/O: the control group of pods has the io controller")
+}
+
 func (x *examination) loopDevices() {
 	const control = "/dev/loop-control"
 	f, err := os.OpenFile(control, os.O_RDWR, 0)
@@ -163,6 +176,7 @@ var programs = []struct {
 	{"xfs_repair", "-V", "xfsprogs", filesystem.XFS, "for you, should an XFS be damaged"},
 	{"mkfs.btrfs", "-V", "btrfs-progs", filesystem.Btrfs, "makes btrfs"},
 	{"btrfstune", "", "btrfs-progs", filesystem.Btrfs, "tells copies of btrfs apart, before Linux 6.7"},
+	{"smartctl", "--version", "smartmontools", "", "asks the disks below pools how they are; without it nobody hears that one is about to die"},
 }
 
 // PackageOf returns the package of Debian that has a program.
@@ -229,6 +243,25 @@ func (x *examination) pool(p Pool) {
 		location.Examine(x.ctx, func(verdict blockdev.Verdict, message string) {
 			x.print(verdict, "pool "+p.Name+": "+message)
 		})
+	}
+}
+
+// disks lists the disks below the pools, as far as they are there: which are asked how they are, and which have nothing to say.
+func (x *examination) disks(p Pool) {
+	location, can := p.Location.(blockdev.Founded)
+	if !can {
+		return
+	}
+	numbers, err := location.Foundations(x.ctx)
+	if err != nil {
+		return // why, its location has said
+	}
+	for _, disk := range disks.Below(numbers...) {
+		if disk.Physical {
+			x.ok("pool %s: disk %s: it is asked every %s how it is", p.Name, disk.Name, disks.Every)
+		} else {
+			x.ok("pool %s: disk %s: it is virtual, or of a kind that smartctl does not know: nothing is asked of it", p.Name, disk.Name)
+		}
 	}
 }
 

@@ -1,6 +1,7 @@
 package drivertest
 
 import (
+	"errors"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -101,7 +102,12 @@ func MountNew(t testing.TB, fs, dir string, size int64) (image string) {
 	RunBtrfs(t, "mkfs."+fs, "-q", image)
 	MountLoop(t, image, dir)
 	t.Cleanup(func() {
-		if err := unix.Unmount(dir, 0); err != nil {
+		// A program that another test starts has copies of this process's descriptors until it executes.
+		err := unix.Unmount(dir, 0)
+		for end := time.Now().Add(10 * time.Second); errors.Is(err, unix.EBUSY) && time.Now().Before(end); err = unix.Unmount(dir, 0) {
+			time.Sleep(20 * time.Millisecond)
+		}
+		if err != nil {
 			t.Errorf("unmount %s: %v", dir, err)
 			_ = unix.Unmount(dir, unix.MNT_DETACH)
 		}

@@ -67,7 +67,7 @@ func (p *Pool) Full() (Problem, bool) {
 	return Problem{}, false
 }
 
-// PoolName is the name of a pool as the subject of a problem.
+// PoolName is what a pool is called among those of all nodes: the name of its object in a cluster, and of the subject of its problems.
 func PoolName(node, pool string) string { return node + "." + pool }
 
 // Finish sorts everything, gathers the problems of all nodes, pools, volumes and snapshots, and counts what is in each pool.

@@ -13,6 +13,8 @@ type Overview struct {
 	Version string    `json:"version"` // of what made this
 	// Missing says what is left out, and why: "pods: ..." of what the user may not list, say.
 	Missing []string `json:"missing,omitempty"`
+	// Blind: nodes or agents could not be looked at. That nothing is said of them is then no proof that they are well.
+	Blind bool `json:"blind,omitempty"`
 
 	Problems  []Problem  `json:"problems"` // of everything below
 	Nodes     []Node     `json:"nodes"`
@@ -24,7 +26,7 @@ type Overview struct {
 // Class is a StorageClass.
 type Class struct {
 	Name string `json:"name"`
-	Pool string `json:"pool,omitempty"` // empty: each node's default one
+	Pool string `json:"pool,omitempty"` // a set of pools (poolset.Set); empty: each node's default one
 }
 
 // Problem is something wrong that somebody should do something about.
@@ -129,6 +131,8 @@ type Volume struct {
 	Pods             []Ref  `json:"pods,omitempty"`      // that use it
 	Published        string `json:"published,omitempty"` // the node that may use it
 	Source           string `json:"source,omitempty"`    // the ID of what it was copied from
+	// Settings are the mutable parameters that are in force: limits, and what its device is set to.
+	Settings map[string]string `json:"settings,omitempty"`
 
 	// Devices of it, and where they are mounted or bound; only its own machine knows.
 	Devices []string `json:"devices,omitempty"`

@@ -152,14 +152,29 @@ func (b *tab) open(address string) {
 	b.do(chromedp.Navigate(b.base + address))
 }
 
+// at does something with an element of the page. Where that was replaced between the moment in which it was found and that in which it was to
+// be used, the one that took its place is looked for.
+func (b *tab) at(step chromedp.Action[chromedp.Void]) {
+	b.Helper()
+	for tries := 1; ; tries++ {
+		ctx, cancel := context.WithTimeout(b.ctx, 20*time.Second)
+		err := chromedp.Do(ctx, step)
+		cancel()
+		if err == nil || tries == 10 || !strings.Contains(err.Error(), "node with given id") {
+			check.OK(b, err)
+			return
+		}
+	}
+}
+
 func (b *tab) click(selector string) {
 	b.Helper()
-	b.do(chromedp.Click(chromedp.CSS(selector)))
+	b.at(chromedp.Click(chromedp.CSS(selector)))
 }
 
 func (b *tab) keys(selector, text string) {
 	b.Helper()
-	b.do(chromedp.SendKeys(chromedp.CSS(selector), text))
+	b.at(chromedp.SendKeys(chromedp.CSS(selector), text))
 }
 
 func (b *tab) window(width, height int64) {

@@ -1,6 +1,8 @@
 // Package runbook knows which page of docs/runbooks says what to do about a problem.
 package runbook
 
+import "strings"
+
 // base is where the pages are read.
 const base = "https://github.com/ashlar-csi/ashlar/blob/main/docs/runbooks/"
 
@@ -16,6 +18,9 @@ var pages = map[string]string{
 	"PoolUnavailable":         "pool-down",
 	"PoolReadOnly":            "pool-down",
 	"NotConfigured":           "pool-down",
+	"DiskErrors":              "disk-failing",
+	"DiskFailing":             "disk-failing",
+	"DiskWearing":             "disk-failing",
 	"GroupMetadataNearlyFull": "pool-degraded",
 	"ImagesCopiedOnWrite":     "pool-degraded",
 	"ImagesFragmented":        "pool-degraded",
@@ -44,6 +49,7 @@ var pages = map[string]string{
 	"VolumeFailed":       "volume-inaccessible",
 	"DeviceChanged":      "volume-degraded",
 	"ImageLonger":        "volume-degraded",
+	"LimitsNotKept":      "volume-degraded",
 
 	// Of nodes.
 	"AgentSilent":  "agent-down",
@@ -77,4 +83,13 @@ func URL(reason string) string {
 		return base + page + ".md"
 	}
 	return base + "README.md"
+}
+
+// See returns a message that ends with where to read on about a reason.
+func See(message, reason string) string {
+	message = strings.TrimRight(message, " \n")
+	if !strings.HasSuffix(message, ".") && !strings.HasSuffix(message, "?") {
+		message += "."
+	}
+	return message + " See " + URL(reason)
 }

@@ -56,6 +56,14 @@ func TestReasons(t *testing.T) {
 	}
 }
 
+func TestSee(t *testing.T) {
+	for message, want := range map[string]string{"it is full": "it is full. See ", "it is full.\n": "it is full. See ", "is it mounted?": "is it mounted? See "} {
+		if got := See(message, "NoSpace"); got != want+base+"pool-full.md" {
+			t.Errorf("%q becomes %q", message, got)
+		}
+	}
+}
+
 // TestPages: each page is for a reason or for an alert, and the list has each page.
 func TestPages(t *testing.T) {
 	rules, err := os.ReadFile(filepath.Join(root, "deploy/monitoring/rules.yaml"))

@@ -119,6 +119,8 @@ type Spec struct {
 	// the call, with everything undone.
 	Cut    func(ctx context.Context) error
 	Labels map[string]string
+	// Sector is the logical sector that the devices are to have, in bytes, where the pool has a choice; 0: the pool's own. A copy has its origin's.
+	Sector int64
 	// Prepare, if set, is called with the path of the finished bytes (a file or a
 	// device) before the object becomes ready. It must be repeatable.
 	Prepare func(ctx context.Context, path string) error
@@ -194,6 +196,16 @@ type Capacity struct {
 	Available int64 // what may still be promised, now; never negative
 	MaxVolume int64 // the largest volume that could be made now
 	MinVolume int64
+}
+
+// And is the capacity of two pools, each with storage of its own. A volume is in one of them, so the largest is that of one.
+func (c Capacity) And(other Capacity) Capacity {
+	all := Capacity{Total: c.Total + other.Total, Promised: c.Promised + other.Promised, Used: c.Used + other.Used, Available: c.Available + other.Available,
+		MaxVolume: max(c.MaxVolume, other.MaxVolume), MinVolume: min(c.MinVolume, other.MinVolume)}
+	if all.MinVolume == 0 { // of no pool
+		all.MinVolume = max(c.MinVolume, other.MinVolume)
+	}
+	return all
 }
 
 // Severity of a Problem; the words are those of the CSI specification (VolumeHealth).
@@ -305,7 +317,7 @@ func Unwrap(p Pool) Pool {
 	return nil
 }
 
-// As returns a pool as one that can do more (Identified, Leaver, Prover, Measurer, ThinPool, Cutter, Stackable, Differ); false if it cannot, or is
+// As returns a pool as one that can do more (Identified, Leaver, Prover, Measurer, ThinPool, Cutter, Stackable, Differ, Founded); false if it cannot, or is
 // not open.
 func As[T any](p Pool) (more T, ok bool) {
 	more, ok = Unwrap(p).(T)
@@ -339,6 +351,12 @@ type ThinPool interface {
 // Cutter is a Pool that may fix the bytes of an attached origin in an instant, however large it is. Where CutsAtOnce, writers can be
 // held back for a copy (Spec.Quiesced) also if they have a raw device.
 type Cutter interface{ CutsAtOnce(origin Ref) bool }
+
+// Founded is a Pool, or the location of one, that knows which block devices of this machine its storage is on: their numbers, as in st_rdev (makedev(3)). There are none
+// if it is on none, as files in memory are.
+type Founded interface {
+	Foundations(ctx context.Context) ([]uint64, error)
+}
 
 // Stackable is a Pool over whose devices there may be one of the device mapper, for everybody above to use (pkg/device). The pool says
 // what it is called, so that it is known by the name as long as it is there, and by other versions of the driver.

@@ -25,6 +25,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/internal/overview"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/lazy"
@@ -163,7 +164,7 @@ func (w *environment) strays(pool string, n int) []v1alpha1.Stray {
 	w.Helper()
 	p := &v1alpha1.Pool{}
 	w.eventually(fmt.Sprintf("%d strays are reported", n), func() bool {
-		check.OK(w, client.IgnoreNotFound(w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(nodeName, pool)}, p)))
+		check.OK(w, client.IgnoreNotFound(w.Get(w.ctx, client.ObjectKey{Name: overview.PoolName(nodeName, pool)}, p)))
 		return p.Status.StrayCount == n && len(p.Status.Strays) == n && meta.IsStatusConditionTrue(p.Status.Conditions, v1alpha1.Accounted) == (n == 0)
 	})
 	return p.Status.Strays
@@ -173,7 +174,7 @@ func (w *environment) strays(pool string, n int) []v1alpha1.Stray {
 func (w *environment) adopt(pool, which string) {
 	w.Helper()
 	p := &v1alpha1.Pool{}
-	check.OK(w, w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(nodeName, pool)}, p))
+	check.OK(w, w.Get(w.ctx, client.ObjectKey{Name: overview.PoolName(nodeName, pool)}, p))
 	before := p.DeepCopy()
 	p.Annotations = map[string]string{v1alpha1.AdoptAnnotation: which}
 	check.OK(w, w.Patch(w.ctx, p, client.MergeFrom(before)))
@@ -473,7 +474,7 @@ func TestRestoredFromBeforeGrowth(t *testing.T) {
 func (w *environment) identity(pool, id string) {
 	w.Helper()
 	p := &v1alpha1.Pool{}
-	check.OK(w, w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(nodeName, pool)}, p))
+	check.OK(w, w.Get(w.ctx, client.ObjectKey{Name: overview.PoolName(nodeName, pool)}, p))
 	before := p.DeepCopy()
 	p.Spec.UUID = id
 	check.OK(w, w.Patch(w.ctx, p, client.MergeFrom(before)))
@@ -831,7 +832,7 @@ func (w *environment) works(m *machine, s *store.Store, driver string) {
 	defer m.stop()
 	w.pooled(s, m)
 	check.OK(w, second(s.Create(w.ctx, spec("v")))) // which the agent makes
-	left := &v1alpha1.Pool{ObjectMeta: metav1.ObjectMeta{Name: cluster.PoolName("nowhere", "left")}, Spec: v1alpha1.PoolSpec{NodeName: "nowhere", Pool: "left", Driver: driver}}
+	left := &v1alpha1.Pool{ObjectMeta: metav1.ObjectMeta{Name: overview.PoolName("nowhere", "left")}, Spec: v1alpha1.PoolSpec{NodeName: "nowhere", Pool: "left", Driver: driver}}
 	check.OK(w, w.Create(w.ctx, left))
 	w.eventually("the store forgets the pool of a node that is gone", func() bool {
 		return apierrors.IsNotFound(w.Get(w.ctx, client.ObjectKeyFromObject(left), left))
@@ -926,7 +927,7 @@ func TestPoolReplacedBehind(t *testing.T) {
 	check.OK(t, err)
 	m.stop = w.run(m.agent.Run)
 	p := &v1alpha1.Pool{}
-	read := func() { check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(nodeName, "default")}, p)) }
+	read := func() { check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: overview.PoolName(nodeName, "default")}, p)) }
 	// The agent reads what it wrote, so it has to have that before the watch stands still.
 	w.eventually("the pool is missed", func() bool {
 		read()
@@ -972,7 +973,7 @@ func (w *environment) accounted(node, pool string, words ...string) {
 	w.Helper()
 	w.eventually(fmt.Sprintf("pool %s of %s says %q", pool, node, words), func() bool {
 		p := &v1alpha1.Pool{}
-		check.OK(w, client.IgnoreNotFound(w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(node, pool)}, p)))
+		check.OK(w, client.IgnoreNotFound(w.Get(w.ctx, client.ObjectKey{Name: overview.PoolName(node, pool)}, p)))
 		c := meta.FindStatusCondition(p.Status.Conditions, v1alpha1.Accounted)
 		return c != nil && c.Status == metav1.ConditionFalse && !slices.ContainsFunc(words, func(word string) bool { return !strings.Contains(c.Message, word) })
 	})
@@ -1026,11 +1027,13 @@ func TestAdoptionRefused(t *testing.T) {
 		check.OK(t, w.Delete(w.ctx, w.object(name)))
 	}
 	w.gone()
-	check.OK(t, second(m.local.Create(w.ctx, spec(strings.Repeat("x", 300)))))
+	long := spec(strings.Repeat("x", 3000))
+	long.For = volume.Requester{Namespace: "default", Name: long.Name, PersistentVolume: long.Name}
+	check.OK(t, second(m.local.Create(w.ctx, long)))
 	m.agent.Changed()
 	w.strays("default", 3)
 	p := &v1alpha1.Pool{}
-	check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(nodeName, "default")}, p))
+	check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: overview.PoolName(nodeName, "default")}, p))
 	before := p.DeepCopy()
 	p.Annotations = map[string]string{v1alpha1.AdoptAnnotation: "all"}
 	check.OK(t, w.Patch(w.ctx, p, client.MergeFrom(before)))

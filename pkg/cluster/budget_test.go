@@ -15,6 +15,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/internal/overview"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
@@ -153,7 +154,7 @@ func TestStraysBudget(t *testing.T) {
 		check.OK(t, err)
 		w.eventually("the pool is reported", func() bool {
 			p := &v1alpha1.Pool{}
-			check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(nodeName, "default")}, p))
+			check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: overview.PoolName(nodeName, "default")}, p))
 			return !p.Status.Measured.Time.Before(v.Created)
 		})
 	}

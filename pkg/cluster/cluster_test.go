@@ -24,11 +24,13 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
 	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/internal/overview"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/agent"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/port"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
@@ -60,7 +62,8 @@ func second[T any](_ T, err error) error { return err }
 type environment struct {
 	testing.TB
 	client.Client
-	ctx context.Context
+	ctx    context.Context
+	agents *port.Callers // of stores that are started; nil: they call none
 }
 
 func newEnvironment(t testing.TB) *environment {
@@ -170,7 +173,7 @@ func (w *environment) sweeping() (_ *store.Store, stop func()) {
 
 func (w *environment) storeWith(abandonGrace time.Duration) (_ *store.Store, stop func()) {
 	w.Helper()
-	s, err := store.New(wrapped(apitest.Get(w).Config("controller")), store.Options{GoneGrace: grace, AbandonGrace: abandonGrace, Driver: cluster.DefaultDriver})
+	s, err := store.New(wrapped(apitest.Get(w).Config("controller")), store.Options{GoneGrace: grace, AbandonGrace: abandonGrace, Driver: cluster.DefaultDriver, Agents: w.agents})
 	check.OK(w, err)
 	stop = w.run(s.Run)
 	w.eventually("the store is ready", func() bool { return s.Ready(w.ctx) == nil })
@@ -196,11 +199,14 @@ type machine struct {
 	disks  []*memory.Disk
 	hook   memory.Hook
 	locks  *keylock.Table
-	every  time.Duration // its agent's heartbeat; 0: none
-	driver string        // of its agent; empty: the usual one
+	every  time.Duration                    // its agent's heartbeat; 0: none
+	driver string                           // of its agent; empty: the usual one
+	ported bool                             // its agent has a port
+	wrap   func(*memory.Pool) blockdev.Pool // of its default pool; nil: it is as it is
 
 	local *volume.Local
 	agent *agent.Agent
+	port  *port.Listener
 	stop  func()
 }
 
@@ -212,12 +218,18 @@ func (w *environment) machine(name string) *machine {
 
 func (w *environment) machineWith(name string, hook memory.Hook) *machine {
 	w.Helper()
+	return w.begin(&machine{name: name, hook: hook})
+}
+
+func (w *environment) begin(m *machine) *machine {
+	w.Helper()
+	name := m.name
 	w.node(name, true)
-	m := &machine{name: name, hook: hook, disks: []*memory.Disk{memory.NewDisk(storetest.Size), memory.NewDisk(storetest.Size)}, locks: &keylock.Table{}}
+	m.disks, m.locks = []*memory.Disk{memory.NewDisk(storetest.Size), memory.NewDisk(storetest.Size)}, &keylock.Table{}
 	w.start(m)
 	w.eventually("the pools of "+name+" are there", func() bool {
 		var p v1alpha1.Pool
-		return w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(name, "b")}, &p) == nil && p.Status.Measured != nil
+		return w.Get(w.ctx, client.ObjectKey{Name: overview.PoolName(name, "b")}, &p) == nil && p.Status.Measured != nil
 	})
 	return m
 }
@@ -236,6 +248,10 @@ func wrap(t *testing.T, change func(*rest.Config)) {
 func (w *environment) start(m *machine) {
 	w.Helper()
 	m.stop = w.run(w.agent(m).Run)
+	if m.ported {
+		agent, served := m.stop, w.run(w.served(m))
+		m.stop = func() { served(); agent() }
+	}
 }
 
 // agent makes a new agent of a machine.
@@ -244,12 +260,24 @@ func (w *environment) agent(m *machine) *agent.Agent {
 	mounts, err := mount.LoadTable()
 	check.OK(w, err)
 	pools := []blockdev.Pool{m.disks[0].Open("default", m.hook), m.disks[1].Open("b", m.hook)}
+	if m.wrap != nil {
+		pools[0] = m.wrap(m.disks[0].Open("default", m.hook))
+	}
 	m.local, err = volume.NewLocal(w.ctx, m.name, pools, mounts, 0)
 	check.OK(w, err)
 	o := agent.Options{Driver: cmp.Or(m.driver, cluster.DefaultDriver), Pools: []agent.Pool{{Pool: pools[0], Kind: "memory"}, {Pool: pools[1], Kind: "memory"}},
 		Locks: m.locks, MaxVolumes: storetest.Limit, ProgressEvery: 50 * time.Millisecond}
 	if m.every > 0 {
 		o.Namespace, o.Heartbeat = leases, m.every
+	}
+	if m.ported {
+		m.port, err = port.Listen("127.0.0.1:0")
+		check.OK(w, err)
+		o.Endpoint = m.port.Endpoint()
+		calls, err := port.NewCallers(wrapped(apitest.Get(w).Agent(w, m.name)))
+		check.OK(w, err)
+		w.Cleanup(func() { check.OK(w, calls.Close()) })
+		o.Agents = calls
 	}
 	m.agent, err = agent.New(wrapped(apitest.Get(w).Agent(w, m.name)), m.local, o)
 	check.OK(w, err)
@@ -301,9 +329,9 @@ func (w *environment) asked(what string, call func(context.Context) error, is fu
 // TestStore: Store and Agent together keep every clause of volume.Store.
 func TestStore(t *testing.T) {
 	storetest.Run(t, func(t testing.TB) storetest.Fixture {
-		w, m, s := newCluster(t)
+		w, m, s := newPortedCluster(t)
 		t.Cleanup(func() { w.tally(m) })
-		return storetest.Fixture{Store: s, Node: nodeName, Pools: []string{"default", "b"}, KnowsAll: true}
+		return storetest.Fixture{Store: s, Node: nodeName, Pools: []string{"default", "b"}, KnowsAll: true, Write: storetest.WriteTo(m.disks[0].Open("default", nil))}
 	})
 }
 

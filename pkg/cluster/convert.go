@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"maps"
 	"slices"
-	"strings"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
@@ -55,14 +54,17 @@ func ToProblems(health []v1alpha1.Problem) []blockdev.Problem {
 	return problems
 }
 
-// FromProblems is health as an object has it, the worst first. What was known before is as old as it was.
+// mostProblems is how many problems an object can hold.
+const mostProblems = 16
+
+// FromProblems is health as an object has it: the worst first, and no more than it can hold. What was known before is as old as it was.
 func FromProblems(problems []blockdev.Problem, before []v1alpha1.Problem) []v1alpha1.Problem {
 	now := metav1.Now().Rfc3339Copy() // what an object holds
 	var health []v1alpha1.Problem
 	for _, p := range slices.SortedStableFunc(slices.Values(problems), func(a, b blockdev.Problem) int { return cmp.Compare(b.Severity, a.Severity) }) {
 		for word, severity := range severities {
 			if severity == p.Severity {
-				one := v1alpha1.Problem{Severity: word, Reason: p.Reason, Message: strings.ToValidUTF8(p.Message, "?"), Since: &now}
+				one := v1alpha1.Problem{Severity: word, Reason: p.Reason, Message: Limited(p.Message), Since: &now}
 				if at := slices.IndexFunc(before, func(b v1alpha1.Problem) bool { return b.Reason == p.Reason && b.Since != nil }); at >= 0 {
 					one.Since = before[at].Since
 				}
@@ -70,5 +72,5 @@ func FromProblems(problems []blockdev.Problem, before []v1alpha1.Problem) []v1al
 			}
 		}
 	}
-	return health
+	return health[:min(len(health), mostProblems)]
 }

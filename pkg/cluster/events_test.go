@@ -21,6 +21,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
 	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/overview"
 	"github.com/ashlar-csi/ashlar/internal/runbook"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
@@ -196,7 +197,7 @@ func TestEventsByHand(t *testing.T) {
 // TestEventsOfPools: what is wrong with a pool is said on it and on its node.
 func TestEventsOfPools(t *testing.T) {
 	w, m, s := newCluster(t)
-	pool, node := &v1alpha1.Pool{ObjectMeta: metav1.ObjectMeta{Name: cluster.PoolName(nodeName, "default")}}, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: nodeName}}
+	pool, node := &v1alpha1.Pool{ObjectMeta: metav1.ObjectMeta{Name: overview.PoolName(nodeName, "default")}}, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: nodeName}}
 	for i := range 3 {
 		m.disks[0].Ail(blockdev.Ref{}, blockdev.Problem{Severity: blockdev.Degraded, Reason: "PoolNearlyFull", Message: fmt.Sprint(9-i, " bytes are left; make room")})
 		m.agent.Changed()
@@ -295,7 +296,7 @@ func TestEventsLast(t *testing.T) {
 		w.eventually("the store is ready", func() bool { return s.Ready(w.ctx) == nil })
 		w.pooled(s, m)
 	}
-	pool := &v1alpha1.Pool{ObjectMeta: metav1.ObjectMeta{Name: cluster.PoolName(nodeName, "default")}}
+	pool := &v1alpha1.Pool{ObjectMeta: metav1.ObjectMeta{Name: overview.PoolName(nodeName, "default")}}
 	m.disks[0].Ail(blockdev.Ref{}, blockdev.Problem{Severity: blockdev.Degraded, Reason: "PoolNearlyFull", Message: "make room"})
 	m.agent.Changed()
 	count := func() int32 {

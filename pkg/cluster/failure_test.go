@@ -23,6 +23,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
 	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/internal/overview"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
@@ -469,7 +470,7 @@ func TestStrays(t *testing.T) {
 	m.agent.Changed()
 	w.eventually("it is reported", func() bool {
 		p := &v1alpha1.Pool{}
-		check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(nodeName, "default")}, p))
+		check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: overview.PoolName(nodeName, "default")}, p))
 		c := meta.FindStatusCondition(p.Status.Conditions, v1alpha1.Accounted)
 		return c != nil && c.Status == metav1.ConditionFalse && strings.HasSuffix(c.Message, ": "+stray.ID.String()) &&
 			p.Status.StrayCount == 1 && len(p.Status.Strays) == 1 && p.Status.Strays[0].ID == stray.ID.String() && p.Status.Strays[0].Name == "stray"

@@ -20,12 +20,12 @@ func IndexGroup(o client.Object) []string {
 	return nil
 }
 
-// Members returns the snapshots that say that they belong to a group. The client reads from a cache with the index
+// Members returns the snapshots of a group (v1alpha1.OfGroup). The client reads from a cache with the index
 // ByGroup.
 func Members(ctx context.Context, c client.Reader, key string) ([]v1alpha1.Snapshot, error) {
 	var list v1alpha1.SnapshotList
 	err := c.List(ctx, &list, client.MatchingFields{ByGroup: key})
-	return list.Items, kube.APIError("list the members of a group", err)
+	return v1alpha1.OfGroup(list.Items), kube.APIError("list the members of a group", err)
 }
 
 // LiveMembers is Members by the API server's word.
@@ -38,5 +38,5 @@ func LiveMembers(ctx context.Context, live client.Client, key string) ([]v1alpha
 			}
 		}
 	})
-	return members, kube.APIError("list the members of a group", err)
+	return v1alpha1.OfGroup(members), kube.APIError("list the members of a group", err)
 }

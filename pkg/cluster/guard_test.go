@@ -13,6 +13,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
 	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/overview"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -62,7 +63,7 @@ func volumeOn(node, name string) *v1alpha1.Volume {
 }
 
 func poolOn(node, name string) *v1alpha1.Pool {
-	return &v1alpha1.Pool{ObjectMeta: metav1.ObjectMeta{Name: cluster.PoolName(node, name)}, Spec: v1alpha1.PoolSpec{NodeName: node, Pool: name, Driver: cluster.DefaultDriver}}
+	return &v1alpha1.Pool{ObjectMeta: metav1.ObjectMeta{Name: overview.PoolName(node, name)}, Spec: v1alpha1.PoolSpec{NodeName: node, Pool: name, Driver: cluster.DefaultDriver}}
 }
 
 func snapshotOn(node, name string) *v1alpha1.Snapshot {

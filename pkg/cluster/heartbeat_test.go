@@ -24,6 +24,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/internal/overview"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
@@ -267,14 +268,14 @@ func TestNodeDeletedUnderAgent(t *testing.T) {
 	s := w.listening(silentAfter)
 	w.pooled(s, m)
 	var before, now v1alpha1.Pool
-	key := client.ObjectKey{Name: cluster.PoolName(nodeName, "default")}
+	key := client.ObjectKey{Name: overview.PoolName(nodeName, "default")}
 	check.OK(t, w.Get(w.ctx, key, &before))
 	gone := w.machine("gone") // it has no heartbeat
 	w.pooled(s, gone)
 	gone.stop()
 	check.OK(t, w.DeleteAllOf(w.ctx, &corev1.Node{}))
 	there := func(node string) bool {
-		return w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(node, "default")}, &now) == nil
+		return w.Get(w.ctx, client.ObjectKey{Name: overview.PoolName(node, "default")}, &now) == nil
 	}
 	w.eventually("the Pools of a node without an agent are gone", func() bool { return !there("gone") })
 	if !there(nodeName) || now.UID != before.UID {

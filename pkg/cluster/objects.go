@@ -1,7 +1,11 @@
 package cluster
 
 import (
+	"cmp"
+	"context"
+
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
@@ -9,14 +13,14 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// PoolName is the name of the object of a pool.
-func PoolName(node, pool string) string { return node + "." + pool }
-
 // ReasonNotConfigured is the reason of the condition Healthy for a pool that the node was started without.
 const ReasonNotConfigured = "NotConfigured"
 
 // ReasonStrays is the reason of the condition Accounted for a pool with volumes or snapshots that no object is for.
 const ReasonStrays = "Strays"
+
+// ProvisionedPrefix is what the provisioner's names of volumes begin with; the rest is the UID of the claim.
+const ProvisionedPrefix = "pvc-"
 
 // VolumeID is the ID of the volume of an object.
 func VolumeID(v *v1alpha1.Volume) volume.ID {
@@ -33,7 +37,16 @@ func SourceOf(v *v1alpha1.Volume) volume.ID {
 	if v.Spec.Source == nil {
 		return volume.ID{}
 	}
-	return volume.ID{Kind: blockdev.Kind(v.Spec.Source.Kind), Pool: v.Spec.Pool, Key: v.Spec.Source.Key}
+	return volume.ID{Kind: blockdev.Kind(v.Spec.Source.Kind), Pool: cmp.Or(v.Spec.Source.Pool, v.Spec.Pool), Key: v.Spec.Source.Key}
+}
+
+// FromSource is the inverse of SourceOf, for a volume of a pool.
+func FromSource(source volume.ID, pool string) *v1alpha1.Source {
+	s := &v1alpha1.Source{Kind: string(source.Kind), Key: source.Key}
+	if source.Pool != pool {
+		s.Pool = source.Pool
+	}
+	return s
 }
 
 // RequesterOf says for whom a volume was made.
@@ -61,6 +74,26 @@ func SnapshotNamed(key string) *v1alpha1.Snapshot {
 // VolumeNamed is a Volume object that has no more than its name.
 func VolumeNamed(key string) *v1alpha1.Volume {
 	return &v1alpha1.Volume{ObjectMeta: metav1.ObjectMeta{Name: key}}
+}
+
+// Objects are all volumes, snapshots and pools that a cache has.
+type Objects struct {
+	Volumes   []v1alpha1.Volume
+	Snapshots []v1alpha1.Snapshot
+	Pools     []v1alpha1.Pool
+}
+
+// Cached returns what a cache has: of the cluster, or for an agent of its node. They are the cache's own, so nobody may change them.
+func Cached(ctx context.Context, c cache.Cache) (Objects, error) {
+	var volumes v1alpha1.VolumeList
+	var snapshots v1alpha1.SnapshotList
+	var pools v1alpha1.PoolList
+	for _, list := range []client.ObjectList{&volumes, &snapshots, &pools} {
+		if err := c.List(ctx, list, client.UnsafeDisableDeepCopy); err != nil {
+			return Objects{}, err
+		}
+	}
+	return Objects{volumes.Items, snapshots.Items, pools.Items}, nil
 }
 
 // Object is a Volume or a Snapshot. pkg/api says what its methods are.

@@ -15,6 +15,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/internal/overview"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
@@ -47,7 +48,7 @@ func (w *environment) startWith(m *machine, names ...string) {
 func (w *environment) pool(node, name string) *v1alpha1.Pool {
 	w.Helper()
 	p := &v1alpha1.Pool{}
-	check.OK(w, w.Get(w.ctx, client.ObjectKey{Name: cluster.PoolName(node, name)}, p))
+	check.OK(w, w.Get(w.ctx, client.ObjectKey{Name: overview.PoolName(node, name)}, p))
 	return p
 }
 
@@ -107,7 +108,7 @@ func TestTwoDefaults(t *testing.T) {
 			m.stop() // it would put it right
 			old := w.pool(nodeName, "default").DeepCopy()
 			status := old.Status
-			old.ObjectMeta, old.Spec.Pool = metav1.ObjectMeta{Name: cluster.PoolName(nodeName, "old")}, "old"
+			old.ObjectMeta, old.Spec.Pool = metav1.ObjectMeta{Name: overview.PoolName(nodeName, "old")}, "old"
 			check.OK(t, w.Create(w.ctx, old))
 			old.Status = status
 			spoil(old)
@@ -206,7 +207,7 @@ func TestPoolRemoved(t *testing.T) {
 	m.stop()
 	for i := range 5 {
 		name := fmt.Sprint("old", i)
-		check.OK(t, w.Create(w.ctx, &v1alpha1.Pool{ObjectMeta: metav1.ObjectMeta{Name: cluster.PoolName(nodeName, name)},
+		check.OK(t, w.Create(w.ctx, &v1alpha1.Pool{ObjectMeta: metav1.ObjectMeta{Name: overview.PoolName(nodeName, name)},
 			Spec: v1alpha1.PoolSpec{NodeName: nodeName, Pool: name, MaxVolumes: 1}}))
 	}
 	w.start(m)

@@ -19,6 +19,8 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
 	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/internal/overview"
 	"github.com/ashlar-csi/ashlar/internal/progress"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
@@ -173,6 +175,47 @@ func TestUsed(t *testing.T) {
 	if used := *w.object("v").Status.Used; used != 24*mib {
 		t.Errorf("%d used after a growth", used)
 	}
+}
+
+// TestPoolUsed: what is used of a pool is written with all else, and alone only from time to time: a cluster has thousands of pools.
+func TestPoolUsed(t *testing.T) {
+	w, m, s := newCluster(t)
+	one := spec("v")
+	one.Size = volume.Range{Required: 64 * mib}
+	v, err := s.Create(w.ctx, one)
+	check.OK(t, err)
+	pool := func() *v1alpha1.Pool {
+		o := &v1alpha1.Pool{}
+		check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: overview.PoolName(nodeName, "default")}, o))
+		return o
+	}
+	w.eventually("its size is promised", func() bool { return pool().Status.Promised == 64*mib })
+	device, err := m.disks[0].Open("default", nil).Attach(w.ctx, blockdev.Ref{Kind: blockdev.Volume, Key: v.ID.Key}, blockdev.Attachment{})
+	check.OK(t, err)
+	defer func() { check.OK(t, device.Close()) }()
+	check.OK(t, drivertest.Content{Seed: "used", Size: 48 * mib}.Write(device.Path))
+	looked := func() { // an agent that starts looks at its pools at once
+		m.stop()
+		w.start(m)
+		time.Sleep(time.Second)
+	}
+	looked()
+	if used := pool().Status.Used; used != 0 {
+		t.Errorf("%d is written just after the report before", used)
+	}
+	o := pool()
+	before := o.DeepCopy()
+	o.Status.Measured = new(metav1.NewMicroTime(time.Now().Add(-time.Hour)))
+	check.OK(t, w.Status().Patch(w.ctx, o, client.MergeFrom(before)))
+	looked()
+	w.eventually("it is written an hour later", func() bool { return pool().Status.Used == 48*mib })
+	check.OK(t, drivertest.Content{Seed: "more", Size: 56 * mib}.Write(device.Path))
+	looked()
+	if used := pool().Status.Used; used != 48*mib {
+		t.Errorf("%d is written just after that", used)
+	}
+	check.OK(t, second(s.Create(w.ctx, spec("other"))))
+	w.eventually("the newest is written with what is promised", func() bool { return pool().Status.Used == 56*mib })
 }
 
 // TestProgress: how far a copy is can be seen while it takes long, and what is done soon costs no write for it. Neither holds the

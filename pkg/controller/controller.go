@@ -112,7 +112,11 @@ func (s *Server) CreateVolume(ctx context.Context, r *csi.CreateVolumeRequest) (
 	if err := parameters.Agree(spec.Filesystem); err != nil {
 		return nil, err
 	}
-	spec.Pool, spec.Provisioning, spec.For = parameters.Pool, parameters.Provisioning, parameters.For
+	spec.Pool, spec.Spread, spec.Copies = parameters.Pool, parameters.Spread, parameters.Copies
+	spec.Provisioning, spec.For = parameters.Provisioning, parameters.For
+	if spec.Spread != volume.NoSpread && spec.For.Name == "" {
+		return nil, fmt.Errorf("%w: parameter spread=%s: nobody says which claim the volume is for; external-provisioner does with --extra-create-metadata", errdefs.ErrInvalid, spec.Spread)
+	}
 	if spec.Nodes, err = s.nodesOf(ctx, r.GetAccessibilityRequirements()); err != nil {
 		return nil, err
 	}
@@ -354,7 +358,7 @@ func (s *Server) ControllerGetVolume(ctx context.Context, r *csi.ControllerGetVo
 		Status: &csi.ControllerGetVolumeResponse_VolumeStatus{PublishedNodeIds: toStatus(v)}}, nil
 }
 
-// GetCapacity returns what a pool can still promise.
+// GetCapacity returns what the pools of a class can still promise together, and the largest volume that one of them can.
 func (s *Server) GetCapacity(ctx context.Context, r *csi.GetCapacityRequest) (*csi.GetCapacityResponse, error) {
 	parameters, err := csimap.ParseParameters(r.GetParameters())
 	if err != nil {
@@ -386,11 +390,7 @@ func (s *Server) GetCapacity(ctx context.Context, r *csi.GetCapacityRequest) (*c
 		if err != nil {
 			return nil, err
 		}
-		c.Available += one.Available
-		c.MaxVolume = max(c.MaxVolume, one.MaxVolume)
-		if c.MinVolume == 0 || (one.MinVolume > 0 && one.MinVolume < c.MinVolume) {
-			c.MinVolume = one.MinVolume
-		}
+		c = c.And(one)
 	}
 	return &csi.GetCapacityResponse{AvailableCapacity: c.Available, MaximumVolumeSize: wrapInt64(c.MaxVolume),
 		MinimumVolumeSize: wrapInt64(max(c.MinVolume, floor))}, nil

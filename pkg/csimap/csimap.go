@@ -5,11 +5,12 @@ package csimap
 import (
 	"fmt"
 	"slices"
-	"strconv"
 	"strings"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 
+	"github.com/ashlar-csi/ashlar/internal/poolset"
+	"github.com/ashlar-csi/ashlar/internal/quantity"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
@@ -57,7 +58,9 @@ func ClassParameters() []Parameter {
 		filesystems = append(filesystems, fmt.Sprintf("%s (%d MiB and up)", t, t.MinSize()>>20))
 	}
 	return []Parameter{
-		{"pool", "name of a pool", "the node's first one"},
+		{"pool", "name of a pool; or a set of pools: names, and patterns with * (`fast-*`), separated by commas", "the node's first one"},
+		{"spread", string(volume.SpreadPreferred) + ", " + string(volume.SpreadRequired) + ": the volumes of one StatefulSet in different pools of the set; not for inline ephemeral volumes", "where there is most room"},
+		{"copies", string(volume.CopiesLocal) + ": clones and restores are on the node of their source; " + string(volume.CopiesAnywhere) + ": also on others, if the agents have a port (`--agent-endpoint`)", string(volume.CopiesLocal)},
 		{"provisioning", string(blockdev.Thick) + ", " + string(blockdev.Thin), "what the pool has; of file pools " + string(blockdev.Thick)},
 		{fsType, strings.Join(filesystems, ", "), string(filesystem.Types[0])},
 	}
@@ -65,7 +68,9 @@ func ClassParameters() []Parameter {
 
 // Parameters of a StorageClass.
 type Parameters struct {
-	Pool string // empty: not given
+	Pool   string        // a poolset.Set; empty: not given
+	Spread volume.Spread // empty: not given
+	Copies volume.Copies // empty: not given
 	// Provisioning: AnyProvisioning if it was not given.
 	Provisioning blockdev.Provisioning
 	Filesystem   filesystem.Type  // empty: not given
@@ -95,15 +100,9 @@ func ParseParameters(parameters map[string]string) (Parameters, error) {
 			if p.Filesystem, err = filesystem.ParseType(value); err != nil {
 				return Parameters{}, fmt.Errorf("parameter %s: %w", key, err)
 			}
-		case key == "pool":
-			if !blockdev.ValidPoolName(value) {
-				return p, fmt.Errorf("%w: parameter pool=%q is not the name of a pool", errdefs.ErrInvalid, value)
-			}
-			p.Pool = value
-		case key == "provisioning":
-			p.Provisioning = blockdev.Provisioning(value)
-			if p.Provisioning != blockdev.Thick && p.Provisioning != blockdev.Thin {
-				return Parameters{}, fmt.Errorf("%w: parameter provisioning=%q; thick and thin are known", errdefs.ErrInvalid, value)
+		case key == "pool", key == "spread", key == "copies", key == "provisioning":
+			if err := p.place(key, value); err != nil {
+				return Parameters{}, err
 			}
 		case key == pvcName || key == pvcNamespace || key == pvName:
 			if len(value) > maxName {
@@ -111,10 +110,34 @@ func ParseParameters(parameters map[string]string) (Parameters, error) {
 			}
 			*map[string]*string{pvcName: &p.For.Name, pvcNamespace: &p.For.Namespace, pvName: &p.For.PersistentVolume}[key] = value
 		case !ForCO(key):
-			return p, fmt.Errorf("%w: unknown parameter %q; pool, provisioning and fstype are known", errdefs.ErrInvalid, key)
+			return p, fmt.Errorf("%w: unknown parameter %q; pool, spread, copies, provisioning and fstype are known", errdefs.ErrInvalid, key)
 		}
 	}
 	return p, nil
+}
+
+// place reads a parameter that says where, and how, the volume takes its space.
+func (p *Parameters) place(key, value string) error {
+	switch key {
+	case "pool":
+		if _, err := poolset.Parse(value); err != nil {
+			return fmt.Errorf("%w: parameter pool=%q: %w", errdefs.ErrInvalid, value, err)
+		}
+		p.Pool = value
+	case "spread":
+		if p.Spread = volume.Spread(value); p.Spread != volume.SpreadPreferred && p.Spread != volume.SpreadRequired {
+			return fmt.Errorf("%w: parameter spread=%q; preferred and required are known", errdefs.ErrInvalid, value)
+		}
+	case "copies":
+		if p.Copies = volume.Copies(value); p.Copies != volume.CopiesLocal && p.Copies != volume.CopiesAnywhere {
+			return fmt.Errorf("%w: parameter copies=%q; local and anywhere are known", errdefs.ErrInvalid, value)
+		}
+	case "provisioning":
+		if p.Provisioning = blockdev.Provisioning(value); p.Provisioning != blockdev.Thick && p.Provisioning != blockdev.Thin {
+			return fmt.Errorf("%w: parameter provisioning=%q; thick and thin are known", errdefs.ErrInvalid, value)
+		}
+	}
+	return nil
 }
 
 // Agree returns ErrInvalid if the parameters say another filesystem than the capabilities ask for,
@@ -150,26 +173,14 @@ func ParseEphemeral(context map[string]string) (Parameters, volume.Range, error)
 	return p, size, err
 }
 
-var suffixes = []struct {
-	suffix string
-	factor int64
-}{{"Ki", 1 << 10}, {"Mi", 1 << 20}, {"Gi", 1 << 30}, {"Ti", 1 << 40}, {"k", 1e3}, {"M", 1e6}, {"G", 1e9}, {"T", 1e12}}
-
 // ParseQuantity reads a number of bytes, from 1 to blockdev.MaxSize: digits, or a Kubernetes
 // quantity with a suffix of Ki, Mi, Gi, Ti, k, M, G or T. ErrInvalid for anything else.
 func ParseQuantity(text string) (int64, error) {
-	number, factor := text, int64(1)
-	for _, s := range suffixes {
-		if cut, ok := strings.CutSuffix(text, s.suffix); ok {
-			number, factor = cut, s.factor
-			break
-		}
-	}
-	n, err := strconv.ParseInt(number, 10, 64)
-	if err != nil || n <= 0 || n > blockdev.MaxSize/factor {
+	n := quantity.Parse(text)
+	if n == 0 || n > blockdev.MaxSize {
 		return 0, fmt.Errorf("%w: %q is no size; write bytes, or a number with Ki, Mi, Gi, Ti, k, M, G or T", errdefs.ErrInvalid, text)
 	}
-	return n * factor, nil
+	return n, nil
 }
 
 // modes are the access modes that a volume of one node can have. Readers on any number of nodes

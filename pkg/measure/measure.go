@@ -19,6 +19,8 @@ const (
 	fresh = 5 * time.Second
 	// freshVolumes is the same for its volumes, which are looked at one by one.
 	freshVolumes = time.Minute
+	// slow is how long a look at a pool may take, on a disk that is busy, say. What takes longer hangs.
+	slow = 10 * time.Second
 	// patience is how long a scrape waits for pools.
 	patience = metrics.ScrapeTime * 2 / 3
 	// closeTime is how long the end of the driver waits for what hangs.
@@ -178,8 +180,8 @@ var hangs = blockdev.Problem{Severity: blockdev.Inaccessible, Reason: "PoolUnava
 
 func (p *pool) stateSamples(node string, patience <-chan struct{}) []metrics.Sample {
 	name := p.Name()
-	s, known, late := p.state.get(patience)
-	if late || !known {
+	s, known, busy := p.state.get(patience)
+	if !known || busy > slow {
 		s = state{problems: []blockdev.Problem{hangs}}
 	}
 	var samples []metrics.Sample

@@ -29,6 +29,10 @@ var (
 
 	VolumeProblems = sampledGauge("ashlar_volume_problems", "Volumes that have something wrong with them, by what that is.", "node", "pool", "severity", "reason")
 
+	DiskHealthy = sampledGauge("ashlar_disk_healthy", "1 if a disk below the pool says of itself that it is well, 0 if it says that it fails (SMART's overall assessment, NVMe's critical warnings).", "node", "pool", "device")
+	DiskWear    = sampledGauge("ashlar_disk_wear_ratio", "The part of its life that a disk below the pool has used, by its own reckoning; 1 is all of it, and it may be more.", "node", "pool", "device")
+	DiskErrors  = sampledGauge("ashlar_disk_errors", "What went wrong on the medium of a disk below the pool, by its own count: sectors that cannot be read (pending) or were replaced (reallocated), and errors that it could not correct (uncorrectable).", "node", "pool", "device", "kind")
+
 	LoopDevicesFree = sampledGauge("ashlar_loop_devices_free", "Loop devices that the kernel of the node may still have; each volume of a file pool that is in use takes one or two.", "node")
 )
 
@@ -66,7 +70,7 @@ var programs = map[string]bool{}
 
 func init() {
 	for _, name := range []string{
-		"mkfs.ext4", "mkfs.xfs", "mkfs.btrfs", "e2fsck", "resize2fs", "btrfstune", "lvm",
+		"mkfs.ext4", "mkfs.xfs", "mkfs.btrfs", "e2fsck", "resize2fs", "btrfstune", "lvm", "smartctl", "thin_delta", "thin_dump",
 		"fullreport", "lvs", "lvcreate", "lvremove", "lvchange", "lvextend"} {
 		programs[name] = true
 	}

@@ -16,6 +16,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 	dto "github.com/prometheus/client_model/go"
+	"golang.org/x/net/netutil"
 )
 
 // Gatherer has metrics of its own, as those of a library.
@@ -41,6 +42,8 @@ const (
 	atOnce      = 4
 	headerBytes = 16 << 10
 	stopTime    = time.Second
+	idleTime    = time.Minute
+	connections = 64 // more than that wait: descriptors and memory are for volumes
 )
 
 // Describe says nothing: which series there are is only known when they are.
@@ -96,9 +99,9 @@ func Serve(ctx context.Context, listener net.Listener, from Gatherer) error {
 		// More at once are refused.
 		MaxRequestsInFlight: atOnce,
 	}))
-	server := &http.Server{Handler: mux, ReadTimeout: headerTime, WriteTimeout: answerTime, IdleTimeout: 2 * time.Minute, MaxHeaderBytes: headerBytes}
+	server := &http.Server{Handler: mux, ReadTimeout: headerTime, WriteTimeout: answerTime, IdleTimeout: idleTime, MaxHeaderBytes: headerBytes}
 	served := make(chan error, 1)
-	go func() { served <- server.Serve(listener) }()
+	go func() { served <- server.Serve(netutil.LimitListener(listener, connections)) }()
 	select {
 	case err := <-served:
 		return fmt.Errorf("serve metrics: %w", err)

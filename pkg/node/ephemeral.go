@@ -5,10 +5,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 
+	"github.com/ashlar-csi/ashlar/internal/poolset"
 	"github.com/ashlar-csi/ashlar/pkg/csimap"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
@@ -30,9 +30,9 @@ func (e Ephemeral) admit(spec *volume.Spec) error {
 	if len(e.Pools) == 0 {
 		return fmt.Errorf("%w: inline ephemeral volumes are switched off on this node (--ephemeral-pools); use a claim, or a generic ephemeral volume, which is one", errdefs.ErrPrecondition)
 	}
-	spec.Pool = cmp.Or(spec.Pool, e.Pools[0])
-	if !slices.Contains(e.Pools, spec.Pool) {
-		return fmt.Errorf("%w: pool %s is not for inline ephemeral volumes; %v are (--ephemeral-pools)", errdefs.ErrInvalid, spec.Pool, e.Pools)
+	asked := cmp.Or(spec.Pool, e.Pools[0])
+	if spec.Pool = string(poolset.Set(asked).Among(e.Pools)); spec.Pool == "" {
+		return fmt.Errorf("%w: pool %s is not for inline ephemeral volumes; %v are (--ephemeral-pools)", errdefs.ErrInvalid, asked, e.Pools)
 	}
 	if e.MaxSize > 0 && spec.Size.Required > e.MaxSize {
 		return fmt.Errorf("%w: %d bytes; an inline ephemeral volume has up to %d (--ephemeral-max-size)", errdefs.ErrOutOfRange, spec.Size.Required, e.MaxSize)
@@ -52,6 +52,9 @@ func (s *Server) publishEphemeral(ctx context.Context, r *csi.NodePublishVolumeR
 	parameters, size, err := csimap.ParseEphemeral(r.GetVolumeContext())
 	if err == nil {
 		err = parameters.Agree(how.fs)
+	}
+	if err == nil && parameters.Spread != volume.NoSpread {
+		err = fmt.Errorf("%w: parameter spread=%s is for the claims of a StatefulSet, not for inline ephemeral volumes", errdefs.ErrInvalid, parameters.Spread)
 	}
 	if err != nil {
 		return err

@@ -70,6 +70,7 @@ func (s *Server) mountVolume(ctx context.Context, v volume.Volume, path string, 
 	}
 	// From the mount on, it is the mount that holds the device.
 	defer device.Close()
+	_ = s.volumes.Unlimit(ctx, device.Number) // its number may be one that had limits
 	if err := filesystem.Unused(ctx, device.Path); err != nil {
 		return err
 	}
@@ -264,12 +265,17 @@ func (s *Server) unstage(ctx context.Context, id volume.ID, path string) error {
 	if len(others) > 0 {
 		return fmt.Errorf("%w: it is still published at %s", errdefs.ErrInUse, others[0])
 	}
+	relimit := func() {}
+	if at.mounted { // so its number is not another's
+		relimit = s.volumes.Unlimit(ctx, at.device)
+	}
 	if place == path {
 		err = mount.Unmount(path) // the directory is the caller's
 	} else {
 		err = mount.RemoveTarget(place)
 	}
 	if err != nil {
+		relimit()
 		return err
 	}
 	s.mounts.Remove(at.device, place)

@@ -1,12 +1,12 @@
 package volume
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"slices"
 
+	"github.com/ashlar-csi/ashlar/internal/poolset"
 	"github.com/ashlar-csi/ashlar/internal/trace"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -16,12 +16,16 @@ import (
 // Spec says what volume to create.
 type Spec struct {
 	Name string
-	Pool string // empty: the source's, or else the default
-	Size Range
+	Pool string // name of one, or a set of them (poolset.Set); empty: the source's, or else the default
+	// Spread over the pools that it may be in; it makes no difference to a copy.
+	Spread Spread
+	Size   Range
 	// Provisioning: AnyProvisioning takes the pool's own way.
 	Provisioning blockdev.Provisioning
 	// Source to copy: a volume or a snapshot; the zero ID for an empty volume.
 	Source ID
+	// Copies says where a copy may be.
+	Copies Copies
 	// Filesystem that it will carry; empty for raw block.
 	Filesystem filesystem.Type
 	Mutable    map[string]string
@@ -56,7 +60,7 @@ func (s Spec) Check(v Volume) error {
 	switch {
 	case v.Name != s.Name:
 		return differs("name", v.Name, s.Name)
-	case s.Pool != "" && v.ID.Pool != s.Pool:
+	case s.Pool != "" && !poolset.Set(s.Pool).Has(v.ID.Pool):
 		return differs("pool", v.ID.Pool, s.Pool)
 	case !s.Size.includes(v.Size):
 		return differs("size", v.Size, s.Size)
@@ -80,13 +84,17 @@ func (l *Local) Create(ctx context.Context, spec Spec) (Volume, error) {
 	if len(spec.Nodes) > 0 && !slices.Contains(spec.Nodes, l.node) {
 		return Volume{}, fmt.Errorf("%w: volumes of this store are on node %s, not on %v", errdefs.ErrNoSpace, l.node, spec.Nodes)
 	}
-	spec.Pool = cmp.Or(spec.Pool, spec.Source.Pool)
 	id, record, err := l.named(ctx, blockdev.Volume, spec.Name)
-	if err == nil {
+	switch {
+	case err == nil && !unfinished(record):
 		v := fromRecord(id.Pool, l.node, record)
 		return v, spec.Check(v)
+	case err == nil && !spec.Elsewhere(): // it was to be something else, and nobody ever saw it
+		err = l.dropUnfinished(ctx, id)
+	default:
+		err = errdefs.IgnoreNotFound(err)
 	}
-	if !errors.Is(err, errdefs.ErrNotFound) {
+	if err != nil {
 		return Volume{}, err
 	}
 	if spec.Source == (ID{}) {
@@ -97,10 +105,18 @@ func (l *Local) Create(ctx context.Context, spec Spec) (Volume, error) {
 
 // createEmpty makes a volume whose bytes are zeros.
 func (l *Local) createEmpty(ctx context.Context, spec Spec) (Volume, error) {
-	pool, err := l.choosePool(spec.Pool)
+	pools, err := l.poolsOf(spec.Pool)
 	if err != nil {
 		return Volume{}, err
 	}
+	if len(pools) == 1 && spec.Spread == NoSpread {
+		return l.createIn(ctx, spec, pools[0])
+	}
+	return l.createPlaced(ctx, spec, pools, 0, l.createIn)
+}
+
+// createIn makes an empty volume in a pool.
+func (l *Local) createIn(ctx context.Context, spec Spec, pool blockdev.Pool) (Volume, error) {
 	create, err := newVolume(spec, pool, 0)
 	if err != nil {
 		return Volume{}, err
@@ -126,14 +142,10 @@ func (l *Local) createCopy(ctx context.Context, spec Spec) (Volume, error) {
 	if err := spec.CheckSource(carried(source.record)); err != nil {
 		return Volume{}, err
 	}
-	pool, err := l.choosePool(spec.Pool)
-	if err != nil {
-		return Volume{}, err
+	if spec.Elsewhere() {
+		return l.createElsewhere(ctx, spec)
 	}
-	if source.pool != pool {
-		return Volume{}, fmt.Errorf("%w: source %s is in pool %s and cannot be copied to pool %s", errdefs.ErrInvalid, spec.Source, source.pool.Name(), pool.Name())
-	}
-	create, err := newVolume(spec, pool, source.record.Size)
+	create, err := newVolume(spec, source.pool, source.record.Size)
 	if err != nil {
 		return Volume{}, err
 	}
@@ -148,11 +160,11 @@ func (l *Local) createCopy(ctx context.Context, spec Spec) (Volume, error) {
 		}
 	}
 	create.Cut = func(context.Context) error { return thaw() }
-	record, err := l.create(ctx, pool, create)
+	record, err := l.create(ctx, source.pool, create)
 	if err = withThaw(freezeError(ctx, err), thaw()); err != nil {
 		return Volume{}, err
 	}
-	return fromRecord(pool.Name(), l.node, record), nil
+	return fromRecord(source.pool.Name(), l.node, record), nil
 }
 
 // create makes an object of a pool, and has it in Progress meanwhile.
@@ -168,16 +180,21 @@ func (l *Local) create(ctx context.Context, pool blockdev.Pool, spec blockdev.Sp
 	return pool.Create(ctx, spec)
 }
 
-// choosePool returns the pool for a new volume: the one of a name, or with no name the default one.
-func (l *Local) choosePool(name string) (blockdev.Pool, error) {
-	if name == "" {
-		return l.pools[0], nil
+// poolsOf returns the pools of a set (poolset.Set), at least one: of the empty set the default one.
+func (l *Local) poolsOf(set string) ([]blockdev.Pool, error) {
+	if set == "" {
+		return l.pools[:1], nil
 	}
-	pool, err := l.pool(name)
-	if err != nil {
-		return nil, fmt.Errorf("%w: parameter pool=%q: known are %v", errdefs.ErrInvalid, name, l.poolNames())
+	var pools []blockdev.Pool
+	for _, pool := range l.pools {
+		if poolset.Set(set).Has(pool.Name()) {
+			pools = append(pools, pool)
+		}
 	}
-	return pool, nil
+	if len(pools) == 0 {
+		return nil, fmt.Errorf("%w: parameter pool=%q: known are %v", errdefs.ErrInvalid, set, l.poolNames())
+	}
+	return pools, nil
 }
 
 // newVolume says what to create in a pool: a volume of at least some bytes, and of as many as its filesystem needs.
@@ -227,7 +244,8 @@ func (l *Local) source(ctx context.Context, id ID) (origin, error) {
 }
 
 // named looks in all open pools for the object of a name; errdefs.ErrNotFound if there is none. One that is in a pool that is not
-// open is not made twice: a retry asks for the same pool, which is errdefs.ErrUnavailable then.
+// open is not made twice if the retry names that pool, which is errdefs.ErrUnavailable then. Of a set of pools the retry is served by
+// another one: one disk that is missing must not keep all others from being used.
 func (l *Local) named(ctx context.Context, kind blockdev.Kind, name string) (ID, blockdev.Record, error) {
 	ref := blockdev.Ref{Kind: kind, Key: KeyOf(name)}
 	for _, pool := range l.openPools() {

@@ -1,6 +1,7 @@
 package volume
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"strings"
@@ -52,10 +53,7 @@ func (l *Local) SetFormat(ctx context.Context, id ID, format Format) error {
 
 // carried is the filesystem that an object carries, or is to carry; empty: it is raw.
 func carried(r blockdev.Record) filesystem.Type {
-	if format := parseFormat(r.Labels[labelFormat]); format.Type != "" {
-		return format.Type
-	}
-	return filesystem.Type(r.Labels[labelFilesystem])
+	return cmp.Or(parseFormat(r.Labels[labelFormat]).Type, filesystem.Type(r.Labels[labelFilesystem]))
 }
 
 // CheckSource returns ErrInvalid if the volume cannot be a copy of what carries a filesystem

@@ -51,6 +51,7 @@ const (
 // so what was done is of no point in time. What somebody else froze is not held back: they may end it at any time.
 func (l *Local) quiesce(ctx context.Context, o origin) (_ context.Context, quiesced bool, thaw func() error, err error) {
 	nothing := func() error { return nil }
+	defer l.lift(ctx, o)()
 	paths := l.filesystems(ctx, o.pool, o.record.Ref)
 	if len(paths) == 0 {
 		return l.suspend(ctx, o)

@@ -305,8 +305,11 @@ func (l *Local) GetGroup(ctx context.Context, id GroupID) (Group, error) {
 	return Group{}, fmt.Errorf("%w: no %s", errdefs.ErrNotFound, id)
 }
 
-// hidden: members of a group that is being made or undone are not there for anybody.
+// hidden: members of a group that is being made or undone are not there for anybody, nor is what was cut for a copy in another pool.
 func (l *Local) hidden(r blockdev.Record) bool {
+	if r.Labels[labelCutFor] != "" {
+		return true
+	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.incomplete[r.Labels[labelGroup]]

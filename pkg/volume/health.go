@@ -28,11 +28,11 @@ func (l *Local) Health(ctx context.Context, id ID) ([]blockdev.Problem, error) {
 		return nil, err
 	}
 	for _, device := range devices {
-		if problems, mounted, err := l.filesystemHealth(device, v.Format.Type); mounted || err != nil {
+		if problems, _, err = l.filesystemHealth(device, v.Format.Type); len(problems) > 0 || err != nil {
 			return problems, err
 		}
 	}
-	return nil, nil
+	return limitsHealth(v, l.mounts, devices)
 }
 
 // filesystemHealth is what the kernel says of the filesystem on a device, at the first path where it is mounted; carries is

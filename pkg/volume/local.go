@@ -13,7 +13,6 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/progress"
 	"github.com/ashlar-csi/ashlar/internal/trace"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
-	"github.com/ashlar-csi/ashlar/pkg/blockdev/lazy"
 	"github.com/ashlar-csi/ashlar/pkg/device"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
@@ -29,20 +28,32 @@ type Local struct {
 	limit  int64 // claims that the node can hold; 0: any number
 	// longestFreeze is how long a copy may hold back the writers of its source.
 	longestFreeze time.Duration
+	// patience is how long an overview waits for a pool.
+	patience time.Duration
 
 	arriving sync.Mutex               // held while the groups of a pool that comes are looked at
 	arrived  map[string]blockdev.Pool // those that are open, or will be in a moment; guarded by arriving
 	sources  keylock.Table            // snapshots that are copied, or deleted with their groups, by ID
 	progress progress.Table           // what is being copied or zeroed
 
+	placing   sync.Mutex           // held while pools are chosen; guards what follows
+	placed    map[string]placement // where the volumes of these keys are being made
+	inquiries map[string]*inquiry  // of pools that are being asked for their room
+
 	mu         sync.Mutex
-	claims     map[string]int64 // held by the node, in each pool; a count of the records' claims
-	incomplete map[string]bool  // keys of groups that are being made or undone
-	tooLong    map[ID]time.Time // when writers of a volume were held back for as long as they may be, in vain
-	freezing   map[ID]bool      // volumes whose freeze nobody waits for any more, and the kernel is not through with
+	claims     map[string]int64    // held by the node, in each pool; a count of the records' claims
+	incomplete map[string]bool     // keys of groups that are being made or undone
+	tooLong    map[ID]time.Time    // when writers of a volume were held back for as long as they may be, in vain
+	looks      map[string]*looking // for an overview, by the names of the pools
+	freezing   map[ID]bool         // volumes whose freeze nobody waits for any more, and the kernel is not through with
 }
 
 var _ Differ = (*Local)(nil)
+
+// deferred is a pool that may come later (lazy.Pool).
+type deferred interface {
+	OnOpen(ctx context.Context, call func(context.Context, blockdev.Pool) error)
+}
 
 // NewLocal returns the store over some pools of the node, and finishes or undoes
 // what a crash left half-done above them: filesystems still frozen, groups of which
@@ -53,10 +64,12 @@ func NewLocal(ctx context.Context, node string, pools []blockdev.Pool, mounts *m
 	if len(pools) == 0 {
 		return nil, fmt.Errorf("%w: no pool", errdefs.ErrInvalid)
 	}
-	l := &Local{node: node, pools: pools, mounts: mounts, stacks: device.New(), limit: limit, longestFreeze: time.Minute, arrived: map[string]blockdev.Pool{}, claims: map[string]int64{}, incomplete: map[string]bool{}, tooLong: map[ID]time.Time{}, freezing: map[ID]bool{}}
+	l := &Local{node: node, pools: pools, mounts: mounts, stacks: device.New(), limit: limit, longestFreeze: time.Minute, patience: patience,
+		looks: map[string]*looking{}, arrived: map[string]blockdev.Pool{}, placed: map[string]placement{}, inquiries: map[string]*inquiry{},
+		claims: map[string]int64{}, incomplete: map[string]bool{}, tooLong: map[ID]time.Time{}, freezing: map[ID]bool{}}
 	for _, pool := range pools {
-		if deferred, ok := pool.(*lazy.Pool); ok {
-			deferred.OnOpen(ctx, l.recover)
+		if late, ok := pool.(deferred); ok {
+			late.OnOpen(ctx, l.recover)
 		} else if err := l.recover(ctx, pool); err != nil {
 			return l, err
 		}
@@ -136,6 +149,9 @@ func (l *Local) Get(ctx context.Context, id ID) (Volume, error) {
 	if err != nil {
 		return Volume{}, err
 	}
+	if unfinished(record) {
+		return Volume{}, fmt.Errorf("%w: volume %s is being copied", errdefs.ErrNotFound, id)
+	}
 	return fromRecord(pool.Name(), l.node, record), nil
 }
 
@@ -182,7 +198,9 @@ func listPool(ctx context.Context, pool blockdev.Pool, kind blockdev.Kind, key s
 func (l *Local) List(ctx context.Context, after ID, limit int) ([]Volume, error) {
 	var volumes []Volume
 	err := l.list(ctx, l.pools, blockdev.Volume, after, limit, func(pool string, r blockdev.Record) bool {
-		volumes = append(volumes, fromRecord(pool, l.node, r))
+		if !unfinished(r) {
+			volumes = append(volumes, fromRecord(pool, l.node, r))
+		}
 		return limit == 0 || len(volumes) < limit
 	})
 	return volumes, err
@@ -197,7 +215,9 @@ func (l *Local) InPool(ctx context.Context, name string) ([]Volume, error) {
 	records, err := pool.List(ctx, blockdev.Volume, "", 0)
 	var volumes []Volume
 	for _, r := range records {
-		volumes = append(volumes, fromRecord(name, l.node, r))
+		if !unfinished(r) {
+			volumes = append(volumes, fromRecord(name, l.node, r))
+		}
 	}
 	return volumes, err
 }
@@ -211,13 +231,22 @@ func (l *Local) NodesIn(_ context.Context, labels map[string]string) ([]string, 
 }
 
 // Capacity: see Store.
-func (l *Local) Capacity(ctx context.Context, name, node string) (blockdev.Capacity, error) {
+func (l *Local) Capacity(ctx context.Context, set, node string) (blockdev.Capacity, error) {
 	if node != "" && node != l.node {
 		return blockdev.Capacity{}, nil
 	}
-	pool, err := l.choosePool(name)
+	pools, err := l.poolsOf(set)
 	if err != nil {
 		return blockdev.Capacity{}, err
 	}
-	return pool.Capacity(ctx)
+	if len(pools) == 1 {
+		return pools[0].Capacity(ctx)
+	}
+	var all blockdev.Capacity
+	for _, r := range l.rooms(ctx, pools) {
+		if r.Usable() {
+			all = all.And(r.Capacity)
+		}
+	}
+	return all, nil
 }

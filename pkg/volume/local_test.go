@@ -213,14 +213,13 @@ func TestCreateRefuses(t *testing.T) {
 		spec volume.Spec
 		want error
 	}{
-		"unknown pool":           {volume.Spec{Pool: "nvme"}, errdefs.ErrInvalid},
-		"source in another pool": {volume.Spec{Pool: "other", Source: source.ID}, errdefs.ErrInvalid},
-		"source is gone":         {volume.Spec{Source: volume.ID{Kind: blockdev.Snapshot, Pool: "default", Key: volume.KeyOf("x")}}, errdefs.ErrNotFound},
-		"smaller than source":    {volume.Spec{Source: source.ID, Size: volume.Range{Limit: mib / 2}}, errdefs.ErrOutOfRange},
-		"too small for XFS":      {volume.Spec{Filesystem: filesystem.XFS, Size: volume.Range{Limit: 200 * mib}}, errdefs.ErrOutOfRange},
-		"too large for now":      {volume.Spec{Size: volume.Range{Required: 1 << 31}}, errdefs.ErrNoSpace},
-		"too large for ever":     {volume.Spec{Size: volume.Range{Required: 1 << 60}}, errdefs.ErrOutOfRange},
-		"elsewhere":              {volume.Spec{Nodes: []string{"node-2"}}, errdefs.ErrNoSpace},
+		"unknown pool":        {volume.Spec{Pool: "nvme"}, errdefs.ErrInvalid},
+		"source is gone":      {volume.Spec{Source: volume.ID{Kind: blockdev.Snapshot, Pool: "default", Key: volume.KeyOf("x")}}, errdefs.ErrNotFound},
+		"smaller than source": {volume.Spec{Source: source.ID, Size: volume.Range{Limit: mib / 2}}, errdefs.ErrOutOfRange},
+		"too small for XFS":   {volume.Spec{Filesystem: filesystem.XFS, Size: volume.Range{Limit: 200 * mib}}, errdefs.ErrOutOfRange},
+		"too large for now":   {volume.Spec{Size: volume.Range{Required: 1 << 31}}, errdefs.ErrNoSpace},
+		"too large for ever":  {volume.Spec{Size: volume.Range{Required: 1 << 60}}, errdefs.ErrOutOfRange},
+		"elsewhere":           {volume.Spec{Nodes: []string{"node-2"}}, errdefs.ErrNoSpace},
 	} {
 		c.spec.Name = "a"
 		if c.spec.Size == (volume.Range{}) {

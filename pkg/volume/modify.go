@@ -5,11 +5,13 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"math"
 	"slices"
 	"strconv"
 	"strings"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/queue"
+	"github.com/ashlar-csi/ashlar/pkg/cgroup"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -19,7 +21,9 @@ type mutableParameter struct {
 	check func(value string) error // ErrInvalid for what no node takes
 	// supported is ErrInvalid for what the kernel of this node does not have; nil: it has all.
 	supported func(value string) error
-	setting   string // of the block queue of the volume's device (queue.Setting.Name)
+	// What it is: a setting of the block queue of the volume's device (queue.Setting.Name), or one of its limits.
+	setting string
+	limit   func(*cgroup.Limits) *uint64
 
 	values, means string // for people
 }
@@ -43,6 +47,10 @@ var mutableParameters = map[string]mutableParameter{
 		}
 		return nil
 	}},
+	"readIOPS":       limitParameter("readIOPS", "requests to read", 1, cgroup.MostIOPS, func(l *cgroup.Limits) *uint64 { return &l.ReadIOPS }),
+	"writeIOPS":      limitParameter("writeIOPS", "requests to write", 1, cgroup.MostIOPS, func(l *cgroup.Limits) *uint64 { return &l.WriteIOPS }),
+	"readBandwidth":  limitParameter("readBandwidth", "bytes to read", leastBandwidth, math.MaxInt64, func(l *cgroup.Limits) *uint64 { return &l.ReadBandwidth }),
+	"writeBandwidth": limitParameter("writeBandwidth", "bytes to write", leastBandwidth, math.MaxInt64, func(l *cgroup.Limits) *uint64 { return &l.WriteBandwidth }),
 }
 
 // MutableParameter is a parameter that may be changed while a volume is in use, as people are told of it.
@@ -91,7 +99,9 @@ func (l *Local) checkMutable(mutable map[string]string) error {
 func queueSettings(mutable map[string]string) map[string]string {
 	settings := map[string]string{}
 	for key, value := range mutable {
-		settings[mutableParameters[key].setting] = value
+		if setting := mutableParameters[key].setting; setting != "" {
+			settings[setting] = value
+		}
 	}
 	return settings
 }
@@ -118,17 +128,25 @@ func (l *Local) Modify(ctx context.Context, id ID, mutable map[string]string) er
 			return nil
 		})
 	}
-	if err := write(merged(v.Mutable, mutable)); err != nil {
+	all := merged(v.Mutable, mutable)
+	if err := write(all); err != nil {
 		return err
 	}
 	undo := []func() error{func() error { return write(v.Mutable) }}
 	devices, err := stack.Attached(ctx)
 	for _, device := range devices {
-		var one func() error
-		if one, err = device.SetQueue(queueSettings(mutable)); err != nil {
-			break
+		for _, set := range []func() (func() error, error){
+			func() (func() error, error) { return device.SetQueue(queueSettings(mutable)) },
+			func() (func() error, error) { return cgroup.Limit(device.Number, limitsOf(all)) },
+		} {
+			var one func() error
+			if err == nil {
+				one, err = set()
+			}
+			if err == nil {
+				undo = append(undo, one)
+			}
 		}
-		undo = append(undo, one)
 	}
 	if err != nil {
 		err = fmt.Errorf("modify volume %s: %w", id, err)

@@ -2,6 +2,7 @@ package volume
 
 import (
 	"context"
+	"fmt"
 	"slices"
 	"time"
 
@@ -11,17 +12,26 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/device"
 )
 
+// patience is how long an overview waits for a pool. A disk that hangs is what an operator wants to see in it.
+const patience = 15 * time.Second
+
 // Overview is what there is on this node, and what is wrong with it; kinds are the kinds of storage of the pools, by their names. What a
-// pool does not tell is left out, and its problems say why: it fails only if the context ends.
+// pool does not tell is left out, and its problems say why, also if it does not answer in time: it fails only if the context ends.
 func (l *Local) Overview(ctx context.Context, kinds map[string]string) (*overview.Overview, error) {
 	o := &overview.Overview{Taken: time.Now().UTC()}
 	n := overview.Node{Name: l.node, Ready: true}
+	looks := make([]<-chan look, len(l.pools))
+	for i := range l.pools {
+		looks[i] = l.lookAt(ctx, i)
+	}
 	for i, pool := range l.pools {
-		out := l.poolOverview(ctx, pool)
-		out.Kind, out.Default = kinds[pool.Name()], i == 0
-		o.Volumes = append(o.Volumes, l.volumesOverview(ctx, pool, &out)...)
-		o.Snapshots = append(o.Snapshots, l.snapshotsOverview(ctx, pool, &out)...)
-		n.Pools = append(n.Pools, out)
+		one := <-looks[i]
+		if one.hangs {
+			o.Missing = append(o.Missing, "the volumes of pool "+pool.Name()+", which does not answer")
+		}
+		one.pool.Kind, one.pool.Default = kinds[pool.Name()], i == 0
+		o.Volumes, o.Snapshots = append(o.Volumes, one.volumes...), append(o.Snapshots, one.snapshots...)
+		n.Pools = append(n.Pools, one.pool)
 	}
 	o.Nodes = []overview.Node{n}
 	for _, c := range l.progress.Running() {
@@ -29,6 +39,78 @@ func (l *Local) Overview(ctx context.Context, kinds map[string]string) (*overvie
 	}
 	o.Finish()
 	return o, ctx.Err()
+}
+
+// look is what a pool shows.
+type look struct {
+	pool      overview.Pool
+	volumes   []overview.Volume
+	snapshots []overview.Snapshot
+	hangs     bool // it does not answer: there is nothing but that
+}
+
+// looking is the look at a pool that is under way: one at a time, so that a disk that hangs costs one goroutine.
+type looking struct {
+	done  chan struct{} // closed at its end
+	began time.Time
+}
+
+// lookAt looks at a pool, after who is at it already, and answers once, within patience of the beginning of what is waited for.
+func (l *Local) lookAt(ctx context.Context, at int) <-chan look {
+	answer := make(chan look, 1)
+	go func() { answer <- l.lookInTime(ctx, l.pools[at]) }()
+	return answer
+}
+
+func (l *Local) lookInTime(ctx context.Context, pool blockdev.Pool) look {
+	hangs := func(since time.Time) look {
+		message := fmt.Sprintf("its storage does not answer since %s; look at the kernel's log", since.Format(time.RFC3339))
+		return look{hangs: true, pool: overview.Pool{Node: l.node, Name: pool.Name(), Problems: []overview.Problem{
+			overview.Found(overview.Inaccessible, "PoolUnavailable", message, overview.KindPool, overview.PoolName(l.node, pool.Name()))}}}
+	}
+	for {
+		mine, found := &looking{make(chan struct{}), time.Now()}, make(chan look, 1)
+		l.mu.Lock()
+		other := l.looks[pool.Name()]
+		if other == nil {
+			l.looks[pool.Name()] = mine
+		}
+		l.mu.Unlock()
+		if other == nil {
+			go func() {
+				one := look{pool: l.poolOverview(ctx, pool)}
+				one.volumes = l.volumesOverview(ctx, pool, &one.pool)
+				one.snapshots = l.snapshotsOverview(ctx, pool, &one.pool)
+				l.mu.Lock()
+				delete(l.looks, pool.Name())
+				l.mu.Unlock()
+				close(mine.done)
+				found <- one
+			}()
+			other = mine
+		}
+		late := time.NewTimer(time.Until(other.began.Add(l.patience)))
+		select {
+		case one := <-found:
+			late.Stop()
+			return one
+		case <-other.waited(mine):
+			late.Stop() // the other one is through
+		case <-ctx.Done():
+			late.Stop()
+			return hangs(other.began) // nobody reads it
+		case <-late.C:
+			return hangs(other.began)
+		}
+	}
+}
+
+// waited is closed when the look has ended; never for one's own, whose answer is waited for.
+func (o *looking) waited(own *looking) <-chan struct{} {
+	if o == own {
+		return nil
+	}
+	return o.done
 }
 
 var severities = map[blockdev.Severity]overview.Severity{blockdev.DataLoss: overview.DataLoss, blockdev.Inaccessible: overview.Inaccessible, blockdev.Degraded: overview.Degraded}
@@ -85,9 +167,14 @@ func (l *Local) volumesOverview(ctx context.Context, pool blockdev.Pool, in *ove
 		}
 		v := fromRecord(pool.Name(), l.node, r)
 		out := overview.Volume{ID: v.ID.String(), Name: v.Name, Node: l.node, Pool: pool.Name(), Size: v.Size, Filesystem: string(v.Filesystem), Thin: v.Thin,
-			Created: v.Created.UTC(), PersistentVolume: v.For.PersistentVolume, Published: v.Claim.Node, Source: v.Source.String(), State: overview.Ready}
+			Created: v.Created.UTC(), PersistentVolume: v.For.PersistentVolume, Published: v.Claim.Node, Source: v.Source.String(), Settings: v.Mutable, State: overview.Ready}
 		if v.For.Name != "" {
 			out.Claim = &overview.Ref{Namespace: v.For.Namespace, Name: v.For.Name}
+		}
+		if unfinished(r) {
+			out.State = overview.Making
+			all = append(all, out)
+			continue
 		}
 		problems, err := l.Health(ctx, v.ID)
 		out.Problems = problemsOf(problems, err, overview.KindVolume, out.ID)
@@ -104,6 +191,9 @@ func (l *Local) snapshotsOverview(ctx context.Context, pool blockdev.Pool, in *o
 	for _, r := range l.records(ctx, pool, blockdev.Snapshot, in) {
 		if ctx.Err() != nil {
 			return nil
+		}
+		if r.Labels[labelCutFor] != "" {
+			continue
 		}
 		s := snapshotFromRecord(pool.Name(), l.node, r)
 		out := overview.Snapshot{ID: s.ID.String(), Name: s.Name, Node: l.node, Pool: pool.Name(), Source: s.Source.String(), Size: s.Size, Created: s.Created.UTC()}

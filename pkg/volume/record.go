@@ -23,6 +23,9 @@ const (
 	labelGroupSize  = "group.size"
 	labelGroupWhole = "group.whole" // all of the group was cut: a member that is missing was lost
 	labelMutable    = "mutable."    // + key
+	labelSource     = "source"      // of a copy of what is in another pool: its ID
+	labelImport     = "import"      // how far such a copy is that is not whole: see importLabel
+	labelCutFor     = "cut.for"     // key of the volume that a snapshot was cut for, to be copied to another pool; it is nobody else's
 	labelNamespace  = "pvc.namespace"
 	labelClaim      = "pvc.name"
 	labelPV         = "pv.name"
@@ -45,6 +48,9 @@ func fromRecord(pool, node string, r blockdev.Record) Volume {
 		For: Requester{r.Labels[labelNamespace], r.Labels[labelClaim], r.Labels[labelPV]}}
 	if r.Origin != (blockdev.Ref{}) {
 		v.Source = ID{r.Origin.Kind, pool, r.Origin.Key}
+	}
+	if id, err := ParseID(r.Labels[labelSource]); err == nil {
+		v.Source = id
 	}
 	for key, value := range r.Labels {
 		if name, ok := strings.CutPrefix(key, labelMutable); ok {

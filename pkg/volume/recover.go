@@ -24,6 +24,9 @@ func (l *Local) recover(ctx context.Context, pool blockdev.Pool) error {
 	if err := l.endFreezes(ctx, pool); err != nil {
 		return err
 	}
+	if err := l.limitAttached(ctx, pool); err != nil {
+		return err
+	}
 	orphans, err := l.stacks.Orphans(ctx, pool)
 	if err != nil {
 		return err
@@ -39,6 +42,9 @@ func (l *Local) recover(ctx context.Context, pool blockdev.Pool) error {
 	}
 	claims, err := l.recoverVolumes(ctx, pool)
 	if err != nil {
+		return err
+	}
+	if err := l.recoverLeftovers(ctx, pool); err != nil {
 		return err
 	}
 	if err := l.recoverGroups(ctx, pool); err != nil {

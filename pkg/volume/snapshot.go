@@ -31,15 +31,20 @@ func (l *Local) CreateSnapshot(ctx context.Context, name string, source ID) (Sna
 	if err != nil {
 		return Snapshot{}, err
 	}
+	return l.snapshot(ctx, o, name, nil)
+}
+
+// snapshot cuts a snapshot of an origin, while nobody writes to it.
+func (l *Local) snapshot(ctx context.Context, o origin, name string, labels map[string]string) (Snapshot, error) {
 	ctx, quiesced, thaw, err := l.quiesce(ctx, o)
 	if err != nil {
 		return Snapshot{}, err
 	}
-	record, err := l.cut(ctx, o, name, quiesced, func(context.Context) error { return thaw() }, nil)
+	record, err := l.cut(ctx, o, name, quiesced, func(context.Context) error { return thaw() }, labels)
 	if err = withThaw(freezeError(ctx, err), thaw()); err != nil {
-		return Snapshot{}, fmt.Errorf("snapshot %q of volume %s: %w", name, source, err)
+		return Snapshot{}, fmt.Errorf("snapshot %q of volume %s: %w", name, o.id(), err)
 	}
-	return snapshotFromRecord(source.Pool, l.node, record), nil
+	return snapshotFromRecord(o.pool.Name(), l.node, record), nil
 }
 
 // existing finds the snapshot of a name, and makes sure that it is of the source.
@@ -104,7 +109,7 @@ func (l *Local) GetSnapshot(ctx context.Context, id ID) (Snapshot, error) {
 		return Snapshot{}, err
 	}
 	if l.hidden(record) {
-		return Snapshot{}, fmt.Errorf("%w: snapshot %s is of a group that is not complete", errdefs.ErrNotFound, id)
+		return Snapshot{}, fmt.Errorf("%w: snapshot %s is of a group that is not complete, or of a copy", errdefs.ErrNotFound, id)
 	}
 	return snapshotFromRecord(pool.Name(), l.node, record), nil
 }

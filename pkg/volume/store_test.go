@@ -10,7 +10,8 @@ import (
 // TestStore: Local keeps every clause of Store.
 func TestStore(t *testing.T) {
 	storetest.Run(t, func(t testing.TB) storetest.Fixture {
-		l := start(t, storetest.Limit, memory.NewDisk(storetest.Size).Open("default", nil), memory.NewDisk(storetest.Size).Open("b", nil))
-		return storetest.Fixture{Store: l, Node: node, Pools: []string{"default", "b"}}
+		disk := memory.NewDisk(storetest.Size)
+		l := start(t, storetest.Limit, disk.Open("default", nil), memory.NewDisk(storetest.Size).Open("b", nil))
+		return storetest.Fixture{Store: l, Node: node, Pools: []string{"default", "b"}, Write: storetest.WriteTo(disk.Open("default", nil))}
 	})
 }

@@ -1,6 +1,11 @@
 package v1alpha1
 
-import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+import (
+	"cmp"
+	"slices"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
 
 // Common is the part of the status that volumes and snapshots share.
 func (v *Volume) Common() *ObjectStatus { return &v.Status.ObjectStatus }
@@ -86,4 +91,23 @@ func StateOf(o object) string {
 		return StateMaking
 	}
 	return StateReady
+}
+
+// OfGroup returns those of the snapshots that say that they belong to a group which do: a group is on one node. That is the one for
+// which the controller made members (GroupLabel); of a group that was adopted as a whole, that of the oldest. Whoever has the account
+// of another node can write objects that name the group, too.
+func OfGroup(members []Snapshot) []Snapshot {
+	if len(members) == 0 {
+		return nil
+	}
+	rank := func(s *Snapshot) int {
+		if s.Spec.Group != nil && s.Labels[GroupLabel] == s.Spec.Group.Key {
+			return 0
+		}
+		return 1
+	}
+	first := slices.MinFunc(members, func(a, b Snapshot) int {
+		return cmp.Or(cmp.Compare(rank(&a), rank(&b)), a.CreationTimestamp.Compare(b.CreationTimestamp.Time), cmp.Compare(a.Name, b.Name))
+	})
+	return slices.DeleteFunc(members, func(m Snapshot) bool { return m.Spec.NodeName != first.Spec.NodeName })
 }

@@ -2,6 +2,8 @@
 // Kubernetes objects of the group ashlar.dev: the controller writes a spec, the agent of
 // the node carries it out and writes the status.
 //
+// Texts and lists have limits, so that an object is small (some 10 KiB) whoever writes it.
+//
 // The definitions in deploy/kubernetes/crds and the DeepCopy methods are made from these
 // types: `make generate`.
 //
@@ -32,6 +34,10 @@ const DoubtAnnotation = "ashlar.dev/claim-in-doubt"
 // TraceAnnotation on a Volume or Snapshot is the span of the call that asked for its spec, as in the header traceparent of W3C
 // Trace Context; it is there only if that is traced.
 const TraceAnnotation = "ashlar.dev/traceparent"
+
+// GroupLabel on a Snapshot is the key of the group that the controller made it for. Agents may not write labels: by this one it is
+// known which node a group is on.
+const GroupLabel = "ashlar.dev/group"
 
 // GoneTaint is the key of a taint that says that a node will never come back.
 const GoneTaint = "ashlar.dev/gone"
@@ -143,6 +149,8 @@ type VolumeSpec struct {
 	Filesystem string `json:"filesystem"`
 	// Mutable parameters, as of a VolumeAttributesClass.
 	// +optional
+	// +kubebuilder:validation:MaxProperties=16
+	// +kubebuilder:validation:XValidation:rule="self.all(k, size(k) <= 64 && size(self[k]) <= 256)",message="a parameter has 64 characters at most, and its value 256"
 	Mutable map[string]string `json:"mutable,omitempty"`
 	// Claim fences the volume to one node: it changes by compare-and-swap only.
 	// +optional
@@ -152,6 +160,7 @@ type VolumeSpec struct {
 	ClaimRef *ClaimRef `json:"claimRef,omitempty"`
 	// PersistentVolume that the volume was made for.
 	// +optional
+	// +kubebuilder:validation:MaxLength=253
 	PersistentVolume string `json:"persistentVolume,omitempty"`
 	// Abandoned asks the node to delete the volume, if it is blank: nobody knows of it any
 	// more. It cannot be claimed meanwhile.
@@ -176,7 +185,7 @@ type Intent struct {
 	Delete types.UID `json:"delete,omitempty"`
 }
 
-// Source is what a volume was copied from; it is on the same node, in the same pool.
+// Source is what a volume was copied from; it is on the same node and in the same pool, unless it says others.
 //
 // +kubebuilder:validation:XValidation:rule="self == oldSelf",message="the source of a volume does not change"
 type Source struct {
@@ -186,22 +195,34 @@ type Source struct {
 	// Key is the name of the object.
 	// +kubebuilder:validation:Pattern=`^[0-9a-f]{32}$`
 	Key string `json:"key"`
+	// Pool of the source; empty: that of the volume.
+	// +optional
+	// +kubebuilder:validation:Pattern=`^[a-z0-9]([-a-z0-9]{0,22}[a-z0-9])?$`
+	Pool string `json:"pool,omitempty"`
+	// NodeName is the node of the source; empty: that of the volume.
+	// +optional
+	// +kubebuilder:validation:MaxLength=253
+	NodeName string `json:"nodeName,omitempty"`
 }
 
 // Claim says which node may use a volume, and how.
 type Claim struct {
 	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=253
 	Node string `json:"node"`
 	// +optional
 	ReadOnly bool `json:"readOnly,omitempty"`
 	// Mode is block or mount, and the CSI access mode.
+	// +kubebuilder:validation:MaxLength=128
 	Mode string `json:"mode"`
 }
 
 // ClaimRef names a PersistentVolumeClaim.
 type ClaimRef struct {
+	// +kubebuilder:validation:MaxLength=253
 	Namespace string `json:"namespace"`
-	Name      string `json:"name"`
+	// +kubebuilder:validation:MaxLength=253
+	Name string `json:"name"`
 }
 
 // ObjectStatus is what a node says of a volume or a snapshot.
@@ -211,6 +232,8 @@ type ObjectStatus struct {
 	// +optional
 	// +listType=map
 	// +listMapKey=type
+	// +kubebuilder:validation:MaxItems=8
+	// +kubebuilder:validation:XValidation:rule="self.all(c, size(c.message) <= 2048)",message="the message of a condition has 2048 characters at most"
 	Conditions []metav1.Condition `json:"conditions,omitempty"`
 	// ObservedGeneration is that of the spec that the rest of the status is about.
 	// +optional
@@ -224,10 +247,12 @@ type ObjectStatus struct {
 	Created *metav1.MicroTime `json:"created,omitempty"`
 	// Size in bytes, as it is.
 	// +optional
+	// +kubebuilder:validation:Minimum=0
 	Size int64 `json:"size,omitempty"`
 	// Health is what is known to be wrong, the worst first; empty if nothing is.
 	// +optional
 	// +listType=atomic
+	// +kubebuilder:validation:MaxItems=16
 	Health []Problem `json:"health,omitempty"`
 	// Progress is how far it is copied or zeroed, while that takes long.
 	// +optional
@@ -244,17 +269,22 @@ type VolumeStatus struct {
 	Thin bool `json:"thin,omitempty"`
 	// Mutable parameters that are in force.
 	// +optional
+	// +kubebuilder:validation:MaxProperties=16
+	// +kubebuilder:validation:XValidation:rule="self.all(k, size(k) <= 64 && size(self[k]) <= 256)",message="a parameter has 64 characters at most, and its value 256"
 	Mutable map[string]string `json:"mutable,omitempty"`
 	// Used is what the volume takes of the pool, in bytes, as it was last looked at: it is written when it has changed by
 	// a 20th of the size, and by 16 MiB at least.
 	// +optional
+	// +kubebuilder:validation:Minimum=0
 	Used *int64 `json:"used,omitempty"`
 }
 
 // Failure is an error: its reason is one of the closed list of the driver's errors
 // (NoSpace, OutOfRange, InUse, ...), or Internal.
 type Failure struct {
-	Reason  string `json:"reason"`
+	// +kubebuilder:validation:MaxLength=128
+	Reason string `json:"reason"`
+	// +kubebuilder:validation:MaxLength=2048
 	Message string `json:"message"`
 }
 
@@ -263,8 +293,10 @@ type Problem struct {
 	// +kubebuilder:validation:Enum=Degraded;Inaccessible;DataLoss
 	Severity string `json:"severity"`
 	// Reason is one word.
+	// +kubebuilder:validation:MaxLength=128
 	Reason string `json:"reason"`
 	// Message says what is wrong and what to do.
+	// +kubebuilder:validation:MaxLength=2048
 	Message string `json:"message"`
 	// Since is when the node first found it.
 	// +optional
@@ -273,7 +305,9 @@ type Problem struct {
 
 // Progress of what takes long, in bytes.
 type Progress struct {
-	Done  int64 `json:"done"`
+	// +kubebuilder:validation:Minimum=0
+	Done int64 `json:"done"`
+	// +kubebuilder:validation:Minimum=0
 	Total int64 `json:"total"`
 }
 
@@ -282,21 +316,27 @@ type Progress struct {
 type Summary struct {
 	// State is Making, Ready, Deleting, Failed (what was asked for last was refused) or Lost (the bytes are missing).
 	// +optional
+	// +kubebuilder:validation:MaxLength=64
 	State string `json:"state,omitempty"`
 	// Health is the worst severity of what is wrong, or Healthy.
 	// +optional
+	// +kubebuilder:validation:MaxLength=64
 	Health string `json:"health,omitempty"`
 	// Size as it is, rounded.
 	// +optional
+	// +kubebuilder:validation:MaxLength=64
 	Size string `json:"size,omitempty"`
 	// Used is what it takes of the pool, rounded.
 	// +optional
+	// +kubebuilder:validation:MaxLength=64
 	Used string `json:"used,omitempty"`
 	// Progress is how far it is copied or zeroed, in percent.
 	// +optional
+	// +kubebuilder:validation:MaxLength=64
 	Progress string `json:"progress,omitempty"`
 	// Claim is the PersistentVolumeClaim that the volume, or the volume of the snapshot, was made for: NAMESPACE/NAME.
 	// +optional
+	// +kubebuilder:validation:MaxLength=512
 	Claim string `json:"claim,omitempty"`
 }
 
@@ -440,6 +480,7 @@ type PoolSpec struct {
 	// Driver is the name of the CSI driver that the pool belongs to; empty, as of older
 	// versions, is block.csi.ashlar.dev. A cluster has one driver of this kind.
 	// +optional
+	// +kubebuilder:validation:MaxLength=253
 	Driver string `json:"driver,omitempty"`
 	// UUID is the identity of the pool, as its storage has it: the agent writes it when it first
 	// sees the pool, and serves no other one from then on. Whoever has replaced the disk on
@@ -455,9 +496,12 @@ type PoolStatus struct {
 	// +optional
 	// +listType=map
 	// +listMapKey=type
+	// +kubebuilder:validation:MaxItems=8
+	// +kubebuilder:validation:XValidation:rule="self.all(c, size(c.message) <= 2048)",message="the message of a condition has 2048 characters at most"
 	Conditions []metav1.Condition `json:"conditions,omitempty"`
 	// Kind of storage: file, lvm or lvmthin.
 	// +optional
+	// +kubebuilder:validation:MaxLength=64
 	Kind string `json:"kind,omitempty"`
 	// Measured is when the figures were taken, by the node's clock. Volumes that were
 	// created later are not in them.
@@ -465,80 +509,116 @@ type PoolStatus struct {
 	Measured *metav1.MicroTime `json:"measured,omitempty"`
 	// Total is what the pool may promise in all.
 	// +optional
+	// +kubebuilder:validation:Minimum=0
 	Total int64 `json:"total"`
 	// Promised is the sum of the sizes of all volumes and snapshots.
 	// +optional
+	// +kubebuilder:validation:Minimum=0
 	Promised int64 `json:"promised"`
 	// Available is what it may still promise.
 	// +optional
+	// +kubebuilder:validation:Minimum=0
 	Available int64 `json:"available"`
-	// Used is what the volumes and snapshots take of the storage, as exact as a hundredth of
-	// the total: small changes are not written.
+	// Used is what the volumes and snapshots take of the storage. Alone it is written when it changed
+	// by a hundredth of the total, and every 5 minutes at most; with all else the newest is.
 	// +optional
+	// +kubebuilder:validation:Minimum=0
 	Used int64 `json:"used,omitempty"`
 	// MaxVolume is the size of the largest volume that could be made.
 	// +optional
+	// +kubebuilder:validation:Minimum=0
 	MaxVolume int64 `json:"maxVolume"`
 	// MinVolume is the size of the smallest one.
 	// +optional
+	// +kubebuilder:validation:Minimum=0
 	MinVolume int64 `json:"minVolume"`
 	// Granularity is what every size in the pool is a multiple of.
 	// +optional
+	// +kubebuilder:validation:Minimum=0
 	Granularity int64 `json:"granularity"`
+	// Agent is where other parts of the driver reach the agent of the node, if they can (--agent-endpoint). Only the agent
+	// itself may write it.
+	// +optional
+	Agent *AgentEndpoint `json:"agent,omitempty"`
 	// StrayCount is how many volumes and snapshots the pool has that no object is for.
 	// +optional
+	// +kubebuilder:validation:Minimum=0
 	StrayCount int `json:"strayCount,omitempty"`
 	// Strays are the first of them.
 	// +optional
 	// +listType=atomic
+	// +kubebuilder:validation:MaxItems=100
 	Strays []Stray `json:"strays,omitempty"`
 	// Health is what is known to be wrong, the worst first; empty if nothing is.
 	// +optional
 	// +listType=atomic
+	// +kubebuilder:validation:MaxItems=16
 	Health []Problem `json:"health,omitempty"`
 	// +optional
 	Summary PoolSummary `json:"summary,omitempty"`
+}
+
+// AgentEndpoint is the port of a node's agent, and the key by which callers know it.
+type AgentEndpoint struct {
+	// Address as IP:PORT.
+	// +kubebuilder:validation:MaxLength=64
+	Address string `json:"address"`
+	// Fingerprint of the key that the agent made when it started: the SHA-256 of its SubjectPublicKeyInfo, in hex.
+	// +kubebuilder:validation:Pattern=`^[0-9a-f]{64}$`
+	Fingerprint string `json:"fingerprint"`
 }
 
 // PoolSummary is how a pool is, in words for people: what `kubectl get` shows. The figures are those of the status, rounded.
 type PoolSummary struct {
 	// Health is the worst severity of what is wrong, or Healthy.
 	// +optional
+	// +kubebuilder:validation:MaxLength=64
 	Health string `json:"health,omitempty"`
 	// +optional
+	// +kubebuilder:validation:MaxLength=64
 	Total string `json:"total,omitempty"`
 	// +optional
+	// +kubebuilder:validation:MaxLength=64
 	Promised string `json:"promised,omitempty"`
 	// +optional
+	// +kubebuilder:validation:MaxLength=64
 	Available string `json:"available,omitempty"`
 	// Used is what the volumes and snapshots take of the storage.
 	// +optional
+	// +kubebuilder:validation:MaxLength=64
 	Used string `json:"used,omitempty"`
 	// Largest is the size of the largest volume that could be made.
 	// +optional
+	// +kubebuilder:validation:MaxLength=64
 	Largest string `json:"largest,omitempty"`
 }
 
 // Stray is a volume or a snapshot that no object is for. Nothing removes it.
 type Stray struct {
 	// ID as CSI has it.
+	// +kubebuilder:validation:MaxLength=128
 	ID string `json:"id"`
 	// Name is the CSI name.
 	// +optional
+	// +kubebuilder:validation:MaxLength=2048
 	Name string `json:"name,omitempty"`
 	// Size in bytes.
+	// +kubebuilder:validation:Minimum=0
 	Size int64 `json:"size"`
 	// Group is the ID of the group snapshot that it is of.
 	// +optional
+	// +kubebuilder:validation:MaxLength=128
 	Group string `json:"group,omitempty"`
 	// Filesystem that the volume is for; empty for a raw block device.
 	// +optional
+	// +kubebuilder:validation:MaxLength=16
 	Filesystem string `json:"filesystem,omitempty"`
 	// ClaimRef is the PersistentVolumeClaim that the volume was made for.
 	// +optional
 	ClaimRef *ClaimRef `json:"claimRef,omitempty"`
 	// PersistentVolume that the volume was made for.
 	// +optional
+	// +kubebuilder:validation:MaxLength=253
 	PersistentVolume string `json:"persistentVolume,omitempty"`
 }
 

@@ -314,7 +314,7 @@ func Below(name string) ([]uint64, error) {
 func Target(name string) (kind, status string, err error) {
 	h, data, err := call(tableStatus, named(name), nil)
 	if err != nil {
-		return "", "", fmt.Errorf("status of the target of device %s: %w", name, err)
+		return "", "", fmt.Errorf("status of the target of device %s: %w", name, errdefs.FromErrno(err))
 	}
 	const size = int(unsafe.Sizeof(targetSpec{}))
 	if h.targetCount == 0 || len(data) < size {

@@ -83,7 +83,7 @@ func (p *pool) begin(ctx context.Context, spec blockdev.Spec) (o *object, err er
 	if err := p.checkInodes(); err != nil {
 		return nil, err
 	}
-	var sector int64
+	sector := spec.Sector
 	if spec.Origin != (blockdev.Ref{}) {
 		_, origin, err := p.Lookup(spec.Origin)
 		if err != nil {
@@ -162,7 +162,7 @@ func (p *pool) fill(ctx context.Context, o *object, spec blockdev.Spec) (blockde
 	}
 	record := o.Record
 	record.Created = cut
-	if spec.Origin == (blockdev.Ref{}) {
+	if spec.Origin == (blockdev.Ref{}) && spec.Sector == 0 {
 		record.Sector = directSector(image)
 	}
 	if err := p.save(o, record, catalog.Ready, 0); err != nil {

@@ -14,6 +14,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/directory"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/layout"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/ground"
 )
 
 // Examine: see blockdev.Examiner. A file pool needs a directory, and what its filesystem can do.
@@ -142,6 +143,20 @@ func nearest(path string) (string, os.FileInfo, error) {
 		}
 		path = filepath.Dir(path)
 	}
+}
+
+// Foundations: see blockdev.Founded. Of a pool that is not there yet, they are those of the place that it would have.
+func (l Location) Foundations(context.Context) ([]uint64, error) {
+	at, _, err := nearest(l.Path)
+	if err != nil {
+		return nil, err
+	}
+	f, err := os.Open(at)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	return ground.Of(f)
 }
 
 // locked reports whether another process holds the lock of a pool. It asks for a

@@ -15,6 +15,7 @@ import (
 func TestFullAgain(t *testing.T) {
 	for _, fs := range filesystems {
 		t.Run(fs, func(t *testing.T) {
+			t.Parallel() // it waits for the disk
 			pool := pooltest.OpenedFiles(t, mountNew(t, fs)+"/pool")
 			const fit, asking = 5, 16
 			for round := range 25 {

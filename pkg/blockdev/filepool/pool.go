@@ -21,6 +21,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/recordfile"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/sparse"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/catalog"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/ground"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -360,3 +361,6 @@ func (p *pool) identify(ctx context.Context, whole bool) error {
 
 // ID: see Identified.
 func (p *pool) ID() string { return p.id }
+
+// Foundations: see blockdev.Founded.
+func (p *pool) Foundations(context.Context) ([]uint64, error) { return ground.Of(p.lock) }

@@ -59,7 +59,7 @@ var _ blockdev.Pool = (*Pool)(nil)
 
 // Open opens a pool, or returns one that is opened later. It waits for openPatience at the most, and fails only with what does
 // not pass: errdefs.ErrInvalid, and errdefs.ErrInUse if another process has the pool.
-func Open(ctx context.Context, name string, open func(context.Context) (blockdev.Pool, error)) (blockdev.Pool, error) {
+func Open(ctx context.Context, name string, open func(context.Context) (blockdev.Pool, error)) (*Pool, error) {
 	a := New(name, errors.New("nobody has looked yet"), open)
 	a.tried = time.Time{}
 	_, err := a.get(ctx)

@@ -147,12 +147,11 @@ func TestFails(t *testing.T) {
 	dir := t.TempDir()
 	pool, err := pools.OpenLazy(t.Context(), "bad", "file://"+dir+"?create=1", nil)
 	check.OK(t, err)
-	a := pool.(*lazy.Pool)
-	defer func() { check.OK(t, a.Close()) }()
+	defer func() { check.OK(t, pool.Close()) }()
 	if blockdev.Unwrap(pool) == nil {
 		t.Fatal("it is not there")
 	}
-	a.OnOpen(t.Context(), func(context.Context, blockdev.Pool) error { return errors.New("input/output error") })
+	pool.OnOpen(t.Context(), func(context.Context, blockdev.Pool) error { return errors.New("input/output error") })
 	_, err = pool.Get(t.Context(), pooltest.Vol("a"))
 	pooltest.Fails(t, err, errdefs.ErrUnavailable, "Get")
 	if blockdev.Unwrap(pool) != nil || !strings.Contains(err.Error(), "input/output error") {

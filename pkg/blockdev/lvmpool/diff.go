@@ -3,12 +3,14 @@ package lvmpool
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"os"
 
-	"golang.org/x/sys/unix"
+	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/direct"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/extents"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -17,12 +19,32 @@ import (
 const diffBlock = 64 << 10
 
 func (p *pool) Allocated(ctx context.Context, ref blockdev.Ref, from int64, yield func(blockdev.Extent) error) error {
-	return p.compare(ctx, blockdev.Ref{}, ref, from, yield)
+	return p.ranges(ctx, blockdev.Ref{}, ref, from, yield)
 }
 
 func (p *pool) Changed(ctx context.Context, base, target blockdev.Ref, from int64, yield func(blockdev.Extent) error) error {
 	if _, _, err := p.Lookup(base); err != nil {
 		return err
+	}
+	return p.ranges(ctx, base, target, from, yield)
+}
+
+// ranges asks a thin pool's metadata, and reads where that cannot be asked.
+func (p *pool) ranges(ctx context.Context, base, target blockdev.Ref, from int64, yield func(blockdev.Extent) error) error {
+	_, record, err := p.Lookup(target)
+	if err != nil {
+		return err
+	}
+	if base == target {
+		return ctx.Err()
+	}
+	if p.location.Thin != "" {
+		from, err = p.mapped(ctx, base, target, record.Size, from, yield)
+		var cannot cannotRead
+		if !errors.As(err, &cannot) || ctx.Err() != nil {
+			return err
+		}
+		klog.FromContext(ctx).Info("The metadata of the thin pool cannot be read, so the volumes are, which takes longer", "pool", p.name, "err", cannot.Error())
 	}
 	return p.compare(ctx, base, target, from, yield)
 }
@@ -37,16 +59,13 @@ func (p *pool) compare(ctx context.Context, base, target blockdev.Ref, from int6
 	defer after.Close()
 	var before *os.File
 	var beforeSize int64
-	if base != (blockdev.Ref{}) && base != target {
+	if base != (blockdev.Ref{}) {
 		if before, beforeSize, err = p.openForReading(ctx, base); err != nil {
 			return err
 		}
 		defer before.Close()
 	}
-	if base == target {
-		return ctx.Err()
-	}
-	memory, free, err := alignedMemory(2 * copyBlock)
+	memory, free, err := direct.Memory(2 * copyBlock)
 	if err != nil {
 		return err
 	}
@@ -94,9 +113,6 @@ func (p *pool) openForReading(ctx context.Context, ref blockdev.Ref) (*os.File, 
 		return nil, 0, err
 	}
 	defer device.Close()
-	f, err := os.OpenFile(device.Path, os.O_RDONLY|unix.O_DIRECT, 0)
-	if err != nil {
-		return nil, 0, fmt.Errorf("open %s: %w", device.Path, errdefs.FromErrno(err))
-	}
-	return f, device.Size, nil
+	f, err := direct.Open(device.Path, os.O_RDONLY)
+	return f, device.Size, err
 }

@@ -92,6 +92,14 @@ func (l Location) examineGroup(ctx context.Context, report blockdev.Report) {
 	}
 }
 
+// Foundations: see blockdev.Founded.
+func (l Location) Foundations(ctx context.Context) ([]uint64, error) {
+	p := &pool{location: l}
+	p.lvm = lvm2.New("lvm", func(lvm2.Run) {}, nil) // it changes nothing, so there is nothing to flush
+	defer p.lvm.Close()
+	return p.Foundations(ctx)
+}
+
 // groupSurvey is what an LVM pool would find, looked at without opening it. All sizes are in bytes.
 type groupSurvey struct {
 	size, free int64 // of the volume group

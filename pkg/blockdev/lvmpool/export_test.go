@@ -20,3 +20,10 @@ func Copied(of blockdev.Pool, ref blockdev.Ref) int64 {
 	}
 	return 0
 }
+
+// Few bounds how many ranges LVM pools keep in memory, until undo is called.
+func Few(n int) (undo func()) {
+	before := mostRanges
+	mostRanges = n
+	return func() { mostRanges = before }
+}

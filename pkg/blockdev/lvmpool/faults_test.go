@@ -226,6 +226,11 @@ func (f *lvmFixture) ill(ref blockdev.Ref, want ...string) {
 	if have := words(problems); !slices.Equal(have, want) {
 		f.Errorf("health of %s: %v, want %v", ref, problems, want)
 	}
+	for _, p := range problems {
+		if strings.HasPrefix(p.Reason, "Volume") && !strings.Contains(p.Message, "; ") {
+			f.Errorf("health of %s does not say what to do: %s", ref, p.Message)
+		}
+	}
 }
 
 func (f *lvmFixture) poolIll(want ...string) {

@@ -33,11 +33,11 @@ func (p *pool) Health(ctx context.Context, ref blockdev.Ref) ([]blockdev.Problem
 	case o.missing:
 		return []blockdev.Problem{{Severity: blockdev.DataLoss, Reason: "VolumeMissing", Message: fmt.Sprintf("the logical volume %s is gone; restore it from a backup, or delete the volume", where)}}, nil
 	case o.size < record.Size:
-		return []blockdev.Problem{{Severity: blockdev.DataLoss, Reason: "VolumeTruncated", Message: fmt.Sprintf("the logical volume %s has %d bytes, its record says %d", where, o.size, record.Size)}}, nil
+		return []blockdev.Problem{{Severity: blockdev.DataLoss, Reason: "VolumeTruncated", Message: fmt.Sprintf("the logical volume %s has %d bytes, its record says %d; copy what is left, make it as long again (lvextend -L %db %s) and check its filesystem, or restore it from a backup", where, o.size, record.Size, record.Size, where)}}, nil
 	case strings.Contains(o.health, "partial"):
 		return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "DeviceMissing", Message: fmt.Sprintf("a physical volume under %s is missing; bring the disk back, or restore the volume from a backup", where)}}, nil
 	case o.health != "":
-		return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "VolumeFailed", Message: fmt.Sprintf("lvm2 says of %s: %s", where, o.health)}}, nil
+		return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "VolumeFailed", Message: fmt.Sprintf("lvm2 says of %s: %s; see lvs -a -o +lv_health_status,devices %s and the kernel's log (dmesg), mend its disks, and have lvm2 look again (lvchange --refresh %s)", where, o.health, p.location.Group, where)}}, nil
 	}
 	if p.location.Thin != "" {
 		use, err := p.thinUse(ctx)

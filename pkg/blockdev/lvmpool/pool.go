@@ -52,6 +52,8 @@ type pool struct {
 	thinPoolDown    bool     // lvm2 may have left it down: see activateThinPool
 	mending         bool     // mend is at work
 
+	reading chan struct{} // has room for who has a snapshot of the thin pool's metadata: see withMetadata
+
 	*catalog.Catalog[*logical]
 	// Guarded by its Mu, too, or not changed after the pool was opened:
 	strays  []string // volumes named like ours, without our tag
@@ -105,7 +107,7 @@ func (p *pool) device(volume string) string {
 // Open opens the pool in the volume group or thin pool, which are the operator's to make, and finishes or undoes what a crash left
 // half-done in it. errdefs.ErrUnavailable if it is not there.
 func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (_ blockdev.Pool, err error) {
-	p := &pool{name: name, location: l, Catalog: catalog.New[*logical](name)}
+	p := &pool{name: name, location: l, Catalog: catalog.New[*logical](name), reading: make(chan struct{}, 1)}
 	p.messagesPending = p.location.Thin != ""
 	p.lvm = lvm2.New("lvm", func(run lvm2.Run) { p.mend(context.WithoutCancel(ctx), run) }, p.flush)
 	defer func() {
@@ -148,6 +150,7 @@ func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (
 	}
 	p.recoverUnfinished(ctx, leftovers)
 	p.flushMissedMessages(ctx)
+	p.releaseMetadata(ctx, rows)
 	p.releaseDevices(ctx)
 	if p.location.Thin == "" {
 		klog.FromContext(ctx).Info("New volumes are zeroed before they are handed out", "pool", p.name, "byWritingTo", writtenZeros(rows))
@@ -216,6 +219,23 @@ func poolID(rows []lvm2.Row, thin string) string {
 
 // ID: see Identified.
 func (p *pool) ID() string { return p.id }
+
+// Foundations: see blockdev.Founded. They are the physical volumes that the group has now; those that are missing are left out.
+func (p *pool) Foundations(ctx context.Context) (numbers []uint64, err error) {
+	err = p.lvm.Hold(ctx, func(run lvm2.Run) error {
+		if _, err := p.report(run); err != nil {
+			return err
+		}
+		for _, disk := range p.disks {
+			var st unix.Stat_t
+			if err := unix.Stat(disk, &st); err == nil {
+				numbers = append(numbers, st.Rdev)
+			}
+		}
+		return nil
+	})
+	return numbers, err
+}
 
 // flush makes the disks of the group write out what they have cached: lvm2 waits for its
 // writes, but flushes none of them, so what it has changed would not survive a power cut. Its errors do not go through

@@ -81,6 +81,7 @@ type thinUse struct {
 	fault          string  // what is wrong beyond that
 	transaction    uint64  // lvm2's count of changes, as the thin pool was last told
 	device         string  // of the thin pool
+	held           bool    // somebody has a snapshot of its metadata
 }
 
 // failed reports whether the pool is not just full: it takes no change of any kind.
@@ -120,12 +121,14 @@ func (p *pool) thinNow() (use thinUse, there bool, err error) {
 		if errors.Is(err, unix.ENXIO) || (err == nil && kind != "thin-pool") {
 			continue
 		}
-		if err != nil {
-			return thinUse{}, false, err
+		if err == nil {
+			use, err = parseThinUse(status)
 		}
-		use, err = parseThinUse(status)
+		if err != nil {
+			return thinUse{}, false, fmt.Errorf("%w: thin pool %s: %w; see what dmsetup status %s and the kernel's log (dmesg) say", errdefs.ErrUnavailable, p.path(p.location.Thin), err, name)
+		}
 		use.device = name
-		return use, err == nil, err
+		return use, true, nil
 	}
 	return thinUse{}, false, nil
 }
@@ -137,7 +140,7 @@ func parseThinUse(status string) (thinUse, error) {
 	case len(fields) == 1: // Fail, Error
 		return thinUse{mode: "ro", fault: fields[0]}, nil
 	case len(fields) < 5:
-		return thinUse{}, fmt.Errorf("%w: status of a thin pool: %q", errdefs.ErrUnavailable, status)
+		return thinUse{}, fmt.Errorf("the kernel says %q of it, which this driver does not understand", status)
 	}
 	percent := func(field string) float64 {
 		used, total, _ := strings.Cut(field, "/")
@@ -148,10 +151,10 @@ func parseThinUse(status string) (thinUse, error) {
 		}
 		return u * 100 / t
 	}
-	use := thinUse{metadata: percent(fields[1]), data: percent(fields[2]), mode: fields[4]}
+	use := thinUse{metadata: percent(fields[1]), data: percent(fields[2]), held: fields[3] != "-", mode: fields[4]}
 	var err error
 	if use.transaction, err = strconv.ParseUint(fields[0], 10, 64); err != nil {
-		return thinUse{}, fmt.Errorf("%w: status of a thin pool: %q", errdefs.ErrUnavailable, status)
+		return thinUse{}, fmt.Errorf("the kernel says %q of it, which this driver does not understand", status)
 	}
 	for _, field := range fields[5:] {
 		if field == "needs_check" {
@@ -165,7 +168,7 @@ func parseThinUse(status string) (thinUse, error) {
 func (p *pool) full(use thinUse) string {
 	switch {
 	case use.failed():
-		return fmt.Sprintf("thin pool %s is in mode %s %s; look at the kernel's log, unstage its volumes, repair it (lvconvert --repair; docs/reliability.md), and activate it with needs_check cleared (thin_check_options)", p.path(p.location.Thin), use.mode, use.fault)
+		return fmt.Sprintf("thin pool %s is in mode %s %s; look at the kernel's log, unstage its volumes, repair it (lvconvert --repair; docs/operate/thin-pool-failed.md), and activate it with needs_check cleared (thin_check_options)", p.path(p.location.Thin), use.mode, use.fault)
 	case use.mode != "rw":
 		return fmt.Sprintf("thin pool %s is in mode %s; delete volumes or snapshots, or extend it (lvextend)", p.path(p.location.Thin), use.mode)
 	case use.data >= p.location.DataWatermark:
@@ -315,7 +318,7 @@ func (p *pool) Used(_ context.Context, ref blockdev.Ref) (int64, error) {
 		_, err = fmt.Sscan(status, &sectors)
 	}
 	if err != nil {
-		return 0, fmt.Errorf("%w: measure %s of pool %s: %w", errdefs.ErrUnavailable, ref, p.name, err)
+		return 0, fmt.Errorf("%w: measure %s of pool %s: %w; see what dmsetup status %s and the kernel's log (dmesg) say", errdefs.ErrUnavailable, ref, p.name, err, p.device(ref.String()))
 	}
 	return min(sectors*512, record.Size), nil
 }

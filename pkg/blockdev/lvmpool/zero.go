@@ -13,6 +13,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/ioctl"
 	"github.com/ashlar-csi/ashlar/internal/progress"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/direct"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/lvm2"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -70,21 +71,12 @@ func writtenZeros(rows []lvm2.Row) (devices []string) {
 // copyBlock is how much is read at once, in bytes.
 const copyBlock = 1 << 20
 
-// alignedMemory returns memory that O_DIRECT takes.
-func alignedMemory(size int) (memory []byte, free func(), err error) {
-	memory, err = unix.Mmap(-1, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
-	if err != nil {
-		return nil, nil, fmt.Errorf("map %d bytes of memory: %w", size, errdefs.FromErrno(err))
-	}
-	return memory, func() { _ = unix.Munmap(memory) }, nil
-}
-
 // copyDevice copies the bytes of one block device from an offset to an end to the same
 // place in another; both are open with O_DIRECT. What reads as zeros is zeroed, so holes
 // stay holes where the device knows them. It returns up to where the copy is complete,
 // also with an error.
 func copyDevice(ctx context.Context, to, from *os.File, offset, end int64) (int64, error) {
-	buffer, free, err := alignedMemory(copyBlock)
+	buffer, free, err := direct.Memory(copyBlock)
 	if err != nil {
 		return offset, err
 	}

@@ -100,6 +100,6 @@ func open(ctx context.Context, name, location string, known blockdev.Known) (blo
 
 // OpenLazy is Open for a pool that may be there later than the driver (lazy.Open). known is nil for a caller who remembers no
 // pools.
-func OpenLazy(ctx context.Context, name, location string, known blockdev.Known) (blockdev.Pool, error) {
+func OpenLazy(ctx context.Context, name, location string, known blockdev.Known) (*lazy.Pool, error) {
 	return lazy.Open(ctx, name, func(ctx context.Context) (blockdev.Pool, error) { return open(ctx, name, location, known) })
 }

@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"google.golang.org/grpc"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/client-go/rest"
@@ -35,10 +36,19 @@ type Options struct {
 	MaxVolumes int64
 	// Namespace is that of the agent's Lease; empty: it has none.
 	Namespace string
+	// Endpoint is where other parts of the driver reach this agent (package port); nil: nowhere.
+	Endpoint *v1alpha1.AgentEndpoint
+	// Agents connects to other agents, to copy what is on their nodes; nil: to none.
+	Agents Agents
 	// Heartbeat is how often the Lease is renewed; 0 is the usual time.
 	Heartbeat time.Duration
 	// ProgressEvery is how often it is written down how far something is; 0 is the usual time.
 	ProgressEvery time.Duration
+}
+
+// Agents connects to the agents of other nodes (port.Callers).
+type Agents interface {
+	Agent(node string, at v1alpha1.AgentEndpoint) (grpc.ClientConnInterface, error)
 }
 
 // Agent carries out the objects of its node on the volumes of its node, and says how its

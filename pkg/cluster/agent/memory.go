@@ -10,6 +10,7 @@ import (
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	"github.com/ashlar-csi/ashlar/internal/overview"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
@@ -60,7 +61,7 @@ func (m *Memory) Of(pool string) blockdev.Known {
 }
 
 func (m *Memory) recall(ctx context.Context, pool string) (string, error) {
-	name := cluster.PoolName(m.node, pool)
+	name := overview.PoolName(m.node, pool)
 	o, _, err := poolNow(ctx, m.live, name)
 	if err != nil {
 		return "", err
@@ -99,5 +100,5 @@ func (m *Memory) unused(ctx context.Context, pool string) error {
 		return nil
 	}
 	return fmt.Errorf("%w: the object %s tells of something that was in pool %s; if that is lost for good, say so: kubectl patch pools.ashlar.dev %s --type=merge -p '{\"spec\":{\"uuid\":\"%s\"}}'",
-		errdefs.ErrPrecondition, found.GetName(), pool, cluster.PoolName(m.node, pool), v1alpha1.NewPool)
+		errdefs.ErrPrecondition, found.GetName(), pool, overview.PoolName(m.node, pool), v1alpha1.NewPool)
 }

@@ -7,8 +7,8 @@ import (
 	"time"
 
 	"k8s.io/apimachinery/pkg/types"
-	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	"github.com/ashlar-csi/ashlar/internal/overview"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/metrics"
@@ -41,31 +41,27 @@ func (a *Agent) Samples() []metrics.Sample {
 	ctx, cancel := context.WithTimeout(context.Background(), metrics.ScrapeTime)
 	defer cancel()
 	node := a.local.Node()
-	var volumes v1alpha1.VolumeList
-	var snapshots v1alpha1.SnapshotList
-	var pools v1alpha1.PoolList
-	for _, list := range []client.ObjectList{&volumes, &snapshots, &pools} {
-		if err := a.kube.Cache.List(ctx, list, client.UnsafeDisableDeepCopy); err != nil {
-			return nil // the cache has stopped
-		}
+	objects, err := cluster.Cached(ctx, a.kube.Cache)
+	if err != nil {
+		return nil // the cache has stopped
 	}
 	var samples []metrics.Sample
 	for i := range a.options.Pools {
 		name := a.options.Pools[i].Name()
-		for _, o := range pools.Items {
-			if o.Name == cluster.PoolName(node, name) {
+		for _, o := range objects.Pools {
+			if o.Name == overview.PoolName(node, name) {
 				samples = append(samples, metrics.PoolStrays.At(float64(o.Status.StrayCount), node, name))
 			}
 		}
 	}
 	var open []cluster.Object
-	for i := range volumes.Items {
-		if v := &volumes.Items[i]; !carriedOut(v) && !a.copies(v) {
+	for i := range objects.Volumes {
+		if v := &objects.Volumes[i]; !carriedOut(v) && !a.copies(v) {
 			open = append(open, v)
 		}
 	}
-	for i := range snapshots.Items {
-		if s := &snapshots.Items[i]; !carriedOutSnapshot(s) && !a.copies(s) {
+	for i := range objects.Snapshots {
+		if s := &objects.Snapshots[i]; !carriedOutSnapshot(s) && !a.copies(s) {
 			open = append(open, s)
 		}
 	}

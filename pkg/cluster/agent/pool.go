@@ -12,6 +12,7 @@ import (
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	"github.com/ashlar-csi/ashlar/internal/overview"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
@@ -33,6 +34,8 @@ const (
 	drift    = time.Minute // how often it is looked whether others filled the pool's filesystem
 	driftOf  = 100         // changes by others count from one part in so many of the pool on
 	poolWait = 5 * time.Second
+
+	usedPause = 5 * time.Minute // how often what is used is written that nothing else is written with
 )
 
 // reportPools keeps the objects of the node's pools up to date until the context ends. It fails
@@ -96,7 +99,7 @@ func (a *Agent) writePools(ctx context.Context, exact bool) error {
 func (a *Agent) declarePool(ctx context.Context, i int) (*v1alpha1.Pool, error) {
 	pool := a.options.Pools[i]
 	spec := v1alpha1.PoolSpec{NodeName: a.local.Node(), Pool: pool.Name(), Default: i == 0, MaxVolumes: a.options.MaxVolumes, Driver: a.options.Driver}
-	name := cluster.PoolName(spec.NodeName, spec.Pool)
+	name := overview.PoolName(spec.NodeName, spec.Pool)
 	o, there, id, err := a.identifyPool(ctx, name, pool)
 	if err != nil {
 		return nil, err
@@ -193,9 +196,10 @@ func (a *Agent) writePool(ctx context.Context, i int, exact bool) error {
 		strays, refused = a.adopt(ctx, o, strays)
 	}
 	m.report(o, before.Status, exact)
+	o.Status.Agent = a.options.Endpoint
 	reportStrays(o, strays)
 	cluster.SummarizePool(o)
-	if equality.Semantic.DeepEqual(before.Status, o.Status) {
+	if !m.isNews(before.Status, o.Status) {
 		return refused
 	}
 	o.Status.Measured = &m.at
@@ -235,11 +239,19 @@ func (m measurement) report(o *v1alpha1.Pool, last v1alpha1.PoolStatus, exact bo
 	if !exact && last.Promised == c.Promised && max(abs(last.Available-c.Available), abs(last.Total-c.Total)) < c.Total/driftOf {
 		s.Total, s.Available, s.MaxVolume = last.Total, last.Available, last.MaxVolume
 	}
-	// What is used changes with each write to a thin volume: alone it is no reason to write, unless it is much.
-	if s.Used = c.Used; last.Promised == c.Promised && abs(last.Used-c.Used) < c.Total/driftOf {
-		s.Used = last.Used
-	}
+	s.Used = c.Used
 	setHealth(&s.Conditions, &s.Health, o, m.problems)
+}
+
+// isNews reports whether a status is worth a write. What is used changes with each write to a thin volume, and decides nothing: alone it
+// is worth one only if it changed much, and seldom.
+func (m measurement) isNews(last, now v1alpha1.PoolStatus) bool {
+	used := abs(now.Used - last.Used)
+	now.Used, now.Summary.Used = last.Used, last.Summary.Used
+	if !equality.Semantic.DeepEqual(last, now) {
+		return true
+	}
+	return used > 0 && used >= now.Total/driftOf && (last.Measured == nil || m.at.Sub(last.Measured.Time) >= usedPause)
 }
 
 func abs(n int64) int64 { return max(n, -n) }
@@ -254,7 +266,7 @@ func (a *Agent) retirePools(ctx context.Context) error {
 	var failures []error
 	for i := range pools.Items {
 		o := &pools.Items[i]
-		at := slices.IndexFunc(a.options.Pools, func(p Pool) bool { return o.Name == cluster.PoolName(a.local.Node(), p.Name()) })
+		at := slices.IndexFunc(a.options.Pools, func(p Pool) bool { return o.Name == overview.PoolName(a.local.Node(), p.Name()) })
 		before := o.DeepCopy()
 		o.Spec.Default = o.Spec.Default && at == 0
 		if at < 0 {

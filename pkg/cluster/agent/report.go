@@ -32,8 +32,9 @@ func report[T cluster.Object](ctx context.Context, a *Agent, o T, edit func(T)) 
 	return a.kube.Client.Status().Patch(ctx, o, kube.LockingPatch(before))
 }
 
-// setCondition sets a condition of an object. One that says the same of a later generation stays as it is: that is no news.
+// setCondition sets a condition of an object; of its message as much as an object holds. One that says the same of a later generation stays as it is: that is no news.
 func setCondition(conditions *[]metav1.Condition, o client.Object, kind string, status metav1.ConditionStatus, reason, message string) {
+	message = cluster.Limited(message)
 	if have := meta.FindStatusCondition(*conditions, kind); have != nil && have.Status == status && have.Reason == reason && have.Message == message {
 		return
 	}
@@ -63,7 +64,7 @@ func setHealth(conditions *[]metav1.Condition, health *[]v1alpha1.Problem, o cli
 	for _, p := range *health {
 		messages = append(messages, p.Message)
 	}
-	setCondition(conditions, o, v1alpha1.Healthy, metav1.ConditionFalse, (*health)[0].Reason, cluster.Limited(strings.Join(messages, "; ")))
+	setCondition(conditions, o, v1alpha1.Healthy, metav1.ConditionFalse, (*health)[0].Reason, strings.Join(messages, "; "))
 }
 
 // setWell makes a condition True: for this reason, unless it was False before. That it was stays written down.

@@ -43,7 +43,7 @@ type lookup struct {
 }
 
 // strays are the volumes and snapshots of a pool that no object is for. Ephemeral volumes are
-// the node's own.
+// the node's own. What a copy left that nobody asks for any more it removes on its way.
 func (a *Agent) strays(ctx context.Context, pool blockdev.Pool) ([]stray, error) {
 	var strays []stray
 	lookups := map[volume.ID]lookup{} // without those of what is not there any more
@@ -54,6 +54,12 @@ func (a *Agent) strays(ctx context.Context, pool blockdev.Pool) ([]stray, error)
 			return nil, err
 		}
 		for _, r := range records {
+			if left, is := volume.LeftoverOf(pool.Name(), r); is {
+				if err := a.dropLeftover(ctx, left); err != nil {
+					return nil, err
+				}
+				continue
+			}
 			one, err := a.strayOf(ctx, volume.ID{Kind: kind, Pool: pool.Name(), Key: r.Key}, lookups)
 			if err != nil {
 				return nil, err
@@ -100,7 +106,7 @@ func (a *Agent) strayOf(ctx context.Context, id volume.ID, lookups map[volume.ID
 }
 
 // lookUp finds out what the object says that has the name of something in a pool; o is it, if the cache has one. It
-// is not left as a stray if that is its object after all, or if it was blank and made on another node instead.
+// is not left as a stray if that is its object after all, or if it was blank and made on another node, or in another pool, instead.
 func (a *Agent) lookUp(ctx context.Context, id volume.ID, o cluster.Object, cached bool) (_ lookup, left bool, err error) {
 	now := lookup{at: time.Now()}
 	if !cached {
@@ -117,10 +123,10 @@ func (a *Agent) lookUp(ctx context.Context, id volume.ID, o cluster.Object, cach
 	return now, !removed, err
 }
 
-// madeElsewhere removes a blank volume of which the object says that it is on another node: this
+// madeElsewhere removes a blank volume of which the object says that it is on another node, or in another pool: this
 // one was down before it could say that it had begun. One that the object was made for came with its disk.
 func (a *Agent) madeElsewhere(ctx context.Context, id volume.ID, o cluster.Object) (removed bool, _ error) {
-	if id.Kind != blockdev.Volume || o.Node() == a.local.Node() {
+	if id.Kind != blockdev.Volume {
 		return false, nil
 	}
 	err := a.withLocks([]string{keylock.Volume(id.Key)}, func() error {
@@ -151,7 +157,7 @@ func (a *Agent) strayVolume(ctx context.Context, id volume.ID) (*stray, error) {
 	o.Spec = v1alpha1.VolumeSpec{NodeName: a.local.Node(), Pool: id.Pool, Name: v.Name, Size: v.Size, Filesystem: string(v.Filesystem),
 		Mutable: v.Mutable, PersistentVolume: v.For.PersistentVolume}
 	if v.Source != (volume.ID{}) {
-		o.Spec.Source = &v1alpha1.Source{Kind: string(v.Source.Kind), Key: v.Source.Key}
+		o.Spec.Source = cluster.FromSource(v.Source, id.Pool)
 	}
 	if v.For.Name != "" {
 		o.Spec.ClaimRef = &v1alpha1.ClaimRef{Namespace: v.For.Namespace, Name: v.For.Name}
@@ -228,10 +234,23 @@ func reportStrays(pool *v1alpha1.Pool, strays []stray) {
 			}
 			ids = append(ids, one.ID)
 		}
-		setCondition(&s.Conditions, pool, v1alpha1.Accounted, metav1.ConditionFalse, cluster.ReasonStrays, cluster.Limited(
-			"no object says what these are for; nothing removes them (to have objects for them: the annotation "+v1alpha1.AdoptAnnotation+"): "+strings.Join(ids, ", ")))
+		setCondition(&s.Conditions, pool, v1alpha1.Accounted, metav1.ConditionFalse, cluster.ReasonStrays,
+			"no object says what these are for; nothing removes them (to have objects for them: the annotation "+v1alpha1.AdoptAnnotation+"): "+strings.Join(ids, ", "))
 	}
 	for _, one := range strays[:min(len(strays), mostStrays)] {
-		s.Strays = append(s.Strays, one.Stray)
+		s.Strays = append(s.Strays, listed(one.Stray))
 	}
+}
+
+// listed is a stray as an object can hold it: records may have names longer than those of Kubernetes.
+func listed(s v1alpha1.Stray) v1alpha1.Stray {
+	const most = 253 // bytes
+	s.Name = cluster.Limited(s.Name)
+	if len(s.PersistentVolume) > most {
+		s.PersistentVolume = ""
+	}
+	if ref := s.ClaimRef; ref != nil && (len(ref.Namespace) > most || len(ref.Name) > most) {
+		s.ClaimRef = nil
+	}
+	return s
 }

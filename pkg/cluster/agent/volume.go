@@ -58,10 +58,12 @@ func (a *Agent) makeVolume(ctx context.Context, r request, v *v1alpha1.Volume) e
 	exclusive, shared := []string{keylock.Volume(v.Name)}, []string(nil)
 	working, end := a.making(ctx, r)
 	defer end()
-	switch source := cluster.SourceOf(v); source.Kind {
-	case blockdev.Volume:
+	elsewhere := v.Spec.Source != nil && v.Spec.Source.NodeName != ""
+	switch source := cluster.SourceOf(v); {
+	case elsewhere: // its own agent holds it
+	case source.Kind == blockdev.Volume:
 		exclusive = append(exclusive, keylock.Volume(source.Key)) // its filesystem is frozen for the cut
-	case blockdev.Snapshot:
+	case source.Kind == blockdev.Snapshot:
 		shared = append(shared, keylock.Snapshot(source.Key))
 	}
 	defer a.Changed()
@@ -70,10 +72,18 @@ func (a *Agent) makeVolume(ctx context.Context, r request, v *v1alpha1.Volume) e
 		if err := stillWanted(ctx, a, v); err != nil {
 			return err
 		}
+		if err := a.removeElsewhere(ctx, v); err != nil {
+			return err
+		}
 		defer follow(ctx, a, v)()
-		made, err = a.local.Create(ctx, volume.Spec{Name: v.Spec.Name, Pool: v.Spec.Pool, Provisioning: blockdev.Provisioning(v.Spec.Provisioning), Source: cluster.SourceOf(v),
+		wanted := volume.Spec{Name: v.Spec.Name, Pool: v.Spec.Pool, Provisioning: blockdev.Provisioning(v.Spec.Provisioning), Source: cluster.SourceOf(v),
 			Size:       volume.Range{Required: v.Spec.Size, Limit: v.Spec.Size},
-			Filesystem: filesystem.Type(v.Spec.Filesystem), Mutable: v.Spec.Mutable, For: cluster.RequesterOf(v)})
+			Filesystem: filesystem.Type(v.Spec.Filesystem), Mutable: v.Spec.Mutable, For: cluster.RequesterOf(v)}
+		if elsewhere {
+			made, err = a.fetch(ctx, v, wanted)
+		} else {
+			made, err = a.local.Create(ctx, wanted)
+		}
 		return err
 	}); err != nil {
 		return refuse(ctx, a, v, err)
@@ -89,10 +99,25 @@ func (a *Agent) makeVolume(ctx context.Context, r request, v *v1alpha1.Volume) e
 func (a *Agent) removeUnwanted(ctx context.Context, v *v1alpha1.Volume) error {
 	now := &v1alpha1.Volume{}
 	err := a.kube.Live.Get(ctx, client.ObjectKeyFromObject(v), now)
-	if client.IgnoreNotFound(err) != nil || (err == nil && now.Spec.NodeName == a.local.Node()) {
+	if client.IgnoreNotFound(err) != nil || (err == nil && now.Spec.NodeName == a.local.Node() && now.Spec.Pool == v.Spec.Pool) {
 		return err
 	}
 	return a.withLocks([]string{keylock.Volume(v.Name)}, func() error { return a.removeBlank(ctx, cluster.VolumeID(v)) })
+}
+
+// removeElsewhere removes what an earlier try left in another pool of this node, which could not be used any more before it was said that
+// it was made: nobody could use it. The caller has the lock.
+func (a *Agent) removeElsewhere(ctx context.Context, v *v1alpha1.Volume) error {
+	for _, pool := range a.options.Pools {
+		id := cluster.VolumeID(v)
+		if id.Pool = pool.Name(); id.Pool == v.Spec.Pool || blockdev.Unwrap(pool.Pool) == nil {
+			continue
+		}
+		if err := a.removeBlank(ctx, id); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // removeBlank removes a volume, if this node's own record says that nothing was ever on it and
@@ -106,7 +131,7 @@ func (a *Agent) removeBlank(ctx context.Context, id volume.ID) error {
 	if err != nil || len(devices) > 0 || have.Format.State != volume.Blank || have.Source != (volume.ID{}) {
 		return err
 	}
-	klog.FromContext(ctx).Info("Removing a blank volume that was made on another node instead", "volume", id.String())
+	klog.FromContext(ctx).Info("Removing a blank volume that was made in another pool instead", "volume", id.String())
 	return errdefs.IgnoreNotFound(a.local.Delete(ctx, id))
 }
 

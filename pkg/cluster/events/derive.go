@@ -1,6 +1,7 @@
 package events
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 	"strings"
@@ -21,6 +22,7 @@ type saying struct {
 	on      string        // the kind of what it is on
 	of      client.Object // what it is about: a Volume, a Snapshot (or its volume, by on), a Pool or a Node; nobody changes it
 	reason  string
+	cause   string // the reason that the runbook is for, if it is another one
 	level   string
 	note    string    // without the address of the runbook
 	state   string    // tells this state of the object from others of the same reason
@@ -40,14 +42,14 @@ const mostNote = 1024
 // text is the note of an event: what is wrong and what to do, and where more is said of that.
 func (s *saying) text() string {
 	note := strings.TrimRight(strings.ToValidUTF8(s.note, "?"), ". \n")
-	tail := "."
+	end := func(note string) string { return note + "." }
 	if s.level == warning {
-		tail = ". See " + runbook.URL(s.reason)
+		end = func(note string) string { return runbook.See(note, cmp.Or(s.cause, s.reason)) }
 	}
-	if most := mostNote - len(tail); len(note) > most {
+	if most := mostNote - len(end("")); len(note) > most {
 		note = strings.ToValidUTF8(note[:most-len("...")], "") + "..."
 	}
-	return note + tail
+	return end(note)
 }
 
 // each returns a saying on each of some kinds of things.
@@ -89,7 +91,7 @@ func ofVolume(v *v1alpha1.Volume, node nodeState) []saying {
 	subject := fmt.Sprintf("volume %s on node %s: ", cluster.VolumeID(v), v.Spec.NodeName)
 	all := ofProblems(v, volumes, subject, v.Status.Health, v.Status.Conditions)
 	if f := v.Common().Refused(v.Generation); f != nil {
-		one := saying{of: v, level: warning, note: subject + f.Message}
+		one := saying{of: v, cause: f.Reason, level: warning, note: subject + f.Message}
 		switch {
 		case v.Deleting():
 			one.reason, one.state = DeletionRefused, f.Reason
@@ -130,9 +132,9 @@ func ofSnapshot(s *v1alpha1.Snapshot) []saying {
 	switch {
 	case f == nil:
 	case s.Deleting():
-		all = append(all, saying{on: onSnapshot, of: s, reason: DeletionRefused, level: warning, note: subject + f.Message, state: f.Reason})
+		all = append(all, saying{on: onSnapshot, of: s, reason: DeletionRefused, cause: f.Reason, level: warning, note: subject + f.Message, state: f.Reason})
 	case s.Status.Created == nil && s.Spec.Make:
-		one := saying{of: s, reason: CopyRefused, level: warning,
+		one := saying{of: s, reason: CopyRefused, cause: f.Reason, level: warning,
 			note: fmt.Sprintf("volume %s on node %s cannot be copied to %s: %s", cluster.SnapshotSource(s), s.Spec.NodeName, cluster.SnapshotID(s), f.Message)}
 		all = append(all, one.each(waiting)...)
 	}

@@ -34,6 +34,9 @@ const (
 	pace = 20 * time.Millisecond
 	// most is how much is kept in mind. What comes beyond that is not said.
 	most = 20000
+	// mostOfNode is how much is taken up within an hour (fresh) of what one node says. The rest is not said, so that a node which says
+	// ever new things, by a fault or because somebody took it over, fills neither what is kept here nor the API server.
+	mostOfNode = most / 4
 	// firstRetry and lastRetry are between tries while the API server does not answer.
 	firstRetry = time.Second
 	lastRetry  = 5 * time.Minute
@@ -74,6 +77,8 @@ type Announcer struct {
 	entries map[string]*entry          // by key: what is to be said, and what was
 	lasting map[string]map[string]bool // keys of what lasts, by the object that it is about
 	nodes   map[string]nodeState       // those that are not well
+	taken   map[string]int             // how much was taken up of each node
+	since   time.Time                  // since when that was counted
 }
 
 // entry is a saying of this process.
@@ -183,10 +188,22 @@ func (a *Announcer) say(one saying) {
 	if e := a.entries[key]; e != nil {
 		return
 	}
-	if len(a.entries) >= most {
+	if time.Since(a.since) >= fresh {
+		a.taken, a.since = map[string]int{}, time.Now()
+	}
+	node := nodeOf(one.of)
+	switch {
+	case a.taken[node] > mostOfNode:
+		return
+	case a.taken[node] == mostOfNode:
+		a.taken[node]++ // that is said once
+		klog.Background().Info("There is too much to say of a node; its events are left out for up to an hour", "node", node, "reason", one.reason, "about", one.of.GetName())
+		return
+	case len(a.entries) >= most:
 		klog.Background().Info("There is too much to say; an event is left out", "reason", one.reason, "about", one.of.GetName())
 		return
 	}
+	a.taken[node]++
 	a.entries[key] = &entry{saying: one, noted: time.Now()}
 	a.queue.Add(key)
 }

@@ -123,10 +123,14 @@ func notReady(node *corev1.Node) nodeState {
 	return nodeState{NodeNotReady, "it has not said that it is ready", node.CreationTimestamp.Time}
 }
 
-// nodeOf is the node that an object is of; empty for what waits for none.
+// nodeOf is the node that an object is of.
 func nodeOf(o client.Object) string {
 	switch o := o.(type) {
 	case *v1alpha1.Volume:
+		return o.Spec.NodeName
+	case *v1alpha1.Snapshot:
+		return o.Spec.NodeName
+	case *v1alpha1.Pool:
 		return o.Spec.NodeName
 	case *corev1.Node:
 		return o.Name

@@ -17,6 +17,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
 // Limits of Kubernetes, in bytes.
@@ -172,7 +173,8 @@ func (h *handles) find(ctx context.Context, v *v1alpha1.Volume, kind string) (*c
 	return h.waiting(ctx, v)
 }
 
-// waiting returns the claim that a volume is made for, which is not bound yet. Another one of its name is not meant.
+// waiting returns the claim that a volume is made for, which is not bound yet. Another one of its name is not meant. The volume is the
+// one that was provisioned for it, whose name, and so its key, is there once: an agent may write objects that name any claim.
 func (h *handles) waiting(ctx context.Context, v *v1alpha1.Volume) (*corev1.ObjectReference, error) {
 	ref := v.Spec.ClaimRef
 	if ref == nil {
@@ -182,7 +184,7 @@ func (h *handles) waiting(ctx context.Context, v *v1alpha1.Volume) (*corev1.Obje
 	if err := h.live.Get(ctx, client.ObjectKey{Namespace: ref.Namespace, Name: ref.Name}, claim); err != nil {
 		return nil, client.IgnoreNotFound(err)
 	}
-	if claim.Spec.VolumeName != "" && claim.Spec.VolumeName != v.Spec.PersistentVolume || !strings.HasSuffix(v.Spec.Name, string(claim.UID)) {
+	if claim.Spec.VolumeName != "" || v.Spec.Name != cluster.ProvisionedPrefix+string(claim.UID) || v.Name != volume.KeyOf(v.Spec.Name) {
 		return nil, nil
 	}
 	on := reference(claim, "v1", onClaim)

@@ -60,6 +60,7 @@ var Table = []Entry{
 	{"FilesystemErrors", warning, volumes, "The mounted filesystem has found errors."},
 	{"DeviceSuspended", warning, volumes, "The volume's device is suspended, so that all that uses it waits."},
 	{"DeviceChanged", warning, volumes, "Who has the raw device has changed its settings."},
+	{"LimitsNotKept", warning, volumes, "The limits of the volume's I/O are not in force."},
 	{"ImageLonger", warning, objects, "The file with the bytes is longer than its record says."},
 
 	{"PoolMissing", warning, pools, "The pool is not at its place, or is another one."},
@@ -70,6 +71,9 @@ var Table = []Entry{
 	{"PoolReadOnly", warning, pools, "The filesystem of the pool takes no changes."},
 	{"PoolOvercommitted", warning, pools, "More was promised than there is."},
 	{"DeviceMissing", warning, anywhere, "A physical volume of the group is missing."},
+	{"DiskFailing", warning, pools, "A disk below the pool says of itself that it fails."},
+	{"DiskErrors", warning, pools, "A disk below the pool has sectors that cannot be read, or more errors than before."},
+	{"DiskWearing", warning, pools, "A disk below the pool has used most of its life as flash."},
 	{"GroupMetadataNearlyFull", warning, pools, "The metadata areas of the volume group are nearly full."},
 	{"RecordsNotSafe", warning, pools, "Records are written to one of their two places only."},
 	{"UnknownImage", warning, pools, "The pool has files without a record, which nothing uses and nothing removes."},

@@ -93,7 +93,7 @@ func (c *Collector) ClaimRefused(key string) {
 func (c *Collector) VolumeChanged(o client.Object, gone bool) {
 	c.objectChanged(o, gone)
 	v, ok := o.(*v1alpha1.Volume)
-	if !ok || v.Spec.ClaimRef == nil || !strings.HasPrefix(v.Spec.Name, provisionedPrefix) {
+	if !ok || v.Spec.ClaimRef == nil || !strings.HasPrefix(v.Spec.Name, cluster.ProvisionedPrefix) {
 		return
 	}
 	if gone {

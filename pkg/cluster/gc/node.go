@@ -52,25 +52,21 @@ func (c *Collector) collectNodes(ctx context.Context, since map[string]time.Time
 
 // objectsByNode returns all volumes, snapshots and pools, by their nodes.
 func (c *Collector) objectsByNode(ctx context.Context) (map[string][]client.Object, error) {
-	var volumes v1alpha1.VolumeList
-	var snapshots v1alpha1.SnapshotList
-	var pools v1alpha1.PoolList
-	for _, list := range []client.ObjectList{&volumes, &snapshots, &pools} {
-		if err := c.kube.Cache.List(ctx, list, client.UnsafeDisableDeepCopy); err != nil {
-			return nil, err
-		}
+	objects, err := cluster.Cached(ctx, c.kube.Cache)
+	if err != nil {
+		return nil, err
 	}
 	found := map[string][]client.Object{}
-	for i := range volumes.Items {
-		v := &volumes.Items[i]
+	for i := range objects.Volumes {
+		v := &objects.Volumes[i]
 		found[v.Spec.NodeName] = append(found[v.Spec.NodeName], v)
 	}
-	for i := range snapshots.Items {
-		s := &snapshots.Items[i]
+	for i := range objects.Snapshots {
+		s := &objects.Snapshots[i]
 		found[s.Spec.NodeName] = append(found[s.Spec.NodeName], s)
 	}
-	for i := range pools.Items {
-		p := &pools.Items[i]
+	for i := range objects.Pools {
+		p := &objects.Pools[i]
 		found[p.Spec.NodeName] = append(found[p.Spec.NodeName], p)
 	}
 	return found, nil

@@ -14,10 +14,6 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// provisionedPrefix is what the provisioner's names of volumes begin with; the rest is the
-// UID of the claim.
-const provisionedPrefix = "pvc-"
-
 // collectVolume asks the node of a volume to delete it, if neither the claim that it was made
 // for nor a PersistentVolume of it exists, whatever its name. The node does so only if it is blank.
 func (c *Collector) collectVolume(ctx context.Context, known *census, key string) error {
@@ -54,7 +50,7 @@ func (c *Collector) collectVolume(ctx context.Context, known *census, key string
 	}
 	pvc := &corev1.PersistentVolumeClaim{}
 	err = c.kube.Live.Get(ctx, client.ObjectKey{Namespace: v.Spec.ClaimRef.Namespace, Name: v.Spec.ClaimRef.Name}, pvc)
-	if err == nil && provisionedPrefix+string(pvc.UID) == v.Spec.Name {
+	if err == nil && cluster.ProvisionedPrefix+string(pvc.UID) == v.Spec.Name {
 		c.pending.AddAfter(candidate{aVolume, key}, c.options.AbandonGrace) // it is being provisioned
 		return nil
 	}
@@ -76,7 +72,7 @@ func (c *Collector) NeverUsed(ctx context.Context, spec volume.Spec, v *v1alpha1
 	}
 	pvc := &corev1.PersistentVolumeClaim{}
 	err := c.kube.Live.Get(ctx, client.ObjectKey{Namespace: spec.For.Namespace, Name: spec.For.Name}, pvc)
-	if err != nil || provisionedPrefix+string(pvc.UID) != v.Spec.Name || pvc.Spec.VolumeName != "" {
+	if err != nil || cluster.ProvisionedPrefix+string(pvc.UID) != v.Spec.Name || pvc.Spec.VolumeName != "" {
 		return false, kube.APIError("read claim "+spec.For.Namespace+"/"+spec.For.Name, client.IgnoreNotFound(err))
 	}
 	volumes, err := c.census().volumes(ctx)

@@ -4,7 +4,10 @@ package lost
 
 import (
 	"context"
+	"fmt"
+	"maps"
 	"slices"
+	"strings"
 
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -28,12 +31,17 @@ type Options struct {
 }
 
 // Find returns what is lacking: PersistentVolumes that no other one has the handle of, the claims that they were made for, and contents of
-// snapshots and group snapshots with a snapshot each. All of them are to be kept (Retain). It changes nothing. Its reader knows the kinds
+// snapshots and group snapshots with a snapshot each. All of them are to be kept (Retain). A volume that is being provisioned
+// lacks nothing. It changes nothing. Its reader knows the kinds
 // of core and of pkg/api.
-func Find(ctx context.Context, from client.Reader, o Options) ([]client.Object, error) {
+//
+// Which claim a volume was made for only its node says. Where several volumes say that of one claim (one was kept, and another made
+// anew; or a node was taken over), or the claim has another PersistentVolume by now, nothing is guessed: their PersistentVolumes are
+// for no claim, and doubts says so, a sentence for each.
+func Find(ctx context.Context, from client.Reader, o Options) (objects []client.Object, doubts []string, _ error) {
 	l := &lacking{Reader: from, driver: o.Driver, class: o.Class, mode: o.AccessMode, namespace: o.Namespace}
 	err := l.find(ctx)
-	return l.out, err
+	return l.out, l.doubts, err
 }
 
 // lacking is what is looked for, and how it is to be.
@@ -41,6 +49,10 @@ type lacking struct {
 	client.Reader
 	driver, class, mode, namespace string
 	out                            []client.Object
+	doubts                         []string
+
+	names  map[string]int                          // how many PersistentVolumes have a name, or may be given it
+	claims map[v1alpha1.ClaimRef][]v1alpha1.Volume // that say that they were made for a claim
 }
 
 // find looks for what is lacking, and keeps it.
@@ -54,7 +66,9 @@ func (l *lacking) find(ctx context.Context) error {
 		return err
 	}
 	handles := map[string]bool{}
+	l.names, l.claims = map[string]int{}, map[v1alpha1.ClaimRef][]v1alpha1.Volume{}
 	for i := range have.Items {
+		l.names[have.Items[i].Name]++
 		if csi := have.Items[i].Spec.CSI; csi != nil && csi.Driver == l.driver {
 			handles[csi.VolumeHandle] = true
 		}
@@ -62,24 +76,36 @@ func (l *lacking) find(ctx context.Context) error {
 	made := map[string]*v1alpha1.Volume{}
 	for i := range volumes.Items {
 		v := &volumes.Items[i]
-		made[v.Name] = v
-		id := v.ID()
-		if v.Status.Created == nil || v.Deleting() || handles[id] {
-			continue
+		made[v.Name] = v.DeepCopy()
+		if ref := v.Spec.ClaimRef; ref != nil && !v.Deleting() {
+			l.claims[*ref] = append(l.claims[*ref], *v)
 		}
-		if err := l.volume(ctx, v, id); err != nil {
+	}
+	lost := slices.DeleteFunc(volumes.Items, func(v v1alpha1.Volume) bool { return v.Status.Created == nil || v.Deleting() || handles[v.ID()] })
+	for i := range lost {
+		l.names[lost[i].Spec.Name]++
+		if name := lost[i].Spec.PersistentVolume; name != lost[i].Spec.Name {
+			l.names[name]++
+		}
+	}
+	for i := range lost {
+		if err := l.volume(ctx, &lost[i]); err != nil {
 			return err
 		}
 	}
 	return l.snapshots(ctx, made)
 }
 
-// nameOf is a name for an object that Kubernetes takes: the first of some that will do.
-func nameOf(names ...string) string {
-	return names[slices.IndexFunc(names, func(name string) bool { return len(validation.NameIsDNSSubdomain(name, false)) == 0 })]
+// nameOf is a name for an object that Kubernetes takes: the first of some that will do, and that no other one has or may be given. The
+// last one is nobody else's.
+func nameOf(wanted map[string]int, names ...string) string {
+	return names[slices.IndexFunc(names, func(name string) bool {
+		return len(validation.NameIsDNSSubdomain(name, false)) == 0 && (wanted[name] < 2 || name == names[len(names)-1])
+	})]
 }
 
-func (l *lacking) volume(ctx context.Context, v *v1alpha1.Volume, id string) error {
+func (l *lacking) volume(ctx context.Context, v *v1alpha1.Volume) error {
+	id := v.ID()
 	mode := corev1.PersistentVolumeFilesystem
 	if v.Spec.Filesystem == "" {
 		mode = corev1.PersistentVolumeBlock
@@ -87,27 +113,50 @@ func (l *lacking) volume(ctx context.Context, v *v1alpha1.Volume, id string) err
 	size := *resource.NewQuantity(v.Status.Size, resource.BinarySI)
 	modes := []corev1.PersistentVolumeAccessMode{corev1.PersistentVolumeAccessMode(l.mode)}
 	pv := &corev1.PersistentVolume{TypeMeta: metav1.TypeMeta{APIVersion: "v1", Kind: "PersistentVolume"},
-		ObjectMeta: metav1.ObjectMeta{Name: nameOf(v.Spec.PersistentVolume, v.Spec.Name, v.Name), Annotations: map[string]string{"pv.kubernetes.io/provisioned-by": l.driver}},
+		ObjectMeta: metav1.ObjectMeta{Name: nameOf(l.names, v.Spec.PersistentVolume, v.Spec.Name, v.Name), Annotations: map[string]string{"pv.kubernetes.io/provisioned-by": l.driver}},
 		Spec: corev1.PersistentVolumeSpec{Capacity: corev1.ResourceList{corev1.ResourceStorage: size}, AccessModes: modes, VolumeMode: &mode,
 			PersistentVolumeReclaimPolicy: corev1.PersistentVolumeReclaimRetain, StorageClassName: l.class,
 			PersistentVolumeSource: corev1.PersistentVolumeSource{CSI: &corev1.CSIPersistentVolumeSource{Driver: l.driver, VolumeHandle: id, FSType: v.Spec.Filesystem}},
 			NodeAffinity: &corev1.VolumeNodeAffinity{Required: &corev1.NodeSelector{NodeSelectorTerms: []corev1.NodeSelectorTerm{{
 				MatchExpressions: []corev1.NodeSelectorRequirement{{Key: v1alpha1.TopologyKey, Operator: corev1.NodeSelectorOpIn, Values: []string{v.Spec.NodeName}}}}}}}}}
-	l.out = append(l.out, pv)
 	ref := v.Spec.ClaimRef
 	if ref == nil {
+		l.out = append(l.out, pv)
+		return nil
+	}
+	claim := &corev1.PersistentVolumeClaim{}
+	err := l.Get(ctx, client.ObjectKey{Namespace: ref.Namespace, Name: ref.Name}, claim)
+	if client.IgnoreNotFound(err) != nil {
+		return err
+	}
+	if err == nil && claim.Spec.VolumeName == "" && strings.HasSuffix(v.Spec.Name, string(claim.UID)) {
+		return nil // it is being provisioned for this very claim: the provisioner makes the PersistentVolume, with the policy of the class
+	}
+	l.out = append(l.out, pv)
+	if claim.Spec.VolumeName != "" && claim.Spec.VolumeName != pv.Name {
+		l.doubts = append(l.doubts, fmt.Sprintf("PersistentVolume %s (%s on node %s) is for no claim: %s/%s, for which it was made, has the PersistentVolume %s",
+			pv.Name, id, v.Spec.NodeName, ref.Namespace, ref.Name, claim.Spec.VolumeName))
+		return nil
+	}
+	if all := l.claims[*ref]; len(all) > 1 {
+		var others []string
+		for i := range all {
+			if all[i].Name != v.Name {
+				others = append(others, fmt.Sprintf("%s on node %s", all[i].ID(), all[i].Spec.NodeName))
+			}
+		}
+		l.doubts = append(l.doubts, fmt.Sprintf("PersistentVolume %s (%s on node %s) is for no claim: that it was made for %s/%s is also said of %s; if it is this one, set its spec.claimRef",
+			pv.Name, id, v.Spec.NodeName, ref.Namespace, ref.Name, strings.Join(others, ", ")))
 		return nil
 	}
 	pv.Spec.ClaimRef = &corev1.ObjectReference{APIVersion: "v1", Kind: "PersistentVolumeClaim", Namespace: ref.Namespace, Name: ref.Name}
-	err := l.Get(ctx, client.ObjectKey{Namespace: ref.Namespace, Name: ref.Name}, &corev1.PersistentVolumeClaim{})
 	if apierrors.IsNotFound(err) {
 		l.out = append(l.out, &corev1.PersistentVolumeClaim{TypeMeta: metav1.TypeMeta{APIVersion: "v1", Kind: "PersistentVolumeClaim"},
 			ObjectMeta: metav1.ObjectMeta{Namespace: ref.Namespace, Name: ref.Name},
 			Spec: corev1.PersistentVolumeClaimSpec{AccessModes: modes, StorageClassName: &l.class, VolumeMode: &mode, VolumeName: pv.Name,
 				Resources: corev1.VolumeResourceRequirements{Requests: corev1.ResourceList{corev1.ResourceStorage: size}}}})
-		return nil
 	}
-	return err
+	return nil
 }
 
 // The APIs of external-snapshotter.
@@ -148,22 +197,27 @@ func (l *lacking) snapshots(ctx context.Context, volumes map[string]*v1alpha1.Vo
 	if err != nil {
 		return err
 	}
-	members := map[string][]any{} // of groups, by their IDs
+	groups := map[string][]v1alpha1.Snapshot{} // the members, by the keys
 	for i := range list.Items {
 		s := &list.Items[i]
-		if s.Status.Created == nil || s.Deleting() {
+		switch {
+		case s.Spec.Group != nil:
+			groups[s.Spec.Group.Key] = append(groups[s.Spec.Group.Key], *s)
+		case s.Status.Created != nil && !s.Deleting() && !single[s.ID()]:
+			l.content(snapshotGroup, "VolumeSnapshot", s.Name, s, volumes, map[string]any{"snapshotHandle": s.ID()})
+		}
+	}
+	for _, key := range slices.Sorted(maps.Keys(groups)) {
+		members := slices.DeleteFunc(v1alpha1.OfGroup(groups[key]), func(s v1alpha1.Snapshot) bool { return s.Status.Created == nil || s.Deleting() })
+		if len(members) == 0 || len(members) != members[0].Spec.Group.Size || grouped[members[0].Spec.Group.ID()] {
 			continue
 		}
-		id := s.ID()
-		if g := s.Spec.Group; g != nil {
-			group := g.ID()
-			if members[group] = append(members[group], id); len(members[group]) == g.Size && !grouped[group] {
-				l.content(groupGroup, "VolumeGroupSnapshot", g.Key, s, volumes, map[string]any{"groupSnapshotHandles": map[string]any{
-					"volumeGroupSnapshotHandle": group, "volumeSnapshotHandles": members[group]}})
-			}
-		} else if !single[id] {
-			l.content(snapshotGroup, "VolumeSnapshot", s.Name, s, volumes, map[string]any{"snapshotHandle": id})
+		var ids []any
+		for i := range members {
+			ids = append(ids, members[i].ID())
 		}
+		l.content(groupGroup, "VolumeGroupSnapshot", key, &members[0], volumes, map[string]any{"groupSnapshotHandles": map[string]any{
+			"volumeGroupSnapshotHandle": members[0].Spec.Group.ID(), "volumeSnapshotHandles": ids}})
 	}
 	return nil
 }
@@ -172,14 +226,18 @@ func (l *lacking) snapshots(ctx context.Context, volumes map[string]*v1alpha1.Vo
 // the claim of its source, if somebody knows that.
 func (l *lacking) content(api schema.GroupVersion, kind, key string, s *v1alpha1.Snapshot, volumes map[string]*v1alpha1.Volume, source map[string]any) {
 	namespace := l.namespace
-	if v := volumes[s.Spec.Source]; v != nil && v.Spec.ClaimRef != nil {
+	of := volumes[s.Spec.Source]
+	if of != nil && of.Spec.NodeName != s.Spec.NodeName {
+		of = nil // a snapshot is on the node of its volume: this one says that of another's
+	}
+	if v := of; v != nil && v.Spec.ClaimRef != nil {
 		namespace = v.Spec.ClaimRef.Namespace
 	}
-	name, version := nameOf(s.Spec.Name, key), api.String()
+	name, version := nameOf(nil, s.Spec.Name, key), api.String()
 	field := map[string]string{"VolumeSnapshot": "volumeSnapshot", "VolumeGroupSnapshot": "volumeGroupSnapshot"}[kind]
 	spec := map[string]any{"driver": l.driver, "deletionPolicy": "Retain", "source": source,
 		field + "Ref": map[string]any{"apiVersion": version, "kind": kind, "namespace": namespace, "name": name}}
-	if v := volumes[s.Spec.Source]; v != nil && kind == "VolumeSnapshot" {
+	if v := of; v != nil && kind == "VolumeSnapshot" {
 		spec["sourceVolumeMode"] = "Filesystem"
 		if v.Spec.Filesystem == "" {
 			spec["sourceVolumeMode"] = "Block"

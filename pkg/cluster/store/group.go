@@ -13,7 +13,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// members returns the snapshots that say that they belong to a group.
+// members returns the snapshots of a group.
 func (s *Store) members(ctx context.Context, key string) ([]v1alpha1.Snapshot, error) {
 	if err := s.Ready(ctx); err != nil {
 		return nil, err
@@ -40,6 +40,11 @@ func whole(members []v1alpha1.Snapshot) bool {
 		}
 	}
 	return len(members) > 0
+}
+
+// wholeWith: a group is there, and a snapshot that says so belongs to it.
+func wholeWith(members []v1alpha1.Snapshot, o *v1alpha1.Snapshot) bool {
+	return whole(members) && members[0].Spec.NodeName == o.Spec.NodeName
 }
 
 func toGroup(id volume.GroupID, members []v1alpha1.Snapshot) volume.Group {
@@ -223,13 +228,17 @@ func (s *Store) removeAll(ctx context.Context, members []v1alpha1.Snapshot) (beh
 // DeleteGroup: see volume.Store.
 func (s *Store) DeleteGroup(ctx context.Context, id volume.GroupID) error {
 	members, err := s.membersNow(ctx, id.Key)
+	home := ""
+	if len(members) > 0 {
+		home = members[0].Spec.NodeName
+	}
 	for behind := true; err == nil && behind; {
 		if behind, err = s.removeAll(ctx, members); behind {
 			members, err = cluster.LiveMembers(ctx, s.kube.Live, id.Key)
 		}
 	}
 	if err == nil {
-		err = s.checkStrays(ctx, id.String())
+		err = s.checkStrays(ctx, id.String(), home)
 	}
 	if err != nil {
 		return fmt.Errorf("delete %s: %w", id, err)

@@ -4,9 +4,8 @@ import (
 	"context"
 	"strings"
 
-	"sigs.k8s.io/controller-runtime/pkg/client"
-
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/metrics"
 )
 
@@ -23,30 +22,26 @@ func (s *Store) Samples() []metrics.Sample {
 	if s.Ready(ctx) != nil {
 		return nil
 	}
-	var volumes v1alpha1.VolumeList
-	var snapshots v1alpha1.SnapshotList
-	var pools v1alpha1.PoolList
-	for _, list := range []client.ObjectList{&volumes, &snapshots, &pools} {
-		if err := s.kube.Cache.List(ctx, list, client.UnsafeDisableDeepCopy); err != nil {
-			return nil // the cache has stopped
-		}
+	objects, err := cluster.Cached(ctx, s.kube.Cache)
+	if err != nil {
+		return nil // the cache has stopped
 	}
 	count := map[counted]int{}
 	nodes := map[string]bool{}
-	for i := range pools.Items { // of a node with pools all states are there, so that an alert sees a change from 0
-		node := pools.Items[i].Spec.NodeName
+	for i := range objects.Pools { // of a node with pools all states are there, so that an alert sees a change from 0
+		node := objects.Pools[i].Spec.NodeName
 		nodes[node] = true
 		for _, state := range v1alpha1.States {
 			count[counted{node, "volume", state}] += 0
 			count[counted{node, "snapshot", state}] += 0
 		}
 	}
-	for i := range volumes.Items {
-		v := &volumes.Items[i]
+	for i := range objects.Volumes {
+		v := &objects.Volumes[i]
 		count[counted{v.Spec.NodeName, "volume", v1alpha1.StateOf(v)}]++
 	}
-	for i := range snapshots.Items {
-		o := &snapshots.Items[i]
+	for i := range objects.Snapshots {
+		o := &objects.Snapshots[i]
 		count[counted{o.Spec.NodeName, "snapshot", v1alpha1.StateOf(o)}]++
 	}
 	var samples []metrics.Sample

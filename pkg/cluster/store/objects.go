@@ -97,7 +97,7 @@ func deleteByID[T cluster.Object](ctx context.Context, s *Store, id volume.ID, o
 	err := s.get(ctx, id.Key, o)
 	for live := false; ; live = true {
 		if errors.Is(err, errdefs.ErrNotFound) || (err == nil && o.In() != id.Pool) {
-			return s.checkStrays(ctx, id.String())
+			return s.checkStrays(ctx, id.String(), "")
 		}
 		if err != nil {
 			return fmt.Errorf("delete %s: %w", id, err)

@@ -13,6 +13,8 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	"github.com/ashlar-csi/ashlar/internal/overview"
+	"github.com/ashlar-csi/ashlar/internal/poolset"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
@@ -21,55 +23,84 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// room is a pool, and what can still be promised of it.
+// room is a pool of a node, and what can still be promised of it.
 type room struct {
 	*v1alpha1.Pool
-	available, maxVolume int64
+	volume.Room
 }
 
-// findRoom returns the pools of a name, or with none the default pools, of some nodes, or with
+// findRoom returns the pools of a set (poolset.Set), or with the empty one the default pools, of some nodes, or with
 // none of all; ErrInvalid if no node at all has such a pool. What was made or is being made
-// since a pool was measured is taken off: that takes the longer the more volumes the node has,
+// since a pool was measured is taken off, and peers of the volume are counted: that takes the longer the more volumes the node has,
 // so nobody should ask for nodes that do not matter.
-func (s *Store) findRoom(ctx context.Context, pool string, nodes []string) (map[string]room, error) {
+func (s *Store) findRoom(ctx context.Context, set string, nodes []string, of volume.Requester) ([]room, error) {
 	if err := s.Ready(ctx); err != nil {
 		return nil, err
 	}
+	pools, known, err := s.poolsOf(ctx, set, nodes)
+	if err != nil {
+		return nil, err
+	}
+	if !known {
+		return nil, fmt.Errorf("%w: parameter pool=%q: no node has such a pool", errdefs.ErrInvalid, set)
+	}
+	byNode := map[string][]room{}
+	for _, p := range pools {
+		r := room{p, volume.Room{Pool: p.Spec.Pool, Capacity: blockdev.Capacity{Total: p.Status.Total, Promised: p.Status.Promised, Used: p.Status.Used,
+			Available: p.Status.Available, MaxVolume: p.Status.MaxVolume, MinVolume: p.Status.MinVolume}}}
+		if r.Worst = worst(p); !r.Usable() {
+			r.Available, r.MaxVolume = 0, 0
+		}
+		byNode[p.Spec.NodeName] = append(byNode[p.Spec.NodeName], r)
+	}
+	var found []room
+	for node, rooms := range byNode {
+		if err := s.count(ctx, node, rooms, of); err != nil {
+			return nil, err
+		}
+		found = append(found, rooms...)
+	}
+	return found, nil
+}
+
+// worst is the severity of the worst of what is wrong with a pool; 0: nothing is known.
+func worst(p *v1alpha1.Pool) (worst blockdev.Severity) {
+	for _, problem := range cluster.ToProblems(p.Status.Health) {
+		worst = max(worst, problem.Severity)
+	}
+	return worst
+}
+
+// poolsOf returns the pools of a set of some nodes, or with none of all. known: there are some on any node.
+func (s *Store) poolsOf(ctx context.Context, set string, nodes []string) (found []*v1alpha1.Pool, known bool, err error) {
 	var pools v1alpha1.PoolList
 	options := []client.ListOption{client.UnsafeDisableDeepCopy}
-	if pool != "" {
-		options = append(options, client.MatchingFields{byPool: pool})
+	if one, is := poolset.Set(set).One(); is {
+		options = append(options, client.MatchingFields{byPool: one})
 	}
 	if err := s.kube.Client.List(ctx, &pools, options...); err != nil {
-		return nil, kube.APIError("list pools", err)
+		return nil, false, kube.APIError("list pools", err)
 	}
-	found := map[string]room{}
-	known := false
+	defaults := map[string]int{} // where in found the default pool of a node is
 	for i := range pools.Items {
 		p := &pools.Items[i]
-		if (pool == "" && !p.Spec.Default) || cluster.DriverOf(p) != s.driver {
+		if (set == "" && !p.Spec.Default) || (set != "" && !poolset.Set(set).Has(p.Spec.Pool)) || cluster.DriverOf(p) != s.driver {
 			continue
 		}
 		known = true
 		if len(nodes) > 0 && !slices.Contains(nodes, p.Spec.NodeName) {
 			continue
 		}
-		if have, twice := found[p.Spec.NodeName]; !twice || preferredDefault(p, have.Pool) {
-			found[p.Spec.NodeName] = room{Pool: p}
+		at, twice := defaults[p.Spec.NodeName]
+		switch {
+		case set != "" || !twice:
+			defaults[p.Spec.NodeName] = len(found)
+			found = append(found, p)
+		case preferredDefault(p, found[at]):
+			found[at] = p
 		}
 	}
-	for name, r := range found {
-		promised, err := s.unmeasured(ctx, r.Pool)
-		if err != nil {
-			return nil, err
-		}
-		r.available, r.maxVolume = max(0, r.Status.Available-promised), max(0, r.Status.MaxVolume-promised)
-		found[name] = r
-	}
-	if !known {
-		return nil, fmt.Errorf("%w: parameter pool=%q: no node has such a pool", errdefs.ErrInvalid, pool)
-	}
-	return found, nil
+	return found, known, nil
 }
 
 // preferredDefault reports whether of two default pools of a node the first is the one that counts. A node
@@ -86,90 +117,105 @@ func preferredDefault(a, b *v1alpha1.Pool) bool {
 	return b.Status.Measured != nil && (a.Status.Measured == nil || a.Status.Measured.After(b.Status.Measured.Time))
 }
 
-// unmeasured is how much was promised of a pool that its figures do not have yet.
-func (s *Store) unmeasured(ctx context.Context, p *v1alpha1.Pool) (int64, error) {
-	later := func(pool string, status *v1alpha1.ObjectStatus) bool {
-		return pool == p.Spec.Pool && (status.Created == nil || p.Status.Measured == nil || status.Created.After(p.Status.Measured.Time))
-	}
+// count takes off what pools of a node have to offer what was promised of them that their figures do not have yet, and counts the volumes that
+// are peers of one.
+func (s *Store) count(ctx context.Context, node string, rooms []room, of volume.Requester) error {
 	var volumes v1alpha1.VolumeList
 	var snapshots v1alpha1.SnapshotList
-	onNode := client.MatchingFields{byNode: p.Spec.NodeName}
+	onNode := client.MatchingFields{byNode: node}
 	if err := s.kube.Client.List(ctx, &volumes, onNode, client.UnsafeDisableDeepCopy); err != nil {
-		return 0, kube.APIError("list volumes", err)
+		return kube.APIError("list volumes", err)
 	}
 	if err := s.kube.Client.List(ctx, &snapshots, onNode, client.UnsafeDisableDeepCopy); err != nil {
-		return 0, kube.APIError("list snapshots", err)
+		return kube.APIError("list snapshots", err)
 	}
-	var promised int64
-	for i := range volumes.Items {
-		if v := &volumes.Items[i]; later(v.Spec.Pool, v.Common()) {
-			promised += v.Spec.Size
-		} else if v.Spec.Pool == p.Spec.Pool {
-			promised += max(0, v.Spec.Size-v.Status.Size) // it is growing
+	for i := range rooms {
+		r := &rooms[i]
+		later := func(pool string, status *v1alpha1.ObjectStatus) bool {
+			return pool == r.Spec.Pool && (status.Created == nil || r.Status.Measured == nil || status.Created.After(r.Status.Measured.Time))
 		}
-	}
-	for i := range snapshots.Items {
-		if s := &snapshots.Items[i]; later(s.Spec.Pool, s.Common()) {
-			promised += s.Status.Size
+		var promised int64
+		for i := range volumes.Items {
+			v := &volumes.Items[i]
+			if v.Spec.Pool != r.Spec.Pool {
+				continue
+			}
+			if later(v.Spec.Pool, v.Common()) {
+				promised += v.Spec.Size
+			} else {
+				promised += max(0, v.Spec.Size-v.Status.Size) // it is growing
+			}
+			if !v1alpha1.Going(v) && cluster.RequesterOf(v).PeerOf(of) {
+				r.Peers++
+			}
 		}
+		for i := range snapshots.Items {
+			if s := &snapshots.Items[i]; later(s.Spec.Pool, s.Common()) {
+				promised += s.Status.Size
+			}
+		}
+		left := max(0, r.Available-promised)
+		r.Promised, r.Available, r.MaxVolume = r.Promised+r.Available-left, left, max(0, r.MaxVolume-promised)
 	}
-	return promised, nil
+	return nil
 }
 
 // schedule chooses the node and pool of a new volume: of the nodes that are allowed the first
-// that has room; of any, the one with most. If none seems to have room, the best one is
+// that has room; of any, the one with most; on it, the pool that volume.Room says. Those in refused are not chosen. If none seems to have room, the best one is
 // asked all the same: its figures may be old, and the node's answer is not. Where there is a
 // choice, nobody has looked yet at whether pods may run on the node: nodes that are cordoned are
 // not taken, and those with taints that keep pods off are the last.
-func (s *Store) schedule(ctx context.Context, pool string, nodes []string, size int64) (node, in string, err error) {
-	found, err := s.findRoom(ctx, pool, nodes)
+func (s *Store) schedule(ctx context.Context, spec volume.Spec, size int64, refused refusals) (best room, err error) {
+	peersOf := spec.For
+	if spec.Spread == volume.NoSpread {
+		peersOf = volume.Requester{}
+	}
+	found, err := s.findRoom(ctx, spec.Pool, spec.Nodes, peersOf)
 	if err != nil {
-		return "", "", err
+		return room{}, err
 	}
-	type candidate struct {
-		room
-		full, tainted bool
-	}
-	var fit []candidate
+	nodes := map[string]*corev1.Node{} // nil: it is not to be taken
 	var unfit []string
-	for name, r := range found {
-		var node corev1.Node
-		if err := s.nodes.Ready(ctx, name); err != nil {
-			unfit = append(unfit, err.Error())
-			continue
-		} else if err := s.kube.Cache.Get(ctx, client.ObjectKey{Name: name}, &node); err != nil {
-			return "", "", kube.APIError("look at node "+name, err)
+	why := func(name, why string) { nodes[name], unfit = nil, append(unfit, why) }
+	var fit []room
+	for _, r := range found {
+		name := r.Spec.NodeName
+		if _, judged := nodes[name]; !judged {
+			node := &corev1.Node{}
+			if err := s.nodes.Ready(ctx, name); err != nil {
+				why(name, err.Error())
+			} else if err := s.kube.Cache.Get(ctx, client.ObjectKey{Name: name}, node); err != nil {
+				return room{}, kube.APIError("look at node "+name, err)
+			} else if nodes[name] = node; node.Spec.Unschedulable && len(spec.Nodes) != 1 {
+				why(name, fmt.Sprintf("node %s is cordoned", name))
+			}
 		}
-		if node.Spec.Unschedulable && len(nodes) != 1 {
-			unfit = append(unfit, fmt.Sprintf("node %s is cordoned", name))
-			continue
+		switch {
+		case nodes[name] == nil || refused.has(r.Name):
+		case !spec.Spread.Allows(r.Peers):
+			unfit = append(unfit, fmt.Sprintf("pool %s has a volume of the same StatefulSet (parameter spread=%s)", r.Name, spec.Spread))
+		default:
+			fit = append(fit, r)
 		}
-		fit = append(fit, candidate{r, r.maxVolume < size, keepsPodsOff(&node)})
 	}
 	if len(fit) == 0 {
 		if unfit == nil {
-			return "", "", fmt.Errorf("%w: no pool %q on any of the nodes %v", errdefs.ErrNoSpace, pool, nodes)
+			return room{}, fmt.Errorf("%w: no pool %q on any of the nodes %v", errdefs.ErrNoSpace, spec.Pool, spec.Nodes)
 		}
 		slices.Sort(unfit)
-		return "", "", fmt.Errorf("%w: no node can make it: %s", errdefs.ErrNoSpace, cluster.Limited(strings.Join(unfit, "; ")))
+		return room{}, fmt.Errorf("%w: no node can make it: %s", errdefs.ErrNoSpace, cluster.Limited(strings.Join(unfit, "; ")))
 	}
-	best := slices.MinFunc(fit, func(a, b candidate) int {
-		return cmp.Or(falseFirst(a.full, b.full), falseFirst(a.tainted, b.tainted),
-			cmp.Compare(slices.Index(nodes, a.Spec.NodeName), slices.Index(nodes, b.Spec.NodeName)),
-			cmp.Compare(b.available, a.available), cmp.Compare(a.Spec.NodeName, b.Spec.NodeName))
-	})
-	return best.Spec.NodeName, best.Spec.Pool, nil
+	return slices.MinFunc(fit, func(a, b room) int {
+		return cmp.Or(volume.TrueFirst(a.Fits(size), b.Fits(size)), volume.TrueFirst(!keepsPodsOff(nodes[a.Spec.NodeName]), !keepsPodsOff(nodes[b.Spec.NodeName])),
+			cmp.Compare(slices.Index(spec.Nodes, a.Spec.NodeName), slices.Index(spec.Nodes, b.Spec.NodeName)),
+			a.Compare(b.Room, size), cmp.Compare(a.Spec.NodeName, b.Spec.NodeName))
+	}), nil
 }
 
-func falseFirst(a, b bool) int {
-	switch {
-	case a == b:
-		return 0
-	case b:
-		return -1
-	}
-	return 1
-}
+// refusals are the names of pools that have refused a volume, with what they said.
+type refusals map[string]error
+
+func (r refusals) has(pool string) bool { return r[pool] != nil }
 
 // keepsPodsOff reports whether a node has taints that pods have to tolerate to run there.
 func keepsPodsOff(node *corev1.Node) bool {
@@ -252,35 +298,27 @@ func allows(terms []corev1.TopologySelectorTerm, labels map[string]string) bool 
 // granularity is what sizes in a pool of a node are multiples of.
 func (s *Store) granularity(ctx context.Context, node, pool string) (int64, error) {
 	var p v1alpha1.Pool
-	if err := s.kube.Client.Get(ctx, client.ObjectKey{Name: cluster.PoolName(node, pool)}, &p); err != nil {
+	if err := s.kube.Client.Get(ctx, client.ObjectKey{Name: overview.PoolName(node, pool)}, &p); err != nil {
 		return 0, kube.APIError(fmt.Sprintf("read pool %s of node %s", pool, node), err)
 	}
 	return max(p.Status.Granularity, blockdev.Granularity), nil
 }
 
-// Capacity: see volume.Store. With no node it is that of all nodes together; a node that is
-// not ready has none.
-func (s *Store) Capacity(ctx context.Context, pool, node string) (blockdev.Capacity, error) {
+// Capacity: see volume.Store. A node that is not ready has none.
+func (s *Store) Capacity(ctx context.Context, set, node string) (blockdev.Capacity, error) {
 	var nodes []string
 	if node != "" {
 		nodes = []string{node}
 	}
-	found, err := s.findRoom(ctx, pool, nodes)
+	found, err := s.findRoom(ctx, set, nodes, volume.Requester{})
 	if err != nil {
 		return blockdev.Capacity{}, err
 	}
-	var c blockdev.Capacity
-	for name, r := range found {
-		if s.nodes.Ready(ctx, name) != nil {
-			continue
-		}
-		c.Total += r.Status.Total
-		c.Promised += r.Status.Promised + (r.Status.Available - r.available)
-		c.Available += r.available
-		c.MaxVolume = max(c.MaxVolume, r.maxVolume)
-		if c.MinVolume == 0 || r.Status.MinVolume < c.MinVolume {
-			c.MinVolume = r.Status.MinVolume
+	var all blockdev.Capacity
+	for _, r := range found {
+		if s.nodes.Ready(ctx, r.Spec.NodeName) == nil {
+			all = all.And(r.Capacity)
 		}
 	}
-	return c, nil
+	return all, nil
 }

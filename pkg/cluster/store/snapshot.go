@@ -16,11 +16,11 @@ import (
 
 // newSnapshot is the object of a new snapshot; of a group too, with group set.
 func newSnapshot(name string, source *v1alpha1.Volume, group *v1alpha1.Group) *v1alpha1.Snapshot {
-	key := volume.KeyOf(name)
+	o := cluster.SnapshotNamed(volume.KeyOf(name))
 	if group != nil {
-		key = volume.KeyOf(cluster.MemberName(name, cluster.VolumeID(source)))
+		o = cluster.SnapshotNamed(volume.KeyOf(cluster.MemberName(name, cluster.VolumeID(source))))
+		o.Labels = map[string]string{v1alpha1.GroupLabel: group.Key}
 	}
-	o := cluster.SnapshotNamed(key)
 	o.Spec = v1alpha1.SnapshotSpec{Intent: v1alpha1.Intent{Make: true}, NodeName: source.Spec.NodeName, Pool: source.Spec.Pool, Name: name, Source: source.Name, Group: group}
 	return o
 }
@@ -101,7 +101,10 @@ func (s *Store) DeleteSnapshot(ctx context.Context, id volume.ID) error {
 		if group := have.Spec.Group; group != nil {
 			return fmt.Errorf("%w: snapshot %s is part of %s and is deleted with it", errdefs.ErrInvalid, id, volume.GroupID{Key: group.Key})
 		}
-		return nil
+		if have.Deleting() {
+			return nil
+		}
+		return s.notCopied(ctx, id)
 	})
 }
 
@@ -123,7 +126,7 @@ func (s *Store) GetSnapshot(ctx context.Context, id volume.ID) (volume.Snapshot,
 		if err != nil {
 			return volume.Snapshot{}, err
 		}
-		there = whole(members)
+		there = wholeWith(members, have)
 	}
 	if !there {
 		return volume.Snapshot{}, fmt.Errorf("%w: no snapshot %s", errdefs.ErrNotFound, id)
@@ -144,14 +147,14 @@ func (s *Store) ListSnapshots(ctx context.Context, source, after volume.ID, limi
 	if err := s.kube.Client.List(ctx, &list, options...); err != nil {
 		return nil, kube.APIError("list snapshots", err)
 	}
-	groups := map[string]bool{} // whether each is whole
+	groups := map[string][]v1alpha1.Snapshot{} // the members of each
 	var found []*v1alpha1.Snapshot
 	for i := range list.Items {
 		o := &list.Items[i]
 		if o.Status.Created == nil || compareIDs(cluster.SnapshotID(o), after) <= 0 || (source != (volume.ID{}) && cluster.SnapshotSource(o) != source) {
 			continue
 		}
-		there, err := s.isWhole(ctx, o.Spec.Group, groups)
+		there, err := s.isThere(ctx, o, groups)
 		if err != nil {
 			return nil, err
 		}
@@ -162,15 +165,18 @@ func (s *Store) ListSnapshots(ctx context.Context, source, after volume.ID, limi
 	return page(found, cluster.SnapshotID, limit, cluster.ToSnapshot), nil
 }
 
-// isWhole reports whether a group is whole; without a group it is true. groups is what was found out of others.
-func (s *Store) isWhole(ctx context.Context, group *v1alpha1.Group, groups map[string]bool) (bool, error) {
-	if group == nil {
+// isThere reports whether the group of a snapshot is there; without a group it is true. groups is what was found out of others.
+func (s *Store) isThere(ctx context.Context, o *v1alpha1.Snapshot, groups map[string][]v1alpha1.Snapshot) (bool, error) {
+	if o.Spec.Group == nil {
 		return true, nil
 	}
-	if is, known := groups[group.Key]; known {
-		return is, nil
+	members, known := groups[o.Spec.Group.Key]
+	if !known {
+		var err error
+		if members, err = s.members(ctx, o.Spec.Group.Key); err != nil {
+			return false, err
+		}
+		groups[o.Spec.Group.Key] = members
 	}
-	members, err := s.members(ctx, group.Key)
-	groups[group.Key] = whole(members)
-	return groups[group.Key], err
+	return wholeWith(members, o), nil
 }

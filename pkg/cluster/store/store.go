@@ -25,6 +25,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster/gc"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/liveness"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/port"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/startup"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -42,6 +43,8 @@ type Options struct {
 	SilentAfter time.Duration
 	// EventsAgain is when the event of a state that lasts is written again; 0 is the usual time.
 	EventsAgain time.Duration
+	// Agents are called for what only they know; nil: none is.
+	Agents *port.Callers
 	// StartupTaint: the startup taint is taken off nodes on which the driver is ready (package startup).
 	StartupTaint bool
 }
@@ -60,8 +63,10 @@ type Store struct {
 	garbage   *gc.Collector
 	events    *events.Announcer
 	startup   *startup.Taints // nil: the taint is left alone
+	agents    *port.Callers   // nil: they are not called
 
 	counting chan struct{} // has room for one who counts claims
+	placing  chan struct{} // has room for one who chooses the pool of a volume that is spread
 
 	mu       sync.Mutex
 	claiming map[string]string // nodes by the keys of volumes whose claims are on their way
@@ -84,7 +89,7 @@ func New(config *rest.Config, o Options) (*Store, error) {
 		return nil, err
 	}
 	nodes.Use(c)
-	s := &Store{kube: c, driver: o.Driver, nodes: nodes, counting: make(chan struct{}, 1), claiming: map[string]string{},
+	s := &Store{kube: c, driver: o.Driver, nodes: nodes, agents: o.Agents, counting: make(chan struct{}, 1), placing: make(chan struct{}, 1), claiming: map[string]string{},
 		garbage: gc.New(c, nodes, gc.Options{GoneGrace: o.GoneGrace, AbandonGrace: o.AbandonGrace, Driver: o.Driver}),
 		events:  events.New(c, nodes, events.Options{Driver: o.Driver, Namespace: o.Namespace, Again: o.EventsAgain})}
 	if o.StartupTaint {
@@ -101,7 +106,9 @@ const (
 	byNode   = "node"
 	byClaim  = "claim"
 	bySource = "source"
-	byPool   = "pool"
+	// byFetched has volumes that are being copied from another node, by the key of what they are copied from.
+	byFetched = "fetched"
+	byPool    = "pool"
 )
 
 func index(c cache.Cache) error {
@@ -114,6 +121,13 @@ func index(c cache.Cache) error {
 		{&v1alpha1.Volume{}, byClaim, func(o client.Object) []string {
 			if claim := o.(*v1alpha1.Volume).Spec.Claim; claim != nil {
 				return []string{claim.Node}
+			}
+			return nil
+		}},
+		{&v1alpha1.Volume{}, byFetched, func(o client.Object) []string {
+			v := o.(*v1alpha1.Volume)
+			if from := v.Spec.Source; from != nil && from.NodeName != "" && v.Spec.Make && v.Status.Created == nil && !v1alpha1.Going(v) {
+				return []string{from.Key}
 			}
 			return nil
 		}},
@@ -257,20 +271,50 @@ func (s *Store) usable(ctx context.Context, id volume.ID) (*v1alpha1.Volume, err
 }
 
 // checkStrays is ErrUnavailable if a pool has what has this ID, but no object: it is not gone, and
-// nobody but an operator knows what is to become of it.
-func (s *Store) checkStrays(ctx context.Context, id string) error {
+// nobody but an operator knows what is to become of it. What a node says to have of another's does not
+// count: home is the node that had it; empty, that of its PersistentVolume, if there is one.
+func (s *Store) checkStrays(ctx context.Context, id, home string) error {
 	var pools v1alpha1.PoolList
 	if err := s.kube.Client.List(ctx, &pools, client.UnsafeDisableDeepCopy); err != nil {
 		return kube.APIError("list pools", err)
 	}
 	for i := range pools.Items {
 		p := &pools.Items[i]
-		if slices.ContainsFunc(p.Status.Strays, func(one v1alpha1.Stray) bool { return one.ID == id || one.Group == id }) {
+		if !slices.ContainsFunc(p.Status.Strays, func(one v1alpha1.Stray) bool { return one.ID == id || one.Group == id }) {
+			continue
+		}
+		if home == "" {
+			var err error
+			if home, err = s.boundTo(ctx, id); err != nil {
+				return err
+			}
+		}
+		if home == "" || home == p.Spec.NodeName {
 			return fmt.Errorf("%w: somebody deleted the object of %s, and its bytes are still on node %s: have the object made anew (kubectl annotate pools.ashlar.dev %s %s=%s), and ask again",
 				errdefs.ErrUnavailable, id, p.Spec.NodeName, p.Name, v1alpha1.AdoptAnnotation, id)
 		}
 	}
 	return nil
+}
+
+// boundTo returns the node that the PersistentVolume with a handle is bound to; empty if there is none.
+func (s *Store) boundTo(ctx context.Context, handle string) (node string, _ error) {
+	err := kube.EachPage(ctx, s.kube.Live, &corev1.PersistentVolumeList{}, func(list *corev1.PersistentVolumeList) {
+		for i := range list.Items {
+			pv := &list.Items[i].Spec
+			if pv.CSI == nil || pv.CSI.Driver != s.driver || pv.CSI.VolumeHandle != handle || pv.NodeAffinity == nil || pv.NodeAffinity.Required == nil {
+				continue
+			}
+			for _, term := range pv.NodeAffinity.Required.NodeSelectorTerms {
+				for _, e := range term.MatchExpressions {
+					if e.Key == v1alpha1.TopologyKey && len(e.Values) == 1 {
+						node = e.Values[0]
+					}
+				}
+			}
+		}
+	})
+	return node, kube.APIError("look for PersistentVolumes", err)
 }
 
 func compareIDs(a, b volume.ID) int {

@@ -1,15 +1,21 @@
 package store
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"maps"
+	"slices"
+	"sync"
+	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	"github.com/ashlar-csi/ashlar/internal/overview"
+	"github.com/ashlar-csi/ashlar/internal/poolset"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
@@ -22,7 +28,7 @@ import (
 
 // Create: see volume.Store. The object is created with the word that its bytes may be made;
 // if the node refuses it for good, it is deleted again before the error is returned, so
-// that the caller may try another node.
+// that the caller may try another node. Of a set of pools the next one that seems to have room is asked here.
 func (s *Store) Create(ctx context.Context, spec volume.Spec) (volume.Volume, error) {
 	if err := errors.Join(s.Ready(ctx), volume.CheckMutable(spec.Mutable)); err != nil {
 		return volume.Volume{}, err
@@ -30,26 +36,66 @@ func (s *Store) Create(ctx context.Context, spec volume.Spec) (volume.Volume, er
 	if spec.Ephemeral != "" {
 		return volume.Volume{}, fmt.Errorf("%w: ephemeral volumes are made by their node", errdefs.ErrInvalid)
 	}
-	if spec.Pool == "" && spec.Source != (volume.ID{}) {
-		spec.Pool = spec.Source.Pool
+	for refused := (refusals{}); ; {
+		have, err := s.createOne(ctx, spec, refused)
+		if err == nil {
+			return cluster.ToVolume(have), nil
+		}
+		var refusal *cluster.Refusal
+		if errors.As(err, &refusal) && volume.PassedOver(err) && s.another(ctx, spec, refused, have, err) {
+			continue
+		}
+		return volume.Volume{}, fmt.Errorf("create volume %q: %w", spec.Name, err)
 	}
+}
+
+// another notes that the pool of a volume has refused it, and reports whether there is another one of its set that seems to have room.
+func (s *Store) another(ctx context.Context, spec volume.Spec, refused refusals, have *v1alpha1.Volume, err error) bool {
+	if _, one := poolset.Set(spec.Pool).One(); one || spec.Pool == "" || spec.Source != (volume.ID{}) {
+		return false
+	}
+	refused[overview.PoolName(have.Spec.NodeName, have.Spec.Pool)] = err
+	next, none := s.schedule(ctx, spec, have.Spec.Size, refused)
+	return none == nil && next.Fits(have.Spec.Size)
+}
+
+// createOne is Create in one pool, which is none of those that have refused. The object is that of the volume, also with an error, as far as it was made.
+func (s *Store) createOne(ctx context.Context, spec volume.Spec, refused refusals) (*v1alpha1.Volume, error) {
 	key := volume.KeyOf(spec.Name)
 	w := s.hub.Open(cluster.VolumeNamed(key))
 	defer w.Close()
-	have, err := getOrCreate(ctx, s, w, key,
-		func() (*v1alpha1.Volume, error) { return s.plan(ctx, spec) },
-		func(have *v1alpha1.Volume) (bool, error) { return s.fits(ctx, w, spec, have) })
-	if err == nil {
-		have, err = waitMade(ctx, s, w, have)
-		var down *liveness.NodeDown
-		if errors.As(err, &down) && spec.Source == (volume.ID{}) { // a copy can be made there alone
-			err = s.withdraw(ctx, have, down)
-		}
-	}
+	have, err := s.place(ctx, spec, w, key, refused)
 	if err != nil {
-		return volume.Volume{}, fmt.Errorf("create volume %q: %w", spec.Name, err)
+		return have, err
 	}
-	return cluster.ToVolume(have), nil
+	have, err = waitMade(ctx, s, w, have)
+	var down *liveness.NodeDown
+	if errors.As(err, &down) && spec.Source == (volume.ID{}) { // a copy can be made there alone
+		err = s.withdraw(ctx, have, down)
+	}
+	return have, err
+}
+
+// place finds the object of a volume, or creates it. Those that are spread one after the other: each has to see where the others are. (Two
+// stores may still take the same pool at once, as two that count claims do; one of them serves the provisioner.)
+func (s *Store) place(ctx context.Context, spec volume.Spec, w *kube.Watch, key string, refused refusals) (*v1alpha1.Volume, error) {
+	placed := func() {}
+	defer func() { placed() }()
+	plan := func() (*v1alpha1.Volume, error) {
+		if spec.Spread != volume.NoSpread && spec.Source == (volume.ID{}) {
+			select {
+			case s.placing <- struct{}{}:
+				placed = sync.OnceFunc(func() { <-s.placing })
+			case <-ctx.Done():
+				return nil, fmt.Errorf("%w: choose a pool: %w", errdefs.ErrUnavailable, ctx.Err())
+			}
+		}
+		return s.plan(ctx, spec, refused)
+	}
+	return getOrCreate(ctx, s, w, key, plan, func(have *v1alpha1.Volume) (bool, error) {
+		placed() // another store was first
+		return s.fits(ctx, w, spec, have)
+	})
 }
 
 // withdraw takes back what a node that is down was asked to make, and has not said that it
@@ -72,8 +118,33 @@ func (s *Store) withdraw(ctx context.Context, have *v1alpha1.Volume, down error)
 	return fmt.Errorf("%w on node %s: %s; nothing was made there, so another node may be chosen", errdefs.ErrNoSpace, have.Spec.NodeName, down.Error())
 }
 
-// plan is the object for a new volume: its node, pool and size are chosen here.
-func (s *Store) plan(ctx context.Context, spec volume.Spec) (v *v1alpha1.Volume, err error) {
+// takenBack takes a volume back that was to be made in a pool of a set which cannot be used any more, as a withdrawn one is, if there is
+// another pool with room. Should it have been made, the node finds that its object says another pool, and removes it while it is blank.
+func (s *Store) takenBack(ctx context.Context, spec volume.Spec, have *v1alpha1.Volume) (bool, error) {
+	if _, one := poolset.Set(spec.Pool).One(); one || spec.Pool == "" || have.Spec.Source != nil || have.Status.Created != nil || !have.Spec.Make || v1alpha1.Going(have) {
+		return false, nil
+	}
+	var in v1alpha1.Pool
+	err := s.kube.Client.Get(ctx, client.ObjectKey{Name: overview.PoolName(have.Spec.NodeName, have.Spec.Pool)}, &in)
+	if client.IgnoreNotFound(err) != nil {
+		return false, kube.APIError("read pool of "+have.Name, err)
+	}
+	if err == nil && worst(&in) < blockdev.Inaccessible {
+		return false, nil
+	}
+	best, err := s.schedule(ctx, spec, have.Spec.Size, nil)
+	if err != nil || !best.Fits(have.Spec.Size) {
+		return false, nil // it waits for its pool
+	}
+	err = s.kube.Client.Delete(ctx, have, client.Preconditions{UID: &have.UID, ResourceVersion: &have.ResourceVersion})
+	if err == nil {
+		klog.FromContext(ctx).Info("Took back what a pool that cannot be used was to make", "volume", cluster.VolumeID(have).String(), "node", have.Spec.NodeName)
+	}
+	return true, kube.APIError("take back "+have.Name, client.IgnoreNotFound(kube.IgnoreConflict(err)))
+}
+
+// plan is the object for a new volume: its node, pool (none of those that have refused it) and size are chosen here.
+func (s *Store) plan(ctx context.Context, spec volume.Spec, refused refusals) (v *v1alpha1.Volume, err error) {
 	v = cluster.VolumeNamed(volume.KeyOf(spec.Name))
 	v.Spec = v1alpha1.VolumeSpec{Intent: v1alpha1.Intent{Make: true}, Pool: spec.Pool, Name: spec.Name, Provisioning: string(spec.Provisioning),
 		Filesystem: string(spec.Filesystem), Mutable: maps.Clone(spec.Mutable), PersistentVolume: spec.For.PersistentVolume}
@@ -82,7 +153,7 @@ func (s *Store) plan(ctx context.Context, spec volume.Spec) (v *v1alpha1.Volume,
 	}
 	floor := spec.MinSize()
 	if spec.Source != (volume.ID{}) {
-		size, err := s.planCopy(ctx, spec, v)
+		size, err := s.planSource(ctx, spec, v)
 		if err != nil {
 			return nil, err
 		}
@@ -93,9 +164,9 @@ func (s *Store) plan(ctx context.Context, spec volume.Spec) (v *v1alpha1.Volume,
 		return nil, err
 	}
 	if v.Spec.Source == nil {
-		v.Spec.NodeName, v.Spec.Pool, err = s.schedule(ctx, spec.Pool, spec.Nodes, size)
+		err = s.planNew(ctx, spec, v, size, refused)
 	} else {
-		err = s.nodes.Ready(ctx, v.Spec.NodeName)
+		err = s.planCopy(ctx, spec, v, size, refused)
 	}
 	if err != nil {
 		return nil, err
@@ -108,23 +179,103 @@ func (s *Store) plan(ctx context.Context, spec volume.Spec) (v *v1alpha1.Volume,
 	return v, err
 }
 
-// planCopy gives the object of a copy its source, and the node of that. It returns the size of the source.
-func (s *Store) planCopy(ctx context.Context, spec volume.Spec, v *v1alpha1.Volume) (size int64, err error) {
+// planNew gives the object its node and pool.
+func (s *Store) planNew(ctx context.Context, spec volume.Spec, v *v1alpha1.Volume, size int64, refused refusals) error {
+	best, err := s.schedule(ctx, spec, size, refused)
+	if err == nil {
+		v.Spec.NodeName, v.Spec.Pool = best.Spec.NodeName, best.Spec.Pool
+	}
+	return err
+}
+
+// planSource gives the object of a copy its source, and the node of that. It returns the size of the source.
+func (s *Store) planSource(ctx context.Context, spec volume.Spec, v *v1alpha1.Volume) (size int64, err error) {
 	node, size, carried, err := s.findSource(ctx, spec.Source)
 	if err != nil {
 		return 0, err
 	}
-	if err := spec.CheckSource(carried); err != nil {
-		return 0, err
-	}
-	if spec.Pool != spec.Source.Pool {
-		return 0, fmt.Errorf("%w: source %s is in pool %s and cannot be copied to pool %s", errdefs.ErrInvalid, spec.Source, spec.Source.Pool, spec.Pool)
-	}
-	if err := s.mayBeOn(ctx, spec, node); err != nil {
-		return 0, fmt.Errorf("source %s is on node %s, and so are its copies: %w", spec.Source, node, err)
-	}
 	v.Spec.NodeName, v.Spec.Source = node, &v1alpha1.Source{Kind: string(spec.Source.Kind), Key: spec.Source.Key}
-	return size, nil
+	return size, spec.CheckSource(carried)
+}
+
+// planCopy gives the object of a copy its node and pool: those of its source, if they may be. On another node, or in another pool, it
+// takes as long as its bytes.
+func (s *Store) planCopy(ctx context.Context, spec volume.Spec, v *v1alpha1.Volume, size int64, refused refusals) error {
+	home := v.Spec.NodeName
+	where := spec
+	if spec.Copies == volume.CopiesAnywhere {
+		stays, err := s.stays(ctx, spec, home, size)
+		if err != nil {
+			return err
+		}
+		if where.Pool = cmp.Or(spec.Pool, spec.Source.Pool); stays {
+			where.Nodes = []string{home}
+		}
+	} else {
+		if err := s.mayBeOn(ctx, spec, home); err != nil {
+			return fmt.Errorf("source %s is on node %s, and so are its copies, as the class does not say copies=%s: %w", spec.Source, home, volume.CopiesAnywhere, err)
+		}
+		where.Nodes = []string{home}
+	}
+	if len(where.Nodes) == 1 && where.Nodes[0] == home && !spec.Elsewhere() {
+		v.Spec.Pool = spec.Source.Pool
+		return s.nodes.Ready(ctx, home)
+	}
+	if err := s.planNew(ctx, where, v, size, refused); err != nil {
+		return err
+	}
+	if v.Spec.NodeName == home && !spec.Elsewhere() {
+		v.Spec.Pool = spec.Source.Pool
+	}
+	if v.Spec.Pool != spec.Source.Pool {
+		v.Spec.Source.Pool = spec.Source.Pool
+	}
+	if v.Spec.NodeName == home {
+		return nil
+	}
+	v.Spec.Source.NodeName = home
+	for _, pool := range []string{overview.PoolName(home, spec.Source.Pool), overview.PoolName(v.Spec.NodeName, v.Spec.Pool)} {
+		if _, err := s.endpoint(ctx, pool, false); err != nil {
+			return errdefs.Recast(errdefs.ErrPrecondition, err, "parameter copies=%s: %s is on node %s, and would be copied to node %s; pool %s", volume.CopiesAnywhere, spec.Source, home, v.Spec.NodeName, pool)
+		}
+	}
+	return nil
+}
+
+// stays reports whether a copy that may be anywhere is best made on the node of its source: nobody prefers another node, and there is room.
+func (s *Store) stays(ctx context.Context, spec volume.Spec, home string, size int64) (bool, error) {
+	if len(spec.Nodes) > 0 && spec.Nodes[0] != home || s.nodes.Ready(ctx, home) != nil {
+		return false, nil
+	}
+	pool := spec.Source.Pool
+	if spec.Elsewhere() {
+		pool = spec.Pool
+	}
+	found, err := s.findRoom(ctx, pool, []string{home}, volume.Requester{})
+	return slices.ContainsFunc(found, func(r room) bool { return r.Fits(size) }), err
+}
+
+// catchUpTime is how long a deletion waits for the cache to know of this controller's own copies.
+const catchUpTime = time.Second
+
+// notCopied is ErrInUse for a volume or snapshot that another node is copying, as far as the cache knows: it is not deleted meanwhile. Who
+// deletes it too early ends the copy, which has nobody's bytes yet.
+func (s *Store) notCopied(ctx context.Context, id volume.ID) error {
+	var copies v1alpha1.VolumeList
+	of := []client.ListOption{client.MatchingFields{byFetched: id.Key}, client.UnsafeDisableDeepCopy}
+	soon, cancel := context.WithTimeout(ctx, catchUpTime)
+	defer cancel()
+	err := s.kube.Client.List(soon, &copies, of...)
+	if err != nil && ctx.Err() == nil && soon.Err() != nil {
+		err = s.kube.Cache.List(ctx, &copies, of...)
+	}
+	if err != nil {
+		return kube.APIError("list copies of "+id.String(), err)
+	}
+	if len(copies.Items) > 0 {
+		return fmt.Errorf("%w: node %s is copying %s; it can be deleted when the copy is made, or not wanted any more", errdefs.ErrInUse, copies.Items[0].Spec.NodeName, id)
+	}
+	return nil
 }
 
 // findSource says where a source is, how large, and what filesystem it carries. Of a snapshot that is
@@ -155,7 +306,9 @@ func (s *Store) fits(ctx context.Context, w *kube.Watch, spec volume.Spec, have 
 		return false, err
 	}
 	elsewhere := err != nil
-	switch {
+	switch taken, err := s.takenBack(ctx, spec, have); {
+	case err != nil || taken:
+		return false, err
 	case v1alpha1.LostUnmade(have):
 		if unused, err := s.garbage.NeverUsed(ctx, spec, have); err != nil || !unused {
 			return false, errors.Join(cluster.ErrorOf(have.Spec.NodeName, have.Status.Failure), err)
@@ -187,8 +340,10 @@ func (s *Store) Delete(ctx context.Context, id volume.ID) error {
 	return deleteByID(ctx, s, id, v, true, func(live bool) error { // a conflict is a claim, maybe
 		claim := v.Spec.Claim
 		switch {
-		case claim == nil || v.Deleting():
+		case v.Deleting():
 			return nil
+		case claim == nil:
+			return s.notCopied(ctx, id)
 		case !live:
 			return errStale // it may have been released since
 		}

@@ -3,8 +3,9 @@ package view
 import (
 	"fmt"
 	"strings"
+	"time"
 
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	coordinationv1 "k8s.io/api/coordination/v1"
 
 	"github.com/ashlar-csi/ashlar/internal/overview"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
@@ -103,7 +104,21 @@ func (t *taking) silent(node string) bool {
 		return t.options.Silent(node)
 	}
 	lease, there := t.leases[node]
-	return there && t.options.Now.Sub(lease.Spec.RenewTime.Time) > v1alpha1.SilentAfter
+	return there && t.options.Now.Sub(renewed(&lease)) > v1alpha1.SilentAfter
+}
+
+// renewed is when a Lease was written last, by the clock of the API server, which has it in metadata.managedFields (KEP 555, server-side
+// apply); that of the node, which the Lease itself has, may be wrong. Where somebody took the fields away there is only that.
+func renewed(lease *coordinationv1.Lease) (at time.Time) {
+	for _, field := range lease.ManagedFields {
+		if field.Time != nil && field.Time.After(at) {
+			at = field.Time.Time
+		}
+	}
+	if at.IsZero() {
+		return lease.Spec.RenewTime.Time
+	}
+	return at
 }
 
 // pool is a pool that its agent reports, and that has some volumes and snapshots.
@@ -120,15 +135,15 @@ func pool(p *v1alpha1.Pool, held int) overview.Pool {
 		}
 		out.Problems = append(out.Problems, overview.Found(severity, reason, message, overview.KindPool, name))
 	}
-	for _, c := range s.Conditions {
-		switch {
-		case c.Type != v1alpha1.Healthy || c.Status != metav1.ConditionFalse:
-		case c.Reason == overview.NotConfigured && held == 0: // nobody misses it
-		case c.Reason == overview.NotConfigured:
-			say(overview.Inaccessible, c.Reason, fmt.Sprintf("%s, and %s in it; start it with this pool (--pool)", c.Message, objects(held)))
-		default:
-			say(severityOf(c.Reason), c.Reason, without(c.Message, "pool "+out.Name+": "))
+	for _, found := range problems(s.Health, overview.KindPool, name) {
+		found.Message = strings.ReplaceAll(found.Message, "pool "+out.Name+": ", "") // its name is shown beside it
+		if found.Reason == overview.NotConfigured {
+			if held == 0 {
+				continue // nobody misses it
+			}
+			found.Message = fmt.Sprintf("%s; %s in it", found.Message, objects(held))
 		}
+		out.Problems = append(out.Problems, found)
 	}
 	if full, is := out.Full(); is {
 		say(full.Severity, full.Reason, full.Message)
@@ -144,19 +159,4 @@ func pool(p *v1alpha1.Pool, held int) overview.Pool {
 		say(overview.Warning, overview.Strays, fmt.Sprintf("it keeps what no object is for: %d; to have it back as objects: kubectl ashlar adopt %s", out.StrayCount, name))
 	}
 	return out
-}
-
-// inaccessible are the reasons of problems of pools that keep their volumes from being used. A condition does not say.
-var inaccessible = map[string]bool{"PoolMissing": true, "PoolUnavailable": true, "PoolReadOnly": true, "PoolFailed": true, "PoolFull": true}
-
-func severityOf(reason string) overview.Severity {
-	if inaccessible[reason] {
-		return overview.Inaccessible
-	}
-	return overview.Degraded
-}
-
-// without is a message without the name of its subject, which is shown beside it.
-func without(message, subject string) string {
-	return strings.ReplaceAll(message, subject, "")
 }

@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	coordinationv1 "k8s.io/api/coordination/v1"
@@ -76,7 +77,9 @@ type taking struct {
 	known     bool                            // the nodes could be listed
 	handles   map[string]string               // names of PersistentVolumes by handle
 	claims    map[string]overview.Ref         // claims by handle
+	holders   map[overview.Ref]string         // handles of what claims are bound to, by claim
 	users     map[overview.Ref][]overview.Ref // pods by claim
+	drivers   map[string]bool                 // namespaces that pods of agents are in
 	sorts     []storagev1.StorageClass
 }
 
@@ -99,15 +102,20 @@ func (t *taking) read() error {
 		return err
 	}
 	t.known = len(t.out.Missing) == 0
+	if t.options.Kubernetes {
+		if err := t.readKubernetes(); err != nil {
+			return err
+		}
+	}
 	if err := t.readLeases(); err != nil {
 		return err
 	}
-	if !t.options.Kubernetes {
-		return nil
-	}
-	return t.readKubernetes()
+	t.out.Blind = !t.known || !t.listening
+	return nil
 }
 
+// readLeases reads the heartbeats of the agents: those in the namespaces of their pods, as far as these are known. Others can be written by
+// whoever may have Leases, in the namespaces of tenants.
 func (t *taking) readLeases() error {
 	t.leases, t.listening = map[string]coordinationv1.Lease{}, t.options.Silent != nil
 	if t.options.Silent != nil {
@@ -116,7 +124,8 @@ func (t *taking) readLeases() error {
 	before := len(t.out.Missing)
 	err := t.optional("leases", "whether the agents are heard", each(t, &coordinationv1.LeaseList{}, func(l *coordinationv1.LeaseList) {
 		for _, lease := range l.Items {
-			if lease.Spec.HolderIdentity != nil && lease.Spec.RenewTime != nil {
+			elsewhere := len(t.drivers) > 0 && !t.drivers[lease.Namespace]
+			if lease.Spec.HolderIdentity != nil && lease.Spec.RenewTime != nil && !elsewhere {
 				t.leases[*lease.Spec.HolderIdentity] = lease
 			}
 		}
@@ -127,7 +136,8 @@ func (t *taking) readLeases() error {
 
 // readKubernetes reads what Kubernetes has of the volumes: who claims them, who uses them.
 func (t *taking) readKubernetes() error {
-	t.handles, t.claims, t.users = map[string]string{}, map[string]overview.Ref{}, map[overview.Ref][]overview.Ref{}
+	t.handles, t.claims, t.holders = map[string]string{}, map[string]overview.Ref{}, map[overview.Ref]string{}
+	t.users, t.drivers = map[overview.Ref][]overview.Ref{}, map[string]bool{}
 	for _, one := range []struct {
 		what, of string
 		err      error
@@ -192,9 +202,29 @@ func (t *taking) addPersistentVolumes(l *corev1.PersistentVolumeList) {
 		}
 		t.handles[csi.Driver+" "+csi.VolumeHandle] = pv.Name
 		if ref := pv.Spec.ClaimRef; ref != nil {
-			t.claims[csi.Driver+" "+csi.VolumeHandle] = overview.Ref{Namespace: ref.Namespace, Name: ref.Name}
+			claim := overview.Ref{Namespace: ref.Namespace, Name: ref.Name}
+			t.claims[csi.Driver+" "+csi.VolumeHandle], t.holders[claim] = claim, csi.Driver+" "+csi.VolumeHandle
 		}
 	}
+}
+
+// AgentLabels are on the pods of agents.
+var AgentLabels = map[string]string{"app.kubernetes.io/name": "ashlar", "app.kubernetes.io/component": "node"}
+
+// AgentContainer is the container of the driver in a pod of an agent.
+const AgentContainer = "driver"
+
+// IsAgent reports whether a pod is that of an agent. Whoever may make pods can give them its labels; but the driver's container is
+// privileged, and who may have such a one on a node is root there.
+func IsAgent(pod *corev1.Pod) bool {
+	for label, value := range AgentLabels {
+		if pod.Labels[label] != value {
+			return false
+		}
+	}
+	return slices.ContainsFunc(pod.Spec.Containers, func(c corev1.Container) bool {
+		return c.Name == AgentContainer && c.SecurityContext != nil && c.SecurityContext.Privileged != nil && *c.SecurityContext.Privileged
+	})
 }
 
 // addPods notes which pods use which claim: those that run, or are to.
@@ -203,6 +233,9 @@ func (t *taking) addPods(l *corev1.PodList) {
 		pod := &l.Items[i]
 		if pod.Status.Phase == corev1.PodSucceeded || pod.Status.Phase == corev1.PodFailed {
 			continue
+		}
+		if IsAgent(pod) {
+			t.drivers[pod.Namespace] = true
 		}
 		for _, v := range pod.Spec.Volumes {
 			claim := overview.Ref{Namespace: pod.Namespace}

@@ -1,6 +1,7 @@
 package view
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 	"time"
@@ -24,15 +25,18 @@ func (t *taking) volumes() {
 func (t *taking) volume(v *v1alpha1.Volume) overview.Volume {
 	out := overview.Volume{ID: v.ID(), Name: v.Spec.Name, Node: v.Spec.NodeName, Pool: v.Spec.Pool, Size: v.Spec.Size, Filesystem: v.Spec.Filesystem,
 		Thin: v.Spec.Provisioning == "thin", Created: v.CreationTimestamp.UTC(), PersistentVolume: v.Spec.PersistentVolume,
-		Used: v.Status.Used, Progress: progress(&v.Status.ObjectStatus)}
+		Used: v.Status.Used, Settings: v.Status.Mutable, Progress: progress(&v.Status.ObjectStatus)}
 	if v.Status.Created != nil {
 		out.Created, out.Thin = v.Status.Created.UTC(), v.Status.Thin
 		out.Size = v.Status.Size
 	}
-	if ref := v.Spec.ClaimRef; ref != nil {
-		out.Claim = &overview.Ref{Namespace: ref.Namespace, Name: ref.Name}
-	}
 	handle := t.out.Driver + " " + out.ID
+	if ref := v.Spec.ClaimRef; ref != nil {
+		claim := overview.Ref{Namespace: ref.Namespace, Name: ref.Name}
+		if holder := t.holders[claim]; holder == "" || holder == handle { // else it has another volume, whatever this one's node says
+			out.Claim = &claim
+		}
+	}
 	if name := t.handles[handle]; name != "" { // it may have been given another claim since
 		out.PersistentVolume, out.Claim = name, nil
 	}
@@ -46,20 +50,18 @@ func (t *taking) volume(v *v1alpha1.Volume) overview.Volume {
 		out.Published = c.Node
 	}
 	if s := v.Spec.Source; s != nil {
-		out.Source = s.Kind + "." + v.Spec.Pool + "." + s.Key
+		out.Source = s.Kind + "." + cmp.Or(s.Pool, v.Spec.Pool) + "." + s.Key
 	}
 	out.State, out.Failure = overview.State(v1alpha1.StateOf(v)), failure(&v.Status.ObjectStatus, v.Generation)
-	for _, p := range v.Status.Health {
-		out.Problems = append(out.Problems, overview.Found(overview.Severity(p.Severity), p.Reason, p.Message, overview.KindVolume, out.ID))
-	}
-	if out.State == overview.Ready && slices.ContainsFunc(out.Problems, func(p overview.Problem) bool { return p.Severity == overview.DataLoss }) {
-		out.State = overview.Lost
-	}
-	out.Problems = t.wrong(out.Problems, &v.Status.ObjectStatus, &v.ObjectMeta, out.State, overview.KindVolume, out.ID)
+	out.State, out.Problems = t.wrong(&v.Status.ObjectStatus, &v.ObjectMeta, out.State, overview.KindVolume, out.ID)
 	return out
 }
 
 func (t *taking) snapshots() {
+	homes := map[string]string{} // nodes of volumes, by their IDs
+	for i := range t.objects {
+		homes[t.objects[i].ID()] = t.objects[i].Spec.NodeName
+	}
 	for i := range t.copies {
 		s := &t.copies[i]
 		out := overview.Snapshot{ID: s.ID(), Name: s.Spec.Name, Node: s.Spec.NodeName, Pool: s.Spec.Pool, Source: s.SourceID(), Size: s.Status.Size, Created: s.CreationTimestamp.UTC(),
@@ -67,11 +69,14 @@ func (t *taking) snapshots() {
 		if s.Status.Created != nil {
 			out.Created = s.Status.Created.UTC()
 		}
+		if home := homes[out.Source]; home != "" && home != out.Node {
+			out.Source = "" // a snapshot is where its volume is: its node says that of another's
+		}
 		if g := s.Spec.Group; g != nil {
 			out.Group = g.ID()
 		}
 		out.State, out.Failure = overview.State(v1alpha1.StateOf(s)), failure(&s.Status.ObjectStatus, s.Generation)
-		out.Problems = t.wrong(nil, &s.Status.ObjectStatus, &s.ObjectMeta, out.State, overview.KindSnapshot, out.ID)
+		out.State, out.Problems = t.wrong(&s.Status.ObjectStatus, &s.ObjectMeta, out.State, overview.KindSnapshot, out.ID)
 		t.out.Snapshots = append(t.out.Snapshots, out)
 	}
 }
@@ -102,8 +107,21 @@ func lost(s *v1alpha1.ObjectStatus) string {
 	return ""
 }
 
-// wrong adds what the state of an object says to the problems that its node reported.
-func (t *taking) wrong(have []overview.Problem, s *v1alpha1.ObjectStatus, o *metav1.ObjectMeta, state overview.State, kind, id string) []overview.Problem {
+// problems are those that a node has reported, as an overview has them.
+func problems(health []v1alpha1.Problem, kind, name string) []overview.Problem {
+	var all []overview.Problem
+	for _, p := range health {
+		all = append(all, overview.Found(overview.Severity(p.Severity), p.Reason, p.Message, kind, name))
+	}
+	return all
+}
+
+// wrong is what is wrong with an object of a state: what its node reported, and what that state says. Without its bytes it is lost.
+func (t *taking) wrong(s *v1alpha1.ObjectStatus, o *metav1.ObjectMeta, state overview.State, kind, id string) (overview.State, []overview.Problem) {
+	have := problems(s.Health, kind, id)
+	if state == overview.Ready && slices.ContainsFunc(have, func(p overview.Problem) bool { return p.Severity == overview.DataLoss }) {
+		state = overview.Lost
+	}
 	say := func(severity overview.Severity, reason, message string) {
 		for _, p := range have {
 			if p.Reason == reason || p.Severity == overview.DataLoss && severity == overview.DataLoss {
@@ -125,5 +143,5 @@ func (t *taking) wrong(have []overview.Problem, s *v1alpha1.ObjectStatus, o *met
 	case state == overview.Making && age > long:
 		say(overview.Warning, overview.TakesLong, fmt.Sprintf("it has been made for %s; see whether its node is there and its agent works: kubectl ashlar pools", age))
 	}
-	return have
+	return state, have
 }

@@ -32,6 +32,8 @@ type Fixture struct {
 	Pools []string
 	// KnowsAll: the store knows every volume that there is, also in pools that no node has.
 	KnowsAll bool
+	// Write writes to a volume of the default pool; nil: nothing does, and what a volume.Differ says is not tested.
+	Write func(ctx context.Context, id volume.ID, at int64, data []byte) error
 }
 
 // Open makes a fixture; it cleans up after itself.
@@ -46,7 +48,8 @@ func Run(t *testing.T, open Open) {
 		{"Create", create}, {"CreateDiffers", createDiffers}, {"CreateRefuses", createRefuses}, {"Copies", copies},
 		{"Delete", deleted}, {"NotFound", notFound}, {"UnknownPool", unknownPool}, {"List", list}, {"Claim", claim}, {"ClaimLimit", claimLimit},
 		{"Expand", expand}, {"Modify", modify}, {"Snapshot", snapshot}, {"Group", group}, {"GroupRefuses", groupRefuses},
-		{"Capacity", capacity}, {"Concurrent", concurrent}, {"Cancelled", cancelled},
+		{"Differ", differ}, {"Capacity", capacity}, {"Sets", sets}, {"SetsRefuse", setsRefuse}, {"SetsAtOnce", setsAtOnce}, {"Spread", spread},
+		{"SpreadAtOnce", spreadAtOnce}, {"Concurrent", concurrent}, {"Cancelled", cancelled},
 	} {
 		t.Run(clause.name, func(t *testing.T) {
 			store := open(t) // which may take long
@@ -193,7 +196,13 @@ func copies(f fixture) {
 			f.t.Errorf("%d bytes", large.Size)
 		}
 		f.fails(second(f.Create(f.ctx, volume.Spec{Name: "x", Source: id, Size: volume.Range{Required: mib, Limit: mib}})), errdefs.ErrOutOfRange)
-		f.fails(second(f.Create(f.ctx, volume.Spec{Name: "x", Source: id, Pool: f.Pools[0]})), errdefs.ErrInvalid)
+		elsewhere := volume.Spec{Name: name + "-elsewhere", Source: id, Pool: f.Pools[0], Size: volume.Range{Required: 1}}
+		other := f.create(elsewhere)
+		if other.Source != id || other.ID.Pool != f.Pools[0] || other.Node != f.Node || other.Size < 2*mib {
+			f.t.Errorf("copied to another pool %+v", other)
+		}
+		f.same(f.create(elsewhere), other)
+		f.fails(second(f.Create(f.ctx, volume.Spec{Name: "x", Source: id, Pool: "nvme"})), errdefs.ErrInvalid)
 		f.fails(second(f.Create(f.ctx, volume.Spec{Name: "x", Source: id, Nodes: []string{"elsewhere"}})), errdefs.ErrNoSpace)
 	}
 	// A copy carries what its source does. Of a raw source nobody knows.
@@ -532,6 +541,149 @@ func capacity(f fixture) {
 		f.t.Errorf("elsewhere %+v", elsewhere)
 	}
 	f.fails(second(f.Capacity(f.ctx, "no-such-pool", f.Node)), errdefs.ErrInvalid)
+}
+
+// both is a set of the first two pools.
+func (f fixture) both() string { return f.Pools[0] + "," + f.Pools[1] }
+
+// of is the spec of a volume in a set of pools.
+func of(name, set string, size int64) volume.Spec {
+	return volume.Spec{Name: name, Pool: set, Size: volume.Range{Required: size}}
+}
+
+// sets: a volume of a set is in the pool with most room, and in one that has room if any has; asked for again it is where it is.
+func sets(f fixture) {
+	whole, err := f.Capacity(f.ctx, f.both(), f.Node)
+	f.must(err)
+	one, err := f.Capacity(f.ctx, f.Pools[0], f.Node)
+	f.must(err)
+	if whole.Available != 2*one.Available || whole.MaxVolume != one.MaxVolume || whole.MinVolume != one.MinVolume {
+		f.t.Errorf("both pools have %+v, one has %+v", whole, one)
+	}
+	f.create(volume.Spec{Name: "first", Pool: f.Pools[0], Size: volume.Range{Required: mib}})
+	large := f.create(of("large", "*", Size*6/10))
+	if large.ID.Pool != f.Pools[1] {
+		f.t.Errorf("in pool %s, which does not have most room", large.ID.Pool)
+	}
+	again := f.create(of("another", f.both(), Size*6/10))
+	if again.ID.Pool != f.Pools[0] {
+		f.t.Errorf("in pool %s, which has no room", again.ID.Pool)
+	}
+	f.same(f.create(of("large", "*", Size*6/10)), large)
+	f.same(f.create(of("large", large.ID.Pool, Size*6/10)), large)
+	f.fails(second(f.Create(f.ctx, of("third", "*", Size*6/10))), errdefs.ErrNoSpace)
+	f.create(of("third", "*", Size*3/10)) // the name is free
+	for _, id := range []volume.ID{large.ID, again.ID} {
+		v := f.create(volume.Spec{Name: "copy of " + id.Pool, Pool: "*", Source: f.create(of("source in "+id.Pool, id.Pool, mib)).ID, Size: volume.Range{Required: mib}})
+		if v.ID.Pool != id.Pool {
+			f.t.Errorf("a copy of what is in %s is in %s", id.Pool, v.ID.Pool)
+		}
+	}
+	left, err := f.Capacity(f.ctx, "*", f.Node)
+	f.must(err)
+	if left.Available <= 0 || left.Available > whole.Available-2*(Size*6/10)-Size*3/10 || left.MaxVolume > Size*4/10 {
+		f.t.Errorf("left %+v of %+v", left, whole)
+	}
+}
+
+func setsRefuse(f fixture) {
+	v := f.create(of("v", f.both(), mib))
+	other := f.Pools[0]
+	if v.ID.Pool == other {
+		other = f.Pools[1]
+	}
+	f.fails(second(f.Create(f.ctx, of("v", other, mib))), errdefs.ErrExists)
+	f.fails(second(f.Create(f.ctx, of("x", "no-such-*", mib))), errdefs.ErrInvalid)
+	f.fails(second(f.Capacity(f.ctx, "no-such-*,nor-this", f.Node)), errdefs.ErrInvalid)
+	f.fails(second(f.Create(f.ctx, volume.Spec{Name: "x", Pool: "*", Size: volume.Range{Required: mib}, Nodes: []string{"elsewhere"}})), errdefs.ErrNoSpace)
+	f.create(of("x", "*", mib))
+}
+
+// setsAtOnce: of volumes that are asked for at once, as many are made as there is room for in all pools.
+func setsAtOnce(f fixture) {
+	var all sync.WaitGroup
+	var mu sync.Mutex
+	in := map[string]int{}
+	for i := range 8 { // two fit into each pool
+		all.Go(func() {
+			v, err := f.Create(f.ctx, of(fmt.Sprint("v", i), "*", Size*45/100))
+			mu.Lock()
+			defer mu.Unlock()
+			switch {
+			case err == nil:
+				in[v.ID.Pool]++
+			case !errors.Is(err, errdefs.ErrNoSpace):
+				f.t.Errorf("v%d: %v", i, err)
+			}
+		})
+	}
+	all.Wait()
+	for _, pool := range f.Pools[:2] {
+		if in[pool] != 2 {
+			f.t.Errorf("in pool %s: %d", pool, in[pool])
+		}
+	}
+	have, err := f.List(f.ctx, volume.ID{}, 0)
+	f.must(err)
+	if len(have) != 4 {
+		f.t.Errorf("%d volumes", len(have))
+	}
+}
+
+// replica is the spec of a volume of a StatefulSet's replica.
+func replica(claim string, how volume.Spread, size int64) volume.Spec {
+	return volume.Spec{Name: "pvc of " + claim, Pool: "*", Spread: how, Size: volume.Range{Required: size}, For: volume.Requester{Namespace: "ns", Name: claim}}
+}
+
+// spread: volumes of one StatefulSet are in different pools as long as there are some, and from then on as asked.
+func spread(f fixture) {
+	f.create(of("large", f.Pools[0], Size/2)) // so most room is always in the other one
+	if v := f.create(replica("data-web-0", volume.NoSpread, mib)); v.ID.Pool != f.Pools[1] {
+		f.t.Errorf("data-web-0 is in %s", v.ID.Pool)
+	}
+	for _, claim := range []string{"data-other-1", "data-web", "wal-web-1", "data-web-0-1"} { // they are of others
+		if v := f.create(replica(claim, volume.SpreadRequired, mib)); v.ID.Pool != f.Pools[1] {
+			f.t.Errorf("%s is in %s", claim, v.ID.Pool)
+		}
+	}
+	if v := f.create(replica("data-web-1", volume.SpreadRequired, mib)); v.ID.Pool != f.Pools[0] {
+		f.t.Errorf("data-web-1 is in %s", v.ID.Pool)
+	}
+	f.fails(second(f.Create(f.ctx, replica("data-web-2", volume.SpreadRequired, mib))), errdefs.ErrNoSpace)
+	if v := f.create(replica("data-web-2", volume.SpreadPreferred, mib)); v.ID.Pool != f.Pools[1] {
+		f.t.Errorf("data-web-2 is in %s", v.ID.Pool)
+	}
+	v := f.create(replica("data-web-3", volume.SpreadPreferred, mib)) // the pool with fewer
+	if v.ID.Pool != f.Pools[0] {
+		f.t.Errorf("data-web-3 is in %s", v.ID.Pool)
+	}
+	f.same(f.create(replica("data-web-3", volume.SpreadRequired, mib)), v)                                // it is there
+	if v := f.create(replica("data-web-4", volume.SpreadPreferred, Size*7/10)); v.ID.Pool != f.Pools[1] { // room counts first
+		f.t.Errorf("data-web-4 is in %s", v.ID.Pool)
+	}
+}
+
+// spreadAtOnce: so it is if all of them are asked for at once, as of StatefulSets with podManagementPolicy Parallel.
+func spreadAtOnce(f fixture) {
+	var all sync.WaitGroup
+	var pools [16][2]string
+	for set := range pools {
+		for i := range pools[set] {
+			all.Go(func() {
+				v, err := f.Create(f.ctx, replica(fmt.Sprintf("data-set%d-%d", set, i), volume.SpreadRequired, mib))
+				if err != nil {
+					f.t.Error(err)
+				}
+				pools[set][i] = v.ID.Pool
+			})
+		}
+	}
+	all.Wait()
+	for set, in := range pools {
+		if in[0] == in[1] {
+			f.t.Errorf("both of set %d are in %s", set, in[0])
+		}
+	}
 }
 
 func concurrent(f fixture) {

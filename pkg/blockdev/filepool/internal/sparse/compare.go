@@ -7,7 +7,9 @@ import (
 	"io"
 	"os"
 
+	"github.com/ashlar-csi/ashlar/internal/progress"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/filepool/internal/fiemap"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/extents"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -69,44 +71,83 @@ func Allocated(ctx context.Context, f *os.File, size, from int64, yield func(blo
 	return w.Flush()
 }
 
-// Changed passes on where two files differ, from an offset on: it reads both where either has data, and compares. The target is
-// as large as the base, or larger.
+// Changed passes on where two files, which nobody writes to, differ, from an offset on. Blocks that they share are the same. Else, where
+// either has data it reads both, and compares. The target is as large as the base, or larger. It says how far it is (progress).
 func Changed(ctx context.Context, base, target *os.File, baseSize, size, from int64, yield func(blockdev.Extent) error) error {
-	const block = 64 << 10
-	have, want := make([]byte, block), make([]byte, block)
-	w := &extents.Writer{Yield: yield}
-	for offset := from - from%block; offset < size; {
+	c := &comparison{base: base, target: target, baseSize: baseSize, size: size, w: &extents.Writer{Yield: yield},
+		have: make([]byte, compared), want: make([]byte, compared)}
+	ForgetCached(base)
+	ForgetCached(target)
+	progress.Begin(ctx, from, size)
+	if from >= size {
+		return ctx.Err()
+	}
+	start := from - from%compared // what is passed on of the block that from is in does not depend on from
+	for offset, done := start, start; offset < size; {
 		if err := ctx.Err(); err != nil {
 			return err
 		}
-		a, _, err := dataFrom(base, min(offset, baseSize), baseSize)
+		apart, next, err := fiemap.Apart(base, target, offset, size)
 		if err != nil {
 			return err
 		}
-		if a >= baseSize {
-			a = size
-		}
-		b, _, err := dataFrom(target, offset, size)
-		if err != nil {
-			return err
-		}
-		if offset = min(a, b) / block * block; offset >= size || min(a, b) >= size {
-			break
-		}
-		n := min(size-offset, block)
-		clear(have)
-		if _, err := base.ReadAt(have[:n], offset); err != nil && !errors.Is(err, io.EOF) {
-			return errdefs.FromErrno(err)
-		}
-		if _, err := target.ReadAt(want[:n], offset); err != nil {
-			return errdefs.FromErrno(err)
-		}
-		if !bytes.Equal(have[:n], want[:n]) {
-			if err := w.Add(blockdev.Extent{Offset: offset, Length: n}); err != nil {
+		for _, r := range apart {
+			// Blocks that are partly shared are read whole, and once.
+			if done, err = c.compare(ctx, max(done, r.Start-r.Start%compared), r.End); err != nil {
 				return err
+			}
+		}
+		progress.Skip(ctx, next-offset)
+		offset = next
+	}
+	return c.w.Flush()
+}
+
+// compared is what ranges that differ are made of, in bytes.
+const compared = 64 << 10
+
+// comparison is of two files.
+type comparison struct {
+	base, target   *os.File
+	baseSize, size int64
+	w              *extents.Writer
+	have, want     []byte
+}
+
+// compare compares from an offset, which is a multiple of compared, to an end, and returns up to where it did.
+func (c *comparison) compare(ctx context.Context, offset, end int64) (int64, error) {
+	for offset < end {
+		if err := ctx.Err(); err != nil {
+			return offset, err
+		}
+		a, _, err := dataFrom(c.base, min(offset, c.baseSize), c.baseSize)
+		if err != nil {
+			return offset, err
+		}
+		if a >= c.baseSize {
+			a = c.size
+		}
+		b, _, err := dataFrom(c.target, offset, c.size)
+		if err != nil {
+			return offset, err
+		}
+		if offset = max(offset, min(a, b)/compared*compared); offset >= end || min(a, b) >= c.size {
+			return max(offset, end), nil
+		}
+		n := min(c.size-offset, compared)
+		clear(c.have)
+		if _, err := c.base.ReadAt(c.have[:n], offset); err != nil && !errors.Is(err, io.EOF) {
+			return offset, errdefs.FromErrno(err)
+		}
+		if _, err := c.target.ReadAt(c.want[:n], offset); err != nil {
+			return offset, errdefs.FromErrno(err)
+		}
+		if !bytes.Equal(c.have[:n], c.want[:n]) {
+			if err := c.w.Add(blockdev.Extent{Offset: offset, Length: n}); err != nil {
+				return offset, err
 			}
 		}
 		offset += n
 	}
-	return w.Flush()
+	return offset, nil
 }

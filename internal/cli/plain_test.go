@@ -1,0 +1,83 @@
+package cli
+
+import (
+	"bytes"
+	"context"
+	"strings"
+	"testing"
+	"unicode"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/overview"
+)
+
+// hostile is what a node, a tenant or the label of a filesystem may say: it clears the screen, says that all is well, sets the title
+// of the window, goes up a line, turns what follows round (U+202E), and begins an escape in one character (U+009B).
+const hostile = "x\x1b[2J\x1b[HNothing is wrong.\x1b]0;title\a\r\n\nNo\u202eon\u009b31mand\xff\x9b"
+
+func TestLine(t *testing.T) {
+	for text, want := range map[string]string{
+		"":                     "",
+		"größe 3 × 日本 – fine…": "größe 3 × 日本 – fine…",
+		"two\nlines\tand more": "two lines and more",
+		hostile:                `x\x1b[2J\x1b[HNothing is wrong.\x1b]0;title\a   No\u202eon\u009b31mand\xff\x9b`,
+		"\ufffd":               "\ufffd",
+	} {
+		if got := Line(text); got != want {
+			t.Errorf("%q: %q, want %q", text, got, want)
+		}
+	}
+}
+
+func TestPlain(t *testing.T) {
+	var out bytes.Buffer
+	w := Plain(&out)
+	for _, part := range []string{"ok   größ", "e\n\x1b[2Jfail", "ure\r\nend \xe2", "\x80\xa6"} {
+		_, err := w.Write([]byte(part))
+		check.OK(t, err)
+	}
+	check.OK(t, w.Close())
+	if want := "ok   größe\n\\x1b[2Jfailure \nend …"; out.String() != want {
+		t.Errorf("%q, want %q", out.String(), want)
+	}
+}
+
+// telling is a source of which all that others may have written is hostile.
+type telling struct{ fixed }
+
+func (s telling) Details(_ context.Context, v *overview.Volume) ([]Event, []string, error) {
+	v.Devices, v.Mounts = []string{hostile}, []string{hostile}
+	return []Event{{Time: now, Type: hostile, Reason: hostile, Message: hostile, Of: hostile}}, []string{hostile}, nil
+}
+
+// TestHostileTexts: nothing that others wrote reaches the terminal as anything but text, in no command and no format.
+func TestHostileTexts(t *testing.T) {
+	bad := func() *overview.Overview {
+		problem := []overview.Problem{overview.Found(hostile, hostile, hostile, overview.KindVolume, hostile)}
+		progress := &overview.Progress{Done: 1, Total: 2}
+		o := &overview.Overview{Taken: now, Cluster: true, Driver: hostile, Version: hostile, Missing: []string{hostile}, Classes: []overview.Class{{Name: hostile, Pool: hostile}},
+			Nodes: []overview.Node{{Name: hostile, Problems: problem, Pools: []overview.Pool{{Node: hostile, Name: hostile, Kind: hostile, UUID: hostile, Problems: problem}}}},
+			Volumes: []overview.Volume{{ID: hostile, Name: "v", Node: hostile, Pool: hostile, Filesystem: hostile, Claim: &overview.Ref{Namespace: hostile, Name: hostile},
+				PersistentVolume: hostile, Pods: []overview.Ref{{Namespace: hostile, Name: hostile}}, Source: hostile, State: hostile, Failure: hostile, Progress: progress, Problems: problem}},
+			Snapshots: []overview.Snapshot{{ID: hostile, Name: hostile, Source: hostile, State: hostile, Failure: hostile, Problems: problem}}}
+		o.Finish()
+		return o
+	}
+	for _, command := range []string{"status", "pools", "volumes", "describe v", "capacity", "__complete describe ", "__complete volumes --node "} {
+		for _, format := range []string{"", " -o=wide", " -o=json", " -o=yaml"} {
+			if strings.HasPrefix(command, "__") && format != "" {
+				continue
+			}
+			out, err := run(telling{fixed{bad()}}, strings.Split(command+format, " ")...)
+			if err != nil && !strings.HasPrefix(err.Error(), "problems:") && command != "capacity" {
+				t.Errorf("%s%s: %v", command, format, err)
+			}
+			for _, r := range out {
+				if r != '\n' && !unicode.IsPrint(r) {
+					t.Errorf("%s%s prints %q:\n%s", command, format, r, out)
+					break
+				}
+			}
+		}
+	}
+}

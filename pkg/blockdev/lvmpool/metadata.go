@@ -1,0 +1,224 @@
+package lvmpool
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+	"strconv"
+	"time"
+
+	"k8s.io/klog/v2"
+
+	"github.com/ashlar-csi/ashlar/internal/command"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/extents"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/lvm2"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// What a thin pool's metadata says of its volumes: which blocks each has, and which of them two share. It is read while the pool works,
+// from a snapshot of the metadata (reserve_metadata_snap of Documentation/admin-guide/device-mapper/thin-provisioning.rst). A pool
+// has one such snapshot at the most, and keeps deleted blocks for it, also across reboots. So ours is there only while a tool reads
+// it, and before it is made the thin pool gets a tag, by which a start finds and releases what a crash left.
+
+// tagMetadata is on a thin pool whose metadata has a snapshot of ours.
+const tagMetadata = "ashlar-metadata-snapshot"
+
+// mostRanges bounds how many ranges are kept in memory, 16 bytes each: the snapshot is not held while a caller takes its time.
+var mostRanges = 1 << 18
+
+// cannotRead: the metadata cannot be read now, or here; the volumes can.
+type cannotRead struct{ error }
+
+func (e cannotRead) Unwrap() error { return e.error }
+
+// mapped passes on where a thin volume has blocks, or with a base where its blocks are not those of the base: of a block that one has and the
+// other has not, too. Ranges are whole blocks of the thin pool, up to size. cannotRead if that is not to be had; next is up to
+// where all was passed on.
+func (p *pool) mapped(ctx context.Context, base, target blockdev.Ref, size, from int64, yield func(blockdev.Extent) error) (next int64, err error) {
+	argv, err := p.reader(ctx, base, target)
+	if err != nil {
+		return from, cannotRead{err}
+	}
+	w := &extents.Writer{Yield: yield}
+	for next = from; ; {
+		found, whole, err := p.readMetadata(ctx, argv, size, next)
+		if err != nil {
+			if failure := w.Flush(); failure != nil {
+				err = failure
+			}
+			return next, err
+		}
+		for _, e := range found {
+			if err := w.Add(e); err != nil {
+				return next, err
+			}
+			next = e.Offset + e.Length
+		}
+		if whole {
+			return size, w.Flush()
+		}
+	}
+}
+
+// reader is the program that reads the metadata, without its last argument: the device.
+func (p *pool) reader(ctx context.Context, base, target blockdev.Ref) ([]string, error) {
+	number := func(ref blockdev.Ref) (string, error) {
+		rows, err := p.lvm.Run(ctx, "lvs", "-o", "lv_name,thin_id", p.path(ref.String()))
+		if err != nil {
+			return "", err
+		}
+		if len(rows) != 1 || rows[0]["thin_id"] == "" {
+			return "", fmt.Errorf("%w: lvm2 does not say which thin volume %s is", errdefs.ErrUnavailable, ref)
+		}
+		return rows[0]["thin_id"], nil
+	}
+	after, err := number(target)
+	if err != nil || base == (blockdev.Ref{}) {
+		return []string{"thin_dump", "--metadata-snap", "--format", "xml", "--dev-id", after}, err
+	}
+	before, err := number(base)
+	return []string{"thin_delta", "--metadata-snap", "--snap1", before, "--snap2", after}, err
+}
+
+var errEnough = errors.New("enough for now")
+
+// readMetadata returns the ranges, from an offset on, that a program finds; whole is false if there are more.
+func (p *pool) readMetadata(ctx context.Context, argv []string, size, from int64) (found []blockdev.Extent, whole bool, err error) {
+	err = p.withMetadata(ctx, func(device string) error {
+		block := int64(0)
+		return command.Lines(ctx, func(line []byte) error {
+			e, ok, err := parseRange(line, &block)
+			end := min(e.Offset+e.Length, size)
+			if err != nil || !ok || end <= from || e.Offset >= size {
+				return err
+			}
+			e.Offset = max(e.Offset, from/block*block)
+			e.Length = end - e.Offset
+			if len(found) == mostRanges {
+				return errEnough
+			}
+			found = append(found, e)
+			return nil
+		}, append(argv, device)...)
+	})
+	if errors.Is(err, errEnough) {
+		return found, false, nil
+	}
+	if err != nil && ctx.Err() == nil {
+		err = cannotRead{err}
+	}
+	return found, true, err
+}
+
+// parseRange reads a line of thin_dump or thin_delta; ok if it is a range, in bytes, that is mapped, or differs. The first line says how
+// large the blocks are.
+func parseRange(line []byte, block *int64) (e blockdev.Extent, ok bool, err error) {
+	line = bytes.TrimSpace(line)
+	number := func(name string) (n int64) {
+		_, after, there := bytes.Cut(line, []byte(" "+name+"=\""))
+		text, _, _ := bytes.Cut(after, []byte("\""))
+		n, failure := strconv.ParseInt(string(text), 10, 64)
+		if err == nil && (!there || failure != nil || n < 0 || n > 1<<48) {
+			err = fmt.Errorf("%w: what is %s in %q?", errdefs.ErrUnsupported, name, line)
+		}
+		return n
+	}
+	kind, _, _ := bytes.Cut(line, []byte(" "))
+	switch string(kind) {
+	case "<superblock":
+		*block = 512 * number("data_block_size")
+	case "<range_mapping":
+		e, ok = blockdev.Extent{Offset: number("origin_begin"), Length: number("length")}, true
+	case "<single_mapping":
+		e, ok = blockdev.Extent{Offset: number("origin_block"), Length: 1}, true
+	case "<different", "<left_only", "<right_only":
+		e, ok = blockdev.Extent{Offset: number("begin"), Length: number("length")}, true
+	case "<same", "<diff", "</diff>", "<device", "</device>", "</superblock>", "<def", "</def>", "<ref", "":
+	default:
+		err = fmt.Errorf("%w: %q", errdefs.ErrUnsupported, line)
+	}
+	if ok && *block == 0 && err == nil {
+		err = fmt.Errorf("%w: there is no size of blocks before %q", errdefs.ErrUnsupported, line)
+	}
+	if string(kind) == "<def" || string(kind) == "<ref" { // ranges of several devices: this one's would be missing
+		err = fmt.Errorf("%w: %q", errdefs.ErrUnsupported, line)
+	}
+	return blockdev.Extent{Offset: e.Offset * *block, Length: e.Length * *block}, ok, err
+}
+
+// withMetadata runs read with the device of the thin pool's metadata while that has a snapshot of ours. It waits for others of this
+// process. cannotRead if somebody else has one: that is theirs.
+func (p *pool) withMetadata(ctx context.Context, read func(device string) error) (err error) {
+	select {
+	case p.reading <- struct{}{}:
+		defer func() { <-p.reading }()
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+	use, err := p.thinUse(ctx)
+	switch {
+	case err != nil:
+		return err
+	case use.failed() || use.mode != "rw":
+		return fmt.Errorf("%w: the thin pool takes no changes", errdefs.ErrUnavailable)
+	case use.held:
+		return fmt.Errorf("%w: somebody else has the snapshot of the thin pool's metadata", errdefs.ErrInUse)
+	}
+	metadata, err := p.own(p.device(p.location.Thin) + "_tmeta")
+	if err != nil || metadata == nil {
+		return errors.Join(err, fmt.Errorf("%w: the thin pool has no device of its metadata", errdefs.ErrUnavailable))
+	}
+	device, err := dm.Open(metadata, os.O_RDONLY) // so that there is a node
+	if err != nil {
+		return err
+	}
+	defer device.Close()
+	if _, err := p.lvm.Run(ctx, "lvchange", "--addtag", tagMetadata, p.path(p.location.Thin)); err != nil {
+		return err
+	}
+	defer func() {
+		// Whatever ended the reading must not keep it.
+		ending, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseTime)
+		defer cancel()
+		if failure := p.untag(ending); failure != nil {
+			klog.FromContext(ctx).Error(failure, "Could not take the tag off the thin pool that says that its metadata is being read; the next start does", "pool", p.name, "tag", tagMetadata)
+		}
+	}()
+	if err := dm.Message(use.device, "reserve_metadata_snap"); err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, dm.Message(use.device, "release_metadata_snap")) }()
+	return read(metadata.Path())
+}
+
+// releaseTime is how long lvm2 may take to note that the metadata is not read any more.
+const releaseTime = 30 * time.Second
+
+func (p *pool) untag(ctx context.Context) error {
+	_, err := p.lvm.Run(ctx, "lvchange", "--deltag", tagMetadata, p.path(p.location.Thin))
+	return err
+}
+
+// releaseMetadata releases the snapshot of the thin pool's metadata that a crash left, by a report. A failure is left for the next start.
+func (p *pool) releaseMetadata(ctx context.Context, rows []lvm2.Row) {
+	if p.location.Thin == "" || !slices.ContainsFunc(rows, func(r lvm2.Row) bool {
+		return r["lv_name"] == p.location.Thin && slices.Contains(splitTags(r), tagMetadata)
+	}) {
+		return
+	}
+	use, err := p.thinUse(ctx)
+	if err == nil && use.held {
+		err = dm.Message(use.device, "release_metadata_snap")
+	}
+	if err == nil {
+		err = p.untag(ctx)
+	}
+	if err != nil {
+		klog.FromContext(ctx).Error(err, "Could not release the snapshot of the thin pool's metadata that was left; the next start tries again", "pool", p.name, "thinPool", p.path(p.location.Thin))
+	}
+}

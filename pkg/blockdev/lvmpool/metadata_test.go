@@ -1,0 +1,333 @@
+package lvmpool_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"math/rand/v2"
+	"os"
+	"os/exec"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/lvmpool"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
+)
+
+// ranges is what a pool says of the target; the zero Ref as the base: what is allocated.
+func ranges(t testing.TB, pool blockdev.Pool, base, target blockdev.Ref, from int64) (have []blockdev.Extent) {
+	t.Helper()
+	d, ok := blockdev.As[blockdev.Differ](pool)
+	if !ok {
+		t.Fatal("the pool is no Differ")
+	}
+	yield := func(e blockdev.Extent) error { have = append(have, e); return nil }
+	if base == (blockdev.Ref{}) {
+		check.OK(t, d.Allocated(t.Context(), target, from, yield))
+	} else {
+		check.OK(t, d.Changed(t.Context(), base, target, from, yield))
+	}
+	return have
+}
+
+// heldMetadata reports whether the thin pool has a snapshot of its metadata, and whether the tag says that it is ours.
+func (f *lvmFixture) heldMetadata() (held, ours bool) {
+	f.Helper()
+	name := strings.ReplaceAll(f.group.Name, "-", "--") + "-tp"
+	status := func(device string) string {
+		out, _ := exec.Command("dmsetup", "status", device).Output() // only one of the two is there
+		return string(out)
+	}
+	for _, device := range []string{name + "-tpool", name} {
+		if fields := strings.Fields(status(device)); len(fields) > 6 && fields[2] == "thin-pool" {
+			return fields[6] != "-", strings.Contains(drivertest.Run(f, "lvs", "--noheadings", "-o", "lv_tags", f.group.Name+"/tp"), "ashlar-metadata-snapshot")
+		}
+	}
+	f.Fatal("there is no thin pool")
+	return false, false
+}
+
+func dmsetup(t testing.TB, argv ...string) string {
+	t.Helper()
+	return drivertest.Run(t, append([]string{"dmsetup"}, argv...)...)
+}
+
+func thinFixture(t *testing.T) *lvmFixture {
+	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 512*pooltest.MiB), thin: true}
+	f.url = f.group.ThinPool(t, "tp", "-L", "400M", "--poolmetadatasize", "8M") + "?reservePercent=0"
+	f.start()
+	return f
+}
+
+// TestLVMChanged: whatever is written, thrown away and grown between snapshots of a thin volume, what differs is in the list of what
+// changed, and what has data in that of what is allocated. Lists that do not fit into memory at once are the same lists.
+func TestLVMChanged(t *testing.T) {
+	f := thinFixture(t)
+	seed := uint64(time.Now().UnixNano())
+	t.Logf("seed %d", seed)
+	random := rand.New(rand.NewPCG(seed, 0))
+	const size, page = 32 * pooltest.MiB, 4096
+	v := pooltest.Vol("a")
+	f.make(v, size)
+	now := int64(size)
+	var cuts []blockdev.Ref
+	var bytesOf [][]byte
+	for round := range 4 {
+		f.attached(v, false, func(device string) {
+			file, err := os.OpenFile(device, os.O_RDWR|os.O_SYNC, 0)
+			check.OK(t, err)
+			defer file.Close()
+			for range 20 {
+				at := random.Int64N(now/page) * page
+				n := min(now-at, (1+random.Int64N(100))*page)
+				switch random.IntN(4) {
+				case 0: // whole blocks of the thin pool go
+					if n = n / (64 << 10) * (64 << 10); n > 0 {
+						check.OK(t, unix.Fadvise(int(file.Fd()), 0, 0, unix.FADV_DONTNEED))
+						drivertest.Run(t, "blkdiscard", "-o", strconv.FormatInt(at/(64<<10)*(64<<10), 10), "-l", strconv.FormatInt(n, 10), device)
+					}
+				case 1: // the same again
+					b := make([]byte, n)
+					_, err := file.ReadAt(b, at)
+					check.OK(t, err)
+					_, err = file.WriteAt(b, at)
+					check.OK(t, err)
+				default:
+					b := make([]byte, n)
+					for i := range b {
+						b[i] = byte(random.Uint32())
+					}
+					_, err := file.WriteAt(b, at)
+					check.OK(t, err)
+				}
+			}
+		})
+		if round == 2 {
+			_, err := f.pool.Expand(t.Context(), v, size+8*pooltest.MiB)
+			check.OK(t, err)
+			now = size + 8*pooltest.MiB
+		}
+		cut := pooltest.Snap(strconv.Itoa(round))
+		f.copy(cut, v, now)
+		cuts, bytesOf = append(cuts, cut), append(bytesOf, append(f.read(cut, 0, now), make([]byte, size+8*pooltest.MiB-now)...))
+		for base := -1; base < round; base++ {
+			from, old := blockdev.Ref{}, make([]byte, len(bytesOf[round]))
+			if base >= 0 {
+				from, old = cuts[base], bytesOf[base]
+			}
+			have := ranges(t, f.pool, from, cut, 0)
+			check.OK(t, inOrder(have, now))
+			total := int64(0)
+			for _, e := range have {
+				total += e.Length
+			}
+			for at := int64(0); at < now; at += page {
+				if !bytes.Equal(old[at:at+page], bytesOf[round][at:at+page]) && !within(have, at) {
+					t.Fatalf("from %q to %s: byte %d differs, and is not in %v", from, cut, at, have)
+				}
+			}
+			if total == now && base >= 0 {
+				t.Errorf("from %q to %s everything changed", from, cut)
+			}
+			if base < 0 || base == round-1 {
+				few := lvmpool.Few(10)
+				again := ranges(t, f.pool, from, cut, 0)
+				few()
+				if !slices.Equal(again, have) {
+					t.Fatalf("from %q to %s in parts: %v, want %v", from, cut, again, have)
+				}
+			}
+			rest := ranges(t, f.pool, from, cut, now/3)
+			for _, e := range have {
+				if e.Offset >= now/3 && !within(rest, e.Offset) {
+					t.Errorf("from %q to %s, from byte %d: %v is not in %v", from, cut, now/3, e, rest)
+				}
+			}
+		}
+		if held, ours := f.heldMetadata(); held || ours {
+			t.Fatalf("held %v, tagged %v", held, ours)
+		}
+	}
+}
+
+func within(all []blockdev.Extent, at int64) bool {
+	return slices.ContainsFunc(all, func(e blockdev.Extent) bool { return e.Offset <= at && at < e.Offset+e.Length })
+}
+
+func inOrder(all []blockdev.Extent, size int64) error {
+	end := int64(0)
+	for _, e := range all {
+		if e.Length <= 0 || e.Offset < end || e.Offset+e.Length > size {
+			return errors.New("ranges are not in order, or not within the volume")
+		}
+		end = e.Offset + e.Length
+	}
+	return nil
+}
+
+// TestLVMMetadataLeft: the snapshot of the metadata that a crash left is released by the next start; somebody else's is not, and
+// meanwhile the volumes are read.
+func TestLVMMetadataLeft(t *testing.T) {
+	f := thinFixture(t)
+	v := pooltest.Vol("a")
+	f.make(v, 8*pooltest.MiB)
+	f.copy(pooltest.Snap("1"), v, 8*pooltest.MiB)
+	f.write(v, 3*pooltest.MiB, marked("new", 4096))
+	f.copy(pooltest.Snap("2"), v, 8*pooltest.MiB)
+	pool := strings.ReplaceAll(f.group.Name, "-", "--") + "-tp-tpool"
+	want := ranges(t, f.pool, pooltest.Snap("1"), pooltest.Snap("2"), 0)
+	if len(want) != 1 || !within(want, 3*pooltest.MiB) {
+		t.Fatalf("%v", want)
+	}
+
+	dmsetup(t, "message", pool, "0", "reserve_metadata_snap")
+	if have := ranges(t, f.pool, pooltest.Snap("1"), pooltest.Snap("2"), 0); len(have) != 1 || !within(have, 3*pooltest.MiB) {
+		t.Errorf("by reading: %v", have)
+	}
+	if held, ours := f.heldMetadata(); !held || ours {
+		t.Errorf("somebody else's: held %v, tagged %v", held, ours)
+	}
+	f.restart()
+	if held, ours := f.heldMetadata(); !held || ours {
+		t.Errorf("somebody else's after a start: held %v, tagged %v", held, ours)
+	}
+	drivertest.Run(t, "lvchange", "-q", "--addtag", "ashlar-metadata-snapshot", f.group.Name+"/tp")
+	f.restart()
+	if held, ours := f.heldMetadata(); held || ours {
+		t.Errorf("ours, after a start: held %v, tagged %v", held, ours)
+	}
+	drivertest.Run(t, "lvchange", "-q", "--addtag", "ashlar-metadata-snapshot", f.group.Name+"/tp")
+	f.restart() // the crash came before it was made
+	if held, ours := f.heldMetadata(); held || ours {
+		t.Errorf("only the tag, after a start: held %v, tagged %v", held, ours)
+	}
+	// A tool that does not know what the pool says, and one that is not there.
+	for _, broken := range []string{"#!/bin/sh\necho '<superblock data_block_size=\"128\">'\necho '<new begin=\"0\"/>'\n", "#!/bin/sh\nexit 3\n"} {
+		dir := t.TempDir()
+		check.OK(t, os.WriteFile(dir+"/thin_delta", []byte(broken), 0o755))
+		check.OK(t, unix.Mount(dir+"/thin_delta", "/usr/sbin/thin_delta", "", unix.MS_BIND, ""))
+		have := ranges(t, f.pool, pooltest.Snap("1"), pooltest.Snap("2"), 0)
+		check.OK(t, unix.Unmount("/usr/sbin/thin_delta", 0))
+		if len(have) != 1 || !within(have, 3*pooltest.MiB) {
+			t.Errorf("with a broken tool: %v", have)
+		}
+		if held, ours := f.heldMetadata(); held || ours {
+			t.Errorf("with a broken tool: held %v, tagged %v", held, ours)
+		}
+	}
+}
+
+// TestLVMMetadataEnds: a caller who goes, or does not want more, leaves no snapshot of the metadata; several wait for each other.
+func TestLVMMetadataEnds(t *testing.T) {
+	f := thinFixture(t)
+	v := pooltest.Vol("a")
+	f.make(v, 8*pooltest.MiB)
+	f.write(v, 0, marked("a", pooltest.MiB))
+	f.copy(pooltest.Snap("1"), v, 8*pooltest.MiB)
+	d, _ := blockdev.As[blockdev.Differ](f.pool)
+	enough := errors.New("enough")
+	if err := d.Allocated(t.Context(), pooltest.Snap("1"), 0, func(blockdev.Extent) error {
+		if held, ours := f.heldMetadata(); held || ours {
+			t.Errorf("while the caller takes its time: held %v, tagged %v", held, ours)
+		}
+		return enough
+	}); !errors.Is(err, enough) {
+		t.Error(err)
+	}
+	done := make(chan error)
+	for range 4 {
+		go func() {
+			done <- d.Allocated(t.Context(), pooltest.Snap("1"), 0, func(blockdev.Extent) error { return nil })
+		}()
+	}
+	for range 4 {
+		check.OK(t, <-done)
+	}
+	// One that hangs is killed with its caller.
+	dir := t.TempDir()
+	check.OK(t, os.WriteFile(dir+"/thin_dump", []byte("#!/bin/sh\nsleep 1000\n"), 0o755))
+	check.OK(t, unix.Mount(dir+"/thin_dump", "/usr/sbin/thin_dump", "", unix.MS_BIND, ""))
+	defer func() { check.OK(t, unix.Unmount("/usr/sbin/thin_dump", 0)) }()
+	ctx, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond)
+	defer cancel()
+	if err := d.Allocated(ctx, pooltest.Snap("1"), 0, func(blockdev.Extent) error { return nil }); !errors.Is(err, context.DeadlineExceeded) {
+		t.Error(err)
+	}
+	if held, ours := f.heldMetadata(); held || ours {
+		t.Errorf("after the caller went: held %v, tagged %v", held, ours)
+	}
+}
+
+// BenchmarkLVMChanged: 100 GiB that a thin volume has, of which 1 % changed, in blocks of 64 KiB. What is written to the disk is thrown away:
+// the metadata is all that counts.
+func BenchmarkLVMChanged(b *testing.B) {
+	const gib, size = int64(1) << 30, int64(100) << 30
+	metadata := drivertest.Disk(b, 2*gib)
+	sink := drivertest.Disk(b, 16*pooltest.MiB)
+	table := func(name, table string) string {
+		cmd := exec.Command("dmsetup", "create", name)
+		cmd.Stdin, cmd.Env = strings.NewReader(table), append(os.Environ(), "DM_DISABLE_UDEV=1")
+		if out, err := cmd.CombinedOutput(); err != nil {
+			b.Fatalf("%v: %s", err, out)
+		}
+		b.Cleanup(func() { drivertest.Run(b, "dmsetup", "remove", "--retry", name) })
+		return "/dev/mapper/" + name
+	}
+	sectors := func(n int64) string { return strconv.FormatInt(n/512, 10) }
+	disks := []string{table("ashlar-real", "0 "+sectors(2*gib)+" linear "+metadata+" 0\n"),
+		table("ashlar-sink", "0 "+sectors(16*pooltest.MiB)+" linear "+sink+" 0\n"+sectors(16*pooltest.MiB)+" "+sectors(126*gib)+" zero\n")}
+	g := drivertest.NewGroupOn(b, disks...)
+	drivertest.Run(b, "lvcreate", "-q", "-L", "512M", "-n", "meta", g.Name, disks[0])
+	drivertest.Run(b, "lvcreate", "-q", "-L", "125G", "-n", "tp", g.Name, disks[1])
+	drivertest.Run(b, "lvconvert", "-q", "-y", "--type", "thin-pool", "--chunksize", "64K", "--poolmetadataspare", "n", "--poolmetadata", g.Name+"/meta", g.Name+"/tp")
+	pool := pooltest.OpenURL(b, "lvm://"+g.Name+"/tp?reservePercent=0&overprovision=8")
+	v, one, two := pooltest.Vol("a"), pooltest.Snap("1"), pooltest.Snap("2")
+	pooltest.Create(b, pool, blockdev.Spec{Ref: v, Size: size})
+	write := func(step int64) {
+		device, err := pool.Attach(b.Context(), v, blockdev.Attachment{})
+		check.OK(b, err)
+		defer device.Close()
+		file, err := os.OpenFile(device.Path, os.O_WRONLY|unix.O_DIRECT, 0)
+		check.OK(b, err)
+		defer file.Close()
+		memory, err := unix.Mmap(-1, 0, 4<<20, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+		check.OK(b, err)
+		n := int64(64 << 10)
+		if step < 4<<20 {
+			n = 4 << 20
+		}
+		for at := int64(0); at < size; at += max(step, n) {
+			_, err := file.WriteAt(memory[:n], at)
+			check.OK(b, err)
+		}
+	}
+	write(0)
+	pooltest.Create(b, pool, blockdev.Spec{Ref: one, Size: size, Origin: v})
+	write(100 * 64 << 10)
+	pooltest.Create(b, pool, blockdev.Spec{Ref: two, Size: size, Origin: v})
+	b.Cleanup(func() {
+		for _, ref := range []blockdev.Ref{two, one, v} {
+			check.OK(b, errors.Join(pool.Detach(context.Background(), ref), pool.Delete(context.Background(), ref)))
+		}
+		check.OK(b, pool.Close())
+	})
+	for name, base := range map[string]blockdev.Ref{"allocated": {}, "changed": one} {
+		b.Run(name, func(b *testing.B) {
+			for b.Loop() {
+				total := int64(0)
+				for _, e := range ranges(b, pool, base, two, 0) {
+					total += e.Length
+				}
+				b.ReportMetric(float64(total)/float64(1<<20), "MiB-listed")
+			}
+		})
+	}
+}

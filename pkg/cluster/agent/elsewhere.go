@@ -1,0 +1,116 @@
+package agent
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"google.golang.org/grpc"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/internal/overview"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/port"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/transfer"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// A copy of what is on another node is made by the agent of its own node. It asks the agent of the source's node for the bytes, over
+// that one's port, and is given them as long as the object of the copy says that they are for its node.
+
+// takesPart reports whether a volume is of this node, or copied from it.
+func (a *Agent) takesPart(v *v1alpha1.Volume) bool {
+	return v.Spec.NodeName == a.local.Node() || v.Spec.Source != nil && v.Spec.Source.NodeName == a.local.Node()
+}
+
+// fetch makes a copy of what is on another node.
+func (a *Agent) fetch(ctx context.Context, v *v1alpha1.Volume, spec volume.Spec) (volume.Volume, error) {
+	failed := func(err error) error {
+		return fmt.Errorf("fetch %s from node %s: %w", spec.Source, v.Spec.Source.NodeName, err)
+	}
+	agent, err := a.agentOf(ctx, v.Spec.Source.NodeName, spec.Source.Pool)
+	if err != nil {
+		return volume.Volume{}, failed(err)
+	}
+	from, err := transfer.Open(ctx, agent, v.Name)
+	if err != nil {
+		return volume.Volume{}, failed(err)
+	}
+	made, err := a.local.Import(ctx, spec, from)
+	if err != nil {
+		return volume.Volume{}, failed(err)
+	}
+	return made, nil
+}
+
+// agentOf connects to the agent of a pool of another node. ErrUnavailable if it does not say where it is: it may do so later.
+func (a *Agent) agentOf(ctx context.Context, node, pool string) (grpc.ClientConnInterface, error) {
+	if a.options.Agents == nil {
+		return nil, fmt.Errorf("%w: this agent calls no other ones: start the driver of node %s with --agent-endpoint", errdefs.ErrUnavailable, a.local.Node())
+	}
+	p, there, err := poolNow(ctx, a.kube.Live, overview.PoolName(node, pool))
+	if err != nil {
+		return nil, err
+	}
+	if !there || p.Status.Agent == nil {
+		return nil, fmt.Errorf("%w: the agent of pool %s has no port: start the driver of node %s with --agent-endpoint", errdefs.ErrUnavailable, p.Name, node)
+	}
+	return a.options.Agents.Agent(node, *p.Status.Agent)
+}
+
+// OpenCopy opens what a copy on another node is made of, for the agent of that node: it is a transfer.Source. A volume is cut first, and what
+// was cut is kept until the copy is made, or nobody wants it any more. ErrNotFound if the object of the copy says nothing of that.
+func (a *Agent) OpenCopy(ctx context.Context, r transfer.Request) (volume.Origin, error) {
+	if !blockdev.ValidKey(r.Copy) {
+		return volume.Origin{}, fmt.Errorf("%w: %q is not the key of a volume", errdefs.ErrInvalid, r.Copy)
+	}
+	v := &v1alpha1.Volume{}
+	err := a.kube.Live.Get(ctx, client.ObjectKey{Name: r.Copy}, v)
+	if client.IgnoreNotFound(err) != nil {
+		return volume.Origin{}, kube.APIError("read volume "+r.Copy, err)
+	}
+	caller := port.CallerNode(ctx)
+	if err != nil || caller == "" || v.Spec.NodeName != caller || v.Spec.Source == nil || v.Spec.Source.NodeName != a.local.Node() ||
+		!v.Spec.Make || v.Status.Created != nil || v1alpha1.Going(v) {
+		return volume.Origin{}, fmt.Errorf("%w: node %q is to make no volume %s of what is on node %s", errdefs.ErrNotFound, caller, r.Copy, a.local.Node())
+	}
+	source := cluster.SourceOf(v)
+	if source.Kind == blockdev.Snapshot {
+		return a.locked(keylock.Snapshot(source.Key), func() (volume.Origin, error) { return a.local.Open(ctx, source) })
+	}
+	var from volume.Origin
+	err = a.withYieldingLocks(ctx, []string{keylock.Volume(source.Key)}, nil, func(ctx context.Context) (err error) {
+		from, err = a.local.OpenCut(ctx, source, r.Copy)
+		return err
+	})
+	if errors.Is(err, errGaveWay) {
+		err = errdefs.Recast(errdefs.ErrUnavailable, err, "volume %s is needed by a call while it is cut", source)
+	}
+	return from, err
+}
+
+// locked opens a snapshot that is not deleted meanwhile, nor while it is read.
+func (a *Agent) locked(lock string, open func() (volume.Origin, error)) (from volume.Origin, err error) {
+	shared := func(work func() error) error {
+		unlock, busy := a.options.Locks.TryLock(nil, []string{lock})
+		if unlock == nil {
+			return fmt.Errorf("%w: %s", errdefs.ErrUnavailable, busy)
+		}
+		defer unlock()
+		return work()
+	}
+	err = shared(func() error {
+		from, err = open()
+		return err
+	})
+	read := from.Read
+	from.Read = func(ctx context.Context, at int64, visit func(int64, []byte) error) error {
+		return shared(func() error { return read(ctx, at, visit) })
+	}
+	return from, err
+}

@@ -1,0 +1,45 @@
+package agent
+
+import (
+	"context"
+	"errors"
+
+	"k8s.io/klog/v2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// dropLeftover removes what a copy from one pool to another left, if its object does not ask for it any more. Nobody ever had the bytes.
+func (a *Agent) dropLeftover(ctx context.Context, left volume.Leftover) error {
+	wanted, err := a.stillMade(ctx, left)
+	if err != nil || wanted {
+		return err
+	}
+	err = a.withLocks([]string{keylock.Volume(left.For)}, func() error { return a.local.DropLeftover(ctx, left) })
+	if errors.Is(err, errdefs.ErrBusy) || errors.Is(err, errdefs.ErrInUse) {
+		return nil // a later look finds it
+	}
+	if err == nil {
+		klog.FromContext(ctx).Info("Removed what was left of a copy that nobody asks for", "id", left.ID.String(), "copy", left.For)
+	}
+	return err
+}
+
+// stillMade reports whether the volume that a leftover is of is still to be made. Before that is denied the API server is asked.
+func (a *Agent) stillMade(ctx context.Context, left volume.Leftover) (bool, error) {
+	for _, reader := range []client.Reader{a.kube.Cache, a.kube.Live} {
+		v := &v1alpha1.Volume{}
+		err := reader.Get(ctx, client.ObjectKey{Name: left.For}, v)
+		if client.IgnoreNotFound(err) != nil {
+			return false, err
+		}
+		if err == nil && a.takesPart(v) && v.Spec.Make && v.Status.Created == nil && !v1alpha1.Going(v) {
+			return true, nil
+		}
+	}
+	return false, nil
+}

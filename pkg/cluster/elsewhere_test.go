@@ -1,0 +1,206 @@
+package cluster_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"os"
+	"testing"
+
+	"k8s.io/client-go/rest"
+
+	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/port"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/transfer"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// leftovers are those in the pools of a machine.
+func (w *environment) leftovers(m *machine) (all []volume.Leftover) {
+	w.Helper()
+	for i, name := range []string{"default", "b"} {
+		left, err := m.local.Leftovers(w.ctx, m.disks[i].Open(name, nil))
+		check.OK(w, err)
+		all = append(all, left...)
+	}
+	return all
+}
+
+// TestLeftovers: what is left of a copy to another pool goes as soon as no object asks for the copy.
+func TestLeftovers(t *testing.T) {
+	w, m, s := newCluster(t)
+	v, err := s.Create(w.ctx, spec("source"))
+	check.OK(t, err)
+	from, err := m.local.OpenCut(w.ctx, v.ID, volume.KeyOf("copy"))
+	check.OK(t, err)
+	from.Read = func(context.Context, int64, func(int64, []byte) error) error { return errdefs.ErrUnavailable }
+	copied := volume.Spec{Name: "copy", Pool: "b", Source: v.ID, Size: volume.Range{Required: 1}}
+	fails(t, second(m.local.Import(w.ctx, copied, from)), errdefs.ErrUnavailable)
+	if left := w.leftovers(m); len(left) != 2 {
+		t.Fatalf("left are %v", left)
+	}
+	m.agent.Changed()
+	w.eventually("nothing is left", func() bool { return len(w.leftovers(m)) == 0 })
+	// One that is asked for is made of what is there.
+	made, err := s.Create(w.ctx, copied)
+	check.OK(t, err)
+	if made.ID.Pool != "b" || made.Source != v.ID || made.ID.Kind != blockdev.Volume {
+		t.Errorf("made %+v", made)
+	}
+	if left := w.leftovers(m); len(left) != 0 {
+		t.Errorf("after that, left are %v", left)
+	}
+	w.tally(m)
+}
+
+// twoNodes is a cluster of two nodes, whose agents have ports, and a store.
+func twoNodes(t *testing.T) (w *environment, a, b *machine, s *store.Store) {
+	t.Helper()
+	w = newEnvironment(t)
+	a, b = w.begin(&machine{name: "node-1", ported: true}), w.begin(&machine{name: "node-2", ported: true})
+	s = w.calling(a)
+	w.pooled(s, b)
+	return w, a, b, s
+}
+
+// elsewhere is a copy that is to be on a node.
+func elsewhere(name string, source volume.ID, m *machine) volume.Spec {
+	return volume.Spec{Name: name, Source: source, Copies: volume.CopiesAnywhere, Nodes: []string{m.name}, Size: volume.Range{Required: 80 * mib}}
+}
+
+// content is what a volume of a machine holds, of its default pool.
+func (w *environment) content(m *machine, id volume.ID) []byte {
+	w.Helper()
+	device, err := m.disks[0].Open("default", nil).Attach(w.ctx, blockdev.Ref{Kind: id.Kind, Key: id.Key}, blockdev.Attachment{ReadOnly: true})
+	check.OK(w, err)
+	all, err := os.ReadFile(device.Path)
+	check.OK(w, errors.Join(err, device.Close()))
+	return all
+}
+
+// TestCopyElsewhere: snapshots are restored, and volumes cloned, on another node, with all bytes; where nobody wants them elsewhere they are on
+// the node of their source.
+func TestCopyElsewhere(t *testing.T) {
+	w, a, b, s := twoNodes(t)
+	v, snapshot := w.snapshotOf(s, a, "v", 3, 17, 1000)
+	want := w.content(a, snapshot.ID)
+	for name, source := range map[string]volume.ID{"restored": snapshot.ID, "cloned": v.ID} {
+		copied, err := s.Create(w.ctx, elsewhere(name, source, b))
+		check.OK(t, err)
+		if copied.Node != b.name || copied.Source != source || copied.Size != 80*mib || copied.ID.Pool != "default" {
+			t.Errorf("%s is %+v", name, copied)
+		}
+		again, err := s.Create(w.ctx, elsewhere(name, source, b))
+		if check.OK(t, err); again.ID != copied.ID {
+			t.Errorf("%s again is %+v", name, again)
+		}
+		have := w.content(b, copied.ID)
+		if !bytes.Equal(have[:len(want)], want) || !bytes.Equal(have[len(want):], make([]byte, len(have)-len(want))) {
+			t.Errorf("%s holds other bytes", name)
+		}
+	}
+	a.agent.Changed()
+	w.eventually("what the clone was cut from is gone", func() bool { return len(w.leftovers(a)) == 0 })
+	stays := elsewhere("stays", snapshot.ID, b)
+	stays.Nodes = nil
+	if copied, err := s.Create(w.ctx, stays); err != nil || copied.Node != a.name {
+		t.Errorf("a copy that may be anywhere is %+v, %v", copied, err)
+	}
+	stays.Name, stays.Nodes = "stays too", []string{a.name, b.name}
+	if copied, err := s.Create(w.ctx, stays); err != nil || copied.Node != a.name {
+		t.Errorf("a copy that is best at its source is %+v, %v", copied, err)
+	}
+	local := elsewhere("local", snapshot.ID, b)
+	local.Copies = volume.CopiesLocal
+	fails(t, second(s.Create(w.ctx, local)), errdefs.ErrNoSpace)
+	check.OK(t, errors.Join(s.DeleteSnapshot(w.ctx, snapshot.ID), s.Delete(w.ctx, v.ID)))
+	w.tally(a)
+	w.tally(b)
+}
+
+// TestCopyElsewhereCutShort: a copy on another node goes on after either agent was away, and its source stays as long as it is made; a copy that
+// nobody wants any more leaves nothing.
+func TestCopyElsewhereCutShort(t *testing.T) {
+	w, a, b, s := twoNodes(t)
+	v, snapshot := w.snapshotOf(s, a, "v", 3)
+	for _, source := range []volume.ID{snapshot.ID, v.ID} {
+		a.stop()
+		spec := elsewhere("copy of "+source.String(), source, b)
+		w.asked("the copy is begun", func(ctx context.Context) error { return second(s.Create(ctx, spec)) }, func() bool { return w.object(spec.Name) != nil })
+		remove := func() error { return s.DeleteSnapshot(soon(t), source) }
+		if source.Kind == blockdev.Volume {
+			remove = func() error { return s.Delete(soon(t), source) }
+		}
+		fails(t, remove(), errdefs.ErrInUse)
+		b.stop()
+		w.start(b)
+		w.start(a)
+		var copied volume.Volume
+		w.eventually("the copy is made", func() (made bool) {
+			var err error
+			copied, err = s.Create(w.ctx, spec)
+			return err == nil
+		})
+		if copied.Node != b.name {
+			t.Errorf("the copy is %+v", copied)
+		}
+		unwanted := elsewhere("unwanted "+source.String(), source, b)
+		a.stop()
+		w.asked("the other copy is begun", func(ctx context.Context) error { return second(s.Create(ctx, unwanted)) }, func() bool { return w.object(unwanted.Name) != nil })
+		check.OK(t, s.Delete(w.ctx, volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf(unwanted.Name)}))
+		w.start(a)
+		check.OK(t, s.Delete(w.ctx, copied.ID))
+	}
+	check.OK(t, errors.Join(s.DeleteSnapshot(w.ctx, snapshot.ID), s.Delete(w.ctx, v.ID)))
+	for _, m := range []*machine{a, b} {
+		m.agent.Changed()
+		w.eventually("nothing is left on "+m.name, func() bool { return len(w.leftovers(m)) == 0 })
+		w.tally(m)
+	}
+}
+
+// TestCopyElsewhereCallers: an agent gives bytes to the agent of the node that is to copy them, as long as it is, and to nobody else.
+func TestCopyElsewhereCallers(t *testing.T) {
+	w, a, b, s := twoNodes(t)
+	_, snapshot := w.snapshotOf(s, a, "v", 3)
+	_, other := w.snapshotOf(s, a, "other", 3)
+	b.stop() // it would make it
+	spec := elsewhere("copy", snapshot.ID, b)
+	w.asked("the copy is begun", func(ctx context.Context) error { return second(s.Create(ctx, spec)) }, func() bool { return w.object("copy") != nil })
+	ask := func(config *rest.Config, key string) error {
+		calls, err := port.NewCallers(config)
+		check.OK(t, err)
+		defer calls.Close()
+		agent, err := calls.Agent(a.name, *a.port.Endpoint())
+		check.OK(t, err)
+		_, err = transfer.Open(w.ctx, agent, key)
+		return err
+	}
+	key := volume.KeyOf("copy")
+	check.OK(t, ask(apitest.Get(t).Agent(t, b.name), key))
+	for what, c := range map[string]struct {
+		config *rest.Config
+		key    string
+	}{
+		"the agent of a third node":         {apitest.Get(t).Agent(t, "node-3"), key},
+		"the source's own agent":            {apitest.Get(t).Agent(t, a.name), key},
+		"the controller":                    {apitest.Get(t).Controller(t), key},
+		"for a volume that is not there":    {apitest.Get(t).Agent(t, b.name), volume.KeyOf("x")},
+		"for one that is no copy":           {apitest.Get(t).Agent(t, b.name), volume.KeyOf("other")},
+		"for what is no key":                {apitest.Get(t).Agent(t, b.name), "../" + other.ID.Key},
+		"for a snapshot and not for a copy": {apitest.Get(t).Agent(t, b.name), other.ID.Key},
+	} {
+		if err := ask(c.config, c.key); err == nil {
+			t.Errorf("%s is given bytes", what)
+		}
+	}
+	w.start(b)
+	w.eventually("the copy is made", func() bool { return second(s.Create(w.ctx, spec)) == nil })
+	if err := ask(apitest.Get(t).Agent(t, b.name), key); !errors.Is(err, errdefs.ErrNotFound) {
+		t.Errorf("asked again for a copy that is made: %v", err)
+	}
+}

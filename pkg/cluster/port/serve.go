@@ -1,0 +1,159 @@
+package port
+
+import (
+	"context"
+	"crypto/sha256"
+	"crypto/tls"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	authenticationv1 "k8s.io/api/authentication/v1"
+	"k8s.io/client-go/rest"
+
+	"github.com/ashlar-csi/ashlar/pkg/cluster/transfer"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/rpc"
+)
+
+// Audience of the tokens with which the agent of a node is called. With one of them, that agent can call no other one.
+func Audience(node string) string { return audiences + node }
+
+// nodeOfToken is what the API server says of a token of a pod (ServiceAccountTokenPodNodeInfo, Kubernetes 1.29).
+const nodeOfToken = "authentication.kubernetes.io/node-name"
+
+// audiences begin so; guard.yaml knows it too.
+const audiences = "ashlar.dev/agent/"
+
+// callers are the service accounts, of the driver's namespace, that may make calls of a service.
+var callers = map[string][]string{
+	"/csi.v1.SnapshotMetadata/":  {"ashlar-controller"},
+	"/" + transfer.Service + "/": {"ashlar-node"}, // who may have which bytes, the objects say (agent.OpenCopy)
+}
+
+type callerNode struct{}
+
+// CallerNode is the node of the pod that makes a call, as the API server knows it by its token; empty if that is of no pod.
+func CallerNode(ctx context.Context) string {
+	node, _ := ctx.Value(callerNode{}).(string)
+	return node
+}
+
+// Server says what the port of an agent is.
+type Server struct {
+	Node      string
+	Namespace string // of the driver
+	// Config connects to the API server, which is asked whose a token is.
+	Config *rest.Config
+}
+
+// Serve serves calls until ctx ends, and closes the listener: see rpc.Serve.
+func (s Server) Serve(ctx context.Context, listener *Listener, services rpc.Services) error {
+	api, err := connect(s.Config)
+	if err != nil {
+		return err
+	}
+	door := &door{api: api, namespace: s.Namespace, audience: Audience(s.Node), asking: make(chan struct{}, reviewsAtOnce)}
+	services.Remote = &rpc.Remote{TLS: &tls.Config{MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{listener.certificate}}, Allow: door.allow}
+	return rpc.Serve(ctx, listener.Listener, services)
+}
+
+const (
+	// knownFor is how long a token is known after the API server has said whose it is: a token that is taken back
+	// (its pod is gone) is good for as long.
+	knownFor = 30 * time.Second
+	// mostKnown is how many tokens are known at once.
+	mostKnown = 256
+	// reviewTime is how long the API server is waited for, and reviewsAtOnce is how many questions wait.
+	reviewTime    = askTime
+	reviewsAtOnce = 4
+	// mostToken is the length of the longest token that is looked at, in bytes.
+	mostToken = 8 << 10
+)
+
+// door lets those in who may call.
+type door struct {
+	api       *api
+	namespace string
+	audience  string
+	asking    chan struct{} // has room for who asks the API server
+
+	mu    sync.Mutex
+	known map[[sha256.Size]byte]known // by the hash of the token
+}
+
+// caller is whom the API server knows a token as.
+type caller struct{ user, node string }
+
+type known struct {
+	caller
+	until time.Time
+}
+
+// allow: see rpc.Remote.
+func (d *door) allow(ctx context.Context, token, method string) (context.Context, error) {
+	who, err := d.caller(ctx, token)
+	if err != nil {
+		return nil, err
+	}
+	for service, accounts := range callers {
+		if strings.HasPrefix(method, service) &&
+			slices.ContainsFunc(accounts, func(a string) bool { return who.user == "system:serviceaccount:"+d.namespace+":"+a }) {
+			return context.WithValue(ctx, callerNode{}, who.node), nil
+		}
+	}
+	return nil, fmt.Errorf("%w: %s may not call %s", errdefs.ErrPrecondition, who.user, method)
+}
+
+// caller is who has a token.
+func (d *door) caller(ctx context.Context, token string) (caller, error) {
+	if len(token) > mostToken {
+		return caller{}, fmt.Errorf("a token of %d bytes", len(token))
+	}
+	sum := sha256.Sum256([]byte(token))
+	if who := d.remembered(sum); who.user != "" {
+		return who, nil
+	}
+	// Before anybody else is asked: it is what a token says of itself.
+	if err := plausible(token, d.audience); err != nil {
+		return caller{}, err
+	}
+	ctx, cancel := context.WithTimeout(ctx, reviewTime)
+	defer cancel()
+	select {
+	case d.asking <- struct{}{}:
+		defer func() { <-d.asking }()
+	case <-ctx.Done():
+		return caller{}, fmt.Errorf("%w: too many callers at once that are not known yet", errdefs.ErrUnavailable)
+	}
+	review, err := d.api.review(ctx, authenticationv1.TokenReviewSpec{Token: token, Audiences: []string{d.audience}})
+	switch {
+	case err != nil:
+		return caller{}, fmt.Errorf("%w: ask the API server whose a token is: %w", errdefs.ErrUnavailable, err)
+	case !review.Authenticated || !slices.Contains(review.Audiences, d.audience):
+		return caller{}, fmt.Errorf("the API server does not know the token for the audience %s: %s", d.audience, review.Error)
+	}
+	who := caller{review.User.Username, strings.Join(review.User.Extra[nodeOfToken], "")}
+	d.remember(sum, who)
+	return who, nil
+}
+
+func (d *door) remembered(sum [sha256.Size]byte) caller {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if have := d.known[sum]; time.Now().Before(have.until) {
+		return have.caller
+	}
+	return caller{}
+}
+
+func (d *door) remember(sum [sha256.Size]byte, who caller) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if len(d.known) >= mostKnown || d.known == nil {
+		d.known = map[[sha256.Size]byte]known{} // they are asked for again
+	}
+	d.known[sum] = known{who, time.Now().Add(knownFor)}
+}

@@ -1,0 +1,234 @@
+package cluster_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync/atomic"
+	"testing"
+
+	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/lazy"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/agent"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/mount"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
+)
+
+// inSet is the spec of a volume that may be in either pool of a node.
+func inSet(name string) volume.Spec {
+	one := spec(name)
+	one.Pool = "default,b"
+	return one
+}
+
+// other is the other pool of a machine.
+func other(pool string) string {
+	if pool == "b" {
+		return "default"
+	}
+	return "b"
+}
+
+// TestSetRefused: what the pool that was chosen refuses, for want of room that it was thought to have, the next pool of the set makes in the
+// same call. If all refuse it, nothing is left of it, and the answer is that of the last.
+func TestSetRefused(t *testing.T) {
+	for want, c := range map[string]struct {
+		refusal error
+		most    int32 // how many pools refuse
+		fails   error
+	}{
+		"made by the next one": {fmt.Errorf("%w: really", errdefs.ErrNoSpace), 1, nil},
+		"provisioned by it":    {fmt.Errorf("%w: only thick", errdefs.ErrUnsupported), 1, nil},
+		"no room in any":       {fmt.Errorf("%w: really", errdefs.ErrNoSpace), 2, errdefs.ErrNoSpace},
+		"another failure":      {fmt.Errorf("%w: bad", errdefs.ErrInvalid), 1, errdefs.ErrInvalid},
+	} {
+		t.Run(want, func(t *testing.T) {
+			var refused atomic.Int32
+			w := newEnvironment(t)
+			m := w.machineWith(nodeName, func(operation string, ref blockdev.Ref) error {
+				if operation == "Create" && ref.Key == volume.KeyOf("v") && refused.Add(1) <= c.most {
+					return c.refusal
+				}
+				return nil
+			})
+			s, _ := w.store()
+			w.pooled(s, m)
+			v, err := s.Create(w.ctx, inSet("v"))
+			if !errors.Is(err, c.fails) {
+				t.Fatalf("error %v, want %v", err, c.fails)
+			}
+			if c.fails == nil {
+				if o := w.object("v"); o.Spec.Pool != v.ID.Pool || refused.Load() != 2 {
+					t.Errorf("object %+v, volume %s, asked %d times", o.Spec, v.ID, refused.Load())
+				}
+				check.OK(t, s.Delete(w.ctx, v.ID))
+			}
+			if w.object("v") != nil || refused.Load() != max(c.most, 2) && c.fails == nil {
+				t.Error("its object is left")
+			}
+			w.tally(m)
+		})
+	}
+}
+
+// TestSetIll: pools that something is wrong with are taken last; those that cannot be used are not, and have no room.
+func TestSetIll(t *testing.T) {
+	w, m, s := newCluster(t)
+	ail := func(worst blockdev.Severity) {
+		m.disks[1].Ail(blockdev.Ref{}, blockdev.Problem{Severity: worst, Reason: "DiskFailing", Message: "m"})
+		m.agent.Changed()
+		w.eventually("the object says so", func() bool {
+			health := w.pool(nodeName, "b").Status.Health
+			return len(health) == 1 && health[0].Severity == worst.String()
+		})
+	}
+	whole, err := s.Capacity(w.ctx, "*", nodeName)
+	check.OK(t, err)
+	ail(blockdev.Degraded)
+	w.eventually("the store knows it", func() bool {
+		v, err := s.Create(w.ctx, inSet("first"))
+		check.OK(t, err)
+		check.OK(t, s.Delete(w.ctx, v.ID))
+		return v.ID.Pool == "default"
+	})
+	for i := range 3 {
+		if v, err := s.Create(w.ctx, inSet(fmt.Sprint("v", i))); err != nil || v.ID.Pool != "default" {
+			t.Errorf("%+v, %v", v, err)
+		}
+	}
+	large := inSet("large")
+	large.Size.Required = 1000 * mib
+	if v, err := s.Create(w.ctx, large); err != nil || v.ID.Pool != "default" {
+		t.Errorf("%+v, %v", v, err)
+	}
+	large.Name = "large too"
+	if v, err := s.Create(w.ctx, large); err != nil || v.ID.Pool != "b" { // there alone
+		t.Errorf("%+v, %v", v, err)
+	}
+	ail(blockdev.Inaccessible)
+	w.eventually("what cannot be used has no room", func() bool {
+		c, err := s.Capacity(w.ctx, "*", nodeName)
+		check.OK(t, err)
+		return c.Available > 0 && c.Available < whole.Available/2 && c.MaxVolume == c.Available
+	})
+	large = inSet("too large")
+	large.Size.Required = 25 * mib
+	fails(t, second(s.Create(w.ctx, large)), errdefs.ErrNoSpace)
+}
+
+// TestSetTakenBack: a volume that was asked of a pool which then cannot be used is another pool's to make when it is asked for again. Until
+// then it stays where it is.
+func TestSetTakenBack(t *testing.T) {
+	var down atomic.Bool
+	w := newEnvironment(t)
+	m := w.machineWith(nodeName, func(operation string, ref blockdev.Ref) error {
+		if operation == "Create" && ref.Key == volume.KeyOf("v") && down.Load() {
+			return fmt.Errorf("%w: no disk", errdefs.ErrUnavailable)
+		}
+		return nil
+	})
+	s, _ := w.store()
+	w.pooled(s, m)
+	down.Store(true)
+	fails(t, second(s.Create(soon(t), inSet("v"))), errdefs.ErrUnavailable)
+	first := w.object("v").Spec.Pool
+	fails(t, second(s.Create(soon(t), inSet("v"))), errdefs.ErrUnavailable)
+	if now := w.object("v").Spec.Pool; now != first {
+		t.Errorf("it went from %s to %s", first, now)
+	}
+	disk := m.disks[map[string]int{"default": 0, "b": 1}[first]]
+	disk.Ail(blockdev.Ref{}, blockdev.Problem{Severity: blockdev.Inaccessible, Reason: "PoolReadOnly", Message: "m"})
+	m.agent.Changed()
+	w.eventually("the object of the pool says so", func() bool { return len(w.pool(nodeName, first).Status.Health) == 1 })
+	down.Store(false)
+	var v volume.Volume
+	w.eventually("it is made", func() (made bool) {
+		var err error
+		v, err = s.Create(soon(t), inSet("v"))
+		return err == nil
+	})
+	if v.ID.Pool != other(first) && v.ID.Pool != first { // the agent may have tried again before
+		t.Errorf("in %s", v.ID.Pool)
+	}
+	w.tally(m)
+}
+
+// startWithout starts the agent of a machine while the disk of a pool is missing.
+func (w *environment) startWithout(m *machine, missing string) {
+	w.Helper()
+	mounts, err := mount.LoadTable()
+	check.OK(w, err)
+	var pools []blockdev.Pool
+	var kept []agent.Pool
+	for i, name := range []string{"default", "b"} {
+		var p blockdev.Pool = m.disks[i].Open(name, nil)
+		if name == missing {
+			p = lazy.New(name, errors.New("no disk"), func(context.Context) (blockdev.Pool, error) { return nil, errors.New("no disk") })
+		}
+		pools, kept = append(pools, p), append(kept, agent.Pool{Pool: p, Kind: "memory"})
+	}
+	m.local, err = volume.NewLocal(w.ctx, m.name, pools, mounts, 0)
+	check.OK(w, err)
+	m.agent, err = agent.New(apitest.Get(w).Agent(w, m.name), m.local, agent.Options{Driver: cluster.DefaultDriver, Pools: kept, Locks: m.locks, MaxVolumes: storetest.Limit})
+	check.OK(w, err)
+	m.stop = w.run(m.agent.Run)
+}
+
+// TestLeftInOtherPool: what an agent made of a volume and died before it said so, on a disk that was missing then, goes when the volume turns
+// out to be in another pool, if nothing was ever on it.
+func TestLeftInOtherPool(t *testing.T) {
+	for what, used := range map[string]bool{"blank": false, "used": true} {
+		t.Run(what, func(t *testing.T) {
+			w, m, s := newCluster(t)
+			m.stop()
+			fails(t, second(s.Create(soon(t), inSet("v"))), errdefs.ErrUnavailable)
+			first := w.object("v").Spec.Pool
+			begun := inSet("v")
+			begun.Pool = first
+			left, err := m.local.Create(w.ctx, begun)
+			check.OK(t, err)
+			if used {
+				check.OK(t, m.local.SetFormat(w.ctx, left.ID, volume.Format{State: volume.Formatted, Type: "ext4"}))
+			}
+			w.startWithout(m, first)
+			var v volume.Volume
+			w.eventually("it is made", func() (made bool) {
+				v, err = s.Create(soon(t), inSet("v"))
+				return err == nil
+			})
+			if v.ID.Pool != other(first) {
+				t.Fatalf("in %s, which is missing", v.ID.Pool)
+			}
+			m.stop()
+			w.start(m)
+			if used {
+				w.eventually("it is a stray", func() bool { return w.pool(nodeName, first).Status.StrayCount == 1 })
+				check.OK(t, second(m.local.Get(w.ctx, left.ID)))
+				return
+			}
+			w.eventually("it is gone", func() bool { return errors.Is(second(m.local.Get(w.ctx, left.ID)), errdefs.ErrNotFound) })
+			check.OK(t, second(m.local.Get(w.ctx, v.ID)))
+			w.tally(m)
+		})
+	}
+}
+
+// TestLeftWhileMade: so it is if the disk is there again before the volume is made in the other pool.
+func TestLeftWhileMade(t *testing.T) {
+	w, m, s := newCluster(t)
+	left, err := m.local.Create(w.ctx, spec("v")) // nobody tells the agent
+	check.OK(t, err)
+	one := spec("v")
+	one.Pool = "b"
+	v, err := s.Create(w.ctx, one)
+	if err != nil || v.ID.Pool != "b" {
+		t.Fatalf("in %s, %v", v.ID.Pool, err)
+	}
+	fails(t, second(m.local.Get(w.ctx, left.ID)), errdefs.ErrNotFound)
+	w.tally(m)
+}

@@ -1,0 +1,318 @@
+package cluster_test
+
+import (
+	"errors"
+	"fmt"
+	"reflect"
+	"strings"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/lost"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/view"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// takenOver is who has the token of the agent of a node, and writes what it may.
+type takenOver struct {
+	*environment
+	client.Client
+	node string
+}
+
+func (w *environment) takenOver(t *testing.T, node string) takenOver {
+	c, err := client.New(apitest.Get(t).Agent(t, node), client.Options{Scheme: w.Scheme()})
+	check.OK(t, err)
+	return takenOver{w, c, node}
+}
+
+// has makes an object of something on its node, and says that it is there.
+func (x takenOver) has(o cluster.Object, size int64) {
+	x.Helper()
+	check.OK(x, x.Create(x.ctx, o))
+	before := o.DeepCopyObject().(client.Object)
+	now := metav1.NowMicro()
+	o.Common().Created, o.Common().Size = &now, size
+	check.OK(x, x.Client.Status().Patch(x.ctx, o, client.MergeFrom(before)))
+}
+
+// TestGroupTakenOver: whoever took a node over writes objects that say that they are of a group of another node. They are not:
+// that group can be read and restored from, asked for again, and deleted.
+func TestGroupTakenOver(t *testing.T) {
+	w, m, s := newCluster(t)
+	x := w.takenOver(t, "node-2")
+	v, err := s.Create(w.ctx, spec("a"))
+	check.OK(t, err)
+	v2, err := s.Create(w.ctx, spec("b"))
+	check.OK(t, err)
+	sources := []volume.ID{v.ID, v2.ID}
+	group, err := s.CreateGroup(w.ctx, "group", sources)
+	check.OK(t, err)
+
+	fake := snapshotOn("node-2", "fake")
+	fake.Spec.Name, fake.Spec.Group = "group", &v1alpha1.Group{Key: group.ID.Key, Size: 2}
+	x.has(fake, mib)
+	alone := snapshotOn("node-2", "alone")
+	x.has(alone, mib)
+	w.eventually("the store has heard of both", func() bool { return second(s.GetSnapshot(w.ctx, cluster.SnapshotID(alone))) == nil })
+	there, err := s.ListSnapshots(w.ctx, volume.ID{}, volume.ID{}, 0)
+	if err != nil || len(there) != 3 {
+		t.Errorf("%d snapshots, %v; want those of the group and the one of node-2 that is of none: %+v", len(there), err, there)
+	}
+	fails(t, second(s.GetSnapshot(w.ctx, cluster.SnapshotID(fake))), errdefs.ErrNotFound)
+	for _, of := range []func() (volume.Group, error){
+		func() (volume.Group, error) { return s.GetGroup(w.ctx, group.ID) },
+		func() (volume.Group, error) { return s.CreateGroup(w.ctx, "group", sources) },
+	} {
+		if again, err := of(); err != nil || !reflect.DeepEqual(again, group) {
+			t.Errorf("%+v, %v\nwas %+v", again, err, group)
+		}
+	}
+	for _, one := range group.Snapshots {
+		check.OK(t, second(s.GetSnapshot(w.ctx, one.ID)))
+	}
+	check.OK(t, s.DeleteGroup(w.ctx, group.ID))
+	check.OK(t, errors.Join(s.Delete(w.ctx, v.ID), s.Delete(w.ctx, v2.ID)))
+	w.tally(m)
+}
+
+// TestEventsTakenOver: whoever took a node over has nothing told to the claims of other nodes' volumes, whatever objects it makes of
+// their names.
+func TestEventsTakenOver(t *testing.T) {
+	w, _, s := newCluster(t)
+	w.node("node-2", true)
+	x := w.takenOver(t, "node-2")
+	_, bound, pv := w.claimed(s, "bound")
+	pending := w.claim("pending")
+	says := func(name string, claim *corev1.PersistentVolumeClaim, persistentVolume string) *v1alpha1.Volume {
+		v := volumeOn("node-2", name)
+		v.Spec.ClaimRef, v.Spec.PersistentVolume = &v1alpha1.ClaimRef{Namespace: claim.Namespace, Name: claim.Name}, persistentVolume
+		x.has(v, mib)
+		before := v.DeepCopy()
+		v.Status.Health = []v1alpha1.Problem{{Severity: "DataLoss", Reason: "DataLoss", Message: "all is lost"}}
+		check.OK(t, x.Client.Status().Patch(w.ctx, v, client.MergeFrom(before)))
+		return v
+	}
+	for _, v := range []*v1alpha1.Volume{says("as-"+pv.Name, bound, pv.Name), says("as-pvc-"+string(pending.UID), pending, ""),
+		says("own", bound, "")} {
+		w.told("DataLoss", "all is lost", v)
+	}
+	last := says("last", bound, pv.Name)
+	w.told("DataLoss", "all is lost", last) // what was before has been told by then
+	for _, claim := range []*corev1.PersistentVolumeClaim{bound, pending} {
+		if all := w.eventsOn(claim, ""); len(all) > 0 {
+			t.Errorf("on claim %s: %s", claim.Name, all[0].Message)
+		}
+	}
+	if all := w.eventsOn(pv, ""); len(all) > 0 {
+		t.Errorf("on %s: %s", pv.Name, all[0].Message)
+	}
+}
+
+// TestLargeObjects: an object is small, whoever writes it: the controllers have all of them in memory, and etcd on its disk.
+func TestLargeObjects(t *testing.T) {
+	w := newEnvironment(t)
+	x := w.takenOver(t, nodeName)
+	v, p := volumeOn(nodeName, "a"), poolOn(nodeName, "default")
+	x.has(v, mib)
+	check.OK(t, x.Create(w.ctx, p))
+	long := strings.Repeat("x", 1<<20)
+	problems := make([]v1alpha1.Problem, 1000)
+	for i := range problems {
+		problems[i] = v1alpha1.Problem{Severity: "Degraded", Reason: "x", Message: "x"}
+	}
+	conditions := []metav1.Condition{{Type: "Healthy", Status: "False", Reason: "x", Message: long[:30000], LastTransitionTime: metav1.Now()}}
+	for what, edit := range map[string]func(*v1alpha1.Volume){
+		"PersistentVolume": func(o *v1alpha1.Volume) { o.Spec.PersistentVolume = long },
+		"claim":            func(o *v1alpha1.Volume) { o.Spec.ClaimRef.Name = long },
+		"namespace":        func(o *v1alpha1.Volume) { o.Spec.ClaimRef.Namespace = long },
+		"parameter":        func(o *v1alpha1.Volume) { o.Spec.Mutable = map[string]string{"a": long} },
+	} {
+		o := volumeOn(nodeName, "new")
+		edit(o)
+		if err := x.Create(w.ctx, o); !apierrors.IsInvalid(err) {
+			t.Errorf("a volume with a large %s: %v", what, err)
+		}
+	}
+	for what, edit := range map[string]func(*v1alpha1.VolumeStatus){
+		"list of problems":      func(s *v1alpha1.VolumeStatus) { s.Health = problems },
+		"message of a problem":  func(s *v1alpha1.VolumeStatus) { s.Health = []v1alpha1.Problem{{Severity: "Degraded", Message: long}} },
+		"reason of a problem":   func(s *v1alpha1.VolumeStatus) { s.Health = []v1alpha1.Problem{{Severity: "Degraded", Reason: long}} },
+		"condition":             func(s *v1alpha1.VolumeStatus) { s.Conditions = conditions },
+		"failure":               func(s *v1alpha1.VolumeStatus) { s.Failure = &v1alpha1.Failure{Message: long} },
+		"summary":               func(s *v1alpha1.VolumeStatus) { s.Summary.State = long },
+		"parameter in force":    func(s *v1alpha1.VolumeStatus) { s.Mutable = map[string]string{long: ""} },
+		"size less than 0, not": func(s *v1alpha1.VolumeStatus) { s.Size = -1 },
+	} {
+		o := v.DeepCopy()
+		edit(&o.Status)
+		if err := x.Client.Status().Patch(w.ctx, o, client.MergeFrom(v)); !apierrors.IsInvalid(err) {
+			t.Errorf("a volume with a large %s: %v", what, err)
+		}
+	}
+	for what, edit := range map[string]func(*v1alpha1.PoolStatus){
+		"list of strays":        func(s *v1alpha1.PoolStatus) { s.Strays = make([]v1alpha1.Stray, 1000) },
+		"name of a stray":       func(s *v1alpha1.PoolStatus) { s.Strays = []v1alpha1.Stray{{Name: long}} },
+		"list of problems":      func(s *v1alpha1.PoolStatus) { s.Health = problems },
+		"condition":             func(s *v1alpha1.PoolStatus) { s.Conditions = conditions },
+		"kind":                  func(s *v1alpha1.PoolStatus) { s.Kind = long },
+		"size less than 0, not": func(s *v1alpha1.PoolStatus) { s.Total = -1 },
+	} {
+		o := p.DeepCopy()
+		edit(&o.Status)
+		if err := x.Client.Status().Patch(w.ctx, o, client.MergeFrom(p)); !apierrors.IsInvalid(err) {
+			t.Errorf("a pool with a large %s: %v", what, err)
+		}
+	}
+}
+
+// TestManyProblems: what an agent has to say beyond what an object holds is left out, the least of it.
+func TestManyProblems(t *testing.T) {
+	w, m, s := newCluster(t)
+	v, err := s.Create(w.ctx, spec("a"))
+	check.OK(t, err)
+	var all []blockdev.Problem
+	for i := range 40 {
+		all = append(all, blockdev.Problem{Severity: blockdev.Degraded, Reason: fmt.Sprint("Reason", i), Message: strings.Repeat("ü", 10000)})
+	}
+	m.disks[0].Ail(ref(v), append(all, blockdev.Problem{Severity: blockdev.DataLoss, Reason: "Worst", Message: "it is gone"})...)
+	w.touch(w.object(v.Name))
+	w.eventually("it is reported", func() bool {
+		health := w.object(v.Name).Status.Health
+		return len(health) == 16 && health[0].Reason == "Worst"
+	})
+}
+
+// TestLostTakenOver: when a cluster has its PersistentVolumes and claims made anew, whoever took a node over does not put bytes of its own
+// into the place of others', nor lays hands on others' PersistentVolumes.
+func TestLostTakenOver(t *testing.T) {
+	w, m, s := newCluster(t)
+	x := w.takenOver(t, "node-2")
+	of := func(name, claim string) volume.Spec {
+		one := spec(name)
+		one.For = volume.Requester{Namespace: "default", Name: claim, PersistentVolume: name}
+		return one
+	}
+	mine, err := s.Create(w.ctx, of("pvc-taken-1", "data"))
+	check.OK(t, err)
+	undisputed, err := s.Create(w.ctx, of("pvc-taken-2", "logs"))
+	check.OK(t, err)
+	for _, v := range []volume.Volume{mine, undisputed} { // blank ones, that nobody seems to know of, would go
+		check.OK(t, m.local.SetFormat(w.ctx, v.ID, volume.Format{State: volume.Raw}))
+	}
+	snapshot, err := s.CreateSnapshot(w.ctx, "snapshot-1", mine.ID)
+	check.OK(t, err)
+	_, bound, pv := w.claimed(s, "bound")
+	says := func(name, claim, persistentVolume string) *v1alpha1.Volume {
+		v := volumeOn("node-2", name)
+		v.Spec.ClaimRef, v.Spec.PersistentVolume = &v1alpha1.ClaimRef{Namespace: "default", Name: claim}, persistentVolume
+		x.has(v, mib)
+		return v
+	}
+	fakes := map[string]string{ // by the ID, the name of its PersistentVolume
+		says("another", "data", "pvc-another").ID():      "pvc-another",
+		says("of the bound", bound.Name, "pvc-new").ID(): "pvc-new",
+		says("name taken", "loot", pv.Name).ID():         volume.KeyOf("name taken"),
+		says("name wanted", "data", "pvc-taken-1").ID():  volume.KeyOf("name wanted"),
+	}
+	fake := snapshotOn("node-2", "fake-snapshot")
+	fake.Spec.Source = mine.ID.Key
+	x.has(fake, mib)
+
+	objects, doubts, err := lost.Find(w.ctx, w, lost.Options{Driver: cluster.DefaultDriver, Class: "c", AccessMode: "ReadWriteOnce", Namespace: "nowhere"})
+	check.OK(t, err)
+	for _, o := range objects {
+		switch o := o.(type) {
+		case *corev1.PersistentVolume:
+			id, claim := o.Spec.CSI.VolumeHandle, o.Spec.ClaimRef
+			switch {
+			case id == undisputed.ID.String():
+				if claim == nil || claim.Name != "logs" || o.Name != "pvc-taken-2" {
+					t.Errorf("of a volume that nobody else says to be: %+v", o)
+				}
+			case id == mine.ID.String(), fakes[id] == o.Name && claim == nil:
+				if claim != nil || o.Name == "pvc-taken-1" { // which a claim may name
+					t.Errorf("%s is for a claim that several volumes say that they were made for", o.Name)
+				}
+			case fakes[id] == o.Name && claim.Name == "loot": // a claim that nobody has
+			default:
+				t.Errorf("%s of %s for %v", o.Name, id, claim)
+			}
+		case *corev1.PersistentVolumeClaim:
+			if o.Name != "logs" && (o.Name != "loot" || o.Spec.VolumeName == pv.Name) {
+				t.Errorf("claim %s of %s", o.Name, o.Spec.VolumeName)
+			}
+		default:
+			if name := o.GetName(); o.GetNamespace() != "" && (o.GetNamespace() == "default") != (name == "snapshot-1") {
+				t.Errorf("%s in namespace %s", name, o.GetNamespace())
+			}
+		}
+	}
+	if all := strings.Join(doubts, "\n"); len(doubts) != 4 || !strings.Contains(all, "PersistentVolume "+mine.ID.Key+" ("+mine.ID.String()+" on node node-1) is for no claim") ||
+		!strings.Contains(all, "PersistentVolume pvc-another") || !strings.Contains(all, "default/bound, for which it was made") {
+		t.Errorf("doubts:\n%s", all)
+	}
+	check.OK(t, s.DeleteSnapshot(w.ctx, snapshot.ID))
+}
+
+// TestStraysTakenOver: whoever took a node over says that it has bytes of what is on other nodes. What was deleted there is gone all the same,
+// also for who asks again.
+func TestStraysTakenOver(t *testing.T) {
+	w, _, s := newCluster(t)
+	x := w.takenOver(t, "node-2")
+	v, _, pv := w.claimed(s, "data")
+	pv.Spec.NodeAffinity = &corev1.VolumeNodeAffinity{Required: &corev1.NodeSelector{NodeSelectorTerms: []corev1.NodeSelectorTerm{{
+		MatchExpressions: []corev1.NodeSelectorRequirement{{Key: v1alpha1.TopologyKey, Operator: corev1.NodeSelectorOpIn, Values: []string{nodeName}}}}}}}
+	check.OK(t, w.Update(w.ctx, pv))
+	group, err := s.CreateGroup(w.ctx, "group", []volume.ID{v.ID})
+	check.OK(t, err)
+	p := poolOn("node-2", "default")
+	check.OK(t, x.Create(w.ctx, p))
+	before := p.DeepCopy()
+	p.Status.StrayCount, p.Status.Strays = 2, []v1alpha1.Stray{{ID: v.ID.String()}, {ID: "snap.default." + volume.KeyOf("x"), Group: group.ID.String()}}
+	check.OK(t, x.Client.Status().Patch(w.ctx, p, client.MergeFrom(before)))
+	w.eventually("the store has heard of it", func() bool {
+		return errors.Is(s.DeleteGroup(w.ctx, volume.GroupID{Key: volume.KeyOf("x")}), nil) && errors.Is(s.DeleteSnapshot(w.ctx, volume.ID{Kind: blockdev.Snapshot, Pool: "default", Key: volume.KeyOf("x")}), errdefs.ErrUnavailable)
+	})
+	check.OK(t, s.DeleteGroup(w.ctx, group.ID))
+	for range 2 {
+		check.OK(t, s.Delete(w.ctx, v.ID))
+	}
+}
+
+// TestViewTakenOver: what a node says of others' volumes is not shown as theirs: snapshots of them, and other volumes of their claims.
+func TestViewTakenOver(t *testing.T) {
+	w, _, s := newCluster(t)
+	x := w.takenOver(t, "node-2")
+	v, claim, _ := w.claimed(s, "data")
+	fake := volumeOn("node-2", "fake")
+	fake.Spec.ClaimRef = &v1alpha1.ClaimRef{Namespace: claim.Namespace, Name: claim.Name}
+	x.has(fake, mib)
+	copied := snapshotOn("node-2", "copied")
+	copied.Spec.Source = v.ID.Key
+	x.has(copied, mib)
+	scheme, err := view.Scheme()
+	check.OK(t, err)
+	c, err := client.New(apitest.Get(t).Config(apitest.Admin), client.Options{Scheme: scheme})
+	check.OK(t, err)
+	o, err := view.Take(w.ctx, c, view.Options{Kubernetes: true})
+	check.OK(t, err)
+	if len(o.Volumes) != 2 || len(o.Snapshots) != 1 || o.Snapshots[0].Source != "" {
+		t.Errorf("%+v\n%+v", o.Volumes, o.Snapshots)
+	}
+	for _, one := range o.Volumes {
+		if (one.Claim != nil) != (one.ID == v.ID.String()) {
+			t.Errorf("volume %s of node %s is shown for claim %v", one.ID, one.Node, one.Claim)
+		}
+	}
+}

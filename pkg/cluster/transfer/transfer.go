@@ -1,0 +1,212 @@
+// Package transfer carries the bytes of snapshots from the agent of one node to that of another, over the agents' port: one call, whose
+// answer is a stream. It knows nothing of who may ask, and keeps nothing: whoever asks says from where on.
+package transfer
+
+import (
+	"context"
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"io"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/protobuf/types/known/wrapperspb"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/filesystem"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// Service is the name of the service, as a full method begins with it: /ashlar.v1.Transfer/Read.
+const Service = "ashlar.v1.Transfer"
+
+const method = "Read"
+
+// Request asks for the bytes that a copy is made of.
+type Request struct {
+	// Copy is the key of the volume that they are for: its object says what it is a copy of.
+	Copy string `json:"copy"`
+	// Head: what they are of is wanted, and none of them.
+	Head bool `json:"head,omitempty"`
+	// From is the first byte that is wanted.
+	From int64 `json:"from,omitempty"`
+	// Created of the origin that the bytes before From are of; zero: there are none.
+	Created time.Time `json:"created,omitzero"`
+}
+
+// Source opens what the copy of a request is made of. ErrNotFound if the caller may not have it.
+type Source func(ctx context.Context, r Request) (volume.Origin, error)
+
+// header is the first message of an answer: what volume.Origin says, but for the bytes.
+type header struct {
+	ID      string             `json:"id"`
+	Created time.Time          `json:"created"`
+	Size    int64              `json:"size"`
+	Sector  int64              `json:"sector"`
+	Carries filesystem.Type    `json:"filesystem,omitempty"`
+	State   volume.FormatState `json:"state,omitempty"`
+	Type    filesystem.Type    `json:"type,omitempty"`
+}
+
+// Each message after the first is a piece: the offset (8 bytes, big endian), the CRC-32C of the offset and the data (4 bytes), the data. The last
+// has the size as its offset, and no data: without it the answer is not whole.
+const pieceHeader = 12
+
+var castagnoli = crc32.MakeTable(crc32.Castagnoli)
+
+func sum(piece []byte) uint32 {
+	return crc32.Update(crc32.Checksum(piece[:8], castagnoli), castagnoli, piece[pieceHeader:])
+}
+
+func encode(buffer []byte, at int64, data []byte) []byte {
+	buffer = append(buffer[:0], make([]byte, pieceHeader)...)
+	buffer = append(buffer, data...)
+	binary.BigEndian.PutUint64(buffer, uint64(at))
+	binary.BigEndian.PutUint32(buffer[8:], sum(buffer))
+	return buffer
+}
+
+func decode(piece []byte) (at int64, data []byte, err error) {
+	if len(piece) < pieceHeader {
+		return 0, nil, fmt.Errorf("%w: a piece of %d bytes came", errdefs.ErrUnavailable, len(piece))
+	}
+	at = int64(binary.BigEndian.Uint64(piece))
+	if have, want := sum(piece), binary.BigEndian.Uint32(piece[8:]); have != want {
+		return 0, nil, fmt.Errorf("%w: what came for byte %d has the checksum %08x, and was sent with %08x", errdefs.ErrUnavailable, at, have, want)
+	}
+	return at, piece[pieceHeader:], nil
+}
+
+// Limiter is asked before so many bytes are sent, and waits until they may be.
+type Limiter interface {
+	WaitN(ctx context.Context, n int) error
+}
+
+// server answers.
+type server struct {
+	open  Source
+	limit Limiter
+}
+
+// Register has a gRPC server answer with what a source opens; limit, which may be nil, is for all answers together. Its burst has to be volume.ReadSize at
+// least.
+func Register(r grpc.ServiceRegistrar, open Source, limit Limiter) {
+	r.RegisterService(&grpc.ServiceDesc{ServiceName: Service, HandlerType: (*any)(nil), Streams: []grpc.StreamDesc{{StreamName: method, ServerStreams: true,
+		Handler: func(s any, stream grpc.ServerStream) error { return s.(*server).read(stream) }}}}, &server{open, limit})
+}
+
+func (s *server) read(stream grpc.ServerStream) error {
+	message := &wrapperspb.BytesValue{}
+	if err := stream.RecvMsg(message); err != nil {
+		return err
+	}
+	var r Request
+	if err := json.Unmarshal(message.GetValue(), &r); err != nil || r.From < 0 {
+		return fmt.Errorf("%w: this is no request for the bytes of a copy: %w", errdefs.ErrInvalid, err)
+	}
+	ctx := stream.Context()
+	from, err := s.open(ctx, r)
+	if err != nil {
+		return err
+	}
+	if !r.Created.IsZero() && !r.Created.Equal(from.Created) {
+		r.From = 0 // the caller finds by the header that it is another one
+	}
+	text, err := json.Marshal(header{from.ID.String(), from.Created, from.Size, from.Sector, from.Carries, from.Format.State, from.Format.Type})
+	if err != nil {
+		return err
+	}
+	if err := stream.SendMsg(wrapperspb.Bytes(text)); err != nil || r.Head {
+		return err
+	}
+	var buffer []byte
+	send := func(at int64, data []byte) error {
+		if s.limit != nil {
+			if err := s.limit.WaitN(ctx, len(data)); err != nil {
+				return err
+			}
+		}
+		buffer = encode(buffer, at, data)
+		return stream.SendMsg(wrapperspb.Bytes(buffer)) // it is marshalled, and so copied, before this returns
+	}
+	if err := from.Read(ctx, r.From, send); err != nil {
+		return err
+	}
+	return send(from.Size, nil)
+}
+
+// Open asks an agent for the bytes of a copy, and returns what they are of. Its Read begins a call of its own; each time what is there must
+// be what was there before: ErrUnavailable if not.
+func Open(ctx context.Context, agent grpc.ClientConnInterface, key string) (volume.Origin, error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	_, origin, err := ask(ctx, agent, Request{Copy: key, Head: true})
+	if err != nil {
+		return volume.Origin{}, err
+	}
+	origin.Read = func(ctx context.Context, from int64, visit func(at int64, data []byte) error) error {
+		ctx, cancel := context.WithCancel(ctx) // the other side stops when this one does
+		defer cancel()
+		stream, now, err := ask(ctx, agent, Request{Copy: key, From: from, Created: origin.Created})
+		if err != nil {
+			return err
+		}
+		if now.ID != origin.ID || !now.Created.Equal(origin.Created) || now.Size != origin.Size {
+			return fmt.Errorf("%w: %s is another one now than a moment ago; it is copied anew", errdefs.ErrUnavailable, origin.ID)
+		}
+		return receive(stream, origin.Size, visit)
+	}
+	return origin, nil
+}
+
+// ask begins a call and reads the header of the answer.
+func ask(ctx context.Context, agent grpc.ClientConnInterface, r Request) (grpc.ClientStream, volume.Origin, error) {
+	text, err := json.Marshal(r)
+	if err != nil {
+		return nil, volume.Origin{}, err
+	}
+	stream, err := agent.NewStream(ctx, &grpc.StreamDesc{StreamName: method, ServerStreams: true}, "/"+Service+"/"+method,
+		grpc.MaxCallRecvMsgSize(2*volume.ReadSize))
+	if err != nil {
+		return nil, volume.Origin{}, err
+	}
+	first := &wrapperspb.BytesValue{}
+	if err := errors.Join(stream.SendMsg(wrapperspb.Bytes(text)), stream.CloseSend(), stream.RecvMsg(first)); err != nil {
+		return nil, volume.Origin{}, err
+	}
+	var h header
+	if err := json.Unmarshal(first.GetValue(), &h); err != nil {
+		return nil, volume.Origin{}, fmt.Errorf("%w: the answer cannot be read: %w", errdefs.ErrUnavailable, err)
+	}
+	id, err := volume.ParseID(h.ID)
+	if err != nil || h.Size <= 0 || h.Sector <= 0 || h.Created.IsZero() {
+		return nil, volume.Origin{}, fmt.Errorf("%w: the answer is of %q with %d bytes in sectors of %d", errdefs.ErrUnavailable, h.ID, h.Size, h.Sector)
+	}
+	return stream, volume.Origin{ID: id, Created: h.Created, Size: h.Size, Sector: h.Sector, Carries: h.Carries,
+		Format: volume.Format{State: h.State, Type: h.Type}}, nil
+}
+
+// receive hands on what comes until it is whole.
+func receive(stream grpc.ClientStream, size int64, visit func(at int64, data []byte) error) error {
+	for {
+		message := &wrapperspb.BytesValue{}
+		if err := stream.RecvMsg(message); errors.Is(err, io.EOF) {
+			return fmt.Errorf("%w: the answer ended before it was whole", errdefs.ErrUnavailable)
+		} else if err != nil {
+			return err
+		}
+		at, data, err := decode(message.GetValue())
+		if err != nil {
+			return err
+		}
+		if at == size && len(data) == 0 {
+			return nil
+		}
+		if err := visit(at, data); err != nil {
+			return err
+		}
+	}
+}

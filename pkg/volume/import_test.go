@@ -1,0 +1,307 @@
+package volume_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/filesystem"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+const gib = 1 << 30
+
+// contents are in a volume of a GiB, with holes between them in which a copy notes how far it is.
+var contents = []drivertest.Content{{Seed: "first", Size: 3 * mib}, {Seed: "odd", Offset: 300*mib + 4096, Size: 5*mib + 4096}, {Seed: "last", Offset: gib - mib, Size: mib}}
+
+// twoPools are the URLs of pools a and b in a directory.
+func twoPools(t *testing.T) (urls map[string]string) {
+	drivertest.NeedRoot(t)
+	dir := drivertest.Dir(t)
+	urls = map[string]string{}
+	for _, name := range []string{"a", "b"} {
+		check.OK(t, os.Mkdir(filepath.Join(dir, name), 0o700))
+		urls[name] = "file://" + filepath.Join(dir, name) + "?reservePercent=0&create=1"
+	}
+	return urls
+}
+
+// over starts a store over pools, which ends with stop or the test.
+func over(t *testing.T, urls map[string]string) (l *volume.Local, stop func()) {
+	t.Helper()
+	var all []blockdev.Pool
+	for _, name := range []string{"a", "b"} {
+		pool, err := pools.Open(t.Context(), name, urls[name])
+		check.OK(t, err)
+		all = append(all, pool)
+	}
+	stopped := false
+	stop = func() {
+		for _, pool := range all {
+			if !stopped {
+				check.OK(t, pool.Close())
+			}
+		}
+		stopped = true
+	}
+	t.Cleanup(stop)
+	return start(t, 0, all...), stop
+}
+
+// withContents makes a thin raw volume of pool a that holds the contents, and a snapshot of it.
+func withContents(t *testing.T, l *volume.Local) (volume.Volume, volume.Snapshot) {
+	t.Helper()
+	v, err := l.Create(t.Context(), volume.Spec{Name: "source", Pool: "a", Provisioning: blockdev.Thin, Size: volume.Range{Required: gib}})
+	check.OK(t, err)
+	device, err := l.AttachRaw(t.Context(), v, true)
+	check.OK(t, err)
+	for _, c := range contents {
+		check.OK(t, c.Write(device.Path))
+	}
+	check.OK(t, errors.Join(device.Close(), l.Detach(t.Context(), v.ID)))
+	s, err := l.CreateSnapshot(t.Context(), "snapshot", v.ID)
+	check.OK(t, err)
+	return v, s
+}
+
+// holds makes sure that a volume holds the contents, and nothing else.
+func holds(t *testing.T, l *volume.Local, v volume.Volume) {
+	t.Helper()
+	device, err := l.AttachRaw(t.Context(), v, false)
+	check.OK(t, err)
+	for _, c := range contents {
+		check.OK(t, c.In(device.Path))
+	}
+	f, err := os.Open(device.Path)
+	check.OK(t, err)
+	zeros := make([]byte, mib)
+	for _, at := range []int64{3 * mib, 299 * mib, 305*mib + 8192, 700 * mib, v.Size - mib} {
+		if at == gib-mib {
+			continue // that is the last of the contents
+		}
+		have := make([]byte, mib)
+		_, err := f.ReadAt(have, at)
+		check.OK(t, err)
+		if string(have) != string(zeros) {
+			t.Errorf("at byte %d it does not read as zeros", at)
+		}
+	}
+	check.OK(t, errors.Join(f.Close(), device.Close(), l.Detach(t.Context(), v.ID)))
+}
+
+func copyOf(name string, source volume.ID) volume.Spec {
+	return volume.Spec{Name: name, Pool: "b", Provisioning: blockdev.Thin, Source: source, Size: volume.Range{Required: gib + 64*mib}}
+}
+
+// TestCopyToAnotherPool: a snapshot is restored, and a volume cloned, in another pool of the node, and stands alone there.
+func TestCopyToAnotherPool(t *testing.T) {
+	urls := twoPools(t)
+	l, stop := over(t, urls)
+	v, s := withContents(t, l)
+	var made []volume.Volume
+	for name, source := range map[string]volume.ID{"restored": s.ID, "cloned": v.ID} {
+		copied, err := l.Create(t.Context(), copyOf(name, source))
+		check.OK(t, err)
+		if copied.ID.Pool != "b" || copied.Source != source || copied.Size != gib+64*mib || copied.Format.State != volume.Raw {
+			t.Errorf("%s is %+v", name, copied)
+		}
+		again, err := l.Create(t.Context(), copyOf(name, source))
+		if check.OK(t, err); again.ID != copied.ID || again.Source != source {
+			t.Errorf("%s again is %+v", name, again)
+		}
+		made = append(made, copied)
+	}
+	if all, err := l.ListSnapshots(t.Context(), volume.ID{}, volume.ID{}, 0); err != nil || len(all) != 1 {
+		t.Errorf("snapshots: %v, %v; what a clone was cut from is left", all, err)
+	}
+	used, err := os.ReadDir(filepath.Join(pathOf(urls["a"]), "snapshots"))
+	if err == nil && len(used) > 2 {
+		t.Errorf("left in pool a: %v", used)
+	}
+	check.OK(t, errors.Join(l.DeleteSnapshot(t.Context(), s.ID), l.Delete(t.Context(), v.ID)))
+	stop()
+	l, _ = over(t, urls)
+	for _, v := range made {
+		now, err := l.Get(t.Context(), v.ID)
+		check.OK(t, err)
+		if now.Source != v.Source {
+			t.Errorf("after a start its source is %s, not %s", now.Source, v.Source)
+		}
+		holds(t, l, now)
+		check.OK(t, l.Delete(t.Context(), v.ID))
+	}
+}
+
+func pathOf(url string) string {
+	return url[len("file://") : len(url)-len("?reservePercent=0&create=1")]
+}
+
+// TestCopyToAnotherPoolFormatted: a copy carries the filesystem of its source, and its record says so, so that it is never formatted.
+func TestCopyToAnotherPoolFormatted(t *testing.T) {
+	l, _ := over(t, twoPools(t))
+	v, err := l.Create(t.Context(), volume.Spec{Name: "source", Pool: "a", Size: volume.Range{Required: 64 * mib}, Filesystem: filesystem.Ext4})
+	check.OK(t, err)
+	device, err := l.Attach(t.Context(), v)
+	check.OK(t, err)
+	check.OK(t, pooltest.Second(l.Format(t.Context(), &v, device, filesystem.Ext4)))
+	check.OK(t, device.Close())
+	spec := volume.Spec{Name: "copy", Pool: "b", Source: v.ID, Size: volume.Range{Required: 64 * mib}}
+	spec.Filesystem = filesystem.XFS
+	fails(t, second(l.Create(t.Context(), spec)), errdefs.ErrInvalid, "a copy with another filesystem")
+	spec.Filesystem = filesystem.Ext4
+	copied, err := l.Create(t.Context(), spec)
+	check.OK(t, err)
+	if copied.Format != (volume.Format{State: volume.Formatted, Type: filesystem.Ext4}) || copied.Thin {
+		t.Errorf("the copy is %+v", copied)
+	}
+	device, err = l.Attach(t.Context(), copied)
+	check.OK(t, err)
+	if has, err := filesystem.Probe(device.Path); err != nil || has != filesystem.Ext4 {
+		t.Errorf("the copy carries %q, %v", has, err)
+	}
+	check.OK(t, device.Close())
+}
+
+// stopping is an origin that fails once it has handed on so many bytes, and notes from where it is read.
+func stopping(o volume.Origin, after int64, failure error, from *int64) volume.Origin {
+	read := o.Read
+	o.Read = func(ctx context.Context, at int64, visit func(int64, []byte) error) error {
+		*from = at
+		handed := int64(0)
+		return read(ctx, at, func(at int64, data []byte) error {
+			if handed += int64(len(data)); handed > after {
+				return failure
+			}
+			return visit(at, data)
+		})
+	}
+	return o
+}
+
+// TestImportGoesOn: a copy that was cut short is nobody's, also after a start, and the next call goes on where it stopped; if its origin
+// is another one by then, the call begins anew.
+func TestImportGoesOn(t *testing.T) {
+	urls := twoPools(t)
+	l, stop := over(t, urls)
+	_, s := withContents(t, l)
+	spec := copyOf("copy", s.ID)
+	id := volume.ID{Kind: blockdev.Volume, Pool: "b", Key: volume.KeyOf("copy")}
+	for _, again := range []bool{false, true} {
+		from, err := l.Open(t.Context(), s.ID)
+		check.OK(t, err)
+		var read int64
+		fails(t, second(l.Import(t.Context(), spec, stopping(from, 6*mib, errdefs.ErrUnavailable, &read))), errdefs.ErrUnavailable, "an import whose origin goes away")
+		fails(t, second(l.Get(t.Context(), id)), errdefs.ErrNotFound, "Get of an unfinished copy")
+		for what, list := range map[string]func() ([]volume.Volume, error){
+			"List":   func() ([]volume.Volume, error) { return l.List(t.Context(), volume.ID{}, 0) },
+			"InPool": func() ([]volume.Volume, error) { return l.InPool(t.Context(), "b") },
+		} {
+			all, err := list()
+			check.OK(t, err)
+			for _, v := range all {
+				if v.ID == id {
+					t.Errorf("%s has an unfinished copy", what)
+				}
+			}
+		}
+		stop()
+		l, stop = over(t, urls)
+		if from, err = l.Open(t.Context(), s.ID); again {
+			from.Created = from.Created.Add(time.Nanosecond)
+		}
+		check.OK(t, err)
+		v, err := l.Import(t.Context(), spec, stopping(from, gib, nil, &read))
+		check.OK(t, err)
+		if went := read > 300*mib; went == again {
+			t.Errorf("another origin: %v; it is read from byte %d on", again, read)
+		}
+		holds(t, l, v)
+		check.OK(t, l.Delete(t.Context(), v.ID))
+	}
+}
+
+// TestImportFails: what fails for good leaves nothing, and what an origin sends beyond itself is not taken.
+func TestImportFails(t *testing.T) {
+	urls := twoPools(t)
+	l, _ := over(t, urls)
+	_, s := withContents(t, l)
+	good, err := l.Open(t.Context(), s.ID)
+	check.OK(t, err)
+	sends := func(at int64, size int) func(context.Context, int64, func(int64, []byte) error) error {
+		return func(_ context.Context, _ int64, visit func(int64, []byte) error) error {
+			return visit(at, make([]byte, size))
+		}
+	}
+	for name, c := range map[string]struct {
+		change func(o *volume.Origin)
+		want   error
+		left   bool
+	}{
+		"gone":          {func(o *volume.Origin) { *o = stopping(*o, mib, errdefs.ErrNotFound, new(int64)) }, errdefs.ErrNotFound, false},
+		"small sectors": {func(o *volume.Origin) { o.Sector = 256 }, errdefs.ErrUnsupported, false},
+		"beyond it":     {func(o *volume.Origin) { o.Read = sends(o.Size, 4096) }, errdefs.ErrUnavailable, true},
+		"before it":     {func(o *volume.Origin) { o.Read = sends(-4096, 4096) }, errdefs.ErrUnavailable, true},
+		"not aligned":   {func(o *volume.Origin) { o.Read = sends(512, 512) }, errdefs.ErrUnavailable, true},
+		"too much":      {func(o *volume.Origin) { o.Read = sends(0, volume.ReadSize+4096) }, errdefs.ErrUnavailable, true},
+	} {
+		from := good
+		c.change(&from)
+		fails(t, second(l.Import(t.Context(), copyOf(name, s.ID), from)), c.want, name)
+		records, err := os.ReadDir(filepath.Join(pathOf(urls["b"]), "volumes"))
+		if check.OK(t, err); (len(records) > 0) != c.left {
+			t.Errorf("%s leaves %v", name, records)
+		}
+		v, err := l.Import(t.Context(), copyOf(name, s.ID), good)
+		check.OK(t, err)
+		holds(t, l, v)
+		check.OK(t, l.Delete(t.Context(), v.ID))
+	}
+}
+
+// TestLVMCopyToAnotherPool: what a raw volume holds, also while it is attached, is in its clone and in the restore of its snapshot, from
+// each kind of pool to each other.
+func TestLVMCopyToAnotherPool(t *testing.T) {
+	l, _ := kinds(t)
+	all := []string{"xfs", "linear", "thin", "plain"}
+	text := drivertest.Content{Seed: "text", Offset: 5*mib + 4096, Size: 3 * mib}
+	for i, from := range all {
+		v, device := raw(t, l, from, "from-"+from)
+		check.OK(t, text.Write(device.Path))
+		s, err := l.CreateSnapshot(t.Context(), "of-"+from, v.ID)
+		check.OK(t, err)
+		for j, to := range all {
+			if to == from {
+				continue
+			}
+			source := []volume.ID{v.ID, s.ID}[(i+j/2)%2]
+			name := fmt.Sprint(source.Kind, " of ", from, " in ", to)
+			copied, err := l.Create(t.Context(), volume.Spec{Name: name, Pool: to, Source: source, Size: volume.Range{Required: 20 * mib}})
+			check.OK(t, err)
+			if copied.ID.Pool != to || copied.Format.State != volume.Raw {
+				t.Errorf("%s is %+v", name, copied)
+			}
+			device, err := l.AttachRaw(t.Context(), copied, false)
+			check.OK(t, err)
+			if err := text.In(device.Path); err != nil {
+				t.Errorf("%s: %v", name, err)
+			}
+			check.OK(t, device.Close())
+			drop(t, l, copied)
+		}
+		check.OK(t, l.DeleteSnapshot(t.Context(), s.ID))
+		drop(t, l, v)
+	}
+	if left := suspended(t); len(left) > 0 {
+		t.Errorf("suspended: %v", left)
+	}
+}

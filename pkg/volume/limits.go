@@ -1,0 +1,154 @@
+package volume
+
+import (
+	"context"
+	"fmt"
+	"strings"
+
+	"k8s.io/klog/v2"
+
+	"github.com/ashlar-csi/ashlar/internal/quantity"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/cgroup"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/mount"
+)
+
+// Limits are of the volume: what all pods that use it do together. Its device has them from the first publication until it is unstaged; what
+// the driver does with it before (mkfs, a check) is not held back, although the driver may be a pod.
+
+// noLimit is the value of a limit's parameter that takes the limit away: a parameter that is not given stays as it is.
+const noLimit = "max"
+
+// leastBandwidth is the least limit of bytes in a second: one block.
+const leastBandwidth = blockdev.Granularity
+
+// limitParameter is the mutable parameter that limits how many of what the pods of a volume can have in a second.
+func limitParameter(name, what string, least, most int64, limit func(*cgroup.Limits) *uint64) mutableParameter {
+	return mutableParameter{
+		limit:  limit,
+		values: fmt.Sprintf("a whole number from %d on, also as a quantity (`50Mi`), or %#q", least, noLimit),
+		means:  fmt.Sprintf("%s in a second, for all pods of the volume together; %#q is no limit ([more](../use/limits.md))", what, noLimit),
+		check: func(v string) error {
+			if n := quantity.Parse(v); v != noLimit && (n < least || n > most || strings.HasPrefix(v, "+")) {
+				return fmt.Errorf("%w: %s=%q; give a number of %s from %d to %d, or a quantity (k, M, G, T, Ki, Mi, Gi, Ti), or %s for no limit",
+					errdefs.ErrInvalid, name, v, what, least, most, noLimit)
+			}
+			return nil
+		},
+		supported: func(v string) error {
+			if v == noLimit {
+				return nil
+			}
+			if err := cgroup.Supported(); err != nil {
+				return errdefs.Recast(errdefs.ErrInvalid, err, "%s=%q cannot be kept", name, v)
+			}
+			return nil
+		},
+	}
+}
+
+// limitsOf are the mutable parameters, which were checked, as limits of the volume's device.
+func limitsOf(mutable map[string]string) (l cgroup.Limits) {
+	for key, value := range mutable {
+		if limit := mutableParameters[key].limit; limit != nil {
+			*limit(&l) = uint64(quantity.Parse(value)) // 0 of noLimit
+		}
+	}
+	return l
+}
+
+// Limit has pods do no more to the device of a volume than its parameters say, and any number of things if they say nothing. ErrPrecondition if
+// the node cannot keep them.
+func (l *Local) Limit(v Volume, device uint64) error {
+	if _, err := cgroup.Limit(device, limitsOf(v.Mutable)); err != nil {
+		return fmt.Errorf("limits of volume %s: %w", v.ID, err)
+	}
+	return nil
+}
+
+// Unlimit takes the limits of devices away that no pod uses: what pods left to be written is not held back, nor what the driver does, and
+// what has the number next has no limit. undo sets them again. What cannot be done is logged: no call fails because a limit stays, and a limit
+// that is not there is told by health.
+func (l *Local) Unlimit(ctx context.Context, devices ...uint64) (undo func()) {
+	var undos []func() error
+	for _, device := range devices {
+		if one, err := cgroup.Limit(device, cgroup.Limits{}); err != nil {
+			klog.FromContext(ctx).Error(err, "Could not take the limits of a device away")
+		} else {
+			undos = append(undos, one)
+		}
+	}
+	return func() {
+		for _, one := range undos {
+			if err := one(); err != nil {
+				klog.FromContext(ctx).Error(err, "Could not set the limits of a device again")
+			}
+		}
+	}
+}
+
+// lift takes the limits of an origin away until it is frozen: what pods have left to be written is written before, and at their rate that
+// might last for longer than writers can be asked to wait.
+func (l *Local) lift(ctx context.Context, o origin) (undo func()) {
+	if limitsOf(fromRecord(o.pool.Name(), l.node, o.record).Mutable) == (cgroup.Limits{}) {
+		return func() {}
+	}
+	devices, err := l.stacks.Of(o.pool, o.record.Ref).Attached(ctx)
+	if err != nil {
+		return func() {} // who freezes it finds out
+	}
+	var numbers []uint64
+	for _, device := range devices {
+		numbers = append(numbers, device.Number)
+	}
+	return l.Unlimit(ctx, numbers...)
+}
+
+// limitAttached sets the limits of all volumes of a pool that are attached: a change of them, or what they were lifted for, may have been cut
+// short. What cannot be set is logged, and health says it.
+func (l *Local) limitAttached(ctx context.Context, pool blockdev.Pool) error {
+	records, err := pool.List(ctx, blockdev.Volume, "", 0)
+	if err != nil {
+		return err
+	}
+	for _, record := range records {
+		v := fromRecord(pool.Name(), l.node, record)
+		limits := limitsOf(v.Mutable)
+		if limits == (cgroup.Limits{}) {
+			continue
+		}
+		devices, err := l.stacks.Of(pool, record.Ref).Attached(ctx)
+		for _, device := range devices {
+			if err == nil {
+				_, err = cgroup.Limit(device.Number, limits)
+			}
+		}
+		if err != nil {
+			klog.FromContext(ctx).Error(err, "Could not set the limits of a volume", "volume", v.ID.String())
+		}
+	}
+	return nil
+}
+
+// limitsHealth says whether the limits of a volume are those of its devices.
+func limitsHealth(v Volume, mounts *mount.Table, devices []blockdev.Device) ([]blockdev.Problem, error) {
+	limits := limitsOf(v.Mutable)
+	if limits == (cgroup.Limits{}) {
+		return nil, nil
+	}
+	for _, device := range devices {
+		if len(mounts.Paths(device.Number)) == 0 {
+			continue // it is being staged
+		}
+		kept, err := cgroup.Kept(device.Number, limits)
+		if err != nil {
+			return nil, err
+		}
+		if !kept {
+			return []blockdev.Problem{{Severity: blockdev.Degraded, Reason: "LimitsNotKept",
+				Message: "the limits of its I/O are not those of " + device.Path + " in the pods' control group: somebody changed them there; start the driver on its node anew, and it sets them again"}}, nil
+		}
+	}
+	return nil, nil
+}
