@@ -29,6 +29,10 @@ plugin: ## Build kubectl ashlar for all platforms, and krew's manifest, into bin
 demo: tools build ## Take a volume through its whole life on this machine (root)
 	bin/driver demo
 
+# Tests of packages wait for disks and for times more than they compute, so twice as many run at once as there are processors; those
+# that take longest come first, so that none of them is left alone at the end.
+LONGEST = ./tests/life ./pkg/blockdev/filepool ./tests/points ./tests/e2e ./tests/crash
+
 # With SKIP_ROOT_TESTS=1 a test that needs root skips itself; without it, it fails.
 .PHONY: test
 test: ## Vet, then run every test on real devices, with the race detector (root)
@@ -44,7 +48,8 @@ endif
 	@hack/install-tools.sh monitoring
 	@hack/apiserver.sh >/dev/null
 	go vet ./...
-	go test -race -count=1 -timeout 60m $$(go list ./... | grep -v -e /tests/sanity$$ -e /pkg/cluster$$)
+	go test -race -vet=off -count=1 -timeout 60m -p $$((2 * $$(nproc))) $(LONGEST) $$(go list ./... | grep -v -e /tests/sanity$$ -e /tests/docs$$ -e /pkg/cluster$$)
+	go test -count=1 -timeout 10m ./tests/docs # it reads files: the race detector only makes it ten times as slow
 	@$(MAKE) --no-print-directory sanity
 ifeq ($(SKIP_ROOT_TESTS),1)
 	@$(MAKE) --no-print-directory test-cluster
@@ -81,7 +86,7 @@ test-kernel: ## Run the sanity suite and the lives of volumes on Linux 6.1, some
 	@mkdir -p bin/vm
 	CGO_ENABLED=0 go test -c -o bin/vm/ ./tests/sanity ./tests/life
 	secilc -c 31 -M true -o bin/vm/selinux -f /dev/null tests/life/testdata/selinux.cil
-	hack/vm/run.sh bash -c 'for t in sanity life; do $(CURDIR)/bin/vm/$$t.test >$$t.log 2>&1 || { cat $$t.log; exit 1; }; echo "ok $$t"; grep -aEo "csi-sanity: .*" $$t.log || true; done; \
+	hack/vm/run.sh env ASHLAR_IO=1 SAMPLE=$(SAMPLE) bash -c 'for t in sanity life; do $(CURDIR)/bin/vm/$$t.test >$$t.log 2>&1 || { cat $$t.log; exit 1; }; echo "ok $$t"; grep -aEo "csi-sanity: .*" $$t.log || true; done; \
 		ASHLAR_SELINUX=$(CURDIR)/bin/vm/selinux $(CURDIR)/bin/vm/life.test -test.run SELinux >selinux.log 2>&1 || { cat selinux.log; exit 1; }; echo "ok selinux"'
 
 .PHONY: test-lvm
@@ -132,6 +137,15 @@ fuzz: ## Run each fuzz target for FUZZTIME (20s); without root, those that need 
 bench: ## Measure the driver against the bare device, and draw it into FIGURES (root)
 	@hack/install-tools.sh bench
 	go run ./tests/bench --figures=$(FIGURES)
+
+.PHONY: bench-limits
+bench-limits: ## Measure how exactly limits of I/O are kept, over files and LVM pools, in a virtual machine (root)
+	@hack/install-tools.sh vm
+	@hack/install-tools.sh lvm
+	hack/lvm/test.sh ./tests/life -test.v -test.run 'TestLimits$$' -limits.within=5 -limits.for=5s -limits.tries=3
+	@mkdir -p bin/vm
+	CGO_ENABLED=0 go test -c -o bin/vm/ ./tests/life
+	hack/vm/run.sh env ASHLAR_IO=1 $(CURDIR)/bin/vm/life.test -test.v -test.run 'TestLimits$$' -limits.within=5 -limits.for=5s -limits.tries=3
 
 .PHONY: bench-cluster
 bench-cluster: ## Measure the driver in a cluster, and its parts with 500 agents against an API server (root)
@@ -216,7 +230,14 @@ test-deploy: ## Test the manifests and the chart, that they agree and refuse wha
 .PHONY: e2e
 e2e: ## Install the driver on a cluster, as pods, and run Kubernetes' external storage suite (root)
 	@hack/install-tools.sh e2e
+	@hack/install-tools.sh monitoring
+	@hack/install-tools.sh page
 	tests/e2e/run.sh
+
+.PHONY: e2e-blocks
+e2e-blocks: ## Back a volume up by its changed blocks, on a cluster, through the sidecar of external-snapshot-metadata (root)
+	@hack/install-tools.sh e2e
+	tests/e2e/blocks.sh
 
 .PHONY: tools
 tools: # What the tests call and this machine lacks

@@ -121,11 +121,13 @@ bench) need fio fio ;;
 vm)
 	need user-mode-linux linux.uml
 	need secilc secilc
+	need fio fio
 	;;
 lvm)
 	need lvm2 lvm
 	need dmsetup dmsetup
 	need thin-provisioning-tools thin_check
+	need fio fio
 	need user-mode-linux linux.uml
 	;;
 page)
@@ -152,6 +154,7 @@ need e2fsprogs mkfs.ext4 e2fsck
 need xfsprogs mkfs.xfs xfs_repair
 need btrfs-progs mkfs.btrfs btrfstune
 need kmod modprobe
+need smartmontools smartctl
 # go test -race is linked by a C compiler.
 echo '#include <stdlib.h>' | gcc -E - >/dev/null 2>&1 || missing+=(gcc libc6-dev)
 

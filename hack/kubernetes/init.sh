@@ -41,7 +41,13 @@ node() {
 	mount --bind "$own/varlog" /var/log
 	mount --bind "$dir/conf/passwd" /etc/passwd
 	if [ -e "$own/pool.img" ]; then # goes with the namespaces, and its loop device with it
-		mount -o loop "$own/pool.img" /var/lib/ashlar
+		echo "$own/pool.img /var/lib/ashlar auto loop" >"$own/fstab"
+		[ ! -e /etc/fstab ] || mount --bind "$own/fstab" /etc/fstab
+		for _ in {1..20}; do # a loop device that somebody made read-only stays so for its next file
+			blockdev --setrw "$(losetup -f)"
+			mount -w -T "$own/fstab" /var/lib/ashlar && break
+		done
+		mountpoint -q /var/lib/ashlar
 	else
 		mount --bind "$own/pool" /var/lib/ashlar
 	fi

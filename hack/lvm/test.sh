@@ -21,7 +21,7 @@ pools) tests='./pkg/blockdev/lvmpool lvmpool -test.run LVM -test.timeout 60m
 driver) tests='./cmd/driver driver -test.run LVM -test.timeout 40m
 ./tests/sanity sanity -test.timeout 40m
 ./tests/sanity/cluster cluster -test.timeout 40m
-./tests/life life -test.run ^(TestLife|TestGroupSnapshot|TestManyLives|TestSnapshotMetadata|TestHostilePod|TestReaderSeesWriter|TestReadOnlyThenWritten|TestRawUsage)$ -test.timeout 40m
+./tests/life life -test.run ^(TestLife|TestGroupSnapshot|TestManyLives|TestSnapshotMetadata|TestHostilePod|TestReaderSeesWriter|TestReadOnlyThenWritten|TestRawUsage|TestLimits)$ -test.timeout 40m
 ./tests/points points -test.run LVM -points.seed=1 -test.timeout 40m
 ./tests/power power -test.timeout 40m' ;;
 ./*) tests=$1 ;;
@@ -53,7 +53,7 @@ if ! dmsetup version >/dev/null 2>&1; then
 	export VM_MEMORY=${VM_MEMORY:-6144M}
 fi
 export VM_SECONDS=${VM_SECONDS:-4500}
-where+=(ASHLAR_LVM=1 ASHLAR_DRIVER="$bin/driver")
+where+=(ASHLAR_LVM=1 ASHLAR_IO="${memory:+1}" SAMPLE="${SAMPLE-}" ASHLAR_DRIVER="$bin/driver")
 if [ "$1" = driver ]; then # the only one with a test that needs it
 	server=$(hack/apiserver.sh)
 	where+=(ASHLAR_APISERVER="$server")

@@ -36,9 +36,9 @@ printf '%q ' "$@" >"$scratch/command"
 cat >"$scratch/init" <<EOF
 #!/bin/bash
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=$scratch/t TMPDIR=$scratch/t LC_ALL=C
-mount -t proc proc /proc && mount -t sysfs sys /sys && mount -t tmpfs tmpfs /run || exit
+mount -t proc proc /proc && mount -t sysfs sys /sys && mount -t tmpfs tmpfs /run && mount -t cgroup2 cgroup2 /sys/fs/cgroup || exit
 mountpoint -q /dev || mount -t devtmpfs dev /dev
-for module in block/loop md/dm-mod md/dm-bufio md/dm-bio-prison md/persistent-data/dm-persistent-data md/dm-thin-pool md/dm-snapshot md/dm-flakey md/dm-log-writes; do
+for module in block/loop md/dm-mod md/dm-bufio md/dm-bio-prison md/persistent-data/dm-persistent-data md/dm-thin-pool md/dm-snapshot md/dm-flakey md/dm-log-writes md/dm-zero; do
 	insmod /usr/lib/uml/modules/\$(uname -r)/kernel/drivers/\$module.ko || exit
 done
 mkfs.ext4 -q /dev/ubda && mount /dev/ubda $scratch/t && cd $scratch/t || exit

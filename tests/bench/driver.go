@@ -26,8 +26,8 @@ func (b *bench) start(ctx context.Context, dir, poolOptions string) (*driver, er
 }
 
 // startOn starts the driver on a pool, with all else in dir.
-func (b *bench) startOn(ctx context.Context, dir, pool string) (*driver, error) {
-	p, err := process.New(dir, node, b.binary, "--pool=default="+pool)
+func (b *bench) startOn(ctx context.Context, dir, pool string, flags ...string) (*driver, error) {
+	p, err := process.New(dir, node, append([]string{b.binary, "--pool=default=" + pool}, flags...)...)
 	if err != nil {
 		return nil, err
 	}

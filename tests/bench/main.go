@@ -36,7 +36,7 @@ type bench struct {
 	dir    string // everything is in here
 	binary string // the driver
 
-	rounds  int // of life
+	rounds  int // of life and observed
 	lives   int // in one block of a round
 	volumes int // of scale
 	samples int // of each call
@@ -54,7 +54,7 @@ type bench struct {
 const few = 10 // volumes that scale compares with
 
 // The parts, in the order in which they run. scale, memory and idle share their volumes.
-var parts = []string{"life", "scale", "memory", "idle", "fio", "lvm"}
+var parts = []string{"life", "observed", "scale", "memory", "idle", "fio", "lvm"}
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
@@ -71,8 +71,8 @@ func (b *bench) parse() (wanted []string, dir string, err error) {
 	chosen := flag.String("parts", strings.Join(parts, ","), "what to measure")
 	flag.StringVar(&dir, "dir", "/var/tmp", "existing directory to work in, on the disk to measure")
 	flag.StringVar(&b.binary, "driver", "", "the driver's binary (default: it is built)")
-	flag.IntVar(&b.rounds, "rounds", 30, "life: rounds; each is a block of lives by the driver and one by bare system calls")
-	flag.IntVar(&b.lives, "lives", 8, "life: lives in a block")
+	flag.IntVar(&b.rounds, "rounds", 30, "life, observed: rounds; each is a block of lives by either side")
+	flag.IntVar(&b.lives, "lives", 8, "life, observed: lives in a block")
 	flag.IntVar(&b.volumes, "volumes", 1000, "scale, memory, idle: how many volumes")
 	flag.IntVar(&b.samples, "samples", 40, "scale: samples of each call")
 	flag.IntVar(&b.lvmRounds, "lvm-rounds", 6, "lvm: rounds")
@@ -136,6 +136,7 @@ func measure(ctx context.Context) (err error) {
 		measure func() error
 	}{
 		{"life", has("life"), func() error { return b.life(ctx) }},
+		{"observed", has("observed"), func() error { return b.observed(ctx) }},
 		{"scale", has("scale") || has("memory") || has("idle"), func() error { return b.scale(ctx, has("scale"), has("memory"), has("idle")) }},
 		{"fio", has("fio"), func() error { return b.fio(ctx) }},
 		{"lvm", has("lvm"), func() error { return b.lvm(ctx) }},

@@ -65,12 +65,7 @@ func measureCluster(ctx context.Context, args []string) (err error) {
 	if err := c.watch(ctx); err != nil {
 		return err
 	}
-	defer func() {
-		background := metav1.DeletePropagationBackground
-		clean := context.WithoutCancel(ctx)
-		_ = c.kube.StorageV1().StorageClasses().Delete(clean, immediate, metav1.DeleteOptions{})
-		_ = c.kube.CoreV1().Namespaces().Delete(clean, namespace, metav1.DeleteOptions{PropagationPolicy: &background})
-	}()
+	defer c.clean(ctx)
 	if err := c.prepare(ctx); err != nil {
 		return err
 	}
@@ -88,6 +83,14 @@ func (c *inCluster) prepare(ctx context.Context) error {
 		VolumeBindingMode: new(storagev1.VolumeBindingImmediate)}
 	_, err := c.kube.StorageV1().StorageClasses().Create(ctx, class, metav1.CreateOptions{})
 	return err
+}
+
+// clean removes what prepare made, and what is in it.
+func (c *inCluster) clean(ctx context.Context) {
+	background := metav1.DeletePropagationBackground
+	ctx = context.WithoutCancel(ctx)
+	_ = c.kube.StorageV1().StorageClasses().Delete(ctx, immediate, metav1.DeleteOptions{})
+	_ = c.kube.CoreV1().Namespaces().Delete(ctx, namespace, metav1.DeleteOptions{PropagationPolicy: &background})
 }
 
 // watch notes when claims are bound and pods run, and when they and their volumes are gone.

@@ -3,6 +3,7 @@
 //
 //	benchcluster cluster --kubeconfig=... --audit=...   in a cluster with the driver in it
 //	benchcluster parts                                  its parts against an API server alone
+//	benchcluster rest --kubeconfig=...                  its pods at rest, with all that they can show and with nothing of it
 package main
 
 import (
@@ -33,9 +34,11 @@ func run(ctx context.Context, args []string) error {
 			return measureCluster(ctx, args[1:])
 		case "parts":
 			return measureParts(ctx, args[1:])
+		case "rest":
+			return measureRest(ctx, args[1:])
 		}
 	}
-	return fmt.Errorf("what to measure: cluster or parts")
+	return fmt.Errorf("what to measure: cluster, parts or rest")
 }
 
 // each does n things, up to workers at a time, and returns the first error.

@@ -8,6 +8,8 @@
 #                                 claims bind in a second
 #   OUT=bin/bench-cluster         where logs go
 #   FIGURES=bin/figures           where pictures of the tables go
+#   PARTS="parts cluster rest"    which of these to measure: the parts against an API server; the cluster; its pods at rest, with metrics and page
+#                                 and without
 #   KEEP=1                        leave the cluster as it is at the end
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -16,13 +18,23 @@ export NODES=${NODES:-1}
 . tests/e2e/lib.sh
 go build -o "$out/benchcluster" ./tests/benchcluster
 
-say "parts against an API server: ${AGENTS:-500} agents, ${VOLUMES:-10000} volumes" >&2
 figures=${FIGURES:-bin/figures}
-"$out/benchcluster" parts --figures="$figures" --agents="${AGENTS:-500}" --volumes="${VOLUMES:-10000}" --idle="${IDLE:-5m}"
+wanted() { [[ " ${PARTS:-parts cluster rest} " == *" $1 "* ]]; }
+if wanted parts; then
+	say "parts against an API server: ${AGENTS:-500} agents, ${VOLUMES:-10000} volumes" >&2
+	"$out/benchcluster" parts --figures="$figures" --agents="${AGENTS:-500}" --volumes="${VOLUMES:-10000}" --idle="${IDLE:-5m}"
+fi
+wanted cluster || wanted rest || exit 0
 export AUDIT=1 MANAGER_QPS=${MANAGER_QPS:-500}
 { bring_up; install_driver; } >&2
-say "the cluster: ${CLAIMS:-1000} claims, ${PODS:-50} pods" >&2
-audit=
-[ "$where" != own ] || audit=$CLUSTER_DIR/log/audit
-in_cluster "$out/benchcluster" cluster --figures="$figures" --kubeconfig="$config" --claims="${CLAIMS:-1000}" --pods="${PODS:-50}" --audit="$audit" \
-	--image="$("$bin/e2e.test" --list-images 2>/dev/null | grep /pause: | sort -V | tail -n 1)"
+if wanted cluster; then
+	say "the cluster: ${CLAIMS:-1000} claims, ${PODS:-50} pods" >&2
+	audit=
+	[ "$where" != own ] || audit=$CLUSTER_DIR/log/audit
+	in_cluster "$out/benchcluster" cluster --figures="$figures" --kubeconfig="$config" --claims="${CLAIMS:-1000}" --pods="${PODS:-50}" --audit="$audit" \
+		--image="$("$bin/e2e.test" --list-images 2>/dev/null | grep /pause: | sort -V | tail -n 1)"
+fi
+if wanted rest && [ "$where" = own ]; then # its processes are to be seen
+	say "the pods at rest" >&2
+	hack/kubernetes/cluster.sh net "$out/benchcluster" rest --kubeconfig="$config"
+fi

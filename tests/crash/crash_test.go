@@ -31,19 +31,43 @@ import (
 
 const miB = 1 << 20
 
+// program is the driver, once a test has asked for it.
+var program struct {
+	sync.Once
+	dir, path string
+	err       error
+}
+
+func TestMain(m *testing.M) {
+	code := m.Run()
+	_ = os.RemoveAll(program.dir)
+	os.Exit(code)
+}
+
+// built builds the driver, once for all tests, and returns its path.
+func built(t testing.TB) string {
+	t.Helper()
+	program.Do(func() {
+		if program.dir, program.err = os.MkdirTemp("", "ashlar"); program.err == nil {
+			program.path, program.err = process.Build(program.dir)
+		}
+	})
+	check.OK(t, program.err)
+	return program.path
+}
+
 // environment is a driver as a process of its own, and its volumes.
 type environment struct {
 	*process.Driver
 	t testing.TB
 }
 
-// build builds the driver.
+// build returns a driver that does not run yet, in a directory of its own.
 func build(t testing.TB) *environment {
 	t.Helper()
 	drivertest.NeedRoot(t)
 	dir := drivertest.Dir(t)
-	binary, err := process.Build(t.TempDir())
-	check.OK(t, err)
+	binary := built(t)
 	driver, err := process.New(dir, drivertest.Node, binary, "--pool=default=file://"+dir+"/pool?reservePercent=0", "-v=5")
 	check.OK(t, err)
 	t.Cleanup(func() {

@@ -124,8 +124,7 @@ func loopsOver(t *testing.T, at string) (found []string) {
 // volumes of one name. Each is killed in turn and started again, and takes nothing from the others.
 func TestNodesOnOneKernel(t *testing.T) {
 	drivertest.NeedRoot(t)
-	binary, err := process.Build(t.TempDir())
-	check.OK(t, err)
+	binary := built(t)
 	dir := drivertest.Dir(t)
 	at := filepath.Join(dir, "at")
 	check.OK(t, os.Mkdir(at, 0o700))

@@ -224,8 +224,8 @@ func TestKnownFields(t *testing.T) {
 		pools: [{name: a, url: "file:///a?reservePercent=1"}, {name: b, url: "lvm://vg/thin"}, {name: c, url: "file:///c"}]}},
 		controller: {goneGrace: 5m, abandonGrace: 2h, page: {enabled: true, from: [{podSelector: {matchLabels: {app: proxy}}}]}, podLabels: {a: b}, extraArgs: [--v=3], topologySpreadConstraints: [{maxSkew: 1, topologyKey: zone,
 		whenUnsatisfiable: DoNotSchedule, labelSelector: {matchLabels: {app.kubernetes.io/component: controller}}}]}, node: {podLabels: {a: b}},
-		commonLabels: {team: storage}, csiDriver: {preventPodSchedulingIfMissing: true}, startupTaint: true, storageClasses: [{name: a, default: true, annotations: {a: b}}],
-		sidecars: {livenessProbe: {resources: {requests: {cpu: 1m, memory: 1Mi}}}}, imagePullSecrets: [{name: x}], image: {pullPolicy: Always}}`
+		commonLabels: {team: storage}, csiDriver: {preventPodSchedulingIfMissing: true}, startupTaint: true, storageClasses: [{name: a, default: true, annotations: {a: b}},
+		{name: b, parameters: {pool: "fast-*,slow", spread: required}}], sidecars: {livenessProbe: {resources: {requests: {cpu: 1m, memory: 1Mi}}}}, imagePullSecrets: [{name: x}], image: {pullPolicy: Always}}`
 	for _, all := range []objects{build(t, manifests), render(t, ""), render(t, groups)} {
 		for key, object := range all {
 			version, err := schema.ParseGroupVersion(fmt.Sprint(object["apiVersion"]))
@@ -263,6 +263,8 @@ func TestSchema(t *testing.T) {
 		"pull policy":               `{image: {pullPolicy: Sometimes}}`,
 		"class without name":        `{storageClasses: [{parameters: {}}]}`,
 		"class's unknown parameter": `{storageClasses: [{name: a, parameters: {fsType: ext4}}]}`,
+		"class's set of pools":      `{storageClasses: [{name: a, parameters: {pool: "fast-*,Slow"}}]}`,
+		"class's spread":            `{storageClasses: [{name: a, parameters: {pool: "fast-*", spread: "true"}}]}`,
 		"class's provisioning":      `{storageClasses: [{name: a, parameters: {provisioning: fat}}]}`,
 		"class's filesystem":        `{storageClasses: [{name: a, parameters: {csi.storage.k8s.io/fstype: zfs}}]}`,
 		"class's binding":           `{storageClasses: [{name: a, volumeBindingMode: Later}]}`,

@@ -5,6 +5,7 @@ import (
 	"os"
 	"os/exec"
 	"reflect"
+	"slices"
 	"strings"
 	"testing"
 )
@@ -102,8 +103,8 @@ func TestGuard(t *testing.T) {
 		all  objects
 		want int
 	}{
-		"manifests": {build(t, manifests), 3}, "chart": {render(t, ""), 3}, "off": {render(t, `{admissionPolicy: false}`), 0},
-		"with the startup taint": {build(t, "testdata/startup-taint"), 4}, "chart, with the startup taint": {render(t, `{startupTaint: true}`), 4},
+		"manifests": {build(t, manifests), 5}, "chart": {render(t, ""), 5}, "off": {render(t, `{admissionPolicy: false}`), 0},
+		"with the startup taint": {build(t, "testdata/startup-taint"), 6}, "chart, with the startup taint": {render(t, `{startupTaint: true}`), 6},
 	} {
 		policies := 0
 		for key, object := range c.all {
@@ -124,9 +125,21 @@ func TestGuard(t *testing.T) {
 	}
 }
 
-// TestStartupTaint: the component and the chart's value say the same.
-func TestStartupTaint(t *testing.T) {
-	want, have := strip(build(t, "testdata/startup-taint")), strip(render(t, `{startupTaint: true}`))
+// TestComponents: each component and the chart's value for it say the same.
+func TestComponents(t *testing.T) {
+	for directory, values := range map[string]string{"startup-taint": `{startupTaint: true}`, "page": `{controller: {page: {enabled: true}}}`,
+		"agent-port": `{agentPort: {enabled: true}}`, "snapshot-metadata": `{snapshotMetadata: {enabled: true}}`} {
+		t.Run(directory, func(t *testing.T) { component(t, directory, values) })
+	}
+	for key := range render(t, `{snapshotMetadata: {enabled: true}, networkPolicy: {enabled: false}}`) {
+		if strings.HasPrefix(key, "NetworkPolicy") {
+			t.Errorf("%s, though they are off", key)
+		}
+	}
+}
+
+func component(t *testing.T, directory, values string) {
+	want, have := strip(build(t, "testdata/"+directory)), strip(render(t, values))
 	for key, object := range want {
 		if !reflect.DeepEqual(have[key], object) {
 			t.Errorf("%s: the chart's\n%s\nthe component's\n%s", key, text(have[key]), text(object))
@@ -134,5 +147,18 @@ func TestStartupTaint(t *testing.T) {
 	}
 	if len(want) != len(have) {
 		t.Errorf("%d objects in the chart, %d with the component", len(have), len(want))
+	}
+}
+
+// TestStartupTaint: the controller runs on nodes that have the taint, whatever it tolerates besides: where all nodes are new there are no
+// others, and nobody else takes it off.
+func TestStartupTaint(t *testing.T) {
+	for _, all := range []objects{strip(build(t, "testdata/startup-taint")), strip(render(t, `{startupTaint: true}`)), render(t, `{startupTaint: true, controller: {tolerations: []}}`)} {
+		tolerations, _ := podSpec(all.of(t, "Deployment", "ashlar-controller"))["tolerations"].([]any)
+		if !slices.ContainsFunc(tolerations, func(one any) bool {
+			return reflect.DeepEqual(one, map[string]any{"key": "ashlar.dev/agent-not-ready", "operator": "Exists"})
+		}) {
+			t.Errorf("the controller does not tolerate the taint that it takes off:\n%s", text(tolerations))
+		}
 	}
 }

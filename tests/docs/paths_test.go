@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"strings"
 	"testing"
 )
 
@@ -30,6 +31,44 @@ func TestPaths(t *testing.T) {
 		file, function := string(s[1]), string(s[2])
 		if !functions(t, file)[function] {
 			t.Errorf("docs/paths.md: %s has no %s", file, function)
+		}
+	}
+}
+
+// room is a name in the list of rooms of docs/design.md, where a line begins or after the end of a sentence within one.
+var room = regexp.MustCompile(`(?m)(?:^ {4}|\. {3})([a-z][a-z/-]*)  `)
+
+// TestRooms: the list of rooms has each part of the repository, once.
+func TestRooms(t *testing.T) {
+	page, err := os.ReadFile(filepath.Join(root, "docs", "design.md"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, list, _ := strings.Cut(string(page), "## Rooms\n")
+	list, _, _ = strings.Cut(list, "\n## ")
+	listed := map[string]int{}
+	for _, one := range room.FindAllStringSubmatch(list, -1) {
+		listed[one[1]]++
+	}
+	parts := []string{"deploy", "docs", "hack"}
+	for _, in := range []string{"cmd", "pkg", "internal"} {
+		entries, err := os.ReadDir(filepath.Join(root, in))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, entry := range entries {
+			parts = append(parts, in+"/"+entry.Name())
+		}
+	}
+	for _, part := range parts {
+		if listed[part] != 1 {
+			t.Errorf("docs/design.md: the list of rooms has %s %d times", part, listed[part])
+		}
+		delete(listed, part)
+	}
+	for part := range listed {
+		if strings.Contains(part, "/") { // else it is within another one
+			t.Errorf("docs/design.md: the list of rooms has %s, which is not there", part)
 		}
 	}
 }

@@ -143,6 +143,7 @@ func (p *parts) clear() {
 		check.OK(p, client.IgnoreNotFound(p.kube.Patch(ctx, v, client.MergeFrom(before))))
 		check.OK(p, client.IgnoreNotFound(p.kube.Delete(ctx, v)))
 	}
+	check.OK(p, p.kube.DeleteAllOf(ctx, &v1alpha1.Snapshot{}))
 	check.OK(p, p.kube.DeleteAllOf(ctx, &v1alpha1.Pool{}))
 	check.OK(p, p.kube.DeleteAllOf(ctx, &corev1.Node{}))
 }

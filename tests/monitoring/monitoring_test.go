@@ -71,7 +71,8 @@ func rules(t *testing.T) (all []rule) {
 }
 
 // names are the alerts that there are to be: others refer to them.
-var names = []string{"AshlarAgentDown", "AshlarCallsFailing", "AshlarCommandsFailing", "AshlarControllerDown", "AshlarLongFreeze", "AshlarLoopDevicesLow", "AshlarPoolDegraded",
+var names = []string{"AshlarAgentDown", "AshlarCallsFailing", "AshlarCommandsFailing", "AshlarControllerDown", "AshlarDiskDegraded", "AshlarDiskFailing", "AshlarDriverGone", "AshlarLongFreeze",
+	"AshlarLoopDevicesLow", "AshlarPoolDegraded",
 	"AshlarPoolDown", "AshlarPoolFull", "AshlarPoolNearlyFull", "AshlarStrays", "AshlarThinPoolNearlyFull", "AshlarVolumeDataLoss", "AshlarVolumeDegraded", "AshlarVolumeInaccessible",
 	"AshlarWishesStuck"}
 

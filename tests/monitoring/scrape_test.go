@@ -3,17 +3,14 @@ package monitoring
 import (
 	"bytes"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"net/http"
-	"net/url"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 
@@ -27,6 +24,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/internal/process"
+	"github.com/ashlar-csi/ashlar/tests/monitoring/prometheus"
 )
 
 func TestMain(m *testing.M) { apitest.Main(m) }
@@ -42,6 +40,8 @@ var quiet = map[string]string{
 	"node: Failures of the agent":   "there are none",
 	"node: Programs that fail":      "none does",
 	"pool: Thin pool":               "it is a file pool",
+	"pool: Disks: life used":        "its disks say nothing of themselves",
+	"pool: Disks: errors":           "its disks say nothing of themselves",
 	"pool: Full in":                 "it does not fill up",
 	"pool: Fastest growing volumes": "none grows",
 	"fleet: Silent nodes":           "none is",
@@ -97,9 +97,9 @@ func TestScrape(t *testing.T) {
 	t.Run("names", func(t *testing.T) { conventions(t, addresses[:3]) })
 	t.Run("pool down", func(t *testing.T) {
 		check.OK(t, os.Rename(dir+"/node/pool", dir+"/node/elsewhere"))
-		p.eventually(t, `ALERTS{alertname="AshlarPoolDown", alertstate="pending", cluster="cluster", node="node", pool="default", severity="critical"}`)
+		p.Eventually(t, `ALERTS{alertname="AshlarPoolDown", alertstate="pending", cluster="cluster", node="node", pool="default", severity="critical"}`)
 		check.OK(t, os.Rename(dir+"/node/elsewhere", dir+"/node/pool"))
-		p.eventually(t, `max(ashlar_pool_up{cluster="cluster"}) == 1`)
+		p.Eventually(t, `max(ashlar_pool_up{cluster="cluster"}) == 1`)
 	})
 }
 
@@ -141,12 +141,12 @@ func readyNode(t *testing.T, name string) {
 	check.OK(t, err)
 }
 
-// prometheus is a real one.
-type prometheus struct{ address string }
+// scraper is a Prometheus that scrapes drivers.
+type scraper struct{ *prometheus.Server }
 
 // startPrometheus starts a Prometheus that listens at the last of some addresses, and scrapes the others as docs/monitoring.md says: the first is of a machine, the
 // rest of a cluster. It has the rules of deploy/monitoring.
-func startPrometheus(t *testing.T, dir string, addresses []string) prometheus {
+func startPrometheus(t *testing.T, dir string, addresses []string) scraper {
 	t.Helper()
 	alerts, err := filepath.Abs(directory + "/rules.yaml")
 	check.OK(t, err)
@@ -161,87 +161,20 @@ scrape_configs:
       - {targets: [%q], labels: {cluster: cluster, node: node}}
       - {targets: [%q], labels: {cluster: cluster}}
 `, alerts, addresses[0], addresses[1], addresses[2])
-	check.OK(t, os.WriteFile(dir+"/prometheus.yaml", []byte(config), 0o600))
-	check.OK(t, exec.Command(tool(t, "promtool"), "check", "config", dir+"/prometheus.yaml").Run())
-	log, err := os.Create(dir + "/prometheus.log")
-	check.OK(t, err)
-	defer log.Close()
-	p := prometheus{addresses[3]}
-	run := exec.Command(tool(t, "prometheus"), "--config.file="+dir+"/prometheus.yaml", "--storage.tsdb.path="+dir+"/tsdb", "--web.listen-address="+p.address, "--log.level=warn")
-	run.Stdout, run.Stderr = log, log
-	run.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
-	check.OK(t, run.Start())
-	t.Cleanup(func() {
-		_ = run.Process.Kill()
-		_ = run.Wait()
-		if said, err := os.ReadFile(dir + "/prometheus.log"); t.Failed() {
-			t.Logf("Prometheus said: %s (%v)", said, err)
-		}
-	})
-	p.eventually(t, `count(up == 1) == 3`)
+	p := scraper{prometheus.Start(t, filepath.Dir(tool(t, "prometheus")), dir, addresses[3], config)}
+	p.Eventually(t, `count(up == 1) == 3`)
 	return p
 }
 
-// get asks Prometheus' API.
-func (p prometheus) get(ctx context.Context, path string, values url.Values, to any) error {
-	request, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+p.address+"/api/v1/"+path+"?"+values.Encode(), nil)
-	if err != nil {
-		return err
-	}
-	response, err := http.DefaultClient.Do(request)
-	if err != nil {
-		return err
-	}
-	defer response.Body.Close()
-	var answer struct {
-		Status, Error string
-		Data          json.RawMessage
-	}
-	if err := json.NewDecoder(response.Body).Decode(&answer); err != nil {
-		return err
-	}
-	if answer.Status != "success" {
-		return fmt.Errorf("%s: %s", answer.Status, answer.Error)
-	}
-	return json.Unmarshal(answer.Data, to)
-}
-
-// sample is a series at one moment.
-type sample struct {
-	Metric map[string]string `json:"metric"`
-	Value  [2]any            `json:"value"`
-}
-
-func (p prometheus) query(ctx context.Context, text string) ([]sample, error) {
-	var answer struct {
-		Result []sample `json:"result"`
-	}
-	err := p.get(ctx, "query", url.Values{"query": {text}}, &answer)
-	return answer.Result, err
-}
-
-// eventually waits until an expression has a result.
-func (p prometheus) eventually(t *testing.T, text string) {
-	t.Helper()
-	var err error
-	for deadline := time.Now().Add(40 * time.Second); time.Now().Before(deadline); time.Sleep(200 * time.Millisecond) {
-		var found []sample
-		if found, err = p.query(t.Context(), text); err == nil && len(found) > 0 {
-			return
-		}
-	}
-	t.Fatalf("there is never %s (%v)", text, err)
-}
-
 // shown: each panel shows something of a cluster, but those that have nothing to show while all is well, and some others.
-func (p prometheus) shown(t *testing.T, cluster string, others map[string]string) {
+func (p scraper) shown(t *testing.T, cluster string, others map[string]string) {
 	for name, d := range dashboards(t) {
 		for _, panel := range d.Panels {
 			where, empty := name+": "+panel.Title, true
 			for _, target := range panel.Targets {
 				text := variables.Replace(strings.ReplaceAll(strings.ReplaceAll(target.Expr, "$__rate_interval", "1m"), "$cluster", cluster))
 				for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(time.Second) { // rates need two scrapes
-					found, err := p.query(t.Context(), text)
+					found, err := p.Query(t.Context(), text)
 					if err != nil {
 						t.Errorf("%s: %v: %s", where, err, text)
 					}
@@ -279,23 +212,15 @@ func conventions(t *testing.T, addresses []string) {
 }
 
 // well: Prometheus evaluates all rules, and no alert is on.
-func (p prometheus) well(t *testing.T) {
-	var answer struct {
-		Groups []struct {
-			Rules []struct{ Name, Health, LastError, State string }
+func (p scraper) well(t *testing.T) {
+	all, err := p.Rules(t.Context())
+	check.OK(t, err)
+	for _, r := range all {
+		if r.Health != "ok" || r.State != "inactive" {
+			t.Errorf("%s: %s %s, %s", r.Name, r.Health, r.LastError, r.State)
 		}
 	}
-	check.OK(t, p.get(t.Context(), "rules", nil, &answer))
-	seen := 0
-	for _, g := range answer.Groups {
-		for _, r := range g.Rules {
-			seen++
-			if r.Health != "ok" || r.State != "inactive" {
-				t.Errorf("%s: %s %s, %s", r.Name, r.Health, r.LastError, r.State)
-			}
-		}
-	}
-	if want := len(rules(t)); seen != want {
-		t.Errorf("%d rules, want %d", seen, want)
+	if want := len(rules(t)); len(all) != want {
+		t.Errorf("%d rules, want %d", len(all), want)
 	}
 }

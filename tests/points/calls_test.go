@@ -359,6 +359,58 @@ func (w *environment) snapshots(n int) (all []*csi.Snapshot) {
 	return all
 }
 
+// Limits are kept where there are control groups version 2 with the io controller: in the virtual machine, over LVM pools.
+func init() {
+	if !drivertest.LimitsIO() {
+		return
+	}
+	scenarios = append(scenarios,
+		scenario{"ControllerModifyVolume limits", copying, func(w *environment) plan {
+			kubepods, v := drivertest.Pods(w.t, true), filled(w, "data", "ext4")
+			return plan{func() error { return v.limit("100") }, func() {
+				v.limited(kubepods, "rbps=max wbps=max riops=max wiops=100")
+				w.all(func() error { return v.limit("max") })
+				v.limited(kubepods, "")
+				v.whole(1)
+			}, nothing}
+		}},
+		scenario{"NodePublishVolume limits", copying, func(w *environment) plan {
+			kubepods, p := drivertest.Pods(w.t, false), publish(w, "ext4", false)
+			v := w.volumes[0]
+			w.all(func() error { return v.limit("100") })
+			kubepods.SetLimits(v.number() + " wiops=max") // as it is before the first publication
+			return plan{p.call, func() { v.limited(kubepods, "rbps=max wbps=max riops=max wiops=100"); p.converged() }, p.undo}
+		}},
+		scenario{"NodeUnstageVolume limits", copying, func(w *environment) plan {
+			kubepods, p := drivertest.Pods(w.t, true), unstage(w, "ext4")
+			v := w.volumes[0]
+			w.all(func() error { return v.limit("100") })
+			number := v.number()
+			return plan{p.call, func() {
+				if have := kubepods.Limits(number); have != "" {
+					w.t.Errorf("unstaged, its device has %q", have)
+				}
+				p.converged()
+			}, p.undo}
+		}})
+}
+
+// limit sets how many requests to write the volume takes in a second.
+func (v *vol) limit(writes string) error {
+	_, err := v.ControllerModifyVolume(v.ctx(), &csi.ControllerModifyVolumeRequest{VolumeId: v.ID, MutableParameters: map[string]string{"writeIOPS": writes}})
+	return err
+}
+
+// number is that of the volume's device, as the kernel writes it.
+func (v *vol) number() string { return v.sysfs("dev") }
+
+func (v *vol) limited(kubepods *drivertest.CGroup, want string) {
+	v.t.Helper()
+	if have := kubepods.Limits(v.number()); have != want {
+		v.t.Errorf("the device has %q, want %q", have, want)
+	}
+}
+
 func (v *vol) device() string { return v.site.device(v) }
 
 func (v *vol) sysfs(name string) string {

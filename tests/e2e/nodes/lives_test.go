@@ -97,7 +97,14 @@ func TestRetained(t *testing.T) {
 		return nil
 	})
 
-	c.kubectl("patch", "pv", pv.Name, "--type=json", "-p", `[{"op": "remove", "path": "/spec/claimRef"}]`)
+	// As docs/operate/static-volumes.md says: it is another claim's at once, and nobody else's.
+	c.kubectl("patch", "pv", pv.Name, "--type=json", "-p", `[{"op": "replace", "path": "/spec/claimRef", "value": {"namespace": "`+c.ns+`", "name": "second"}}]`)
+	c.claim(claim{name: "stranger"})
+	c.pod(pod{name: "stranger", node: home, claims: []string{"stranger"}, tag: "stranger"})
+	c.runs("stranger")
+	if other := c.pv("stranger"); other.Name == pv.Name {
+		t.Fatal("a claim that was not meant has the volume")
+	}
 	c.claim(claim{name: "second", volume: pv.Name})
 	c.has(least, pod{name: "second", claims: []string{"second"}, tag: "kept"})
 	c.delete("pvc", "second")

@@ -296,8 +296,14 @@ func (c *cluster) used(node, handle string) {
 // eventually waits until there is no error any more.
 func (c *cluster) eventually(what string, is func() error) {
 	c.Helper()
+	c.within(patience, what, is)
+}
+
+// within is eventually for what takes its time.
+func (c *cluster) within(most time.Duration, what string, is func() error) {
+	c.Helper()
 	var err error
-	for end := time.Now().Add(patience); ; time.Sleep(500 * time.Millisecond) {
+	for end := time.Now().Add(most); ; time.Sleep(500 * time.Millisecond) {
 		if err = is(); err == nil {
 			return
 		}
