@@ -66,8 +66,8 @@ type answer struct {
 	Model     string `json:"model_name"`
 	SCSIModel string `json:"scsi_model_name"`
 	Serial    string `json:"serial_number"`
-	Status    *struct {
-		Passed bool `json:"passed"`
+	Status    struct {
+		Passed *bool `json:"passed"`
 	} `json:"smart_status"`
 	ATA struct {
 		Table []attribute `json:"table"`
@@ -130,24 +130,26 @@ var kinds = map[int]string{5: Reallocated, 187: Uncorrectable, 197: Pending, 198
 var warnings = []string{"it runs out of spare blocks", "it is too hot or too cold", "it is not reliable any more", "it takes no writes any more",
 	"its memory backup has failed", "its persistent memory is read-only"}
 
-// parse reads smartctl's answer.
+// parse reads smartctl's answer. Where that has something else than a number that can be (a counter of 128 bits, of a disk gone mad), it goes
+// by the rest: what fails is what counts wrong.
 func parse(text []byte) (Report, error) {
 	var a answer
-	if err := json.Unmarshal(text, &a); err != nil {
+	var odd *json.UnmarshalTypeError
+	if err := json.Unmarshal(text, &a); err != nil && (!errors.As(err, &odd) || odd.Field == "") {
 		return Report{}, fmt.Errorf("what smartctl says is no JSON: %w", err)
 	}
 	r := Report{Model: a.Model, Serial: a.Serial, Wear: -1, Errors: map[string]int64{}}
 	if r.Model == "" {
 		r.Model = a.SCSIModel
 	}
-	r.Told = a.Status != nil || a.NVMe != nil || len(a.ATA.Table) > 0
+	r.Told = a.Status.Passed != nil || a.NVMe != nil || len(a.ATA.Table) > 0
 	a.ata(&r)
 	a.nvme(&r)
 	a.scsi(&r)
 	if a.Endurance != nil {
 		r.Wear = float64(a.Endurance.Percent) / 100
 	}
-	if a.Status != nil && !a.Status.Passed && len(r.Failing) == 0 {
+	if a.Status.Passed != nil && !*a.Status.Passed && len(r.Failing) == 0 {
 		r.Failing = []string{"its overall assessment is FAILED"}
 	}
 	return r, nil

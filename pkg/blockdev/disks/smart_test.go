@@ -43,13 +43,30 @@ func TestParse(t *testing.T) {
 			t.Errorf("%s: %+v, %v; want %+v", file, have, err, want)
 		}
 	}
-	for _, text := range []string{"", "smartctl 6.6: invalid option", "[]", `{"smart_status": 1}`} {
+	for _, text := range []string{"", "smartctl 6.6: invalid option", "[]", `{"smart_status": {"passed": false}`} {
 		if r, err := parse([]byte(text)); err == nil || r.Told {
 			t.Errorf("%q: %+v, %v", text, r, err)
 		}
 	}
-	if r, err := parse([]byte("{}")); err != nil || r.Told {
-		t.Errorf("%+v, %v", r, err)
+	for _, text := range []string{"{}", `{"smart_status": 1}`, `{"smart_status": {}}`} {
+		if r, err := parse([]byte(text)); err != nil || r.Told || len(r.Failing) > 0 {
+			t.Errorf("%q: %+v, %v", text, r, err)
+		}
+	}
+}
+
+// TestParseOdd: a value that cannot be, of a disk that does not count any more, hides nothing of the rest.
+func TestParseOdd(t *testing.T) {
+	for text, want := range map[string][]string{
+		`{"nvme_smart_health_information_log": {"media_errors": 340282366920938463463374607431768211455, "percentage_used": 12, "critical_warning": 4},
+			"smart_status": {"passed": false}}`: {"it is not reliable any more"},
+		`{"ata_smart_attributes": {"table": [{"id": "5", "raw": 7}, {"id": 5, "name": "Reallocated_Sector_Ct", "when_failed": "now", "flags": {"prefailure": true}}]}}`: {
+			"attribute 5 (Reallocated_Sector_Ct) is at its threshold"},
+		`{"scsi_grown_defect_list": -1e99, "smart_status": {"passed": false}}`: {"its overall assessment is FAILED"},
+	} {
+		if r, err := parse([]byte(text)); err != nil || !r.Told || !slices.Equal(r.Failing, want) {
+			t.Errorf("%s: %+v, %v; want %q", text, r, err, want)
+		}
 	}
 }
 
