@@ -52,13 +52,31 @@ func (l *Local) Attached(ctx context.Context, id ID) ([]blockdev.Device, error) 
 	return stack.Attached(ctx)
 }
 
-// Detach takes the devices of a volume away that Attached knows of.
+// Detach takes the devices of a volume away that Attached knows of, and their limits.
 func (l *Local) Detach(ctx context.Context, id ID) error {
 	stack, err := l.stack(id)
 	if err != nil {
 		return errdefs.IgnoreNotFound(err)
 	}
-	return trace.Do(ctx, "detach", stack.Detach, "volume", id.String())
+	return trace.Do(ctx, "detach", func(ctx context.Context) error { return l.detach(ctx, stack) }, "volume", id.String())
+}
+
+// detach leaves no limit behind for who has the number of a device next.
+func (l *Local) detach(ctx context.Context, stack device.Stack) error {
+	devices, err := stack.Attached(ctx)
+	if err != nil {
+		return err
+	}
+	_ = l.Unlimit(ctx, numbers(devices)...)
+	return stack.Detach(ctx)
+}
+
+// numbers of devices.
+func numbers(devices []blockdev.Device) (numbers []uint64) {
+	for _, device := range devices {
+		numbers = append(numbers, device.Number)
+	}
+	return numbers
 }
 
 // Used is how much of a volume has space, in bytes; known is false where its pool cannot tell.

@@ -32,7 +32,7 @@ func (l *Local) Health(ctx context.Context, id ID) ([]blockdev.Problem, error) {
 			return problems, err
 		}
 	}
-	return limitsHealth(v, l.mounts, devices)
+	return l.limitsHealth(v, devices)
 }
 
 // filesystemHealth is what the kernel says of the filesystem on a device, at the first path where it is mounted; carries is

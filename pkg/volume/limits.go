@@ -11,7 +11,6 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cgroup"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
-	"github.com/ashlar-csi/ashlar/pkg/mount"
 )
 
 // Limits are of the volume: what all pods that use it do together. Its device has them from the first publication until it is unstaged; what
@@ -98,11 +97,28 @@ func (l *Local) lift(ctx context.Context, o origin) (undo func()) {
 	if err != nil {
 		return func() {} // who freezes it finds out
 	}
-	var numbers []uint64
-	for _, device := range devices {
-		numbers = append(numbers, device.Number)
+	l.setLifted(o.id(), true)
+	relimit := l.Unlimit(ctx, numbers(devices)...)
+	return func() {
+		relimit()
+		l.setLifted(o.id(), false)
 	}
-	return l.Unlimit(ctx, numbers...)
+}
+
+func (l *Local) setLifted(id ID, lifted bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if lifted {
+		l.lifted[id] = true
+	} else {
+		delete(l.lifted, id)
+	}
+}
+
+func (l *Local) isLifted(id ID) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.lifted[id]
 }
 
 // limitAttached sets the limits of all volumes of a pool that are attached: a change of them, or what they were lifted for, may have been cut
@@ -131,21 +147,22 @@ func (l *Local) limitAttached(ctx context.Context, pool blockdev.Pool) error {
 	return nil
 }
 
-// limitsHealth says whether the limits of a volume are those of its devices.
-func limitsHealth(v Volume, mounts *mount.Table, devices []blockdev.Device) ([]blockdev.Problem, error) {
+// limitsHealth says whether the limits of a volume are those of its devices, which have them while pods use them. It is asked at any
+// time, also by who does not have the volume for itself.
+func (l *Local) limitsHealth(v Volume, devices []blockdev.Device) ([]blockdev.Problem, error) {
 	limits := limitsOf(v.Mutable)
 	if limits == (cgroup.Limits{}) {
 		return nil, nil
 	}
 	for _, device := range devices {
-		if len(mounts.Paths(device.Number)) == 0 {
-			continue // it is being staged
+		if len(l.mounts.Paths(device.Number)) < 2 || l.isLifted(v.ID) {
+			continue // it is not published, or a freeze of it begins
 		}
 		kept, err := cgroup.Kept(device.Number, limits)
 		if err != nil {
 			return nil, err
 		}
-		if !kept {
+		if !kept && !l.isLifted(v.ID) {
 			return []blockdev.Problem{{Severity: blockdev.Degraded, Reason: "LimitsNotKept",
 				Message: "the limits of its I/O are not those of " + device.Path + " in the pods' control group: somebody changed them there; start the driver on its node anew, and it sets them again"}}, nil
 		}

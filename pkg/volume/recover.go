@@ -24,9 +24,6 @@ func (l *Local) recover(ctx context.Context, pool blockdev.Pool) error {
 	if err := l.endFreezes(ctx, pool); err != nil {
 		return err
 	}
-	if err := l.limitAttached(ctx, pool); err != nil {
-		return err
-	}
 	orphans, err := l.stacks.Orphans(ctx, pool)
 	if err != nil {
 		return err
@@ -36,9 +33,12 @@ func (l *Local) recover(ctx context.Context, pool blockdev.Pool) error {
 		if used {
 			continue
 		}
-		if err := l.stacks.Of(pool, ref).Detach(ctx); err != nil {
+		if err := l.detach(ctx, l.stacks.Of(pool, ref)); err != nil {
 			log.Error(err, "could not detach a device that nothing has mounted", "pool", pool.Name(), "object", ref.String())
 		}
+	}
+	if err := l.limitAttached(ctx, pool); err != nil { // of those that are left
+		return err
 	}
 	claims, err := l.recoverVolumes(ctx, pool)
 	if err != nil {

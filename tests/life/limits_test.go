@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -198,6 +199,9 @@ func TestLimitsKept(t *testing.T) {
 		}
 	}
 	is("", "staged,")
+	if problems := v.problems(); len(problems) > 0 {
+		t.Errorf("health before it is published: %v", problems)
+	}
 	target := v.Target("pod")
 	check.OK(t, v.publish(target, false))
 	is(limited, "published,")
@@ -256,7 +260,25 @@ func TestLimitsLift(t *testing.T) {
 	}
 	write("first")
 	var snapshot *csi.Snapshot
+	cut := make(chan struct{})
+	var looked sync.WaitGroup
+	looked.Go(func() {
+		for done := false; !done; {
+			select {
+			case <-cut:
+				done = true
+			default:
+			}
+			health, err := v.NodeGetVolumeHealth(t.Context(), &csi.NodeGetVolumeHealthRequest{VolumeId: v.ID})
+			if err != nil || len(health.GetVolumeHealth().GetHealthStatuses()) > 0 {
+				t.Errorf("health while the snapshot is cut: %v, %v", health, err)
+				return
+			}
+		}
+	})
 	soon("a snapshot", func() (err error) { snapshot, err = v.snapshot("cut"); return err })
+	close(cut)
+	looked.Wait()
 	if have := kubepods.Limits(device); have != "rbps=max wbps=65536 riops=max wiops=max" {
 		t.Errorf("after the snapshot the device has %q", have)
 	}
@@ -265,6 +287,39 @@ func TestLimitsLift(t *testing.T) {
 	check.OK(t, v.unpublish(target))
 	soon("unstaging", v.unstage)
 	check.OK(t, v.release())
+	check.OK(t, v.delete())
+	d.nothingLeft()
+}
+
+// TestLimitsGone: no limit stays with the number of a device that was taken away, whoever took it out of its mounts.
+func TestLimitsGone(t *testing.T) {
+	kubepods := drivertest.Pods(t, true)
+	d := start(t, drivertest.Options{})
+	r := co.Request("volume", block, smallest[block])
+	r.MutableParameters = map[string]string{"readIOPS": "100"}
+	v := d.made(r)
+	for what, end := range map[string]func(){
+		"unstaged":            func() { check.OK(t, v.unstage()) },
+		"driver starts again": func() { d = d.restart(); v = d.volume(v.ID, v.Name, v.Capability) },
+	} {
+		target := v.running()
+		device := v.number()
+		if have := kubepods.Limits(device); have == "" {
+			t.Fatal("it has no limits")
+		}
+		drivertest.Run(t, "umount", target)
+		drivertest.Run(t, "umount", filepath.Join(v.Staging, "device"))
+		end()
+		if devices, err := d.Store.Attached(t.Context(), id(t, v.ID)); err != nil || len(devices) > 0 {
+			t.Errorf("%s: the devices are %v, %v", what, devices, err)
+		}
+		if have := kubepods.Limits(device); have != "" {
+			t.Errorf("%s: the number of a device that is gone has %q", what, have)
+		}
+		check.OK(t, v.unpublish(target))
+		check.OK(t, v.unstage())
+		check.OK(t, v.release())
+	}
 	check.OK(t, v.delete())
 	d.nothingLeft()
 }
