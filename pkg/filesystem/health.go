@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -37,12 +38,8 @@ func Health(t Type, device, path string, writable, readOnly bool) []blockdev.Pro
 // the first error, which an error that was recorded since the mount then was: a volume
 // is checked, and its account of errors cleared, before each mount.
 func ext4Emergency(device string) bool {
-	options, err := os.ReadFile("/proc/fs/ext4/" + filepath.Base(device) + "/options")
-	if err != nil {
-		return false
-	}
-	for line := range strings.Lines(string(options)) {
-		switch strings.TrimSpace(line) {
+	for _, option := range ext4Options(device) {
+		switch option {
 		case "emergency_ro", "shutdown":
 			return true
 		case "errors=remount-ro":
@@ -52,6 +49,18 @@ func ext4Emergency(device string) bool {
 		}
 	}
 	return false
+}
+
+// JournalsData reports whether an ext4 is mounted from a device that writes also the bytes of files through its journal.
+func JournalsData(device string) bool { return slices.Contains(ext4Options(device), "data=journal") }
+
+// ext4Options are all that are in force of the ext4 that is mounted from a device; none if there is none.
+func ext4Options(device string) []string {
+	options, err := os.ReadFile("/proc/fs/ext4/" + filepath.Base(device) + "/options")
+	if err != nil {
+		return nil
+	}
+	return strings.Fields(string(options))
 }
 
 // reportedErrors counts the errors that a filesystem keeps account of: ext4 in its

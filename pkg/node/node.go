@@ -46,7 +46,7 @@ type Volumes interface {
 	Detach(ctx context.Context, id volume.ID) error
 	// Limit has pods do no more to the device of a volume than the volume's parameters say. Unlimit takes the limits of devices away that no pod
 	// uses; undo sets them again.
-	Limit(v volume.Volume, device uint64) error
+	Limit(v volume.Volume, device blockdev.Device) error
 	Unlimit(ctx context.Context, devices ...uint64) (undo func())
 	Health(ctx context.Context, id volume.ID) ([]blockdev.Problem, error)
 	PoolHealth(ctx context.Context) []blockdev.Problem

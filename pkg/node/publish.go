@@ -74,7 +74,7 @@ func (s *Server) publish(ctx context.Context, r *csi.NodePublishVolumeRequest, t
 	if err := s.checkExclusive(ctx, v, staged, target, how.exclusive); err != nil {
 		return err
 	}
-	if err := s.volumes.Limit(v, at.device.Number); err != nil { // before the pod runs
+	if err := s.volumes.Limit(v, at.device); err != nil { // before the pod runs
 		return err
 	}
 	if how.block {

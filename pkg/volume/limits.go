@@ -11,6 +11,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cgroup"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 )
 
 // Limits are of the volume: what all pods that use it do together. Its device has them from the first publication until it is unstaged; what
@@ -58,12 +59,20 @@ func limitsOf(mutable map[string]string) (l cgroup.Limits) {
 }
 
 // Limit has pods do no more to the device of a volume than its parameters say, and any number of things if they say nothing. ErrPrecondition if
-// the node cannot keep them.
-func (l *Local) Limit(v Volume, device uint64) error {
-	if _, err := cgroup.Limit(device, limitsOf(v.Mutable)); err != nil {
+// the node cannot keep them, ErrInvalid if the filesystem that is mounted from it cannot.
+func (l *Local) Limit(v Volume, device blockdev.Device) error {
+	if _, err := limitDevice(device, limitsOf(v.Mutable)); err != nil {
 		return fmt.Errorf("limits of volume %s: %w", v.ID, err)
 	}
 	return nil
+}
+
+// limitDevice sets the limits of a device; undo sets those that it had. What an ext4 writes through its journal is the kernel's, and waits for no limit of pods.
+func limitDevice(device blockdev.Device, limits cgroup.Limits) (undo func() error, err error) {
+	if limits.WriteBandwidth+limits.WriteIOPS > 0 && filesystem.JournalsData(device.Path) {
+		return nil, fmt.Errorf("%w: limits of writes cannot be kept for the filesystem on %s, which is mounted with data=journal (the class's mountOptions); do without one of the two", errdefs.ErrInvalid, device.Path)
+	}
+	return cgroup.Limit(device.Number, limits)
 }
 
 // Unlimit takes the limits of devices away that no pod uses: what pods left to be written is not held back, nor what the driver does, and

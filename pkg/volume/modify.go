@@ -137,7 +137,7 @@ func (l *Local) Modify(ctx context.Context, id ID, mutable map[string]string) er
 	for _, device := range devices {
 		for _, set := range []func() (func() error, error){
 			func() (func() error, error) { return device.SetQueue(queueSettings(mutable)) },
-			func() (func() error, error) { return cgroup.Limit(device.Number, limitsOf(all)) },
+			func() (func() error, error) { return limitDevice(device, limitsOf(all)) },
 		} {
 			var one func() error
 			if err == nil {

@@ -324,6 +324,71 @@ func TestLimitsGone(t *testing.T) {
 	d.nothingLeft()
 }
 
+// TestLimitsJournaled: an ext4 that writes files through its journal has no limits of writes, as those would be nobody's; others it has.
+func TestLimitsJournaled(t *testing.T) {
+	kubepods := drivertest.Pods(t, false)
+	d := start(t, drivertest.Options{})
+	r := co.Request("volume", "ext4", smallest["ext4"])
+	r.MutableParameters = map[string]string{"writeIOPS": "100"}
+	r.VolumeCapabilities[0].GetMount().MountFlags = []string{"noatime,data=journal"}
+	v := d.made(r)
+	check.OK(t, v.claim())
+	check.OK(t, v.stage())
+	device, target := v.number(), v.Target("pod")
+	check.Code(t, v.publish(target, false), codes.InvalidArgument, "data=journal")
+	check.OK(t, v.modify(map[string]string{"writeIOPS": "max", "readIOPS": "100"}))
+	check.OK(t, v.publish(target, false))
+	check.Code(t, v.modify(map[string]string{"readIOPS": "max", "writeBandwidth": "1Mi"}), codes.InvalidArgument, "data=journal")
+	if have := kubepods.Limits(device); have != "rbps=max wbps=max riops=100 wiops=max" {
+		t.Errorf("the device has %q", have)
+	}
+	have, err := d.Store.Get(t.Context(), id(t, v.ID))
+	check.OK(t, err)
+	if have.Mutable["readIOPS"] != "100" || have.Mutable["writeBandwidth"] != "" {
+		t.Errorf("the record has %v", have.Mutable)
+	}
+	check.OK(t, v.down(target))
+	d.nothingLeft()
+}
+
+// TestLimitsTakenOver: of a file that was changed from outside of the pods (as the kubelet changes its group), the writes through the page cache are
+// not the pods' at first, on ext4. After some of them the kernel knows better.
+func TestLimitsTakenOver(t *testing.T) {
+	kubepods := drivertest.Pods(t, true)
+	pod := kubepods.Pod("0a1b2c3d-1111-2222-3333-444455556666", "burstable")
+	d := start(t, drivertest.Options{})
+	r := co.Request("volume", "ext4", smallest["ext4"])
+	r.MutableParameters = map[string]string{"writeBandwidth": "1Mi"}
+	v := d.made(r)
+	target := v.running()
+	file := v.File(target)
+	write := func() (took time.Duration) {
+		pod.Run("dd", "if=/dev/urandom", "of="+file, "bs=1M", "count=4", "conv=notrunc", "status=none")
+		began := time.Now()
+		drivertest.Run(t, "sync", file)
+		return time.Since(began)
+	}
+	const atItsRate = 2 * time.Second // and some: four would be exact
+	if took := write(); took < atItsRate {
+		t.Errorf("4 MiB of a pod's own file took %v", took)
+	}
+	check.OK(t, v.Down(t.Context(), target)) // else the kernel knows whose it is
+	target = v.running()
+	check.OK(t, os.Lchown(file, 0, 1234))
+	for i := 1; ; i++ {
+		took := write()
+		t.Logf("%d: 4 MiB in %v", i, took)
+		if took >= atItsRate {
+			break
+		}
+		if i == 40 {
+			t.Fatal("the file is never the pod's")
+		}
+	}
+	check.OK(t, v.down(target))
+	d.nothingLeft()
+}
+
 // TestLimitsRefused: a limit that is none, or that the node cannot keep, is refused, and nothing is made or changed.
 func TestLimitsRefused(t *testing.T) {
 	d := start(t, drivertest.Options{})
