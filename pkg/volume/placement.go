@@ -33,10 +33,11 @@ func (r Requester) PeerOf(other Requester) bool {
 	return family != "" && family == theirs && ordinal != another && r.Namespace == other.Namespace
 }
 
-// cutOrdinal cuts the name of a StatefulSet's claim before its ordinal; both are empty for another name.
+// cutOrdinal cuts the name of a StatefulSet's claim before its ordinal; both are empty for another name. One without a hyphen in what is left
+// (backup-1) has no template's name.
 func cutOrdinal(name string) (family, ordinal string) {
 	at := strings.LastIndexByte(name, '-')
-	if at <= 0 || at == len(name)-1 || strings.Trim(name[at+1:], "0123456789") != "" {
+	if at <= 0 || at == len(name)-1 || strings.Trim(name[at+1:], "0123456789") != "" || strings.IndexByte(name[:at], '-') <= 0 {
 		return "", ""
 	}
 	return name[:at], name[at+1:]

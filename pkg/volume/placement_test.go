@@ -38,6 +38,8 @@ func TestPeerOf(t *testing.T) {
 		{of("ns", "data-x"), of("ns", "data-y"), false},
 		{of("ns", "-0"), of("ns", "-1"), false},
 		{of("ns", "data-"), of("ns", "data-1"), false},
+		{of("ns", "backup-1"), of("ns", "backup-2"), false}, // no StatefulSet makes them: there is a template's name before its own
+		{of("ns", "-web-1"), of("ns", "-web-2"), false},
 		{of("", ""), of("", ""), false},
 	} {
 		if c.a.PeerOf(c.b) != c.want || c.b.PeerOf(c.a) != c.want {
