@@ -19,6 +19,8 @@ type Disk struct {
 	// Physical: one may be asked how it is, as it is behind SCSI (which SATA, SAS and USB are to the kernel) or NVMe. Others are virtual (virtio,
 	// memory, network), or of a kind that smartctl does not know.
 	Physical bool
+	// Seq is another one for each disk that the kernel finds, also if it gives it the name of one that is gone; empty before Linux 5.15.
+	Seq string
 }
 
 // deepest is how many layers of devices are looked through: a file on a filesystem on LVM on LUKS on md on a partition is seven.
@@ -74,7 +76,8 @@ func (w *walk) device(path string, depth int) {
 	case err == nil:
 		w.file(strings.TrimSuffix(string(backing), "\n"), depth+1)
 	case !is(path, "loop"): // one without a file is on nothing
-		w.found = append(w.found, Disk{name, physical(path)})
+		seq, _ := os.ReadFile(path + "/diskseq")
+		w.found = append(w.found, Disk{name, physical(path), strings.TrimSpace(string(seq))})
 	}
 }
 

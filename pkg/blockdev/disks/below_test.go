@@ -91,6 +91,10 @@ func TestLayers(t *testing.T) {
 			t.Errorf("%s: %q, want %q", what, have, c.want)
 		}
 	}
+	check.OK(t, os.WriteFile(filepath.Join(sys, "devices/pci/ata1/block/sda/diskseq"), []byte("7\n"), 0o600))
+	if have := below(sys, []uint64{unix.Mkdev(8, 1)}); len(have) != 1 || have[0].Seq != "7" {
+		t.Errorf("%+v", have)
+	}
 }
 
 // groundOf is what a path is on.

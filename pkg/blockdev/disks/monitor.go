@@ -41,6 +41,7 @@ type Monitor struct {
 
 // reading is what is known of a disk.
 type reading struct {
+	seq   string        // Disk.Seq
 	under chan struct{} // closed at the end of the question under way; nil without
 	ended time.Time     // of the last one
 	last  Report        // the last that told something
@@ -128,28 +129,27 @@ func (p *Pool) look(ctx context.Context) {
 		klog.FromContext(ctx).V(4).Info("Cannot tell which disks a pool is on", "pool", p.Name(), "reason", err.Error())
 		return
 	}
+	disks := slices.DeleteFunc(p.monitor.below(numbers...), func(d Disk) bool { return !d.Physical })
 	var names []string
-	for _, disk := range p.monitor.below(numbers...) {
-		if disk.Physical {
-			names = append(names, disk.Name)
-		}
+	for _, disk := range disks {
+		names = append(names, disk.Name)
 	}
 	p.monitor.mu.Lock()
 	p.disks = names
 	p.monitor.mu.Unlock()
-	for _, name := range names {
-		p.monitor.ask(name)
+	for _, disk := range disks {
+		p.monitor.ask(disk)
 	}
 }
 
 // ask asks a disk, unless it was asked just before for another pool, or is being asked. It does not wait for the answer.
-func (m *Monitor) ask(name string) {
+func (m *Monitor) ask(disk Disk) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	r := m.disks[name]
-	if r == nil {
-		r = &reading{}
-		m.disks[name] = r
+	r := m.disks[disk.Name]
+	if r == nil || r.seq != disk.Seq {
+		r = &reading{seq: disk.Seq}
+		m.disks[disk.Name] = r
 	}
 	if r.under != nil || (!r.ended.IsZero() && time.Since(r.ended) < m.every/2) {
 		return
@@ -158,12 +158,12 @@ func (m *Monitor) ask(name string) {
 	r.under = under
 	m.work.Go(func() {
 		defer close(under)
-		report, err := ask(m.context, m.smartctl, name)
+		report, err := ask(m.context, m.smartctl, disk.Name)
 		m.mu.Lock()
 		defer m.mu.Unlock()
 		r.under, r.ended = nil, time.Now()
 		if err != nil && !missing(err) && m.context.Err() == nil {
-			klog.FromContext(m.context).V(4).Info("A disk does not say how it is", "disk", name, "reason", err.Error())
+			klog.FromContext(m.context).V(4).Info("A disk does not say how it is", "disk", disk.Name, "reason", err.Error())
 		}
 		if err == nil && report.Told {
 			r.take(report)

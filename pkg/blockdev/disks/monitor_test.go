@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -31,6 +32,7 @@ type stand struct {
 	*Monitor
 	t   *testing.T
 	dir string
+	seq atomic.Int64 // of all disks
 }
 
 func newStand(t *testing.T) *stand {
@@ -48,14 +50,15 @@ exit $(sed -n 's/.*"exit_status": \([0-9]*\).*/\1/p' %[1]s/$disk | head -1)
 	check.OK(t, os.WriteFile(program, []byte(script), 0o700))
 	m := New(t.Context())
 	m.smartctl, m.every = program, 50*time.Millisecond
+	s := &stand{Monitor: m, t: t, dir: dir}
 	m.below = func(numbers ...uint64) (found []Disk) {
 		for _, n := range numbers {
-			found = append(found, Disk{fmt.Sprint("disk", n), n < 100})
+			found = append(found, Disk{fmt.Sprint("disk", n), n < 100, fmt.Sprint(s.seq.Load())})
 		}
 		return found
 	}
 	t.Cleanup(m.Close)
-	return &stand{m, t, dir}
+	return s
 }
 
 // says has a disk say what is in a file of testdata.
@@ -144,6 +147,18 @@ func TestPoolHealth(t *testing.T) {
 			t.Errorf("asked %s", call)
 		}
 	}
+}
+
+// TestReplaced: a disk that has the name of one that was taken out has none of its words, also if it says nothing itself.
+func TestReplaced(t *testing.T) {
+	s := newStand(t)
+	s.says("disk1", "ata-failed")
+	p := s.pool("p", 1)
+	s.Start()
+	eventually(t, "it was asked", func() bool { return strings.HasPrefix(said(t, p), "Degraded DiskFailing") })
+	s.says("disk1", "usb")
+	s.seq.Add(1)
+	eventually(t, "what the other one said is gone", func() bool { return said(t, p) == "" && len(s.Samples("n")()) == 0 })
 }
 
 // TestHealthOfBoth: the pool's own problems come first; a pool that is gone keeps what its disks said.
