@@ -51,8 +51,12 @@ func ext4Emergency(device string) bool {
 	return false
 }
 
-// JournalsData reports whether an ext4 is mounted from a device that writes also the bytes of files through its journal.
-func JournalsData(device string) bool { return slices.Contains(ext4Options(device), "data=journal") }
+// JournalWrites reports whether an ext4 is mounted from a device whose journal writes, in nobody's name, the bytes of files too: with data=journal
+// all of them, with nodelalloc those that have to be there before it.
+func JournalWrites(device string) bool {
+	options := ext4Options(device)
+	return slices.Contains(options, "data=journal") || slices.Contains(options, "nodelalloc")
+}
 
 // ext4Options are all that are in force of the ext4 that is mounted from a device; none if there is none.
 func ext4Options(device string) []string {

@@ -69,8 +69,8 @@ func (l *Local) Limit(v Volume, device blockdev.Device) error {
 
 // limitDevice sets the limits of a device; undo sets those that it had. What an ext4 writes through its journal is the kernel's, and waits for no limit of pods.
 func limitDevice(device blockdev.Device, limits cgroup.Limits) (undo func() error, err error) {
-	if limits.WriteBandwidth+limits.WriteIOPS > 0 && filesystem.JournalsData(device.Path) {
-		return nil, fmt.Errorf("%w: limits of writes cannot be kept for the filesystem on %s, which is mounted with data=journal (the class's mountOptions); do without one of the two", errdefs.ErrInvalid, device.Path)
+	if limits.WriteBandwidth+limits.WriteIOPS > 0 && filesystem.JournalWrites(device.Path) {
+		return nil, fmt.Errorf("%w: limits of writes cannot be kept for the filesystem on %s, which is mounted with data=journal or nodelalloc (the class's mountOptions); do without those, or the limits", errdefs.ErrInvalid, device.Path)
 	}
 	return cgroup.Limit(device.Number, limits)
 }

@@ -344,31 +344,33 @@ func TestLimitsGone(t *testing.T) {
 	d.nothingLeft()
 }
 
-// TestLimitsJournaled: an ext4 that writes files through its journal has no limits of writes, as those would be nobody's; others it has.
+// TestLimitsJournaled: an ext4 whose journal writes the bytes of files has no limits of writes, as those would be nobody's; others it has.
 func TestLimitsJournaled(t *testing.T) {
 	kubepods := drivertest.Pods(t, false)
-	d := start(t, drivertest.Options{})
-	r := co.Request("volume", "ext4", smallest["ext4"])
-	r.MutableParameters = map[string]string{"writeIOPS": "100"}
-	r.VolumeCapabilities[0].GetMount().MountFlags = []string{"noatime,data=journal"}
-	v := d.made(r)
-	check.OK(t, v.claim())
-	check.OK(t, v.stage())
-	device, target := v.number(), v.Target("pod")
-	check.Code(t, v.publish(target, false), codes.InvalidArgument, "data=journal")
-	check.OK(t, v.modify(map[string]string{"writeIOPS": "max", "readIOPS": "100"}))
-	check.OK(t, v.publish(target, false))
-	check.Code(t, v.modify(map[string]string{"readIOPS": "max", "writeBandwidth": "1Mi"}), codes.InvalidArgument, "data=journal")
-	if have := kubepods.Limits(device); have != "rbps=max wbps=max riops=100 wiops=max" {
-		t.Errorf("the device has %q", have)
+	for _, option := range []string{"data=journal", "nodelalloc"} {
+		d := start(t, drivertest.Options{})
+		r := co.Request("volume", "ext4", smallest["ext4"])
+		r.MutableParameters = map[string]string{"writeIOPS": "100"}
+		r.VolumeCapabilities[0].GetMount().MountFlags = []string{"noatime," + option}
+		v := d.made(r)
+		check.OK(t, v.claim())
+		check.OK(t, v.stage())
+		device, target := v.number(), v.Target("pod")
+		check.Code(t, v.publish(target, false), codes.InvalidArgument, option)
+		check.OK(t, v.modify(map[string]string{"writeIOPS": "max", "readIOPS": "100"}))
+		check.OK(t, v.publish(target, false))
+		check.Code(t, v.modify(map[string]string{"readIOPS": "max", "writeBandwidth": "1Mi"}), codes.InvalidArgument, option)
+		if have := kubepods.Limits(device); have != "rbps=max wbps=max riops=100 wiops=max" {
+			t.Errorf("%s: the device has %q", option, have)
+		}
+		have, err := d.Store.Get(t.Context(), id(t, v.ID))
+		check.OK(t, err)
+		if have.Mutable["readIOPS"] != "100" || have.Mutable["writeBandwidth"] != "" {
+			t.Errorf("%s: the record has %v", option, have.Mutable)
+		}
+		check.OK(t, v.down(target))
+		d.nothingLeft()
 	}
-	have, err := d.Store.Get(t.Context(), id(t, v.ID))
-	check.OK(t, err)
-	if have.Mutable["readIOPS"] != "100" || have.Mutable["writeBandwidth"] != "" {
-		t.Errorf("the record has %v", have.Mutable)
-	}
-	check.OK(t, v.down(target))
-	d.nothingLeft()
 }
 
 // TestLimitsTakenOver: of a file that was changed from outside of the pods (as the kubelet changes its group), the writes through the page cache are
