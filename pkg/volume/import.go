@@ -35,6 +35,23 @@ type Origin struct {
 	Read func(ctx context.Context, from int64, visit func(at int64, data []byte) error) error
 }
 
+// smallestSector is that of any disk, in bytes.
+const smallestSector = 512
+
+// check is ErrUnsupported for an origin that is like none of this version: what it says goes into records, and another node may have said it.
+func (o Origin) check() error {
+	known := func(t filesystem.Type) bool { return t == "" || slices.Contains(filesystem.Types, t) }
+	states := []FormatState{Blank, Formatting, Formatted, Raw}
+	switch {
+	case o.Size <= 0 || o.Size > blockdev.MaxSize || o.Size%blockdev.Granularity != 0,
+		o.Sector < smallestSector || o.Sector > blockdev.Granularity || o.Sector&(o.Sector-1) != 0,
+		!slices.Contains(states, o.Format.State) || !known(o.Format.Type) || !known(o.Carries):
+		return fmt.Errorf("%w: its origin %s says that it has %d bytes in sectors of %d, is %q and carries %q; no snapshot that this version knows of is so",
+			errdefs.ErrUnsupported, o.ID, o.Size, o.Sector, o.Format.label(), o.Carries)
+	}
+	return nil
+}
+
 // ReadSize is the most that Origin.Read hands on at once, in bytes.
 const ReadSize = 1 << 20
 
@@ -60,7 +77,7 @@ func imported(r blockdev.Record, from Origin) (done int64, of bool) {
 // Import makes a volume of the bytes of a snapshot that is not in one of its pools. It is nobody's before it is whole, and a call that comes
 // after one that was cut short goes on where that stopped, also after a crash. Otherwise it is as Create.
 func (l *Local) Import(ctx context.Context, spec Spec, from Origin) (Volume, error) {
-	if err := errors.Join(l.checkMutable(spec.Mutable), spec.CheckSource(from.Carries)); err != nil {
+	if err := errors.Join(from.check(), l.checkMutable(spec.Mutable), spec.CheckSource(from.Carries)); err != nil {
 		return Volume{}, err
 	}
 	pools, err := l.poolsOf(spec.Pool)
@@ -170,7 +187,7 @@ func (l *Local) copyFrom(ctx context.Context, pool blockdev.Pool, record blockde
 	at, noted := done, done
 	err = from.Read(ctx, done, func(offset int64, data []byte) error {
 		end := offset + int64(len(data))
-		if offset < at || end > from.Size || len(data) > ReadSize || offset%blockdev.Granularity != 0 || len(data)%blockdev.Granularity != 0 {
+		if offset < at || end > from.Size || len(data) == 0 || len(data) > ReadSize || offset%blockdev.Granularity != 0 || len(data)%blockdev.Granularity != 0 {
 			return fmt.Errorf("%w: its origin sent bytes %d to %d after byte %d of %d", errdefs.ErrUnavailable, offset, end, at, from.Size)
 		}
 		if _, err := target.WriteAt(memory[:copy(memory, data)], offset); err != nil {
