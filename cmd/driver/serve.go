@@ -330,6 +330,7 @@ func startAlone(ctx context.Context, o options) (err error) {
 	}
 	// If nobody serves it.
 	defer listener.Close()
+	store.DropOldLeftovers(ctx) // now that nobody else is at work here
 	measuring := measure.New(ctx, store, o.measured(pools), o.perVolume)
 	defer measuring.Close() // before the pools are
 	watching.Start()

@@ -2,12 +2,12 @@ package volume
 
 import (
 	"context"
+	"errors"
 	"time"
 
 	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
-	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // Leftover is what a copy of something in another pool has made and not finished, or not removed yet: the copy itself, or the snapshot that
@@ -18,9 +18,6 @@ type Leftover struct {
 	// Began is when it was made.
 	Began time.Time
 }
-
-// leftoverTime is how long a start keeps a leftover that nobody asked for again.
-const leftoverTime = 24 * time.Hour
 
 // LeftoverOf returns what a record of a pool is a leftover of; false if it is none.
 func LeftoverOf(pool string, r blockdev.Record) (left Leftover, is bool) {
@@ -55,15 +52,24 @@ func (l *Local) DropLeftover(ctx context.Context, left Leftover) error {
 	return l.dropUnfinished(ctx, left.ID)
 }
 
-// recoverLeftovers removes what nobody went on with for long.
-func (l *Local) recoverLeftovers(ctx context.Context, pool blockdev.Pool) error {
+// leftoverTime is how long DropOldLeftovers keeps a leftover that nobody asked for again.
+const leftoverTime = 24 * time.Hour
+
+// DropOldLeftovers removes what is left of copies, in the pools that are open, that were begun more than a day ago. It is for the start of a
+// machine without a cluster, on which nobody else says what is still wanted: in a cluster a copy may take days, whoever starts meanwhile.
+func (l *Local) DropOldLeftovers(ctx context.Context) {
+	for _, pool := range l.openPools() {
+		if err := l.dropOldLeftovers(ctx, pool); err != nil {
+			klog.FromContext(ctx).Error(err, "Could not remove what is left of copies; the next start tries again", "pool", pool.Name())
+		}
+	}
+}
+
+func (l *Local) dropOldLeftovers(ctx context.Context, pool blockdev.Pool) error {
 	all, err := l.Leftovers(ctx, pool)
 	for _, left := range all {
-		if time.Since(left.Began) < leftoverTime {
-			continue
-		}
-		if err := errdefs.IgnoreNotFound(pool.Delete(ctx, left.ID.ref())); err != nil {
-			klog.FromContext(ctx).Error(err, "Could not remove what is left of a copy; the next start tries again", "id", left.ID.String())
+		if time.Since(left.Began) >= leftoverTime {
+			err = errors.Join(err, l.DropLeftover(ctx, left))
 		}
 	}
 	return err

@@ -44,9 +44,6 @@ func (l *Local) recover(ctx context.Context, pool blockdev.Pool) error {
 	if err != nil {
 		return err
 	}
-	if err := l.recoverLeftovers(ctx, pool); err != nil {
-		return err
-	}
 	if err := l.recoverGroups(ctx, pool); err != nil {
 		return err
 	}

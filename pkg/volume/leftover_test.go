@@ -1,0 +1,69 @@
+package volume_test
+
+import (
+	"context"
+	"testing"
+	"time"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/mount"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// aged is a pool all of whose objects were made so long ago.
+type aged struct {
+	*memory.Pool
+	by time.Duration
+}
+
+func (a *aged) List(ctx context.Context, kind blockdev.Kind, after string, limit int) ([]blockdev.Record, error) {
+	records, err := a.Pool.List(ctx, kind, after, limit)
+	for i := range records {
+		records[i].Created = records[i].Created.Add(-a.by)
+	}
+	return records, err
+}
+
+// TestOldLeftovers: a copy that takes longer than a day is not begun anew because the driver starts again: neither what is copied goes, nor what it
+// is copied from. Where there is no cluster, which says what is wanted, both go after a day.
+func TestOldLeftovers(t *testing.T) {
+	mounts, err := mount.LoadTable()
+	check.OK(t, err)
+	a, b := memory.NewDisk(1<<30), memory.NewDisk(1<<30)
+	over := func(by time.Duration) (*volume.Local, func() int) {
+		pools := []blockdev.Pool{&aged{a.Open("a", nil), by}, &aged{b.Open("b", nil), by}}
+		l, err := volume.NewLocal(t.Context(), node, pools, mounts, 0)
+		check.OK(t, err)
+		return l, func() (n int) {
+			for _, pool := range pools {
+				left, err := l.Leftovers(t.Context(), pool)
+				check.OK(t, err)
+				n += len(left)
+			}
+			return n
+		}
+	}
+	l, left := over(0)
+	v, err := l.Create(t.Context(), volume.Spec{Name: "source", Pool: "a", Size: volume.Range{Required: mib}})
+	check.OK(t, err)
+	from, err := l.OpenCut(t.Context(), v.ID, volume.KeyOf("copy"))
+	check.OK(t, err)
+	from.Read = func(context.Context, int64, func(int64, []byte) error) error { return errdefs.ErrUnavailable }
+	spec := volume.Spec{Name: "copy", Pool: "b", Source: v.ID, Size: volume.Range{Required: mib}}
+	fails(t, second(l.Import(t.Context(), spec, from)), errdefs.ErrUnavailable, "an import whose origin goes away")
+	for _, c := range []struct {
+		age  time.Duration
+		drop bool
+		want int
+	}{{0, true, 2}, {48 * time.Hour, false, 2}, {48 * time.Hour, true, 0}} {
+		if l, left = over(c.age); c.drop {
+			l.DropOldLeftovers(t.Context())
+		}
+		if n := left(); n != c.want {
+			t.Errorf("after %v, dropped: %v: %d are left, want %d", c.age, c.drop, n, c.want)
+		}
+	}
+}
