@@ -14,19 +14,20 @@ const connections = 512
 // handshakeTime is how long a connection may take until it speaks HTTP/2.
 const handshakeTime = 10 * time.Second
 
-// limited is a listener that hangs up on whoever comes when all connections are taken. Those
-// who are connected go on.
+// limited is a listener that hangs up on whoever comes when all connections are taken, or all that one address may have. Those who are
+// connected go on.
 type limited struct {
 	net.Listener
-	free chan struct{} // has a token for each connection that is left
+	most, each int
+
+	mu    sync.Mutex
+	taken int
+	from  map[string]int // by address
 }
 
-func limit(l net.Listener, n int) net.Listener {
-	free := make(chan struct{}, n)
-	for range n {
-		free <- struct{}{}
-	}
-	return &limited{l, free}
+// limit bounds the connections of a listener to most, and to each from one address.
+func limit(l net.Listener, most, each int) net.Listener {
+	return &limited{Listener: l, most: most, each: each, from: map[string]int{}}
 }
 
 func (l *limited) Accept() (net.Conn, error) {
@@ -35,16 +36,37 @@ func (l *limited) Accept() (net.Conn, error) {
 		if err != nil {
 			return nil, err
 		}
-		select {
-		case <-l.free:
-			return &counted{conn, sync.OnceFunc(func() { l.free <- struct{}{} })}, nil
-		default:
-			_ = conn.Close()
+		if release := l.take(conn.RemoteAddr()); release != nil {
+			return &counted{conn, release}, nil
 		}
+		_ = conn.Close()
 	}
 }
 
-// counted is a connection that gives its token back when it is closed.
+// take counts a connection from an address, and returns what takes it off again; nil if there are too many.
+func (l *limited) take(remote net.Addr) (release func()) {
+	address := remote.String()
+	if host, _, err := net.SplitHostPort(address); err == nil {
+		address = host
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.taken == l.most || l.from[address] == l.each {
+		return nil
+	}
+	l.taken++
+	l.from[address]++
+	return sync.OnceFunc(func() {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		l.taken--
+		if l.from[address]--; l.from[address] == 0 {
+			delete(l.from, address)
+		}
+	})
+}
+
+// counted is a connection that is taken off the count when it is closed.
 type counted struct {
 	net.Conn
 	release func()

@@ -15,7 +15,7 @@ func TestLimit(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	limited := limit(listener, 2)
+	limited := limit(listener, 2, 2)
 	defer limited.Close()
 	accepted := make(chan net.Conn, 10)
 	go func() {

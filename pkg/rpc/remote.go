@@ -31,10 +31,12 @@ type Remote struct {
 // What callers from elsewhere can take of this process at the most. Whoever wants more waits, or is hung up on.
 const (
 	remoteConnections = 64
+	remoteOfOne       = 8        // of one address: a pod that only connects does not keep others out
 	remoteStreams     = 64       // of one connection
 	remoteRequest     = 64 << 10 // bytes; answers are as large as gRPC takes them
 	remoteHeaders     = 16 << 10 // bytes: a token has some 1 KiB
 	remoteIdle        = 5 * time.Minute
+	remoteAge         = time.Hour // then calls go over a new connection, and those that go on after as long again are ended
 )
 
 // Both sides ask whether the other one is still there: a cable that was cut ends a call after askEvery and answerWithin.
@@ -49,7 +51,10 @@ func (r *Remote) options() []grpc.ServerOption {
 		grpc.MaxRecvMsgSize(remoteRequest),
 		grpc.MaxHeaderListSize(remoteHeaders),
 		grpc.MaxConcurrentStreams(remoteStreams),
-		grpc.KeepaliveParams(keepalive.ServerParameters{MaxConnectionIdle: remoteIdle, Time: askEvery, Timeout: answerWithin}),
+		grpc.StaticStreamWindowSize(remoteRequest), // of a call that is not let in yet, too: gRPC would take in some MiB of each
+		grpc.StaticConnWindowSize(remoteRequest),
+		grpc.KeepaliveParams(keepalive.ServerParameters{MaxConnectionIdle: remoteIdle, MaxConnectionAge: remoteAge, MaxConnectionAgeGrace: remoteAge,
+			Time: askEvery, Timeout: answerWithin}),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: askEvery / 2}),
 	}
 }

@@ -13,11 +13,15 @@ import (
 	"math/big"
 	"net"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/metadata"
 
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -40,6 +44,9 @@ func remoteFake(t *testing.T, f *fake) (address string) {
 	allow := func(ctx context.Context, token, method string) (context.Context, error) {
 		switch {
 		case token == "unavailable":
+			return nil, errdefs.ErrUnavailable
+		case token == "unknown yet":
+			<-ctx.Done()
 			return nil, errdefs.ErrUnavailable
 		case token != "right":
 			return nil, errors.New("nobody has this token")
@@ -120,25 +127,90 @@ func TestRemoteTokens(t *testing.T) {
 	}
 }
 
-// TestRemoteConnections: who only connects takes no more connections than there are, and is hung up on in the end.
+// TestRemoteConnections: who only connects takes no more connections than one address may have, nor all of them, and is hung up on in the end;
+// others call meanwhile.
 func TestRemoteConnections(t *testing.T) {
-	address := remoteFake(t, &fake{})
-	for range remoteConnections {
-		c, err := net.Dial("tcp", address)
+	address := remoteFake(t, &fake{stage: func(context.Context, *csi.NodeStageVolumeRequest) error { return nil }})
+	_, port, err := net.SplitHostPort(address)
+	if err != nil {
+		t.Fatal(err)
+	}
+	connect := func(from string) net.Conn {
+		c, err := (&net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(from)}}).Dial("tcp", "127.0.0.1:"+port)
 		if err != nil {
 			t.Fatal(err)
 		}
 		t.Cleanup(func() { _ = c.Close() })
+		return c
 	}
-	c, err := net.Dial("tcp", address)
+	hungUp := func(c net.Conn, what string) {
+		t.Helper()
+		if err := c.SetReadDeadline(time.Now().Add(time.Minute)); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := c.Read(make([]byte, 1)); !errors.Is(err, io.EOF) && !strings.Contains(fmt.Sprint(err), "reset") {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	for range remoteOfOne {
+		connect("127.0.0.2")
+	}
+	hungUp(connect("127.0.0.2"), "one of an address too many")
+	c := dialFake(t, address, func(bool) string { return "right" })
+	if _, err := c.NodeStageVolume(t.Context(), &csi.NodeStageVolumeRequest{VolumeId: "v"}); err != nil {
+		t.Errorf("while another address has all that it may have: %v", err)
+	}
+	for i := 1; i < remoteConnections/remoteOfOne; i++ {
+		for range remoteOfOne {
+			connect(fmt.Sprint("127.0.1.", i))
+		}
+	}
+	hungUp(connect("127.0.2.1"), "one connection too many")
+}
+
+// counting is a connection that counts what is written to it.
+type counting struct {
+	net.Conn
+	written *atomic.Int64
+}
+
+func (c *counting) Write(p []byte) (int, error) {
+	n, err := c.Conn.Write(p)
+	c.written.Add(int64(n))
+	return n, err
+}
+
+// TestRemoteMemory: of what callers send whom nobody knows yet, little is taken in: what waits is in their memory, and not in that of this process.
+func TestRemoteMemory(t *testing.T) {
+	address := remoteFake(t, &fake{})
+	var written atomic.Int64
+	c, err := grpc.NewClient("passthrough:///"+address, grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{InsecureSkipVerify: true})),
+		grpc.WithContextDialer(func(_ context.Context, address string) (net.Conn, error) {
+			conn, err := net.Dial("tcp", address)
+			return &counting{conn, &written}, err
+		}))
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer c.Close()
-	if err := c.SetReadDeadline(time.Now().Add(time.Minute)); err != nil {
-		t.Fatal(err)
+	ctx, cancel := context.WithCancel(metadata.AppendToOutgoingContext(t.Context(), tokenHeader, tokenPrefix+"unknown yet"))
+	var calls sync.WaitGroup
+	for range remoteStreams {
+		calls.Go(func() {
+			stream, err := c.NewStream(ctx, &grpc.StreamDesc{ServerStreams: true, ClientStreams: true}, csi.SnapshotMetadata_GetMetadataAllocated_FullMethodName)
+			if err == nil {
+				_ = stream.SendMsg(&csi.GetMetadataAllocatedRequest{SnapshotId: strings.Repeat("x", 1<<20)})
+				_ = stream.RecvMsg(&csi.GetMetadataAllocatedResponse{})
+			}
+		})
 	}
-	if _, err := c.Read(make([]byte, 1)); !errors.Is(err, io.EOF) && !strings.Contains(fmt.Sprint(err), "reset") {
-		t.Errorf("one connection too many: %v", err)
+	// It is as much as it will be when a second adds nothing.
+	for before := int64(-1); before != written.Load(); time.Sleep(time.Second) {
+		before = written.Load()
 	}
+	if n, most := written.Load(), int64(remoteStreams*(remoteRequest+remoteHeaders)); n > most {
+		t.Errorf("%d bytes of %d calls were taken in, %d are enough", n, remoteStreams, most)
+	}
+	cancel()
+	calls.Wait()
 }

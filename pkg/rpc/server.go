@@ -143,14 +143,14 @@ func Serve(ctx context.Context, listener net.Listener, s Services) error {
 	if s.Traced {
 		options = append(options, grpc.StatsHandler(wordless{otelgrpc.NewServerHandler()}))
 	}
-	most := connections
+	most, each := connections, connections
 	if s.Remote != nil {
-		options, most = append(options, s.Remote.options()...), remoteConnections
+		options, most, each = append(options, s.Remote.options()...), remoteConnections, remoteOfOne
 	}
 	server := grpc.NewServer(options...)
 	s.register(server)
 	served := make(chan error, 1)
-	go func() { served <- server.Serve(limit(listener, most)) }()
+	go func() { served <- server.Serve(limit(listener, most, each)) }()
 	select {
 	case err := <-served:
 		return err
