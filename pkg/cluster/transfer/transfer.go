@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"hash/crc32"
 	"io"
+	"sync"
 	"time"
 
 	"google.golang.org/grpc"
@@ -85,17 +86,58 @@ type Limiter interface {
 	WaitN(ctx context.Context, n int) error
 }
 
-// server answers.
+// server answers. The bytes of a copy are read once at a time, so that memory is bounded by the copies that there are.
 type server struct {
 	open  Source
 	limit Limiter
+
+	mu      sync.Mutex
+	reading map[string]*reading // by the key of the copy
+}
+
+// reading is an answer that is under way.
+type reading struct {
+	stop func()
+	done chan struct{} // closed at its end
+}
+
+// take ends the answer for a copy that is under way, whose caller has given it up, and returns the context for another one; end is to be called
+// when that is through. ErrUnavailable if the one before does not end while the caller waits.
+func (s *server) take(ctx context.Context, key string) (_ context.Context, end func(), err error) {
+	ctx, stop := context.WithCancel(ctx)
+	mine := &reading{stop, make(chan struct{})}
+	for {
+		s.mu.Lock()
+		before := s.reading[key]
+		if before == nil {
+			s.reading[key] = mine
+		}
+		s.mu.Unlock()
+		if before == nil {
+			break
+		}
+		before.stop()
+		select {
+		case <-before.done:
+		case <-ctx.Done():
+			stop()
+			return nil, nil, fmt.Errorf("%w: copy %s is being read already: %w", errdefs.ErrUnavailable, key, ctx.Err())
+		}
+	}
+	return ctx, func() {
+		stop()
+		s.mu.Lock()
+		delete(s.reading, key)
+		s.mu.Unlock()
+		close(mine.done)
+	}, nil
 }
 
 // Register has a gRPC server answer with what a source opens; limit, which may be nil, is for all answers together. Its burst has to be volume.ReadSize at
 // least.
 func Register(r grpc.ServiceRegistrar, open Source, limit Limiter) {
 	r.RegisterService(&grpc.ServiceDesc{ServiceName: Service, HandlerType: (*any)(nil), Streams: []grpc.StreamDesc{{StreamName: method, ServerStreams: true,
-		Handler: func(s any, stream grpc.ServerStream) error { return s.(*server).read(stream) }}}}, &server{open, limit})
+		Handler: func(s any, stream grpc.ServerStream) error { return s.(*server).read(stream) }}}}, &server{open: open, limit: limit, reading: map[string]*reading{}})
 }
 
 func (s *server) read(stream grpc.ServerStream) error {
@@ -122,6 +164,11 @@ func (s *server) read(stream grpc.ServerStream) error {
 	if err := stream.SendMsg(wrapperspb.Bytes(text)); err != nil || r.Head {
 		return err
 	}
+	ctx, end, err := s.take(ctx, r.Copy)
+	if err != nil {
+		return err
+	}
+	defer end()
 	var buffer []byte
 	send := func(at int64, data []byte) error {
 		if s.limit != nil {

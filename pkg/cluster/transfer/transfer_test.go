@@ -8,6 +8,7 @@ import (
 	"io"
 	"math/rand/v2"
 	"net"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -226,4 +227,36 @@ type counter struct{ n int }
 func (c *counter) WaitN(ctx context.Context, n int) error {
 	c.n += n
 	return ctx.Err()
+}
+
+// TestReadOnce: a copy is read once at a time, however often it is asked for, by callers that never read what they asked for; and the one that
+// asks last is answered once those before it are gone.
+func TestReadOnce(t *testing.T) {
+	var reading, most atomic.Int32
+	want := random(4 * mib)
+	agent := served(t, func(context.Context, Request) (volume.Origin, error) {
+		o := bytesOf(want)
+		read := o.Read
+		o.Read = func(ctx context.Context, from int64, visit func(int64, []byte) error) error {
+			most.Store(max(most.Load(), reading.Add(1)))
+			defer reading.Add(-1)
+			return read(ctx, from, visit)
+		}
+		return o, nil
+	}, nil)
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	for range 8 {
+		_, _, err := ask(ctx, agent, Request{Copy: "key"}) // and nobody reads on
+		check.OK(t, err)
+	}
+	time.Sleep(200 * time.Millisecond) // all have come as far as they get
+	have, err := Open(t.Context(), agent, "key")
+	check.OK(t, err)
+	time.AfterFunc(200*time.Millisecond, cancel)
+	got := make([]byte, len(want))
+	check.OK(t, have.Read(t.Context(), 0, func(at int64, data []byte) error { copy(got[at:], data); return nil }))
+	if !bytes.Equal(got, want) || most.Load() != 1 {
+		t.Errorf("it was read %d times at once, the bytes are right: %v", most.Load(), bytes.Equal(got, want))
+	}
 }
