@@ -55,8 +55,12 @@ func (o Origin) check() error {
 // ReadSize is the most that Origin.Read hands on at once, in bytes.
 const ReadSize = 1 << 20
 
-// checkpoint is how much is copied between two notes of how far a copy came, in bytes: so much is copied again after a crash.
-const checkpoint = 256 << 20
+// How far a copy came is noted after checkpoint bytes or checkpointTime, whichever is first, and when it is cut short: so much is copied again after
+// a crash.
+const (
+	checkpoint     = 256 << 20
+	checkpointTime = time.Minute
+)
 
 // A copy of what is in another pool is an object like any other to its own pool, which is ready, and whose record says that it is not
 // whole: this label has the key of its origin, when that was cut, and up to which byte it is copied. It is nobody's until the label is gone.
@@ -184,7 +188,14 @@ func (l *Local) copyFrom(ctx context.Context, pool blockdev.Pool, record blockde
 	}
 	defer free()
 	progress.Begin(ctx, done, from.Size)
-	at, noted := done, done
+	at, noted, when := done, done, time.Now()
+	note := func(ctx context.Context) error {
+		if err := target.Sync(); err != nil {
+			return fmt.Errorf("sync %s: %w", target.Name(), errdefs.FromErrno(err))
+		}
+		noted, when = at, time.Now()
+		return changeLabel(ctx, pool, record.Ref, labelImport, importLabel(from, at))
+	}
 	err = from.Read(ctx, done, func(offset int64, data []byte) error {
 		end := offset + int64(len(data))
 		if offset < at || end > from.Size || len(data) == 0 || len(data) > ReadSize || offset%blockdev.Granularity != 0 || len(data)%blockdev.Granularity != 0 {
@@ -195,17 +206,17 @@ func (l *Local) copyFrom(ctx context.Context, pool blockdev.Pool, record blockde
 		}
 		progress.Skip(ctx, offset-at)
 		progress.Add(ctx, end-offset)
-		if at = end; at-noted < checkpoint {
+		if at = end; at-noted < checkpoint && time.Since(when) < checkpointTime {
 			return ctx.Err()
 		}
-		if err := target.Sync(); err != nil {
-			return fmt.Errorf("sync %s: %w", target.Name(), errdefs.FromErrno(err))
-		}
-		noted = at
-		return changeLabel(ctx, pool, record.Ref, labelImport, importLabel(from, at))
+		return note(ctx)
 	})
 	if err == nil {
 		progress.Skip(ctx, from.Size-at)
+	} else if at > noted && mayGoOn(err) {
+		ctx, cancel := undoing.Context(ctx)
+		defer cancel()
+		err = errors.Join(err, note(ctx))
 	}
 	return err
 }

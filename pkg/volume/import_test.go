@@ -230,6 +230,32 @@ func TestImportGoesOn(t *testing.T) {
 	}
 }
 
+// TestImportOverBadNetwork: an origin that goes away again and again is copied in the end: what came before it went is not copied anew.
+func TestImportOverBadNetwork(t *testing.T) {
+	l, _ := over(t, twoPools(t))
+	_, s := withContents(t, l)
+	from, err := l.Open(t.Context(), s.ID)
+	check.OK(t, err)
+	var v volume.Volume
+	tries := 1
+	for last := int64(-1); ; tries++ {
+		var read int64
+		v, err = l.Import(t.Context(), copyOf("copy", s.ID), stopping(from, 2*mib, errdefs.ErrUnavailable, &read))
+		if err == nil {
+			break
+		}
+		fails(t, err, errdefs.ErrUnavailable, "an import whose origin goes away")
+		if read <= last {
+			t.Fatalf("try %d goes on at byte %d, and the one before at %d", tries, read, last)
+		}
+		last = read
+	}
+	if tries < 4 {
+		t.Errorf("it took %d tries", tries)
+	}
+	holds(t, l, v)
+}
+
 // TestImportFails: what fails for good leaves nothing, and what an origin sends beyond itself is not taken.
 func TestImportFails(t *testing.T) {
 	urls := twoPools(t)
