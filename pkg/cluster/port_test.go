@@ -259,6 +259,52 @@ func TestPortContinues(t *testing.T) {
 	}
 }
 
+// lying is a pool whose snapshots have what a test says.
+type lying struct {
+	*memory.Pool
+	says *[]blockdev.Extent
+}
+
+func (l *lying) Allocated(_ context.Context, _ blockdev.Ref, _ int64, yield func(blockdev.Extent) error) error {
+	for _, e := range *l.says {
+		if err := yield(e); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// TestPortLies: what an agent says is passed on as long as it can be true: in order, and within the snapshot.
+func TestPortLies(t *testing.T) {
+	w := newEnvironment(t)
+	var says []blockdev.Extent
+	m := w.begin(&machine{name: nodeName, ported: true, wrap: func(p *memory.Pool) blockdev.Pool { return &lying{p, &says} }})
+	s := w.calling(m)
+	_, snapshot := w.snapshotOf(s, m, "v")
+	for what, c := range map[string]struct {
+		says []blockdev.Extent
+		from int64
+		good int // as many are passed on
+	}{
+		"the truth":      {[]blockdev.Extent{{Offset: 0, Length: 4096}, {Offset: 4096, Length: snapshot.Size - 4096}}, 0, 2},
+		"nothing":        {[]blockdev.Extent{{Offset: 0, Length: 4096}, {Offset: 8192}}, 0, 1},
+		"less than that": {[]blockdev.Extent{{Offset: 0, Length: -4096}}, 0, 0},
+		"before it":      {[]blockdev.Extent{{Offset: -4096, Length: 8192}}, 0, 0},
+		"beyond it":      {[]blockdev.Extent{{Offset: snapshot.Size, Length: 4096}}, 0, 0},
+		"too much":       {[]blockdev.Extent{{Offset: 4096, Length: 1<<63 - 1}}, 0, 0},
+		"out of order":   {[]blockdev.Extent{{Offset: 8192, Length: 4096}, {Offset: 0, Length: 4096}}, 0, 1},
+		"twice":          {[]blockdev.Extent{{Offset: 8192, Length: 4096}, {Offset: 8192, Length: 4096}}, 0, 1},
+		"what was had":   {[]blockdev.Extent{{Offset: 0, Length: 4096}}, 4096, 0},
+	} {
+		says = c.says
+		good := 0
+		err := s.Allocated(w.ctx, snapshot.ID, c.from, func(blockdev.Extent) error { good++; return nil })
+		if good != c.good || (err == nil) != (good == len(c.says)) || err != nil && !errors.Is(err, errdefs.ErrUnavailable) {
+			t.Errorf("%s: %d ranges are passed on, %v", what, good, err)
+		}
+	}
+}
+
 // TestPortEnds: when the caller goes, the agent stops, and lets go of the snapshot.
 func TestPortEnds(t *testing.T) {
 	w := newEnvironment(t)

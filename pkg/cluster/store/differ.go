@@ -26,7 +26,7 @@ func (s *Store) Allocated(ctx context.Context, id volume.ID, from int64, yield f
 	if err != nil {
 		return err
 	}
-	return s.ask(ctx, snapshot, yield, func(ctx context.Context, agent csi.SnapshotMetadataClient) (ranges, error) {
+	return s.ask(ctx, snapshot, inOrder(snapshot, from, yield), func(ctx context.Context, agent csi.SnapshotMetadataClient) (ranges, error) {
 		return agent.GetMetadataAllocated(ctx, &csi.GetMetadataAllocatedRequest{SnapshotId: id.String(), StartingOffset: from})
 	}, func(r ranges) ([]*csi.BlockMetadata, error) {
 		m := &csi.GetMetadataAllocatedResponse{}
@@ -49,13 +49,26 @@ func (s *Store) Changed(ctx context.Context, base, target volume.ID, from int64,
 		return fmt.Errorf("%w: %s is on node %s, in pool %s, and %s on node %s, in pool %s: only snapshots in one pool can be compared", errdefs.ErrInvalid,
 			base, before.Node, base.Pool, target, snapshot.Node, target.Pool)
 	}
-	return s.ask(ctx, snapshot, yield, func(ctx context.Context, agent csi.SnapshotMetadataClient) (ranges, error) {
+	return s.ask(ctx, snapshot, inOrder(snapshot, from, yield), func(ctx context.Context, agent csi.SnapshotMetadataClient) (ranges, error) {
 		return agent.GetMetadataDelta(ctx, &csi.GetMetadataDeltaRequest{BaseSnapshotId: base.String(), TargetSnapshotId: target.String(), StartingOffset: from})
 	}, func(r ranges) ([]*csi.BlockMetadata, error) {
 		m := &csi.GetMetadataDeltaResponse{}
 		err := r.RecvMsg(m)
 		return m.GetBlockMetadata(), err
 	})
+}
+
+// inOrder passes on what is what volume.Differ says: an agent that says anything else is in other hands, or has a bug, and the answer would have no end.
+func inOrder(of volume.Snapshot, from int64, yield func(blockdev.Extent) error) func(blockdev.Extent) error {
+	end := int64(0)
+	return func(e blockdev.Extent) error {
+		if e.Length <= 0 || e.Offset < end || e.Length > of.Size-e.Offset || e.Offset+e.Length <= from {
+			return fmt.Errorf("%w: the agent of node %s says that %d bytes at %d are of %s, which has %d, after those up to %d; look at what runs there",
+				errdefs.ErrUnavailable, of.Node, e.Length, e.Offset, of.ID, of.Size, end)
+		}
+		end = e.Offset + e.Length
+		return yield(e)
+	}
 }
 
 // ranges is a stream of an agent.
