@@ -59,6 +59,7 @@ var pages = map[string]string{
 	// Of what was asked for, and takes long or was refused (pkg/cluster/failure.go).
 	"TakesLong":       "wishes-stuck",
 	"CopyRefused":     "refused",
+	"CopyWaits":       "refused",
 	"DeletionRefused": "refused",
 	"GrowthRefused":   "refused",
 	"NoSpace":         "pool-full",

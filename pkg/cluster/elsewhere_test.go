@@ -4,19 +4,28 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"os"
+	"strings"
+	"sync"
 	"testing"
+	"time"
 
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/rest"
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
 	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/port"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/transfer"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
+	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
 )
 
 // leftovers are those in the pools of a machine.
@@ -161,6 +170,103 @@ func TestCopyElsewhereCutShort(t *testing.T) {
 		w.eventually("nothing is left on "+m.name, func() bool { return len(w.leftovers(m)) == 0 })
 		w.tally(m)
 	}
+}
+
+// halting is a pool that lists what its snapshots have as far as it is let.
+type halting struct {
+	*memory.Pool
+	let chan struct{} // one for each range, or closed
+}
+
+func (h *halting) Allocated(ctx context.Context, ref blockdev.Ref, from int64, yield func(blockdev.Extent) error) error {
+	return h.Pool.Allocated(ctx, ref, from, func(e blockdev.Extent) error {
+		select {
+		case <-h.let:
+			return yield(e)
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	})
+}
+
+// TestCopyElsewhereTold: how far a copy on another node is, that it waits and why, and that it is whole, its object says, and events on its claim.
+func TestCopyElsewhereTold(t *testing.T) {
+	w := newEnvironment(t)
+	let := make(chan struct{}, 1)
+	a := w.begin(&machine{name: "node-1", ported: true, wrap: func(p *memory.Pool) blockdev.Pool { return &halting{p, let} }})
+	b := w.begin(&machine{name: "node-2", ported: true})
+	s := w.calling(a)
+	w.pooled(s, b)
+	_, snapshot := w.snapshotOf(s, a, "v", 3, 1000)
+	claim := w.claim("copy")
+	of := w.specOf(claim)
+	of.Source, of.Copies, of.Nodes, of.Size = snapshot.ID, volume.CopiesAnywhere, []string{b.name}, volume.Range{Required: 80 * mib}
+	says := func(status metav1.ConditionStatus, reason, part string) {
+		t.Helper()
+		w.eventually("the copy says "+reason, func() bool {
+			v := w.object(of.Name)
+			if v == nil {
+				return false
+			}
+			c := meta.FindStatusCondition(v.Status.Conditions, v1alpha1.Copied)
+			return c != nil && c.Status == status && c.Reason == reason && strings.Contains(c.Message, part)
+		})
+		w.told(reason, snapshot.ID.String(), w.object(of.Name), claim)
+	}
+	a.stop()
+	w.asked("the copy is begun", func(ctx context.Context) error { return second(s.Create(ctx, of)) }, func() bool { return w.object(of.Name) != nil })
+	says(metav1.ConditionFalse, v1alpha1.ReasonCopyWaits, "connection refused")
+	w.start(a)
+	let <- struct{}{}
+	says(metav1.ConditionFalse, v1alpha1.ReasonCopying, "are copied from node node-1")
+	close(let)
+	says(metav1.ConditionTrue, v1alpha1.ReasonCopied, "all of "+snapshot.ID.String())
+	check.OK(t, second(s.Create(w.ctx, of)))
+}
+
+// TestCopyElsewhereHangs: what is fetched from a node that does not go on leaves the makers that there are to what is made here.
+func TestCopyElsewhereHangs(t *testing.T) {
+	w := newEnvironment(t)
+	let := make(chan struct{})
+	a := w.begin(&machine{name: "node-1", ported: true, wrap: func(p *memory.Pool) blockdev.Pool { return &halting{p, let} }})
+	b := w.begin(&machine{name: "node-2", ported: true})
+	s := w.calling(a)
+	w.pooled(s, b)
+	v, err := s.Create(w.ctx, spec("v"))
+	check.OK(t, err)
+	check.OK(t, storetest.WriteTo(a.disks[0].Open("default", nil))(w.ctx, v.ID, 0, []byte("bytes")))
+	snapshot, err := s.CreateSnapshot(w.ctx, "s", v.ID)
+	check.OK(t, err)
+	const many = 70 // more than there are makers
+	var asking sync.WaitGroup
+	ctx, cancel := context.WithCancel(w.ctx)
+	for i := range many {
+		asking.Go(func() {
+			copied := elsewhere(fmt.Sprint("copy ", i), snapshot.ID, b)
+			copied.Size.Required = mib
+			_, _ = s.Create(ctx, copied)
+		})
+	}
+	w.eventually("all are begun", func() bool {
+		var all v1alpha1.VolumeList
+		check.OK(t, w.List(w.ctx, &all))
+		return len(all.Items) == many+1
+	})
+	made := make(chan error, 1)
+	go func() {
+		here := spec("here")
+		here.Nodes = []string{b.name}
+		made <- second(s.Create(w.ctx, here))
+	}()
+	select {
+	case err := <-made:
+		check.OK(t, err)
+	case <-time.After(time.Minute):
+		t.Error("a volume of a node is not made while it fetches others")
+	}
+	cancel()
+	close(let)
+	asking.Wait()
 }
 
 // TestCopyElsewhereCallers: an agent gives bytes to the agent of the node that is to copy them, as long as it is, and to nobody else.

@@ -56,8 +56,18 @@ const (
 	// Healthy: nothing is known to be wrong. False with the reason of the worst problem; True with the reason Recovered if
 	// it was False before. What is known in full is in status.health.
 	Healthy = "Healthy"
+	// Copied: the volume has all bytes of its source, which is on another node. False with the reason Copying, and how far it is, or with
+	// CopyWaits, and why it does not go on.
+	Copied = "Copied"
 	// Accounted: every volume and snapshot that the pool keeps for the cluster has an object.
 	Accounted = "Accounted"
+)
+
+// Reasons of the condition Copied; the last one is that of True.
+const (
+	ReasonCopying   = "Copying"
+	ReasonCopyWaits = "CopyWaits"
+	ReasonCopied    = "Copied"
 )
 
 // Recovered is the reason of a condition that is True, and was False before.

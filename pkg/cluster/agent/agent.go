@@ -62,6 +62,8 @@ type Agent struct {
 	read    atomic.Bool                     // the cache has been filled once
 	lookups map[string]map[volume.ID]lookup // for the objects of strays, by pool
 	gauges  gauges                          // for metrics
+	// fetching has room for who copies from another node.
+	fetching chan struct{}
 
 	mu      sync.Mutex
 	cancels map[request]context.CancelFunc // what makes an object
@@ -81,7 +83,7 @@ func New(config *rest.Config, local *volume.Local, o Options) (*Agent, error) {
 		return nil, err
 	}
 	a := &Agent{kube: c, local: local, options: o, changed: make(chan struct{}, 1),
-		lookups: map[string]map[volume.ID]lookup{}, cancels: map[request]context.CancelFunc{}}
+		lookups: map[string]map[volume.ID]lookup{}, fetching: make(chan struct{}, fetches), cancels: map[request]context.CancelFunc{}}
 	return a, c.Cache.IndexField(context.Background(), &v1alpha1.Snapshot{}, cluster.ByGroup, cluster.IndexGroup)
 }
 

@@ -6,6 +6,7 @@ import (
 	"fmt"
 
 	"google.golang.org/grpc"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/keylock"
@@ -28,8 +29,36 @@ func (a *Agent) takesPart(v *v1alpha1.Volume) bool {
 	return v.Spec.NodeName == a.local.Node() || v.Spec.Source != nil && v.Spec.Source.NodeName == a.local.Node()
 }
 
+// fetched reports whether a volume is a copy of what is on another node.
+func fetched(v *v1alpha1.Volume) bool { return v.Spec.Source != nil && v.Spec.Source.NodeName != "" }
+
+// setCopied sets the condition of a volume that is fetched.
+func setCopied(v *v1alpha1.Volume, status metav1.ConditionStatus, reason, message string) {
+	setCondition(&v.Status.Conditions, v, v1alpha1.Copied, status, reason, message)
+}
+
+// reportWaiting says of a volume that is fetched why that does not go on, after an error that may pass.
+func (a *Agent) reportWaiting(ctx context.Context, v *v1alpha1.Volume, err error) error {
+	if !fetched(v) || !isTransient(err) || errors.Is(err, errdefs.ErrBusy) || errors.Is(err, context.Canceled) || ctx.Err() != nil {
+		return nil
+	}
+	return report(ctx, a, v, func(v *v1alpha1.Volume) { setCopied(v, metav1.ConditionFalse, v1alpha1.ReasonCopyWaits, err.Error()) })
+}
+
+// fetches is how many volumes are fetched at once: other makers are for what is made here, whatever other nodes do.
+const fetches = makers / 4
+
+// errFetches ends what comes when so many are.
+var errFetches = fmt.Errorf("%w: %d copies from other nodes are under way", errGaveWay, fetches)
+
 // fetch makes a copy of what is on another node.
 func (a *Agent) fetch(ctx context.Context, v *v1alpha1.Volume, spec volume.Spec) (volume.Volume, error) {
+	select {
+	case a.fetching <- struct{}{}:
+		defer func() { <-a.fetching }()
+	default:
+		return volume.Volume{}, errFetches
+	}
 	failed := func(err error) error {
 		return fmt.Errorf("fetch %s from node %s: %w", spec.Source, v.Spec.Source.NodeName, err)
 	}
@@ -88,8 +117,8 @@ func (a *Agent) OpenCopy(ctx context.Context, r transfer.Request) (volume.Origin
 		from, err = a.local.OpenCut(ctx, source, r.Copy)
 		return err
 	})
-	if errors.Is(err, errGaveWay) {
-		err = errdefs.Recast(errdefs.ErrUnavailable, err, "volume %s is needed by a call while it is cut", source)
+	if errors.Is(err, errdefs.ErrBusy) { // who asks is to wait longer than for a lock of its own
+		err = errdefs.Recast(errdefs.ErrUnavailable, err, "volume %s is needed by a call, and cannot be cut now", source)
 	}
 	return from, err
 }

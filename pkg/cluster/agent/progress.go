@@ -2,9 +2,11 @@ package agent
 
 import (
 	"context"
+	"fmt"
 	"sync"
 	"time"
 
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -77,6 +79,9 @@ func (f *followed) write(ctx context.Context, i int) error {
 	}
 	before := o.DeepCopyObject().(cluster.Object)
 	o.Common().Progress = &v1alpha1.Progress{Done: far.Done, Total: far.Total}
+	if v, is := o.(*v1alpha1.Volume); is && fetched(v) {
+		setCopied(v, metav1.ConditionFalse, v1alpha1.ReasonCopying, fmt.Sprintf("%s of %s are copied from node %s", cluster.Bytes(far.Done), cluster.Bytes(far.Total), v.Spec.Source.NodeName))
+	}
 	f.agent.summarize(ctx, o)
 	// Without the context that ends with the work: a write that is cut off may have been done, and the work has to know.
 	writing, cancel := context.WithTimeout(context.WithoutCancel(ctx), progressEvery)

@@ -58,9 +58,8 @@ func (a *Agent) makeVolume(ctx context.Context, r request, v *v1alpha1.Volume) e
 	exclusive, shared := []string{keylock.Volume(v.Name)}, []string(nil)
 	working, end := a.making(ctx, r)
 	defer end()
-	elsewhere := v.Spec.Source != nil && v.Spec.Source.NodeName != ""
 	switch source := cluster.SourceOf(v); {
-	case elsewhere: // its own agent holds it
+	case fetched(v): // its own agent holds it
 	case source.Kind == blockdev.Volume:
 		exclusive = append(exclusive, keylock.Volume(source.Key)) // its filesystem is frozen for the cut
 	case source.Kind == blockdev.Snapshot:
@@ -79,13 +78,16 @@ func (a *Agent) makeVolume(ctx context.Context, r request, v *v1alpha1.Volume) e
 		wanted := volume.Spec{Name: v.Spec.Name, Pool: v.Spec.Pool, Provisioning: blockdev.Provisioning(v.Spec.Provisioning), Source: cluster.SourceOf(v),
 			Size:       volume.Range{Required: v.Spec.Size, Limit: v.Spec.Size},
 			Filesystem: filesystem.Type(v.Spec.Filesystem), Mutable: v.Spec.Mutable, For: cluster.RequesterOf(v)}
-		if elsewhere {
+		if fetched(v) {
 			made, err = a.fetch(ctx, v, wanted)
 		} else {
 			made, err = a.local.Create(ctx, wanted)
 		}
 		return err
 	}); err != nil {
+		if failure := a.reportWaiting(ctx, v, err); failure != nil {
+			return errors.Join(err, failure)
+		}
 		return refuse(ctx, a, v, err)
 	}
 	if err := clearIntent(ctx, a, v); err != nil {
@@ -142,6 +144,9 @@ func (a *Agent) reportVolume(ctx context.Context, v *v1alpha1.Volume, have volum
 		v.Status.Created, v.Status.Size, v.Status.Thin, v.Status.Mutable, v.Status.Used = madeAt(have.Created), have.Size, have.Thin, have.Mutable, used
 		v.Status.Failure, v.Status.Progress, v.Status.ObservedGeneration = nil, nil, v.Generation
 		setCondition(&v.Status.Conditions, v, v1alpha1.Ready, metav1.ConditionTrue, reason, "the volume is there to be used")
+		if fetched(v) {
+			setCopied(v, metav1.ConditionTrue, v1alpha1.ReasonCopied, fmt.Sprintf("all of %s is here, and node %s is not needed for it any more", cluster.SourceOf(v), v.Spec.Source.NodeName))
+		}
 		setHealth(&v.Status.Conditions, &v.Status.Health, v, nil) // it was just looked at
 	})
 }

@@ -106,7 +106,29 @@ func ofVolume(v *v1alpha1.Volume, node nodeState) []saying {
 			all = append(all, one.each(waiting)...)
 		}
 	}
+	all = append(all, ofCopy(v, subject)...)
 	return append(all, ofWaiting(v, node)...)
+}
+
+// ofCopy is what there is to say of a copy of what is on another node: that it is begun, why it does not go on, that it is whole.
+func ofCopy(v *v1alpha1.Volume, subject string) []saying {
+	c := meta.FindStatusCondition(v.Status.Conditions, v1alpha1.Copied)
+	if c == nil || v.Spec.Source == nil || v1alpha1.Going(v) {
+		return nil
+	}
+	from := fmt.Sprintf("%s of node %s", cluster.SourceOf(v), v.Spec.Source.NodeName)
+	one := saying{of: v, reason: c.Reason, level: normal, since: c.LastTransitionTime.Time}
+	switch c.Reason {
+	case CopyWaits:
+		one.level, one.lasting, one.note = warning, true, fmt.Sprintf("%sit waits for the bytes of %s: %s", subject, from, c.Message)
+	case Copying:
+		one.note = fmt.Sprintf("%sthe bytes of %s are being copied", subject, from)
+	case Copied:
+		one.note = fmt.Sprintf("%sthe bytes of %s were copied", subject, from)
+	default:
+		return nil // of another version
+	}
+	return one.each(waiting)
 }
 
 // ofWaiting says that a volume waits for its node: it is in use, or something is to be done to it.

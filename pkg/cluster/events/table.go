@@ -1,6 +1,10 @@
 package events
 
-import corev1 "k8s.io/api/core/v1"
+import (
+	corev1 "k8s.io/api/core/v1"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+)
 
 // Entry is a row of the table of all events.
 type Entry struct {
@@ -19,6 +23,9 @@ const (
 	NodeReady       = "NodeReady"
 	NodeGone        = "NodeGone"
 	CopyRefused     = "CopyRefused"
+	Copying         = v1alpha1.ReasonCopying
+	CopyWaits       = v1alpha1.ReasonCopyWaits
+	Copied          = v1alpha1.ReasonCopied
 	GrowthRefused   = "GrowthRefused"
 	DeletionRefused = "DeletionRefused"
 	Recovered       = "Recovered"
@@ -89,10 +96,13 @@ var Table = []Entry{
 	{NodeNotReady, warning, waiting, "The node that the volume waits for is not ready."},
 	{NodeGone, warning, volumes, "The node of the volume is gone for good."},
 	{CopyRefused, warning, waiting, "A clone, a restore or a snapshot was refused; on what is to be the copy, or the volume of the snapshot."},
+	{CopyWaits, warning, waiting, "A copy of what is on another node does not go on."},
 	{GrowthRefused, warning, volumes, "The volume cannot grow."},
 	{DeletionRefused, warning, []string{onVolume, onSnapshot, onPV}, "What is to be deleted cannot be deleted yet."},
 
 	{Recovered, normal, anywhere, "Nothing is wrong any more."},
+	{Copying, normal, waiting, "What is on another node is being copied."},
+	{Copied, normal, waiting, "What is on another node was copied, and is there to be used."},
 	{AgentHeard, normal, []string{onNode, onVolume, onClaim}, "The driver on the node is heard again."},
 	{NodeReady, normal, waiting, "The node that the volume waited for is ready again."},
 }
