@@ -203,6 +203,7 @@ type machine struct {
 	driver string                           // of its agent; empty: the usual one
 	ported bool                             // its agent has a port
 	wrap   func(*memory.Pool) blockdev.Pool // of its default pool; nil: it is as it is
+	via    func(address string) string      // what others reach its port by; nil: its address
 
 	local *volume.Local
 	agent *agent.Agent
@@ -273,7 +274,9 @@ func (w *environment) agent(m *machine) *agent.Agent {
 	if m.ported {
 		m.port, err = port.Listen("127.0.0.1:0")
 		check.OK(w, err)
-		o.Endpoint = m.port.Endpoint()
+		if o.Endpoint = m.port.Endpoint(); m.via != nil {
+			o.Endpoint.Address = m.via(o.Endpoint.Address)
+		}
 		calls, err := port.NewCallers(wrapped(apitest.Get(w).Agent(w, m.name)))
 		check.OK(w, err)
 		w.Cleanup(func() { check.OK(w, calls.Close()) })

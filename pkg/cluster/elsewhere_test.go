@@ -5,6 +5,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
+	"net"
 	"os"
 	"strings"
 	"sync"
@@ -222,6 +224,100 @@ func TestCopyElsewhereTold(t *testing.T) {
 	close(let)
 	says(metav1.ConditionTrue, v1alpha1.ReasonCopied, "all of "+snapshot.ID.String())
 	check.OK(t, second(s.Create(w.ctx, of)))
+}
+
+// badNetwork is a network on which connections come to harm, one after the other: after so many bytes, by what a test says of each.
+type badNetwork struct {
+	*testing.T
+	harm  []func(to, from net.Conn, next []byte) // of a connection, with what comes next; those after the last are good
+	after int64
+
+	mu sync.Mutex
+	n  int
+}
+
+// via opens another way to an address, and returns where it begins.
+func (b *badNetwork) via(address string) string {
+	b.Helper()
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	check.OK(b, err)
+	b.Cleanup(func() { check.OK(b, listener.Close()) })
+	go func() {
+		for {
+			here, err := listener.Accept()
+			if err != nil {
+				return
+			}
+			there, err := net.Dial("tcp", address)
+			if err != nil {
+				_ = here.Close()
+				continue
+			}
+			go func() { _, _ = io.Copy(there, here) }()
+			go b.carry(here, there)
+		}
+	}()
+	return listener.Addr().String()
+}
+
+// carry carries what the other side sends.
+func (b *badNetwork) carry(to, from net.Conn) {
+	defer to.Close()
+	defer from.Close()
+	if n, err := io.CopyN(to, from, b.after); err != nil || n < b.after {
+		return
+	}
+	b.mu.Lock()
+	n := b.n
+	b.n++
+	b.mu.Unlock()
+	if n < len(b.harm) {
+		next := make([]byte, 4096)
+		n1, _ := from.Read(next)
+		b.harm[n](to, from, next[:n1])
+		return
+	}
+	_, _ = io.Copy(to, from)
+}
+
+// TestCopyElsewhereNetwork: over a network that is cut, changes what it carries, and loses it without a word, a copy goes on where it was, and has all
+// bytes in the end.
+func TestCopyElsewhereNetwork(t *testing.T) {
+	w := newEnvironment(t)
+	silent := make(chan struct{})
+	bad := &badNetwork{T: t, after: 600 << 10, harm: []func(to, from net.Conn, next []byte){
+		func(net.Conn, net.Conn, []byte) {}, // cut
+		func(to, from net.Conn, next []byte) { // changed
+			next[len(next)/2] ^= 1
+			_, _ = to.Write(next)
+			_, _ = io.Copy(to, from)
+		},
+		func(net.Conn, net.Conn, []byte) { <-silent }, // half open
+	}}
+	a, b := w.begin(&machine{name: "node-1", ported: true, via: bad.via}), w.begin(&machine{name: "node-2", ported: true})
+	s := w.calling(a)
+	w.pooled(s, b)
+	defer close(silent)
+	v, err := s.Create(w.ctx, volume.Spec{Name: "v", Size: volume.Range{Required: 64 * mib}, Nodes: []string{a.name}})
+	check.OK(t, err)
+	for n := range int64(60) {
+		some := bytes.Repeat([]byte{byte(n + 1)}, 100<<10)
+		check.OK(t, storetest.WriteTo(a.disks[0].Open("default", nil))(w.ctx, v.ID, n*mib, some))
+	}
+	want := w.content(a, v.ID)
+	of := elsewhere("copy", v.ID, b)
+	var copied volume.Volume
+	w.eventually("the copy is made", func() (made bool) {
+		copied, err = s.Create(w.ctx, of)
+		return err == nil
+	})
+	if bad.mu.Lock(); bad.n < len(bad.harm)+1 {
+		t.Errorf("%d connections came to harm, of %d", bad.n, len(bad.harm))
+	}
+	bad.mu.Unlock()
+	if have := w.content(b, copied.ID); !bytes.Equal(have[:len(want)], want) {
+		t.Error("the copy holds other bytes")
+	}
 }
 
 // TestCopyElsewhereHangs: what is fetched from a node that does not go on leaves the makers that there are to what is made here.
