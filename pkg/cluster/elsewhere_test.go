@@ -13,9 +13,11 @@ import (
 	"testing"
 	"time"
 
+	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/rest"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
 	"github.com/ashlar-csi/ashlar/internal/check"
@@ -224,6 +226,38 @@ func TestCopyElsewhereTold(t *testing.T) {
 	close(let)
 	says(metav1.ConditionTrue, v1alpha1.ReasonCopied, "all of "+snapshot.ID.String())
 	check.OK(t, second(s.Create(w.ctx, of)))
+}
+
+// TestCopyElsewherePlaced: a copy that may be anywhere is on another node if that of its source has no room, or takes no pods.
+func TestCopyElsewherePlaced(t *testing.T) {
+	w, a, b, s := twoNodes(t)
+	_, snapshot := w.snapshotOf(s, a, "v", 3)
+	anywhere := func(name string, want *machine) {
+		t.Helper()
+		of := elsewhere(name, snapshot.ID, b)
+		of.Nodes = nil
+		copied, err := s.Create(w.ctx, of)
+		if check.OK(t, err); copied.Node != want.name {
+			t.Errorf("%s is on %s, want %s", name, copied.Node, want.name)
+		}
+	}
+	cordon := func(is bool) {
+		t.Helper()
+		var n corev1.Node
+		check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: a.name}, &n))
+		before := n.DeepCopy()
+		n.Spec.Unschedulable = is
+		check.OK(t, w.Patch(w.ctx, &n, client.MergeFrom(before)))
+		time.Sleep(500 * time.Millisecond) // the store's cache hears of it
+	}
+	anywhere("free", a)
+	cordon(true)
+	anywhere("cordoned", b)
+	cordon(false)
+	c, err := s.Capacity(w.ctx, "default", a.name)
+	check.OK(t, err)
+	check.OK(t, second(s.Create(w.ctx, volume.Spec{Name: "filler", Nodes: []string{a.name}, Size: volume.Range{Required: c.Available / mib * mib}})))
+	anywhere("full", b)
 }
 
 // badNetwork is a network on which connections come to harm, one after the other: after so many bytes, by what a test says of each.

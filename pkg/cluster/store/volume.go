@@ -10,6 +10,7 @@ import (
 	"sync"
 	"time"
 
+	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -242,9 +243,17 @@ func (s *Store) planCopy(ctx context.Context, spec volume.Spec, v *v1alpha1.Volu
 	return nil
 }
 
-// stays reports whether a copy that may be anywhere is best made on the node of its source: nobody prefers another node, and there is room.
+// stays reports whether a copy that may be anywhere is best made on the node of its source: nobody prefers another node, it takes pods, and there
+// is room.
 func (s *Store) stays(ctx context.Context, spec volume.Spec, home string, size int64) (bool, error) {
 	if len(spec.Nodes) > 0 && spec.Nodes[0] != home || s.nodes.Ready(ctx, home) != nil {
+		return false, nil
+	}
+	node := &corev1.Node{}
+	if err := s.kube.Cache.Get(ctx, client.ObjectKey{Name: home}, node); err != nil {
+		return false, kube.APIError("look at node "+home, err)
+	}
+	if node.Spec.Unschedulable {
 		return false, nil
 	}
 	pool := spec.Source.Pool
