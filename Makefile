@@ -149,6 +149,10 @@ bench-limits: ## Measure how exactly limits of I/O are kept, over files and LVM 
 	CGO_ENABLED=0 go test -c -o bin/vm/ ./tests/life
 	hack/vm/run.sh env ASHLAR_IO=1 $(CURDIR)/bin/vm/life.test -test.v -test.run 'TestLimits$$' -limits.within=5 -limits.for=5s -limits.tries=3
 
+.PHONY: bench-elsewhere
+bench-elsewhere: ## Measure a copy from one node to another beside a bare one over the same network, of processes on this machine (root)
+	go test -run '^$$' -bench Elsewhere -benchtime 5x ./tests/points/elsewhere
+
 .PHONY: bench-cluster
 bench-cluster: ## Measure the driver in a cluster, and its parts with 500 agents against an API server (root)
 	@hack/install-tools.sh e2e
