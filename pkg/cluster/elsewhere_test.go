@@ -399,6 +399,42 @@ func TestCopyElsewhereHangs(t *testing.T) {
 	asking.Wait()
 }
 
+// TestCopyElsewhereWhole: a copy that is whole needs its source's node no more, also if its agent died before it could say so, or the API server has
+// forgotten it: it is found, and not made again, nor refused and deleted.
+func TestCopyElsewhereWhole(t *testing.T) {
+	for _, gone := range []bool{false, true} {
+		t.Run(fmt.Sprint("source gone: ", gone), func(t *testing.T) { copyElsewhereWhole(t, gone) })
+	}
+}
+
+func copyElsewhereWhole(t *testing.T, gone bool) {
+	w, a, b, s := twoNodes(t)
+	v, snapshot := w.snapshotOf(s, a, "v", 3)
+	b.stop()
+	of := elsewhere("copy", snapshot.ID, b)
+	w.asked("the copy is begun", func(ctx context.Context) error { return second(s.Create(ctx, of)) }, func() bool { return w.object(of.Name) != nil })
+	from, err := a.local.Open(w.ctx, snapshot.ID)
+	check.OK(t, err)
+	whole, err := b.local.Import(w.ctx, volume.Spec{Name: of.Name, Pool: "default", Source: snapshot.ID, Size: of.Size}, from)
+	check.OK(t, err)
+	check.OK(t, storetest.WriteTo(b.disks[0].Open("default", nil))(w.ctx, whole.ID, 0, []byte("of a pod")))
+	if gone { // it was deleted when the copy had been reported, which the API server has forgotten
+		check.OK(t, a.local.DeleteSnapshot(w.ctx, snapshot.ID))
+	} else {
+		a.stop()
+	}
+	w.start(b)
+	copied, err := s.Create(w.ctx, of)
+	check.OK(t, err)
+	if have := w.content(b, copied.ID); copied.ID != whole.ID || !bytes.HasPrefix(have, []byte("of a pod")) {
+		t.Errorf("%+v was made, and %+v was there", copied, whole)
+	}
+	if !gone {
+		w.start(a)
+	}
+	check.OK(t, errors.Join(s.Delete(w.ctx, copied.ID), s.DeleteSnapshot(w.ctx, snapshot.ID), s.Delete(w.ctx, v.ID)))
+}
+
 // TestCopyElsewhereCallers: an agent gives bytes to the agent of the node that is to copy them, as long as it is, and to nobody else.
 func TestCopyElsewhereCallers(t *testing.T) {
 	w, a, b, s := twoNodes(t)

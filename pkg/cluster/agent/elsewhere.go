@@ -53,6 +53,14 @@ var errFetches = fmt.Errorf("%w: %d copies from other nodes are under way", errG
 
 // fetch makes a copy of what is on another node.
 func (a *Agent) fetch(ctx context.Context, v *v1alpha1.Volume, spec volume.Spec) (volume.Volume, error) {
+	// One that is whole was not reported, or the API server went back: its source may be gone since, and it may be in use.
+	have, err := a.local.Get(ctx, cluster.VolumeID(v))
+	if err == nil {
+		return have, spec.Check(have)
+	}
+	if !errors.Is(err, errdefs.ErrNotFound) {
+		return volume.Volume{}, err
+	}
 	select {
 	case a.fetching <- struct{}{}:
 		defer func() { <-a.fetching }()
