@@ -10,6 +10,7 @@ import (
 	"os"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -21,6 +22,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
 	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/overview"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
@@ -68,6 +70,37 @@ func TestLeftovers(t *testing.T) {
 		t.Errorf("after that, left are %v", left)
 	}
 	w.tally(m)
+}
+
+// TestLeftoverStays: what is left of a copy and cannot be removed keeps nothing else of its pool from being told; it goes when it can.
+func TestLeftoverStays(t *testing.T) {
+	w := newEnvironment(t)
+	var broken atomic.Bool
+	broken.Store(true)
+	m := w.machineWith(nodeName, func(operation string, ref blockdev.Ref) error {
+		if operation == "Delete" && ref.Key == volume.KeyOf("copy") && broken.Load() {
+			return errors.New("input/output error")
+		}
+		return nil
+	})
+	s, _ := w.store()
+	w.pooled(s, m)
+	v, err := s.Create(w.ctx, spec("source"))
+	check.OK(t, err)
+	from, err := m.local.OpenCut(w.ctx, v.ID, "0123456789abcdef0123456789abcdef")
+	check.OK(t, err)
+	check.OK(t, m.local.EndCut(w.ctx, v.ID.Pool, "0123456789abcdef0123456789abcdef"))
+	from.Read = func(context.Context, int64, func(int64, []byte) error) error { return errdefs.ErrUnavailable }
+	fails(t, second(m.local.Import(w.ctx, volume.Spec{Name: "copy", Pool: "default", Source: v.ID, Size: volume.Range{Required: 1}}, from)), errdefs.ErrUnavailable)
+	before := m.capacity(t).Promised
+	check.OK(t, second(s.Create(w.ctx, volume.Spec{Name: "another", Size: volume.Range{Required: 8 * mib}})))
+	w.eventually("the pool tells of the volume", func() bool {
+		var p v1alpha1.Pool
+		return w.Get(w.ctx, client.ObjectKey{Name: overview.PoolName(nodeName, "default")}, &p) == nil && p.Status.Promised == before+8*mib
+	})
+	broken.Store(false)
+	m.agent.Changed()
+	w.eventually("nothing is left", func() bool { return len(w.leftovers(m)) == 0 })
 }
 
 // twoNodes is a cluster of two nodes, whose agents have ports, and a store.

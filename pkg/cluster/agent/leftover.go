@@ -13,20 +13,23 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// dropLeftover removes what a copy from one pool to another left, if its object does not ask for it any more. Nobody ever had the bytes.
-func (a *Agent) dropLeftover(ctx context.Context, left volume.Leftover) error {
+// dropLeftover removes what a copy from one pool to another left, if its object does not ask for it any more. Nobody ever had the bytes. What
+// cannot be removed now, a later look finds: it keeps nothing else of the pool from being told.
+func (a *Agent) dropLeftover(ctx context.Context, left volume.Leftover) {
 	wanted, err := a.stillMade(ctx, left)
-	if err != nil || wanted {
-		return err
-	}
-	err = a.withLocks([]string{keylock.Volume(left.For)}, func() error { return a.local.DropLeftover(ctx, left) })
-	if errors.Is(err, errdefs.ErrBusy) || errors.Is(err, errdefs.ErrInUse) {
-		return nil // a later look finds it
+	if wanted {
+		return
 	}
 	if err == nil {
-		klog.FromContext(ctx).Info("Removed what was left of a copy that nobody asks for", "id", left.ID.String(), "copy", left.For)
+		err = a.withLocks([]string{keylock.Volume(left.For)}, func() error { return a.local.DropLeftover(ctx, left) })
 	}
-	return err
+	log := klog.FromContext(ctx)
+	switch {
+	case err == nil:
+		log.Info("Removed what was left of a copy that nobody asks for", "id", left.ID.String(), "copy", left.For)
+	case !errors.Is(err, errdefs.ErrBusy) && !errors.Is(err, errdefs.ErrInUse):
+		log.Error(err, "Could not remove what is left of a copy; trying again", "id", left.ID.String(), "copy", left.For)
+	}
 }
 
 // stillMade reports whether the volume that a leftover is of is still to be made. Before that is denied the API server is asked.

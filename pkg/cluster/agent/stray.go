@@ -55,9 +55,7 @@ func (a *Agent) strays(ctx context.Context, pool blockdev.Pool) ([]stray, error)
 		}
 		for _, r := range records {
 			if left, is := volume.LeftoverOf(pool.Name(), r); is {
-				if err := a.dropLeftover(ctx, left); err != nil {
-					return nil, err
-				}
+				a.dropLeftover(ctx, left)
 				continue
 			}
 			one, err := a.strayOf(ctx, volume.ID{Kind: kind, Pool: pool.Name(), Key: r.Key}, lookups)
