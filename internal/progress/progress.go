@@ -131,5 +131,5 @@ func (i *item) advance(ctx context.Context, n int64) {
 	if now-last < int64(logEvery) || !i.logged.CompareAndSwap(last, now) {
 		return
 	}
-	klog.FromContext(ctx).Info("Copying or zeroing", "pool", i.pool, "object", i.subject, "bytes", done, "of", i.total.Load())
+	klog.FromContext(ctx).Info("Copying, zeroing or comparing", "pool", i.pool, "object", i.subject, "bytes", done, "of", i.total.Load())
 }

@@ -38,7 +38,7 @@ var (
 
 // Work that takes its time.
 var (
-	CopiesInProgress = sampledGauge("ashlar_copies_in_progress", "Volumes and snapshots that are being copied or zeroed.", "node", "pool")
+	CopiesInProgress = sampledGauge("ashlar_copies_in_progress", "Volumes and snapshots that are being copied or zeroed, or read for what changed in them.", "node", "pool")
 	CopiedBytes      = sampledCounter("ashlar_copied_bytes_total", "Bytes that were copied or zeroed, without holes.", "node", "pool")
 
 	FreezeSeconds = histogram("ashlar_freeze_seconds", "How long the writes to a volume were held back while it was copied, in seconds.",

@@ -17,6 +17,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
@@ -186,4 +187,46 @@ func TestChangedBlocks(t *testing.T) {
 func TestLVMChangedBlocks(t *testing.T) {
 	l, _ := kinds(t)
 	changedBlocks(t, l, 4, "xfs", "linear", "thin", "plain")
+}
+
+// TestChangedProgress: how far the comparison of two snapshots is, if they have to be read, everybody can see until it ends.
+func TestChangedProgress(t *testing.T) {
+	dir := drivertest.Dir(t)
+	mounted := filepath.Join(dir, "ext4")
+	drivertest.MountNew(t, "ext4", mounted, 256*mib)
+	pool, err := pools.Open(t.Context(), "a", "file://"+filepath.Join(mounted, "pool")+"?reservePercent=0&create=1")
+	check.OK(t, err)
+	t.Cleanup(func() { check.OK(t, pool.Close()) })
+	l := start(t, 0, pool)
+	v, err := l.Create(t.Context(), volume.Spec{Name: "v", Size: volume.Range{Required: 16 * mib}})
+	check.OK(t, err)
+	device, err := l.AttachRaw(t.Context(), v, true)
+	check.OK(t, err)
+	var cuts []volume.Snapshot
+	for i := range 2 {
+		for at := range int64(2) {
+			check.OK(t, drivertest.Content{Seed: fmt.Sprint(i), Offset: (4 + 8*at) * mib, Size: mib}.Write(device.Path))
+		}
+		cut, err := l.CreateSnapshot(t.Context(), fmt.Sprint(i), v.ID)
+		check.OK(t, err)
+		cuts = append(cuts, cut)
+	}
+	seen, far := false, int64(-1)
+	check.OK(t, l.Changed(t.Context(), cuts[0].ID, cuts[1].ID, 0, func(blockdev.Extent) error {
+		o, err := l.Overview(t.Context(), nil)
+		check.OK(t, err)
+		for _, s := range o.Snapshots {
+			if s.ID == cuts[1].ID.String() && s.Progress != nil && far < 0 { // the first range: the second one was just found
+				seen, far = s.Progress.Total == v.Size, s.Progress.Done
+			}
+		}
+		if len(o.Snapshots) != 2 {
+			t.Errorf("%d snapshots are shown, of 2", len(o.Snapshots))
+		}
+		return nil
+	}))
+	if running := l.Progress().Running(); !seen || far < 5*mib || far > 13*mib || len(running) > 0 {
+		t.Errorf("it was shown: %v, to be at byte %d, and afterwards: %v", seen, far, running)
+	}
+	check.OK(t, errors.Join(device.Close(), l.Detach(t.Context(), v.ID)))
 }

@@ -218,6 +218,12 @@ func (l *Local) addProgress(o *overview.Overview, c progress.Copy) {
 			return
 		}
 	}
+	for i := range o.Snapshots {
+		if o.Snapshots[i].ID == id { // it is read, for what changed
+			o.Snapshots[i].Progress = far
+			return
+		}
+	}
 	if ref.Kind == blockdev.Snapshot {
 		o.Snapshots = append(o.Snapshots, overview.Snapshot{ID: id, Name: id, Node: l.node, Pool: c.Pool, Size: c.Total, Created: c.Began, State: overview.Making, Progress: far})
 		return

@@ -137,6 +137,8 @@ func (l *Local) Allocated(ctx context.Context, id ID, from int64, yield func(blo
 	if !ok {
 		return fmt.Errorf("%w: pool %s cannot list what is allocated", errdefs.ErrUnsupported, pool.Name())
 	}
+	ctx, end := l.progress.Track(ctx, pool.Name(), ref.String()) // where it has to be read
+	defer end()
 	return differ.Allocated(ctx, ref, from, yield)
 }
 
@@ -161,5 +163,7 @@ func (l *Local) Changed(ctx context.Context, base, target ID, from int64, yield 
 	if !ok {
 		return fmt.Errorf("%w: pool %s cannot compare snapshots", errdefs.ErrUnsupported, pool.Name())
 	}
+	ctx, end := l.progress.Track(ctx, pool.Name(), ref.String()) // where it has to be read
+	defer end()
 	return differ.Changed(ctx, base.ref(), ref, from, yield)
 }

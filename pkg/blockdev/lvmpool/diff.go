@@ -9,6 +9,7 @@ import (
 
 	"k8s.io/klog/v2"
 
+	"github.com/ashlar-csi/ashlar/internal/progress"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/direct"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/extents"
@@ -71,6 +72,7 @@ func (p *pool) compare(ctx context.Context, base, target blockdev.Ref, from int6
 	}
 	defer free()
 	w := &extents.Writer{Yield: yield}
+	progress.Begin(ctx, from, size)
 	for at := from - from%diffBlock; at < size; at += copyBlock {
 		if err := ctx.Err(); err != nil {
 			return err
@@ -88,6 +90,7 @@ func (p *pool) compare(ctx context.Context, base, target blockdev.Ref, from int6
 		if err := addChanges(w, at, have, want); err != nil {
 			return err
 		}
+		progress.Skip(ctx, int64(len(want)))
 	}
 	return w.Flush()
 }

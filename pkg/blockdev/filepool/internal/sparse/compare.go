@@ -74,7 +74,7 @@ func Allocated(ctx context.Context, f *os.File, size, from int64, yield func(blo
 // Changed passes on where two files, which nobody writes to, differ, from an offset on. Blocks that they share are the same. Else, where
 // either has data it reads both, and compares. The target is as large as the base, or larger. It says how far it is (progress).
 func Changed(ctx context.Context, base, target *os.File, baseSize, size, from int64, yield func(blockdev.Extent) error) error {
-	c := &comparison{base: base, target: target, baseSize: baseSize, size: size, w: &extents.Writer{Yield: yield},
+	c := &comparison{base: base, target: target, baseSize: baseSize, size: size, far: from, w: &extents.Writer{Yield: yield},
 		have: make([]byte, compared), want: make([]byte, compared)}
 	ForgetCached(base)
 	ForgetCached(target)
@@ -97,7 +97,7 @@ func Changed(ctx context.Context, base, target *os.File, baseSize, size, from in
 				return err
 			}
 		}
-		progress.Skip(ctx, next-offset)
+		c.told(ctx, next)
 		offset = next
 	}
 	return c.w.Flush()
@@ -110,8 +110,17 @@ const compared = 64 << 10
 type comparison struct {
 	base, target   *os.File
 	baseSize, size int64
+	far            int64 // up to where it was said that it is
 	w              *extents.Writer
 	have, want     []byte
+}
+
+// told says up to where it is.
+func (c *comparison) told(ctx context.Context, at int64) {
+	if at > c.far {
+		progress.Skip(ctx, at-c.far)
+		c.far = at
+	}
 }
 
 // compare compares from an offset, which is a multiple of compared, to an end, and returns up to where it did.
@@ -148,6 +157,7 @@ func (c *comparison) compare(ctx context.Context, offset, end int64) (int64, err
 			}
 		}
 		offset += n
+		c.told(ctx, offset)
 	}
 	return offset, nil
 }
