@@ -103,5 +103,22 @@ func plainlyIn(v reflect.Value) {
 		for i := range v.Len() {
 			plainlyIn(v.Index(i))
 		}
+	case reflect.Map: // a new one: what it holds cannot be set, and it may be somebody else's, too
+		if v.IsNil() {
+			return
+		}
+		texts := reflect.MakeMapWithSize(v.Type(), v.Len())
+		for key, value := range v.Seq2() {
+			texts.SetMapIndex(plainCopy(key), plainCopy(value))
+		}
+		v.Set(texts)
 	}
+}
+
+// plainCopy is a value of a map as plainly makes it.
+func plainCopy(v reflect.Value) reflect.Value {
+	c := reflect.New(v.Type()).Elem()
+	c.Set(v)
+	plainlyIn(c)
+	return c
 }

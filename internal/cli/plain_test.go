@@ -56,10 +56,12 @@ func TestHostileTexts(t *testing.T) {
 		problem := []overview.Problem{overview.Found(hostile, hostile, hostile, overview.KindVolume, hostile)}
 		progress := &overview.Progress{Done: 1, Total: 2}
 		o := &overview.Overview{Taken: now, Cluster: true, Driver: hostile, Version: hostile, Missing: []string{hostile}, Classes: []overview.Class{{Name: hostile, Pool: hostile}},
-			Nodes: []overview.Node{{Name: hostile, Problems: problem, Pools: []overview.Pool{{Node: hostile, Name: hostile, Kind: hostile, UUID: hostile, Problems: problem}}}},
+			Nodes: []overview.Node{{Name: hostile, Problems: problem, Pools: []overview.Pool{{Node: hostile, Name: hostile, Kind: hostile, UUID: hostile, Problems: problem,
+				Strays: []overview.Stray{{ID: hostile, Name: hostile, PersistentVolume: hostile, Claim: &overview.Ref{Namespace: hostile, Name: hostile}}}}}}},
 			Volumes: []overview.Volume{{ID: hostile, Name: "v", Node: hostile, Pool: hostile, Filesystem: hostile, Claim: &overview.Ref{Namespace: hostile, Name: hostile},
-				PersistentVolume: hostile, Pods: []overview.Ref{{Namespace: hostile, Name: hostile}}, Source: hostile, State: hostile, Failure: hostile, Progress: progress, Problems: problem}},
-			Snapshots: []overview.Snapshot{{ID: hostile, Name: hostile, Source: hostile, State: hostile, Failure: hostile, Problems: problem}}}
+				PersistentVolume: hostile, Pods: []overview.Ref{{Namespace: hostile, Name: hostile}}, Source: hostile, State: hostile, Failure: hostile, Progress: progress, Problems: problem,
+				Settings: map[string]string{hostile: hostile, hostile + "2": hostile}, Published: hostile, Devices: []string{hostile}, Mounts: []string{hostile}}},
+			Snapshots: []overview.Snapshot{{ID: hostile, Name: hostile, Source: hostile, Group: hostile, State: hostile, Failure: hostile, Problems: problem}}}
 		o.Finish()
 		return o
 	}
