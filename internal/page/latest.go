@@ -15,7 +15,8 @@ const (
 // latest is the newest view, which all viewers share.
 type latest struct {
 	source Source
-	taking chan struct{} // whoever has put something in may take an overview
+	ended  context.Context // when it is over, nobody wants an overview any more
+	taking chan struct{}   // whoever has put something in may take an overview
 	state  atomic.Pointer[taken]
 	start  int64 // views of another run of the driver are other ones
 }
@@ -45,7 +46,7 @@ func (t *taken) version() string {
 }
 
 func (l *latest) init(source Source) {
-	l.source, l.taking, l.start = source, make(chan struct{}, 1), time.Now().UnixNano()
+	l.source, l.ended, l.taking, l.start = source, context.Background(), make(chan struct{}, 1), time.Now().UnixNano()
 	l.state.Store(&taken{})
 }
 
@@ -74,10 +75,11 @@ func (l *latest) get(ctx context.Context, notBefore time.Time) (*taken, error) {
 	return t, nil
 }
 
-// take takes an overview. It is for everybody, so it goes on when the one who asked first is gone.
+// take takes an overview. It is for everybody, so it goes on when the one who asked first is gone, but not when all are.
 func (l *latest) take(ctx context.Context) *taken {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), takingLimit)
 	defer cancel()
+	defer context.AfterFunc(l.ended, cancel)()
 	t := &taken{view: l.state.Load().view, at: time.Now()}
 	defer func() { t.took = time.Since(t.at) }()
 	o, err := l.source.Overview(ctx)

@@ -29,6 +29,9 @@ var defaults = limits{read: 10 * time.Second, write: 30 * time.Second, idle: tim
 // seconds. Nothing of it runs any more when it returns.
 func (p *Page) Serve(ctx context.Context, listener net.Listener) error {
 	defer p.viewers.following.Wait()
+	looking, giveUp := context.WithCancel(context.WithoutCancel(ctx))
+	p.latest.ended = looking
+	defer giveUp() // a disk that hangs does not hold up the end
 	serving, end := context.WithCancel(ctx)
 	defer end()
 	server := &http.Server{

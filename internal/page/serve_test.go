@@ -219,6 +219,38 @@ func TestStreamsEndWithServing(t *testing.T) {
 	until(t, "no connection is served", func() bool { return connections() == 0 })
 }
 
+// hanging is a source that answers when nobody waits any more, as one whose disk hangs.
+type hanging struct {
+	madeUp
+	asked chan struct{}
+}
+
+func (h *hanging) Overview(ctx context.Context) (*overview.Overview, error) {
+	h.asked <- struct{}{}
+	<-ctx.Done()
+	return nil, ctx.Err()
+}
+
+// The end of the driver does not wait for a disk that hangs because somebody looks.
+func TestEndsWhileTaking(t *testing.T) {
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	check.OK(t, err)
+	source := &hanging{asked: make(chan struct{}, 9)}
+	ctx, stop := context.WithCancel(t.Context())
+	result := make(chan error, 1)
+	go func() { result <- New(source).Serve(ctx, listener) }()
+	answer, err := http.Get("http://" + listener.Addr().String() + "/events")
+	check.OK(t, err)
+	defer answer.Body.Close()
+	<-source.asked
+	began := time.Now()
+	stop()
+	check.OK(t, <-result)
+	if took := time.Since(began); took > defaults.stop+time.Second {
+		t.Errorf("it took %s to end", took)
+	}
+}
+
 func TestStreamsAreLimited(t *testing.T) {
 	t.Parallel()
 	s := serve(t, small(), func(l *limits) { l.streams = 2 })
