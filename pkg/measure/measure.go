@@ -79,6 +79,7 @@ type measured struct {
 
 // New measures the pools of a node. With perVolume there are samples of each volume.
 func New(ctx context.Context, local *volume.Local, pools []Pool, perVolume bool) *Node {
+	metrics.Begin(local.Node())
 	n := &Node{local: local, perVolume: perVolume}
 	n.context, n.stop = context.WithCancel(ctx)
 	for _, p := range pools {

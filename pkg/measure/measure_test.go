@@ -34,6 +34,16 @@ func node(t *testing.T, perVolume bool, hook memory.Hook) (*measure.Node, *volum
 }
 
 // TestValues: what is said of pools and volumes is how they are.
+// TestBegin: what alerts count is there before it happens.
+func TestBegin(t *testing.T) {
+	n, _ := node(t, false, nil)
+	s := metricstest.Of(t, n.Samples)
+	for _, series := range []string{`ashlar_freeze_seconds_count{node="n"}`, `ashlar_freeze_seconds_bucket{node="n",le="10"}`,
+		`ashlar_command_failures_total{program="mkfs.xfs"}`, `ashlar_command_failures_total{program="other"}`} {
+		s.Is(t, series, 0)
+	}
+}
+
 func TestValues(t *testing.T) {
 	n, local := node(t, true, nil)
 	v, err := local.Create(t.Context(), volume.Spec{Name: "v", Pool: "good", Size: volume.Range{Required: 30 * mib}, For: volume.Requester{Namespace: "shop", Name: "orders"}})

@@ -76,6 +76,16 @@ func init() {
 	}
 }
 
+// Begin has what alerts count of a node begin at 0. A series that begins with its first event has not increased by it, so the first
+// freeze that is too long would be nobody's.
+func Begin(node string) {
+	FreezeSeconds.vec.WithLabelValues(node)
+	for name := range programs {
+		CommandFailures.vec.WithLabelValues(name)
+	}
+	CommandFailures.vec.WithLabelValues(Program(""))
+}
+
 // Program is a program as metrics have it.
 func Program(name string) string {
 	if programs[name] {

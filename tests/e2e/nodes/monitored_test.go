@@ -25,10 +25,8 @@ import (
 var unseen = map[string]string{
 	"ashlar_agent_failures_total":     "nothing failed, maybe",
 	"ashlar_calls_busy_total":         "no call met another, maybe",
-	"ashlar_command_failures_total":   "no program failed, maybe",
 	"ashlar_copied_bytes_total":       "nothing was copied, maybe",
 	"ashlar_copies_in_progress":       "nothing is",
-	"ashlar_freeze_seconds":           "nothing was frozen, maybe",
 	"ashlar_pool_problems":            "there are none",
 	"ashlar_pool_thin_data_ratio":     "no pool is a thin pool",
 	"ashlar_pool_thin_metadata_ratio": "no pool is a thin pool",
