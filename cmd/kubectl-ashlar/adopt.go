@@ -97,6 +97,10 @@ func (a *adoption) run(ctx context.Context, wanted []string) error {
 	if err != nil {
 		return err
 	}
+	if len(asked) == 0 && !a.volumes {
+		_, err := fmt.Fprint(a.out, noStrays)
+		return err
+	}
 	for _, p := range pools.Items {
 		if err := a.ask(ctx, &p, asked[p.Name]); err != nil {
 			return err
@@ -121,6 +125,8 @@ func (a *adoption) run(ctx context.Context, wanted []string) error {
 	return a.restore(ctx)
 }
 
+const noStrays = "There are no strays.\n"
+
 // list prints the strays.
 func (a *adoption) list(pools []v1alpha1.Pool) error {
 	count := 0
@@ -141,7 +147,7 @@ func (a *adoption) list(pools []v1alpha1.Pool) error {
 		}
 		count += max(p.Status.StrayCount, len(p.Status.Strays))
 	}
-	what := "There are no strays.\n"
+	what := noStrays
 	if count > 0 {
 		what = fmt.Sprintf("\nStrays: %d. To have objects made for them, name pools or IDs, or give --all.\n", count)
 	}
@@ -170,13 +176,40 @@ func choose(pools []v1alpha1.Pool, wanted []string, all bool) (map[string][]stri
 		switch {
 		case len(on) == 0:
 			return nil, fmt.Errorf("%s is no pool (NODE.POOL), and no pool says that it is a stray; without arguments adopt lists them", one)
-		case len(on) > 1: // a disk was copied
-			return nil, fmt.Errorf("%s is a stray of several pools, of which only one can be meant: %s; take the wrong disk away first", one, strings.Join(on, ", "))
+		case len(on) > 1:
+			return nil, copied(one, on...)
 		case !slices.Contains(asked[on[0]], adoptAll):
 			asked[on[0]] = append(asked[on[0]], one)
 		}
 	}
-	return asked, nil
+	return asked, once(pools, asked)
+}
+
+// copied is the error for a stray that several pools keep: a disk was copied.
+func copied(stray string, on ...string) error {
+	return fmt.Errorf("%s is a stray of several pools, of which only one can be meant: %s; take the wrong disk away first", stray, strings.Join(on, ", "))
+}
+
+// once makes sure that no two pools are asked for the same stray: whichever agent comes first would have it.
+func once(pools []v1alpha1.Pool, asked map[string][]string) error {
+	on := map[string]string{}
+	for _, p := range pools {
+		for _, s := range p.Status.Strays {
+			if !among(asked[p.Name], &s) {
+				continue
+			}
+			if other, twice := on[s.ID]; twice {
+				return copied(s.ID, other, p.Name)
+			}
+			on[s.ID] = p.Name
+		}
+	}
+	return nil
+}
+
+// among reports whether a stray is one of those that are asked for.
+func among(asked []string, s *v1alpha1.Stray) bool {
+	return slices.Contains(asked, adoptAll) || slices.Contains(asked, s.ID) || s.Group != "" && slices.Contains(asked, s.Group)
 }
 
 // adoptAll is the value of the annotation that asks for all strays of a pool.
@@ -232,9 +265,7 @@ func (a *adoption) wait(ctx context.Context, name string, ids []string) error {
 
 // left reports whether a pool still has some of the strays that were asked for.
 func left(p *v1alpha1.Pool, ids []string) bool {
-	return slices.ContainsFunc(p.Status.Strays, func(s v1alpha1.Stray) bool {
-		return slices.Contains(ids, adoptAll) || slices.Contains(ids, s.ID) || s.Group != "" && slices.Contains(ids, s.Group)
-	})
+	return slices.ContainsFunc(p.Status.Strays, func(s v1alpha1.Stray) bool { return among(ids, &s) })
 }
 
 // restore makes what Kubernetes lacks. What is there already it leaves as it is.

@@ -418,6 +418,11 @@ func TestChoose(t *testing.T) {
 	if asked, err := choose(pools, []string{"vol.default.1"}, false); err == nil || !strings.Contains(err.Error(), "a.default, b.default") {
 		t.Errorf("of two pools: %v, %v", asked, err)
 	}
+	for what, all := range map[string]bool{"": true, "a.default b.default": false, "a.default vol.default.1": false} {
+		if asked, err := choose(pools, strings.Fields(what), all); err == nil || !strings.Contains(err.Error(), "a.default, b.default") {
+			t.Errorf("of both pools (%q): %v, %v", what, asked, err)
+		}
+	}
 	asked, err := choose(pools, []string{"vol.default.2", "b.default"}, false)
 	if err != nil || len(asked) != 2 || !slices.Equal(asked["a.default"], []string{"vol.default.2"}) || !slices.Equal(asked["b.default"], []string{adoptAll}) {
 		t.Errorf("%v, %v", asked, err)
@@ -503,6 +508,8 @@ func TestAdopt(t *testing.T) {
 		})
 	}
 	run(t, apitest.Admin, "adopt", "--persistent-volumes").says(t, "Kubernetes lacks nothing.")
+	run(t, apitest.Admin, "adopt", "--all").says(t, "There are no strays.")
+	run(t, apitest.Admin, "adopt", "n1.default").says(t, "There are no strays.")
 }
 
 // TestPools: the doctor is run with the pools that the pod has.
