@@ -51,9 +51,9 @@ func Found(severity Severity, reason, message string, kind, name string) Problem
 }
 
 // Full returns what an operator should know of a pool's room, if that is a problem: of what it may promise, hardly anything or nothing
-// is left.
+// is left. What else is wrong with the pool, and its kind, are there already: where it promises nothing because of that, it is not full.
 func (p *Pool) Full() (Problem, bool) {
-	if p.Total <= 0 {
+	if p.Total <= 0 || slices.ContainsFunc(p.Problems, p.stops) {
 		return Problem{}, false
 	}
 	percent := int(100 * (1 - float64(min(max(p.Available, 0), p.Total))/float64(p.Total)))
@@ -65,6 +65,12 @@ func (p *Pool) Full() (Problem, bool) {
 		return Found(Warning, PoolNearlyFull, fmt.Sprintf("%d %% of what it may promise is taken; delete volumes or snapshots, or grow it, before new volumes are refused", percent), KindPool, name), true
 	}
 	return Problem{}, false
+}
+
+// stops reports whether a problem of the pool is why it promises nothing, however much of it is left: the pool cannot be used, a disk of its
+// group is missing, or the blocks of its thin pool are taken.
+func (p *Pool) stops(because Problem) bool {
+	return Worse(because.Severity, Degraded) < 0 || because.Reason == "DeviceMissing" || because.Reason == PoolNearlyFull && p.Kind == "lvmthin"
 }
 
 // PoolName is what a pool is called among those of all nodes: the name of its object in a cluster, and of the subject of its problems.

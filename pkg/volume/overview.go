@@ -30,6 +30,9 @@ func (l *Local) Overview(ctx context.Context, kinds map[string]string) (*overvie
 			o.Missing = append(o.Missing, "the volumes of pool "+pool.Name()+", which does not answer")
 		}
 		one.pool.Kind, one.pool.Default = kinds[pool.Name()], i == 0
+		if full, is := one.pool.Full(); is && !slices.ContainsFunc(one.pool.Problems, func(p overview.Problem) bool { return p.Reason == full.Reason }) {
+			one.pool.Problems = append(one.pool.Problems, full)
+		}
 		o.Volumes, o.Snapshots = append(o.Volumes, one.volumes...), append(o.Snapshots, one.snapshots...)
 		n.Pools = append(n.Pools, one.pool)
 	}
@@ -141,9 +144,6 @@ func (l *Local) poolOverview(ctx context.Context, pool blockdev.Pool) overview.P
 		out.UUID = is.ID()
 	}
 	out.Problems = problemsOf(problems, err, overview.KindPool, overview.PoolName(l.node, pool.Name()))
-	if full, is := out.Full(); is && !slices.ContainsFunc(out.Problems, func(p overview.Problem) bool { return p.Reason == full.Reason }) {
-		out.Problems = append(out.Problems, full)
-	}
 	return out
 }
 
