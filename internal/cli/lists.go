@@ -50,7 +50,7 @@ func printPools(to *screen, o *overview.Overview, all []overview.Pool) {
 		wrong[n.Name] = n.Problems
 	}
 	t := table{columns: []column{{title: "NODE", least: 12}, {title: "POOL", least: 8}, {title: "KIND", drop: 4}, {title: "TOTAL", right: true}, {title: "TAKEN", right: true},
-		{title: "", drop: 6}, {title: "AVAILABLE", right: true}, {title: "USED", right: true, drop: 5}, {title: "VOLUMES", right: true, drop: 2}, {title: "SNAPSHOTS", right: true, drop: 3},
+		{title: " ", drop: 6}, {title: "AVAILABLE", right: true}, {title: "USED", right: true, drop: 5}, {title: "VOLUMES", right: true, drop: 2}, {title: "SNAPSHOTS", right: true, drop: 3},
 		{title: "PROBLEMS", least: 16}, {title: "LARGEST", right: true, wide: true}, {title: "DEFAULT", wide: true}, {title: "UUID", wide: true}}}
 	for i := range all {
 		p := &all[i]
