@@ -52,6 +52,21 @@ func TestMetrics(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, made.ID))
 	w.eventually("it is gone", func() bool { return volumes("ready") == 0 })
 
+	// What is wrong though nobody reports the pool any more: the node's driver was started without it, or the node is gone.
+	elsewhere := volumeOn(nodeName, "of a pool that is not served")
+	elsewhere.Spec.Pool = "fast"
+	check.OK(t, w.Create(w.ctx, elsewhere))
+	check.OK(t, w.Create(w.ctx, volumeOn("gone", "of a node that is gone")))
+	w.eventually("a pool that the node was started without is said to be down", func() bool {
+		values := metricstest.Of(t, m.agent.Samples).Values
+		up, there := values[`ashlar_pool_up{kind="",node="`+nodeName+`",pool="fast"}`]
+		return there && up == 0 && values[`ashlar_pool_problems{node="`+nodeName+`",pool="fast",reason="NotConfigured",severity="Inaccessible"}`] == 1
+	})
+	w.eventually("a node that is gone and has volumes is said to be down", func() bool {
+		up, there := metricstest.Of(t, s.Samples).Values[`ashlar_node_agent_up{node="gone"}`]
+		return there && up == 0
+	})
+
 	w.node(nodeName, false)
 	w.eventually("the node is said to be down", func() bool { return metricstest.Of(t, s.Samples).Values[ofNode("ashlar_node_agent_up", "")] == 0 })
 }

@@ -56,7 +56,7 @@ var (
 	AgentOldestWish  = sampledGauge("ashlar_agent_oldest_wish_seconds", "Age of the oldest object of the node whose spec is not carried out, in seconds; 0 if all are. What is being copied or zeroed does not count.", "node")
 
 	Objects     = sampledGauge("ashlar_objects", "Volumes and snapshots of the cluster, by their state (making, ready, deleting, failed, lost).", "node", "kind", "state")
-	NodeAgentUp = sampledGauge("ashlar_node_agent_up", "1 if the node, which has pools, is ready and its agent is heard.", "node")
+	NodeAgentUp = sampledGauge("ashlar_node_agent_up", "1 if the node, which has pools, volumes or snapshots, is there and ready and its agent is heard.", "node")
 )
 
 // What there is of each volume, with --metrics-per-volume.

@@ -10,6 +10,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/overview"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/metrics"
 )
@@ -54,6 +55,7 @@ func (a *Agent) Samples() []metrics.Sample {
 			}
 		}
 	}
+	samples = append(samples, a.unserved(objects)...)
 	var open []cluster.Object
 	for i := range objects.Volumes {
 		if v := &objects.Volumes[i]; !carriedOut(v) && !a.copies(v) {
@@ -67,6 +69,34 @@ func (a *Agent) Samples() []metrics.Sample {
 	}
 	return append(samples, metrics.AgentQueueLength.At(float64(a.gauges.length()), node),
 		metrics.AgentOldestWish.At(a.gauges.oldest(open, time.Now()).Seconds(), node))
+}
+
+// unserved are samples of the pools that the node was started without, and that something is in: nobody else measures them.
+func (a *Agent) unserved(objects cluster.Objects) (samples []metrics.Sample) {
+	node, said := a.local.Node(), map[string]bool{}
+	for i := range a.options.Pools {
+		said[a.options.Pools[i].Name()] = true
+	}
+	kinds := map[string]string{}
+	for i := range objects.Pools {
+		if p := &objects.Pools[i]; p.Spec.NodeName == node {
+			kinds[p.Spec.Pool] = p.Status.Kind
+		}
+	}
+	say := func(o cluster.Object) {
+		if pool := o.In(); o.Node() == node && !said[pool] {
+			said[pool] = true
+			samples = append(samples, metrics.PoolUp.Is(false, node, pool, kinds[pool]),
+				metrics.PoolProblems.At(1, node, pool, blockdev.Inaccessible.String(), cluster.ReasonNotConfigured))
+		}
+	}
+	for i := range objects.Volumes {
+		say(&objects.Volumes[i])
+	}
+	for i := range objects.Snapshots {
+		say(&objects.Snapshots[i])
+	}
+	return samples
 }
 
 func (m *gauges) length() (n int) {

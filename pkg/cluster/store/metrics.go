@@ -38,10 +38,12 @@ func (s *Store) Samples() []metrics.Sample {
 	}
 	for i := range objects.Volumes {
 		v := &objects.Volumes[i]
+		nodes[v.Spec.NodeName] = true // also if its Pools are gone, as of a node that is
 		count[counted{v.Spec.NodeName, "volume", v1alpha1.StateOf(v)}]++
 	}
 	for i := range objects.Snapshots {
 		o := &objects.Snapshots[i]
+		nodes[o.Spec.NodeName] = true
 		count[counted{o.Spec.NodeName, "snapshot", v1alpha1.StateOf(o)}]++
 	}
 	var samples []metrics.Sample
