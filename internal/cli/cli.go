@@ -140,7 +140,7 @@ func (s *showing) once(cmd *cobra.Command, show func(ctx context.Context, to *sc
 		}
 	}
 	shown := text.String()
-	if s.watch && to.width > 0 {
+	if s.watch && to.takes && to.width > 0 {
 		shown = emptied + to.first(shown)
 	}
 	if _, err := io.WriteString(cmd.OutOrStdout(), shown); err != nil {
@@ -149,11 +149,12 @@ func (s *showing) once(cmd *cobra.Command, show func(ctx context.Context, to *sc
 	return err
 }
 
-// screen is where something is printed: how large it is, and whether it shows colours.
+// screen is where something is printed: how large it is, and what it takes beside text.
 type screen struct {
 	io.Writer
-	width   int // columns; 0: no limit
-	rows    int // 0: no limit
+	width   int  // columns; 0: no limit
+	rows    int  // 0: no limit
+	takes   bool // commands, as to make it empty
 	colours bool
 	wide    bool // what is asked for is all there is
 }
@@ -168,7 +169,8 @@ func screenOf(w io.Writer) *screen {
 	if width, rows, err := term.GetSize(int(f.Fd())); err == nil {
 		s.width, s.rows = width, rows
 	}
-	s.colours = os.Getenv("NO_COLOR") == "" && os.Getenv("TERM") != "dumb"
+	s.takes = os.Getenv("TERM") != "dumb"
+	s.colours = s.takes && os.Getenv("NO_COLOR") == ""
 	return s
 }
 

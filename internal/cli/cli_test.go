@@ -17,6 +17,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/internal/overview"
 )
@@ -356,6 +357,29 @@ func TestTerminal(t *testing.T) {
 	}
 	if strings.Contains(string(seen), "\x1b[3J") {
 		t.Error("what had scrolled away was wiped out")
+	}
+}
+
+// TestDumbTerminal: one that says it takes no commands is given none.
+func TestDumbTerminal(t *testing.T) {
+	t.Setenv("TERM", "dumb")
+	program, person := drivertest.Terminal(t, 10, 80)
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	cmd := &cobra.Command{}
+	cmd.SetContext(ctx)
+	cmd.SetOut(program)
+	s := showing{watch: true}
+	check.OK(t, s.run(cmd, func(_ context.Context, to *screen) (any, error) {
+		to.print("%s\n", to.paint(red, "it is so"))
+		time.AfterFunc(100*time.Millisecond, cancel)
+		return 0, nil
+	}))
+	said := make([]byte, 4096)
+	n, err := person.Read(said)
+	check.OK(t, err)
+	if got := string(said[:n]); got != "it is so\r\n" {
+		t.Errorf("%q", got)
 	}
 }
 
