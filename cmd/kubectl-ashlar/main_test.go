@@ -326,6 +326,35 @@ func TestReported(t *testing.T) {
 	}
 }
 
+// TestKept: a pod uses the volume that its claim has now, and not one that was kept when a claim of that name was deleted.
+func TestKept(t *testing.T) {
+	e := newEnvironment(t)
+	e.add(node("full", corev1.ConditionTrue))
+	e.add(pool("full", 1000*mib, 1000*mib))
+	pods(e) // by the claim "data"
+	for name, phase := range map[string]corev1.PersistentVolumePhase{"pvc-kept": corev1.VolumeReleased, "pvc-used": corev1.VolumeBound, "pvc-kept-too": corev1.VolumeReleased} {
+		v := &v1alpha1.Volume{ObjectMeta: metav1.ObjectMeta{Name: volume.KeyOf(name)}, Spec: v1alpha1.VolumeSpec{NodeName: "full", Pool: "default", Name: name, Size: mib,
+			ClaimRef: &v1alpha1.ClaimRef{Namespace: namespace, Name: "data"}, PersistentVolume: name}, Status: v1alpha1.VolumeStatus{ObjectStatus: v1alpha1.ObjectStatus{Created: new(metav1.NowMicro()), Size: mib}}}
+		e.add(v)
+		pv := &corev1.PersistentVolume{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: corev1.PersistentVolumeSpec{Capacity: corev1.ResourceList{corev1.ResourceStorage: resource.MustParse("1Mi")},
+			AccessModes: []corev1.PersistentVolumeAccessMode{corev1.ReadWriteOnce}, ClaimRef: &corev1.ObjectReference{Namespace: namespace, Name: "data"},
+			PersistentVolumeSource: corev1.PersistentVolumeSource{CSI: &corev1.CSIPersistentVolumeSource{Driver: v1alpha1.DefaultDriver, VolumeHandle: v.ID()}}}}
+		e.add(pv)
+		pv.Status.Phase = phase
+		check.OK(t, e.Status().Update(t.Context(), pv))
+	}
+	o, err := view.Take(t.Context(), e, view.Options{Kubernetes: true})
+	check.OK(t, err)
+	for _, v := range o.Volumes {
+		if v.Claim == nil || v.Claim.Name != "data" || (len(v.Pods) == 1) != (v.Name == "pvc-used") {
+			t.Errorf("%s: claim %v, pods %v", v.Name, v.Claim, v.Pods)
+		}
+	}
+	if len(o.Volumes) != 3 {
+		t.Errorf("%d volumes", len(o.Volumes))
+	}
+}
+
 // TestPages: in pages there is what there is at once.
 func TestPages(t *testing.T) {
 	e := newEnvironment(t)

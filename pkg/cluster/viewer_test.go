@@ -91,6 +91,13 @@ func TestViewer(t *testing.T) {
 		return shown.Claim != nil && *shown.Claim == overview.Ref{Namespace: "default", Name: "data"} && len(shown.Pods) == 1 && shown.Pods[0].Name == "user" && shown.PersistentVolume == "seen"
 	})
 
+	pv.Status.Phase = corev1.VolumeReleased // its claim was deleted, and made anew
+	check.OK(t, w.Status().Update(w.ctx, pv))
+	w.eventually("a pod of another claim of that name does not use it", func() bool {
+		_, shown := of(id)
+		return shown.Claim != nil && len(shown.Pods) == 0
+	})
+
 	quiet()
 	cancel()
 	check.OK(t, s.Delete(w.ctx, v.ID))

@@ -91,7 +91,7 @@ func lessOfPersistentVolume(object any) (any, error) {
 		return object, nil
 	}
 	less := &corev1.PersistentVolume{ObjectMeta: metav1.ObjectMeta{Name: pv.Name, UID: pv.UID, ResourceVersion: pv.ResourceVersion}}
-	less.Spec.ClaimRef = pv.Spec.ClaimRef
+	less.Spec.ClaimRef, less.Status.Phase = pv.Spec.ClaimRef, pv.Status.Phase
 	if csi := pv.Spec.CSI; csi != nil {
 		less.Spec.CSI = &corev1.CSIPersistentVolumeSource{Driver: csi.Driver, VolumeHandle: csi.VolumeHandle}
 	}

@@ -77,7 +77,7 @@ type taking struct {
 	known     bool                            // the nodes could be listed
 	handles   map[string]string               // names of PersistentVolumes by handle
 	claims    map[string]overview.Ref         // claims by handle
-	holders   map[overview.Ref]string         // handles of what claims are bound to, by claim
+	holders   map[overview.Ref]string         // handles of what claims have now, by claim
 	users     map[overview.Ref][]overview.Ref // pods by claim
 	drivers   map[string]bool                 // namespaces that pods of agents are in
 	sorts     []storagev1.StorageClass
@@ -203,7 +203,10 @@ func (t *taking) addPersistentVolumes(l *corev1.PersistentVolumeList) {
 		t.handles[csi.Driver+" "+csi.VolumeHandle] = pv.Name
 		if ref := pv.Spec.ClaimRef; ref != nil {
 			claim := overview.Ref{Namespace: ref.Namespace, Name: ref.Name}
-			t.claims[csi.Driver+" "+csi.VolumeHandle], t.holders[claim] = claim, csi.Driver+" "+csi.VolumeHandle
+			t.claims[csi.Driver+" "+csi.VolumeHandle] = claim
+			if phase := pv.Status.Phase; phase == corev1.VolumeBound || phase != corev1.VolumeReleased && phase != corev1.VolumeFailed && t.holders[claim] == "" {
+				t.holders[claim] = csi.Driver + " " + csi.VolumeHandle // else that claim is gone, and one of its name is another
+			}
 		}
 	}
 }

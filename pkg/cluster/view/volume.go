@@ -43,8 +43,8 @@ func (t *taking) volume(v *v1alpha1.Volume) overview.Volume {
 	if ref, there := t.claims[handle]; there {
 		out.Claim = &ref
 	}
-	if out.Claim != nil {
-		out.Pods = t.users[*out.Claim]
+	if out.Claim != nil && (t.holders[*out.Claim] == handle || t.holders[*out.Claim] == "" && t.handles[handle] == "") {
+		out.Pods = t.users[*out.Claim] // of one that was kept when its claim was deleted, pods use another
 	}
 	if c := v.Spec.Claim; c != nil {
 		out.Published = c.Node
