@@ -353,6 +353,31 @@ func TestFollowsChanges(t *testing.T) {
 	b.wait(rows + " === 13")
 }
 
+// What is wrong with something twice, for the same reason, stays there twice.
+func TestFollowsProblemsAlike(t *testing.T) {
+	t.Parallel()
+	twice := func(messages ...string) *overview.Overview {
+		o := &overview.Overview{Taken: noon, Cluster: true, Nodes: []overview.Node{{Name: "n", Ready: true, Pools: []overview.Pool{{Node: "n", Name: "p", Total: gib, Available: gib, MaxVolume: gib}}}}}
+		for _, message := range messages {
+			o.Nodes[0].Pools[0].Problems = append(o.Nodes[0].Pools[0].Problems, problem(overview.Degraded, "RecordDamaged", message, "Pool", "n.p"))
+		}
+		o.Finish()
+		return o
+	}
+	s := serve(t, twice("that of one", "that of another"), nil)
+	b := newTab(t, s)
+	b.open("/")
+	b.waitText("#following", "Follows changes")
+	shown := func(messages ...string) {
+		t.Helper()
+		s.source.set(twice(messages...), nil)
+		b.wait(fmt.Sprintf("[...document.querySelectorAll('#wrong .message')].map((e) => e.textContent).join() === %q", strings.Join(messages, ",")))
+	}
+	shown("that of one", "that of two")
+	shown("that of one", "that of two", "that of three")
+	shown("that of three")
+}
+
 // The page of a volume follows, too, until the volume is gone.
 func TestFollowsOneVolume(t *testing.T) {
 	t.Parallel()

@@ -21,6 +21,7 @@
         gone.remove();
       }
       let match = child.id ? byID.get(child.id) : at && !at.id && at.nodeName === child.nodeName ? at : null;
+      byID.delete(child.id); // what is wrong twice has one id
       if (match && match.nodeName !== child.nodeName) match = null;
       if (!match) {
         old.insertBefore(document.importNode(child, true), at);
