@@ -263,6 +263,32 @@ func TestManyProblemsStayFew(t *testing.T) {
 	}
 }
 
+// A node may say of its volumes and pools whatever it likes, also one that somebody took over: the page stays as small.
+func TestManyKindsStayFew(t *testing.T) {
+	t.Parallel()
+	o := large(10000)
+	for i := range o.Volumes {
+		v := &o.Volumes[i]
+		v.Problems = nil
+		for n := range 16 {
+			v.Problems = append(v.Problems, problem(overview.DataLoss, fmt.Sprintf("Reason%d", 16*i+n), "so it says", "Volume", v.ID))
+		}
+	}
+	for i := range 5000 {
+		o.Nodes[0].Pools = append(o.Nodes[0].Pools, overview.Pool{Node: o.Nodes[0].Name, Name: fmt.Sprint("p", i), Total: gib, Available: gib, MaxVolume: gib})
+	}
+	o.Finish()
+	p := New(&madeUp{overview: o})
+	text := get(t, p, "GET", "/").Body.String()
+	if len(text) > 250_000 {
+		t.Fatalf("the page has %d bytes", len(text))
+	}
+	inOrder(t, text, "160,000 problems", "159,950 more problems", "of other kinds", "4,978 more pools", "1–12 of 50")
+	if text := get(t, p, "GET", "/node?name="+o.Nodes[0].Name).Body.String(); len(text) > 500_000 || !strings.Contains(text, "and 4802 more") {
+		t.Errorf("the page of a node has %d bytes", len(text))
+	}
+}
+
 // contextAt is that of a request that came to an address.
 func contextAt(t *testing.T, address string) context.Context {
 	t.Helper()

@@ -19,7 +19,8 @@ type view struct {
 	version string
 
 	Copies []copying
-	Groups []group
+	Groups []group       // the worst shownGroups
+	Others int           // how many problems are in none of them
 	Total  overview.Pool // of all pools
 
 	rows     []*row // of volumes, in the default order
@@ -55,8 +56,12 @@ type group struct {
 	Problems []overview.Problem
 }
 
-// shownOfGroup is how many problems of a kind are shown: of a node that is gone there are thousands.
-const shownOfGroup = 5
+// How many problems of a kind are shown, as of a node that is gone there are thousands; and how many kinds. The driver has fewer, but a
+// node that somebody took over says what it likes.
+const (
+	shownOfGroup = 5
+	shownGroups  = 50
+)
 
 // Shown are those of a group that are shown in the list of what is wrong.
 func (g group) Shown() []overview.Problem { return g.Problems[:min(shownOfGroup, len(g.Problems))] }
@@ -120,6 +125,10 @@ func (v *view) group() {
 	for _, p := range v.Problems {
 		key := [2]string{string(p.Severity), p.Reason}
 		i, ok := where[key]
+		if !ok && len(v.Groups) == shownGroups {
+			v.Others++
+			continue
+		}
 		if !ok {
 			i = len(v.Groups)
 			where[key] = i
