@@ -343,8 +343,20 @@ func TestKept(t *testing.T) {
 		pv.Status.Phase = phase
 		check.OK(t, e.Status().Update(t.Context(), pv))
 	}
+	// Of a claim that has what is not ours, none is, whatever a node says of its volumes.
+	e.add(&corev1.PersistentVolume{ObjectMeta: metav1.ObjectMeta{Name: "theirs"}, Spec: corev1.PersistentVolumeSpec{Capacity: corev1.ResourceList{corev1.ResourceStorage: resource.MustParse("1Mi")},
+		AccessModes: []corev1.PersistentVolumeAccessMode{corev1.ReadWriteOnce}, ClaimRef: &corev1.ObjectReference{Namespace: namespace, Name: "theirs"},
+		PersistentVolumeSource: corev1.PersistentVolumeSource{NFS: &corev1.NFSVolumeSource{Server: "s", Path: "/"}}}})
+	forged := &v1alpha1.Volume{ObjectMeta: metav1.ObjectMeta{Name: volume.KeyOf("forged")}, Spec: v1alpha1.VolumeSpec{NodeName: "full", Pool: "default", Name: "forged", Size: mib,
+		ClaimRef: &v1alpha1.ClaimRef{Namespace: namespace, Name: "theirs"}}}
+	e.add(forged)
 	o, err := view.Take(t.Context(), e, view.Options{Kubernetes: true})
 	check.OK(t, err)
+	at := slices.IndexFunc(o.Volumes, func(v overview.Volume) bool { return v.Name == "forged" })
+	if at < 0 || o.Volumes[at].Claim != nil {
+		t.Fatalf("it is shown as that of a claim: %+v", o.Volumes)
+	}
+	o.Volumes = slices.Delete(o.Volumes, at, at+1)
 	for _, v := range o.Volumes {
 		if v.Claim == nil || v.Claim.Name != "data" || (len(v.Pods) == 1) != (v.Name == "pvc-used") {
 			t.Errorf("%s: claim %v, pods %v", v.Name, v.Claim, v.Pods)

@@ -196,16 +196,17 @@ func (t *taking) addNodes(l *corev1.NodeList) {
 func (t *taking) addPersistentVolumes(l *corev1.PersistentVolumeList) {
 	for i := range l.Items {
 		pv := &l.Items[i]
-		csi := pv.Spec.CSI
-		if csi == nil {
-			continue
+		handle := "" // of what is none of CSI, and its claim's all the same
+		if csi := pv.Spec.CSI; csi != nil {
+			handle = csi.Driver + " " + csi.VolumeHandle
+			t.handles[handle] = pv.Name
 		}
-		t.handles[csi.Driver+" "+csi.VolumeHandle] = pv.Name
 		if ref := pv.Spec.ClaimRef; ref != nil {
 			claim := overview.Ref{Namespace: ref.Namespace, Name: ref.Name}
-			t.claims[csi.Driver+" "+csi.VolumeHandle] = claim
-			if phase := pv.Status.Phase; phase == corev1.VolumeBound || phase != corev1.VolumeReleased && phase != corev1.VolumeFailed && t.holders[claim] == "" {
-				t.holders[claim] = csi.Driver + " " + csi.VolumeHandle // else that claim is gone, and one of its name is another
+			t.claims[handle] = claim
+			_, held := t.holders[claim]
+			if phase := pv.Status.Phase; phase == corev1.VolumeBound || phase != corev1.VolumeReleased && phase != corev1.VolumeFailed && !held {
+				t.holders[claim] = handle // else that claim is gone, and one of its name is another
 			}
 		}
 	}

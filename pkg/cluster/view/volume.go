@@ -33,7 +33,7 @@ func (t *taking) volume(v *v1alpha1.Volume) overview.Volume {
 	handle := t.out.Driver + " " + out.ID
 	if ref := v.Spec.ClaimRef; ref != nil {
 		claim := overview.Ref{Namespace: ref.Namespace, Name: ref.Name}
-		if holder := t.holders[claim]; holder == "" || holder == handle { // else it has another volume, whatever this one's node says
+		if holder, held := t.holders[claim]; !held || holder == handle { // else it has another volume, whatever this one's node says
 			out.Claim = &claim
 		}
 	}
@@ -43,8 +43,10 @@ func (t *taking) volume(v *v1alpha1.Volume) overview.Volume {
 	if ref, there := t.claims[handle]; there {
 		out.Claim = &ref
 	}
-	if out.Claim != nil && (t.holders[*out.Claim] == handle || t.holders[*out.Claim] == "" && t.handles[handle] == "") {
-		out.Pods = t.users[*out.Claim] // of one that was kept when its claim was deleted, pods use another
+	if out.Claim != nil {
+		if holder, held := t.holders[*out.Claim]; held && holder == handle || !held && t.handles[handle] == "" {
+			out.Pods = t.users[*out.Claim] // of one that was kept when its claim was deleted, pods use another
+		}
 	}
 	if c := v.Spec.Claim; c != nil {
 		out.Published = c.Node
