@@ -81,7 +81,7 @@ func (a *Announcer) event(e entry, on corev1.ObjectReference) *eventsv1.Event {
 	}
 	hash := sha256.Sum256([]byte(strings.Join([]string{string(on.UID), e.key()}, "\x00")))
 	suffix := ".ashlar-" + hex.EncodeToString(hash[:8])
-	event := &eventsv1.Event{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: on.Name[:min(len(on.Name), mostName-len(suffix))] + suffix},
+	event := &eventsv1.Event{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: strings.TrimRight(on.Name[:min(len(on.Name), mostName-len(suffix))], "-.") + suffix},
 		EventTime: metav1.NewMicroTime(e.noted), ReportingController: a.options.Driver, ReportingInstance: a.instance,
 		Type: e.level, Reason: e.reason, Action: "HealthCheck", Note: e.text(), Regarding: on}
 	if v, ok := e.of.(*v1alpha1.Volume); ok && e.on != onVolume {
