@@ -18,7 +18,7 @@
 # /var/lib/ashlar of each node is made of, in a sparse image of POOL_SIZE (default 30G). AUDIT=1: the API server writes
 # every request down in log/audit. MANAGER_QPS: requests per second that each of Kubernetes' own controllers may make (its
 # default is 20). What the nodes share, with each other and with the machine: /dev with its loop devices, the kernel's
-# settings, and cgroups below /ashlar-e2e.
+# settings, and cgroups below one of the cluster's own.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 d=$CLUSTER_DIR
