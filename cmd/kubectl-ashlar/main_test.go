@@ -177,7 +177,11 @@ func damaged(e *environment) (lost *v1alpha1.Volume) {
 	now := metav1.NowMicro()
 	snapshot.Status.Created, snapshot.Status.Size = &now, 100*mib
 	e.add(snapshot)
-	e.add(&storagev1.StorageClass{ObjectMeta: metav1.ObjectMeta{Name: "ashlar"}, Provisioner: v1alpha1.DefaultDriver})
+	for name, terms := range map[string][]corev1.TopologySelectorTerm{"ashlar": nil,
+		"here":    {{MatchLabelExpressions: []corev1.TopologySelectorLabelRequirement{{Key: v1alpha1.TopologyKey, Values: []string{"full"}}}}},
+		"nowhere": {{MatchLabelExpressions: []corev1.TopologySelectorLabelRequirement{{Key: v1alpha1.TopologyKey, Values: []string{"full"}}, {Key: "zone", Values: []string{"other"}}}}}} {
+		e.add(&storagev1.StorageClass{ObjectMeta: metav1.ObjectMeta{Name: name}, Provisioner: v1alpha1.DefaultDriver, AllowedTopologies: terms})
+	}
 	e.add(&corev1.PersistentVolume{ObjectMeta: metav1.ObjectMeta{Name: "pvc-lost"}, Spec: corev1.PersistentVolumeSpec{Capacity: corev1.ResourceList{corev1.ResourceStorage: resource.MustParse("100Mi")},
 		AccessModes: []corev1.PersistentVolumeAccessMode{corev1.ReadWriteOnce}, ClaimRef: &corev1.ObjectReference{Namespace: namespace, Name: "data"},
 		PersistentVolumeSource: corev1.PersistentVolumeSource{CSI: &corev1.CSIPersistentVolumeSource{Driver: v1alpha1.DefaultDriver, VolumeHandle: lost.ID()}}}})
@@ -227,6 +231,19 @@ func TestCommands(t *testing.T) {
 	run(t, apitest.Admin, "volumes").says(t, "Making [####......] 40 %")
 	r = run(t, apitest.Admin, "capacity")
 	r.says(t, "silent   default  none: see status", "missing  default  none: see status", "CLASS ")
+	r = run(t, apitest.Admin, "capacity", "-o", "json")
+	var room struct {
+		Pools []struct {
+			Node    string
+			Classes []string
+		}
+	}
+	check.OK(t, errors.Join(r.err, json.Unmarshal([]byte(r.stdout), &room)))
+	for _, p := range room.Pools {
+		if here := slices.Contains(p.Classes, "here"); here != (p.Node == "full") || slices.Contains(p.Classes, "nowhere") {
+			t.Errorf("classes whose volumes may be on node %s: %v", p.Node, p.Classes)
+		}
+	}
 	if r := run(t, apitest.Admin, "doctor", "full"); r.err == nil || !strings.Contains(r.err.Error(), "no pod of the driver runs on node full") {
 		t.Errorf("doctor of a node without agent: %v", r.err)
 	}

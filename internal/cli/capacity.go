@@ -76,7 +76,7 @@ func roomOf(o *overview.Overview) *room {
 				one.Available, one.Largest = p.Available, p.MaxVolume
 			}
 			for _, class := range o.Classes {
-				if !poolset.Set(class.Pool).Has(p.Name) && (class.Pool != "" || !p.Default) {
+				if !class.Allows(n.Name) || !poolset.Set(class.Pool).Has(p.Name) && (class.Pool != "" || !p.Default) {
 					continue
 				}
 				one.Classes = append(one.Classes, class.Name)

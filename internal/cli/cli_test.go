@@ -416,13 +416,15 @@ func TestRoomOfSets(t *testing.T) {
 	failing.Problems = []overview.Problem{{Severity: overview.Degraded, Reason: "DiskFailing"}}
 	dead := pool("a", "fast-d", 8, false)
 	dead.Problems = []overview.Problem{{Severity: overview.Inaccessible, Reason: "PoolMissing"}}
-	o := &overview.Overview{Classes: []overview.Class{{Name: "default"}, {Name: "set", Pool: "fast-*"}, {Name: "two", Pool: "slow,fast-b"}, {Name: "one", Pool: "fast-b"}}, Nodes: []overview.Node{
+	o := &overview.Overview{Classes: []overview.Class{{Name: "default"}, {Name: "set", Pool: "fast-*"}, {Name: "two", Pool: "slow,fast-b"}, {Name: "one", Pool: "fast-b"},
+		{Name: "there", Pool: "fast-*", Nodes: []string{"a", "down"}}, {Name: "nowhere", Nodes: []string{}}}, Nodes: []overview.Node{
 		{Name: "a", Ready: true, Pools: []overview.Pool{pool("a", "slow", 1, true), pool("a", "fast-b", 2, false), failing, dead}},
 		{Name: "b", Ready: true, Pools: []overview.Pool{pool("b", "fast-b", 16, true)}},
 		{Name: "down", Pools: []overview.Pool{pool("down", "fast-b", 32, true)}},
 	}}
 	for _, have := range roomOf(o).Classes {
-		want := map[string]classRoom{"default": {"default", 2, 17, 16}, "set": {"set", 3, 22, 16}, "two": {"two", 3, 19, 16}, "one": {"one", 2, 18, 16}}[have.Class]
+		want := map[string]classRoom{"default": {"default", 2, 17, 16}, "set": {"set", 3, 22, 16}, "two": {"two", 3, 19, 16}, "one": {"one", 2, 18, 16},
+			"there": {"there", 2, 6, 4}, "nowhere": {Class: "nowhere"}}[have.Class]
 		if have != want {
 			t.Errorf("%+v, want %+v", have, want)
 		}

@@ -2,7 +2,10 @@
 // wants to see them. The page, the commands and the plugin of kubectl show it; none of them finds out anything by itself.
 package overview
 
-import "time"
+import (
+	"slices"
+	"time"
+)
 
 // Overview is everything at one moment. All sizes are bytes; all times are UTC. Lists are never nil, and sorted: problems
 // by severity (the worst first), then by what they are about; everything else by node, pool and name.
@@ -27,7 +30,12 @@ type Overview struct {
 type Class struct {
 	Name string `json:"name"`
 	Pool string `json:"pool,omitempty"` // a set of pools (poolset.Set); empty: each node's default one
+	// Nodes are those that its allowedTopologies name; nil: it names none, and all will do.
+	Nodes []string `json:"nodes"`
 }
+
+// Allows reports whether the volumes of a class may be on a node.
+func (c *Class) Allows(node string) bool { return c.Nodes == nil || slices.Contains(c.Nodes, node) }
 
 // Problem is something wrong that somebody should do something about.
 type Problem struct {

@@ -84,7 +84,10 @@ type taking struct {
 }
 
 // machine is what counts of a Node object.
-type machine struct{ ready, gone bool }
+type machine struct {
+	ready, gone bool
+	labels      map[string]string
+}
 
 // read lists all that is needed.
 func (t *taking) read() error {
@@ -182,7 +185,7 @@ func each[L client.ObjectList](t *taking, empty L, visit func(L), which ...clien
 
 func (t *taking) addNodes(l *corev1.NodeList) {
 	for i := range l.Items {
-		var m machine
+		m := machine{labels: l.Items[i].Labels}
 		for _, c := range l.Items[i].Status.Conditions {
 			m.ready = m.ready || c.Type == corev1.NodeReady && c.Status == corev1.ConditionTrue
 		}
@@ -259,9 +262,33 @@ func (t *taking) addPods(l *corev1.PodList) {
 func (t *taking) classes() {
 	for i := range t.sorts {
 		if c := &t.sorts[i]; c.Provisioner == t.out.Driver {
-			t.out.Classes = append(t.out.Classes, overview.Class{Name: c.Name, Pool: c.Parameters["pool"]})
+			t.out.Classes = append(t.out.Classes, overview.Class{Name: c.Name, Pool: c.Parameters["pool"], Nodes: t.allowed(c.AllowedTopologies)})
 		}
 	}
+}
+
+// allowed are the nodes of which one of the terms is true; nil if there are no terms. Of nodes that could not be listed it is not known which
+// labels they have: those that are about labels are taken for true.
+func (t *taking) allowed(terms []corev1.TopologySelectorTerm) []string {
+	if len(terms) == 0 {
+		return nil
+	}
+	names := []string{}
+	for _, n := range t.out.Nodes {
+		is := func(one corev1.TopologySelectorLabelRequirement) bool {
+			if one.Key == v1alpha1.TopologyKey {
+				return slices.Contains(one.Values, n.Name)
+			}
+			value, has := t.machines[n.Name].labels[one.Key]
+			return !t.known || has && slices.Contains(one.Values, value)
+		}
+		if slices.ContainsFunc(terms, func(term corev1.TopologySelectorTerm) bool {
+			return !slices.ContainsFunc(term.MatchLabelExpressions, func(one corev1.TopologySelectorLabelRequirement) bool { return !is(one) })
+		}) {
+			names = append(names, n.Name)
+		}
+	}
+	return names
 }
 
 // driver is the name of the driver, as the pools say it: a cluster has one of this kind.
