@@ -135,8 +135,8 @@ func (c *cluster) disks(node string) *disks {
 				fmt.Sprintf("if [ \"$(findmnt -no SOURCE /var/lib/ashlar | tail -n 1)\" = %s ]; then mv %s pool.img.new; fi", device, file),
 				"losetup -d "+device) // once it is unmounted
 		}
-		c.root(node, ". /run/node", `cd "$CLUSTER_DIR/nodes/$node"`, "mountpoint -q /var/lib/ashlar || mount /var/lib/ashlar",
-			"[ ! -e pool.img.new ] || mv pool.img.new pool.img", "rm -f new.img empty.img", "stat -c %Hd:%Ld /var/lib/ashlar >pool.device")
+		c.mount(node, "mountpoint -q /var/lib/ashlar || mount /var/lib/ashlar")
+		c.root(node, ". /run/node", `cd "$CLUSTER_DIR/nodes/$node"`, "[ ! -e pool.img.new ] || mv pool.img.new pool.img", "rm -f new.img empty.img", "stat -c %Hd:%Ld /var/lib/ashlar >pool.device")
 	})
 	return d
 }

@@ -106,6 +106,14 @@ func (c *cluster) root(node string, commands ...string) string {
 	return c.run(strings.Join(commands, "\n"), os.Getenv("CLUSTER"), "on", node, "bash", "-euo", "pipefail")
 }
 
+// mount has a node's disk mounted by that command. The disk is a file, and the loop device that it gets may be one that somebody made
+// read-only, which stays so for its next file; then it is mounted again, from another one or that one as it should be.
+func (c *cluster) mount(node, command string) {
+	c.Helper()
+	c.root(node, "for try in {1..20}; do", `blockdev --setrw "$(losetup -f)"`, command,
+		"findmnt -rno OPTIONS /var/lib/ashlar | grep -q ^rw && exit", "umount -l /var/lib/ashlar", "sleep 0.2", "done", "exit 1")
+}
+
 // plugin has "kubectl ashlar" be what is built from this source.
 func (c *cluster) plugin() {
 	c.Helper()

@@ -47,7 +47,7 @@ func TestWalk(t *testing.T) {
 	c.Cleanup(func() { _, _ = c.try("", "kubectl", "delete", "storageclass", c.ns+"-first", "--ignore-not-found") })
 	c.Cleanup(func() { // whatever comes of the test
 		for _, node := range c.nodes {
-			_, _ = c.try("", os.Getenv("CLUSTER"), "on", node, "sh", "-c", "mountpoint -q /var/lib/ashlar || mount /var/lib/ashlar")
+			c.mount(node, "mountpoint -q /var/lib/ashlar || mount /var/lib/ashlar")
 		}
 	})
 	began := time.Now()
@@ -94,7 +94,7 @@ func TestWalk(t *testing.T) {
 	b := c.open(all["full"].runbook)
 	c.shell(full, b.command("kubectl delete pvc -n NAMESPACE NAME", "NAMESPACE", c.ns, "NAME", "most"))
 	b = c.open(all["missing"].runbook)
-	c.root(missing, b.command("mount /var/lib/ashlar"))
+	c.mount(missing, b.command("mount /var/lib/ashlar"))
 	b = c.open(all["damaged"].runbook)
 	names := []string{"NAMESPACE", c.ns, "NAME", "damaged", "PVNAME", c.pv("data-damaged-0").Name}
 	c.shell(damaged, b.command("kubectl -n NAMESPACE scale statefulset NAME --replicas=0", names...))
