@@ -677,6 +677,18 @@ func TestDoctor(t *testing.T) {
 	}
 }
 
+// TestDoctorInPod: the root of a pod's container is not shared with anybody, and does not have to be; the kubelet's directory does.
+func TestDoctorInPod(t *testing.T) {
+	drivertest.NeedRoot(t)
+	for how, want := range map[string]string{"shared": "ok      mount propagation of /var/lib/kubelet: shared", "private": "warning mount propagation of /var/lib/kubelet: "} {
+		out, err := exec.Command("unshare", "--mount", "--propagation=private", "sh", "-euc",
+			`mount -t tmpfs tmpfs /var/lib && mkdir /var/lib/kubelet && mount -t tmpfs tmpfs /var/lib/kubelet && mount --make-$1 /var/lib/kubelet; exec "$0" doctor`, program, how).CombinedOutput()
+		if said := string(out); err != nil || !strings.Contains(said, want) || strings.Count(said, "propagation") != 1 {
+			t.Errorf("the kubelet's directory is %s: %v:\n%s", how, err, said)
+		}
+	}
+}
+
 // TestDoctorLVM: doctor tells what an LVM pool has and what it lacks.
 func TestDoctorLVM(t *testing.T) {
 	group := drivertest.NewGroup(t, 512<<20)

@@ -268,20 +268,18 @@ func (x *examination) disks(p Pool) {
 // propagation: what the driver mounts in its container has to appear on the host, and
 // in the containers of pods.
 func (x *examination) propagation() {
-	paths := []string{"/"}
-	if kubelet := "/var/lib/kubelet"; machine.Exists(kubelet) {
-		paths = append(paths, kubelet)
+	// What pods are to see is mounted below the kubelet's directory. The root of a container is never shared.
+	path := "/var/lib/kubelet"
+	if !machine.Exists(path) {
+		path = "/"
 	}
-	for _, path := range paths {
-		m, err := machine.MountOf(path)
-		if err != nil {
-			x.failure("mount propagation of %s: %v", path, err)
-			continue
-		}
-		if slices.ContainsFunc(m.OptionalFields, func(field string) bool { return strings.HasPrefix(field, "shared:") }) {
-			x.ok("mount propagation of %s: shared (the mount at %s)", path, m.MountPoint)
-			continue
-		}
+	m, err := machine.MountOf(path)
+	switch {
+	case err != nil:
+		x.failure("mount propagation of %s: %v", path, err)
+	case slices.ContainsFunc(m.OptionalFields, func(field string) bool { return strings.HasPrefix(field, "shared:") }):
+		x.ok("mount propagation of %s: shared (the mount at %s)", path, m.MountPoint)
+	default:
 		x.warning("mount propagation of %s: the mount at %s is not shared: containers do not see what is mounted here later; on a host, mount --make-rshared %s; in a pod, mountPropagation: Bidirectional (without containers it does not matter)",
 			path, m.MountPoint, m.MountPoint)
 	}
