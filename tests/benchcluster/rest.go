@@ -8,14 +8,19 @@ import (
 	"fmt"
 	"io"
 	"maps"
+	"net"
 	"net/http"
+	"net/url"
 	"os"
 	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"time"
 
+	collector "go.opentelemetry.io/proto/otlp/collector/trace/v1"
+	"google.golang.org/grpc"
 	appsv1 "k8s.io/api/apps/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -33,16 +38,55 @@ const (
 
 // sights are the flags by which the driver shows what it does, for its containers in the controller's pods and the nodes'; and all
 // flags that are of that kind.
-var sights = struct {
+type sights struct {
 	controller, node, all []string
-}{
-	controller: []string{"--metrics-endpoint=:9810", "--page=:9820"},
-	node:       []string{"--metrics-endpoint=:9811", "--metrics-per-volume"},
-	all:        []string{"--metrics-endpoint", "--metrics-per-volume", "--page"},
 }
 
-// measureRest measures the driver's pods that have nothing to do: with all that they can show, read as Prometheus does, and with nothing of
-// it, in turn. The processes have to be seen from here.
+func sightsOf(traces string) sights {
+	return sights{
+		controller: []string{"--metrics-endpoint=:9810", "--page=:9820", "--trace-endpoint=" + traces},
+		node:       []string{"--metrics-endpoint=:9811", "--metrics-per-volume", "--trace-endpoint=" + traces},
+		all:        []string{"--metrics-endpoint", "--metrics-per-volume", "--page", "--trace-endpoint"},
+	}
+}
+
+// spans takes traces, as a collector does, and keeps none.
+type spans struct {
+	collector.UnimplementedTraceServiceServer
+	taken atomic.Int64
+}
+
+func (s *spans) Export(_ context.Context, request *collector.ExportTraceServiceRequest) (*collector.ExportTraceServiceResponse, error) {
+	for _, of := range request.GetResourceSpans() {
+		for _, scope := range of.GetScopeSpans() {
+			s.taken.Add(int64(len(scope.GetSpans())))
+		}
+	}
+	return &collector.ExportTraceServiceResponse{}, nil
+}
+
+// collect has traces taken until stop. They are to be sent to the address, which pods reach as they do the API server, beside which this runs.
+func (s *spans) collect(apiServer string) (address string, stop func(), err error) {
+	at, err := url.Parse(apiServer)
+	if err != nil {
+		return "", nil, err
+	}
+	listener, err := net.Listen("tcp", net.JoinHostPort(at.Hostname(), "0"))
+	if err != nil {
+		return "", nil, fmt.Errorf("take traces beside the API server (cluster.sh net runs this there): %w", err)
+	}
+	server := grpc.NewServer()
+	collector.RegisterTraceServiceServer(server, s)
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		_ = server.Serve(listener) // until it is stopped
+	}()
+	return listener.Addr().String(), func() { server.Stop(); <-ended }, nil
+}
+
+// measureRest measures the driver's pods that have nothing to do: with all that they can show, read as Prometheus and a collector of traces do,
+// and with nothing of it, in turn. The processes have to be seen from here.
 func measureRest(ctx context.Context, args []string) (err error) {
 	flags := flag.NewFlagSet("rest", flag.ExitOnError)
 	kubeconfig := flags.String("kubeconfig", "", "how to reach the cluster")
@@ -63,11 +107,7 @@ func measureRest(ctx context.Context, args []string) (err error) {
 	if err := c.watch(ctx); err != nil {
 		return err
 	}
-	err = c.prepare(ctx)
-	for end := time.Now().Add(5 * time.Minute); apierrors.IsAlreadyExists(err) && time.Now().Before(end); err = c.prepare(ctx) {
-		time.Sleep(time.Second) // another measurement's is going
-	}
-	if err != nil {
+	if err := c.prepareAnew(ctx); err != nil {
 		return err
 	}
 	defer c.clean(ctx)
@@ -82,31 +122,57 @@ func measureRest(ctx context.Context, args []string) (err error) {
 	if _, err := c.until(ctx, "bound", names); err != nil {
 		return err
 	}
+	found, err := c.inTurn(ctx, config.Host, *rounds, *settle, *length)
+	if err != nil {
+		return err
+	}
+	printRest(found, *claims, *length)
+	return each(ctx, *claims, 8, func(ctx context.Context, i int) error { return c.deleteClaim(ctx, name(i)) })
+}
+
+// inTurn measures the pods with nothing to be seen of them (false) and with all (true), by process.
+func (c *inCluster) inTurn(ctx context.Context, apiServer string, rounds int, settle, length time.Duration) (map[bool]map[string][]atRest, error) {
+	traces := &spans{}
+	address, stop, err := traces.collect(apiServer)
+	if err != nil {
+		return nil, err
+	}
+	defer stop()
+	sights := sightsOf(address)
 	found := map[bool]map[string][]atRest{true: {}, false: {}}
-	for round := range *rounds {
+	for round := range rounds {
 		for _, seen := range []bool{round%2 == 0, round%2 != 0} { // each goes first as often as the other
-			if err := c.show(ctx, seen); err != nil {
-				return err
+			if err := c.show(ctx, sights, seen); err != nil {
+				return nil, err
 			}
-			one, err := c.watchRest(ctx, seen, *settle, *length)
+			before := traces.taken.Load()
+			one, err := c.watchRest(ctx, seen, settle, length)
 			if err != nil {
-				return err
+				return nil, err
+			}
+			if came := traces.taken.Load() - before; (came > 0) != seen {
+				return nil, fmt.Errorf("%d spans came, and traces were to be sent: %v", came, seen)
 			}
 			for process, measured := range one {
 				found[seen][process] = append(found[seen][process], measured...)
 			}
 		}
 	}
-	printRest(found, *claims, *length)
-	if err := c.show(ctx, true); err != nil {
-		return err
+	return found, c.show(ctx, sights, true)
+}
+
+// prepareAnew prepares the cluster; what another measurement prepared may be going still.
+func (c *inCluster) prepareAnew(ctx context.Context) error {
+	err := c.prepare(ctx)
+	for end := time.Now().Add(5 * time.Minute); apierrors.IsAlreadyExists(err) && time.Now().Before(end); err = c.prepare(ctx) {
+		time.Sleep(time.Second)
 	}
-	return each(ctx, *claims, 8, func(ctx context.Context, i int) error { return c.deleteClaim(ctx, name(i)) })
+	return err
 }
 
 func printRest(found map[bool]map[string][]atRest, claims int, length time.Duration) {
 	fmt.Printf("\n### At rest\n\nThe driver's containers with %d volumes and nothing to do for %s, in turn with nothing to be seen of them, and with metrics (of each volume, too, read every %s)\n"+
-		"and the page. Median of all replicas and rounds (least..most).\n", claims, length, scrapeEvery)
+		"and the page, and traces of all calls. Median of all replicas and rounds (least..most).\n", claims, length, scrapeEvery)
 	var rows [][]string
 	for _, process := range slices.Sorted(maps.Keys(found[true])) {
 		row := []string{process}
@@ -129,7 +195,7 @@ func printRest(found map[bool]map[string][]atRest, claims int, length time.Durat
 }
 
 // show has the driver show all that it can, or nothing, and waits until all pods do.
-func (c *inCluster) show(ctx context.Context, all bool) error {
+func (c *inCluster) show(ctx context.Context, sights sights, all bool) error {
 	fmt.Fprintln(os.Stderr, time.Now().Format("15:04:05"), "all of it is shown:", all)
 	args := func(have, want []string) []string {
 		kept := slices.DeleteFunc(slices.Clone(have), func(arg string) bool {

@@ -29,7 +29,7 @@ func TestLimits(t *testing.T) {
 	for name, value := range map[string]string{"limits-slow": "25", "limits-none": "max"} {
 		c.run(fmt.Sprintf(`{apiVersion: storage.k8s.io/v1, kind: VolumeAttributesClass, metadata: {name: %s}, driverName: %s, parameters: {writeIOPS: %q}}`, name, driverName, value),
 			"kubectl", "apply", "-f", "-")
-		t.Cleanup(func() { _, _ = c.try("", "kubectl", "delete", "volumeattributesclass", name) })
+		t.Cleanup(func() { _, _ = c.try("", "kubectl", "delete", "volumeattributesclass", name, "--wait=false") }) // it goes with the last claim that has it
 	}
 	on := func() string {
 		out, err := c.try("", os.Getenv("CLUSTER"), "on", node, "sh", "-c", limitsOnNode)
