@@ -16,7 +16,7 @@ type Overview struct {
 	Version string    `json:"version"` // of what made this
 	// Missing says what is left out, and why: "pods: ..." of what the user may not list, say.
 	Missing []string `json:"missing,omitempty"`
-	// Blind: nodes or agents could not be looked at. That nothing is said of them is then no proof that they are well.
+	// Blind: nodes or agents could not be looked at, or not now. That nothing is said of them is then no proof that they are well.
 	Blind bool `json:"blind,omitempty"`
 
 	Problems  []Problem  `json:"problems"` // of everything below

@@ -263,6 +263,18 @@ func TestManyProblemsStayFew(t *testing.T) {
 	}
 }
 
+// Where nobody could look, nothing is said to be well.
+func TestNothingIsKnown(t *testing.T) {
+	t.Parallel()
+	o := &overview.Overview{Taken: noon, Cluster: true, Blind: true, Missing: []string{"whatever is new"}}
+	o.Finish()
+	text := get(t, New(&madeUp{overview: o}), "GET", "/").Body.String()
+	inOrder(t, text, "<title>Nothing known · Ashlar", "Left out: whatever is new", "Nothing is known to be wrong")
+	if strings.Contains(text, "Nothing is wrong") || strings.Contains(text, "badge well") {
+		t.Error("it says that all is well")
+	}
+}
+
 // A node may say of its volumes and pools whatever it likes, also one that somebody took over: the page stays as small.
 func TestManyKindsStayFew(t *testing.T) {
 	t.Parallel()

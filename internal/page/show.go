@@ -31,9 +31,13 @@ var columns = []column{{"claim", "Claim"}, {"pod", "Pod"}, {"node", "Node and po
 
 func allOf(h heading, q query) everything {
 	e := everything{heading: h, Query: q, Columns: columns}
-	e.Title = "All well"
-	if n := len(h.View.Problems); n > 0 {
+	switch n := len(h.View.Problems); {
+	case n > 0:
 		e.Title = count(n, "problem")
+	case h.View.Blind:
+		e.Title = "Nothing known"
+	default:
+		e.Title = "All well"
 	}
 	e.Nodes = cut(h.View.nodes, q.Nodes, nodesPerPage)
 	e.Volumes = cut(q.volumes(h.View), q.Page, volumesPerPage)

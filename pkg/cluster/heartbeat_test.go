@@ -7,6 +7,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -487,6 +488,12 @@ func TestServerBusy(t *testing.T) {
 	s := w.listening(briefly)
 	w.pooled(s, m)
 	w.eventually("the agent is heard", func() bool { return w.available(s, nodeName) > 0 })
+	_, of := w.viewer(s, apitest.Admin)
+	left := func() bool { // what a viewer leaves out says that all may be old
+		o, _ := of("")
+		return o.Blind && slices.ContainsFunc(o.Missing, func(one string) bool { return strings.Contains(one, "may be old") })
+	}
+	w.eventually("all is shown", func() bool { o, _ := of(""); return len(o.Missing) == 0 && !o.Blind })
 	busy.Store(true)
 	mu.Lock()
 	for _, cancel := range open {
@@ -494,12 +501,14 @@ func TestServerBusy(t *testing.T) {
 	}
 	mu.Unlock()
 	w.eventually("it is refused", func() bool { return refused.Load() > 0 })
+	w.eventually("it is shown that all may be old", left)
 	for end := time.Now().Add(2 * briefly); time.Now().Before(end); time.Sleep(heartbeat / 2) {
 		if w.available(s, nodeName) == 0 {
 			t.Fatal("the node has no room any more")
 		}
 	}
 	busy.Store(false)
+	w.eventually("it is new again", func() bool { return !left() })
 	m.stop()
 	w.eventually("that the agent is down is heard again", func() bool { return w.available(s, nodeName) == 0 })
 }

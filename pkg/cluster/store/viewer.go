@@ -103,7 +103,8 @@ func (v *Viewer) Run(ctx context.Context) error {
 	return v.others.Start(ctx)
 }
 
-// Overview is what there is, as far as the watches told. It is ErrUnavailable until they did (Store.Ready).
+// Overview is what there is, as far as the watches told. It is ErrUnavailable until they did (Store.Ready); while they tell nothing any more,
+// Missing says so.
 func (v *Viewer) Overview(ctx context.Context) (*overview.Overview, error) {
 	if err := v.store.Ready(ctx); err != nil {
 		return nil, err
@@ -115,6 +116,10 @@ func (v *Viewer) Overview(ctx context.Context) (*overview.Overview, error) {
 	}})
 	if err == nil && !synced {
 		o.Missing = append(o.Missing, "pods, PersistentVolumes and StorageClasses: they are not known yet; if that lasts, the controller lacks the right to list and watch them")
+	}
+	if err == nil && !v.store.nodes.Hears() {
+		o.Blind = true
+		o.Missing = append(o.Missing, "whatever is new: the API server does not answer, or is too busy, so all of this may be old")
 	}
 	return o, err
 }

@@ -77,6 +77,13 @@ func (m *Monitor) listens(hears bool) {
 	m.deaf = !hears
 }
 
+// Hears reports whether the API server tells of the Leases, as far as it was asked. While it does not, what is known of anything may be old.
+func (m *Monitor) Hears() bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return !m.deaf
+}
+
 // LeaseChanged notes down that an agent was heard.
 func (m *Monitor) LeaseChanged(o client.Object, gone bool) {
 	lease, ok := o.(*coordinationv1.Lease)
