@@ -46,7 +46,7 @@ func TestOldLeftovers(t *testing.T) {
 			return n
 		}
 	}
-	l, left := over(0)
+	l, _ := over(0)
 	v, err := l.Create(t.Context(), volume.Spec{Name: "source", Pool: "a", Size: volume.Range{Required: mib}})
 	check.OK(t, err)
 	from, err := l.OpenCut(t.Context(), v.ID, volume.KeyOf("copy"))
@@ -59,7 +59,8 @@ func TestOldLeftovers(t *testing.T) {
 		drop bool
 		want int
 	}{{0, true, 2}, {48 * time.Hour, false, 2}, {48 * time.Hour, true, 0}} {
-		if l, left = over(c.age); c.drop {
+		l, left := over(c.age)
+		if c.drop {
 			l.DropOldLeftovers(t.Context())
 		}
 		if n := left(); n != c.want {

@@ -90,7 +90,7 @@ func newTwo(t testing.TB) *two {
 	running, stop := context.WithCancel(w.ctx)
 	ended := make(chan error, 1)
 	go func() { ended <- w.store.Run(running) }()
-	t.Cleanup(func() { stop(); <-ended })
+	t.Cleanup(func() { stop(); check.OK(t, <-ended) })
 	w.eventually("the controller knows both nodes", func() bool {
 		for _, n := range []*node{w.source, w.target} {
 			if c, err := w.store.Capacity(w.ctx, "", n.name); err != nil || c.Total == 0 {
@@ -253,7 +253,9 @@ func TestElsewhere(t *testing.T) {
 				return reached && !t.Failed()
 			}
 			if full {
-				for at := 1; try(at); at++ {
+				at := 1
+				for try(at) {
+					at++
 				}
 			} else {
 				for range sampled {
