@@ -28,6 +28,7 @@ type Spec struct {
 	Copies Copies
 	// Filesystem that it will carry; empty for raw block.
 	Filesystem filesystem.Type
+	Encryption Encryption
 	Mutable    map[string]string
 	// Nodes that it has to be usable on, the best first; empty: any.
 	Nodes []string
@@ -70,6 +71,8 @@ func (s Spec) Check(v Volume) error {
 		return differs("source", v.Source, s.Source)
 	case v.Filesystem != s.Filesystem:
 		return differs("filesystem", v.Filesystem, s.Filesystem)
+	case v.Encryption != s.Encryption:
+		return differs("encryption", v.Encryption, s.Encryption)
 	case v.Ephemeral != s.Ephemeral:
 		return differs("pod", v.Ephemeral, s.Ephemeral)
 	}
@@ -139,13 +142,13 @@ func (l *Local) createCopy(ctx context.Context, spec Spec) (Volume, error) {
 	if err != nil {
 		return Volume{}, err
 	}
-	if err := spec.CheckSource(carried(source.record)); err != nil {
+	if err := spec.CheckSource(contentsOf(source.record)); err != nil {
 		return Volume{}, err
 	}
 	if spec.Elsewhere() {
 		return l.createElsewhere(ctx, spec)
 	}
-	create, err := newVolume(spec, source.pool, source.record.Size)
+	create, err := newVolume(spec, source.pool, sizeOf(source.record))
 	if err != nil {
 		return Volume{}, err
 	}
@@ -199,11 +202,12 @@ func (l *Local) poolsOf(set string) ([]blockdev.Pool, error) {
 
 // newVolume says what to create in a pool: a volume of at least some bytes, and of as many as its filesystem needs.
 func newVolume(spec Spec, pool blockdev.Pool, floor int64) (blockdev.Spec, error) {
-	size, err := spec.Size.Choose(max(floor, spec.MinSize()), pool.Granularity())
+	overhead := spec.Encryption.Scheme.Overhead()
+	size, err := spec.Size.Choose(max(floor, spec.MinSize()), pool.Granularity(), overhead)
 	if err != nil {
 		return blockdev.Spec{}, err
 	}
-	return blockdev.Spec{Ref: blockdev.Ref{Kind: blockdev.Volume, Key: KeyOf(spec.Name)}, Name: spec.Name, Size: size,
+	return blockdev.Spec{Ref: blockdev.Ref{Kind: blockdev.Volume, Key: KeyOf(spec.Name)}, Name: spec.Name, Size: size + overhead,
 		Provisioning: spec.Provisioning, Labels: spec.labels()}, nil
 }
 

@@ -56,15 +56,6 @@ func carried(r blockdev.Record) filesystem.Type {
 	return cmp.Or(parseFormat(r.Labels[labelFormat]).Type, filesystem.Type(r.Labels[labelFilesystem]))
 }
 
-// CheckSource returns ErrInvalid if the volume cannot be a copy of what carries a filesystem
-// (empty: raw, or not known): a copy carries what its source does.
-func (s Spec) CheckSource(carried filesystem.Type) error {
-	if s.Filesystem == "" || carried == "" || s.Filesystem == carried {
-		return nil
-	}
-	return fmt.Errorf("%w: source %s carries %s, so its copy %q cannot be %s", errdefs.ErrInvalid, s.Source, carried, s.Name, s.Filesystem)
-}
-
 // Format makes sure that a volume, which is attached as a device, carries a filesystem, and says in
 // v how its record stands then. It makes the filesystem only if the record says that the volume was never
 // formatted and never handed out as a raw device, and the bytes agree. On any doubt it

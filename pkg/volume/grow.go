@@ -22,7 +22,8 @@ func (l *Local) Expand(ctx context.Context, id ID, size Range) (_ Volume, err er
 	if err != nil {
 		return Volume{}, err
 	}
-	want, err := size.Choose(v.Size, pool.Granularity())
+	overhead := v.Encryption.Scheme.Overhead()
+	want, err := size.Choose(v.Size, pool.Granularity(), overhead)
 	if err != nil {
 		return Volume{}, err
 	}
@@ -32,7 +33,7 @@ func (l *Local) Expand(ctx context.Context, id ID, size Range) (_ Volume, err er
 	ctx, span := trace.Start(ctx, "grow", "pool", pool.Name(), "object", ref.String())
 	defer func() { span(err) }()
 	tracked, end := l.progress.Track(ctx, pool.Name(), ref.String())
-	record, err := pool.Expand(tracked, ref, want)
+	record, err := pool.Expand(tracked, ref, want+overhead)
 	end()
 	if err == nil { // also with nothing to grow: a retry may come after a crash between the two
 		err = l.stacks.Of(pool, ref).Grow(ctx)
@@ -49,10 +50,13 @@ type Range struct{ Required, Limit int64 }
 // DefaultSize is what a volume gets that nobody gave a size, in bytes.
 const DefaultSize = 1 << 30
 
-// Choose returns the size for a range: the smallest multiple of step (bytes) that is at
-// least the required size and the floor. A range that requires nothing gets DefaultSize,
+// Choose returns the size for a range: the smallest that is at least the required size and the floor, and, with what the pool
+// keeps beyond it (Scheme.Overhead), a multiple of step (bytes). A range that requires nothing gets DefaultSize,
 // or its limit. ErrOutOfRange if there is no such size.
-func (r Range) Choose(floor, step int64) (int64, error) {
+func (r Range) Choose(floor, step, overhead int64) (int64, error) {
+	up := func(size int64) int64 { return (size+overhead+step-1)/step*step - overhead }
+	down := func(size int64) int64 { return (size+overhead)/step*step - overhead }
+	most := blockdev.MaxSize/step*step - overhead
 	if r.Required < 0 || r.Limit < 0 || (r.Limit > 0 && r.Required > r.Limit) {
 		return 0, fmt.Errorf("%w: required %d, limit %d", errdefs.ErrInvalid, r.Required, r.Limit)
 	}
@@ -60,16 +64,16 @@ func (r Range) Choose(floor, step int64) (int64, error) {
 	if size == 0 {
 		size = max(DefaultSize, floor)
 		if r.Limit > 0 {
-			size = min(size, r.Limit/step*step)
+			size = min(size, down(r.Limit))
 		}
 	}
 	size = max(size, floor)
-	if size > blockdev.MaxSize/step*step {
-		return 0, fmt.Errorf("%w: %d bytes; %d is the most", errdefs.ErrOutOfRange, size, blockdev.MaxSize/step*step)
+	if size > most {
+		return 0, fmt.Errorf("%w: %d bytes; %d is the most", errdefs.ErrOutOfRange, size, most)
 	}
-	size = (size + step - 1) / step * step
+	size = up(size)
 	if r.Limit > 0 && size > r.Limit {
-		return 0, fmt.Errorf("%w: no multiple of %d bytes from %d up to the limit of %d", errdefs.ErrOutOfRange, step, max(r.Required, floor), r.Limit)
+		return 0, fmt.Errorf("%w: no size in steps of %d bytes from %d up to the limit of %d", errdefs.ErrOutOfRange, step, max(r.Required, floor), r.Limit)
 	}
 	return size, nil
 }

@@ -25,11 +25,12 @@ type Origin struct {
 	ID ID
 	// Created is when it was cut: what another snapshot of that ID has is no part of a copy of this one.
 	Created time.Time
-	Size    int64 // bytes
+	Size    int64 // bytes, as the pool keeps them: with the header of what is encrypted
 	Sector  int64 // logical sector of its devices, in bytes
-	// Carries is the filesystem that it carries, or is to carry; empty: it is raw. Format is what its record says of its bytes.
-	Carries filesystem.Type
-	Format  Format
+	// Contents is what it carries, or is to carry. Format and Header are what its record says of its bytes.
+	Contents
+	Format Format
+	Header Header
 	// Read calls visit with what it holds from an offset on, in order, in pieces of up to ReadSize bytes, of which each begins and
 	// ends at a multiple of blockdev.Granularity. What is left out reads as zeros. The data is visit's until it returns.
 	Read func(ctx context.Context, from int64, visit func(at int64, data []byte) error) error
@@ -45,9 +46,10 @@ func (o Origin) check() error {
 	switch {
 	case o.Size <= 0 || o.Size > blockdev.MaxSize || o.Size%blockdev.Granularity != 0,
 		o.Sector < smallestSector || o.Sector > blockdev.Granularity || o.Sector&(o.Sector-1) != 0,
-		!slices.Contains(states, o.Format.State) || !known(o.Format.Type) || !known(o.Carries):
-		return fmt.Errorf("%w: its origin %s says that it has %d bytes in sectors of %d, is %q and carries %q; no snapshot that this version knows of is so",
-			errdefs.ErrUnsupported, o.ID, o.Size, o.Sector, o.Format.label(), o.Carries)
+		!slices.Contains(states, o.Format.State) || !known(o.Format.Type) || !known(o.Filesystem),
+		o.Scheme != NotEncrypted && !slices.Contains(Schemes, o.Scheme), o.Size <= o.Scheme.Overhead(), !slices.Contains(states[:3], o.Header.State):
+		return fmt.Errorf("%w: its origin %s says that it has %d bytes in sectors of %d, is %q, carries %q, has encryption %q and a header that is %q; no snapshot that this version knows of is so",
+			errdefs.ErrUnsupported, o.ID, o.Size, o.Sector, o.Format.label(), o.Filesystem, o.Scheme, o.Header.State)
 	}
 	return nil
 }
@@ -81,7 +83,7 @@ func imported(r blockdev.Record, from Origin) (done int64, of bool) {
 // Import makes a volume of the bytes of a snapshot that is not in one of its pools. It is nobody's before it is whole, and a call that comes
 // after one that was cut short goes on where that stopped, also after a crash. Otherwise it is as Create.
 func (l *Local) Import(ctx context.Context, spec Spec, from Origin) (Volume, error) {
-	if err := errors.Join(from.check(), l.checkMutable(spec.Mutable), spec.CheckSource(from.Carries)); err != nil {
+	if err := errors.Join(from.check(), l.checkMutable(spec.Mutable), spec.CheckSource(from.Contents)); err != nil {
 		return Volume{}, err
 	}
 	pools, err := l.poolsOf(spec.Pool)
@@ -108,7 +110,7 @@ func (l *Local) Import(ctx context.Context, spec Spec, from Origin) (Volume, err
 	if len(pools) == 1 {
 		return importIn(ctx, spec, pools[0])
 	}
-	return l.createPlaced(ctx, spec, pools, from.Size, importIn)
+	return l.createPlaced(ctx, spec, pools, from.Size-from.Scheme.Overhead(), importIn)
 }
 
 // importIn is Import in a pool, which may have a part of the copy.
@@ -130,7 +132,7 @@ func (l *Local) importIn(ctx context.Context, spec Spec, pool blockdev.Pool, fro
 
 // beginImport makes the object that the bytes go into, as zeros.
 func (l *Local) beginImport(ctx context.Context, spec Spec, pool blockdev.Pool, from Origin) (blockdev.Record, error) {
-	create, err := newVolume(spec, pool, from.Size)
+	create, err := newVolume(spec, pool, from.Size-from.Scheme.Overhead())
 	if err != nil {
 		return blockdev.Record{}, err
 	}
@@ -284,7 +286,7 @@ func (l *Local) open(ctx context.Context, id ID) (Origin, error) {
 		return Origin{}, err
 	}
 	return Origin{ID: id, Created: record.Created, Size: record.Size, Sector: sector,
-		Carries: carried(record), Format: parseFormat(record.Labels[labelFormat]),
+		Contents: contentsOf(record), Format: parseFormat(record.Labels[labelFormat]), Header: parseHeader(record.Labels[labelHeader]),
 		Read: func(ctx context.Context, from int64, visit func(int64, []byte) error) error {
 			release, err := l.holdSource(id)
 			if err != nil {

@@ -273,19 +273,22 @@ func TestImportFails(t *testing.T) {
 		want   error
 		left   bool
 	}{
-		"gone":          {func(o *volume.Origin) { *o = stopping(*o, mib, errdefs.ErrNotFound, new(int64)) }, errdefs.ErrNotFound, false},
-		"small sectors": {func(o *volume.Origin) { o.Sector = 256 }, errdefs.ErrUnsupported, false},
-		"odd sectors":   {func(o *volume.Origin) { o.Sector = 12345 }, errdefs.ErrUnsupported, false},
-		"vast sectors":  {func(o *volume.Origin) { o.Sector = 1 << 40 }, errdefs.ErrUnsupported, false},
-		"odd size":      {func(o *volume.Origin) { o.Size -= 512 }, errdefs.ErrUnsupported, false},
-		"a state":       {func(o *volume.Origin) { o.Format.State = "x" }, errdefs.ErrUnsupported, false},
-		"a type":        {func(o *volume.Origin) { o.Format.Type = "x\n" }, errdefs.ErrUnsupported, false},
-		"a filesystem":  {func(o *volume.Origin) { o.Carries = filesystem.Type(make([]byte, mib)) }, errdefs.ErrUnsupported, false},
-		"nothing":       {func(o *volume.Origin) { o.Read = sends(0, 0) }, errdefs.ErrUnavailable, true},
-		"beyond it":     {func(o *volume.Origin) { o.Read = sends(o.Size, 4096) }, errdefs.ErrUnavailable, true},
-		"before it":     {func(o *volume.Origin) { o.Read = sends(-4096, 4096) }, errdefs.ErrUnavailable, true},
-		"not aligned":   {func(o *volume.Origin) { o.Read = sends(512, 512) }, errdefs.ErrUnavailable, true},
-		"too much":      {func(o *volume.Origin) { o.Read = sends(0, volume.ReadSize+4096) }, errdefs.ErrUnavailable, true},
+		"gone":           {func(o *volume.Origin) { *o = stopping(*o, mib, errdefs.ErrNotFound, new(int64)) }, errdefs.ErrNotFound, false},
+		"small sectors":  {func(o *volume.Origin) { o.Sector = 256 }, errdefs.ErrUnsupported, false},
+		"odd sectors":    {func(o *volume.Origin) { o.Sector = 12345 }, errdefs.ErrUnsupported, false},
+		"vast sectors":   {func(o *volume.Origin) { o.Sector = 1 << 40 }, errdefs.ErrUnsupported, false},
+		"odd size":       {func(o *volume.Origin) { o.Size -= 512 }, errdefs.ErrUnsupported, false},
+		"a state":        {func(o *volume.Origin) { o.Format.State = "x" }, errdefs.ErrUnsupported, false},
+		"a type":         {func(o *volume.Origin) { o.Format.Type = "x\n" }, errdefs.ErrUnsupported, false},
+		"a filesystem":   {func(o *volume.Origin) { o.Filesystem = filesystem.Type(make([]byte, mib)) }, errdefs.ErrUnsupported, false},
+		"an encryption":  {func(o *volume.Origin) { o.Scheme = "rot13" }, errdefs.ErrUnsupported, false},
+		"a header":       {func(o *volume.Origin) { o.Header.State = volume.Raw }, errdefs.ErrUnsupported, false},
+		"no room for it": {func(o *volume.Origin) { o.Size, o.Scheme = mib, volume.LUKS2 }, errdefs.ErrUnsupported, false},
+		"nothing":        {func(o *volume.Origin) { o.Read = sends(0, 0) }, errdefs.ErrUnavailable, true},
+		"beyond it":      {func(o *volume.Origin) { o.Read = sends(o.Size, 4096) }, errdefs.ErrUnavailable, true},
+		"before it":      {func(o *volume.Origin) { o.Read = sends(-4096, 4096) }, errdefs.ErrUnavailable, true},
+		"not aligned":    {func(o *volume.Origin) { o.Read = sends(512, 512) }, errdefs.ErrUnavailable, true},
+		"too much":       {func(o *volume.Origin) { o.Read = sends(0, volume.ReadSize+4096) }, errdefs.ErrUnavailable, true},
 	} {
 		from := good
 		c.change(&from)

@@ -109,7 +109,7 @@ func TestChoose(t *testing.T) {
 		{volume.Range{Required: -1}, block, 0, errdefs.ErrInvalid},
 		{volume.Range{Limit: -1}, block, 0, errdefs.ErrInvalid},
 	} {
-		if have, err := c.in.Choose(c.floor, block); have != c.want || !errors.Is(err, c.err) {
+		if have, err := c.in.Choose(c.floor, block, 0); have != c.want || !errors.Is(err, c.err) {
 			t.Errorf("%+v from %d on: %d, %v; want %d, %v", c.in, c.floor, have, err, c.want, c.err)
 		}
 	}
@@ -124,7 +124,7 @@ func TestChoose(t *testing.T) {
 		{volume.Range{Limit: 11 * mib}, 8 * mib, nil},
 		{volume.Range{Required: most}, 0, errdefs.ErrOutOfRange},
 	} {
-		if have, err := c.in.Choose(block, 4*mib); have != c.want || !errors.Is(err, c.err) {
+		if have, err := c.in.Choose(block, 4*mib, 0); have != c.want || !errors.Is(err, c.err) {
 			t.Errorf("%+v in steps of 4 MiB: %d, %v; want %d, %v", c.in, have, err, c.want, c.err)
 		}
 	}

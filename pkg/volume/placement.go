@@ -110,10 +110,12 @@ type placement struct {
 func (l *Local) createPlaced(ctx context.Context, spec Spec, pools []blockdev.Pool, floor int64,
 	create func(ctx context.Context, spec Spec, in blockdev.Pool) (Volume, error),
 ) (Volume, error) {
-	size, err := spec.Size.Choose(max(floor, spec.MinSize()), blockdev.Granularity)
+	overhead := spec.Encryption.Scheme.Overhead()
+	size, err := spec.Size.Choose(max(floor, spec.MinSize()), blockdev.Granularity, overhead)
 	if err != nil {
 		return Volume{}, err
 	}
+	size += overhead
 	rooms := l.rooms(ctx, pools)
 	if slices.ContainsFunc(rooms, Room.Usable) {
 		rooms = slices.DeleteFunc(rooms, func(r Room) bool { return !r.Usable() })

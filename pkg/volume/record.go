@@ -18,6 +18,9 @@ const (
 	labelEphemeral  = "ephemeral"
 	labelTarget     = "target"
 	labelFlags      = "flags"
+	labelEncryption = "encryption"
+	labelDiscards   = "encryption.discard"
+	labelHeader     = "header" // STATE or STATE:UUID, of one that is encrypted
 	labelFrozen     = "frozen" // by this driver, for a cut
 	labelGroup      = "group"
 	labelGroupSize  = "group.size"
@@ -41,8 +44,9 @@ func setLabel(labels map[string]string, key, value string) {
 
 // fromRecord reads a volume out of its record.
 func fromRecord(pool, node string, r blockdev.Record) Volume {
-	v := Volume{ID: ID{r.Kind, pool, r.Key}, Name: r.Name, Size: r.Size, Thin: r.Thin, Node: node, Created: r.Created,
+	v := Volume{ID: ID{r.Kind, pool, r.Key}, Name: r.Name, Size: sizeOf(r), Thin: r.Thin, Node: node, Created: r.Created,
 		Filesystem: filesystem.Type(r.Labels[labelFilesystem]), Format: parseFormat(r.Labels[labelFormat]),
+		Encryption: Encryption{schemeOf(r), r.Labels[labelDiscards] != ""}, Header: parseHeader(r.Labels[labelHeader]),
 		Claim:     Claim{r.Labels[labelClaimNode], r.Labels[labelClaimRO] != "", r.Labels[labelClaimMode]},
 		Ephemeral: r.Labels[labelEphemeral], Target: r.Labels[labelTarget], Flags: r.Labels[labelFlags], Mutable: map[string]string{},
 		For: Requester{r.Labels[labelNamespace], r.Labels[labelClaim], r.Labels[labelPV]}}
@@ -62,13 +66,17 @@ func fromRecord(pool, node string, r blockdev.Record) Volume {
 
 func snapshotFromRecord(pool, node string, r blockdev.Record) Snapshot {
 	return Snapshot{ID: ID{r.Kind, pool, r.Key}, Name: r.Name, Source: ID{r.Origin.Kind, pool, r.Origin.Key},
-		Size: r.Size, Created: r.Created, Group: GroupID{r.Labels[labelGroup]}, Node: node}
+		Size: sizeOf(r), Scheme: schemeOf(r), Created: r.Created, Group: GroupID{r.Labels[labelGroup]}, Node: node}
 }
 
 // labels of a new volume.
 func (s Spec) labels() map[string]string {
 	labels := map[string]string{}
 	setLabel(labels, labelFilesystem, string(s.Filesystem))
+	setLabel(labels, labelEncryption, string(s.Encryption.Scheme))
+	if s.Encryption.Discards {
+		labels[labelDiscards] = "true"
+	}
 	setLabel(labels, labelEphemeral, s.Ephemeral)
 	setLabel(labels, labelNamespace, s.For.Namespace)
 	setLabel(labels, labelClaim, s.For.Name)

@@ -17,6 +17,7 @@ type Snapshot struct {
 	Name    string
 	Source  ID
 	Size    int64     // bytes; also the smallest volume that it can be restored to
+	Scheme  Scheme    // how its bytes are kept, as those of its source
 	Created time.Time // the moment of the cut
 	Group   GroupID   // zero if it is its own
 	Node    string

@@ -83,6 +83,8 @@ type Volume struct {
 	Source     ID
 	Filesystem filesystem.Type
 	Format     Format
+	Encryption Encryption
+	Header     Header // of an encrypted volume
 	Mutable    map[string]string
 	Claim      Claim // of no node if it is not claimed
 	Node       string

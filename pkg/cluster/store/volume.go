@@ -160,7 +160,7 @@ func (s *Store) plan(ctx context.Context, spec volume.Spec, refused refusals) (v
 		}
 		floor = max(floor, size)
 	}
-	size, err := spec.Size.Choose(floor, blockdev.Granularity)
+	size, err := spec.Size.Choose(floor, blockdev.Granularity, spec.Encryption.Scheme.Overhead())
 	if err != nil {
 		return nil, err
 	}
@@ -176,7 +176,7 @@ func (s *Store) plan(ctx context.Context, spec volume.Spec, refused refusals) (v
 	if err != nil {
 		return nil, err
 	}
-	v.Spec.Size, err = spec.Size.Choose(floor, step)
+	v.Spec.Size, err = spec.Size.Choose(floor, step, spec.Encryption.Scheme.Overhead())
 	return v, err
 }
 
@@ -196,7 +196,7 @@ func (s *Store) planSource(ctx context.Context, spec volume.Spec, v *v1alpha1.Vo
 		return 0, err
 	}
 	v.Spec.NodeName, v.Spec.Source = node, &v1alpha1.Source{Kind: string(spec.Source.Kind), Key: spec.Source.Key}
-	return size, spec.CheckSource(carried)
+	return size, spec.CheckSource(volume.Contents{Filesystem: carried})
 }
 
 // planCopy gives the object of a copy its node and pool: those of its source, if they may be. On another node, or in another pool, it

@@ -157,7 +157,7 @@ func (s *server) read(stream grpc.ServerStream) error {
 	if !r.Created.IsZero() && !r.Created.Equal(from.Created) {
 		r.From = 0 // the caller finds by the header that it is another one
 	}
-	text, err := json.Marshal(header{from.ID.String(), from.Created, from.Size, from.Sector, from.Carries, from.Format.State, from.Format.Type})
+	text, err := json.Marshal(header{from.ID.String(), from.Created, from.Size, from.Sector, from.Filesystem, from.Format.State, from.Format.Type})
 	if err != nil {
 		return err
 	}
@@ -232,7 +232,7 @@ func ask(ctx context.Context, agent grpc.ClientConnInterface, r Request) (grpc.C
 	if err != nil || h.Size <= 0 || h.Sector <= 0 || h.Created.IsZero() {
 		return nil, volume.Origin{}, fmt.Errorf("%w: the answer is of %q with %d bytes in sectors of %d", errdefs.ErrUnavailable, h.ID, h.Size, h.Sector)
 	}
-	return stream, volume.Origin{ID: id, Created: h.Created, Size: h.Size, Sector: h.Sector, Carries: h.Carries,
+	return stream, volume.Origin{ID: id, Created: h.Created, Size: h.Size, Sector: h.Sector, Contents: volume.Contents{Filesystem: h.Carries},
 		Format: volume.Format{State: h.State, Type: h.Type}}, nil
 }
 
