@@ -398,5 +398,5 @@ func eachSecret(m protoreflect.Message, visit func(protoreflect.Map, protoreflec
 
 func secret(key string) bool {
 	key = strings.ToLower(key)
-	return strings.Contains(key, "token") || strings.Contains(key, "secret") || strings.Contains(key, "password")
+	return strings.Contains(key, "token") || strings.Contains(key, "secret") || strings.Contains(key, "password") || strings.Contains(key, "passphrase")
 }

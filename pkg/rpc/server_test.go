@@ -41,6 +41,7 @@ type fake struct {
 	csi.UnimplementedControllerServer
 	csi.UnimplementedSnapshotMetadataServer
 	stage  func(context.Context, *csi.NodeStageVolumeRequest) error
+	other  error // of NodePublishVolume and NodeExpandVolume
 	stream func(csi.SnapshotMetadata_GetMetadataAllocatedServer) error
 	traced bool
 }
@@ -50,7 +51,11 @@ func (f *fake) NodeStageVolume(ctx context.Context, r *csi.NodeStageVolumeReques
 }
 
 func (f *fake) NodePublishVolume(context.Context, *csi.NodePublishVolumeRequest) (*csi.NodePublishVolumeResponse, error) {
-	return &csi.NodePublishVolumeResponse{}, nil
+	return &csi.NodePublishVolumeResponse{}, f.other
+}
+
+func (f *fake) NodeExpandVolume(context.Context, *csi.NodeExpandVolumeRequest) (*csi.NodeExpandVolumeResponse, error) {
+	return &csi.NodeExpandVolumeResponse{}, f.other
 }
 
 func (f *fake) DeleteVolume(context.Context, *csi.DeleteVolumeRequest) (*csi.DeleteVolumeResponse, error) {
@@ -226,7 +231,7 @@ func TestStreamIsLocked(t *testing.T) {
 
 const secretValue = "s3cr3t-value"
 
-var secretKeys = []string{"csi.storage.k8s.io/serviceAccount.tokens", "password", "clientSecret"}
+var secretKeys = []string{"csi.storage.k8s.io/serviceAccount.tokens", "password", "clientSecret", "passphrase"}
 
 // fillSecrets puts a secret wherever a message can have one: in the fields that CSI
 // marks, and under telling keys in all maps.
@@ -285,29 +290,71 @@ func TestNoSecretIsPrinted(t *testing.T) {
 	}
 }
 
-// TestNoSecretIsLogged at the highest verbosity, whether a call fails or not.
+// TestNoSecretIsLogged at the highest verbosity, nor traced, nor told to the caller, whether a call fails, panics, or does not; and calls that
+// find the volume busy.
 func TestNoSecretIsLogged(t *testing.T) {
-	f := &fake{}
+	spans, before := tracetest.NewInMemoryExporter(), otel.GetTracerProvider()
+	otel.SetTracerProvider(sdk.NewTracerProvider(sdk.WithSyncer(spans)))
+	defer otel.SetTracerProvider(before)
+	f := &fake{traced: true}
 	s := serveFake(t, f)
-	for _, err := range []error{nil, errdefs.ErrInvalid, errors.New("surprise")} {
-		f.stage = func(context.Context, *csi.NodeStageVolumeRequest) error { return err }
-		context := map[string]string{"harmless": "context"}
-		for _, key := range secretKeys {
-			context[key] = secretValue
+	inContext := map[string]string{"harmless": "context"}
+	for _, key := range secretKeys {
+		inContext[key] = secretValue
+	}
+	secrets := map[string]string{"passphrase": secretValue, "user": secretValue}
+	told := func(err error) {
+		if text := fmt.Sprintf("%+v", status.Convert(err).Proto()); strings.Contains(text, secretValue) {
+			t.Errorf("the caller is told a secret: %s", text)
 		}
-		secrets := map[string]string{"user": secretValue}
-		_, _ = s.NodeStageVolume(t.Context(), &csi.NodeStageVolumeRequest{VolumeId: "staged-volume", Secrets: secrets, VolumeContext: context})
-		_, _ = s.NodePublishVolume(t.Context(), &csi.NodePublishVolumeRequest{VolumeId: "published-volume", Secrets: secrets, VolumeContext: context})
-		_, _ = s.DeleteVolume(t.Context(), &csi.DeleteVolumeRequest{VolumeId: "deleted-volume", Secrets: secrets})
+	}
+	stage := func() error {
+		_, err := s.NodeStageVolume(t.Context(), &csi.NodeStageVolumeRequest{VolumeId: "staged-volume", Secrets: secrets, VolumeContext: inContext})
+		told(err)
+		return err
+	}
+	for _, end := range []func() error{
+		func() error { return nil },
+		func() error { return errdefs.ErrInvalid },
+		func() error { return errors.New("surprise") },
+		func() error { panic("a bug") },
+	} {
+		f.stage = func(_ context.Context, r *csi.NodeStageVolumeRequest) error {
+			if r.GetSecrets()["passphrase"] != secretValue {
+				t.Error("the service did not get its secret")
+			}
+			return end()
+		}
+		if f.other = nil; stage() != nil {
+			f.other = errors.New("surprise")
+		}
+		_, err := s.NodePublishVolume(t.Context(), &csi.NodePublishVolumeRequest{VolumeId: "published-volume", Secrets: secrets, VolumeContext: inContext})
+		told(err)
+		_, err = s.NodeExpandVolume(t.Context(), &csi.NodeExpandVolumeRequest{VolumeId: "grown-volume", Secrets: secrets})
+		told(err)
+		_, err = s.DeleteVolume(t.Context(), &csi.DeleteVolumeRequest{VolumeId: "deleted-volume", Secrets: secrets})
+		told(err)
+	}
+	f.stage = func(context.Context, *csi.NodeStageVolumeRequest) error {
+		f.stage = func(context.Context, *csi.NodeStageVolumeRequest) error { return nil }
+		wants(t, stage(), codes.Aborted) // the volume is busy
+		return nil
+	}
+	wants(t, stage(), codes.OK)
+	if _, err := s.stop(); err != nil {
+		t.Fatal(err)
 	}
 	log := s.log()
 	if strings.Contains(log, secretValue) {
 		t.Errorf("the log has a secret:\n%s", log)
 	}
-	for _, want := range []string{"staged-volume", "published-volume", "deleted-volume", "harmless", "stripped", "surprise"} {
+	for _, want := range []string{"staged-volume", "published-volume", "grown-volume", "deleted-volume", "harmless", "stripped", "surprise", "a bug"} {
 		if !strings.Contains(log, want) {
 			t.Errorf("the log says nothing of %q:\n%s", want, log)
 		}
+	}
+	if traced := fmt.Sprintf("%+v", spans.GetSpans()); strings.Contains(traced, secretValue) || !strings.Contains(traced, "NodeExpandVolume") {
+		t.Errorf("the spans: %s", traced)
 	}
 }
 
