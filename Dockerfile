@@ -26,12 +26,13 @@ FROM docker.io/library/debian:bookworm-slim AS base
 # xfsprogs     mkfs.xfs; for people: xfs_repair on a damaged volume
 # btrfs-progs  mkfs.btrfs; btrfstune, which gives a copy an identity of its own; for people: btrfs check
 # lvm2, thin-provisioning-tools    pools of logical volumes
+# cryptsetup-bin   cryptsetup, which makes and opens encrypted volumes
 # smartmontools    smartctl, which asks the disks below pools how they are
 #
 # The rest is system calls: loop devices, mounts, freezing, and the growth of XFS and btrfs. The kernel
 # loads what modules it needs with the host's modprobe, not with one from here.
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends e2fsprogs xfsprogs btrfs-progs lvm2 thin-provisioning-tools smartmontools \
+    && apt-get install -y --no-install-recommends e2fsprogs xfsprogs btrfs-progs lvm2 thin-provisioning-tools cryptsetup-bin smartmontools \
     && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/apt/* /var/log/*.log \
         /usr/share/locale/* /usr/share/man/* /usr/share/info/* \
     && find /usr/share/doc -type f ! -name copyright -delete

@@ -155,6 +155,7 @@ need xfsprogs mkfs.xfs xfs_repair
 need btrfs-progs mkfs.btrfs btrfstune
 need kmod modprobe
 need smartmontools smartctl
+need cryptsetup-bin cryptsetup
 # go test -race is linked by a C compiler.
 echo '#include <stdlib.h>' | gcc -E - >/dev/null 2>&1 || missing+=(gcc libc6-dev)
 

@@ -50,8 +50,11 @@ func TestDockerfile(t *testing.T) {
 	if !slices.Equal(c.Entrypoint, []string{"/driver"}) || !slices.Equal(c.Env, []string{"DM_DISABLE_UDEV=1"}) || c.Labels["org.opencontainers.image.version"] != "v1.2.3-test" {
 		t.Errorf("the image's settings: %+v", c)
 	}
-	if names, err := b.packages(); err != nil || !slices.Contains(names, "e2fsprogs") || !slices.Contains(names, "lvm2") {
-		t.Errorf("packages %v, %v", names, err)
+	names, err := b.packages()
+	for _, name := range []string{"e2fsprogs", "lvm2", "cryptsetup-bin"} {
+		if err != nil || !slices.Contains(names, name) {
+			t.Errorf("packages %v have no %s: %v", names, name, err)
+		}
 	}
 }
 
