@@ -113,7 +113,7 @@ func (s *Server) CreateVolume(ctx context.Context, r *csi.CreateVolumeRequest) (
 		return nil, err
 	}
 	spec.Pool, spec.Spread, spec.Copies = parameters.Pool, parameters.Spread, parameters.Copies
-	spec.Provisioning, spec.For = parameters.Provisioning, parameters.For
+	spec.Provisioning, spec.Encryption, spec.For = parameters.Provisioning, parameters.Encryption, parameters.For
 	if spec.Spread != volume.NoSpread && spec.For.Name == "" {
 		return nil, fmt.Errorf("%w: parameter spread=%s: nobody says which claim the volume is for; external-provisioner does with --extra-create-metadata", errdefs.ErrInvalid, spec.Spread)
 	}

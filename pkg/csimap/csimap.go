@@ -31,6 +31,9 @@ const (
 	fsType       = coPrefix + "fstype"
 	pvName       = coPrefix + "pv/name"
 
+	encryption        = "encryption"
+	encryptionDiscard = "encryption.discard"
+
 	// maxName is the longest name that an object of Kubernetes can have, in bytes.
 	maxName = 253
 )
@@ -62,6 +65,8 @@ func ClassParameters() []Parameter {
 		{"spread", string(volume.SpreadPreferred) + ", " + string(volume.SpreadRequired) + ": the volumes of one StatefulSet in different pools of the set; not for inline ephemeral volumes", "where there is most room"},
 		{"copies", string(volume.CopiesLocal) + ": clones and restores are on the node of their source; " + string(volume.CopiesAnywhere) + ": also on others, if the agents have a port (`--agent-endpoint`)", string(volume.CopiesLocal)},
 		{"provisioning", string(blockdev.Thick) + ", " + string(blockdev.Thin), "what the pool has; of file pools " + string(blockdev.Thick)},
+		{encryption, string(volume.LUKS2) + ": what the pool keeps is encrypted, with the passphrase of the node-stage secret ([more](../use/encryption.md))", "none"},
+		{encryptionDiscard, "true: what the volume does not use any more is given back to the pool, which so learns what that is; false. Only with `encryption`", "false"},
 		{fsType, strings.Join(filesystems, ", "), string(filesystem.Types[0])},
 	}
 }
@@ -73,8 +78,9 @@ type Parameters struct {
 	Copies volume.Copies // empty: not given
 	// Provisioning: AnyProvisioning if it was not given.
 	Provisioning blockdev.Provisioning
-	Filesystem   filesystem.Type  // empty: not given
-	For          volume.Requester // zero: not given
+	Encryption   volume.Encryption // zero: not given
+	Filesystem   filesystem.Type   // empty: not given
+	For          volume.Requester  // zero: not given
 }
 
 // isFilesystem reports whether a parameter is the filesystem, as Kubernetes' provisioner reads it: by the
@@ -104,16 +110,38 @@ func ParseParameters(parameters map[string]string) (Parameters, error) {
 			if err := p.place(key, value); err != nil {
 				return Parameters{}, err
 			}
+		case key == encryption, key == encryptionDiscard:
+			if err := p.encrypt(key, value); err != nil {
+				return Parameters{}, err
+			}
 		case key == pvcName || key == pvcNamespace || key == pvName:
 			if len(value) > maxName {
 				return Parameters{}, fmt.Errorf("%w: parameter %s has %d bytes, a name has up to %d", errdefs.ErrInvalid, key, len(value), maxName)
 			}
 			*map[string]*string{pvcName: &p.For.Name, pvcNamespace: &p.For.Namespace, pvName: &p.For.PersistentVolume}[key] = value
 		case !ForCO(key):
-			return p, fmt.Errorf("%w: unknown parameter %q; pool, spread, copies, provisioning and fstype are known", errdefs.ErrInvalid, key)
+			return p, fmt.Errorf("%w: unknown parameter %q; pool, spread, copies, provisioning, encryption, encryption.discard and fstype are known", errdefs.ErrInvalid, key)
 		}
 	}
+	if value, given := parameters[encryptionDiscard]; given && p.Encryption.Scheme == volume.NotEncrypted {
+		return Parameters{}, fmt.Errorf("%w: parameter %s=%q is for volumes that are encrypted; give %s too", errdefs.ErrInvalid, encryptionDiscard, value, encryption)
+	}
 	return p, nil
+}
+
+// encrypt reads a parameter that says how the bytes of the volume are kept.
+func (p *Parameters) encrypt(key, value string) error {
+	if key == encryption {
+		if p.Encryption.Scheme = volume.Scheme(value); !slices.Contains(volume.Schemes, p.Encryption.Scheme) {
+			return fmt.Errorf("%w: parameter %s=%q; %s is known, and volumes without the parameter are not encrypted", errdefs.ErrInvalid, key, value, volume.LUKS2)
+		}
+		return nil
+	}
+	if value != "true" && value != "false" {
+		return fmt.Errorf("%w: parameter %s=%q; true and false are known", errdefs.ErrInvalid, key, value)
+	}
+	p.Encryption.Discards = value == "true"
+	return nil
 }
 
 // place reads a parameter that says where, and how, the volume takes its space.

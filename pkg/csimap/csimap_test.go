@@ -127,6 +127,18 @@ func TestParseParameters(t *testing.T) {
 		"filesystem in two cases":       {parameters{"fstype": "xfs", "fsType": "xfs"}, Parameters{}, true},
 		"unknown filesystem":            {parameters{"fstype": "zfs"}, Parameters{}, true},
 		"filesystem's name in capitals": {parameters{"fstype": "XFS"}, Parameters{}, true},
+		"encryption":                    {parameters{"encryption": "luks2"}, Parameters{Encryption: volume.Encryption{Scheme: volume.LUKS2}}, false},
+		"encryption, discards":          {parameters{"encryption": "luks2", "encryption.discard": "true"}, Parameters{Encryption: volume.Encryption{Scheme: volume.LUKS2, Discards: true}}, false},
+		"encryption, no discards":       {parameters{"encryption.discard": "false", "encryption": "luks2"}, Parameters{Encryption: volume.Encryption{Scheme: volume.LUKS2}}, false},
+		"encryption, another":           {parameters{"encryption": "luks1"}, Parameters{}, true},
+		"encryption, in capitals":       {parameters{"encryption": "LUKS2"}, Parameters{}, true},
+		"encryption, empty":             {parameters{"encryption": ""}, Parameters{}, true},
+		"encryption, none":              {parameters{"encryption": "none"}, Parameters{}, true},
+		"discards of what is plain":     {parameters{"encryption.discard": "true"}, Parameters{}, true},
+		"no discards of what is plain":  {parameters{"encryption.discard": "false"}, Parameters{}, true},
+		"discards, maybe":               {parameters{"encryption": "luks2", "encryption.discard": "yes"}, Parameters{}, true},
+		"discards, empty":               {parameters{"encryption": "luks2", "encryption.discard": ""}, Parameters{}, true},
+		"a key among the parameters":    {parameters{"encryption": "luks2", "passphrase": "x"}, Parameters{}, true},
 		"almost fstype":                 {parameters{"fſtype": "xfs"}, Parameters{}, true}, // U+017F folds to s, and is none
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -135,6 +147,28 @@ func TestParseParameters(t *testing.T) {
 				t.Errorf("%+v, %v; want %+v, refused %v", p, err, c.want, c.refused)
 			}
 		})
+	}
+}
+
+// TestEncryptionErrors: they name the parameter, and not what may be a key.
+func TestEncryptionErrors(t *testing.T) {
+	for _, c := range []struct {
+		in   map[string]string
+		want string
+	}{
+		{map[string]string{"encryption": "luks1"}, `parameter encryption="luks1"; luks2 is known`},
+		{map[string]string{"encryption.discard": "true"}, `parameter encryption.discard="true" is for volumes that are encrypted; give encryption too`},
+		{map[string]string{"encryption": "luks2", "encryption.discard": "1"}, `parameter encryption.discard="1"; true and false are known`},
+		{map[string]string{"encryption": "luks2", "passphrase": "s3cr3t"}, `unknown parameter "passphrase"`},
+	} {
+		for _, parse := range []func() error{
+			func() error { _, err := ParseParameters(c.in); return err },
+			func() error { _, _, err := ParseEphemeral(c.in); return err },
+		} {
+			if err := parse(); !errors.Is(err, errdefs.ErrInvalid) || !strings.Contains(err.Error(), c.want) || strings.Contains(err.Error(), "s3cr3t") {
+				t.Errorf("%v: %v; want %s", c.in, err, c.want)
+			}
+		}
 	}
 }
 
@@ -169,6 +203,9 @@ func TestParseEphemeral(t *testing.T) {
 		if IsEphemeral(other) {
 			t.Errorf("%v is ephemeral", other)
 		}
+	}
+	if p, _, err := ParseEphemeral(map[string]string{"size": "1Gi", "encryption": "luks2", "encryption.discard": "true"}); err != nil || p.Encryption != (volume.Encryption{Scheme: volume.LUKS2, Discards: true}) {
+		t.Errorf("an encrypted one: %+v, %v", p, err)
 	}
 	if _, size, err := ParseEphemeral(nil); err != nil || size != (volume.Range{}) {
 		t.Errorf("without a size: %+v, %v", size, err)
@@ -223,7 +260,7 @@ func TestTopology(t *testing.T) {
 // FuzzParseParameters: what is let through is what there is, and nothing else is.
 func FuzzParseParameters(f *testing.F) {
 	for _, seed := range [][2]string{{"pool", "default"}, {"provisioning", "thin"}, {"provisioning", "thick"}, {"pool", ""}, {"pool", "-"}, {"x", "y"},
-		{"csi.storage.k8s.io/fstype", "xfs"}, {"fsType", "btrfs"}, {"fstype", "zfs"}, {"csi.storage.k8s.io/", ""}, {"csi.storage.k8s.io", ""}, {"pool", "a/../b"}} {
+		{"csi.storage.k8s.io/fstype", "xfs"}, {"fsType", "btrfs"}, {"fstype", "zfs"}, {"csi.storage.k8s.io/", ""}, {"csi.storage.k8s.io", ""}, {"pool", "a/../b"}, {"encryption", "luks2"}, {"encryption.discard", "true"}} {
 		f.Add(seed[0], seed[1])
 	}
 	f.Fuzz(func(t *testing.T, key, value string) {
@@ -231,6 +268,8 @@ func FuzzParseParameters(f *testing.F) {
 		var want Parameters
 		known := true
 		switch {
+		case key == "encryption" && value == "luks2":
+			want.Encryption.Scheme = volume.LUKS2
 		case key == "pool" && blockdev.ValidPoolName(value):
 			want.Pool = value
 		case key == "provisioning" && (value == "thin" || value == "thick"):
