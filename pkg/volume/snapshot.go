@@ -74,7 +74,7 @@ func (l *Local) snapshotSource(ctx context.Context, id ID) (origin, error) {
 func (l *Local) cut(ctx context.Context, o origin, name string, quiesced bool, done func(context.Context) error, labels map[string]string) (blockdev.Record, error) {
 	all := map[string]string{}
 	// What a restored volume has to know about its bytes.
-	for _, key := range []string{labelFormat, labelFilesystem} {
+	for _, key := range []string{labelFormat, labelFilesystem, labelEncryption, labelHeader} {
 		setLabel(all, key, o.record.Labels[key])
 	}
 	for key, value := range labels {
@@ -138,6 +138,11 @@ func (l *Local) Allocated(ctx context.Context, id ID, from int64, yield func(blo
 	if !ok {
 		return fmt.Errorf("%w: pool %s cannot list what is allocated", errdefs.ErrUnsupported, pool.Name())
 	}
+	record, err := pool.Get(ctx, ref)
+	if err != nil {
+		return err
+	}
+	from, yield = behindHeader(schemeOf(record), from, yield)
 	ctx, end := l.progress.Track(ctx, pool.Name(), ref.String()) // where it has to be read
 	defer end()
 	return differ.Allocated(ctx, ref, from, yield)
@@ -164,6 +169,7 @@ func (l *Local) Changed(ctx context.Context, base, target ID, from int64, yield 
 	if !ok {
 		return fmt.Errorf("%w: pool %s cannot compare snapshots", errdefs.ErrUnsupported, pool.Name())
 	}
+	from, yield = behindHeader(recent.Scheme, from, yield)
 	ctx, end := l.progress.Track(ctx, pool.Name(), ref.String()) // where it has to be read
 	defer end()
 	return differ.Changed(ctx, base.ref(), ref, from, yield)
