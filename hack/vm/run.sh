@@ -38,8 +38,10 @@ cat >"$scratch/init" <<EOF
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=$scratch/t TMPDIR=$scratch/t LC_ALL=C
 mount -t proc proc /proc && mount -t sysfs sys /sys && mount -t tmpfs tmpfs /run && mount -t cgroup2 cgroup2 /sys/fs/cgroup || exit
 mountpoint -q /dev || mount -t devtmpfs dev /dev
-for module in block/loop md/dm-mod md/dm-bufio md/dm-bio-prison md/persistent-data/dm-persistent-data md/dm-thin-pool md/dm-snapshot md/dm-flakey md/dm-log-writes md/dm-zero; do
-	insmod /usr/lib/uml/modules/\$(uname -r)/kernel/drivers/\$module.ko || exit
+# The last lines are dm-crypt, after what it needs.
+for module in drivers/block/loop drivers/md/{dm-mod,dm-bufio,dm-bio-prison,persistent-data/dm-persistent-data,dm-thin-pool,dm-snapshot,dm-flakey,dm-log-writes,dm-zero} \\
+	crypto/{gf128mul,ecb,xts,cbc,hmac} security/keys/encrypted-keys/encrypted-keys drivers/md/dm-crypt; do
+	insmod /usr/lib/uml/modules/\$(uname -r)/kernel/\$module.ko || exit
 done
 mkfs.ext4 -q /dev/ubda && mount /dev/ubda $scratch/t && cd $scratch/t || exit
 ip link set lo up 2>/dev/null

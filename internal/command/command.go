@@ -47,10 +47,24 @@ func (e *Error) Unwrap() error { return e.Err }
 // all that it starts are killed when ctx ends, and when the driver dies. A failure
 // is an *Error; if ctx ended first, it wraps ctx.Err().
 func Run(ctx context.Context, argv ...string) (stdout, stderr string, err error) {
+	return RunWith(ctx, Options{}, argv...)
+}
+
+// Options say what a program has beside its arguments.
+type Options struct {
+	Input []byte   // what it reads from its standard input; it is in no error
+	Env   []string // added to its environment
+}
+
+// RunWith is Run with options.
+func RunWith(ctx context.Context, o Options, argv ...string) (stdout, stderr string, err error) {
 	ctx, end := trace.Start(ctx, filepath.Base(argv[0]))
 	defer func(began time.Time) { observe(argv[0], began, err); end(err) }(time.Now())
 	cmd := exec.CommandContext(ctx, find(argv[0]), argv[1:]...)
-	cmd.Env = []string{"LC_ALL=C", "PATH=" + searchPath}
+	cmd.Env = append([]string{"LC_ALL=C", "PATH=" + searchPath}, o.Env...)
+	if len(o.Input) > 0 {
+		cmd.Stdin = bytes.NewReader(o.Input)
+	}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }
 	cmd.WaitDelay = 5 * time.Second
@@ -96,6 +110,9 @@ func didItsWork(program string, code int) bool {
 	const asked = ^0b11 // not: the command line is wrong, the disk does not open
 	return (program == "e2fsck" && code == 1) || (program == "smartctl" && code > 0 && code&asked == code)
 }
+
+// Find returns where a program is; exec.ErrNotFound if it is nowhere.
+func Find(name string) (string, error) { return exec.LookPath(find(name)) }
 
 // find returns where a program is; its name if it is not in searchPath, to be looked
 // for in the driver's own PATH.

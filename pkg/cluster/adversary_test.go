@@ -66,7 +66,7 @@ func (w *environment) samples(m *machine, s *store.Store) samples {
 	for _, v := range []volume.Volume{f.claimed, f.attached} {
 		check.OK(w, s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m"}))
 	}
-	device, err := m.local.Attach(w.ctx, f.attached)
+	device, err := m.local.Attach(w.ctx, f.attached, nil)
 	check.OK(w, err)
 	f.detach = device.Close
 	w.Cleanup(func() { check.OK(w, f.detach()) })

@@ -21,6 +21,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/luks"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -31,8 +32,8 @@ type layer interface {
 	attach(ctx context.Context, below blockdev.Device, o Options) (blockdev.Device, error)
 	// attached returns the layer's devices, and the numbers of those that they are over.
 	attached(ctx context.Context) (devices []blockdev.Device, below []uint64, err error)
-	// grow brings the layer's device to the size of the one below.
-	grow(ctx context.Context) error
+	// grow brings the layer's device to the size of the one below. key is that of a volume that is encrypted, if there is one.
+	grow(ctx context.Context, key luks.Key) error
 	// suspend holds back all writes to the layer's device until resume is called, which may be called again. resume is nil
 	// if the layer cannot, or has no device: nothing is held back then.
 	suspend(ctx context.Context) (resume func() error, err error)
@@ -118,9 +119,22 @@ func (s Stack) layers(ctx context.Context) []layer {
 	}
 	layers := []layer{bottom{s.pool, s.ref}}
 	if names, ok := blockdev.As[blockdev.Stackable](s.pool); ok && s.stacks.hasMapper() {
-		layers = append(layers, top{s.stacks, names, s.pool, s.ref})
+		layers = append(layers, crypt{names, s.pool, s.ref}, top{s.stacks, names, s.pool, s.ref})
 	}
 	return layers
+}
+
+// wanted returns those of the layers that an attached volume is to have; errdefs.ErrUnsupported if it is encrypted, and that cannot be had.
+func (s Stack) wanted(ctx context.Context, o Options) ([]layer, error) {
+	layers := s.layers(ctx)
+	is := func(l layer) bool { _, is := l.(crypt); return is }
+	switch {
+	case o.Encryption == nil:
+		return slices.DeleteFunc(layers, is), nil
+	case !slices.ContainsFunc(layers, is):
+		return nil, fmt.Errorf("%w: it is encrypted, and the kernel has no device mapper; load the modules dm-mod and dm-crypt", errdefs.ErrUnsupported)
+	}
+	return layers, nil
 }
 
 // Options say how to attach.
@@ -130,6 +144,8 @@ type Options struct {
 	Keep bool
 	// Attributes are settings of the block queue, by their names under /sys/block/DEVICE/queue.
 	Attributes map[string]string
+	// Encryption of a volume that is encrypted; nil: it is not.
+	Encryption *Encryption
 }
 
 // attachTries bounds how often a device that goes away while it is opened is looked for again.
@@ -154,6 +170,13 @@ func (s Stack) Attach(ctx context.Context, o Options) (blockdev.Device, error) {
 }
 
 func (s Stack) attach(ctx context.Context, o Options) (blockdev.Device, error) {
+	if o.Encryption != nil {
+		layers, err := s.wanted(ctx, o)
+		if err != nil {
+			return blockdev.Device{}, err
+		}
+		return s.attachAll(ctx, layers, o)
+	}
 	lowest := []layer{bottom{s.pool, s.ref}}
 	if !s.stacks.hasMapper() {
 		return s.attachAll(ctx, lowest, o)
@@ -166,7 +189,11 @@ func (s Stack) attach(ctx context.Context, o Options) (blockdev.Device, error) {
 		// It was handed out with nothing over it, when there was no device mapper. It stays so until it is detached.
 		return s.attachAll(ctx, lowest, o)
 	}
-	device, err := s.attachAll(ctx, s.layers(ctx), o)
+	layers, err := s.wanted(ctx, o)
+	if err != nil {
+		return blockdev.Device{}, err
+	}
+	device, err := s.attachAll(ctx, layers, o)
 	if errors.Is(err, unix.EBUSY) { // an older driver mounted the pool's device itself, so nothing can be laid over it
 		return s.attachAll(ctx, lowest, o)
 	}
@@ -178,7 +205,7 @@ func (s Stack) attachAll(ctx context.Context, layers []layer, o Options) (blockd
 	var device blockdev.Device
 	for i, l := range layers {
 		last := i == len(layers)-1
-		above, err := l.attach(ctx, device, Options{Keep: o.Keep && last})
+		above, err := l.attach(ctx, device, Options{Keep: o.Keep && last, Encryption: o.Encryption})
 		if failure := device.Close(); failure != nil {
 			err = errors.Join(err, failure, above.Close())
 		}
@@ -215,10 +242,11 @@ func (s Stack) Attached(ctx context.Context) ([]blockdev.Device, error) {
 }
 
 // Grow brings all of the stack to the size of the pool's device, after blockdev.Pool.Expand, which leaves that with the size
-// of the volume. It is needed again after a crash between the two.
-func (s Stack) Grow(ctx context.Context) error {
+// of the volume. It is needed again after a crash between the two. One that is encrypted and attached needs its key for that:
+// luks.ErrNoKey without.
+func (s Stack) Grow(ctx context.Context, key luks.Key) error {
 	for _, l := range s.layers(ctx) {
-		if err := l.grow(ctx); err != nil {
+		if err := l.grow(ctx, key); err != nil {
 			return s.errorOf(l, err)
 		}
 	}
@@ -321,7 +349,14 @@ func (s *Stacks) Recover(ctx context.Context, pool blockdev.Pool) error {
 	if err := s.probe(); err != nil {
 		return err
 	}
-	tops, err := s.tops(pool)
+	crypts, err := s.crypts(pool)
+	for _, c := range crypts { // first: what is over one of them grows with it
+		if err := c.recover(ctx); err != nil {
+			klog.FromContext(ctx).Error(err, "Could not put right the open device of an encrypted volume; the next start tries again", "pool", pool.Name(), "object", c.ref.String())
+		}
+	}
+	tops, failure := s.tops(pool)
+	err = errors.Join(err, failure)
 	for _, t := range tops {
 		if err := t.recover(ctx); err != nil {
 			klog.FromContext(ctx).Error(err, "Could not put right the device over a volume; the next start tries again", "pool", pool.Name(), "object", t.ref.String())
@@ -361,7 +396,7 @@ func (b bottom) attached(ctx context.Context) ([]blockdev.Device, []uint64, erro
 	return devices, nil, err
 }
 
-func (b bottom) grow(context.Context) error                    { return nil } // Expand does
+func (b bottom) grow(context.Context, luks.Key) error          { return nil } // Expand does
 func (b bottom) suspend(context.Context) (func() error, error) { return nil, nil }
 func (b bottom) detach(ctx context.Context) error              { return b.pool.Detach(ctx, b.ref) }
 

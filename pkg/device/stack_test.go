@@ -243,7 +243,7 @@ func TestTopGrows(t *testing.T) {
 		d := f.attach(device.Options{Keep: true})
 		want := int64(size)
 		for step, grow := range []func(){
-			func() { check.OK(f, f.stack().Grow(f.Context())) },
+			func() { check.OK(f, f.stack().Grow(f.Context(), nil)) },
 			func() { f.attach(device.Options{Keep: true}) },
 			f.recover,
 		} {
@@ -404,7 +404,7 @@ func TestNoTop(t *testing.T) {
 		if resume, err := f.stack().Suspend(f.Context()); err != nil || resume != nil {
 			t.Errorf("it says that it holds writes back: %v, %v", resume != nil, err)
 		}
-		check.OK(t, errors.Join(d.Close(), f.stack().Grow(f.Context()), f.stack().Detach(f.Context())))
+		check.OK(t, errors.Join(d.Close(), f.stack().Grow(f.Context(), nil), f.stack().Detach(f.Context())))
 		f.gone()
 	}
 }

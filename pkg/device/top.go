@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"slices"
 	"strings"
 	"time"
 
@@ -15,6 +14,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/luks"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -129,24 +129,12 @@ func (t top) attached(context.Context) (devices []blockdev.Device, below []uint6
 	return []blockdev.Device{{Path: d.Path(), Number: d.Number, Size: size, Kept: !d.Deferred}}, below, err
 }
 
-// below returns the pool's device that a top is over; false if the pool has it no more.
+// below returns what a top is over: the volume's open device if it is encrypted, or else the pool's; false if neither is it.
 func (t top) below(ctx context.Context, d *dm.Device) (blockdev.Device, bool, error) {
-	numbers, err := dm.Below(d.Name)
-	if dm.Vanished(err) {
-		return blockdev.Device{}, false, nil
-	}
-	if err != nil {
-		return blockdev.Device{}, false, err
-	}
-	devices, err := t.pool.Attached(ctx, t.ref)
-	i := slices.IndexFunc(devices, func(one blockdev.Device) bool { return slices.Contains(numbers, one.Number) })
-	if err != nil || i < 0 {
-		return blockdev.Device{}, false, err
-	}
-	return devices[i], true, nil
+	return belowOf(ctx, d, crypt{t.names, t.pool, t.ref}, bottom{t.pool, t.ref})
 }
 
-func (t top) grow(ctx context.Context) error {
+func (t top) grow(ctx context.Context, _ luks.Key) error {
 	_, uuid, d, err := t.find()
 	if err != nil || d == nil || !d.Live {
 		return err
@@ -255,7 +243,7 @@ func (t top) recover(ctx context.Context) error {
 	if err := t.seal(ctx, d, uuid); err != nil {
 		return err
 	}
-	return t.grow(ctx)
+	return t.grow(ctx, nil)
 }
 
 // seal brings a top that an older driver made, with a single target, to a table that passes no ioctls down (dm.Show); also one that

@@ -36,8 +36,9 @@ func (s *Server) NodeExpandVolume(ctx context.Context, r *csi.NodeExpandVolumeRe
 		return nil, fmt.Errorf("%w: volume %s has %d bytes, %d are required; expand it at the controller first", errdefs.ErrOutOfRange, v.ID, v.Size, required)
 	}
 	// A retry after a crash may find the device smaller than its image.
-	if v, err = s.volumes.Expand(ctx, v.ID, volume.Range{}); err != nil {
-		return nil, err
+	secret := newSecret(r.GetSecrets(), expandSecret)
+	if v, err = s.volumes.Grow(ctx, v.ID, secret.key); err != nil {
+		return nil, fmt.Errorf("grow volume %s: %w", r.GetVolumeId(), secret.explain(err))
 	}
 	if !at.Node {
 		if err := s.grow(v, at.device); err != nil {

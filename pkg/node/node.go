@@ -26,7 +26,8 @@ type Volumes interface {
 	Get(ctx context.Context, id volume.ID) (volume.Volume, error)
 	Create(ctx context.Context, spec volume.Spec) (volume.Volume, error)
 	Delete(ctx context.Context, id volume.ID) error
-	Expand(ctx context.Context, id volume.ID, size volume.Range) (volume.Volume, error)
+	// Grow brings the devices of a volume to its size.
+	Grow(ctx context.Context, id volume.ID, key volume.Key) (volume.Volume, error)
 	// Ephemeral returns the inline ephemeral volume that the CO gave an ID to.
 	Ephemeral(ctx context.Context, name string) (volume.Volume, error)
 	// Used is how much of a volume has space, in bytes, where that is known.
@@ -36,9 +37,9 @@ type Volumes interface {
 	SetFlags(ctx context.Context, id volume.ID, flags string) error
 	// Claimed says how a volume is claimed that is to be used, for reading only or not, as far as that is known here.
 	Claimed(ctx context.Context, v volume.Volume, readOnly bool) (claim volume.Claim, known bool)
-	// Attach attaches a volume to be mounted, AttachRaw until Detach, to be handed out as it is.
-	Attach(ctx context.Context, v volume.Volume) (blockdev.Device, error)
-	AttachRaw(ctx context.Context, v volume.Volume, writable bool) (blockdev.Device, error)
+	// Attach attaches a volume to be mounted, AttachRaw until Detach, to be handed out as it is. The key is that of one that is encrypted.
+	Attach(ctx context.Context, v volume.Volume, key volume.Key) (blockdev.Device, error)
+	AttachRaw(ctx context.Context, v volume.Volume, key volume.Key, writable bool) (blockdev.Device, error)
 	// Format makes sure that a device of a volume carries a filesystem; it makes one only on a blank volume.
 	Format(ctx context.Context, v *volume.Volume, device blockdev.Device, want filesystem.Type) (made bool, err error)
 	// Attached and Detach need no record of the volume.

@@ -28,13 +28,14 @@ func (s *Server) NodePublishVolume(ctx context.Context, r *csi.NodePublishVolume
 	if err != nil {
 		return nil, err
 	}
+	how.secret = newSecret(r.GetSecrets(), publishSecret)
 	if csimap.IsEphemeral(r.GetVolumeContext()) {
 		err = s.publishEphemeral(ctx, r, target, how)
 	} else {
 		err = s.publish(ctx, r, target, how)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("publish volume %s at %s: %w", r.GetVolumeId(), r.GetTargetPath(), err)
+		return nil, fmt.Errorf("publish volume %s at %s: %w", r.GetVolumeId(), r.GetTargetPath(), how.secret.explain(err))
 	}
 	return &csi.NodePublishVolumeResponse{}, nil
 }
@@ -179,7 +180,7 @@ func (s *Server) publishMount(ctx context.Context, staged string, info mount.Inf
 // publishBlock binds the device of a staged block volume. Readers get the same device as writers,
 // at a node that cannot be written through: what is written is what they read.
 func (s *Server) publishBlock(ctx context.Context, v volume.Volume, target string, how mountRequest) error {
-	device, err := s.volumes.AttachRaw(ctx, v, !how.readOnly)
+	device, err := s.volumes.AttachRaw(ctx, v, how.secret.key, !how.readOnly)
 	if err != nil {
 		return err
 	}

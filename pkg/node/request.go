@@ -2,6 +2,7 @@ package node
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 
@@ -34,7 +35,36 @@ type mountRequest struct {
 	readOnly bool
 	// exclusive: published at one target at the most.
 	exclusive bool
+	secret    secret
 }
+
+// PassphraseKey is the entry of a call's secret that opens an encrypted volume.
+const PassphraseKey = "passphrase"
+
+// secret is what a call brings to open an encrypted volume with: the entries of a secret, and how a StorageClass names that secret.
+type secret struct {
+	key       volume.Key
+	parameter string
+}
+
+func newSecret(entries map[string]string, parameter string) secret {
+	return secret{volume.Key(entries[PassphraseKey]), parameter}
+}
+
+// explain says where the key comes from, in an error for which it is missing or wrong.
+func (s secret) explain(err error) error {
+	if errors.Is(err, volume.ErrNoKey) || errors.Is(err, volume.ErrKey) {
+		return fmt.Errorf("%w; it is the entry %q of the secret that the parameter %s of the StorageClass names", err, PassphraseKey, s.parameter)
+	}
+	return err
+}
+
+// The parameters of a StorageClass that name the secrets of calls, and the field of an inline ephemeral volume that does.
+const (
+	stageSecret   = "csi.storage.k8s.io/node-stage-secret-name"
+	expandSecret  = "csi.storage.k8s.io/node-expand-secret-name"
+	publishSecret = "csi.storage.k8s.io/node-publish-secret-name"
+)
 
 func newMountRequest(c *csi.VolumeCapability, publishContext map[string]string, readOnly bool) (mountRequest, error) {
 	fsType, err := csimap.CheckCapabilities(c)

@@ -36,7 +36,7 @@ func (g *going) Attached(context.Context, volume.ID) ([]blockdev.Device, error) 
 	return []blockdev.Device{g.device}, nil
 }
 
-func (g *going) Attach(context.Context, volume.Volume) (blockdev.Device, error) {
+func (g *going) Attach(context.Context, volume.Volume, volume.Key) (blockdev.Device, error) {
 	return blockdev.Device{}, errAttached
 }
 

@@ -28,6 +28,7 @@ func (s *Server) NodeStageVolume(ctx context.Context, r *csi.NodeStageVolumeRequ
 	if err != nil {
 		return nil, err
 	}
+	how.secret = newSecret(r.GetSecrets(), stageSecret)
 	id, err := volume.ParseID(r.GetVolumeId())
 	if err != nil {
 		return nil, err
@@ -44,7 +45,7 @@ func (s *Server) NodeStageVolume(ctx context.Context, r *csi.NodeStageVolumeRequ
 		}
 	}
 	if err != nil {
-		return nil, fmt.Errorf("stage volume %s: %w", id, err)
+		return nil, fmt.Errorf("stage volume %s: %w", id, how.secret.explain(err))
 	}
 	return &csi.NodeStageVolumeResponse{}, nil
 }
@@ -64,7 +65,7 @@ func (s *Server) mountVolume(ctx context.Context, v volume.Volume, path string, 
 	if err := s.checkStagedOnce(ctx, v.ID, path); err != nil {
 		return err
 	}
-	device, err := s.volumes.Attach(ctx, v)
+	device, err := s.volumes.Attach(ctx, v, how.secret.key)
 	if err != nil {
 		return err
 	}
@@ -170,7 +171,7 @@ func (s *Server) stageBlock(ctx context.Context, v volume.Volume, path string, h
 			return err
 		}
 	}
-	device, err := s.volumes.AttachRaw(ctx, v, !how.readOnly)
+	device, err := s.volumes.AttachRaw(ctx, v, how.secret.key, !how.readOnly)
 	if err != nil {
 		return err
 	}

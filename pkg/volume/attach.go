@@ -2,6 +2,7 @@ package volume
 
 import (
 	"context"
+	"errors"
 
 	"github.com/ashlar-csi/ashlar/internal/trace"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
@@ -17,30 +18,62 @@ func (l *Local) stack(id ID) (device.Stack, error) {
 
 // Attach makes a volume a device of this node, to be mounted: the mount holds it from then on, and the device
 // goes with it.
-func (l *Local) Attach(ctx context.Context, v Volume) (blockdev.Device, error) {
-	return l.attach(ctx, v, false)
+//
+// One that is encrypted needs a key: ErrNoKey or ErrKey without the right one, and then nothing has changed. Only what is attached already needs none.
+func (l *Local) Attach(ctx context.Context, v Volume, key Key) (blockdev.Device, error) {
+	return l.attach(ctx, v, key, false)
 }
 
 // AttachRaw makes a volume a device of this node that stays until Detach, to be handed out to those who
 // are not trusted with it. If it is for writing the record says so before anybody can write:
 // what the volume carries from then on is its user's, and it is never formatted.
-func (l *Local) AttachRaw(ctx context.Context, v Volume, writable bool) (blockdev.Device, error) {
-	if state := v.Format.State; writable && (state == Blank || state == Formatting) {
-		if err := l.SetFormat(ctx, v.ID, Format{State: Raw}); err != nil {
+func (l *Local) AttachRaw(ctx context.Context, v Volume, key Key, writable bool) (blockdev.Device, error) {
+	mark := func() error {
+		if state := v.Format.State; writable && (state == Blank || state == Formatting) {
+			return l.SetFormat(ctx, v.ID, Format{State: Raw})
+		}
+		return nil
+	}
+	if v.Encryption.Scheme == NotEncrypted {
+		if err := mark(); err != nil {
 			return blockdev.Device{}, err
 		}
+		return l.attach(ctx, v, nil, true)
 	}
-	return l.attach(ctx, v, true)
+	device, err := l.attach(ctx, v, key, true) // first: a wrong key changes nothing
+	if err == nil {
+		if err = mark(); err != nil { // nobody was given it yet; the retry, or the unstage, finds it
+			err = errors.Join(err, device.Close())
+		}
+	}
+	return device, err
 }
 
-func (l *Local) attach(ctx context.Context, v Volume, keep bool) (_ blockdev.Device, err error) {
+func (l *Local) attach(ctx context.Context, v Volume, key Key, keep bool) (_ blockdev.Device, err error) {
 	stack, err := l.stack(v.ID)
 	if err != nil {
 		return blockdev.Device{}, err
 	}
 	ctx, end := trace.Start(ctx, "attach", "volume", v.ID.String())
 	defer func() { end(err) }()
-	return stack.Attach(ctx, device.Options{Keep: keep, Attributes: queueSettings(v.Mutable)})
+	options := device.Options{Keep: keep, Attributes: queueSettings(v.Mutable)}
+	if v.Encryption.Scheme == NotEncrypted {
+		return stack.Attach(ctx, options)
+	}
+	release, err := l.prepareHeader(ctx, &v, key)
+	if err != nil {
+		return blockdev.Device{}, err
+	}
+	defer release()
+	options.Encryption = &device.Encryption{Key: key, Discards: v.Encryption.Discards}
+	attached, err := stack.Attach(ctx, options)
+	if err == nil {
+		err = l.separate(ctx, v, attached)
+	}
+	if err != nil {
+		return blockdev.Device{}, errors.Join(err, attached.Close())
+	}
+	return attached, nil
 }
 
 // Attached lists the devices of a volume; it needs no record of it.

@@ -149,7 +149,7 @@ func changedBlocks(t *testing.T, l *volume.Local, rounds int, pools ...string) {
 	for i, pool := range pools {
 		v, err := l.Create(t.Context(), volume.Spec{Name: "changing " + pool, Pool: pool, Size: volume.Range{Required: 16 * mib}})
 		check.OK(t, err)
-		device, err := l.AttachRaw(t.Context(), v, true)
+		device, err := l.AttachRaw(t.Context(), v, nil, true)
 		check.OK(t, err)
 		c := &changing{T: t, l: l, random: rand.New(rand.NewPCG(seed, uint64(i))), v: v, path: device.Path}
 		check.OK(t, device.Close())
@@ -203,7 +203,7 @@ func TestChangedProgress(t *testing.T) {
 	l := start(t, 0, pool)
 	v, err := l.Create(t.Context(), volume.Spec{Name: "v", Size: volume.Range{Required: 16 * mib}})
 	check.OK(t, err)
-	device, err := l.AttachRaw(t.Context(), v, true)
+	device, err := l.AttachRaw(t.Context(), v, nil, true)
 	check.OK(t, err)
 	var cuts []volume.Snapshot
 	for i := range 2 {

@@ -9,6 +9,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/poolset"
 	"github.com/ashlar-csi/ashlar/internal/trace"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/luks"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 )
@@ -81,7 +82,7 @@ func (s Spec) Check(v Volume) error {
 
 // Create: see Store.
 func (l *Local) Create(ctx context.Context, spec Spec) (Volume, error) {
-	if err := l.checkMutable(spec.Mutable); err != nil {
+	if err := l.check(spec); err != nil {
 		return Volume{}, err
 	}
 	if len(spec.Nodes) > 0 && !slices.Contains(spec.Nodes, l.node) {
@@ -104,6 +105,23 @@ func (l *Local) Create(ctx context.Context, spec Spec) (Volume, error) {
 		return l.createEmpty(ctx, spec)
 	}
 	return l.createCopy(ctx, spec)
+}
+
+// check returns an error for what this node cannot make.
+func (l *Local) check(spec Spec) error {
+	if err := l.checkMutable(spec.Mutable); err != nil {
+		return err
+	}
+	switch spec.Encryption.Scheme {
+	case NotEncrypted:
+		return nil
+	case LUKS2:
+		if err := luks.Available(); err != nil {
+			return fmt.Errorf("node %s: %w", l.node, err)
+		}
+		return nil
+	}
+	return fmt.Errorf("%w: unknown encryption %q", errdefs.ErrInvalid, spec.Encryption.Scheme)
 }
 
 // createEmpty makes a volume whose bytes are zeros.
@@ -153,8 +171,10 @@ func (l *Local) createCopy(ctx context.Context, spec Spec) (Volume, error) {
 		return Volume{}, err
 	}
 	create.Origin, create.Prepare = source.record.Ref, filesystem.Separate
-	if format := parseFormat(source.record.Labels[labelFormat]); format.State != Blank {
-		create.Labels[labelFormat] = format.label()
+	copyFormat(create.Labels, parseFormat(source.record.Labels[labelFormat]))
+	if spec.Encryption.Scheme != NotEncrypted {
+		header := parseHeader(source.record.Labels[labelHeader])
+		create.Prepare = copyHeader(create.Labels, create.Key, header)
 	}
 	thaw := func() error { return nil }
 	if spec.Source.Kind == blockdev.Volume {

@@ -5,6 +5,7 @@ import (
 	"strings"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/luks"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 )
@@ -28,14 +29,11 @@ const (
 // Schemes are all that there are.
 var Schemes = []Scheme{LUKS2}
 
-// headerSize is what a LUKS2 header takes before the bytes of the volume, in bytes; cryptsetup's own choice. What a pool keeps of an
-// encrypted volume, and of its snapshots and copies, is larger than the volume by that: everybody above a pool has the volume's size.
-const headerSize = 16 << 20
-
-// Overhead is how many bytes what the pool keeps is larger than the volume by.
+// Overhead is how many bytes what a pool keeps of a volume, and of its snapshots and copies, is larger than the volume by: the header is
+// before its bytes. Everybody above a pool has the volume's size.
 func (s Scheme) Overhead() int64 {
 	if s == LUKS2 {
-		return headerSize
+		return luks.HeaderSize
 	}
 	return 0
 }
@@ -72,6 +70,15 @@ func parseHeader(label string) Header {
 	state, uuid, _ := strings.Cut(label, ":")
 	return Header{FormatState(state), uuid}
 }
+
+// Key is what opens an encrypted volume.
+type Key = luks.Key
+
+// ErrNoKey and ErrKey: an encrypted volume was to be opened, or to grow while it is open, without a key, or with a wrong one.
+var (
+	ErrNoKey = luks.ErrNoKey
+	ErrKey   = luks.ErrKey
+)
 
 // Contents is what an object of a pool holds, as far as its copies have to hold the same.
 type Contents struct {

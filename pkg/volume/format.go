@@ -43,6 +43,13 @@ func parseFormat(label string) Format {
 	return Format{FormatState(state), filesystem.Type(fs)}
 }
 
+// copyFormat gives the labels of a copy the format of its source.
+func copyFormat(labels map[string]string, of Format) {
+	if of.State != Blank {
+		labels[labelFormat] = of.label()
+	}
+}
+
 // SetFormat records how far a volume is from blank, durably.
 func (l *Local) SetFormat(ctx context.Context, id ID, format Format) error {
 	return l.setLabels(ctx, id, func(labels map[string]string) error {
@@ -66,7 +73,10 @@ func (l *Local) Format(ctx context.Context, v *Volume, device blockdev.Device, w
 	case Formatted, Raw:
 		return false, v.carries(device, want)
 	case Blank:
-		blank, err := l.blank(ctx, v.ID, device)
+		blank, err := true, error(nil) // nothing was ever written behind a header of ours
+		if v.Encryption.Scheme == NotEncrypted {
+			blank, err = l.blank(ctx, v.ID, device)
+		}
 		if err != nil {
 			return false, err
 		}
@@ -120,7 +130,12 @@ func leftByMake(device blockdev.Device, kind filesystem.Type) (used bool, err er
 
 // format makes a filesystem. The record says so before, as a crash leaves half of it, and after.
 func (l *Local) format(ctx context.Context, v *Volume, device blockdev.Device, want filesystem.Type) error {
-	zeros := v.Format.State == Blank
+	zeros := v.Format.State == Blank && v.Encryption.Scheme == NotEncrypted
+	if v.Format.State == Blank && !zeros { // noise, which could look like anything to a retry
+		if err := clearSignatures(device.Path); err != nil {
+			return err
+		}
+	}
 	v.Format = Format{State: Formatting, Type: want}
 	if err := l.SetFormat(ctx, v.ID, v.Format); err != nil {
 		return err

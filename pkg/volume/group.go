@@ -117,7 +117,7 @@ func (l *Local) removeGroup(ctx context.Context, members []member) error {
 	for _, m := range members {
 		pool, ref, err := l.object(m.ID, blockdev.Snapshot)
 		if err == nil {
-			err = pool.Delete(ctx, ref)
+			err = l.remove(ctx, pool, ref)
 		}
 		failures = append(failures, err)
 	}

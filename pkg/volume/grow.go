@@ -2,6 +2,7 @@ package volume
 
 import (
 	"context"
+	"errors"
 	"fmt"
 
 	"github.com/ashlar-csi/ashlar/internal/trace"
@@ -9,8 +10,22 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
-// Expand: see Store.
-func (l *Local) Expand(ctx context.Context, id ID, size Range) (_ Volume, err error) {
+// Expand: see Store. The device of one that is encrypted and attached stays as it is until Grow, which has its key.
+func (l *Local) Expand(ctx context.Context, id ID, size Range) (Volume, error) {
+	v, err := l.expand(ctx, id, size, nil)
+	if errors.Is(err, ErrNoKey) {
+		return l.Get(ctx, id)
+	}
+	return v, err
+}
+
+// Grow brings the devices of a volume, which Expand made larger, to its size: a crash may have come between the two. One that is encrypted and attached
+// needs its key for that: ErrNoKey without.
+func (l *Local) Grow(ctx context.Context, id ID, key Key) (Volume, error) {
+	return l.expand(ctx, id, Range{}, key)
+}
+
+func (l *Local) expand(ctx context.Context, id ID, size Range, key Key) (_ Volume, err error) {
 	v, err := l.Get(ctx, id)
 	if err != nil {
 		return Volume{}, err
@@ -36,7 +51,7 @@ func (l *Local) Expand(ctx context.Context, id ID, size Range) (_ Volume, err er
 	record, err := pool.Expand(tracked, ref, want+overhead)
 	end()
 	if err == nil { // also with nothing to grow: a retry may come after a crash between the two
-		err = l.stacks.Of(pool, ref).Grow(ctx)
+		err = l.stacks.Of(pool, ref).Grow(ctx, key)
 	}
 	if err != nil {
 		return Volume{}, err

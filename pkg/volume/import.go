@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"slices"
 	"strconv"
@@ -83,7 +84,7 @@ func imported(r blockdev.Record, from Origin) (done int64, of bool) {
 // Import makes a volume of the bytes of a snapshot that is not in one of its pools. It is nobody's before it is whole, and a call that comes
 // after one that was cut short goes on where that stopped, also after a crash. Otherwise it is as Create.
 func (l *Local) Import(ctx context.Context, spec Spec, from Origin) (Volume, error) {
-	if err := errors.Join(from.check(), l.checkMutable(spec.Mutable), spec.CheckSource(from.Contents)); err != nil {
+	if err := errors.Join(from.check(), l.check(spec), spec.CheckSource(from.Contents)); err != nil {
 		return Volume{}, err
 	}
 	pools, err := l.poolsOf(spec.Pool)
@@ -166,17 +167,20 @@ func (l *Local) fill(ctx context.Context, pool blockdev.Pool, record blockdev.Re
 	if err := l.copyFrom(ctx, pool, record, from, target); err != nil {
 		return record, err
 	}
-	if err := filesystem.Separate(ctx, device.Path); err != nil {
+	labels, separate := map[string]string{}, filesystem.Separate
+	copyFormat(labels, from.Format)
+	if from.Scheme != NotEncrypted {
+		separate = copyHeader(labels, record.Key, from.Header)
+	}
+	if err := separate(ctx, device.Path); err != nil {
 		return record, err
 	}
 	if err := target.Sync(); err != nil {
 		return record, fmt.Errorf("sync %s: %w", device.Path, errdefs.FromErrno(err))
 	}
-	return pool.SetLabels(ctx, record.Ref, func(labels map[string]string) error {
-		delete(labels, labelImport)
-		if from.Format.State != Blank {
-			labels[labelFormat] = from.Format.label()
-		}
+	return pool.SetLabels(ctx, record.Ref, func(all map[string]string) error {
+		delete(all, labelImport)
+		maps.Copy(all, labels)
 		return nil
 	})
 }
@@ -253,7 +257,7 @@ func (l *Local) dropUnfinished(ctx context.Context, id ID) error {
 	if err != nil || !unfinished(record) {
 		return errdefs.IgnoreNotFound(err)
 	}
-	return pool.Delete(ctx, ref)
+	return l.remove(ctx, pool, ref)
 }
 
 // Open returns a snapshot as the origin of a copy in another pool; ErrNotFound as GetSnapshot.
@@ -389,5 +393,5 @@ func (l *Local) EndCut(ctx context.Context, pool, key string) error {
 	if err != nil {
 		return err
 	}
-	return p.Delete(ctx, ref)
+	return l.remove(ctx, p, ref)
 }

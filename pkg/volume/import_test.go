@@ -63,7 +63,7 @@ func withContents(t *testing.T, l *volume.Local) (volume.Volume, volume.Snapshot
 	t.Helper()
 	v, err := l.Create(t.Context(), volume.Spec{Name: "source", Pool: "a", Provisioning: blockdev.Thin, Size: volume.Range{Required: gib}})
 	check.OK(t, err)
-	device, err := l.AttachRaw(t.Context(), v, true)
+	device, err := l.AttachRaw(t.Context(), v, nil, true)
 	check.OK(t, err)
 	for _, c := range contents {
 		check.OK(t, c.Write(device.Path))
@@ -77,7 +77,7 @@ func withContents(t *testing.T, l *volume.Local) (volume.Volume, volume.Snapshot
 // holds makes sure that a volume holds the contents, and nothing else.
 func holds(t *testing.T, l *volume.Local, v volume.Volume) {
 	t.Helper()
-	device, err := l.AttachRaw(t.Context(), v, false)
+	device, err := l.AttachRaw(t.Context(), v, nil, false)
 	check.OK(t, err)
 	for _, c := range contents {
 		check.OK(t, c.In(device.Path))
@@ -151,7 +151,7 @@ func TestCopyToAnotherPoolFormatted(t *testing.T) {
 	l, _ := over(t, twoPools(t))
 	v, err := l.Create(t.Context(), volume.Spec{Name: "source", Pool: "a", Size: volume.Range{Required: 64 * mib}, Filesystem: filesystem.Ext4})
 	check.OK(t, err)
-	device, err := l.Attach(t.Context(), v)
+	device, err := l.Attach(t.Context(), v, nil)
 	check.OK(t, err)
 	check.OK(t, pooltest.Second(l.Format(t.Context(), &v, device, filesystem.Ext4)))
 	check.OK(t, device.Close())
@@ -164,7 +164,7 @@ func TestCopyToAnotherPoolFormatted(t *testing.T) {
 	if copied.Format != (volume.Format{State: volume.Formatted, Type: filesystem.Ext4}) || copied.Thin {
 		t.Errorf("the copy is %+v", copied)
 	}
-	device, err = l.Attach(t.Context(), copied)
+	device, err = l.Attach(t.Context(), copied, nil)
 	check.OK(t, err)
 	if has, err := filesystem.Probe(device.Path); err != nil || has != filesystem.Ext4 {
 		t.Errorf("the copy carries %q, %v", has, err)
@@ -326,7 +326,7 @@ func TestLVMCopyToAnotherPool(t *testing.T) {
 			if copied.ID.Pool != to || copied.Format.State != volume.Raw {
 				t.Errorf("%s is %+v", name, copied)
 			}
-			device, err := l.AttachRaw(t.Context(), copied, false)
+			device, err := l.AttachRaw(t.Context(), copied, nil, false)
 			check.OK(t, err)
 			if err := text.In(device.Path); err != nil {
 				t.Errorf("%s: %v", name, err)

@@ -137,7 +137,7 @@ func (l *Local) Delete(ctx context.Context, id ID) error {
 	} else if !errors.Is(err, errdefs.ErrNotFound) && !errors.Is(err, errdefs.ErrDataLoss) {
 		return err
 	}
-	return trace.Do(ctx, "delete", func(ctx context.Context) error { return pool.Delete(ctx, ref) }, "volume", id.String())
+	return trace.Do(ctx, "delete", func(ctx context.Context) error { return l.remove(ctx, pool, ref) }, "volume", id.String())
 }
 
 // Get: see Store.

@@ -883,7 +883,7 @@ func TestModify(t *testing.T) {
 	l := start(t, 0, disk.Open("default", nil))
 	v, err := l.Create(t.Context(), volume.Spec{Name: "a", Size: volume.Range{Required: mib}, Mutable: map[string]string{"readAheadKiB": "64"}})
 	check.OK(t, err)
-	device, err := l.Attach(t.Context(), v)
+	device, err := l.Attach(t.Context(), v, nil)
 	check.OK(t, err)
 	defer device.Close()
 	is := func(when, readAhead, scheduler string, mutable map[string]string) {
@@ -921,7 +921,7 @@ func TestStart(t *testing.T) {
 	disk := memory.NewDisk(1 << 30)
 	l := start(t, 0, disk.Open("default", nil))
 	kept := create(t, l, "kept")
-	device, err := l.AttachRaw(t.Context(), kept, true)
+	device, err := l.AttachRaw(t.Context(), kept, nil, true)
 	check.OK(t, err)
 	check.OK(t, device.Close())
 	pod, gone := filepath.Join(dir, "pod", "mount"), filepath.Join(dir, "gone", "mount")

@@ -20,8 +20,9 @@ const (
 	labelFlags      = "flags"
 	labelEncryption = "encryption"
 	labelDiscards   = "encryption.discard"
-	labelHeader     = "header" // STATE or STATE:UUID, of one that is encrypted
-	labelFrozen     = "frozen" // by this driver, for a cut
+	labelHeader     = "header"   // STATE or STATE:UUID, of one that is encrypted
+	labelSeparate   = "separate" // of a copy of one that is encrypted: it may have the identity of its source behind the header
+	labelFrozen     = "frozen"   // by this driver, for a cut
 	labelGroup      = "group"
 	labelGroupSize  = "group.size"
 	labelGroupWhole = "group.whole" // all of the group was cut: a member that is missing was lost
@@ -47,6 +48,7 @@ func fromRecord(pool, node string, r blockdev.Record) Volume {
 	v := Volume{ID: ID{r.Kind, pool, r.Key}, Name: r.Name, Size: sizeOf(r), Thin: r.Thin, Node: node, Created: r.Created,
 		Filesystem: filesystem.Type(r.Labels[labelFilesystem]), Format: parseFormat(r.Labels[labelFormat]),
 		Encryption: Encryption{schemeOf(r), r.Labels[labelDiscards] != ""}, Header: parseHeader(r.Labels[labelHeader]),
+		separate:  r.Labels[labelSeparate] != "",
 		Claim:     Claim{r.Labels[labelClaimNode], r.Labels[labelClaimRO] != "", r.Labels[labelClaimMode]},
 		Ephemeral: r.Labels[labelEphemeral], Target: r.Labels[labelTarget], Flags: r.Labels[labelFlags], Mutable: map[string]string{},
 		For: Requester{r.Labels[labelNamespace], r.Labels[labelClaim], r.Labels[labelPV]}}

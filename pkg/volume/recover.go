@@ -69,7 +69,7 @@ func (l *Local) recoverVolumes(ctx context.Context, pool blockdev.Pool) (claims 
 		}
 		// Without the pod's directory there is nobody left to unpublish it.
 		if _, err := os.Lstat(filepath.Dir(v.Ephemeral)); errors.Is(err, os.ErrNotExist) {
-			if err := pool.Delete(ctx, record.Ref); err != nil {
+			if err := l.remove(ctx, pool, record.Ref); err != nil {
 				klog.FromContext(ctx).Error(err, "could not delete an ephemeral volume whose pod is gone", "volume", v.ID.String())
 			}
 		}
@@ -94,7 +94,7 @@ func (l *Local) recoverGroups(ctx context.Context, come blockdev.Pool) error {
 		if len(named) < len(l.pools) {
 			continue
 		}
-		if err := recoverGroup(ctx, named, GroupID{key}, members); err != nil {
+		if err := l.recoverGroup(ctx, named, GroupID{key}, members); err != nil {
 			return err
 		}
 		l.setIncomplete(key, false)
@@ -104,11 +104,11 @@ func (l *Local) recoverGroups(ctx context.Context, come blockdev.Pool) error {
 }
 
 // recoverGroup removes what is there of a group that was never complete, and keeps any other. All pools are there.
-func recoverGroup(ctx context.Context, pools map[string]blockdev.Pool, id GroupID, members []member) error {
+func (l *Local) recoverGroup(ctx context.Context, pools map[string]blockdev.Pool, id GroupID, members []member) error {
 	all := complete(members)
 	if !all && !wasWhole(members) {
 		for _, m := range members {
-			if err := pools[m.ID.Pool].Delete(ctx, m.ID.ref()); err != nil {
+			if err := l.remove(ctx, pools[m.ID.Pool], m.ID.ref()); err != nil {
 				return fmt.Errorf("undo the unfinished %s: %w", id, err)
 			}
 		}

@@ -96,7 +96,7 @@ func (l *Local) DeleteSnapshot(ctx context.Context, id ID) error {
 	if err == nil && record.Labels[labelGroup] != "" {
 		return fmt.Errorf("%w: snapshot %s is part of %s and is deleted with it", errdefs.ErrInvalid, id, GroupID{record.Labels[labelGroup]})
 	}
-	return trace.Do(ctx, "delete", func(ctx context.Context) error { return pool.Delete(ctx, ref) }, "snapshot", id.String())
+	return trace.Do(ctx, "delete", func(ctx context.Context) error { return l.remove(ctx, pool, ref) }, "snapshot", id.String())
 }
 
 // GetSnapshot: see Store.

@@ -51,7 +51,7 @@ func raw(t *testing.T, l *volume.Local, pool, name string) (volume.Volume, block
 	t.Helper()
 	v, err := l.Create(t.Context(), volume.Spec{Name: name, Pool: pool, Size: volume.Range{Required: 16 * mib}})
 	check.OK(t, err)
-	device, err := l.AttachRaw(t.Context(), v, true)
+	device, err := l.AttachRaw(t.Context(), v, nil, true)
 	check.OK(t, err)
 	check.OK(t, device.Close())
 	return v, device
@@ -174,7 +174,7 @@ func restored(t *testing.T, l *volume.Local, s volume.Snapshot) (volume.Volume, 
 	t.Helper()
 	v, err := l.Create(t.Context(), volume.Spec{Name: "copy of " + s.Name, Source: s.ID, Size: volume.Range{Required: s.Size}})
 	check.OK(t, err)
-	device, err := l.AttachRaw(t.Context(), v, true)
+	device, err := l.AttachRaw(t.Context(), v, nil, true)
 	check.OK(t, err)
 	check.OK(t, device.Close())
 	f, err := os.Open(device.Path)
@@ -283,7 +283,7 @@ func TestLVMFrozenByOthers(t *testing.T) {
 	for _, pool := range []string{"xfs", "linear", "thin", "plain"} {
 		v, err := l.Create(t.Context(), volume.Spec{Name: "f-" + pool, Pool: pool, Size: volume.Range{Required: 16 * mib}, Filesystem: "ext4"})
 		check.OK(t, err)
-		device, err := l.Attach(t.Context(), v)
+		device, err := l.Attach(t.Context(), v, nil)
 		check.OK(t, err)
 		dir := t.TempDir()
 		drivertest.Run(t, "mkfs.ext4", "-q", device.Path)
@@ -368,7 +368,7 @@ func TestLVMHeldThenMounted(t *testing.T) {
 		user, err := os.OpenFile(device.Path, os.O_RDWR, 0)
 		check.OK(t, err)
 		fails(t, l.Detach(t.Context(), v.ID), errdefs.ErrInUse, "detach")
-		again, err := l.Attach(t.Context(), v)
+		again, err := l.Attach(t.Context(), v, nil)
 		if err == nil {
 			t.Errorf("%s: attached to be mounted as %s, which the user of the raw device %s still has", pool, again.Path, device.Path)
 			check.OK(t, again.Close())

@@ -85,6 +85,7 @@ type Volume struct {
 	Format     Format
 	Encryption Encryption
 	Header     Header // of an encrypted volume
+	separate   bool   // behind its header there may be the identity of what it is a copy of
 	Mutable    map[string]string
 	Claim      Claim // of no node if it is not claimed
 	Node       string

@@ -37,6 +37,7 @@ const (
 	tableStatus  = 0x0c
 	listVersions = 0x0d
 	targetMsg    = 0x0e
+	getVersion   = 0x11 // of one target; Linux 5.4
 )
 
 // Flags.
@@ -372,6 +373,21 @@ func Targets() (map[string]string, error) {
 		data = data[words[0]:]
 	}
 	return targets, nil
+}
+
+// HasTarget returns an error unless the kernel has a target, of which it loads the module if it has to.
+func HasTarget(name string) error {
+	_, _, err := call(getVersion, named(name), nil)
+	if errors.Is(err, unix.ENOTTY) { // an older kernel tells only what is loaded
+		targets, failure := Targets()
+		if _, loaded := targets[name]; loaded || failure != nil {
+			return failure
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("the kernel has no target %s of the device mapper: %w", name, errdefs.FromErrno(err))
+	}
+	return nil
 }
 
 // Vanished reports whether an error means that a device went away, with its last user, before

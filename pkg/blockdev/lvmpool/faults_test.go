@@ -926,7 +926,7 @@ func TestLVMNoBytesOfOthers(t *testing.T) {
 		f.write(pooltest.Vol("a"), 0, marked("a", 8*pooltest.MiB))
 		device := f.handOut(pooltest.Vol("a"))
 		check.OK(f, pooltest.Second(f.pool.Expand(ctx, pooltest.Vol("a"), 16*pooltest.MiB)))
-		check.OK(f, f.stack(pooltest.Vol("a")).Grow(ctx))
+		check.OK(f, f.stack(pooltest.Vol("a")).Grow(ctx, nil))
 		if b, err := readDevice(device.Path, 8*pooltest.MiB, 8*pooltest.MiB); err != nil || len(bytes.Trim(b, "\x00")) > 0 {
 			f.Errorf("the tail of an attached volume that grew is not zero: %v", err)
 		}

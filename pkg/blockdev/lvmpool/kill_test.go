@@ -219,7 +219,7 @@ func TestLVMKillChild(t *testing.T) {
 				if _, err := pool.Expand(ctx, volume.Ref, volume.Size); err != nil {
 					return err
 				}
-				return stacks.Of(pool, volume.Ref).Grow(ctx)
+				return stacks.Of(pool, volume.Ref).Grow(ctx, nil)
 			})
 		case "labels":
 			some.What, some.Done, some.Label = what, false, fmt.Sprint("label ", n)

@@ -248,7 +248,7 @@ func (f *fixture) expand(ref blockdev.Ref, size int64) (blockdev.Record, error) 
 	f.Helper()
 	r, err := f.pool.Expand(f.Context(), ref, size)
 	if err == nil {
-		err = f.stack(ref).Grow(f.Context())
+		err = f.stack(ref).Grow(f.Context(), nil)
 	}
 	return r, err
 }

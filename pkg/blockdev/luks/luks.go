@@ -1,0 +1,285 @@
+// Package luks is LUKS2 by the program cryptsetup(8): encrypted devices, whose header is on the device itself, before the data.
+//
+// A key goes to cryptsetup by its standard input, and nowhere else: it is on no command line, in no file and in no error. The kernel
+// keeps what it needs of it in its own memory, where the tables of devices do not show it (cryptsetup's keyring).
+package luks
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/internal/command"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// HeaderSize is where the data begins on a device that Format made, in bytes: cryptsetup's own choice, with room to encrypt anew in place.
+const HeaderSize = 16 << 20
+
+// UUIDPrefix begins the UUID of each device of the device mapper that Open makes.
+const UUIDPrefix = "CRYPT-LUKS2-"
+
+// What Format writes of the header area: two copies of the metadata, and room for 16 keys. All of it is overwritten with random
+// bytes first, so it is not larger than it has to be.
+const (
+	metadataSize = 16 << 10
+	written      = 4 << 20
+)
+
+var (
+	// ErrKey: the key opens none of the key slots.
+	ErrKey = errors.New("the key opens none of the key slots of its LUKS2 header")
+	// ErrNoKey: a key is needed, and there is none.
+	ErrNoKey = errors.New("it is encrypted, and no key was given")
+)
+
+// Key is what opens a key slot. It prints as nothing that tells of it.
+type Key []byte
+
+// Format has every verb print the same.
+func (k Key) Format(f fmt.State, _ rune) {
+	if len(k) == 0 {
+		_, _ = io.WriteString(f, "no key")
+	} else {
+		_, _ = io.WriteString(f, "a key")
+	}
+}
+
+// MarshalText has encoders write the same.
+func (k Key) MarshalText() ([]byte, error) { return fmt.Append(nil, k), nil }
+
+// Available returns errdefs.ErrUnsupported if this machine lacks what encrypted devices need, which the error names.
+func Available() error {
+	if _, err := command.Find("cryptsetup"); err != nil {
+		return fmt.Errorf("%w: encryption needs the program cryptsetup: %w; install it", errdefs.ErrUnsupported, err)
+	}
+	err := dm.HasTarget("crypt")
+	if err == nil || errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) || errors.Is(err, unix.ENOMEM) {
+		return err
+	}
+	return errdefs.Recast(errdefs.ErrUnsupported, err, "encryption needs dm-crypt; load the kernel's modules dm-mod and dm-crypt")
+}
+
+// How a header is made.
+//
+// The key is stretched by Argon2id as RFC 9106 recommends where memory is bounded (its second choice: 64 MiB, four lanes; four passes,
+// as cryptsetup takes no fewer than that). The numbers are fixed, and so neither a benchmark runs at each format, nor does a fast machine make a header that a slow one
+// opens in minutes: an open takes about 0.15 s of one processor of 2026 (0.16 s of user time on the machine of docs/benchmarks.md; 2.2 s in
+// User Mode Linux).
+//
+// Sectors of 4096 bytes: every size is a multiple of that, and no disk has larger ones. So the volume has such sectors over
+// any disk, and its copies can be moved to any other.
+var (
+	cipher   = []string{"--cipher", "aes-xts-plain64", "--key-size", "512", "--sector-size", "4096"}
+	stretch  = []string{"--pbkdf", "argon2id", "--pbkdf-memory", "65536", "--pbkdf-parallel", "4", "--pbkdf-force-iterations", "4"}
+	geometry = []string{"--luks2-metadata-size", strconv.Itoa(metadataSize), "--luks2-keyslots-size", strconv.Itoa(written - 2*metadataSize), "--offset", strconv.Itoa(HeaderSize / 512)}
+)
+
+// Format makes a header on a device, whatever is there, with one key. What is behind it reads as noise from then on.
+func Format(ctx context.Context, device, uuid string, key Key) error {
+	argv := []string{"luksFormat", "--type", "luks2", "--uuid", uuid}
+	for _, options := range [][]string{cipher, stretch, geometry} {
+		argv = append(argv, options...)
+	}
+	if err := withKey(ctx, key, append(argv, device)...); err != nil {
+		return fmt.Errorf("make a LUKS2 header on %s: %w", device, err)
+	}
+	// What counts as formatted is never formatted again, so cryptsetup is not taken at its word.
+	if have, err := UUID(device); err != nil || have != uuid {
+		return errors.Join(fmt.Errorf("make a LUKS2 header on %s: cryptsetup ended as if it had, and there is the UUID %q, not %s", device, have, uuid), err)
+	}
+	return nil
+}
+
+// Open makes a device of the device mapper that shows what is behind the header of a device. ErrKey for a wrong key. What it leaves when it
+// fails, or is killed, is a device of that name, which may have no table.
+func Open(ctx context.Context, device, name string, key Key, discards bool) error {
+	argv := []string{"open", "--type", "luks2"}
+	if discards {
+		argv = append(argv, "--allow-discards")
+	}
+	err := withKey(ctx, key, append(argv, device, name)...)
+	if err = errors.Join(err, ForgetNode(name)); err != nil {
+		return fmt.Errorf("open the LUKS2 header of %s: %w", device, err)
+	}
+	return nil
+}
+
+// Resize brings a device that Open made to the size of the one below it. It needs a key, as the kernel has none for a new table.
+func Resize(ctx context.Context, name string, key Key) error {
+	err := withKey(ctx, key, "resize", name)
+	if err = errors.Join(err, ForgetNode(name)); err != nil {
+		return fmt.Errorf("resize device %s: %w", name, err)
+	}
+	return nil
+}
+
+// SetUUID gives a header, on a device or in a file, another UUID. It needs no key.
+func SetUUID(ctx context.Context, path, uuid string) error {
+	have, err := UUID(path)
+	if err == nil && have != uuid {
+		_, _, err = run(ctx, nil, "luksUUID", "--uuid", uuid, path)
+	}
+	if err != nil {
+		return fmt.Errorf("give the LUKS2 header of %s the UUID %s: %w", path, uuid, err)
+	}
+	return flush(path)
+}
+
+// flush writes out what was written to a device or a file.
+func flush(path string) error {
+	f, err := os.Open(path)
+	if err == nil {
+		err = errors.Join(f.Sync(), f.Close())
+	}
+	if err != nil {
+		return fmt.Errorf("sync %s: %w", path, errdefs.FromErrno(err))
+	}
+	return nil
+}
+
+// The binary header (LUKS2 On-Disk Format Specification, 2.1): its magic, which the second copy has in another order, and the UUID.
+var (
+	magics   = map[int64][]byte{0: []byte("LUKS\xba\xbe\x00\x02"), metadataSize: []byte("SKUL\xba\xbe\x00\x02")}
+	uuidAt   = 168
+	uuidSize = 40
+)
+
+// UUID returns that of the LUKS2 header of a device or a file, in either of its copies; empty if there is none.
+func UUID(path string) (string, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return "", fmt.Errorf("read the LUKS2 header: %w", errdefs.FromErrno(err))
+	}
+	defer f.Close()
+	for _, at := range []int64{0, metadataSize} {
+		header := make([]byte, 512)
+		if _, err := f.ReadAt(header, at); err != nil && !errors.Is(err, io.EOF) {
+			return "", fmt.Errorf("read the LUKS2 header of %s: %w", path, errdefs.FromErrno(err))
+		}
+		if bytes.HasPrefix(header, magics[at]) {
+			uuid, _, _ := bytes.Cut(header[uuidAt:uuidAt+uuidSize], []byte{0})
+			return string(uuid), nil
+		}
+	}
+	return "", nil
+}
+
+// Erase overwrites all that Format wrote, on a device or in a file, with zeros, and returns when it is written: no key opens the
+// data any more. It may be called again.
+func Erase(ctx context.Context, path string) error {
+	f, err := os.OpenFile(path, os.O_WRONLY, 0)
+	if err != nil {
+		return fmt.Errorf("erase the LUKS2 header: %w", errdefs.FromErrno(err))
+	}
+	zeros := make([]byte, 1<<20)
+	for at := int64(0); at < written && err == nil; at += int64(len(zeros)) {
+		if err = ctx.Err(); err == nil {
+			_, err = f.WriteAt(zeros, at)
+		}
+	}
+	if err == nil {
+		err = f.Sync()
+	}
+	if err = errors.Join(err, f.Close()); err != nil {
+		return fmt.Errorf("erase the LUKS2 header of %s: %w", path, errdefs.FromErrno(err))
+	}
+	return nil
+}
+
+// nodes is where libdevmapper makes a node for each device that cryptsetup makes. Nothing uses them: the kernel makes /dev/dm-N.
+const nodes = "/dev/mapper"
+
+// ForgetNode removes the node that libdevmapper has made for a device, which would outlive it: the kernel takes the device
+// away, and libdevmapper does not hear of that. A link is udev's, which does.
+func ForgetNode(name string) error {
+	path := filepath.Join(nodes, name)
+	info, err := os.Lstat(path)
+	if err == nil && info.Mode()&os.ModeDevice != 0 {
+		err = os.Remove(path)
+	}
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		return fmt.Errorf("remove the node of device %s: %w", name, errdefs.FromErrno(err))
+	}
+	return nil
+}
+
+// Nodes returns the names in /dev/mapper for which there may be no device any more.
+func Nodes() ([]string, error) {
+	entries, err := os.ReadDir(nodes)
+	if errors.Is(err, os.ErrNotExist) {
+		return nil, nil
+	}
+	var names []string
+	for _, entry := range entries {
+		names = append(names, entry.Name())
+	}
+	return names, errdefs.FromErrno(err)
+}
+
+// slots bounds how many keys are stretched at once, and so the memory that takes: 64 MiB each.
+var slots = make(chan struct{}, 2)
+
+// withKey runs cryptsetup with a key.
+func withKey(ctx context.Context, key Key, argv ...string) error {
+	if len(key) == 0 {
+		return fmt.Errorf("%w: %w", errdefs.ErrInvalid, ErrNoKey)
+	}
+	if err := protect(); err != nil {
+		return err
+	}
+	select {
+	case slots <- struct{}{}:
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+	defer func() { <-slots }()
+	_, _, err := run(ctx, key, append(argv[:1:1], append([]string{"--key-file=-", "--keyfile-size", strconv.Itoa(len(key))}, argv[1:]...)...)...)
+	return err
+}
+
+// Exit statuses of cryptsetup(8).
+const (
+	wrongKey = 2
+	noMemory = 3
+)
+
+// run runs cryptsetup, which asks nothing, and waits for no udev: in a container there is none.
+func run(ctx context.Context, key Key, argv ...string) (stdout, stderr string, err error) {
+	stdout, stderr, err = command.RunWith(ctx, command.Options{Input: key, Env: []string{"DM_DISABLE_UDEV=1"}}, append([]string{"cryptsetup", "--batch-mode"}, argv...)...)
+	var failure *command.Error
+	switch {
+	case errors.Is(err, exec.ErrNotFound):
+		err = fmt.Errorf("%w: %w; install cryptsetup", errdefs.ErrUnsupported, err)
+	case !errors.As(err, &failure):
+	case failure.Code == wrongKey && len(key) > 0:
+		err = fmt.Errorf("%w: %w (%s)", errdefs.ErrPrecondition, ErrKey, strings.TrimSpace(stderr))
+	case failure.Code == noMemory:
+		err = fmt.Errorf("%w: %w", errdefs.ErrUnavailable, err)
+	}
+	return stdout, stderr, err
+}
+
+// protect keeps this process, and all that it starts, from leaving a core dump, which may have keys in it, and others who are not root from looking
+// into it. A limit of one byte is less than any dump has, and unlike that of none it also counts for a program that takes dumps (core(5)).
+var protect = sync.OnceValue(func() error {
+	err := unix.Setrlimit(unix.RLIMIT_CORE, &unix.Rlimit{Cur: 1, Max: 1})
+	if err == nil {
+		err = unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0)
+	}
+	if err != nil {
+		return fmt.Errorf("forbid core dumps: %w", err)
+	}
+	return nil
+})

@@ -1,0 +1,259 @@
+package device_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/luks"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
+	"github.com/ashlar-csi/ashlar/pkg/device"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+const (
+	header = luks.HeaderSize
+	behind = 8 * pooltest.MiB // the size of an encrypted volume
+	uuid   = "00112233-4455-6677-8899-aabbccddeeff"
+)
+
+var opening = device.Options{Encryption: &device.Encryption{Key: luks.Key("the key")}}
+
+// overEncrypted is overEach, of a volume with a header.
+func overEncrypted(t *testing.T, test func(f *fixture)) {
+	overEach(t, func(f *fixture) {
+		check.OK(f, luks.Available())
+		check.OK(f, pooltest.Second(f.pool.Expand(f.Context(), f.ref, header+behind)))
+		bare, err := f.pool.Attach(f.Context(), f.ref, blockdev.Attachment{})
+		check.OK(f, err)
+		check.OK(f, luks.Format(f.Context(), bare.Path, uuid, opening.Encryption.Key))
+		check.OK(f, bare.Close())
+		f.gone()
+		test(f)
+	})
+}
+
+// crypt returns the name of the device that is open, and the device; nil if there is none.
+func (f *fixture) crypt() (string, *dm.Device) {
+	f.Helper()
+	top, _ := f.names()
+	d, err := dm.Find(top + "-crypt")
+	check.OK(f, err)
+	return top + "-crypt", d
+}
+
+// closed makes sure that nothing is left of the volume's devices, nor a node of one.
+func (f *fixture) closed() {
+	f.Helper()
+	f.gone()
+	name, d := f.crypt()
+	if _, err := os.Lstat(filepath.Join("/dev/mapper", name)); d != nil || !errors.Is(err, os.ErrNotExist) {
+		f.Errorf("%+v is left, its node %v", d, err)
+	}
+}
+
+// TestEncrypted: what is attached is one device, of what is behind the header, and all below it goes with it.
+func TestEncrypted(t *testing.T) {
+	for _, keep := range []bool{false, true} {
+		overEncrypted(t, func(f *fixture) {
+			d := f.attach(device.Options{Keep: keep, Encryption: opening.Encryption})
+			below, err := f.pool.Attached(f.Context(), f.ref)
+			check.OK(f, err)
+			_, open := f.crypt()
+			if open == nil || !open.Deferred || d.Size != behind || d.Kept != keep || len(below) != 1 || d.Below != below[0].Path {
+				f.Fatalf("attached as %+v over %+v over %+v", d, open, below)
+			}
+			f.is(d, behind, "attached")
+			if devices := f.attached(); devices[0].Below != below[0].Path {
+				f.Errorf("found as over %s, not %s", devices[0].Below, below[0].Path)
+			}
+			data := bytes.Repeat([]byte("plain text "), 4096)[:4096]
+			file, err := os.OpenFile(d.Path, os.O_RDWR|os.O_SYNC, 0)
+			check.OK(f, err)
+			check.OK(f, errors.Join(pooltest.Second(file.WriteAt(data, behind-4096)), file.Close()))
+			kept := make([]byte, 4096)
+			bare, err := os.Open(below[0].Path)
+			check.OK(f, err)
+			check.OK(f, errors.Join(pooltest.Second(bare.ReadAt(kept, header+behind-4096)), bare.Close()))
+			if bytes.Contains(kept, []byte("plain")) {
+				f.Error("the pool has the plain text")
+			}
+			// Who has it finds it without a key, and whoever has another one.
+			again := f.attach(device.Options{Keep: keep, Encryption: &device.Encryption{Key: luks.Key("another")}})
+			if again.Number != d.Number {
+				f.Errorf("attached again as %s, not %s", again.Path, d.Path)
+			}
+			if problems, err := f.stack().Health(f.Context()); len(problems) > 0 || err != nil {
+				f.Errorf("health %v, %v", problems, err)
+			}
+			check.OK(f, errors.Join(again.Close(), d.Close()))
+			if keep {
+				orphans, err := device.New().Orphans(f.Context(), f.pool)
+				if check.OK(f, err); len(orphans[f.ref]) != 1 || orphans[f.ref][0].Number != d.Number {
+					f.Errorf("orphans %+v", orphans)
+				}
+				check.OK(f, f.stack().Detach(f.Context()))
+			}
+			f.closed()
+			back := f.attach(opening)
+			check.OK(f, pooltest.Second(readAt(back.Path, kept, behind-4096)))
+			if !bytes.Equal(kept, data) {
+				f.Error("it reads as something else when it is opened again")
+			}
+			check.OK(f, back.Close())
+			f.closed()
+		})
+	}
+}
+
+func readAt(path string, into []byte, at int64) (int, error) {
+	file, err := os.Open(path)
+	if err != nil {
+		return 0, err
+	}
+	defer file.Close()
+	return file.ReadAt(into, at)
+}
+
+// TestEncryptedRefused: a missing key, a wrong one and a header that is gone are errors, and leave nothing.
+func TestEncryptedRefused(t *testing.T) {
+	overEncrypted(t, func(f *fixture) {
+		for _, c := range []struct {
+			key        luks.Key
+			want, kind error
+		}{{nil, luks.ErrNoKey, errdefs.ErrInvalid}, {luks.Key("wrong"), luks.ErrKey, errdefs.ErrPrecondition}} {
+			_, err := f.stack().Attach(f.Context(), device.Options{Encryption: &device.Encryption{Key: c.key}})
+			if !errors.Is(err, c.want) || !slices.Equal(errdefs.Kinds(err), []error{c.kind}) {
+				f.Errorf("with %v: %v, kinds %v", c.key, err, errdefs.Kinds(err))
+			}
+			f.closed()
+		}
+		d := f.attach(opening)
+		below, err := f.pool.Attached(f.Context(), f.ref)
+		check.OK(f, err)
+		check.OK(f, luks.Erase(f.Context(), below[0].Path))
+		problems, err := f.stack().Health(f.Context())
+		if err != nil || len(problems) != 1 || problems[0].Reason != "HeaderLost" {
+			f.Errorf("health %v, %v", problems, err)
+		}
+		f.writes(d.Path)
+		check.OK(f, d.Close())
+		f.closed()
+		if _, err := f.stack().Attach(f.Context(), opening); err == nil || errors.Is(err, luks.ErrKey) {
+			f.Errorf("without a header: %v", err)
+		}
+		f.closed()
+	})
+}
+
+// TestEncryptedGrows: while it is open it grows with a key, and without one stays as it is, until it is opened again.
+func TestEncryptedGrows(t *testing.T) {
+	overEncrypted(t, func(f *fixture) {
+		d := f.attach(opening)
+		check.OK(f, pooltest.Second(f.pool.Expand(f.Context(), f.ref, header+behind+4*pooltest.MiB)))
+		if err := f.stack().Grow(f.Context(), nil); !errors.Is(err, luks.ErrNoKey) || !slices.Equal(errdefs.Kinds(err), []error{errdefs.ErrPrecondition}) {
+			f.Errorf("without a key: %v", err)
+		}
+		if err := f.stack().Grow(f.Context(), luks.Key("wrong")); !errors.Is(err, luks.ErrKey) {
+			f.Errorf("with a wrong key: %v", err)
+		}
+		f.is(d, behind, "not grown")
+		f.writes(d.Path)
+		check.OK(f, f.stack().Grow(f.Context(), opening.Encryption.Key))
+		f.is(d, behind+4*pooltest.MiB, "grown")
+		check.OK(f, f.stack().Grow(f.Context(), nil)) // there is nothing to do
+		check.OK(f, pooltest.Second(f.pool.Expand(f.Context(), f.ref, header+behind+8*pooltest.MiB)))
+		again := f.attach(opening) // by who has a key in any case
+		f.is(d, behind+8*pooltest.MiB, "attached again")
+		check.OK(f, pooltest.Second(f.pool.Expand(f.Context(), f.ref, header+behind+12*pooltest.MiB)))
+		check.OK(f, errors.Join(again.Close(), d.Close()))
+		f.closed()
+		d = f.attach(opening)
+		f.is(d, behind+12*pooltest.MiB, "opened again")
+		check.OK(f, d.Close())
+		f.closed()
+	})
+}
+
+// TestEncryptedCut: what a crash leaves of an open device is put right by the next Attach, and by a start.
+func TestEncryptedCut(t *testing.T) {
+	overEncrypted(t, func(f *fixture) {
+		name, _ := f.crypt()
+		bare := func() blockdev.Device {
+			d, err := f.pool.Attach(f.Context(), f.ref, blockdev.Attachment{})
+			check.OK(f, err)
+			f.Cleanup(func() { _ = d.Close() })
+			return d
+		}
+		for what, leave := range map[string]func(){
+			"open, and of nobody": func() {
+				d := bare()
+				check.OK(f, errors.Join(luks.Open(f.Context(), d.Path, name, opening.Encryption.Key, false), d.Close()))
+			},
+			"suspended": func() {
+				d := bare()
+				check.OK(f, errors.Join(luks.Open(f.Context(), d.Path, name, opening.Encryption.Key, false), d.Close(), dm.Suspend(name)))
+			},
+			"a node": func() {
+				check.OK(f, unix.Mknod(filepath.Join("/dev/mapper", name), unix.S_IFBLK|0o600, int(unix.Mkdev(254, 1000))))
+			},
+		} {
+			leave()
+			f.recover()
+			f.closed()
+			leave()
+			if what == "suspended" {
+				f.recover()
+			}
+			d := f.attach(opening)
+			f.writes(d.Path)
+			f.recover()
+			f.is(d, behind, "after a start, "+what)
+			f.writes(d.Path)
+			check.OK(f, d.Close())
+			f.closed()
+		}
+		// A cryptsetup that is killed: sooner or later.
+		for after := 50 * time.Millisecond; after < 5*time.Second; after += after {
+			ctx, cancel := context.WithTimeout(f.Context(), after)
+			d, err := f.stack().Attach(ctx, opening)
+			cancel()
+			if err == nil {
+				check.OK(f, d.Close())
+			} else if !errors.Is(err, context.DeadlineExceeded) {
+				f.Errorf("after %v: %v", after, err)
+			}
+			f.closed()
+		}
+	})
+}
+
+// TestEncryptedDiscards: they are passed on only if that is asked for.
+func TestEncryptedDiscards(t *testing.T) {
+	for _, want := range []bool{false, true} {
+		overEncrypted(t, func(f *fixture) {
+			d := f.attach(device.Options{Encryption: &device.Encryption{Key: opening.Encryption.Key, Discards: want}})
+			text, err := os.ReadFile("/sys/block/" + filepath.Base(d.Path) + "/queue/discard_max_bytes")
+			check.OK(f, err)
+			below, err := os.ReadFile("/sys/block/" + filepath.Base(d.Below) + "/queue/discard_max_bytes")
+			check.OK(f, err)
+			can := strings.TrimSpace(string(below)) != "0"
+			if passes := strings.TrimSpace(string(text)) != "0"; passes != (want && can) {
+				f.Errorf("with discards %v its device takes %s, the one below %s", want, text, below)
+			}
+			check.OK(f, d.Close())
+			f.closed()
+		})
+	}
+}

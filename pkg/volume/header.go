@@ -1,0 +1,196 @@
+package volume
+
+import (
+	"context"
+	"fmt"
+	"os"
+
+	"k8s.io/klog/v2"
+
+	"github.com/ashlar-csi/ashlar/internal/trace"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/luks"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/filesystem"
+)
+
+// uuidOf is the UUID that the header of a volume has: its key, written as a UUID. So no header is taken for another volume's.
+func uuidOf(key string) string {
+	return fmt.Sprintf("%s-%s-%s-%s-%s", key[:8], key[8:12], key[12:16], key[16:20], key[20:])
+}
+
+// copyHeader says in the labels of a copy what header it has, and returns what gives the header of the copy, in a file or on a
+// device, a UUID of its own, so that it is known for what it is, and can be open beside its source. That may be called again.
+func copyHeader(labels map[string]string, key string, of Header) func(ctx context.Context, path string) error {
+	switch of.State {
+	case Formatted:
+		labels[labelHeader] = Header{Formatted, uuidOf(key)}.label()
+		labels[labelSeparate] = "true"
+		return func(ctx context.Context, path string) error { return luks.SetUUID(ctx, path, uuidOf(key)) }
+	case Formatting: // nobody ever had it, so nothing is behind it
+		labels[labelHeader] = Header{Formatting, uuidOf(key)}.label()
+		return luks.Erase
+	}
+	return func(context.Context, string) error { return nil }
+}
+
+func (l *Local) setHeader(ctx context.Context, v *Volume, header Header) error {
+	err := l.setLabels(ctx, v.ID, func(labels map[string]string) error {
+		setLabel(labels, labelHeader, header.label())
+		return nil
+	})
+	if err == nil {
+		v.Header = header
+	}
+	return err
+}
+
+// prepareHeader makes sure that the pool's device of an encrypted volume has its header, and holds the device until release is called. As
+// Format, it makes a header only where its record says that there never was one, or that an earlier try was cut short, and the bytes agree. On
+// any doubt it leaves the device alone: ErrPrecondition if there is something else, ErrDataLoss if the header is gone.
+func (l *Local) prepareHeader(ctx context.Context, v *Volume, key Key) (release func(), err error) {
+	pool, ref, err := l.object(v.ID, blockdev.Volume)
+	if err != nil {
+		return nil, err
+	}
+	device, err := pool.Attach(ctx, ref, blockdev.Attachment{})
+	if err != nil {
+		return nil, err
+	}
+	release = func() { _ = device.Close() } // it gives up a hold; there is nothing to be done about a failure
+	if err = l.makeHeader(ctx, v, device, key); err != nil {
+		release()
+		return nil, err
+	}
+	return release, nil
+}
+
+func (l *Local) makeHeader(ctx context.Context, v *Volume, device blockdev.Device, key Key) error {
+	uuid, err := luks.UUID(device.Path)
+	if err != nil {
+		return err
+	}
+	switch v.Header.State {
+	case Formatted:
+		return v.hasHeader(device, uuid)
+	case Blank:
+		blank, err := l.blank(ctx, v.ID, device)
+		if err != nil {
+			return err
+		}
+		if !blank {
+			return fmt.Errorf("%w: its record says that it was never encrypted, but %s is not blank; nothing was written: look at what is on it", errdefs.ErrPrecondition, device.Path)
+		}
+	case Formatting: // nobody ever had it: what is there is what cryptsetup left
+		foreign := ""
+		if uuid == "" {
+			foreign, err = filesystem.Foreign(device.Path, "")
+		} else if uuid != v.Header.UUID {
+			foreign = "a LUKS2 header of another volume, " + uuid
+		}
+		if err != nil {
+			return err
+		}
+		if foreign != "" {
+			return fmt.Errorf("%w: the making of its LUKS2 header was cut short, and %s carries %s now; nothing was written: look at what is on it", errdefs.ErrPrecondition, device.Path, foreign)
+		}
+	default:
+		return fmt.Errorf("%w: its record has the unknown header state %q", errdefs.ErrDataLoss, v.Header.State)
+	}
+	if len(key) == 0 {
+		return fmt.Errorf("%w: %w", errdefs.ErrInvalid, ErrNoKey)
+	}
+	if err := luks.Available(); err != nil {
+		return err
+	}
+	header := Header{Formatting, uuidOf(v.ID.Key)}
+	if err := l.setHeader(ctx, v, header); err != nil {
+		return err
+	}
+	if err := trace.Do(ctx, "encrypt", func(ctx context.Context) error { return luks.Format(ctx, device.Path, header.UUID, key) }); err != nil {
+		return err
+	}
+	header.State = Formatted
+	return l.setHeader(ctx, v, header)
+}
+
+// hasHeader makes sure that a volume, whose header is never made again, has its header.
+func (v *Volume) hasHeader(device blockdev.Device, uuid string) error {
+	switch uuid {
+	case v.Header.UUID:
+		return nil
+	case "":
+		return fmt.Errorf("%w: it is encrypted, and %s has no LUKS2 header now; nothing was written: restore the header (cryptsetup luksHeaderRestore), or the volume from a snapshot or a backup",
+			errdefs.ErrDataLoss, device.Path)
+	}
+	return fmt.Errorf("%w: the LUKS2 header of %s is %s, not %s, which this volume's is; nothing was written: look at what is on it", errdefs.ErrPrecondition, device.Path, uuid, v.Header.UUID)
+}
+
+// separate gives what is behind the header of a copy an identity of its own, when it is opened for the first time.
+func (l *Local) separate(ctx context.Context, v Volume, device blockdev.Device) error {
+	if !v.separate {
+		return nil
+	}
+	if err := filesystem.Separate(ctx, device.Path); err != nil {
+		return err
+	}
+	return l.setLabels(ctx, v.ID, func(labels map[string]string) error {
+		delete(labels, labelSeparate)
+		return nil
+	})
+}
+
+// signaturesEnd is where the signatures end that filesystem.Foreign and Probe look for, in bytes.
+const signaturesEnd = 128 << 10
+
+// clearSignatures overwrites the beginning of a device with zeros, so that it looks like nothing.
+func clearSignatures(device string) error {
+	f, err := os.OpenFile(device, os.O_WRONLY, 0)
+	if err != nil {
+		return fmt.Errorf("clear %s: %w", device, errdefs.FromErrno(err))
+	}
+	defer f.Close()
+	_, err = f.WriteAt(make([]byte, signaturesEnd), 0)
+	if err == nil {
+		err = f.Sync()
+	}
+	if err != nil {
+		return fmt.Errorf("clear %s: %w", device, errdefs.FromErrno(err))
+	}
+	return nil
+}
+
+// remove deletes an object of a pool. The header of one that is encrypted is destroyed first, so that no key opens what is left of its bytes
+// on the disk. Blocks that it shares with others (reflinks, thin snapshots) stay as they are for these. What cannot be written any more
+// is deleted all the same.
+func (l *Local) remove(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref) error {
+	record, err := pool.Get(ctx, ref)
+	if err == nil && schemeOf(record) != NotEncrypted && (unfinished(record) || parseHeader(record.Labels[labelHeader]).State != Blank) {
+		err = l.erase(ctx, pool, record)
+		if err != nil && (mayGoOn(err) || ctx.Err() != nil) {
+			return err
+		}
+		if err != nil {
+			klog.FromContext(ctx).Error(err, "Could not destroy the header of what was encrypted; deleting it all the same: who has its disk and its key can read what is left there",
+				"pool", pool.Name(), "object", ref.String())
+		}
+	}
+	return pool.Delete(ctx, ref)
+}
+
+// erase destroys the header of an object that is attached nowhere.
+func (l *Local) erase(ctx context.Context, pool blockdev.Pool, record blockdev.Record) error {
+	devices, err := l.stacks.Of(pool, record.Ref).Attached(ctx)
+	if err != nil {
+		return err
+	}
+	if len(devices) > 0 { // it is not deleted either
+		return fmt.Errorf("%w: %s is attached as %s", errdefs.ErrInUse, record.Ref, devices[0].Path)
+	}
+	device, err := pool.Attach(ctx, record.Ref, blockdev.Attachment{})
+	if err != nil {
+		return err
+	}
+	defer device.Close()
+	return luks.Erase(ctx, device.Path)
+}
