@@ -21,7 +21,7 @@ pools) tests='./pkg/blockdev/lvmpool lvmpool -test.run LVM -test.timeout 60m
 driver) tests='./cmd/driver driver -test.run LVM -test.timeout 40m
 ./tests/sanity sanity -test.timeout 40m
 ./tests/sanity/cluster cluster -test.timeout 40m
-./tests/life life -test.run ^(TestLife|TestGroupSnapshot|TestManyLives|TestSnapshotMetadata|TestHostilePod|TestReaderSeesWriter|TestReadOnlyThenWritten|TestRawUsage|TestLimits)$ -test.timeout 40m
+./tests/life life -test.run ^(TestLife|TestGroupSnapshot|TestManyLives|TestSnapshotMetadata|TestHostilePod|TestReaderSeesWriter|TestReadOnlyThenWritten|TestRawUsage|TestLimits|TestEncryptedLife|TestKeys|TestKeySlots|TestGrowsWithKey|TestCryptoErase|TestHeaderIsKept|TestEncryptionOfCopies)$ -test.timeout 40m
 ./tests/points points -test.run LVM -points.seed=1 -test.timeout 40m
 ./tests/power power -test.timeout 40m' ;;
 ./*) tests=$1 ;;

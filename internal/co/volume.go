@@ -21,6 +21,8 @@ type Volume struct {
 	Staging string
 	// Attributes of an inline ephemeral volume; of others none.
 	Attributes map[string]string
+	// Secrets are what the calls bring that stage the volume, publish it if it is ephemeral, and grow it on the node.
+	Secrets map[string]string
 	// PublishContext is what Claim was answered.
 	PublishContext map[string]string
 }
@@ -58,7 +60,7 @@ func (v *Volume) Release(ctx context.Context) error {
 
 // StageRequest is what Stage asks for.
 func (v *Volume) StageRequest() *csi.NodeStageVolumeRequest {
-	return &csi.NodeStageVolumeRequest{VolumeId: v.ID, StagingTargetPath: v.Staging, VolumeCapability: v.Capability, PublishContext: v.PublishContext}
+	return &csi.NodeStageVolumeRequest{VolumeId: v.ID, StagingTargetPath: v.Staging, VolumeCapability: v.Capability, PublishContext: v.PublishContext, Secrets: v.Secrets}
 }
 
 // Stage makes the staging directory if it is not there, and stages the volume.
@@ -81,8 +83,12 @@ func (v *Volume) Unstage(ctx context.Context) error {
 
 // PublishRequest is what Publish asks for.
 func (v *Volume) PublishRequest(target string, readOnly bool) *csi.NodePublishVolumeRequest {
+	var secrets map[string]string
+	if v.Staging == "" {
+		secrets = v.Secrets
+	}
 	return &csi.NodePublishVolumeRequest{VolumeId: v.ID, StagingTargetPath: v.Staging, TargetPath: target, VolumeCapability: v.Capability,
-		PublishContext: v.PublishContext, VolumeContext: v.Attributes, Readonly: readOnly}
+		PublishContext: v.PublishContext, VolumeContext: v.Attributes, Readonly: readOnly, Secrets: secrets}
 }
 
 // Publish publishes the volume at a target, whose directory has to be there.
@@ -141,7 +147,7 @@ func (v *Volume) Expand(ctx context.Context, size int64) error {
 	if has := response.GetCapacityBytes(); has != size {
 		return fmt.Errorf("volume %s was expanded to %d bytes, not %d", v.Name, has, size)
 	}
-	if want := !v.Block(); response.GetNodeExpansionRequired() != want {
+	if want := !v.Block() || len(v.Secrets) > 0; response.GetNodeExpansionRequired() != want {
 		return fmt.Errorf("node_expansion_required of volume %s is %v", v.Name, !want)
 	}
 	return nil
@@ -149,7 +155,7 @@ func (v *Volume) Expand(ctx context.Context, size int64) error {
 
 // NodeExpand grows the filesystem of the volume, which is at a path.
 func (v *Volume) NodeExpand(ctx context.Context, path string) error {
-	_, err := v.NodeExpandVolume(ctx, &csi.NodeExpandVolumeRequest{VolumeId: v.ID, VolumePath: path, StagingTargetPath: v.Staging, VolumeCapability: v.Capability})
+	_, err := v.NodeExpandVolume(ctx, &csi.NodeExpandVolumeRequest{VolumeId: v.ID, VolumePath: path, StagingTargetPath: v.Staging, VolumeCapability: v.Capability, Secrets: v.Secrets})
 	return err
 }
 

@@ -414,9 +414,9 @@ func (s *Server) ControllerExpandVolume(ctx context.Context, r *csi.ControllerEx
 	if err != nil {
 		return nil, err
 	}
-	// A raw device may carry a filesystem that its user made, and be mounted.
+	// A raw device may carry a filesystem that its user made, and be mounted. One that is encrypted grows where its key is.
 	block := r.GetVolumeCapability().GetBlock() != nil || (r.GetVolumeCapability() == nil && v.Format.State == volume.Raw)
-	return &csi.ControllerExpandVolumeResponse{CapacityBytes: v.Size, NodeExpansionRequired: !block}, nil
+	return &csi.ControllerExpandVolumeResponse{CapacityBytes: v.Size, NodeExpansionRequired: !block || v.Encryption.Scheme != volume.NotEncrypted}, nil
 }
 
 // ControllerModifyVolume sets mutable parameters.

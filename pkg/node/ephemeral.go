@@ -60,7 +60,7 @@ func (s *Server) publishEphemeral(ctx context.Context, r *csi.NodePublishVolumeR
 		return err
 	}
 	spec := volume.Spec{Name: r.GetVolumeId(), Pool: parameters.Pool, Provisioning: parameters.Provisioning,
-		Size: size, Filesystem: how.fs, Ephemeral: r.GetTargetPath()}
+		Size: size, Filesystem: how.fs, Encryption: parameters.Encryption, Ephemeral: r.GetTargetPath()}
 	// What was made before stays its pod's, whatever is allowed now.
 	if have, err := s.volumes.Ephemeral(ctx, spec.Name); err == nil {
 		spec.Pool = cmp.Or(spec.Pool, have.ID.Pool)

@@ -144,8 +144,14 @@ func (d *driver) create(r *csi.CreateVolumeRequest) (*vol, error) {
 	if err != nil {
 		return nil, err
 	}
+	if r.GetParameters()["encryption"] != "" {
+		v.Secrets = map[string]string{"passphrase": passphrase}
+	}
 	return &vol{d, v}, nil
 }
+
+// passphrase of the volumes that are encrypted.
+const passphrase = "a passphrase\nof two lines"
 
 // volume that is there already.
 func (d *driver) volume(id, name string, c *csi.VolumeCapability) *vol {

@@ -23,7 +23,7 @@ func TestLife(t *testing.T) {
 			for _, provisioning := range provisionings(pool) {
 				t.Run(fmt.Sprintf("%s pool/%s/%s", pool, kind, provisioning), func(t *testing.T) {
 					d := startOn(t, pool)
-					life(t, d, pool, kind, provisioning)
+					life(t, d, pool, kind, map[string]string{"provisioning": provisioning})
 					d.nothingLeft()
 				})
 			}
@@ -31,11 +31,11 @@ func TestLife(t *testing.T) {
 	}
 }
 
-func life(t *testing.T, d *driver, pool, kind, provisioning string) {
-	size := smallest[kind]
+func life(t *testing.T, d *driver, pool, kind string, parameters map[string]string) {
+	size, provisioning := smallest[kind], parameters["provisioning"]
 	larger, largest := size+64*miB, size+128*miB
 	r := co.Request("source", kind, size)
-	r.Parameters = map[string]string{"provisioning": provisioning}
+	r.Parameters = parameters
 	source := d.made(r)
 	if taken := source.taken(); d.group == nil && (taken >= size) != (provisioning == "thick") {
 		t.Errorf("the new %s image takes %d of %d bytes", provisioning, taken, size)
@@ -104,10 +104,10 @@ func life(t *testing.T, d *driver, pool, kind, provisioning string) {
 	// Source, clone and restore at once, each on its own.
 	write(t, source.File(target), 2)
 	r = co.FromVolume(co.Request("clone", kind, larger), source.ID)
-	r.Parameters = map[string]string{"provisioning": provisioning}
+	r.Parameters = parameters
 	clone := d.made(r)
 	r = co.FromSnapshot(co.Request("restore", kind, largest), snapshot.GetSnapshotId())
-	r.Parameters = map[string]string{"provisioning": provisioning}
+	r.Parameters = parameters
 	restore := d.made(r)
 	cloned, restored := clone.running(), restore.running()
 	holds(t, clone.File(cloned), 2)
@@ -126,7 +126,7 @@ func life(t *testing.T, d *driver, pool, kind, provisioning string) {
 	check.OK(t, source.down(target, readOnly))
 	write(t, clone.File(cloned), 5)
 	r = co.FromSnapshot(co.Request("late", kind, 0), snapshot.GetSnapshotId())
-	r.Parameters = map[string]string{"provisioning": provisioning}
+	r.Parameters = parameters
 	r.CapacityRange = &csi.CapacityRange{RequiredBytes: size, LimitBytes: size}
 	late := d.made(r)
 	lately := late.running()
