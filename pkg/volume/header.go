@@ -178,6 +178,10 @@ func (l *Local) remove(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref
 	return pool.Delete(ctx, ref)
 }
 
+// thinFull is how much of a thin pool may be in use, from 0 to 1, for something to be written before it is deleted: a full one is emptied by
+// deleting, which must need no space.
+const thinFull = 0.99
+
 // erase destroys the header of an object that is attached nowhere.
 func (l *Local) erase(ctx context.Context, pool blockdev.Pool, record blockdev.Record) error {
 	devices, err := l.stacks.Of(pool, record.Ref).Attached(ctx)
@@ -186,6 +190,15 @@ func (l *Local) erase(ctx context.Context, pool blockdev.Pool, record blockdev.R
 	}
 	if len(devices) > 0 { // it is not deleted either
 		return fmt.Errorf("%w: %s is attached as %s", errdefs.ErrInUse, record.Ref, devices[0].Path)
+	}
+	if thin, ok := blockdev.As[blockdev.ThinPool](pool); ok {
+		use, is, err := thin.ThinUse(ctx)
+		if err != nil {
+			return err
+		}
+		if is && use.Data > thinFull {
+			return fmt.Errorf("%w: the thin pool of pool %s is full, and a write to a block that is shared would wait for space", errdefs.ErrNoSpace, pool.Name())
+		}
 	}
 	device, err := pool.Attach(ctx, record.Ref, blockdev.Attachment{})
 	if err != nil {

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -15,6 +16,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/luks"
 )
 
 // scenario is a call that changes something, in an environment where it can be made.
@@ -395,6 +397,51 @@ func init() {
 		}})
 }
 
+// Encryption needs dm-crypt: in the virtual machine.
+func init() {
+	if luks.Available() != nil {
+		return
+	}
+	// secret has the volumes of a plan encrypted that are made from then on.
+	encrypted := func(prepare func(w *environment) plan) func(w *environment) plan {
+		return func(w *environment) plan {
+			w.secret = "a passphrase"
+			return prepare(w)
+		}
+	}
+	calls := map[string]func(w *environment) plan{
+		"CreateVolume from snapshot": fromSnapshot,
+		"NodeStageVolume first":      func(w *environment) plan { return stageFirst(w, "ext4", 16*miB) },
+		"NodeStageVolume first raw":  func(w *environment) plan { return stageFirst(w, block, 16*miB) },
+		"NodeStageVolume": func(w *environment) plan {
+			v := filled(w, "data", "ext4")
+			w.all(v.unpublishAll, v.unstage)
+			return plan{v.stage, func() { v.whole(1) }, v.unstage}
+		},
+		"NodeUnstageVolume": func(w *environment) plan { return unstage(w, "ext4") },
+		"NodeExpandVolume": func(w *environment) plan {
+			v := filled(w, "data", block)
+			w.all(func() error { return v.expand(32 * miB) })
+			v.size = 32 * miB
+			return plan{v.nodeExpand, func() { v.grown(32 * miB) }, nothing}
+		},
+		"DeleteVolume": func(w *environment) plan {
+			v := filled(w, "old", "ext4")
+			v.rest()
+			v.content = 0
+			return plan{v.delete, func() { w.listed(0) }, nil}
+		},
+		"DeleteSnapshot": func(w *environment) plan {
+			v := filled(w, "data", "ext4")
+			id := must(v.cut("cut"))(w)
+			return plan{func() error { return w.RemoveSnapshot(w.ctx(), id) }, func() { w.snapshots(0); v.whole(1) }, nil}
+		},
+	}
+	for _, name := range slices.Sorted(maps.Keys(calls)) {
+		scenarios = append(scenarios, scenario{name + " encrypted", copying, encrypted(calls[name])})
+	}
+}
+
 // limit sets how many requests to write the volume takes in a second.
 func (v *vol) limit(writes string) error {
 	_, err := v.ControllerModifyVolume(v.ctx(), &csi.ControllerModifyVolumeRequest{VolumeId: v.ID, MutableParameters: map[string]string{"writeIOPS": writes}})
@@ -430,16 +477,23 @@ func (v *vol) readsAhead(want string) {
 // grown makes sure that the bytes and the device of a volume have a size.
 func (v *vol) grown(size int64) {
 	v.t.Helper()
+	kept, shown := size, size
+	if v.secret != "" {
+		kept += luks.HeaderSize
+	}
+	if _, files := v.site.storage.(directory); files {
+		shown = kept
+	}
 	v.site.bytesOf(v, func(path string) {
 		f, err := os.Open(path)
 		check.OK(v.t, err)
 		defer f.Close()
-		if have, err := f.Seek(0, io.SeekEnd); err != nil || have != size {
-			v.t.Errorf("%s has %d bytes, not %d: %v", path, have, size, err)
+		if have, err := f.Seek(0, io.SeekEnd); err != nil || have != kept {
+			v.t.Errorf("%s has %d bytes, not %d: %v", path, have, kept, err)
 		}
 	})
-	if sectors := v.sysfs("size"); sectors != fmt.Sprint(size/512) {
-		v.t.Errorf("the device has %s sectors, not %d", sectors, size/512)
+	if sectors := v.sysfs("size"); sectors != fmt.Sprint(shown/512) {
+		v.t.Errorf("the device has %s sectors, not %d", sectors, shown/512)
 	}
 	v.size = size
 }

@@ -10,6 +10,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -34,6 +35,7 @@ type environment struct {
 	site    *site
 	volumes []*vol
 	space   int64           // that the pool had when it was empty
+	secret  string          // passphrase of the volumes that are made; empty: they are not encrypted
 	caller  context.Context // of the CO's calls, each of which has callTime
 }
 
@@ -130,6 +132,7 @@ type vol struct {
 	kind     string // of its filesystem, or block
 	size     int64
 	thin     bool
+	secret   string // passphrase of one that is encrypted
 	snapshot string // its source, or
 	source   *vol   // its source
 
@@ -142,7 +145,7 @@ const block = co.Block
 
 // volume is one that is to be made.
 func (w *environment) volume(name, kind string, size int64) *vol {
-	v := &vol{environment: w, Volume: w.Volume(drivertest.VolumeID(name), name, co.Capability(kind, co.MultiWriter)), kind: kind, size: size}
+	v := &vol{environment: w, Volume: w.Volume(drivertest.VolumeID(name), name, co.Capability(kind, co.MultiWriter)), kind: kind, size: size, secret: w.secret}
 	w.volumes = append(w.volumes, v)
 	return v
 }
@@ -151,6 +154,9 @@ func (v *vol) create() error {
 	r := co.Request(v.Name, v.kind, v.size)
 	if _, either := v.site.storage.(directory); v.thin && either {
 		r.Parameters = map[string]string{"provisioning": "thin"}
+	}
+	if v.secret != "" {
+		r.Parameters, v.Secrets = map[string]string{"encryption": "luks2"}, map[string]string{"passphrase": v.secret}
 	}
 	if v.snapshot != "" {
 		co.FromSnapshot(r, v.snapshot)
@@ -305,6 +311,8 @@ func (v *vol) sound() {
 	for range 2 {
 		cutShort := false
 		v.site.bytesOf(v, func(path string) {
+			path, closed := v.opened(path)
+			defer closed()
 			if cutShort = v.kind == "ext4" && !blankBoot(v.t, path); cutShort {
 				return
 			}
@@ -319,6 +327,21 @@ func (v *vol) sound() {
 		v.rest()
 	}
 	v.t.Errorf("the boot block of %s is not blank after it was staged", v.Name)
+}
+
+// opened returns what is behind the header of a volume that is encrypted, in a file or on a device, and what closes it; of others the path itself.
+func (v *vol) opened(path string) (plain string, closed func()) {
+	v.t.Helper()
+	if v.secret == "" {
+		return path, func() {}
+	}
+	const name = "points-plain"
+	open := exec.Command("cryptsetup", "open", "--key-file=-", path, name)
+	open.Stdin = strings.NewReader(v.secret)
+	if out, err := open.CombinedOutput(); err != nil {
+		v.t.Fatalf("%v: %v: %s", open.Args, err, out)
+	}
+	return "/dev/mapper/" + name, func() { drivertest.Run(v.t, "cryptsetup", "close", name) }
 }
 
 func blankBoot(t testing.TB, path string) bool {

@@ -23,6 +23,8 @@ const miB = 1 << 20
 type environment struct {
 	name string
 	size int64 // of the disk, in bytes
+	// secret is the passphrase of the volumes; empty: they are not encrypted.
+	secret string
 	// prepare prepares the disk, once.
 	prepare func(t testing.TB, device string)
 	// boot brings up what the pool is on, and returns its URL; down is what a shutdown does.
@@ -37,6 +39,13 @@ var environments = []environment{
 	filesystem("btrfs", 800*miB, "-f", "-K"), // which gives its space out in large pieces
 	volumeGroup("linear", "lvm://"+group),
 	volumeGroup("thin", "lvm://"+group+"/"+thinPool),
+	encrypted(filesystem("xfs", 800*miB, "-f", "-K")),
+}
+
+// encrypted is an environment whose volumes are encrypted.
+func encrypted(g environment) environment {
+	g.name, g.secret = "encrypted", "a passphrase"
+	return g
 }
 
 func filesystem(kind string, size int64, options ...string) environment {

@@ -97,7 +97,7 @@ func (g environment) start(t testing.TB, device string) *machine {
 	t.Cleanup(h.clear)
 	var url string
 	url, h.down = g.boot(t, device, h.dir)
-	h.caller = &caller{Driver: drivertest.Start(t, drivertest.Options{Dir: h.dir, Pools: []string{pool + "=" + url}}), known: newModel()}
+	h.caller = &caller{Driver: drivertest.Start(t, drivertest.Options{Dir: h.dir, Pools: []string{pool + "=" + url}}), known: newModel(), secret: g.secret}
 	return h
 }
 

@@ -385,7 +385,7 @@ func HasTarget(name string) error {
 		}
 	}
 	if err != nil {
-		return fmt.Errorf("the kernel has no target %s of the device mapper: %w", name, errdefs.FromErrno(err))
+		return fmt.Errorf("the kernel has no target %s of the device mapper: %w", name, err)
 	}
 	return nil
 }

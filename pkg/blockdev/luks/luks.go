@@ -95,6 +95,9 @@ func Format(ctx context.Context, device, uuid string, key Key) error {
 	if err := withKey(ctx, key, append(argv, device)...); err != nil {
 		return fmt.Errorf("make a LUKS2 header on %s: %w", device, err)
 	}
+	if err := flush(device); err != nil {
+		return err
+	}
 	// What counts as formatted is never formatted again, so cryptsetup is not taken at its word.
 	if have, err := UUID(device); err != nil || have != uuid {
 		return errors.Join(fmt.Errorf("make a LUKS2 header on %s: cryptsetup ended as if it had, and there is the UUID %q, not %s", device, have, uuid), err)
