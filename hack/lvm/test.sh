@@ -17,7 +17,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 case ${1-} in
 pools) tests='./pkg/blockdev/lvmpool lvmpool -test.run LVM -test.timeout 60m
 ./pkg/device device -test.timeout 20m
-./pkg/volume volume -test.run LVM -test.timeout 20m' ;;
+./pkg/volume volume -test.run LVM|Header -test.timeout 20m' ;;
 driver) tests='./cmd/driver driver -test.run LVM -test.timeout 40m
 ./tests/sanity sanity -test.timeout 40m
 ./tests/sanity/cluster cluster -test.timeout 40m

@@ -29,6 +29,32 @@ func TestRun(t *testing.T) {
 	}
 }
 
+// TestRunWith: a program gets its input and its environment, and an error tells nothing of the input.
+func TestRunWith(t *testing.T) {
+	input := []byte("a \x00 secret\n")
+	stdout, _, err := RunWith(t.Context(), Options{Input: input, Env: []string{"GREETING=hello"}}, "sh", "-c", `echo "$GREETING"; cat`)
+	if err != nil || stdout != "hello\n"+string(input) {
+		t.Errorf("%q, %v", stdout, err)
+	}
+	_, _, err = RunWith(t.Context(), Options{Input: input}, "sh", "-c", "cat >/dev/null; echo broken >&2; exit 3")
+	if err == nil || strings.Contains(err.Error(), "secret") || !strings.Contains(err.Error(), "broken") {
+		t.Errorf("error %v", err)
+	}
+	if _, _, err := RunWith(t.Context(), Options{Input: make([]byte, 1<<20)}, "true"); err != nil && !errors.Is(err, syscall.EPIPE) {
+		t.Errorf("with more input than it reads: %v", err)
+	}
+}
+
+// TestFind: what is there is found, and what is not is exec.ErrNotFound.
+func TestFind(t *testing.T) {
+	if path, err := Find("sh"); err != nil || !filepath.IsAbs(path) {
+		t.Errorf("%q, %v", path, err)
+	}
+	if _, err := Find("no-such-program-here"); !errors.Is(err, exec.ErrNotFound) {
+		t.Errorf("error %v", err)
+	}
+}
+
 // TestError: an error says what was run, how it ended, and what it said.
 func TestError(t *testing.T) {
 	for name, c := range map[string]struct {

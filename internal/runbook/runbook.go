@@ -33,6 +33,7 @@ var pages = map[string]string{
 
 	// Of volumes and snapshots.
 	"DataLoss":           "data-loss",
+	"HeaderLost":         "data-loss",
 	"ImageMissing":       "data-loss",
 	"ImageOfAnother":     "data-loss",
 	"ImageTruncated":     "data-loss",

@@ -111,7 +111,7 @@ type Stack struct {
 // Of returns the stack of a volume in a pool. It asks nobody, and the volume need not be there.
 func (s *Stacks) Of(pool blockdev.Pool, ref blockdev.Ref) Stack { return Stack{s, pool, ref} }
 
-// layers returns the layers of the volume, from the lowest. A pool that may be open later is opened for that; while it is not, it
+// layers returns the layers that the volume can have, from the lowest: whether it is encrypted, only its record says. A pool that may be open later is opened for that; while it is not, it
 // answers for all of them.
 func (s Stack) layers(ctx context.Context) []layer {
 	if blockdev.Unwrap(s.pool) == nil {
@@ -170,28 +170,21 @@ func (s Stack) Attach(ctx context.Context, o Options) (blockdev.Device, error) {
 }
 
 func (s Stack) attach(ctx context.Context, o Options) (blockdev.Device, error) {
-	if o.Encryption != nil {
-		layers, err := s.wanted(ctx, o)
-		if err != nil {
-			return blockdev.Device{}, err
-		}
-		return s.attachAll(ctx, layers, o)
+	layers, err := s.wanted(ctx, o)
+	if err != nil {
+		return blockdev.Device{}, err
 	}
-	lowest := []layer{bottom{s.pool, s.ref}}
-	if !s.stacks.hasMapper() {
-		return s.attachAll(ctx, lowest, o)
+	if o.Encryption != nil || len(layers) == 1 {
+		return s.attachAll(ctx, layers, o)
 	}
 	devices, err := s.pool.Attached(ctx, s.ref)
 	if err != nil {
 		return blockdev.Device{}, err
 	}
+	lowest := layers[:1]
 	if slices.ContainsFunc(devices, func(d blockdev.Device) bool { return d.Kept && !d.ReadOnly }) {
 		// It was handed out with nothing over it, when there was no device mapper. It stays so until it is detached.
 		return s.attachAll(ctx, lowest, o)
-	}
-	layers, err := s.wanted(ctx, o)
-	if err != nil {
-		return blockdev.Device{}, err
 	}
 	device, err := s.attachAll(ctx, layers, o)
 	if errors.Is(err, unix.EBUSY) { // an older driver mounted the pool's device itself, so nothing can be laid over it

@@ -300,3 +300,30 @@ func TestEncryptionOfCopies(t *testing.T) {
 	}
 	d.nothingLeft()
 }
+
+// TestEncryptedElsewhere: what is copied to another pool is as encrypted there, opens with the same passphrase, and beside its source.
+func TestEncryptedElsewhere(t *testing.T) {
+	needEncryption(t)
+	dir := newDir(t)
+	d := start(t, drivertest.Options{Dir: dir, Pools: []string{
+		"default=file://" + dir + "/pool?reservePercent=0", "other=file://" + dir + "/other?reservePercent=0"}})
+	v := d.made(encrypted("v", "ext4"))
+	target := v.running()
+	write(t, v.File(target), 1)
+	snapshot, err := v.snapshot("s")
+	check.OK(t, err)
+	write(t, v.File(target), 2)
+	restore, clone := co.FromSnapshot(encrypted("restore", "ext4"), snapshot.GetSnapshotId()), co.FromVolume(encrypted("clone", "ext4"), v.ID)
+	restore.Parameters["pool"], clone.Parameters["pool"] = "other", "other"
+	restored, cloned := d.made(restore), d.made(clone)
+	for copied, seed := range map[*vol]uint64{restored: 1, cloned: 2} {
+		at := copied.running()
+		holds(t, copied.File(at), seed)
+		write(t, copied.File(at), 3)
+		holds(t, v.File(target), 2)
+		check.OK(t, copied.down(at))
+	}
+	check.OK(t, d.deleteSnapshot(snapshot.GetSnapshotId()))
+	check.OK(t, v.down(target))
+	d.nothingLeft()
+}

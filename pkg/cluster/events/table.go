@@ -59,6 +59,7 @@ var Table = []Entry{
 	{"ImageTruncated", warning, objects, "The file with the bytes is shorter than its record says."},
 	{"ImageOfAnother", warning, objects, "What is at the place of the bytes is not the file that was made for them."},
 	{"VolumeTruncated", warning, objects, "The logical volume is smaller than its record says."},
+	{"HeaderLost", warning, volumes, "The header of the encrypted volume, which is in use, is gone or cannot be read: what is on it can be read only for as long as it stays in use."},
 	{"RecordDamaged", warning, anywhere, "The record of a volume or a snapshot cannot be used; on a Pool or a Node: of some in the pool."},
 	{"ImageUnreadable", warning, objects, "The file with the bytes cannot be read."},
 	{"VolumeFailed", warning, objects, "lvm2 says that the logical volume is not well."},

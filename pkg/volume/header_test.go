@@ -1,0 +1,97 @@
+package volume_test
+
+import (
+	"bytes"
+	"errors"
+	"os"
+	"slices"
+	"testing"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/luks"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// TestHeaderByRecord: what a record says of a header decides what may be written, and on any doubt nothing is.
+func TestHeaderByRecord(t *testing.T) {
+	drivertest.NeedRoot(t)
+	if err := luks.Available(); err != nil {
+		t.Skip(err)
+	}
+	dir := drivertest.Dir(t)
+	pool := pooltest.OpenedFiles(t, dir)
+	l := start(t, 0, pool)
+	const foreign = "00112233-4455-6677-8899-aabbccddeeff"
+	key, other := volume.Key("the key"), volume.Key("another")
+	spec := volume.Spec{Name: "v", Size: volume.Range{Required: mib}, Encryption: volume.Encryption{Scheme: volume.LUKS2}}
+	own := "" // the UUID of the volume's header
+	for what, c := range map[string]struct {
+		label   string
+		prepare func(device string)
+		want    error
+	}{
+		"blank":                          {"", func(string) {}, nil},
+		"blank, with a header":           {"", func(d string) { check.OK(t, luks.Format(t.Context(), d, foreign, key)) }, errdefs.ErrPrecondition},
+		"blank, written":                 {"", func(d string) { put(t, d, luks.HeaderSize+512<<10, "somebody's") }, errdefs.ErrPrecondition},
+		"cut short at once":              {"formatting", func(string) {}, nil},
+		"cut short, with a header":       {"formatting", func(d string) { check.OK(t, luks.Format(t.Context(), d, own, other)) }, nil},
+		"cut short, with noise":          {"formatting", func(d string) { put(t, d, 32<<10, "noise") }, nil},
+		"cut short, with another header": {"formatting", func(d string) { check.OK(t, luks.Format(t.Context(), d, foreign, key)) }, errdefs.ErrPrecondition},
+		"cut short, with a filesystem":   {"formatting", func(d string) { put(t, d, 1024+56, "\x53\xef") }, errdefs.ErrPrecondition},
+		"formatted":                      {"formatted", func(d string) { check.OK(t, luks.Format(t.Context(), d, own, key)) }, nil},
+		"formatted, another header":      {"formatted", func(d string) { check.OK(t, luks.Format(t.Context(), d, foreign, key)) }, errdefs.ErrPrecondition},
+		"formatted, no header":           {"formatted", func(string) {}, errdefs.ErrDataLoss},
+		"of a newer driver":              {"wrapped", func(string) {}, errdefs.ErrDataLoss},
+	} {
+		v, err := l.Create(t.Context(), spec)
+		check.OK(t, err)
+		k := v.ID.Key
+		own = k[:8] + "-" + k[8:12] + "-" + k[12:16] + "-" + k[16:20] + "-" + k[20:]
+		ref := blockdev.Ref{Kind: blockdev.Volume, Key: k}
+		if c.label != "" {
+			_, err = pool.SetLabels(t.Context(), ref, func(labels map[string]string) error { labels["header"] = c.label + ":" + own; return nil })
+			check.OK(t, err)
+		}
+		bare, err := pool.Attach(t.Context(), ref, blockdev.Attachment{})
+		check.OK(t, err)
+		c.prepare(bare.Path)
+		before := get(t, bare.Path)
+		record, err := pool.Get(t.Context(), ref)
+		check.OK(t, err)
+		v, err = l.Get(t.Context(), v.ID)
+		check.OK(t, err)
+		device, err := l.Attach(t.Context(), v, key)
+		if !errors.Is(err, c.want) || (err == nil) != (c.want == nil) || c.want != nil && !slices.Equal(errdefs.Kinds(err), []error{c.want}) {
+			t.Errorf("%s: error %v, want %v", what, err, c.want)
+		}
+		if err == nil {
+			if uuid, err := luks.UUID(bare.Path); uuid != own || err != nil || device.Size != mib {
+				t.Errorf("%s: attached with %d bytes behind the header %q, %v", what, device.Size, uuid, err)
+			}
+			check.OK(t, device.Close())
+		} else if now, _ := pool.Get(t.Context(), ref); !bytes.Equal(get(t, bare.Path), before) || now.Labels["header"] != record.Labels["header"] {
+			t.Errorf("%s: it was refused, and its record says %q, or its bytes have changed", what, now.Labels["header"])
+		}
+		check.OK(t, bare.Close())
+		check.OK(t, l.Delete(t.Context(), v.ID))
+	}
+}
+
+func put(t *testing.T, path string, at int64, data string) {
+	t.Helper()
+	f, err := os.OpenFile(path, os.O_WRONLY, 0)
+	check.OK(t, err)
+	_, err = f.WriteAt([]byte(data), at)
+	check.OK(t, errors.Join(err, f.Sync(), f.Close()))
+}
+
+func get(t *testing.T, path string) []byte {
+	t.Helper()
+	data, err := os.ReadFile(path)
+	check.OK(t, err)
+	return data
+}
