@@ -195,15 +195,16 @@ func (w *environment) run(part func(context.Context) error) (stop func()) {
 
 // machine is a node with its disks, which outlive its agent.
 type machine struct {
-	name   string
-	disks  []*memory.Disk
-	hook   memory.Hook
-	locks  *keylock.Table
-	every  time.Duration                    // its agent's heartbeat; 0: none
-	driver string                           // of its agent; empty: the usual one
-	ported bool                             // its agent has a port
-	wrap   func(*memory.Pool) blockdev.Pool // of its default pool; nil: it is as it is
-	via    func(address string) string      // what others reach its port by; nil: its address
+	name    string
+	disks   []*memory.Disk
+	hook    memory.Hook
+	locks   *keylock.Table
+	every   time.Duration                    // its agent's heartbeat; 0: none
+	driver  string                           // of its agent; empty: the usual one
+	schemes []volume.Scheme                  // by which its volumes can be encrypted
+	ported  bool                             // its agent has a port
+	wrap    func(*memory.Pool) blockdev.Pool // of its default pool; nil: it is as it is
+	via     func(address string) string      // what others reach its port by; nil: its address
 
 	local *volume.Local
 	agent *agent.Agent
@@ -267,7 +268,8 @@ func (w *environment) agent(m *machine) *agent.Agent {
 	m.local, err = volume.NewLocal(w.ctx, m.name, pools, mounts, 0)
 	check.OK(w, err)
 	o := agent.Options{Driver: cmp.Or(m.driver, cluster.DefaultDriver), Pools: []agent.Pool{{Pool: pools[0], Kind: "memory"}, {Pool: pools[1], Kind: "memory"}},
-		Locks: m.locks, MaxVolumes: storetest.Limit, ProgressEvery: 50 * time.Millisecond}
+		Locks: m.locks, MaxVolumes: storetest.Limit, ProgressEvery: 50 * time.Millisecond,
+		Schemes: func() []volume.Scheme { return m.schemes }}
 	if m.every > 0 {
 		o.Namespace, o.Heartbeat = leases, m.every
 	}
@@ -291,7 +293,7 @@ func (w *environment) agent(m *machine) *agent.Agent {
 func (w *environment) pooled(s *store.Store, m *machine) {
 	w.Helper()
 	w.eventually("the store knows the pools", func() bool {
-		c, err := s.Capacity(w.ctx, "b", m.name)
+		c, err := s.Capacity(w.ctx, "b", volume.NotEncrypted, m.name)
 		return err == nil && c.Total > 0
 	})
 }

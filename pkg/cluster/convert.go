@@ -17,10 +17,11 @@ import (
 // as it will be before. The format is known to the node alone.
 func ToVolume(v *v1alpha1.Volume) volume.Volume {
 	out := volume.Volume{ID: VolumeID(v), Name: v.Spec.Name, Size: v.Spec.Size, Thin: v.Spec.Provisioning == string(blockdev.Thin), Source: SourceOf(v),
-		Filesystem: filesystem.Type(v.Spec.Filesystem), Mutable: map[string]string{}, Node: v.Spec.NodeName}
+		Filesystem: filesystem.Type(v.Spec.Filesystem), Encryption: EncryptionOf(v), Mutable: map[string]string{}, Node: v.Spec.NodeName}
 	maps.Copy(out.Mutable, v.Spec.Mutable)
 	if v.Status.Created != nil {
 		out.Size, out.Thin, out.Created = v.Status.Size, v.Status.Thin, v.Status.Created.Time
+		out.Encryption.Scheme = volume.Scheme(v.Status.Encryption)
 		out.Mutable = map[string]string{}
 		maps.Copy(out.Mutable, v.Status.Mutable)
 	}
@@ -31,9 +32,18 @@ func ToVolume(v *v1alpha1.Volume) volume.Volume {
 	return out
 }
 
+// EncryptionOf says how a volume is to be encrypted.
+func EncryptionOf(v *v1alpha1.Volume) volume.Encryption {
+	return volume.Encryption{Scheme: volume.Scheme(v.Spec.Encryption), Discards: v.Spec.EncryptionDiscard}
+}
+
+// Keeps is how many bytes a pool keeps, or is to keep, of a volume.
+func Keeps(v *v1alpha1.Volume) int64 { return v.Spec.Size + EncryptionOf(v).Scheme.Overhead() }
+
 // ToSnapshot is an object as the domain sees it.
 func ToSnapshot(s *v1alpha1.Snapshot) volume.Snapshot {
-	out := volume.Snapshot{ID: SnapshotID(s), Name: s.Spec.Name, Source: SnapshotSource(s), Size: s.Status.Size, Node: s.Spec.NodeName}
+	out := volume.Snapshot{ID: SnapshotID(s), Name: s.Spec.Name, Source: SnapshotSource(s), Size: s.Status.Size,
+		Scheme: volume.Scheme(s.Spec.Encryption), Node: s.Spec.NodeName}
 	if s.Status.Created != nil {
 		out.Created = s.Status.Created.Time
 	}

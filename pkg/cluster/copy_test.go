@@ -59,7 +59,10 @@ func slowCluster(t *testing.T) (*environment, *store.Store, *slowPool, *keylock.
 	check.OK(t, err)
 	w.run(a.Run)
 	s, _ := w.store()
-	w.eventually("the store knows the pool", func() bool { c, err := s.Capacity(w.ctx, "", nodeName); return err == nil && c.Total > 0 })
+	w.eventually("the store knows the pool", func() bool {
+		c, err := s.Capacity(w.ctx, "", volume.NotEncrypted, nodeName)
+		return err == nil && c.Total > 0
+	})
 	return w, s, p, locks
 }
 

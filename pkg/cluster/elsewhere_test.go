@@ -287,7 +287,7 @@ func TestCopyElsewherePlaced(t *testing.T) {
 	cordon(true)
 	anywhere("cordoned", b)
 	cordon(false)
-	c, err := s.Capacity(w.ctx, "default", a.name)
+	c, err := s.Capacity(w.ctx, "default", volume.NotEncrypted, a.name)
 	check.OK(t, err)
 	check.OK(t, second(s.Create(w.ctx, volume.Spec{Name: "filler", Nodes: []string{a.name}, Size: volume.Range{Required: c.Available / mib * mib}})))
 	anywhere("full", b)

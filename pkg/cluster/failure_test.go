@@ -162,7 +162,7 @@ func TestNodeNotReady(t *testing.T) {
 	if problems, err := s.Health(w.ctx, va.ID); err != nil || len(problems) != 1 || problems[0].Reason != "NodeNotReady" {
 		t.Errorf("health %v, %v", problems, err)
 	}
-	if c, err := s.Capacity(w.ctx, "", "node-a"); err != nil || c.Available != 0 {
+	if c, err := s.Capacity(w.ctx, "", volume.NotEncrypted, "node-a"); err != nil || c.Available != 0 {
 		t.Errorf("capacity %+v, %v", c, err)
 	}
 	vb, err := s.Create(w.ctx, spec("anywhere"))
@@ -274,8 +274,8 @@ func TestPlacement(t *testing.T) {
 	fails(t, second(s.Create(w.ctx, missing)), errdefs.ErrNoSpace)
 	missing.Pool = "unknown"
 	fails(t, second(s.Create(w.ctx, missing)), errdefs.ErrInvalid)
-	fails(t, second(s.Capacity(w.ctx, "unknown", "node-a")), errdefs.ErrInvalid)
-	if c, err := s.Capacity(w.ctx, "b", "elsewhere"); err != nil || c.Total != 0 {
+	fails(t, second(s.Capacity(w.ctx, "unknown", volume.NotEncrypted, "node-a")), errdefs.ErrInvalid)
+	if c, err := s.Capacity(w.ctx, "b", volume.NotEncrypted, "elsewhere"); err != nil || c.Total != 0 {
 		t.Errorf("capacity of a node that is not there: %+v, %v", c, err)
 	}
 	w.tally(a)

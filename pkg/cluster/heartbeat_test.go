@@ -80,7 +80,7 @@ func (w *environment) created(s *store.Store, one volume.Spec) (v volume.Volume)
 
 func (w *environment) available(s *store.Store, node string) int64 {
 	w.Helper()
-	c, err := s.Capacity(w.ctx, "", node)
+	c, err := s.Capacity(w.ctx, "", volume.NotEncrypted, node)
 	check.OK(w, err)
 	return c.Available
 }
@@ -389,7 +389,7 @@ func TestServerAway(t *testing.T) {
 			l.set(false)
 			back = end
 		}
-		if c, err := s.Capacity(w.ctx, "", nodeName); err == nil && c.Available == 0 {
+		if c, err := s.Capacity(w.ctx, "", volume.NotEncrypted, nodeName); err == nil && c.Available == 0 {
 			t.Fatal("the node has no room any more")
 		}
 		if w.object("v") == nil {

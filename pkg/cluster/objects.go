@@ -102,6 +102,7 @@ type Object interface {
 	Common() *v1alpha1.ObjectStatus
 	Node() string
 	In() string
+	Encrypted() string
 	May() *v1alpha1.Intent
 	Deleting() bool
 }

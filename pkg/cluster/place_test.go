@@ -69,7 +69,7 @@ func TestOneDefault(t *testing.T) {
 					defaults = append(defaults, p.Spec.Pool)
 				}
 			}
-			c, err := s.Capacity(w.ctx, "", nodeName)
+			c, err := s.Capacity(w.ctx, "", volume.NotEncrypted, nodeName)
 			return len(defaults) == 1 && defaults[0] == pools[0] && err == nil && c.Available > 0
 		})
 		w.eventually(fmt.Sprint("the store knows it, of ", pools), func() bool {
@@ -114,11 +114,11 @@ func TestTwoDefaults(t *testing.T) {
 			spoil(old)
 			check.OK(t, w.Status().Update(w.ctx, old))
 			w.eventually("the store knows it", func() bool {
-				c, err := s.Capacity(w.ctx, "old", nodeName)
+				c, err := s.Capacity(w.ctx, "old", volume.NotEncrypted, nodeName)
 				return err == nil && c.Total > 0
 			})
 			for range 50 {
-				c, err := s.Capacity(w.ctx, "", nodeName)
+				c, err := s.Capacity(w.ctx, "", volume.NotEncrypted, nodeName)
 				check.OK(t, err)
 				if c.Available == 0 {
 					t.Fatal("the old one counts")

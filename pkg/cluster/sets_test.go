@@ -87,7 +87,7 @@ func TestSetIll(t *testing.T) {
 			return len(health) == 1 && health[0].Severity == worst.String()
 		})
 	}
-	whole, err := s.Capacity(w.ctx, "*", nodeName)
+	whole, err := s.Capacity(w.ctx, "*", volume.NotEncrypted, nodeName)
 	check.OK(t, err)
 	ail(blockdev.Degraded)
 	w.eventually("the store knows it", func() bool {
@@ -112,7 +112,7 @@ func TestSetIll(t *testing.T) {
 	}
 	ail(blockdev.Inaccessible)
 	w.eventually("what cannot be used has no room", func() bool {
-		c, err := s.Capacity(w.ctx, "*", nodeName)
+		c, err := s.Capacity(w.ctx, "*", volume.NotEncrypted, nodeName)
 		check.OK(t, err)
 		return c.Available > 0 && c.Available < whole.Available/2 && c.MaxVolume == c.Available
 	})

@@ -386,7 +386,7 @@ func (s *Server) GetCapacity(ctx context.Context, r *csi.GetCapacityRequest) (*c
 	}
 	var c blockdev.Capacity
 	for _, node := range nodes {
-		one, err := s.store.Capacity(ctx, parameters.Pool, node)
+		one, err := s.store.Capacity(ctx, parameters.Pool, parameters.Encryption.Scheme, node)
 		if err != nil {
 			return nil, err
 		}

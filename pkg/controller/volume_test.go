@@ -56,6 +56,8 @@ func TestCreateVolumeRefuses(t *testing.T) {
 	refuses("writers on many nodes", ask(func(c *csi.VolumeCapability) {
 		c.AccessMode.Mode = csi.VolumeCapability_AccessMode_MULTI_NODE_MULTI_WRITER
 	}), errdefs.ErrInvalid, "a volume is on one node")
+	refuses("an unknown encryption", parameter("encryption", "aes"), errdefs.ErrInvalid, `parameter encryption="aes"; luks2 is known`)
+	refuses("discards of what is not encrypted", parameter("encryption.discard", "true"), errdefs.ErrInvalid, `parameter encryption.discard="true" is for volumes that are encrypted`)
 	refuses("an unknown filesystem", ask(func(c *csi.VolumeCapability) { c.GetMount().FsType = "zfs" }), errdefs.ErrInvalid, "ext4, xfs and btrfs can be had")
 	refuses("two filesystems", func(r request) {
 		r.VolumeCapabilities = append(r.VolumeCapabilities, capability("xfs"))
@@ -64,7 +66,7 @@ func TestCreateVolumeRefuses(t *testing.T) {
 	refuses("a flag that binds", ask(func(c *csi.VolumeCapability) { c.GetMount().MountFlags = []string{"noatime,bind"} }), errdefs.ErrInvalid, "mount option bind")
 	refuses("a flag that stops the node", ask(func(c *csi.VolumeCapability) { c.GetMount().MountFlags = []string{"errors=panic"} }), errdefs.ErrInvalid, "take the node down")
 	refuses("a flag for another device", ask(func(c *csi.VolumeCapability) { c.GetMount().MountFlags = []string{"journal_path=/dev/sda"} }), errdefs.ErrInvalid, "a volume is one device")
-	refuses("an unknown parameter", parameter("replicas", "3"), errdefs.ErrInvalid, `unknown parameter "replicas"; pool, spread, copies, provisioning and fstype are known`)
+	refuses("an unknown parameter", parameter("replicas", "3"), errdefs.ErrInvalid, `unknown parameter "replicas"; pool, spread, copies, provisioning, encryption, encryption.discard and fstype are known`)
 	refuses("an unknown place for copies", parameter("copies", "nowhere"), errdefs.ErrInvalid, `copies="nowhere"; local and anywhere are known`)
 	refuses("an unknown pool", parameter("pool", "nowhere"), errdefs.ErrInvalid, `pool="nowhere": known are [fast slow]`)
 	refuses("a pool that is no name", parameter("pool", "../etc"), errdefs.ErrInvalid, `"../etc" is neither the name of a pool`)
@@ -80,7 +82,7 @@ func TestCreateVolumeRefuses(t *testing.T) {
 	refuses("a negative limit", sized(0, -1), errdefs.ErrInvalid, "limit -1")
 	refuses("less than it requires", sized(2*mib, mib), errdefs.ErrInvalid, "required 2097152, limit 1048576")
 	refuses("too small for its filesystem", sized(mib, mib), errdefs.ErrOutOfRange, "up to the limit of 1048576")
-	refuses("between two blocks", sized(16*mib+1, 16*mib+2), errdefs.ErrOutOfRange, "no multiple of 4096 bytes")
+	refuses("between two blocks", sized(16*mib+1, 16*mib+2), errdefs.ErrOutOfRange, "no size in steps of 4096 bytes")
 	refuses("more than a volume can have", sized(blockdev.MaxSize+1, 0), errdefs.ErrOutOfRange, "is the most")
 	refuses("more than the pool has", sized(9<<30, 0), errdefs.ErrNoSpace, "bytes are left")
 	refuses("another node", at(onNode("node-2")), errdefs.ErrNoSpace, "on node node-1, not on [node-2]")
@@ -214,14 +216,15 @@ func TestKubernetesAccessModes(t *testing.T) {
 	}
 }
 
-// placed notes for which nodes a volume was asked for.
+// placed notes for which nodes a volume was asked for, and with what encryption.
 type placed struct {
 	volume.Store
-	nodes []string
+	nodes      []string
+	encryption volume.Encryption
 }
 
 func (p *placed) Create(_ context.Context, spec volume.Spec) (volume.Volume, error) {
-	p.nodes = spec.Nodes
+	p.nodes, p.encryption = spec.Nodes, spec.Encryption
 	return volume.Volume{}, nil
 }
 
@@ -231,6 +234,22 @@ func (p *placed) NodesIn(_ context.Context, labels map[string]string) ([]string,
 		return []string{"a1", "a2"}, nil
 	}
 	return nil, fmt.Errorf("%w: no node with %v", errdefs.ErrNoSpace, labels)
+}
+
+// TestEncryption: what the class says of it is what the store is asked for.
+func TestEncryption(t *testing.T) {
+	for _, want := range []volume.Encryption{{}, {Scheme: volume.LUKS2}, {Scheme: volume.LUKS2, Discards: true}} {
+		r := wanted("v")
+		if want.Scheme != volume.NotEncrypted {
+			r.Parameters["encryption"], r.Parameters["encryption.discard"] = string(want.Scheme), fmt.Sprint(want.Discards)
+		}
+		store := &placed{encryption: volume.Encryption{Scheme: "not asked"}}
+		_, err := controller.New(store).CreateVolume(t.Context(), r)
+		check.OK(t, err)
+		if store.encryption != want {
+			t.Errorf("asked for %+v; want %+v", store.encryption, want)
+		}
+	}
 }
 
 // TestTopology: the nodes that a volume may be on, the preferred first and each once.
@@ -506,6 +525,10 @@ func TestGetCapacity(t *testing.T) {
 	refuses("an unknown pool", func(r request) { r.Parameters["pool"] = "nowhere" }, errdefs.ErrInvalid, "known are [fast slow]")
 	refuses("an unknown parameter", func(r request) { r.Parameters["x"] = "y" }, errdefs.ErrInvalid, `unknown parameter "x"`)
 	refuses("a capability that cannot be", func(r request) { r.VolumeCapabilities = []*csi.VolumeCapability{{}} }, errdefs.ErrInvalid, "access mode UNKNOWN")
+	var encrypted blockdev.Capacity // of a machine that cannot encrypt there is none
+	if len(volume.SchemesHere()) > 0 {
+		encrypted = blockdev.Capacity{Available: 8 << 30, MaxVolume: 8<<30 - volume.LUKS2.Overhead()}
+	}
 	for what, c := range map[string]struct {
 		change                     func(request)
 		available, largest, lowest int64
@@ -515,10 +538,11 @@ func TestGetCapacity(t *testing.T) {
 		"of a filesystem": {func(r request) {
 			r.VolumeCapabilities = []*csi.VolumeCapability{capability("xfs")}
 		}, 8 << 30, 8 << 30, 300 * mib},
-		"of the node":    {func(r request) { r.AccessibleTopology = onNode(node) }, 8 << 30, 8 << 30, blockdev.Granularity},
-		"of another one": {func(r request) { r.AccessibleTopology = onNode("node-2") }, 0, 0, blockdev.Granularity},
-		"of a zone":      {func(r request) { r.AccessibleTopology = &csi.Topology{Segments: map[string]string{"zone": "a"}} }, 0, 0, blockdev.Granularity},
-		"of nowhere":     {func(r request) { r.AccessibleTopology = &csi.Topology{} }, 0, 0, blockdev.Granularity},
+		"of the node":           {func(r request) { r.AccessibleTopology = onNode(node) }, 8 << 30, 8 << 30, blockdev.Granularity},
+		"of another one":        {func(r request) { r.AccessibleTopology = onNode("node-2") }, 0, 0, blockdev.Granularity},
+		"for what is encrypted": {func(r request) { r.Parameters["encryption"] = "luks2" }, encrypted.Available, encrypted.MaxVolume, blockdev.Granularity},
+		"of a zone":             {func(r request) { r.AccessibleTopology = &csi.Topology{Segments: map[string]string{"zone": "a"}} }, 0, 0, blockdev.Granularity},
+		"of nowhere":            {func(r request) { r.AccessibleTopology = &csi.Topology{} }, 0, 0, blockdev.Granularity},
 	} {
 		r := right()
 		c.change(r)

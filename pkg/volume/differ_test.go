@@ -8,6 +8,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
 )
@@ -16,9 +17,16 @@ import (
 func TestEncryptedRanges(t *testing.T) {
 	const header, piece = 16 * mib, 64 << 10
 	disk := memory.NewDisk(storetest.Size)
-	l := start(t, 0, disk.Open("default", nil))
-	v, err := l.Create(t.Context(), volume.Spec{Name: "v", Size: volume.Range{Required: 4 * mib}, Encryption: volume.Encryption{Scheme: volume.LUKS2}})
+	pool := disk.Open("default", nil)
+	l := start(t, 0, pool)
+	_, err := pool.Create(t.Context(), blockdev.Spec{Ref: blockdev.Ref{Kind: blockdev.Volume, Key: volume.KeyOf("v")}, Name: "v", Size: header + 4*mib,
+		Labels: map[string]string{"encryption": "luks2", "header": "formatted:" + volume.KeyOf("v")}}) // on a machine that can encrypt
 	check.OK(t, err)
+	v, err := l.Get(t.Context(), volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf("v")})
+	check.OK(t, err)
+	if v.Size != 4*mib || v.Encryption.Scheme != volume.LUKS2 {
+		t.Fatalf("it is %+v", v)
+	}
 	// As the pool keeps it: the header, and ciphertext behind it.
 	write := func(at, length int64) {
 		t.Helper()
@@ -49,7 +57,9 @@ func TestEncryptedRanges(t *testing.T) {
 	write(header+mib, piece)
 	three := cut("three")
 
-	allocated := func(from int64, yield func(blockdev.Extent) error) error { return l.Allocated(t.Context(), one.ID, from, yield) }
+	allocated := func(from int64, yield func(blockdev.Extent) error) error {
+		return l.Allocated(t.Context(), one.ID, from, yield)
+	}
 	changed := func(target volume.Snapshot) func(int64, func(blockdev.Extent) error) error {
 		return func(from int64, yield func(blockdev.Extent) error) error {
 			return l.Changed(t.Context(), one.ID, target.ID, from, yield)
@@ -72,5 +82,20 @@ func TestEncryptedRanges(t *testing.T) {
 		if have := listed(c.list, c.from); fmt.Sprint(have) != fmt.Sprint(c.want) {
 			t.Errorf("%s, from byte %d: %v, want %v", c.what, c.from, have, c.want)
 		}
+	}
+}
+
+// TestCopyOfEncrypted: a volume of which nobody says that it is encrypted is no copy of one that is, nor of its snapshots.
+func TestCopyOfEncrypted(t *testing.T) {
+	pool := memory.NewDisk(storetest.Size).Open("default", nil)
+	l := start(t, 0, pool)
+	_, err := pool.Create(t.Context(), blockdev.Spec{Ref: blockdev.Ref{Kind: blockdev.Volume, Key: volume.KeyOf("v")}, Name: "v", Size: 20 * mib,
+		Labels: map[string]string{"encryption": "luks2"}})
+	check.OK(t, err)
+	v := volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf("v")}
+	s, err := l.CreateSnapshot(t.Context(), "s", v)
+	check.OK(t, err)
+	for _, source := range []volume.ID{v, s.ID} {
+		fails(t, second(l.Create(t.Context(), volume.Spec{Name: "copy of " + source.String(), Source: source})), errdefs.ErrInvalid, "a copy that is not encrypted")
 	}
 }

@@ -232,7 +232,7 @@ func (l *Local) NodesIn(_ context.Context, labels map[string]string) ([]string, 
 }
 
 // Capacity: see Store.
-func (l *Local) Capacity(ctx context.Context, set, node string) (blockdev.Capacity, error) {
+func (l *Local) Capacity(ctx context.Context, set string, scheme Scheme, node string) (blockdev.Capacity, error) {
 	if node != "" && node != l.node {
 		return blockdev.Capacity{}, nil
 	}
@@ -240,6 +240,15 @@ func (l *Local) Capacity(ctx context.Context, set, node string) (blockdev.Capaci
 	if err != nil {
 		return blockdev.Capacity{}, err
 	}
+	if scheme != NotEncrypted && !slices.Contains(SchemesHere(), scheme) {
+		return blockdev.Capacity{}, nil
+	}
+	all, err := l.capacity(ctx, pools)
+	return scheme.Capacity(all), err
+}
+
+// capacity of some pools together.
+func (l *Local) capacity(ctx context.Context, pools []blockdev.Pool) (blockdev.Capacity, error) {
 	if len(pools) == 1 {
 		return pools[0].Capacity(ctx)
 	}

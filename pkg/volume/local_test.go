@@ -958,12 +958,12 @@ func TestCapacity(t *testing.T) {
 	}{
 		{"", "", 1 << 30, nil}, {"first", node, 1 << 30, nil}, {"second", "", 2 << 30, nil}, {"", "node-2", 0, nil}, {"third", "", 0, errdefs.ErrInvalid},
 	} {
-		if have, err := l.Capacity(t.Context(), c.pool, c.node); have.Available != c.want || !errors.Is(err, c.err) {
+		if have, err := l.Capacity(t.Context(), c.pool, volume.NotEncrypted, c.node); have.Available != c.want || !errors.Is(err, c.err) {
 			t.Errorf("pool %q, node %q: %+v, %v; want %d, %v", c.pool, c.node, have, err, c.want, c.err)
 		}
 	}
 	broken["Capacity"] = 1
-	fails(t, second(l.Capacity(t.Context(), "first", "")), errBroken, "Capacity of a pool that does not answer")
+	fails(t, second(l.Capacity(t.Context(), "first", volume.NotEncrypted, "")), errBroken, "Capacity of a pool that does not answer")
 }
 
 // TestFreezeBesidePipe: what else than directories a pod bound of its volume (the kubelet binds a subpath, whatever it

@@ -135,7 +135,7 @@ func TestIll(t *testing.T) {
 		t.Errorf("with room in the ill one alone: %s", pool)
 	}
 	ail(a, blockdev.Inaccessible)
-	if c, err := l.Capacity(t.Context(), "*", node); err != nil || c.Available != 1<<30-mib || c.MaxVolume != c.Available {
+	if c, err := l.Capacity(t.Context(), "*", volume.NotEncrypted, node); err != nil || c.Available != 1<<30-mib || c.MaxVolume != c.Available {
 		t.Errorf("%+v, %v", c, err)
 	}
 	if said := in("two large", 1<<30); !strings.Contains(said, errdefs.ErrNoSpace.Error()) {
@@ -159,7 +159,7 @@ func TestMissingPassedOver(t *testing.T) {
 		if v := made(t)(l.Create(t.Context(), inSet("v"))); v.ID.Pool != "b" {
 			t.Errorf("in %s", v.ID.Pool)
 		}
-		if c, err := l.Capacity(t.Context(), "*", node); err != nil || c.Available != 1<<30-mib {
+		if c, err := l.Capacity(t.Context(), "*", volume.NotEncrypted, node); err != nil || c.Available != 1<<30-mib {
 			t.Errorf("%+v, %v", c, err)
 		}
 		large := inSet("large")

@@ -60,8 +60,9 @@ type Store interface {
 	// NodesIn returns the nodes that have all of some labels (of Kubernetes: a zone, a region);
 	// ErrNoSpace if there is none, ErrInvalid if the store knows of no labels.
 	NodesIn(ctx context.Context, labels map[string]string) ([]string, error)
-	// Capacity of the pools of a set (poolset.Set) on a node together, or with no node on all; the empty set is the default pool.
-	Capacity(ctx context.Context, pools, node string) (blockdev.Capacity, error)
+	// Capacity of the pools of a set (poolset.Set) on a node together, or with no node on all, for volumes that are kept by a scheme; the empty
+	// set is the default pool.
+	Capacity(ctx context.Context, pools string, scheme Scheme, node string) (blockdev.Capacity, error)
 }
 
 // Differ is a Store that knows the bytes of its snapshots, as one that is on their node does.

@@ -110,7 +110,7 @@ func TestDiskLost(t *testing.T) {
 			holds(t, lost.File(lost.Target("pod")), 0)
 			check.OK(t, lost.down(lost.Target("pod")))
 			for _, pool := range []string{"disk-a", "disk-b"} {
-				if c, err := d.Store.Capacity(t.Context(), pool, ""); err != nil || c.Promised != 0 {
+				if c, err := d.Store.Capacity(t.Context(), pool, "", ""); err != nil || c.Promised != 0 {
 					t.Errorf("%s: %+v, %v", pool, c, err)
 				}
 			}

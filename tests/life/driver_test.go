@@ -268,7 +268,7 @@ func (d *driver) nothingLeft() {
 	if left := d.inPool(); len(left) > 0 {
 		d.t.Errorf("left in the pool: %v", left)
 	}
-	capacity, err := d.Store.Capacity(d.t.Context(), "", "")
+	capacity, err := d.Store.Capacity(d.t.Context(), "", "", "")
 	check.OK(d.t, err)
 	if capacity.Promised != 0 {
 		d.t.Errorf("%d bytes are promised to nobody", capacity.Promised)

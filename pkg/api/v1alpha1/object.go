@@ -44,6 +44,12 @@ func (s *ObjectStatus) Refused(generation int64) *Failure {
 	return nil
 }
 
+// Encrypted is how what the pool keeps is encrypted; empty: it is not.
+func (v *Volume) Encrypted() string { return v.Spec.Encryption }
+
+// Encrypted is that of the volume.
+func (s *Snapshot) Encrypted() string { return s.Spec.Encryption }
+
 // May is what may be done to its bytes.
 func (v *Volume) May() *Intent { return &v.Spec.Intent }
 

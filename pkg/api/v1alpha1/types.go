@@ -108,6 +108,7 @@ const AllWell = "Healthy"
 // +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
 // +kubebuilder:printcolumn:name="Published",type=string,priority=1,JSONPath=`.spec.claim.node`,description="The node that may use the volume"
 // +kubebuilder:printcolumn:name="Filesystem",type=string,priority=1,JSONPath=`.spec.filesystem`,description="Empty for a raw block device"
+// +kubebuilder:printcolumn:name="Encryption",type=string,priority=1,JSONPath=`.spec.encryption`,description="Of what the pool keeps; empty if it is not encrypted"
 // +kubebuilder:printcolumn:name="Progress",type=string,priority=1,JSONPath=`.status.summary.progress`,description="How far it is copied or zeroed"
 // +kubebuilder:printcolumn:name="Volume",type=string,priority=1,JSONPath=`.spec.name`,description="The CSI name, which is the name of its PersistentVolume"
 // +kubebuilder:printcolumn:name="Problem",type=string,priority=1,JSONPath=`.status.conditions[?(@.type=="Healthy")].reason`,description="The reason of the worst problem"
@@ -126,6 +127,7 @@ type Volume struct {
 // VolumeSpec is what a volume is to be.
 //
 // +kubebuilder:validation:XValidation:rule="has(self.source) == has(oldSelf.source)",message="the source of a volume does not change"
+// +kubebuilder:validation:XValidation:rule="has(self.encryption) == has(oldSelf.encryption) && has(self.encryptionDiscard) == has(oldSelf.encryptionDiscard)",message="the encryption of a volume does not change"
 // +kubebuilder:validation:XValidation:rule="!has(self.delete) || !has(self.claim)",message="a volume that is to be deleted is not claimed"
 type VolumeSpec struct {
 	// NodeName is the node that has the volume.
@@ -157,6 +159,15 @@ type VolumeSpec struct {
 	// +kubebuilder:validation:Enum="";ext4;xfs;btrfs
 	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="the filesystem of a volume does not change"
 	Filesystem string `json:"filesystem"`
+	// Encryption of what the pool keeps of the volume; without it that is not encrypted.
+	// +optional
+	// +kubebuilder:validation:Enum=luks2
+	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="the encryption of a volume does not change"
+	Encryption string `json:"encryption,omitempty"`
+	// EncryptionDiscard: what an encrypted volume does not use is given back to the pool.
+	// +optional
+	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="the encryption of a volume does not change"
+	EncryptionDiscard bool `json:"encryptionDiscard,omitempty"`
 	// Mutable parameters, as of a VolumeAttributesClass.
 	// +optional
 	// +kubebuilder:validation:MaxProperties=16
@@ -277,6 +288,10 @@ type VolumeStatus struct {
 	// Thin: space is taken when written.
 	// +optional
 	Thin bool `json:"thin,omitempty"`
+	// Encryption of what the pool keeps, as it was made.
+	// +optional
+	// +kubebuilder:validation:MaxLength=64
+	Encryption string `json:"encryption,omitempty"`
 	// Mutable parameters that are in force.
 	// +optional
 	// +kubebuilder:validation:MaxProperties=16
@@ -374,6 +389,7 @@ type VolumeList struct {
 // +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
 // +kubebuilder:printcolumn:name="Cut",type=date,priority=1,JSONPath=`.status.created`,description="When the bytes were fixed"
 // +kubebuilder:printcolumn:name="Source",type=string,priority=1,JSONPath=`.spec.source`,description="The object of the volume"
+// +kubebuilder:printcolumn:name="Encryption",type=string,priority=1,JSONPath=`.spec.encryption`,description="As of its volume; empty if that is not encrypted"
 // +kubebuilder:printcolumn:name="Group",type=string,priority=1,JSONPath=`.spec.group.key`,description="What it was cut together with"
 // +kubebuilder:printcolumn:name="Progress",type=string,priority=1,JSONPath=`.status.summary.progress`,description="How far it is copied"
 // +kubebuilder:printcolumn:name="Snapshot",type=string,priority=1,JSONPath=`.spec.name`,description="The CSI name"
@@ -392,7 +408,7 @@ type Snapshot struct {
 // SnapshotSpec is what a snapshot is to be. It does not change, but for what may be done to
 // its bytes.
 //
-// +kubebuilder:validation:XValidation:rule="has(self.group) == has(oldSelf.group)",message="a snapshot does not change"
+// +kubebuilder:validation:XValidation:rule="has(self.group) == has(oldSelf.group) && has(self.encryption) == has(oldSelf.encryption)",message="a snapshot does not change"
 type SnapshotSpec struct {
 	// NodeName is the node that has the volume and its snapshots.
 	// +kubebuilder:validation:MinLength=1
@@ -412,6 +428,11 @@ type SnapshotSpec struct {
 	// +kubebuilder:validation:Pattern=`^[0-9a-f]{32}$`
 	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="a snapshot does not change"
 	Source string `json:"source"`
+	// Encryption of the volume, and so of the snapshot; without it that is not encrypted.
+	// +optional
+	// +kubebuilder:validation:Enum=luks2
+	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="a snapshot does not change"
+	Encryption string `json:"encryption,omitempty"`
 	// Group that the snapshot is cut together with, all or none.
 	// +optional
 	Group  *Group `json:"group,omitempty"`
@@ -459,6 +480,7 @@ type SnapshotList struct {
 // +kubebuilder:printcolumn:name="Health",type=string,JSONPath=`.status.summary.health`,description="The worst of what is wrong (Degraded, Inaccessible, DataLoss), or Healthy"
 // +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
 // +kubebuilder:printcolumn:name="Default",type=boolean,priority=1,JSONPath=`.spec.default`,description="Volumes that ask for no pool come here"
+// +kubebuilder:printcolumn:name="Encryption",type=string,priority=1,JSONPath=`.status.encryption[0]`,description="What volumes in it can be encrypted with; empty: they cannot"
 // +kubebuilder:printcolumn:name="Largest",type=string,priority=1,JSONPath=`.status.summary.largest`,description="The size of the largest volume that could be made"
 // +kubebuilder:printcolumn:name="Problem",type=string,priority=1,JSONPath=`.status.conditions[?(@.type=="Healthy")].reason`,description="The reason of the worst problem"
 // +kubebuilder:printcolumn:name="Accounted",type=string,priority=1,JSONPath=`.status.conditions[?(@.type=="Accounted")].status`,description="Everything in the pool has an object"
@@ -546,6 +568,12 @@ type PoolStatus struct {
 	// +optional
 	// +kubebuilder:validation:Minimum=0
 	Granularity int64 `json:"granularity"`
+	// Encryption that volumes of the pool can have, as the node's kernel and programs are.
+	// +optional
+	// +listType=atomic
+	// +kubebuilder:validation:MaxItems=8
+	// +kubebuilder:validation:items:MaxLength=64
+	Encryption []string `json:"encryption,omitempty"`
 	// Agent is where other parts of the driver reach the agent of the node, if they can (--agent-endpoint). Only the agent
 	// itself may write it.
 	// +optional

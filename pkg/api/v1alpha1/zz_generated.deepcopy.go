@@ -231,6 +231,11 @@ func (in *PoolStatus) DeepCopyInto(out *PoolStatus) {
 		in, out := &in.Measured, &out.Measured
 		*out = (*in).DeepCopy()
 	}
+	if in.Encryption != nil {
+		in, out := &in.Encryption, &out.Encryption
+		*out = make([]string, len(*in))
+		copy(*out, *in)
+	}
 	if in.Agent != nil {
 		in, out := &in.Agent, &out.Agent
 		*out = new(AgentEndpoint)

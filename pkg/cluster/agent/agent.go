@@ -40,6 +40,8 @@ type Options struct {
 	Endpoint *v1alpha1.AgentEndpoint
 	// Agents connects to other agents, to copy what is on their nodes; nil: to none.
 	Agents Agents
+	// Schemes returns how volumes of the node can be encrypted, now; nil: not at all.
+	Schemes func() []volume.Scheme
 	// Heartbeat is how often the Lease is renewed; 0 is the usual time.
 	Heartbeat time.Duration
 	// ProgressEvery is how often it is written down how far something is; 0 is the usual time.

@@ -196,7 +196,7 @@ func (a *Agent) writePool(ctx context.Context, i int, exact bool) error {
 		strays, refused = a.adopt(ctx, o, strays)
 	}
 	m.report(o, before.Status, exact)
-	o.Status.Agent = a.options.Endpoint
+	o.Status.Agent, o.Status.Encryption = a.options.Endpoint, a.schemes()
 	reportStrays(o, strays)
 	cluster.SummarizePool(o)
 	if !m.isNews(before.Status, o.Status) {
@@ -207,6 +207,16 @@ func (a *Agent) writePool(ctx context.Context, i int, exact bool) error {
 		return errors.Join(refused, fmt.Errorf("report pool %s: %w", o.Name, err))
 	}
 	return refused
+}
+
+// schemes are how volumes of the node can be encrypted.
+func (a *Agent) schemes() (names []string) {
+	if a.options.Schemes != nil {
+		for _, scheme := range a.options.Schemes() {
+			names = append(names, string(scheme))
+		}
+	}
+	return names
 }
 
 // measurement is how a pool was at some time.

@@ -153,7 +153,7 @@ func (a *Agent) strayVolume(ctx context.Context, id volume.ID) (*stray, error) {
 	}
 	o := cluster.VolumeNamed(id.Key)
 	o.Spec = v1alpha1.VolumeSpec{NodeName: a.local.Node(), Pool: id.Pool, Name: v.Name, Size: v.Size, Filesystem: string(v.Filesystem),
-		Mutable: v.Mutable, PersistentVolume: v.For.PersistentVolume}
+		Encryption: string(v.Encryption.Scheme), EncryptionDiscard: v.Encryption.Discards, Mutable: v.Mutable, PersistentVolume: v.For.PersistentVolume}
 	if v.Source != (volume.ID{}) {
 		o.Spec.Source = cluster.FromSource(v.Source, id.Pool)
 	}
@@ -170,7 +170,7 @@ func (a *Agent) straySnapshot(ctx context.Context, id volume.ID) (*stray, error)
 		return nil, err
 	}
 	o := cluster.SnapshotNamed(id.Key)
-	o.Spec = v1alpha1.SnapshotSpec{NodeName: a.local.Node(), Pool: id.Pool, Name: s.Name, Source: s.Source.Key}
+	o.Spec = v1alpha1.SnapshotSpec{NodeName: a.local.Node(), Pool: id.Pool, Name: s.Name, Source: s.Source.Key, Encryption: string(s.Scheme)}
 	one := &stray{Stray: v1alpha1.Stray{ID: id.String(), Name: s.Name, Size: s.Size}, object: o}
 	if s.Group.Key != "" {
 		group, err := a.local.GetGroup(ctx, s.Group)

@@ -77,7 +77,7 @@ func (a *Agent) makeVolume(ctx context.Context, r request, v *v1alpha1.Volume) e
 		defer follow(ctx, a, v)()
 		wanted := volume.Spec{Name: v.Spec.Name, Pool: v.Spec.Pool, Provisioning: blockdev.Provisioning(v.Spec.Provisioning), Source: cluster.SourceOf(v),
 			Size:       volume.Range{Required: v.Spec.Size, Limit: v.Spec.Size},
-			Filesystem: filesystem.Type(v.Spec.Filesystem), Mutable: v.Spec.Mutable, For: cluster.RequesterOf(v)}
+			Filesystem: filesystem.Type(v.Spec.Filesystem), Encryption: cluster.EncryptionOf(v), Mutable: v.Spec.Mutable, For: cluster.RequesterOf(v)}
 		if fetched(v) {
 			made, err = a.fetch(ctx, v, wanted)
 		} else {
@@ -142,6 +142,7 @@ func (a *Agent) reportVolume(ctx context.Context, v *v1alpha1.Volume, have volum
 	used := a.used(ctx, have)
 	return report(ctx, a, v, func(v *v1alpha1.Volume) {
 		v.Status.Created, v.Status.Size, v.Status.Thin, v.Status.Mutable, v.Status.Used = madeAt(have.Created), have.Size, have.Thin, have.Mutable, used
+		v.Status.Encryption = string(have.Encryption.Scheme)
 		v.Status.Failure, v.Status.Progress, v.Status.ObservedGeneration = nil, nil, v.Generation
 		setCondition(&v.Status.Conditions, v, v1alpha1.Ready, metav1.ConditionTrue, reason, "the volume is there to be used")
 		if fetched(v) {
@@ -184,7 +185,8 @@ func (a *Agent) findVolume(ctx context.Context, v *v1alpha1.Volume) error {
 	case errors.Is(err, errdefs.ErrNotFound):
 		err = fmt.Errorf("%w: %s; if this object is one that an older version of the driver has only begun, delete it", errdefs.ErrDataLoss, a.missingVolume(v))
 	case err == nil:
-		err = volume.Spec{Name: v.Spec.Name, Pool: v.Spec.Pool, Source: cluster.SourceOf(v), Filesystem: filesystem.Type(v.Spec.Filesystem)}.Check(have)
+		err = volume.Spec{Name: v.Spec.Name, Pool: v.Spec.Pool, Source: cluster.SourceOf(v), Filesystem: filesystem.Type(v.Spec.Filesystem),
+			Encryption: cluster.EncryptionOf(v)}.Check(have)
 	}
 	if err == nil {
 		err = clearIntent(ctx, a, v)

@@ -60,7 +60,7 @@ func (s *Store) Expand(ctx context.Context, id volume.ID, size volume.Range) (vo
 	if err != nil {
 		return volume.Volume{}, err
 	}
-	want, err := size.Choose(have, step, 0)
+	want, err := size.Choose(have, step, cluster.EncryptionOf(v).Scheme.Overhead())
 	if err != nil {
 		return volume.Volume{}, err
 	}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
@@ -57,10 +58,16 @@ func create[T cluster.Object](ctx context.Context, s *Store, plan func() (T, err
 		return want, false, err
 	}
 	cluster.Trace(ctx, want)
-	err = s.kube.Client.Create(ctx, want)
+	var options []client.CreateOption
+	if want.Encrypted() != "" { // a field that was dropped would leave bytes that are not encrypted
+		options = append(options, client.FieldValidation(metav1.FieldValidationStrict))
+	}
+	err = s.kube.Client.Create(ctx, want, options...)
 	switch {
 	case apierrors.IsAlreadyExists(err):
 		return want, false, nil
+	case apierrors.IsBadRequest(err) && len(options) > 0:
+		return want, false, errdefs.Recast(cluster.ErrDefinitions, err, "create %s", want.GetName())
 	case err != nil:
 		return want, false, kube.APIError("create "+want.GetName(), err)
 	case !want.May().Make:

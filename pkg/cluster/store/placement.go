@@ -29,6 +29,11 @@ type room struct {
 	volume.Room
 }
 
+// encrypts reports whether a volume of the pool can have an encryption.
+func (r room) encrypts(scheme volume.Scheme) bool {
+	return scheme == volume.NotEncrypted || slices.Contains(r.Status.Encryption, string(scheme))
+}
+
 // findRoom returns the pools of a set (poolset.Set), or with the empty one the default pools, of some nodes, or with
 // none of all; ErrInvalid if no node at all has such a pool. What was made or is being made
 // since a pool was measured is taken off, and peers of the volume are counted: that takes the longer the more volumes the node has,
@@ -141,7 +146,7 @@ func (s *Store) count(ctx context.Context, node string, rooms []room, of volume.
 				continue
 			}
 			if later(v.Spec.Pool, v.Common()) {
-				promised += v.Spec.Size
+				promised += cluster.Keeps(v)
 			} else {
 				promised += max(0, v.Spec.Size-v.Status.Size) // it is growing
 			}
@@ -151,7 +156,7 @@ func (s *Store) count(ctx context.Context, node string, rooms []room, of volume.
 		}
 		for i := range snapshots.Items {
 			if s := &snapshots.Items[i]; later(s.Spec.Pool, s.Common()) {
-				promised += s.Status.Size
+				promised += s.Status.Size + volume.Scheme(s.Spec.Encryption).Overhead()
 			}
 		}
 		left := max(0, r.Available-promised)
@@ -192,6 +197,8 @@ func (s *Store) schedule(ctx context.Context, spec volume.Spec, size int64, refu
 		}
 		switch {
 		case nodes[name] == nil || refused.has(r.Name):
+		case !r.encrypts(spec.Encryption.Scheme):
+			unfit = append(unfit, fmt.Sprintf("node %s cannot encrypt (parameter encryption=%s): driver doctor there says what is missing", name, spec.Encryption.Scheme))
 		case !spec.Spread.Allows(r.Peers):
 			unfit = append(unfit, fmt.Sprintf("pool %s has a volume of the same StatefulSet (parameter spread=%s)", r.Name, spec.Spread))
 		default:
@@ -203,6 +210,7 @@ func (s *Store) schedule(ctx context.Context, spec volume.Spec, size int64, refu
 			return room{}, fmt.Errorf("%w: no pool %q on any of the nodes %v", errdefs.ErrNoSpace, spec.Pool, spec.Nodes)
 		}
 		slices.Sort(unfit)
+		unfit = slices.Compact(unfit) // of several pools of a node
 		return room{}, fmt.Errorf("%w: no node can make it: %s", errdefs.ErrNoSpace, cluster.Limited(strings.Join(unfit, "; ")))
 	}
 	return slices.MinFunc(fit, func(a, b room) int {
@@ -305,7 +313,7 @@ func (s *Store) granularity(ctx context.Context, node, pool string) (int64, erro
 }
 
 // Capacity: see volume.Store. A node that is not ready has none.
-func (s *Store) Capacity(ctx context.Context, set, node string) (blockdev.Capacity, error) {
+func (s *Store) Capacity(ctx context.Context, set string, scheme volume.Scheme, node string) (blockdev.Capacity, error) {
 	var nodes []string
 	if node != "" {
 		nodes = []string{node}
@@ -316,9 +324,9 @@ func (s *Store) Capacity(ctx context.Context, set, node string) (blockdev.Capaci
 	}
 	var all blockdev.Capacity
 	for _, r := range found {
-		if s.nodes.Ready(ctx, r.Spec.NodeName) == nil {
+		if r.encrypts(scheme) && s.nodes.Ready(ctx, r.Spec.NodeName) == nil {
 			all = all.And(r.Capacity)
 		}
 	}
-	return all, nil
+	return scheme.Capacity(all), nil
 }

@@ -21,7 +21,8 @@ func newSnapshot(name string, source *v1alpha1.Volume, group *v1alpha1.Group) *v
 		o = cluster.SnapshotNamed(volume.KeyOf(cluster.MemberName(name, cluster.VolumeID(source))))
 		o.Labels = map[string]string{v1alpha1.GroupLabel: group.Key}
 	}
-	o.Spec = v1alpha1.SnapshotSpec{Intent: v1alpha1.Intent{Make: true}, NodeName: source.Spec.NodeName, Pool: source.Spec.Pool, Name: name, Source: source.Name, Group: group}
+	o.Spec = v1alpha1.SnapshotSpec{Intent: v1alpha1.Intent{Make: true}, NodeName: source.Spec.NodeName, Pool: source.Spec.Pool, Name: name, Source: source.Name,
+		Encryption: source.Spec.Encryption, Group: group}
 	return o
 }
 

@@ -23,7 +23,6 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/liveness"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
-	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
@@ -40,7 +39,11 @@ func (s *Store) Create(ctx context.Context, spec volume.Spec) (volume.Volume, er
 	for refused := (refusals{}); ; {
 		have, err := s.createOne(ctx, spec, refused)
 		if err == nil {
-			return cluster.ToVolume(have), nil
+			made := cluster.ToVolume(have)
+			if err := isEncrypted(spec, made); err != nil {
+				return volume.Volume{}, err
+			}
+			return made, nil
 		}
 		var refusal *cluster.Refusal
 		if errors.As(err, &refusal) && volume.PassedOver(err) && s.another(ctx, spec, refused, have, err) {
@@ -50,14 +53,24 @@ func (s *Store) Create(ctx context.Context, spec volume.Spec) (volume.Volume, er
 	}
 }
 
+// isEncrypted is ErrPrecondition for a volume that was made without the encryption that it was to have: its node has an older driver again, of
+// which nothing of that is known.
+func isEncrypted(spec volume.Spec, made volume.Volume) error {
+	if made.Encryption == spec.Encryption {
+		return nil
+	}
+	return fmt.Errorf("%w: volume %q (%s) was to have encryption %s, and node %s made it with encryption %s; bring the driver there to the version of the controller, and delete the volume",
+		errdefs.ErrPrecondition, spec.Name, made.ID, spec.Encryption, made.Node, made.Encryption)
+}
+
 // another notes that the pool of a volume has refused it, and reports whether there is another one of its set that seems to have room.
 func (s *Store) another(ctx context.Context, spec volume.Spec, refused refusals, have *v1alpha1.Volume, err error) bool {
 	if _, one := poolset.Set(spec.Pool).One(); one || spec.Pool == "" || spec.Source != (volume.ID{}) {
 		return false
 	}
 	refused[overview.PoolName(have.Spec.NodeName, have.Spec.Pool)] = err
-	next, none := s.schedule(ctx, spec, have.Spec.Size, refused)
-	return none == nil && next.Fits(have.Spec.Size)
+	next, none := s.schedule(ctx, spec, cluster.Keeps(have), refused)
+	return none == nil && next.Fits(cluster.Keeps(have))
 }
 
 // createOne is Create in one pool, which is none of those that have refused. The object is that of the volume, also with an error, as far as it was made.
@@ -133,8 +146,8 @@ func (s *Store) takenBack(ctx context.Context, spec volume.Spec, have *v1alpha1.
 	if err == nil && worst(&in) < blockdev.Inaccessible {
 		return false, nil
 	}
-	best, err := s.schedule(ctx, spec, have.Spec.Size, nil)
-	if err != nil || !best.Fits(have.Spec.Size) {
+	best, err := s.schedule(ctx, spec, cluster.Keeps(have), nil)
+	if err != nil || !best.Fits(cluster.Keeps(have)) {
 		return false, nil // it waits for its pool
 	}
 	err = s.kube.Client.Delete(ctx, have, client.Preconditions{UID: &have.UID, ResourceVersion: &have.ResourceVersion})
@@ -148,11 +161,11 @@ func (s *Store) takenBack(ctx context.Context, spec volume.Spec, have *v1alpha1.
 func (s *Store) plan(ctx context.Context, spec volume.Spec, refused refusals) (v *v1alpha1.Volume, err error) {
 	v = cluster.VolumeNamed(volume.KeyOf(spec.Name))
 	v.Spec = v1alpha1.VolumeSpec{Intent: v1alpha1.Intent{Make: true}, Pool: spec.Pool, Name: spec.Name, Provisioning: string(spec.Provisioning),
-		Filesystem: string(spec.Filesystem), Mutable: maps.Clone(spec.Mutable), PersistentVolume: spec.For.PersistentVolume}
+		Filesystem: string(spec.Filesystem), Encryption: string(spec.Encryption.Scheme), EncryptionDiscard: spec.Encryption.Discards, Mutable: maps.Clone(spec.Mutable), PersistentVolume: spec.For.PersistentVolume}
 	if spec.For.Name != "" {
 		v.Spec.ClaimRef = &v1alpha1.ClaimRef{Namespace: spec.For.Namespace, Name: spec.For.Name}
 	}
-	floor := spec.MinSize()
+	floor, overhead := spec.MinSize(), spec.Encryption.Scheme.Overhead()
 	if spec.Source != (volume.ID{}) {
 		size, err := s.planSource(ctx, spec, v)
 		if err != nil {
@@ -160,14 +173,14 @@ func (s *Store) plan(ctx context.Context, spec volume.Spec, refused refusals) (v
 		}
 		floor = max(floor, size)
 	}
-	size, err := spec.Size.Choose(floor, blockdev.Granularity, spec.Encryption.Scheme.Overhead())
+	size, err := spec.Size.Choose(floor, blockdev.Granularity, overhead)
 	if err != nil {
 		return nil, err
 	}
 	if v.Spec.Source == nil {
-		err = s.planNew(ctx, spec, v, size, refused)
+		err = s.planNew(ctx, spec, v, size+overhead, refused)
 	} else {
-		err = s.planCopy(ctx, spec, v, size, refused)
+		err = s.planCopy(ctx, spec, v, size+overhead, refused)
 	}
 	if err != nil {
 		return nil, err
@@ -176,11 +189,11 @@ func (s *Store) plan(ctx context.Context, spec volume.Spec, refused refusals) (v
 	if err != nil {
 		return nil, err
 	}
-	v.Spec.Size, err = spec.Size.Choose(floor, step, spec.Encryption.Scheme.Overhead())
+	v.Spec.Size, err = spec.Size.Choose(floor, step, overhead)
 	return v, err
 }
 
-// planNew gives the object its node and pool.
+// planNew gives the object its node and pool, which is to keep so many bytes.
 func (s *Store) planNew(ctx context.Context, spec volume.Spec, v *v1alpha1.Volume, size int64, refused refusals) error {
 	best, err := s.schedule(ctx, spec, size, refused)
 	if err == nil {
@@ -191,12 +204,12 @@ func (s *Store) planNew(ctx context.Context, spec volume.Spec, v *v1alpha1.Volum
 
 // planSource gives the object of a copy its source, and the node of that. It returns the size of the source.
 func (s *Store) planSource(ctx context.Context, spec volume.Spec, v *v1alpha1.Volume) (size int64, err error) {
-	node, size, carried, err := s.findSource(ctx, spec.Source)
+	node, size, holds, err := s.findSource(ctx, spec.Source)
 	if err != nil {
 		return 0, err
 	}
 	v.Spec.NodeName, v.Spec.Source = node, &v1alpha1.Source{Kind: string(spec.Source.Kind), Key: spec.Source.Key}
-	return size, spec.CheckSource(volume.Contents{Filesystem: carried})
+	return size, spec.CheckSource(holds)
 }
 
 // planCopy gives the object of a copy its node and pool: those of its source, if they may be. On another node, or in another pool, it
@@ -287,22 +300,22 @@ func (s *Store) notCopied(ctx context.Context, id volume.ID) error {
 	return nil
 }
 
-// findSource says where a source is, how large, and what filesystem it carries. Of a snapshot that is
-// what its volume carries, as long as that is there; the node knows in any case.
-func (s *Store) findSource(ctx context.Context, id volume.ID) (node string, size int64, carried filesystem.Type, err error) {
+// findSource says where a source is, how large, and what it holds. The filesystem of a snapshot is that of
+// its volume, as long as that is there; the node knows in any case.
+func (s *Store) findSource(ctx context.Context, id volume.ID) (node string, size int64, holds volume.Contents, err error) {
 	if id.Kind != blockdev.Snapshot {
 		v, err := s.Get(ctx, id)
-		return v.Node, v.Size, v.Filesystem, err
+		return v.Node, v.Size, volume.Contents{Filesystem: v.Filesystem, Scheme: v.Encryption.Scheme}, err
 	}
 	snapshot, err := s.GetSnapshot(ctx, id)
 	if err != nil {
-		return "", 0, "", err
+		return "", 0, volume.Contents{}, err
 	}
 	v, err := s.Get(ctx, snapshot.Source)
 	if err != nil && !errors.Is(err, errdefs.ErrNotFound) {
-		return "", 0, "", err
+		return "", 0, volume.Contents{}, err
 	}
-	return snapshot.Node, snapshot.Size, v.Filesystem, nil
+	return snapshot.Node, snapshot.Size, volume.Contents{Filesystem: v.Filesystem, Scheme: snapshot.Scheme}, nil
 }
 
 // fits is for getOrCreate: it is the volume of the spec. What an earlier try left is cleared up.

@@ -50,6 +50,10 @@ type header struct {
 	Carries filesystem.Type    `json:"filesystem,omitempty"`
 	State   volume.FormatState `json:"state,omitempty"`
 	Type    filesystem.Type    `json:"type,omitempty"`
+	// Scheme by which its bytes are encrypted, and what its record says of their header. The bytes are sent as they are kept.
+	Scheme volume.Scheme      `json:"encryption,omitempty"`
+	Header volume.FormatState `json:"header,omitempty"`
+	UUID   string             `json:"headerUUID,omitempty"`
 }
 
 // Each message after the first is a piece: the offset (8 bytes, big endian), the CRC-32C of the offset and the data (4 bytes), the data. The last
@@ -157,7 +161,8 @@ func (s *server) read(stream grpc.ServerStream) error {
 	if !r.Created.IsZero() && !r.Created.Equal(from.Created) {
 		r.From = 0 // the caller finds by the header that it is another one
 	}
-	text, err := json.Marshal(header{from.ID.String(), from.Created, from.Size, from.Sector, from.Filesystem, from.Format.State, from.Format.Type})
+	text, err := json.Marshal(header{from.ID.String(), from.Created, from.Size, from.Sector, from.Filesystem, from.Format.State, from.Format.Type,
+		from.Scheme, from.Header.State, from.Header.UUID})
 	if err != nil {
 		return err
 	}
@@ -232,8 +237,8 @@ func ask(ctx context.Context, agent grpc.ClientConnInterface, r Request) (grpc.C
 	if err != nil || h.Size <= 0 || h.Sector <= 0 || h.Created.IsZero() {
 		return nil, volume.Origin{}, fmt.Errorf("%w: the answer is of %q with %d bytes in sectors of %d", errdefs.ErrUnavailable, h.ID, h.Size, h.Sector)
 	}
-	return stream, volume.Origin{ID: id, Created: h.Created, Size: h.Size, Sector: h.Sector, Contents: volume.Contents{Filesystem: h.Carries},
-		Format: volume.Format{State: h.State, Type: h.Type}}, nil
+	return stream, volume.Origin{ID: id, Created: h.Created, Size: h.Size, Sector: h.Sector, Contents: volume.Contents{Filesystem: h.Carries, Scheme: h.Scheme},
+		Format: volume.Format{State: h.State, Type: h.Type}, Header: volume.Header{State: h.Header, UUID: h.UUID}}, nil
 }
 
 // receive hands on what comes until it is whole.

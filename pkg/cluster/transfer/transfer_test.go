@@ -28,7 +28,8 @@ const mib = 1 << 20
 // bytesOf is an origin of some bytes, of which it hands on those that are not zeros, in pieces of different sizes.
 func bytesOf(all []byte) volume.Origin {
 	return volume.Origin{ID: volume.ID{Kind: blockdev.Snapshot, Pool: "a", Key: volume.KeyOf("s")}, Created: time.Date(2026, 11, 1, 0, 0, 0, 1, time.UTC),
-		Size: int64(len(all)), Sector: 512, Contents: volume.Contents{Filesystem: filesystem.XFS}, Format: volume.Format{State: volume.Formatted, Type: filesystem.XFS},
+		Size: int64(len(all)), Sector: 512, Contents: volume.Contents{Filesystem: filesystem.XFS, Scheme: volume.LUKS2},
+		Header: volume.Header{State: volume.Formatted, UUID: "6f1c6b4e-0000-4000-8000-000000000001"}, Format: volume.Format{State: volume.Formatted, Type: filesystem.XFS},
 		Read: func(ctx context.Context, from int64, visit func(int64, []byte) error) error {
 			for at := from; at < int64(len(all)); {
 				n := min((1+rand.Int64N(volume.ReadSize/blockdev.Granularity))*blockdev.Granularity, int64(len(all))-at)
@@ -78,7 +79,8 @@ func TestRead(t *testing.T) {
 	}, nil)
 	have, err := Open(t.Context(), agent, "key")
 	check.OK(t, err)
-	if fmt.Sprint(have.ID, have.Created, have.Size, have.Sector, have.Filesystem, have.Format) != fmt.Sprint(origin.ID, origin.Created, origin.Size, origin.Sector, origin.Filesystem, origin.Format) {
+	if fmt.Sprint(have.ID, have.Created, have.Size, have.Sector, have.Contents, have.Format, have.Header) !=
+		fmt.Sprint(origin.ID, origin.Created, origin.Size, origin.Sector, origin.Contents, origin.Format, origin.Header) {
 		t.Errorf("%+v arrived of %+v", have, origin)
 	}
 	for _, from := range []int64{0, 4096, 5 * mib, int64(len(want)) - 4096, int64(len(want))} {

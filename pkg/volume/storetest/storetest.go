@@ -524,23 +524,23 @@ func groupRefuses(f fixture) {
 }
 
 func capacity(f fixture) {
-	before, err := f.Capacity(f.ctx, "", f.Node)
+	before, err := f.Capacity(f.ctx, "", volume.NotEncrypted, f.Node)
 	f.must(err)
 	if before.Available <= 0 || before.Available > before.Total || before.MaxVolume <= 0 || before.MinVolume <= 0 {
 		f.t.Errorf("capacity %+v", before)
 	}
 	f.create(sized("v", 64*mib))
-	after, err := f.Capacity(f.ctx, f.Pools[0], f.Node)
+	after, err := f.Capacity(f.ctx, f.Pools[0], volume.NotEncrypted, f.Node)
 	f.must(err)
 	if after.Available > before.Available-64*mib || after.MaxVolume > before.MaxVolume-64*mib {
 		f.t.Errorf("capacity %+v with a volume of 64 MiB, %+v before", after, before)
 	}
-	elsewhere, err := f.Capacity(f.ctx, "", "elsewhere")
+	elsewhere, err := f.Capacity(f.ctx, "", volume.NotEncrypted, "elsewhere")
 	f.must(err)
 	if elsewhere.Available != 0 || elsewhere.MaxVolume != 0 {
 		f.t.Errorf("elsewhere %+v", elsewhere)
 	}
-	f.fails(second(f.Capacity(f.ctx, "no-such-pool", f.Node)), errdefs.ErrInvalid)
+	f.fails(second(f.Capacity(f.ctx, "no-such-pool", volume.NotEncrypted, f.Node)), errdefs.ErrInvalid)
 }
 
 // both is a set of the first two pools.
@@ -553,9 +553,9 @@ func of(name, set string, size int64) volume.Spec {
 
 // sets: a volume of a set is in the pool with most room, and in one that has room if any has; asked for again it is where it is.
 func sets(f fixture) {
-	whole, err := f.Capacity(f.ctx, f.both(), f.Node)
+	whole, err := f.Capacity(f.ctx, f.both(), volume.NotEncrypted, f.Node)
 	f.must(err)
-	one, err := f.Capacity(f.ctx, f.Pools[0], f.Node)
+	one, err := f.Capacity(f.ctx, f.Pools[0], volume.NotEncrypted, f.Node)
 	f.must(err)
 	if whole.Available != 2*one.Available || whole.MaxVolume != one.MaxVolume || whole.MinVolume != one.MinVolume {
 		f.t.Errorf("both pools have %+v, one has %+v", whole, one)
@@ -579,7 +579,7 @@ func sets(f fixture) {
 			f.t.Errorf("a copy of what is in %s is in %s", id.Pool, v.ID.Pool)
 		}
 	}
-	left, err := f.Capacity(f.ctx, "*", f.Node)
+	left, err := f.Capacity(f.ctx, "*", volume.NotEncrypted, f.Node)
 	f.must(err)
 	if left.Available <= 0 || left.Available > whole.Available-2*(Size*6/10)-Size*3/10 || left.MaxVolume > Size*4/10 {
 		f.t.Errorf("left %+v of %+v", left, whole)
@@ -594,7 +594,7 @@ func setsRefuse(f fixture) {
 	}
 	f.fails(second(f.Create(f.ctx, of("v", other, mib))), errdefs.ErrExists)
 	f.fails(second(f.Create(f.ctx, of("x", "no-such-*", mib))), errdefs.ErrInvalid)
-	f.fails(second(f.Capacity(f.ctx, "no-such-*,nor-this", f.Node)), errdefs.ErrInvalid)
+	f.fails(second(f.Capacity(f.ctx, "no-such-*,nor-this", volume.NotEncrypted, f.Node)), errdefs.ErrInvalid)
 	f.fails(second(f.Create(f.ctx, volume.Spec{Name: "x", Pool: "*", Size: volume.Range{Required: mib}, Nodes: []string{"elsewhere"}})), errdefs.ErrNoSpace)
 	f.create(of("x", "*", mib))
 }

@@ -93,7 +93,7 @@ func newTwo(t testing.TB) *two {
 	t.Cleanup(func() { stop(); check.OK(t, <-ended) })
 	w.eventually("the controller knows both nodes", func() bool {
 		for _, n := range []*node{w.source, w.target} {
-			if c, err := w.store.Capacity(w.ctx, "", n.name); err != nil || c.Total == 0 {
+			if c, err := w.store.Capacity(w.ctx, "", volume.NotEncrypted, n.name); err != nil || c.Total == 0 {
 				return false
 			}
 		}

@@ -103,7 +103,7 @@ func start(t *testing.T, server *apitest.Server, pool string) suite.Driver {
 		check.OK(t, disk.Close())
 	})
 	for end := time.Now().Add(2 * time.Minute); ; time.Sleep(20 * time.Millisecond) {
-		c, err := s.Capacity(ctx, pool, name)
+		c, err := s.Capacity(ctx, pool, volume.NotEncrypted, name)
 		if err == nil && c.Total > 0 {
 			return driver
 		}

@@ -1,0 +1,246 @@
+package cluster_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"strings"
+	"testing"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+var luks2 = volume.Encryption{Scheme: volume.LUKS2, Discards: true}
+
+func encrypted(name string) volume.Spec {
+	s := spec(name)
+	s.Encryption = luks2
+	return s
+}
+
+// keeps waits until a store knows that volumes of a machine can be encrypted.
+func (w *environment) keeps(s *store.Store, m *machine) {
+	w.Helper()
+	w.eventually("the store knows what "+m.name+" can", func() bool {
+		c, err := s.Capacity(w.ctx, "b", volume.LUKS2, m.name)
+		return err == nil && c.Total > 0
+	})
+}
+
+// TestEncryptedPlaced: an encrypted volume is asked of a node that says that it can encrypt, and of no other one.
+func TestEncryptedPlaced(t *testing.T) {
+	w := newEnvironment(t)
+	a, b := w.machine("node-a"), w.begin(&machine{name: "node-b", schemes: []volume.Scheme{volume.LUKS2}})
+	s, _ := w.store()
+	w.pooled(s, a)
+	w.keeps(s, b)
+	plain, err := s.Capacity(w.ctx, "", volume.NotEncrypted, b.name)
+	check.OK(t, err)
+	if c, err := s.Capacity(w.ctx, "", volume.LUKS2, ""); err != nil || c.Available != plain.Available || c.MaxVolume != plain.MaxVolume-16*mib {
+		t.Errorf("for what is encrypted there are %+v, %v; for all else, on the node that can, %+v", c, err, plain)
+	}
+	if c, err := s.Capacity(w.ctx, "", volume.LUKS2, a.name); err != nil || c.Available != 0 {
+		t.Errorf("on the node that cannot there are %+v, %v", c, err)
+	}
+	on := encrypted("there")
+	on.Nodes = []string{a.name}
+	_, err = s.Create(w.ctx, on)
+	fails(t, err, errdefs.ErrNoSpace)
+	if !strings.Contains(err.Error(), "node node-a cannot encrypt (parameter encryption=luks2)") {
+		t.Error(err)
+	}
+	for _, nodes := range [][]string{nil, {a.name, b.name}, {b.name}} {
+		on := encrypted("v" + strings.Join(nodes, ""))
+		on.Nodes = nodes
+		v, err := s.Create(w.ctx, on)
+		if len(volume.SchemesHere()) == 0 { // it cannot, in truth, and says so
+			if fails(t, err, errdefs.ErrUnsupported); !strings.Contains(err.Error(), b.name) {
+				t.Error(err)
+			}
+			continue
+		}
+		if err != nil || v.Node != b.name || v.Encryption != luks2 || v.Size != mib {
+			t.Errorf("of %v: %+v, %v", nodes, v, err)
+		}
+		o := w.object(on.Name)
+		if o.Spec.Encryption != "luks2" || !o.Spec.EncryptionDiscard || o.Status.Encryption != "luks2" || o.Status.Size != mib {
+			t.Errorf("its object is %+v", o)
+		}
+	}
+	w.tally(a)
+	w.tally(b)
+}
+
+// keptFor puts an encrypted volume into a pool of a machine as a driver that can encrypt has it, and waits until its object is there.
+func (w *environment) keptFor(m *machine, s *store.Store, name string) volume.Volume {
+	w.Helper()
+	ref := blockdev.Ref{Kind: blockdev.Volume, Key: volume.KeyOf(name)}
+	_, err := m.disks[0].Open("default", nil).Create(w.ctx, blockdev.Spec{Ref: ref, Name: name, Size: 80 * mib,
+		Labels: map[string]string{"encryption": "luks2", "encryption.discard": "true"}})
+	check.OK(w, err)
+	m.agent.Changed()
+	w.strays("default", 1)
+	w.adopt("default", "all")
+	id := volume.ID{Kind: blockdev.Volume, Pool: "default", Key: ref.Key}
+	var v volume.Volume
+	w.eventually("it has an object", func() bool {
+		v, err = s.Get(w.ctx, id)
+		return err == nil
+	})
+	return v
+}
+
+// TestEncryptedAdopted: what an object says of the encryption of a volume is what its pool says, and the object of a snapshot says the same; nobody
+// changes it, and no copy is less encrypted.
+func TestEncryptedAdopted(t *testing.T) {
+	w, m, s := newCluster(t)
+	v := w.keptFor(m, s, "kept")
+	if v.Encryption != luks2 || v.Size != 64*mib {
+		t.Errorf("adopted as %+v", v)
+	}
+	snapshot, err := s.CreateSnapshot(w.ctx, "s", v.ID)
+	check.OK(t, err)
+	if snapshot.Scheme != volume.LUKS2 || snapshot.Size != v.Size {
+		t.Errorf("its snapshot is %+v", snapshot)
+	}
+	for _, source := range []volume.ID{v.ID, snapshot.ID} {
+		copied := volume.Spec{Name: "copy of " + source.String(), Source: source, Size: volume.Range{Required: 1}}
+		fails(t, second(s.Create(w.ctx, copied)), errdefs.ErrInvalid)
+	}
+	check.OK(t, s.Delete(w.ctx, v.ID))
+	fails(t, second(s.Create(w.ctx, volume.Spec{Name: "restored", Source: snapshot.ID, Size: volume.Range{Required: 1}})), errdefs.ErrInvalid)
+
+	again := w.keptFor(m, s, "kept again")
+	for what, edit := range map[string]func(o *v1alpha1.Volume){
+		"without":          func(o *v1alpha1.Volume) { o.Spec.Encryption = "" },
+		"without discards": func(o *v1alpha1.Volume) { o.Spec.EncryptionDiscard = false },
+	} {
+		o := w.object(again.Name)
+		edit(o)
+		if err := w.Update(w.ctx, o); err == nil || !strings.Contains(err.Error(), "encryption of a volume does not change") {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	check.OK(t, errors.Join(s.Delete(w.ctx, again.ID), s.DeleteSnapshot(w.ctx, snapshot.ID)))
+	w.tally(m)
+}
+
+// TestMadeUnencrypted: a volume that the agent of an older driver made, which knows of no encryption, is not handed out as one that is encrypted.
+func TestMadeUnencrypted(t *testing.T) {
+	w := newEnvironment(t)
+	m := w.begin(&machine{name: nodeName, schemes: []volume.Scheme{volume.LUKS2}})
+	s, _ := w.store()
+	w.keeps(s, m)
+	m.stop() // its driver is replaced by the older one
+	answer := make(chan error, 1)
+	go func() { answer <- second(s.Create(w.ctx, encrypted("v"))) }()
+	w.eventually("it is asked for", func() bool { return w.object("v") != nil })
+	o := w.object("v")
+	before := o.DeepCopy()
+	o.Spec.Make = false
+	check.OK(t, w.Patch(w.ctx, o, client.MergeFrom(before)))
+	before = o.DeepCopy()
+	now := metav1.NowMicro()
+	o.Status.Created, o.Status.Size, o.Status.ObservedGeneration = &now, o.Spec.Size, o.Generation
+	check.OK(t, w.Status().Patch(w.ctx, o, client.MergeFrom(before)))
+	err := <-answer
+	fails(t, err, errdefs.ErrPrecondition)
+	if !strings.Contains(err.Error(), "made it with encryption none") {
+		t.Error(err)
+	}
+	fails(t, second(s.Create(w.ctx, encrypted("v"))), errdefs.ErrExists)
+}
+
+// TestUnencryptedDefinitions: with definitions that know of no encryption, no volume is made that was to be encrypted.
+func TestUnencryptedDefinitions(t *testing.T) {
+	w := newEnvironment(t)
+	m := w.begin(&machine{name: nodeName, schemes: []volume.Scheme{volume.LUKS2}})
+	s, _ := w.store()
+	w.keeps(s, m)
+	server := apitest.Get(t)
+	t.Cleanup(func() { check.OK(t, server.Define(context.Background())) })
+	check.OK(t, server.Redefine(w.ctx, "volumes.ashlar.dev", func(crd *unstructured.Unstructured) {
+		versions, _, _ := unstructured.NestedSlice(crd.Object, "spec", "versions")
+		path := []string{"schema", "openAPIV3Schema", "properties", "spec"}
+		spec, _, _ := unstructured.NestedMap(versions[0].(map[string]any), path...)
+		delete(spec, "x-kubernetes-validations")
+		delete(spec["properties"].(map[string]any), "encryption")
+		check.OK(t, unstructured.SetNestedMap(versions[0].(map[string]any), spec, path...))
+		check.OK(t, unstructured.SetNestedSlice(crd.Object, versions, "spec", "versions"))
+	}))
+	w.eventually("they are in force", func() bool {
+		o := volumeOn(nodeName, "probe")
+		o.Spec.Encryption = "luks2"
+		check.OK(t, w.Create(w.ctx, o, client.DryRunAll))
+		return o.Spec.Encryption == ""
+	})
+	fails(t, second(s.Create(w.ctx, encrypted("v"))), errdefs.ErrUnavailable)
+	if o := w.object("v"); o != nil {
+		t.Errorf("left is %+v", o)
+	}
+	w.tally(m)
+}
+
+// TestEncryptedElsewhereLVM: copies on another node, of what is encrypted, are what their source is, byte for byte behind the header. (It needs no
+// LVM, but a kernel that can encrypt.)
+func TestEncryptedElsewhereLVM(t *testing.T) {
+	drivertest.NeedLVM(t)
+	w := newEnvironment(t)
+	both := []volume.Scheme{volume.LUKS2}
+	a, b := w.begin(&machine{name: "node-1", ported: true, schemes: both}), w.begin(&machine{name: "node-2", ported: true, schemes: both})
+	s := w.calling(a)
+	w.keeps(s, a)
+	w.keeps(s, b)
+	v, err := s.Create(w.ctx, volume.Spec{Name: "v", Size: volume.Range{Required: 32 * mib}, Encryption: luks2, Nodes: []string{a.name}})
+	check.OK(t, err)
+	device, err := a.local.Attach(w.ctx, mustGet(w, a, v.ID), volume.Key("key"))
+	check.OK(t, err)
+	check.OK(t, drivertest.Content{Seed: "some", Size: 5 * mib}.Write(device.Path))
+	check.OK(t, errors.Join(device.Close(), a.local.Detach(w.ctx, v.ID)))
+	snapshot, err := s.CreateSnapshot(w.ctx, "s", v.ID)
+	check.OK(t, err)
+	want := w.content(a, snapshot.ID)
+	for name, source := range map[string]volume.ID{"restored": snapshot.ID, "cloned": v.ID} {
+		plain := elsewhere("plain "+name, source, b)
+		fails(t, second(s.Create(w.ctx, plain)), errdefs.ErrInvalid)
+		one := elsewhere(name, source, b)
+		one.Encryption = volume.Encryption{Scheme: volume.LUKS2}
+		copied, err := s.Create(w.ctx, one)
+		check.OK(t, err)
+		if copied.Node != b.name || copied.Size != 80*mib || copied.Encryption != one.Encryption {
+			t.Errorf("%s is %+v", name, copied)
+		}
+		have := w.content(b, copied.ID)
+		if len(have) != 96*mib || !bytes.Equal(have[16*mib:len(want)], want[16*mib:]) {
+			t.Errorf("%s holds other bytes", name)
+		}
+		made := mustGet(w, b, copied.ID)
+		fails(t, second(b.local.Attach(w.ctx, made, volume.Key("another"))), volume.ErrKey)
+		device, err := b.local.Attach(w.ctx, made, volume.Key("key"))
+		check.OK(t, err)
+		check.OK(t, drivertest.Content{Seed: "some", Size: 5 * mib}.In(device.Path))
+		check.OK(t, errors.Join(device.Close(), b.local.Detach(w.ctx, copied.ID), s.Delete(w.ctx, copied.ID)))
+	}
+	check.OK(t, errors.Join(s.DeleteSnapshot(w.ctx, snapshot.ID), s.Delete(w.ctx, v.ID)))
+	w.tally(a)
+	w.tally(b)
+}
+
+// mustGet returns a volume as its node knows it.
+func mustGet(w *environment, m *machine, id volume.ID) volume.Volume {
+	w.Helper()
+	v, err := m.local.Get(w.ctx, id)
+	check.OK(w, err)
+	return v
+}
