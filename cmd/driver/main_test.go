@@ -659,7 +659,7 @@ func TestDoctor(t *testing.T) {
 			t.Errorf("line %q", line)
 		}
 	}
-	for _, want := range []string{"kernel", "loop control", "mkfs.ext4 1.", "mkfs.xfs", "mkfs.btrfs", "filesystem ext4", "reflinks", "can be made", "overprovision=2", "propagation",
+	for _, want := range []string{"kernel", "loop control", "mkfs.ext4 1.", "mkfs.xfs", "mkfs.btrfs", "cryptsetup 2.", "encryption", "filesystem ext4", "reflinks", "can be made", "overprovision=2", "propagation",
 		"ok      pool a: others write to its filesystem, too: 20 %", "warning pool c: others write to its filesystem, too, and only 5 %"} {
 		if !strings.Contains(r.stdout, want) {
 			t.Errorf("doctor says nothing of %s:\n%s", want, r.stdout)

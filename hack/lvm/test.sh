@@ -2,7 +2,7 @@
 # Runs tests of LVM pools: on this machine's kernel if it has a device mapper, else in a virtual machine
 # (hack/vm/run.sh).
 #
-#   hack/lvm/test.sh pools     the conformance suite and what can go wrong, and the devices over those of a pool
+#   hack/lvm/test.sh pools     the conformance suite and what can go wrong, the devices over those of a pool, and encrypted volumes in a cluster
 #   hack/lvm/test.sh driver    over the driver: csi-sanity (of a cluster too), whole lives, crashes and faults at some points, and
 #                              some power cuts (which need a device mapper also for pools of files)
 #   hack/lvm/test.sh ./tests/points -test.v -test.run REGEXP ...
@@ -17,7 +17,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 case ${1-} in
 pools) tests='./pkg/blockdev/lvmpool lvmpool -test.run LVM -test.timeout 60m
 ./pkg/device device -test.timeout 20m
-./pkg/volume volume -test.run LVM|Header -test.timeout 20m' ;;
+./pkg/volume volume -test.run LVM|Header -test.timeout 20m
+./pkg/cluster cluster -test.run ^TestEncrypted -test.timeout 20m' ;;
 driver) tests='./cmd/driver driver -test.run LVM -test.timeout 40m
 ./tests/sanity sanity -test.timeout 40m
 ./tests/sanity/cluster cluster -test.timeout 40m
@@ -54,7 +55,7 @@ if ! dmsetup version >/dev/null 2>&1; then
 fi
 export VM_SECONDS=${VM_SECONDS:-4500}
 where+=(ASHLAR_LVM=1 ASHLAR_IO="${memory:+1}" SAMPLE="${SAMPLE-}" ASHLAR_DRIVER="$bin/driver")
-if [ "$1" = driver ]; then # the only one with a test that needs it
+if [[ $1 != ./* || $1 == ./pkg/cluster ]]; then # those with tests that need it
 	server=$(hack/apiserver.sh)
 	where+=(ASHLAR_APISERVER="$server")
 fi

@@ -211,6 +211,7 @@ func (d *description) facts(to *screen, now time.Time) {
 	}
 	fact("Size", fmt.Sprintf("%s (%d bytes), %s%s", size(v.Size), v.Size, kind, used))
 	fact("Carries", carries)
+	fact("Encrypted with", v.Encryption)
 	var settings []string
 	for name, value := range v.Settings {
 		settings = append(settings, name+"="+value)

@@ -20,6 +20,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/disks"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/luks"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
 	"github.com/ashlar-csi/ashlar/pkg/cgroup"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
@@ -40,6 +41,7 @@ func Run(ctx context.Context, all []Pool) error {
 	x.loopDevices()
 	x.deviceMapper()
 	x.limits()
+	x.encryption()
 	x.tools()
 	x.filesystems()
 	for _, pool := range all {
@@ -123,6 +125,25 @@ func (x *examination) limits() {
 	x.ok("limits of I/O: the control group of pods has the io controller")
 }
 
+// encryption: a machine without lacks nothing but volumes that are encrypted.
+func (x *examination) encryption() {
+	if err := luks.Available(); err != nil {
+		x.warning("no volume is encrypted here (encryption=luks2): %v", err)
+		return
+	}
+	version, err := dm.Targets()
+	if err != nil {
+		x.warning("encryption: %v", err)
+		return
+	}
+	x.ok("encryption: device mapper target crypt %s, and cryptsetup", version["crypt"])
+	if features, err := machine.CPUFeatures(); err == nil && !slices.Contains(features, "aes") {
+		x.warning("encryption: the processor has no instructions for AES: encrypted volumes are several times slower than others, and take its time")
+	} else if err == nil {
+		x.ok("encryption: the processor has instructions for AES")
+	}
+}
+
 func (x *examination) loopDevices() {
 	const control = "/dev/loop-control"
 	f, err := os.OpenFile(control, os.O_RDWR, 0)
@@ -176,6 +197,7 @@ var programs = []struct {
 	{"xfs_repair", "-V", "xfsprogs", filesystem.XFS, "for you, should an XFS be damaged"},
 	{"mkfs.btrfs", "-V", "btrfs-progs", filesystem.Btrfs, "makes btrfs"},
 	{"btrfstune", "", "btrfs-progs", filesystem.Btrfs, "tells copies of btrfs apart, before Linux 6.7"},
+	{"cryptsetup", "--version", "cryptsetup-bin", "", "makes and opens encrypted volumes"},
 	{"smartctl", "--version", "smartmontools", "", "asks the disks below pools how they are; without it nobody hears that one is about to die"},
 }
 

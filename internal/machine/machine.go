@@ -253,6 +253,21 @@ func Size(bytes int64) string {
 	return text + " " + units[unit]
 }
 
+// CPUFeatures are the words of /proc/cpuinfo for what the first processor can: aes is one of them, on amd64 as on arm64.
+func CPUFeatures() ([]string, error) {
+	text, err := os.ReadFile("/proc/cpuinfo")
+	if err != nil {
+		return nil, err
+	}
+	for line := range strings.Lines(string(text)) {
+		name, words, _ := strings.Cut(line, ":")
+		if name = strings.TrimSpace(name); name == "flags" || name == "Features" {
+			return strings.Fields(words), nil
+		}
+	}
+	return nil, errors.New("/proc/cpuinfo names no features")
+}
+
 // KernelRelease returns that of the running kernel (uname(2)).
 func KernelRelease() string {
 	var uts unix.Utsname

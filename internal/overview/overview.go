@@ -131,6 +131,7 @@ type Volume struct {
 	Size       int64     `json:"size"`
 	Used       *int64    `json:"used,omitempty"`       // what it takes of the pool; nil: not known
 	Filesystem string    `json:"filesystem,omitempty"` // empty: a raw block device
+	Encryption string    `json:"encryption,omitempty"` // of what the pool keeps; empty: it is not encrypted
 	Thin       bool      `json:"thin,omitempty"`
 	Created    time.Time `json:"created"`
 

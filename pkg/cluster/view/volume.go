@@ -23,7 +23,7 @@ func (t *taking) volumes() {
 }
 
 func (t *taking) volume(v *v1alpha1.Volume) overview.Volume {
-	out := overview.Volume{ID: v.ID(), Name: v.Spec.Name, Node: v.Spec.NodeName, Pool: v.Spec.Pool, Size: v.Spec.Size, Filesystem: v.Spec.Filesystem,
+	out := overview.Volume{ID: v.ID(), Name: v.Spec.Name, Node: v.Spec.NodeName, Pool: v.Spec.Pool, Size: v.Spec.Size, Filesystem: v.Spec.Filesystem, Encryption: v.Spec.Encryption,
 		Thin: v.Spec.Provisioning == "thin", Created: v.CreationTimestamp.UTC(), PersistentVolume: v.Spec.PersistentVolume,
 		Used: v.Status.Used, Settings: v.Status.Mutable, Progress: progress(&v.Status.ObjectStatus)}
 	if v.Status.Created != nil {
