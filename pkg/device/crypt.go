@@ -113,7 +113,7 @@ func (c crypt) open(ctx context.Context, name string, below blockdev.Device, how
 	var d *dm.Device
 	if err == nil {
 		if d, err = dm.Find(name); err == nil && d == nil {
-			err = fmt.Errorf("%w: cryptsetup ended as if it had made device %s, and there is none", errdefs.ErrUnavailable, name)
+			err = fmt.Errorf("open the LUKS2 header of %s: cryptsetup ended as if it had made device %s, and there is none", below.Path, name)
 		}
 	}
 	if err != nil { // also of a cryptsetup that was killed
@@ -140,7 +140,13 @@ func (c crypt) fit(ctx context.Context, d *dm.Device, below blockdev.Device, key
 	if len(key) == 0 {
 		return fmt.Errorf("%w: %w, which it needs to grow while it is open", errdefs.ErrPrecondition, luks.ErrNoKey)
 	}
-	return luks.Resize(ctx, d.Name, key)
+	if err := luks.Resize(ctx, d.Name, key); err != nil {
+		return err
+	}
+	if size, err = d.Size(); err == nil && size != c.size(below.Size) {
+		err = fmt.Errorf("grow device %s behind its LUKS2 header: cryptsetup ended as if it had, and it has %d bytes over %d", d.Name, size, below.Size)
+	}
+	return err
 }
 
 func (c crypt) attached(context.Context) (devices []blockdev.Device, below []uint64, err error) {

@@ -107,6 +107,8 @@ func troubles(c trace.Call) []trouble {
 		}
 		all = append(all, found,
 			trouble{"does not work", complain + "8", codes.Internal, "made up: it broke"})
+	case name == "cryptsetup":
+		all[5].says = "install cryptsetup"
 	case name == "resize2fs":
 		// It may have had nothing to do; the filesystem grows when it is staged next.
 		all[4].code = codes.OK
@@ -115,7 +117,7 @@ func troubles(c trace.Call) []trouble {
 }
 
 // tasks are what programs are started for, as the answer names it.
-var tasks = map[string]string{"cat": "make a user namespace", "mkfs.ext4": "make ext4", "mkfs.xfs": "make xfs", "mkfs.btrfs": "make btrfs", "e2fsck": "check", "resize2fs": "grow"}
+var tasks = map[string]string{"cat": "make a user namespace", "mkfs.ext4": "make ext4", "mkfs.xfs": "make xfs", "mkfs.btrfs": "make btrfs", "e2fsck": "check", "resize2fs": "grow", "cryptsetup": "LUKS2 header"}
 
 // starts are the calls that start programs; all are looked at in the full sweep.
 var starts = regexp.MustCompile("^(NodeStageVolume (first|later)|NodePublishVolume (ephemeral|block read-only))")

@@ -75,7 +75,7 @@ var answers = map[unix.Errno]codes.Code{
 var steps = map[string][]string{
 	"openat O_CREAT": {"open", "record", "image", "target"}, "write": {"write"}, "pwrite64": {"write"}, "copy_file_range": {"copy"},
 	"fsync": {"sync", "flush"}, "fdatasync": {"sync"}, "ftruncate": {"size of the image", "truncate"}, "fallocate": {"allocate"},
-	"unlinkat": {"remove", "unlink"}, "mkdirat": {"make target", "mkdir"}, "execve": {"mkfs", "e2fsck", "resize2fs", "user namespace"},
+	"unlinkat": {"remove", "unlink"}, "mkdirat": {"make target", "mkdir"}, "execve": {"mkfs", "e2fsck", "resize2fs", "user namespace", "cryptsetup"},
 	"fsopen": {"fsopen"}, "fsconfig CREATE": {"open the filesystem"}, "fsmount": {"fsmount"}, "open_tree": {"open_tree"},
 	"mount_setattr": {"mount_setattr"}, "move_mount": {"attach"}, "umount2": {"unmount"},
 	"ioctl LOOP_CTL_GET_FREE": {"find a free loop device"}, "ioctl LOOP_CONFIGURE": {"configure"}, "ioctl LOOP_CLR_FD": {"detach"},
@@ -165,7 +165,7 @@ func (s *site) answered(t *testing.T, at trace.Call, errno unix.Errno, err error
 	code, want := status.Code(err), answers[errno]
 	words := steps[at.Name]
 	if at.Child { // what a program makes of it is its own affair; and mostly it says why
-		want, words = codes.Internal, []string{"mkfs", "e2fsck", "resize2fs", "user namespace", "lvm"}
+		want, words = codes.Internal, []string{"mkfs", "e2fsck", "resize2fs", "user namespace", "lvm", "cryptsetup"}
 		switch {
 		case at.Exec && filepath.Base(at.Path) != "thin_check", code == codes.Unavailable && err != nil && strings.Contains(err.Error(), "lvm"):
 			want = codes.Unavailable

@@ -123,7 +123,7 @@ func Open(ctx context.Context, device, name string, key Key, discards bool) erro
 func Resize(ctx context.Context, name string, key Key) error {
 	err := withKey(ctx, key, "resize", name)
 	if err = errors.Join(err, ForgetNode(name)); err != nil {
-		return fmt.Errorf("resize device %s: %w", name, err)
+		return fmt.Errorf("grow device %s behind its LUKS2 header: %w", name, err)
 	}
 	return nil
 }
@@ -132,12 +132,20 @@ func Resize(ctx context.Context, name string, key Key) error {
 func SetUUID(ctx context.Context, path, uuid string) error {
 	have, err := UUID(path)
 	if err == nil && have != uuid {
-		_, _, err = run(ctx, nil, "luksUUID", "--uuid", uuid, path)
+		if _, _, err = run(ctx, nil, "luksUUID", "--uuid", uuid, path); err == nil {
+			have, err = UUID(path)
+		}
+	}
+	if err == nil && have != uuid {
+		err = fmt.Errorf("cryptsetup ended as if it had, and it is %q", have)
+	}
+	if err == nil {
+		err = flush(path)
 	}
 	if err != nil {
 		return fmt.Errorf("give the LUKS2 header of %s the UUID %s: %w", path, uuid, err)
 	}
-	return flush(path)
+	return nil
 }
 
 // flush writes out what was written to a device or a file.
@@ -263,8 +271,8 @@ func run(ctx context.Context, key Key, argv ...string) (stdout, stderr string, e
 	stdout, stderr, err = command.RunWith(ctx, command.Options{Input: key, Env: []string{"DM_DISABLE_UDEV=1"}}, append([]string{"cryptsetup", "--batch-mode"}, argv...)...)
 	var failure *command.Error
 	switch {
-	case errors.Is(err, exec.ErrNotFound):
-		err = fmt.Errorf("%w: %w; install cryptsetup", errdefs.ErrUnsupported, err)
+	case errors.Is(err, exec.ErrNotFound), errors.Is(err, os.ErrNotExist): // which would be taken for that of a device
+		err = errdefs.Recast(errdefs.ErrUnsupported, err, "install cryptsetup")
 	case !errors.As(err, &failure):
 	case failure.Code == wrongKey && len(key) > 0:
 		err = fmt.Errorf("%w: %w (%s)", errdefs.ErrPrecondition, ErrKey, strings.TrimSpace(stderr))
