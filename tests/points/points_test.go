@@ -165,7 +165,7 @@ func untouched(t *testing.T, s *site, sc scenario) (c course) {
 	p := sc.prepare(w)
 	begin := time.Now()
 	result, err := w.traced(p.call, func(_ int, at trace.Call) trace.Verdict {
-		if at.Talk != "" && !at.Child {
+		if tells(at) {
 			c.asked++
 		}
 		return trace.Verdict{}
