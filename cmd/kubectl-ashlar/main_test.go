@@ -524,7 +524,7 @@ func TestAdopt(t *testing.T) {
 			break
 		}
 	}
-	r.says(t, "n1.default  "+one, "default/claim-pvc-1")
+	r.says(t, "n1.default  "+one+"  300Mi  default/claim-pvc-1")
 	run(t, apitest.Admin, "status").says(t, "Strays: it keeps what no object is for: 2")
 	if r := run(t, apitest.Admin, "adopt", "n1.none"); r.err == nil || !strings.Contains(r.err.Error(), "n1.none is no pool") {
 		t.Errorf("a pool that is not there: %v", r.err)
