@@ -140,11 +140,11 @@ func TestNotes(t *testing.T) {
 		apis      []string
 		says, not []string
 	}{
-		"as it is": {"", snapshotAPIs, []string{"daemonset/ashlar-node\n", "is the directory /var/lib/ashlar", "helm test any -n " + namespace, "are ashlar, ashlar-xfs."},
-			[]string{"Snapshots are off", "NO ADMISSION POLICY", "Nobody may connect", "agent-not-ready", "lvm://"}},
+		"as it is": {"", snapshotAPIs, []string{"daemonset/ashlar-node\n", "is the directory /var/lib/ashlar", "helm test any -n " + namespace, "are ashlar, ashlar-xfs.", "says kubectl ashlar status (docs/operate/kubectl-ashlar.md).\n"},
+			[]string{"service/ashlar-page", "Snapshots are off", "NO ADMISSION POLICY", "Nobody may connect", "agent-not-ready", "lvm://"}},
 		"without snapshots": {"", nil, []string{"Snapshots are off"}, nil},
-		"all else": {`{admissionPolicy: false, startupTaint: true, networkPolicy: {from: []}, storageClasses: [], nodeGroups: {default: null, fast: {pools: [{name: a, url: "lvm://vg"}]}}}`, nil,
-			[]string{"NO ADMISSION POLICY", "Nobody may connect", "agent-not-ready", "is lvm://vg", "daemonset/ashlar-node-fast\n", "There is no storage class"}, []string{"helm test", "/var/lib/ashlar"}},
+		"all else": {`{admissionPolicy: false, controller: {page: {enabled: true}}, startupTaint: true, networkPolicy: {from: []}, storageClasses: [], nodeGroups: {default: null, fast: {pools: [{name: a, url: "lvm://vg"}]}}}`, nil,
+			[]string{"NO ADMISSION POLICY", "Nobody may connect", "agent-not-ready", "is lvm://vg", "daemonset/ashlar-node-fast\n", "There is no storage class", "port-forward service/ashlar-page 9820\n"}, []string{"helm test", "/var/lib/ashlar"}},
 	} {
 		text := notes(t, c.values, c.apis...)
 		for _, want := range c.says {
