@@ -88,7 +88,7 @@ func (l *Local) checkMutable(mutable map[string]string) error {
 	for key, value := range mutable {
 		if supported := mutableParameters[key].supported; supported != nil {
 			if err := supported(value); err != nil {
-				return fmt.Errorf("node %s: %w", l.node, err)
+				return err
 			}
 		}
 	}

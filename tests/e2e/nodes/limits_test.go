@@ -65,7 +65,7 @@ func TestLimits(t *testing.T) {
 	} else {
 		for _, name := range names {
 			c.eventually("the claim "+name+" says why it has no limits", func() error {
-				if said := c.events(name); !strings.Contains(said, "version 2") {
+				if said := c.events(name); !strings.Contains(said, "version 2") || strings.Count(said, "node "+node) != 1 {
 					return errors.New(said)
 				}
 				return nil
