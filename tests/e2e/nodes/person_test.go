@@ -110,8 +110,15 @@ func (c *cluster) root(node string, commands ...string) string {
 // read-only, which stays so for its next file; then it is mounted again, from another one or that one as it should be.
 func (c *cluster) mount(node, command string) {
 	c.Helper()
-	c.root(node, "for try in {1..20}; do", `blockdev --setrw "$(losetup -f)"`, command,
-		"findmnt -rno OPTIONS /var/lib/ashlar | grep -q ^rw && exit", "umount -l /var/lib/ashlar", "sleep 0.2", "done", "exit 1")
+	c.Logf("%s# %s", node, command)
+	c.run(`for try in {1..20}; do
+		blockdev --setrw "$(losetup -f)"
+		`+command+`
+		findmnt -rno OPTIONS /var/lib/ashlar | grep -q ^rw && exit
+		umount -l /var/lib/ashlar
+		sleep 0.2
+	done
+	exit 1`, os.Getenv("CLUSTER"), "on", node, "bash", "-euo", "pipefail")
 }
 
 // plugin has "kubectl ashlar" be what is built from this source.
