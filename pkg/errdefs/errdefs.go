@@ -8,6 +8,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 
 	"golang.org/x/sys/unix"
 )
@@ -47,6 +48,15 @@ var (
 // only: to who asked, it would mean something else.
 func Recast(kind, cause error, format string, args ...any) error {
 	return fmt.Errorf("%w: %s: %s", kind, fmt.Sprintf(format, args...), cause.Error())
+}
+
+// Words are those of an error without the names of its kinds, for where a reason beside them says what kind it is.
+func Words(err error) string {
+	text := err.Error()
+	for _, kind := range Kinds(err) {
+		text = strings.ReplaceAll(text, kind.Error()+": ", "")
+	}
+	return text
 }
 
 // IgnoreNotFound returns nil for ErrNotFound, and any other error as it is.

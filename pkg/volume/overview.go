@@ -10,6 +10,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/progress"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/device"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // patience is how long an overview waits for a pool. A disk that hangs is what an operator wants to see in it.
@@ -121,7 +122,7 @@ var severities = map[blockdev.Severity]overview.Severity{blockdev.DataLoss: over
 // problemsOf are the problems of a subject as an overview has them; an error is one of them.
 func problemsOf(problems []blockdev.Problem, err error, kind, name string) []overview.Problem {
 	if err != nil {
-		problems = append(slices.Clone(problems), blockdev.Problem{Severity: blockdev.Inaccessible, Reason: "PoolUnavailable", Message: err.Error()})
+		problems = append(slices.Clone(problems), blockdev.Problem{Severity: blockdev.Inaccessible, Reason: "PoolUnavailable", Message: errdefs.Words(err)})
 	}
 	var out []overview.Problem
 	for _, p := range problems {

@@ -81,7 +81,7 @@ func (p *pool) Health(ctx context.Context, ref blockdev.Ref) ([]blockdev.Problem
 	found := p.version(ref)
 	o, record, err := p.Lookup(ref)
 	if errors.Is(err, errdefs.ErrDataLoss) {
-		return []blockdev.Problem{{Severity: blockdev.DataLoss, Reason: "RecordDamaged", Message: err.Error()}}, nil
+		return []blockdev.Problem{{Severity: blockdev.DataLoss, Reason: "RecordDamaged", Message: errdefs.Words(err)}}, nil
 	}
 	if err != nil {
 		return nil, err
@@ -90,7 +90,7 @@ func (p *pool) Health(ctx context.Context, ref blockdev.Ref) ([]blockdev.Problem
 		return p.Health(ctx, ref) // made meanwhile
 	}
 	if err := p.alive(); err != nil {
-		return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "PoolUnavailable", Message: err.Error()}}, nil
+		return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "PoolUnavailable", Message: errdefs.Words(err)}}, nil
 	}
 	image, err := p.openImage(record, os.O_RDONLY)
 	switch {
@@ -111,9 +111,9 @@ func (p *pool) Health(ctx context.Context, ref blockdev.Ref) ([]blockdev.Problem
 		} else if _, statErr := p.root.Lstat(layout.Image(ref)); errors.Is(statErr, os.ErrNotExist) {
 			reason = "ImageMissing"
 		}
-		return []blockdev.Problem{{Severity: blockdev.DataLoss, Reason: reason, Message: err.Error()}}, nil
+		return []blockdev.Problem{{Severity: blockdev.DataLoss, Reason: reason, Message: errdefs.Words(err)}}, nil
 	default:
-		return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "ImageUnreadable", Message: err.Error()}}, nil
+		return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "ImageUnreadable", Message: errdefs.Words(err)}}, nil
 	}
 }
 
@@ -140,13 +140,13 @@ func (p *pool) deviceHealth(ref blockdev.Ref) ([]blockdev.Problem, error) {
 
 func (p *pool) PoolHealth(context.Context) []blockdev.Problem {
 	if err := p.alive(); err != nil {
-		return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "PoolUnavailable", Message: err.Error()}}
+		return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "PoolUnavailable", Message: errdefs.Words(err)}}
 	}
 	var problems []blockdev.Problem
 	total, free, err := p.statfs()
 	switch {
 	case err != nil:
-		return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "PoolUnavailable", Message: err.Error()}}
+		return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "PoolUnavailable", Message: errdefs.Words(err)}}
 	case float64(free) < float64(total)*min(max(p.location.ReservePercent, 1), nearlyFull)/100:
 		problems = append(problems, blockdev.Problem{Severity: blockdev.Degraded, Reason: "PoolNearlyFull", Message: fmt.Sprintf(
 			"the filesystem of pool %s at %s has %.1f %% of its space left; writes to thin volumes will fail when it is full: make room", p.name, p.location.Path, float64(free)/float64(total)*100)})

@@ -311,7 +311,7 @@ func (a *Pool) missing(ctx context.Context, err error) []blockdev.Problem {
 	if ctx.Err() != nil {
 		return nil
 	}
-	return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "PoolMissing", Message: err.Error()}}
+	return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "PoolMissing", Message: errdefs.Words(err)}}
 }
 
 // Orphans: see blockdev.Pool.

@@ -3,6 +3,7 @@ package lazy_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
@@ -30,7 +31,7 @@ func TestLazy(t *testing.T) {
 		var opened, prepared int
 		broken := errors.New("broken")
 		fail := broken
-		a := lazy.New("late", errors.New("no disk"), func(context.Context) (blockdev.Pool, error) {
+		a := lazy.New("late", fmt.Errorf("%w: no disk", errdefs.ErrUnavailable), func(context.Context) (blockdev.Pool, error) {
 			if opened++; !there {
 				return nil, errors.New("still no disk")
 			}
@@ -48,7 +49,8 @@ func TestLazy(t *testing.T) {
 			if _, err := a.Get(ctx, pooltest.Vol("a")); !errors.Is(err, errdefs.ErrUnavailable) || !strings.Contains(err.Error(), why) || !strings.Contains(err.Error(), "late") {
 				t.Errorf("Get of a pool that is not there: %v; want %q", err, why)
 			}
-			if problems := a.PoolHealth(ctx); len(problems) != 1 || problems[0].Severity != blockdev.Inaccessible || !strings.Contains(problems[0].Message, why) {
+			if problems := a.PoolHealth(ctx); len(problems) != 1 || problems[0].Severity != blockdev.Inaccessible || !strings.Contains(problems[0].Message, why) ||
+				strings.Contains(problems[0].Message, errdefs.ErrUnavailable.Error()) { // its reason says so
 				t.Errorf("health of a pool that is not there: %v; want %q", problems, why)
 			}
 			if problems, err := a.Health(ctx, pooltest.Vol("a")); err != nil || len(problems) != 1 {

@@ -13,7 +13,7 @@ import (
 func (p *pool) Health(ctx context.Context, ref blockdev.Ref) ([]blockdev.Problem, error) {
 	_, record, err := p.Lookup(ref)
 	if errors.Is(err, errdefs.ErrDataLoss) {
-		return []blockdev.Problem{{Severity: blockdev.DataLoss, Reason: "RecordDamaged", Message: err.Error()}}, nil
+		return []blockdev.Problem{{Severity: blockdev.DataLoss, Reason: "RecordDamaged", Message: errdefs.Words(err)}}, nil
 	}
 	if err != nil {
 		return nil, err
@@ -42,7 +42,7 @@ func (p *pool) Health(ctx context.Context, ref blockdev.Ref) ([]blockdev.Problem
 	if p.location.Thin != "" {
 		use, err := p.thinUse(ctx)
 		if err != nil {
-			return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "PoolUnavailable", Message: err.Error()}}, nil
+			return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "PoolUnavailable", Message: errdefs.Words(err)}}, nil
 		}
 		if use.failed() {
 			return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "PoolFailed", Message: p.full(use)}}, nil

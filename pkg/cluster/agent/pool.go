@@ -235,7 +235,7 @@ func measure(ctx context.Context, pool Pool) measurement {
 	if err != nil {
 		m.capacity = blockdev.Capacity{}
 		if len(m.problems) == 0 {
-			m.problems = []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: poolUnavailable, Message: err.Error()}}
+			m.problems = []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: poolUnavailable, Message: errdefs.Words(err)}}
 		}
 	}
 	return m

@@ -292,10 +292,10 @@ func (a *Agent) maintainVolume(ctx context.Context, v *v1alpha1.Volume) error {
 	case errors.Is(err, errdefs.ErrNotFound):
 		return a.reportLost(ctx, v, blockdev.Problem{Severity: blockdev.DataLoss, Reason: "VolumeMissing", Message: a.missingVolume(v)})
 	case errors.Is(err, errdefs.ErrDataLoss):
-		return a.reportLost(ctx, v, blockdev.Problem{Severity: blockdev.DataLoss, Reason: "RecordDamaged", Message: err.Error()})
+		return a.reportLost(ctx, v, blockdev.Problem{Severity: blockdev.DataLoss, Reason: "RecordDamaged", Message: errdefs.Words(err)})
 	case errors.Is(err, errdefs.ErrUnavailable):
 		return report(ctx, a, v, func(v *v1alpha1.Volume) {
-			setHealth(&v.Status.Conditions, &v.Status.Health, v, []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: poolUnavailable, Message: err.Error()}})
+			setHealth(&v.Status.Conditions, &v.Status.Health, v, []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: poolUnavailable, Message: errdefs.Words(err)}})
 		})
 	case err != nil:
 		return err
