@@ -194,7 +194,7 @@ func (c crypt) detach(ctx context.Context) error {
 	return errors.Join(err, luks.ForgetNode(name))
 }
 
-// health: while it is open, nothing reads the header, and one that is gone would be found out too late.
+// health: while it is open, nothing reads the header, and one that is gone or damaged would be found out too late.
 func (c crypt) health(ctx context.Context) ([]blockdev.Problem, error) {
 	_, d, err := c.find()
 	if err != nil || d == nil || !d.Live {
@@ -204,16 +204,12 @@ func (c crypt) health(ctx context.Context) ([]blockdev.Problem, error) {
 	if err != nil || !there {
 		return nil, err
 	}
-	uuid, err := luks.UUID(below.Path)
-	if err == nil && uuid != "" || dm.Vanished(err) {
+	err = luks.Check(below.Path)
+	if err == nil || dm.Vanished(err) {
 		return nil, nil
 	}
-	why := "is gone"
-	if err != nil {
-		why = "cannot be read: " + err.Error()
-	}
 	return []blockdev.Problem{{Severity: blockdev.DataLoss, Reason: "HeaderLost", Message: fmt.Sprintf(
-		"the LUKS2 header of %s of pool %s %s; once it is unstaged no key opens it any more: copy what is on it elsewhere while it is in use", c.ref, c.pool.Name(), why)}}, nil
+		"%s of pool %s: %v; once it is unstaged no key opens it any more: copy what is on it elsewhere while it is in use", c.ref, c.pool.Name(), err)}}, nil
 }
 
 // recover puts right what a crash left: a device without a table, suspended for a growth that was not finished, or not yet to go with its

@@ -2,6 +2,7 @@ package volume
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
 
@@ -116,12 +117,12 @@ func (l *Local) makeHeader(ctx context.Context, v *Volume, device blockdev.Devic
 
 // hasHeader makes sure that a volume, whose header is never made again, has its header.
 func (v *Volume) hasHeader(device blockdev.Device, uuid string) error {
-	switch uuid {
-	case v.Header.UUID:
-		return nil
-	case "":
-		return fmt.Errorf("%w: it is encrypted, and %s has no LUKS2 header now; nothing was written: restore the header (cryptsetup luksHeaderRestore), or the volume from a snapshot or a backup",
-			errdefs.ErrDataLoss, device.Path)
+	err := luks.Check(device.Path)
+	switch {
+	case errors.Is(err, errdefs.ErrDataLoss):
+		return fmt.Errorf("it is encrypted: %w; nothing was written: restore the header (cryptsetup luksHeaderRestore), or the volume from a snapshot or a backup", err)
+	case err != nil || uuid == v.Header.UUID:
+		return err
 	}
 	return fmt.Errorf("%w: the LUKS2 header of %s is %s, not %s, which this volume's is; nothing was written: look at what is on it", errdefs.ErrPrecondition, device.Path, uuid, v.Header.UUID)
 }

@@ -7,6 +7,7 @@ package luks
 import (
 	"bytes"
 	"context"
+	"crypto/sha256"
 	"errors"
 	"fmt"
 	"io"
@@ -163,31 +164,69 @@ func flush(path string) error {
 	return nil
 }
 
-// The binary header (LUKS2 On-Disk Format Specification, 2.1): its magic, which the second copy has in another order, and the UUID.
+// The binary header (LUKS2 On-Disk Format Specification, 2.1): its magic, which the second copy has in another order, the UUID, and the sum of all
+// the metadata, itself taken as zeros.
 var (
 	magics   = map[int64][]byte{0: []byte("LUKS\xba\xbe\x00\x02"), metadataSize: []byte("SKUL\xba\xbe\x00\x02")}
 	uuidAt   = 168
 	uuidSize = 40
+	sumAt    = 448
+	sumSize  = 64
 )
 
-// UUID returns that of the LUKS2 header of a device or a file, in either of its copies; empty if there is none.
+// UUID returns that of the LUKS2 header of a device or a file, in either of its copies: of one that is whole, if there is one, as cryptsetup takes it.
+// Empty if there is none.
 func UUID(path string) (string, error) {
+	uuid, _, err := find(path)
+	return uuid, err
+}
+
+// Check returns errdefs.ErrDataLoss if neither of the copies of a header is whole: no key opens it any more. It does not look at the key slots.
+func Check(path string) error {
+	uuid, whole, err := find(path)
+	switch {
+	case err != nil:
+		return err
+	case uuid == "":
+		return fmt.Errorf("%w: %s has no LUKS2 header now", errdefs.ErrDataLoss, path)
+	case !whole:
+		return fmt.Errorf("%w: the LUKS2 header of %s is damaged in both of its copies", errdefs.ErrDataLoss, path)
+	}
+	return nil
+}
+
+// find returns the UUID of a header, and whether it is of a copy that is whole.
+func find(path string) (uuid string, whole bool, err error) {
 	f, err := os.Open(path)
 	if err != nil {
-		return "", fmt.Errorf("read the LUKS2 header: %w", errdefs.FromErrno(err))
+		return "", false, fmt.Errorf("read the LUKS2 header: %w", errdefs.FromErrno(err))
 	}
 	defer f.Close()
 	for _, at := range []int64{0, metadataSize} {
-		header := make([]byte, 512)
-		if _, err := f.ReadAt(header, at); err != nil && !errors.Is(err, io.EOF) {
-			return "", fmt.Errorf("read the LUKS2 header of %s: %w", path, errdefs.FromErrno(err))
+		header := make([]byte, metadataSize)
+		if _, failure := f.ReadAt(header, at); failure != nil && !errors.Is(failure, io.EOF) {
+			err = fmt.Errorf("read the LUKS2 header of %s: %w", path, errdefs.FromErrno(failure)) // unless the other one is whole
 		}
-		if bytes.HasPrefix(header, magics[at]) {
-			uuid, _, _ := bytes.Cut(header[uuidAt:uuidAt+uuidSize], []byte{0})
-			return string(uuid), nil
+		if !bytes.HasPrefix(header, magics[at]) {
+			continue
+		}
+		have, _, _ := bytes.Cut(header[uuidAt:uuidAt+uuidSize], []byte{0})
+		if whole = isWhole(header); whole || uuid == "" {
+			uuid = string(have)
+		}
+		if whole {
+			return uuid, true, nil
 		}
 	}
-	return "", nil
+	return uuid, false, err
+}
+
+// isWhole checks the sum of a copy of the metadata.
+func isWhole(header []byte) bool {
+	stored := bytes.Clone(header[sumAt : sumAt+sumSize])
+	clear(header[sumAt : sumAt+sumSize])
+	sum := sha256.Sum256(header)
+	return bytes.HasPrefix(stored, sum[:])
 }
 
 // Erase overwrites all that Format wrote, on a device or in a file, with zeros, and returns when it is written: no key opens the

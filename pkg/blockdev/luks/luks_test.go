@@ -95,6 +95,41 @@ func TestSetUUID(t *testing.T) {
 	}
 }
 
+// TestDamagedHeader: a header of which one copy is damaged, wherever, is the other copy, to us as to cryptsetup; one of which both are is told.
+func TestDamagedHeader(t *testing.T) {
+	for _, at := range []int64{0, 168, 4096 + 300} { // of the magic, the UUID, and the text behind them
+		for _, first := range []int64{0, 16 << 10} {
+			path := image(t)
+			check.OK(t, luks.Format(t.Context(), path, uuid, key))
+			flip(t, path, first+at)
+			have, err := luks.UUID(path)
+			if err = errors.Join(err, luks.Check(path)); have != uuid || err != nil {
+				t.Errorf("damaged at %d the UUID is %q, %v", first+at, have, err)
+			}
+			if !opens(t, path, key) { // who opens it makes the copy whole again
+				t.Fatalf("damaged at %d the key does not open it", first+at)
+			}
+			flip(t, path, at)
+			flip(t, path, 16<<10+at)
+			if err := luks.Check(path); !errors.Is(err, errdefs.ErrDataLoss) || opens(t, path, key) {
+				t.Errorf("damaged at %d in both copies: %v; the key opens it: %v", at, err, opens(t, path, key))
+			}
+		}
+	}
+}
+
+// flip changes a bit of a file.
+func flip(t *testing.T, path string, at int64) {
+	t.Helper()
+	f, err := os.OpenFile(path, os.O_RDWR, 0)
+	check.OK(t, err)
+	one := make([]byte, 1)
+	_, err = f.ReadAt(one, at)
+	one[0] ^= 1
+	_, failure := f.WriteAt(one, at)
+	check.OK(t, errors.Join(err, failure, f.Close()))
+}
+
 // TestErase: nothing of a header, and of its key slots, is left; what is behind it stays.
 func TestErase(t *testing.T) {
 	path := image(t)
