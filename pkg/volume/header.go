@@ -105,6 +105,16 @@ func (l *Local) makeHeader(ctx context.Context, v *Volume, device blockdev.Devic
 		return err
 	}
 	header := Header{Formatting, uuidOf(v.ID.Key)}
+	if v.Header == header { // it may be whole: a crash came before the record said so, or the record is an old one
+		whole, err := luks.Opens(ctx, device.Path, key)
+		if err != nil {
+			return err
+		}
+		if whole {
+			header.State = Formatted
+			return l.setHeader(ctx, v, header)
+		}
+	}
 	if err := l.setHeader(ctx, v, header); err != nil {
 		return err
 	}

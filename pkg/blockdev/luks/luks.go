@@ -106,6 +106,24 @@ func Format(ctx context.Context, device, uuid string, key Key) error {
 	return nil
 }
 
+// Opens reports whether a device has a header that a key opens.
+func Opens(ctx context.Context, device string, key Key) (bool, error) {
+	if err := Check(device); err != nil {
+		if errors.Is(err, errdefs.ErrDataLoss) {
+			err = nil
+		}
+		return false, err
+	}
+	err := withKey(ctx, key, "open", "--type", "luks2", "--test-passphrase", device)
+	if errors.Is(err, ErrKey) {
+		return false, nil
+	}
+	if err != nil {
+		return false, fmt.Errorf("try the key of the LUKS2 header of %s: %w", device, err)
+	}
+	return true, nil
+}
+
 // Open makes a device of the device mapper that shows what is behind the header of a device. ErrKey for a wrong key. What it leaves when it
 // fails, or is killed, is a device of that name, which may have no table.
 //
