@@ -302,7 +302,7 @@ func Nodes() ([]string, error) {
 // slots bounds how many keys are stretched at once, and so the memory that takes: 64 MiB each.
 var slots = make(chan struct{}, 2)
 
-// withKey runs cryptsetup with a key.
+// withKey runs cryptsetup with a key, which is all of its standard input: its length, too, is on no command line, and in no error that shows one.
 func withKey(ctx context.Context, key Key, argv ...string) error {
 	if len(key) == 0 {
 		return fmt.Errorf("%w: %w", errdefs.ErrInvalid, ErrNoKey)
@@ -316,7 +316,7 @@ func withKey(ctx context.Context, key Key, argv ...string) error {
 		return ctx.Err()
 	}
 	defer func() { <-slots }()
-	_, _, err := run(ctx, key, append(argv[:1:1], append([]string{"--key-file=-", "--keyfile-size", strconv.Itoa(len(key))}, argv[1:]...)...)...)
+	_, _, err := run(ctx, key, append([]string{argv[0], "--key-file=-"}, argv[1:]...)...)
 	return err
 }
 

@@ -179,6 +179,9 @@ func TestKeyIsNotTold(t *testing.T) {
 			t.Errorf("%q is told: %s", form, said)
 		}
 	}
+	if length := fmt.Sprintf(" %d ", len(secret)); strings.Contains(said, length) {
+		t.Errorf("its length is told: %s", said)
+	}
 	if err := luks.Format(t.Context(), image(t), uuid, nil); !errors.Is(err, luks.ErrNoKey) || !errors.Is(err, errdefs.ErrInvalid) {
 		t.Errorf("without a key: %v", err)
 	}
