@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -236,6 +237,41 @@ func TestEncryptedCut(t *testing.T) {
 			}
 			f.closed()
 		}
+	})
+}
+
+// TestEncryptedBesideHung: disks that do not answer are in the way of no other's keys.
+func TestEncryptedBesideHung(t *testing.T) {
+	overEncrypted(t, func(f *fixture) {
+		const name = "ashlar-test-hung"
+		bare, err := f.pool.Attach(f.Context(), f.ref, blockdev.Attachment{})
+		check.OK(f, err)
+		check.OK(f, dm.Show(name, name, bare.Number, bare.Size, false))
+		hung, err := dm.Find(name)
+		check.OK(f, err)
+		check.OK(f, dm.Suspend(name))
+		ctx, cancel := context.WithCancel(f.Context())
+		var waiting sync.WaitGroup
+		for range 4 {
+			waiting.Go(func() {
+				if err := luks.Format(ctx, hung.Path(), uuid, opening.Encryption.Key); !errors.Is(err, context.Canceled) {
+					f.Errorf("on a disk that does not answer: %v", err)
+				}
+			})
+		}
+		time.Sleep(2 * time.Second)
+		image := filepath.Join(f.TempDir(), "other")
+		check.OK(f, os.WriteFile(image, nil, 0o600))
+		check.OK(f, os.Truncate(image, header+behind))
+		within, end := context.WithTimeout(f.Context(), 40*time.Second)
+		if err := luks.Format(within, image, uuid, opening.Encryption.Key); err != nil {
+			f.Errorf("beside a disk that does not answer: %v", err)
+		}
+		end()
+		cancel()
+		check.OK(f, dm.Resume(name, 0))
+		waiting.Wait()
+		check.OK(f, errors.Join(pooltest.Second(dm.Remove(name)), bare.Close()))
 	})
 }
 

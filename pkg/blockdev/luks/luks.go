@@ -17,6 +17,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -299,8 +300,11 @@ func Nodes() ([]string, error) {
 	return names, errdefs.FromErrno(err)
 }
 
-// slots bounds how many keys are stretched at once, and so the memory that takes: 64 MiB each.
+// slots bounds how many keys are stretched at once, and so the memory that takes: 64 MiB each. Who has one for longer than slotTime, which is many times
+// what that takes, waits for a disk, and is no longer in the way of others.
 var slots = make(chan struct{}, 2)
+
+const slotTime = 5 * time.Second
 
 // withKey runs cryptsetup with a key, which is all of its standard input: its length, too, is on no command line, and in no error that shows one.
 func withKey(ctx context.Context, key Key, argv ...string) error {
@@ -315,7 +319,9 @@ func withKey(ctx context.Context, key Key, argv ...string) error {
 	case <-ctx.Done():
 		return ctx.Err()
 	}
-	defer func() { <-slots }()
+	release := sync.OnceFunc(func() { <-slots })
+	defer release()
+	defer time.AfterFunc(slotTime, release).Stop()
 	_, _, err := run(ctx, key, append([]string{argv[0], "--key-file=-"}, argv[1:]...)...)
 	return err
 }
