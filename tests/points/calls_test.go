@@ -402,7 +402,8 @@ func init() {
 	if luks.Available() != nil {
 		return
 	}
-	// secret has the volumes of a plan encrypted that are made from then on.
+	tasks["cryptsetup"] = "LUKS2 header"
+	// encrypted has the volumes of a plan encrypted.
 	encrypted := func(prepare func(w *environment) plan) func(w *environment) plan {
 		return func(w *environment) plan {
 			w.secret = "a passphrase"

@@ -117,7 +117,7 @@ func troubles(c trace.Call) []trouble {
 }
 
 // tasks are what programs are started for, as the answer names it.
-var tasks = map[string]string{"cat": "make a user namespace", "mkfs.ext4": "make ext4", "mkfs.xfs": "make xfs", "mkfs.btrfs": "make btrfs", "e2fsck": "check", "resize2fs": "grow", "cryptsetup": "LUKS2 header"}
+var tasks = map[string]string{"cat": "make a user namespace", "mkfs.ext4": "make ext4", "mkfs.xfs": "make xfs", "mkfs.btrfs": "make btrfs", "e2fsck": "check", "resize2fs": "grow"}
 
 // starts are the calls that start programs; all are looked at in the full sweep.
 var starts = regexp.MustCompile("^(NodeStageVolume (first|later)|NodePublishVolume (ephemeral|block read-only))")
