@@ -99,8 +99,21 @@ func TestLVMFaults(t *testing.T) {
 	})
 }
 
-// tells reports whether a call tells lvm2 something, which is a line. What cryptsetup reads, a passphrase, is none.
+// tells reports whether a call tells lvm2 something, which is a line. What cryptsetup reads, a passphrase, is none; nor is the error number, 8 bytes
+// of which the last is 0, that Go tells a child of its own in a new user namespace before that becomes another program (syscall.forkExec).
 func tells(c trace.Call) bool { return !c.Child && strings.HasSuffix(c.Talk, "\n") }
+
+// TestTells: of what a driver says through pipes, only commands of lvm2 are changed. Go's word to its child with a line's end in it is error 10<<56.
+func TestTells(t *testing.T) {
+	for talk, want := range map[string]bool{"lvs --noheadings\n": true, "a passphrase": false, string(make([]byte, 8)): false, "": false} {
+		if tells(trace.Call{Name: "write", Talk: talk}) != want {
+			t.Errorf("%q is a command of lvm2: %v", talk, !want)
+		}
+	}
+	if tells(trace.Call{Name: "write", Talk: "  VG #PV\n", Child: true}) {
+		t.Error("what lvm2 answers is a command of it")
+	}
+}
 
 // harm is something that can go wrong in a call.
 type harm struct {
