@@ -103,7 +103,8 @@ func (t *ticking) RoundTrip(r *http.Request) (*http.Response, error) {
 	return answer, err
 }
 
-// Details of a volume: what happened to its claim, its PersistentVolume and its object; and from its node, its devices and mounts.
+// Details of a volume: what happened to its claim, its PersistentVolume and its object; and from its node, its devices and mounts. What cannot be
+// found out hides nothing of the rest: it is missing.
 func (c *cluster) Details(ctx context.Context, v *overview.Volume) (history []cli.Event, missing []string, err error) {
 	key := v.ID[strings.LastIndexByte(v.ID, '.')+1:]
 	subjects := []subject{{"Volume", metav1Default, key}}
@@ -116,14 +117,19 @@ func (c *cluster) Details(ctx context.Context, v *overview.Volume) (history []cl
 	for _, pod := range v.Pods {
 		subjects = append(subjects, subject{"Pod", pod.Namespace, pod.Name})
 	}
+	reading, cancel := context.WithTimeout(ctx, eventsTime)
+	defer cancel()
 	for _, s := range subjects {
-		events, err := c.events(ctx, s)
+		events, err := c.events(reading, s)
+		if ctx.Err() != nil {
+			return nil, missing, ctx.Err()
+		}
+		why := fmt.Sprintf("they could not be read (%v)", err)
 		if apierrors.IsForbidden(err) {
-			missing = append(missing, fmt.Sprintf("events of namespace %s: you may not list them, so it is not known what happened to %s %s", s.namespace, s.kind, s.name))
-			continue
+			why = "you may not list them"
 		}
 		if err != nil {
-			return nil, missing, err
+			missing = append(missing, fmt.Sprintf("events of namespace %s: %s, so it is not known what happened to %s %s", s.namespace, why, s.kind, s.name))
 		}
 		history = append(history, events...)
 	}
@@ -133,6 +139,9 @@ func (c *cluster) Details(ctx context.Context, v *overview.Volume) (history []cl
 	}
 	return history, missing, nil
 }
+
+// eventsTime is how long describe waits for events, which an API server may have in an etcd of their own.
+const eventsTime = 30 * time.Second
 
 // metav1Default is the namespace of events of objects that have none.
 const metav1Default = "default"

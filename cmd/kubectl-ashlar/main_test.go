@@ -3,10 +3,15 @@ package main
 import (
 	"bytes"
 	"context"
+	"crypto/tls"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
+	"net/http"
+	"net/http/httptest"
+	"net/http/httputil"
+	"net/url"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -432,6 +437,28 @@ func TestRights(t *testing.T) {
 	if r := run(t, user, "adopt", "--all"); r.err != nil {
 		t.Errorf("adopt where there is nothing: %v", r.err)
 	}
+}
+
+// TestEventsFail: where events cannot be read, as their own etcd is down, describe shows the rest, and says so.
+func TestEventsFail(t *testing.T) {
+	e := newEnvironment(t)
+	damaged(e)
+	server, err := url.Parse(apitest.Get(t).Config(apitest.Admin).Host)
+	check.OK(t, err)
+	proxy := httputil.NewSingleHostReverseProxy(server)
+	proxy.Transport = &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}}
+	between := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if strings.HasSuffix(r.URL.Path, "/events") {
+			http.Error(w, "etcdserver: no leader", http.StatusInternalServerError)
+			return
+		}
+		proxy.ServeHTTP(w, r)
+	}))
+	t.Cleanup(between.Close)
+	r := run(t, apitest.Admin, "describe", "default/data", "--server="+between.URL, "--insecure-skip-tls-verify")
+	check.OK(t, r.err)
+	r.says(t, "Volume default/data\n", "DataLoss: ImageMissing\n", "snapshot-1", "Left out: events of namespace default: they could not be read (", "no leader",
+		"so it is not known what happened to PersistentVolumeClaim data")
 }
 
 // TestLacking: adopt makes no PersistentVolume for a volume that is being provisioned, and goes on after one that cannot be had.
