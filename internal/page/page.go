@@ -83,7 +83,22 @@ func (p *Page) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		http.Error(w, fmt.Sprintf("This page is served at an address of this machine alone, and not as %q: ask for it as localhost. A proxy in front of it has to do so too.", r.Host), http.StatusMisdirectedRequest)
 		return
 	}
+	if elsewhere(r) {
+		http.Error(w, "A page of another site asks for this; open the address itself.", http.StatusForbidden)
+		return
+	}
 	p.routes.ServeHTTP(w, r)
+}
+
+// elsewhere tells whether a page of another site has the browser ask (Fetch Metadata Request Headers, W3C). It could read nothing of the
+// answer, but hold streams of events open until nobody else has one. A link to a page may be anywhere; programs have no such headers.
+func elsewhere(r *http.Request) bool {
+	switch r.Header.Get("Sec-Fetch-Site") {
+	case "", "none", "same-origin":
+		return false
+	}
+	link := r.Header.Get("Sec-Fetch-Mode") == "navigate" && r.Header.Get("Sec-Fetch-Dest") == "document"
+	return !link || r.URL.Path == "/events"
 }
 
 // ours tells whether a request is meant for this page. The page has no login. Where it listens on this machine alone,

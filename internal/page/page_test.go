@@ -15,6 +15,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/overview"
 )
 
@@ -171,6 +172,44 @@ func TestNotForOthersNames(t *testing.T) {
 		}
 		if got := at("10.1.2.3:9820"); got != 200 {
 			t.Errorf("%q on an address of the network: %d", host, got)
+		}
+	}
+}
+
+// TestNotForOtherSites: what a page of another site has a browser ask for is refused, a stream of events above all. Links lead here from anywhere.
+func TestNotForOtherSites(t *testing.T) {
+	s := serve(t, small(), nil)
+	for _, c := range []struct {
+		path, site, mode, dest string
+		want                   int
+	}{
+		{"/", "", "", "", http.StatusOK}, // a program, or an old browser
+		{"/events", "", "", "", http.StatusOK},
+		{"/", "none", "navigate", "document", http.StatusOK}, // typed
+		{"/events", "none", "navigate", "document", http.StatusOK},
+		{"/events", "same-origin", "cors", "empty", http.StatusOK},
+		{"/style.css", "same-origin", "no-cors", "style", http.StatusOK},
+		{"/", "cross-site", "navigate", "document", http.StatusOK}, // a link
+		{"/", "same-site", "navigate", "document", http.StatusOK},
+		{"/events", "cross-site", "navigate", "document", http.StatusForbidden},
+		{"/events", "cross-site", "cors", "empty", http.StatusForbidden},
+		{"/events", "cross-site", "no-cors", "image", http.StatusForbidden},
+		{"/events", "same-site", "cors", "empty", http.StatusForbidden}, // another port of localhost
+		{"/", "cross-site", "navigate", "iframe", http.StatusForbidden},
+		{"/overview.json", "cross-site", "no-cors", "script", http.StatusForbidden},
+	} {
+		r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, s.address+c.path, http.NoBody)
+		check.OK(t, err)
+		for name, value := range map[string]string{"Site": c.site, "Mode": c.mode, "Dest": c.dest} {
+			if value != "" {
+				r.Header.Set("Sec-Fetch-"+name, value)
+			}
+		}
+		answer, err := (&http.Transport{DisableKeepAlives: true}).RoundTrip(r)
+		check.OK(t, err)
+		check.OK(t, answer.Body.Close())
+		if answer.StatusCode != c.want {
+			t.Errorf("%+v: %s", c, answer.Status)
 		}
 	}
 }
