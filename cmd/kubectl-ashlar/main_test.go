@@ -461,6 +461,17 @@ func TestEventsFail(t *testing.T) {
 		"so it is not known what happened to PersistentVolumeClaim data")
 }
 
+// TestLeaseOfTenant: where it is not known which namespace is the driver's, a Lease of somebody else does not hide that an agent is silent.
+func TestLeaseOfTenant(t *testing.T) {
+	e := newEnvironment(t)
+	damaged(e)
+	for _, space := range []string{"kube-node-lease", "kube-public"} {
+		e.add(&coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: space, Name: "node.silent", Labels: map[string]string{v1alpha1.HeartbeatLabel: v1alpha1.HeartbeatOfAgent}},
+			Spec: coordinationv1.LeaseSpec{HolderIdentity: new("silent"), RenewTime: new(metav1.NowMicro())}})
+	}
+	run(t, apitest.Admin, "status").says(t, "Node silent\n    AgentSilent: ", "Left out: leases: agents have them in the namespaces default, kube-node-lease, kube-public, and which of these is")
+}
+
 // TestLacking: adopt makes no PersistentVolume for a volume that is being provisioned, and goes on after one that cannot be had.
 func TestLacking(t *testing.T) {
 	e := newEnvironment(t)

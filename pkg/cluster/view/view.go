@@ -7,7 +7,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
+	"strings"
 	"time"
 
 	coordinationv1 "k8s.io/api/coordination/v1"
@@ -118,22 +120,32 @@ func (t *taking) read() error {
 }
 
 // readLeases reads the heartbeats of the agents: those in the namespaces of their pods, as far as these are known. Others can be written by
-// whoever may have Leases, in the namespaces of tenants.
+// whoever may have Leases, in the namespaces of tenants. Where no namespace is known, the oldest of a node counts: then a Lease of somebody
+// else may raise an alarm, but hides no agent that is silent.
 func (t *taking) readLeases() error {
 	t.leases, t.listening = map[string]coordinationv1.Lease{}, t.options.Silent != nil
 	if t.options.Silent != nil {
 		return nil
 	}
-	before := len(t.out.Missing)
+	before, known, namespaces := len(t.out.Missing), len(t.drivers) > 0 || t.options.Namespace != "", map[string]bool{}
 	err := t.optional("leases", "whether the agents are heard", each(t, &coordinationv1.LeaseList{}, func(l *coordinationv1.LeaseList) {
 		for _, lease := range l.Items {
 			elsewhere := len(t.drivers) > 0 && !t.drivers[lease.Namespace]
-			if lease.Spec.HolderIdentity != nil && lease.Spec.RenewTime != nil && !elsewhere {
-				t.leases[*lease.Spec.HolderIdentity] = lease
+			if lease.Spec.HolderIdentity == nil || lease.Spec.RenewTime == nil || elsewhere {
+				continue
+			}
+			namespaces[lease.Namespace] = true
+			node := *lease.Spec.HolderIdentity
+			if have, there := t.leases[node]; !there || renewed(&lease).After(renewed(&have)) == known {
+				t.leases[node] = lease
 			}
 		}
 	}, client.InNamespace(t.options.Namespace), client.MatchingLabels{v1alpha1.HeartbeatLabel: v1alpha1.HeartbeatOfAgent}))
 	t.listening = err == nil && len(t.out.Missing) == before
+	if !known && len(namespaces) > 1 {
+		t.out.Missing = append(t.out.Missing, fmt.Sprintf("leases: agents have them in the namespaces %s, and which of these is the driver's only its pods tell: of each node the oldest counts",
+			strings.Join(slices.Sorted(maps.Keys(namespaces)), ", ")))
+	}
 	return err
 }
 
