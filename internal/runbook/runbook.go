@@ -20,6 +20,7 @@ var pages = map[string]string{
 	"NotConfigured":           "pool-down",
 	"DiskErrors":              "disk-failing",
 	"DiskFailing":             "disk-failing",
+	"DiskHeat":                "disk-failing",
 	"DiskWearing":             "disk-failing",
 	"GroupMetadataNearlyFull": "pool-degraded",
 	"ImagesCopiedOnWrite":     "pool-degraded",

@@ -29,7 +29,7 @@ var (
 
 	VolumeProblems = sampledGauge("ashlar_volume_problems", "Volumes that have something wrong with them, by what that is.", "node", "pool", "severity", "reason")
 
-	DiskHealthy = sampledGauge("ashlar_disk_healthy", "1 if a disk below the pool says of itself that it is well, 0 if it says that it fails (SMART's overall assessment, NVMe's critical warnings).", "node", "pool", "device")
+	DiskHealthy = sampledGauge("ashlar_disk_healthy", "1 if a disk below the pool says of itself that it is well, 0 if it says that it fails (SMART's overall assessment, NVMe's critical warnings but that of heat).", "node", "pool", "device")
 	DiskWear    = sampledGauge("ashlar_disk_wear_ratio", "The part of its life that a disk below the pool has used, by its own reckoning; 1 is all of it, and it may be more.", "node", "pool", "device")
 	DiskErrors  = sampledGauge("ashlar_disk_errors", "What went wrong on the medium of a disk below the pool, by its own count: sectors that cannot be read (pending) or were replaced (reallocated), and errors that it could not correct (uncorrectable).", "node", "pool", "device", "kind")
 

@@ -186,7 +186,7 @@ func (p *Pool) PoolHealth(ctx context.Context) []blockdev.Problem {
 
 // problems are what is wrong with the disks of a pool: one for each reason. None keeps the pool from being used.
 func (p *Pool) problems() (problems []blockdev.Problem) {
-	failing, wearing, erring := p.said()
+	failing, wearing, erring, heated := p.said()
 	for _, one := range []struct {
 		reason string
 		disks  []string
@@ -194,6 +194,7 @@ func (p *Pool) problems() (problems []blockdev.Problem) {
 	}{
 		{reason: "DiskFailing", disks: failing, do: "move what is on it while it can be read, and replace it"},
 		{reason: "DiskErrors", disks: erring, do: "have a copy of what is on it, and watch whether they become more"},
+		{reason: "DiskHeat", disks: heated, do: "see to its fans and the air around it; until then it may slow down or switch off, but what is on it is as safe as before"},
 		{reason: "DiskWearing", disks: wearing, do: "have a new one ready"},
 	} {
 		if len(one.disks) > 0 {
@@ -205,7 +206,7 @@ func (p *Pool) problems() (problems []blockdev.Problem) {
 }
 
 // said is what its disks say of themselves, in words.
-func (p *Pool) said() (failing, wearing, erring []string) {
+func (p *Pool) said() (failing, wearing, erring, heated []string) {
 	p.monitor.mu.Lock()
 	defer p.monitor.mu.Unlock()
 	for _, name := range p.disks {
@@ -217,6 +218,9 @@ func (p *Pool) said() (failing, wearing, erring []string) {
 		if len(r.last.Failing) > 0 {
 			failing = append(failing, disk+" says that it fails: "+strings.Join(r.last.Failing, ", "))
 		}
+		if r.last.Heat {
+			heated = append(heated, disk+" says that "+heat)
+		}
 		if r.last.Wear >= worn {
 			wearing = append(wearing, fmt.Sprintf("disk %s has used %.0f %% of its life", r.last.described(name), r.last.Wear*100))
 		}
@@ -224,7 +228,7 @@ func (p *Pool) said() (failing, wearing, erring []string) {
 			erring = append(erring, disk+" has "+strings.Join(found, ", "))
 		}
 	}
-	return failing, wearing, erring
+	return failing, wearing, erring, heated
 }
 
 // grown says which errors a disk has that count: sectors that cannot be read, and what became more since the driver began to look.

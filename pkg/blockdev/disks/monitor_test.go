@@ -131,6 +131,7 @@ func TestPoolHealth(t *testing.T) {
 		{"disk2", "nvme-warning", "", "31 more errors that it could not correct, 31 in all"},
 		{"disk2", "sas", "", ""}, // another disk at its place: its counts are the first ones
 		{"disk2", "sas-failed", "", "its overall assessment is FAILED"},
+		{"disk2", "nvme-heat", "", "Degraded DiskHeat: pool both: disk disk2 (QEMU NVMe Ctrl, ASHLAR01) says that it is too hot or too cold: see to its fans"},
 		{"disk2", "nvme-well", "", ""},
 	} {
 		s.says(c.disk, c.file)

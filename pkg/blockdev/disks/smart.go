@@ -22,6 +22,8 @@ type Report struct {
 	Told bool
 	// Failing is why it says that it fails, or is about to: the overall assessment of SMART, attributes at their thresholds, NVMe's critical warnings.
 	Failing []string
+	// Heat: it says that it is too hot or too cold. That is what is around it, and no sign that it fails.
+	Heat bool
 	// Wear is how much of its life as flash is used, by its maker's reckoning: 1 is all of it, and there may be more; -1 if it does not say.
 	Wear float64
 	// Errors are counts of what went wrong on its medium, by kind.
@@ -127,8 +129,10 @@ func (a attribute) count() int64 {
 var kinds = map[int]string{5: Reallocated, 187: Uncorrectable, 197: Pending, 198: Pending}
 
 // warnings are the bits of NVMe's critical warning (NVM Express Base Specification, SMART / Health Information).
-var warnings = []string{"it runs out of spare blocks", "it is too hot or too cold", "it is not reliable any more", "it takes no writes any more",
+var warnings = []string{"it runs out of spare blocks", heat, "it is not reliable any more", "it takes no writes any more",
 	"its memory backup has failed", "its persistent memory is read-only"}
+
+const heat = "it is too hot or too cold"
 
 // parse reads smartctl's answer. Where that has something else than a number that can be (a counter of 128 bits, of a disk gone mad), it goes
 // by the rest: what fails is what counts wrong.
@@ -149,7 +153,7 @@ func parse(text []byte) (Report, error) {
 	if a.Endurance != nil {
 		r.Wear = float64(a.Endurance.Percent) / 100
 	}
-	if a.Status.Passed != nil && !*a.Status.Passed && len(r.Failing) == 0 {
+	if a.Status.Passed != nil && !*a.Status.Passed && len(r.Failing) == 0 && !r.Heat { // of NVMe, smartctl's word for any warning
 		r.Failing = []string{"its overall assessment is FAILED"}
 	}
 	return r, nil
@@ -179,7 +183,11 @@ func (a *answer) nvme(r *Report) {
 		return
 	}
 	for bit, means := range warnings {
-		if n.Warning&(1<<bit) != 0 {
+		switch {
+		case n.Warning&(1<<bit) == 0:
+		case means == heat:
+			r.Heat = true
+		default:
 			r.Failing = append(r.Failing, means)
 		}
 	}

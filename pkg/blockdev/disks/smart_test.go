@@ -34,11 +34,13 @@ func TestParse(t *testing.T) {
 		// Word for word, of QEMU's NVMe with a critical warning that was set by its monitor (qom-set smart_critical_warning 5).
 		"qemu-nvme-warning": {Model: "QEMU NVMe Ctrl", Serial: "ASHLAR01", Told: true, Failing: []string{"it runs out of spare blocks", "it is not reliable any more"}, Wear: 0,
 			Errors: counts{Uncorrectable: 0}},
+		// The same, but for the bits.
+		"nvme-heat": {Model: "QEMU NVMe Ctrl", Serial: "ASHLAR01", Told: true, Heat: true, Wear: 0, Errors: counts{Uncorrectable: 0}},
 	} {
 		text, err := os.ReadFile("testdata/" + file + ".json")
 		check.OK(t, err)
 		have, err := parse(text)
-		if err != nil || have.Model != want.Model || have.Serial != want.Serial || have.Told != want.Told || have.Wear != want.Wear ||
+		if err != nil || have.Model != want.Model || have.Serial != want.Serial || have.Told != want.Told || have.Heat != want.Heat || have.Wear != want.Wear ||
 			!slices.Equal(have.Failing, want.Failing) || !maps.Equal(have.Errors, want.Errors) {
 			t.Errorf("%s: %+v, %v; want %+v", file, have, err, want)
 		}

@@ -81,6 +81,7 @@ var Table = []Entry{
 	{"DeviceMissing", warning, anywhere, "A physical volume of the group is missing."},
 	{"DiskFailing", warning, pools, "A disk below the pool says of itself that it fails."},
 	{"DiskErrors", warning, pools, "A disk below the pool has sectors that cannot be read, or more errors than before."},
+	{"DiskHeat", warning, pools, "A disk below the pool says that it is too hot or too cold."},
 	{"DiskWearing", warning, pools, "A disk below the pool has used most of its life as flash."},
 	{"GroupMetadataNearlyFull", warning, pools, "The metadata areas of the volume group are nearly full."},
 	{"RecordsNotSafe", warning, pools, "Records are written to one of their two places only."},
