@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"strings"
+	"sync"
 	"time"
 
 	"google.golang.org/grpc"
@@ -14,6 +15,7 @@ import (
 	"google.golang.org/grpc/keepalive"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
+	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -83,6 +85,60 @@ func (r *Remote) check(ctx context.Context, method string) (context.Context, err
 		return ctx, status.Error(codes.PermissionDenied, err.Error())
 	}
 	return ctx, status.Error(codes.Unauthenticated, err.Error())
+}
+
+// What is logged of refused calls, which anybody can make: so many one by one in so long, and of the rest how many there were.
+const (
+	refusalsTold  = 10
+	refusalsEvery = time.Minute
+)
+
+// refusals keep who is not let in from filling the log.
+type refusals struct {
+	log klog.Logger
+
+	mu      sync.Mutex
+	since   time.Time
+	told    int // since then
+	leftOut int
+	later   *time.Timer // tells of those
+}
+
+// tell reports whether a refusal is logged.
+func (r *refusals) tell() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if now := time.Now(); now.Sub(r.since) >= refusalsEvery {
+		r.since, r.told = now, 0
+	}
+	if r.told < refusalsTold {
+		r.told++
+		return true
+	}
+	if r.leftOut++; r.leftOut == 1 {
+		r.later = time.AfterFunc(time.Until(r.since.Add(refusalsEvery)), r.sum)
+	}
+	return false
+}
+
+// sum logs how many were left out.
+func (r *refusals) sum() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.leftOut > 0 {
+		r.log.Info("More calls were refused, which are not logged one by one", "calls", r.leftOut)
+	}
+	r.leftOut = 0
+}
+
+// end logs what is to be said yet.
+func (r *refusals) end() {
+	r.mu.Lock()
+	if r.later != nil {
+		r.later.Stop()
+	}
+	r.mu.Unlock()
+	r.sum()
 }
 
 // Dial prepares a connection to the port of another machine; it connects when the first call is made. A call has the token that

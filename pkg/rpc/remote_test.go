@@ -22,12 +22,20 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/metadata"
+	"k8s.io/klog/v2"
+	"k8s.io/klog/v2/ktesting"
 
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // remoteFake serves a fake on a port, to who has the token "right".
 func remoteFake(t *testing.T, f *fake) (address string) {
+	t.Helper()
+	address, _ = remoteFakeLogging(t, f, klog.Background())
+	return address
+}
+
+func remoteFakeLogging(t *testing.T, f *fake, log klog.Logger) (address string, end func()) {
 	t.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
@@ -55,17 +63,18 @@ func remoteFake(t *testing.T, f *fake) (address string) {
 		}
 		return ctx, nil
 	}
-	ctx, stop := context.WithCancel(context.Background())
+	ctx, stop := context.WithCancel(klog.NewContext(context.Background(), log))
 	ended := make(chan error)
 	remote := &Remote{TLS: &tls.Config{Certificates: []tls.Certificate{{Certificate: [][]byte{der}, PrivateKey: key}}}, Allow: allow}
 	go func() { ended <- Serve(ctx, listener, Services{Node: f, SnapshotMetadata: f, Remote: remote}) }()
-	t.Cleanup(func() {
+	end = sync.OnceFunc(func() {
 		stop()
 		if err := <-ended; err != nil {
 			t.Error(err)
 		}
 	})
-	return listener.Addr().String()
+	t.Cleanup(end)
+	return listener.Addr().String(), end
 }
 
 func dialFake(t *testing.T, address string, token func(renew bool) string) csi.NodeClient {
@@ -124,6 +133,27 @@ func TestRemoteTokens(t *testing.T) {
 		if _, err := c.NodeStageVolume(t.Context(), request); !errors.Is(err, errdefs.ErrUnavailable) {
 			t.Errorf("with the token %q: %v", token, err)
 		}
+	}
+}
+
+// TestRemoteRefusals: who is not let in does not fill the log, which says how many calls it leaves out; and leaves out none of those that are let in.
+func TestRemoteRefusals(t *testing.T) {
+	logger := ktesting.NewLogger(ktesting.NopTL{}, ktesting.NewConfig(ktesting.BufferLogs(true), ktesting.Verbosity(0)))
+	address, end := remoteFakeLogging(t, &fake{stage: func(context.Context, *csi.NodeStageVolumeRequest) error { return errdefs.ErrInUse }}, logger)
+	c, friend := dialFake(t, address, func(bool) string { return "wrong" }), dialFake(t, address, func(bool) string { return "right" })
+	const calls = 50 // each is made twice, as the token might be old
+	for range calls {
+		for _, one := range []csi.NodeClient{c, friend} {
+			if _, err := one.NodeStageVolume(t.Context(), &csi.NodeStageVolumeRequest{VolumeId: "v"}); err == nil {
+				t.Fatal("it is let in")
+			}
+		}
+	}
+	end()
+	log := logger.GetSink().(ktesting.Underlier).GetBuffer().String()
+	told, sum := strings.Count(log, "nobody has this token"), fmt.Sprintf("not logged one by one calls=%d", 2*calls-refusalsTold)
+	if told != refusalsTold || strings.Count(log, "Call failed") != refusalsTold+calls || !strings.Contains(strings.ReplaceAll(log, `"`, ""), sum) {
+		t.Errorf("%d of %d refusals in the log, which does not say %q:\n%s", told, 2*calls, sum, log)
 	}
 }
 

@@ -130,6 +130,8 @@ type Services struct {
 func Serve(ctx context.Context, listener net.Listener, s Services) error {
 	guard := &guard{log: klog.FromContext(ctx), locks: s.Locks, observe: s.Observe, remote: s.Remote}
 	guard.node, _ = s.Node.(interrupter)
+	guard.refusals.log = guard.log
+	defer guard.refusals.end()
 	if guard.locks == nil {
 		guard.locks = &keylock.Table{}
 	}
@@ -219,6 +221,8 @@ type guard struct {
 	node    interrupter                                        // may be nil
 	observe func(method string, err error, took time.Duration) // may be nil
 	remote  *Remote                                            // nil for a socket of this machine
+
+	refusals refusals
 }
 
 // interrupter is a service that goes on with some work after its caller is gone. It is told of
@@ -229,7 +233,7 @@ func (g *guard) unary(ctx context.Context, request any, info *grpc.UnaryServerIn
 	call := g.begin(info.FullMethod)
 	defer func() { call.unlock() }() // the one that received will set
 	response, err := guarded(call.name, func() (any, error) {
-		ctx, err := g.allowed(ctx, info.FullMethod)
+		ctx, err := call.allowed(ctx)
 		if err != nil {
 			return nil, err
 		}
@@ -249,7 +253,7 @@ func (g *guard) stream(server any, stream grpc.ServerStream, info *grpc.StreamSe
 	call := g.begin(info.FullMethod)
 	defer func() { call.unlock() }() // the one that received will set
 	_, err := guarded(call.name, func() (any, error) {
-		ctx, err := g.allowed(stream.Context(), info.FullMethod)
+		ctx, err := call.allowed(stream.Context())
 		if err != nil {
 			return nil, err
 		}
@@ -259,11 +263,13 @@ func (g *guard) stream(server any, stream grpc.ServerStream, info *grpc.StreamSe
 }
 
 // allowed fails unless the caller of ctx may make a call, and returns the context that the call goes on with.
-func (g *guard) allowed(ctx context.Context, method string) (context.Context, error) {
-	if g.remote == nil {
+func (c *call) allowed(ctx context.Context) (_ context.Context, err error) {
+	if c.guard.remote == nil {
 		return ctx, nil
 	}
-	return g.remote.check(ctx, method)
+	ctx, err = c.guard.remote.check(ctx, c.method)
+	c.refused = err != nil
+	return ctx, err
 }
 
 // callStream tells its call of the request that comes in.
@@ -299,6 +305,7 @@ type call struct {
 	name    string // without its service
 	log     klog.Logger
 	start   time.Time
+	refused bool // its caller may not make it
 	request any
 	unlock  func()
 }
@@ -327,7 +334,7 @@ func (c *call) received(request any) error {
 	return nil
 }
 
-// end logs how the call went, once, counts it, and gives its error a code.
+// end logs how the call went, once (of refused ones some), counts it, and gives its error a code.
 func (c *call) end(ctx context.Context, response any, err error) error {
 	c.logEnd(ctx, response, err)
 	metrics.CallsInFlight.Dec(c.name)
@@ -341,6 +348,7 @@ func (c *call) end(ctx context.Context, response any, err error) error {
 func (c *call) logEnd(ctx context.Context, response any, err error) {
 	took := time.Since(c.start).Round(time.Microsecond).String()
 	switch {
+	case c.refused && !c.guard.refusals.tell():
 	case err != nil && ctx.Err() == nil:
 		c.log.Error(err, "Call failed", "code", Code(err).String(), "took", took, "request", printable(c.request))
 	case err != nil:
