@@ -430,6 +430,19 @@ func (p *pool) Attached(_ context.Context, ref blockdev.Ref) ([]blockdev.Device,
 	return devices, nil
 }
 
+// attachedInUse is Attached without what goes with its last user if something only looks at it, or has just closed it: in use is what stays, or is
+// there after a moment still.
+func (p *pool) attachedInUse(ctx context.Context, ref blockdev.Ref) ([]blockdev.Device, error) {
+	for try := 0; ; try++ {
+		devices, err := p.Attached(ctx, ref)
+		stays := func(d blockdev.Device) bool { return d.Kept }
+		if err != nil || len(devices) == 0 || slices.ContainsFunc(devices, stays) || try == held.Tries || ctx.Err() != nil {
+			return devices, err
+		}
+		time.Sleep(held.Pause)
+	}
+}
+
 func (p *pool) Detach(ctx context.Context, ref blockdev.Ref) error {
 	if err := ref.Validate(); err != nil {
 		return err

@@ -228,7 +228,7 @@ func (p *pool) SetLabels(_ context.Context, ref blockdev.Ref, change func(map[st
 }
 
 func (p *pool) Delete(ctx context.Context, ref blockdev.Ref) error {
-	o, err := p.BeginDelete(ctx, ref, p.Attached, fmt.Sprintf("look at %s, and remove it and the image by hand if nobody needs them", layout.Record(ref)))
+	o, err := p.BeginDelete(ctx, ref, p.attachedInUse, fmt.Sprintf("look at %s, and remove it and the image by hand if nobody needs them", layout.Record(ref)))
 	if o == nil || err != nil {
 		return err
 	}

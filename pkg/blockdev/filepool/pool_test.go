@@ -1190,19 +1190,28 @@ func TestNearlyFull(t *testing.T) {
 }
 
 // TestHeldForAMoment: who scans all block devices may have one open just when its last user
-// lets it go; the next use of the volume waits for that.
+// lets it go; the next use of the volume waits for that, and so does its deletion.
 func TestHeldForAMoment(t *testing.T) {
 	drivertest.NeedRoot(t)
 	pool := pooltest.OpenURL(t, "file://"+drivertest.Dir(t)+"/pool?reservePercent=0")
 	t.Cleanup(func() { check.OK(t, pool.Close()) })
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: 1 << 20})
-	device, err := pool.Attach(t.Context(), pooltest.Vol("a"), blockdev.Attachment{})
-	check.OK(t, err)
-	scanner, err := os.Open(device.Path)
-	check.OK(t, err)
-	check.OK(t, device.Close())
+	scanned := func() *os.File {
+		device, err := pool.Attach(t.Context(), pooltest.Vol("a"), blockdev.Attachment{})
+		check.OK(t, err)
+		scanner, err := os.Open(device.Path)
+		check.OK(t, errors.Join(err, device.Close()))
+		return scanner
+	}
+	scanner := scanned()
 	time.AfterFunc(200*time.Millisecond, func() { _ = scanner.Close() })
 	kept, err := pool.Attach(t.Context(), pooltest.Vol("a"), blockdev.Attachment{Keep: true})
 	check.OK(t, err)
-	check.OK(t, errors.Join(kept.Close(), pool.Detach(t.Context(), pooltest.Vol("a")), pool.Delete(t.Context(), pooltest.Vol("a"))))
+	check.OK(t, errors.Join(kept.Close(), pool.Detach(t.Context(), pooltest.Vol("a"))))
+	scanner = scanned()
+	if err := pool.Delete(t.Context(), pooltest.Vol("a")); !errors.Is(err, errdefs.ErrInUse) {
+		t.Errorf("Delete of what is open: %v", err)
+	}
+	time.AfterFunc(200*time.Millisecond, func() { _ = scanner.Close() })
+	check.OK(t, pool.Delete(t.Context(), pooltest.Vol("a")))
 }
