@@ -107,10 +107,13 @@ func (l *Local) Create(ctx context.Context, spec Spec) (Volume, error) {
 	return l.createCopy(ctx, spec)
 }
 
-// check returns an error for what this node cannot make.
+// check returns an error for what this node cannot make: ErrNoSpace for settings that it does not have, as another node may.
 func (l *Local) check(spec Spec) error {
-	if err := l.checkMutable(spec.Mutable); err != nil {
+	if err := CheckMutable(spec.Mutable); err != nil {
 		return err
+	}
+	if err := supportsMutable(spec.Mutable); err != nil {
+		return errdefs.Recast(errdefs.ErrNoSpace, errors.New(errdefs.Words(err)), "node %s cannot have such a volume", l.node)
 	}
 	switch spec.Encryption.Scheme {
 	case NotEncrypted:

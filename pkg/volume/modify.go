@@ -80,11 +80,8 @@ func CheckMutable(mutable map[string]string) error {
 	return nil
 }
 
-// checkMutable also asks the kernel of this node.
-func (l *Local) checkMutable(mutable map[string]string) error {
-	if err := CheckMutable(mutable); err != nil {
-		return err
-	}
+// supportsMutable returns ErrInvalid for mutable parameters, which are in range, that this node does not have.
+func supportsMutable(mutable map[string]string) error {
 	for key, value := range mutable {
 		if supported := mutableParameters[key].supported; supported != nil {
 			if err := supported(value); err != nil {
@@ -113,7 +110,10 @@ func (l *Local) Modify(ctx context.Context, id ID, mutable map[string]string) er
 	if err != nil {
 		return err
 	}
-	if err := l.checkMutable(mutable); err != nil {
+	if err := CheckMutable(mutable); err != nil {
+		return err
+	}
+	if err := supportsMutable(mutable); err != nil {
 		return err
 	}
 	stack, err := l.stack(id)
