@@ -88,7 +88,7 @@ test-kernel: ## Run the sanity suite and the lives of volumes on Linux 6.1, some
 	secilc -c 31 -M true -o bin/vm/selinux -f /dev/null tests/life/testdata/selinux.cil
 	hack/vm/run.sh env ASHLAR_IO=1 SAMPLE=$(SAMPLE) bash -c 'for t in sanity life; do $(CURDIR)/bin/vm/$$t.test >$$t.log 2>&1 || { cat $$t.log; exit 1; }; echo "ok $$t"; grep -aEo "csi-sanity: .*" $$t.log || true; done; \
 		ASHLAR_SELINUX=$(CURDIR)/bin/vm/selinux $(CURDIR)/bin/vm/life.test -test.run SELinux >selinux.log 2>&1 || { cat selinux.log; exit 1; }; echo "ok selinux"; \
-		rmmod dm_zero dm_log_writes dm_flakey dm_snapshot dm_thin_pool dm_persistent_data dm_bio_prison dm_bufio dm_mod || exit 1; \
+		rmmod dm_crypt dm_zero dm_log_writes dm_flakey dm_snapshot dm_thin_pool dm_persistent_data dm_bio_prison dm_bufio dm_mod || exit 1; \
 		$(CURDIR)/bin/vm/life.test -test.run "Limits(Kept|Gone|Lift)" >limits.log 2>&1 || { cat limits.log; exit 1; }; echo "ok limits without a device mapper"'
 
 .PHONY: test-lvm
