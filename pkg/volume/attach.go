@@ -101,6 +101,9 @@ func (l *Local) detach(ctx context.Context, stack device.Stack) error {
 		return err
 	}
 	_ = l.Unlimit(ctx, numbers(devices)...)
+	if len(devices) == 0 { // they may have gone without this driver
+		l.unlimitGone(ctx)
+	}
 	return stack.Detach(ctx)
 }
 

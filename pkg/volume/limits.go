@@ -2,13 +2,18 @@ package volume
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"io/fs"
+	"os"
 	"strings"
 
+	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/internal/quantity"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/loop"
 	"github.com/ashlar-csi/ashlar/pkg/cgroup"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
@@ -96,6 +101,23 @@ func (l *Local) Unlimit(ctx context.Context, devices ...uint64) (undo func()) {
 	}
 }
 
+// unlimitGone takes the limits of loop devices away that are over nothing. Who took a filesystem out of its mounts took its device away, and
+// left the limits to what has the number next. What cannot be done is logged.
+func (l *Local) unlimitGone(ctx context.Context) {
+	devices, err := cgroup.Limited()
+	if err != nil {
+		klog.FromContext(ctx).Error(err, "Could not look for limits of devices that are gone")
+	}
+	for _, device := range devices {
+		if unix.Major(device) != loop.Major {
+			continue
+		}
+		if _, err := os.Stat(fmt.Sprintf("/sys/dev/block/%d:%d/loop/backing_file", unix.Major(device), unix.Minor(device))); errors.Is(err, fs.ErrNotExist) {
+			_ = l.Unlimit(ctx, device)
+		}
+	}
+}
+
 // lift takes the limits of an origin away until it is frozen: what pods have left to be written is written before, and at their rate that
 // might last for longer than writers can be asked to wait.
 func (l *Local) lift(ctx context.Context, o origin) (undo func()) {
@@ -130,13 +152,14 @@ func (l *Local) isLifted(id ID) bool {
 	return l.lifted[id]
 }
 
-// limitAttached sets the limits of all volumes of a pool that are attached: a change of them, or what they were lifted for, may have been cut
-// short. What cannot be set is logged, and health says it.
+// limitAttached sets the limits of all volumes of a pool that are attached, and leaves none to what is gone: a change of them, or what they were
+// lifted for, may have been cut short. What cannot be set is logged, and health says it.
 func (l *Local) limitAttached(ctx context.Context, pool blockdev.Pool) error {
 	records, err := pool.List(ctx, blockdev.Volume, "", 0)
 	if err != nil {
 		return err
 	}
+	l.unlimitGone(ctx)
 	for _, record := range records {
 		v := fromRecord(pool.Name(), l.node, record)
 		limits := limitsOf(v.Mutable)

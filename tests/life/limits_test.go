@@ -314,34 +314,39 @@ func TestLimitsLift(t *testing.T) {
 // TestLimitsGone: no limit stays with the number of a device that was taken away, whoever took it out of its mounts.
 func TestLimitsGone(t *testing.T) {
 	kubepods := drivertest.Pods(t, true)
-	d := start(t, drivertest.Options{})
-	r := co.Request("volume", block, smallest[block])
-	r.MutableParameters = map[string]string{"readIOPS": "100"}
-	v := d.made(r)
-	for what, end := range map[string]func(){
-		"unstaged":            func() { check.OK(t, v.unstage()) },
-		"driver starts again": func() { d = d.restart(); v = d.volume(v.ID, v.Name, v.Capability) },
+	for kind, staged := range map[string]func(v *vol) string{
+		block:  func(v *vol) string { return filepath.Join(v.Staging, "device") },
+		"ext4": func(v *vol) string { return v.Staging },
 	} {
-		target := v.running()
-		device := v.number()
-		if have := kubepods.Limits(device); have == "" {
-			t.Fatal("it has no limits")
+		d := start(t, drivertest.Options{})
+		r := co.Request("volume", kind, smallest[kind])
+		r.MutableParameters = map[string]string{"readIOPS": "100"}
+		v := d.made(r)
+		for what, end := range map[string]func(){
+			"unstaged":            func() { check.OK(t, v.unstage()) },
+			"driver starts again": func() { d = d.restart(); v = d.volume(v.ID, v.Name, v.Capability) },
+		} {
+			target := v.running()
+			device := v.number()
+			if have := kubepods.Limits(device); have == "" {
+				t.Fatal("it has no limits")
+			}
+			drivertest.Run(t, "umount", target)
+			drivertest.Run(t, "umount", staged(v))
+			end()
+			if devices, err := d.Store.Attached(t.Context(), id(t, v.ID)); err != nil || len(devices) > 0 {
+				t.Errorf("%s, %s: the devices are %v, %v", kind, what, devices, err)
+			}
+			if have := kubepods.Limits(device); have != "" {
+				t.Errorf("%s, %s: the number of a device that is gone has %q", kind, what, have)
+			}
+			check.OK(t, v.unpublish(target))
+			check.OK(t, v.unstage())
+			check.OK(t, v.release())
 		}
-		drivertest.Run(t, "umount", target)
-		drivertest.Run(t, "umount", filepath.Join(v.Staging, "device"))
-		end()
-		if devices, err := d.Store.Attached(t.Context(), id(t, v.ID)); err != nil || len(devices) > 0 {
-			t.Errorf("%s: the devices are %v, %v", what, devices, err)
-		}
-		if have := kubepods.Limits(device); have != "" {
-			t.Errorf("%s: the number of a device that is gone has %q", what, have)
-		}
-		check.OK(t, v.unpublish(target))
-		check.OK(t, v.unstage())
-		check.OK(t, v.release())
+		check.OK(t, v.delete())
+		d.nothingLeft()
 	}
-	check.OK(t, v.delete())
-	d.nothingLeft()
 }
 
 // TestLimitsJournaled: an ext4 whose journal writes the bytes of files has no limits of writes, as those would be nobody's; others it has.
