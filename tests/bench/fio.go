@@ -174,7 +174,7 @@ func (r rates) add(workload, target string, rate float64) {
 
 func (b *bench) fioTable(title string, workloads []workload, targets []target, results rates) error {
 	fmt.Printf("\n### %s\n", strings.ToUpper(title[:1])+title[1:])
-	chart := figures.Chart{Name: "fio-" + strings.ReplaceAll(strings.ReplaceAll(title, ",", ""), " ", "-"), Title: "fio, " + title, Unit: "ratio to the image file with O_DIRECT: median, and p10 to p90",
+	chart := figures.Chart{Name: "fio-" + strings.ReplaceAll(strings.ReplaceAll(title, ",", ""), " ", "-"), Title: "fio, " + title, Unit: "ratio to the " + targets[0].name + ": median, and p10 to p90",
 		Mark: figures.Mark{At: 1, Name: targets[0].name}}
 	head := []string{"workload", targets[0].name}
 	for _, t := range targets[1:] {

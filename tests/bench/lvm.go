@@ -27,7 +27,7 @@ import (
 func (b *bench) lvm(ctx context.Context) error {
 	if _, err := dm.Targets(); err != nil {
 		progress("lvm: this kernel has no device mapper, so a virtual machine is used")
-		return b.lvmInVM(ctx)
+		return b.inVM(ctx, "lvm", "", fmt.Sprintf("--lvm-rounds=%d --lvm-lives=%d", b.lvmRounds, b.lvmLives))
 	}
 	if err := b.header(); err != nil {
 		return err
@@ -46,8 +46,8 @@ func (b *bench) lvm(ctx context.Context) error {
 // progressLine is what progress prints: both outputs of the machine are one.
 var progressLine = regexp.MustCompile(`^[0-9]{2}:[0-9]{2}:[0-9]{2} `)
 
-// lvmInVM runs this program there, and prints what it prints.
-func (b *bench) lvmInVM(ctx context.Context) error {
+// inVM runs a part of this program there, after a command of the shell, and prints what it prints.
+func (b *bench) inVM(ctx context.Context, part, first, flags string) error {
 	self := filepath.Join(b.dir, "bench")
 	build := exec.CommandContext(ctx, "go", "build", "-o", self, "./tests/bench")
 	build.Env = append(os.Environ(), "CGO_ENABLED=0")
@@ -61,7 +61,7 @@ func (b *bench) lvmInVM(ctx context.Context) error {
 	if b.draws.Dir != "" {
 		figuresThere = figures.Print
 	}
-	cmd := exec.CommandContext(ctx, "hack/vm/run.sh", "bash", "-c", fmt.Sprintf("exec %s --parts=lvm --driver=%s --lvm-rounds=%d --lvm-lives=%d --figures=%s --dir=\"$TMPDIR\"", self, b.binary, b.lvmRounds, b.lvmLives, figuresThere))
+	cmd := exec.CommandContext(ctx, "hack/vm/run.sh", "bash", "-c", fmt.Sprintf("%sexec %s --parts=%s --driver=%s %s --figures=%s --dir=\"$TMPDIR\"", first, self, part, b.binary, flags, figuresThere))
 	cmd.Cancel = func() error { return cmd.Process.Signal(unix.SIGTERM) } // it takes the machine down
 	cmd.Stderr = os.Stderr
 	console, err := cmd.StdoutPipe()

@@ -6,7 +6,7 @@
 //	go run ./tests/bench --parts=life,fio    some of it
 //	go run ./tests/bench --figures=DIR       with a picture of each, as SVG
 //
-// Logical volumes (lvm) are measured in a virtual machine (hack/vm/run.sh) where the kernel
+// Logical volumes (lvm) and encrypted ones are measured in a virtual machine (hack/vm/run.sh) where the kernel
 // has no device mapper.
 package main
 
@@ -54,7 +54,7 @@ type bench struct {
 const few = 10 // volumes that scale compares with
 
 // The parts, in the order in which they run. scale, memory and idle share their volumes.
-var parts = []string{"life", "observed", "scale", "memory", "idle", "fio", "lvm"}
+var parts = []string{"life", "observed", "scale", "memory", "idle", "fio", "lvm", "encrypted"}
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
@@ -75,11 +75,11 @@ func (b *bench) parse() (wanted []string, dir string, err error) {
 	flag.IntVar(&b.lives, "lives", 8, "life, observed: lives in a block")
 	flag.IntVar(&b.volumes, "volumes", 1000, "scale, memory, idle: how many volumes")
 	flag.IntVar(&b.samples, "samples", 40, "scale: samples of each call")
-	flag.IntVar(&b.lvmRounds, "lvm-rounds", 6, "lvm: rounds")
+	flag.IntVar(&b.lvmRounds, "lvm-rounds", 6, "lvm, encrypted: rounds")
 	flag.IntVar(&b.lvmLives, "lvm-lives", 1, "lvm: lives in a block")
-	flag.IntVar(&b.fioRounds, "fio-rounds", 4, "fio: rounds")
-	flag.DurationVar(&b.fioRuntime, "fio-runtime", 400*time.Millisecond, "fio: length of each measurement")
-	flag.Int64Var(&b.fioSize, "fio-size", 256<<20, "fio: bytes of each volume, a multiple of 16 MiB")
+	flag.IntVar(&b.fioRounds, "fio-rounds", 4, "fio, encrypted: rounds")
+	flag.DurationVar(&b.fioRuntime, "fio-runtime", 400*time.Millisecond, "fio, encrypted: length of each measurement")
+	flag.Int64Var(&b.fioSize, "fio-size", 256<<20, "fio, encrypted: bytes of each volume, a multiple of 16 MiB")
 	flag.StringVar(&b.draws.Dir, "figures", "", "directory for pictures of the tables; "+figures.Print+" prints what they are drawn from (default: none)")
 	flag.Parse()
 	wanted = strings.Split(*chosen, ",")
@@ -127,6 +127,9 @@ func measure(ctx context.Context) (err error) {
 	if len(wanted) == 1 && has("lvm") { // the machine that counts is maybe another
 		return b.lvm(ctx)
 	}
+	if len(wanted) == 1 && has("encrypted") {
+		return b.encrypted(ctx)
+	}
 	if err := b.header(); err != nil {
 		return err
 	}
@@ -140,6 +143,7 @@ func measure(ctx context.Context) (err error) {
 		{"scale", has("scale") || has("memory") || has("idle"), func() error { return b.scale(ctx, has("scale"), has("memory"), has("idle")) }},
 		{"fio", has("fio"), func() error { return b.fio(ctx) }},
 		{"lvm", has("lvm"), func() error { return b.lvm(ctx) }},
+		{"encrypted", has("encrypted"), func() error { return b.encrypted(ctx) }},
 	} {
 		if !part.wanted {
 			continue
