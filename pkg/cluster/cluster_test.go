@@ -111,7 +111,17 @@ func (w *environment) clear() {
 	var snapshots v1alpha1.SnapshotList
 	check.OK(w, w.List(w.ctx, &volumes))
 	check.OK(w, w.List(w.ctx, &snapshots))
+	var persistentVolumes corev1.PersistentVolumeList // the API server gives each a finalizer, as it does the claims
+	var claims corev1.PersistentVolumeClaimList
+	check.OK(w, w.List(w.ctx, &persistentVolumes))
+	check.OK(w, w.List(w.ctx, &claims, client.InNamespace("default")))
 	var objects []client.Object
+	for i := range persistentVolumes.Items {
+		objects = append(objects, &persistentVolumes.Items[i])
+	}
+	for i := range claims.Items {
+		objects = append(objects, &claims.Items[i])
+	}
 	for i := range volumes.Items {
 		objects = append(objects, &volumes.Items[i])
 	}
@@ -127,8 +137,6 @@ func (w *environment) clear() {
 	check.OK(w, w.DeleteAllOf(w.ctx, &v1alpha1.Pool{}))
 	check.OK(w, w.DeleteAllOf(w.ctx, &corev1.Node{}))
 	check.OK(w, w.DeleteAllOf(w.ctx, &coordinationv1.Lease{}, client.InNamespace(leases)))
-	check.OK(w, w.DeleteAllOf(w.ctx, &corev1.PersistentVolume{}))
-	check.OK(w, w.DeleteAllOf(w.ctx, &corev1.PersistentVolumeClaim{}, client.InNamespace("default")))
 	check.OK(w, w.DeleteAllOf(w.ctx, &corev1.Event{}, client.InNamespace("default")))
 }
 
