@@ -1203,15 +1203,17 @@ func TestHeldForAMoment(t *testing.T) {
 		check.OK(t, errors.Join(err, device.Close()))
 		return scanner
 	}
-	scanner := scanned()
-	time.AfterFunc(200*time.Millisecond, func() { _ = scanner.Close() })
+	soonClosed := func(scanner *os.File) {
+		time.AfterFunc(200*time.Millisecond, func() { _ = scanner.Close() })
+	}
+	soonClosed(scanned())
 	kept, err := pool.Attach(t.Context(), pooltest.Vol("a"), blockdev.Attachment{Keep: true})
 	check.OK(t, err)
 	check.OK(t, errors.Join(kept.Close(), pool.Detach(t.Context(), pooltest.Vol("a"))))
-	scanner = scanned()
+	scanner := scanned()
 	if err := pool.Delete(t.Context(), pooltest.Vol("a")); !errors.Is(err, errdefs.ErrInUse) {
 		t.Errorf("Delete of what is open: %v", err)
 	}
-	time.AfterFunc(200*time.Millisecond, func() { _ = scanner.Close() })
+	soonClosed(scanner)
 	check.OK(t, pool.Delete(t.Context(), pooltest.Vol("a")))
 }
