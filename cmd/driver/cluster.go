@@ -175,7 +175,7 @@ func startNode(ctx context.Context, o options) (err error) {
 		return err
 	}
 	defer others.Close()
-	with := agent.Options{Driver: o.driverName, Pools: kept, Locks: locks, MaxVolumes: o.maxVolumes, Namespace: namespace, Endpoint: remote.Endpoint(), Schemes: volume.SchemesHere}
+	with := agent.Options{Driver: o.driverName, Pools: kept, Locks: locks, MaxVolumes: o.maxVolumes, Namespace: namespace, Endpoint: remote.Endpoint(), Schemes: volume.SchemesHere, Limits: volume.LimitsHere}
 	if others != nil {
 		with.Agents = others
 	}

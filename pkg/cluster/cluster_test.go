@@ -210,6 +210,7 @@ type machine struct {
 	every   time.Duration                    // its agent's heartbeat; 0: none
 	driver  string                           // of its agent; empty: the usual one
 	schemes []volume.Scheme                  // by which its volumes can be encrypted
+	limits  func() bool                      // whether they can be kept on it, as it says; nil: it does not
 	ported  bool                             // its agent has a port
 	wrap    func(*memory.Pool) blockdev.Pool // of its default pool; nil: it is as it is
 	via     func(address string) string      // what others reach its port by; nil: its address
@@ -277,7 +278,7 @@ func (w *environment) agent(m *machine) *agent.Agent {
 	check.OK(w, err)
 	o := agent.Options{Driver: cmp.Or(m.driver, cluster.DefaultDriver), Pools: []agent.Pool{{Pool: pools[0], Kind: "memory"}, {Pool: pools[1], Kind: "memory"}},
 		Locks: m.locks, MaxVolumes: storetest.Limit, ProgressEvery: 50 * time.Millisecond,
-		Schemes: func() []volume.Scheme { return m.schemes }}
+		Schemes: func() []volume.Scheme { return m.schemes }, Limits: m.limits}
 	if m.every > 0 {
 		o.Namespace, o.Heartbeat = leases, m.every
 	}

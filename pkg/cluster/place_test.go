@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -221,4 +222,48 @@ func TestPoolRemoved(t *testing.T) {
 		check.OK(t, err)
 		w.eventually("it is claimed", func() bool { return s.Claim(w.ctx, v.ID, volume.Claim{Node: nodeName, Mode: "m"}) == nil })
 	}
+}
+
+// TestLimitedPlaced: a volume with limits of I/O is asked of no node that says that it keeps none; one without, or with no limit, may be on each.
+func TestLimitedPlaced(t *testing.T) {
+	w := newEnvironment(t)
+	says := func(what bool) func() bool { return func() bool { return what } }
+	a, b := w.begin(&machine{name: "node-a", limits: says(false), ported: true}), w.begin(&machine{name: "node-b", limits: says(true), ported: true})
+	s := w.calling(a)
+	w.pooled(s, b)
+	limited := func(name, limit string, nodes ...string) volume.Spec {
+		on := spec(name)
+		on.Nodes, on.Mutable = nodes, map[string]string{"readIOPS": limit}
+		return on
+	}
+	_, err := s.Create(w.ctx, limited("there", "100", a.name))
+	fails(t, err, errdefs.ErrNoSpace)
+	if !strings.Contains(err.Error(), "node node-a cannot keep limits of I/O") {
+		t.Error(err)
+	}
+	for i, nodes := range [][]string{nil, {a.name, b.name}} {
+		v, err := s.Create(w.ctx, limited(fmt.Sprint("v", i), "100", nodes...))
+		if !volume.LimitsHere() { // it cannot, in truth, and says so
+			if fails(t, err, errdefs.ErrNoSpace); !strings.Contains(err.Error(), "node node-b cannot have such a volume") {
+				t.Error(err)
+			}
+			continue
+		}
+		if err != nil || v.Node != b.name {
+			t.Errorf("of %v: %+v, %v", nodes, v, err)
+		}
+	}
+	if v, err := s.Create(w.ctx, limited("none", "max", a.name)); err != nil || v.Node != a.name {
+		t.Errorf("without a limit: %+v, %v", v, err)
+	}
+	_, snapshot := w.snapshotOf(s, a, "source", 3)
+	of := limited("copy", "100")
+	of.Source, of.Copies, of.Size.Required = snapshot.ID, volume.CopiesAnywhere, 64*mib
+	if err = second(s.Create(w.ctx, of)); volume.LimitsHere() {
+		check.OK(t, err)
+	} else if fails(t, err, errdefs.ErrNoSpace); !strings.Contains(err.Error(), "node node-b cannot have such a volume") {
+		t.Errorf("of a copy that may be anywhere: %v", err)
+	}
+	w.tally(a)
+	w.tally(b)
 }

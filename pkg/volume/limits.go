@@ -63,6 +63,12 @@ func limitsOf(mutable map[string]string) (l cgroup.Limits) {
 	return l
 }
 
+// Limited reports whether there is a limit in mutable parameters, which were checked.
+func Limited(mutable map[string]string) bool { return limitsOf(mutable) != cgroup.Limits{} }
+
+// LimitsHere reports whether limits can be kept on this machine, as it is now.
+func LimitsHere() bool { return cgroup.Supported() == nil }
+
 // Limit has pods do no more to the device of a volume than its parameters say, and any number of things if they say nothing. ErrPrecondition if
 // the node cannot keep them, ErrInvalid if the filesystem that is mounted from it cannot.
 func (l *Local) Limit(v Volume, device blockdev.Device) error {

@@ -574,6 +574,9 @@ type PoolStatus struct {
 	// +kubebuilder:validation:MaxItems=8
 	// +kubebuilder:validation:items:MaxLength=64
 	Encryption []string `json:"encryption,omitempty"`
+	// Limits says whether the node can keep limits of I/O; without it that is not known.
+	// +optional
+	Limits *bool `json:"limits,omitempty"`
 	// Agent is where other parts of the driver reach the agent of the node, if they can (--agent-endpoint). Only the agent
 	// itself may write it.
 	// +optional

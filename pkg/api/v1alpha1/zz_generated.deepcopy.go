@@ -236,6 +236,11 @@ func (in *PoolStatus) DeepCopyInto(out *PoolStatus) {
 		*out = make([]string, len(*in))
 		copy(*out, *in)
 	}
+	if in.Limits != nil {
+		in, out := &in.Limits, &out.Limits
+		*out = new(bool)
+		**out = **in
+	}
 	if in.Agent != nil {
 		in, out := &in.Agent, &out.Agent
 		*out = new(AgentEndpoint)

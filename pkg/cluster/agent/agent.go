@@ -42,6 +42,8 @@ type Options struct {
 	Agents Agents
 	// Schemes returns how volumes of the node can be encrypted, now; nil: not at all.
 	Schemes func() []volume.Scheme
+	// Limits reports whether the node can keep limits of I/O, now; nil: that is not told.
+	Limits func() bool
 	// Heartbeat is how often the Lease is renewed; 0 is the usual time.
 	Heartbeat time.Duration
 	// ProgressEvery is how often it is written down how far something is; 0 is the usual time.

@@ -196,7 +196,7 @@ func (a *Agent) writePool(ctx context.Context, i int, exact bool) error {
 		strays, refused = a.adopt(ctx, o, strays)
 	}
 	m.report(o, before.Status, exact)
-	o.Status.Agent, o.Status.Encryption = a.options.Endpoint, a.schemes()
+	o.Status.Agent, o.Status.Encryption, o.Status.Limits = a.options.Endpoint, a.schemes(), a.limits()
 	reportStrays(o, strays)
 	cluster.SummarizePool(o)
 	if !m.isNews(before.Status, o.Status) {
@@ -217,6 +217,14 @@ func (a *Agent) schemes() (names []string) {
 		}
 	}
 	return names
+}
+
+// limits are whether the node keeps them, if that is told.
+func (a *Agent) limits() *bool {
+	if a.options.Limits == nil {
+		return nil
+	}
+	return new(a.options.Limits())
 }
 
 // measurement is how a pool was at some time.

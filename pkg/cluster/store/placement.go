@@ -34,6 +34,11 @@ func (r room) encrypts(scheme volume.Scheme) bool {
 	return scheme == volume.NotEncrypted || slices.Contains(r.Status.Encryption, string(scheme))
 }
 
+// limits reports whether a volume of the pool can have some mutable parameters, as far as its node says.
+func (r room) limits(mutable map[string]string) bool {
+	return r.Status.Limits == nil || *r.Status.Limits || !volume.Limited(mutable)
+}
+
 // findRoom returns the pools of a set (poolset.Set), or with the empty one the default pools, of some nodes, or with
 // none of all; ErrInvalid if no node at all has such a pool. What was made or is being made
 // since a pool was measured is taken off, and peers of the volume are counted: that takes the longer the more volumes the node has,
@@ -199,6 +204,8 @@ func (s *Store) schedule(ctx context.Context, spec volume.Spec, size int64, refu
 		case nodes[name] == nil || refused.has(r.Name):
 		case !r.encrypts(spec.Encryption.Scheme):
 			unfit = append(unfit, fmt.Sprintf("node %s cannot encrypt (parameter encryption=%s): driver doctor there says what is missing", name, spec.Encryption.Scheme))
+		case !r.limits(spec.Mutable):
+			unfit = append(unfit, fmt.Sprintf("node %s cannot keep limits of I/O: driver doctor there says what is missing", name))
 		case !spec.Spread.Allows(r.Peers):
 			unfit = append(unfit, fmt.Sprintf("pool %s has a volume of the same StatefulSet (parameter spread=%s)", r.Name, spec.Spread))
 		default:

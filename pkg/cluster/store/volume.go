@@ -256,8 +256,8 @@ func (s *Store) planCopy(ctx context.Context, spec volume.Spec, v *v1alpha1.Volu
 	return nil
 }
 
-// stays reports whether a copy that may be anywhere is best made on the node of its source: nobody prefers another node, it takes pods, and there
-// is room.
+// stays reports whether a copy that may be anywhere is best made on the node of its source: nobody prefers another node, it takes pods, it can keep
+// the limits, and there is room.
 func (s *Store) stays(ctx context.Context, spec volume.Spec, home string, size int64) (bool, error) {
 	if len(spec.Nodes) > 0 && spec.Nodes[0] != home || s.nodes.Ready(ctx, home) != nil {
 		return false, nil
@@ -274,7 +274,7 @@ func (s *Store) stays(ctx context.Context, spec volume.Spec, home string, size i
 		pool = spec.Pool
 	}
 	found, err := s.findRoom(ctx, pool, []string{home}, volume.Requester{})
-	return slices.ContainsFunc(found, func(r room) bool { return r.Fits(size) }), err
+	return slices.ContainsFunc(found, func(r room) bool { return r.Fits(size) && r.limits(spec.Mutable) }), err
 }
 
 // catchUpTime is how long a deletion waits for the cache to know of this controller's own copies.
