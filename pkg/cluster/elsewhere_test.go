@@ -293,6 +293,81 @@ func TestCopyElsewherePlaced(t *testing.T) {
 	anywhere("full", b)
 }
 
+// TestCopyElsewhereTakenBack: a copy whose node goes down in the middle is made on another one once that node is down for longer than it had copied, or
+// its Node is deleted; until then it is waited for. What it had copied goes when it is back, also if it was only cut off from the API server and went on.
+func TestCopyElsewhereTakenBack(t *testing.T) {
+	for _, how := range []string{"dead", "deleted", "cut off"} {
+		t.Run(how, func(t *testing.T) { copyElsewhereTakenBack(t, how) })
+	}
+}
+
+func copyElsewhereTakenBack(t *testing.T, how string) {
+	w := newEnvironment(t)
+	let := make(chan struct{}, 1)
+	a := w.begin(&machine{name: "node-1", ported: true, wrap: func(p *memory.Pool) blockdev.Pool { return &halting{p, let} }})
+	c := w.begin(&machine{name: "node-3", ported: true})
+	w.calling(a)
+	s := w.listening(briefly)
+	toAPI := &line{}
+	wrap(t, func(c *rest.Config) { c.Dial = toAPI.dial })
+	b := w.begin(&machine{name: "node-2", ported: true, every: heartbeat})
+	for _, m := range []*machine{a, b, c} {
+		w.pooled(s, m)
+	}
+	v, err := s.Create(w.ctx, volume.Spec{Name: "v", Size: volume.Range{Required: 64 * mib}, Nodes: []string{a.name}})
+	check.OK(t, err)
+	const last = 1000 * 64 << 10
+	for _, at := range []int64{3 * 64 << 10, last} {
+		check.OK(t, storetest.WriteTo(a.disks[0].Open("default", nil))(w.ctx, v.ID, at, []byte("some")))
+	}
+	of := elsewhere("copy", v.ID, b)
+	begun := time.Now()
+	let <- struct{}{}
+	w.asked("a part is copied", func(ctx context.Context) error { return second(s.Create(ctx, of)) }, func() bool {
+		now := w.object(of.Name)
+		return now != nil && now.Status.Progress != nil && len(w.leftovers(b)) == 1 && time.Since(begun) > 2*briefly
+	})
+	if how == "cut off" {
+		toAPI.set(true)
+	} else {
+		b.stop()
+	}
+	w.eventually("its node is down", func() bool { return w.available(s, b.name) == 0 })
+	if err := second(s.Create(w.ctx, of)); !errors.Is(err, errdefs.ErrUnavailable) || !strings.Contains(err.Error(), "is waited for") {
+		t.Errorf("asked again while its node is down for less than it copied: %v", err)
+	}
+	if how == "deleted" {
+		check.OK(t, w.Delete(w.ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: b.name}}))
+	}
+	w.eventually("it is taken back", func() bool {
+		err := second(s.Create(w.ctx, of))
+		time.Sleep(100 * time.Millisecond)
+		return errors.Is(err, errdefs.ErrNoSpace)
+	})
+	close(let)
+	if how == "cut off" {
+		w.eventually("it went on", func() bool {
+			return bytes.HasPrefix(w.content(b, volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf(of.Name)})[last:], []byte("some"))
+		})
+		toAPI.set(false)
+	}
+	of.Nodes = []string{c.name}
+	copied := w.created(s, of)
+	have := w.content(c, copied.ID)
+	if want := w.content(a, v.ID); copied.Node != c.name || !bytes.Equal(have[:len(want)], want) {
+		t.Errorf("the copy is %+v, or has other bytes", copied)
+	}
+	w.node(b.name, true)
+	if how != "cut off" {
+		w.start(b)
+	}
+	for _, m := range []*machine{a, b, c} {
+		m.agent.Changed()
+		w.eventually("nothing is left on "+m.name, func() bool { return len(w.leftovers(m)) == 0 })
+		w.tally(m)
+	}
+}
+
 // badNetwork is a network on which connections come to harm, one after the other: after so many bytes, by what a test says of each.
 type badNetwork struct {
 	*testing.T

@@ -47,7 +47,7 @@ const (
 func (w *environment) listening(silentAfter time.Duration) *store.Store {
 	w.Helper()
 	s, err := store.New(wrapped(apitest.Get(w).Config("controller")), store.Options{GoneGrace: grace, AbandonGrace: time.Hour, Driver: cluster.DefaultDriver,
-		Namespace: leases, SilentAfter: silentAfter})
+		Namespace: leases, SilentAfter: silentAfter, Agents: w.agents})
 	check.OK(w, err)
 	w.run(s.Run)
 	w.eventually("the store is ready", func() bool { return s.Ready(w.ctx) == nil })

@@ -78,11 +78,32 @@ func (a *Agent) fetch(ctx context.Context, v *v1alpha1.Volume, spec volume.Spec)
 	if err != nil {
 		return volume.Volume{}, failed(err)
 	}
+	read := from.Read
+	from.Read = func(ctx context.Context, at int64, visit func(int64, []byte) error) error {
+		if err := read(ctx, at, visit); err != nil {
+			return err
+		}
+		return a.askedStill(ctx, v)
+	}
 	made, err := a.local.Import(ctx, spec, from)
 	if err != nil {
 		return volume.Volume{}, failed(err)
 	}
 	return made, nil
+}
+
+// askedStill asks the API server itself whether an object is still to be made: ErrBusy if not. This node may have been away, and the copy be made on another one
+// by now: what is not whole is removed, what is whole nobody removes.
+func (a *Agent) askedStill(ctx context.Context, v *v1alpha1.Volume) error {
+	now := &v1alpha1.Volume{}
+	err := a.kube.Live.Get(ctx, client.ObjectKeyFromObject(v), now)
+	if client.IgnoreNotFound(err) != nil {
+		return kube.APIError("read volume "+v.Name, err)
+	}
+	if err != nil || now.UID != v.UID || v1alpha1.Going(now) {
+		return fmt.Errorf("%w: nobody wants %s of node %s any more", errdefs.ErrBusy, v.Name, a.local.Node())
+	}
+	return nil
 }
 
 // agentOf connects to the agent of a pool of another node. ErrUnavailable if it does not say where it is: it may do so later.

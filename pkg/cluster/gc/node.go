@@ -13,8 +13,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 )
 
-// isGone: nobody will see the node again. Either it has no object, or an operator said so.
-func isGone(node *corev1.Node, err error) bool {
+// IsGone: nobody will see the node again. Either it has no object, by the error of who looked for it, or an operator said so.
+func IsGone(node *corev1.Node, err error) bool {
 	if err != nil {
 		return apierrors.IsNotFound(err)
 	}
@@ -75,7 +75,7 @@ func (c *Collector) objectsByNode(ctx context.Context) (map[string][]client.Obje
 // collectNode is collectNodes for one node and its objects.
 func (c *Collector) collectNode(ctx context.Context, name string, objects []client.Object, since map[string]time.Time) (again time.Duration, err error) {
 	var node corev1.Node
-	if !isGone(&node, c.kube.Cache.Get(ctx, client.ObjectKey{Name: name}, &node)) {
+	if !IsGone(&node, c.kube.Cache.Get(ctx, client.ObjectKey{Name: name}, &node)) {
 		delete(since, name)
 		return 0, nil
 	}
@@ -87,7 +87,7 @@ func (c *Collector) collectNode(ctx context.Context, name string, objects []clie
 		return wait, nil
 	}
 	node = corev1.Node{}
-	if !isGone(&node, c.kube.Live.Get(ctx, client.ObjectKey{Name: name}, &node)) {
+	if !IsGone(&node, c.kube.Live.Get(ctx, client.ObjectKey{Name: name}, &node)) {
 		return 0, nil // the cache will hear of it
 	}
 	silent, beats := c.agents.Patience(name)

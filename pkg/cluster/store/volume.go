@@ -20,6 +20,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/gc"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/liveness"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -84,10 +85,36 @@ func (s *Store) createOne(ctx context.Context, spec volume.Spec, refused refusal
 	}
 	have, err = waitMade(ctx, s, w, have)
 	var down *liveness.NodeDown
-	if errors.As(err, &down) && spec.Source == (volume.ID{}) { // a copy can be made there alone
-		err = s.withdraw(ctx, have, down)
+	if errors.As(err, &down) {
+		if err = s.waitsFor(ctx, have, down); err == nil {
+			err = s.withdraw(ctx, have, down)
+		}
 	}
 	return have, err
+}
+
+// waitsFor is down's error for what is to be made on a node that is down and may not be made elsewhere instead, nil if it may. What is copied
+// from what the node has can be made there alone. A copy that comes from another node goes on where it was when the node is back, so that is waited for,
+// but for no longer than it had been copied: then it would have been made elsewhere. A node that is gone is not waited for.
+func (s *Store) waitsFor(ctx context.Context, have *v1alpha1.Volume, down error) error {
+	source := have.Spec.Source
+	if source == nil {
+		return nil
+	}
+	if source.NodeName == "" {
+		return down
+	}
+	node := &corev1.Node{}
+	if gc.IsGone(node, s.kube.Live.Get(ctx, client.ObjectKey{Name: have.Spec.NodeName}, node)) {
+		return nil
+	}
+	silent, beats := s.nodes.Silent(have.Spec.NodeName)
+	copied := time.Since(have.CreationTimestamp.Time) - silent // by two clocks
+	if !beats || silent >= copied {
+		return nil
+	}
+	return fmt.Errorf("%w; what it has copied from node %s since %s is waited for, for as long again, or until its Node object is deleted; then another node may be chosen",
+		down, source.NodeName, have.CreationTimestamp.UTC().Format(time.RFC3339))
 }
 
 // place finds the object of a volume, or creates it. Those that are spread one after the other: each has to see where the others are. (Two

@@ -118,6 +118,12 @@ func (m *Monitor) Patience(node string) (left time.Duration, beats bool) {
 	return m.silentAfter - time.Since(since), beats
 }
 
+// Silent is for how long nothing was heard of a node's agent; false for one that never had a Lease.
+func (m *Monitor) Silent(node string) (silent time.Duration, beats bool) {
+	left, beats := m.Patience(node)
+	return m.silentAfter - left, beats
+}
+
 // Silence is a channel that tells when a node's agent has been silent for too long; nil for one that never had a Lease.
 func (m *Monitor) Silence(node string) <-chan time.Time {
 	if left, beats := m.Patience(node); beats {
