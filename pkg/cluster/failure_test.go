@@ -576,3 +576,32 @@ func TestAbandoned(t *testing.T) {
 	}
 	w.tally(m)
 }
+
+// TestRefusedAndStuck: what a node could not make, and cannot remove now either, is told with why, and not only that the node has not answered.
+func TestRefusedAndStuck(t *testing.T) {
+	w := newEnvironment(t)
+	var broken atomic.Bool
+	broken.Store(true)
+	m := w.machineWith(nodeName, func(operation string, ref blockdev.Ref) error {
+		if ref.Key != volume.KeyOf("v") || !broken.Load() {
+			return nil
+		}
+		switch operation {
+		case "Create":
+			return errors.New("input/output error")
+		case "Delete":
+			return fmt.Errorf("%w: no disk", errdefs.ErrUnavailable)
+		}
+		return nil
+	})
+	s, _ := w.store()
+	w.pooled(s, m)
+	for range 2 { // who asks again is told too
+		if err := second(s.Create(soon(t), spec("v"))); !errors.Is(err, errdefs.ErrUnavailable) || !strings.Contains(err.Error(), "input/output error") {
+			t.Errorf("a volume that cannot be made, nor removed: %v", err)
+		}
+	}
+	broken.Store(false)
+	w.eventually("it is made", func() bool { return second(s.Create(w.ctx, spec("v"))) == nil })
+	w.tally(m)
+}

@@ -75,7 +75,7 @@ func wait[T cluster.Object](ctx context.Context, s *Store, w *kube.Watch, have T
 		}
 		select {
 		case <-ctx.Done():
-			return latest.have, fmt.Errorf("%w: node %s has not answered yet: %w", errdefs.ErrUnavailable, have.Node(), ctx.Err())
+			return latest.have, fmt.Errorf("%w: node %s has not answered yet%s: %w", errdefs.ErrUnavailable, have.Node(), lastWord(latest.have), ctx.Err())
 		case <-node.Signal:
 			node.Take()
 		case <-s.nodes.Silence(have.Node()):
@@ -85,6 +85,14 @@ func wait[T cluster.Object](ctx context.Context, s *Store, w *kube.Watch, have T
 			}
 		}
 	}
+}
+
+// lastWord is what a node said last, of what it was asked before, to be read after that it has not answered.
+func lastWord(o cluster.Object) string {
+	if f := o.Common().Failure; f != nil {
+		return " (before that it said: " + f.Message + ")"
+	}
+	return ""
 }
 
 // state is the last state of an object that is known.
