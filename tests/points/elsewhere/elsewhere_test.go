@@ -69,7 +69,8 @@ func (w *two) eventually(what string, is func() bool) {
 	}
 }
 
-func newTwo(t testing.TB) *two {
+// newTwo is such a cluster; options are more flags of its agents.
+func newTwo(t testing.TB, options ...string) *two {
 	t.Helper()
 	drivertest.NeedRoot(t)
 	var st unix.Statfs_t
@@ -84,7 +85,8 @@ func newTwo(t testing.TB) *two {
 	w := &two{TB: t, ctx: klog.NewContext(t.Context(), klog.Background())}
 	w.api, err = client.New(server.Config(apitest.Admin), client.Options{Scheme: scheme})
 	check.OK(t, err)
-	w.source, w.target = w.node(dir, program, "a", "xfs"), w.node(dir, program, "b", "ext4")
+	t.Cleanup(func() { check.OK(t, w.api.DeleteAllOf(context.Background(), &v1alpha1.Pool{})) }) // the next ones are of new disks
+	w.source, w.target = w.node(dir, program, "a", "xfs", options), w.node(dir, program, "b", "ext4", options)
 	w.store, err = store.New(server.Config(apitest.Admin), store.Options{GoneGrace: time.Hour, AbandonGrace: time.Hour, Driver: cluster.DefaultDriver})
 	check.OK(t, err)
 	running, stop := context.WithCancel(w.ctx)
@@ -103,7 +105,7 @@ func newTwo(t testing.TB) *two {
 }
 
 // node makes a node with a pool on a filesystem of its own, and starts its agent.
-func (w *two) node(dir, program, name, fs string) *node {
+func (w *two) node(dir, program, name, fs string, options []string) *node {
 	w.Helper()
 	n := &corev1.Node{}
 	n.Name = name
@@ -119,8 +121,8 @@ func (w *two) node(dir, program, name, fs string) *node {
 	check.OK(w, err)
 	config.Contexts[config.CurrentContext].Namespace = apitest.Namespace
 	check.OK(w, clientcmd.WriteToFile(*config, kubeconfig))
-	made.Driver, err = process.New(filepath.Join(dir, "of-"+name), name, program, "serve", "--mode=node", "--kubeconfig="+kubeconfig,
-		"--agent-endpoint=127.0.0.1:0", "--pool=default=file://"+made.pool+"?create=1&reservePercent=0", "-v=4")
+	made.Driver, err = process.New(filepath.Join(dir, "of-"+name), name, append([]string{program, "serve", "--mode=node", "--kubeconfig=" + kubeconfig,
+		"--agent-endpoint=127.0.0.1:0", "--pool=default=file://" + made.pool + "?create=1&reservePercent=0", "-v=4"}, options...)...)
 	check.OK(w, err)
 	w.Cleanup(made.Close)
 	check.OK(w, made.Start())
