@@ -151,18 +151,10 @@ func (c crypt) fit(ctx context.Context, d *dm.Device, below blockdev.Device, key
 
 func (c crypt) attached(context.Context) (devices []blockdev.Device, below []uint64, err error) {
 	_, d, err := c.find()
-	if err != nil || d == nil || !d.Live {
+	if err != nil {
 		return nil, nil, err
 	}
-	below, err = dm.Below(d.Name)
-	size := int64(0)
-	if err == nil {
-		size, err = d.Size()
-	}
-	if dm.Vanished(err) {
-		return nil, nil, nil
-	}
-	return []blockdev.Device{{Path: d.Path(), Number: d.Number, Size: size}}, below, err
+	return shown(d, false)
 }
 
 func (c crypt) grow(ctx context.Context, key luks.Key) error {

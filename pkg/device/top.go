@@ -115,8 +115,16 @@ func (t top) fit(d *dm.Device, uuid string, below blockdev.Device) error {
 
 func (t top) attached(context.Context) (devices []blockdev.Device, below []uint64, err error) {
 	_, _, d, err := t.find()
-	if err != nil || d == nil || !d.Live {
+	if err != nil {
 		return nil, nil, err
+	}
+	return shown(d, d != nil && !d.Deferred)
+}
+
+// shown is layer.attached of a device of the device mapper; nil, or without a table, it is not attached.
+func shown(d *dm.Device, kept bool) (devices []blockdev.Device, below []uint64, err error) {
+	if d == nil || !d.Live {
+		return nil, nil, nil
 	}
 	below, err = dm.Below(d.Name)
 	size := int64(0)
@@ -126,7 +134,7 @@ func (t top) attached(context.Context) (devices []blockdev.Device, below []uint6
 	if dm.Vanished(err) {
 		return nil, nil, nil
 	}
-	return []blockdev.Device{{Path: d.Path(), Number: d.Number, Size: size, Kept: !d.Deferred}}, below, err
+	return []blockdev.Device{{Path: d.Path(), Number: d.Number, Size: size, Kept: kept}}, below, err
 }
 
 // below returns what a top is over: the volume's open device if it is encrypted, or else the pool's; false if neither is it.
