@@ -24,6 +24,9 @@ const Granularity = 4096
 // block: the largest file of ext4, ext4(5)).
 const MaxSize = 16<<40 - Granularity
 
+// HeadSize is how much of an object is overwritten when it is erased, in bytes: what opens an encrypted volume is kept in front of its bytes.
+const HeadSize = 4 << 20
+
 // Kind tells volumes from snapshots.
 type Kind string
 
@@ -261,6 +264,11 @@ type Pool interface {
 	// Delete gives the space back, then forgets the object. errdefs.ErrInUse while a device
 	// of it is attached.
 	Delete(ctx context.Context, ref Ref) error
+	// Erase is Delete of what must not be read any more from where it was: before the space of a ready object is given back, its first HeadSize
+	// bytes are overwritten on the storage, durably. What it shares with other objects stays for these, until the last of
+	// them is erased. What cannot be overwritten for good is deleted all the same, and logged. A copy that is not finished is always
+	// removed so, as nobody comes back who knows what its origin held.
+	Erase(ctx context.Context, ref Ref) error
 	// Get returns the record of a ready object. errdefs.ErrDataLoss for a damaged record.
 	Get(ctx context.Context, ref Ref) (Record, error)
 	// List returns up to limit (0: all) ready records of a kind whose keys come after

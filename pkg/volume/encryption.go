@@ -26,6 +26,9 @@ const (
 	LUKS2        Scheme = "luks2"
 )
 
+// All that opens a volume is in what its pool erases.
+var _ [blockdev.HeadSize - luks.Written]struct{}
+
 // Schemes are all that there are.
 var Schemes = []Scheme{LUKS2}
 

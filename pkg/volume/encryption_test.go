@@ -1,10 +1,17 @@
 package volume_test
 
 import (
+	"bytes"
 	"errors"
+	"os"
+	"path/filepath"
 	"testing"
+	"time"
 
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -56,4 +63,54 @@ func TestEncryptionOfCopies(t *testing.T) {
 	for _, spec := range []volume.Spec{{}, {Encryption: volume.Encryption{Scheme: volume.LUKS2, Discards: true}}} {
 		fails(t, spec.Check(have), errdefs.ErrExists, "a volume with other encryption")
 	}
+}
+
+// TestDeletedForGood: of what is encrypted the header is overwritten before it is deleted, also if somebody looks at its device just then.
+func TestDeletedForGood(t *testing.T) {
+	drivertest.NeedRoot(t)
+	dir := drivertest.Dir(t)
+	pool := pooltest.OpenedFiles(t, filepath.Join(dir, "pool"))
+	l := start(t, 0, pool)
+	for _, encrypted := range []bool{true, false} {
+		v, err := l.Create(t.Context(), volume.Spec{Name: "v", Size: volume.Range{Required: 8 * mib}})
+		check.OK(t, err)
+		ref := blockdev.Ref{Kind: blockdev.Volume, Key: v.ID.Key}
+		if encrypted { // without a device mapper there is no other way to one
+			_, err = pool.SetLabels(t.Context(), ref, func(labels map[string]string) error {
+				labels["encryption"], labels["header"] = "luks2", "formatted:00112233-4455-6677-8899-aabbccddeeff"
+				return nil
+			})
+			check.OK(t, err)
+		}
+		device := pooltest.Attach(t, pool, ref, blockdev.Attachment{})
+		pooltest.WriteTo(t, device.Path, 0, bytes.Repeat([]byte("secret"), mib))
+		scanner, err := os.Open(device.Path)
+		check.OK(t, errors.Join(err, device.Close()))
+		kept := filepath.Join(dir, "kept")
+		check.OK(t, os.Link(filepath.Join(dir, "pool", "volumes", ref.Key+".img"), kept))
+		time.AfterFunc(200*time.Millisecond, func() { _ = scanner.Close() })
+		check.OK(t, l.Delete(t.Context(), v.ID))
+		if image := get(t, kept); bytes.Contains(image[:blockdev.HeadSize], []byte("secret")) == encrypted || !bytes.Contains(image, []byte("secret")) {
+			t.Errorf("encrypted: %v; its first bytes are %q", encrypted, image[:8])
+		}
+		check.OK(t, os.Remove(kept))
+	}
+}
+
+// TestDeletedLater: while nobody can say whether a snapshot is encrypted, it is not deleted.
+func TestDeletedLater(t *testing.T) {
+	l, _, broken := one(t)
+	v, err := l.Create(t.Context(), volume.Spec{Name: "v", Size: volume.Range{Required: mib}})
+	check.OK(t, err)
+	s, err := l.CreateSnapshot(t.Context(), "s", v.ID)
+	check.OK(t, err)
+	broken["Get"] = 1
+	if err := l.DeleteSnapshot(t.Context(), s.ID); !errors.Is(err, errBroken) {
+		t.Errorf("Delete: %v", err)
+	}
+	delete(broken, "Get")
+	if _, err := l.GetSnapshot(t.Context(), s.ID); err != nil {
+		t.Errorf("it was deleted: %v", err)
+	}
+	check.OK(t, l.DeleteSnapshot(t.Context(), s.ID))
 }

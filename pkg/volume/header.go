@@ -6,8 +6,6 @@ import (
 	"fmt"
 	"os"
 
-	"k8s.io/klog/v2"
-
 	"github.com/ashlar-csi/ashlar/internal/trace"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/luks"
@@ -172,49 +170,14 @@ func clearSignatures(device string) error {
 }
 
 // remove deletes an object of a pool. The header of one that is encrypted is destroyed first, so that no key opens what is left of its bytes
-// on the disk. Blocks that it shares with others (reflinks, thin snapshots) stay as they are for these. What cannot be written any more
-// is deleted all the same.
+// on the disk.
 func (l *Local) remove(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref) error {
 	record, err := pool.Get(ctx, ref)
-	if err == nil && schemeOf(record) != NotEncrypted && (unfinished(record) || parseHeader(record.Labels[labelHeader]).State != Blank) {
-		err = l.erase(ctx, pool, record)
-		if err != nil && (mayGoOn(err) || ctx.Err() != nil) {
-			return err
-		}
-		if err != nil {
-			klog.FromContext(ctx).Error(err, "Could not destroy the header of what was encrypted; deleting it all the same: who has its disk and its key can read what is left there",
-				"pool", pool.Name(), "object", ref.String())
-		}
+	switch {
+	case err == nil && schemeOf(record) != NotEncrypted && (unfinished(record) || parseHeader(record.Labels[labelHeader]).State != Blank):
+		return pool.Erase(ctx, ref)
+	case err != nil && !errors.Is(err, errdefs.ErrNotFound) && !errors.Is(err, errdefs.ErrDataLoss): // nobody knows whether it is encrypted
+		return err
 	}
 	return pool.Delete(ctx, ref)
-}
-
-// thinFull is how much of a thin pool may be in use, from 0 to 1, for something to be written before it is deleted: a full one is emptied by
-// deleting, which must need no space.
-const thinFull = 0.99
-
-// erase destroys the header of an object that is attached nowhere.
-func (l *Local) erase(ctx context.Context, pool blockdev.Pool, record blockdev.Record) error {
-	devices, err := l.stacks.Of(pool, record.Ref).Attached(ctx)
-	if err != nil {
-		return err
-	}
-	if len(devices) > 0 { // it is not deleted either
-		return fmt.Errorf("%w: %s is attached as %s", errdefs.ErrInUse, record.Ref, devices[0].Path)
-	}
-	if thin, ok := blockdev.As[blockdev.ThinPool](pool); ok {
-		use, is, err := thin.ThinUse(ctx)
-		if err != nil {
-			return err
-		}
-		if is && use.Data > thinFull {
-			return fmt.Errorf("%w: the thin pool of pool %s is full, and a write to a block that is shared would wait for space", errdefs.ErrNoSpace, pool.Name())
-		}
-	}
-	device, err := pool.Attach(ctx, record.Ref, blockdev.Attachment{})
-	if err != nil {
-		return err
-	}
-	defer device.Close()
-	return luks.Erase(ctx, device.Path)
 }

@@ -228,11 +228,20 @@ func (p *pool) SetLabels(_ context.Context, ref blockdev.Ref, change func(map[st
 }
 
 func (p *pool) Delete(ctx context.Context, ref blockdev.Ref) error {
+	return p.delete(ctx, ref, false)
+}
+
+// Erase: see blockdev.Pool. On filesystems that write to new places, what was there before stays until it is used again.
+func (p *pool) Erase(ctx context.Context, ref blockdev.Ref) error {
+	return p.delete(ctx, ref, true)
+}
+
+func (p *pool) delete(ctx context.Context, ref blockdev.Ref, erased bool) error {
 	o, err := p.BeginDelete(ctx, ref, p.attachedInUse, fmt.Sprintf("look at %s, and remove it and the image by hand if nobody needs them", layout.Record(ref)))
 	if o == nil || err != nil {
 		return err
 	}
-	return p.remove(ctx, o)
+	return p.removeAs(ctx, o, erased)
 }
 
 // remove takes the bytes away, then the record. Unlinked files need no sync of the
@@ -243,7 +252,20 @@ func (p *pool) Delete(ctx context.Context, ref blockdev.Ref) error {
 // longer than the context, is tried again by the next Create or Capacity, as the caller may
 // not come back.
 func (p *pool) remove(ctx context.Context, o *object) error {
-	if err := p.removeFiles(ctx, o); err != nil {
+	return p.removeAs(ctx, o, false)
+}
+
+// removeAs is remove; what is ready is erased first if the caller says so.
+func (p *pool) removeAs(ctx context.Context, o *object, erased bool) error {
+	erase, end, err := p.BeginErase(ctx, o, erased)
+	defer end()
+	if err == nil && erase { // before its record says that it is deleted: a start would not know that
+		err = p.Erased(ctx, o.Record.Ref, p.erase(ctx, o.Record.Ref))
+	}
+	if err == nil {
+		err = p.removeFiles(ctx, o)
+	}
+	if err != nil {
 		p.Release(o, false)
 		return err
 	}
@@ -277,6 +299,33 @@ func (p *pool) removeFiles(ctx context.Context, o *object) error {
 	return p.unlink(layout.Record(ref))
 }
 
+// erase overwrites the beginning of an image, as far as it has data there: that alone was ever written. Blocks that it has alone are
+// overwritten where they are; in place of those that others share it gets new ones.
+func (p *pool) erase(ctx context.Context, ref blockdev.Ref) error {
+	image, err := p.openOwn(ref)
+	if image == nil || err != nil {
+		return err
+	}
+	defer image.Close()
+	return sparse.Overwrite(ctx, image, blockdev.HeadSize)
+}
+
+// openOwn opens the image of an object to write to it; nil if there is none, or what is there is not its own.
+func (p *pool) openOwn(ref blockdev.Ref) (*os.File, error) {
+	info, err := p.root.Lstat(layout.Image(ref))
+	if errors.Is(err, fs.ErrNotExist) || err == nil && !info.Mode().IsRegular() {
+		return nil, nil
+	}
+	image, err := p.root.OpenFile(layout.Image(ref), os.O_RDWR, 0)
+	if err != nil {
+		return nil, errdefs.FromErrno(err)
+	}
+	if err := p.checkOwner(ref, image, false); errors.Is(err, errNotOwn) {
+		return nil, image.Close()
+	}
+	return image, nil
+}
+
 // unlink removes a file, if it is there.
 func (p *pool) unlink(path string) error {
 	if err := p.root.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -291,19 +340,13 @@ func (p *pool) unlink(path string) error {
 // steps, between which the context may end it. A retry goes on with what is left.
 // What is there and is not the object's image, or has a second name, keeps its bytes.
 func (p *pool) empty(ctx context.Context, ref blockdev.Ref) error {
-	info, err := p.root.Lstat(layout.Image(ref))
-	if errors.Is(err, fs.ErrNotExist) || err == nil && !info.Mode().IsRegular() {
-		return nil
-	}
-	image, err := p.root.OpenFile(layout.Image(ref), os.O_WRONLY, 0)
-	if err != nil {
-		return errdefs.FromErrno(err)
+	image, err := p.openOwn(ref)
+	if image == nil || err != nil {
+		return err
 	}
 	defer image.Close()
-	if err := p.checkOwner(ref, image, false); errors.Is(err, errNotOwn) {
-		return nil
-	}
-	if info, err = image.Stat(); err != nil {
+	info, err := image.Stat()
+	if err != nil {
 		return errdefs.FromErrno(err)
 	}
 	if info.Sys().(*syscall.Stat_t).Nlink > 1 {

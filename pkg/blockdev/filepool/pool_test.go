@@ -1210,10 +1210,13 @@ func TestHeldForAMoment(t *testing.T) {
 	kept, err := pool.Attach(t.Context(), pooltest.Vol("a"), blockdev.Attachment{Keep: true})
 	check.OK(t, err)
 	check.OK(t, errors.Join(kept.Close(), pool.Detach(t.Context(), pooltest.Vol("a"))))
-	scanner := scanned()
-	if err := pool.Delete(t.Context(), pooltest.Vol("a")); !errors.Is(err, errdefs.ErrInUse) {
-		t.Errorf("Delete of what is open: %v", err)
+	for _, remove := range []func(context.Context, blockdev.Ref) error{pool.Delete, pool.Erase} {
+		pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: 1 << 20})
+		scanner := scanned()
+		if err := remove(t.Context(), pooltest.Vol("a")); !errors.Is(err, errdefs.ErrInUse) {
+			t.Errorf("removed while it is open: %v", err)
+		}
+		soonClosed(scanner)
+		check.OK(t, remove(t.Context(), pooltest.Vol("a")))
 	}
-	soonClosed(scanner)
-	check.OK(t, pool.Delete(t.Context(), pooltest.Vol("a")))
 }

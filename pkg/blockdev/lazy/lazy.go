@@ -240,6 +240,12 @@ func (a *Pool) Delete(ctx context.Context, ref blockdev.Ref) error {
 	return err
 }
 
+// Erase: see blockdev.Pool.
+func (a *Pool) Erase(ctx context.Context, ref blockdev.Ref) error {
+	_, err := through(ctx, a, func(p blockdev.Pool) (struct{}, error) { return struct{}{}, p.Erase(ctx, ref) })
+	return err
+}
+
 // Get: see blockdev.Pool.
 func (a *Pool) Get(ctx context.Context, ref blockdev.Ref) (blockdev.Record, error) {
 	return through(ctx, a, func(p blockdev.Pool) (blockdev.Record, error) { return p.Get(ctx, ref) })

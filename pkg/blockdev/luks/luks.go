@@ -32,11 +32,11 @@ const HeaderSize = 16 << 20
 // UUIDPrefix begins the UUID of each device of the device mapper that Open makes.
 const UUIDPrefix = "CRYPT-LUKS2-"
 
-// What Format writes of the header area: two copies of the metadata, and room for 16 keys. All of it is overwritten with random
-// bytes first, so it is not larger than it has to be.
+// Written is what Format writes of the header area, in bytes: two copies of the metadata, and room for 16 keys. All of it is overwritten with
+// random bytes first, so it is not larger than it has to be.
 const (
+	Written      = 4 << 20
 	metadataSize = 16 << 10
-	written      = 4 << 20
 )
 
 var (
@@ -85,7 +85,7 @@ func Available() error {
 var (
 	cipher   = []string{"--cipher", "aes-xts-plain64", "--key-size", "512", "--sector-size", "4096"}
 	stretch  = []string{"--pbkdf", "argon2id", "--pbkdf-memory", "65536", "--pbkdf-parallel", "4", "--pbkdf-force-iterations", "4"}
-	geometry = []string{"--luks2-metadata-size", strconv.Itoa(metadataSize), "--luks2-keyslots-size", strconv.Itoa(written - 2*metadataSize), "--offset", strconv.Itoa(HeaderSize / 512)}
+	geometry = []string{"--luks2-metadata-size", strconv.Itoa(metadataSize), "--luks2-keyslots-size", strconv.Itoa(Written - 2*metadataSize), "--offset", strconv.Itoa(HeaderSize / 512)}
 )
 
 // Format makes a header on a device, whatever is there, with one key. What is behind it reads as noise from then on.
@@ -256,7 +256,7 @@ func Erase(ctx context.Context, path string) error {
 		return fmt.Errorf("erase the LUKS2 header: %w", errdefs.FromErrno(err))
 	}
 	zeros := make([]byte, 1<<20)
-	for at := int64(0); at < written && err == nil; at += int64(len(zeros)) {
+	for at := int64(0); at < Written && err == nil; at += int64(len(zeros)) {
 		if err = ctx.Err(); err == nil {
 			_, err = f.WriteAt(zeros, at)
 		}

@@ -22,8 +22,8 @@ import (
 
 // What a thin pool's metadata says of its volumes: which blocks each has, and which of them two share. It is read while the pool works,
 // from a snapshot of the metadata (reserve_metadata_snap of Documentation/admin-guide/device-mapper/thin-provisioning.rst). A pool
-// has one such snapshot at the most, and keeps deleted blocks for it, also across reboots. So ours is there only while a tool reads
-// it, and before it is made the thin pool gets a tag, by which a start finds and releases what a crash left.
+// has one such snapshot at the most, and keeps deleted blocks for it, also across reboots. So ours is there only while it is read,
+// and before it is made the thin pool gets a tag, by which a start finds and releases what a crash left.
 
 // tagMetadata is on a thin pool whose metadata has a snapshot of ours.
 const tagMetadata = "ashlar-metadata-snapshot"
@@ -68,14 +68,8 @@ func (p *pool) mapped(ctx context.Context, base, target blockdev.Ref, size, from
 // reader is the program that reads the metadata, without its last argument: the device.
 func (p *pool) reader(ctx context.Context, base, target blockdev.Ref) ([]string, error) {
 	number := func(ref blockdev.Ref) (string, error) {
-		rows, err := p.lvm.Run(ctx, "lvs", "-o", "lv_name,thin_id", p.path(ref.String()))
-		if err != nil {
-			return "", err
-		}
-		if len(rows) != 1 || rows[0]["thin_id"] == "" {
-			return "", fmt.Errorf("%w: lvm2 does not say which thin volume %s is", errdefs.ErrUnavailable, ref)
-		}
-		return rows[0]["thin_id"], nil
+		id, err := p.thinID(ctx, ref)
+		return strconv.FormatUint(id, 10), err
 	}
 	after, err := number(target)
 	if err != nil || base == (blockdev.Ref{}) {
@@ -83,6 +77,22 @@ func (p *pool) reader(ctx context.Context, base, target blockdev.Ref) ([]string,
 	}
 	before, err := number(base)
 	return []string{"thin_delta", "--metadata-snap", "--snap1", before, "--snap2", after}, err
+}
+
+// thinID is the number that a thin volume has in its thin pool.
+func (p *pool) thinID(ctx context.Context, ref blockdev.Ref) (uint64, error) {
+	rows, err := p.lvm.Run(ctx, "lvs", "-o", "lv_name,thin_id", p.path(ref.String()))
+	if err != nil {
+		return 0, err
+	}
+	var id uint64
+	if len(rows) == 1 {
+		id, err = strconv.ParseUint(rows[0]["thin_id"], 10, 32)
+	}
+	if len(rows) != 1 || err != nil {
+		return 0, fmt.Errorf("%w: lvm2 does not say which thin volume %s is", errdefs.ErrUnavailable, ref)
+	}
+	return id, nil
 }
 
 var errEnough = errors.New("enough for now")
@@ -164,10 +174,10 @@ func (p *pool) withMetadata(ctx context.Context, read func(device string) error)
 	switch {
 	case err != nil:
 		return err
-	case use.failed() || use.mode != "rw":
+	case use.failed(): // one that is full takes it
 		return fmt.Errorf("%w: the thin pool takes no changes", errdefs.ErrUnavailable)
 	case use.held:
-		return fmt.Errorf("%w: somebody else has the snapshot of the thin pool's metadata", errdefs.ErrInUse)
+		return fmt.Errorf("%w: somebody else has the snapshot of the thin pool's metadata; if nobody needs it any more: dmsetup message %s 0 release_metadata_snap", errdefs.ErrInUse, use.device)
 	}
 	metadata, err := p.own(p.device(p.location.Thin) + "_tmeta")
 	if err != nil || metadata == nil {

@@ -148,9 +148,9 @@ func (l Location) Open(ctx context.Context, name string, known blockdev.Known) (
 	if err != nil {
 		return nil, err
 	}
+	p.releaseMetadata(ctx, rows) // before others need it
 	p.recoverUnfinished(ctx, leftovers)
 	p.flushMissedMessages(ctx)
-	p.releaseMetadata(ctx, rows)
 	p.releaseDevices(ctx)
 	if p.location.Thin == "" {
 		klog.FromContext(ctx).Info("New volumes are zeroed before they are handed out", "pool", p.name, "byWritingTo", writtenZeros(rows))
@@ -521,19 +521,32 @@ func (p *pool) SetLabels(ctx context.Context, ref blockdev.Ref, change func(map[
 }
 
 func (p *pool) Delete(ctx context.Context, ref blockdev.Ref) error {
+	return p.delete(ctx, ref, false)
+}
+
+func (p *pool) delete(ctx context.Context, ref blockdev.Ref, erased bool) error {
 	o, err := p.BeginDelete(ctx, ref, p.attachedInUse, fmt.Sprintf("look at its tags (lvs -o lv_tags %s), and remove it by hand if nobody needs it", p.path(ref.String())))
 	if o == nil || err != nil {
 		return err
 	}
-	return p.remove(ctx, o)
+	return p.removeAs(ctx, o, erased)
 }
 
 // remove takes the logical volume away, and with it the record: to lvm2 that is one
 // change of its metadata. What fails is tried again by the next Create or Capacity, if
 // the object was nobody's already.
 func (p *pool) remove(ctx context.Context, o *logical) error {
+	return p.removeAs(ctx, o, false)
+}
+
+// removeAs is remove; what is ready is erased first if the caller says so.
+func (p *pool) removeAs(ctx context.Context, o *logical, erased bool) error {
 	ref := o.Record.Ref
-	err := p.complete(ctx)
+	erase, end, err := p.BeginErase(ctx, o, erased)
+	defer end()
+	if err == nil {
+		err = p.complete(ctx)
+	}
 	if err == nil {
 		err = p.dropCuts(ctx, ref)
 	}
@@ -544,6 +557,9 @@ func (p *pool) remove(ctx context.Context, o *logical) error {
 		err = p.dropCut(ctx, o)
 	}
 	is := p.known(o)
+	if err == nil && erase && is.made && !is.missing {
+		err = p.Erased(ctx, ref, p.erase(ctx, o))
+	}
 	if err == nil && is.made { // else what is named so is another's
 		err = p.Detach(ctx, ref)
 	}

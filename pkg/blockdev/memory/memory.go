@@ -300,6 +300,9 @@ func (p *Pool) Delete(_ context.Context, ref blockdev.Ref) error {
 	return o.image.Close()
 }
 
+// Erase: see blockdev.Pool. Memory that is given back is never read again.
+func (p *Pool) Erase(ctx context.Context, ref blockdev.Ref) error { return p.Delete(ctx, ref) }
+
 // Get: see blockdev.Pool.
 func (p *Pool) Get(_ context.Context, ref blockdev.Ref) (blockdev.Record, error) {
 	if err := p.enter("Get", ref); err != nil {

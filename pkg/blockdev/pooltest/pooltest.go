@@ -542,6 +542,22 @@ func deleted(f *fixture) {
 	// Of the name's next volume nobody reads what the first one held.
 	f.make(spec)
 	f.holds(spec.Ref, size, nil)
+
+	// To erase it is the same, and takes nothing from its copies.
+	f.write(spec.Ref, 0, data(2, size))
+	f.copy(snap("a"), spec.Ref, size)
+	device = f.attach(spec.Ref, toHandOut)
+	f.must(device.Close())
+	f.fails(f.pool.Erase(f.Context(), spec.Ref), errdefs.ErrInUse, "Erase of what is attached")
+	f.detach(spec.Ref)
+	f.holds(spec.Ref, size, data(2, size))
+	for range 2 {
+		f.must(f.pool.Erase(f.Context(), spec.Ref))
+		f.absent(spec.Ref)
+	}
+	f.holds(snap("a"), size, data(2, size))
+	f.must(f.pool.Erase(f.Context(), snap("a")))
+	f.absent(snap("a"))
 }
 
 func copies(f *fixture) {

@@ -86,13 +86,14 @@ type Catalog[T Object] struct {
 	Damaged map[blockdev.Ref]error // why a record cannot be read; not changed after the pool was opened
 
 	pool       string
+	erasing    chan struct{}              // has room for who erases an object
 	keys       map[blockdev.Kind][]string // of Objects, in order
 	unfinished map[blockdev.Ref]bool      // of Objects, those that are not ready
 }
 
 // New returns the empty catalog of a pool.
 func New[T Object](pool string) *Catalog[T] {
-	return &Catalog[T]{pool: pool, Objects: map[blockdev.Ref]T{}, Damaged: map[blockdev.Ref]error{},
+	return &Catalog[T]{pool: pool, erasing: make(chan struct{}, 1), Objects: map[blockdev.Ref]T{}, Damaged: map[blockdev.Ref]error{},
 		keys: map[blockdev.Kind][]string{}, unfinished: map[blockdev.Ref]bool{}}
 }
 
@@ -253,6 +254,39 @@ func (c *Catalog[T]) BeginDelete(ctx context.Context, ref blockdev.Ref, attached
 		return none, err
 	}
 	return o, nil
+}
+
+// BeginErase reports whether an object that is being removed is to be erased first: one that is ready if the caller says so, and each copy that
+// is not finished, which no retry goes on with from then on. What is being deleted already was erased before, if it had to be. Of those that are, one at a
+// time is removed, until end is called: of two that share a block, the second must find that it has it alone.
+func (c *Catalog[T]) BeginErase(ctx context.Context, o T, asked bool) (erase bool, end func(), err error) {
+	e := o.entry()
+	if erase = e.State == Ready && asked || e.State == Creating && e.Record.Origin != (blockdev.Ref{}); !erase {
+		return false, func() {}, nil
+	}
+	e.Copied = 0
+	select {
+	case c.erasing <- struct{}{}:
+		return true, func() { <-c.erasing }, nil
+	case <-ctx.Done():
+		return true, func() {}, fmt.Errorf("erase %s in pool %s, after others: %w", e.Record.Ref, c.pool, ctx.Err())
+	}
+}
+
+// Erased returns why an object could not be erased if that may pass, so that it has to stay. Else it is removed all the same, and that is
+// logged: a disk that cannot be written to would keep it forever.
+func (c *Catalog[T]) Erased(ctx context.Context, ref blockdev.Ref, err error) error {
+	if err == nil {
+		return nil
+	}
+	err = fmt.Errorf("erase %s in pool %s: %w", ref, c.pool, err)
+	for _, passes := range []error{context.Canceled, context.DeadlineExceeded, errdefs.ErrUnavailable, errdefs.ErrBusy, errdefs.ErrInUse} {
+		if errors.Is(err, passes) {
+			return err
+		}
+	}
+	klog.FromContext(ctx).Error(err, "Could not overwrite the beginning of what is being removed; removing it all the same: if it was encrypted, who has its disk and its key can read what is left there")
+	return nil
 }
 
 // claim gives the caller, who holds Mu, the work on an object; errdefs.ErrBusy if somebody else has it.

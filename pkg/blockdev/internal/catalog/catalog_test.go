@@ -202,3 +202,52 @@ func TestClaimCopies(t *testing.T) {
 		t.Errorf("Sweep afterwards removed %d in all", r.removed)
 	}
 }
+
+// TestErase: what is erased before it is removed is so one at a time, and no retry goes on with it.
+func TestErase(t *testing.T) {
+	c := New[*object]("test")
+	copied := recordOf("a")
+	copied.Origin = refOf("b")
+	unfinished := put(c, Found(copied, Creating))
+	unfinished.Copied = 1
+	ready := put(c, Found(recordOf("c"), Ready))
+	for _, o := range []*object{put(c, Found(recordOf("d"), Creating)), put(c, Found(copied, Deleting))} {
+		if erase, end, err := c.BeginErase(t.Context(), o, true); erase || err != nil {
+			t.Errorf("%s in state %s: %v, %v", o.Record.Ref, o.State, erase, err)
+		} else {
+			end()
+		}
+	}
+	erase, end, err := c.BeginErase(t.Context(), unfinished, false)
+	if !erase || err != nil || unfinished.Copied != 0 {
+		t.Errorf("a copy that is not finished: %v, %v, with %d bytes to go on with", erase, err, unfinished.Copied)
+	}
+	if erase, end, err := c.BeginErase(t.Context(), ready, false); erase || err != nil {
+		t.Errorf("what is ready, and not to be erased: %v, %v", erase, err)
+	} else {
+		end()
+	}
+	ended, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, end, err := c.BeginErase(ended, ready, true); !errors.Is(err, context.Canceled) {
+		t.Errorf("two at once: %v", err)
+	} else {
+		end()
+	}
+	end()
+	if erase, end, err := c.BeginErase(t.Context(), ready, true); !erase || err != nil {
+		t.Errorf("what is ready: %v, %v", erase, err)
+	} else {
+		end()
+	}
+	for _, passes := range []error{errdefs.ErrUnavailable, errdefs.ErrInUse, errdefs.ErrBusy, context.DeadlineExceeded} {
+		if err := c.Erased(t.Context(), refOf("a"), passes); !errors.Is(err, passes) {
+			t.Errorf("%v: %v", passes, err)
+		}
+	}
+	for _, stays := range []error{nil, errdefs.ErrNoSpace, errdefs.ErrDataLoss, errors.New("broken")} {
+		if err := c.Erased(t.Context(), refOf("a"), stays); err != nil {
+			t.Errorf("%v: %v, and it is never deleted", stays, err)
+		}
+	}
+}

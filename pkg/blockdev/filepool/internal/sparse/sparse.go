@@ -76,6 +76,33 @@ func dataFrom(f *os.File, offset, end int64) (start, stop int64, err error) {
 	return start, min(stop, end), nil
 }
 
+// Overwrite writes zeros over what data the first n bytes of a file have, durably. A file with holes keeps them.
+func Overwrite(ctx context.Context, f *os.File, n int64) error {
+	info, err := f.Stat()
+	if err != nil {
+		return errdefs.FromErrno(err)
+	}
+	n = min(n, info.Size())
+	zeros := make([]byte, 1<<20)
+	for offset := int64(0); offset < n; {
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		start, stop, err := dataFrom(f, offset, n)
+		if err != nil {
+			return err
+		}
+		offset = min(stop, start+int64(len(zeros)))
+		if _, err := f.WriteAt(zeros[:offset-start], start); err != nil {
+			return fmt.Errorf("overwrite %s at byte %d: %w", f.Name(), start, errdefs.FromErrno(err))
+		}
+	}
+	if err := f.Sync(); err != nil {
+		return fmt.Errorf("sync %s: %w", f.Name(), errdefs.FromErrno(err))
+	}
+	return nil
+}
+
 // errShort is what it means that a source ends before it should.
 func errShort(src *os.File, at int64) error {
 	return fmt.Errorf("%w: %s ends at byte %d, and should be longer; somebody cut it short: restore it from a backup, or delete the volume", errdefs.ErrDataLoss, src.Name(), at)

@@ -1,0 +1,114 @@
+package filepool_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// TestErased: of what is erased, and of copies that were cut short, the beginning is nowhere on the disk, whoever shared it and in whatever
+// order they go; and of others nothing is missing.
+func TestErased(t *testing.T) {
+	drivertest.NeedRoot(t)
+	const size = 8 * pooltest.MiB
+	head, rest := bytes.Repeat([]byte("the head of it  "), blockdev.HeadSize/16), bytes.Repeat([]byte("the rest of it  "), (size-blockdev.HeadSize)/16)
+	a, b, c, d := pooltest.Vol("a"), pooltest.Snap("b"), pooltest.Vol("c"), pooltest.Vol("d")
+	for _, fs := range []string{"ext4", "xfs", "btrfs"} {
+		t.Run(fs, func(t *testing.T) {
+			dir := filepath.Join(drivertest.Dir(t), "d")
+			disk := drivertest.MountNew(t, fs, dir, 512*pooltest.MiB)
+			pool := pooltest.OpenFiles(t, filepath.Join(dir, "pool"))
+			defer func() { check.OK(t, pool.Close()) }()
+			ctx := t.Context()
+			begin := func() {
+				pooltest.Create(t, pool, blockdev.Spec{Ref: a, Size: size})
+				device := pooltest.Attach(t, pool, a, blockdev.Attachment{})
+				pooltest.WriteTo(t, device.Path, 0, append(bytes.Clone(head), rest...))
+				check.OK(t, device.Close())
+				pooltest.Create(t, pool, blockdev.Spec{Ref: b, Size: size, Origin: a})
+			}
+			// cutShort leaves a copy that has all its bytes, and one of a volume, which is removed at once.
+			cutShort := func() {
+				for ref, origin := range map[blockdev.Ref]blockdev.Ref{c: b, d: a} {
+					_, err := pool.Create(ctx, blockdev.Spec{Ref: ref, Name: "cut short", Size: size, Origin: origin, Prepare: func(context.Context, string) error { return context.Canceled }})
+					pooltest.Fails(t, err, context.Canceled, "Create")
+				}
+			}
+			erased := func(what string) {
+				t.Helper()
+				mnt, err := os.Open(dir)
+				check.OK(t, errors.Join(err, unix.Syncfs(int(mnt.Fd())), mnt.Close()))
+				all, err := os.ReadFile(disk)
+				check.OK(t, err)
+				if at := bytes.Index(all, head[:32]); at >= 0 {
+					t.Errorf("%s: its beginning is on the disk still, at byte %d", what, at)
+				}
+				if !bytes.Contains(all, rest[:32]) {
+					t.Errorf("%s: nothing of it is on the disk, so this shows nothing", what)
+				}
+			}
+			begin()
+			cutShort()
+			check.OK(t, pool.Delete(ctx, c))
+			check.OK(t, errors.Join(pool.Erase(ctx, b), pool.Erase(ctx, a)))
+			erased("a copy deleted")
+
+			begin()
+			cutShort()
+			check.OK(t, pool.Close())
+			pool = pooltest.OpenFiles(t, filepath.Join(dir, "pool"))
+			if _, err := os.Stat(path(filepath.Join(dir, "pool"), c, ".img")); !errors.Is(err, os.ErrNotExist) {
+				t.Errorf("the start left a copy that was cut short: %v", err)
+			}
+			check.OK(t, errors.Join(pool.Erase(ctx, a), pool.Erase(ctx, b)))
+			erased("a copy found by a start")
+
+			begin()
+			pooltest.Create(t, pool, blockdev.Spec{Ref: c, Size: size, Origin: b})
+			check.OK(t, errors.Join(pool.Erase(ctx, a), pool.Erase(ctx, b)))
+			device := pooltest.Attach(t, pool, c, blockdev.Attachment{})
+			have, err := os.ReadFile(device.Path)
+			check.OK(t, errors.Join(err, device.Close()))
+			if !bytes.Equal(have, append(bytes.Clone(head), rest...)) {
+				t.Error("a copy lost bytes with its origins")
+			}
+			check.OK(t, errors.Join(pool.Erase(ctx, c), pool.Erase(ctx, c)))
+			erased("a copy")
+
+			begin()
+			all := []blockdev.Ref{a, b}
+			check.OK(t, errors.Join(pooltest.AtOnce(len(all), func(i int) error { return pool.Erase(ctx, all[i]) })...))
+			erased("two at once")
+		})
+	}
+}
+
+// TestEraseInUse: nothing of what is in use is overwritten.
+func TestEraseInUse(t *testing.T) {
+	drivertest.NeedRoot(t)
+	pool := pooltest.OpenURL(t, "file://"+drivertest.Dir(t)+"/pool?reservePercent=0")
+	t.Cleanup(func() { check.OK(t, pool.Close()) })
+	content := bytes.Repeat([]byte("the head of it  "), pooltest.MiB/16)
+	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB})
+	device := pooltest.Attach(t, pool, pooltest.Vol("a"), blockdev.Attachment{})
+	pooltest.WriteTo(t, device.Path, 0, content)
+	pooltest.Fails(t, pool.Erase(t.Context(), pooltest.Vol("a")), errdefs.ErrInUse, "Erase")
+	have, err := os.ReadFile(device.Path)
+	check.OK(t, err)
+	if !bytes.Equal(have, content) {
+		t.Error("what is in use was overwritten")
+	}
+	check.OK(t, device.Close())
+	check.OK(t, pool.Erase(t.Context(), pooltest.Vol("a")))
+}

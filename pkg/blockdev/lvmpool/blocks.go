@@ -1,0 +1,166 @@
+package lvmpool
+
+import (
+	"bytes"
+	"cmp"
+	"encoding/binary"
+	"fmt"
+	"hash/crc32"
+	"os"
+	"slices"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/direct"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// The metadata of a thin pool, as far as it is read here (drivers/md/dm-thin-metadata.c, drivers/md/persistent-data/dm-btree-internal.h):
+// a superblock in block 0, which says where its snapshot is, another superblock. That has the root of a B-tree of the thin volumes by their numbers, in
+// which each has the root of a B-tree of its blocks. All of it is little-endian, and each block has a sum.
+const (
+	metadataBlock = 4096
+	thinMagic     = 27022010
+	thinVersion   = 2
+
+	// Of any block: its sum, and its own number.
+	blockNumberAt = 8
+	// Of a superblock.
+	magicAt       = 32
+	versionAt     = 40
+	heldRootAt    = 56
+	mappingRootAt = 320
+	dataBlockAt   = 336 // in sectors
+	superblockSum = 160774
+	// Of a node: its keys, and after room for the most of them their values.
+	flagsAt      = 4
+	entriesAt    = 16
+	mostAt       = 20
+	valueSizeAt  = 24
+	keysAt       = 32
+	nodeSum      = 121107
+	internalNode = 1
+	leafNode     = 2
+
+	// timeBits of a block's number say when it was mapped.
+	timeBits = 24
+	// mostDepth is more than any tree has.
+	mostDepth = 16
+)
+
+// metadataFile reads the blocks of a thin pool's metadata.
+type metadataFile struct {
+	file *os.File
+	name string
+}
+
+// block reads a block, and makes sure that it is one.
+func (m metadataFile) block(number uint64, sum uint32) ([]byte, error) {
+	memory, free, err := direct.Memory(metadataBlock)
+	if err != nil {
+		return nil, err
+	}
+	defer free()
+	if number > 1<<40 {
+		return nil, m.strange(number, "it is none")
+	}
+	if _, err := m.file.ReadAt(memory, int64(number)*metadataBlock); err != nil {
+		return nil, fmt.Errorf("read block %d of %s: %w", number, m.name, errdefs.FromErrno(err))
+	}
+	b := bytes.Clone(memory)
+	if have := ^crc32.Checksum(b[4:], crc32.MakeTable(crc32.Castagnoli)) ^ sum; have != binary.LittleEndian.Uint32(b) {
+		return nil, m.strange(number, "its sum is wrong")
+	}
+	if binary.LittleEndian.Uint64(b[blockNumberAt:]) != number {
+		return nil, m.strange(number, "it says that it is another")
+	}
+	return b, nil
+}
+
+func (m metadataFile) strange(number uint64, what string) error {
+	return fmt.Errorf("%w: block %d of the thin pool's metadata, %s: %s", errdefs.ErrUnsupported, number, m.name, what)
+}
+
+// superblock reads one, and returns where its snapshot, and the tree of volumes, are, and the size of the thin pool's blocks in bytes.
+func (m metadataFile) superblock(number uint64) (held, root uint64, size int64, err error) {
+	b, err := m.block(number, superblockSum)
+	if err != nil {
+		return 0, 0, 0, err
+	}
+	if binary.LittleEndian.Uint64(b[magicAt:]) != thinMagic || binary.LittleEndian.Uint32(b[versionAt:]) != thinVersion {
+		return 0, 0, 0, m.strange(number, "it is no superblock that this driver knows")
+	}
+	size = 512 * int64(binary.LittleEndian.Uint32(b[dataBlockAt:]))
+	if size == 0 {
+		return 0, 0, 0, m.strange(number, "blocks of the thin pool have no size")
+	}
+	return binary.LittleEndian.Uint64(b[heldRootAt:]), binary.LittleEndian.Uint64(b[mappingRootAt:]), size, nil
+}
+
+// walk calls visit with the entries of a tree whose keys are below an end, in order.
+func (m metadataFile) walk(root, end uint64, depth int, visit func(key, value uint64) error) error {
+	b, err := m.block(root, nodeSum)
+	if err != nil {
+		return err
+	}
+	number := func(at int) uint64 { return binary.LittleEndian.Uint64(b[at:]) }
+	short := func(at int) int { return int(binary.LittleEndian.Uint32(b[at:])) }
+	entries, most, flags := short(entriesAt), short(mostAt), short(flagsAt)
+	if depth == mostDepth || entries > most || most > (metadataBlock-keysAt)/16 || short(valueSizeAt) != 8 || flags != internalNode && flags != leafNode {
+		return m.strange(root, "it is no node that this driver knows")
+	}
+	for i := range entries {
+		key, value := number(keysAt+8*i), number(keysAt+8*(most+i))
+		if key >= end {
+			return nil
+		}
+		if flags == leafNode {
+			err = visit(key, value)
+		} else {
+			err = m.walk(value, end, depth+1, visit)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// alone returns the pieces of the first bytes of a thin volume, by its number, that no other volume of the thin pool has, of the metadata on
+// a device that has a snapshot.
+func alone(metadata string, volume uint64, size int64) (pieces []piece, err error) {
+	file, err := direct.Open(metadata, os.O_RDONLY)
+	if err != nil {
+		return nil, err
+	}
+	defer file.Close()
+	m := metadataFile{file, metadata}
+	held, _, _, err := m.superblock(0)
+	if err != nil {
+		return nil, err
+	}
+	if held == 0 {
+		return nil, m.strange(0, "it has no snapshot")
+	}
+	_, root, block, err := m.superblock(held)
+	if err != nil {
+		return nil, err
+	}
+	end := uint64((size + block - 1) / block)
+	own, others := map[uint64]uint64{}, map[uint64]bool{}
+	err = m.walk(root, 1<<timeBits, 0, func(number, blocks uint64) error {
+		return m.walk(blocks, end, 0, func(logical, value uint64) error {
+			if number == volume {
+				own[value>>timeBits] = logical
+			} else {
+				others[value>>timeBits] = true
+			}
+			return nil
+		})
+	})
+	for at, logical := range own {
+		if from := int64(logical) * block; !others[at] {
+			pieces = append(pieces, piece{from, int64(at) * block, min(block, size-from)})
+		}
+	}
+	slices.SortFunc(pieces, func(a, b piece) int { return cmp.Compare(a.logical, b.logical) })
+	return pieces, err
+}
