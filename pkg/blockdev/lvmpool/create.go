@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/internal/progress"
 	"github.com/ashlar-csi/ashlar/internal/undoing"
@@ -302,13 +303,16 @@ func (p *pool) copyOrigin(ctx context.Context, o *logical, target *os.File, spec
 	return err
 }
 
+// cutPrefix begins the name of what a copy is made from.
+const cutPrefix = "cut."
+
 // makeCut fixes the bytes of the origin in a snapshot of lvm2's, which is no object.
 func (p *pool) makeCut(ctx context.Context, o *logical, spec blockdev.Spec) error {
 	size := p.cutSize(o.Record.Size)
 	if err := p.reserve(ctx, size, func() {}); err != nil {
 		return fmt.Errorf("it is written to while it is copied, and there is no room for what changes: %w", err)
 	}
-	name := "cut." + spec.Ref.String()
+	name := cutPrefix + spec.Ref.String()
 	o.cut = time.Now().UTC()
 	return p.lvm.Hold(ctx, func(run lvm2.Run) error {
 		_, err := run("lvcreate", "-s", "-kn", "-c", "64k", "--addtag", tagOurs, "-n", name,
@@ -347,11 +351,22 @@ func (p *pool) dropCut(ctx context.Context, o *logical) error {
 	if o.source == "" {
 		return nil
 	}
-	if err := p.drop(ctx, o.source, p.cutSize(o.Record.Size)); err != nil {
+	if err := p.endCut(ctx, o.source, p.cutSize(o.Record.Size)); err != nil {
 		return err
 	}
 	o.source, o.Copied = "", 0
 	return nil
+}
+
+// endCut removes a cut, and before it what it kept of the beginning of its origin; size is what that frees, in bytes. A cut that cannot be
+// written to goes all the same: the copy, and all who wait for it, do not depend on that.
+func (p *pool) endCut(ctx context.Context, cut string, size int64) error {
+	if err := p.eraseCut(ctx, cut); err != nil && ctx.Err() != nil {
+		return err
+	} else if err != nil {
+		klog.FromContext(ctx).Error(err, "Could not overwrite the beginning of what a cut kept; removing it all the same", "pool", p.name, "volume", p.path(cut))
+	}
+	return p.drop(ctx, cut, size)
 }
 
 func (p *pool) Expand(ctx context.Context, ref blockdev.Ref, size int64) (blockdev.Record, error) {

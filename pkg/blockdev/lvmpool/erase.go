@@ -3,6 +3,7 @@ package lvmpool
 import (
 	"bytes"
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"os"
@@ -134,4 +135,75 @@ func overwrite(ctx context.Context, f *os.File, pieces ...piece) error {
 		return fmt.Errorf("sync %s: %w", f.Name(), errdefs.FromErrno(err))
 	}
 	return nil
+}
+
+// eraseCut overwrites what a cut has kept of the beginning of its origin: what was there before it was written to.
+func (p *pool) eraseCut(ctx context.Context, volume string) error {
+	_, err := p.activate(ctx, volume)
+	if errors.Is(err, lvm2.ErrNoLV) {
+		return nil
+	}
+	var d *dm.Device
+	if err == nil {
+		d, err = p.own(p.device(volume) + "-cow")
+	}
+	if err == nil && d == nil {
+		err = fmt.Errorf("%w: there is no device of what %s keeps", errdefs.ErrUnavailable, p.path(volume))
+	}
+	if err != nil {
+		return err
+	}
+	store, err := dm.Open(d, os.O_RDWR|unix.O_DIRECT)
+	if err != nil {
+		return err
+	}
+	defer store.Close()
+	pieces, err := kept(store, blockdev.HeadSize)
+	if err != nil {
+		return err
+	}
+	return overwrite(ctx, store, pieces...)
+}
+
+// The store of a snapshot of lvm2's (drivers/md/dm-snap-persistent.c), in chunks as they are asked for in makeCut: a header, and then areas. Each is a
+// chunk of pairs, which chunk of the origin is in which one here, and those that it tells of; the first pair of zeros is the end.
+const (
+	cutChunk = 64 << 10
+	cutMagic = 0x70416e53
+)
+
+// kept returns where a store has what the first bytes of the origin were.
+func kept(store *os.File, size int64) (pieces []piece, err error) {
+	chunk, free, err := direct.Memory(cutChunk)
+	if err != nil {
+		return nil, err
+	}
+	defer free()
+	read := func(at int64) error {
+		if _, err := store.ReadAt(chunk, at*cutChunk); err != nil {
+			return fmt.Errorf("read chunk %d of %s: %w", at, store.Name(), errdefs.FromErrno(err))
+		}
+		return nil
+	}
+	if err := read(0); err != nil {
+		return nil, err
+	}
+	if binary.LittleEndian.Uint32(chunk) != cutMagic || binary.LittleEndian.Uint32(chunk[12:]) != cutChunk/512 {
+		return nil, fmt.Errorf("%w: %s is no store of a snapshot that this driver knows", errdefs.ErrUnsupported, store.Name())
+	}
+	const pairs = cutChunk / 16
+	for area := int64(1); ; area += pairs + 1 {
+		if err := read(area); err != nil {
+			return nil, err
+		}
+		for pair := chunk; len(pair) > 0; pair = pair[16:] {
+			of, at := int64(binary.LittleEndian.Uint64(pair)), int64(binary.LittleEndian.Uint64(pair[8:]))
+			if at == 0 {
+				return pieces, nil
+			}
+			if of < size/cutChunk {
+				pieces = append(pieces, piece{of * cutChunk, at * cutChunk, cutChunk})
+			}
+		}
+	}
 }

@@ -178,3 +178,32 @@ func TestLVMErasedLater(t *testing.T) {
 	check.OK(t, f.pool.Erase(ctx, pooltest.Vol("a")))
 	f.erased("later")
 }
+
+// TestLVMErasedCut: what was in the beginning of a volume until it was written to while it was copied is gone with the cut that the copy was
+// made from.
+func TestLVMErasedCut(t *testing.T) {
+	f := &lvmFixture{T: t, group: drivertest.NewGroup(t, 96*pooltest.MiB)}
+	f.url = f.group.URL() + "?reservePercent=0"
+	f.start()
+	ctx, size := t.Context(), int64(8*pooltest.MiB)
+	a, b := pooltest.Vol("a"), pooltest.Snap("b")
+	for what, end := range map[string]func(){
+		"copied":      func() { f.copy(b, a, size) },
+		"deleted":     func() { check.OK(t, f.pool.Delete(ctx, b)) },
+		"the start's": f.restart,
+	} {
+		f.make(a, size)
+		f.head(a, size)
+		device := f.handOut(a)
+		cut := blockdev.Spec{Ref: b, Name: b.String(), Size: size, Origin: a, Cut: func(context.Context) error {
+			return errors.Join(writeDirect(device.Path, 0, marked("other", blockdev.HeadSize)), context.Canceled)
+		}}
+		says(t, pooltest.Second(f.pool.Create(ctx, cut)), context.Canceled)
+		if !f.onDisk(headWord) {
+			t.Error("the cut kept nothing, so this shows nothing")
+		}
+		end()
+		check.OK(t, errors.Join(device.Close(), f.stack(a).Detach(ctx), f.pool.Erase(ctx, b), f.pool.Erase(ctx, a)))
+		f.erased(what)
+	}
+}

@@ -322,7 +322,7 @@ func leftover(volume string) bool {
 	if key, ok := strings.CutPrefix(volume, "grow."); ok {
 		return blockdev.ValidKey(key)
 	}
-	of, ok := strings.CutPrefix(volume, "cut.")
+	of, ok := strings.CutPrefix(volume, cutPrefix)
 	return ok && blockdev.ParseRef(of).Validate() == nil
 }
 
@@ -439,7 +439,11 @@ func (p *pool) recoverUnfinished(ctx context.Context, leftovers []string) {
 		return
 	}
 	for _, volume := range leftovers {
-		report(p.drop(ctx, volume, 0), volume)
+		if strings.HasPrefix(volume, cutPrefix) {
+			report(p.endCut(ctx, volume, 0), volume)
+		} else {
+			report(p.drop(ctx, volume, 0), volume)
+		}
 	}
 	p.Sweep(ctx, p.remove)
 	p.Mu.Lock()
