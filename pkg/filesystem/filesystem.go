@@ -118,30 +118,41 @@ const blankEdge = 4 << 20
 
 var blankCopies = []int64{64 << 20, 256 << 30}
 
-// Blank reports whether a device is blank: nothing but zeros wherever a signature
+// Blank reports whether a device is blank from an offset on: nothing but zeros wherever a signature
 // of any kind could be. It stops at the first other byte. An unreadable device is an
 // error, not blank.
-func Blank(ctx context.Context, device string) (bool, error) {
+func Blank(ctx context.Context, device string, from int64) (bool, error) {
 	f, err := os.Open(device)
 	if err != nil {
 		return false, fmt.Errorf("read %s: %w", device, err)
 	}
 	defer f.Close()
 	size, err := f.Seek(0, io.SeekEnd)
-	if err != nil || size == 0 {
+	if err != nil || size <= from {
 		return false, fmt.Errorf("read %s: size %d: %w", device, size, err)
 	}
 	for _, at := range blankCopies {
-		if zero, err := zeros(ctx, f, at, min(at+blockdev.Granularity, size)); !zero || err != nil {
+		if zero, err := zeros(ctx, f, from+at, min(from+at+blockdev.Granularity, size)); !zero || err != nil {
 			return false, err
 		}
 	}
-	for _, part := range [][2]int64{{0, min(blankEdge, size)}, {max(size-blankEdge, min(blankEdge, size)), size}} {
+	edge := min(from+blankEdge, size)
+	for _, part := range [][2]int64{{from, edge}, {max(size-blankEdge, edge), size}} {
 		if zero, err := zeros(ctx, f, part[0], part[1]); !zero || err != nil {
 			return false, err
 		}
 	}
 	return true, nil
+}
+
+// Zeros reports whether a device has nothing but zeros between two offsets.
+func Zeros(ctx context.Context, device string, start, end int64) (bool, error) {
+	f, err := os.Open(device)
+	if err != nil {
+		return false, fmt.Errorf("read %s: %w", device, err)
+	}
+	defer f.Close()
+	return zeros(ctx, f, start, end)
 }
 
 var zeroBlock [256 << 10]byte

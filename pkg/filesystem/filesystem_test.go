@@ -98,34 +98,34 @@ func TestBlank(t *testing.T) {
 		"first byte": 0, "odd": 12345, "last of the first 4 MiB": 4*miB - 1, "second superblock of btrfs": 64*miB + 64, "first of the last 4 MiB": size - 4*miB, "last byte": size - 1,
 	} {
 		path := sparse(t, size)
-		blank, err := filesystem.Blank(t.Context(), path)
+		blank, err := filesystem.Blank(t.Context(), path, 0)
 		if !blank || err != nil {
 			t.Errorf("a file of zeros is not blank: %v", err)
 		}
 		put(t, path, offset, "\x01")
-		if blank, err := filesystem.Blank(t.Context(), path); blank || err != nil {
+		if blank, err := filesystem.Blank(t.Context(), path, 0); blank || err != nil {
 			t.Errorf("with a byte at the %s: blank %v, %v", name, blank, err)
 		}
 	}
 	for _, size := range []int64{1, 512, 4096, 4 * miB, 4*miB + 1, 8*miB - 1, 8 * miB, 64*miB + 1} {
 		path := sparse(t, size)
-		if blank, err := filesystem.Blank(t.Context(), path); !blank || err != nil {
+		if blank, err := filesystem.Blank(t.Context(), path, 0); !blank || err != nil {
 			t.Errorf("%d zeros: blank %v, %v", size, blank, err)
 		}
 		put(t, path, size-1, "\x01")
-		if blank, err := filesystem.Blank(t.Context(), path); blank || err != nil {
+		if blank, err := filesystem.Blank(t.Context(), path, 0); blank || err != nil {
 			t.Errorf("%d bytes, the last one 1: blank %v, %v", size, blank, err)
 		}
 	}
 	// What cannot be read is an error, not blank.
 	for _, path := range []string{"/nowhere", t.TempDir(), sparse(t, 0)} {
-		if blank, err := filesystem.Blank(t.Context(), path); blank || err == nil {
+		if blank, err := filesystem.Blank(t.Context(), path, 0); blank || err == nil {
 			t.Errorf("%s: blank %v, %v", path, blank, err)
 		}
 	}
 	ended, cancel := context.WithCancel(t.Context())
 	cancel()
-	if blank, err := filesystem.Blank(ended, sparse(t, miB)); blank || !errors.Is(err, context.Canceled) {
+	if blank, err := filesystem.Blank(ended, sparse(t, miB), 0); blank || !errors.Is(err, context.Canceled) {
 		t.Errorf("cancelled: blank %v, %v", blank, err)
 	}
 }
@@ -189,7 +189,7 @@ func TestMake(t *testing.T) {
 				if have, err := filesystem.Foreign(d.device, fs); have != "" || err != nil {
 					t.Errorf("its own filesystem is foreign as %q: %v", have, err)
 				}
-				if blank, err := filesystem.Blank(t.Context(), d.device); blank || err != nil {
+				if blank, err := filesystem.Blank(t.Context(), d.device, 0); blank || err != nil {
 					t.Errorf("it is blank %v: %v", blank, err)
 				}
 				check.OK(t, filesystem.Check(t.Context(), fs, d.device))

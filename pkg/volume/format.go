@@ -73,9 +73,9 @@ func (l *Local) Format(ctx context.Context, v *Volume, device blockdev.Device, w
 	case Formatted, Raw:
 		return false, v.carries(device, want)
 	case Blank:
-		blank, err := true, error(nil) // nothing was ever written behind a header of ours
-		if v.Encryption.Scheme == NotEncrypted {
-			blank, err = l.blank(ctx, v.ID, device)
+		blank, err := l.blank(ctx, v.ID, device)
+		if v.Encryption.Scheme != NotEncrypted {
+			blank, err = blankBehind(ctx, device)
 		}
 		if err != nil {
 			return false, err
@@ -111,7 +111,7 @@ func (l *Local) blank(ctx context.Context, id ID, device blockdev.Device) (bool,
 	if prover, ok := blockdev.As[blockdev.Prover](pool); ok {
 		return prover.Untouched(ctx, ref)
 	}
-	return filesystem.Blank(ctx, device.Path)
+	return filesystem.Blank(ctx, device.Path, 0)
 }
 
 // leftByMake looks at a device whose formatting was cut short. Nobody ever had it, so what is on it is

@@ -81,17 +81,10 @@ func (l *Local) makeHeader(ctx context.Context, v *Volume, device blockdev.Devic
 			return fmt.Errorf("%w: its record says that it was never encrypted, but %s is not blank; nothing was written: look at what is on it", errdefs.ErrPrecondition, device.Path)
 		}
 	case Formatting: // nobody ever had it: what is there is what cryptsetup left
-		foreign := ""
-		if uuid == "" {
-			foreign, err = filesystem.Foreign(device.Path, "")
-		} else if uuid != v.Header.UUID {
-			foreign = "a LUKS2 header of another volume, " + uuid
-		}
-		if err != nil {
+		if whole, err := v.cutShort(ctx, device, uuid, key); err != nil {
 			return err
-		}
-		if foreign != "" {
-			return fmt.Errorf("%w: the making of its LUKS2 header was cut short, and %s carries %s now; nothing was written: look at what is on it", errdefs.ErrPrecondition, device.Path, foreign)
+		} else if whole { // a crash came before the record said so, or the record is an old one: what is there is kept
+			return l.setHeader(ctx, v, Header{Formatted, uuid})
 		}
 	default:
 		return fmt.Errorf("%w: its record has the unknown header state %q", errdefs.ErrDataLoss, v.Header.State)
@@ -103,16 +96,6 @@ func (l *Local) makeHeader(ctx context.Context, v *Volume, device blockdev.Devic
 		return err
 	}
 	header := Header{Formatting, uuidOf(v.ID.Key)}
-	if v.Header == header { // it may be whole: a crash came before the record said so, or the record is an old one
-		whole, err := luks.Opens(ctx, device.Path, key)
-		if err != nil {
-			return err
-		}
-		if whole {
-			header.State = Formatted
-			return l.setHeader(ctx, v, header)
-		}
-	}
 	if err := l.setHeader(ctx, v, header); err != nil {
 		return err
 	}
@@ -121,6 +104,35 @@ func (l *Local) makeHeader(ctx context.Context, v *Volume, device blockdev.Devic
 	}
 	header.State = Formatted
 	return l.setHeader(ctx, v, header)
+}
+
+// cutShort looks at a device on which the making of a header was cut short. Nobody ever had it, so what is there is what cryptsetup left: half a header,
+// or one without key slots, or one that is whole. ErrPrecondition if anything else is there; ErrKey if it is whole, and the key does not open it.
+func (v *Volume) cutShort(ctx context.Context, device blockdev.Device, uuid string, key Key) (whole bool, err error) {
+	foreign := ""
+	if uuid == "" {
+		foreign, err = filesystem.Foreign(device.Path, "")
+	} else if uuid != v.Header.UUID {
+		foreign = "a LUKS2 header of another volume, " + uuid
+	}
+	if err != nil {
+		return false, err
+	}
+	if foreign == "" {
+		whole, err = luks.Opens(ctx, device.Path, key)
+		if errors.Is(err, ErrKey) {
+			err = fmt.Errorf("the making of its LUKS2 header was cut short, says its record, but it is whole: %w; nothing was written: give the key that it was made with, or, if nobody ever used the volume, delete it", err)
+		}
+		if whole || err != nil {
+			return whole, err
+		}
+		blank, err := filesystem.Blank(ctx, device.Path, luks.HeaderSize)
+		if blank || err != nil {
+			return false, err
+		}
+		foreign = "something behind the header"
+	}
+	return false, fmt.Errorf("%w: the making of its LUKS2 header was cut short, and %s carries %s now; nothing was written: look at what is on it", errdefs.ErrPrecondition, device.Path, foreign)
 }
 
 // hasHeader makes sure that a volume, whose header is never made again, has its header.
@@ -147,6 +159,20 @@ func (l *Local) separate(ctx context.Context, v Volume, device blockdev.Device) 
 		delete(labels, labelSeparate)
 		return nil
 	})
+}
+
+// blankBehind reports whether nothing was ever written behind the header of a volume, which is attached as a device: what reads as noise there is
+// blank on the pool's device still, but for what clearSignatures may have written.
+func blankBehind(ctx context.Context, device blockdev.Device) (bool, error) {
+	blank, err := filesystem.Blank(ctx, device.Below, luks.HeaderSize)
+	if blank || err != nil {
+		return blank, err
+	}
+	cleared, err := filesystem.Zeros(ctx, device.Path, 0, signaturesEnd)
+	if !cleared || err != nil {
+		return false, err
+	}
+	return filesystem.Blank(ctx, device.Below, luks.HeaderSize+signaturesEnd)
 }
 
 // signaturesEnd is where the signatures end that filesystem.Foreign and Probe look for, in bytes.

@@ -3,8 +3,11 @@ package volume_test
 import (
 	"bytes"
 	"errors"
+	"maps"
 	"os"
+	"os/exec"
 	"slices"
+	"strings"
 	"testing"
 
 	"github.com/ashlar-csi/ashlar/internal/check"
@@ -13,6 +16,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/luks"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
@@ -39,7 +43,9 @@ func TestHeaderByRecord(t *testing.T) {
 		"blank, written":                 {"", func(d string) { put(t, d, luks.HeaderSize+512<<10, "somebody's") }, errdefs.ErrPrecondition},
 		"cut short at once":              {"formatting", func(string) {}, nil},
 		"cut short, with its header":     {"formatting", func(d string) { check.OK(t, luks.Format(t.Context(), d, own, key)) }, nil},
-		"cut short, with another key":    {"formatting", func(d string) { check.OK(t, luks.Format(t.Context(), d, own, other)) }, nil},
+		"cut short, with another key":    {"formatting", func(d string) { check.OK(t, luks.Format(t.Context(), d, own, other)) }, errdefs.ErrPrecondition},
+		"cut short, without key slots":   {"formatting", func(d string) { check.OK(t, luks.Format(t.Context(), d, own, other)); withoutSlots(t, d) }, nil},
+		"cut short, and written behind":  {"formatting", func(d string) { put(t, d, luks.HeaderSize+512<<10, "somebody's") }, errdefs.ErrPrecondition},
 		"cut short, with noise":          {"formatting", func(d string) { put(t, d, 32<<10, "noise") }, nil},
 		"cut short, with another header": {"formatting", func(d string) { check.OK(t, luks.Format(t.Context(), d, foreign, key)) }, errdefs.ErrPrecondition},
 		"cut short, with a filesystem":   {"formatting", func(d string) { put(t, d, 1024+56, "\x53\xef") }, errdefs.ErrPrecondition},
@@ -83,6 +89,70 @@ func TestHeaderByRecord(t *testing.T) {
 		check.OK(t, bare.Close())
 		check.OK(t, l.Delete(t.Context(), v.ID))
 	}
+}
+
+// withoutSlots leaves of a header what luksFormat has made until it has stretched the key.
+func withoutSlots(t *testing.T, device string) {
+	t.Helper()
+	if out, err := exec.Command("cryptsetup", "--batch-mode", "luksErase", device).CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+}
+
+// TestHeaderOfOldRecord: a record from before a filesystem was made has nothing made over it, whatever it says, and with the right key.
+func TestHeaderOfOldRecord(t *testing.T) {
+	drivertest.NeedRoot(t)
+	if err := luks.Available(); err != nil {
+		t.Skip(err)
+	}
+	pool := pooltest.OpenedFiles(t, drivertest.Dir(t))
+	l := start(t, 0, pool)
+	key := volume.Key("the key")
+	v, err := l.Create(t.Context(), volume.Spec{Name: "v", Size: volume.Range{Required: 32 * mib}, Filesystem: filesystem.Ext4, Encryption: volume.Encryption{Scheme: volume.LUKS2}})
+	check.OK(t, err)
+	ref := blockdev.Ref{Kind: blockdev.Volume, Key: v.ID.Key}
+	format := func() (made bool, err error) {
+		t.Helper()
+		v, err := l.Get(t.Context(), v.ID)
+		check.OK(t, err)
+		device, err := l.Attach(t.Context(), v, key)
+		check.OK(t, err)
+		made, err = l.Format(t.Context(), &v, device, filesystem.Ext4)
+		check.OK(t, device.Close())
+		return made, err
+	}
+	labels := func(change map[string]string) {
+		t.Helper()
+		_, err := pool.SetLabels(t.Context(), ref, func(labels map[string]string) error {
+			delete(labels, "format")
+			maps.Copy(labels, change)
+			return nil
+		})
+		check.OK(t, err)
+	}
+	// A crash came between the header and the filesystem, when the beginning was cleared.
+	device, err := l.Attach(t.Context(), v, key)
+	check.OK(t, err)
+	put(t, device.Path, 0, string(make([]byte, 128<<10)))
+	check.OK(t, device.Close())
+	made, err := format()
+	if check.OK(t, err); !made {
+		t.Error("no filesystem was made")
+	}
+	record, err := pool.Get(t.Context(), ref)
+	check.OK(t, err)
+	formatted := record.Labels["header"]
+	for _, header := range []string{formatted, strings.Replace(formatted, "formatted", "formatting", 1)} {
+		labels(map[string]string{"header": header})
+		if made, err := format(); made || !errors.Is(err, errdefs.ErrPrecondition) {
+			t.Errorf("with the header %s, and nothing of a filesystem, on record: made %v, %v", header, made, err)
+		}
+	}
+	labels(map[string]string{"format": record.Labels["format"]})
+	if made, err := format(); made || err != nil {
+		t.Errorf("with its record it is made anew (%v), or it is gone: %v", made, err)
+	}
+	check.OK(t, l.Delete(t.Context(), v.ID))
 }
 
 func put(t *testing.T, path string, at int64, data string) {

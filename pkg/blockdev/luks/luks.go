@@ -8,6 +8,8 @@ import (
 	"bytes"
 	"context"
 	"crypto/sha256"
+	"encoding/binary"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -107,19 +109,14 @@ func Format(ctx context.Context, device, uuid string, key Key) error {
 	return nil
 }
 
-// Opens reports whether a device has a header that a key opens.
+// Opens reports whether a device has a header that a key opens: false if none can open it, as it is not whole, or has no key slot yet. ErrKey if
+// another key opens it.
 func Opens(ctx context.Context, device string, key Key) (bool, error) {
-	if err := Check(device); err != nil {
-		if errors.Is(err, errdefs.ErrDataLoss) {
-			err = nil
-		}
+	header, err := find(device)
+	if err != nil || !header.whole || header.slots == 0 {
 		return false, err
 	}
-	err := withKey(ctx, key, "open", "--type", "luks2", "--test-passphrase", device)
-	if errors.Is(err, ErrKey) {
-		return false, nil
-	}
-	if err != nil {
+	if err := withKey(ctx, key, "open", "--type", "luks2", "--test-passphrase", device); err != nil {
 		return false, fmt.Errorf("try the key of the LUKS2 header of %s: %w", device, err)
 	}
 	return true, nil
@@ -183,42 +180,53 @@ func flush(path string) error {
 	return nil
 }
 
-// The binary header (LUKS2 On-Disk Format Specification, 2.1): its magic, which the second copy has in another order, the UUID, and the sum of all
-// the metadata, itself taken as zeros.
-var (
-	magics   = map[int64][]byte{0: []byte("LUKS\xba\xbe\x00\x02"), metadataSize: []byte("SKUL\xba\xbe\x00\x02")}
-	uuidAt   = 168
-	uuidSize = 40
-	sumAt    = 448
-	sumSize  = 64
+// The binary header (LUKS2 On-Disk Format Specification, 2.1): its magic, which the second copy has in another order, a number that grows with each
+// change, the UUID, and the sum of all the metadata, itself taken as zeros. Behind it is a text of JSON.
+var magics = map[int64][]byte{0: []byte("LUKS\xba\xbe\x00\x02"), metadataSize: []byte("SKUL\xba\xbe\x00\x02")}
+
+const (
+	sequenceAt = 16
+	uuidAt     = 168
+	uuidSize   = 40
+	sumAt      = 448
+	sumSize    = 64
+	textAt     = 4096
 )
+
+// metadata is what one of the copies of a header says.
+type metadata struct {
+	uuid     string
+	whole    bool
+	sequence uint64
+	slots    int // key slots, of one that is whole
+}
 
 // UUID returns that of the LUKS2 header of a device or a file, in either of its copies: of one that is whole, if there is one, as cryptsetup takes it.
 // Empty if there is none.
 func UUID(path string) (string, error) {
-	uuid, _, err := find(path)
-	return uuid, err
+	header, err := find(path)
+	return header.uuid, err
 }
 
 // Check returns errdefs.ErrDataLoss if neither of the copies of a header is whole: no key opens it any more. It does not look at the key slots.
 func Check(path string) error {
-	uuid, whole, err := find(path)
+	header, err := find(path)
 	switch {
 	case err != nil:
 		return err
-	case uuid == "":
+	case header.uuid == "":
 		return fmt.Errorf("%w: %s has no LUKS2 header now", errdefs.ErrDataLoss, path)
-	case !whole:
+	case !header.whole:
 		return fmt.Errorf("%w: the LUKS2 header of %s is damaged in both of its copies", errdefs.ErrDataLoss, path)
 	}
 	return nil
 }
 
-// find returns the UUID of a header, and whether it is of a copy that is whole.
-func find(path string) (uuid string, whole bool, err error) {
+// find returns the copy of a header that cryptsetup takes: of those that are whole the newer one. Without one of these it is whatever is there.
+func find(path string) (found metadata, err error) {
 	f, err := os.Open(path)
 	if err != nil {
-		return "", false, fmt.Errorf("read the LUKS2 header: %w", errdefs.FromErrno(err))
+		return found, fmt.Errorf("read the LUKS2 header: %w", errdefs.FromErrno(err))
 	}
 	defer f.Close()
 	for _, at := range []int64{0, metadataSize} {
@@ -229,23 +237,31 @@ func find(path string) (uuid string, whole bool, err error) {
 		if !bytes.HasPrefix(header, magics[at]) {
 			continue
 		}
-		have, _, _ := bytes.Cut(header[uuidAt:uuidAt+uuidSize], []byte{0})
-		if whole = isWhole(header); whole || uuid == "" {
-			uuid = string(have)
-		}
-		if whole {
-			return uuid, true, nil
+		one := parse(header)
+		if found.uuid == "" || one.whole && (!found.whole || one.sequence > found.sequence) {
+			found = one
 		}
 	}
-	return uuid, false, err
+	if found.whole {
+		return found, nil
+	}
+	return found, err
 }
 
-// isWhole checks the sum of a copy of the metadata.
-func isWhole(header []byte) bool {
+// parse reads one copy of the metadata.
+func parse(header []byte) metadata {
+	uuid, _, _ := bytes.Cut(header[uuidAt:uuidAt+uuidSize], []byte{0})
+	m := metadata{uuid: string(uuid), sequence: binary.BigEndian.Uint64(header[sequenceAt:])}
 	stored := bytes.Clone(header[sumAt : sumAt+sumSize])
 	clear(header[sumAt : sumAt+sumSize])
 	sum := sha256.Sum256(header)
-	return bytes.HasPrefix(stored, sum[:])
+	text, _, _ := bytes.Cut(header[textAt:], []byte{0})
+	var says struct {
+		Slots map[string]json.RawMessage `json:"keyslots"`
+	}
+	m.whole = bytes.HasPrefix(stored, sum[:]) && json.Unmarshal(text, &says) == nil
+	m.slots = len(says.Slots)
+	return m
 }
 
 // Erase overwrites all that Format wrote, on a device or in a file, with zeros, and returns when it is written: no key opens the
