@@ -8,6 +8,8 @@ import (
 	"slices"
 	"strings"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/luks"
@@ -113,7 +115,7 @@ func (c crypt) open(ctx context.Context, name string, below blockdev.Device, how
 	var d *dm.Device
 	if err == nil {
 		if d, err = dm.Find(name); err == nil && d == nil {
-			err = fmt.Errorf("open the LUKS2 header of %s: cryptsetup ended as if it had made device %s, and there is none", below.Path, name)
+			err = unix.ENODEV
 		}
 	}
 	if err != nil { // also of a cryptsetup that was killed

@@ -3,6 +3,8 @@ package device_test
 import (
 	"bytes"
 	"context"
+	"crypto/sha256"
+	"encoding/json"
 	"errors"
 	"os"
 	"path/filepath"
@@ -155,6 +157,74 @@ func TestEncryptedRefused(t *testing.T) {
 			f.Errorf("without a header: %v", err)
 		}
 		f.closed()
+	})
+}
+
+// craft changes what the copies of a header on a device say, as somebody does who can write to the disk: their sums are right.
+func (f *fixture) craft(path string, copies []int, change func(binary []byte, text map[string]any)) {
+	f.Helper()
+	const size, sum, begin = 16 << 10, 448, 4096
+	device, err := os.OpenFile(path, os.O_RDWR, 0)
+	check.OK(f, err)
+	for _, n := range copies {
+		data := make([]byte, size)
+		check.OK(f, pooltest.Second(device.ReadAt(data, int64(n*size))))
+		var text map[string]any
+		check.OK(f, json.Unmarshal(bytes.TrimRight(data[begin:], "\x00"), &text))
+		change(data, text)
+		made, err := json.Marshal(text)
+		check.OK(f, err)
+		clear(data[begin:])
+		copy(data[begin:], made)
+		clear(data[sum : sum+64])
+		is := sha256.Sum256(data)
+		copy(data[sum:], is[:])
+		check.OK(f, pooltest.Second(device.WriteAt(data, int64(n*size))))
+	}
+	check.OK(f, errors.Join(device.Sync(), device.Close()))
+}
+
+// TestEncryptedCrafted: a header that somebody has changed on the disk, so that nothing would be encrypted any more, or elsewhere, or the machine would be
+// without memory, is refused at once. Nothing is written but by cryptsetup, and nothing left.
+func TestEncryptedCrafted(t *testing.T) {
+	in := func(text map[string]any, path ...string) map[string]any {
+		for _, key := range path {
+			text = text[key].(map[string]any)
+		}
+		return text
+	}
+	both := []int{0, 1}
+	cases := map[string]struct {
+		copies []int
+		change func(binary []byte, text map[string]any)
+		says   string
+	}{
+		"no cipher":     {both, func(_ []byte, text map[string]any) { in(text, "segments", "0")["encryption"] = "cipher_null-ecb" }, "cipher_null"},
+		"another place": {both, func(_ []byte, text map[string]any) { in(text, "segments", "0")["offset"] = "4194304" }, "from sector 8192"},
+		"much memory":   {both, func(_ []byte, text map[string]any) { in(text, "keyslots", "0", "kdf")["memory"] = 4 << 20 }, "4194304 KiB"},
+		"much time":     {both, func(_ []byte, text map[string]any) { in(text, "keyslots", "0", "kdf")["time"] = 1 << 31 }, "passes"},
+		"much memory in the newer copy": {[]int{1}, func(binary []byte, text map[string]any) {
+			binary[23]++ // its number
+			in(text, "keyslots", "0", "kdf")["memory"] = 4 << 20
+		}, "4194304 KiB"},
+	}
+	overEncrypted(t, func(f *fixture) {
+		good := make([]byte, 32<<10)
+		for what, c := range cases {
+			bare, err := f.pool.Attach(f.Context(), f.ref, blockdev.Attachment{})
+			check.OK(f, err)
+			check.OK(f, pooltest.Second(readAt(bare.Path, good, 0)))
+			f.craft(bare.Path, c.copies, c.change)
+			within, end := context.WithTimeout(f.Context(), 30*time.Second)
+			_, err = f.stack().Attach(within, opening)
+			end()
+			if !errors.Is(err, errdefs.ErrPrecondition) || !strings.Contains(err.Error(), c.says) {
+				f.Errorf("%s: attached: %v", what, err)
+			}
+			check.OK(f, os.WriteFile(bare.Path, good, 0))
+			check.OK(f, bare.Close())
+			f.closed()
+		}
 	})
 }
 

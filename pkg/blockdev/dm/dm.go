@@ -44,6 +44,7 @@ const (
 const (
 	flagReadOnly       = 1 << 0
 	flagSuspended      = 1 << 1
+	flagTable          = 1 << 4 // tableStatus tells the table, not how it does
 	flagActive         = 1 << 5 // there is a table in effect
 	flagInactive       = 1 << 6 // there is a table for the next resume
 	flagBufferFull     = 1 << 8
@@ -312,8 +313,16 @@ func Below(name string) ([]uint64, error) {
 }
 
 // Target returns the first target of a device, and what it says of itself.
-func Target(name string) (kind, status string, err error) {
-	h, data, err := call(tableStatus, named(name), nil)
+func Target(name string) (kind, status string, err error) { return target(name, 0) }
+
+// Table returns the first target of a device, and what it was made with. Of dm-crypt that may be the key: it is for no error and no log.
+func Table(name string) (kind, arguments string, err error) { return target(name, flagTable) }
+
+func target(name string, flags uint32) (kind, says string, err error) {
+	h, data, err := call(tableStatus, func(h *header) {
+		named(name)(h)
+		h.flags = flags
+	}, nil)
 	if err != nil {
 		return "", "", fmt.Errorf("status of the target of device %s: %w", name, errdefs.FromErrno(err))
 	}

@@ -75,6 +75,8 @@ func Available() error {
 	return errdefs.Recast(errdefs.ErrUnsupported, err, "encryption needs dm-crypt; load the kernel's modules dm-mod and dm-crypt")
 }
 
+const cipherName = "aes-xts-plain64"
+
 // How a header is made.
 //
 // The key is stretched by Argon2id as RFC 9106 recommends where memory is bounded (its second choice: 64 MiB, four lanes; four passes,
@@ -85,7 +87,7 @@ func Available() error {
 // Sectors of 4096 bytes: every size is a multiple of that, and no disk has larger ones. So the volume has such sectors over
 // any disk, and its copies can be moved to any other.
 var (
-	cipher   = []string{"--cipher", "aes-xts-plain64", "--key-size", "512", "--sector-size", "4096"}
+	cipher   = []string{"--cipher", cipherName, "--key-size", "512", "--sector-size", "4096"}
 	stretch  = []string{"--pbkdf", "argon2id", "--pbkdf-memory", "65536", "--pbkdf-parallel", "4", "--pbkdf-force-iterations", "4"}
 	geometry = []string{"--luks2-metadata-size", strconv.Itoa(metadataSize), "--luks2-keyslots-size", strconv.Itoa(Written - 2*metadataSize), "--offset", strconv.Itoa(HeaderSize / 512)}
 )
@@ -113,7 +115,10 @@ func Format(ctx context.Context, device, uuid string, key Key) error {
 // another key opens it.
 func Opens(ctx context.Context, device string, key Key) (bool, error) {
 	header, err := find(device)
-	if err != nil || !header.whole || header.slots == 0 {
+	if err != nil || !header.whole || len(header.slots) == 0 {
+		return false, err
+	}
+	if err := header.affordable(device); err != nil {
 		return false, err
 	}
 	if err := withKey(ctx, key, "open", "--type", "luks2", "--test-passphrase", device); err != nil {
@@ -125,6 +130,9 @@ func Opens(ctx context.Context, device string, key Key) (bool, error) {
 // Open makes a device of the device mapper that shows what is behind the header of a device. ErrKey for a wrong key. What it leaves when it
 // fails, or is killed, is a device of that name, which may have no table.
 //
+// Nothing in a header vouches for what it says: who can write to the disk may have it say "no cipher", and all that is written from then on
+// can be read there. So the kernel is asked what was opened: errdefs.ErrPrecondition if that is not what Format makes.
+//
 // The kernel's queues for reads and writes stay (no --perf-no_read_workqueue, no --perf-no_write_workqueue): without them whoever submits the I/O encrypts it,
 // which is said to be faster for one reader of a fast disk and slower for one writer on many processors. On one processor it makes no difference (docs/benchmarks.md).
 func Open(ctx context.Context, device, name string, key Key, discards bool) error {
@@ -132,12 +140,46 @@ func Open(ctx context.Context, device, name string, key Key, discards bool) erro
 	if discards {
 		argv = append(argv, "--allow-discards")
 	}
-	err := withKey(ctx, key, append(argv, device, name)...)
-	if err = errors.Join(err, ForgetNode(name)); err != nil {
+	header, err := find(device)
+	if err == nil {
+		err = header.affordable(device)
+	}
+	if err == nil {
+		err = withKey(ctx, key, append(argv, device, name)...)
+		err = errors.Join(err, ForgetNode(name))
+	}
+	if err == nil {
+		err = verify(name, header.uuid)
+	}
+	if err != nil {
 		return fmt.Errorf("open the LUKS2 header of %s: %w", device, err)
 	}
 	return nil
 }
+
+// verify makes sure that a device that cryptsetup made is of the header with a UUID, and shows what is behind it as Format has it encrypted.
+func verify(name, uuid string) error {
+	d, err := dm.Find(name)
+	if err != nil || d == nil {
+		return errors.Join(err, fmt.Errorf("cryptsetup ended as if it had made device %s, and there is none", name))
+	}
+	kind, arguments, err := dm.Table(name)
+	if err != nil {
+		return err
+	}
+	fields := strings.Fields(arguments) // CIPHER KEY IV-OFFSET DEVICE OFFSET ... (dm-crypt of the kernel's documentation)
+	switch {
+	case d.Targets != 1 || kind != "crypt" || len(fields) < 5:
+		return fmt.Errorf("%w: it opens as %d targets of the device mapper, the first of them %q, not as one of dm-crypt; "+notOurs, errdefs.ErrPrecondition, d.Targets, kind)
+	case fields[0] != cipherName || fields[4] != strconv.Itoa(HeaderSize/512):
+		return fmt.Errorf("%w: it opens with the cipher %s from sector %s on, not with %s from %d on; "+notOurs, errdefs.ErrPrecondition, fields[0], fields[4], cipherName, HeaderSize/512)
+	case !strings.HasPrefix(d.UUID, UUIDPrefix+strings.ReplaceAll(uuid, "-", "")+"-"):
+		return fmt.Errorf("%w: it opens as %s, and its UUID is %s; "+notOurs, errdefs.ErrPrecondition, d.UUID, uuid)
+	}
+	return nil
+}
+
+const notOurs = "somebody has changed the header on the disk: restore it (cryptsetup luksHeaderRestore), and find out who can write there"
 
 // Resize brings a device that Open made to the size of the one below it. It needs a key, as the kernel has none for a new table.
 func Resize(ctx context.Context, name string, key Key) error {
@@ -198,7 +240,33 @@ type metadata struct {
 	uuid     string
 	whole    bool
 	sequence uint64
-	slots    int // key slots, of one that is whole
+	slots    map[string]slot // of keys, of one that is whole
+}
+
+// slot is what a header says of how the key of one of its slots is stretched.
+type slot struct {
+	Stretch struct {
+		Memory int64 // in KiB
+		Time   int64 // passes over that
+	} `json:"kdf"`
+}
+
+// What a key slot may ask for: with cryptsetup's own choice, that of who adds a key by hand, it is up to 1 GiB, and some passes.
+const (
+	mostMemory = 1 << 20  // KiB
+	mostWork   = 64 << 20 // KiB, over all passes
+)
+
+// affordable returns errdefs.ErrPrecondition for a header of which a key slot takes memory or time as no cryptsetup would have it choose: cryptsetup takes
+// what it is told.
+func (m metadata) affordable(device string) error {
+	for name, s := range m.slots {
+		if memory := s.Stretch.Memory; memory > mostMemory || memory > 0 && s.Stretch.Time > mostWork/memory {
+			return fmt.Errorf("%w: key slot %s of the LUKS2 header of %s takes %d KiB of memory and %d passes over it to be tried, more than the driver lets it have (%d KiB, and %d KiB in all passes); nothing was tried: "+
+				"restore the header (cryptsetup luksHeaderRestore), or take that key away", errdefs.ErrPrecondition, name, device, memory, s.Stretch.Time, mostMemory, mostWork)
+		}
+	}
+	return nil
 }
 
 // UUID returns that of the LUKS2 header of a device or a file, in either of its copies: of one that is whole, if there is one, as cryptsetup takes it.
@@ -257,10 +325,10 @@ func parse(header []byte) metadata {
 	sum := sha256.Sum256(header)
 	text, _, _ := bytes.Cut(header[textAt:], []byte{0})
 	var says struct {
-		Slots map[string]json.RawMessage `json:"keyslots"`
+		Slots map[string]slot `json:"keyslots"`
 	}
 	m.whole = bytes.HasPrefix(stored, sum[:]) && json.Unmarshal(text, &says) == nil
-	m.slots = len(says.Slots)
+	m.slots = says.Slots
 	return m
 }
 
