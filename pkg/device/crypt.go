@@ -18,7 +18,7 @@ import (
 
 // Encryption says how to open a volume that is encrypted.
 type Encryption struct {
-	// Key opens it. What is open needs none, unless it has to grow.
+	// Key opens it. What is open needs none, and grows only with one.
 	Key luks.Key
 	// Discards are passed on to the pool's device.
 	Discards bool
@@ -81,8 +81,10 @@ func (c crypt) attach(ctx context.Context, below blockdev.Device, o Options) (_ 
 				err = errors.Join(err, c.remove(name))
 			}
 		}()
-	} else if err := c.fit(ctx, d, below, o.Encryption.Key); err != nil {
-		return blockdev.Device{}, err
+	} else if key := o.Encryption.Key; len(key) > 0 { // without, it stays as it is: publishing brings none
+		if err := c.fit(ctx, d, below, key); err != nil {
+			return blockdev.Device{}, err
+		}
 	}
 	f, err := dm.Open(d, os.O_RDONLY)
 	if err != nil {

@@ -3,6 +3,8 @@ package volume
 import (
 	"context"
 	"errors"
+	"fmt"
+	"slices"
 
 	"github.com/ashlar-csi/ashlar/internal/trace"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
@@ -60,7 +62,16 @@ func (l *Local) attach(ctx context.Context, v Volume, key Key, keep bool) (_ blo
 	if v.Encryption.Scheme == NotEncrypted {
 		return stack.Attach(ctx, options)
 	}
+	if !slices.Contains(Schemes, v.Encryption.Scheme) {
+		return blockdev.Device{}, fmt.Errorf("%w: its record says encryption %q, which this driver does not know; use the newer one that made it", errdefs.ErrUnsupported, v.Encryption.Scheme)
+	}
 	release, err := l.prepareHeader(ctx, &v, key)
+	if errors.Is(err, errdefs.ErrDataLoss) { // what is open needs no header, and is all that is left of it: its health says so
+		devices, failure := stack.Attached(ctx)
+		if failure == nil && slices.ContainsFunc(devices, func(d blockdev.Device) bool { return d.Below != "" }) {
+			key, release, err = nil, func() {}, nil
+		}
+	}
 	if err != nil {
 		return blockdev.Device{}, err
 	}

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 	"time"
 
@@ -113,4 +114,24 @@ func TestDeletedLater(t *testing.T) {
 		t.Errorf("it was deleted: %v", err)
 	}
 	check.OK(t, l.DeleteSnapshot(t.Context(), s.ID))
+}
+
+// TestUnknownScheme: what a newer driver has encrypted in another way is not taken for what this one knows.
+func TestUnknownScheme(t *testing.T) {
+	drivertest.NeedRoot(t)
+	pool := pooltest.OpenedFiles(t, drivertest.Dir(t))
+	l := start(t, 0, pool)
+	v, err := l.Create(t.Context(), volume.Spec{Name: "v", Size: volume.Range{Required: mib}})
+	check.OK(t, err)
+	_, err = pool.SetLabels(t.Context(), blockdev.Ref{Kind: blockdev.Volume, Key: v.ID.Key}, func(labels map[string]string) error { labels["encryption"] = "luks3"; return nil })
+	check.OK(t, err)
+	v, err = l.Get(t.Context(), v.ID)
+	check.OK(t, err)
+	device, err := l.Attach(t.Context(), v, volume.Key("the key"))
+	if fails(t, err, errdefs.ErrUnsupported, "encryption that is not known"); err == nil {
+		check.OK(t, device.Close())
+	} else if !strings.Contains(err.Error(), `"luks3"`) {
+		t.Errorf("the error does not say which encryption: %v", err)
+	}
+	check.OK(t, l.Delete(t.Context(), v.ID))
 }

@@ -290,13 +290,15 @@ func Check(path string) error {
 	return nil
 }
 
-// find returns the copy of a header that cryptsetup takes: of those that are whole the newer one. Without one of these it is whatever is there.
+// find returns the copy of a header that cryptsetup takes: of those that are whole the newer one. Without one of these it is whatever is there. It is
+// read from the disk: while a device is in use, the page cache keeps what was there once.
 func find(path string) (found metadata, err error) {
 	f, err := os.Open(path)
 	if err != nil {
 		return found, fmt.Errorf("read the LUKS2 header: %w", errdefs.FromErrno(err))
 	}
 	defer f.Close()
+	_ = unix.Fadvise(int(f.Fd()), 0, 2*metadataSize, unix.FADV_DONTNEED)
 	for _, at := range []int64{0, metadataSize} {
 		header := make([]byte, metadataSize)
 		if _, failure := f.ReadAt(header, at); failure != nil && !errors.Is(failure, io.EOF) {
