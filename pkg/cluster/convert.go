@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"maps"
 	"slices"
+	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
@@ -17,7 +18,8 @@ import (
 // as it will be before. The format is known to the node alone.
 func ToVolume(v *v1alpha1.Volume) volume.Volume {
 	out := volume.Volume{ID: VolumeID(v), Name: v.Spec.Name, Size: v.Spec.Size, Thin: v.Spec.Provisioning == string(blockdev.Thin), Source: SourceOf(v),
-		Filesystem: filesystem.Type(v.Spec.Filesystem), Encryption: EncryptionOf(v), Mutable: map[string]string{}, Node: v.Spec.NodeName}
+		Filesystem: filesystem.Type(v.Spec.Filesystem), Encryption: EncryptionOf(v), Mutable: map[string]string{}, Node: v.Spec.NodeName,
+		Access: volume.Access(v.Spec.Access), HomeTimeout: HomeTimeoutOf(v)}
 	maps.Copy(out.Mutable, v.Spec.Mutable)
 	if v.Status.Created != nil {
 		out.Size, out.Thin, out.Created = v.Status.Size, v.Status.Thin, v.Status.Created.Time
@@ -27,7 +29,7 @@ func ToVolume(v *v1alpha1.Volume) volume.Volume {
 	}
 	out.For = RequesterOf(v)
 	if c := v.Spec.Claim; c != nil {
-		out.Claim = volume.Claim{Node: c.Node, ReadOnly: c.ReadOnly, Mode: c.Mode}
+		out.Claim = volume.Claim{Node: c.Node, ReadOnly: c.ReadOnly, Mode: c.Mode, Generation: c.Generation}
 	}
 	return out
 }
@@ -35,6 +37,11 @@ func ToVolume(v *v1alpha1.Volume) volume.Volume {
 // EncryptionOf says how a volume is to be encrypted.
 func EncryptionOf(v *v1alpha1.Volume) volume.Encryption {
 	return volume.Encryption{Scheme: volume.Scheme(v.Spec.Encryption), Discards: v.Spec.EncryptionDiscard}
+}
+
+// HomeTimeoutOf says how long other nodes wait for the node of a volume.
+func HomeTimeoutOf(v *v1alpha1.Volume) time.Duration {
+	return time.Duration(v.Spec.HomeTimeout) * time.Second
 }
 
 // Keeps is how many bytes a pool keeps, or is to keep, of a volume.

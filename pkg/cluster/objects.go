@@ -102,7 +102,7 @@ type Object interface {
 	Common() *v1alpha1.ObjectStatus
 	Node() string
 	In() string
-	Encrypted() string
+	Strict() bool
 	May() *v1alpha1.Intent
 	Deleting() bool
 }

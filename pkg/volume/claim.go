@@ -13,6 +13,9 @@ type Claim struct {
 	ReadOnly bool
 	// Mode is the CSI access mode, and whether it is for block or mount access.
 	Mode string
+	// Generation is larger than that of all claims before, of a volume that other nodes than its own can use; else 0. The store counts it:
+	// to Store.Claim it means nothing.
+	Generation int64
 }
 
 // Claim: see Store.

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"time"
 
 	"github.com/ashlar-csi/ashlar/internal/poolset"
 	"github.com/ashlar-csi/ashlar/internal/trace"
@@ -30,7 +31,10 @@ type Spec struct {
 	// Filesystem that it will carry; empty for raw block.
 	Filesystem filesystem.Type
 	Encryption Encryption
-	Mutable    map[string]string
+	Access     Access
+	// HomeTimeout: see Volume.
+	HomeTimeout time.Duration
+	Mutable     map[string]string
 	// Nodes that it has to be usable on, the best first; empty: any.
 	Nodes []string
 	// Ephemeral: it belongs to the pod whose volume is published at this path, and goes
@@ -74,6 +78,10 @@ func (s Spec) Check(v Volume) error {
 		return differs("filesystem", v.Filesystem, s.Filesystem)
 	case v.Encryption != s.Encryption:
 		return differs("encryption", v.Encryption, s.Encryption)
+	case v.Access != s.Access:
+		return differs("access", v.Access, s.Access)
+	case v.HomeTimeout != s.HomeTimeout:
+		return differs("home timeout", v.HomeTimeout, s.HomeTimeout)
 	case v.Ephemeral != s.Ephemeral:
 		return differs("pod", v.Ephemeral, s.Ephemeral)
 	}

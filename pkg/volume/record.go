@@ -22,7 +22,9 @@ const (
 	labelDiscards   = "encryption.discard"
 	labelHeader     = "header"   // STATE or STATE:UUID, of one that is encrypted
 	labelSeparate   = "separate" // of a copy of one that is encrypted: it may have the identity of its source behind the header
-	labelFrozen     = "frozen"   // by this driver, for a cut
+	labelAccess     = "access"
+	labelTimeout    = "home.timeout"
+	labelFrozen     = "frozen" // by this driver, for a cut
 	labelGroup      = "group"
 	labelGroupSize  = "group.size"
 	labelGroupWhole = "group.whole" // all of the group was cut: a member that is missing was lost
@@ -48,8 +50,9 @@ func fromRecord(pool, node string, r blockdev.Record) Volume {
 	v := Volume{ID: ID{r.Kind, pool, r.Key}, Name: r.Name, Size: sizeOf(r), Thin: r.Thin, Node: node, Created: r.Created,
 		Filesystem: filesystem.Type(r.Labels[labelFilesystem]), Format: parseFormat(r.Labels[labelFormat]),
 		Encryption: Encryption{schemeOf(r), r.Labels[labelDiscards] != ""}, Header: parseHeader(r.Labels[labelHeader]),
+		Access: Access(r.Labels[labelAccess]), HomeTimeout: homeTimeoutOf(r.Labels[labelTimeout]),
 		separate:  r.Labels[labelSeparate] != "",
-		Claim:     Claim{r.Labels[labelClaimNode], r.Labels[labelClaimRO] != "", r.Labels[labelClaimMode]},
+		Claim:     Claim{Node: r.Labels[labelClaimNode], ReadOnly: r.Labels[labelClaimRO] != "", Mode: r.Labels[labelClaimMode]},
 		Ephemeral: r.Labels[labelEphemeral], Target: r.Labels[labelTarget], Flags: r.Labels[labelFlags], Mutable: map[string]string{},
 		For: Requester{r.Labels[labelNamespace], r.Labels[labelClaim], r.Labels[labelPV]}}
 	if r.Origin != (blockdev.Ref{}) {
@@ -79,6 +82,8 @@ func (s Spec) labels() map[string]string {
 	if s.Encryption.Discards {
 		labels[labelDiscards] = "true"
 	}
+	setLabel(labels, labelAccess, string(s.Access))
+	setLabel(labels, labelTimeout, homeTimeoutLabel(s.HomeTimeout))
 	setLabel(labels, labelEphemeral, s.Ephemeral)
 	setLabel(labels, labelNamespace, s.For.Namespace)
 	setLabel(labels, labelClaim, s.For.Name)

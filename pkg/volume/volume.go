@@ -87,10 +87,13 @@ type Volume struct {
 	Encryption Encryption
 	Header     Header // of an encrypted volume
 	separate   bool   // behind its header there may be the identity of what it is a copy of
-	Mutable    map[string]string
-	Claim      Claim // of no node if it is not claimed
-	Node       string
-	Ephemeral  string
+	Access     Access
+	// HomeTimeout is how long what another node writes and reads waits for a home that is away; 0: for ever.
+	HomeTimeout time.Duration
+	Mutable     map[string]string
+	Claim       Claim // of no node if it is not claimed
+	Node        string
+	Ephemeral   string
 	// Target is where the node published it last, if that was to be its only target.
 	Target string
 	// Flags stand for the mount flags that it was staged with last (pkg/node); empty: not known.

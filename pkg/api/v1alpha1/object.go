@@ -44,11 +44,11 @@ func (s *ObjectStatus) Refused(generation int64) *Failure {
 	return nil
 }
 
-// Encrypted is how what the pool keeps is encrypted; empty: it is not.
-func (v *Volume) Encrypted() string { return v.Spec.Encryption }
+// Strict: it is another thing without a field that older definitions do not know.
+func (v *Volume) Strict() bool { return v.Spec.Encryption != "" || v.Spec.Access != "" }
 
-// Encrypted is that of the volume.
-func (s *Snapshot) Encrypted() string { return s.Spec.Encryption }
+// Strict: it is another thing without a field that older definitions do not know.
+func (s *Snapshot) Strict() bool { return s.Spec.Encryption != "" }
 
 // May is what may be done to its bytes.
 func (v *Volume) May() *Intent { return &v.Spec.Intent }

@@ -98,6 +98,7 @@ const AllWell = "Healthy"
 // +kubebuilder:resource:scope=Cluster,categories=ashlar
 // +kubebuilder:subresource:status
 // +kubebuilder:selectablefield:JSONPath=`.spec.nodeName`
+// +kubebuilder:selectablefield:JSONPath=`.spec.claim.node`
 // +kubebuilder:printcolumn:name="Node",type=string,JSONPath=`.spec.nodeName`,description="The node that has the volume"
 // +kubebuilder:printcolumn:name="Pool",type=string,JSONPath=`.spec.pool`,description="The pool of that node"
 // +kubebuilder:printcolumn:name="Claim",type=string,JSONPath=`.status.summary.claim`,description="The PersistentVolumeClaim that the volume was made for"
@@ -107,6 +108,7 @@ const AllWell = "Healthy"
 // +kubebuilder:printcolumn:name="Health",type=string,JSONPath=`.status.summary.health`,description="The worst of what is wrong (Degraded, Inaccessible, DataLoss), or Healthy"
 // +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
 // +kubebuilder:printcolumn:name="Published",type=string,priority=1,JSONPath=`.spec.claim.node`,description="The node that may use the volume"
+// +kubebuilder:printcolumn:name="Access",type=string,priority=1,JSONPath=`.spec.access`,description="any: also from other nodes of the network; empty: from its node alone"
 // +kubebuilder:printcolumn:name="Filesystem",type=string,priority=1,JSONPath=`.spec.filesystem`,description="Empty for a raw block device"
 // +kubebuilder:printcolumn:name="Encryption",type=string,priority=1,JSONPath=`.spec.encryption`,description="Of what the pool keeps; empty if it is not encrypted"
 // +kubebuilder:printcolumn:name="Progress",type=string,priority=1,JSONPath=`.status.summary.progress`,description="How far it is copied or zeroed"
@@ -128,6 +130,11 @@ type Volume struct {
 //
 // +kubebuilder:validation:XValidation:rule="has(self.source) == has(oldSelf.source)",message="the source of a volume does not change"
 // +kubebuilder:validation:XValidation:rule="has(self.encryption) == has(oldSelf.encryption) && has(self.encryptionDiscard) == has(oldSelf.encryptionDiscard)",message="the encryption of a volume does not change"
+// +kubebuilder:validation:XValidation:rule="has(self.access) == has(oldSelf.access) && has(self.homeTimeout) == has(oldSelf.homeTimeout)",message="the access to a volume does not change"
+// +kubebuilder:validation:XValidation:rule="has(self.access) || !(has(self.homeTimeout) || has(self.claims) || has(self.claim) && has(self.claim.generation))",message="homeTimeout, claims and the generation of a claim are for volumes with access any"
+// +kubebuilder:validation:XValidation:rule="!has(oldSelf.claims) || has(self.claims) && self.claims >= oldSelf.claims",message="claims are counted up"
+// +kubebuilder:validation:XValidation:rule="!has(self.access) || !has(self.claim) || has(self.claims) && has(self.claim.generation) && self.claim.generation == self.claims",message="the generation of a claim is the count of claims"
+// +kubebuilder:validation:XValidation:rule="!has(self.access) || !has(self.claim) || has(oldSelf.claim) && self.claim == oldSelf.claim || !has(oldSelf.claims) || self.claims > oldSelf.claims",message="another claim has another generation"
 // +kubebuilder:validation:XValidation:rule="!has(self.delete) || !has(self.claim)",message="a volume that is to be deleted is not claimed"
 type VolumeSpec struct {
 	// NodeName is the node that has the volume.
@@ -173,9 +180,23 @@ type VolumeSpec struct {
 	// +kubebuilder:validation:MaxProperties=16
 	// +kubebuilder:validation:XValidation:rule="self.all(k, size(k) <= 64 && size(self[k]) <= 256)",message="a parameter has 64 characters at most, and its value 256"
 	Mutable map[string]string `json:"mutable,omitempty"`
+	// Access says which nodes can use the volume: any of the network of its node, by that; without it, its node alone.
+	// +optional
+	// +kubebuilder:validation:Enum=any
+	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="the access to a volume does not change"
+	Access string `json:"access,omitempty"`
+	// HomeTimeout is for how many seconds what is written and read on another node waits for a node of the volume that is away; without it, for ever.
+	// +optional
+	// +kubebuilder:validation:Minimum=1
+	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="the access to a volume does not change"
+	HomeTimeout int64 `json:"homeTimeout,omitempty"`
 	// Claim fences the volume to one node: it changes by compare-and-swap only.
 	// +optional
 	Claim *Claim `json:"claim,omitempty"`
+	// Claims is how many claims there were of a volume with access any; it stays when a claim goes.
+	// +optional
+	// +kubebuilder:validation:Minimum=1
+	Claims int64 `json:"claims,omitempty"`
 	// ClaimRef is the PersistentVolumeClaim that the volume was made for.
 	// +optional
 	ClaimRef *ClaimRef `json:"claimRef,omitempty"`
@@ -236,6 +257,10 @@ type Claim struct {
 	// Mode is block or mount, and the CSI access mode.
 	// +kubebuilder:validation:MaxLength=128
 	Mode string `json:"mode"`
+	// Generation of the claim of a volume with access any: larger than that of all claims before.
+	// +optional
+	// +kubebuilder:validation:Minimum=1
+	Generation int64 `json:"generation,omitempty"`
 }
 
 // ClaimRef names a PersistentVolumeClaim.
@@ -302,6 +327,23 @@ type VolumeStatus struct {
 	// +optional
 	// +kubebuilder:validation:Minimum=0
 	Used *int64 `json:"used,omitempty"`
+	// Export is to whom the volume's node gives it, which alone can write it then; without it, to nobody but itself.
+	// +optional
+	Export *Export `json:"export,omitempty"`
+}
+
+// Export is a volume given to another node.
+type Export struct {
+	// Generation of the claim that it is for.
+	// +kubebuilder:validation:Minimum=1
+	Generation int64 `json:"generation"`
+	// Node that it is given to.
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=253
+	Node string `json:"node"`
+	// Since when, by the clock of the volume's node.
+	// +optional
+	Since *metav1.Time `json:"since,omitempty"`
 }
 
 // Failure is an error: its reason is one of the closed list of the driver's errors
@@ -581,6 +623,9 @@ type PoolStatus struct {
 	// itself may write it.
 	// +optional
 	Agent *AgentEndpoint `json:"agent,omitempty"`
+	// Network in which volumes of the pool reach other nodes, if they can (--remote-address). Only the agent itself may write it.
+	// +optional
+	Network *Network `json:"network,omitempty"`
 	// StrayCount is how many volumes and snapshots the pool has that no object is for.
 	// +optional
 	// +kubebuilder:validation:Minimum=0
@@ -607,6 +652,16 @@ type AgentEndpoint struct {
 	// Fingerprint of the key that the agent made when it started: the SHA-256 of its SubjectPublicKeyInfo, in hex.
 	// +kubebuilder:validation:Pattern=`^[0-9a-f]{64}$`
 	Fingerprint string `json:"fingerprint"`
+}
+
+// Network is where a node gives its volumes to others, and takes those of others.
+type Network struct {
+	// Name of the network: all nodes of it reach each other.
+	// +kubebuilder:validation:Pattern=`^[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?$`
+	Name string `json:"name"`
+	// Address as IP:PORT.
+	// +kubebuilder:validation:MaxLength=64
+	Address string `json:"address"`
 }
 
 // PoolSummary is how a pool is, in words for people: what `kubectl get` shows. The figures are those of the status, rounded.

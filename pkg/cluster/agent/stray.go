@@ -153,7 +153,8 @@ func (a *Agent) strayVolume(ctx context.Context, id volume.ID) (*stray, error) {
 	}
 	o := cluster.VolumeNamed(id.Key)
 	o.Spec = v1alpha1.VolumeSpec{NodeName: a.local.Node(), Pool: id.Pool, Name: v.Name, Size: v.Size, Filesystem: string(v.Filesystem),
-		Encryption: string(v.Encryption.Scheme), EncryptionDiscard: v.Encryption.Discards, Mutable: v.Mutable, PersistentVolume: v.For.PersistentVolume}
+		Encryption: string(v.Encryption.Scheme), EncryptionDiscard: v.Encryption.Discards, Access: string(v.Access), HomeTimeout: int64(v.HomeTimeout / time.Second),
+		Mutable: v.Mutable, PersistentVolume: v.For.PersistentVolume}
 	if v.Source != (volume.ID{}) {
 		o.Spec.Source = cluster.FromSource(v.Source, id.Pool)
 	}

@@ -59,7 +59,7 @@ func create[T cluster.Object](ctx context.Context, s *Store, plan func() (T, err
 	}
 	cluster.Trace(ctx, want)
 	var options []client.CreateOption
-	if want.Encrypted() != "" { // a field that was dropped would leave bytes that are not encrypted
+	if want.Strict() { // a field that was dropped would leave bytes that are not encrypted, or a volume that cannot be reached
 		options = append(options, client.FieldValidation(metav1.FieldValidationStrict))
 	}
 	err = s.kube.Client.Create(ctx, want, options...)

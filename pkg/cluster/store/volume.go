@@ -188,7 +188,8 @@ func (s *Store) takenBack(ctx context.Context, spec volume.Spec, have *v1alpha1.
 func (s *Store) plan(ctx context.Context, spec volume.Spec, refused refusals) (v *v1alpha1.Volume, err error) {
 	v = cluster.VolumeNamed(volume.KeyOf(spec.Name))
 	v.Spec = v1alpha1.VolumeSpec{Intent: v1alpha1.Intent{Make: true}, Pool: spec.Pool, Name: spec.Name, Provisioning: string(spec.Provisioning),
-		Filesystem: string(spec.Filesystem), Encryption: string(spec.Encryption.Scheme), EncryptionDiscard: spec.Encryption.Discards, Mutable: maps.Clone(spec.Mutable), PersistentVolume: spec.For.PersistentVolume}
+		Filesystem: string(spec.Filesystem), Encryption: string(spec.Encryption.Scheme), EncryptionDiscard: spec.Encryption.Discards,
+		Access: string(spec.Access), HomeTimeout: int64(spec.HomeTimeout / time.Second), Mutable: maps.Clone(spec.Mutable), PersistentVolume: spec.For.PersistentVolume}
 	if spec.For.Name != "" {
 		v.Spec.ClaimRef = &v1alpha1.ClaimRef{Namespace: spec.For.Namespace, Name: spec.For.Name}
 	}
