@@ -1,0 +1,162 @@
+package nvme
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// controllers are the folders of sysfs of all controllers.
+const controllers = "/sys/class/nvme"
+
+// controller is the folder of a controller in sysfs. A subsystem that is connected by one address has one.
+type controller string
+
+// get returns an attribute; empty if it is not there.
+func (c controller) get(attribute string) string { return attributeOf(string(c), attribute) }
+
+func attributeOf(folder, attribute string) string {
+	value, err := os.ReadFile(filepath.Join(folder, attribute))
+	if err != nil {
+		return ""
+	}
+	return strings.TrimSpace(string(value))
+}
+
+// end has the kernel end a controller, and waits for it. One that is ending already has no such attribute any more.
+func (c controller) end() error {
+	err := write(filepath.Join(string(c), "delete_controller"), "1")
+	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENODEV) {
+		return nil
+	}
+	return errdefs.FromErrno(err)
+}
+
+// write gives an attribute a value, which is in no error.
+func write(path, value string) error {
+	f, err := os.OpenFile(path, os.O_WRONLY, 0)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	_, err = f.WriteString(value)
+	return err
+}
+
+// controllersOf returns the controllers of subsystems that a function chooses by name.
+func chosen(choose func(nqn string) bool) ([]controller, error) {
+	entries, err := os.ReadDir(controllers)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return nil, errdefs.FromErrno(err)
+	}
+	var found []controller
+	for _, entry := range entries {
+		if c := controller(filepath.Join(controllers, entry.Name())); choose(c.get("subsysnqn")) {
+			found = append(found, c)
+		}
+	}
+	return found, nil
+}
+
+func controllersOf(nqn string) ([]controller, error) {
+	return chosen(func(have string) bool { return have == nqn })
+}
+
+// hide keeps the secret of a connection from all but root: sysfs shows it to everybody, also in pods.
+func hide(nqn string) {
+	found, _ := controllersOf(nqn)
+	for _, c := range found {
+		_ = os.Chmod(filepath.Join(string(c), "dhchap_secret"), 0o600) // it is not there without authentication
+	}
+}
+
+func rescan(nqn string) error {
+	found, err := controllersOf(nqn)
+	for _, c := range found {
+		if err == nil {
+			err = write(filepath.Join(string(c), "rescan_controller"), "1")
+		}
+	}
+	return errdefs.FromErrno(err)
+}
+
+// Find returns the device of a subsystem; errdefs.ErrNotFound if it is not connected.
+func Find(nqn string) (Device, error) {
+	found, err := controllersOf(nqn)
+	if err != nil {
+		return Device{}, fmt.Errorf("find NVMe subsystem %s: %w", nqn, err)
+	}
+	if len(found) == 0 {
+		return Device{}, fmt.Errorf("%w: NVMe subsystem %s is not connected", errdefs.ErrNotFound, nqn)
+	}
+	return found[0].device(), nil
+}
+
+// List returns the connected subsystems whose names begin with a prefix, and their devices.
+func List(prefix string) ([]Device, error) {
+	found, err := chosen(func(nqn string) bool { return strings.HasPrefix(nqn, prefix) })
+	if err != nil {
+		return nil, fmt.Errorf("list NVMe subsystems: %w", err)
+	}
+	devices := make([]Device, 0, len(found))
+	for _, c := range found {
+		devices = append(devices, c.device())
+	}
+	return devices, nil
+}
+
+// device is what sysfs says of a controller and of the device of its namespace. What goes in this moment lacks something.
+func (c controller) device() Device {
+	d := Device{NQN: c.get("subsysnqn"), Host: c.get("hostnqn"), Address: c.get("address"), State: c.get("state")}
+	folder := c.namespace()
+	major, minor, ok := strings.Cut(attributeOf(folder, "dev"), ":")
+	if !ok {
+		return d
+	}
+	m, _ := strconv.ParseUint(major, 10, 32)
+	n, _ := strconv.ParseUint(minor, 10, 32)
+	sectors, err := strconv.ParseInt(attributeOf(folder, "size"), 10, 64)
+	uuid := attributeOf(folder, "uuid")
+	if nguid := attributeOf(folder, "nguid"); err != nil || uuid == "" || nguid != uuid {
+		return d
+	}
+	d.Path, d.Number = "/dev/"+filepath.Base(folder), unix.Mkdev(uint32(m), uint32(n))
+	d.UUID, d.Size = uuid, sectors*512
+	return d
+}
+
+// heads are the devices that are used, of namespaces of a subsystem; with multipath their paths, nvmeXcYnZ, are devices too, which
+// nobody can open.
+var heads = regexp.MustCompile(`^nvme\d+n\d+$`)
+
+// namespace returns the folder in sysfs of the device of a controller's namespace: with multipath (CONFIG_NVME_MULTIPATH and
+// nvme_core.multipath) it is the subsystem's, else the controller's own.
+func (c controller) namespace() string {
+	subsystems, _ := filepath.Glob("/sys/class/nvme-subsystem/*/" + filepath.Base(string(c)))
+	for _, folder := range append([]string{string(c)}, parents(subsystems)...) {
+		entries, _ := os.ReadDir(folder)
+		for _, entry := range entries {
+			if heads.MatchString(entry.Name()) {
+				return filepath.Join(folder, entry.Name())
+			}
+		}
+	}
+	return ""
+}
+
+func parents(paths []string) []string {
+	folders := make([]string, 0, len(paths))
+	for _, path := range paths {
+		folders = append(folders, filepath.Dir(path))
+	}
+	return folders
+}

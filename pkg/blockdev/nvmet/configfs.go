@@ -1,0 +1,177 @@
+package nvmet
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+const (
+	mountPoint = "/sys/kernel/config"
+	root       = mountPoint + "/nvmet"
+)
+
+// change is called before each change; tests end the process there.
+var change = func() {}
+
+// present makes sure that the kernel has the target, and mounts configfs if it is not mounted.
+func present() error {
+	if there(root) {
+		return nil
+	}
+	if !there(mountPoint) {
+		return fmt.Errorf("%w: the kernel has no configfs; load its module on this node: modprobe nvmet-tcp", errdefs.ErrUnsupported)
+	}
+	if entries, err := os.ReadDir(mountPoint); err == nil && len(entries) == 0 {
+		if err := unix.Mount("configfs", mountPoint, "configfs", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, ""); err != nil && !errors.Is(err, unix.EBUSY) {
+			return fmt.Errorf("mount configfs at %s: %w", mountPoint, err)
+		}
+	}
+	if !there(root) {
+		return fmt.Errorf("%w: the kernel has no NVMe target; load its module on this node: modprobe nvmet-tcp", errdefs.ErrUnsupported)
+	}
+	return nil
+}
+
+func there(path string) bool {
+	_, err := os.Stat(path)
+	return err == nil
+}
+
+func hostFolder(nqn string) string      { return filepath.Join(root, "hosts", nqn) }
+func subsystemFolder(nqn string) string { return filepath.Join(root, "subsystems", nqn) }
+func namespaceFolder(nqn string) string {
+	return filepath.Join(subsystemFolder(nqn), "namespaces", "1")
+}
+
+// list returns the names in a folder; none if it is not there.
+func list(folder string) ([]string, error) {
+	entries, err := os.ReadDir(folder)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return nil, errdefs.FromErrno(err)
+	}
+	names := make([]string, 0, len(entries))
+	for _, entry := range entries {
+		names = append(names, entry.Name())
+	}
+	return names, nil
+}
+
+// makeFolder makes a folder, and so what it stands for, if it is not there.
+func makeFolder(path string) error {
+	if there(path) {
+		return nil
+	}
+	change()
+	if err := os.Mkdir(path, 0o755); err != nil && !errors.Is(err, fs.ErrExist) {
+		return errdefs.FromErrno(err)
+	}
+	return nil
+}
+
+// remove takes away a folder or a link, if it is there.
+func remove(path string) error {
+	change()
+	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return errdefs.FromErrno(err)
+	}
+	return nil
+}
+
+// link makes a link to a folder, if it is not there.
+func link(to, path string) error {
+	if _, err := os.Lstat(path); err == nil {
+		return nil
+	}
+	change()
+	if err := os.Symlink(to, path); err != nil && !errors.Is(err, fs.ErrExist) {
+		return errdefs.FromErrno(err)
+	}
+	return nil
+}
+
+// get returns the value of an attribute.
+func get(path string) (string, error) {
+	value, err := os.ReadFile(path)
+	return strings.TrimSpace(string(value)), errdefs.FromErrno(err)
+}
+
+// set gives an attribute a value, if it has another.
+func set(path, value string) error {
+	if have, err := get(path); err != nil || have == value {
+		return err
+	}
+	return write(path, value)
+}
+
+// write gives an attribute a value, which is in no error.
+func write(path, value string) error {
+	f, err := os.OpenFile(path, os.O_WRONLY, 0)
+	if err != nil {
+		return errdefs.FromErrno(err)
+	}
+	defer f.Close()
+	change()
+	_, err = f.WriteString(value)
+	return errdefs.FromErrno(err)
+}
+
+// lock takes the lock of what exports share, hosts and ports, also with other processes. It goes with its process.
+func lock() (unlock func(), err error) {
+	f, err := os.Open(filepath.Join(root, "ports"))
+	if err != nil {
+		return nil, errdefs.FromErrno(err)
+	}
+	for {
+		err = unix.Flock(int(f.Fd()), unix.LOCK_EX)
+		if err == nil {
+			return func() { f.Close() }, nil
+		}
+		if !errors.Is(err, unix.EINTR) {
+			f.Close()
+			return nil, fmt.Errorf("lock the NVMe target: %w", err)
+		}
+	}
+}
+
+// sweep takes away our hosts that no subsystem allows: whoever made or removed them was cut short.
+func sweep() error {
+	hosts, err := list(filepath.Join(root, "hosts"))
+	if err != nil {
+		return err
+	}
+	for _, host := range hosts {
+		if err := removeHost(host); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// removeHost takes away one of our hosts, unless a subsystem allows it (EBUSY).
+func removeHost(nqn string) error {
+	if !strings.HasPrefix(nqn, Prefix) {
+		return nil
+	}
+	if err := remove(hostFolder(nqn)); err != nil && !errors.Is(err, unix.EBUSY) {
+		return err
+	}
+	return nil
+}
+
+// authenticates reports whether hosts have keys, which only one that is there shows.
+func authenticates() (bool, error) {
+	probe := hostFolder(Prefix + "probe")
+	if err := makeFolder(probe); err != nil {
+		return false, err
+	}
+	can := there(filepath.Join(probe, "dhchap_key"))
+	return can, remove(probe)
+}
