@@ -4,6 +4,7 @@
 #   hack/install-tools.sh          what the driver and its tests need
 #   hack/install-tools.sh bench    the same, and fio
 #   hack/install-tools.sh vm       the same, and User Mode Linux
+#   hack/install-tools.sh kernel   the same, and what hack/vm/kernel.sh needs
 #   hack/install-tools.sh lvm      the same, and lvm2
 #   hack/install-tools.sh page     the same, and chromium
 #   hack/install-tools.sh image    what hack/image.sh needs
@@ -123,6 +124,17 @@ vm)
 	need secilc secilc
 	need fio fio
 	;;
+kernel)
+	need make make
+	need gcc gcc
+	need libc6-dev ldd
+	need binutils strip
+	need flex flex
+	need bison bison
+	need bc bc
+	need xz-utils xz
+	need iproute2 ip
+	;;
 lvm)
 	need lvm2 lvm
 	need dmsetup dmsetup
@@ -145,7 +157,7 @@ image | e2e)
 	;;
 "") ;;
 *)
-	echo "usage: $0 [bench|vm|lvm|page|image|e2e|docs|lint|release|monitoring]" >&2
+	echo "usage: $0 [bench|vm|kernel|lvm|page|image|e2e|docs|lint|release|monitoring]" >&2
 	exit 2
 	;;
 esac

@@ -7,11 +7,12 @@
 #   hack/vm/run.sh COMMAND [ARGUMENT...]
 #
 # The exit status is the command's; a VM that ends without telling it is a failure. VM_MEMORY (default 2048M)
-# and VM_SECONDS (default 3600) bound it.
+# and VM_SECONDS (default 3600) bound it. VM_KERNEL is another kernel (hack/vm/kernel.sh), VM_ARGUMENTS what it is told beside the rest.
 set -euo pipefail
 
-command -v linux.uml >/dev/null || {
-	echo "hack/vm/run.sh: linux.uml is missing (Debian: apt-get install user-mode-linux)" >&2
+kernel=${VM_KERNEL:-linux.uml}
+command -v "$kernel" >/dev/null || {
+	echo "hack/vm/run.sh: $kernel is missing (Debian: apt-get install user-mode-linux)" >&2
 	exit 1
 }
 
@@ -38,8 +39,8 @@ cat >"$scratch/init" <<EOF
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=$scratch/t TMPDIR=$scratch/t LC_ALL=C
 mount -t proc proc /proc && mount -t sysfs sys /sys && mount -t tmpfs tmpfs /run && mount -t cgroup2 cgroup2 /sys/fs/cgroup || exit
 mountpoint -q /dev || mount -t devtmpfs dev /dev
-# The last lines are dm-crypt, after what it needs.
-for module in drivers/block/loop drivers/md/{dm-mod,dm-bufio,dm-bio-prison,persistent-data/dm-persistent-data,dm-thin-pool,dm-snapshot,dm-flakey,dm-log-writes,dm-zero} \\
+# The last lines are dm-crypt, after what it needs. A kernel without modules has all of it.
+[ ! -e /proc/modules ] || for module in drivers/block/loop drivers/md/{dm-mod,dm-bufio,dm-bio-prison,persistent-data/dm-persistent-data,dm-thin-pool,dm-snapshot,dm-flakey,dm-log-writes,dm-zero} \\
 	crypto/{gf128mul,ecb,xts,cbc,hmac} security/keys/encrypted-keys/encrypted-keys drivers/md/dm-crypt; do
 	insmod /usr/lib/uml/modules/\$(uname -r)/kernel/\$module.ko || exit
 done
@@ -54,8 +55,8 @@ halt -f
 EOF
 chmod +x "$scratch/init"
 
-LD_PRELOAD=$scratch/uml-host.so setsid timeout --kill-after=5 "${VM_SECONDS:-3600}" linux.uml mem="${VM_MEMORY:-2048M}" rootfstype=hostfs ro root=/dev/root \
-	ubd0="$scratch/disk" pty.legacy_count=0 init="$scratch/init" con=null con0=fd:0,fd:1 quiet loglevel=3 </dev/null >"$scratch/console" 2>&1 &
+LD_PRELOAD=$scratch/uml-host.so setsid timeout --kill-after=5 "${VM_SECONDS:-3600}" "$kernel" mem="${VM_MEMORY:-2048M}" rootfstype=hostfs ro root=/dev/root \
+	ubd0="$scratch/disk" pty.legacy_count=0 init="$scratch/init" con=null con0=fd:0,fd:1 quiet loglevel=3 ${VM_ARGUMENTS-} </dev/null >"$scratch/console" 2>&1 &
 vm=$!
 tail --pid="$vm" -n +1 -F "$scratch/console" 2>/dev/null &
 ended=0
@@ -67,7 +68,7 @@ verdict=$(grep -ao "^$scratch ended with [0-9]*" "$scratch/console" | tail -n 1)
 if [ -z "$verdict" ]; then
 	case $ended in
 	124 | 137) why="it was still at work after ${VM_SECONDS:-3600} s" ;; # timeout(1)
-	*) why="linux.uml ended with $ended after $SECONDS s" ;;
+	*) why="$kernel ended with $ended after $SECONDS s" ;;
 	esac
 	echo "hack/vm/run.sh: the VM ended without a verdict: $why" >&2
 	exit 1

@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# Builds a kernel for hack/vm/run.sh that has what Debian's linux.uml has not, and prints its path: User Mode Linux from
+# Debian's package linux-source, with NVMe/TCP (host and target, with authentication) beside the device mapper and the filesystems
+# (hack/vm/kernel.config). All is built in. Ten minutes the first time; afterwards it takes milliseconds.
+#
+#   VM_KERNEL=$(hack/vm/kernel.sh) hack/vm/run.sh COMMAND [ARGUMENT...]
+#
+# ASHLAR_CACHE is where it is kept (default: ~/.cache/ashlar). It needs what hack/install-tools.sh kernel installs, and apt-get.
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")"
+key=$({ cat kernel.config kernel.sh && uname -m; } | sha256sum | cut -c 1-16)
+cache=${ASHLAR_CACHE:-$HOME/.cache/ashlar}
+kernel=$cache/vm-kernel-$key
+
+# One builds, the others that come meanwhile wait for it.
+mkdir -p "$cache"
+exec 9>"$cache/vm-kernel.lock"
+[ -e "$kernel" ] || flock 9
+if [ -e "$kernel" ]; then
+	echo "$kernel"
+	exit
+fi
+
+scratch=$(mktemp -d /var/tmp/ashlar-kernel.XXXXXX)
+finish() {
+	local status=$?
+	[ "$status" -eq 0 ] || tail -n 60 "$scratch/log" >&2
+	rm -rf "$scratch"
+	exit "$status"
+}
+trap finish EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+# The package of the version that this Debian has; it is not installed, as it is needed once.
+sources() { apt-cache depends linux-source 2>/dev/null | awk '/Depends: linux-source-/ && !n++ { print $2 }'; }
+
+build() {
+	local config=$PWD/kernel.config package
+	cd "$scratch"
+	chmod 755 .
+	[ -n "$(sources)" ] || apt-get update -qq || true
+	package=$(sources)
+	apt-get download -qq "$package" || { apt-get update -qq || true; apt-get download -qq "$package"; }
+	mkdir source
+	dpkg-deb --fsys-tarfile "$package"_*.deb | tar -xO --wildcards './usr/src/linux-source-*.tar.xz' | tar -xJ -C source --strip-components=1
+	cd source
+	make -s ARCH=um defconfig
+	scripts/kconfig/merge_config.sh -m .config "$config"
+	make -s ARCH=um olddefconfig
+	nice -n 10 make -s ARCH=um -j"$(nproc)" linux
+}
+
+echo "building a kernel for virtual machines; this takes about ten minutes, once" >&2
+(build) >"$scratch/log" 2>&1 </dev/null
+strip -o "$kernel.part" "$scratch/source/linux"
+mv "$kernel.part" "$kernel"
+echo "$kernel"
