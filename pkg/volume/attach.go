@@ -22,14 +22,22 @@ func (l *Local) stack(id ID) (device.Stack, error) {
 // goes with it.
 //
 // One that is encrypted needs a key: ErrNoKey or ErrKey without the right one, and then nothing has changed. Only what is attached already needs none.
+//
+// The caller has made sure that this node may use the volume: an export of it is ended first.
 func (l *Local) Attach(ctx context.Context, v Volume, key Key) (blockdev.Device, error) {
+	if err := l.Unexport(ctx, v.ID, 0); err != nil {
+		return blockdev.Device{}, err
+	}
 	return l.attach(ctx, v, key, false)
 }
 
 // AttachRaw makes a volume a device of this node that stays until Detach, to be handed out to those who
 // are not trusted with it. If it is for writing the record says so before anybody can write:
-// what the volume carries from then on is its user's, and it is never formatted.
+// what the volume carries from then on is its user's, and it is never formatted. An export of it is ended first, as by Attach.
 func (l *Local) AttachRaw(ctx context.Context, v Volume, key Key, writable bool) (blockdev.Device, error) {
+	if err := l.Unexport(ctx, v.ID, 0); err != nil {
+		return blockdev.Device{}, err
+	}
 	mark := func() error {
 		if state := v.Format.State; writable && (state == Blank || state == Formatting) {
 			return l.SetFormat(ctx, v.ID, Format{State: Raw})

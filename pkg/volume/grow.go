@@ -53,6 +53,9 @@ func (l *Local) expand(ctx context.Context, id ID, size Range, key Key) (_ Volum
 	if err == nil { // also with nothing to grow: a retry may come after a crash between the two
 		err = l.stacks.Of(pool, ref).Grow(ctx, key)
 	}
+	if err == nil {
+		err = l.resized(ctx, id, record)
+	}
 	if err != nil {
 		return Volume{}, err
 	}

@@ -47,6 +47,8 @@ type Local struct {
 	looks      map[string]*looking // for an overview, by the names of the pools
 	freezing   map[ID]bool         // volumes whose freeze nobody waits for any more, and the kernel is not through with
 	lifted     map[ID]bool         // volumes whose limits are lifted for the moment of a freeze
+
+	exports exports
 }
 
 var _ Differ = (*Local)(nil)
@@ -67,7 +69,8 @@ func NewLocal(ctx context.Context, node string, pools []blockdev.Pool, mounts *m
 	}
 	l := &Local{node: node, pools: pools, mounts: mounts, stacks: device.New(), limit: limit, longestFreeze: time.Minute, patience: patience,
 		looks: map[string]*looking{}, arrived: map[string]blockdev.Pool{}, placed: map[string]placement{}, inquiries: map[string]*inquiry{},
-		claims: map[string]int64{}, incomplete: map[string]bool{}, tooLong: map[ID]time.Time{}, freezing: map[ID]bool{}, lifted: map[ID]bool{}}
+		claims: map[string]int64{}, incomplete: map[string]bool{}, tooLong: map[ID]time.Time{}, freezing: map[ID]bool{}, lifted: map[ID]bool{},
+		exports: exports{failed: map[ID]error{}}}
 	for _, pool := range pools {
 		if late, ok := pool.(deferred); ok {
 			late.OnOpen(ctx, l.recover)

@@ -32,6 +32,7 @@ const (
 	labelSource     = "source"      // of a copy of what is in another pool: its ID
 	labelImport     = "import"      // how far such a copy is that is not whole: see importLabel
 	labelCutFor     = "cut.for"     // key of the volume that a snapshot was cut for, to be copied to another pool; it is nobody else's
+	labelExport     = "export"      // to whom it is exported, until that has ended: see export
 	labelNamespace  = "pvc.namespace"
 	labelClaim      = "pvc.name"
 	labelPV         = "pv.name"
@@ -60,6 +61,9 @@ func fromRecord(pool, node string, r blockdev.Record) Volume {
 	}
 	if id, err := ParseID(r.Labels[labelSource]); err == nil {
 		v.Source = id
+	}
+	if e, is, err := exportOf(r); is && err == nil {
+		v.Exported = e.Grant
 	}
 	for key, value := range r.Labels {
 		if name, ok := strings.CutPrefix(key, labelMutable); ok {

@@ -92,6 +92,7 @@ type Volume struct {
 	HomeTimeout time.Duration
 	Mutable     map[string]string
 	Claim       Claim // of no node if it is not claimed
+	Exported    Grant // to no node if it is not exported
 	Node        string
 	Ephemeral   string
 	// Target is where the node published it last, if that was to be its only target.

@@ -1,0 +1,479 @@
+package volume
+
+import (
+	"context"
+	"crypto/hmac"
+	"crypto/rand"
+	"crypto/sha256"
+	"encoding/base64"
+	"encoding/binary"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"regexp"
+	"strconv"
+	"sync"
+	"time"
+
+	"k8s.io/klog/v2"
+
+	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/internal/trace"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvmet"
+	"github.com/ashlar-csi/ashlar/pkg/device"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// A volume of this node, its home, may be used by another one, its consumer (docs/decisions/any-node.md). What is exported is the lower
+// part of its stack: the pool's device and the top, never what is behind a header of encryption, for which the key is on the consumer alone.
+//
+// The record says to whom (labelExport), before anything is exported and until all of it has ended. So at most one node can write:
+// a volume that is attached here is not exported, one that is exported is not attached here before that has ended, and to
+// another node it is exported only when the export before has ended.
+//
+// As for all of Local, the caller serialises the calls for a volume, by its lock (keylock.Volume) in the table that CSI calls and the
+// agent take theirs from. Who asks in the name of another node takes it too.
+
+// Grant is to whom a volume is exported: a node, for one generation of its claim.
+type Grant struct {
+	Generation int64
+	Node       string
+}
+
+func (g Grant) String() string { return fmt.Sprintf("node %s (generation %d)", g.Node, g.Generation) }
+
+// Exported is all that a consumer needs to use a volume. It prints without the secret.
+type Exported struct {
+	Grant
+	NQN    string // of the subsystem
+	Host   string // NQN that the consumer has to have
+	Secret string // of the consumer, for DH-HMAC-CHAP; empty: none is asked for
+	UUID   string // of the namespace; its NGUID has the same bytes
+	Size   int64  // bytes of the device
+	Record blockdev.Record
+}
+
+// Exporter gives devices to other nodes: nvmet.Target, of which see what each of them does.
+type Exporter interface {
+	Authenticates() bool
+	Add(ctx context.Context, e nvmet.Export) error
+	// Remove is the fence: when it has returned without an error, nothing of the consumer comes any more.
+	Remove(ctx context.Context, nqn string) error
+	Resized(ctx context.Context, nqn string) error
+}
+
+// Consumers are the nodes that volumes of this one are exported to, as it reaches them. ErrUnavailable for one that does not answer.
+type Consumers interface {
+	Holder
+	// Modified has a consumer set all mutable parameters of a volume (Local.Modified). With an error nothing has changed there.
+	Modified(ctx context.Context, id ID, to Grant, mutable map[string]string) error
+}
+
+// Holder holds back the writes of the consumers of volumes.
+type Holder interface {
+	// Hold has a consumer write out what it holds of a volume, and hold back its writes until release is called, as Local.Hold there does.
+	// If ctx ends first, or nobody can be asked any more, they go on by themselves. ErrUnavailable from release: they were not held back until then.
+	// release is nil where nothing is held back.
+	Hold(ctx context.Context, id ID, to Grant) (release func() error, err error)
+}
+
+// Exporting is what a node needs to export volumes.
+type Exporting struct {
+	// Open is asked for the exporter when it is needed, until it is there.
+	Open func() (Exporter, error)
+	// Key is the node's own, of 32 random bytes, the same at each start: the names and secrets of consumers follow from it, and so are in
+	// no record. Records get about: lvm2 shows them to all its tools, archives and support bundles.
+	Key []byte
+	// Consumers may be nil: no copy is made then of a volume that is exported, and its parameters stay.
+	Consumers Consumers
+	// Locks are those of the volumes: see keylock.Volume.
+	Locks *keylock.Table
+}
+
+// export is what the record of a volume says of its export.
+type export struct {
+	Grant
+	word string // random; the export's own
+}
+
+var exportPattern = regexp.MustCompile(`^([1-9][0-9]{0,18}):([0-9a-f]{16}):(\S+)$`)
+
+func (e export) label() string { return fmt.Sprintf("%d:%s:%s", e.Generation, e.word, e.Node) }
+
+// exportOf is the export of an object, if its record has one. ErrDataLoss for one that cannot be read.
+func exportOf(r blockdev.Record) (e export, is bool, err error) {
+	label := r.Labels[labelExport]
+	if label == "" {
+		return export{}, false, nil
+	}
+	parts := exportPattern.FindStringSubmatch(label)
+	if parts != nil {
+		e.word, e.Node = parts[2], parts[3]
+		e.Generation, err = strconv.ParseInt(parts[1], 10, 64)
+	}
+	if parts == nil || err != nil {
+		return export{}, true, fmt.Errorf("%w: the record of %s says that it is exported, and not to whom; another version of the driver may have written it: restart the node, "+
+			"which ends all exports, with that version", errdefs.ErrDataLoss, r.Ref)
+	}
+	return e, true, nil
+}
+
+func newExport(to Grant) export {
+	word := make([]byte, 8)
+	_, _ = rand.Read(word) // it never fails
+	return export{to, hex.EncodeToString(word)}
+}
+
+// nqn is the name of the subsystem: no other export has it, of whatever volume and whatever generation.
+func (e export) nqn(key string) string {
+	return fmt.Sprintf("%s%s:%d:%s", nvmet.Prefix, key, e.Generation, e.word)
+}
+
+// derived are 32 bytes for a purpose, which only who has the node's key can know.
+func (e export) derived(node []byte, volume, purpose string) []byte {
+	mac := hmac.New(sha256.New, node)
+	fmt.Fprintf(mac, "%s\x00%s", purpose, e.nqn(volume))
+	return mac.Sum(nil)
+}
+
+// host is the name of the one host that may connect.
+func (e export) host(node []byte, volume string) string {
+	consumer := sha256.Sum256([]byte(e.Node))
+	return fmt.Sprintf("%snode:%x:%x", nvmet.Prefix, consumer[:8], e.derived(node, volume, "host")[:8])
+}
+
+// secret is in the form in which target and host take it: 32 bytes with their CRC-32 (NVM Express Base Specification 2.0, 8.13.5.8).
+func (e export) secret(node []byte, volume string) string {
+	secret := e.derived(node, volume, "secret")
+	return "DHHC-1:00:" + base64.StdEncoding.EncodeToString(binary.LittleEndian.AppendUint32(secret, crc32.ChecksumIEEE(secret))) + ":"
+}
+
+// uuid is that of the namespace: the kernel refuses two of one UUID in different subsystems, and one of an earlier generation may be there still.
+func (e export) uuid(key string) string {
+	sum := sha256.Sum256([]byte(e.nqn(key)))
+	sum[6], sum[8] = sum[6]&0x0f|0x80, sum[8]&0x3f|0x80 // RFC 9562, version 8
+	return fmt.Sprintf("%x-%x-%x-%x-%x", sum[:4], sum[4:6], sum[6:8], sum[8:10], sum[10:16])
+}
+
+// exports is what a Local has of its exports beside the records.
+type exports struct {
+	starting sync.Mutex // held while those of a pool are made again
+
+	mu     sync.Mutex
+	how    *Exporting // nil: nothing is exported
+	opened Exporter   // nil until it was needed
+	failed map[ID]error
+}
+
+// exporter returns what exports; ErrUnavailable without.
+func (l *Local) exporter() (Exporter, Exporting, error) {
+	x := &l.exports
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if x.how == nil {
+		return nil, Exporting{}, fmt.Errorf("%w: node %s was started without an address for exports (--remote-address)", errdefs.ErrUnavailable, l.node)
+	}
+	if x.opened == nil {
+		opened, err := x.how.Open()
+		if err != nil {
+			return nil, Exporting{}, err
+		}
+		x.opened = opened
+	}
+	return x.opened, *x.how, nil
+}
+
+// consumers returns those who reach consumers; nil if there are none.
+func (l *Local) consumers() Consumers {
+	l.exports.mu.Lock()
+	defer l.exports.mu.Unlock()
+	if l.exports.how == nil {
+		return nil
+	}
+	return l.exports.how.Consumers
+}
+
+// setFailed notes how it stands with the export of a volume that should be there.
+func (l *Local) setFailed(id ID, err error) {
+	l.exports.mu.Lock()
+	defer l.exports.mu.Unlock()
+	if err == nil {
+		delete(l.exports.failed, id)
+	} else {
+		l.exports.failed[id] = err
+	}
+}
+
+// ServeExports has the node export volumes, and exports again what its records tell of; of pools that come later, when they come. It is to be
+// called before anybody is answered. What cannot be exported now, KeepExports tries again, and health says so.
+func (l *Local) ServeExports(ctx context.Context, how Exporting) {
+	l.exports.mu.Lock()
+	l.exports.how = &how
+	l.exports.mu.Unlock()
+	l.arriving.Lock() // recover looks after it has put a pool there
+	arrived := make([]blockdev.Pool, 0, len(l.arrived))
+	for _, pool := range l.arrived {
+		arrived = append(arrived, pool)
+	}
+	l.arriving.Unlock()
+	for _, pool := range arrived {
+		if err := l.exportAgain(ctx, pool); err != nil {
+			klog.FromContext(ctx).Error(err, "Could not look for volumes to export again", "pool", pool.Name())
+		}
+	}
+}
+
+// exportAgain exports what the records of a pool say, which nobody else uses yet.
+func (l *Local) exportAgain(ctx context.Context, pool blockdev.Pool) error {
+	l.exports.mu.Lock()
+	serving := l.exports.how != nil
+	l.exports.mu.Unlock()
+	if !serving {
+		return nil
+	}
+	l.exports.starting.Lock()
+	defer l.exports.starting.Unlock()
+	records, err := pool.List(ctx, blockdev.Volume, "", 0)
+	if err != nil {
+		return err
+	}
+	for _, record := range records {
+		e, is, err := exportOf(record)
+		if !is {
+			continue
+		}
+		id := ID{record.Kind, pool.Name(), record.Key}
+		if err == nil {
+			_, err = l.export(ctx, pool, record, e)
+		}
+		if err != nil {
+			klog.FromContext(ctx).Error(err, "Could not export a volume again; it is tried again", "volume", id.String(), "consumer", e.Node)
+		}
+	}
+	return nil
+}
+
+// exportPause is after how long an export that failed is tried again.
+const exportPause = 10 * time.Second
+
+// KeepExports tries again, until ctx ends, what could not be exported when the node started.
+func (l *Local) KeepExports(ctx context.Context) {
+	ticks := time.NewTicker(exportPause)
+	defer ticks.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-ticks.C:
+			l.retryExports(ctx)
+		}
+	}
+}
+
+func (l *Local) retryExports(ctx context.Context) {
+	l.exports.mu.Lock()
+	var ids []ID
+	for id := range l.exports.failed {
+		ids = append(ids, id)
+	}
+	how := l.exports.how
+	l.exports.mu.Unlock()
+	for _, id := range ids {
+		unlock, _ := how.Locks.TryLock([]string{keylock.Volume(id.Key)}, nil)
+		if unlock == nil {
+			continue // until the next time
+		}
+		pool, record, err := l.exportRecord(ctx, id)
+		e, is, unread := exportOf(record)
+		switch {
+		case err == nil && !is || errors.Is(err, errdefs.ErrNotFound):
+			l.setFailed(id, nil)
+		case err == nil && unread == nil:
+			if _, err = l.export(ctx, pool, record, e); err == nil {
+				klog.FromContext(ctx).Info("Exported a volume again", "volume", id.String(), "consumer", e.Node)
+			}
+		}
+		unlock()
+	}
+}
+
+// exportRecord returns the record of a volume, whole as the pool has it.
+func (l *Local) exportRecord(ctx context.Context, id ID) (blockdev.Pool, blockdev.Record, error) {
+	pool, ref, err := l.object(id, blockdev.Volume)
+	if err != nil {
+		return nil, blockdev.Record{}, err
+	}
+	record, err := pool.Get(ctx, ref)
+	if err == nil && unfinished(record) {
+		err = fmt.Errorf("%w: volume %s is being copied", errdefs.ErrNotFound, id)
+	}
+	return pool, record, err
+}
+
+// ExportOf says to whom a volume is exported, by its record; false if to nobody.
+func (l *Local) ExportOf(ctx context.Context, id ID) (Grant, bool, error) {
+	_, record, err := l.exportRecord(ctx, id)
+	if err != nil {
+		return Grant{}, false, err
+	}
+	e, is, err := exportOf(record)
+	return e.Grant, is, err
+}
+
+// Export exports a volume to a consumer, or finds that it is, also if that was cut short. An export to another one is ended first;
+// ErrPrecondition if that has a later generation. ErrInUse while the volume is attached here. ErrUnavailable where nothing can be exported now.
+func (l *Local) Export(ctx context.Context, id ID, to Grant) (_ Exported, err error) {
+	if to.Generation <= 0 || !exportPattern.MatchString(export{to, "0123456789abcdef"}.label()) || to.Node == l.node {
+		return Exported{}, fmt.Errorf("%w: volume %s cannot be exported from node %s to %s", errdefs.ErrInvalid, id, l.node, to)
+	}
+	if _, _, err := l.exporter(); err != nil { // before anything changes
+		return Exported{}, err
+	}
+	ctx, end := trace.Start(ctx, "export", "volume", id.String())
+	defer func() { end(err) }()
+	pool, record, err := l.exportRecord(ctx, id)
+	if err != nil {
+		return Exported{}, err
+	}
+	e, is, err := exportOf(record)
+	if err != nil {
+		return Exported{}, err
+	}
+	if is && e.Generation > to.Generation {
+		return Exported{}, fmt.Errorf("%w: volume %s is exported to %s, later than %s", errdefs.ErrPrecondition, id, e.Grant, to)
+	}
+	if !is || e.Grant != to {
+		if is {
+			err = l.unexport(ctx, pool, record, e)
+		}
+		if err == nil {
+			err = l.unusedHere(ctx, pool, record.Ref)
+		}
+		if err != nil {
+			return Exported{}, err
+		}
+		e = newExport(to)
+		if record, err = pool.SetLabels(ctx, record.Ref, func(labels map[string]string) error {
+			setLabel(labels, labelExport, e.label())
+			return nil
+		}); err != nil {
+			return Exported{}, err
+		}
+	}
+	return l.export(ctx, pool, record, e)
+}
+
+// unusedHere is ErrInUse while a volume is attached on this node, for whoever that is: also for a pod that has it still although its claim is
+// gone. What is attached for reading is the driver's own, for a moment.
+func (l *Local) unusedHere(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref) error {
+	devices, err := l.stacks.Of(pool, ref).Attached(ctx)
+	if err != nil {
+		return err
+	}
+	for _, d := range devices {
+		if paths := l.mounts.Paths(d.Number); len(paths) > 0 {
+			return fmt.Errorf("%w: volume %s is attached on its home node %s as %s, and mounted at %v; end the pods that use it there", errdefs.ErrInUse, ref.Key, l.node, d.Path, paths)
+		}
+		if !d.ReadOnly {
+			return fmt.Errorf("%w: volume %s is attached on its home node %s as %s; end the pods that use it there", errdefs.ErrInUse, ref.Key, l.node, d.Path)
+		}
+	}
+	return nil
+}
+
+// export brings about what the record of a volume says.
+func (l *Local) export(ctx context.Context, pool blockdev.Pool, record blockdev.Record, e export) (_ Exported, err error) {
+	id := ID{record.Kind, pool.Name(), record.Key}
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("export volume %s to %s: %w", id, e.Grant, err)
+		}
+		l.setFailed(id, err)
+	}()
+	exporter, how, err := l.exporter()
+	if err != nil {
+		return Exported{}, err
+	}
+	attached, err := l.stacks.Of(pool, record.Ref).Attach(ctx, device.Options{Keep: true})
+	if err != nil {
+		return Exported{}, err
+	}
+	defer func() { err = errors.Join(err, attached.Close()) }()
+	out := Exported{Grant: e.Grant, NQN: e.nqn(id.Key), Host: e.host(how.Key, id.Key), UUID: e.uuid(id.Key), Size: attached.Size, Record: record}
+	if exporter.Authenticates() {
+		out.Secret = e.secret(how.Key, id.Key)
+	}
+	return out, exporter.Add(ctx, nvmet.Export{NQN: out.NQN, Host: out.Host, UUID: out.UUID, Device: attached.Path, Secret: out.Secret})
+}
+
+// Unexport ends the export of a volume to a generation, or with 0 whichever there is. An export to another one stays. When it has returned
+// without an error, nothing of the consumer comes any more, and the volume is attached nowhere. After an error it is to be called again:
+// ErrInUse if somebody here holds the device that was exported.
+func (l *Local) Unexport(ctx context.Context, id ID, generation int64) error {
+	pool, record, err := l.exportRecord(ctx, id)
+	if err != nil {
+		return errdefs.IgnoreNotFound(err)
+	}
+	e, is, err := exportOf(record)
+	if err != nil || !is || generation != 0 && e.Generation != generation {
+		return err
+	}
+	return trace.Do(ctx, "end an export", func(ctx context.Context) error { return l.unexport(ctx, pool, record, e) }, "volume", id.String())
+}
+
+func (l *Local) unexport(ctx context.Context, pool blockdev.Pool, record blockdev.Record, e export) (err error) {
+	id := ID{record.Kind, pool.Name(), record.Key}
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("end the export of volume %s to %s: %w", id, e.Grant, err)
+		}
+	}()
+	exporter, _, err := l.exporter()
+	if err != nil {
+		return err
+	}
+	if err := exporter.Remove(ctx, e.nqn(id.Key)); err != nil {
+		return err
+	}
+	if err := l.detach(ctx, l.stacks.Of(pool, record.Ref)); err != nil {
+		return err
+	}
+	if err := changeLabel(ctx, pool, record.Ref, labelExport, ""); err != nil {
+		return err
+	}
+	l.setFailed(id, nil)
+	return nil
+}
+
+// resized tells the consumer of a volume that grew.
+func (l *Local) resized(ctx context.Context, id ID, record blockdev.Record) error {
+	e, is, err := exportOf(record)
+	if err != nil || !is {
+		return err
+	}
+	exporter, _, err := l.exporter()
+	if err != nil {
+		return err
+	}
+	return exporter.Resized(ctx, e.nqn(id.Key))
+}
+
+// exportHealth is what is wrong with the export of a volume that should be there.
+func (l *Local) exportHealth(v Volume) []blockdev.Problem {
+	if v.Exported.Node == "" {
+		return nil
+	}
+	l.exports.mu.Lock()
+	err := l.exports.failed[v.ID]
+	if l.exports.how == nil {
+		err = errors.New("this node was started without an address for exports (--remote-address)")
+	}
+	l.exports.mu.Unlock()
+	if err == nil {
+		return nil
+	}
+	return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "NotExported",
+		Message: fmt.Sprintf("%s uses it, and its home %s cannot export it: %s", v.Exported, l.node, errdefs.Words(err))}}
+}
