@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"sync"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
@@ -12,11 +13,13 @@ import (
 	"k8s.io/client-go/tools/clientcmd"
 
 	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/disks"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/agent"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
 	"github.com/ashlar-csi/ashlar/pkg/controller"
+	"github.com/ashlar-csi/ashlar/pkg/csimap"
 	"github.com/ashlar-csi/ashlar/pkg/identity"
 	"github.com/ashlar-csi/ashlar/pkg/measure"
 	"github.com/ashlar-csi/ashlar/pkg/metrics"
@@ -170,12 +173,16 @@ func startNode(ctx context.Context, o options) (err error) {
 		return err
 	}
 	defer remote.Close()
+	network, err := o.network()
+	if err != nil {
+		return err
+	}
 	others, err := callers(config, o.agentEndpoint != "")
 	if err != nil {
 		return err
 	}
 	defer others.Close()
-	with := agent.Options{Driver: o.driverName, Pools: kept, Locks: locks, MaxVolumes: o.maxVolumes, Namespace: namespace, Endpoint: remote.Endpoint(), Schemes: volume.SchemesHere, Limits: volume.LimitsHere}
+	with := agent.Options{Driver: o.driverName, Pools: kept, Locks: locks, MaxVolumes: o.maxVolumes, Namespace: namespace, Endpoint: remote.Endpoint(), Network: network, Schemes: volume.SchemesHere, Limits: volume.LimitsHere}
 	if others != nil {
 		with.Agents = others
 	}
@@ -192,7 +199,7 @@ func startNode(ctx context.Context, o options) (err error) {
 			remotely := rpc.Services{SnapshotMetadata: controller.New(local), Locks: locks, Observe: observe, Others: o.transfers(a.OpenCopy)}
 			return o.withPort(ctx, remote, config, namespace, remotely, func(ctx context.Context) error {
 				return answer(ctx, o, listener, rpc.Services{Identity: newIdentity(o, nil), Locks: locks, Observe: observe,
-					Node: node.New(ctx, &watched{local, a, o.labels}, mounts, o.node()), Overview: o.overview(local)})
+					Node: node.New(ctx, &watched{local, a, o.labels, network}, mounts, o.node()), Overview: o.overview(local)})
 			})
 		})
 	})
@@ -204,10 +211,19 @@ type watched struct {
 	*volume.Local
 	agent  *agent.Agent
 	labels []string // of the Node, that say where it is
+	// network in which it reaches others; nil: none.
+	network *v1alpha1.Network
 }
 
+// Topology has the network only of a node that is in one: Kubernetes has a driver never change the value of a label that it once gave a node.
 func (w *watched) Topology(ctx context.Context) (map[string]string, error) {
-	return w.agent.Labels(ctx, w.labels)
+	where, err := w.agent.Labels(ctx, w.labels)
+	if err != nil || w.network == nil {
+		return where, err
+	}
+	all := map[string]string{csimap.NetworkKey: w.network.Name}
+	maps.Copy(all, where)
+	return all, nil
 }
 
 func (w *watched) Claimed(ctx context.Context, v volume.Volume, readOnly bool) (volume.Claim, bool) {

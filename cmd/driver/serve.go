@@ -60,9 +60,11 @@ type options struct {
 	copyBandwidth string
 	bandwidth     int64 // as that says; 0: no limit
 	blocks        bool  // the controller asks them for the blocks of snapshots
-	page          string
-	logFormat     string
-	verbosity     int // klog's -v
+	// Where volumes of this node are given to others, and in which network.
+	remoteAddress, remoteNetwork string
+	page                         string
+	logFormat                    string
+	verbosity                    int // klog's -v
 
 	ephemeralPools, ephemeralSize string
 	ephemeral                     node.Ephemeral // as the two say
@@ -80,7 +82,7 @@ func (l *labelFlags) Set(key string) error {
 	if problems := validation.IsQualifiedName(key); len(problems) > 0 {
 		return fmt.Errorf("%q is not the key of a label: %s", key, problems[0])
 	}
-	if key == csimap.TopologyKey || slices.Contains(*l, key) {
+	if key == csimap.TopologyKey || key == csimap.NetworkKey || slices.Contains(*l, key) {
 		return fmt.Errorf("%s is given already", key)
 	}
 	*l = append(*l, key)
@@ -211,6 +213,8 @@ func (o *options) kubernetesFlags(flags *pflag.FlagSet) {
 	flags.DurationVar(&o.abandonGrace, "abandon-grace", time.Hour, "how long, as 30m or 1h, what nobody seems to know of is kept: from its creation a volume without claim and\nPersistentVolume; from the first refusal because of it a claim without VolumeAttachment (controller)")
 	flags.StringVar(&o.agentEndpoint, "agent-endpoint", "", "IP:PORT to serve other parts of the driver on, over TLS, as 10.0.0.7:9812: the address has to be one that they reach,\nand is told to them in the status of the node's pools; without it, there is no port (node)")
 	flags.StringVar(&o.copyBandwidth, "copy-bandwidth", "", "how many bytes per second, as 200Mi, the nodes may fetch from this one, all together, for copies of its snapshots and\nvolumes; without it, as many as there are (node)")
+	flags.StringVar(&o.remoteAddress, "remote-address", "", "IP address of this node, or name of an interface, and if wanted a port (4420), as 10.0.0.7, eth1 or [fd00::7]:4420:\nnodes use each other's volumes there, by NVMe over TCP (access=any of a StorageClass). It has to be one of the host's\nown network, and --agent-endpoint be given; without it, volumes are used on their own node (node)")
+	flags.StringVar(&o.remoteNetwork, "remote-network", "default", "name of the network of --remote-address: nodes that say the same reach each other (node)")
 	flags.BoolVar(&o.blocks, "snapshot-metadata", false, "serve SnapshotMetadata (what is allocated, and what changed, in snapshots) by asking the nodes,\nwhich need --agent-endpoint (controller)")
 	flags.BoolVar(&o.startupTaint, "startup-taint", false, "take the taint ashlar.dev/agent-not-ready, which new nodes may be made with, off nodes on which the driver is ready (controller)")
 }
@@ -252,7 +256,7 @@ func (o *options) complete(flags *pflag.FlagSet) error {
 	if _, err := rpc.ParseEndpoint(o.endpoint); err != nil {
 		return err
 	}
-	if err := cmp.Or(o.checkMonitoring(), o.checkCluster(), o.checkPort(), o.checkPage()); err != nil {
+	if err := cmp.Or(o.checkMonitoring(), o.checkCluster(), o.checkPort(), o.checkRemote(), o.checkPage()); err != nil {
 		return err
 	}
 	if o.mode != "controller" {

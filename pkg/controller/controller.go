@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 
@@ -25,10 +26,14 @@ type Server struct {
 	csi.UnimplementedGroupControllerServer
 	csi.UnimplementedSnapshotMetadataServer
 	store volume.Store
+	reach volume.Reacher // nil: the store's nodes reach no others
 }
 
 // New returns the services.
-func New(store volume.Store) *Server { return &Server{store: store} }
+func New(store volume.Store) *Server {
+	reach, _ := store.(volume.Reacher)
+	return &Server{store: store, reach: reach}
+}
 
 // nodesOf returns the nodes that a requirement allows, the preferred ones first; none
 // means any. Preferred ones are requisite too, if any are (CSI specification,
@@ -114,6 +119,10 @@ func (s *Server) CreateVolume(ctx context.Context, r *csi.CreateVolumeRequest) (
 	}
 	spec.Pool, spec.Spread, spec.Copies = parameters.Pool, parameters.Spread, parameters.Copies
 	spec.Provisioning, spec.Encryption, spec.For = parameters.Provisioning, parameters.Encryption, parameters.For
+	spec.Access, spec.HomeTimeout = parameters.Access, parameters.HomeTimeout
+	if err := s.reaches(spec.Access); err != nil {
+		return nil, err
+	}
 	if spec.Spread != volume.NoSpread && spec.For.Name == "" {
 		return nil, fmt.Errorf("%w: parameter spread=%s: nobody says which claim the volume is for; external-provisioner does with --extra-create-metadata", errdefs.ErrInvalid, spec.Spread)
 	}
@@ -127,7 +136,30 @@ func (s *Server) CreateVolume(ctx context.Context, r *csi.CreateVolumeRequest) (
 	if err != nil {
 		return nil, err
 	}
-	return &csi.CreateVolumeResponse{Volume: toVolume(v)}, nil
+	networks, err := s.networks(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if v.Access == volume.AccessAny && networks[v.Node] == "" { // a PersistentVolume keeps the topology that it was made with
+		return nil, fmt.Errorf("%w: volume %s is made, and its node %s is in no network now (--remote-address), so nobody knows who will reach it", errdefs.ErrUnavailable, v.ID, v.Node)
+	}
+	return &csi.CreateVolumeResponse{Volume: toVolume(v, networks)}, nil
+}
+
+// reaches is ErrInvalid for volumes that others than their node are to use, where nobody else is.
+func (s *Server) reaches(access volume.Access) error {
+	if access == volume.AccessNode || s.reach != nil {
+		return nil
+	}
+	return fmt.Errorf("%w: parameter access=%s: this driver has one machine, which alone can use its volumes; in a cluster other nodes can", errdefs.ErrInvalid, access)
+}
+
+// networks in which nodes reach each other, by the nodes.
+func (s *Server) networks(ctx context.Context) (map[string]string, error) {
+	if s.reach == nil {
+		return nil, nil
+	}
+	return s.reach.Networks(ctx)
 }
 
 // checkName: any Unicode string of up to 128 bytes but for control characters (CSI
@@ -175,8 +207,13 @@ func parse(text string, kind blockdev.Kind) (volume.ID, error) {
 	return id, nil
 }
 
-func toVolume(v volume.Volume) *csi.Volume {
-	out := &csi.Volume{VolumeId: v.ID.String(), CapacityBytes: v.Size, AccessibleTopology: []*csi.Topology{csimap.Topology(v.Node)}}
+// toVolume is a volume as CSI has it; networks are those of the nodes.
+func toVolume(v volume.Volume, networks map[string]string) *csi.Volume {
+	network := ""
+	if v.Access == volume.AccessAny {
+		network = networks[v.Node]
+	}
+	out := &csi.Volume{VolumeId: v.ID.String(), CapacityBytes: v.Size, AccessibleTopology: csimap.Topologies(v.Node, network)}
 	switch v.Source.Kind {
 	case blockdev.Snapshot:
 		out.ContentSource = &csi.VolumeContentSource{Type: &csi.VolumeContentSource_Snapshot{
@@ -259,7 +296,7 @@ func (s *Server) ValidateVolumeCapabilities(ctx context.Context, r *csi.Validate
 		parameters, err = csimap.ParseParameters(r.GetParameters())
 	}
 	if err == nil {
-		err = parameters.Agree(fs)
+		err = errors.Join(parameters.Agree(fs), s.reaches(parameters.Access))
 	}
 	if err == nil {
 		err = volume.CheckMutable(r.GetMutableParameters())
@@ -337,9 +374,13 @@ func (s *Server) ListVolumes(ctx context.Context, r *csi.ListVolumesRequest) (*c
 	if err != nil {
 		return nil, err
 	}
+	networks, err := s.networks(ctx)
+	if err != nil {
+		return nil, err
+	}
 	response := &csi.ListVolumesResponse{}
 	response.Entries, response.NextToken, err = fillPage(volumes, r.GetMaxEntries(), idOf, func(v volume.Volume) (*csi.ListVolumesResponse_Entry, bool, error) {
-		return &csi.ListVolumesResponse_Entry{Volume: toVolume(v), Status: &csi.ListVolumesResponse_VolumeStatus{PublishedNodeIds: toStatus(v)}}, true, nil
+		return &csi.ListVolumesResponse_Entry{Volume: toVolume(v, networks), Status: &csi.ListVolumesResponse_VolumeStatus{PublishedNodeIds: toStatus(v)}}, true, nil
 	})
 	return response, err
 }
@@ -354,7 +395,11 @@ func (s *Server) ControllerGetVolume(ctx context.Context, r *csi.ControllerGetVo
 	if err != nil {
 		return nil, err
 	}
-	return &csi.ControllerGetVolumeResponse{Volume: toVolume(v),
+	networks, err := s.networks(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return &csi.ControllerGetVolumeResponse{Volume: toVolume(v, networks),
 		Status: &csi.ControllerGetVolumeResponse_VolumeStatus{PublishedNodeIds: toStatus(v)}}, nil
 }
 
@@ -374,15 +419,9 @@ func (s *Server) GetCapacity(ctx context.Context, r *csi.GetCapacityRequest) (*c
 			floor = fs.MinSize()
 		}
 	}
-	nodes := []string{""} // all
-	if r.GetAccessibleTopology() != nil {
-		nodes, err = s.nodesIn(ctx, r.GetAccessibleTopology().GetSegments())
-		if errors.Is(err, errdefs.ErrNoSpace) || errors.Is(err, errdefs.ErrInvalid) { // nobody of ours is there
-			return &csi.GetCapacityResponse{MaximumVolumeSize: wrapInt64(0), MinimumVolumeSize: wrapInt64(floor)}, nil
-		}
-		if err != nil {
-			return nil, err
-		}
+	nodes, err := s.homes(ctx, parameters.Access, r.GetAccessibleTopology())
+	if err != nil {
+		return nil, err
 	}
 	var c blockdev.Capacity
 	for _, node := range nodes {
@@ -394,6 +433,32 @@ func (s *Server) GetCapacity(ctx context.Context, r *csi.GetCapacityRequest) (*c
 	}
 	return &csi.GetCapacityResponse{AvailableCapacity: c.Available, MaximumVolumeSize: wrapInt64(c.MaxVolume),
 		MinimumVolumeSize: wrapInt64(max(c.MinVolume, floor))}, nil
+}
+
+// homes are the nodes of a topology that can have volumes with some access; an empty name stands for all nodes.
+func (s *Server) homes(ctx context.Context, access volume.Access, topology *csi.Topology) ([]string, error) {
+	if err := s.reaches(access); err != nil {
+		return nil, err
+	}
+	nodes := []string{""}
+	if topology != nil {
+		var err error
+		nodes, err = s.nodesIn(ctx, topology.GetSegments())
+		if errors.Is(err, errdefs.ErrNoSpace) || errors.Is(err, errdefs.ErrInvalid) { // nobody of ours is there
+			return nil, nil
+		}
+		if err != nil {
+			return nil, err
+		}
+	}
+	if access == volume.AccessNode {
+		return nodes, nil
+	}
+	networks, err := s.networks(ctx)
+	if topology == nil {
+		nodes = slices.Collect(maps.Keys(networks))
+	}
+	return slices.DeleteFunc(nodes, func(node string) bool { return networks[node] == "" }), err
 }
 
 // ControllerExpandVolume grows a volume and its device; filesystems grow on the node.

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 
@@ -21,6 +22,8 @@ import (
 const (
 	// TopologyKey is the segment of a topology that names the node.
 	TopologyKey = "topology.ashlar.dev/node"
+	// NetworkKey is the segment that names the network in which the node reaches others, and they it; a node without one has none.
+	NetworkKey = "topology.ashlar.dev/network"
 	// ReadOnlyKey is in the publish context of a volume that was claimed read-only.
 	ReadOnlyKey = "ashlar.dev/readOnly"
 
@@ -33,6 +36,8 @@ const (
 
 	encryption        = "encryption"
 	encryptionDiscard = "encryption.discard"
+	access            = "access"
+	homeTimeout       = "homeTimeout"
 
 	// maxName is the longest name that an object of Kubernetes can have, in bytes.
 	maxName = 253
@@ -46,6 +51,15 @@ func Missing(field string) error {
 // Topology of what is on a node.
 func Topology(node string) *csi.Topology {
 	return &csi.Topology{Segments: map[string]string{TopologyKey: node}}
+}
+
+// Topologies of a volume that is on a node, and with a network can be used on all nodes of that.
+func Topologies(node, network string) []*csi.Topology {
+	all := []*csi.Topology{Topology(node)}
+	if network != "" {
+		all = append(all, &csi.Topology{Segments: map[string]string{NetworkKey: network}})
+	}
+	return all
 }
 
 // ForCO reports whether a parameter is the container orchestrator's own, to be let by.
@@ -67,6 +81,8 @@ func ClassParameters() []Parameter {
 		{"provisioning", string(blockdev.Thick) + ", " + string(blockdev.Thin), "what the pool has; of file pools " + string(blockdev.Thick)},
 		{encryption, string(volume.LUKS2) + ": what the pool keeps is encrypted, with the passphrase of the node-stage secret ([more](../use/encryption.md))", "none"},
 		{encryptionDiscard, "true: what the volume does not use any more is given back to the pool, which so learns what that is; false. Only with `encryption`", "false"},
+		{access, volume.AccessNode.String() + ": the volume can be used on the node that has it; " + string(volume.AccessAny) + ": on all nodes that reach that one ([more](../use/any-node.md)); not for inline ephemeral volumes", volume.AccessNode.String()},
+		{homeTimeout, "how long, as 90s or 10m, what is written and read on another node waits while the volume's node is away; then it fails. Only with `access=any`", "for ever"},
 		{fsType, strings.Join(filesystems, ", "), string(filesystem.Types[0])},
 	}
 }
@@ -79,6 +95,8 @@ type Parameters struct {
 	// Provisioning: AnyProvisioning if it was not given.
 	Provisioning blockdev.Provisioning
 	Encryption   volume.Encryption // zero: not given
+	Access       volume.Access     // volume.AccessNode if it was not given
+	HomeTimeout  time.Duration     // zero: not given
 	Filesystem   filesystem.Type   // empty: not given
 	For          volume.Requester  // zero: not given
 }
@@ -114,17 +132,24 @@ func ParseParameters(parameters map[string]string) (Parameters, error) {
 			if err := p.encrypt(key, value); err != nil {
 				return Parameters{}, err
 			}
+		case key == access, key == homeTimeout:
+			if err := p.reach(key, value); err != nil {
+				return Parameters{}, err
+			}
 		case key == pvcName || key == pvcNamespace || key == pvName:
 			if len(value) > maxName {
 				return Parameters{}, fmt.Errorf("%w: parameter %s has %d bytes, a name has up to %d", errdefs.ErrInvalid, key, len(value), maxName)
 			}
 			*map[string]*string{pvcName: &p.For.Name, pvcNamespace: &p.For.Namespace, pvName: &p.For.PersistentVolume}[key] = value
 		case !ForCO(key):
-			return p, fmt.Errorf("%w: unknown parameter %q; pool, spread, copies, provisioning, encryption, encryption.discard and fstype are known", errdefs.ErrInvalid, key)
+			return p, fmt.Errorf("%w: unknown parameter %q; pool, spread, copies, provisioning, encryption, encryption.discard, access, homeTimeout and fstype are known", errdefs.ErrInvalid, key)
 		}
 	}
 	if value, given := parameters[encryptionDiscard]; given && p.Encryption.Scheme == volume.NotEncrypted {
 		return Parameters{}, fmt.Errorf("%w: parameter %s=%q is for volumes that are encrypted; give %s too", errdefs.ErrInvalid, encryptionDiscard, value, encryption)
+	}
+	if value, given := parameters[homeTimeout]; given && p.Access != volume.AccessAny {
+		return Parameters{}, fmt.Errorf("%w: parameter %s=%q is for volumes that other nodes than their own can use; give %s=%s too", errdefs.ErrInvalid, homeTimeout, value, access, volume.AccessAny)
 	}
 	return p, nil
 }
@@ -141,6 +166,30 @@ func (p *Parameters) encrypt(key, value string) error {
 		return fmt.Errorf("%w: parameter %s=%q; true and false are known", errdefs.ErrInvalid, key, value)
 	}
 	p.Encryption.Discards = value == "true"
+	return nil
+}
+
+// leastTimeout is the shortest homeTimeout: a home that restarts, or a network that is reconfigured, is away for some seconds.
+const leastTimeout = time.Second
+
+// reach reads a parameter that says from where the volume can be used.
+func (p *Parameters) reach(key, value string) error {
+	if key == access {
+		switch value {
+		case volume.AccessNode.String():
+			p.Access = volume.AccessNode
+		case string(volume.AccessAny):
+			p.Access = volume.AccessAny
+		default:
+			return fmt.Errorf("%w: parameter %s=%q; %s and %s are known", errdefs.ErrInvalid, key, value, volume.AccessNode, volume.AccessAny)
+		}
+		return nil
+	}
+	d, err := time.ParseDuration(value)
+	if err != nil || d < leastTimeout || d%time.Second != 0 {
+		return fmt.Errorf("%w: parameter %s=%q; give whole seconds, as 90s or 10m, or leave it out to wait for ever", errdefs.ErrInvalid, key, value)
+	}
+	p.HomeTimeout = d
 	return nil
 }
 

@@ -56,6 +56,9 @@ func (s *Server) publishEphemeral(ctx context.Context, r *csi.NodePublishVolumeR
 	if err == nil && parameters.Spread != volume.NoSpread {
 		err = fmt.Errorf("%w: parameter spread=%s is for the claims of a StatefulSet, not for inline ephemeral volumes", errdefs.ErrInvalid, parameters.Spread)
 	}
+	if err == nil && parameters.Access != volume.AccessNode {
+		err = fmt.Errorf("%w: parameter access=%s is for claims: an inline ephemeral volume is on the node of its pod", errdefs.ErrInvalid, parameters.Access)
+	}
 	if err != nil {
 		return err
 	}

@@ -65,6 +65,13 @@ type Store interface {
 	Capacity(ctx context.Context, pools string, scheme Scheme, node string) (blockdev.Capacity, error)
 }
 
+// Reacher is a Store of nodes that reach each other, and so use each other's volumes (AccessAny).
+type Reacher interface {
+	Store
+	// Networks are the names of the networks in which nodes reach each other, by the names of the nodes; those that are in none are not there.
+	Networks(ctx context.Context) (map[string]string, error)
+}
+
 // Differ is a Store that knows the bytes of its snapshots, as one that is on their node does.
 type Differ interface {
 	Store

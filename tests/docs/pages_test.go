@@ -190,7 +190,7 @@ var (
 	flagForm   = regexp.MustCompile(`--[a-z][a-z0-9-]*`)
 	pathForm   = regexp.MustCompile(`^(?:\./)?(?:cmd|deploy|docs|hack|internal|pkg|tests)/[\w./*-]+$`)
 	workload   = regexp.MustCompile(`\b(deployment|daemonset)/([a-z-]+)`)
-	resource   = regexp.MustCompile(`[\s,]([a-z]+\.ashlar\.dev)\b`)
+	resource   = regexp.MustCompile(`[\s,]([a-z]+\.ashlar\.dev)\b(/?)`) // with a slash it begins the key of a label
 	fieldForm  = regexp.MustCompile(`^(spec|status)(\.[a-zA-Z]+)+$`)
 	testForm   = regexp.MustCompile(`\b(?:Test|Fuzz)[A-Z]\w+(?:\.\.\.)?`)
 	testFunc   = regexp.MustCompile(`(?m)^func ((?:Test|Fuzz)[A-Z]\w+)\(`)
@@ -246,7 +246,7 @@ func TestNames(t *testing.T) {
 				}
 			}
 			for _, found := range resource.FindAllStringSubmatch(code, -1) {
-				if strings.HasPrefix(code, "kubectl ") && !strings.Contains(manifests, "name: "+found[1]+"\n") {
+				if found[2] == "" && strings.HasPrefix(code, "kubectl ") && !strings.Contains(manifests, "name: "+found[1]+"\n") {
 					complain("there is no resource %s", found[1])
 				}
 			}

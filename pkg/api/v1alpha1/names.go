@@ -9,6 +9,8 @@ const (
 	DefaultDriver = "block.csi.ashlar.dev"
 	// TopologyKey is the segment of a topology, and the label of a Node, that names the node.
 	TopologyKey = "topology.ashlar.dev/node"
+	// NetworkKey is the segment and the label that names the network in which the node reaches others; nodes that are in none have none.
+	NetworkKey = "topology.ashlar.dev/network"
 	// HeartbeatLabel with the value HeartbeatOfAgent is on the Leases of agents, whose holder is the node's name.
 	HeartbeatLabel   = "ashlar.dev/heartbeat"
 	HeartbeatOfAgent = "agent"

@@ -623,7 +623,7 @@ type PoolStatus struct {
 	// itself may write it.
 	// +optional
 	Agent *AgentEndpoint `json:"agent,omitempty"`
-	// Network in which volumes of the pool reach other nodes, if they can (--remote-address). Only the agent itself may write it.
+	// Network in which volumes of the pool reach other nodes, if they can (--remote-address).
 	// +optional
 	Network *Network `json:"network,omitempty"`
 	// StrayCount is how many volumes and snapshots the pool has that no object is for.

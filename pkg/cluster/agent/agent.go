@@ -40,6 +40,10 @@ type Options struct {
 	Endpoint *v1alpha1.AgentEndpoint
 	// Agents connects to other agents, to copy what is on their nodes; nil: to none.
 	Agents Agents
+	// Network is where volumes of the node are given to others, and those of others used here; nil: nowhere.
+	Network *v1alpha1.Network
+	// Exporter gives volumes of the node to others; nil: they are given to nobody.
+	Exporter Exporter
 	// Schemes returns how volumes of the node can be encrypted, now; nil: not at all.
 	Schemes func() []volume.Scheme
 	// Limits reports whether the node can keep limits of I/O, now; nil: that is not told.

@@ -196,7 +196,7 @@ func (a *Agent) writePool(ctx context.Context, i int, exact bool) error {
 		strays, refused = a.adopt(ctx, o, strays)
 	}
 	m.report(o, before.Status, exact)
-	o.Status.Agent, o.Status.Encryption, o.Status.Limits = a.options.Endpoint, a.schemes(), a.limits()
+	o.Status.Agent, o.Status.Network, o.Status.Encryption, o.Status.Limits = a.options.Endpoint, a.options.Network, a.schemes(), a.limits()
 	reportStrays(o, strays)
 	cluster.SummarizePool(o)
 	if !m.isNews(before.Status, o.Status) {

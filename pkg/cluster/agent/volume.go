@@ -301,6 +301,9 @@ func (a *Agent) maintainVolume(ctx context.Context, v *v1alpha1.Volume) error {
 	case err != nil:
 		return err
 	}
+	if err := a.reportGiven(ctx, v); err != nil {
+		return err
+	}
 	refused := v.Common().Refused(v.Generation) != nil
 	if !refused && (have.Size < v.Spec.Size || !maps.Equal(have.Mutable, v.Spec.Mutable)) {
 		defer a.Changed()

@@ -2,13 +2,17 @@ package store
 
 import (
 	"context"
+	"errors"
 	"fmt"
 
+	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/gc"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -36,14 +40,15 @@ func (s *Store) Claim(ctx context.Context, id volume.ID, claim volume.Claim) err
 		doubted := v.Annotations[v1alpha1.DoubtAnnotation] != ""
 		delete(v.Annotations, v1alpha1.DoubtAnnotation)
 		switch have := v.Spec.Claim; {
-		case have != nil && *have == want:
+		case have != nil && sameUse(*have, want):
 			return doubted, nil
 		case have != nil && have.Node == want.Node:
 			return false, fmt.Errorf("%w: volume %s is published to node %s with mode %s, read-only %v", errdefs.ErrExists, id, have.Node, have.Mode, have.ReadOnly)
 		case have != nil:
 			return false, fmt.Errorf("%w: volume %s is published to node %s", errdefs.ErrInUse, id, have.Node)
-		case v.Spec.NodeName != want.Node:
-			return false, fmt.Errorf("%w: volume %s is on node %s and cannot be used on node %s", errdefs.ErrPrecondition, id, v.Spec.NodeName, want.Node)
+		}
+		if err := s.mayUse(ctx, v, want.Node); err != nil {
+			return false, err
 		}
 		if !counted && limit > 0 {
 			if err := s.countClaim(ctx, id.Key, want.Node, limit); err != nil {
@@ -51,10 +56,58 @@ func (s *Store) Claim(ctx context.Context, id volume.ID, claim volume.Claim) err
 			}
 			counted = true
 		}
-		v.Spec.Claim = &want
+		v.Spec.Claim = claimed(v, want)
 		return true, nil
 	})
 	return err
+}
+
+// sameUse reports whether two claims differ in nothing but their generations, which nobody asks for.
+func sameUse(a, b v1alpha1.Claim) bool {
+	a.Generation, b.Generation = 0, 0
+	return a == b
+}
+
+// mayUse is ErrPrecondition if a node cannot use a volume.
+func (s *Store) mayUse(ctx context.Context, v *v1alpha1.Volume, node string) error {
+	home := v.Spec.NodeName
+	if home == node {
+		return nil
+	}
+	cannot := fmt.Sprintf("volume %s is on node %s and cannot be used on node %s", cluster.VolumeID(v), home, node)
+	if volume.Access(v.Spec.Access) != volume.AccessAny {
+		return fmt.Errorf("%w: %s", errdefs.ErrPrecondition, cannot)
+	}
+	networks, err := s.Networks(ctx)
+	if err != nil {
+		return err
+	}
+	for _, one := range []string{home, node} {
+		if networks[one] == "" {
+			return fmt.Errorf("%w: %s: node %s is in no network; start its driver with --remote-address, on a kernel that has NVMe over TCP", errdefs.ErrPrecondition, cannot, one)
+		}
+	}
+	if networks[home] != networks[node] {
+		return fmt.Errorf("%w: %s: they are in the networks %q and %q (--remote-network)", errdefs.ErrPrecondition, cannot, networks[home], networks[node])
+	}
+	return nil
+}
+
+// claimed is a claim as the object of a volume is to have it. That of a volume with access any gets a generation that no claim had before, also
+// none that only the home knows of, as after an object was restored; but if that gives the volume to the very node, its users go on.
+func claimed(v *v1alpha1.Volume, want v1alpha1.Claim) *v1alpha1.Claim {
+	if volume.Access(v.Spec.Access) != volume.AccessAny {
+		return &want
+	}
+	given := int64(0)
+	if e := v.Status.Export; e != nil {
+		if given = e.Generation; e.Node == want.Node && given > v.Spec.Claims {
+			given-- // the same generation again
+		}
+	}
+	v.Spec.Claims = max(v.Spec.Claims, given) + 1
+	want.Generation = v.Spec.Claims
+	return &want
 }
 
 // nodePools returns the pools of a node, and how many volumes it may have; ErrNotFound for a
@@ -107,11 +160,14 @@ func (s *Store) countClaim(ctx context.Context, key, node string, limit int64) e
 	return nil
 }
 
-// Release: see volume.Store. Of a volume that is being deleted too.
+// Release: see volume.Store. Of a volume that is being deleted too. One that other nodes can use is released when its home gives it to nobody
+// any more; ErrUnavailable while it does.
 func (s *Store) Release(ctx context.Context, id volume.ID, node string) error {
 	if id.Kind != blockdev.Volume {
 		return nil
 	}
+	w := s.hub.Open(cluster.VolumeNamed(id.Key))
+	defer w.Close()
 	v := &v1alpha1.Volume{}
 	err := s.get(ctx, id.Key, v)
 	for live := false; ; live = true {
@@ -121,16 +177,66 @@ func (s *Store) Release(ctx context.Context, id volume.ID, node string) error {
 		if v.Spec.Pool != id.Pool {
 			return nil
 		}
-		if claim := v.Spec.Claim; claim != nil && (node == "" || claim.Node == node) {
-			before := v.DeepCopy()
-			v.Spec.Claim = nil
-			if err := s.kube.Client.Patch(ctx, v, kube.LockingPatch(before)); !apierrors.IsConflict(err) {
+		if before := v.DeepCopy(); released(v, node) {
+			err := s.kube.Client.Patch(ctx, v, kube.LockingPatch(before))
+			if err == nil {
+				return s.waitReturned(ctx, w, v, node)
+			}
+			if !apierrors.IsConflict(err) {
 				return errdefs.IgnoreNotFound(kube.APIError("release volume "+id.String(), err))
 			}
 		} else if live {
-			return nil
+			return s.waitReturned(ctx, w, v, node)
 		}
 		v = &v1alpha1.Volume{}
 		err = kube.APIError("read volume "+id.String(), s.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, v))
 	}
+}
+
+// released takes the claim of a node, or with none any claim, off an object, and reports whether that changes it. What its home still gives away
+// counts as claimed before, also if the object is an older one that did not know of it: so the home sees that it is to end that.
+func released(v *v1alpha1.Volume, node string) (changed bool) {
+	if claim := v.Spec.Claim; claim != nil && (node == "" || claim.Node == node) {
+		v.Spec.Claim, changed = nil, true
+	}
+	if e := givenTo(v, node); e != nil && v.Spec.Claim == nil && e.Generation > v.Spec.Claims {
+		v.Spec.Claims, changed = e.Generation, true
+	}
+	return changed
+}
+
+// givenTo is what the home of a volume gives to a node, or with none to any, for which there is no claim; nil if nothing.
+func givenTo(v *v1alpha1.Volume, node string) *v1alpha1.Export {
+	e := v.Status.Export
+	if e == nil || node != "" && e.Node != node {
+		return nil
+	}
+	if claim := v.Spec.Claim; claim != nil && claim.Node == e.Node && claim.Generation == e.Generation {
+		return nil
+	}
+	return e
+}
+
+// waitReturned waits until the home of a volume that was released does not give it to a node any more. A home that is gone for good is not
+// waited for: nobody reaches its disks but itself.
+func (s *Store) waitReturned(ctx context.Context, w *kube.Watch, v *v1alpha1.Volume, node string) error {
+	e := givenTo(v, node)
+	if e == nil {
+		return nil
+	}
+	if gone, err := s.isGone(ctx, v.Spec.NodeName); gone || err != nil {
+		return err
+	}
+	_, err := wait(ctx, s, w, v, func(v *v1alpha1.Volume) (bool, error) { return givenTo(v, node) == nil, nil })
+	if err == nil || errors.Is(err, errGone) {
+		return nil
+	}
+	return fmt.Errorf("release volume %s: wait for its node %s to end what it gives to node %s (claim %d): %w", cluster.VolumeID(v), v.Spec.NodeName, e.Node, e.Generation, err)
+}
+
+// isGone reports whether a node is gone for good.
+func (s *Store) isGone(ctx context.Context, name string) (bool, error) {
+	node := &corev1.Node{}
+	err := s.kube.Live.Get(ctx, client.ObjectKey{Name: name}, node)
+	return gc.IsGone(node, err), kube.APIError("look at node "+name, client.IgnoreNotFound(err))
 }

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 
@@ -206,6 +207,8 @@ func (s *Store) schedule(ctx context.Context, spec volume.Spec, size int64, refu
 			unfit = append(unfit, fmt.Sprintf("node %s cannot encrypt (parameter encryption=%s): driver doctor there says what is missing", name, spec.Encryption.Scheme))
 		case !r.limits(spec.Mutable):
 			unfit = append(unfit, fmt.Sprintf("node %s cannot keep limits of I/O: driver doctor there says what is missing", name))
+		case spec.Access == volume.AccessAny && r.Status.Network == nil:
+			unfit = append(unfit, fmt.Sprintf("node %s %s", name, unreached))
 		case !spec.Spread.Allows(r.Peers):
 			unfit = append(unfit, fmt.Sprintf("pool %s has a volume of the same StatefulSet (parameter spread=%s)", r.Name, spec.Spread))
 		default:
@@ -227,6 +230,9 @@ func (s *Store) schedule(ctx context.Context, spec volume.Spec, size int64, refu
 	}), nil
 }
 
+// unreached says of a node that it cannot have a volume that others are to use.
+const unreached = "reaches no other node (parameter access=any): its driver has no --remote-address, or its kernel no NVMe over TCP"
+
 // refusals are the names of pools that have refused a volume, with what they said.
 type refusals map[string]error
 
@@ -239,33 +245,69 @@ func keepsPodsOff(node *corev1.Node) bool {
 	})
 }
 
-// NodesIn: see volume.Store.
+// NodesIn: see volume.Store. In which network a node is, its pools say: its label may be one of before.
 func (s *Store) NodesIn(ctx context.Context, segments map[string]string) ([]string, error) {
-	if err := s.Ready(ctx); err != nil {
+	networks, err := s.Networks(ctx)
+	if err != nil {
 		return nil, err
 	}
+	labels := maps.Clone(segments)
+	network, asked := labels[v1alpha1.NetworkKey]
+	delete(labels, v1alpha1.NetworkKey)
 	var nodes corev1.NodeList
-	if err := s.kube.Cache.List(ctx, &nodes, client.MatchingLabels(segments), client.UnsafeDisableDeepCopy); err != nil {
+	if err := s.kube.Cache.List(ctx, &nodes, client.MatchingLabels(labels), client.UnsafeDisableDeepCopy); err != nil {
 		return nil, kube.APIError("list nodes", err)
-	}
-	if len(nodes.Items) == 0 {
-		return nil, fmt.Errorf("%w: no node is in %v", errdefs.ErrNoSpace, segments)
 	}
 	var names []string
 	for i := range nodes.Items {
-		names = append(names, nodes.Items[i].Name)
+		if name := nodes.Items[i].Name; !asked || network != "" && networks[name] == network {
+			names = append(names, name)
+		}
+	}
+	if len(names) == 0 {
+		return nil, fmt.Errorf("%w: no node is in %v", errdefs.ErrNoSpace, segments)
 	}
 	slices.Sort(names)
 	return names, nil
 }
 
-// mayBeOn is ErrNoSpace if a volume is not to be on a node. A copy can be on one node only, whichever the
+// Networks: see volume.Reacher.
+func (s *Store) Networks(ctx context.Context) (map[string]string, error) {
+	if err := s.Ready(ctx); err != nil {
+		return nil, err
+	}
+	var pools v1alpha1.PoolList
+	if err := s.kube.Client.List(ctx, &pools, client.UnsafeDisableDeepCopy); err != nil {
+		return nil, kube.APIError("list pools", err)
+	}
+	networks := map[string]string{}
+	for i := range pools.Items {
+		if p := &pools.Items[i]; p.Status.Network != nil {
+			networks[p.Spec.NodeName] = p.Status.Network.Name
+		}
+	}
+	return networks, nil
+}
+
+// reached reports whether a volume of a node can be used on one of some nodes, by a network that they are in.
+func (s *Store) reached(ctx context.Context, spec volume.Spec, home string) (bool, error) {
+	if spec.Access != volume.AccessAny {
+		return false, nil
+	}
+	networks, err := s.Networks(ctx)
+	return networks[home] != "" && slices.ContainsFunc(spec.Nodes, func(node string) bool { return networks[node] == networks[home] }), err
+}
+
+// mayBeOn is ErrNoSpace if a volume is not to be on a node. One that other nodes can use may be there if the wanted ones can. Else a copy can be on one node only, whichever the
 // scheduler has chosen for the pod that waits for it (WaitForFirstConsumer), and it has no way to know. If the
 // claim is such a one, the copy is made where it can be: then the scheduler finds that its choice does not fit the
 // PersistentVolume, and chooses again, for a claim that is bound. The class has to allow that node.
 func (s *Store) mayBeOn(ctx context.Context, spec volume.Spec, node string) error {
 	if len(spec.Nodes) == 0 || slices.Contains(spec.Nodes, node) {
 		return nil
+	}
+	if is, err := s.reached(ctx, spec, node); is || err != nil {
+		return err
 	}
 	refused := fmt.Errorf("%w: the volume is to be on one of the nodes %v, not on %s", errdefs.ErrNoSpace, spec.Nodes, node)
 	if spec.Source == (volume.ID{}) || spec.For.Name == "" {

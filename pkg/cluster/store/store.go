@@ -72,7 +72,7 @@ type Store struct {
 	claiming map[string]string // nodes by the keys of volumes whose claims are on their way
 }
 
-var _ volume.Store = (*Store)(nil)
+var _ volume.Reacher = (*Store)(nil)
 
 // New returns the store of the cluster behind a configuration. It does nothing, and
 // every call fails with ErrUnavailable, until Run has read the objects.

@@ -230,6 +230,18 @@ func (s *Store) planNew(ctx context.Context, spec volume.Spec, v *v1alpha1.Volum
 	return err
 }
 
+// mayReach is ErrPrecondition for a copy that other nodes are to use, on the node of its source, which is in no network.
+func (s *Store) mayReach(ctx context.Context, spec volume.Spec, home string) error {
+	if spec.Access != volume.AccessAny {
+		return nil
+	}
+	networks, err := s.Networks(ctx)
+	if err == nil && networks[home] == "" {
+		err = fmt.Errorf("%w: source %s is on node %s, and so is its copy, which %s", errdefs.ErrPrecondition, spec.Source, home, unreached)
+	}
+	return err
+}
+
 // planSource gives the object of a copy its source, and the node of that. It returns the size of the source.
 func (s *Store) planSource(ctx context.Context, spec volume.Spec, v *v1alpha1.Volume) (size int64, err error) {
 	node, size, holds, err := s.findSource(ctx, spec.Source)
@@ -261,7 +273,7 @@ func (s *Store) planCopy(ctx context.Context, spec volume.Spec, v *v1alpha1.Volu
 	}
 	if len(where.Nodes) == 1 && where.Nodes[0] == home && !spec.Elsewhere() {
 		v.Spec.Pool = spec.Source.Pool
-		return s.nodes.Ready(ctx, home)
+		return cmp.Or(s.mayReach(ctx, spec, home), s.nodes.Ready(ctx, home))
 	}
 	if err := s.planNew(ctx, where, v, size, refused); err != nil {
 		return err
@@ -328,6 +340,18 @@ func (s *Store) notCopied(ctx context.Context, id volume.ID) error {
 	return nil
 }
 
+// notGiven is ErrInUse for a volume that its home still gives to another node; it ends that, unless it is gone for good.
+func (s *Store) notGiven(ctx context.Context, v *v1alpha1.Volume) error {
+	if v.Status.Export == nil {
+		return nil
+	}
+	gone, err := s.isGone(ctx, v.Spec.NodeName)
+	if gone || err != nil {
+		return err
+	}
+	return fmt.Errorf("%w: volume %s is given to node %s until its node %s has ended that", errdefs.ErrInUse, cluster.VolumeID(v), v.Status.Export.Node, v.Spec.NodeName)
+}
+
 // findSource says where a source is, how large, and what it holds. The filesystem of a snapshot is that of
 // its volume, as long as that is there; the node knows in any case.
 func (s *Store) findSource(ctx context.Context, id volume.ID) (node string, size int64, holds volume.Contents, err error) {
@@ -392,10 +416,13 @@ func (s *Store) Delete(ctx context.Context, id volume.ID) error {
 		switch {
 		case v.Deleting():
 			return nil
-		case claim == nil:
-			return s.notCopied(ctx, id)
-		case !live:
+		case !live && (claim != nil || v.Status.Export != nil):
 			return errStale // it may have been released since
+		case claim == nil:
+			if err := s.notGiven(ctx, v); err != nil {
+				return err
+			}
+			return s.notCopied(ctx, id)
 		}
 		s.garbage.ClaimRefused(v.Name)
 		return fmt.Errorf("%w: volume %s is claimed by node %s; unpublish it first", errdefs.ErrInUse, id, claim.Node)

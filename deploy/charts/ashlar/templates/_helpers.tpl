@@ -116,6 +116,11 @@ capabilities:
 {{- end }}
 {{- end }}
 
+{{/* yes, if the agents have a port: something that is on needs it. */}}
+{{- define "ashlar.agentPort" -}}
+{{- if or .Values.agentPort.enabled .Values.snapshotMetadata.enabled .Values.anyNode.enabled }}yes{{ end -}}
+{{- end }}
+
 {{/* yes, if a class is to be made: a dict of root, create, api. */}}
 {{- define "ashlar.wanted" -}}
 {{- if eq (toString .create) "auto" -}}

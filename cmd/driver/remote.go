@@ -1,0 +1,95 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"regexp"
+	"strconv"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+)
+
+// remotePort is where nodes give their volumes to others, unless --remote-address says another port: that of NVMe over TCP.
+const remotePort = 4420
+
+// networkPattern: the name is the value of a label, and of a topology segment.
+var networkPattern = regexp.MustCompile(`^[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?$`)
+
+// checkRemote checks the flags of what nodes give to each other.
+func (o *options) checkRemote() error {
+	switch {
+	case o.remoteAddress == "":
+		return nil
+	case o.mode != "node":
+		return errors.New("--remote-address: nodes of a cluster use each other's volumes (--mode=node)")
+	case o.agentEndpoint == "":
+		return errors.New("--remote-address: nodes agree on what they use of each other over their agents' ports; give --agent-endpoint too")
+	case !networkPattern.MatchString(o.remoteNetwork):
+		return fmt.Errorf("--remote-network=%s: use 1 to 63 of a-z, 0-9, dots and dashes, with a letter or digit at either end", o.remoteNetwork)
+	}
+	_, _, err := parseRemote(o.remoteAddress)
+	return err
+}
+
+// parseRemote reads --remote-address: an IP address or the name of an interface, which may be followed by a port.
+func parseRemote(text string) (host string, port uint16, err error) {
+	host, port = text, remotePort
+	if name, number, err := net.SplitHostPort(text); err == nil { // not so an IPv6 address alone
+		n, err := strconv.ParseUint(number, 10, 16)
+		if err != nil || n == 0 {
+			return "", 0, fmt.Errorf("--remote-address=%s: %q is no port", text, number)
+		}
+		host, port = name, uint16(n)
+	}
+	ip, err := netip.ParseAddr(host)
+	switch {
+	case err == nil && (ip.IsUnspecified() || ip.Zone() != "" || ip.IsMulticast()):
+		return "", 0, fmt.Errorf("--remote-address=%s: %s is not the address of one machine, at which others reach it", text, host)
+	case err != nil && (host == "" || len(host) > 15 || regexp.MustCompile(`[\s/:\[\]]`).MatchString(host)):
+		return "", 0, fmt.Errorf("--remote-address=%s: give an IP address of this node, or the name of an interface, and if wanted a port, as 10.0.0.7, [fd00::7]:4420 or eth1", text)
+	}
+	return host, port, nil
+}
+
+// network is in which volumes of this node are given to others, and at which address; nil if they are not.
+func (o *options) network() (*v1alpha1.Network, error) {
+	if o.remoteAddress == "" {
+		return nil, nil
+	}
+	host, port, err := parseRemote(o.remoteAddress)
+	if err != nil {
+		return nil, err
+	}
+	ip, err := netip.ParseAddr(host)
+	if err != nil {
+		if ip, err = addressOf(host); err != nil {
+			return nil, fmt.Errorf("--remote-address=%s: %w", o.remoteAddress, err)
+		}
+	}
+	return &v1alpha1.Network{Name: o.remoteNetwork, Address: netip.AddrPortFrom(ip.Unmap(), port).String()}, nil
+}
+
+// addressOf is the first address of an interface that other machines can reach, one of IPv4 if there is any.
+func addressOf(name string) (netip.Addr, error) {
+	found, err := net.InterfaceByName(name)
+	if err != nil {
+		return netip.Addr{}, fmt.Errorf("find the interface: %w", err)
+	}
+	addresses, err := found.Addrs()
+	if err != nil {
+		return netip.Addr{}, fmt.Errorf("find its addresses: %w", err)
+	}
+	var best netip.Addr
+	for _, one := range addresses {
+		prefix, err := netip.ParsePrefix(one.String())
+		if ip := prefix.Addr().Unmap(); err == nil && !ip.IsLinkLocalUnicast() && (!best.IsValid() || ip.Is4() && !best.Is4()) {
+			best = ip
+		}
+	}
+	if !best.IsValid() {
+		return netip.Addr{}, errors.New("the interface has no address that other machines could reach")
+	}
+	return best, nil
+}

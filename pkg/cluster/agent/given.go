@@ -1,0 +1,74 @@
+package agent
+
+import (
+	"context"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/klog/v2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// Exporter knows to whom volumes of the node are given, and ends that: volume.Local.
+type Exporter interface {
+	ExportOf(ctx context.Context, id volume.ID) (to volume.Grant, is bool, err error)
+	Unexport(ctx context.Context, id volume.ID, generation int64) error
+}
+
+// wantsGiven reports whether a volume is to be given to a node, by its object: it is claimed for that, or the object is one that never heard of
+// such a claim (it was made anew, or restored) and says of no other. Whoever uses the volume goes on then, until somebody claims it, or releases it.
+func wantsGiven(v *v1alpha1.Volume, to volume.Grant) bool {
+	if c := v.Spec.Claim; c != nil {
+		return c.Node == to.Node && c.Generation == to.Generation
+	}
+	return v.Spec.Claims < to.Generation
+}
+
+// reportGiven writes down to whom a volume is given. What nobody wants any more is ended first.
+func (a *Agent) reportGiven(ctx context.Context, v *v1alpha1.Volume) error {
+	if a.options.Exporter == nil {
+		return nil
+	}
+	written := v.Status.Export
+	to, is, err := a.options.Exporter.ExportOf(ctx, cluster.VolumeID(v))
+	if err == nil && (is && !wantsGiven(v, to) || !is && written != nil) { // what is written may be about to be true
+		to, is, err = a.takeBack(ctx, v)
+	}
+	if err != nil {
+		return err
+	}
+	return report(ctx, a, v, func(v *v1alpha1.Volume) {
+		switch {
+		case !is:
+			v.Status.Export = nil
+		case written == nil || written.Generation != to.Generation || written.Node != to.Node:
+			now := metav1.Now()
+			v.Status.Export = &v1alpha1.Export{Generation: to.Generation, Node: to.Node, Since: &now}
+		}
+	})
+}
+
+// takeBack ends what a volume is given to if nobody wants that, by the API server's own word: the watch may be behind a claim that was just made.
+func (a *Agent) takeBack(ctx context.Context, v *v1alpha1.Volume) (to volume.Grant, is bool, err error) {
+	id := cluster.VolumeID(v)
+	err = a.withLocks([]string{keylock.Volume(v.Name)}, func() error {
+		if to, is, err = a.options.Exporter.ExportOf(ctx, id); err != nil || !is {
+			return err
+		}
+		now := &v1alpha1.Volume{}
+		if err := a.kube.Live.Get(ctx, client.ObjectKeyFromObject(v), now); err != nil || wantsGiven(now, to) {
+			return err
+		}
+		klog.FromContext(ctx).Info("Taking back what no claim is for any more", "volume", id.String(), "node", to.Node, "generation", to.Generation)
+		if err := a.options.Exporter.Unexport(ctx, id, to.Generation); err != nil {
+			return err
+		}
+		is = false
+		return nil
+	})
+	return to, is, err
+}
