@@ -48,6 +48,7 @@ var pages = map[string]string{
 	"DeviceMissing":      "disk-missing",
 	"DeviceSuspended":    "volume-inaccessible",
 	"ImageUnreadable":    "volume-inaccessible",
+	"NotExported":        "volume-inaccessible",
 	"VolumeFailed":       "volume-inaccessible",
 	"DeviceChanged":      "volume-degraded",
 	"ImageLonger":        "volume-degraded",

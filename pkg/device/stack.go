@@ -257,13 +257,11 @@ func (s Stack) Suspend(ctx context.Context) (resume func() error, err error) {
 	return nil, nil
 }
 
-// Flush writes out what the page cache holds of the volume above the pool's device, so that a copy that the pool makes has it.
+// Flush writes out what the page cache holds of the volume's devices, so that a copy of what is below them has it.
 func (s Stack) Flush(ctx context.Context) error {
 	devices, err := s.Attached(ctx)
 	for _, d := range devices {
-		if d.Below != "" {
-			err = errors.Join(err, flush(d.Path))
-		}
+		err = errors.Join(err, flush(d.Path))
 	}
 	return err
 }
@@ -332,6 +330,20 @@ func (s *Stacks) Orphans(ctx context.Context, pool blockdev.Pool) (map[blockdev.
 		if devices = slices.DeleteFunc(devices, func(d blockdev.Device) bool { return !d.Kept }); len(devices) > 0 {
 			found[t.ref] = devices
 		}
+	}
+	return found, err
+}
+
+// Volumes are the volumes of a pool that have a device of ours, or one that nothing is over; no record is needed.
+func (s *Stacks) Volumes(ctx context.Context, pool blockdev.Pool) ([]blockdev.Ref, error) {
+	bare, err := pool.Orphans(ctx)
+	if err != nil {
+		return nil, err
+	}
+	tops, err := s.tops(pool)
+	found := slices.Collect(maps.Keys(bare))
+	for _, t := range tops {
+		found = append(found, t.ref)
 	}
 	return found, err
 }

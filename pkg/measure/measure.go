@@ -56,6 +56,7 @@ type state struct {
 	capacity  *blockdev.Capacity // nil: it cannot be told
 	thin      *blockdev.ThinUse  // nil: it is none, or it cannot be told
 	volumes   int
+	exports   int
 	snapshots int
 	problems  []blockdev.Problem
 }
@@ -109,6 +110,11 @@ func (p *pool) look(ctx context.Context) (s state) {
 	snapshots, listedToo := p.List(ctx, blockdev.Snapshot, "", 0)
 	if errors.Join(err, listed, listedToo) == nil {
 		s.capacity, s.volumes, s.snapshots = &c, len(volumes), len(snapshots)
+		for _, record := range volumes {
+			if volume.IsExported(record) {
+				s.exports++
+			}
+		}
 	}
 	if thin, ok := blockdev.As[blockdev.ThinPool](p.Pool.Pool); ok {
 		if use, is, err := thin.ThinUse(ctx); err == nil && is {
@@ -204,7 +210,7 @@ func (p *pool) stateSamples(node string, patience <-chan struct{}) []metrics.Sam
 	if c := s.capacity; c != nil {
 		samples = append(samples, metrics.PoolTotal.At(float64(c.Total), node, name), metrics.PoolPromised.At(float64(c.Promised), node, name),
 			metrics.PoolAvailable.At(float64(c.Available), node, name), metrics.PoolUsed.At(float64(c.Used), node, name),
-			metrics.PoolVolumes.At(float64(s.volumes), node, name), metrics.PoolSnapshots.At(float64(s.snapshots), node, name))
+			metrics.PoolVolumes.At(float64(s.volumes), node, name), metrics.PoolExports.At(float64(s.exports), node, name), metrics.PoolSnapshots.At(float64(s.snapshots), node, name))
 	}
 	return samples
 }

@@ -21,6 +21,8 @@ var (
 	PoolVolumes   = sampledGauge("ashlar_pool_volumes", "Volumes of the pool.", "node", "pool")
 	PoolSnapshots = sampledGauge("ashlar_pool_snapshots", "Snapshots of the pool.", "node", "pool")
 
+	PoolExports = sampledGauge("ashlar_pool_exports", "Volumes of the pool that other nodes use, over the network.", "node", "pool")
+
 	PoolThinData     = sampledGauge("ashlar_pool_thin_data_ratio", "The part of a thin pool's data that is in use, from 0 to 1.", "node", "pool")
 	PoolThinMetadata = sampledGauge("ashlar_pool_thin_metadata_ratio", "The part of a thin pool's metadata that is in use, from 0 to 1.", "node", "pool")
 

@@ -55,6 +55,9 @@ type Exported struct {
 	Record blockdev.Record
 }
 
+// GoString is for %#v.
+func (e Exported) GoString() string { return e.String() }
+
 // Exporter gives devices to other nodes: nvmet.Target, of which see what each of them does.
 type Exporter interface {
 	Authenticates() bool
@@ -119,6 +122,9 @@ func exportOf(r blockdev.Record) (e export, is bool, err error) {
 	}
 	return e, true, nil
 }
+
+// IsExported reports whether the record of a volume says that another node uses it.
+func IsExported(r blockdev.Record) bool { return r.Labels[labelExport] != "" }
 
 func newExport(to Grant) export {
 	word := make([]byte, 8)
@@ -248,6 +254,7 @@ func (l *Local) exportAgain(ctx context.Context, pool blockdev.Pool) error {
 		if err == nil {
 			_, err = l.export(ctx, pool, record, e)
 		}
+		l.setFailed(id, err)
 		if err != nil {
 			klog.FromContext(ctx).Error(err, "Could not export a volume again; it is tried again", "volume", id.String(), "consumer", e.Node)
 		}
@@ -389,8 +396,9 @@ func (l *Local) export(ctx context.Context, pool blockdev.Pool, record blockdev.
 	defer func() {
 		if err != nil {
 			err = fmt.Errorf("export volume %s to %s: %w", id, e.Grant, err)
+		} else {
+			l.setFailed(id, nil)
 		}
-		l.setFailed(id, err)
 	}()
 	exporter, how, err := l.exporter()
 	if err != nil {
@@ -462,12 +470,9 @@ func (l *Local) resized(ctx context.Context, id ID, record blockdev.Record) erro
 
 // exportHealth is what is wrong with the export of a volume that should be there.
 func (l *Local) exportHealth(v Volume) []blockdev.Problem {
-	if v.Exported.Node == "" {
-		return nil
-	}
 	l.exports.mu.Lock()
 	err := l.exports.failed[v.ID]
-	if l.exports.how == nil {
+	if l.exports.how == nil && v.Exported.Node != "" {
 		err = errors.New("this node was started without an address for exports (--remote-address)")
 	}
 	l.exports.mu.Unlock()
@@ -475,5 +480,5 @@ func (l *Local) exportHealth(v Volume) []blockdev.Problem {
 		return nil
 	}
 	return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "NotExported",
-		Message: fmt.Sprintf("%s uses it, and its home %s cannot export it: %s", v.Exported, l.node, errdefs.Words(err))}}
+		Message: fmt.Sprintf("another node uses it, and its home %s cannot export it: %s", l.node, errdefs.Words(err))}}
 }

@@ -49,14 +49,20 @@ const (
 // needs no time for the copy. It reports whether all writes are held back until thaw is called, which may be called again, and
 // returns the context for what is done meanwhile: see held. ErrUnavailable from thaw: they were not,
 // so what was done is of no point in time. What somebody else froze is not held back: they may end it at any time.
+// Those of a volume that is exported are its consumer's to hold back.
 func (l *Local) quiesce(ctx context.Context, o origin) (_ context.Context, quiesced bool, thaw func() error, err error) {
 	nothing := func() error { return nil }
+	if e, is, err := exportOf(o.record); err != nil {
+		return ctx, false, nothing, err
+	} else if is {
+		return l.holdConsumer(ctx, o, e.Grant)
+	}
 	defer l.lift(ctx, o)()
 	paths := l.filesystems(ctx, o.pool, o.record.Ref)
 	if len(paths) == 0 {
 		return l.suspend(ctx, o)
 	}
-	if err := l.mayFreeze(o); err != nil {
+	if err := l.mayFreeze(o.id()); err != nil {
 		return ctx, false, nothing, err
 	}
 	// A freeze outlives its process, so the record comes first: the next start ends it.
@@ -98,7 +104,7 @@ func (l *Local) suspend(ctx context.Context, o origin) (_ context.Context, quies
 	if cutter, ok := blockdev.As[blockdev.Cutter](o.pool); !ok || !cutter.CutsAtOnce(o.record.Ref) {
 		return ctx, false, nothing, stack.Flush(ctx)
 	}
-	if err := l.mayFreeze(o); err != nil {
+	if err := l.mayFreeze(o.id()); err != nil {
 		return ctx, false, nothing, err
 	}
 	if resume, err = stack.Suspend(ctx); err != nil || resume == nil {
@@ -178,10 +184,10 @@ func (l *Local) held(ctx context.Context, o origin, release func() error) (conte
 // many times that long. Whoever asks for a copy asks again and again.
 const restFactor = 10
 
-// mayFreeze is ErrPrecondition if the writers of an origin were held back in vain not long ago, and
+// mayFreeze is ErrPrecondition if the writers of a volume were held back in vain not long ago, and
 // ErrUnavailable if they still are.
-func (l *Local) mayFreeze(o origin) error {
-	id, rest := o.id(), restFactor*l.longestFreeze
+func (l *Local) mayFreeze(id ID) error {
+	rest := restFactor * l.longestFreeze
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for id, at := range l.tooLong {

@@ -23,6 +23,9 @@ func (l *Local) Health(ctx context.Context, id ID) ([]blockdev.Problem, error) {
 	if err != nil {
 		return nil, err
 	}
+	if problems := l.exportHealth(v); len(problems) > 0 {
+		return problems, nil
+	}
 	devices, err := stack.Attached(ctx)
 	if err != nil {
 		return nil, err

@@ -134,11 +134,16 @@ func (l *Local) lift(ctx context.Context, o origin) (undo func()) {
 	if err != nil {
 		return func() {} // who freezes it finds out
 	}
-	l.setLifted(o.id(), true)
+	return l.liftDevices(ctx, o.id(), devices)
+}
+
+// liftDevices is lift for the devices of a volume.
+func (l *Local) liftDevices(ctx context.Context, id ID, devices []blockdev.Device) (undo func()) {
+	l.setLifted(id, true)
 	relimit := l.Unlimit(ctx, numbers(devices)...)
 	return func() {
 		relimit()
-		l.setLifted(o.id(), false)
+		l.setLifted(id, false)
 	}
 }
 
@@ -169,7 +174,7 @@ func (l *Local) limitAttached(ctx context.Context, pool blockdev.Pool) error {
 	for _, record := range records {
 		v := fromRecord(pool.Name(), l.node, record)
 		limits := limitsOf(v.Mutable)
-		if limits == (cgroup.Limits{}) {
+		if limits == (cgroup.Limits{}) || v.Exported.Node != "" {
 			continue
 		}
 		devices, err := l.stacks.Of(pool, record.Ref).Attached(ctx)

@@ -137,6 +137,11 @@ func (l *Local) Delete(ctx context.Context, id ID) error {
 		if node := record.Labels[labelClaimNode]; node != "" {
 			return fmt.Errorf("%w: volume %s is claimed by node %s; unpublish it first", errdefs.ErrInUse, id, node)
 		}
+		if e, is, err := exportOf(record); err != nil {
+			return err
+		} else if is {
+			return fmt.Errorf("%w: volume %s is exported to %s; release its claim first", errdefs.ErrInUse, id, e.Grant)
+		}
 	} else if !errors.Is(err, errdefs.ErrNotFound) && !errors.Is(err, errdefs.ErrDataLoss) {
 		return err
 	}

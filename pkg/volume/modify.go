@@ -113,10 +113,12 @@ func (l *Local) Modify(ctx context.Context, id ID, mutable map[string]string) er
 	if err := CheckMutable(mutable); err != nil {
 		return err
 	}
-	if err := supportsMutable(mutable); err != nil {
-		return err
+	change := func(all map[string]string) error { return l.setMutable(ctx, id, mutable, all) }
+	if v.Exported.Node == "" {
+		err = supportsMutable(mutable)
+	} else {
+		change, err = l.modifiedBy(ctx, v)
 	}
-	stack, err := l.stack(id)
 	if err != nil {
 		return err
 	}
@@ -132,7 +134,40 @@ func (l *Local) Modify(ctx context.Context, id ID, mutable map[string]string) er
 	if err := write(all); err != nil {
 		return err
 	}
-	undo := []func() error{func() error { return write(v.Mutable) }}
+	if err := change(all); err != nil {
+		return fmt.Errorf("modify volume %s: %w", id, errors.Join(err, write(v.Mutable)))
+	}
+	return nil
+}
+
+// modifiedBy returns what has the consumer of a volume that is exported set all of its mutable parameters; ErrUnavailable if it cannot be asked.
+func (l *Local) modifiedBy(ctx context.Context, v Volume) (change func(all map[string]string) error, err error) {
+	consumers := l.consumers()
+	if consumers == nil {
+		return nil, fmt.Errorf("%w: volume %s is exported to %s, which cannot be asked to modify it", errdefs.ErrUnavailable, v.ID, v.Exported)
+	}
+	return func(all map[string]string) error { return consumers.Modified(ctx, v.ID, v.Exported, all) }, nil
+}
+
+// Modified sets all mutable parameters of a volume that this node uses, and another one has: that has written them down. Its devices here
+// change at once, or the whole call fails and nothing has changed.
+func (l *Local) Modified(ctx context.Context, id ID, mutable map[string]string) error {
+	if err := CheckMutable(mutable); err != nil {
+		return err
+	}
+	if err := supportsMutable(mutable); err != nil {
+		return fmt.Errorf("node %s: %w", l.node, err)
+	}
+	return l.setMutable(ctx, id, mutable, mutable)
+}
+
+// setMutable has the devices of a volume that are attached here follow its mutable parameters, which are all; or, with an error, changes nothing.
+func (l *Local) setMutable(ctx context.Context, id ID, mutable, all map[string]string) error {
+	stack, err := l.stack(id)
+	if err != nil {
+		return err
+	}
+	var undo []func() error
 	devices, err := stack.Attached(ctx)
 	for _, device := range devices {
 		for _, set := range []func() (func() error, error){
@@ -149,7 +184,6 @@ func (l *Local) Modify(ctx context.Context, id ID, mutable map[string]string) er
 		}
 	}
 	if err != nil {
-		err = fmt.Errorf("modify volume %s: %w", id, err)
 		for _, one := range slices.Backward(undo) {
 			err = errors.Join(err, one())
 		}

@@ -1,6 +1,7 @@
 package volume
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"slices"
@@ -168,7 +169,7 @@ func (l *Local) volumesOverview(ctx context.Context, pool blockdev.Pool, in *ove
 		}
 		v := fromRecord(pool.Name(), l.node, r)
 		out := overview.Volume{ID: v.ID.String(), Name: v.Name, Node: l.node, Pool: pool.Name(), Size: v.Size, Filesystem: string(v.Filesystem), Encryption: string(v.Encryption.Scheme), Thin: v.Thin,
-			Created: v.Created.UTC(), PersistentVolume: v.For.PersistentVolume, Published: v.Claim.Node, Source: v.Source.String(), Settings: v.Mutable, State: overview.Ready}
+			Created: v.Created.UTC(), PersistentVolume: v.For.PersistentVolume, Published: cmp.Or(v.Claim.Node, v.Exported.Node), Source: v.Source.String(), Settings: v.Mutable, State: overview.Ready}
 		if v.For.Name != "" {
 			out.Claim = &overview.Ref{Namespace: v.For.Namespace, Name: v.For.Name}
 		}

@@ -17,25 +17,14 @@ import (
 
 // recover makes a pool ready to be used, which nobody else uses yet.
 func (l *Local) recover(ctx context.Context, pool blockdev.Pool) error {
-	log := klog.FromContext(ctx)
 	if err := l.stacks.Recover(ctx, pool); err != nil { // first: a suspended device also holds up who looks at its filesystem
 		return err
 	}
 	if err := l.endFreezes(ctx, pool); err != nil {
 		return err
 	}
-	orphans, err := l.stacks.Orphans(ctx, pool)
-	if err != nil {
+	if err := l.detachOrphans(ctx, pool); err != nil {
 		return err
-	}
-	for ref, devices := range orphans {
-		used := slices.ContainsFunc(devices, func(d blockdev.Device) bool { return len(l.mounts.Paths(d.Number)) > 0 })
-		if used {
-			continue
-		}
-		if err := l.detach(ctx, l.stacks.Of(pool, ref)); err != nil {
-			log.Error(err, "could not detach a device that nothing has mounted", "pool", pool.Name(), "object", ref.String())
-		}
 	}
 	if err := l.limitAttached(ctx, pool); err != nil { // of those that are left
 		return err
@@ -48,8 +37,35 @@ func (l *Local) recover(ctx context.Context, pool blockdev.Pool) error {
 		return err
 	}
 	l.mu.Lock()
-	defer l.mu.Unlock()
 	l.claims[pool.Name()] = claims
+	l.mu.Unlock()
+	return l.exportAgain(ctx, pool)
+}
+
+// detachOrphans takes away the devices of a pool that were handed out and that nobody has any more. Those of exports are other nodes'.
+func (l *Local) detachOrphans(ctx context.Context, pool blockdev.Pool) error {
+	orphans, err := l.stacks.Orphans(ctx, pool)
+	if err != nil {
+		return err
+	}
+	records, err := pool.List(ctx, blockdev.Volume, "", 0)
+	if err != nil {
+		return err
+	}
+	for _, record := range records {
+		if _, is, _ := exportOf(record); is {
+			delete(orphans, record.Ref)
+		}
+	}
+	for ref, devices := range orphans {
+		used := slices.ContainsFunc(devices, func(d blockdev.Device) bool { return len(l.mounts.Paths(d.Number)) > 0 })
+		if used {
+			continue
+		}
+		if err := l.detach(ctx, l.stacks.Of(pool, ref)); err != nil {
+			klog.FromContext(ctx).Error(err, "could not detach a device that nothing has mounted", "pool", pool.Name(), "object", ref.String())
+		}
+	}
 	return nil
 }
 
@@ -124,25 +140,47 @@ func (l *Local) recoverGroup(ctx context.Context, pools map[string]blockdev.Pool
 }
 
 // endFreezes thaws the filesystems that this driver may have left frozen. What others
-// froze stays frozen.
+// froze stays frozen, but for volumes of other nodes.
 func (l *Local) endFreezes(ctx context.Context, pool blockdev.Pool) error {
 	records, err := pool.List(ctx, blockdev.Volume, "", 0)
 	if err != nil {
 		return err
 	}
+	listed := map[blockdev.Ref]bool{}
 	for _, record := range records {
+		listed[record.Ref] = true
 		if record.Labels[labelFrozen] == "" {
 			continue
 		}
-		for _, path := range l.filesystems(ctx, pool, record.Ref) {
-			if err := filesystem.Thaw(path); err != nil {
-				return err
-			}
-			klog.FromContext(ctx).Info("Ended a freeze that may have outlived its snapshot", "volume", ID{record.Kind, pool.Name(), record.Key}.String(), "path", path)
+		if err := l.thaw(ctx, pool, record.Ref); err != nil {
+			return err
 		}
 		if err := setFrozen(ctx, pool, record.Ref, ""); err != nil {
 			return err
 		}
+	}
+	// What another node has was frozen for that (Hold), and nothing says which: its home may not answer, and its pods wait.
+	volumes, err := l.stacks.Volumes(ctx, pool)
+	if err != nil {
+		return err
+	}
+	for _, ref := range volumes {
+		if !listed[ref] {
+			if err := l.thaw(ctx, pool, ref); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// thaw ends a freeze of a volume's filesystem, if there is one.
+func (l *Local) thaw(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref) error {
+	for _, path := range l.filesystems(ctx, pool, ref) {
+		if err := filesystem.Thaw(path); err != nil {
+			return err
+		}
+		klog.FromContext(ctx).Info("Ended a freeze that may have outlived its snapshot", "volume", ID{ref.Kind, pool.Name(), ref.Key}.String(), "path", path)
 	}
 	return nil
 }

@@ -1,0 +1,1006 @@
+package volume_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/lazy"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvmet"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// target is an exporter that holds what it exports open, as the kernel's does. It outlives those who use it.
+type target struct {
+	mu      sync.Mutex
+	exports map[string]nvmet.Export
+	open    map[string]*os.File
+	calls   []string
+	step    func(what string) error // before and after each call
+	plain   bool                    // it asks for no secrets
+}
+
+func newTarget(t *testing.T) *target {
+	k := &target{exports: map[string]nvmet.Export{}, open: map[string]*os.File{}}
+	t.Cleanup(k.reboot)
+	return k
+}
+
+// reboot is what a reboot leaves of the exports.
+func (k *target) reboot() {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	for _, f := range k.open {
+		_ = f.Close()
+	}
+	clear(k.open)
+	clear(k.exports)
+}
+
+func (k *target) call(what, nqn string, do func() error) error {
+	if err := k.reach(what); err != nil {
+		return err
+	}
+	k.mu.Lock()
+	k.calls = append(k.calls, what+" "+nqn)
+	err := do()
+	k.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	return k.reach(what + ", done")
+}
+
+func (k *target) reach(what string) error {
+	if k.step == nil {
+		return nil
+	}
+	return k.step(what)
+}
+
+func (k *target) Authenticates() bool { return !k.plain }
+
+func (k *target) Add(_ context.Context, e nvmet.Export) error {
+	return k.call("add", e.NQN, func() error {
+		if have, is := k.exports[e.NQN]; is {
+			if have != e {
+				return fmt.Errorf("%w: it is exported as %s", errdefs.ErrExists, have.Device)
+			}
+			return nil
+		}
+		f, err := os.OpenFile(e.Device, os.O_RDWR, 0)
+		if err == nil {
+			k.exports[e.NQN], k.open[e.NQN] = e, f
+		}
+		return err
+	})
+}
+
+func (k *target) Remove(_ context.Context, nqn string) error {
+	return k.call("remove", nqn, func() error {
+		f := k.open[nqn]
+		delete(k.open, nqn)
+		delete(k.exports, nqn)
+		if f != nil {
+			return f.Close()
+		}
+		return nil
+	})
+}
+
+func (k *target) Resized(_ context.Context, nqn string) error {
+	return k.call("resized", nqn, func() error {
+		if _, is := k.exports[nqn]; !is {
+			return errdefs.ErrNotFound
+		}
+		return nil
+	})
+}
+
+func (k *target) taken() []string {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	calls := k.calls
+	k.calls = nil
+	return calls
+}
+
+// stepping is a pool that says what it is about to do, and what it has done; step may let that fail.
+type stepping struct {
+	blockdev.Pool
+	step func(what string) error
+}
+
+func (s *stepping) Unwrap() blockdev.Pool { return s.Pool }
+
+func stepped[T any](s *stepping, what string, do func() (T, error)) (none T, err error) {
+	if err := s.step(what); err != nil {
+		return none, err
+	}
+	value, err := do()
+	if err == nil {
+		err = s.step(what + ", done")
+	}
+	return value, err
+}
+
+func (s *stepping) Create(ctx context.Context, spec blockdev.Spec) (blockdev.Record, error) {
+	return stepped(s, "create", func() (blockdev.Record, error) { return s.Pool.Create(ctx, spec) })
+}
+
+func (s *stepping) SetLabels(ctx context.Context, ref blockdev.Ref, change func(map[string]string) error) (blockdev.Record, error) {
+	return stepped(s, "label", func() (blockdev.Record, error) { return s.Pool.SetLabels(ctx, ref, change) })
+}
+
+func (s *stepping) Expand(ctx context.Context, ref blockdev.Ref, size int64) (blockdev.Record, error) {
+	return stepped(s, "expand", func() (blockdev.Record, error) { return s.Pool.Expand(ctx, ref, size) })
+}
+
+func (s *stepping) Attach(ctx context.Context, ref blockdev.Ref, how blockdev.Attachment) (blockdev.Device, error) {
+	var device blockdev.Device
+	ended := true
+	defer func() {
+		if ended { // what a process has open ends with it
+			_ = device.Close()
+		}
+	}()
+	_, err := stepped(s, "attach", func() (_ blockdev.Device, err error) {
+		device, err = s.Pool.Attach(ctx, ref, how)
+		return device, err
+	})
+	ended = err != nil
+	return device, err
+}
+
+func (s *stepping) Detach(ctx context.Context, ref blockdev.Ref) error {
+	return second(stepped(s, "detach", func() (struct{}, error) { return struct{}{}, s.Pool.Detach(ctx, ref) }))
+}
+
+// consumer is a node that volumes are exported to.
+type consumer struct {
+	asked    []string
+	failure  error // of what is asked
+	released error // of release
+	nothing  bool  // it has nothing to hold back
+	mutable  map[string]string
+}
+
+func (c *consumer) Hold(_ context.Context, _ volume.ID, to volume.Grant) (func() error, error) {
+	c.asked = append(c.asked, "hold "+to.Node)
+	if c.failure != nil || c.nothing {
+		return nil, c.failure
+	}
+	return func() error {
+		c.asked = append(c.asked, "release "+to.Node)
+		return c.released
+	}, nil
+}
+
+func (c *consumer) Modified(_ context.Context, _ volume.ID, to volume.Grant, mutable map[string]string) error {
+	c.asked = append(c.asked, "modified "+to.Node)
+	if c.failure == nil {
+		c.mutable = mutable
+	}
+	return c.failure
+}
+
+func (c *consumer) taken() []string {
+	asked := c.asked
+	c.asked = nil
+	return asked
+}
+
+var nodeKey = []byte("0123456789abcdef0123456789abcdef")
+
+// serve has a store export volumes.
+func serve(t *testing.T, l *volume.Local, k *target, consumers volume.Consumers) *keylock.Table {
+	t.Helper()
+	locks := &keylock.Table{}
+	l.ServeExports(t.Context(), volume.Exporting{Open: func() (volume.Exporter, error) { return k, nil }, Key: nodeKey, Consumers: consumers, Locks: locks})
+	return locks
+}
+
+func filesURL(t *testing.T) string {
+	t.Helper()
+	dir := filepath.Join(drivertest.Dir(t), "pool")
+	check.OK(t, os.Mkdir(dir, 0o700))
+	return "file://" + dir + "?reservePercent=0&create=1"
+}
+
+// home is a node with a pool of files, of which volumes are exported.
+func home(t *testing.T) (l *volume.Local, k *target, c *consumer, url string) {
+	t.Helper()
+	url = filesURL(t)
+	l, k, c = start(t, 0, open(t, "default", url)), newTarget(t), &consumer{}
+	serve(t, l, k, c)
+	return l, k, c, url
+}
+
+func grant(generation int64, node string) volume.Grant {
+	return volume.Grant{Generation: generation, Node: node}
+}
+
+func same[T comparable](t testing.TB, what string, have, want []T) {
+	t.Helper()
+	if !slices.Equal(have, want) {
+		t.Errorf("%s: %v, want %v", what, have, want)
+	}
+}
+
+// exportedTo makes sure of whom a volume is exported to, by its record and by the kernel.
+func exportedTo(t testing.TB, l *volume.Local, k *target, id volume.ID, want volume.Grant) {
+	t.Helper()
+	have, is, err := l.ExportOf(t.Context(), id)
+	check.OK(t, err)
+	if have != want || is != (want != volume.Grant{}) {
+		t.Errorf("the record says %v (%v), want %v", have, is, want)
+	}
+	prefix, n := fmt.Sprintf("%s%s:", nvmet.Prefix, id.Key), 0
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	for nqn := range k.exports {
+		if strings.HasPrefix(nqn, prefix) {
+			n++
+			if !strings.HasPrefix(nqn, fmt.Sprintf("%s%d:", prefix, want.Generation)) {
+				t.Errorf("the kernel exports %s, want generation %d", nqn, want.Generation)
+			}
+		}
+	}
+	if is && n != 1 || !is && n != 0 {
+		t.Errorf("the kernel has %d exports of it: %v", n, k.exports)
+	}
+	devices, err := l.Attached(t.Context(), id)
+	check.OK(t, err)
+	for _, d := range devices {
+		if is != d.Kept {
+			t.Errorf("attached as %+v", d)
+		}
+	}
+}
+
+func TestExport(t *testing.T) {
+	l, k, _, url := home(t)
+	v := create(t, l, "a")
+	first, err := l.Export(t.Context(), v.ID, grant(1, "b"))
+	check.OK(t, err)
+	for _, c := range []struct{ have, want string }{
+		{first.NQN, `^nqn\.2026-11\.dev\.ashlar:` + v.ID.Key + `:1:[0-9a-f]{16}$`},
+		{first.Host, `^nqn\.2026-11\.dev\.ashlar:node:[0-9a-f]{16}:[0-9a-f]{16}$`},
+		{first.UUID, `^[0-9a-f]{8}-[0-9a-f]{4}-8[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}$`},
+		{first.Secret, `^DHHC-1:00:[A-Za-z0-9+/]{48}:$`},
+	} {
+		if !regexp.MustCompile(c.want).MatchString(c.have) {
+			t.Errorf("%q, want %s", c.have, c.want)
+		}
+	}
+	if first.Size != mib || first.Record.Size != mib || first.Record.Name != "a" {
+		t.Errorf("%d bytes, record %+v", first.Size, first.Record)
+	}
+	exportedTo(t, l, k, v.ID, grant(1, "b"))
+	if e := k.exports[first.NQN]; e.Host != first.Host || e.Secret != first.Secret || e.UUID != first.UUID {
+		t.Errorf("the kernel has another one: %q, %q", e.Host, e.UUID)
+	}
+	again, err := l.Export(t.Context(), v.ID, grant(1, "b"))
+	check.OK(t, err)
+	if again.NQN != first.NQN || again.Host != first.Host || again.Secret != first.Secret || again.UUID != first.UUID {
+		t.Errorf("asked again: %v, %v", again.NQN, first.NQN)
+	}
+	// Nothing tells the secret but the answer.
+	text := fmt.Sprintf("%v %+v %#v", first, first, first)
+	for _, value := range first.Record.Labels {
+		text += " " + value
+	}
+	for _, secret := range []string{first.Secret, first.Host[len(first.Host)-16:]} {
+		if strings.Contains(text, secret) {
+			t.Errorf("the secret or the host's name is in %s", text)
+		}
+	}
+	have, err := l.Get(t.Context(), v.ID)
+	check.OK(t, err)
+	o, err := l.Overview(t.Context(), nil)
+	check.OK(t, err)
+	if have.Exported != grant(1, "b") || o.Volumes[0].Published != "b" {
+		t.Errorf("exported to %v, shown %q", have.Exported, o.Volumes[0].Published)
+	}
+	problems, err := l.Health(t.Context(), v.ID)
+	if len(problems) > 0 || err != nil {
+		t.Errorf("%v, %v", problems, err)
+	}
+
+	k.taken()
+	fails(t, second(l.Export(t.Context(), v.ID, grant(0, "b"))), errdefs.ErrInvalid, "no generation")
+	for _, to := range []string{"", "a b", node} {
+		fails(t, second(l.Export(t.Context(), v.ID, grant(2, to))), errdefs.ErrInvalid, to)
+	}
+	fails(t, l.Delete(t.Context(), v.ID), errdefs.ErrInUse, "delete")
+	check.OK(t, l.Unexport(t.Context(), v.ID, 2)) // another one
+	exportedTo(t, l, k, v.ID, grant(1, "b"))
+	if calls := k.taken(); len(calls) > 0 {
+		t.Errorf("calls %v", calls)
+	}
+	// Another one ends it first.
+	next, err := l.Export(t.Context(), v.ID, grant(2, "c"))
+	check.OK(t, err)
+	same(t, "calls", k.taken(), []string{"remove " + first.NQN, "add " + next.NQN})
+	if next.Host == first.Host || next.Secret == first.Secret || next.UUID == first.UUID {
+		t.Error("the next generation has what the one before had")
+	}
+	fails(t, second(l.Export(t.Context(), v.ID, grant(1, "b"))), errdefs.ErrPrecondition, "an earlier generation")
+	exportedTo(t, l, k, v.ID, grant(2, "c"))
+	k.plain = true // of a kernel that cannot ask
+	other, err := l.Export(t.Context(), v.ID, grant(2, "b"))
+	check.OK(t, err)
+	exportedTo(t, l, k, v.ID, grant(2, "b"))
+	if other.Secret != "" || other.NQN == next.NQN {
+		t.Errorf("secret %q, %s after %s", other.Secret, other.NQN, next.NQN)
+	}
+	for range 2 {
+		check.OK(t, l.Unexport(t.Context(), v.ID, 0))
+		exportedTo(t, l, k, v.ID, volume.Grant{})
+	}
+	check.OK(t, l.Delete(t.Context(), v.ID))
+	check.OK(t, l.Unexport(t.Context(), v.ID, 0))
+	fails(t, second(l.Export(t.Context(), v.ID, grant(3, "b"))), errdefs.ErrNotFound, "a volume that is gone")
+	_ = url
+}
+
+// TestExportNotServed: a node that was not started for it exports nothing, and keeps what was exported from being used twice.
+func TestExportNotServed(t *testing.T) {
+	disk := memory.NewDisk(8 << 30)
+	l, k := start(t, 0, disk.Open("default", nil)), newTarget(t)
+	v := create(t, l, "a")
+	fails(t, second(l.Export(t.Context(), v.ID, grant(1, "b"))), errdefs.ErrUnavailable, "export")
+	serve(t, l, k, nil)
+	check.OK(t, second(l.Export(t.Context(), v.ID, grant(1, "b"))))
+	l = start(t, 0, disk.Open("default", nil))
+	exportedTo(t, l, k, v.ID, grant(1, "b"))
+	fails(t, second(l.Attach(t.Context(), v, nil)), errdefs.ErrUnavailable, "attach")
+	fails(t, l.Unexport(t.Context(), v.ID, 0), errdefs.ErrUnavailable, "unexport")
+	ails(t, l, v.ID, "NotExported")
+	serve(t, l, k, nil)
+	check.OK(t, l.Unexport(t.Context(), v.ID, 0))
+}
+
+// ails makes sure of what is wrong with a volume.
+func ails(t *testing.T, l *volume.Local, id volume.ID, want ...string) {
+	t.Helper()
+	problems, err := l.Health(t.Context(), id)
+	check.OK(t, err)
+	reasons := []string{}
+	for _, p := range problems {
+		reasons = append(reasons, p.Reason)
+	}
+	same(t, "problems", reasons, want)
+}
+
+// TestExportDamaged: who a volume is exported to cannot be read, so nobody uses it.
+func TestExportDamaged(t *testing.T) {
+	disk := memory.NewDisk(8 << 30)
+	pool := disk.Open("default", nil)
+	l, k := start(t, 0, pool), newTarget(t)
+	serve(t, l, k, nil)
+	v := create(t, l, "a")
+	for _, label := range []string{"x", "0:0123456789abcdef:b", "01:0123456789abcdef:b", "1:0123456789ABCDEF:b", "1:0123456789abcdef:", "1:0123456789abcdef:b c", "1:0123456789abcdef:b\n",
+		"9999999999999999999:0123456789abcdef:b", "1:0123456789abcde:b", " 1:0123456789abcdef:b"} {
+		check.OK(t, second(pool.SetLabels(t.Context(), blockdev.Ref{Kind: v.ID.Kind, Key: v.ID.Key}, func(labels map[string]string) error {
+			labels["export"] = label
+			return nil
+		})))
+		fails(t, second(l.Export(t.Context(), v.ID, grant(1, "b"))), errdefs.ErrDataLoss, label)
+		fails(t, l.Unexport(t.Context(), v.ID, 0), errdefs.ErrDataLoss, label)
+		fails(t, second(l.Attach(t.Context(), v, nil)), errdefs.ErrDataLoss, label)
+		fails(t, second(l.AttachRaw(t.Context(), v, nil, true)), errdefs.ErrDataLoss, label)
+		fails(t, l.Delete(t.Context(), v.ID), errdefs.ErrDataLoss, label)
+		fails(t, second(l.CreateSnapshot(t.Context(), "s", v.ID)), errdefs.ErrDataLoss, label)
+		l.ServeExports(t.Context(), volume.Exporting{Open: func() (volume.Exporter, error) { return k, nil }, Key: nodeKey})
+	}
+	if calls := k.taken(); len(calls) > 0 {
+		t.Errorf("calls %v", calls)
+	}
+}
+
+// TestExportInUse: what is in use at home is not exported, and what is exported is not attached at home before that has ended.
+func TestExportInUse(t *testing.T) {
+	l, k, _, _ := home(t)
+	v, device := raw(t, l, "default", "a")
+	fails(t, second(l.Export(t.Context(), v.ID, grant(1, "b"))), errdefs.ErrInUse, "handed out")
+	user, err := os.OpenFile(device.Path, os.O_RDWR, 0) // a pod whose claim is gone
+	check.OK(t, err)
+	fails(t, l.Detach(t.Context(), v.ID), errdefs.ErrInUse, "detach")
+	fails(t, second(l.Export(t.Context(), v.ID, grant(1, "b"))), errdefs.ErrInUse, "held")
+	check.OK(t, user.Close())
+	check.OK(t, l.Detach(t.Context(), v.ID))
+	exportedTo(t, l, k, v.ID, volume.Grant{})
+	first, err := l.Export(t.Context(), v.ID, grant(1, "b"))
+	check.OK(t, err)
+
+	k.taken()
+	k.step = func(string) error { return errBroken }
+	fails(t, second(l.AttachRaw(t.Context(), v, nil, true)), errBroken, "the export does not end")
+	fails(t, second(l.Attach(t.Context(), v, nil)), errBroken, "the export does not end")
+	fails(t, l.Unexport(t.Context(), v.ID, 1), errBroken, "the export does not end")
+	k.step = nil
+	exportedTo(t, l, k, v.ID, grant(1, "b"))
+	again, err := l.AttachRaw(t.Context(), v, nil, true)
+	check.OK(t, err)
+	check.OK(t, again.Close())
+	same(t, "calls", k.taken(), []string{"remove " + first.NQN})
+	if _, is, err := l.ExportOf(t.Context(), v.ID); is || err != nil {
+		t.Errorf("exported: %v, %v", is, err)
+	}
+	check.OK(t, l.Detach(t.Context(), v.ID))
+
+	// Somebody here holds the device that was exported: the fence is complete, and the rest is when it is let go.
+	exported, err := l.Export(t.Context(), v.ID, grant(2, "b"))
+	check.OK(t, err)
+	user, err = os.Open(k.exports[exported.NQN].Device)
+	check.OK(t, err)
+	fails(t, l.Unexport(t.Context(), v.ID, 2), errdefs.ErrInUse, "held")
+	if len(k.exports) > 0 {
+		t.Error("the kernel exports it still")
+	}
+	fails(t, second(l.Attach(t.Context(), v, nil)), errdefs.ErrInUse, "held")
+	check.OK(t, user.Close())
+	check.OK(t, l.Unexport(t.Context(), v.ID, 2))
+	drop(t, l, v)
+
+	v, err = l.Create(t.Context(), volume.Spec{Name: "m", Size: volume.Range{Required: 16 * mib}, Filesystem: "ext4"})
+	check.OK(t, err)
+	mounted := mountNew(t, l, v)
+	fails(t, second(l.Export(t.Context(), v.ID, grant(1, "b"))), errdefs.ErrInUse, "mounted")
+	check.OK(t, unix.Unmount(mounted, 0))
+	check.OK(t, l.Detach(t.Context(), v.ID))
+	check.OK(t, second(l.Export(t.Context(), v.ID, grant(1, "b"))))
+	check.OK(t, l.Unexport(t.Context(), v.ID, 1))
+	drop(t, l, v)
+}
+
+// mountNew makes an ext4 on a volume, and mounts it.
+func mountNew(t *testing.T, l *volume.Local, v volume.Volume) (dir string) {
+	t.Helper()
+	device, err := l.Attach(t.Context(), v, nil)
+	check.OK(t, err)
+	dir = t.TempDir()
+	drivertest.Run(t, "mkfs.ext4", "-q", device.Path)
+	check.OK(t, unix.Mount(device.Path, dir, "ext4", 0, ""))
+	t.Cleanup(func() { _ = unix.Unmount(dir, 0) })
+	l.Mounts().Add(device.Number, dir, true)
+	check.OK(t, device.Close())
+	return dir
+}
+
+// TestExportRaw: a blank volume stays blank when it cannot be taken back from its consumer.
+func TestExportRaw(t *testing.T) {
+	l, k, _, _ := home(t)
+	v := create(t, l, "a")
+	check.OK(t, second(l.Export(t.Context(), v.ID, grant(1, "b"))))
+	k.step = func(string) error { return errBroken }
+	fails(t, second(l.AttachRaw(t.Context(), v, nil, true)), errBroken, "the export does not end")
+	k.step = nil
+	have, err := l.Get(t.Context(), v.ID)
+	check.OK(t, err)
+	if have.Format.State != volume.Blank {
+		t.Errorf("its record says %v", have.Format)
+	}
+	check.OK(t, l.Unexport(t.Context(), v.ID, 0))
+}
+
+// TestExportStarts: a start finds what is exported as it was, and after a reboot exports it again before anybody asks.
+func TestExportStarts(t *testing.T) {
+	url := filesURL(t)
+	k := newTarget(t)
+	pool := opened(t, "default", url)
+	l := start(t, 0, pool)
+	serve(t, l, k, nil)
+	v := create(t, l, "a")
+	first, err := l.Export(t.Context(), v.ID, grant(7, "b"))
+	check.OK(t, err)
+	for _, reboot := range []bool{false, true} {
+		if reboot {
+			k.reboot()
+			check.OK(t, l.Detach(t.Context(), v.ID))
+		}
+		check.OK(t, pool.Close())
+		pool = opened(t, "default", url)
+		l = start(t, 0, pool)
+		devices, err := l.Attached(t.Context(), v.ID)
+		if want := !reboot; err != nil || (len(devices) == 1) != want {
+			t.Errorf("reboot %v: attached as %v, %v", reboot, devices, err)
+		}
+		serve(t, l, k, nil)
+		exportedTo(t, l, k, v.ID, grant(7, "b"))
+		if e := k.exports[first.NQN]; e.Host != first.Host || e.Secret != first.Secret || e.UUID != first.UUID {
+			t.Errorf("reboot %v: exported as %q, %q", reboot, e.Host, e.UUID)
+		}
+	}
+
+	// A pool that comes later, and an exporter that does.
+	for _, late := range []bool{false, true} {
+		k.reboot()
+		check.OK(t, l.Detach(t.Context(), v.ID))
+		check.OK(t, pool.Close())
+		there, ready := false, !late
+		lazily := lazy.New("default", errors.New("no disk"), func(ctx context.Context) (blockdev.Pool, error) {
+			if !there {
+				return nil, errors.New("no disk")
+			}
+			return pools.Open(ctx, "default", url)
+		})
+		l = start(t, 0, lazily)
+		locks := &keylock.Table{}
+		l.ServeExports(t.Context(), volume.Exporting{Key: nodeKey, Locks: locks, Open: func() (volume.Exporter, error) {
+			if !ready {
+				return nil, errdefs.ErrUnsupported
+			}
+			return k, nil
+		}})
+		there = true
+		for end := time.Now().Add(20 * time.Second); ; time.Sleep(50 * time.Millisecond) {
+			if _, err = l.Get(t.Context(), v.ID); err == nil || time.Now().After(end) {
+				break
+			}
+		}
+		check.OK(t, err)
+		if late {
+			ails(t, l, v.ID, "NotExported")
+			l.RetryExports(t.Context())
+			ails(t, l, v.ID, "NotExported")
+			ready = true
+			unlock, _ := locks.TryLock([]string{keylock.Volume(v.ID.Key)}, nil)
+			l.RetryExports(t.Context()) // somebody works on it
+			ails(t, l, v.ID, "NotExported")
+			unlock()
+			l.RetryExports(t.Context())
+		}
+		ails(t, l, v.ID)
+		exportedTo(t, l, k, v.ID, grant(7, "b"))
+		pool = lazily
+	}
+	check.OK(t, l.Unexport(t.Context(), v.ID, 7))
+	check.OK(t, pool.Close())
+}
+
+// TestExportGrows: the consumer of a volume that grows is told, if need be again.
+func TestExportGrows(t *testing.T) {
+	l, k, _, _ := home(t)
+	v := create(t, l, "a")
+	exported, err := l.Export(t.Context(), v.ID, grant(1, "b"))
+	check.OK(t, err)
+	k.taken()
+	k.step = func(string) error { return errBroken }
+	fails(t, second(l.Expand(t.Context(), v.ID, volume.Range{Required: 4 * mib})), errBroken, "the consumer is not told")
+	k.step = nil
+	grown, err := l.Expand(t.Context(), v.ID, volume.Range{Required: 4 * mib})
+	check.OK(t, err)
+	same(t, "calls", k.taken(), []string{"resized " + exported.NQN})
+	again, err := l.Export(t.Context(), v.ID, grant(1, "b"))
+	check.OK(t, err)
+	if grown.Size != 4*mib || again.Size != 4*mib {
+		t.Errorf("%d bytes, exported are %d", grown.Size, again.Size)
+	}
+	check.OK(t, l.Unexport(t.Context(), v.ID, 1))
+	k.taken()
+	check.OK(t, second(l.Expand(t.Context(), v.ID, volume.Range{Required: 8 * mib})))
+	if calls := k.taken(); len(calls) > 0 {
+		t.Errorf("calls %v", calls)
+	}
+}
+
+// TestExportCopies: while a copy of a volume that is exported is made, its consumer holds its writes back; without, there is none.
+func TestExportCopies(t *testing.T) {
+	slow := time.Duration(0)
+	k, c := newTarget(t), &consumer{}
+	l := start(t, 0, &stepping{open(t, "default", filesURL(t)), func(what string) error {
+		if what == "create" && slow > 0 {
+			time.Sleep(slow)
+			return errBroken
+		}
+		return nil
+	}})
+	serve(t, l, k, c)
+	a, b := create(t, l, "a"), create(t, l, "b")
+	for id, to := range map[volume.ID]string{a.ID: "x", b.ID: "y"} {
+		check.OK(t, second(l.Export(t.Context(), id, grant(1, to))))
+	}
+	copies := map[string]func(name string) error{
+		"snapshot": func(name string) error { return second(l.CreateSnapshot(t.Context(), name, a.ID)) },
+		"clone": func(name string) error {
+			return second(l.Create(t.Context(), volume.Spec{Name: name, Source: a.ID, Size: volume.Range{Required: mib}}))
+		},
+		"group": func(name string) error { return second(l.CreateGroup(t.Context(), name, []volume.ID{a.ID, b.ID})) },
+	}
+	made := func() int {
+		snapshots, err := l.ListSnapshots(t.Context(), volume.ID{}, volume.ID{}, 0)
+		check.OK(t, err)
+		volumes, err := l.List(t.Context(), volume.ID{}, 0)
+		check.OK(t, err)
+		return len(snapshots) + len(volumes)
+	}
+	for _, what := range slices.Sorted(maps.Keys(copies)) {
+		before := made()
+		*c = consumer{failure: fmt.Errorf("%w: no answer", errdefs.ErrUnavailable)}
+		fails(t, copies[what](what), errdefs.ErrUnavailable, what+" while the consumer does not answer")
+		*c = consumer{released: fmt.Errorf("%w: it went away", errdefs.ErrUnavailable)}
+		fails(t, copies[what](what), errdefs.ErrUnavailable, what+" while the consumer goes away")
+		if n := made(); n != before {
+			t.Errorf("%s: %d are there after it failed, %d before", what, n, before)
+		}
+		*c = consumer{}
+		check.OK(t, copies[what](what))
+		for _, asked := range c.taken() {
+			if is := strings.HasSuffix(asked, "x") || strings.HasSuffix(asked, "y") && what == "group"; !is {
+				t.Errorf("%s: asked %s", what, asked)
+			}
+		}
+		*c = consumer{nothing: true}
+		check.OK(t, copies[what](what+" of nothing that is held back"))
+		check.OK(t, copies[what](what+" of nothing that is held back")) // it is there
+	}
+	// The group holds all back before it cuts the first.
+	*c = consumer{}
+	check.OK(t, copies["group"]("g"))
+	if asked := c.taken(); len(asked) != 4 || asked[0][:4] != "hold" || asked[1][:4] != "hold" {
+		t.Errorf("asked %v", asked)
+	}
+	// A consumer that holds its writes back for too long is left alone for a while.
+	l.SetLongestFreeze(time.Second)
+	slow = 1500 * time.Millisecond
+	*c = consumer{}
+	fails(t, copies["snapshot"]("late"), errdefs.ErrPrecondition, "held for too long")
+	slow, *c = 0, consumer{}
+	fails(t, copies["snapshot"]("late"), errdefs.ErrPrecondition, "not long after")
+	if asked := c.taken(); len(asked) > 0 {
+		t.Errorf("asked %v", asked)
+	}
+	serve(t, l, k, nil)
+	l.SetLongestFreeze(time.Microsecond) // the while is over
+	fails(t, copies["snapshot"]("nobody asks"), errdefs.ErrUnavailable, "without a way to the consumer")
+	for _, id := range []volume.ID{a.ID, b.ID} {
+		check.OK(t, l.Unexport(t.Context(), id, 0))
+	}
+	check.OK(t, copies["clone"]("of what nobody uses"))
+}
+
+// TestExportModified: the consumer of a volume sets its parameters, or they stay.
+func TestExportModified(t *testing.T) {
+	l, k, c, _ := home(t)
+	v := create(t, l, "a")
+	check.OK(t, l.Modify(t.Context(), v.ID, map[string]string{"readAheadKiB": "64"}))
+	check.OK(t, second(l.Export(t.Context(), v.ID, grant(1, "b"))))
+	recorded := func() string {
+		have, err := l.Get(t.Context(), v.ID)
+		check.OK(t, err)
+		return have.Mutable["readAheadKiB"]
+	}
+	c.failure = errdefs.ErrUnavailable
+	fails(t, l.Modify(t.Context(), v.ID, map[string]string{"readAheadKiB": "128"}), errdefs.ErrUnavailable, "the consumer does not answer")
+	if have := recorded(); have != "64" {
+		t.Errorf("recorded is %s", have)
+	}
+	c.failure = nil
+	check.OK(t, l.Modify(t.Context(), v.ID, map[string]string{"readAheadKiB": "128"}))
+	if have := recorded(); have != "128" || c.mutable["readAheadKiB"] != "128" {
+		t.Errorf("recorded is %s, the consumer has %v", have, c.mutable)
+	}
+	serve(t, l, k, nil)
+	fails(t, l.Modify(t.Context(), v.ID, map[string]string{"readAheadKiB": "256"}), errdefs.ErrUnavailable, "nobody asks")
+	if have := recorded(); have != "128" {
+		t.Errorf("recorded is %s", have)
+	}
+	check.OK(t, l.Unexport(t.Context(), v.ID, 0))
+
+	// As the consumer.
+	device, err := l.AttachRaw(t.Context(), v, nil, true)
+	check.OK(t, err)
+	check.OK(t, device.Close())
+	check.OK(t, l.Modified(t.Context(), v.ID, map[string]string{"readAheadKiB": "512"}))
+	set, err := os.ReadFile(filepath.Join("/sys/block", filepath.Base(device.Path), "queue/read_ahead_kb"))
+	check.OK(t, err)
+	if strings.TrimSpace(string(set)) != "512" || recorded() != "128" {
+		t.Errorf("set is %s, recorded %s", set, recorded())
+	}
+	fails(t, l.Modified(t.Context(), v.ID, map[string]string{"readAheadKiB": "5"}), errdefs.ErrInvalid, "no such value")
+	drop(t, l, v)
+}
+
+// elsewhere is a pool whose records another node has. What is attached of it is a connection.
+type elsewhere struct {
+	blockdev.Pool
+	connected blockdev.Ref
+}
+
+func (e elsewhere) Orphans(ctx context.Context) (map[blockdev.Ref][]blockdev.Device, error) {
+	devices, err := e.Attached(ctx, e.connected)
+	return map[blockdev.Ref][]blockdev.Device{e.connected: devices}, err
+}
+
+func (elsewhere) List(context.Context, blockdev.Kind, string, int) ([]blockdev.Record, error) {
+	return nil, nil
+}
+
+// TestHold: a consumer freezes what it has mounted until its home has made its copy, and never for longer than it may.
+func TestHold(t *testing.T) {
+	disk := memory.NewDisk(8 << 30)
+	l := start(t, 0, disk.Open("default", nil))
+	v, err := l.Create(t.Context(), volume.Spec{Name: "a", Size: volume.Range{Required: 16 * mib}, Filesystem: "ext4"})
+	check.OK(t, err)
+	dir := mountNew(t, l, v)
+	// write writes a file, which takes until writes go on.
+	write := func() <-chan error {
+		done := make(chan error, 1)
+		go func() { done <- os.WriteFile(filepath.Join(dir, "file"), []byte("content"), 0o600) }()
+		return done
+	}
+	held := func(done <-chan error) {
+		t.Helper()
+		select {
+		case err := <-done:
+			t.Errorf("a write went through: %v", err)
+		case <-time.After(50 * time.Millisecond):
+		}
+	}
+	goesOn := func(done <-chan error) {
+		t.Helper()
+		select {
+		case err := <-done:
+			check.OK(t, err)
+		case <-time.After(20 * time.Second):
+			_ = freeze(dir, false)
+			t.Fatal("writes do not go on")
+		}
+	}
+	release, err := l.Hold(t.Context(), v.ID)
+	check.OK(t, err)
+	done := write()
+	held(done)
+	check.OK(t, release())
+	check.OK(t, release())
+	goesOn(done)
+
+	// Somebody else ends it, or nobody does.
+	release, err = l.Hold(t.Context(), v.ID)
+	check.OK(t, err)
+	check.OK(t, freeze(dir, false))
+	fails(t, release(), errdefs.ErrUnavailable, "thawed by others")
+	l.SetLongestFreeze(100 * time.Millisecond)
+	release, err = l.Hold(t.Context(), v.ID)
+	check.OK(t, err)
+	goesOn(write())
+	fails(t, release(), errdefs.ErrUnavailable, "held for too long")
+	l.SetLongestFreeze(time.Minute)
+
+	// Frozen by others: it stays so.
+	check.OK(t, freeze(dir, true))
+	release, err = l.Hold(t.Context(), v.ID)
+	if release != nil || err != nil {
+		t.Errorf("of what somebody else froze: %v", err)
+	}
+	done = write()
+	held(done)
+	check.OK(t, freeze(dir, false))
+	goesOn(done)
+
+	// A start ends it.
+	release, err = l.Hold(t.Context(), v.ID)
+	check.OK(t, err)
+	done = write()
+	held(done)
+	start(t, 0, elsewhere{disk.Open("default", nil), blockdev.Ref{Kind: v.ID.Kind, Key: v.ID.Key}})
+	goesOn(done)
+	fails(t, release(), errdefs.ErrUnavailable, "thawed by a start")
+
+	check.OK(t, unix.Unmount(dir, 0))
+	fresh, err := l.Get(t.Context(), v.ID)
+	check.OK(t, err)
+	device, err := l.AttachRaw(t.Context(), fresh, nil, true)
+	check.OK(t, err)
+	check.OK(t, device.Close())
+	release, err = l.Hold(t.Context(), v.ID)
+	if release != nil || err != nil {
+		t.Errorf("of a raw device: %v", err)
+	}
+	drop(t, l, v)
+}
+
+func freeze(dir string, on bool) error {
+	f, err := os.Open(dir)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	request := uint(0xc0045878) // FITHAW
+	if on {
+		request = 0xc0045877 // FIFREEZE
+	}
+	return unix.IoctlSetInt(int(f.Fd()), request, 0)
+}
+
+// crash is how a process ends.
+type crash struct{}
+
+// life is one process over a pool.
+func life(t *testing.T, url string, k *target, step func(string) error, do func(*volume.Local) error) (err error) {
+	t.Helper()
+	pool := opened(t, "default", url)
+	defer func() {
+		if ended := recover(); ended != nil && ended != (crash{}) {
+			panic(ended)
+		} else if ended != nil {
+			err = errBroken
+		}
+		k.step = nil
+		check.OK(t, pool.Close())
+	}()
+	l := start(t, 0, &stepping{pool, step})
+	k.step = step
+	serve(t, l, k, nil)
+	return do(l)
+}
+
+// whole makes sure that a volume is exported to whom its record says, and nobody else.
+func whole(t *testing.T, l *volume.Local, k *target, id volume.ID) {
+	t.Helper()
+	have, _, err := l.ExportOf(t.Context(), id)
+	check.OK(t, err)
+	exportedTo(t, l, k, id, have)
+}
+
+// cutShort has each step of what is done with exports fail, and then end the process, before and after it. What is done again then
+// comes to its end, after a reboot too, and nothing stays behind.
+func cutShort(t *testing.T, url string) {
+	k := newTarget(t)
+	nothing := func(string) error { return nil }
+	var v volume.Volume
+	check.OK(t, life(t, url, k, nothing, func(l *volume.Local) (err error) {
+		v, err = l.Create(t.Context(), volume.Spec{Name: "a", Size: volume.Range{Required: 4 * mib}})
+		return err
+	}))
+	export := func(to volume.Grant) func(*volume.Local) error {
+		return func(l *volume.Local) error { return second(l.Export(t.Context(), v.ID, to)) }
+	}
+	size := v.Size
+	for _, c := range []struct {
+		what   string
+		before func(*volume.Local) error
+		do     func(*volume.Local) error
+		want   volume.Grant
+	}{
+		{"export", nil, export(grant(1, "b")), grant(1, "b")},
+		{"export to another", export(grant(1, "b")), export(grant(2, "c")), grant(2, "c")},
+		{"end", export(grant(1, "b")), func(l *volume.Local) error { return l.Unexport(t.Context(), v.ID, 1) }, volume.Grant{}},
+		{"grow", export(grant(1, "b")), func(l *volume.Local) error {
+			return second(l.Expand(t.Context(), v.ID, volume.Range{Required: size + 4*mib}))
+		}, grant(1, "b")},
+		{"attach at home", export(grant(1, "b")), func(l *volume.Local) error {
+			device, err := l.Attach(t.Context(), v, nil)
+			return errors.Join(err, device.Close())
+		}, volume.Grant{}},
+	} {
+		steps := 0
+		for n := 1; ; n++ {
+			at, reached := "", false
+			for _, ends := range []string{"fails", "ends the process", "ends the machine"} {
+				if c.before != nil {
+					check.OK(t, life(t, url, k, nothing, c.before))
+				}
+				left := n
+				reached = false
+				armed := false
+				step := func(what string) error {
+					if left--; !armed || left != 0 {
+						return nil
+					}
+					at, reached = what, true
+					if ends != "fails" {
+						panic(crash{})
+					}
+					return errBroken
+				}
+				err := life(t, url, k, step, func(l *volume.Local) error {
+					left, armed = n, true // the start is not what is cut short
+					err := c.do(l)
+					armed = false
+					if reached && ends == "fails" {
+						if err == nil {
+							t.Errorf("%s: %q failed, and nobody says so", c.what, at)
+						}
+						err = c.do(l)
+					}
+					return err
+				})
+				if crashed := reached && ends != "fails"; crashed != (err != nil) {
+					t.Fatalf("%s, %q %s: %v", c.what, at, ends, err)
+				}
+				if ends == "ends the machine" {
+					k.reboot()
+				}
+				check.OK(t, life(t, url, k, nothing, func(l *volume.Local) error {
+					whole(t, l, k, v.ID)
+					if err := c.do(l); err != nil {
+						return err
+					}
+					exportedTo(t, l, k, v.ID, c.want)
+					size = must(l.Get(t.Context(), v.ID)).Size
+					if e, is := sole(k.exports); is && deviceSize(t, e.Device) != size {
+						t.Errorf("the device that is exported has %d bytes, not %d", deviceSize(t, e.Device), size)
+					}
+					if err := l.Unexport(t.Context(), v.ID, 0); err != nil {
+						return err
+					}
+					if devices := must(l.Attached(t.Context(), v.ID)); len(devices) > 0 {
+						t.Errorf("%s, %q %s: attached as %v", c.what, at, ends, devices)
+					}
+					return nil
+				}))
+				if len(k.exports) > 0 {
+					t.Errorf("%s, %q %s: the kernel has %v", c.what, at, ends, k.exports)
+				}
+				if t.Failed() {
+					t.Fatalf("%s, %q %s", c.what, at, ends)
+				}
+			}
+			if !reached {
+				break
+			}
+			steps++
+		}
+		t.Logf("%s: %d steps", c.what, steps)
+		if steps < 2 {
+			t.Errorf("%s has %d steps", c.what, steps)
+		}
+	}
+	check.OK(t, life(t, url, k, nothing, func(l *volume.Local) error { return l.Delete(t.Context(), v.ID) }))
+}
+
+func must[T any](value T, err error) T {
+	if err != nil {
+		panic(err)
+	}
+	return value
+}
+
+func sole(exports map[string]nvmet.Export) (nvmet.Export, bool) {
+	for _, e := range exports {
+		return e, true
+	}
+	return nvmet.Export{}, false
+}
+
+func deviceSize(t *testing.T, path string) int64 {
+	t.Helper()
+	f, err := os.Open(path)
+	check.OK(t, err)
+	defer f.Close()
+	size, err := blockdev.DeviceSize(f)
+	check.OK(t, err)
+	return size
+}
+
+func TestExportCutShort(t *testing.T) { cutShort(t, filesURL(t)) }
+
+func TestLVMExportCutShort(t *testing.T) {
+	drivertest.NeedLVM(t)
+	group := drivertest.NewGroup(t, 256*mib)
+	for name, url := range map[string]string{"linear": group.URL() + "?reservePercent=0",
+		"thin": drivertest.NewGroup(t, 256*mib).ThinPool(t, "tp", "-L", "160M", "--poolmetadatasize", "8M") + "?reservePercent=0", "files": filesURL(t)} {
+		t.Run(name, func(t *testing.T) { cutShort(t, url) })
+	}
+}
