@@ -5,12 +5,9 @@ import (
 	"crypto/hmac"
 	"crypto/rand"
 	"crypto/sha256"
-	"encoding/base64"
-	"encoding/binary"
 	"encoding/hex"
 	"errors"
 	"fmt"
-	"hash/crc32"
 	"regexp"
 	"strconv"
 	"sync"
@@ -61,7 +58,8 @@ func (e Exported) GoString() string { return e.String() }
 // Exporter gives devices to other nodes: nvmet.Target, of which see what each of them does.
 type Exporter interface {
 	Authenticates() bool
-	Add(ctx context.Context, e nvmet.Export) error
+	// Add: what has to be there when a machine starts belongs into one call.
+	Add(ctx context.Context, exports ...nvmet.Export) error
 	// Remove is the fence: when it has returned without an error, nothing of the consumer comes any more.
 	Remove(ctx context.Context, nqn string) error
 	Resized(ctx context.Context, nqn string) error
@@ -150,10 +148,9 @@ func (e export) host(node []byte, volume string) string {
 	return fmt.Sprintf("%snode:%x:%x", nvmet.Prefix, consumer[:8], e.derived(node, volume, "host")[:8])
 }
 
-// secret is in the form in which target and host take it: 32 bytes with their CRC-32 (NVM Express Base Specification 2.0, 8.13.5.8).
+// secret is what the host proves that it has.
 func (e export) secret(node []byte, volume string) string {
-	secret := e.derived(node, volume, "secret")
-	return "DHHC-1:00:" + base64.StdEncoding.EncodeToString(binary.LittleEndian.AppendUint32(secret, crc32.ChecksumIEEE(secret))) + ":"
+	return nvmet.Secret(e.derived(node, volume, "secret"))
 }
 
 // uuid is that of the namespace: the kernel refuses two of one UUID in different subsystems, and one of an earlier generation may be there still.
@@ -224,15 +221,21 @@ func (l *Local) ServeExports(ctx context.Context, how Exporting) {
 		arrived = append(arrived, pool)
 	}
 	l.arriving.Unlock()
-	for _, pool := range arrived {
-		if err := l.exportAgain(ctx, pool); err != nil {
-			klog.FromContext(ctx).Error(err, "Could not look for volumes to export again", "pool", pool.Name())
-		}
+	if err := l.exportAgain(ctx, arrived...); err != nil {
+		klog.FromContext(ctx).Error(err, "Could not look for volumes to export again")
 	}
 }
 
-// exportAgain exports what the records of a pool say, which nobody else uses yet.
-func (l *Local) exportAgain(ctx context.Context, pool blockdev.Pool) error {
+// again is an export that is made again.
+type again struct {
+	Exported
+	id     ID
+	device blockdev.Device
+}
+
+// exportAgain exports what the records of pools say, which nobody else uses yet, all at once: see nvmet.Target.Add. What cannot be exported is
+// logged, and KeepExports tries it again.
+func (l *Local) exportAgain(ctx context.Context, pools ...blockdev.Pool) (err error) {
 	l.exports.mu.Lock()
 	serving := l.exports.how != nil
 	l.exports.mu.Unlock()
@@ -241,25 +244,67 @@ func (l *Local) exportAgain(ctx context.Context, pool blockdev.Pool) error {
 	}
 	l.exports.starting.Lock()
 	defer l.exports.starting.Unlock()
+	var all []again
+	for _, pool := range pools {
+		found, failure := l.attachAgain(ctx, pool)
+		all, err = append(all, found...), errors.Join(err, failure)
+	}
+	if len(all) == 0 {
+		return err
+	}
+	defer func() {
+		for i := range all {
+			err = errors.Join(err, all[i].device.Close())
+		}
+	}()
+	exporter, _, failure := l.exporter()
+	if failure != nil { // it was there a moment ago
+		return errors.Join(err, failure)
+	}
+	add := make([]nvmet.Export, len(all))
+	for i, one := range all {
+		add[i] = one.export(one.device.Path)
+	}
+	together := exporter.Add(ctx, add...)
+	for i, one := range all {
+		if together != nil { // of some of them
+			failure = exporter.Add(ctx, add[i])
+		}
+		l.failedAgain(ctx, one.id, failure)
+	}
+	return err
+}
+
+// failedAgain notes how it stands with the export of a volume after a start.
+func (l *Local) failedAgain(ctx context.Context, id ID, err error) {
+	l.setFailed(id, err)
+	if err != nil {
+		klog.FromContext(ctx).Error(err, "Could not export a volume again; it is tried again", "volume", id.String())
+	}
+}
+
+// attachAgain attaches what the records of a pool say is exported.
+func (l *Local) attachAgain(ctx context.Context, pool blockdev.Pool) (all []again, err error) {
 	records, err := pool.List(ctx, blockdev.Volume, "", 0)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	for _, record := range records {
 		e, is, err := exportOf(record)
 		if !is {
 			continue
 		}
-		id := ID{record.Kind, pool.Name(), record.Key}
+		one := again{id: ID{record.Kind, pool.Name(), record.Key}}
 		if err == nil {
-			_, err = l.export(ctx, pool, record, e)
+			one.Exported, one.device, err = l.attachExport(ctx, pool, record, e)
 		}
-		l.setFailed(id, err)
 		if err != nil {
-			klog.FromContext(ctx).Error(err, "Could not export a volume again; it is tried again", "volume", id.String(), "consumer", e.Node)
+			l.failedAgain(ctx, one.id, err)
+			continue
 		}
+		all = append(all, one)
 	}
-	return nil
+	return all, nil
 }
 
 // exportPause is after how long an export that failed is tried again.
@@ -400,20 +445,38 @@ func (l *Local) export(ctx context.Context, pool blockdev.Pool, record blockdev.
 			l.setFailed(id, nil)
 		}
 	}()
-	exporter, how, err := l.exporter()
+	exporter, _, err := l.exporter()
 	if err != nil {
 		return Exported{}, err
 	}
-	attached, err := l.stacks.Of(pool, record.Ref).Attach(ctx, device.Options{Keep: true})
+	out, attached, err := l.attachExport(ctx, pool, record, e)
 	if err != nil {
 		return Exported{}, err
 	}
 	defer func() { err = errors.Join(err, attached.Close()) }()
-	out := Exported{Grant: e.Grant, NQN: e.nqn(id.Key), Host: e.host(how.Key, id.Key), UUID: e.uuid(id.Key), Size: attached.Size, Record: record}
-	if exporter.Authenticates() {
-		out.Secret = e.secret(how.Key, id.Key)
+	return out, exporter.Add(ctx, out.export(attached.Path))
+}
+
+// attachExport attaches what is to be exported. The caller closes the device.
+func (l *Local) attachExport(ctx context.Context, pool blockdev.Pool, record blockdev.Record, e export) (Exported, blockdev.Device, error) {
+	exporter, how, err := l.exporter()
+	if err != nil {
+		return Exported{}, blockdev.Device{}, err
 	}
-	return out, exporter.Add(ctx, nvmet.Export{NQN: out.NQN, Host: out.Host, UUID: out.UUID, Device: attached.Path, Secret: out.Secret})
+	attached, err := l.stacks.Of(pool, record.Ref).Attach(ctx, device.Options{Keep: true})
+	if err != nil {
+		return Exported{}, blockdev.Device{}, err
+	}
+	out := Exported{Grant: e.Grant, NQN: e.nqn(record.Key), Host: e.host(how.Key, record.Key), UUID: e.uuid(record.Key), Size: attached.Size, Record: record}
+	if exporter.Authenticates() {
+		out.Secret = e.secret(how.Key, record.Key)
+	}
+	return out, attached, nil
+}
+
+// export is it as the exporter takes it.
+func (e Exported) export(path string) nvmet.Export {
+	return nvmet.Export{NQN: e.NQN, Host: e.Host, UUID: e.UUID, Device: path, Secret: e.Secret}
 }
 
 // Unexport ends the export of a volume to a generation, or with 0 whichever there is. An export to another one stays. When it has returned

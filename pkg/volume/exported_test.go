@@ -34,8 +34,10 @@ type target struct {
 	exports map[string]nvmet.Export
 	open    map[string]*os.File
 	calls   []string
+	adds    []int                   // how many exports each call was for
 	step    func(what string) error // before and after each call
 	plain   bool                    // it asks for no secrets
+	refused string                  // NQN of what it does not export
 }
 
 func newTarget(t *testing.T) *target {
@@ -78,8 +80,19 @@ func (k *target) reach(what string) error {
 
 func (k *target) Authenticates() bool { return !k.plain }
 
-func (k *target) Add(_ context.Context, e nvmet.Export) error {
+func (k *target) Add(_ context.Context, exports ...nvmet.Export) (err error) {
+	for _, e := range exports {
+		err = errors.Join(err, k.add(e))
+	}
+	k.adds = append(k.adds, len(exports))
+	return err
+}
+
+func (k *target) add(e nvmet.Export) error {
 	return k.call("add", e.NQN, func() error {
+		if e.NQN == k.refused {
+			return errBroken
+		}
 		if have, is := k.exports[e.NQN]; is {
 			if have != e {
 				return fmt.Errorf("%w: it is exported as %s", errdefs.ErrExists, have.Device)
@@ -576,6 +589,50 @@ func TestExportStarts(t *testing.T) {
 	}
 	check.OK(t, l.Unexport(t.Context(), v.ID, 7))
 	check.OK(t, pool.Close())
+}
+
+// TestExportsTogether: what is exported again at a start is in one call, and one that cannot be does not keep the others.
+func TestExportsTogether(t *testing.T) {
+	disks := []*memory.Disk{memory.NewDisk(8 << 30), memory.NewDisk(8 << 30)}
+	again := func() *volume.Local {
+		return start(t, 0, disks[0].Open("default", nil), disks[1].Open("other", nil))
+	}
+	l, k := again(), newTarget(t)
+	serve(t, l, k, nil)
+	var all []volume.Volume
+	var exported []volume.Exported
+	for i := range 4 {
+		v, err := l.Create(t.Context(), volume.Spec{Name: fmt.Sprint(i), Pool: []string{"default", "other"}[i%2], Size: volume.Range{Required: mib}})
+		check.OK(t, err)
+		e, err := l.Export(t.Context(), v.ID, grant(1, "b"))
+		check.OK(t, err)
+		all, exported = append(all, v), append(exported, e)
+	}
+	k.reboot()
+	for _, v := range all {
+		check.OK(t, l.Detach(t.Context(), v.ID))
+	}
+	k.adds, k.refused = nil, exported[1].NQN
+	l = again()
+	serve(t, l, k, nil)
+	if len(k.adds) == 0 || k.adds[0] != len(all) {
+		t.Errorf("exported again in calls for %v", k.adds)
+	}
+	for i, v := range all {
+		if i == 1 {
+			ails(t, l, v.ID, "NotExported")
+			continue
+		}
+		ails(t, l, v.ID)
+		exportedTo(t, l, k, v.ID, grant(1, "b"))
+	}
+	k.refused = ""
+	l.RetryExports(t.Context())
+	ails(t, l, all[1].ID)
+	for _, v := range all {
+		exportedTo(t, l, k, v.ID, grant(1, "b"))
+		check.OK(t, l.Unexport(t.Context(), v.ID, 1))
+	}
 }
 
 // TestExportGrows: the consumer of a volume that grows is told, if need be again.

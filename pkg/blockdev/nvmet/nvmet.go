@@ -45,7 +45,7 @@ type Export struct {
 	Host   string // NQN of the one host that may connect
 	UUID   string // of the namespace, lower case; its NGUID has the same bytes
 	Device string // path of the block device
-	Secret string // as NewSecret makes them; empty: the host need not prove who it is
+	Secret string // as Secret makes them; empty: the host need not prove who it is
 }
 
 // Open returns the target at an address of this machine. errdefs.ErrUnsupported if the kernel has no such target, with what to load;
