@@ -921,8 +921,8 @@ func whole(t *testing.T, l *volume.Local, k *target, id volume.ID) {
 }
 
 // cutShort has each step of what is done with exports fail, and then end the process, before and after it. What is done again then
-// comes to its end, after a reboot too, and nothing stays behind.
-func cutShort(t *testing.T, url string) {
+// comes to its end, after a reboot too, and nothing stays behind. Of many steps each one of some is taken, in one of the ways.
+func cutShort(t *testing.T, url string, each int, ways ...string) {
 	k := newTarget(t)
 	nothing := func(string) error { return nil }
 	var v volume.Volume
@@ -952,9 +952,9 @@ func cutShort(t *testing.T, url string) {
 		}, volume.Grant{}},
 	} {
 		steps := 0
-		for n := 1; ; n++ {
+		for n := 1; ; n += each {
 			at, reached := "", false
-			for _, ends := range []string{"fails", "ends the process", "ends the machine"} {
+			for _, ends := range ways {
 				if c.before != nil {
 					check.OK(t, life(t, url, k, nothing, c.before))
 				}
@@ -1019,7 +1019,6 @@ func cutShort(t *testing.T, url string) {
 			}
 			steps++
 		}
-		t.Logf("%s: %d steps", c.what, steps)
 		if steps < 2 {
 			t.Errorf("%s has %d steps", c.what, steps)
 		}
@@ -1051,13 +1050,45 @@ func deviceSize(t *testing.T, path string) int64 {
 	return size
 }
 
-func TestExportCutShort(t *testing.T) { cutShort(t, filesURL(t)) }
+func TestExportCutShort(t *testing.T) {
+	cutShort(t, filesURL(t), 1, "fails", "ends the process", "ends the machine")
+}
 
 func TestLVMExportCutShort(t *testing.T) {
 	drivertest.NeedLVM(t)
-	group := drivertest.NewGroup(t, 256*mib)
-	for name, url := range map[string]string{"linear": group.URL() + "?reservePercent=0",
-		"thin": drivertest.NewGroup(t, 256*mib).ThinPool(t, "tp", "-L", "160M", "--poolmetadatasize", "8M") + "?reservePercent=0", "files": filesURL(t)} {
-		t.Run(name, func(t *testing.T) { cutShort(t, url) })
+	cutShort(t, drivertest.NewGroup(t, 256*mib).ThinPool(t, "tp", "-L", "160M", "--poolmetadatasize", "8M")+"?reservePercent=0", 2, "ends the process")
+}
+
+// TestLVMExportEncrypted: what is exported of a volume that is encrypted is what the pool has of it, with the header, and needs no key. What is suspended
+// for a copy of a raw volume is what is exported.
+func TestLVMExportEncrypted(t *testing.T) {
+	drivertest.NeedLVM(t)
+	k, c := newTarget(t), &consumer{nothing: true}
+	l := start(t, 0, open(t, "default", drivertest.NewGroup(t, 256*mib).URL()+"?reservePercent=0"))
+	serve(t, l, k, c)
+	v, err := l.Create(t.Context(), volume.Spec{Name: "a", Size: volume.Range{Required: 16 * mib}, Encryption: volume.Encryption{Scheme: volume.LUKS2}})
+	check.OK(t, err)
+	e, err := l.Export(t.Context(), v.ID, grant(1, "b"))
+	check.OK(t, err)
+	if want := v.Size + volume.LUKS2.Overhead(); e.Size != want || deviceSize(t, k.exports[e.NQN].Device) != want {
+		t.Errorf("exported are %d bytes, want %d", e.Size, want)
 	}
+	devices, err := l.Attached(t.Context(), v.ID)
+	check.OK(t, err)
+	if len(devices) != 1 || !devices[0].Kept || devices[0].Path != k.exports[e.NQN].Device || devices[0].Below == "" {
+		t.Errorf("attached as %+v", devices)
+	}
+	check.OK(t, second(l.Expand(t.Context(), v.ID, volume.Range{Required: 32 * mib})))
+	if size, want := deviceSize(t, k.exports[e.NQN].Device), 32*mib+volume.LUKS2.Overhead(); size < want {
+		t.Errorf("it grew to %d bytes, want %d", size, want)
+	}
+	s, err := l.CreateSnapshot(t.Context(), "s", v.ID)
+	check.OK(t, err)
+	same(t, "asked", c.taken(), []string{"hold b"})
+	if left := suspended(t); len(left) > 0 {
+		t.Errorf("suspended: %v", left)
+	}
+	check.OK(t, l.Unexport(t.Context(), v.ID, 1))
+	check.OK(t, l.DeleteSnapshot(t.Context(), s.ID))
+	check.OK(t, l.Delete(t.Context(), v.ID))
 }
