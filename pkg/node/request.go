@@ -78,12 +78,16 @@ func newMountRequest(c *csi.VolumeCapability, publishContext map[string]string, 
 }
 
 // checkClaim makes sure that a volume is claimed for this node, where that is asked for and as far
-// as it is known. What was claimed for reading only is used for reading only.
+// as it is known. What was claimed for reading only is used for reading only. One that is exported is not taken from the node that uses it
+// without a claim that is later than that node's.
 func (s *Server) checkClaim(ctx context.Context, v volume.Volume, how *mountRequest) error {
 	if !s.options.Claims {
 		return nil
 	}
 	claim, known := s.volumes.Claimed(ctx, v, how.readOnly)
+	if v.Exported.Node != "" && (!known || claim.Node == s.volumes.Node() && claim.Generation <= v.Exported.Generation) {
+		return fmt.Errorf("%w: it is exported to %s, and a later claim for node %s is not known", errdefs.ErrUnavailable, v.Exported, s.volumes.Node())
+	}
 	if !known {
 		return nil
 	}

@@ -1092,3 +1092,21 @@ func TestLVMExportEncrypted(t *testing.T) {
 	check.OK(t, l.DeleteSnapshot(t.Context(), s.ID))
 	check.OK(t, l.Delete(t.Context(), v.ID))
 }
+
+// TestExportKey: the key of a node is made once, and is its own.
+func TestExportKey(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "key")
+	check.OK(t, os.WriteFile(path+".new", []byte("cut short"), 0o600))
+	first, err := volume.ExportKey(path)
+	check.OK(t, err)
+	again, err := volume.ExportKey(path)
+	check.OK(t, err)
+	info, err := os.Stat(path)
+	check.OK(t, err)
+	if len(first) != 32 || !slices.Equal(first, again) || info.Mode() != 0o600 || slices.Equal(first, make([]byte, 32)) {
+		t.Errorf("%d bytes, again %d, mode %v", len(first), len(again), info.Mode())
+	}
+	check.OK(t, os.WriteFile(path, first[1:], 0o600))
+	fails(t, second(volume.ExportKey(path)), errdefs.ErrDataLoss, "a key that is cut short")
+	fails(t, second(volume.ExportKey(filepath.Join(path, "key"))), unix.ENOTDIR, "no such folder")
+}
