@@ -20,7 +20,7 @@ var programs = strings.Fields(`
 	driver bash e2fsck dumpe2fs filefrag mkfs.ext4 mkfs.xfs resize2fs xfs_db xfs_growfs xfs_repair btrfs
 	dmsetup lvchange lvconvert lvcreate lvextend lvremove lvrename lvs pvchange pvck pvcreate pvmove pvs
 	vgcfgbackup vgcfgrestore vgchange vgextend vgreduce vgs vgscan
-	cryptsetup ddrescue nvme smartctl`)
+	cryptsetup ddrescue ip modprobe nvme smartctl ss`)
 
 // subcommands are those of programs that are ours, or that pages use a part of.
 var subcommands = map[string][]string{
