@@ -173,7 +173,7 @@ func startNode(ctx context.Context, o options) (err error) {
 		return err
 	}
 	defer remote.Close()
-	network, err := o.network()
+	network, err := o.network(ctx)
 	if err != nil {
 		return err
 	}
@@ -185,6 +185,9 @@ func startNode(ctx context.Context, o options) (err error) {
 	with := agent.Options{Driver: o.driverName, Pools: kept, Locks: locks, MaxVolumes: o.maxVolumes, Namespace: namespace, Endpoint: remote.Endpoint(), Network: network, Schemes: volume.SchemesHere, Limits: volume.LimitsHere}
 	if others != nil {
 		with.Agents = others
+	}
+	if network != nil {
+		with.Exporter = local
 	}
 	a, err := agent.New(config, local, with)
 	if err != nil {

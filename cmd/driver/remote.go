@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"net"
@@ -8,7 +9,11 @@ import (
 	"regexp"
 	"strconv"
 
+	"k8s.io/klog/v2"
+
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvme"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvmet"
 )
 
 // remotePort is where nodes give their volumes to others, unless --remote-address says another port: that of NVMe over TCP.
@@ -53,22 +58,40 @@ func parseRemote(text string) (host string, port uint16, err error) {
 	return host, port, nil
 }
 
-// network is in which volumes of this node are given to others, and at which address; nil if they are not.
-func (o *options) network() (*v1alpha1.Network, error) {
+// network is in which volumes of this node are given to others, and at which address; nil if they are not. A kernel that cannot do that keeps
+// nobody from using all other volumes.
+func (o *options) network(ctx context.Context) (*v1alpha1.Network, error) {
 	if o.remoteAddress == "" {
 		return nil, nil
 	}
-	host, port, err := parseRemote(o.remoteAddress)
+	at, err := o.remoteAt()
 	if err != nil {
 		return nil, err
+	}
+	err = nvme.Available()
+	if err == nil {
+		_, err = nvmet.Open(at)
+	}
+	if err != nil {
+		klog.FromContext(ctx).Error(err, "This node gives its volumes to no other and uses none of others (access=any), until its driver starts again where that can be done", "address", at.String())
+		return nil, nil
+	}
+	return &v1alpha1.Network{Name: o.remoteNetwork, Address: at.String()}, nil
+}
+
+// remoteAt is the address that --remote-address says.
+func (o *options) remoteAt() (netip.AddrPort, error) {
+	host, port, err := parseRemote(o.remoteAddress)
+	if err != nil {
+		return netip.AddrPort{}, err
 	}
 	ip, err := netip.ParseAddr(host)
 	if err != nil {
 		if ip, err = addressOf(host); err != nil {
-			return nil, fmt.Errorf("--remote-address=%s: %w", o.remoteAddress, err)
+			return netip.AddrPort{}, fmt.Errorf("--remote-address=%s: %w", o.remoteAddress, err)
 		}
 	}
-	return &v1alpha1.Network{Name: o.remoteNetwork, Address: netip.AddrPortFrom(ip.Unmap(), port).String()}, nil
+	return netip.AddrPortFrom(ip.Unmap(), port), nil
 }
 
 // addressOf is the first address of an interface that other machines can reach, one of IPv4 if there is any.

@@ -53,6 +53,8 @@ type lacking struct {
 
 	names  map[string]int                          // how many PersistentVolumes have a name, or may be given it
 	claims map[v1alpha1.ClaimRef][]v1alpha1.Volume // that say that they were made for a claim
+	// networks in which nodes reach others, by the nodes.
+	networks map[string]string
 }
 
 // find looks for what is lacking, and keeps it.
@@ -64,6 +66,16 @@ func (l *lacking) find(ctx context.Context) error {
 	var have corev1.PersistentVolumeList
 	if err := l.List(ctx, &have); err != nil {
 		return err
+	}
+	var pools v1alpha1.PoolList
+	if err := l.List(ctx, &pools); err != nil {
+		return err
+	}
+	l.networks = map[string]string{}
+	for i := range pools.Items {
+		if p := &pools.Items[i]; p.Status.Network != nil {
+			l.networks[p.Spec.NodeName] = p.Status.Network.Name
+		}
 	}
 	handles := map[string]bool{}
 	l.names, l.claims = map[string]int{}, map[v1alpha1.ClaimRef][]v1alpha1.Volume{}
@@ -104,6 +116,24 @@ func nameOf(wanted map[string]int, names ...string) string {
 	})]
 }
 
+// terms are those of the nodes that can use a volume.
+func (l *lacking) terms(v *v1alpha1.Volume) []corev1.NodeSelectorTerm {
+	in := func(key, value string) corev1.NodeSelectorTerm {
+		return corev1.NodeSelectorTerm{MatchExpressions: []corev1.NodeSelectorRequirement{{Key: key, Operator: corev1.NodeSelectorOpIn, Values: []string{value}}}}
+	}
+	terms := []corev1.NodeSelectorTerm{in(v1alpha1.TopologyKey, v.Spec.NodeName)}
+	network := l.networks[v.Spec.NodeName]
+	switch {
+	case v.Spec.Access == "":
+	case network == "":
+		l.doubts = append(l.doubts, fmt.Sprintf("the PersistentVolume of %s will be for its node %s alone, though it has access %s: that node is in no network now (--remote-address)",
+			v.ID(), v.Spec.NodeName, v.Spec.Access))
+	default:
+		terms = append(terms, in(v1alpha1.NetworkKey, network))
+	}
+	return terms
+}
+
 func (l *lacking) volume(ctx context.Context, v *v1alpha1.Volume) error {
 	id := v.ID()
 	mode := corev1.PersistentVolumeFilesystem
@@ -117,8 +147,7 @@ func (l *lacking) volume(ctx context.Context, v *v1alpha1.Volume) error {
 		Spec: corev1.PersistentVolumeSpec{Capacity: corev1.ResourceList{corev1.ResourceStorage: size}, AccessModes: modes, VolumeMode: &mode,
 			PersistentVolumeReclaimPolicy: corev1.PersistentVolumeReclaimRetain, StorageClassName: l.class,
 			PersistentVolumeSource: corev1.PersistentVolumeSource{CSI: &corev1.CSIPersistentVolumeSource{Driver: l.driver, VolumeHandle: id, FSType: v.Spec.Filesystem}},
-			NodeAffinity: &corev1.VolumeNodeAffinity{Required: &corev1.NodeSelector{NodeSelectorTerms: []corev1.NodeSelectorTerm{{
-				MatchExpressions: []corev1.NodeSelectorRequirement{{Key: v1alpha1.TopologyKey, Operator: corev1.NodeSelectorOpIn, Values: []string{v.Spec.NodeName}}}}}}}}}
+			NodeAffinity: &corev1.VolumeNodeAffinity{Required: &corev1.NodeSelector{NodeSelectorTerms: l.terms(v)}}}}
 	ref := v.Spec.ClaimRef
 	if ref == nil {
 		l.out = append(l.out, pv)
