@@ -214,6 +214,7 @@ type machine struct {
 	ported  bool                             // its agent has a port
 	wrap    func(*memory.Pool) blockdev.Pool // of its default pool; nil: it is as it is
 	via     func(address string) string      // what others reach its port by; nil: its address
+	with    func(*agent.Options)             // what else its agent is started with; nil: nothing
 
 	local *volume.Local
 	agent *agent.Agent
@@ -292,6 +293,9 @@ func (w *environment) agent(m *machine) *agent.Agent {
 		check.OK(w, err)
 		w.Cleanup(func() { check.OK(w, calls.Close()) })
 		o.Agents = calls
+	}
+	if m.with != nil {
+		m.with(&o)
 	}
 	m.agent, err = agent.New(wrapped(apitest.Get(w).Agent(w, m.name)), m.local, o)
 	check.OK(w, err)

@@ -17,6 +17,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/luks"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/agent"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -163,10 +164,11 @@ func TestMadeUnencrypted(t *testing.T) {
 	fails(t, second(s.Create(w.ctx, encrypted("v"))), errdefs.ErrExists)
 }
 
-// TestUnencryptedDefinitions: with definitions that know of no encryption, no volume is made that was to be encrypted.
-func TestUnencryptedDefinitions(t *testing.T) {
+// TestOlderDefinitions: with definitions that know of no encryption, no volume is made that was to be encrypted; nor one that others were to use, with
+// those that do not know of that.
+func TestOlderDefinitions(t *testing.T) {
 	w := newEnvironment(t)
-	m := w.begin(&machine{name: nodeName, schemes: []volume.Scheme{volume.LUKS2}})
+	m := w.begin(&machine{name: nodeName, schemes: []volume.Scheme{volume.LUKS2}, with: func(o *agent.Options) { o.Network = &v1alpha1.Network{Name: "storage"} }})
 	s, _ := w.store()
 	w.keeps(s, m)
 	server := apitest.Get(t)
@@ -177,6 +179,7 @@ func TestUnencryptedDefinitions(t *testing.T) {
 		spec, _, _ := unstructured.NestedMap(versions[0].(map[string]any), path...)
 		delete(spec, "x-kubernetes-validations")
 		delete(spec["properties"].(map[string]any), "encryption")
+		delete(spec["properties"].(map[string]any), "access")
 		check.OK(t, unstructured.SetNestedMap(versions[0].(map[string]any), spec, path...))
 		check.OK(t, unstructured.SetNestedSlice(crd.Object, versions, "spec", "versions"))
 	}))
@@ -186,9 +189,11 @@ func TestUnencryptedDefinitions(t *testing.T) {
 		check.OK(t, w.Create(w.ctx, o, client.DryRunAll))
 		return o.Spec.Encryption == ""
 	})
-	fails(t, second(s.Create(w.ctx, encrypted("v"))), errdefs.ErrUnavailable)
-	if o := w.object("v"); o != nil {
-		t.Errorf("left is %+v", o)
+	for _, unknown := range []volume.Spec{encrypted("v"), anyNode("v")} {
+		fails(t, second(s.Create(w.ctx, unknown)), errdefs.ErrUnavailable)
+		if o := w.object("v"); o != nil {
+			t.Errorf("left is %+v", o)
+		}
 	}
 	w.tally(m)
 }

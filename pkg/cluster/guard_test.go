@@ -51,9 +51,9 @@ type attempt struct {
 // guarded has the objects that agents try to write: those of node-1 and of node-2.
 type guarded struct {
 	*environment
-	mine, others, asked, stale, abandoned, finalized, deleted *v1alpha1.Volume
-	snapshot, snapshotOfOthers                                *v1alpha1.Snapshot
-	pool, poolOfOthers                                        *v1alpha1.Pool
+	mine, others, shared, asked, stale, abandoned, finalized, deleted *v1alpha1.Volume
+	snapshot, snapshotOfOthers                                        *v1alpha1.Snapshot
+	pool, poolOfOthers                                                *v1alpha1.Pool
 }
 
 func volumeOn(node, name string) *v1alpha1.Volume {
@@ -83,6 +83,7 @@ func newGuarded(t *testing.T) *guarded {
 	}
 	w.mine = made(volumeOn(nodeName, "mine"), func(v *v1alpha1.Volume) { v.Spec.Make = true })
 	w.others = made(volumeOn("node-2", "others"), func(v *v1alpha1.Volume) { v.Finalizers = []string{v1alpha1.Finalizer} })
+	w.shared = made(volumeOn(nodeName, "shared"), func(v *v1alpha1.Volume) { v.Spec.Access = "any" })
 	w.asked = made(volumeOn(nodeName, "asked"), nil)
 	w.asked.Spec.Delete = w.asked.UID
 	check.OK(t, w.Update(w.ctx, w.asked))
@@ -184,12 +185,18 @@ func TestGuardVolumes(t *testing.T) {
 		created(w, "to be made", edited(volumeOn(nodeName, "new"), func(o v) { o.Spec.Make = true }), bytesThere),
 		created(w, "to be deleted", edited(volumeOn(nodeName, "new"), func(o v) { o.Spec.Delete = "x" }), bytesThere),
 		created(w, "claimed", edited(volumeOn(nodeName, "new"), func(o v) { o.Spec.Claim = &v1alpha1.Claim{Node: nodeName, Mode: "mount"} }), bytesThere),
+		created(w, "with claims counted", edited(volumeOn(nodeName, "new"), func(o v) { o.Spec.Access, o.Spec.Claims = "any", 7 }), bytesThere),
+		created(w, "adopted for other nodes to use", edited(volumeOn(nodeName, "new"), func(o v) { o.Spec.Access, o.Spec.HomeTimeout = "any", 90 }), ""),
 		created(w, "abandoned", edited(volumeOn(nodeName, "new"), func(o v) { o.Spec.Abandoned = true }), bytesThere),
 		created(w, "with a finalizer", edited(volumeOn(nodeName, "new"), func(o v) { o.Finalizers = []string{v1alpha1.Finalizer} }), finalizers),
 		created(w, "with a label", edited(volumeOn(nodeName, "new"), func(o v) { o.Labels = map[string]string{"a": "b"} }), metadataKept),
 
 		changed(w, "grown", w.mine, func(o v) { o.Spec.Size *= 2 }, specKept),
 		changed(w, "claimed for itself", w.mine, func(o v) { o.Spec.Claim = &v1alpha1.Claim{Node: nodeName, Mode: "mount"} }, specKept),
+		changed(w, "claims counted", w.shared, func(o v) { o.Spec.Claims = 7 }, specKept),
+		changed(w, "given to other nodes to use", w.mine, func(o v) { o.Spec.Access = "any" }, "the access to a volume does not change"),
+		reported(w, "given to another node", w.shared, `{"export":{"generation":1,"node":"node-2"}}`, ""),
+		reported(w, "given to another node, of another node", w.others, `{"export":{"generation":1,"node":"node-1"}}`, ofAnother),
 		changed(w, "given up", w.abandoned, func(o v) { o.Spec.Abandoned = false }, specKept),
 		changed(w, "modified", w.mine, func(o v) { o.Spec.Mutable = map[string]string{"readAheadKiB": "4"} }, specKept),
 		changed(w, "taken from its claim", w.mine, func(o v) { o.Spec.ClaimRef = nil }, specKept),

@@ -208,6 +208,7 @@ func TestEphemeralRefuses(t *testing.T) {
 	refuses("where they are switched off", func(request) {}, errdefs.ErrPrecondition, "switched off on this node (--ephemeral-pools); use a claim")
 	refuses = drivertest.Refuses(t, on.NodePublishVolume, right)
 	refuses("a set without its pools", attribute("pool", "fa*,other"), errdefs.ErrInvalid, "pool fa*,other is not for inline ephemeral volumes; [slow] are (--ephemeral-pools)")
+	refuses("access of other nodes", attribute("access", "any"), errdefs.ErrInvalid, "parameter access=any is for claims")
 	refuses("a spread", attribute("spread", "preferred"), errdefs.ErrInvalid, "parameter spread=preferred is for the claims of a StatefulSet")
 	refuses("another pool", attribute("pool", "fast"), errdefs.ErrInvalid, "pool fast is not for inline ephemeral volumes; [slow] are (--ephemeral-pools)")
 	refuses("too large", attribute("size", "33Mi"), errdefs.ErrOutOfRange, "has up to 33554432 (--ephemeral-max-size)")

@@ -152,3 +152,67 @@ func TestRules(t *testing.T) {
 	p.Status.Available, p.Status.Kind = 5, "file"
 	check.OK(t, c.Status().Update(ctx, p))
 }
+
+// TestAccessRules: what the definitions say of volumes that other nodes can use: access does not change, and claims are counted up.
+func TestAccessRules(t *testing.T) {
+	scheme := runtime.NewScheme()
+	check.OK(t, v1alpha1.AddToScheme(scheme))
+	c, err := client.New(apitest.Get(t).Config(apitest.Admin), client.Options{Scheme: scheme})
+	check.OK(t, err)
+	c = client.WithFieldValidation(c, metav1.FieldValidationStrict)
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	claim := func(node string, generation int64) *v1alpha1.Claim {
+		return &v1alpha1.Claim{Node: node, Mode: "m", Generation: generation}
+	}
+	begin := func(edit func(*v1alpha1.VolumeSpec)) *v1alpha1.Volume {
+		v := full()
+		edit(&v.Spec)
+		check.OK(t, c.Create(ctx, v))
+		return v
+	}
+	refused := func(v *v1alpha1.Volume, message string, edit func(*v1alpha1.VolumeSpec)) {
+		t.Helper()
+		other := v.DeepCopy()
+		edit(&other.Spec)
+		if err := c.Update(ctx, other); !apierrors.IsInvalid(err) || !strings.Contains(err.Error(), message) {
+			t.Errorf("%v, want a refusal that says: %s", err, message)
+		}
+	}
+
+	v := begin(func(s *v1alpha1.VolumeSpec) { s.Access, s.HomeTimeout = "any", 90 })
+	for _, edit := range []func(*v1alpha1.VolumeSpec){func(s *v1alpha1.VolumeSpec) { s.HomeTimeout = 91 }, func(s *v1alpha1.VolumeSpec) { s.HomeTimeout = 0 },
+		func(s *v1alpha1.VolumeSpec) { s.Access, s.HomeTimeout = "", 0 }} {
+		refused(v, "the access to a volume does not change", edit)
+	}
+	const counted, another = "the generation of a claim is the count of claims", "another claim has another generation"
+	refused(v, counted, func(s *v1alpha1.VolumeSpec) { s.Claim = claim("m", 0) })
+	refused(v, counted, func(s *v1alpha1.VolumeSpec) { s.Claim, s.Claims = claim("m", 1), 2 })
+	v.Spec.Claim, v.Spec.Claims = claim("m", 4), 4
+	check.OK(t, c.Update(ctx, v))
+	refused(v, another, func(s *v1alpha1.VolumeSpec) { s.Claim = claim("o", 4) })
+	refused(v, "claims are counted up", func(s *v1alpha1.VolumeSpec) { s.Claim, s.Claims = claim("m", 3), 3 })
+	var list v1alpha1.VolumeList
+	for node, want := range map[string]int{"m": 1, "n": 0} {
+		check.OK(t, c.List(ctx, &list, client.MatchingFields{"spec.claim.node": node}))
+		if len(list.Items) != want {
+			t.Errorf("%d volumes are claimed for node %s, want %d", len(list.Items), node, want)
+		}
+	}
+	v.Spec.Claim = nil
+	check.OK(t, c.Update(ctx, v))
+	refused(v, "claims are counted up", func(s *v1alpha1.VolumeSpec) { s.Claims = 0 })
+	refused(v, another, func(s *v1alpha1.VolumeSpec) { s.Claim = claim("m", 4) })
+	v.Spec.Claim, v.Spec.Claims = claim("m", 9), 9
+	check.OK(t, c.Update(ctx, v))
+	check.OK(t, c.Delete(ctx, v))
+
+	v = begin(func(*v1alpha1.VolumeSpec) {})
+	refused(v, "the access to a volume does not change", func(s *v1alpha1.VolumeSpec) { s.Access = "any" })
+	for _, edit := range []func(*v1alpha1.VolumeSpec){func(s *v1alpha1.VolumeSpec) { s.Claims = 1 }, func(s *v1alpha1.VolumeSpec) { s.Claim = claim("n", 1) }} {
+		refused(v, "are for volumes with access any", edit)
+	}
+	v.Spec.Claim = claim("n", 0)
+	check.OK(t, c.Update(ctx, v))
+	check.OK(t, c.Delete(ctx, v))
+}

@@ -1,0 +1,59 @@
+package main
+
+import (
+	"net/netip"
+	"strings"
+	"testing"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+)
+
+func TestParseRemote(t *testing.T) {
+	for text, want := range map[string]struct {
+		host string
+		port uint16
+	}{
+		"10.0.0.7": {"10.0.0.7", 4420}, "10.0.0.7:5000": {"10.0.0.7", 5000}, "fd00::7": {"fd00::7", 4420}, "[fd00::7]:5000": {"fd00::7", 5000},
+		"eth1": {"eth1", 4420}, "enp3s0f0.100:65535": {"enp3s0f0.100", 65535},
+	} {
+		if host, port, err := parseRemote(text); host != want.host || port != want.port || err != nil {
+			t.Errorf("%s: %s, %d, %v", text, host, port, err)
+		}
+	}
+	for _, text := range []string{"", ":4420", "0.0.0.0", "::", "[::]:4420", "224.0.0.1", "fe80::1%eth0", "10.0.0.7:0", "10.0.0.7:65536", "10.0.0.7:x", "10.0.0.0/16", "a b", "an-interface-with-a-long-name"} {
+		if host, port, err := parseRemote(text); err == nil || !strings.Contains(err.Error(), "--remote-address="+text) {
+			t.Errorf("%q: %s, %d, %v", text, host, port, err)
+		}
+	}
+}
+
+func TestRemoteAddress(t *testing.T) {
+	for text, want := range map[string]string{"10.0.0.7": "10.0.0.7:4420", "[::ffff:10.0.0.7]:1": "10.0.0.7:1", "lo": "127.0.0.1:4420", "lo:5000": "127.0.0.1:5000"} {
+		o := options{remoteAddress: text}
+		at, err := o.remoteAt()
+		check.OK(t, err)
+		if at != netip.MustParseAddrPort(want) {
+			t.Errorf("%s is at %s, want %s", text, at, want)
+		}
+	}
+	o := options{remoteAddress: "no-such-if"}
+	if at, err := o.remoteAt(); err == nil || !strings.Contains(err.Error(), "--remote-address=no-such-if: find the interface") {
+		t.Errorf("%s, %v", at, err)
+	}
+}
+
+func TestRemoteFlags(t *testing.T) {
+	for says, o := range map[string]options{
+		"(--mode=node)":          {mode: "controller", remoteAddress: "10.0.0.7"},
+		"give --agent-endpoint":  {mode: "node", remoteAddress: "10.0.0.7"},
+		"--remote-network=A b":   {mode: "node", remoteAddress: "10.0.0.7", agentEndpoint: "10.0.0.7:1", remoteNetwork: "A b"},
+		"--remote-address=a b/1": {mode: "node", remoteAddress: "a b/1", agentEndpoint: "10.0.0.7:1", remoteNetwork: "default"},
+	} {
+		if err := o.checkRemote(); err == nil || !strings.Contains(err.Error(), says) {
+			t.Errorf("%v, want an error that says %s", err, says)
+		}
+	}
+	for _, o := range []options{{mode: "all"}, {mode: "node", remoteAddress: "eth1", agentEndpoint: "10.0.0.7:1", remoteNetwork: "storage.a"}} {
+		check.OK(t, o.checkRemote())
+	}
+}

@@ -1,0 +1,440 @@
+package cluster_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/agent"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/lost"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
+	"github.com/ashlar-csi/ashlar/pkg/controller"
+	"github.com/ashlar-csi/ashlar/pkg/csimap"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// given is to whom a node gives volumes.
+type given struct {
+	mu    sync.Mutex
+	to    map[volume.ID]volume.Grant
+	stuck error // what comes of ending one
+}
+
+func (g *given) ExportOf(_ context.Context, id volume.ID) (volume.Grant, bool, error) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	to, is := g.to[id]
+	return to, is, nil
+}
+
+func (g *given) Unexport(_ context.Context, id volume.ID, generation int64) error {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.to[id].Generation == generation && g.stuck == nil {
+		delete(g.to, id)
+	}
+	return g.stuck
+}
+
+// Export is what the agent does for a node that opens a volume.
+func (g *given) Export(_ context.Context, id volume.ID, to volume.Grant) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.to[id] = to
+}
+
+func (g *given) fail(err error) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.stuck = err
+}
+
+// networked starts a machine that is in a network; empty: in none.
+func (w *environment) networked(name, network string) (*machine, *given) {
+	w.Helper()
+	g := &given{to: map[volume.ID]volume.Grant{}}
+	return w.begin(&machine{name: name, with: func(o *agent.Options) {
+		if network != "" {
+			o.Exporter, o.Network = g, &v1alpha1.Network{Name: network, Address: "10.0.0.7:4420"}
+		}
+	}}), g
+}
+
+// knowing is a store that knows the pools of machines.
+func (w *environment) knowing(machines ...*machine) *store.Store {
+	w.Helper()
+	s, _ := w.store()
+	for _, m := range machines {
+		w.pooled(s, m)
+	}
+	return s
+}
+
+func anyNode(name string, nodes ...string) volume.Spec {
+	s := spec(name)
+	s.Access, s.Nodes = volume.AccessAny, nodes
+	return s
+}
+
+// touched has the agent of a volume look at it.
+func (w *environment) touched(name string) {
+	w.Helper()
+	o := w.object(name)
+	before := o.DeepCopy()
+	metav1.SetMetaDataAnnotation(&o.ObjectMeta, "example.com/touched", time.Now().String())
+	check.OK(w, w.Patch(w.ctx, o, client.MergeFrom(before)))
+}
+
+// exported waits until the object of a volume says to whom it is given; nil: to nobody.
+func (w *environment) exported(name string, want *volume.Grant) {
+	w.Helper()
+	w.eventually(fmt.Sprintf("volume %s is given to %v", name, want), func() bool {
+		e := w.object(name).Status.Export
+		return e == nil && want == nil || e != nil && want != nil && *want == (volume.Grant{Generation: e.Generation, Node: e.Node}) && e.Since != nil
+	})
+}
+
+func on(node string) volume.Claim { return volume.Claim{Node: node, Mode: "m"} }
+
+// generation of the claim that a volume has.
+func (w *environment) generation(name string) int64 {
+	w.Helper()
+	if c := w.object(name).Spec.Claim; c != nil {
+		return c.Generation
+	}
+	return 0
+}
+
+// TestAnyNodeClaimed: who may claim a volume that other nodes can use, and how its claims are counted.
+func TestAnyNodeClaimed(t *testing.T) {
+	w := newEnvironment(t)
+	a, _ := w.networked("node-a", "storage")
+	b, _ := w.networked("node-b", "storage")
+	c, _ := w.networked("node-c", "default")
+	d, _ := w.networked("node-d", "")
+	s := w.knowing(a, b, c, d)
+	v, err := s.Create(w.ctx, anyNode("v", a.name))
+	check.OK(t, err)
+	own, err := s.Create(w.ctx, volume.Spec{Name: "own", Size: volume.Range{Required: mib}, Nodes: []string{a.name}})
+	check.OK(t, err)
+	for _, refused := range []struct {
+		id   volume.ID
+		node string
+		why  string
+	}{
+		{v.ID, c.name, `networks "storage" and "default"`},
+		{v.ID, d.name, "node node-d is in no network"},
+		{own.ID, b.name, "is on node node-a and cannot be used on node node-b"},
+	} {
+		if err := s.Claim(w.ctx, refused.id, on(refused.node)); !errors.Is(err, errdefs.ErrPrecondition) || !strings.Contains(err.Error(), refused.why) {
+			t.Errorf("claimed for %s: %v, want one that says %q", refused.node, err, refused.why)
+		}
+	}
+	fails(t, s.Claim(w.ctx, v.ID, on("nowhere")), errdefs.ErrNotFound)
+
+	for want, node := range []string{b.name, a.name, b.name} {
+		for range 2 { // asked twice, it is one
+			check.OK(t, s.Claim(w.ctx, v.ID, on(node)))
+			if have := w.generation("v"); have != int64(want+1) {
+				t.Errorf("claimed for %s with generation %d, want %d", node, have, want+1)
+			}
+		}
+		fails(t, s.Claim(w.ctx, v.ID, volume.Claim{Node: node, Mode: "other"}), errdefs.ErrExists)
+		fails(t, s.Claim(w.ctx, v.ID, on(map[string]string{a.name: b.name, b.name: a.name}[node])), errdefs.ErrInUse)
+		check.OK(t, s.Release(w.ctx, v.ID, node))
+		if o := w.object("v"); o.Spec.Claim != nil || o.Spec.Claims != int64(want+1) {
+			t.Errorf("released, it is %+v", o.Spec)
+		}
+	}
+	check.OK(t, s.Claim(w.ctx, own.ID, on(a.name)))
+	if o := w.object("own"); o.Spec.Claims != 0 || o.Spec.Claim.Generation != 0 {
+		t.Errorf("a volume of one node counts: %+v", o.Spec)
+	}
+}
+
+// TestAnyNodeRace: of two nodes that claim a volume at once one has it, whatever controllers they ask; and no generation comes twice.
+func TestAnyNodeRace(t *testing.T) {
+	w := newEnvironment(t)
+	a, _ := w.networked("node-a", "storage")
+	b, _ := w.networked("node-b", "storage")
+	stores := []*store.Store{w.knowing(a, b), w.knowing(a, b)}
+	v, err := stores[0].Create(w.ctx, anyNode("v", a.name))
+	check.OK(t, err)
+	for round := range 10 {
+		var won [2]error
+		var both sync.WaitGroup
+		for i, node := range []string{a.name, b.name} {
+			both.Go(func() { won[i] = stores[i].Claim(w.ctx, v.ID, on(node)) })
+		}
+		both.Wait()
+		first, second := won[0] == nil, won[1] == nil
+		if first == second || !errors.Is(errors.Join(won[:]...), errdefs.ErrInUse) {
+			t.Fatalf("round %d: %v and %v", round, won[0], won[1])
+		}
+		if have := w.generation("v"); have != int64(round+1) {
+			t.Errorf("round %d has generation %d", round, have)
+		}
+		check.OK(t, stores[round%2].Release(w.ctx, v.ID, ""))
+	}
+}
+
+// TestAnyNodeReleased: a volume is released when its home gives it to nobody any more, and until then it is not deleted.
+func TestAnyNodeReleased(t *testing.T) {
+	w := newEnvironment(t)
+	a, home := w.networked("node-a", "storage")
+	b, _ := w.networked("node-b", "storage")
+	s := w.knowing(a, b)
+	v, err := s.Create(w.ctx, anyNode("v", a.name))
+	check.OK(t, err)
+	check.OK(t, s.Claim(w.ctx, v.ID, on(b.name)))
+	first := volume.Grant{Generation: 1, Node: b.name}
+	home.Export(w.ctx, v.ID, first)
+	w.touched("v")
+	w.exported("v", &first)
+
+	home.fail(fmt.Errorf("%w: the target hangs", errdefs.ErrUnavailable))
+	for range 2 { // the attacher asks again
+		err = s.Release(soon(t), v.ID, b.name)
+		if fails(t, err, errdefs.ErrUnavailable); !strings.Contains(err.Error(), "wait for its node node-a to end what it gives to node node-b (claim 1)") {
+			t.Error(err)
+		}
+		if w.object("v").Spec.Claim != nil {
+			t.Error("it is claimed still")
+		}
+	}
+	if err := s.Delete(w.ctx, v.ID); !errors.Is(err, errdefs.ErrInUse) || !strings.Contains(err.Error(), "given to node node-b") {
+		t.Errorf("deleted: %v", err)
+	}
+	check.OK(t, s.Claim(w.ctx, v.ID, on(b.name))) // meanwhile: by a generation that is not the one which ends
+	if have := w.generation("v"); have != 2 {
+		t.Errorf("claimed with generation %d", have)
+	}
+	home.fail(nil)
+	w.exported("v", nil)
+	check.OK(t, s.Release(w.ctx, v.ID, b.name))
+	check.OK(t, s.Delete(w.ctx, v.ID))
+	w.tally(a)
+}
+
+// TestAnyNodeHomeGone: a home that is gone for good keeps no volume from being released, and one that is down does.
+func TestAnyNodeHomeGone(t *testing.T) {
+	w := newEnvironment(t)
+	a, home := w.networked("node-a", "storage")
+	b, _ := w.networked("node-b", "storage")
+	s := w.knowing(a, b)
+	v, err := s.Create(w.ctx, anyNode("v", a.name))
+	check.OK(t, err)
+	check.OK(t, s.Claim(w.ctx, v.ID, on(b.name)))
+	to := volume.Grant{Generation: 1, Node: b.name}
+	home.Export(w.ctx, v.ID, to)
+	w.touched("v")
+	w.exported("v", &to)
+	a.stop()
+	w.node(a.name, false)
+	fails(t, s.Release(soon(t), v.ID, b.name), errdefs.ErrUnavailable)
+	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: a.name}}
+	check.OK(t, w.Get(w.ctx, client.ObjectKeyFromObject(node), node))
+	before := node.DeepCopy()
+	node.Spec.Taints = append(node.Spec.Taints, corev1.Taint{Key: v1alpha1.GoneTaint, Effect: corev1.TaintEffectNoExecute})
+	check.OK(t, w.Patch(w.ctx, node, client.MergeFrom(before)))
+	check.OK(t, s.Release(w.ctx, v.ID, b.name))
+	w.eventually("what was on it is given up", func() bool { return s.Delete(soon(t), v.ID) == nil })
+}
+
+// madeAnew makes the object of a volume anew, as a backup or an adoption has it: without its status, and with what edit leaves of its spec.
+func (w *environment) madeAnew(name string, edit func(*v1alpha1.VolumeSpec)) {
+	w.Helper()
+	o := w.object(name)
+	check.OK(w, w.Delete(w.ctx, o))
+	w.eventually("it is gone", func() bool { return w.object(name) == nil })
+	again := cluster.VolumeNamed(o.Name)
+	again.Spec = o.Spec
+	edit(&again.Spec)
+	check.OK(w, w.Create(w.ctx, again))
+	w.eventually("it is found", func() bool { return w.object(name).Status.Created != nil })
+}
+
+// TestAnyNodeRestored: what a home gives by a claim that an object does not know of, as that is one of before, goes on until somebody else claims the
+// volume, or it is released; and who claims it has a generation that no claim had.
+func TestAnyNodeRestored(t *testing.T) {
+	w := newEnvironment(t)
+	a, home := w.networked("node-a", "storage")
+	b, _ := w.networked("node-b", "storage")
+	s := w.knowing(a, b)
+	v, err := s.Create(w.ctx, anyNode("v", a.name))
+	check.OK(t, err)
+	unknown := volume.Grant{Generation: 5, Node: b.name}
+	forgotten := func(spec *v1alpha1.VolumeSpec) { spec.Claim, spec.Claims = nil, 0 }
+	older := func(spec *v1alpha1.VolumeSpec) { spec.Claims, spec.Claim = 3, nil }
+	for what, is := range map[string]struct {
+		restored func(*v1alpha1.VolumeSpec)
+		then     func()
+		want     int64 // generation of the claim afterwards
+		left     *volume.Grant
+	}{
+		"its user claims it again":  {forgotten, func() { check.OK(t, s.Claim(w.ctx, v.ID, on(b.name))) }, 5, &unknown},
+		"its user claims the older": {older, func() { check.OK(t, s.Claim(w.ctx, v.ID, on(b.name))) }, 5, &unknown},
+		"another claims it":         {older, func() { check.OK(t, s.Claim(w.ctx, v.ID, on(a.name))) }, 6, nil},
+		"it is released":            {forgotten, func() { check.OK(t, s.Release(w.ctx, v.ID, b.name)) }, 0, nil},
+		"somebody else had it": {func(spec *v1alpha1.VolumeSpec) {
+			spec.Claims, spec.Claim = 2, &v1alpha1.Claim{Node: a.name, Mode: "m", Generation: 2}
+		}, func() {}, 2, nil},
+		"one of the same number": {func(spec *v1alpha1.VolumeSpec) {
+			spec.Claims, spec.Claim = 5, &v1alpha1.Claim{Node: a.name, Mode: "m", Generation: 5}
+		}, func() {}, 5, nil},
+	} {
+		home.Export(w.ctx, v.ID, unknown)
+		w.madeAnew("v", is.restored)
+		if is.want != 2 && w.object("v").Spec.Claim == nil {
+			w.exported("v", &unknown)
+		}
+		is.then()
+		w.exported("v", is.left)
+		if to, there, _ := home.ExportOf(w.ctx, v.ID); there != (is.left != nil) || there && to != *is.left {
+			t.Errorf("%s: given to %v, %v", what, to, there)
+		}
+		if have := w.generation("v"); have != is.want {
+			t.Errorf("%s: claimed with generation %d, want %d", what, have, is.want)
+		}
+		check.OK(t, s.Release(w.ctx, v.ID, ""))
+		w.exported("v", nil)
+	}
+}
+
+// TestAnyNodePlaced: a volume that other nodes can use is made on one that reaches others, and says who reaches it.
+func TestAnyNodePlaced(t *testing.T) {
+	w := newEnvironment(t)
+	a, _ := w.networked("node-a", "")
+	b, _ := w.networked("node-b", "storage")
+	c, _ := w.networked("node-c", "storage")
+	s := w.knowing(a, b, c)
+	server := controller.New(s)
+	in := func(segments ...map[string]string) *csi.TopologyRequirement {
+		r := &csi.TopologyRequirement{}
+		for _, one := range segments {
+			r.Requisite = append(r.Requisite, &csi.Topology{Segments: one})
+		}
+		r.Preferred = r.Requisite
+		return r
+	}
+	node := func(name string) map[string]string { return map[string]string{csimap.TopologyKey: name} }
+	network := map[string]string{csimap.NetworkKey: "storage"}
+	at := func(name string) map[string]string { // as external-provisioner says it of a node that has both keys
+		both := maps.Clone(network)
+		both[csimap.TopologyKey] = name
+		return both
+	}
+	create := func(name string, r *csi.TopologyRequirement) (*csi.Volume, error) {
+		made, err := server.CreateVolume(w.ctx, &csi.CreateVolumeRequest{Name: name, Parameters: map[string]string{"access": "any", "homeTimeout": "90s"}, AccessibilityRequirements: r,
+			CapacityRange: &csi.CapacityRange{RequiredBytes: mib},
+			VolumeCapabilities: []*csi.VolumeCapability{{AccessType: &csi.VolumeCapability_Block{Block: &csi.VolumeCapability_BlockVolume{}},
+				AccessMode: &csi.VolumeCapability_AccessMode{Mode: csi.VolumeCapability_AccessMode_SINGLE_NODE_WRITER}}}})
+		return made.GetVolume(), err
+	}
+	for name, is := range map[string]struct {
+		where *csi.TopologyRequirement
+		homes string // one of them
+	}{
+		"anywhere": {nil, "node-b node-c"}, "strict": {in(at(c.name)), "node-c"}, "in the network": {in(network), "node-b node-c"}, "first": {in(node(c.name), network), "node-c"},
+		"some keys": {in(node(a.name), node(b.name)), "node-b"}, "all keys": {in(at(b.name), at(c.name)), "node-b"},
+	} {
+		v, err := create(name, is.where)
+		check.OK(t, err)
+		said := v.GetAccessibleTopology()
+		if len(said) != 2 || !strings.Contains(is.homes, said[0].GetSegments()[csimap.TopologyKey]) || !maps.Equal(said[1].GetSegments(), network) {
+			t.Errorf("%s: %v, want one of %s", name, said, is.homes)
+		}
+		again, err := server.ControllerGetVolume(w.ctx, &csi.ControllerGetVolumeRequest{VolumeId: v.GetVolumeId()})
+		check.OK(t, err)
+		if len(again.GetVolume().GetAccessibleTopology()) != 2 {
+			t.Errorf("%s: then it is %v", name, again)
+		}
+		if o := w.object(name); o.Spec.Access != "any" || o.Spec.HomeTimeout != 90 {
+			t.Errorf("%s: its object is %+v", name, o.Spec)
+		}
+	}
+	_, err := create("not there", in(node(a.name)))
+	if fails(t, err, errdefs.ErrNoSpace); !strings.Contains(err.Error(), "node node-a reaches no other node (parameter access=any)") {
+		t.Error(err)
+	}
+	fails(t, second(create("no such network", in(map[string]string{csimap.NetworkKey: "other"}))), errdefs.ErrNoSpace)
+
+	room := func(access string, topology map[string]string) int64 {
+		r := &csi.GetCapacityRequest{Parameters: map[string]string{"access": access}}
+		if topology != nil {
+			r.AccessibleTopology = &csi.Topology{Segments: topology}
+		}
+		c, err := server.GetCapacity(w.ctx, r)
+		check.OK(t, err)
+		return c.GetAvailableCapacity()
+	}
+	onB, onC := room("node", node(b.name)), room("node", node(c.name))
+	for what, is := range map[string]struct {
+		topology map[string]string
+		want     int64
+	}{
+		"all": {nil, onB + onC}, "a node": {at(b.name), onB}, "the network": {network, onB + onC}, "a node in none": {node(a.name), 0}, "another": {map[string]string{csimap.NetworkKey: "other"}, 0},
+	} {
+		if have := room("any", is.topology); have != is.want {
+			t.Errorf("%s: room for %d, want %d", what, have, is.want)
+		}
+	}
+	if room("node", node(a.name)) == 0 {
+		t.Error("a node in no network has no room for its own volumes")
+	}
+
+	objects, _, err := lost.Find(w.ctx, w, lost.Options{Driver: cluster.DefaultDriver, Class: "x", AccessMode: "ReadWriteOnce", Namespace: "default"})
+	check.OK(t, err)
+	if len(objects) == 0 {
+		t.Fatal("nothing is lost")
+	}
+	for _, o := range objects {
+		if pv, is := o.(*corev1.PersistentVolume); is {
+			terms := pv.Spec.NodeAffinity.Required.NodeSelectorTerms
+			if len(terms) != 2 || terms[0].MatchExpressions[0].Key != v1alpha1.TopologyKey || terms[1].MatchExpressions[0].Key != v1alpha1.NetworkKey || terms[1].MatchExpressions[0].Values[0] != "storage" {
+				t.Errorf("%s is for %v", pv.Name, terms)
+			}
+		}
+	}
+}
+
+// TestAnyNodeCopied: a copy is on the node of its source, also for a pod elsewhere that can use it there.
+func TestAnyNodeCopied(t *testing.T) {
+	w := newEnvironment(t)
+	a, _ := w.networked("node-a", "storage")
+	b, _ := w.networked("node-b", "storage")
+	c, _ := w.networked("node-c", "")
+	s := w.knowing(a, b, c)
+	v, err := s.Create(w.ctx, anyNode("v", a.name))
+	check.OK(t, err)
+	copied := anyNode("copied", b.name)
+	copied.Source = v.ID
+	have, err := s.Create(w.ctx, copied)
+	check.OK(t, err)
+	if have.Node != a.name || have.Access != volume.AccessAny {
+		t.Errorf("copied as %+v", have)
+	}
+	copied.Name, copied.Access = "of one node", volume.AccessNode
+	fails(t, second(s.Create(w.ctx, copied)), errdefs.ErrNoSpace)
+	alone, err := s.Create(w.ctx, volume.Spec{Name: "alone", Size: volume.Range{Required: mib}, Nodes: []string{c.name}})
+	check.OK(t, err)
+	unreached := anyNode("unreached", c.name)
+	unreached.Source = alone.ID
+	if err := second(s.Create(w.ctx, unreached)); !errors.Is(err, errdefs.ErrPrecondition) || !strings.Contains(err.Error(), "reaches no other node") {
+		t.Errorf("copied on a node in no network: %v", err)
+	}
+}
