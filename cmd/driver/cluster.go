@@ -14,9 +14,11 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/disks"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/agent"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/port"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
 	"github.com/ashlar-csi/ashlar/pkg/controller"
 	"github.com/ashlar-csi/ashlar/pkg/csimap"
@@ -157,10 +159,6 @@ func startNode(ctx context.Context, o options) (err error) {
 	if err != nil {
 		return err
 	}
-	var kept []agent.Pool
-	for i, pool := range opened {
-		kept = append(kept, agent.Pool{Pool: pool, Kind: pools.KindOf(o.pools[i].location)})
-	}
 	locks := &keylock.Table{}
 	listener, err := rpc.Listen(o.endpoint) // before the agent works: there may be another one on this node
 	if err != nil {
@@ -173,22 +171,16 @@ func startNode(ctx context.Context, o options) (err error) {
 		return err
 	}
 	defer remote.Close()
-	network, err := o.network(ctx)
-	if err != nil {
-		return err
-	}
 	others, err := callers(config, o.agentEndpoint != "")
 	if err != nil {
 		return err
 	}
 	defer others.Close()
-	with := agent.Options{Driver: o.driverName, Pools: kept, Locks: locks, MaxVolumes: o.maxVolumes, Namespace: namespace, Endpoint: remote.Endpoint(), Network: network, Schemes: volume.SchemesHere, Limits: volume.LimitsHere}
-	if others != nil {
-		with.Agents = others
+	with, err := o.agentOptions(ctx, local, opened, others)
+	if err != nil {
+		return err
 	}
-	if network != nil {
-		with.Exporter = local
-	}
+	with.Locks, with.Namespace, with.Endpoint = locks, namespace, remote.Endpoint()
 	a, err := agent.New(config, local, with)
 	if err != nil {
 		return err
@@ -202,10 +194,26 @@ func startNode(ctx context.Context, o options) (err error) {
 			remotely := rpc.Services{SnapshotMetadata: controller.New(local), Locks: locks, Observe: observe, Others: o.transfers(a.OpenCopy)}
 			return o.withPort(ctx, remote, config, namespace, remotely, func(ctx context.Context) error {
 				return answer(ctx, o, listener, rpc.Services{Identity: newIdentity(o, nil), Locks: locks, Observe: observe,
-					Node: node.New(ctx, &watched{local, a, o.labels, network}, mounts, o.node()), Overview: o.overview(local)})
+					Node: node.New(ctx, &watched{local, a, o.labels, with.Network}, mounts, o.node()), Overview: o.overview(local)})
 			})
 		})
 	})
+}
+
+// agentOptions are those that the flags say, for the agent of a node and its pools; others may be nil.
+func (o *options) agentOptions(ctx context.Context, local *volume.Local, opened []blockdev.Pool, others *port.Callers) (agent.Options, error) {
+	with := agent.Options{Driver: o.driverName, MaxVolumes: o.maxVolumes, Schemes: volume.SchemesHere, Limits: volume.LimitsHere}
+	for i, pool := range opened {
+		with.Pools = append(with.Pools, agent.Pool{Pool: pool, Kind: pools.KindOf(o.pools[i].location)})
+	}
+	if others != nil {
+		with.Agents = others
+	}
+	var err error
+	if with.Network, err = o.network(ctx); with.Network != nil {
+		with.Exporter = local
+	}
+	return with, err
 }
 
 // watched tells the agent of the volumes that the node makes and deletes by itself, and asks it
