@@ -24,6 +24,7 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
+	"google.golang.org/protobuf/types/known/wrapperspb"
 	"k8s.io/klog/v2"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
@@ -364,11 +365,14 @@ func (c *call) logEnd(ctx context.Context, response any, err error) {
 
 // printable is a message without its secrets: fields that CSI marks, and service
 // account tokens, which come in the volume context (and which protosanitizer does
-// not know).
+// not know). What bytes hold that are a message by themselves, nobody here knows.
 func printable(message any) string {
 	m, ok := message.(proto.Message)
 	if !ok || m == nil {
 		return ""
+	}
+	if opaque, is := m.(*wrapperspb.BytesValue); is {
+		return fmt.Sprintf("%d bytes", len(opaque.GetValue()))
 	}
 	found := false
 	eachSecret(m.ProtoReflect(), func(protoreflect.Map, protoreflect.MapKey) { found = true })

@@ -28,6 +28,7 @@ import (
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
 	"google.golang.org/protobuf/reflect/protoregistry"
+	"google.golang.org/protobuf/types/known/wrapperspb"
 	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/ktesting"
 
@@ -287,6 +288,9 @@ func TestNoSecretIsPrinted(t *testing.T) {
 	}
 	for _, nothing := range []any{nil, (*csi.NodePublishVolumeRequest)(nil), 7} {
 		_ = printable(nothing) // does not panic
+	}
+	if text := printable(wrapperspb.Bytes([]byte(`{"secret":"` + secretValue + `"}`))); text != fmt.Sprintf("%d bytes", len(secretValue)+len(`{"secret":""}`)) {
+		t.Errorf("a message in bytes is printed as %s", text)
 	}
 }
 
