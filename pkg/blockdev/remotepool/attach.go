@@ -1,0 +1,320 @@
+package remotepool
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"time"
+
+	"golang.org/x/sys/unix"
+	"k8s.io/klog/v2"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvme"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// Attach: see blockdev.Pool. The device stays until Detach, also without Keep: its last user may be gone because the home is away. What is not the
+// device that the home told of is disconnected before anything of it was read.
+func (p *Pool) Attach(ctx context.Context, ref blockdev.Ref, how blockdev.Attachment) (blockdev.Device, error) {
+	err := p.check(ref)
+	if err == nil && how.ReadOnly {
+		err = p.refuse("copied", ref)
+	}
+	if err != nil {
+		return blockdev.Device{}, err
+	}
+	if c, ours, err := p.proven(ref, how); err != nil || ours {
+		return p.attached(c, how), err
+	}
+	var export Export
+	if err := patiently(ctx, func() (err error) {
+		export, err = p.home.Open(ctx, p.name, ref)
+		return err
+	}); err != nil {
+		return blockdev.Device{}, err
+	}
+	if err := p.leaveOthers(ctx, ref, export.NQN); err != nil {
+		return blockdev.Device{}, err
+	}
+	c, err := p.kernel.Connect(ctx, export.Connection)
+	if err == nil {
+		c, err = p.proved(ctx, c, export)
+	}
+	if err != nil {
+		return blockdev.Device{}, fmt.Errorf("%s of another node: %w", ref, err)
+	}
+	claim, _ := p.home.Claim(ref)
+	p.note(c.NQN, func(k *known) {
+		*k = known{made: true, kept: k.kept || how.Keep, home: claim.Home, record: export.Record}
+	})
+	return p.attached(c, how), nil
+}
+
+func (p *Pool) attached(c nvme.Device, how blockdev.Attachment) blockdev.Device {
+	return blockdev.Device{Path: c.Path, Number: c.Number, Size: c.Size, Kept: how.Keep}
+}
+
+// proven returns what this process connected by the claim that there is, and is live: its home need not be asked for it again.
+func (p *Pool) proven(ref blockdev.Ref, how blockdev.Attachment) (_ nvme.Device, ours bool, err error) {
+	claim, claimed := p.home.Claim(ref)
+	connected, err := p.of(ref)
+	if err != nil || !claimed || len(connected) != 1 {
+		return nvme.Device{}, false, err
+	}
+	c := connected[0]
+	_, generation, _ := parseNQN(c.NQN)
+	if generation != claim.Generation || !c.Live() || c.Path == "" || !p.knownOf(c.NQN).made {
+		return nvme.Device{}, false, nil
+	}
+	p.note(c.NQN, func(k *known) { k.kept = k.kept || how.Keep })
+	return c, true, nil
+}
+
+// proved makes sure that what was connected has the size of what the home exports. That it is that, the kernel's host has made sure of.
+func (p *Pool) proved(ctx context.Context, c nvme.Device, export Export) (nvme.Device, error) {
+	c, err := p.sized(ctx, c, export.Size)
+	if err == nil && c.Size != export.Size {
+		err = fmt.Errorf("%w: %s has %d bytes, and its home exports %d", errdefs.ErrUnavailable, c.Path, c.Size, export.Size)
+	}
+	if err != nil && !inUse(c) {
+		err = errors.Join(err, p.disconnect(ctx, c.NQN))
+	}
+	return c, err
+}
+
+// leaveOthers disconnects what is connected by claims of before, and leads nowhere any more. errdefs.ErrPrecondition while that is in use.
+func (p *Pool) leaveOthers(ctx context.Context, ref blockdev.Ref, nqn string) error {
+	connected, err := p.of(ref)
+	for _, c := range connected {
+		switch {
+		case err != nil:
+			return err
+		case c.NQN == nqn:
+		case inUse(c):
+			return p.outlived(c, ref)
+		default:
+			err = p.disconnect(ctx, c.NQN)
+		}
+	}
+	return err
+}
+
+func (p *Pool) disconnect(ctx context.Context, nqn string) error {
+	err := p.kernel.Disconnect(ctx, nqn)
+	if err == nil {
+		p.forget(nqn)
+	}
+	return err
+}
+
+// inUse reports whether a device is mounted, or under another device. That it is just open somewhere, nobody tells.
+func inUse(c nvme.Device) bool {
+	if c.Path == "" {
+		return false
+	}
+	f, err := os.OpenFile(c.Path, os.O_RDONLY|unix.O_EXCL|unix.O_NONBLOCK, 0)
+	if err == nil {
+		_ = f.Close() // nothing was done with it
+	}
+	return errors.Is(err, unix.EBUSY)
+}
+
+// stacked reports whether there is a device over another one.
+func stacked(c nvme.Device) bool {
+	holders, err := os.ReadDir(fmt.Sprintf("/sys/dev/block/%d:%d/holders", unix.Major(c.Number), unix.Minor(c.Number)))
+	return err == nil && len(holders) > 0
+}
+
+// Attached: see blockdev.Pool. A device is kept if it was handed out itself, and not one over it. That is known of those that this process
+// attached; those of before that have nothing over them were handed out, or nothing uses them, which a start finds out (Orphans).
+func (p *Pool) Attached(_ context.Context, ref blockdev.Ref) ([]blockdev.Device, error) {
+	if err := ref.Validate(); err != nil {
+		return nil, err
+	}
+	connected, err := p.of(ref)
+	return p.devices(connected), err
+}
+
+func (p *Pool) devices(connected []nvme.Device) (devices []blockdev.Device) {
+	for _, c := range connected {
+		if k := p.knownOf(c.NQN); c.Path != "" {
+			devices = append(devices, blockdev.Device{Path: c.Path, Number: c.Number, Size: c.Size, Kept: k.kept || !k.made && !stacked(c)})
+		}
+	}
+	return devices
+}
+
+// Detach: see blockdev.Pool. What was written through a raw device is at home when it returns. errdefs.ErrUnavailable while the home is away that
+// is to have it; once the claim has ended, it cannot get there any more.
+func (p *Pool) Detach(ctx context.Context, ref blockdev.Ref) error {
+	if err := ref.Validate(); err != nil {
+		return err
+	}
+	connected, err := p.of(ref)
+	if err != nil {
+		return err
+	}
+	for _, c := range connected {
+		if err := p.detach(ctx, ref, c); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (p *Pool) detach(ctx context.Context, ref blockdev.Ref, c nvme.Device) error {
+	if inUse(c) {
+		return fmt.Errorf("%w: %s is held by a mount, or by a device over it", errdefs.ErrInUse, c.Path)
+	}
+	_, generation, _ := parseNQN(c.NQN)
+	claim, claimed := p.home.Claim(ref)
+	ours := claimed && claim.Generation == generation
+	switch {
+	case c.Path == "":
+	case c.Live():
+		if err := flush(c.Path); err != nil {
+			klog.FromContext(ctx).Error(err, "Could not write out what was written to a device; disconnecting it all the same", "device", c.Path)
+		}
+	case ours:
+		return fmt.Errorf("%w: %s", errdefs.ErrUnavailable, p.away(c, ref))
+	}
+	if err := p.disconnect(ctx, c.NQN); err != nil {
+		return err
+	}
+	if ours {
+		p.closed(ctx, ref, generation)
+	}
+	return nil
+}
+
+func flush(path string) error {
+	f, err := os.Open(path)
+	if err != nil {
+		return err
+	}
+	return errors.Join(f.Sync(), f.Close())
+}
+
+// keepPause is between two looks of Keep.
+const keepPause = 10 * time.Second
+
+// Keep disconnects, until ctx ends, what is not live and whose claim has ended: it leads nowhere any more, and not all kernels find out. What waits for
+// it ends with errors.
+func (p *Pool) Keep(ctx context.Context) {
+	ticks := time.NewTicker(keepPause)
+	defer ticks.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-ticks.C:
+			if err := p.DropEnded(ctx); err != nil && ctx.Err() == nil {
+				klog.FromContext(ctx).Error(err, "Could not find out what connections to volumes of other nodes lead nowhere any more; trying again")
+			}
+		}
+	}
+}
+
+// DropEnded is what Keep does each time.
+func (p *Pool) DropEnded(ctx context.Context) error {
+	all, err := p.all(nqnPrefix)
+	for ref, connected := range all {
+		for _, c := range connected {
+			err = errors.Join(err, p.dropEnded(ctx, ref, c))
+		}
+	}
+	return err
+}
+
+func (p *Pool) dropEnded(ctx context.Context, ref blockdev.Ref, c nvme.Device) error {
+	if p.look(c); c.Live() {
+		return nil
+	}
+	_, generation, _ := parseNQN(c.NQN)
+	if ended, err := p.home.Ended(ctx, ref, generation); err != nil || !ended {
+		return err
+	}
+	klog.FromContext(ctx).Info("The claim of a volume of another node has ended; its connection ends, and all who use it here get errors", "volume", ref.String(), "generation", generation)
+	return p.disconnect(ctx, c.NQN)
+}
+
+// Orphans: see blockdev.Pool. They are all connections that nothing is over: a crash may have come before there was.
+func (p *Pool) Orphans(context.Context) (map[blockdev.Ref][]blockdev.Device, error) {
+	all, err := p.all(nqnPrefix)
+	found := map[blockdev.Ref][]blockdev.Device{}
+	for ref, connected := range all {
+		for _, c := range connected {
+			if stacked(c) {
+				continue
+			}
+			if devices := p.devices([]nvme.Device{c}); len(devices) > 0 {
+				found[ref] = append(found[ref], devices...)
+			} else if found[ref] == nil {
+				found[ref] = []blockdev.Device{} // it has no device any more
+			}
+		}
+	}
+	return found, err
+}
+
+// ReasonAway is the reason of the problem of a volume whose home does not answer.
+const ReasonAway = "HomeAway"
+
+// away says of a connection that its home is away, and what to do.
+func (p *Pool) away(c nvme.Device, ref blockdev.Ref) string {
+	home, since := "the node that has it", ""
+	if claim, claimed := p.home.Claim(ref); claimed {
+		home = "node " + claim.Home
+	} else if k := p.knownOf(c.NQN); k.home != "" {
+		home = "node " + k.home
+	}
+	if at := p.look(c).away; !at.IsZero() {
+		since = " since " + at.UTC().Format(time.RFC3339)
+	}
+	return fmt.Sprintf("%s, which has the bytes of %s, does not answer on the network%s (the connection is %s), and what is read from and written to it here waits; "+
+		"see that the node is up, and reached from node %s", home, ref, since, c.State, p.node)
+}
+
+// look notes since when a connection is not live.
+func (p *Pool) look(c nvme.Device) known {
+	return p.note(c.NQN, func(k *known) {
+		switch {
+		case c.Live():
+			k.away = time.Time{}
+		case k.away.IsZero():
+			k.away = time.Now()
+		}
+	})
+}
+
+// Health: see blockdev.Pool. It asks the kernel alone.
+func (p *Pool) Health(_ context.Context, ref blockdev.Ref) ([]blockdev.Problem, error) {
+	if err := p.check(ref); err != nil {
+		return nil, err
+	}
+	connected, err := p.of(ref)
+	return p.problems(ref, connected), err
+}
+
+func (p *Pool) problems(ref blockdev.Ref, connected []nvme.Device) (problems []blockdev.Problem) {
+	for _, c := range connected {
+		if p.look(c); !c.Live() {
+			problems = append(problems, blockdev.Problem{Severity: blockdev.Inaccessible, Reason: ReasonAway, Message: p.away(c, ref)})
+		}
+	}
+	return problems
+}
+
+// PoolHealth is what is wrong with all connections.
+func (p *Pool) PoolHealth(context.Context) (problems []blockdev.Problem) {
+	all, err := p.all(nqnPrefix)
+	if err != nil {
+		return []blockdev.Problem{{Severity: blockdev.Degraded, Reason: "ConnectionsUnknown", Message: errdefs.Words(err)}}
+	}
+	for ref, connected := range all {
+		problems = append(problems, p.problems(ref, connected)...)
+	}
+	return problems
+}

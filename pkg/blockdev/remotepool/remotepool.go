@@ -1,0 +1,409 @@
+// Package remotepool is the pool of the volumes that this node uses and others have. A volume's home has its bytes and its record, and exports
+// its device; here that is a device of the kernel's NVMe/TCP host.
+//
+// What the record has is asked of the home, and what is attached of this kernel alone: so what was done here can be undone whoever is away.
+// Volumes are made, grown and deleted at home.
+package remotepool
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"k8s.io/klog/v2"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvme"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// Home is who knows the homes of volumes, and asks them. pool and ref are a volume's. errdefs.ErrUnavailable: that is not known now, or the home
+// does not answer; errdefs.ErrBusy: the home is doing something else to the volume.
+type Home interface {
+	// Claim says how a volume is claimed for this node, as far as that is known without asking; false if it is not.
+	Claim(ref blockdev.Ref) (Claim, bool)
+	// Open has a volume exported to this node.
+	Open(ctx context.Context, pool string, ref blockdev.Ref) (Export, error)
+	// Record of a volume, without what is its home's alone.
+	Record(ctx context.Context, pool string, ref blockdev.Ref) (blockdev.Record, error)
+	// SetLabels changes labels of the record from before to after; errdefs.ErrBusy if they are not as before.
+	SetLabels(ctx context.Context, pool string, ref blockdev.Ref, before, after map[string]string) (blockdev.Record, error)
+	// Ended reports whether the claim of a generation has ended, as those know who give claims.
+	Ended(ctx context.Context, ref blockdev.Ref, generation int64) (bool, error)
+	// Close has the export of a generation ended.
+	Close(ctx context.Context, ref blockdev.Ref, generation int64) error
+}
+
+// Claim of a volume for this node.
+type Claim struct {
+	Home       string // the node that has the volume
+	Generation int64
+}
+
+// Export is what a home answers to Open.
+type Export struct {
+	nvme.Connection
+	Size int64 // of the device, in bytes
+	// Record of the volume, as Home.Record.
+	Record blockdev.Record
+}
+
+// Kernel is the NVMe/TCP host of this kernel: see package nvme.
+type Kernel interface {
+	Connect(ctx context.Context, c nvme.Connection) (nvme.Device, error)
+	List(prefix string) ([]nvme.Device, error)
+	Disconnect(ctx context.Context, nqn string) error
+	Resized(ctx context.Context, nqn string, size int64) error
+}
+
+// Host is that of the kernel that runs this.
+var Host Kernel = host{}
+
+type host struct{}
+
+func (host) Connect(ctx context.Context, c nvme.Connection) (nvme.Device, error) {
+	return nvme.Connect(ctx, c)
+}
+func (host) List(prefix string) ([]nvme.Device, error)        { return nvme.List(prefix) }
+func (host) Disconnect(ctx context.Context, nqn string) error { return nvme.Disconnect(ctx, nqn) }
+func (host) Resized(ctx context.Context, nqn string, size int64) error {
+	return nvme.Resized(ctx, nqn, size)
+}
+
+// NQN is how subsystems are named: with the key of the volume and the generation of the claim that it is exported for.
+//
+//	nqn.2026-11.dev.ashlar:KEY:GENERATION:RANDOM
+const nqnPrefix = "nqn.2026-11.dev.ashlar:"
+
+// parseNQN is the volume and the generation that a subsystem is of; false if it is none of ours.
+func parseNQN(nqn string) (ref blockdev.Ref, generation int64, ours bool) {
+	parts := strings.Split(strings.TrimPrefix(nqn, nqnPrefix), ":")
+	if !strings.HasPrefix(nqn, nqnPrefix) || len(parts) != 3 {
+		return blockdev.Ref{}, 0, false
+	}
+	generation, err := strconv.ParseInt(parts[1], 10, 64)
+	ref = blockdev.Ref{Kind: blockdev.Volume, Key: parts[0]}
+	return ref, generation, err == nil && ref.Validate() == nil
+}
+
+// HostPrefix is what the NQNs begin with by which a node connects: others may be on the same kernel.
+func HostPrefix(node string) string { return nqnPrefix + "node:" + hashOf(node) + ":" }
+
+// hashOf is a name as 16 hexadecimal digits.
+func hashOf(name string) string {
+	sum := sha256.Sum256([]byte(name))
+	return hex.EncodeToString(sum[:8])
+}
+
+// Pool is that of the volumes of other nodes. It has no name, and no volume: those are in the pools that it is named.
+type Pool struct {
+	*shared
+	name string
+}
+
+// shared is what the pools of all names are one in.
+type shared struct {
+	node   string
+	kernel Kernel
+	home   Home
+
+	mu    sync.Mutex
+	known map[string]known // by the NQNs of connections
+}
+
+// known is what is known of a connection beside what the kernel says. It is forgotten with the process.
+type known struct {
+	made   bool            // by this process
+	kept   bool            // and handed out
+	home   string          // the node
+	record blockdev.Record // as it was last; zero: not known
+	away   time.Time       // since when it is not live; zero: it is
+}
+
+var (
+	_ blockdev.Pool      = (*Pool)(nil)
+	_ blockdev.Stackable = (*Pool)(nil)
+)
+
+// New returns the pool of the volumes that a node uses and others have.
+func New(node string, kernel Kernel, home Home) *Pool {
+	return &Pool{&shared{node: node, kernel: kernel, home: home, known: map[string]known{}}, ""}
+}
+
+// Named is the pool as that of volumes in the pool of a name, on whatever nodes.
+func (p *Pool) Named(name string) blockdev.Pool { return &Pool{p.shared, name} }
+
+// Name is that of the pool in which the home has the volume.
+func (p *Pool) Name() string { return p.name }
+
+// Granularity: see blockdev.Pool. Sizes are the home's to choose.
+func (p *Pool) Granularity() int64 { return blockdev.Granularity }
+
+func (p *Pool) refuse(what string, ref blockdev.Ref) error {
+	return fmt.Errorf("%w: %s is on another node, and %s there", errdefs.ErrUnsupported, ref, what)
+}
+
+// Create: see blockdev.Pool. It always fails.
+func (p *Pool) Create(_ context.Context, spec blockdev.Spec) (blockdev.Record, error) {
+	return blockdev.Record{}, p.refuse("made", spec.Ref)
+}
+
+// Delete: see blockdev.Pool. It always fails.
+func (p *Pool) Delete(_ context.Context, ref blockdev.Ref) error { return p.refuse("deleted", ref) }
+
+// List has nothing: what is on other nodes is listed there.
+func (p *Pool) List(context.Context, blockdev.Kind, string, int) ([]blockdev.Record, error) {
+	return nil, nil
+}
+
+// Get: see blockdev.Pool. While the home does not answer, the record of what is connected is as it was last: its user alone changes what counts
+// here. errdefs.ErrPrecondition if a device of an earlier claim is still in use, which leads nowhere any more.
+func (p *Pool) Get(ctx context.Context, ref blockdev.Ref) (blockdev.Record, error) {
+	if err := p.check(ref); err != nil {
+		return blockdev.Record{}, err
+	}
+	connected, err := p.of(ref)
+	if err != nil {
+		return blockdev.Record{}, err
+	}
+	claim, claimed := p.home.Claim(ref)
+	for _, c := range connected {
+		if _, generation, _ := parseNQN(c.NQN); claimed && generation < claim.Generation && inUse(c) {
+			return blockdev.Record{}, p.outlived(c, ref)
+		}
+	}
+	record, err := p.home.Record(ctx, p.name, ref)
+	if err == nil {
+		p.remember(connected, record)
+	} else if errors.Is(err, errdefs.ErrUnavailable) {
+		for _, c := range connected {
+			if last := p.knownOf(c.NQN).record; last.Ref == ref {
+				return last, nil
+			}
+		}
+	}
+	return record, err
+}
+
+// outlived is the error for a device of an earlier claim.
+func (p *Pool) outlived(c nvme.Device, ref blockdev.Ref) error {
+	return fmt.Errorf("%w: %s is %s by a claim of before, which has ended, and it is still mounted or open on node %s; unpublish and unstage it first", errdefs.ErrPrecondition, c.Path, ref, p.node)
+}
+
+// check refuses what can be no volume of the pool.
+func (p *Pool) check(ref blockdev.Ref) error {
+	err := ref.Validate()
+	if err == nil && (ref.Kind != blockdev.Volume || p.name == "") {
+		err = fmt.Errorf("%w: no %s of another node is used here", errdefs.ErrNotFound, ref)
+	}
+	return err
+}
+
+// SetLabels: see blockdev.Pool.
+func (p *Pool) SetLabels(ctx context.Context, ref blockdev.Ref, change func(labels map[string]string) error) (blockdev.Record, error) {
+	if err := p.check(ref); err != nil {
+		return blockdev.Record{}, err
+	}
+	var record blockdev.Record
+	err := patiently(ctx, func() (err error) {
+		if record, err = p.home.Record(ctx, p.name, ref); err != nil {
+			return err
+		}
+		labels := maps.Clone(record.Labels)
+		if err := change(labels); err != nil {
+			return err
+		}
+		before, after := changes(record.Labels, labels)
+		if len(before)+len(after) == 0 {
+			return nil
+		}
+		record, err = p.home.SetLabels(ctx, p.name, ref, before, after)
+		return err
+	})
+	if err != nil {
+		return blockdev.Record{}, err
+	}
+	connected, err := p.of(ref)
+	p.remember(connected, record)
+	return record, err
+}
+
+// changes are the labels in which two sets differ, as they are in each.
+func changes(was, is map[string]string) (before, after map[string]string) {
+	differs := func(label, _ string) bool { a, in := was[label]; b, out := is[label]; return a != b || in != out }
+	only := func(labels map[string]string) map[string]string {
+		some := maps.Clone(labels)
+		maps.DeleteFunc(some, func(label, value string) bool { return !differs(label, value) })
+		return some
+	}
+	return only(was), only(is)
+}
+
+// How often, and how long, a home is asked again that is doing something else to the volume.
+const (
+	firstPause = 50 * time.Millisecond
+	lastPause  = time.Second
+	patience   = 10 * time.Second
+)
+
+// patiently asks again while the answer is errdefs.ErrBusy.
+func patiently(ctx context.Context, ask func() error) error {
+	pause := firstPause
+	for end := time.Now().Add(patience); ; pause = min(2*pause, lastPause) {
+		err := ask()
+		if !errors.Is(err, errdefs.ErrBusy) || time.Now().After(end) {
+			return err
+		}
+		select {
+		case <-time.After(pause):
+		case <-ctx.Done():
+			return err
+		}
+	}
+}
+
+// Expand: see blockdev.Pool. The home has grown the volume before; what is waited for is that this kernel knows.
+func (p *Pool) Expand(ctx context.Context, ref blockdev.Ref, size int64) (blockdev.Record, error) {
+	record, err := p.Get(ctx, ref)
+	if err != nil {
+		return blockdev.Record{}, err
+	}
+	if size > record.Size {
+		return blockdev.Record{}, p.refuse("grown", ref)
+	}
+	connected, err := p.current(ref)
+	for _, c := range connected {
+		if err == nil {
+			_, err = p.sized(ctx, c, record.Size)
+		}
+	}
+	return record, err
+}
+
+// sizeTime is how long this kernel may take to learn the size of a device that has grown at home.
+const sizeTime = 15 * time.Second
+
+// sized waits until a device has its size at least; errdefs.ErrUnavailable if it does not get it.
+func (p *Pool) sized(ctx context.Context, d nvme.Device, size int64) (nvme.Device, error) {
+	if d.Size >= size {
+		return d, nil
+	}
+	waiting, cancel := context.WithTimeout(ctx, sizeTime)
+	defer cancel()
+	if err := p.kernel.Resized(waiting, d.NQN, size); err != nil {
+		return d, errdefs.Recast(errdefs.ErrUnavailable, err, "%s has %d bytes and is to have %d, which its home does not tell this kernel", d.Path, d.Size, size)
+	}
+	now, err := p.kernel.List(d.NQN)
+	if err == nil && len(now) != 1 {
+		err = fmt.Errorf("%w: %s was disconnected meanwhile", errdefs.ErrUnavailable, d.Path)
+	}
+	if err != nil {
+		return d, err
+	}
+	return now[0], nil
+}
+
+// Capacity is none.
+func (p *Pool) Capacity(context.Context) (blockdev.Capacity, error) { return blockdev.Capacity{}, nil }
+
+// Close gives nothing up: connections are the kernel's.
+func (p *Pool) Close() error { return nil }
+
+// prefix of the names of devices of the device mapper, and of their UUIDs: see filepool, of which none has these names. The hash is this node's, as its
+// kernel may be that of the home, or of another user, too.
+func (p *Pool) prefix() string { return "ashlar-remote-" + hashOf(p.node) + "-" }
+
+const topUUID = "LVM-NOT-OF-LVM-BUT-OF-THE-DRIVER-ASHLAR-"
+
+// Top: see blockdev.Stackable.
+func (p *Pool) Top(ref blockdev.Ref) (name, uuid, before string, err error) {
+	name = p.prefix() + ref.String()
+	return name, topUUID + name, topUUID + name, nil
+}
+
+// ParseTop: see blockdev.Stackable.
+func (p *Pool) ParseTop(name string) (blockdev.Ref, bool) {
+	text, ours := strings.CutPrefix(name, p.prefix())
+	ref := blockdev.ParseRef(text)
+	return ref, ours && ref.Validate() == nil
+}
+
+// Has reports whether a volume is connected.
+func (p *Pool) Has(ref blockdev.Ref) bool {
+	connected, err := p.of(ref)
+	return err == nil && len(connected) > 0
+}
+
+// of returns the connections of a volume that are this node's, by whatever claim.
+func (p *Pool) of(ref blockdev.Ref) ([]nvme.Device, error) {
+	all, err := p.all(nqnPrefix + ref.Key + ":")
+	return all[ref], err
+}
+
+// current returns those by the claim that there is, or by any as long as that is not known.
+func (p *Pool) current(ref blockdev.Ref) ([]nvme.Device, error) {
+	connected, err := p.of(ref)
+	claim, claimed := p.home.Claim(ref)
+	return slices.DeleteFunc(connected, func(c nvme.Device) bool {
+		_, generation, _ := parseNQN(c.NQN)
+		return claimed && generation != claim.Generation
+	}), err
+}
+
+// all returns the connections that are this node's, by their volumes, of subsystems whose names have a prefix.
+func (p *Pool) all(prefix string) (map[blockdev.Ref][]nvme.Device, error) {
+	list, err := p.kernel.List(prefix)
+	if err != nil {
+		return nil, fmt.Errorf("list connections to volumes of other nodes: %w", err)
+	}
+	found := map[blockdev.Ref][]nvme.Device{}
+	for _, c := range list {
+		if ref, _, ours := parseNQN(c.NQN); ours && strings.HasPrefix(c.Host, HostPrefix(p.node)) {
+			found[ref] = append(found[ref], c)
+		}
+	}
+	return found, nil
+}
+
+func (p *Pool) knownOf(nqn string) known {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.known[nqn]
+}
+
+func (p *Pool) note(nqn string, change func(*known)) known {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	have := p.known[nqn]
+	change(&have)
+	p.known[nqn] = have
+	return have
+}
+
+// remember notes the record of connected volumes.
+func (p *Pool) remember(connected []nvme.Device, record blockdev.Record) {
+	for _, c := range connected {
+		p.note(c.NQN, func(k *known) { k.record = record })
+	}
+}
+
+func (p *Pool) forget(nqn string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	delete(p.known, nqn)
+}
+
+// closed tells the home that a volume is not used any more. Should that not come through, the release of the claim says so too.
+func (p *Pool) closed(ctx context.Context, ref blockdev.Ref, generation int64) {
+	if err := patiently(ctx, func() error { return p.home.Close(ctx, ref, generation) }); err != nil {
+		klog.FromContext(ctx).Info("The home of a volume was not told that it is not used here any more; the end of its claim will", "volume", ref.String(), "err", err.Error())
+	}
+}

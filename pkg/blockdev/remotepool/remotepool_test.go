@@ -1,0 +1,371 @@
+package remotepool_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvme"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvmet"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool/remotetest"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+const size = 8 << 20
+
+// home is the home of the volume 1, and claims it for the node "consumer".
+type home struct {
+	*remotetest.Network
+	image      string
+	generation int64 // of the claim; 0: there is none
+	record     blockdev.Record
+	closed     []int64
+
+	uuid string // that it tells; empty: that of the export
+	size int64  // that it tells; 0: that of the record
+	err  error  // of all calls
+	busy int    // that many calls are refused
+}
+
+var ref = pooltest.Vol("1")
+
+// start returns a home, and the pool of its consumer.
+func start(t *testing.T) (*home, *remotepool.Pool) {
+	drivertest.NeedRoot(t)
+	h := &home{Network: &remotetest.Network{}, image: filepath.Join(drivertest.Dir(t), "image"), generation: 1}
+	h.record = blockdev.Record{Ref: ref, Name: "v", Size: size, Ready: true, Labels: map[string]string{"kept": "1"}}
+	check.OK(t, os.WriteFile(h.image, make([]byte, size), 0o600))
+	pool := remotepool.New("consumer", h, h)
+	t.Cleanup(func() {
+		all, err := h.List("")
+		check.OK(t, err)
+		for _, c := range all {
+			check.OK(t, h.Disconnect(context.Background(), c.NQN))
+		}
+	})
+	return h, pool
+}
+
+func (h *home) answer() error {
+	if h.busy > 0 {
+		h.busy--
+		return errdefs.ErrBusy
+	}
+	return h.err
+}
+
+func (h *home) nqn(generation int64) string {
+	return fmt.Sprintf("nqn.2026-11.dev.ashlar:%s:%d:0123456789abcdef", ref.Key, generation)
+}
+
+func (h *home) Claim(blockdev.Ref) (remotepool.Claim, bool) {
+	return remotepool.Claim{Home: "home", Generation: h.generation}, h.generation > 0
+}
+
+func (h *home) Open(ctx context.Context, _ string, _ blockdev.Ref) (remotepool.Export, error) {
+	if err := h.answer(); err != nil {
+		return remotepool.Export{}, err
+	}
+	host := remotepool.HostPrefix("consumer") + "1"
+	const uuid = "00000000-0000-8000-8000-000000000001"
+	err := h.Add(ctx, nvmet.Export{NQN: h.nqn(h.generation), Host: host, UUID: uuid, Device: h.image, Secret: "secret"})
+	out := remotepool.Export{Size: h.record.Size, Record: h.record, Connection: nvme.Connection{NQN: h.nqn(h.generation), Host: host,
+		Address: netip.MustParseAddrPort("10.0.0.1:4420"), Secret: "secret", UUID: uuid, Loss: -1}}
+	if h.uuid != "" {
+		out.UUID = h.uuid
+	}
+	if h.size > 0 {
+		out.Size = h.size
+	}
+	return out, err
+}
+
+func (h *home) Record(context.Context, string, blockdev.Ref) (blockdev.Record, error) {
+	if err := h.answer(); err != nil {
+		return blockdev.Record{}, err
+	}
+	record := h.record
+	record.Labels = maps.Clone(record.Labels)
+	return record, nil
+}
+
+func (h *home) SetLabels(ctx context.Context, pool string, ref blockdev.Ref, before, after map[string]string) (blockdev.Record, error) {
+	if err := h.answer(); err != nil {
+		return blockdev.Record{}, err
+	}
+	for _, labels := range []map[string]string{before, after} {
+		for label := range labels {
+			if h.record.Labels[label] != before[label] {
+				return blockdev.Record{}, errdefs.ErrBusy
+			}
+		}
+	}
+	maps.DeleteFunc(h.record.Labels, func(label, _ string) bool { _, is := before[label]; return is })
+	maps.Copy(h.record.Labels, after)
+	return h.Record(ctx, pool, ref)
+}
+
+func (h *home) Ended(_ context.Context, _ blockdev.Ref, generation int64) (bool, error) {
+	return h.generation != generation, h.err
+}
+
+func (h *home) Close(_ context.Context, _ blockdev.Ref, generation int64) error {
+	h.closed = append(h.closed, generation)
+	return h.err
+}
+
+// restarted is the pool of a consumer whose driver was started again.
+func (h *home) restarted() *remotepool.Pool { return remotepool.New("consumer", h, h) }
+
+func (h *home) connected(t *testing.T) (n int) {
+	t.Helper()
+	all, err := h.List("")
+	check.OK(t, err)
+	return len(all)
+}
+
+// TestLife: what is written through the device is at home once it is detached, which the home is told of.
+func TestLife(t *testing.T) {
+	h, all := start(t)
+	pool := all.Named("fast")
+	if all.Has(ref) {
+		t.Error("it is connected before it was attached")
+	}
+	device := pooltest.Attach(t, pool, ref, blockdev.Attachment{})
+	again := pooltest.Attach(t, pool, ref, blockdev.Attachment{})
+	if device.Number != again.Number || device.Size != size || h.connected(t) != 1 || !all.Has(ref) {
+		t.Fatalf("attached as %+v and %+v, with %d connections", device, again, h.connected(t))
+	}
+	content := []byte("some bytes")
+	f, err := os.OpenFile(device.Path, os.O_WRONLY, 0)
+	check.OK(t, err)
+	_, err = f.WriteAt(content, 4096)
+	check.OK(t, errors.Join(err, f.Close())) // nobody syncs it
+	for range 2 {
+		check.OK(t, all.Named("fast").Detach(t.Context(), ref))
+	}
+	have, err := os.ReadFile(h.image)
+	check.OK(t, err)
+	if !bytes.Equal(have[4096:4096+len(content)], content) || h.connected(t) != 0 || len(h.closed) != 1 || h.closed[0] != 1 {
+		t.Errorf("after Detach the image has %q, there are %d connections, and the home was told %v", have[4096:4096+len(content)], h.connected(t), h.closed)
+	}
+	pooltest.Fails(t, pooltest.Second(pool.Attach(t.Context(), ref, blockdev.Attachment{ReadOnly: true})), errdefs.ErrUnsupported, "a device for copies")
+	pooltest.Fails(t, pooltest.Second(all.Attach(t.Context(), ref, blockdev.Attachment{})), errdefs.ErrNotFound, "a volume of no pool")
+	pooltest.Fails(t, pooltest.Second(pool.Get(t.Context(), pooltest.Snap("1"))), errdefs.ErrNotFound, "a snapshot")
+	pooltest.Fails(t, pooltest.Second(pool.Create(t.Context(), blockdev.Spec{Ref: ref, Size: size})), errdefs.ErrUnsupported, "Create")
+	pooltest.Fails(t, pool.Delete(t.Context(), ref), errdefs.ErrUnsupported, "Delete")
+}
+
+// TestAnother: a device that is not what the home tells of is given back unread.
+func TestAnother(t *testing.T) {
+	for name, c := range map[string]struct {
+		change func(*home)
+		want   error
+	}{
+		"of another UUID": {func(h *home) { h.uuid = "00000000-0000-8000-8000-000000000002" }, errdefs.ErrPrecondition},
+		"that is larger":  {func(h *home) { h.size = size - 4096 }, errdefs.ErrUnavailable},
+		"of no export":    {func(h *home) { h.err = fmt.Errorf("%w: not claimed", errdefs.ErrPrecondition) }, errdefs.ErrPrecondition},
+		"not reached":     {func(h *home) { h.Cut(true) }, errdefs.ErrUnavailable},
+	} {
+		t.Run(name, func(t *testing.T) {
+			h, all := start(t)
+			c.change(h)
+			pooltest.Fails(t, pooltest.Second(all.Named("fast").Attach(t.Context(), ref, blockdev.Attachment{})), c.want, "Attach")
+			if h.connected(t) != 0 {
+				t.Error("it is connected")
+			}
+		})
+	}
+}
+
+// TestEarlierClaim: what a claim of before left is disconnected; while it is in use, the volume cannot be used by the claim of now.
+func TestEarlierClaim(t *testing.T) {
+	h, all := start(t)
+	pool := all.Named("fast")
+	old := pooltest.Attach(t, pool, ref, blockdev.Attachment{})
+	user, err := os.OpenFile(old.Path, os.O_RDONLY|unix.O_EXCL, 0) // as a mount does
+	check.OK(t, err)
+	check.OK(t, h.Remove(t.Context(), h.nqn(1)))
+	h.generation = 2
+	pooltest.Fails(t, pooltest.Second(pool.Get(t.Context(), ref)), errdefs.ErrPrecondition, "Get")
+	pooltest.Fails(t, pooltest.Second(pool.Attach(t.Context(), ref, blockdev.Attachment{})), errdefs.ErrPrecondition, "Attach")
+	pooltest.Fails(t, pool.Detach(t.Context(), ref), errdefs.ErrInUse, "Detach")
+	check.OK(t, user.Close())
+	check.OK(t, pooltest.Second(pool.Get(t.Context(), ref)))
+	pooltest.Attach(t, pool, ref, blockdev.Attachment{})
+	if all, err := h.List(""); err != nil || len(all) != 1 || all[0].NQN != h.nqn(2) {
+		t.Errorf("connected is %v, %v", all, err)
+	}
+	check.OK(t, pool.Detach(t.Context(), ref))
+	if len(h.closed) != 1 || h.closed[0] != 2 {
+		t.Errorf("the home was told %v", h.closed)
+	}
+}
+
+// TestEnded: what is connected by a claim that has ended is given up when it leads nowhere, whoever uses it; nothing else is.
+func TestEnded(t *testing.T) {
+	h, all := start(t)
+	pooltest.Attach(t, all.Named("fast"), ref, blockdev.Attachment{})
+	drop := func(connected int) {
+		t.Helper()
+		check.OK(t, all.DropEnded(t.Context()))
+		if n := h.connected(t); n != connected {
+			t.Fatalf("%d are connected, want %d", n, connected)
+		}
+	}
+	drop(1)
+	h.generation = 2
+	drop(1) // what is live is its home's to end
+	h.generation = 1
+	h.Cut(true)
+	drop(1)
+	h.generation, h.err = 2, errdefs.ErrUnavailable
+	pooltest.Fails(t, all.DropEnded(t.Context()), errdefs.ErrUnavailable, "nobody knows")
+	h.err = nil
+	drop(0)
+}
+
+// TestOtherNodes: what other nodes on the same kernel have connected is theirs.
+func TestOtherNodes(t *testing.T) {
+	h, all := start(t)
+	pooltest.Attach(t, all.Named("fast"), ref, blockdev.Attachment{Keep: true})
+	other := remotepool.New("another", h, h)
+	devices, err := other.Named("fast").Attached(t.Context(), ref)
+	orphans, failure := other.Orphans(t.Context())
+	check.OK(t, errors.Join(err, failure, other.Named("fast").Detach(t.Context(), ref)))
+	if len(devices) > 0 || len(orphans) > 0 || other.Has(ref) || len(other.PoolHealth(t.Context())) > 0 || h.connected(t) != 1 {
+		t.Errorf("another node has %v, %v; %d are connected", devices, orphans, h.connected(t))
+	}
+	mine, _, _, err := all.Top(ref)
+	theirs, uuid, _, failure := other.Top(ref)
+	check.OK(t, errors.Join(err, failure))
+	if have, ours := all.ParseTop(mine); !ours || have != ref {
+		t.Errorf("%s is %v, %v", mine, have, ours)
+	}
+	if _, ours := all.ParseTop(theirs); ours || len(strings.TrimPrefix(uuid, "LVM-")) <= 64 || len(uuid) > 127 {
+		t.Errorf("the top of another node, %s of UUID %s, is ours: %v", theirs, uuid, ours)
+	}
+}
+
+// TestLabels are changed at home, whoever else changes some meanwhile, and not at all with nothing to change.
+func TestLabels(t *testing.T) {
+	h, all := start(t)
+	pool := all.Named("fast")
+	h.busy = 2
+	raced := false
+	record, err := pool.SetLabels(t.Context(), ref, func(labels map[string]string) error {
+		labels["format"] = labels["format"] + "x"
+		if !raced {
+			raced, h.record.Labels["format"] = true, "y" // after it was read
+			h.record.Labels["kept"] = "2"
+		}
+		return nil
+	})
+	check.OK(t, err)
+	if want := map[string]string{"format": "yx", "kept": "2"}; !maps.Equal(record.Labels, want) || !maps.Equal(h.record.Labels, want) {
+		t.Errorf("labels are %v, and at home %v", record.Labels, h.record.Labels)
+	}
+	bad := errors.New("no")
+	if _, err := pool.SetLabels(t.Context(), ref, func(map[string]string) error { return bad }); !errors.Is(err, bad) {
+		t.Errorf("a change that fails: %v", err)
+	}
+	check.OK(t, pooltest.Second(pool.SetLabels(t.Context(), ref, func(labels map[string]string) error { delete(labels, "format"); return nil })))
+	if want := map[string]string{"kept": "2"}; !maps.Equal(h.record.Labels, want) {
+		t.Errorf("labels at home are %v", h.record.Labels)
+	}
+}
+
+// TestHomeAway: a home that does not answer keeps nobody from what is connected; it is told of; and what is written to it is waited for as long as
+// it can get there.
+func TestHomeAway(t *testing.T) {
+	h, all := start(t)
+	pool := all.Named("fast")
+	pooltest.Attach(t, pool, ref, blockdev.Attachment{})
+	h.err = fmt.Errorf("%w: no answer", errdefs.ErrUnavailable)
+	h.record.Size = 2 * size // it cannot be known
+	if record, err := pool.Get(t.Context(), ref); err != nil || record.Size != size || record.Labels["kept"] != "1" {
+		t.Errorf("the record is %+v, %v", record, err)
+	}
+	pooltest.Fails(t, pooltest.Second(pool.SetLabels(t.Context(), ref, func(map[string]string) error { return nil })), errdefs.ErrUnavailable, "SetLabels")
+	pooltest.Attach(t, pool, ref, blockdev.Attachment{}) // that is there
+	if problems, err := pool.Health(t.Context(), ref); err != nil || len(problems) > 0 {
+		t.Errorf("health is %v, %v", problems, err)
+	}
+	h.Cut(true)
+	for _, problems := range [][]blockdev.Problem{first(pool.Health(t.Context(), ref)), all.PoolHealth(t.Context())} {
+		if len(problems) != 1 || problems[0].Severity != blockdev.Inaccessible || problems[0].Reason != remotepool.ReasonAway || !strings.HasPrefix(problems[0].Message, "node home, which has") ||
+			!strings.Contains(problems[0].Message, "does not answer on the network since 20") {
+			t.Errorf("health is %v", problems)
+		}
+	}
+	pooltest.Fails(t, pool.Detach(t.Context(), ref), errdefs.ErrUnavailable, "Detach")
+	h.generation = 0 // its claim was taken away
+	check.OK(t, pool.Detach(t.Context(), ref))
+	if h.connected(t) != 0 || len(h.closed) != 0 {
+		t.Errorf("%d are connected, and the home was told %v", h.connected(t), h.closed)
+	}
+	h.Cut(false)
+	h.generation = 1
+	pooltest.Fails(t, pooltest.Second(pool.Get(t.Context(), ref)), errdefs.ErrUnavailable, "Get of what is not connected")
+}
+
+func first(problems []blockdev.Problem, _ error) []blockdev.Problem { return problems }
+
+// TestGrown: Expand waits for this kernel to know what the home has grown, and grows nothing itself.
+func TestGrown(t *testing.T) {
+	h, all := start(t)
+	pool := all.Named("fast")
+	pooltest.Attach(t, pool, ref, blockdev.Attachment{})
+	pooltest.Fails(t, pooltest.Second(pool.Expand(t.Context(), ref, 2*size)), errdefs.ErrUnsupported, "Expand beyond the record")
+	h.record.Size = 2 * size
+	soon, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
+	defer cancel()
+	pooltest.Fails(t, pooltest.Second(pool.Expand(soon, ref, 2*size)), errdefs.ErrUnavailable, "Expand before the device has grown")
+	check.OK(t, os.Truncate(h.image, 2*size))
+	record, err := pool.Expand(t.Context(), ref, size)
+	check.OK(t, err)
+	if devices, err := pool.Attached(t.Context(), ref); err != nil || len(devices) != 1 || devices[0].Size != 2*size || record.Size != 2*size {
+		t.Errorf("grown, it is %+v, %v; the record has %d bytes", devices, err, record.Size)
+	}
+}
+
+// TestRestart: a start finds what was connected. What was handed out is kept, and so is taken what nobody knows of, for those who know to decide.
+func TestRestart(t *testing.T) {
+	h, all := start(t)
+	kept := func(pool *remotepool.Pool, want bool) {
+		t.Helper()
+		devices, err := pool.Named("fast").Attached(t.Context(), ref)
+		if err != nil || len(devices) != 1 || devices[0].Kept != want {
+			t.Errorf("attached as %+v, %v; want kept %v", devices, err, want)
+		}
+		if orphans, err := pool.Orphans(t.Context()); err != nil || len(orphans[ref]) != 1 {
+			t.Errorf("orphans are %v, %v", orphans, err)
+		}
+	}
+	pooltest.Attach(t, all.Named("fast"), ref, blockdev.Attachment{})
+	kept(all, false)
+	kept(h.restarted(), true)
+	pooltest.Attach(t, all.Named("fast"), ref, blockdev.Attachment{Keep: true})
+	kept(all, true)
+	kept(h.restarted(), true)
+	h.generation = 0 // nobody knows yet
+	check.OK(t, h.restarted().Detach(t.Context(), ref))
+	if h.connected(t) != 0 {
+		t.Error("it is connected")
+	}
+}
