@@ -58,6 +58,11 @@ type deferred interface {
 	OnOpen(ctx context.Context, call func(context.Context, blockdev.Pool) error)
 }
 
+// collective is a pool that has volumes of pools of any name (remotepool.Pool).
+type collective interface {
+	Named(name string) blockdev.Pool
+}
+
 // NewLocal returns the store over some pools of the node, and finishes or undoes
 // what a crash left half-done above them: filesystems still frozen, groups of which
 // a part was cut, devices that nothing uses. Above a pool that is not there yet that is
@@ -102,6 +107,9 @@ func (l *Local) Node() string { return l.node }
 // is in it may be there.
 func (l *Local) pool(name string) (blockdev.Pool, error) {
 	for _, pool := range l.pools {
+		if all, is := pool.(collective); is {
+			return all.Named(name), nil
+		}
 		if pool.Name() == name {
 			return pool, nil
 		}

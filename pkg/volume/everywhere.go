@@ -1,0 +1,111 @@
+package volume
+
+import (
+	"context"
+	"errors"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/filesystem"
+)
+
+// Elsewhere knows which volumes of other nodes this one uses.
+type Elsewhere interface {
+	// Has reports whether a volume is another node's and this one's to use: it is claimed for it, as far as that is known, or connected. It asks
+	// nobody but the kernel.
+	Has(id ID) bool
+	// Find is Has for a volume of which nothing is known here: it asks those who know, and if it finds it, Has does. ErrUnavailable if they do not answer.
+	Find(ctx context.Context, id ID) (bool, error)
+}
+
+// Everywhere are the volumes that a node can use: its own, and those of other nodes that are claimed for it. All calls of a volume that is used
+// go to where that is; to make volumes and delete them is for the node that has them.
+type Everywhere struct {
+	*Local
+	others    *Local
+	elsewhere Elsewhere
+}
+
+// NewEverywhere returns the volumes of local, and those of others, which are over a pool of volumes that are elsewhere. The name of a volume's
+// pool says nothing of where it is: each node may have a pool of that name.
+func NewEverywhere(local, others *Local, elsewhere Elsewhere) *Everywhere {
+	return &Everywhere{local, others, elsewhere}
+}
+
+func (e *Everywhere) of(id ID) *Local {
+	if e.elsewhere.Has(id) {
+		return e.others
+	}
+	return e.Local
+}
+
+// Get returns a volume; ErrUnavailable also if it may be another node's and that cannot be found out now.
+func (e *Everywhere) Get(ctx context.Context, id ID) (Volume, error) {
+	at := e.of(id)
+	v, err := at.Get(ctx, id)
+	if at == e.others || !errors.Is(err, errdefs.ErrNotFound) && !errors.Is(err, errdefs.ErrUnavailable) {
+		return v, err
+	}
+	switch there, failure := e.elsewhere.Find(ctx, id); {
+	case failure != nil:
+		return Volume{}, failure
+	case there:
+		return e.others.Get(ctx, id)
+	}
+	return v, err
+}
+
+// Grow: see Local.
+func (e *Everywhere) Grow(ctx context.Context, id ID, key Key) (Volume, error) {
+	return e.of(id).Grow(ctx, id, key)
+}
+
+// Used: see Local.
+func (e *Everywhere) Used(ctx context.Context, id ID) (used int64, known bool, err error) {
+	return e.of(id).Used(ctx, id)
+}
+
+// SetTarget: see Local.
+func (e *Everywhere) SetTarget(ctx context.Context, id ID, target string) error {
+	return e.of(id).SetTarget(ctx, id, target)
+}
+
+// SetFlags: see Local.
+func (e *Everywhere) SetFlags(ctx context.Context, id ID, flags string) error {
+	return e.of(id).SetFlags(ctx, id, flags)
+}
+
+// Attach: see Local.
+func (e *Everywhere) Attach(ctx context.Context, v Volume, key Key) (blockdev.Device, error) {
+	return e.of(v.ID).Attach(ctx, v, key)
+}
+
+// AttachRaw: see Local.
+func (e *Everywhere) AttachRaw(ctx context.Context, v Volume, key Key, writable bool) (blockdev.Device, error) {
+	return e.of(v.ID).AttachRaw(ctx, v, key, writable)
+}
+
+// Format: see Local.
+func (e *Everywhere) Format(ctx context.Context, v *Volume, device blockdev.Device, want filesystem.Type) (made bool, err error) {
+	return e.of(v.ID).Format(ctx, v, device, want)
+}
+
+// Attached: see Local.
+func (e *Everywhere) Attached(ctx context.Context, id ID) ([]blockdev.Device, error) {
+	return e.of(id).Attached(ctx, id)
+}
+
+// Detach: see Local.
+func (e *Everywhere) Detach(ctx context.Context, id ID) error {
+	return e.of(id).Detach(ctx, id)
+}
+
+// Health: see Store.
+func (e *Everywhere) Health(ctx context.Context, id ID) ([]blockdev.Problem, error) {
+	return e.of(id).Health(ctx, id)
+}
+
+// PoolHealth is what is wrong with the pools of this node, and with the way to those of others.
+func (e *Everywhere) PoolHealth(ctx context.Context) []blockdev.Problem {
+	return append(e.Local.PoolHealth(ctx), e.others.PoolHealth(ctx)...)
+}

@@ -1,0 +1,250 @@
+package volume_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"net/netip"
+	"os"
+	"testing"
+	"time"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvme"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvmet"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool/remotetest"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/mount"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// pair is a node that has volumes and one that uses them, on one kernel: over its NVMe/TCP if it has that (real), else over what stands for it.
+type pair struct {
+	*testing.T
+	home, user *volume.Local
+	pool       blockdev.Pool // of the home
+	remote     *remotepool.Pool
+	kernel     remotepool.Kernel
+	real       bool
+	generation int64 // of all claims
+}
+
+func newPair(t *testing.T) *pair {
+	drivertest.NeedRoot(t)
+	p := &pair{T: t, generation: 1, pool: pooltest.OpenedFiles(t, drivertest.Dir(t))}
+	at := netip.MustParseAddrPort("127.0.0.1:4420")
+	network := &remotetest.Network{}
+	open := func() (volume.Exporter, error) { return network.Target(), nil }
+	p.kernel = network
+	if nvme.Available() == nil {
+		p.real, p.kernel = true, remotepool.Host
+		open = func() (volume.Exporter, error) {
+			return nvmet.Open(at)
+		}
+	}
+	mounts, err := mount.LoadTable()
+	check.OK(t, err)
+	p.home, err = volume.NewLocal(t.Context(), "home", []blockdev.Pool{p.pool}, mounts, 0)
+	check.OK(t, err)
+	p.home.ServeExports(t.Context(), volume.Exporting{Open: open, Key: bytes.Repeat([]byte{7}, 32), Locks: &keylock.Table{}})
+	p.start()
+	return p
+}
+
+// start starts the driver of the node that uses volumes, the first time or again.
+func (p *pair) start() {
+	p.Helper()
+	mounts, err := mount.LoadTable()
+	check.OK(p, err)
+	p.remote = remotepool.New("user", p.kernel, p)
+	p.user, err = volume.NewLocal(p.Context(), "user", []blockdev.Pool{p.remote}, mounts, 0)
+	check.OK(p, err)
+}
+
+func id(pool string, ref blockdev.Ref) volume.ID {
+	return volume.ID{Kind: ref.Kind, Pool: pool, Key: ref.Key}
+}
+
+func (p *pair) Claim(blockdev.Ref) (remotepool.Claim, bool) {
+	return remotepool.Claim{Home: "home", Generation: p.generation}, true
+}
+
+func (p *pair) Open(ctx context.Context, pool string, ref blockdev.Ref) (remotepool.Export, error) {
+	out, err := p.home.Export(ctx, id(pool, ref), volume.Grant{Generation: p.generation, Node: "user"})
+	return remotepool.Export{Size: out.Size, Record: out.Record, Connection: nvme.Connection{NQN: out.NQN, Host: out.Host, Secret: out.Secret, UUID: out.UUID, Loss: -1,
+		Address: netip.MustParseAddrPort("127.0.0.1:4420")}}, err
+}
+
+func (p *pair) Record(ctx context.Context, pool string, ref blockdev.Ref) (blockdev.Record, error) {
+	return p.home.Record(ctx, id(pool, ref))
+}
+
+func (p *pair) SetLabels(ctx context.Context, pool string, ref blockdev.Ref, before, after map[string]string) (blockdev.Record, error) {
+	return p.home.SwapLabels(ctx, id(pool, ref), before, after)
+}
+
+func (p *pair) Ended(_ context.Context, _ blockdev.Ref, generation int64) (bool, error) {
+	return generation != p.generation, nil
+}
+
+func (p *pair) Close(ctx context.Context, ref blockdev.Ref, generation int64) error {
+	return p.home.Unexport(ctx, id(p.pool.Name(), ref), generation)
+}
+
+// make makes a volume at home.
+func (p *pair) make(name string, e volume.Encryption) volume.ID {
+	p.Helper()
+	v, err := p.home.Create(p.Context(), volume.Spec{Name: name, Size: volume.Range{Required: 32 << 20}, Filesystem: "ext4", Encryption: e, Access: volume.AccessAny})
+	check.OK(p, err)
+	return v.ID
+}
+
+// get returns a volume as who uses it knows it.
+func (p *pair) get(id volume.ID) volume.Volume {
+	p.Helper()
+	v, err := p.user.Get(p.Context(), id)
+	check.OK(p, err)
+	return v
+}
+
+// bytes are those that the home has of a volume that is used nowhere.
+func (p *pair) bytes(id volume.ID) []byte {
+	p.Helper()
+	device := pooltest.Attach(p, p.pool, blockdev.Ref{Kind: id.Kind, Key: id.Key}, blockdev.Attachment{ReadOnly: true})
+	all, err := os.ReadFile(device.Path)
+	check.OK(p, errors.Join(err, device.Close()))
+	return all
+}
+
+// unused makes sure that nothing of a volume is left on either node.
+func (p *pair) unused(id volume.ID) {
+	p.Helper()
+	check.OK(p, p.user.Detach(p.Context(), id))
+	for _, l := range []*volume.Local{p.user, p.home} {
+		if devices, err := l.Attached(p.Context(), id); err != nil || len(devices) > 0 {
+			p.Errorf("on node %s %s is attached as %v, %v", l.Node(), id, devices, err)
+		}
+	}
+	if _, is, err := p.home.ExportOf(p.Context(), id); err != nil || is {
+		p.Errorf("%s is exported: %v", id, err)
+	}
+}
+
+// gone waits until who used a volume finds that its claim has ended.
+func (p *pair) gone(id volume.ID) {
+	p.Helper()
+	for end := time.Now().Add(time.Minute); ; time.Sleep(100 * time.Millisecond) {
+		check.OK(p, p.remote.DropEnded(p.Context()))
+		if connected, err := p.kernel.List("nqn.2026-11.dev.ashlar:" + id.Key); err != nil || len(connected) == 0 {
+			check.OK(p, err)
+			return
+		}
+		if time.Now().After(end) {
+			p.Fatal("it stays connected")
+		}
+	}
+}
+
+func writeSynced(path string, b []byte) error {
+	f, err := os.OpenFile(path, os.O_WRONLY, 0)
+	if err != nil {
+		return err
+	}
+	_, err = f.Write(b)
+	return errors.Join(err, f.Sync(), f.Close())
+}
+
+// TestReachedFormat: what is used elsewhere is formatted there, once, and the record says so at home; a start takes away what nothing uses.
+func TestReachedFormat(t *testing.T) {
+	p := newPair(t)
+	id := p.make("v", volume.Encryption{})
+	for _, want := range []bool{true, false} {
+		v := p.get(id)
+		device, err := p.user.Attach(t.Context(), v, nil)
+		check.OK(t, err)
+		made, err := p.user.Format(t.Context(), &v, device, "ext4")
+		if check.OK(t, errors.Join(err, device.Close())); made != want {
+			t.Errorf("formatted: %v, want %v", made, want)
+		}
+		if want {
+			p.start() // nothing has it mounted
+			if connected, err := p.kernel.List("nqn.2026-11.dev.ashlar:" + id.Key); err != nil || len(connected) > 0 {
+				t.Errorf("after a start connected are %v, %v", connected, err)
+			}
+		}
+	}
+	p.unused(id)
+	if v, err := p.home.Get(t.Context(), id); err != nil || v.Format != (volume.Format{State: volume.Formatted, Type: "ext4"}) {
+		t.Errorf("at home it is %+v, %v", v, err)
+	}
+	if all := p.bytes(id); all[1024+56] != 0x53 || all[1024+57] != 0xef {
+		t.Error("at home there is no ext4")
+	}
+}
+
+// TestReachedRaw: a device that is handed out elsewhere stays until it is detached, grows with the volume, and what is written to it is at home then.
+func TestReachedRaw(t *testing.T) {
+	p := newPair(t)
+	id := p.make("v", volume.Encryption{})
+	device, err := p.user.AttachRaw(t.Context(), p.get(id), nil, true)
+	check.OK(t, errors.Join(err, device.Close()))
+	pooltest.WriteTo(t, device.Path, 12345, []byte("some bytes"))
+	check.OK(t, pooltest.Second(p.home.Expand(t.Context(), id, volume.Range{Required: 48 << 20})))
+	grown, err := p.user.Grow(t.Context(), id, nil)
+	check.OK(t, err)
+	devices, err := p.user.Attached(t.Context(), id)
+	if err != nil || len(devices) != 1 || devices[0].Size != 48<<20 || devices[0].Number != device.Number || grown.Size != 48<<20 {
+		t.Errorf("grown to %d it is %+v, %v", grown.Size, devices, err)
+	}
+	if !p.real { // what stands for the kernel's has no fence
+		check.OK(t, p.user.Detach(t.Context(), id))
+	}
+	here, err := p.home.Attach(t.Context(), p.get(id), nil) // that ends the export
+	check.OK(t, errors.Join(err, here.Close()))
+	p.generation = 2 // the claim has ended with it
+	if p.real {
+		written := make(chan error, 1)
+		go func() { written <- writeSynced(device.Path, []byte("from before")) }()
+		p.gone(id)
+		if err := <-written; err == nil {
+			t.Error("what was written after the end of the export was taken")
+		}
+	}
+	check.OK(t, p.home.Detach(t.Context(), id))
+	p.unused(id)
+	if all := p.bytes(id); string(all[12345:12355]) != "some bytes" || bytes.Contains(all, []byte("from before")) || len(all) != 48<<20 {
+		t.Errorf("at home it has %q of %d bytes", all[12345:12355], len(all))
+	}
+}
+
+// TestReachedEncrypted: the key stays with who uses the volume, and so does what is readable.
+func TestReachedEncrypted(t *testing.T) {
+	p := newPair(t)
+	if targets, err := dm.Targets(); err != nil || targets["crypt"] == "" {
+		_, err := p.home.Create(t.Context(), volume.Spec{Name: "v", Size: volume.Range{Required: 32 << 20}, Encryption: volume.Encryption{Scheme: volume.LUKS2}})
+		pooltest.Fails(t, err, errdefs.ErrUnsupported, "encryption without a device mapper")
+		return
+	}
+	id := p.make("v", volume.Encryption{Scheme: volume.LUKS2})
+	key := volume.Key("a passphrase")
+	v := p.get(id)
+	device, err := p.user.AttachRaw(t.Context(), v, key, true)
+	check.OK(t, errors.Join(err, device.Close()))
+	pooltest.WriteTo(t, device.Path, 0, []byte("nobody else reads this"))
+	p.unused(id)
+	if all := p.bytes(id); !bytes.HasPrefix(all, []byte("LUKS")) || bytes.Contains(all, []byte("nobody else")) {
+		t.Error("at home it is readable")
+	}
+	if v, err = p.home.Get(t.Context(), id); err != nil || v.Header.State != volume.Formatted {
+		t.Errorf("at home it is %+v, %v", v, err)
+	}
+	_, err = p.user.Attach(t.Context(), p.get(id), volume.Key("another"))
+	pooltest.Fails(t, err, volume.ErrKey, "another key")
+	p.unused(id)
+}
