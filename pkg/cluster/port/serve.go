@@ -13,6 +13,7 @@ import (
 	authenticationv1 "k8s.io/api/authentication/v1"
 	"k8s.io/client-go/rest"
 
+	"github.com/ashlar-csi/ashlar/pkg/cluster/export"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/transfer"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/rpc"
@@ -31,6 +32,7 @@ const audiences = "ashlar.dev/agent/"
 var callers = map[string][]string{
 	"/csi.v1.SnapshotMetadata/":  {"ashlar-controller"},
 	"/" + transfer.Service + "/": {"ashlar-node"}, // who may have which bytes, the objects say (agent.OpenCopy)
+	"/" + export.Service + "/":   {"ashlar-node"}, // and who may use which volume (agent.Exports)
 }
 
 type callerNode struct{}

@@ -1,0 +1,340 @@
+// Package export is what the node that has a volume (its home) and the node that uses it say to each other, over the agents' port. It knows nothing of
+// who may ask.
+package export
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/netip"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/protobuf/types/known/wrapperspb"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// Service is the name of the service, as a full method begins with it: /ashlar.v1.Export/Open.
+const Service = "ashlar.v1.Export"
+
+// Home is the node that has volumes, as those see it that use them. Each call may be made again. errdefs.ErrBusy: something else is being done
+// to the volume, which does not take long. errdefs.ErrPrecondition: the volume is not claimed for the caller, or not by this generation.
+type Home interface {
+	// Open exports a volume to the caller, whose claim has the generation. What was exported for another one is ended first.
+	Open(ctx context.Context, id volume.ID, generation int64) (Opened, error)
+	// Record is that of a volume which is exported to the caller, or claimed for it.
+	Record(ctx context.Context, id volume.ID, generation int64) (blockdev.Record, error)
+	// SetLabels changes labels of such a record, all or none: from what is in before to what is in after, where what is in neither stays, and
+	// what is only in before is taken away. Only those of volume.UserLabels can be changed. errdefs.ErrBusy if they are others than before.
+	SetLabels(ctx context.Context, id volume.ID, generation int64, before, after map[string]string) (blockdev.Record, error)
+	// Close ends what was exported for a generation.
+	Close(ctx context.Context, id volume.ID, generation int64) error
+}
+
+// User is a node that uses volumes of others, as their homes see it. errdefs.ErrBusy: something else is being done to the volume there;
+// errdefs.ErrPrecondition: the caller does not have the volume, or the node uses it by another claim.
+type User interface {
+	// Modified has all mutable parameters of a volume in force; with an error, nothing has changed.
+	Modified(ctx context.Context, id volume.ID, generation int64, mutable map[string]string) error
+	// Hold holds back the writes to a volume until release is called: see volume.Holder.
+	Hold(ctx context.Context, id volume.ID, generation int64) (release func() error, err error)
+}
+
+// Opened is what a node needs to connect to a volume.
+type Opened struct {
+	Address   netip.AddrPort // of the home's NVMe/TCP target
+	NQN, Host string         // of the subsystem, and of who may connect to it
+	Secret    Secret         // of DH-HMAC-CHAP; empty: none is asked for
+	UUID      string         // of the namespace, with dashes
+	Size      int64          // of the device, in bytes
+	// Record of the volume.
+	Record blockdev.Record
+}
+
+// Secret is a text that is not printed.
+type Secret string
+
+func (Secret) String() string { return "***stripped***" }
+
+// GoString is for %#v.
+func (s Secret) GoString() string { return s.String() }
+
+const (
+	methodOpen      = "Open"
+	methodRecord    = "Record"
+	methodSetLabels = "SetLabels"
+	methodClose     = "Close"
+	methodModified  = "Modified"
+	methodHold      = "Hold"
+)
+
+// request is that of each of the calls.
+type request struct {
+	Volume     string            `json:"volume"`
+	Generation int64             `json:"generation"`
+	Before     map[string]string `json:"before,omitempty"`
+	After      map[string]string `json:"after,omitempty"`
+	Mutable    map[string]string `json:"mutable,omitempty"`
+}
+
+// answer is that to each of the calls. Close and Modified have an empty one.
+type answer struct {
+	Record *record `json:"record,omitempty"`
+	Opened *opened `json:"opened,omitempty"`
+	Held   bool    `json:"held,omitempty"` // of Hold: until the caller has no more to say
+}
+
+type opened struct {
+	Address netip.AddrPort `json:"address"`
+	NQN     string         `json:"nqn"`
+	Host    string         `json:"host"`
+	Secret  string         `json:"secret,omitempty"`
+	UUID    string         `json:"uuid"`
+	Size    int64          `json:"size"`
+}
+
+// record is a blockdev.Record that is ready.
+type record struct {
+	Name    string            `json:"name"`
+	Size    int64             `json:"size"`
+	Thin    bool              `json:"thin,omitempty"`
+	Sector  int64             `json:"sector,omitempty"`
+	Origin  string            `json:"origin,omitempty"`
+	Created time.Time         `json:"created"`
+	Labels  map[string]string `json:"labels,omitempty"`
+}
+
+func fromRecord(r blockdev.Record) *record {
+	out := &record{Name: r.Name, Size: r.Size, Thin: r.Thin, Sector: r.Sector, Created: r.Created, Labels: r.Labels}
+	if r.Origin != (blockdev.Ref{}) {
+		out.Origin = r.Origin.String()
+	}
+	return out
+}
+
+func (r *record) of(id volume.ID) (blockdev.Record, error) {
+	if r == nil || r.Size <= 0 {
+		return blockdev.Record{}, fmt.Errorf("%w: the answer has no record of volume %s", errdefs.ErrUnavailable, id)
+	}
+	out := blockdev.Record{Ref: blockdev.Ref{Kind: id.Kind, Key: id.Key}, Name: r.Name, Size: r.Size, Thin: r.Thin, Sector: r.Sector, Created: r.Created, Labels: r.Labels, Ready: true}
+	if r.Origin != "" {
+		out.Origin = blockdev.ParseRef(r.Origin)
+	}
+	if out.Labels == nil {
+		out.Labels = map[string]string{}
+	}
+	return out, nil
+}
+
+// Register has a gRPC server answer for a node, as the home of its volumes and as the user of others.
+func Register(r grpc.ServiceRegistrar, home Home, user User) {
+	methods := map[string]func(ctx context.Context, id volume.ID, r request) (answer, error){
+		methodOpen: func(ctx context.Context, id volume.ID, r request) (answer, error) {
+			o, err := home.Open(ctx, id, r.Generation)
+			return answer{Record: fromRecord(o.Record), Opened: &opened{o.Address, o.NQN, o.Host, string(o.Secret), o.UUID, o.Size}}, err
+		},
+		methodRecord: func(ctx context.Context, id volume.ID, r request) (answer, error) {
+			have, err := home.Record(ctx, id, r.Generation)
+			return answer{Record: fromRecord(have)}, err
+		},
+		methodSetLabels: func(ctx context.Context, id volume.ID, r request) (answer, error) {
+			have, err := home.SetLabels(ctx, id, r.Generation, r.Before, r.After)
+			return answer{Record: fromRecord(have)}, err
+		},
+		methodClose: func(ctx context.Context, id volume.ID, r request) (answer, error) {
+			return answer{}, home.Close(ctx, id, r.Generation)
+		},
+		methodModified: func(ctx context.Context, id volume.ID, r request) (answer, error) {
+			return answer{}, user.Modified(ctx, id, r.Generation, r.Mutable)
+		},
+	}
+	description := &grpc.ServiceDesc{ServiceName: Service, HandlerType: (*any)(nil), Streams: []grpc.StreamDesc{{StreamName: methodHold, ServerStreams: true, ClientStreams: true,
+		Handler: func(_ any, stream grpc.ServerStream) error { return hold(stream, user) }}}}
+	for name, answers := range methods {
+		description.Methods = append(description.Methods, grpc.MethodDesc{MethodName: name, Handler: handler(name, answers)})
+	}
+	r.RegisterService(description, nil)
+}
+
+// parse reads a request.
+func parse(message *wrapperspb.BytesValue) (r request, id volume.ID, err error) {
+	if err := json.Unmarshal(message.GetValue(), &r); err != nil {
+		return r, id, fmt.Errorf("%w: this is no request for an export: %w", errdefs.ErrInvalid, err)
+	}
+	id, err = volume.ParseID(r.Volume)
+	if err == nil && id.Kind != blockdev.Volume {
+		err = fmt.Errorf("%w: %s is no volume", errdefs.ErrNotFound, id)
+	}
+	return r, id, err
+}
+
+// hold holds back writes as long as the caller has the stream open.
+func hold(stream grpc.ServerStream, user User) error {
+	message := &wrapperspb.BytesValue{}
+	if err := stream.RecvMsg(message); err != nil {
+		return err
+	}
+	r, id, err := parse(message)
+	if err != nil {
+		return err
+	}
+	release, err := user.Hold(stream.Context(), id, r.Generation)
+	if err != nil {
+		return err
+	}
+	text, err := json.Marshal(answer{Held: release != nil})
+	if err == nil {
+		err = stream.SendMsg(wrapperspb.Bytes(text))
+	}
+	if release == nil {
+		return err
+	}
+	if err == nil {
+		if err = stream.RecvMsg(message); errors.Is(err, io.EOF) {
+			err = nil
+		}
+	}
+	return errors.Join(err, release()) // also if the caller is gone
+}
+
+// handler is a call as gRPC has it.
+func handler(name string, answers func(context.Context, volume.ID, request) (answer, error)) grpc.MethodHandler {
+	handle := func(ctx context.Context, message any) (any, error) {
+		r, id, err := parse(message.(*wrapperspb.BytesValue))
+		if err != nil {
+			return nil, err
+		}
+		out, err := answers(ctx, id, r)
+		if err != nil {
+			return nil, err
+		}
+		text, err := json.Marshal(out)
+		return wrapperspb.Bytes(text), err
+	}
+	return func(server any, ctx context.Context, decode func(any) error, between grpc.UnaryServerInterceptor) (any, error) {
+		message := &wrapperspb.BytesValue{}
+		if err := decode(message); err != nil {
+			return nil, err
+		}
+		if between == nil {
+			return handle(ctx, message)
+		}
+		return between(ctx, message, &grpc.UnaryServerInfo{Server: server, FullMethod: "/" + Service + "/" + name}, handle)
+	}
+}
+
+// HomeAt is the home that answers at a connection.
+func HomeAt(agent grpc.ClientConnInterface) Home { return client{agent} }
+
+// UserAt is the user that answers at a connection.
+func UserAt(agent grpc.ClientConnInterface) User { return client{agent} }
+
+type client struct{ agent grpc.ClientConnInterface }
+
+func (c client) call(ctx context.Context, method string, r request) (answer, error) {
+	text, err := json.Marshal(r)
+	if err != nil {
+		return answer{}, err
+	}
+	reply := &wrapperspb.BytesValue{}
+	if err := c.agent.Invoke(ctx, "/"+Service+"/"+method, wrapperspb.Bytes(text), reply); err != nil {
+		return answer{}, err
+	}
+	var out answer
+	if err := json.Unmarshal(reply.GetValue(), &out); err != nil {
+		return answer{}, fmt.Errorf("%w: the answer to %s of volume %s cannot be read", errdefs.ErrUnavailable, method, r.Volume) // it may hold a secret
+	}
+	return out, nil
+}
+
+// Open: see Home.
+func (c client) Open(ctx context.Context, id volume.ID, generation int64) (Opened, error) {
+	out, err := c.call(ctx, methodOpen, request{Volume: id.String(), Generation: generation})
+	if err != nil {
+		return Opened{}, err
+	}
+	o := out.Opened
+	if o == nil || o.NQN == "" || o.Host == "" || o.Size <= 0 || !o.Address.IsValid() {
+		return Opened{}, fmt.Errorf("%w: the answer does not say where volume %s is exported", errdefs.ErrUnavailable, id)
+	}
+	record, err := out.Record.of(id)
+	return Opened{o.Address, o.NQN, o.Host, Secret(o.Secret), o.UUID, o.Size, record}, err
+}
+
+// Record: see Home.
+func (c client) Record(ctx context.Context, id volume.ID, generation int64) (blockdev.Record, error) {
+	out, err := c.call(ctx, methodRecord, request{Volume: id.String(), Generation: generation})
+	if err != nil {
+		return blockdev.Record{}, err
+	}
+	return out.Record.of(id)
+}
+
+// SetLabels: see Home.
+func (c client) SetLabels(ctx context.Context, id volume.ID, generation int64, before, after map[string]string) (blockdev.Record, error) {
+	out, err := c.call(ctx, methodSetLabels, request{Volume: id.String(), Generation: generation, Before: before, After: after})
+	if err != nil {
+		return blockdev.Record{}, err
+	}
+	return out.Record.of(id)
+}
+
+// Close: see Home.
+func (c client) Close(ctx context.Context, id volume.ID, generation int64) error {
+	_, err := c.call(ctx, methodClose, request{Volume: id.String(), Generation: generation})
+	return err
+}
+
+// Modified: see User.
+func (c client) Modified(ctx context.Context, id volume.ID, generation int64, mutable map[string]string) error {
+	_, err := c.call(ctx, methodModified, request{Volume: id.String(), Generation: generation, Mutable: mutable})
+	return err
+}
+
+// Hold: see User. The call goes on until release is called, or ctx ends.
+func (c client) Hold(ctx context.Context, id volume.ID, generation int64) (release func() error, err error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer func() {
+		if release == nil {
+			cancel()
+		}
+	}()
+	text, err := json.Marshal(request{Volume: id.String(), Generation: generation})
+	if err != nil {
+		return nil, err
+	}
+	stream, err := c.agent.NewStream(ctx, &grpc.StreamDesc{StreamName: methodHold, ServerStreams: true, ClientStreams: true}, "/"+Service+"/"+methodHold)
+	if err != nil {
+		return nil, err
+	}
+	first := &wrapperspb.BytesValue{}
+	if err := stream.SendMsg(wrapperspb.Bytes(text)); err != nil && !errors.Is(err, io.EOF) { // why it ended, the next one says
+		return nil, err
+	}
+	if err := stream.RecvMsg(first); err != nil {
+		return nil, err
+	}
+	var out answer
+	if err := json.Unmarshal(first.GetValue(), &out); err != nil {
+		return nil, fmt.Errorf("%w: the answer to %s of volume %s cannot be read: %w", errdefs.ErrUnavailable, methodHold, id, err)
+	}
+	if !out.Held {
+		return nil, nil
+	}
+	return sync.OnceValue(func() error {
+		defer cancel()
+		err := stream.CloseSend()
+		if err == nil {
+			if err = stream.RecvMsg(&wrapperspb.BytesValue{}); errors.Is(err, io.EOF) {
+				return nil
+			}
+		}
+		return errdefs.Recast(errdefs.ErrUnavailable, err, "the writes to volume %s may not have been held back", id)
+	}), nil
+}
