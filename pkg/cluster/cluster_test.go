@@ -28,6 +28,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool/remotetest"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/agent"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/port"
@@ -215,10 +216,12 @@ type machine struct {
 	wrap    func(*memory.Pool) blockdev.Pool // of its default pool; nil: it is as it is
 	via     func(address string) string      // what others reach its port by; nil: its address
 	with    func(*agent.Options)             // what else its agent is started with; nil: nothing
+	network *remotetest.Network              // in which it gives volumes to others, and uses those of others; nil: in none
 
 	local *volume.Local
 	agent *agent.Agent
 	port  *port.Listener
+	uses  *uses // in a network
 	stop  func()
 }
 
@@ -297,8 +300,14 @@ func (w *environment) agent(m *machine) *agent.Agent {
 	if m.with != nil {
 		m.with(&o)
 	}
+	if m.network != nil {
+		o.Exporter, o.Network = m.local, &v1alpha1.Network{Name: "default", Address: "10.0.0.1:4420"}
+	}
 	m.agent, err = agent.New(wrapped(apitest.Get(w).Agent(w, m.name)), m.local, o)
 	check.OK(w, err)
+	if m.network != nil {
+		w.use(m, mounts)
+	}
 	return m.agent
 }
 

@@ -27,6 +27,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/export"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/port"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/transfer"
@@ -40,8 +41,13 @@ import (
 // served serves the port of a machine's agent, as cmd/driver does.
 func (w *environment) served(m *machine) func(context.Context) error {
 	server := port.Server{Node: m.name, Namespace: apitest.Namespace, Config: wrapped(apitest.Get(w).Agent(w, m.name))}
-	agent := m.agent
-	services := rpc.Services{SnapshotMetadata: controller.New(m.local), Locks: m.locks, Others: func(r grpc.ServiceRegistrar) { transfer.Register(r, agent.OpenCopy, nil) }}
+	agent, uses := m.agent, m.uses
+	services := rpc.Services{SnapshotMetadata: controller.New(m.local), Locks: m.locks, Others: func(r grpc.ServiceRegistrar) {
+		transfer.Register(r, agent.OpenCopy, nil)
+		if uses != nil {
+			export.Register(r, agent.Exports(), agent.Uses(uses.others))
+		}
+	}}
 	listener := m.port
 	return func(ctx context.Context) error { return server.Serve(ctx, listener, services) }
 }

@@ -38,7 +38,7 @@ type Options struct {
 	Namespace string
 	// Endpoint is where other parts of the driver reach this agent (package port); nil: nowhere.
 	Endpoint *v1alpha1.AgentEndpoint
-	// Agents connects to other agents, to copy what is on their nodes; nil: to none.
+	// Agents connects to other agents, to copy what is on their nodes, and to use it; nil: to none.
 	Agents Agents
 	// Network is where volumes of the node are given to others, and those of others used here; nil: nowhere.
 	Network *v1alpha1.Network
@@ -72,6 +72,7 @@ type Agent struct {
 	gauges  gauges                          // for metrics
 	// fetching has room for who copies from another node.
 	fetching chan struct{}
+	others   others
 
 	mu      sync.Mutex
 	cancels map[request]context.CancelFunc // what makes an object
@@ -92,6 +93,9 @@ func New(config *rest.Config, local *volume.Local, o Options) (*Agent, error) {
 	}
 	a := &Agent{kube: c, local: local, options: o, changed: make(chan struct{}, 1),
 		lookups: map[string]map[volume.ID]lookup{}, fetching: make(chan struct{}, fetches), cancels: map[request]context.CancelFunc{}}
+	if err := a.connectOthers(config); err != nil {
+		return nil, err
+	}
 	return a, c.Cache.IndexField(context.Background(), &v1alpha1.Snapshot{}, cluster.ByGroup, cluster.IndexGroup)
 }
 
@@ -113,12 +117,13 @@ func (a *Agent) Run(ctx context.Context) error {
 	var done sync.WaitGroup
 	defer done.Wait()
 	defer stop()
-	failures := make(chan error, 4)
+	failures := make(chan error, 5)
 	if a.options.Namespace != "" {
 		beating := &heartbeat{live: a.kube.Live, namespace: a.options.Namespace, node: a.local.Node(), every: a.options.Heartbeat}
 		done.Go(func() { beating.run(ctx) })
 	}
 	done.Go(func() { failures <- a.kube.Cache.Start(ctx) })
+	done.Go(func() { failures <- a.watchOthers(ctx) })
 	if !a.kube.Cache.WaitForCacheSync(ctx) {
 		return nil // the context ended
 	}

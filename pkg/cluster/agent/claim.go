@@ -4,6 +4,7 @@ import (
 	"context"
 	"time"
 
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
@@ -30,7 +31,14 @@ func (a *Agent) Claimed(ctx context.Context, id volume.ID, readOnly bool) (_ vol
 	for {
 		v := &v1alpha1.Volume{}
 		// As the watch has it: what the agent itself is writing, perhaps to a server that does not answer, is no claim.
-		if err := a.kube.Cache.Get(ctx, client.ObjectKey{Name: id.Key}, v); err != nil || v.Spec.Pool != id.Pool {
+		err := a.kube.Cache.Get(ctx, client.ObjectKey{Name: id.Key}, v)
+		if other, is := a.usedHere(id.Key); err != nil && is {
+			v, err = other, nil
+		}
+		if apierrors.IsNotFound(err) {
+			return volume.Claim{}, a.isElsewhere(ctx, id)
+		}
+		if err != nil || v.Spec.Pool != id.Pool {
 			return volume.Claim{}, false
 		}
 		claim := cluster.ToVolume(v).Claim

@@ -13,8 +13,9 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
-// Exporter knows to whom volumes of the node are given, and ends that: volume.Local.
+// Exporter gives volumes of the node to others, knows to whom, and ends that: volume.Local.
 type Exporter interface {
+	Export(ctx context.Context, id volume.ID, to volume.Grant) (volume.Exported, error)
 	ExportOf(ctx context.Context, id volume.ID) (to volume.Grant, is bool, err error)
 	Unexport(ctx context.Context, id volume.ID, generation int64) error
 }

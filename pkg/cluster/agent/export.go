@@ -1,0 +1,143 @@
+package agent
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/export"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/port"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// Exports answers the agents of nodes that use volumes of this one: it is an export.Home. A node may use a volume if the volume's object says so at
+// the API server, now: that is asked before anything is exported. What it was exported to may read and write the record without that.
+func (a *Agent) Exports() export.Home { return exports{a} }
+
+type exports struct{ *Agent }
+
+// check is ErrUnavailable if this node exports nothing.
+func (e exports) check() error {
+	if e.options.Exporter != nil && e.options.Network != nil {
+		return nil
+	}
+	return fmt.Errorf("%w: node %s exports no volumes: start its driver with --remote-address", errdefs.ErrUnavailable, e.local.Node())
+}
+
+// claimed returns the object of a volume that is claimed for the caller by a generation; ErrPrecondition if it is not.
+func (e exports) claimed(ctx context.Context, id volume.ID, generation int64) (*v1alpha1.Volume, error) {
+	v := &v1alpha1.Volume{}
+	err := e.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, v)
+	if client.IgnoreNotFound(err) != nil {
+		return nil, kube.APIError("read volume "+id.Key, err)
+	}
+	caller := port.CallerNode(ctx)
+	if err != nil || v.Spec.NodeName != e.local.Node() || cluster.VolumeID(v) != id || v1alpha1.Going(v) {
+		return nil, fmt.Errorf("%w: node %s has no volume %s that could be used on node %q", errdefs.ErrNotFound, e.local.Node(), id, caller)
+	}
+	if c := v.Spec.Claim; caller == "" || c == nil || c.Node != caller || c.Generation != generation {
+		return nil, fmt.Errorf("%w: volume %s is not claimed for node %q by generation %d", errdefs.ErrPrecondition, id, caller, generation)
+	}
+	return v, nil
+}
+
+// exported fails unless a volume is exported to the caller for a generation, or is claimed for it.
+func (e exports) exported(ctx context.Context, id volume.ID, generation int64) error {
+	if err := e.check(); err != nil {
+		return err
+	}
+	to, is, err := e.options.Exporter.ExportOf(ctx, id)
+	if err != nil || is && to == (volume.Grant{Generation: generation, Node: port.CallerNode(ctx)}) {
+		return err
+	}
+	_, err = e.claimed(ctx, id, generation)
+	return err
+}
+
+// Open: see export.Home. That it is exported is in the object's status before it is: who takes the claim away sees it there, and waits for the end of it.
+func (e exports) Open(ctx context.Context, id volume.ID, generation int64) (opened export.Opened, err error) {
+	if err := e.check(); err != nil {
+		return export.Opened{}, err
+	}
+	err = e.withLocks([]string{keylock.Volume(id.Key)}, func() error {
+		v, err := e.claimed(ctx, id, generation)
+		if err != nil {
+			return err
+		}
+		to := volume.Grant{Generation: generation, Node: v.Spec.Claim.Node}
+		if err := e.reportExport(ctx, v, to); err != nil {
+			return err
+		}
+		out, err := e.options.Exporter.Export(ctx, id, to)
+		if err != nil {
+			return err
+		}
+		at, err := netip.ParseAddrPort(e.options.Network.Address)
+		if err != nil {
+			return err
+		}
+		opened = export.Opened{Address: at, NQN: out.NQN, Host: out.Host, Secret: export.Secret(out.Secret), UUID: out.UUID, Size: out.Size}
+		opened.Record, err = e.local.Record(ctx, id)
+		return err
+	})
+	return opened, err
+}
+
+// Record: see export.Home.
+func (e exports) Record(ctx context.Context, id volume.ID, generation int64) (blockdev.Record, error) {
+	if err := e.exported(ctx, id, generation); err != nil {
+		return blockdev.Record{}, err
+	}
+	return e.local.Record(ctx, id)
+}
+
+// SetLabels: see export.Home.
+func (e exports) SetLabels(ctx context.Context, id volume.ID, generation int64, before, after map[string]string) (record blockdev.Record, err error) {
+	err = e.withLocks([]string{keylock.Volume(id.Key)}, func() error {
+		if err := e.exported(ctx, id, generation); err != nil {
+			return err
+		}
+		record, err = e.local.SwapLabels(ctx, id, before, after)
+		return err
+	})
+	return record, err
+}
+
+// Close: see export.Home. What is exported to others stays, and what is not exported needs no end. That it ended, the status says after it has.
+func (e exports) Close(ctx context.Context, id volume.ID, generation int64) error {
+	if err := e.check(); err != nil {
+		return err
+	}
+	return e.withLocks([]string{keylock.Volume(id.Key)}, func() error {
+		to, is, err := e.options.Exporter.ExportOf(ctx, id)
+		if err != nil || !is || to != (volume.Grant{Generation: generation, Node: port.CallerNode(ctx)}) {
+			return errdefs.IgnoreNotFound(err)
+		}
+		return e.options.Exporter.Unexport(ctx, id, generation)
+	})
+}
+
+// reportExport writes down to whom a volume is given. It fails with a conflict if anybody changed the object since it was read: perhaps its claim.
+func (a *Agent) reportExport(ctx context.Context, v *v1alpha1.Volume, to volume.Grant) error {
+	if have := v.Status.Export; have != nil && have.Generation == to.Generation && have.Node == to.Node {
+		return nil
+	}
+	now := metav1.Now()
+	err := report(ctx, a, v, func(v *v1alpha1.Volume) {
+		v.Status.Export = &v1alpha1.Export{Generation: to.Generation, Node: to.Node, Since: &now}
+	})
+	if apierrors.IsConflict(err) {
+		return fmt.Errorf("%w: the object of volume %s was changed meanwhile", errdefs.ErrBusy, v.Name)
+	}
+	return kube.APIError("write to whom volume "+v.Name+" is given", err)
+}

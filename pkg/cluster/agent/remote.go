@@ -1,0 +1,402 @@
+package agent
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"google.golang.org/grpc"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/client-go/rest"
+	"sigs.k8s.io/controller-runtime/pkg/cache"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvme"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/export"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/port"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// others is what the agent knows of volumes of other nodes that are claimed for its own.
+type others struct {
+	kube kube.Connection
+	read atomic.Bool // the cache has been filled once
+
+	mu     sync.Mutex
+	agents map[string]v1alpha1.AgentEndpoint // where the agents of other nodes were found last
+}
+
+// How long the agent of another node may take for an answer. To export a volume takes it a few steps.
+const (
+	homeTime = 10 * time.Second
+	openTime = time.Minute
+)
+
+// connectOthers prepares the watch of the volumes of other nodes. It asks the API server nothing.
+func (a *Agent) connectOthers(config *rest.Config) (err error) {
+	a.others.agents = map[string]v1alpha1.AgentEndpoint{}
+	if a.options.Network == nil {
+		return nil
+	}
+	used := fields.AndSelectors(fields.OneTermEqualSelector("spec.claim.node", a.local.Node()), fields.OneTermNotEqualSelector("spec.nodeName", a.local.Node()))
+	a.others.kube, err = kube.Connect(config, map[client.Object]cache.ByObject{&v1alpha1.Volume{}: {Field: used}})
+	return err
+}
+
+// watchOthers watches them until the context ends.
+func (a *Agent) watchOthers(ctx context.Context) error {
+	if a.options.Network == nil {
+		<-ctx.Done()
+		return nil
+	}
+	informer, err := a.others.kube.Cache.GetInformer(ctx, &v1alpha1.Volume{}, cache.BlockUntilSynced(false))
+	if err != nil {
+		return err
+	}
+	if _, err := informer.AddEventHandler(a.hub.Handler(nil)); err != nil {
+		return err
+	}
+	var filled sync.WaitGroup
+	defer filled.Wait()
+	filled.Go(func() { a.others.read.Store(a.others.kube.Cache.WaitForCacheSync(ctx)) })
+	return a.others.kube.Cache.Start(ctx)
+}
+
+// usedHere returns the object of a volume of another node that is claimed for this one, as the watch last told.
+func (a *Agent) usedHere(key string) (*v1alpha1.Volume, bool) {
+	if !a.others.read.Load() {
+		return nil, false
+	}
+	v := &v1alpha1.Volume{}
+	err := a.others.kube.Cache.Get(context.Background(), client.ObjectKey{Name: key}, v) // it is memory
+	return v, err == nil
+}
+
+// usedNow is usedHere, as the API server says now. ErrPrecondition if it is not claimed for this node, or not of another one.
+func (a *Agent) usedNow(ctx context.Context, id volume.ID) (*v1alpha1.Volume, error) {
+	v := &v1alpha1.Volume{}
+	if err := a.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, v); err != nil {
+		return nil, kube.APIError("read volume "+id.Key, err)
+	}
+	if c := v.Spec.Claim; cluster.VolumeID(v) != id || v.Spec.NodeName == a.local.Node() || c == nil || c.Node != a.local.Node() {
+		return nil, fmt.Errorf("%w: volume %s is no volume of another node that is claimed for node %s", errdefs.ErrPrecondition, id, a.local.Node())
+	}
+	return v, nil
+}
+
+// isElsewhere reports whether a volume, which no object of this node is for, is another node's: what has its ID here is a stray then. It is not known
+// if the API server does not answer.
+func (a *Agent) isElsewhere(ctx context.Context, id volume.ID) bool {
+	if a.options.Network == nil {
+		return false
+	}
+	ctx, cancel := context.WithTimeout(ctx, claimWait)
+	defer cancel()
+	v := &v1alpha1.Volume{}
+	return a.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, v) == nil && v.Spec.NodeName != a.local.Node()
+}
+
+// Elsewhere knows which volumes of other nodes are claimed for this one, or connected in its kernel.
+func (a *Agent) Elsewhere(connected func(blockdev.Ref) bool) volume.Elsewhere {
+	return elsewhere{a, connected}
+}
+
+type elsewhere struct {
+	*Agent
+	connected func(blockdev.Ref) bool
+}
+
+// Has: see volume.Elsewhere.
+func (e elsewhere) Has(id volume.ID) bool {
+	v, is := e.usedHere(id.Key)
+	return is && cluster.VolumeID(v) == id || id.Kind == blockdev.Volume && e.connected(blockdev.Ref{Kind: id.Kind, Key: id.Key})
+}
+
+// Find: see volume.Elsewhere. The kubelet may know of a claim before the watch does.
+func (e elsewhere) Find(ctx context.Context, id volume.ID) (bool, error) {
+	ctx, cancel := context.WithTimeout(ctx, claimWait)
+	defer cancel()
+	w := e.hub.Open(cluster.VolumeNamed(id.Key))
+	defer w.Close()
+	_, err := e.usedNow(ctx, id)
+	if err != nil {
+		if errors.Is(err, errdefs.ErrUnavailable) {
+			return false, fmt.Errorf("find out whether volume %s is on another node: %w", id, err)
+		}
+		return false, nil
+	}
+	for !e.Has(id) {
+		select {
+		case <-w.Signal:
+			w.Take()
+		case <-ctx.Done():
+			return false, fmt.Errorf("%w: volume %s is claimed for this node, and the agent has not heard of it yet", errdefs.ErrUnavailable, id)
+		}
+	}
+	return true, nil
+}
+
+// Homes asks the homes of the volumes that this node uses: it is a remotepool.Home.
+func (a *Agent) Homes() remotepool.Home { return homes{a} }
+
+type homes struct{ *Agent }
+
+// Claim: see remotepool.Home.
+func (h homes) Claim(ref blockdev.Ref) (remotepool.Claim, bool) {
+	v, is := h.usedHere(ref.Key)
+	if !is || v.Spec.Claim == nil {
+		return remotepool.Claim{}, false
+	}
+	return remotepool.Claim{Home: v.Spec.NodeName, Generation: v.Spec.Claim.Generation}, true
+}
+
+// Open: see remotepool.Home.
+func (h homes) Open(ctx context.Context, pool string, ref blockdev.Ref) (remotepool.Export, error) {
+	ctx, cancel := context.WithTimeout(ctx, openTime)
+	defer cancel()
+	id := volume.ID{Kind: ref.Kind, Pool: pool, Key: ref.Key}
+	v, err := h.usedNow(ctx, id)
+	if err != nil {
+		return remotepool.Export{}, err
+	}
+	var opened export.Opened
+	if err := h.atHome(ctx, v, func(home export.Home) (err error) {
+		opened, err = home.Open(ctx, id, v.Spec.Claim.Generation)
+		return err
+	}); err != nil {
+		return remotepool.Export{}, err
+	}
+	loss := cluster.HomeTimeoutOf(v)
+	if loss == 0 {
+		loss = -1
+	}
+	return remotepool.Export{Size: opened.Size, Record: opened.Record, Connection: nvme.Connection{NQN: opened.NQN, Host: opened.Host,
+		Address: opened.Address, Secret: string(opened.Secret), UUID: opened.UUID, Loss: loss}}, nil
+}
+
+// Record: see remotepool.Home.
+func (h homes) Record(ctx context.Context, pool string, ref blockdev.Ref) (record blockdev.Record, err error) {
+	id := volume.ID{Kind: ref.Kind, Pool: pool, Key: ref.Key}
+	err = h.ask(ctx, id, func(ctx context.Context, home export.Home, generation int64) (err error) {
+		record, err = home.Record(ctx, id, generation)
+		return err
+	})
+	return record, err
+}
+
+// SetLabels: see remotepool.Home.
+func (h homes) SetLabels(ctx context.Context, pool string, ref blockdev.Ref, before, after map[string]string) (record blockdev.Record, err error) {
+	id := volume.ID{Kind: ref.Kind, Pool: pool, Key: ref.Key}
+	err = h.ask(ctx, id, func(ctx context.Context, home export.Home, generation int64) (err error) {
+		record, err = home.SetLabels(ctx, id, generation, before, after)
+		return err
+	})
+	return record, err
+}
+
+// Ended: see remotepool.Home.
+func (h homes) Ended(ctx context.Context, ref blockdev.Ref, generation int64) (bool, error) {
+	ctx, cancel := context.WithTimeout(ctx, homeTime)
+	defer cancel()
+	v := &v1alpha1.Volume{}
+	if err := h.kube.Live.Get(ctx, client.ObjectKey{Name: ref.Key}, v); err != nil {
+		return apierrors.IsNotFound(err), client.IgnoreNotFound(err)
+	}
+	c := v.Spec.Claim
+	return c == nil || c.Node != h.local.Node() || c.Generation != generation, nil
+}
+
+// Close: see remotepool.Home. Where the home is, the claim says; without one its release has ended the export, or does.
+func (h homes) Close(ctx context.Context, ref blockdev.Ref, generation int64) error {
+	v, is := h.usedHere(ref.Key)
+	if !is || v.Spec.Claim.Generation != generation {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, homeTime)
+	defer cancel()
+	return h.atHome(ctx, v, func(home export.Home) error { return home.Close(ctx, cluster.VolumeID(v), generation) })
+}
+
+// ask asks the home of a volume, by the claim that is known here; should the home refuse it, by the one that there is now.
+func (h homes) ask(ctx context.Context, id volume.ID, call func(ctx context.Context, home export.Home, generation int64) error) error {
+	ctx, cancel := context.WithTimeout(ctx, homeTime)
+	defer cancel()
+	by := func(v *v1alpha1.Volume) error {
+		return h.atHome(ctx, v, func(home export.Home) error { return call(ctx, home, v.Spec.Claim.Generation) })
+	}
+	v, is := h.usedHere(id.Key)
+	if !is || cluster.VolumeID(v) != id {
+		now, err := h.usedNow(ctx, id)
+		if err != nil {
+			return err
+		}
+		return by(now)
+	}
+	err := by(v)
+	if err == nil || errors.Is(err, errdefs.ErrUnavailable) || errors.Is(err, errdefs.ErrBusy) {
+		return err
+	}
+	if now, failure := h.usedNow(ctx, id); failure == nil && now.Spec.Claim.Generation != v.Spec.Claim.Generation {
+		return by(now)
+	}
+	return err
+}
+
+// atHome asks the home of a volume.
+func (a *Agent) atHome(ctx context.Context, v *v1alpha1.Volume, call func(export.Home) error) error {
+	err := a.atNode(ctx, v.Spec.NodeName, func(c grpc.ClientConnInterface) error { return call(export.HomeAt(c)) })
+	if err != nil {
+		return fmt.Errorf("ask node %s, which has volume %s: %w", v.Spec.NodeName, cluster.VolumeID(v), err)
+	}
+	return nil
+}
+
+// atNode calls the agent of a node: where it was found last, and if nobody answers there, where it is now. So an API server that is away keeps nobody from
+// it.
+func (a *Agent) atNode(ctx context.Context, node string, call func(grpc.ClientConnInterface) error) error {
+	if a.options.Agents == nil {
+		return fmt.Errorf("%w: this agent calls no other ones: start the driver of node %s with --agent-endpoint", errdefs.ErrUnavailable, a.local.Node())
+	}
+	at := func(place v1alpha1.AgentEndpoint) error {
+		agent, err := a.options.Agents.Agent(node, place)
+		if err != nil {
+			return err
+		}
+		return call(agent)
+	}
+	last, known := a.others.last(node)
+	var err error
+	if known {
+		if err = at(last); err == nil || !errors.Is(err, errdefs.ErrUnavailable) || ctx.Err() != nil {
+			return err
+		}
+	}
+	now, failure := a.endpoint(ctx, node)
+	switch {
+	case !known && failure != nil:
+		return failure
+	case failure != nil || known && now == last:
+		return err
+	}
+	a.others.found(node, now)
+	return at(now)
+}
+
+// last is where the agent of a node was found last.
+func (o *others) last(node string) (at v1alpha1.AgentEndpoint, known bool) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	at, known = o.agents[node]
+	return at, known
+}
+
+func (o *others) found(node string, at v1alpha1.AgentEndpoint) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.agents[node] = at
+}
+
+// endpoint is where the agent of a node is, as the objects of its pools say.
+func (a *Agent) endpoint(ctx context.Context, node string) (v1alpha1.AgentEndpoint, error) {
+	var pools v1alpha1.PoolList
+	if err := a.kube.Live.List(ctx, &pools, client.MatchingFields{"spec.nodeName": node}); err != nil {
+		return v1alpha1.AgentEndpoint{}, kube.APIError("look for the agent of node "+node, err)
+	}
+	for _, p := range pools.Items {
+		if p.Status.Agent != nil {
+			return *p.Status.Agent, nil
+		}
+	}
+	return v1alpha1.AgentEndpoint{}, fmt.Errorf("%w: the agent of node %s has no port: start its driver with --agent-endpoint", errdefs.ErrUnavailable, node)
+}
+
+// Using is what this node does to volumes of others for their homes: volume.Local, over them.
+type Using interface {
+	Hold(ctx context.Context, id volume.ID) (release func() error, err error)
+	Modified(ctx context.Context, id volume.ID, mutable map[string]string) error
+}
+
+// Uses answers the agents of the nodes whose volumes are used here: it is an export.User. Each may ask for its own volumes.
+func (a *Agent) Uses(others Using) export.User { return users{a, others} }
+
+type users struct {
+	*Agent
+	others Using
+}
+
+// used is ErrPrecondition unless a volume is the caller's, and claimed for this node by a generation.
+func (u users) used(ctx context.Context, id volume.ID, generation int64) error {
+	v, is := u.usedHere(id.Key)
+	if !is || cluster.VolumeID(v) != id || v.Spec.Claim.Generation != generation {
+		var err error
+		if v, err = u.usedNow(ctx, id); err != nil {
+			return err
+		}
+	}
+	if caller := port.CallerNode(ctx); caller == "" || v.Spec.NodeName != caller || v.Spec.Claim.Generation != generation {
+		return fmt.Errorf("%w: node %s uses no volume %s of node %q by generation %d", errdefs.ErrPrecondition, u.local.Node(), id, caller, generation)
+	}
+	return nil
+}
+
+// Modified: see export.User.
+func (u users) Modified(ctx context.Context, id volume.ID, generation int64, mutable map[string]string) error {
+	if err := u.used(ctx, id, generation); err != nil {
+		return err
+	}
+	return u.withLocks([]string{keylock.Volume(id.Key)}, func() error { return u.others.Modified(ctx, id, mutable) })
+}
+
+// Hold: see export.User. No call of this node comes between.
+func (u users) Hold(ctx context.Context, id volume.ID, generation int64) (release func() error, err error) {
+	if err := u.used(ctx, id, generation); err != nil {
+		return nil, err
+	}
+	unlock, busy := u.options.Locks.TryLock([]string{keylock.Volume(id.Key)}, nil)
+	if unlock == nil {
+		return nil, fmt.Errorf("%w on %s", errdefs.ErrBusy, busy)
+	}
+	let, err := u.others.Hold(ctx, id)
+	if err != nil || let == nil {
+		unlock()
+		return nil, err
+	}
+	return sync.OnceValue(func() error {
+		defer unlock()
+		return let()
+	}), nil
+}
+
+// Consumers asks the nodes that volumes of this one are exported to: it is a volume.Consumers.
+func (a *Agent) Consumers() volume.Consumers { return consumers{a} }
+
+type consumers struct{ *Agent }
+
+// Modified: see volume.Consumers.
+func (c consumers) Modified(ctx context.Context, id volume.ID, to volume.Grant, mutable map[string]string) error {
+	ctx, cancel := context.WithTimeout(ctx, homeTime)
+	defer cancel()
+	return c.atNode(ctx, to.Node, func(agent grpc.ClientConnInterface) error {
+		return export.UserAt(agent).Modified(ctx, id, to.Generation, mutable)
+	})
+}
+
+// Hold: see volume.Holder.
+func (c consumers) Hold(ctx context.Context, id volume.ID, to volume.Grant) (release func() error, err error) {
+	err = c.atNode(ctx, to.Node, func(agent grpc.ClientConnInterface) (err error) {
+		release, err = export.UserAt(agent).Hold(ctx, id, to.Generation)
+		return err
+	})
+	return release, err
+}

@@ -1,0 +1,415 @@
+package cluster_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync/atomic"
+	"testing"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+	"k8s.io/client-go/rest"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool/remotetest"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/agent"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/export"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/port"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/mount"
+	"github.com/ashlar-csi/ashlar/pkg/node"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// uses is what a machine has to use volumes with, its own and those of others.
+type uses struct {
+	*volume.Everywhere
+	others *volume.Local
+	agent  *agent.Agent
+	node   *node.Server
+}
+
+func (u *uses) Topology(context.Context) (map[string]string, error) { return nil, nil }
+
+func (u *uses) Claimed(ctx context.Context, v volume.Volume, readOnly bool) (volume.Claim, bool) {
+	return u.agent.Claimed(ctx, v.ID, readOnly)
+}
+
+// use has a machine use volumes of others, and give them its own.
+func (w *environment) use(m *machine, mounts *mount.Table) {
+	w.Helper()
+	m.local.ServeExports(w.ctx, volume.Exporting{Key: bytes.Repeat([]byte{m.name[len(m.name)-1]}, 32), Locks: m.locks, Consumers: m.agent.Consumers(),
+		Open: func() (volume.Exporter, error) { return m.network.Target(), nil }})
+	remote := remotepool.New(m.name, m.network, m.agent.Homes())
+	others, err := volume.NewLocal(w.ctx, m.name, []blockdev.Pool{remote}, mounts, 0)
+	check.OK(w, err)
+	m.uses = &uses{Everywhere: volume.NewEverywhere(m.local, others, m.agent.Elsewhere(remote.Has)), others: others, agent: m.agent}
+	m.uses.node = node.New(w.ctx, m.uses, mounts, node.Options{Claims: true})
+}
+
+// reached is a cluster of two nodes in a network, a volume of node-1 that any of them can use, and a directory.
+func reached(t *testing.T, spec volume.Spec) (w *environment, a, b *machine, s *store.Store, v volume.Volume, dir string) {
+	t.Helper()
+	drivertest.NeedRoot(t)
+	w, network := newEnvironment(t), &remotetest.Network{}
+	a, b = w.begin(&machine{name: "node-1", ported: true, network: network}), w.begin(&machine{name: "node-2", ported: true, network: network})
+	s = w.calling(a)
+	w.pooled(s, b)
+	spec.Nodes, spec.Access = []string{a.name}, volume.AccessAny
+	v, err := s.Create(w.ctx, spec)
+	check.OK(t, err)
+	return w, a, b, s, v, drivertest.Dir(t)
+}
+
+// claimFor gives a volume to a node, or with none takes its claim off, as a controller does, and returns the generation.
+func (w *environment) claimFor(id volume.ID, node string) int64 {
+	w.Helper()
+	v := &v1alpha1.Volume{}
+	check.OK(w, w.Get(w.ctx, client.ObjectKey{Name: id.Key}, v))
+	before := v.DeepCopy()
+	v.Spec.Claim = nil
+	if node != "" {
+		v.Spec.Claims++
+		v.Spec.Claim = &v1alpha1.Claim{Node: node, Mode: "m", Generation: v.Spec.Claims}
+	}
+	check.OK(w, w.Patch(w.ctx, v, client.MergeFrom(before)))
+	return v.Spec.Claims
+}
+
+var mounted = &csi.VolumeCapability{AccessMode: &csi.VolumeCapability_AccessMode{Mode: csi.VolumeCapability_AccessMode_SINGLE_NODE_WRITER},
+	AccessType: &csi.VolumeCapability_Mount{Mount: &csi.VolumeCapability_MountVolume{FsType: "ext4"}}}
+
+// stage stages and publishes a volume below a directory, and returns where.
+func (m *machine) stage(ctx context.Context, dir string, id volume.ID, as *csi.VolumeCapability) (target string, err error) {
+	staging := filepath.Join(dir, m.name, "staging")
+	target = filepath.Join(dir, m.name, "pod", "target")
+	if err := errors.Join(os.MkdirAll(staging, 0o700), os.MkdirAll(filepath.Dir(target), 0o700)); err != nil {
+		return "", err
+	}
+	_, err = m.uses.node.NodeStageVolume(ctx, &csi.NodeStageVolumeRequest{VolumeId: id.String(), StagingTargetPath: staging, VolumeCapability: as})
+	if err == nil {
+		_, err = m.uses.node.NodePublishVolume(ctx, &csi.NodePublishVolumeRequest{VolumeId: id.String(), StagingTargetPath: staging, TargetPath: target, VolumeCapability: as})
+	}
+	return target, err
+}
+
+func (m *machine) unstage(ctx context.Context, dir string, id volume.ID) error {
+	_, err := m.uses.node.NodeUnpublishVolume(ctx, &csi.NodeUnpublishVolumeRequest{VolumeId: id.String(), TargetPath: filepath.Join(dir, m.name, "pod", "target")})
+	if err == nil {
+		_, err = m.uses.node.NodeUnstageVolume(ctx, &csi.NodeUnstageVolumeRequest{VolumeId: id.String(), StagingTargetPath: filepath.Join(dir, m.name, "staging")})
+	}
+	return err
+}
+
+// staged stages until it can be: who is claimed for may be asked before the claim is known.
+func (w *environment) staged(m *machine, dir string, id volume.ID, as *csi.VolumeCapability) string {
+	w.Helper()
+	var target string
+	w.eventually("it is staged on "+m.name, func() bool {
+		var err error
+		if target, err = m.stage(w.ctx, dir, id, as); err != nil {
+			w.Logf("stage on %s: %v", m.name, err)
+		}
+		return err == nil
+	})
+	return target
+}
+
+// export is what the object of a volume says of its export.
+func (w *environment) exportedTo(id volume.ID) string {
+	w.Helper()
+	v := &v1alpha1.Volume{}
+	check.OK(w, w.Get(w.ctx, client.ObjectKey{Name: id.Key}, v))
+	if v.Status.Export == nil {
+		return ""
+	}
+	return v.Status.Export.Node
+}
+
+// homeOf is what a machine has on another one, or on itself.
+func (w *environment) homeOf(m, caller *machine) export.Home {
+	w.Helper()
+	calls, err := port.NewCallers(wrapped(apitest.Get(w).Agent(w, caller.name)))
+	check.OK(w, err)
+	w.Cleanup(func() { check.OK(w, calls.Close()) })
+	c, err := calls.Agent(m.name, *m.port.Endpoint())
+	check.OK(w, err)
+	return export.HomeAt(c)
+}
+
+// TestReached: a volume is used on another node, and then at home, with what was written there; what it carries is formatted once, and its record says
+// so wherever it is used.
+func TestReached(t *testing.T) {
+	w, a, b, _, v, dir := reached(t, volume.Spec{Name: "v", Filesystem: "ext4", Size: volume.Range{Required: 64 * mib}})
+	w.claimFor(v.ID, b.name)
+	target := w.staged(b, dir, v.ID, mounted)
+	check.OK(t, os.WriteFile(filepath.Join(target, "file"), []byte("from afar"), 0o600))
+	if to := w.exportedTo(v.ID); to != b.name || len(a.network.Exported()) != 1 {
+		t.Errorf("it is exported to %q: %v", to, a.network.Exported())
+	}
+	if have, err := b.uses.Get(w.ctx, v.ID); err != nil || have.Format != (volume.Format{State: volume.Formatted, Type: "ext4"}) || have.ID != v.ID {
+		t.Errorf("the volume is %+v, %v", have, err)
+	}
+	if have, err := a.local.Get(w.ctx, v.ID); err != nil || have.Format.State != volume.Formatted || have.Flags == "" {
+		t.Errorf("at home the volume is %+v, %v", have, err)
+	}
+	stats, err := b.uses.node.NodeGetVolumeStats(w.ctx, &csi.NodeGetVolumeStatsRequest{VolumeId: v.ID.String(), VolumePath: target})
+	if err != nil || stats.GetUsage()[0].GetTotal() < 40*mib {
+		t.Errorf("its stats are %v, %v", stats, err)
+	}
+	_, err = a.stage(w.ctx, dir, v.ID, mounted)
+	fails(t, err, errdefs.ErrPrecondition) // it is not claimed for its home
+	for range 2 {
+		check.OK(t, b.unstage(w.ctx, dir, v.ID))
+	}
+	if exported := a.network.Exported(); len(exported) != 0 {
+		t.Errorf("unstaged, %v is exported", exported)
+	}
+	w.claimFor(v.ID, a.name)
+	target = w.staged(a, dir, v.ID, mounted)
+	if have, err := os.ReadFile(filepath.Join(target, "file")); err != nil || string(have) != "from afar" {
+		t.Errorf("at home the file has %q, %v", have, err)
+	}
+	check.OK(t, os.WriteFile(filepath.Join(target, "file"), []byte("from home"), 0o600))
+	_, err = b.stage(soon(t), dir, v.ID, mounted)
+	if err == nil {
+		t.Error("it is staged on a node that it is not claimed for any more")
+	}
+	check.OK(t, a.unstage(w.ctx, dir, v.ID))
+	w.claimFor(v.ID, b.name)
+	target = w.staged(b, dir, v.ID, mounted)
+	if have, err := os.ReadFile(filepath.Join(target, "file")); err != nil || string(have) != "from home" {
+		t.Errorf("on the other node the file has %q, %v", have, err)
+	}
+	check.OK(t, b.unstage(w.ctx, dir, v.ID))
+	w.claimFor(v.ID, "")
+}
+
+// TestReachedRaw: a raw volume is used on another node, and whatever its bytes look like, it is not formatted later.
+func TestReachedRaw(t *testing.T) {
+	w, a, b, _, v, dir := reached(t, volume.Spec{Name: "v", Size: volume.Range{Required: 64 * mib}})
+	block := &csi.VolumeCapability{AccessMode: mounted.AccessMode, AccessType: &csi.VolumeCapability_Block{Block: &csi.VolumeCapability_BlockVolume{}}}
+	w.claimFor(v.ID, b.name)
+	target := w.staged(b, dir, v.ID, block)
+	f, err := os.OpenFile(target, os.O_RDWR, 0)
+	check.OK(t, err)
+	_, err = f.WriteAt([]byte("raw"), mib)
+	check.OK(t, errors.Join(err, f.Close()))
+	check.OK(t, b.unstage(w.ctx, dir, v.ID))
+	w.claimFor(v.ID, a.name)
+	target = w.staged(a, dir, v.ID, block)
+	have := make([]byte, 3)
+	f, err = os.Open(target)
+	check.OK(t, err)
+	_, err = f.ReadAt(have, mib)
+	if check.OK(t, errors.Join(err, f.Close())); string(have) != "raw" {
+		t.Errorf("at home it has %q", have)
+	}
+	check.OK(t, a.unstage(w.ctx, dir, v.ID))
+	w.claimFor(v.ID, b.name)
+	w.eventually("the claim is known", func() bool {
+		_, err = b.stage(w.ctx, dir, v.ID, mounted)
+		return err != nil && strings.Contains(err.Error(), "raw block device")
+	})
+	check.OK(t, b.unstage(w.ctx, dir, v.ID))
+}
+
+// TestReachedRefused: a home exports to the node of the claim that there is, and lets nobody else change its record; and that one only what is its to
+// change.
+func TestReachedRefused(t *testing.T) {
+	w, a, b, _, v, _ := reached(t, volume.Spec{Name: "v", Size: volume.Range{Required: mib}})
+	calls := func(m *machine) remotepool.Home { return m.agent.Homes() }
+	ref := blockdev.Ref{Kind: v.ID.Kind, Key: v.ID.Key}
+	if claim, known := b.agent.Claimed(w.ctx, v.ID, true); !known || claim != (volume.Claim{}) {
+		t.Errorf("to a node that it is not claimed for, its claim is %+v, known %v: what that has of its ID could be staged", claim, known)
+	}
+	_, err := calls(b).Open(w.ctx, v.ID.Pool, ref)
+	fails(t, err, errdefs.ErrPrecondition)
+	w.claimFor(v.ID, a.name)
+	_, err = calls(b).Open(w.ctx, v.ID.Pool, ref)
+	fails(t, err, errdefs.ErrPrecondition)
+	generation := w.claimFor(v.ID, b.name)
+	_, err = calls(b).Open(w.ctx, "b", ref)
+	fails(t, err, errdefs.ErrPrecondition)
+
+	home := w.homeOf(a, b)
+	for what, ask := range map[string]func() error{
+		"Open of another generation":    func() error { return second(home.Open(w.ctx, v.ID, generation+1)) },
+		"Open of an earlier generation": func() error { return second(home.Open(w.ctx, v.ID, generation-1)) },
+		"Record of another generation":  func() error { return second(home.Record(w.ctx, v.ID, generation-1)) },
+		"SetLabels of another generation": func() error {
+			return second(home.SetLabels(w.ctx, v.ID, generation-1, nil, map[string]string{"flags": "x"}))
+		},
+		"SetLabels of what is its home's": func() error {
+			return second(home.SetLabels(w.ctx, v.ID, generation, nil, map[string]string{"claim.node": "x"}))
+		},
+		"SetLabels that takes the export": func() error {
+			return second(home.SetLabels(w.ctx, v.ID, generation, map[string]string{"export": "x"}, nil))
+		},
+		"SetLabels of what is not as said": func() error {
+			return second(home.SetLabels(w.ctx, v.ID, generation, map[string]string{"flags": "x"}, nil))
+		},
+		"Open as another node":     func() error { return second(w.homeOf(a, a).Open(w.ctx, v.ID, generation)) },
+		"Record as another node":   func() error { return second(w.homeOf(a, a).Record(w.ctx, v.ID, generation)) },
+		"Open of another's volume": func() error { return second(w.homeOf(b, b).Open(w.ctx, v.ID, generation)) },
+	} {
+		if err := ask(); err == nil || errors.Is(err, errdefs.ErrUnavailable) {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	opened, err := home.Open(w.ctx, v.ID, generation)
+	check.OK(t, err)
+	again, err := home.Open(w.ctx, v.ID, generation)
+	if check.OK(t, err); opened.NQN != again.NQN || opened.Secret != again.Secret || opened.Secret == "" || opened.Size != mib || opened.Record.Labels["export"] != "" {
+		t.Errorf("opened %+v, and again %+v", opened, again)
+	}
+	if text := opened.Secret.String(); strings.Contains(text, "DHHC") {
+		t.Errorf("the secret is printed as %s", text)
+	}
+	check.OK(t, second(home.SetLabels(w.ctx, v.ID, generation, nil, map[string]string{"flags": "x"})))
+	check.OK(t, home.Close(w.ctx, v.ID, generation+1))
+	if exported := a.network.Exported(); len(exported) != 1 {
+		t.Errorf("closed by another generation, %v is exported", exported)
+	}
+	for range 2 {
+		check.OK(t, home.Close(w.ctx, v.ID, generation))
+	}
+	if record, err := a.local.Record(w.ctx, v.ID); err != nil || record.Labels["flags"] != "x" || len(a.network.Exported()) != 0 {
+		t.Errorf("the record is %+v, %v; exported is %v", record, err, a.network.Exported())
+	}
+	unlock, _ := a.locks.TryLock([]string{"volume/" + v.ID.Key}, nil)
+	_, err = home.Open(w.ctx, v.ID, generation)
+	unlock()
+	fails(t, err, errdefs.ErrBusy)
+}
+
+// TestReachedAlone: what is connected is used on and given up while the home's driver, or the API server, is away.
+func TestReachedAlone(t *testing.T) {
+	var away atomic.Bool
+	wrap(t, func(c *rest.Config) {
+		c.Wrap(func(next http.RoundTripper) http.RoundTripper {
+			return roundTrip(func(q *http.Request) (*http.Response, error) {
+				if away.Load() {
+					return nil, errors.New("no API server")
+				}
+				return next.RoundTrip(q)
+			})
+		})
+	})
+	w, a, b, _, v, dir := reached(t, volume.Spec{Name: "v", Filesystem: "ext4", Size: volume.Range{Required: 64 * mib}})
+	w.claimFor(v.ID, b.name)
+	target := w.staged(b, dir, v.ID, mounted)
+	a.stop()
+	for range 2 { // what is there is found, by b as it is and after a restart
+		if again, err := b.stage(w.ctx, dir, v.ID, mounted); err != nil || again != target {
+			t.Errorf("staged again, while the driver of its home is away, at %s: %v", again, err)
+		}
+		check.OK(t, os.WriteFile(filepath.Join(target, "file"), []byte("goes on"), 0o600))
+		w.start(a)
+		if len(a.network.Exported()) != 1 {
+			t.Errorf("after a restart of its home's driver exported is %v", a.network.Exported())
+		}
+		b.stop()
+		w.start(b)
+		w.eventually("it is known again", func() bool { _, err := b.uses.Get(w.ctx, v.ID); return err == nil })
+		a.stop()
+	}
+	w.start(a)
+	w.eventually("its home answers", func() bool {
+		_, err := b.agent.Homes().Record(w.ctx, v.ID.Pool, blockdev.Ref{Kind: v.ID.Kind, Key: v.ID.Key})
+		return err == nil
+	})
+	away.Store(true)
+	check.OK(t, second(b.stage(w.ctx, dir, v.ID, mounted)))
+	check.OK(t, b.unstage(w.ctx, dir, v.ID))
+	if list, err := b.network.List(""); err != nil || len(list) != 0 || len(a.network.Exported()) != 0 {
+		t.Errorf("given up while the API server is away, connected is %v, %v, and exported %v", list, err, a.network.Exported())
+	}
+	away.Store(false)
+	w.staged(b, dir, v.ID, mounted)
+	b.stop()
+	away.Store(true)
+	w.start(b) // it knows nothing but what the kernel does
+	_, err := b.stage(w.ctx, dir, v.ID, mounted)
+	fails(t, err, errdefs.ErrUnavailable)
+	check.OK(t, b.unstage(w.ctx, dir, v.ID))
+	if list, err := b.network.List(""); err != nil || len(list) != 0 {
+		t.Errorf("given up after a restart without an API server, connected is %v, %v", list, err)
+	}
+	away.Store(false)
+	w.claimFor(v.ID, "")
+	w.eventually("its home has ended the export", func() bool { return len(a.network.Exported()) == 0 && w.exportedTo(v.ID) == "" })
+}
+
+// TestReachedGrows: what the home has grown, the node that uses it grows too.
+func TestReachedGrows(t *testing.T) {
+	w, _, b, s, v, dir := reached(t, volume.Spec{Name: "v", Filesystem: "xfs", Size: volume.Range{Required: 320 * mib}})
+	w.claimFor(v.ID, b.name)
+	as := &csi.VolumeCapability{AccessMode: mounted.AccessMode, AccessType: &csi.VolumeCapability_Mount{Mount: &csi.VolumeCapability_MountVolume{FsType: "xfs"}}}
+	target := w.staged(b, dir, v.ID, as)
+	check.OK(t, second(s.Expand(w.ctx, v.ID, volume.Range{Required: 400 * mib})))
+	_, err := b.uses.node.NodeExpandVolume(w.ctx, &csi.NodeExpandVolumeRequest{VolumeId: v.ID.String(), VolumePath: target, CapacityRange: &csi.CapacityRange{RequiredBytes: 400 * mib}})
+	check.OK(t, err)
+	stats, err := b.uses.node.NodeGetVolumeStats(w.ctx, &csi.NodeGetVolumeStatsRequest{VolumeId: v.ID.String(), VolumePath: target})
+	if err != nil || stats.GetUsage()[0].GetTotal() < 330*mib {
+		t.Errorf("grown, its stats are %v, %v", stats, err)
+	}
+	check.OK(t, b.unstage(w.ctx, dir, v.ID))
+}
+
+// TestReachedHeld: a snapshot of a volume that is used on another node has what was written there, and not synced; and limits and settings that are changed
+// are in force there.
+func TestReachedHeld(t *testing.T) {
+	w, a, b, s, v, dir := reached(t, volume.Spec{Name: "v", Filesystem: "ext4", Size: volume.Range{Required: 64 * mib}})
+	w.claimFor(v.ID, b.name)
+	target := w.staged(b, dir, v.ID, mounted)
+	content := bytes.Repeat([]byte("written, and not synced. "), 1000)
+	check.OK(t, os.WriteFile(filepath.Join(target, "file"), content, 0o600))
+	snapshot, err := s.CreateSnapshot(w.ctx, "cut", v.ID)
+	check.OK(t, err)
+	if !bytes.Contains(w.content(a, snapshot.ID), content[:4096]) {
+		t.Error("the snapshot lacks what was written")
+	}
+	check.OK(t, os.WriteFile(filepath.Join(target, "file"), []byte("goes on"), 0o600))
+	check.OK(t, s.Modify(w.ctx, v.ID, map[string]string{"readAheadKiB": "64"}))
+	devices, err := b.uses.Attached(w.ctx, v.ID)
+	check.OK(t, err)
+	ahead, err := os.ReadFile("/sys/block/" + filepath.Base(devices[0].Path) + "/queue/read_ahead_kb")
+	if check.OK(t, err); strings.TrimSpace(string(ahead)) != "64" {
+		t.Errorf("read_ahead_kb on the other node is %s", ahead)
+	}
+	unlock, _ := b.locks.TryLock([]string{"volume/" + v.ID.Key}, nil)
+	_, err = a.agent.Consumers().Hold(w.ctx, v.ID, volume.Grant{Generation: 1, Node: b.name})
+	unlock()
+	fails(t, err, errdefs.ErrBusy)
+	for what, ask := range map[string]func() error{
+		"of another generation": func() error {
+			return second(a.agent.Consumers().Hold(w.ctx, v.ID, volume.Grant{Generation: 2, Node: b.name}))
+		},
+		"by another node": func() error {
+			return second(b.agent.Consumers().Hold(w.ctx, v.ID, volume.Grant{Generation: 1, Node: b.name}))
+		},
+	} {
+		if err := ask(); err == nil || errors.Is(err, errdefs.ErrUnavailable) {
+			t.Errorf("Hold %s: %v", what, err)
+		}
+	}
+	held, cancel := context.WithCancel(w.ctx)
+	release, err := a.agent.Consumers().Hold(held, v.ID, volume.Grant{Generation: 1, Node: b.name})
+	check.OK(t, err)
+	cancel() // its home is gone
+	fails(t, release(), errdefs.ErrUnavailable)
+	check.OK(t, os.WriteFile(filepath.Join(target, "file"), []byte("goes on again"), 0o600))
+	w.eventually("it is unstaged", func() bool { return b.unstage(w.ctx, dir, v.ID) == nil })
+}
