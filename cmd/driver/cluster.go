@@ -185,13 +185,17 @@ func startNode(ctx context.Context, o options) (err error) {
 	if err != nil {
 		return err
 	}
+	reached, err := o.reach(ctx, a, local, mounts, locks, with.Network)
+	if err != nil {
+		return err
+	}
 	measuring := measure.New(ctx, local, o.measured(opened), o.perVolume)
 	defer measuring.Close() // before the pools are
 	watching.Start()
 	defer watching.Close()
-	return beside(ctx, a.Run, func(ctx context.Context) error {
+	return beside(ctx, reached.keeping(a.Run), func(ctx context.Context) error {
 		return o.monitored(ctx, []metrics.Source{measuring.Samples, watching.Samples(o.nodeID), a.Samples}, func(ctx context.Context, observe observer) error {
-			remotely := rpc.Services{SnapshotMetadata: controller.New(local), Locks: locks, Observe: observe, Others: o.transfers(a.OpenCopy)}
+			remotely := rpc.Services{SnapshotMetadata: controller.New(local), Locks: locks, Observe: observe, Others: reached.registering(o.transfers(a.OpenCopy))}
 			return o.withPort(ctx, remote, config, namespace, remotely, func(ctx context.Context) error {
 				return answer(ctx, o, listener, rpc.Services{Identity: newIdentity(o, nil), Locks: locks, Observe: observe,
 					Node: node.New(ctx, &watched{local, a, o.labels, with.Network}, mounts, o.node()), Overview: o.overview(local)})
@@ -219,7 +223,7 @@ func (o *options) agentOptions(ctx context.Context, local *volume.Local, opened 
 // watched tells the agent of the volumes that the node makes and deletes by itself, and asks it
 // where the node is, and for the claims of volumes.
 type watched struct {
-	*volume.Local
+	node.Volumes
 	agent  *agent.Agent
 	labels []string // of the Node, that say where it is
 	// network in which it reaches others; nil: none.
@@ -243,12 +247,12 @@ func (w *watched) Claimed(ctx context.Context, v volume.Volume, readOnly bool) (
 
 func (w *watched) Create(ctx context.Context, spec volume.Spec) (volume.Volume, error) {
 	defer w.agent.Changed()
-	return w.Local.Create(ctx, spec)
+	return w.Volumes.Create(ctx, spec)
 }
 
 func (w *watched) Delete(ctx context.Context, id volume.ID) error {
 	defer w.agent.Changed()
-	return w.Local.Delete(ctx, id)
+	return w.Volumes.Delete(ctx, id)
 }
 
 // beside serves until ctx ends, with a part running beside it for as long as calls are

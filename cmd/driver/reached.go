@@ -1,0 +1,126 @@
+package main
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"sync"
+
+	"google.golang.org/grpc"
+
+	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvmet"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/agent"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/export"
+	"github.com/ashlar-csi/ashlar/pkg/mount"
+	"github.com/ashlar-csi/ashlar/pkg/node"
+	"github.com/ashlar-csi/ashlar/pkg/rpc"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// reached is what a node has of other nodes' volumes, and they of its own; without a network that is nothing.
+type reached struct {
+	volumes  node.Volumes // that can be used
+	keeping  func(run func(context.Context) error) func(context.Context) error
+	services func(grpc.ServiceRegistrar)
+}
+
+// reach has the volumes of this node given to others, and lets it use those of others.
+func (o *options) reach(ctx context.Context, a *agent.Agent, local *volume.Local, mounts *mount.Table, locks *keylock.Table, network *v1alpha1.Network) (*reached, error) {
+	if network == nil {
+		return &reached{local, func(run func(context.Context) error) func(context.Context) error { return run }, func(grpc.ServiceRegistrar) {}}, nil
+	}
+	at, err := netip.ParseAddrPort(network.Address)
+	if err != nil {
+		return nil, err
+	}
+	key, err := o.nodeKey()
+	if err != nil {
+		return nil, fmt.Errorf("the key of this node: %w", err)
+	}
+	local.ServeExports(ctx, volume.Exporting{Key: key, Consumers: a.Consumers(), Locks: locks, Open: func() (volume.Exporter, error) {
+		t, err := nvmet.Open(at)
+		if err != nil {
+			return nil, err
+		}
+		return t, nil
+	}})
+	remote := remotepool.New(o.nodeID, remotepool.Host, a.Homes())
+	others, err := volume.NewLocal(ctx, o.nodeID, []blockdev.Pool{remote}, mounts, 0)
+	if err != nil {
+		return nil, err
+	}
+	return &reached{
+		volumes: volume.NewEverywhere(local, others, a.Elsewhere(remote.Has)),
+		keeping: func(run func(context.Context) error) func(context.Context) error {
+			return func(ctx context.Context) error {
+				ctx, stop := context.WithCancel(ctx)
+				var done sync.WaitGroup
+				defer done.Wait()
+				defer stop()
+				done.Go(func() { local.KeepExports(ctx) })
+				done.Go(func() { remote.Keep(ctx) })
+				return run(ctx)
+			}
+		},
+		services: func(r grpc.ServiceRegistrar) { export.Register(r, a.Exports(), a.Uses(others)) },
+	}, nil
+}
+
+// registering registers the services of others, and what nodes that use volumes of each other say.
+func (r *reached) registering(others func(grpc.ServiceRegistrar)) func(grpc.ServiceRegistrar) {
+	return func(registrar grpc.ServiceRegistrar) {
+		others(registrar)
+		r.services(registrar)
+	}
+}
+
+// nodeKeySize is the length of the key that the secrets of exports follow from, in bytes.
+const nodeKeySize = 32
+
+// nodeKey is the key of this node, which stays the same: it is in a file beside the socket, in a folder of the node that only root can look into.
+func (o *options) nodeKey() ([]byte, error) {
+	socket, err := rpc.ParseEndpoint(o.endpoint)
+	if err != nil {
+		return nil, err
+	}
+	path := filepath.Join(filepath.Dir(socket), "node.key")
+	key, err := os.ReadFile(path)
+	if err == nil && len(key) != nodeKeySize {
+		return nil, fmt.Errorf("%s has %d bytes, and not %d: remove it; who uses volumes of this node then has to stage them again", path, len(key), nodeKeySize)
+	}
+	if !errors.Is(err, fs.ErrNotExist) {
+		return key, err
+	}
+	key = make([]byte, nodeKeySize)
+	_, _ = rand.Read(key) // it never fails
+	return key, writeKey(path, key)
+}
+
+// writeKey writes a file that is whole or not there, whenever the power goes.
+func writeKey(path string, key []byte) error {
+	f, err := os.OpenFile(path+".new", os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
+	if err != nil {
+		return err
+	}
+	_, err = f.Write(key)
+	if err = errors.Join(err, f.Sync(), f.Close()); err == nil {
+		err = os.Rename(path+".new", path)
+	}
+	if err != nil {
+		return err
+	}
+	dir, err := os.Open(filepath.Dir(path))
+	if err != nil {
+		return err
+	}
+	return errors.Join(dir.Sync(), dir.Close())
+}
