@@ -51,7 +51,7 @@ func (g *given) Unexport(_ context.Context, id volume.ID, generation int64) erro
 }
 
 // Export is what the agent does for a node that opens a volume.
-func (g *given) Export(_ context.Context, id volume.ID, to volume.Grant) {
+func (g *given) gives(_ context.Context, id volume.ID, to volume.Grant) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	g.to[id] = to
@@ -202,7 +202,7 @@ func TestAnyNodeReleased(t *testing.T) {
 	check.OK(t, err)
 	check.OK(t, s.Claim(w.ctx, v.ID, on(b.name)))
 	first := volume.Grant{Generation: 1, Node: b.name}
-	home.Export(w.ctx, v.ID, first)
+	home.gives(w.ctx, v.ID, first)
 	w.touched("v")
 	w.exported("v", &first)
 
@@ -240,7 +240,7 @@ func TestAnyNodeHomeGone(t *testing.T) {
 	check.OK(t, err)
 	check.OK(t, s.Claim(w.ctx, v.ID, on(b.name)))
 	to := volume.Grant{Generation: 1, Node: b.name}
-	home.Export(w.ctx, v.ID, to)
+	home.gives(w.ctx, v.ID, to)
 	w.touched("v")
 	w.exported("v", &to)
 	a.stop()
@@ -298,7 +298,7 @@ func TestAnyNodeRestored(t *testing.T) {
 			spec.Claims, spec.Claim = 5, &v1alpha1.Claim{Node: a.name, Mode: "m", Generation: 5}
 		}, func() {}, 5, nil},
 	} {
-		w.madeAnew("v", func() { home.Export(w.ctx, v.ID, unknown) }, is.restored)
+		w.madeAnew("v", func() { home.gives(w.ctx, v.ID, unknown) }, is.restored)
 		if w.object("v").Spec.Claim == nil {
 			w.exported("v", &unknown)
 		}
@@ -438,4 +438,9 @@ func TestAnyNodeCopied(t *testing.T) {
 	if err := second(s.Create(w.ctx, unreached)); !errors.Is(err, errdefs.ErrPrecondition) || !strings.Contains(err.Error(), "reaches no other node") {
 		t.Errorf("copied on a node in no network: %v", err)
 	}
+}
+
+// Export is for those who ask for it over the port, which nobody does here.
+func (g *given) Export(context.Context, volume.ID, volume.Grant) (volume.Exported, error) {
+	return volume.Exported{}, errdefs.ErrUnsupported
 }

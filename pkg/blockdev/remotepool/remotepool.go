@@ -159,6 +159,9 @@ func (p *Pool) Create(_ context.Context, spec blockdev.Spec) (blockdev.Record, e
 // Delete: see blockdev.Pool. It always fails.
 func (p *Pool) Delete(_ context.Context, ref blockdev.Ref) error { return p.refuse("deleted", ref) }
 
+// Erase: see blockdev.Pool. It always fails.
+func (p *Pool) Erase(_ context.Context, ref blockdev.Ref) error { return p.refuse("erased", ref) }
+
 // List has nothing: what is on other nodes is listed there.
 func (p *Pool) List(context.Context, blockdev.Kind, string, int) ([]blockdev.Record, error) {
 	return nil, nil
