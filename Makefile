@@ -56,7 +56,8 @@ ifeq ($(SKIP_ROOT_TESTS),1)
 else
 	@$(MAKE) --no-print-directory test-deploy
 	@hack/install-tools.sh lvm
-	@SAMPLE=1 $(MAKE) --no-print-directory -j4 -Otarget test-cluster test-kernel test-lvm-pools test-lvm-driver
+	@hack/install-tools.sh kernel
+	@SAMPLE=1 $(MAKE) --no-print-directory -j4 -Otarget test-cluster test-kernel test-lvm-pools test-lvm-driver test-any
 endif
 
 # It mostly waits, for what is to happen after a while; so other tests run beside it.
@@ -98,6 +99,18 @@ test-lvm: test-lvm-pools test-lvm-driver ## Run the tests of LVM pools, in virtu
 test-lvm-pools test-lvm-driver:
 	@hack/install-tools.sh lvm
 	hack/lvm/test.sh $(@:test-lvm-%=%)
+
+# On a kernel that is built for it, once. With SAMPLE=1 only with multipath, as most kernels have it.
+.PHONY: test-any
+test-any: ## Run the tests of what goes over NVMe/TCP, in a virtual machine whose kernel has it (its first run builds that, in ten minutes)
+	@hack/install-tools.sh kernel
+	@mkdir -p bin/vm
+	CGO_ENABLED=0 go test -c -o bin/vm/ ./pkg/blockdev/nvme ./pkg/blockdev/nvmet
+	@kernel=$$(hack/vm/kernel.sh); for multipath in Y $(if $(SAMPLE),,N); do \
+		VM_KERNEL=$$kernel VM_ARGUMENTS=nvme_core.multipath=$$multipath hack/vm/run.sh env ASHLAR_NVME=1 bash -c 'for t in nvmet nvme; do \
+			$(CURDIR)/bin/vm/$$t.test -test.v -test.timeout 15m >$$t.log 2>&1 || { cat $$t.log; dmesg | tail -n 100; exit 1; }; \
+			grep -aE "^ +[a-z]+_test.go:[0-9]+: .* (in|took|after) " $$t.log || true; echo "ok $$t"; done'; \
+	done
 
 .PHONY: crash
 crash: tools ## Kill the driver at every state-changing system call of every call, and make each one fail (root)

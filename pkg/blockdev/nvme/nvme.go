@@ -51,7 +51,7 @@ type Connection struct {
 	Secret  string // "DHHC-1:...", or empty
 	UUID    string // of the namespace that is expected, lower case
 	// Loss is how long I/O waits for a target that is away, whole seconds, before it ends with errors, counted from when the kernel has
-	// noticed (5 to 10 s); negative: for ever. The device stays in any case, and works again when the target is back.
+	// noticed, which takes about ten; negative: for ever. The device stays in any case, and works again when the target is back.
 	Loss time.Duration
 }
 
@@ -68,7 +68,9 @@ type Device struct {
 }
 
 // Live reports whether the target answers.
-func (d Device) Live() bool { return d.State == "live" }
+func (d Device) Live() bool { return d.State == live }
+
+const live = "live"
 
 // Available returns an error unless this kernel can connect: errdefs.ErrUnsupported, with what to load.
 func Available() error {
@@ -98,7 +100,7 @@ func (c Connection) check() error {
 		return fmt.Errorf("%w: %q or %q is no NQN in lower case", errdefs.ErrInvalid, c.NQN, c.Host)
 	}
 	if !secrets.MatchString(c.Secret) {
-		return fmt.Errorf("%w: the secret is not of the form DHHC-1:", errdefs.ErrInvalid)
+		return fmt.Errorf("%w: the secret is not of the form DHHC-1:HASH:KEY: as NVMe has it", errdefs.ErrInvalid)
 	}
 	if !c.Address.IsValid() || strings.Contains(c.Address.String(), ",") {
 		return fmt.Errorf("%w: %q is no address", errdefs.ErrInvalid, c.Address)
@@ -157,7 +159,10 @@ func Connect(ctx context.Context, c Connection) (Device, error) {
 
 func connect(ctx context.Context, c Connection) (Device, error) {
 	if _, err := Find(c.NQN); errors.Is(err, errdefs.ErrNotFound) {
-		if err := write(fabrics, c.options()); err != nil && !errors.Is(err, unix.EALREADY) {
+		made := hiding(c.NQN)
+		err := write(fabrics, c.options())
+		made()
+		if err != nil && !errors.Is(err, unix.EALREADY) {
 			return Device{}, refused(err)
 		}
 	} else if err != nil {
@@ -177,7 +182,7 @@ func refused(err error) error {
 	case errors.Is(err, unix.ECONNREFUSED), errors.Is(err, unix.ETIMEDOUT), errors.Is(err, unix.EHOSTUNREACH), errors.Is(err, unix.ENETUNREACH), errors.Is(err, unix.EAGAIN):
 		return fmt.Errorf("%w: nobody answers: %w", errdefs.ErrUnavailable, err)
 	case errors.Is(err, unix.EINVAL):
-		return fmt.Errorf("%w: the kernel does not take the options: %w; its log says which", errdefs.ErrUnsupported, err)
+		return fmt.Errorf("%w: %w: the kernel does not take one of the options, which its log says, or has no NVMe over TCP; then load its module on this node: modprobe nvme-tcp", errdefs.ErrUnsupported, err)
 	}
 	return fmt.Errorf("%w: the target refuses: %w; there is no such subsystem any more, or it is for another host, or the secret is another; the kernel's log says which", errdefs.ErrUnavailable, err)
 }
@@ -187,6 +192,8 @@ func appears(ctx context.Context, c Connection) (Device, error) {
 	for deadline := time.Now().Add(patience); ; {
 		device, err := Find(c.NQN)
 		switch {
+		case errors.Is(err, errdefs.ErrNotFound):
+			return Device{}, fmt.Errorf("%w: the connection has ended", errdefs.ErrUnavailable)
 		case err != nil:
 			return Device{}, err
 		case device.Path != "" && c.UUID != device.UUID:
@@ -248,7 +255,7 @@ func disconnect(ctx context.Context, nqn string) error {
 			return err
 		}
 		for _, controller := range controllers {
-			if err := controller.end(); err != nil {
+			if err := controller.end(ctx); err != nil {
 				return err
 			}
 		}

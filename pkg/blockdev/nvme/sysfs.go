@@ -1,6 +1,7 @@
 package nvme
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -9,6 +10,7 @@ import (
 	"regexp"
 	"strconv"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -33,7 +35,14 @@ func attributeOf(folder, attribute string) string {
 }
 
 // end has the kernel end a controller, and waits for it. One that is ending already has no such attribute any more.
-func (c controller) end() error {
+func (c controller) end(ctx context.Context) error {
+	if c.get("state") == live && c.ask() != nil {
+		for deadline := time.Now().Add(keepAlive * time.Second); c.get("state") == live && time.Now().Before(deadline); {
+			if err := wait(ctx); err != nil {
+				return err
+			}
+		}
+	}
 	err := write(filepath.Join(string(c), "delete_controller"), "1")
 	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENODEV) {
 		return nil
@@ -52,7 +61,7 @@ func write(path, value string) error {
 	return err
 }
 
-// controllersOf returns the controllers of subsystems that a function chooses by name.
+// chosen returns the controllers of subsystems that a function chooses by name.
 func chosen(choose func(nqn string) bool) ([]controller, error) {
 	entries, err := os.ReadDir(controllers)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -69,6 +78,23 @@ func chosen(choose func(nqn string) bool) ([]controller, error) {
 
 func controllersOf(nqn string) ([]controller, error) {
 	return chosen(func(have string) bool { return have == nqn })
+}
+
+// hiding is hide for a connection that is made meanwhile, until done is called: its secret is there from the beginning.
+func hiding(nqn string) (done func()) {
+	end, ended := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(ended)
+		for {
+			hide(nqn)
+			select {
+			case <-end:
+				return
+			case <-time.After(pause):
+			}
+		}
+	}()
+	return func() { close(end); <-ended }
 }
 
 // hide keeps the secret of a connection from all but root: sysfs shows it to everybody, also in pods.
@@ -118,20 +144,28 @@ func List(prefix string) ([]Device, error) {
 func (c controller) device() Device {
 	d := Device{NQN: c.get("subsysnqn"), Host: c.get("hostnqn"), Address: c.get("address"), State: c.get("state")}
 	folder := c.namespace()
-	major, minor, ok := strings.Cut(attributeOf(folder, "dev"), ":")
-	if !ok {
+	number, err := deviceNumber(attributeOf(folder, "dev"))
+	if err != nil {
 		return d
 	}
-	m, _ := strconv.ParseUint(major, 10, 32)
-	n, _ := strconv.ParseUint(minor, 10, 32)
 	sectors, err := strconv.ParseInt(attributeOf(folder, "size"), 10, 64)
 	uuid := attributeOf(folder, "uuid")
-	if nguid := attributeOf(folder, "nguid"); err != nil || uuid == "" || nguid != uuid {
+	if err != nil || uuid == "" || attributeOf(folder, "nguid") != uuid {
 		return d
 	}
-	d.Path, d.Number = "/dev/"+filepath.Base(folder), unix.Mkdev(uint32(m), uint32(n))
-	d.UUID, d.Size = uuid, sectors*512
+	d.Path, d.Number, d.UUID, d.Size = "/dev/"+filepath.Base(folder), number, uuid, sectors*512
 	return d
+}
+
+// deviceNumber is that of an attribute "dev", major and minor.
+func deviceNumber(text string) (uint64, error) {
+	major, minor, _ := strings.Cut(text, ":")
+	m, err := strconv.ParseUint(major, 10, 32)
+	n, failure := strconv.ParseUint(minor, 10, 32)
+	if err := errors.Join(err, failure); err != nil {
+		return 0, fmt.Errorf("device number %q: %w", text, err)
+	}
+	return unix.Mkdev(uint32(m), uint32(n)), nil
 }
 
 // heads are the devices that are used, of namespaces of a subsystem; with multipath their paths, nvmeXcYnZ, are devices too, which

@@ -132,7 +132,7 @@ func lock() (unlock func(), err error) {
 	for {
 		err = unix.Flock(int(f.Fd()), unix.LOCK_EX)
 		if err == nil {
-			return func() { f.Close() }, nil
+			return func() { _ = f.Close() }, nil
 		}
 		if !errors.Is(err, unix.EINTR) {
 			f.Close()

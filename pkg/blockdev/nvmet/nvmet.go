@@ -32,6 +32,10 @@ const Prefix = "nqn.2026-11.dev.ashlar:"
 // takes less; what is on its way from a host that is cut off comes no more.
 const patience = time.Second
 
+// grace is how long a host has to see that the namespace is gone, before its connections end: it has errors then for all that it writes.
+// Before Linux 6.10 a host that has not seen it waits for the subsystem to come back.
+var grace = 250 * time.Millisecond
+
 // Target is the target at one address. Calls for one export wait for each other, also of those of other processes.
 type Target struct {
 	address       netip.AddrPort
@@ -73,6 +77,20 @@ func Open(address netip.AddrPort) (*Target, error) {
 	return t, nil
 }
 
+// Available returns an error unless this kernel has the target: errdefs.ErrUnsupported, with what to load; and whether it
+// authenticates, as Authenticates does.
+func Available() (authenticated bool, err error) {
+	if err := present(); err != nil {
+		return false, err
+	}
+	unlock, err := lock()
+	if err != nil {
+		return false, err
+	}
+	defer unlock()
+	return authenticates()
+}
+
 // Authenticates reports whether the kernel can ask hosts for a secret (CONFIG_NVME_TARGET_AUTH, Linux 6.0). If it cannot, an Export
 // with a secret is errdefs.ErrUnsupported.
 func (t *Target) Authenticates() bool { return t.authenticates }
@@ -99,7 +117,7 @@ func (e Export) check() error {
 		return fmt.Errorf("%w: %q is no UUID in lower case", errdefs.ErrInvalid, e.UUID)
 	}
 	if e.Secret != "" && !secrets.MatchString(e.Secret) {
-		return fmt.Errorf("%w: the secret is not of the form DHHC-1:", errdefs.ErrInvalid)
+		return fmt.Errorf("%w: the secret is not of the form DHHC-1:HASH:KEY: as NVMe has it", errdefs.ErrInvalid)
 	}
 	return nil
 }
@@ -120,7 +138,7 @@ func (t *Target) Add(ctx context.Context, exports ...Export) error {
 		}
 	}
 	if err := t.publish(ready); err != nil {
-		failures = append(failures, fmt.Errorf("listen at %s for %s: %w", t.address, strings.Join(ready, ", "), err))
+		failures = append(failures, fmt.Errorf("export %s: %w", strings.Join(ready, ", "), err))
 	}
 	return errors.Join(failures...)
 }
@@ -233,8 +251,12 @@ func (t *Target) Remove(ctx context.Context, nqn string) error {
 		if _, err := os.Stat(subsystemFolder(nqn)); errors.Is(err, fs.ErrNotExist) {
 			return nil
 		}
+		on, _ := get(filepath.Join(namespaceFolder(nqn), "enable"))
 		if err := fence(nqn); err != nil {
 			return err
+		}
+		if on == "1" {
+			time.Sleep(grace)
 		}
 		return dismantle(nqn)
 	})

@@ -125,11 +125,13 @@ func listening(err error) error {
 		return fmt.Errorf("%w: this is no address of this node: %w", errdefs.ErrUnavailable, err)
 	case errors.Is(err, unix.EADDRINUSE):
 		return fmt.Errorf("%w: something else listens there: %w", errdefs.ErrUnavailable, err)
+	case errors.Is(err, unix.EINVAL): // nvmet_enable_port
+		return fmt.Errorf("%w: the kernel has no NVMe target over TCP: %w; load its module on this node: modprobe nvmet-tcp", errdefs.ErrUnsupported, err)
 	}
 	return errdefs.FromErrno(err)
 }
 
-// publish has subsystems appear at the target's address, and nowhere else.
+// publish has subsystems appear at the target's address, and nowhere else; not those that are removed meanwhile.
 func (t *Target) publish(nqns []string) error {
 	if len(nqns) == 0 {
 		return nil
@@ -145,7 +147,9 @@ func (t *Target) publish(nqns []string) error {
 	}
 	var failures []error
 	for _, nqn := range nqns {
-		failures = append(failures, listening(link(subsystemFolder(nqn), filepath.Join(port, "subsystems", nqn))))
+		if err := link(subsystemFolder(nqn), filepath.Join(port, "subsystems", nqn)); err != nil && there(subsystemFolder(nqn)) {
+			failures = append(failures, fmt.Errorf("listen at %s: %w", t.address, listening(err)))
+		}
 	}
 	for _, nqn := range nqns {
 		failures = append(failures, withdraw(nqn, port))

@@ -1,0 +1,647 @@
+package nvme_test
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvme"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvmet"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// The home is a network namespace, and this process the consumer: the kernel's host connects again in the first namespace only.
+const (
+	netns   = "ashlar-home"
+	homeIP  = "10.77.0.1"
+	address = homeIP + ":4420"
+)
+
+const mib = 1 << 20
+
+// order is what a process in the home does with the target there. Each is a process of its own, as a driver that starts again is.
+type order struct {
+	Add     []nvmet.Export
+	Remove  string
+	Resized string
+	Within  time.Duration // 0: a minute
+}
+
+// newSecret is a new one, as a home makes them.
+func newSecret() string {
+	key := make([]byte, 32)
+	_, _ = rand.Read(key) // it never fails
+	return nvmet.Secret(key)
+}
+
+func TestMain(m *testing.M) {
+	if text := os.Getenv("ASHLAR_ORDER"); text != "" {
+		began := time.Now()
+		var o order
+		err := json.Unmarshal([]byte(text), &o)
+		if err == nil {
+			began, err = o.obey()
+		}
+		if err != nil {
+			fmt.Println(err)
+			os.Exit(1)
+		}
+		fmt.Println(time.Since(began))
+		os.Exit(0)
+	}
+	os.Exit(m.Run())
+}
+
+func (o order) obey() (began time.Time, err error) {
+	if o.Within == 0 {
+		o.Within = time.Minute
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), o.Within)
+	defer cancel()
+	target, err := nvmet.Open(netip.MustParseAddrPort(address))
+	if err != nil {
+		return began, err
+	}
+	began = time.Now()
+	switch {
+	case o.Remove != "":
+		err = target.Remove(ctx, o.Remove)
+	case o.Resized != "":
+		err = target.Resized(ctx, o.Resized)
+	default:
+		err = target.Add(ctx, o.Add...)
+	}
+	return began, err
+}
+
+func (o order) command(t *testing.T) (*exec.Cmd, *bytes.Buffer) {
+	t.Helper()
+	text, err := json.Marshal(o)
+	check.OK(t, err)
+	cmd := exec.Command("nsenter", "--net=/run/netns/"+netns, os.Args[0])
+	cmd.Env = append(os.Environ(), "ASHLAR_ORDER="+string(text))
+	out := &bytes.Buffer{}
+	cmd.Stdout, cmd.Stderr = out, out
+	return cmd, out
+}
+
+// run returns how long the home took.
+func (o order) run(t *testing.T) time.Duration {
+	t.Helper()
+	cmd, out := o.command(t)
+	if err := cmd.Run(); err != nil {
+		t.Fatalf("the home: %v: %s", err, out)
+	}
+	took, err := time.ParseDuration(strings.TrimSpace(out.String()))
+	check.OK(t, err)
+	return took
+}
+
+// home makes the home's network, and takes it away at the end of the test, when nothing may be connected any more.
+func home(t *testing.T) {
+	t.Helper()
+	drivertest.NeedNVMe(t)
+	drivertest.Run(t, "ip", "netns", "add", netns)
+	drivertest.Run(t, "ip", "link", "add", "ashlar-c", "type", "veth", "peer", "name", "ashlar-h", "netns", netns)
+	drivertest.Run(t, "ip", "addr", "add", "10.77.0.2/24", "dev", "ashlar-c")
+	drivertest.Run(t, "ip", "link", "set", "ashlar-c", "up")
+	drivertest.Run(t, "ip", "-n", netns, "addr", "add", homeIP+"/24", "dev", "ashlar-h")
+	drivertest.Run(t, "ip", "-n", netns, "link", "set", "ashlar-h", "up")
+	drivertest.Run(t, "ip", "-n", netns, "link", "set", "lo", "up")
+	t.Cleanup(func() {
+		if left, err := nvme.List("nqn."); err != nil || len(left) > 0 {
+			t.Errorf("connected at the end: %+v, %v", left, err)
+		}
+		drivertest.Run(t, "ip", "netns", "del", netns)
+		for _, path := range []string{"subsystems", "hosts", "ports"} {
+			if left, err := os.ReadDir("/sys/kernel/config/nvmet/" + path); err != nil || len(left) > 0 {
+				t.Errorf("%s at the end: %v, %v", path, left, err)
+			}
+		}
+	})
+}
+
+// link cuts the consumer off, or ends that.
+func link(t *testing.T, way string) {
+	t.Helper()
+	drivertest.Run(t, "ip", "link", "set", "ashlar-c", way)
+}
+
+// exported is a disk of a size that is exported, and how to connect to it. At the end of the test it is neither connected nor exported.
+func exported(t *testing.T, n int, disk string) (nvmet.Export, nvme.Connection) {
+	t.Helper()
+	e := nvmet.Export{
+		NQN: fmt.Sprintf("%s%032x:1:%016x", nvmet.Prefix, n, n), Host: fmt.Sprintf("%snode:b:%016x", nvmet.Prefix, n),
+		UUID: fmt.Sprintf("%08x-0000-4000-8000-0123456789ab", n), Device: disk, Secret: newSecret(),
+	}
+	t.Cleanup(func() {
+		check.OK(t, nvme.Disconnect(context.Background(), e.NQN))
+		order{Remove: e.NQN}.run(t)
+	})
+	order{Add: []nvmet.Export{e}}.run(t)
+	return e, nvme.Connection{NQN: e.NQN, Host: e.Host, Address: netip.MustParseAddrPort(address), Secret: e.Secret, UUID: e.UUID, Loss: -1}
+}
+
+func connect(t *testing.T, c nvme.Connection) nvme.Device {
+	t.Helper()
+	began := time.Now()
+	device, err := nvme.Connect(t.Context(), c)
+	check.OK(t, err)
+	t.Logf("connected in %s", time.Since(began).Round(time.Millisecond))
+	return device
+}
+
+// writers write to a device, around what caches there are, as fast as they can.
+type writers struct {
+	acknowledged []atomic.Uint64 // of each, the number of its last write that was acknowledged
+	failed       []error         // of each, why it ended
+	ended        atomic.Int32    // how many have
+	all          sync.WaitGroup
+	stop         atomic.Bool
+}
+
+const block = 128 << 10 // more than goes with a command: the target has to ask for the data
+
+// write starts writers, each to a block of its own, which has the number of the write at its beginning and its end.
+func write(t *testing.T, device string, n int) *writers {
+	t.Helper()
+	w := &writers{acknowledged: make([]atomic.Uint64, n), failed: make([]error, n)}
+	f, err := os.OpenFile(device, os.O_WRONLY|unix.O_DIRECT, 0)
+	check.OK(t, err)
+	for i := range n {
+		w.all.Go(func() {
+			defer w.ended.Add(1)
+			data, err := unix.Mmap(-1, 0, block, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE) // aligned
+			if err != nil {
+				w.failed[i] = err
+				return
+			}
+			for number := uint64(1); !w.stop.Load(); number++ {
+				binary.LittleEndian.PutUint64(data, number)
+				binary.LittleEndian.PutUint64(data[block-8:], number)
+				if _, w.failed[i] = f.WriteAt(data, int64(i)*block); w.failed[i] != nil {
+					return
+				}
+				w.acknowledged[i].Store(number)
+			}
+		})
+	}
+	go func() { w.all.Wait(); _ = f.Close() }()
+	t.Cleanup(func() { w.stop.Store(true) })
+	return w
+}
+
+// count is how many writes were acknowledged.
+func (w *writers) count() (n uint64) {
+	for i := range w.acknowledged {
+		n += w.acknowledged[i].Load()
+	}
+	return n
+}
+
+// until waits for more writes.
+func (w *writers) until(t *testing.T, more uint64, within time.Duration) {
+	t.Helper()
+	from, deadline := w.count(), time.Now().Add(within)
+	for w.count() < from+more {
+		if time.Now().After(deadline) {
+			t.Fatalf("%d writes in %s, want %d; they ended with %v", w.count()-from, within, more, w.failed)
+		}
+		time.Sleep(time.Millisecond)
+	}
+}
+
+// gone are the errors of I/O that finds no device any more: ENOLINK without multipath, EOPNOTSUPP where the target answers that the
+// namespace is gone, ENOSPC where the kernel knows that already and the device has no size any more.
+var gone = []error{unix.EIO, unix.ENOLINK, unix.EOPNOTSUPP, unix.ENOSPC}
+
+// ends waits until all have ended with an error.
+func (w *writers) ends(t *testing.T, within time.Duration) {
+	t.Helper()
+	ended := make(chan struct{})
+	go func() { w.all.Wait(); close(ended) }()
+	select {
+	case <-ended:
+	case <-time.After(within):
+		t.Fatalf("writers wait still after %s", within)
+	}
+	for _, err := range w.failed {
+		if !slices.ContainsFunc(gone, func(kind error) bool { return errors.Is(err, kind) }) {
+			t.Errorf("a writer ended with %v", err)
+		}
+	}
+}
+
+// on makes sure that a disk has all that was acknowledged. One write more of each may be there, or a part of it: it was not.
+func (w *writers) on(t *testing.T, data []byte) {
+	t.Helper()
+	for i := range w.acknowledged {
+		acknowledged := w.acknowledged[i].Load()
+		for _, at := range []int{i * block, (i+1)*block - 8} {
+			if have := binary.LittleEndian.Uint64(data[at:]); have < acknowledged || have > acknowledged+1 {
+				t.Errorf("block %d has write %d, and %d was acknowledged", i, have, acknowledged)
+			}
+		}
+	}
+}
+
+// content is what a disk has, of which nothing is cached.
+func content(t *testing.T, disk string) []byte {
+	t.Helper()
+	drivertest.Run(t, "blockdev", "--flushbufs", disk)
+	data, err := os.ReadFile(disk)
+	check.OK(t, err)
+	return data
+}
+
+func TestConnect(t *testing.T) {
+	home(t)
+	disk := drivertest.Disk(t, 8*mib)
+	e, c := exported(t, 1, disk)
+
+	for what, change := range map[string]func(c *nvme.Connection){
+		"another host":      func(c *nvme.Connection) { c.Host = nvmet.Prefix + "node:c:0" },
+		"another secret":    func(c *nvme.Connection) { c.Secret = newSecret() },
+		"no secret":         func(c *nvme.Connection) { c.Secret = "" },
+		"another subsystem": func(c *nvme.Connection) { c.NQN = nvmet.Prefix + "missing" },
+		"nobody there":      func(c *nvme.Connection) { c.Address = netip.MustParseAddrPort(homeIP + ":4") },
+	} {
+		other := c
+		change(&other)
+		_, err := nvme.Connect(t.Context(), other)
+		if !errors.Is(err, errdefs.ErrUnavailable) || strings.Contains(err.Error(), "DHHC-1:00") {
+			t.Errorf("%s: %v", what, err)
+		}
+		t.Logf("%s: %v", what, err)
+	}
+	other := c
+	other.UUID = "ffffffff-0000-4000-8000-000000000000"
+	if _, err := nvme.Connect(t.Context(), other); !errors.Is(err, errdefs.ErrPrecondition) {
+		t.Errorf("another UUID: %v", err)
+	}
+	if _, err := nvme.Find(c.NQN); !errors.Is(err, errdefs.ErrNotFound) {
+		t.Errorf("after another UUID: %v", err)
+	}
+
+	device := connect(t, c)
+	if device.UUID != e.UUID || device.Size != 8*mib || !device.Live() || device.Host != c.Host {
+		t.Errorf("the device is %+v", device)
+	}
+	var st unix.Stat_t
+	if err := unix.Stat(device.Path, &st); err != nil || st.Rdev != device.Number {
+		t.Errorf("%s is the device %x, %v; want %x", device.Path, st.Rdev, err, device.Number)
+	}
+	if again := connect(t, c); again != device {
+		t.Errorf("again, it is %+v, not %+v", again, device)
+	}
+	if all, err := nvme.List(nvmet.Prefix); err != nil || len(all) != 1 || all[0] != device {
+		t.Errorf("the list is %+v, %v", all, err)
+	}
+	secrets, _ := filepath.Glob("/sys/class/nvme/*/dhchap_secret")
+	for _, path := range secrets {
+		if info, err := os.Stat(path); err != nil || info.Mode().Perm() != 0o600 {
+			t.Errorf("%s can be read by %v, %v", path, info.Mode(), err)
+		}
+	}
+	if len(secrets) != 1 {
+		t.Errorf("the secrets are at %q", secrets)
+	}
+
+	words := bytes.Repeat([]byte("a volume that any node can use. "), 1024)
+	f, err := os.OpenFile(device.Path, os.O_RDWR, 0)
+	check.OK(t, err)
+	_, err = f.WriteAt(words, mib)
+	check.OK(t, errors.Join(err, f.Sync(), f.Close()))
+	if !bytes.Contains(content(t, disk), words) {
+		t.Error("the disk has not what was written")
+	}
+	began := time.Now()
+	check.OK(t, nvme.Disconnect(t.Context(), c.NQN))
+	t.Logf("disconnected in %s", time.Since(began).Round(time.Millisecond))
+	check.OK(t, nvme.Disconnect(t.Context(), c.NQN))
+	if _, err := os.Stat(device.Path); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("after the end %s: %v", device.Path, err)
+	}
+}
+
+// TestFence: when Remove has returned, nothing lands, whatever was in flight; the writers have errors; what they were told to be written is.
+func TestFence(t *testing.T) {
+	home(t)
+	disk := drivertest.Disk(t, 16*mib)
+	e, c := exported(t, 1, disk)
+	device := connect(t, c)
+	w := write(t, device.Path, 16)
+	w.until(t, 500, time.Minute)
+	took := order{Remove: e.NQN}.run(t)
+	then := content(t, disk)
+	time.Sleep(2 * time.Second)
+	w.on(t, then)
+	if !bytes.Equal(content(t, disk), then) {
+		t.Error("something was written after the fence")
+	}
+	t.Logf("the fence took %s, after %d writes of %d KiB; 2 s later %d of 16 writers had errors", took.Round(time.Millisecond), w.count(), block>>10, w.ended.Load())
+	if w.ended.Load() == 0 {
+		t.Error("no writer has an error")
+	}
+	check.OK(t, nvme.Disconnect(t.Context(), c.NQN)) // before Linux 6.10 the kernel tries to come back, and some writers wait for that
+	w.ends(t, 10*time.Second)
+	if _, err := nvme.Connect(t.Context(), c); !errors.Is(err, errdefs.ErrUnavailable) {
+		t.Errorf("connected again after the fence: %v", err)
+	}
+	// The next generation has another name.
+	next, c := exported(t, 2, disk)
+	if device = connect(t, c); device.UUID != next.UUID {
+		t.Errorf("the device of the next one is %+v", device)
+	}
+}
+
+// TestFenceKilled: who ends an export is killed while the kernel waits for the disk. Who ends it after him waits, too.
+func TestFenceKilled(t *testing.T) {
+	home(t)
+	disk := drivertest.Disk(t, 16*mib)
+	var st unix.Stat_t
+	check.OK(t, unix.Stat(disk, &st))
+	const slow = "ashlar-slow"
+	check.OK(t, dm.Show(slow, "", st.Rdev, 16*mib, false))
+	t.Cleanup(func() { _, err := dm.RemoveNow(context.Background(), slow); check.OK(t, err) })
+	found, err := dm.Find(slow)
+	check.OK(t, err)
+	e, c := exported(t, 1, found.Path())
+	device := connect(t, c)
+	w := write(t, device.Path, 16)
+	w.until(t, 100, time.Minute)
+	check.OK(t, dm.Suspend(slow)) // from now on writes are in flight until it is resumed
+	resume := sync.OnceFunc(func() { check.OK(t, dm.Resume(slow, dm.NoScan)) })
+	t.Cleanup(resume)
+	time.Sleep(100 * time.Millisecond)
+
+	cmd, _ := order{Remove: e.NQN}.command(t)
+	check.OK(t, cmd.Start())
+	time.Sleep(2 * time.Second)
+	check.OK(t, cmd.Process.Signal(syscall.SIGKILL))
+
+	again, said := order{Remove: e.NQN, Within: 2 * time.Second}.command(t)
+	check.OK(t, again.Start())
+	ended := make(chan error, 1)
+	go func() { ended <- again.Wait() }()
+	select {
+	case err := <-ended:
+		if err == nil {
+			t.Fatalf("the fence was said to be complete while writes were in flight: %s", said)
+		}
+	case <-time.After(4 * time.Second): // the kernel does not let it go
+	}
+	resume()
+	_ = cmd.Wait()
+	order{Remove: e.NQN}.run(t)
+	then := content(t, disk)
+	w.on(t, then)
+	time.Sleep(time.Second)
+	if !bytes.Equal(content(t, disk), then) {
+		t.Error("something was written after the fence")
+	}
+	check.OK(t, nvme.Disconnect(t.Context(), c.NQN))
+	w.ends(t, 10*time.Second)
+}
+
+// TestCutOff: a consumer that is cut off in the middle of its writes is fenced, and finds no way back.
+func TestCutOff(t *testing.T) {
+	home(t)
+	disk := drivertest.Disk(t, 16*mib)
+	e, c := exported(t, 1, disk)
+	device := connect(t, c)
+	w := write(t, device.Path, 16)
+	w.until(t, 200, time.Minute)
+	link(t, "down")
+	time.Sleep(200 * time.Millisecond)
+	took := order{Remove: e.NQN}.run(t)
+	t.Logf("the fence of a host that is cut off took %s", took.Round(time.Millisecond))
+	if took > 5*time.Second {
+		t.Error("that is too long")
+	}
+	then := content(t, disk)
+	w.on(t, then)
+	link(t, "up")
+	time.Sleep(8 * time.Second) // it has tried to come back
+	if !bytes.Equal(content(t, disk), then) {
+		t.Error("something was written after the fence")
+	}
+	check.OK(t, nvme.Disconnect(t.Context(), c.NQN))
+	w.ends(t, 10*time.Second)
+}
+
+// TestDisconnectCutOff: who waits for a target that is away gets errors when he disconnects.
+func TestDisconnectCutOff(t *testing.T) {
+	home(t)
+	_, c := exported(t, 1, drivertest.Disk(t, 16*mib))
+	w := write(t, connect(t, c).Path, 4)
+	w.until(t, 100, time.Minute)
+	link(t, "down") // the kernel has not noticed yet
+	began := time.Now()
+	check.OK(t, nvme.Disconnect(t.Context(), c.NQN))
+	took := time.Since(began)
+	t.Logf("disconnected from a target that is away in %s", took.Round(time.Millisecond))
+	if took > 20*time.Second {
+		t.Error("that is too long")
+	}
+	w.ends(t, 10*time.Second)
+	link(t, "up")
+}
+
+// TestAway: I/O waits for a target that is away for longer than the kernel keeps a connection, and goes on when it is back.
+func TestAway(t *testing.T) {
+	home(t)
+	disk := drivertest.Disk(t, 16*mib)
+	e, c := exported(t, 1, disk)
+	device := connect(t, c)
+	w := write(t, device.Path, 4)
+	w.until(t, 100, time.Minute)
+	link(t, "down")
+	time.Sleep(15 * time.Second)
+	before := w.count()
+	time.Sleep(2 * time.Second)
+	now, err := nvme.Find(c.NQN)
+	if err != nil || now.Live() || now.Path != device.Path || w.count() != before {
+		t.Errorf("with the link down: %+v, %v; %d writes", now, err, w.count()-before)
+	}
+	// The home starts again: its kernel knows nothing any more, and its driver exports from its record.
+	order{Remove: e.NQN}.run(t)
+	order{Add: []nvmet.Export{e}}.run(t)
+	link(t, "up")
+	began := time.Now()
+	w.until(t, 100, time.Minute)
+	t.Logf("it went on %s after the target was back", time.Since(began).Round(time.Millisecond))
+	if now, err := nvme.Find(c.NQN); err != nil || now != device {
+		t.Errorf("afterwards: %+v, %v; it was %+v", now, err, device)
+	}
+	// The drivers of both start again.
+	order{Add: []nvmet.Export{e}}.run(t)
+	if again := connect(t, c); again != device {
+		t.Errorf("again, it is %+v, not %+v", again, device)
+	}
+	w.until(t, 100, time.Minute)
+	w.stop.Store(true)
+	w.all.Wait()
+	w.on(t, content(t, disk))
+	if err := errors.Join(w.failed...); err != nil {
+		t.Errorf("writers failed: %v", err)
+	}
+}
+
+// TestLoss: I/O waits for a target that is away for as long as is asked for; the device is good again when the target is back.
+func TestLoss(t *testing.T) {
+	home(t)
+	_, c := exported(t, 1, drivertest.Disk(t, 16*mib))
+	c.Loss = 2 * time.Second
+	device := connect(t, c)
+	w := write(t, device.Path, 4)
+	w.until(t, 100, time.Minute)
+	link(t, "down")
+	began := time.Now()
+	w.ends(t, 40*time.Second)
+	t.Logf("errors after %s, of a target that may be away for %s", time.Since(began).Round(time.Millisecond), c.Loss)
+	if _, err := nvme.Connect(t.Context(), c); !errors.Is(err, errdefs.ErrUnavailable) {
+		t.Errorf("connected to a target that is away: %v", err)
+	}
+	link(t, "up")
+	for deadline := time.Now().Add(30 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+		if now, err := nvme.Find(c.NQN); err == nil && now == device {
+			break
+		} else if time.Now().After(deadline) {
+			t.Fatalf("30 s after the target was back: %+v, %v", now, err)
+		}
+	}
+	write(t, device.Path, 4).until(t, 100, time.Minute)
+}
+
+// TestNobodyAnswers: an attempt to connect to a machine that is away ends with its context.
+func TestNobodyAnswers(t *testing.T) {
+	home(t)
+	_, c := exported(t, 1, drivertest.Disk(t, mib))
+	link(t, "down")
+	ctx, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond)
+	defer cancel()
+	began := time.Now()
+	_, err := nvme.Connect(ctx, c)
+	if took := time.Since(began); err == nil || took > 3*time.Second {
+		t.Errorf("it ended after %s: %v", took, err)
+	}
+	link(t, "up")
+	connect(t, c)
+}
+
+func TestResized(t *testing.T) {
+	home(t)
+	disk := drivertest.Disk(t, 8*mib)
+	e, c := exported(t, 1, disk)
+	device := connect(t, c)
+	image, err := os.ReadFile("/sys/block/" + filepath.Base(disk) + "/loop/backing_file")
+	check.OK(t, err)
+	check.OK(t, os.Truncate(strings.TrimSpace(string(image)), 16*mib))
+	drivertest.Run(t, "losetup", "-c", disk)
+	order{Resized: e.NQN}.run(t)
+	began := time.Now()
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	check.OK(t, nvme.Resized(ctx, c.NQN, 16*mib))
+	t.Logf("the growth was seen after %s", time.Since(began).Round(time.Millisecond))
+	f, err := os.OpenFile(device.Path, os.O_WRONLY, 0)
+	check.OK(t, err)
+	_, err = f.WriteAt([]byte("at the end"), 15*mib)
+	check.OK(t, errors.Join(err, f.Sync(), f.Close()))
+	if !bytes.Contains(content(t, disk)[8*mib:], []byte("at the end")) {
+		t.Error("the disk has not what was written where it has grown")
+	}
+	short, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+	defer cancel()
+	if err := nvme.Resized(short, c.NQN, 17*mib); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("a size that it does not have: %v", err)
+	}
+}
+
+func TestMany(t *testing.T) {
+	home(t)
+	const n = 20
+	var exports []nvmet.Export
+	var connections []nvme.Connection
+	for i := range n {
+		e, c := exported(t, i+1, drivertest.Disk(t, 4*mib))
+		exports, connections = append(exports, e), append(connections, c)
+	}
+	for _, e := range exports {
+		order{Remove: e.NQN}.run(t)
+	}
+	t.Logf("%d exports together took %s", n, order{Add: exports}.run(t).Round(time.Millisecond))
+	began := time.Now()
+	var all sync.WaitGroup
+	devices := make([]nvme.Device, n)
+	failures := make([]error, n)
+	for i := range n {
+		all.Go(func() { devices[i], failures[i] = nvme.Connect(t.Context(), connections[i]) })
+	}
+	all.Wait()
+	check.OK(t, errors.Join(failures...))
+	t.Logf("%d connections at once took %s", n, time.Since(began).Round(time.Millisecond))
+	for i, device := range devices {
+		check.OK(t, os.WriteFile(device.Path, []byte(exports[i].UUID), 0))
+		drivertest.Run(t, "blockdev", "--flushbufs", device.Path)
+	}
+	for _, e := range exports {
+		if !bytes.HasPrefix(content(t, e.Device), []byte(e.UUID)) {
+			t.Errorf("%s has not what was written to it", e.Device)
+		}
+	}
+	// One that ends is no other's matter.
+	w := write(t, devices[1].Path, 4)
+	w.until(t, 50, time.Minute)
+	order{Remove: exports[0].NQN}.run(t)
+	w.until(t, 50, time.Minute)
+	began = time.Now()
+	w.stop.Store(true)
+	w.all.Wait()
+	for i := range n {
+		all.Go(func() { failures[i] = nvme.Disconnect(t.Context(), connections[i].NQN) })
+	}
+	all.Wait()
+	check.OK(t, errors.Join(failures...))
+	t.Logf("disconnecting all took %s", time.Since(began).Round(time.Millisecond))
+}
+
+func TestRefused(t *testing.T) {
+	c := nvme.Connection{NQN: nvmet.Prefix + "a", Host: nvmet.Prefix + "b", Address: netip.MustParseAddrPort(address), Secret: newSecret()}
+	for what, change := range map[string]func(c *nvme.Connection){
+		"no name":       func(c *nvme.Connection) { c.NQN = "" },
+		"two options":   func(c *nvme.Connection) { c.NQN += ",hostnqn=x" },
+		"host":          func(c *nvme.Connection) { c.Host = "b" },
+		"no address":    func(c *nvme.Connection) { c.Address = netip.AddrPort{} },
+		"secret":        func(c *nvme.Connection) { c.Secret = "secret" },
+		"secret's end":  func(c *nvme.Connection) { c.Secret += ",nqn=x" },
+		"zone's option": func(c *nvme.Connection) { c.Address = netip.MustParseAddrPort("[fe80::1%a,b]:1") },
+	} {
+		other := c
+		change(&other)
+		if _, err := nvme.Connect(t.Context(), other); !errors.Is(err, errdefs.ErrInvalid) || strings.Contains(err.Error(), "DHHC-1:00") {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+}

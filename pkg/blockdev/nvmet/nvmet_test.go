@@ -1,0 +1,374 @@
+package nvmet_test
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/base64"
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"io/fs"
+	"maps"
+	"net"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvmet"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+const mib = 1 << 20
+
+// order is what a child process is to do with a target, and before which change of its it is killed.
+type order struct {
+	Add    *nvmet.Export
+	Remove string
+	Dies   int
+}
+
+// newSecret is a new one, as a home makes them.
+func newSecret() string {
+	key := make([]byte, 32)
+	_, _ = rand.Read(key) // it never fails
+	return nvmet.Secret(key)
+}
+
+func TestMain(m *testing.M) {
+	nvmet.NoGrace()
+	if text := os.Getenv("ASHLAR_ORDER"); text != "" {
+		var o order
+		err := json.Unmarshal([]byte(text), &o)
+		if err == nil {
+			err = o.obey()
+		}
+		if err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
+		os.Exit(0)
+	}
+	os.Exit(m.Run())
+}
+
+func (o order) obey() error {
+	changes := 0
+	nvmet.OnChange(func() {
+		if changes == o.Dies {
+			_ = unix.Kill(os.Getpid(), unix.SIGKILL)
+			select {}
+		}
+		changes++
+	})
+	target, err := nvmet.Open(netip.MustParseAddrPort(address))
+	if err != nil {
+		return err
+	}
+	if o.Add != nil {
+		return target.Add(context.Background(), *o.Add)
+	}
+	return target.Remove(context.Background(), o.Remove)
+}
+
+// run has a child do something, and reports whether it was killed before it was done.
+func (o order) run(t *testing.T) (killed bool) {
+	t.Helper()
+	text, err := json.Marshal(o)
+	check.OK(t, err)
+	cmd := exec.Command(os.Args[0])
+	cmd.Env = append(os.Environ(), "ASHLAR_ORDER="+string(text))
+	said, err := cmd.CombinedOutput()
+	var exit *exec.ExitError
+	if errors.As(err, &exit) && !exit.Exited() {
+		return true
+	}
+	if err != nil {
+		t.Fatalf("%+v: %v: %s", o, err, said)
+	}
+	return false
+}
+
+// state is all that the kernel's target has: folders, links and attributes, but for what is made up anew each time.
+func state(t *testing.T) map[string]string {
+	t.Helper()
+	found := map[string]string{}
+	check.OK(t, filepath.WalkDir(nvmet.Root, func(path string, entry fs.DirEntry, err error) error {
+		switch {
+		case err != nil:
+			return err
+		case entry.Name() == "attr_serial":
+		case entry.IsDir():
+			found[path] = "folder"
+		case entry.Type()&fs.ModeSymlink != 0:
+			found[path] = "link"
+		default:
+			value, err := os.ReadFile(path)
+			found[path] = strings.TrimSpace(string(value))
+			if err != nil && !errors.Is(err, fs.ErrPermission) {
+				found[path] = err.Error()
+			}
+		}
+		return nil
+	}))
+	return found
+}
+
+func same(t *testing.T, when string, want map[string]string) {
+	t.Helper()
+	have := state(t)
+	if maps.Equal(have, want) {
+		return
+	}
+	for _, path := range slices.Sorted(maps.Keys(have)) {
+		if want[path] != have[path] {
+			t.Errorf("%s: %s is %q, want %q", when, path, have[path], want[path])
+		}
+	}
+	for path := range want {
+		if _, is := have[path]; !is {
+			t.Errorf("%s: there is no %s", when, path)
+		}
+	}
+	t.FailNow()
+}
+
+func export(t *testing.T, n int) *nvmet.Export {
+	return &nvmet.Export{
+		NQN: fmt.Sprintf("%s%032x:1:%016x", nvmet.Prefix, n, n), Host: fmt.Sprintf("%snode:b:%016x", nvmet.Prefix, n),
+		UUID: fmt.Sprintf("%08x-0000-4000-8000-000000000000", n), Device: drivertest.Disk(t, mib), Secret: newSecret(),
+	}
+}
+
+const address = "127.0.0.1:4420"
+
+// needTarget opens the target, which mounts configfs; nothing of it may be left at the end.
+func needTarget(t *testing.T) *nvmet.Target {
+	t.Helper()
+	drivertest.NeedNVMe(t)
+	target, err := nvmet.Open(netip.MustParseAddrPort(address))
+	check.OK(t, err)
+	before := state(t)
+	t.Cleanup(func() { same(t, "at the end of the test", before) })
+	return target
+}
+
+// TestKilled kills who adds and removes exports before each change: a retry of either brings about the same as if nothing had been.
+func TestKilled(t *testing.T) {
+	for _, c := range []struct {
+		name   string
+		beside bool
+	}{{"first", false}, {"beside another", true}} {
+		t.Run(c.name, func(t *testing.T) {
+			target := needTarget(t)
+			if c.beside {
+				other := export(t, 9)
+				check.OK(t, target.Add(t.Context(), *other))
+				defer func() { check.OK(t, target.Remove(t.Context(), other.NQN)) }()
+			}
+			// As a driver that starts again: it opens the target.
+			e := export(t, 1)
+			add := func() { check.OK(t, again(t).Add(t.Context(), *e)) }
+			remove := func() { check.OK(t, again(t).Remove(t.Context(), e.NQN)) }
+			without := state(t)
+			add()
+			with := state(t)
+			remove()
+			same(t, "removed", without)
+
+			for point, killed := 0, true; killed; point++ {
+				killed = order{Add: e, Dies: point}.run(t)
+				add()
+				same(t, fmt.Sprintf("killed before change %d of adding, then added", point), with)
+				remove()
+				if !c.beside {
+					order{Add: e, Dies: point}.run(t)
+					remove()
+				}
+				again(t)
+				same(t, fmt.Sprintf("killed before change %d of adding, then removed", point), without)
+				t.Logf("change %d of adding: killed %t", point, killed)
+			}
+			for point, killed := 0, true; killed; point++ {
+				add()
+				killed = order{Remove: e.NQN, Dies: point}.run(t)
+				remove()
+				same(t, fmt.Sprintf("killed before change %d of removing, then removed", point), without)
+				if !c.beside {
+					add()
+					order{Remove: e.NQN, Dies: point}.run(t)
+					add()
+					same(t, fmt.Sprintf("killed before change %d of removing, then added", point), with)
+					remove()
+				}
+				t.Logf("change %d of removing: killed %t", point, killed)
+			}
+		})
+	}
+}
+
+// again is the target of a driver that starts.
+func again(t *testing.T) *nvmet.Target {
+	t.Helper()
+	target, err := nvmet.Open(netip.MustParseAddrPort(address))
+	check.OK(t, err)
+	return target
+}
+
+// TestAgain: what is as it should be is not touched.
+func TestAgain(t *testing.T) {
+	target := needTarget(t)
+	e := export(t, 1)
+	check.OK(t, target.Add(t.Context(), *e))
+	defer func() { check.OK(t, target.Remove(t.Context(), e.NQN)) }()
+	changes := 0
+	nvmet.OnChange(func() { changes++ })
+	defer nvmet.OnChange(func() {})
+	check.OK(t, target.Add(t.Context(), *e))
+	if changes != 0 {
+		t.Errorf("again, it changed %d things", changes)
+	}
+}
+
+// TestOthers: what is not ours stays, and an address that is used or not of this machine is told at once.
+func TestOthers(t *testing.T) {
+	target := needTarget(t)
+	const theirs = nvmet.Root + "/subsystems/nqn.2020-01.com.example:theirs"
+	check.OK(t, os.Mkdir(theirs, 0o755))
+	check.OK(t, os.Mkdir(nvmet.Root+"/hosts/nqn.2020-01.com.example:host", 0o755))
+	check.OK(t, os.Mkdir(nvmet.Root+"/ports/1", 0o755))
+	defer func() {
+		for _, path := range []string{"/ports/1", "/hosts/nqn.2020-01.com.example:host", "/subsystems/nqn.2020-01.com.example:theirs"} {
+			check.OK(t, os.Remove(nvmet.Root+path))
+		}
+	}()
+	before := state(t)
+	e := export(t, 1)
+	check.OK(t, target.Add(t.Context(), *e))
+	found, err := target.Exports(t.Context())
+	if want := (nvmet.Export{NQN: e.NQN, Host: e.Host, UUID: e.UUID, Device: e.Device}); err != nil || !slices.Equal(found, []nvmet.Export{want}) {
+		t.Errorf("the exports are %+v, %v; want %+v", found, err, want)
+	}
+	check.OK(t, target.Remove(t.Context(), e.NQN))
+	check.OK(t, target.Remove(t.Context(), e.NQN))
+	again(t) // it sweeps
+	same(t, "after an export", before)
+
+	if _, err := nvmet.Open(netip.MustParseAddrPort("192.0.2.1:4420")); !errors.Is(err, errdefs.ErrUnavailable) || !strings.Contains(err.Error(), "no address of this node") {
+		t.Errorf("at an address of nobody: %v", err)
+	}
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	check.OK(t, err)
+	defer listener.Close()
+	if _, err := nvmet.Open(netip.MustParseAddrPort(listener.Addr().String())); !errors.Is(err, errdefs.ErrUnavailable) || !strings.Contains(err.Error(), "something else listens") {
+		t.Errorf("at an address that is used: %v", err)
+	}
+}
+
+// TestMoves: the address of the node has changed, and what is exported moves to it; the port that is left goes.
+func TestMoves(t *testing.T) {
+	target := needTarget(t)
+	one, two := export(t, 1), export(t, 2)
+	check.OK(t, target.Add(t.Context(), *one, *two))
+	moved, err := nvmet.Open(netip.MustParseAddrPort("[::1]:4421"))
+	check.OK(t, err)
+	check.OK(t, moved.Add(t.Context(), *one, *two))
+	if all, err := nvmet.Ports(); err != nil || len(all) != 1 {
+		t.Errorf("the ports are %q, %v", all, err)
+	}
+	_, err = net.Dial("tcp", address)
+	if !errors.Is(err, unix.ECONNREFUSED) {
+		t.Errorf("at the address of before: %v", err)
+	}
+	c, err := net.Dial("tcp", "[::1]:4421")
+	check.OK(t, err)
+	c.Close()
+	check.OK(t, moved.Remove(t.Context(), one.NQN))
+	check.OK(t, moved.Remove(t.Context(), two.NQN))
+}
+
+// TestDiffers: an export is not changed into another one, one that cannot be made does not keep the others from it, and no error has
+// a secret.
+func TestDiffers(t *testing.T) {
+	target := needTarget(t)
+	e, bad := export(t, 1), export(t, 2)
+	bad.Device = "/dev/missing"
+	err := target.Add(t.Context(), *bad, *e)
+	if err == nil || !strings.Contains(err.Error(), bad.Device) || strings.Contains(err.Error(), bad.Secret) {
+		t.Errorf("a device that is not there: %v", err)
+	}
+	if c, err := net.Dial("tcp", address); err != nil {
+		t.Error(err)
+	} else {
+		c.Close()
+	}
+	if found, err := target.Exports(t.Context()); err != nil || len(found) != 2 || found[0].Device+found[1].Device != e.Device {
+		t.Errorf("the exports are %+v, %v", found, err)
+	}
+	check.OK(t, target.Remove(t.Context(), bad.NQN))
+	for what, change := range map[string]func(e *nvmet.Export){
+		"UUID":   func(e *nvmet.Export) { e.UUID = "ffffffff-0000-4000-8000-000000000000" },
+		"device": func(e *nvmet.Export) { e.Device = bad.Device },
+	} {
+		other := *e
+		change(&other)
+		if err := target.Add(t.Context(), other); !errors.Is(err, errdefs.ErrExists) {
+			t.Errorf("with another %s: %v", what, err)
+		}
+	}
+	if err := target.Resized(t.Context(), bad.NQN); !errors.Is(err, errdefs.ErrNotFound) {
+		t.Errorf("the size of what is not exported: %v", err)
+	}
+	info, err := os.Stat(nvmet.Root + "/hosts/" + e.Host + "/dhchap_key")
+	if err != nil || info.Mode().Perm() != 0o600 {
+		t.Errorf("the secret can be read by %v, %v", info.Mode(), err)
+	}
+	check.OK(t, target.Remove(t.Context(), e.NQN))
+}
+
+func TestRefused(t *testing.T) {
+	e := nvmet.Export{NQN: nvmet.Prefix + "a", Host: nvmet.Prefix + "b", UUID: "00000000-0000-4000-8000-000000000000", Device: "/dev/x", Secret: newSecret()}
+	for what, change := range map[string]func(e *nvmet.Export){
+		"no name":        func(e *nvmet.Export) { e.NQN = "" },
+		"another's name": func(e *nvmet.Export) { e.NQN = "nqn.2020-01.com.example:a" },
+		"a path":         func(e *nvmet.Export) { e.NQN = nvmet.Prefix + "a/../../x" },
+		"a host":         func(e *nvmet.Export) { e.Host = nvmet.Prefix + "a,b" },
+		"a UUID":         func(e *nvmet.Export) { e.UUID = strings.ToUpper("abcdefab-0000-4000-8000-000000000000") },
+		"a secret":       func(e *nvmet.Export) { e.Secret = "secret" },
+	} {
+		other := e
+		change(&other)
+		err := nvmet.Unopened(true).Add(t.Context(), other)
+		if !errors.Is(err, errdefs.ErrInvalid) || strings.Contains(err.Error(), "DHHC-1:00") {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	if err := nvmet.Unopened(false).Add(t.Context(), e); !errors.Is(err, errdefs.ErrUnsupported) {
+		t.Errorf("a secret that no host is asked for: %v", err)
+	}
+}
+
+func TestSecret(t *testing.T) {
+	one, other := newSecret(), newSecret()
+	if one == other {
+		t.Error("two secrets are the same")
+	}
+	parts := regexp.MustCompile(`^DHHC-1:00:([A-Za-z0-9+/=]{48}):$`).FindStringSubmatch(one)
+	if parts == nil {
+		t.Fatalf("a secret is %q", one)
+	}
+	key, err := base64.StdEncoding.DecodeString(parts[1])
+	if err != nil || len(key) != 36 || crc32.ChecksumIEEE(key[:32]) != binary.LittleEndian.Uint32(key[32:]) {
+		t.Errorf("a secret has %d bytes, %v", len(key), err)
+	}
+}
