@@ -21,6 +21,8 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/disks"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/luks"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvme"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvmet"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
 	"github.com/ashlar-csi/ashlar/pkg/cgroup"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
@@ -42,6 +44,7 @@ func Run(ctx context.Context, all []Pool) error {
 	x.deviceMapper()
 	x.limits()
 	x.encryption()
+	x.otherNodes()
 	x.tools()
 	x.filesystems()
 	for _, pool := range all {
@@ -141,6 +144,34 @@ func (x *examination) encryption() {
 		x.warning("encryption: the processor has no instructions for AES: encrypted volumes are several times slower than others, and take its time")
 	} else if err == nil {
 		x.ok("encryption: the processor has instructions for AES")
+	}
+}
+
+// moduleHelp is where the modules of otherNodes come from. In the driver's container nothing tells which distribution the node has.
+const moduleHelp = "modprobe it; Debian's kernels have it; Ubuntu: apt-get install linux-modules-extra-$(uname -r); Fedora and RHEL: dnf install kernel-modules (or kernel-modules-extra); " +
+	"Talos: nvme-tcp is built in, nvmet-tcp (1.8) a line of machine.kernel.modules; Flatcar: releases since June 2026"
+
+// otherNodes: a machine without lacks nothing but volumes that other nodes can use, or that are other nodes'.
+func (x *examination) otherNodes() {
+	for _, side := range []struct {
+		what, module, option string
+		is                   func() (authenticates bool, err error)
+	}{
+		{"volumes of this node for others (access=any)", "nvmet-tcp", "CONFIG_NVME_TARGET_AUTH", nvmet.Available},
+		{"volumes of other nodes for this one (access=any)", "nvme-tcp", "CONFIG_NVME_HOST_AUTH", nvme.Authenticates},
+	} {
+		authenticates, err := side.is()
+		_, _, missing := command.Run(x.ctx, "modprobe", "-n", "-q", side.module)
+		switch {
+		case err == nil && authenticates:
+			x.ok("%s: the kernel has %s, with authentication", side.what, side.module)
+		case err == nil:
+			x.warning("%s: the kernel has %s, but without authentication (%s, Linux 6.0)", side.what, side.module, side.option)
+		case missing == nil:
+			x.ok("%s: the kernel has a module for it, which is not loaded; modprobe %s, and a line with it in /etc/modules-load.d/ashlar.conf", side.what, side.module)
+		default:
+			x.ok("%s: not without the module %s, which this kernel has not loaded; %s", side.what, side.module, moduleHelp)
+		}
 	}
 }
 
