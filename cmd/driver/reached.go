@@ -2,12 +2,7 @@ package main
 
 import (
 	"context"
-	"crypto/rand"
-	"errors"
-	"fmt"
-	"io/fs"
 	"net/netip"
-	"os"
 	"path/filepath"
 	"sync"
 
@@ -42,9 +37,14 @@ func (o *options) reach(ctx context.Context, a *agent.Agent, local *volume.Local
 	if err != nil {
 		return nil, err
 	}
-	key, err := o.nodeKey()
+	socket, err := rpc.ParseEndpoint(o.endpoint)
 	if err != nil {
-		return nil, fmt.Errorf("the key of this node: %w", err)
+		return nil, err
+	}
+	// Beside the socket, in a folder of the node that only root can look into.
+	key, err := volume.ExportKey(filepath.Join(filepath.Dir(socket), "node.key"))
+	if err != nil {
+		return nil, err
 	}
 	local.ServeExports(ctx, volume.Exporting{Key: key, Consumers: a.Consumers(), Locks: locks, Open: func() (volume.Exporter, error) {
 		t, err := nvmet.Open(at)
@@ -81,46 +81,4 @@ func (r *reached) registering(others func(grpc.ServiceRegistrar)) func(grpc.Serv
 		others(registrar)
 		r.services(registrar)
 	}
-}
-
-// nodeKeySize is the length of the key that the secrets of exports follow from, in bytes.
-const nodeKeySize = 32
-
-// nodeKey is the key of this node, which stays the same: it is in a file beside the socket, in a folder of the node that only root can look into.
-func (o *options) nodeKey() ([]byte, error) {
-	socket, err := rpc.ParseEndpoint(o.endpoint)
-	if err != nil {
-		return nil, err
-	}
-	path := filepath.Join(filepath.Dir(socket), "node.key")
-	key, err := os.ReadFile(path)
-	if err == nil && len(key) != nodeKeySize {
-		return nil, fmt.Errorf("%s has %d bytes, and not %d: remove it; who uses volumes of this node then has to stage them again", path, len(key), nodeKeySize)
-	}
-	if !errors.Is(err, fs.ErrNotExist) {
-		return key, err
-	}
-	key = make([]byte, nodeKeySize)
-	_, _ = rand.Read(key) // it never fails
-	return key, writeKey(path, key)
-}
-
-// writeKey writes a file that is whole or not there, whenever the power goes.
-func writeKey(path string, key []byte) error {
-	f, err := os.OpenFile(path+".new", os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
-	if err != nil {
-		return err
-	}
-	_, err = f.Write(key)
-	if err = errors.Join(err, f.Sync(), f.Close()); err == nil {
-		err = os.Rename(path+".new", path)
-	}
-	if err != nil {
-		return err
-	}
-	dir, err := os.Open(filepath.Dir(path))
-	if err != nil {
-		return err
-	}
-	return errors.Join(dir.Sync(), dir.Close())
 }
