@@ -82,10 +82,15 @@ func (s *Server) Config(token string) *rest.Config {
 
 // Kubeconfig writes a file that lets a program connect with the token of a configuration.
 func (s *Server) Kubeconfig(as *rest.Config, path string) error {
+	return s.KubeconfigIn(as, "", path)
+}
+
+// KubeconfigIn is Kubeconfig for a program that works in a namespace.
+func (s *Server) KubeconfigIn(as *rest.Config, namespace, path string) error {
 	config := api.NewConfig()
 	config.Clusters["test"] = &api.Cluster{Server: s.url, InsecureSkipTLSVerify: true}
 	config.AuthInfos["test"] = &api.AuthInfo{Token: as.BearerToken}
-	config.Contexts["test"] = &api.Context{Cluster: "test", AuthInfo: "test"}
+	config.Contexts["test"] = &api.Context{Cluster: "test", AuthInfo: "test", Namespace: namespace}
 	config.CurrentContext = "test"
 	return clientcmd.WriteToFile(*config, path)
 }

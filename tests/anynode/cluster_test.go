@@ -1,0 +1,211 @@
+// Package anynode takes volumes that any node can use (access: any) through their lives in a cluster of three nodes, whose agents, connections
+// and API server fail at each step. The nodes are network namespaces of one kernel, with the real target and host of NVMe over TCP, so it needs a kernel that has
+// both: make test-any runs it in a virtual machine.
+package anynode
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/url"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/co"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/internal/process"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/csimap"
+)
+
+func TestMain(m *testing.M) { apitest.Main(m) }
+
+const (
+	mib     = 1 << 20
+	patient = 90 * time.Second
+)
+
+// home has the volumes; the others use them.
+const home = "home"
+
+var consumers = []string{"first", "second"}
+
+// nodes is a cluster.
+type nodes struct {
+	testing.TB
+	*network
+	dir        string
+	kube       client.Client
+	controller *process.Driver
+	agents     map[string]*process.Driver
+}
+
+func newNodes(t testing.TB) *nodes {
+	t.Helper()
+	drivertest.NeedNVMe(t)
+	dir := drivertest.Dir(t)
+	program := os.Getenv("ASHLAR_DRIVER")
+	if program == "" {
+		var err error
+		program, err = process.Build(dir)
+		check.OK(t, err)
+	}
+	server, scheme := apitest.Get(t), runtime.NewScheme()
+	check.OK(t, errors.Join(v1alpha1.AddToScheme(scheme), corev1.AddToScheme(scheme)))
+	at, err := url.Parse(server.Config(apitest.Admin).Host)
+	check.OK(t, err)
+	c := &nodes{TB: t, network: newNetwork(t, at.Host), dir: dir, agents: map[string]*process.Driver{}}
+	c.kube, err = client.New(server.Config(apitest.Admin), client.Options{Scheme: scheme})
+	check.OK(t, err)
+	for _, name := range append([]string{home}, consumers...) {
+		c.agents[name] = c.agent(program, name)
+	}
+	kubeconfig := filepath.Join(dir, "kubeconfig")
+	check.OK(t, server.Kubeconfig(server.Config(apitest.Admin), kubeconfig))
+	c.controller = c.start("controller", program, "serve", "--mode=controller", "--kubeconfig="+kubeconfig, "-v=4")
+	for name := range c.agents {
+		c.eventually("the controller knows node "+name, func() bool {
+			r, err := c.controller.GetCapacity(t.Context(), &csi.GetCapacityRequest{AccessibleTopology: csimap.Topology(name)})
+			return err == nil && r.GetAvailableCapacity() > 0
+		})
+	}
+	return c
+}
+
+// agent starts the agent of a node, which has a pool, in a namespace of its own.
+func (c *nodes) agent(program, name string) *process.Driver {
+	c.Helper()
+	node := &corev1.Node{}
+	node.Name = name
+	check.OK(c, client.IgnoreAlreadyExists(c.kube.Create(c.Context(), node)))
+	node.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionTrue}}
+	check.OK(c, c.kube.Status().Update(c.Context(), node))
+	server, address := apitest.Get(c), c.network.node(name)
+	kubeconfig := filepath.Join(c.dir, name+".kubeconfig")
+	check.OK(c, server.KubeconfigIn(server.Agent(c, name), apitest.Namespace, kubeconfig))
+	return c.start(name, in(name, program, "serve", "--mode=node", "--node-id="+name, "--kubeconfig="+kubeconfig, "--agent-endpoint="+address+":9812",
+		"--remote-address="+address, "--pool=default=file://"+filepath.Join(c.dir, "pool-of-"+name)+"?create=1&reservePercent=0", "-v=4")...)
+}
+
+func (c *nodes) start(name string, argv ...string) *process.Driver {
+	c.Helper()
+	d, err := process.New(filepath.Join(c.dir, name), "", argv...)
+	check.OK(c, err)
+	d.Node = name
+	c.Cleanup(d.Close)
+	check.OK(c, d.Start())
+	ctx, cancel := context.WithTimeout(c.Context(), patient)
+	defer cancel()
+	check.OK(c, d.Ready(ctx))
+	return d
+}
+
+// eventually fails the test if something does not become so.
+func (c *nodes) eventually(what string, is func() bool) {
+	c.Helper()
+	for end := time.Now().Add(patient); !is(); time.Sleep(20 * time.Millisecond) {
+		if time.Now().After(end) {
+			c.Fatalf("never: %s\n%s", what, c.logs())
+		}
+	}
+}
+
+func (c *nodes) logs() (all string) {
+	for name, agent := range c.agents {
+		all += fmt.Sprintf("--- %s\n%s\n", name, agent.Log())
+	}
+	return all + "--- controller\n" + c.controller.Log()
+}
+
+// again makes a call until it succeeds, as sidecars and the kubelet do, which take any error for one that may pass.
+func (c *nodes) again(what string, call func(ctx context.Context) error) {
+	c.Helper()
+	var err error
+	c.eventually(what, func() bool {
+		ctx, cancel := context.WithTimeout(c.Context(), 10*time.Second)
+		defer cancel()
+		if err = call(ctx); err != nil {
+			c.Logf("%s: %v", what, err)
+		}
+		return err == nil
+	})
+}
+
+// create makes a volume whose home is home.
+func (c *nodes) create(name, filesystem string) *volume {
+	c.Helper()
+	r := co.Request(name, filesystem, 16*mib)
+	if filesystem != co.Block {
+		r.CapacityRange.RequiredBytes = 64 * mib
+	}
+	r.Parameters = map[string]string{"access": "any"}
+	r.AccessibilityRequirements = &csi.TopologyRequirement{Preferred: []*csi.Topology{csimap.Topology(home)}, Requisite: []*csi.Topology{csimap.Topology(home)}}
+	v := &volume{nodes: c}
+	c.again("volume "+name+" is made", func(ctx context.Context) (err error) {
+		v.of, err = c.controller.Create(ctx, r)
+		return err
+	})
+	return v
+}
+
+// volume is one of the cluster.
+type volume struct {
+	*nodes
+	of *co.Volume
+}
+
+// at is the volume for the calls of a node.
+func (v *volume) at(node string) *co.Volume {
+	return v.agents[node].Volume(v.of.ID, v.of.Name, v.of.Capability)
+}
+
+func (v *volume) claim(ctx context.Context, node string) error {
+	_, err := v.controller.ControllerPublishVolume(ctx, &csi.ControllerPublishVolumeRequest{VolumeId: v.of.ID, NodeId: node, VolumeCapability: v.of.Capability})
+	return err
+}
+
+func (v *volume) release(ctx context.Context, node string) error {
+	_, err := v.controller.ControllerUnpublishVolume(ctx, &csi.ControllerUnpublishVolumeRequest{VolumeId: v.of.ID, NodeId: node})
+	return err
+}
+
+// up stages and publishes the volume at a node, and returns its target.
+func (v *volume) up(ctx context.Context, node string) error {
+	there := v.at(node)
+	return co.InTurn(func() error { return there.Stage(ctx) }, func() error { return there.Publish(ctx, there.Target("pod"), false) })
+}
+
+func (v *volume) target(node string) string {
+	there := v.at(node)
+	return there.Target("pod")
+}
+
+// down undoes up.
+func (v *volume) down(ctx context.Context, node string) error {
+	there := v.at(node)
+	return co.InTurn(func() error { return there.Unpublish(ctx, there.Target("pod")) }, func() error { return there.Unstage(ctx) })
+}
+
+// left is what the kernel still has of exports and connections.
+func left() (all []string) {
+	for _, pattern := range []string{"/sys/class/nvme/*", "/sys/kernel/config/nvmet/subsystems/*", "/sys/kernel/config/nvmet/hosts/*"} {
+		found, _ := filepath.Glob(pattern)
+		for _, path := range found {
+			text, _ := os.ReadFile(filepath.Join(path, "subsysnqn"))
+			if string(text) == "nqn.2014-08.org.nvmexpress.discovery\n" || filepath.Base(path) == "nqn.2014-08.org.nvmexpress.discovery" {
+				continue
+			}
+			all = append(all, path)
+		}
+	}
+	return all
+}
