@@ -13,8 +13,6 @@ import (
 	rbacv1 "k8s.io/api/rbac/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	clients "k8s.io/client-go/kubernetes"
-	"k8s.io/client-go/rest"
-	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
@@ -23,16 +21,6 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/internal/process"
 )
-
-// inNamespace writes a kubeconfig of the driver's namespace, as a pod of it has.
-func (p *parts) inNamespace(as *rest.Config, path string) {
-	p.Helper()
-	check.OK(p, apitest.Get(p).Kubeconfig(as, path))
-	config, err := clientcmd.LoadFromFile(path)
-	check.OK(p, err)
-	config.Contexts[config.CurrentContext].Namespace = apitest.Namespace
-	check.OK(p, clientcmd.WriteToFile(*config, path))
-}
 
 // calling starts a controller that asks the agents, with the account and the pod that the real one has.
 func (p *parts) calling() *process.Driver {
@@ -44,7 +32,7 @@ func (p *parts) calling() *process.Driver {
 		Subjects: []rbacv1.Subject{{Kind: "ServiceAccount", Namespace: apitest.Namespace, Name: "ashlar-controller"}}}
 	_, err = admin.RbacV1().ClusterRoleBindings().Create(p.Context(), binding, metav1.CreateOptions{})
 	check.OK(p, client.IgnoreAlreadyExists(err))
-	p.inNamespace(apitest.Get(p).Controller(p), p.dir+"/calling.kubeconfig")
+	check.OK(p, apitest.Get(p).KubeconfigIn(apitest.Get(p).Controller(p), apitest.Namespace, p.dir+"/calling.kubeconfig"))
 	return p.part("calling", "--mode=controller", "--snapshot-metadata", "--kubeconfig="+p.dir+"/calling.kubeconfig")
 }
 
@@ -106,7 +94,7 @@ func TestBlocks(t *testing.T) {
 		node := nodes[i]
 		p.agents[node].Close()
 		config := p.dir + "/" + node + ".kubeconfig"
-		p.inNamespace(apitest.Get(t).Agent(t, node), config)
+		check.OK(t, apitest.Get(t).KubeconfigIn(apitest.Get(t).Agent(t, node), apitest.Namespace, config))
 		p.agents[node] = p.part(node, "--mode=node", "--node-id="+node, "--kubeconfig="+config, "--pool=default=file://"+p.dir+"/"+node+"/pool?reservePercent=0", "--agent-endpoint="+address)
 	}
 	c := p.calling()

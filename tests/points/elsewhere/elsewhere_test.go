@@ -16,7 +16,6 @@ import (
 	"golang.org/x/sys/unix"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/runtime"
-	"k8s.io/client-go/tools/clientcmd"
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -116,11 +115,8 @@ func (w *two) node(dir, program, name, fs string, options []string) *node {
 	drivertest.MountNew(w, fs, mounted, 3<<30)
 	made := &node{name: name, pool: filepath.Join(mounted, "pool")}
 	kubeconfig := filepath.Join(dir, name+".kubeconfig")
-	check.OK(w, apitest.Get(w).Kubeconfig(apitest.Get(w).Agent(w, name), kubeconfig))
-	config, err := clientcmd.LoadFromFile(kubeconfig)
-	check.OK(w, err)
-	config.Contexts[config.CurrentContext].Namespace = apitest.Namespace
-	check.OK(w, clientcmd.WriteToFile(*config, kubeconfig))
+	check.OK(w, apitest.Get(w).KubeconfigIn(apitest.Get(w).Agent(w, name), apitest.Namespace, kubeconfig))
+	var err error
 	made.Driver, err = process.New(filepath.Join(dir, "of-"+name), name, append([]string{program, "serve", "--mode=node", "--kubeconfig=" + kubeconfig,
 		"--agent-endpoint=127.0.0.1:0", "--pool=default=file://" + made.pool + "?create=1&reservePercent=0", "-v=4"}, options...)...)
 	check.OK(w, err)
