@@ -80,7 +80,7 @@ func (s *Server) Config(token string) *rest.Config {
 	return &rest.Config{Host: s.url, BearerToken: token, QPS: -1, TLSClientConfig: rest.TLSClientConfig{Insecure: true}}
 }
 
-// Kubeconfig writes a file that lets a program connect with the token of a configuration.
+// Kubeconfig writes a file that lets a program connect as a configuration says.
 func (s *Server) Kubeconfig(as *rest.Config, path string) error {
 	return s.KubeconfigIn(as, "", path)
 }
@@ -88,7 +88,7 @@ func (s *Server) Kubeconfig(as *rest.Config, path string) error {
 // KubeconfigIn is Kubeconfig for a program that works in a namespace.
 func (s *Server) KubeconfigIn(as *rest.Config, namespace, path string) error {
 	config := api.NewConfig()
-	config.Clusters["test"] = &api.Cluster{Server: s.url, InsecureSkipTLSVerify: true}
+	config.Clusters["test"] = &api.Cluster{Server: as.Host, InsecureSkipTLSVerify: true}
 	config.AuthInfos["test"] = &api.AuthInfo{Token: as.BearerToken}
 	config.Contexts["test"] = &api.Context{Cluster: "test", AuthInfo: "test", Namespace: namespace}
 	config.CurrentContext = "test"

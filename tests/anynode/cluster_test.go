@@ -89,9 +89,11 @@ func (c *nodes) agent(program, name string) *process.Driver {
 	check.OK(c, client.IgnoreAlreadyExists(c.kube.Create(c.Context(), node)))
 	node.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionTrue}}
 	check.OK(c, c.kube.Status().Update(c.Context(), node))
-	server, address := apitest.Get(c), c.network.node(name)
+	server, address := apitest.Get(c), addresses[name]
 	kubeconfig := filepath.Join(c.dir, name+".kubeconfig")
-	check.OK(c, server.KubeconfigIn(server.Agent(c, name), apitest.Namespace, kubeconfig))
+	config := server.Agent(c, name)
+	config.Host = "https://" + c.relay(name)
+	check.OK(c, server.KubeconfigIn(config, apitest.Namespace, kubeconfig))
 	return c.start(name, in(name, program, "serve", "--mode=node", "--node-id="+name, "--kubeconfig="+kubeconfig, "--agent-endpoint="+address+":9812",
 		"--remote-address="+address, "--pool=default=file://"+filepath.Join(c.dir, "pool-of-"+name)+"?create=1&reservePercent=0", "-v=4")...)
 }

@@ -1,8 +1,6 @@
 package anynode
 
 import (
-	"errors"
-	"fmt"
 	"io"
 	"net"
 	"os"
@@ -18,76 +16,70 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 )
 
-// network is what the nodes are in: each is a network namespace with one link, and this machine's own namespace forwards between them. The
-// API server, on this machine's loopback, is reached at each node's own, through a relay.
+// network is what the nodes are in. The home and the second consumer are network namespaces. The first consumer is in the machine's own, as the
+// kernel connects again from there, wherever it connected from before. Each has a link of its own to the home, which so
+// can be cut, and a relay to the API server.
 type network struct {
 	testing.TB
 	api string // address of the API server
 
 	mu     sync.Mutex
 	relays map[string]*relay // by node
-	count  int
 }
 
+// The addresses of the nodes. The home has one on each link; what it exports is at the first.
+var addresses = map[string]string{home: "10.77.1.2", consumers[0]: "10.77.1.1", consumers[1]: "10.77.2.2"}
+
+// newNetwork makes the namespaces and links; they go at the end of the test.
 func newNetwork(t testing.TB, api string) *network {
-	drivertest.Run(t, "sysctl", "-qw", "net.ipv4.ip_forward=1")
-	return &network{TB: t, api: api, relays: map[string]*relay{}}
-}
-
-// node makes the namespace of a node, and returns its address. It goes at the end of the test.
-func (n *network) node(name string) (address string) {
-	n.Helper()
-	n.count++
-	address, gateway := fmt.Sprintf("10.77.%d.2", n.count), fmt.Sprintf("10.77.%d.1", n.count)
-	for _, line := range []string{
-		"ip netns add " + name,
-		"ip link add to-" + name + " type veth peer name node netns " + name,
-		"ip addr add " + gateway + "/24 dev to-" + name, "ip link set to-" + name + " up",
-		"ip -n " + name + " addr add " + address + "/24 dev node", "ip -n " + name + " link set node up", "ip -n " + name + " link set lo up",
-		"ip -n " + name + " route add default via " + gateway,
-	} {
-		drivertest.Run(n, strings.Fields(line)...)
+	t.Helper()
+	n := &network{TB: t, api: api, relays: map[string]*relay{}}
+	for _, node := range []string{home, consumers[1]} {
+		drivertest.Run(t, "ip", "netns", "add", node)
+		n.Cleanup(func() { drivertest.Run(n, "ip", "netns", "del", node) })
 	}
-	n.Cleanup(func() { drivertest.Run(n, "ip", "netns", "del", name) })
-	n.relay(name)
-	return address
+	for _, line := range []string{
+		"ip link add to-home type veth peer name to-first netns home",
+		"ip addr add 10.77.1.1/24 dev to-home", "ip link set to-home up",
+		"ip -n home addr add 10.77.1.2/24 dev to-first", "ip -n home link set to-first up",
+		"ip -n home link add to-second type veth peer name to-home netns second",
+		"ip -n home addr add 10.77.2.1/24 dev to-second", "ip -n home link set to-second up",
+		"ip -n second addr add 10.77.2.2/24 dev to-home", "ip -n second link set to-home up",
+		"ip -n second route add 10.77.1.2/32 via 10.77.2.1",
+		"ip -n home link set lo up", "ip -n second link set lo up",
+	} {
+		drivertest.Run(t, strings.Fields(line)...)
+	}
+	return n
 }
 
-// in is a command in the namespace of a node. It stays the process that it becomes.
+// in is a command on a node. It stays the process that it becomes.
 func in(node string, argv ...string) []string {
+	if node == consumers[0] {
+		return argv
+	}
 	return slices.Concat([]string{"nsenter", "--net=/run/netns/" + node}, argv)
 }
 
-// link cuts a node from the others, or connects it again.
-func (n *network) link(node string, up bool) {
+// link cuts a consumer from the home, or connects it again; the other one has to itself.
+func (n *network) link(consumer string, up bool) {
 	n.Helper()
-	drivertest.Run(n, "ip", "link", "set", "to-"+node, map[bool]string{true: "up", false: "down"}[up])
-}
-
-// reach cuts a node from the API server, or connects it again.
-func (n *network) reach(node string, up bool) {
-	n.Helper()
-	if up {
-		n.relay(node)
-		return
+	drivertest.Run(n, "ip", "-n", home, "link", "set", "to-"+consumer, map[bool]string{true: "up", false: "down"}[up])
+	if consumer == consumers[1] && up { // the route went with the link
+		drivertest.Run(n, "ip", "-n", consumer, "route", "replace", "10.77.1.2/32", "via", "10.77.2.1")
 	}
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	n.relays[node].close()
 }
 
-// relay carries connections of a node to the API server.
-type relay struct {
-	net.Listener
-	mu     sync.Mutex
-	open   map[net.Conn]bool
-	closed bool
-}
-
-func (n *network) relay(node string) {
+// relay lets a node reach the API server, at an address that it returns.
+func (n *network) relay(node string) (address string) {
 	n.Helper()
-	listener, err := listenIn(node, n.api)
+	listener, err := listenOn(node, "127.0.0.1:0")
 	check.OK(n, err)
+	n.carry(node, listener)
+	return listener.Addr().String()
+}
+
+func (n *network) carry(node string, listener net.Listener) {
 	r := &relay{Listener: listener, open: map[net.Conn]bool{}}
 	n.mu.Lock()
 	n.relays[node] = r
@@ -98,6 +90,29 @@ func (n *network) relay(node string) {
 		r.run(n.api)
 	}()
 	n.Cleanup(func() { r.close(); <-done })
+}
+
+// reach cuts a node from the API server, or connects it again.
+func (n *network) reach(node string, up bool) {
+	n.Helper()
+	n.mu.Lock()
+	r := n.relays[node]
+	n.mu.Unlock()
+	if !up {
+		r.close()
+		return
+	}
+	listener, err := listenOn(node, r.Addr().String())
+	check.OK(n, err)
+	n.carry(node, listener)
+}
+
+// relay carries connections of a node to the API server.
+type relay struct {
+	net.Listener
+	mu     sync.Mutex
+	open   map[net.Conn]bool
+	closed bool
 }
 
 func (r *relay) run(to string) {
@@ -145,8 +160,11 @@ func (r *relay) close() {
 	}
 }
 
-// listenIn listens at an address in the namespace of a node.
-func listenIn(node, address string) (listener net.Listener, err error) {
+// listenOn listens at an address of a node.
+func listenOn(node, address string) (listener net.Listener, err error) {
+	if node == consumers[0] {
+		return net.Listen("tcp", address)
+	}
 	done := make(chan struct{})
 	go func() { // its thread is never used again
 		defer close(done)
@@ -162,8 +180,5 @@ func listenIn(node, address string) (listener net.Listener, err error) {
 		}
 	}()
 	<-done
-	if err != nil {
-		return nil, errors.Join(fmt.Errorf("listen at %s of node %s", address, node), err)
-	}
-	return listener, nil
+	return listener, err
 }

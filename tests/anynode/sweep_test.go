@@ -65,8 +65,14 @@ var faults = []fault{
 	{name: "home killed", homeless: true, strike: func(c *nodes) func() { return killed(c, c.agents[home]) }},
 	{name: "home frozen", homeless: true, strike: func(c *nodes) func() { return frozen(c.agents[home]) }},
 	{name: "home cut off", strike: func(c *nodes) func() {
-		c.link(home, false)
-		return func() { c.link(home, true) }
+		for _, consumer := range consumers {
+			c.link(consumer, false)
+		}
+		return func() {
+			for _, consumer := range consumers {
+				c.link(consumer, true)
+			}
+		}
 	}},
 	{name: "home without API server", homeless: true, strike: func(c *nodes) func() {
 		c.reach(home, false)
