@@ -71,7 +71,7 @@ func newNodes(t testing.TB) *nodes {
 	}
 	kubeconfig := filepath.Join(dir, "kubeconfig")
 	check.OK(t, server.Kubeconfig(server.Config(apitest.Admin), kubeconfig))
-	c.controller = c.start("controller", program, "serve", "--mode=controller", "--kubeconfig="+kubeconfig, "-v=4")
+	c.controller = c.start("controller", program, "serve", "--mode=controller", "--node-id=controller", "--kubeconfig="+kubeconfig, "-v=4")
 	for name := range c.agents {
 		c.eventually("the controller knows node "+name, func() bool {
 			r, err := c.controller.GetCapacity(t.Context(), &csi.GetCapacityRequest{AccessibleTopology: csimap.Topology(name)})
