@@ -100,17 +100,11 @@ test-lvm-pools test-lvm-driver:
 	@hack/install-tools.sh lvm
 	hack/lvm/test.sh $(@:test-lvm-%=%)
 
-# On a kernel that is built for it, once. With SAMPLE=1 only with multipath, as most kernels have it.
+# On a kernel that is built for it, once.
 .PHONY: test-any
-test-any: ## Run the tests of what goes over NVMe/TCP, in a virtual machine whose kernel has it (its first run builds that, in ten minutes)
+test-any: ## Run the tests of volumes that any node can use, in a virtual machine whose kernel has NVMe/TCP (its first run builds that, in ten minutes)
 	@hack/install-tools.sh kernel
-	@mkdir -p bin/vm
-	CGO_ENABLED=0 go test -c -o bin/vm/ ./pkg/blockdev/nvme ./pkg/blockdev/nvmet
-	@kernel=$$(hack/vm/kernel.sh); for multipath in Y $(if $(SAMPLE),,N); do \
-		VM_KERNEL=$$kernel VM_ARGUMENTS=nvme_core.multipath=$$multipath hack/vm/run.sh env ASHLAR_NVME=1 bash -c 'for t in nvmet nvme; do \
-			$(CURDIR)/bin/vm/$$t.test -test.v -test.timeout 15m >$$t.log 2>&1 || { cat $$t.log; dmesg | tail -n 100; exit 1; }; \
-			grep -aE "^ +[a-z]+_test.go:[0-9]+: .* (in|took|after) " $$t.log || true; echo "ok $$t"; done'; \
-	done
+	hack/vm/any.sh
 
 .PHONY: crash
 crash: tools ## Kill the driver at every state-changing system call of every call, and make each one fail (root)

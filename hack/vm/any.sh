@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Runs the tests of what goes over NVMe/TCP, in virtual machines (hack/vm/run.sh) on a kernel that has it, and has it built in (hack/vm/kernel.sh):
+# target and host, with and without multipath; exports of a node and volumes of others; and the sweep of tests/anynode. With SAMPLE=1, as most kernels
+# have it (with multipath), and of the sweep a sample.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+bin=$PWD/bin/vm
+mkdir -p "$bin"
+CGO_ENABLED=0 go test -c -o "$bin/" ./pkg/blockdev/nvme ./pkg/blockdev/nvmet ./pkg/volume ./tests/anynode
+CGO_ENABLED=0 go build -o "$bin/driver" ./cmd/driver
+VM_KERNEL=$(hack/vm/kernel.sh)
+server=$(hack/apiserver.sh)
+export VM_KERNEL VM_MEMORY=${VM_MEMORY:-6144M}
+
+# run MULTIPATH TESTS: each line is the name of a test program and its arguments. Only what they measured is shown, and all that a test said if it fails.
+run() {
+	VM_ARGUMENTS=nvme_core.multipath=$1 hack/vm/run.sh env ASHLAR_NVME=1 ASHLAR_APISERVER="$server" ASHLAR_DRIVER="$bin/driver" bash -c '
+while read -r test arguments; do
+	began=$SECONDS
+	"$1/$test.test" -test.v $arguments >$test.log 2>&1 </dev/null || { cat $test.log; dmesg | tail -n 100; exit 1; }
+	grep -aE "^ +[a-z]+_test.go:[0-9]+: .* (in|took|after) " $test.log || true
+	grep -a "no tests to run" $test.log && exit 1
+	echo "$test $arguments: passed in $((SECONDS - began)) s"
+done <<<"$2"' tests "$bin" "$2"
+}
+
+both='nvmet -test.timeout 15m
+nvme -test.timeout 15m'
+above='volume -test.timeout 15m -test.run ^(TestNVMe|TestReached)
+anynode -test.timeout 60m'
+if [ "${SAMPLE-}" = 1 ]; then
+	run Y "$both
+$above"
+else
+	run Y "$both
+$above -anynode.full"
+	run N "$both"
+fi
