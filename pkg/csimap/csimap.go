@@ -145,13 +145,18 @@ func ParseParameters(parameters map[string]string) (Parameters, error) {
 			return p, fmt.Errorf("%w: unknown parameter %q; pool, spread, copies, provisioning, encryption, encryption.discard, access, homeTimeout and fstype are known", errdefs.ErrInvalid, key)
 		}
 	}
+	return p, p.together(parameters)
+}
+
+// together is ErrInvalid for parameters that mean something beside others only, and are given without these.
+func (p *Parameters) together(parameters map[string]string) error {
 	if value, given := parameters[encryptionDiscard]; given && p.Encryption.Scheme == volume.NotEncrypted {
-		return Parameters{}, fmt.Errorf("%w: parameter %s=%q is for volumes that are encrypted; give %s too", errdefs.ErrInvalid, encryptionDiscard, value, encryption)
+		return fmt.Errorf("%w: parameter %s=%q is for volumes that are encrypted; give %s too", errdefs.ErrInvalid, encryptionDiscard, value, encryption)
 	}
 	if value, given := parameters[homeTimeout]; given && p.Access != volume.AccessAny {
-		return Parameters{}, fmt.Errorf("%w: parameter %s=%q is for volumes that other nodes than their own can use; give %s=%s too", errdefs.ErrInvalid, homeTimeout, value, access, volume.AccessAny)
+		return fmt.Errorf("%w: parameter %s=%q is for volumes that other nodes than their own can use; give %s=%s too", errdefs.ErrInvalid, homeTimeout, value, access, volume.AccessAny)
 	}
-	return p, nil
+	return nil
 }
 
 // encrypt reads a parameter that says how the bytes of the volume are kept.

@@ -141,7 +141,7 @@ func (e export) nqn(key string) string {
 // derived are 32 bytes for a purpose, which only who has the node's key can know.
 func (e export) derived(node []byte, volume, purpose string) []byte {
 	mac := hmac.New(sha256.New, node)
-	fmt.Fprintf(mac, "%s\x00%s", purpose, e.nqn(volume))
+	mac.Write([]byte(purpose + "\x00" + e.nqn(volume)))
 	return mac.Sum(nil)
 }
 

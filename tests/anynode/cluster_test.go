@@ -114,7 +114,7 @@ func (c *nodes) start(name string, argv ...string) *process.Driver {
 // eventually fails the test if something does not become so.
 func (c *nodes) eventually(what string, is func() bool) {
 	c.Helper()
-	for end := time.Now().Add(patient); !is(); time.Sleep(20 * time.Millisecond) {
+	for end := time.Now().Add(patient); !is(); time.Sleep(50 * time.Millisecond) {
 		if time.Now().After(end) {
 			c.Fatalf("never: %s\n%s", what, c.logs())
 		}
@@ -131,11 +131,13 @@ func (c *nodes) logs() (all string) {
 // again makes a call until it succeeds, as sidecars and the kubelet do, which take any error for one that may pass.
 func (c *nodes) again(what string, call func(ctx context.Context) error) {
 	c.Helper()
-	var err error
+	last := ""
 	c.eventually(what, func() bool {
 		ctx, cancel := context.WithTimeout(c.Context(), 10*time.Second)
 		defer cancel()
-		if err = call(ctx); err != nil {
+		err := call(ctx)
+		if err != nil && err.Error() != last {
+			last = err.Error()
 			c.Logf("%s: %v", what, err)
 		}
 		return err == nil

@@ -269,7 +269,7 @@ func TestLabels(t *testing.T) {
 	h.busy = 2
 	raced := false
 	record, err := pool.SetLabels(t.Context(), ref, func(labels map[string]string) error {
-		labels["format"] = labels["format"] + "x"
+		labels["format"] += "x"
 		if !raced {
 			raced, h.record.Labels["format"] = true, "y" // after it was read
 			h.record.Labels["kept"] = "2"
