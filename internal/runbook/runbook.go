@@ -47,6 +47,8 @@ var pages = map[string]string{
 	"FilesystemErrors":   "filesystem",
 	"DeviceMissing":      "disk-missing",
 	"DeviceSuspended":    "volume-inaccessible",
+	"ConnectionsUnknown": "volume-inaccessible",
+	"HomeAway":           "volume-inaccessible",
 	"ImageUnreadable":    "volume-inaccessible",
 	"NotExported":        "volume-inaccessible",
 	"VolumeFailed":       "volume-inaccessible",

@@ -67,6 +67,7 @@ var Table = []Entry{
 	{"FilesystemReadOnly", warning, volumes, "The kernel made the mounted filesystem read-only."},
 	{"FilesystemErrors", warning, volumes, "The mounted filesystem has found errors."},
 	{"DeviceSuspended", warning, volumes, "The volume's device is suspended, so that all that uses it waits."},
+	{"NotExported", warning, volumes, "Another node uses the volume, and its home cannot export it, so that all that uses it waits."},
 	{"DeviceChanged", warning, volumes, "Who has the raw device has changed its settings."},
 	{"LimitsNotKept", warning, volumes, "The limits of the volume's I/O are not in force."},
 	{"ImageLonger", warning, objects, "The file with the bytes is longer than its record says."},

@@ -21,6 +21,9 @@ func TestTable(t *testing.T) {
 	found := map[string]string{}
 	for _, directory := range []string{"blockdev", "filesystem", "device", "volume", "mount", "cluster"} {
 		check.OK(t, filepath.WalkDir("../../"+directory, func(path string, e fs.DirEntry, err error) error {
+			if e != nil && e.Name() == "remotepool" {
+				return fs.SkipDir // what a node finds of others' volumes is in the health that it answers, and in no object
+			}
 			if err != nil || e.IsDir() || !strings.HasSuffix(path, ".go") || strings.HasSuffix(path, "_test.go") {
 				return err
 			}
