@@ -405,7 +405,8 @@ func Vanished(err error) bool {
 	return errors.Is(err, unix.ENXIO) || errors.Is(err, unix.ENODEV) || errors.Is(err, os.ErrNotExist)
 }
 
-// Open opens a device, and makes its node where /dev is not kept by devtmpfs.
+// Open opens a device, and makes its node where /dev is not kept by devtmpfs. A device that went away leaves its number to the next one that is
+// made, which may be anybody's: so what was opened is looked at again, now that it stays, and is closed if it is not the one that was found.
 func Open(d *Device, flags int) (*os.File, error) {
 	f, err := os.OpenFile(d.Path(), flags, 0)
 	if errors.Is(err, os.ErrNotExist) {
@@ -414,5 +415,25 @@ func Open(d *Device, flags int) (*os.File, error) {
 		}
 		f, err = os.OpenFile(d.Path(), flags, 0)
 	}
-	return f, errdefs.FromErrno(err)
+	if err == nil {
+		err = d.is(f)
+	}
+	if err != nil {
+		_ = f.Close() // of no harm if it is nil
+		return nil, errdefs.FromErrno(err)
+	}
+	return f, nil
+}
+
+// is returns an error that Vanished knows if a file is open on another device than d.
+func (d Device) is(f *os.File) error {
+	var st unix.Stat_t
+	if err := unix.Fstat(int(f.Fd()), &st); err != nil {
+		return err
+	}
+	now, err := Find(d.Name)
+	if err == nil && (now == nil || now.UUID != d.UUID || now.Number != st.Rdev) {
+		err = fmt.Errorf("device %s went away, and %s is another one now: %w", d.Name, d.Path(), unix.ENXIO)
+	}
+	return err
 }
