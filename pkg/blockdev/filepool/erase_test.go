@@ -112,3 +112,27 @@ func TestEraseInUse(t *testing.T) {
 	check.OK(t, device.Close())
 	check.OK(t, pool.Erase(t.Context(), pooltest.Vol("a")))
 }
+
+// TestEraseSecondName: an image that has a second name, be it of another object or a backup's, keeps its bytes. Those of older drivers do not say whose
+// they are.
+func TestEraseSecondName(t *testing.T) {
+	drivertest.NeedRoot(t)
+	dir := drivertest.Dir(t) + "/pool"
+	pool := pooltest.OpenURL(t, "file://"+dir+"?reservePercent=0")
+	t.Cleanup(func() { check.OK(t, pool.Close()) })
+	content := bytes.Repeat([]byte("the head of it  "), pooltest.MiB/16)
+	a, b := pooltest.Vol("a"), pooltest.Vol("b")
+	for _, ref := range []blockdev.Ref{a, b} {
+		pooltest.Create(t, pool, blockdev.Spec{Ref: ref, Size: pooltest.MiB})
+	}
+	device := pooltest.Attach(t, pool, a, blockdev.Attachment{})
+	pooltest.WriteTo(t, device.Path, 0, content)
+	check.OK(t, device.Close())
+	check.OK(t, errors.Join(unix.Removexattr(path(dir, a, ".img"), "user.ashlar.object"), os.Remove(path(dir, b, ".img")), os.Link(path(dir, a, ".img"), path(dir, b, ".img"))))
+	check.OK(t, pool.Erase(t.Context(), b))
+	have, err := os.ReadFile(path(dir, a, ".img"))
+	check.OK(t, err)
+	if !bytes.Equal(have, content) {
+		t.Error("another volume was overwritten")
+	}
+}

@@ -300,13 +300,20 @@ func (p *pool) removeFiles(ctx context.Context, o *object) error {
 }
 
 // erase overwrites the beginning of an image, as far as it has data there: that alone was ever written. Blocks that it has alone are
-// overwritten where they are; in place of those that others share it gets new ones.
+// overwritten where they are; in place of those that others share it gets new ones. One that has a second name keeps its bytes (see empty).
 func (p *pool) erase(ctx context.Context, ref blockdev.Ref) error {
 	image, err := p.openOwn(ref)
 	if image == nil || err != nil {
 		return err
 	}
 	defer image.Close()
+	named, err := twice(image)
+	if err != nil {
+		return err
+	}
+	if named {
+		return fmt.Errorf("%w: %s has a second name, under which somebody keeps it", errdefs.ErrPrecondition, image.Name())
+	}
 	return sparse.Overwrite(ctx, image, blockdev.HeadSize)
 }
 
@@ -324,6 +331,15 @@ func (p *pool) openOwn(ref blockdev.Ref) (*os.File, error) {
 		return nil, image.Close()
 	}
 	return image, nil
+}
+
+// twice reports whether a file has a second name.
+func twice(f *os.File) (bool, error) {
+	info, err := f.Stat()
+	if err != nil {
+		return false, errdefs.FromErrno(err)
+	}
+	return info.Sys().(*syscall.Stat_t).Nlink > 1, nil
 }
 
 // unlink removes a file, if it is there.
@@ -349,8 +365,8 @@ func (p *pool) empty(ctx context.Context, ref blockdev.Ref) error {
 	if err != nil {
 		return errdefs.FromErrno(err)
 	}
-	if info.Sys().(*syscall.Stat_t).Nlink > 1 {
-		return nil
+	if named, err := twice(image); named || err != nil {
+		return err
 	}
 	at := info.Size()
 	err = sparse.InSteps(ctx, info.Size(), func(n int64) error {
