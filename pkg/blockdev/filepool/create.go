@@ -44,7 +44,10 @@ func (p *pool) Create(ctx context.Context, spec blockdev.Spec) (blockdev.Record,
 			return blockdev.Record{}, fmt.Errorf("create %q in pool %s: %w", spec.Name, p.name, err)
 		}
 	}
-	record, err := p.fill(ctx, o, spec)
+	record := blockdev.Record{}
+	if err = p.OriginStays(o); err == nil {
+		record, err = p.fill(ctx, o, spec)
+	}
 	if err != nil {
 		p.giveUp(ctx, o, spec)
 		return blockdev.Record{}, fmt.Errorf("create %q in pool %s: %w", spec.Name, p.name, err)

@@ -136,3 +136,17 @@ func TestEraseSecondName(t *testing.T) {
 		t.Error("another volume was overwritten")
 	}
 }
+
+// TestEraseCopied: what is being copied is not erased meanwhile, nor copied while it is erased.
+func TestEraseCopied(t *testing.T) {
+	drivertest.NeedRoot(t)
+	pool := pooltest.OpenURL(t, "file://"+drivertest.Dir(t)+"/pool?reservePercent=0")
+	t.Cleanup(func() { check.OK(t, pool.Close()) })
+	a, b := pooltest.Vol("a"), pooltest.Vol("b")
+	pooltest.Create(t, pool, blockdev.Spec{Ref: a, Size: pooltest.MiB})
+	pooltest.Create(t, pool, blockdev.Spec{Ref: b, Size: pooltest.MiB, Origin: a, Prepare: func(ctx context.Context, _ string) error {
+		pooltest.Fails(t, pool.Erase(ctx, a), errdefs.ErrBusy, "Erase")
+		return nil
+	}})
+	check.OK(t, pool.Erase(t.Context(), a))
+}

@@ -37,6 +37,8 @@ func (p *pool) Create(ctx context.Context, spec blockdev.Spec) (blockdev.Record,
 	}
 	if o == nil {
 		o, err = p.begin(ctx, spec)
+	} else {
+		err = p.OriginStays(o)
 	}
 	if err == nil {
 		err = p.fill(ctx, o, spec)
@@ -103,6 +105,9 @@ func (p *pool) begin(ctx context.Context, spec blockdev.Spec) (*logical, error) 
 		p.space.promised += spec.Size
 	}); err != nil {
 		return nil, err
+	}
+	if err := p.OriginStays(o); err != nil {
+		return o, err
 	}
 	err = p.lvm.Hold(ctx, func(run lvm2.Run) error {
 		_, err := run(p.lvcreate(spec, made, o.tags)...)

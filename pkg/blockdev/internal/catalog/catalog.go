@@ -258,19 +258,47 @@ func (c *Catalog[T]) BeginDelete(ctx context.Context, ref blockdev.Ref, attached
 
 // BeginErase reports whether an object that is being removed is to be erased first: one that is ready if the caller says so, and each copy that
 // is not finished, which no retry goes on with from then on. What is being deleted already was erased before, if it had to be. Of those that are, one at a
-// time is removed, until end is called: of two that share a block, the second must find that it has it alone.
+// time is removed, until end is called: of two that share a block, the second must find that it has it alone. errdefs.ErrBusy while it is copied.
 func (c *Catalog[T]) BeginErase(ctx context.Context, o T, asked bool) (erase bool, end func(), err error) {
 	e := o.entry()
 	if erase = e.State == Ready && asked || e.State == Creating && e.Record.Origin != (blockdev.Ref{}); !erase {
 		return false, func() {}, nil
 	}
 	e.Copied = 0
+	if c.copied(e.Record.Ref) {
+		return true, func() {}, fmt.Errorf("%w: erase %s in pool %s: it is being copied", errdefs.ErrBusy, e.Record.Ref, c.pool)
+	}
 	select {
 	case c.erasing <- struct{}{}:
 		return true, func() { <-c.erasing }, nil
 	case <-ctx.Done():
 		return true, func() {}, fmt.Errorf("erase %s in pool %s, after others: %w", e.Record.Ref, c.pool, ctx.Err())
 	}
+}
+
+// copied reports whether somebody is making a copy of an object.
+func (c *Catalog[T]) copied(ref blockdev.Ref) bool {
+	c.Mu.Lock()
+	defer c.Mu.Unlock()
+	for copy := range c.unfinished {
+		if e := c.Objects[copy].entry(); e.claimed && e.State == Creating && e.Record.Origin == ref {
+			return true
+		}
+	}
+	return false
+}
+
+// OriginStays makes sure that what an object is to be a copy of is not being removed: errdefs.ErrBusy. It is called for an object that the caller has
+// claimed, before its origin is looked at: from then on the origin is not erased (BeginErase) before the copy is done.
+func (c *Catalog[T]) OriginStays(o T) error {
+	c.Mu.Lock()
+	defer c.Mu.Unlock()
+	var none T
+	origin := o.entry().Record.Origin
+	if of := c.Objects[origin]; of != none && of.entry().claimed {
+		return fmt.Errorf("%w: %s, which it is to be a copy of, is being removed", errdefs.ErrBusy, origin)
+	}
+	return nil
 }
 
 // Erased returns why an object could not be erased if that may pass, so that it has to stay. Else it is removed all the same, and that is

@@ -251,3 +251,35 @@ func TestErase(t *testing.T) {
 		}
 	}
 }
+
+// TestEraseOrCopy: of an object that one call erases, and another copies, the later one waits.
+func TestEraseOrCopy(t *testing.T) {
+	c := New[*object]("test")
+	origin := put(c, Found(recordOf("a"), Ready))
+	record := recordOf("b")
+	record.Origin = refOf("a")
+	copied := put(c, Begun(record))
+	if err := c.OriginStays(copied); err != nil {
+		t.Errorf("of what nobody removes: %v", err)
+	}
+	if err := c.OriginStays(origin); err != nil {
+		t.Errorf("of nothing: %v", err)
+	}
+	if _, err := c.BeginDelete(t.Context(), refOf("a"), attachedNowhere, ""); err != nil {
+		t.Fatal(err)
+	}
+	if _, end, err := c.BeginErase(t.Context(), origin, true); !errors.Is(err, errdefs.ErrBusy) {
+		t.Errorf("erase what is copied: %v", err)
+	} else {
+		end()
+	}
+	if err := c.OriginStays(copied); !errors.Is(err, errdefs.ErrBusy) {
+		t.Errorf("copy what is being removed: %v", err)
+	}
+	c.Release(copied, false) // a copy that was cut short holds up nobody
+	if erase, end, err := c.BeginErase(t.Context(), origin, true); !erase || err != nil {
+		t.Errorf("erase: %v, %v", erase, err)
+	} else {
+		end()
+	}
+}
