@@ -26,6 +26,7 @@ const (
 	// Of a superblock.
 	magicAt       = 32
 	versionAt     = 40
+	timeAt        = 44
 	heldRootAt    = 56
 	mappingRootAt = 320
 	dataBlockAt   = 336 // in sectors
@@ -79,20 +80,58 @@ func (m metadataFile) strange(number uint64, what string) error {
 	return fmt.Errorf("%w: block %d of the thin pool's metadata, %s: %s", errdefs.ErrUnsupported, number, m.name, what)
 }
 
-// superblock reads one, and returns where its snapshot, and the tree of volumes, are, and the size of the thin pool's blocks in bytes.
-func (m metadataFile) superblock(number uint64) (held, root uint64, size int64, err error) {
+// superblock is what is read of one.
+type superblock struct {
+	time uint32 // counts the snapshots of volumes
+	held uint64 // where the snapshot of the metadata is; 0: there is none
+	root uint64 // of the tree of volumes
+	size int64  // of the thin pool's blocks, in bytes
+}
+
+func (m metadataFile) superblock(number uint64) (superblock, error) {
 	b, err := m.block(number, superblockSum)
 	if err != nil {
-		return 0, 0, 0, err
+		return superblock{}, err
 	}
-	if binary.LittleEndian.Uint64(b[magicAt:]) != thinMagic || binary.LittleEndian.Uint32(b[versionAt:]) != thinVersion {
-		return 0, 0, 0, m.strange(number, "it is no superblock that this driver knows")
+	long := func(at int) uint64 { return binary.LittleEndian.Uint64(b[at:]) }
+	short := func(at int) uint32 { return binary.LittleEndian.Uint32(b[at:]) }
+	if long(magicAt) != thinMagic || short(versionAt) != thinVersion {
+		return superblock{}, m.strange(number, "it is no superblock that this driver knows")
 	}
-	size = 512 * int64(binary.LittleEndian.Uint32(b[dataBlockAt:]))
-	if size == 0 {
-		return 0, 0, 0, m.strange(number, "blocks of the thin pool have no size")
+	if short(dataBlockAt) == 0 {
+		return superblock{}, m.strange(number, "blocks of the thin pool have no size")
 	}
-	return binary.LittleEndian.Uint64(b[heldRootAt:]), binary.LittleEndian.Uint64(b[mappingRootAt:]), size, nil
+	return superblock{short(timeAt), long(heldRootAt), long(mappingRootAt), 512 * int64(short(dataBlockAt))}, nil
+}
+
+// view is a snapshot of the metadata, and how many snapshots of volumes were made since.
+type view struct {
+	at     uint64
+	of     superblock
+	behind uint32
+}
+
+// view returns the snapshot that the metadata has.
+func (m metadataFile) view() (view, error) {
+	now, err := m.superblock(0)
+	if err != nil {
+		return view{}, err
+	}
+	if now.held == 0 {
+		return view{}, m.strange(0, "it has no snapshot")
+	}
+	of, err := m.superblock(now.held)
+	return view{now.held, of, now.time - of.time}, err
+}
+
+// current returns the snapshot that the metadata on a device has.
+func current(metadata string) (view, error) {
+	file, err := direct.Open(metadata, os.O_RDONLY)
+	if err != nil {
+		return view{}, err
+	}
+	defer file.Close()
+	return metadataFile{file, metadata}.view()
 }
 
 // walk calls visit with the entries of a tree whose keys are below an end, in order.
@@ -124,29 +163,22 @@ func (m metadataFile) walk(root, end uint64, depth int, visit func(key, value ui
 	return nil
 }
 
-// alone returns the pieces of the first bytes of a thin volume, by its number, that no other volume of the thin pool has, of the metadata on
-// a device that has a snapshot.
-func alone(metadata string, volume uint64, size int64) (pieces []piece, err error) {
+// alone returns the pieces of the first bytes of a thin volume, by its number, that no other volume of the thin pool has, of the snapshot that the
+// metadata on a device has, and that snapshot.
+func alone(metadata string, volume uint64, size int64) (pieces []piece, seen view, err error) {
 	file, err := direct.Open(metadata, os.O_RDONLY)
 	if err != nil {
-		return nil, err
+		return nil, view{}, err
 	}
 	defer file.Close()
 	m := metadataFile{file, metadata}
-	held, _, _, err := m.superblock(0)
-	if err != nil {
-		return nil, err
+	if seen, err = m.view(); err != nil {
+		return nil, view{}, err
 	}
-	if held == 0 {
-		return nil, m.strange(0, "it has no snapshot")
-	}
-	_, root, block, err := m.superblock(held)
-	if err != nil {
-		return nil, err
-	}
+	block := seen.of.size
 	end := uint64((size + block - 1) / block)
 	own, others := map[uint64]uint64{}, map[uint64]bool{}
-	err = m.walk(root, 1<<timeBits, 0, func(number, blocks uint64) error {
+	err = m.walk(seen.of.root, 1<<timeBits, 0, func(number, blocks uint64) error {
 		return m.walk(blocks, end, 0, func(logical, value uint64) error {
 			if number == volume {
 				own[value>>timeBits] = logical
@@ -156,11 +188,14 @@ func alone(metadata string, volume uint64, size int64) (pieces []piece, err erro
 			return nil
 		})
 	})
+	if err != nil {
+		return nil, view{}, err
+	}
 	for at, logical := range own {
 		if from := int64(logical) * block; !others[at] {
 			pieces = append(pieces, piece{from, int64(at) * block, min(block, size-from)})
 		}
 	}
 	slices.SortFunc(pieces, func(a, b piece) int { return cmp.Compare(a.logical, b.logical) })
-	return pieces, err
+	return pieces, seen, nil
 }

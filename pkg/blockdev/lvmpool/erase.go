@@ -7,12 +7,15 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/direct"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/held"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/lvm2"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -33,6 +36,9 @@ func (p *pool) erase(ctx context.Context, o *logical) error {
 		return err
 	}
 	device, err := dm.Open(d, os.O_RDWR|unix.O_DIRECT)
+	if dm.Vanished(err) {
+		err = errdefs.Recast(errdefs.ErrUnavailable, err, "try again")
+	}
 	if !d.Deferred { // from here on it goes with the driver
 		_, failure := dm.Remove(d.Name)
 		err = errors.Join(err, failure)
@@ -44,7 +50,7 @@ func (p *pool) erase(ctx context.Context, o *logical) error {
 	if size = min(size, blockdev.HeadSize); err == nil && p.location.Thin == "" {
 		err = overwrite(ctx, device, piece{length: size})
 	} else if err == nil {
-		err = p.eraseThin(ctx, ref, device, size)
+		err = p.eraseThin(ctx, ref, d.Name, device, size)
 	}
 	if device != nil {
 		err = errors.Join(err, device.Close())
@@ -59,37 +65,162 @@ type piece struct{ logical, at, length int64 }
 // enough: of a volume that a snapshot was ever made of, or that is one, the thin pool gives each write a new block, and leaves the old one
 // as it is, also when nobody else has it any more. And it needs no space, so that a full thin pool is no worse.
 //
-// The snapshot of the metadata says which blocks no other volume has, and keeps the thin pool from giving them to another one, whatever happens
-// meanwhile. No other one gets to share them, as nobody else works on this volume. Nothing is overwritten that does not read as the volume does.
-func (p *pool) eraseThin(ctx context.Context, ref blockdev.Ref, volume *os.File, size int64) error {
-	number, err := p.thinID(ctx, ref)
+// A block is overwritten that the volume has, and no other one, for these reasons (drivers/md/dm-thin.c, dm-thin-metadata.c):
+//   - Which volume of which thin pool it is, and where that has its metadata and its data, the kernel says of the volume that is open, and lvm2 agrees. So
+//     the thin pool stays up with the devices that it has, and is not repaired.
+//   - The snapshot of the metadata is of all that was mapped when it was made: the thin pool commits first. What it has, other volumes share
+//     from then on only if somebody makes a snapshot. lvm2 does not, while its lock is held; and others would be found by the thin pool's time.
+//   - The volume keeps its blocks, as nobody has it open to write to it or to discard. So no other one is given them, even if somebody
+//     else releases the snapshot.
+//   - What is overwritten reads as the volume does.
+//
+// Two volumes share a block at the same place only, as snapshots alone make them.
+func (p *pool) eraseThin(ctx context.Context, ref blockdev.Ref, name string, volume *os.File, size int64) error {
+	number, data, err := p.beneath(ctx, name)
 	if err != nil {
 		return err
 	}
-	d, err := p.own(p.device(p.location.Thin) + "_tdata")
-	if err == nil && d == nil {
-		err = fmt.Errorf("%w: the thin pool has no device of its data", errdefs.ErrUnavailable)
-	}
+	noted, err := p.thinID(ctx, ref)
 	if err != nil {
 		return err
 	}
-	data, err := dm.Open(d, os.O_RDWR|unix.O_DIRECT)
+	if noted != number {
+		return fmt.Errorf("%w: %s is number %d of the thin pool, and lvm2 has it as %d; nothing was overwritten", errdefs.ErrUnsupported, name, number, noted)
+	}
+	file, err := dm.Open(data, os.O_RDWR|unix.O_DIRECT)
 	if err != nil {
 		return err
 	}
-	defer data.Close()
+	defer file.Close()
 	return p.withMetadata(ctx, func(metadata string) error {
-		pieces, err := alone(metadata, number, size)
+		return p.lvm.Hold(ctx, func(lvm2.Run) error {
+			release, err := p.lockGroup(ctx)
+			if err != nil {
+				return err
+			}
+			defer release()
+			if err := p.running(name); err != nil {
+				return err
+			}
+			pieces, view, err := alone(metadata, number, size)
+			if err != nil {
+				return err
+			}
+			for _, at := range pieces {
+				if err := same(volume, file, at); err != nil {
+					return err
+				}
+			}
+			if err := p.unchanged(metadata, view); err != nil {
+				return err
+			}
+			return overwrite(ctx, file, pieces...)
+		})
+	})
+}
+
+// beneath returns the number that a thin volume, whose device somebody has open, has in the thin pool, and the device of the data of that, as
+// the kernel has them. What lvm2 has written down may be for the next activation only (lvconvert --merge, vgcfgrestore).
+func (p *pool) beneath(ctx context.Context, name string) (number uint64, data *dm.Device, err error) {
+	use, err := p.thinUse(ctx)
+	if err != nil {
+		return 0, nil, err
+	}
+	thin, err := p.own(use.device)
+	if err != nil || thin == nil {
+		return 0, nil, errors.Join(err, fmt.Errorf("%w: the thin pool has no device", errdefs.ErrUnavailable))
+	}
+	kind, volume, err := dm.Table(name)
+	if err != nil {
+		return 0, nil, err
+	}
+	poolKind, below, err := dm.Table(thin.Name)
+	if err != nil {
+		return 0, nil, err
+	}
+	if data, err = p.own(p.device(p.location.Thin) + "_tdata"); err != nil || data == nil {
+		return 0, nil, errors.Join(err, fmt.Errorf("%w: the thin pool has no device of its data", errdefs.ErrUnavailable))
+	}
+	metadata, err := p.own(p.device(p.location.Thin) + "_tmeta")
+	if err != nil || metadata == nil {
+		return 0, nil, errors.Join(err, fmt.Errorf("%w: the thin pool has no device of its metadata", errdefs.ErrUnavailable))
+	}
+	var of string
+	_, err = fmt.Sscan(volume, &of, &number)
+	if err != nil || kind != "thin" || of != numbers(thin) || poolKind != "thin-pool" || !strings.HasPrefix(below, numbers(metadata)+" "+numbers(data)+" ") {
+		return 0, nil, fmt.Errorf("%w: %s is %s %s, and %s is %s %s: that is no volume of this thin pool on %s and %s",
+			errdefs.ErrUnsupported, name, kind, volume, thin.Name, poolKind, below, metadata.Name, data.Name)
+	}
+	return number, data, nil
+}
+
+// numbers of a device, as they are in the tables of others.
+func numbers(d *dm.Device) string {
+	return fmt.Sprintf("%d:%d", unix.Major(d.Number), unix.Minor(d.Number))
+}
+
+// running makes sure that a thin volume, and all that it needs of its thin pool, is not suspended, which would hold up the caller, who has lvm2's lock, and
+// so all of lvm2.
+func (p *pool) running(volume string) error {
+	thin := p.device(p.location.Thin)
+	for _, name := range []string{volume, thin + "-tpool", thin + "_tdata", thin + "_tmeta"} {
+		d, err := dm.Find(name)
 		if err != nil {
 			return err
 		}
-		for _, at := range pieces {
-			if err := same(volume, data, at); err != nil {
-				return err
-			}
+		if d == nil || d.Suspended {
+			return fmt.Errorf("%w: device %s is suspended, or gone; if no command of lvm2 is at work: dmsetup resume %s", errdefs.ErrUnavailable, name, name)
 		}
-		return overwrite(ctx, data, pieces...)
-	})
+	}
+	return nil
+}
+
+// unchanged makes sure that a view of the metadata is that of the snapshot that the thin pool has still, that nobody has made snapshots of its volumes
+// since, and that it is at work.
+func (p *pool) unchanged(metadata string, seen view) error {
+	use, there, err := p.thinNow() // which has the thin pool commit
+	if err != nil {
+		return err
+	}
+	now, err := current(metadata)
+	if err != nil {
+		return err
+	}
+	if !there || use.failed() || now != seen || seen.behind != 0 {
+		return fmt.Errorf("%w: somebody worked on the thin pool meanwhile; nothing was overwritten: try again", errdefs.ErrBusy)
+	}
+	return nil
+}
+
+// lockGroup takes lvm2's own lock of the group (lib/misc/lvm-flock.c), so that no command of anybody's is at work in it until release is called. The
+// caller has the turn, and runs none.
+func (p *pool) lockGroup(ctx context.Context) (release func(), err error) {
+	path := lockDirectory + "/V_" + p.location.Group
+	for {
+		f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o700)
+		if err == nil {
+			err = unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+		}
+		var is, named unix.Stat_t
+		if err == nil {
+			err = unix.Fstat(int(f.Fd()), &is)
+		}
+		if err == nil {
+			err = unix.Stat(path, &named)
+		}
+		if err == nil && is.Ino == named.Ino && is.Dev == named.Dev { // who lets go of it may remove it
+			return func() { _ = f.Close() }, nil
+		}
+		_ = f.Close() // of no harm if it is nil
+		if err != nil && !errors.Is(err, unix.EWOULDBLOCK) && !errors.Is(err, unix.ENOENT) {
+			return nil, fmt.Errorf("lock volume group %s: %w", p.location.Group, errdefs.FromErrno(err))
+		}
+		select {
+		case <-ctx.Done():
+			return nil, fmt.Errorf("wait for lvm2's lock of volume group %s (%s): %w", p.location.Group, path, ctx.Err())
+		case <-time.After(held.Pause):
+		}
+	}
 }
 
 // same makes sure that what is on the data device is what the volume reads.

@@ -1,6 +1,10 @@
 package lvmpool
 
-import "github.com/ashlar-csi/ashlar/pkg/blockdev"
+import (
+	"context"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+)
 
 // Age makes an LVM pool believe that its last report is old.
 func Age(of blockdev.Pool) {
@@ -26,4 +30,27 @@ func Few(n int) (undo func()) {
 	before := mostRanges
 	mostRanges = n
 	return func() { mostRanges = before }
+}
+
+// Meanwhile runs do between the look of an erasure at a thin pool's metadata and its first write, of which there is none.
+func Meanwhile(ctx context.Context, of blockdev.Pool, do func()) error {
+	p := of.(*pool)
+	return p.withMetadata(ctx, func(metadata string) error {
+		_, seen, err := alone(metadata, 0, blockdev.HeadSize)
+		if err != nil {
+			return err
+		}
+		do()
+		return p.unchanged(metadata, seen)
+	})
+}
+
+// Locked runs do while the pool has lvm2's lock.
+func Locked(ctx context.Context, of blockdev.Pool, do func()) error {
+	release, err := of.(*pool).lockGroup(ctx)
+	if err == nil {
+		do()
+		release()
+	}
+	return err
 }
