@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -35,6 +36,9 @@ func (p *Pool) Attach(ctx context.Context, ref blockdev.Ref, how blockdev.Attach
 	}); err != nil {
 		return blockdev.Device{}, err
 	}
+	if err := p.checkExport(export, ref); err != nil {
+		return blockdev.Device{}, err
+	}
 	if err := p.leaveOthers(ctx, ref, export.NQN); err != nil {
 		return blockdev.Device{}, err
 	}
@@ -54,6 +58,15 @@ func (p *Pool) Attach(ctx context.Context, ref blockdev.Ref, how blockdev.Attach
 
 func (p *Pool) attached(c nvme.Device, how blockdev.Attachment) blockdev.Device {
 	return blockdev.Device{Path: c.Path, Number: c.Number, Size: c.Size, Kept: how.Keep}
+}
+
+// checkExport is errdefs.ErrPrecondition for an export that is not of the volume, or not for this node: with the name of another one that is connected,
+// a home would have its users be given that.
+func (p *Pool) checkExport(e Export, ref blockdev.Ref) error {
+	if of, _, ours := parseNQN(e.NQN); ours && of == ref && strings.HasPrefix(e.Host, HostPrefix(p.node)) {
+		return nil
+	}
+	return fmt.Errorf("%w: what its home exports of %s, %q to the host %q, is of another volume, or for another node than %s; nothing was connected", errdefs.ErrPrecondition, ref, e.NQN, e.Host, p.node)
 }
 
 // proven returns what this process connected by the claim that there is, and is live: its home need not be asked for it again.

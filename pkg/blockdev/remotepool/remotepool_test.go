@@ -2,6 +2,7 @@ package remotepool_test
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -36,7 +37,9 @@ type home struct {
 	record     blockdev.Record
 	closed     []int64
 
-	uuid string // that it tells; empty: that of the export
+	name string // that it tells; empty: that of the export
+	host string // likewise
+	uuid string // likewise
 	size int64  // that it tells; 0: that of the record
 	err  error  // of all calls
 	busy int    // that many calls are refused
@@ -86,9 +89,7 @@ func (h *home) Open(ctx context.Context, _ string, _ blockdev.Ref) (remotepool.E
 	err := h.Add(ctx, nvmet.Export{NQN: h.nqn(h.generation), Host: host, UUID: uuid, Device: h.image, Secret: "secret"})
 	out := remotepool.Export{Size: h.record.Size, Record: h.record, Connection: nvme.Connection{NQN: h.nqn(h.generation), Host: host,
 		Address: netip.MustParseAddrPort("10.0.0.1:4420"), Secret: "secret", UUID: uuid, Loss: -1}}
-	if h.uuid != "" {
-		out.UUID = h.uuid
-	}
+	out.NQN, out.Host, out.UUID = cmp.Or(h.name, out.NQN), cmp.Or(h.host, out.Host), cmp.Or(h.uuid, out.UUID)
 	if h.size > 0 {
 		out.Size = h.size
 	}
@@ -179,8 +180,13 @@ func TestAnother(t *testing.T) {
 	}{
 		"of another UUID": {func(h *home) { h.uuid = "00000000-0000-8000-8000-000000000002" }, errdefs.ErrPrecondition},
 		"that is larger":  {func(h *home) { h.size = size - 4096 }, errdefs.ErrUnavailable},
-		"of no export":    {func(h *home) { h.err = fmt.Errorf("%w: not claimed", errdefs.ErrPrecondition) }, errdefs.ErrPrecondition},
-		"not reached":     {func(h *home) { h.Cut(true) }, errdefs.ErrUnavailable},
+		"of another volume": {func(h *home) {
+			h.name = strings.Replace(h.nqn(1), ref.Key, pooltest.Vol("2").Key, 1)
+			check.OK(t, h.Add(t.Context(), nvmet.Export{NQN: h.name, Host: remotepool.HostPrefix("consumer") + "1", UUID: "00000000-0000-8000-8000-000000000001", Device: h.image, Secret: "secret"}))
+		}, errdefs.ErrPrecondition},
+		"for another node": {func(h *home) { h.host = remotepool.HostPrefix("another") + "1" }, errdefs.ErrPrecondition},
+		"of no export":     {func(h *home) { h.err = fmt.Errorf("%w: not claimed", errdefs.ErrPrecondition) }, errdefs.ErrPrecondition},
+		"not reached":      {func(h *home) { h.Cut(true) }, errdefs.ErrUnavailable},
 	} {
 		t.Run(name, func(t *testing.T) {
 			h, all := start(t)
