@@ -319,8 +319,8 @@ func TestConnect(t *testing.T) {
 	}
 	secrets, _ := filepath.Glob("/sys/class/nvme/*/dhchap_secret")
 	for _, path := range secrets {
-		if info, err := os.Stat(path); err != nil || info.Mode().Perm() != 0o600 {
-			t.Errorf("%s can be read by %v, %v", path, info.Mode(), err)
+		if _, err := os.ReadFile(path); !errors.Is(err, unix.EACCES) { // not by root either, as pods have it too
+			t.Errorf("%s can be read: %v", path, err)
 		}
 	}
 	if len(secrets) != 1 {

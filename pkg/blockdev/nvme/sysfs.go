@@ -97,11 +97,12 @@ func hiding(nqn string) (done func()) {
 	return func() { close(end); <-ended }
 }
 
-// hide keeps the secret of a connection from all but root: sysfs shows it to everybody, also in pods.
+// hide keeps the secret of a connection from everybody: sysfs shows it to all, also in pods, whose root is this machine's. What has no mode to be read
+// nobody reads, whatever they are capable of (KERNFS_ROOT_EXTRA_OPEN_PERM_CHECK), and sysfs is not theirs to change.
 func hide(nqn string) {
 	found, _ := controllersOf(nqn)
 	for _, c := range found {
-		_ = os.Chmod(filepath.Join(string(c), "dhchap_secret"), 0o600) // it is not there without authentication
+		_ = os.Chmod(filepath.Join(string(c), "dhchap_secret"), 0) // it is not there without authentication
 	}
 }
 
