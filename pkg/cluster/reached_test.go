@@ -2,6 +2,7 @@ package cluster_test
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"net/http"
@@ -10,6 +11,7 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	"k8s.io/client-go/rest"
@@ -35,9 +37,19 @@ import (
 // uses is what a machine has to use volumes with, its own and those of others.
 type uses struct {
 	*volume.Everywhere
-	others *volume.Local
+	others *others
 	agent  *agent.Agent
 	node   *node.Server
+}
+
+// others are those of other nodes.
+type others struct {
+	*volume.Local
+	longest atomic.Int64 // time.Duration: for how long their writes are held back at the most; 0: as ever
+}
+
+func (o *others) LongestHold() time.Duration {
+	return cmp.Or(time.Duration(o.longest.Load()), o.Local.LongestHold())
 }
 
 func (u *uses) Topology(context.Context) (map[string]string, error) { return nil, nil }
@@ -52,9 +64,9 @@ func (w *environment) use(m *machine, mounts *mount.Table) {
 	m.local.ServeExports(w.ctx, volume.Exporting{Key: bytes.Repeat([]byte{m.name[len(m.name)-1]}, 32), Locks: m.locks, Consumers: m.agent.Consumers(),
 		Open: func() (volume.Exporter, error) { return m.network.Target(), nil }})
 	remote := remotepool.New(m.name, m.network, m.agent.Homes())
-	others, err := volume.NewLocal(w.ctx, m.name, []blockdev.Pool{remote}, mounts, 0)
+	local, err := volume.NewLocal(w.ctx, m.name, []blockdev.Pool{remote}, mounts, 0)
 	check.OK(w, err)
-	m.uses = &uses{Everywhere: volume.NewEverywhere(m.local, others, m.agent.Elsewhere(remote.Has)), others: others, agent: m.agent}
+	m.uses = &uses{Everywhere: volume.NewEverywhere(m.local, local, m.agent.Elsewhere(remote.Has)), others: &others{Local: local}, agent: m.agent}
 	m.uses.node = node.New(w.ctx, m.uses, mounts, node.Options{Claims: true})
 }
 
@@ -412,4 +424,23 @@ func TestReachedHeld(t *testing.T) {
 	fails(t, release(), errdefs.ErrUnavailable)
 	check.OK(t, os.WriteFile(filepath.Join(target, "file"), []byte("goes on again"), 0o600))
 	w.eventually("it is unstaged", func() bool { return b.unstage(w.ctx, dir, v.ID) == nil })
+}
+
+// TestReachedHeldForEver: a home that never ends what it asked for keeps its volume from nobody's calls.
+func TestReachedHeldForEver(t *testing.T) {
+	w, a, b, _, v, dir := reached(t, volume.Spec{Name: "v", Filesystem: "ext4", Size: volume.Range{Required: 64 * mib}})
+	w.claimFor(v.ID, b.name)
+	w.staged(b, dir, v.ID, mounted)
+	b.uses.others.longest.Store(int64(time.Millisecond))
+	release, err := a.agent.Consumers().Hold(w.ctx, v.ID, volume.Grant{Generation: 1, Node: b.name})
+	check.OK(t, err)
+	w.eventually("calls of the volume go on", func() bool {
+		unlock, _ := b.locks.TryLock([]string{"volume/" + v.ID.Key}, nil)
+		if unlock != nil {
+			unlock()
+		}
+		return unlock != nil
+	})
+	_ = release() // what it says, TestHold of pkg/volume knows
+	check.OK(t, b.unstage(w.ctx, dir, v.ID))
 }

@@ -41,6 +41,11 @@ func (l *Local) holdConsumer(ctx context.Context, o origin, to Grant) (_ context
 // again for a while.
 const holdLonger = 1.1
 
+// LongestHold is for how long Hold holds writes back, at the most.
+func (l *Local) LongestHold() time.Duration {
+	return time.Duration(holdLonger * float64(l.longestFreeze))
+}
+
 // Hold is for the home of a volume that this node uses: it freezes the filesystem that is mounted here until release is called, which may be
 // called again, and has to be called in any case. ErrUnavailable from release: writes were not held back until then; they go on by themselves when
 // they were held back for longer than they may be. release is nil, and all is written out, where no filesystem is mounted or somebody else froze it:
@@ -72,7 +77,7 @@ func (l *Local) Hold(ctx context.Context, id ID) (release func() error, err erro
 		return nil, err
 	}
 	thaw := sync.OnceValue(func() error { return endFreeze(end, paths[0]) })
-	longest := time.Duration(holdLonger * float64(l.longestFreeze))
+	longest := l.LongestHold()
 	late := time.AfterFunc(longest, func() { _ = thaw() }) // release says it
 	return sync.OnceValue(func() error {
 		if late.Stop() {

@@ -324,6 +324,7 @@ func (a *Agent) endpoint(ctx context.Context, node string) (v1alpha1.AgentEndpoi
 // Using is what this node does to volumes of others for their homes: volume.Local, over them.
 type Using interface {
 	Hold(ctx context.Context, id volume.ID) (release func() error, err error)
+	LongestHold() time.Duration
 	Modified(ctx context.Context, id volume.ID, mutable map[string]string) error
 }
 
@@ -358,7 +359,8 @@ func (u users) Modified(ctx context.Context, id volume.ID, generation int64, mut
 	return u.withLocks([]string{keylock.Volume(id.Key)}, func() error { return u.others.Modified(ctx, id, mutable) })
 }
 
-// Hold: see export.User. No call of this node comes between.
+// Hold: see export.User. No call of this node comes between, until the writes go on: a home that does not end what it asked for keeps nobody from giving
+// the volume up.
 func (u users) Hold(ctx context.Context, id volume.ID, generation int64) (release func() error, err error) {
 	if err := u.used(ctx, id, generation); err != nil {
 		return nil, err
@@ -372,10 +374,15 @@ func (u users) Hold(ctx context.Context, id volume.ID, generation int64) (releas
 		unlock()
 		return nil, err
 	}
-	return sync.OnceValue(func() error {
+	end := sync.OnceValue(func() error {
 		defer unlock()
 		return let()
-	}), nil
+	})
+	late := time.AfterFunc(u.others.LongestHold()+time.Second, func() { _ = end() }) // who calls release later is told
+	return func() error {
+		late.Stop()
+		return end()
+	}, nil
 }
 
 // Consumers asks the nodes that volumes of this one are exported to: it is a volume.Consumers.
