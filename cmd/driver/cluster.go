@@ -176,10 +176,7 @@ func startNode(ctx context.Context, o options) (err error) {
 		return err
 	}
 	defer others.Close()
-	with, err := o.agentOptions(ctx, local, opened, others)
-	if err != nil {
-		return err
-	}
+	with := o.agentOptions(ctx, local, opened, others)
 	with.Locks, with.Namespace, with.Endpoint = locks, namespace, remote.Endpoint()
 	a, err := agent.New(config, local, with)
 	if err != nil {
@@ -205,7 +202,7 @@ func startNode(ctx context.Context, o options) (err error) {
 }
 
 // agentOptions are those that the flags say, for the agent of a node and its pools; others may be nil.
-func (o *options) agentOptions(ctx context.Context, local *volume.Local, opened []blockdev.Pool, others *port.Callers) (agent.Options, error) {
+func (o *options) agentOptions(ctx context.Context, local *volume.Local, opened []blockdev.Pool, others *port.Callers) agent.Options {
 	with := agent.Options{Driver: o.driverName, MaxVolumes: o.maxVolumes, Schemes: volume.SchemesHere, Limits: volume.LimitsHere}
 	for i, pool := range opened {
 		with.Pools = append(with.Pools, agent.Pool{Pool: pool, Kind: pools.KindOf(o.pools[i].location)})
@@ -213,11 +210,10 @@ func (o *options) agentOptions(ctx context.Context, local *volume.Local, opened 
 	if others != nil {
 		with.Agents = others
 	}
-	var err error
-	if with.Network, err = o.network(ctx); with.Network != nil {
+	if with.Network = o.network(ctx); with.Network != nil {
 		with.Exporter = local
 	}
-	return with, err
+	return with
 }
 
 // watched tells the agent of the volumes that the node makes and deletes by itself, and asks it

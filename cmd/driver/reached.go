@@ -31,7 +31,7 @@ type reached struct {
 // reach has the volumes of this node given to others, and lets it use those of others.
 func (o *options) reach(ctx context.Context, a *agent.Agent, local *volume.Local, mounts *mount.Table, locks *keylock.Table, network *v1alpha1.Network) (*reached, error) {
 	if network == nil {
-		return &reached{local, func(run func(context.Context) error) func(context.Context) error { return run }, func(grpc.ServiceRegistrar) {}}, nil
+		return &reached{local, o.keepingNothing, func(grpc.ServiceRegistrar) {}}, nil
 	}
 	at, err := netip.ParseAddrPort(network.Address)
 	if err != nil {
@@ -73,6 +73,15 @@ func (o *options) reach(ctx context.Context, a *agent.Agent, local *volume.Local
 		},
 		services: func(r grpc.ServiceRegistrar) { export.Register(r, a.Exports(), a.Uses(others)) },
 	}, nil
+}
+
+// keepingNothing is what a node keeps that is in no network: it waits for the one that it was told of.
+func (o *options) keepingNothing(run func(context.Context) error) func(context.Context) error {
+	if o.remoteAddress == "" {
+		return run
+	}
+	wait := func(ctx context.Context) error { return untilReachable(ctx, reachablePause, o.reachable) }
+	return func(ctx context.Context) error { return beside(ctx, wait, run) }
 }
 
 // registering registers the services of others, and what nodes that use volumes of each other say.

@@ -8,6 +8,7 @@ import (
 	"net/netip"
 	"regexp"
 	"strconv"
+	"time"
 
 	"k8s.io/klog/v2"
 
@@ -58,25 +59,50 @@ func parseRemote(text string) (host string, port uint16, err error) {
 	return host, port, nil
 }
 
-// network is in which volumes of this node are given to others, and at which address; nil if they are not. A kernel that cannot do that keeps
-// nobody from using all other volumes.
-func (o *options) network(ctx context.Context) (*v1alpha1.Network, error) {
+// network is in which volumes of this node are given to others, and at which address; nil if they are not. What cannot be done now, as without a
+// kernel that can, or while an interface is not there yet, keeps nobody from using all other volumes: see untilReachable.
+func (o *options) network(ctx context.Context) *v1alpha1.Network {
 	if o.remoteAddress == "" {
-		return nil, nil
+		return nil
 	}
-	at, err := o.remoteAt()
+	at, err := o.reachable()
 	if err != nil {
-		return nil, err
+		klog.FromContext(ctx).Error(err, "This node gives its volumes to no other and uses none of others (access=any); the driver starts again when it can", "remoteAddress", o.remoteAddress)
+		return nil
 	}
-	err = nvme.Available()
+	return &v1alpha1.Network{Name: o.remoteNetwork, Address: at.String()}
+}
+
+// reachable is the address at which this node can give volumes to others, if it can, and use those of others.
+func (o *options) reachable() (netip.AddrPort, error) {
+	at, err := o.remoteAt()
+	if err == nil {
+		err = nvme.Available()
+	}
 	if err == nil {
 		_, err = nvmet.Open(at)
 	}
-	if err != nil {
-		klog.FromContext(ctx).Error(err, "This node gives its volumes to no other and uses none of others (access=any), until its driver starts again where that can be done", "address", at.String())
-		return nil, nil
+	return at, err
+}
+
+// reachablePause is between two looks of untilReachable.
+const reachablePause = 30 * time.Second
+
+// untilReachable is for a node that was not reachable when its driver started: it fails once it is, so that the driver is started again. It returns
+// when ctx ends.
+func untilReachable(ctx context.Context, pause time.Duration, reachable func() (netip.AddrPort, error)) error {
+	ticks := time.NewTicker(pause)
+	defer ticks.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-ticks.C:
+			if at, err := reachable(); err == nil {
+				return fmt.Errorf("nodes can use each other's volumes at %s now (--remote-address), and could not when the driver started: it has to start again", at)
+			}
+		}
 	}
-	return &v1alpha1.Network{Name: o.remoteNetwork, Address: at.String()}, nil
 }
 
 // remoteAt is the address that --remote-address says.

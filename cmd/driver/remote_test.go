@@ -1,11 +1,14 @@
 package main
 
 import (
+	"context"
 	"net/netip"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 func TestParseRemote(t *testing.T) {
@@ -40,6 +43,27 @@ func TestRemoteAddress(t *testing.T) {
 	if at, err := o.remoteAt(); err == nil || !strings.Contains(err.Error(), "--remote-address=no-such-if: find the interface") {
 		t.Errorf("%s, %v", at, err)
 	}
+	if in := o.network(t.Context()); in != nil { // and all other volumes can be used
+		t.Errorf("without an interface, the network is %v", in)
+	}
+}
+
+// TestUntilReachable: a node whose address comes after its driver has the driver start again then, and not before.
+func TestUntilReachable(t *testing.T) {
+	asked := 0
+	err := untilReachable(t.Context(), time.Millisecond, func() (netip.AddrPort, error) {
+		if asked++; asked < 3 {
+			return netip.AddrPort{}, errdefs.ErrUnavailable
+		}
+		return netip.MustParseAddrPort("10.0.0.7:4420"), nil
+	})
+	if asked != 3 || err == nil || !strings.Contains(err.Error(), "10.0.0.7:4420") {
+		t.Errorf("asked %d times: %v", asked, err)
+	}
+	ended, end := context.WithCancel(t.Context())
+	check.OK(t, untilReachable(ended, time.Millisecond, func() (netip.AddrPort, error) { end(); return netip.AddrPort{}, errdefs.ErrUnavailable }))
+	run := func(ctx context.Context) error { return ctx.Err() }
+	check.OK(t, (&options{}).keepingNothing(run)(t.Context()))
 }
 
 func TestRemoteFlags(t *testing.T) {
