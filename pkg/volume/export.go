@@ -173,13 +173,16 @@ type exports struct {
 	failed map[ID]error
 }
 
+// notServing is why a node exports nothing.
+const notServing = "its driver was started without --remote-address, or cannot use that, as its log says"
+
 // exporter returns what exports; ErrUnavailable without.
 func (l *Local) exporter() (Exporter, Exporting, error) {
 	x := &l.exports
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	if x.how == nil {
-		return nil, Exporting{}, fmt.Errorf("%w: node %s was started without an address for exports (--remote-address)", errdefs.ErrUnavailable, l.node)
+		return nil, Exporting{}, fmt.Errorf("%w: node %s gives nothing to other nodes: %s", errdefs.ErrUnavailable, l.node, notServing)
 	}
 	if x.opened == nil {
 		opened, err := x.how.Open()
@@ -539,7 +542,7 @@ func (l *Local) exportHealth(v Volume) []blockdev.Problem {
 	l.exports.mu.Lock()
 	err := l.exports.failed[v.ID]
 	if l.exports.how == nil && v.Exported.Node != "" {
-		err = errors.New("this node was started without an address for exports (--remote-address)")
+		err = errors.New(notServing)
 	}
 	l.exports.mu.Unlock()
 	if err == nil {
@@ -562,7 +565,7 @@ func ExportKey(path string) ([]byte, error) {
 		err = writeKey(path, key)
 	}
 	if err == nil && len(key) != keySize {
-		err = fmt.Errorf("%w: it has %d bytes, not %d", errdefs.ErrDataLoss, len(key), keySize)
+		err = fmt.Errorf("%w: it has %d bytes, not %d; remove it, and a new one is made: what other nodes use of this one has to be staged again then", errdefs.ErrDataLoss, len(key), keySize)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("key for exports %s: %w", path, err)
