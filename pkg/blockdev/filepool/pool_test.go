@@ -730,6 +730,30 @@ func TestLargeRecord(t *testing.T) {
 	}
 }
 
+// TestFullRecord: a record that takes no more can be grown and deleted all the same, whoever filled it.
+func TestFullRecord(t *testing.T) {
+	drivertest.NeedRoot(t)
+	pool := pooltest.OpenFiles(t, drivertest.Dir(t))
+	defer func() { check.OK(t, pool.Close()) }()
+	ref := pooltest.Vol("f")
+	pooltest.Create(t, pool, blockdev.Spec{Ref: ref, Size: pooltest.MiB})
+	least, most := 0, 8192 // what it takes, and what it does not
+	for least+1 < most {
+		n := (least + most) / 2
+		_, err := pool.SetLabels(t.Context(), ref, func(labels map[string]string) error { labels["l"] = strings.Repeat("x", n); return nil })
+		if err == nil {
+			least = n
+		} else {
+			most = n
+		}
+	}
+	if least < 7000 {
+		t.Errorf("a record takes no more than %d bytes", least)
+	}
+	check.OK(t, pooltest.Second(pool.Expand(t.Context(), ref, 100*pooltest.MiB)))
+	check.OK(t, pool.Delete(t.Context(), ref))
+}
+
 // TestConcurrentAttach: many volumes find free loop devices at once, and each its own.
 func TestConcurrentAttach(t *testing.T) {
 	dir := drivertest.Dir(t)

@@ -27,6 +27,7 @@ import (
 	"errors"
 	"fmt"
 	"hash/crc32"
+	"math"
 	"os"
 	"time"
 
@@ -82,19 +83,35 @@ func New(r blockdev.Record, st catalog.State, growing int64) *Record {
 	return s
 }
 
-// encodeSlot returns the slotSize bytes of one slot.
+// encodeSlot returns the slotSize bytes of one slot. A record that is ready leaves room for what it may have to say yet: that it grows, to whatever
+// size, and is deleted.
 func encodeSlot(s *Record, generation uint64) ([]byte, error) {
-	body, err := json.Marshal(s)
+	used, err := encode(s, generation)
+	needs := len(used)
+	if err == nil && s.State == catalog.Ready {
+		later := *s
+		later.State, later.Size, later.Growing = catalog.Deleting, blockdev.MaxSize, blockdev.MaxSize
+		var longest []byte
+		longest, err = encode(&later, math.MaxUint64)
+		needs = len(longest)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("encode record of %s.%s: %w", s.Kind, s.Key, err)
 	}
-	used := frame.Frame{Version: recordVersion, Generation: generation, Body: append(body, '\n')}.Encode(recordName)
-	if len(used) > slotSize {
-		return nil, fmt.Errorf("%w: the record of %s.%s needs %d bytes, %d is the most", errdefs.ErrInvalid, s.Kind, s.Key, len(used), slotSize)
+	if needs > slotSize {
+		return nil, fmt.Errorf("%w: the record of %s.%s needs %d bytes, %d is the most", errdefs.ErrInvalid, s.Kind, s.Key, needs, slotSize)
 	}
 	slot := make([]byte, slotSize)
 	copy(slot, used)
 	return slot, nil
+}
+
+func encode(s *Record, generation uint64) ([]byte, error) {
+	body, err := json.Marshal(s)
+	if err != nil {
+		return nil, err
+	}
+	return frame.Frame{Version: recordVersion, Generation: generation, Body: append(body, '\n')}.Encode(recordName), nil
 }
 
 // slot is what one slot says.
