@@ -6,6 +6,7 @@ import (
 	"errors"
 	"net/netip"
 	"os"
+	"strings"
 	"testing"
 	"time"
 
@@ -14,6 +15,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvme"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvmet"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
@@ -247,4 +249,27 @@ func TestReachedEncrypted(t *testing.T) {
 	_, err = p.user.Attach(t.Context(), p.get(id), volume.Key("another"))
 	pooltest.Fails(t, err, volume.ErrKey, "another key")
 	p.unused(id)
+}
+
+// TestUserLabels: who uses a volume changes what is its user's of the record, from what that was, and does not fill it.
+func TestUserLabels(t *testing.T) {
+	l := start(t, 0, memory.NewDisk(1<<30).Open("default", nil))
+	v, err := l.Create(t.Context(), volume.Spec{Name: "a", Size: volume.Range{Required: 16 * mib}})
+	check.OK(t, err)
+	swap := func(label, before, after string) error {
+		return second(l.SwapLabels(t.Context(), v.ID, map[string]string{label: before}, map[string]string{label: after}))
+	}
+	check.OK(t, swap("target", "", "/pods/1"))
+	fails(t, swap("target", "", "/pods/2"), errdefs.ErrBusy, "from what it is not")
+	for what, err := range map[string]error{
+		"its home's":             swap("export", "", "1:0123456789abcdef:elsewhere"),
+		"of the pod's namespace": swap("pvc.namespace", "", "kube-system"),
+		"that is long":           swap("flags", "", strings.Repeat("x", 1024)),
+		"that is long quoted":    swap("flags", "", strings.Repeat("\x01", 300)),
+	} {
+		fails(t, err, errdefs.ErrInvalid, "a label "+what)
+	}
+	if r, err := l.Record(t.Context(), v.ID); err != nil || r.Labels["target"] != "/pods/1" || r.Labels["flags"] != "" {
+		t.Errorf("the record is %+v, %v", r, err)
+	}
 }

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strconv"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -14,6 +15,9 @@ import (
 
 // userLabels are those that who uses a volume may change, on whatever node that is: what the volume carries, and how it is used.
 var userLabels = []string{labelFormat, labelHeader, labelSeparate, labelTarget, labelFlags}
+
+// mostUserLabel is how long each of them may be, in bytes, quoted: of what a pool keeps of a record they leave a part for the home's own.
+const mostUserLabel = 1024
 
 // Record is that of a volume, as other nodes may see it.
 func (l *Local) Record(ctx context.Context, id ID) (blockdev.Record, error) {
@@ -40,9 +44,12 @@ func shown(r blockdev.Record) blockdev.Record {
 // those that are not its user's to change.
 func (l *Local) SwapLabels(ctx context.Context, id ID, before, after map[string]string) (blockdev.Record, error) {
 	for _, labels := range []map[string]string{before, after} {
-		for label := range labels {
+		for label, value := range labels {
 			if !slices.Contains(userLabels, label) {
 				return blockdev.Record{}, fmt.Errorf("%w: the label %q of volume %s is not for its user to change", errdefs.ErrInvalid, label, id)
+			}
+			if n := len(strconv.Quote(value)); n > mostUserLabel {
+				return blockdev.Record{}, fmt.Errorf("%w: the label %q of volume %s would have %d bytes, %d are the most", errdefs.ErrInvalid, label, id, n, mostUserLabel)
 			}
 		}
 	}
