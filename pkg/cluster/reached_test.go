@@ -5,6 +5,7 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"io"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -443,4 +444,48 @@ func TestReachedHeldForEver(t *testing.T) {
 	})
 	_ = release() // what it says, TestHold of pkg/volume knows
 	check.OK(t, b.unstage(w.ctx, dir, v.ID))
+}
+
+// TestReachedReopened: a volume that is opened again while its home writes down that what it gave has ended is not released before its home has ended
+// that too.
+func TestReachedReopened(t *testing.T) {
+	var ended atomic.Pointer[func(send func())]
+	wrap(t, func(c *rest.Config) {
+		c.Wrap(func(next http.RoundTripper) http.RoundTripper {
+			return roundTrip(func(q *http.Request) (response *http.Response, err error) {
+				send := func() { response, err = next.RoundTrip(q) }
+				if q.Method == http.MethodPatch && strings.HasSuffix(q.URL.Path, "/status") {
+					body, failure := io.ReadAll(q.Body)
+					if q.Body = io.NopCloser(bytes.NewReader(body)); failure != nil {
+						return nil, failure
+					}
+					if meanwhile := ended.Load(); meanwhile != nil && bytes.Contains(body, []byte(`"export":null`)) && ended.CompareAndSwap(meanwhile, nil) {
+						(*meanwhile)(send)
+						return response, err
+					}
+				}
+				send()
+				return response, err
+			})
+		})
+	})
+	w, a, b, s, v, _ := reached(t, volume.Spec{Name: "v", Size: volume.Range{Required: mib}})
+	generation, home := w.claimFor(v.ID, b.name), w.homeOf(a, b)
+	check.OK(t, second(home.Open(w.ctx, v.ID, generation)))
+	check.OK(t, home.Close(w.ctx, v.ID, generation))
+	done := make(chan struct{})
+	meanwhile := func(send func()) {
+		defer close(done)
+		if err := second(home.Open(w.ctx, v.ID, generation)); err != nil && !errors.Is(err, errdefs.ErrBusy) {
+			t.Errorf("opened again: %v", err)
+		}
+		send()
+		if err := s.Release(soon(t), v.ID, b.name); err == nil && len(a.network.Exported()) != 0 {
+			t.Errorf("it is released, and exported is %v", a.network.Exported())
+		}
+	}
+	ended.Store(&meanwhile)
+	w.touched("v")
+	<-done
+	w.eventually("its home has ended the export", func() bool { return len(a.network.Exported()) == 0 && w.exportedTo(v.ID) == "" })
 }

@@ -6,7 +6,6 @@ import (
 	"net/netip"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/keylock"
@@ -129,13 +128,10 @@ func (e exports) Close(ctx context.Context, id volume.ID, generation int64) erro
 
 // reportExport writes down to whom a volume is given. It fails with a conflict if anybody changed the object since it was read: perhaps its claim.
 func (a *Agent) reportExport(ctx context.Context, v *v1alpha1.Volume, to volume.Grant) error {
-	if have := v.Status.Export; have != nil && have.Generation == to.Generation && have.Node == to.Node {
+	if saysGiven(v, to) {
 		return nil
 	}
-	now := metav1.Now()
-	err := report(ctx, a, v, func(v *v1alpha1.Volume) {
-		v.Status.Export = &v1alpha1.Export{Generation: to.Generation, Node: to.Node, Since: &now}
-	})
+	err := report(ctx, a, v, func(v *v1alpha1.Volume) { v.Status.Export = newGiven(to) })
 	if apierrors.IsConflict(err) {
 		return fmt.Errorf("%w: the object of volume %s was changed meanwhile", errdefs.ErrBusy, v.Name)
 	}

@@ -34,42 +34,49 @@ func (a *Agent) reportGiven(ctx context.Context, v *v1alpha1.Volume) error {
 	if a.options.Exporter == nil {
 		return nil
 	}
-	written := v.Status.Export
 	to, is, err := a.options.Exporter.ExportOf(ctx, cluster.VolumeID(v))
-	if err == nil && (is && !wantsGiven(v, to) || !is && written != nil) { // what is written may be about to be true
-		to, is, err = a.takeBack(ctx, v)
-	}
-	if err != nil {
+	if err != nil || is && wantsGiven(v, to) && saysGiven(v, to) || !is && v.Status.Export == nil {
 		return err
 	}
-	return report(ctx, a, v, func(v *v1alpha1.Volume) {
-		switch {
-		case !is:
-			v.Status.Export = nil
-		case written == nil || written.Generation != to.Generation || written.Node != to.Node:
-			now := metav1.Now()
-			v.Status.Export = &v1alpha1.Export{Generation: to.Generation, Node: to.Node, Since: &now}
+	// Nobody is given the volume while that is written: of who opens it then, the object would say nothing.
+	return a.withLocks([]string{keylock.Volume(v.Name)}, func() error {
+		to, is, err := a.takeBack(ctx, v)
+		if err != nil {
+			return err
 		}
+		return report(ctx, a, v, func(v *v1alpha1.Volume) {
+			if !is {
+				v.Status.Export = nil
+			} else if !saysGiven(v, to) {
+				v.Status.Export = newGiven(to)
+			}
+		})
 	})
 }
 
+// saysGiven reports whether the object of a volume says that this is given to a node.
+func saysGiven(v *v1alpha1.Volume, to volume.Grant) bool {
+	have := v.Status.Export
+	return have != nil && have.Generation == to.Generation && have.Node == to.Node
+}
+
+func newGiven(to volume.Grant) *v1alpha1.Export {
+	now := metav1.Now()
+	return &v1alpha1.Export{Generation: to.Generation, Node: to.Node, Since: &now}
+}
+
 // takeBack ends what a volume is given to if nobody wants that, by the API server's own word: the watch may be behind a claim that was just made.
+// It returns what there is then. The caller has the lock.
 func (a *Agent) takeBack(ctx context.Context, v *v1alpha1.Volume) (to volume.Grant, is bool, err error) {
 	id := cluster.VolumeID(v)
-	err = a.withLocks([]string{keylock.Volume(v.Name)}, func() error {
-		if to, is, err = a.options.Exporter.ExportOf(ctx, id); err != nil || !is {
-			return err
-		}
-		now := &v1alpha1.Volume{}
-		if err := a.kube.Live.Get(ctx, client.ObjectKeyFromObject(v), now); err != nil || wantsGiven(now, to) {
-			return err
-		}
-		klog.FromContext(ctx).Info("Taking back what no claim is for any more", "volume", id.String(), "node", to.Node, "generation", to.Generation)
-		if err := a.options.Exporter.Unexport(ctx, id, to.Generation); err != nil {
-			return err
-		}
-		is = false
-		return nil
-	})
-	return to, is, err
+	if to, is, err = a.options.Exporter.ExportOf(ctx, id); err != nil || !is || wantsGiven(v, to) {
+		return to, is, err
+	}
+	now := &v1alpha1.Volume{}
+	if err := a.kube.Live.Get(ctx, client.ObjectKeyFromObject(v), now); err != nil || wantsGiven(now, to) {
+		return to, is, err
+	}
+	klog.FromContext(ctx).Info("Taking back what no claim is for any more", "volume", id.String(), "node", to.Node, "generation", to.Generation)
+	err = a.options.Exporter.Unexport(ctx, id, to.Generation)
+	return to, err != nil, err
 }
