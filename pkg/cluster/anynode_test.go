@@ -316,6 +316,25 @@ func TestAnyNodeRestored(t *testing.T) {
 	}
 }
 
+// TestAnyNodeMoved: a disk that was put into the node which used a volume of it: its home gives that to nobody any more, and has it itself.
+func TestAnyNodeMoved(t *testing.T) {
+	w := newEnvironment(t)
+	a, home := w.networked("node-a", "storage")
+	s := w.knowing(a)
+	v, err := s.Create(w.ctx, anyNode("v", a.name))
+	check.OK(t, err)
+	before := volume.Grant{Generation: 5, Node: a.name}
+	for _, claim := range []string{"", a.name} {
+		w.madeAnew("v", func() { home.gives(w.ctx, v.ID, before) }, func(spec *v1alpha1.VolumeSpec) {
+			if spec.Claims = 0; claim != "" {
+				spec.Claims, spec.Claim = before.Generation, &v1alpha1.Claim{Node: claim, Mode: "m", Generation: before.Generation}
+			}
+		})
+		w.eventually("it is given to nobody", func() bool { _, is, _ := home.ExportOf(w.ctx, v.ID); return !is })
+		w.exported("v", nil)
+	}
+}
+
 // TestAnyNodePlaced: a volume that other nodes can use is made on one that reaches others, and says who reaches it.
 func TestAnyNodePlaced(t *testing.T) {
 	w := newEnvironment(t)

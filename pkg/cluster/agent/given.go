@@ -22,7 +22,11 @@ type Exporter interface {
 
 // wantsGiven reports whether a volume is to be given to a node, by its object: it is claimed for that, or the object is one that never heard of
 // such a claim (it was made anew, or restored) and says of no other. Whoever uses the volume goes on then, until somebody claims it, or releases it.
+// To its home nothing is given: that was another node, before its disk came into this one.
 func wantsGiven(v *v1alpha1.Volume, to volume.Grant) bool {
+	if to.Node == v.Spec.NodeName {
+		return false
+	}
 	if c := v.Spec.Claim; c != nil {
 		return c.Node == to.Node && c.Generation == to.Generation
 	}
