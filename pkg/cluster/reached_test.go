@@ -489,3 +489,18 @@ func TestReachedReopened(t *testing.T) {
 	<-done
 	w.eventually("its home has ended the export", func() bool { return len(a.network.Exported()) == 0 && w.exportedTo(v.ID) == "" })
 }
+
+// TestReachedLost: a volume whose bytes are missing at home is given to nobody any more, and is released.
+func TestReachedLost(t *testing.T) {
+	w, a, b, s, v, _ := reached(t, volume.Spec{Name: "v", Size: volume.Range{Required: mib}})
+	generation := w.claimFor(v.ID, b.name)
+	check.OK(t, second(w.homeOf(a, b).Open(w.ctx, v.ID, generation)))
+	pool, ref := a.disks[0].Open("default", nil), blockdev.Ref{Kind: v.ID.Kind, Key: v.ID.Key}
+	check.OK(t, errors.Join(pool.Detach(w.ctx, ref), pool.Delete(w.ctx, ref)))
+	w.touched("v")
+	w.eventually("it is reported lost", func() bool { return v1alpha1.IsLost(w.object("v")) })
+	w.eventually("it is released", func() bool { return s.Release(soon(t), v.ID, b.name) == nil })
+	if exported := a.network.Exported(); len(exported) != 0 {
+		t.Errorf("released, exported is %v", exported)
+	}
+}

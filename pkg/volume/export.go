@@ -13,6 +13,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"strconv"
+	"strings"
 	"sync"
 	"time"
 
@@ -66,6 +67,8 @@ type Exporter interface {
 	// Remove is the fence: when it has returned without an error, nothing of the consumer comes any more.
 	Remove(ctx context.Context, nqn string) error
 	Resized(ctx context.Context, nqn string) error
+	// Exports are all that there are, whoever made them.
+	Exports(ctx context.Context) ([]nvmet.Export, error)
 }
 
 // Consumers are the nodes that volumes of this one are exported to, as it reaches them. ErrUnavailable for one that does not answer.
@@ -176,6 +179,13 @@ type exports struct {
 // notServing is why a node exports nothing.
 const notServing = "its driver was started without --remote-address, or cannot use that, as its log says"
 
+// exporting reports whether the node exports volumes.
+func (l *Local) exporting() bool {
+	l.exports.mu.Lock()
+	defer l.exports.mu.Unlock()
+	return l.exports.how != nil
+}
+
 // exporter returns what exports; ErrUnavailable without.
 func (l *Local) exporter() (Exporter, Exporting, error) {
 	x := &l.exports
@@ -242,10 +252,7 @@ type again struct {
 // exportAgain exports what the records of pools say, which nobody else uses yet, all at once: see nvmet.Target.Add. What cannot be exported is
 // logged, and KeepExports tries it again.
 func (l *Local) exportAgain(ctx context.Context, pools ...blockdev.Pool) (err error) {
-	l.exports.mu.Lock()
-	serving := l.exports.how != nil
-	l.exports.mu.Unlock()
-	if !serving {
+	if !l.exporting() {
 		return nil
 	}
 	l.exports.starting.Lock()
@@ -487,17 +494,49 @@ func (e Exported) export(path string) nvmet.Export {
 
 // Unexport ends the export of a volume to a generation, or with 0 whichever there is. An export to another one stays. When it has returned
 // without an error, nothing of the consumer comes any more, and the volume is attached nowhere. After an error it is to be called again:
-// ErrInUse if somebody here holds the device that was exported.
+// ErrInUse if somebody here holds the device that was exported. Of a volume that is missing, all that is exported still ends.
 func (l *Local) Unexport(ctx context.Context, id ID, generation int64) error {
 	pool, record, err := l.exportRecord(ctx, id)
+	if errors.Is(err, errdefs.ErrNotFound) {
+		return l.unexportMissing(ctx, id)
+	}
 	if err != nil {
-		return errdefs.IgnoreNotFound(err)
+		return err
 	}
 	e, is, err := exportOf(record)
 	if err != nil || !is || generation != 0 && e.Generation != generation {
 		return err
 	}
 	return trace.Do(ctx, "end an export", func(ctx context.Context) error { return l.unexport(ctx, pool, record, e) }, "volume", id.String())
+}
+
+// unexportMissing ends what is exported of a volume that has no record any more: only the kernel knows of it.
+func (l *Local) unexportMissing(ctx context.Context, id ID) error {
+	stack, err := l.stack(id)
+	if err != nil || id.Kind != blockdev.Volume || !l.exporting() {
+		return errdefs.IgnoreNotFound(err)
+	}
+	exporter, _, err := l.exporter()
+	if err != nil {
+		return err
+	}
+	all, err := exporter.Exports(ctx)
+	if err != nil {
+		return err
+	}
+	for _, e := range all {
+		if !strings.HasPrefix(e.NQN, nvmet.Prefix+id.Key+":") {
+			continue
+		}
+		if err := exporter.Remove(ctx, e.NQN); err != nil {
+			return err
+		}
+		if err := l.detach(ctx, stack); err != nil {
+			return errdefs.IgnoreNotFound(err)
+		}
+	}
+	l.setFailed(id, nil)
+	return nil
 }
 
 func (l *Local) unexport(ctx context.Context, pool blockdev.Pool, record blockdev.Record, e export) (err error) {

@@ -128,6 +128,12 @@ func (k *target) Resized(_ context.Context, nqn string) error {
 	})
 }
 
+func (k *target) Exports(context.Context) ([]nvmet.Export, error) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return slices.Collect(maps.Values(k.exports)), nil
+}
+
 func (k *target) taken() []string {
 	k.mu.Lock()
 	defer k.mu.Unlock()

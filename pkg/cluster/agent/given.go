@@ -58,6 +58,19 @@ func (a *Agent) reportGiven(ctx context.Context, v *v1alpha1.Volume) error {
 	})
 }
 
+// takeBackMissing ends what a volume that is missing is given to: nothing of it can be used, and it can be released and deleted then.
+func (a *Agent) takeBackMissing(ctx context.Context, v *v1alpha1.Volume) error {
+	if a.options.Exporter == nil || v.Status.Export == nil {
+		return nil
+	}
+	return a.withLocks([]string{keylock.Volume(v.Name)}, func() error {
+		if err := a.options.Exporter.Unexport(ctx, cluster.VolumeID(v), 0); err != nil {
+			return err
+		}
+		return report(ctx, a, v, func(v *v1alpha1.Volume) { v.Status.Export = nil })
+	})
+}
+
 // saysGiven reports whether the object of a volume says that this is given to a node.
 func saysGiven(v *v1alpha1.Volume, to volume.Grant) bool {
 	have := v.Status.Export

@@ -291,7 +291,7 @@ func (a *Agent) maintainVolume(ctx context.Context, v *v1alpha1.Volume) error {
 	have, err := a.local.Get(ctx, id)
 	switch {
 	case errors.Is(err, errdefs.ErrNotFound):
-		return a.reportLost(ctx, v, blockdev.Problem{Severity: blockdev.DataLoss, Reason: "VolumeMissing", Message: a.missingVolume(v)})
+		return errors.Join(a.reportLost(ctx, v, blockdev.Problem{Severity: blockdev.DataLoss, Reason: "VolumeMissing", Message: a.missingVolume(v)}), a.takeBackMissing(ctx, v))
 	case errors.Is(err, errdefs.ErrDataLoss):
 		return a.reportLost(ctx, v, blockdev.Problem{Severity: blockdev.DataLoss, Reason: "RecordDamaged", Message: errdefs.Words(err)})
 	case errors.Is(err, errdefs.ErrUnavailable):

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"slices"
 	"strings"
@@ -66,6 +67,13 @@ func (n *Network) Exported() (names []string) {
 	}
 	slices.Sort(names)
 	return names
+}
+
+// Exports: see nvmet.Target.
+func (n *Network) Exports(context.Context) (all []nvmet.Export, _ error) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return slices.Collect(maps.Values(n.exports)), nil
 }
 
 // Cut has nobody reach anybody, or ends that.
