@@ -214,15 +214,17 @@ func (l *Local) consumers() Consumers {
 	return l.exports.how.Consumers
 }
 
-// setFailed notes how it stands with the export of a volume that should be there.
-func (l *Local) setFailed(id ID, err error) {
+// setFailed notes how it stands with the export of a volume that should be there, and reports whether it had failed before.
+func (l *Local) setFailed(id ID, err error) (before bool) {
 	l.exports.mu.Lock()
 	defer l.exports.mu.Unlock()
+	before = l.exports.failed[id] != nil
 	if err == nil {
 		delete(l.exports.failed, id)
 	} else {
 		l.exports.failed[id] = err
 	}
+	return before
 }
 
 // ServeExports has the node export volumes, and exports again what its records tell of; of pools that come later, when they come. It is to be
@@ -262,17 +264,22 @@ func (l *Local) exportAgain(ctx context.Context, pools ...blockdev.Pool) (err er
 		found, failure := l.attachAgain(ctx, pool)
 		all, err = append(all, found...), errors.Join(err, failure)
 	}
+	return errors.Join(err, l.addAgain(ctx, all))
+}
+
+// addAgain exports what is attached, in one call, and closes the devices.
+func (l *Local) addAgain(ctx context.Context, all []again) (err error) {
 	if len(all) == 0 {
-		return err
+		return nil
 	}
 	defer func() {
 		for i := range all {
 			err = errors.Join(err, all[i].device.Close())
 		}
 	}()
-	exporter, _, failure := l.exporter()
-	if failure != nil { // it was there a moment ago
-		return errors.Join(err, failure)
+	exporter, _, err := l.exporter()
+	if err != nil { // it was there a moment ago
+		return err
 	}
 	add := make([]nvmet.Export, len(all))
 	for i, one := range all {
@@ -280,19 +287,22 @@ func (l *Local) exportAgain(ctx context.Context, pools ...blockdev.Pool) (err er
 	}
 	together := exporter.Add(ctx, add...)
 	for i, one := range all {
+		var failure error
 		if together != nil { // of some of them
 			failure = exporter.Add(ctx, add[i])
 		}
 		l.failedAgain(ctx, one.id, failure)
 	}
-	return err
+	return nil
 }
 
 // failedAgain notes how it stands with the export of a volume after a start.
 func (l *Local) failedAgain(ctx context.Context, id ID, err error) {
-	l.setFailed(id, err)
-	if err != nil {
+	switch before := l.setFailed(id, err); {
+	case err != nil && !before:
 		klog.FromContext(ctx).Error(err, "Could not export a volume again; it is tried again", "volume", id.String())
+	case err == nil && before:
+		klog.FromContext(ctx).Info("Exported a volume again", "volume", id.String())
 	}
 }
 
@@ -337,6 +347,7 @@ func (l *Local) KeepExports(ctx context.Context) {
 	}
 }
 
+// retryExports tries all of them in one call, too: perhaps none could be exported.
 func (l *Local) retryExports(ctx context.Context) {
 	l.exports.mu.Lock()
 	var ids []ID
@@ -345,22 +356,35 @@ func (l *Local) retryExports(ctx context.Context) {
 	}
 	how := l.exports.how
 	l.exports.mu.Unlock()
+	var all []again
+	var unlocks []func()
+	defer func() {
+		for _, unlock := range unlocks {
+			unlock()
+		}
+	}()
 	for _, id := range ids {
 		unlock, _ := how.Locks.TryLock([]string{keylock.Volume(id.Key)}, nil)
 		if unlock == nil {
 			continue // until the next time
 		}
+		unlocks = append(unlocks, unlock)
 		pool, record, err := l.exportRecord(ctx, id)
 		e, is, unread := exportOf(record)
 		switch {
 		case err == nil && !is || errors.Is(err, errdefs.ErrNotFound):
 			l.setFailed(id, nil)
 		case err == nil && unread == nil:
-			if _, err = l.export(ctx, pool, record, e); err == nil {
-				klog.FromContext(ctx).Info("Exported a volume again", "volume", id.String(), "consumer", e.Node)
+			one := again{id: id}
+			if one.Exported, one.device, err = l.attachExport(ctx, pool, record, e); err != nil {
+				l.failedAgain(ctx, id, err)
+			} else {
+				all = append(all, one)
 			}
 		}
-		unlock()
+	}
+	if err := l.addAgain(ctx, all); err != nil {
+		klog.FromContext(ctx).Error(err, "Could not export volumes again; they are tried again")
 	}
 }
 

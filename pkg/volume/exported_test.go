@@ -641,6 +641,39 @@ func TestExportsTogether(t *testing.T) {
 	}
 }
 
+// TestExportsRetried: what could not be exported at a start, as the exporter was not there yet, is exported in one call as well.
+func TestExportsRetried(t *testing.T) {
+	disk, k := memory.NewDisk(8<<30), newTarget(t)
+	l := start(t, 0, disk.Open("default", nil))
+	serve(t, l, k, nil)
+	var all []volume.ID
+	for i := range 3 {
+		v := create(t, l, fmt.Sprint(i))
+		check.OK(t, second(l.Export(t.Context(), v.ID, grant(1, "b"))))
+		all = append(all, v.ID)
+	}
+	k.reboot()
+	for _, id := range all {
+		check.OK(t, l.Detach(t.Context(), id))
+	}
+	l, k.adds = start(t, 0, disk.Open("default", nil)), nil
+	there := false
+	l.ServeExports(t.Context(), volume.Exporting{Key: nodeKey, Locks: &keylock.Table{}, Open: func() (volume.Exporter, error) {
+		if !there {
+			return nil, errdefs.ErrUnavailable
+		}
+		return k, nil
+	}})
+	there = true
+	l.RetryExports(t.Context())
+	same(t, "exported in calls for", k.adds, []int{len(all)})
+	for _, id := range all {
+		ails(t, l, id)
+		exportedTo(t, l, k, id, grant(1, "b"))
+		check.OK(t, l.Unexport(t.Context(), id, 1))
+	}
+}
+
 // TestExportGrows: the consumer of a volume that grows is told, if need be again.
 func TestExportGrows(t *testing.T) {
 	l, k, _, _ := home(t)
