@@ -3,7 +3,9 @@ package main
 import (
 	"context"
 	"net/netip"
+	"os"
 	"path/filepath"
+	"strings"
 	"sync"
 
 	"google.golang.org/grpc"
@@ -46,7 +48,11 @@ func (o *options) reach(ctx context.Context, a *agent.Agent, local *volume.Local
 	if err != nil {
 		return nil, err
 	}
-	local.ServeExports(ctx, volume.Exporting{Key: key, Consumers: a.Consumers(), Locks: locks, Open: func() (volume.Exporter, error) {
+	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		return nil, err
+	}
+	local.ServeExports(ctx, volume.Exporting{Key: key, Boot: strings.TrimSpace(string(boot)), Consumers: a.Consumers(), Locks: locks, Open: func() (volume.Exporter, error) {
 		t, err := nvmet.Open(at)
 		if err != nil {
 			return nil, err

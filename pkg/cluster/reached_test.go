@@ -62,7 +62,7 @@ func (u *uses) Claimed(ctx context.Context, v volume.Volume, readOnly bool) (vol
 // use has a machine use volumes of others, and give them its own.
 func (w *environment) use(m *machine, mounts *mount.Table) {
 	w.Helper()
-	m.local.ServeExports(w.ctx, volume.Exporting{Key: bytes.Repeat([]byte{m.name[len(m.name)-1]}, 32), Locks: m.locks, Consumers: m.agent.Consumers(),
+	m.local.ServeExports(w.ctx, volume.Exporting{Boot: "1", Key: bytes.Repeat([]byte{m.name[len(m.name)-1]}, 32), Locks: m.locks, Consumers: m.agent.Consumers(),
 		Open: func() (volume.Exporter, error) { return m.network.Target(), nil }})
 	remote := remotepool.New(m.name, m.network, m.agent.Homes())
 	local, err := volume.NewLocal(w.ctx, m.name, []blockdev.Pool{remote}, mounts, 0)

@@ -46,7 +46,7 @@ func TestStageExported(t *testing.T) {
 	local, err := volume.NewLocal(t.Context(), nodeName, []blockdev.Pool{memory.NewDisk(8<<30).Open("fast", nil)}, mounts, 0)
 	check.OK(t, err)
 	e, store := &exporter{}, &claimed{Local: local}
-	local.ServeExports(t.Context(), volume.Exporting{Open: e.open, Key: make([]byte, 32), Locks: &keylock.Table{}})
+	local.ServeExports(t.Context(), volume.Exporting{Boot: "1", Open: e.open, Key: make([]byte, 32), Locks: &keylock.Table{}})
 	f := fixture{node.New(t.Context(), store, mounts, node.Options{Claims: true}), local, drivertest.Dir(t), t}
 	id, staging := f.create("v", "ext4"), f.mkdir("staging")
 	parsed, err := volume.ParseID(id)

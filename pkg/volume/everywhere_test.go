@@ -54,7 +54,7 @@ func newPair(t *testing.T) *pair {
 	check.OK(t, err)
 	p.home, err = volume.NewLocal(t.Context(), "home", []blockdev.Pool{p.pool}, mounts, 0)
 	check.OK(t, err)
-	p.home.ServeExports(t.Context(), volume.Exporting{Open: open, Key: bytes.Repeat([]byte{7}, 32), Locks: &keylock.Table{}})
+	p.home.ServeExports(t.Context(), volume.Exporting{Boot: "1", Open: open, Key: bytes.Repeat([]byte{7}, 32), Locks: &keylock.Table{}})
 	p.start()
 	return p
 }
@@ -262,7 +262,7 @@ func TestUserLabels(t *testing.T) {
 	check.OK(t, swap("target", "", "/pods/1"))
 	fails(t, swap("target", "", "/pods/2"), errdefs.ErrBusy, "from what it is not")
 	for what, err := range map[string]error{
-		"its home's":             swap("export", "", "1:0123456789abcdef:elsewhere"),
+		"its home's":             swap("export", "", "1:0123456789abcdef:0:elsewhere"),
 		"of the pod's namespace": swap("pvc.namespace", "", "kube-system"),
 		"that is long":           swap("flags", "", strings.Repeat("x", 1024)),
 		"that is long quoted":    swap("flags", "", strings.Repeat("\x01", 300)),

@@ -93,6 +93,8 @@ type Exporting struct {
 	// Key is the node's own, of 32 random bytes, the same at each start: the names and secrets of consumers follow from it, and so are in
 	// no record. Records get about: lvm2 shows them to all its tools, archives and support bundles.
 	Key []byte
+	// Boot is the word of this start of the machine: another start has another one. What was exported before it does not go on.
+	Boot string
 	// Consumers may be nil: no copy is made then of a volume that is exported, and its parameters stay.
 	Consumers Consumers
 	// Locks are those of the volumes: see keylock.Volume.
@@ -100,14 +102,21 @@ type Exporting struct {
 }
 
 // export is what the record of a volume says of its export.
+//
+// It ends with the start of the machine in which it was made. A disk that loses its power loses what it had acknowledged and not flushed, and whoever
+// uses it is to know. A consumer does not: its kernel would connect again, flush, and be told that all is safe. Without the export its I/O ends
+// with errors, as that of a disk that is gone.
 type export struct {
 	Grant
 	word string // random; the export's own
+	boot string // the word of the machine's start (Exporting.Boot)
 }
 
-var exportPattern = regexp.MustCompile(`^([1-9][0-9]{0,18}):([0-9a-f]{16}):(\S+)$`)
+var exportPattern = regexp.MustCompile(`^([1-9][0-9]{0,18}):([0-9a-f]{16}):([0-9a-f-]{1,36}):(\S+)$`)
 
-func (e export) label() string { return fmt.Sprintf("%d:%s:%s", e.Generation, e.word, e.Node) }
+func (e export) label() string {
+	return fmt.Sprintf("%d:%s:%s:%s", e.Generation, e.word, e.boot, e.Node)
+}
 
 // exportOf is the export of an object, if its record has one. ErrDataLoss for one that cannot be read.
 func exportOf(r blockdev.Record) (e export, is bool, err error) {
@@ -117,7 +126,7 @@ func exportOf(r blockdev.Record) (e export, is bool, err error) {
 	}
 	parts := exportPattern.FindStringSubmatch(label)
 	if parts != nil {
-		e.word, e.Node = parts[2], parts[3]
+		e.word, e.boot, e.Node = parts[2], parts[3], parts[4]
 		e.Generation, err = strconv.ParseInt(parts[1], 10, 64)
 	}
 	if parts == nil || err != nil {
@@ -130,10 +139,10 @@ func exportOf(r blockdev.Record) (e export, is bool, err error) {
 // IsExported reports whether the record of a volume says that another node uses it.
 func IsExported(r blockdev.Record) bool { return r.Labels[labelExport] != "" }
 
-func newExport(to Grant) export {
+func newExport(to Grant, boot string) export {
 	word := make([]byte, 8)
 	_, _ = rand.Read(word) // it never fails
-	return export{to, hex.EncodeToString(word)}
+	return export{to, hex.EncodeToString(word), boot}
 }
 
 // nqn is the name of the subsystem: no other export has it, of whatever volume and whatever generation.
@@ -306,7 +315,7 @@ func (l *Local) failedAgain(ctx context.Context, id ID, err error) {
 	}
 }
 
-// attachAgain attaches what the records of a pool say is exported.
+// attachAgain attaches what the records of a pool say is exported, and ends what was exported before the machine started.
 func (l *Local) attachAgain(ctx context.Context, pool blockdev.Pool) (all []again, err error) {
 	records, err := pool.List(ctx, blockdev.Volume, "", 0)
 	if err != nil {
@@ -319,15 +328,29 @@ func (l *Local) attachAgain(ctx context.Context, pool blockdev.Pool) (all []agai
 		}
 		one := again{id: ID{record.Kind, pool.Name(), record.Key}}
 		if err == nil {
-			one.Exported, one.device, err = l.attachExport(ctx, pool, record, e)
+			one.Exported, one.device, err = l.attachOrEnd(ctx, pool, record, e)
 		}
 		if err != nil {
 			l.failedAgain(ctx, one.id, err)
-			continue
+		} else if one.NQN != "" {
+			all = append(all, one)
 		}
-		all = append(all, one)
 	}
 	return all, nil
+}
+
+// attachOrEnd is attachExport of an export that goes on. One of before the machine started ends: nothing is returned then.
+func (l *Local) attachOrEnd(ctx context.Context, pool blockdev.Pool, record blockdev.Record, e export) (Exported, blockdev.Device, error) {
+	_, how, err := l.exporter()
+	if err != nil {
+		return Exported{}, blockdev.Device{}, err
+	}
+	if e.boot == how.Boot {
+		return l.attachExport(ctx, pool, record, e)
+	}
+	klog.FromContext(ctx).Info("This machine has started anew, and may have lost what was written and not flushed; so who used a volume from elsewhere gets errors, and has to stage it again",
+		"pool", pool.Name(), "volume", record.Ref.String(), "consumer", e.Node)
+	return Exported{}, blockdev.Device{}, l.unexport(ctx, pool, record, e)
 }
 
 // exportPause is after how long an export that failed is tried again.
@@ -376,9 +399,9 @@ func (l *Local) retryExports(ctx context.Context) {
 			l.setFailed(id, nil)
 		case err == nil && unread == nil:
 			one := again{id: id}
-			if one.Exported, one.device, err = l.attachExport(ctx, pool, record, e); err != nil {
+			if one.Exported, one.device, err = l.attachOrEnd(ctx, pool, record, e); err != nil {
 				l.failedAgain(ctx, id, err)
-			} else {
+			} else if one.NQN != "" {
 				all = append(all, one)
 			}
 		}
@@ -414,10 +437,11 @@ func (l *Local) ExportOf(ctx context.Context, id ID) (Grant, bool, error) {
 // Export exports a volume to a consumer, or finds that it is, also if that was cut short. An export to another one is ended first;
 // ErrPrecondition if that has a later generation. ErrInUse while the volume is attached here. ErrUnavailable where nothing can be exported now.
 func (l *Local) Export(ctx context.Context, id ID, to Grant) (_ Exported, err error) {
-	if to.Generation <= 0 || !exportPattern.MatchString(export{to, "0123456789abcdef"}.label()) || to.Node == l.node {
+	if to.Generation <= 0 || !exportPattern.MatchString(export{to, "0123456789abcdef", "0"}.label()) || to.Node == l.node {
 		return Exported{}, fmt.Errorf("%w: volume %s cannot be exported from node %s to %s", errdefs.ErrInvalid, id, l.node, to)
 	}
-	if _, _, err := l.exporter(); err != nil { // before anything changes
+	_, how, err := l.exporter()
+	if err != nil { // before anything changes
 		return Exported{}, err
 	}
 	ctx, end := trace.Start(ctx, "export", "volume", id.String())
@@ -433,7 +457,7 @@ func (l *Local) Export(ctx context.Context, id ID, to Grant) (_ Exported, err er
 	if is && e.Generation > to.Generation {
 		return Exported{}, fmt.Errorf("%w: volume %s is exported to %s, later than %s", errdefs.ErrPrecondition, id, e.Grant, to)
 	}
-	if !is || e.Grant != to {
+	if !is || e.Grant != to || e.boot != how.Boot {
 		if is {
 			err = l.unexport(ctx, pool, record, e)
 		}
@@ -443,7 +467,7 @@ func (l *Local) Export(ctx context.Context, id ID, to Grant) (_ Exported, err er
 		if err != nil {
 			return Exported{}, err
 		}
-		e = newExport(to)
+		e = newExport(to, how.Boot)
 		if record, err = pool.SetLabels(ctx, record.Ref, func(labels map[string]string) error {
 			setLabel(labels, labelExport, e.label())
 			return nil

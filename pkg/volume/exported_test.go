@@ -233,7 +233,7 @@ var nodeKey = []byte("0123456789abcdef0123456789abcdef")
 func serve(t *testing.T, l *volume.Local, k *target, consumers volume.Consumers) *keylock.Table {
 	t.Helper()
 	locks := &keylock.Table{}
-	l.ServeExports(t.Context(), volume.Exporting{Open: func() (volume.Exporter, error) { return k, nil }, Key: nodeKey, Consumers: consumers, Locks: locks})
+	l.ServeExports(t.Context(), volume.Exporting{Boot: "1", Open: func() (volume.Exporter, error) { return k, nil }, Key: nodeKey, Consumers: consumers, Locks: locks})
 	return locks
 }
 
@@ -417,8 +417,8 @@ func TestExportDamaged(t *testing.T) {
 	l, k := start(t, 0, pool), newTarget(t)
 	serve(t, l, k, nil)
 	v := create(t, l, "a")
-	for _, label := range []string{"x", "0:0123456789abcdef:b", "01:0123456789abcdef:b", "1:0123456789ABCDEF:b", "1:0123456789abcdef:", "1:0123456789abcdef:b c", "1:0123456789abcdef:b\n",
-		"9999999999999999999:0123456789abcdef:b", "1:0123456789abcde:b", " 1:0123456789abcdef:b"} {
+	for _, label := range []string{"x", "0:0123456789abcdef:0:b", "01:0123456789abcdef:0:b", "1:0123456789ABCDEF:0:b", "1:0123456789abcdef:0:", "1:0123456789abcdef:0:b c", "1:0123456789abcdef:0:b\n",
+		"9999999999999999999:0123456789abcdef:0:b", "1:0123456789abcde:0:b", " 1:0123456789abcdef:0:b"} {
 		check.OK(t, second(pool.SetLabels(t.Context(), blockdev.Ref{Kind: v.ID.Kind, Key: v.ID.Key}, func(labels map[string]string) error {
 			labels["export"] = label
 			return nil
@@ -429,7 +429,7 @@ func TestExportDamaged(t *testing.T) {
 		fails(t, second(l.AttachRaw(t.Context(), v, nil, true)), errdefs.ErrDataLoss, label)
 		fails(t, l.Delete(t.Context(), v.ID), errdefs.ErrDataLoss, label)
 		fails(t, second(l.CreateSnapshot(t.Context(), "s", v.ID)), errdefs.ErrDataLoss, label)
-		l.ServeExports(t.Context(), volume.Exporting{Open: func() (volume.Exporter, error) { return k, nil }, Key: nodeKey})
+		l.ServeExports(t.Context(), volume.Exporting{Boot: "1", Open: func() (volume.Exporter, error) { return k, nil }, Key: nodeKey})
 	}
 	if calls := k.taken(); len(calls) > 0 {
 		t.Errorf("calls %v", calls)
@@ -522,7 +522,7 @@ func TestExportRaw(t *testing.T) {
 	check.OK(t, l.Unexport(t.Context(), v.ID, 0))
 }
 
-// TestExportStarts: a start finds what is exported as it was, and after a reboot exports it again before anybody asks.
+// TestExportStarts: a start of the driver finds what is exported as it was, and what the kernel does not export any more it exports again before anybody asks.
 func TestExportStarts(t *testing.T) {
 	url := filesURL(t)
 	k := newTarget(t)
@@ -565,7 +565,7 @@ func TestExportStarts(t *testing.T) {
 		})
 		l = start(t, 0, lazily)
 		locks := &keylock.Table{}
-		l.ServeExports(t.Context(), volume.Exporting{Key: nodeKey, Locks: locks, Open: func() (volume.Exporter, error) {
+		l.ServeExports(t.Context(), volume.Exporting{Boot: "1", Key: nodeKey, Locks: locks, Open: func() (volume.Exporter, error) {
 			if !ready {
 				return nil, errdefs.ErrUnsupported
 			}
@@ -595,6 +595,31 @@ func TestExportStarts(t *testing.T) {
 	}
 	check.OK(t, l.Unexport(t.Context(), v.ID, 7))
 	check.OK(t, pool.Close())
+}
+
+// TestExportEndsWithMachine: what was exported before the machine started anew does not go on, as the disk may have lost what was acknowledged and not
+// flushed; the consumer asks again, and is given another one.
+func TestExportEndsWithMachine(t *testing.T) {
+	url, k := filesURL(t), newTarget(t)
+	pool := opened(t, "default", url)
+	l := start(t, 0, pool)
+	serve(t, l, k, nil)
+	v := create(t, l, "a")
+	before, err := l.Export(t.Context(), v.ID, grant(7, "b"))
+	check.OK(t, err)
+	k.reboot()
+	check.OK(t, errors.Join(l.Detach(t.Context(), v.ID), pool.Close()))
+	pool = opened(t, "default", url)
+	l = start(t, 0, pool)
+	l.ServeExports(t.Context(), volume.Exporting{Boot: "2", Key: nodeKey, Locks: &keylock.Table{}, Open: func() (volume.Exporter, error) { return k, nil }})
+	exportedTo(t, l, k, v.ID, volume.Grant{})
+	again, err := l.Export(t.Context(), v.ID, grant(7, "b"))
+	check.OK(t, err)
+	exportedTo(t, l, k, v.ID, grant(7, "b"))
+	if again.NQN == before.NQN || again.Secret == before.Secret || again.UUID == before.UUID {
+		t.Errorf("exported as before: %s", again.NQN)
+	}
+	check.OK(t, errors.Join(l.Unexport(t.Context(), v.ID, 7), pool.Close()))
 }
 
 // TestExportsTogether: what is exported again at a start is in one call, and one that cannot be does not keep the others.
@@ -658,7 +683,7 @@ func TestExportsRetried(t *testing.T) {
 	}
 	l, k.adds = start(t, 0, disk.Open("default", nil)), nil
 	there := false
-	l.ServeExports(t.Context(), volume.Exporting{Key: nodeKey, Locks: &keylock.Table{}, Open: func() (volume.Exporter, error) {
+	l.ServeExports(t.Context(), volume.Exporting{Boot: "1", Key: nodeKey, Locks: &keylock.Table{}, Open: func() (volume.Exporter, error) {
 		if !there {
 			return nil, errdefs.ErrUnavailable
 		}

@@ -88,7 +88,7 @@ func TestNVMeExport(t *testing.T) {
 	url := filesURL(t)
 	pool := opened(t, "default", url)
 	l, h := start(t, 0, pool), &holder{}
-	exporting := volume.Exporting{Open: func() (volume.Exporter, error) { return k, nil }, Key: nodeKey, Consumers: h, Locks: &keylock.Table{}}
+	exporting := volume.Exporting{Boot: "1", Open: func() (volume.Exporter, error) { return k, nil }, Key: nodeKey, Consumers: h, Locks: &keylock.Table{}}
 	l.ServeExports(t.Context(), exporting)
 	v, err := l.Create(t.Context(), volume.Spec{Name: "a", Size: volume.Range{Required: 32 * mib}, Filesystem: "ext4"})
 	check.OK(t, err)

@@ -214,7 +214,8 @@ func (h homes) Ended(ctx context.Context, ref blockdev.Ref, generation int64) (b
 		return apierrors.IsNotFound(err), client.IgnoreNotFound(err)
 	}
 	c := v.Spec.Claim
-	return c == nil || c.Node != h.local.Node() || c.Generation != generation, nil
+	// Without an export the home has started anew: what it gave before is never given again.
+	return c == nil || c.Node != h.local.Node() || c.Generation != generation || v.Status.Export == nil, nil
 }
 
 // Close: see remotepool.Home. Where the home is, the claim says; without one its release has ended the export, or does.
