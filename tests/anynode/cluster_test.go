@@ -71,6 +71,7 @@ func newNodes(t testing.TB) *nodes {
 	c := &nodes{TB: t, network: newNetwork(t, at.Host), dir: dir, agents: map[string]*process.Driver{}}
 	c.kube, err = client.New(server.Config(apitest.Admin), client.Options{Scheme: scheme})
 	check.OK(t, err)
+	t.Cleanup(func() { check.OK(t, c.kube.DeleteAllOf(context.Background(), &v1alpha1.Pool{})) }) // the next cluster has other disks
 	for _, name := range append([]string{home}, consumers...) {
 		c.agents[name] = c.agent(program, name)
 	}
