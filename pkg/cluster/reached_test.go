@@ -453,7 +453,7 @@ func TestReachedReopened(t *testing.T) {
 	wrap(t, func(c *rest.Config) {
 		c.Wrap(func(next http.RoundTripper) http.RoundTripper {
 			return roundTrip(func(q *http.Request) (response *http.Response, err error) {
-				send := func() { response, err = next.RoundTrip(q) }
+				send := func() { response, err = next.RoundTrip(q) } //nolint:bodyclose // it is the caller's
 				if q.Method == http.MethodPatch && strings.HasSuffix(q.URL.Path, "/status") {
 					body, failure := io.ReadAll(q.Body)
 					if q.Body = io.NopCloser(bytes.NewReader(body)); failure != nil {

@@ -50,6 +50,7 @@ func newNetwork(t testing.TB, api string) *network {
 	} {
 		drivertest.Run(t, strings.Fields(line)...)
 	}
+	n.Cleanup(func() { drivertest.Run(n, "ip", "link", "del", "to-home") }) // with the namespace it goes a little later
 	return n
 }
 

@@ -132,6 +132,7 @@ func home(t *testing.T) {
 		if left, err := nvme.List("nqn."); err != nil || len(left) > 0 {
 			t.Errorf("connected at the end: %+v, %v", left, err)
 		}
+		drivertest.Run(t, "ip", "link", "del", "ashlar-c") // with the namespace it goes a little later
 		drivertest.Run(t, "ip", "netns", "del", netns)
 		for _, path := range []string{"subsystems", "hosts", "ports"} {
 			if left, err := os.ReadDir("/sys/kernel/config/nvmet/" + path); err != nil || len(left) > 0 {
