@@ -66,7 +66,7 @@ func TestEncryptionOfCopies(t *testing.T) {
 	}
 }
 
-// TestDeletedForGood: of what is encrypted the header is overwritten before it is deleted, also if somebody looks at its device just then.
+// TestDeletedForGood: what is encrypted is erased, and what is not is deleted, also if somebody looks at its device just then.
 func TestDeletedForGood(t *testing.T) {
 	drivertest.NeedRoot(t)
 	dir := drivertest.Dir(t)
