@@ -1,9 +1,11 @@
 package life
 
 import (
+	"bufio"
 	"bytes"
 	"errors"
 	"io"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -206,48 +208,93 @@ func TestGrowsWithKey(t *testing.T) {
 	}
 }
 
-// TestCryptoErase: once a volume, a snapshot or an ephemeral volume is deleted, no key opens what is left of its bytes on the disk.
+// TestCryptoErase: once a volume, a snapshot or an ephemeral volume is deleted, the disk has nothing of what was in front of its data, so no key opens the rest.
 func TestCryptoErase(t *testing.T) {
 	needEncryption(t)
-	d := start(t, drivertest.Options{})
-	kept := filepath.Join(d.Dir, "kept")
-	check.OK(t, os.Mkdir(kept, 0o700))
-	erased := func(name string) {
+	dir := newDir(t)
+	disk := drivertest.MountNew(t, "ext4", filepath.Join(dir, "pool"), 1<<30) // it leaves on the disk what a deleted file had
+	d := start(t, drivertest.Options{Dir: dir})
+	// The blocks of an image that are not zero: those of its header, and those after.
+	blocks := func(name string) (header, data map[block4k]bool) {
 		t.Helper()
-		image := filepath.Join(kept, name)
-		head, err := os.ReadFile(image)
-		check.OK(t, err)
-		if rest := bytes.TrimLeft(head[:luks.HeaderSize], "\x00"); len(rest) > 0 {
-			t.Errorf("of %s the header area has %q at %d", name, rest[:8], luks.HeaderSize-len(rest))
-		}
-		if len(bytes.TrimLeft(head[luks.HeaderSize:], "\x00")) == 0 {
-			t.Errorf("of %s nothing is left, so this test shows nothing", name)
-		}
-		check.OK(t, os.Remove(image))
+		header, data = map[block4k]bool{}, map[block4k]bool{}
+		eachBlock(t, filepath.Join(dir, "pool", name), func(at int64, b block4k) {
+			if at < luks.HeaderSize {
+				header[b] = true
+			} else {
+				data[b] = true
+			}
+		})
+		return header, data
 	}
-	keep := func(name, kind string) {
-		check.OK(t, os.Link(filepath.Join(d.Dir, "pool", kind+"s", volume.KeyOf(name)+".img"), filepath.Join(kept, name)))
+	// How many blocks of the disk are among some.
+	onDisk := func(some map[block4k]bool) (n int) {
+		t.Helper()
+		check.OK(t, exec.Command("sync", "-f", filepath.Join(dir, "pool")).Run())
+		eachBlock(t, disk, func(_ int64, b block4k) {
+			if some[b] {
+				n++
+			}
+		})
+		return n
+	}
+	erased := func(header, data map[block4k]bool) {
+		t.Helper()
+		if n := onDisk(header); n > 0 {
+			t.Errorf("the disk has %d blocks of a header once what it was of is deleted", n)
+		}
+		if onDisk(data) == 0 {
+			t.Error("the disk has nothing of the data either, so this shows nothing")
+		}
 	}
 	v := d.made(encrypted("v", "ext4"))
 	target := v.running()
 	snapshot, err := v.snapshot("s")
 	check.OK(t, err)
-	keep("v", "volume")
-	keep("s", "snapshot")
+	header, data := blocks("volumes/" + volume.KeyOf("v") + ".img")
+	ofSnapshot, _ := blocks("snapshots/" + volume.KeyOf("s") + ".img")
+	maps.Copy(header, ofSnapshot)
+	if n := onDisk(header); n < 2*len(ofSnapshot) {
+		t.Fatalf("the disk has %d blocks of two headers of %d", n, len(ofSnapshot))
+	}
 	check.OK(t, v.down(target))
-	erased("v")
 	check.OK(t, d.deleteSnapshot(snapshot.GetSnapshotId()))
-	erased("s")
+	erased(header, data)
+
 	inline, target, r := d.inline("csi-0123", map[string]string{"size": "64Mi", "encryption": "luks2"})
 	check.Code(t, d.nodePublish(r), codes.InvalidArgument, `"passphrase"`, "csi.storage.k8s.io/node-publish-secret-name")
 	r.Secrets = map[string]string{"passphrase": passphrase}
 	check.OK(t, d.nodePublish(r))
 	write(t, inline.File(target), 1)
-	keep("csi-0123", "volume")
+	header, data = blocks("volumes/" + volume.KeyOf("csi-0123") + ".img")
+	if n := onDisk(header); n == 0 {
+		t.Fatal("the disk has no block of a header")
+	}
 	check.OK(t, inline.unpublish(target))
-	erased("csi-0123")
-	check.OK(t, os.Remove(kept))
+	erased(header, data)
 	d.nothingLeft()
+}
+
+type block4k [4096]byte
+
+// eachBlock calls a function with each block of a file that is not zero.
+func eachBlock(t *testing.T, path string, do func(at int64, b block4k)) {
+	t.Helper()
+	f, err := os.Open(path)
+	check.OK(t, err)
+	defer f.Close()
+	r := bufio.NewReaderSize(f, 1<<20)
+	var b block4k
+	for at := int64(0); ; at += int64(len(b)) {
+		if _, err := io.ReadFull(r, b[:]); err == io.EOF {
+			return
+		} else if err != nil {
+			t.Fatal(err)
+		}
+		if b != (block4k{}) {
+			do(at, b)
+		}
+	}
 }
 
 // TestHeaderIsKept: what is where a header is to be, or in its place, is never overwritten, and a header that is gone is told.
