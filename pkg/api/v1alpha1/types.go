@@ -99,6 +99,7 @@ const AllWell = "Healthy"
 // +kubebuilder:subresource:status
 // +kubebuilder:selectablefield:JSONPath=`.spec.nodeName`
 // +kubebuilder:selectablefield:JSONPath=`.spec.claim.node`
+// +kubebuilder:selectablefield:JSONPath=`.spec.move.node`
 // +kubebuilder:printcolumn:name="Node",type=string,JSONPath=`.spec.nodeName`,description="The node that has the volume"
 // +kubebuilder:printcolumn:name="Pool",type=string,JSONPath=`.spec.pool`,description="The pool of that node"
 // +kubebuilder:printcolumn:name="Claim",type=string,JSONPath=`.status.summary.claim`,description="The PersistentVolumeClaim that the volume was made for"
@@ -108,6 +109,7 @@ const AllWell = "Healthy"
 // +kubebuilder:printcolumn:name="Health",type=string,JSONPath=`.status.summary.health`,description="The worst of what is wrong (Degraded, Inaccessible, DataLoss), or Healthy"
 // +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
 // +kubebuilder:printcolumn:name="Published",type=string,priority=1,JSONPath=`.spec.claim.node`,description="The node that may use the volume"
+// +kubebuilder:printcolumn:name="Move",type=string,priority=1,JSONPath=`.status.move.message`,description="How far its move to another node is"
 // +kubebuilder:printcolumn:name="Access",type=string,priority=1,JSONPath=`.spec.access`,description="any: also from other nodes of the network; empty: from its node alone"
 // +kubebuilder:printcolumn:name="Filesystem",type=string,priority=1,JSONPath=`.spec.filesystem`,description="Empty for a raw block device"
 // +kubebuilder:printcolumn:name="Encryption",type=string,priority=1,JSONPath=`.spec.encryption`,description="Of what the pool keeps; empty if it is not encrypted"
@@ -136,15 +138,20 @@ type Volume struct {
 // +kubebuilder:validation:XValidation:rule="!has(self.access) || !has(self.claim) || has(self.claims) && has(self.claim.generation) && self.claim.generation == self.claims",message="the generation of a claim is the count of claims"
 // +kubebuilder:validation:XValidation:rule="!has(self.access) || !has(self.claim) || has(oldSelf.claim) && self.claim == oldSelf.claim || !has(oldSelf.claims) || self.claims > oldSelf.claims",message="another claim has another generation"
 // +kubebuilder:validation:XValidation:rule="!has(self.delete) || !has(self.claim)",message="a volume that is to be deleted is not claimed"
+// +kubebuilder:validation:XValidation:rule="has(self.access) || !has(self.move)",message="a volume with access node does not move: its PersistentVolume says one node, for good; make a snapshot, and restore it on another node (copies: anywhere)"
+// +kubebuilder:validation:XValidation:rule="!has(self.delete) || !has(self.move)",message="a volume that is to be deleted does not move"
+// +kubebuilder:validation:XValidation:rule="!has(self.move) || self.move.node != self.nodeName",message="the volume is on that node"
+// +kubebuilder:validation:XValidation:rule="self.nodeName == oldSelf.nodeName || has(oldSelf.move) && !(has(oldSelf.move.left) && oldSelf.move.left) && oldSelf.move.node == self.nodeName && has(self.move) && (has(self.move.left) && self.move.left) && self.move.node == oldSelf.nodeName && !has(self.claim) && !has(oldSelf.claim)",message="a volume moves only to the node of spec.move, and while nobody uses it"
+// +kubebuilder:validation:XValidation:rule="!(has(self.move) && (has(self.move.left) && self.move.left)) || has(oldSelf.move) && (has(oldSelf.move.left) && oldSelf.move.left) && self.move.node == oldSelf.move.node || self.nodeName != oldSelf.nodeName",message="spec.move.left is for a volume that has moved"
+// +kubebuilder:validation:XValidation:rule="!(has(oldSelf.move) && (has(oldSelf.move.left) && oldSelf.move.left)) || !has(self.move) || (has(self.move.left) && self.move.left)",message="the node that the volume has left still has its bytes; it moves on when those are given back"
 type VolumeSpec struct {
 	// NodeName is the node that has the volume.
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=253
-	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="a volume does not move"
 	NodeName string `json:"nodeName"`
 	// Pool of that node.
 	// +kubebuilder:validation:Pattern=`^[a-z0-9]([-a-z0-9]{0,22}[a-z0-9])?$`
-	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="a volume does not move"
+	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="a volume stays in pools of one name: its ID has that"
 	Pool string `json:"pool"`
 	// Name is the CSI name.
 	// +kubebuilder:validation:MinLength=1
@@ -197,6 +204,9 @@ type VolumeSpec struct {
 	// +optional
 	// +kubebuilder:validation:Minimum=1
 	Claims int64 `json:"claims,omitempty"`
+	// Move asks for the volume to be moved to another node.
+	// +optional
+	Move *Move `json:"move,omitempty"`
 	// ClaimRef is the PersistentVolumeClaim that the volume was made for.
 	// +optional
 	ClaimRef *ClaimRef `json:"claimRef,omitempty"`
@@ -261,6 +271,18 @@ type Claim struct {
 	// +optional
 	// +kubebuilder:validation:Minimum=1
 	Generation int64 `json:"generation,omitempty"`
+}
+
+// Move of a volume to another node. Its bytes are copied while nobody uses it; when all are there, the controller writes the new node into
+// spec.nodeName, by compare-and-swap. From then on the object names the other one of the two nodes here, until that has given its bytes back.
+type Move struct {
+	// Node that the volume is to be moved to; once it has, the node that it has left.
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=253
+	Node string `json:"node"`
+	// Left: the volume has moved, from that node.
+	// +optional
+	Left bool `json:"left,omitempty"`
 }
 
 // ClaimRef names a PersistentVolumeClaim.
@@ -330,6 +352,42 @@ type VolumeStatus struct {
 	// Export is to whom the volume's node gives it, which alone can write it then; without it, to nobody but itself.
 	// +optional
 	Export *Export `json:"export,omitempty"`
+	// Move is how far the move of the volume is.
+	// +optional
+	Move *MoveStatus `json:"move,omitempty"`
+}
+
+// MoveStatus is how far the move of a volume is. The node of spec.move writes it, but for Arrived, which is the volume's own node's.
+type MoveStatus struct {
+	// Node is that of spec.move that the rest is about, before the volume has moved: the new one.
+	// +kubebuilder:validation:MaxLength=253
+	Node string `json:"node"`
+	// Message says why the move does not go on, or how far it is, for people.
+	// +optional
+	// +kubebuilder:validation:MaxLength=2048
+	Message string `json:"message,omitempty"`
+	// Progress of the copy, while there is one.
+	// +optional
+	Progress *Progress `json:"progress,omitempty"`
+	// Copied: the new node has all bytes, as they were.
+	// +optional
+	Copied *MoveCopied `json:"copied,omitempty"`
+	// Arrived: the new node has taken the volume over. Only from then on may the old one give its bytes back.
+	// +optional
+	Arrived bool `json:"arrived,omitempty"`
+	// Cleared: the node that the volume has left has given its bytes back.
+	// +optional
+	Cleared bool `json:"cleared,omitempty"`
+}
+
+// MoveCopied says which bytes were copied: nobody has written any since, as long as the volume's spec has that count of claims, and no claim.
+type MoveCopied struct {
+	// Claims is the count of claims that had been there.
+	// +kubebuilder:validation:Minimum=0
+	Claims int64 `json:"claims"`
+	// Size in bytes, as the object has it.
+	// +kubebuilder:validation:Minimum=4096
+	Size int64 `json:"size"`
 }
 
 // Export is a volume given to another node.
