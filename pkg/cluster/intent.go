@@ -23,7 +23,7 @@ import (
 // ErrDefinitions: the API server dropped a field that it does not know.
 var ErrDefinitions = fmt.Errorf("%w: the definitions of ashlar.dev in this cluster are older than this driver: apply those of its version (deploy/kubernetes/crds)", errdefs.ErrUnavailable)
 
-// IntendDeletion writes down that the bytes of an object may go, and that nobody has claimed it. With
+// IntendDeletion writes down that the bytes of an object may go, that nobody has claimed it, and that it moves nowhere. With
 // unchanged it fails with a conflict if anybody changed the object since it was read; a conflict
 // also if another object has its name.
 func IntendDeletion[T Object](ctx context.Context, c client.Client, o T, unchanged bool) error {
@@ -35,8 +35,13 @@ func IntendDeletion[T Object](ctx context.Context, c client.Client, o T, unchang
 		id["annotations"] = map[string]any{v1alpha1.TraceAnnotation: traced(parent)}
 	}
 	spec := map[string]any{"delete": o.GetUID()}
-	if v, ok := any(o).(*v1alpha1.Volume); ok && v.Spec.Claim != nil {
-		spec["claim"] = nil
+	if v, ok := any(o).(*v1alpha1.Volume); ok {
+		if v.Spec.Claim != nil {
+			spec["claim"] = nil
+		}
+		if v.Spec.Move != nil {
+			spec["move"] = nil
+		}
 	}
 	patch, err := json.Marshal(map[string]any{"metadata": id, "spec": spec})
 	if err != nil {

@@ -23,9 +23,9 @@ func (l *Local) stack(id ID) (device.Stack, error) {
 //
 // One that is encrypted needs a key: ErrNoKey or ErrKey without the right one, and then nothing has changed. Only what is attached already needs none.
 //
-// The caller has made sure that this node may use the volume: an export of it is ended first.
+// The caller has made sure that this node may use the volume: an export of it is ended first, and so is a move that it is sealed for.
 func (l *Local) Attach(ctx context.Context, v Volume, key Key) (blockdev.Device, error) {
-	if err := l.Unexport(ctx, v.ID, 0); err != nil {
+	if err := l.makeOurs(ctx, v.ID); err != nil {
 		return blockdev.Device{}, err
 	}
 	return l.attach(ctx, v, key, false)
@@ -35,7 +35,7 @@ func (l *Local) Attach(ctx context.Context, v Volume, key Key) (blockdev.Device,
 // are not trusted with it. If it is for writing the record says so before anybody can write:
 // what the volume carries from then on is its user's, and it is never formatted. An export of it is ended first, as by Attach.
 func (l *Local) AttachRaw(ctx context.Context, v Volume, key Key, writable bool) (blockdev.Device, error) {
-	if err := l.Unexport(ctx, v.ID, 0); err != nil {
+	if err := l.makeOurs(ctx, v.ID); err != nil {
 		return blockdev.Device{}, err
 	}
 	mark := func() error {

@@ -464,6 +464,9 @@ func (l *Local) Export(ctx context.Context, id ID, to Grant) (_ Exported, err er
 		if err == nil {
 			err = l.unusedHere(ctx, pool, record.Ref)
 		}
+		if err == nil {
+			err = l.unseal(ctx, id)
+		}
 		if err != nil {
 			return Exported{}, err
 		}

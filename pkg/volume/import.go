@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"maps"
 	"os"
 	"slices"
 	"strconv"
@@ -21,10 +20,10 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 )
 
-// Origin is a snapshot whose bytes are copied to another pool, of this node or of another one.
+// Origin is a snapshot whose bytes are copied to another pool, of this node or of another one, or a volume that moves.
 type Origin struct {
 	ID ID
-	// Created is when it was cut: what another snapshot of that ID has is no part of a copy of this one.
+	// Created is when it was cut, or sealed: what another snapshot of that ID has is no part of a copy of this one.
 	Created time.Time
 	Size    int64 // bytes, as the pool keeps them: with the header of what is encrypted
 	Sector  int64 // logical sector of its devices, in bytes
@@ -32,10 +31,15 @@ type Origin struct {
 	Contents
 	Format Format
 	Header Header
+	// Labels of the record of a volume that moves, which is all of it and no copy; nil of a snapshot.
+	Labels map[string]string
 	// Read calls visit with what it holds from an offset on, in order, in pieces of up to ReadSize bytes, of which each begins and
 	// ends at a multiple of blockdev.Granularity. What is left out reads as zeros. The data is visit's until it returns.
 	Read func(ctx context.Context, from int64, visit func(at int64, data []byte) error) error
 }
+
+// SizeOf is the size of the volume that an origin is, or is of, in bytes: without a header.
+func SizeOf(o Origin) int64 { return o.Size - o.Scheme.Overhead() }
 
 // smallestSector is that of any disk, in bytes.
 const smallestSector = 512
@@ -123,7 +127,9 @@ func (l *Local) importIn(ctx context.Context, spec Spec, pool blockdev.Pool, fro
 	if err != nil {
 		return Volume{}, err
 	}
-	whole, err := l.fill(ctx, pool, record, from)
+	whole, err := l.fill(ctx, pool, record, from, func(ctx context.Context, path string) (map[string]string, error) {
+		return copied(ctx, path, record.Key, from)
+	})
 	if err != nil {
 		err = fmt.Errorf("copy %s to volume %q in pool %s: %w", from.ID, spec.Name, pool.Name(), err)
 		return Volume{}, errors.Join(err, l.giveUp(ctx, ID{blockdev.Volume, pool.Name(), record.Key}, err))
@@ -142,8 +148,19 @@ func (l *Local) beginImport(ctx context.Context, spec Spec, pool blockdev.Pool, 
 	return l.create(ctx, pool, create)
 }
 
-// fill copies what is not copied yet, and then says that the volume is whole.
-func (l *Local) fill(ctx context.Context, pool blockdev.Pool, record blockdev.Record, from Origin) (_ blockdev.Record, err error) {
+// copied returns the labels that a copy has once all its bytes are there, at a path; before that the copy gets an identity of its own.
+func copied(ctx context.Context, path, key string, from Origin) (map[string]string, error) {
+	labels, separate := map[string]string{labelImport: ""}, filesystem.Separate
+	copyFormat(labels, from.Format)
+	if from.Scheme != NotEncrypted {
+		separate = copyHeader(labels, key, from.Header)
+	}
+	return labels, separate(ctx, path)
+}
+
+// fill copies what is not copied yet, and then gives the volume the labels that finish returns, or with an empty one takes it away.
+func (l *Local) fill(ctx context.Context, pool blockdev.Pool, record blockdev.Record, from Origin,
+	finish func(ctx context.Context, path string) (map[string]string, error)) (_ blockdev.Record, err error) {
 	ctx, span := trace.Start(ctx, "copy from another pool", "pool", pool.Name(), "object", record.Ref.String(), "origin", from.ID.String())
 	defer func() { span(err) }()
 	ctx, end := l.progress.Track(ctx, pool.Name(), record.Ref.String())
@@ -167,20 +184,17 @@ func (l *Local) fill(ctx context.Context, pool blockdev.Pool, record blockdev.Re
 	if err := l.copyFrom(ctx, pool, record, from, target); err != nil {
 		return record, err
 	}
-	labels, separate := map[string]string{}, filesystem.Separate
-	copyFormat(labels, from.Format)
-	if from.Scheme != NotEncrypted {
-		separate = copyHeader(labels, record.Key, from.Header)
-	}
-	if err := separate(ctx, device.Path); err != nil {
+	labels, err := finish(ctx, device.Path)
+	if err != nil {
 		return record, err
 	}
 	if err := target.Sync(); err != nil {
 		return record, fmt.Errorf("sync %s: %w", device.Path, errdefs.FromErrno(err))
 	}
 	return pool.SetLabels(ctx, record.Ref, func(all map[string]string) error {
-		delete(all, labelImport)
-		maps.Copy(all, labels)
+		for label, value := range labels {
+			setLabel(all, label, value)
+		}
 		return nil
 	})
 }

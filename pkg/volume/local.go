@@ -49,6 +49,7 @@ type Local struct {
 	lifted     map[ID]bool         // volumes whose limits are lifted for the moment of a freeze
 
 	exports exports
+	moves   Moves // nil outside of a cluster
 }
 
 var _ Differ = (*Local)(nil)

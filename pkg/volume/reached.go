@@ -36,6 +36,7 @@ func (l *Local) Record(ctx context.Context, id ID) (blockdev.Record, error) {
 func shown(r blockdev.Record) blockdev.Record {
 	r.Labels = maps.Clone(r.Labels)
 	delete(r.Labels, labelExport)
+	delete(r.Labels, labelSealed)
 	return r
 }
 

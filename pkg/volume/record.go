@@ -3,6 +3,7 @@ package volume
 import (
 	"context"
 	"strings"
+	"time"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
@@ -33,6 +34,8 @@ const (
 	labelImport     = "import"      // how far such a copy is that is not whole: see importLabel
 	labelCutFor     = "cut.for"     // key of the volume that a snapshot was cut for, to be copied to another pool; it is nobody else's
 	labelExport     = "export"      // to whom it is exported, until that has ended: see export
+	labelSealed     = "sealed"      // since when its bytes do not change, because it moves to another node: see Seal
+	labelMade       = "made"        // when a volume was made that has moved since
 	labelNamespace  = "pvc.namespace"
 	labelClaim      = "pvc.name"
 	labelPV         = "pv.name"
@@ -64,6 +67,9 @@ func fromRecord(pool, node string, r blockdev.Record) Volume {
 	}
 	if e, is, err := exportOf(r); is && err == nil {
 		v.Exported = e.Grant
+	}
+	if made, err := time.Parse(time.RFC3339Nano, r.Labels[labelMade]); err == nil {
+		v.Created = made
 	}
 	for key, value := range r.Labels {
 		if name, ok := strings.CutPrefix(key, labelMutable); ok {

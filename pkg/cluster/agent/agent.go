@@ -4,6 +4,7 @@ package agent
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"sync"
 	"sync/atomic"
@@ -73,6 +74,7 @@ type Agent struct {
 	// fetching has room for who copies from another node.
 	fetching chan struct{}
 	others   others
+	moves    moves
 
 	mu      sync.Mutex
 	cancels map[request]context.CancelFunc // what makes an object
@@ -93,9 +95,10 @@ func New(config *rest.Config, local *volume.Local, o Options) (*Agent, error) {
 	}
 	a := &Agent{kube: c, local: local, options: o, changed: make(chan struct{}, 1),
 		lookups: map[string]map[volume.ID]lookup{}, fetching: make(chan struct{}, fetches), cancels: map[request]context.CancelFunc{}}
-	if err := a.connectOthers(config); err != nil {
+	if err := errors.Join(a.connectOthers(config), a.connectMoves(config)); err != nil {
 		return nil, err
 	}
+	local.SetMoves(a)
 	return a, c.Cache.IndexField(context.Background(), &v1alpha1.Snapshot{}, cluster.ByGroup, cluster.IndexGroup)
 }
 
@@ -117,7 +120,7 @@ func (a *Agent) Run(ctx context.Context) error {
 	var done sync.WaitGroup
 	defer done.Wait()
 	defer stop()
-	failures := make(chan error, 5)
+	failures := make(chan error, 6)
 	if a.options.Namespace != "" {
 		beating := &heartbeat{live: a.kube.Live, namespace: a.options.Namespace, node: a.local.Node(), every: a.options.Heartbeat}
 		done.Go(func() { beating.run(ctx) })
@@ -131,6 +134,7 @@ func (a *Agent) Run(ctx context.Context) error {
 		return err
 	}
 	a.read.Store(true)
+	done.Go(func() { failures <- a.runMoves(ctx) })
 	done.Go(func() { failures <- work.Start(ctx) })
 	done.Go(func() { failures <- making.Start(ctx) })
 	done.Go(func() {

@@ -40,7 +40,7 @@ func (a *Agent) stillMade(ctx context.Context, left volume.Leftover) (bool, erro
 		if client.IgnoreNotFound(err) != nil {
 			return false, err
 		}
-		if err == nil && a.takesPart(v) && v.Spec.Make && v.Status.Created == nil && !v1alpha1.Going(v) {
+		if err == nil && !v1alpha1.Going(v) && (a.takesPart(v) && v.Spec.Make && v.Status.Created == nil || a.comesHere(v)) {
 			return true, nil
 		}
 	}

@@ -123,6 +123,8 @@ func (a *Agent) reconcile(ctx context.Context, r request) (result reconcile.Resu
 		result, err = a.reconcileVolume(ctx, r)
 	case aSnapshot:
 		result, err = a.reconcileSnapshot(ctx, r)
+	case aMove:
+		result, err = a.reconcileMove(ctx, r)
 	default:
 		result, err = a.reconcileGroup(ctx, r)
 	}

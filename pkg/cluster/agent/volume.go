@@ -37,17 +37,27 @@ func (a *Agent) reconcileVolume(ctx context.Context, r request) (reconcile.Resul
 		return reconcile.Result{}, a.dropObject(ctx, v)
 	case v.Spec.Abandoned, v.Status.Is(v1alpha1.Abandoned, "True"): // what the verdict was about goes now, if it has not
 		return reconcile.Result{}, a.withLocks([]string{keylock.Volume(v.Name)}, func() error { return a.judgeAbandoned(ctx, v) })
+	case a.comesHere(v) && !arrived(v):
+		if err := a.arrive(ctx, v); err != nil && !errors.Is(err, errdefs.ErrNotFound) {
+			return reconcile.Result{}, err
+		}
+		return a.keepUp(ctx, v)
 	case v.Status.Created == nil && !v.Spec.Make:
 		return reconcile.Result{RequeueAfter: checkAgain}, a.findVolume(ctx, v)
 	case v.Status.Created == nil:
 		return reconcile.Result{}, a.makeVolume(ctx, r, v)
 	default:
-		err := a.maintainVolume(ctx, v)
-		if slices.ContainsFunc(v.Status.Health, func(p v1alpha1.Problem) bool { return p.Reason == poolUnavailable }) {
-			return reconcile.Result{RequeueAfter: lastRetry}, err // nobody says when it comes
-		}
-		return reconcile.Result{RequeueAfter: checkAgain}, err
+		return a.keepUp(ctx, v)
 	}
+}
+
+// keepUp maintains a volume, and says when it is to be looked at again.
+func (a *Agent) keepUp(ctx context.Context, v *v1alpha1.Volume) (reconcile.Result, error) {
+	err := a.maintainVolume(ctx, v)
+	if slices.ContainsFunc(v.Status.Health, func(p v1alpha1.Problem) bool { return p.Reason == poolUnavailable }) {
+		return reconcile.Result{RequeueAfter: lastRetry}, err // nobody says when it comes
+	}
+	return reconcile.Result{RequeueAfter: checkAgain}, err
 }
 
 // makeVolume makes the volume of an object that asks for it, as long as it is wanted.
@@ -318,6 +328,9 @@ func (a *Agent) maintainVolume(ctx context.Context, v *v1alpha1.Volume) error {
 	used := a.used(ctx, have)
 	return report(ctx, a, v, func(v *v1alpha1.Volume) {
 		v.Status.Progress = nil
+		if v.Spec.Move == nil {
+			v.Status.Move = nil
+		}
 		reportUsed(v, used, v.Status.Size != have.Size)
 		if !maps.Equal(v.Status.Mutable, have.Mutable) || v.Status.Size != have.Size || (v.Status.Failure != nil && !refused) {
 			v.Status.Size, v.Status.Mutable, v.Status.ObservedGeneration = have.Size, have.Mutable, v.Generation

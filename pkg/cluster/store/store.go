@@ -25,6 +25,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster/gc"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/liveness"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/mover"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/port"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/startup"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -61,6 +62,7 @@ type Store struct {
 	driver    string
 	nodes     *liveness.Monitor
 	garbage   *gc.Collector
+	mover     *mover.Mover
 	events    *events.Announcer
 	startup   *startup.Taints // nil: the taint is left alone
 	agents    *port.Callers   // nil: they are not called
@@ -90,6 +92,7 @@ func New(config *rest.Config, o Options) (*Store, error) {
 	}
 	nodes.Use(c)
 	s := &Store{kube: c, driver: o.Driver, nodes: nodes, agents: o.Agents, counting: make(chan struct{}, 1), placing: make(chan struct{}, 1), claiming: map[string]string{},
+		mover:   mover.New(c),
 		garbage: gc.New(c, nodes, gc.Options{GoneGrace: o.GoneGrace, AbandonGrace: o.AbandonGrace, Driver: o.Driver}),
 		events:  events.New(c, nodes, events.Options{Driver: o.Driver, Namespace: o.Namespace, Again: o.EventsAgain})}
 	if o.StartupTaint {
@@ -144,22 +147,26 @@ func index(c cache.Cache) error {
 	return nil
 }
 
-// watch has the events of the cache reach those who wait for them, the garbage collector and those who tell people, and with leases
+// watch has the events of the cache reach those who wait for them, the garbage collector, the mover and those who tell people, and with leases
 // those of the agents' Leases the monitor.
 func (s *Store) watch(leases bool) error {
 	type kind struct {
 		of   client.Object
 		also func(client.Object, bool)
 	}
-	both := func(a, b func(client.Object, bool)) func(client.Object, bool) {
-		return func(o client.Object, gone bool) { a(o, gone); b(o, gone) }
+	all := func(listeners ...func(client.Object, bool)) func(client.Object, bool) {
+		return func(o client.Object, gone bool) {
+			for _, tell := range listeners {
+				tell(o, gone)
+			}
+		}
 	}
-	kinds := []kind{{&v1alpha1.Volume{}, both(s.garbage.VolumeChanged, s.events.VolumeChanged)},
-		{&v1alpha1.Snapshot{}, both(s.garbage.SnapshotChanged, s.events.SnapshotChanged)},
-		{&v1alpha1.Pool{}, both(s.garbage.PoolChanged, s.events.PoolChanged)},
-		{&corev1.Node{}, both(s.nodeChanged, s.events.NodeChanged)}}
+	kinds := []kind{{&v1alpha1.Volume{}, all(s.garbage.VolumeChanged, s.events.VolumeChanged, s.mover.VolumeChanged)},
+		{&v1alpha1.Snapshot{}, all(s.garbage.SnapshotChanged, s.events.SnapshotChanged)},
+		{&v1alpha1.Pool{}, all(s.garbage.PoolChanged, s.events.PoolChanged)},
+		{&corev1.Node{}, all(s.nodeChanged, s.events.NodeChanged)}}
 	if leases {
-		kinds = append(kinds, kind{&coordinationv1.Lease{}, both(s.nodes.LeaseChanged, s.events.LeaseChanged)})
+		kinds = append(kinds, kind{&coordinationv1.Lease{}, all(s.nodes.LeaseChanged, s.events.LeaseChanged)})
 	}
 	for _, kind := range kinds {
 		informer, err := s.kube.Cache.GetInformer(context.Background(), kind.of, cache.BlockUntilSynced(false)) // so it does not wait
@@ -181,7 +188,7 @@ func (s *Store) nodeChanged(o client.Object, gone bool) {
 	}
 }
 
-// Run keeps the store's knowledge up to date, runs the garbage collector and what takes startup taints off, and tells people what is
+// Run keeps the store's knowledge up to date, runs the garbage collector, the mover and what takes startup taints off, and tells people what is
 // wrong, until the context ends.
 //
 // It fails if the cluster has another driver of this kind.
@@ -200,6 +207,7 @@ func (s *Store) Run(ctx context.Context) error {
 			return
 		}
 		done.Go(func() { s.events.Run(ctx) })
+		done.Go(func() { s.mover.Run(ctx) })
 		if s.startup != nil {
 			done.Go(func() { s.startup.Run(ctx) })
 		}

@@ -1,4 +1,4 @@
-// Package transfer carries the bytes of snapshots from the agent of one node to that of another, over the agents' port: one call, whose
+// Package transfer carries the bytes of snapshots, and of volumes that move, from the agent of one node to that of another, over the agents' port: one call, whose
 // answer is a stream. It knows nothing of who may ask, and keeps nothing: whoever asks says from where on.
 package transfer
 
@@ -26,10 +26,12 @@ const Service = "ashlar.v1.Transfer"
 
 const method = "Read"
 
-// Request asks for the bytes that a copy is made of.
+// Request asks for the bytes that a copy is made of, or for those of a volume that moves.
 type Request struct {
 	// Copy is the key of the volume that they are for: its object says what it is a copy of.
 	Copy string `json:"copy"`
+	// Move: that volume itself is to come to the caller's node.
+	Move bool `json:"move,omitempty"`
 	// Head: what they are of is wanted, and none of them.
 	Head bool `json:"head,omitempty"`
 	// From is the first byte that is wanted.
@@ -54,6 +56,8 @@ type header struct {
 	Scheme volume.Scheme      `json:"encryption,omitempty"`
 	Header volume.FormatState `json:"header,omitempty"`
 	UUID   string             `json:"headerUUID,omitempty"`
+	// Labels of the record of a volume that moves.
+	Labels map[string]string `json:"labels,omitempty"`
 }
 
 // Each message after the first is a piece: the offset (8 bytes, big endian), the CRC-32C of the offset and the data (4 bytes), the data. The last
@@ -162,7 +166,7 @@ func (s *server) read(stream grpc.ServerStream) error {
 		r.From = 0 // the caller finds by the header that it is another one
 	}
 	text, err := json.Marshal(header{from.ID.String(), from.Created, from.Size, from.Sector, from.Filesystem, from.Format.State, from.Format.Type,
-		from.Scheme, from.Header.State, from.Header.UUID})
+		from.Scheme, from.Header.State, from.Header.UUID, from.Labels})
 	if err != nil {
 		return err
 	}
@@ -193,16 +197,26 @@ func (s *server) read(stream grpc.ServerStream) error {
 // Open asks an agent for the bytes of a copy, and returns what they are of. Its Read begins a call of its own; each time what is there must
 // be what was there before: ErrUnavailable if not.
 func Open(ctx context.Context, agent grpc.ClientConnInterface, key string) (volume.Origin, error) {
+	return open(ctx, agent, Request{Copy: key})
+}
+
+// OpenMove is Open for the volume of a key, which is to come to the caller's node: its home seals it for that.
+func OpenMove(ctx context.Context, agent grpc.ClientConnInterface, key string) (volume.Origin, error) {
+	return open(ctx, agent, Request{Copy: key, Move: true})
+}
+
+func open(ctx context.Context, agent grpc.ClientConnInterface, r Request) (volume.Origin, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	_, origin, err := ask(ctx, agent, Request{Copy: key, Head: true})
+	r.Head = true
+	_, origin, err := ask(ctx, agent, r)
 	if err != nil {
 		return volume.Origin{}, err
 	}
 	origin.Read = func(ctx context.Context, from int64, visit func(at int64, data []byte) error) error {
 		ctx, cancel := context.WithCancel(ctx) // the other side stops when this one does
 		defer cancel()
-		stream, now, err := ask(ctx, agent, Request{Copy: key, From: from, Created: origin.Created})
+		stream, now, err := ask(ctx, agent, Request{Copy: r.Copy, Move: r.Move, From: from, Created: origin.Created})
 		if err != nil {
 			return err
 		}
@@ -238,7 +252,7 @@ func ask(ctx context.Context, agent grpc.ClientConnInterface, r Request) (grpc.C
 		return nil, volume.Origin{}, fmt.Errorf("%w: the answer is of %q with %d bytes in sectors of %d", errdefs.ErrUnavailable, h.ID, h.Size, h.Sector)
 	}
 	return stream, volume.Origin{ID: id, Created: h.Created, Size: h.Size, Sector: h.Sector, Contents: volume.Contents{Filesystem: h.Carries, Scheme: h.Scheme},
-		Format: volume.Format{State: h.State, Type: h.Type}, Header: volume.Header{State: h.Header, UUID: h.UUID}}, nil
+		Format: volume.Format{State: h.State, Type: h.Type}, Header: volume.Header{State: h.Header, UUID: h.UUID}, Labels: h.Labels}, nil
 }
 
 // receive hands on what comes until it is whole.

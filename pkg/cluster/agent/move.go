@@ -1,0 +1,411 @@
+package agent
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/go-logr/logr"
+	"google.golang.org/grpc"
+	"k8s.io/apimachinery/pkg/api/equality"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/util/workqueue"
+	"k8s.io/klog/v2"
+	"sigs.k8s.io/controller-runtime/pkg/cache"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/handler"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+	"sigs.k8s.io/controller-runtime/pkg/source"
+
+	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/internal/overview"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/port"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/transfer"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// A volume moves in steps, each of another part of the driver (docs/decisions/moving.md): the agent of the new node brings the bytes, from that of the home, which
+// seals the volume; the controller names the new node; that takes the volume over; the old one gives its bytes back.
+
+// moves is what the agent knows of volumes of other nodes that move here, or have left here.
+type moves struct {
+	kube kube.Connection
+	read atomic.Bool // the cache has been filled once
+}
+
+// bringers is how many volumes are brought, or given back, at once.
+const bringers = 4
+
+const aMove = "move of volume"
+
+// connectMoves prepares the watch of those volumes. It asks the API server nothing.
+func (a *Agent) connectMoves(config *rest.Config) (err error) {
+	if a.options.Network == nil {
+		return nil
+	}
+	here := fields.AndSelectors(fields.OneTermEqualSelector("spec.move.node", a.local.Node()), fields.OneTermNotEqualSelector("spec.nodeName", a.local.Node()))
+	a.moves.kube, err = kube.Connect(config, map[client.Object]cache.ByObject{&v1alpha1.Volume{}: {Field: here}})
+	return err
+}
+
+// runMoves watches and carries out moves until the context ends.
+func (a *Agent) runMoves(ctx context.Context) error {
+	if a.options.Network == nil {
+		<-ctx.Done()
+		return nil
+	}
+	ctx, stop := context.WithCancel(ctx)
+	var done sync.WaitGroup
+	defer done.Wait()
+	defer stop()
+	informer, err := a.moves.kube.Cache.GetInformer(ctx, &v1alpha1.Volume{}, cache.BlockUntilSynced(false))
+	if err != nil {
+		return err
+	}
+	if _, err := informer.AddEventHandler(a.hub.Handler(a.moveChanged)); err != nil {
+		return err
+	}
+	queue, err := a.moveQueue(ctx)
+	if err != nil {
+		return err
+	}
+	failures := make(chan error, 2)
+	done.Go(func() { failures <- a.moves.kube.Cache.Start(ctx) })
+	if !a.moves.kube.Cache.WaitForCacheSync(ctx) {
+		return nil // the context ended
+	}
+	a.moves.read.Store(true)
+	done.Go(func() { failures <- queue.Start(ctx) })
+	return <-failures
+}
+
+func (a *Agent) moveQueue(ctx context.Context) (controller.TypedController[request], error) {
+	log := klog.FromContext(ctx)
+	queue, err := controller.NewTypedUnmanaged("mover", controller.TypedOptions[request]{
+		SkipNameValidation:      new(true), // tests run several agents
+		MaxConcurrentReconciles: bringers,
+		Reconciler:              reconcile.TypedFunc[request](a.reconcile),
+		RateLimiter:             workqueue.NewTypedItemExponentialFailureRateLimiter[request](firstRetry, lastRetry),
+		LogConstructor: func(r *request) logr.Logger {
+			if r == nil {
+				return log
+			}
+			return log.WithValues(r.kind, r.key)
+		},
+	})
+	if err != nil {
+		return nil, err
+	}
+	requests := handler.TypedEnqueueRequestsFromMapFunc(func(_ context.Context, v *v1alpha1.Volume) []request { return []request{{aMove, v.Name}} })
+	return queue, queue.Watch(source.TypedKind(a.moves.kube.Cache, &v1alpha1.Volume{}, requests))
+}
+
+// moveChanged ends the copy of a volume that is wanted by somebody, or does not come here any more.
+func (a *Agent) moveChanged(o client.Object, gone bool) {
+	v, is := o.(*v1alpha1.Volume)
+	if !is || !gone && v.Spec.Claim == nil {
+		return
+	}
+	if gone {
+		a.Changed() // its bytes may be left
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if cancel := a.cancels[request{aMove, v.Name}]; cancel != nil {
+		cancel()
+	}
+}
+
+// comesHere reports whether an object says that a volume moves to this node, or has just done so.
+func (a *Agent) comesHere(v *v1alpha1.Volume) bool {
+	m := v.Spec.Move
+	return m != nil && (!m.Left && m.Node == a.local.Node() || m.Left && v.Spec.NodeName == a.local.Node())
+}
+
+// reconcileMove carries out this node's part in the move of a volume that is not its own now.
+func (a *Agent) reconcileMove(ctx context.Context, r request) (reconcile.Result, error) {
+	v := &v1alpha1.Volume{}
+	if err := a.moves.kube.Cache.Get(ctx, client.ObjectKey{Name: r.key}, v); err != nil {
+		return reconcile.Result{}, client.IgnoreNotFound(err)
+	}
+	switch m := v.Spec.Move; {
+	case m == nil || m.Node != a.local.Node() || v.Spec.NodeName == a.local.Node():
+		return reconcile.Result{}, nil
+	case m.Left:
+		return a.giveBack(ctx, v)
+	}
+	err := a.bring(ctx, r, v)
+	if err == nil || errors.Is(err, context.Canceled) || ctx.Err() != nil {
+		return reconcile.Result{RequeueAfter: checkAgain}, nil
+	}
+	if failure := a.reportMove(ctx, v, func(s *v1alpha1.MoveStatus) { s.Message, s.Progress = cluster.Limited(errdefs.Words(err)), nil }); failure != nil {
+		return reconcile.Result{}, errors.Join(err, failure)
+	}
+	if errors.Is(err, errWaits) {
+		return reconcile.Result{RequeueAfter: checkAgain}, nil
+	}
+	return reconcile.Result{}, err
+}
+
+// reportMove writes the part of a volume's status that is about its move, if edit changes it. It fails with a conflict if anybody changed the object
+// since it was read.
+func (a *Agent) reportMove(ctx context.Context, v *v1alpha1.Volume, edit func(*v1alpha1.MoveStatus)) error {
+	before := v.DeepCopy()
+	if s := v.Status.Move; s == nil || !v.Spec.Move.Left && s.Node != a.local.Node() {
+		v.Status.Move = &v1alpha1.MoveStatus{Node: a.local.Node()}
+	}
+	edit(v.Status.Move)
+	if equality.Semantic.DeepEqual(before, v) {
+		return nil
+	}
+	return a.kube.Client.Status().Patch(ctx, v, kube.LockingPatch(before))
+}
+
+// errWaits ends what goes on when the object changes.
+var errWaits = fmt.Errorf("%w", errdefs.ErrUnavailable)
+
+// bring copies a volume that moves here, and says so when all of it is here.
+func (a *Agent) bring(ctx context.Context, r request, v *v1alpha1.Volume) error {
+	if cluster.MayMove(v) {
+		return nil // it is the controller's turn
+	}
+	working, end := a.making(ctx, r)
+	defer end()
+	if err := a.mayCome(working, v); err != nil {
+		return err
+	}
+	agent, err := a.agentOf(working, v.Spec.NodeName, v.Spec.Pool)
+	if err != nil {
+		return err
+	}
+	from, err := transfer.OpenMove(working, agent, v.Name)
+	if err != nil {
+		return fmt.Errorf("ask node %s for volume %s: %w", v.Spec.NodeName, cluster.VolumeID(v), err)
+	}
+	defer a.Changed()
+	if err := a.withYieldingLocks(working, []string{keylock.Volume(v.Name)}, nil, func(ctx context.Context) error {
+		defer a.followMove(ctx, v)()
+		return a.local.Bring(ctx, v.Spec.Name, blockdev.Provisioning(v.Spec.Provisioning), from)
+	}); err != nil {
+		return err
+	}
+	return a.reportBrought(working, v, agent, from.Created)
+}
+
+// mayCome is ErrUnavailable while a volume cannot come to this node.
+func (a *Agent) mayCome(ctx context.Context, v *v1alpha1.Volume) error {
+	id := cluster.VolumeID(v)
+	home, there, err := poolNow(ctx, a.kube.Live, overview.PoolName(v.Spec.NodeName, v.Spec.Pool))
+	if err != nil {
+		return err
+	}
+	switch n := home.Status.Network; {
+	case v.Status.Created == nil:
+		return fmt.Errorf("%w: volume %s is not made yet", errWaits, id)
+	case !there || n == nil || n.Name != a.options.Network.Name:
+		return fmt.Errorf("%w: volume %s stays on node %s: that is not in the network %q, as node %s is, and who uses the volume may need it to be", errdefs.ErrUnavailable,
+			id, v.Spec.NodeName, a.options.Network.Name, a.local.Node())
+	}
+	return unclaimed(v)
+}
+
+// unclaimed is errWaits while somebody uses a volume.
+func unclaimed(v *v1alpha1.Volume) error {
+	if c := v.Spec.Claim; c != nil {
+		return fmt.Errorf("%w: volume %s is used on node %s; it is copied when it is not", errWaits, cluster.VolumeID(v), c.Node)
+	}
+	if e := v.Status.Export; e != nil {
+		return fmt.Errorf("%w: volume %s is still given to node %s; it is copied when it is not", errWaits, cluster.VolumeID(v), e.Node)
+	}
+	return nil
+}
+
+// reportBrought writes down that all bytes of a volume are here. Between the two looks at the object nobody used it: else the write is refused, as the object has
+// changed; and what was used before, the home has not sealed as it was.
+func (a *Agent) reportBrought(ctx context.Context, v *v1alpha1.Volume, agent grpc.ClientConnInterface, sealed time.Time) error {
+	now := &v1alpha1.Volume{}
+	if err := a.kube.Live.Get(ctx, client.ObjectKeyFromObject(v), now); err != nil {
+		return kube.APIError("read volume "+v.Name, err)
+	}
+	if now.UID != v.UID || now.Spec.NodeName != v.Spec.NodeName || !a.comesHere(now) {
+		return fmt.Errorf("%w: volume %s does not move to node %s any more", errdefs.ErrBusy, v.Name, a.local.Node())
+	}
+	if err := unclaimed(now); err != nil {
+		return err
+	}
+	again, err := transfer.OpenMove(ctx, agent, v.Name)
+	if err != nil {
+		return err
+	}
+	if !again.Created.Equal(sealed) || volume.SizeOf(again) != now.Status.Size {
+		return fmt.Errorf("%w: volume %s was used, or has grown, while it was copied; it is copied anew", errdefs.ErrUnavailable, v.Name)
+	}
+	return a.reportMove(ctx, now, func(s *v1alpha1.MoveStatus) {
+		s.Copied, s.Progress = &v1alpha1.MoveCopied{Claims: now.Spec.Claims, Size: now.Status.Size}, nil
+		s.Message = "all bytes are on node " + a.local.Node()
+	})
+}
+
+// followMove writes down how far the copy of a volume that moves here is, until end is called.
+func (a *Agent) followMove(ctx context.Context, v *v1alpha1.Volume) (end func()) {
+	ctx, cancel := context.WithCancel(ctx)
+	var done sync.WaitGroup
+	done.Go(func() {
+		tick := time.NewTicker(a.options.ProgressEvery)
+		defer tick.Stop()
+		for {
+			select {
+			case <-ctx.Done():
+				return
+			case <-tick.C:
+			}
+			far, running := a.progress(v)
+			if !running {
+				continue
+			}
+			now := &v1alpha1.Volume{}
+			err := a.moves.kube.Cache.Get(ctx, client.ObjectKeyFromObject(v), now)
+			if err == nil && a.comesHere(now) {
+				err = a.reportMove(ctx, now, func(s *v1alpha1.MoveStatus) {
+					if was := s.Progress; was != nil && was.Total == far.Total && abs(far.Done-was.Done) < max(1, far.Total/progressOf) {
+						return
+					}
+					s.Progress, s.Copied = &v1alpha1.Progress{Done: far.Done, Total: far.Total}, nil
+					s.Message = fmt.Sprintf("%s of %s are copied from node %s", cluster.Bytes(far.Done), cluster.Bytes(far.Total), v.Spec.NodeName)
+				})
+			}
+			if err != nil {
+				klog.FromContext(ctx).V(2).Info("Could not write down how far a move is", "volume", v.Name, "err", err)
+			}
+		}
+	})
+	return func() {
+		cancel()
+		done.Wait()
+	}
+}
+
+// openMove seals a volume of this node that moves, for the agent of its new node. ErrNotFound if the volume's object says nothing of that.
+func (a *Agent) openMove(ctx context.Context, key string) (volume.Origin, error) {
+	v, err := a.leavesFor(ctx, key, port.CallerNode(ctx))
+	if err != nil {
+		return volume.Origin{}, err
+	}
+	var from volume.Origin
+	lock := keylock.Volume(key)
+	if err := a.withLocks([]string{lock}, func() (err error) {
+		from, err = a.local.Seal(ctx, cluster.VolumeID(v))
+		return err
+	}); err != nil {
+		return volume.Origin{}, errdefs.Recast(errdefs.ErrUnavailable, err, "seal volume %s on node %s", cluster.VolumeID(v), a.local.Node())
+	}
+	read := from.Read
+	from.Read = func(ctx context.Context, at int64, visit func(int64, []byte) error) error {
+		err := a.withYieldingLocks(ctx, []string{lock}, nil, func(ctx context.Context) error { return read(ctx, at, visit) })
+		if errors.Is(err, errdefs.ErrBusy) {
+			err = errdefs.Recast(errdefs.ErrUnavailable, err, "volume %s is needed on node %s", cluster.VolumeID(v), a.local.Node())
+		}
+		return err
+	}
+	return from, nil
+}
+
+// leavesFor returns the object of a volume of this node that moves to another one, and that nobody uses, as the API server has it now.
+func (a *Agent) leavesFor(ctx context.Context, key, node string) (*v1alpha1.Volume, error) {
+	v := &v1alpha1.Volume{}
+	err := a.kube.Live.Get(ctx, client.ObjectKey{Name: key}, v)
+	if client.IgnoreNotFound(err) != nil {
+		return nil, kube.APIError("read volume "+key, err)
+	}
+	if m := v.Spec.Move; err != nil || node == "" || v.Spec.NodeName != a.local.Node() || m == nil || m.Left || m.Node != node || v1alpha1.Going(v) || v.Spec.Abandoned {
+		return nil, fmt.Errorf("%w: no volume %s of node %s moves to node %q", errdefs.ErrNotFound, key, a.local.Node(), node)
+	}
+	return v, unclaimed(v)
+}
+
+// Stays: see volume.Moves. A claim in the object keeps the controller from naming the new node until that one has the bytes of after it.
+func (a *Agent) Stays(ctx context.Context, id volume.ID) error {
+	v := &v1alpha1.Volume{}
+	if err := a.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, v); err != nil {
+		return errdefs.Recast(errdefs.ErrUnavailable, err, "read volume %s", id.Key)
+	}
+	switch {
+	case v.Spec.NodeName != a.local.Node() || cluster.VolumeID(v) != id:
+		return fmt.Errorf("%w: it is on node %s now", errdefs.ErrPrecondition, v.Spec.NodeName)
+	case cluster.MayMove(v):
+		return fmt.Errorf("%w: all its bytes are on node %s, and no claim keeps it here", errdefs.ErrUnavailable, v.Spec.Move.Node)
+	}
+	return nil
+}
+
+// arrive takes over a volume that has moved here.
+func (a *Agent) arrive(ctx context.Context, v *v1alpha1.Volume) error {
+	return a.withLocks([]string{keylock.Volume(v.Name)}, func() error {
+		now := &v1alpha1.Volume{}
+		if err := a.kube.Live.Get(ctx, client.ObjectKeyFromObject(v), now); err != nil {
+			return kube.APIError("read volume "+v.Name, err)
+		}
+		if now.UID != v.UID || now.Spec.NodeName != a.local.Node() || !a.comesHere(now) || arrived(now) {
+			return fmt.Errorf("%w: the object of volume %s was changed meanwhile", errdefs.ErrBusy, v.Name)
+		}
+		if err := a.local.Arrive(ctx, cluster.VolumeID(now)); err != nil {
+			return err
+		}
+		klog.FromContext(ctx).Info("A volume has moved here", "volume", cluster.VolumeID(now).String(), "from", now.Spec.Move.Node)
+		defer a.Changed()
+		if now.Status.Move == nil {
+			now.Status.Move = &v1alpha1.MoveStatus{Node: a.local.Node()}
+		}
+		err := report(ctx, a, now, func(v *v1alpha1.Volume) {
+			v.Status.Move.Arrived, v.Status.Move.Message = true, "moved; node "+v.Spec.Move.Node+" is to give its bytes back"
+		})
+		*v = *now
+		return err
+	})
+}
+
+// arrived reports whether a volume that has moved was taken over by its new node.
+func arrived(v *v1alpha1.Volume) bool { return v.Status.Move != nil && v.Status.Move.Arrived }
+
+// giveBack removes the bytes of a volume that has left this node, once its new one has taken it over.
+func (a *Agent) giveBack(ctx context.Context, v *v1alpha1.Volume) (reconcile.Result, error) {
+	if !arrived(v) || v.Status.Move.Cleared {
+		return reconcile.Result{}, nil
+	}
+	err := a.withLocks([]string{keylock.Volume(v.Name)}, func() error {
+		now := &v1alpha1.Volume{}
+		if err := a.kube.Live.Get(ctx, client.ObjectKeyFromObject(v), now); err != nil {
+			return kube.APIError("read volume "+v.Name, err)
+		}
+		if m := now.Spec.Move; now.UID != v.UID || m == nil || !m.Left || m.Node != a.local.Node() || now.Spec.NodeName == a.local.Node() || !arrived(now) {
+			return fmt.Errorf("%w: the object of volume %s was changed meanwhile", errdefs.ErrBusy, v.Name)
+		}
+		*v = *now
+		return a.local.Depart(ctx, cluster.VolumeID(v))
+	})
+	switch {
+	case err == nil:
+		a.Changed()
+		klog.FromContext(ctx).Info("Gave back the bytes of a volume that has moved", "volume", cluster.VolumeID(v).String(), "to", v.Spec.NodeName)
+		return reconcile.Result{}, a.reportMove(ctx, v, func(s *v1alpha1.MoveStatus) { s.Cleared, s.Message = true, "moved" })
+	case errors.Is(err, errdefs.ErrBusy):
+		return reconcile.Result{}, err
+	}
+	failure := a.reportMove(ctx, v, func(s *v1alpha1.MoveStatus) {
+		s.Message = cluster.Limited("moved; the bytes that node " + a.local.Node() + " had are still there: " + errdefs.Words(err))
+	})
+	if failure == nil && errors.Is(err, errdefs.ErrInUse) {
+		return reconcile.Result{RequeueAfter: inUseRetry}, nil
+	}
+	return reconcile.Result{}, errors.Join(err, failure)
+}

@@ -1,0 +1,220 @@
+package cluster_test
+
+import (
+	"errors"
+	"os"
+	"path/filepath"
+	"reflect"
+	"strings"
+	"testing"
+	"time"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool/remotetest"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
+)
+
+// movesTo asks for a volume to be moved to a node; empty: not any more.
+func (w *environment) movesTo(name, node string) {
+	w.Helper()
+	v := w.object(name)
+	before := v.DeepCopy()
+	if v.Spec.Move = nil; node != "" {
+		v.Spec.Move = &v1alpha1.Move{Node: node}
+	}
+	check.OK(w, w.Patch(w.ctx, v, client.MergeFrom(before)))
+}
+
+// moved waits until a volume has moved to a machine, and its old node has given its bytes back.
+func (w *environment) moved(name string, from, to *machine) {
+	w.Helper()
+	w.eventually("volume "+name+" has moved", func() bool {
+		v := w.object(name)
+		return v.Spec.NodeName == to.name && v.Spec.Move == nil && v.Status.Move == nil && v.Status.Created != nil
+	})
+	_, err := from.local.Get(w.ctx, volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf(name)})
+	fails(w, err, errdefs.ErrNotFound)
+	for _, m := range []*machine{from, to} {
+		w.eventually("nothing is left on "+m.name, func() bool { return len(w.leftovers(m)) == 0 })
+		w.tally(m)
+	}
+}
+
+// movesays waits until the object of a volume says something of its move.
+func (w *environment) movesays(name, part string) {
+	w.Helper()
+	w.eventually("the move of "+name+" says "+part, func() bool {
+		s := w.object(name).Status.Move
+		return s != nil && strings.Contains(s.Message, part)
+	})
+}
+
+// TestMove: a volume that nobody uses moves to another node, with all that it is, and back; it can be used wherever it is, and deleted.
+func TestMove(t *testing.T) {
+	w, a, b, s, v, dir := reached(t, volume.Spec{Name: "v", Filesystem: "ext4", Size: volume.Range{Required: 64 * mib}})
+	was := w.object("v")
+	w.claimFor(v.ID, a.name)
+	target := w.staged(a, dir, v.ID, mounted)
+	check.OK(t, os.WriteFile(filepath.Join(target, "file"), []byte("from node-1"), 0o600))
+	check.OK(t, a.unstage(w.ctx, dir, v.ID))
+	w.claimFor(v.ID, "")
+	before, err := a.local.Get(w.ctx, v.ID)
+	check.OK(t, err)
+	want := w.content(a, v.ID)
+
+	w.movesTo("v", b.name)
+	w.moved("v", a, b)
+	after, err := b.local.Get(w.ctx, v.ID)
+	check.OK(t, err)
+	before.Node, before.Flags = b.name, ""
+	if !reflect.DeepEqual(after, before) {
+		t.Errorf("the volume is %+v, before it was %+v", after, before)
+	}
+	if have := w.content(b, v.ID); string(have) != string(want) {
+		t.Error("its bytes are others")
+	}
+	if now := w.object("v"); !now.Status.Created.Equal(was.Status.Created) || now.UID != was.UID || now.Status.Size != was.Status.Size {
+		t.Errorf("its object says %+v, before %+v", now.Status, was.Status)
+	}
+	for _, at := range []*machine{b, a} { // at home, and from where it was
+		w.claimFor(v.ID, at.name)
+		target = w.staged(at, dir, v.ID, mounted)
+		if have, err := os.ReadFile(filepath.Join(target, "file")); err != nil || string(have) != "from node-1" {
+			t.Errorf("on %s the file has %q, %v", at.name, have, err)
+		}
+		check.OK(t, at.unstage(w.ctx, dir, v.ID))
+		w.claimFor(v.ID, "")
+	}
+	w.exported("v", nil)
+	w.movesTo("v", a.name)
+	w.moved("v", b, a)
+	check.OK(t, s.Delete(w.ctx, v.ID))
+	w.tally(a)
+	w.tally(b)
+}
+
+// slowly is a cluster of two nodes in a network, of which the first lists what a volume has as far as it is let, and a volume of it with data at some MiB.
+func slowly(t *testing.T, at ...int64) (w *environment, a, b *machine, s *store.Store, v volume.Volume, let chan struct{}, dir string) {
+	t.Helper()
+	drivertest.NeedRoot(t)
+	w = newEnvironment(t)
+	let = make(chan struct{}, 1)
+	network := &remotetest.Network{}
+	a = w.begin(&machine{name: "node-1", ported: true, network: network, wrap: func(p *memory.Pool) blockdev.Pool { return &halting{p, let} }})
+	b = w.begin(&machine{name: "node-2", ported: true, network: network})
+	s = w.calling(a)
+	w.pooled(s, b)
+	v, err := s.Create(w.ctx, volume.Spec{Name: "v", Filesystem: "ext4", Size: volume.Range{Required: 64 * mib}, Access: volume.AccessAny, Nodes: []string{a.name}})
+	check.OK(t, err)
+	w.write(a, v.ID, at...)
+	return w, a, b, s, v, let, drivertest.Dir(t)
+}
+
+// write writes to a volume of a machine, as its user did.
+func (w *environment) write(m *machine, id volume.ID, at ...int64) {
+	w.Helper()
+	for _, offset := range at {
+		check.OK(w, storetest.WriteTo(m.disks[0].Open("default", nil))(w.ctx, id, offset*mib, []byte("data")))
+	}
+}
+
+// TestMoveClaimed: who claims a volume while it is copied has it at once, and what is written then moves too.
+func TestMoveClaimed(t *testing.T) {
+	w, a, b, s, v, let, dir := slowly(t, 8, 40)
+	w.movesTo("v", b.name)
+	let <- struct{}{}
+	w.movesays("v", "are copied from node node-1")
+	check.OK(t, s.Claim(w.ctx, v.ID, volume.Claim{Node: a.name, Mode: "m"}))
+	target := w.staged(a, dir, v.ID, mounted)
+	w.movesays("v", "is used on node node-1")
+	check.OK(t, os.WriteFile(filepath.Join(target, "file"), []byte("meanwhile"), 0o600))
+	check.OK(t, a.unstage(w.ctx, dir, v.ID))
+	close(let)
+	check.OK(t, s.Release(w.ctx, v.ID, a.name))
+	w.moved("v", a, b)
+	check.OK(t, s.Claim(w.ctx, v.ID, volume.Claim{Node: b.name, Mode: "m"}))
+	target = w.staged(b, dir, v.ID, mounted)
+	if have, err := os.ReadFile(filepath.Join(target, "file")); err != nil || string(have) != "meanwhile" {
+		t.Errorf("it has %q, %v", have, err)
+	}
+	check.OK(t, b.unstage(w.ctx, dir, v.ID))
+	check.OK(t, s.Release(w.ctx, v.ID, b.name))
+	check.OK(t, s.Delete(w.ctx, v.ID))
+}
+
+// TestMoveUndone: a move that nobody wants any more leaves nothing on the new node, and the volume as it was; so does one of a volume that is deleted.
+func TestMoveUndone(t *testing.T) {
+	w, a, b, s, v, let, dir := slowly(t, 8, 40)
+	copying := func() {
+		t.Helper()
+		w.movesTo("v", b.name)
+		let <- struct{}{}
+		w.movesays("v", "are copied from node node-1")
+		if left := w.leftovers(b); len(left) != 1 {
+			t.Fatalf("node-2 has %v", left)
+		}
+	}
+	copying()
+	w.movesTo("v", "")
+	w.eventually("nothing is left", func() bool { return len(w.leftovers(b)) == 0 && w.object("v").Status.Move == nil })
+	check.OK(t, s.Claim(w.ctx, v.ID, volume.Claim{Node: a.name, Mode: "m"}))
+	w.staged(a, dir, v.ID, mounted)
+	check.OK(t, a.unstage(w.ctx, dir, v.ID))
+	check.OK(t, s.Release(w.ctx, v.ID, a.name))
+	copying()
+	check.OK(t, s.Delete(w.ctx, v.ID))
+	w.eventually("nothing is left", func() bool { return len(w.leftovers(b)) == 0 })
+	w.tally(a)
+	w.tally(b)
+}
+
+// TestMoveFenced: a node that a volume has left does not use its own bytes of it any more, whatever it has not been told; and it has them until the new one says that it
+// has taken over.
+func TestMoveFenced(t *testing.T) {
+	drivertest.NeedRoot(t)
+	w, network := newEnvironment(t), &remotetest.Network{}
+	a, b := w.begin(&machine{name: "node-1", ported: true, network: network}), w.begin(&machine{name: "node-2", ported: true, network: network})
+	s, stop := w.store()
+	w.pooled(s, b)
+	v, err := s.Create(w.ctx, volume.Spec{Name: "v", Filesystem: "ext4", Size: volume.Range{Required: 64 * mib}, Access: volume.AccessAny, Nodes: []string{a.name}})
+	check.OK(t, err)
+	w.write(a, v.ID, 8)
+	stop()
+	w.movesTo("v", b.name)
+	w.movesays("v", "all bytes are on node node-2")
+	here, err := a.local.Get(w.ctx, v.ID)
+	check.OK(t, err)
+	_, err = a.local.Attach(w.ctx, here, nil) // nobody claims it
+	fails(t, err, errdefs.ErrUnavailable)
+	a.stop()
+	b.stop()
+	s, _ = w.store()
+	w.eventually("it is of node-2", func() bool { return w.object("v").Spec.NodeName == b.name })
+	for _, claim := range []string{"", a.name} {
+		w.claimFor(v.ID, claim)
+		if _, err = a.local.Attach(w.ctx, here, nil); !errors.Is(err, errdefs.ErrPrecondition) || !strings.Contains(err.Error(), "it is on node node-2 now") {
+			t.Errorf("claimed for %q, the old bytes are attached: %v", claim, err)
+		}
+		_, err = a.local.Export(w.ctx, v.ID, volume.Grant{Generation: 7, Node: "node-3"})
+		fails(t, err, errdefs.ErrPrecondition)
+	}
+	fails(t, s.Delete(w.ctx, v.ID), errdefs.ErrInUse)
+	w.claimFor(v.ID, "")
+	fails(t, s.Delete(w.ctx, v.ID), errdefs.ErrUnavailable)
+	w.start(a)
+	time.Sleep(time.Second) // it does not go
+	check.OK(t, second(a.local.Get(w.ctx, v.ID)))
+	w.start(b)
+	w.moved("v", a, b)
+	check.OK(t, s.Delete(w.ctx, v.ID))
+	w.tally(b)
+}

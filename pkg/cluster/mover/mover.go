@@ -1,0 +1,116 @@
+// Package mover carries out the controller's part in the moves of volumes: when the new node has all bytes of a volume that nobody uses, it writes that node
+// into the object, by compare-and-swap; and when the old one has given its bytes back, the move ends. All else is for the agents of the two
+// (docs/decisions/moving.md).
+package mover
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/client-go/util/workqueue"
+	"k8s.io/klog/v2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/gc"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
+)
+
+// How soon what failed is tried again, and how often it is looked whether the node that a volume has left is gone.
+const (
+	firstRetry = 100 * time.Millisecond
+	lastRetry  = time.Minute
+)
+
+// Mover ends and begins what a volume's node is. Every replica of the controller has one: each of its writes is refused if the object was changed. It learns of moves
+// from the events of a cache (VolumeChanged), and works while it runs.
+type Mover struct {
+	kube    kube.Connection
+	pending workqueue.TypedRateLimitingInterface[string]
+}
+
+// New returns a mover. Its connection's cache has volumes.
+func New(c kube.Connection) *Mover {
+	return &Mover{c, workqueue.NewTypedRateLimitingQueue(workqueue.NewTypedItemExponentialFailureRateLimiter[string](firstRetry, lastRetry))}
+}
+
+// VolumeChanged looks at a volume that moves.
+func (m *Mover) VolumeChanged(o client.Object, gone bool) {
+	if v, is := o.(*v1alpha1.Volume); is && !gone && v.Spec.Move != nil {
+		m.pending.Add(v.Name)
+	}
+}
+
+// Run moves until the context ends. The cache has been filled.
+func (m *Mover) Run(ctx context.Context) {
+	var done sync.WaitGroup
+	defer done.Wait()
+	defer m.pending.ShutDown()
+	done.Go(func() {
+		for {
+			key, shutdown := m.pending.Get()
+			if shutdown {
+				return
+			}
+			again, err := m.move(ctx, key)
+			switch {
+			case err != nil && ctx.Err() == nil:
+				klog.FromContext(ctx).Error(err, "Could not go on with the move of a volume; trying again", "volume", key)
+				m.pending.AddRateLimited(key)
+			case again:
+				m.pending.AddAfter(key, lastRetry)
+			default:
+				m.pending.Forget(key)
+			}
+			m.pending.Done(key)
+		}
+	})
+	<-ctx.Done()
+}
+
+// move takes the step that is the controller's, if it is its turn. again: it may be later, though nothing of the object changes.
+func (m *Mover) move(ctx context.Context, key string) (again bool, err error) {
+	v := &v1alpha1.Volume{}
+	if err := m.kube.Cache.Get(ctx, client.ObjectKey{Name: key}, v); err != nil {
+		return false, client.IgnoreNotFound(err)
+	}
+	before := v.DeepCopy()
+	switch {
+	case v.Spec.Move == nil:
+		return false, nil
+	case v.Spec.Move.Left:
+		ended, err := m.ended(ctx, v)
+		if err != nil || !ended {
+			return true, err
+		}
+		v.Spec.Move = nil
+	case cluster.MayMove(v):
+		klog.FromContext(ctx).Info("A volume moves", "volume", cluster.VolumeID(v).String(), "from", v.Spec.NodeName, "to", v.Spec.Move.Node)
+		v.Spec.NodeName, v.Spec.Move = v.Spec.Move.Node, &v1alpha1.Move{Node: v.Spec.NodeName, Left: true}
+	default:
+		return false, nil
+	}
+	err = kube.IgnoreConflict(m.kube.Client.Patch(ctx, v, kube.LockingPatch(before)))
+	return false, kube.APIError("move volume "+key, client.IgnoreNotFound(err))
+}
+
+// ended reports whether the new node of a volume has taken it over, and the old one has given its bytes back, or will never come back.
+func (m *Mover) ended(ctx context.Context, v *v1alpha1.Volume) (bool, error) {
+	s := v.Status.Move
+	if s == nil || !s.Arrived {
+		return false, nil
+	}
+	if s.Cleared {
+		return true, nil
+	}
+	node := &corev1.Node{}
+	err := m.kube.Live.Get(ctx, client.ObjectKey{Name: v.Spec.Move.Node}, node)
+	if client.IgnoreNotFound(err) != nil {
+		return false, fmt.Errorf("look at node %s, which volume %s has left: %w", v.Spec.Move.Node, cluster.VolumeID(v), err)
+	}
+	return gc.IsGone(node, err), nil
+}
