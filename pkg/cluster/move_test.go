@@ -2,13 +2,16 @@ package cluster_test
 
 import (
 	"errors"
+	"net/http"
 	"os"
 	"path/filepath"
 	"reflect"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
+	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/check"
@@ -217,4 +220,116 @@ func TestMoveFenced(t *testing.T) {
 	w.moved("v", a, b)
 	check.OK(t, s.Delete(w.ctx, v.ID))
 	w.tally(b)
+}
+
+// breaking cuts one part of the driver off from the API server at one of the writes of all parts, for good: as if it had died there.
+type breaking struct {
+	mu    sync.Mutex
+	left  int    // writes until it breaks; 0: it does not
+	after bool   // it breaks after the write has been done, else before
+	dead  string // the part that is cut off
+	hit   chan string
+}
+
+func (b *breaking) arm(n int, after bool) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.left, b.after, b.dead, b.hit = n, after, "", make(chan string, 1)
+}
+
+// of is how a part connects.
+func (b *breaking) of(part string) func(*rest.Config) {
+	return func(c *rest.Config) {
+		c.Wrap(func(next http.RoundTripper) http.RoundTripper {
+			return tripper(func(r *http.Request) (*http.Response, error) { return b.ask(part, next, r) })
+		})
+	}
+}
+
+var errCut = errors.New("the wire is cut")
+
+func (b *breaking) ask(part string, next http.RoundTripper, r *http.Request) (*http.Response, error) {
+	b.mu.Lock()
+	breaks := false
+	if r.Method == http.MethodPatch && strings.Contains(r.URL.Path, "/volumes/") && b.left > 0 {
+		b.left--
+		breaks = b.left == 0
+	}
+	if breaks {
+		b.dead = part
+		b.hit <- part
+	}
+	dead := b.dead == part
+	b.mu.Unlock()
+	if dead && !(breaks && b.after) {
+		return nil, errCut
+	}
+	answer, err := next.RoundTrip(r)
+	if err == nil && breaks {
+		err = errors.Join(errCut, answer.Body.Close())
+	}
+	if err != nil {
+		return nil, err
+	}
+	return answer, nil
+}
+
+type tripper func(*http.Request) (*http.Response, error)
+
+func (t tripper) RoundTrip(r *http.Request) (*http.Response, error) { return t(r) }
+
+// TestMoveCutShort: whatever part of the driver dies at whichever write of a move, before or after it is done, the move ends when that part is back, and the volume has all its bytes.
+func TestMoveCutShort(t *testing.T) {
+	drivertest.NeedRoot(t)
+	w, network, cut := newEnvironment(t), &remotetest.Network{}, &breaking{}
+	connect := func(part string) { wrap(t, cut.of(part)) }
+	connect("node-1")
+	from := w.begin(&machine{name: "node-1", ported: true, network: network})
+	connect("node-2")
+	to := w.begin(&machine{name: "node-2", ported: true, network: network})
+	connect("store")
+	s, stop := w.store()
+	w.pooled(s, to)
+	w.pooled(s, from)
+	v, err := s.Create(w.ctx, volume.Spec{Name: "v", Size: volume.Range{Required: mib}, Access: volume.AccessAny, Nodes: []string{from.name}})
+	check.OK(t, err)
+	check.OK(t, storetest.WriteTo(from.disks[0].Open("default", nil))(w.ctx, v.ID, 64<<10, []byte("data")))
+	want := w.content(from, v.ID)
+	for _, after := range []bool{false, true} {
+		n := 0
+		for more := true; more; {
+			n++
+			cut.arm(n, after)
+			w.movesTo("v", to.name)
+			w.eventually("it breaks, or the volume has moved", func() bool {
+				return len(cut.hit) > 0 || w.object("v").Spec.NodeName == to.name && w.object("v").Spec.Move == nil && w.object("v").Status.Move == nil
+			})
+			if more = len(cut.hit) > 0; more {
+				part := <-cut.hit
+				t.Logf("write %d, done: %v: %s dies", n, after, part)
+				connect(part)
+				if part == "store" {
+					stop()
+					cut.arm(0, false)
+					s, stop = w.store()
+				} else {
+					m := map[string]*machine{from.name: from, to.name: to}[part]
+					m.stop()
+					cut.arm(0, false)
+					w.start(m)
+				}
+			}
+			w.moved("v", from, to)
+			if have := w.content(to, v.ID); string(have) != string(want) {
+				t.Fatalf("write %d, done: %v: the bytes are others", n, after)
+			}
+			from, to = to, from
+		}
+		if n < 5 {
+			t.Errorf("a move had %d writes", n-1)
+		}
+	}
+	w.eventually("it is deleted", func() bool { return s.Delete(w.ctx, v.ID) == nil })
+	w.tally(from)
+	w.tally(to)
 }
