@@ -21,7 +21,7 @@ import (
 
 // Parts of what guard.yaml says to an agent that it refuses, and of what the definitions say to everybody.
 const (
-	movesNot     = "a volume does not move"
+	movesNot     = "a volume moves only to the node of spec.move"
 	madeOnce     = "what was made is not made again"
 	ofAnother    = "an agent writes only what is of its own node: this is of node-2, and the agent is that of node-1"
 	nameless     = "does not say of which node it is"
@@ -52,6 +52,7 @@ type attempt struct {
 type guarded struct {
 	*environment
 	mine, others, shared, asked, stale, abandoned, finalized, deleted *v1alpha1.Volume
+	coming, leaving                                                   *v1alpha1.Volume // to and from node-1
 	snapshot, snapshotOfOthers                                        *v1alpha1.Snapshot
 	pool, poolOfOthers                                                *v1alpha1.Pool
 }
@@ -84,6 +85,12 @@ func newGuarded(t *testing.T) *guarded {
 	w.mine = made(volumeOn(nodeName, "mine"), func(v *v1alpha1.Volume) { v.Spec.Make = true })
 	w.others = made(volumeOn("node-2", "others"), func(v *v1alpha1.Volume) { v.Finalizers = []string{v1alpha1.Finalizer} })
 	w.shared = made(volumeOn(nodeName, "shared"), func(v *v1alpha1.Volume) { v.Spec.Access = "any" })
+	moving := func(to string) func(*v1alpha1.Volume) {
+		return func(v *v1alpha1.Volume) { v.Spec.Access, v.Spec.Move = "any", &v1alpha1.Move{Node: to} }
+	}
+	w.coming, w.leaving = made(volumeOn("node-2", "coming"), moving(nodeName)), made(volumeOn(nodeName, "leaving"), moving("node-2"))
+	w.coming.Status.Size = mib
+	check.OK(t, w.Status().Update(w.ctx, w.coming))
 	w.asked = made(volumeOn(nodeName, "asked"), nil)
 	w.asked.Spec.Delete = w.asked.UID
 	check.OK(t, w.Update(w.ctx, w.asked))
@@ -197,6 +204,16 @@ func TestGuardVolumes(t *testing.T) {
 		changed(w, "given to other nodes to use", w.mine, func(o v) { o.Spec.Access = "any" }, "the access to a volume does not change"),
 		reported(w, "given to another node", w.shared, `{"export":{"generation":1,"node":"node-2"}}`, ""),
 		reported(w, "given to another node, of another node", w.others, `{"export":{"generation":1,"node":"node-1"}}`, ofAnother),
+		reported(w, "how far it comes here", w.coming, `{"move":{"node":"node-1","message":"m","copied":{"claims":1,"size":1048576}}}`, ""),
+		reported(w, "how far it comes here, and its size", w.coming, `{"move":{"node":"node-1"},"size":2097152}`, ofAnother),
+		reported(w, "how far it comes here, without its size", w.coming, `{"move":{"node":"node-1"},"size":null}`, ofAnother),
+		reported(w, "how far it comes here, and more", w.coming, `{"move":{"node":"node-1"},"thin":true}`, ofAnother),
+		reported(w, "how far what does not come moves", w.others, `{"move":{"node":"node-1"}}`, ofAnother),
+		changed(w, "come here by itself", w.coming, func(o v) { o.Spec.NodeName, o.Spec.Move = nodeName, &v1alpha1.Move{Node: "node-2", Left: true} }, ofAnother),
+		changed(w, "left by itself", w.leaving, func(o v) { o.Spec.NodeName, o.Spec.Move = "node-2", &v1alpha1.Move{Node: nodeName, Left: true} }, ofAnother),
+		changed(w, "kept", w.leaving, func(o v) { o.Spec.Move = nil }, specKept),
+		changed(w, "not let come here", w.coming, func(o v) { o.Spec.Move = nil }, ofAnother),
+		created(w, "with a move", edited(volumeOn(nodeName, "new"), func(o v) { o.Spec.Access, o.Spec.Move = "any", &v1alpha1.Move{Node: "node-2"} }), bytesThere),
 		changed(w, "given up", w.abandoned, func(o v) { o.Spec.Abandoned = false }, specKept),
 		changed(w, "modified", w.mine, func(o v) { o.Spec.Mutable = map[string]string{"readAheadKiB": "4"} }, specKept),
 		changed(w, "taken from its claim", w.mine, func(o v) { o.Spec.ClaimRef = nil }, specKept),
@@ -289,5 +306,41 @@ func TestGuardPools(t *testing.T) {
 	w.try(t, "", []attempt{
 		changed(w, "without a node", w.pool, func(o p) { o.Spec.Default = true }, nameless),
 		update("without a node, renewed", mine, nameless),
+	})
+}
+
+// TestMoveRules: what the definition says of moves to everybody.
+func TestMoveRules(t *testing.T) {
+	w := newGuarded(t)
+	type v = *v1alpha1.Volume
+	away := func(o v) { o.Spec.NodeName, o.Spec.Move = "node-2", &v1alpha1.Move{Node: nodeName, Left: true} }
+	claimed := volumeOn(nodeName, "claimed")
+	claimed.Spec.Access, claimed.Spec.Move, claimed.Spec.Claims = "any", &v1alpha1.Move{Node: "node-2"}, 1
+	claimed.Spec.Claim = &v1alpha1.Claim{Node: nodeName, Mode: "mount", Generation: 1}
+	check.OK(t, w.Create(w.ctx, claimed))
+	left := volumeOn(nodeName, "left")
+	left.Spec.Access, left.Spec.Move = "any", &v1alpha1.Move{Node: "node-2"}
+	check.OK(t, w.Create(w.ctx, left))
+	away(left)
+	check.OK(t, w.Update(w.ctx, left))
+	w.tryAs(t, apitest.Get(t).Config(apitest.Admin), []attempt{
+		changed(w, "asked for", w.shared, func(o v) { o.Spec.Move = &v1alpha1.Move{Node: "node-2"} }, ""),
+		changed(w, "to another node instead", w.leaving, func(o v) { o.Spec.Move.Node = "node-3" }, ""),
+		changed(w, "undone", w.leaving, func(o v) { o.Spec.Move = nil }, ""),
+		changed(w, "moved", w.leaving, away, ""),
+		changed(w, "ended", left, func(o v) { o.Spec.Move = nil }, ""),
+
+		changed(w, "of one node", w.mine, func(o v) { o.Spec.Move = &v1alpha1.Move{Node: "node-2"} }, "make a snapshot, and restore it on another node"),
+		changed(w, "to where it is", w.shared, func(o v) { o.Spec.Move = &v1alpha1.Move{Node: nodeName} }, "the volume is on that node"),
+		changed(w, "deleted meanwhile", w.leaving, func(o v) { o.Spec.Delete = o.UID }, "a volume that is to be deleted does not move"),
+		changed(w, "moved unasked", w.shared, away, movesNot),
+		changed(w, "moved in use", claimed, away, movesNot),
+		changed(w, "moved and released", claimed, func(o v) { away(o); o.Spec.Claim = nil }, movesNot),
+		changed(w, "moved without a word of its old node", w.leaving, func(o v) { o.Spec.NodeName, o.Spec.Move = "node-2", nil }, movesNot),
+		changed(w, "moved elsewhere", w.leaving, func(o v) { o.Spec.NodeName, o.Spec.Move = "node-3", &v1alpha1.Move{Node: nodeName, Left: true} }, movesNot),
+		changed(w, "to another pool", w.leaving, func(o v) { away(o); o.Spec.Pool = "b" }, "a volume stays in pools of one name"),
+		changed(w, "left without having moved", w.leaving, func(o v) { o.Spec.Move.Left = true }, "spec.move.left is for a volume that has moved"),
+		changed(w, "moved on too early", left, func(o v) { o.Spec.Move = &v1alpha1.Move{Node: "node-3"} }, "it moves on when those are given back"),
+		changed(w, "moved back too early", left, func(o v) { o.Spec.NodeName, o.Spec.Move = nodeName, &v1alpha1.Move{Node: "node-2", Left: true} }, movesNot),
 	})
 }

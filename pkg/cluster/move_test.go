@@ -329,7 +329,12 @@ func TestMoveCutShort(t *testing.T) {
 			t.Errorf("a move had %d writes", n-1)
 		}
 	}
-	w.eventually("it is deleted", func() bool { return s.Delete(w.ctx, v.ID) == nil })
+	cut.arm(0, false)
+	w.eventually("the store knows where it is", func() bool {
+		have, err := s.Get(w.ctx, v.ID)
+		return err == nil && have.Node == from.name
+	})
+	check.OK(t, s.Delete(w.ctx, v.ID))
 	w.tally(from)
 	w.tally(to)
 }
