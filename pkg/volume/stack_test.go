@@ -144,18 +144,28 @@ func opened(t *testing.T, name, url string) blockdev.Pool {
 // kinds starts a store over a pool of each kind, named by it.
 func kinds(t *testing.T) (*volume.Local, *mount.Table) {
 	t.Helper()
+	mounts, err := mount.LoadTable()
+	check.OK(t, err)
+	var all []blockdev.Pool
+	urls := kindURLs(t)
+	for _, kind := range []string{"xfs", "linear", "thin", "plain"} {
+		all = append(all, open(t, kind, urls[kind]))
+	}
+	l, err := volume.NewLocal(t.Context(), node, all, mounts, 0)
+	check.OK(t, err)
+	return l, mounts
+}
+
+// kindURLs are where a new pool of each kind is.
+func kindURLs(t *testing.T) map[string]string {
+	t.Helper()
 	xfs, linear := mixed(t)
 	group := drivertest.NewGroup(t, 512*mib)
 	thin := group.ThinPool(t, "tp", "-L", "400M", "--poolmetadatasize", "16M") + "?reservePercent=0"
 	drivertest.SetUpLVM(t, `"a|.*|"`)
 	plain := filepath.Join(drivertest.Dir(t), "plain")
 	check.OK(t, os.Mkdir(plain, 0o700))
-	mounts, err := mount.LoadTable()
-	check.OK(t, err)
-	l, err := volume.NewLocal(t.Context(), node, []blockdev.Pool{open(t, "xfs", xfs), open(t, "linear", linear), open(t, "thin", thin),
-		open(t, "plain", "file://"+plain+"?reservePercent=0&create=1")}, mounts, 0)
-	check.OK(t, err)
-	return l, mounts
+	return map[string]string{"xfs": xfs, "linear": linear, "thin": thin, "plain": "file://" + plain + "?reservePercent=0&create=1"}
 }
 
 func suspended(t *testing.T) []string {

@@ -1,0 +1,188 @@
+package volume_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// stays answers for a cluster whether volumes move.
+type stays struct{ err error }
+
+func (s *stays) Stays(context.Context, volume.ID) error { return s.err }
+
+// twoHomes are two nodes with a pool of one name, each over its own storage; restart starts them, the first time or again.
+func twoHomes(t *testing.T) (restart func() (a, b *volume.Local)) {
+	t.Helper()
+	urls := twoPools(t)
+	var opened []blockdev.Pool
+	closed := func() {
+		for _, pool := range opened {
+			check.OK(t, pool.Close())
+		}
+		opened = nil
+	}
+	t.Cleanup(closed)
+	return func() (a, b *volume.Local) {
+		closed()
+		for _, name := range []string{"a", "b"} {
+			pool, err := pools.Open(t.Context(), "a", urls[name])
+			check.OK(t, err)
+			opened = append(opened, pool)
+		}
+		return start(t, 0, opened[0]), start(t, 0, opened[1])
+	}
+}
+
+// TestMoveGoesOn: what a node has of a volume that moves there is nobody's before it arrives; after a start the next call goes on where the last one stopped, unless the volume was
+// used meanwhile.
+func TestMoveGoesOn(t *testing.T) {
+	restart := twoHomes(t)
+	a, b := restart()
+	v, _ := withContents(t, a)
+	read, sealed := int64(0), time.Time{}
+	for _, used := range []bool{false, true} {
+		from, err := a.Seal(t.Context(), v.ID)
+		check.OK(t, err)
+		if !used {
+			fails(t, b.Bring(t.Context(), "source", blockdev.Thin, stopping(from, 6*mib, errdefs.ErrUnavailable, &read)), errdefs.ErrUnavailable, "an origin that goes away")
+			fails(t, second(b.Get(t.Context(), v.ID)), errdefs.ErrNotFound, "Get of what is not all there")
+			fails(t, b.Arrive(t.Context(), v.ID), errdefs.ErrNotFound, "Arrive of what is not all there")
+			a, b = restart()
+		} else {
+			a.SetMoves(&stays{})
+			device, err := a.AttachRaw(t.Context(), v, nil, true)
+			check.OK(t, err)
+			fails(t, second(a.Seal(t.Context(), v.ID)), errdefs.ErrInUse, "Seal of what is attached")
+			check.OK(t, errors.Join(device.Close(), a.Detach(t.Context(), v.ID)))
+			fails(t, from.Read(t.Context(), 0, func(int64, []byte) error { return nil }), errdefs.ErrUnavailable, "to read what was used meanwhile")
+		}
+		from, err = a.Seal(t.Context(), v.ID)
+		check.OK(t, err)
+		if !sealed.IsZero() && from.Created.Equal(sealed) != !used {
+			t.Errorf("used meanwhile: %v; it was sealed at %v, and is at %v", used, sealed, from.Created)
+		}
+		sealed = from.Created
+		check.OK(t, b.Bring(t.Context(), "source", blockdev.Thin, stopping(from, gib, nil, &read)))
+		if went := read > 300*mib; went == used {
+			t.Errorf("used meanwhile: %v; it is read from byte %d on", used, read)
+		}
+		read = -1
+		check.OK(t, b.Bring(t.Context(), "source", blockdev.Thin, stopping(from, gib, nil, &read)))
+		if read != -1 {
+			t.Errorf("all was there, and it is read from byte %d on", read)
+		}
+		fails(t, second(b.Get(t.Context(), v.ID)), errdefs.ErrNotFound, "Get of what has not arrived")
+	}
+	for range 2 {
+		check.OK(t, b.Arrive(t.Context(), v.ID))
+		check.OK(t, a.Depart(t.Context(), v.ID))
+	}
+	fails(t, second(a.Get(t.Context(), v.ID)), errdefs.ErrNotFound, "Get of what has left")
+	moved, err := b.Get(t.Context(), v.ID)
+	check.OK(t, err)
+	if !moved.Created.Equal(v.Created) || moved.Size != v.Size || moved.Format.State != volume.Raw {
+		t.Errorf("it was %+v, and is %+v", v, moved)
+	}
+	holds(t, b, moved)
+}
+
+// TestMoveSealed: what is sealed is used again only if it stays, and what is not sealed does not depart.
+func TestMoveSealed(t *testing.T) {
+	a, b := twoHomes(t)()
+	v, _ := withContents(t, a)
+	fails(t, a.Depart(t.Context(), v.ID), errdefs.ErrPrecondition, "Depart of what is not sealed")
+	from, err := a.Seal(t.Context(), v.ID)
+	check.OK(t, err)
+	fails(t, second(a.AttachRaw(t.Context(), v, nil, true)), errdefs.ErrUnavailable, "AttachRaw where nobody knows whether it moves")
+	does := &stays{err: fmt.Errorf("%w: it is on node-2 now", errdefs.ErrPrecondition)}
+	a.SetMoves(does)
+	fails(t, second(a.AttachRaw(t.Context(), v, nil, true)), errdefs.ErrPrecondition, "AttachRaw of what has moved")
+	fails(t, second(a.Attach(t.Context(), v, nil)), errdefs.ErrPrecondition, "Attach of what has moved")
+	if again, err := a.Seal(t.Context(), v.ID); err != nil || !again.Created.Equal(from.Created) {
+		t.Errorf("sealed again it is of %v, %v; it was of %v", again.Created, err, from.Created)
+	}
+	does.err = nil
+	device, err := a.AttachRaw(t.Context(), v, nil, true)
+	check.OK(t, err)
+	fails(t, a.Depart(t.Context(), v.ID), errdefs.ErrPrecondition, "Depart of what is used again")
+	check.OK(t, errors.Join(device.Close(), a.Detach(t.Context(), v.ID)))
+
+	// What another node says of a volume goes into records.
+	from, err = a.Seal(t.Context(), v.ID)
+	check.OK(t, err)
+	for name, change := range map[string]func(*volume.Origin){
+		"another volume": func(o *volume.Origin) { o.ID.Key = volume.KeyOf("another") },
+		"a snapshot":     func(o *volume.Origin) { o.ID.Kind = blockdev.Snapshot },
+		"unknown label":  func(o *volume.Origin) { o.Labels = map[string]string{"export": "1"} },
+		"long label":     func(o *volume.Origin) { o.Labels = map[string]string{"pv.name": strings.Repeat("x", 4000)} },
+		"no size":        func(o *volume.Origin) { o.Size = 0 },
+	} {
+		bad := from
+		change(&bad)
+		fails(t, b.Bring(t.Context(), "source", blockdev.Thin, bad), errdefs.ErrUnsupported, name)
+	}
+	// What is there of that name, and whole, stays.
+	own, err := b.Create(t.Context(), volume.Spec{Name: "source", Size: volume.Range{Required: mib}})
+	check.OK(t, err)
+	fails(t, b.Bring(t.Context(), "source", blockdev.Thin, from), errdefs.ErrExists, "Bring over a volume")
+	if have, err := b.Get(t.Context(), own.ID); err != nil || have.Size != mib {
+		t.Errorf("its own is %+v, %v", have, err)
+	}
+}
+
+// TestLVMMove: a volume moves from each kind of pool to each other, whatever sizes that has.
+func TestLVMMove(t *testing.T) {
+	urls := kindURLs(t)
+	text := drivertest.Content{Seed: "text", Offset: 5*mib + 4096, Size: 3 * mib}
+	homes := map[string]*volume.Local{}
+	for kind, url := range urls {
+		homes[kind] = start(t, 0, open(t, "p", url))
+		homes[kind].SetMoves(&stays{})
+	}
+	at := "plain"
+	v, err := homes[at].Create(t.Context(), volume.Spec{Name: "v", Pool: "p", Size: volume.Range{Required: 16*mib + 4096}})
+	check.OK(t, err)
+	device, err := homes[at].AttachRaw(t.Context(), v, nil, true)
+	check.OK(t, err)
+	check.OK(t, text.Write(device.Path))
+	check.OK(t, errors.Join(device.Close(), homes[at].Detach(t.Context(), v.ID)))
+	for _, to := range []string{"linear", "plain", "thin", "linear", "xfs", "thin", "plain", "xfs", "linear", "thin", "xfs", "plain"} {
+		from, err := homes[at].Seal(t.Context(), v.ID)
+		check.OK(t, err)
+		check.OK(t, homes[to].Bring(t.Context(), "v", "", from))
+		check.OK(t, homes[to].Arrive(t.Context(), v.ID))
+		check.OK(t, homes[at].Depart(t.Context(), v.ID))
+		moved, err := homes[to].Get(t.Context(), v.ID)
+		check.OK(t, err)
+		if moved.Size < v.Size || moved.Size >= v.Size+8*mib || !moved.Created.Equal(v.Created) {
+			t.Errorf("from %s to %s: it is %+v", at, to, moved)
+		}
+		device, err := homes[to].AttachRaw(t.Context(), moved, nil, false)
+		check.OK(t, err)
+		if err := text.In(device.Path); err != nil {
+			t.Errorf("from %s to %s: %v", at, to, err)
+		}
+		f, err := os.Open(device.Path)
+		check.OK(t, err)
+		rest := make([]byte, 4096)
+		_, err = f.ReadAt(rest, 16*mib)
+		if err != nil || strings.Trim(string(rest), "\x00") != "" {
+			t.Errorf("from %s to %s: the end has %q, %v", at, to, rest[:16], err)
+		}
+		check.OK(t, errors.Join(f.Close(), device.Close(), homes[to].Detach(t.Context(), v.ID)))
+		at = to
+	}
+	check.OK(t, homes[at].Delete(t.Context(), v.ID))
+}
