@@ -65,6 +65,7 @@ var pages = map[string]string{
 	"TakesLong":       "wishes-stuck",
 	"CopyRefused":     "refused",
 	"CopyWaits":       "refused",
+	"MoveWaits":       "refused",
 	"DeletionRefused": "refused",
 	"GrowthRefused":   "refused",
 	"NoSpace":         "pool-full",

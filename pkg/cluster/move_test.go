@@ -20,6 +20,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool/remotetest"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/events"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -337,4 +338,30 @@ func TestMoveCutShort(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 	w.tally(from)
 	w.tally(to)
+}
+
+// TestMoveTold: that a volume moves, why that does not go on, and that it has moved, events on its claim say.
+func TestMoveTold(t *testing.T) {
+	w, network := newEnvironment(t), &remotetest.Network{}
+	let := make(chan struct{}, 1)
+	a := w.begin(&machine{name: "node-1", ported: true, network: network, wrap: func(p *memory.Pool) blockdev.Pool { return &halting{p, let} }})
+	b := w.begin(&machine{name: "node-2", ported: true, network: network})
+	s := w.calling(a)
+	w.pooled(s, b)
+	claim := w.claim("v")
+	of := w.specOf(claim)
+	of.Access, of.Nodes, of.Size = volume.AccessAny, []string{a.name}, volume.Range{Required: 64 * mib}
+	v, err := s.Create(w.ctx, of)
+	check.OK(t, err)
+	w.write(a, v.ID, 8, 40)
+	a.stop()
+	w.movesTo(of.Name, b.name)
+	w.told(events.MoveWaits, "connection refused", w.object(of.Name), claim)
+	w.start(a)
+	let <- struct{}{}
+	w.told(events.Moving, "it is being moved to node node-2", w.object(of.Name), claim)
+	close(let)
+	w.told(events.Moved, "it has moved here from node node-1", w.object(of.Name), claim)
+	w.moved(of.Name, a, b)
+	check.OK(t, s.Delete(w.ctx, v.ID))
 }

@@ -362,7 +362,10 @@ type MoveStatus struct {
 	// Node is that of spec.move that the rest is about, before the volume has moved: the new one.
 	// +kubebuilder:validation:MaxLength=253
 	Node string `json:"node"`
-	// Message says why the move does not go on, or how far it is, for people.
+	// Waits: the move does not go on now.
+	// +optional
+	Waits bool `json:"waits,omitempty"`
+	// Message says how far the move is, or why it does not go on, for people.
 	// +optional
 	// +kubebuilder:validation:MaxLength=2048
 	Message string `json:"message,omitempty"`

@@ -148,7 +148,9 @@ func (a *Agent) reconcileMove(ctx context.Context, r request) (reconcile.Result,
 	if err == nil || errors.Is(err, context.Canceled) || ctx.Err() != nil {
 		return reconcile.Result{RequeueAfter: checkAgain}, nil
 	}
-	if failure := a.reportMove(ctx, v, func(s *v1alpha1.MoveStatus) { s.Message, s.Progress = cluster.Limited(errdefs.Words(err)), nil }); failure != nil {
+	if failure := a.reportMove(ctx, v, func(s *v1alpha1.MoveStatus) {
+		s.Waits, s.Message, s.Progress = true, cluster.Limited(errdefs.Words(err)), nil
+	}); failure != nil {
 		return reconcile.Result{}, errors.Join(err, failure)
 	}
 	if errors.Is(err, errWaits) {
@@ -252,7 +254,7 @@ func (a *Agent) reportBrought(ctx context.Context, v *v1alpha1.Volume, agent grp
 	}
 	return a.reportMove(ctx, now, func(s *v1alpha1.MoveStatus) {
 		s.Copied, s.Progress = &v1alpha1.MoveCopied{Claims: now.Spec.Claims, Size: now.Status.Size}, nil
-		s.Message = "all bytes are on node " + a.local.Node()
+		s.Waits, s.Message = false, "all bytes are on node "+a.local.Node()
 	})
 }
 
@@ -280,7 +282,7 @@ func (a *Agent) followMove(ctx context.Context, v *v1alpha1.Volume) (end func())
 					if was := s.Progress; was != nil && was.Total == far.Total && abs(far.Done-was.Done) < max(1, far.Total/progressOf) {
 						return
 					}
-					s.Progress, s.Copied = &v1alpha1.Progress{Done: far.Done, Total: far.Total}, nil
+					s.Waits, s.Progress, s.Copied = false, &v1alpha1.Progress{Done: far.Done, Total: far.Total}, nil
 					s.Message = fmt.Sprintf("%s of %s are copied from node %s", cluster.Bytes(far.Done), cluster.Bytes(far.Total), v.Spec.NodeName)
 				})
 			}
@@ -367,7 +369,7 @@ func (a *Agent) arrive(ctx context.Context, v *v1alpha1.Volume) error {
 			now.Status.Move = &v1alpha1.MoveStatus{Node: a.local.Node()}
 		}
 		err := report(ctx, a, now, func(v *v1alpha1.Volume) {
-			v.Status.Move.Arrived, v.Status.Move.Message = true, "moved; node "+v.Spec.Move.Node+" is to give its bytes back"
+			v.Status.Move.Arrived, v.Status.Move.Waits, v.Status.Move.Message = true, false, "moved; node "+v.Spec.Move.Node+" is to give its bytes back"
 		})
 		*v = *now
 		return err
@@ -397,12 +399,12 @@ func (a *Agent) giveBack(ctx context.Context, v *v1alpha1.Volume) (reconcile.Res
 	case err == nil:
 		a.Changed()
 		klog.FromContext(ctx).Info("Gave back the bytes of a volume that has moved", "volume", cluster.VolumeID(v).String(), "to", v.Spec.NodeName)
-		return reconcile.Result{}, a.reportMove(ctx, v, func(s *v1alpha1.MoveStatus) { s.Cleared, s.Message = true, "moved" })
+		return reconcile.Result{}, a.reportMove(ctx, v, func(s *v1alpha1.MoveStatus) { s.Cleared, s.Waits, s.Message = true, false, "moved" })
 	case errors.Is(err, errdefs.ErrBusy):
 		return reconcile.Result{}, err
 	}
 	failure := a.reportMove(ctx, v, func(s *v1alpha1.MoveStatus) {
-		s.Message = cluster.Limited("moved; the bytes that node " + a.local.Node() + " had are still there: " + errdefs.Words(err))
+		s.Waits, s.Message = true, cluster.Limited("moved; the bytes that node "+a.local.Node()+" had are still there: "+errdefs.Words(err))
 	})
 	if failure == nil && errors.Is(err, errdefs.ErrInUse) {
 		return reconcile.Result{RequeueAfter: inUseRetry}, nil

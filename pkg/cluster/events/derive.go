@@ -107,6 +107,7 @@ func ofVolume(v *v1alpha1.Volume, node nodeState) []saying {
 		}
 	}
 	all = append(all, ofCopy(v, subject)...)
+	all = append(all, ofMove(v, subject)...)
 	return append(all, ofWaiting(v, node)...)
 }
 
@@ -129,6 +130,29 @@ func ofCopy(v *v1alpha1.Volume, subject string) []saying {
 		return nil // of another version
 	}
 	return one.each(waiting)
+}
+
+// ofMove is what there is to say of the move of a volume to another node: that it is begun, why it does not go on, that the volume is there.
+func ofMove(v *v1alpha1.Volume, subject string) []saying {
+	m, s := v.Spec.Move, v.Status.Move
+	if m == nil || s == nil || v1alpha1.Going(v) || !m.Left && s.Node != m.Node {
+		return nil
+	}
+	one := saying{of: v, level: normal, state: s.Node}
+	var all []saying
+	switch {
+	case m.Left && s.Arrived:
+		one.reason, one.note = Moved, fmt.Sprintf("%sit has moved here from node %s", subject, m.Node)
+		all = one.each(volumes)
+	case !m.Left && !s.Waits:
+		one.reason, one.note = Moving, fmt.Sprintf("%sit is being moved to node %s", subject, m.Node)
+		all = one.each(volumes)
+	}
+	if s.Waits {
+		one.reason, one.level, one.lasting, one.note = MoveWaits, warning, true, subject+"its move waits: "+s.Message
+		all = append(all, one.each(volumes)...)
+	}
+	return all
 }
 
 // ofWaiting says that a volume waits for its node: it is in use, or something is to be done to it.

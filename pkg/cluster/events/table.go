@@ -26,6 +26,9 @@ const (
 	Copying         = v1alpha1.ReasonCopying
 	CopyWaits       = v1alpha1.ReasonCopyWaits
 	Copied          = v1alpha1.ReasonCopied
+	Moving          = "Moving"
+	MoveWaits       = "MoveWaits"
+	Moved           = "Moved"
 	GrowthRefused   = "GrowthRefused"
 	DeletionRefused = "DeletionRefused"
 	Recovered       = "Recovered"
@@ -100,12 +103,15 @@ var Table = []Entry{
 	{NodeGone, warning, volumes, "The node of the volume is gone for good."},
 	{CopyRefused, warning, waiting, "A clone, a restore or a snapshot was refused; on what is to be the copy, or the volume of the snapshot."},
 	{CopyWaits, warning, waiting, "A copy of what is on another node does not go on."},
+	{MoveWaits, warning, volumes, "The move of the volume to another node does not go on."},
 	{GrowthRefused, warning, volumes, "The volume cannot grow."},
 	{DeletionRefused, warning, []string{onVolume, onSnapshot, onPV}, "What is to be deleted cannot be deleted yet."},
 
 	{Recovered, normal, anywhere, "Nothing is wrong any more."},
 	{Copying, normal, waiting, "What is on another node is being copied."},
 	{Copied, normal, waiting, "What is on another node was copied, and is there to be used."},
+	{Moving, normal, volumes, "The volume is being moved to another node."},
+	{Moved, normal, volumes, "The volume has moved, and is there to be used."},
 	{AgentHeard, normal, []string{onNode, onVolume, onClaim}, "The driver on the node is heard again."},
 	{NodeReady, normal, waiting, "The node that the volume waited for is ready again."},
 }
