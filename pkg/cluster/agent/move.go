@@ -46,7 +46,7 @@ type moves struct {
 // bringers is how many volumes are brought, or given back, at once.
 const bringers = 4
 
-const aMove = "move of volume"
+const aMove = "move"
 
 // connectMoves prepares the watch of those volumes. It asks the API server nothing.
 func (a *Agent) connectMoves(config *rest.Config) (err error) {
