@@ -191,7 +191,7 @@ func startNode(ctx context.Context, o options) (err error) {
 	watching.Start()
 	defer watching.Close()
 	return beside(ctx, reached.keeping(a.Run), func(ctx context.Context) error {
-		return o.monitored(ctx, []metrics.Source{measuring.Samples, watching.Samples(o.nodeID), a.Samples}, func(ctx context.Context, observe observer) error {
+		return o.monitored(ctx, []metrics.Source{measuring.Samples, watching.Samples(o.nodeID), a.Samples, reached.samples}, func(ctx context.Context, observe observer) error {
 			remotely := rpc.Services{SnapshotMetadata: controller.New(local), Locks: locks, Observe: observe, Others: reached.registering(o.transfers(a.OpenCopy))}
 			return o.withPort(ctx, remote, config, namespace, remotely, func(ctx context.Context) error {
 				return answer(ctx, o, listener, rpc.Services{Identity: newIdentity(o, nil), Locks: locks, Observe: observe,

@@ -17,6 +17,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/agent"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/export"
+	"github.com/ashlar-csi/ashlar/pkg/metrics"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 	"github.com/ashlar-csi/ashlar/pkg/node"
 	"github.com/ashlar-csi/ashlar/pkg/rpc"
@@ -28,12 +29,13 @@ type reached struct {
 	volumes  node.Volumes // that can be used
 	keeping  func(run func(context.Context) error) func(context.Context) error
 	services func(grpc.ServiceRegistrar)
+	samples  metrics.Source
 }
 
 // reach has the volumes of this node given to others, and lets it use those of others.
 func (o *options) reach(ctx context.Context, a *agent.Agent, local *volume.Local, mounts *mount.Table, locks *keylock.Table, network *v1alpha1.Network) (*reached, error) {
 	if network == nil {
-		return &reached{local, o.keepingNothing, func(grpc.ServiceRegistrar) {}}, nil
+		return &reached{local, o.keepingNothing, func(grpc.ServiceRegistrar) {}, func() []metrics.Sample { return nil }}, nil
 	}
 	at, err := netip.ParseAddrPort(network.Address)
 	if err != nil {
@@ -74,10 +76,12 @@ func (o *options) reach(ctx context.Context, a *agent.Agent, local *volume.Local
 				defer stop()
 				done.Go(func() { local.KeepExports(ctx) })
 				done.Go(func() { remote.Keep(ctx) })
+				done.Go(func() { a.TellAway(ctx, remote.Away, agent.AwayPause) })
 				return run(ctx)
 			}
 		},
 		services: func(r grpc.ServiceRegistrar) { export.Register(r, a.Exports(), a.Uses(others)) },
+		samples:  remote.Samples,
 	}, nil
 }
 

@@ -53,6 +53,7 @@ type guarded struct {
 	*environment
 	mine, others, shared, asked, stale, abandoned, finalized, deleted *v1alpha1.Volume
 	coming, leaving                                                   *v1alpha1.Volume // to and from node-1
+	used                                                              *v1alpha1.Volume // of node-2, by node-1
 	snapshot, snapshotOfOthers                                        *v1alpha1.Snapshot
 	pool, poolOfOthers                                                *v1alpha1.Pool
 }
@@ -91,6 +92,9 @@ func newGuarded(t *testing.T) *guarded {
 	w.coming, w.leaving = made(volumeOn("node-2", "coming"), moving(nodeName)), made(volumeOn(nodeName, "leaving"), moving("node-2"))
 	w.coming.Status.Size = mib
 	check.OK(t, w.Status().Update(w.ctx, w.coming))
+	w.used = made(volumeOn("node-2", "used"), func(v *v1alpha1.Volume) { v.Spec.Access = "any" })
+	w.used.Status.Size, w.used.Status.Export = mib, &v1alpha1.Export{Generation: 1, Node: nodeName}
+	check.OK(t, w.Status().Update(w.ctx, w.used))
 	w.asked = made(volumeOn(nodeName, "asked"), nil)
 	w.asked.Spec.Delete = w.asked.UID
 	check.OK(t, w.Update(w.ctx, w.asked))
@@ -209,6 +213,13 @@ func TestGuardVolumes(t *testing.T) {
 		reported(w, "how far it comes here, without its size", w.coming, `{"move":{"node":"node-1"},"size":null}`, ofAnother),
 		reported(w, "how far it comes here, and more", w.coming, `{"move":{"node":"node-1"},"thin":true}`, ofAnother),
 		reported(w, "how far what does not come moves", w.others, `{"move":{"node":"node-1"}}`, ofAnother),
+		reported(w, "that its node is away", w.used, `{"export":{"away":"2026-11-24T00:00:00Z"}}`, ""),
+		reported(w, "that its node is away, and its size", w.used, `{"export":{"away":"2026-11-24T00:00:00Z"},"size":2097152}`, ofAnother),
+		reported(w, "that its node is away, without its size", w.used, `{"export":{"away":"2026-11-24T00:00:00Z"},"size":null}`, ofAnother),
+		reported(w, "that its node is away, and another claim", w.used, `{"export":{"away":"2026-11-24T00:00:00Z","generation":2}}`, ofAnother),
+		reported(w, "given to another", w.used, `{"export":{"node":"node-3"}}`, ofAnother),
+		reported(w, "not given", w.used, `{"export":null}`, ofAnother),
+		reported(w, "that the node of what is not used is away", w.others, `{"export":{"generation":1,"node":"node-1","away":"2026-11-24T00:00:00Z"}}`, ofAnother),
 		changed(w, "come here by itself", w.coming, func(o v) { o.Spec.NodeName, o.Spec.Move = nodeName, &v1alpha1.Move{Node: "node-2", Left: true} }, ofAnother),
 		changed(w, "left by itself", w.leaving, func(o v) { o.Spec.NodeName, o.Spec.Move = "node-2", &v1alpha1.Move{Node: nodeName, Left: true} }, ofAnother),
 		changed(w, "kept", w.leaving, func(o v) { o.Spec.Move = nil }, specKept),

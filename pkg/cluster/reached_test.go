@@ -5,6 +5,7 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"net/http"
 	"os"
@@ -25,6 +26,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool/remotetest"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/agent"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/export"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/port"
@@ -39,6 +41,7 @@ import (
 type uses struct {
 	*volume.Everywhere
 	others *others
+	remote *remotepool.Pool
 	agent  *agent.Agent
 	node   *node.Server
 }
@@ -67,7 +70,7 @@ func (w *environment) use(m *machine, mounts *mount.Table) {
 	remote := remotepool.New(m.name, m.network, m.agent.Homes())
 	local, err := volume.NewLocal(w.ctx, m.name, []blockdev.Pool{remote}, mounts, 0)
 	check.OK(w, err)
-	m.uses = &uses{Everywhere: volume.NewEverywhere(m.local, local, m.agent.Elsewhere(remote.Has)), others: &others{Local: local}, agent: m.agent}
+	m.uses = &uses{Everywhere: volume.NewEverywhere(m.local, local, m.agent.Elsewhere(remote.Has)), others: &others{Local: local}, remote: remote, agent: m.agent}
 	m.uses.node = node.New(w.ctx, m.uses, mounts, node.Options{Claims: true})
 }
 
@@ -503,4 +506,37 @@ func TestReachedLost(t *testing.T) {
 	if exported := a.network.Exported(); len(exported) != 0 {
 		t.Errorf("released, exported is %v", exported)
 	}
+}
+
+// TestReachedAway: that a home does not answer who uses its volume is told once, on the volume and what it is for, until it answers again.
+func TestReachedAway(t *testing.T) {
+	w, a, b, s, v, dir := reached(t, spec("v"))
+	object := cluster.VolumeNamed(v.ID.Key)
+	check.OK(t, s.Claim(w.ctx, v.ID, on(b.name)))
+	w.staged(b, dir, v.ID, mounted)
+	ctx, stop := context.WithCancel(w.ctx)
+	done := make(chan struct{})
+	go func() { defer close(done); b.agent.TellAway(ctx, b.uses.remote.Away, 50*time.Millisecond) }()
+	t.Cleanup(func() { stop(); <-done })
+	away := func(want bool) {
+		t.Helper()
+		w.eventually(fmt.Sprint("it is away: ", want), func() bool {
+			e := w.object(v.Name).Status.Export
+			return e != nil && (e.Away != nil) == want
+		})
+	}
+	a.network.Cut(true)
+	away(true)
+	w.told("HomeAway", "node "+a.name+", which alone has it, does not answer there since", object)
+	since := w.object(v.Name).Status.Export.Away
+	w.touched(v.Name) // its own node writes its status too
+	time.Sleep(200 * time.Millisecond)
+	if e := w.object(v.Name).Status.Export; e == nil || !e.Away.Equal(since) {
+		t.Errorf("it was away since %v, and now %+v", since, e)
+	}
+	a.network.Cut(false)
+	away(false)
+	w.told("HomeBack", "node "+a.name+" answers on the network again", object)
+	w.told("HomeAway", "", object) // once
+	check.OK(t, b.unstage(w.ctx, dir, v.ID))
 }

@@ -23,6 +23,8 @@ var (
 
 	PoolExports = sampledGauge("ashlar_pool_exports", "Volumes of the pool that other nodes use, over the network.", "node", "pool")
 
+	RemoteVolumesAway = sampledGauge("ashlar_remote_volumes_away", "Volumes of other nodes that are used on the node and whose own node does not answer it, so that all that uses them waits.", "node")
+
 	PoolThinData     = sampledGauge("ashlar_pool_thin_data_ratio", "The part of a thin pool's data that is in use, from 0 to 1.", "node", "pool")
 	PoolThinMetadata = sampledGauge("ashlar_pool_thin_metadata_ratio", "The part of a thin pool's metadata that is in use, from 0 to 1.", "node", "pool")
 

@@ -405,6 +405,9 @@ type Export struct {
 	// Since when, by the clock of the volume's node.
 	// +optional
 	Since *metav1.Time `json:"since,omitempty"`
+	// Away is since when the volume's node does not answer the node that it is given to, which alone writes that, by its clock; without it, it answers.
+	// +optional
+	Away *metav1.Time `json:"away,omitempty"`
 }
 
 // Failure is an error: its reason is one of the closed list of the driver's errors

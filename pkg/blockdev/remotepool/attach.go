@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"strings"
 	"time"
 
@@ -14,6 +15,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvme"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/metrics"
 )
 
 // Attach: see blockdev.Pool. The device stays until Detach, also without Keep: its last user may be gone because the home is away. What is not the
@@ -300,6 +302,32 @@ func (p *Pool) look(c nvme.Device) known {
 			k.away = time.Now()
 		}
 	})
+}
+
+// Away are the volumes used here whose homes do not answer, and since when. It asks the kernel alone.
+func (p *Pool) Away() (map[blockdev.Ref]time.Time, error) {
+	all, err := p.all(nqnPrefix)
+	away := map[blockdev.Ref]time.Time{}
+	for ref, connected := range all {
+		if slices.ContainsFunc(connected, nvme.Device.Live) {
+			continue
+		}
+		for _, c := range connected {
+			if at, is := away[ref]; !is || p.look(c).away.Before(at) {
+				away[ref] = p.look(c).away
+			}
+		}
+	}
+	return away, err
+}
+
+// Samples is a metrics.Source.
+func (p *Pool) Samples() []metrics.Sample {
+	away, err := p.Away()
+	if err != nil {
+		return nil // PoolHealth says so
+	}
+	return []metrics.Sample{metrics.RemoteVolumesAway.At(float64(len(away)), p.node)}
 }
 
 // Health: see blockdev.Pool. It asks the kernel alone.

@@ -14,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	dto "github.com/prometheus/client_model/go"
 	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/internal/check"
@@ -317,6 +318,18 @@ func TestHomeAway(t *testing.T) {
 		if len(problems) != 1 || problems[0].Severity != blockdev.Inaccessible || problems[0].Reason != remotepool.ReasonAway || !strings.HasPrefix(problems[0].Message, "node home, which has") ||
 			!strings.Contains(problems[0].Message, "does not answer on the network since 20") {
 			t.Errorf("health is %v", problems)
+		}
+	}
+	for name, c := range map[string]struct {
+		pool *remotepool.Pool
+		want float64
+	}{"its user": {all, 1}, "another node": {remotepool.New("another", h, h), 0}} {
+		away, err := c.pool.Away()
+		check.OK(t, err)
+		samples := c.pool.Samples()
+		var m dto.Metric
+		if len(samples) != 1 || samples[0].Write(&m) != nil || m.GetGauge().GetValue() != c.want || float64(len(away)) != c.want || c.want == 1 && time.Since(away[ref]) > time.Minute {
+			t.Errorf("%s: away are %v, and metrics say %v", name, away, samples)
 		}
 	}
 	pooltest.Fails(t, pool.Detach(t.Context(), ref), errdefs.ErrUnavailable, "Detach")

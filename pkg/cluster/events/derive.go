@@ -108,6 +108,7 @@ func ofVolume(v *v1alpha1.Volume, node nodeState) []saying {
 	}
 	all = append(all, ofCopy(v, subject)...)
 	all = append(all, ofMove(v, subject)...)
+	all = append(all, ofAway(v)...)
 	return append(all, ofWaiting(v, node)...)
 }
 
@@ -153,6 +154,18 @@ func ofMove(v *v1alpha1.Volume, subject string) []saying {
 		all = append(all, one.each(volumes)...)
 	}
 	return all
+}
+
+// ofAway says that who uses a volume on another node waits for the volume's own, as the agent there has found.
+func ofAway(v *v1alpha1.Volume) []saying {
+	e := v.Status.Export
+	if e == nil || e.Away == nil {
+		return nil
+	}
+	since, home := e.Away.UTC().Format(time.RFC3339), v.Spec.NodeName
+	return saying{of: v, reason: HomeAway, level: warning, since: e.Away.Time, state: since, lasting: true, waits: true,
+		note: fmt.Sprintf("volume %s is used on node %s, and node %s, which alone has it, does not answer there since %s: what is read and written waits; see that node %s is up, and reached from node %s",
+			cluster.VolumeID(v), e.Node, home, since, home, e.Node)}.each(volumes)
 }
 
 // ofWaiting says that a volume waits for its node: it is in use, or something is to be done to it.
@@ -234,9 +247,12 @@ func (s saying) over() saying {
 	if v, ok := s.of.(*v1alpha1.Volume); ok {
 		node = v.Spec.NodeName
 	}
-	if s.reason == AgentSilent {
+	switch s.reason {
+	case AgentSilent:
 		s.reason, s.note = AgentHeard, "the driver on node "+node+" is heard again"
-	} else {
+	case HomeAway:
+		s.reason, s.note = HomeBack, "node "+node+" answers on the network again"
+	default:
 		s.reason, s.note = NodeReady, "node "+node+" is ready again"
 	}
 	return s

@@ -29,6 +29,8 @@ const (
 	Moving          = "Moving"
 	MoveWaits       = "MoveWaits"
 	Moved           = "Moved"
+	HomeAway        = "HomeAway"
+	HomeBack        = "HomeBack"
 	GrowthRefused   = "GrowthRefused"
 	DeletionRefused = "DeletionRefused"
 	Recovered       = "Recovered"
@@ -71,6 +73,7 @@ var Table = []Entry{
 	{"FilesystemErrors", warning, volumes, "The mounted filesystem has found errors."},
 	{"DeviceSuspended", warning, volumes, "The volume's device is suspended, so that all that uses it waits."},
 	{"NotExported", warning, volumes, "Another node uses the volume, and its home cannot export it, so that all that uses it waits."},
+	{HomeAway, warning, volumes, "The node of the volume does not answer the node that uses it, so that all that uses it waits."},
 	{"DeviceChanged", warning, volumes, "Who has the raw device has changed its settings."},
 	{"LimitsNotKept", warning, volumes, "The limits of the volume's I/O are not in force."},
 	{"ImageLonger", warning, objects, "The file with the bytes is longer than its record says."},
@@ -112,6 +115,7 @@ var Table = []Entry{
 	{Copied, normal, waiting, "What is on another node was copied, and is there to be used."},
 	{Moving, normal, volumes, "The volume is being moved to another node."},
 	{Moved, normal, volumes, "The volume has moved, and is there to be used."},
+	{HomeBack, normal, volumes, "The node of the volume answers the node that uses it again, or has ended that use."},
 	{AgentHeard, normal, []string{onNode, onVolume, onClaim}, "The driver on the node is heard again."},
 	{NodeReady, normal, waiting, "The node that the volume waited for is ready again."},
 }
