@@ -540,3 +540,65 @@ func TestReachedAway(t *testing.T) {
 	w.told("HomeAway", "", object) // once
 	check.OK(t, b.unstage(w.ctx, dir, v.ID))
 }
+
+// TestReachedForgotten: an object of before a claim, as after a restore, knows nothing of who uses its volume. What is given ends when that one gives it back.
+func TestReachedForgotten(t *testing.T) {
+	w, a, b, s, v, dir := reached(t, spec("v"))
+	check.OK(t, s.Claim(w.ctx, v.ID, on(b.name)))
+	w.staged(b, dir, v.ID, mounted)
+	w.madeAnew(v.Name, func() {}, func(s *v1alpha1.VolumeSpec) { s.Claim, s.Claims = nil, 0 })
+	w.eventually("the object says who uses it", func() bool { return w.exportedTo(v.ID) == b.name })
+	w.eventually("the user has not heard of any claim", func() bool { _, claimed := b.agent.Homes().Claim(ref(v)); return !claimed })
+	check.OK(t, b.unstage(w.ctx, dir, v.ID))
+	if exported := a.network.Exported(); len(exported) != 0 {
+		t.Errorf("exported is %v", exported)
+	}
+	w.touched(v.Name)
+	w.eventually("it is deleted", func() bool { return s.Delete(soon(t), v.ID) == nil })
+}
+
+// TestReachedDeleted: an object that says that its volume is to be deleted, of which the record says that it is given away: that ends first, if the object
+// has counted that claim.
+func TestReachedDeleted(t *testing.T) {
+	w, a, b, _, v, _ := reached(t, spec("v"))
+	check.OK(t, second(w.homeOf(a, b).Open(w.ctx, v.ID, w.claimFor(v.ID, b.name))))
+	object := w.object(v.Name)
+	before := object.DeepCopy()
+	object.Spec.Claim, object.Spec.Delete = nil, object.UID
+	check.OK(t, w.Patch(w.ctx, object, client.MergeFrom(before)))
+	w.eventually("it is deleted", func() bool { return w.object(v.Name) == nil })
+	if exported := a.network.Exported(); len(exported) != 0 {
+		t.Errorf("exported is %v", exported)
+	}
+}
+
+// TestReachedDamaged: who uses a volume whose record is damaged goes on, until its claim is released.
+func TestReachedDamaged(t *testing.T) {
+	drivertest.NeedRoot(t)
+	var damaged atomic.Bool
+	w, network := newEnvironment(t), &remotetest.Network{}
+	a := w.begin(&machine{name: "node-1", ported: true, network: network, hook: func(op string, _ blockdev.Ref) error {
+		if op == "Get" && damaged.Load() {
+			return fmt.Errorf("%w: damaged record", errdefs.ErrDataLoss)
+		}
+		return nil
+	}})
+	b := w.begin(&machine{name: "node-2", ported: true, network: network})
+	s := w.calling(a)
+	w.pooled(s, b)
+	v, err := s.Create(w.ctx, anyNode("v", a.name))
+	check.OK(t, err)
+	check.OK(t, second(w.homeOf(a, b).Open(w.ctx, v.ID, w.claimFor(v.ID, b.name))))
+	damaged.Store(true)
+	w.touched(v.Name)
+	w.eventually("it is reported lost", func() bool { return v1alpha1.IsLost(w.object(v.Name)) })
+	w.touched(v.Name)
+	if exported := network.Exported(); len(exported) != 1 {
+		t.Errorf("while it is claimed, exported is %v", exported)
+	}
+	w.eventually("it is released", func() bool { return s.Release(soon(t), v.ID, b.name) == nil })
+	if exported := network.Exported(); len(exported) != 0 {
+		t.Errorf("released, exported is %v", exported)
+	}
+	damaged.Store(false)
+}

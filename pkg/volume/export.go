@@ -545,10 +545,11 @@ func (e Exported) export(path string) nvmet.Export {
 
 // Unexport ends the export of a volume to a generation, or with 0 whichever there is. An export to another one stays. When it has returned
 // without an error, nothing of the consumer comes any more, and the volume is attached nowhere. After an error it is to be called again:
-// ErrInUse if somebody here holds the device that was exported. Of a volume that is missing, all that is exported still ends.
+// ErrInUse if somebody here holds the device that was exported. Of a volume that is missing, all that is exported still ends; so it does with 0 of one whose
+// record is damaged.
 func (l *Local) Unexport(ctx context.Context, id ID, generation int64) error {
 	pool, record, err := l.exportRecord(ctx, id)
-	if errors.Is(err, errdefs.ErrNotFound) {
+	if errors.Is(err, errdefs.ErrNotFound) || generation == 0 && errors.Is(err, errdefs.ErrDataLoss) {
 		return l.unexportMissing(ctx, id)
 	}
 	if err != nil {
@@ -561,7 +562,7 @@ func (l *Local) Unexport(ctx context.Context, id ID, generation int64) error {
 	return trace.Do(ctx, "end an export", func(ctx context.Context) error { return l.unexport(ctx, pool, record, e) }, "volume", id.String())
 }
 
-// unexportMissing ends what is exported of a volume that has no record any more: only the kernel knows of it.
+// unexportMissing ends what is exported of a volume that has no record any more that could be read: only the kernel knows of it.
 func (l *Local) unexportMissing(ctx context.Context, id ID) error {
 	stack, err := l.stack(id)
 	if err != nil || id.Kind != blockdev.Volume || !l.exporting() {

@@ -1174,3 +1174,35 @@ func TestExportKey(t *testing.T) {
 	fails(t, second(volume.ExportKey(path)), errdefs.ErrDataLoss, "a key that is cut short")
 	fails(t, second(volume.ExportKey(filepath.Join(path, "key"))), unix.ENOTDIR, "no such folder")
 }
+
+// TestExportRecordDamaged: what is exported of a volume whose record cannot be read any more ends only when all of it is to end.
+func TestExportRecordDamaged(t *testing.T) {
+	url, k := filesURL(t), newTarget(t)
+	pool := opened(t, "default", url)
+	l := start(t, 0, pool)
+	serve(t, l, k, nil)
+	v := create(t, l, "a")
+	check.OK(t, second(l.Export(t.Context(), v.ID, grant(7, "b"))))
+	check.OK(t, pool.Close())
+	dir, _, _ := strings.Cut(strings.TrimPrefix(url, "file://"), "?")
+	record := filepath.Join(dir, "volumes", v.ID.Key+".rec")
+	good, err := os.ReadFile(record)
+	check.OK(t, err)
+	check.OK(t, os.WriteFile(record, make([]byte, len(good)), 0o600))
+	pool = opened(t, "default", url)
+	l = start(t, 0, pool)
+	serve(t, l, k, nil)
+	fails(t, l.Unexport(t.Context(), v.ID, 7), errdefs.ErrDataLoss, "the end of one export")
+	if len(k.exports) != 1 {
+		t.Errorf("exported are %v", k.exports)
+	}
+	check.OK(t, l.Unexport(t.Context(), v.ID, 0))
+	if len(k.exports) != 0 {
+		t.Errorf("exported are %v", k.exports)
+	}
+	devices, err := l.Attached(t.Context(), v.ID)
+	check.OK(t, errors.Join(err, pool.Close()))
+	if len(devices) != 0 {
+		t.Errorf("attached as %v", devices)
+	}
+}

@@ -41,6 +41,7 @@ func (p *Pool) Attach(ctx context.Context, ref blockdev.Ref, how blockdev.Attach
 	if err := p.checkExport(export, ref); err != nil {
 		return blockdev.Device{}, err
 	}
+	p.tell(ref, export.NQN)
 	if err := p.leaveOthers(ctx, ref, export.NQN); err != nil {
 		return blockdev.Device{}, err
 	}
@@ -184,24 +185,37 @@ func (p *Pool) detach(ctx context.Context, ref blockdev.Ref, c nvme.Device) erro
 		return fmt.Errorf("%w: %s is held by a mount, or by a device over it", errdefs.ErrInUse, c.Path)
 	}
 	_, generation, _ := parseNQN(c.NQN)
-	claim, claimed := p.home.Claim(ref)
-	ours := claimed && claim.Generation == generation
+	ours, err := p.ours(ctx, ref, c)
 	switch {
 	case c.Path == "":
 	case c.Live():
 		if err := flush(c.Path); err != nil {
 			klog.FromContext(ctx).Error(err, "Could not write out what was written to a device; disconnecting it all the same", "device", c.Path)
 		}
+	case err != nil:
+		return errdefs.Recast(errdefs.ErrUnavailable, err, "%s; and whether its claim has ended is not known", p.away(c, ref))
 	case ours:
 		return fmt.Errorf("%w: %s", errdefs.ErrUnavailable, p.away(c, ref))
 	}
 	if err := p.disconnect(ctx, c.NQN); err != nil {
 		return err
 	}
-	if ours {
+	if ours || c.Live() { // the home gives it, whatever is known of claims
 		p.closed(ctx, ref, generation)
 	}
 	return nil
+}
+
+// ours reports whether a connection leads, or may lead again, to what the home gives. Where no claim is known, which may be because nobody has told of
+// any yet, those who know are asked of one that is not live.
+func (p *Pool) ours(ctx context.Context, ref blockdev.Ref, c nvme.Device) (bool, error) {
+	_, generation, _ := parseNQN(c.NQN)
+	claim, claimed := p.home.Claim(ref)
+	if claimed || c.Live() || p.replaced(ref, c) {
+		return claimed && claim.Generation == generation && !p.replaced(ref, c), nil
+	}
+	ended, err := p.home.Ended(ctx, ref, generation)
+	return !ended, err
 }
 
 func flush(path string) error {
@@ -248,10 +262,12 @@ func (p *Pool) dropEnded(ctx context.Context, ref blockdev.Ref, c nvme.Device) e
 		return nil
 	}
 	_, generation, _ := parseNQN(c.NQN)
-	if ended, err := p.home.Ended(ctx, ref, generation); err != nil || !ended {
-		return err
+	if !p.replaced(ref, c) {
+		if ended, err := p.home.Ended(ctx, ref, generation); err != nil || !ended {
+			return err
+		}
 	}
-	klog.FromContext(ctx).Info("The claim of a volume of another node has ended; its connection ends, and all who use it here get errors", "volume", ref.String(), "generation", generation)
+	klog.FromContext(ctx).Info("The claim of a volume of another node has ended, or its export has; its connection ends, and all who use it here get errors", "volume", ref.String(), "generation", generation)
 	return p.disconnect(ctx, c.NQN)
 }
 

@@ -116,7 +116,25 @@ type shared struct {
 	home   Home
 
 	mu    sync.Mutex
-	known map[string]known // by the NQNs of connections
+	known map[string]known        // by the NQNs of connections
+	told  map[blockdev.Ref]string // the names that homes gave volumes by last
+}
+
+// tell notes by which name a home gives a volume.
+func (p *Pool) tell(ref blockdev.Ref, nqn string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.told[ref] = nqn
+}
+
+// replaced reports whether the home gives a volume for the generation of a connection by another name: it has started anew since, and what it gave before
+// never comes back. After a start of this process that is not known until the home is asked again.
+func (p *Pool) replaced(ref blockdev.Ref, c nvme.Device) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	_, generation, _ := parseNQN(c.NQN)
+	_, now, told := parseNQN(p.told[ref])
+	return told && now == generation && p.told[ref] != c.NQN
 }
 
 // known is what is known of a connection beside what the kernel says. It is forgotten with the process.
@@ -135,7 +153,7 @@ var (
 
 // New returns the pool of the volumes that a node uses and others have.
 func New(node string, kernel Kernel, home Home) *Pool {
-	return &Pool{&shared{node: node, kernel: kernel, home: home, known: map[string]known{}}, ""}
+	return &Pool{&shared{node: node, kernel: kernel, home: home, known: map[string]known{}, told: map[blockdev.Ref]string{}}, ""}
 }
 
 // Named is the pool as that of volumes in the pool of a name, on whatever nodes.
@@ -179,7 +197,7 @@ func (p *Pool) Get(ctx context.Context, ref blockdev.Ref) (blockdev.Record, erro
 	}
 	claim, claimed := p.home.Claim(ref)
 	for _, c := range connected {
-		if _, generation, _ := parseNQN(c.NQN); claimed && generation < claim.Generation && inUse(c) {
+		if _, generation, _ := parseNQN(c.NQN); claimed && (generation < claim.Generation || p.replaced(ref, c)) && inUse(c) {
 			return blockdev.Record{}, p.outlived(c, ref)
 		}
 	}
@@ -402,6 +420,9 @@ func (p *Pool) forget(nqn string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	delete(p.known, nqn)
+	if ref, _, _ := parseNQN(nqn); p.told[ref] == nqn {
+		delete(p.told, ref)
+	}
 }
 
 // closed tells the home that a volume is not used any more. Should that not come through, the release of the claim says so too.

@@ -37,6 +37,8 @@ type home struct {
 	generation int64 // of the claim; 0: there is none
 	record     blockdev.Record
 	closed     []int64
+	unknown    bool   // whether the volume is claimed is not known
+	word       string // of what is exported
 
 	name string // that it tells; empty: that of the export
 	host string // likewise
@@ -74,11 +76,11 @@ func (h *home) answer() error {
 }
 
 func (h *home) nqn(generation int64) string {
-	return fmt.Sprintf("nqn.2026-11.dev.ashlar:%s:%d:0123456789abcdef", ref.Key, generation)
+	return fmt.Sprintf("nqn.2026-11.dev.ashlar:%s:%d:%s", ref.Key, generation, cmp.Or(h.word, "0123456789abcdef"))
 }
 
 func (h *home) Claim(blockdev.Ref) (remotepool.Claim, bool) {
-	return remotepool.Claim{Home: "home", Generation: h.generation}, h.generation > 0
+	return remotepool.Claim{Home: "home", Generation: h.generation}, h.generation > 0 && !h.unknown
 }
 
 func (h *home) Open(ctx context.Context, _ string, _ blockdev.Ref) (remotepool.Export, error) {
@@ -333,13 +335,13 @@ func TestHomeAway(t *testing.T) {
 		}
 	}
 	pooltest.Fails(t, pool.Detach(t.Context(), ref), errdefs.ErrUnavailable, "Detach")
-	h.generation = 0 // its claim was taken away
+	h.generation, h.err = 0, nil // its claim was taken away
 	check.OK(t, pool.Detach(t.Context(), ref))
 	if h.connected(t) != 0 || len(h.closed) != 0 {
 		t.Errorf("%d are connected, and the home was told %v", h.connected(t), h.closed)
 	}
 	h.Cut(false)
-	h.generation = 1
+	h.generation, h.err = 1, fmt.Errorf("%w: no answer", errdefs.ErrUnavailable)
 	pooltest.Fails(t, pooltest.Second(pool.Get(t.Context(), ref)), errdefs.ErrUnavailable, "Get of what is not connected")
 }
 
@@ -387,4 +389,49 @@ func TestRestart(t *testing.T) {
 	if h.connected(t) != 0 {
 		t.Error("it is connected")
 	}
+}
+
+// TestClaimUnknown: while nobody has told yet who has claimed what, as after a start without an API server, what waits for its home is kept, unless the claim
+// has ended; and what is given back, the home is told of.
+func TestClaimUnknown(t *testing.T) {
+	h, all := start(t)
+	pooltest.Attach(t, all.Named("fast"), ref, blockdev.Attachment{Keep: true})
+	h.unknown = true
+	h.Cut(true)
+	pooltest.Fails(t, h.restarted().Detach(t.Context(), ref), errdefs.ErrUnavailable, "Detach of what is claimed")
+	h.err = fmt.Errorf("%w: no API server", errdefs.ErrUnavailable)
+	pooltest.Fails(t, h.restarted().Detach(t.Context(), ref), errdefs.ErrUnavailable, "Detach of what nobody knows of")
+	if h.connected(t) != 1 {
+		t.Fatal("it is not connected any more")
+	}
+	h.err = nil
+	h.Cut(false)
+	check.OK(t, h.restarted().Detach(t.Context(), ref))
+	if h.connected(t) != 0 || len(h.closed) != 1 || h.closed[0] != 1 {
+		t.Errorf("%d are connected, and the home was told %v", h.connected(t), h.closed)
+	}
+}
+
+// TestReplaced: a home that has started anew gives a volume for the same claim by another name. What is connected by the old one leads nowhere, whoever uses it.
+func TestReplaced(t *testing.T) {
+	h, all := start(t)
+	pool := all.Named("fast")
+	old := pooltest.Attach(t, pool, ref, blockdev.Attachment{})
+	user, err := os.OpenFile(old.Path, os.O_RDONLY|unix.O_EXCL, 0) // as a mount does
+	check.OK(t, err)
+	check.OK(t, h.Remove(t.Context(), h.nqn(1)))
+	h.word = "fedcba9876543210"
+	pooltest.Fails(t, pooltest.Second(pool.Attach(t.Context(), ref, blockdev.Attachment{})), errdefs.ErrPrecondition, "Attach while it is used")
+	pooltest.Fails(t, pooltest.Second(pool.Get(t.Context(), ref)), errdefs.ErrPrecondition, "Get while it is used")
+	check.OK(t, user.Close()) // the network of tests ends nothing that is open
+	check.OK(t, all.DropEnded(t.Context()))
+	if n := h.connected(t); n != 0 {
+		t.Errorf("%d are connected", n)
+	}
+	pooltest.Attach(t, pool, ref, blockdev.Attachment{})
+	check.OK(t, all.DropEnded(t.Context()))
+	if list, err := h.List(""); err != nil || len(list) != 1 || list[0].NQN != h.nqn(1) || len(all.PoolHealth(t.Context())) > 0 {
+		t.Errorf("connected is %v, %v; health is %v", list, err, all.PoolHealth(t.Context()))
+	}
+	check.OK(t, pool.Detach(t.Context(), ref))
 }

@@ -58,6 +58,23 @@ func (a *Agent) reportGiven(ctx context.Context, v *v1alpha1.Volume) error {
 	})
 }
 
+// takeBackDamaged ends what a volume whose record is damaged is given to, if nobody wants that any more, by the API server's own word. Who uses it goes on until
+// then: its bytes are there.
+func (a *Agent) takeBackDamaged(ctx context.Context, v *v1alpha1.Volume) error {
+	given := func(v *v1alpha1.Volume) bool {
+		e := v.Status.Export
+		return e != nil && wantsGiven(v, volume.Grant{Generation: e.Generation, Node: e.Node})
+	}
+	if v.Status.Export == nil || given(v) {
+		return nil
+	}
+	now := &v1alpha1.Volume{}
+	if err := a.kube.Live.Get(ctx, client.ObjectKeyFromObject(v), now); err != nil || given(now) {
+		return err
+	}
+	return a.takeBackMissing(ctx, v)
+}
+
 // takeBackMissing ends what a volume that is missing is given to: nothing of it can be used, and it can be released and deleted then.
 func (a *Agent) takeBackMissing(ctx context.Context, v *v1alpha1.Volume) error {
 	if a.options.Exporter == nil || v.Status.Export == nil {

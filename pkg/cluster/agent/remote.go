@@ -218,14 +218,20 @@ func (h homes) Ended(ctx context.Context, ref blockdev.Ref, generation int64) (b
 	return c == nil || c.Node != h.local.Node() || c.Generation != generation || v.Status.Export == nil, nil
 }
 
-// Close: see remotepool.Home. Where the home is, the claim says; without one its release has ended the export, or does.
+// Close: see remotepool.Home. Where the home is, the claim says; without one the object, which may be one of before the claim.
 func (h homes) Close(ctx context.Context, ref blockdev.Ref, generation int64) error {
-	v, is := h.usedHere(ref.Key)
-	if !is || v.Spec.Claim.Generation != generation {
-		return nil
-	}
 	ctx, cancel := context.WithTimeout(ctx, homeTime)
 	defer cancel()
+	v, is := h.usedHere(ref.Key)
+	if !is {
+		v = &v1alpha1.Volume{}
+		if err := h.kube.Live.Get(ctx, client.ObjectKey{Name: ref.Key}, v); err != nil {
+			return client.IgnoreNotFound(err)
+		}
+	}
+	if v.Spec.NodeName == h.local.Node() {
+		return nil
+	}
 	return h.atHome(ctx, v, func(home export.Home) error { return home.Close(ctx, cluster.VolumeID(v), generation) })
 }
 

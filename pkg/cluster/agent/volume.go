@@ -237,7 +237,7 @@ func (a *Agent) deleteVolume(ctx context.Context, v *v1alpha1.Volume) (reconcile
 		return reconcile.Result{}, err
 	}
 	if errors.Is(err, errdefs.ErrInUse) {
-		return reconcile.Result{RequeueAfter: inUseRetry}, nil
+		return reconcile.Result{RequeueAfter: inUseRetry}, errdefs.IgnoreNotFound(a.reportGiven(ctx, v)) // perhaps that is who uses it
 	}
 	return reconcile.Result{RequeueAfter: lastRetry}, nil
 }
@@ -303,7 +303,7 @@ func (a *Agent) maintainVolume(ctx context.Context, v *v1alpha1.Volume) error {
 	case errors.Is(err, errdefs.ErrNotFound):
 		return errors.Join(a.reportLost(ctx, v, blockdev.Problem{Severity: blockdev.DataLoss, Reason: "VolumeMissing", Message: a.missingVolume(v)}), a.takeBackMissing(ctx, v))
 	case errors.Is(err, errdefs.ErrDataLoss):
-		return a.reportLost(ctx, v, blockdev.Problem{Severity: blockdev.DataLoss, Reason: "RecordDamaged", Message: errdefs.Words(err)})
+		return errors.Join(a.reportLost(ctx, v, blockdev.Problem{Severity: blockdev.DataLoss, Reason: "RecordDamaged", Message: errdefs.Words(err)}), a.takeBackDamaged(ctx, v))
 	case errors.Is(err, errdefs.ErrUnavailable):
 		return report(ctx, a, v, func(v *v1alpha1.Volume) {
 			setHealth(&v.Status.Conditions, &v.Status.Health, v, []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: poolUnavailable, Message: errdefs.Words(err)}})
