@@ -208,9 +208,10 @@ func TestGuardVolumes(t *testing.T) {
 		changed(w, "given to other nodes to use", w.mine, func(o v) { o.Spec.Access = "any" }, "the access to a volume does not change"),
 		reported(w, "given to another node", w.shared, `{"export":{"generation":1,"node":"node-2"}}`, ""),
 		reported(w, "given to another node, of another node", w.others, `{"export":{"generation":1,"node":"node-1"}}`, ofAnother),
-		reported(w, "how far it comes here", w.coming, `{"move":{"node":"node-1","message":"m","copied":{"claims":1,"size":1048576}}}`, ""),
+		reported(w, "how far it comes here", w.coming, `{"move":{"node":"node-1","message":"m","copied":{"generation":1,"sealed":"2026-11-24T00:00:00.000000Z","size":1048576}}}`, ""),
 		reported(w, "how far it comes here, and its size", w.coming, `{"move":{"node":"node-1"},"size":2097152}`, ofAnother),
 		reported(w, "how far it comes here, without its size", w.coming, `{"move":{"node":"node-1"},"size":null}`, ofAnother),
+		reported(w, "that it has arrived where it is not", w.coming, `{"move":{"node":"node-1","arrived":true}}`, ofAnother),
 		reported(w, "how far it comes here, and more", w.coming, `{"move":{"node":"node-1"},"thin":true}`, ofAnother),
 		reported(w, "how far what does not come moves", w.others, `{"move":{"node":"node-1"}}`, ofAnother),
 		reported(w, "that its node is away", w.used, `{"export":{"away":"2026-11-24T00:00:00Z"}}`, ""),
@@ -329,17 +330,24 @@ func TestMoveRules(t *testing.T) {
 	claimed.Spec.Access, claimed.Spec.Move, claimed.Spec.Claims = "any", &v1alpha1.Move{Node: "node-2"}, 1
 	claimed.Spec.Claim = &v1alpha1.Claim{Node: nodeName, Mode: "mount", Generation: 1}
 	check.OK(t, w.Create(w.ctx, claimed))
-	left := volumeOn(nodeName, "left")
-	left.Spec.Access, left.Spec.Move = "any", &v1alpha1.Move{Node: "node-2"}
-	check.OK(t, w.Create(w.ctx, left))
-	away(left)
-	check.OK(t, w.Update(w.ctx, left))
+	moved := func(name string) v {
+		o := volumeOn(nodeName, name)
+		o.Spec.Access, o.Spec.Move = "any", &v1alpha1.Move{Node: "node-2"}
+		check.OK(t, w.Create(w.ctx, o))
+		away(o)
+		check.OK(t, w.Update(w.ctx, o))
+		return o
+	}
+	left, over := moved("left"), moved("over")
+	over.Status.Move = &v1alpha1.MoveStatus{Node: "node-2", Arrived: true}
+	check.OK(t, w.Status().Update(w.ctx, over))
 	w.tryAs(t, apitest.Get(t).Config(apitest.Admin), []attempt{
 		changed(w, "asked for", w.shared, func(o v) { o.Spec.Move = &v1alpha1.Move{Node: "node-2"} }, ""),
 		changed(w, "to another node instead", w.leaving, func(o v) { o.Spec.Move.Node = "node-3" }, ""),
 		changed(w, "undone", w.leaving, func(o v) { o.Spec.Move = nil }, ""),
 		changed(w, "moved", w.leaving, away, ""),
-		changed(w, "ended", left, func(o v) { o.Spec.Move = nil }, ""),
+		changed(w, "undone too late", left, func(o v) { o.Spec.Move = nil }, "it is too late to undo that"),
+		changed(w, "ended", over, func(o v) { o.Spec.Move = nil }, ""),
 
 		changed(w, "of one node", w.mine, func(o v) { o.Spec.Move = &v1alpha1.Move{Node: "node-2"} }, "make a snapshot, and restore it on another node"),
 		changed(w, "to where it is", w.shared, func(o v) { o.Spec.Move = &v1alpha1.Move{Node: nodeName} }, "the volume is on that node"),

@@ -275,6 +275,9 @@ func (l *Local) source(ctx context.Context, id ID) (origin, error) {
 		return origin{}, err
 	}
 	record, err := pool.Get(ctx, id.ref())
+	if err == nil && id.Kind == blockdev.Volume {
+		err = l.stillHere(ctx, id, record)
+	}
 	return origin{pool, record}, err
 }
 

@@ -7,6 +7,7 @@ import (
 	"maps"
 	"os"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -25,6 +26,8 @@ type Moves interface {
 	// Stays returns nil once it is sure that a volume of this node that is sealed does not move before its use has ended. ErrPrecondition if it has moved;
 	// ErrUnavailable if that cannot be found out now.
 	Stays(ctx context.Context, id ID) error
+	// IsHere returns nil if a volume that is sealed is still this node's: it may move right after that. Errors are those of Stays.
+	IsHere(ctx context.Context, id ID) error
 }
 
 // SetMoves says who knows whether volumes move. It is called before anything uses a volume; without it none does.
@@ -38,8 +41,9 @@ var movedLabels = []string{labelFilesystem, labelFormat, labelEncryption, labelD
 	labelSource, labelNamespace, labelClaim, labelPV, labelMade}
 
 // Seal keeps a volume as it is, or finds that it is sealed, and returns it as the origin of its move. What Created says is when it was sealed: as long as
-// that is the same, so are the bytes. ErrInUse while it is attached or exported. The caller has the lock, now and while it reads.
-func (l *Local) Seal(ctx context.Context, id ID) (Origin, error) {
+// that is the same, so are the bytes. A seal is for a count of claims: one of before another claim is made anew, as who wrote then may have been a driver of
+// before seals. ErrInUse while it is attached or exported. The caller has the lock, now and while it reads.
+func (l *Local) Seal(ctx context.Context, id ID, claims int64) (Origin, error) {
 	pool, record, err := l.exportRecord(ctx, id)
 	if err != nil {
 		return Origin{}, err
@@ -50,8 +54,8 @@ func (l *Local) Seal(ctx context.Context, id ID) (Origin, error) {
 	if err := l.unusedHere(ctx, pool, record.Ref); err != nil {
 		return Origin{}, err
 	}
-	if record.Labels[labelSealed] == "" {
-		now := time.Now().UTC().Format(time.RFC3339Nano)
+	if _, of, err := seal(record); err != nil || of != claims {
+		now := time.Now().UTC().Truncate(time.Microsecond).Format(time.RFC3339Nano) + "/" + strconv.FormatInt(claims, 10)
 		if record, err = pool.SetLabels(ctx, record.Ref, func(labels map[string]string) error {
 			labels[labelSealed] = now
 			return nil
@@ -62,6 +66,18 @@ func (l *Local) Seal(ctx context.Context, id ID) (Origin, error) {
 	return l.sealed(ctx, pool, record)
 }
 
+// seal is since when a volume is sealed, and after how many claims; ErrPrecondition if it is not.
+func seal(r blockdev.Record) (since time.Time, claims int64, err error) {
+	at, count, _ := strings.Cut(r.Labels[labelSealed], "/")
+	if since, err = time.Parse(time.RFC3339Nano, at); err == nil {
+		claims, err = strconv.ParseInt(count, 10, 64)
+	}
+	if err != nil {
+		err = fmt.Errorf("%w: the record of volume %s says that it is sealed since %q", errdefs.ErrPrecondition, r.Key, r.Labels[labelSealed])
+	}
+	return since, claims, err
+}
+
 // sealed is a volume that is sealed, as the origin of its move.
 func (l *Local) sealed(ctx context.Context, pool blockdev.Pool, record blockdev.Record) (Origin, error) {
 	id := ID{record.Kind, pool.Name(), record.Key}
@@ -69,9 +85,9 @@ func (l *Local) sealed(ctx context.Context, pool blockdev.Pool, record blockdev.
 	if !ok {
 		return Origin{}, fmt.Errorf("%w: pool %s cannot list what its volumes hold, so they do not move", errdefs.ErrUnsupported, pool.Name())
 	}
-	since, err := time.Parse(time.RFC3339Nano, record.Labels[labelSealed])
+	since, _, err := seal(record)
 	if err != nil {
-		return Origin{}, fmt.Errorf("%w: the record of volume %s says that it is sealed since %q", errdefs.ErrDataLoss, id, record.Labels[labelSealed])
+		return Origin{}, err
 	}
 	sector := uint32(0)
 	if err := read(ctx, pool, record.Ref, func(f *os.File) (err error) {
@@ -113,13 +129,37 @@ func (l *Local) unseal(ctx context.Context, id ID) error {
 	if record.Labels[labelSealed] == "" {
 		return nil
 	}
-	if l.moves == nil {
-		return fmt.Errorf("%w: volume %s was about to move to another node of a cluster, and only there is known whether it has; start the driver with --cluster", errdefs.ErrUnavailable, id)
+	moves, err := l.movesOf(id)
+	if err != nil {
+		return err
 	}
-	if err := l.moves.Stays(ctx, id); err != nil {
+	if err := moves.Stays(ctx, id); err != nil {
 		return fmt.Errorf("use volume %s, which is about to move: %w", id, err)
 	}
 	return changeLabel(ctx, pool, record.Ref, labelSealed, "")
+}
+
+// stillHere is an error for a record that is sealed, of a volume that has moved: what was written since is not in its bytes.
+func (l *Local) stillHere(ctx context.Context, id ID, record blockdev.Record) error {
+	if record.Labels[labelSealed] == "" {
+		return nil
+	}
+	moves, err := l.movesOf(id)
+	if err == nil {
+		err = moves.IsHere(ctx, id)
+	}
+	if err != nil {
+		return fmt.Errorf("copy volume %s, which may have moved: %w", id, err)
+	}
+	return nil
+}
+
+// movesOf returns who knows whether a volume that is sealed moves.
+func (l *Local) movesOf(id ID) (Moves, error) {
+	if l.moves == nil {
+		return nil, fmt.Errorf("%w: volume %s was about to move to another node of a cluster, and only there is known whether it has; start the driver with --cluster", errdefs.ErrUnavailable, id)
+	}
+	return l.moves, nil
 }
 
 // makeOurs ends what keeps this node from using a volume of its own: an export of it, and a move that has not begun to be true.
@@ -130,14 +170,14 @@ func (l *Local) makeOurs(ctx context.Context, id ID) error {
 	return l.unseal(ctx, id)
 }
 
-// Depart removes a volume that has moved to another node and arrived there; that it is not here is success. ErrPrecondition if it is not sealed:
-// then it is not what has moved. ErrInUse while it is attached.
-func (l *Local) Depart(ctx context.Context, id ID) error {
+// Depart removes a volume that has moved to another node, as it was sealed then, and arrived there; that it is not here is success. ErrPrecondition if it is not
+// sealed, or was at another time: then it is not what has moved. ErrInUse while it is attached.
+func (l *Local) Depart(ctx context.Context, id ID, sealed time.Time) error {
 	pool, record, err := l.exportRecord(ctx, id)
 	if err != nil {
 		return errdefs.IgnoreNotFound(err)
 	}
-	if record.Labels[labelSealed] == "" {
+	if since, _, err := seal(record); err != nil || !since.Equal(sealed) {
 		return fmt.Errorf("%w: volume %s of node %s was used after it had moved, or is another one; its bytes stay here", errdefs.ErrPrecondition, id, l.node)
 	}
 	if err := l.unusedHere(ctx, pool, record.Ref); err != nil {

@@ -20,7 +20,8 @@ import (
 // stays answers for a cluster whether volumes move.
 type stays struct{ err error }
 
-func (s *stays) Stays(context.Context, volume.ID) error { return s.err }
+func (s *stays) Stays(context.Context, volume.ID) error  { return s.err }
+func (s *stays) IsHere(context.Context, volume.ID) error { return s.err }
 
 // twoHomes are two nodes with a pool of one name, each over its own storage; restart starts them, the first time or again.
 func twoHomes(t *testing.T) (restart func() (a, b *volume.Local)) {
@@ -53,7 +54,7 @@ func TestMoveGoesOn(t *testing.T) {
 	v, _ := withContents(t, a)
 	read, sealed := int64(0), time.Time{}
 	for _, used := range []bool{false, true} {
-		from, err := a.Seal(t.Context(), v.ID)
+		from, err := a.Seal(t.Context(), v.ID, 3)
 		check.OK(t, err)
 		if !used {
 			fails(t, b.Bring(t.Context(), "source", blockdev.Thin, stopping(from, 6*mib, errdefs.ErrUnavailable, &read)), errdefs.ErrUnavailable, "an origin that goes away")
@@ -64,11 +65,11 @@ func TestMoveGoesOn(t *testing.T) {
 			a.SetMoves(&stays{})
 			device, err := a.AttachRaw(t.Context(), v, nil, true)
 			check.OK(t, err)
-			fails(t, second(a.Seal(t.Context(), v.ID)), errdefs.ErrInUse, "Seal of what is attached")
+			fails(t, second(a.Seal(t.Context(), v.ID, 3)), errdefs.ErrInUse, "Seal of what is attached")
 			check.OK(t, errors.Join(device.Close(), a.Detach(t.Context(), v.ID)))
 			fails(t, from.Read(t.Context(), 0, func(int64, []byte) error { return nil }), errdefs.ErrUnavailable, "to read what was used meanwhile")
 		}
-		from, err = a.Seal(t.Context(), v.ID)
+		from, err = a.Seal(t.Context(), v.ID, 3)
 		check.OK(t, err)
 		if !sealed.IsZero() && from.Created.Equal(sealed) != !used {
 			t.Errorf("used meanwhile: %v; it was sealed at %v, and is at %v", used, sealed, from.Created)
@@ -87,7 +88,7 @@ func TestMoveGoesOn(t *testing.T) {
 	}
 	for range 2 {
 		check.OK(t, b.Arrive(t.Context(), v.ID))
-		check.OK(t, a.Depart(t.Context(), v.ID))
+		check.OK(t, a.Depart(t.Context(), v.ID, sealed))
 	}
 	fails(t, second(a.Get(t.Context(), v.ID)), errdefs.ErrNotFound, "Get of what has left")
 	moved, err := b.Get(t.Context(), v.ID)
@@ -102,25 +103,31 @@ func TestMoveGoesOn(t *testing.T) {
 func TestMoveSealed(t *testing.T) {
 	a, b := twoHomes(t)()
 	v, _ := withContents(t, a)
-	fails(t, a.Depart(t.Context(), v.ID), errdefs.ErrPrecondition, "Depart of what is not sealed")
-	from, err := a.Seal(t.Context(), v.ID)
+	fails(t, a.Depart(t.Context(), v.ID, time.Time{}), errdefs.ErrPrecondition, "Depart of what is not sealed")
+	from, err := a.Seal(t.Context(), v.ID, 3)
 	check.OK(t, err)
 	fails(t, second(a.AttachRaw(t.Context(), v, nil, true)), errdefs.ErrUnavailable, "AttachRaw where nobody knows whether it moves")
 	does := &stays{err: fmt.Errorf("%w: it is on node-2 now", errdefs.ErrPrecondition)}
 	a.SetMoves(does)
 	fails(t, second(a.AttachRaw(t.Context(), v, nil, true)), errdefs.ErrPrecondition, "AttachRaw of what has moved")
 	fails(t, second(a.Attach(t.Context(), v, nil)), errdefs.ErrPrecondition, "Attach of what has moved")
-	if again, err := a.Seal(t.Context(), v.ID); err != nil || !again.Created.Equal(from.Created) {
+	fails(t, second(a.CreateSnapshot(t.Context(), "late", v.ID)), errdefs.ErrPrecondition, "CreateSnapshot of what has moved")
+	fails(t, second(a.Create(t.Context(), volume.Spec{Name: "clone", Pool: v.ID.Pool, Source: v.ID})), errdefs.ErrPrecondition, "Create of a copy of what has moved")
+	if again, err := a.Seal(t.Context(), v.ID, 3); err != nil || !again.Created.Equal(from.Created) {
 		t.Errorf("sealed again it is of %v, %v; it was of %v", again.Created, err, from.Created)
 	}
+	if anew, err := a.Seal(t.Context(), v.ID, 4); err != nil || !anew.Created.After(from.Created) {
+		t.Errorf("sealed after another claim it is of %v, %v; it was of %v", anew.Created, err, from.Created)
+	}
+	fails(t, a.Depart(t.Context(), v.ID, from.Created), errdefs.ErrPrecondition, "Depart of what was sealed at another time")
 	does.err = nil
 	device, err := a.AttachRaw(t.Context(), v, nil, true)
 	check.OK(t, err)
-	fails(t, a.Depart(t.Context(), v.ID), errdefs.ErrPrecondition, "Depart of what is used again")
+	fails(t, a.Depart(t.Context(), v.ID, from.Created), errdefs.ErrPrecondition, "Depart of what is used again")
 	check.OK(t, errors.Join(device.Close(), a.Detach(t.Context(), v.ID)))
 
 	// What another node says of a volume goes into records.
-	from, err = a.Seal(t.Context(), v.ID)
+	from, err = a.Seal(t.Context(), v.ID, 3)
 	check.OK(t, err)
 	for name, change := range map[string]func(*volume.Origin){
 		"another volume": func(o *volume.Origin) { o.ID.Key = volume.KeyOf("another") },
@@ -159,11 +166,11 @@ func TestLVMMove(t *testing.T) {
 	check.OK(t, text.Write(device.Path))
 	check.OK(t, errors.Join(device.Close(), homes[at].Detach(t.Context(), v.ID)))
 	for _, to := range []string{"linear", "plain", "thin", "linear", "xfs", "thin", "plain", "xfs", "linear", "thin", "xfs", "plain"} {
-		from, err := homes[at].Seal(t.Context(), v.ID)
+		from, err := homes[at].Seal(t.Context(), v.ID, 3)
 		check.OK(t, err)
 		check.OK(t, homes[to].Bring(t.Context(), "v", "", from))
 		check.OK(t, homes[to].Arrive(t.Context(), v.ID))
-		check.OK(t, homes[at].Depart(t.Context(), v.ID))
+		check.OK(t, homes[at].Depart(t.Context(), v.ID, from.Created))
 		moved, err := homes[to].Get(t.Context(), v.ID)
 		check.OK(t, err)
 		if moved.Size < v.Size || moved.Size >= v.Size+8*mib || !moved.Created.Equal(v.Created) {

@@ -118,6 +118,7 @@ const AllWell = "Healthy"
 // +kubebuilder:printcolumn:name="Problem",type=string,priority=1,JSONPath=`.status.conditions[?(@.type=="Healthy")].reason`,description="The reason of the worst problem"
 // +kubebuilder:printcolumn:name="Failure",type=string,priority=1,JSONPath=`.status.failure.message`,description="Why what was asked for last was refused"
 // +kubebuilder:validation:XValidation:rule="self.metadata.name.matches('^[0-9a-f]{32}$')",message="the name of a volume's object is its key"
+// +kubebuilder:validation:XValidation:rule="!(has(oldSelf.spec.move) && has(oldSelf.spec.move.left) && oldSelf.spec.move.left) || has(self.spec.move) || has(self.status) && has(self.status.move) && has(self.status.move.arrived) && self.status.move.arrived",message="the volume has moved, and its new node has not taken it over yet: it is too late to undo that"
 // +kubebuilder:validation:XValidation:rule="self.spec.size >= oldSelf.spec.size || (has(self.status) && has(self.status.size) && self.spec.size >= self.status.size)",message="a volume does not shrink"
 type Volume struct {
 	metav1.TypeMeta   `json:",inline"`
@@ -383,11 +384,13 @@ type MoveStatus struct {
 	Cleared bool `json:"cleared,omitempty"`
 }
 
-// MoveCopied says which bytes were copied: nobody has written any since, as long as the volume's spec has that count of claims, and no claim.
+// MoveCopied says which bytes were copied: nobody has written any since, as long as the object has that generation, and the old node that seal.
 type MoveCopied struct {
-	// Claims is the count of claims that had been there.
-	// +kubebuilder:validation:Minimum=0
-	Claims int64 `json:"claims"`
+	// Generation of the object when all bytes were there: since then nobody has claimed the volume, or taken the move back.
+	// +kubebuilder:validation:Minimum=1
+	Generation int64 `json:"generation"`
+	// Sealed is since when they do not change, by the clock of the node that the volume leaves. It gives back no others.
+	Sealed metav1.MicroTime `json:"sealed"`
 	// Size in bytes, as the object has it.
 	// +kubebuilder:validation:Minimum=4096
 	Size int64 `json:"size"`

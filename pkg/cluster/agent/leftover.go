@@ -21,10 +21,16 @@ func (a *Agent) dropLeftover(ctx context.Context, left volume.Leftover) {
 		return
 	}
 	if err == nil {
-		err = a.withLocks([]string{keylock.Volume(left.For)}, func() error { return a.local.DropLeftover(ctx, left) })
+		err = a.withLocks([]string{keylock.Volume(left.For)}, func() error {
+			if wanted, err = a.stillMade(ctx, left); wanted || err != nil { // since then
+				return err
+			}
+			return a.local.DropLeftover(ctx, left)
+		})
 	}
 	log := klog.FromContext(ctx)
 	switch {
+	case wanted:
 	case err == nil:
 		log.Info("Removed what was left of a copy that nobody asks for", "id", left.ID.String(), "copy", left.For)
 	case !errors.Is(err, errdefs.ErrBusy) && !errors.Is(err, errdefs.ErrInUse):

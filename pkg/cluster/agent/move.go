@@ -11,6 +11,7 @@ import (
 	"github.com/go-logr/logr"
 	"google.golang.org/grpc"
 	"k8s.io/apimachinery/pkg/api/equality"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/util/workqueue"
@@ -252,8 +253,11 @@ func (a *Agent) reportBrought(ctx context.Context, v *v1alpha1.Volume, agent grp
 	if !again.Created.Equal(sealed) || volume.SizeOf(again) != now.Status.Size {
 		return fmt.Errorf("%w: volume %s was used, or has grown, while it was copied; it is copied anew", errdefs.ErrUnavailable, v.Name)
 	}
+	if here, err := a.local.Brought(ctx, cluster.VolumeID(now), sealed); err != nil || !here { // it may have been removed, when the move was taken back and asked for again
+		return errors.Join(err, fmt.Errorf("%w: the copy of volume %s is gone; it is copied anew", errdefs.ErrUnavailable, v.Name))
+	}
 	return a.reportMove(ctx, now, func(s *v1alpha1.MoveStatus) {
-		s.Copied, s.Progress = &v1alpha1.MoveCopied{Claims: now.Spec.Claims, Size: now.Status.Size}, nil
+		s.Copied, s.Progress = &v1alpha1.MoveCopied{Generation: now.Generation, Size: now.Status.Size, Sealed: metav1.NewMicroTime(sealed)}, nil
 		s.Waits, s.Message = false, "all bytes are on node "+a.local.Node()
 	})
 }
@@ -306,7 +310,7 @@ func (a *Agent) openMove(ctx context.Context, key string) (volume.Origin, error)
 	var from volume.Origin
 	lock := keylock.Volume(key)
 	if err := a.withLocks([]string{lock}, func() (err error) {
-		from, err = a.local.Seal(ctx, cluster.VolumeID(v))
+		from, err = a.local.Seal(ctx, cluster.VolumeID(v), v.Spec.Claims)
 		return err
 	}); err != nil {
 		return volume.Origin{}, errdefs.Recast(errdefs.ErrUnavailable, err, "seal volume %s on node %s", cluster.VolumeID(v), a.local.Node())
@@ -335,19 +339,32 @@ func (a *Agent) leavesFor(ctx context.Context, key, node string) (*v1alpha1.Volu
 	return v, unclaimed(v)
 }
 
-// Stays: see volume.Moves. A claim in the object keeps the controller from naming the new node until that one has the bytes of after it.
+// Stays: see volume.Moves. A claim in the object keeps the controller from naming the new node until that one has the bytes of after it. Without one nothing would
+// tell the new node, which may be about to say that it has all of them.
 func (a *Agent) Stays(ctx context.Context, id volume.ID) error {
+	v, err := a.hereNow(ctx, id)
+	if err == nil && v.Spec.Move != nil && v.Spec.Claim == nil {
+		err = fmt.Errorf("%w: it is asked for on node %s, and no claim keeps it here", errdefs.ErrUnavailable, v.Spec.Move.Node)
+	}
+	return err
+}
+
+// IsHere: see volume.Moves.
+func (a *Agent) IsHere(ctx context.Context, id volume.ID) error {
+	_, err := a.hereNow(ctx, id)
+	return err
+}
+
+// hereNow returns the object of a volume of this node, as the API server has it; ErrPrecondition if it is on another one.
+func (a *Agent) hereNow(ctx context.Context, id volume.ID) (*v1alpha1.Volume, error) {
 	v := &v1alpha1.Volume{}
 	if err := a.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, v); err != nil {
-		return errdefs.Recast(errdefs.ErrUnavailable, err, "read volume %s", id.Key)
+		return nil, errdefs.Recast(errdefs.ErrUnavailable, err, "read volume %s", id.Key)
 	}
-	switch {
-	case v.Spec.NodeName != a.local.Node() || cluster.VolumeID(v) != id:
-		return fmt.Errorf("%w: it is on node %s now", errdefs.ErrPrecondition, v.Spec.NodeName)
-	case cluster.MayMove(v):
-		return fmt.Errorf("%w: all its bytes are on node %s, and no claim keeps it here", errdefs.ErrUnavailable, v.Spec.Move.Node)
+	if v.Spec.NodeName != a.local.Node() || cluster.VolumeID(v) != id {
+		return nil, fmt.Errorf("%w: it is on node %s now", errdefs.ErrPrecondition, v.Spec.NodeName)
 	}
-	return nil
+	return v, nil
 }
 
 // arrive takes over a volume that has moved here.
@@ -393,7 +410,11 @@ func (a *Agent) giveBack(ctx context.Context, v *v1alpha1.Volume) (reconcile.Res
 			return fmt.Errorf("%w: the object of volume %s was changed meanwhile", errdefs.ErrBusy, v.Name)
 		}
 		*v = *now
-		return a.local.Depart(ctx, cluster.VolumeID(v))
+		sealed := time.Time{} // which nothing is
+		if copied := v.Status.Move.Copied; copied != nil {
+			sealed = copied.Sealed.Time
+		}
+		return a.local.Depart(ctx, cluster.VolumeID(v), sealed)
 	})
 	switch {
 	case err == nil:

@@ -1,0 +1,106 @@
+package cluster_test
+
+import (
+	"strings"
+	"testing"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool/remotetest"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
+)
+
+// aboutToMove is a cluster of two nodes in a network, and a volume of the first with data, all of which is on the second one as well: the controller, which would
+// name that, is stopped.
+func aboutToMove(t *testing.T) (w *environment, a, b *machine, v volume.Volume, want []byte) {
+	t.Helper()
+	drivertest.NeedRoot(t)
+	w, network := newEnvironment(t), &remotetest.Network{}
+	a, b = w.begin(&machine{name: "node-1", ported: true, network: network}), w.begin(&machine{name: "node-2", ported: true, network: network})
+	s, stop := w.store()
+	w.pooled(s, b)
+	v, err := s.Create(w.ctx, volume.Spec{Name: "v", Size: volume.Range{Required: mib}, Access: volume.AccessAny, Nodes: []string{a.name}})
+	check.OK(t, err)
+	check.OK(t, storetest.WriteTo(a.disks[0].Open("default", nil))(w.ctx, v.ID, 64<<10, []byte("data")))
+	want = w.content(a, v.ID)
+	stop()
+	w.movesTo("v", b.name)
+	w.copied("v")
+	return w, a, b, v, want
+}
+
+// copied waits until the new node of a volume says that all bytes are there.
+func (w *environment) copied(name string) {
+	w.Helper()
+	w.eventually("all bytes of "+name+" are there", func() bool {
+		v := w.object(name)
+		return v.Status.Move != nil && v.Status.Move.Copied != nil
+	})
+}
+
+// flipped starts a controller, and waits until it has named the new node of a volume.
+func (w *environment) flipped(name string, to *machine) *store.Store {
+	w.Helper()
+	s, _ := w.store()
+	w.eventually("it is of "+to.name, func() bool { return w.object(name).Spec.NodeName == to.name })
+	return s
+}
+
+// TestMoveUndoneTooLate: a move is taken back by somebody who has not seen yet that the volume has moved. The bytes that the new node has are the volume then, and stay.
+func TestMoveUndoneTooLate(t *testing.T) {
+	w, a, b, v, want := aboutToMove(t)
+	b.stop()
+	w.flipped("v", b)
+	o := w.object("v")
+	before := o.DeepCopy()
+	o.Spec.Move = nil
+	if err := w.Patch(w.ctx, o, client.MergeFrom(before)); err == nil || !strings.Contains(err.Error(), "it is too late to undo that") {
+		t.Errorf("taken back: %v", err)
+	}
+	w.start(b)
+	w.moved("v", a, b)
+	if have := w.content(b, v.ID); string(have) != string(want) {
+		t.Error("its bytes are others")
+	}
+}
+
+// TestMoveAskedAgain: a move is taken back, and asked for again before everybody has heard of the first: what the new node said of the copy then is not true of
+// the one now.
+func TestMoveAskedAgain(t *testing.T) {
+	w, a, b, v, want := aboutToMove(t)
+	a.stop()
+	w.movesTo("v", "")
+	w.eventually("the copy is gone", func() bool { return len(w.leftovers(b)) == 0 })
+	w.movesTo("v", b.name)
+	s, _ := w.store()
+	w.movesays("v", "connection refused")
+	if now := w.object("v"); now.Spec.NodeName != a.name {
+		t.Fatalf("it is of %s, which has no bytes", now.Spec.NodeName)
+	}
+	w.start(a)
+	w.moved("v", a, b)
+	if have := w.content(b, v.ID); string(have) != string(want) {
+		t.Error("its bytes are others")
+	}
+	check.OK(t, s.Delete(w.ctx, v.ID))
+}
+
+// TestMoveUnclaimed: what is about to move nobody uses without a claim, also before all bytes are on the new node: that is told of it by claims alone.
+func TestMoveUnclaimed(t *testing.T) {
+	w, a, b, s, v, let, _ := slowly(t, 8, 40)
+	w.movesTo("v", b.name)
+	let <- struct{}{}
+	w.movesays("v", "are copied from node node-1")
+	here, err := a.local.Get(w.ctx, v.ID)
+	check.OK(t, err)
+	_, err = a.local.Attach(w.ctx, here, nil)
+	fails(t, err, errdefs.ErrUnavailable)
+	close(let)
+	w.moved("v", a, b)
+	check.OK(t, s.Delete(w.ctx, v.ID))
+}
