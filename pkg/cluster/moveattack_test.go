@@ -1,6 +1,7 @@
 package cluster_test
 
 import (
+	"fmt"
 	"strings"
 	"testing"
 
@@ -103,4 +104,48 @@ func TestMoveUnclaimed(t *testing.T) {
 	close(let)
 	w.moved("v", a, b)
 	check.OK(t, s.Delete(w.ctx, v.ID))
+}
+
+// TestMoveCopyLost: what the new node has of a volume that has moved, and not arrived, is gone, or is not what the old node has by now (the API server went back to a move of
+// before, and the volume was used since): then the old node has all there is, and it is brought again.
+func TestMoveCopyLost(t *testing.T) {
+	for _, lost := range []bool{true, false} {
+		t.Run(fmt.Sprintf("lost=%v", lost), func(t *testing.T) {
+			w, a, b, v, want := aboutToMove(t)
+			b.stop()
+			for _, left := range w.leftovers(b) {
+				if lost {
+					check.OK(t, b.local.DropLeftover(w.ctx, left))
+					continue
+				}
+				check.OK(t, storetest.WriteTo(a.disks[0].Open("default", nil))(w.ctx, v.ID, 128<<10, []byte("since")))
+				check.OK(t, second(a.local.Seal(w.ctx, v.ID, 9)))
+				want = w.content(a, v.ID)
+			}
+			s := w.flipped("v", b)
+			w.start(b)
+			w.moved("v", a, b)
+			if have := w.content(b, v.ID); string(have) != string(want) {
+				t.Error("its bytes are others")
+			}
+			check.OK(t, s.Delete(w.ctx, v.ID))
+		})
+	}
+}
+
+// TestMoveHomeDies: the old node dies as soon as the volume has moved. The new one has all of it, and takes it over; the old one gives its bytes back when it is there again, if
+// those are what has moved.
+func TestMoveHomeDies(t *testing.T) {
+	w, a, b, v, want := aboutToMove(t)
+	a.stop()
+	s := w.flipped("v", b)
+	w.movesays("v", "node-1 is to give its bytes back")
+	if have := w.content(b, v.ID); string(have) != string(want) {
+		t.Error("its bytes are others")
+	}
+	check.OK(t, second(a.local.Seal(w.ctx, v.ID, 9))) // for another move, of which the API server does not know any more
+	w.start(a)
+	w.movesays("v", "its bytes stay here")
+	check.OK(t, second(a.local.Get(w.ctx, v.ID)))
+	fails(t, s.Delete(w.ctx, v.ID), errdefs.ErrUnavailable)
 }

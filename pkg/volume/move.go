@@ -40,6 +40,9 @@ var homeLabels = []string{labelClaimNode, labelClaimMode, labelClaimRO, labelTar
 var movedLabels = []string{labelFilesystem, labelFormat, labelEncryption, labelDiscards, labelHeader, labelSeparate, labelAccess, labelTimeout,
 	labelSource, labelNamespace, labelClaim, labelPV, labelMade}
 
+// AnyClaims is for Seal: whatever count a seal is for, it stays.
+const AnyClaims = -1
+
 // Seal keeps a volume as it is, or finds that it is sealed, and returns it as the origin of its move. What Created says is when it was sealed: as long as
 // that is the same, so are the bytes. A seal is for a count of claims: one of before another claim is made anew, as who wrote then may have been a driver of
 // before seals. ErrInUse while it is attached or exported. The caller has the lock, now and while it reads.
@@ -54,7 +57,7 @@ func (l *Local) Seal(ctx context.Context, id ID, claims int64) (Origin, error) {
 	if err := l.unusedHere(ctx, pool, record.Ref); err != nil {
 		return Origin{}, err
 	}
-	if _, of, err := seal(record); err != nil || of != claims {
+	if _, of, err := seal(record); err != nil || claims != AnyClaims && of != claims {
 		now := time.Now().UTC().Truncate(time.Microsecond).Format(time.RFC3339Nano) + "/" + strconv.FormatInt(claims, 10)
 		if record, err = pool.SetLabels(ctx, record.Ref, func(labels map[string]string) error {
 			labels[labelSealed] = now

@@ -307,12 +307,19 @@ func (a *Agent) openMove(ctx context.Context, key string) (volume.Origin, error)
 	if err != nil {
 		return volume.Origin{}, err
 	}
+	claims := v.Spec.Claims
+	if v.Spec.Move.Left {
+		claims = volume.AnyClaims // they are of the new node
+	}
 	var from volume.Origin
 	lock := keylock.Volume(key)
-	if err := a.withLocks([]string{lock}, func() (err error) {
-		from, err = a.local.Seal(ctx, cluster.VolumeID(v), v.Spec.Claims)
+	switch err := a.withLocks([]string{lock}, func() (err error) {
+		from, err = a.local.Seal(ctx, cluster.VolumeID(v), claims)
 		return err
-	}); err != nil {
+	}); {
+	case err != nil && v.Spec.Move.Left:
+		return volume.Origin{}, err // who asks is to know whether this node answered
+	case err != nil:
 		return volume.Origin{}, errdefs.Recast(errdefs.ErrUnavailable, err, "seal volume %s on node %s", cluster.VolumeID(v), a.local.Node())
 	}
 	read := from.Read
@@ -326,12 +333,16 @@ func (a *Agent) openMove(ctx context.Context, key string) (volume.Origin, error)
 	return from, nil
 }
 
-// leavesFor returns the object of a volume of this node that moves to another one, and that nobody uses, as the API server has it now.
+// leavesFor returns the object of a volume of this node that moves to another one, and that nobody uses, or that has moved there and not arrived, as the API server
+// has it now.
 func (a *Agent) leavesFor(ctx context.Context, key, node string) (*v1alpha1.Volume, error) {
 	v := &v1alpha1.Volume{}
 	err := a.kube.Live.Get(ctx, client.ObjectKey{Name: key}, v)
 	if client.IgnoreNotFound(err) != nil {
 		return nil, kube.APIError("read volume "+key, err)
+	}
+	if m := v.Spec.Move; err == nil && node != "" && m != nil && m.Left && m.Node == a.local.Node() && v.Spec.NodeName == node && !arrived(v) {
+		return v, nil
 	}
 	if m := v.Spec.Move; err != nil || node == "" || v.Spec.NodeName != a.local.Node() || m == nil || m.Left || m.Node != node || v1alpha1.Going(v) || v.Spec.Abandoned {
 		return nil, fmt.Errorf("%w: no volume %s of node %s moves to node %q", errdefs.ErrNotFound, key, a.local.Node(), node)
@@ -367,8 +378,58 @@ func (a *Agent) hereNow(ctx context.Context, id volume.ID) (*v1alpha1.Volume, er
 	return v, nil
 }
 
-// arrive takes over a volume that has moved here.
-func (a *Agent) arrive(ctx context.Context, v *v1alpha1.Volume) error {
+// bringRest has all bytes of a volume that has moved be here, and returns how those were sealed; zero where they are a volume already. As a rule all are here. Those
+// that are not (the copy was on a disk that failed, or the API server went back to a move of before) are with the node that the volume has left, until this one
+// takes it over: so that is asked, and if it is away, what was said before the volume moved holds. ErrNotFound if neither has them.
+func (a *Agent) bringRest(ctx context.Context, r request, v *v1alpha1.Volume) (sealed metav1.MicroTime, err error) {
+	id := cluster.VolumeID(v)
+	if _, err := a.local.Get(ctx, id); !errors.Is(err, errdefs.ErrNotFound) {
+		return sealed, err
+	}
+	working, end := a.making(ctx, r)
+	defer end()
+	from, err := a.askLeft(working, v)
+	if err == nil {
+		err = a.withYieldingLocks(working, []string{keylock.Volume(v.Name)}, nil, func(ctx context.Context) error {
+			return a.local.Bring(ctx, v.Spec.Name, blockdev.Provisioning(v.Spec.Provisioning), from)
+		})
+		return metav1.NewMicroTime(from.Created), err
+	}
+	if s := v.Status.Move; s != nil && s.Copied != nil && (errors.Is(err, errdefs.ErrNotFound) || errors.Is(err, errdefs.ErrUnavailable)) {
+		if here, failure := a.local.Brought(ctx, id, s.Copied.Sealed.Time); here || failure != nil {
+			return s.Copied.Sealed, failure
+		}
+	}
+	return sealed, err
+}
+
+// askLeft asks the node that a volume has left for its bytes.
+func (a *Agent) askLeft(ctx context.Context, v *v1alpha1.Volume) (volume.Origin, error) {
+	ctx, cancel := context.WithTimeout(ctx, homeTime)
+	defer cancel()
+	agent, err := a.agentOf(ctx, v.Spec.Move.Node, v.Spec.Pool)
+	if err != nil {
+		return volume.Origin{}, err
+	}
+	return transfer.OpenMove(ctx, agent, v.Name)
+}
+
+// takeOver has a volume that has moved here arrive. ErrNotFound if its bytes are nowhere.
+func (a *Agent) takeOver(ctx context.Context, r request, v *v1alpha1.Volume) error {
+	sealed, err := a.bringRest(ctx, r, v)
+	if err == nil {
+		return a.arrive(ctx, v, sealed)
+	}
+	if errors.Is(err, errdefs.ErrNotFound) || errors.Is(err, errdefs.ErrBusy) || ctx.Err() != nil {
+		return err
+	}
+	return errors.Join(err, a.reportMove(ctx, v, func(s *v1alpha1.MoveStatus) {
+		s.Waits, s.Message = true, cluster.Limited("moved; not all bytes are here: "+errdefs.Words(err))
+	}))
+}
+
+// arrive makes what is here of a volume that has moved here the volume.
+func (a *Agent) arrive(ctx context.Context, v *v1alpha1.Volume, sealed metav1.MicroTime) error {
 	return a.withLocks([]string{keylock.Volume(v.Name)}, func() error {
 		now := &v1alpha1.Volume{}
 		if err := a.kube.Live.Get(ctx, client.ObjectKeyFromObject(v), now); err != nil {
@@ -387,6 +448,9 @@ func (a *Agent) arrive(ctx context.Context, v *v1alpha1.Volume) error {
 		}
 		err := report(ctx, a, now, func(v *v1alpha1.Volume) {
 			v.Status.Move.Arrived, v.Status.Move.Waits, v.Status.Move.Message = true, false, "moved; node "+v.Spec.Move.Node+" is to give its bytes back"
+			if !sealed.IsZero() {
+				v.Status.Move.Copied = &v1alpha1.MoveCopied{Generation: v.Generation, Sealed: sealed, Size: v.Status.Size}
+			}
 		})
 		*v = *now
 		return err
