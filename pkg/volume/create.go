@@ -275,7 +275,11 @@ func (l *Local) source(ctx context.Context, id ID) (origin, error) {
 		return origin{}, err
 	}
 	record, err := pool.Get(ctx, id.ref())
-	if err == nil && id.Kind == blockdev.Volume {
+	switch {
+	case err != nil || id.Kind != blockdev.Volume:
+	case unfinished(record):
+		err = fmt.Errorf("%w: volume %s is being copied", errdefs.ErrUnavailable, id)
+	default:
 		err = l.stillHere(ctx, id, record)
 	}
 	return origin{pool, record}, err

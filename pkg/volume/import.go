@@ -33,6 +33,8 @@ type Origin struct {
 	Header Header
 	// Labels of the record of a volume that moves, which is all of it and no copy; nil of a snapshot.
 	Labels map[string]string
+	// Claims is how many claims of a volume that moves there had been when it was sealed.
+	Claims int64
 	// Read calls visit with what it holds from an offset on, in order, in pieces of up to ReadSize bytes, of which each begins and
 	// ends at a multiple of blockdev.Granularity. What is left out reads as zeros. The data is visit's until it returns.
 	Read func(ctx context.Context, from int64, visit func(at int64, data []byte) error) error

@@ -88,7 +88,7 @@ func (l *Local) sealed(ctx context.Context, pool blockdev.Pool, record blockdev.
 	if !ok {
 		return Origin{}, fmt.Errorf("%w: pool %s cannot list what its volumes hold, so they do not move", errdefs.ErrUnsupported, pool.Name())
 	}
-	since, _, err := seal(record)
+	since, claims, err := seal(record)
 	if err != nil {
 		return Origin{}, err
 	}
@@ -108,7 +108,7 @@ func (l *Local) sealed(ctx context.Context, pool blockdev.Pool, record blockdev.
 		labels[labelSource] = ID{record.Origin.Kind, pool.Name(), record.Origin.Key}.String()
 	}
 	return Origin{ID: id, Created: since, Size: record.Size, Sector: int64(sector), Contents: contentsOf(record),
-		Format: parseFormat(record.Labels[labelFormat]), Header: parseHeader(record.Labels[labelHeader]), Labels: labels,
+		Format: parseFormat(record.Labels[labelFormat]), Header: parseHeader(record.Labels[labelHeader]), Labels: labels, Claims: claims,
 		Read: func(ctx context.Context, from int64, visit func(int64, []byte) error) error {
 			now, err := pool.Get(ctx, record.Ref)
 			if err != nil {
@@ -206,6 +206,17 @@ func (l *Local) Brought(ctx context.Context, id ID, sealed time.Time) (bool, err
 	return err == nil && record.Labels[labelImport] == broughtLabel(id.Key, sealed), errdefs.IgnoreNotFound(err)
 }
 
+// dropLeft removes what is here of a volume that had left this node, which was taken for gone then: it is sealed, and its home has counted as many claims since, or more.
+// ErrExists for anything else.
+func (l *Local) dropLeft(ctx context.Context, pool blockdev.Pool, record blockdev.Record, claims int64) error {
+	id := ID{record.Kind, pool.Name(), record.Key}
+	since, of, err := seal(record)
+	if err != nil || of > claims {
+		return fmt.Errorf("%w: pool %s of node %s has a volume %s of its own", errdefs.ErrExists, pool.Name(), l.node, id)
+	}
+	return l.Depart(ctx, id, since)
+}
+
 // Bring copies the bytes of a volume that moves here to a pool of the same name. They are nobody's until Arrive; a call that comes after one that was cut short goes on
 // where that stopped, if they are sealed as they were then. The caller has the lock of the volume.
 func (l *Local) Bring(ctx context.Context, name string, provisioning blockdev.Provisioning, from Origin) error {
@@ -220,10 +231,13 @@ func (l *Local) Bring(ctx context.Context, name string, provisioning blockdev.Pr
 	switch _, of := imported(record, from); {
 	case err == nil && record.Labels[labelImport] == broughtLabel(ref.Key, from.Created):
 		return nil
-	case err == nil && !unfinished(record):
-		return fmt.Errorf("%w: pool %s of node %s has a volume %s of its own", errdefs.ErrExists, pool.Name(), l.node, from.ID)
 	case err == nil && !of:
-		if err := l.dropUnfinished(ctx, from.ID); err != nil {
+		if unfinished(record) {
+			err = l.dropUnfinished(ctx, from.ID)
+		} else {
+			err = l.dropLeft(ctx, pool, record, from.Claims)
+		}
+		if err != nil {
 			return err
 		}
 		record, err = l.beginMove(ctx, pool, name, provisioning, from)

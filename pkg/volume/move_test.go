@@ -193,3 +193,24 @@ func TestLVMMove(t *testing.T) {
 	}
 	check.OK(t, homes[at].Delete(t.Context(), v.ID))
 }
+
+// TestMoveBack: a node that was taken for gone when a volume had left it has its old bytes still. When the volume moves back they give way, but only to bytes of as many claims.
+func TestMoveBack(t *testing.T) {
+	a, b := twoHomes(t)()
+	v, _ := withContents(t, a)
+	from, err := a.Seal(t.Context(), v.ID, 3)
+	check.OK(t, err)
+	check.OK(t, b.Bring(t.Context(), "source", blockdev.Thin, from))
+	check.OK(t, b.Arrive(t.Context(), v.ID))
+	for _, claims := range []int64{2, 4} {
+		want := map[int64]error{2: errdefs.ErrExists}[claims]
+		back, err := b.Seal(t.Context(), v.ID, claims)
+		check.OK(t, err)
+		if err := a.Bring(t.Context(), "source", blockdev.Thin, back); !errors.Is(err, want) {
+			t.Errorf("back after %d claims: %v, want %v", claims, err, want)
+		}
+	}
+	check.OK(t, a.Arrive(t.Context(), v.ID))
+	check.OK(t, second(a.Get(t.Context(), v.ID)))
+	holds(t, a, v)
+}

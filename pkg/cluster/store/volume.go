@@ -419,7 +419,7 @@ func (s *Store) Delete(ctx context.Context, id volume.ID) error {
 		case !live && (claim != nil || v.Status.Export != nil):
 			return errStale // it may have been released since
 		case claim == nil && v.Spec.Move != nil && v.Spec.Move.Left:
-			return fmt.Errorf("%w: delete volume %s: it has moved from node %s, which has not given its bytes back yet; if that node never comes back, delete its Node object",
+			return fmt.Errorf("%w: delete volume %s: it has moved from node %s, which has not given its bytes back yet: it does when its driver runs there, with --remote-address; if that node never comes back, delete its Node object",
 				errdefs.ErrUnavailable, id, v.Spec.Move.Node)
 		case claim == nil:
 			if err := s.notGiven(ctx, v); err != nil {
