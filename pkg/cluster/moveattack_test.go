@@ -1,14 +1,20 @@
 package cluster_test
 
 import (
+	"errors"
 	"fmt"
 	"strings"
 	"testing"
+	"time"
 
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/internal/overview"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool/remotetest"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -148,4 +154,111 @@ func TestMoveHomeDies(t *testing.T) {
 	w.movesays("v", "its bytes stay here")
 	check.OK(t, second(a.local.Get(w.ctx, v.ID)))
 	fails(t, s.Delete(w.ctx, v.ID), errdefs.ErrUnavailable)
+}
+
+// TestMoveObjectDeleted: somebody deletes the object of a volume that has moved, and not arrived, or is about to. The copy goes, the old node keeps what it has, and its adoption
+// makes a volume of that again.
+func TestMoveObjectDeleted(t *testing.T) {
+	for _, flipped := range []bool{false, true} {
+		t.Run(fmt.Sprintf("moved=%v", flipped), func(t *testing.T) {
+			w, a, b, v, want := aboutToMove(t)
+			var s *store.Store
+			if flipped {
+				b.stop()
+				s = w.flipped("v", b)
+			}
+			check.OK(t, w.Delete(w.ctx, w.object("v")))
+			if flipped {
+				w.start(b)
+			} else {
+				s, _ = w.store()
+			}
+			w.eventually("the copy is gone", func() bool { return len(w.leftovers(b)) == 0 })
+			pool := &v1alpha1.Pool{}
+			check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: overview.PoolName(a.name, "default")}, pool))
+			before := pool.DeepCopy()
+			pool.Annotations = map[string]string{v1alpha1.AdoptAnnotation: "all"}
+			check.OK(t, w.Patch(w.ctx, pool, client.MergeFrom(before)))
+			w.eventually("it has an object again", func() bool {
+				have, err := s.Get(w.ctx, v.ID)
+				return err == nil && have.Node == a.name
+			})
+			w.claimFor(v.ID, a.name)
+			here, err := a.local.Get(w.ctx, v.ID)
+			check.OK(t, err)
+			device, err := a.local.Attach(w.ctx, here, nil)
+			check.OK(t, err)
+			check.OK(t, errors.Join(device.Close(), a.local.Detach(w.ctx, v.ID)))
+			w.claimFor(v.ID, "")
+			w.movesTo("v", b.name)
+			w.moved("v", a, b)
+			if have := w.content(b, v.ID); string(have) != string(want) {
+				t.Error("its bytes are others")
+			}
+		})
+	}
+}
+
+// TestMoveNodeGone: a volume leaves a node that dies, and is taken for gone. It comes back with its old bytes, which nobody uses, and the volume can move back there.
+func TestMoveNodeGone(t *testing.T) {
+	w, a, b, v, want := aboutToMove(t)
+	a.stop()
+	w.flipped("v", b)
+	w.movesays("v", "node-1 is to give its bytes back")
+	check.OK(t, w.Delete(w.ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: a.name}}))
+	before := w.object("v")
+	w.claimFor(v.ID, b.name) // whatever happens to the object has it looked at
+	w.claimFor(v.ID, "")
+	w.eventually("the move is over", func() bool { return w.object("v").Spec.Move == nil })
+	check.OK(t, storetest.WriteTo(b.disks[0].Open("default", nil))(w.ctx, v.ID, 128<<10, []byte("since")))
+	want = w.content(b, v.ID)
+	w.node(a.name, true)
+	w.start(a)
+	here, err := a.local.Get(w.ctx, v.ID)
+	check.OK(t, err)
+	_, err = a.local.Attach(w.ctx, here, nil)
+	fails(t, err, errdefs.ErrPrecondition)
+	w.movesTo("v", a.name)
+	w.moved("v", b, a)
+	if have := w.content(a, v.ID); string(have) != string(want) || w.object("v").UID != before.UID {
+		t.Error("its bytes are others")
+	}
+}
+
+// TestMoveRounds: both directions, and a third node, one quickly after the other: whatever is asked for next ends as it was asked for last, with all bytes.
+func TestMoveRounds(t *testing.T) {
+	w, a, b, v, want := aboutToMove(t)
+	c := w.begin(&machine{name: "node-3", ported: true, network: a.network})
+	s, _ := w.store()
+	w.pooled(s, c)
+	ask := func(m *machine) bool {
+		o := w.object("v")
+		if o.Spec.Move != nil && o.Spec.Move.Left {
+			return false // what has moved ends by itself
+		}
+		before := o.DeepCopy()
+		if o.Spec.Move = nil; m != nil && o.Spec.NodeName != m.name {
+			o.Spec.Move = &v1alpha1.Move{Node: m.name}
+		}
+		return w.Patch(w.ctx, o, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{})) == nil
+	}
+	for i := range 60 {
+		ask([]*machine{a, b, c, nil, b, a}[i%6])
+		time.Sleep(time.Duration(i*37%90) * time.Millisecond)
+	}
+	w.eventually("nothing is asked for", func() bool { return ask(nil) })
+	at := w.object("v").Spec.NodeName
+	for _, m := range []*machine{a, b, c} {
+		if m.name != at {
+			w.eventually("nothing is left on "+m.name, func() bool {
+				_, err := m.local.Get(w.ctx, v.ID)
+				return len(w.leftovers(m)) == 0 && errors.Is(err, errdefs.ErrNotFound)
+			})
+			continue
+		}
+		if have := w.content(m, v.ID); string(have) != string(want) {
+			t.Errorf("on %s its bytes are others", at)
+		}
+	}
+	check.OK(t, s.Delete(w.ctx, v.ID))
 }
