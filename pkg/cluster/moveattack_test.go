@@ -1,8 +1,11 @@
 package cluster_test
 
 import (
+	"context"
 	"errors"
 	"fmt"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -261,4 +264,40 @@ func TestMoveRounds(t *testing.T) {
 		}
 	}
 	check.OK(t, s.Delete(w.ctx, v.ID))
+}
+
+// TestMoveUsedMeanwhile: a volume is used on one node after the other, for a moment, while it is asked onto one node after the other: each user finds what the one before has written.
+func TestMoveUsedMeanwhile(t *testing.T) {
+	w, a, b, s, v, let, dir := slowly(t, 8, 40)
+	close(let)
+	w.pooled(s, a)
+	nodes := []*machine{a, b}
+	last := ""
+	for i := range 12 {
+		for range i % 3 { // two moves that are asked for at once end as one
+			o := w.object("v")
+			before := o.DeepCopy()
+			if o.Spec.Move == nil {
+				o.Spec.Move = &v1alpha1.Move{Node: map[string]string{a.name: b.name, b.name: a.name}[o.Spec.NodeName]}
+				_ = w.Patch(w.ctx, o, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}))
+			}
+			time.Sleep(time.Duration(i*53%120) * time.Millisecond)
+		}
+		m := nodes[i/2%2]
+		w.again("it is claimed", func(ctx context.Context) error { return s.Claim(ctx, v.ID, volume.Claim{Node: m.name, Mode: "m"}) })
+		file := filepath.Join(w.staged(m, dir, v.ID, mounted), "file")
+		if have, err := os.ReadFile(file); err == nil && string(have) != last || err != nil && last != "" {
+			t.Fatalf("round %d on %s: it has %q, %v; %q was written", i, m.name, have, err, last)
+		}
+		last = fmt.Sprint("round ", i)
+		check.OK(t, os.WriteFile(file, []byte(last), 0o600))
+		w.again("it is unstaged", func(ctx context.Context) error { return m.unstage(ctx, dir, v.ID) })
+		w.again("it is released", func(ctx context.Context) error { return s.Release(ctx, v.ID, m.name) })
+	}
+	w.eventually("no move is under way", func() bool { return w.object("v").Spec.Move == nil })
+	w.again("it is deleted", func(ctx context.Context) error { return s.Delete(ctx, v.ID) })
+	for _, m := range nodes {
+		w.eventually("nothing is left on "+m.name, func() bool { return len(w.leftovers(m)) == 0 })
+		w.tally(m)
+	}
 }
