@@ -177,10 +177,18 @@ func TestMoveObjectDeleted(t *testing.T) {
 				s, _ = w.store()
 			}
 			w.eventually("the copy is gone", func() bool { return len(w.leftovers(b)) == 0 })
+			w.strays("default", 1)
 			pool := &v1alpha1.Pool{}
 			check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: overview.PoolName(a.name, "default")}, pool))
 			before := pool.DeepCopy()
 			pool.Annotations = map[string]string{v1alpha1.AdoptAnnotation: "all"}
+			check.OK(t, w.Patch(w.ctx, pool, client.MergeFrom(before)))
+			w.eventually("it was not meant by all", func() bool {
+				check.OK(t, w.Get(w.ctx, client.ObjectKeyFromObject(pool), pool))
+				return pool.Annotations[v1alpha1.AdoptAnnotation] == "" && pool.Status.StrayCount == 1
+			})
+			before = pool.DeepCopy()
+			pool.Annotations = map[string]string{v1alpha1.AdoptAnnotation: v.ID.String()}
 			check.OK(t, w.Patch(w.ctx, pool, client.MergeFrom(before)))
 			w.eventually("it has an object again", func() bool {
 				have, err := s.Get(w.ctx, v.ID)

@@ -68,6 +68,7 @@ func fromRecord(pool, node string, r blockdev.Record) Volume {
 	if e, is, err := exportOf(r); is && err == nil {
 		v.Exported = e.Grant
 	}
+	v.Sealed = r.Labels[labelSealed] != ""
 	if made, err := time.Parse(time.RFC3339Nano, r.Labels[labelMade]); err == nil {
 		v.Created = made
 	}

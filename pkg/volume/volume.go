@@ -100,6 +100,8 @@ type Volume struct {
 	Mutable     map[string]string
 	Claim       Claim // of no node if it is not claimed
 	Exported    Grant // to no node if it is not exported
+	// Sealed: its bytes do not change, as it is about to move to another node, or has moved.
+	Sealed bool
 	Node        string
 	Ephemeral   string
 	// Target is where the node published it last, if that was to be its only target.

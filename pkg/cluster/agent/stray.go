@@ -33,6 +33,7 @@ type stray struct {
 	v1alpha1.Stray
 	object cluster.Object // that it would have
 	taken  string         // what the object says that has its name; empty: there is none
+	sealed bool           // it was about to move to another node, or has moved: that may have all that was written since
 }
 
 // lookup is when the API server was asked for an object that the cache does not have, and what that said. It is
@@ -165,7 +166,7 @@ func (a *Agent) strayVolume(ctx context.Context, id volume.ID) (*stray, error) {
 		o.Spec.ClaimRef = &v1alpha1.ClaimRef{Namespace: v.For.Namespace, Name: v.For.Name}
 	}
 	return &stray{Stray: v1alpha1.Stray{ID: id.String(), Name: v.Name, Size: v.Size, Filesystem: o.Spec.Filesystem, ClaimRef: o.Spec.ClaimRef,
-		PersistentVolume: o.Spec.PersistentVolume}, object: o}, nil
+		PersistentVolume: o.Spec.PersistentVolume}, object: o, sealed: v.Sealed}, nil
 }
 
 func (a *Agent) straySnapshot(ctx context.Context, id volume.ID) (*stray, error) {
@@ -199,7 +200,7 @@ func (a *Agent) adopt(ctx context.Context, pool *v1alpha1.Pool, strays []stray) 
 	var left []stray
 	var failures []error
 	for _, one := range strays {
-		if asked != adoptAll && !slices.Contains(wanted, one.ID) && (one.Group == "" || !slices.Contains(wanted, one.Group)) {
+		if (asked != adoptAll || one.sealed) && !slices.Contains(wanted, one.ID) && (one.Group == "" || !slices.Contains(wanted, one.Group)) {
 			left = append(left, one)
 			continue
 		}
@@ -233,6 +234,9 @@ func reportStrays(pool *v1alpha1.Pool, strays []stray) {
 		for _, one := range strays {
 			if one.taken != "" {
 				one.ID += " (" + one.taken + ": if that is wrong, delete that object first)"
+			}
+			if one.sealed {
+				one.ID += " (it was about to move to another node, and may have: if no other node has it, name its ID to adopt it)"
 			}
 			ids = append(ids, one.ID)
 		}
