@@ -155,6 +155,20 @@ func TestMoveClaimed(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 
+// TestMoveWaitsForUser: a move of a volume that somebody uses says so, whenever it is asked for.
+func TestMoveWaitsForUser(t *testing.T) {
+	w, a, b, s, v, _ := reached(t, volume.Spec{Name: "v", Size: volume.Range{Required: mib}})
+	w.claimFor(v.ID, a.name)
+	for range 20 {
+		w.movesTo("v", b.name)
+		w.movesays("v", "is used on node node-1")
+		w.movesTo("v", "")
+		w.eventually("it is not asked for any more", func() bool { return w.object("v").Status.Move == nil })
+	}
+	w.claimFor(v.ID, "")
+	check.OK(t, s.Delete(w.ctx, v.ID))
+}
+
 // TestMoveUndone: a move that nobody wants any more leaves nothing on the new node, and the volume as it was; so does one of a volume that is deleted.
 func TestMoveUndone(t *testing.T) {
 	w, a, b, s, v, let, dir := slowly(t, 8, 40)

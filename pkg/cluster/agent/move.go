@@ -146,8 +146,11 @@ func (a *Agent) reconcileMove(ctx context.Context, r request) (reconcile.Result,
 		return a.giveBack(ctx, v)
 	}
 	err := a.bring(ctx, r, v)
-	if err == nil || errors.Is(err, context.Canceled) || ctx.Err() != nil {
+	switch {
+	case err == nil || ctx.Err() != nil:
 		return reconcile.Result{RequeueAfter: checkAgain}, nil
+	case errors.Is(err, context.Canceled): // by a claim, which may have ended before
+		return reconcile.Result{RequeueAfter: inUseRetry}, nil
 	}
 	if failure := a.reportMove(ctx, v, func(s *v1alpha1.MoveStatus) {
 		s.Waits, s.Message, s.Progress = true, cluster.Limited(errdefs.Words(err)), nil
@@ -181,6 +184,9 @@ var errWaits = fmt.Errorf("%w", errdefs.ErrUnavailable)
 func (a *Agent) bring(ctx context.Context, r request, v *v1alpha1.Volume) error {
 	if cluster.MayMove(v) {
 		return nil // it is the controller's turn
+	}
+	if err := unclaimed(v); err != nil {
+		return err // before the claim's event ends what it finds at work
 	}
 	working, end := a.making(ctx, r)
 	defer end()
@@ -219,7 +225,7 @@ func (a *Agent) mayCome(ctx context.Context, v *v1alpha1.Volume) error {
 		return fmt.Errorf("%w: volume %s stays on node %s: that is not in the network %q, as node %s is, and who uses the volume may need it to be", errdefs.ErrUnavailable,
 			id, v.Spec.NodeName, a.options.Network.Name, a.local.Node())
 	}
-	return unclaimed(v)
+	return nil
 }
 
 // unclaimed is errWaits while somebody uses a volume.
