@@ -304,6 +304,29 @@ func (s *Server) Freeze(t testing.TB) (thaw func()) {
 	return thaw
 }
 
+// Kill ends the API server and its etcd as kill -9 does, until start is called.
+func (s *Server) Kill(t testing.TB) (start func()) {
+	t.Helper()
+	s.kill()
+	start = sync.OnceFunc(func() {
+		t.Helper()
+		ended := s.processes
+		s.processes = nil
+		for _, p := range ended {
+			if err := s.run(p.Args...); err != nil {
+				t.Fatal(err)
+			}
+		}
+		ctx, cancel := context.WithTimeout(context.Background(), startTimeout)
+		defer cancel()
+		if err := s.ready(ctx); err != nil {
+			t.Fatal(err)
+		}
+	})
+	t.Cleanup(start)
+	return start
+}
+
 // stopped reports whether all threads of the API server have stopped.
 func (s *Server) stopped() bool {
 	threads, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/stat", s.processes[len(s.processes)-1].Process.Pid))
@@ -326,26 +349,19 @@ func (s *Server) Backup(t testing.TB) (restore func()) {
 	t.Helper()
 	data, backup := filepath.Join(s.dir, "etcd"), filepath.Join(s.dir, "etcd.backup")
 	again := func(from, to string) {
-		s.kill()
-		var err error
-		if err = os.RemoveAll(to); err == nil {
+		start := s.Kill(t)
+		err := os.RemoveAll(to)
+		if err == nil {
 			err = os.CopyFS(to, os.DirFS(from))
 		}
 		if err == nil {
 			// etcd wants its directory for itself.
 			err = os.Chmod(data, 0o700)
 		}
-		for _, p := range s.processes[:len(s.processes):len(s.processes)] {
-			if err == nil {
-				err = s.run(p.Args...)
-			}
-		}
-		s.processes = s.processes[len(s.processes)/2:]
-		ctx, cancel := context.WithTimeout(t.Context(), startTimeout)
-		defer cancel()
-		if err = errors.Join(err, s.ready(ctx)); err != nil {
+		if err != nil {
 			t.Fatal(err)
 		}
+		start()
 	}
 	again(data, backup)
 	return func() { again(backup, data) }

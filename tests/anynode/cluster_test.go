@@ -150,14 +150,17 @@ func (c *nodes) again(what string, call func(ctx context.Context) error) {
 	})
 }
 
-// create makes a volume whose home is home.
-func (c *nodes) create(name, filesystem string) *volume {
+// create makes a volume whose home is home; edit changes what is asked for.
+func (c *nodes) create(name, filesystem string, edit ...func(*csi.CreateVolumeRequest)) *volume {
 	c.Helper()
 	r := co.Request(name, filesystem, 16*mib)
 	if filesystem != co.Block {
 		r.CapacityRange.RequiredBytes = 64 * mib
 	}
 	r.Parameters = map[string]string{"access": "any"}
+	for _, edit := range edit {
+		edit(r)
+	}
 	r.AccessibilityRequirements = &csi.TopologyRequirement{Preferred: []*csi.Topology{csimap.Topology(home)}, Requisite: []*csi.Topology{csimap.Topology(home)}}
 	v := &volume{nodes: c}
 	c.again("volume "+name+" is made", func(ctx context.Context) (err error) {
@@ -175,7 +178,9 @@ type volume struct {
 
 // at is the volume for the calls of a node.
 func (v *volume) at(node string) *co.Volume {
-	return v.agents[node].Volume(v.of.ID, v.of.Name, v.of.Capability)
+	there := v.agents[node].Volume(v.of.ID, v.of.Name, v.of.Capability)
+	there.Secrets = v.of.Secrets
+	return there
 }
 
 func (v *volume) claim(ctx context.Context, node string) error {

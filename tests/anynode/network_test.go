@@ -17,8 +17,8 @@ import (
 )
 
 // network is what the nodes are in. The home and the second consumer are network namespaces. The first consumer is in the machine's own, as the
-// kernel connects again from there, wherever it connected from before. Each has a link of its own to the home, which so
-// can be cut, and a relay to the API server.
+// kernel connects again from there, wherever it connected from before. Each two have a link of their own, which so
+// can be cut, and each has a relay to the API server.
 type network struct {
 	testing.TB
 	api string // address of the API server
@@ -47,10 +47,16 @@ func newNetwork(t testing.TB, api string) *network {
 		"ip -n second addr add 10.77.2.2/24 dev to-home", "ip -n second link set to-home up",
 		"ip -n second route add 10.77.1.2/32 via 10.77.2.1",
 		"ip -n home link set lo up", "ip -n second link set lo up",
+		"ip link add to-second type veth peer name to-first netns second",
+		"ip addr add 10.77.3.1/24 dev to-second", "ip link set to-second up",
+		"ip -n second addr add 10.77.3.2/24 dev to-first", "ip -n second link set to-first up",
+		"ip route add 10.77.2.2/32 via 10.77.3.2", "ip -n second route add 10.77.1.1/32 via 10.77.3.1",
 	} {
 		drivertest.Run(t, strings.Fields(line)...)
 	}
-	n.Cleanup(func() { drivertest.Run(n, "ip", "link", "del", "to-home") }) // with the namespace it goes a little later
+	for _, link := range []string{"to-home", "to-second"} {
+		n.Cleanup(func() { drivertest.Run(n, "ip", "link", "del", link) }) // with the namespace it goes a little later
+	}
 	return n
 }
 
@@ -68,6 +74,23 @@ func (n *network) link(consumer string, up bool) {
 	drivertest.Run(n, "ip", "-n", home, "link", "set", "to-"+consumer, map[bool]string{true: "up", false: "down"}[up])
 	if consumer == consumers[1] && up { // the route went with the link
 		drivertest.Run(n, "ip", "-n", consumer, "route", "replace", "10.77.1.2/32", "via", "10.77.2.1")
+	}
+}
+
+// links cuts a node from all others, or connects it again.
+func (n *network) links(node string, up bool) {
+	n.Helper()
+	for _, consumer := range consumers {
+		if node == home || node == consumer {
+			n.link(consumer, up)
+		}
+	}
+	if node == home {
+		return
+	}
+	drivertest.Run(n, "ip", "link", "set", "to-second", map[bool]string{true: "up", false: "down"}[up])
+	if up { // the route went with the link
+		drivertest.Run(n, "ip", "route", "replace", "10.77.2.2/32", "via", "10.77.3.2")
 	}
 }
 

@@ -43,6 +43,18 @@ func killed(c *nodes, d *process.Driver) func() {
 	return func() { check.OK(c, d.Start()) }
 }
 
+// cutOff is a node that reaches no other.
+func cutOff(c *nodes, node string) func() {
+	c.links(node, false)
+	return func() { c.links(node, true) }
+}
+
+// unheard is a node that does not reach the API server.
+func unheard(c *nodes, node string) func() {
+	c.reach(node, false)
+	return func() { c.reach(node, true) }
+}
+
 // faults are all that there are, for a volume that the first consumer has.
 var faults = []fault{
 	{name: "nothing", strike: func(*nodes) func() { return func() {} }},
@@ -52,10 +64,7 @@ var faults = []fault{
 		c.link(consumers[0], false)
 		return func() { c.link(consumers[0], true) }
 	}},
-	{name: "consumer without API server", strike: func(c *nodes) func() {
-		c.reach(consumers[0], false)
-		return func() { c.reach(consumers[0], true) }
-	}},
+	{name: "consumer without API server", strike: func(c *nodes) func() { return unheard(c, consumers[0]) }},
 	{name: "consumer gone", strike: func(c *nodes) func() {
 		c.link(consumers[0], false)
 		c.reach(consumers[0], false)
@@ -64,20 +73,8 @@ var faults = []fault{
 	}},
 	{name: "home killed", homeless: true, strike: func(c *nodes) func() { return killed(c, c.agents[home]) }},
 	{name: "home frozen", homeless: true, strike: func(c *nodes) func() { return frozen(c.agents[home]) }},
-	{name: "home cut off", strike: func(c *nodes) func() {
-		for _, consumer := range consumers {
-			c.link(consumer, false)
-		}
-		return func() {
-			for _, consumer := range consumers {
-				c.link(consumer, true)
-			}
-		}
-	}},
-	{name: "home without API server", homeless: true, strike: func(c *nodes) func() {
-		c.reach(home, false)
-		return func() { c.reach(home, true) }
-	}},
+	{name: "home cut off", strike: func(c *nodes) func() { return cutOff(c, home) }},
+	{name: "home without API server", homeless: true, strike: func(c *nodes) func() { return unheard(c, home) }},
 	{name: "API server frozen", homeless: true, strike: func(c *nodes) func() { return apitest.Get(c).Freeze(c) }},
 	{name: "controller killed", homeless: true, strike: func(c *nodes) func() { return killed(c, c.controller) }},
 }
