@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests of what goes over NVMe/TCP, in virtual machines (hack/vm/run.sh) on a kernel that has it, and has it built in (hack/vm/kernel.sh):
-# target and host, with and without multipath; exports of a node and volumes of others; and the sweep of tests/anynode. With SAMPLE=1, as most kernels
-# have it (with multipath), and of the sweep a sample.
+# target and host, with and without multipath; exports of a node and volumes of others; and the sweeps of tests/anynode. With SAMPLE=1, as most kernels
+# have it (with multipath), and of the sweeps a sample.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -28,11 +28,12 @@ done <<<"$2"' tests "$bin" "$2"
 both='nvmet -test.timeout 15m
 nvme -test.timeout 15m'
 above='volume -test.timeout 15m -test.run ^(TestNVMe|TestReached)
-anynode -test.timeout 60m'
+anynode -test.timeout 170m'
 if [ "${SAMPLE-}" = 1 ]; then
 	run Y "$both
 $above"
 else
+	export VM_SECONDS=${VM_SECONDS:-10800}
 	run Y "$both
 $above -anynode.full"
 	run N "$both"
