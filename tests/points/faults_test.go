@@ -21,49 +21,6 @@ import (
 
 var fullFaults = flag.Bool("faults.full", os.Getenv("FAULTS") == "all", "all faults of all calls, not a sample (FAULTS=all does it too)")
 
-// faults are the errors that each system call can end with (its manual page; of those of
-// the mount API and of loop devices the kernel's source).
-var faults = map[string][]unix.Errno{
-	"openat O_CREAT":             {unix.EMFILE, unix.ENOSPC, unix.ENOMEM, unix.EINTR, unix.EROFS},
-	"write":                      {unix.ENOSPC, unix.EIO, unix.EINTR},
-	"pwrite64":                   {unix.ENOSPC, unix.EIO, unix.EINTR},
-	"copy_file_range":            {unix.ENOSPC, unix.EIO, unix.ENOMEM},
-	"fsync":                      {unix.EIO, unix.ENOSPC},
-	"fdatasync":                  {unix.EIO, unix.ENOSPC},
-	"ftruncate":                  {unix.EIO, unix.EINTR},
-	"fallocate":                  {unix.ENOSPC, unix.EINTR, unix.EIO},
-	"unlinkat":                   {unix.EIO, unix.EROFS},
-	"mkdirat":                    {unix.ENOSPC, unix.ENOMEM},
-	"execve":                     {unix.ENOMEM},
-	"fsopen":                     {unix.EMFILE, unix.ENOMEM},
-	"fsconfig CREATE":            {unix.EIO, unix.ENOMEM, unix.EBUSY},
-	"fsmount":                    {unix.EMFILE, unix.ENOMEM},
-	"open_tree":                  {unix.EMFILE, unix.ENOMEM},
-	"mount_setattr":              {unix.ENOMEM},
-	"move_mount":                 {unix.ENOMEM},
-	"umount2":                    {unix.EBUSY, unix.ENOMEM},
-	"ioctl LOOP_CTL_GET_FREE":    {unix.ENOMEM, unix.EINTR},
-	"ioctl LOOP_CONFIGURE":       {unix.EBUSY, unix.ENOMEM, unix.EINTR},
-	"ioctl LOOP_CLR_FD":          {unix.EINTR},
-	"ioctl LOOP_SET_CAPACITY":    {unix.ENOMEM, unix.EINTR},
-	"ioctl BLKROSET":             {unix.ENOMEM},
-	"ioctl FICLONE":              {unix.ENOSPC, unix.EIO},
-	"ioctl FIFREEZE":             {unix.EIO},
-	"ioctl FITHAW":               {unix.EIO},
-	"ioctl XFS_IOC_FSGROWFSDATA": {unix.EIO, unix.ENOSPC, unix.ENOMEM},
-	"ioctl BTRFS_IOC_FORGET_DEV": {unix.ENOMEM},
-	"ioctl BLKZEROOUT":           {unix.EIO, unix.EINTR},
-	"ioctl DM_DEV_CREATE":        {unix.ENOMEM},
-	"ioctl DM_DEV_REMOVE":        {unix.ENOMEM},
-	"ioctl DM_DEV_SUSPEND":       {unix.ENOMEM, unix.EINTR},
-	"ioctl DM_TABLE_LOAD":        {unix.ENOMEM},
-	"ioctl DM_TABLE_CLEAR":       {unix.ENOMEM},
-	"ioctl DM_TARGET_MSG":        {unix.ENOMEM, unix.EIO},
-	"io_submit pwrite":           {unix.EIO, unix.ENOMEM},
-	"mknodat":                    {unix.ENOSPC, unix.ENOMEM},
-	"symlinkat":                  {unix.ENOSPC, unix.ENOMEM},
-}
-
 // answers are the codes that are right for an error (the table of pkg/rpc): a call that
 // was only interrupted goes on.
 var answers = map[unix.Errno]codes.Code{
@@ -112,8 +69,8 @@ func TestFaults(t *testing.T) {
 			}
 			if *fullFaults {
 				for n := 1; n <= len(calls); n++ {
-					errnos := faults[calls[n-1].Name]
-					if alike(calls, n-1) && len(errnos) > 0 {
+					errnos := calls[n-1].Errors()
+					if trace.Alike(calls, n-1) && len(errnos) > 0 {
 						// The next one tries the next error.
 						try(n, errnos[n%len(errnos)], undoable && n%2 == 0)
 						continue
@@ -128,7 +85,7 @@ func TestFaults(t *testing.T) {
 			} else {
 				for _, giveUp := range []bool{false, undoable} {
 					n := 1 + random.IntN(len(calls))
-					if errnos := faults[calls[n-1].Name]; len(errnos) > 0 {
+					if errnos := calls[n-1].Errors(); len(errnos) > 0 {
 						try(n, errnos[random.IntN(len(errnos))], giveUp)
 					}
 				}
@@ -145,7 +102,7 @@ func fault(t *testing.T, s *site, sc scenario, n int, errno unix.Errno, giveUp b
 	p := sc.prepare(w)
 	var at trace.Call
 	_, err := w.traced(p.call, func(i int, c trace.Call) trace.Verdict {
-		if i != n || errno == 0 && !c.Child || errno != 0 && !slices.Contains(faults[c.Name], errno) {
+		if i != n || errno == 0 && !c.Child || errno != 0 && !slices.Contains(c.Errors(), errno) {
 			return trace.Verdict{}
 		}
 		at = c

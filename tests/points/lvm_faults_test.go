@@ -131,7 +131,7 @@ func lvmFaults(at *site, sc scenario, o course) (kinds [][]harm) {
 		if inRow(o.calls, i) || strings.HasSuffix(c.Path, "/.lvm_history") { // where lvm2 never gets to, as the driver gives it no home
 			continue
 		}
-		errnos, all := faults[c.Name], &own
+		errnos, all := c.Errors(), &own
 		if c.Child {
 			all = &others
 			if len(errnos) > 0 {

@@ -94,7 +94,7 @@ func TestPoints(t *testing.T) {
 			if *full {
 				for n, more := 1, true; more; n++ {
 					// After every other one of many alike the CO gives up.
-					alike := n <= len(calls) && alike(calls, n-1)
+					alike := n <= len(calls) && trace.Alike(calls, n-1)
 					more = try(crash{at: n, giveUp: alike && undoable && n%2 == 0}) || n < len(calls)
 					if more && undoable && !alike {
 						try(crash{at: n, giveUp: true})
@@ -111,13 +111,6 @@ func TestPoints(t *testing.T) {
 			fmt.Printf("points: %-42s %3d points, %3d crashes, %5.1f s: %s\n", s.name, len(calls), kills, time.Since(begin).Seconds(), histogram(calls))
 		})
 	}
-}
-
-// alike reports whether a call is one of many of which it does not matter much which one it
-// is: of a program, or the same again to the same file.
-func alike(calls []trace.Call, i int) bool {
-	c := calls[i]
-	return c.Child && !c.Exec || i > 0 && calls[i-1].Name == c.Name && calls[i-1].Path == c.Path
 }
 
 // startPoints is about how many points a start has, if there is nothing to mend.

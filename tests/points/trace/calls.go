@@ -34,12 +34,21 @@ func (c Call) String() string {
 	return fmt.Sprintf("%s %s%s", c.Name, c.Path, whose)
 }
 
+// Alike reports whether a call is one of many of which it does not matter much which one it is: of a program, or the same again to the same file.
+func Alike(calls []Call, i int) bool {
+	c := calls[i]
+	return c.Child && !c.Exec || i > 0 && calls[i-1].Name == c.Name && calls[i-1].Path == c.Path
+}
+
 // How the arguments of a call tell whether it counts, and what it is about.
 const (
 	always  = iota // arg is not used: it always counts
 	pathArg        // the argument with this index is a path
-	fileArg        // it is a descriptor, and counts for regular files (also of sysfs), directories and block devices
+	fileArg        // it is a descriptor, and counts for regular files (also of sysfs and configfs), directories, block devices and fabrics
 )
+
+// fabrics is the character device by which NVMe over TCP is connected.
+const fabrics = "/dev/nvme-fabrics"
 
 // changing are the system calls that count; openat, openat2, open_tree, fsconfig, ioctl
 // and io_submit are looked at more closely.
@@ -152,7 +161,7 @@ func inspect(tid, number int, args [6]uint64) (c Call, counts bool) {
 			c.Path, c.Talk = name, string(memory(tid, args[1], int(args[2])))
 			return c, false
 		}
-		if kind := mode & unix.S_IFMT; kind != unix.S_IFREG && kind != unix.S_IFBLK && kind != unix.S_IFDIR {
+		if kind := mode & unix.S_IFMT; kind != unix.S_IFREG && kind != unix.S_IFBLK && kind != unix.S_IFDIR && name != fabrics {
 			return c, false
 		}
 		if c.Path = name; strings.HasPrefix(name, "/proc/") { // of another process, which goes with it
