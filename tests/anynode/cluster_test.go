@@ -52,6 +52,7 @@ type nodes struct {
 	kube       client.Client
 	controller *process.Driver
 	agents     map[string]*process.Driver
+	secret     string // passphrase of the volumes that are made; empty: they are not encrypted
 }
 
 func newNodes(t testing.TB) *nodes {
@@ -100,9 +101,13 @@ func (c *nodes) agent(program, name string) *process.Driver {
 	config := server.Agent(c, name)
 	config.Host = "https://" + c.relay(name)
 	check.OK(c, server.KubeconfigIn(config, apitest.Namespace, kubeconfig))
-	return c.start(name, in(name, program, "serve", "--mode=node", "--node-id="+name, "--kubeconfig="+kubeconfig, "--agent-endpoint="+address+":9812",
+	// A driver that is held waits for SIGCONT before its first step.
+	return c.start(name, in(name, "sh", "-c", `[ ! -e "$0" ] || kill -STOP $$; exec "$@"`, c.held(name), program, "serve", "--mode=node", "--node-id="+name, "--kubeconfig="+kubeconfig, "--agent-endpoint="+address+":9812",
 		"--remote-address="+address, "--pool=default=file://"+filepath.Join(c.dir, "pool-of-"+name)+"?create=1&reservePercent=0", "-v=4")...)
 }
+
+// held is the file with which the agent of a node that starts is held.
+func (c *nodes) held(name string) string { return filepath.Join(c.dir, name+".held") }
 
 func (c *nodes) start(name string, argv ...string) *process.Driver {
 	c.Helper()
@@ -158,6 +163,9 @@ func (c *nodes) create(name, filesystem string, edit ...func(*csi.CreateVolumeRe
 		r.CapacityRange.RequiredBytes = 64 * mib
 	}
 	r.Parameters = map[string]string{"access": "any"}
+	if c.secret != "" {
+		r.Parameters["encryption"] = "luks2"
+	}
 	for _, edit := range edit {
 		edit(r)
 	}
@@ -179,7 +187,9 @@ type volume struct {
 // at is the volume for the calls of a node.
 func (v *volume) at(node string) *co.Volume {
 	there := v.agents[node].Volume(v.of.ID, v.of.Name, v.of.Capability)
-	there.Secrets = v.of.Secrets
+	if there.Secrets = v.of.Secrets; v.secret != "" {
+		there.Secrets = map[string]string{"passphrase": v.secret}
+	}
 	return there
 }
 

@@ -63,7 +63,7 @@ func TestHomeWithoutPower(t *testing.T) {
 }
 
 // remove takes what is exported out of the kernel, as a reboot does.
-func remove(t *testing.T) {
+func remove(t testing.TB) {
 	t.Helper()
 	const root = "/sys/kernel/config/nvmet"
 	for _, pattern := range []string{"/ports/*/subsystems/nqn.2026*", "/subsystems/nqn.2026*/namespaces/1", "/subsystems/nqn.2026*/allowed_hosts/*", "/subsystems/nqn.2026*", "/hosts/nqn.2026*", "/ports/42*"} {
