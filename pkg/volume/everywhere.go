@@ -32,8 +32,12 @@ func NewEverywhere(local, others *Local, elsewhere Elsewhere) *Everywhere {
 	return &Everywhere{local, others, elsewhere}
 }
 
-func (e *Everywhere) of(id ID) *Local {
+// of is where a volume is. One that was another node's may have its devices here still, over a connection that has ended under them with its claim.
+func (e *Everywhere) of(ctx context.Context, id ID) *Local {
 	if e.elsewhere.Has(id) {
+		return e.others
+	}
+	if devices, err := e.others.Attached(ctx, id); err == nil && len(devices) > 0 {
 		return e.others
 	}
 	return e.Local
@@ -41,7 +45,7 @@ func (e *Everywhere) of(id ID) *Local {
 
 // Get returns a volume; ErrUnavailable also if it may be another node's and that cannot be found out now.
 func (e *Everywhere) Get(ctx context.Context, id ID) (Volume, error) {
-	at := e.of(id)
+	at := e.of(ctx, id)
 	v, err := at.Get(ctx, id)
 	if at == e.others || !errors.Is(err, errdefs.ErrNotFound) && !errors.Is(err, errdefs.ErrUnavailable) {
 		return v, err
@@ -57,52 +61,52 @@ func (e *Everywhere) Get(ctx context.Context, id ID) (Volume, error) {
 
 // Grow: see Local.
 func (e *Everywhere) Grow(ctx context.Context, id ID, key Key) (Volume, error) {
-	return e.of(id).Grow(ctx, id, key)
+	return e.of(ctx, id).Grow(ctx, id, key)
 }
 
 // Used: see Local.
 func (e *Everywhere) Used(ctx context.Context, id ID) (used int64, known bool, err error) {
-	return e.of(id).Used(ctx, id)
+	return e.of(ctx, id).Used(ctx, id)
 }
 
 // SetTarget: see Local.
 func (e *Everywhere) SetTarget(ctx context.Context, id ID, target string) error {
-	return e.of(id).SetTarget(ctx, id, target)
+	return e.of(ctx, id).SetTarget(ctx, id, target)
 }
 
 // SetFlags: see Local.
 func (e *Everywhere) SetFlags(ctx context.Context, id ID, flags string) error {
-	return e.of(id).SetFlags(ctx, id, flags)
+	return e.of(ctx, id).SetFlags(ctx, id, flags)
 }
 
 // Attach: see Local.
 func (e *Everywhere) Attach(ctx context.Context, v Volume, key Key) (blockdev.Device, error) {
-	return e.of(v.ID).Attach(ctx, v, key)
+	return e.of(ctx, v.ID).Attach(ctx, v, key)
 }
 
 // AttachRaw: see Local.
 func (e *Everywhere) AttachRaw(ctx context.Context, v Volume, key Key, writable bool) (blockdev.Device, error) {
-	return e.of(v.ID).AttachRaw(ctx, v, key, writable)
+	return e.of(ctx, v.ID).AttachRaw(ctx, v, key, writable)
 }
 
 // Format: see Local.
 func (e *Everywhere) Format(ctx context.Context, v *Volume, device blockdev.Device, want filesystem.Type) (made bool, err error) {
-	return e.of(v.ID).Format(ctx, v, device, want)
+	return e.of(ctx, v.ID).Format(ctx, v, device, want)
 }
 
 // Attached: see Local.
 func (e *Everywhere) Attached(ctx context.Context, id ID) ([]blockdev.Device, error) {
-	return e.of(id).Attached(ctx, id)
+	return e.of(ctx, id).Attached(ctx, id)
 }
 
 // Detach: see Local.
 func (e *Everywhere) Detach(ctx context.Context, id ID) error {
-	return e.of(id).Detach(ctx, id)
+	return e.of(ctx, id).Detach(ctx, id)
 }
 
 // Health: see Store.
 func (e *Everywhere) Health(ctx context.Context, id ID) ([]blockdev.Problem, error) {
-	return e.of(id).Health(ctx, id)
+	return e.of(ctx, id).Health(ctx, id)
 }
 
 // PoolHealth is what is wrong with the pools of this node, and with the way to those of others.
