@@ -238,6 +238,13 @@ var acts = slices.Concat(stages, unstages, []act{
 	{name: "close an export", harmed: home, kind: co.Block, before: func(s *scene) { s.filled(); s.unpublished() }, call: (*scene).unstage, back: (*scene).stage},
 	{name: "end an export", harmed: home, kind: co.Block, before: (*scene).written, fenced: true,
 		call: func(s *scene, ctx context.Context) error { return s.release(ctx, first) }},
+	{name: "unstage what was fenced", harmed: first, kind: co.Block, encrypted: true, fenced: true, call: (*scene).unstage, before: func(s *scene) {
+		s.written()
+		s.again("release it", func(ctx context.Context) error { return s.release(ctx, first) })
+		s.lost()
+		s.eventually("its connection ends", func() bool { return len(connections()) == 0 })
+		s.unpublished()
+	}},
 	{name: "grow at home", harmed: home, kind: co.Block, before: (*scene).written, used: true, call: (*scene).expand, check: (*scene).grown},
 	{name: "grow on a consumer, raw and encrypted", harmed: first, kind: co.Block, encrypted: true, before: func(s *scene) { s.written(); s.expanded() }, used: true,
 		call: (*scene).nodeExpand, check: (*scene).grown},
@@ -300,12 +307,15 @@ func (a act) cases(random *rand.Rand, calls []trace.Call) []harm {
 	var some, more []harm
 	back := func() bool { return a.back != nil && random.IntN(2) == 0 }
 	for i, c := range calls {
+		if strings.HasSuffix(c.Path, "/log") { // what the driver says
+			continue
+		}
 		dies := harm{at: i + 1, all: random.IntN(2) == 0, back: back()}
 		if random.IntN(4) == 0 {
 			dies.atStart = 1 + random.IntN(startPoints)
 		}
 		all, errnos := []harm{dies}, c.Errors()
-		if !trace.CanFail || strings.HasSuffix(c.Path, "/log") { // what the driver says
+		if !trace.CanFail {
 			errnos = nil
 		}
 		for _, n := range random.Perm(len(errnos)) {
@@ -483,6 +493,11 @@ func (s *scene) lost() {
 	case <-time.After(patient):
 		s.Fatalf("the writer did not end\n%s", s.logs())
 	}
+}
+
+// connections are those of left.
+func connections() []string {
+	return slices.DeleteFunc(left(), func(path string) bool { return !strings.HasPrefix(path, "/sys/class") })
 }
 
 func (s *scene) nothingLeft(where string, left func() []string) {

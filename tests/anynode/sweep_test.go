@@ -186,7 +186,7 @@ func (l *life) run() {
 	l.again("take it down at home", func(ctx context.Context) error { return l.down(ctx, home) })
 	l.again("release it at home", func(ctx context.Context) error { return l.release(ctx, home) })
 	l.again("delete it", l.of.Delete)
-	if left := drivertest.Gone(left); len(left) > 0 {
+	if left := drivertest.Gone(func() []string { return append(left(), stacked(l.dir)...) }); len(left) > 0 {
 		l.Errorf("left in the kernel: %v", left)
 	}
 	if images, _ := filepath.Glob(filepath.Join(l.dir, "pool-of-*", "volumes", "*")); len(images) > 0 {
