@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Runs the tests of what goes over NVMe/TCP, in virtual machines (hack/vm/run.sh) on a kernel that has it, and has it built in (hack/vm/kernel.sh):
 # target and host, with and without multipath; exports of a node and volumes of others; and the sweeps of tests/anynode. With SAMPLE=1, as most kernels
-# have it (with multipath), and of the sweeps a sample.
+# have it (with multipath), and of the sweeps a sample. With arguments, just tests/anynode with these, which must have no blanks:
+#
+#   VM_SECONDS=0 hack/vm/any.sh -test.run=TestPoints -points.full
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -29,7 +31,9 @@ both='nvmet -test.timeout 15m
 nvme -test.timeout 15m'
 above='volume -test.timeout 15m -test.run ^(TestNVMe|TestReached)
 anynode -test.timeout 170m'
-if [ "${SAMPLE-}" = 1 ]; then
+if [ $# -gt 0 ]; then
+	run Y "anynode -test.timeout 0 $*"
+elif [ "${SAMPLE-}" = 1 ]; then
 	run Y "$both
 $above"
 else
