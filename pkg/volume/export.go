@@ -628,6 +628,10 @@ func (l *Local) resized(ctx context.Context, id ID, record blockdev.Record) erro
 	return exporter.Resized(ctx, e.nqn(id.Key))
 }
 
+// ReasonNotExported is the reason of the problem of a volume of which the export could not be made, or ended, when the node started. It is tried again, and its
+// end has to be told.
+const ReasonNotExported = "NotExported"
+
 // exportHealth is what is wrong with the export of a volume that should be there.
 func (l *Local) exportHealth(v Volume) []blockdev.Problem {
 	l.exports.mu.Lock()
@@ -639,7 +643,7 @@ func (l *Local) exportHealth(v Volume) []blockdev.Problem {
 	if err == nil {
 		return nil
 	}
-	return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: "NotExported",
+	return []blockdev.Problem{{Severity: blockdev.Inaccessible, Reason: ReasonNotExported,
 		Message: fmt.Sprintf("another node uses it, and its home %s cannot export it: %s", l.node, errdefs.Words(err))}}
 }
 

@@ -54,8 +54,10 @@ func (a *Agent) reconcileVolume(ctx context.Context, r request) (reconcile.Resul
 // keepUp maintains a volume, and says when it is to be looked at again.
 func (a *Agent) keepUp(ctx context.Context, v *v1alpha1.Volume) (reconcile.Result, error) {
 	err := a.maintainVolume(ctx, v)
-	if slices.ContainsFunc(v.Status.Health, func(p v1alpha1.Problem) bool { return p.Reason == poolUnavailable }) {
-		return reconcile.Result{RequeueAfter: lastRetry}, err // nobody says when it comes
+	if slices.ContainsFunc(v.Status.Health, func(p v1alpha1.Problem) bool {
+		return p.Reason == poolUnavailable || p.Reason == volume.ReasonNotExported
+	}) {
+		return reconcile.Result{RequeueAfter: lastRetry}, err // nobody says when it comes, or has ended
 	}
 	return reconcile.Result{RequeueAfter: checkAgain}, err
 }
