@@ -101,9 +101,9 @@ type Volume struct {
 	Claim       Claim // of no node if it is not claimed
 	Exported    Grant // to no node if it is not exported
 	// Sealed: its bytes do not change, as it is about to move to another node, or has moved.
-	Sealed bool
-	Node        string
-	Ephemeral   string
+	Sealed    bool
+	Node      string
+	Ephemeral string
 	// Target is where the node published it last, if that was to be its only target.
 	Target string
 	// Flags stand for the mount flags that it was staged with last (pkg/node); empty: not known.
