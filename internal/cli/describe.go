@@ -37,7 +37,7 @@ name of its PersistentVolume, or NAMESPACE/CLAIM.`,
 		},
 		ValidArgsFunction: c.complete(func(o *overview.Overview) (names []string) {
 			for i := range o.Volumes {
-				names = append(names, namesOfVolume(&o.Volumes[i])...)
+				names = append(names, NamesOf(&o.Volumes[i])...)
 			}
 			return names
 		}),
@@ -60,8 +60,8 @@ name of its PersistentVolume, or NAMESPACE/CLAIM.`,
 	return cmd
 }
 
-// namesOfVolume are the names by which a volume can be asked for, beside its key.
-func namesOfVolume(v *overview.Volume) []string {
+// NamesOf are the names by which a volume can be asked for, beside its key.
+func NamesOf(v *overview.Volume) []string {
 	names := []string{v.ID, v.Name}
 	if v.PersistentVolume != "" {
 		names = append(names, v.PersistentVolume)
@@ -92,29 +92,38 @@ func notThere(o *overview.Overview, name string) error {
 	return fmt.Errorf("there is no volume %q; give its ID, the name of its PersistentVolume, or NAMESPACE/CLAIM (volumes lists them)", name)
 }
 
+// Find returns the volume of an overview that a name is for.
+func Find(o *overview.Overview, name string) (*overview.Volume, error) {
+	var found []*overview.Volume
+	for i := range o.Volumes {
+		if v := &o.Volumes[i]; slices.Contains(NamesOf(v), name) || name == keyOf(v.ID) {
+			found = append(found, v)
+		}
+	}
+	switch {
+	case len(found) == 0:
+		return nil, notThere(o, name)
+	case len(found) > 1: // a volume that was kept, and one that was made for a new claim of the name
+		var ids []string
+		for _, v := range found {
+			ids = append(ids, v.ID)
+		}
+		return nil, fmt.Errorf("%q is the name of %d volumes; give the ID of one: %s", name, len(found), strings.Join(ids, ", "))
+	}
+	return found[0], nil
+}
+
 // find finds out all of the volume of a name.
 func find(ctx context.Context, source Source, name string) (*description, time.Time, error) {
 	o, err := source.Overview(ctx)
 	if err != nil {
 		return nil, time.Time{}, err
 	}
-	var found []*overview.Volume
-	for i := range o.Volumes {
-		if v := &o.Volumes[i]; slices.Contains(namesOfVolume(v), name) || name == keyOf(v.ID) {
-			found = append(found, v)
-		}
+	found, err := Find(o, name)
+	if err != nil {
+		return nil, o.Taken, err
 	}
-	switch {
-	case len(found) == 0:
-		return nil, o.Taken, notThere(o, name)
-	case len(found) > 1: // a volume that was kept, and one that was made for a new claim of the name
-		var ids []string
-		for _, v := range found {
-			ids = append(ids, v.ID)
-		}
-		return nil, o.Taken, fmt.Errorf("%q is the name of %d volumes; give the ID of one: %s", name, len(found), strings.Join(ids, ", "))
-	}
-	d := &description{Volume: *found[0], Missing: o.Missing, Snapshots: []overview.Snapshot{}, Node: []overview.Problem{}, Pool: []overview.Problem{}}
+	d := &description{Volume: *found, Missing: o.Missing, Snapshots: []overview.Snapshot{}, Node: []overview.Problem{}, Pool: []overview.Problem{}}
 	for _, s := range o.Snapshots {
 		if s.Source == d.Volume.ID {
 			d.Snapshots = append(d.Snapshots, s)
@@ -138,7 +147,7 @@ func find(ctx context.Context, source Source, name string) (*description, time.T
 // print prints the page of a volume, what is wrong first.
 func (d *description) print(to *screen, now time.Time) {
 	v := &d.Volume
-	to.print("%s\n\n", to.paint(bold, "Volume "+title(v)))
+	to.print("%s\n\n", to.paint(bold, "Volume "+Title(v)))
 	for _, p := range append(append(append([]overview.Problem{}, v.Problems...), d.Pool...), d.Node...) {
 		to.print("%s\n", to.paint(colourOf(p.Severity), fmt.Sprintf("%s: %s", p.Severity, p.Reason)))
 		of := ""

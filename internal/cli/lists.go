@@ -180,7 +180,7 @@ func printVolumes(to *screen, o *overview.Overview, all []overview.Volume) {
 		for _, pod := range v.Pods {
 			pods = append(pods, pod.Name)
 		}
-		row := append(plain(title(v), size(v.Size), used), state(v.State, v.Progress))
+		row := append(plain(Title(v), size(v.Size), used), state(v.State, v.Progress))
 		row = append(row, plain(v.Node, v.Pool, strings.Join(pods, ","), age(o.Taken, v.Created))...)
 		t.add(append(append(row, reasons(v.Problems)), plain(filesystem, v.PersistentVolume, v.ID)...)...)
 	}

@@ -199,7 +199,7 @@ func namesOf(o *overview.Overview) map[overview.Subject]name {
 	}
 	for i := range o.Volumes {
 		v := &o.Volumes[i]
-		names[overview.Subject{Kind: overview.KindVolume, Name: v.ID}] = name{title(v), overview.PoolName(v.Node, v.Pool)}
+		names[overview.Subject{Kind: overview.KindVolume, Name: v.ID}] = name{Title(v), overview.PoolName(v.Node, v.Pool)}
 	}
 	for i := range o.Snapshots {
 		s := &o.Snapshots[i]
@@ -208,8 +208,8 @@ func namesOf(o *overview.Overview) map[overview.Subject]name {
 	return names
 }
 
-// title is what people call a volume: its claim NAMESPACE/NAME, or its name.
-func title(v *overview.Volume) string {
+// Title is what people call a volume: its claim NAMESPACE/NAME, or its name.
+func Title(v *overview.Volume) string {
 	if v.Claim != nil {
 		return v.Claim.Namespace + "/" + v.Claim.Name
 	}

@@ -1,6 +1,7 @@
 package cli
 
 import (
+	"bytes"
 	"cmp"
 	"encoding/json"
 	"fmt"
@@ -41,6 +42,28 @@ type table struct {
 }
 
 func (t *table) add(cells ...cell) { t.rows = append(t.rows, cells) }
+
+// Table prints rows of texts below their titles, as wide as they are.
+func Table(to io.Writer, titles []string, rows [][]string) error {
+	out := screenOf(to)
+	var text bytes.Buffer
+	out.Writer = &text
+	var t table
+	for _, one := range titles {
+		t.columns = append(t.columns, column{title: one})
+	}
+	for _, row := range rows {
+		cells := plain(row...)
+		for i := range cells {
+			cells[i].text = Line(cells[i].text)
+		}
+		t.add(cells...)
+	}
+	out.wide = true
+	t.print(out)
+	_, err := to.Write(text.Bytes())
+	return err
+}
 
 // gap is what is between two columns.
 const gap = "  "
