@@ -1,0 +1,341 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+	"k8s.io/cli-runtime/pkg/genericclioptions"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/cli"
+	"github.com/ashlar-csi/ashlar/internal/overview"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	fleet "github.com/ashlar-csi/ashlar/pkg/cluster"
+)
+
+// patience is how long an evacuation waits for a move of which nothing changes; tests wait less.
+var patience = 2 * time.Minute
+
+// evacuation is the move of all volumes of a node.
+type evacuation struct {
+	*cluster
+	out      io.Writer // of lines
+	table    io.Writer // of the plan
+	node     string
+	to       string
+	parallel int
+	dryRun   bool
+	room     *room
+}
+
+func evacuateCommand(flags *genericclioptions.ConfigFlags) *cobra.Command {
+	var e evacuation
+	cmd := &cobra.Command{
+		Use:   "evacuate NODE",
+		Short: "Move all volumes with access=any of a node to others",
+		Long: `kubectl ashlar evacuate moves the volumes of a node, each to the pool of the same name that has most room, on a node of
+its network that answers and is not cordoned. First it prints what moves where, and what cannot and why. It moves a few at a time.
+
+Volumes that are used are asked to move as well, and are copied when they are released; it does not wait for that. It ends with status 1 if
+something stays. It can be run again at any time: it goes on with what is left. Cordon the node first, so that nothing new comes there.`,
+		Args: func(_ *cobra.Command, args []string) error {
+			switch {
+			case len(args) != 1:
+				return errors.New("give one node")
+			case e.parallel < 1:
+				return errors.New("--parallel: give 1 or more")
+			case e.to == args[0]:
+				return errors.New("--to: give another node than the one that is evacuated")
+			}
+			return nil
+		},
+		ValidArgsFunction: completeOf(flags, nodesOf),
+		RunE: func(cmd *cobra.Command, args []string) (err error) {
+			if e.cluster, err = connect(flags); err != nil {
+				return err
+			}
+			e.node, e.table, e.out = args[0], cmd.OutOrStdout(), cli.Plain(cmd.OutOrStdout())
+			return e.run(cmd.Context())
+		},
+	}
+	f := cmd.Flags()
+	f.StringVar(&e.to, "to", "", "only to this node (default: to the one with most room, for each volume)")
+	f.IntVar(&e.parallel, "parallel", 2, "how many volumes are copied at once")
+	f.BoolVar(&e.dryRun, "dry-run", false, "print what would be done, and do nothing")
+	_ = cmd.RegisterFlagCompletionFunc("to", completeOf(flags, nodesOf)) // the flag is there
+	return cmd
+}
+
+// leaving is a volume that is to leave the node.
+type leaving struct {
+	followed
+	why     error // it stays
+	begun   bool  // it is asked to move
+	ended   bool
+	last    string    // how far it was when that last changed
+	changed time.Time // when that was
+}
+
+func (e *evacuation) run(ctx context.Context) error {
+	o, err := e.Overview(ctx)
+	if err != nil {
+		return err
+	}
+	if e.room, err = e.look(ctx, o); err != nil {
+		return err
+	}
+	if e.room.cordoned == nil {
+		return errors.New("you may not list nodes, so it is not known which of them are cordoned; move volumes one by one (kubectl ashlar move), or ask for that right")
+	}
+	cordoned, known := e.room.cordoned[e.node]
+	if !known && !slices.Contains(nodesOf(o), e.node) {
+		return fmt.Errorf("there is no node %q", e.node)
+	}
+	all, err := e.plan(ctx, o)
+	if err != nil {
+		return err
+	}
+	if err := e.print(all, o, cordoned); err != nil {
+		return err
+	}
+	if !e.dryRun {
+		if err := e.carryOut(ctx, all); err != nil {
+			return err
+		}
+	}
+	return e.staying(all)
+}
+
+// plan finds out what is to leave the node, and where to: the largest first.
+func (e *evacuation) plan(ctx context.Context, o *overview.Overview) ([]*leaving, error) {
+	seen := map[string]*overview.Volume{}
+	for i := range o.Volumes {
+		seen[o.Volumes[i].ID] = &o.Volumes[i]
+	}
+	var all []*leaving
+	for _, field := range []string{"spec.nodeName", "spec.move.node"} {
+		var volumes v1alpha1.VolumeList
+		if err := e.List(ctx, &volumes, client.MatchingFields{field: e.node}); err != nil {
+			return nil, fmt.Errorf("list the volumes of node %s: %w", e.node, err)
+		}
+		for i := range volumes.Items {
+			v := &volumes.Items[i]
+			known := seen[v.ID()]
+			if known == nil { // it was made since
+				known = &overview.Volume{ID: v.ID(), Name: v.Spec.Name}
+			}
+			all = append(all, &leaving{followed: *following(v, known, "")})
+		}
+	}
+	slices.SortStableFunc(all, func(a, b *leaving) int {
+		return cmp.Or(cmp.Compare(b.v.Spec.Size, a.v.Spec.Size), cmp.Compare(a.title, b.title))
+	})
+	for _, under := range []bool{true, false} { // what is under way has its room first
+		for _, l := range all {
+			if m := l.v.Spec.Move; (m != nil) == under {
+				l.to, l.why = e.target(l.v)
+			}
+		}
+	}
+	return all, nil
+}
+
+// target is the node that a volume is to move to, or why it stays.
+func (e *evacuation) target(v *v1alpha1.Volume) (string, error) {
+	switch m := v.Spec.Move; {
+	case m != nil && m.Left && m.Node == e.node && !v1alpha1.Going(v): // it has moved, and the node still has its bytes
+		return v.Spec.NodeName, nil
+	case m != nil && m.Node == e.node:
+		return "", fmt.Errorf("it comes here, from node %s; to take that back: kubectl ashlar move %s --cancel", v.Spec.NodeName, v.ID())
+	}
+	if err := e.room.leaves(v); err != nil {
+		return "", err
+	}
+	if m := v.Spec.Move; m != nil {
+		if v.Status.Move == nil || v.Status.Move.Node != m.Node { // the figures of the pool have nothing of it
+			e.room.promise(v, m.Node)
+		}
+		return m.Node, nil
+	}
+	to, err := e.room.best(v, e.to)
+	if err == nil {
+		e.room.promise(v, to)
+	}
+	return to, err
+}
+
+// print prints the plan.
+func (e *evacuation) print(all []*leaving, o *overview.Overview, cordoned bool) error {
+	var rows [][]string
+	for _, l := range all {
+		to, remark := l.to, ""
+		switch m := l.v.Spec.Move; {
+		case l.why != nil:
+			to, remark = "stays", l.why.Error()
+		case m != nil && m.Left:
+			remark = "it has moved; its old bytes are to be given back"
+		case l.user() != "":
+			remark = "used on " + l.user() + "; it moves when it is released"
+		case m != nil:
+			remark = "under way"
+		}
+		rows = append(rows, []string{l.title, fleet.Bytes(l.v.Spec.Size), to, remark})
+	}
+	if len(rows) == 0 {
+		if _, err := fmt.Fprintf(e.out, "No volume is on node %s.\n", e.node); err != nil {
+			return err
+		}
+	} else if err := cli.Table(e.table, []string{"VOLUME", "SIZE", "TO", "REMARKS"}, rows); err != nil {
+		return err
+	}
+	copies := 0
+	for _, s := range o.Snapshots {
+		if s.Node == e.node {
+			copies++
+		}
+	}
+	if copies > 0 {
+		if _, err := fmt.Fprintf(e.out, "Snapshots on node %s, which stay there: %d\n", e.node, copies); err != nil {
+			return err
+		}
+	}
+	if !cordoned {
+		_, err := fmt.Fprintf(e.out, "Node %s is not cordoned, so new volumes may be made there: kubectl cordon %s\n", e.node, e.node)
+		return err
+	}
+	return nil
+}
+
+// carryOut moves what can be moved. It ends when nothing is left to do but for what is used.
+func (e *evacuation) carryOut(ctx context.Context, all []*leaving) error {
+	for {
+		busy, err := e.step(ctx, all)
+		if err == nil && busy {
+			select {
+			case <-ctx.Done():
+			case <-time.After(lookAgain):
+				continue
+			}
+		}
+		if ctx.Err() != nil {
+			return fmt.Errorf("interrupted; what was asked to move goes on, and nothing else does; run it again to go on (kubectl ashlar evacuate %s)", e.node)
+		}
+		return err
+	}
+}
+
+// step looks at each move, and begins as many as may be under way at once, and those of volumes that are used. busy: there is more to do or to wait for.
+func (e *evacuation) step(ctx context.Context, all []*leaving) (busy bool, err error) {
+	under := 0
+	for _, l := range all {
+		if l.begun && !l.ended {
+			if err := e.lookAt(ctx, l); err != nil {
+				return false, err
+			}
+			if !l.ended && l.user() == "" {
+				under++
+			}
+		}
+	}
+	busy = under > 0
+	for _, l := range all {
+		if l.begun || l.ended || l.why != nil || l.user() == "" && l.v.Spec.Move == nil && under >= e.parallel {
+			busy = busy || !l.begun && !l.ended && l.why == nil
+			continue
+		}
+		if err := e.begin(ctx, l); err != nil {
+			return false, err
+		}
+		if l.why == nil && l.user() == "" {
+			under++
+			busy = true
+		}
+	}
+	return busy, nil
+}
+
+// begin asks for the move of a volume. That this one is refused ends no other.
+func (e *evacuation) begin(ctx context.Context, l *leaving) error {
+	err := e.ask(ctx, l.v, l.to, func(v *v1alpha1.Volume) error {
+		if v.Spec.NodeName != e.node || v.Spec.Move != nil {
+			return errors.New("somebody else has it moved; run this again")
+		}
+		return e.room.leaves(v)
+	})
+	if ctx.Err() != nil {
+		return ctx.Err()
+	}
+	l.begun, l.changed, l.why = true, time.Now(), err
+	if err != nil {
+		l.ended = true
+		_, err = fmt.Fprintf(e.out, "%s: stays: %v\n", l.title, err)
+		return err
+	}
+	return l.tell(e.out)
+}
+
+// lookAt looks how far the move of a volume is.
+func (e *evacuation) lookAt(ctx context.Context, l *leaving) error {
+	err := e.again(ctx, &l.followed)
+	if ctx.Err() != nil {
+		return ctx.Err()
+	}
+	var text string
+	if err == nil {
+		_, text, l.ended, err = l.stage()
+	}
+	if text != l.last || l.user() != "" {
+		l.last, l.changed = text, time.Now()
+	}
+	if err == nil && !l.ended && time.Since(l.changed) > patience {
+		err = fmt.Errorf("its move does not go on (nothing has changed for %s), and may later: %s", patience, text)
+	}
+	switch {
+	case errors.Is(err, errDeleted):
+		l.ended, text = true, err.Error()
+	case err != nil:
+		l.ended, l.why = true, err
+		text = "stays: " + err.Error()
+	case !l.ended:
+		return l.tell(e.out)
+	}
+	_, err = fmt.Fprintf(e.out, "%s: %s\n", l.title, text)
+	return err
+}
+
+// staying is an error if something stays on the node.
+func (e *evacuation) staying(all []*leaving) error {
+	stay, used := 0, 0
+	var whose []string
+	for _, l := range all {
+		switch {
+		case l.why != nil:
+			stay++
+		case !l.ended && l.user() != "":
+			used++
+			whose = append(whose, l.title+" on "+l.user())
+		}
+	}
+	var parts []string
+	if stay > 0 {
+		parts = append(parts, fmt.Sprintf("%d of %d volumes stay on node %s, see above", stay, len(all), e.node))
+	}
+	if used > 0 && !e.dryRun {
+		parts = append(parts, fmt.Sprintf("%d of %d are still used, and move when they are released: %s", used, len(all), strings.Join(whose, "; ")))
+	}
+	if len(parts) == 0 {
+		if e.dryRun || len(all) == 0 {
+			return nil
+		}
+		_, err := fmt.Fprintf(e.out, "No volume is left on node %s.\n", e.node)
+		return err
+	}
+	return errors.New(strings.Join(parts, "; "))
+}

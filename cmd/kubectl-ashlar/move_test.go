@@ -1,0 +1,458 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/cli-runtime/pkg/genericclioptions"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// networked is a pool in a network.
+func networked(node string, available int64, health ...v1alpha1.Problem) *v1alpha1.Pool {
+	p := pool(node, 1000*mib, available, health...)
+	p.Status.Network = &v1alpha1.Network{Name: "default", Address: "10.0.0.1:4420"}
+	return p
+}
+
+// movable is a volume with access any on a node; edit changes it.
+func movable(name, node string, size int64, edit func(*v1alpha1.Volume)) *v1alpha1.Volume {
+	v := &v1alpha1.Volume{ObjectMeta: metav1.ObjectMeta{Name: volume.KeyOf(name)}, Spec: v1alpha1.VolumeSpec{NodeName: node, Pool: "default", Name: name, Size: size, Filesystem: "xfs", Access: "any"},
+		Status: v1alpha1.VolumeStatus{ObjectStatus: v1alpha1.ObjectStatus{Created: new(metav1.NowMicro()), Size: size}}}
+	if edit != nil {
+		edit(v)
+	}
+	return v
+}
+
+// nodes makes nodes with a pool of 500 MiB each, of which n2 is cordoned.
+func nodes(e *environment) {
+	for _, name := range []string{"n1", "n2", "n3", "n4"} {
+		n := node(name, corev1.ConditionTrue)
+		n.Spec.Unschedulable = name == "n2"
+		e.add(n)
+		e.add(networked(name, 500*mib))
+	}
+}
+
+// refused makes sure that a command fails with some words.
+func (r result) refused(t testing.TB, words ...string) {
+	t.Helper()
+	for _, word := range words {
+		if r.err == nil || !strings.Contains(r.err.Error(), word) {
+			t.Errorf("it does not fail with %q: %v\n%s", word, r.err, r.stdout)
+		}
+	}
+}
+
+// edited changes an object, its spec and its status.
+func (e *environment) edited(v *v1alpha1.Volume, edit func(*v1alpha1.Volume)) {
+	e.Helper()
+	check.OK(e, e.Get(e.Context(), client.ObjectKeyFromObject(v), v))
+	edit(v)
+	status := v.Status.DeepCopy()
+	check.OK(e, e.Update(e.Context(), v))
+	v.Status = *status
+	check.OK(e, e.Status().Update(e.Context(), v))
+}
+
+// release ends the claim of a volume.
+func (e *environment) release(v *v1alpha1.Volume) error {
+	return e.Patch(e.Context(), v.DeepCopy(), client.RawPatch(types.MergePatchType, []byte(`{"spec":{"claim":null}}`)))
+}
+
+// connected is the cluster as the commands see it.
+func connected(t *testing.T) *cluster {
+	flags := genericclioptions.NewConfigFlags(true)
+	kubeconfig := filepath.Join(t.TempDir(), "kubeconfig")
+	check.OK(t, apitest.Get(t).Kubeconfig(apitest.Get(t).Config(apitest.Admin), kubeconfig))
+	flags.KubeConfig = &kubeconfig
+	c, err := connect(flags)
+	check.OK(t, err)
+	return c
+}
+
+// interrupting is what a command prints to, by somebody who interrupts it when they read some words.
+type interrupting struct {
+	words     string
+	interrupt func()
+	*bytes.Buffer
+}
+
+func (i interrupting) Write(p []byte) (int, error) {
+	if strings.Contains(string(p), i.words) {
+		i.interrupt()
+	}
+	return i.Buffer.Write(p)
+}
+
+// drivers do what the agents and the controller do for moves, a step at each look, until the test ends. They begin when the volume first is
+// asked to move, if it is not empty; those in held are copied never.
+func (e *environment) drivers(first string, held ...string) (most func() int) {
+	ctx, stop := context.WithCancel(e.Context())
+	var done sync.WaitGroup
+	var mu sync.Mutex
+	under, begun := 0, first == ""
+	done.Go(func() {
+		for ctx.Err() == nil {
+			var all v1alpha1.VolumeList
+			if err := e.List(ctx, &all); err != nil {
+				continue
+			}
+			asked := 0
+			for i := range all.Items {
+				v := &all.Items[i]
+				begun = begun || v.Spec.Name == first && v.Spec.Move != nil
+				if v.Spec.Move != nil && !v.Spec.Move.Left && v.Spec.Claim == nil {
+					asked++
+				}
+				if begun && v.Spec.Move != nil && v.Spec.Claim == nil && !strings.Contains(strings.Join(held, " "), v.Spec.Name) {
+					_ = e.advance(ctx, v) // else with the next look
+				}
+			}
+			mu.Lock()
+			under = max(under, asked)
+			mu.Unlock()
+			time.Sleep(5 * time.Millisecond)
+		}
+	})
+	e.Cleanup(func() {
+		stop()
+		done.Wait()
+	})
+	return func() int {
+		mu.Lock()
+		defer mu.Unlock()
+		return under
+	}
+}
+
+// advance takes the next step of a move.
+func (e *environment) advance(ctx context.Context, v *v1alpha1.Volume) error {
+	m, s := v.Spec.Move, v.Status.Move
+	switch {
+	case !m.Left && s == nil:
+		v.Status.Move = &v1alpha1.MoveStatus{Node: m.Node, Message: "half is copied", Progress: &v1alpha1.Progress{Done: 1, Total: 2}}
+		return e.Status().Update(ctx, v)
+	case !m.Left:
+		v.Spec.NodeName, v.Spec.Move = m.Node, &v1alpha1.Move{Node: v.Spec.NodeName, Left: true}
+	case s == nil || !s.Arrived:
+		v.Status.Move = &v1alpha1.MoveStatus{Node: v.Spec.NodeName, Arrived: true, Message: "moved"}
+		return e.Status().Update(ctx, v)
+	default:
+		v.Spec.Move = nil
+	}
+	return e.Update(ctx, v)
+}
+
+// hasten makes the commands look at moves often.
+func hasten(t *testing.T, stuck time.Duration) {
+	before, patient := lookAgain, patience
+	lookAgain, patience = 20*time.Millisecond, stuck
+	t.Cleanup(func() { lookAgain, patience = before, patient })
+}
+
+// TestMove: a volume is asked to move, its move is followed to the end, and can be taken back before it is done.
+func TestMove(t *testing.T) {
+	e := newEnvironment(t)
+	nodes(e)
+	hasten(t, time.Minute)
+	v := movable("pvc-1", "n1", 100*mib, nil)
+	e.add(v)
+	run(t, apitest.Admin, "move", "pvc-1", "--to=n2", "--wait=false").says(t, "pvc-1: node n2 is asked to copy it from node n1\n")
+	check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(v), v))
+	if v.Spec.Move == nil || *v.Spec.Move != (v1alpha1.Move{Node: "n2"}) {
+		t.Fatalf("spec.move is %+v", v.Spec.Move)
+	}
+	run(t, apitest.Admin, "move", "pvc-1", "--to=n3").refused(t, "it is being moved to node n2", "--cancel")
+	run(t, apitest.Admin, "move", "pvc-1", "--cancel").says(t, "pvc-1: it stays on node n1.\n")
+	check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(v), v))
+	if v.Spec.Move != nil {
+		t.Fatalf("it was taken back, and spec.move is %+v", v.Spec.Move)
+	}
+	run(t, apitest.Admin, "move", "pvc-1", "--cancel").refused(t, "it does not move; it is on node n1")
+	e.drivers("")
+	r := run(t, apitest.Admin, "move", v.ID(), "--to=n2/default")
+	check.OK(t, r.err)
+	r.says(t, "pvc-1: node n2 is asked", "pvc-1: it is on node n2.\n")
+	check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(v), v))
+	if v.Spec.NodeName != "n2" || v.Spec.Move != nil {
+		t.Errorf("after the move: %+v", v.Spec)
+	}
+}
+
+// TestMoveUsed: of a volume that is used it says where and by whom, and an interrupted wait leaves the move going.
+func TestMoveUsed(t *testing.T) {
+	e := newEnvironment(t)
+	nodes(e)
+	hasten(t, time.Minute)
+	pods(e)
+	v := movable("pvc-1", "n1", 100*mib, func(v *v1alpha1.Volume) {
+		v.Spec.Claims, v.Spec.Claim, v.Spec.ClaimRef = 1, &v1alpha1.Claim{Node: "n3", Mode: "mount", Generation: 1}, &v1alpha1.ClaimRef{Namespace: namespace, Name: "data"}
+	})
+	e.add(v)
+	run(t, apitest.Admin, "move", "default/data", "--to=n2", "--wait=false").says(t, "default/data: used on node n3 by default/database-0; its bytes are copied when it is released\n")
+	ctx, interrupt := context.WithCancel(t.Context())
+	out := interrupting{"used on node n3", interrupt, &bytes.Buffer{}}
+	m := &moving{cluster: connected(t), out: out, to: "n2", wait: true}
+	if err := m.run(ctx, "pvc-1"); err == nil || !strings.Contains(err.Error(), "interrupted; the move to node n2 goes on") || !strings.Contains(err.Error(), v.ID()+" --cancel") {
+		t.Errorf("interrupted: %v after %s", err, out.String())
+	}
+	check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(v), v))
+	if v.Spec.Move == nil {
+		t.Error("the interrupt took the move back")
+	}
+	e.drivers("")
+	time.AfterFunc(500*time.Millisecond, func() {
+		if err := e.release(v); err != nil {
+			t.Error(err)
+		}
+	})
+	r := run(t, apitest.Admin, "move", "pvc-1", "--to=n2")
+	check.OK(t, r.err)
+	r.says(t, "used on node n3", "default/data: it is on node n2.\n")
+}
+
+// TestMoveRefused: what cannot be done is refused with what can be done, and nothing is written.
+func TestMoveRefused(t *testing.T) {
+	e := newEnvironment(t)
+	nodes(e)
+	e.add(node("bare", corev1.ConditionTrue))
+	e.add(node("down", corev1.ConditionFalse))
+	e.add(networked("down", 500*mib))
+	e.add(node("other", corev1.ConditionTrue))
+	other := networked("other", 500*mib)
+	other.Status.Network.Name = "storage"
+	e.add(other)
+	e.add(node("none", corev1.ConditionTrue))
+	e.add(pool("none", 1000*mib, 500*mib))
+	e.add(node("sick", corev1.ConditionTrue))
+	e.add(networked("sick", 500*mib, v1alpha1.Problem{Severity: "Inaccessible", Reason: "PoolMissing", Message: "mount the disk"}))
+	e.add(node("named", corev1.ConditionTrue))
+	named := networked("named", 500*mib)
+	named.Name, named.Spec.Pool = "named.fast", "fast"
+	e.add(named)
+	e.add(movable("pvc-any", "n1", 100*mib, nil))
+	e.add(movable("pvc-large", "n1", 600*mib, nil))
+	e.add(movable("pvc-node", "n1", 100*mib, func(v *v1alpha1.Volume) { v.Spec.Access = "" }))
+	e.add(movable("pvc-making", "n1", 100*mib, func(v *v1alpha1.Volume) { v.Status.Created, v.Spec.Make = nil, true }))
+	e.add(movable("pvc-stuck", "down", 100*mib, nil))
+	e.add(movable("pvc-lonely", "none", 100*mib, nil))
+	going := movable("pvc-going", "n1", 100*mib, nil)
+	e.add(going)
+	e.edited(going, func(v *v1alpha1.Volume) { v.Spec.Delete = v.UID })
+	left := movable("pvc-left", "n1", 100*mib, func(v *v1alpha1.Volume) { v.Spec.Move = &v1alpha1.Move{Node: "n2"} })
+	e.add(left)
+	e.edited(left, func(v *v1alpha1.Volume) {
+		v.Spec.NodeName, v.Spec.Move = "n2", &v1alpha1.Move{Node: "n1", Left: true}
+		v.Status.Move = &v1alpha1.MoveStatus{Node: "n2", Arrived: true, Message: "moved; node n1 is to give its bytes back"}
+	})
+	for _, c := range []struct{ volume, to, words string }{
+		{"pvc-none", "n2", "there is no volume"},
+		{"pvc-any", "n1", "move pvc-any to node n1: it is on that node"},
+		{"pvc-any", "nowhere", "there is no such node"},
+		{"pvc-any", "bare", "no driver reports a pool there"},
+		{"pvc-any", "named", "it has no pool default (it has fast): a volume stays in pools of one name"},
+		{"pvc-any", "n2/fast", "it is in pool default, and stays in pools of that name"},
+		{"pvc-any", "down", "it does not answer: NodeNotReady: "},
+		{"pvc-any", "other", "it is in the network storage, and node n1 in default"},
+		{"pvc-any", "none", "it is in no network; start the driver there with --remote-address"},
+		{"pvc-any", "sick", "pool sick.default is not well: PoolMissing: mount the disk"},
+		{"pvc-large", "n2", "pool n2.default has no room: 600Mi are needed, and a volume of 500Mi could come at most"},
+		{"pvc-node", "n2", "take a snapshot, and restore it on another node by a class with copies: anywhere"},
+		{"pvc-making", "n2", "it is not made yet"},
+		{"pvc-going", "n2", "it is being deleted"},
+		{"pvc-stuck", "n2", "its bytes are on node down, which does not answer: NodeNotReady"},
+		{"pvc-lonely", "n2", "its node none is in no network"},
+		{"pvc-left", "n3", "it has just come from node n1, which has not given its bytes back yet (moved; node n1 is to give its bytes back)"},
+	} {
+		run(t, apitest.Admin, "move", c.volume, "--to="+c.to, "--wait=false").refused(t, c.words)
+	}
+	run(t, apitest.Admin, "move", "pvc-left", "--cancel").refused(t, "it has moved already, from node n1 to node n2")
+	run(t, apitest.Admin, "move", "pvc-any").refused(t, "give --to NODE or --cancel")
+	var all v1alpha1.VolumeList
+	check.OK(t, e.List(t.Context(), &all))
+	for _, v := range all.Items {
+		if v.Spec.Move != nil && v.Spec.Name != "pvc-left" {
+			t.Errorf("%s was refused, and is asked to move: %+v", v.Spec.Name, v.Spec.Move)
+		}
+	}
+}
+
+// TestMoveRules: what the API server's own rules refuse is said in their words; and a change of somebody else's is looked at before the next try.
+func TestMoveRules(t *testing.T) {
+	e := newEnvironment(t)
+	c := &cluster{Client: e.Client}
+	v := movable("pvc-node", "n1", 100*mib, func(v *v1alpha1.Volume) { v.Spec.Access = "" })
+	e.add(v)
+	all := func(*v1alpha1.Volume) error { return nil }
+	err := c.ask(t.Context(), v, "n2", all)
+	want := "the API server refuses that: a volume with access node does not move: its PersistentVolume says one node, for good; make a snapshot, and restore it on another node (copies: anywhere)"
+	if err == nil || err.Error() != want {
+		t.Errorf("got  %v\nwant %s", err, want)
+	}
+	v = movable("pvc-any", "n1", 100*mib, nil)
+	e.add(v)
+	check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(v), v))
+	stale := v.DeepCopy()
+	e.edited(v, func(v *v1alpha1.Volume) { v.Spec.Move = &v1alpha1.Move{Node: "n3"} })
+	seen := 0
+	err = c.ask(t.Context(), stale, "n2", func(v *v1alpha1.Volume) error {
+		if seen++; v.Spec.Move != nil {
+			return fmt.Errorf("it moves to %s", v.Spec.Move.Node)
+		}
+		return nil
+	})
+	if err == nil || err.Error() != "it moves to n3" || seen != 2 {
+		t.Errorf("asked with an object that is old: %v after %d looks", err, seen)
+	}
+	e.remove(v)
+	if err := c.ask(t.Context(), stale.DeepCopy(), "n2", all); !apierrors.IsNotFound(err) {
+		t.Errorf("of a volume that is gone: %v", err)
+	}
+}
+
+// TestEvacuate: the plan says where all goes and what stays; then it is carried out, some at a time, and what is left makes it fail.
+func TestEvacuate(t *testing.T) {
+	e := newEnvironment(t)
+	nodes(e)
+	hasten(t, time.Minute)
+	e.add(movable("pvc-a", "n1", 300*mib, nil))
+	e.add(movable("pvc-b", "n1", 250*mib, nil))
+	e.add(movable("pvc-c", "n1", 100*mib, nil))
+	e.add(movable("pvc-elsewhere", "n3", 100*mib, nil))
+	run(t, apitest.Admin, "evacuate", "n1", "--dry-run").says(t, "VOLUME  SIZE   TO  REMARKS\n", "pvc-a   300Mi  n3  -\n", "pvc-b   250Mi  n4  -\n", "pvc-c   100Mi  n4  -\n",
+		"Node n1 is not cordoned, so new volumes may be made there: kubectl cordon n1\n")
+	run(t, apitest.Admin, "evacuate", "n1", "--to=n2", "--dry-run").refused(t, "3 of 3 volumes stay on node n1")
+	run(t, apitest.Admin, "evacuate", "n1", "--to=n2", "--dry-run").says(t, "pvc-a   300Mi  stays  node n2: it is cordoned\n")
+	run(t, apitest.Admin, "evacuate", "n1", "--to=n4", "--dry-run").says(t, "pvc-a   300Mi  n4     -\n", "pvc-b   250Mi  stays  node n4: pool n4.default has no room: 250Mi are needed, and a volume of 200Mi", "pvc-c   100Mi  n4")
+	run(t, apitest.Admin, "evacuate", "nowhere").refused(t, `there is no node "nowhere"`)
+	most := e.drivers("")
+	r := run(t, apitest.Admin, "evacuate", "n1", "--parallel=1")
+	check.OK(t, r.err)
+	r.says(t, "pvc-a: it is on node n3\n", "pvc-b: it is on node n4\n", "pvc-c: it is on node n4\n", "No volume is left on node n1.\n")
+	if n := most(); n != 1 {
+		t.Errorf("%d were under way at once", n)
+	}
+	r = run(t, apitest.Admin, "evacuate", "n1")
+	check.OK(t, r.err)
+	r.says(t, "No volume is on node n1.\n")
+}
+
+// TestEvacuateRest: what cannot move, is used, or does not go on keeps nothing else from moving; it is said, and it can be run again.
+func TestEvacuateRest(t *testing.T) {
+	e := newEnvironment(t)
+	nodes(e)
+	hasten(t, 2*time.Second)
+	used := movable("pvc-used", "n1", 40*mib, func(v *v1alpha1.Volume) {
+		v.Spec.Claims, v.Spec.Claim = 1, &v1alpha1.Claim{Node: "n4", Mode: "mount", Generation: 1}
+	})
+	e.add(used)
+	e.add(movable("pvc-node", "n1", 30*mib, func(v *v1alpha1.Volume) { v.Spec.Access = "" }))
+	e.add(movable("pvc-stuck", "n1", 20*mib, nil))
+	e.add(movable("pvc-a", "n1", 10*mib, nil))
+	e.add(movable("pvc-under", "n1", 5*mib, func(v *v1alpha1.Volume) { v.Spec.Move = &v1alpha1.Move{Node: "n2"} }))
+	e.add(movable("pvc-comes", "n3", 4*mib, func(v *v1alpha1.Volume) { v.Spec.Move = &v1alpha1.Move{Node: "n1"} }))
+	left := movable("pvc-left", "n1", 3*mib, func(v *v1alpha1.Volume) { v.Spec.Move = &v1alpha1.Move{Node: "n4"} })
+	e.add(left)
+	e.edited(left, func(v *v1alpha1.Volume) { v.Spec.NodeName, v.Spec.Move = "n4", &v1alpha1.Move{Node: "n1", Left: true} })
+	e.drivers("pvc-a", "pvc-stuck", "pvc-comes")
+	r := run(t, apitest.Admin, "evacuate", "n1")
+	r.says(t, "used on node n4; it moves when it is released\n", "pvc-node   30Mi  stays  it has access=node", "pvc-under  5Mi   n2     under way\n", "it comes here, from node n3", "it has moved; its old bytes are to be given back\n",
+		"pvc-a: it is on node n", "pvc-under: it is on node n2\n", "pvc-left: it is on node n4\n", "pvc-stuck: stays: its move does not go on (nothing has changed for 2s), and may later: node n")
+	r.refused(t, "3 of 7 volumes stay on node n1, see above; 1 of 7 are still used, and move when they are released: pvc-used on node n4")
+	check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(used), used))
+	if used.Spec.Move == nil {
+		t.Error("what is used was not asked to move")
+	}
+	check.OK(t, e.release(used))
+	r = run(t, apitest.Admin, "evacuate", "n1")
+	r.refused(t, "3 of ")
+	r.says(t, "pvc-stuck  20Mi  n")
+	check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(used), used))
+	if used.Spec.NodeName == "n1" {
+		t.Errorf("what was released has not moved: %+v", used.Spec)
+	}
+}
+
+// TestEvacuateInterrupted: what was asked to move goes on, what was not is not, and the next run goes on with it.
+func TestEvacuateInterrupted(t *testing.T) {
+	e := newEnvironment(t)
+	nodes(e)
+	hasten(t, time.Minute)
+	for _, name := range []string{"pvc-a", "pvc-b", "pvc-c"} {
+		e.add(movable(name, "n1", 10*mib, nil))
+	}
+	ctx, interrupt := context.WithCancel(t.Context())
+	out := interrupting{"pvc-b: node", interrupt, &bytes.Buffer{}}
+	if err := (&evacuation{cluster: connected(t), out: out, table: out, node: "n1", parallel: 2}).run(ctx); err == nil || !strings.Contains(err.Error(), "interrupted; what was asked to move goes on") {
+		t.Errorf("interrupted: %v after %s", err, out.String())
+	}
+	var all v1alpha1.VolumeList
+	check.OK(t, e.List(t.Context(), &all))
+	for _, v := range all.Items {
+		if (v.Spec.Move != nil) != (v.Spec.Name != "pvc-c") {
+			t.Errorf("%s: spec.move is %+v", v.Spec.Name, v.Spec.Move)
+		}
+	}
+	run(t, apitest.Admin, "evacuate", "n1", "--dry-run").says(t, "under way\n")
+	e.drivers("")
+	r := run(t, apitest.Admin, "evacuate", "n1")
+	check.OK(t, r.err)
+	r.says(t, "pvc-c: it is on node n", "No volume is left on node n1.\n")
+}
+
+// TestStage: how far a move is, by its object.
+func TestStage(t *testing.T) {
+	claim := &v1alpha1.Claim{Node: "n3", Mode: "mount", Generation: 1}
+	move, left := &v1alpha1.Move{Node: "n2"}, &v1alpha1.Move{Node: "n1", Left: true}
+	for _, c := range []struct {
+		node   string
+		move   *v1alpha1.Move
+		claim  *v1alpha1.Claim
+		export *v1alpha1.Export
+		status *v1alpha1.MoveStatus
+		want   string // with "!" it has failed, with "." it has ended
+	}{
+		{"n1", move, nil, nil, nil, "node n2 is asked to copy it from node n1"},
+		{"n1", move, nil, nil, &v1alpha1.MoveStatus{Node: "n9", Message: "of another move"}, "node n2 is asked to copy it from node n1"},
+		{"n1", move, claim, nil, &v1alpha1.MoveStatus{Node: "n2", Waits: true, Message: "it is used"}, "used on node n3; its bytes are copied when it is released"},
+		{"n1", move, nil, &v1alpha1.Export{Generation: 1, Node: "n4"}, nil, "used on node n4; its bytes are copied when it is released"},
+		{"n1", move, nil, nil, &v1alpha1.MoveStatus{Node: "n2", Waits: true, Message: "no space"}, "waits: no space"},
+		{"n1", move, nil, nil, &v1alpha1.MoveStatus{Node: "n2", Message: "1Gi of 4Gi are copied", Progress: &v1alpha1.Progress{Done: 1, Total: 4}}, "25 %, 1Gi of 4Gi are copied"},
+		{"n1", move, nil, nil, &v1alpha1.MoveStatus{Node: "n2", Message: "all bytes are on node n2"}, "all bytes are on node n2"},
+		{"n1", nil, nil, nil, nil, "!the move to node n2 was taken back: it stays on node n1"},
+		{"n1", &v1alpha1.Move{Node: "n3"}, nil, nil, nil, "!somebody else has it moved to node n3"},
+		{"n2", left, claim, nil, &v1alpha1.MoveStatus{Node: "n2"}, "node n2 takes it over"},
+		{"n2", left, claim, nil, &v1alpha1.MoveStatus{Node: "n2", Arrived: true}, "it is on node n2; node n1 gives its bytes back"},
+		{"n2", left, nil, nil, &v1alpha1.MoveStatus{Node: "n2", Arrived: true, Waits: true, Message: "moved; the bytes that node n1 had are still there: it is mounted"}, "moved; the bytes that node n1 had are still there: it is mounted"},
+		{"n2", nil, claim, nil, nil, ".it is on node n2"},
+	} {
+		v := movable("pvc-1", c.node, mib, nil)
+		v.Spec.Move, v.Spec.Claim, v.Status.Export, v.Status.Move = c.move, c.claim, c.export, c.status
+		_, text, done, err := (&followed{v: v, to: "n2"}).stage()
+		if err != nil {
+			text = "!" + err.Error()
+		} else if done {
+			text = "." + text
+		}
+		if text != c.want {
+			t.Errorf("got %q, want %q", text, c.want)
+		}
+	}
+}

@@ -1,0 +1,185 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+
+	"github.com/ashlar-csi/ashlar/internal/overview"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	fleet "github.com/ashlar-csi/ashlar/pkg/cluster"
+)
+
+// room is what says whether a volume can move, and where to.
+type room struct {
+	pools    map[string]*v1alpha1.Pool // by NODE.POOL
+	cordoned map[string]bool           // what Kubernetes says of each node; nil: it may not be asked
+	silent   map[string]string         // nodes whose agent does not answer, and what is known of that
+	promised map[string]int64          // bytes that a plan has for volumes which come to a pool
+}
+
+// look finds out what room there is.
+func (c *cluster) look(ctx context.Context, o *overview.Overview) (*room, error) {
+	r := &room{pools: map[string]*v1alpha1.Pool{}, silent: map[string]string{}, promised: map[string]int64{}}
+	var pools v1alpha1.PoolList
+	if err := c.List(ctx, &pools); err != nil {
+		return nil, fmt.Errorf("list the pools: %w", err)
+	}
+	for i := range pools.Items {
+		p := &pools.Items[i]
+		r.pools[overview.PoolName(p.Spec.NodeName, p.Spec.Pool)] = p
+	}
+	for _, n := range o.Nodes {
+		if !n.Ready && len(n.Problems) > 0 {
+			r.silent[n.Name] = n.Problems[0].Reason + ": " + n.Problems[0].Message
+		}
+	}
+	var nodes corev1.NodeList
+	if err := c.List(ctx, &nodes); err != nil && !apierrors.IsForbidden(err) {
+		return nil, fmt.Errorf("list the nodes: %w", err)
+	} else if err == nil {
+		r.cordoned = map[string]bool{}
+	}
+	for _, n := range nodes.Items {
+		r.cordoned[n.Name] = n.Spec.Unschedulable
+	}
+	return r, nil
+}
+
+// leaves is why a volume cannot leave its node, and what can be done; nil if it can.
+func (r *room) leaves(v *v1alpha1.Volume) error {
+	home := v.Spec.NodeName
+	switch m := v.Spec.Move; {
+	case v1alpha1.Going(v) || v.Spec.Abandoned:
+		return errors.New("it is being deleted")
+	case v.Spec.Access == "":
+		return errors.New("it has access=node, and its PersistentVolume names that node, for good: take a snapshot, and restore it on another node by a class with copies: anywhere")
+	case v.Status.Created == nil:
+		return errors.New("it is not made yet; try again when it is (kubectl ashlar volumes)")
+	case v1alpha1.IsLost(v):
+		return errors.New("its bytes are missing; see kubectl ashlar describe " + v.ID())
+	case m != nil && m.Left:
+		return fmt.Errorf("it has just come from node %s, which has not given its bytes back yet (%s); try again then; if that node never comes back, delete its Node object", m.Node, said(v))
+	case r.silent[home] != "":
+		return fmt.Errorf("its bytes are on node %s, which does not answer: %s", home, r.silent[home])
+	}
+	if r.network(home, v.Spec.Pool) == "" {
+		return fmt.Errorf("its node %s is in no network that bytes could leave by; start the driver there with --remote-address", home)
+	}
+	return nil
+}
+
+// said is what the agents say of the move of a volume.
+func said(v *v1alpha1.Volume) string {
+	if v.Status.Move == nil {
+		return "nothing is heard of that"
+	}
+	return cmp.Or(v.Status.Move.Message, "nothing is heard of that")
+}
+
+// network that a pool's volumes reach other nodes by; empty: none.
+func (r *room) network(node, pool string) string {
+	if p := r.pools[overview.PoolName(node, pool)]; p != nil && p.Status.Network != nil {
+		return p.Status.Network.Name
+	}
+	return ""
+}
+
+// takes is why a node cannot take a volume that can leave its own, and what can be done; nil if it can.
+func (r *room) takes(v *v1alpha1.Volume, node string) error {
+	name := overview.PoolName(node, v.Spec.Pool)
+	p := r.pools[name]
+	if node == v.Spec.NodeName {
+		return errors.New("the volume is on that node")
+	}
+	if p == nil {
+		return r.lacking(node, v.Spec.Pool)
+	}
+	if r.silent[node] != "" {
+		return fmt.Errorf("it does not answer: %s", r.silent[node])
+	}
+	home, network, need := r.network(v.Spec.NodeName, v.Spec.Pool), r.network(node, v.Spec.Pool), fleet.Keeps(v)
+	available := min(p.Status.Available-r.promised[name], p.Status.MaxVolume)
+	switch {
+	case network == "":
+		return fmt.Errorf("it is in no network; start the driver there with --remote-address, in that of node %s (%s)", v.Spec.NodeName, home)
+	case network != home:
+		return fmt.Errorf("it is in the network %s, and node %s in %s: a volume stays in its network, which its PersistentVolume names", network, v.Spec.NodeName, home)
+	case len(p.Status.Health) > 0:
+		return fmt.Errorf("pool %s is not well: %s: %s", name, p.Status.Health[0].Reason, p.Status.Health[0].Message)
+	case need > available:
+		return fmt.Errorf("pool %s has no room: %s are needed, and a volume of %s could come at most; make room there, or choose another node (kubectl ashlar pools)", name,
+			fleet.Bytes(need), fleet.Bytes(max(available, 0)))
+	}
+	return nil
+}
+
+// lacking says that a node has no pool of a name.
+func (r *room) lacking(node, pool string) error {
+	var others []string
+	for _, p := range r.pools {
+		if p.Spec.NodeName == node {
+			others = append(others, p.Spec.Pool)
+		}
+	}
+	slices.Sort(others)
+	_, known := r.cordoned[node]
+	switch {
+	case len(others) > 0:
+		return fmt.Errorf("it has no pool %s (it has %s): a volume stays in pools of one name, as the handle of its PersistentVolume has it; start the driver there with a --pool of the name %s", pool, strings.Join(others, ", "), pool)
+	case known:
+		return errors.New("no driver reports a pool there; kubectl ashlar pools lists the nodes that have some")
+	}
+	return errors.New("there is no such node; kubectl ashlar pools lists the nodes that have pools")
+}
+
+// best is the node with most room of those that can take a volume: none that is cordoned. only: that node alone, if it is not empty.
+func (r *room) best(v *v1alpha1.Volume, only string) (string, error) {
+	var reasons []string
+	found, most := "", int64(-1)
+	for _, p := range r.pools {
+		node := p.Spec.NodeName
+		if p.Spec.Pool != v.Spec.Pool || node == v.Spec.NodeName || only != "" && node != only {
+			continue
+		}
+		err := r.takes(v, node)
+		if r.cordoned[node] {
+			err = errors.New("it is cordoned")
+		}
+		available := p.Status.Available - r.promised[p.Name]
+		switch {
+		case err != nil:
+			reasons = append(reasons, fmt.Sprintf("node %s: %v", node, err))
+		case available > most || available == most && node < found:
+			found, most = node, available
+		}
+	}
+	if found != "" {
+		return found, nil
+	}
+	if len(reasons) == 0 && only != "" {
+		return "", fmt.Errorf("node %s: %w", only, r.takes(v, only))
+	}
+	if len(reasons) == 0 {
+		return "", fmt.Errorf("no other node has a pool %s", v.Spec.Pool)
+	}
+	slices.Sort(reasons)
+	if more := len(reasons) - mostReasons; more > 0 {
+		reasons = append(reasons[:mostReasons], fmt.Sprintf("and %d nodes more", more))
+	}
+	return "", errors.New(strings.Join(reasons, "; "))
+}
+
+// mostReasons is how many nodes are told of that cannot take a volume.
+const mostReasons = 3
+
+// promise takes the room of a volume that is to come to a node.
+func (r *room) promise(v *v1alpha1.Volume, node string) {
+	r.promised[overview.PoolName(node, v.Spec.Pool)] += fleet.Keeps(v)
+}
