@@ -17,7 +17,6 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/cli"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
-	fleet "github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/lost"
 )
 
@@ -137,7 +136,7 @@ func (a *adoption) list(pools []v1alpha1.Pool) error {
 			if s.ClaimRef != nil {
 				of = s.ClaimRef.Namespace + "/" + s.ClaimRef.Name
 			}
-			if _, err := fmt.Fprintf(a.out, "%s  %s  %s  %s\n", p.Name, s.ID, fleet.Bytes(s.Size), of); err != nil {
+			if _, err := fmt.Fprintf(a.out, "%s  %s  %s  %s\n", p.Name, s.ID, cli.Size(s.Size), of); err != nil {
 				return err
 			}
 		}

@@ -17,7 +17,6 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/cli"
 	"github.com/ashlar-csi/ashlar/internal/overview"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
-	fleet "github.com/ashlar-csi/ashlar/pkg/cluster"
 )
 
 // patience is how long an evacuation waits for a move of which nothing changes; tests wait less.
@@ -186,7 +185,7 @@ func (e *evacuation) print(all []*leaving, o *overview.Overview, cordoned bool) 
 		case m != nil:
 			remark = "under way"
 		}
-		rows = append(rows, []string{l.title, fleet.Bytes(l.v.Spec.Size), to, remark})
+		rows = append(rows, []string{l.title, cli.Size(l.v.Spec.Size), to, remark})
 	}
 	if len(rows) == 0 {
 		if _, err := fmt.Fprintf(e.out, "No volume is on node %s.\n", e.node); err != nil {

@@ -20,6 +20,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/apitest"
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	fleet "github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
@@ -453,6 +454,16 @@ func TestStage(t *testing.T) {
 		}
 		if text != c.want {
 			t.Errorf("got %q, want %q", text, c.want)
+		}
+	}
+}
+
+// TestKeeps: the plugin counts what a pool keeps of a volume as the driver does.
+func TestKeeps(t *testing.T) {
+	for _, encryption := range []string{"", "luks2"} {
+		v := movable("pvc-1", "n1", mib, func(v *v1alpha1.Volume) { v.Spec.Encryption = encryption })
+		if have, want := keeps(v), fleet.Keeps(v); have != want {
+			t.Errorf("encryption %q: %d bytes, and the driver says %d", encryption, have, want)
 		}
 	}
 }

@@ -11,9 +11,9 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 
+	"github.com/ashlar-csi/ashlar/internal/cli"
 	"github.com/ashlar-csi/ashlar/internal/overview"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
-	fleet "github.com/ashlar-csi/ashlar/pkg/cluster"
 )
 
 // room is what says whether a volume can move, and where to.
@@ -104,7 +104,7 @@ func (r *room) takes(v *v1alpha1.Volume, node string) error {
 	if r.silent[node] != "" {
 		return fmt.Errorf("it does not answer: %s", r.silent[node])
 	}
-	home, network, need := r.network(v.Spec.NodeName, v.Spec.Pool), r.network(node, v.Spec.Pool), fleet.Keeps(v)
+	home, network, need := r.network(v.Spec.NodeName, v.Spec.Pool), r.network(node, v.Spec.Pool), keeps(v)
 	available := min(p.Status.Available-r.promised[name], p.Status.MaxVolume)
 	switch {
 	case network == "":
@@ -115,9 +115,20 @@ func (r *room) takes(v *v1alpha1.Volume, node string) error {
 		return fmt.Errorf("pool %s is not well: %s: %s", name, p.Status.Health[0].Reason, p.Status.Health[0].Message)
 	case need > available:
 		return fmt.Errorf("pool %s has no room: %s are needed, and a volume of %s could come at most; make room there, or choose another node (kubectl ashlar pools)", name,
-			fleet.Bytes(need), fleet.Bytes(max(available, 0)))
+			cli.Size(need), cli.Size(max(available, 0)))
 	}
 	return nil
+}
+
+// header is what a pool keeps of an encrypted volume beside its bytes.
+const header = 16 << 20
+
+// keeps is how many bytes a pool keeps of a volume. The driver's own word for it (cluster.Keeps) needs Linux.
+func keeps(v *v1alpha1.Volume) int64 {
+	if v.Spec.Encryption != "" {
+		return v.Spec.Size + header
+	}
+	return v.Spec.Size
 }
 
 // lacking says that a node has no pool of a name.
@@ -181,5 +192,5 @@ const mostReasons = 3
 
 // promise takes the room of a volume that is to come to a node.
 func (r *room) promise(v *v1alpha1.Volume, node string) {
-	r.promised[overview.PoolName(node, v.Spec.Pool)] += fleet.Keeps(v)
+	r.promised[overview.PoolName(node, v.Spec.Pool)] += keeps(v)
 }

@@ -101,11 +101,11 @@ func unusable(p overview.Problem) bool { return p.Severity == overview.Inaccessi
 func (r *room) print(to *screen) {
 	t := table{columns: []column{{title: "NODE", least: 12}, {title: "POOL", least: 8}, {title: "AVAILABLE", right: true}, {title: "LARGEST VOLUME", right: true}, {title: "CLASSES", least: 10, drop: 1}}}
 	for _, p := range r.Pools {
-		available := cell{text: size(p.Available)}
+		available := cell{text: Size(p.Available)}
 		if !p.Usable {
 			available = cell{"none: see status", red}
 		}
-		t.add(append(plain(p.Node, p.Pool), available, cell{text: size(p.Largest)}, cell{text: strings.Join(p.Classes, ",")})...)
+		t.add(append(plain(p.Node, p.Pool), available, cell{text: Size(p.Largest)}, cell{text: strings.Join(p.Classes, ",")})...)
 	}
 	t.print(to)
 	if len(r.Classes) == 0 {
@@ -114,7 +114,7 @@ func (r *room) print(to *screen) {
 	to.print("\n")
 	t = table{columns: []column{{title: "CLASS", least: 12}, {title: "POOLS WITH ROOM", right: true}, {title: "AVAILABLE", right: true}, {title: "LARGEST VOLUME", right: true}}}
 	for _, class := range r.Classes {
-		t.add(plain(class.Class, strconv.Itoa(class.Pools), size(class.Available), size(class.Largest))...)
+		t.add(plain(class.Class, strconv.Itoa(class.Pools), Size(class.Available), Size(class.Largest))...)
 	}
 	t.print(to)
 }

@@ -401,7 +401,7 @@ func TestCommandsForTerminals(t *testing.T) {
 
 func TestSizes(t *testing.T) {
 	for bytes, want := range map[int64]string{0: "0", 1023: "1023", 1024: "1Ki", 1536: "1.5Ki", 10 * gib: "10Gi", 100*gib + 1: "100Gi", 1<<63 - 1: "8Ei"} {
-		if have := size(bytes); have != want {
+		if have := Size(bytes); have != want {
 			t.Errorf("%d bytes are %s, want %s", bytes, have, want)
 		}
 	}

@@ -161,7 +161,7 @@ func (d *description) print(to *screen, now time.Time) {
 		to.print("\n%s\n", to.paint(bold, "Snapshots"))
 		t := table{columns: []column{{title: "NAME", least: 16}, {title: "SIZE", right: true}, {title: "STATE"}, {title: "AGE", right: true}, {title: "PROBLEMS", least: 10}, {title: "ID", wide: true}}}
 		for _, s := range d.Snapshots {
-			t.add(append(plain(s.Name, size(s.Size)), state(s.State, s.Progress), cell{text: age(now, s.Created)}, reasons(s.Problems), cell{text: s.ID})...)
+			t.add(append(plain(s.Name, Size(s.Size)), state(s.State, s.Progress), cell{text: age(now, s.Created)}, reasons(s.Problems), cell{text: s.ID})...)
 		}
 		t.print(to)
 	}
@@ -210,7 +210,7 @@ func (d *description) facts(to *screen, now time.Time) {
 	fact("May be used on", v.Published)
 	used, kind, carries := "", "thick", v.Filesystem
 	if v.Used != nil {
-		used = ", " + size(*v.Used) + " used"
+		used = ", " + Size(*v.Used) + " used"
 	}
 	if v.Thin {
 		kind = "thin"
@@ -218,7 +218,7 @@ func (d *description) facts(to *screen, now time.Time) {
 	if carries == "" {
 		carries = "raw block device"
 	}
-	fact("Size", fmt.Sprintf("%s (%d bytes), %s%s", size(v.Size), v.Size, kind, used))
+	fact("Size", fmt.Sprintf("%s (%d bytes), %s%s", Size(v.Size), v.Size, kind, used))
 	fact("Carries", carries)
 	fact("Encrypted with", v.Encryption)
 	var settings []string

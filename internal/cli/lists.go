@@ -56,13 +56,13 @@ func printPools(to *screen, o *overview.Overview, all []overview.Pool) {
 		p := &all[i]
 		taken, used, yes := p.Total-p.Available, "", ""
 		if p.Used > 0 {
-			used = size(p.Used)
+			used = Size(p.Used)
 		}
 		if p.Default {
 			yes = "yes"
 		}
-		t.add(append(plain(p.Node, p.Name, p.Kind, size(p.Total), percent(taken, p.Total), bar(taken, p.Total, 10), size(p.Available), used, strconv.Itoa(p.Volumes), strconv.Itoa(p.Snapshots)),
-			append([]cell{reasons(slices.Concat(wrong[p.Node], p.Problems))}, plain(size(p.MaxVolume), yes, p.UUID)...)...)...)
+		t.add(append(plain(p.Node, p.Name, p.Kind, Size(p.Total), percent(taken, p.Total), bar(taken, p.Total, 10), Size(p.Available), used, strconv.Itoa(p.Volumes), strconv.Itoa(p.Snapshots)),
+			append([]cell{reasons(slices.Concat(wrong[p.Node], p.Problems))}, plain(Size(p.MaxVolume), yes, p.UUID)...)...)...)
 	}
 	if len(all) == 0 {
 		to.print("There are no pools.\n")
@@ -171,7 +171,7 @@ func printVolumes(to *screen, o *overview.Overview, all []overview.Volume) {
 		v := &all[i]
 		used, filesystem := "", v.Filesystem
 		if v.Used != nil {
-			used = size(*v.Used)
+			used = Size(*v.Used)
 		}
 		if filesystem == "" {
 			filesystem = "raw"
@@ -180,7 +180,7 @@ func printVolumes(to *screen, o *overview.Overview, all []overview.Volume) {
 		for _, pod := range v.Pods {
 			pods = append(pods, pod.Name)
 		}
-		row := append(plain(Title(v), size(v.Size), used), state(v.State, v.Progress))
+		row := append(plain(Title(v), Size(v.Size), used), state(v.State, v.Progress))
 		row = append(row, plain(v.Node, v.Pool, strings.Join(pods, ","), age(o.Taken, v.Created))...)
 		t.add(append(append(row, reasons(v.Problems)), plain(filesystem, v.PersistentVolume, v.ID)...)...)
 	}

@@ -111,7 +111,7 @@ func printSummary(to *screen, o *overview.Overview) {
 	default:
 		to.print("Nodes      %d of %d answer\n", ready, len(o.Nodes))
 	}
-	to.print("Pools      %d, %s; %s of them can still be promised\n", len(pools), size(sum.Total), size(sum.Available))
+	to.print("Pools      %d, %s; %s of them can still be promised\n", len(pools), Size(sum.Total), Size(sum.Available))
 	to.print("Volumes    %s\n", states(o.Volumes, func(v overview.Volume) overview.State { return v.State }))
 	to.print("Snapshots  %s\n", states(o.Snapshots, func(s overview.Snapshot) overview.State { return s.State }))
 	to.print("Driver     %s", o.Driver)

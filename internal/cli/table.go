@@ -192,8 +192,8 @@ func wrapped(text, indent string, width int) string {
 	return out.String()
 }
 
-// size is a number of bytes as people read it: with binary units, and about three digits.
-func size(bytes int64) string {
+// Size is a number of bytes as people read it: with binary units, and about three digits.
+func Size(bytes int64) string {
 	value, unit := float64(bytes), 0
 	for value >= 1024 && unit < len(units)-1 {
 		value /= 1024
