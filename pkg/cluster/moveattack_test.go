@@ -212,7 +212,7 @@ func TestMoveObjectDeleted(t *testing.T) {
 
 // TestMoveNodeGone: a volume leaves a node that dies, and is taken for gone. It comes back with its old bytes, which nobody uses, and the volume can move back there.
 func TestMoveNodeGone(t *testing.T) {
-	w, a, b, v, want := aboutToMove(t)
+	w, a, b, v, _ := aboutToMove(t)
 	a.stop()
 	w.flipped("v", b)
 	w.movesays("v", "node-1 is to give its bytes back")
@@ -222,7 +222,7 @@ func TestMoveNodeGone(t *testing.T) {
 	w.claimFor(v.ID, "")
 	w.eventually("the move is over", func() bool { return w.object("v").Spec.Move == nil })
 	check.OK(t, storetest.WriteTo(b.disks[0].Open("default", nil))(w.ctx, v.ID, 128<<10, []byte("since")))
-	want = w.content(b, v.ID)
+	want := w.content(b, v.ID)
 	w.node(a.name, true)
 	w.start(a)
 	here, err := a.local.Get(w.ctx, v.ID)

@@ -7,6 +7,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -248,6 +249,9 @@ var moveFaults = func() []moveFault {
 	return all
 }()
 
+// moveSample are the pairs that are tried each time: a fault of each part, before and after the volume has moved.
+var moveSample = map[string]string{sealed: "home without API server", copying: "new home cut off", copied: "API server killed", cleared: "home frozen"}
+
 // TestMoveFails: whatever fails at whatever step of a move, and comes back, also if somebody claims the volume in that moment, at home, at its new home, or elsewhere:
 // the move ends, every acknowledged write is there, while one node uses the volume no other can, and nothing is left.
 func TestMoveFails(t *testing.T) {
@@ -258,11 +262,8 @@ func TestMoveFails(t *testing.T) {
 			scenes = append(scenes, &moveScene{step: step, fault: f})
 		}
 	}
-	if !*full {
-		t.Logf("-anynode.seed=%d", *seed)
-		random := rand.New(rand.NewPCG(*seed, 1))
-		random.Shuffle(len(scenes), func(i, j int) { scenes[i], scenes[j] = scenes[j], scenes[i] })
-		scenes = scenes[:6]
+	if !*full { // a pair takes a minute
+		scenes = slices.DeleteFunc(scenes, func(s *moveScene) bool { return moveSample[s.step] != s.fault.name })
 	}
 	for i, s := range scenes {
 		t.Run(fmt.Sprintf("%s, %s", s.step, s.fault.name), func(t *testing.T) {
