@@ -142,6 +142,34 @@ func TestMoveCopyLost(t *testing.T) {
 	}
 }
 
+// TestMoveBroughtAgain: the new node of a volume that has moved brings all bytes again, as they are sealed by now, and dies at one of the writes after that. The old one gives its
+// bytes back all the same.
+func TestMoveBroughtAgain(t *testing.T) {
+	for n := 1; n <= 2; n++ {
+		t.Run(fmt.Sprintf("write %d", n), func(t *testing.T) {
+			w, a, b, v, want := aboutToMove(t)
+			b.stop()
+			for _, left := range w.leftovers(b) {
+				check.OK(t, b.local.DropLeftover(w.ctx, left))
+			}
+			check.OK(t, second(a.local.Seal(w.ctx, v.ID, 9)))
+			w.flipped("v", b)
+			cut := &breaking{}
+			wrap(t, cut.of(b.name))
+			cut.arm(n, false)
+			w.start(b)
+			w.eventually("it dies", func() bool { return len(cut.hit) > 0 })
+			b.stop()
+			cut.arm(0, false)
+			w.start(b)
+			w.moved("v", a, b)
+			if have := w.content(b, v.ID); string(have) != string(want) {
+				t.Error("its bytes are others")
+			}
+		})
+	}
+}
+
 // TestMoveHomeDies: the old node dies as soon as the volume has moved. The new one has all of it, and takes it over; the old one gives its bytes back when it is there again, if
 // those are what has moved.
 func TestMoveHomeDies(t *testing.T) {

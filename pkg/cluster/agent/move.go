@@ -444,19 +444,24 @@ func (a *Agent) arrive(ctx context.Context, v *v1alpha1.Volume, sealed metav1.Mi
 		if now.UID != v.UID || now.Spec.NodeName != a.local.Node() || !a.comesHere(now) || arrived(now) {
 			return fmt.Errorf("%w: the object of volume %s was changed meanwhile", errdefs.ErrBusy, v.Name)
 		}
+		if now.Status.Move == nil {
+			now.Status.Move = &v1alpha1.MoveStatus{Node: a.local.Node()}
+		}
+		// First, as afterwards nothing here says which bytes it was, and the old node gives back no others.
+		if c := now.Status.Move.Copied; !sealed.IsZero() && (c == nil || !c.Sealed.Equal(&sealed)) {
+			if err := report(ctx, a, now, func(v *v1alpha1.Volume) {
+				v.Status.Move.Copied = &v1alpha1.MoveCopied{Generation: v.Generation, Sealed: sealed, Size: v.Status.Size}
+			}); err != nil {
+				return err
+			}
+		}
 		if err := a.local.Arrive(ctx, cluster.VolumeID(now)); err != nil {
 			return err
 		}
 		klog.FromContext(ctx).Info("A volume has moved here", "volume", cluster.VolumeID(now).String(), "from", now.Spec.Move.Node)
 		defer a.Changed()
-		if now.Status.Move == nil {
-			now.Status.Move = &v1alpha1.MoveStatus{Node: a.local.Node()}
-		}
 		err := report(ctx, a, now, func(v *v1alpha1.Volume) {
 			v.Status.Move.Arrived, v.Status.Move.Waits, v.Status.Move.Message = true, false, "moved; node "+v.Spec.Move.Node+" is to give its bytes back"
-			if !sealed.IsZero() {
-				v.Status.Move.Copied = &v1alpha1.MoveCopied{Generation: v.Generation, Sealed: sealed, Size: v.Status.Size}
-			}
 		})
 		*v = *now
 		return err
