@@ -29,13 +29,16 @@ import (
 
 var (
 	pointsFull = flag.Bool("points.full", false, "all crashes and faults of all calls, and not a sample of them")
-	pointsTime = flag.Duration("points.time", 2*time.Minute, "how long a sample of crashes and faults is tried, in the order of -anynode.seed")
+	pointsTime = flag.Duration("points.time", 0, "how long a sample of crashes and faults is tried, in the order of -anynode.seed; 0: none")
 )
 
 // TestPoints: for each call that changes something of a volume that is used away from its home, and for each system call of the home's or of the consumer's
 // driver in it that does: the driver is killed before it, and started again, or killed once more in its start; or that system call fails. Then the
 // call is made again, as a CO does, or its opposite. Whoever uses the volume notices nothing, what was acknowledged is there, and nothing is left.
 func TestPoints(t *testing.T) {
+	if !*pointsFull && *pointsTime == 0 {
+		t.Skip("-points.time=10m, or -points.full")
+	}
 	c := newNodes(t)
 	t.Logf("-anynode.seed=%d", *seed)
 	end, order := time.Now().Add(*pointsTime), draw(t)
