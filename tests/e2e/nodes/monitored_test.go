@@ -33,6 +33,7 @@ var unseen = map[string]string{
 	"ashlar_pool_problems":            "there are none",
 	"ashlar_pool_thin_data_ratio":     "no pool is a thin pool",
 	"ashlar_pool_thin_metadata_ratio": "no pool is a thin pool",
+	"ashlar_remote_volumes_away":      "no node is in a network",
 	"ashlar_volume_problems":          "there are none",
 }
 
