@@ -74,7 +74,7 @@ type Agent struct {
 	// fetching has room for who copies from another node.
 	fetching chan struct{}
 	others   others
-	moves    moves
+	moves    kube.Connection // of the volumes of other nodes that move here, or have left here
 
 	mu      sync.Mutex
 	cancels map[request]context.CancelFunc // what makes an object
@@ -151,15 +151,21 @@ func (a *Agent) watch(ctx context.Context) error {
 		of   client.Object
 		also func(client.Object, bool)
 	}{{&v1alpha1.Volume{}, a.objectChanged}, {&v1alpha1.Snapshot{}, a.objectChanged}, {&v1alpha1.Pool{}, a.poolChanged}} {
-		informer, err := a.kube.Cache.GetInformer(ctx, kind.of, cache.BlockUntilSynced(false))
-		if err != nil {
-			return err
-		}
-		if _, err := informer.AddEventHandler(a.hub.Handler(kind.also)); err != nil {
+		if err := a.hear(ctx, a.kube, kind.of, kind.also); err != nil {
 			return err
 		}
 	}
 	return nil
+}
+
+// hear has the events of a connection's cache reach those who wait for them, and also.
+func (a *Agent) hear(ctx context.Context, c kube.Connection, of client.Object, also func(client.Object, bool)) error {
+	informer, err := c.Cache.GetInformer(ctx, of, cache.BlockUntilSynced(false))
+	if err != nil {
+		return err
+	}
+	_, err = informer.AddEventHandler(a.hub.Handler(also))
+	return err
 }
 
 // Changed tells the agent that something of its pools may have changed that it did not do

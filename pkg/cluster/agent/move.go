@@ -5,18 +5,15 @@ import (
 	"errors"
 	"fmt"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/go-logr/logr"
 	"google.golang.org/grpc"
 	"k8s.io/apimachinery/pkg/api/equality"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/util/workqueue"
 	"k8s.io/klog/v2"
-	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/controller"
 	"sigs.k8s.io/controller-runtime/pkg/handler"
@@ -38,12 +35,6 @@ import (
 // A volume moves in steps, each of another part of the driver (docs/decisions/moving.md): the agent of the new node brings the bytes, from that of the home, which
 // seals the volume; the controller names the new node; that takes the volume over; the old one gives its bytes back.
 
-// moves is what the agent knows of volumes of other nodes that move here, or have left here.
-type moves struct {
-	kube kube.Connection
-	read atomic.Bool // the cache has been filled once
-}
-
 // bringers is how many volumes are brought, or given back, at once.
 const bringers = 4
 
@@ -54,8 +45,7 @@ func (a *Agent) connectMoves(config *rest.Config) (err error) {
 	if a.options.Network == nil {
 		return nil
 	}
-	here := fields.AndSelectors(fields.OneTermEqualSelector("spec.move.node", a.local.Node()), fields.OneTermNotEqualSelector("spec.nodeName", a.local.Node()))
-	a.moves.kube, err = kube.Connect(config, map[client.Object]cache.ByObject{&v1alpha1.Volume{}: {Field: here}})
+	a.moves, err = a.connectElsewhere(config, "spec.move.node")
 	return err
 }
 
@@ -69,11 +59,7 @@ func (a *Agent) runMoves(ctx context.Context) error {
 	var done sync.WaitGroup
 	defer done.Wait()
 	defer stop()
-	informer, err := a.moves.kube.Cache.GetInformer(ctx, &v1alpha1.Volume{}, cache.BlockUntilSynced(false))
-	if err != nil {
-		return err
-	}
-	if _, err := informer.AddEventHandler(a.hub.Handler(a.moveChanged)); err != nil {
+	if err := a.hear(ctx, a.moves, &v1alpha1.Volume{}, a.moveChanged); err != nil {
 		return err
 	}
 	queue, err := a.moveQueue(ctx)
@@ -81,11 +67,10 @@ func (a *Agent) runMoves(ctx context.Context) error {
 		return err
 	}
 	failures := make(chan error, 2)
-	done.Go(func() { failures <- a.moves.kube.Cache.Start(ctx) })
-	if !a.moves.kube.Cache.WaitForCacheSync(ctx) {
+	done.Go(func() { failures <- a.moves.Cache.Start(ctx) })
+	if !a.moves.Cache.WaitForCacheSync(ctx) {
 		return nil // the context ended
 	}
-	a.moves.read.Store(true)
 	done.Go(func() { failures <- queue.Start(ctx) })
 	return <-failures
 }
@@ -108,7 +93,7 @@ func (a *Agent) moveQueue(ctx context.Context) (controller.TypedController[reque
 		return nil, err
 	}
 	requests := handler.TypedEnqueueRequestsFromMapFunc(func(_ context.Context, v *v1alpha1.Volume) []request { return []request{{aMove, v.Name}} })
-	return queue, queue.Watch(source.TypedKind(a.moves.kube.Cache, &v1alpha1.Volume{}, requests))
+	return queue, queue.Watch(source.TypedKind(a.moves.Cache, &v1alpha1.Volume{}, requests))
 }
 
 // moveChanged ends the copy of a volume that is wanted by somebody, or does not come here any more.
@@ -136,7 +121,7 @@ func (a *Agent) comesHere(v *v1alpha1.Volume) bool {
 // reconcileMove carries out this node's part in the move of a volume that is not its own now.
 func (a *Agent) reconcileMove(ctx context.Context, r request) (reconcile.Result, error) {
 	v := &v1alpha1.Volume{}
-	if err := a.moves.kube.Cache.Get(ctx, client.ObjectKey{Name: r.key}, v); err != nil {
+	if err := a.moves.Cache.Get(ctx, client.ObjectKey{Name: r.key}, v); err != nil {
 		return reconcile.Result{}, client.IgnoreNotFound(err)
 	}
 	switch m := v.Spec.Move; {
@@ -286,7 +271,7 @@ func (a *Agent) followMove(ctx context.Context, v *v1alpha1.Volume) (end func())
 				continue
 			}
 			now := &v1alpha1.Volume{}
-			err := a.moves.kube.Cache.Get(ctx, client.ObjectKeyFromObject(v), now)
+			err := a.moves.Cache.Get(ctx, client.ObjectKeyFromObject(v), now)
 			if err == nil && a.comesHere(now) {
 				err = a.reportMove(ctx, now, func(s *v1alpha1.MoveStatus) {
 					if was := s.Progress; was != nil && was.Total == far.Total && abs(far.Done-was.Done) < max(1, far.Total/progressOf) {

@@ -49,9 +49,14 @@ func (a *Agent) connectOthers(config *rest.Config) (err error) {
 	if a.options.Network == nil {
 		return nil
 	}
-	used := fields.AndSelectors(fields.OneTermEqualSelector("spec.claim.node", a.local.Node()), fields.OneTermNotEqualSelector("spec.nodeName", a.local.Node()))
-	a.others.kube, err = kube.Connect(config, map[client.Object]cache.ByObject{&v1alpha1.Volume{}: {Field: used}})
+	a.others.kube, err = a.connectElsewhere(config, "spec.claim.node")
 	return err
+}
+
+// connectElsewhere connects with a cache of the volumes of other nodes that have this one in a field. It asks the API server nothing.
+func (a *Agent) connectElsewhere(config *rest.Config, field string) (kube.Connection, error) {
+	these := fields.AndSelectors(fields.OneTermEqualSelector(field, a.local.Node()), fields.OneTermNotEqualSelector("spec.nodeName", a.local.Node()))
+	return kube.Connect(config, map[client.Object]cache.ByObject{&v1alpha1.Volume{}: {Field: these}})
 }
 
 // watchOthers watches them until the context ends.
@@ -60,11 +65,7 @@ func (a *Agent) watchOthers(ctx context.Context) error {
 		<-ctx.Done()
 		return nil
 	}
-	informer, err := a.others.kube.Cache.GetInformer(ctx, &v1alpha1.Volume{}, cache.BlockUntilSynced(false))
-	if err != nil {
-		return err
-	}
-	if _, err := informer.AddEventHandler(a.hub.Handler(nil)); err != nil {
+	if err := a.hear(ctx, a.others.kube, &v1alpha1.Volume{}, nil); err != nil {
 		return err
 	}
 	var filled sync.WaitGroup
