@@ -160,7 +160,7 @@ func (l *Local) stillHere(ctx context.Context, id ID, record blockdev.Record) er
 // movesOf returns who knows whether a volume that is sealed moves.
 func (l *Local) movesOf(id ID) (Moves, error) {
 	if l.moves == nil {
-		return nil, fmt.Errorf("%w: volume %s was about to move to another node of a cluster, and only there is known whether it has; start the driver with --cluster", errdefs.ErrUnavailable, id)
+		return nil, fmt.Errorf("%w: volume %s was about to move to another node of a cluster, and only there is known whether it has; start the driver as a node of that (--mode=node)", errdefs.ErrUnavailable, id)
 	}
 	return l.moves, nil
 }
