@@ -8,46 +8,44 @@
 #   hack/lvm/test.sh ./tests/points -test.v -test.run REGEXP ...
 #                              those of one package, with arguments
 #
-# With SAMPLE=1, of the pools the conformance suite and a third of the rest, another one each day; of the driver all but
-# csi-sanity of a cluster, whose part is the same over all pools.
+# With SAMPLE=1, as many of each as some minutes allow, others each day (hack/vm/sample.sh): of the pools the conformance suite of one kind, and some of the
+# rest; of the driver not csi-sanity of a cluster, whose part is the same over all pools.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-# Each line: package, name of its test program, arguments.
+# Each line: package, name of its test program, seconds for a sample, which tests, arguments.
 case ${1-} in
-pools) tests='./pkg/blockdev/lvmpool lvmpool -test.run LVM -test.timeout 60m
-./pkg/device device -test.timeout 20m
-./pkg/volume volume -test.run LVM|Header -test.timeout 20m
-./pkg/cluster cluster -test.run ^TestEncrypted -test.timeout 20m' ;;
-driver) tests='./cmd/driver driver -test.run LVM -test.timeout 40m
-./tests/sanity sanity -test.timeout 40m
-./tests/sanity/cluster cluster -test.timeout 40m
-./tests/life life -test.run ^(TestLife|TestGroupSnapshot|TestManyLives|TestSnapshotMetadata|TestHostilePod|TestReaderSeesWriter|TestReadOnlyThenWritten|TestRawUsage|TestLimits|TestEncryptedLife|TestKeys|TestKeySlots|TestGrowsWithKey|TestCryptoErase|TestHeaderIsKept|TestEncryptionOfCopies)$ -test.timeout 40m
-./tests/points points -test.run LVM -points.seed=1 -test.timeout 40m
-./tests/power power -test.timeout 40m' ;;
+pools) tests='./pkg/blockdev/lvmpool lvmpool 0 ^Test(Linear|Thin)Pool$ -test.timeout 60m
+./pkg/blockdev/lvmpool lvmpool 30 LVM -test.timeout 60m
+./pkg/device device 30 . -test.timeout 20m
+./pkg/volume volume 30 LVM|Header -test.timeout 20m
+./pkg/cluster cluster 30 ^TestEncrypted -test.timeout 20m' ;;
+driver) tests='./cmd/driver driver 30 LVM -test.timeout 40m
+./tests/sanity sanity 0 . -test.timeout 40m
+./tests/sanity/cluster cluster 0 . -test.timeout 40m
+./tests/life life 0 ^(TestLife|TestGroupSnapshot|TestManyLives|TestSnapshotMetadata|TestHostilePod|TestReaderSeesWriter|TestReadOnlyThenWritten|TestRawUsage|TestLimits|TestEncryptedLife|TestKeys|TestKeySlots|TestGrowsWithKey|TestCryptoErase|TestHeaderIsKept|TestEncryptionOfCopies)$ -test.timeout 40m
+./tests/points points 0 LVM -points.seed=1 -test.timeout 40m
+./tests/power power 0 . -test.timeout 40m' ;;
 ./*) tests=$1 ;;
 *)
 	sed -n '2,/^[^#]/s/^# \?//p' "$0" >&2
 	exit 2
 	;;
 esac
+[ "${SAMPLE-}" != 1 ] || tests=$(sed '/^\.\/tests\/sanity\/cluster /d' <<<"$tests")
 
 bin=$PWD/bin/lvm/$1
 mkdir -p "$bin"
 # shellcheck disable=SC2046 # a list
-CGO_ENABLED=0 go test -c -o "$bin/" $(cut -d' ' -f1 <<<"$tests")
+CGO_ENABLED=0 go test -c -o "$bin/" $(cut -d' ' -f1 <<<"$tests" | sort -u)
 CGO_ENABLED=0 go build -o "$bin/driver" ./cmd/driver
-if [ "${SAMPLE-}" = 1 ]; then
-	third=$("$bin/lvmpool.test" -test.list LVM 2>/dev/null | awk -v day="$(($(date +%s) / 86400))" '/^Test/ && ($1 == "TestLVMPool" || ++n % 3 == day % 3) { printf "%s%s", sep, $1; sep = "|" }') || true
-	tests=$(sed -e "s/-test.run LVM -test.timeout 60m/-test.run ^($third)\$ -test.timeout 60m/" -e '/^\.\/tests\/sanity\/cluster /d' <<<"$tests")
-fi
 
 where=(flock /run/lock/ashlar-test-lvm env) # one at a time on one kernel
 # Where a virtual machine's tests work: in memory; but targets for reading need a filesystem of which a file can be
 # mounted with other owners, and before Linux 6.3 tmpfs is none: the tests of life have the disk, those of one package
 # an ext4 in memory.
 memory=
-modprobe -q -a dm-mod dm-thin-pool dm-snapshot dm-log-writes 2>/dev/null || true
+modprobe -q -a dm-mod dm-thin-pool dm-snapshot dm-log-writes dm-mirror 2>/dev/null || true
 if ! dmsetup version >/dev/null 2>&1; then
 	where=(hack/vm/run.sh env)
 	memory=/run
@@ -70,13 +68,13 @@ esac
 "${where[@]}" bash -c '
 log=$(mktemp)
 trap "rm -f \$log" EXIT
-while read -r _ test arguments; do
-	echo "running $test $arguments"
+while read -r _ test seconds regexp arguments; do
+	echo "running $test, $regexp"
 	in=${TMPDIR-} began=$SECONDS
 	[ -z "$3" ] || [ "$test" = life ] || in=$3
-	TMPDIR=$in "$1/$test.test" $arguments >"$log" 2>&1 </dev/null || { cat "$log"; exit 1; }
+	TMPDIR=$in "$4" "$seconds" "$1/$test.test" "$regexp" $arguments >"$log" 2>&1 </dev/null || { cat "$log"; exit 1; }
 	grep -a "no tests to run" "$log" && exit 1
-	grep -aEo "csi-sanity: .*|^points: .* LVM pool: .*|power loss on .*" "$log"
+	grep -aEo "^sampled .*|csi-sanity: .*|^points: .* LVM pool: .*|power loss on .*" "$log"
 	echo "passed in $((SECONDS - began)) s"
 done <<<"$2"
-' tests "$bin" "$tests" "$memory"
+' tests "$bin" "$tests" "$memory" "$PWD/hack/vm/sample.sh"

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Runs the tests of what goes over NVMe/TCP, in virtual machines (hack/vm/run.sh) on a kernel that has it, and has it built in (hack/vm/kernel.sh):
 # target and host, with and without multipath; exports of a node and volumes of others; and the sweeps of tests/anynode. With SAMPLE=1, as most kernels
-# have it (with multipath), and of the sweeps a sample. With arguments, just tests/anynode with these, which must have no blanks:
+# have it (with multipath), and as many as some minutes allow (hack/vm/sample.sh). With arguments, just tests/anynode with these, which must have no blanks;
+# MULTIPATH=N is without:
 #
 #   VM_SECONDS=0 hack/vm/any.sh -test.run=TestPoints -points.full
 set -euo pipefail
@@ -15,30 +16,33 @@ VM_KERNEL=$(hack/vm/kernel.sh)
 server=$(hack/apiserver.sh)
 export VM_KERNEL VM_MEMORY=${VM_MEMORY:-6144M}
 
-# run MULTIPATH TESTS: each line is the name of a test program and its arguments. Only what they measured is shown, and all that a test said if it fails.
+# run MULTIPATH TESTS: each line is a test program, seconds for a sample, which tests, arguments. Only what they measured is shown, and all that a test said if it fails.
 run() {
-	VM_ARGUMENTS=nvme_core.multipath=$1 hack/vm/run.sh env ASHLAR_NVME=1 ASHLAR_APISERVER="$server" ASHLAR_DRIVER="$bin/driver" bash -c '
-while read -r test arguments; do
+	VM_ARGUMENTS=nvme_core.multipath=$1 hack/vm/run.sh env ASHLAR_NVME=1 SAMPLE="${SAMPLE-}" ASHLAR_APISERVER="$server" ASHLAR_DRIVER="$bin/driver" bash -c '
+while read -r test seconds regexp arguments; do
 	began=$SECONDS
-	"$1/$test.test" -test.v $arguments >$test.log 2>&1 </dev/null || { cat $test.log; dmesg | tail -n 100; exit 1; }
-	grep -aE "^ +[a-z]+_test.go:[0-9]+: .* (in|took|after) " $test.log || true
+	"$3" "$seconds" "$1/$test.test" "$regexp" -test.v $arguments >$test.log 2>&1 </dev/null || { cat $test.log; dmesg | tail -n 100; exit 1; }
+	grep -aE "^sampled |^Benchmark.*/|^Benchmark.* [0-9]|^ +[a-z]+_test.go:[0-9]+: .* (in|took|after) " $test.log || true
 	grep -a "no tests to run" $test.log && exit 1
-	echo "$test $arguments: passed in $((SECONDS - began)) s"
-done <<<"$2"' tests "$bin" "$2"
+	echo "$test $regexp $arguments: passed in $((SECONDS - began)) s"
+done <<<"$2"' tests "$bin" "$2" "$PWD/hack/vm/sample.sh"
 }
 
-both='nvmet -test.timeout 15m
-nvme -test.timeout 15m'
-above='volume -test.timeout 15m -test.run ^(TestNVMe|TestReached)
-anynode -test.timeout 170m'
+both='nvmet 60 . -test.timeout 15m
+nvme 30 . -test.timeout 15m'
+above='volume 30 ^(TestNVMe|TestReached) -test.timeout 15m
+anynode 30 . -test.timeout 170m'
+flush='anynode 0 ^TestFlushInFlight$ -test.timeout 10m'
 if [ $# -gt 0 ]; then
-	run Y "anynode -test.timeout 0 $*"
+	run "${MULTIPATH:-Y}" "anynode 0 . -test.timeout 0 $*"
 elif [ "${SAMPLE-}" = 1 ]; then
 	run Y "$both
 $above"
+	run N "$flush"
 else
 	export VM_SECONDS=${VM_SECONDS:-10800}
 	run Y "$both
 $above -anynode.full"
-	run N "$both"
+	run N "$both
+$flush"
 fi

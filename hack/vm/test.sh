@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Runs csi-sanity and the lives of volumes on Linux 6.1, in a virtual machine (hack/vm/run.sh), some of them under SELinux and some on a kernel without a
+# device mapper. With SAMPLE=1, csi-sanity and as many others as some minutes allow (hack/vm/sample.sh).
+#
+#   hack/vm/test.sh
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+bin=$PWD/bin/vm
+mkdir -p "$bin"
+CGO_ENABLED=0 go test -c -o "$bin/" ./tests/sanity ./tests/life
+secilc -c 31 -M true -o "$bin/selinux" -f /dev/null tests/life/testdata/selinux.cil
+
+# Only the verdicts are shown, and all that a test said if it fails.
+hack/vm/run.sh env ASHLAR_IO=1 SAMPLE="${SAMPLE-}" bash -c '
+run() { # WHAT SECONDS PROGRAM REGEXP
+	local began=$SECONDS
+	"$sample" "$2" "$bin/$3.test" "$4" >log 2>&1 </dev/null || { cat log; exit 1; }
+	grep -a "no tests to run" log && exit 1
+	grep -aEo "^sampled .*|csi-sanity: .*" log
+	echo "$1: passed in $((SECONDS - began)) s"
+}
+bin=$1 sample=$2
+run sanity 0 sanity .
+run lives 60 life .
+ASHLAR_SELINUX=$bin/selinux run SELinux 0 life SELinux
+rmmod dm_mirror dm_region_hash dm_log dm_crypt dm_zero dm_log_writes dm_flakey dm_snapshot dm_thin_pool dm_persistent_data dm_bio_prison dm_bufio dm_mod || exit 1
+run "limits without a device mapper" 0 life "Limits(Kept|Gone|Lift)"
+' tests "$bin" "$PWD/hack/vm/sample.sh"
