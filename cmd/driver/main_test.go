@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"syscall"
@@ -76,10 +77,14 @@ func drive(t *testing.T, args ...string) result {
 	return result{stdout.String(), stderr.String(), cmd.ProcessState.ExitCode()}
 }
 
+var poolProblem = regexp.MustCompile(`(?m)^I.*\] "Pool has a problem" .* reason="PoolNearlyFull" .*\n`)
+
 // refused asserts that the program ended as it should for a mistake of its user: with
-// status 1 and one clear line.
+// status 1 and one clear line. How full the disk of this machine is, which a driver that
+// got as far as its pools logs, is not counted.
 func refused(t *testing.T, r result, want string) {
 	t.Helper()
+	r.stderr = poolProblem.ReplaceAllString(r.stderr, "")
 	if r.code != 1 {
 		t.Errorf("exit status %d, expected 1", r.code)
 	}

@@ -17,6 +17,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/agent"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/export"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/move"
 	"github.com/ashlar-csi/ashlar/pkg/metrics"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 	"github.com/ashlar-csi/ashlar/pkg/node"
@@ -66,8 +67,9 @@ func (o *options) reach(ctx context.Context, a *agent.Agent, local *volume.Local
 	if err != nil {
 		return nil, err
 	}
+	everywhere := volume.NewEverywhere(local, others, a.Elsewhere(remote.Has))
 	return &reached{
-		volumes: volume.NewEverywhere(local, others, a.Elsewhere(remote.Has)),
+		volumes: everywhere,
 		keeping: func(run func(context.Context) error) func(context.Context) error {
 			return func(ctx context.Context) error {
 				ctx, stop := context.WithCancel(ctx)
@@ -77,11 +79,15 @@ func (o *options) reach(ctx context.Context, a *agent.Agent, local *volume.Local
 				done.Go(func() { local.KeepExports(ctx) })
 				done.Go(func() { remote.Keep(ctx) })
 				done.Go(func() { a.TellAway(ctx, remote.Away, agent.AwayPause) })
+				done.Go(func() { a.Carry(ctx, everywhere, remote) })
 				return run(ctx)
 			}
 		},
-		services: func(r grpc.ServiceRegistrar) { export.Register(r, a.Exports(), a.Uses(others)) },
-		samples:  remote.Samples,
+		services: func(r grpc.ServiceRegistrar) {
+			export.Register(r, a.Exports(), a.Uses(others))
+			move.Register(r, a.Moving(), a.Moving())
+		},
+		samples: remote.Samples,
 	}, nil
 }
 

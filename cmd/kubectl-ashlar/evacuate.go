@@ -42,8 +42,8 @@ func evacuateCommand(flags *genericclioptions.ConfigFlags) *cobra.Command {
 		Long: `kubectl ashlar evacuate moves the volumes of a node, each to the pool of the same name that has most room, on a node of
 its network that answers and is not cordoned. First it prints what moves where, and what cannot and why. It moves a few at a time.
 
-Volumes that are used are asked to move as well, and are copied when they are released; it does not wait for that. It ends with status 1 if
-something stays. It can be run again at any time: it goes on with what is left. Cordon the node first, so that nothing new comes there.`,
+Volumes that are used are asked to move as well, all of them at once: the nodes that use them copy them meanwhile, and it waits as long as that goes on. One
+that moves only when it is released it does not wait for. It ends with status 1 if something stays. It can be run again at any time: it goes on with what is left. Cordon the node first, so that nothing new comes there.`,
 		Args: func(_ *cobra.Command, args []string) error {
 			switch {
 			case len(args) != 1:
@@ -78,6 +78,7 @@ type leaving struct {
 	why     error // it stays
 	begun   bool  // it is asked to move
 	ended   bool
+	rests   bool      // it is used, and its move does not go on now
 	last    string    // how far it was when that last changed
 	changed time.Time // when that was
 }
@@ -181,7 +182,7 @@ func (e *evacuation) print(all []*leaving, o *overview.Overview, cordoned bool) 
 		case m != nil && m.Left:
 			remark = "it has moved; its old bytes are to be given back"
 		case l.user() != "":
-			remark = "used on " + l.user() + "; it moves when it is released"
+			remark = "used on " + l.user() + "; it moves meanwhile, or when it is released"
 		case m != nil:
 			remark = "under way"
 		}
@@ -212,7 +213,7 @@ func (e *evacuation) print(all []*leaving, o *overview.Overview, cordoned bool) 
 	return nil
 }
 
-// carryOut moves what can be moved. It ends when nothing is left to do but for what is used.
+// carryOut moves what can be moved. It ends when nothing is left to do but for what is used, and does not move meanwhile.
 func (e *evacuation) carryOut(ctx context.Context, all []*leaving) error {
 	for {
 		busy, err := e.step(ctx, all)
@@ -238,26 +239,30 @@ func (e *evacuation) step(ctx context.Context, all []*leaving) (busy bool, err e
 			if err := e.lookAt(ctx, l); err != nil {
 				return false, err
 			}
-			if !l.ended && l.user() == "" {
-				under++
-			}
+			under += l.takes()
 		}
 	}
-	busy = under > 0
 	for _, l := range all {
-		if l.begun || l.ended || l.why != nil || l.user() == "" && l.v.Spec.Move == nil && under >= e.parallel {
-			busy = busy || !l.begun && !l.ended && l.why == nil
-			continue
+		if l.waits() && (l.user() != "" || l.v.Spec.Move != nil || under < e.parallel) {
+			if err := e.begin(ctx, l); err != nil {
+				return false, err
+			}
+			under += l.takes()
 		}
-		if err := e.begin(ctx, l); err != nil {
-			return false, err
-		}
-		if l.why == nil && l.user() == "" {
-			under++
-			busy = true
-		}
+		busy = busy || l.waits() || l.begun && !l.ended && !l.rests
 	}
 	return busy, nil
+}
+
+// waits reports whether a volume is yet to be asked to move.
+func (l *leaving) waits() bool { return !l.begun && !l.ended && l.why == nil }
+
+// takes is how many of the moves that may be under way at once a volume takes: those that are used take none.
+func (l *leaving) takes() int {
+	if l.begun && !l.ended && l.user() == "" {
+		return 1
+	}
+	return 0
 }
 
 // begin asks for the move of a volume. That this one is refused ends no other.
@@ -290,13 +295,17 @@ func (e *evacuation) lookAt(ctx context.Context, l *leaving) error {
 	if err == nil {
 		_, text, l.ended, err = l.stage()
 	}
-	if text != l.last || l.user() != "" {
-		l.last, l.changed = text, time.Now()
+	if text != l.last {
+		l.last, l.changed, l.rests = text, time.Now(), false
 	}
-	if err == nil && !l.ended && time.Since(l.changed) > patience {
+	still := err == nil && !l.ended && time.Since(l.changed) > patience
+	if still && l.user() == "" {
 		err = fmt.Errorf("its move does not go on (nothing has changed for %s), and may later: %s", patience, text)
 	}
 	switch {
+	case still && err == nil:
+		l.rests = true // which staying tells
+		return nil
 	case errors.Is(err, errDeleted):
 		l.ended, text = true, err.Error()
 	case err != nil:
@@ -327,7 +336,7 @@ func (e *evacuation) staying(all []*leaving) error {
 		parts = append(parts, fmt.Sprintf("%d of %d volumes stay on node %s, see above", stay, len(all), e.node))
 	}
 	if used > 0 && !e.dryRun {
-		parts = append(parts, fmt.Sprintf("%d of %d are still used, and move when they are released: %s", used, len(all), strings.Join(whose, "; ")))
+		parts = append(parts, fmt.Sprintf("%d of %d are still used, and move meanwhile, or when they are released: %s", used, len(all), strings.Join(whose, "; ")))
 	}
 	if len(parts) == 0 {
 		if e.dryRun || len(all) == 0 {

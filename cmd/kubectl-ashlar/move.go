@@ -37,11 +37,10 @@ func moveCommand(flags *genericclioptions.ConfigFlags) *cobra.Command {
 		Use:   "move VOLUME --to NODE",
 		Short: "Move a volume with access=any to another node, its bytes and all",
 		Long: `kubectl ashlar move has a volume moved to a pool of the same name on another node of its network: its bytes are
-copied while nobody uses it, then it is on that node, and the old one gives its bytes back. VOLUME is its ID (vol.POOL.KEY),
+copied, also while it is used, then it is on that node, and the old one gives its bytes back. VOLUME is its ID (vol.POOL.KEY),
 the KEY alone, the name of its PersistentVolume, or NAMESPACE/CLAIM.
 
-It refuses what cannot be done, waits until the move has ended, and says how far it is. A volume that is used is copied when it
-is released. The move goes on without this command, too: the same command waits for it again, and --cancel takes it back, as long as the
+It refuses what cannot be done, waits until the move has ended, and says how far it is. The move goes on without this command, too: the same command waits for it again, and --cancel takes it back, as long as the
 volume has not moved.`,
 		Args: func(_ *cobra.Command, args []string) error {
 			switch {
@@ -165,7 +164,9 @@ const tries = 10
 func (c *cluster) ask(ctx context.Context, v *v1alpha1.Volume, node string, may func(*v1alpha1.Volume) error) error {
 	return c.change(ctx, v, func() (bool, error) {
 		if asked(v, node) {
-			return false, nil
+			follows := v.Spec.Move.Follows
+			v.Spec.Move.Follows = false // from now on somebody wants it
+			return follows, nil
 		}
 		if err := may(v); err != nil {
 			return false, err
@@ -261,15 +262,23 @@ func following(v *v1alpha1.Volume, seen *overview.Volume, to string) *followed {
 // user is which node uses the volume, and which pods if that is known; empty: nobody does.
 func (f *followed) user() string {
 	switch c := f.v.Spec.Claim; {
-	case c == nil && f.v.Status.Export == nil:
+	case !f.v.IsUsed():
 		return ""
+	case c == nil && len(f.v.Claimants()) > 0:
+		return "node " + strings.Join(f.v.Claimants(), ", ")
 	case c == nil:
-		return "node " + f.v.Status.Export.Node
+		return "node " + f.v.Given()[0].Node
 	case f.pods != "" && f.claim != nil && *f.claim == *c:
 		return "node " + c.Node + " by " + f.pods
 	default:
 		return "node " + c.Node
 	}
+}
+
+// carried reports whether the node that uses the volume says how far the move is.
+func (f *followed) carried() bool {
+	c, s := f.v.Spec.Claim, f.v.Status.Move
+	return c != nil && s != nil && s.Node == f.to && s.Claim == c.Generation && s.Claim > 0
 }
 
 // stage is how far a move is, in words, and whether it has ended. kind stays the same while only figures change.
@@ -292,8 +301,8 @@ func (f *followed) stage() (kind, text string, done bool, err error) {
 		if s.Waits {
 			text = s.Message
 		}
-	case f.user() != "":
-		text = fmt.Sprintf("used on %s; its bytes are copied when it is released", f.user())
+	case f.user() != "" && !f.carried():
+		text = fmt.Sprintf("used on %s; its bytes are copied meanwhile, or when it is released", f.user())
 	case !heard:
 		text = fmt.Sprintf("node %s is asked to copy it from node %s", f.to, f.v.Spec.NodeName)
 	case s.Waits:

@@ -122,7 +122,7 @@ func (e *environment) drivers(first string, held ...string) (most func() int) {
 				if v.Spec.Move != nil && !v.Spec.Move.Left && v.Spec.Claim == nil {
 					asked++
 				}
-				if begun && v.Spec.Move != nil && v.Spec.Claim == nil && !strings.Contains(strings.Join(held, " "), v.Spec.Name) {
+				if begun && v.Spec.Move != nil && (v.Spec.Claim == nil || v.Spec.Claim.Mode == carriedMode) && !strings.Contains(strings.Join(held, " "), v.Spec.Name) {
 					_ = e.advance(ctx, v) // else with the next look
 				}
 			}
@@ -143,17 +143,26 @@ func (e *environment) drivers(first string, held ...string) (most func() int) {
 	}
 }
 
+// carriedMode is that of the claim of a volume which its user carries.
+const carriedMode = "carried"
+
 // advance takes the next step of a move.
 func (e *environment) advance(ctx context.Context, v *v1alpha1.Volume) error {
 	m, s := v.Spec.Move, v.Status.Move
 	switch {
 	case !m.Left && s == nil:
 		v.Status.Move = &v1alpha1.MoveStatus{Node: m.Node, Message: "half is copied", Progress: &v1alpha1.Progress{Done: 1, Total: 2}}
+		if c := v.Spec.Claim; c != nil {
+			v.Status.Move.Claim, v.Status.Move.Copied = c.Generation, &v1alpha1.MoveCopied{Generation: v.Generation, Claim: c.Generation, Sealed: metav1.NowMicro(), Size: v.Spec.Size}
+		}
 		return e.Status().Update(ctx, v)
 	case !m.Left:
-		v.Spec.NodeName, v.Spec.Move = m.Node, &v1alpha1.Move{Node: v.Spec.NodeName, Left: true}
+		fleet.Flip(v)
 	case s == nil || !s.Arrived:
 		v.Status.Move = &v1alpha1.MoveStatus{Node: v.Spec.NodeName, Arrived: true, Message: "moved"}
+		if s != nil {
+			v.Status.Move.Copied = s.Copied
+		}
 		return e.Status().Update(ctx, v)
 	default:
 		v.Spec.Move = nil
@@ -181,6 +190,12 @@ func TestMove(t *testing.T) {
 		t.Fatalf("spec.move is %+v", v.Spec.Move)
 	}
 	run(t, apitest.Admin, "move", "pvc-1", "--to=n3").refused(t, "it is being moved to node n2", "--cancel")
+	e.edited(v, func(v *v1alpha1.Volume) { v.Spec.Move.Follows = true }) // and now somebody asks for it
+	run(t, apitest.Admin, "move", "pvc-1", "--to=n2", "--wait=false").says(t, "pvc-1: node n2 is asked to copy it from node n1\n")
+	check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(v), v))
+	if v.Spec.Move == nil || v.Spec.Move.Follows {
+		t.Fatalf("it is asked for, and spec.move is %+v", v.Spec.Move)
+	}
 	run(t, apitest.Admin, "move", "pvc-1", "--cancel").says(t, "pvc-1: it stays on node n1.\n")
 	check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(v), v))
 	if v.Spec.Move != nil {
@@ -207,7 +222,7 @@ func TestMoveUsed(t *testing.T) {
 		v.Spec.Claims, v.Spec.Claim, v.Spec.ClaimRef = 1, &v1alpha1.Claim{Node: "n3", Mode: "mount", Generation: 1}, &v1alpha1.ClaimRef{Namespace: namespace, Name: "data"}
 	})
 	e.add(v)
-	run(t, apitest.Admin, "move", "default/data", "--to=n2", "--wait=false").says(t, "default/data: used on node n3 by default/database-0; its bytes are copied when it is released\n")
+	run(t, apitest.Admin, "move", "default/data", "--to=n2", "--wait=false").says(t, "default/data: used on node n3 by default/database-0; its bytes are copied meanwhile, or when it is released\n")
 	ctx, interrupt := context.WithCancel(t.Context())
 	out := interrupting{"used on node n3", interrupt, &bytes.Buffer{}}
 	m := &moving{cluster: connected(t), out: out, to: "n2", wait: true}
@@ -372,11 +387,14 @@ func TestEvacuateRest(t *testing.T) {
 	left := movable("pvc-left", "n1", 3*mib, func(v *v1alpha1.Volume) { v.Spec.Move = &v1alpha1.Move{Node: "n4"} })
 	e.add(left)
 	e.edited(left, func(v *v1alpha1.Volume) { v.Spec.NodeName, v.Spec.Move = "n4", &v1alpha1.Move{Node: "n1", Left: true} })
+	e.add(movable("pvc-carried", "n1", 2*mib, func(v *v1alpha1.Volume) {
+		v.Spec.Claims, v.Spec.Claim = 1, &v1alpha1.Claim{Node: "n4", Mode: carriedMode, Generation: 1}
+	}))
 	e.drivers("pvc-a", "pvc-stuck", "pvc-comes")
 	r := run(t, apitest.Admin, "evacuate", "n1")
-	r.says(t, "used on node n4; it moves when it is released\n", "pvc-node   30Mi  stays  it has access=node", "pvc-under  5Mi   n2     under way\n", "it comes here, from node n3", "it has moved; its old bytes are to be given back\n",
-		"pvc-a: it is on node n", "pvc-under: it is on node n2\n", "pvc-left: it is on node n4\n", "pvc-stuck: stays: its move does not go on (nothing has changed for 2s), and may later: node n")
-	r.refused(t, "3 of 7 volumes stay on node n1, see above; 1 of 7 are still used, and move when they are released: pvc-used on node n4")
+	r.says(t, "used on node n4; it moves meanwhile, or when it is released\n", "pvc-node     30Mi  stays  it has access=node", "pvc-under    5Mi   n2     under way\n", "it comes here, from node n3", "it has moved; its old bytes are to be given back\n",
+		"pvc-a: it is on node n", "pvc-under: it is on node n2\n", "pvc-left: it is on node n4\n", "pvc-carried: 50 %", "pvc-carried: it is on node n", "pvc-stuck: stays: its move does not go on (nothing has changed for 2s), and may later: node n")
+	r.refused(t, "3 of 8 volumes stay on node n1, see above; 1 of 8 are still used, and move meanwhile, or when they are released: pvc-used on node n4")
 	check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(used), used))
 	if used.Spec.Move == nil {
 		t.Error("what is used was not asked to move")
@@ -432,8 +450,8 @@ func TestStage(t *testing.T) {
 	}{
 		{"n1", move, nil, nil, nil, "node n2 is asked to copy it from node n1"},
 		{"n1", move, nil, nil, &v1alpha1.MoveStatus{Node: "n9", Message: "of another move"}, "node n2 is asked to copy it from node n1"},
-		{"n1", move, claim, nil, &v1alpha1.MoveStatus{Node: "n2", Waits: true, Message: "it is used"}, "used on node n3; its bytes are copied when it is released"},
-		{"n1", move, nil, &v1alpha1.Export{Generation: 1, Node: "n4"}, nil, "used on node n4; its bytes are copied when it is released"},
+		{"n1", move, claim, nil, &v1alpha1.MoveStatus{Node: "n2", Waits: true, Message: "it is used"}, "used on node n3; its bytes are copied meanwhile, or when it is released"},
+		{"n1", move, nil, &v1alpha1.Export{Generation: 1, Node: "n4"}, nil, "used on node n4; its bytes are copied meanwhile, or when it is released"},
 		{"n1", move, nil, nil, &v1alpha1.MoveStatus{Node: "n2", Waits: true, Message: "no space"}, "waits: no space"},
 		{"n1", move, nil, nil, &v1alpha1.MoveStatus{Node: "n2", Message: "1Gi of 4Gi are copied", Progress: &v1alpha1.Progress{Done: 1, Total: 4}}, "25 %, 1Gi of 4Gi are copied"},
 		{"n1", move, nil, nil, &v1alpha1.MoveStatus{Node: "n2", Message: "all bytes are on node n2"}, "all bytes are on node n2"},

@@ -45,6 +45,8 @@ func Run(ctx context.Context, all []Pool) error {
 	x.limits()
 	x.encryption()
 	x.otherNodes()
+	x.flushes()
+	x.manyReaders()
 	x.tools()
 	x.filesystems()
 	for _, pool := range all {
@@ -173,6 +175,30 @@ func (x *examination) otherNodes() {
 			x.ok("%s: not without the module %s, which this kernel has not loaded; %s", side.what, side.module, moduleHelp)
 		}
 	}
+	const mirrors = "volumes that this node uses while they move (access=any)"
+	if err := dm.HasTarget("mirror"); err != nil {
+		x.ok("%s: not without the module dm-mirror, so they move when nobody uses them: %v", mirrors, err)
+	} else {
+		x.ok("%s: the kernel has dm-mirror", mirrors)
+	}
+}
+
+// flushes: a machine with multipath lacks nothing but that.
+func (x *examination) flushes() {
+	if nvme.Multipath() {
+		x.warning("volumes of other nodes for this one (access=any): with nvme_core.multipath the kernel answers a sync that is under way when the volume's node loses its power with success, and it may be lost; " +
+			"echo 'options nvme_core multipath=N' >/etc/modprobe.d/ashlar.conf (or nvme_core.multipath=N on the kernel's command line), and reboot")
+	}
+}
+
+// manyReaders: a machine without lacks nothing but volumes of its own that many nodes read.
+func (x *examination) manyReaders() {
+	const what = "volumes of this node that many read at once (access=any, ReadOnlyMany)"
+	if err := dm.HasTarget("flakey"); err != nil {
+		x.ok("%s: not without the module dm-flakey, which fails all writes to them: %v; %s", what, err, moduleHelp)
+		return
+	}
+	x.ok("%s: the kernel has the device mapper's target flakey, which fails all writes to them", what)
 }
 
 func (x *examination) loopDevices() {

@@ -456,6 +456,8 @@ func TestWithoutScript(t *testing.T) {
 	b.waitText("#volumes-title", "4 of 400 volumes")
 	b.click("#volumes tbody tr:first-child a")
 	b.waitText("#wrong", "FilesystemErrors")
+	b.mu.Lock()
+	defer b.mu.Unlock()
 	for _, address := range b.requests {
 		if strings.HasSuffix(address, "/events") {
 			t.Error("it follows changes, so scripts do run")

@@ -32,6 +32,8 @@ type given struct {
 	mu    sync.Mutex
 	to    map[volume.ID]volume.Grant
 	stuck error // what comes of ending one
+
+	readers map[volume.ID][]int64 // generations
 }
 
 func (g *given) ExportOf(_ context.Context, id volume.ID) (volume.Grant, bool, error) {

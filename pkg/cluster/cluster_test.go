@@ -65,6 +65,7 @@ type environment struct {
 	client.Client
 	ctx    context.Context
 	agents *port.Callers // of stores that are started; nil: they call none
+	follow time.Duration // as store.Options.FollowAfter
 }
 
 func newEnvironment(t testing.TB) *environment {
@@ -182,7 +183,7 @@ func (w *environment) sweeping() (_ *store.Store, stop func()) {
 
 func (w *environment) storeWith(abandonGrace time.Duration) (_ *store.Store, stop func()) {
 	w.Helper()
-	s, err := store.New(wrapped(apitest.Get(w).Config("controller")), store.Options{GoneGrace: grace, AbandonGrace: abandonGrace, Driver: cluster.DefaultDriver, Agents: w.agents})
+	s, err := store.New(wrapped(apitest.Get(w).Config("controller")), store.Options{GoneGrace: grace, AbandonGrace: abandonGrace, Driver: cluster.DefaultDriver, Agents: w.agents, FollowAfter: w.follow})
 	check.OK(w, err)
 	stop = w.run(s.Run)
 	w.eventually("the store is ready", func() bool { return s.Ready(w.ctx) == nil })

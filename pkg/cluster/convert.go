@@ -29,9 +29,32 @@ func ToVolume(v *v1alpha1.Volume) volume.Volume {
 	}
 	out.For = RequesterOf(v)
 	if c := v.Spec.Claim; c != nil {
-		out.Claim = volume.Claim{Node: c.Node, ReadOnly: c.ReadOnly, Mode: c.Mode, Generation: c.Generation}
+		out.Claim = ToClaim(c)
+	}
+	for _, c := range v.Spec.Readers {
+		out.Readers = append(out.Readers, c.Node)
 	}
 	return out
+}
+
+// ToClaim is a claim as the domain sees it.
+func ToClaim(c *v1alpha1.Claim) volume.Claim {
+	return volume.Claim{Node: c.Node, ReadOnly: c.ReadOnly, Mode: c.Mode, Generation: c.Generation}
+}
+
+// ClaimOn is the claim of a node, or, if that has none, that of another one.
+func ClaimOn(v *v1alpha1.Volume, node string) volume.Claim {
+	c := v.ClaimOf(node)
+	if c == nil {
+		c = v.Spec.Claim
+	}
+	if c == nil && len(v.Spec.Readers) > 0 {
+		c = &v.Spec.Readers[0]
+	}
+	if c == nil {
+		return volume.Claim{}
+	}
+	return ToClaim(c)
 }
 
 // EncryptionOf says how a volume is to be encrypted.

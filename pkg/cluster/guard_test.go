@@ -54,6 +54,7 @@ type guarded struct {
 	mine, others, shared, asked, stale, abandoned, finalized, deleted *v1alpha1.Volume
 	coming, leaving                                                   *v1alpha1.Volume // to and from node-1
 	used                                                              *v1alpha1.Volume // of node-2, by node-1
+	carried, gone                                                     *v1alpha1.Volume // from node-2 to node-3, by node-1; and after that
 	snapshot, snapshotOfOthers                                        *v1alpha1.Snapshot
 	pool, poolOfOthers                                                *v1alpha1.Pool
 }
@@ -95,6 +96,18 @@ func newGuarded(t *testing.T) *guarded {
 	w.used = made(volumeOn("node-2", "used"), func(v *v1alpha1.Volume) { v.Spec.Access = "any" })
 	w.used.Status.Size, w.used.Status.Export = mib, &v1alpha1.Export{Generation: 1, Node: nodeName}
 	check.OK(t, w.Status().Update(w.ctx, w.used))
+	carried := func(v *v1alpha1.Volume) {
+		moving("node-3")(v)
+		v.Spec.Claims, v.Spec.Claim = 4, &v1alpha1.Claim{Node: nodeName, Mode: "mount", Generation: 4}
+	}
+	w.carried, w.gone = made(volumeOn("node-2", "carried"), carried), made(volumeOn("node-2", "gone"), carried)
+	for _, v := range []*v1alpha1.Volume{w.carried, w.gone} {
+		v.Status.Size = mib
+		v.Status.Move = &v1alpha1.MoveStatus{Node: "node-3", Claim: 4, Copied: &v1alpha1.MoveCopied{Generation: 1, Claim: 4, Size: mib, Sealed: metav1.NowMicro()}}
+		check.OK(t, w.Status().Update(w.ctx, v))
+	}
+	cluster.Flip(w.gone)
+	check.OK(t, w.Update(w.ctx, w.gone))
 	w.asked = made(volumeOn(nodeName, "asked"), nil)
 	w.asked.Spec.Delete = w.asked.UID
 	check.OK(t, w.Update(w.ctx, w.asked))
@@ -198,6 +211,9 @@ func TestGuardVolumes(t *testing.T) {
 		created(w, "claimed", edited(volumeOn(nodeName, "new"), func(o v) { o.Spec.Claim = &v1alpha1.Claim{Node: nodeName, Mode: "mount"} }), bytesThere),
 		created(w, "with claims counted", edited(volumeOn(nodeName, "new"), func(o v) { o.Spec.Access, o.Spec.Claims = "any", 7 }), bytesThere),
 		created(w, "adopted for other nodes to use", edited(volumeOn(nodeName, "new"), func(o v) { o.Spec.Access, o.Spec.HomeTimeout = "any", 90 }), ""),
+		created(w, "read", edited(volumeOn(nodeName, "new"), func(o v) {
+			o.Spec.Access, o.Spec.Claims, o.Spec.Readers = "any", 1, []v1alpha1.Claim{{Node: nodeName, Mode: "m", Generation: 1}}
+		}), bytesThere),
 		created(w, "abandoned", edited(volumeOn(nodeName, "new"), func(o v) { o.Spec.Abandoned = true }), bytesThere),
 		created(w, "with a finalizer", edited(volumeOn(nodeName, "new"), func(o v) { o.Finalizers = []string{v1alpha1.Finalizer} }), finalizers),
 		created(w, "with a label", edited(volumeOn(nodeName, "new"), func(o v) { o.Labels = map[string]string{"a": "b"} }), metadataKept),
@@ -214,6 +230,13 @@ func TestGuardVolumes(t *testing.T) {
 		reported(w, "that it has arrived where it is not", w.coming, `{"move":{"node":"node-1","arrived":true}}`, ofAnother),
 		reported(w, "how far it comes here, and more", w.coming, `{"move":{"node":"node-1"},"thin":true}`, ofAnother),
 		reported(w, "how far what does not come moves", w.others, `{"move":{"node":"node-1"}}`, ofAnother),
+		reported(w, "how far what it uses moves", w.carried, `{"move":{"node":"node-3","message":"m","undone":1,"copied":{"generation":1,"claim":4,"sealed":"2026-11-24T00:00:00.000000Z","size":1048576}}}`, ""),
+		reported(w, "that what it uses does not move by now", w.carried, `{"move":{"copied":null,"undone":1}}`, ""),
+		reported(w, "that what it uses is copied by another claim", w.carried, `{"move":{"copied":{"generation":1,"claim":5,"sealed":"2026-11-24T00:00:00.000000Z","size":1048576}}}`, ofAnother),
+		reported(w, "that what it uses has arrived", w.carried, `{"move":{"arrived":true}}`, ofAnother),
+		reported(w, "that what it uses was given back", w.carried, `{"move":{"cleared":true}}`, ofAnother),
+		reported(w, "how far what it uses moves, and its size", w.carried, `{"move":{"message":"m"},"size":2097152}`, ofAnother),
+		reported(w, "how far what it uses has moved", w.gone, `{"move":{"message":"m"}}`, "an agent writes only what is of its own node"),
 		reported(w, "that its node is away", w.used, `{"export":{"away":"2026-11-24T00:00:00Z"}}`, ""),
 		reported(w, "that its node is away, and its size", w.used, `{"export":{"away":"2026-11-24T00:00:00Z"},"size":2097152}`, ofAnother),
 		reported(w, "that its node is away, without its size", w.used, `{"export":{"away":"2026-11-24T00:00:00Z"},"size":null}`, ofAnother),
@@ -341,7 +364,26 @@ func TestMoveRules(t *testing.T) {
 	left, over := moved("left"), moved("over")
 	over.Status.Move = &v1alpha1.MoveStatus{Node: "node-2", Arrived: true}
 	check.OK(t, w.Status().Update(w.ctx, over))
+	next := func(o v) { cluster.Flip(o) }
+	notCopied := "only if the node that uses it has copied all of it"
 	w.tryAs(t, apitest.Get(t).Config(apitest.Admin), []attempt{
+		changed(w, "moved in use, and copied", w.carried, next, ""),
+		changed(w, "moved in use, and not copied", claimed, func(o v) { cluster.Flip(o) }, notCopied),
+		changed(w, "moved in use, by the same claim", w.carried, func(o v) { next(o); o.Spec.Claims--; o.Spec.Claim.Generation-- }, movesNot),
+		changed(w, "moved in use, by a later claim", w.carried, func(o v) { next(o); o.Spec.Claims++; o.Spec.Claim.Generation++ }, movesNot),
+		changed(w, "moved in use, by another node", w.carried, func(o v) { next(o); o.Spec.Claim.Node = "node-4" }, movesNot),
+		changed(w, "moved in use, in another way", w.carried, func(o v) { next(o); o.Spec.Claim.Mode = "block" }, movesNot),
+		changed(w, "moved in use, to be read", w.carried, func(o v) { next(o); o.Spec.Claim.ReadOnly = true }, movesNot),
+		changed(w, "moved in use, and released", w.carried, func(o v) { next(o); o.Spec.Claim = nil }, movesNot),
+		changed(w, "moved, and claimed", w.leaving, func(o v) {
+			away(o)
+			o.Spec.Claims, o.Spec.Claim = 1, &v1alpha1.Claim{Node: nodeName, Mode: "mount", Generation: 1}
+		}, movesNot),
+		changed(w, "released after that", w.gone, func(o v) { o.Spec.Claim = nil }, ""),
+		reported(w, "what was copied, after that", w.gone, `{"move":{"copied":{"claim":7}}}`, "what its new node had then does not change"),
+		reported(w, "that nothing was copied, after that", w.gone, `{"move":{"copied":null}}`, "what its new node had then does not change"),
+		reported(w, "that it has arrived, after that", w.gone, `{"move":{"arrived":true}}`, ""),
+
 		changed(w, "asked for", w.shared, func(o v) { o.Spec.Move = &v1alpha1.Move{Node: "node-2"} }, ""),
 		changed(w, "to another node instead", w.leaving, func(o v) { o.Spec.Move.Node = "node-3" }, ""),
 		changed(w, "undone", w.leaving, func(o v) { o.Spec.Move = nil }, ""),

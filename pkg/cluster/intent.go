@@ -39,6 +39,9 @@ func IntendDeletion[T Object](ctx context.Context, c client.Client, o T, unchang
 		if v.Spec.Claim != nil {
 			spec["claim"] = nil
 		}
+		if v.Spec.Readers != nil {
+			spec["readers"] = nil
+		}
 		if v.Spec.Move != nil {
 			spec["move"] = nil
 		}

@@ -2,13 +2,42 @@ package cluster
 
 import "github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 
-// MayMove reports whether the controller may name the new node of a volume that moves: that node has all bytes as they are, and nobody uses the volume. Whoever
-// claims the volume, or takes the move back, writes the same object, so nothing can come between this and the write; and what came and went before has left it
-// another generation.
+// MayMove reports whether the controller may name the new node of a volume that moves: that node has all bytes as they are, and nobody uses the volume, or it is used by a
+// claim whose node writes to both. Whoever claims the volume, or takes the claim or the move back, writes the same object, so nothing can come between this and the
+// write; and what came and went before has left it another generation.
 func MayMove(v *v1alpha1.Volume) bool {
 	m, s := v.Spec.Move, v.Status.Move
 	return m != nil && !m.Left && s != nil && s.Node == m.Node && s.Copied != nil &&
-		v.Spec.Claim == nil && v.Status.Export == nil && s.Copied.Generation == v.Generation &&
+		copiedAsUsed(v, s.Copied.Claim) && len(v.Spec.Readers)+len(v.Status.Readers) == 0 && s.Copied.Generation == v.Generation &&
 		v.Status.Created != nil && v.Spec.Size <= v.Status.Size && s.Copied.Size == v.Status.Size &&
 		!v.Spec.Abandoned && !v1alpha1.Going(v)
+}
+
+// copiedAsUsed reports whether a volume is used as it was when it was copied: by a claim of a generation, or with 0 by nobody. The new node expects its user by the next
+// generation.
+func copiedAsUsed(v *v1alpha1.Volume, claim int64) bool {
+	c, e := v.Spec.Claim, v.Status.Export
+	if claim == 0 {
+		return c == nil && e == nil
+	}
+	return c != nil && c.Generation == claim && NextClaim(v) == claim+1 && (e == nil || e.Generation == claim && e.Node == c.Node)
+}
+
+// NextClaim is the generation of the next claim of a volume with access any: larger than that of all claims before, also of those that only its node knows of.
+func NextClaim(v *v1alpha1.Volume) int64 {
+	last := v.Spec.Claims
+	for _, e := range v.Given() {
+		last = max(last, e.Generation)
+	}
+	return last + 1
+}
+
+// Flip names the new node of a volume that moves in its object. Who uses it goes on by the next generation of its claim: what the old node gives it ends as that of any
+// claim of before.
+func Flip(v *v1alpha1.Volume) {
+	if c := v.Spec.Claim; c != nil {
+		v.Spec.Claims = NextClaim(v)
+		c.Generation = v.Spec.Claims
+	}
+	v.Spec.NodeName, v.Spec.Move = v.Spec.Move.Node, &v1alpha1.Move{Node: v.Spec.NodeName, Left: true}
 }

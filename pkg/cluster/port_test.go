@@ -28,6 +28,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/export"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/move"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/port"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/transfer"
@@ -46,6 +47,7 @@ func (w *environment) served(m *machine) func(context.Context) error {
 		transfer.Register(r, agent.OpenCopy, nil)
 		if uses != nil {
 			export.Register(r, agent.Exports(), agent.Uses(uses.others))
+			move.Register(r, agent.Moving(), agent.Moving())
 		}
 	}}
 	listener := m.port

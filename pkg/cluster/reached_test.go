@@ -77,15 +77,22 @@ func (w *environment) use(m *machine, mounts *mount.Table) {
 // reached is a cluster of two nodes in a network, a volume of node-1 that any of them can use, and a directory.
 func reached(t *testing.T, spec volume.Spec) (w *environment, a, b *machine, s *store.Store, v volume.Volume, dir string) {
 	t.Helper()
-	drivertest.NeedRoot(t)
-	w, network := newEnvironment(t), &remotetest.Network{}
-	a, b = w.begin(&machine{name: "node-1", ported: true, network: network}), w.begin(&machine{name: "node-2", ported: true, network: network})
+	w, a, b = twoOf(t)
 	s = w.calling(a)
 	w.pooled(s, b)
 	spec.Nodes, spec.Access = []string{a.name}, volume.AccessAny
 	v, err := s.Create(w.ctx, spec)
 	check.OK(t, err)
 	return w, a, b, s, v, drivertest.Dir(t)
+}
+
+// twoOf is a cluster of two nodes in a network, without a controller.
+func twoOf(t *testing.T) (w *environment, a, b *machine) {
+	t.Helper()
+	drivertest.NeedRoot(t)
+	w, network := newEnvironment(t), &remotetest.Network{}
+	a, b = w.begin(&machine{name: "node-1", ported: true, network: network}), w.begin(&machine{name: "node-2", ported: true, network: network})
+	return w, a, b
 }
 
 // claimFor gives a volume to a node, or with none takes its claim off, as a controller does, and returns the generation.
@@ -570,6 +577,30 @@ func TestReachedDeleted(t *testing.T) {
 	if exported := a.network.Exported(); len(exported) != 0 {
 		t.Errorf("exported is %v", exported)
 	}
+}
+
+// TestReachedUnread: so does who uses one whose record does not say to whom it is given, as one of another version may not.
+func TestReachedUnread(t *testing.T) {
+	w, a, b := twoOf(t)
+	s := w.calling(a)
+	w.pooled(s, b)
+	v, err := s.Create(w.ctx, anyNode("v", a.name))
+	check.OK(t, err)
+	check.OK(t, second(w.homeOf(a, b).Open(w.ctx, v.ID, w.claimFor(v.ID, b.name))))
+	check.OK(t, second(a.disks[0].Open("default", nil).SetLabels(w.ctx, blockdev.Ref{Kind: v.ID.Kind, Key: v.ID.Key}, func(labels map[string]string) error {
+		labels["export"] = "2/" + b.name
+		return nil
+	})))
+	w.touched(v.Name)
+	time.Sleep(time.Second) // nothing tells that it was looked at
+	if exported := a.network.Exported(); len(exported) != 1 {
+		t.Errorf("while it is claimed, exported is %v", exported)
+	}
+	w.eventually("it is released", func() bool { return s.Release(soon(t), v.ID, b.name) == nil })
+	if exported := a.network.Exported(); len(exported) != 0 {
+		t.Errorf("released, exported is %v", exported)
+	}
+	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 
 // TestReachedDamaged: who uses a volume whose record is damaged goes on, until its claim is released.

@@ -25,6 +25,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/agent"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
@@ -221,16 +222,17 @@ func TestPoolUsed(t *testing.T) {
 // TestProgress: how far a copy is can be seen while it takes long, and what is done soon costs no write for it. Neither holds the
 // copy up.
 func TestProgress(t *testing.T) {
+	const look = time.Second              // how often an agent looks at it: what is copied once it is let go takes less
 	var holding atomic.Pointer[chan bool] // a copy waits for it
 	w := newEnvironment(t)
 	var count counter
 	wrap(t, func(c *rest.Config) { c.Wrap(count.wrap) })
-	m := w.machineWith(nodeName, func(operation string, _ blockdev.Ref) error {
+	m := w.begin(&machine{name: nodeName, with: func(o *agent.Options) { o.ProgressEvery = look }, hook: func(operation string, _ blockdev.Ref) error {
 		if hold := holding.Load(); operation == "Create" && hold != nil {
 			<-*hold
 		}
 		return nil
-	})
+	}})
 	s, _ := w.store()
 	w.pooled(s, m)
 	v, err := s.Create(w.ctx, spec("v"))
@@ -255,7 +257,7 @@ func TestProgress(t *testing.T) {
 		}
 		w.eventually(what+" is at 10 %", func() bool { return sum().Progress == "10%" && sum().State == v1alpha1.StateMaking })
 		progress.Skip(working, 5) // too little to be written
-		time.Sleep(300 * time.Millisecond)
+		time.Sleep(look + look/4)
 		progress.Skip(working, 315)
 		w.eventually(what+" is at 42 %", func() bool { return sum().Progress == "42%" })
 		end()
@@ -283,7 +285,7 @@ func TestProgress(t *testing.T) {
 				cluster.SnapshotNamed(volume.KeyOf(cluster.MemberName(name, v.ID))), blockdev.Snapshot}
 		},
 	} {
-		// One more than there are to be met a conflict, as it may on a busy machine; but not each time.
+		// One more is that a busy machine took a look's time to copy what was let go; but not each time.
 		var writes []int
 		for len(writes) == 0 || writes[len(writes)-1] != 3+2 && len(writes) < 3 {
 			name := fmt.Sprint(what, len(writes))

@@ -65,10 +65,10 @@ func TestGroupTakenOver(t *testing.T) {
 	alone := snapshotOn("node-2", "alone")
 	x.has(alone, mib)
 	w.eventually("the store has heard of both", func() bool { return second(s.GetSnapshot(w.ctx, cluster.SnapshotID(alone))) == nil })
-	there, err := s.ListSnapshots(w.ctx, volume.ID{}, volume.ID{}, 0)
-	if err != nil || len(there) != 3 {
-		t.Errorf("%d snapshots, %v; want those of the group and the one of node-2 that is of none: %+v", len(there), err, there)
-	}
+	w.eventually("those of the group, and the one of node-2 that is of none, are listed", func() bool {
+		there, err := s.ListSnapshots(w.ctx, volume.ID{}, volume.ID{}, 0)
+		return err == nil && len(there) == 3
+	})
 	fails(t, second(s.GetSnapshot(w.ctx, cluster.SnapshotID(fake))), errdefs.ErrNotFound)
 	for _, of := range []func() (volume.Group, error){
 		func() (volume.Group, error) { return s.GetGroup(w.ctx, group.ID) },

@@ -104,8 +104,7 @@ func (s *Server) CreateVolume(ctx context.Context, r *csi.CreateVolumeRequest) (
 	if err := checkName(r.GetName()); err != nil {
 		return nil, err
 	}
-	spec := volume.Spec{Name: r.GetName(), Mutable: r.GetMutableParameters(),
-		Size: volume.Range{Required: r.GetCapacityRange().GetRequiredBytes(), Limit: r.GetCapacityRange().GetLimitBytes()}}
+	spec := volume.Spec{Name: r.GetName(), Size: volume.Range{Required: r.GetCapacityRange().GetRequiredBytes(), Limit: r.GetCapacityRange().GetLimitBytes()}}
 	var err error
 	if spec.Filesystem, err = csimap.CheckCapabilities(r.GetVolumeCapabilities()...); err != nil {
 		return nil, err
@@ -119,8 +118,14 @@ func (s *Server) CreateVolume(ctx context.Context, r *csi.CreateVolumeRequest) (
 	}
 	spec.Pool, spec.Spread, spec.Copies = parameters.Pool, parameters.Spread, parameters.Copies
 	spec.Provisioning, spec.Encryption, spec.For = parameters.Provisioning, parameters.Encryption, parameters.For
-	spec.Access, spec.HomeTimeout = parameters.Access, parameters.HomeTimeout
+	spec.Access, spec.HomeTimeout, spec.Mutable = parameters.Access, parameters.HomeTimeout, parameters.Mutable(r.GetMutableParameters())
+	if err := volume.CheckPlacement(spec.Access, spec.Mutable); err != nil {
+		return nil, err
+	}
 	if err := s.reaches(spec.Access); err != nil {
+		return nil, err
+	}
+	if err := checkReaders(spec, r); err != nil {
 		return nil, err
 	}
 	if spec.Spread != volume.NoSpread && spec.For.Name == "" {
@@ -144,6 +149,20 @@ func (s *Server) CreateVolume(ctx context.Context, r *csi.CreateVolumeRequest) (
 		return nil, fmt.Errorf("%w: volume %s is made, and its node %s is in no network now (--remote-address), so nobody knows who will reach it", errdefs.ErrUnavailable, v.ID, v.Node)
 	}
 	return &csi.CreateVolumeResponse{Volume: toVolume(v, networks)}, nil
+}
+
+// checkReaders is ErrInvalid for a volume with access any that is only to be read, by many, if it cannot be.
+func checkReaders(spec volume.Spec, r *csi.CreateVolumeRequest) error {
+	writes := func(c *csi.VolumeCapability) bool { return !volume.Claim{Mode: csimap.ModeOf(c)}.Many() }
+	switch {
+	case spec.Access != volume.AccessAny || slices.ContainsFunc(r.GetVolumeCapabilities(), writes):
+		return nil
+	case r.GetVolumeContentSource() == nil:
+		return fmt.Errorf("%w: nobody could ever write to a volume that is only read by many (ReadOnlyMany): make it from a snapshot or a volume", errdefs.ErrInvalid)
+	case spec.Encryption.Scheme != volume.NotEncrypted:
+		return fmt.Errorf("%w: a volume that is encrypted can be used on one node at a time, so it is not one that is only read by many (ReadOnlyMany)", errdefs.ErrInvalid)
+	}
+	return nil
 }
 
 // reaches is ErrInvalid for volumes that others than their node are to use, where nobody else is.
@@ -358,7 +377,7 @@ func idOf(v volume.Volume) volume.ID { return v.ID }
 
 func toStatus(v volume.Volume) []string {
 	if v.Claim.Node == "" {
-		return nil
+		return v.Readers
 	}
 	return []string{v.Claim.Node}
 }

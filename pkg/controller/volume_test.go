@@ -55,7 +55,7 @@ func TestCreateVolumeRefuses(t *testing.T) {
 	refuses("no access mode", ask(func(c *csi.VolumeCapability) { c.AccessMode = nil }), errdefs.ErrInvalid, "access mode UNKNOWN")
 	refuses("writers on many nodes", ask(func(c *csi.VolumeCapability) {
 		c.AccessMode.Mode = csi.VolumeCapability_AccessMode_MULTI_NODE_MULTI_WRITER
-	}), errdefs.ErrInvalid, "a volume is on one node")
+	}), errdefs.ErrInvalid, "a volume is written on one node")
 	refuses("an unknown encryption", parameter("encryption", "aes"), errdefs.ErrInvalid, `parameter encryption="aes"; luks2 is known`)
 	refuses("discards of what is not encrypted", parameter("encryption.discard", "true"), errdefs.ErrInvalid, `parameter encryption.discard="true" is for volumes that are encrypted`)
 	refuses("an unknown filesystem", ask(func(c *csi.VolumeCapability) { c.GetMount().FsType = "zfs" }), errdefs.ErrInvalid, "ext4, xfs and btrfs can be had")
@@ -66,7 +66,7 @@ func TestCreateVolumeRefuses(t *testing.T) {
 	refuses("a flag that binds", ask(func(c *csi.VolumeCapability) { c.GetMount().MountFlags = []string{"noatime,bind"} }), errdefs.ErrInvalid, "mount option bind")
 	refuses("a flag that stops the node", ask(func(c *csi.VolumeCapability) { c.GetMount().MountFlags = []string{"errors=panic"} }), errdefs.ErrInvalid, "take the node down")
 	refuses("a flag for another device", ask(func(c *csi.VolumeCapability) { c.GetMount().MountFlags = []string{"journal_path=/dev/sda"} }), errdefs.ErrInvalid, "a volume is one device")
-	refuses("an unknown parameter", parameter("replicas", "3"), errdefs.ErrInvalid, `unknown parameter "replicas"; pool, spread, copies, provisioning, encryption, encryption.discard, access, homeTimeout and fstype are known`)
+	refuses("an unknown parameter", parameter("replicas", "3"), errdefs.ErrInvalid, `unknown parameter "replicas"; pool, spread, copies, provisioning, encryption, encryption.discard, access, homeTimeout, placement and fstype are known`)
 	refuses("an unknown place for copies", parameter("copies", "nowhere"), errdefs.ErrInvalid, `copies="nowhere"; local and anywhere are known`)
 	refuses("an unknown pool", parameter("pool", "nowhere"), errdefs.ErrInvalid, `pool="nowhere": known are [fast slow]`)
 	refuses("a pool that is no name", parameter("pool", "../etc"), errdefs.ErrInvalid, `"../etc" is neither the name of a pool`)
@@ -75,6 +75,9 @@ func TestCreateVolumeRefuses(t *testing.T) {
 	refuses("an unknown spread", parameter("spread", "true"), errdefs.ErrInvalid, `spread="true"; preferred and required are known`)
 	refuses("access of an unknown kind", parameter("access", "all"), errdefs.ErrInvalid, `parameter access="all"; node and any are known`)
 	refuses("access for other nodes, where there are none", parameter("access", "any"), errdefs.ErrInvalid, "parameter access=any: this driver has one machine")
+	refuses("a placement that is not known", parameter("placement", "near"), errdefs.ErrInvalid, `placement="near"; stay and follow are known`)
+	refuses("bytes that follow, of a volume of one node", parameter("placement", "follow"), errdefs.ErrInvalid, `placement=follow is for volumes that other nodes than their own can use`)
+	refuses("the same of an attributes class", func(r request) { r.MutableParameters = map[string]string{"placement": "follow"} }, errdefs.ErrInvalid, `placement=follow is for volumes that other nodes`)
 	refuses("a timeout without such access", parameter("homeTimeout", "10m"), errdefs.ErrInvalid, `parameter homeTimeout="10m" is for volumes that other nodes than their own can use`)
 	for _, bad := range []string{"", "10", "0s", "-1m", "1.5s", "for ever"} {
 		refuses("a timeout of "+bad, func(r request) { r.Parameters = map[string]string{"access": "any", "homeTimeout": bad} }, errdefs.ErrInvalid, `parameter homeTimeout="`+bad+`"; give whole seconds`)
@@ -82,7 +85,7 @@ func TestCreateVolumeRefuses(t *testing.T) {
 	refuses("a spread of nobody's claims", parameter("spread", "required"), errdefs.ErrInvalid, "--extra-create-metadata")
 	refuses("unknown provisioning", parameter("provisioning", "fat"), errdefs.ErrInvalid, "thick and thin are known")
 	refuses("a parameter against its capability", parameter("fstype", "xfs"), errdefs.ErrInvalid, "the parameters say filesystem xfs, and the volume capability ext4")
-	refuses("an unknown mutable parameter", func(r request) { r.MutableParameters = map[string]string{"iops": "9"} }, errdefs.ErrInvalid, `unknown mutable parameter "iops"; known are ioScheduler, readAheadKiB`)
+	refuses("an unknown mutable parameter", func(r request) { r.MutableParameters = map[string]string{"iops": "9"} }, errdefs.ErrInvalid, `unknown mutable parameter "iops"; known are ioScheduler, placement, readAheadKiB`)
 	refuses("a mutable parameter out of range", func(r request) { r.MutableParameters = map[string]string{"readAheadKiB": "-4"} }, errdefs.ErrInvalid, "multiple of 4 from 0 to 65536")
 	refuses("a negative size", sized(-1, 0), errdefs.ErrInvalid, "required -1")
 	refuses("a negative limit", sized(0, -1), errdefs.ErrInvalid, "limit -1")
@@ -323,7 +326,7 @@ func TestPublishVolume(t *testing.T) {
 	refuses("no capability", func(r request) { r.VolumeCapability = nil }, errdefs.ErrInvalid, "no volume capability")
 	refuses("an access mode of many nodes", func(r request) {
 		r.VolumeCapability.AccessMode.Mode = csi.VolumeCapability_AccessMode_MULTI_NODE_SINGLE_WRITER
-	}, errdefs.ErrInvalid, "a volume is on one node")
+	}, errdefs.ErrInvalid, "a volume is written on one node")
 	refuses("a volume that is gone", func(r request) { r.VolumeId = nothing }, errdefs.ErrNotFound, "00000000")
 	refuses("a foreign volume", func(r request) { r.VolumeId = foreign }, errdefs.ErrNotFound, foreign)
 	refuses("a node that is not there", func(r request) { r.NodeId = "node-2" }, errdefs.ErrNotFound, `no node "node-2"; volume `+id+` is on node node-1`)
@@ -377,7 +380,7 @@ func TestValidateVolumeCapabilities(t *testing.T) {
 	}
 	// What cannot be had is no error here: the message says what.
 	for message, change := range map[string]func(request){
-		"a volume is on one node": func(r request) {
+		"a volume is written on one node": func(r request) {
 			r.VolumeCapabilities[0].AccessMode.Mode = csi.VolumeCapability_AccessMode_MULTI_NODE_MULTI_WRITER
 		},
 		`unknown parameter "x"`:         func(r request) { r.Parameters["x"] = "y" },

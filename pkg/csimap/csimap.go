@@ -4,6 +4,7 @@ package csimap
 
 import (
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 	"time"
@@ -83,6 +84,7 @@ func ClassParameters() []Parameter {
 		{encryptionDiscard, "true: what the volume does not use any more is given back to the pool, which so learns what that is; false. Only with `encryption`", "false"},
 		{access, volume.AccessNode.String() + ": the volume can be used on the node that has it; " + string(volume.AccessAny) + ": on all nodes that reach that one ([more](../use/any-node.md)); not for inline ephemeral volumes", volume.AccessNode.String()},
 		{homeTimeout, "how long, as 90s or 10m, what is written and read on another node waits while the volume's node is away; then it fails. Only with `access=any`", "for ever"},
+		{volume.ParameterPlacement, string(volume.PlacementStay) + ": the bytes of the volume stay where they were made; " + string(volume.PlacementFollow) + ": they move to the node that has used it for a while ([more](../use/moving.md#bytes-that-follow-their-pod)); a VolumeAttributesClass changes it. Only with `access=any`", string(volume.PlacementStay)},
 		{fsType, strings.Join(filesystems, ", "), string(filesystem.Types[0])},
 	}
 }
@@ -97,6 +99,7 @@ type Parameters struct {
 	Encryption   volume.Encryption // zero: not given
 	Access       volume.Access     // volume.AccessNode if it was not given
 	HomeTimeout  time.Duration     // zero: not given
+	Placement    volume.Placement  // empty: not given
 	Filesystem   filesystem.Type   // empty: not given
 	For          volume.Requester  // zero: not given
 }
@@ -132,7 +135,7 @@ func ParseParameters(parameters map[string]string) (Parameters, error) {
 			if err := p.encrypt(key, value); err != nil {
 				return Parameters{}, err
 			}
-		case key == access, key == homeTimeout:
+		case key == access, key == homeTimeout, key == volume.ParameterPlacement:
 			if err := p.reach(key, value); err != nil {
 				return Parameters{}, err
 			}
@@ -142,7 +145,7 @@ func ParseParameters(parameters map[string]string) (Parameters, error) {
 			}
 			*map[string]*string{pvcName: &p.For.Name, pvcNamespace: &p.For.Namespace, pvName: &p.For.PersistentVolume}[key] = value
 		case !ForCO(key):
-			return p, fmt.Errorf("%w: unknown parameter %q; pool, spread, copies, provisioning, encryption, encryption.discard, access, homeTimeout and fstype are known", errdefs.ErrInvalid, key)
+			return p, fmt.Errorf("%w: unknown parameter %q; pool, spread, copies, provisioning, encryption, encryption.discard, access, homeTimeout, placement and fstype are known", errdefs.ErrInvalid, key)
 		}
 	}
 	return p, p.together(parameters)
@@ -156,7 +159,17 @@ func (p *Parameters) together(parameters map[string]string) error {
 	if value, given := parameters[homeTimeout]; given && p.Access != volume.AccessAny {
 		return fmt.Errorf("%w: parameter %s=%q is for volumes that other nodes than their own can use; give %s=%s too", errdefs.ErrInvalid, homeTimeout, value, access, volume.AccessAny)
 	}
-	return nil
+	return volume.CheckPlacement(p.Access, p.Mutable(nil))
+}
+
+// Mutable are the mutable parameters that a volume begins with: those of its VolumeAttributesClass, and what the class says of others.
+func (p *Parameters) Mutable(given map[string]string) map[string]string {
+	if p.Placement == "" {
+		return given
+	}
+	mutable := map[string]string{volume.ParameterPlacement: string(p.Placement)}
+	maps.Copy(mutable, given)
+	return mutable
 }
 
 // encrypt reads a parameter that says how the bytes of the volume are kept.
@@ -189,6 +202,10 @@ func (p *Parameters) reach(key, value string) error {
 			return fmt.Errorf("%w: parameter %s=%q; %s and %s are known", errdefs.ErrInvalid, key, value, volume.AccessNode, volume.AccessAny)
 		}
 		return nil
+	}
+	if key == volume.ParameterPlacement {
+		p.Placement = volume.Placement(value)
+		return volume.CheckMutable(map[string]string{key: value})
 	}
 	d, err := time.ParseDuration(value)
 	if err != nil || d < leastTimeout || d%time.Second != 0 {
@@ -265,8 +282,8 @@ func ParseQuantity(text string) (int64, error) {
 	return n, nil
 }
 
-// modes are the access modes that a volume of one node can have. Readers on any number of nodes
-// are all on the volume's: its topology is that node alone.
+// modes are the access modes that a volume can have. Readers on any number of nodes are all on the volume's, whose topology is that node alone, but for volumes that any
+// node can use.
 var modes = []csi.VolumeCapability_AccessMode_Mode{
 	csi.VolumeCapability_AccessMode_SINGLE_NODE_WRITER,
 	csi.VolumeCapability_AccessMode_SINGLE_NODE_SINGLE_WRITER,
@@ -288,7 +305,7 @@ func CheckCapabilities(capabilities ...*csi.VolumeCapability) (filesystem.Type, 
 			return "", Missing("volume capability")
 		}
 		if mode := c.GetAccessMode().GetMode(); !slices.Contains(modes, mode) {
-			return "", fmt.Errorf("%w: access mode %s; a volume is on one node: %v can be had", errdefs.ErrInvalid, mode, modes)
+			return "", fmt.Errorf("%w: access mode %s; a volume is written on one node: %v can be had", errdefs.ErrInvalid, mode, modes)
 		}
 		switch {
 		case c.GetBlock() != nil:

@@ -30,22 +30,9 @@ type Encryption struct {
 // It is removed while it is held open (DM_DEFERRED_REMOVE), and so goes with the top: the kernel forgets the key then, whatever
 // becomes of the driver. It is called as the top is, and a suffix; what it is over follows from its table. So it is found
 // without a record of the volume, and without a key.
-type crypt struct {
-	names blockdev.Stackable
-	pool  blockdev.Pool
-	ref   blockdev.Ref
-}
+type crypt struct{ top }
 
 const cryptSuffix = "-crypt"
-
-// parseCrypt returns the object of a name; false for those of no object of the pool.
-func parseCrypt(names blockdev.Stackable, name string) (blockdev.Ref, bool) {
-	top, is := strings.CutSuffix(name, cryptSuffix)
-	if !is {
-		return blockdev.Ref{}, false
-	}
-	return names.ParseTop(top)
-}
 
 // find returns the name of the device, and the device; nil if it is not there.
 func (c crypt) find() (name string, d *dm.Device, err error) {
@@ -86,18 +73,23 @@ func (c crypt) attach(ctx context.Context, below blockdev.Device, o Options) (_ 
 			return blockdev.Device{}, err
 		}
 	}
+	return passing(d, below)
+}
+
+// passing returns a device that goes with its last user, with a hold on it.
+func passing(d *dm.Device, below blockdev.Device) (blockdev.Device, error) {
 	f, err := dm.Open(d, os.O_RDONLY)
 	if err != nil {
 		return blockdev.Device{}, err
 	}
 	if !d.Deferred {
-		_, err = dm.Remove(name)
+		_, err = dm.Remove(d.Name)
 	}
 	size, failure := d.Size()
 	if err = errors.Join(err, failure); err != nil {
 		return blockdev.Device{}, errors.Join(err, f.Close())
 	}
-	return blockdev.Device{Path: d.Path(), Number: d.Number, Size: size, Below: below.Path}.Held(f.Close), nil
+	return blockdev.Device{Path: d.Path(), Number: d.Number, Size: size, Below: lowest(below)}.Held(f.Close), nil
 }
 
 // open makes the device.
@@ -153,6 +145,11 @@ func (c crypt) fit(ctx context.Context, d *dm.Device, below blockdev.Device, key
 	return err
 }
 
+// below returns what the device is over: the volume's seat, or else the pool's device; false if neither is it.
+func (c crypt) below(ctx context.Context, d *dm.Device) (blockdev.Device, bool, error) {
+	return belowOf(ctx, d, seat(c), bottom{c.pool, c.ref})
+}
+
 func (c crypt) attached(context.Context) (devices []blockdev.Device, below []uint64, err error) {
 	_, d, err := c.find()
 	if err != nil {
@@ -166,7 +163,7 @@ func (c crypt) grow(ctx context.Context, key luks.Key) error {
 	if err != nil || d == nil || !d.Live {
 		return err
 	}
-	below, there, err := belowOf(ctx, d, bottom{c.pool, c.ref})
+	below, there, err := c.below(ctx, d)
 	if err == nil && there {
 		err = c.fit(ctx, d, below, key)
 	}
@@ -183,10 +180,7 @@ func (c crypt) detach(ctx context.Context) error {
 	if err != nil || d == nil {
 		return err
 	}
-	inUse, err := dm.RemoveNow(ctx, name)
-	if err == nil && inUse {
-		err = fmt.Errorf("%w: %s is held open by a process or a mount; it goes away with its last user", errdefs.ErrInUse, d.Path())
-	}
+	_, err = removed(ctx, d)
 	return errors.Join(err, luks.ForgetNode(name))
 }
 
@@ -196,7 +190,10 @@ func (c crypt) health(ctx context.Context) ([]blockdev.Problem, error) {
 	if err != nil || d == nil || !d.Live {
 		return nil, err
 	}
-	below, there, err := belowOf(ctx, d, bottom{c.pool, c.ref})
+	if _, _, under, err := seat(c).find(); err != nil || under != nil && under.Suspended { // nothing can be read
+		return nil, err
+	}
+	below, there, err := c.below(ctx, d)
 	if err != nil || !there {
 		return nil, err
 	}
@@ -215,16 +212,21 @@ func (c crypt) recover(ctx context.Context) error {
 	if err != nil || d == nil {
 		return errors.Join(err, luks.ForgetNode(name))
 	}
+	return errors.Join(settle(d), luks.ForgetNode(name))
+}
+
+// settle puts right what a crash left of a device that is to go with its last user: the table in effect stays.
+func settle(d *dm.Device) (err error) {
 	if d.Loaded && d.Live {
-		err = dm.Clear(name)
+		err = dm.Clear(d.Name)
 	}
 	if err == nil && d.Suspended && d.Live {
-		err = dm.Resume(name, dm.NoScan)
+		err = dm.Resume(d.Name, dm.NoScan)
 	}
 	if err == nil && !d.Deferred {
-		_, err = dm.Remove(name)
+		_, err = dm.Remove(d.Name)
 	}
-	return errors.Join(err, luks.ForgetNode(name))
+	return err
 }
 
 // belowOf returns the device of a layer that a device of the device mapper is over; false if it is over none of it.
@@ -248,6 +250,16 @@ func belowOf(ctx context.Context, d *dm.Device, layers ...layer) (blockdev.Devic
 
 // crypts returns those of all volumes of a pool that have one, or a node of one.
 func (s *Stacks) crypts(pool blockdev.Pool) ([]crypt, error) {
+	tops, err := s.under(pool, cryptSuffix)
+	var found []crypt
+	for _, t := range tops {
+		found = append(found, crypt{t})
+	}
+	return found, err
+}
+
+// under returns the tops, be they there or not, of all volumes of a pool that have a device that is called as that and a suffix, or a node of one.
+func (s *Stacks) under(pool blockdev.Pool, suffix string) ([]top, error) {
 	stackable, ok := blockdev.As[blockdev.Stackable](pool)
 	if !s.hasMapper() || !ok {
 		return nil, nil
@@ -257,12 +269,13 @@ func (s *Stacks) crypts(pool blockdev.Pool) ([]crypt, error) {
 	if err = errors.Join(err, failure); err != nil {
 		return nil, err
 	}
-	var found []crypt
+	var found []top
 	names = append(names, left...)
 	slices.Sort(names)
 	for _, name := range slices.Compact(names) {
-		if ref, ours := parseCrypt(stackable, name); ours {
-			found = append(found, crypt{stackable, pool, ref})
+		over, is := strings.CutSuffix(name, suffix)
+		if ref, ours := stackable.ParseTop(over); is && ours {
+			found = append(found, top{s, stackable, pool, ref})
 		}
 	}
 	return found, nil

@@ -1,5 +1,5 @@
 // Package device is what stands between the bytes of a volume and those who use them: a stack of devices, each over the one
-// below it. The lowest is the device that the volume's pool attaches. The highest, where the kernel has a device mapper, is one
+// below it. The lowest is the device that the volume's pool attaches. Over it is a seat, if the volume may move while it is used. The highest, where the kernel has a device mapper, is one
 // of our own (top), which everybody above sees: it is mounted, or handed out. Without a device mapper the pool's device is the
 // whole stack.
 //
@@ -119,7 +119,8 @@ func (s Stack) layers(ctx context.Context) []layer {
 	}
 	layers := []layer{bottom{s.pool, s.ref}}
 	if names, ok := blockdev.As[blockdev.Stackable](s.pool); ok && s.stacks.hasMapper() {
-		layers = append(layers, crypt{names, s.pool, s.ref}, top{s.stacks, names, s.pool, s.ref})
+		t := top{s.stacks, names, s.pool, s.ref}
+		layers = append(layers, seat{t}, crypt{t}, t)
 	}
 	return layers
 }
@@ -127,14 +128,41 @@ func (s Stack) layers(ctx context.Context) []layer {
 // wanted returns those of the layers that an attached volume is to have; errdefs.ErrUnsupported if it is encrypted, and that cannot be had.
 func (s Stack) wanted(ctx context.Context, o Options) ([]layer, error) {
 	layers := s.layers(ctx)
-	is := func(l layer) bool { _, is := l.(crypt); return is }
-	switch {
-	case o.Encryption == nil:
-		return slices.DeleteFunc(layers, is), nil
-	case !slices.ContainsFunc(layers, is):
-		return nil, fmt.Errorf("%w: it is encrypted, and the kernel has no device mapper; load the modules dm-mod and dm-crypt", errdefs.ErrUnsupported)
+	if len(layers) == 1 {
+		if o.Encryption != nil {
+			return nil, fmt.Errorf("%w: it is encrypted, and the kernel has no device mapper; load the modules dm-mod and dm-crypt", errdefs.ErrUnsupported)
+		}
+		if o.Guarded {
+			return nil, fmt.Errorf("%w: nothing keeps it from being written to: the kernel has no device mapper; load the modules dm-mod and dm-flakey", errdefs.ErrUnsupported)
+		}
+		return layers, nil
 	}
-	return layers, nil
+	seated, err := s.seated(ctx, layers, o)
+	return slices.DeleteFunc(layers, func(l layer) bool {
+		switch l.(type) {
+		case seat:
+			return !seated
+		case crypt:
+			return o.Encryption == nil
+		}
+		return false
+	}), err
+}
+
+// seated reports whether a volume has a seat, or is to get one: what is up without one stays so until it is detached.
+func (s Stack) seated(ctx context.Context, layers []layer, o Options) (bool, error) {
+	up := false
+	for _, l := range slices.Backward(layers[1:]) {
+		devices, _, err := l.attached(ctx)
+		if err != nil {
+			return false, s.errorOf(l, err)
+		}
+		if isSeat(l) {
+			return len(devices) > 0 || o.Seat && !up, nil
+		}
+		up = up || len(devices) > 0
+	}
+	return false, nil
 }
 
 // Options say how to attach.
@@ -146,6 +174,11 @@ type Options struct {
 	Attributes map[string]string
 	// Encryption of a volume that is encrypted; nil: it is not.
 	Encryption *Encryption
+	// Seat: the volume gets a seat, so that it may move while it is used (Stack.Mirror), where the kernel has a device mapper. One that is attached
+	// stays as it is, with a seat or without.
+	Seat bool
+	// Guarded: the device fails all that is written to it, whoever has it: the volume is read by many. It is kept.
+	Guarded bool
 }
 
 // attachTries bounds how often a device that goes away while it is opened is looked for again.
@@ -174,7 +207,7 @@ func (s Stack) attach(ctx context.Context, o Options) (blockdev.Device, error) {
 	if err != nil {
 		return blockdev.Device{}, err
 	}
-	if o.Encryption != nil || len(layers) == 1 {
+	if o.Encryption != nil || len(layers) == 1 || o.Guarded {
 		return s.attachAll(ctx, layers, o)
 	}
 	devices, err := s.pool.Attached(ctx, s.ref)
@@ -196,9 +229,10 @@ func (s Stack) attach(ctx context.Context, o Options) (blockdev.Device, error) {
 // attachAll attaches layers from the lowest; each holds the one below it. Only the last one is to be kept.
 func (s Stack) attachAll(ctx context.Context, layers []layer, o Options) (blockdev.Device, error) {
 	var device blockdev.Device
+	seated := slices.ContainsFunc(layers, isSeat)
 	for i, l := range layers {
 		last := i == len(layers)-1
-		above, err := l.attach(ctx, device, Options{Keep: o.Keep && last, Encryption: o.Encryption})
+		above, err := l.attach(ctx, device, Options{Keep: o.Keep && last, Encryption: o.Encryption, Seat: seated, Guarded: o.Guarded})
 		if failure := device.Close(); failure != nil {
 			err = errors.Join(err, failure, above.Close())
 		}
@@ -349,13 +383,20 @@ func (s *Stacks) Volumes(ctx context.Context, pool blockdev.Pool) ([]blockdev.Re
 }
 
 // Recover puts right what a crash left of the stacks of a pool, which nobody else uses yet: devices without a table, suspended,
-// of another size than what is below them, or with a table that an older driver made. What cannot be put right is logged.
+// of another size than what is below them, or with a table that an older driver made. A mirror stays one, and goes on. What cannot be put right is logged.
 func (s *Stacks) Recover(ctx context.Context, pool blockdev.Pool) error {
 	if err := s.probe(); err != nil {
 		return err
 	}
-	crypts, err := s.crypts(pool)
-	for _, c := range crypts { // first: what is over one of them grows with it
+	seats, err := s.seats(pool)
+	for _, l := range seats { // first: what is over one of them grows with it
+		if err := l.recover(ctx); err != nil {
+			klog.FromContext(ctx).Error(err, "Could not put right the seat of a volume; the next start tries again", "pool", pool.Name(), "object", l.ref.String())
+		}
+	}
+	crypts, failure := s.crypts(pool)
+	err = errors.Join(err, failure)
+	for _, c := range crypts { // as the seats
 		if err := c.recover(ctx); err != nil {
 			klog.FromContext(ctx).Error(err, "Could not put right the open device of an encrypted volume; the next start tries again", "pool", pool.Name(), "object", c.ref.String())
 		}

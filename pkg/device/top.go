@@ -38,13 +38,17 @@ type top struct {
 }
 
 // find returns the name and UUID of the top, and its device; nil if that is not there.
-func (t top) find() (name, uuid string, d *dm.Device, err error) {
+func (t top) find() (name, uuid string, d *dm.Device, err error) { return t.findAs("") }
+
+// findAs is find, of the device that is called as the top is, and a suffix.
+func (t top) findAs(suffix string) (name, uuid string, d *dm.Device, err error) {
 	name, uuid, before, err := t.names.Top(t.ref)
 	if err != nil {
 		return "", "", nil, err
 	}
+	name += suffix
 	d, err = dm.FindUsed(name)
-	if d != nil && !strings.HasPrefix(d.UUID, uuid) && d.UUID != before {
+	if d != nil && !strings.HasPrefix(d.UUID, uuid) && d.UUID != before && !isMovable(d.UUID) {
 		d = nil // of another with the same name, which does not know of this one
 	}
 	return name, uuid, d, err
@@ -57,11 +61,16 @@ func (t top) attach(ctx context.Context, below blockdev.Device, o Options) (_ bl
 	}
 	if d == nil {
 		t.stacks.mark(name, leaving, false)
-	} else if d.Live && (d.Deferred == o.Keep || t.stacks.has(name, leaving)) {
+	} else if fits, err := t.serves(d, o); err != nil {
+		return blockdev.Device{}, err
+	} else if !fits {
 		return blockdev.Device{}, fmt.Errorf("%w: it is attached as %s for another use (or still held after that)", errdefs.ErrInUse, d.Path())
 	}
 	if d == nil || !d.Live { // without a table: who made it was cut short
-		if d, err = t.lay(name, uuid, d, below); err != nil {
+		if o.Seat {
+			uuid = movable(uuid)
+		}
+		if d, err = lay(name, d != nil, func() error { return show(name, uuid, below, o.Guarded) }); err != nil {
 			return blockdev.Device{}, err
 		}
 		defer func() {
@@ -70,7 +79,7 @@ func (t top) attach(ctx context.Context, below blockdev.Device, o Options) (_ bl
 				err = errors.Join(err, removed)
 			}
 		}()
-	} else if err := t.fit(d, uuid, below); err != nil {
+	} else if err := errors.Join(t.fit(d, uuid, below), told(d, o.Guarded)); err != nil { // who made it may have been cut short before it was told
 		return blockdev.Device{}, err
 	}
 	f, err := dm.Open(d, os.O_RDONLY)
@@ -82,19 +91,31 @@ func (t top) attach(ctx context.Context, below blockdev.Device, o Options) (_ bl
 			return blockdev.Device{}, errors.Join(err, f.Close())
 		}
 	}
-	device := blockdev.Device{Path: d.Path(), Number: d.Number, Size: below.Size, Kept: o.Keep, Below: below.Below}
-	if device.Below == "" {
-		device.Below = below.Path
-	}
+	device := blockdev.Device{Path: d.Path(), Number: d.Number, Size: below.Size, Kept: o.Keep, Below: lowest(below)}
 	return device.Held(f.Close), nil
 }
 
-// lay makes the device, or gives the one that has none a table.
-func (t top) lay(name, uuid string, d *dm.Device, below blockdev.Device) (*dm.Device, error) {
-	if other, err := dm.Find(name); err != nil || d == nil && other != nil {
+// lowest is the path of the lowest device of a stack up to one of its devices.
+func lowest(d blockdev.Device) string { return cmp.Or(d.Below, d.Path) }
+
+// serves reports whether a device that is there can be had as is asked for.
+func (t top) serves(d *dm.Device, o Options) (bool, error) {
+	if !d.Live {
+		return true, nil
+	}
+	if d.Deferred == o.Keep || t.stacks.has(d.Name, leaving) {
+		return false, nil
+	}
+	guarded, err := dm.Guarded(d.Name)
+	return guarded == o.Guarded, err
+}
+
+// lay makes a device, or gives the one that is there and has none a table.
+func lay(name string, there bool, show func() error) (*dm.Device, error) {
+	if other, err := dm.Find(name); err != nil || !there && other != nil {
 		return nil, cmp.Or(err, fmt.Errorf("%w: a device %s is there that is not of this pool; remove or rename it", errdefs.ErrPrecondition, name))
 	}
-	if err := dm.Show(name, uuid, below.Number, below.Size, false); err != nil {
+	if err := show(); err != nil {
 		return nil, err
 	}
 	d, err := dm.Find(name)
@@ -110,7 +131,37 @@ func (t top) fit(d *dm.Device, uuid string, below blockdev.Device) error {
 	if err != nil || size == below.Size {
 		return err
 	}
-	return dm.Show(d.Name, uuid, below.Number, below.Size, false)
+	guarded, err := dm.Guarded(d.Name)
+	if err != nil {
+		return err
+	}
+	return show(d.Name, uuid, below, guarded)
+}
+
+// show gives the device a table. To one that is guarded nothing is written that could be flushed: as the kernel takes a flush for a write, it is told that there is
+// no cache, each time, for a table says what there is.
+func show(name, uuid string, below blockdev.Device, guarded bool) error {
+	if !guarded {
+		return dm.Show(name, uuid, below.Number, below.Size, false)
+	}
+	if err := dm.Guard(name, uuid, below.Number, below.Size); err != nil {
+		return err
+	}
+	d, err := dm.Find(name)
+	if err != nil || d == nil {
+		return err
+	}
+	return told(d, true)
+}
+
+// told has a device that is guarded have no cache.
+func told(d *dm.Device, guarded bool) error {
+	if !guarded {
+		return nil
+	}
+	device := blockdev.Device{Path: d.Path()}
+	_, err := device.SetQueue(map[string]string{"write_cache": "write through"})
+	return err
 }
 
 func (t top) attached(context.Context) (devices []blockdev.Device, below []uint64, err error) {
@@ -137,9 +188,9 @@ func shown(d *dm.Device, kept bool) (devices []blockdev.Device, below []uint64, 
 	return []blockdev.Device{{Path: d.Path(), Number: d.Number, Size: size, Kept: kept}}, below, err
 }
 
-// below returns what a top is over: the volume's open device if it is encrypted, or else the pool's; false if neither is it.
+// below returns what a top is over: the volume's open device if it is encrypted, or else its seat or the pool's device; false if none is it.
 func (t top) below(ctx context.Context, d *dm.Device) (blockdev.Device, bool, error) {
-	return belowOf(ctx, d, crypt{t.names, t.pool, t.ref}, bottom{t.pool, t.ref})
+	return belowOf(ctx, d, crypt{t}, seat{t}, bottom{t.pool, t.ref})
 }
 
 func (t top) grow(ctx context.Context, _ luks.Key) error {
@@ -157,13 +208,6 @@ func (t top) grow(ctx context.Context, _ luks.Key) error {
 	return err
 }
 
-// A device that stays suspended cannot be written to, and nobody who waits for it can be killed, so it is tried to resume it this
-// often.
-const (
-	resumeTries = 10
-	resumePause = 100 * time.Millisecond
-)
-
 func (t top) suspend(context.Context) (resume func() error, err error) {
 	name, uuid, d, err := t.find()
 	if err != nil || d == nil || !d.Live || d.Suspended { // suspended by somebody else, who ends it when he likes
@@ -172,26 +216,39 @@ func (t top) suspend(context.Context) (resume func() error, err error) {
 	if err := flush(d.Path()); err != nil { // what the page cache of a raw device holds
 		return nil, err
 	}
-	if !strings.HasPrefix(d.UUID, uuid) { // lvm2 would wait for it, see blockdev.Stackable
+	if !strings.HasPrefix(d.UUID, uuid) && !isMovable(d.UUID) { // lvm2 would wait for it, see blockdev.Stackable
 		return nil, nil
 	}
-	t.stacks.mark(name, suspended, true)
+	return t.stacks.hold(name, 0)
+}
+
+// A device that stays suspended cannot be written to, and nobody who waits for it can be killed, so it is tried to resume it this
+// often.
+const (
+	resumeTries = 10
+	resumePause = 100 * time.Millisecond
+)
+
+// hold suspends a device until resume is called, which may be called again. It brings a table into effect that was loaded meanwhile. event
+// is what udev is told.
+func (s *Stacks) hold(name string, event uint32) (resume func() error, err error) {
+	s.mark(name, suspended, true)
 	if err := dm.Suspend(name); err != nil {
-		t.stacks.mark(name, suspended, false)
+		s.mark(name, suspended, false)
 		return nil, err
 	}
 	return func() (err error) {
 		for range resumeTries {
 			var now *dm.Device
 			if now, err = dm.Find(name); err == nil && now != nil && now.Suspended {
-				err = dm.Resume(name, 0)
+				err = dm.Resume(name, event)
 			}
 			if err == nil {
 				break
 			}
 			time.Sleep(resumePause)
 		}
-		t.stacks.mark(name, suspended, false)
+		s.mark(name, suspended, false)
 		return err
 	}, nil
 }
@@ -201,23 +258,32 @@ func (t top) detach(ctx context.Context) error {
 	if err != nil || d == nil {
 		return err
 	}
-	inUse, err := dm.RemoveNow(ctx, name)
-	if err == nil && inUse {
-		if !d.Deferred { // whoever was given it has it still, so nobody may mount it
-			t.stacks.mark(name, leaving, true)
-		}
-		err = fmt.Errorf("%w: %s is held open by a process or a mount; it goes away with its last user", errdefs.ErrInUse, d.Path())
+	inUse, err := removed(ctx, d)
+	if inUse && !d.Deferred { // whoever was given it has it still, so nobody may mount it
+		t.stacks.mark(name, leaving, true)
 	}
 	return err
 }
 
-func (t top) health(context.Context) ([]blockdev.Problem, error) {
-	name, _, d, err := t.find()
+// removed takes a device away; errdefs.ErrInUse if it is held.
+func removed(ctx context.Context, d *dm.Device) (inUse bool, err error) {
+	inUse, err = dm.RemoveNow(ctx, d.Name)
+	if err == nil && inUse {
+		err = fmt.Errorf("%w: %s is held open by a process or a mount; it goes away with its last user", errdefs.ErrInUse, d.Path())
+	}
+	return inUse, err
+}
+
+func (t top) health(context.Context) ([]blockdev.Problem, error) { return t.healthOf("") }
+
+// healthOf is the health of the device that is called as the top is, and a suffix.
+func (t top) healthOf(suffix string) ([]blockdev.Problem, error) {
+	name, _, d, err := t.findAs(suffix)
 	for range 2 { // we may have resumed it since
 		if err != nil || d == nil || !d.Live || !d.Suspended || t.stacks.has(name, suspended) {
 			return nil, err
 		}
-		_, _, d, err = t.find()
+		_, _, d, err = t.findAs(suffix)
 	}
 	if err != nil || d == nil {
 		return nil, err

@@ -20,6 +20,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/command"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/mount"
 )
 
 // Type of a filesystem, as mount(8) names it.
@@ -297,6 +298,31 @@ func Check(ctx context.Context, t Type, device string) error {
 		return nil
 	}
 	return checkExt4(ctx, device)
+}
+
+// Settle brings a filesystem that is not mounted to where it can be mounted without a write (UnwrittenOptions): it is checked, its journal is replayed, and it is as large as its
+// device.
+func Settle(ctx context.Context, t Type, device string) error {
+	if err := Inspect(t, device); err != nil {
+		return err
+	}
+	if err := Check(ctx, t, device); err != nil {
+		return err
+	}
+	if err := GrowBeforeMount(ctx, t, device); err != nil {
+		return err
+	}
+	if !GrowsMounted(t) {
+		return mount.Recover(device, string(t), t.MountOptions())
+	}
+	return mount.WithWritableRoot(device, string(t), t.MountOptions(), func(root *os.File) error {
+		return Grow(t, device, fmt.Sprintf("/proc/self/fd/%d", root.Fd()))
+	})
+}
+
+// UnwrittenOptions have a filesystem that is mounted read-only write nothing at all to its device, not to its journal either, which so is not replayed: see Settle.
+func (t Type) UnwrittenOptions() []string {
+	return map[Type][]string{Ext4: {"noload"}, XFS: {"norecovery"}, Btrfs: {"rescue=nologreplay"}}[t]
 }
 
 // toolError turns the failure of a tool that is not there into a clear one.

@@ -91,7 +91,7 @@ func createSuperblock(fsfd int) error {
 // Recover has the kernel replay the journal of a filesystem that is not mounted: it opens the
 // filesystem, read-only and with options of its own, and mounts it nowhere.
 func Recover(device, fstype string, options []string) error {
-	fsfd, err := openReadOnly(device, fstype, options)
+	fsfd, err := open(device, fstype, options, true)
 	if err != nil {
 		return fmt.Errorf("recover %s as %s: %w", device, fstype, err)
 	}
@@ -133,14 +133,27 @@ func claim(device string) error {
 // WithRoot opens the filesystem on a device for reading only, mounts it nowhere, and calls visit with
 // its root.
 func WithRoot(device, fstype string, options []string, visit func(root *os.File) error) error {
-	fsfd, err := openReadOnly(device, fstype, options)
+	return withRoot(device, fstype, options, true, visit)
+}
+
+// WithWritableRoot is WithRoot for reading and writing.
+func WithWritableRoot(device, fstype string, options []string, visit func(root *os.File) error) error {
+	return withRoot(device, fstype, options, false, visit)
+}
+
+func withRoot(device, fstype string, options []string, readOnly bool, visit func(root *os.File) error) error {
+	fsfd, err := open(device, fstype, options, readOnly)
 	if err != nil {
 		return fmt.Errorf("open the %s of %s: %w", fstype, device, err)
 	}
 	defer waitUnclaimed(device)
 	defer holdForks()() // so that these are its last descriptors
 	defer unix.Close(fsfd)
-	tree, err := unix.Fsmount(fsfd, unix.FSMOUNT_CLOEXEC, unix.MOUNT_ATTR_RDONLY|unix.MOUNT_ATTR_NODEV)
+	attr := unix.MOUNT_ATTR_NODEV
+	if readOnly {
+		attr |= unix.MOUNT_ATTR_RDONLY
+	}
+	tree, err := unix.Fsmount(fsfd, unix.FSMOUNT_CLOEXEC, attr)
 	if err != nil {
 		return fmt.Errorf("open the %s of %s: fsmount: %w", fstype, device, withMessages(fsfd, err))
 	}
@@ -175,13 +188,15 @@ func newContext(device, fstype string) (fsfd int, what string, err error) {
 	return fsfd, what, err
 }
 
-// openReadOnly opens the filesystem on a device for reading only. The caller closes its context.
-func openReadOnly(device, fstype string, options []string) (fsfd int, err error) {
+// open opens the filesystem on a device, for reading only or not. The caller closes its context.
+func open(device, fstype string, options []string, readOnly bool) (fsfd int, err error) {
 	fsfd, what, err := newContext(device, fstype)
 	if err != nil {
 		return -1, fmt.Errorf("%s: %w", what, err)
 	}
-	err = unix.FsconfigSetFlag(fsfd, "ro")
+	if readOnly {
+		err = unix.FsconfigSetFlag(fsfd, "ro")
+	}
 	for _, option := range options {
 		err = errors.Join(err, setOption(fsfd, option))
 	}

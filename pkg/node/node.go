@@ -40,6 +40,8 @@ type Volumes interface {
 	// Attach attaches a volume to be mounted, AttachRaw until Detach, to be handed out as it is. The key is that of one that is encrypted.
 	Attach(ctx context.Context, v volume.Volume, key volume.Key) (blockdev.Device, error)
 	AttachRaw(ctx context.Context, v volume.Volume, key volume.Key, writable bool) (blockdev.Device, error)
+	// AttachToRead attaches a volume that many nodes read (volume.Claim.Many), to be mounted, or with raw to be handed out, until Detach: nobody can write to it.
+	AttachToRead(ctx context.Context, v volume.Volume, raw bool) (blockdev.Device, error)
 	// Format makes sure that a device of a volume carries a filesystem; it makes one only on a blank volume.
 	Format(ctx context.Context, v *volume.Volume, device blockdev.Device, want filesystem.Type) (made bool, err error)
 	// Attached and Detach need no record of the volume.

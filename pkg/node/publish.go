@@ -55,6 +55,7 @@ func (s *Server) publish(ctx context.Context, r *csi.NodePublishVolumeRequest, t
 	if err := mount.CleanPath(r.GetStagingTargetPath()); err != nil {
 		return err
 	}
+	how.readByMany(v, r.GetVolumeCapability())
 	if err := s.checkClaim(ctx, v, &how); err != nil {
 		return err
 	}
@@ -72,8 +73,10 @@ func (s *Server) publish(ctx context.Context, r *csi.NodePublishVolumeRequest, t
 	if err := stagedAs(v, at.Info, r.GetVolumeCapability(), how); err != nil {
 		return err
 	}
-	if err := s.checkExclusive(ctx, v, staged, target, how.exclusive); err != nil {
-		return err
+	if !how.many { // who reads it beside others changes no record
+		if err := s.checkExclusive(ctx, v, staged, target, how.exclusive); err != nil {
+			return err
+		}
 	}
 	if err := s.volumes.Limit(v, at.device); err != nil { // before the pod runs
 		return err
@@ -93,7 +96,7 @@ func stagedAs(v volume.Volume, at mount.Info, c *csi.VolumeCapability, how mount
 	if have := filesystem.TypeOf(at.Statfs.Type); c.GetMount().GetFsType() != "" && have != how.fs {
 		return fmt.Errorf("%w: it is staged as %s, not as %s", errdefs.ErrPrecondition, have, how.fs)
 	}
-	if !sameContext(v.Flags, how.options) {
+	if !how.many && !sameContext(v.Flags, how.options) {
 		return fmt.Errorf("%w: it is staged with another SELinux context", errdefs.ErrPrecondition)
 	}
 	return nil
@@ -180,7 +183,7 @@ func (s *Server) publishMount(ctx context.Context, staged string, info mount.Inf
 // publishBlock binds the device of a staged block volume. Readers get the same device as writers,
 // at a node that cannot be written through: what is written is what they read.
 func (s *Server) publishBlock(ctx context.Context, v volume.Volume, target string, how mountRequest) error {
-	device, err := s.volumes.AttachRaw(ctx, v, how.secret.key, !how.readOnly)
+	device, err := s.attachRaw(ctx, v, how)
 	if err != nil {
 		return err
 	}

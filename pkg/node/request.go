@@ -33,6 +33,8 @@ type mountRequest struct {
 	fs       filesystem.Type
 	options  []string
 	readOnly bool
+	// many: other nodes may read the volume at the same time, and nobody writes.
+	many bool
 	// exclusive: published at one target at the most.
 	exclusive bool
 	secret    secret
@@ -77,6 +79,11 @@ func newMountRequest(c *csi.VolumeCapability, publishContext map[string]string, 
 	return how, nil
 }
 
+// readByMany has a request be one of many readers of a volume, if it can be.
+func (how *mountRequest) readByMany(v volume.Volume, c *csi.VolumeCapability) {
+	how.many = v.ReadByMany() && volume.Claim{Mode: csimap.ModeOf(c)}.Many()
+}
+
 // checkClaim makes sure that a volume is claimed for this node, where that is asked for and as far
 // as it is known. What was claimed for reading only is used for reading only. One that is exported is not taken from the node that uses it
 // without a claim that is later than that node's.
@@ -87,6 +94,9 @@ func (s *Server) checkClaim(ctx context.Context, v volume.Volume, how *mountRequ
 	claim, known := s.volumes.Claimed(ctx, v, how.readOnly)
 	if v.Exported.Node != "" && (!known || claim.Node == s.volumes.Node() && claim.Generation <= v.Exported.Generation) {
 		return fmt.Errorf("%w: it is exported to %s, and a later claim for node %s is not known", errdefs.ErrUnavailable, v.Exported, s.volumes.Node())
+	}
+	if !known && v.Read && !how.many {
+		return fmt.Errorf("%w: it is read by many, and a claim for node %s alone is not known", errdefs.ErrUnavailable, s.volumes.Node())
 	}
 	if !known {
 		return nil

@@ -95,7 +95,7 @@ var badCapabilities = map[string]struct {
 	"no access mode": {func(c *csi.VolumeCapability) { c.AccessMode = nil }, "access mode UNKNOWN"},
 	"writers on many nodes": {func(c *csi.VolumeCapability) {
 		c.AccessMode.Mode = csi.VolumeCapability_AccessMode_MULTI_NODE_MULTI_WRITER
-	}, "a volume is on one node"},
+	}, "a volume is written on one node"},
 	"an unknown filesystem":   {func(c *csi.VolumeCapability) { c.GetMount().FsType = "zfs" }, "ext4, xfs and btrfs can be had"},
 	"a group of files":        {func(c *csi.VolumeCapability) { c.GetMount().VolumeMountGroup = "1000" }, "leave the group of files to the kubelet"},
 	"a flag that binds":       {func(c *csi.VolumeCapability) { c.GetMount().MountFlags = []string{"rbind"} }, "mount option rbind"},

@@ -37,6 +37,7 @@ func (s *Server) NodeStageVolume(ctx context.Context, r *csi.NodeStageVolumeRequ
 	if err != nil {
 		return nil, err
 	}
+	how.readByMany(v, r.GetVolumeCapability())
 	if err = s.checkClaim(ctx, v, &how); err == nil {
 		if how.block {
 			err = s.stageBlock(ctx, v, path, how)
@@ -65,7 +66,7 @@ func (s *Server) mountVolume(ctx context.Context, v volume.Volume, path string, 
 	if err := s.checkStagedOnce(ctx, v.ID, path); err != nil {
 		return err
 	}
-	device, err := s.volumes.Attach(ctx, v, how.secret.key)
+	device, err := s.attach(ctx, v, how)
 	if err != nil {
 		return err
 	}
@@ -74,6 +75,9 @@ func (s *Server) mountVolume(ctx context.Context, v volume.Volume, path string, 
 	_ = s.volumes.Unlimit(ctx, device.Number) // its number may be one that had limits
 	if err := filesystem.Unused(ctx, device.Path); err != nil {
 		return err
+	}
+	if how.many {
+		return s.mountUnwritten(ctx, v, device, path, how)
 	}
 	fresh, err := s.volumes.Format(ctx, &v, device, how.fs)
 	if err != nil {
@@ -96,6 +100,31 @@ func (s *Server) mountVolume(ctx context.Context, v volume.Volume, path string, 
 		return nil
 	}
 	return filesystem.Grow(how.fs, device.Path, path)
+}
+
+// attach attaches a volume to be mounted.
+func (s *Server) attach(ctx context.Context, v volume.Volume, how mountRequest) (blockdev.Device, error) {
+	if how.many {
+		return s.volumes.AttachToRead(ctx, v, false)
+	}
+	return s.volumes.Attach(ctx, v, how.secret.key)
+}
+
+// mountUnwritten mounts a filesystem that many read, to which nothing is written, nor to the volume's record: who has the volume has seen to it that it can be
+// mounted as it is.
+func (s *Server) mountUnwritten(ctx context.Context, v volume.Volume, device blockdev.Device, path string, how mountRequest) error {
+	have, err := filesystem.Probe(device.Path)
+	if err == nil && have != how.fs {
+		err = fmt.Errorf("%w: %s carries %q, not %s; nothing was formatted", errdefs.ErrPrecondition, device.Path, have, how.fs)
+	}
+	if err == nil {
+		err = s.check(ctx, v, device, how)
+	}
+	if err != nil {
+		return err
+	}
+	how.options = slices.Concat(how.fs.UnwrittenOptions(), how.options)
+	return s.mountDevice(ctx, device, path, how)
 }
 
 // check looks over a filesystem that somebody may have written byte by byte.
@@ -143,7 +172,7 @@ func (s *Server) checkMounted(ctx context.Context, v volume.Volume, path string,
 	if writable := s.mounts.Writable(at.Device, path); writable == how.readOnly || have != how.fs {
 		return fmt.Errorf("%w: it is mounted at %s as %s, writable %v", errdefs.ErrExists, path, have, writable)
 	}
-	if v.Flags != "" && v.Flags != flagsOf(how.options) {
+	if v.Flags != "" && v.Flags != flagsOf(how.options) && !how.many {
 		return fmt.Errorf("%w: it is mounted at %s with other mount flags", errdefs.ErrExists, path)
 	}
 	if how.readOnly || !filesystem.GrowsMounted(have) {
@@ -171,12 +200,19 @@ func (s *Server) stageBlock(ctx context.Context, v volume.Volume, path string, h
 			return err
 		}
 	}
-	device, err := s.volumes.AttachRaw(ctx, v, how.secret.key, !how.readOnly)
+	device, err := s.attachRaw(ctx, v, how)
 	if err != nil {
 		return err
 	}
 	defer device.Close()
 	return s.bindDevice(ctx, v, device, marker(path), how)
+}
+
+func (s *Server) attachRaw(ctx context.Context, v volume.Volume, how mountRequest) (blockdev.Device, error) {
+	if how.many {
+		return s.volumes.AttachToRead(ctx, v, true)
+	}
+	return s.volumes.AttachRaw(ctx, v, how.secret.key, !how.readOnly)
 }
 
 // bindDevice binds a device of a volume to a file, which it makes.

@@ -66,7 +66,7 @@ func (l *Local) attach(ctx context.Context, v Volume, key Key, keep bool) (_ blo
 	}
 	ctx, end := trace.Start(ctx, "attach", "volume", v.ID.String())
 	defer func() { end(err) }()
-	options := device.Options{Keep: keep, Attributes: queueSettings(v.Mutable)}
+	options := device.Options{Keep: keep, Attributes: queueSettings(v.Mutable), Seat: v.Access == AccessAny}
 	if v.Encryption.Scheme == NotEncrypted {
 		return stack.Attach(ctx, options)
 	}
@@ -104,11 +104,14 @@ func (l *Local) Attached(ctx context.Context, id ID) ([]blockdev.Device, error) 
 	return stack.Attached(ctx)
 }
 
-// Detach takes the devices of a volume away that Attached knows of, and their limits.
+// Detach takes the devices of a volume away that Attached knows of, and their limits. One that many read stays for those on other nodes.
 func (l *Local) Detach(ctx context.Context, id ID) error {
 	stack, err := l.stack(id)
 	if err != nil {
 		return errdefs.IgnoreNotFound(err)
+	}
+	if is, err := l.leaveReading(ctx, id); is {
+		return err
 	}
 	return trace.Do(ctx, "detach", func(ctx context.Context) error { return l.detach(ctx, stack) }, "volume", id.String())
 }

@@ -120,6 +120,9 @@ func (l *Local) check(spec Spec) error {
 	if err := CheckMutable(spec.Mutable); err != nil {
 		return err
 	}
+	if err := CheckPlacement(spec.Access, spec.Mutable); err != nil {
+		return err
+	}
 	if err := supportsMutable(spec.Mutable); err != nil {
 		return errdefs.Recast(errdefs.ErrNoSpace, errors.New(errdefs.Words(err)), "node %s cannot have such a volume", l.node)
 	}

@@ -32,9 +32,14 @@ func NewEverywhere(local, others *Local, elsewhere Elsewhere) *Everywhere {
 	return &Everywhere{local, others, elsewhere}
 }
 
-// of is where a volume is. One that was another node's may have its devices here still, over a connection that has ended under them with its claim.
+// of is where a volume is. One that was another node's may have its devices here still, over a connection that has ended under them with its claim; one that
+// has moved while it was used, as they were before: until they are called as those of its new home, all calls find them by that. If the pool that they are called by
+// is not open, no call finds them: with others beside them, a volume would have two devices that know nothing of each other.
 func (e *Everywhere) of(ctx context.Context, id ID) *Local {
 	if e.elsewhere.Has(id) {
+		if home, away, err := e.Seats(ctx, id); err == nil && !away && (home || e.Local.mayBeSeated(id)) {
+			return e.Local
+		}
 		return e.others
 	}
 	if devices, err := e.others.Attached(ctx, id); err == nil && len(devices) > 0 {
@@ -89,6 +94,18 @@ func (e *Everywhere) AttachRaw(ctx context.Context, v Volume, key Key, writable 
 	return e.of(ctx, v.ID).AttachRaw(ctx, v, key, writable)
 }
 
+// AttachToRead attaches a volume that many read: see Local. What is another node's that keeps from being written to; raw: it is handed out.
+func (e *Everywhere) AttachToRead(ctx context.Context, v Volume, raw bool) (blockdev.Device, error) {
+	switch at := e.of(ctx, v.ID); {
+	case at != e.others:
+		return at.AttachToRead(ctx, v, raw)
+	case raw:
+		return at.AttachRaw(ctx, v, nil, false)
+	default:
+		return at.Attach(ctx, v, nil)
+	}
+}
+
 // Format: see Local.
 func (e *Everywhere) Format(ctx context.Context, v *Volume, device blockdev.Device, want filesystem.Type) (made bool, err error) {
 	return e.of(ctx, v.ID).Format(ctx, v, device, want)
@@ -99,9 +116,14 @@ func (e *Everywhere) Attached(ctx context.Context, id ID) ([]blockdev.Device, er
 	return e.of(ctx, id).Attached(ctx, id)
 }
 
-// Detach: see Local.
+// Detach: see Local. A mirror goes with all else.
 func (e *Everywhere) Detach(ctx context.Context, id ID) error {
-	return e.of(ctx, id).Detach(ctx, id)
+	at := e.of(ctx, id)
+	err := at.Detach(ctx, id)
+	if err == nil && at == e.Local { // of one that was moving from here, a leg
+		err = e.others.Detach(ctx, id)
+	}
+	return err
 }
 
 // Health: see Store.

@@ -130,8 +130,8 @@ func exportOf(r blockdev.Record) (e export, is bool, err error) {
 		e.Generation, err = strconv.ParseInt(parts[1], 10, 64)
 	}
 	if parts == nil || err != nil {
-		return export{}, true, fmt.Errorf("%w: the record of %s says that it is exported, and not to whom; another version of the driver may have written it: restart the node, "+
-			"which ends all exports, with that version", errdefs.ErrDataLoss, r.Ref)
+		return export{}, true, fmt.Errorf("%w: the record of %s says that it is exported, and not to whom; another version of the driver may have written it: "+
+			"end the pods that use the volume, which ends what is exported of it", errdefs.ErrDataLoss, r.Ref)
 	}
 	return e, true, nil
 }
@@ -392,7 +392,7 @@ func (l *Local) retryExports(ctx context.Context) {
 			continue // until the next time
 		}
 		unlocks = append(unlocks, unlock)
-		pool, record, err := l.exportRecord(ctx, id)
+		pool, record, err := l.anyRecord(ctx, id)
 		e, is, unread := exportOf(record)
 		switch {
 		case err == nil && !is || errors.Is(err, errdefs.ErrNotFound):
@@ -411,13 +411,19 @@ func (l *Local) retryExports(ctx context.Context) {
 	}
 }
 
-// exportRecord returns the record of a volume, whole as the pool has it.
-func (l *Local) exportRecord(ctx context.Context, id ID) (blockdev.Pool, blockdev.Record, error) {
+// anyRecord returns the record of a volume, whole as the pool has it, also of an unfinished one.
+func (l *Local) anyRecord(ctx context.Context, id ID) (blockdev.Pool, blockdev.Record, error) {
 	pool, ref, err := l.object(id, blockdev.Volume)
 	if err != nil {
 		return nil, blockdev.Record{}, err
 	}
 	record, err := pool.Get(ctx, ref)
+	return pool, record, err
+}
+
+// exportRecord returns the record of a volume, whole as the pool has it.
+func (l *Local) exportRecord(ctx context.Context, id ID) (blockdev.Pool, blockdev.Record, error) {
+	pool, record, err := l.anyRecord(ctx, id)
 	if err == nil && unfinished(record) {
 		err = fmt.Errorf("%w: volume %s is being copied", errdefs.ErrNotFound, id)
 	}
@@ -437,8 +443,8 @@ func (l *Local) ExportOf(ctx context.Context, id ID) (Grant, bool, error) {
 // Export exports a volume to a consumer, or finds that it is, also if that was cut short. An export to another one is ended first;
 // ErrPrecondition if that has a later generation. ErrInUse while the volume is attached here. ErrUnavailable where nothing can be exported now.
 func (l *Local) Export(ctx context.Context, id ID, to Grant) (_ Exported, err error) {
-	if to.Generation <= 0 || !exportPattern.MatchString(export{to, "0123456789abcdef", "0"}.label()) || to.Node == l.node {
-		return Exported{}, fmt.Errorf("%w: volume %s cannot be exported from node %s to %s", errdefs.ErrInvalid, id, l.node, to)
+	if err := l.mayExport(id, to); err != nil {
+		return Exported{}, err
 	}
 	_, how, err := l.exporter()
 	if err != nil { // before anything changes
@@ -457,9 +463,17 @@ func (l *Local) Export(ctx context.Context, id ID, to Grant) (_ Exported, err er
 	if is && e.Generation > to.Generation {
 		return Exported{}, fmt.Errorf("%w: volume %s is exported to %s, later than %s", errdefs.ErrPrecondition, id, e.Grant, to)
 	}
-	if !is || e.Grant != to || e.boot != how.Boot {
+	if is && e.Grant == to && e.boot == how.Boot {
+		err = l.unsealUsed(ctx, id) // whoever asks does not mirror it
+		if err != nil {
+			return Exported{}, err
+		}
+	} else {
 		if is {
 			err = l.unexport(ctx, pool, record, e)
+		}
+		if err == nil {
+			err = l.endAllReading(ctx, id)
 		}
 		if err == nil {
 			err = l.unusedHere(ctx, pool, record.Ref)
@@ -479,6 +493,14 @@ func (l *Local) Export(ctx context.Context, id ID, to Grant) (_ Exported, err er
 		}
 	}
 	return l.export(ctx, pool, record, e)
+}
+
+// mayExport is ErrInvalid for whom nothing can be exported to.
+func (l *Local) mayExport(id ID, to Grant) error {
+	if to.Generation <= 0 || !exportPattern.MatchString(export{to, "0123456789abcdef", "0"}.label()) || to.Node == l.node {
+		return fmt.Errorf("%w: volume %s cannot be exported from node %s to %s", errdefs.ErrInvalid, id, l.node, to)
+	}
+	return nil
 }
 
 // unusedHere is ErrInUse while a volume is attached on this node, for whoever that is: also for a pod that has it still although its claim is
@@ -531,11 +553,16 @@ func (l *Local) attachExport(ctx context.Context, pool blockdev.Pool, record blo
 	if err != nil {
 		return Exported{}, blockdev.Device{}, err
 	}
-	out := Exported{Grant: e.Grant, NQN: e.nqn(record.Key), Host: e.host(how.Key, record.Key), UUID: e.uuid(record.Key), Size: attached.Size, Record: record}
+	return e.exported(exporter, how, record, attached.Size), attached, nil
+}
+
+// exported is the export of a device of a size, as a consumer is to know it.
+func (e export) exported(exporter Exporter, how Exporting, record blockdev.Record, size int64) Exported {
+	out := Exported{Grant: e.Grant, NQN: e.nqn(record.Key), Host: e.host(how.Key, record.Key), UUID: e.uuid(record.Key), Size: size, Record: record}
 	if exporter.Authenticates() {
 		out.Secret = e.secret(how.Key, record.Key)
 	}
-	return out, attached, nil
+	return out
 }
 
 // export is it as the exporter takes it.
@@ -546,9 +573,9 @@ func (e Exported) export(path string) nvmet.Export {
 // Unexport ends the export of a volume to a generation, or with 0 whichever there is. An export to another one stays. When it has returned
 // without an error, nothing of the consumer comes any more, and the volume is attached nowhere. After an error it is to be called again:
 // ErrInUse if somebody here holds the device that was exported. Of a volume that is missing, all that is exported still ends; so it does with 0 of one whose
-// record is damaged.
+// record is damaged. Where the record is good and does not say to whom, the kernel does: ErrDataLoss if it has an export of another generation.
 func (l *Local) Unexport(ctx context.Context, id ID, generation int64) error {
-	pool, record, err := l.exportRecord(ctx, id)
+	pool, record, err := l.anyRecord(ctx, id)
 	if errors.Is(err, errdefs.ErrNotFound) || generation == 0 && errors.Is(err, errdefs.ErrDataLoss) {
 		return l.unexportMissing(ctx, id)
 	}
@@ -556,10 +583,54 @@ func (l *Local) Unexport(ctx context.Context, id ID, generation int64) error {
 		return err
 	}
 	e, is, err := exportOf(record)
-	if err != nil || !is || generation != 0 && e.Generation != generation {
-		return err
+	if err != nil {
+		return l.unexportUnread(ctx, pool, record, generation, err)
+	}
+	if !is || generation != 0 && e.Generation != generation {
+		return nil
 	}
 	return trace.Do(ctx, "end an export", func(ctx context.Context) error { return l.unexport(ctx, pool, record, e) }, "volume", id.String())
+}
+
+// nobodys is a generation that no export has.
+const nobodys = -1
+
+// unexportUnread ends the export of a volume whose record does not say to whom it is, which is why: that is what the kernel exports of it.
+func (l *Local) unexportUnread(ctx context.Context, pool blockdev.Pool, record blockdev.Record, generation int64, why error) error {
+	id := ID{record.Kind, pool.Name(), record.Key}
+	exporter, _, err := l.exporter()
+	if err != nil {
+		return err
+	}
+	all, err := exportedOf(ctx, exporter, id)
+	if err != nil {
+		return err
+	}
+	for _, nqn := range all {
+		if generation != 0 && !strings.HasPrefix(nqn, fmt.Sprintf("%s%s:%d:", nvmet.Prefix, id.Key, generation)) {
+			return fmt.Errorf("end the export of volume %s of generation %d, while there is %s: %w", id, generation, nqn, why)
+		}
+	}
+	klog.FromContext(ctx).Info("The record of a volume does not say to whom it is exported; ending all that the kernel exports of it", "volume", id.String(),
+		"record", record.Labels[labelExport], "exports", all)
+	if err := l.unexportMissing(ctx, id); err != nil {
+		return err
+	}
+	if err := l.detach(ctx, l.stacks.Of(pool, record.Ref)); err != nil {
+		return err
+	}
+	return changeLabel(ctx, pool, record.Ref, labelExport, "")
+}
+
+// exportedOf are the names of what the kernel exports of a volume.
+func exportedOf(ctx context.Context, exporter Exporter, id ID) (nqns []string, err error) {
+	all, err := exporter.Exports(ctx)
+	for _, e := range all {
+		if strings.HasPrefix(e.NQN, nvmet.Prefix+id.Key+":") {
+			nqns = append(nqns, e.NQN)
+		}
+	}
+	return nqns, err
 }
 
 // unexportMissing ends what is exported of a volume that has no record any more that could be read: only the kernel knows of it.
@@ -572,17 +643,16 @@ func (l *Local) unexportMissing(ctx context.Context, id ID) error {
 	if err != nil {
 		return err
 	}
-	all, err := exporter.Exports(ctx)
+	exported, err := exportedOf(ctx, exporter, id)
 	if err != nil {
 		return err
 	}
-	for _, e := range all {
-		if !strings.HasPrefix(e.NQN, nvmet.Prefix+id.Key+":") {
-			continue
-		}
-		if err := exporter.Remove(ctx, e.NQN); err != nil {
+	for _, nqn := range exported {
+		if err := exporter.Remove(ctx, nqn); err != nil {
 			return err
 		}
+	}
+	if len(exported) > 0 { // many may have read one device
 		if err := l.detach(ctx, stack); err != nil {
 			return errdefs.IgnoreNotFound(err)
 		}

@@ -424,16 +424,53 @@ func TestExportDamaged(t *testing.T) {
 			return nil
 		})))
 		fails(t, second(l.Export(t.Context(), v.ID, grant(1, "b"))), errdefs.ErrDataLoss, label)
-		fails(t, l.Unexport(t.Context(), v.ID, 0), errdefs.ErrDataLoss, label)
-		fails(t, second(l.Attach(t.Context(), v, nil)), errdefs.ErrDataLoss, label)
-		fails(t, second(l.AttachRaw(t.Context(), v, nil, true)), errdefs.ErrDataLoss, label)
-		fails(t, l.Delete(t.Context(), v.ID), errdefs.ErrDataLoss, label)
 		fails(t, second(l.CreateSnapshot(t.Context(), "s", v.ID)), errdefs.ErrDataLoss, label)
 		l.ServeExports(t.Context(), volume.Exporting{Boot: "1", Open: func() (volume.Exporter, error) { return k, nil }, Key: nodeKey})
 	}
 	if calls := k.taken(); len(calls) > 0 {
 		t.Errorf("calls %v", calls)
 	}
+}
+
+// TestExportUnread: a volume whose record does not say to whom it is exported can be released and deleted: the kernel says what has to end, and what is of
+// another generation stays.
+func TestExportUnread(t *testing.T) {
+	disk := memory.NewDisk(8 << 30)
+	pool := disk.Open("default", nil)
+	l, k := start(t, 0, pool), newTarget(t)
+	serve(t, l, k, nil)
+	v, other := create(t, l, "a"), create(t, l, "b")
+	unread := func() {
+		t.Helper()
+		check.OK(t, second(pool.SetLabels(t.Context(), blockdev.Ref{Kind: v.ID.Kind, Key: v.ID.Key}, func(labels map[string]string) error {
+			labels["export"] = "x"
+			return nil
+		})))
+	}
+	for _, generation := range []int64{3, 0} { // one of them, and all
+		exported, err := l.Export(t.Context(), v.ID, grant(3, "b"))
+		check.OK(t, err)
+		check.OK(t, second(l.Export(t.Context(), other.ID, grant(3, "b"))))
+		unread()
+		k.taken()
+		fails(t, l.Unexport(t.Context(), v.ID, 2), errdefs.ErrDataLoss, "another generation")
+		k.step = func(string) error { return errBroken }
+		fails(t, l.Unexport(t.Context(), v.ID, generation), errBroken, "the export does not end")
+		fails(t, second(l.AttachRaw(t.Context(), v, nil, true)), errBroken, "the export does not end")
+		k.step = nil
+		k.taken()
+		check.OK(t, l.Unexport(t.Context(), v.ID, generation))
+		same(t, "calls", k.taken(), []string{"remove " + exported.NQN})
+		exportedTo(t, l, k, v.ID, volume.Grant{})
+		exportedTo(t, l, k, other.ID, grant(3, "b"))
+	}
+	check.OK(t, second(l.Export(t.Context(), v.ID, grant(3, "b"))))
+	unread()
+	fails(t, l.Delete(t.Context(), v.ID), errdefs.ErrDataLoss, "delete")
+	check.OK(t, l.Unexport(t.Context(), v.ID, 3))
+	unread() // and the kernel exports nothing
+	check.OK(t, l.Delete(t.Context(), v.ID))
+	check.OK(t, l.Unexport(t.Context(), other.ID, 3)) // its device would outlive the test
 }
 
 // TestExportInUse: what is in use at home is not exported, and what is exported is not attached at home before that has ended.

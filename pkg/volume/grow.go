@@ -37,6 +37,11 @@ func (l *Local) expand(ctx context.Context, id ID, size Range, key Key) (_ Volum
 	if err != nil {
 		return Volume{}, err
 	}
+	if v.Sealed {
+		if err := l.unsealUsed(ctx, id); err != nil {
+			return Volume{}, err
+		}
+	}
 	overhead := v.Encryption.Scheme.Overhead()
 	want, err := size.Choose(v.Size, pool.Granularity(), overhead)
 	if err != nil {
@@ -44,6 +49,9 @@ func (l *Local) expand(ctx context.Context, id ID, size Range, key Key) (_ Volum
 	}
 	if size.Required == 0 {
 		want = v.Size
+	}
+	if want > v.Size && v.Read {
+		return Volume{}, fmt.Errorf("%w: volume %s is read by many, which would not see it grow; end the pods that read it", errdefs.ErrInUse, id)
 	}
 	ctx, span := trace.Start(ctx, "grow", "pool", pool.Name(), "object", ref.String())
 	defer func() { span(err) }()

@@ -273,6 +273,9 @@ func (l *Local) dropUnfinished(ctx context.Context, id ID) error {
 	if err != nil || !unfinished(record) {
 		return errdefs.IgnoreNotFound(err)
 	}
+	if err := l.endPrepared(ctx, pool, record); err != nil {
+		return err
+	}
 	return l.remove(ctx, pool, ref)
 }
 

@@ -147,9 +147,14 @@ func (l *Local) Delete(ctx context.Context, id ID) error {
 			return fmt.Errorf("%w: volume %s is claimed by node %s; unpublish it first", errdefs.ErrInUse, id, node)
 		}
 		if e, is, err := exportOf(record); err != nil {
-			return err
+			if err := l.unexportUnread(ctx, pool, record, nobodys, err); err != nil { // unless the kernel exports nothing
+				return err
+			}
 		} else if is {
 			return fmt.Errorf("%w: volume %s is exported to %s; release its claim first", errdefs.ErrInUse, id, e.Grant)
+		}
+		if err := notRead(record); err != nil {
+			return fmt.Errorf("delete volume %s: %w", id, err)
 		}
 	} else if !errors.Is(err, errdefs.ErrNotFound) && !errors.Is(err, errdefs.ErrDataLoss) {
 		return err

@@ -21,7 +21,7 @@ type mutableParameter struct {
 	check func(value string) error // ErrInvalid for what no node takes
 	// supported is ErrInvalid for what the kernel of this node does not have; nil: it has all.
 	supported func(value string) error
-	// What it is: a setting of the block queue of the volume's device (queue.Setting.Name), or one of its limits.
+	// What it is: a setting of the block queue of the volume's device (queue.Setting.Name), one of its limits, or for the cluster alone.
 	setting string
 	limit   func(*cgroup.Limits) *uint64
 
@@ -47,10 +47,11 @@ var mutableParameters = map[string]mutableParameter{
 		}
 		return nil
 	}},
-	"readIOPS":       limitParameter("readIOPS", "requests to read", 1, cgroup.MostIOPS, func(l *cgroup.Limits) *uint64 { return &l.ReadIOPS }),
-	"writeIOPS":      limitParameter("writeIOPS", "requests to write", 1, cgroup.MostIOPS, func(l *cgroup.Limits) *uint64 { return &l.WriteIOPS }),
-	"readBandwidth":  limitParameter("readBandwidth", "bytes to read", leastBandwidth, math.MaxInt64, func(l *cgroup.Limits) *uint64 { return &l.ReadBandwidth }),
-	"writeBandwidth": limitParameter("writeBandwidth", "bytes to write", leastBandwidth, math.MaxInt64, func(l *cgroup.Limits) *uint64 { return &l.WriteBandwidth }),
+	ParameterPlacement: placementParameter,
+	"readIOPS":         limitParameter("readIOPS", "requests to read", 1, cgroup.MostIOPS, func(l *cgroup.Limits) *uint64 { return &l.ReadIOPS }),
+	"writeIOPS":        limitParameter("writeIOPS", "requests to write", 1, cgroup.MostIOPS, func(l *cgroup.Limits) *uint64 { return &l.WriteIOPS }),
+	"readBandwidth":    limitParameter("readBandwidth", "bytes to read", leastBandwidth, math.MaxInt64, func(l *cgroup.Limits) *uint64 { return &l.ReadBandwidth }),
+	"writeBandwidth":   limitParameter("writeBandwidth", "bytes to write", leastBandwidth, math.MaxInt64, func(l *cgroup.Limits) *uint64 { return &l.WriteBandwidth }),
 }
 
 // MutableParameter is a parameter that may be changed while a volume is in use, as people are told of it.
@@ -112,6 +113,9 @@ func (l *Local) Modify(ctx context.Context, id ID, mutable map[string]string) er
 	}
 	if err := CheckMutable(mutable); err != nil {
 		return err
+	}
+	if err := CheckPlacement(v.Access, mutable); err != nil {
+		return fmt.Errorf("modify volume %s: %w", id, err)
 	}
 	change := func(all map[string]string) error { return l.setMutable(ctx, id, mutable, all) }
 	if v.Exported.Node == "" {

@@ -24,8 +24,9 @@ import (
 // Moves knows whether volumes move.
 type Moves interface {
 	// Stays returns nil once it is sure that a volume of this node that is sealed does not move before its use has ended. ErrPrecondition if it has moved;
-	// ErrUnavailable if that cannot be found out now.
-	Stays(ctx context.Context, id ID) error
+	// ErrUnavailable if that cannot be found out now, or it is about to. used is the generation of the claim for whose user it is sealed, or 0: whoever is about to say
+	// that this user has copied all of it is refused from then on.
+	Stays(ctx context.Context, id ID, used int64) error
 	// IsHere returns nil if a volume that is sealed is still this node's: it may move right after that. Errors are those of Stays.
 	IsHere(ctx context.Context, id ID) error
 }
@@ -34,7 +35,10 @@ type Moves interface {
 func (l *Local) SetMoves(m Moves) { l.moves = m }
 
 // homeLabels are those of a record that are about its use on its node, and do not move.
-var homeLabels = []string{labelClaimNode, labelClaimMode, labelClaimRO, labelTarget, labelFlags, labelFrozen, labelExport, labelImport, labelSealed}
+var homeLabels = []string{labelClaimNode, labelClaimMode, labelClaimRO, labelTarget, labelFlags, labelFrozen, labelExport, labelRead, labelImport, labelSealed}
+
+// usedLabels are those of them that are about the use that goes on when a volume moves while it is used.
+var usedLabels = []string{labelTarget, labelFlags}
 
 // movedLabels are all others that the record of a volume may have, but for those of mutable parameters.
 var movedLabels = []string{labelFilesystem, labelFormat, labelEncryption, labelDiscards, labelHeader, labelSeparate, labelAccess, labelTimeout,
@@ -54,13 +58,16 @@ func (l *Local) Seal(ctx context.Context, id ID, claims int64) (Origin, error) {
 	if IsExported(record) {
 		return Origin{}, fmt.Errorf("%w: volume %s is exported", errdefs.ErrInUse, id)
 	}
+	if err := notRead(record); err != nil {
+		return Origin{}, err
+	}
 	if err := l.unusedHere(ctx, pool, record.Ref); err != nil {
 		return Origin{}, err
 	}
-	if _, of, err := seal(record); err != nil || claims != AnyClaims && of != claims {
-		now := time.Now().UTC().Truncate(time.Microsecond).Format(time.RFC3339Nano) + "/" + strconv.FormatInt(claims, 10)
+	if s, err := sealOf(record); err != nil || claims != AnyClaims && (s.claims != claims || s.used != 0) {
+		s = seal{since: sealTime(), claims: claims}
 		if record, err = pool.SetLabels(ctx, record.Ref, func(labels map[string]string) error {
-			labels[labelSealed] = now
+			labels[labelSealed] = s.label()
 			return nil
 		}); err != nil {
 			return Origin{}, err
@@ -69,34 +76,58 @@ func (l *Local) Seal(ctx context.Context, id ID, claims int64) (Origin, error) {
 	return l.sealed(ctx, pool, record)
 }
 
-// seal is since when a volume is sealed, and after how many claims; ErrPrecondition if it is not.
-func seal(r blockdev.Record) (since time.Time, claims int64, err error) {
-	at, count, _ := strings.Cut(r.Labels[labelSealed], "/")
-	if since, err = time.Parse(time.RFC3339Nano, at); err == nil {
-		claims, err = strconv.ParseInt(count, 10, 64)
-	}
-	if err != nil {
-		err = fmt.Errorf("%w: the record of volume %s says that it is sealed since %q", errdefs.ErrPrecondition, r.Key, r.Labels[labelSealed])
-	}
-	return since, claims, err
+// seal is since when a volume is sealed, and after how many claims. One for its user says by which claim that uses the volume, which goes on: its record does not
+// change, and its bytes are no others than its user's.
+type seal struct {
+	since  time.Time
+	claims int64
+	used   int64 // generation; 0: nobody uses it
 }
 
-// sealed is a volume that is sealed, as the origin of its move.
-func (l *Local) sealed(ctx context.Context, pool blockdev.Pool, record blockdev.Record) (Origin, error) {
-	id := ID{record.Kind, pool.Name(), record.Key}
-	differ, ok := blockdev.As[blockdev.Differ](pool)
-	if !ok {
-		return Origin{}, fmt.Errorf("%w: pool %s cannot list what its volumes hold, so they do not move", errdefs.ErrUnsupported, pool.Name())
+func (s seal) label() string {
+	label := s.since.UTC().Format(time.RFC3339Nano) + "/" + strconv.FormatInt(s.claims, 10)
+	if s.used > 0 {
+		label += "/" + strconv.FormatInt(s.used, 10)
 	}
-	since, claims, err := seal(record)
+	return label
+}
+
+// sealTime is that of a seal of now, as it is kept and told.
+func sealTime() time.Time { return time.Now().UTC().Truncate(time.Microsecond) }
+
+// sealOf is the seal of a record; ErrPrecondition if it has none.
+func sealOf(r blockdev.Record) (s seal, err error) {
+	parts := strings.Split(r.Labels[labelSealed], "/")
+	if len(parts) < 2 || len(parts) > 3 {
+		parts = []string{"", ""}
+	}
+	if s.since, err = time.Parse(time.RFC3339Nano, parts[0]); err == nil {
+		s.claims, err = strconv.ParseInt(parts[1], 10, 64)
+	}
+	if err == nil && len(parts) == 3 {
+		s.used, err = strconv.ParseInt(parts[2], 10, 64)
+	}
 	if err != nil {
-		return Origin{}, err
+		return seal{}, fmt.Errorf("%w: the record of volume %s says that it is sealed since %q", errdefs.ErrPrecondition, r.Key, r.Labels[labelSealed])
 	}
-	sector := uint32(0)
-	if err := read(ctx, pool, record.Ref, func(f *os.File) (err error) {
-		sector, err = ioctl.SectorSize(f)
+	return s, nil
+}
+
+// sectorOf is the logical sector of an object's devices, in bytes.
+func sectorOf(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref) (sector int64, err error) {
+	err = read(ctx, pool, ref, func(f *os.File) error {
+		size, err := ioctl.SectorSize(f)
+		sector = int64(size)
 		return errdefs.FromErrno(err)
-	}); err != nil {
+	})
+	return sector, err
+}
+
+// describe is a volume as the origin of a move, without its bytes.
+func (l *Local) describe(ctx context.Context, pool blockdev.Pool, record blockdev.Record) (Origin, error) {
+	id := ID{record.Kind, pool.Name(), record.Key}
+	sector, err := sectorOf(ctx, pool, record.Ref)
+	if err != nil {
 		return Origin{}, err
 	}
 	labels := maps.Clone(record.Labels)
@@ -107,20 +138,35 @@ func (l *Local) sealed(ctx context.Context, pool blockdev.Pool, record blockdev.
 	if labels[labelSource] == "" && record.Origin != (blockdev.Ref{}) {
 		labels[labelSource] = ID{record.Origin.Kind, pool.Name(), record.Origin.Key}.String()
 	}
-	return Origin{ID: id, Created: since, Size: record.Size, Sector: int64(sector), Contents: contentsOf(record),
-		Format: parseFormat(record.Labels[labelFormat]), Header: parseHeader(record.Labels[labelHeader]), Labels: labels, Claims: claims,
-		Read: func(ctx context.Context, from int64, visit func(int64, []byte) error) error {
-			now, err := pool.Get(ctx, record.Ref)
-			if err != nil {
-				return err
-			}
-			if now.Labels[labelSealed] != record.Labels[labelSealed] || now.Size != record.Size {
-				return fmt.Errorf("%w: volume %s was used meanwhile", errdefs.ErrUnavailable, id)
-			}
-			return read(ctx, pool, record.Ref, func(f *os.File) error {
-				return readAllocated(ctx, differ, record.Ref, f, record.Size, from, visit)
-			})
-		}}, nil
+	return Origin{ID: id, Size: record.Size, Sector: sector, Contents: contentsOf(record),
+		Format: parseFormat(record.Labels[labelFormat]), Header: parseHeader(record.Labels[labelHeader]), Labels: labels}, nil
+}
+
+// sealed is a volume that is sealed, as the origin of its move.
+func (l *Local) sealed(ctx context.Context, pool blockdev.Pool, record blockdev.Record) (Origin, error) {
+	differ, ok := blockdev.As[blockdev.Differ](pool)
+	if !ok {
+		return Origin{}, fmt.Errorf("%w: pool %s cannot list what its volumes hold, so they do not move", errdefs.ErrUnsupported, pool.Name())
+	}
+	s, err := sealOf(record)
+	if err != nil {
+		return Origin{}, err
+	}
+	from, err := l.describe(ctx, pool, record)
+	from.Created, from.Claims = s.since, s.claims
+	from.Read = func(ctx context.Context, at int64, visit func(int64, []byte) error) error {
+		now, err := pool.Get(ctx, record.Ref)
+		if err != nil {
+			return err
+		}
+		if now.Labels[labelSealed] != record.Labels[labelSealed] || now.Size != record.Size {
+			return fmt.Errorf("%w: volume %s was used meanwhile", errdefs.ErrUnavailable, from.ID)
+		}
+		return read(ctx, pool, record.Ref, func(f *os.File) error {
+			return readAllocated(ctx, differ, record.Ref, f, record.Size, at, visit)
+		})
+	}
+	return from, err
 }
 
 // unseal has a volume of this node that is sealed be used, if it stays.
@@ -136,7 +182,8 @@ func (l *Local) unseal(ctx context.Context, id ID) error {
 	if err != nil {
 		return err
 	}
-	if err := moves.Stays(ctx, id); err != nil {
+	s, _ := sealOf(record) // one that cannot be read is for nobody
+	if err := moves.Stays(ctx, id, s.used); err != nil {
 		return fmt.Errorf("use volume %s, which is about to move: %w", id, err)
 	}
 	return changeLabel(ctx, pool, record.Ref, labelSealed, "")
@@ -146,6 +193,9 @@ func (l *Local) unseal(ctx context.Context, id ID) error {
 func (l *Local) stillHere(ctx context.Context, id ID, record blockdev.Record) error {
 	if record.Labels[labelSealed] == "" {
 		return nil
+	}
+	if s, err := sealOf(record); err == nil && s.used != 0 {
+		return l.unseal(ctx, id) // or what its user writes may soon be elsewhere
 	}
 	moves, err := l.movesOf(id)
 	if err == nil {
@@ -165,9 +215,12 @@ func (l *Local) movesOf(id ID) (Moves, error) {
 	return l.moves, nil
 }
 
-// makeOurs ends what keeps this node from using a volume of its own: an export of it, and a move that has not begun to be true.
+// makeOurs ends what keeps this node from using a volume of its own: exports of it, and a move that has not begun to be true.
 func (l *Local) makeOurs(ctx context.Context, id ID) error {
 	if err := l.Unexport(ctx, id, 0); err != nil {
+		return err
+	}
+	if err := l.endAllReading(ctx, id); err != nil {
 		return err
 	}
 	return l.unseal(ctx, id)
@@ -180,7 +233,7 @@ func (l *Local) Depart(ctx context.Context, id ID, sealed time.Time) error {
 	if err != nil {
 		return errdefs.IgnoreNotFound(err)
 	}
-	if since, _, err := seal(record); err != nil || !since.Equal(sealed) {
+	if s, err := sealOf(record); err != nil || !s.since.Equal(sealed) {
 		return fmt.Errorf("%w: volume %s of node %s was used after it had moved, or is another one; its bytes stay here", errdefs.ErrPrecondition, id, l.node)
 	}
 	if err := l.unusedHere(ctx, pool, record.Ref); err != nil {
@@ -196,6 +249,16 @@ func broughtLabel(key string, sealed time.Time) string {
 
 const brought = "all"
 
+// broughtSince is when what a record says was brought was sealed; false if nothing was, or not all.
+func broughtSince(r blockdev.Record) (since time.Time, is bool) {
+	parts := strings.Split(r.Labels[labelImport], "/")
+	if len(parts) != 3 || parts[2] != brought {
+		return since, false
+	}
+	since, err := time.Parse(time.RFC3339Nano, parts[1])
+	return since, err == nil
+}
+
 // Brought reports whether all bytes of a volume that moves here are, as they were sealed at a time.
 func (l *Local) Brought(ctx context.Context, id ID, sealed time.Time) (bool, error) {
 	pool, ref, err := l.object(id, blockdev.Volume)
@@ -210,11 +273,11 @@ func (l *Local) Brought(ctx context.Context, id ID, sealed time.Time) (bool, err
 // ErrExists for anything else.
 func (l *Local) dropLeft(ctx context.Context, pool blockdev.Pool, record blockdev.Record, claims int64) error {
 	id := ID{record.Kind, pool.Name(), record.Key}
-	since, of, err := seal(record)
-	if err != nil || of > claims {
+	s, err := sealOf(record)
+	if err != nil || s.claims > claims {
 		return fmt.Errorf("%w: pool %s of node %s has a volume %s of its own", errdefs.ErrExists, pool.Name(), l.node, id)
 	}
-	return l.Depart(ctx, id, since)
+	return l.Depart(ctx, id, s.since)
 }
 
 // Bring copies the bytes of a volume that moves here to a pool of the same name. They are nobody's until Arrive; a call that comes after one that was cut short goes on
@@ -261,13 +324,18 @@ func (l *Local) Bring(ctx context.Context, name string, provisioning blockdev.Pr
 func (l *Local) beginMove(ctx context.Context, pool blockdev.Pool, name string, provisioning blockdev.Provisioning, from Origin) (blockdev.Record, error) {
 	labels := maps.Clone(from.Labels)
 	labels[labelImport] = importLabel(from, 0)
+	return l.createMoved(ctx, pool, name, provisioning, from, labels)
+}
+
+// createMoved makes the object of a volume that moves here, as zeros.
+func (l *Local) createMoved(ctx context.Context, pool blockdev.Pool, name string, provisioning blockdev.Provisioning, from Origin, labels map[string]string) (blockdev.Record, error) {
 	g := pool.Granularity()
 	return l.create(ctx, pool, blockdev.Spec{Ref: blockdev.Ref{Kind: blockdev.Volume, Key: from.ID.Key}, Name: name, Size: (from.Size + g - 1) / g * g,
 		Provisioning: provisioning, Sector: from.Sector, Labels: labels})
 }
 
-// checkMove is check of the origin of a move, whose record comes with it.
-func (o Origin) checkMove(name string) error {
+// checkMove is check of the origin of a move, whose record comes with it; it may have some labels beside those that always move.
+func (o Origin) checkMove(name string, more ...string) error {
 	if err := o.check(); err != nil {
 		return err
 	}
@@ -275,7 +343,7 @@ func (o Origin) checkMove(name string) error {
 		return fmt.Errorf("%w: %s is not volume %q", errdefs.ErrUnsupported, o.ID, name)
 	}
 	for label, value := range o.Labels {
-		if !slices.Contains(movedLabels, label) && !strings.HasPrefix(label, labelMutable) {
+		if !slices.Contains(movedLabels, label) && !slices.Contains(more, label) && !strings.HasPrefix(label, labelMutable) {
 			return fmt.Errorf("%w: the record of volume %s has the label %q, which this version does not know; bring both nodes to one version", errdefs.ErrUnsupported, o.ID, label)
 		}
 		if len(value) > mostUserLabel {

@@ -18,9 +18,16 @@ import (
 )
 
 // stays answers for a cluster whether volumes move.
-type stays struct{ err error }
+type stays struct {
+	err  error
+	used []int64 // of which claims it was asked
+}
 
-func (s *stays) Stays(context.Context, volume.ID) error  { return s.err }
+func (s *stays) Stays(_ context.Context, _ volume.ID, used int64) error {
+	s.used = append(s.used, used)
+	return s.err
+}
+
 func (s *stays) IsHere(context.Context, volume.ID) error { return s.err }
 
 // twoHomes are two nodes with a pool of one name, each over its own storage; restart starts them, the first time or again.

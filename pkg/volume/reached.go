@@ -37,6 +37,7 @@ func shown(r blockdev.Record) blockdev.Record {
 	r.Labels = maps.Clone(r.Labels)
 	delete(r.Labels, labelExport)
 	delete(r.Labels, labelSealed)
+	delete(r.Labels, labelRead)
 	return r
 }
 
@@ -58,7 +59,7 @@ func (l *Local) SwapLabels(ctx context.Context, id ID, before, after map[string]
 	if err != nil {
 		return blockdev.Record{}, err
 	}
-	record, err := pool.SetLabels(ctx, ref, func(labels map[string]string) error {
+	record, err := l.changeLabels(ctx, pool, ref, func(labels map[string]string) error {
 		for _, label := range userLabels {
 			was, named := before[label]
 			is, set := after[label]

@@ -2,10 +2,12 @@ package volume
 
 import (
 	"context"
+	"fmt"
 	"strings"
 	"time"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 )
 
@@ -34,6 +36,7 @@ const (
 	labelImport     = "import"      // how far such a copy is that is not whole: see importLabel
 	labelCutFor     = "cut.for"     // key of the volume that a snapshot was cut for, to be copied to another pool; it is nobody else's
 	labelExport     = "export"      // to whom it is exported, until that has ended: see export
+	labelRead       = "read"        // many read it: see reading
 	labelSealed     = "sealed"      // since when its bytes do not change, because it moves to another node: see Seal
 	labelMade       = "made"        // when a volume was made that has moved since
 	labelNamespace  = "pvc.namespace"
@@ -68,6 +71,7 @@ func fromRecord(pool, node string, r blockdev.Record) Volume {
 	if e, is, err := exportOf(r); is && err == nil {
 		v.Exported = e.Grant
 	}
+	v.Read = r.Labels[labelRead] != ""
 	v.Sealed = r.Labels[labelSealed] != ""
 	if made, err := time.Parse(time.RFC3339Nano, r.Labels[labelMade]); err == nil {
 		v.Created = made
@@ -119,8 +123,29 @@ func (l *Local) setLabels(ctx context.Context, id ID, change func(map[string]str
 	if err != nil {
 		return err
 	}
-	_, err = pool.SetLabels(ctx, ref, change)
+	_, err = l.changeLabels(ctx, pool, ref, change)
 	return err
+}
+
+// changeLabels is pool.SetLabels of a volume, which its record may say is sealed for its user: from then on that changes only if the volume stays.
+func (l *Local) changeLabels(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref, change func(map[string]string) error) (record blockdev.Record, err error) {
+	for range 2 {
+		used := false
+		record, err = pool.SetLabels(ctx, ref, func(labels map[string]string) error {
+			s, err := sealOf(blockdev.Record{Ref: ref, Labels: labels})
+			if used = err == nil && s.used != 0; used {
+				return fmt.Errorf("%w: volume %s is about to move", errdefs.ErrUnavailable, ref.Key)
+			}
+			return change(labels)
+		})
+		if !used {
+			break
+		}
+		if err := l.unseal(ctx, ID{ref.Kind, pool.Name(), ref.Key}); err != nil {
+			return record, err
+		}
+	}
+	return record, err
 }
 
 // SetTarget records the one path that a volume is to be published at, durably; empty: it may be

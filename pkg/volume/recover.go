@@ -42,7 +42,8 @@ func (l *Local) recover(ctx context.Context, pool blockdev.Pool) error {
 	return l.exportAgain(ctx, pool)
 }
 
-// detachOrphans takes away the devices of a pool that were handed out and that nobody has any more. Those of exports are other nodes'.
+// detachOrphans takes away the devices of a pool that were handed out and that nobody has any more. Those of exports are other nodes'; one that many read may be; and what is
+// unfinished may be what this node mirrors to.
 func (l *Local) detachOrphans(ctx context.Context, pool blockdev.Pool) error {
 	orphans, err := l.stacks.Orphans(ctx, pool)
 	if err != nil {
@@ -53,7 +54,7 @@ func (l *Local) detachOrphans(ctx context.Context, pool blockdev.Pool) error {
 		return err
 	}
 	for _, record := range records {
-		if _, is, _ := exportOf(record); is {
+		if _, is, _ := exportOf(record); is || record.Labels[labelRead] != "" || unfinished(record) {
 			delete(orphans, record.Ref)
 		}
 	}

@@ -19,6 +19,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/lazy"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
@@ -367,6 +368,55 @@ func TestLVMAttachedOpensPool(t *testing.T) {
 	}
 	check.OK(t, unix.Unmount(target, 0))
 	drop(t, l, v)
+	check.OK(t, late.Close())
+}
+
+// usedElsewhere are volumes of other nodes that are used here: all. Nobody has to be asked where they are.
+type usedElsewhere struct{}
+
+func (usedElsewhere) Has(volume.ID) bool                            { return true }
+func (usedElsewhere) Find(context.Context, volume.ID) (bool, error) { return true, nil }
+
+// TestLVMSeatOfClosedPool: a volume that has moved while it was used is not attached a second time, as another node's, when the driver starts and the pool that it
+// has come from, by whose names its devices are called still, is not open.
+func TestLVMSeatOfClosedPool(t *testing.T) {
+	files, _ := mixed(t)
+	first := opened(t, "files", files)
+	l := start(t, 0, first)
+	v, err := l.Create(t.Context(), volume.Spec{Name: "a", Pool: "files", Size: volume.Range{Required: 16 * mib}, Access: volume.AccessAny})
+	check.OK(t, err)
+	device, err := l.AttachRaw(t.Context(), v, nil, true)
+	check.OK(t, err)
+	check.OK(t, device.Close())
+	check.OK(t, first.Close())
+	target := filepath.Join(drivertest.Dir(t), "target") // else a start takes it away
+	check.OK(t, os.WriteFile(target, nil, 0o600))
+	check.OK(t, unix.Mount(device.Path, target, "", unix.MS_BIND, ""))
+
+	there := false
+	late := lazy.New("files", errors.New("no disk"), func(ctx context.Context) (blockdev.Pool, error) {
+		if !there {
+			return nil, errors.New("no disk")
+		}
+		return pools.Open(ctx, "files", files)
+	})
+	disk := memory.NewDisk(1 << 30)
+	others := disk.Open("files", nil) // what it would be attached of
+	check.OK(t, second(others.Create(t.Context(), blockdev.Spec{Ref: blockdev.Ref{Kind: v.ID.Kind, Key: v.ID.Key}, Size: 16 * mib})))
+	e := volume.NewEverywhere(start(t, 0, late), start(t, 0, others), usedElsewhere{})
+	fails(t, second(e.AttachRaw(t.Context(), v, nil, true)), errdefs.ErrUnavailable, "the pool is not open")
+	there = true
+	for end := time.Now().Add(10 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+		devices, err := e.Attached(t.Context(), v.ID)
+		if err == nil && len(devices) == 1 && devices[0].Number == device.Number {
+			break
+		}
+		if time.Now().After(end) {
+			t.Fatalf("attached as %+v, handed out is %s: %v", devices, device.Path, err)
+		}
+	}
+	check.OK(t, unix.Unmount(target, 0))
+	drop(t, e.Local, v)
 	check.OK(t, late.Close())
 }
 

@@ -100,6 +100,10 @@ type Volume struct {
 	Mutable     map[string]string
 	Claim       Claim // of no node if it is not claimed
 	Exported    Grant // to no node if it is not exported
+	// Readers are the nodes whose claims are those of many (Claim.Many); while there are any, Claim is of none.
+	Readers []string
+	// Read: many read it on this node, or from here.
+	Read bool
 	// Sealed: its bytes do not change, as it is about to move to another node, or has moved.
 	Sealed    bool
 	Node      string

@@ -31,6 +31,9 @@ import (
 
 func TestMain(m *testing.M) {
 	log.SetLogger(klog.Background())
+	if name := os.Getenv(machineName); name != "" {
+		klog.Fatal(inMachine(name, os.Args[1:])) // it serves until the machine ends
+	}
 	apitest.Main(m)
 }
 
@@ -58,9 +61,20 @@ type nodes struct {
 func newNodes(t testing.TB) *nodes {
 	t.Helper()
 	drivertest.NeedNVMe(t)
+	c, program, api := newCluster(t)
+	c.network = newNetwork(t, api)
+	for _, name := range append([]string{home}, consumers...) {
+		c.agents[name] = c.agent(program, name)
+	}
+	c.control(program, append([]string{home}, consumers...)...)
+	return c
+}
+
+// newCluster is one without nodes, the driver's program, and the address of the API server.
+func newCluster(t testing.TB) (c *nodes, program, api string) {
+	t.Helper()
 	dir := drivertest.Dir(t)
-	program := os.Getenv("ASHLAR_DRIVER")
-	if program == "" {
+	if program = os.Getenv("ASHLAR_DRIVER"); program == "" {
 		var err error
 		program, err = process.Build(dir)
 		check.OK(t, err)
@@ -69,41 +83,49 @@ func newNodes(t testing.TB) *nodes {
 	check.OK(t, errors.Join(v1alpha1.AddToScheme(scheme), corev1.AddToScheme(scheme)))
 	at, err := url.Parse(server.Config(apitest.Admin).Host)
 	check.OK(t, err)
-	c := &nodes{TB: t, network: newNetwork(t, at.Host), dir: dir, agents: map[string]*process.Driver{}}
+	c = &nodes{TB: t, dir: dir, agents: map[string]*process.Driver{}}
 	c.kube, err = client.New(server.Config(apitest.Admin), client.Options{Scheme: scheme})
 	check.OK(t, err)
 	t.Cleanup(func() { check.OK(t, c.kube.DeleteAllOf(context.Background(), &v1alpha1.Pool{})) }) // the next cluster has other disks
-	for _, name := range append([]string{home}, consumers...) {
-		c.agents[name] = c.agent(program, name)
-	}
-	kubeconfig := filepath.Join(dir, "kubeconfig")
-	check.OK(t, server.Kubeconfig(server.Config(apitest.Admin), kubeconfig))
+	return c, program, at.Host
+}
+
+// control starts the controller, and waits until it knows the nodes.
+func (c *nodes) control(program string, names ...string) {
+	c.Helper()
+	server, kubeconfig := apitest.Get(c), filepath.Join(c.dir, "kubeconfig")
+	check.OK(c, server.Kubeconfig(server.Config(apitest.Admin), kubeconfig))
 	c.controller = c.start("controller", program, "serve", "--mode=controller", "--node-id=controller", "--kubeconfig="+kubeconfig, "-v=4")
-	for name := range c.agents {
+	for _, name := range names {
 		c.eventually("the controller knows node "+name, func() bool {
-			r, err := c.controller.GetCapacity(t.Context(), &csi.GetCapacityRequest{AccessibleTopology: csimap.Topology(name)})
+			r, err := c.controller.GetCapacity(c.Context(), &csi.GetCapacityRequest{AccessibleTopology: csimap.Topology(name)})
 			return err == nil && r.GetAvailableCapacity() > 0
 		})
 	}
-	return c
 }
 
 // agent starts the agent of a node, which has a pool, in a namespace of its own.
 func (c *nodes) agent(program, name string) *process.Driver {
+	c.Helper()
+	// A driver that is held waits for SIGCONT before its first step.
+	return c.start(name, in(name, append([]string{"sh", "-c", `[ ! -e "$0" ] || kill -STOP $$; exec "$@"`, c.held(name), program},
+		c.flags(name, addresses[name], c.relay(name), filepath.Join(c.dir, "pool-of-"+name))...)...)...)
+}
+
+// flags are those of the agent of a node, whose object is made: with its address, that of its API server, and the directory of its pool.
+func (c *nodes) flags(name, address, api, pool string) []string {
 	c.Helper()
 	node := &corev1.Node{}
 	node.Name = name
 	check.OK(c, client.IgnoreAlreadyExists(c.kube.Create(c.Context(), node)))
 	node.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionTrue}}
 	check.OK(c, c.kube.Status().Update(c.Context(), node))
-	server, address := apitest.Get(c), addresses[name]
-	kubeconfig := filepath.Join(c.dir, name+".kubeconfig")
+	server, kubeconfig := apitest.Get(c), filepath.Join(c.dir, name+".kubeconfig")
 	config := server.Agent(c, name)
-	config.Host = "https://" + c.relay(name)
+	config.Host = "https://" + api
 	check.OK(c, server.KubeconfigIn(config, apitest.Namespace, kubeconfig))
-	// A driver that is held waits for SIGCONT before its first step.
-	return c.start(name, in(name, "sh", "-c", `[ ! -e "$0" ] || kill -STOP $$; exec "$@"`, c.held(name), program, "serve", "--mode=node", "--node-id="+name, "--kubeconfig="+kubeconfig, "--agent-endpoint="+address+":9812",
-		"--remote-address="+address, "--pool=default=file://"+filepath.Join(c.dir, "pool-of-"+name)+"?create=1&reservePercent=0", "-v=4")...)
+	return []string{"serve", "--mode=node", "--node-id=" + name, "--kubeconfig=" + kubeconfig, "--agent-endpoint=" + address + ":9812",
+		"--remote-address=" + address, "--pool=default=file://" + pool + "?create=1&reservePercent=0", "-v=4"}
 }
 
 // held is the file with which the agent of a node that starts is held.

@@ -16,7 +16,7 @@ const (
 	blocks = 256 // that a writer goes through, again and again
 )
 
-// writer writes blocks one after the other past the page cache, each with its number, and knows which were acknowledged.
+// writer writes blocks one after the other, each with its number, and knows which were acknowledged. It writes past the page cache, unless it syncs each.
 type writer struct {
 	tag   uint64 // whose they are
 	began atomic.Uint64
@@ -32,6 +32,19 @@ func write(path string, tag uint64) (*writer, error) {
 	if err != nil {
 		return nil, err
 	}
+	return writeTo(f, tag, func() error { return nil }), nil
+}
+
+// writeCached starts a writer that writes into the page cache, and has each block synced before it counts as acknowledged.
+func writeCached(path string, tag uint64) (*writer, error) {
+	f, err := os.OpenFile(path, os.O_RDWR, 0)
+	if err != nil {
+		return nil, err
+	}
+	return writeTo(f, tag, f.Sync), nil
+}
+
+func writeTo(f *os.File, tag uint64, sync func() error) *writer {
 	w := &writer{tag: tag, done: make(chan struct{})}
 	go func() {
 		defer close(w.done)
@@ -43,10 +56,13 @@ func write(path string, tag uint64) (*writer, error) {
 			if _, w.err = f.WriteAt(data, int64(n%blocks)*block); w.err != nil {
 				return
 			}
+			if w.err = sync(); w.err != nil {
+				return
+			}
 			w.acked.Store(n)
 		}
 	}()
-	return w, nil
+	return w
 }
 
 // end asks the writer to stop, and waits until it has.

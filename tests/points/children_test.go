@@ -98,8 +98,10 @@ func troubles(c trace.Call) []trouble {
 	case name == "mkfs.btrfs":
 		all = append(all, trouble{"meets a device that goes", `echo "ERROR: cannot check mount status of $0: No such device or address" >&2; exit 1`, codes.OK, ""})
 	case name == "e2fsck":
-		// e2fsck(8): 1: all was repaired; 4: not all was; 8: it did not work.
+		// e2fsck(8): 1: all was repaired; 4: not all was; 8: it did not work. It has to have run all the same: resize2fs grows
+		// nothing that was mounted in a later second than it was last checked in.
 		all[0].code = codes.OK
+		all[0].script = `%s "$@"; ` + all[0].script
 		all[4].code = codes.OK
 		found := trouble{"finds damage", complain + "4", codes.DataLoss, "made up: it broke"}
 		if slices.Contains(c.Argv, "-n") { // another one looks closer, and may repair
@@ -107,6 +109,9 @@ func troubles(c trace.Call) []trouble {
 		}
 		all = append(all, found,
 			trouble{"does not work", complain + "8", codes.Internal, "made up: it broke"})
+		if slices.Contains(c.Argv, "-p") && slices.Contains(c.Argv, "-f") { // before resize2fs
+			return slices.Delete(all, 4, 5)
+		}
 	case name == "cryptsetup":
 		all[5].says = "install cryptsetup"
 	case name == "resize2fs":

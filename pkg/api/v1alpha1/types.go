@@ -109,6 +109,7 @@ const AllWell = "Healthy"
 // +kubebuilder:printcolumn:name="Health",type=string,JSONPath=`.status.summary.health`,description="The worst of what is wrong (Degraded, Inaccessible, DataLoss), or Healthy"
 // +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
 // +kubebuilder:printcolumn:name="Published",type=string,priority=1,JSONPath=`.spec.claim.node`,description="The node that may use the volume"
+// +kubebuilder:printcolumn:name="Readers",type=string,priority=1,JSONPath=`.spec.readers[*].node`,description="The nodes that read the volume at once"
 // +kubebuilder:printcolumn:name="Move",type=string,priority=1,JSONPath=`.status.move.message`,description="How far its move to another node is"
 // +kubebuilder:printcolumn:name="Access",type=string,priority=1,JSONPath=`.spec.access`,description="any: also from other nodes of the network; empty: from its node alone"
 // +kubebuilder:printcolumn:name="Filesystem",type=string,priority=1,JSONPath=`.spec.filesystem`,description="Empty for a raw block device"
@@ -119,6 +120,8 @@ const AllWell = "Healthy"
 // +kubebuilder:printcolumn:name="Failure",type=string,priority=1,JSONPath=`.status.failure.message`,description="Why what was asked for last was refused"
 // +kubebuilder:validation:XValidation:rule="self.metadata.name.matches('^[0-9a-f]{32}$')",message="the name of a volume's object is its key"
 // +kubebuilder:validation:XValidation:rule="!(has(oldSelf.spec.move) && has(oldSelf.spec.move.left) && oldSelf.spec.move.left) || has(self.spec.move) || has(self.status) && has(self.status.move) && has(self.status.move.arrived) && self.status.move.arrived",message="the volume has moved, and its new node has not taken it over yet: it is too late to undo that"
+// +kubebuilder:validation:XValidation:rule="self.spec.nodeName == oldSelf.spec.nodeName || !has(oldSelf.spec.claim) || has(oldSelf.status) && has(oldSelf.status.move) && has(oldSelf.status.move.copied) && has(oldSelf.status.move.copied.claim) && has(oldSelf.spec.claim.generation) && oldSelf.status.move.copied.claim == oldSelf.spec.claim.generation",message="a volume moves while it is used only if the node that uses it has copied all of it"
+// +kubebuilder:validation:XValidation:rule="!(has(oldSelf.spec.move) && has(oldSelf.spec.move.left) && oldSelf.spec.move.left && has(self.spec.move) && has(oldSelf.status) && has(oldSelf.status.move) && has(oldSelf.status.move.copied) && has(oldSelf.status.move.copied.claim)) || has(self.status) && has(self.status.move) && has(self.status.move.copied) && self.status.move.copied == oldSelf.status.move.copied",message="the volume has moved while it was used: what its new node had then does not change"
 // +kubebuilder:validation:XValidation:rule="self.spec.size >= oldSelf.spec.size || (has(self.status) && has(self.status.size) && self.spec.size >= self.status.size)",message="a volume does not shrink"
 type Volume struct {
 	metav1.TypeMeta   `json:",inline"`
@@ -138,11 +141,13 @@ type Volume struct {
 // +kubebuilder:validation:XValidation:rule="!has(oldSelf.claims) || has(self.claims) && self.claims >= oldSelf.claims",message="claims are counted up"
 // +kubebuilder:validation:XValidation:rule="!has(self.access) || !has(self.claim) || has(self.claims) && has(self.claim.generation) && self.claim.generation == self.claims",message="the generation of a claim is the count of claims"
 // +kubebuilder:validation:XValidation:rule="!has(self.access) || !has(self.claim) || has(oldSelf.claim) && self.claim == oldSelf.claim || !has(oldSelf.claims) || self.claims > oldSelf.claims",message="another claim has another generation"
-// +kubebuilder:validation:XValidation:rule="!has(self.delete) || !has(self.claim)",message="a volume that is to be deleted is not claimed"
+// +kubebuilder:validation:XValidation:rule="!has(self.delete) || !has(self.claim) && !has(self.readers)",message="a volume that is to be deleted is not claimed"
+// +kubebuilder:validation:XValidation:rule="!has(self.readers) || has(self.access) && !has(self.encryption) && !has(self.claim)",message="a volume that many read has access any, is not encrypted, and nobody writes it"
+// +kubebuilder:validation:XValidation:rule="!has(self.readers) || has(self.claims) && self.readers.all(r, has(r.generation) && r.generation <= self.claims)",message="the claims of readers are counted"
 // +kubebuilder:validation:XValidation:rule="has(self.access) || !has(self.move)",message="a volume with access node does not move: its PersistentVolume says one node, for good; make a snapshot, and restore it on another node (copies: anywhere)"
 // +kubebuilder:validation:XValidation:rule="!has(self.delete) || !has(self.move)",message="a volume that is to be deleted does not move"
 // +kubebuilder:validation:XValidation:rule="!has(self.move) || self.move.node != self.nodeName",message="the volume is on that node"
-// +kubebuilder:validation:XValidation:rule="self.nodeName == oldSelf.nodeName || has(oldSelf.move) && !(has(oldSelf.move.left) && oldSelf.move.left) && oldSelf.move.node == self.nodeName && has(self.move) && (has(self.move.left) && self.move.left) && self.move.node == oldSelf.nodeName && !has(self.claim) && !has(oldSelf.claim)",message="a volume moves only to the node of spec.move, and while nobody uses it"
+// +kubebuilder:validation:XValidation:rule="self.nodeName == oldSelf.nodeName || has(oldSelf.move) && !(has(oldSelf.move.left) && oldSelf.move.left) && oldSelf.move.node == self.nodeName && has(self.move) && (has(self.move.left) && self.move.left) && self.move.node == oldSelf.nodeName && has(self.claim) == has(oldSelf.claim) && (!has(self.claim) || self.claim.node == oldSelf.claim.node && self.claim.mode == oldSelf.claim.mode && has(self.claim.readOnly) == has(oldSelf.claim.readOnly) && has(self.claim.generation) && has(oldSelf.claim.generation) && self.claim.generation == oldSelf.claim.generation + 1) && !has(self.readers) && !has(oldSelf.readers)",message="a volume moves only to the node of spec.move, and while nobody uses it, or with the next generation of the claim that uses it"
 // +kubebuilder:validation:XValidation:rule="!(has(self.move) && (has(self.move.left) && self.move.left)) || has(oldSelf.move) && (has(oldSelf.move.left) && oldSelf.move.left) && self.move.node == oldSelf.move.node || self.nodeName != oldSelf.nodeName",message="spec.move.left is for a volume that has moved"
 // +kubebuilder:validation:XValidation:rule="!(has(oldSelf.move) && (has(oldSelf.move.left) && oldSelf.move.left)) || !has(self.move) || (has(self.move.left) && self.move.left)",message="the node that the volume has left still has its bytes; it moves on when those are given back"
 type VolumeSpec struct {
@@ -201,6 +206,14 @@ type VolumeSpec struct {
 	// Claim fences the volume to one node: it changes by compare-and-swap only.
 	// +optional
 	Claim *Claim `json:"claim,omitempty"`
+	// Readers are the claims of nodes that read the volume at once, with the access mode MULTI_NODE_READER_ONLY. While there are any, nobody writes it. It has the labels
+	// of ReaderLabel.
+	// +optional
+	// +listType=map
+	// +listMapKey=node
+	// +kubebuilder:validation:MinItems=1
+	// +kubebuilder:validation:MaxItems=64
+	Readers []Claim `json:"readers,omitempty"`
 	// Claims is how many claims there were of a volume with access any; it stays when a claim goes.
 	// +optional
 	// +kubebuilder:validation:Minimum=1
@@ -272,9 +285,12 @@ type Claim struct {
 	// +optional
 	// +kubebuilder:validation:Minimum=1
 	Generation int64 `json:"generation,omitempty"`
+	// Since is when the claim was made, by the controller's clock.
+	// +optional
+	Since *metav1.Time `json:"since,omitempty"`
 }
 
-// Move of a volume to another node. Its bytes are copied while nobody uses it; when all are there, the controller writes the new node into
+// Move of a volume to another node. Its bytes are copied while nobody uses it, or by the node that does; when all are there, the controller writes the new node into
 // spec.nodeName, by compare-and-swap. From then on the object names the other one of the two nodes here, until that has given its bytes back.
 type Move struct {
 	// Node that the volume is to be moved to; once it has, the node that it has left.
@@ -284,6 +300,9 @@ type Move struct {
 	// Left: the volume has moved, from that node.
 	// +optional
 	Left bool `json:"left,omitempty"`
+	// Follows: nobody asked for it but the volume itself, which is to be where it is used. It is taken back when the volume is used elsewhere before it has moved.
+	// +optional
+	Follows bool `json:"follows,omitempty"`
 }
 
 // ClaimRef names a PersistentVolumeClaim.
@@ -353,16 +372,31 @@ type VolumeStatus struct {
 	// Export is to whom the volume's node gives it, which alone can write it then; without it, to nobody but itself.
 	// +optional
 	Export *Export `json:"export,omitempty"`
+	// Readers are those of spec.readers that the volume's node gives it to, of which none can write it.
+	// +optional
+	// +listType=map
+	// +listMapKey=generation
+	// +kubebuilder:validation:MaxItems=128
+	Readers []Export `json:"readers,omitempty"`
 	// Move is how far the move of the volume is.
 	// +optional
 	Move *MoveStatus `json:"move,omitempty"`
 }
 
-// MoveStatus is how far the move of a volume is. The node of spec.move writes it, but for Arrived, which is the volume's own node's.
+// MoveStatus is how far the move of a volume is. The node of spec.move writes it, or while the volume is used the node of its claim; but for Arrived, which is the
+// volume's own node's.
 type MoveStatus struct {
 	// Node is that of spec.move that the rest is about, before the volume has moved: the new one.
 	// +kubebuilder:validation:MaxLength=253
 	Node string `json:"node"`
+	// Claim is the generation of the claim whose node says the rest, as it copies the volume while it uses it; without it, the new node does.
+	// +optional
+	// +kubebuilder:validation:Minimum=1
+	Claim int64 `json:"claim,omitempty"`
+	// Undone counts what has made Copied untrue. So a Copied that was about to be written then is refused: the object is another one.
+	// +optional
+	// +kubebuilder:validation:Minimum=0
+	Undone int64 `json:"undone,omitempty"`
 	// Waits: the move does not go on now.
 	// +optional
 	Waits bool `json:"waits,omitempty"`
@@ -384,12 +418,17 @@ type MoveStatus struct {
 	Cleared bool `json:"cleared,omitempty"`
 }
 
-// MoveCopied says which bytes were copied: nobody has written any since, as long as the object has that generation, and the old node that seal.
+// MoveCopied says which bytes were copied: nobody has written any since, as long as the object has that generation, and the old node that seal. With a claim, whoever
+// uses the volume by that writes to both nodes, and nothing is written to one alone.
 type MoveCopied struct {
 	// Generation of the object when all bytes were there: since then nobody has claimed the volume, or taken the move back.
 	// +kubebuilder:validation:Minimum=1
 	Generation int64 `json:"generation"`
-	// Sealed is since when they do not change, by the clock of the node that the volume leaves. It gives back no others.
+	// Claim is the generation of the claim by which the volume is used meanwhile; without it, nobody does.
+	// +optional
+	// +kubebuilder:validation:Minimum=1
+	Claim int64 `json:"claim,omitempty"`
+	// Sealed is since when they do not change, or what the record says of the volume, by the clock of the node that the volume leaves. It gives back no others.
 	Sealed metav1.MicroTime `json:"sealed"`
 	// Size in bytes, as the object has it.
 	// +kubebuilder:validation:Minimum=4096

@@ -1,5 +1,5 @@
-// Package dm is the device mapper by ioctl, as in include/uapi/linux/dm-ioctl.h, version 4. It makes devices that
-// show another one (Show), and looks at devices, suspends and removes them, whoever made them. Remove may be asked
+// Package dm is the device mapper by ioctl, as in include/uapi/linux/dm-ioctl.h, version 4. It makes devices (Make), also such that
+// show another one (Show), and looks at devices, suspends, renames and removes them, whoever made them. Remove may be asked
 // for while a device is open: the kernel then removes it when nobody has it open any more (DM_DEFERRED_REMOVE, Linux
 // 3.13), so nothing stays behind a driver that dies.
 package dm
@@ -29,6 +29,7 @@ const (
 	listDevices  = 0x02
 	devCreate    = 0x03
 	devRemove    = 0x04
+	devRename    = 0x05
 	devSuspend   = 0x06 // without the flag: resume
 	devStatus    = 0x07
 	tableLoad    = 0x09
@@ -49,6 +50,7 @@ const (
 	flagInactive       = 1 << 6 // there is a table for the next resume
 	flagBufferFull     = 1 << 8
 	flagSkipLockFS     = 1 << 10 // no filesystem is frozen
+	flagNoFlush        = 1 << 11 // what a target holds back is given to the next table, and not failed
 	flagDeferredRemove = 1 << 17
 )
 
@@ -109,7 +111,7 @@ func (d Device) Size() (int64, error) {
 	if err != nil {
 		return 0, fmt.Errorf("size of device %s: %w", d.Name, err)
 	}
-	return sectors * 512, nil
+	return sectors * sector, nil
 }
 
 // call runs one command; data goes after the header and comes back as the answer's.
@@ -235,6 +237,26 @@ func Clear(name string) error {
 	return nil
 }
 
+// Line is one of a table: a range of the device, in bytes, and the target that serves it.
+type Line struct {
+	Start, Length int64
+	Kind          string
+	Text          string // what the target is made with, or what it says of itself (Status)
+}
+
+const sector = 512 // what the kernel counts in, in bytes
+
+// Linear is the table of a device that is another one, from its beginning up to a size in bytes. With a single target it
+// passes down the ioctls that the kernel does not know itself: see Show.
+func Linear(under uint64, size int64) []Line {
+	return []Line{{Length: size, Kind: "linear", Text: Number(under) + " 0"}}
+}
+
+// Number is how a table names a device.
+func Number(device uint64) string {
+	return fmt.Sprintf("%d:%d", unix.Major(device), unix.Minor(device))
+}
+
 // Show makes a device of a name that shows another one, from its beginning up to a size in bytes, and passes no ioctls down.
 // One that is there gets that table, also while it is in use; what it was made with otherwise (its UUID) stays.
 func Show(name, uuid string, under uint64, size int64, readOnly bool) error {
@@ -242,6 +264,48 @@ func Show(name, uuid string, under uint64, size int64, readOnly bool) error {
 	if readOnly {
 		flags = flagReadOnly
 	}
+	return makeWith(name, uuid, flags, showTable(under, size))
+}
+
+// Guard is Show of a device that can be opened for writing, and fails all that is written to it: also what is discarded, or zeroed. (One that is
+// read-only cannot be opened for writing, as the kernel's NVMe target does with all that it exports.) errdefs.ErrUnsupported without the target for that.
+func Guard(name, uuid string, under uint64, size int64) error {
+	if err := HasTarget(guards); err != nil {
+		return fmt.Errorf("%w: %w; load the kernel's module dm-flakey", errdefs.ErrUnsupported, err)
+	}
+	table, err := guardTable(under, size)
+	if err != nil {
+		return err
+	}
+	return Make(name, uuid, table)
+}
+
+// guards is the target that fails writes. It is for tests, of filesystems mostly; nothing else of the kernel can be opened for writing and refuses it.
+const guards = "flakey"
+
+// Guarded reports whether a device is one of Guard.
+func Guarded(name string) (bool, error) {
+	kind, _, err := Target(name)
+	return kind == guards, err
+}
+
+// guardTable is as showTable. It lets reads through and fails the rest, for all of each second: 0 seconds up, 1 down.
+func guardTable(under uint64, size int64) ([]Line, error) {
+	const tail = 4096 // what the second target shows, as in showTable
+	split := (size - tail) / sector * sector
+	if split <= 0 {
+		return nil, fmt.Errorf("%w: a device of %d bytes cannot be kept from being written to; more than %d can", errdefs.ErrUnsupported, size, tail)
+	}
+	part := func(from, length int64) Line {
+		return Line{Start: from, Length: length, Kind: guards, Text: fmt.Sprintf("%s %d 0 1 1 error_writes", Number(under), from/sector)}
+	}
+	return []Line{part(0, split), part(split, tail)}, nil
+}
+
+// Make makes a device with a table. One that is there gets that table, as with Show.
+func Make(name, uuid string, table []Line) error { return makeWith(name, uuid, 0, table) }
+
+func makeWith(name, uuid string, flags uint32, table []Line) error {
 	_, _, err := call(devCreate, func(h *header) {
 		named(name)(h)
 		copy(h.uuid[:len(h.uuid)-1], uuid)
@@ -251,20 +315,61 @@ func Show(name, uuid string, under uint64, size int64, readOnly bool) error {
 	if err != nil && !errors.Is(err, unix.EBUSY) { // EBUSY: it is there
 		return fmt.Errorf("make device %s: %w", name, errdefs.FromErrno(err))
 	}
-	targets, table := showTable(under, size)
-	_, _, err = call(tableLoad, func(h *header) {
-		named(name)(h)
-		h.flags, h.targetCount = flags, targets
-	}, table)
-	if err == nil {
+	if err = load(name, flags, table); err == nil {
 		err = Resume(name, NoScan)
 	}
 	if err != nil && made {
 		_, undone := Remove(name)
 		err = errors.Join(err, undone)
 	}
+	return err
+}
+
+// Load gives a device a table for the next resume, in place of one that it may have for that.
+func Load(name string, table []Line) error { return load(name, 0, table) }
+
+func load(name string, flags uint32, table []Line) error {
+	var targets []byte
+	for _, l := range table {
+		targets = append(targets, l.encode()...)
+	}
+	_, _, err := call(tableLoad, func(h *header) {
+		named(name)(h)
+		h.flags, h.targetCount = flags, uint32(len(table))
+	}, targets)
 	if err != nil {
 		return fmt.Errorf("load the table of device %s: %w", name, errdefs.FromErrno(err))
+	}
+	return nil
+}
+
+// Replace brings a table into effect. What the targets of the one before it hold back, as a mirror does with what one of its legs did not take, is given
+// to the new one; a suspension of any other kind has them fail it.
+func Replace(name string, table []Line) error {
+	if err := Load(name, table); err != nil {
+		return err
+	}
+	_, _, err := call(devSuspend, func(h *header) {
+		named(name)(h)
+		h.flags, h.eventNr = flagSkipLockFS|flagNoFlush, NoScan
+	}, nil)
+	if err != nil {
+		return errors.Join(fmt.Errorf("replace the table of device %s: %w", name, errdefs.FromErrno(err)), Clear(name))
+	}
+	return nil
+}
+
+// Rename gives a device another name. Its number, its UUID, and all that holds it stay. errdefs.ErrPrecondition if a device has that name.
+func Rename(name, to string) error {
+	_, _, err := call(devRename, func(h *header) {
+		named(name)(h)
+		h.eventNr = NoScan
+	}, []byte(to+"\x00"))
+	if errors.Is(err, unix.EBUSY) {
+		err = fmt.Errorf("%w: a device of that name is there: %w", errdefs.ErrPrecondition, err)
+	}
+	if err != nil {
+		return fmt.Errorf("rename device %s to %s: %w", name, to, errdefs.FromErrno(err))
 	}
 	return nil
 }
@@ -273,26 +378,27 @@ func Show(name, uuid string, under uint64, size int64, readOnly bool) error {
 // that the kernel does not know itself: it does so only for a table of one target that can
 // (dm_prepare_ioctl in drivers/md/dm.c; persistent reservations, dm_call_pr). So there are two
 // linear targets, side by side; for what is too small to be split, a single stripe, which cannot.
-func showTable(under uint64, size int64) (targets uint32, table []byte) {
-	const sector, tail = 512, 4096 // tail: what the second target shows
-	device := fmt.Sprintf("%d:%d", unix.Major(under), unix.Minor(under))
-	split := (size - tail) / sector
+func showTable(under uint64, size int64) []Line {
+	const tail = 4096 // what the second target shows
+	split := (size - tail) / sector * sector
 	if split <= 0 {
-		return 1, targetOf(0, size/sector, "striped", fmt.Sprintf("1 %d %s 0", size/sector, device))
+		return []Line{{Length: size, Kind: "striped", Text: fmt.Sprintf("1 %d %s 0", size/sector, Number(under))}}
 	}
-	return 2, append(targetOf(0, split, "linear", device+" 0"),
-		targetOf(split, tail/sector, "linear", fmt.Sprintf("%s %d", device, split))...)
+	return []Line{
+		{Length: split, Kind: "linear", Text: Number(under) + " 0"},
+		{Start: split, Length: tail, Kind: "linear", Text: fmt.Sprintf("%s %d", Number(under), split/sector)},
+	}
 }
 
-// targetOf is one target of a table, as tableLoad takes it; start and length in sectors of 512 bytes.
-func targetOf(start, length int64, kind, arguments string) []byte {
-	spec := targetSpec{start: uint64(start), length: uint64(length)}
-	copy(spec.kind[:], kind)
+// encode is the line as tableLoad takes it.
+func (l Line) encode() []byte {
+	spec := targetSpec{start: uint64(l.Start / sector), length: uint64(l.Length / sector)}
+	copy(spec.kind[:], l.Kind)
 	const size = int(unsafe.Sizeof(targetSpec{}))
-	spec.next = uint32(size+len(arguments)+8) &^ 7 // with the zero at the end of the arguments
+	spec.next = uint32(size+len(l.Text)+8) &^ 7 // with the zero at the end of the text
 	target := make([]byte, spec.next)
 	copy(target, unsafe.Slice((*byte)(unsafe.Pointer(&spec)), size))
-	copy(target[size:], arguments)
+	copy(target[size:], l.Text)
 	return target
 }
 
@@ -313,25 +419,36 @@ func Below(name string) ([]uint64, error) {
 }
 
 // Target returns the first target of a device, and what it says of itself.
-func Target(name string) (kind, status string, err error) { return target(name, 0) }
+func Target(name string) (kind, status string, err error) { return first(Status(name)) }
 
 // Table returns the first target of a device, and what it was made with. Of dm-crypt that may be the key: it is for no error and no log.
-func Table(name string) (kind, arguments string, err error) { return target(name, flagTable) }
+func Table(name string) (kind, arguments string, err error) { return first(lines(name, flagTable)) }
 
-func target(name string, flags uint32) (kind, says string, err error) {
+func first(table []Line, err error) (kind, text string, _ error) {
+	if err != nil || len(table) == 0 {
+		return "", "", err
+	}
+	return table[0].Kind, table[0].Text, nil
+}
+
+// Status returns the table in effect of a device, with what each target says of itself.
+func Status(name string) ([]Line, error) { return lines(name, 0) }
+
+func lines(name string, flags uint32) (table []Line, err error) {
 	h, data, err := call(tableStatus, func(h *header) {
 		named(name)(h)
 		h.flags = flags
 	}, nil)
 	if err != nil {
-		return "", "", fmt.Errorf("status of the target of device %s: %w", name, errdefs.FromErrno(err))
+		return nil, fmt.Errorf("status of the targets of device %s: %w", name, errdefs.FromErrno(err))
 	}
 	const size = int(unsafe.Sizeof(targetSpec{}))
-	if h.targetCount == 0 || len(data) < size {
-		return "", "", nil
+	for at := 0; len(table) < int(h.targetCount) && at+size <= len(data); {
+		spec := (*targetSpec)(unsafe.Pointer(&data[at]))
+		table = append(table, Line{int64(spec.start) * sector, int64(spec.length) * sector, cString(spec.kind[:]), cString(data[at+size:])})
+		at = max(int(spec.next), at+size) // from the first of them
 	}
-	spec := (*targetSpec)(unsafe.Pointer(&data[0]))
-	return cString(spec.kind[:]), cString(data[size:]), nil
+	return table, nil
 }
 
 // Message tells the first target of a device something.

@@ -32,8 +32,9 @@ func TestFullAgain(t *testing.T) {
 						t.Fatal(err)
 					}
 				}
-				if made != fit {
-					t.Fatalf("round %d: %d of %d were made: %+v, now %+v: %v", round, made, fit, c, pooltest.CapacityOf(t, pool), errors.Join(errs...))
+				// What was deleted before may have been given back only after it was measured; then there is room for more.
+				if now := pooltest.CapacityOf(t, pool); made < fit || made > fit && now.Total <= c.Total {
+					t.Fatalf("round %d: %d of %d were made: %+v, now %+v: %v", round, made, fit, c, now, errors.Join(errs...))
 				}
 				check.OK(t, errors.Join(pooltest.AtOnce(asking, func(i int) error { return pool.Delete(t.Context(), volNumber(i)) })...))
 			}

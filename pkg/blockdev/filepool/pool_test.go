@@ -9,6 +9,7 @@ import (
 	"hash/crc32"
 	"maps"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -923,23 +924,38 @@ func TestStartBesideTold(t *testing.T) {
 	check.OK(t, pool.Detach(t.Context(), pooltest.Vol("a")))
 }
 
+// taken returns the loop device that had volume ref until it went, and has the image now.
+// Another test may be quicker to take its number: then the next one is tried.
+func taken(t *testing.T, pool blockdev.Pool, ref blockdev.Ref, image string) string {
+	t.Helper()
+	for {
+		device, err := pool.Attach(t.Context(), ref, blockdev.Attachment{})
+		check.OK(t, err)
+		check.OK(t, device.Close()) // and it goes
+		sysfs := "/sys/block/" + filepath.Base(device.Path) + "/loop"
+		for _, err := os.Stat(sysfs); err == nil && t.Context().Err() == nil; _, err = os.Stat(sysfs) {
+			time.Sleep(time.Millisecond)
+		}
+		out, err := exec.CommandContext(t.Context(), "losetup", device.Path, image).CombinedOutput()
+		if err == nil {
+			return device.Path
+		}
+		if !strings.Contains(string(out), "busy") {
+			t.Fatalf("losetup %s: %v: %s", device.Path, err, out)
+		}
+	}
+}
+
 // TestDetachBesideTold: a device of somebody else, which has the number of one that a volume had, may have been
 // told to go. It keeps nobody from detaching the volume.
 func TestDetachBesideTold(t *testing.T) {
 	dir := drivertest.Dir(t)
 	pool := pooltest.OpenedFiles(t, dir)
 	pooltest.Create(t, pool, blockdev.Spec{Ref: pooltest.Vol("a"), Size: pooltest.MiB})
-	device, err := pool.Attach(t.Context(), pooltest.Vol("a"), blockdev.Attachment{})
-	check.OK(t, err)
-	check.OK(t, device.Close()) // and it goes
-	sysfs := "/sys/block/" + filepath.Base(device.Path) + "/loop"
-	for _, err := os.Stat(sysfs); err == nil; _, err = os.Stat(sysfs) {
-		time.Sleep(time.Millisecond)
-	}
 	image := dir + "/other"
 	check.OK(t, os.WriteFile(image, make([]byte, pooltest.MiB), 0o600))
-	drivertest.Run(t, "losetup", device.Path, image)
-	user, err := os.OpenFile(device.Path, os.O_RDWR, 0)
+	device := taken(t, pool, pooltest.Vol("a"), image)
+	user, err := os.OpenFile(device, os.O_RDWR, 0)
 	check.OK(t, err)
 	defer user.Close()
 	_, _, errno := unix.Syscall(unix.SYS_IOCTL, user.Fd(), unix.LOOP_CLR_FD, 0)

@@ -183,8 +183,11 @@ const notOurs = "somebody has changed the header on the disk: restore it (crypts
 
 // Resize brings a device that Open made to the size of the one below it. It needs a key, as the kernel has none for a new table.
 func Resize(ctx context.Context, name string, key Key) error {
-	err := withKey(ctx, key, "resize", name)
-	if err = errors.Join(err, ForgetNode(name)); err != nil {
+	forget, err := nodesBelow(name)
+	if err == nil {
+		err = withKey(ctx, key, "resize", name)
+	}
+	if err = errors.Join(err, forget(), ForgetNode(name)); err != nil {
 		return fmt.Errorf("grow device %s behind its LUKS2 header: %w", name, err)
 	}
 	return nil
@@ -358,6 +361,35 @@ func Erase(ctx context.Context, path string) error {
 
 // nodes is where libdevmapper makes a node for each device that cryptsetup makes. Nothing uses them: the kernel makes /dev/dm-N.
 const nodes = "/dev/mapper"
+
+// nodesBelow makes the nodes of the devices of the device mapper below one, where there is no udev: cryptsetup knows them by these alone. What was
+// made, forget removes; after a crash ForgetNode does.
+func nodesBelow(name string) (forget func() error, err error) {
+	var made []string
+	forget = func() (err error) {
+		for _, name := range made {
+			err = errors.Join(err, ForgetNode(name))
+		}
+		return err
+	}
+	below, err := dm.Below(name)
+	for _, number := range below {
+		text, failure := os.ReadFile("/sys/dev/block/" + dm.Number(number) + "/dm/name")
+		if errors.Is(failure, os.ErrNotExist) { // of another kind
+			continue
+		}
+		under := strings.TrimSpace(string(text))
+		if failure == nil {
+			failure = unix.Mknod(filepath.Join(nodes, under), unix.S_IFBLK|0o600, int(number))
+		}
+		if failure == nil {
+			made = append(made, under)
+		} else if !errors.Is(failure, unix.EEXIST) {
+			err = errors.Join(err, fmt.Errorf("node of the device below: %w", errdefs.FromErrno(failure)))
+		}
+	}
+	return forget, err
+}
 
 // ForgetNode removes the node that libdevmapper has made for a device, which would outlive it: the kernel takes the device
 // away, and libdevmapper does not hear of that. A link is udev's, which does.

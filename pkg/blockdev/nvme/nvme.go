@@ -55,6 +55,14 @@ type Connection struct {
 	Loss time.Duration
 }
 
+// Multipath reports whether the kernel looks for other ways to a device when one ends (nvme_core.multipath). It then ends a flush that was under way as if that had
+// been done (nvme_failover_req in drivers/nvme/host/multipath.c of Linux 6.1: the request of a flush has no bio that could be sent again): a sync is answered with
+// success, and should the target have lost its power, what it was for is gone.
+func Multipath() bool {
+	text, err := os.ReadFile("/sys/module/nvme_core/parameters/multipath")
+	return err == nil && strings.TrimSpace(string(text)) == "Y"
+}
+
 // Device is a connected subsystem and the device of its namespace.
 type Device struct {
 	NQN     string

@@ -76,12 +76,12 @@ func (p *Pool) checkExport(e Export, ref blockdev.Ref) error {
 func (p *Pool) proven(ref blockdev.Ref, how blockdev.Attachment) (_ nvme.Device, ours bool, err error) {
 	claim, claimed := p.home.Claim(ref)
 	connected, err := p.of(ref)
+	connected = p.firsts(connected)
 	if err != nil || !claimed || len(connected) != 1 {
 		return nvme.Device{}, false, err
 	}
 	c := connected[0]
-	_, generation, _ := parseNQN(c.NQN)
-	if generation != claim.Generation || !c.Live() || c.Path == "" || !p.knownOf(c.NQN).made {
+	if generationOf(c) != claim.Generation || !c.Live() || c.Path == "" || !p.knownOf(c.NQN).made {
 		return nvme.Device{}, false, nil
 	}
 	p.note(c.NQN, func(k *known) { k.kept = k.kept || how.Keep })
@@ -100,14 +100,15 @@ func (p *Pool) proved(ctx context.Context, c nvme.Device, export Export) (nvme.D
 	return c, err
 }
 
-// leaveOthers disconnects what is connected by claims of before, and leads nowhere any more. errdefs.ErrPrecondition while that is in use.
+// leaveOthers disconnects what is connected by claims of before, and leads nowhere any more; a second leg only if nothing is over it. errdefs.ErrPrecondition
+// while that is in use.
 func (p *Pool) leaveOthers(ctx context.Context, ref blockdev.Ref, nqn string) error {
 	connected, err := p.of(ref)
 	for _, c := range connected {
 		switch {
 		case err != nil:
 			return err
-		case c.NQN == nqn:
+		case c.NQN == nqn, inUse(c) && p.isSecond(c, connected):
 		case inUse(c):
 			return p.outlived(c, ref)
 		default:
@@ -139,8 +140,16 @@ func inUse(c nvme.Device) bool {
 
 // stacked reports whether there is a device over another one.
 func stacked(c nvme.Device) bool {
-	holders, err := os.ReadDir(fmt.Sprintf("/sys/dev/block/%d:%d/holders", unix.Major(c.Number), unix.Minor(c.Number)))
-	return err == nil && len(holders) > 0
+	return len(holders(c)) > 0
+}
+
+// holders are the names of the devices over another one, as the kernel counts them.
+func holders(c nvme.Device) (names []string) {
+	entries, _ := os.ReadDir(fmt.Sprintf("/sys/dev/block/%d:%d/holders", unix.Major(c.Number), unix.Minor(c.Number))) // one that is gone has none
+	for _, e := range entries {
+		names = append(names, e.Name())
+	}
+	return names
 }
 
 // Attached: see blockdev.Pool. A device is kept if it was handed out itself, and not one over it. That is known of those that this process
@@ -150,7 +159,7 @@ func (p *Pool) Attached(_ context.Context, ref blockdev.Ref) ([]blockdev.Device,
 		return nil, err
 	}
 	connected, err := p.of(ref)
-	return p.devices(connected), err
+	return p.devices(p.firsts(connected)), err
 }
 
 func (p *Pool) devices(connected []nvme.Device) (devices []blockdev.Device) {
@@ -172,8 +181,14 @@ func (p *Pool) Detach(ctx context.Context, ref blockdev.Ref) error {
 	if err != nil {
 		return err
 	}
+	firsts := p.firsts(connected)
 	for _, c := range connected {
-		if err := p.detach(ctx, ref, c); err != nil {
+		if slices.Contains(firsts, c) {
+			err = p.detach(ctx, ref, c)
+		} else {
+			err = p.Drop(ctx, c.NQN)
+		}
+		if err != nil {
 			return err
 		}
 	}
@@ -184,7 +199,6 @@ func (p *Pool) detach(ctx context.Context, ref blockdev.Ref, c nvme.Device) erro
 	if inUse(c) {
 		return fmt.Errorf("%w: %s is held by a mount, or by a device over it", errdefs.ErrInUse, c.Path)
 	}
-	_, generation, _ := parseNQN(c.NQN)
 	ours, err := p.ours(ctx, ref, c)
 	switch {
 	case c.Path == "":
@@ -201,7 +215,7 @@ func (p *Pool) detach(ctx context.Context, ref blockdev.Ref, c nvme.Device) erro
 		return err
 	}
 	if ours || c.Live() { // the home gives it, whatever is known of claims
-		p.closed(ctx, ref, generation)
+		p.closed(ctx, ref, generationOf(c))
 	}
 	return nil
 }
@@ -209,7 +223,7 @@ func (p *Pool) detach(ctx context.Context, ref blockdev.Ref, c nvme.Device) erro
 // ours reports whether a connection leads, or may lead again, to what the home gives. Where no claim is known, which may be because nobody has told of
 // any yet, those who know are asked of one that is not live.
 func (p *Pool) ours(ctx context.Context, ref blockdev.Ref, c nvme.Device) (bool, error) {
-	_, generation, _ := parseNQN(c.NQN)
+	generation := generationOf(c)
 	claim, claimed := p.home.Claim(ref)
 	if claimed || c.Live() || p.replaced(ref, c) {
 		return claimed && claim.Generation == generation && !p.replaced(ref, c), nil
@@ -261,7 +275,7 @@ func (p *Pool) dropEnded(ctx context.Context, ref blockdev.Ref, c nvme.Device) e
 	if p.look(c); c.Live() {
 		return nil
 	}
-	_, generation, _ := parseNQN(c.NQN)
+	generation := generationOf(c)
 	if !p.replaced(ref, c) {
 		if ended, err := p.home.Ended(ctx, ref, generation); err != nil || !ended {
 			return err
@@ -271,12 +285,13 @@ func (p *Pool) dropEnded(ctx context.Context, ref blockdev.Ref, c nvme.Device) e
 	return p.disconnect(ctx, c.NQN)
 }
 
-// Orphans: see blockdev.Pool. They are all connections that nothing is over: a crash may have come before there was.
+// Orphans: see blockdev.Pool. They are all connections that nothing is over: a crash may have come before there was. The second leg of a volume that is in
+// use is none: who carries that on finds it.
 func (p *Pool) Orphans(context.Context) (map[blockdev.Ref][]blockdev.Device, error) {
 	all, err := p.all(nqnPrefix)
 	found := map[blockdev.Ref][]blockdev.Device{}
 	for ref, connected := range all {
-		for _, c := range connected {
+		for _, c := range p.firsts(connected) {
 			if stacked(c) {
 				continue
 			}
@@ -325,6 +340,7 @@ func (p *Pool) Away() (map[blockdev.Ref]time.Time, error) {
 	all, err := p.all(nqnPrefix)
 	away := map[blockdev.Ref]time.Time{}
 	for ref, connected := range all {
+		connected = p.firsts(connected)
 		if slices.ContainsFunc(connected, nvme.Device.Live) {
 			continue
 		}
@@ -356,7 +372,7 @@ func (p *Pool) Health(_ context.Context, ref blockdev.Ref) ([]blockdev.Problem, 
 }
 
 func (p *Pool) problems(ref blockdev.Ref, connected []nvme.Device) (problems []blockdev.Problem) {
-	for _, c := range connected {
+	for _, c := range p.firsts(connected) {
 		if p.look(c); !c.Live() {
 			problems = append(problems, blockdev.Problem{Severity: blockdev.Inaccessible, Reason: ReasonAway, Message: p.away(c, ref)})
 		}

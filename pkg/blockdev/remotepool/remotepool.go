@@ -94,6 +94,12 @@ func parseNQN(nqn string) (ref blockdev.Ref, generation int64, ours bool) {
 	return ref, generation, err == nil && ref.Validate() == nil
 }
 
+// generationOf is that of the claim that a connection is for.
+func generationOf(c nvme.Device) int64 {
+	_, generation, _ := parseNQN(c.NQN)
+	return generation
+}
+
 // HostPrefix is what the NQNs begin with by which a node connects: others may be on the same kernel.
 func HostPrefix(node string) string { return nqnPrefix + "node:" + hashOf(node) + ":" }
 
@@ -132,14 +138,14 @@ func (p *Pool) tell(ref blockdev.Ref, nqn string) {
 func (p *Pool) replaced(ref blockdev.Ref, c nvme.Device) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	_, generation, _ := parseNQN(c.NQN)
 	_, now, told := parseNQN(p.told[ref])
-	return told && now == generation && p.told[ref] != c.NQN
+	return told && now == generationOf(c) && p.told[ref] != c.NQN
 }
 
 // known is what is known of a connection beside what the kernel says. It is forgotten with the process.
 type known struct {
 	made   bool            // by this process
+	second bool            // to the new home of a volume that moves: see Second
 	kept   bool            // and handed out
 	home   string          // the node
 	record blockdev.Record // as it was last; zero: not known
@@ -197,7 +203,7 @@ func (p *Pool) Get(ctx context.Context, ref blockdev.Ref) (blockdev.Record, erro
 	}
 	claim, claimed := p.home.Claim(ref)
 	for _, c := range connected {
-		if _, generation, _ := parseNQN(c.NQN); claimed && (generation < claim.Generation || p.replaced(ref, c)) && inUse(c) {
+		if claimed && (generationOf(c) < claim.Generation || p.replaced(ref, c)) && inUse(c) && !p.mirrored(connected) {
 			return blockdev.Record{}, p.outlived(c, ref)
 		}
 	}
@@ -360,7 +366,7 @@ func (p *Pool) ParseTop(name string) (blockdev.Ref, bool) {
 // Has reports whether a volume is connected.
 func (p *Pool) Has(ref blockdev.Ref) bool {
 	connected, err := p.of(ref)
-	return err == nil && len(connected) > 0
+	return err == nil && len(p.firsts(connected)) > 0
 }
 
 // of returns the connections of a volume that are this node's, by whatever claim.
@@ -373,10 +379,7 @@ func (p *Pool) of(ref blockdev.Ref) ([]nvme.Device, error) {
 func (p *Pool) current(ref blockdev.Ref) ([]nvme.Device, error) {
 	connected, err := p.of(ref)
 	claim, claimed := p.home.Claim(ref)
-	return slices.DeleteFunc(connected, func(c nvme.Device) bool {
-		_, generation, _ := parseNQN(c.NQN)
-		return claimed && generation != claim.Generation
-	}), err
+	return slices.DeleteFunc(p.firsts(connected), func(c nvme.Device) bool { return claimed && generationOf(c) != claim.Generation }), err
 }
 
 // all returns the connections that are this node's, by their volumes, of subsystems whose names have a prefix.

@@ -435,3 +435,55 @@ func TestReplaced(t *testing.T) {
 	}
 	check.OK(t, pool.Detach(t.Context(), ref))
 }
+
+// TestSecond: of a second leg no call for the volume sees anything, until it is taken for the volume's; it ends with the volume's use.
+func TestSecond(t *testing.T) {
+	h, pool := start(t)
+	p := pool.Named("default").(*remotepool.Pool)
+	first, err := p.Attach(t.Context(), ref, blockdev.Attachment{})
+	check.OK(t, err)
+	h.generation = 2 // the new home exports it by that
+	to, err := h.Open(t.Context(), "default", ref)
+	check.OK(t, err)
+	h.generation = 1
+	second, err := p.Second(t.Context(), ref, to)
+	check.OK(t, err)
+	if second.Number == first.Number {
+		t.Fatalf("both are %s", first.Path)
+	}
+	seen := func(want uint64) {
+		t.Helper()
+		found, err := p.Attached(t.Context(), ref)
+		check.OK(t, err)
+		if len(found) != 1 || found[0].Number != want || !p.Has(ref) {
+			t.Errorf("attached are %+v, not %d alone", found, want)
+		}
+	}
+	seen(first.Number)
+	legs, err := p.Legs(ref)
+	check.OK(t, err)
+	if len(legs) != 2 {
+		t.Errorf("its legs are %+v", legs)
+	}
+	h.generation = 2 // it has moved
+	p.Take(to.NQN, "new")
+	check.OK(t, p.Drop(t.Context(), h.nqn(1)))
+	seen(second.Number)
+	again, err := p.Attach(t.Context(), ref, blockdev.Attachment{})
+	check.OK(t, err)
+	if again.Number != second.Number {
+		t.Errorf("it is attached as %s anew", again.Path)
+	}
+	h.generation = 3
+	to, err = h.Open(t.Context(), "default", ref)
+	check.OK(t, err)
+	h.generation = 2
+	check.OK(t, failure(p.Second(t.Context(), ref, to)))
+	check.OK(t, p.Detach(t.Context(), ref))
+	if n := h.connected(t); n != 0 {
+		t.Errorf("%d connections are left", n)
+	}
+}
+
+// failure is the error of a call that returns a device too.
+func failure(_ blockdev.Device, err error) error { return err }

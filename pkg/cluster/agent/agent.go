@@ -14,6 +14,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/client-go/rest"
+	"k8s.io/client-go/util/workqueue"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -53,6 +54,12 @@ type Options struct {
 	Heartbeat time.Duration
 	// ProgressEvery is how often it is written down how far something is; 0 is the usual time.
 	ProgressEvery time.Duration
+	// CarryEvery is how often a volume is looked at that moves while it is used; 0 is the usual time.
+	CarryEvery time.Duration
+	// Carries is how many of those are copied at once; 0 is the usual number.
+	Carries int
+	// CarryBandwidth is how many bytes per second the node copies of volumes that move while it uses them; 0: as many as there are.
+	CarryBandwidth int64
 }
 
 // Agents connects to the agents of other nodes (port.Callers).
@@ -74,7 +81,8 @@ type Agent struct {
 	// fetching has room for who copies from another node.
 	fetching chan struct{}
 	others   others
-	moves    kube.Connection // of the volumes of other nodes that move here, or have left here
+	moves    kube.Connection                              // of the volumes of other nodes that move here, or have left here
+	carried  workqueue.TypedRateLimitingInterface[string] // volumes that move while this node uses them (Carry)
 
 	mu      sync.Mutex
 	cancels map[request]context.CancelFunc // what makes an object
@@ -88,13 +96,16 @@ func New(config *rest.Config, local *volume.Local, o Options) (*Agent, error) {
 	if o.ProgressEvery == 0 {
 		o.ProgressEvery = progressEvery
 	}
+	if o.CarryEvery == 0 {
+		o.CarryEvery = carryEvery
+	}
 	own := cache.ByObject{Field: fields.OneTermEqualSelector("spec.nodeName", local.Node())}
 	c, err := kube.Connect(config, map[client.Object]cache.ByObject{&v1alpha1.Volume{}: own, &v1alpha1.Snapshot{}: own, &v1alpha1.Pool{}: own})
 	if err != nil {
 		return nil, err
 	}
 	a := &Agent{kube: c, local: local, options: o, changed: make(chan struct{}, 1),
-		lookups: map[string]map[volume.ID]lookup{}, fetching: make(chan struct{}, fetches), cancels: map[request]context.CancelFunc{}}
+		lookups: map[string]map[volume.ID]lookup{}, fetching: make(chan struct{}, fetches), cancels: map[request]context.CancelFunc{}, carried: newCarried(o.CarryEvery)}
 	if err := errors.Join(a.connectOthers(config), a.connectMoves(config)); err != nil {
 		return nil, err
 	}

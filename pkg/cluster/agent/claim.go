@@ -41,7 +41,7 @@ func (a *Agent) Claimed(ctx context.Context, id volume.ID, readOnly bool) (_ vol
 		if err != nil || v.Spec.Pool != id.Pool {
 			return volume.Claim{}, false
 		}
-		claim := cluster.ToVolume(v).Claim
+		claim := cluster.ClaimOn(v, a.local.Node())
 		if claim.Node == a.local.Node() && (readOnly || !claim.ReadOnly) {
 			return claim, true
 		}
@@ -62,5 +62,5 @@ func (a *Agent) liveClaim(ctx context.Context, was *v1alpha1.Volume) volume.Clai
 	if err := a.kube.Live.Get(ctx, client.ObjectKeyFromObject(was), now); err != nil {
 		now = was
 	}
-	return cluster.ToVolume(now).Claim
+	return cluster.ClaimOn(now, a.local.Node())
 }

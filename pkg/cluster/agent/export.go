@@ -2,6 +2,7 @@ package agent
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net/netip"
 
@@ -44,23 +45,33 @@ func (e exports) claimed(ctx context.Context, id volume.ID, generation int64) (*
 	if err != nil || v.Spec.NodeName != e.local.Node() || cluster.VolumeID(v) != id || v1alpha1.Going(v) {
 		return nil, fmt.Errorf("%w: node %s has no volume %s that could be used on node %q", errdefs.ErrNotFound, e.local.Node(), id, caller)
 	}
-	if c := v.Spec.Claim; caller == "" || c == nil || c.Node != caller || c.Generation != generation {
+	if c := v.ClaimOf(caller); caller == "" || c == nil || c.Generation != generation {
 		return nil, fmt.Errorf("%w: volume %s is not claimed for node %q by generation %d", errdefs.ErrPrecondition, id, caller, generation)
+	}
+	if err := e.comes(v); err != nil {
+		return nil, err
 	}
 	return v, nil
 }
 
-// exported fails unless a volume is exported to the caller for a generation, or is claimed for it.
-func (e exports) exported(ctx context.Context, id volume.ID, generation int64) error {
+// exported fails unless a volume is exported to the caller for a generation, or is claimed for it. many: for one of many who read it.
+func (e exports) exported(ctx context.Context, id volume.ID, generation int64) (many bool, err error) {
 	if err := e.check(); err != nil {
-		return err
+		return false, err
 	}
-	to, is, err := e.options.Exporter.ExportOf(ctx, id)
-	if err != nil || is && to == (volume.Grant{Generation: generation, Node: port.CallerNode(ctx)}) {
-		return err
+	caller := volume.Grant{Generation: generation, Node: port.CallerNode(ctx)}
+	to, is, missing := e.options.Exporter.ExportOf(ctx, id)
+	if errdefs.IgnoreNotFound(missing) != nil || is && to == caller {
+		return false, missing
 	}
-	_, err = e.claimed(ctx, id, generation)
-	return err
+	if is, err := e.options.Exporter.IsReader(ctx, id, caller); is || errdefs.IgnoreNotFound(err) != nil {
+		return true, err
+	}
+	v, err := e.claimed(ctx, id, generation)
+	if err != nil {
+		return false, err // which says more than that it is missing
+	}
+	return cluster.ToClaim(v.ClaimOf(caller.Node)).Many(), missing
 }
 
 // Open: see export.Home. That it is exported is in the object's status before it is: who takes the claim away sees it there, and waits for the end of it.
@@ -73,11 +84,7 @@ func (e exports) Open(ctx context.Context, id volume.ID, generation int64) (open
 		if err != nil {
 			return err
 		}
-		to := volume.Grant{Generation: generation, Node: v.Spec.Claim.Node}
-		if err := e.reportExport(ctx, v, to); err != nil {
-			return err
-		}
-		out, err := e.options.Exporter.Export(ctx, id, to)
+		out, err := e.give(ctx, v, volume.Grant{Generation: generation, Node: port.CallerNode(ctx)})
 		if err != nil {
 			return err
 		}
@@ -92,19 +99,37 @@ func (e exports) Open(ctx context.Context, id volume.ID, generation int64) (open
 	return opened, err
 }
 
+// give exports a volume to a node that has a claim, after that is in the object's status.
+func (e exports) give(ctx context.Context, v *v1alpha1.Volume, to volume.Grant) (volume.Exported, error) {
+	if cluster.ToClaim(v.ClaimOf(to.Node)).Many() {
+		if err := e.reportReader(ctx, v, to); err != nil {
+			return volume.Exported{}, err
+		}
+		return e.options.Exporter.ExportToRead(ctx, cluster.VolumeID(v), to)
+	}
+	if err := e.reportExport(ctx, v, to); err != nil {
+		return volume.Exported{}, err
+	}
+	return e.options.Exporter.Export(ctx, cluster.VolumeID(v), to)
+}
+
 // Record: see export.Home.
 func (e exports) Record(ctx context.Context, id volume.ID, generation int64) (blockdev.Record, error) {
-	if err := e.exported(ctx, id, generation); err != nil {
+	if _, err := e.exported(ctx, id, generation); err != nil {
 		return blockdev.Record{}, err
 	}
 	return e.local.Record(ctx, id)
 }
 
-// SetLabels: see export.Home.
+// SetLabels: see export.Home. One of many who read a volume changes nothing of it.
 func (e exports) SetLabels(ctx context.Context, id volume.ID, generation int64, before, after map[string]string) (record blockdev.Record, err error) {
 	err = e.withLocks([]string{keylock.Volume(id.Key)}, func() error {
-		if err := e.exported(ctx, id, generation); err != nil {
+		many, err := e.exported(ctx, id, generation)
+		if err != nil {
 			return err
+		}
+		if many {
+			return fmt.Errorf("%w: volume %s is given to node %s to be read, and so is its record", errdefs.ErrPrecondition, id, port.CallerNode(ctx))
 		}
 		record, err = e.local.SwapLabels(ctx, id, before, after)
 		return err
@@ -118,8 +143,12 @@ func (e exports) Close(ctx context.Context, id volume.ID, generation int64) erro
 		return err
 	}
 	return e.withLocks([]string{keylock.Volume(id.Key)}, func() error {
+		caller := volume.Grant{Generation: generation, Node: port.CallerNode(ctx)}
+		if is, err := e.options.Exporter.IsReader(ctx, id, caller); is || err != nil {
+			return errdefs.IgnoreNotFound(errors.Join(err, e.options.Exporter.EndReaders(ctx, id, func(g int64) bool { return g != generation })))
+		}
 		to, is, err := e.options.Exporter.ExportOf(ctx, id)
-		if err != nil || !is || to != (volume.Grant{Generation: generation, Node: port.CallerNode(ctx)}) {
+		if err != nil || !is || to != caller {
 			return errdefs.IgnoreNotFound(err)
 		}
 		return e.options.Exporter.Unexport(ctx, id, generation)

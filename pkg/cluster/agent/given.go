@@ -2,6 +2,7 @@ package agent
 
 import (
 	"context"
+	"slices"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/klog/v2"
@@ -18,6 +19,13 @@ type Exporter interface {
 	Export(ctx context.Context, id volume.ID, to volume.Grant) (volume.Exported, error)
 	ExportOf(ctx context.Context, id volume.ID) (to volume.Grant, is bool, err error)
 	Unexport(ctx context.Context, id volume.ID, generation int64) error
+
+	// Those that many read.
+	ExportToRead(ctx context.Context, id volume.ID, to volume.Grant) (volume.Exported, error)
+	Readers(ctx context.Context, id volume.ID) (generations []int64, err error)
+	IsReader(ctx context.Context, id volume.ID, to volume.Grant) (bool, error)
+	EndReadingHere(ctx context.Context, id volume.ID) error
+	EndReaders(ctx context.Context, id volume.ID, keep func(generation int64) bool) error
 }
 
 // wantsGiven reports whether a volume is to be given to a node, by its object: it is claimed for that, or the object is one that never heard of
@@ -48,14 +56,25 @@ func (a *Agent) reportGiven(ctx context.Context, v *v1alpha1.Volume) error {
 		if err != nil {
 			return err
 		}
-		return report(ctx, a, v, func(v *v1alpha1.Volume) {
-			if !is {
-				v.Status.Export = nil
-			} else if !saysGiven(v, to) {
-				v.Status.Export = newGiven(to)
-			}
-		})
+		return report(ctx, a, v, func(v *v1alpha1.Volume) { setGiven(v, to, is) })
 	})
+}
+
+// given is to whom a volume is given, if this node gives any.
+func (a *Agent) given(ctx context.Context, id volume.ID) (to volume.Grant, is bool, err error) {
+	if a.options.Exporter == nil {
+		return to, false, nil
+	}
+	return a.options.Exporter.ExportOf(ctx, id)
+}
+
+// setGiven has the object of a volume say to whom it is given.
+func setGiven(v *v1alpha1.Volume, to volume.Grant, is bool) {
+	if !is {
+		v.Status.Export = nil
+	} else if !saysGiven(v, to) {
+		v.Status.Export = newGiven(to)
+	}
 }
 
 // takeBackDamaged ends what a volume whose record is damaged is given to, if nobody wants that any more, by the API server's own word. Who uses it goes on until
@@ -63,9 +82,10 @@ func (a *Agent) reportGiven(ctx context.Context, v *v1alpha1.Volume) error {
 func (a *Agent) takeBackDamaged(ctx context.Context, v *v1alpha1.Volume) error {
 	given := func(v *v1alpha1.Volume) bool {
 		e := v.Status.Export
-		return e != nil && wantsGiven(v, volume.Grant{Generation: e.Generation, Node: e.Node})
+		return (e == nil || wantsGiven(v, volume.Grant{Generation: e.Generation, Node: e.Node})) &&
+			!slices.ContainsFunc(v.Status.Readers, func(e v1alpha1.Export) bool { return !wantsReader(v, e.Generation) })
 	}
-	if v.Status.Export == nil || given(v) {
+	if len(v.Given()) == 0 || given(v) {
 		return nil
 	}
 	now := &v1alpha1.Volume{}
@@ -77,14 +97,14 @@ func (a *Agent) takeBackDamaged(ctx context.Context, v *v1alpha1.Volume) error {
 
 // takeBackMissing ends what a volume that is missing is given to: nothing of it can be used, and it can be released and deleted then.
 func (a *Agent) takeBackMissing(ctx context.Context, v *v1alpha1.Volume) error {
-	if a.options.Exporter == nil || v.Status.Export == nil {
+	if a.options.Exporter == nil || len(v.Given()) == 0 {
 		return nil
 	}
 	return a.withLocks([]string{keylock.Volume(v.Name)}, func() error {
 		if err := a.options.Exporter.Unexport(ctx, cluster.VolumeID(v), 0); err != nil {
 			return err
 		}
-		return report(ctx, a, v, func(v *v1alpha1.Volume) { v.Status.Export = nil })
+		return report(ctx, a, v, func(v *v1alpha1.Volume) { v.Status.Export, v.Status.Readers = nil, nil })
 	})
 }
 

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"sync"
 	"time"
 
@@ -99,7 +100,7 @@ func (a *Agent) moveQueue(ctx context.Context) (controller.TypedController[reque
 // moveChanged ends the copy of a volume that is wanted by somebody, or does not come here any more.
 func (a *Agent) moveChanged(o client.Object, gone bool) {
 	v, is := o.(*v1alpha1.Volume)
-	if !is || !gone && v.Spec.Claim == nil {
+	if !is || !gone && len(v.Claimants()) == 0 {
 		return
 	}
 	if gone {
@@ -136,6 +137,8 @@ func (a *Agent) reconcileMove(ctx context.Context, r request) (reconcile.Result,
 		return reconcile.Result{RequeueAfter: checkAgain}, nil
 	case errors.Is(err, context.Canceled): // by a claim, which may have ended before
 		return reconcile.Result{RequeueAfter: inUseRetry}, nil
+	case carried(v):
+		return reconcile.Result{RequeueAfter: checkAgain}, nil // its user says how far that is
 	}
 	if failure := a.reportMove(ctx, v, func(s *v1alpha1.MoveStatus) {
 		s.Waits, s.Message, s.Progress = true, cluster.Limited(errdefs.Words(err)), nil
@@ -151,9 +154,21 @@ func (a *Agent) reconcileMove(ctx context.Context, r request) (reconcile.Result,
 // reportMove writes the part of a volume's status that is about its move, if edit changes it. It fails with a conflict if anybody changed the object
 // since it was read.
 func (a *Agent) reportMove(ctx context.Context, v *v1alpha1.Volume, edit func(*v1alpha1.MoveStatus)) error {
+	return a.writeMove(ctx, v, func(s *v1alpha1.MoveStatus) {
+		s.Claim = 0
+		edit(s)
+	})
+}
+
+// writeMove is reportMove, whoever says it.
+func (a *Agent) writeMove(ctx context.Context, v *v1alpha1.Volume, edit func(*v1alpha1.MoveStatus)) error {
 	before := v.DeepCopy()
-	if s := v.Status.Move; s == nil || !v.Spec.Move.Left && s.Node != a.local.Node() {
-		v.Status.Move = &v1alpha1.MoveStatus{Node: a.local.Node()}
+	node := v.Spec.Move.Node
+	if v.Spec.Move.Left {
+		node = v.Spec.NodeName
+	}
+	if s := v.Status.Move; s == nil || !v.Spec.Move.Left && s.Node != node {
+		v.Status.Move = &v1alpha1.MoveStatus{Node: node}
 	}
 	edit(v.Status.Move)
 	if equality.Semantic.DeepEqual(before, v) {
@@ -215,11 +230,11 @@ func (a *Agent) mayCome(ctx context.Context, v *v1alpha1.Volume) error {
 
 // unclaimed is errWaits while somebody uses a volume.
 func unclaimed(v *v1alpha1.Volume) error {
-	if c := v.Spec.Claim; c != nil {
-		return fmt.Errorf("%w: volume %s is used on node %s; it is copied when it is not", errWaits, cluster.VolumeID(v), c.Node)
+	if nodes := v.Claimants(); len(nodes) > 0 {
+		return fmt.Errorf("%w: volume %s is used on node %s; it is copied when it is not", errWaits, cluster.VolumeID(v), strings.Join(nodes, ", "))
 	}
-	if e := v.Status.Export; e != nil {
-		return fmt.Errorf("%w: volume %s is still given to node %s; it is copied when it is not", errWaits, cluster.VolumeID(v), e.Node)
+	if given := v.Given(); len(given) > 0 {
+		return fmt.Errorf("%w: volume %s is still given to node %s; it is copied when it is not", errWaits, cluster.VolumeID(v), given[0].Node)
 	}
 	return nil
 }
@@ -342,13 +357,22 @@ func (a *Agent) leavesFor(ctx context.Context, key, node string) (*v1alpha1.Volu
 }
 
 // Stays: see volume.Moves. A claim in the object keeps the controller from naming the new node until that one has the bytes of after it. Without one nothing would
-// tell the new node, which may be about to say that it has all of them.
-func (a *Agent) Stays(ctx context.Context, id volume.ID) error {
+// tell the new node, which may be about to say that it has all of them. Nor would anything tell the user of the volume, if that copies it: so its claim does not do,
+// and that this is undone is written down.
+func (a *Agent) Stays(ctx context.Context, id volume.ID, used int64) error {
 	v, err := a.hereNow(ctx, id)
-	if err == nil && v.Spec.Move != nil && v.Spec.Claim == nil {
-		err = fmt.Errorf("%w: it is asked for on node %s, and no claim keeps it here", errdefs.ErrUnavailable, v.Spec.Move.Node)
+	if err != nil || v.Spec.Move == nil || len(v.Spec.Readers) > 0 {
+		return err
 	}
-	return err
+	switch c := v.Spec.Claim; {
+	case c == nil:
+		return fmt.Errorf("%w: it is asked for on node %s, and no claim keeps it here", errdefs.ErrUnavailable, v.Spec.Move.Node)
+	case pinned(v):
+		return fmt.Errorf("%w: all of it is on node %s, which is about to have it", errdefs.ErrUnavailable, v.Spec.Move.Node)
+	case used == c.Generation:
+		return a.undo(ctx, v)
+	}
+	return nil
 }
 
 // IsHere: see volume.Moves.
@@ -376,6 +400,9 @@ func (a *Agent) bringRest(ctx context.Context, r request, v *v1alpha1.Volume) (s
 	id := cluster.VolumeID(v)
 	if _, err := a.local.Get(ctx, id); !errors.Is(err, errdefs.ErrNotFound) {
 		return sealed, err
+	}
+	if s := v.Status.Move; s != nil && s.Copied != nil && s.Copied.Claim != 0 {
+		return a.broughtInUse(ctx, v)
 	}
 	working, end := a.making(ctx, r)
 	defer end()
@@ -443,14 +470,28 @@ func (a *Agent) arrive(ctx context.Context, v *v1alpha1.Volume, sealed metav1.Mi
 		if err := a.local.Arrive(ctx, cluster.VolumeID(now)); err != nil {
 			return err
 		}
+		// Its user may be connected here already. What the old node gave is not what counts any more.
+		to, is, err := a.given(ctx, cluster.VolumeID(now))
+		if err != nil {
+			return err
+		}
 		klog.FromContext(ctx).Info("A volume has moved here", "volume", cluster.VolumeID(now).String(), "from", now.Spec.Move.Node)
 		defer a.Changed()
-		err := report(ctx, a, now, func(v *v1alpha1.Volume) {
+		err = report(ctx, a, now, func(v *v1alpha1.Volume) {
+			setGiven(v, to, is)
 			v.Status.Move.Arrived, v.Status.Move.Waits, v.Status.Move.Message = true, false, "moved; node "+v.Spec.Move.Node+" is to give its bytes back"
 		})
 		*v = *now
 		return err
 	})
+}
+
+// comes is ErrUnavailable for a volume that has moved to this node, which has not taken it over yet: until then nobody uses it.
+func (a *Agent) comes(v *v1alpha1.Volume) error {
+	if v.Spec.NodeName != a.local.Node() || !a.comesHere(v) || arrived(v) {
+		return nil
+	}
+	return fmt.Errorf("%w: volume %s has moved here from node %s, and node %s has not taken it over yet", errdefs.ErrUnavailable, cluster.VolumeID(v), v.Spec.Move.Node, a.local.Node())
 }
 
 // arrived reports whether a volume that has moved was taken over by its new node.
@@ -474,7 +515,7 @@ func (a *Agent) giveBack(ctx context.Context, v *v1alpha1.Volume) (reconcile.Res
 		if copied := v.Status.Move.Copied; copied != nil {
 			sealed = copied.Sealed.Time
 		}
-		return a.local.Depart(ctx, cluster.VolumeID(v), sealed)
+		return a.depart(ctx, cluster.VolumeID(v), sealed)
 	})
 	switch {
 	case err == nil:
@@ -491,4 +532,16 @@ func (a *Agent) giveBack(ctx context.Context, v *v1alpha1.Volume) (reconcile.Res
 		return reconcile.Result{RequeueAfter: inUseRetry}, nil
 	}
 	return reconcile.Result{}, errors.Join(err, failure)
+}
+
+// depart removes what is here of a volume that has left, as it was sealed then. Who used it while it moved may be connected here still: that ends first.
+func (a *Agent) depart(ctx context.Context, id volume.ID, sealed time.Time) error {
+	if since, is, err := a.local.SealedSince(ctx, id); errdefs.IgnoreNotFound(err) != nil {
+		return err
+	} else if is && since.Equal(sealed) && a.options.Exporter != nil {
+		if err := a.options.Exporter.Unexport(ctx, id, 0); err != nil {
+			return err
+		}
+	}
+	return a.local.Depart(ctx, id, sealed)
 }

@@ -11,6 +11,8 @@ import (
 	"google.golang.org/grpc"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/selection"
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -30,8 +32,9 @@ import (
 
 // others is what the agent knows of volumes of other nodes that are claimed for its own.
 type others struct {
-	kube kube.Connection
-	read atomic.Bool // the cache has been filled once
+	kube kube.Connection // those of spec.claim
+	many kube.Connection // those of spec.readers
+	read atomic.Bool     // both caches have been filled once
 
 	mu     sync.Mutex
 	agents map[string]v1alpha1.AgentEndpoint // where the agents of other nodes were found last
@@ -49,13 +52,24 @@ func (a *Agent) connectOthers(config *rest.Config) (err error) {
 	if a.options.Network == nil {
 		return nil
 	}
-	a.others.kube, err = a.connectElsewhere(config, "spec.claim.node")
+	if a.others.kube, err = a.connectElsewhere(config, "spec.claim.node"); err != nil {
+		return err
+	}
+	reads, err := labels.NewRequirement(v1alpha1.ReaderLabel(a.local.Node()), selection.Exists, nil)
+	if err != nil {
+		return err
+	}
+	a.others.many, err = kube.Connect(config, map[client.Object]cache.ByObject{&v1alpha1.Volume{}: {Label: labels.NewSelector().Add(*reads), Field: a.elsewhereSelector()}})
 	return err
+}
+
+func (a *Agent) elsewhereSelector() fields.Selector {
+	return fields.OneTermNotEqualSelector("spec.nodeName", a.local.Node())
 }
 
 // connectElsewhere connects with a cache of the volumes of other nodes that have this one in a field. It asks the API server nothing.
 func (a *Agent) connectElsewhere(config *rest.Config, field string) (kube.Connection, error) {
-	these := fields.AndSelectors(fields.OneTermEqualSelector(field, a.local.Node()), fields.OneTermNotEqualSelector("spec.nodeName", a.local.Node()))
+	these := fields.AndSelectors(fields.OneTermEqualSelector(field, a.local.Node()), a.elsewhereSelector())
 	return kube.Connect(config, map[client.Object]cache.ByObject{&v1alpha1.Volume{}: {Field: these}})
 }
 
@@ -65,13 +79,25 @@ func (a *Agent) watchOthers(ctx context.Context) error {
 		<-ctx.Done()
 		return nil
 	}
-	if err := a.hear(ctx, a.others.kube, &v1alpha1.Volume{}, nil); err != nil {
-		return err
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	both := []kube.Connection{a.others.kube, a.others.many}
+	ended := make(chan error, len(both))
+	for _, c := range both {
+		if err := a.hear(ctx, c, &v1alpha1.Volume{}, a.carryChanged); err != nil {
+			return err
+		}
 	}
-	var filled sync.WaitGroup
-	defer filled.Wait()
-	filled.Go(func() { a.others.read.Store(a.others.kube.Cache.WaitForCacheSync(ctx)) })
-	return a.others.kube.Cache.Start(ctx)
+	var running sync.WaitGroup
+	defer running.Wait()
+	defer cancel()
+	for _, c := range both {
+		running.Go(func() { ended <- c.Cache.Start(ctx) })
+	}
+	running.Go(func() {
+		a.others.read.Store(a.others.kube.Cache.WaitForCacheSync(ctx) && a.others.many.Cache.WaitForCacheSync(ctx))
+	})
+	return <-ended
 }
 
 // usedHere returns the object of a volume of another node that is claimed for this one, as the watch last told.
@@ -80,17 +106,26 @@ func (a *Agent) usedHere(key string) (*v1alpha1.Volume, bool) {
 		return nil, false
 	}
 	v := &v1alpha1.Volume{}
-	err := a.others.kube.Cache.Get(context.Background(), client.ObjectKey{Name: key}, v) // it is memory
-	return v, err == nil
+	for _, c := range []kube.Connection{a.others.kube, a.others.many} {
+		err := c.Cache.Get(context.Background(), client.ObjectKey{Name: key}, v) // it is memory
+		if err == nil && v.ClaimOf(a.local.Node()) != nil {
+			return v, true
+		}
+	}
+	return v, false
 }
 
-// usedNow is usedHere, as the API server says now. ErrPrecondition if it is not claimed for this node, or not of another one.
+// usedNow is usedHere, as the API server says now. ErrPrecondition if it is not claimed for this node, or not of another one; ErrUnavailable if it has become this one's, and
+// cannot be used yet.
 func (a *Agent) usedNow(ctx context.Context, id volume.ID) (*v1alpha1.Volume, error) {
 	v := &v1alpha1.Volume{}
 	if err := a.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, v); err != nil {
 		return nil, kube.APIError("read volume "+id.Key, err)
 	}
-	if c := v.Spec.Claim; cluster.VolumeID(v) != id || v.Spec.NodeName == a.local.Node() || c == nil || c.Node != a.local.Node() {
+	if err := a.comes(v); err != nil {
+		return nil, err
+	}
+	if cluster.VolumeID(v) != id || v.Spec.NodeName == a.local.Node() || v.ClaimOf(a.local.Node()) == nil {
 		return nil, fmt.Errorf("%w: volume %s is no volume of another node that is claimed for node %s", errdefs.ErrPrecondition, id, a.local.Node())
 	}
 	return v, nil
@@ -156,11 +191,14 @@ type homes struct{ *Agent }
 // Claim: see remotepool.Home.
 func (h homes) Claim(ref blockdev.Ref) (remotepool.Claim, bool) {
 	v, is := h.usedHere(ref.Key)
-	if !is || v.Spec.Claim == nil {
+	if !is {
 		return remotepool.Claim{}, false
 	}
-	return remotepool.Claim{Home: v.Spec.NodeName, Generation: v.Spec.Claim.Generation}, true
+	return remotepool.Claim{Home: v.Spec.NodeName, Generation: h.generation(v)}, true
 }
+
+// generation is that of the claim of this node, which there is.
+func (a *Agent) generation(v *v1alpha1.Volume) int64 { return v.ClaimOf(a.local.Node()).Generation }
 
 // Open: see remotepool.Home.
 func (h homes) Open(ctx context.Context, pool string, ref blockdev.Ref) (remotepool.Export, error) {
@@ -173,17 +211,22 @@ func (h homes) Open(ctx context.Context, pool string, ref blockdev.Ref) (remotep
 	}
 	var opened export.Opened
 	if err := h.atHome(ctx, v, func(home export.Home) (err error) {
-		opened, err = home.Open(ctx, id, v.Spec.Claim.Generation)
+		opened, err = home.Open(ctx, id, h.generation(v))
 		return err
 	}); err != nil {
 		return remotepool.Export{}, err
 	}
+	return connectionTo(v, opened), nil
+}
+
+// connectionTo is what another node exports of a volume, as its user connects to it.
+func connectionTo(v *v1alpha1.Volume, opened export.Opened) remotepool.Export {
 	loss := cluster.HomeTimeoutOf(v)
 	if loss == 0 {
 		loss = -1
 	}
 	return remotepool.Export{Size: opened.Size, Record: opened.Record, Connection: nvme.Connection{NQN: opened.NQN, Host: opened.Host,
-		Address: opened.Address, Secret: string(opened.Secret), UUID: opened.UUID, Loss: loss}}, nil
+		Address: opened.Address, Secret: string(opened.Secret), UUID: opened.UUID, Loss: loss}}
 }
 
 // Record: see remotepool.Home.
@@ -214,12 +257,24 @@ func (h homes) Ended(ctx context.Context, ref blockdev.Ref, generation int64) (b
 	if err := h.kube.Live.Get(ctx, client.ObjectKey{Name: ref.Key}, v); err != nil {
 		return apierrors.IsNotFound(err), client.IgnoreNotFound(err)
 	}
-	c := v.Spec.Claim
+	c, m := v.ClaimOf(h.local.Node()), v.Spec.Move
+	switch {
+	case c == nil:
+		return true, nil
+	case m != nil && !m.Left && generation == c.Generation+1, m != nil && m.Left && !arrived(v) && generation == c.Generation:
+		return false, nil // to the node that it moves to, or has just moved to, while it is used here
+	case c.Generation != generation:
+		return true, nil
+	}
 	// Without an export the home has started anew: what it gave before is never given again.
-	return c == nil || c.Node != h.local.Node() || c.Generation != generation || v.Status.Export == nil, nil
+	if cluster.ToClaim(c).Many() {
+		return !isReader(v, volume.Grant{Generation: generation, Node: c.Node}), nil
+	}
+	return v.Status.Export == nil, nil
 }
 
-// Close: see remotepool.Home. Where the home is, the claim says; without one the object, which may be one of before the claim.
+// Close: see remotepool.Home. Where the home is, the claim says; without one the object, which may be one of before the claim. A volume that has moved meanwhile had
+// another one.
 func (h homes) Close(ctx context.Context, ref blockdev.Ref, generation int64) error {
 	ctx, cancel := context.WithTimeout(ctx, homeTime)
 	defer cancel()
@@ -230,10 +285,16 @@ func (h homes) Close(ctx context.Context, ref blockdev.Ref, generation int64) er
 			return client.IgnoreNotFound(err)
 		}
 	}
-	if v.Spec.NodeName == h.local.Node() {
+	home := v.Spec.NodeName
+	if m, c := v.Spec.Move, v.ClaimOf(h.local.Node()); m != nil && m.Left && c != nil && generation < c.Generation {
+		home = m.Node
+	}
+	if home == h.local.Node() {
 		return nil
 	}
-	return h.atHome(ctx, v, func(home export.Home) error { return home.Close(ctx, cluster.VolumeID(v), generation) })
+	return h.atNode(ctx, home, func(c grpc.ClientConnInterface) error {
+		return export.HomeAt(c).Close(ctx, cluster.VolumeID(v), generation)
+	})
 }
 
 // ask asks the home of a volume, by the claim that is known here; should the home refuse it, by the one that there is now.
@@ -241,7 +302,7 @@ func (h homes) ask(ctx context.Context, id volume.ID, call func(ctx context.Cont
 	ctx, cancel := context.WithTimeout(ctx, homeTime)
 	defer cancel()
 	by := func(v *v1alpha1.Volume) error {
-		return h.atHome(ctx, v, func(home export.Home) error { return call(ctx, home, v.Spec.Claim.Generation) })
+		return h.atHome(ctx, v, func(home export.Home) error { return call(ctx, home, h.generation(v)) })
 	}
 	v, is := h.usedHere(id.Key)
 	if !is || cluster.VolumeID(v) != id {
@@ -255,7 +316,7 @@ func (h homes) ask(ctx context.Context, id volume.ID, call func(ctx context.Cont
 	if err == nil || errors.Is(err, errdefs.ErrUnavailable) || errors.Is(err, errdefs.ErrBusy) {
 		return err
 	}
-	if now, failure := h.usedNow(ctx, id); failure == nil && now.Spec.Claim.Generation != v.Spec.Claim.Generation {
+	if now, failure := h.usedNow(ctx, id); failure == nil && h.generation(now) != h.generation(v) {
 		return by(now)
 	}
 	return err
@@ -347,13 +408,13 @@ type users struct {
 // used is ErrPrecondition unless a volume is the caller's, and claimed for this node by a generation.
 func (u users) used(ctx context.Context, id volume.ID, generation int64) error {
 	v, is := u.usedHere(id.Key)
-	if !is || cluster.VolumeID(v) != id || v.Spec.Claim.Generation != generation {
+	if !is || cluster.VolumeID(v) != id || u.generation(v) != generation {
 		var err error
 		if v, err = u.usedNow(ctx, id); err != nil {
 			return err
 		}
 	}
-	if caller := port.CallerNode(ctx); caller == "" || v.Spec.NodeName != caller || v.Spec.Claim.Generation != generation {
+	if caller := port.CallerNode(ctx); caller == "" || v.Spec.NodeName != caller || u.generation(v) != generation {
 		return fmt.Errorf("%w: node %s uses no volume %s of node %q by generation %d", errdefs.ErrPrecondition, u.local.Node(), id, caller, generation)
 	}
 	return nil

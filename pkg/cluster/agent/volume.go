@@ -239,7 +239,7 @@ func (a *Agent) deleteVolume(ctx context.Context, v *v1alpha1.Volume) (reconcile
 		return reconcile.Result{}, err
 	}
 	if errors.Is(err, errdefs.ErrInUse) {
-		return reconcile.Result{RequeueAfter: inUseRetry}, errdefs.IgnoreNotFound(a.reportGiven(ctx, v)) // perhaps that is who uses it
+		return reconcile.Result{RequeueAfter: inUseRetry}, errdefs.IgnoreNotFound(errors.Join(a.reportGiven(ctx, v), a.reportReaders(ctx, v, true))) // perhaps that is who uses it
 	}
 	return reconcile.Result{RequeueAfter: lastRetry}, nil
 }
@@ -259,7 +259,7 @@ func (a *Agent) judgeAbandoned(ctx context.Context, v *v1alpha1.Volume) error {
 		if err != nil {
 			return err
 		}
-		blank = have.Format.State == volume.Blank && have.Source == (volume.ID{}) && v.Spec.Claim == nil && len(devices) == 0
+		blank = have.Format.State == volume.Blank && have.Source == (volume.ID{}) && len(v.Claimants()) == 0 && len(devices) == 0
 		why = "it is, or was, in use, or holds a copy"
 	} else if !errors.Is(err, errdefs.ErrNotFound) && !errors.Is(err, errdefs.ErrDataLoss) {
 		return err
@@ -313,7 +313,10 @@ func (a *Agent) maintainVolume(ctx context.Context, v *v1alpha1.Volume) error {
 	case err != nil:
 		return err
 	}
-	if err := a.reportGiven(ctx, v); err != nil {
+	if err := errors.Join(a.reportGiven(ctx, v), a.reportReaders(ctx, v, have.Read)); err != nil {
+		if errors.Is(err, errdefs.ErrDataLoss) { // the record is good, and does not say to whom it is given
+			err = errors.Join(err, a.takeBackDamaged(ctx, v))
+		}
 		return err
 	}
 	refused := v.Common().Refused(v.Generation) != nil

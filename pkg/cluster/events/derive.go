@@ -176,7 +176,7 @@ func ofWaiting(v *v1alpha1.Volume, node nodeState) []saying {
 	case node.reason == NodeGone:
 		one.note = fmt.Sprintf("%s was on node %s, which is gone for good (%s): its bytes are there, and nowhere else; bring the node or its disks back, or restore the volume from a backup", subject, v.Spec.NodeName, node.why)
 		return one.each(volumes)
-	case node.reason == AgentSilent && wanted, node.reason == NodeNotReady && (wanted || v.Spec.Claim != nil):
+	case node.reason == AgentSilent && wanted, node.reason == NodeNotReady && (wanted || len(v.Claimants()) > 0):
 		one.note = fmt.Sprintf("%s waits for node %s, which alone has it: %s", subject, v.Spec.NodeName, node.why)
 		return one.each(waiting)
 	}

@@ -48,8 +48,8 @@ func (c *census) volumes(ctx context.Context) (map[string][]string, error) {
 	return handles, err
 }
 
-// attached reports whether a VolumeAttachment asks for a volume on the node that has claimed it.
-func (c *census) attached(ctx context.Context, v *v1alpha1.Volume) (bool, error) {
+// attached reports whether a VolumeAttachment asks for a volume on a node.
+func (c *census) attached(ctx context.Context, v *v1alpha1.Volume, node string) (bool, error) {
 	handles, err := c.volumes(ctx)
 	if err != nil {
 		return false, err
@@ -58,7 +58,7 @@ func (c *census) attached(ctx context.Context, v *v1alpha1.Volume) (bool, error)
 	if err != nil {
 		return false, err
 	}
-	node, id := v.Spec.Claim.Node, cluster.VolumeID(v).String()
+	id := cluster.VolumeID(v).String()
 	// That of a PersistentVolume that is gone counts too.
 	names := append([]string{v.Spec.Name, v.Spec.PersistentVolume}, handles[id]...)
 	for _, name := range names {

@@ -12,17 +12,23 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 )
 
-// collectClaim takes a claim back that no VolumeAttachment is for: somebody took the finalizer
+// collectClaim takes claims back that no VolumeAttachment is for: somebody took the finalizer
 // off that one, so nobody will ever ask for it. Devices that are still there are the node's to see.
 func (c *Collector) collectClaim(ctx context.Context, known *census, key string) error {
 	v := &v1alpha1.Volume{}
 	if err := c.kube.Client.Get(ctx, client.ObjectKey{Name: key}, v); err != nil {
 		return client.IgnoreNotFound(err)
 	}
-	if v.Spec.Claim == nil {
-		return nil
+	for _, node := range v.Claimants() {
+		if err := c.collectClaimOf(ctx, known, v, node); err != nil {
+			return kube.IgnoreConflict(err)
+		}
 	}
-	attached, err := known.attached(ctx, v)
+	return nil
+}
+
+func (c *Collector) collectClaimOf(ctx context.Context, known *census, v *v1alpha1.Volume, node string) error {
+	attached, err := known.attached(ctx, v, node)
 	if err != nil || attached {
 		return err
 	}
@@ -30,15 +36,15 @@ func (c *Collector) collectClaim(ctx context.Context, known *census, key string)
 	before := v.DeepCopy()
 	metav1.SetMetaDataAnnotation(&v.ObjectMeta, v1alpha1.DoubtAnnotation, "true")
 	if err := c.kube.Client.Patch(ctx, v, kube.LockingPatch(before)); err != nil {
-		return kube.IgnoreConflict(err)
+		return err
 	}
-	attached, err = c.census().attached(ctx, v)
+	attached, err = c.census().attached(ctx, v, node)
 	if err != nil || attached {
 		return err
 	}
-	klog.FromContext(ctx).Info("Taking back a claim that no VolumeAttachment is for", "volume", cluster.VolumeID(v).String(), "node", v.Spec.Claim.Node)
+	klog.FromContext(ctx).Info("Taking back a claim that no VolumeAttachment is for", "volume", cluster.VolumeID(v).String(), "node", node)
 	before = v.DeepCopy()
-	v.Spec.Claim = nil
+	v.Unclaim(node)
 	delete(v.Annotations, v1alpha1.DoubtAnnotation)
-	return kube.IgnoreConflict(c.kube.Client.Patch(ctx, v, kube.LockingPatch(before)))
+	return c.kube.Client.Patch(ctx, v, kube.LockingPatch(before))
 }

@@ -33,7 +33,7 @@ func (c *Collector) collectVolume(ctx context.Context, known *census, key string
 		return kube.IgnoreConflict(c.kube.Client.Patch(ctx, v, kube.LockingPatch(before)))
 	case v.Spec.Abandoned:
 		return nil // the node is thinking
-	case v.Spec.Claim != nil, v.Spec.Move != nil: // somebody wants it; and it may be on two nodes
+	case len(v.Claimants()) > 0, v.Spec.Move != nil: // somebody wants it; and it may be on two nodes
 		return nil
 	}
 	if age := time.Since(v.CreationTimestamp.Time); age < c.options.AbandonGrace {

@@ -1,6 +1,6 @@
-// Package mover carries out the controller's part in the moves of volumes: when the new node has all bytes of a volume that nobody uses, it writes that node
-// into the object, by compare-and-swap; and when the old one has given its bytes back, the move ends. All else is for the agents of the two
-// (docs/decisions/moving.md).
+// Package mover carries out the controller's part in the moves of volumes: it asks for those of volumes that follow their pods; when the new node has all bytes
+// of a volume that nobody uses, it writes that node into the object, by compare-and-swap; and when the old one has given its bytes back, the move ends. All else
+// is for the agents of the two (docs/decisions/moving.md).
 package mover
 
 import (
@@ -30,17 +30,22 @@ const (
 // from the events of a cache (VolumeChanged), and works while it runs.
 type Mover struct {
 	kube    kube.Connection
+	after   time.Duration // that a volume is used elsewhere before its bytes follow
 	pending workqueue.TypedRateLimitingInterface[string]
 }
 
-// New returns a mover. Its connection's cache has volumes.
-func New(c kube.Connection) *Mover {
-	return &Mover{c, workqueue.NewTypedRateLimitingQueue(workqueue.NewTypedItemExponentialFailureRateLimiter[string](firstRetry, lastRetry))}
+// FollowAfter is how long a volume is used on another node, as a rule, before its bytes follow: longer than a pod that was moved by mistake, or that a node's
+// restart has moved, takes to come back.
+const FollowAfter = 10 * time.Minute
+
+// New returns a mover. Its connection's cache has volumes and pools.
+func New(c kube.Connection, followAfter time.Duration) *Mover {
+	return &Mover{c, followAfter, workqueue.NewTypedRateLimitingQueue(workqueue.NewTypedItemExponentialFailureRateLimiter[string](firstRetry, lastRetry))}
 }
 
 // VolumeChanged looks at a volume that moves.
 func (m *Mover) VolumeChanged(o client.Object, gone bool) {
-	if v, is := o.(*v1alpha1.Volume); is && !gone && v.Spec.Move != nil {
+	if v, is := o.(*v1alpha1.Volume); is && !gone && (v.Spec.Move != nil || follows(v)) {
 		m.pending.Add(v.Name)
 	}
 }
@@ -61,8 +66,9 @@ func (m *Mover) Run(ctx context.Context) {
 			case err != nil && ctx.Err() == nil:
 				klog.FromContext(ctx).Error(err, "Could not go on with the move of a volume; trying again", "volume", key)
 				m.pending.AddRateLimited(key)
-			case again:
-				m.pending.AddAfter(key, lastRetry)
+			case again > 0:
+				m.pending.Forget(key)
+				m.pending.AddAfter(key, again)
 			default:
 				m.pending.Forget(key)
 			}
@@ -72,30 +78,40 @@ func (m *Mover) Run(ctx context.Context) {
 	<-ctx.Done()
 }
 
-// move takes the step that is the controller's, if it is its turn. again: it may be later, though nothing of the object changes.
-func (m *Mover) move(ctx context.Context, key string) (again bool, err error) {
+// move takes the step that is the controller's, if it is its turn. again is when it may be, though nothing of the object changes; 0: not before that.
+func (m *Mover) move(ctx context.Context, key string) (again time.Duration, err error) {
 	v := &v1alpha1.Volume{}
 	if err := m.kube.Cache.Get(ctx, client.ObjectKey{Name: key}, v); err != nil {
-		return false, client.IgnoreNotFound(err)
+		return 0, client.IgnoreNotFound(err)
 	}
 	before := v.DeepCopy()
 	switch {
+	case v.Spec.Move == nil && !follows(v):
+		return 0, nil
 	case v.Spec.Move == nil:
-		return false, nil
+		follow, again, err := m.follow(ctx, v)
+		if err != nil || !follow {
+			return again, err
+		}
+		klog.FromContext(ctx).Info("A volume is to be where it is used", "volume", cluster.VolumeID(v).String(), "from", v.Spec.NodeName, "to", v.Spec.Claim.Node)
+		v.Spec.Move = &v1alpha1.Move{Node: v.Spec.Claim.Node, Follows: true}
+	case followsNoMore(v):
+		klog.FromContext(ctx).Info("A volume no longer follows to where it was used", "volume", cluster.VolumeID(v).String(), "home", v.Spec.NodeName, "node", v.Spec.Move.Node)
+		v.Spec.Move = nil
 	case v.Spec.Move.Left:
 		ended, err := m.ended(ctx, v)
 		if err != nil || !ended {
-			return true, err
+			return lastRetry, err
 		}
 		v.Spec.Move = nil
 	case cluster.MayMove(v):
 		klog.FromContext(ctx).Info("A volume moves", "volume", cluster.VolumeID(v).String(), "from", v.Spec.NodeName, "to", v.Spec.Move.Node)
-		v.Spec.NodeName, v.Spec.Move = v.Spec.Move.Node, &v1alpha1.Move{Node: v.Spec.NodeName, Left: true}
+		cluster.Flip(v)
 	default:
-		return false, nil
+		return 0, nil
 	}
 	err = kube.IgnoreConflict(m.kube.Client.Patch(ctx, v, kube.LockingPatch(before)))
-	return false, kube.APIError("move volume "+key, client.IgnoreNotFound(err))
+	return 0, kube.APIError("move volume "+key, client.IgnoreNotFound(err))
 }
 
 // ended reports whether the new node of a volume has taken it over, and the old one has given its bytes back, or will never come back.

@@ -14,6 +14,7 @@ import (
 	"k8s.io/client-go/rest"
 
 	"github.com/ashlar-csi/ashlar/pkg/cluster/export"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/move"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/transfer"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/rpc"
@@ -33,6 +34,7 @@ var callers = map[string][]string{
 	"/csi.v1.SnapshotMetadata/":  {"ashlar-controller"},
 	"/" + transfer.Service + "/": {"ashlar-node"}, // who may have which bytes, the objects say (agent.OpenCopy)
 	"/" + export.Service + "/":   {"ashlar-node"}, // and who may use which volume (agent.Exports)
+	"/" + move.Service + "/":     {"ashlar-node"}, // and which moves meanwhile (agent.Moving)
 }
 
 type callerNode struct{}

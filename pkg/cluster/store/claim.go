@@ -7,6 +7,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
@@ -32,20 +33,22 @@ func (s *Store) Claim(ctx context.Context, id volume.ID, claim volume.Claim) err
 		if counted {
 			s.mu.Lock()
 			defer s.mu.Unlock()
-			delete(s.claiming, id.Key)
+			delete(s.claiming, claiming{id.Key, claim.Node})
 		}
 	}()
-	want := v1alpha1.Claim{Node: claim.Node, ReadOnly: claim.ReadOnly, Mode: claim.Mode}
+	want := v1alpha1.Claim{Node: claim.Node, ReadOnly: claim.ReadOnly, Mode: claim.Mode, Since: new(metav1.Now())}
 	_, err = s.change(ctx, id, func(v *v1alpha1.Volume) (bool, error) {
 		doubted := v.Annotations[v1alpha1.DoubtAnnotation] != ""
 		delete(v.Annotations, v1alpha1.DoubtAnnotation)
-		switch have := v.Spec.Claim; {
+		many := claim.Many() && volume.Access(v.Spec.Access) == volume.AccessAny
+		switch have := v.ClaimOf(want.Node); {
 		case have != nil && sameUse(*have, want):
 			return doubted, nil
-		case have != nil && have.Node == want.Node:
-			return false, fmt.Errorf("%w: volume %s is published to node %s with mode %s, read-only %v", errdefs.ErrExists, id, have.Node, have.Mode, have.ReadOnly)
 		case have != nil:
-			return false, fmt.Errorf("%w: volume %s is published to node %s", errdefs.ErrInUse, id, have.Node)
+			return false, fmt.Errorf("%w: volume %s is published to node %s with mode %s, read-only %v", errdefs.ErrExists, id, have.Node, have.Mode, have.ReadOnly)
+		}
+		if err := beside(v, many); err != nil {
+			return false, err
 		}
 		if err := s.mayUse(ctx, v, want.Node); err != nil {
 			return false, err
@@ -56,15 +59,36 @@ func (s *Store) Claim(ctx context.Context, id volume.ID, claim volume.Claim) err
 			}
 			counted = true
 		}
-		v.Spec.Claim = claimed(v, want)
+		if many {
+			v.SetReaders(append(v.Spec.Readers, *claimed(v, want)))
+		} else {
+			v.Spec.Claim = claimed(v, want)
+		}
 		return true, nil
 	})
 	return err
 }
 
-// sameUse reports whether two claims differ in nothing but their generations, which nobody asks for.
+// beside is an error unless a further node may have a claim: for one of many that read, while nobody has another claim; for one that may write, while nobody has any.
+func beside(v *v1alpha1.Volume, many bool) error {
+	id := cluster.VolumeID(v)
+	switch {
+	case v.Spec.Claim != nil:
+		return fmt.Errorf("%w: volume %s is published to node %s", errdefs.ErrInUse, id, v.Spec.Claim.Node)
+	case many && v.Spec.Encryption != "":
+		return fmt.Errorf("%w: volume %s is encrypted, and can be used on one node at a time: publish it with another access mode than that of many readers (ReadOnlyMany)", errdefs.ErrPrecondition, id)
+	case many && len(v.Spec.Readers) >= v1alpha1.MostReaders:
+		return fmt.Errorf("%w: volume %s is read on %d nodes, the most that can", errdefs.ErrInUse, id, v1alpha1.MostReaders)
+	case !many && len(v.Spec.Readers) > 0:
+		return fmt.Errorf("%w: volume %s is read on node %s and others, %d in all, and nobody else may use it meanwhile", errdefs.ErrInUse, id, v.Spec.Readers[0].Node, len(v.Spec.Readers))
+	}
+	return nil
+}
+
+// sameUse reports whether two claims differ in nothing but their generations and times, which nobody asks for.
 func sameUse(a, b v1alpha1.Claim) bool {
 	a.Generation, b.Generation = 0, 0
+	a.Since, b.Since = nil, nil
 	return a == b
 }
 
@@ -99,13 +123,11 @@ func claimed(v *v1alpha1.Volume, want v1alpha1.Claim) *v1alpha1.Claim {
 	if volume.Access(v.Spec.Access) != volume.AccessAny {
 		return &want
 	}
-	given := int64(0)
-	if e := v.Status.Export; e != nil {
-		if given = e.Generation; e.Node == want.Node && given > v.Spec.Claims {
-			given-- // the same generation again
-		}
+	if e := v.Status.Export; e != nil && e.Node == want.Node && e.Generation > v.Spec.Claims && !cluster.ToClaim(&want).Many() && len(v.Status.Readers) == 0 {
+		v.Spec.Claims = e.Generation // the same generation again
+	} else {
+		v.Spec.Claims = cluster.NextClaim(v)
 	}
-	v.Spec.Claims = max(v.Spec.Claims, given) + 1
 	want.Generation = v.Spec.Claims
 	return &want
 }
@@ -123,6 +145,9 @@ func (s *Store) nodePools(ctx context.Context, node string) ([]v1alpha1.Pool, in
 	return pools.Items, pools.Items[0].Spec.MaxVolumes, nil
 }
 
+// claiming is a claim that is about to be made: of a volume, by its key, for a node.
+type claiming struct{ key, node string }
+
 // countClaim counts the claim of a volume that is about to be made; ErrLimit if the node has all it can. One that
 // is on its way may be in the cache already, and counts once. Two stores that count at once may both let the last
 // one through: the scheduler counts too.
@@ -135,9 +160,9 @@ func (s *Store) countClaim(ctx context.Context, key, node string, limit int64) e
 	}
 	all := map[string]bool{}
 	s.mu.Lock()
-	for key, on := range s.claiming { // before the list, which has those that are done meanwhile
-		if on == node {
-			all[key] = true
+	for one := range s.claiming { // before the list, which has those that are done meanwhile
+		if one.node == node {
+			all[one.key] = true
 		}
 	}
 	s.mu.Unlock()
@@ -156,7 +181,7 @@ func (s *Store) countClaim(ctx context.Context, key, node string, limit int64) e
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.claiming[key] = node
+	s.claiming[claiming{key, node}] = true
 	return nil
 }
 
@@ -196,9 +221,7 @@ func (s *Store) Release(ctx context.Context, id volume.ID, node string) error {
 // released takes the claim of a node, or with none any claim, off an object, and reports whether that changes it. What its home still gives away
 // counts as claimed before, also if the object is an older one that did not know of it: so the home sees that it is to end that.
 func released(v *v1alpha1.Volume, node string) (changed bool) {
-	if claim := v.Spec.Claim; claim != nil && (node == "" || claim.Node == node) {
-		v.Spec.Claim, changed = nil, true
-	}
+	changed = v.Unclaim(node)
 	if e := givenTo(v, node); e != nil && v.Spec.Claim == nil && e.Generation > v.Spec.Claims {
 		v.Spec.Claims, changed = e.Generation, true
 	}
@@ -207,31 +230,43 @@ func released(v *v1alpha1.Volume, node string) (changed bool) {
 
 // givenTo is what the home of a volume gives to a node, or with none to any, for which there is no claim; nil if nothing.
 func givenTo(v *v1alpha1.Volume, node string) *v1alpha1.Export {
-	e := v.Status.Export
-	if e == nil || node != "" && e.Node != node {
-		return nil
+	for _, e := range v.Given() {
+		if node != "" && e.Node != node {
+			continue
+		}
+		if claim := v.ClaimOf(e.Node); claim == nil || claim.Generation != e.Generation {
+			return &e
+		}
 	}
-	if claim := v.Spec.Claim; claim != nil && claim.Node == e.Node && claim.Generation == e.Generation {
-		return nil
-	}
-	return e
+	return nil
 }
 
 // waitReturned waits until the home of a volume that was released does not give it to a node any more. A home that is gone for good is not
 // waited for: nobody reaches its disks but itself.
 func (s *Store) waitReturned(ctx context.Context, w *kube.Watch, v *v1alpha1.Volume, node string) error {
-	e := givenTo(v, node)
-	if e == nil {
+	if returned(v, node) {
 		return nil
 	}
 	if gone, err := s.isGone(ctx, v.Spec.NodeName); gone || err != nil {
 		return err
 	}
-	_, err := wait(ctx, s, w, v, func(v *v1alpha1.Volume) (bool, error) { return givenTo(v, node) == nil, nil })
+	_, err := wait(ctx, s, w, v, func(v *v1alpha1.Volume) (bool, error) { return returned(v, node), nil })
 	if err == nil || errors.Is(err, errGone) {
 		return nil
 	}
-	return fmt.Errorf("release volume %s: wait for its node %s to end what it gives to node %s (claim %d): %w", cluster.VolumeID(v), v.Spec.NodeName, e.Node, e.Generation, err)
+	to, claim := node, v.Spec.Claims
+	if e := givenTo(v, node); e != nil {
+		to, claim = e.Node, e.Generation
+	}
+	return fmt.Errorf("release volume %s: wait for its node %s to end what it gives to node %s (claim %d): %w", cluster.VolumeID(v), v.Spec.NodeName, to, claim, err)
+}
+
+// returned reports whether the home of a volume gives it to a node no more. One that the volume has moved to while it was used says to whom it gives it when it has taken it
+// over.
+func returned(v *v1alpha1.Volume, node string) bool {
+	m, s := v.Spec.Move, v.Status.Move
+	coming := m != nil && m.Left && s != nil && !s.Arrived && s.Copied != nil && s.Copied.Claim != 0
+	return givenTo(v, node) == nil && !(coming && v.Spec.Claim == nil)
 }
 
 // isGone reports whether a node is gone for good.

@@ -3,6 +3,7 @@
 package store
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"slices"
@@ -44,6 +45,8 @@ type Options struct {
 	SilentAfter time.Duration
 	// EventsAgain is when the event of a state that lasts is written again; 0 is the usual time.
 	EventsAgain time.Duration
+	// FollowAfter is how long a volume that is to be where it is used is used on another node before it moves there; 0 is the usual time (mover.FollowAfter).
+	FollowAfter time.Duration
 	// Agents are called for what only they know; nil: none is.
 	Agents *port.Callers
 	// StartupTaint: the startup taint is taken off nodes on which the driver is ready (package startup).
@@ -71,7 +74,7 @@ type Store struct {
 	placing  chan struct{} // has room for one who chooses the pool of a volume that is spread
 
 	mu       sync.Mutex
-	claiming map[string]string // nodes by the keys of volumes whose claims are on their way
+	claiming map[claiming]bool // claims that are on their way
 }
 
 var _ volume.Reacher = (*Store)(nil)
@@ -91,8 +94,8 @@ func New(config *rest.Config, o Options) (*Store, error) {
 		return nil, err
 	}
 	nodes.Use(c)
-	s := &Store{kube: c, driver: o.Driver, nodes: nodes, agents: o.Agents, counting: make(chan struct{}, 1), placing: make(chan struct{}, 1), claiming: map[string]string{},
-		mover:   mover.New(c),
+	s := &Store{kube: c, driver: o.Driver, nodes: nodes, agents: o.Agents, counting: make(chan struct{}, 1), placing: make(chan struct{}, 1), claiming: map[claiming]bool{},
+		mover:   mover.New(c, cmp.Or(o.FollowAfter, mover.FollowAfter)),
 		garbage: gc.New(c, nodes, gc.Options{GoneGrace: o.GoneGrace, AbandonGrace: o.AbandonGrace, Driver: o.Driver}),
 		events:  events.New(c, nodes, events.Options{Driver: o.Driver, Namespace: o.Namespace, Again: o.EventsAgain})}
 	if o.StartupTaint {
@@ -122,10 +125,7 @@ func index(c cache.Cache) error {
 	}{
 		{&v1alpha1.Volume{}, byNode, func(o client.Object) []string { return []string{o.(*v1alpha1.Volume).Spec.NodeName} }},
 		{&v1alpha1.Volume{}, byClaim, func(o client.Object) []string {
-			if claim := o.(*v1alpha1.Volume).Spec.Claim; claim != nil {
-				return []string{claim.Node}
-			}
-			return nil
+			return o.(*v1alpha1.Volume).Claimants()
 		}},
 		{&v1alpha1.Volume{}, byFetched, func(o client.Object) []string {
 			v := o.(*v1alpha1.Volume)

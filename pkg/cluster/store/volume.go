@@ -342,14 +342,15 @@ func (s *Store) notCopied(ctx context.Context, id volume.ID) error {
 
 // notGiven is ErrInUse for a volume that its home still gives to another node; it ends that, unless it is gone for good.
 func (s *Store) notGiven(ctx context.Context, v *v1alpha1.Volume) error {
-	if v.Status.Export == nil {
+	given := v.Given()
+	if len(given) == 0 {
 		return nil
 	}
 	gone, err := s.isGone(ctx, v.Spec.NodeName)
 	if gone || err != nil {
 		return err
 	}
-	return fmt.Errorf("%w: volume %s is given to node %s until its node %s has ended that", errdefs.ErrInUse, cluster.VolumeID(v), v.Status.Export.Node, v.Spec.NodeName)
+	return fmt.Errorf("%w: volume %s is given to node %s until its node %s has ended that", errdefs.ErrInUse, cluster.VolumeID(v), given[0].Node, v.Spec.NodeName)
 }
 
 // findSource says where a source is, how large, and what it holds. The filesystem of a snapshot is that of
@@ -412,23 +413,23 @@ func (s *Store) Delete(ctx context.Context, id volume.ID) error {
 	}
 	v := cluster.VolumeNamed(id.Key)
 	return deleteByID(ctx, s, id, v, true, func(live bool) error { // a conflict is a claim, maybe
-		claim := v.Spec.Claim
+		claimants := v.Claimants()
 		switch {
 		case v.Deleting():
 			return nil
-		case !live && (claim != nil || v.Status.Export != nil):
+		case !live && v.IsUsed():
 			return errStale // it may have been released since
-		case claim == nil && v.Spec.Move != nil && v.Spec.Move.Left:
+		case len(claimants) == 0 && v.Spec.Move != nil && v.Spec.Move.Left:
 			return fmt.Errorf("%w: delete volume %s: it has moved from node %s, which has not given its bytes back yet: it does when its driver runs there, with --remote-address; if that node never comes back, delete its Node object",
 				errdefs.ErrUnavailable, id, v.Spec.Move.Node)
-		case claim == nil:
+		case len(claimants) == 0:
 			if err := s.notGiven(ctx, v); err != nil {
 				return err
 			}
 			return s.notCopied(ctx, id)
 		}
 		s.garbage.ClaimRefused(v.Name)
-		return fmt.Errorf("%w: volume %s is claimed by node %s; unpublish it first", errdefs.ErrInUse, id, claim.Node)
+		return fmt.Errorf("%w: volume %s is claimed by node %s; unpublish it first", errdefs.ErrInUse, id, claimants[0])
 	})
 }
 

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -48,9 +49,7 @@ func (t *taking) volume(v *v1alpha1.Volume) overview.Volume {
 			out.Pods = t.users[*out.Claim] // of one that was kept when its claim was deleted, pods use another
 		}
 	}
-	if c := v.Spec.Claim; c != nil {
-		out.Published = c.Node
-	}
+	out.Published = strings.Join(v.Claimants(), ", ")
 	if s := v.Spec.Source; s != nil {
 		out.Source = s.Kind + "." + cmp.Or(s.Pool, v.Spec.Pool) + "." + s.Key
 	}

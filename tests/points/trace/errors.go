@@ -58,6 +58,7 @@ var errnos = map[string][]unix.Errno{
 	"ioctl BLKZEROOUT":           {unix.EIO, unix.EINTR},
 	"ioctl DM_DEV_CREATE":        {unix.ENOMEM},
 	"ioctl DM_DEV_REMOVE":        {unix.ENOMEM},
+	"ioctl DM_DEV_RENAME":        {unix.ENOMEM},
 	"ioctl DM_DEV_SUSPEND":       {unix.ENOMEM, unix.EINTR},
 	"ioctl DM_TABLE_LOAD":        {unix.ENOMEM},
 	"ioctl DM_TABLE_CLEAR":       {unix.ENOMEM},

@@ -1,0 +1,245 @@
+package agent
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"time"
+
+	"google.golang.org/grpc"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/export"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/move"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/port"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// A volume that moves while it is used is carried by the node that uses it (docs/decisions/moving-in-use.md). What follows is what its two nodes do for that one. Each call is
+// looked at by the object as the API server has it, under the lock of the volume.
+
+// Moving answers the agents of nodes that use volumes which move from here, or to here: it is a move.Old and a move.New.
+func (a *Agent) Moving() *Moving { return &Moving{Agent: a} }
+
+// movingHere is Moving for this node itself, which uses the volume. The caller has the lock of the volume.
+func (a *Agent) movingHere() *Moving { return &Moving{a, true} }
+
+// Moving is what a node does for the user of a volume that moves.
+type Moving struct {
+	*Agent
+	here bool // who asks is this agent, and has the lock
+}
+
+var (
+	_ move.Old = (*Moving)(nil)
+	_ move.New = (*Moving)(nil)
+)
+
+// inUse returns the object of a volume that is to move while the caller uses it; ErrPrecondition if the API server says that it is not.
+func (m *Moving) inUse(ctx context.Context, of move.Of) (*v1alpha1.Volume, volume.Grant, error) {
+	caller := port.CallerNode(ctx)
+	if m.here {
+		caller = m.local.Node()
+	}
+	to := volume.Grant{Generation: of.Claim, Node: caller}
+	v := &v1alpha1.Volume{}
+	err := m.kube.Live.Get(ctx, client.ObjectKey{Name: of.ID.Key}, v)
+	if client.IgnoreNotFound(err) != nil {
+		return nil, to, kube.APIError("read volume "+of.ID.Key, err)
+	}
+	c, asked := v.Spec.Claim, v.Spec.Move
+	if err != nil || cluster.VolumeID(v) != of.ID || asked == nil || asked.Left || v1alpha1.Going(v) || v.Spec.Abandoned || v.Status.Created == nil ||
+		caller == "" || c == nil || c.Node != caller || c.Generation != of.Claim || v.Generation != of.Object {
+		return nil, to, fmt.Errorf("%w: volume %s does not move while node %q uses it by claim %d, or its object was changed since generation %d", errdefs.ErrPrecondition,
+			of.ID, caller, of.Claim, of.Object)
+	}
+	return v, to, nil
+}
+
+// lockedInUse does work under the lock of a volume, with the object of inUse.
+func (m *Moving) lockedInUse(ctx context.Context, of move.Of, work func(v *v1alpha1.Volume, to volume.Grant) error) error {
+	looked := func() error {
+		v, to, err := m.inUse(ctx, of)
+		if err != nil {
+			return err
+		}
+		return work(v, to)
+	}
+	if m.here {
+		return looked()
+	}
+	return m.withLocks([]string{keylock.Volume(of.ID.Key)}, looked)
+}
+
+// leaving does work on a volume of this node that is to move.
+func (m *Moving) leaving(ctx context.Context, of move.Of, work func(v *v1alpha1.Volume, to volume.Grant) error) error {
+	return m.lockedInUse(ctx, of, func(v *v1alpha1.Volume, to volume.Grant) error {
+		if v.Spec.NodeName != m.local.Node() {
+			return fmt.Errorf("%w: volume %s is on node %s, not on node %s", errdefs.ErrPrecondition, of.ID, v.Spec.NodeName, m.local.Node())
+		}
+		return work(v, to)
+	})
+}
+
+// coming does work for a volume that is to move to this node; to is the next claim of its user.
+func (m *Moving) coming(ctx context.Context, of move.Of, work func(v *v1alpha1.Volume, to volume.Grant) error) error {
+	return m.lockedInUse(ctx, of, func(v *v1alpha1.Volume, to volume.Grant) error {
+		if v.Spec.Move.Node != m.local.Node() {
+			return fmt.Errorf("%w: volume %s moves to node %s, not to node %s", errdefs.ErrPrecondition, of.ID, v.Spec.Move.Node, m.local.Node())
+		}
+		to.Generation = cluster.NextClaim(v)
+		return work(v, to)
+	})
+}
+
+// Describe: see move.Old.
+func (m *Moving) Describe(ctx context.Context, of move.Of) (from volume.Origin, err error) {
+	err = m.leaving(ctx, of, func(v *v1alpha1.Volume, _ volume.Grant) error {
+		if v.Spec.Size > v.Status.Size {
+			return fmt.Errorf("%w: volume %s is to grow first", errdefs.ErrUnavailable, of.ID)
+		}
+		from, err = m.local.Describe(ctx, of.ID, v.Spec.Claims)
+		return err
+	})
+	return from, err
+}
+
+// Ranges: see move.Old.
+func (m *Moving) Ranges(ctx context.Context, of move.Of) (ranges []blockdev.Extent, err error) {
+	err = m.leaving(ctx, of, func(*v1alpha1.Volume, volume.Grant) error {
+		ranges, err = m.local.DataRanges(ctx, of.ID)
+		return err
+	})
+	return ranges, err
+}
+
+// Seal: see move.Old.
+func (m *Moving) Seal(ctx context.Context, of move.Of) (from volume.Origin, err error) {
+	err = m.leaving(ctx, of, func(v *v1alpha1.Volume, to volume.Grant) error {
+		from, err = m.local.SealFor(ctx, of.ID, v.Spec.Claims, to)
+		return err
+	})
+	return from, err
+}
+
+// Prepare: see move.New.
+func (m *Moving) Prepare(ctx context.Context, of move.Of, from volume.Origin) (opened export.Opened, err error) {
+	if err := (exports{m.Agent}).check(); err != nil {
+		return export.Opened{}, err
+	}
+	err = m.coming(ctx, of, func(v *v1alpha1.Volume, to volume.Grant) error {
+		if err := m.mayCome(ctx, v); err != nil {
+			return err
+		}
+		if pinned(v) {
+			return fmt.Errorf("%w: volume %s is all here, and about to move", errdefs.ErrPrecondition, of.ID)
+		}
+		defer m.Changed()
+		out, err := m.local.Prepare(ctx, v.Spec.Name, blockdev.Provisioning(v.Spec.Provisioning), from, to)
+		if err != nil {
+			return fmt.Errorf("make room for volume %s on node %s: %w", of.ID, m.local.Node(), err)
+		}
+		at, err := netip.ParseAddrPort(m.options.Network.Address)
+		opened = export.Opened{Address: at, NQN: out.NQN, Host: out.Host, Secret: export.Secret(out.Secret), UUID: out.UUID, Size: out.Size}
+		return err
+	})
+	return opened, err
+}
+
+// Complete: see move.New.
+func (m *Moving) Complete(ctx context.Context, of move.Of, nqn string, from volume.Origin) error {
+	return m.coming(ctx, of, func(_ *v1alpha1.Volume, to volume.Grant) error { return m.local.Complete(ctx, from, to, nqn) })
+}
+
+// Drop: see move.New.
+func (m *Moving) Drop(ctx context.Context, of move.Of, nqn string) error {
+	return m.coming(ctx, of, func(v *v1alpha1.Volume, to volume.Grant) error {
+		if pinned(v) {
+			return fmt.Errorf("%w: volume %s is all here, and about to move", errdefs.ErrPrecondition, of.ID)
+		}
+		defer m.Changed()
+		return m.local.DropPrepared(ctx, of.ID, to, nqn)
+	})
+}
+
+// pinned reports whether the user of a volume has said that all of it is on the new node: the controller may name that at any moment, so it writes to both.
+func pinned(v *v1alpha1.Volume) bool {
+	s, c := v.Status.Move, v.Spec.Claim
+	return v.Spec.Move != nil && c != nil && s != nil && s.Copied != nil && s.Copied.Claim != 0 && s.Copied.Claim == c.Generation
+}
+
+// undo has nobody say any more that the user of a volume has copied all of it: whoever is about to is refused, as the object is another one. v is the object as the API
+// server has it now.
+func (a *Agent) undo(ctx context.Context, v *v1alpha1.Volume) error {
+	err := a.writeMove(ctx, v, func(s *v1alpha1.MoveStatus) { s.Undone, s.Copied = s.Undone+1, nil })
+	if apierrors.IsConflict(err) {
+		return fmt.Errorf("%w: the object of volume %s was changed meanwhile", errdefs.ErrBusy, v.Name)
+	}
+	return kube.APIError("write that volume "+v.Name+" is not all on its new node", err)
+}
+
+// Sealed: see move.Old.
+func (m *Moving) Sealed(ctx context.Context, id volume.ID) (since time.Time, err error) {
+	v, err := m.leavesFor(ctx, id.Key, port.CallerNode(ctx))
+	switch {
+	case v == nil:
+		return since, err
+	case cluster.VolumeID(v) != id || !v.Spec.Move.Left: // whether somebody uses it does not matter
+		return since, fmt.Errorf("%w: volume %s has not moved to node %q", errdefs.ErrNotFound, id, port.CallerNode(ctx))
+	}
+	since, _, err = m.local.SealedSince(ctx, id)
+	return since, err
+}
+
+// broughtInUse returns how what is here of a volume was sealed that has moved here while it was used. It is never brought again: the old node has nothing of what was written
+// since. ErrNotFound if it is not here. ErrUnavailable if the old node has sealed it anew, or not at all: the API server went back to a move that was given up, and
+// the volume was used there since. A node that is away is not waited for.
+func (a *Agent) broughtInUse(ctx context.Context, v *v1alpha1.Volume) (sealed metav1.MicroTime, err error) {
+	id, copied := cluster.VolumeID(v), v.Status.Move.Copied
+	here, err := a.local.Brought(ctx, id, copied.Sealed.Time)
+	if err != nil {
+		return sealed, err
+	}
+	if !here {
+		return sealed, fmt.Errorf("%w: what was copied of volume %s to node %s while it was used is gone", errdefs.ErrNotFound, id, a.local.Node())
+	}
+	ctx, cancel := context.WithTimeout(ctx, homeTime)
+	defer cancel()
+	var since time.Time
+	switch err := a.atNode(ctx, v.Spec.Move.Node, func(c grpc.ClientConnInterface) (err error) {
+		since, err = move.OldAt(c).Sealed(ctx, id)
+		return err
+	}); {
+	case errors.Is(err, errdefs.ErrUnavailable), errors.Is(err, errdefs.ErrNotFound): // or nothing is there
+	case err != nil:
+		return sealed, errdefs.Recast(errdefs.ErrUnavailable, err, "ask node %s how it has sealed volume %s", v.Spec.Move.Node, id)
+	case !since.Equal(copied.Sealed.Time):
+		return sealed, fmt.Errorf("%w: node %s has used volume %s since all of it was copied here, so its bytes are newer; to keep those, delete the object, and adopt the volume there",
+			errdefs.ErrUnavailable, v.Spec.Move.Node, id)
+	}
+	return copied.Sealed, nil
+}
+
+// reportCarried writes down how far the move of a volume is that this node uses, if edit changes that. It fails with a conflict if anybody changed the object since it was
+// read.
+func (a *Agent) reportCarried(ctx context.Context, v *v1alpha1.Volume, edit func(*v1alpha1.MoveStatus)) error {
+	return a.writeMove(ctx, v, func(s *v1alpha1.MoveStatus) {
+		s.Claim = v.Spec.Claim.Generation
+		edit(s)
+	})
+}
+
+// carried reports whether the node that uses a volume says that it moves it, and how far that is.
+func carried(v *v1alpha1.Volume) bool {
+	s, c := v.Status.Move, v.Spec.Claim
+	return c != nil && s != nil && s.Node == v.Spec.Move.Node && s.Claim == c.Generation
+}

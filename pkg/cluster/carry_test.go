@@ -1,0 +1,675 @@
+package cluster_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"net/netip"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/rest"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/internal/overview"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool/remotetest"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/agent"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/export"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/move"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// carriedVolume is a volume of the node "old" that the node "user" uses, with what the kernel there and both homes have of it: none of them is there.
+type carriedVolume struct {
+	*environment
+	name string
+	id   volume.ID
+
+	mu    sync.Mutex
+	seat  bool
+	m     *volume.Mirrored
+	legs  []remotepool.Leg
+	said  []string       // what was done and asked
+	fails map[string]int // how often a step fails yet
+}
+
+// carriedVolumes are all of them. They stand for agent.Carried, agent.Legs, move.Old, move.New and export.Home.
+type carriedVolumes struct {
+	mu      sync.Mutex
+	all     map[string]*carriedVolume
+	percent int // of Throttle
+}
+
+func (c *carriedVolumes) of(key string) *carriedVolume {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if v := c.all[key]; v != nil {
+		return v
+	}
+	return &carriedVolume{}
+}
+
+// do notes a step, and fails it if it is to.
+func (v *carriedVolume) do(step string, work func()) error {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.said = append(v.said, step)
+	if v.fails[step] > 0 {
+		v.fails[step]--
+		return fmt.Errorf("%w: %s fails", errdefs.ErrUnavailable, step)
+	}
+	work()
+	return nil
+}
+
+const (
+	carriedSize   = 64 * mib
+	firstLeg      = 1
+	secondLeg     = 2
+	carriedSecond = "nqn.2026-11.dev.ashlar:second"
+)
+
+func (c *carriedVolumes) Attached(context.Context, volume.ID) ([]blockdev.Device, error) {
+	return nil, nil
+}
+
+func (c *carriedVolumes) Seats(_ context.Context, id volume.ID) (home, away bool, err error) {
+	v := c.of(id.Key)
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return false, v.seat, nil
+}
+
+func (c *carriedVolumes) Mirrors(context.Context) (ids []volume.ID, err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, v := range c.all {
+		v.mu.Lock()
+		if v.m != nil {
+			ids = append(ids, v.id)
+		}
+		v.mu.Unlock()
+	}
+	return ids, nil
+}
+
+func (c *carriedVolumes) Mirrored(_ context.Context, id volume.ID) (volume.Mirrored, bool, error) {
+	v := c.of(id.Key)
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if v.m == nil {
+		return volume.Mirrored{}, false, nil
+	}
+	return *v.m, true, nil
+}
+
+func (c *carriedVolumes) Mirror(ctx context.Context, id volume.ID, to blockdev.Device, data func(context.Context) ([]blockdev.Extent, error)) error {
+	if _, err := data(ctx); err != nil {
+		return err
+	}
+	v := c.of(id.Key)
+	return v.do("mirror", func() {
+		v.m = &volume.Mirrored{Old: firstLeg, New: to.Number, Synced: mib, Total: carriedSize}
+		for i := range v.legs {
+			v.legs[i].Used = true
+		}
+	})
+}
+
+// over has one leg be all that is below the devices.
+func (v *carriedVolume) over(number uint64) {
+	v.m = nil
+	for i := range v.legs {
+		v.legs[i].Used = v.legs[i].Number == number
+	}
+}
+
+func (c *carriedVolumes) Unmirror(_ context.Context, id volume.ID) error {
+	v := c.of(id.Key)
+	return v.do("unmirror", func() { v.over(firstLeg) })
+}
+
+func (c *carriedVolumes) Switch(_ context.Context, id volume.ID, _ bool) error {
+	v := c.of(id.Key)
+	return v.do("switch", func() { v.over(secondLeg) })
+}
+
+func (c *carriedVolumes) AttachLeg(context.Context, volume.ID) (blockdev.Device, error) {
+	return blockdev.Device{}, errdefs.ErrUnsupported
+}
+func (c *carriedVolumes) DetachLeg(context.Context, volume.ID) error { return errdefs.ErrUnsupported }
+
+func (c *carriedVolumes) Throttle(percent int) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.percent = percent
+	return nil
+}
+
+func (c *carriedVolumes) Legs(ref blockdev.Ref) ([]remotepool.Leg, error) {
+	v := c.of(ref.Key)
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return slices.Clone(v.legs), nil
+}
+
+func (c *carriedVolumes) Connected() (refs []blockdev.Ref, err error) { return nil, nil }
+
+func (c *carriedVolumes) Second(_ context.Context, ref blockdev.Ref, e remotepool.Export) (blockdev.Device, error) {
+	v := c.of(ref.Key)
+	leg := remotepool.Leg{Device: blockdev.Device{Number: secondLeg, Size: e.Size}, NQN: e.NQN, Generation: 2, Live: true}
+	err := v.do("second", func() {
+		v.legs = append(slices.DeleteFunc(v.legs, func(l remotepool.Leg) bool { return l.Number == secondLeg }), leg)
+	})
+	return leg.Device, err
+}
+
+func (c *carriedVolumes) Take(nqn, home string) {
+	v := c.of(keyOfNQN(nqn))
+	_ = v.do("take "+home, func() {})
+}
+
+// keyOfNQN is the volume that a leg is of.
+func keyOfNQN(nqn string) string { return nqn[strings.LastIndexByte(nqn, ':')+1:] }
+
+func (c *carriedVolumes) Drop(_ context.Context, nqn string) error {
+	v := c.of(keyOfNQN(nqn))
+	return v.do("drop "+nqn[:strings.LastIndexByte(nqn, ':')], func() { v.legs = slices.DeleteFunc(v.legs, func(l remotepool.Leg) bool { return l.NQN == nqn }) })
+}
+
+func (c *carriedVolumes) End(_ context.Context, nqn string) error {
+	v := c.of(keyOfNQN(nqn))
+	return v.do("end "+nqn[:strings.LastIndexByte(nqn, ':')], func() { v.legs = slices.DeleteFunc(v.legs, func(l remotepool.Leg) bool { return l.NQN == nqn }) })
+}
+
+// carriedHomes are both homes, as the agent of the user calls them.
+type carriedHomes struct{ *carriedVolumes }
+
+func (h carriedHomes) Describe(_ context.Context, of move.Of) (volume.Origin, error) {
+	o := volume.Origin{ID: of.ID, Created: time.Now(), Size: carriedSize, Sector: 512, Labels: map[string]string{}}
+	return o, h.of(of.ID.Key).do("describe", func() {})
+}
+
+func (h carriedHomes) Ranges(_ context.Context, of move.Of) ([]blockdev.Extent, error) {
+	return nil, h.of(of.ID.Key).do("ranges", func() {})
+}
+
+func (h carriedHomes) Seal(_ context.Context, of move.Of) (volume.Origin, error) {
+	o := volume.Origin{ID: of.ID, Created: time.Unix(1, 0), Size: carriedSize, Sector: 512, Labels: map[string]string{}}
+	return o, h.of(of.ID.Key).do("seal", func() {})
+}
+
+func (h carriedHomes) Sealed(context.Context, volume.ID) (time.Time, error) {
+	return time.Time{}, errdefs.ErrUnsupported
+}
+
+func (h carriedHomes) Prepare(_ context.Context, of move.Of, _ volume.Origin) (export.Opened, error) {
+	return export.Opened{Address: netip.MustParseAddrPort("10.0.0.1:4420"), NQN: carriedSecond + ":" + of.ID.Key, Host: "host", Size: carriedSize},
+		h.of(of.ID.Key).do("prepare", func() {})
+}
+
+func (h carriedHomes) Complete(_ context.Context, of move.Of, nqn string, _ volume.Origin) error {
+	if nqn != carriedSecond+":"+of.ID.Key {
+		return fmt.Errorf("%w: %q was not prepared", errdefs.ErrNotFound, nqn)
+	}
+	return h.of(of.ID.Key).do("complete", func() {})
+}
+
+// carriedHome drops what was prepared: the other Drop is that of a leg.
+type carriedHome struct{ carriedHomes }
+
+func (h carriedHome) Drop(_ context.Context, of move.Of, _ string) error {
+	return h.of(of.ID.Key).do("drop", func() {})
+}
+
+// Agent: see agent.Agents.
+func (h carriedHome) Agent(string, v1alpha1.AgentEndpoint) (grpc.ClientConnInterface, error) {
+	return carriedConnection, nil
+}
+
+var carriedConnection grpc.ClientConnInterface
+
+// serve has the homes answer.
+func (h carriedHome) serve(t *testing.T) {
+	t.Helper()
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	check.OK(t, err)
+	server := grpc.NewServer()
+	move.Register(server, h, h)
+	export.Register(server, carriedExports{h.carriedVolumes}, nil)
+	go func() { _ = server.Serve(listener) }()
+	t.Cleanup(server.Stop)
+	connection, err := grpc.NewClient("passthrough:///"+listener.Addr().String(), grpc.WithTransportCredentials(insecure.NewCredentials()))
+	check.OK(t, err)
+	t.Cleanup(func() { check.OK(t, connection.Close()) })
+	carriedConnection = connection
+}
+
+// carriedExports are the homes as those of volumes that are used.
+type carriedExports struct{ *carriedVolumes }
+
+func (c carriedExports) Open(_ context.Context, id volume.ID, _ int64) (export.Opened, error) {
+	o := export.Opened{Address: netip.MustParseAddrPort("10.0.0.1:4420"), NQN: carriedSecond + ":" + id.Key, Host: "host", Size: carriedSize}
+	o.Record = blockdev.Record{Ref: blockdev.Ref{Kind: id.Kind, Key: id.Key}, Size: carriedSize}
+	v := c.of(id.Key)
+	if v.object(v.name).Spec.NodeName == "old" {
+		o.NQN = "nqn.2026-11.dev.ashlar:old:" + id.Key
+	}
+	return o, v.do("open", func() {})
+}
+
+func (carriedExports) Record(context.Context, volume.ID, int64) (blockdev.Record, error) {
+	return blockdev.Record{}, errdefs.ErrUnsupported
+}
+
+func (carriedExports) SetLabels(context.Context, volume.ID, int64, map[string]string, map[string]string) (blockdev.Record, error) {
+	return blockdev.Record{}, errdefs.ErrUnsupported
+}
+
+func (c carriedExports) Close(_ context.Context, id volume.ID, generation int64) error {
+	return c.of(id.Key).do(fmt.Sprint("close ", generation), func() {})
+}
+
+// carrying is a cluster in which the node "user" carries volumes; again starts its agent anew, after what is done meanwhile.
+func carrying(t *testing.T, with ...func(*agent.Options)) (w *environment, all *carriedVolumes, again func(meanwhile func())) {
+	t.Helper()
+	drivertest.NeedRoot(t)
+	w, all = newEnvironment(t), &carriedVolumes{all: map[string]*carriedVolume{}}
+	homes := carriedHome{carriedHomes{all}}
+	homes.serve(t)
+	for _, node := range []string{"old", "new"} {
+		w.node(node, true)
+		p := &v1alpha1.Pool{ObjectMeta: metav1.ObjectMeta{Name: overview.PoolName(node, "default")}, Spec: v1alpha1.PoolSpec{NodeName: node, Pool: "default"}}
+		check.OK(t, w.Create(w.ctx, p))
+		before := p.DeepCopy()
+		p.Status.Agent = &v1alpha1.AgentEndpoint{Address: "127.0.0.1:1", Fingerprint: strings.Repeat("0", 64)}
+		its, err := client.New(apitest.Get(t).Agent(t, node), client.Options{Scheme: w.Scheme()})
+		check.OK(t, err)
+		check.OK(t, its.Status().Patch(w.ctx, p, client.MergeFrom(before)))
+	}
+	m := w.begin(&machine{name: "user", network: &remotetest.Network{}, with: func(o *agent.Options) {
+		o.Agents, o.CarryEvery, o.Carries = homes, 50*time.Millisecond, 100
+		for _, change := range with {
+			change(o)
+		}
+	}})
+	var stop func()
+	carry := func() {
+		ctx, cancel := context.WithCancel(w.ctx)
+		var done sync.WaitGroup
+		done.Go(func() { m.agent.Carry(ctx, all, all) })
+		stop = sync.OnceFunc(func() { cancel(); done.Wait() })
+		t.Cleanup(stop)
+	}
+	carry()
+	return w, all, func(meanwhile func()) {
+		stop()
+		m.stop()
+		meanwhile()
+		w.start(m)
+		carry()
+	}
+}
+
+// carried makes a volume that is used, and is to move.
+func (w *environment) carried(all *carriedVolumes, name string) *carriedVolume {
+	w.Helper()
+	o := cluster.VolumeNamed(volume.KeyOf(name))
+	o.Spec = v1alpha1.VolumeSpec{NodeName: "old", Pool: "default", Name: name, Size: carriedSize, Access: "any", Claims: 1,
+		Claim: &v1alpha1.Claim{Node: "user", Mode: "m", Generation: 1}}
+	check.OK(w, w.Create(w.ctx, o))
+	o.Status.Created, o.Status.Size, o.Status.Export = new(metav1.NowMicro()), carriedSize, &v1alpha1.Export{Generation: 1, Node: "user"}
+	check.OK(w, w.Status().Update(w.ctx, o))
+	v := &carriedVolume{environment: w, name: name, id: cluster.VolumeID(o), seat: true, fails: map[string]int{},
+		legs: []remotepool.Leg{{Device: blockdev.Device{Number: firstLeg, Size: carriedSize}, NQN: "first:" + o.Name, Generation: 1, Live: true, Used: true}}}
+	all.mu.Lock()
+	all.all[o.Name] = v
+	all.mu.Unlock()
+	if step, fails := strings.CutSuffix(name, " fails"); fails && !strings.HasSuffix(step, " leg") {
+		v.fails[step] = 1
+	}
+	if name == "has no seat" {
+		v.seat, v.legs = false, nil
+	}
+	w.movesTo(name, "new")
+	return v
+}
+
+// says waits until something is so of what was done, or of the object.
+func (v *carriedVolume) says(what string, is func() bool) {
+	v.Helper()
+	defer func() {
+		if v.Failed() {
+			v.Logf("%s: done was %v, and the object says %+v", v.name, v.steps(), v.object(v.name).Status.Move)
+		}
+	}()
+	v.eventually(v.name+": "+what, is)
+}
+
+func (v *carriedVolume) steps() []string {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return slices.Clone(v.said)
+}
+
+// has reports whether something was done.
+func (v *carriedVolume) has(step string) bool { return slices.Contains(v.steps(), step) }
+
+// kernel changes what the kernel says of the mirror, once there is one.
+func (v *carriedVolume) kernel(change func(*volume.Mirrored)) {
+	v.Helper()
+	v.says("it is mirrored", func() bool {
+		v.mu.Lock()
+		defer v.mu.Unlock()
+		if v.m == nil {
+			return false
+		}
+		change(v.m)
+		return true
+	})
+}
+
+func synced(m *volume.Mirrored)    { m.Synced = m.Total }
+func newFailed(m *volume.Mirrored) { m.NewFailed = true }
+func oldFailed(m *volume.Mirrored) { m.OldFailed = true }
+
+// pins waits until the object says that both homes have all.
+func (v *carriedVolume) pins() {
+	v.Helper()
+	v.says("all is copied", func() bool {
+		s := v.object(v.name).Status.Move
+		return s != nil && s.Copied != nil && s.Copied.Claim == 1
+	})
+}
+
+// flips is the controller.
+func (v *carriedVolume) flips() {
+	v.Helper()
+	o := v.object(v.name)
+	if !cluster.MayMove(o) {
+		v.Errorf("%s may not move: %+v", v.name, o.Status.Move)
+	}
+	before := o.DeepCopy()
+	cluster.Flip(o)
+	check.OK(v, v.Patch(v.ctx, o, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{})))
+}
+
+// switches waits until the volume is over its new home alone.
+func (v *carriedVolume) switches() {
+	v.Helper()
+	v.says("it is at its new home", func() bool {
+		v.mu.Lock()
+		defer v.mu.Unlock()
+		return v.m == nil && len(v.legs) == 1 && v.legs[0].Number == secondLeg && v.legs[0].Used
+	})
+	if !v.has("take new") || v.has("unmirror") {
+		v.Errorf("%s: %v", v.name, v.steps())
+	}
+}
+
+// stays waits until the volume was over its old home alone, and makes sure that nothing says anything else. Its copy may have begun anew.
+func (v *carriedVolume) stays() {
+	v.Helper()
+	v.says("it is at its old home", func() bool { return v.has("unmirror") && v.has("drop "+carriedSecond) })
+	if s := v.object(v.name).Status.Move; s != nil && s.Copied != nil || v.has("switch") {
+		v.Errorf("%s: %v, %+v", v.name, v.steps(), s)
+	}
+}
+
+// TestCarry: a volume that is used moves through the node that uses it, whichever step fails once, and whichever leg.
+func TestCarry(t *testing.T) {
+	w, all, _ := carrying(t)
+	each := map[string]func(*carriedVolume){
+		"whole": func(v *carriedVolume) {
+			v.kernel(func(*volume.Mirrored) {})
+			v.movesays(v.name, "1Mi of 64Mi are copied while node user uses the volume")
+			v.kernel(synced)
+			v.pins()
+			v.flips()
+			v.switches()
+			want := []string{"describe", "prepare", "second", "ranges", "mirror", "seal", "complete", "switch", "take new", "drop first", "close 1"}
+			if have := v.steps(); !slices.Equal(have, want) {
+				v.Errorf("%v, not %v", have, want)
+			}
+		},
+		"new leg fails": func(v *carriedVolume) {
+			v.kernel(newFailed)
+			v.stays()
+			v.movesays(v.name, "what was written to node new failed")
+			v.kernel(synced) // the next one
+			v.pins()
+		},
+		"new home is away": func(v *carriedVolume) { // nothing fails: who writes waits
+			v.kernel(func(*volume.Mirrored) {
+				for i := range v.legs {
+					v.legs[i].Live = v.legs[i].Number != secondLeg
+				}
+			})
+			v.says("it goes on at its old home", func() bool { return v.has("unmirror") })
+			if steps := v.steps(); slices.Index(steps, "end "+carriedSecond) < 0 || slices.Index(steps, "end "+carriedSecond) > slices.Index(steps, "unmirror") {
+				v.Errorf("%v", steps)
+			}
+			v.movesays(v.name, "is away")
+		},
+		"old leg fails": func(v *carriedVolume) {
+			v.kernel(oldFailed)
+			v.stays()
+		},
+		"new leg fails when pinned": func(v *carriedVolume) {
+			v.kernel(synced)
+			v.pins()
+			v.kernel(newFailed)
+			v.stays()
+			if s := v.object(v.name).Status.Move; s.Undone == 0 {
+				v.Errorf("%+v", s)
+			}
+		},
+		"old leg fails when it has moved": func(v *carriedVolume) {
+			v.kernel(synced)
+			v.pins()
+			v.flips()
+			v.mu.Lock()
+			if v.m != nil {
+				v.m.OldFailed = true
+			}
+			v.mu.Unlock()
+			v.switches()
+		},
+		"taken back": func(v *carriedVolume) {
+			v.kernel(func(*volume.Mirrored) {})
+			v.movesTo(v.name, "")
+			v.stays()
+		},
+		"taken back when pinned": func(v *carriedVolume) {
+			v.kernel(synced)
+			v.pins()
+			v.movesTo(v.name, "")
+			v.says("it is at its old home", func() bool { return v.has("unmirror") }) // that nobody moves it, its home says
+		},
+		"claim ends": func(v *carriedVolume) {
+			v.kernel(func(*volume.Mirrored) {})
+			v.claimFor(v.id, "")
+			v.stays()
+		},
+		"claim ends when pinned": func(v *carriedVolume) {
+			v.kernel(synced)
+			v.pins()
+			v.claimFor(v.id, "")
+			v.says("it is at its old home", func() bool { return v.has("unmirror") })
+		},
+		"taken down when pinned": func(v *carriedVolume) {
+			v.kernel(synced)
+			v.pins()
+			v.mu.Lock()
+			v.m, v.seat, v.legs = nil, false, nil
+			v.mu.Unlock()
+			v.says("it is not pinned", func() bool { s := v.object(v.name).Status.Move; return s.Copied == nil && s.Undone == 1 })
+		},
+		"pinned, and changed": func(v *carriedVolume) {
+			v.kernel(synced)
+			v.pins()
+			o := v.object(v.name)
+			before := o.DeepCopy()
+			o.Spec.PersistentVolume = "pv"
+			check.OK(v, v.Patch(v.ctx, o, client.MergeFrom(before)))
+			v.says("it is pinned anew", func() bool { return cluster.MayMove(v.object(v.name)) })
+			v.flips()
+			v.switches()
+		},
+		"grows": func(v *carriedVolume) {
+			v.kernel(func(*volume.Mirrored) {})
+			o := v.object(v.name)
+			before := o.DeepCopy()
+			o.Spec.Size *= 2
+			check.OK(v, v.Patch(v.ctx, o, client.MergeFrom(before)))
+			v.stays()
+		},
+		"has no seat": func(v *carriedVolume) {
+			v.movesays(v.name, "not staged there yet")
+		},
+	}
+	for _, step := range []string{"describe", "prepare", "second", "ranges", "mirror", "seal", "complete", "switch", "drop first"} {
+		each[step+" fails"] = func(v *carriedVolume) {
+			v.kernel(synced)
+			v.pins()
+			v.flips()
+			v.switches()
+			v.mu.Lock()
+			defer v.mu.Unlock()
+			if v.fails[step] != 0 {
+				v.Errorf("%s was not tried", step)
+			}
+		}
+	}
+	t.Run("each", func(t *testing.T) {
+		for name, run := range each {
+			t.Run(name, func(t *testing.T) {
+				t.Parallel()
+				in := *w
+				in.TB = t
+				v := in.carried(all, name)
+				run(v)
+			})
+		}
+	})
+}
+
+// TestCarryOneByOne: volumes are copied one after another, each within the bandwidth that the node was given, and who waits says for what.
+func TestCarryOneByOne(t *testing.T) {
+	w, all, _ := carrying(t, func(o *agent.Options) { o.Carries, o.CarryBandwidth = 0, mib })
+	percent := func() int {
+		all.mu.Lock()
+		defer all.mu.Unlock()
+		return all.percent
+	}
+	first := w.carried(all, "first")
+	first.kernel(func(m *volume.Mirrored) { m.Synced = 2 * mib })
+	first.says("its copy is held back", func() bool { return percent() > 0 && percent() < 100 })
+	second := w.carried(all, "second")
+	second.movesays("second", "node user copies another volume now: "+first.id.Key)
+	if second.has("prepare") {
+		t.Errorf("%v", second.steps())
+	}
+	first.kernel(synced) // nothing is copied any more, also if it is not known for a while where it is
+	second.kernel(synced)
+	for _, v := range []*carriedVolume{first, second} {
+		v.pins()
+		v.flips()
+		v.switches()
+	}
+}
+
+// TestCarryAgain: a driver that starts goes on from what the kernel and the object say, whatever became of the move meanwhile.
+func TestCarryAgain(t *testing.T) {
+	w, all, again := carrying(t)
+	begun := func(name string, prepare func(*carriedVolume)) *carriedVolume {
+		v := w.carried(all, name)
+		prepare(v)
+		return v
+	}
+	mirrored := func(v *carriedVolume) { v.kernel(func(*volume.Mirrored) {}) }
+	pinned := func(v *carriedVolume) { v.kernel(synced); v.pins() }
+	goesOn, failed, back := begun("goes on", mirrored), begun("failed", mirrored), begun("taken back", mirrored)
+	stays, flipped, lost := begun("stays pinned", pinned), begun("flipped", pinned), begun("pinned and failed", pinned)
+	claimed, released := begun("claimed anew", mirrored), begun("released", pinned)
+	again(func() {
+		failed.kernel(newFailed)
+		back.movesTo(back.name, "")
+		flipped.flips()
+		lost.kernel(oldFailed)
+		released.flips()
+		w.claimFor(released.id, "")
+		w.claimFor(claimed.id, "")
+		w.claimFor(claimed.id, "user") // at the old home, by the generation that the new one was to have
+	})
+	goesOn.kernel(synced)
+	for _, v := range []*carriedVolume{goesOn, stays} {
+		v.pins()
+		v.flips()
+		v.switches()
+	}
+	flipped.switches()
+	for _, v := range []*carriedVolume{failed, lost} {
+		v.stays()
+		if s := v.object(v.name).Status.Move; s.Undone == 0 {
+			t.Errorf("%s: a word of before that all is copied could still be heard: %+v", v.name, s)
+		}
+	}
+	back.says("it is at its old home", func() bool { return back.has("unmirror") })
+	claimed.says("its home was asked", func() bool { return claimed.has("open") })
+	for _, v := range []*carriedVolume{released, claimed} {
+		if v.has("unmirror") || v.has("switch") { // at either home it may be lost what is acknowledged now
+			t.Errorf("%v", v.steps())
+		}
+	}
+	if back.has("switch") {
+		t.Errorf("%v", back.steps())
+	}
+}
+
+// TestCarryWithoutAPIServer: while the API server does not answer, both homes are written to, and a leg that fails is left by who knows that nobody says that all is copied.
+func TestCarryWithoutAPIServer(t *testing.T) {
+	var cut atomic.Bool
+	wrap(t, func(c *rest.Config) {
+		c.Wrap(func(next http.RoundTripper) http.RoundTripper {
+			return tripper(func(r *http.Request) (*http.Response, error) {
+				if cut.Load() && r.URL.Query().Get("watch") == "" {
+					return nil, errors.New("the API server is away")
+				}
+				return next.RoundTrip(r)
+			})
+		})
+	})
+	w, all, _ := carrying(t)
+	sure, unsure := w.carried(all, "sure"), w.carried(all, "unsure")
+	sure.kernel(func(*volume.Mirrored) {})
+	unsure.kernel(synced)
+	unsure.pins()
+	cut.Store(true)
+	sure.kernel(newFailed)
+	unsure.kernel(newFailed)
+	sure.says("it is at its old home", func() bool { return sure.has("unmirror") })
+	time.Sleep(time.Second)
+	if unsure.has("unmirror") {
+		t.Errorf("one that may have moved was left: %v", unsure.steps())
+	}
+	cut.Store(false)
+	unsure.stays()
+}

@@ -1,0 +1,303 @@
+// Package move is what the node that uses a volume says to the volume's two nodes, the old and the new one, when the volume moves meanwhile, over the agents' port. It
+// knows nothing of who may ask.
+package move
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/netip"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/protobuf/types/known/wrapperspb"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/export"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/filesystem"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// Service is the name of the service, as a full method begins with it: /ashlar.v1.Move/Prepare.
+const Service = "ashlar.v1.Move"
+
+// Of says which move a call is for.
+type Of struct {
+	ID volume.ID
+	// Claim is the generation of the caller's claim.
+	Claim int64
+	// Object is metadata.generation of the volume's object as the caller has read it: a call of a move that was taken back, and asked for anew since, is refused.
+	Object int64
+}
+
+// Old is the node that has a volume, or had it, as the one sees it that uses it. Each call may be made again. errdefs.ErrBusy: something else is being done to the volume, which
+// does not take long. errdefs.ErrPrecondition: the API server says that the volume does not move, or not while the caller uses it by that claim, or not in that
+// generation of the object. errdefs.ErrUnavailable: that cannot be found out now.
+type Old interface {
+	// Describe begins the move: it returns what the new node has to know to make room. Created is when that was asked for; there are no Read and no seal, and what
+	// was sealed for the caller is not any more.
+	Describe(ctx context.Context, of Of) (volume.Origin, error)
+	// Ranges are those that hold data: all else reads as zeros. The caller holds back its writes until it mirrors them.
+	Ranges(ctx context.Context, of Of) ([]blockdev.Extent, error)
+	// Seal seals the volume for the caller, which goes on with it: its record does not change from then on, and nobody else uses the volume before the API server
+	// has said that it stays. Created is when it was sealed; Labels are those that the volume takes along.
+	Seal(ctx context.Context, of Of) (volume.Origin, error)
+	// Sealed is for the new node, once the volume has moved there: since when the old one has it sealed; zero if it has not. errdefs.ErrNotFound if it has not moved
+	// there, or has arrived, or the old one has nothing of it.
+	Sealed(ctx context.Context, id volume.ID) (time.Time, error)
+}
+
+// New is the node that a volume moves to, as the one sees it that uses the volume. Errors are those of Old, and errdefs.ErrNotFound for what was not prepared, or is not there any
+// more.
+type New interface {
+	// Prepare makes room for the volume, which reads as zeros, and exports that to the caller for the generation after its claim. Asked again for the same description
+	// it answers the same; what was prepared for an earlier one goes. A later one stays: ErrPrecondition.
+	Prepare(ctx context.Context, of Of, from volume.Origin) (export.Opened, error)
+	// Complete makes what was prepared all of the volume, durably: the caller has mirrored it there, and nothing is missing. nqn is that of the export which the caller
+	// is connected to (volume.Exported); from is what was sealed.
+	Complete(ctx context.Context, of Of, nqn string, from volume.Origin) error
+	// Drop removes what was prepared, if it is exported by that name. What is gone is gone: success.
+	Drop(ctx context.Context, of Of, nqn string) error
+}
+
+const (
+	methodDescribe = "Describe"
+	methodRanges   = "Ranges"
+	methodSeal     = "Seal"
+	methodSealed   = "Sealed"
+	methodPrepare  = "Prepare"
+	methodComplete = "Complete"
+	methodDrop     = "Drop"
+)
+
+// request is that of each of the calls.
+type request struct {
+	Volume string  `json:"volume"`
+	Claim  int64   `json:"claim"`
+	Object int64   `json:"object"`
+	NQN    string  `json:"nqn,omitempty"`
+	Origin *origin `json:"origin,omitempty"`
+}
+
+// answer is that to each of the calls. Complete and Drop have an empty one.
+type answer struct {
+	Origin *origin   `json:"origin,omitempty"`
+	Opened *opened   `json:"opened,omitempty"`
+	Ranges []extent  `json:"ranges,omitempty"`
+	Since  time.Time `json:"since,omitzero"` // of Sealed
+}
+
+type extent struct {
+	Offset int64 `json:"offset"`
+	Length int64 `json:"length"`
+}
+
+// opened is an export.Opened without a record.
+type opened struct {
+	Address netip.AddrPort `json:"address"`
+	NQN     string         `json:"nqn"`
+	Host    string         `json:"host"`
+	Secret  string         `json:"secret,omitempty"`
+	UUID    string         `json:"uuid"`
+	Size    int64          `json:"size"`
+}
+
+// origin is a volume.Origin of a move.
+type origin struct {
+	ID      string             `json:"id"`
+	Created time.Time          `json:"created"`
+	Size    int64              `json:"size"`
+	Sector  int64              `json:"sector"`
+	Carries filesystem.Type    `json:"filesystem,omitempty"`
+	Scheme  volume.Scheme      `json:"encryption,omitempty"`
+	State   volume.FormatState `json:"state,omitempty"`
+	Type    filesystem.Type    `json:"type,omitempty"`
+	Header  volume.FormatState `json:"header,omitempty"`
+	UUID    string             `json:"headerUUID,omitempty"`
+	Labels  map[string]string  `json:"labels,omitempty"`
+	Claims  int64              `json:"claims,omitempty"`
+}
+
+func fromOrigin(o volume.Origin) *origin {
+	return &origin{o.ID.String(), o.Created, o.Size, o.Sector, o.Filesystem, o.Scheme, o.Format.State, o.Format.Type, o.Header.State, o.Header.UUID, o.Labels, o.Claims}
+}
+
+// of is the origin of a volume, as another node says it: what it says is not looked at yet.
+func (o *origin) of(id volume.ID) (volume.Origin, error) {
+	if o == nil || o.ID != id.String() || o.Created.IsZero() || o.Size <= 0 {
+		return volume.Origin{}, fmt.Errorf("%w: what came does not say what volume %s is", errdefs.ErrUnavailable, id)
+	}
+	labels := o.Labels
+	if labels == nil {
+		labels = map[string]string{}
+	}
+	return volume.Origin{ID: id, Created: o.Created, Size: o.Size, Sector: o.Sector, Contents: volume.Contents{Filesystem: o.Carries, Scheme: o.Scheme},
+		Format: volume.Format{State: o.State, Type: o.Type}, Header: volume.Header{State: o.Header, UUID: o.UUID}, Labels: labels, Claims: o.Claims}, nil
+}
+
+// Register has a gRPC server answer for a node, as the old one of volumes that move, and as the new one of others.
+func Register(r grpc.ServiceRegistrar, from Old, to New) {
+	originOf := func(o volume.Origin, err error) (answer, error) { return answer{Origin: fromOrigin(o)}, err }
+	methods := map[string]func(ctx context.Context, of Of, r request) (answer, error){
+		methodDescribe: func(ctx context.Context, of Of, _ request) (answer, error) { return originOf(from.Describe(ctx, of)) },
+		methodSeal:     func(ctx context.Context, of Of, _ request) (answer, error) { return originOf(from.Seal(ctx, of)) },
+		methodSealed: func(ctx context.Context, of Of, _ request) (answer, error) {
+			since, err := from.Sealed(ctx, of.ID)
+			return answer{Since: since}, err
+		},
+		methodRanges: func(ctx context.Context, of Of, _ request) (out answer, err error) {
+			ranges, err := from.Ranges(ctx, of)
+			for _, e := range ranges {
+				out.Ranges = append(out.Ranges, extent(e))
+			}
+			return out, err
+		},
+		methodPrepare: func(ctx context.Context, of Of, r request) (answer, error) {
+			described, err := r.Origin.of(of.ID)
+			if err != nil {
+				return answer{}, err
+			}
+			o, err := to.Prepare(ctx, of, described)
+			return answer{Opened: &opened{o.Address, o.NQN, o.Host, string(o.Secret), o.UUID, o.Size}}, err
+		},
+		methodComplete: func(ctx context.Context, of Of, r request) (answer, error) {
+			sealed, err := r.Origin.of(of.ID)
+			if err != nil {
+				return answer{}, err
+			}
+			return answer{}, to.Complete(ctx, of, r.NQN, sealed)
+		},
+		methodDrop: func(ctx context.Context, of Of, r request) (answer, error) { return answer{}, to.Drop(ctx, of, r.NQN) },
+	}
+	description := &grpc.ServiceDesc{ServiceName: Service, HandlerType: (*any)(nil)}
+	for name, answers := range methods {
+		description.Methods = append(description.Methods, grpc.MethodDesc{MethodName: name, Handler: handler(name, answers)})
+	}
+	r.RegisterService(description, nil)
+}
+
+// parse reads a request.
+func parse(message *wrapperspb.BytesValue) (r request, of Of, err error) {
+	if err := json.Unmarshal(message.GetValue(), &r); err != nil {
+		return r, of, fmt.Errorf("%w: this is no request for a move: %w", errdefs.ErrInvalid, err)
+	}
+	id, err := volume.ParseID(r.Volume)
+	if err == nil && id.Kind != blockdev.Volume {
+		err = fmt.Errorf("%w: %s is no volume", errdefs.ErrNotFound, id)
+	}
+	return r, Of{id, r.Claim, r.Object}, err
+}
+
+// handler is a call as gRPC has it.
+func handler(name string, answers func(context.Context, Of, request) (answer, error)) grpc.MethodHandler {
+	handle := func(ctx context.Context, message any) (any, error) {
+		r, of, err := parse(message.(*wrapperspb.BytesValue))
+		if err != nil {
+			return nil, err
+		}
+		out, err := answers(ctx, of, r)
+		if err != nil {
+			return nil, err
+		}
+		text, err := json.Marshal(out)
+		return wrapperspb.Bytes(text), err
+	}
+	return func(server any, ctx context.Context, decode func(any) error, between grpc.UnaryServerInterceptor) (any, error) {
+		message := &wrapperspb.BytesValue{}
+		if err := decode(message); err != nil {
+			return nil, err
+		}
+		if between == nil {
+			return handle(ctx, message)
+		}
+		return between(ctx, message, &grpc.UnaryServerInfo{Server: server, FullMethod: "/" + Service + "/" + name}, handle)
+	}
+}
+
+// OldAt is the old node that answers at a connection.
+func OldAt(agent grpc.ClientConnInterface) Old { return client{agent} }
+
+// NewAt is the new node that answers at a connection.
+func NewAt(agent grpc.ClientConnInterface) New { return client{agent} }
+
+type client struct{ agent grpc.ClientConnInterface }
+
+func (c client) call(ctx context.Context, method string, of Of, r request) (answer, error) {
+	r.Volume, r.Claim, r.Object = of.ID.String(), of.Claim, of.Object
+	text, err := json.Marshal(r)
+	if err != nil {
+		return answer{}, err
+	}
+	reply := &wrapperspb.BytesValue{}
+	if err := c.agent.Invoke(ctx, "/"+Service+"/"+method, wrapperspb.Bytes(text), reply); err != nil {
+		if errors.Is(err, errdefs.ErrInUse) { // gRPC has one code for both
+			err = errdefs.Recast(errdefs.ErrPrecondition, err, "%s of the move of volume %s", method, r.Volume)
+		}
+		return answer{}, err
+	}
+	var out answer
+	if err := json.Unmarshal(reply.GetValue(), &out); err != nil {
+		return answer{}, fmt.Errorf("%w: the answer to %s of volume %s cannot be read", errdefs.ErrUnavailable, method, r.Volume) // it may hold a secret
+	}
+	return out, nil
+}
+
+// Describe: see Old.
+func (c client) Describe(ctx context.Context, of Of) (volume.Origin, error) {
+	out, err := c.call(ctx, methodDescribe, of, request{})
+	if err != nil {
+		return volume.Origin{}, err
+	}
+	return out.Origin.of(of.ID)
+}
+
+// Ranges: see Old.
+func (c client) Ranges(ctx context.Context, of Of) (ranges []blockdev.Extent, err error) {
+	out, err := c.call(ctx, methodRanges, of, request{})
+	for _, e := range out.Ranges {
+		ranges = append(ranges, blockdev.Extent(e))
+	}
+	return ranges, err
+}
+
+// Seal: see Old.
+func (c client) Seal(ctx context.Context, of Of) (volume.Origin, error) {
+	out, err := c.call(ctx, methodSeal, of, request{})
+	if err != nil {
+		return volume.Origin{}, err
+	}
+	return out.Origin.of(of.ID)
+}
+
+// Sealed: see Old.
+func (c client) Sealed(ctx context.Context, id volume.ID) (time.Time, error) {
+	out, err := c.call(ctx, methodSealed, Of{ID: id}, request{})
+	return out.Since, err
+}
+
+// Prepare: see New.
+func (c client) Prepare(ctx context.Context, of Of, from volume.Origin) (export.Opened, error) {
+	out, err := c.call(ctx, methodPrepare, of, request{Origin: fromOrigin(from)})
+	if err != nil {
+		return export.Opened{}, err
+	}
+	o := out.Opened
+	if o == nil || o.NQN == "" || o.Host == "" || o.Size <= 0 || !o.Address.IsValid() {
+		return export.Opened{}, fmt.Errorf("%w: the answer does not say where the room for volume %s is exported", errdefs.ErrUnavailable, of.ID)
+	}
+	return export.Opened{Address: o.Address, NQN: o.NQN, Host: o.Host, Secret: export.Secret(o.Secret), UUID: o.UUID, Size: o.Size}, nil
+}
+
+// Complete: see New.
+func (c client) Complete(ctx context.Context, of Of, nqn string, from volume.Origin) error {
+	_, err := c.call(ctx, methodComplete, of, request{NQN: nqn, Origin: fromOrigin(from)})
+	return err
+}
+
+// Drop: see New.
+func (c client) Drop(ctx context.Context, of Of, nqn string) error {
+	_, err := c.call(ctx, methodDrop, of, request{NQN: nqn})
+	return err
+}

@@ -1,0 +1,539 @@
+package cluster_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool/remotetest"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/export"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/move"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/port"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// carrier stands for the node that uses a volume while it moves: it asks the two others over their ports, as its account may, and writes the object as that. Its kernel's part, the mirror, is
+// a copy of what the old node has.
+type carrier struct {
+	*environment
+	as      client.Client // of its account
+	name    string        // of the node
+	old     move.Old
+	fresh   move.New
+	home    export.Home
+	newHome export.Home
+	a, b    *machine
+	id      volume.ID
+}
+
+// carried is a cluster of two nodes in a network, and a volume of the first that a third one uses, which moves it to the second. The controller, which would name that, is stopped.
+func carried(t *testing.T) (c *carrier, stop func()) {
+	t.Helper()
+	drivertest.NeedRoot(t)
+	w, network := newEnvironment(t), &remotetest.Network{}
+	a, b := w.begin(&machine{name: "node-1", ported: true, network: network}), w.begin(&machine{name: "node-2", ported: true, network: network})
+	w.node("node-3", true)
+	s, stop := w.store()
+	w.pooled(s, b)
+	v, err := s.Create(w.ctx, volume.Spec{Name: "v", Size: volume.Range{Required: mib}, Access: volume.AccessAny, Nodes: []string{a.name}})
+	check.OK(t, err)
+	w.write(a, v.ID, 0)
+	stop()
+	c = &carrier{environment: w, name: "node-3", a: a, b: b, id: v.ID}
+	c.as, err = client.New(apitest.Get(t).Agent(t, c.name), client.Options{Scheme: w.Scheme()})
+	check.OK(t, err)
+	c.call()
+	w.claimFor(v.ID, c.name)
+	_, err = c.home.Open(w.ctx, v.ID, 1)
+	check.OK(t, err)
+	w.movesTo("v", b.name)
+	w.movesays("v", "is used on node node-3")
+	t.Cleanup(func() {
+		for _, m := range []*machine{a, b} {
+			check.OK(t, errors.Join(m.local.Unexport(w.ctx, v.ID, 0), m.local.DropLeftover(w.ctx, volume.Leftover{ID: v.ID, For: v.ID.Key})))
+		}
+	})
+	return c, stop
+}
+
+// call connects to the two nodes.
+func (c *carrier) call() {
+	c.Helper()
+	calls, err := port.NewCallers(wrapped(apitest.Get(c).Agent(c, c.name)))
+	check.OK(c, err)
+	c.Cleanup(func() { check.OK(c, calls.Close()) })
+	old, err := calls.Agent(c.a.name, *c.a.port.Endpoint())
+	check.OK(c, err)
+	fresh, err := calls.Agent(c.b.name, *c.b.port.Endpoint())
+	check.OK(c, err)
+	c.old, c.fresh, c.home, c.newHome = move.OldAt(old), move.NewAt(fresh), export.HomeAt(old), export.HomeAt(fresh)
+}
+
+// of is the move as the object says it now.
+func (c *carrier) of() move.Of {
+	c.Helper()
+	v := c.object("v")
+	of := move.Of{ID: c.id, Object: v.Generation}
+	if v.Spec.Claim != nil {
+		of.Claim = v.Spec.Claim.Generation
+	}
+	return of
+}
+
+// prepare has the new node make room.
+func (c *carrier) prepare() (from volume.Origin, room export.Opened) {
+	c.Helper()
+	from, err := c.old.Describe(c.ctx, c.of())
+	check.OK(c, err)
+	room, err = c.fresh.Prepare(c.ctx, c.of(), from)
+	check.OK(c, err)
+	return from, room
+}
+
+// mirror copies what the old node has into the room.
+func (c *carrier) mirror(room export.Opened) {
+	c.Helper()
+	ranges, err := c.old.Ranges(c.ctx, c.of())
+	check.OK(c, err)
+	all, err := c.a.network.Exports(c.ctx)
+	check.OK(c, err)
+	var into string
+	for _, e := range all {
+		if e.NQN == room.NQN {
+			into = e.Device
+		}
+	}
+	f, err := os.OpenFile(into, os.O_RDWR, 0)
+	check.OK(c, err)
+	defer f.Close()
+	want := c.content(c.a, c.id)
+	for _, e := range ranges {
+		_, err := f.WriteAt(want[e.Offset:e.Offset+e.Length], e.Offset)
+		check.OK(c, err)
+	}
+}
+
+// complete has what was mirrored sealed, and made a volume.
+func (c *carrier) complete(room export.Opened) (sealed volume.Origin) {
+	c.Helper()
+	sealed, err := c.old.Seal(c.ctx, c.of())
+	check.OK(c, err)
+	check.OK(c, c.fresh.Complete(c.ctx, c.of(), room.NQN, sealed))
+	return sealed
+}
+
+// pin writes that all of it is there, into the object as it was read.
+func (c *carrier) pin(v *v1alpha1.Volume, sealed volume.Origin) error {
+	before := v.DeepCopy()
+	if v.Status.Move == nil {
+		v.Status.Move = &v1alpha1.MoveStatus{Node: c.b.name}
+	}
+	v.Status.Move.Claim, v.Status.Move.Waits = v.Spec.Claim.Generation, false
+	v.Status.Move.Copied = &v1alpha1.MoveCopied{Generation: v.Generation, Claim: v.Spec.Claim.Generation, Sealed: metav1.NewMicroTime(sealed.Created), Size: v.Status.Size}
+	return c.as.Status().Patch(c.ctx, v, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}))
+}
+
+// pinned is all that comes before the controller's turn.
+func (c *carrier) pinned() (room export.Opened, sealed volume.Origin) {
+	c.Helper()
+	_, room = c.prepare()
+	c.mirror(room)
+	c.eventually("all of it is there", func() bool {
+		now := c.object("v")
+		sealed = c.complete(room)
+		return c.pin(now, sealed) == nil // the agents write too
+	})
+	return room, sealed
+}
+
+// unpin takes back what pin has written, and reports whether it was in time.
+func (c *carrier) unpin() bool {
+	c.Helper()
+	done := false
+	c.eventually("it is taken back, or too late", func() bool {
+		v := c.object("v")
+		if v.Spec.NodeName != c.a.name {
+			return true
+		}
+		before := v.DeepCopy()
+		v.Status.Move.Copied = nil
+		v.Status.Move.Undone++
+		done = c.as.Status().Patch(c.ctx, v, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{})) == nil
+		return done
+	})
+	return done
+}
+
+// over waits until the move is, and all of the volume is on its new node.
+func (c *carrier) over(want []byte) {
+	c.Helper()
+	c.moved("v", c.a, c.b)
+	if have := c.content(c.b, c.id); string(have) != string(want) {
+		c.Error("its bytes are others")
+	}
+}
+
+// released takes the claim off, and deletes the volume.
+func (c *carrier) released(s *store.Store) {
+	c.Helper()
+	c.again("it is released", func(ctx context.Context) error { return s.Release(ctx, c.id, c.name) })
+	c.exported("v", nil)
+	c.again("it is deleted", func(ctx context.Context) error { return s.Delete(ctx, c.id) })
+	c.tally(c.a)
+	c.tally(c.b)
+}
+
+// TestMoveInUse: a volume moves while a third node uses it. That goes on by the next generation of its claim, over the export that was prepared, and finds what it has noted in the record.
+func TestMoveInUse(t *testing.T) {
+	c, _ := carried(t)
+	check.OK(t, second(c.home.SetLabels(c.ctx, c.id, 1, nil, map[string]string{"target": "/pod"})))
+	want := c.content(c.a, c.id)
+	room, sealed := c.pinned()
+	s := c.flipped("v", c.b)
+	now := c.object("v")
+	if claim := now.Spec.Claim; claim == nil || claim.Node != c.name || claim.Generation != 2 || now.Spec.Claims != 2 || claim.Mode != "m" {
+		t.Errorf("its claim is %+v, of %d", claim, now.Spec.Claims)
+	}
+	c.over(want)
+	c.exported("v", &volume.Grant{Generation: 2, Node: c.name})
+	again, err := c.newHome.Open(c.ctx, c.id, 2)
+	check.OK(t, err)
+	if again.NQN != room.NQN || again.Record.Labels["target"] != "/pod" {
+		t.Errorf("opened again it is %s of %v, before %s", again.NQN, again.Record.Labels, room.NQN)
+	}
+	if names := c.a.network.Exported(); len(names) != 1 || names[0] != room.NQN {
+		t.Errorf("exported are %v", names)
+	}
+	// What comes late is refused.
+	late := move.Of{ID: c.id, Claim: 1, Object: now.Generation}
+	_, err = c.old.Seal(c.ctx, late)
+	fails(t, err, errdefs.ErrPrecondition)
+	fails(t, c.fresh.Complete(c.ctx, late, room.NQN, sealed), errdefs.ErrPrecondition)
+	fails(t, c.fresh.Drop(c.ctx, late, room.NQN), errdefs.ErrPrecondition)
+	_, err = c.home.Open(c.ctx, c.id, 1)
+	fails(t, err, errdefs.ErrNotFound)
+	c.released(s)
+}
+
+// TestMoveInUseSteps: each step may be taken again, and is refused to others, and by an object of before.
+func TestMoveInUseSteps(t *testing.T) {
+	c, _ := carried(t)
+	of := c.of()
+	from, room := c.prepare()
+	for name, other := range map[string]move.Of{
+		"another claim":  {ID: of.ID, Claim: of.Claim + 1, Object: of.Object},
+		"another object": {ID: of.ID, Claim: of.Claim, Object: of.Object - 1},
+		"another pool":   {ID: volume.ID{Kind: of.ID.Kind, Pool: "b", Key: of.ID.Key}, Claim: of.Claim, Object: of.Object},
+	} {
+		elsewhere := from
+		elsewhere.ID = other.ID
+		for call, err := range map[string]error{
+			"Describe": second(c.old.Describe(c.ctx, other)), "Ranges": second(c.old.Ranges(c.ctx, other)), "Seal": second(c.old.Seal(c.ctx, other)),
+			"Prepare": second(c.fresh.Prepare(c.ctx, other, elsewhere)), "Complete": c.fresh.Complete(c.ctx, other, room.NQN, elsewhere), "Drop": c.fresh.Drop(c.ctx, other, room.NQN),
+		} {
+			if !errors.Is(err, errdefs.ErrPrecondition) {
+				t.Errorf("%s of %s: %v", call, name, err)
+			}
+		}
+	}
+	stranger := &carrier{environment: c.environment, name: c.b.name, a: c.a, b: c.b, id: c.id}
+	stranger.call()
+	for call, err := range map[string]error{
+		"Describe": second(stranger.old.Describe(c.ctx, of)), "Ranges": second(stranger.old.Ranges(c.ctx, of)), "Seal": second(stranger.old.Seal(c.ctx, of)),
+		"Prepare": second(stranger.fresh.Prepare(c.ctx, of, from)), "Complete": stranger.fresh.Complete(c.ctx, of, room.NQN, from), "Drop": stranger.fresh.Drop(c.ctx, of, room.NQN),
+	} {
+		if !errors.Is(err, errdefs.ErrPrecondition) {
+			t.Errorf("%s by another node: %v", call, err)
+		}
+	}
+	fails(t, second(stranger.old.Sealed(c.ctx, c.id)), errdefs.ErrNotFound) // it has not moved
+	for range 2 {
+		again, err := c.fresh.Prepare(c.ctx, of, from)
+		if check.OK(t, err); again.NQN != room.NQN || string(again.Secret) != string(room.Secret) {
+			t.Errorf("prepared again it is %v, before %v", again, room)
+		}
+		c.mirror(room)
+		sealed := c.complete(room)
+		check.OK(t, c.fresh.Complete(c.ctx, of, room.NQN, sealed))
+		check.OK(t, c.fresh.Drop(c.ctx, of, room.NQN))
+		check.OK(t, c.fresh.Drop(c.ctx, of, room.NQN))
+		if left := c.leftovers(c.b); len(left) != 0 {
+			t.Errorf("dropped, node-2 has %v", left)
+		}
+		fails(t, c.fresh.Complete(c.ctx, of, room.NQN, sealed), errdefs.ErrNotFound) // its copy is lost before anybody says that it is there
+		from, room = c.prepare()
+	}
+	want := c.content(c.a, c.id)
+	_, _ = c.pinned()
+	fails(t, c.fresh.Drop(c.ctx, of, room.NQN), errdefs.ErrPrecondition)
+	fails(t, second(c.fresh.Prepare(c.ctx, of, from)), errdefs.ErrPrecondition)
+	s := c.flipped("v", c.b)
+	c.over(want)
+	c.released(s)
+}
+
+// TestMoveInUsePinned: from when all of it is said to be there until the controller has named the new node, or that is taken back, nothing of the volume changes at its old node.
+func TestMoveInUsePinned(t *testing.T) {
+	c, _ := carried(t)
+	room, _ := c.pinned()
+	swap := func(from, to string) error {
+		before := map[string]string{}
+		if from != "" {
+			before["target"] = from
+		}
+		return second(c.home.SetLabels(c.ctx, c.id, 1, before, map[string]string{"target": to}))
+	}
+	for name, change := range map[string]func() error{
+		"labels":     func() error { return swap("", "/pod") },
+		"open":       func() error { return second(c.home.Open(c.ctx, c.id, 1)) },
+		"growth":     func() error { return second(c.a.local.Expand(c.ctx, c.id, volume.Range{Required: 2 * mib})) },
+		"a snapshot": func() error { return second(c.a.local.CreateSnapshot(c.ctx, "cut", c.id)) },
+	} {
+		if err := change(); !errors.Is(err, errdefs.ErrUnavailable) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	if !c.unpin() {
+		t.Fatal("nobody names the new node, and it is too late")
+	}
+	stale := c.object("v")
+	sealed, err := c.old.Seal(c.ctx, c.of())
+	check.OK(t, err)
+	check.OK(t, swap("", "/pod")) // whoever is about to say that all is there does not know of it
+	if err := c.pin(stale, sealed); err == nil {
+		t.Error("what was changed since is said to be there")
+	}
+	if again, err := c.old.Seal(c.ctx, c.of()); err != nil || !again.Created.After(sealed.Created) || again.Labels["target"] != "/pod" {
+		t.Errorf("sealed again it is %+v, %v; it was %+v", again, err, sealed)
+	}
+	check.OK(t, second(c.home.Open(c.ctx, c.id, 1)))
+	if now := c.object("v"); now.Status.Move.Undone < 3 {
+		t.Errorf("its object says %+v", now.Status.Move)
+	}
+	// Growth makes what was said untrue, also if it is asked for meanwhile.
+	c.eventually("all of it is there", func() bool {
+		now := c.object("v")
+		return c.pin(now, c.complete(room)) == nil
+	})
+	o := c.object("v")
+	before := o.DeepCopy()
+	o.Spec.Size = 2 * mib
+	check.OK(t, c.Patch(c.ctx, o, client.MergeFrom(before)))
+	s, _ := c.store()
+	time.Sleep(time.Second)
+	if at := c.object("v").Spec.NodeName; at != c.a.name {
+		t.Fatalf("it is of %s, and was to grow", at)
+	}
+	c.unpin()
+	c.eventually("it has grown", func() bool { return c.object("v").Status.Size == 2*mib })
+	want := c.content(c.a, c.id)
+	c.pinned()
+	c.over(want)
+	c.released(s)
+}
+
+// TestMoveInUseReleased: the claim goes at each step before the new node is named. What was prepared is not used; the volume moves as one that nobody uses, or is claimed anew and moved by that.
+func TestMoveInUseReleased(t *testing.T) {
+	for step, reach := range map[string]func(c *carrier) export.Opened{
+		"prepared": func(c *carrier) export.Opened { _, room := c.prepare(); return room },
+		"sealed": func(c *carrier) export.Opened {
+			_, room := c.prepare()
+			check.OK(c, second(c.old.Seal(c.ctx, c.of())))
+			return room
+		},
+		"complete": func(c *carrier) export.Opened { _, room := c.prepare(); c.complete(room); return room },
+		"pinned":   func(c *carrier) export.Opened { room, _ := c.pinned(); return room },
+	} {
+		for _, claimed := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s,claimed=%v", step, claimed), func(t *testing.T) {
+				c, _ := carried(t)
+				room := reach(c)
+				of := c.of()
+				c.claimFor(c.id, "")
+				if claimed {
+					c.claimFor(c.id, c.name)
+				}
+				// What is written since is in the old node's bytes alone.
+				check.OK(t, c.a.local.Unexport(c.ctx, c.id, 1))
+				c.write(c.a, c.id, 0)
+				want := c.content(c.a, c.id)
+				var late error
+				c.eventually("the new node answers", func() bool { // its agent has heard of the claim's end too, and may be at it
+					late = c.fresh.Complete(c.ctx, of, room.NQN, volume.Origin{ID: c.id, Created: time.Now(), Size: mib, Labels: map[string]string{}})
+					return !errors.Is(late, errdefs.ErrBusy)
+				})
+				fails(t, late, errdefs.ErrPrecondition)
+				s, _ := c.store()
+				if claimed {
+					time.Sleep(500 * time.Millisecond)
+					if at := c.object("v").Spec.NodeName; at != c.a.name {
+						t.Fatalf("it is of %s", at)
+					}
+					c.eventually("it is opened", func() bool { return second(c.home.Open(c.ctx, c.id, 2)) == nil })
+					if again, _ := c.pinned(); again.NQN == room.NQN {
+						t.Error("another claim is given what was prepared for the one before")
+					}
+				}
+				c.over(want)
+				if claimed {
+					c.exported("v", &volume.Grant{Generation: 3, Node: c.name})
+				} else if names := c.a.network.Exported(); len(names) != 0 {
+					t.Errorf("exported are %v", names)
+				}
+				c.released(s)
+			})
+		}
+	}
+}
+
+// TestMoveInUseTakenBack: the move is taken back at each step, and asked for again: what was prepared goes, unless nobody has seen that, and who says late that all is there is refused.
+func TestMoveInUseTakenBack(t *testing.T) {
+	c, _ := carried(t)
+	for _, pin := range []bool{false, true} {
+		_, room := c.prepare()
+		c.mirror(room)
+		before := c.object("v")
+		of, sealed := c.of(), c.complete(room)
+		if pin {
+			c.eventually("all of it is there", func() bool {
+				now := c.object("v")
+				return c.pin(now, sealed) == nil
+			})
+		}
+		c.movesTo("v", "")
+		c.eventually("nothing is left", func() bool { return len(c.leftovers(c.b)) == 0 && c.object("v").Status.Move == nil })
+		check.OK(t, second(c.home.SetLabels(c.ctx, c.id, 1, nil, map[string]string{"flags": fmt.Sprint(pin)})))
+		check.OK(t, second(c.home.SetLabels(c.ctx, c.id, 1, map[string]string{"flags": fmt.Sprint(pin)}, nil)))
+		c.movesTo("v", c.b.name)
+		if err := c.pin(before, sealed); err == nil {
+			t.Error("what was taken back is said to be all there")
+		}
+		fails(t, c.fresh.Complete(c.ctx, of, room.NQN, sealed), errdefs.ErrPrecondition)
+		fails(t, second(c.old.Seal(c.ctx, of)), errdefs.ErrPrecondition)
+		c.movesays("v", "is used on node node-3")
+	}
+	want := c.content(c.a, c.id)
+	c.pinned()
+	s := c.flipped("v", c.b)
+	c.over(want)
+	c.released(s)
+}
+
+// TestMoveInUseEnds: the claim goes, or the new node starts anew, right after that was named: the volume is there, whatever comes first, and is released when that gives it to nobody.
+func TestMoveInUseEnds(t *testing.T) {
+	c, _ := carried(t)
+	want := c.content(c.a, c.id)
+	c.pinned()
+	c.b.stop()
+	s := c.flipped("v", c.b)
+	_, err := c.b.local.Get(c.ctx, c.id)
+	fails(t, err, errdefs.ErrNotFound)
+	ctx, cancel := context.WithTimeout(c.ctx, 2*time.Second)
+	defer cancel()
+	fails(t, s.Release(ctx, c.id, c.name), errdefs.ErrUnavailable) // the new node may give it to its user
+	if v := c.object("v"); v.Spec.Claim != nil {
+		t.Errorf("its claim is %+v", v.Spec.Claim)
+	}
+	c.start(c.b)
+	c.over(want)
+	c.released(s)
+}
+
+// TestMoveInUseOldNodeAway: the old node dies when the new one is named. The new one takes the volume over, and its user goes on; the old one gives its bytes back when it is there again.
+func TestMoveInUseOldNodeAway(t *testing.T) {
+	c, _ := carried(t)
+	want := c.content(c.a, c.id)
+	c.pinned()
+	c.a.stop()
+	s := c.flipped("v", c.b)
+	c.exported("v", &volume.Grant{Generation: 2, Node: c.name})
+	if names := c.a.network.Exported(); len(names) != 2 {
+		t.Errorf("exported are %v", names) // the old one's leads nowhere that counts
+	}
+	c.start(c.a)
+	c.over(want)
+	c.released(s)
+}
+
+// TestMoveInUseCopyLost: what the new node has is gone when it is named. It is never brought from the old node, which has nothing of what was written since: it is lost, and said to be.
+func TestMoveInUseCopyLost(t *testing.T) {
+	c, _ := carried(t)
+	c.pinned()
+	c.b.stop()
+	check.OK(t, c.b.local.DropLeftover(c.ctx, c.leftovers(c.b)[0]))
+	c.flipped("v", c.b)
+	c.start(c.b)
+	c.eventually("it is lost", func() bool {
+		h := c.object("v").Status.Health
+		return len(h) == 1 && h[0].Reason == "VolumeMissing"
+	})
+	if v := c.object("v"); v.Status.Move.Arrived {
+		t.Errorf("it has arrived: %+v", v.Status.Move)
+	}
+	check.OK(t, second(c.a.local.Get(c.ctx, c.id)))
+}
+
+// TestMoveInUseRestored: the API server goes back to when all was said to be on the new node, which was taken back since, and the volume used at its old node. That is asked before the new one
+// takes over, and has the newer bytes.
+func TestMoveInUseRestored(t *testing.T) {
+	c, _ := carried(t)
+	_, sealed := c.pinned()
+	c.unpin()
+	check.OK(t, second(c.home.Open(c.ctx, c.id, 1))) // its user stages it anew
+	c.eventually("the API server is back where it was", func() bool { return c.pin(c.object("v"), sealed) == nil })
+	c.flipped("v", c.b)
+	c.movesays("v", "its bytes are newer")
+	_, err := c.b.local.Get(c.ctx, c.id)
+	fails(t, err, errdefs.ErrNotFound)
+	check.OK(t, second(c.a.local.Get(c.ctx, c.id)))
+	if names := c.a.network.Exported(); len(names) != 2 {
+		t.Errorf("exported are %v", names)
+	}
+}
+
+// TestMovedAndStaged: a volume that has moved, and was not taken over yet, is staged later, on its new node and on others: it is not missing.
+func TestMovedAndStaged(t *testing.T) {
+	w, a, b, v, _ := aboutToMove(t)
+	b.stop()
+	var stuck atomic.Bool
+	stuck.Store(true)
+	b.hook = func(operation string, _ blockdev.Ref) error {
+		if operation == "SetLabels" && stuck.Load() {
+			return errdefs.ErrUnavailable
+		}
+		return nil
+	}
+	s := w.flipped("v", b)
+	w.start(b)
+	w.claimFor(v.ID, b.name)
+	_, err := b.uses.Get(w.ctx, v.ID)
+	fails(t, err, errdefs.ErrUnavailable)
+	generation := w.claimFor(v.ID, a.name)
+	home := w.homeOf(b, a)
+	for call, err := range map[string]error{"Open": second(home.Open(w.ctx, v.ID, generation)), "Record": second(home.Record(w.ctx, v.ID, generation))} {
+		if !errors.Is(err, errdefs.ErrUnavailable) {
+			t.Errorf("%s: %v", call, err)
+		}
+	}
+	w.claimFor(v.ID, "")
+	stuck.Store(false)
+	w.moved("v", a, b)
+	w.claimFor(v.ID, b.name)
+	check.OK(t, second(b.uses.Get(w.ctx, v.ID)))
+	w.claimFor(v.ID, "")
+	check.OK(t, s.Delete(w.ctx, v.ID))
+}

@@ -1,0 +1,386 @@
+package volume
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/ashlar-csi/ashlar/internal/trace"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// A volume may also move while it is used (docs/decisions/moving-in-use.md): the node that uses it mirrors it to the new node, which has prepared room for it. What
+// follows is what its two nodes do for that. The old one describes the volume, tells where it holds data, and seals it when all is copied: its user goes on. The new
+// one prepares an unfinished copy, empty, which it exports to that user for the claim's next generation, and completes it when all is there. From then on it is
+// as if it had brought it: it arrives, and the old node departs.
+
+// Describe returns a volume as the origin of a move that begins while it is used. Created is now, later than all descriptions and seals of before; there is no
+// Read. A seal for its user is broken. Claims is how many claims there were.
+func (l *Local) Describe(ctx context.Context, id ID, claims int64) (Origin, error) {
+	if err := l.unsealUsed(ctx, id); err != nil {
+		return Origin{}, err
+	}
+	pool, record, err := l.exportRecord(ctx, id)
+	if err != nil {
+		return Origin{}, err
+	}
+	from, err := l.describe(ctx, pool, record)
+	from.Created, from.Claims = sealTime(), claims
+	return from, err
+}
+
+// Where a volume holds data is told in so much time, and in so many ranges; else in coarser ones.
+const (
+	rangesTime = 2 * time.Second
+	mostRanges = 512
+)
+
+// DataRanges are those of a volume that hold data, in order: what is between them reads as zeros. If that takes long to find out it is all one range. Who uses
+// the volume holds back its writes, from before this until it knows of all that it writes itself.
+func (l *Local) DataRanges(ctx context.Context, id ID) ([]blockdev.Extent, error) {
+	pool, record, err := l.exportRecord(ctx, id)
+	if err != nil {
+		return nil, err
+	}
+	whole := []blockdev.Extent{{Length: record.Size}}
+	differ, ok := blockdev.As[blockdev.Differ](pool)
+	if !ok {
+		return whole, nil
+	}
+	short, cancel := context.WithTimeout(ctx, rangesTime)
+	defer cancel()
+	var ranges []blockdev.Extent
+	err = differ.Allocated(short, record.Ref, 0, func(e blockdev.Extent) error {
+		if ranges = append(ranges, e); len(ranges) >= 2*mostRanges {
+			ranges = coarser(ranges)
+		}
+		return nil
+	})
+	if err != nil && short.Err() != nil && ctx.Err() == nil {
+		return whole, nil // the pool has to read it all
+	}
+	return coarser(ranges), err
+}
+
+// coarser leaves out the smallest gaps between ranges until they are as many as there may be.
+func coarser(ranges []blockdev.Extent) []blockdev.Extent {
+	if len(ranges) <= mostRanges {
+		return ranges
+	}
+	gap := func(i int) int64 { return ranges[i].Offset - ranges[i-1].Offset - ranges[i-1].Length }
+	gaps := make([]int64, 0, len(ranges)-1)
+	for i := 1; i < len(ranges); i++ {
+		gaps = append(gaps, gap(i))
+	}
+	slices.Sort(gaps)
+	least := gaps[len(gaps)-mostRanges+1] // and larger ones stay
+	fewer := ranges[:1:1]
+	for i := 1; i < len(ranges); i++ {
+		if last := &fewer[len(fewer)-1]; gap(i) < least || len(fewer) == mostRanges {
+			last.Length = ranges[i].Offset + ranges[i].Length - last.Offset
+		} else {
+			fewer = append(fewer, ranges[i])
+		}
+	}
+	return fewer
+}
+
+// SealFor is Seal for the user of a volume, which is exported to it, or attached on this node if that is the user: it goes on. What Created says is when it was
+// sealed, the same each time; Labels are all that the volume takes along, which do not change from then on. It stays sealed as long as the API server does not say that
+// the volume stays. ErrPrecondition for one that somebody else uses, or nobody.
+func (l *Local) SealFor(ctx context.Context, id ID, claims int64, to Grant) (Origin, error) {
+	pool, record, err := l.exportRecord(ctx, id)
+	if err != nil {
+		return Origin{}, err
+	}
+	if err := l.usedBy(ctx, pool, record, to); err != nil {
+		return Origin{}, err
+	}
+	s, err := sealOf(record)
+	if err != nil || s.used != to.Generation {
+		s = seal{sealTime(), claims, to.Generation}
+		if record, err = pool.SetLabels(ctx, record.Ref, func(labels map[string]string) error {
+			labels[labelSealed] = s.label()
+			return nil
+		}); err != nil {
+			return Origin{}, err
+		}
+	}
+	from, err := l.describe(ctx, pool, record)
+	from.Created, from.Claims = s.since, s.claims
+	if err == nil {
+		for _, label := range usedLabels {
+			setLabel(from.Labels, label, record.Labels[label])
+		}
+	}
+	return from, err
+}
+
+// usedBy is ErrPrecondition unless a node uses a volume by a claim, and nobody else does.
+func (l *Local) usedBy(ctx context.Context, pool blockdev.Pool, record blockdev.Record, to Grant) error {
+	_, how, err := l.exporter()
+	if err != nil {
+		return err
+	}
+	e, is, err := exportOf(record)
+	switch {
+	case err != nil:
+		return err
+	case to.Node != l.node && (!is || e.Grant != to || e.boot != how.Boot), to.Node == l.node && is:
+		return fmt.Errorf("%w: volume %s is not given to %s", errdefs.ErrPrecondition, record.Key, to)
+	case to.Node != l.node:
+		return nil
+	}
+	err = l.unusedHere(ctx, pool, record.Ref)
+	switch {
+	case errors.Is(err, errdefs.ErrInUse):
+		return nil
+	case err == nil:
+		err = fmt.Errorf("%w: volume %s is not attached on its node %s", errdefs.ErrPrecondition, record.Key, l.node)
+	}
+	return err
+}
+
+// unsealUsed has a volume be changed that is sealed for its user, if it stays.
+func (l *Local) unsealUsed(ctx context.Context, id ID) error {
+	_, record, err := l.exportRecord(ctx, id)
+	if err != nil {
+		return errdefs.IgnoreNotFound(err)
+	}
+	if s, err := sealOf(record); err != nil || s.used == 0 {
+		return nil
+	}
+	return l.unseal(ctx, id)
+}
+
+// prepared is what the label of an unfinished copy (labelImport) says that was prepared for the user of a volume: the generation of the claim that it is exported
+// for, and when the volume was described.
+type prepared struct {
+	generation int64
+	described  time.Time
+}
+
+const preparedWord = "inuse"
+
+func (p prepared) label(key string) string {
+	return key + "/" + p.described.UTC().Format(time.RFC3339Nano) + "/" + preparedWord + "." + strconv.FormatInt(p.generation, 10)
+}
+
+// preparedOf is what a record says that was prepared; false if it is none of that.
+func preparedOf(r blockdev.Record) (p prepared, is bool) {
+	parts := strings.Split(r.Labels[labelImport], "/")
+	if len(parts) != 3 || parts[0] != r.Key {
+		return p, false
+	}
+	generation, is := strings.CutPrefix(parts[2], preparedWord+".")
+	described, err := time.Parse(time.RFC3339Nano, parts[1])
+	if err != nil || !is {
+		return p, false
+	}
+	p.described = described
+	p.generation, err = strconv.ParseInt(generation, 10, 64)
+	return p, err == nil
+}
+
+// preparedSince is when what was prepared was described, or if it is complete was sealed; zero for anything else.
+func preparedSince(r blockdev.Record) time.Time {
+	if p, is := preparedOf(r); is {
+		return p.described
+	}
+	since, _ := broughtSince(r)
+	return since
+}
+
+// Prepare makes room for a volume that moves here while it is used, as it is described, in a pool of the same name, and exports that for the user's next claim; to a
+// user on this node nothing is exported. It reads as zeros: asked again it answers the same, but if the export has ended, or the volume was described again, it
+// is another one, and the one before goes. ErrPrecondition if what is here is of a later description. It is nobody's until Complete, and Arrive.
+func (l *Local) Prepare(ctx context.Context, name string, provisioning blockdev.Provisioning, from Origin, to Grant) (_ Exported, err error) {
+	if err := from.checkMove(name); err != nil {
+		return Exported{}, err
+	}
+	_, how, err := l.exporter()
+	if err != nil {
+		return Exported{}, err
+	}
+	ctx, end := trace.Start(ctx, "prepare for a volume that moves here", "volume", from.ID.String())
+	defer func() { end(err) }()
+	pool, ref, err := l.object(from.ID, blockdev.Volume)
+	if err != nil {
+		return Exported{}, err
+	}
+	want := prepared{to.Generation, from.Created}
+	record, err := pool.Get(ctx, ref)
+	if err == nil {
+		if e, is, unread := exportOf(record); unread == nil && record.Labels[labelImport] == want.label(ref.Key) &&
+			(to.Node == l.node && !is || is && e.Grant == to && e.boot == how.Boot) {
+			return l.showPrepared(ctx, pool, record, e, from)
+		}
+		err = l.replacePrepared(ctx, pool, record, want, from.Claims)
+	}
+	if errdefs.IgnoreNotFound(err) != nil {
+		return Exported{}, err
+	}
+	e := export{Grant: to}
+	labels := maps.Clone(from.Labels)
+	labels[labelImport] = want.label(ref.Key)
+	if to.Node != l.node {
+		e = newExport(to, how.Boot)
+		labels[labelExport] = e.label()
+	}
+	if record, err = l.createMoved(ctx, pool, name, provisioning, from, labels); err != nil {
+		return Exported{}, err
+	}
+	return l.showPrepared(ctx, pool, record, e, from)
+}
+
+// replacePrepared removes what is here of a volume, to make room for what is described later.
+func (l *Local) replacePrepared(ctx context.Context, pool blockdev.Pool, record blockdev.Record, want prepared, claims int64) error {
+	if !unfinished(record) {
+		return l.dropLeft(ctx, pool, record, claims)
+	}
+	if since := preparedSince(record); since.After(want.described) {
+		return fmt.Errorf("%w: node %s has made room for volume %s as it was at %v, and is asked to for %v, which was before", errdefs.ErrPrecondition, l.node, record.Key,
+			since, want.described)
+	}
+	return l.dropUnfinished(ctx, ID{record.Kind, pool.Name(), record.Key})
+}
+
+// showPrepared exports what was prepared, if it is for another node. What cannot be used goes.
+func (l *Local) showPrepared(ctx context.Context, pool blockdev.Pool, record blockdev.Record, e export, from Origin) (out Exported, err error) {
+	id := ID{record.Kind, pool.Name(), record.Key}
+	sector, err := sectorOf(ctx, pool, record.Ref)
+	if err == nil && sector > from.Sector {
+		err = fmt.Errorf("%w: the sectors of pool %s have %d bytes, those of volume %s %d, and what was made for these may not be used there", errdefs.ErrUnsupported,
+			pool.Name(), sector, id, from.Sector)
+	}
+	if err != nil {
+		return Exported{}, errors.Join(err, l.giveUp(ctx, id, err))
+	}
+	if e.Node == l.node {
+		return Exported{Grant: e.Grant, Size: record.Size, Record: record}, nil
+	}
+	return l.export(ctx, pool, record, e)
+}
+
+// Complete makes what was prepared for a user all of a volume that moves here, as it was sealed: from then on it is as if it had been brought. The user has mirrored
+// it, and nothing is missing; nqn is that of the export it is connected to, empty on this node. What it wrote is durable then. ErrNotFound for what is not here, or is
+// another one.
+func (l *Local) Complete(ctx context.Context, from Origin, to Grant, nqn string) (err error) {
+	ctx, end := trace.Start(ctx, "complete a volume that moves here", "volume", from.ID.String())
+	defer func() { end(err) }()
+	pool, record, e, err := l.preparedFor(ctx, from.ID, to, nqn)
+	if err != nil {
+		return err
+	}
+	if err := from.checkMove(record.Name, usedLabels...); err != nil {
+		return err
+	}
+	if since := preparedSince(record); since.After(from.Created) {
+		return fmt.Errorf("%w: volume %s was sealed at %v, and what is here is of %v", errdefs.ErrPrecondition, from.ID, from.Created, since)
+	}
+	if g := pool.Granularity(); (from.Size+g-1)/g*g != record.Size {
+		return fmt.Errorf("%w: volume %s has %d bytes, and there is room for %d", errdefs.ErrPrecondition, from.ID, from.Size, record.Size)
+	}
+	if err := l.syncPrepared(ctx, pool, record.Ref); err != nil {
+		return fmt.Errorf("sync what was copied of volume %s: %w", from.ID, err)
+	}
+	_, err = pool.SetLabels(ctx, record.Ref, func(labels map[string]string) error {
+		clear(labels)
+		maps.Copy(labels, from.Labels)
+		labels[labelImport] = broughtLabel(record.Key, from.Created)
+		if to.Node != l.node {
+			labels[labelExport] = e.label()
+		}
+		return nil
+	})
+	return err
+}
+
+// syncPrepared writes out what the disks below hold back: what the kernel copies it does not flush.
+func (l *Local) syncPrepared(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref) error {
+	devices, err := pool.Attached(ctx, ref)
+	if err != nil {
+		return err
+	}
+	if len(devices) == 0 {
+		attached, err := pool.Attach(ctx, ref, blockdev.Attachment{})
+		if err != nil {
+			return err
+		}
+		defer attached.Close()
+		devices = append(devices, attached)
+	}
+	for _, d := range devices {
+		f, err := os.Open(d.Path)
+		if err == nil {
+			err = errors.Join(f.Sync(), f.Close())
+		}
+		if err != nil {
+			return errdefs.FromErrno(err)
+		}
+	}
+	return nil
+}
+
+// preparedFor is what was prepared, or completed, for a user of a volume: it is exported to it since this machine has started, by that name. ErrNotFound if not.
+func (l *Local) preparedFor(ctx context.Context, id ID, to Grant, nqn string) (blockdev.Pool, blockdev.Record, export, error) {
+	_, how, err := l.exporter()
+	if err != nil {
+		return nil, blockdev.Record{}, export{}, err
+	}
+	pool, ref, err := l.object(id, blockdev.Volume)
+	if err != nil {
+		return nil, blockdev.Record{}, export{}, err
+	}
+	record, err := pool.Get(ctx, ref)
+	if err != nil {
+		return nil, record, export{}, err
+	}
+	p, is := preparedOf(record)
+	_, whole := broughtSince(record)
+	e, exported, err := exportOf(record)
+	switch {
+	case err != nil:
+	case is && p.generation != to.Generation || !is && !whole, to.Node == l.node && exported,
+		to.Node != l.node && (!exported || e.Grant != to || e.boot != how.Boot || e.nqn(id.Key) != nqn):
+		err = fmt.Errorf("%w: what node %s has of volume %s was not prepared for %s", errdefs.ErrNotFound, l.node, id, to)
+	}
+	return pool, record, e, err
+}
+
+// DropPrepared removes what was prepared for a user of a volume, and exported by that name, or on this node by none. Anything else stays, and is no error.
+func (l *Local) DropPrepared(ctx context.Context, id ID, to Grant, nqn string) error {
+	if _, _, _, err := l.preparedFor(ctx, id, to, nqn); err != nil {
+		return errdefs.IgnoreNotFound(err)
+	}
+	return l.dropUnfinished(ctx, id)
+}
+
+// endPrepared ends what keeps something unfinished in use that was prepared for the user of a volume: its export, or the device that this node has of it.
+func (l *Local) endPrepared(ctx context.Context, pool blockdev.Pool, record blockdev.Record) error {
+	e, is, err := exportOf(record)
+	if err != nil {
+		return err
+	}
+	if is {
+		return l.unexport(ctx, pool, record, e)
+	}
+	return l.detach(ctx, l.stacks.Of(pool, record.Ref))
+}
+
+// SealedSince is when a volume was sealed; false if it is not.
+func (l *Local) SealedSince(ctx context.Context, id ID) (time.Time, bool, error) {
+	_, record, err := l.exportRecord(ctx, id)
+	if err != nil {
+		return time.Time{}, false, err
+	}
+	s, err := sealOf(record)
+	return s.since, err == nil, nil
+}

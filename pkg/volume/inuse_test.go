@@ -1,0 +1,353 @@
+package volume_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"reflect"
+	"testing"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
+)
+
+// moving are two nodes, each with a target of its own, and a volume of the first that node c uses by claim 3.
+type moving struct {
+	a, b    *volume.Local
+	ka, kb  *target
+	v       volume.Volume
+	at      volume.Exported // of a
+	cluster *stays          // of a
+	restart func()
+}
+
+func newMoving(t *testing.T) *moving {
+	t.Helper()
+	m := &moving{ka: newTarget(t), kb: newTarget(t), cluster: &stays{}}
+	homes := twoHomes(t)
+	m.restart = func() {
+		m.a, m.b = homes()
+		m.a.SetMoves(m.cluster)
+		serve(t, m.a, m.ka, &consumer{nothing: true})
+		serve(t, m.b, m.kb, nil)
+	}
+	m.restart()
+	m.v, _ = withContents(t, m.a)
+	var err error
+	m.at, err = m.a.Export(t.Context(), m.v.ID, grant(3, "c"))
+	check.OK(t, err)
+	t.Cleanup(func() {
+		for _, l := range []*volume.Local{m.a, m.b} {
+			check.OK(t, errors.Join(l.Unexport(context.Background(), m.v.ID, 0), l.DropLeftover(context.Background(), volume.Leftover{ID: m.v.ID, For: m.v.ID.Key})))
+		}
+	})
+	return m
+}
+
+// mirror makes what a new node has what the old one has, as the kernel of their user does.
+func (m *moving) mirror(t *testing.T, to volume.Exported, ranges []blockdev.Extent) {
+	t.Helper()
+	m.ka.mu.Lock()
+	old := m.ka.exports[m.at.NQN].Device
+	m.ka.mu.Unlock()
+	m.kb.mu.Lock()
+	fresh := m.kb.exports[to.NQN].Device
+	m.kb.mu.Unlock()
+	from, err := os.Open(old)
+	check.OK(t, err)
+	defer from.Close()
+	into, err := os.OpenFile(fresh, os.O_RDWR, 0)
+	check.OK(t, err)
+	defer into.Close()
+	for _, e := range ranges {
+		data := make([]byte, e.Length)
+		_, err := from.ReadAt(data, e.Offset)
+		check.OK(t, err)
+		_, err = into.WriteAt(data, e.Offset)
+		check.OK(t, err)
+	}
+}
+
+// TestMoveInUse: a volume moves while another node uses it: what that has mirrored is nobody's before it is complete and arrives, and then all of the volume is there, with how it is used,
+// exported to that node by the same name all along, also after the new node's driver has started again.
+func TestMoveInUse(t *testing.T) {
+	m := newMoving(t)
+	check.OK(t, second(m.a.SwapLabels(t.Context(), m.v.ID, nil, map[string]string{"target": "/pod", "flags": "abc"})))
+	from, err := m.a.Describe(t.Context(), m.v.ID, 3)
+	check.OK(t, err)
+	ranges, err := m.a.DataRanges(t.Context(), m.v.ID)
+	check.OK(t, err)
+	total := int64(0)
+	for _, e := range ranges {
+		total += e.Length
+	}
+	if total < 9*mib || total > 20*mib {
+		t.Errorf("%d bytes hold data: %v", total, ranges)
+	}
+	to := grant(4, "c")
+	room, err := m.b.Prepare(t.Context(), "source", blockdev.Thin, from, to)
+	check.OK(t, err)
+	if again, err := m.b.Prepare(t.Context(), "source", blockdev.Thin, from, to); err != nil || again.NQN != room.NQN || again.Secret == "" || again.Secret != room.Secret {
+		t.Errorf("asked again it answers %v, %v; before %v", again, err, room)
+	}
+	fails(t, second(m.b.Get(t.Context(), m.v.ID)), errdefs.ErrNotFound, "Get of what is not complete")
+	fails(t, m.b.Arrive(t.Context(), m.v.ID), errdefs.ErrNotFound, "Arrive of what is not complete")
+	m.mirror(t, room, ranges)
+	m.restart()
+	if len(m.kb.exports) != 1 || m.kb.exports[room.NQN].Host != room.Host {
+		t.Errorf("after a start it exports %v", m.kb.exports)
+	}
+
+	sealed, err := m.a.SealFor(t.Context(), m.v.ID, 3, grant(3, "c"))
+	check.OK(t, err)
+	if again, err := m.a.SealFor(t.Context(), m.v.ID, 3, grant(3, "c")); err != nil || !reflect.DeepEqual(again, sealed) {
+		t.Errorf("sealed again it is %+v, %v; it was %+v", again, err, sealed)
+	}
+	exportedTo(t, m.a, m.ka, m.v.ID, grant(3, "c")) // its user goes on
+	for range 2 {
+		check.OK(t, m.b.Complete(t.Context(), sealed, to, room.NQN))
+		if here, err := m.b.Brought(t.Context(), m.v.ID, sealed.Created); !here || err != nil {
+			t.Errorf("it is all there: %v, %v", here, err)
+		}
+	}
+	m.restart()
+	for range 2 {
+		check.OK(t, m.b.Arrive(t.Context(), m.v.ID))
+	}
+	exportedTo(t, m.b, m.kb, m.v.ID, to)
+	if m.kb.exports[room.NQN].Device == "" {
+		t.Errorf("its user has lost it: %v", m.kb.exports)
+	}
+	fails(t, m.a.Depart(t.Context(), m.v.ID, sealed.Created), errdefs.ErrInUse, "Depart of what is exported")
+	check.OK(t, m.a.Unexport(t.Context(), m.v.ID, 0))
+	check.OK(t, m.a.Depart(t.Context(), m.v.ID, sealed.Created))
+	moved, err := m.b.Get(t.Context(), m.v.ID)
+	check.OK(t, err)
+	if moved.Target != "/pod" || moved.Flags != "abc" || !moved.Created.Equal(m.v.Created) || moved.Format.State != volume.Raw || moved.Sealed || moved.Exported != to {
+		t.Errorf("it is %+v", moved)
+	}
+	check.OK(t, m.b.Unexport(t.Context(), m.v.ID, 0))
+	holds(t, m.b, moved)
+}
+
+// TestMoveInUsePrepared: what was prepared is replaced by what is described later, and by nothing else; and completed, or dropped, for the one who is connected to it, while it is what
+// that was told of.
+func TestMoveInUsePrepared(t *testing.T) {
+	m := newMoving(t)
+	to := grant(4, "c")
+	prepare := func(from volume.Origin) volume.Exported {
+		t.Helper()
+		room, err := m.b.Prepare(t.Context(), "source", blockdev.Thin, from, to)
+		check.OK(t, err)
+		if len(m.kb.exports) != 1 || m.kb.exports[room.NQN].Device == "" {
+			t.Errorf("it exports %v, and says %v", m.kb.exports, room)
+		}
+		return room
+	}
+	former, err := m.a.Describe(t.Context(), m.v.ID, 3)
+	check.OK(t, err)
+	first := prepare(former)
+	m.mirror(t, first, []blockdev.Extent{{Length: mib}})
+	late, err := m.a.SealFor(t.Context(), m.v.ID, 3, grant(3, "c"))
+	check.OK(t, err)
+	from, err := m.a.Describe(t.Context(), m.v.ID, 3)
+	check.OK(t, err)
+	room := prepare(from)
+	if room.NQN == first.NQN {
+		t.Error("described anew, it is not another one")
+	}
+	f, err := os.Open(m.kb.exports[room.NQN].Device)
+	check.OK(t, err)
+	head := make([]byte, mib)
+	_, err = f.ReadAt(head, 0)
+	check.OK(t, errors.Join(err, f.Close()))
+	if string(head) != string(make([]byte, mib)) {
+		t.Error("it does not read as zeros")
+	}
+	fails(t, second(m.b.Prepare(t.Context(), "source", blockdev.Thin, former, to)), errdefs.ErrPrecondition, "Prepare of an earlier description")
+	sealed, err := m.a.SealFor(t.Context(), m.v.ID, 3, grant(3, "c"))
+	check.OK(t, err)
+	if !sealed.Created.After(late.Created) {
+		t.Errorf("it was described anew, and is sealed as it was at %v", late.Created)
+	}
+	refused := func(when string) {
+		t.Helper()
+		fails(t, m.b.Complete(t.Context(), sealed, to, first.NQN), errdefs.ErrNotFound, when+": Complete of another export")
+		fails(t, m.b.Complete(t.Context(), sealed, grant(5, "c"), room.NQN), errdefs.ErrNotFound, when+": Complete of another claim")
+		fails(t, m.b.Complete(t.Context(), sealed, grant(4, "d"), room.NQN), errdefs.ErrNotFound, when+": Complete of another node")
+		fails(t, m.b.Complete(t.Context(), late, to, room.NQN), errdefs.ErrPrecondition, when+": Complete of an earlier seal")
+		check.OK(t, m.b.DropPrepared(t.Context(), m.v.ID, to, first.NQN))
+		check.OK(t, m.b.DropPrepared(t.Context(), m.v.ID, grant(5, "c"), room.NQN))
+		if m.kb.exports[room.NQN].Device == "" {
+			t.Errorf("%s: it is gone", when)
+		}
+	}
+	refused("prepared")
+	grown := sealed
+	grown.Size += mib
+	fails(t, m.b.Complete(t.Context(), grown, to, room.NQN), errdefs.ErrPrecondition, "Complete of what has grown")
+	bad := sealed
+	bad.Labels = map[string]string{"export": "1"}
+	fails(t, m.b.Complete(t.Context(), bad, to, room.NQN), errdefs.ErrUnsupported, "Complete with a label that does not move")
+	check.OK(t, m.b.Complete(t.Context(), sealed, to, room.NQN))
+	refused("complete")
+	fails(t, second(m.b.Prepare(t.Context(), "source", blockdev.Thin, from, to)), errdefs.ErrPrecondition, "Prepare over what is complete since")
+	check.OK(t, m.b.DropPrepared(t.Context(), m.v.ID, to, room.NQN))
+	if here, err := m.b.Brought(t.Context(), m.v.ID, sealed.Created); here || err != nil || len(m.kb.exports) != 0 {
+		t.Errorf("dropped, it is there: %v, %v, %v", here, err, m.kb.exports)
+	}
+	check.OK(t, m.b.DropPrepared(t.Context(), m.v.ID, to, room.NQN))
+	fails(t, m.b.Complete(t.Context(), sealed, to, room.NQN), errdefs.ErrNotFound, "Complete of what is gone")
+
+	// A node that has started anew may have lost what it was given.
+	from, err = m.a.Describe(t.Context(), m.v.ID, 3)
+	check.OK(t, err)
+	room = prepare(from)
+	m.kb.reboot()
+	m.b.ServeExports(t.Context(), volume.Exporting{Boot: "2", Open: func() (volume.Exporter, error) { return m.kb, nil }, Key: nodeKey})
+	sealed, err = m.a.SealFor(t.Context(), m.v.ID, 3, grant(3, "c"))
+	check.OK(t, err)
+	fails(t, m.b.Complete(t.Context(), sealed, to, room.NQN), errdefs.ErrNotFound, "Complete after the machine's start")
+	from, err = m.a.Describe(t.Context(), m.v.ID, 3)
+	check.OK(t, err)
+	prepare(from)
+	// Nobody wants it any more: it goes with its export.
+	check.OK(t, m.b.DropLeftover(t.Context(), volume.Leftover{ID: m.v.ID, For: m.v.ID.Key}))
+	if len(m.kb.exports) != 0 {
+		t.Errorf("it exports %v", m.kb.exports)
+	}
+}
+
+// TestMoveInUseHere: to a user on the new node nothing is exported.
+func TestMoveInUseHere(t *testing.T) {
+	m := newMoving(t)
+	from, err := m.a.Describe(t.Context(), m.v.ID, 3)
+	check.OK(t, err)
+	room, err := m.b.Prepare(t.Context(), "source", blockdev.Thin, from, grant(4, node))
+	check.OK(t, err)
+	if room.NQN != "" || room.Size != m.v.Size || len(m.kb.exports) != 0 {
+		t.Errorf("it is %v, and exports %v", room, m.kb.exports)
+	}
+	sealed, err := m.a.SealFor(t.Context(), m.v.ID, 3, grant(3, "c"))
+	check.OK(t, err)
+	check.OK(t, m.b.Complete(t.Context(), sealed, grant(4, node), ""))
+	check.OK(t, m.b.Arrive(t.Context(), m.v.ID))
+	if have, err := m.b.Get(t.Context(), m.v.ID); err != nil || have.Exported != (volume.Grant{}) {
+		t.Errorf("it is %+v, %v", have, err)
+	}
+}
+
+// TestSealedForUser: what is sealed for its user changes only if it stays, whoever changes it; and that is no seal of a volume that nobody uses.
+func TestSealedForUser(t *testing.T) {
+	m := newMoving(t)
+	user := grant(3, "c")
+	for name, other := range map[string]volume.Grant{"another claim": grant(4, "c"), "another node": grant(3, "d"), "its own node": grant(3, node)} {
+		fails(t, second(m.a.SealFor(t.Context(), m.v.ID, 3, other)), errdefs.ErrPrecondition, "SealFor of "+name)
+	}
+	target := 0
+	for name, change := range map[string]func(ctx context.Context) error{
+		"its user's labels": func(ctx context.Context) error {
+			was, err := m.a.Get(ctx, m.v.ID)
+			check.OK(t, err)
+			target++
+			before := map[string]string{}
+			if was.Target != "" {
+				before["target"] = was.Target
+			}
+			return second(m.a.SwapLabels(ctx, m.v.ID, before, map[string]string{"target": fmt.Sprint("/pod", target)}))
+		},
+		"labels at home": func(ctx context.Context) error {
+			target++
+			return m.a.SetTarget(ctx, m.v.ID, fmt.Sprint("/pod", target))
+		},
+		"growth": func(ctx context.Context) error {
+			return second(m.a.Expand(ctx, m.v.ID, volume.Range{Required: m.v.Size + mib}))
+		},
+		"a snapshot": func(ctx context.Context) error { return second(m.a.CreateSnapshot(ctx, "meanwhile", m.v.ID)) },
+		"a clone": func(ctx context.Context) error {
+			return second(m.a.Create(ctx, volume.Spec{Name: "clone", Pool: "a", Source: m.v.ID}))
+		},
+		"parameters": func(ctx context.Context) error {
+			return m.a.Modify(ctx, m.v.ID, map[string]string{"readAheadKiB": "128"})
+		},
+		"its user, who opens it anew": func(ctx context.Context) error { return second(m.a.Export(ctx, m.v.ID, user)) },
+		"its move, begun anew":        func(ctx context.Context) error { return second(m.a.Describe(ctx, m.v.ID, 3)) },
+	} {
+		sealed, err := m.a.SealFor(t.Context(), m.v.ID, 3, user)
+		check.OK(t, err)
+		m.cluster.err, m.cluster.used = fmt.Errorf("%w: it is about to move", errdefs.ErrUnavailable), nil
+		fails(t, change(t.Context()), errdefs.ErrUnavailable, name)
+		same(t, name+": asked for claims", m.cluster.used, []int64{3})
+		if again, err := m.a.SealFor(t.Context(), m.v.ID, 3, user); err != nil || !reflect.DeepEqual(again, sealed) {
+			t.Errorf("%s: it is %+v, %v; it was %+v", name, again, err, sealed)
+		}
+		m.cluster.err = nil
+		if err := change(t.Context()); err != nil {
+			t.Errorf("%s: it stays, and %v", name, err)
+		}
+		if since, is, err := m.a.SealedSince(t.Context(), m.v.ID); is || err != nil {
+			t.Errorf("%s: it is sealed since %v, %v", name, since, err)
+		}
+	}
+	used, err := m.a.SealFor(t.Context(), m.v.ID, 3, user)
+	check.OK(t, err)
+	check.OK(t, m.a.Unexport(t.Context(), m.v.ID, 0))
+	if kept, err := m.a.Seal(t.Context(), m.v.ID, volume.AnyClaims); err != nil || !kept.Created.Equal(used.Created) {
+		t.Errorf("what has moved was sealed at %v, and is at %v, %v", used.Created, kept.Created, err)
+	}
+	if unused, err := m.a.Seal(t.Context(), m.v.ID, 3); err != nil || !unused.Created.After(used.Created) {
+		t.Errorf("not used any more it is sealed at %v, %v; its user had it sealed at %v", unused.Created, err, used.Created)
+	}
+
+	// On its own node it has to be attached.
+	fails(t, second(m.a.SealFor(t.Context(), m.v.ID, 4, grant(4, node))), errdefs.ErrPrecondition, "SealFor of what nobody has attached")
+	device, err := m.a.AttachRaw(t.Context(), m.v, nil, true)
+	check.OK(t, err)
+	check.OK(t, second(m.a.SealFor(t.Context(), m.v.ID, 4, grant(4, node))))
+	m.cluster.err = fmt.Errorf("%w: it is about to move", errdefs.ErrUnavailable)
+	fails(t, second(m.a.AttachRaw(t.Context(), m.v, nil, true)), errdefs.ErrUnavailable, "AttachRaw of what is about to move")
+	check.OK(t, errors.Join(device.Close(), m.a.Detach(t.Context(), m.v.ID)))
+}
+
+// TestDataRanges: a volume that holds data in very many places tells coarser ranges, none of which is left out.
+func TestDataRanges(t *testing.T) {
+	disk := memory.NewDisk(8 << 30)
+	pool := disk.Open("default", nil)
+	l := start(t, 0, pool)
+	v, err := l.Create(t.Context(), volume.Spec{Name: "v", Size: volume.Range{Required: 512 * mib}})
+	check.OK(t, err)
+	write := storetest.WriteTo(pool)
+	var at []int64
+	for i := range int64(1500) {
+		at = append(at, (i*4+i%3)*(64<<10))
+	}
+	for _, offset := range at {
+		check.OK(t, write(t.Context(), v.ID, offset, []byte("data")))
+	}
+	ranges, err := l.DataRanges(t.Context(), v.ID)
+	check.OK(t, err)
+	if len(ranges) == 0 || len(ranges) > 512 {
+		t.Errorf("%d ranges", len(ranges))
+	}
+	end := int64(0)
+	for _, e := range ranges {
+		if e.Offset < end || e.Length <= 0 {
+			t.Fatalf("%v after byte %d", e, end)
+		}
+		end = e.Offset + e.Length
+	}
+	for _, offset := range at {
+		found := false
+		for _, e := range ranges {
+			found = found || offset >= e.Offset && offset+4 <= e.Offset+e.Length
+		}
+		if !found {
+			t.Errorf("byte %d is left out", offset)
+		}
+	}
+}

@@ -1,0 +1,339 @@
+package volume
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/ashlar-csi/ashlar/internal/trace"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvmet"
+	"github.com/ashlar-csi/ashlar/pkg/device"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/filesystem"
+)
+
+// A volume of this node may be read by many nodes at once (docs/decisions/many-readers.md). While it is, its one device fails all that is written to it
+// (device.Options.Guarded), whoever has it: a pod of this node, or another node, to which that device is exported. So nobody writes, whatever its readers do.
+//
+// The record says that the volume is read (labelRead), before the device is there and until it is gone; to whom it is exported, the kernel says: it keeps that as long
+// as the machine runs. So there are readers without end, and a record of one size.
+
+// Many reports whether a claim is one of many: its node reads the volume beside others, and nobody writes.
+func (c Claim) Many() bool { return strings.HasSuffix(c.Mode, ","+manyReaders) }
+
+// manyReaders is the CSI access mode of such claims, in Claim.Mode.
+const manyReaders = "MULTI_NODE_READER_ONLY"
+
+// ReadByMany reports whether claims for this volume may be those of many. Of one that is encrypted nobody could replay the journal: its home has no key.
+func (v Volume) ReadByMany() bool {
+	return v.Access == AccessAny && v.Encryption.Scheme == NotEncrypted
+}
+
+// reading is what the record of a volume says while it is read. It ends with the start of the machine, as the exports do.
+type reading struct {
+	word string // random; all exports for this reading have it
+	boot string // the word of the machine's start (Exporting.Boot)
+	here bool   // this node reads it too
+}
+
+var readingPattern = regexp.MustCompile(`^([0-9a-f]{16}):([0-9a-f-]{1,36})(:here)?$`)
+
+func (r reading) label() string {
+	label := r.word + ":" + r.boot
+	if r.here {
+		label += ":here"
+	}
+	return label
+}
+
+// export is the export to a reader.
+func (r reading) export(to Grant) export { return export{to, r.word, r.boot} }
+
+// readingOf is how a volume is read, by its record; false if it is not, or was before the machine started. ErrDataLoss for a label that cannot be read.
+func readingOf(r blockdev.Record, boot string) (reading, bool, error) {
+	label := r.Labels[labelRead]
+	if label == "" {
+		return reading{}, false, nil
+	}
+	parts := readingPattern.FindStringSubmatch(label)
+	if parts == nil {
+		return reading{}, false, fmt.Errorf("%w: the record of %s says that it is read, and not how; another version of the driver may have written it: restart the node, with that version", errdefs.ErrDataLoss, r.Ref)
+	}
+	return reading{parts[1], parts[2], parts[3] != ""}, parts[2] == boot, nil
+}
+
+// AttachToRead makes a volume a device of this node that many read, which fails all that is written to it, and stays until Detach. What it carries can be mounted as it is,
+// without a journal to be replayed. An export of it for writing is ended first. ErrInUse while it is attached here for writing; ErrPrecondition for one that was never written;
+// ErrUnsupported if nothing keeps it from being written to here.
+func (l *Local) AttachToRead(ctx context.Context, v Volume, _ bool) (_ blockdev.Device, err error) {
+	ctx, end := trace.Start(ctx, "attach to read", "volume", v.ID.String())
+	defer func() { end(err) }()
+	pool, record, err := l.exportRecord(ctx, v.ID)
+	if err == nil {
+		_, err = l.beginReading(ctx, pool, record, true)
+	}
+	if err != nil {
+		return blockdev.Device{}, err
+	}
+	return l.attachGuarded(ctx, pool, record)
+}
+
+func (l *Local) attachGuarded(ctx context.Context, pool blockdev.Pool, record blockdev.Record) (blockdev.Device, error) {
+	v := fromRecord(pool.Name(), l.node, record)
+	return l.stacks.Of(pool, record.Ref).Attach(ctx, device.Options{Keep: true, Guarded: true, Attributes: queueSettings(v.Mutable)})
+}
+
+// ExportToRead exports a volume to a node that reads it beside others, or finds that it is: as Export, and AttachToRead.
+func (l *Local) ExportToRead(ctx context.Context, id ID, to Grant) (_ Exported, err error) {
+	if err := l.mayExport(id, to); err != nil {
+		return Exported{}, err
+	}
+	exporter, how, err := l.exporter()
+	if err != nil { // before anything changes
+		return Exported{}, err
+	}
+	ctx, end := trace.Start(ctx, "export to read", "volume", id.String())
+	defer func() { end(err) }()
+	pool, record, err := l.exportRecord(ctx, id)
+	if err != nil {
+		return Exported{}, err
+	}
+	r, err := l.beginReading(ctx, pool, record, false)
+	if err != nil {
+		return Exported{}, err
+	}
+	attached, err := l.attachGuarded(ctx, pool, record)
+	if err == nil {
+		defer func() { err = errors.Join(err, attached.Close()) }()
+		out := r.export(to).exported(exporter, how, record, attached.Size)
+		if err = exporter.Add(ctx, out.export(attached.Path)); err == nil {
+			return out, nil
+		}
+	}
+	return Exported{}, fmt.Errorf("export volume %s for reading to %s: %w", id, to, err)
+}
+
+// beginReading has the record of a volume say that it is read, here or elsewhere, when nobody writes it any more.
+func (l *Local) beginReading(ctx context.Context, pool blockdev.Pool, record blockdev.Record, here bool) (reading, error) {
+	_, how, err := l.exporter()
+	if err != nil {
+		return reading{}, err
+	}
+	r, is, err := readingOf(record, how.Boot)
+	if err != nil || is && (r.here || !here) {
+		return r, err
+	}
+	if !is {
+		if err := l.settle(ctx, pool, record); err != nil {
+			return reading{}, fmt.Errorf("have volume %s read by many: %w", ID{record.Kind, pool.Name(), record.Key}, err)
+		}
+		word := make([]byte, 8)
+		_, _ = rand.Read(word) // it never fails
+		r = reading{word: hex.EncodeToString(word), boot: how.Boot}
+	}
+	r.here = r.here || here
+	return r, changeLabel(ctx, pool, record.Ref, labelRead, r.label())
+}
+
+// settle ends all that writes a volume which nobody reads yet, and has what it carries be such that it can be mounted without a write: a journal is replayed, and it is grown.
+func (l *Local) settle(ctx context.Context, pool blockdev.Pool, record blockdev.Record) (err error) {
+	v := fromRecord(pool.Name(), l.node, record)
+	switch {
+	case !v.ReadByMany():
+		return fmt.Errorf("%w: it is for one node at a time: access %s, encryption %q", errdefs.ErrPrecondition, v.Access, v.Encryption.Scheme)
+	case v.Format.State == Blank || v.Format.State == Formatting:
+		return fmt.Errorf("%w: nothing was ever written to it; make it from a snapshot or a volume, or write it first, by another claim", errdefs.ErrPrecondition)
+	}
+	if err := l.makeOurs(ctx, v.ID); err != nil {
+		return err
+	}
+	if err := l.unusedHere(ctx, pool, record.Ref); err != nil || v.Filesystem == "" {
+		return err
+	}
+	attached, err := l.stacks.Of(pool, record.Ref).Attach(ctx, device.Options{})
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, attached.Close()) }()
+	if err := filesystem.Unused(ctx, attached.Path); err != nil {
+		return err
+	}
+	if err := v.carries(attached, v.Filesystem); err != nil {
+		return err
+	}
+	return filesystem.Settle(ctx, v.Filesystem, attached.Path)
+}
+
+// Readers are the generations of the claims for which a volume is exported for reading.
+func (l *Local) Readers(ctx context.Context, id ID) (generations []int64, err error) {
+	all, _, err := l.readersNow(ctx, id)
+	for _, one := range all {
+		generations = append(generations, one.generation)
+	}
+	slices.Sort(generations)
+	return generations, err
+}
+
+// IsReader reports whether a volume is exported for reading to a node, for a generation.
+func (l *Local) IsReader(ctx context.Context, id ID, to Grant) (bool, error) {
+	all, host, err := l.readersNow(ctx, id)
+	return slices.ContainsFunc(all, func(one reader) bool { return one.generation == to.Generation && one.Host == host(to) }), err
+}
+
+// readersNow are the exports of a volume for reading, and how each of their hosts is called.
+func (l *Local) readersNow(ctx context.Context, id ID) (all []reader, host func(Grant) string, err error) {
+	_, record, err := l.exportRecord(ctx, id)
+	if err != nil || record.Labels[labelRead] == "" {
+		return nil, nil, err
+	}
+	exporter, how, err := l.exporter()
+	if err != nil {
+		return nil, nil, err
+	}
+	r, is, err := readingOf(record, how.Boot)
+	if err != nil || !is {
+		return nil, nil, err
+	}
+	all, err = l.readers(ctx, exporter, id.Key, r)
+	return all, func(to Grant) string { return r.export(to).host(how.Key, id.Key) }, err
+}
+
+// reader is an export of a volume for reading, as the kernel has it.
+type reader struct {
+	nvmet.Export
+	generation int64
+}
+
+func (l *Local) readers(ctx context.Context, exporter Exporter, key string, r reading) (found []reader, err error) {
+	all, err := exporter.Exports(ctx)
+	for _, e := range all {
+		rest, ours := strings.CutPrefix(e.NQN, nvmet.Prefix+key+":")
+		generation, word, _ := strings.Cut(rest, ":")
+		if n, bad := strconv.ParseInt(generation, 10, 64); ours && bad == nil && word == r.word {
+			found = append(found, reader{e, n})
+		}
+	}
+	return found, err
+}
+
+// EndReaders ends all exports of a volume for reading but those of generations that keep says. When it has returned without an error, nothing of them comes any more; and if
+// nobody reads the volume then, it is attached nowhere. After an error it is to be called again.
+func (l *Local) EndReaders(ctx context.Context, id ID, keep func(generation int64) bool) error {
+	pool, record, err := l.exportRecord(ctx, id)
+	if err != nil || record.Labels[labelRead] == "" {
+		return errdefs.IgnoreNotFound(err)
+	}
+	return trace.Do(ctx, "end readers", func(ctx context.Context) error { return l.endReading(ctx, pool, record, keep, false) }, "volume", id.String())
+}
+
+// EndReadingHere ends what this node itself reads of a volume, which has no claim for that any more: what could not be staged is never unstaged. What is mounted, bound
+// or open stays.
+func (l *Local) EndReadingHere(ctx context.Context, id ID) error {
+	pool, record, err := l.exportRecord(ctx, id)
+	if err != nil || record.Labels[labelRead] == "" {
+		return errdefs.IgnoreNotFound(err)
+	}
+	devices, err := l.stacks.Of(pool, record.Ref).Attached(ctx)
+	if err != nil {
+		return err
+	}
+	for _, d := range devices { // a device that is bound need not be open
+		if len(l.mounts.Paths(d.Number)) > 0 {
+			return nil
+		}
+	}
+	if err := l.endReading(ctx, pool, record, func(int64) bool { return true }, true); !errors.Is(err, errdefs.ErrInUse) {
+		return err
+	}
+	return nil
+}
+
+// endAllReading ends all reading of a volume, elsewhere and here. ErrInUse while somebody here has the device.
+func (l *Local) endAllReading(ctx context.Context, id ID) error {
+	if !l.exporting() { // then nobody is given anything to read
+		return nil
+	}
+	pool, record, err := l.exportRecord(ctx, id)
+	if err != nil || record.Labels[labelRead] == "" {
+		return errdefs.IgnoreNotFound(err) // what is missing, whoever uses it finds
+	}
+	devices, err := l.stacks.Of(pool, record.Ref).Attached(ctx)
+	for _, d := range devices { // a device that is bound need not be open
+		if paths := l.mounts.Paths(d.Number); len(paths) > 0 {
+			return fmt.Errorf("%w: volume %s is read on its node %s, at %v; end the pods that use it there", errdefs.ErrInUse, id, l.node, paths)
+		}
+	}
+	if err != nil {
+		return err
+	}
+	return l.endReading(ctx, pool, record, func(int64) bool { return false }, true)
+}
+
+// endReading ends exports for reading, and with here what this node reads.
+func (l *Local) endReading(ctx context.Context, pool blockdev.Pool, record blockdev.Record, keep func(generation int64) bool, here bool) (err error) {
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("end what reads volume %s: %w", ID{record.Kind, pool.Name(), record.Key}, err)
+		}
+	}()
+	exporter, how, err := l.exporter()
+	if err != nil {
+		return err
+	}
+	r, is, err := readingOf(record, how.Boot)
+	if err != nil {
+		return err
+	}
+	left := 0
+	if is {
+		all, err := l.readers(ctx, exporter, record.Key, r)
+		if err != nil {
+			return err
+		}
+		for _, one := range all {
+			if keep(one.generation) {
+				left++
+			} else if err := exporter.Remove(ctx, one.NQN); err != nil {
+				return err
+			}
+		}
+		if left > 0 && r.here && here {
+			r.here = false
+			return changeLabel(ctx, pool, record.Ref, labelRead, r.label())
+		}
+		if left > 0 || r.here && !here {
+			return nil
+		}
+	}
+	if err := l.detach(ctx, l.stacks.Of(pool, record.Ref)); err != nil {
+		return err
+	}
+	return changeLabel(ctx, pool, record.Ref, labelRead, "")
+}
+
+// leaveReading is Detach of a volume that many read: other nodes go on. is: it was one.
+func (l *Local) leaveReading(ctx context.Context, id ID) (is bool, err error) {
+	if !l.exporting() {
+		return false, nil
+	}
+	pool, record, err := l.exportRecord(ctx, id)
+	if err != nil || record.Labels[labelRead] == "" {
+		return false, nil // a device is taken away without a record
+	}
+	return true, l.endReading(ctx, pool, record, func(int64) bool { return true }, true)
+}
+
+// notRead is ErrInUse for a volume that many read, or are about to.
+func notRead(r blockdev.Record) error {
+	if r.Labels[labelRead] == "" {
+		return nil
+	}
+	return fmt.Errorf("%w: %s is read by many, so nothing of it changes; end the pods that read it", errdefs.ErrInUse, r.Ref)
+}
