@@ -445,9 +445,7 @@ func TestCarry(t *testing.T) {
 			v.flips()
 			v.switches()
 			want := []string{"describe", "prepare", "second", "ranges", "mirror", "seal", "complete", "switch", "take new", "drop first", "close 1"}
-			if have := v.steps(); !slices.Equal(have, want) {
-				v.Errorf("%v, not %v", have, want)
-			}
+			v.says(fmt.Sprintf("%v is done", want), func() bool { return slices.Equal(v.steps(), want) })
 		},
 		"new leg fails": func(v *carriedVolume) {
 			v.kernel(newFailed)
@@ -511,8 +509,12 @@ func TestCarry(t *testing.T) {
 		"claim ends when pinned": func(v *carriedVolume) {
 			v.kernel(synced)
 			v.pins()
+			ended := time.Now()
 			v.claimFor(v.id, "")
 			v.says("it is at its old home", func() bool { return v.has("unmirror") })
+			if waited := time.Since(ended); waited > 45*time.Second {
+				v.Errorf("it was looked at again after %s, when the API server had told how far the watch of the node's own volumes is", waited)
+			}
 		},
 		"taken down when pinned": func(v *carriedVolume) {
 			v.kernel(synced)

@@ -337,7 +337,7 @@ func spec(name string) volume.Spec {
 
 // soon is a context that is over before a node that is down would be back.
 func soon(t testing.TB) context.Context {
-	ctx, cancel := context.WithTimeout(context.Background(), 300*time.Millisecond)
+	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
 	t.Cleanup(cancel)
 	return ctx
 }

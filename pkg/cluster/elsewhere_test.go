@@ -177,9 +177,9 @@ func TestCopyElsewhereCutShort(t *testing.T) {
 		a.stop()
 		spec := elsewhere("copy of "+source.String(), source, b)
 		w.asked("the copy is begun", func(ctx context.Context) error { return second(s.Create(ctx, spec)) }, func() bool { return w.object(spec.Name) != nil })
-		remove := func() error { return s.DeleteSnapshot(soon(t), source) }
+		remove := func() error { return s.DeleteSnapshot(w.ctx, source) }
 		if source.Kind == blockdev.Volume {
-			remove = func() error { return s.Delete(soon(t), source) }
+			remove = func() error { return s.Delete(w.ctx, source) }
 		}
 		fails(t, remove(), errdefs.ErrInUse)
 		b.stop()
