@@ -142,7 +142,7 @@ func (b *tab) judge() {
 
 func (b *tab) do(steps ...chromedp.Action[chromedp.Void]) {
 	b.Helper()
-	ctx, cancel := context.WithTimeout(b.ctx, 20*time.Second)
+	ctx, cancel := context.WithTimeout(b.ctx, time.Minute)
 	defer cancel()
 	check.OK(b, chromedp.Do(ctx, steps...))
 }
@@ -157,7 +157,7 @@ func (b *tab) open(address string) {
 func (b *tab) at(step chromedp.Action[chromedp.Void]) {
 	b.Helper()
 	for tries := 1; ; tries++ {
-		ctx, cancel := context.WithTimeout(b.ctx, 20*time.Second)
+		ctx, cancel := context.WithTimeout(b.ctx, time.Minute)
 		err := chromedp.Do(ctx, step)
 		cancel()
 		if err == nil || tries == 10 || !strings.Contains(err.Error(), "node with given id") {
@@ -192,7 +192,7 @@ func (b *tab) scheme(name string) {
 // eval evaluates JavaScript in the page.
 func eval[T any](b *tab, script string) T {
 	b.Helper()
-	ctx, cancel := context.WithTimeout(b.ctx, 20*time.Second)
+	ctx, cancel := context.WithTimeout(b.ctx, time.Minute)
 	defer cancel()
 	value, err := chromedp.Run(ctx, chromedp.Evaluate[T](script))
 	if err != nil {
@@ -201,11 +201,11 @@ func eval[T any](b *tab, script string) T {
 	return value
 }
 
-// wait waits until JavaScript is true in the page, which may be loading meanwhile.
+// wait waits until JavaScript is true in the page, which may be loading meanwhile; of what was loaded in part nothing is true.
 func (b *tab) wait(script string) {
 	b.Helper()
-	for end := time.Now().Add(15 * time.Second); ; time.Sleep(20 * time.Millisecond) {
-		is, err := chromedp.Run(b.ctx, chromedp.Evaluate[bool]("Boolean("+script+")"))
+	for end := time.Now().Add(time.Minute); ; time.Sleep(20 * time.Millisecond) {
+		is, err := chromedp.Run(b.ctx, chromedp.Evaluate[bool]("document.readyState !== 'loading' && Boolean("+script+")"))
 		if err == nil && is {
 			return
 		}
@@ -239,7 +239,7 @@ func TestClickThrough(t *testing.T) {
 		t.Errorf("%d rows", got)
 	}
 	b.click("header .brand")
-	b.waitText("#volumes-title", "13 volumes")
+	b.wait(rows + " === 13") // and not the page before, whose title has "13 volumes" too: it would be left while it is clicked
 	b.click("th.size a")
 	b.wait("document.querySelector('th.size').ariaSort === 'ascending'")
 	b.click("th.size a")
