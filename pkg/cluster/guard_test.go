@@ -39,6 +39,7 @@ const (
 	ownLease     = "writes no Lease but its own: node.node-1"
 	leaseHolder  = "is held by its node: node-1"
 	leaseOwner   = "belongs to its node alone"
+	clearedByOld = "(status.move.cleared), the node says that it has left"
 )
 
 // attempt is a write of an agent.
@@ -55,6 +56,8 @@ type guarded struct {
 	coming, leaving                                                   *v1alpha1.Volume // to and from node-1
 	used                                                              *v1alpha1.Volume // of node-2, by node-1
 	carried, gone                                                     *v1alpha1.Volume // from node-2 to node-3, by node-1; and after that
+	still                                                             *v1alpha1.Volume // of node-2, used by node-1, and not to move
+	came, went                                                        *v1alpha1.Volume // to and from node-1, where it is by now
 	snapshot, snapshotOfOthers                                        *v1alpha1.Snapshot
 	pool, poolOfOthers                                                *v1alpha1.Pool
 }
@@ -108,6 +111,20 @@ func newGuarded(t *testing.T) *guarded {
 	}
 	cluster.Flip(w.gone)
 	check.OK(t, w.Update(w.ctx, w.gone))
+	w.still = made(volumeOn("node-2", "still"), func(v *v1alpha1.Volume) {
+		carried(v)
+		v.Spec.Move = nil
+	})
+	w.came, w.went = made(volumeOn("node-2", "came"), moving(nodeName)), made(volumeOn(nodeName, "went"), moving("node-2"))
+	for _, v := range []*v1alpha1.Volume{w.came, w.went} {
+		v.Status.Size = mib
+		v.Status.Move = &v1alpha1.MoveStatus{Node: v.Spec.Move.Node, Copied: &v1alpha1.MoveCopied{Generation: 1, Size: mib, Sealed: metav1.NowMicro()}}
+		check.OK(t, w.Status().Update(w.ctx, v))
+		cluster.Flip(v)
+		check.OK(t, w.Update(w.ctx, v))
+	}
+	w.went.Status.Move.Arrived = true
+	check.OK(t, w.Status().Update(w.ctx, w.went))
 	w.asked = made(volumeOn(nodeName, "asked"), nil)
 	w.asked.Spec.Delete = w.asked.UID
 	check.OK(t, w.Update(w.ctx, w.asked))
@@ -234,7 +251,20 @@ func TestGuardVolumes(t *testing.T) {
 		reported(w, "that what it uses does not move by now", w.carried, `{"move":{"copied":null,"undone":1}}`, ""),
 		reported(w, "that what it uses is copied by another claim", w.carried, `{"move":{"copied":{"generation":1,"claim":5,"sealed":"2026-11-24T00:00:00.000000Z","size":1048576}}}`, ofAnother),
 		reported(w, "that what it uses has arrived", w.carried, `{"move":{"arrived":true}}`, ofAnother),
-		reported(w, "that what it uses was given back", w.carried, `{"move":{"cleared":true}}`, ofAnother),
+		reported(w, "that what it uses was given back", w.carried, `{"move":{"cleared":true}}`, clearedByOld),
+		reported(w, "that what it uses is copied, by no claim", w.carried, `{"move":{"copied":{"generation":2,"claim":null}}}`, ofAnother),
+		reported(w, "that what it uses moves, which does not", w.still, `{"move":{"node":"node-3","copied":{"generation":2,"claim":4,"sealed":"2026-11-24T00:00:00.000000Z","size":1048576}}}`, ofAnother),
+		reported(w, "that what comes here is copied by a claim", w.coming, `{"move":{"node":"node-1","copied":{"generation":1,"claim":4,"sealed":"2026-11-24T00:00:00.000000Z","size":1048576}}}`, ofAnother),
+		reported(w, "that what comes here was given back", w.coming, `{"move":{"node":"node-1","cleared":true}}`, clearedByOld),
+		reported(w, "that what came here has arrived", w.came, `{"move":{"arrived":true}}`, ""),
+		reported(w, "that what came here was given back", w.came, `{"move":{"cleared":true}}`, clearedByOld),
+		reported(w, "that what has left was given back", w.went, `{"move":{"cleared":true,"waits":null,"message":"moved"}}`, ""),
+		reported(w, "why what has left is not given back yet", w.went, `{"move":{"waits":true,"message":"m"}}`, ""),
+		reported(w, "that what has left has not arrived", w.went, `{"move":{"arrived":null}}`, ofAnother),
+		reported(w, "that what has left was never copied", w.went, `{"move":{"copied":null}}`, ofAnother),
+		reported(w, "that what has left is other bytes", w.went, `{"move":{"copied":{"sealed":"2020-01-01T00:00:00.000000Z"}}}`, ofAnother),
+		reported(w, "that what has left is on another node", w.went, `{"move":{"node":"node-7"}}`, ofAnother),
+		reported(w, "that what has left does not move", w.went, `{"move":null}`, ofAnother),
 		reported(w, "how far what it uses moves, and its size", w.carried, `{"move":{"message":"m"},"size":2097152}`, ofAnother),
 		reported(w, "how far what it uses has moved", w.gone, `{"move":{"message":"m"}}`, "an agent writes only what is of its own node"),
 		reported(w, "that its node is away", w.used, `{"export":{"away":"2026-11-24T00:00:00Z"}}`, ""),

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -479,7 +480,7 @@ func TestMoveInUseCopyLost(t *testing.T) {
 	c.start(c.b)
 	c.eventually("it is lost", func() bool {
 		h := c.object("v").Status.Health
-		return len(h) == 1 && h[0].Reason == "VolumeMissing"
+		return len(h) == 1 && h[0].Reason == "VolumeMissing" && strings.Contains(h[0].Message, "node "+c.a.name+", which the volume has left, may still have all of its bytes")
 	})
 	if v := c.object("v"); v.Status.Move.Arrived {
 		t.Errorf("it has arrived: %+v", v.Status.Move)

@@ -86,6 +86,28 @@ func TestGroupTakenOver(t *testing.T) {
 	w.tally(m)
 }
 
+// TestCollectorTakenOver: whoever took a node over makes an object anew, without the claim that it was for, while the collector waits until it is old enough. The controller goes on.
+func TestCollectorTakenOver(t *testing.T) {
+	w := newEnvironment(t)
+	w.node("node-2", true)
+	x := w.takenOver(t, "node-2")
+	s, _ := w.sweeping()
+	name := cluster.ProvisionedPrefix + "00000000-0000-0000-0000-000000000000"
+	x.has(volumeOn("node-2", name), mib)
+	w.eventually("its node is asked to delete it", func() bool { v := w.object(name); return v != nil && v.Spec.Abandoned })
+	check.OK(t, x.Delete(w.ctx, w.object(name)))
+	again := volumeOn("node-2", name)
+	again.Spec.ClaimRef = nil
+	check.OK(t, x.Create(w.ctx, again))
+	other := volumeOn("node-2", cluster.ProvisionedPrefix+"11111111-1111-1111-1111-111111111111") // which is looked at after it
+	x.has(other, mib)
+	w.eventually("the collector goes on", func() bool { return w.object(other.Spec.Name).Spec.Abandoned })
+	if w.object(name).Spec.Abandoned {
+		t.Error("what is for no claim is taken to be abandoned")
+	}
+	check.OK(t, s.Ready(w.ctx))
+}
+
 // TestEventsTakenOver: whoever took a node over has nothing told to the claims of other nodes' volumes, whatever objects it makes of
 // their names.
 func TestEventsTakenOver(t *testing.T) {

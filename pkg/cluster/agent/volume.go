@@ -212,6 +212,9 @@ func (a *Agent) findVolume(ctx context.Context, v *v1alpha1.Volume) error {
 }
 
 func (a *Agent) missingVolume(v *v1alpha1.Volume) string {
+	if m := v.Spec.Move; m != nil && m.Left {
+		return fmt.Sprintf("pool %s of node %s does not have what was said to be copied there; node %s, which the volume has left, may still have all of its bytes: do not delete it there before you have looked", v.Spec.Pool, a.local.Node(), m.Node)
+	}
 	return fmt.Sprintf("pool %s of node %s does not have this volume any more; nothing was made in its place: bring the pool's files back, restore it from a backup, or delete it", v.Spec.Pool, a.local.Node())
 }
 

@@ -89,11 +89,16 @@ func (c *Collector) ClaimRefused(key string) {
 	c.pending.AddAfter(candidate{aClaim, key}, c.options.AbandonGrace)
 }
 
+// provisioned reports whether a volume was made for a claim that it names, so that it is known when nobody wants it.
+func provisioned(v *v1alpha1.Volume) bool {
+	return v.Spec.ClaimRef != nil && strings.HasPrefix(v.Spec.Name, cluster.ProvisionedPrefix)
+}
+
 // VolumeChanged sees to it that every volume is looked at when it is old enough.
 func (c *Collector) VolumeChanged(o client.Object, gone bool) {
 	c.objectChanged(o, gone)
 	v, ok := o.(*v1alpha1.Volume)
-	if !ok || v.Spec.ClaimRef == nil || !strings.HasPrefix(v.Spec.Name, cluster.ProvisionedPrefix) {
+	if !ok || !provisioned(v) {
 		return
 	}
 	if gone {

@@ -22,6 +22,8 @@ func (c *Collector) collectVolume(ctx context.Context, known *census, key string
 		return client.IgnoreNotFound(err)
 	}
 	switch {
+	case !provisioned(v): // the one of before, of this name, was
+		return nil
 	case v1alpha1.Going(v), v.Status.Is(v1alpha1.Abandoned, "True"):
 		return nil // its node is at it
 	case v.Status.Is(v1alpha1.Abandoned, "False"):
