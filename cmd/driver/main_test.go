@@ -278,6 +278,8 @@ func TestMistakes(t *testing.T) {
 		{"write --version, with two dashes", []string{"-version"}},
 		{"write --vmodule, with two dashes", []string{"-vmodule=x=1"}},
 		{"write --dir, with two dashes", []string{"demo", "-dir=/tmp"}},
+		{"write --output, with two dashes", []string{"status", "-output=json"}},
+		{"write --output, with two dashes", []string{"describe", "-output", "json", "v"}},
 		{`invalid argument "pool" for "--pool"`, []string{"--pool=pool"}},
 		{"unknown shorthand flag: 'x' in -x", []string{"-x"}},
 		{"bash, fish, zsh", []string{"completion"}},

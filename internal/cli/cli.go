@@ -75,18 +75,38 @@ type commands struct {
 // formats of -o.
 var formats = []string{"wide", "json", "yaml"}
 
+// format is one of them, or empty: the value of -o.
+type format string
+
+func (f *format) String() string { return string(*f) }
+
+// Type is what the help shows as the value.
+func (f *format) Type() string { return "string" }
+
+// Set takes a format. -output=json is read as -o with the rest as its value.
+func (f *format) Set(text string) error {
+	if name, _, _ := strings.Cut(text, "="); name == "utput" {
+		return errors.New("write --output, with two dashes")
+	}
+	if text != "" && !slices.Contains(formats, text) {
+		return fmt.Errorf("give one of %s", strings.Join(formats, ", "))
+	}
+	*f = format(text)
+	return nil
+}
+
 // every is how long --watch waits between two looks; tests wait less.
 var every = 5 * time.Second
 
 // showing is a command that shows something, as its flags say.
 type showing struct {
-	format string
+	format format
 	watch  bool
 }
 
 // add gives a command the flags of all that show something.
 func (s *showing) add(cmd *cobra.Command, watch bool) {
-	cmd.Flags().StringVarP(&s.format, "output", "o", "", "how to print: wide, json or yaml (default: a table as wide as the terminal)")
+	cmd.Flags().VarP(&s.format, "output", "o", "how to print: wide, json or yaml (default: a table as wide as the terminal)")
 	if watch {
 		cmd.Flags().BoolVarP(&s.watch, "watch", "w", false, fmt.Sprintf("look again every %s, until it is interrupted", every))
 	}
@@ -96,9 +116,6 @@ func (s *showing) add(cmd *cobra.Command, watch bool) {
 // run shows something, once or again and again; show returns what -o json prints, or prints on the screen. An error beside that is the
 // exit status of what was shown.
 func (s *showing) run(cmd *cobra.Command, show func(ctx context.Context, to *screen) (any, error)) error {
-	if s.format != "" && !slices.Contains(formats, s.format) {
-		return fmt.Errorf("--output=%s: give one of %s", s.format, strings.Join(formats, ", "))
-	}
 	if !s.watch {
 		return s.once(cmd, show)
 	}

@@ -198,8 +198,10 @@ func TestFormats(t *testing.T) {
 			t.Errorf("%s -o wide:\n%s", command, text)
 		}
 	}
-	if _, err := run(source, "pools", "-o", "xml"); err == nil || !strings.Contains(err.Error(), "wide, json, yaml") {
-		t.Errorf("-o xml: %v", err)
+	for args, want := range map[string]string{"-o xml": "wide, json, yaml", "-output=json": "write --output, with two dashes", "-output json": "write --output, with two dashes"} {
+		if _, err := run(source, append([]string{"pools"}, strings.Fields(args)...)...); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: %v", args, err)
+		}
 	}
 	var out bytes.Buffer
 	printStatus(&screen{Writer: &out, width: 80, colours: true}, madeUp())

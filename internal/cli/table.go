@@ -233,8 +233,8 @@ func percent(done, all int64) string {
 }
 
 // encode prints a value as -o json or -o yaml; as a table it was printed already.
-func encode(to io.Writer, format string, value any) error {
-	switch format {
+func encode(to io.Writer, as format, value any) error {
+	switch as {
 	case "json":
 		e := json.NewEncoder(to)
 		e.SetIndent("", "  ")
