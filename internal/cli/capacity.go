@@ -44,7 +44,7 @@ func (c *commands) capacity() *cobra.Command {
 		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return s.run(cmd, func(ctx context.Context, to *screen) (any, error) {
-				o, err := c.take(ctx)
+				o, err := c.take(ctx, to.exact)
 				if err != nil {
 					return nil, err
 				}

@@ -95,6 +95,9 @@ func (f *format) Set(text string) error {
 	return nil
 }
 
+// exact: programs read it, so texts are as they are.
+func (f format) exact() bool { return f == "json" || f == "yaml" }
+
 // every is how long --watch waits between two looks; tests wait less.
 var every = 5 * time.Second
 
@@ -139,7 +142,7 @@ func (s *showing) run(cmd *cobra.Command, show func(ctx context.Context, to *scr
 
 func (s *showing) once(cmd *cobra.Command, show func(ctx context.Context, to *screen) (any, error)) error {
 	to := screenOf(cmd.OutOrStdout())
-	to.wide = s.format == "wide"
+	to.wide, to.exact = s.format == "wide", s.format.exact()
 	var text bytes.Buffer // shown once it is complete: until then the look before stays
 	to.Writer = &text
 	value, err := show(cmd.Context(), to)
@@ -149,7 +152,7 @@ func (s *showing) once(cmd *cobra.Command, show func(ctx context.Context, to *sc
 	if cmd.Context().Err() != nil && s.watch {
 		return err
 	}
-	if s.format == "json" || s.format == "yaml" {
+	if to.exact {
 		text.Reset()
 		to.rows = 0
 		if err := encode(&text, s.format, value); err != nil {
@@ -174,6 +177,7 @@ type screen struct {
 	takes   bool // commands, as to make it empty
 	colours bool
 	wide    bool // what is asked for is all there is
+	exact   bool // what is printed on it is thrown away, for what programs read
 }
 
 // screenOf is the screen that a writer is; a file or a pipe has no width and no colours.

@@ -51,6 +51,9 @@ name of its PersistentVolume, or NAMESPACE/CLAIM.`,
 				if err != nil {
 					return nil, err
 				}
+				if !to.exact {
+					plainly(d)
+				}
 				d.print(to, now)
 				return d, nil
 			})
@@ -140,7 +143,6 @@ func find(ctx context.Context, source Source, name string) (*description, time.T
 	var missing []string
 	d.History, missing, err = source.Details(ctx, &d.Volume)
 	d.Missing = append(d.Missing, missing...)
-	plainly(d)
 	return d, o.Taken, err
 }
 

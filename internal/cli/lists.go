@@ -21,7 +21,7 @@ be promised (AVAILABLE), and what is wrong. With -o wide also the largest volume
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return s.run(cmd, func(ctx context.Context, to *screen) (any, error) {
-				o, err := c.take(ctx)
+				o, err := c.take(ctx, to.exact)
 				if err != nil {
 					return nil, err
 				}
@@ -118,7 +118,7 @@ pool, its size, and what is wrong with it. Of those that are being copied it sho
 				f.namespace = cmd.Flag("namespace").Value.String()
 			}
 			return s.run(cmd, func(ctx context.Context, to *screen) (any, error) {
-				o, err := c.take(ctx)
+				o, err := c.take(ctx, to.exact)
 				if err != nil {
 					return nil, err
 				}
@@ -153,7 +153,7 @@ pool, its size, and what is wrong with it. Of those that are being copied it sho
 // complete completes with what an overview has; with nothing, where there is none.
 func (c *commands) complete(of func(*overview.Overview) []string) cobra.CompletionFunc {
 	return func(cmd *cobra.Command, args []string, begun string) ([]cobra.Completion, cobra.ShellCompDirective) {
-		o, err := c.take(cmd.Context())
+		o, err := c.take(cmd.Context(), false)
 		if err != nil || len(args) > 0 {
 			return nil, cobra.ShellCompDirectiveNoFileComp
 		}

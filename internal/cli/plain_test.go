@@ -3,9 +3,12 @@ package cli
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"strings"
 	"testing"
 	"unicode"
+
+	"sigs.k8s.io/yaml"
 
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/overview"
@@ -79,6 +82,47 @@ func TestHostileTexts(t *testing.T) {
 					t.Errorf("%s%s prints %q:\n%s", command, format, r, out)
 					break
 				}
+			}
+		}
+	}
+}
+
+// TestExactTexts: what programs read has each text as it is, so a name from there is one that describe finds.
+func TestExactTexts(t *testing.T) {
+	const name = "a\nb\tc: \x1b[2J\u009b31m\u202e\u200b\x7f\u2028\U000e0001\ufeff<größe> \"日本\" \\u202e"
+	made := func() *overview.Overview {
+		o := &overview.Overview{Taken: now, Missing: []string{}, Nodes: []overview.Node{{Name: "n", Pools: []overview.Pool{{Node: "n", Name: "p", UUID: name}}}},
+			Volumes: []overview.Volume{{ID: "vol.p.1", Name: name, Node: "n", Pool: "p", Settings: map[string]string{name: name, "x": "y"}, State: overview.Ready}}}
+		o.Finish()
+		return o
+	}
+	for _, format := range []string{"json", "yaml"} {
+		read := func(into any, args ...string) {
+			t.Helper()
+			out, err := run(fixed{made()}, append(args, "-o", format)...)
+			check.OK(t, err)
+			for _, r := range out {
+				if r != '\n' && !unicode.IsPrint(r) {
+					t.Errorf("%s -o %s prints %q:\n%s", args[0], format, r, out)
+				}
+			}
+			if format == "json" {
+				check.OK(t, json.Unmarshal([]byte(out), into))
+			} else {
+				check.OK(t, yaml.Unmarshal([]byte(out), into))
+			}
+		}
+		var volumes []overview.Volume
+		read(&volumes, "volumes")
+		var pools []overview.Pool
+		read(&pools, "pools")
+		var d description
+		read(&d, "describe", name)
+		var o overview.Overview
+		read(&o, "status")
+		for what, got := range map[string]string{"volumes": volumes[0].Name, "its settings": volumes[0].Settings[name], "pools": pools[0].UUID, "describe": d.Volume.Name, "status": o.Volumes[0].Name} {
+			if got != name {
+				t.Errorf("%s, -o %s: %q, want %q", what, format, got, name)
 			}
 		}
 	}

@@ -24,7 +24,7 @@ so if nothing is known to be wrong, and you may not list nodes and leases.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return s.run(cmd, func(ctx context.Context, to *screen) (any, error) {
-				o, err := c.take(ctx)
+				o, err := c.take(ctx, to.exact)
 				if err != nil {
 					return nil, err
 				}
@@ -46,14 +46,14 @@ so if nothing is known to be wrong, and you may not list nodes and leases.`,
 // errBlind is the error of "status" where nothing is known to be wrong, and not everything could be looked at.
 var errBlind = errors.New("it is not known whether the nodes are there and their agents are heard; ask with the right to list nodes and leases")
 
-// take returns the overview of the program's source, as it may be shown.
-func (c *commands) take(ctx context.Context) (*overview.Overview, error) {
+// take returns the overview of the program's source: with its texts as they are, or as people may be shown them.
+func (c *commands) take(ctx context.Context, exact bool) (*overview.Overview, error) {
 	source, err := c.source()
 	if err != nil {
 		return nil, err
 	}
 	o, err := source.Overview(ctx)
-	if err == nil {
+	if err == nil && !exact {
 		plainly(o)
 	}
 	return o, err

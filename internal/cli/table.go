@@ -3,7 +3,6 @@ package cli
 import (
 	"bytes"
 	"cmp"
-	"encoding/json"
 	"fmt"
 	"io"
 	"slices"
@@ -12,7 +11,6 @@ import (
 	"unicode/utf8"
 
 	"k8s.io/apimachinery/pkg/util/duration"
-	"sigs.k8s.io/yaml"
 )
 
 // column of a table.
@@ -230,21 +228,4 @@ func percent(done, all int64) string {
 		return ""
 	}
 	return fmt.Sprintf("%.0f %%", 100*float64(done)/float64(all))
-}
-
-// encode prints a value as -o json or -o yaml; as a table it was printed already.
-func encode(to io.Writer, as format, value any) error {
-	switch as {
-	case "json":
-		e := json.NewEncoder(to)
-		e.SetIndent("", "  ")
-		return e.Encode(value)
-	case "yaml":
-		text, err := yaml.Marshal(value)
-		if err == nil {
-			_, err = to.Write(text)
-		}
-		return err
-	}
-	return nil
 }
