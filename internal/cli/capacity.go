@@ -54,6 +54,7 @@ func (c *commands) capacity() *cobra.Command {
 					to.print("\n")
 				}
 				printMissing(to, o.Missing)
+				sayMissing(cmd, to, o.Missing)
 				return r, nil
 			})
 		},

@@ -93,16 +93,22 @@ func (f fixed) Details(_ context.Context, v *overview.Volume) ([]Event, []string
 	return []Event{{Time: now.Add(-time.Hour), Type: "Warning", Reason: "DataLoss", Message: "the image is shorter than its record says", Of: "PersistentVolumeClaim shop/database-0", Count: 3}}, nil, nil
 }
 
-// run runs a command over a source, and returns what it printed.
+// run runs a command over a source, and returns what it printed on stdout.
 func run(source Source, args ...string) (string, error) {
+	out, _, err := runBoth(source, args...)
+	return out, err
+}
+
+// runBoth is run, with what was printed on stderr.
+func runBoth(source Source, args ...string) (stdout, stderr string, err error) {
 	root := &cobra.Command{Use: "ashlar", SilenceErrors: true, SilenceUsage: true}
 	root.AddCommand(Commands(func() (Source, error) { return source, nil }, false)...)
-	var out bytes.Buffer
+	var out, beside bytes.Buffer
 	root.SetOut(&out)
-	root.SetErr(&out)
+	root.SetErr(&beside)
 	root.SetArgs(args)
-	err := root.ExecuteContext(context.Background())
-	return out.String(), err
+	err = root.ExecuteContext(context.Background())
+	return out.String(), beside.String(), err
 }
 
 // TestGolden: what each command prints, by the width of the terminal, and that it fits.
@@ -207,6 +213,23 @@ func TestFormats(t *testing.T) {
 	printStatus(&screen{Writer: &out, width: 80, colours: true}, madeUp())
 	if !strings.Contains(out.String(), "\x1b[31mDataLoss") {
 		t.Errorf("no colours on a terminal: %q", out.String())
+	}
+}
+
+// TestMissing: what is left out is said once, in each command and format; on stderr where programs read a list.
+func TestMissing(t *testing.T) {
+	const said = "you may not list them"
+	for command, lists := range map[string]bool{"status": false, "pools": true, "volumes": true, "describe pvc-1": false, "capacity": true} {
+		for format, exact := range map[string]bool{"": false, "-o wide": false, "-o json": true, "-o yaml": true} {
+			stdout, stderr, _ := runBoth(fixed{madeUp()}, strings.Fields(command+" "+format)...)
+			beside := lists && exact
+			if n := strings.Count(stdout+stderr, said); n != 1 || strings.Contains(stderr, said) != beside {
+				t.Errorf("%s %s says it %d times; on stderr %q", command, format, n, stderr)
+			}
+			if beside && stderr != "Left out: pods: you may not list them, so it is not known which of them use the volumes.\n" {
+				t.Errorf("%s %s: %q", command, format, stderr)
+			}
+		}
 	}
 }
 

@@ -27,6 +27,7 @@ be promised (AVAILABLE), and what is wrong. With -o wide also the largest volume
 				}
 				all := poolsOf(o)
 				printPools(to, o, all)
+				sayMissing(cmd, to, o.Missing)
 				return all, nil
 			})
 		},
@@ -124,6 +125,7 @@ pool, its size, and what is wrong with it. Of those that are being copied it sho
 				}
 				all := slices.DeleteFunc(slices.Clone(o.Volumes), func(v overview.Volume) bool { return !f.takes(&v) })
 				printVolumes(to, o, all)
+				sayMissing(cmd, to, o.Missing)
 				return all, nil
 			})
 		},

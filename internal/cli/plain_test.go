@@ -73,13 +73,13 @@ func TestHostileTexts(t *testing.T) {
 			if strings.HasPrefix(command, "__") && format != "" {
 				continue
 			}
-			out, err := run(telling{fixed{bad()}}, strings.Split(command+format, " ")...)
+			out, beside, err := runBoth(telling{fixed{bad()}}, strings.Split(command+format, " ")...)
 			if err != nil && !strings.HasPrefix(err.Error(), "problems:") && command != "capacity" {
 				t.Errorf("%s%s: %v", command, format, err)
 			}
-			for _, r := range out {
+			for _, r := range out + beside {
 				if r != '\n' && !unicode.IsPrint(r) {
-					t.Errorf("%s%s prints %q:\n%s", command, format, r, out)
+					t.Errorf("%s%s prints %q:\n%s%s", command, format, r, out, beside)
 					break
 				}
 			}

@@ -84,10 +84,22 @@ func printStatus(to *screen, o *overview.Overview) {
 // printMissing says what is left out.
 func printMissing(to *screen, missing []string) {
 	for _, one := range missing {
-		to.print("%s", wrapped("Left out: "+one+".", "", to.width))
+		to.print("%s", wrapped(leftOut(one), "", to.width))
 	}
 	if len(missing) > 0 {
 		to.print("\n")
+	}
+}
+
+func leftOut(one string) string { return "Left out: " + one + "." }
+
+// sayMissing says what is left out of a list that programs read, which has no place for it: on stderr.
+func sayMissing(cmd *cobra.Command, to *screen, missing []string) {
+	if !to.exact {
+		return // it is below the table
+	}
+	for _, one := range missing {
+		cmd.PrintErrln(Line(leftOut(one)))
 	}
 }
 
