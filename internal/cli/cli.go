@@ -4,6 +4,7 @@ package cli
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -117,55 +118,78 @@ func (s *showing) add(cmd *cobra.Command, watch bool) {
 }
 
 // run shows something, once or again and again; show returns what -o json prints, or prints on the screen. An error beside that is the
-// exit status of what was shown.
+// exit status of what was shown. Once there is a picture, a look that fails ends nothing: the next may succeed.
 func (s *showing) run(cmd *cobra.Command, show func(ctx context.Context, to *screen) (any, error)) error {
-	if !s.watch {
-		return s.once(cmd, show)
-	}
 	ctx := cmd.Context()
+	text, status, err := s.look(cmd, show)
+	if s.watch && ctx.Err() != nil {
+		return nil
+	}
+	if err == nil {
+		err = s.put(cmd, text, nil)
+	}
+	if !s.watch || err != nil {
+		return cmp.Or(err, status)
+	}
 	for {
-		err := s.once(cmd, show)
-		var problems *ProblemsError
-		if ctx.Err() != nil {
-			return nil
-		}
-		if err != nil && !errors.As(err, &problems) && !errors.Is(err, errBlind) {
-			return err
-		}
 		select {
 		case <-ctx.Done():
 			return nil
 		case <-time.After(every):
 		}
-	}
-}
-
-func (s *showing) once(cmd *cobra.Command, show func(ctx context.Context, to *screen) (any, error)) error {
-	to := screenOf(cmd.OutOrStdout())
-	to.wide, to.exact = s.format == "wide", s.format.exact()
-	var text bytes.Buffer // shown once it is complete: until then the look before stays
-	to.Writer = &text
-	value, err := show(cmd.Context(), to)
-	if err != nil && value == nil {
-		return err
-	}
-	if cmd.Context().Err() != nil && s.watch {
-		return err
-	}
-	if to.exact {
-		text.Reset()
-		to.rows = 0
-		if err := encode(&text, s.format, value); err != nil {
+		next, _, failure := s.look(cmd, show)
+		if ctx.Err() != nil {
+			return nil
+		}
+		if failure == nil {
+			text = next
+		}
+		if err := s.put(cmd, text, failure); err != nil {
 			return err
 		}
 	}
-	shown := text.String()
-	if s.watch && to.takes && to.width > 0 {
-		shown = emptied + to.first(shown)
+}
+
+// look returns the text of what is shown, and the exit status that it means; an error if there is nothing to show.
+func (s *showing) look(cmd *cobra.Command, show func(ctx context.Context, to *screen) (any, error)) (text string, status, err error) {
+	to := screenOf(cmd.OutOrStdout())
+	to.wide, to.exact = s.format == "wide", s.format.exact()
+	var out bytes.Buffer // shown once it is complete: until then the look before stays
+	to.Writer = &out
+	value, err := show(cmd.Context(), to)
+	if err != nil && value == nil {
+		return "", nil, err
 	}
-	if _, err := io.WriteString(cmd.OutOrStdout(), shown); err != nil {
+	status = err
+	if to.exact {
+		out.Reset()
+		if err := encode(&out, s.format, value); err != nil {
+			return "", nil, err
+		}
+	}
+	return out.String(), status, nil
+}
+
+// put shows the text of the last look that succeeded, on a terminal in place of what is there; and why the look after it failed, if it did,
+// below it. A file or a pipe has the text already then.
+func (s *showing) put(cmd *cobra.Command, text string, failure error) error {
+	to, complaint := screenOf(cmd.OutOrStdout()), ""
+	if failure != nil {
+		complaint = cmd.Root().DisplayName() + ": " + Lines(failure.Error()) + "\n"
+	}
+	switch {
+	case s.watch && to.takes && to.width > 0:
+		if s.format.exact() {
+			to.rows = 0
+		}
+		text = emptied + to.first(text, complaint)
+	case failure != nil:
+		text = ""
+	}
+	if _, err := io.WriteString(to, text); err != nil {
 		return err
 	}
+	_, err := io.WriteString(cmd.ErrOrStderr(), complaint)
 	return err
 }
 
@@ -198,20 +222,28 @@ func screenOf(w io.Writer) *screen {
 // emptied makes a terminal empty, and leaves what has scrolled away.
 const emptied = "\x1b[H\x1b[2J"
 
-// first are the lines of a text that fit the screen, which has the worst first, and how many there are more.
-func (s *screen) first(text string) string {
+// first are the lines of a text, which has the worst first, that fit the screen above another text, and how many there are more.
+func (s *screen) first(text, below string) string {
 	lines := strings.SplitAfter(strings.TrimSuffix(text, "\n"), "\n")
+	rows := s.rows
+	for line := range strings.Lines(below) {
+		rows -= s.taken(line)
+	}
 	takes, fits := 0, 0 // rows of the screen; lines that leave one to say how many there are more, and one to the cursor
 	for i, line := range lines {
-		takes += 1 + max(0, utf8.RuneCountInString(control.ReplaceAllString(line, ""))-1)/s.width // an address is not broken
-		if takes <= s.rows-2 {
+		if takes += s.taken(line); takes <= rows-2 {
 			fits = i + 1
 		}
 	}
-	if s.rows < 3 || takes < s.rows {
+	if s.rows < 3 || takes < rows {
 		return text
 	}
 	return strings.Join(lines[:fits], "") + fmt.Sprintf("... and %d lines more\n", len(lines)-fits)
+}
+
+// taken is how many rows of the screen a line takes: an address is not broken.
+func (s *screen) taken(line string) int {
+	return 1 + max(0, utf8.RuneCountInString(control.ReplaceAllString(line, ""))-1)/s.width
 }
 
 // control are the characters that a terminal takes for commands, and the colours, which are ours.

@@ -11,6 +11,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 	"unicode/utf8"
@@ -325,10 +326,76 @@ func TestWatch(t *testing.T) {
 		if looks++; looks == 2 {
 			cancel()
 		}
-		return nil, &ProblemsError{1}
+		return 0, &ProblemsError{1}
 	})
 	if err != nil || looks != 2 {
 		t.Errorf("%d looks, %v", looks, err)
+	}
+}
+
+// watched runs a command that looks again and again, each look being the next of some texts; one with a "!" is an error. When there are no more
+// it is interrupted.
+func watched(t *testing.T, stdout, stderr io.Writer, texts ...string) (looks int, err error) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	defer func(before time.Duration) { every = before }(every)
+	every = time.Millisecond
+	cmd := &cobra.Command{Use: "ashlar"}
+	cmd.SetContext(ctx)
+	cmd.SetOut(stdout)
+	cmd.SetErr(stderr)
+	s := showing{watch: true}
+	err = s.run(cmd, func(_ context.Context, to *screen) (any, error) {
+		if looks == len(texts) {
+			cancel()
+			return nil, ctx.Err()
+		}
+		text := texts[looks]
+		looks++
+		if strings.HasPrefix(text, "!") {
+			return nil, errors.New(text)
+		}
+		to.print("%s\n", text)
+		return text, nil
+	})
+	return looks, err
+}
+
+// TestWatchGoesOn: only the first look may fail; of another it is told why, and it looks again. What cannot be written ends it.
+func TestWatchGoesOn(t *testing.T) {
+	var out, beside strings.Builder
+	looks, err := watched(t, &out, &beside, "one", "!no\x1b[2J", "!no", "two")
+	if err != nil || looks != 4 || out.String() != "one\ntwo\n" || beside.String() != "ashlar: !no\\x1b[2J\nashlar: !no\n" {
+		t.Errorf("%d looks, %v: %q and %q", looks, err, out.String(), beside.String())
+	}
+	if looks, err = watched(t, io.Discard, io.Discard, "!no", "two"); err == nil || err.Error() != "!no" || looks != 1 {
+		t.Errorf("%d looks, %v", looks, err)
+	}
+	full, err := os.OpenFile("/dev/full", os.O_WRONLY, 0)
+	check.OK(t, err)
+	defer full.Close()
+	if looks, err = watched(t, full, io.Discard, "one", "two"); !errors.Is(err, syscall.ENOSPC) || looks != 1 {
+		t.Errorf("%d looks, %v", looks, err)
+	}
+}
+
+// TestWatchOnTerminal: why a look failed is below the picture before, of which as much is there as then has room.
+func TestWatchOnTerminal(t *testing.T) {
+	t.Setenv("TERM", "xterm")
+	program, person := drivertest.Terminal(t, 6, 20)
+	picture := "1\n2\n3\n4"
+	looks, err := watched(t, program, program, picture, "!"+strings.Repeat("x", 30), "new")
+	if err != nil || looks != 3 {
+		t.Fatalf("%d looks, %v", looks, err)
+	}
+	const lines = "\x1b[H\x1b[2J1\n2\n3\n4\n\x1b[H\x1b[2J1\n2\n... and 2 lines more\nashlar: !xxxxxxxxxxxxxxxxxxxxxxxxxxxxxx\n\x1b[H\x1b[2Jnew\n"
+	want := strings.ReplaceAll(lines, "\n", "\r\n")
+	seen := make([]byte, len(want))
+	_, err = io.ReadFull(person, seen)
+	check.OK(t, err)
+	if string(seen) != want {
+		t.Errorf("%q, want %q", seen, want)
 	}
 }
 
