@@ -150,6 +150,21 @@ func TestGolden(t *testing.T) {
 	}
 }
 
+// TestTableWidth: a table of which something is cut is as wide as the terminal, also after columns were left out.
+func TestTableWidth(t *testing.T) {
+	o := &overview.Overview{Taken: now, Volumes: []overview.Volume{{ID: "vol.default." + key(1), Node: "ip-10-12-33-104.eu-central-1.compute.internal", Pool: "default", Size: 100 * gib,
+		Created: now.Add(-31 * time.Hour), Claim: &overview.Ref{Namespace: "production", Name: "data-postgres-cluster-0"}, Pods: []overview.Ref{{Name: "postgres-cluster-0"}},
+		State: overview.Making, Progress: &overview.Progress{Done: 34, Total: 100}, Problems: []overview.Problem{{Reason: "FilesystemErrors"}, {Reason: "PoolNearlyFull"}}}}}
+	for width := 70; width <= 180; width++ {
+		var out bytes.Buffer
+		printVolumes(&screen{Writer: &out, width: width}, o, o.Volumes)
+		line := strings.Split(out.String(), "\n")[1]
+		if n := utf8.RuneCountInString(line); n > width || n < width && strings.Contains(line, "…") {
+			t.Errorf("%d of %d columns are used: %s", n, width, line)
+		}
+	}
+}
+
 // TestStatus: the worst is first, alike problems are one, and the exit status tells.
 func TestStatus(t *testing.T) {
 	out, err := run(fixed{madeUp()}, "status")

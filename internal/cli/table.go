@@ -120,9 +120,10 @@ func (t *table) widths(wide bool) []int {
 	return widths
 }
 
-// fit makes columns narrower until all of them are within the limit (0: none), and then leaves some out.
+// fit makes columns narrower until all of them are within the limit (0: none). Where that does not do it leaves one out, and begins anew:
+// what that took may be room for the rest.
 func fit(columns []column, widths []int, limit int) {
-	for limit > 0 && total(widths) > limit {
+	for full := slices.Clone(widths); limit > 0 && total(widths) > limit; {
 		if i := widest(columns, widths); i >= 0 {
 			widths[i]--
 			continue
@@ -136,7 +137,8 @@ func fit(columns []column, widths []int, limit int) {
 		if last < 0 {
 			return // the terminal has to break the lines
 		}
-		widths[last] = -1
+		full[last] = -1
+		copy(widths, full)
 	}
 }
 
