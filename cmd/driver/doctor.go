@@ -14,7 +14,7 @@ func doctorCommand() *cobra.Command {
 		Long: `driver doctor checks whether this machine has what the driver needs, one line for
 each thing: ok, warning (something will not work, or not as well) or failure (the driver
 does not work), and what to do. It changes nothing. It ends with status 1 if there is a
-failure.`,
+failure, or if it could not print all of that.`,
 		Args: noArguments,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := given.setDefault(); err != nil {
@@ -24,7 +24,7 @@ failure.`,
 			for _, p := range given {
 				all = append(all, doctor.Pool{Name: p.name, Location: p.location})
 			}
-			return doctor.Run(cmd.Context(), all)
+			return doctor.Run(cmd.Context(), cmd.OutOrStdout(), all)
 		},
 	}
 	cmd.Flags().Var(&given, "pool", "pool to check, as for serve; may be given more than once (default "+defaultPool+")")

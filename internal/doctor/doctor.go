@@ -2,9 +2,11 @@
 package doctor
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -35,9 +37,9 @@ type Pool struct {
 }
 
 // Run checks this machine and the places of pools, and prints a line for each thing: ok, warning or failure. An error if there
-// is a failure. It changes nothing.
-func Run(ctx context.Context, all []Pool) error {
-	x := &examination{ctx: ctx}
+// is a failure, or if a line could not be printed. It changes nothing.
+func Run(ctx context.Context, to io.Writer, all []Pool) error {
+	x := &examination{ctx: ctx, to: to}
 	x.privileges()
 	x.kernel()
 	x.loopDevices()
@@ -55,22 +57,26 @@ func Run(ctx context.Context, all []Pool) error {
 	}
 	x.propagation()
 	if x.failures > 0 {
-		return fmt.Errorf("the driver will not work on this machine as it is; failures: %d", x.failures)
+		return errors.Join(fmt.Errorf("the driver will not work on this machine as it is; failures: %d", x.failures), x.unprinted)
 	}
-	return ctx.Err()
+	return cmp.Or(x.unprinted, ctx.Err())
 }
 
 // examination prints what it finds.
 type examination struct {
-	ctx      context.Context
-	failures int
+	ctx       context.Context
+	to        io.Writer
+	failures  int
+	unprinted error // why the first line that could not be printed could not
 }
 
 func (x *examination) print(verdict blockdev.Verdict, message string) {
 	if verdict == blockdev.Failure {
 		x.failures++
 	}
-	fmt.Printf("%-7s %s\n", verdict, message)
+	if _, err := fmt.Fprintf(x.to, "%-7s %s\n", verdict, message); x.unprinted == nil {
+		x.unprinted = err
+	}
 }
 
 func (x *examination) ok(format string, args ...any) { blockdev.Report(x.print).OK(format, args...) }
