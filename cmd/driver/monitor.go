@@ -8,6 +8,7 @@ import (
 	"time"
 
 	csimetrics "github.com/kubernetes-csi/csi-lib-utils/metrics"
+	"k8s.io/klog/v2"
 	libraries "sigs.k8s.io/controller-runtime/pkg/metrics"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
@@ -22,12 +23,16 @@ type observer = func(method string, err error, took time.Duration)
 // checkMonitoring checks the flags of metrics and traces.
 func (o *options) checkMonitoring() error {
 	if o.metrics != "" {
-		if _, _, err := net.SplitHostPort(o.metrics); err != nil {
+		if _, err := checkAddress(o.metrics); err != nil {
 			return fmt.Errorf("--metrics-endpoint=%s: write it as HOST:PORT or :PORT: %w", o.metrics, err)
 		}
 	}
 	if o.traces != "" {
-		if _, _, err := net.SplitHostPort(o.traces); err != nil {
+		host, err := checkAddress(o.traces)
+		if err == nil && host == "" {
+			err = errors.New("there is no host")
+		}
+		if err != nil {
 			return fmt.Errorf("--trace-endpoint=%s: write it as HOST:PORT: %w", o.traces, err)
 		}
 	}
@@ -38,6 +43,20 @@ func (o *options) checkMonitoring() error {
 		return errors.New("--metrics-per-volume: nodes measure their volumes")
 	}
 	return nil
+}
+
+// checkAddress returns the host of HOST:PORT, which may be empty; an error for anything else. Without a port it would be any one that is free,
+// and nobody would know which.
+func checkAddress(address string) (host string, err error) {
+	host, port, err := net.SplitHostPort(address)
+	if err != nil {
+		return "", err
+	}
+	if port == "" {
+		return "", errors.New("there is no port")
+	}
+	_, err = net.LookupPort("tcp", port)
+	return host, err
 }
 
 // measured are the pools that were opened, in the order of their flags.
@@ -59,6 +78,7 @@ func (o *options) monitored(ctx context.Context, sources []metrics.Source, serve
 	if err != nil {
 		return err
 	}
+	klog.FromContext(ctx).Info("Serving metrics", "address", listener.Addr().String())
 	calls := csimetrics.NewCSIMetricsManagerWithOptions(o.driverName, csimetrics.WithSubsystem(csimetrics.SubsystemPlugin),
 		csimetrics.WithProcessStartTime(false)) // it is there already
 	all := metrics.Registry(version, sources, calls.GetRegistry(), metrics.Only(libraries.Registry, "rest_client_", "workqueue_"))

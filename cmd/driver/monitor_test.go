@@ -100,6 +100,9 @@ func TestMetrics(t *testing.T) {
 	} {
 		s.Is(t, series, want)
 	}
+	if log := p.Log(); !strings.Contains(log, `"Serving metrics" address="`+address+`"`) {
+		t.Errorf("its log does not say where metrics are:\n%s", log)
+	}
 	if got := s.Values[`ashlar_pool_available_bytes{node="n",pool="small"}`]; got >= 8<<20 {
 		t.Errorf("%v bytes are available in a pool that is full", got)
 	}

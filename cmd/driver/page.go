@@ -24,7 +24,7 @@ func (o *options) checkPage() error {
 	if o.mode == "node" {
 		return errors.New("--page: the controller shows all nodes (--mode=controller)")
 	}
-	if _, _, err := net.SplitHostPort(o.page); err != nil {
+	if _, err := checkAddress(o.page); err != nil {
 		return fmt.Errorf("--page=%s: give HOST:PORT, as localhost:9820, or :9820 for all addresses of this machine: %w", o.page, err)
 	}
 	return nil

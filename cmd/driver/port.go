@@ -35,6 +35,9 @@ func (o *options) checkPort() error {
 		if err := port.CheckAddress(o.agentEndpoint); err != nil {
 			return fmt.Errorf("--agent-endpoint: %w", err)
 		}
+		if _, err := checkAddress(o.agentEndpoint); err != nil {
+			return fmt.Errorf("--agent-endpoint=%s: give IP:PORT: %w", o.agentEndpoint, err)
+		}
 	}
 	return nil
 }
