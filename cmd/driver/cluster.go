@@ -52,14 +52,14 @@ func (o *options) checkCluster() error {
 	return nil
 }
 
-// kubernetes says how to reach the API server. It does not try to.
-func (o *options) kubernetes() (*rest.Config, error) {
+// kubernetes says how to reach the API server. It does not try to. asks is what needs it: a flag or a command.
+func (o *options) kubernetes(asks string) (*rest.Config, error) {
 	config, err := rest.InClusterConfig()
 	if o.kubeconfig != "" {
 		config, err = clientcmd.BuildConfigFromFlags("", o.kubeconfig)
 	}
 	if errors.Is(err, rest.ErrNotInCluster) {
-		return nil, fmt.Errorf("--mode=%s needs Kubernetes, and this is no pod: give --kubeconfig", o.mode)
+		return nil, fmt.Errorf("%s needs Kubernetes, and this is no pod: give --kubeconfig", asks)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("--kubeconfig=%s: %w", o.kubeconfig, err)
@@ -85,7 +85,7 @@ func newIdentity(o options, ready func(context.Context) error) *identity.Server 
 
 // startController serves what a cluster has one of, over the objects of the cluster.
 func startController(ctx context.Context, o options) error {
-	config, err := o.kubernetes()
+	config, err := o.kubernetes("--mode=" + o.mode)
 	if err != nil {
 		return err
 	}
@@ -140,7 +140,7 @@ func startController(ctx context.Context, o options) error {
 
 // startNode serves what each node of a cluster has, and carries out the objects of the node.
 func startNode(ctx context.Context, o options) (err error) {
-	config, err := o.kubernetes()
+	config, err := o.kubernetes("--mode=" + o.mode)
 	if err != nil {
 		return err
 	}

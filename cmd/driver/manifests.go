@@ -49,7 +49,7 @@ then "kubectl apply -f -".`,
 // manifests prints the objects of Kubernetes that volumes and snapshots have lost.
 func manifests(ctx context.Context, o options, l lost.Options, to io.Writer) error {
 	o.mode, o.driverName = "manifests", l.Driver
-	config, err := o.kubernetes()
+	config, err := o.kubernetes("manifests")
 	if err != nil {
 		return err
 	}
