@@ -1,6 +1,7 @@
 package metrics_test
 
 import (
+	"bufio"
 	"context"
 	"io"
 	"net"
@@ -39,21 +40,62 @@ type counted struct {
 
 func (c *counted) Close() error { c.closed(); return c.Conn.Close() }
 
-// TestCrowd: connections without end take no descriptors from the volumes, and when they are over there are metrics again.
-func TestCrowd(t *testing.T) {
+// served serves metrics until the test ends, on a new address.
+func served(t *testing.T) (listener *counting, address string) {
+	t.Helper()
 	inner, err := metrics.Listen("127.0.0.1:0")
 	check.OK(t, err)
-	listener := &counting{Listener: inner}
-	ctx, stop := context.WithCancel(t.Context())
+	listener = &counting{Listener: inner}
+	ctx, stop := context.WithCancel(context.Background())
 	ended := make(chan error, 1)
 	go func() { ended <- metrics.Serve(ctx, listener, metrics.Registry("v", nil)) }()
-	defer func() {
+	t.Cleanup(func() {
 		stop()
 		check.OK(t, <-ended)
-	}()
+	})
+	return listener, inner.Addr().String()
+}
+
+// scraped asserts that there are metrics at an address, within some time.
+func scraped(t *testing.T, address string, within time.Duration) {
+	t.Helper()
+	client := http.Client{Timeout: within, Transport: &http.Transport{DisableKeepAlives: true}}
+	answer, err := client.Get("http://" + address + "/metrics")
+	check.OK(t, err)
+	defer answer.Body.Close()
+	body, err := io.ReadAll(answer.Body)
+	check.OK(t, err)
+	if !strings.Contains(string(body), "ashlar_build_info") {
+		t.Errorf("%s: %.200s", answer.Status, body)
+	}
+}
+
+// TestIdle: connections that have had their answers and stay keep no scraper out, however many there are.
+func TestIdle(t *testing.T) {
+	_, address := served(t)
+	for range 200 {
+		conn, err := net.Dial("tcp", address)
+		check.OK(t, err)
+		defer conn.Close()
+		_, err = io.WriteString(conn, "GET /none HTTP/1.1\r\nHost: x\r\n\r\n")
+		check.OK(t, err)
+		check.OK(t, conn.SetReadDeadline(time.Now().Add(4*time.Second)))
+		answer, err := http.ReadResponse(bufio.NewReader(conn), nil)
+		check.OK(t, err)
+		answer.Body.Close()
+		if answer.Close || answer.StatusCode != http.StatusNotFound {
+			t.Fatal(answer)
+		}
+	}
+	scraped(t, address, 4*time.Second) // none of them was given up by then
+}
+
+// TestCrowd: connections without end take no descriptors from the volumes, and when they are over there are metrics again.
+func TestCrowd(t *testing.T) {
+	listener, address := served(t)
 	var crowd []net.Conn
 	for i := range 300 {
-		conn, err := net.Dial("tcp", inner.Addr().String())
+		conn, err := net.Dial("tcp", address)
 		check.OK(t, err)
 		crowd = append(crowd, conn)
 		said := "GET /metrics HTTP/1.1\r\nHost: x\r\nX-Slow: "
@@ -75,12 +117,5 @@ func TestCrowd(t *testing.T) {
 	for _, conn := range crowd {
 		conn.Close()
 	}
-	answer, err := http.Get("http://" + inner.Addr().String() + "/metrics")
-	check.OK(t, err)
-	defer answer.Body.Close()
-	body, err := io.ReadAll(answer.Body)
-	check.OK(t, err)
-	if !strings.Contains(string(body), "ashlar_build_info") {
-		t.Errorf("%s: %.200s", answer.Status, body)
-	}
+	scraped(t, address, time.Minute)
 }
