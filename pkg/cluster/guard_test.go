@@ -54,7 +54,7 @@ type guarded struct {
 	*environment
 	mine, others, shared, asked, stale, abandoned, finalized, deleted *v1alpha1.Volume
 	coming, leaving                                                   *v1alpha1.Volume // to and from node-1
-	used                                                              *v1alpha1.Volume // of node-2, by node-1
+	used, read                                                        *v1alpha1.Volume // of node-2, by node-1; and by node-3 beside it
 	carried, gone                                                     *v1alpha1.Volume // from node-2 to node-3, by node-1; and after that
 	still                                                             *v1alpha1.Volume // of node-2, used by node-1, and not to move
 	came, went                                                        *v1alpha1.Volume // to and from node-1, where it is by now
@@ -99,6 +99,9 @@ func newGuarded(t *testing.T) *guarded {
 	w.used = made(volumeOn("node-2", "used"), func(v *v1alpha1.Volume) { v.Spec.Access = "any" })
 	w.used.Status.Size, w.used.Status.Export = mib, &v1alpha1.Export{Generation: 1, Node: nodeName}
 	check.OK(t, w.Status().Update(w.ctx, w.used))
+	w.read = made(volumeOn("node-2", "read"), func(v *v1alpha1.Volume) { v.Spec.Access = "any" })
+	w.read.Status.Size, w.read.Status.Readers = mib, []v1alpha1.Export{{Generation: 1, Node: nodeName}, {Generation: 2, Node: "node-3"}}
+	check.OK(t, w.Status().Update(w.ctx, w.read))
 	carried := func(v *v1alpha1.Volume) {
 		moving("node-3")(v)
 		v.Spec.Claims, v.Spec.Claim = 4, &v1alpha1.Claim{Node: nodeName, Mode: "mount", Generation: 4}
@@ -274,6 +277,23 @@ func TestGuardVolumes(t *testing.T) {
 		reported(w, "given to another", w.used, `{"export":{"node":"node-3"}}`, ofAnother),
 		reported(w, "not given", w.used, `{"export":null}`, ofAnother),
 		reported(w, "that the node of what is not used is away", w.others, `{"export":{"generation":1,"node":"node-1","away":"2026-11-24T00:00:00Z"}}`, ofAnother),
+		reported(w, "nothing of what is not used", w.others, `{}`, ofAnother),
+		reported(w, "who reads what it writes", w.used, `{"export":{"away":"2026-11-24T00:00:00Z"},"readers":[{"generation":2,"node":"node-1"}]}`, ofAnother),
+		reported(w, "that nobody reads what it writes", w.used, `{"readers":[]}`, ofAnother),
+		reported(w, "that the node of what it reads is away", w.read, `{"readers":[{"generation":1,"node":"node-1","away":"2026-11-24T00:00:00Z"},{"generation":2,"node":"node-3"}]}`, ""),
+		reported(w, "that the node of what it reads is away, and its size", w.read, `{"size":2097152,"readers":[{"generation":1,"node":"node-1","away":"2026-11-24T00:00:00Z"},{"generation":2,"node":"node-3"}]}`, ofAnother),
+		reported(w, "that the node of what it reads is away, without its size", w.read, `{"size":null,"readers":[{"generation":1,"node":"node-1","away":"2026-11-24T00:00:00Z"},{"generation":2,"node":"node-3"}]}`, ofAnother),
+		reported(w, "that the node of what it reads is away, for another reader", w.read, `{"readers":[{"generation":1,"node":"node-1"},{"generation":2,"node":"node-3","away":"2026-11-24T00:00:00Z"}]}`, ofAnother),
+		reported(w, "that the node of what it reads is away, by another claim", w.read, `{"readers":[{"generation":3,"node":"node-1","away":"2026-11-24T00:00:00Z"},{"generation":2,"node":"node-3"}]}`, ofAnother),
+		reported(w, "since when it reads", w.read, `{"readers":[{"generation":1,"node":"node-1","since":"2026-11-24T00:00:00Z"},{"generation":2,"node":"node-3"}]}`, ofAnother),
+		reported(w, "that it reads alone", w.read, `{"readers":[{"generation":1,"node":"node-1","away":"2026-11-24T00:00:00Z"}]}`, ofAnother),
+		reported(w, "that another reads too", w.read, `{"readers":[{"generation":1,"node":"node-1"},{"generation":2,"node":"node-3"},{"generation":3,"node":"node-4"}]}`, ofAnother),
+		reported(w, "that it reads twice", w.read, `{"readers":[{"generation":1,"node":"node-1"},{"generation":2,"node":"node-3"},{"generation":3,"node":"node-1"}]}`, ofAnother),
+		reported(w, "that it reads for another", w.read, `{"readers":[{"generation":1,"node":"node-1"},{"generation":2,"node":"node-1"}]}`, ofAnother),
+		reported(w, "that it does not read", w.read, `{"readers":[{"generation":2,"node":"node-3"}]}`, ofAnother),
+		reported(w, "that nobody reads", w.read, `{"readers":null}`, ofAnother),
+		reported(w, "that it writes what it reads", w.read, `{"export":{"generation":1,"node":"node-1"}}`, ofAnother),
+		changed(w, "that the node of what it reads is away, not in the status", w.read, func(o v) { o.Annotations = map[string]string{"a": "b"} }, ofAnother),
 		changed(w, "come here by itself", w.coming, func(o v) { o.Spec.NodeName, o.Spec.Move = nodeName, &v1alpha1.Move{Node: "node-2", Left: true} }, ofAnother),
 		changed(w, "left by itself", w.leaving, func(o v) { o.Spec.NodeName, o.Spec.Move = "node-2", &v1alpha1.Move{Node: nodeName, Left: true} }, ofAnother),
 		changed(w, "kept", w.leaving, func(o v) { o.Spec.Move = nil }, specKept),

@@ -7,9 +7,12 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/check"
@@ -151,6 +154,64 @@ func TestManyReaders(t *testing.T) {
 		t.Errorf("claimed with generation %d", have)
 	}
 	check.OK(t, s.Release(w.ctx, v.ID, c.name))
+	check.OK(t, s.Delete(w.ctx, v.ID))
+}
+
+// TestManyReadersAway: that a home does not answer one of its readers, that one says on its own entry, and takes it off; of others, and of the rest, it says nothing.
+func TestManyReadersAway(t *testing.T) {
+	w := newEnvironment(t)
+	a, home := w.networked("node-a", "storage")
+	b, _ := w.networked("node-b", "storage")
+	c, _ := w.networked("node-c", "storage")
+	s := w.knowing(a, b, c)
+	v, err := s.Create(w.ctx, anyNode("v", a.name))
+	check.OK(t, err)
+	for i, m := range []*machine{b, c} {
+		check.OK(t, s.Claim(w.ctx, v.ID, manyOn(m.name)))
+		w.reads(home, "v", volume.Grant{Generation: int64(i + 1), Node: m.name})
+	}
+	var cut atomic.Bool
+	at := time.Now().Add(-time.Hour).Truncate(time.Second)
+	ctx, stop := context.WithCancel(w.ctx)
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		b.agent.TellAway(ctx, func() (map[blockdev.Ref]time.Time, error) {
+			if !cut.Load() {
+				return nil, nil
+			}
+			return map[blockdev.Ref]time.Time{ref(v): at}, nil
+		}, 50*time.Millisecond)
+	}()
+	t.Cleanup(func() { stop(); <-done })
+	says := func(node string) (since *metav1.Time) {
+		for _, e := range w.object("v").Status.Readers {
+			if e.Node == node {
+				since = e.Away
+			}
+		}
+		return since
+	}
+	for _, is := range []bool{true, false, true} {
+		cut.Store(is)
+		w.eventually(fmt.Sprint("its reader says that the home is away: ", is), func() bool { return (says(b.name) != nil) == is })
+		if since := says(b.name); is && !since.Time.Equal(at) {
+			t.Errorf("the home is away since %v, want %v", since, at)
+		}
+		if since := says(c.name); since != nil {
+			t.Errorf("of another reader it says that the home is away since %v", since)
+		}
+	}
+	w.touched("v") // its own node writes its status too
+	time.Sleep(200 * time.Millisecond)
+	if o := w.object("v"); len(o.Status.Readers) != 2 || o.Status.Export != nil || says(b.name) == nil {
+		t.Errorf("it is given to %+v, %+v", o.Status.Export, o.Status.Readers)
+	}
+	check.OK(t, s.Release(w.ctx, v.ID, b.name)) // its home has ended it, whatever its reader said
+	if o := w.object("v"); len(o.Status.Readers) != 1 || says(c.name) != nil {
+		t.Errorf("released, it is given to %+v", o.Status.Readers)
+	}
+	check.OK(t, s.Release(w.ctx, v.ID, ""))
 	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 

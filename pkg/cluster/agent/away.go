@@ -18,8 +18,8 @@ import (
 // AwayPause is how often TellAway looks, and how long a home does not answer before that is told: a cable that is replugged is no news.
 const AwayPause = 10 * time.Second
 
-// TellAway writes down, until ctx ends, which volumes of other nodes that are used here wait for these, and since when. away are all of them
-// (remotepool.Pool). That one does not any more is written down as well.
+// TellAway writes down, until ctx ends, which volumes of other nodes that are used here, also by one who reads beside others, wait for these, and since when.
+// away are all of them (remotepool.Pool). That one does not any more is written down as well.
 func (a *Agent) TellAway(ctx context.Context, away func() (map[blockdev.Ref]time.Time, error), pause time.Duration) {
 	ticks := time.NewTicker(pause)
 	defer ticks.Stop()
@@ -42,23 +42,16 @@ func (a *Agent) tellAway(ctx context.Context, away func() (map[blockdev.Ref]time
 	}
 	ctx, cancel := context.WithTimeout(ctx, homeTime)
 	defer cancel()
-	var used v1alpha1.VolumeList
-	if err := a.others.kube.Cache.List(ctx, &used); err != nil {
+	used, err := a.allUsedHere(ctx)
+	if err != nil {
 		return err
 	}
 	var failures []error
-	for i := range used.Items {
-		v := &used.Items[i]
-		e, before := v.Status.Export, v.DeepCopy()
+	for i := range used {
+		v := &used[i]
+		before := v.DeepCopy()
 		since, is := now[blockdev.Ref{Kind: blockdev.Volume, Key: v.Name}]
-		switch {
-		case e == nil || e.Node != a.local.Node():
-			continue
-		case is && e.Away == nil && time.Since(since) >= least:
-			e.Away = new(metav1.NewTime(since))
-		case !is && e.Away != nil:
-			e.Away = nil
-		default:
+		if !setAway(v, a.local.Node(), since, is, least) {
 			continue
 		}
 		if err := kube.IgnoreConflict(a.statusOf(v).Patch(ctx, v, kube.LockingPatch(before))); err != nil {
@@ -66,4 +59,23 @@ func (a *Agent) tellAway(ctx context.Context, away func() (map[blockdev.Ref]time
 		}
 	}
 	return errors.Join(failures...)
+}
+
+// setAway has the object of a volume say that its node does not answer another one, which it is given to, or that it does; and reports whether that
+// changes it. What has not lasted for long is not said.
+func setAway(v *v1alpha1.Volume, node string, since time.Time, is bool, least time.Duration) (changed bool) {
+	given := []*v1alpha1.Export{v.Status.Export}
+	for i := range v.Status.Readers {
+		given = append(given, &v.Status.Readers[i])
+	}
+	for _, e := range given {
+		switch {
+		case e == nil || e.Node != node:
+		case is && e.Away == nil && time.Since(since) >= least:
+			e.Away, changed = new(metav1.NewTime(since)), true
+		case !is && e.Away != nil:
+			e.Away, changed = nil, true
+		}
+	}
+	return changed
 }

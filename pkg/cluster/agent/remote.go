@@ -115,6 +115,19 @@ func (a *Agent) usedHere(key string) (*v1alpha1.Volume, bool) {
 	return v, false
 }
 
+// allUsedHere returns the objects of all volumes of other nodes that are claimed for this one, be it to read beside others, as the watch last told. One that was claimed
+// in both ways of late may be there twice.
+func (a *Agent) allUsedHere(ctx context.Context) (all []v1alpha1.Volume, err error) {
+	for _, c := range []kube.Connection{a.others.kube, a.others.many} {
+		var some v1alpha1.VolumeList
+		if err := c.Cache.List(ctx, &some); err != nil { // it is memory
+			return nil, err
+		}
+		all = append(all, some.Items...)
+	}
+	return all, nil
+}
+
 // usedNow is usedHere, as the API server says now. ErrPrecondition if it is not claimed for this node, or not of another one; ErrUnavailable if it has become this one's, and
 // cannot be used yet.
 func (a *Agent) usedNow(ctx context.Context, id volume.ID) (*v1alpha1.Volume, error) {
