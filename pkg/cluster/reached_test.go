@@ -10,7 +10,9 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -50,6 +52,23 @@ type uses struct {
 type others struct {
 	*volume.Local
 	longest atomic.Int64 // time.Duration: for how long their writes are held back at the most; 0: as ever
+
+	mu    sync.Mutex
+	again []string // whose limits were set after the start, as KEY MUTABLE
+}
+
+func (o *others) LimitAgain(ctx context.Context, id volume.ID, mutable map[string]string) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.again = append(o.again, fmt.Sprint(id.Key, " ", mutable))
+	o.Local.LimitAgain(ctx, id, mutable)
+}
+
+// limited are those whose limits were set after the start.
+func (o *others) limited() []string {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return slices.Sorted(slices.Values(o.again))
 }
 
 func (o *others) LongestHold() time.Duration {

@@ -15,6 +15,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/loop"
 	"github.com/ashlar-csi/ashlar/pkg/cgroup"
+	"github.com/ashlar-csi/ashlar/pkg/device"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 )
@@ -172,22 +173,44 @@ func (l *Local) limitAttached(ctx context.Context, pool blockdev.Pool) error {
 	}
 	l.unlimitGone(ctx)
 	for _, record := range records {
-		v := fromRecord(pool.Name(), l.node, record)
-		limits := limitsOf(v.Mutable)
-		if limits == (cgroup.Limits{}) || v.Exported.Node != "" {
-			continue
-		}
-		devices, err := l.stacks.Of(pool, record.Ref).Attached(ctx)
-		for _, device := range devices {
-			if err == nil {
-				_, err = cgroup.Limit(device.Number, limits)
-			}
-		}
-		if err != nil {
-			klog.FromContext(ctx).Error(err, "Could not set the limits of a volume", "volume", v.ID.String())
+		if v := fromRecord(pool.Name(), l.node, record); v.Exported.Node == "" {
+			logLimits(ctx, v.ID, limitStack(ctx, l.stacks.Of(pool, record.Ref), limitsOf(v.Mutable)))
 		}
 	}
 	return nil
+}
+
+// LimitAgain sets the limits of a volume of another node on what is attached of it here, as limitAttached does for the node's own. mutable are all of its mutable
+// parameters, as its object has them: its home is not asked. The caller has the volume for itself.
+func (l *Local) LimitAgain(ctx context.Context, id ID, mutable map[string]string) {
+	stack, err := l.stack(id)
+	if err == nil {
+		err = CheckMutable(mutable)
+	}
+	if err == nil {
+		err = limitStack(ctx, stack, limitsOf(mutable))
+	}
+	logLimits(ctx, id, err)
+}
+
+// limitStack sets limits, if there are any, of all that is attached of a volume.
+func limitStack(ctx context.Context, stack device.Stack, limits cgroup.Limits) error {
+	if limits == (cgroup.Limits{}) {
+		return nil
+	}
+	devices, err := stack.Attached(ctx)
+	for _, device := range devices {
+		if err == nil {
+			_, err = cgroup.Limit(device.Number, limits)
+		}
+	}
+	return err
+}
+
+func logLimits(ctx context.Context, id ID, err error) {
+	if err != nil {
+		klog.FromContext(ctx).Error(err, "Could not set the limits of a volume", "volume", id.String())
+	}
 }
 
 // limitsHealth says whether the limits of a volume are those of its devices, which have them while pods use them. It is asked at any

@@ -36,8 +36,11 @@ type others struct {
 	many kube.Connection // those of spec.readers
 	read atomic.Bool     // both caches have been filled once
 
+	using chan Using // has what works on them here, once that is known
+
 	mu     sync.Mutex
 	agents map[string]v1alpha1.AgentEndpoint // where the agents of other nodes were found last
+	told   map[string]bool                   // those whose homes have said since the start what their mutable parameters are
 }
 
 // How long the agent of another node may take for an answer. To export a volume takes it a few steps.
@@ -48,7 +51,7 @@ const (
 
 // connectOthers prepares the watch of the volumes of other nodes. It asks the API server nothing.
 func (a *Agent) connectOthers(config *rest.Config) (err error) {
-	a.others.agents = map[string]v1alpha1.AgentEndpoint{}
+	a.others.agents, a.others.told, a.others.using = map[string]v1alpha1.AgentEndpoint{}, map[string]bool{}, make(chan Using, 1)
 	if a.options.Network == nil {
 		return nil
 	}
@@ -95,7 +98,10 @@ func (a *Agent) watchOthers(ctx context.Context) error {
 		running.Go(func() { ended <- c.Cache.Start(ctx) })
 	}
 	running.Go(func() {
-		a.others.read.Store(a.others.kube.Cache.WaitForCacheSync(ctx) && a.others.many.Cache.WaitForCacheSync(ctx))
+		read := a.others.kube.Cache.WaitForCacheSync(ctx) && a.others.many.Cache.WaitForCacheSync(ctx)
+		if a.others.read.Store(read); read {
+			a.limitAgain(ctx)
+		}
 	})
 	return <-ended
 }
@@ -403,15 +409,23 @@ func (a *Agent) endpoint(ctx context.Context, node string) (v1alpha1.AgentEndpoi
 	return v1alpha1.AgentEndpoint{}, fmt.Errorf("%w: the agent of node %s has no port: start its driver with --agent-endpoint", errdefs.ErrUnavailable, node)
 }
 
-// Using is what this node does to volumes of others for their homes: volume.Local, over them.
+// Using is what this node does to volumes of others, for their homes or after a start: volume.Local, over them.
 type Using interface {
+	LimitAgain(ctx context.Context, id volume.ID, mutable map[string]string)
 	Hold(ctx context.Context, id volume.ID) (release func() error, err error)
 	LongestHold() time.Duration
 	Modified(ctx context.Context, id volume.ID, mutable map[string]string) error
 }
 
-// Uses answers the agents of the nodes whose volumes are used here: it is an export.User. Each may ask for its own volumes.
-func (a *Agent) Uses(others Using) export.User { return users{a, others} }
+// Uses answers the agents of the nodes whose volumes are used here: it is an export.User. Each may ask for its own volumes. From then on the agent can set the limits of
+// these.
+func (a *Agent) Uses(others Using) export.User {
+	select {
+	case a.others.using <- others:
+	default: // it knows
+	}
+	return users{a, others}
+}
 
 type users struct {
 	*Agent
@@ -438,7 +452,13 @@ func (u users) Modified(ctx context.Context, id volume.ID, generation int64, mut
 	if err := u.used(ctx, id, generation); err != nil {
 		return err
 	}
-	return u.withLocks([]string{keylock.Volume(id.Key)}, func() error { return u.others.Modified(ctx, id, mutable) })
+	return u.withLocks([]string{keylock.Volume(id.Key)}, func() error {
+		err := u.others.Modified(ctx, id, mutable)
+		if err == nil {
+			u.Agent.others.tell(id.Key)
+		}
+		return err
+	})
 }
 
 // Hold: see export.User. No call of this node comes between, until the writes go on: a home that does not end what it asked for keeps nobody from giving
