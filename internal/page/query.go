@@ -13,7 +13,7 @@ import (
 const (
 	volumesPerPage = 50
 	nodesPerPage   = 12
-	longestFilter  = 200 // bytes
+	longestFilter  = 512 // bytes; a node's name may have 253, and that of a pool 24
 )
 
 // query is what somebody wants to see of all there is: the parameters of the address.

@@ -6,6 +6,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/ashlar-csi/ashlar/internal/overview"
 )
 
 // shown returns the labels of the volumes that a query shows.
@@ -90,6 +92,19 @@ func TestLongFilter(t *testing.T) {
 	q := parseQuery(url.Values{"q": {strings.Repeat("ü", 5000)}})
 	if len(q.Filter) > longestFilter || q.Filter != strings.Repeat("ü", longestFilter/2) {
 		t.Errorf("%d bytes: %q", len(q.Filter), q.Filter)
+	}
+}
+
+// A node's name may have 253 characters, and all links to its volumes show them.
+func TestLongNodeName(t *testing.T) {
+	name := strings.Repeat("n", 60) + "." + strings.Repeat("a", 63) + "." + strings.Repeat("b", 63) + "." + strings.Repeat("c", 63)
+	o := &overview.Overview{Taken: noon, Cluster: true, Nodes: []overview.Node{{Name: name, Ready: true, Pools: []overview.Pool{{Node: name, Name: strings.Repeat("p", 24)}}}},
+		Volumes: []overview.Volume{{ID: "vol.p.1", Name: "pvc-1", Node: name, Pool: strings.Repeat("p", 24), State: overview.Ready}}}
+	o.Finish()
+	p := New(&madeUp{overview: o})
+	for _, filter := range []string{"node:" + name, "node:" + name + " pool:" + o.Volumes[0].Pool} {
+		text := get(t, p, "GET", "/?"+url.Values{"q": {filter}}.Encode()).Body.String()
+		inOrder(t, text, `maxlength="512"`, `id="vol.p.1"`)
 	}
 }
 

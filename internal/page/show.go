@@ -91,6 +91,7 @@ var functions = template.FuncMap{
 	"first":   first,
 	"kind":    func(kind string) string { return cmp.Or(kinds[kind], kind) },
 	"label":   label,
+	"longest": func() int { return longestFilter },
 	"lower":   func(s overview.Severity) string { return strings.ToLower(string(s)) },
 	"minus":   func(a, b int) int { return a - b },
 	"percent": percent,
