@@ -122,7 +122,7 @@ func TestGolden(t *testing.T) {
 	for name, print := range map[string]func(*screen){
 		"status":   func(to *screen) { printStatus(to, o) },
 		"pools":    func(to *screen) { printPools(to, o, poolsOf(o)) },
-		"volumes":  func(to *screen) { printVolumes(to, o, o.Volumes) },
+		"volumes":  func(to *screen) { printVolumes(to, o, volumesOf(o, filter{})) },
 		"describe": func(to *screen) { d.print(to, now) },
 		"capacity": func(to *screen) { roomOf(o).print(to) },
 	} {
@@ -251,11 +251,23 @@ func TestMissing(t *testing.T) {
 
 // TestFilters: which volumes are listed.
 func TestFilters(t *testing.T) {
-	for args, want := range map[string]int{"": 11, "--node=node-1": 3, "--pool=fast": 8, "--problems": 10, "--namespace=shop": 10, "--namespace=other": 0, "--node=node-1 --pool=fast": 1} {
+	for args, want := range map[string]int{"": 11, "--node=node-1": 3, "--pool=fast": 8, "--problems": 11, "--problems --node=node-4": 1, "--namespace=shop": 10, "--namespace=other": 0, "--node=node-1 --pool=fast": 1} {
 		text, err := run(fixed{madeUp()}, append([]string{"volumes", "-o", "json"}, strings.Fields(args)...)...)
 		var list []overview.Volume
 		if err = errors.Join(err, json.Unmarshal([]byte(text), &list)); err != nil || len(list) != want {
 			t.Errorf("volumes %s: %d, want %d; %v", args, len(list), want, err)
+		}
+	}
+}
+
+// TestVolumesOfGoneNode: a volume is not well whose node is gone, in the table and for programs.
+func TestVolumesOfGoneNode(t *testing.T) {
+	for format, words := range map[string][]string{"": {"pvc-12", "NodeGone"}, "json": {`"name": "pvc-12"`, `"reason": "NodeGone"`, `"kind": "Node"`, `"name": "node-4"`}} {
+		text, err := run(fixed{madeUp()}, "volumes", "--problems", "--node=node-4", "-o", format)
+		for _, word := range words {
+			if err != nil || !strings.Contains(text, word) {
+				t.Errorf("-o %q: no %s in (%v):\n%s", format, word, err, text)
+			}
 		}
 	}
 }

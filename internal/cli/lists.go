@@ -105,6 +105,18 @@ func (f filter) takes(v *overview.Volume) bool {
 		(f.namespace == "" || v.Claim != nil && v.Claim.Namespace == f.namespace) && (!f.problems || len(v.Problems) > 0)
 }
 
+// volumesOf returns the volumes that a filter takes. Their problems are also those around them: the subject of each says what it is of.
+func volumesOf(o *overview.Overview, f filter) []overview.Volume {
+	places, all := o.Places(), []overview.Volume{}
+	for i := range o.Volumes {
+		v := o.Volumes[i]
+		if v.Problems = places.Of(&v); f.takes(&v) {
+			all = append(all, v)
+		}
+	}
+	return all
+}
+
 func (c *commands) volumes() *cobra.Command {
 	var s showing
 	var f filter
@@ -112,7 +124,7 @@ func (c *commands) volumes() *cobra.Command {
 		Use:   "volumes",
 		Short: "List the volumes: whose they are, where, how large, how well",
 		Long: `volumes lists the volumes: the claim that each was made for (or its name), the pods that use it, its node and
-pool, its size, and what is wrong with it. Of those that are being copied it shows how far that is.`,
+pool, its size, and what is wrong with it: also that its node or pool cannot be reached. Of those that are being copied it shows how far that is.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if c.namespaced && cmd.Flags().Changed("namespace") {
@@ -123,7 +135,7 @@ pool, its size, and what is wrong with it. Of those that are being copied it sho
 				if err != nil {
 					return nil, err
 				}
-				all := slices.DeleteFunc(slices.Clone(o.Volumes), func(v overview.Volume) bool { return !f.takes(&v) })
+				all := volumesOf(o, f)
 				printVolumes(to, o, all)
 				sayMissing(cmd, to, o.Missing)
 				return all, nil

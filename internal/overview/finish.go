@@ -112,9 +112,14 @@ func (o *Overview) Finish() {
 
 // gather adds problems to those of everything, and returns them with the worst first.
 func (o *Overview) gather(problems []Problem) []Problem {
-	slices.SortStableFunc(problems, func(a, b Problem) int { return Worse(a.Severity, b.Severity) })
+	sortWorst(problems)
 	o.Problems = append(o.Problems, problems...)
 	return list(problems)
+}
+
+// sortWorst puts the worst first, and leaves what is equally bad as it is.
+func sortWorst(problems []Problem) {
+	slices.SortStableFunc(problems, func(a, b Problem) int { return Worse(a.Severity, b.Severity) })
 }
 
 // count counts the volumes and snapshots of each pool.

@@ -270,7 +270,7 @@ func TestFilterWhileTyping(t *testing.T) {
 	b.click(".none a")
 	b.wait(rows + " === 13")
 	b.open("/?q=problem%3Aany&sort=claim")
-	b.wait(rows + " === 2")
+	b.wait(rows + " === 3")
 }
 
 func TestPages(t *testing.T) {

@@ -83,6 +83,51 @@ func TestOneVolume(t *testing.T) {
 	inOrder(t, gone.Body.String(), "There is no such volume", "vol.default.1")
 }
 
+// What is wrong around a volume is wrong with it, on its page and in the list; of all that is wrong it is one.
+func TestVolumeOfWhatIsAway(t *testing.T) {
+	node := problem(overview.Inaccessible, overview.NodeGone, "Kubernetes has no such node", overview.KindNode, "worker-9")
+	silent := problem(overview.Degraded, overview.AgentSilent, "its agent is not heard", overview.KindNode, "worker-9")
+	missing := problem(overview.Inaccessible, overview.PoolMissing, "nobody reports it", overview.KindPool, "worker-9.default")
+	full := problem(overview.Degraded, overview.PoolFull, "no further volume fits", overview.KindPool, "worker-9.default")
+	for _, test := range []struct {
+		of, title, link string
+		node, pool      []overview.Problem
+	}{
+		{"node", "1 problem", `node</span> <a href="./node?name=worker-9">worker-9</a>`, []overview.Problem{node}, nil},
+		{"agent", "1 problem", `node</span> <a href="./node?name=worker-9">worker-9</a>`, []overview.Problem{silent}, nil},
+		{"pool", "1 problem", `pool</span> <a href="./node?name=worker-9">default of worker-9</a>`, nil, []overview.Problem{missing}},
+		{"full pool", "Nothing is wrong with it", "", nil, []overview.Problem{full}},
+	} {
+		o := &overview.Overview{Taken: noon, Cluster: true, Nodes: []overview.Node{{Name: "worker-9", Problems: test.node, Pools: []overview.Pool{{Node: "worker-9", Name: "default", Problems: test.pool}}}}}
+		o.Volumes = []overview.Volume{{ID: "vol.default.1", Name: "pvc-1", Node: "worker-9", Pool: "default", State: overview.Ready}, {ID: "vol.default.2", Name: "pvc-2", Node: "worker-9", Pool: "default", State: overview.Ready}}
+		o.Snapshots = []overview.Snapshot{{ID: "snap.default.3", Name: "snapshot-3", Node: "worker-9", Pool: "default", Source: "vol.default.1", State: overview.Ready}}
+		o.Finish()
+		p := New(&madeUp{overview: o})
+		found := slices.Concat(test.node, test.pool)[0]
+		well := test.link == ""
+		text := get(t, p, "GET", "/volume?id=vol.default.1").Body.String()
+		if inOrder(t, text, `id="wrong-title"`, test.title); !well {
+			inOrder(t, text, found.Reason, test.link, found.Message, `id="snapshots"`, "snapshot-3", found.Reason)
+		}
+		if strings.Contains(text, "badge well") != well {
+			t.Errorf("%s: well is %v in:\n%s", test.of, !well, text)
+		}
+		inOrder(t, get(t, p, "GET", "/").Body.String(), `id="wrong-title"`, "1 problem ", "pvc-1")
+		for _, filter := range []string{"any", found.Reason, string(found.Severity)} {
+			if got := shown(t, newView(o, 1, 1), "/?q=problem:"+filter); len(got) != map[bool]int{true: 0, false: 2}[well] {
+				t.Errorf("%s: problem:%s shows %q", test.of, filter, got)
+			}
+		}
+	}
+}
+
+// Where nodes could not be looked at, it is not known that a volume is well.
+func TestVolumeOfWhatIsNotKnown(t *testing.T) {
+	o := &overview.Overview{Taken: noon, Cluster: true, Blind: true, Volumes: []overview.Volume{{ID: "vol.default.1", Node: "worker-9", Pool: "default", State: overview.Ready}}}
+	o.Finish()
+	inOrder(t, get(t, New(&madeUp{overview: o}), "GET", "/volume?id=vol.default.1").Body.String(), `id="wrong-title"`, "Nothing is known to be wrong with it")
+}
+
 func TestOneNode(t *testing.T) {
 	p := New(&madeUp{overview: small()})
 	inOrder(t, get(t, p, "GET", "/node?name=worker-2").Body.String(), "<h1>worker-2", "ready", "Pools", "default", "45 % used", "1 stray", "Strays", "shop/reports", "20 GiB")

@@ -49,7 +49,8 @@ func allOf(h heading, q query) everything {
 type oneVolume struct {
 	heading
 	ID        string
-	Volume    *overview.Volume // nil: there is none
+	Volume    *overview.Volume   // nil: there is none
+	Problems  []overview.Problem // of it and around it
 	Snapshots []*overview.Snapshot
 	Copies    []*overview.Volume // that were made from it or its snapshots
 }
@@ -61,7 +62,7 @@ func volumeOf(h heading, id string) oneVolume {
 		v := &h.View.Volumes[i]
 		switch {
 		case v.ID == id:
-			one.Volume, one.Title = v, label(v)
+			one.Volume, one.Title, one.Problems = v, label(v), h.View.byID[id].Problems
 		case v.Source != "" && (v.Source == id || h.View.sources[v.Source] == id):
 			one.Copies = append(one.Copies, v)
 		}
@@ -87,6 +88,7 @@ func nodeOf(h heading, name string) oneNode {
 
 // functions of the templates.
 var functions = template.FuncMap{
+	"around":  func(v *view, node, pool string) []overview.Problem { return v.places.Around(node, pool) },
 	"count":   count,
 	"first":   first,
 	"kind":    func(kind string) string { return cmp.Or(kinds[kind], kind) },

@@ -28,6 +28,7 @@ type view struct {
 	nodes    []*overview.Node
 	snapshot map[string][]*overview.Snapshot // by the ID of their volume
 	sources  map[string]string               // of snapshots, the ID of the volume
+	places   overview.Places
 	json     func() ([]byte, error)
 }
 
@@ -36,8 +37,9 @@ type row struct {
 	*overview.Volume
 	Label     string // what people know it by
 	Snapshots int
-	text      string // in lower case, all that the filter looks into
-	worst     int    // of its problems
+	Problems  []overview.Problem // of the volume and around it; the worst first
+	text      string             // in lower case, all that the filter looks into
+	worst     int                // of its problems
 }
 
 // copying is a volume or a snapshot that is being copied.
@@ -82,7 +84,7 @@ func (g group) Address() string {
 
 func newView(o *overview.Overview, run int64, number int) *view {
 	v := &view{Overview: o, number: number, version: fmt.Sprintf("%x-%d", run, number),
-		byID: map[string]*row{}, snapshot: map[string][]*overview.Snapshot{}, sources: map[string]string{}}
+		byID: map[string]*row{}, snapshot: map[string][]*overview.Snapshot{}, sources: map[string]string{}, places: o.Places()}
 	for i := range o.Snapshots {
 		s := &o.Snapshots[i]
 		v.snapshot[s.Source] = append(v.snapshot[s.Source], s)
@@ -91,7 +93,8 @@ func newView(o *overview.Overview, run int64, number int) *view {
 	}
 	for i := range o.Volumes {
 		one := &o.Volumes[i]
-		r := &row{Volume: one, Label: label(one), Snapshots: len(v.snapshot[one.ID]), worst: worst(one.Problems)}
+		r := &row{Volume: one, Label: label(one), Snapshots: len(v.snapshot[one.ID]), Problems: v.places.Of(one)}
+		r.worst = worst(r.Problems)
 		r.text = r.searched()
 		v.rows, v.byID[one.ID] = append(v.rows, r), r
 		v.copying(one.Progress, overview.Subject{Kind: "Volume", Name: one.ID}, r.Label, one.Node, one.Pool)
