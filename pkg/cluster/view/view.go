@@ -77,8 +77,8 @@ type taking struct {
 	leases    map[string]coordinationv1.Lease // by node
 	listening bool                            // the Leases, or who listens, could be asked
 	known     bool                            // the nodes could be listed
-	handles   map[string]string               // names of PersistentVolumes by handle
-	claims    map[string]overview.Ref         // claims by handle
+	handles   map[string]standing             // PersistentVolumes by handle
+	claims    map[string]overview.Ref         // claims of these, by handle
 	holders   map[overview.Ref]string         // handles of what claims have now, by claim
 	users     map[overview.Ref][]overview.Ref // pods by claim
 	drivers   map[string]bool                 // namespaces that pods of agents are in
@@ -89,6 +89,27 @@ type taking struct {
 type machine struct {
 	ready, gone bool
 	labels      map[string]string
+}
+
+// standing is the PersistentVolume that stands for what has its handle: of several one that is bound, else one that may be, else one that
+// was; of those alike the first by name, whatever comes first in a list.
+type standing struct {
+	name string
+	rank int // the less, the more it stands for it
+}
+
+func standingOf(pv *corev1.PersistentVolume) standing {
+	switch pv.Status.Phase {
+	case corev1.VolumeBound:
+		return standing{pv.Name, 0}
+	case corev1.VolumeReleased, corev1.VolumeFailed:
+		return standing{pv.Name, 2}
+	}
+	return standing{pv.Name, 1}
+}
+
+func (s standing) before(other standing) bool {
+	return cmp.Or(cmp.Compare(s.rank, other.rank), cmp.Compare(s.name, other.name)) < 0
 }
 
 // read lists all that is needed.
@@ -151,7 +172,7 @@ func (t *taking) readLeases() error {
 
 // readKubernetes reads what Kubernetes has of the volumes: who claims them, who uses them.
 func (t *taking) readKubernetes() error {
-	t.handles, t.claims, t.holders = map[string]string{}, map[string]overview.Ref{}, map[overview.Ref]string{}
+	t.handles, t.claims, t.holders = map[string]standing{}, map[string]overview.Ref{}, map[overview.Ref]string{}
 	t.users, t.drivers = map[overview.Ref][]overview.Ref{}, map[string]bool{}
 	for _, one := range []struct {
 		what, of string
@@ -211,14 +232,21 @@ func (t *taking) addNodes(l *corev1.NodeList) {
 func (t *taking) addPersistentVolumes(l *corev1.PersistentVolumeList) {
 	for i := range l.Items {
 		pv := &l.Items[i]
-		handle := "" // of what is none of CSI, and its claim's all the same
+		handle, stands := "", false // of what is none of CSI, and its claim's all the same
 		if csi := pv.Spec.CSI; csi != nil {
 			handle = csi.Driver + " " + csi.VolumeHandle
-			t.handles[handle] = pv.Name
+			have, there := t.handles[handle]
+			stands = !there || standingOf(pv).before(have)
+		}
+		if stands {
+			t.handles[handle] = standingOf(pv)
+			delete(t.claims, handle)
 		}
 		if ref := pv.Spec.ClaimRef; ref != nil {
 			claim := overview.Ref{Namespace: ref.Namespace, Name: ref.Name}
-			t.claims[handle] = claim
+			if stands {
+				t.claims[handle] = claim
+			}
 			_, held := t.holders[claim]
 			if phase := pv.Status.Phase; phase == corev1.VolumeBound || phase != corev1.VolumeReleased && phase != corev1.VolumeFailed && !held {
 				t.holders[claim] = handle // else that claim is gone, and one of its name is another

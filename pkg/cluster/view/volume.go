@@ -38,14 +38,14 @@ func (t *taking) volume(v *v1alpha1.Volume) overview.Volume {
 			out.Claim = &claim
 		}
 	}
-	if name := t.handles[handle]; name != "" { // it may have been given another claim since
+	if name := t.handles[handle].name; name != "" { // it may have been given another claim since
 		out.PersistentVolume, out.Claim = name, nil
 	}
 	if ref, there := t.claims[handle]; there {
 		out.Claim = &ref
 	}
 	if out.Claim != nil {
-		if holder, held := t.holders[*out.Claim]; held && holder == handle || !held && t.handles[handle] == "" {
+		if holder, held := t.holders[*out.Claim]; held && holder == handle || !held && t.handles[handle].name == "" {
 			out.Pods = t.users[*out.Claim] // of one that was kept when its claim was deleted, pods use another
 		}
 	}

@@ -1,0 +1,53 @@
+package view
+
+import (
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/ashlar-csi/ashlar/internal/overview"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+)
+
+// TestOneHandleOfTwo: of two PersistentVolumes of a volume the one that is bound counts, in whatever order they are listed.
+func TestOneHandleOfTwo(t *testing.T) {
+	v := v1alpha1.Volume{ObjectMeta: metav1.ObjectMeta{Name: "key"}, Spec: v1alpha1.VolumeSpec{Pool: "default"}}
+	pv := func(name, claim string, phase corev1.PersistentVolumePhase) corev1.PersistentVolume {
+		one := corev1.PersistentVolume{ObjectMeta: metav1.ObjectMeta{Name: name}, Status: corev1.PersistentVolumeStatus{Phase: phase}, Spec: corev1.PersistentVolumeSpec{
+			PersistentVolumeSource: corev1.PersistentVolumeSource{CSI: &corev1.CSIPersistentVolumeSource{Driver: v1alpha1.DefaultDriver, VolumeHandle: v.ID()}}}}
+		if claim != "" {
+			one.Spec.ClaimRef = &corev1.ObjectReference{Namespace: "shop", Name: claim}
+		}
+		return one
+	}
+	for _, test := range []struct {
+		name                string
+		one, two            corev1.PersistentVolume
+		stands, claim, pods string
+	}{
+		{"bound and released", pv("b", "now", corev1.VolumeBound), pv("a", "before", corev1.VolumeReleased), "b", "now", "user"},
+		{"bound and failed", pv("a", "now", corev1.VolumeBound), pv("z", "before", corev1.VolumeFailed), "a", "now", "user"},
+		{"bound and available", pv("b", "now", corev1.VolumeBound), pv("a", "", corev1.VolumeAvailable), "b", "now", "user"},
+		{"available and released", pv("b", "", corev1.VolumeAvailable), pv("a", "before", corev1.VolumeReleased), "b", "", ""},
+		{"both released", pv("b", "now", corev1.VolumeReleased), pv("a", "before", corev1.VolumeReleased), "a", "before", ""},
+	} {
+		for _, order := range [][]corev1.PersistentVolume{{test.one, test.two}, {test.two, test.one}} {
+			tk := taking{out: &overview.Overview{Driver: v1alpha1.DefaultDriver}, handles: map[string]standing{}, claims: map[string]overview.Ref{}, holders: map[overview.Ref]string{},
+				users: map[overview.Ref][]overview.Ref{{Namespace: "shop", Name: "now"}: {{Namespace: "shop", Name: "user"}}}}
+			for _, one := range order { // each in a page of its own
+				tk.addPersistentVolumes(&corev1.PersistentVolumeList{Items: []corev1.PersistentVolume{one}})
+			}
+			out, claim, pods := tk.volume(&v), "", ""
+			if out.Claim != nil {
+				claim = out.Claim.Name
+			}
+			for _, pod := range out.Pods {
+				pods += pod.Name
+			}
+			if out.PersistentVolume != test.stands || claim != test.claim || pods != test.pods {
+				t.Errorf("%s, %s first: %q of claim %q, used by %q", test.name, order[0].Name, out.PersistentVolume, claim, pods)
+			}
+		}
+	}
+}
