@@ -399,6 +399,25 @@ func TestFollowsOneVolume(t *testing.T) {
 	b.waitText("h1", "no such volume")
 }
 
+// A stream that has gone on for long enough ends, and the page follows by another one. Nothing is wrong, and it does not say so.
+func TestFollowsOnAnotherStream(t *testing.T) {
+	t.Parallel()
+	s := serve(t, small(), func(l *limits) { l.stream, l.streams = 400*time.Millisecond, 1 })
+	b := newTab(t, s)
+	b.open("/")
+	b.waitText("#following", "Follows changes")
+	eval[bool](b, `window.opened = 0; window.said = [];
+		window.EventSource = class extends EventSource { constructor(address) { super(address); window.opened++; } };
+		new MutationObserver(() => window.said.push(document.querySelector("#following").textContent)).observe(document.querySelector("#following"), { childList: true, characterData: true, subtree: true });
+		true`)
+	b.wait("opened > 3")
+	s.source.set(large(200), nil)
+	b.waitText("#volumes-title", "200 volumes")
+	if said := eval[string](b, "said.join()"); said != "" {
+		t.Errorf("it says %q", said)
+	}
+}
+
 func TestFollowsAfterRestart(t *testing.T) {
 	t.Parallel()
 	s := serve(t, small(), nil)

@@ -3,6 +3,7 @@ package page
 import (
 	"context"
 	"fmt"
+	"io"
 	"net/http"
 	"sync"
 	"time"
@@ -86,7 +87,8 @@ func (p *Page) follow(ctx context.Context) {
 }
 
 // events is a stream of server-sent events. Each is the version of what a page would show now: the first at once, others
-// when there is another one. The browser asks for the page anew, at its own address, and so needs no second way to make it.
+// when there is another one. The browser asks for the page anew, at its own address, and so needs no second way to make it. The stream ends
+// after a while, as nobody knows whether it is read: the kernel takes hours of it. The last event, "again", asks the browser for another one.
 func (p *Page) events(w http.ResponseWriter, r *http.Request) {
 	w.Header().Set("Content-Type", "text/event-stream")
 	if r.Method == http.MethodHead {
@@ -98,11 +100,21 @@ func (p *Page) events(w http.ResponseWriter, r *http.Request) {
 		http.Error(w, "too many follow changes already; the page can be reloaded", http.StatusServiceUnavailable)
 		return
 	}
-	defer p.viewers.leave()
 	stream := http.NewResponseController(w)
 	_ = stream.SetReadDeadline(time.Time{}) // it was for the request
-	alive := time.NewTicker(p.limits.alive)
+	over := p.tell(ctx, w, stream)
+	p.viewers.leave() // before the browser comes again, so that its place is free
+	if over {
+		_ = stream.SetWriteDeadline(time.Now().Add(p.limits.write))
+		_, _ = fmt.Fprint(w, "event: again\ndata: now\n\n") // who is gone does not come
+	}
+}
+
+// tell writes the events of a stream until its time is over, or (false) who reads them is gone.
+func (p *Page) tell(ctx context.Context, w io.Writer, stream *http.ResponseController) (over bool) {
+	alive, end := time.NewTicker(p.limits.alive), time.NewTimer(p.limits.stream)
 	defer alive.Stop()
+	defer end.Stop()
 	said := ""
 	for {
 		news := p.viewers.next()
@@ -112,13 +124,15 @@ func (p *Page) events(w http.ResponseWriter, r *http.Request) {
 		}
 		_ = stream.SetWriteDeadline(time.Now().Add(p.limits.write))
 		if _, err := fmt.Fprint(w, text); err != nil || stream.Flush() != nil {
-			return
+			return false
 		}
 		select {
 		case <-news:
 		case <-alive.C:
+		case <-end.C:
+			return true
 		case <-ctx.Done():
-			return
+			return false
 		}
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"net"
 	"net/http"
+	"sync"
 	"time"
 
 	"golang.org/x/net/netutil"
@@ -15,15 +16,47 @@ import (
 type limits struct {
 	read        time.Duration // until a request is read
 	write       time.Duration // until an answer, or one event, is taken
-	idle        time.Duration // how long a connection without a request stays
+	idle        time.Duration // how long a connection without a request stays, unless others want its place
 	alive       time.Duration // how often a stream without news says so
+	stream      time.Duration // how long a stream goes on; who still looks then opens another one
 	stop        time.Duration // how long answers may still go on when serving ends
-	connections int           // more than that wait
+	connections int           // more than that wait; when there are as many, those that are idle end
 	streams     int           // of events; fewer than connections, so that pages are served beside them
 }
 
-var defaults = limits{read: 10 * time.Second, write: 30 * time.Second, idle: time.Minute, alive: 20 * time.Second, stop: 5 * time.Second,
+var defaults = limits{read: 10 * time.Second, write: 30 * time.Second, idle: 10 * time.Second, alive: 20 * time.Second, stream: 5 * time.Minute, stop: 5 * time.Second,
 	connections: 256, streams: 128}
+
+// places are the connections that there may be at once. While all are taken, none is kept for a request that may come: the next one is
+// waiting for its place.
+type places struct {
+	most  int
+	mu    sync.Mutex
+	taken int
+	idle  map[net.Conn]bool
+}
+
+// changed is what http.Server calls when a connection is in another state.
+func (p *places) changed(conn net.Conn, now http.ConnState) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	delete(p.idle, conn)
+	switch now {
+	case http.StateNew:
+		p.taken++
+	case http.StateIdle:
+		p.idle[conn] = true
+	case http.StateClosed, http.StateHijacked:
+		p.taken--
+	}
+	if p.taken < p.most {
+		return
+	}
+	for one := range p.idle {
+		_ = one.Close() // the server notices, and says that it is closed
+	}
+	clear(p.idle)
+}
 
 // Serve serves the page on a listener until ctx ends, and closes it. Streams of events end then; other answers have a few
 // seconds. Nothing of it runs any more when it returns.
@@ -40,6 +73,7 @@ func (p *Page) Serve(ctx context.Context, listener net.Listener) error {
 		MaxHeaderBytes: 16 << 10,
 		BaseContext:    func(net.Listener) context.Context { return serving },
 		ErrorLog:       klog.NewStandardLogger("WARNING"),
+		ConnState:      (&places{most: p.limits.connections, idle: map[net.Conn]bool{}}).changed,
 	}
 	failed := make(chan error, 1)
 	go func() { failed <- server.Serve(netutil.LimitListener(listener, p.limits.connections)) }()

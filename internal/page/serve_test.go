@@ -7,6 +7,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"net/http/httptrace"
 	"os"
 	"runtime"
 	"strings"
@@ -291,6 +292,25 @@ func TestStreamsOutliveTheLimits(t *testing.T) {
 	next(t, events)
 }
 
+// A stream ends after a while, and says so: the place of one that nobody reads is free again. Who read it has a place at once.
+func TestStreamsEnd(t *testing.T) {
+	t.Parallel()
+	s := serve(t, small(), func(l *limits) { l.streams, l.stream = 1, 300*time.Millisecond })
+	s.dial(t, "GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n") // and reads nothing
+	until(t, "it has the place", func() bool { _, watching := s.source.counts(); return watching == 1 })
+	until(t, "its place is free", func() bool { _, watching := s.source.counts(); return watching == 0 })
+	for range 5 {
+		events, _ := s.stream(t) // fails where there is no place
+		last := next(t, events)
+		for event := range events {
+			last = event
+		}
+		if last != "now" {
+			t.Errorf("the last event is %q", last)
+		}
+	}
+}
+
 // dial opens a connection with a small buffer, and sends something.
 func (s served) dial(t *testing.T, text string) net.Conn {
 	t.Helper()
@@ -348,5 +368,34 @@ func TestConnectionsAreLimited(t *testing.T) {
 	answer.Body.Close()
 	if answer.StatusCode != http.StatusOK {
 		t.Error(answer.Status)
+	}
+}
+
+// Connections that are kept for a next request give their places to others, and keep them while nobody wants them.
+func TestIdleConnectionsMakeRoom(t *testing.T) {
+	t.Parallel()
+	const most = 4
+	s := serve(t, small(), func(l *limits) { l.connections, l.read, l.idle = most, time.Hour, time.Hour })
+	kept := &http.Transport{}
+	defer kept.CloseIdleConnections()
+	reused := false
+	for range 2 {
+		trace := &httptrace.ClientTrace{GotConn: func(info httptrace.GotConnInfo) { reused = info.Reused }}
+		r, err := http.NewRequestWithContext(httptrace.WithClientTrace(t.Context(), trace), http.MethodGet, s.address+"/icon.svg", http.NoBody)
+		check.OK(t, err)
+		answer, err := kept.RoundTrip(r)
+		check.OK(t, err)
+		_, err = io.Copy(io.Discard, answer.Body)
+		check.OK(t, errors.Join(err, answer.Body.Close()))
+	}
+	if !reused {
+		t.Error("a connection is not kept while there is room")
+	}
+	for range 5 * most {
+		conn := s.dial(t, "GET /icon.svg HTTP/1.1\r\nHost: localhost\r\n\r\n")
+		check.OK(t, conn.SetReadDeadline(time.Now().Add(time.Minute)))
+		if _, err := conn.Read(make([]byte, 100)); err != nil {
+			t.Fatal(err)
+		}
 	}
 }

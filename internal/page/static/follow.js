@@ -82,6 +82,7 @@
     stream.onmessage = (event) => {
       if (event.data !== document.querySelector("main").dataset.version) refresh();
     };
+    stream.addEventListener("again", start); // streams end after a while; nothing is wrong
     stream.onerror = () => {
       say("No connection; trying again");
       if (stream.readyState === EventSource.CLOSED) retry = setTimeout(() => { refresh(); start(); }, 10000);
