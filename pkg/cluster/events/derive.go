@@ -86,8 +86,8 @@ func ofRecovery(o client.Object, on []string, subject string, conditions []metav
 		state: kind + c.LastTransitionTime.UTC().Format(time.RFC3339)}.each(on)
 }
 
-// ofVolume is all that there is to say of a volume whose node is in some state.
-func ofVolume(v *v1alpha1.Volume, node nodeState) []saying {
+// ofVolume is all that there is to say of a volume whose node is in some state, and whose move, if it is to move, began at a generation.
+func ofVolume(v *v1alpha1.Volume, node nodeState, began int64) []saying {
 	subject := fmt.Sprintf("volume %s on node %s: ", cluster.VolumeID(v), v.Spec.NodeName)
 	all := ofProblems(v, volumes, subject, v.Status.Health, v.Status.Conditions)
 	if f := v.Common().Refused(v.Generation); f != nil {
@@ -107,7 +107,7 @@ func ofVolume(v *v1alpha1.Volume, node nodeState) []saying {
 		}
 	}
 	all = append(all, ofCopy(v, subject)...)
-	all = append(all, ofMove(v, subject)...)
+	all = append(all, ofMove(v, subject, began)...)
 	all = append(all, ofAway(v)...)
 	return append(all, ofWaiting(v, node)...)
 }
@@ -134,12 +134,17 @@ func ofCopy(v *v1alpha1.Volume, subject string) []saying {
 }
 
 // ofMove is what there is to say of the move of a volume to another node: that it is begun, why it does not go on, that the volume is there.
-func ofMove(v *v1alpha1.Volume, subject string) []saying {
+// A volume may move to the same node again soon, and each move is told: by the generation at which it began, and once the volume has moved by
+// that at which all was copied, which does not change any more.
+func ofMove(v *v1alpha1.Volume, subject string, began int64) []saying {
 	m, s := v.Spec.Move, v.Status.Move
 	if m == nil || s == nil || v1alpha1.Going(v) || !m.Left && s.Node != m.Node {
 		return nil
 	}
-	one := saying{of: v, level: normal, state: s.Node}
+	if m.Left && s.Copied != nil {
+		began = s.Copied.Generation
+	}
+	one := saying{of: v, level: normal, state: fmt.Sprint(s.Node, " ", began)}
 	var all []saying
 	switch {
 	case m.Left && s.Arrived:

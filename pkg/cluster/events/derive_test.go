@@ -1,6 +1,8 @@
 package events
 
 import (
+	"maps"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -20,7 +22,7 @@ func TestRefusalsLeadToTheirCause(t *testing.T) {
 		v.Generation, v.Spec.Size = 2, 2<<30
 		v.Status.Created, v.Status.Size = &metav1.MicroTime{Time: time.Now()}, 1<<30
 		v.Status.ObservedGeneration, v.Status.Failure = 2, &v1alpha1.Failure{Reason: reason, Message: "no"}
-		all := ofVolume(v, nodeState{})
+		all := ofVolume(v, nodeState{}, 0)
 		if len(all) != len(volumes) {
 			t.Fatalf("%s: %d sayings", reason, len(all))
 		}
@@ -43,5 +45,60 @@ func TestLongNames(t *testing.T) {
 				t.Fatalf("%s: %v", event.Name, problems)
 			}
 		}
+	}
+}
+
+// TestEachMoveIsTold: a volume that moves to a node, back, and to that node again tells of each move, once, whatever else changes meanwhile;
+// and two controllers say the same.
+func TestEachMoveIsTold(t *testing.T) {
+	controllers := []*Announcer{New(kube.Connection{}, nil, Options{}), New(kube.Connection{}, nil, Options{})}
+	generation := int64(0)
+	told := func(says string, home string, m *v1alpha1.Move, s *v1alpha1.MoveStatus) {
+		t.Helper()
+		generation++ // by this, or by a claim
+		v := &v1alpha1.Volume{ObjectMeta: metav1.ObjectMeta{Name: "k", Generation: generation}, Spec: v1alpha1.VolumeSpec{NodeName: home, Pool: "p", Move: m}, Status: v1alpha1.VolumeStatus{Move: s}}
+		for _, a := range controllers {
+			before := maps.Clone(a.entries)
+			a.VolumeChanged(v, false)
+			got := map[string]int{}
+			for key, e := range a.entries {
+				if before[key] == nil {
+					got[e.reason]++
+				}
+				e.said = time.Now()
+			}
+			if says != "" && (len(got) != 1 || got[says] != len(volumes)) || says == "" && len(got) > 0 {
+				t.Errorf("generation %d, on %s, move %+v: %v are told, want %q", generation, home, m, got, says)
+			}
+		}
+	}
+	for _, move := range [][2]string{{"a", "b"}, {"b", "a"}, {"a", "b"}} {
+		from, to := move[0], move[1]
+		asked, left := &v1alpha1.Move{Node: to}, &v1alpha1.Move{Node: from, Left: true}
+		told("", from, asked, nil)
+		told(Moving, from, asked, &v1alpha1.MoveStatus{Node: to})
+		told("", from, asked, &v1alpha1.MoveStatus{Node: to})
+		told(MoveWaits, from, asked, &v1alpha1.MoveStatus{Node: to, Waits: true, Message: "no way"})
+		told("", from, asked, &v1alpha1.MoveStatus{Node: to})
+		copied := &v1alpha1.MoveCopied{Generation: generation}
+		told("", from, asked, &v1alpha1.MoveStatus{Node: to, Copied: copied})
+		told("", to, left, &v1alpha1.MoveStatus{Node: to, Copied: copied})
+		told(Moved, to, left, &v1alpha1.MoveStatus{Node: to, Copied: copied, Arrived: true})
+		told("", to, left, &v1alpha1.MoveStatus{Node: to, Copied: copied, Arrived: true, Cleared: true})
+		told("", to, nil, &v1alpha1.MoveStatus{Node: to, Copied: copied, Arrived: true, Cleared: true})
+		told("", to, nil, nil)
+	}
+	told("", "b", &v1alpha1.Move{Node: "a"}, nil)
+	told(Moving, "b", &v1alpha1.Move{Node: "a"}, &v1alpha1.MoveStatus{Node: "a"})
+	told("", "b", &v1alpha1.Move{Node: "c"}, &v1alpha1.MoveStatus{Node: "a"}) // it is to go elsewhere
+	told(Moving, "b", &v1alpha1.Move{Node: "c"}, &v1alpha1.MoveStatus{Node: "c"})
+	told("", "b", nil, nil) // and then nowhere
+	told(Moving, "b", &v1alpha1.Move{Node: "c"}, &v1alpha1.MoveStatus{Node: "c"})
+	if one, other := controllers[0], controllers[1]; !maps.EqualFunc(one.entries, other.entries, func(a, b *entry) bool { return a.reason == b.reason }) {
+		t.Errorf("one controller says %q, and another one %q", slices.Collect(maps.Keys(one.entries)), slices.Collect(maps.Keys(other.entries)))
+	}
+	controllers[0].VolumeChanged(&v1alpha1.Volume{ObjectMeta: metav1.ObjectMeta{Name: "k"}, Spec: v1alpha1.VolumeSpec{NodeName: "b", Move: &v1alpha1.Move{Node: "c"}}}, true)
+	if left := len(controllers[0].moves); left != 0 {
+		t.Errorf("%d moves are kept of a volume that is gone", left)
 	}
 }

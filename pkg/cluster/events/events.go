@@ -79,6 +79,7 @@ type Announcer struct {
 	nodes   map[string]nodeState       // those that are not well
 	taken   map[string]int             // how much was taken up of each node
 	since   time.Time                  // since when that was counted
+	moves   map[string]begun           // of volumes that are to move, by name
 }
 
 // entry is a saying of this process.
@@ -100,7 +101,7 @@ func New(c kube.Connection, agents Agents, o Options) *Announcer {
 	return &Announcer{kube: c, agents: agents, options: o, instance: host[:min(len(host), mostInstance)],
 		queue: workqueue.NewTypedRateLimitingQueue(workqueue.NewTypedItemExponentialFailureRateLimiter[string](firstRetry, lastRetry)),
 		look:  make(chan struct{}, 1), handles: handles{live: c.Live, driver: o.Driver},
-		entries: map[string]*entry{}, lasting: map[string]map[string]bool{}, nodes: map[string]nodeState{}}
+		entries: map[string]*entry{}, lasting: map[string]map[string]bool{}, nodes: map[string]nodeState{}, moves: map[string]begun{}}
 }
 
 // VolumeChanged says what there is to say of a volume.
@@ -108,8 +109,29 @@ func (a *Announcer) VolumeChanged(o client.Object, gone bool) {
 	if v, ok := o.(*v1alpha1.Volume); ok {
 		a.mu.Lock()
 		defer a.mu.Unlock()
-		a.update(v, gone, ofVolume(v, a.nodes[v.Spec.NodeName]))
+		a.update(v, gone, ofVolume(v, a.nodes[v.Spec.NodeName], a.began(v, gone)))
 	}
+}
+
+// begun is a move of a volume that has not moved yet.
+type begun struct {
+	node string // the new one
+	at   int64  // the generation of the volume
+}
+
+// began is the generation of a volume at which its move began: that in which the move was seen first, as nothing of the object says so, and
+// others change it while the volume moves; 0 if it is not to move. All who watch see that generation; who begins to watch later may tell of
+// the move once more. The caller has the lock.
+func (a *Announcer) began(v *v1alpha1.Volume, gone bool) int64 {
+	m := v.Spec.Move
+	if gone || m == nil || m.Left {
+		delete(a.moves, v.Name)
+		return 0
+	}
+	if a.moves[v.Name].node != m.Node {
+		a.moves[v.Name] = begun{m.Node, v.Generation}
+	}
+	return a.moves[v.Name].at
 }
 
 // SnapshotChanged says what there is to say of a snapshot.
