@@ -194,6 +194,33 @@ func TestEventsByHand(t *testing.T) {
 	}
 }
 
+// TestEventsByHandBeside: of two PersistentVolumes of a volume the one that is bound counts, also if the volume was made for the other one, or
+// that is listed later.
+func TestEventsByHandBeside(t *testing.T) {
+	w, m, s := newCluster(t)
+	v, claim, pv := w.claimed(s, "data")
+	add := func(name string, phase corev1.PersistentVolumePhase, claim *corev1.PersistentVolumeClaim) *corev1.PersistentVolume {
+		one := &corev1.PersistentVolume{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: pv.Spec}
+		one.Spec.ClaimRef = &corev1.ObjectReference{Namespace: "default", Name: claim.Name, UID: claim.UID}
+		check.OK(t, w.Create(w.ctx, one))
+		one.Status.Phase = phase
+		check.OK(t, w.Status().Update(w.ctx, one))
+		return one
+	}
+	check.OK(t, w.Get(w.ctx, client.ObjectKeyFromObject(pv), pv))
+	pv.Status.Phase = corev1.VolumeReleased // it was kept when its claim was deleted
+	check.OK(t, w.Status().Update(w.ctx, pv))
+	now := w.claim("now")
+	byHand := add("by-hand", corev1.VolumeBound, now)
+	add("zz-before", corev1.VolumeReleased, claim)
+	m.disks[0].Ail(ref(v), blockdev.Problem{Severity: blockdev.DataLoss, Reason: "ImageMissing", Message: "it is gone"})
+	w.touch(w.object(v.Name))
+	w.told("ImageMissing", "it is gone", cluster.VolumeNamed(v.ID.Key), byHand, now)
+	if all := w.eventsOn(claim, ""); len(all) > 0 {
+		t.Errorf("on a claim that is not bound to it: %+v", all)
+	}
+}
+
 // TestEventsOfPools: what is wrong with a pool is said on it and on its node.
 func TestEventsOfPools(t *testing.T) {
 	w, m, s := newCluster(t)

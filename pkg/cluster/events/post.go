@@ -165,7 +165,7 @@ func (h *handles) find(ctx context.Context, v *v1alpha1.Volume, kind string) (*c
 		return &on, nil
 	}
 	if pv != nil {
-		if ref := pv.Spec.ClaimRef; ref != nil && pv.Status.Phase == corev1.VolumeBound {
+		if ref := pv.Spec.ClaimRef; ref != nil && bound(pv) {
 			return &corev1.ObjectReference{APIVersion: "v1", Kind: onClaim, Namespace: ref.Namespace, Name: ref.Name, UID: ref.UID}, nil
 		}
 		return nil, nil // nobody's, or of a claim that is gone
@@ -191,9 +191,13 @@ func (h *handles) waiting(ctx context.Context, v *v1alpha1.Volume) (*corev1.Obje
 	return &on, nil
 }
 
-// persistentVolume returns that of a volume: the one that it was made for, or one that somebody wrote by hand; nil for none.
+func bound(pv *corev1.PersistentVolume) bool { return pv.Status.Phase == corev1.VolumeBound }
+
+// persistentVolume returns that of a volume: the one that it was made for, or one that somebody wrote by hand; of several one that is bound,
+// as the other may have been kept when its claim was deleted; nil for none.
 func (h *handles) persistentVolume(ctx context.Context, v *v1alpha1.Volume) (*corev1.PersistentVolume, error) {
 	handle := cluster.VolumeID(v).String()
+	var own *corev1.PersistentVolume
 	if v.Spec.PersistentVolume != "" {
 		pv := &corev1.PersistentVolume{}
 		err := h.live.Get(ctx, client.ObjectKey{Name: v.Spec.PersistentVolume}, pv)
@@ -201,18 +205,20 @@ func (h *handles) persistentVolume(ctx context.Context, v *v1alpha1.Volume) (*co
 			return nil, err
 		}
 		if err == nil && h.handle(pv) == handle {
-			return pv, nil
+			own = pv
 		}
 	}
-	if v.Status.Created == nil {
-		return nil, nil // nobody can have written one
+	if own != nil && bound(own) || v.Status.Created == nil { // nobody can have written one for what was not made
+		return own, nil
 	}
 	if time.Since(h.read) >= readEvery {
 		names := map[string]*corev1.PersistentVolume{}
 		if err := kube.EachPage(ctx, h.live, &corev1.PersistentVolumeList{}, func(list *corev1.PersistentVolumeList) {
 			for i := range list.Items {
-				if one := &list.Items[i]; h.handle(one) != "" {
-					names[h.handle(one)] = one.DeepCopy()
+				one := &list.Items[i]
+				handle := h.handle(one)
+				if have := names[handle]; handle != "" && (have == nil || !bound(have) && bound(one)) {
+					names[handle] = one.DeepCopy()
 				}
 			}
 		}); err != nil {
@@ -220,7 +226,10 @@ func (h *handles) persistentVolume(ctx context.Context, v *v1alpha1.Volume) (*co
 		}
 		h.read, h.names = time.Now(), names
 	}
-	return h.names[handle], nil
+	if other := h.names[handle]; own == nil || other != nil && bound(other) {
+		return other, nil
+	}
+	return own, nil
 }
 
 // handle is that of a PersistentVolume of the driver; empty for others.
