@@ -562,7 +562,7 @@ func TestReachedAway(t *testing.T) {
 	}
 	a.network.Cut(false)
 	away(false)
-	w.told("HomeBack", "node "+a.name+" answers on the network again", object)
+	w.told("HomeBack", "node "+a.name+" answers node "+b.name+" on the network again", object)
 	w.told("HomeAway", "", object) // once
 	check.OK(t, b.unstage(w.ctx, dir, v.ID))
 }

@@ -161,17 +161,23 @@ func ofMove(v *v1alpha1.Volume, subject string, began int64) []saying {
 	return all
 }
 
-// ofAway says that who uses a volume on another node waits for the volume's own, as the agent there has found.
-func ofAway(v *v1alpha1.Volume) []saying {
-	e := v.Status.Export
-	if e == nil || e.Away == nil {
-		return nil
+// ofAway says that who uses a volume on another node, or reads it beside others, waits for the volume's own, as the agent there has found.
+func ofAway(v *v1alpha1.Volume) (all []saying) {
+	home := v.Spec.NodeName
+	for _, e := range v.Given() {
+		if e.Away == nil {
+			continue
+		}
+		since := e.Away.UTC().Format(time.RFC3339)
+		all = append(all, saying{of: v, reason: HomeAway, level: warning, since: e.Away.Time, state: since + awayOn + e.Node, lasting: true, waits: true,
+			note: fmt.Sprintf("volume %s is used on node %s, and node %s, which alone has it, does not answer there since %s: what is read and written waits; see that node %s is up, and reached from node %s",
+				cluster.VolumeID(v), e.Node, home, since, home, e.Node)}.each(volumes)...)
 	}
-	since, home := e.Away.UTC().Format(time.RFC3339), v.Spec.NodeName
-	return saying{of: v, reason: HomeAway, level: warning, since: e.Away.Time, state: since, lasting: true, waits: true,
-		note: fmt.Sprintf("volume %s is used on node %s, and node %s, which alone has it, does not answer there since %s: what is read and written waits; see that node %s is up, and reached from node %s",
-			cluster.VolumeID(v), e.Node, home, since, home, e.Node)}.each(volumes)
+	return all
 }
+
+// awayOn is in the state of HomeAway, before the node on which the volume is used.
+const awayOn = " on "
 
 // ofWaiting says that a volume waits for its node: it is in use, or something is to be done to it.
 func ofWaiting(v *v1alpha1.Volume, node nodeState) []saying {
@@ -256,7 +262,8 @@ func (s saying) over() saying {
 	case AgentSilent:
 		s.reason, s.note = AgentHeard, "the driver on node "+node+" is heard again"
 	case HomeAway:
-		s.reason, s.note = HomeBack, "node "+node+" answers on the network again"
+		_, user, _ := strings.Cut(s.state, awayOn)
+		s.reason, s.note = HomeBack, "node "+node+" answers node "+user+" on the network again"
 	default:
 		s.reason, s.note = NodeReady, "node "+node+" is ready again"
 	}

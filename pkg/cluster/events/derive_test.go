@@ -102,3 +102,26 @@ func TestEachMoveIsTold(t *testing.T) {
 		t.Errorf("%d moves are kept of a volume that is gone", left)
 	}
 }
+
+// TestReadersOfAHomeAway: of each reader that its home does not answer it is said, and that it answers again.
+func TestReadersOfAHomeAway(t *testing.T) {
+	away := new(metav1.NewTime(time.Unix(1, 0)))
+	v := &v1alpha1.Volume{Spec: v1alpha1.VolumeSpec{NodeName: "home", Pool: "p"}, Status: v1alpha1.VolumeStatus{
+		Readers: []v1alpha1.Export{{Generation: 1, Node: "first", Away: away}, {Generation: 2, Node: "second", Away: away}, {Generation: 3, Node: "third"}}}}
+	all := ofAway(v)
+	if len(all) != 2*len(volumes) {
+		t.Fatalf("%d sayings", len(all))
+	}
+	keys := map[string]bool{}
+	for i, one := range all {
+		node := []string{"first", "second"}[i/len(volumes)]
+		back := one.over()
+		keys[one.key()], keys[back.key()] = true, true
+		if !strings.Contains(one.note, "is used on node "+node) || back.note != "node home answers node "+node+" on the network again" {
+			t.Errorf("%s; %s", one.note, back.note)
+		}
+	}
+	if len(keys) != 2*len(all) {
+		t.Errorf("some of it is said once alone: %v", keys)
+	}
+}

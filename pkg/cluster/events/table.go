@@ -115,7 +115,7 @@ var Table = []Entry{
 	{Copied, normal, waiting, "What is on another node was copied, and is there to be used."},
 	{Moving, normal, volumes, "The volume is being moved to another node."},
 	{Moved, normal, volumes, "The volume has moved, and is there to be used."},
-	{HomeBack, normal, volumes, "The node of the volume answers the node that uses it again, or has ended that use."},
+	{HomeBack, normal, volumes, "The node of the volume answers a node that uses or reads it again, or has ended that."},
 	{AgentHeard, normal, []string{onNode, onVolume, onClaim}, "The driver on the node is heard again."},
 	{NodeReady, normal, waiting, "The node that the volume waited for is ready again."},
 }
