@@ -159,7 +159,7 @@ func (a *adoption) list(pools []v1alpha1.Pool) error {
 func choose(pools []v1alpha1.Pool, wanted []string, all bool) (map[string][]string, error) {
 	asked := map[string][]string{}
 	for _, p := range pools {
-		if (all || slices.Contains(wanted, p.Name)) && p.Status.StrayCount+len(p.Status.Strays) > 0 {
+		if (all || slices.Contains(wanted, p.Name)) && strayed(&p) {
 			asked[p.Name] = []string{adoptAll}
 		}
 	}
@@ -178,7 +178,11 @@ func choose(pools []v1alpha1.Pool, wanted []string, all bool) (map[string][]stri
 			return nil, fmt.Errorf("%s is no pool (NODE.POOL), and no pool says that it is a stray; without arguments adopt lists them", one)
 		case len(on) > 1:
 			return nil, copied(one, on...)
-		case !slices.Contains(asked[on[0]], adoptAll):
+		}
+		if err := nowhereElse(pools, one, on[0]); err != nil {
+			return nil, err
+		}
+		if !slices.Contains(asked[on[0]], adoptAll) {
 			asked[on[0]] = append(asked[on[0]], one)
 		}
 	}
@@ -190,8 +194,46 @@ func copied(stray string, on ...string) error {
 	return fmt.Errorf("%s is a stray of several pools, of which only one can be meant: %s; take the wrong disk away first", stray, strings.Join(on, ", "))
 }
 
+// strayed reports whether a pool has strays.
+func strayed(p *v1alpha1.Pool) bool { return p.Status.StrayCount+len(p.Status.Strays) > 0 }
+
+// unlisted is how many strays of a pool are not in its list, which has the first of them.
+func unlisted(p *v1alpha1.Pool) int { return max(p.Status.StrayCount-len(p.Status.Strays), 0) }
+
+// inOrder is what can be done where it cannot be seen which strays several pools keep.
+const inOrder = "adopt from the pools that list all of theirs first, then from the others one at a time, each by its name; or, if a disk was copied, take the wrong disk away first"
+
+// nowhereElse makes sure that a stray which one pool lists cannot be one of those that another does not list.
+func nowhereElse(pools []v1alpha1.Pool, stray, on string) error {
+	for i := range pools {
+		if p := &pools[i]; p.Name != on && unlisted(p) > 0 {
+			return fmt.Errorf("%s is a stray of pool %s, and may be one of the %d that pool %s does not list; %s", stray, on, unlisted(p), p.Name, inOrder)
+		}
+	}
+	return nil
+}
+
+// seen makes sure that a pool which does not list all of its strays is asked for them alone, and after those that do.
+func seen(pools []v1alpha1.Pool, asked map[string][]string) error {
+	for i := range pools {
+		p := &pools[i]
+		if unlisted(p) == 0 || !slices.Contains(asked[p.Name], adoptAll) {
+			continue
+		}
+		for j := range pools {
+			if q := &pools[j]; i != j && strayed(q) && (len(asked[q.Name]) > 0 || unlisted(q) == 0) {
+				return fmt.Errorf("pool %s has %d strays that it does not list, and what pool %s has may be among them; %s", p.Name, unlisted(p), q.Name, inOrder)
+			}
+		}
+	}
+	return nil
+}
+
 // once makes sure that no two pools are asked for the same stray: whichever agent comes first would have it.
 func once(pools []v1alpha1.Pool, asked map[string][]string) error {
+	if err := seen(pools, asked); err != nil {
+		return err
+	}
 	on := map[string]string{}
 	for _, p := range pools {
 		for _, s := range p.Status.Strays {

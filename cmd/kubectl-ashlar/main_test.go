@@ -525,6 +525,43 @@ func TestChoose(t *testing.T) {
 	}
 }
 
+// TestChooseUnlisted: what may be among the strays that a pool does not list is not taken from whichever comes first; all that is needed to have
+// everything adopted is allowed.
+func TestChooseUnlisted(t *testing.T) {
+	strays := func(pool string, count, first, listed int) v1alpha1.Pool {
+		p := v1alpha1.Pool{ObjectMeta: metav1.ObjectMeta{Name: pool}, Status: v1alpha1.PoolStatus{StrayCount: count}}
+		for i := range listed {
+			p.Status.Strays = append(p.Status.Strays, v1alpha1.Stray{ID: fmt.Sprintf("vol.default.%d", first+i)})
+		}
+		return p
+	}
+	large, small, other, none := strays("a.default", 150, 0, 100), strays("b.default", 2, 120, 2), strays("c.default", 150, 200, 100), strays("d.default", 0, 0, 0)
+	for _, c := range []struct {
+		what   string
+		pools  []v1alpha1.Pool
+		wanted string // empty: all
+		words  string // that it is refused with; empty: it is not
+	}{
+		{"all", []v1alpha1.Pool{large, small}, "", "pool a.default has 50 strays that it does not list, and what pool b.default has may be among them; adopt from the pools that list all of theirs first"},
+		{"both pools", []v1alpha1.Pool{small, large}, "a.default b.default", "pool a.default has 50 strays that it does not list"},
+		{"a pool, and an ID that it may have too", []v1alpha1.Pool{large, small}, "a.default vol.default.120", "may be one of the 50 that pool a.default does not list"},
+		{"an ID that another pool may have too", []v1alpha1.Pool{large, small}, "vol.default.120", "vol.default.120 is a stray of pool b.default, and may be one of the 50 that pool a.default does not list; adopt from"},
+		{"IDs of two large pools", []v1alpha1.Pool{large, other}, "vol.default.0 vol.default.200", "may be one of the 50 that pool c.default does not list"},
+		{"two large pools", []v1alpha1.Pool{large, other}, "", "may be among them"},
+		{"a large pool before a small one", []v1alpha1.Pool{large, small}, "a.default", "what pool b.default has may be among them"},
+		{"a small pool before a large one", []v1alpha1.Pool{large, small}, "b.default", ""},
+		{"then the large one", []v1alpha1.Pool{large, none}, "a.default", ""},
+		{"or all", []v1alpha1.Pool{large, none}, "", ""},
+		{"two large pools one at a time", []v1alpha1.Pool{large, other, none}, "c.default", ""},
+		{"an ID that the large pool lists, and no other", []v1alpha1.Pool{large, small}, "vol.default.7", ""},
+	} {
+		asked, err := choose(c.pools, strings.Fields(c.wanted), c.wanted == "")
+		if c.words == "" && (err != nil || len(asked) != 1) || c.words != "" && (err == nil || !strings.Contains(err.Error(), c.words)) {
+			t.Errorf("%s: %v, %v", c.what, asked, err)
+		}
+	}
+}
+
 // TestAdopt: volumes whose objects somebody deleted come back, by a real agent, and with them their PersistentVolumes.
 func TestAdopt(t *testing.T) {
 	e := newEnvironment(t)
