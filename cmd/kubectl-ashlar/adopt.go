@@ -277,8 +277,8 @@ func (a *adoption) ask(ctx context.Context, p *v1alpha1.Pool, ids []string) erro
 }
 
 // wait waits until the agent of a pool has done what it was asked for: it then takes the annotation off.
-func (a *adoption) wait(ctx context.Context, name string, ids []string) error {
-	ctx, cancel := context.WithTimeout(ctx, a.timeout)
+func (a *adoption) wait(whole context.Context, name string, ids []string) error {
+	ctx, cancel := context.WithTimeout(whole, a.timeout)
 	defer cancel()
 	for {
 		p := &v1alpha1.Pool{}
@@ -292,7 +292,11 @@ func (a *adoption) wait(ctx context.Context, name string, ids []string) error {
 		case <-ctx.Done():
 			message := "its agent has not answered"
 			p := &v1alpha1.Pool{}
-			if err := a.Get(context.WithoutCancel(ctx), client.ObjectKey{Name: name}, p); err == nil && p.Annotations[v1alpha1.AdoptAnnotation] == "" {
+			err := a.Get(whole, client.ObjectKey{Name: name}, p)
+			if whole.Err() != nil {
+				return fmt.Errorf("pool %s: interrupted; the agents go on with what they are asked for", name)
+			}
+			if err == nil && p.Annotations[v1alpha1.AdoptAnnotation] == "" {
 				for _, c := range p.Status.Conditions {
 					if c.Type == v1alpha1.Accounted {
 						message = "some are left: " + c.Message

@@ -13,8 +13,11 @@ import (
 	"sync"
 	"time"
 
+	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
+	storagev1 "k8s.io/api/storage/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/cli-runtime/pkg/genericclioptions"
 	"k8s.io/client-go/kubernetes"
@@ -26,6 +29,8 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/cli"
 	"github.com/ashlar-csi/ashlar/internal/overview"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/lost"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/view"
 )
 
@@ -40,6 +45,10 @@ type cluster struct {
 // page is how many objects are asked for at once, as kubectl does.
 const page = 500
 
+// requestTime is how long the answer to a request is waited for, unless --request-timeout says otherwise: as long as an API server works on one.
+const requestTime = "1m0s"
+
+// connect prepares a connection. It asks the API server nothing: what asks can be interrupted.
 func connect(flags *genericclioptions.ConfigFlags) (*cluster, error) {
 	config, err := flags.ToRESTConfig()
 	if err != nil {
@@ -53,16 +62,31 @@ func connect(flags *genericclioptions.ConfigFlags) (*cluster, error) {
 	if err != nil {
 		return nil, err
 	}
-	if c.Client, err = client.New(config, client.Options{Scheme: known}); err != nil {
+	if c.Client, err = client.New(config, client.Options{Scheme: known, Mapper: mapper()}); err != nil {
 		return nil, fmt.Errorf("connect to the cluster: %w", err)
 	}
 	c.kube, err = kubernetes.NewForConfig(config)
 	return c, err
 }
 
+// mapper says what the API server calls the kinds that are asked for, so that it is not asked: such a question could not be interrupted.
+func mapper() meta.RESTMapper {
+	m := meta.NewDefaultRESTMapper(nil)
+	v1alpha1.AddToMapper(m)
+	lost.AddToMapper(m)
+	m.Add(corev1.SchemeGroupVersion.WithKind("Node"), meta.RESTScopeRoot)
+	m.Add(corev1.SchemeGroupVersion.WithKind("PersistentVolume"), meta.RESTScopeRoot)
+	m.Add(storagev1.SchemeGroupVersion.WithKind("StorageClass"), meta.RESTScopeRoot)
+	m.Add(coordinationv1.SchemeGroupVersion.WithKind("Lease"), meta.RESTScopeNamespace)
+	for _, kind := range []string{"Event", "PersistentVolumeClaim", "Pod"} {
+		m.Add(corev1.SchemeGroupVersion.WithKind(kind), meta.RESTScopeNamespace)
+	}
+	return m
+}
+
 // Overview makes the overview with one round of lists.
 func (c *cluster) Overview(ctx context.Context) (*overview.Overview, error) {
-	if _, err := c.kube.Discovery().ServerVersion(); err != nil { // for its clock, too
+	if _, err := c.kube.Discovery().ServerVersionWithContext(ctx); err != nil { // for its clock, too
 		return nil, fmt.Errorf("ask the API server at %s: %w", c.config.Host, err)
 	}
 	return view.Take(ctx, c, view.Options{Version: version, Page: page, Now: c.clock.now(), Kubernetes: true})
@@ -90,6 +114,9 @@ type ticking struct {
 	http.RoundTripper
 	clock *clock
 }
+
+// WrappedRoundTripper is asked for by what ends requests that take too long.
+func (t *ticking) WrappedRoundTripper() http.RoundTripper { return t.RoundTripper }
 
 func (t *ticking) RoundTrip(r *http.Request) (*http.Response, error) {
 	answer, err := t.RoundTripper.RoundTrip(r)
@@ -195,7 +222,9 @@ func (c *cluster) fromNode(ctx context.Context, v *overview.Volume) error {
 		return err
 	}
 	var said, complaint bounded
-	if err := c.run(ctx, agent, &said, &complaint, "/driver", "describe", v.ID, "-o", "json"); err != nil {
+	if err := c.run(ctx, agent, &said, &complaint, "/driver", "describe", v.ID, "-o", "json"); ctx.Err() != nil {
+		return fmt.Errorf("ask the driver on node %s: %w", v.Node, ctx.Err())
+	} else if err != nil {
 		return fmt.Errorf("ask the driver on node %s: %w", v.Node, cmp.Or(complained(&complaint.Buffer), err))
 	}
 	var there struct{ Volume overview.Volume }
@@ -253,9 +282,10 @@ func (c *cluster) agents(ctx context.Context, which ...client.ListOption) ([]cor
 	}), nil
 }
 
-// run runs a program in the driver's container of a pod.
+// run runs a program in the driver's container of a pod. If it returns as the context has ended, what was printed is not to be read: that may go on.
 func (c *cluster) run(ctx context.Context, pod *corev1.Pod, stdout, stderr io.Writer, program ...string) error {
 	request := c.kube.CoreV1().RESTClient().Post().Resource("pods").Namespace(pod.Namespace).Name(pod.Name).SubResource("exec").
+		Timeout(0). // the program may take its time
 		VersionedParams(&corev1.PodExecOptions{Container: view.AgentContainer, Command: program, Stdout: true, Stderr: true}, scheme.ParameterCodec)
 	overSocket, err := remotecommand.NewWebSocketExecutor(c.config, http.MethodGet, request.URL().String())
 	if err != nil {
@@ -271,5 +301,14 @@ func (c *cluster) run(ctx context.Context, pod *corev1.Pod, stdout, stderr io.Wr
 	if err != nil {
 		return err
 	}
-	return either.StreamWithContext(ctx, remotecommand.StreamOptions{Stdout: stdout, Stderr: stderr})
+	done := make(chan error, 1)
+	go func() {
+		done <- either.StreamWithContext(ctx, remotecommand.StreamOptions{Stdout: stdout, Stderr: stderr})
+	}()
+	select {
+	case err := <-done:
+		return err
+	case <-ctx.Done(): // which the beginning of a stream does not heed
+		return ctx.Err()
+	}
 }

@@ -73,6 +73,9 @@ func (c *cluster) examine(cmd *cobra.Command, pod *corev1.Pod) error {
 	program := append([]string{"/driver", "doctor"}, poolsOf(pod)...)
 	out, complaints := cli.Plain(cmd.OutOrStdout()), cli.Plain(cmd.ErrOrStderr())
 	err := c.run(cmd.Context(), pod, out, complaints, program...)
+	if cmd.Context().Err() != nil {
+		return cmd.Context().Err()
+	}
 	if err = errors.Join(err, out.Close(), complaints.Close()); err != nil {
 		return fmt.Errorf("driver doctor on node %s (pod %s/%s): %w", pod.Spec.NodeName, pod.Namespace, pod.Name, err)
 	}

@@ -1,8 +1,10 @@
 package main
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
+	"io"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -154,6 +156,34 @@ func TestOnNode(t *testing.T) {
 	r.says(t, "Left out: its devices and mounts: ask the driver on node n1: driver: ask the driver on "+driver.Socket)
 	check.OK(t, driver.Start())
 	check.OK(t, driver.Ready(t.Context()))
+}
+
+// TestExecInterrupted: what is run in a pod is not waited for when somebody interrupts that, also while the API server does not answer.
+func TestExecInterrupted(t *testing.T) {
+	e := newEnvironment(t)
+	e.add(&corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "nobody"}})
+	off, privileged := false, true
+	e.add(&corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "ashlar-node-1", Labels: map[string]string{"app.kubernetes.io/name": "ashlar", "app.kubernetes.io/component": "node"}},
+		Spec: corev1.PodSpec{NodeName: "n1", ServiceAccountName: "nobody", AutomountServiceAccountToken: &off, Containers: []corev1.Container{{Name: "driver", Image: "i",
+			SecurityContext: &corev1.SecurityContext{Privileged: &privileged}}}},
+		Status: corev1.PodStatus{Phase: corev1.PodRunning}})
+	ctx, interrupt := context.WithCancel(t.Context())
+	ended := make(chan bool)
+	c := through(t, func(w http.ResponseWriter, r *http.Request) bool {
+		if !strings.HasSuffix(r.URL.Path, "/exec") {
+			return false
+		}
+		interrupt()
+		<-ended
+		return true
+	})
+	defer close(ended)
+	agent, err := c.agent(ctx, "n1")
+	check.OK(t, err)
+	begun := time.Now()
+	if err := c.run(ctx, agent, io.Discard, io.Discard, "/driver", "doctor"); !errors.Is(err, context.Canceled) || time.Since(begun) > 5*time.Second {
+		t.Errorf("after %s: %v", time.Since(begun), err)
+	}
 }
 
 // posing makes what a tenant may: a pod on a node, labelled as those of the agents are, and a Lease as of an agent that was not heard for

@@ -3,6 +3,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"os"
 	"os/signal"
 	"syscall"
@@ -20,8 +21,12 @@ var version = "dev"
 func main() {
 	klog.LogToStderr(true) // of client-go: only what matters
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
+	context.AfterFunc(ctx, stop) // the next signal ends it at once
 	err := newRoot().ExecuteContext(ctx)
 	stop()
+	if errors.Is(err, context.Canceled) {
+		err = errors.New("interrupted")
+	}
 	os.Exit(cli.Exit("kubectl ashlar", err))
 }
 
@@ -29,6 +34,7 @@ func main() {
 func newRoot() *cobra.Command {
 	cobra.EnableCommandSorting = false
 	flags := genericclioptions.NewConfigFlags(true)
+	*flags.Timeout = requestTime
 	root := &cobra.Command{
 		Use:   "kubectl-ashlar",
 		Short: "See what Ashlar's volumes and pools are, and what is wrong",

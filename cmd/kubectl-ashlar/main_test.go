@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"net/http/httputil"
@@ -307,6 +308,80 @@ func TestTerminal(t *testing.T) {
 	go func() { _, _ = io.Copy(io.Discard, person) }()
 	if err := cmd.Wait(); err != nil {
 		t.Errorf("Ctrl-C: %v after %q", err, seen)
+	}
+}
+
+// TestSilentServer: a signal ends the program at once where the API server accepts connections and does not answer; without one it ends after a time.
+func TestSilentServer(t *testing.T) {
+	server, err := net.Listen("tcp", "127.0.0.1:0")
+	check.OK(t, err)
+	t.Cleanup(func() { check.OK(t, server.Close()) })
+	to := []string{"--kubeconfig=" + os.DevNull, "--server=http://" + server.Addr().String()}
+	for _, c := range []struct {
+		args, words string // what it prints as an error; empty: it completes with nothing
+	}{
+		{"status", "kubectl ashlar: interrupted\n"},
+		{"describe pvc-1", "kubectl ashlar: interrupted\n"},
+		{"move pvc-1 --to=n2", "kubectl ashlar: interrupted\n"},
+		{"evacuate n1", "kubectl ashlar: interrupted\n"},
+		{"adopt", "kubectl ashlar: interrupted\n"},
+		{"adopt --all", "kubectl ashlar: interrupted\n"},
+		{"doctor", "kubectl ashlar: interrupted\n"},
+		{"__complete move v", ""},
+		{"__complete adopt v", ""},
+		{"__complete describe v", ""},
+		{"__complete doctor n", ""},
+	} {
+		for _, by := range []syscall.Signal{syscall.SIGINT, syscall.SIGTERM} {
+			args := strings.Fields(c.args)
+			at := 1 // where flags of the command may be
+			if args[0] == "__complete" {
+				at = 2
+			}
+			cmd := exec.Command(os.Args[0], slices.Insert(args, at, to...)...)
+			cmd.Env = append(os.Environ(), asProgram+"=1")
+			var said bytes.Buffer
+			cmd.Stderr = &said
+			check.OK(t, cmd.Start())
+			conn, err := server.Accept() // with its first request
+			check.OK(t, err)
+			check.OK(t, second(conn.Read(make([]byte, 1))))
+			check.OK(t, cmd.Process.Signal(by))
+			sent := time.Now()
+			stuck := time.AfterFunc(10*time.Second, func() { _ = cmd.Process.Kill() })
+			err = cmd.Wait()
+			stuck.Stop()
+			check.OK(t, conn.Close())
+			took := time.Since(sent)
+			if c.words == "" && err != nil || c.words != "" && (cmd.ProcessState.ExitCode() != 1 || said.String() != c.words) || took > 2*time.Second {
+				t.Errorf("%s: %s ends it after %s: %v\n%s", c.args, by, took, err, said.String())
+			}
+		}
+	}
+	if flag := newRoot().PersistentFlags().Lookup("request-timeout"); flag.DefValue != requestTime {
+		t.Errorf("without --request-timeout it waits for %q", flag.DefValue)
+	}
+	begun := time.Now()
+	if r := run(t, apitest.Admin, "status", "--server=http://"+server.Addr().String(), "--request-timeout=200ms"); r.err == nil || time.Since(begun) > 10*time.Second {
+		t.Errorf("with --request-timeout it ends after %s: %v", time.Since(begun), r.err)
+	}
+}
+
+// TestAdoptInterrupted: whoever does not wait for the agents is told at once that those go on.
+func TestAdoptInterrupted(t *testing.T) {
+	e := newEnvironment(t)
+	p := pool("n1", 1000*mib, 1000*mib)
+	p.Status.StrayCount, p.Status.Strays = 1, []v1alpha1.Stray{{ID: "vol.default.1"}}
+	e.add(p)
+	ctx, interrupt := context.WithCancel(t.Context())
+	out := interrupting{"adopting all", func() { time.AfterFunc(time.Second, interrupt) }, &bytes.Buffer{}}
+	err := (&adoption{cluster: connected(t), out: out, all: true, timeout: time.Minute}).run(ctx, nil)
+	if err == nil || err.Error() != "pool n1.default: interrupted; the agents go on with what they are asked for" {
+		t.Errorf("interrupted: %v", err)
+	}
+	check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(p), p))
+	if p.Annotations[v1alpha1.AdoptAnnotation] != adoptAll {
+		t.Errorf("its annotations are %v", p.Annotations)
 	}
 }
 

@@ -126,7 +126,9 @@ func (m *moving) run(ctx context.Context, name string) error {
 	if err != nil {
 		return err
 	}
-	if err := m.ask(ctx, v, node, func(v *v1alpha1.Volume) error { return r.may(v, node) }); err != nil {
+	if err := m.ask(ctx, v, node, func(v *v1alpha1.Volume) error { return r.may(v, node) }); ctx.Err() != nil {
+		return fmt.Errorf("%s: interrupted; it may be asked to move to node %s already: the same command waits for it, and kubectl ashlar move %s --cancel takes it back", title, node, v.ID())
+	} else if err != nil {
 		return fmt.Errorf("move %s to node %s: %w", title, node, err)
 	}
 	f := following(v, seen, node)

@@ -4,6 +4,11 @@ import (
 	"bytes"
 	"context"
 	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"net/http/httputil"
+	"net/url"
+	"os"
 	"path/filepath"
 	"strings"
 	"sync"
@@ -15,6 +20,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/cli-runtime/pkg/genericclioptions"
+	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
@@ -83,6 +89,27 @@ func connected(t *testing.T) *cluster {
 	kubeconfig := filepath.Join(t.TempDir(), "kubeconfig")
 	check.OK(t, apitest.Get(t).Kubeconfig(apitest.Get(t).Config(apitest.Admin), kubeconfig))
 	flags.KubeConfig = &kubeconfig
+	c, err := connect(flags)
+	check.OK(t, err)
+	return c
+}
+
+// through is the cluster as the commands see it by an API server of which some requests are answered by the test, which then returns true.
+func through(t *testing.T, answers func(http.ResponseWriter, *http.Request) bool) *cluster {
+	config := apitest.Get(t).Config(apitest.Admin)
+	to, err := url.Parse(config.Host)
+	check.OK(t, err)
+	proxy := httputil.NewSingleHostReverseProxy(to)
+	proxy.Transport, err = rest.TransportFor(config)
+	check.OK(t, err)
+	between := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if !answers(w, r) {
+			proxy.ServeHTTP(w, r)
+		}
+	}))
+	t.Cleanup(between.Close)
+	flags := genericclioptions.NewConfigFlags(true)
+	*flags.KubeConfig, *flags.APIServer = os.DevNull, between.URL
 	c, err := connect(flags)
 	check.OK(t, err)
 	return c

@@ -194,6 +194,14 @@ var (
 	groupGroup    = schema.GroupVersion{Group: "groupsnapshot.storage.k8s.io", Version: "v1"}
 )
 
+// AddToMapper says what the API server calls the kinds of external-snapshotter, so that nobody has to ask it. A cluster need not have them.
+func AddToMapper(m *meta.DefaultRESTMapper) {
+	for kind, api := range map[string]schema.GroupVersion{"VolumeSnapshot": snapshotGroup, "VolumeGroupSnapshot": groupGroup} {
+		m.Add(api.WithKind(kind), meta.RESTScopeNamespace)
+		m.Add(api.WithKind(kind+"Content"), meta.RESTScopeRoot)
+	}
+}
+
 // contents returns the handles that the contents of a kind have; none if the cluster has no such API.
 func (l *lacking) contents(ctx context.Context, api schema.GroupVersion, kind string, paths ...[]string) (map[string]bool, error) {
 	list := &unstructured.UnstructuredList{}
