@@ -282,8 +282,9 @@ func (a *adoption) wait(whole context.Context, name string, ids []string) error 
 	defer cancel()
 	for {
 		p := &v1alpha1.Pool{}
-		if err := a.Get(ctx, client.ObjectKey{Name: name}, p); err != nil && ctx.Err() == nil {
-			return err
+		err := a.patiently(ctx, func() error { return a.Get(ctx, client.ObjectKey{Name: name}, p) })
+		if err != nil && ctx.Err() == nil {
+			return fmt.Errorf("pool %s: it is not known whether its agent has done that: %w", name, err)
 		} else if err == nil && p.Annotations[v1alpha1.AdoptAnnotation] == "" && !left(p, ids) {
 			_, err := fmt.Fprintf(a.out, "pool %s: done\n", name)
 			return err

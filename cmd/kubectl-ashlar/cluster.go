@@ -5,6 +5,7 @@ import (
 	"cmp"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -40,6 +41,51 @@ type cluster struct {
 	config *rest.Config
 	kube   kubernetes.Interface
 	clock  *clock
+	back   time.Time // when the API server answered again after it had not
+}
+
+// patience is how long is waited for an API server that does not answer, and for a move of which nothing changes; tests wait less.
+var patience = 2 * time.Minute
+
+// lookAgain is how long is waited between two looks; tests wait less.
+var lookAgain = time.Second
+
+// errSilent: so it is not known whether what was asked for was done.
+var errSilent = errors.New("the API server has not answered")
+
+// patiently makes a request again for as long as the API server does not answer, until patience is over: then it is errSilent. The request may
+// have been done each time.
+func (c *cluster) patiently(ctx context.Context, request func() error) error {
+	begun, away := time.Now(), false
+	for {
+		err := request()
+		switch {
+		case !unanswered(err):
+			if away {
+				c.back = time.Now()
+			}
+			return err
+		case ctx.Err() != nil:
+			return ctx.Err()
+		case time.Since(begun) > patience:
+			return fmt.Errorf("%w for %s: %w", errSilent, patience, err)
+		}
+		away = true
+		select {
+		case <-ctx.Done():
+		case <-time.After(lookAgain):
+		}
+	}
+}
+
+// unanswered reports whether what a request came to is no answer: nothing was heard, or the API server, or what is before it, could not answer now.
+func unanswered(err error) bool {
+	var status apierrors.APIStatus
+	if !errors.As(err, &status) {
+		return err != nil
+	}
+	code := status.Status().Code
+	return code >= http.StatusInternalServerError || code == http.StatusTooManyRequests
 }
 
 // page is how many objects are asked for at once, as kubectl does.

@@ -19,9 +19,6 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 )
 
-// patience is how long an evacuation waits for a move of which nothing changes; tests wait less.
-var patience = 2 * time.Minute
-
 // evacuation is the move of all volumes of a node.
 type evacuation struct {
 	*cluster
@@ -225,9 +222,11 @@ func (e *evacuation) carryOut(ctx context.Context, all []*leaving) error {
 			}
 		}
 		if ctx.Err() != nil {
-			return fmt.Errorf("interrupted; what was asked to move goes on, and nothing else does; run it again to go on (kubectl ashlar evacuate %s)", e.node)
+			err = errors.New("interrupted")
+		} else if !errors.Is(err, errUnknown) {
+			return err
 		}
-		return err
+		return fmt.Errorf("%w; what was asked to move goes on, and nothing else does; run it again to go on (kubectl ashlar evacuate %s)", err, e.node)
 	}
 }
 
@@ -265,7 +264,10 @@ func (l *leaving) takes() int {
 	return 0
 }
 
-// begin asks for the move of a volume. That this one is refused ends no other.
+// errUnknown: a move may go on, and nothing is heard of it.
+var errUnknown = errors.New("it is not known how far its move is")
+
+// begin asks for the move of a volume. That this one is refused ends no other; that nobody answers does.
 func (e *evacuation) begin(ctx context.Context, l *leaving) error {
 	err := e.ask(ctx, l.v, l.to, func(v *v1alpha1.Volume) error {
 		if v.Spec.NodeName != e.node || v.Spec.Move != nil {
@@ -275,6 +277,9 @@ func (e *evacuation) begin(ctx context.Context, l *leaving) error {
 	})
 	if ctx.Err() != nil {
 		return ctx.Err()
+	}
+	if errors.Is(err, errSilent) {
+		return fmt.Errorf("%s: %w: %w", l.title, errUnknown, err)
 	}
 	l.begun, l.changed, l.why = true, time.Now(), err
 	if err != nil {
@@ -291,6 +296,9 @@ func (e *evacuation) lookAt(ctx context.Context, l *leaving) error {
 	if ctx.Err() != nil {
 		return ctx.Err()
 	}
+	if err != nil && !errors.Is(err, errDeleted) {
+		return fmt.Errorf("%s: %w: %w", l.title, errUnknown, err)
+	}
 	var text string
 	if err == nil {
 		_, text, l.ended, err = l.stage()
@@ -298,7 +306,7 @@ func (e *evacuation) lookAt(ctx context.Context, l *leaving) error {
 	if text != l.last {
 		l.last, l.changed, l.rests = text, time.Now(), false
 	}
-	still := err == nil && !l.ended && time.Since(l.changed) > patience
+	still := err == nil && !l.ended && time.Since(l.changed) > patience && time.Since(e.back) > patience // moves wait for the API server, too
 	if still && l.user() == "" {
 		err = fmt.Errorf("its move does not go on (nothing has changed for %s), and may later: %s", patience, text)
 	}

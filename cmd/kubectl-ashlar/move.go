@@ -19,9 +19,6 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 )
 
-// lookAgain is how long is waited between two looks at a move; tests wait less.
-var lookAgain = time.Second
-
 // moving is the move of one volume.
 type moving struct {
 	*cluster
@@ -126,9 +123,13 @@ func (m *moving) run(ctx context.Context, name string) error {
 	if err != nil {
 		return err
 	}
-	if err := m.ask(ctx, v, node, func(v *v1alpha1.Volume) error { return r.may(v, node) }); ctx.Err() != nil {
+	err = m.ask(ctx, v, node, func(v *v1alpha1.Volume) error { return r.may(v, node) })
+	switch {
+	case ctx.Err() != nil:
 		return fmt.Errorf("%s: interrupted; it may be asked to move to node %s already: the same command waits for it, and kubectl ashlar move %s --cancel takes it back", title, node, v.ID())
-	} else if err != nil {
+	case errors.Is(err, errSilent):
+		return fmt.Errorf("%s: it is not known whether it is asked to move to node %s: %w; if it is, the move goes on: the same command waits for it", title, node, err)
+	case err != nil:
 		return fmt.Errorf("move %s to node %s: %w", title, node, err)
 	}
 	f := following(v, seen, node)
@@ -164,7 +165,12 @@ const tries = 10
 
 // ask writes down that a volume is to move to a node, if it may.
 func (c *cluster) ask(ctx context.Context, v *v1alpha1.Volume, node string, may func(*v1alpha1.Volume) error) error {
+	tried := false
 	return c.change(ctx, v, func() (bool, error) {
+		if tried && v.Spec.NodeName == node && v.Spec.Move == nil {
+			return false, nil // it has moved by now
+		}
+		tried = true
 		if asked(v, node) {
 			follows := v.Spec.Move.Follows
 			v.Spec.Move.Follows = false // from now on somebody wants it
@@ -181,7 +187,8 @@ func (c *cluster) ask(ctx context.Context, v *v1alpha1.Volume, node string, may 
 // errDeleted: the volume is not there any more.
 var errDeleted = errors.New("it was deleted meanwhile")
 
-// change writes an edit of a volume, which may find that there is nothing to do, on the condition that nobody else changed the object since it was read.
+// change writes an edit of a volume, which may find that there is nothing to do, on the condition that nobody else changed the object since it was read. What
+// was written and not answered is what somebody else has changed.
 func (c *cluster) change(ctx context.Context, v *v1alpha1.Volume, edit func() (changed bool, err error)) error {
 	for try := 1; ; try++ {
 		before := v.DeepCopy()
@@ -190,14 +197,16 @@ func (c *cluster) change(ctx context.Context, v *v1alpha1.Volume, edit func() (c
 			return err
 		}
 		want := v.Spec.Move != nil
-		err = c.Patch(ctx, v, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}))
+		err = c.patiently(ctx, func() error {
+			return c.Patch(ctx, v, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}))
+		})
 		switch {
 		case err == nil && want && v.Spec.Move == nil:
 			return errors.New("the definitions of ashlar.dev in this cluster know no moves: apply those of this version (deploy/kubernetes/crds)")
 		case !apierrors.IsConflict(err) || try == tries:
 			return refusal(err)
 		}
-		if err := c.Get(ctx, client.ObjectKeyFromObject(before), v); err != nil {
+		if err := c.patiently(ctx, func() error { return c.Get(ctx, client.ObjectKeyFromObject(before), v) }); err != nil {
 			return err
 		}
 		if v.UID != before.UID {
@@ -224,14 +233,17 @@ func refusal(err error) error {
 
 // takeBack takes a move back that has not been done yet.
 func (m *moving) takeBack(ctx context.Context, v *v1alpha1.Volume, title string) error {
+	home, tried := v.Spec.NodeName, false
 	err := m.change(ctx, v, func() (bool, error) {
 		switch w := v.Spec.Move; {
+		case w == nil && tried && v.Spec.NodeName == home:
+			return false, nil // it was done, and not answered
 		case w == nil:
 			return false, fmt.Errorf("it does not move; it is on node %s", v.Spec.NodeName)
 		case w.Left:
 			return false, fmt.Errorf("it has moved already, from node %s to node %s; to have it back, move it there when this move has ended", w.Node, v.Spec.NodeName)
 		}
-		v.Spec.Move = nil
+		v.Spec.Move, tried = nil, true
 		return true, nil
 	})
 	if err != nil {
@@ -330,7 +342,7 @@ func (f *followed) tell(out io.Writer) (err error) {
 // again reads the volume of a move.
 func (c *cluster) again(ctx context.Context, f *followed) error {
 	now := &v1alpha1.Volume{}
-	err := c.Get(ctx, client.ObjectKeyFromObject(f.v), now)
+	err := c.patiently(ctx, func() error { return c.Get(ctx, client.ObjectKeyFromObject(f.v), now) })
 	if apierrors.IsNotFound(err) || err == nil && now.UID != f.v.UID {
 		return errDeleted
 	}
@@ -362,8 +374,10 @@ func (m *moving) follow(ctx context.Context, f *followed) error {
 		switch {
 		case ctx.Err() != nil:
 			return fmt.Errorf("%s: interrupted; the move to node %s goes on: the same command waits for it again, and kubectl ashlar move %s --cancel takes it back as long as the volume has not moved", f.title, f.to, f.v.ID())
-		case err != nil:
+		case errors.Is(err, errDeleted):
 			return fmt.Errorf("%s: %w", f.title, err)
+		case err != nil:
+			return fmt.Errorf("%s: it is not known how far its move to node %s is, which goes on: %w; the same command waits for it again", f.title, f.to, err)
 		}
 	}
 }

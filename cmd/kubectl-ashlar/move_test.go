@@ -3,7 +3,9 @@ package main
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
+	"io"
 	"net/http"
 	"net/http/httptest"
 	"net/http/httputil"
@@ -12,6 +14,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -113,6 +116,35 @@ func through(t *testing.T, answers func(http.ResponseWriter, *http.Request) bool
 	c, err := connect(flags)
 	check.OK(t, err)
 	return c
+}
+
+// outage is an API server that can be away: it then drops connections, or what is before it says that it cannot answer, in turn.
+type outage struct {
+	away  atomic.Bool
+	turns atomic.Int32
+}
+
+func (o *outage) answers(w http.ResponseWriter, _ *http.Request) bool {
+	if !o.away.Load() {
+		return false
+	}
+	switch o.turns.Add(1) % 3 {
+	case 0:
+		http.Error(w, "no backend", http.StatusServiceUnavailable)
+	case 1:
+		http.Error(w, "slower", http.StatusTooManyRequests)
+	default:
+		panic(http.ErrAbortHandler)
+	}
+	return true
+}
+
+// begins makes it go away for a second, once.
+func (o *outage) begins() func() {
+	return sync.OnceFunc(func() {
+		o.away.Store(true)
+		time.AfterFunc(time.Second, func() { o.away.Store(false) })
+	})
 }
 
 // interrupting is what a command prints to, by somebody who interrupts it when they read some words.
@@ -461,6 +493,121 @@ func TestEvacuateInterrupted(t *testing.T) {
 	r := run(t, apitest.Admin, "evacuate", "n1")
 	check.OK(t, r.err)
 	r.says(t, "pvc-c: it is on node n", "No volume is left on node n1.\n")
+}
+
+// TestServerAway: an API server that is away for a second ends neither move nor evacuate, whatever they ask meanwhile.
+func TestServerAway(t *testing.T) {
+	e := newEnvironment(t)
+	nodes(e)
+	hasten(t, time.Minute)
+	for _, name := range []string{"pvc-a", "pvc-b", "pvc-c", "pvc-d"} {
+		e.add(movable(name, "n1", 10*mib, nil))
+	}
+	var o outage
+	c := through(t, o.answers)
+	e.drivers("")
+	out := interrupting{"pvc-a: node", o.begins(), &bytes.Buffer{}} // when the next is asked, it is away
+	err := (&evacuation{cluster: c, out: out, table: io.Discard, node: "n1", parallel: 2}).run(t.Context())
+	if err != nil || strings.Contains(out.String(), "stays") || !strings.HasSuffix(out.String(), "No volume is left on node n1.\n") {
+		t.Errorf("evacuate: %v\n%s", err, out.String())
+	}
+	if o.turns.Load() == 0 {
+		t.Error("evacuate asked nothing meanwhile")
+	}
+	o.turns.Store(0)
+	out = interrupting{"pvc-a: node", o.begins(), &bytes.Buffer{}}
+	if err := (&moving{cluster: c, out: out, to: "n1", wait: true}).run(t.Context(), "pvc-a"); err != nil || !strings.HasSuffix(out.String(), "pvc-a: it is on node n1.\n") {
+		t.Errorf("move: %v\n%s", err, out.String())
+	}
+	if o.turns.Load() == 0 {
+		t.Error("move asked nothing meanwhile")
+	}
+}
+
+// TestServerGone: of an API server that does not come back it is not said that anything stays: nobody knows.
+func TestServerGone(t *testing.T) {
+	e := newEnvironment(t)
+	nodes(e)
+	hasten(t, 500*time.Millisecond)
+	for _, name := range []string{"pvc-a", "pvc-b", "pvc-c"} {
+		e.add(movable(name, "n1", 10*mib, nil))
+	}
+	const goes = "; what was asked to move goes on, and nothing else does; run it again to go on (kubectl ashlar evacuate n1)"
+	for words, want := range map[string]string{
+		"pvc-a: node": "pvc-b: it is not known how far its move is: the API server has not answered for 500ms: ", // when the next is asked
+		"pvc-b: node": "pvc-a: it is not known how far its move is: the API server has not answered for 500ms: ",
+	} {
+		var o outage
+		out := interrupting{words, func() { o.away.Store(true) }, &bytes.Buffer{}}
+		err := (&evacuation{cluster: through(t, o.answers), out: out, table: io.Discard, node: "n1", parallel: 2}).run(t.Context())
+		if err == nil || !strings.HasPrefix(err.Error(), want) || !strings.HasSuffix(err.Error(), goes) || strings.Contains(out.String()+err.Error(), "stay") {
+			t.Errorf("evacuate: %v\n%s", err, out.String())
+		}
+		var all v1alpha1.VolumeList
+		check.OK(t, e.List(t.Context(), &all))
+		for i := range all.Items {
+			e.edited(&all.Items[i], func(v *v1alpha1.Volume) { v.Spec.Move = nil })
+		}
+	}
+	var o outage
+	c := through(t, o.answers)
+	out := interrupting{"pvc-a: node", func() { o.away.Store(true) }, &bytes.Buffer{}}
+	err := (&moving{cluster: c, out: out, to: "n3", wait: true}).run(t.Context(), "pvc-a")
+	if err == nil || !strings.HasPrefix(err.Error(), "pvc-a: it is not known how far its move to node n3 is, which goes on: the API server has not answered for 500ms: ") {
+		t.Errorf("move: %v\n%s", err, out.String())
+	}
+}
+
+// TestUnansweredWrite: a write that was done and not answered is not done twice, nor taken for that of somebody else.
+func TestUnansweredWrite(t *testing.T) {
+	e := newEnvironment(t)
+	nodes(e)
+	hasten(t, time.Minute)
+	v := movable("pvc-a", "n1", 10*mib, nil)
+	e.add(v)
+	config := apitest.Get(t).Config(apitest.Admin)
+	direct, err := rest.HTTPClientFor(config)
+	check.OK(t, err)
+	var after func() // what happens before the next write; nil: writes are answered
+	c := through(t, func(_ http.ResponseWriter, r *http.Request) bool {
+		if r.Method != http.MethodPatch || after == nil {
+			return false
+		}
+		r.RequestURI = ""
+		r.URL, _ = url.Parse(config.Host + r.URL.RequestURI()) // it was one
+		if answer, err := direct.Do(r); err != nil {
+			t.Error(err)
+		} else {
+			_ = answer.Body.Close() // what it says nobody hears
+		}
+		after()
+		after = nil
+		panic(http.ErrAbortHandler)
+	})
+	for _, s := range []struct {
+		what  string
+		ask   *moving
+		after func()
+		words string
+	}{
+		{"asked for", &moving{to: "n3"}, func() {}, "pvc-a: node n3 is asked to copy it from node n1\n"},
+		{"taken back", &moving{cancel: true}, func() {}, "pvc-a: it stays on node n1.\n"},
+		{"moved meanwhile", &moving{to: "n3", wait: true}, func() {
+			for v.Spec.NodeName = ""; v.Spec.NodeName != "n3" || v.Spec.Move != nil; {
+				if err := errors.Join(e.Get(t.Context(), client.ObjectKeyFromObject(v), v), e.advance(t.Context(), v)); err != nil {
+					t.Error(err)
+					return
+				}
+			}
+		}, "pvc-a: it is on node n3.\n"},
+	} {
+		var out bytes.Buffer
+		s.ask.cluster, s.ask.out = c, &out
+		after = s.after
+		if err := s.ask.run(t.Context(), "pvc-a"); err != nil || out.String() != s.words || after != nil {
+			t.Errorf("%s: %v\n%s", s.what, err, out.String())
+		}
+	}
 }
 
 // TestStage: how far a move is, by its object.
