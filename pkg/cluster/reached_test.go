@@ -501,7 +501,7 @@ func TestReachedReopened(t *testing.T) {
 	w, a, b, s, v, _ := reached(t, volume.Spec{Name: "v", Size: volume.Range{Required: mib}})
 	generation, home := w.claimFor(v.ID, b.name), w.homeOf(a, b)
 	check.OK(t, second(home.Open(w.ctx, v.ID, generation)))
-	check.OK(t, home.Close(w.ctx, v.ID, generation))
+	w.eventually("its home says so", func() bool { return w.exportedTo(v.ID) == b.name })
 	done := make(chan struct{})
 	meanwhile := func(send func()) {
 		defer close(done)
@@ -513,9 +513,14 @@ func TestReachedReopened(t *testing.T) {
 			t.Errorf("it is released, and exported is %v", a.network.Exported())
 		}
 	}
-	ended.Store(&meanwhile)
+	ended.Store(&meanwhile) // the agent may write at once
+	check.OK(t, home.Close(w.ctx, v.ID, generation))
 	w.touched("v")
-	<-done
+	select {
+	case <-done:
+	case <-time.After(2 * time.Minute):
+		t.Fatal("its home does not say that the export has ended")
+	}
 	w.eventually("its home has ended the export", func() bool { return len(a.network.Exported()) == 0 && w.exportedTo(v.ID) == "" })
 }
 
