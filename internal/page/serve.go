@@ -5,11 +5,11 @@ import (
 	"errors"
 	"net"
 	"net/http"
-	"sync"
 	"time"
 
-	"golang.org/x/net/netutil"
 	"k8s.io/klog/v2"
+
+	"github.com/ashlar-csi/ashlar/internal/crowd"
 )
 
 // limits keep those who look from taking what the driver needs.
@@ -27,37 +27,6 @@ type limits struct {
 var defaults = limits{read: 10 * time.Second, write: 30 * time.Second, idle: 10 * time.Second, alive: 20 * time.Second, stream: 5 * time.Minute, stop: 5 * time.Second,
 	connections: 256, streams: 128}
 
-// places are the connections that there may be at once. While all are taken, none is kept for a request that may come: the next one is
-// waiting for its place.
-type places struct {
-	most  int
-	mu    sync.Mutex
-	taken int
-	idle  map[net.Conn]bool
-}
-
-// changed is what http.Server calls when a connection is in another state.
-func (p *places) changed(conn net.Conn, now http.ConnState) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	delete(p.idle, conn)
-	switch now {
-	case http.StateNew:
-		p.taken++
-	case http.StateIdle:
-		p.idle[conn] = true
-	case http.StateClosed, http.StateHijacked:
-		p.taken--
-	}
-	if p.taken < p.most {
-		return
-	}
-	for one := range p.idle {
-		_ = one.Close() // the server notices, and says that it is closed
-	}
-	clear(p.idle)
-}
-
 // Serve serves the page on a listener until ctx ends, and closes it. Streams of events end then; other answers have a few
 // seconds. Nothing of it runs any more when it returns.
 func (p *Page) Serve(ctx context.Context, listener net.Listener) error {
@@ -73,10 +42,10 @@ func (p *Page) Serve(ctx context.Context, listener net.Listener) error {
 		MaxHeaderBytes: 16 << 10,
 		BaseContext:    func(net.Listener) context.Context { return serving },
 		ErrorLog:       klog.NewStandardLogger("WARNING"),
-		ConnState:      (&places{most: p.limits.connections, idle: map[net.Conn]bool{}}).changed,
 	}
+	limited := crowd.Limit(server, listener, p.limits.connections)
 	failed := make(chan error, 1)
-	go func() { failed <- server.Serve(netutil.LimitListener(listener, p.limits.connections)) }()
+	go func() { failed <- server.Serve(limited) }()
 	select {
 	case err := <-failed:
 		return errors.Join(err, server.Close())

@@ -10,14 +10,14 @@ import (
 	"runtime/debug"
 	"slices"
 	"strings"
-	"sync"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 	dto "github.com/prometheus/client_model/go"
-	"golang.org/x/net/netutil"
+
+	"github.com/ashlar-csi/ashlar/internal/crowd"
 )
 
 // Gatherer has metrics of its own, as those of a library.
@@ -46,32 +46,6 @@ const (
 	idleTime    = 10 * time.Second
 	connections = 64 // more than that wait: descriptors and memory are for volumes
 )
-
-// crowd are the open connections of a server. As soon as there are as many as may be, those that wait for another request are closed, so that
-// whoever has one gets in; who is cut off may come again.
-type crowd struct {
-	mu   sync.Mutex
-	idle map[net.Conn]bool // false: it is new, or being answered
-}
-
-// changed is told of each connection by the server (http.Server.ConnState).
-func (c *crowd) changed(conn net.Conn, to http.ConnState) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if to == http.StateClosed {
-		delete(c.idle, conn)
-		return
-	}
-	c.idle[conn] = to == http.StateIdle
-	if len(c.idle) < connections {
-		return
-	}
-	for one, idle := range c.idle {
-		if idle {
-			_ = one.Close() // it may be closed already, and the server have yet to see it
-		}
-	}
-}
 
 // Describe says nothing: which series there are is only known when they are.
 func (Source) Describe(chan<- *prometheus.Desc) {}
@@ -126,10 +100,10 @@ func Serve(ctx context.Context, listener net.Listener, from Gatherer) error {
 		// More at once are refused.
 		MaxRequestsInFlight: atOnce,
 	}))
-	open := crowd{idle: map[net.Conn]bool{}}
-	server := &http.Server{Handler: mux, ReadTimeout: headerTime, WriteTimeout: answerTime, IdleTimeout: idleTime, MaxHeaderBytes: headerBytes, ConnState: open.changed}
+	server := &http.Server{Handler: mux, ReadTimeout: headerTime, WriteTimeout: answerTime, IdleTimeout: idleTime, MaxHeaderBytes: headerBytes}
+	limited := crowd.Limit(server, listener, connections)
 	served := make(chan error, 1)
-	go func() { served <- server.Serve(netutil.LimitListener(listener, connections)) }()
+	go func() { served <- server.Serve(limited) }()
 	select {
 	case err := <-served:
 		return fmt.Errorf("serve metrics: %w", err)
