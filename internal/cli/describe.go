@@ -132,14 +132,9 @@ func find(ctx context.Context, source Source, name string) (*description, time.T
 			d.Snapshots = append(d.Snapshots, s)
 		}
 	}
-	for _, p := range o.Problems {
-		switch p.Subject {
-		case overview.Subject{Kind: overview.KindNode, Name: d.Volume.Node}:
-			d.Node = append(d.Node, p)
-		case overview.Subject{Kind: overview.KindPool, Name: overview.PoolName(d.Volume.Node, d.Volume.Pool)}:
-			d.Pool = append(d.Pool, p)
-		}
-	}
+	places := o.Places()
+	d.Node = append(d.Node, places[overview.Subject{Kind: overview.KindNode, Name: d.Volume.Node}]...)
+	d.Pool = append(d.Pool, places[overview.Subject{Kind: overview.KindPool, Name: overview.PoolName(d.Volume.Node, d.Volume.Pool)}]...)
 	var missing []string
 	d.History, missing, err = source.Details(ctx, &d.Volume)
 	d.Missing = append(d.Missing, missing...)
