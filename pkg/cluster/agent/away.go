@@ -54,7 +54,7 @@ func (a *Agent) tellAway(ctx context.Context, away func() (map[blockdev.Ref]time
 		if !setAway(v, a.local.Node(), since, is, least) {
 			continue
 		}
-		if err := kube.IgnoreConflict(a.statusOf(v).Patch(ctx, v, kube.LockingPatch(before))); err != nil {
+		if err := kube.IgnoreConflict(a.kube.Client.Status().Patch(ctx, v, kube.LockingPatch(before))); err != nil {
 			failures = append(failures, fmt.Errorf("volume %s: %w", cluster.VolumeID(v), err))
 		}
 	}

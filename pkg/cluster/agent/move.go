@@ -174,16 +174,7 @@ func (a *Agent) writeMove(ctx context.Context, v *v1alpha1.Volume, edit func(*v1
 	if equality.Semantic.DeepEqual(before, v) {
 		return nil
 	}
-	return a.statusOf(v).Patch(ctx, v, kube.LockingPatch(before))
-}
-
-// statusOf writes the status of a volume. What is written to one of another node, the cache of this node's own never has: whoever read there would wait for it until
-// the API server says by itself how far that watch is, which is a minute.
-func (a *Agent) statusOf(v *v1alpha1.Volume) client.SubResourceWriter {
-	if v.Spec.NodeName != a.local.Node() {
-		return a.kube.Live.Status()
-	}
-	return a.kube.Client.Status()
+	return a.kube.Client.Status().Patch(ctx, v, kube.LockingPatch(before))
 }
 
 // errWaits ends what goes on when the object changes.

@@ -11,6 +11,7 @@ import (
 	storagev1 "k8s.io/api/storage/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/client-go/rest"
@@ -70,8 +71,19 @@ func Connect(config *rest.Config, only map[client.Object]cache.ByObject) (Connec
 	}
 	options.Cache = &client.CacheOptions{Reader: c.Cache}
 	cached, err := client.New(config, options)
-	c.Client = &fresh{Client: cached, cache: c.Cache, live: c.Live, kinds: map[schema.GroupVersionKind]*written{}}
-	return c, err
+	if err != nil {
+		return c, err
+	}
+	selected := map[schema.GroupVersionKind]fields.Selector{}
+	for o, by := range only {
+		gvk, err := cached.GroupVersionKindFor(o)
+		if err != nil {
+			return c, err
+		}
+		selected[gvk] = by.Field
+	}
+	c.Client = &fresh{Client: cached, cache: c.Cache, live: c.Live, only: selected, kinds: map[schema.GroupVersionKind]*written{}}
+	return c, nil
 }
 
 // Node is a Node object that has no more than its name.

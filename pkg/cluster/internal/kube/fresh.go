@@ -10,6 +10,9 @@ import (
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
 	toolscache "k8s.io/client-go/tools/cache"
@@ -25,11 +28,13 @@ import (
 // is whole again makes no event, and whoever waits for one waits for ever.
 //
 // It is for objects without a namespace, and for the methods that it has; other writes are not
-// waited for.
+// waited for. Nor are those of objects that the cache does not have: how far its watch is with these
+// the API server says once a minute.
 type fresh struct {
 	client.Client
 	cache cache.Cache
-	live  client.Reader // the API server itself
+	live  client.Reader                               // the API server itself
+	only  map[schema.GroupVersionKind]fields.Selector // which objects of a kind the cache has; nil: all
 
 	mu    sync.Mutex
 	kinds map[schema.GroupVersionKind]*written
@@ -257,9 +262,33 @@ func (f *fresh) write(ctx context.Context, o client.Object, gone types.UID, do f
 	if err := do(); err != nil {
 		return err
 	}
+	if is, err := f.selects(gvk, o); err != nil || !is {
+		return err
+	}
 	w.gone = gone
 	w.version, err = strconv.ParseUint(o.GetResourceVersion(), 10, 64)
 	return err
+}
+
+// selects reports whether the cache has an object, as it is after a write. No write takes one out of it.
+func (f *fresh) selects(gvk schema.GroupVersionKind, o client.Object) (bool, error) {
+	selector := f.only[gvk]
+	if selector == nil {
+		return true, nil
+	}
+	content, err := runtime.DefaultUnstructuredConverter.ToUnstructured(o)
+	if err != nil {
+		return false, err
+	}
+	values := fields.Set{}
+	for _, r := range selector.Requirements() {
+		value, _, err := unstructured.NestedString(content, strings.Split(r.Field, ".")...)
+		if err != nil {
+			return false, err
+		}
+		values[r.Field] = value
+	}
+	return selector.Matches(values), nil
 }
 
 // Create creates an object.
