@@ -13,6 +13,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/held"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvme"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/metrics"
@@ -109,7 +110,7 @@ func (p *Pool) leaveOthers(ctx context.Context, ref blockdev.Ref, nqn string) er
 		case err != nil:
 			return err
 		case c.NQN == nqn, inUse(c) && p.isSecond(c, connected):
-		case inUse(c):
+		case staysInUse(ctx, c):
 			return p.outlived(c, ref)
 		default:
 			err = p.disconnect(ctx, c.NQN)
@@ -136,6 +137,17 @@ func inUse(c nvme.Device) bool {
 		_ = f.Close() // nothing was done with it
 	}
 	return errors.Is(err, unix.EBUSY)
+}
+
+// staysInUse is inUse of what is so after a moment still: a device over it that goes with its last user loses its name before it lets go of this one.
+func staysInUse(ctx context.Context, c nvme.Device) bool {
+	for try := 0; inUse(c); try++ {
+		if try == held.Tries || ctx.Err() != nil {
+			return true
+		}
+		time.Sleep(held.Pause)
+	}
+	return false
 }
 
 // stacked reports whether there is a device over another one.
@@ -196,7 +208,7 @@ func (p *Pool) Detach(ctx context.Context, ref blockdev.Ref) error {
 }
 
 func (p *Pool) detach(ctx context.Context, ref blockdev.Ref, c nvme.Device) error {
-	if inUse(c) {
+	if staysInUse(ctx, c) {
 		return fmt.Errorf("%w: %s is held by a mount, or by a device over it", errdefs.ErrInUse, c.Path)
 	}
 	ours, err := p.ours(ctx, ref, c)

@@ -226,6 +226,18 @@ func TestEarlierClaim(t *testing.T) {
 	}
 }
 
+// TestHeldForAMoment: the kernel lets go of a device a moment after the name of what was over it is gone, and that is waited for.
+func TestHeldForAMoment(t *testing.T) {
+	_, all := start(t)
+	pool := all.Named("fast")
+	device := pooltest.Attach(t, pool, ref, blockdev.Attachment{})
+	user, err := os.OpenFile(device.Path, os.O_RDONLY|unix.O_EXCL, 0)
+	check.OK(t, err)
+	closed := make(chan error, 1)
+	time.AfterFunc(100*time.Millisecond, func() { closed <- user.Close() })
+	check.OK(t, errors.Join(pool.Detach(t.Context(), ref), <-closed))
+}
+
 // TestEnded: what is connected by a claim that has ended is given up when it leads nowhere, whoever uses it; nothing else is.
 func TestEnded(t *testing.T) {
 	h, all := start(t)

@@ -86,7 +86,7 @@ func (p *Pool) Drop(ctx context.Context, nqn string) error {
 		return fmt.Errorf("look for the connection %s: %w", nqn, err)
 	}
 	for _, c := range list {
-		if c.NQN == nqn && inUse(c) {
+		if c.NQN == nqn && staysInUse(ctx, c) {
 			return fmt.Errorf("%w: %s is held by a mount, or by a device over it", errdefs.ErrInUse, c.Path)
 		}
 	}
