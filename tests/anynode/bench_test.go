@@ -1,6 +1,7 @@
 package anynode
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -66,7 +67,7 @@ func BenchmarkIO(b *testing.B) {
 			for n := 0; b.Loop(); n++ {
 				for i := range paths {
 					i = (i + n) % len(paths) // another one is the first each time
-					rates[i] = append(rates[i], fio(b, paths[i], w.rw, w.bs, w.depth))
+					rates[i] = append(rates[i], fio(b, paths[i], w.rw, w.bs, w.depth).rate)
 				}
 				ratios = append(ratios, rates[2][n]/rates[1][n])
 			}
@@ -128,25 +129,54 @@ func (c *nodes) bare() (path string) {
 	return path
 }
 
-// fio returns MiB in a second.
-func fio(t testing.TB, path, rw, bs, depth string) float64 {
+// measured is what fio tells of one run.
+type measured struct {
+	rate         float64 // MiB in a second
+	p99, longest float64 // milliseconds of a write
+}
+
+// fio reads or writes for two seconds.
+func fio(t testing.TB, path, rw, bs, depth string) measured {
 	t.Helper()
-	out, err := exec.CommandContext(t.Context(), "fio", "--name=bench", "--thread", "--filename="+path, "--ioengine=libaio", "--direct=1", "--rw="+rw, "--bs="+bs, "--iodepth="+depth,
-		fmt.Sprint("--size=", large), "--output-format=json", "--randrepeat=0", "--time_based", "--runtime=2s").Output()
+	m, err := startFio(t.Context(), path, rw, bs, depth, 2*time.Second)()
 	check.OK(t, err)
-	var report struct {
-		Jobs []struct {
-			Error       int
-			Read, Write struct {
-				BW float64 `json:"bw_bytes"`
+	return m
+}
+
+// startFio begins to read or write. What it returns waits until the time is over, or until the context has ended, which is no error.
+func startFio(ctx context.Context, path, rw, bs, depth string, long time.Duration) (wait func() (measured, error)) {
+	cmd := exec.CommandContext(ctx, "fio", "--name=bench", "--thread", "--filename="+path, "--ioengine=libaio", "--direct=1", "--rw="+rw, "--bs="+bs, "--iodepth="+depth,
+		fmt.Sprint("--size=", large), "--output-format=json", "--randrepeat=0", "--time_based", fmt.Sprint("--runtime=", long.Milliseconds(), "ms"))
+	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) } // it says what it has measured
+	cmd.WaitDelay = time.Minute
+	var out bytes.Buffer
+	cmd.Stdout = &out
+	err := cmd.Start()
+	return func() (measured, error) {
+		if err != nil {
+			return measured{}, err
+		}
+		ended := cmd.Wait()
+		type direction struct {
+			BW   float64 `json:"bw_bytes"`
+			Clat struct {
+				Max        float64
+				Percentile map[string]float64
+			} `json:"clat_ns"`
+		}
+		var report struct {
+			Jobs []struct {
+				Error       int
+				Read, Write direction
 			}
 		}
+		_, text, _ := strings.Cut(out.String(), "{")
+		if err := json.Unmarshal([]byte("{"+text), &report); err != nil || len(report.Jobs) != 1 || report.Jobs[0].Error != 0 {
+			return measured{}, fmt.Errorf("fio on %s: %w, %w: %s", path, ended, err, out.String())
+		}
+		job := report.Jobs[0]
+		return measured{(job.Read.BW + job.Write.BW) / mib, job.Write.Clat.Percentile["99.000000"] / 1e6, job.Write.Clat.Max / 1e6}, nil
 	}
-	check.OK(t, json.Unmarshal(out[max(0, slices.Index(out, '{')):], &report))
-	if len(report.Jobs) != 1 || report.Jobs[0].Error != 0 {
-		t.Fatalf("fio on %s: %s", path, out)
-	}
-	return (report.Jobs[0].Read.BW + report.Jobs[0].Write.BW) / mib
 }
 
 func median(v []float64) float64 {
@@ -236,6 +266,49 @@ func BenchmarkMove(b *testing.B) {
 		}
 		b.ReportMetric(float64(b.N)*large/mib/b.Elapsed().Seconds(), "MiB/s")
 	})
+	c.again("delete it", v.of.Delete)
+}
+
+// BenchmarkMoveInUse: a raw volume without holes moves, and back, while a third node writes to it, 4 KiB at random, one at a time; and what a write takes
+// meanwhile, beside what it takes before.
+func BenchmarkMoveInUse(b *testing.B) {
+	c := newNodes(b)
+	v := c.written("v")
+	c.again("claim it", func(ctx context.Context) error { return v.claim(ctx, third) })
+	c.again("stage it", func(ctx context.Context) error { return v.up(ctx, third) })
+	var moving time.Duration
+	var apiWrites float64
+	var alone, meanwhile [3][]float64
+	add := func(to *[3][]float64, m measured) {
+		for i, value := range []float64{m.rate * mib / 4096, m.p99, m.longest} {
+			to[i] = append(to[i], value)
+		}
+	}
+	at, to := home, newHome
+	for b.Loop() {
+		add(&alone, fio(b, v.target(third), "randwrite", "4k", "1"))
+		writing, end := context.WithCancel(b.Context())
+		wait := startFio(writing, v.target(third), "randwrite", "4k", "1", 10*time.Minute)
+		before, began := writes(b), time.Now()
+		v.move(to)
+		v.eventually("it has moved", func() bool { return v.object().Spec.NodeName == to })
+		moving += time.Since(began)
+		end()
+		m, err := wait()
+		check.OK(b, err)
+		add(&meanwhile, m)
+		v.moved(at, to)
+		apiWrites += writes(b) - before
+		at, to = to, at
+	}
+	b.ReportMetric(float64(b.N)*large/mib/moving.Seconds(), "MiB/s")
+	for i, unit := range []string{"writes/s", "p99-ms", "longest-ms"} {
+		b.ReportMetric(median(alone[i]), "alone-"+unit)
+		b.ReportMetric(median(meanwhile[i]), "moving-"+unit)
+	}
+	b.ReportMetric(apiWrites/float64(b.N), "API-writes")
+	b.ReportMetric(0, "ns/op")
+	v.leave(third)
 	c.again("delete it", v.of.Delete)
 }
 
