@@ -12,6 +12,8 @@
 #   cluster.sh stop NODE               end it as a shutdown does: all that runs is told, and has 20 s
 #   cluster.sh kill NODE               end it at once, as a power cut does, but for what the machine's kernel still writes
 #   cluster.sh start NODE              start it again after that, with the disks that it had
+#   cluster.sh guests N IMAGE-ARCHIVE...  start N more nodes, in one virtual machine, whose kernel has NVMe/TCP (hack/vm/kernel.sh); nodes, on,
+#                                      stop, kill and start do not know them
 #   cluster.sh down                    end it all and remove what was its; KEEP_LOGS=1 keeps logs
 #
 # Needs root, and what build.sh built. NODES: how many (default 3). POOL_FS=xfs (default), btrfs or none: what
@@ -25,6 +27,10 @@ d=$CLUSTER_DIR
 api=https://$address:443
 
 nodes() { cat "$d/nodes.list" 2>/dev/null || true; }
+
+# in_hub COMMAND...: in the network of the control plane, to which all cables go. In the virtual machine of guests there is no control plane, and
+# the cables go to the machine's own.
+in_hub() { if [ -e "$d/control.pid" ]; then enter control -n -- "$@"; else "$@"; fi; }
 
 # first NAME: the first process of a node, or of "control", by the machine's number.
 first() {
@@ -67,30 +73,38 @@ until_ok() {
 	done
 }
 
+# sign NAME SUBJECT EXTENSION: a key in the directory of keys, and its certificate.
+sign() {
+	openssl req -newkey rsa:2048 -nodes -keyout "$1.key" -out "$1.csr" -subj "$2" 2>/dev/null
+	echo "$3" >"$1.ext"
+	openssl x509 -req -in "$1.csr" -CA ca.crt -CAkey ca.key -set_serial "0x$(openssl rand -hex 8)" -days 30 -out "$1.crt" -extfile "$1.ext" 2>/dev/null
+}
+
+# client NAME SUBJECT: a key to be known by to the API server, and a kubeconfig with it.
+client() {
+	sign "$1" "$2" extendedKeyUsage=clientAuth
+	cat >"$1.kubeconfig" <<-YAML
+		apiVersion: v1
+		kind: Config
+		clusters: [{name: e2e, cluster: {server: "$api", certificate-authority: $d/keys/ca.crt}}]
+		users: [{name: me, user: {client-certificate: $d/keys/$1.crt, client-key: $d/keys/$1.key}}]
+		contexts: [{name: e2e, context: {cluster: e2e, user: me}}]
+		current-context: e2e
+	YAML
+}
+kubelet_key() { client "$1" "/O=system:nodes/CN=system:node:$1"; }
+
 keys() {
-	local who node
+	local node
 	cd "$d/keys"
 	openssl req -x509 -newkey rsa:2048 -nodes -keyout ca.key -out ca.crt -days 30 -subj /CN=ashlar-e2e 2>/dev/null
 	openssl genrsa -out accounts.key 2048 2>/dev/null
 	openssl rsa -in accounts.key -pubout -out accounts.pub 2>/dev/null
-	sign() { # NAME SUBJECT EXTENSION
-		openssl req -newkey rsa:2048 -nodes -keyout "$1.key" -out "$1.csr" -subj "$2" 2>/dev/null
-		openssl x509 -req -in "$1.csr" -CA ca.crt -CAkey ca.key -set_serial "0x$(openssl rand -hex 8)" -days 30 -out "$1.crt" -extfile <(echo "$3") 2>/dev/null
-	}
 	sign server /CN=kube-apiserver "subjectAltName=IP:127.0.0.1,IP:$address,IP:$service,DNS:kubernetes.default.svc" &
-	local all=(admin:/O=system:masters/CN=admin manager:/CN=system:kube-controller-manager scheduler:/CN=system:kube-scheduler)
-	for node in $(nodes); do all+=("$node:/O=system:nodes/CN=system:node:$node"); done
-	for who in "${all[@]}"; do
-		sign "${who%%:*}" "${who#*:}" extendedKeyUsage=clientAuth &
-		cat >"${who%%:*}.kubeconfig" <<-YAML
-			apiVersion: v1
-			kind: Config
-			clusters: [{name: e2e, cluster: {server: "$api", certificate-authority: $d/keys/ca.crt}}]
-			users: [{name: me, user: {client-certificate: $d/keys/${who%%:*}.crt, client-key: $d/keys/${who%%:*}.key}}]
-			contexts: [{name: e2e, context: {cluster: e2e, user: me}}]
-			current-context: e2e
-		YAML
-	done
+	client admin /O=system:masters/CN=admin &
+	client manager /CN=system:kube-controller-manager &
+	client scheduler /CN=system:kube-scheduler &
+	for node in $(nodes); do kubelet_key "$node" & done
 	wait
 	# For the ssh servers of the nodes: root's, in a home of its own. (Clients in Go ask for an RSA key, and dropbear 2022.83
 	# dies if it has none.)
@@ -175,7 +189,7 @@ begin() {
 	setsid unshare --mount --uts --ipc --net --pid --fork --kill-child --propagation private \
 		bash "$hack/init.sh" "$d" "$@" >>"$d/log/$1" 2>&1 </dev/null &
 	echo $! >"$d/$1.pid"
-	until_ok 20 "the namespaces of $1" first "$1"
+	until_ok 60 "the namespaces of $1" first "$1"
 }
 
 # start_node NODE: all of it but its kubelet.
@@ -183,6 +197,12 @@ start_node() {
 	local node=$1 number=${1##*-} own=$d/nodes/$1 hierarchy at file
 	first "$node" >/dev/null && die "$node runs already"
 	rm -f "$own/ready"
+	if [ -e /sys/fs/cgroup/cgroup.controllers ]; then # version 2
+		mkdir -p "/sys/fs/cgroup/$cgroup/$node"
+		for at in "" "/$cgroup"; do
+			sed 's/[^ ]\+/+&/g' "/sys/fs/cgroup$at/cgroup.controllers" >"/sys/fs/cgroup$at/cgroup.subtree_control"
+		done
+	fi
 	for hierarchy in /sys/fs/cgroup/*/; do # version 1
 		[ -e "$hierarchy/cgroup.procs" ] && [ "$(basename "$hierarchy")" != unified ] && [ -e "$hierarchy/tasks" ] || continue
 		for at in "$cgroup" "$cgroup/$node"; do
@@ -195,15 +215,18 @@ start_node() {
 	done
 	begin "$node" "$number"
 	# Its network card, and the way to its pods.
-	enter control -n -- ip link delete "$node" 2>/dev/null || true
-	enter control -n -- ip link add "$node" type veth peer name eth0 netns "$(first "$node")"
-	enter control -n -- ip link set "$node" master nodes up
-	enter control -n -- ip route replace "10.244.$number.0/24" via "10.244.0.$((10 + number))"
-	until_ok 20 "$node" test -e "$own/ready"
+	in_hub ip link delete "$node" 2>/dev/null || true
+	in_hub ip link add "$node" type veth peer name eth0 netns "$(first "$node")"
+	in_hub ip link set "$node" master nodes up
+	[ ! -e "$d/control.pid" ] || route "$number"
+	until_ok 60 "$node" test -e "$own/ready"
 	inside "$node" stat -c %Hd:%Ld /var/lib/ashlar >"$own/pool.device"
 	inside "$node" systemctl start containerd
-	until_ok 60 "containerd of $node" inside "$node" ctr version
+	until_ok 180 "containerd of $node" inside "$node" ctr version
 }
+
+# route NUMBER: the way to the pods of a node.
+route() { enter control -n -- ip route replace "10.244.$1.0/24" via "10.244.0.$((10 + $1))"; }
 
 load() { # NODE IMAGE-ARCHIVE...
 	local archive node=$1
@@ -222,6 +245,30 @@ share_images() {
 	(cd "$from" && find . -name '*.db' -print0 | xargs -0 cp --parents --remove-destination -t "$to")
 }
 
+# start_nodes IMAGE-ARCHIVE...: all of them with these images, but without their kubelets. Images are unpacked once.
+start_nodes() {
+	local node model
+	model=$(nodes | head -n 1)
+	start_node "$model"
+	load "$model" "$@"
+	inside "$model" systemctl stop containerd
+	for node in $(nodes); do
+		[ "$node" = "$model" ] || share_images "$model" "$node"
+	done
+	inside "$model" systemctl start containerd
+	for node in $(nodes); do
+		[ "$node" = "$model" ] || start_node "$node"
+	done
+}
+
+start_kubelets() {
+	local node
+	for node in $(nodes); do
+		until_ok 180 "containerd of $node" inside "$node" ctr version
+		inside "$node" systemctl start kubelet
+	done
+}
+
 up() {
 	[ "$(id -u)" = 0 ] || die "needs root"
 	if [ -e "$d/nodes.list" ]; then
@@ -234,8 +281,7 @@ up() {
 	chmod 700 "$d/keys"
 	d=$(realpath "$d")
 	seq -f 'ashlar-e2e-%g' 1 "${NODES:-3}" >"$d/nodes.list"
-	local node model
-	model=$(nodes | head -n 1)
+	local node
 	keys
 	settings
 	for node in $(nodes); do node_settings "$node"; done
@@ -253,17 +299,7 @@ up() {
 		--kubelet-client-key="$k/admin.key" --kubelet-preferred-address-types=InternalIP --requestheader-client-ca-file="$k/ca.crt" \
 		--requestheader-allowed-names=none --authorization-mode=Node,RBAC --enable-admission-plugins=NodeRestriction --allow-privileged=true \
 		${AUDIT:+--audit-policy-file="$d/conf/audit.yaml" --audit-log-path="$d/log/audit"}
-	# Images are unpacked once.
-	start_node "$model"
-	load "$model" "$built"/images/*.tar "$@"
-	inside "$model" systemctl stop containerd
-	for node in $(nodes); do
-		[ "$node" = "$model" ] || share_images "$model" "$node"
-	done
-	inside "$model" systemctl start containerd
-	for node in $(nodes); do
-		[ "$node" = "$model" ] || start_node "$node"
-	done
+	start_nodes "$built"/images/*.tar "$@"
 	until_ok 120 "the API server" inside control kubectl get --raw=/readyz
 	run controller-manager kube-controller-manager --kubeconfig="$k/manager.kubeconfig" --authentication-kubeconfig="$k/manager.kubeconfig" \
 		--authorization-kubeconfig="$k/manager.kubeconfig" --service-account-private-key-file="$k/accounts.key" \
@@ -271,10 +307,7 @@ up() {
 		${MANAGER_QPS:+--kube-api-qps="$MANAGER_QPS" --kube-api-burst="$MANAGER_QPS"}
 	run scheduler kube-scheduler --kubeconfig="$k/scheduler.kubeconfig" --authentication-kubeconfig="$k/scheduler.kubeconfig" \
 		--authorization-kubeconfig="$k/scheduler.kubeconfig" --leader-elect=false --bind-address=127.0.0.1
-	for node in $(nodes); do
-		until_ok 60 "containerd of $node" inside "$node" ctr version
-		inside "$node" systemctl start kubelet
-	done
+	start_kubelets
 	for node in $(nodes); do
 		until_ok 180 "$node to be ready" inside control kubectl wait --for=condition=Ready "node/$node" --timeout=2s
 	done
@@ -282,6 +315,64 @@ up() {
 	run snapshot-controller snapshot-controller --kubeconfig="$k/admin.kubeconfig" --http-endpoint=127.0.0.1:8181
 	until_ok 60 "the default service account" inside control kubectl get serviceaccount default
 	echo "Kubernetes $KUBERNETES is up; its nodes are $(nodes | paste -sd ' ')"
+}
+
+# guests N IMAGE-ARCHIVE...: their machine is one more at the end of a cable, and they are behind it.
+guests() {
+	local last number node all=() count=$1 archives=()
+	shift
+	first control >/dev/null || die "the cluster is not up"
+	[ ! -e "$d/guests.pid" ] || die "there are guests already"
+	last=$(nodes | wc -l)
+	cd "$d/keys"
+	for number in $(seq $((last + 1)) $((last + count))); do
+		all+=("ashlar-e2e-$number")
+		kubelet_key "ashlar-e2e-$number"
+		route "$number"
+	done
+	cd - >/dev/null
+	[ $# -eq 0 ] || mapfile -t archives < <(realpath "$@")
+	enter control -n -- ip tuntap add guests mode tap
+	enter control -n -- ip link set guests master nodes up
+	VM_KERNEL=${VM_KERNEL:-$("$hack/../vm/kernel.sh")}
+	export VM_KERNEL VM_MEMORY=${VM_MEMORY:-6144M} VM_SECONDS=${VM_SECONDS:-0} VM_ARGUMENTS="eth0=tuntap,guests,02:00:00:f4:01:00 nvme_core.multipath=N ${VM_ARGUMENTS-}"
+	unset TMPDIR # its memory is in /dev/shm
+	# shellcheck disable=SC2016
+	enter control -n -- setsid bash -c 'echo $$ >"$0" && exec "$@"' "$d/guests.pid" "$hack/../vm/run.sh" \
+		env CLUSTER_DIR="$d" ASHLAR_CACHE="$ASHLAR_CACHE" "$hack/cluster.sh" host "${all[*]}" "${archives[@]}" >"$d/log/guests" 2>&1 </dev/null &
+	for node in "${all[@]}"; do
+		until_ok 600 "$node to be ready" inside control kubectl wait --for=condition=Ready "node/$node" --timeout=2s
+	done
+	echo "guests are ${all[*]}"
+}
+
+# host "NODE..." IMAGE-ARCHIVE...: in their virtual machine. What it has of the cluster's directory are keys and settings, at the same place, and the
+# logs themselves.
+host() {
+	local node file own=$TMPDIR/cluster
+	mkdir -p "$own"/{log,nodes} && cp -a "$d"/{keys,conf,sysctl} "$own"
+	mount -t hostfs -o "$d/log" log "$own/log"
+	mount --rbind "$own" "$d"
+	ln -s /proc/self/fd /dev/fd
+	mkdir -p /dev/pts /dev/shm && mount -t devpts devpts /dev/pts && mount -t tmpfs tmpfs /dev/shm
+	mount -t configfs configfs /sys/kernel/config
+	echo 8192 >/proc/sys/fs/inotify/max_user_instances
+	# A kubelet wants to know how many processors there are and how fast, and this kernel tells neither.
+	sed '/^model name/a cpu MHz\t\t: 2000.000' /proc/cpuinfo >"$d/conf/cpuinfo" # init.sh shows it
+	for file in core_id physical_package_id; do
+		mkdir -p "$d/conf/cpu/cpu0/topology" && echo 0 >"$d/conf/cpu/cpu0/topology/$file"
+	done
+	echo 0 | tee "$d/conf/cpu/online" >"$d/conf/cpu/present"
+	mount --bind "$d/conf/cpu" /sys/devices/system/cpu
+	ip link add nodes address 02:00:00:f4:01:01 type bridge
+	ip link set eth0 master nodes up
+	ip link set nodes up
+	tr ' ' '\n' <<<"$1" >"$d/nodes.list"
+	shift
+	for node in $(nodes); do node_settings "$node"; done
+	start_nodes "$built"/images/{pause,tests,livenessprobe,csi-node-driver-registrar}.tar "$@" # no controller comes here
+	start_kubelets
+	sleep infinity
 }
 
 # end NAME: kills its first process, and so all others of it.
@@ -337,10 +428,23 @@ stop_node() {
 	kill_node "$1"
 }
 
+# end_guests ends their machine: run.sh, which is told, ends what it has started.
+end_guests() {
+	local pid try
+	pid=$(cat "$d/guests.pid")
+	[[ "$(tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null)" == *vm/run.sh* ]] || return 0
+	kill -TERM "$pid"
+	for try in {1..100}; do [ -d "/proc/$pid" ] && sleep 0.1 || return 0; done
+	die "process $pid, the machine of the guests, does not end"
+}
+
 down() {
 	local node hierarchy
 	[ -d "$d" ] || return 0
 	d=$(realpath "$d")
+	if [ -e "$d/guests.pid" ]; then
+		end_guests
+	fi
 	for node in $(nodes); do
 		kill_node "$node" || true
 	done
@@ -368,6 +472,8 @@ on) inside "$@" ;;
 stop) stop_node "$1" ;;
 kill) kill_node "$1" ;;
 start) start_node "$1" && inside "$1" systemctl start kubelet ;;
+guests) guests "$@" ;;
+host) host "$@" ;;
 down) down ;;
 *) sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0" >&2; exit 2 ;;
 esac
