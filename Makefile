@@ -261,6 +261,12 @@ e2e: ## Install the driver on a cluster, as pods, and run Kubernetes' external s
 	@hack/install-tools.sh page
 	tests/e2e/run.sh
 
+.PHONY: e2e-any
+e2e-any: ## Run that suite over NVMe/TCP: volumes that any node can use, and pods that are never at their home, in a virtual machine (root)
+	@hack/install-tools.sh e2e
+	@hack/install-tools.sh kernel
+	tests/e2e/any.sh
+
 .PHONY: e2e-blocks
 e2e-blocks: ## Back a volume up by its changed blocks, on a cluster, through the sidecar of external-snapshot-metadata (root)
 	@hack/install-tools.sh e2e

@@ -5,6 +5,7 @@
 # (hack/kubernetes); of NODES nodes (3), unless it is given. Nothing of it is left afterwards; KEEP=1 leaves it as it is.
 # With $KUBECONFIG, the nodes must be able to get the image, the cluster must have the snapshot CRDs and the
 # snapshot-controller.
+# status becomes that of what failed last; a script exits with it.
 # shellcheck shell=bash disable=SC2154
 . hack/kubernetes/lib.sh
 overlay=tests/e2e/overlay
@@ -13,6 +14,7 @@ kind=ashlar-e2e
 rm -rf "$out" && mkdir -p "$out"
 out=$(realpath "$out")
 start=$SECONDS
+status=0
 
 say() { echo "==> $* ($((SECONDS - start)) s)"; }
 
@@ -91,8 +93,13 @@ bring_up() {
 install_driver() {
 	say "installing the driver: $overlay"
 	in_cluster kubectl apply -k "$overlay"
-	in_cluster kubectl -n ashlar-system rollout status daemonset/ashlar-node deployment/ashlar-controller --timeout=300s
+	registered
+}
+
+# registered waits until the driver's pods are ready, and every kubelet knows the driver.
+registered() {
 	local _ expected
+	in_cluster kubectl -n ashlar-system rollout status daemonset/ashlar-node deployment/ashlar-controller --timeout=300s
 	expected=$(in_cluster kubectl -n ashlar-system get daemonset ashlar-node -o jsonpath='{.status.desiredNumberScheduled}')
 	for _ in {1..120}; do
 		[ "$(in_cluster kubectl get csinodes -o jsonpath='{.items[*].spec.drivers[*].name}' | grep -o block.csi.ashlar.dev | wc -l)" = "$expected" ] && return
@@ -100,4 +107,32 @@ install_driver() {
 	done
 	echo "not all of $expected nodes have registered the driver" >&2
 	return 1
+}
+
+# suite NAME FOCUS SKIP TESTDRIVER PROCS FLAG...: runs specs of Kubernetes, with logs and reports of that name.
+suite() {
+	in_cluster env KUBE_SSH_USER=root KUBE_SSH_KEY_PATH="$CLUSTER_DIR/keys/ssh" ginkgo run --procs="$5" --timeout="${TIMEOUT:-75m}" --no-color --silence-skips --output-dir="$out" \
+		--json-report="$1.json" --junit-report="$1.junit.xml" --focus="$2" ${3:+--skip="$3"} \
+		"$bin/e2e.test" -- --provider=local --kubeconfig="$config" --allowed-not-ready-nodes=0 --num-nodes="$NODES" \
+		--storage.testdriver="$out/$4" "${@:6}" >"$out/$1.log" 2>&1 || status=$?
+	[ -s "$out/$1.json" ] || { tail -n 40 "$out/$1.log"; exit 1; }
+}
+
+# report NAME...: what failed, why others skipped themselves, and how many there were, of suites of which there may be some.
+report() {
+	local name reports=()
+	for name; do
+		[ ! -s "$out/$name.json" ] || reports+=("$out/$name.json")
+	done
+	jq -s add "${reports[@]}" >"$out/report.json"
+
+	specs() { jq -r "[.[].SpecReports[] | select(.LeafNodeType == \"It\" and ($1))] | length" "$out/report.json"; }
+	local failed='.State | IN("failed", "timedout", "panicked", "interrupted", "aborted")'
+	jq -r '.[].SpecReports[] | select(.LeafNodeType == "It" and ('"$failed"')) |
+		"FAILED \((.RunTime / 1e9) | floor) s: \(.ContainerHierarchyTexts | join(" ")) \(.LeafNodeText)\n    \((.Failure.Message // "") | gsub("\n"; " ") | .[0:400])"' "$out/report.json"
+	echo "skipped, and why:"
+	jq -r '.[].SpecReports[] | select(.LeafNodeType == "It" and .State == "skipped" and (.Failure.Message // "") != "") | .Failure.Message | gsub("\n.*"; "")' \
+		"$out/report.json" | sed -E 's/^(.{0,160}).*/    \1/' | sort | uniq -c | sort -rn
+	echo "ran $(specs '.State | IN("passed", "failed", "timedout", "panicked")'), passed $(specs '.State == "passed"'), failed $(specs "$failed")," \
+		"skipped $(specs '.State == "skipped" and (.Failure.Message // "") != ""'); $(((SECONDS - start) / 60)) min in all"
 }

@@ -17,7 +17,6 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 out=${OUT:-bin/e2e}
 . tests/e2e/lib.sh
-began=$(date +%s)
 
 bring_up
 
@@ -40,14 +39,6 @@ if [ "$where" = own ] && ((!(0x$(sed -n 's/^CapBnd:\s*//p' /proc/self/status) >>
 	echo "no CAP_SYS_RESOURCE on this machine: the class that the specs use is ashlar-xfs"
 	sed -i '/^StorageClass:/{n;s/ashlar$/ashlar-xfs/}' "$out/testdriver.yaml"
 fi
-status=0
-suite() { # NAME FOCUS SKIP TESTDRIVER PROCS FLAG...
-	in_cluster env KUBE_SSH_USER=root KUBE_SSH_KEY_PATH="$CLUSTER_DIR/keys/ssh" ginkgo run --procs="$5" --timeout="${TIMEOUT:-75m}" --no-color --silence-skips --output-dir="$out" \
-		--json-report="$1.json" --junit-report="$1.junit.xml" --focus="$2" ${3:+--skip="$3"} \
-		"$bin/e2e.test" -- --provider=local --kubeconfig="$config" --allowed-not-ready-nodes=0 --num-nodes="$NODES" \
-		--storage.testdriver="$out/$4" "${@:6}" >"$out/$1.log" 2>&1 || status=$?
-	[ -s "$out/$1.json" ] || { tail -n 40 "$out/$1.log"; exit 1; }
-}
 # The snapshot controller (external-snapshotter 8.7.0, setAnnVolumeGroupSnapshotBeingDeleted) marks its cached copy of a content
 # before it patches the object. Where the patch fails, it takes the mark for written, and a content with the policy Retain that is
 # being deleted stays until the controller is started anew, which would write the mark. So it is written here, and said.
@@ -110,19 +101,5 @@ if [ -z "${FOCUS-}" ]; then
 		grep agree "$out/kill.log" || tail -n 20 "$out/kill.log"
 	fi
 fi
-reports=("$out/suite.json")
-for name in immediate groups disruptive; do
-	[ ! -s "$out/$name.json" ] || reports+=("$out/$name.json")
-done
-jq -s add "${reports[@]}" >"$out/report.json"
-
-specs() { jq -r "[.[].SpecReports[] | select(.LeafNodeType == \"It\" and ($1))] | length" "$out/report.json"; }
-failed='.State | IN("failed", "timedout", "panicked", "interrupted", "aborted")'
-jq -r '.[].SpecReports[] | select(.LeafNodeType == "It" and ('"$failed"')) |
-	"FAILED \((.RunTime / 1e9) | floor) s: \(.ContainerHierarchyTexts | join(" ")) \(.LeafNodeText)\n    \((.Failure.Message // "") | gsub("\n"; " ") | .[0:400])"' "$out/report.json"
-echo "skipped, and why:"
-jq -r '.[].SpecReports[] | select(.LeafNodeType == "It" and .State == "skipped" and (.Failure.Message // "") != "") | .Failure.Message | gsub("\n.*"; "")' \
-	"$out/report.json" | sed -E 's/^(.{0,160}).*/    \1/' | sort | uniq -c | sort -rn
-echo "ran $(specs '.State | IN("passed", "failed", "timedout", "panicked")'), passed $(specs '.State == "passed"'), failed $(specs "$failed")," \
-	"skipped $(specs '.State == "skipped" and (.Failure.Message // "") != ""'); $((($(date +%s) - began) / 60)) min in all"
+report suite immediate groups disruptive
 exit "$status"
