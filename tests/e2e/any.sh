@@ -33,7 +33,7 @@ registered
 seen() { while in_cluster kubectl get "$2" --watch --no-headers -o custom-columns="$3" >>"$out/$1" 2>/dev/null; do :; done; }
 seen attached volumeattachments VA:.metadata.name,NODE:.spec.nodeName,ATTACHED:.status.attached &
 watching=($!)
-seen exported volumes.ashlar.dev VOLUME:.metadata.name,HOME:.spec.nodeName,NODE:.status.export.node,GENERATION:.status.export.generation &
+seen exported volumes.ashlar.dev VOLUME:.metadata.name,HOME:.spec.nodeName,NODE:.status.export.node,GENERATION:.status.export.generation,READERS:.status.readers[*].node &
 watching+=($!)
 
 cp tests/e2e/any/testdriver.yaml "$out/"
@@ -44,9 +44,9 @@ kill "${watching[@]}"
 report suite
 
 # total FILE CONDITION: how many there were.
-total() { awk "$2"' { key = $1 " " $3 " " $4; if (!(key in seen)) { seen[key] = 1; n++ } } END { print n + 0 }' "$out/$1"; }
+total() { awk "$2"' { key = $1 " " $3 " " $4 " " $5; if (!(key in seen)) { seen[key] = 1; n++ } } END { print n + 0 }' "$out/$1"; }
 away=$(total attached "\$3 == \"true\" && \$2 != \"$home\"") at_home=$(total attached "\$3 == \"true\" && \$2 == \"$home\"")
-exported=$(total exported "\$2 == \"$home\" && \$3 != \"<none>\"")
+exported=$(total exported "\$2 == \"$home\" && (\$3 != \"<none>\" || \$5 != \"<none>\")")
 echo "volumes were attached to other nodes than their home $away times, and at home $at_home times; over NVMe/TCP they were used $exported times"
 [ "$at_home" -eq 0 ] && [ "$exported" -gt 0 ] || status=1
 exit "$status"
