@@ -2,7 +2,7 @@
 # Runs the tests of what goes over NVMe/TCP, in virtual machines (hack/vm/run.sh) on a kernel that has it, and has it built in (hack/vm/kernel.sh):
 # target and host, with and without multipath; exports of a node and volumes of others; and the sweeps of tests/anynode. With SAMPLE=1, as most kernels
 # have it (with multipath), and as many as some minutes allow (hack/vm/sample.sh). With arguments, just tests/anynode with these, which must have no blanks;
-# MULTIPATH=N is without:
+# MULTIPATH=N is without. VM_KERNEL is another kernel (hack/vm/kernel.sh VERSION); with ASHLAR_TLSHD (hack/vm/tlshd.sh) what crosses the network is encrypted:
 #
 #   VM_SECONDS=0 hack/vm/any.sh -test.run=TestPoints -points.full
 set -euo pipefail

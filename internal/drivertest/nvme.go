@@ -6,6 +6,8 @@ import (
 	"os"
 	"os/exec"
 	"runtime"
+	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -41,8 +43,8 @@ func NeedTLS(t testing.TB) {
 // WithTLS reports whether tests are to encrypt what goes over NVMe/TCP: ASHLAR_TLSHD is the program that does the handshakes (hack/vm/tlshd.sh).
 func WithTLS() bool { return os.Getenv("ASHLAR_TLSHD") != "" }
 
-// RunTLSHD runs tlshd in a network namespace until the end of the test; in the machine's own without a name. It returns when it takes requests.
-func RunTLSHD(t testing.TB, netns string) {
+// RunTLSHD runs tlshd in a network namespace until stop is called, or the test ends; in the machine's own without a name. It returns when it takes requests.
+func RunTLSHD(t testing.TB, netns string) (stop func()) {
 	t.Helper()
 	path := "/proc/self/ns/net"
 	if netns != "" {
@@ -52,9 +54,12 @@ func RunTLSHD(t testing.TB, netns string) {
 	said := &bytes.Buffer{}
 	cmd.Stderr = said
 	check.OK(t, cmd.Start())
-	t.Cleanup(func() {
+	stop = sync.OnceFunc(func() {
 		check.OK(t, cmd.Process.Kill())
 		_ = cmd.Wait() // it was killed
+	})
+	t.Cleanup(func() {
+		stop()
 		if t.Failed() {
 			t.Logf("tlshd in the network %q: %s", netns, said)
 		}
@@ -77,4 +82,20 @@ func RunTLSHD(t testing.TB, netns string) {
 		takes <- err
 	}()
 	check.OK(t, <-takes)
+	return stop
+}
+
+// Keys are those of the kernel whose descriptions have a text, as it tells of them. It forgets one that nobody needs a little later.
+func Keys(t testing.TB, text string) (keys []string) {
+	t.Helper()
+	all, err := os.ReadFile("/proc/keys")
+	if err != nil && !errors.Is(err, os.ErrNotExist) { // as of a kernel without keys
+		t.Fatal(err)
+	}
+	for line := range strings.Lines(string(all)) {
+		if strings.Contains(line, text) {
+			keys = append(keys, line)
+		}
+	}
+	return keys
 }

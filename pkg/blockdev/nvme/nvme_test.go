@@ -141,10 +141,13 @@ func home(t *testing.T) {
 		}
 	})
 	if drivertest.WithTLS() {
-		drivertest.RunTLSHD(t, "")
 		drivertest.RunTLSHD(t, netns)
+		stopTLSHD = drivertest.RunTLSHD(t, "")
 	}
 }
+
+// stopTLSHD ends that of the consumer.
+var stopTLSHD func()
 
 // link cuts the consumer off, or ends that.
 func link(t *testing.T, way string) {

@@ -4,13 +4,10 @@ import (
 	"bytes"
 	"crypto/rand"
 	"errors"
-	"net"
 	"os"
 	"strings"
 	"testing"
 	"time"
-
-	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
@@ -26,47 +23,6 @@ func newPSK() string {
 	return nvmet.PSK(key)
 }
 
-// wire records what goes over the link of the consumer, until heard is called.
-func wire(t *testing.T) (heard func() []byte) {
-	t.Helper()
-	const everything = 0x0300 // ETH_P_ALL, as the network has it
-	socket, err := unix.Socket(unix.AF_PACKET, unix.SOCK_RAW|unix.SOCK_CLOEXEC, everything)
-	check.OK(t, err)
-	link, err := net.InterfaceByName("ashlar-c")
-	check.OK(t, err)
-	check.OK(t, unix.Bind(socket, &unix.SockaddrLinklayer{Protocol: everything, Ifindex: link.Index}))
-	check.OK(t, unix.SetsockoptInt(socket, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, 64*mib))
-	check.OK(t, unix.SetsockoptTimeval(socket, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &unix.Timeval{Usec: 1000}))
-	var all []byte
-	end, ended := make(chan struct{}), make(chan struct{})
-	go func() {
-		defer close(ended)
-		packet := make([]byte, 1<<17) // with offloads they are larger than on a cable
-		for {
-			n, err := unix.Read(socket, packet)
-			if n > 0 {
-				all = append(all, packet[:n]...)
-				continue
-			}
-			select {
-			case <-end:
-				return
-			default:
-				if !errors.Is(err, unix.EAGAIN) && !errors.Is(err, unix.EINTR) {
-					t.Errorf("what goes over the link: %v", err)
-					return
-				}
-			}
-		}
-	}()
-	return func() []byte {
-		close(end)
-		<-ended
-		check.OK(t, unix.Close(socket))
-		return all
-	}
-}
-
 // said writes words to a device, reads them again from the disk's side, and returns what went over the wire.
 func said(t *testing.T, c nvme.Connection, disk string, words []byte) []byte {
 	t.Helper()
@@ -74,7 +30,7 @@ func said(t *testing.T, c nvme.Connection, disk string, words []byte) []byte {
 	if device.TLS != (c.PSK != "") {
 		t.Errorf("the device is %+v, of %q", device, c.PSK)
 	}
-	heard := wire(t)
+	heard := drivertest.Wire(t, "ashlar-c")
 	f, err := os.OpenFile(device.Path, os.O_RDWR, 0)
 	check.OK(t, err)
 	_, err = f.WriteAt(words, mib)
@@ -126,24 +82,52 @@ func TestTLS(t *testing.T) {
 		if bytes.Contains(said(t, c, secret, words), marker) {
 			t.Error("with TLS, what was written can be read on the wire")
 		}
-		keys, err := os.ReadFile("/proc/keys")
-		check.OK(t, err)
-		if !strings.Contains(string(keys), e.NQN) {
-			t.Errorf("no key of %s, while it is connected:\n%s", e.NQN, keys)
+		if keys := drivertest.Keys(t, e.NQN); len(keys) != 2 {
+			t.Errorf("while it is connected, the keys of host and target are %q", keys)
 		}
 	})
-	if left := drivertest.Gone(func() (keys []string) {
-		all, err := os.ReadFile("/proc/keys")
-		check.OK(t, err)
-		for line := range strings.Lines(string(all)) {
-			if strings.Contains(line, nvmet.Prefix) {
-				keys = append(keys, line)
-			}
-		}
-		return keys
-	}); len(left) > 0 {
+	if left := drivertest.Gone(func() []string { return drivertest.Keys(t, nvmet.Prefix) }); len(left) > 0 {
 		t.Errorf("keys that are left: %q", left)
 	}
+}
+
+// TestTLSHDAway: without tlshd what is connected goes on; what was cut off comes back when tlshd does; and who wants to connect is told.
+func TestTLSHDAway(t *testing.T) {
+	drivertest.NeedTLS(t)
+	home(t)
+	_, c := exported(t, 1, drivertest.Disk(t, 8*mib))
+	_, other := exported(t, 2, drivertest.Disk(t, 8*mib))
+	w := write(t, connect(t, c).Path, 2)
+	w.until(t, 20, time.Minute)
+	stopTLSHD()
+	w.until(t, 20, time.Minute)
+	if _, err := nvme.Connect(t.Context(), other); !errors.Is(err, errdefs.ErrUnavailable) || !strings.Contains(err.Error(), "no tlshd runs") {
+		t.Errorf("without tlshd: %v", err)
+	}
+	link(t, "down")
+	if still := drivertest.Gone(func() (live []string) {
+		if device, err := nvme.Find(c.NQN); err != nil || device.Live() {
+			live = append(live, device.State)
+		}
+		return live
+	}); len(still) > 0 {
+		t.Fatalf("cut off, it is %q", still)
+	}
+	link(t, "up")
+	before := w.count()
+	if waiting := drivertest.Gone(func() []string {
+		if strings.Contains(drivertest.Run(t, "dmesg"), "failed to start TLS") {
+			return nil
+		}
+		return []string{"an attempt to connect again"}
+	}); len(waiting) > 0 {
+		t.Errorf("the kernel made no %s", waiting)
+	}
+	if device, err := nvme.Find(c.NQN); err != nil || device.Live() || !device.TLS || w.count() != before {
+		t.Errorf("without tlshd it is %+v, %v, and wrote %d times", device, err, w.count()-before)
+	}
+	drivertest.RunTLSHD(t, "")
+	w.until(t, 20, time.Minute)
 }
 
 // TestWithoutTLS: a host that cannot encrypt says what is missing, and is not connected.

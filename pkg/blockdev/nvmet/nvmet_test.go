@@ -379,11 +379,6 @@ func TestTLS(t *testing.T) {
 	target := needTarget(t)
 	plain, other, secret := export(t, 1), export(t, 2), export(t, 3)
 	other.PSK, secret.PSK = newPSK(), newPSK()
-	keys := func() string {
-		all, err := os.ReadFile("/proc/keys")
-		check.OK(t, err)
-		return string(all)
-	}
 	if errors.Is(nvmet.TLS(), errdefs.ErrUnsupported) {
 		before := state(t)
 		if err := target.Add(t.Context(), *secret); !errors.Is(err, errdefs.ErrUnsupported) || strings.Contains(err.Error(), secret.PSK) {
@@ -418,12 +413,13 @@ func TestTLS(t *testing.T) {
 		t.Errorf("without TLS, where there is something with: %v", err)
 	}
 	check.OK(t, target.Remove(t.Context(), plain.NQN))
-	if keys := keys(); !strings.Contains(keys, "NVMe1R01 "+secret.Host+" "+secret.NQN) || !strings.Contains(keys, other.NQN) || strings.Contains(keys, plain.NQN) {
-		t.Errorf("the keys are\n%s", keys)
+	keys := func(e *nvmet.Export) []string { return drivertest.Keys(t, "NVMe1R01 "+e.Host+" "+e.NQN) }
+	if len(keys(secret)) != 1 || len(keys(other)) != 1 || len(keys(plain)) != 0 {
+		t.Errorf("the keys are %q", drivertest.Keys(t, nvmet.Prefix))
 	}
 	check.OK(t, target.Remove(t.Context(), secret.NQN))
-	if keys := keys(); strings.Contains(keys, secret.NQN) || !strings.Contains(keys, other.NQN) {
-		t.Errorf("after the end of one the keys are\n%s", keys)
+	if left := drivertest.Gone(func() []string { return keys(secret) }); len(left) > 0 || len(keys(other)) != 1 {
+		t.Errorf("after the end of one the keys are %q", drivertest.Keys(t, nvmet.Prefix))
 	}
 	check.OK(t, target.Remove(t.Context(), other.NQN))
 	check.OK(t, target.Add(t.Context(), *plain)) // and without again
