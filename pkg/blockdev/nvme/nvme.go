@@ -174,11 +174,6 @@ func Connect(ctx context.Context, c Connection) (Device, error) {
 			return Device{}, errors.Join(err, fmt.Errorf("%w: this kernel cannot prove to a target who it is (CONFIG_NVME_HOST_AUTH)", errdefs.ErrUnsupported))
 		}
 	}
-	if c.PSK != "" {
-		if err := TLS(); err != nil {
-			return Device{}, fmt.Errorf("connect to %s at %s: its home demands TLS: %w", c.NQN, c.Address, err)
-		}
-	}
 	connected := make(chan Device, 1)
 	err := underWay.Do(ctx, c.NQN, func() error {
 		device, err := connect(ctx, c)
@@ -223,6 +218,9 @@ func (c Connection) begin() error {
 	}
 	if c.PSK == "" {
 		return begin("")
+	}
+	if err := TLS(); err != nil {
+		return fmt.Errorf("its home demands TLS: %w", err)
 	}
 	err := psk.Use(c.PSK, c.Host, c.NQN, func(key int) error { return begin(fmt.Sprintf(",tls,tls_key=%d", key)) })
 	if errors.Is(err, errdefs.ErrUnavailable) {
