@@ -55,14 +55,14 @@ func (o *options) reach(ctx context.Context, a *agent.Agent, local *volume.Local
 	if err != nil {
 		return nil, err
 	}
-	local.ServeExports(ctx, volume.Exporting{Key: key, Boot: strings.TrimSpace(string(boot)), Consumers: a.Consumers(), Locks: locks, Open: func() (volume.Exporter, error) {
+	local.ServeExports(ctx, volume.Exporting{Key: key, TLS: o.remoteTLS, Boot: strings.TrimSpace(string(boot)), Consumers: a.Consumers(), Locks: locks, Open: func() (volume.Exporter, error) {
 		t, err := nvmet.Open(at)
 		if err != nil {
 			return nil, err
 		}
 		return t, nil
 	}})
-	remote := remotepool.New(o.nodeID, remotepool.Host, a.Homes())
+	remote := remotepool.New(o.nodeID, remotepool.Host(o.remoteTLS), a.Homes())
 	others, err := volume.NewLocal(ctx, o.nodeID, []blockdev.Pool{remote}, mounts, 0)
 	if err != nil {
 		return nil, err

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -26,6 +27,8 @@ var networkPattern = regexp.MustCompile(`^[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?$`)
 // checkRemote checks the flags of what nodes give to each other.
 func (o *options) checkRemote() error {
 	switch {
+	case o.remoteAddress == "" && o.remoteTLS:
+		return errors.New("--remote-tls: it is about what nodes give to each other; give --remote-address too")
 	case o.remoteAddress == "":
 		return nil
 	case o.mode != "node":
@@ -81,6 +84,11 @@ func (o *options) reachable() (netip.AddrPort, error) {
 	}
 	if err == nil {
 		_, err = nvmet.Open(at)
+	}
+	if err == nil && o.remoteTLS {
+		if err = cmp.Or(nvmet.TLS(), nvme.TLS()); err != nil {
+			err = fmt.Errorf("--remote-tls: %w", err)
+		}
 	}
 	return at, err
 }

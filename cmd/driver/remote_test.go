@@ -69,6 +69,7 @@ func TestUntilReachable(t *testing.T) {
 func TestRemoteFlags(t *testing.T) {
 	for says, o := range map[string]options{
 		"(--mode=node)":          {mode: "controller", remoteAddress: "10.0.0.7"},
+		"give --remote-address":  {mode: "node", remoteTLS: true},
 		"give --agent-endpoint":  {mode: "node", remoteAddress: "10.0.0.7"},
 		"--remote-network=A b":   {mode: "node", remoteAddress: "10.0.0.7", agentEndpoint: "10.0.0.7:1", remoteNetwork: "A b"},
 		"--remote-address=a b/1": {mode: "node", remoteAddress: "a b/1", agentEndpoint: "10.0.0.7:1", remoteNetwork: "default"},

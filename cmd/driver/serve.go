@@ -62,6 +62,7 @@ type options struct {
 	blocks        bool  // the controller asks them for the blocks of snapshots
 	// Where volumes of this node are given to others, and in which network.
 	remoteAddress, remoteNetwork string
+	remoteTLS                    bool
 	page                         string
 	logFormat                    string
 	verbosity                    int // klog's -v
@@ -214,6 +215,7 @@ func (o *options) kubernetesFlags(flags *pflag.FlagSet) {
 	flags.StringVar(&o.agentEndpoint, "agent-endpoint", "", "IP:PORT to serve other parts of the driver on, over TLS, as 10.0.0.7:9812: the address has to be one that they reach,\nand is told to them in the status of the node's pools; without it, there is no port (node)")
 	flags.StringVar(&o.copyBandwidth, "copy-bandwidth", "", "how many bytes per second, as 200Mi, the nodes may fetch from this one, all together, for copies of its snapshots and\nvolumes, and for volumes that move there, and how many this one copies of volumes that move while it uses them; without it, as many as\nthere are (node)")
 	flags.StringVar(&o.remoteAddress, "remote-address", "", "IP address of this node, or name of an interface, and if wanted a port (4420), as 10.0.0.7, eth1 or [fd00::7]:4420:\nnodes use each other's volumes there, by NVMe over TCP (access=any of a StorageClass). It has to be one of the host's\nown network, and --agent-endpoint be given; without it, volumes are used on their own node (node)")
+	flags.BoolVar(&o.remoteTLS, "remote-tls", false, "give volumes to other nodes over TLS alone, and use none that is given without; both ends need Linux 6.7 and a tlshd that runs (node)")
 	flags.StringVar(&o.remoteNetwork, "remote-network", "default", "name of the network of --remote-address: nodes that say the same reach each other (node)")
 	flags.BoolVar(&o.blocks, "snapshot-metadata", false, "serve SnapshotMetadata (what is allocated, and what changed, in snapshots) by asking the nodes,\nwhich need --agent-endpoint (controller)")
 	flags.BoolVar(&o.startupTaint, "startup-taint", false, "take the taint ashlar.dev/agent-not-ready, which new nodes may be made with, off nodes on which the driver is ready (controller)")

@@ -2,7 +2,7 @@
 # Runs the tests of what goes over NVMe/TCP, in virtual machines (hack/vm/run.sh) on a kernel that has it, and has it built in (hack/vm/kernel.sh):
 # target and host, with and without multipath; exports of a node and volumes of others; and the sweeps of tests/anynode. With SAMPLE=1, as most kernels
 # have it (with multipath), and as many as some minutes allow (hack/vm/sample.sh). With arguments, just tests/anynode with these, which must have no blanks;
-# MULTIPATH=N is without:
+# MULTIPATH=N is without. VM_KERNEL is another kernel (hack/vm/kernel.sh VERSION); with ASHLAR_TLSHD (hack/vm/tlshd.sh) what crosses the network is encrypted:
 #
 #   VM_SECONDS=0 hack/vm/any.sh -test.run=TestPoints -points.full
 set -euo pipefail
@@ -12,13 +12,13 @@ bin=$PWD/bin/vm
 mkdir -p "$bin"
 CGO_ENABLED=0 go test -c -o "$bin/" ./pkg/blockdev/nvme ./pkg/blockdev/nvmet ./pkg/volume ./tests/anynode
 CGO_ENABLED=0 go build -o "$bin/driver" ./cmd/driver
-VM_KERNEL=$(hack/vm/kernel.sh)
+VM_KERNEL=${VM_KERNEL:-$(hack/vm/kernel.sh)}
 server=$(hack/apiserver.sh)
 export VM_KERNEL VM_MEMORY=${VM_MEMORY:-6144M}
 
 # run MULTIPATH TESTS: each line is a test program, seconds for a sample, which tests, arguments. Only what they measured is shown, and all that a test said if it fails.
 run() {
-	VM_ARGUMENTS=nvme_core.multipath=$1 hack/vm/run.sh env ASHLAR_NVME=1 SAMPLE="${SAMPLE-}" ASHLAR_APISERVER="$server" ASHLAR_DRIVER="$bin/driver" bash -c '
+	VM_ARGUMENTS=nvme_core.multipath=$1 hack/vm/run.sh env ASHLAR_NVME=1 ASHLAR_TLSHD="${ASHLAR_TLSHD-}" SAMPLE="${SAMPLE-}" ASHLAR_APISERVER="$server" ASHLAR_DRIVER="$bin/driver" bash -c '
 while read -r test seconds regexp arguments; do
 	began=$SECONDS
 	"$3" "$seconds" "$1/$test.test" "$regexp" -test.v $arguments >$test.log 2>&1 </dev/null || { cat $test.log; dmesg | tail -n 100; exit 1; }

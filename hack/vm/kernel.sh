@@ -3,13 +3,15 @@
 # Debian's package linux-source, with NVMe/TCP (host and target, with authentication) beside the device mapper and the filesystems
 # (hack/vm/kernel.config). All is built in. Ten minutes the first time; afterwards it takes milliseconds.
 #
-#   VM_KERNEL=$(hack/vm/kernel.sh) hack/vm/run.sh COMMAND [ARGUMENT...]
+#   VM_KERNEL=$(hack/vm/kernel.sh [VERSION]) hack/vm/run.sh COMMAND [ARGUMENT...]
 #
+# VERSION is that of another linux-source that this Debian has, as 6.12; without it, the one that its kernel is from.
 # ASHLAR_CACHE is where it is kept (default: ~/.cache/ashlar). It needs what hack/install-tools.sh kernel installs, and apt-get.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")"
-key=$({ cat kernel.config kernel.sh && uname -m; } | sha256sum | cut -c 1-16)
+version=${1-}
+key=$({ cat kernel.config kernel.sh && uname -m && echo "$version"; } | sha256sum | cut -c 1-16)
 cache=${ASHLAR_CACHE:-$HOME/.cache/ashlar}
 kernel=$cache/vm-kernel-$key
 
@@ -33,8 +35,14 @@ trap finish EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-# The package of the version that this Debian has; it is not installed, as it is needed once.
-sources() { apt-cache depends linux-source 2>/dev/null | awk '/Depends: linux-source-/ && !n++ { print $2 }'; }
+# The package of the version; it is not installed, as it is needed once.
+sources() {
+	if [ -n "$version" ]; then
+		apt-cache pkgnames "linux-source-$version" | grep -x "linux-source-$version" || true
+	else
+		apt-cache depends linux-source 2>/dev/null | awk '/Depends: linux-source-/ && !n++ { print $2 }'
+	fi
+}
 
 build() {
 	local config=$PWD/kernel.config package

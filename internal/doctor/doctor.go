@@ -47,6 +47,7 @@ func Run(ctx context.Context, to io.Writer, all []Pool) error {
 	x.limits()
 	x.encryption()
 	x.otherNodes()
+	x.encryptedNetwork()
 	x.flushes()
 	x.manyReaders()
 	x.tools()
@@ -187,6 +188,16 @@ func (x *examination) otherNodes() {
 	} else {
 		x.ok("%s: the kernel has dm-mirror", mirrors)
 	}
+}
+
+// encryptedNetwork: a machine without lacks nothing but --remote-tls.
+func (x *examination) encryptedNetwork() {
+	const what = "TLS for volumes that cross the network (--remote-tls)"
+	if err := cmp.Or(nvmet.TLS(), nvme.TLS()); err != nil {
+		x.ok("%s: not here: %v", what, err)
+		return
+	}
+	x.ok("%s: the kernel's host and target have it, and tlshd runs", what)
 }
 
 // flushes: a machine with multipath lacks nothing but that.

@@ -1,10 +1,21 @@
 package drivertest
 
 import (
+	"bytes"
+	"errors"
 	"os"
+	"os/exec"
+	"runtime"
+	"strings"
+	"sync"
 	"testing"
+	"time"
 
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvme"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // NeedNVMe skips a test where the kernel has no NVMe over TCP: `make test-any` runs it in a virtual machine, and fails if it was
@@ -18,4 +29,73 @@ func NeedNVMe(t testing.TB) {
 		}
 		t.Skip("this kernel has no NVMe over TCP; make test-any runs this in a virtual machine")
 	}
+}
+
+// NeedTLS skips a test where no connection over NVMe/TCP can be encrypted: `make test-tls` runs it in a virtual machine, and fails if it was not run.
+func NeedTLS(t testing.TB) {
+	t.Helper()
+	NeedNVMe(t)
+	if !WithTLS() {
+		t.Skip("nothing does handshakes of TLS; make test-tls runs this in a virtual machine")
+	}
+}
+
+// WithTLS reports whether tests are to encrypt what goes over NVMe/TCP: ASHLAR_TLSHD is the program that does the handshakes (hack/vm/tlshd.sh).
+func WithTLS() bool { return os.Getenv("ASHLAR_TLSHD") != "" }
+
+// RunTLSHD runs tlshd in a network namespace until stop is called, or the test ends; in the machine's own without a name. It returns when it takes requests.
+func RunTLSHD(t testing.TB, netns string) (stop func()) {
+	t.Helper()
+	path := "/proc/self/ns/net"
+	if netns != "" {
+		path = "/run/netns/" + netns
+	}
+	cmd := exec.Command("nsenter", "--net="+path, os.Getenv("ASHLAR_TLSHD"), "--stderr")
+	said := &bytes.Buffer{}
+	cmd.Stderr = said
+	check.OK(t, cmd.Start())
+	stop = sync.OnceFunc(func() {
+		check.OK(t, cmd.Process.Kill())
+		_ = cmd.Wait() // it was killed
+	})
+	t.Cleanup(func() {
+		stop()
+		if t.Failed() {
+			t.Logf("tlshd in the network %q: %s", netns, said)
+		}
+	})
+	takes := make(chan error)
+	go func() { // its thread is never used again
+		runtime.LockOSThread()
+		ns, err := os.Open(path)
+		if err == nil {
+			err = errors.Join(unix.Setns(int(ns.Fd()), unix.CLONE_NEWNET), ns.Close())
+		}
+		for deadline := time.Now().Add(goneTime); err == nil; time.Sleep(time.Millisecond) {
+			if err = nvme.TLS(); err == nil {
+				break
+			}
+			if errors.Is(err, errdefs.ErrUnavailable) && time.Now().Before(deadline) {
+				err = nil
+			}
+		}
+		takes <- err
+	}()
+	check.OK(t, <-takes)
+	return stop
+}
+
+// Keys are those of the kernel whose descriptions have a text, as it tells of them. It forgets one that nobody needs a little later.
+func Keys(t testing.TB, text string) (keys []string) {
+	t.Helper()
+	all, err := os.ReadFile("/proc/keys")
+	if err != nil && !errors.Is(err, os.ErrNotExist) { // as of a kernel without keys
+		t.Fatal(err)
+	}
+	for line := range strings.Lines(string(all)) {
+		if strings.Contains(line, text) {
+			keys = append(keys, line)
+		}
+	}
+	return keys
 }

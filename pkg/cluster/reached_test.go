@@ -84,7 +84,7 @@ func (u *uses) Claimed(ctx context.Context, v volume.Volume, readOnly bool) (vol
 // use has a machine use volumes of others, and give them its own.
 func (w *environment) use(m *machine, mounts *mount.Table) {
 	w.Helper()
-	m.local.ServeExports(w.ctx, volume.Exporting{Boot: "1", Key: bytes.Repeat([]byte{m.name[len(m.name)-1]}, 32), Locks: m.locks, Consumers: m.agent.Consumers(),
+	m.local.ServeExports(w.ctx, volume.Exporting{Boot: "1", TLS: true, Key: bytes.Repeat([]byte{m.name[len(m.name)-1]}, 32), Locks: m.locks, Consumers: m.agent.Consumers(),
 		Open: func() (volume.Exporter, error) { return m.network.Target(), nil }})
 	remote := remotepool.New(m.name, m.network, m.agent.Homes())
 	local, err := volume.NewLocal(w.ctx, m.name, []blockdev.Pool{remote}, mounts, 0)
@@ -313,11 +313,11 @@ func TestReachedRefused(t *testing.T) {
 	opened, err := home.Open(w.ctx, v.ID, generation)
 	check.OK(t, err)
 	again, err := home.Open(w.ctx, v.ID, generation)
-	if check.OK(t, err); opened.NQN != again.NQN || opened.Secret != again.Secret || opened.Secret == "" || opened.Size != mib || opened.Record.Labels["export"] != "" {
+	if check.OK(t, err); opened.NQN != again.NQN || opened.Secret != again.Secret || opened.Secret == "" || opened.PSK != again.PSK || opened.PSK == "" || opened.Size != mib || opened.Record.Labels["export"] != "" {
 		t.Errorf("opened %+v, and again %+v", opened, again)
 	}
-	if text := opened.Secret.String(); strings.Contains(text, "DHHC") {
-		t.Errorf("the secret is printed as %s", text)
+	if text := fmt.Sprintf("%v %+v %#v", opened, opened, opened); strings.Contains(text, "DHHC") || strings.Contains(text, "NVMeTLSkey") {
+		t.Errorf("the secrets are printed: %s", text)
 	}
 	check.OK(t, second(home.SetLabels(w.ctx, v.ID, generation, nil, map[string]string{"flags": "x"})))
 	check.OK(t, home.Close(w.ctx, v.ID, generation+1))

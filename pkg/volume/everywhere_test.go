@@ -45,7 +45,7 @@ func newPair(t *testing.T) *pair {
 	open := func() (volume.Exporter, error) { return network.Target(), nil }
 	p.kernel = network
 	if nvme.Available() == nil {
-		p.real, p.kernel = true, remotepool.Host
+		p.real, p.kernel = true, remotepool.Host(false)
 		open = func() (volume.Exporter, error) {
 			return nvmet.Open(at)
 		}

@@ -45,12 +45,13 @@ type Grant struct {
 
 func (g Grant) String() string { return fmt.Sprintf("node %s (generation %d)", g.Node, g.Generation) }
 
-// Exported is all that a consumer needs to use a volume. It prints without the secret.
+// Exported is all that a consumer needs to use a volume. It prints without the secrets.
 type Exported struct {
 	Grant
 	NQN    string // of the subsystem
 	Host   string // NQN that the consumer has to have
 	Secret string // of the consumer, for DH-HMAC-CHAP; empty: none is asked for
+	PSK    string // of both, for TLS; empty: all goes in plain text
 	UUID   string // of the namespace; its NGUID has the same bytes
 	Size   int64  // bytes of the device
 	Record blockdev.Record
@@ -93,6 +94,8 @@ type Exporting struct {
 	// Key is the node's own, of 32 random bytes, the same at each start: the names and secrets of consumers follow from it, and so are in
 	// no record. Records get about: lvm2 shows them to all its tools, archives and support bundles.
 	Key []byte
+	// TLS is whether all that is exported goes over TLS. What was exported without it before goes on as it is until it ends.
+	TLS bool
 	// Boot is the word of this start of the machine: another start has another one. What was exported before it does not go on.
 	Boot string
 	// Consumers may be nil: no copy is made then of a volume that is exported, and its parameters stay.
@@ -166,6 +169,11 @@ func (e export) host(node []byte, volume string) string {
 // secret is what the host proves that it has.
 func (e export) secret(node []byte, volume string) string {
 	return nvmet.Secret(e.derived(node, volume, "secret"))
+}
+
+// psk is what all that goes to the host and comes from it is encrypted by, for both of them.
+func (e export) psk(node []byte, volume string) string {
+	return nvmet.PSK(e.derived(node, volume, "psk"))
 }
 
 // uuid is that of the namespace: the kernel refuses two of one UUID in different subsystems, and one of an earlier generation may be there still.
@@ -562,12 +570,15 @@ func (e export) exported(exporter Exporter, how Exporting, record blockdev.Recor
 	if exporter.Authenticates() {
 		out.Secret = e.secret(how.Key, record.Key)
 	}
+	if how.TLS {
+		out.PSK = e.psk(how.Key, record.Key)
+	}
 	return out
 }
 
 // export is it as the exporter takes it.
 func (e Exported) export(path string) nvmet.Export {
-	return nvmet.Export{NQN: e.NQN, Host: e.Host, UUID: e.UUID, Device: path, Secret: e.Secret}
+	return nvmet.Export{NQN: e.NQN, Host: e.Host, UUID: e.UUID, Device: path, Secret: e.Secret, PSK: e.PSK}
 }
 
 // Unexport ends the export of a volume to a generation, or with 0 whichever there is. An export to another one stays. When it has returned

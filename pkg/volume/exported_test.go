@@ -295,6 +295,37 @@ func exportedTo(t testing.TB, l *volume.Local, k *target, id volume.ID, want vol
 	}
 }
 
+// TestExportTLS: each generation has its own key of TLS, which nothing tells but the answer; again, and after a start, it is the same.
+func TestExportTLS(t *testing.T) {
+	l, k, _, _ := home(t)
+	v := create(t, l, "a")
+	plain, err := l.Export(t.Context(), v.ID, grant(1, "b"))
+	if check.OK(t, err); plain.PSK != "" {
+		t.Errorf("without TLS there is a key: %v", plain)
+	}
+	l.ServeExports(t.Context(), volume.Exporting{Boot: "1", Open: func() (volume.Exporter, error) { return k, nil }, Key: nodeKey, TLS: true, Locks: &keylock.Table{}})
+	check.OK(t, l.Unexport(t.Context(), v.ID, 1))
+	first, err := l.Export(t.Context(), v.ID, grant(2, "b"))
+	check.OK(t, err)
+	if !regexp.MustCompile(`^NVMeTLSkey-1:01:[A-Za-z0-9+/]{48}:$`).MatchString(first.PSK) || first.PSK[16:] == first.Secret[10:] || k.exports[first.NQN].PSK != first.PSK {
+		t.Error("the key is not as NVMe has it, or that of the authentication, or the kernel has another one")
+	}
+	again, err := l.Export(t.Context(), v.ID, grant(2, "b"))
+	if check.OK(t, err); again.PSK != first.PSK {
+		t.Error("asked again, it is another one")
+	}
+	text := fmt.Sprintf("%v %+v %#v %v", first, first, first, first.Record.Labels)
+	if strings.Contains(text, first.PSK) {
+		t.Errorf("the key is in %s", text)
+	}
+	next, err := l.Export(t.Context(), v.ID, grant(3, "b"))
+	if check.OK(t, err); next.PSK == first.PSK {
+		t.Error("the next generation has the same key")
+	}
+	check.OK(t, l.Unexport(t.Context(), v.ID, 0))
+	check.OK(t, l.Delete(t.Context(), v.ID))
+}
+
 func TestExport(t *testing.T) {
 	l, k, _, url := home(t)
 	v := create(t, l, "a")

@@ -125,7 +125,7 @@ func (c *nodes) flags(name, address, api, pool string) []string {
 	config.Host = "https://" + api
 	check.OK(c, server.KubeconfigIn(config, apitest.Namespace, kubeconfig))
 	return []string{"serve", "--mode=node", "--node-id=" + name, "--kubeconfig=" + kubeconfig, "--agent-endpoint=" + address + ":9812",
-		"--remote-address=" + address, "--pool=default=file://" + pool + "?create=1&reservePercent=0", "-v=4"}
+		"--remote-address=" + address, fmt.Sprintf("--remote-tls=%t", drivertest.WithTLS()), "--pool=default=file://" + pool + "?create=1&reservePercent=0", "-v=4"}
 }
 
 // held is the file with which the agent of a node that starts is held.

@@ -54,6 +54,11 @@ func newNetwork(t testing.TB, api string) *network {
 	} {
 		drivertest.Run(t, strings.Fields(line)...)
 	}
+	if drivertest.WithTLS() {
+		for _, node := range []string{home, "", consumers[1]} {
+			drivertest.RunTLSHD(t, node)
+		}
+	}
 	for _, link := range []string{"to-home", "to-second"} {
 		n.Cleanup(func() { drivertest.Run(n, "ip", "link", "del", link) }) // with the namespace it goes a little later
 	}

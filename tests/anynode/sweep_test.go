@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"path/filepath"
+	"slices"
 	"syscall"
 	"testing"
 	"time"
@@ -15,6 +16,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/internal/process"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvmet"
 )
 
 var (
@@ -186,7 +188,7 @@ func (l *life) run() {
 	l.again("take it down at home", func(ctx context.Context) error { return l.down(ctx, home) })
 	l.again("release it at home", func(ctx context.Context) error { return l.release(ctx, home) })
 	l.again("delete it", l.of.Delete)
-	if left := drivertest.Gone(func() []string { return append(left(), stacked(l.dir)...) }); len(left) > 0 {
+	if left := drivertest.Gone(func() []string { return slices.Concat(left(), stacked(l.dir), drivertest.Keys(l, nvmet.Prefix)) }); len(left) > 0 {
 		l.Errorf("left in the kernel: %v", left)
 	}
 	if images, _ := filepath.Glob(filepath.Join(l.dir, "pool-of-*", "volumes", "*")); len(images) > 0 {

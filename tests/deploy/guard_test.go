@@ -129,7 +129,7 @@ func TestGuard(t *testing.T) {
 func TestComponents(t *testing.T) {
 	for directory, values := range map[string]string{"startup-taint": `{startupTaint: true}`, "page": `{controller: {page: {enabled: true}}}`,
 		"agent-port": `{agentPort: {enabled: true}}`, "snapshot-metadata": `{snapshotMetadata: {enabled: true}}`,
-		"any-node": `{anyNode: {enabled: true}}`} {
+		"any-node": `{anyNode: {enabled: true}}`, "any-node-tls": `{anyNode: {enabled: true, tls: true}}`} {
 		t.Run(directory, func(t *testing.T) { component(t, directory, values) })
 	}
 	for key := range render(t, `{snapshotMetadata: {enabled: true}, networkPolicy: {enabled: false}}`) {

@@ -22,6 +22,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/psk"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/unbroken"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -49,6 +50,7 @@ type Connection struct {
 	Host    string // NQN of this host, which no other connection has
 	Address netip.AddrPort
 	Secret  string // "DHHC-1:...", or empty
+	PSK     string // of TLS, "NVMeTLSkey-1:..."; empty: all goes in plain text
 	UUID    string // of the namespace that is expected, lower case
 	// Loss is how long I/O waits for a target that is away, whole seconds, before it ends with errors, counted from when the kernel has
 	// noticed, which takes about ten; negative: for ever. The device stays in any case, and works again when the target is back.
@@ -69,6 +71,7 @@ type Device struct {
 	Host    string
 	Address string // "traddr=...,trsvcid=...", as the kernel says it
 	State   string // of the connection: live; connecting, resetting: the target is away; deleting
+	TLS     bool   // what goes over it is encrypted
 	Path    string // of the block device; empty: there is no namespace (any more)
 	Number  uint64 // of the block device
 	UUID    string
@@ -97,6 +100,19 @@ func Authenticates() (bool, error) {
 	return strings.Contains(string(options), "dhchap_secret="), nil
 }
 
+// TLS returns an error unless connections of this kernel can be encrypted now: errdefs.ErrUnsupported if it never can, errdefs.ErrUnavailable if nobody does the
+// handshakes.
+func TLS() error {
+	options, err := os.ReadFile(fabrics)
+	if err != nil {
+		return fmt.Errorf("options of NVMe over fabrics: %w", errdefs.FromErrno(err))
+	}
+	if !strings.Contains(string(options), "tls_key=") {
+		return fmt.Errorf("%w: this kernel encrypts no connections over NVMe/TCP (CONFIG_NVME_TCP_TLS, Linux 6.7)", errdefs.ErrUnsupported)
+	}
+	return psk.Handshakes()
+}
+
 var (
 	names   = regexp.MustCompile(`^nqn\.[a-z0-9][a-z0-9:.-]{0,218}$`)
 	secrets = regexp.MustCompile(`^(DHHC-1:0[0-3]:[A-Za-z0-9+/]+={0,2}:)?$`)
@@ -109,6 +125,11 @@ func (c Connection) check() error {
 	}
 	if !secrets.MatchString(c.Secret) {
 		return fmt.Errorf("%w: the secret is not of the form DHHC-1:HASH:KEY: as NVMe has it", errdefs.ErrInvalid)
+	}
+	if c.PSK != "" {
+		if err := psk.Check(c.PSK); err != nil {
+			return err
+		}
 	}
 	if !c.Address.IsValid() || strings.Contains(c.Address.String(), ",") {
 		return fmt.Errorf("%w: %q is no address", errdefs.ErrInvalid, c.Address)
@@ -166,15 +187,16 @@ func Connect(ctx context.Context, c Connection) (Device, error) {
 }
 
 func connect(ctx context.Context, c Connection) (Device, error) {
-	if _, err := Find(c.NQN); errors.Is(err, errdefs.ErrNotFound) {
-		made := hiding(c.NQN)
-		err := write(fabrics, c.options())
-		made()
-		if err != nil && !errors.Is(err, unix.EALREADY) {
-			return Device{}, refused(err)
+	have, err := Find(c.NQN)
+	switch {
+	case errors.Is(err, errdefs.ErrNotFound):
+		if err := c.begin(); err != nil {
+			return Device{}, err
 		}
-	} else if err != nil {
+	case err != nil:
 		return Device{}, err
+	case c.PSK != "" && !have.TLS:
+		return Device{}, fmt.Errorf("%w: it is connected without TLS since before that was demanded; end the pods that use it on this node", errdefs.ErrInUse)
 	}
 	hide(c.NQN)
 	device, err := appears(ctx, c)
@@ -182,6 +204,29 @@ func connect(ctx context.Context, c Connection) (Device, error) {
 		return Device{}, errors.Join(err, disconnect(ctx, c.NQN))
 	}
 	return device, err
+}
+
+// begin has the kernel connect. What it is told has secrets.
+func (c Connection) begin() error {
+	begin := func(more string) error {
+		made := hiding(c.NQN)
+		defer made()
+		if err := write(fabrics, c.options()+more); err != nil && !errors.Is(err, unix.EALREADY) {
+			return refused(err)
+		}
+		return nil
+	}
+	if c.PSK == "" {
+		return begin("")
+	}
+	if err := TLS(); err != nil {
+		return fmt.Errorf("its home demands TLS: %w", err)
+	}
+	err := psk.Use(c.PSK, c.Host, c.NQN, func(key int) error { return begin(fmt.Sprintf(",tls,tls_key=%d", key)) })
+	if errors.Is(err, errdefs.ErrUnavailable) {
+		return fmt.Errorf("%w; or the handshake of TLS has failed: see what tlshd says on both nodes (journalctl -u tlshd)", err)
+	}
+	return err
 }
 
 // refused is the error of an attempt to connect.

@@ -140,7 +140,14 @@ func home(t *testing.T) {
 			}
 		}
 	})
+	if drivertest.WithTLS() {
+		drivertest.RunTLSHD(t, netns)
+		stopTLSHD = drivertest.RunTLSHD(t, "")
+	}
 }
+
+// stopTLSHD ends that of the consumer.
+var stopTLSHD func()
 
 // link cuts the consumer off, or ends that.
 func link(t *testing.T, way string) {
@@ -151,16 +158,26 @@ func link(t *testing.T, way string) {
 // exported is a disk of a size that is exported, and how to connect to it. At the end of the test it is neither connected nor exported.
 func exported(t *testing.T, n int, disk string) (nvmet.Export, nvme.Connection) {
 	t.Helper()
+	psk := ""
+	if drivertest.WithTLS() {
+		psk = newPSK()
+	}
+	return exportedWith(t, n, disk, psk)
+}
+
+// exportedWith is exported, with TLS by a secret; without one in plain text.
+func exportedWith(t *testing.T, n int, disk, psk string) (nvmet.Export, nvme.Connection) {
+	t.Helper()
 	e := nvmet.Export{
 		NQN: fmt.Sprintf("%s%032x:1:%016x", nvmet.Prefix, n, n), Host: fmt.Sprintf("%snode:b:%016x", nvmet.Prefix, n),
-		UUID: fmt.Sprintf("%08x-0000-4000-8000-0123456789ab", n), Device: disk, Secret: newSecret(),
+		UUID: fmt.Sprintf("%08x-0000-4000-8000-0123456789ab", n), Device: disk, Secret: newSecret(), PSK: psk,
 	}
 	t.Cleanup(func() {
 		check.OK(t, nvme.Disconnect(context.Background(), e.NQN))
 		order{Remove: e.NQN}.run(t)
 	})
 	order{Add: []nvmet.Export{e}}.run(t)
-	return e, nvme.Connection{NQN: e.NQN, Host: e.Host, Address: netip.MustParseAddrPort(address), Secret: e.Secret, UUID: e.UUID, Loss: -1}
+	return e, nvme.Connection{NQN: e.NQN, Host: e.Host, Address: netip.MustParseAddrPort(address), Secret: e.Secret, PSK: e.PSK, UUID: e.UUID, Loss: -1}
 }
 
 func connect(t *testing.T, c nvme.Connection) nvme.Device {
@@ -636,6 +653,8 @@ func TestRefused(t *testing.T) {
 		"host":          func(c *nvme.Connection) { c.Host = "b" },
 		"no address":    func(c *nvme.Connection) { c.Address = netip.AddrPort{} },
 		"secret":        func(c *nvme.Connection) { c.Secret = "secret" },
+		"PSK":           func(c *nvme.Connection) { c.PSK = c.Secret },
+		"PSK's end":     func(c *nvme.Connection) { c.PSK = newPSK() + ",nqn=x" },
 		"secret's end":  func(c *nvme.Connection) { c.Secret += ",nqn=x" },
 		"zone's option": func(c *nvme.Connection) { c.Address = netip.MustParseAddrPort("[fe80::1%a,b]:1") },
 	} {

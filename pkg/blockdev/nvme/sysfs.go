@@ -143,7 +143,7 @@ func List(prefix string) ([]Device, error) {
 
 // device is what sysfs says of a controller and of the device of its namespace. What goes in this moment lacks something.
 func (c controller) device() Device {
-	d := Device{NQN: c.get("subsysnqn"), Host: c.get("hostnqn"), Address: c.get("address"), State: c.get("state")}
+	d := Device{NQN: c.get("subsysnqn"), Host: c.get("hostnqn"), Address: c.get("address"), State: c.get("state"), TLS: c.encrypted()}
 	folder := c.namespace()
 	number, err := deviceNumber(attributeOf(folder, "dev"))
 	if err != nil {
@@ -156,6 +156,12 @@ func (c controller) device() Device {
 	}
 	d.Path, d.Number, d.UUID, d.Size = "/dev/"+filepath.Base(folder), number, uuid, sectors*512
 	return d
+}
+
+// encrypted reports whether a controller was told to use TLS, and nothing else: only then it has the attribute, which has no value while it connects again.
+func (c controller) encrypted() bool {
+	_, err := os.Stat(filepath.Join(string(c), "tls_key"))
+	return err == nil
 }
 
 // deviceNumber is that of an attribute "dev", major and minor.

@@ -175,3 +175,23 @@ func authenticates() (bool, error) {
 	can := there(filepath.Join(probe, "dhchap_key"))
 	return can, remove(probe)
 }
+
+// encrypts reports whether a port can have TLS, which only one that is there shows.
+func encrypts() (can bool, err error) {
+	probe := portFolder(lastPort + 1)
+	if err := makeFolder(probe); err != nil {
+		return false, err
+	}
+	defer func() { err = errors.Join(err, remove(probe)) }()
+	if !there(filepath.Join(probe, security)) {
+		return false, nil
+	}
+	if err := set(filepath.Join(probe, "addr_trtype"), "tcp"); err != nil {
+		return false, err
+	}
+	err = set(filepath.Join(probe, security), "tls1.3")
+	if errors.Is(err, unix.EINVAL) {
+		return false, nil
+	}
+	return err == nil, err
+}

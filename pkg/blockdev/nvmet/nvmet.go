@@ -21,6 +21,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/psk"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/unbroken"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -50,6 +51,7 @@ type Export struct {
 	UUID   string // of the namespace, lower case; its NGUID has the same bytes
 	Device string // path of the block device
 	Secret string // as Secret makes them; empty: the host need not prove who it is
+	PSK    string // as PSK makes them: all goes over TLS, and nobody connects without; empty: all goes in plain text
 }
 
 // Open returns the target at an address of this machine. errdefs.ErrUnsupported if the kernel has no such target, with what to load;
@@ -91,6 +93,27 @@ func Available() (authenticated bool, err error) {
 	return authenticates()
 }
 
+// TLS returns an error unless the target can encrypt what it exports now: errdefs.ErrUnsupported if this kernel never can, errdefs.ErrUnavailable if nobody does the
+// handshakes.
+func TLS() error {
+	if err := present(); err != nil {
+		return err
+	}
+	unlock, err := lock()
+	if err != nil {
+		return err
+	}
+	can, err := encrypts()
+	unlock()
+	if err != nil {
+		return fmt.Errorf("NVMe target: %w", err)
+	}
+	if !can {
+		return fmt.Errorf("%w: this kernel's NVMe target encrypts nothing (CONFIG_NVME_TARGET_TCP_TLS, Linux 6.7)", errdefs.ErrUnsupported)
+	}
+	return psk.Handshakes()
+}
+
 // Authenticates reports whether the kernel can ask hosts for a secret (CONFIG_NVME_TARGET_AUTH, Linux 6.0). If it cannot, an Export
 // with a secret is errdefs.ErrUnsupported.
 func (t *Target) Authenticates() bool { return t.authenticates }
@@ -119,6 +142,9 @@ func (e Export) check() error {
 	if e.Secret != "" && !secrets.MatchString(e.Secret) {
 		return fmt.Errorf("%w: the secret is not of the form DHHC-1:HASH:KEY: as NVMe has it", errdefs.ErrInvalid)
 	}
+	if e.PSK != "" {
+		return psk.Check(e.PSK)
+	}
 	return nil
 }
 
@@ -126,19 +152,22 @@ func (e Export) check() error {
 // another device or UUID. A subsystem appears at the address last of all, when all else is right: a host that is waiting to connect
 // again and finds it without its namespace would take the device away from under its users. For the same reason those of a machine
 // that has started belong into one call: the kernel listens from the first on, and a host that finds no subsystem of its name gives
-// up (since Linux 6.10). What can be exported is, also if others cannot.
+// up (since Linux 6.10). What can be exported is, also if others cannot. With TLS and without go to one address one after the other only: what appears there stays
+// as it is, and as long as it does, errdefs.ErrUnavailable is for all that was to appear the other way.
 func (t *Target) Add(ctx context.Context, exports ...Export) error {
-	var ready []string
+	ready := map[bool][]string{} // with TLS, and without
 	var failures []error
 	for _, e := range exports {
 		if err := t.prepare(ctx, e); err != nil {
 			failures = append(failures, fmt.Errorf("export %s as %s: %w", e.Device, e.NQN, err))
 		} else {
-			ready = append(ready, e.NQN)
+			ready[e.PSK != ""] = append(ready[e.PSK != ""], e.NQN)
 		}
 	}
-	if err := t.publish(ready); err != nil {
-		failures = append(failures, fmt.Errorf("export %s: %w", strings.Join(ready, ", "), err))
+	for tls, nqns := range ready {
+		if err := t.publish(tls, nqns); err != nil {
+			failures = append(failures, fmt.Errorf("export %s: %w", strings.Join(nqns, ", "), err))
+		}
 	}
 	return errors.Join(failures...)
 }
@@ -152,11 +181,23 @@ func (t *Target) prepare(ctx context.Context, e Export) error {
 		return fmt.Errorf("%w: this kernel's NVMe target asks no host for a secret (CONFIG_NVME_TARGET_AUTH, Linux 6.0)", errdefs.ErrUnsupported)
 	}
 	return t.underWay.Do(ctx, e.NQN, func() error {
+		if err := e.serve(); err != nil {
+			return err
+		}
 		if err := e.allow(); err != nil {
 			return err
 		}
 		return e.enable()
 	})
+}
+
+// serve has the kernel know the key of TLS, if there is one.
+func (e Export) serve() error {
+	if e.PSK == "" {
+		return nil
+	}
+	change()
+	return psk.Serve(e.PSK, e.Host, e.NQN)
 }
 
 // allow makes the subsystem, and the host the only one that may connect.
@@ -249,7 +290,7 @@ func (t *Target) Remove(ctx context.Context, nqn string) error {
 	}
 	err := t.underWay.Do(ctx, nqn, func() error {
 		if _, err := os.Stat(subsystemFolder(nqn)); errors.Is(err, fs.ErrNotExist) {
-			return nil
+			return psk.End(nqn)
 		}
 		on, _ := get(filepath.Join(namespaceFolder(nqn), "enable"))
 		if err := fence(nqn); err != nil {
@@ -285,6 +326,9 @@ func fence(nqn string) error {
 // dismantle takes away all that is left of an export that has no namespace.
 func dismantle(nqn string) error {
 	if err := unpublish(nqn); err != nil {
+		return err
+	}
+	if err := psk.End(nqn); err != nil {
 		return err
 	}
 	unlock, err := lock()

@@ -345,6 +345,7 @@ func TestRefused(t *testing.T) {
 		"a host":         func(e *nvmet.Export) { e.Host = nvmet.Prefix + "a,b" },
 		"a UUID":         func(e *nvmet.Export) { e.UUID = strings.ToUpper("abcdefab-0000-4000-8000-000000000000") },
 		"a secret":       func(e *nvmet.Export) { e.Secret = "secret" },
+		"a PSK":          func(e *nvmet.Export) { e.PSK = e.Secret },
 	} {
 		other := e
 		change(&other)
@@ -371,4 +372,63 @@ func TestSecret(t *testing.T) {
 	if err != nil || len(key) != 36 || crc32.ChecksumIEEE(key[:32]) != binary.LittleEndian.Uint32(key[32:]) {
 		t.Errorf("a secret has %d bytes, %v", len(key), err)
 	}
+}
+
+// TestTLS: what is exported with TLS is alone at its address, its key goes with it, and a kernel that has no TLS says so. This needs no tlshd: nobody connects.
+func TestTLS(t *testing.T) {
+	target := needTarget(t)
+	plain, other, secret := export(t, 1), export(t, 2), export(t, 3)
+	other.PSK, secret.PSK = newPSK(), newPSK()
+	if errors.Is(nvmet.TLS(), errdefs.ErrUnsupported) {
+		before := state(t)
+		if err := target.Add(t.Context(), *secret); !errors.Is(err, errdefs.ErrUnsupported) || strings.Contains(err.Error(), secret.PSK) {
+			t.Errorf("without TLS in the kernel: %v", err)
+		}
+		same(t, "after an export that cannot be", before)
+		return
+	}
+	check.OK(t, target.Add(t.Context(), *plain))
+	if err := target.Add(t.Context(), *secret); !errors.Is(err, errdefs.ErrUnavailable) || !strings.Contains(err.Error(), "with TLS") {
+		t.Errorf("with TLS, where there is something without: %v", err)
+	}
+	// As a driver that starts again, and demands it now: what is used stays.
+	before := state(t)
+	now := *plain
+	now.PSK = newPSK()
+	check.OK(t, again(t).Add(t.Context(), now))
+	same(t, "exported again, and TLS is demanded", before)
+	check.OK(t, target.Remove(t.Context(), plain.NQN))
+
+	check.OK(t, target.Add(t.Context(), *secret, *other))
+	all, err := nvmet.Ports()
+	if check.OK(t, err); len(all) != 1 {
+		t.Fatalf("the ports are %q", all)
+	}
+	for attribute, want := range map[string]string{"addr_tsas": "tls1.3", "addr_treq": "required"} {
+		if have, err := os.ReadFile(filepath.Join(all[0], attribute)); err != nil || strings.TrimSpace(string(have)) != want {
+			t.Errorf("%s is %q, %v; want %s", attribute, have, err, want)
+		}
+	}
+	if err := target.Add(t.Context(), *plain); !errors.Is(err, errdefs.ErrUnavailable) || !strings.Contains(err.Error(), "without TLS") {
+		t.Errorf("without TLS, where there is something with: %v", err)
+	}
+	check.OK(t, target.Remove(t.Context(), plain.NQN))
+	keys := func(e *nvmet.Export) []string { return drivertest.Keys(t, "NVMe1R01 "+e.Host+" "+e.NQN) }
+	if len(keys(secret)) != 1 || len(keys(other)) != 1 || len(keys(plain)) != 0 {
+		t.Errorf("the keys are %q", drivertest.Keys(t, nvmet.Prefix))
+	}
+	check.OK(t, target.Remove(t.Context(), secret.NQN))
+	if left := drivertest.Gone(func() []string { return keys(secret) }); len(left) > 0 || len(keys(other)) != 1 {
+		t.Errorf("after the end of one the keys are %q", drivertest.Keys(t, nvmet.Prefix))
+	}
+	check.OK(t, target.Remove(t.Context(), other.NQN))
+	check.OK(t, target.Add(t.Context(), *plain)) // and without again
+	check.OK(t, target.Remove(t.Context(), plain.NQN))
+}
+
+// newPSK is a new secret of TLS, as a home makes them.
+func newPSK() string {
+	key := make([]byte, 32)
+	_, _ = rand.Read(key) // it never fails
+	return nvmet.PSK(key)
 }

@@ -38,8 +38,11 @@ func ports() ([]string, error) {
 	return found, nil
 }
 
-// attributes are those of a port that say where it listens.
-func (t *Target) attributes() [][2]string {
+// security is the attribute of a port that says whether it has TLS: none, tls1.3. Linux has it since 6.7.
+const security = "addr_tsas"
+
+// where are the attributes of a port that say where it listens.
+func (t *Target) where() [][2]string {
 	family := "ipv4"
 	if t.address.Addr().Is6() {
 		family = "ipv6"
@@ -50,16 +53,27 @@ func (t *Target) attributes() [][2]string {
 	}
 }
 
-// port returns the folder of our port of the target's address. If there is none, one at which nothing is exported becomes it, whose
+// attributes are all of those of a port.
+func (t *Target) attributes(port string, tls bool) [][2]string {
+	switch {
+	case tls:
+		return append(t.where(), [2]string{security, "tls1.3"}, [2]string{"addr_treq", "required"})
+	case there(filepath.Join(port, security)):
+		return append(t.where(), [2]string{security, "none"})
+	}
+	return t.where()
+}
+
+// port returns the folder of our port of the target's address, with or without TLS. If there is none, one at which nothing is exported becomes it, whose
 // maker or remover was cut short. Who calls has the lock.
-func (t *Target) port() (string, error) {
+func (t *Target) port(tls bool) (string, error) {
 	have, err := ports()
 	if err != nil {
 		return "", err
 	}
 	idle := ""
 	for _, port := range have {
-		if is, err := t.isAt(port); err != nil || is {
+		if is, err := has(port, t.attributes(port, tls)); err != nil || is {
 			return port, err
 		}
 		if exports, err := list(filepath.Join(port, "subsystems")); err != nil {
@@ -79,7 +93,7 @@ func (t *Target) port() (string, error) {
 	if err := makeFolder(idle); err != nil {
 		return "", err
 	}
-	for _, attribute := range t.attributes() {
+	for _, attribute := range t.attributes(idle, tls) {
 		if err := set(filepath.Join(idle, attribute[0]), attribute[1]); err != nil {
 			return "", err
 		}
@@ -87,8 +101,9 @@ func (t *Target) port() (string, error) {
 	return idle, nil
 }
 
-func (t *Target) isAt(port string) (bool, error) {
-	for _, attribute := range t.attributes() {
+// has reports whether a port has attributes.
+func has(port string, attributes [][2]string) (bool, error) {
+	for _, attribute := range attributes {
 		if have, err := get(filepath.Join(port, attribute[0])); err != nil || have != attribute[1] {
 			return false, err
 		}
@@ -96,30 +111,38 @@ func (t *Target) isAt(port string) (bool, error) {
 	return true, nil
 }
 
-// listens makes sure that the kernel listens at the target's address, or can: it does so as long as something is exported.
-func (t *Target) listens() error {
+// listening returns the folder of our port that listens at the target's address, which it does as long as something is exported there; empty if none does.
+func (t *Target) listening() (string, error) {
 	have, err := ports()
 	if err != nil {
-		return err
+		return "", err
 	}
 	for _, port := range have {
 		exports, err := list(filepath.Join(port, "subsystems"))
 		if err != nil {
-			return err
+			return "", err
 		}
-		if is, err := t.isAt(port); err != nil || (is && len(exports) > 0) {
-			return err
+		if is, err := has(port, t.where()); err != nil || (is && len(exports) > 0) {
+			return port, err
 		}
+	}
+	return "", nil
+}
+
+// listens makes sure that the kernel listens at the target's address, or can.
+func (t *Target) listens() error {
+	if port, err := t.listening(); err != nil || port != "" {
+		return err
 	}
 	listener, err := net.Listen("tcp", t.address.String())
 	if err != nil {
-		return listening(err)
+		return cannotListen(err)
 	}
 	return listener.Close()
 }
 
-// listening is the error of who cannot listen.
-func listening(err error) error {
+// cannotListen is the error of who cannot listen.
+func cannotListen(err error) error {
 	switch {
 	case errors.Is(err, unix.EADDRNOTAVAIL):
 		return fmt.Errorf("%w: this is no address of this node: %w", errdefs.ErrUnavailable, err)
@@ -131,8 +154,8 @@ func listening(err error) error {
 	return errdefs.FromErrno(err)
 }
 
-// publish has subsystems appear at the target's address, and nowhere else; not those that are removed meanwhile.
-func (t *Target) publish(nqns []string) error {
+// publish has subsystems appear at the target's address, with or without TLS, and nowhere else; not those that are removed meanwhile.
+func (t *Target) publish(tls bool, nqns []string) error {
 	if len(nqns) == 0 {
 		return nil
 	}
@@ -141,20 +164,40 @@ func (t *Target) publish(nqns []string) error {
 		return err
 	}
 	defer unlock()
-	port, err := t.port()
+	listening, err := t.listening()
+	if err != nil {
+		return err
+	}
+	if listening != "" {
+		if is, err := has(listening, t.attributes(listening, tls)); err != nil || !is {
+			return errors.Join(err, t.otherwise(listening, tls, nqns))
+		}
+	}
+	port, err := t.port(tls)
 	if err != nil {
 		return err
 	}
 	var failures []error
 	for _, nqn := range nqns {
 		if err := link(subsystemFolder(nqn), filepath.Join(port, "subsystems", nqn)); err != nil && there(subsystemFolder(nqn)) {
-			failures = append(failures, fmt.Errorf("listen at %s: %w", t.address, listening(err)))
+			failures = append(failures, fmt.Errorf("listen at %s: %w", t.address, cannotListen(err)))
 		}
 	}
 	for _, nqn := range nqns {
 		failures = append(failures, withdraw(nqn, port))
 	}
 	return errors.Join(failures...)
+}
+
+// otherwise is for subsystems that are to appear at an address at which a port listens the other way, with TLS or without: those that are there stay.
+func (t *Target) otherwise(listening string, tls bool, nqns []string) error {
+	for _, nqn := range nqns {
+		if !there(filepath.Join(listening, "subsystems", nqn)) {
+			return fmt.Errorf("%w: listen at %s %s TLS: what was exported there before that was wanted is used still; end the pods on other nodes that use volumes of this one",
+				errdefs.ErrUnavailable, t.address, map[bool]string{true: "with", false: "without"}[tls])
+		}
+	}
+	return nil
 }
 
 // unpublish has a subsystem appear nowhere any more, and ends its connections.

@@ -64,12 +64,16 @@ type Kernel interface {
 	Resized(ctx context.Context, nqn string, size int64) error
 }
 
-// Host is that of the kernel that runs this.
-var Host Kernel = host{}
+// Host is that of the kernel that runs this. With tls it uses nothing that its home gives without TLS; what its home gives with TLS it uses with TLS in any case.
+func Host(tls bool) Kernel { return host{tls} }
 
-type host struct{}
+type host struct{ tls bool }
 
-func (host) Connect(ctx context.Context, c nvme.Connection) (nvme.Device, error) {
+func (h host) Connect(ctx context.Context, c nvme.Connection) (nvme.Device, error) {
+	if h.tls && c.PSK == "" {
+		return nvme.Device{}, fmt.Errorf("%w: its home gives it without TLS, and this node uses nothing without (--remote-tls); nothing was connected: start the driver of its home with --remote-tls too",
+			errdefs.ErrPrecondition)
+	}
 	return nvme.Connect(ctx, c)
 }
 func (host) List(prefix string) ([]nvme.Device, error)        { return nvme.List(prefix) }

@@ -499,3 +499,11 @@ func TestSecond(t *testing.T) {
 
 // failure is the error of a call that returns a device too.
 func failure(_ blockdev.Device, err error) error { return err }
+
+// TestTLSDemanded: a node that demands TLS connects to nothing that comes without.
+func TestTLSDemanded(t *testing.T) {
+	_, err := remotepool.Host(true).Connect(t.Context(), nvme.Connection{NQN: nvmet.Prefix + "a", Host: nvmet.Prefix + "b", Address: netip.MustParseAddrPort("127.0.0.1:4420")})
+	if !errors.Is(err, errdefs.ErrPrecondition) || !strings.Contains(err.Error(), "--remote-tls") {
+		t.Error(err)
+	}
+}

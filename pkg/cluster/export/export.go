@@ -51,6 +51,7 @@ type Opened struct {
 	Address   netip.AddrPort // of the home's NVMe/TCP target
 	NQN, Host string         // of the subsystem, and of who may connect to it
 	Secret    Secret         // of DH-HMAC-CHAP; empty: none is asked for
+	PSK       Secret         // of TLS; empty: all goes in plain text
 	UUID      string         // of the namespace, with dashes
 	Size      int64          // of the device, in bytes
 	// Record of the volume.
@@ -95,6 +96,7 @@ type opened struct {
 	NQN     string         `json:"nqn"`
 	Host    string         `json:"host"`
 	Secret  string         `json:"secret,omitempty"`
+	PSK     string         `json:"psk,omitempty"`
 	UUID    string         `json:"uuid"`
 	Size    int64          `json:"size"`
 }
@@ -137,7 +139,7 @@ func Register(r grpc.ServiceRegistrar, home Home, user User) {
 	methods := map[string]func(ctx context.Context, id volume.ID, r request) (answer, error){
 		methodOpen: func(ctx context.Context, id volume.ID, r request) (answer, error) {
 			o, err := home.Open(ctx, id, r.Generation)
-			return answer{Record: fromRecord(o.Record), Opened: &opened{o.Address, o.NQN, o.Host, string(o.Secret), o.UUID, o.Size}}, err
+			return answer{Record: fromRecord(o.Record), Opened: &opened{o.Address, o.NQN, o.Host, string(o.Secret), string(o.PSK), o.UUID, o.Size}}, err
 		},
 		methodRecord: func(ctx context.Context, id volume.ID, r request) (answer, error) {
 			have, err := home.Record(ctx, id, r.Generation)
@@ -264,7 +266,7 @@ func (c client) Open(ctx context.Context, id volume.ID, generation int64) (Opene
 		return Opened{}, fmt.Errorf("%w: the answer does not say where volume %s is exported", errdefs.ErrUnavailable, id)
 	}
 	record, err := out.Record.of(id)
-	return Opened{o.Address, o.NQN, o.Host, Secret(o.Secret), o.UUID, o.Size, record}, err
+	return Opened{o.Address, o.NQN, o.Host, Secret(o.Secret), Secret(o.PSK), o.UUID, o.Size, record}, err
 }
 
 // Record: see Home.

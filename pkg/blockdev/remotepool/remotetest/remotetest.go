@@ -99,7 +99,7 @@ func (n *Network) Connect(ctx context.Context, c nvme.Connection) (nvme.Device, 
 		return nvme.Device{}, fmt.Errorf("%w: connect to %s: %w", errdefs.ErrUnavailable, c.Address, unix.ETIMEDOUT)
 	case there && e.UUID != c.UUID:
 		return nvme.Device{}, fmt.Errorf("%w: its namespace has the UUID %s, not %s: it is another volume", errdefs.ErrPrecondition, e.UUID, c.UUID)
-	case !there, e.Host != c.Host, e.Secret != c.Secret:
+	case !there, e.Host != c.Host, e.Secret != c.Secret, e.PSK != c.PSK:
 		return nvme.Device{}, fmt.Errorf("%w: connect to %s: %w", errdefs.ErrUnavailable, c.NQN, unix.EIO)
 	}
 	backing, err := os.OpenFile(e.Device, os.O_RDWR, 0)

@@ -1,0 +1,115 @@
+package psk
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"runtime"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+const (
+	keyType = "psk"
+	keyring = ".nvme" // the kernel's own, in which tlshd looks for the key that who connects names
+)
+
+// readable lets processes of the user that made a key (tlshd) read it by its number: KEY_POS_ALL, KEY_USR_VIEW, KEY_USR_READ.
+const readable = 0x3f030000
+
+// key is one that the kernel has, of those that this process may see.
+type key struct {
+	serial      int
+	kind        string
+	description []string // its words
+}
+
+// list returns the keys that there are, of whatever network namespace.
+func list() (keys []key, err error) {
+	text, err := os.ReadFile("/proc/keys")
+	if err != nil && !errors.Is(err, fs.ErrNotExist) { // as of a kernel without keys
+		return nil, fmt.Errorf("keys of the kernel: %w", errdefs.FromErrno(err))
+	}
+	for line := range strings.Lines(string(text)) {
+		words := strings.Fields(line) // 0e5b31a2 I--Q--- 1 perm 3f010000 0 0 psk NVMe1R01 HOST SUBSYSTEM DIGEST: 32
+		if len(words) < 9 {
+			continue
+		}
+		if serial, err := strconv.ParseInt(words[0], 16, 32); err == nil {
+			keys = append(keys, key{int(serial), words[7], words[8:]})
+		}
+	}
+	return keys, nil
+}
+
+// ring returns the number of the keyring; errdefs.ErrUnsupported if there is none.
+func ring() (serial int, all []key, err error) {
+	all, err = list()
+	for _, k := range all {
+		if k.kind == "keyring" && k.description[0] == keyring+":" {
+			return k.serial, all, nil
+		}
+	}
+	if err == nil {
+		err = fmt.Errorf("%w: the kernel has no keyring %s (CONFIG_NVME_KEYRING, Linux 6.7)", errdefs.ErrUnsupported, keyring)
+	}
+	return 0, all, err
+}
+
+// Serve lets a host that has a secret connect to a subsystem of this machine, from this network namespace's addresses.
+func Serve(secret, host, subsystem string) error {
+	identity, psk, err := derive(secret, host, subsystem)
+	if err != nil {
+		return err
+	}
+	into, _, err := ring()
+	if err == nil {
+		_, err = unix.AddKey(keyType, identity, psk, into)
+	}
+	if err != nil {
+		return fmt.Errorf("put the key of TLS for %s into the keyring %s: %w", subsystem, keyring, errdefs.FromErrno(err))
+	}
+	return nil
+}
+
+// End takes away what Serve put there for a subsystem; again, or without, it does nothing.
+func End(subsystem string) error {
+	from, all, err := ring()
+	if errors.Is(err, errdefs.ErrUnsupported) {
+		return nil
+	}
+	for _, k := range all {
+		if k.kind != keyType || len(k.description) < 3 || k.description[2] != subsystem {
+			continue
+		}
+		if _, failure := unix.KeyctlInt(unix.KEYCTL_UNLINK, k.serial, from, 0, 0); failure != nil && !errors.Is(failure, unix.ENOENT) && !errors.Is(failure, unix.ENOKEY) {
+			err = errors.Join(err, fmt.Errorf("take the key of TLS for %s from the keyring %s: %w", subsystem, keyring, errdefs.FromErrno(failure)))
+		}
+	}
+	return err
+}
+
+// Use calls a function with the number of the key by which a host connects to a subsystem. In no keyring the key stays: it goes with the connection that was
+// made with it, or when the function returns.
+func Use(secret, host, subsystem string, do func(serial int) error) error {
+	identity, psk, err := derive(secret, host, subsystem)
+	if err != nil {
+		return err
+	}
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	serial, err := unix.AddKey(keyType, identity, psk, unix.KEY_SPEC_THREAD_KEYRING)
+	if err != nil {
+		return fmt.Errorf("make the key of TLS for %s: %w", subsystem, errdefs.FromErrno(err))
+	}
+	defer func() { _, _ = unix.KeyctlInt(unix.KEYCTL_UNLINK, serial, unix.KEY_SPEC_THREAD_KEYRING, 0, 0) }()
+	if err := unix.KeyctlSetperm(serial, readable); err != nil {
+		return fmt.Errorf("let tlshd read the key of TLS for %s: %w", subsystem, errdefs.FromErrno(err))
+	}
+	return do(serial)
+}

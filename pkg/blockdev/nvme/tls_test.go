@@ -1,0 +1,150 @@
+package nvme_test
+
+import (
+	"bytes"
+	"crypto/rand"
+	"errors"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvme"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvmet"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// newPSK is a new secret of TLS, as homes make them.
+func newPSK() string {
+	key := make([]byte, 32)
+	_, _ = rand.Read(key) // it never fails
+	return nvmet.PSK(key)
+}
+
+// said writes words to a device, reads them again from the disk's side, and returns what went over the wire.
+func said(t *testing.T, c nvme.Connection, disk string, words []byte) []byte {
+	t.Helper()
+	device := connect(t, c)
+	if device.TLS != (c.PSK != "") {
+		t.Errorf("the device is %+v, of %q", device, c.PSK)
+	}
+	heard := drivertest.Wire(t, "ashlar-c")
+	f, err := os.OpenFile(device.Path, os.O_RDWR, 0)
+	check.OK(t, err)
+	_, err = f.WriteAt(words, mib)
+	check.OK(t, errors.Join(err, f.Sync(), f.Close()))
+	if !bytes.Contains(content(t, disk), words) {
+		t.Error("the disk has not what was written")
+	}
+	if !bytes.Contains(content(t, device.Path), words) {
+		t.Error("the device has not what was written")
+	}
+	all := heard()
+	if len(all) < 2*len(words) {
+		t.Errorf("%d bytes went over the wire, of %d that were written and read", len(all), len(words))
+	}
+	return all
+}
+
+// TestTLS: without TLS what is written can be read on the wire, and with it not; and nobody connects to what demands it without it, or with another key.
+func TestTLS(t *testing.T) {
+	drivertest.NeedTLS(t)
+	home(t)
+	marker := []byte("a word that is nowhere else. ")
+	words := bytes.Repeat(marker, 4096)
+	plain, secret := drivertest.Disk(t, 8*mib), drivertest.Disk(t, 8*mib)
+
+	t.Run("without", func(t *testing.T) {
+		_, c := exportedWith(t, 1, plain, "")
+		if !bytes.Contains(said(t, c, plain, words), marker) {
+			t.Error("without TLS, what was written is not on the wire: this test sees nothing")
+		}
+	})
+	t.Run("with", func(t *testing.T) {
+		e, c := exportedWith(t, 2, secret, newPSK())
+		for what, change := range map[string]func(c *nvme.Connection){
+			"plain text":     func(c *nvme.Connection) { c.PSK = "" },
+			"another key":    func(c *nvme.Connection) { c.PSK = newPSK() },
+			"another host":   func(c *nvme.Connection) { c.Host = nvmet.Prefix + "node:c:0" },
+			"another secret": func(c *nvme.Connection) { c.Secret = newSecret() },
+		} {
+			other := c
+			change(&other)
+			began := time.Now()
+			_, err := nvme.Connect(t.Context(), other)
+			if !errors.Is(err, errdefs.ErrUnavailable) || strings.Contains(err.Error(), "NVMeTLSkey") || strings.Contains(err.Error(), "DHHC") {
+				t.Errorf("%s: %v", what, err)
+			}
+			t.Logf("%s: %v, after %s", what, err, time.Since(began).Round(time.Millisecond))
+		}
+		if bytes.Contains(said(t, c, secret, words), marker) {
+			t.Error("with TLS, what was written can be read on the wire")
+		}
+		if keys := drivertest.Keys(t, e.NQN); len(keys) != 2 {
+			t.Errorf("while it is connected, the keys of host and target are %q", keys)
+		}
+	})
+	if left := drivertest.Gone(func() []string { return drivertest.Keys(t, nvmet.Prefix) }); len(left) > 0 {
+		t.Errorf("keys that are left: %q", left)
+	}
+}
+
+// TestTLSHDAway: without tlshd what is connected goes on; what was cut off comes back when tlshd does; and who wants to connect is told.
+func TestTLSHDAway(t *testing.T) {
+	drivertest.NeedTLS(t)
+	home(t)
+	_, c := exported(t, 1, drivertest.Disk(t, 8*mib))
+	_, other := exported(t, 2, drivertest.Disk(t, 8*mib))
+	w := write(t, connect(t, c).Path, 2)
+	w.until(t, 20, time.Minute)
+	stopTLSHD()
+	w.until(t, 20, time.Minute)
+	if _, err := nvme.Connect(t.Context(), other); !errors.Is(err, errdefs.ErrUnavailable) || !strings.Contains(err.Error(), "no tlshd runs") {
+		t.Errorf("without tlshd: %v", err)
+	}
+	link(t, "down")
+	if still := drivertest.Gone(func() (live []string) {
+		if device, err := nvme.Find(c.NQN); err != nil || device.Live() {
+			live = append(live, device.State)
+		}
+		return live
+	}); len(still) > 0 {
+		t.Fatalf("cut off, it is %q", still)
+	}
+	link(t, "up")
+	before := w.count()
+	if waiting := drivertest.Gone(func() []string {
+		if strings.Contains(drivertest.Run(t, "dmesg"), "failed to start TLS") {
+			return nil
+		}
+		return []string{"an attempt to connect again"}
+	}); len(waiting) > 0 {
+		t.Errorf("the kernel made no %s", waiting)
+	}
+	if device, err := nvme.Find(c.NQN); err != nil || device.Live() || !device.TLS || w.count() != before {
+		t.Errorf("without tlshd it is %+v, %v, and wrote %d times", device, err, w.count()-before)
+	}
+	drivertest.RunTLSHD(t, "")
+	w.until(t, 20, time.Minute)
+}
+
+// TestWithoutTLS: a host that cannot encrypt says what is missing, and is not connected.
+func TestWithoutTLS(t *testing.T) {
+	if drivertest.WithTLS() {
+		t.Skip("it can")
+	}
+	home(t)
+	_, c := exported(t, 1, drivertest.Disk(t, 8*mib))
+	c.PSK = newPSK()
+	_, err := nvme.Connect(t.Context(), c)
+	unsupported := errors.Is(err, errdefs.ErrUnsupported) && strings.Contains(err.Error(), "CONFIG_NVME_TCP_TLS, Linux 6.7")
+	alone := errors.Is(err, errdefs.ErrUnavailable) && strings.Contains(err.Error(), "no tlshd runs")
+	if !unsupported && !alone || strings.Contains(err.Error(), "NVMeTLSkey") {
+		t.Errorf("with TLS: %v", err)
+	}
+	if _, err := nvme.Find(c.NQN); !errors.Is(err, errdefs.ErrNotFound) {
+		t.Errorf("it is connected: %v", err)
+	}
+}
