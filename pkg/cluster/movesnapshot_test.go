@@ -454,7 +454,7 @@ func TestSnapshotMoveRefused(t *testing.T) {
 	w.cutMovesTo(snapshot.ID, b.name)
 	w.eventually("there is no room", func() bool {
 		far := w.cutObject(snapshot.ID).Status.Move
-		return far != nil && far.Waits && far.Copied == nil && strings.Contains(far.Message, "not enough space")
+		return far != nil && far.Waits && far.Copied == nil && strings.Contains(far.Message, "bytes are left")
 	})
 	check.OK(t, second(a.local.GetSnapshot(w.ctx, snapshot.ID)))
 	check.OK(t, s.Delete(w.ctx, big.ID))

@@ -85,14 +85,6 @@ func (a *Agent) snapshotMoveChanged(o client.Object, gone bool) {
 	}
 }
 
-// moveOf is the move of an object; nil if it does not move.
-func moveOf(o cluster.Object) *v1alpha1.Move {
-	if s, is := o.(*v1alpha1.Snapshot); is {
-		return s.Spec.Move
-	}
-	return o.(*v1alpha1.Volume).Spec.Move
-}
-
 // snapshotComesHere reports whether an object says that a snapshot moves to this node, or has just done so.
 func (a *Agent) snapshotComesHere(s *v1alpha1.Snapshot) bool {
 	m := s.Spec.Move
