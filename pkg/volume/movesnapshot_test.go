@@ -1,11 +1,17 @@
 package volume_test
 
 import (
+	"errors"
+	"maps"
+	"path/filepath"
 	"testing"
+	"time"
 
 	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -162,4 +168,81 @@ func TestGroupMoves(t *testing.T) {
 		t.Errorf("the group was %+v, and is %+v", group, moved)
 	}
 	check.OK(t, b.DeleteGroup(t.Context(), group.ID))
+}
+
+// TestEncryptedSnapshotMoves: what is encrypted moves as it is kept, with what its record says of the header, and without a key.
+func TestEncryptedSnapshotMoves(t *testing.T) {
+	drivertest.NeedRoot(t)
+	dir := drivertest.Dir(t)
+	var homes []*volume.Local
+	var files []blockdev.Pool
+	for _, name := range []string{"a", "b"} {
+		files = append(files, pooltest.OpenedFiles(t, filepath.Join(dir, name)))
+		homes = append(homes, start(t, 0, files[len(files)-1]))
+	}
+	v, err := homes[0].Create(t.Context(), volume.Spec{Name: "v", Size: volume.Range{Required: 24 * mib}})
+	check.OK(t, err)
+	_, err = files[0].SetLabels(t.Context(), blockdev.Ref{Kind: blockdev.Volume, Key: v.ID.Key}, func(labels map[string]string) error {
+		labels["encryption"], labels["header"] = string(volume.LUKS2), string(volume.Formatted)+":0a0b" // without a device mapper there is no other way to one
+		return nil
+	})
+	check.OK(t, err)
+	was, err := homes[0].CreateSnapshot(t.Context(), "s", v.ID)
+	check.OK(t, err)
+	from, err := homes[0].OpenMove(t.Context(), was.ID)
+	check.OK(t, err)
+	check.OK(t, homes[1].BringSnapshot(t.Context(), "s", from))
+	check.OK(t, homes[1].Arrive(t.Context(), was.ID))
+	check.OK(t, homes[0].DepartSnapshot(t.Context(), was.ID, from.Created))
+	moved, err := homes[1].GetSnapshot(t.Context(), was.ID)
+	if check.OK(t, err); moved != was || moved.Scheme != volume.LUKS2 {
+		t.Errorf("it was %+v, and is %+v", was, moved)
+	}
+	on, err := homes[1].OpenMove(t.Context(), was.ID)
+	if check.OK(t, err); !maps.Equal(on.Labels, from.Labels) || on.Header != from.Header || on.Header.State != volume.Formatted {
+		t.Errorf("its record said %v, and says %v", from.Labels, on.Labels)
+	}
+}
+
+// TestLVMSnapshotMoves: a snapshot moves from each kind of pool to each other, whatever sizes that has, and is restored there.
+func TestLVMSnapshotMoves(t *testing.T) {
+	urls := kindURLs(t)
+	text := drivertest.Content{Seed: "text", Offset: 5*mib + 4096, Size: 3 * mib}
+	homes := map[string]*volume.Local{}
+	for kind, url := range urls {
+		homes[kind] = start(t, 0, open(t, "p", url))
+	}
+	at := "plain"
+	v, err := homes[at].Create(t.Context(), volume.Spec{Name: "v", Pool: "p", Size: volume.Range{Required: 16*mib + 4096}})
+	check.OK(t, err)
+	device, err := homes[at].AttachRaw(t.Context(), v, nil, true)
+	check.OK(t, err)
+	check.OK(t, text.Write(device.Path))
+	check.OK(t, errors.Join(device.Close(), homes[at].Detach(t.Context(), v.ID)))
+	was, err := homes[at].CreateSnapshot(t.Context(), "s", v.ID)
+	check.OK(t, err)
+	drop(t, homes[at], v)
+	for _, to := range []string{"linear", "plain", "thin", "linear", "xfs", "thin", "plain", "xfs", "linear", "thin", "xfs", "plain"} {
+		from, err := homes[at].OpenMove(t.Context(), was.ID)
+		check.OK(t, err)
+		check.OK(t, homes[to].BringSnapshot(t.Context(), "s", from))
+		check.OK(t, homes[to].Arrive(t.Context(), was.ID))
+		check.OK(t, homes[at].DepartSnapshot(t.Context(), was.ID, from.Created))
+		moved, err := homes[to].GetSnapshot(t.Context(), was.ID)
+		check.OK(t, err)
+		if moved.Size < was.Size || moved.Size >= was.Size+8*mib || !moved.Created.Truncate(time.Microsecond).Equal(was.Created.Truncate(time.Microsecond)) || moved.Source != v.ID {
+			t.Errorf("from %s to %s: it is %+v", at, to, moved)
+		}
+		restored, err := homes[to].Create(t.Context(), volume.Spec{Name: "restored", Pool: "p", Source: was.ID, Size: volume.Range{Required: 32 * mib}})
+		check.OK(t, err)
+		device, err := homes[to].AttachRaw(t.Context(), restored, nil, false)
+		check.OK(t, err)
+		if err := text.In(device.Path); err != nil {
+			t.Errorf("from %s to %s: %v", at, to, err)
+		}
+		check.OK(t, device.Close())
+		drop(t, homes[to], restored)
+		at = to
+	}
+	check.OK(t, homes[at].DeleteSnapshot(t.Context(), was.ID))
 }
