@@ -109,7 +109,7 @@ func (a *Agent) maintainSnapshot(ctx context.Context, s *v1alpha1.Snapshot) erro
 	if err := clearIntent(ctx, a, s); err != nil {
 		return err
 	}
-	if err := a.takeOverSnapshot(ctx, s); errdefs.IgnoreNotFound(err) != nil {
+	if err := errdefs.IgnoreNotFound(a.takeOverSnapshot(ctx, s)); err != nil {
 		return err
 	}
 	problems, err := a.snapshotHealth(ctx, s)
