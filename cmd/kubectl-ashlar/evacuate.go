@@ -28,6 +28,7 @@ type evacuation struct {
 	to       string
 	parallel int
 	dryRun   bool
+	with     bool // snapshots
 	room     *room
 }
 
@@ -40,7 +41,7 @@ func evacuateCommand(flags *genericclioptions.ConfigFlags) *cobra.Command {
 its network that answers and is not cordoned. First it prints what moves where, and what cannot and why. It moves a few at a time.
 
 Volumes that are used are asked to move as well, all of them at once: the nodes that use them copy them meanwhile, and it waits as long as that goes on. One
-that moves only when it is released it does not wait for. It ends with status 1 if something stays. It can be run again at any time: it goes on with what is left. Cordon the node first, so that nothing new comes there.`,
+that moves only when it is released it does not wait for. With --with-snapshots the snapshots of the node move after that, those too whose volume is elsewhere or gone. It ends with status 1 if something stays. It can be run again at any time: it goes on with what is left. Cordon the node first, so that nothing new comes there.`,
 		Args: func(_ *cobra.Command, args []string) error {
 			switch {
 			case len(args) != 1:
@@ -65,6 +66,7 @@ that moves only when it is released it does not wait for. It ends with status 1 
 	f.StringVar(&e.to, "to", "", "only to this node (default: to the one with most room, for each volume)")
 	f.IntVar(&e.parallel, "parallel", 2, "how many volumes are copied at once")
 	f.BoolVar(&e.dryRun, "dry-run", false, "print what would be done, and do nothing")
+	f.BoolVar(&e.with, "with-snapshots", false, "move the snapshots of the node as well")
 	_ = cmd.RegisterFlagCompletionFunc("to", completeOf(flags, nodesOf)) // the flag is there
 	return cmd
 }
@@ -102,12 +104,38 @@ func (e *evacuation) run(ctx context.Context) error {
 	if err := e.print(all, o, cordoned); err != nil {
 		return err
 	}
+	var copies *cuts
+	if e.with {
+		if copies, err = e.planSnapshots(ctx, all); err == nil {
+			err = copies.print(e.table)
+		}
+		if err != nil {
+			return err
+		}
+	}
 	if !e.dryRun {
 		if err := e.carryOut(ctx, all); err != nil {
 			return err
 		}
 	}
-	return e.staying(all)
+	return errors.Join(e.staying(all), e.moveSnapshots(ctx, copies))
+}
+
+// moveSnapshots moves those of the node; nil: they are to stay.
+func (e *evacuation) moveSnapshots(ctx context.Context, copies *cuts) error {
+	if copies == nil {
+		return nil
+	}
+	if !e.dryRun {
+		if err := copies.carryOut(ctx); err != nil {
+			return fmt.Errorf("%w; what was asked to move goes on, and nothing else does; run it again to go on (kubectl ashlar evacuate %s --with-snapshots)", err, e.node)
+		}
+	}
+	if err := copies.staying(); err != nil || e.dryRun || len(copies.all) == 0 {
+		return err
+	}
+	_, err := fmt.Fprintf(e.out, "No snapshot is left on node %s.\n", e.node)
+	return err
 }
 
 // plan finds out what is to leave the node, and where to: the largest first.
@@ -198,8 +226,8 @@ func (e *evacuation) print(all []*leaving, o *overview.Overview, cordoned bool) 
 			copies++
 		}
 	}
-	if copies > 0 {
-		if _, err := fmt.Fprintf(e.out, "Snapshots on node %s, which stay there: %d\n", e.node, copies); err != nil {
+	if copies > 0 && !e.with {
+		if _, err := fmt.Fprintf(e.out, "Snapshots on node %s, which stay there without --with-snapshots: %d\n", e.node, copies); err != nil {
 			return err
 		}
 	}
@@ -269,7 +297,8 @@ var errUnknown = errors.New("it is not known how far its move is")
 
 // begin asks for the move of a volume. That this one is refused ends no other; that nobody answers does.
 func (e *evacuation) begin(ctx context.Context, l *leaving) error {
-	err := e.ask(ctx, l.v, l.to, func(v *v1alpha1.Volume) error {
+	err := e.ask(ctx, l.v, l.to, func() error {
+		v := l.v
 		if v.Spec.NodeName != e.node || v.Spec.Move != nil {
 			return errors.New("somebody else has it moved; run this again")
 		}

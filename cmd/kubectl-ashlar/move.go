@@ -19,13 +19,14 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 )
 
-// moving is the move of one volume.
+// moving is the move of one volume, or of one snapshot.
 type moving struct {
 	*cluster
-	out    io.Writer
-	to     string // NODE, or NODE/POOL
-	wait   bool
-	cancel bool
+	out       io.Writer
+	to        string // NODE, or NODE/POOL
+	wait      bool
+	cancel    bool
+	snapshots bool // of the volume, too
 }
 
 func moveCommand(flags *genericclioptions.ConfigFlags) *cobra.Command {
@@ -35,7 +36,8 @@ func moveCommand(flags *genericclioptions.ConfigFlags) *cobra.Command {
 		Short: "Move a volume with access=any to another node, its bytes and all",
 		Long: `kubectl ashlar move has a volume moved to a pool of the same name on another node of its network: its bytes are
 copied, also while it is used, then it is on that node, and the old one gives its bytes back. VOLUME is its ID (vol.POOL.KEY),
-the KEY alone, the name of its PersistentVolume, or NAMESPACE/CLAIM.
+the KEY alone, the name of its PersistentVolume, or NAMESPACE/CLAIM. Its snapshots stay where they are, unless you say --with-snapshots. A
+snapshot is moved alone by its ID (snap.POOL.KEY).
 
 It refuses what cannot be done, waits until the move has ended, and says how far it is. The move goes on without this command, too: the same command waits for it again, and --cancel takes it back, as long as the
 volume has not moved.`,
@@ -66,6 +68,7 @@ volume has not moved.`,
 	f.StringVar(&m.to, "to", "", "the node that it is moved to (NODE, or NODE/POOL with the volume's own pool)")
 	f.BoolVar(&m.wait, "wait", true, "wait until the move has ended")
 	f.BoolVar(&m.cancel, "cancel", false, "take the move back, if the volume has not moved yet")
+	f.BoolVar(&m.snapshots, "with-snapshots", false, "move its snapshots there as well")
 	_ = cmd.RegisterFlagCompletionFunc("to", completeOf(flags, nodesOf)) // the flag is there
 	return cmd
 }
@@ -103,6 +106,9 @@ func (m *moving) run(ctx context.Context, name string) error {
 	if err != nil {
 		return err
 	}
+	if strings.HasPrefix(name, "snap.") {
+		return m.runSnapshot(ctx, o, name)
+	}
 	seen, err := cli.Find(o, name)
 	if err != nil {
 		return err
@@ -113,17 +119,26 @@ func (m *moving) run(ctx context.Context, name string) error {
 	}
 	title := cli.Title(seen)
 	if m.cancel {
-		return m.takeBack(ctx, v, title)
+		if m.snapshots && v.Spec.Move == nil {
+			return m.takeBackSnapshots(ctx, v)
+		}
+		if err := m.takeBack(ctx, v, title); err != nil || !m.snapshots {
+			return err
+		}
+		return m.takeBackSnapshots(ctx, v)
 	}
 	node, pool, named := strings.Cut(m.to, "/")
 	if named && pool != v.Spec.Pool {
 		return fmt.Errorf("move %s to pool %s of node %s: it is in pool %s, and stays in pools of that name, as the handle of its PersistentVolume has it; give --to %s", title, pool, node, v.Spec.Pool, node)
 	}
+	if m.snapshots && v.Spec.NodeName == node && v.Spec.Move == nil { // it has moved, or was always there
+		return m.bringSnapshots(ctx, o, v, node)
+	}
 	r, err := m.look(ctx, o)
 	if err != nil {
 		return err
 	}
-	err = m.ask(ctx, v, node, func(v *v1alpha1.Volume) error { return r.may(v, node) })
+	err = m.ask(ctx, v, node, func() error { return r.may(v, node) })
 	switch {
 	case ctx.Err() != nil:
 		return fmt.Errorf("%s: interrupted; it may be asked to move to node %s already: the same command waits for it, and kubectl ashlar move %s --cancel takes it back", title, node, v.ID())
@@ -133,10 +148,14 @@ func (m *moving) run(ctx context.Context, name string) error {
 		return fmt.Errorf("move %s to node %s: %w", title, node, err)
 	}
 	f := following(v, seen, node)
-	if err := f.tell(m.out); err != nil || !m.wait {
+	err = f.tell(m.out)
+	if err == nil && m.wait {
+		err = m.follow(ctx, f)
+	}
+	if err != nil || !m.snapshots {
 		return err
 	}
-	return m.follow(ctx, f)
+	return m.bringSnapshots(ctx, o, v, node)
 }
 
 // may is why a volume may not be asked to move to a node, beside that it does so already.
@@ -154,62 +173,75 @@ func (r *room) may(v *v1alpha1.Volume, node string) error {
 	return r.takes(v, node)
 }
 
-// asked reports whether a volume is asked to move to a node, or has just done so.
-func asked(v *v1alpha1.Volume, node string) bool {
-	m := v.Spec.Move
-	return m != nil && !v1alpha1.Going(v) && (!m.Left && m.Node == node || m.Left && v.Spec.NodeName == node)
+// mobile is what can move: a volume, or a snapshot.
+type mobile interface {
+	client.Object
+	Node() string
+	Moves() (*v1alpha1.Move, *v1alpha1.MoveStatus)
+	SetMove(*v1alpha1.Move)
+	Common() *v1alpha1.ObjectStatus
+	May() *v1alpha1.Intent
+	Deleting() bool
+}
+
+// asked reports whether something is asked to move to a node, or has just done so.
+func asked(o mobile, node string) bool {
+	m, _ := o.Moves()
+	return m != nil && !v1alpha1.Going(o) && (!m.Left && m.Node == node || m.Left && o.Node() == node)
 }
 
 // tries is how often a write is tried again, as somebody else has changed the object.
 const tries = 10
 
-// ask writes down that a volume is to move to a node, if it may.
-func (c *cluster) ask(ctx context.Context, v *v1alpha1.Volume, node string, may func(*v1alpha1.Volume) error) error {
+// ask writes down that something is to move to a node, if it may.
+func (c *cluster) ask(ctx context.Context, o mobile, node string, may func() error) error {
 	tried := false
-	return c.change(ctx, v, func() (bool, error) {
-		if tried && v.Spec.NodeName == node && v.Spec.Move == nil {
+	return c.change(ctx, o, func() (bool, error) {
+		m, _ := o.Moves()
+		if tried && o.Node() == node && m == nil {
 			return false, nil // it has moved by now
 		}
 		tried = true
-		if asked(v, node) {
-			follows := v.Spec.Move.Follows
-			v.Spec.Move.Follows = false // from now on somebody wants it
+		if asked(o, node) {
+			follows := m.Follows
+			m.Follows = false // from now on somebody wants it
 			return follows, nil
 		}
-		if err := may(v); err != nil {
+		if err := may(); err != nil {
 			return false, err
 		}
-		v.Spec.Move = &v1alpha1.Move{Node: node}
+		o.SetMove(&v1alpha1.Move{Node: node})
 		return true, nil
 	})
 }
 
-// errDeleted: the volume is not there any more.
+// errDeleted: what was to move is not there any more.
 var errDeleted = errors.New("it was deleted meanwhile")
 
-// change writes an edit of a volume, which may find that there is nothing to do, on the condition that nobody else changed the object since it was read. What
+// change writes an edit of what can move, which may find that there is nothing to do, on the condition that nobody else changed the object since it was read. What
 // was written and not answered is what somebody else has changed.
-func (c *cluster) change(ctx context.Context, v *v1alpha1.Volume, edit func() (changed bool, err error)) error {
+func (c *cluster) change(ctx context.Context, o mobile, edit func() (changed bool, err error)) error {
+	moves := func() bool { m, _ := o.Moves(); return m != nil }
 	for try := 1; ; try++ {
-		before := v.DeepCopy()
+		before := o.DeepCopyObject().(client.Object)
 		changed, err := edit()
 		if err != nil || !changed {
 			return err
 		}
-		want := v.Spec.Move != nil
+		want := moves()
 		err = c.patiently(ctx, func() error {
-			return c.Patch(ctx, v, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}))
+			return c.Patch(ctx, o, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}))
 		})
 		switch {
-		case err == nil && want && v.Spec.Move == nil:
+		case err == nil && want && !moves():
 			return errors.New("the definitions of ashlar.dev in this cluster know no moves: apply those of this version (deploy/kubernetes/crds)")
 		case !apierrors.IsConflict(err) || try == tries:
 			return refusal(err)
 		}
-		if err := c.patiently(ctx, func() error { return c.Get(ctx, client.ObjectKeyFromObject(before), v) }); err != nil {
+		if err := c.patiently(ctx, func() error { return c.Get(ctx, client.ObjectKeyFromObject(before), o) }); err != nil {
 			return err
 		}
-		if v.UID != before.UID {
+		if o.GetUID() != before.GetUID() {
 			return errDeleted
 		}
 	}
@@ -232,24 +264,25 @@ func refusal(err error) error {
 }
 
 // takeBack takes a move back that has not been done yet.
-func (m *moving) takeBack(ctx context.Context, v *v1alpha1.Volume, title string) error {
-	home, tried := v.Spec.NodeName, false
-	err := m.change(ctx, v, func() (bool, error) {
-		switch w := v.Spec.Move; {
-		case w == nil && tried && v.Spec.NodeName == home:
+func (m *moving) takeBack(ctx context.Context, o mobile, title string) error {
+	home, tried := o.Node(), false
+	err := m.change(ctx, o, func() (bool, error) {
+		switch w, _ := o.Moves(); {
+		case w == nil && tried && o.Node() == home:
 			return false, nil // it was done, and not answered
 		case w == nil:
-			return false, fmt.Errorf("it does not move; it is on node %s", v.Spec.NodeName)
+			return false, fmt.Errorf("it does not move; it is on node %s", o.Node())
 		case w.Left:
-			return false, fmt.Errorf("it has moved already, from node %s to node %s; to have it back, move it there when this move has ended", w.Node, v.Spec.NodeName)
+			return false, fmt.Errorf("it has moved already, from node %s to node %s; to have it back, move it there when this move has ended", w.Node, o.Node())
 		}
-		v.Spec.Move, tried = nil, true
+		o.SetMove(nil)
+		tried = true
 		return true, nil
 	})
 	if err != nil {
 		return fmt.Errorf("take back the move of %s: %w", title, err)
 	}
-	_, err = fmt.Fprintf(m.out, "%s: it stays on node %s.\n", title, v.Spec.NodeName)
+	_, err = fmt.Fprintf(m.out, "%s: it stays on node %s.\n", title, o.Node())
 	return err
 }
 
@@ -295,37 +328,46 @@ func (f *followed) carried() bool {
 	return c != nil && s != nil && s.Node == f.to && s.Claim == c.Generation && s.Claim > 0
 }
 
-// stage is how far a move is, in words, and whether it has ended. kind stays the same while only figures change.
+// stage is how far a move is, as of stageOf.
 func (f *followed) stage() (kind, text string, done bool, err error) {
-	m, s := f.v.Spec.Move, f.v.Status.Move
-	heard := s != nil && (m != nil && m.Left || s.Node == f.to)
+	user := f.user()
+	if f.carried() {
+		user = ""
+	}
+	return stageOf(f.v, f.to, user)
+}
+
+// stageOf is how far a move to a node is, in words, and whether it has ended. kind stays the same while only figures change. user is who keeps it from going on; empty: nobody does.
+func stageOf(o mobile, to, user string) (kind, text string, done bool, err error) {
+	m, s := o.Moves()
+	heard := s != nil && (m != nil && m.Left || s.Node == to)
 	switch {
-	case m == nil && f.v.Spec.NodeName == f.to:
-		return "", "it is on node " + f.to, true, nil
-	case v1alpha1.Going(f.v):
+	case m == nil && o.Node() == to:
+		return "", "it is on node " + to, true, nil
+	case v1alpha1.Going(o):
 		return "", "", false, errors.New("it is being deleted")
 	case m == nil:
-		return "", "", false, fmt.Errorf("the move to node %s was taken back: it stays on node %s", f.to, f.v.Spec.NodeName)
-	case !asked(f.v, f.to):
+		return "", "", false, fmt.Errorf("the move to node %s was taken back: it stays on node %s", to, o.Node())
+	case !asked(o, to):
 		return "", "", false, fmt.Errorf("somebody else has it moved to node %s", m.Node)
 	case m.Left && (!heard || !s.Arrived):
-		text = fmt.Sprintf("node %s takes it over", f.to)
+		text = fmt.Sprintf("node %s takes it over", to)
 	case m.Left:
-		text = fmt.Sprintf("it is on node %s; node %s gives its bytes back", f.to, m.Node)
+		text = fmt.Sprintf("it is on node %s; node %s gives its bytes back", to, m.Node)
 		if s.Waits {
 			text = s.Message
 		}
-	case f.user() != "" && !f.carried():
-		text = fmt.Sprintf("used on %s; its bytes are copied meanwhile, or when it is released", f.user())
+	case user != "":
+		text = fmt.Sprintf("used on %s; its bytes are copied meanwhile, or when it is released", user)
 	case !heard:
-		text = fmt.Sprintf("node %s is asked to copy it from node %s", f.to, f.v.Spec.NodeName)
+		text = fmt.Sprintf("node %s is asked to copy it from node %s", to, o.Node())
 	case s.Waits:
 		text = "waits: " + s.Message
 	case s.Progress != nil && s.Progress.Total > 0:
 		text = fmt.Sprintf("%d %%, %s", 100*s.Progress.Done/s.Progress.Total, s.Message)
 		return fmt.Sprint("copying ", 10*s.Progress.Done/s.Progress.Total), text, false, nil
 	default:
-		text = cmp.Or(s.Message, fmt.Sprintf("node %s copies it from node %s", f.to, f.v.Spec.NodeName))
+		text = cmp.Or(s.Message, fmt.Sprintf("node %s copies it from node %s", to, o.Node()))
 	}
 	return text, text, false, nil
 }

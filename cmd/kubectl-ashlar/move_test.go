@@ -375,7 +375,7 @@ func TestMoveRules(t *testing.T) {
 	c := &cluster{Client: e.Client}
 	v := movable("pvc-node", "n1", 100*mib, func(v *v1alpha1.Volume) { v.Spec.Access = "" })
 	e.add(v)
-	all := func(*v1alpha1.Volume) error { return nil }
+	all := func() error { return nil }
 	err := c.ask(t.Context(), v, "n2", all)
 	want := "the API server refuses that: a volume with access node does not move: its PersistentVolume says one node, for good; make a snapshot, and restore it on another node (copies: anywhere)"
 	if err == nil || err.Error() != want {
@@ -387,9 +387,9 @@ func TestMoveRules(t *testing.T) {
 	stale := v.DeepCopy()
 	e.edited(v, func(v *v1alpha1.Volume) { v.Spec.Move = &v1alpha1.Move{Node: "n3"} })
 	seen := 0
-	err = c.ask(t.Context(), stale, "n2", func(v *v1alpha1.Volume) error {
-		if seen++; v.Spec.Move != nil {
-			return fmt.Errorf("it moves to %s", v.Spec.Move.Node)
+	err = c.ask(t.Context(), stale, "n2", func() error {
+		if seen++; stale.Spec.Move != nil {
+			return fmt.Errorf("it moves to %s", stale.Spec.Move.Node)
 		}
 		return nil
 	})

@@ -152,14 +152,19 @@ func (r *room) lacking(node, pool string) error {
 
 // best is the node with most room of those that can take a volume: none that is cordoned. only: that node alone, if it is not empty.
 func (r *room) best(v *v1alpha1.Volume, only string) (string, error) {
+	return r.bestOf(v.Spec.Pool, v.Spec.NodeName, only, func(node string) error { return r.takes(v, node) })
+}
+
+// bestOf is best of what is in a pool of a node, by what a node that cannot take it says.
+func (r *room) bestOf(pool, home, only string, takes func(node string) error) (string, error) {
 	var reasons []string
 	found, most := "", int64(-1)
 	for _, p := range r.pools {
 		node := p.Spec.NodeName
-		if p.Spec.Pool != v.Spec.Pool || node == v.Spec.NodeName || only != "" && node != only {
+		if p.Spec.Pool != pool || node == home || only != "" && node != only {
 			continue
 		}
-		err := r.takes(v, node)
+		err := takes(node)
 		if r.cordoned[node] {
 			err = errors.New("it is cordoned")
 		}
@@ -175,10 +180,10 @@ func (r *room) best(v *v1alpha1.Volume, only string) (string, error) {
 		return found, nil
 	}
 	if len(reasons) == 0 && only != "" {
-		return "", fmt.Errorf("node %s: %w", only, r.takes(v, only))
+		return "", fmt.Errorf("node %s: %w", only, takes(only))
 	}
 	if len(reasons) == 0 {
-		return "", fmt.Errorf("no other node has a pool %s", v.Spec.Pool)
+		return "", fmt.Errorf("no other node has a pool %s", pool)
 	}
 	slices.Sort(reasons)
 	if more := len(reasons) - mostReasons; more > 0 {

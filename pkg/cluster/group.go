@@ -12,6 +12,9 @@ import (
 // ByGroup is the index of snapshots by the keys of their groups, which IndexGroup returns.
 const ByGroup = "group"
 
+// ByFetched is the index of volumes that are being copied from another node, by the key of what they are copied from.
+const ByFetched = "fetched"
+
 // IndexGroup is the client.IndexerFunc of ByGroup.
 func IndexGroup(o client.Object) []string {
 	if group := o.(*v1alpha1.Snapshot).Spec.Group; group != nil {

@@ -35,6 +35,9 @@ func IntendDeletion[T Object](ctx context.Context, c client.Client, o T, unchang
 		id["annotations"] = map[string]any{v1alpha1.TraceAnnotation: traced(parent)}
 	}
 	spec := map[string]any{"delete": o.GetUID()}
+	if s, ok := any(o).(*v1alpha1.Snapshot); ok && s.Spec.Move != nil {
+		spec["move"] = nil
+	}
 	if v, ok := any(o).(*v1alpha1.Volume); ok {
 		if v.Spec.Claim != nil {
 			spec["claim"] = nil

@@ -1,6 +1,11 @@
 package cluster
 
-import "github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+import (
+	"fmt"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
 
 // MayMove reports whether the controller may name the new node of a volume that moves: that node has all bytes as they are, and nobody uses the volume, or it is used by a
 // claim whose node writes to both. Whoever claims the volume, or takes the claim or the move back, writes the same object, so nothing can come between this and the
@@ -40,4 +45,24 @@ func Flip(v *v1alpha1.Volume) {
 		c.Generation = v.Spec.Claims
 	}
 	v.Spec.NodeName, v.Spec.Move = v.Spec.Move.Node, &v1alpha1.Move{Node: v.Spec.NodeName, Left: true}
+}
+
+// SnapshotMayMove is MayMove of a snapshot, which nobody changes: its new node has all bytes.
+func SnapshotMayMove(s *v1alpha1.Snapshot) bool {
+	m, far := s.Spec.Move, s.Status.Move
+	return m != nil && !m.Left && far != nil && far.Node == m.Node && far.Copied != nil && far.Copied.Generation == s.Generation &&
+		s.Status.Created != nil && far.Copied.Size == s.Status.Size && !v1alpha1.Going(s)
+}
+
+// FlipSnapshot names the new node of a snapshot that moves in its object.
+func FlipSnapshot(s *v1alpha1.Snapshot) {
+	s.Spec.NodeName, s.Spec.Move = s.Spec.Move.Node, &v1alpha1.Move{Node: s.Spec.NodeName, Left: true}
+}
+
+// SnapshotComes is errdefs.ErrUnavailable for a snapshot that has moved, and that its new node has not taken over yet: until then nobody reads it.
+func SnapshotComes(s *v1alpha1.Snapshot) error {
+	if m := s.Spec.Move; m == nil || !m.Left || s.Status.Move != nil && s.Status.Move.Arrived {
+		return nil
+	}
+	return fmt.Errorf("%w: snapshot %s has moved from node %s to node %s, which has not taken it over yet", errdefs.ErrUnavailable, SnapshotID(s), s.Spec.Move.Node, s.Spec.NodeName)
 }

@@ -266,7 +266,7 @@ var errCut = errors.New("the wire is cut")
 func (b *breaking) ask(part string, next http.RoundTripper, r *http.Request) (*http.Response, error) {
 	b.mu.Lock()
 	breaks := false
-	if r.Method == http.MethodPatch && strings.Contains(r.URL.Path, "/volumes/") && b.left > 0 {
+	if r.Method == http.MethodPatch && (strings.Contains(r.URL.Path, "/volumes/") || strings.Contains(r.URL.Path, "/snapshots/")) && b.left > 0 {
 		b.left--
 		breaks = b.left == 0
 	}

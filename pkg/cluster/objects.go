@@ -105,4 +105,5 @@ type Object interface {
 	Strict() bool
 	May() *v1alpha1.Intent
 	Deleting() bool
+	Moves() (*v1alpha1.Move, *v1alpha1.MoveStatus)
 }

@@ -90,7 +90,7 @@ func setWhole(ctx context.Context, poolOf func(name string) (blockdev.Pool, erro
 func (l *Local) groups(ctx context.Context, pools []blockdev.Pool) (map[string][]member, error) {
 	groups := map[string][]member{}
 	err := l.list(ctx, pools, blockdev.Snapshot, ID{}, 0, func(pool string, r blockdev.Record) bool {
-		if key := r.Labels[labelGroup]; key != "" {
+		if key := r.Labels[labelGroup]; key != "" && !unfinished(r) {
 			size, _ := strconv.Atoi(r.Labels[labelGroupSize])
 			groups[key] = append(groups[key], member{snapshotFromRecord(pool, l.node, r), size, r.Labels[labelGroupWhole] != ""})
 		}

@@ -20,7 +20,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 )
 
-// Origin is a snapshot whose bytes are copied to another pool, of this node or of another one, or a volume that moves.
+// Origin is a snapshot whose bytes are copied to another pool, of this node or of another one, or what moves.
 type Origin struct {
 	ID ID
 	// Created is when it was cut, or sealed: what another snapshot of that ID has is no part of a copy of this one.
@@ -31,7 +31,7 @@ type Origin struct {
 	Contents
 	Format Format
 	Header Header
-	// Labels of the record of a volume that moves, which is all of it and no copy; nil of a snapshot.
+	// Labels of the record of what moves, which is all of it and no copy; nil of what is copied.
 	Labels map[string]string
 	// Claims is how many claims of a volume that moves there had been when it was sealed.
 	Claims int64
@@ -77,7 +77,7 @@ func importLabel(from Origin, done int64) string {
 	return from.ID.Key + "/" + from.Created.UTC().Format(time.RFC3339Nano) + "/" + strconv.FormatInt(done, 10)
 }
 
-// unfinished reports whether a volume is a copy that is not whole.
+// unfinished reports whether a volume is a copy that is not whole, or what is here of a volume or snapshot that moves here.
 func unfinished(r blockdev.Record) bool { return r.Labels[labelImport] != "" }
 
 // imported is up to which byte an unfinished copy of an origin is done; false if it is of another.
@@ -265,7 +265,7 @@ func mayGoOn(cause error) bool {
 
 // dropUnfinished removes a copy that is not whole. What is whole stays.
 func (l *Local) dropUnfinished(ctx context.Context, id ID) error {
-	pool, ref, err := l.object(id, blockdev.Volume)
+	pool, ref, err := l.object(id, id.Kind)
 	if err != nil {
 		return err
 	}
@@ -308,7 +308,7 @@ func (l *Local) open(ctx context.Context, id ID) (Origin, error) {
 	}); err != nil {
 		return Origin{}, err
 	}
-	return Origin{ID: id, Created: record.Created, Size: record.Size, Sector: sector,
+	return Origin{ID: id, Created: snapshotFromRecord(pool.Name(), l.node, record).Created, Size: record.Size, Sector: sector,
 		Contents: contentsOf(record), Format: parseFormat(record.Labels[labelFormat]), Header: parseHeader(record.Labels[labelHeader]),
 		Read: func(ctx context.Context, from int64, visit func(int64, []byte) error) error {
 			release, err := l.holdSource(id)

@@ -11,10 +11,10 @@ import (
 )
 
 // Leftover is what a copy of something in another pool has made and not finished, or not removed yet: the copy itself, or the snapshot that
-// was cut for it. The next call for the copy goes on with it.
+// was cut for it; or what is here of what moves here. The next call for the copy goes on with it.
 type Leftover struct {
 	ID  ID
-	For string // key of the copy
+	For string // key of the copy, or of what moves
 	// Began is when it was made.
 	Began time.Time
 }
@@ -22,7 +22,7 @@ type Leftover struct {
 // LeftoverOf returns what a record of a pool is a leftover of; false if it is none.
 func LeftoverOf(pool string, r blockdev.Record) (left Leftover, is bool) {
 	left = Leftover{ID{r.Kind, pool, r.Key}, r.Labels[labelCutFor], r.Created}
-	if r.Kind == blockdev.Volume && unfinished(r) {
+	if unfinished(r) {
 		left.For = r.Key
 	}
 	return left, left.For != ""
@@ -44,9 +44,14 @@ func (l *Local) Leftovers(ctx context.Context, pool blockdev.Pool) (all []Leftov
 	return all, nil
 }
 
+// Comes reports whether it is of a snapshot that moves here. Otherwise it is of a volume.
+func (left Leftover) Comes() bool {
+	return left.ID.Kind == blockdev.Snapshot && left.ID.Key == left.For
+}
+
 // DropLeftover removes a leftover that nobody goes on with. What is whole by now stays.
 func (l *Local) DropLeftover(ctx context.Context, left Leftover) error {
-	if left.ID.Kind == blockdev.Snapshot {
+	if left.ID.Kind == blockdev.Snapshot && !left.Comes() {
 		return l.EndCut(ctx, left.ID.Pool, left.For)
 	}
 	return l.dropUnfinished(ctx, left.ID)

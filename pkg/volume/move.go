@@ -259,14 +259,14 @@ func broughtSince(r blockdev.Record) (since time.Time, is bool) {
 	return since, err == nil
 }
 
-// Brought reports whether all bytes of a volume that moves here are, as they were sealed at a time.
+// Brought reports whether all bytes of what moves here are, as they were sealed at a time.
 func (l *Local) Brought(ctx context.Context, id ID, sealed time.Time) (bool, error) {
-	pool, ref, err := l.object(id, blockdev.Volume)
+	pool, ref, err := l.object(id, id.Kind)
 	if err != nil {
 		return false, err
 	}
 	record, err := pool.Get(ctx, ref)
-	return err == nil && record.Labels[labelImport] == broughtLabel(id.Key, sealed), errdefs.IgnoreNotFound(err)
+	return err == nil && (record.Labels[labelImport] == broughtLabel(id.Key, sealed) || isCut(pool, record, sealed)), errdefs.IgnoreNotFound(err)
 }
 
 // dropLeft removes what is here of a volume that had left this node, which was taken for gone then: it is sealed, and its home has counted as many claims since, or more.
@@ -286,18 +286,26 @@ func (l *Local) Bring(ctx context.Context, name string, provisioning blockdev.Pr
 	if err := from.checkMove(name); err != nil {
 		return err
 	}
-	pool, ref, err := l.object(from.ID, blockdev.Volume)
+	return l.bring(ctx, name, provisioning, from)
+}
+
+// bring is Bring of a volume, or of a snapshot.
+func (l *Local) bring(ctx context.Context, name string, provisioning blockdev.Provisioning, from Origin) error {
+	pool, ref, err := l.object(from.ID, from.ID.Kind)
 	if err != nil {
 		return err
 	}
 	record, err := pool.Get(ctx, ref)
 	switch _, of := imported(record, from); {
-	case err == nil && record.Labels[labelImport] == broughtLabel(ref.Key, from.Created):
+	case err == nil && (record.Labels[labelImport] == broughtLabel(ref.Key, from.Created) || isCut(pool, record, from.Created)):
 		return nil
 	case err == nil && !of:
-		if unfinished(record) {
+		switch {
+		case unfinished(record):
 			err = l.dropUnfinished(ctx, from.ID)
-		} else {
+		case ref.Kind == blockdev.Snapshot:
+			err = fmt.Errorf("%w: pool %s of node %s has a snapshot %s of its own", errdefs.ErrExists, pool.Name(), l.node, from.ID)
+		default:
 			err = l.dropLeft(ctx, pool, record, from.Claims)
 		}
 		if err != nil {
@@ -314,7 +322,7 @@ func (l *Local) Bring(ctx context.Context, name string, provisioning blockdev.Pr
 		return map[string]string{labelImport: broughtLabel(ref.Key, from.Created)}, nil
 	})
 	if err != nil {
-		err = fmt.Errorf("bring volume %s to pool %s: %w", from.ID, pool.Name(), err)
+		err = fmt.Errorf("bring %s to pool %s: %w", from.ID, pool.Name(), err)
 		return errors.Join(err, l.giveUp(ctx, from.ID, err))
 	}
 	return nil
@@ -324,13 +332,16 @@ func (l *Local) Bring(ctx context.Context, name string, provisioning blockdev.Pr
 func (l *Local) beginMove(ctx context.Context, pool blockdev.Pool, name string, provisioning blockdev.Provisioning, from Origin) (blockdev.Record, error) {
 	labels := maps.Clone(from.Labels)
 	labels[labelImport] = importLabel(from, 0)
+	if from.ID.Kind == blockdev.Snapshot {
+		labels[labelCutFor] = from.ID.Key // by which older drivers hide it, too
+	}
 	return l.createMoved(ctx, pool, name, provisioning, from, labels)
 }
 
-// createMoved makes the object of a volume that moves here, as zeros.
+// createMoved makes the object of what moves here, as zeros.
 func (l *Local) createMoved(ctx context.Context, pool blockdev.Pool, name string, provisioning blockdev.Provisioning, from Origin, labels map[string]string) (blockdev.Record, error) {
 	g := pool.Granularity()
-	return l.create(ctx, pool, blockdev.Spec{Ref: blockdev.Ref{Kind: blockdev.Volume, Key: from.ID.Key}, Name: name, Size: (from.Size + g - 1) / g * g,
+	return l.create(ctx, pool, blockdev.Spec{Ref: from.ID.ref(), Name: name, Size: (from.Size + g - 1) / g * g,
 		Provisioning: provisioning, Sector: from.Sector, Labels: labels})
 }
 
@@ -342,31 +353,39 @@ func (o Origin) checkMove(name string, more ...string) error {
 	if o.ID.Kind != blockdev.Volume || o.ID.Key != KeyOf(name) {
 		return fmt.Errorf("%w: %s is not volume %q", errdefs.ErrUnsupported, o.ID, name)
 	}
+	return o.checkLabels(func(label string) bool {
+		return slices.Contains(movedLabels, label) || slices.Contains(more, label) || strings.HasPrefix(label, labelMutable)
+	})
+}
+
+// checkLabels is ErrUnsupported for an origin whose record has labels that are not known, or too long.
+func (o Origin) checkLabels(known func(label string) bool) error {
 	for label, value := range o.Labels {
-		if !slices.Contains(movedLabels, label) && !slices.Contains(more, label) && !strings.HasPrefix(label, labelMutable) {
-			return fmt.Errorf("%w: the record of volume %s has the label %q, which this version does not know; bring both nodes to one version", errdefs.ErrUnsupported, o.ID, label)
+		if !known(label) {
+			return fmt.Errorf("%w: the record of %s has the label %q, which this version does not know; bring both nodes to one version", errdefs.ErrUnsupported, o.ID, label)
 		}
 		if len(value) > mostUserLabel {
-			return fmt.Errorf("%w: the label %q of volume %s has %d bytes, %d are the most", errdefs.ErrUnsupported, label, o.ID, len(value), mostUserLabel)
+			return fmt.Errorf("%w: the label %q of %s has %d bytes, %d are the most", errdefs.ErrUnsupported, label, o.ID, len(value), mostUserLabel)
 		}
 	}
 	return nil
 }
 
-// Arrive makes a volume of what was brought. The cluster says that it is this node's. That it is a volume already is success; ErrNotFound if it is
+// Arrive makes a volume, or a snapshot, of what was brought. The cluster says that it is this node's. That it is one already is success; ErrNotFound if it is
 // neither, also while bytes are missing.
 func (l *Local) Arrive(ctx context.Context, id ID) (err error) {
-	ctx, end := trace.Start(ctx, "take over a volume that has moved", "volume", id.String())
+	ctx, end := trace.Start(ctx, "take over what has moved", "id", id.String())
 	defer func() { end(err) }()
-	pool, ref, err := l.object(id, blockdev.Volume)
+	pool, ref, err := l.object(id, id.Kind)
 	if err != nil {
 		return err
 	}
 	_, err = pool.SetLabels(ctx, ref, func(labels map[string]string) error {
 		if label := labels[labelImport]; label != "" && !strings.HasSuffix(label, "/"+brought) {
-			return fmt.Errorf("%w: not all bytes of volume %s are on node %s", errdefs.ErrNotFound, id, l.node)
+			return fmt.Errorf("%w: not all bytes of %s are on node %s", errdefs.ErrNotFound, id, l.node)
 		}
 		delete(labels, labelImport)
+		delete(labels, labelCutFor) // of a snapshot
 		return nil
 	})
 	return err

@@ -32,13 +32,13 @@ const (
 	labelGroupSize  = "group.size"
 	labelGroupWhole = "group.whole" // all of the group was cut: a member that is missing was lost
 	labelMutable    = "mutable."    // + key
-	labelSource     = "source"      // of a copy of what is in another pool: its ID
+	labelSource     = "source"      // of a copy of what is in another pool, and of what has moved: its ID
 	labelImport     = "import"      // how far such a copy is that is not whole: see importLabel
-	labelCutFor     = "cut.for"     // key of the volume that a snapshot was cut for, to be copied to another pool; it is nobody else's
+	labelCutFor     = "cut.for"     // key of the volume that a snapshot was cut for, to be copied to another pool, or its own while it moves here; it is nobody else's
 	labelExport     = "export"      // to whom it is exported, until that has ended: see export
 	labelRead       = "read"        // many read it: see reading
 	labelSealed     = "sealed"      // since when its bytes do not change, because it moves to another node: see Seal
-	labelMade       = "made"        // when a volume was made that has moved since
+	labelMade       = "made"        // when a volume was made, or a snapshot cut, that has moved since
 	labelNamespace  = "pvc.namespace"
 	labelClaim      = "pvc.name"
 	labelPV         = "pv.name"
@@ -85,8 +85,15 @@ func fromRecord(pool, node string, r blockdev.Record) Volume {
 }
 
 func snapshotFromRecord(pool, node string, r blockdev.Record) Snapshot {
-	return Snapshot{ID: ID{r.Kind, pool, r.Key}, Name: r.Name, Source: ID{r.Origin.Kind, pool, r.Origin.Key},
+	s := Snapshot{ID: ID{r.Kind, pool, r.Key}, Name: r.Name, Source: ID{r.Origin.Kind, pool, r.Origin.Key},
 		Size: sizeOf(r), Scheme: schemeOf(r), Created: r.Created, Group: GroupID{r.Labels[labelGroup]}, Node: node}
+	if id, err := ParseID(r.Labels[labelSource]); err == nil {
+		s.Source = id
+	}
+	if cut, err := time.Parse(time.RFC3339Nano, r.Labels[labelMade]); err == nil {
+		s.Created = cut
+	}
+	return s
 }
 
 // labels of a new volume.

@@ -57,6 +57,9 @@ func (l *Local) existing(ctx context.Context, name string, source ID) (Snapshot,
 	if err != nil {
 		return Snapshot{}, err
 	}
+	if unfinished(record) {
+		return Snapshot{}, fmt.Errorf("%w: snapshot %s is being moved here", errdefs.ErrUnavailable, id)
+	}
 	have := snapshotFromRecord(id.Pool, l.node, record)
 	if have.Name != name || have.Source != source {
 		return Snapshot{}, fmt.Errorf("%w: snapshot %q (%s) is of volume %s, not %s", errdefs.ErrExists, name, id, have.Source, source)
@@ -108,6 +111,9 @@ func (l *Local) GetSnapshot(ctx context.Context, id ID) (Snapshot, error) {
 	record, err := pool.Get(ctx, ref)
 	if err != nil {
 		return Snapshot{}, err
+	}
+	if unfinished(record) {
+		return Snapshot{}, fmt.Errorf("%w: snapshot %s is being moved to node %s", errdefs.ErrUnavailable, id, l.node)
 	}
 	if l.hidden(record) {
 		return Snapshot{}, fmt.Errorf("%w: snapshot %s is of a group that is not complete, or of a copy", errdefs.ErrNotFound, id)

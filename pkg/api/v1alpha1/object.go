@@ -99,9 +99,9 @@ func StateOf(o object) string {
 	return StateReady
 }
 
-// OfGroup returns those of the snapshots that say that they belong to a group which do: a group is on one node. That is the one for
-// which the controller made members (GroupLabel); of a group that was adopted as a whole, that of the oldest. Whoever has the account
-// of another node can write objects that name the group, too.
+// OfGroup returns those of the snapshots that say that they belong to a group which do: those that the controller made for it (GroupLabel), wherever they
+// have moved since, and what else is on their node, which may have been adopted; of a group that was adopted as a whole, those on the node of the oldest. Whoever
+// has the account of another node can write objects that name the group, too.
 func OfGroup(members []Snapshot) []Snapshot {
 	if len(members) == 0 {
 		return nil
@@ -115,5 +115,5 @@ func OfGroup(members []Snapshot) []Snapshot {
 	first := slices.MinFunc(members, func(a, b Snapshot) int {
 		return cmp.Or(cmp.Compare(rank(&a), rank(&b)), a.CreationTimestamp.Compare(b.CreationTimestamp.Time), cmp.Compare(a.Name, b.Name))
 	})
-	return slices.DeleteFunc(members, func(m Snapshot) bool { return m.Spec.NodeName != first.Spec.NodeName })
+	return slices.DeleteFunc(members, func(m Snapshot) bool { return rank(&m) > 0 && m.Spec.NodeName != first.Spec.NodeName })
 }

@@ -290,17 +290,17 @@ type Claim struct {
 	Since *metav1.Time `json:"since,omitempty"`
 }
 
-// Move of a volume to another node. Its bytes are copied while nobody uses it, or by the node that does; when all are there, the controller writes the new node into
+// Move of a volume to another node, or of a snapshot. Its bytes are copied while nobody uses it, or by the node that does; when all are there, the controller writes the new node into
 // spec.nodeName, by compare-and-swap. From then on the object names the other one of the two nodes here, until that has given its bytes back.
 type Move struct {
-	// Node that the volume is to be moved to; once it has, the node that it has left.
+	// Node that it is to be moved to; once it has, the node that it has left.
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=253
 	Node string `json:"node"`
-	// Left: the volume has moved, from that node.
+	// Left: it has moved, from that node.
 	// +optional
 	Left bool `json:"left,omitempty"`
-	// Follows: nobody asked for it but the volume itself, which is to be where it is used. It is taken back when the volume is used elsewhere before it has moved.
+	// Follows: nobody asked for it but a volume itself, which is to be where it is used. It is taken back when the volume is used elsewhere before it has moved.
 	// +optional
 	Follows bool `json:"follows,omitempty"`
 }
@@ -383,8 +383,8 @@ type VolumeStatus struct {
 	Move *MoveStatus `json:"move,omitempty"`
 }
 
-// MoveStatus is how far the move of a volume is. The node of spec.move writes it, or while the volume is used the node of its claim; but for Arrived, which is the
-// volume's own node's.
+// MoveStatus is how far the move of a volume or a snapshot is. The node of spec.move writes it, or while the volume is used the node of its claim; but for Arrived, which is the
+// own node's.
 type MoveStatus struct {
 	// Node is that of spec.move that the rest is about, before the volume has moved: the new one.
 	// +kubebuilder:validation:MaxLength=253
@@ -410,10 +410,10 @@ type MoveStatus struct {
 	// Copied: the new node has all bytes, as they were.
 	// +optional
 	Copied *MoveCopied `json:"copied,omitempty"`
-	// Arrived: the new node has taken the volume over. Only from then on may the old one give its bytes back.
+	// Arrived: the new node has taken it over. Only from then on may the old one give its bytes back.
 	// +optional
 	Arrived bool `json:"arrived,omitempty"`
-	// Cleared: the node that the volume has left has given its bytes back.
+	// Cleared: the node that it has left has given its bytes back.
 	// +optional
 	Cleared bool `json:"cleared,omitempty"`
 }
@@ -428,7 +428,7 @@ type MoveCopied struct {
 	// +optional
 	// +kubebuilder:validation:Minimum=1
 	Claim int64 `json:"claim,omitempty"`
-	// Sealed is since when they do not change, or what the record says of the volume, by the clock of the node that the volume leaves. It gives back no others.
+	// Sealed is since when they do not change (of a snapshot: when it was cut), or what the record says of the volume, by the clock of the node that the volume leaves. It gives back no others.
 	Sealed metav1.MicroTime `json:"sealed"`
 	// Size in bytes, as the object has it.
 	// +kubebuilder:validation:Minimum=4096
@@ -522,12 +522,13 @@ type VolumeList struct {
 	Items           []Volume `json:"items"`
 }
 
-// Snapshot is a snapshot of a volume, on its node. The object's name is the snapshot's key.
+// Snapshot is a snapshot of a volume, as a rule on its node. The object's name is the snapshot's key.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:resource:scope=Cluster,categories=ashlar
 // +kubebuilder:subresource:status
 // +kubebuilder:selectablefield:JSONPath=`.spec.nodeName`
+// +kubebuilder:selectablefield:JSONPath=`.spec.move.node`
 // +kubebuilder:printcolumn:name="Node",type=string,JSONPath=`.spec.nodeName`,description="The node that has the snapshot"
 // +kubebuilder:printcolumn:name="Pool",type=string,JSONPath=`.spec.pool`,description="The pool of that node"
 // +kubebuilder:printcolumn:name="Claim",type=string,JSONPath=`.status.summary.claim`,description="The PersistentVolumeClaim that the volume of the snapshot was made for"
@@ -537,6 +538,7 @@ type VolumeList struct {
 // +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
 // +kubebuilder:printcolumn:name="Cut",type=date,priority=1,JSONPath=`.status.created`,description="When the bytes were fixed"
 // +kubebuilder:printcolumn:name="Source",type=string,priority=1,JSONPath=`.spec.source`,description="The object of the volume"
+// +kubebuilder:printcolumn:name="Move",type=string,priority=1,JSONPath=`.status.move.message`,description="How far its move to another node is"
 // +kubebuilder:printcolumn:name="Encryption",type=string,priority=1,JSONPath=`.spec.encryption`,description="As of its volume; empty if that is not encrypted"
 // +kubebuilder:printcolumn:name="Group",type=string,priority=1,JSONPath=`.spec.group.key`,description="What it was cut together with"
 // +kubebuilder:printcolumn:name="Progress",type=string,priority=1,JSONPath=`.status.summary.progress`,description="How far it is copied"
@@ -544,6 +546,7 @@ type VolumeList struct {
 // +kubebuilder:printcolumn:name="Problem",type=string,priority=1,JSONPath=`.status.conditions[?(@.type=="Healthy")].reason`,description="The reason of the worst problem"
 // +kubebuilder:printcolumn:name="Failure",type=string,priority=1,JSONPath=`.status.failure.message`,description="Why it was refused"
 // +kubebuilder:validation:XValidation:rule="self.metadata.name.matches('^[0-9a-f]{32}$')",message="the name of a snapshot's object is its key"
+// +kubebuilder:validation:XValidation:rule="!(has(oldSelf.spec.move) && has(oldSelf.spec.move.left) && oldSelf.spec.move.left) || has(self.spec.move) || has(self.status) && has(self.status.move) && has(self.status.move.arrived) && self.status.move.arrived",message="the snapshot has moved, and its new node has not taken it over yet: it is too late to undo that"
 type Snapshot struct {
 	metav1.TypeMeta   `json:",inline"`
 	metav1.ObjectMeta `json:"metadata,omitempty"`
@@ -554,14 +557,18 @@ type Snapshot struct {
 }
 
 // SnapshotSpec is what a snapshot is to be. It does not change, but for what may be done to
-// its bytes.
+// its bytes, and for its node, when it moves.
 //
+// +kubebuilder:validation:XValidation:rule="self.nodeName == oldSelf.nodeName || has(oldSelf.move) && !(has(oldSelf.move.left) && oldSelf.move.left) && oldSelf.move.node == self.nodeName && has(self.move) && (has(self.move.left) && self.move.left) && self.move.node == oldSelf.nodeName",message="a snapshot moves only to the node of spec.move"
+// +kubebuilder:validation:XValidation:rule="!has(self.move) || self.move.node != self.nodeName",message="the snapshot is on that node"
+// +kubebuilder:validation:XValidation:rule="!has(self.delete) || !has(self.move)",message="a snapshot that is to be deleted does not move"
+// +kubebuilder:validation:XValidation:rule="!(has(self.move) && (has(self.move.left) && self.move.left)) || has(oldSelf.move) && (has(oldSelf.move.left) && oldSelf.move.left) && self.move.node == oldSelf.move.node || self.nodeName != oldSelf.nodeName",message="spec.move.left is for a snapshot that has moved"
+// +kubebuilder:validation:XValidation:rule="!(has(oldSelf.move) && (has(oldSelf.move.left) && oldSelf.move.left)) || !has(self.move) || (has(self.move.left) && self.move.left)",message="the node that the snapshot has left still has its bytes; it moves on when those are given back"
 // +kubebuilder:validation:XValidation:rule="has(self.group) == has(oldSelf.group) && has(self.encryption) == has(oldSelf.encryption)",message="a snapshot does not change"
 type SnapshotSpec struct {
-	// NodeName is the node that has the volume and its snapshots.
+	// NodeName is the node that has the snapshot: that on which it was cut, or to which it has moved.
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=253
-	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="a snapshot does not change"
 	NodeName string `json:"nodeName"`
 	// Pool of that node.
 	// +kubebuilder:validation:Pattern=`^[a-z0-9]([-a-z0-9]{0,22}[a-z0-9])?$`
@@ -583,7 +590,10 @@ type SnapshotSpec struct {
 	Encryption string `json:"encryption,omitempty"`
 	// Group that the snapshot is cut together with, all or none.
 	// +optional
-	Group  *Group `json:"group,omitempty"`
+	Group *Group `json:"group,omitempty"`
+	// Move asks for the snapshot to be moved to another node.
+	// +optional
+	Move   *Move `json:"move,omitempty"`
 	Intent `json:",inline"`
 }
 
@@ -601,6 +611,9 @@ type Group struct {
 // SnapshotStatus is what the node says of a snapshot.
 type SnapshotStatus struct {
 	ObjectStatus `json:",inline"`
+	// Move is how far the move of the snapshot is.
+	// +optional
+	Move *MoveStatus `json:"move,omitempty"`
 }
 
 // SnapshotList is a list of snapshots.

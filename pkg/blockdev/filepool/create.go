@@ -142,7 +142,7 @@ func (p *pool) fill(ctx context.Context, o *object, spec blockdev.Spec) (blockde
 	}
 	cut := o.Record.Created
 	if spec.Origin == (blockdev.Ref{}) {
-		err = p.allocate(ctx, o, image, spec.Size, spec.Provisioning == blockdev.Thin)
+		err = p.allocate(ctx, o, image, spec.Size, keepsHoles(spec))
 	} else {
 		cut, err = p.copyOrigin(ctx, o, image, spec)
 	}

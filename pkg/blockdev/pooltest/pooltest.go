@@ -64,6 +64,7 @@ var clauses = []struct {
 	{"NoSpace", noSpace},
 	{"Delete", deleted},
 	{"Copies", copies},
+	{"Filled", filled},
 	{"CopyRefuses", copyRefuses},
 	{"CopyWhileWritten", copyWhileWritten},
 	{"CopyQuiesced", copyQuiesced},
@@ -600,6 +601,30 @@ func copies(f *fixture) {
 	f.holds(snap("again"), size, first)
 	if n := f.promised(); n != 5*size {
 		f.Fatalf("%d bytes are promised, want %d", n, 5*size)
+	}
+}
+
+// filled: a snapshot is made without its source, as one is that comes from elsewhere; what is written to it then, it holds, and so do copies of it.
+func filled(f *fixture) {
+	was, first := f.promised(), data(1, size/2)
+	spec := blockdev.Spec{Ref: snap("s"), Name: "s", Size: size, Labels: map[string]string{"from": "elsewhere"}}
+	if r := f.make(spec); r.Origin != (blockdev.Ref{}) || r.Size != size || f.promised() != was+size {
+		f.Fatalf("made %#v, with %d bytes promised; they were %d", r, f.promised(), was)
+	}
+	f.holds(snap("s"), size, nil)
+	d, err := f.pool.Attach(f.Context(), snap("s"), blockdev.Attachment{})
+	f.must(err)
+	writeDevice(f, d.Path, 0, first)
+	f.must(d.Close())
+	f.gone(snap("s"))
+	f.holds(snap("s"), size, first)
+	f.copy(vol("restored"), snap("s"), size)
+	f.holds(vol("restored"), size, first)
+	f.must(f.pool.Delete(f.Context(), snap("s")))
+	f.holds(vol("restored"), size, first)
+	f.must(f.pool.Delete(f.Context(), vol("restored")))
+	if now := f.promised(); now != was {
+		f.Fatalf("%d bytes are promised, and were %d", now, was)
 	}
 }
 

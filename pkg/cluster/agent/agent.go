@@ -79,10 +79,11 @@ type Agent struct {
 	lookups map[string]map[volume.ID]lookup // for the objects of strays, by pool
 	gauges  gauges                          // for metrics
 	// fetching has room for who copies from another node.
-	fetching chan struct{}
-	others   others
-	moves    kube.Connection                              // of the volumes of other nodes that move here, or have left here
-	carried  workqueue.TypedRateLimitingInterface[string] // volumes that move while this node uses them (Carry)
+	fetching      chan struct{}
+	others        others
+	moves         kube.Connection                              // of the volumes of other nodes that move here, or have left here
+	snapshotMoves kube.Connection                              // of such snapshots
+	carried       workqueue.TypedRateLimitingInterface[string] // volumes that move while this node uses them (Carry)
 
 	mu      sync.Mutex
 	cancels map[request]context.CancelFunc // what makes an object
@@ -106,7 +107,7 @@ func New(config *rest.Config, local *volume.Local, o Options) (*Agent, error) {
 	}
 	a := &Agent{kube: c, local: local, options: o, changed: make(chan struct{}, 1),
 		lookups: map[string]map[volume.ID]lookup{}, fetching: make(chan struct{}, fetches), cancels: map[request]context.CancelFunc{}, carried: newCarried(o.CarryEvery)}
-	if err := errors.Join(a.connectOthers(config), a.connectMoves(config)); err != nil {
+	if err := errors.Join(a.connectOthers(config), a.connectMoves(config), a.connectSnapshotMoves(config)); err != nil {
 		return nil, err
 	}
 	local.SetMoves(a)
@@ -131,7 +132,7 @@ func (a *Agent) Run(ctx context.Context) error {
 	var done sync.WaitGroup
 	defer done.Wait()
 	defer stop()
-	failures := make(chan error, 6)
+	failures := make(chan error, 7)
 	if a.options.Namespace != "" {
 		beating := &heartbeat{live: a.kube.Live, namespace: a.options.Namespace, node: a.local.Node(), every: a.options.Heartbeat}
 		done.Go(func() { beating.run(ctx) })
@@ -146,6 +147,7 @@ func (a *Agent) Run(ctx context.Context) error {
 	}
 	a.read.Store(true)
 	done.Go(func() { failures <- a.runMoves(ctx) })
+	done.Go(func() { failures <- a.runSnapshotMoves(ctx) })
 	done.Go(func() { failures <- work.Start(ctx) })
 	done.Go(func() { failures <- making.Start(ctx) })
 	done.Go(func() {

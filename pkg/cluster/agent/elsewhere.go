@@ -121,13 +121,16 @@ func (a *Agent) agentOf(ctx context.Context, node, pool string) (grpc.ClientConn
 	return a.options.Agents.Agent(node, *p.Status.Agent)
 }
 
-// OpenCopy opens what a copy on another node is made of, or a volume that moves there, for the agent of that node: it is a transfer.Source. A volume is cut first, and what
+// OpenCopy opens what a copy on another node is made of, or what moves there, for the agent of that node: it is a transfer.Source. A volume is cut first, and what
 // was cut is kept until the copy is made, or nobody wants it any more. ErrNotFound if the object of the copy says nothing of that.
 func (a *Agent) OpenCopy(ctx context.Context, r transfer.Request) (volume.Origin, error) {
 	if !blockdev.ValidKey(r.Copy) {
 		return volume.Origin{}, fmt.Errorf("%w: %q is not the key of a volume", errdefs.ErrInvalid, r.Copy)
 	}
-	if r.Move {
+	switch {
+	case r.Move && r.Snapshot:
+		return a.openSnapshotMove(ctx, r.Copy)
+	case r.Move:
 		return a.openMove(ctx, r.Copy)
 	}
 	v := &v1alpha1.Volume{}

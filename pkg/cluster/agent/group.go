@@ -50,13 +50,15 @@ func (a *Agent) reconcileGroup(ctx context.Context, r request) (reconcile.Result
 	switch {
 	case deleting == len(members):
 		return a.deleteGroup(ctx, r.key, members)
-	case deleting > 0, !whole:
-		return reconcile.Result{}, nil // the rest of it comes, or goes, too
-	case cut == len(members):
+	case deleting > 0:
+		return reconcile.Result{}, nil // the rest of it goes, too
+	case cut == len(members): // others may have moved
 		for i := range members {
 			failures = append(failures, a.maintainSnapshot(ctx, &members[i]))
 		}
 		return reconcile.Result{RequeueAfter: checkAgain}, errors.Join(failures...)
+	case !whole:
+		return reconcile.Result{}, nil // the rest of it comes, too
 	case refused > 0 && found == 0:
 		return reconcile.Result{}, a.refuseAll(ctx, members, errors.New(firstFailure(members)))
 	}

@@ -21,7 +21,11 @@ func (a *Agent) dropLeftover(ctx context.Context, left volume.Leftover) {
 		return
 	}
 	if err == nil {
-		err = a.withLocks([]string{keylock.Volume(left.For)}, func() error {
+		lock := keylock.Volume(left.For)
+		if left.Comes() {
+			lock = keylock.Snapshot(left.For)
+		}
+		err = a.withLocks([]string{lock}, func() error {
 			if wanted, err = a.stillMade(ctx, left); wanted || err != nil { // since then
 				return err
 			}
@@ -38,8 +42,11 @@ func (a *Agent) dropLeftover(ctx context.Context, left volume.Leftover) {
 	}
 }
 
-// stillMade reports whether the volume that a leftover is of is still to be made. Before that is denied the API server is asked.
+// stillMade reports whether the volume that a leftover is of is still to be made, or what it is of still moves here. Before that is denied the API server is asked.
 func (a *Agent) stillMade(ctx context.Context, left volume.Leftover) (bool, error) {
+	if left.Comes() {
+		return a.snapshotStillComes(ctx, left.For)
+	}
 	for _, reader := range []client.Reader{a.kube.Cache, a.kube.Live} {
 		v := &v1alpha1.Volume{}
 		err := reader.Get(ctx, client.ObjectKey{Name: left.For}, v)

@@ -23,6 +23,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/internal/overview"
+	"github.com/ashlar-csi/ashlar/internal/progress"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
@@ -63,8 +64,12 @@ func (a *Agent) runMoves(ctx context.Context) error {
 	if err := a.hear(ctx, a.moves, &v1alpha1.Volume{}, a.moveChanged); err != nil {
 		return err
 	}
-	queue, err := a.moveQueue(ctx)
+	queue, err := a.bringerQueue(ctx, "mover")
 	if err != nil {
+		return err
+	}
+	requests := handler.TypedEnqueueRequestsFromMapFunc(func(_ context.Context, v *v1alpha1.Volume) []request { return []request{{aMove, v.Name}} })
+	if err := queue.Watch(source.TypedKind(a.moves.Cache, &v1alpha1.Volume{}, requests)); err != nil {
 		return err
 	}
 	failures := make(chan error, 2)
@@ -76,9 +81,10 @@ func (a *Agent) runMoves(ctx context.Context) error {
 	return <-failures
 }
 
-func (a *Agent) moveQueue(ctx context.Context) (controller.TypedController[request], error) {
+// bringerQueue is a queue of what moves here, or has left here.
+func (a *Agent) bringerQueue(ctx context.Context, name string) (controller.TypedController[request], error) {
 	log := klog.FromContext(ctx)
-	queue, err := controller.NewTypedUnmanaged("mover", controller.TypedOptions[request]{
+	return controller.NewTypedUnmanaged(name, controller.TypedOptions[request]{
 		SkipNameValidation:      new(true), // tests run several agents
 		MaxConcurrentReconciles: bringers,
 		Reconciler:              reconcile.TypedFunc[request](a.reconcile),
@@ -90,11 +96,6 @@ func (a *Agent) moveQueue(ctx context.Context) (controller.TypedController[reque
 			return log.WithValues(r.kind, r.key)
 		},
 	})
-	if err != nil {
-		return nil, err
-	}
-	requests := handler.TypedEnqueueRequestsFromMapFunc(func(_ context.Context, v *v1alpha1.Volume) []request { return []request{{aMove, v.Name}} })
-	return queue, queue.Watch(source.TypedKind(a.moves.Cache, &v1alpha1.Volume{}, requests))
 }
 
 // moveChanged ends the copy of a volume that is wanted by somebody, or does not come here any more.
@@ -270,6 +271,26 @@ func (a *Agent) reportBrought(ctx context.Context, v *v1alpha1.Volume, agent grp
 
 // followMove writes down how far the copy of a volume that moves here is, until end is called.
 func (a *Agent) followMove(ctx context.Context, v *v1alpha1.Volume) (end func()) {
+	return a.followBringing(ctx, v, func(ctx context.Context, far progress.Copy) error {
+		now := &v1alpha1.Volume{}
+		if err := a.moves.Cache.Get(ctx, client.ObjectKeyFromObject(v), now); err != nil || !a.comesHere(now) {
+			return err
+		}
+		return a.reportMove(ctx, now, func(s *v1alpha1.MoveStatus) { setBringing(s, far, v.Spec.NodeName) })
+	})
+}
+
+// setBringing says how far the copy of what moves here is, if that is news.
+func setBringing(s *v1alpha1.MoveStatus, far progress.Copy, from string) {
+	if was := s.Progress; was != nil && was.Total == far.Total && abs(far.Done-was.Done) < max(1, far.Total/progressOf) {
+		return
+	}
+	s.Waits, s.Progress, s.Copied = false, &v1alpha1.Progress{Done: far.Done, Total: far.Total}, nil
+	s.Message = fmt.Sprintf("%s of %s are copied from node %s", cluster.Bytes(far.Done), cluster.Bytes(far.Total), from)
+}
+
+// followBringing has write write down how far the copy of an object that moves here is, again and again, until end is called.
+func (a *Agent) followBringing(ctx context.Context, o cluster.Object, write func(context.Context, progress.Copy) error) (end func()) {
 	ctx, cancel := context.WithCancel(ctx)
 	var done sync.WaitGroup
 	done.Go(func() {
@@ -281,23 +302,12 @@ func (a *Agent) followMove(ctx context.Context, v *v1alpha1.Volume) (end func())
 				return
 			case <-tick.C:
 			}
-			far, running := a.progress(v)
+			far, running := a.progress(o)
 			if !running {
 				continue
 			}
-			now := &v1alpha1.Volume{}
-			err := a.moves.Cache.Get(ctx, client.ObjectKeyFromObject(v), now)
-			if err == nil && a.comesHere(now) {
-				err = a.reportMove(ctx, now, func(s *v1alpha1.MoveStatus) {
-					if was := s.Progress; was != nil && was.Total == far.Total && abs(far.Done-was.Done) < max(1, far.Total/progressOf) {
-						return
-					}
-					s.Waits, s.Progress, s.Copied = false, &v1alpha1.Progress{Done: far.Done, Total: far.Total}, nil
-					s.Message = fmt.Sprintf("%s of %s are copied from node %s", cluster.Bytes(far.Done), cluster.Bytes(far.Total), v.Spec.NodeName)
-				})
-			}
-			if err != nil {
-				klog.FromContext(ctx).V(2).Info("Could not write down how far a move is", "volume", v.Name, "err", err)
+			if err := write(ctx, far); err != nil {
+				klog.FromContext(ctx).V(2).Info("Could not write down how far a move is", "object", o.GetName(), "err", err)
 			}
 		}
 	})

@@ -125,6 +125,8 @@ func (a *Agent) reconcile(ctx context.Context, r request) (result reconcile.Resu
 		result, err = a.reconcileSnapshot(ctx, r)
 	case aMove:
 		result, err = a.reconcileMove(ctx, r)
+	case aSnapshotMove:
+		result, err = a.reconcileSnapshotMove(ctx, r)
 	default:
 		result, err = a.reconcileGroup(ctx, r)
 	}

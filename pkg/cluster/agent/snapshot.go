@@ -109,11 +109,17 @@ func (a *Agent) maintainSnapshot(ctx context.Context, s *v1alpha1.Snapshot) erro
 	if err := clearIntent(ctx, a, s); err != nil {
 		return err
 	}
+	if err := errdefs.IgnoreNotFound(a.takeOverSnapshot(ctx, s)); err != nil {
+		return err
+	}
 	problems, err := a.snapshotHealth(ctx, s)
 	if err != nil {
 		return err
 	}
 	return report(ctx, a, s, func(s *v1alpha1.Snapshot) {
+		if s.Spec.Move == nil {
+			s.Status.Move = nil
+		}
 		setHealth(&s.Status.Conditions, &s.Status.Health, s, problems)
 		setReady(&s.Status.Conditions, s, problems)
 	})
@@ -129,5 +135,9 @@ func (a *Agent) snapshotHealth(ctx context.Context, s *v1alpha1.Snapshot) ([]blo
 			}
 		}
 	}
-	return []blockdev.Problem{{Severity: blockdev.DataLoss, Reason: "SnapshotMissing", Message: a.missingSnapshot(id)}}, nil
+	message := a.missingSnapshot(id)
+	if m := s.Spec.Move; m != nil && m.Left && !snapshotArrived(s) {
+		message = fmt.Sprintf("pool %s of node %s does not have what was said to be copied there; node %s, which the snapshot has left, may still have all of its bytes: do not delete it there before you have looked", id.Pool, a.local.Node(), m.Node)
+	}
+	return []blockdev.Problem{{Severity: blockdev.DataLoss, Reason: "SnapshotMissing", Message: message}}, nil
 }

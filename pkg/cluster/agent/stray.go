@@ -117,7 +117,7 @@ func (a *Agent) lookUp(ctx context.Context, id volume.ID, o cluster.Object, cach
 	if o.Node() == a.local.Node() && o.In() == id.Pool {
 		return now, false, nil // the cache is not that far
 	}
-	if v, is := o.(*v1alpha1.Volume); is && v.Spec.Move != nil && v.Spec.Move.Left && v.Spec.Move.Node == a.local.Node() {
+	if m, _ := o.Moves(); m != nil && m.Left && m.Node == a.local.Node() {
 		return now, false, nil // it has moved, and is given back
 	}
 	now.taken = fmt.Sprintf("its object says pool %s of node %s", o.In(), o.Node())

@@ -107,7 +107,7 @@ func ofVolume(v *v1alpha1.Volume, node nodeState, began int64) []saying {
 		}
 	}
 	all = append(all, ofCopy(v, subject)...)
-	all = append(all, ofMove(v, subject, began)...)
+	all = append(all, ofMove(v, volumes, subject, began, v.Spec.Move, v.Status.Move)...)
 	all = append(all, ofAway(v)...)
 	return append(all, ofWaiting(v, node)...)
 }
@@ -133,30 +133,29 @@ func ofCopy(v *v1alpha1.Volume, subject string) []saying {
 	return one.each(waiting)
 }
 
-// ofMove is what there is to say of the move of a volume to another node: that it is begun, why it does not go on, that the volume is there.
-// A volume may move to the same node again soon, and each move is told: by the generation at which it began, and once the volume has moved by
+// ofMove is what there is to say of the move of a volume or a snapshot to another node: that it is begun, why it does not go on, that it is there.
+// It may move to the same node again soon, and each move is told: by the generation at which it began, and once it has moved by
 // that at which all was copied, which does not change any more.
-func ofMove(v *v1alpha1.Volume, subject string, began int64) []saying {
-	m, s := v.Spec.Move, v.Status.Move
-	if m == nil || s == nil || v1alpha1.Going(v) || !m.Left && s.Node != m.Node {
+func ofMove(o cluster.Object, on []string, subject string, began int64, m *v1alpha1.Move, s *v1alpha1.MoveStatus) []saying {
+	if m == nil || s == nil || v1alpha1.Going(o) || !m.Left && s.Node != m.Node {
 		return nil
 	}
 	if m.Left && s.Copied != nil {
 		began = s.Copied.Generation
 	}
-	one := saying{of: v, level: normal, state: fmt.Sprint(s.Node, " ", began)}
+	one := saying{of: o, level: normal, state: fmt.Sprint(s.Node, " ", began)}
 	var all []saying
 	switch {
 	case m.Left && s.Arrived:
 		one.reason, one.note = Moved, fmt.Sprintf("%sit has moved here from node %s", subject, m.Node)
-		all = one.each(volumes)
+		all = one.each(on)
 	case !m.Left && !s.Waits:
 		one.reason, one.note = Moving, fmt.Sprintf("%sit is being moved to node %s", subject, m.Node)
-		all = one.each(volumes)
+		all = one.each(on)
 	}
 	if s.Waits {
 		one.reason, one.level, one.lasting, one.note = MoveWaits, warning, true, subject+"its move waits: "+s.Message
-		all = append(all, one.each(volumes)...)
+		all = append(all, one.each(on)...)
 	}
 	return all
 }
@@ -194,10 +193,11 @@ func ofWaiting(v *v1alpha1.Volume, node nodeState) []saying {
 	return nil
 }
 
-// ofSnapshot is all that there is to say of a snapshot, and of its volume because of it.
-func ofSnapshot(s *v1alpha1.Snapshot) []saying {
+// ofSnapshot is all that there is to say of a snapshot, and of its volume because of it; began is as in ofVolume.
+func ofSnapshot(s *v1alpha1.Snapshot, began int64) []saying {
 	subject := fmt.Sprintf("snapshot %s on node %s: ", cluster.SnapshotID(s), s.Spec.NodeName)
 	all := ofProblems(s, []string{onSnapshot}, subject, s.Status.Health, s.Status.Conditions)
+	all = append(all, ofMove(s, []string{onSnapshot}, subject, began, s.Spec.Move, s.Status.Move)...)
 	f := s.Common().Refused(s.Generation)
 	switch {
 	case f == nil:

@@ -16,6 +16,7 @@ import (
 	"time"
 
 	coordinationv1 "k8s.io/api/coordination/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/util/workqueue"
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -79,7 +80,7 @@ type Announcer struct {
 	nodes   map[string]nodeState       // those that are not well
 	taken   map[string]int             // how much was taken up of each node
 	since   time.Time                  // since when that was counted
-	moves   map[string]begun           // of volumes that are to move, by name
+	moves   map[types.UID]begun        // of volumes and snapshots that are to move
 }
 
 // entry is a saying of this process.
@@ -101,7 +102,7 @@ func New(c kube.Connection, agents Agents, o Options) *Announcer {
 	return &Announcer{kube: c, agents: agents, options: o, instance: host[:min(len(host), mostInstance)],
 		queue: workqueue.NewTypedRateLimitingQueue(workqueue.NewTypedItemExponentialFailureRateLimiter[string](firstRetry, lastRetry)),
 		look:  make(chan struct{}, 1), handles: handles{live: c.Live, driver: o.Driver},
-		entries: map[string]*entry{}, lasting: map[string]map[string]bool{}, nodes: map[string]nodeState{}, moves: map[string]begun{}}
+		entries: map[string]*entry{}, lasting: map[string]map[string]bool{}, nodes: map[string]nodeState{}, moves: map[types.UID]begun{}}
 }
 
 // VolumeChanged says what there is to say of a volume.
@@ -109,29 +110,28 @@ func (a *Announcer) VolumeChanged(o client.Object, gone bool) {
 	if v, ok := o.(*v1alpha1.Volume); ok {
 		a.mu.Lock()
 		defer a.mu.Unlock()
-		a.update(v, gone, ofVolume(v, a.nodes[v.Spec.NodeName], a.began(v, gone)))
+		a.update(v, gone, ofVolume(v, a.nodes[v.Spec.NodeName], a.began(v, v.Spec.Move, gone)))
 	}
 }
 
-// begun is a move of a volume that has not moved yet.
+// begun is a move of a volume or a snapshot that has not moved yet.
 type begun struct {
 	node string // the new one
-	at   int64  // the generation of the volume
+	at   int64  // the generation of the object
 }
 
-// began is the generation of a volume at which its move began: that in which the move was seen first, as nothing of the object says so, and
+// began is the generation of an object at which its move began: that in which the move was seen first, as nothing of the object says so, and
 // others change it while the volume moves; 0 if it is not to move. All who watch see that generation; who begins to watch later may tell of
 // the move once more. The caller has the lock.
-func (a *Announcer) began(v *v1alpha1.Volume, gone bool) int64 {
-	m := v.Spec.Move
+func (a *Announcer) began(o client.Object, m *v1alpha1.Move, gone bool) int64 {
 	if gone || m == nil || m.Left {
-		delete(a.moves, v.Name)
+		delete(a.moves, o.GetUID())
 		return 0
 	}
-	if a.moves[v.Name].node != m.Node {
-		a.moves[v.Name] = begun{m.Node, v.Generation}
+	if a.moves[o.GetUID()].node != m.Node {
+		a.moves[o.GetUID()] = begun{m.Node, o.GetGeneration()}
 	}
-	return a.moves[v.Name].at
+	return a.moves[o.GetUID()].at
 }
 
 // SnapshotChanged says what there is to say of a snapshot.
@@ -139,7 +139,7 @@ func (a *Announcer) SnapshotChanged(o client.Object, gone bool) {
 	if s, ok := o.(*v1alpha1.Snapshot); ok {
 		a.mu.Lock()
 		defer a.mu.Unlock()
-		a.update(s, gone, ofSnapshot(s))
+		a.update(s, gone, ofSnapshot(s, a.began(s, s.Spec.Move, gone)))
 	}
 }
 

@@ -68,7 +68,7 @@ func (a *Announcer) setNode(node *corev1.Node, gone bool, state nodeState, its [
 	}
 	a.update(node, gone, ofNode(node, state))
 	for _, v := range its {
-		a.update(v, false, ofVolume(v, state, a.began(v, false)))
+		a.update(v, false, ofVolume(v, state, a.began(v, v.Spec.Move, false)))
 	}
 }
 

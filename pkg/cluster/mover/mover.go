@@ -1,5 +1,5 @@
-// Package mover carries out the controller's part in the moves of volumes: it asks for those of volumes that follow their pods; when the new node has all bytes
-// of a volume that nobody uses, it writes that node into the object, by compare-and-swap; and when the old one has given its bytes back, the move ends. All else
+// Package mover carries out the controller's part in the moves of volumes and snapshots: it asks for those of volumes that follow their pods; when the new node has all bytes
+// of what nobody writes to, it writes that node into the object, by compare-and-swap; and when the old one has given its bytes back, the move ends. All else
 // is for the agents of the two (docs/decisions/moving.md).
 package mover
 
@@ -18,6 +18,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/gc"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
 // How soon what failed is tried again, and how often it is looked whether the node that a volume has left is gone.
@@ -27,20 +28,27 @@ const (
 )
 
 // Mover ends and begins what a volume's node is. Every replica of the controller has one: each of its writes is refused if the object was changed. It learns of moves
-// from the events of a cache (VolumeChanged), and works while it runs.
+// from the events of a cache (VolumeChanged, SnapshotChanged), and works while it runs.
 type Mover struct {
-	kube    kube.Connection
-	after   time.Duration // that a volume is used elsewhere before its bytes follow
-	pending workqueue.TypedRateLimitingInterface[string]
+	kube      kube.Connection
+	after     time.Duration // that a volume is used elsewhere before its bytes follow
+	pending   queue         // volumes
+	snapshots queue
+}
+
+type queue = workqueue.TypedRateLimitingInterface[string]
+
+func newQueue() queue {
+	return workqueue.NewTypedRateLimitingQueue(workqueue.NewTypedItemExponentialFailureRateLimiter[string](firstRetry, lastRetry))
 }
 
 // FollowAfter is how long a volume is used on another node, as a rule, before its bytes follow: longer than a pod that was moved by mistake, or that a node's
 // restart has moved, takes to come back.
 const FollowAfter = 10 * time.Minute
 
-// New returns a mover. Its connection's cache has volumes and pools.
+// New returns a mover. Its connection's cache has volumes, with the index cluster.ByFetched, snapshots, with cluster.ByGroup, and pools.
 func New(c kube.Connection, followAfter time.Duration) *Mover {
-	return &Mover{c, followAfter, workqueue.NewTypedRateLimitingQueue(workqueue.NewTypedItemExponentialFailureRateLimiter[string](firstRetry, lastRetry))}
+	return &Mover{c, followAfter, newQueue(), newQueue()}
 }
 
 // VolumeChanged looks at a volume that moves.
@@ -55,27 +63,32 @@ func (m *Mover) Run(ctx context.Context) {
 	var done sync.WaitGroup
 	defer done.Wait()
 	defer m.pending.ShutDown()
-	done.Go(func() {
-		for {
-			key, shutdown := m.pending.Get()
-			if shutdown {
-				return
-			}
-			again, err := m.move(ctx, key)
-			switch {
-			case err != nil && ctx.Err() == nil:
-				klog.FromContext(ctx).Error(err, "Could not go on with the move of a volume; trying again", "volume", key)
-				m.pending.AddRateLimited(key)
-			case again > 0:
-				m.pending.Forget(key)
-				m.pending.AddAfter(key, again)
-			default:
-				m.pending.Forget(key)
-			}
-			m.pending.Done(key)
-		}
-	})
+	defer m.snapshots.ShutDown()
+	done.Go(func() { work(ctx, m.pending, "volume", m.move) })
+	done.Go(func() { work(ctx, m.snapshots, "snapshot", m.moveSnapshot) })
 	<-ctx.Done()
+}
+
+// work takes the steps of what is in a queue until that is shut down.
+func work(ctx context.Context, pending queue, kind string, step func(ctx context.Context, key string) (again time.Duration, err error)) {
+	for {
+		key, shutdown := pending.Get()
+		if shutdown {
+			return
+		}
+		again, err := step(ctx, key)
+		switch {
+		case err != nil && ctx.Err() == nil:
+			klog.FromContext(ctx).Error(err, "Could not go on with a move; trying again", kind, key)
+			pending.AddRateLimited(key)
+		case again > 0:
+			pending.Forget(key)
+			pending.AddAfter(key, again)
+		default:
+			pending.Forget(key)
+		}
+		pending.Done(key)
+	}
 }
 
 // move takes the step that is the controller's, if it is its turn. again is when it may be, though nothing of the object changes; 0: not before that.
@@ -99,7 +112,7 @@ func (m *Mover) move(ctx context.Context, key string) (again time.Duration, err 
 		klog.FromContext(ctx).Info("A volume no longer follows to where it was used", "volume", cluster.VolumeID(v).String(), "home", v.Spec.NodeName, "node", v.Spec.Move.Node)
 		v.Spec.Move = nil
 	case v.Spec.Move.Left:
-		ended, err := m.ended(ctx, v)
+		ended, err := m.ended(ctx, cluster.VolumeID(v), v.Spec.Move.Node, v.Status.Move)
 		if err != nil || !ended {
 			return lastRetry, err
 		}
@@ -114,9 +127,8 @@ func (m *Mover) move(ctx context.Context, key string) (again time.Duration, err 
 	return 0, kube.APIError("move volume "+key, client.IgnoreNotFound(err))
 }
 
-// ended reports whether the new node of a volume has taken it over, and the old one has given its bytes back, or will never come back.
-func (m *Mover) ended(ctx context.Context, v *v1alpha1.Volume) (bool, error) {
-	s := v.Status.Move
+// ended reports whether the new node of what has moved has taken it over, and the old one has given its bytes back, or will never come back.
+func (m *Mover) ended(ctx context.Context, id volume.ID, old string, s *v1alpha1.MoveStatus) (bool, error) {
 	if s == nil || !s.Arrived {
 		return false, nil
 	}
@@ -124,9 +136,9 @@ func (m *Mover) ended(ctx context.Context, v *v1alpha1.Volume) (bool, error) {
 		return true, nil
 	}
 	node := &corev1.Node{}
-	err := m.kube.Live.Get(ctx, client.ObjectKey{Name: v.Spec.Move.Node}, node)
+	err := m.kube.Live.Get(ctx, client.ObjectKey{Name: old}, node)
 	if client.IgnoreNotFound(err) != nil {
-		return false, fmt.Errorf("look at node %s, which volume %s has left: %w", v.Spec.Move.Node, cluster.VolumeID(v), err)
+		return false, fmt.Errorf("look at node %s, which %s has left: %w", old, id, err)
 	}
 	return gc.IsGone(node, err), nil
 }

@@ -22,7 +22,7 @@ var _ volume.Differ = (*Store)(nil)
 // Allocated: see volume.Differ. The agent of the snapshot's node is asked. Nothing is kept between its answers and yield: while
 // that waits, so does the agent.
 func (s *Store) Allocated(ctx context.Context, id volume.ID, from int64, yield func(blockdev.Extent) error) error {
-	snapshot, err := s.GetSnapshot(ctx, id)
+	snapshot, err := s.readableSnapshot(ctx, id)
 	if err != nil {
 		return err
 	}
@@ -37,11 +37,11 @@ func (s *Store) Allocated(ctx context.Context, id volume.ID, from int64, yield f
 
 // Changed: see volume.Differ. ErrInvalid also if the snapshots are not on one node, in one pool: nobody has the bytes of both.
 func (s *Store) Changed(ctx context.Context, base, target volume.ID, from int64, yield func(blockdev.Extent) error) error {
-	before, err := s.GetSnapshot(ctx, base)
+	before, err := s.readableSnapshot(ctx, base)
 	if err != nil {
 		return err
 	}
-	snapshot, err := s.GetSnapshot(ctx, target)
+	snapshot, err := s.readableSnapshot(ctx, target)
 	if err != nil {
 		return err
 	}

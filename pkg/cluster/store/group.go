@@ -44,7 +44,7 @@ func whole(members []v1alpha1.Snapshot) bool {
 
 // wholeWith: a group is there, and a snapshot that says so belongs to it.
 func wholeWith(members []v1alpha1.Snapshot, o *v1alpha1.Snapshot) bool {
-	return whole(members) && members[0].Spec.NodeName == o.Spec.NodeName
+	return whole(members) && slices.ContainsFunc(members, func(m v1alpha1.Snapshot) bool { return m.Name == o.Name })
 }
 
 func toGroup(id volume.GroupID, members []v1alpha1.Snapshot) volume.Group {
@@ -207,7 +207,7 @@ func (s *Store) removeAll(ctx context.Context, members []v1alpha1.Snapshot) (beh
 		if m.Deleting() {
 			continue
 		}
-		err := cluster.IntendDeletion(ctx, s.kube.Client, m, false)
+		err := cluster.IntendDeletion(ctx, s.kube.Client, m, m.Spec.Move != nil)
 		if err != nil && kube.IgnoreConflict(err) == nil {
 			gone[i] = true
 		} else if err != nil {
@@ -232,7 +232,16 @@ func (s *Store) DeleteGroup(ctx context.Context, id volume.GroupID) error {
 	if len(members) > 0 {
 		home = members[0].Spec.NodeName
 	}
+	if slices.ContainsFunc(members, func(m v1alpha1.Snapshot) bool { return m.Spec.Move != nil }) { // some may have moved since
+		members, err = cluster.LiveMembers(ctx, s.kube.Live, id.Key)
+	}
 	for behind := true; err == nil && behind; {
+		for i := range members {
+			err = errors.Join(err, cleared(&members[i]))
+		}
+		if err != nil {
+			break
+		}
 		if behind, err = s.removeAll(ctx, members); behind {
 			members, err = cluster.LiveMembers(ctx, s.kube.Live, id.Key)
 		}

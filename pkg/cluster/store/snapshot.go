@@ -98,41 +98,77 @@ func (s *Store) DeleteSnapshot(ctx context.Context, id volume.ID) error {
 		return nil
 	}
 	have := cluster.SnapshotNamed(id.Key)
-	return deleteByID(ctx, s, id, have, false, func(bool) error {
+	return deleteByID(ctx, s, id, have, true, func(live bool) error { // a conflict is a move, maybe
 		if group := have.Spec.Group; group != nil {
 			return fmt.Errorf("%w: snapshot %s is part of %s and is deleted with it", errdefs.ErrInvalid, id, volume.GroupID{Key: group.Key})
 		}
 		if have.Deleting() {
 			return nil
 		}
+		if err := cleared(have); err != nil {
+			if !live {
+				return errStale // it may have been given back since
+			}
+			return err
+		}
 		return s.notCopied(ctx, id)
 	})
 }
 
+// cleared is ErrUnavailable for a snapshot that is not to be deleted: its old node still has its bytes, too.
+func cleared(s *v1alpha1.Snapshot) error {
+	if m := s.Spec.Move; m != nil && m.Left {
+		return fmt.Errorf("%w: delete snapshot %s: it has moved from node %s, which has not given its bytes back yet: it does when its driver runs there; if that node never comes back, delete its Node object",
+			errdefs.ErrUnavailable, cluster.SnapshotID(s), m.Node)
+	}
+	return nil
+}
+
 // GetSnapshot: see volume.Store. A member of a group is there if the group is complete.
 func (s *Store) GetSnapshot(ctx context.Context, id volume.ID) (volume.Snapshot, error) {
+	have, err := s.snapshot(ctx, id)
+	if err != nil {
+		return volume.Snapshot{}, err
+	}
+	return cluster.ToSnapshot(have), nil
+}
+
+// readableSnapshot is GetSnapshot of one whose bytes are to be read: ErrUnavailable while they are about to be elsewhere.
+func (s *Store) readableSnapshot(ctx context.Context, id volume.ID) (volume.Snapshot, error) {
+	have, err := s.snapshot(ctx, id)
+	if err == nil {
+		err = cluster.SnapshotComes(have)
+	}
+	if err != nil {
+		return volume.Snapshot{}, err
+	}
+	return cluster.ToSnapshot(have), nil
+}
+
+// snapshot returns the object of a snapshot that is there.
+func (s *Store) snapshot(ctx context.Context, id volume.ID) (*v1alpha1.Snapshot, error) {
 	if id.Kind != blockdev.Snapshot {
-		return volume.Snapshot{}, fmt.Errorf("%w: %s is no snapshot", errdefs.ErrNotFound, id)
+		return nil, fmt.Errorf("%w: %s is no snapshot", errdefs.ErrNotFound, id)
 	}
 	have := &v1alpha1.Snapshot{}
 	if err := s.get(ctx, id.Key, have); err != nil {
-		return volume.Snapshot{}, fmt.Errorf("snapshot %s: %w", id, err)
+		return nil, fmt.Errorf("snapshot %s: %w", id, err)
 	}
 	if have.Spec.Pool == id.Pool && v1alpha1.LostUnmade(have) {
-		return volume.Snapshot{}, cluster.ErrorOf(have.Spec.NodeName, have.Status.Failure)
+		return nil, cluster.ErrorOf(have.Spec.NodeName, have.Status.Failure)
 	}
 	there := have.Spec.Pool == id.Pool && have.Status.Created != nil
 	if there && have.Spec.Group != nil {
 		members, err := s.membersNow(ctx, have.Spec.Group.Key)
 		if err != nil {
-			return volume.Snapshot{}, err
+			return nil, err
 		}
 		there = wholeWith(members, have)
 	}
 	if !there {
-		return volume.Snapshot{}, fmt.Errorf("%w: no snapshot %s", errdefs.ErrNotFound, id)
+		return nil, fmt.Errorf("%w: no snapshot %s", errdefs.ErrNotFound, id)
 	}
-	return cluster.ToSnapshot(have), nil
+	return have, nil
 }
 
 // ListSnapshots: see volume.Store.

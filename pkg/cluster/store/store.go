@@ -112,9 +112,7 @@ const (
 	byNode   = "node"
 	byClaim  = "claim"
 	bySource = "source"
-	// byFetched has volumes that are being copied from another node, by the key of what they are copied from.
-	byFetched = "fetched"
-	byPool    = "pool"
+	byPool   = "pool"
 )
 
 func index(c cache.Cache) error {
@@ -127,7 +125,7 @@ func index(c cache.Cache) error {
 		{&v1alpha1.Volume{}, byClaim, func(o client.Object) []string {
 			return o.(*v1alpha1.Volume).Claimants()
 		}},
-		{&v1alpha1.Volume{}, byFetched, func(o client.Object) []string {
+		{&v1alpha1.Volume{}, cluster.ByFetched, func(o client.Object) []string {
 			v := o.(*v1alpha1.Volume)
 			if from := v.Spec.Source; from != nil && from.NodeName != "" && v.Spec.Make && v.Status.Created == nil && !v1alpha1.Going(v) {
 				return []string{from.Key}
@@ -162,7 +160,7 @@ func (s *Store) watch(leases bool) error {
 		}
 	}
 	kinds := []kind{{&v1alpha1.Volume{}, all(s.garbage.VolumeChanged, s.events.VolumeChanged, s.mover.VolumeChanged)},
-		{&v1alpha1.Snapshot{}, all(s.garbage.SnapshotChanged, s.events.SnapshotChanged)},
+		{&v1alpha1.Snapshot{}, all(s.garbage.SnapshotChanged, s.events.SnapshotChanged, s.mover.SnapshotChanged)},
 		{&v1alpha1.Pool{}, all(s.garbage.PoolChanged, s.events.PoolChanged)},
 		{&corev1.Node{}, all(s.nodeChanged, s.events.NodeChanged)}}
 	if leases {

@@ -324,7 +324,7 @@ const catchUpTime = time.Second
 // deletes it too early ends the copy, which has nobody's bytes yet.
 func (s *Store) notCopied(ctx context.Context, id volume.ID) error {
 	var copies v1alpha1.VolumeList
-	of := []client.ListOption{client.MatchingFields{byFetched: id.Key}, client.UnsafeDisableDeepCopy}
+	of := []client.ListOption{client.MatchingFields{cluster.ByFetched: id.Key}, client.UnsafeDisableDeepCopy}
 	soon, cancel := context.WithTimeout(ctx, catchUpTime)
 	defer cancel()
 	err := s.kube.Client.List(soon, &copies, of...)
@@ -360,7 +360,7 @@ func (s *Store) findSource(ctx context.Context, id volume.ID) (node string, size
 		v, err := s.Get(ctx, id)
 		return v.Node, v.Size, volume.Contents{Filesystem: v.Filesystem, Scheme: v.Encryption.Scheme}, err
 	}
-	snapshot, err := s.GetSnapshot(ctx, id)
+	snapshot, err := s.readableSnapshot(ctx, id)
 	if err != nil {
 		return "", 0, volume.Contents{}, err
 	}

@@ -1,4 +1,4 @@
-// Package transfer carries the bytes of snapshots, and of volumes that move, from the agent of one node to that of another, over the agents' port: one call, whose
+// Package transfer carries the bytes of snapshots, and of what moves, from the agent of one node to that of another, over the agents' port: one call, whose
 // answer is a stream. It knows nothing of who may ask, and keeps nothing: whoever asks says from where on.
 package transfer
 
@@ -26,18 +26,28 @@ const Service = "ashlar.v1.Transfer"
 
 const method = "Read"
 
-// Request asks for the bytes that a copy is made of, or for those of a volume that moves.
+// Request asks for the bytes that a copy is made of, or for those of what moves.
 type Request struct {
 	// Copy is the key of the volume that they are for: its object says what it is a copy of.
 	Copy string `json:"copy"`
 	// Move: that volume itself is to come to the caller's node.
 	Move bool `json:"move,omitempty"`
+	// Snapshot: with Move, it is the snapshot of that key that is to come. A node of before that knows nothing of it answers for the volume of the key, if that moves, too.
+	Snapshot bool `json:"snapshot,omitempty"`
 	// Head: what they are of is wanted, and none of them.
 	Head bool `json:"head,omitempty"`
 	// From is the first byte that is wanted.
 	From int64 `json:"from,omitempty"`
 	// Created of the origin that the bytes before From are of; zero: there are none.
 	Created time.Time `json:"created,omitzero"`
+}
+
+// what names whose bytes are asked for, among all that may be.
+func (r Request) what() string {
+	if r.Snapshot {
+		return "snapshot " + r.Copy
+	}
+	return r.Copy
 }
 
 // Source opens what the copy of a request is made of. ErrNotFound if the caller may not have it.
@@ -101,7 +111,7 @@ type server struct {
 	limit Limiter
 
 	mu      sync.Mutex
-	reading map[string]*reading // by the key of the copy
+	reading map[string]*reading // by Request.what
 }
 
 // reading is an answer that is under way.
@@ -174,7 +184,7 @@ func (s *server) read(stream grpc.ServerStream) error {
 	if err := stream.SendMsg(wrapperspb.Bytes(text)); err != nil || r.Head {
 		return err
 	}
-	ctx, end, err := s.take(ctx, r.Copy)
+	ctx, end, err := s.take(ctx, r.what())
 	if err != nil {
 		return err
 	}
@@ -206,6 +216,11 @@ func OpenMove(ctx context.Context, agent grpc.ClientConnInterface, key string) (
 	return open(ctx, agent, Request{Copy: key, Move: true})
 }
 
+// OpenSnapshotMove is OpenMove for the snapshot of a key.
+func OpenSnapshotMove(ctx context.Context, agent grpc.ClientConnInterface, key string) (volume.Origin, error) {
+	return open(ctx, agent, Request{Copy: key, Move: true, Snapshot: true})
+}
+
 func open(ctx context.Context, agent grpc.ClientConnInterface, r Request) (volume.Origin, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -217,7 +232,7 @@ func open(ctx context.Context, agent grpc.ClientConnInterface, r Request) (volum
 	origin.Read = func(ctx context.Context, from int64, visit func(at int64, data []byte) error) error {
 		ctx, cancel := context.WithCancel(ctx) // the other side stops when this one does
 		defer cancel()
-		stream, now, err := ask(ctx, agent, Request{Copy: r.Copy, Move: r.Move, From: from, Created: origin.Created})
+		stream, now, err := ask(ctx, agent, Request{Copy: r.Copy, Move: r.Move, Snapshot: r.Snapshot, From: from, Created: origin.Created})
 		if err != nil {
 			return err
 		}

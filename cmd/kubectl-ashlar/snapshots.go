@@ -1,0 +1,419 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+	"time"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/cli"
+	"github.com/ashlar-csi/ashlar/internal/overview"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+)
+
+// cuts are snapshots that are moved, so many at a time.
+type cuts struct {
+	*cluster
+	out      io.Writer
+	parallel int
+	all      []*cut
+}
+
+// cut is one of them.
+type cut struct {
+	s       *v1alpha1.Snapshot
+	to      string
+	why     error // it stays where it is
+	begun   bool  // it is asked to move
+	ended   bool
+	told    string
+	last    string    // how far it was when that last changed
+	changed time.Time // when that was
+}
+
+func (s *cut) title() string { return "snapshot " + cli.Line(s.s.Spec.Name) }
+
+// along are at once so many as a node brings.
+const along = 4
+
+// snapshotsOf are all snapshots that a condition is true for, the largest first.
+func (c *cluster) snapshotsOf(ctx context.Context, is func(*v1alpha1.Snapshot) bool) ([]*v1alpha1.Snapshot, error) {
+	var list v1alpha1.SnapshotList
+	if err := c.List(ctx, &list); err != nil {
+		return nil, fmt.Errorf("list the snapshots: %w", err)
+	}
+	var all []*v1alpha1.Snapshot
+	for i := range list.Items {
+		if s := &list.Items[i]; is(s) {
+			all = append(all, s)
+		}
+	}
+	slices.SortStableFunc(all, func(a, b *v1alpha1.Snapshot) int { return int(min(max(b.Status.Size-a.Status.Size, -1), 1)) })
+	return all, nil
+}
+
+// leavesSnapshot is why a snapshot cannot leave its node, and what can be done; nil if it can.
+func (r *room) leavesSnapshot(s *v1alpha1.Snapshot) error {
+	home := s.Spec.NodeName
+	switch m := s.Spec.Move; {
+	case v1alpha1.Going(s):
+		return errors.New("it is being deleted")
+	case s.Status.Created == nil:
+		return errors.New("it is not cut yet; try again when it is")
+	case v1alpha1.IsLost(s):
+		return errors.New("its bytes are missing")
+	case m != nil && m.Left:
+		return fmt.Errorf("it has just come from node %s, which has not given its bytes back yet; try again then; if that node never comes back, delete its Node object", m.Node)
+	case r.silent[home] != "":
+		return fmt.Errorf("its bytes are on node %s, which does not answer: %s", home, r.silent[home])
+	case !r.ported(home, s.Spec.Pool):
+		return fmt.Errorf("its node %s has no port that bytes could leave by; start the driver there with --agent-endpoint", home)
+	}
+	return nil
+}
+
+// ported reports whether the agent of a pool has a port.
+func (r *room) ported(node, pool string) bool {
+	p := r.pools[overview.PoolName(node, pool)]
+	return p != nil && p.Status.Agent != nil
+}
+
+// takesSnapshot is why a node cannot take a snapshot that can leave its own, and what can be done; nil if it can.
+func (r *room) takesSnapshot(s *v1alpha1.Snapshot, node string) error {
+	name := overview.PoolName(node, s.Spec.Pool)
+	p := r.pools[name]
+	switch {
+	case node == s.Spec.NodeName:
+		return errors.New("the snapshot is on that node")
+	case p == nil:
+		return r.lacking(node, s.Spec.Pool)
+	case r.silent[node] != "":
+		return fmt.Errorf("it does not answer: %s", r.silent[node])
+	case p.Status.Agent == nil:
+		return errors.New("its agent has no port; start the driver there with --agent-endpoint")
+	case len(p.Status.Health) > 0:
+		return fmt.Errorf("pool %s is not well: %s: %s", name, p.Status.Health[0].Reason, p.Status.Health[0].Message)
+	}
+	if need, available := keepsSnapshot(s), min(p.Status.Available-r.promised[name], p.Status.MaxVolume); need > available {
+		return fmt.Errorf("pool %s has no room: %s are needed, and %s could come at most; make room there, or choose another node (kubectl ashlar pools)", name, cli.Size(need), cli.Size(max(available, 0)))
+	}
+	return nil
+}
+
+// keepsSnapshot is how many bytes a pool keeps of a snapshot.
+func keepsSnapshot(s *v1alpha1.Snapshot) int64 {
+	if s.Spec.Encryption != "" {
+		return s.Status.Size + header
+	}
+	return s.Status.Size
+}
+
+// mayTake is why a snapshot may not be asked to move to a node, beside that it does so already.
+func (r *room) mayTake(s *v1alpha1.Snapshot, node string) error {
+	if s.Spec.NodeName == node && s.Spec.Move == nil {
+		return errors.New("it is on that node")
+	}
+	if err := r.leavesSnapshot(s); err != nil {
+		return err
+	}
+	if m := s.Spec.Move; m != nil {
+		return fmt.Errorf("it is being moved to node %s; to take that back: kubectl ashlar move %s --cancel", m.Node, s.ID())
+	}
+	return r.takesSnapshot(s, node)
+}
+
+// runSnapshot is run of a snapshot alone, by its ID.
+func (m *moving) runSnapshot(ctx context.Context, o *overview.Overview, id string) error {
+	all, err := m.snapshotsOf(ctx, func(s *v1alpha1.Snapshot) bool { return s.ID() == id })
+	if err != nil {
+		return err
+	}
+	if len(all) == 0 {
+		return fmt.Errorf("there is no snapshot %s", cli.Line(id))
+	}
+	if m.cancel {
+		return m.takeBack(ctx, all[0], (&cut{s: all[0]}).title())
+	}
+	node, pool, named := strings.Cut(m.to, "/")
+	if named && pool != all[0].Spec.Pool {
+		return fmt.Errorf("move snapshot %s to pool %s of node %s: it is in pool %s, and stays in pools of that name, as its ID has it; give --to %s", id, pool, node, all[0].Spec.Pool, node)
+	}
+	return m.bring(ctx, o, all, node)
+}
+
+// bringSnapshots moves the snapshots of a volume to a node.
+func (m *moving) bringSnapshots(ctx context.Context, o *overview.Overview, v *v1alpha1.Volume, node string) error {
+	all, err := m.snapshotsOf(ctx, func(s *v1alpha1.Snapshot) bool {
+		return s.Spec.Source == v.Name && s.Spec.Pool == v.Spec.Pool && (s.Spec.NodeName != node || s.Spec.Move != nil) && !v1alpha1.Going(s)
+	})
+	if err != nil {
+		return err
+	}
+	if len(all) == 0 {
+		_, err := fmt.Fprintf(m.out, "It has no snapshots on other nodes than %s.\n", node)
+		return err
+	}
+	return m.bring(ctx, o, all, node)
+}
+
+// takeBackSnapshots takes back what moves of the snapshots of a volume, and has not moved yet.
+func (m *moving) takeBackSnapshots(ctx context.Context, v *v1alpha1.Volume) error {
+	all, err := m.snapshotsOf(ctx, func(s *v1alpha1.Snapshot) bool {
+		return s.Spec.Source == v.Name && s.Spec.Pool == v.Spec.Pool && s.Spec.Move != nil && !s.Spec.Move.Left
+	})
+	for _, s := range all {
+		err = errors.Join(err, m.takeBack(ctx, s, (&cut{s: s}).title()))
+	}
+	return err
+}
+
+// bring moves snapshots to a node, and as long as it waits says how far they are.
+func (m *moving) bring(ctx context.Context, o *overview.Overview, all []*v1alpha1.Snapshot, node string) error {
+	r, err := m.look(ctx, o)
+	if err != nil {
+		return err
+	}
+	c := &cuts{cluster: m.cluster, out: m.out, parallel: along}
+	for _, s := range all {
+		one := &cut{s: s, to: node}
+		if !asked(s, node) {
+			if one.why = r.mayTake(s, node); one.why != nil {
+				if err := c.stays(one); err != nil {
+					return err
+				}
+			} else {
+				r.promised[overview.PoolName(node, s.Spec.Pool)] += keepsSnapshot(s)
+			}
+		}
+		c.all = append(c.all, one)
+	}
+	if !m.wait {
+		c.parallel = len(c.all)
+		_, err = c.step(ctx)
+	} else {
+		err = c.carryOut(ctx)
+	}
+	if err != nil {
+		return fmt.Errorf("%w; what was asked to move goes on, and nothing else does; run it again to go on", err)
+	}
+	return c.staying()
+}
+
+// carryOut moves what can be moved.
+func (c *cuts) carryOut(ctx context.Context) error {
+	for {
+		busy, err := c.step(ctx)
+		if err != nil || !busy {
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return errors.New("interrupted")
+		case <-time.After(lookAgain):
+		}
+	}
+}
+
+// step looks at each move, and begins as many as may be under way at once. busy: there is more to do or to wait for.
+func (c *cuts) step(ctx context.Context) (busy bool, err error) {
+	under := 0
+	for _, s := range c.all {
+		if s.begun && !s.ended {
+			if err := c.lookAt(ctx, s); err != nil {
+				return false, err
+			}
+		}
+		if s.begun && !s.ended {
+			under++
+		}
+	}
+	for _, s := range c.all {
+		if !s.begun && s.why == nil && under < c.parallel {
+			if err := c.begin(ctx, s); err != nil {
+				return false, err
+			}
+			under++
+		}
+		busy = busy || s.why == nil && !s.ended
+	}
+	return busy, nil
+}
+
+// begin asks for the move of a snapshot. That this one is refused ends no other; that nobody answers does.
+func (c *cuts) begin(ctx context.Context, s *cut) error {
+	home := s.s.Spec.NodeName
+	err := c.ask(ctx, s.s, s.to, func() error {
+		if s.s.Spec.NodeName != home || s.s.Spec.Move != nil || v1alpha1.Going(s.s) {
+			return errors.New("somebody else has it moved, or deleted; run this again")
+		}
+		return nil
+	})
+	if ctx.Err() != nil {
+		return errors.New("interrupted")
+	}
+	if errors.Is(err, errSilent) {
+		return fmt.Errorf("%s: %w: %w", s.title(), errUnknown, err)
+	}
+	if s.begun, s.changed, s.why = true, time.Now(), err; err != nil {
+		s.ended = true
+		return c.stays(s)
+	}
+	return c.tell(s)
+}
+
+// stays prints why a snapshot stays.
+func (c *cuts) stays(s *cut) error {
+	_, err := fmt.Fprintf(c.out, "%s: stays on node %s: %v\n", s.title(), s.s.Spec.NodeName, s.why)
+	return err
+}
+
+// tell prints how far a move is, if that is another thing than it was.
+func (c *cuts) tell(s *cut) (err error) {
+	if kind, text, done, failed := stageOf(s.s, s.to, ""); failed == nil && !done && kind != s.told {
+		s.told = kind
+		_, err = fmt.Fprintf(c.out, "%s: %s\n", s.title(), text)
+	}
+	return err
+}
+
+// lookAt looks how far the move of a snapshot is.
+func (c *cuts) lookAt(ctx context.Context, s *cut) error {
+	now := &v1alpha1.Snapshot{}
+	err := c.patiently(ctx, func() error { return c.Get(ctx, client.ObjectKeyFromObject(s.s), now) })
+	switch {
+	case ctx.Err() != nil:
+		return errors.New("interrupted")
+	case client.IgnoreNotFound(err) != nil:
+		return fmt.Errorf("%s: %w: %w", s.title(), errUnknown, err)
+	case err != nil || now.UID != s.s.UID:
+		s.ended = true
+		_, err := fmt.Fprintf(c.out, "%s: %v\n", s.title(), errDeleted)
+		return err
+	}
+	s.s = now
+	_, text, done, err := stageOf(now, s.to, "")
+	if text != s.last {
+		s.last, s.changed = text, time.Now()
+	}
+	switch {
+	case err != nil:
+		s.ended, s.why = true, err
+		return c.stays(s)
+	case done:
+		s.ended = true
+		_, err = fmt.Fprintf(c.out, "%s: %s\n", s.title(), text)
+		return err
+	case time.Since(s.changed) > patience && time.Since(c.back) > patience: // moves wait for the API server, too
+		s.ended, s.why = true, fmt.Errorf("its move does not go on (nothing has changed for %s), and may later: %s", patience, text)
+		return c.stays(s)
+	}
+	return c.tell(s)
+}
+
+// staying is an error if something stays where it is.
+func (c *cuts) staying() error {
+	stay := 0
+	for _, s := range c.all {
+		if s.why != nil {
+			stay++
+		}
+	}
+	if stay > 0 {
+		return fmt.Errorf("%d of %d snapshots stay where they are, see above", stay, len(c.all))
+	}
+	return nil
+}
+
+// planSnapshots finds out which snapshots are to leave the node, and where to: to the node of their volume, where that can take them; those of a group to one node.
+func (e *evacuation) planSnapshots(ctx context.Context, volumes []*leaving) (*cuts, error) {
+	all, err := e.snapshotsOf(ctx, func(s *v1alpha1.Snapshot) bool {
+		return s.Spec.NodeName == e.node || s.Spec.Move != nil && s.Spec.Move.Node == e.node
+	})
+	if err != nil {
+		return nil, err
+	}
+	wanted := map[string]string{} // the nodes of volumes that leave, by their keys, and of groups, by theirs
+	for _, l := range volumes {
+		wanted[l.v.Name] = l.to
+	}
+	var others v1alpha1.VolumeList
+	if err := e.List(ctx, &others); err != nil {
+		return nil, fmt.Errorf("list the volumes: %w", err)
+	}
+	for i := range others.Items {
+		if v := &others.Items[i]; v.Spec.NodeName != e.node {
+			wanted[v.Name] = v.Spec.NodeName
+		}
+	}
+	c := &cuts{cluster: e.cluster, out: e.out, parallel: e.parallel}
+	for _, s := range all {
+		one := &cut{s: s}
+		one.to, one.why = e.targetOfSnapshot(s, wanted)
+		if g := s.Spec.Group; g != nil && one.why == nil {
+			wanted["group "+g.Key] = one.to
+		}
+		c.all = append(c.all, one)
+	}
+	return c, nil
+}
+
+// targetOfSnapshot is the node that a snapshot is to move to, or why it stays.
+func (e *evacuation) targetOfSnapshot(s *v1alpha1.Snapshot, wanted map[string]string) (string, error) {
+	m := s.Spec.Move
+	switch {
+	case m != nil && m.Left && m.Node == e.node && !v1alpha1.Going(s): // it has moved, and the node still has its bytes
+		return s.Spec.NodeName, nil
+	case m != nil && m.Node == e.node:
+		return "", fmt.Errorf("it comes here, from node %s; to take that back: kubectl ashlar move %s --cancel", s.Spec.NodeName, s.ID())
+	}
+	if err := e.room.leavesSnapshot(s); err != nil {
+		return "", err
+	}
+	if m != nil {
+		return m.Node, nil
+	}
+	likes := []string{wanted[s.Spec.Source]}
+	if g := s.Spec.Group; g != nil {
+		likes = []string{wanted["group "+g.Key], wanted[s.Spec.Source]}
+	}
+	to := ""
+	for _, node := range likes {
+		if to == "" && node != "" && (e.to == "" || node == e.to) && !e.room.cordoned[node] && e.room.takesSnapshot(s, node) == nil {
+			to = node
+		}
+	}
+	var err error
+	if to == "" {
+		to, err = e.room.bestOf(s.Spec.Pool, s.Spec.NodeName, e.to, func(node string) error { return e.room.takesSnapshot(s, node) })
+	}
+	if err == nil {
+		e.room.promised[overview.PoolName(to, s.Spec.Pool)] += keepsSnapshot(s)
+	}
+	return to, err
+}
+
+// print prints the plan.
+func (c *cuts) print(table io.Writer) error {
+	var rows [][]string
+	for _, s := range c.all {
+		to, remark := s.to, ""
+		switch m := s.s.Spec.Move; {
+		case s.why != nil:
+			to, remark = "stays", s.why.Error()
+		case m != nil && m.Left:
+			remark = "it has moved; its old bytes are to be given back"
+		case m != nil:
+			remark = "under way"
+		}
+		rows = append(rows, []string{cli.Line(s.s.Spec.Name), cli.Size(s.s.Status.Size), to, remark})
+	}
+	if len(rows) == 0 {
+		return nil
+	}
+	return cli.Table(table, []string{"SNAPSHOT", "SIZE", "TO", "REMARKS"}, rows)
+}

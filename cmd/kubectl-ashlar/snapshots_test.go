@@ -1,0 +1,187 @@
+package main
+
+import (
+	"context"
+	"sync"
+	"testing"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	fleet "github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// cutOf is a snapshot of a volume on a node; edit changes it.
+func cutOf(name, source, node string, size int64, edit func(*v1alpha1.Snapshot)) *v1alpha1.Snapshot {
+	s := &v1alpha1.Snapshot{ObjectMeta: metav1.ObjectMeta{Name: volume.KeyOf(name)}, Spec: v1alpha1.SnapshotSpec{NodeName: node, Pool: "default", Name: name, Source: volume.KeyOf(source)},
+		Status: v1alpha1.SnapshotStatus{ObjectStatus: v1alpha1.ObjectStatus{Created: new(metav1.NowMicro()), Size: size}}}
+	if edit != nil {
+		edit(s)
+	}
+	return s
+}
+
+// ported gives the agents of nodes a port, which they alone may do.
+func (e *environment) ported(names ...string) {
+	e.Helper()
+	for _, name := range names {
+		p := &v1alpha1.Pool{}
+		check.OK(e, e.Get(e.Context(), client.ObjectKey{Name: name + ".default"}, p))
+		before := p.DeepCopy()
+		p.Status.Agent = &v1alpha1.AgentEndpoint{Address: "10.0.0.1:9810", Fingerprint: "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef"}
+		agent, err := client.New(apitest.Get(e).Agent(e, name), client.Options{Scheme: e.Scheme()})
+		check.OK(e, err)
+		check.OK(e, agent.Status().Patch(e.Context(), p, client.MergeFrom(before)))
+	}
+}
+
+// carriers are agents and a controller that move what snapshots are asked to move, but for one of a name, until the end of a test.
+func (e *environment) carriers(held string) {
+	ctx, stop := context.WithCancel(e.Context())
+	var done sync.WaitGroup
+	done.Go(func() {
+		for ; ctx.Err() == nil; time.Sleep(5 * time.Millisecond) {
+			var all v1alpha1.SnapshotList
+			if err := e.List(ctx, &all); err != nil {
+				continue
+			}
+			for i := range all.Items {
+				if s := &all.Items[i]; s.Spec.Move != nil && s.Spec.Name != held {
+					_ = e.carry(ctx, s) // else with the next look
+				}
+			}
+		}
+	})
+	e.Cleanup(func() { stop(); done.Wait() })
+}
+
+// carry takes the next step of the move of a snapshot.
+func (e *environment) carry(ctx context.Context, s *v1alpha1.Snapshot) error {
+	switch m, far := s.Spec.Move, s.Status.Move; {
+	case !m.Left && far == nil:
+		s.Status.Move = &v1alpha1.MoveStatus{Node: m.Node, Message: "half is copied", Progress: &v1alpha1.Progress{Done: 1, Total: 2}}
+		return e.Status().Update(ctx, s)
+	case !m.Left:
+		fleet.FlipSnapshot(s)
+	case !far.Arrived:
+		s.Status.Move = &v1alpha1.MoveStatus{Node: s.Spec.NodeName, Arrived: true, Message: "moved"}
+		return e.Status().Update(ctx, s)
+	default:
+		s.Spec.Move = nil
+	}
+	return e.Update(ctx, s)
+}
+
+// isOn makes sure that a snapshot is on a node, and does not move.
+func (e *environment) isOn(s *v1alpha1.Snapshot, node string) {
+	e.Helper()
+	now := &v1alpha1.Snapshot{}
+	check.OK(e, e.Get(e.Context(), client.ObjectKeyFromObject(s), now))
+	if now.Spec.NodeName != node || now.Spec.Move != nil {
+		e.Errorf("%s is %+v, and should be on node %s", s.Spec.Name, now.Spec, node)
+	}
+}
+
+// TestMoveWithSnapshots: the snapshots of a volume stay, or move along with it when asked, wherever they are; and they follow it later.
+func TestMoveWithSnapshots(t *testing.T) {
+	e := newEnvironment(t)
+	nodes(e)
+	e.ported("n1", "n3", "n4")
+	hasten(t, time.Minute)
+	e.add(movable("pvc-1", "n1", 100*mib, nil))
+	one, two, others := cutOf("one", "pvc-1", "n1", 100*mib, nil), cutOf("two", "pvc-1", "n4", 100*mib, nil), cutOf("others", "pvc-2", "n1", mib, nil)
+	for _, s := range []*v1alpha1.Snapshot{one, two, others} {
+		e.add(s)
+	}
+	run(t, apitest.Admin, "move", "pvc-1", "--to=n3", "--with-snapshots", "--wait=false").says(t, "pvc-1: node n3 is asked to copy it from node n1\n",
+		"snapshot one: node n3 is asked to copy it from node n1\n", "snapshot two: node n3 is asked to copy it from node n4\n")
+	run(t, apitest.Admin, "move", "pvc-1", "--cancel", "--with-snapshots").says(t, "pvc-1: it stays on node n1.\n", "snapshot one: it stays on node n1.\n", "snapshot two: it stays on node n4.\n")
+	e.isOn(one, "n1")
+	e.drivers("")
+	e.carriers("")
+	r := run(t, apitest.Admin, "move", "pvc-1", "--to=n3")
+	check.OK(t, r.err)
+	e.isOn(one, "n1")
+	r = run(t, apitest.Admin, "move", "pvc-1", "--to=n3", "--with-snapshots")
+	check.OK(t, r.err)
+	r.says(t, "snapshot one: 50 %, half is copied\n", "snapshot one: it is on node n3\n", "snapshot two: it is on node n3\n")
+	run(t, apitest.Admin, "move", "pvc-1", "--to=n3", "--with-snapshots").says(t, "It has no snapshots on other nodes than n3.\n")
+	r = run(t, apitest.Admin, "move", "pvc-1", "--to=n1", "--with-snapshots")
+	check.OK(t, r.err)
+	r.says(t, "pvc-1: it is on node n1.\n", "snapshot one: it is on node n1\n")
+	e.isOn(one, "n1")
+	e.isOn(two, "n1")
+	e.isOn(others, "n1")
+	r = run(t, apitest.Admin, "move", two.ID(), "--to=n4")
+	check.OK(t, r.err)
+	r.says(t, "snapshot two: it is on node n4\n")
+	e.isOn(two, "n4")
+}
+
+// TestMoveSnapshotRefused: what cannot move says why.
+func TestMoveSnapshotRefused(t *testing.T) {
+	e := newEnvironment(t)
+	nodes(e)
+	e.ported("n1", "n3")
+	hasten(t, 300*time.Millisecond)
+	large, lost, stuck := cutOf("large", "pvc-1", "n1", 900*mib, nil), cutOf("lost", "pvc-1", "n1", mib, func(s *v1alpha1.Snapshot) {
+		s.Status.Conditions = []metav1.Condition{{Type: v1alpha1.Ready, Status: metav1.ConditionFalse, Reason: "DataLoss", LastTransitionTime: metav1.Now()}}
+	}), cutOf("stuck", "pvc-1", "n1", mib, nil)
+	for _, s := range []*v1alpha1.Snapshot{large, lost, stuck} {
+		e.add(s)
+	}
+	for _, c := range []struct{ id, to, says string }{
+		{large.ID(), "n3", "snapshot large: stays on node n1: pool n3.default has no room: 900Mi are needed"},
+		{large.ID(), "n1", "snapshot large: stays on node n1: it is on that node"},
+		{stuck.ID(), "n4", "snapshot stuck: stays on node n1: its agent has no port"},
+		{stuck.ID(), "n9", "snapshot stuck: stays on node n1: there is no such node"},
+		{lost.ID(), "n3", "snapshot lost: stays on node n1: its bytes are missing"},
+		{stuck.ID(), "n3", "snapshot stuck: stays on node n1: its move does not go on (nothing has changed for 300ms), and may later: node n3 is asked to copy it from node n1"},
+	} {
+		r := run(t, apitest.Admin, "move", c.id, "--to="+c.to)
+		r.refused(t, "1 of 1 snapshots stay where they are, see above")
+		r.says(t, c.says)
+	}
+	run(t, apitest.Admin, "move", stuck.ID(), "--cancel").says(t, "snapshot stuck: it stays on node n1.\n")
+	run(t, apitest.Admin, "move", "snap.default.0123456789abcdef0123456789abcdef", "--to=n3").refused(t, "there is no snapshot snap.default.0123456789abcdef0123456789abcdef")
+	run(t, apitest.Admin, "move", stuck.ID(), "--to=n3/b").refused(t, "it is in pool default, and stays in pools of that name")
+}
+
+// TestEvacuateWithSnapshots: the snapshots of a node stay, or move when asked: to where their volume is, or moves, those of a group to one node, others to where there is most room.
+func TestEvacuateWithSnapshots(t *testing.T) {
+	e := newEnvironment(t)
+	nodes(e)
+	e.ported("n1", "n2", "n3", "n4")
+	hasten(t, time.Minute)
+	e.add(movable("pvc-a", "n1", 100*mib, nil))
+	e.add(movable("pvc-far", "n4", 10*mib, nil))
+	grouped := func(s *v1alpha1.Snapshot) { s.Spec.Group = &v1alpha1.Group{Key: volume.KeyOf("group"), Size: 2} }
+	along, far, gone := cutOf("along", "pvc-a", "n1", 90*mib, nil), cutOf("far", "pvc-far", "n1", 80*mib, nil), cutOf("gone", "pvc-gone", "n1", 70*mib, nil)
+	first, second := cutOf("first", "pvc-far", "n1", 60*mib, grouped), cutOf("second", "pvc-a", "n1", 50*mib, grouped)
+	large, there := cutOf("large", "pvc-gone", "n1", 900*mib, nil), cutOf("there", "pvc-a", "n3", mib, nil)
+	for _, s := range []*v1alpha1.Snapshot{along, far, gone, first, second, large, there} {
+		e.add(s)
+	}
+	run(t, apitest.Admin, "evacuate", "n1", "--dry-run").says(t, "Snapshots on node n1, which stay there without --with-snapshots: 6\n")
+	r := run(t, apitest.Admin, "evacuate", "n1", "--dry-run", "--with-snapshots")
+	r.says(t, "pvc-a   100Mi  n3  -\n", "SNAPSHOT  SIZE   TO     REMARKS\n", "along     90Mi   n3     -\n", "far       80Mi   n4     -\n", "first     60Mi   n4     -\n", "second    50Mi   n4     -\n", "large     900Mi  stays  node n2: it is cordoned")
+	r.refused(t, "1 of 6 snapshots stay where they are, see above")
+	e.isOn(along, "n1")
+	e.drivers("")
+	e.carriers("")
+	r = run(t, apitest.Admin, "evacuate", "n1", "--with-snapshots")
+	r.refused(t, "1 of 6 snapshots stay where they are, see above")
+	r.says(t, "No volume is left on node n1.\n", "snapshot gone: it is on node n")
+	for s, node := range map[*v1alpha1.Snapshot]string{along: "n3", far: "n4", first: "n4", second: "n4", large: "n1", there: "n3"} {
+		e.isOn(s, node)
+	}
+	e.remove(large)
+	r = run(t, apitest.Admin, "evacuate", "n1", "--with-snapshots")
+	check.OK(t, r.err)
+	r.says(t, "No volume is on node n1.\n")
+}

@@ -1,0 +1,13 @@
+package v1alpha1
+
+// Moves is how the volume is to move, and how far that is; nil for what there is not.
+func (v *Volume) Moves() (*Move, *MoveStatus) { return v.Spec.Move, v.Status.Move }
+
+// Moves is how the snapshot is to move, and how far that is; nil for what there is not.
+func (s *Snapshot) Moves() (*Move, *MoveStatus) { return s.Spec.Move, s.Status.Move }
+
+// SetMove asks for the volume to move; nil: not any more.
+func (v *Volume) SetMove(m *Move) { v.Spec.Move = m }
+
+// SetMove asks for the snapshot to move; nil: not any more.
+func (s *Snapshot) SetMove(m *Move) { s.Spec.Move = m }

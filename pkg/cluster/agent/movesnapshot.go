@@ -1,0 +1,308 @@
+package agent
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+
+	"k8s.io/apimachinery/pkg/api/equality"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/client-go/rest"
+	"k8s.io/klog/v2"
+	"sigs.k8s.io/controller-runtime/pkg/cache"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/handler"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+	"sigs.k8s.io/controller-runtime/pkg/source"
+
+	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/internal/progress"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/port"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/transfer"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// A snapshot moves in the steps of a volume (move.go), but that nothing is sealed: nobody writes to it. Whoever reads it at its old home goes on; its bytes go when nobody does.
+
+const aSnapshotMove = "snapshot-move"
+
+// connectSnapshotMoves prepares the watch of snapshots of other nodes that move here, or have left here. It asks the API server nothing.
+func (a *Agent) connectSnapshotMoves(config *rest.Config) (err error) {
+	if a.options.Agents == nil {
+		return nil
+	}
+	these := fields.AndSelectors(fields.OneTermEqualSelector("spec.move.node", a.local.Node()), a.elsewhereSelector())
+	a.snapshotMoves, err = kube.Connect(config, map[client.Object]cache.ByObject{&v1alpha1.Snapshot{}: {Field: these}})
+	return err
+}
+
+// runSnapshotMoves watches and carries out their moves until the context ends.
+func (a *Agent) runSnapshotMoves(ctx context.Context) error {
+	if a.options.Agents == nil {
+		<-ctx.Done()
+		return nil
+	}
+	ctx, stop := context.WithCancel(ctx)
+	var done sync.WaitGroup
+	defer done.Wait()
+	defer stop()
+	if err := a.hear(ctx, a.snapshotMoves, &v1alpha1.Snapshot{}, a.snapshotMoveChanged); err != nil {
+		return err
+	}
+	queue, err := a.bringerQueue(ctx, "snapshot-mover")
+	if err != nil {
+		return err
+	}
+	requests := handler.TypedEnqueueRequestsFromMapFunc(func(_ context.Context, s *v1alpha1.Snapshot) []request { return []request{{aSnapshotMove, s.Name}} })
+	if err := queue.Watch(source.TypedKind(a.snapshotMoves.Cache, &v1alpha1.Snapshot{}, requests)); err != nil {
+		return err
+	}
+	failures := make(chan error, 2)
+	done.Go(func() { failures <- a.snapshotMoves.Cache.Start(ctx) })
+	if !a.snapshotMoves.Cache.WaitForCacheSync(ctx) {
+		return nil // the context ended
+	}
+	done.Go(func() { failures <- queue.Start(ctx) })
+	return <-failures
+}
+
+// snapshotMoveChanged ends the copy of a snapshot that does not come here any more.
+func (a *Agent) snapshotMoveChanged(o client.Object, gone bool) {
+	if s, is := o.(*v1alpha1.Snapshot); !is || !gone && !v1alpha1.Going(s) {
+		return
+	}
+	a.Changed() // its bytes may be left
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if cancel := a.cancels[request{aSnapshotMove, o.GetName()}]; cancel != nil {
+		cancel()
+	}
+}
+
+// snapshotComesHere reports whether an object says that a snapshot moves to this node, or has just done so.
+func (a *Agent) snapshotComesHere(s *v1alpha1.Snapshot) bool {
+	m := s.Spec.Move
+	return m != nil && (!m.Left && m.Node == a.local.Node() || m.Left && s.Spec.NodeName == a.local.Node())
+}
+
+func snapshotArrived(s *v1alpha1.Snapshot) bool {
+	return s.Status.Move != nil && s.Status.Move.Arrived
+}
+
+// snapshotStillComes reports whether a snapshot still moves here, or has moved here and not arrived. Before that is denied the API server is asked.
+func (a *Agent) snapshotStillComes(ctx context.Context, key string) (bool, error) {
+	for _, reader := range []client.Reader{a.kube.Cache, a.kube.Live} {
+		s := &v1alpha1.Snapshot{}
+		err := reader.Get(ctx, client.ObjectKey{Name: key}, s)
+		if client.IgnoreNotFound(err) != nil {
+			return false, err
+		}
+		if err == nil && !v1alpha1.Going(s) && a.snapshotComesHere(s) {
+			return true, nil
+		}
+	}
+	return false, nil
+}
+
+// reconcileSnapshotMove carries out this node's part in the move of a snapshot that is not its own now.
+func (a *Agent) reconcileSnapshotMove(ctx context.Context, r request) (reconcile.Result, error) {
+	s := &v1alpha1.Snapshot{}
+	if err := a.snapshotMoves.Cache.Get(ctx, client.ObjectKey{Name: r.key}, s); err != nil {
+		return reconcile.Result{}, client.IgnoreNotFound(err)
+	}
+	switch m := s.Spec.Move; {
+	case m == nil || m.Node != a.local.Node() || s.Spec.NodeName == a.local.Node():
+		return reconcile.Result{}, nil
+	case m.Left:
+		return a.giveBackSnapshot(ctx, s)
+	case v1alpha1.Going(s), cluster.SnapshotMayMove(s):
+		return reconcile.Result{}, nil // it is the controller's turn, or nobody's
+	}
+	err := a.comeSnapshot(ctx, r, s)
+	switch {
+	case err == nil || ctx.Err() != nil:
+		return reconcile.Result{RequeueAfter: checkAgain}, nil
+	case errors.Is(err, context.Canceled): // it does not come any more
+		return reconcile.Result{RequeueAfter: inUseRetry}, nil
+	case errors.Is(err, errdefs.ErrBusy):
+		return reconcile.Result{}, err
+	}
+	failure := a.reportSnapshotMove(ctx, s, func(far *v1alpha1.MoveStatus) {
+		far.Waits, far.Message, far.Progress = true, cluster.Limited(errdefs.Words(err)), nil
+	})
+	return reconcile.Result{}, errors.Join(err, failure)
+}
+
+// reportSnapshotMove writes the part of a snapshot's status that is about its move, if edit changes it. It fails with a conflict if anybody changed the object
+// since it was read.
+func (a *Agent) reportSnapshotMove(ctx context.Context, s *v1alpha1.Snapshot, edit func(*v1alpha1.MoveStatus)) error {
+	before := s.DeepCopy()
+	node := s.Spec.Move.Node
+	if s.Spec.Move.Left {
+		node = s.Spec.NodeName
+	}
+	if far := s.Status.Move; far == nil || !s.Spec.Move.Left && far.Node != node {
+		s.Status.Move = &v1alpha1.MoveStatus{Node: node}
+	}
+	edit(s.Status.Move)
+	if equality.Semantic.DeepEqual(before, s) {
+		return nil
+	}
+	return a.kube.Client.Status().Patch(ctx, s, kube.LockingPatch(before))
+}
+
+// comeSnapshot copies a snapshot that moves here, and says so when all of it is here.
+func (a *Agent) comeSnapshot(ctx context.Context, r request, s *v1alpha1.Snapshot) error {
+	if s.Status.Created == nil {
+		return fmt.Errorf("%w: snapshot %s is not cut yet", errdefs.ErrUnavailable, cluster.SnapshotID(s))
+	}
+	defer a.Changed()
+	from, err := a.bringSnapshot(ctx, r, s, s.Spec.NodeName)
+	if err != nil {
+		return err
+	}
+	now := &v1alpha1.Snapshot{}
+	if err := a.kube.Live.Get(ctx, client.ObjectKeyFromObject(s), now); err != nil {
+		return kube.APIError("read snapshot "+s.Name, err)
+	}
+	if now.UID != s.UID || now.Spec.NodeName != s.Spec.NodeName || !a.snapshotComesHere(now) || v1alpha1.Going(now) {
+		return fmt.Errorf("%w: snapshot %s does not move to node %s any more", errdefs.ErrBusy, s.Name, a.local.Node())
+	}
+	if here, err := a.local.Brought(ctx, cluster.SnapshotID(now), from.Created); err != nil || !here { // it may have been removed, when the move was taken back and asked for again
+		return errors.Join(err, fmt.Errorf("%w: the copy of snapshot %s is gone; it is copied anew", errdefs.ErrUnavailable, s.Name))
+	}
+	return a.reportSnapshotMove(ctx, now, func(far *v1alpha1.MoveStatus) {
+		far.Copied, far.Progress = &v1alpha1.MoveCopied{Generation: now.Generation, Size: now.Status.Size, Sealed: metav1.NewMicroTime(from.Created)}, nil
+		far.Waits, far.Message = false, "all bytes are on node "+a.local.Node()
+	})
+}
+
+// bringSnapshot has all bytes of a snapshot be here that another node has, and returns what they are of.
+func (a *Agent) bringSnapshot(ctx context.Context, r request, s *v1alpha1.Snapshot, home string) (volume.Origin, error) {
+	ctx, end := a.making(ctx, r)
+	defer end()
+	id := cluster.SnapshotID(s)
+	agent, err := a.agentOf(ctx, home, s.Spec.Pool)
+	if err != nil {
+		return volume.Origin{}, err
+	}
+	asking, cancel := context.WithTimeout(ctx, homeTime)
+	from, err := transfer.OpenSnapshotMove(asking, agent, s.Name)
+	cancel()
+	switch {
+	case err != nil:
+		return from, fmt.Errorf("ask node %s for snapshot %s: %w", home, id, err)
+	case from.ID != id || !sameBytes(s, from.Created):
+		return from, fmt.Errorf("%w: node %s has %s, cut at %s, and the object is of one that was cut at %s; it is not moved", errdefs.ErrPrecondition, home, from.ID, from.Created, s.Status.Created)
+	}
+	return from, a.withYieldingLocks(ctx, []string{keylock.Snapshot(s.Name)}, nil, func(ctx context.Context) error {
+		defer a.followBringing(ctx, s, func(ctx context.Context, far progress.Copy) error {
+			now := &v1alpha1.Snapshot{}
+			if err := a.snapshotMoves.Cache.Get(ctx, client.ObjectKeyFromObject(s), now); err != nil || !a.snapshotComesHere(now) || now.Spec.Move.Left {
+				return client.IgnoreNotFound(err)
+			}
+			return a.reportSnapshotMove(ctx, now, func(m *v1alpha1.MoveStatus) { setBringing(m, far, home) })
+		})()
+		return a.local.BringSnapshot(ctx, cluster.ToSnapshot(s).Name, from)
+	})
+}
+
+// openSnapshotMove opens a snapshot of this node that moves, for the agent of its new node, or one that has moved there and not arrived. ErrNotFound if the snapshot's
+// object says nothing of that.
+func (a *Agent) openSnapshotMove(ctx context.Context, key string) (volume.Origin, error) {
+	s, node := &v1alpha1.Snapshot{}, port.CallerNode(ctx)
+	err := a.kube.Live.Get(ctx, client.ObjectKey{Name: key}, s)
+	if client.IgnoreNotFound(err) != nil {
+		return volume.Origin{}, kube.APIError("read snapshot "+key, err)
+	}
+	m, here := s.Spec.Move, a.local.Node()
+	if err != nil || node == "" || m == nil || v1alpha1.Going(s) ||
+		!(!m.Left && m.Node == node && s.Spec.NodeName == here || m.Left && m.Node == here && s.Spec.NodeName == node && !snapshotArrived(s)) {
+		return volume.Origin{}, fmt.Errorf("%w: no snapshot %s of node %s moves to node %q", errdefs.ErrNotFound, key, here, node)
+	}
+	return a.locked(keylock.Snapshot(key), func() (volume.Origin, error) { return a.local.OpenMove(ctx, cluster.SnapshotID(s)) })
+}
+
+// takeOverSnapshot has a snapshot that has moved here arrive. As a rule all its bytes are here; if not (the copy was on a disk that failed), they are with the node
+// that it has left, until it has arrived. ErrNotFound if they are nowhere.
+func (a *Agent) takeOverSnapshot(ctx context.Context, s *v1alpha1.Snapshot) error {
+	if !a.snapshotComesHere(s) || snapshotArrived(s) {
+		return nil
+	}
+	id := cluster.SnapshotID(s)
+	here, err := a.local.Brought(ctx, id, s.Status.Created.Time)
+	if err == nil && !here {
+		_, err = a.bringSnapshot(ctx, requestOf(s), s, s.Spec.Move.Node)
+	}
+	if err == nil {
+		return a.arriveSnapshot(ctx, s)
+	}
+	if errors.Is(err, errdefs.ErrNotFound) || errors.Is(err, errdefs.ErrBusy) || ctx.Err() != nil {
+		return err
+	}
+	return errors.Join(err, a.reportSnapshotMove(ctx, s, func(far *v1alpha1.MoveStatus) {
+		far.Waits, far.Message = true, cluster.Limited("moved; not all bytes are here: "+errdefs.Words(err))
+	}))
+}
+
+// arriveSnapshot makes what is here of a snapshot that has moved here the snapshot.
+func (a *Agent) arriveSnapshot(ctx context.Context, s *v1alpha1.Snapshot) error {
+	return a.withLocks([]string{keylock.Snapshot(s.Name)}, func() error {
+		now := &v1alpha1.Snapshot{}
+		if err := a.kube.Live.Get(ctx, client.ObjectKeyFromObject(s), now); err != nil {
+			return kube.APIError("read snapshot "+s.Name, err)
+		}
+		if now.UID != s.UID || now.Spec.NodeName != a.local.Node() || !a.snapshotComesHere(now) || snapshotArrived(now) {
+			return fmt.Errorf("%w: the object of snapshot %s was changed meanwhile", errdefs.ErrBusy, s.Name)
+		}
+		if err := a.local.Arrive(ctx, cluster.SnapshotID(now)); err != nil {
+			return err
+		}
+		klog.FromContext(ctx).Info("A snapshot has moved here", "snapshot", cluster.SnapshotID(now).String(), "from", now.Spec.Move.Node)
+		defer a.Changed()
+		err := a.reportSnapshotMove(ctx, now, func(far *v1alpha1.MoveStatus) {
+			far.Arrived, far.Waits, far.Message = true, false, "moved; node "+now.Spec.Move.Node+" is to give its bytes back"
+		})
+		*s = *now
+		return err
+	})
+}
+
+// giveBackSnapshot removes the bytes of a snapshot that has left this node, once its new one has taken it over, and nobody reads them here.
+func (a *Agent) giveBackSnapshot(ctx context.Context, s *v1alpha1.Snapshot) (reconcile.Result, error) {
+	if !snapshotArrived(s) || s.Status.Move.Cleared {
+		return reconcile.Result{}, nil
+	}
+	err := a.withLocks([]string{keylock.Snapshot(s.Name)}, func() error {
+		now := &v1alpha1.Snapshot{}
+		if err := a.kube.Live.Get(ctx, client.ObjectKeyFromObject(s), now); err != nil {
+			return kube.APIError("read snapshot "+s.Name, err)
+		}
+		if m := now.Spec.Move; now.UID != s.UID || m == nil || !m.Left || m.Node != a.local.Node() || now.Spec.NodeName == a.local.Node() || !snapshotArrived(now) || now.Status.Created == nil {
+			return fmt.Errorf("%w: the object of snapshot %s was changed meanwhile", errdefs.ErrBusy, s.Name)
+		}
+		*s = *now
+		return a.local.DepartSnapshot(ctx, cluster.SnapshotID(s), s.Status.Created.Time)
+	})
+	switch {
+	case err == nil:
+		a.Changed()
+		klog.FromContext(ctx).Info("Gave back the bytes of a snapshot that has moved", "snapshot", cluster.SnapshotID(s).String(), "to", s.Spec.NodeName)
+		return reconcile.Result{}, a.reportSnapshotMove(ctx, s, func(far *v1alpha1.MoveStatus) { far.Cleared, far.Waits, far.Message = true, false, "moved" })
+	case errors.Is(err, errdefs.ErrBusy):
+		return reconcile.Result{RequeueAfter: inUseRetry}, nil // as long as it is read: that may be for hours
+	}
+	failure := a.reportSnapshotMove(ctx, s, func(far *v1alpha1.MoveStatus) {
+		far.Waits, far.Message = true, cluster.Limited("moved; the bytes that node "+a.local.Node()+" had are still there: "+errdefs.Words(err))
+	})
+	if failure == nil && errors.Is(err, errdefs.ErrInUse) {
+		return reconcile.Result{RequeueAfter: inUseRetry}, nil
+	}
+	return reconcile.Result{}, errors.Join(err, failure)
+}

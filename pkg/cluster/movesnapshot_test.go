@@ -1,0 +1,480 @@
+package cluster_test
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/events"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
+)
+
+// cutObject is the object of a snapshot; nil if there is none.
+func (w *environment) cutObject(id volume.ID) *v1alpha1.Snapshot {
+	w.Helper()
+	s := &v1alpha1.Snapshot{}
+	if err := w.Get(w.ctx, client.ObjectKey{Name: id.Key}, s); client.IgnoreNotFound(err) != nil {
+		w.Fatal(err)
+	} else if err != nil {
+		return nil
+	}
+	return s
+}
+
+// cutMovesTo asks for a snapshot to be moved to a node; empty: not any more.
+func (w *environment) cutMovesTo(id volume.ID, node string) {
+	w.Helper()
+	s := w.cutObject(id)
+	before := s.DeepCopy()
+	if s.Spec.Move = nil; node != "" {
+		s.Spec.Move = &v1alpha1.Move{Node: node}
+	}
+	check.OK(w, w.Patch(w.ctx, s, client.MergeFrom(before)))
+}
+
+// hasMoved reports whether the move of a snapshot to a machine has ended.
+func (w *environment) hasMoved(id volume.ID, to *machine) bool {
+	w.Helper()
+	s := w.cutObject(id)
+	return s.Spec.NodeName == to.name && s.Spec.Move == nil && s.Status.Move == nil
+}
+
+// cutMoved waits until a snapshot has moved to a machine, and its old node has given its bytes back.
+func (w *environment) cutMoved(id volume.ID, from, to *machine) {
+	w.Helper()
+	w.eventually(id.String()+" has moved to "+to.name, func() bool { return w.hasMoved(id, to) })
+	fails(w, second(from.local.GetSnapshot(w.ctx, id)), errdefs.ErrNotFound)
+	check.OK(w, second(to.local.GetSnapshot(w.ctx, id)))
+	for _, m := range []*machine{from, to} {
+		w.eventually("nothing is left on "+m.name, func() bool { return len(w.leftovers(m)) == 0 })
+		w.tally(m)
+	}
+}
+
+// cutSays waits until the object of a snapshot says something of its move.
+func (w *environment) cutSays(id volume.ID, part string) {
+	w.Helper()
+	w.eventually("the move of "+id.String()+" says "+part, func() bool {
+		s := w.cutObject(id).Status.Move
+		return s != nil && strings.Contains(s.Message, part)
+	})
+}
+
+// knows waits until a store knows where a snapshot is.
+func (w *environment) knows(s *store.Store, id volume.ID, m *machine) {
+	w.Helper()
+	w.eventually("the store knows that it is on "+m.name, func() bool {
+		have, err := s.GetSnapshot(w.ctx, id)
+		return err == nil && have.Node == m.name
+	})
+}
+
+// TestSnapshotMove: a snapshot moves to another node, also without its volume, which may be gone, and back. It is what it was, and what is made from it is where it is.
+func TestSnapshotMove(t *testing.T) {
+	w, a, b, s := twoNodes(t)
+	v, snapshot := w.snapshotOf(s, a, "v", 3, 17, 1000)
+	was, want := w.cutObject(snapshot.ID), w.content(a, snapshot.ID)
+	check.OK(t, s.Delete(w.ctx, v.ID))
+	w.cutMovesTo(snapshot.ID, b.name)
+	w.cutMoved(snapshot.ID, a, b)
+	if have := w.content(b, snapshot.ID); string(have) != string(want) {
+		t.Error("its bytes are others")
+	}
+	now := w.cutObject(snapshot.ID)
+	if now.UID != was.UID || !now.Status.Created.Equal(was.Status.Created) || now.Status.Size != was.Status.Size || v1alpha1.StateOf(now) != v1alpha1.StateReady {
+		t.Errorf("its object says %+v, before %+v", now.Status, was.Status)
+	}
+	w.knows(s, snapshot.ID, b)
+	if have, err := s.GetSnapshot(w.ctx, snapshot.ID); err != nil || have.Source != v.ID || have.Created != snapshot.Created {
+		t.Errorf("it is %+v, %v; before it was %+v", have, err, snapshot)
+	}
+	again, err := s.CreateSnapshot(w.ctx, snapshot.Name, v.ID) // as the snapshotter does, which does not know of moves
+	if check.OK(t, err); again.ID != snapshot.ID || again.Node != b.name {
+		t.Errorf("asked for again it is %+v", again)
+	}
+	restored, err := s.Create(w.ctx, volume.Spec{Name: "restored", Source: snapshot.ID, Size: volume.Range{Required: 64 * mib}})
+	check.OK(t, err)
+	if have := w.content(b, restored.ID); restored.Node != b.name || string(have) != string(want) {
+		t.Errorf("restored is %+v, with all bytes: %v", restored, string(have) == string(want))
+	}
+	w.cutMovesTo(snapshot.ID, a.name)
+	w.cutMoved(snapshot.ID, b, a)
+	w.knows(s, snapshot.ID, a)
+	check.OK(t, s.DeleteSnapshot(w.ctx, snapshot.ID))
+	check.OK(t, s.Delete(w.ctx, restored.ID))
+	w.tally(a)
+	w.tally(b)
+}
+
+// TestSnapshotMoveCutShort: whatever part of the driver dies at whichever write of the move of a snapshot, before or after it is done, the move ends when that part is back, and the
+// snapshot has all its bytes.
+func TestSnapshotMoveCutShort(t *testing.T) {
+	w, cut := newEnvironment(t), &breaking{}
+	connect := func(part string) { wrap(t, cut.of(part)) }
+	connect("node-1")
+	from := w.begin(&machine{name: "node-1", ported: true})
+	connect("node-2")
+	to := w.begin(&machine{name: "node-2", ported: true})
+	connect("store")
+	s, stop := w.store()
+	w.pooled(s, to)
+	w.pooled(s, from)
+	_, snapshot := w.snapshotOf(s, from, "v", 3, 1000)
+	want := w.content(from, snapshot.ID)
+	for _, after := range []bool{false, true} {
+		n := 0
+		for more := true; more; {
+			n++
+			cut.arm(n, after)
+			w.cutMovesTo(snapshot.ID, to.name)
+			w.eventually("it breaks, or the snapshot has moved", func() bool { return len(cut.hit) > 0 || w.hasMoved(snapshot.ID, to) })
+			if more = len(cut.hit) > 0; more {
+				part := <-cut.hit
+				t.Logf("write %d, done: %v: %s dies", n, after, part)
+				connect(part)
+				if part == "store" {
+					stop()
+					cut.arm(0, false)
+					s, stop = w.store()
+				} else {
+					m := map[string]*machine{from.name: from, to.name: to}[part]
+					m.stop()
+					cut.arm(0, false)
+					w.start(m)
+				}
+			}
+			w.cutMoved(snapshot.ID, from, to)
+			if have := w.content(to, snapshot.ID); string(have) != string(want) {
+				t.Fatalf("write %d, done: %v: the bytes are others", n, after)
+			}
+			from, to = to, from
+		}
+		if n < 5 {
+			t.Errorf("a move had %d writes", n-1)
+		}
+	}
+	cut.arm(0, false)
+	w.knows(s, snapshot.ID, from)
+	check.OK(t, s.DeleteSnapshot(w.ctx, snapshot.ID))
+	w.tally(from)
+	w.tally(to)
+}
+
+// slowCuts is a cluster of two nodes, of which the first lists what its snapshots have as far as it is let, and a snapshot there.
+func slowCuts(t *testing.T) (w *environment, a, b *machine, s *store.Store, snapshot volume.Snapshot, let chan struct{}) {
+	t.Helper()
+	w, let = newEnvironment(t), make(chan struct{}, 1)
+	a = w.begin(&machine{name: "node-1", ported: true, wrap: func(p *memory.Pool) blockdev.Pool { return &halting{p, let} }})
+	b = w.begin(&machine{name: "node-2", ported: true})
+	s = w.calling(a)
+	w.pooled(s, b)
+	_, snapshot = w.snapshotOf(s, a, "v", 3, 1000)
+	return w, a, b, s, snapshot, let
+}
+
+// TestSnapshotMoveUndone: a move that nobody wants any more leaves nothing on the new node, and the snapshot as it was; so does one of a snapshot that is deleted.
+func TestSnapshotMoveUndone(t *testing.T) {
+	w, a, b, s, snapshot, let := slowCuts(t)
+	copying := func() {
+		t.Helper()
+		w.cutMovesTo(snapshot.ID, b.name)
+		let <- struct{}{}
+		w.cutSays(snapshot.ID, "are copied from node node-1")
+		if left := w.leftovers(b); len(left) != 1 {
+			t.Fatalf("node-2 has %v", left)
+		}
+	}
+	copying()
+	w.cutMovesTo(snapshot.ID, "")
+	w.eventually("nothing is left", func() bool { return len(w.leftovers(b)) == 0 && w.cutObject(snapshot.ID).Status.Move == nil })
+	check.OK(t, second(a.local.GetSnapshot(w.ctx, snapshot.ID)))
+	w.tally(a)
+	copying()
+	check.OK(t, s.DeleteSnapshot(w.ctx, snapshot.ID))
+	w.eventually("nothing is left", func() bool { return len(w.leftovers(b)) == 0 })
+	w.tally(a)
+	w.tally(b)
+}
+
+// TestSnapshotMoveRead: who reads a snapshot at its old home goes on while it moves; a copy that was begun on another node keeps it there until it is made.
+func TestSnapshotMoveRead(t *testing.T) {
+	w, a, b, s, snapshot, let := slowCuts(t)
+	want := w.content(a, snapshot.ID)
+	made := make(chan error, 1)
+	go func() { made <- second(s.Create(w.ctx, elsewhere("copy", snapshot.ID, b))) }()
+	let <- struct{}{}
+	w.eventually("a copy is under way", func() bool { return len(w.leftovers(b)) == 1 })
+	w.cutMovesTo(snapshot.ID, b.name)
+	w.eventually("both are under way", func() bool { return len(w.leftovers(b)) == 2 })
+	check.OK(t, second(s.Create(w.ctx, volume.Spec{Name: "restored", Source: snapshot.ID, Size: volume.Range{Required: 64 * mib}})))
+	if have := w.content(a, volume.ID{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf("restored")}); string(have) != string(want) {
+		t.Error("what was restored meanwhile has other bytes")
+	}
+	close(let)
+	check.OK(t, <-made)
+	w.cutMoved(snapshot.ID, a, b)
+	for _, id := range []volume.ID{snapshot.ID, {Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf("copy")}} {
+		if have := w.content(b, id); string(have[:len(want)]) != string(want) {
+			t.Errorf("%s has other bytes", id)
+		}
+	}
+}
+
+// TestSnapshotMoveWaitsForCopies: the controller does not name the new node of a snapshot as long as a copy of it is to be made of what the old one has.
+func TestSnapshotMoveWaitsForCopies(t *testing.T) {
+	w, a, b, s, snapshot, let := slowCuts(t)
+	c := w.begin(&machine{name: "node-3", ported: true})
+	w.pooled(s, c)
+	ctx, cancel := context.WithCancel(w.ctx)
+	made := make(chan error, 1)
+	go func() { made <- second(s.Create(ctx, elsewhere("copy", snapshot.ID, c))) }()
+	let <- struct{}{}
+	w.eventually("a copy is under way", func() bool { return len(w.leftovers(c)) == 1 })
+	c.stop()
+	w.cutMovesTo(snapshot.ID, b.name)
+	close(let)
+	w.cutSays(snapshot.ID, "all bytes are on node node-2")
+	time.Sleep(time.Second) // it does not go
+	if now := w.cutObject(snapshot.ID); now.Spec.NodeName != a.name {
+		t.Errorf("it is on node %s", now.Spec.NodeName)
+	}
+	w.start(c)
+	check.OK(t, <-made)
+	cancel()
+	w.cutMoved(snapshot.ID, a, b)
+}
+
+// flippedCut is a cluster of two nodes, and a snapshot that has moved from the first one, which is down, to the second, which is as well.
+func flippedCut(t *testing.T) (w *environment, a, b *machine, s *store.Store, snapshot volume.Snapshot, want []byte) {
+	t.Helper()
+	w = newEnvironment(t)
+	a, b = w.begin(&machine{name: "node-1", ported: true}), w.begin(&machine{name: "node-2", ported: true})
+	s = w.calling(a)
+	w.pooled(s, b)
+	_, snapshot = w.snapshotOf(s, a, "v", 3, 1000)
+	want = w.content(a, snapshot.ID)
+	from, err := a.local.OpenMove(w.ctx, snapshot.ID)
+	check.OK(t, err)
+	a.stop()
+	b.stop()
+	check.OK(t, b.local.BringSnapshot(w.ctx, snapshot.Name, from))
+	w.cutMovesTo(snapshot.ID, b.name)
+	now := w.cutObject(snapshot.ID)
+	now.Status.Move = &v1alpha1.MoveStatus{Node: b.name, Message: "m", Copied: &v1alpha1.MoveCopied{Generation: now.Generation, Size: now.Status.Size, Sealed: metav1.NewMicroTime(from.Created)}}
+	check.OK(t, w.Status().Update(w.ctx, now))
+	w.knows(s, snapshot.ID, b)
+	return w, a, b, s, snapshot, want
+}
+
+// TestSnapshotMoveNotArrived: between the moment at which a snapshot has moved and that at which its new node has taken it over, whoever comes for it is told to try again, and nobody takes
+// the move back. It is not deleted before the old node has given its bytes back.
+func TestSnapshotMoveNotArrived(t *testing.T) {
+	w, a, b, s, snapshot, want := flippedCut(t)
+	fails(t, second(s.Create(w.ctx, volume.Spec{Name: "restored", Source: snapshot.ID, Size: volume.Range{Required: 64 * mib}})), errdefs.ErrUnavailable)
+	fails(t, s.Allocated(w.ctx, snapshot.ID, 0, func(blockdev.Extent) error { return nil }), errdefs.ErrUnavailable)
+	fails(t, s.Changed(w.ctx, snapshot.ID, snapshot.ID, 0, func(blockdev.Extent) error { return nil }), errdefs.ErrUnavailable)
+	fails(t, s.DeleteSnapshot(w.ctx, snapshot.ID), errdefs.ErrUnavailable)
+	now := w.cutObject(snapshot.ID)
+	before := now.DeepCopy()
+	now.Spec.Move = nil
+	if err := w.Patch(w.ctx, now, client.MergeFrom(before)); err == nil || !strings.Contains(err.Error(), "it is too late to undo that") {
+		t.Errorf("taken back: %v", err)
+	}
+	w.start(a)
+	a.agent.Changed()
+	time.Sleep(time.Second) // it does not go
+	check.OK(t, second(a.local.GetSnapshot(w.ctx, snapshot.ID)))
+	if p := w.pool(a.name, "default"); p.Status.StrayCount != 0 {
+		t.Errorf("strays are %+v", p.Status.Strays)
+	}
+	w.start(b)
+	w.cutMoved(snapshot.ID, a, b)
+	if have := w.content(b, snapshot.ID); string(have) != string(want) {
+		t.Error("its bytes are others")
+	}
+	check.OK(t, s.DeleteSnapshot(w.ctx, snapshot.ID))
+	w.tally(a)
+	w.tally(b)
+}
+
+// TestSnapshotMoveCopyLost: what the new node has of a snapshot that has moved, and not arrived, is gone: the old node has all there is, and it is brought again.
+func TestSnapshotMoveCopyLost(t *testing.T) {
+	w, a, b, _, snapshot, want := flippedCut(t)
+	for _, left := range w.leftovers(b) {
+		check.OK(t, b.local.DropLeftover(w.ctx, left))
+	}
+	w.start(b)
+	w.cutSays(snapshot.ID, "not all bytes are here")
+	if s := w.cutObject(snapshot.ID); v1alpha1.StateOf(s) == v1alpha1.StateLost {
+		t.Errorf("it is lost: %+v", s.Status)
+	}
+	w.start(a)
+	w.cutMoved(snapshot.ID, a, b)
+	if have := w.content(b, snapshot.ID); string(have) != string(want) {
+		t.Error("its bytes are others")
+	}
+}
+
+// TestSnapshotMoveNodeGone: the node that a snapshot has left is gone for good. It comes back all the same with its old bytes, and when the snapshot moves back there, these are it.
+func TestSnapshotMoveNodeGone(t *testing.T) {
+	w, a, b, s, snapshot, want := flippedCut(t)
+	w.start(b)
+	w.cutSays(snapshot.ID, "node-1 is to give its bytes back")
+	fails(t, s.DeleteSnapshot(w.ctx, snapshot.ID), errdefs.ErrUnavailable)
+	check.OK(t, w.Delete(w.ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: a.name}}))
+	now := w.cutObject(snapshot.ID)
+	before := now.DeepCopy()
+	metav1.SetMetaDataAnnotation(&now.ObjectMeta, "example.com/touched", "it") // has it looked at
+	check.OK(t, w.Patch(w.ctx, now, client.MergeFrom(before)))
+	w.eventually("the move is over", func() bool { return w.hasMoved(snapshot.ID, b) })
+	w.node(a.name, true)
+	w.start(a)
+	w.cutMovesTo(snapshot.ID, a.name)
+	w.cutMoved(snapshot.ID, b, a)
+	if have := w.content(a, snapshot.ID); string(have) != string(want) {
+		t.Error("its bytes are others")
+	}
+	w.knows(s, snapshot.ID, a)
+	check.OK(t, s.DeleteSnapshot(w.ctx, snapshot.ID))
+}
+
+// TestSnapshotMoveObjectDeleted: the object of a snapshot is deleted, and not by the driver, before its move has ended: nothing of it is removed that is whole.
+func TestSnapshotMoveObjectDeleted(t *testing.T) {
+	w, a, b, _, snapshot, want := flippedCut(t)
+	check.OK(t, w.Delete(w.ctx, w.cutObject(snapshot.ID)))
+	w.start(a)
+	w.start(b)
+	strays := func(m *machine) int {
+		m.agent.Changed()
+		return w.pool(m.name, "default").Status.StrayCount
+	}
+	w.eventually("node-1 has a stray", func() bool { return strays(a) == 1 })
+	w.eventually("what has not arrived is gone", func() bool { return len(w.leftovers(b)) == 0 })
+	check.OK(t, second(a.local.GetSnapshot(w.ctx, snapshot.ID)))
+	if have := w.content(a, snapshot.ID); string(have) != string(want) {
+		t.Error("its bytes are others")
+	}
+}
+
+// TestSnapshotMoveGroup: the members of a group move one by one, and the group is there all the time: to be restored from, and to be deleted, wherever its members are. One that was adopted
+// belongs to it as well.
+func TestSnapshotMoveGroup(t *testing.T) {
+	w, a, b, s := twoNodes(t)
+	var sources []volume.ID
+	for _, name := range []string{"v", "w"} {
+		v, err := s.Create(w.ctx, volume.Spec{Name: name, Size: volume.Range{Required: mib}, Nodes: []string{a.name}})
+		check.OK(t, err)
+		check.OK(t, storetest.WriteTo(a.disks[0].Open("default", nil))(w.ctx, v.ID, 64<<10, []byte(name)))
+		sources = append(sources, v.ID)
+	}
+	group, err := s.CreateGroup(w.ctx, "group", sources)
+	check.OK(t, err)
+	adopted := w.cutObject(group.Snapshots[1].ID)
+	before := adopted.DeepCopy()
+	delete(adopted.Labels, v1alpha1.GroupLabel)
+	check.OK(t, w.Patch(w.ctx, adopted, client.MergeFrom(before)))
+	whole := func() {
+		t.Helper()
+		w.eventually("the group is whole", func() bool {
+			have, err := s.GetGroup(w.ctx, group.ID)
+			return err == nil && len(have.Snapshots) == 2 && have.Created.Equal(group.Created)
+		})
+	}
+	for i, m := range group.Snapshots {
+		w.cutMovesTo(m.ID, b.name)
+		w.cutMoved(m.ID, a, b)
+		whole()
+		w.knows(s, m.ID, b)
+		restored, err := s.Create(w.ctx, volume.Spec{Name: "restored " + string(rune('a'+i)), Source: m.ID, Size: volume.Range{Required: mib}})
+		if check.OK(t, err); restored.Node != b.name {
+			t.Errorf("restored is %+v", restored)
+		}
+	}
+	w.cutMovesTo(group.Snapshots[0].ID, a.name)
+	w.cutMoved(group.Snapshots[0].ID, b, a)
+	whole()
+	check.OK(t, s.DeleteGroup(w.ctx, group.ID)) // of which each node has a part
+	for _, m := range group.Snapshots {
+		if o := w.cutObject(m.ID); o != nil {
+			t.Errorf("%s is still there: %+v", m.ID, o)
+		}
+	}
+	w.tally(a)
+	w.tally(b)
+}
+
+// TestSnapshotMoveGroupDeleted: a group of which a member has moved, and was not given back, is not deleted before that; one of which a member is about to move is deleted at once.
+func TestSnapshotMoveGroupDeleted(t *testing.T) {
+	w, a, b, s, _, let := slowCuts(t)
+	group, err := s.CreateGroup(w.ctx, "group", []volume.ID{{Kind: blockdev.Volume, Pool: "default", Key: volume.KeyOf("v")}})
+	check.OK(t, err)
+	w.cutMovesTo(group.Snapshots[0].ID, b.name)
+	let <- struct{}{}
+	w.cutSays(group.Snapshots[0].ID, "are copied from node node-1")
+	check.OK(t, s.DeleteGroup(w.ctx, group.ID))
+	w.eventually("nothing is left", func() bool { return len(w.leftovers(b)) == 0 })
+	w.tally(a)
+	w.tally(b)
+}
+
+// TestSnapshotMoveTold: that a snapshot moves, why that does not go on, and that it has moved, events on its object say.
+func TestSnapshotMoveTold(t *testing.T) {
+	w, a, b, _, snapshot, let := slowCuts(t)
+	a.stop()
+	w.cutMovesTo(snapshot.ID, b.name)
+	w.told(events.MoveWaits, "connection refused", w.cutObject(snapshot.ID))
+	w.start(a)
+	let <- struct{}{}
+	w.told(events.Moving, "it is being moved to node node-2", w.cutObject(snapshot.ID))
+	close(let)
+	w.told(events.Moved, "it has moved here from node node-1", w.cutObject(snapshot.ID))
+	w.cutMoved(snapshot.ID, a, b)
+}
+
+// TestSnapshotMoveRefused: a node without room for a snapshot, or with another one of its name, says so, and the snapshot stays whole.
+func TestSnapshotMoveRefused(t *testing.T) {
+	w, a, b, s := twoNodes(t)
+	_, snapshot := w.snapshotOf(s, a, "v", 3)
+	big, err := s.Create(w.ctx, volume.Spec{Name: "big", Size: volume.Range{Required: storetest.Size - 32*mib}, Nodes: []string{b.name}})
+	check.OK(t, err)
+	w.cutMovesTo(snapshot.ID, b.name)
+	w.eventually("there is no room", func() bool {
+		far := w.cutObject(snapshot.ID).Status.Move
+		return far != nil && far.Waits && far.Copied == nil && strings.Contains(far.Message, "bytes are left")
+	})
+	check.OK(t, second(a.local.GetSnapshot(w.ctx, snapshot.ID)))
+	check.OK(t, s.Delete(w.ctx, big.ID))
+	w.cutMoved(snapshot.ID, a, b)
+}
+
+// TestSnapshotMoveOldAgents: a node whose driver knows nothing of moves of snapshots gives no bytes of another thing, and loses nothing.
+func TestSnapshotMoveOldAgents(t *testing.T) {
+	w, a, b, s := twoNodes(t)
+	_, snapshot := w.snapshotOf(s, a, "v", 3)
+	// It takes the request for one of the volume of the key, which it does not have.
+	from := errors.Join(second(a.local.Seal(w.ctx, volume.ID{Kind: blockdev.Volume, Pool: "default", Key: snapshot.ID.Key}, 1)))
+	fails(t, from, errdefs.ErrNotFound)
+	b.stop()
+	w.cutMovesTo(snapshot.ID, b.name)
+	time.Sleep(time.Second) // nobody goes on with it
+	if now := w.cutObject(snapshot.ID); now.Spec.NodeName != a.name || now.Status.Move != nil || cluster.SnapshotMayMove(now) {
+		t.Errorf("it is %+v, %+v", now.Spec, now.Status.Move)
+	}
+	w.cutMovesTo(snapshot.ID, "")
+	check.OK(t, s.DeleteSnapshot(w.ctx, snapshot.ID))
+	w.tally(a)
+}

@@ -1,0 +1,82 @@
+package volume
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"time"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// A snapshot moves as a volume does (docs/decisions/moving.md), but for the seal: its bytes never change, so what was cut at one moment is the same wherever it is. The new
+// node brings it (BringSnapshot), and makes a snapshot of it (Arrive), and only then the old one removes its own (DepartSnapshot).
+
+// movedOfSnapshots are the labels that the record of a snapshot that moves may have.
+var movedOfSnapshots = []string{labelFilesystem, labelFormat, labelEncryption, labelHeader, labelGroup, labelGroupSize, labelGroupWhole, labelSource, labelMade}
+
+// OpenMove returns a snapshot as the origin of its move, with what its record says. Created is when it was cut. ErrNotFound as GetSnapshot.
+func (l *Local) OpenMove(ctx context.Context, id ID) (Origin, error) {
+	snapshot, err := l.GetSnapshot(ctx, id)
+	if err != nil {
+		return Origin{}, err
+	}
+	pool, ref, err := l.object(id, blockdev.Snapshot)
+	if err != nil {
+		return Origin{}, err
+	}
+	record, err := pool.Get(ctx, ref)
+	if err != nil {
+		return Origin{}, err
+	}
+	from, err := l.open(ctx, id)
+	from.Labels = maps.Clone(record.Labels)
+	maps.DeleteFunc(from.Labels, func(label, _ string) bool { return slices.Contains(homeLabels, label) })
+	from.Created = from.Created.Truncate(time.Microsecond) // as it is told
+	from.Labels[labelMade], from.Labels[labelSource] = snapshot.Created.UTC().Format(time.RFC3339Nano), snapshot.Source.String()
+	return from, err
+}
+
+// BringSnapshot is Bring of a snapshot. One that is here already, cut at the same moment, is all there is to bring.
+func (l *Local) BringSnapshot(ctx context.Context, name string, from Origin) error {
+	if err := from.check(); err != nil {
+		return err
+	}
+	if from.ID.Kind != blockdev.Snapshot || from.ID.Key != KeyOf(name) {
+		return fmt.Errorf("%w: %s is not snapshot %q", errdefs.ErrUnsupported, from.ID, name)
+	}
+	if err := from.checkLabels(func(label string) bool { return slices.Contains(movedOfSnapshots, label) }); err != nil {
+		return err
+	}
+	return l.bring(ctx, name, blockdev.AnyProvisioning, from)
+}
+
+// isCut reports whether a record is of a snapshot that is whole, and was cut at a moment.
+func isCut(pool blockdev.Pool, r blockdev.Record, cut time.Time) bool {
+	return r.Kind == blockdev.Snapshot && !unfinished(r) && r.Labels[labelCutFor] == "" &&
+		snapshotFromRecord(pool.Name(), "", r).Created.Truncate(time.Microsecond).Equal(cut)
+}
+
+// DepartSnapshot removes a snapshot that has moved to another node, and arrived there; that it is not here is success. ErrPrecondition if what is here was cut at
+// another moment: then it is not what has moved. ErrBusy while it is copied, ErrInUse while it is attached.
+func (l *Local) DepartSnapshot(ctx context.Context, id ID, cut time.Time) error {
+	pool, ref, err := l.object(id, blockdev.Snapshot)
+	if err != nil {
+		return err
+	}
+	record, err := pool.Get(ctx, ref)
+	if err != nil {
+		return errdefs.IgnoreNotFound(err)
+	}
+	if !isCut(pool, record, cut) {
+		return fmt.Errorf("%w: snapshot %s of node %s is another one than has moved; its bytes stay here", errdefs.ErrPrecondition, id, l.node)
+	}
+	release, err := l.lockSources([]string{id.String()}, nil)
+	if err != nil {
+		return err
+	}
+	defer release()
+	return l.remove(ctx, pool, ref)
+}

@@ -1,0 +1,248 @@
+package volume_test
+
+import (
+	"errors"
+	"maps"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// TestSnapshotMoves: what a node has of a snapshot that moves there is nobody's before it arrives; after a start the next call goes on where the last one stopped. Then it is the
+// snapshot that it was, without its volume, and moves on.
+func TestSnapshotMoves(t *testing.T) {
+	restart := twoHomes(t)
+	a, b := restart()
+	v, was := withContents(t, a)
+	from, err := a.OpenMove(t.Context(), was.ID)
+	check.OK(t, err)
+	read := int64(0)
+	fails(t, b.BringSnapshot(t.Context(), "snapshot", stopping(from, 6*mib, errdefs.ErrUnavailable, &read)), errdefs.ErrUnavailable, "an origin that goes away")
+	a, b = restart()
+	fails(t, second(b.GetSnapshot(t.Context(), was.ID)), errdefs.ErrUnavailable, "GetSnapshot of what is not all there")
+	fails(t, second(b.Create(t.Context(), volume.Spec{Name: "early", Pool: "a", Source: was.ID})), errdefs.ErrUnavailable, "Create of what is not all there")
+	fails(t, second(b.CreateSnapshot(t.Context(), "snapshot", v.ID)), errdefs.ErrUnavailable, "CreateSnapshot of the name of what is not all there")
+	if all, err := b.ListSnapshots(t.Context(), volume.ID{}, volume.ID{}, 0); err != nil || len(all) != 0 {
+		t.Errorf("listed are %v, %v", all, err)
+	}
+	fails(t, b.Arrive(t.Context(), was.ID), errdefs.ErrNotFound, "Arrive of what is not all there")
+	from, err = a.OpenMove(t.Context(), was.ID)
+	check.OK(t, err)
+	check.OK(t, b.BringSnapshot(t.Context(), "snapshot", stopping(from, gib, nil, &read)))
+	if read < 6*mib {
+		t.Errorf("it is read from byte %d on", read)
+	}
+	read = -1
+	check.OK(t, b.BringSnapshot(t.Context(), "snapshot", stopping(from, gib, nil, &read)))
+	if here, err := b.Brought(t.Context(), was.ID, from.Created); read != -1 || err != nil || !here {
+		t.Errorf("all was there: %v, %v, and it is read from byte %d on", here, err, read)
+	}
+	fails(t, second(b.GetSnapshot(t.Context(), was.ID)), errdefs.ErrUnavailable, "GetSnapshot of what has not arrived")
+	for range 2 {
+		check.OK(t, b.Arrive(t.Context(), was.ID))
+		check.OK(t, a.DepartSnapshot(t.Context(), was.ID, from.Created))
+	}
+	fails(t, second(a.GetSnapshot(t.Context(), was.ID)), errdefs.ErrNotFound, "GetSnapshot of what has left")
+	moved, err := b.GetSnapshot(t.Context(), was.ID)
+	check.OK(t, err)
+	if moved.Node = was.Node; moved != was {
+		t.Errorf("it was %+v, and is %+v", was, moved)
+	}
+	restored, err := b.Create(t.Context(), volume.Spec{Name: "restored", Pool: "a", Source: was.ID})
+	check.OK(t, err)
+	holds(t, b, restored)
+	again, err := b.OpenMove(t.Context(), was.ID)
+	if check.OK(t, err); !again.Created.Equal(from.Created) || again.Labels["source"] != v.ID.String() {
+		t.Errorf("it moves on as %+v, came as %+v", again, from)
+	}
+	check.OK(t, a.BringSnapshot(t.Context(), "snapshot", again))
+	check.OK(t, a.Arrive(t.Context(), was.ID))
+	if back, err := a.GetSnapshot(t.Context(), was.ID); err != nil || back != was {
+		t.Errorf("it was %+v, and is %+v, %v", was, back, err)
+	}
+}
+
+// TestSnapshotMovesRefused: what is another snapshot is neither taken for what has moved, nor removed as that; what is cut again is brought anew.
+func TestSnapshotMovesRefused(t *testing.T) {
+	a, b := twoHomes(t)()
+	v, was := withContents(t, a)
+	from, err := a.OpenMove(t.Context(), was.ID)
+	check.OK(t, err)
+	fails(t, a.DepartSnapshot(t.Context(), was.ID, from.Created.Add(1e6)), errdefs.ErrPrecondition, "DepartSnapshot of another one")
+	check.OK(t, a.BringSnapshot(t.Context(), "snapshot", from)) // where it is whole
+	check.OK(t, second(a.GetSnapshot(t.Context(), was.ID)))
+
+	for name, change := range map[string]func(*volume.Origin){
+		"another snapshot": func(o *volume.Origin) { o.ID.Key = volume.KeyOf("another") },
+		"an unknown label": func(o *volume.Origin) { o.Labels["claim.node"] = "node-7" },
+		"a volume":         func(o *volume.Origin) { o.ID.Kind = blockdev.Volume },
+		"an export":        func(o *volume.Origin) { o.Labels["export"] = "x" },
+	} {
+		other, err := a.OpenMove(t.Context(), was.ID)
+		check.OK(t, err)
+		change(&other)
+		fails(t, b.BringSnapshot(t.Context(), "snapshot", other), errdefs.ErrUnsupported, name)
+	}
+
+	check.OK(t, b.BringSnapshot(t.Context(), "snapshot", from))
+	check.OK(t, a.DeleteSnapshot(t.Context(), was.ID))
+	check.OK(t, second(a.CreateSnapshot(t.Context(), "snapshot", v.ID)))
+	anew, err := a.OpenMove(t.Context(), was.ID)
+	check.OK(t, err)
+	check.OK(t, b.BringSnapshot(t.Context(), "snapshot", anew))
+	if here, err := b.Brought(t.Context(), was.ID, from.Created); here || err != nil {
+		t.Errorf("what was cut before is there: %v, %v", here, err)
+	}
+	check.OK(t, b.Arrive(t.Context(), was.ID))
+	fails(t, b.BringSnapshot(t.Context(), "snapshot", from), errdefs.ErrExists, "BringSnapshot of another one than is there")
+}
+
+// TestSnapshotMovesLeftovers: what is here of a snapshot that comes, and has not arrived, is a leftover, and goes as one; nothing else does.
+func TestSnapshotMovesLeftovers(t *testing.T) {
+	urls := twoPools(t)
+	var opened []blockdev.Pool
+	for _, name := range []string{"a", "b"} {
+		pool, err := pools.Open(t.Context(), "a", urls[name])
+		check.OK(t, err)
+		t.Cleanup(func() { check.OK(t, pool.Close()) })
+		opened = append(opened, pool)
+	}
+	a, b := start(t, 0, opened[0]), start(t, 0, opened[1])
+	_, was := withContents(t, a)
+	from, err := a.OpenMove(t.Context(), was.ID)
+	check.OK(t, err)
+	check.OK(t, b.BringSnapshot(t.Context(), "snapshot", from))
+	left, err := b.Leftovers(t.Context(), opened[1])
+	if check.OK(t, err); len(left) != 1 || left[0].ID != was.ID || left[0].For != was.ID.Key || !left[0].Comes() {
+		t.Fatalf("left are %+v", left)
+	}
+	check.OK(t, b.DropLeftover(t.Context(), left[0]))
+	fails(t, second(b.GetSnapshot(t.Context(), was.ID)), errdefs.ErrNotFound, "GetSnapshot of what was dropped")
+	check.OK(t, b.BringSnapshot(t.Context(), "snapshot", from))
+	check.OK(t, b.Arrive(t.Context(), was.ID))
+	check.OK(t, b.DropLeftover(t.Context(), left[0]))
+	check.OK(t, second(b.GetSnapshot(t.Context(), was.ID)))
+	if left, err := a.Leftovers(t.Context(), opened[0]); err != nil || len(left) != 0 {
+		t.Errorf("left are %+v, %v", left, err)
+	}
+}
+
+// TestGroupMoves: the members of a group move one by one. A start keeps what is on either node, and what has not arrived is no part of the group.
+func TestGroupMoves(t *testing.T) {
+	restart := twoHomes(t)
+	a, b := restart()
+	v, _ := withContents(t, a)
+	other, err := a.Create(t.Context(), volume.Spec{Name: "other", Pool: "a", Provisioning: blockdev.Thin, Size: volume.Range{Required: mib}})
+	check.OK(t, err)
+	group, err := a.CreateGroup(t.Context(), "group", []volume.ID{v.ID, other.ID})
+	check.OK(t, err)
+	for i, m := range group.Snapshots {
+		from, err := a.OpenMove(t.Context(), m.ID)
+		check.OK(t, err)
+		check.OK(t, b.BringSnapshot(t.Context(), m.Name, from))
+		a, b = restart()
+		fails(t, second(b.GetGroup(t.Context(), group.ID)), errdefs.ErrNotFound, "GetGroup of what has not arrived")
+		check.OK(t, b.Arrive(t.Context(), m.ID))
+		check.OK(t, a.DepartSnapshot(t.Context(), m.ID, from.Created))
+		a, b = restart()
+		for j, one := range group.Snapshots {
+			at := a
+			if j <= i {
+				at = b
+			}
+			if now, err := at.GetSnapshot(t.Context(), one.ID); err != nil || now != one {
+				t.Errorf("after %d moves: it was %+v, and is %+v, %v", i+1, one, now, err)
+			}
+		}
+	}
+	moved, err := b.GetGroup(t.Context(), group.ID)
+	if check.OK(t, err); !moved.Created.Equal(group.Created) || len(moved.Snapshots) != 2 {
+		t.Errorf("the group was %+v, and is %+v", group, moved)
+	}
+	check.OK(t, b.DeleteGroup(t.Context(), group.ID))
+}
+
+// TestEncryptedSnapshotMoves: what is encrypted moves as it is kept, with what its record says of the header, and without a key.
+func TestEncryptedSnapshotMoves(t *testing.T) {
+	drivertest.NeedRoot(t)
+	dir := drivertest.Dir(t)
+	var homes []*volume.Local
+	var files []blockdev.Pool
+	for _, name := range []string{"a", "b"} {
+		files = append(files, pooltest.OpenedFiles(t, filepath.Join(dir, name)))
+		homes = append(homes, start(t, 0, files[len(files)-1]))
+	}
+	v, err := homes[0].Create(t.Context(), volume.Spec{Name: "v", Size: volume.Range{Required: 24 * mib}})
+	check.OK(t, err)
+	_, err = files[0].SetLabels(t.Context(), blockdev.Ref{Kind: blockdev.Volume, Key: v.ID.Key}, func(labels map[string]string) error {
+		labels["encryption"], labels["header"] = string(volume.LUKS2), string(volume.Formatted)+":0a0b" // without a device mapper there is no other way to one
+		return nil
+	})
+	check.OK(t, err)
+	was, err := homes[0].CreateSnapshot(t.Context(), "s", v.ID)
+	check.OK(t, err)
+	from, err := homes[0].OpenMove(t.Context(), was.ID)
+	check.OK(t, err)
+	check.OK(t, homes[1].BringSnapshot(t.Context(), "s", from))
+	check.OK(t, homes[1].Arrive(t.Context(), was.ID))
+	check.OK(t, homes[0].DepartSnapshot(t.Context(), was.ID, from.Created))
+	moved, err := homes[1].GetSnapshot(t.Context(), was.ID)
+	if check.OK(t, err); moved != was || moved.Scheme != volume.LUKS2 {
+		t.Errorf("it was %+v, and is %+v", was, moved)
+	}
+	on, err := homes[1].OpenMove(t.Context(), was.ID)
+	if check.OK(t, err); !maps.Equal(on.Labels, from.Labels) || on.Header != from.Header || on.Header.State != volume.Formatted {
+		t.Errorf("its record said %v, and says %v", from.Labels, on.Labels)
+	}
+}
+
+// TestLVMSnapshotMoves: a snapshot moves from each kind of pool to each other, whatever sizes that has, and is restored there.
+func TestLVMSnapshotMoves(t *testing.T) {
+	urls := kindURLs(t)
+	text := drivertest.Content{Seed: "text", Offset: 5*mib + 4096, Size: 3 * mib}
+	homes := map[string]*volume.Local{}
+	for kind, url := range urls {
+		homes[kind] = start(t, 0, open(t, "p", url))
+	}
+	at := "plain"
+	v, err := homes[at].Create(t.Context(), volume.Spec{Name: "v", Pool: "p", Size: volume.Range{Required: 16*mib + 4096}})
+	check.OK(t, err)
+	device, err := homes[at].AttachRaw(t.Context(), v, nil, true)
+	check.OK(t, err)
+	check.OK(t, text.Write(device.Path))
+	check.OK(t, errors.Join(device.Close(), homes[at].Detach(t.Context(), v.ID)))
+	was, err := homes[at].CreateSnapshot(t.Context(), "s", v.ID)
+	check.OK(t, err)
+	drop(t, homes[at], v)
+	for _, to := range []string{"linear", "plain", "thin", "linear", "xfs", "thin", "plain", "xfs", "linear", "thin", "xfs", "plain"} {
+		from, err := homes[at].OpenMove(t.Context(), was.ID)
+		check.OK(t, err)
+		check.OK(t, homes[to].BringSnapshot(t.Context(), "s", from))
+		check.OK(t, homes[to].Arrive(t.Context(), was.ID))
+		check.OK(t, homes[at].DepartSnapshot(t.Context(), was.ID, from.Created))
+		moved, err := homes[to].GetSnapshot(t.Context(), was.ID)
+		check.OK(t, err)
+		if moved.Size < was.Size || moved.Size >= was.Size+8*mib || !moved.Created.Truncate(time.Microsecond).Equal(was.Created.Truncate(time.Microsecond)) || moved.Source != v.ID {
+			t.Errorf("from %s to %s: it is %+v", at, to, moved)
+		}
+		restored, err := homes[to].Create(t.Context(), volume.Spec{Name: "restored", Pool: "p", Source: was.ID, Size: volume.Range{Required: 32 * mib}})
+		check.OK(t, err)
+		device, err := homes[to].AttachRaw(t.Context(), restored, nil, false)
+		check.OK(t, err)
+		if err := text.In(device.Path); err != nil {
+			t.Errorf("from %s to %s: %v", at, to, err)
+		}
+		check.OK(t, device.Close())
+		drop(t, homes[to], restored)
+		at = to
+	}
+	check.OK(t, homes[at].DeleteSnapshot(t.Context(), was.ID))
+}
