@@ -215,14 +215,14 @@ func (s *scene) grown() {
 	} else {
 		var st unix.Statfs_t
 		check.OK(s, unix.Statfs(s.target(s.user), &st))
-		size = int64(st.Blocks)*st.Bsize + 16*mib // what the filesystem has for itself
+		size = int64(st.Blocks) * st.Bsize * 4 / 3 // the filesystem has something for itself
 	}
 	if size < s.larger() {
 		s.Errorf("it has %d bytes, not %d", size, s.larger())
 	}
 }
 
-func (s *scene) larger() int64 { return s.of.Size + 32*mib }
+func (s *scene) larger() int64 { return 2 * s.of.Size }
 
 // expanded has the volume larger at its home.
 func (s *scene) expanded() {

@@ -36,7 +36,9 @@ var moves = func() (all []act) {
 
 // moves has the volume move to its new home.
 func (s *scene) moves(ctx context.Context) error {
-	return s.movesUntil(ctx, func(v *v1alpha1.Volume) bool { return v.Spec.NodeName == newHome && v.Spec.Move == nil && v.Status.Move == nil },
+	return s.movesUntil(ctx, func(v *v1alpha1.Volume) bool {
+		return v.Spec.NodeName == newHome && v.Spec.Move == nil && v.Status.Move == nil
+	},
 		func(v *v1alpha1.Volume) bool {
 			if v.Spec.NodeName == newHome || v.Spec.Move != nil {
 				return false

@@ -92,7 +92,11 @@ func read(path string) ([]found, error) {
 
 // lost says what is not there of what was acknowledged. A write that was begun and never acknowledged may be there or not.
 func (w *writer) lost(have []found) error {
-	acked, began := w.acked.Load(), w.began.Load()
+	return w.lostOf(have, w.acked.Load(), w.began.Load())
+}
+
+// lostOf is lost as of when so many were acknowledged, and begun.
+func (w *writer) lostOf(have []found, acked, began uint64) error {
 	for i, h := range have {
 		var last uint64 // acknowledged of this block
 		if rest := (acked + blocks - uint64(i)) % blocks; acked >= rest {
