@@ -26,9 +26,11 @@ var moves = func() (all []act) {
 			of := fmt.Sprintf("move, used by %s, harmed %s", who[a.user], who[a.harmed])
 			a.used, a.stays, a.check = true, true, (*scene).inOnePlace
 			a.name, a.before, a.call, a.back = of, (*scene).written, (*scene).moves, (*scene).movesBack
-			back := a
-			back.name, back.before, back.call, back.back = "end of a "+of, (*scene).copied, (*scene).movesBack, nil
-			all = append(all, a, back)
+			all = append(all, a)
+			if a.harmed != home || a.user == home { // else it is for others to undo
+				a.name, a.before, a.call, a.back = "end of a "+of, (*scene).copied, (*scene).movesBack, nil
+				all = append(all, a)
+			}
 		}
 	}
 	return all
