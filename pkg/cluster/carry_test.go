@@ -44,6 +44,8 @@ type carriedVolume struct {
 
 	mu    sync.Mutex
 	seat  bool
+	bare  bool                 // it has devices without a seat
+	told  *v1alpha1.MoveStatus // what the object said when the move began
 	m     *volume.Mirrored
 	legs  []remotepool.Leg
 	said  []string       // what was done and asked
@@ -86,8 +88,15 @@ const (
 	carriedSecond = "nqn.2026-11.dev.ashlar:second"
 )
 
-func (c *carriedVolumes) Attached(context.Context, volume.ID) ([]blockdev.Device, error) {
-	return nil, nil
+func (c *carriedVolumes) Attached(_ context.Context, id volume.ID) ([]blockdev.Device, error) {
+	v := c.of(id.Key)
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if !v.bare {
+		return nil, nil
+	}
+	v.seat = v.name == "is staged meanwhile"
+	return []blockdev.Device{{Number: firstLeg, Size: carriedSize}}, nil
 }
 
 func (c *carriedVolumes) Seats(_ context.Context, id volume.ID) (home, away bool, err error) {
@@ -204,7 +213,9 @@ type carriedHomes struct{ *carriedVolumes }
 
 func (h carriedHomes) Describe(_ context.Context, of move.Of) (volume.Origin, error) {
 	o := volume.Origin{ID: of.ID, Created: time.Now(), Size: carriedSize, Sector: 512, Labels: map[string]string{}}
-	return o, h.of(of.ID.Key).do("describe", func() {})
+	v := h.of(of.ID.Key)
+	now := v.object(v.name).Status.Move
+	return o, v.do("describe", func() { v.told = now })
 }
 
 func (h carriedHomes) Ranges(_ context.Context, of move.Of) ([]blockdev.Extent, error) {
@@ -345,8 +356,11 @@ func (w *environment) carried(all *carriedVolumes, name string) *carriedVolume {
 	if step, fails := strings.CutSuffix(name, " fails"); fails && !strings.HasSuffix(step, " leg") {
 		v.fails[step] = 1
 	}
-	if name == "has no seat" {
+	switch name {
+	case "has no seat":
 		v.seat, v.legs = false, nil
+	case "was staged by an older driver", "is staged meanwhile":
+		v.seat, v.bare = false, true
 	}
 	w.movesTo(name, "new")
 	return v
@@ -545,6 +559,17 @@ func TestCarry(t *testing.T) {
 		},
 		"has no seat": func(v *carriedVolume) {
 			v.movesays(v.name, "not staged there yet")
+		},
+		"was staged by an older driver": func(v *carriedVolume) {
+			v.movesays(v.name, "older driver")
+		},
+		"is staged meanwhile": func(v *carriedVolume) {
+			v.kernel(func(*volume.Mirrored) {})
+			v.mu.Lock()
+			defer v.mu.Unlock()
+			if v.told != nil {
+				v.Errorf("its object said %+v", v.told)
+			}
 		},
 	}
 	for _, step := range []string{"describe", "prepare", "second", "ranges", "mirror", "seal", "complete", "switch", "drop first"} {

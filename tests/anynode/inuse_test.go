@@ -93,14 +93,20 @@ func (u *goingOn) writes() {
 // goesOn makes sure that the volume is written to.
 func (u *goingOn) goesOn() {
 	u.Helper()
-	at := u.writer.acked.Load()
-	u.eventually("it is written to", func() bool {
+	u.volume.goesOn(u.writer)
+}
+
+// goesOn makes sure that a writer writes.
+func (v *volume) goesOn(w *writer) {
+	v.Helper()
+	at := w.acked.Load()
+	v.eventually("it is written to", func() bool {
 		select {
-		case <-u.writer.done:
-			u.Fatalf("the writer has ended: %v\n%s", u.writer.err, u.logs())
+		case <-w.done:
+			v.Fatalf("the writer has ended: %v\n%s", w.err, v.logs())
 		default:
 		}
-		return u.writer.acked.Load() > at+2*blocks
+		return w.acked.Load() > at+2*blocks
 	})
 }
 

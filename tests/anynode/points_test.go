@@ -1,6 +1,7 @@
 package anynode
 
 import (
+	"cmp"
 	"context"
 	"flag"
 	"fmt"
@@ -94,12 +95,14 @@ func draw(t *testing.T) *rand.Rand {
 type act struct {
 	name      string
 	harmed    string // the node whose driver is
+	user      string // who uses the volume; empty: the first consumer
 	kind      string // of the volume's filesystem
 	encrypted bool
 	before    func(s *scene)
 	call      func(s *scene, ctx context.Context) error // nil: the driver starts
 	back      func(s *scene, ctx context.Context) error // the opposite; nil: a CO goes on until the call is through
-	used      bool                                      // by the first consumer, once the call is through
+	used      bool                                      // by its user, once the call is through; after the opposite it is the other way round
+	stays     bool                                      // it is used after either
 	fenced    bool                                      // who used it before has errors then
 	check     func(s *scene)                            // once the call is through; nil: nothing
 }
@@ -108,13 +111,15 @@ type act struct {
 type scene struct {
 	*volume
 	kind   string
+	user   string
 	writer *writer // the last one; nil: there was none
+	letGo  func()  // of the controller, if it stands still
 }
 
 var first = consumers[0]
 
 func (s *scene) claimed() {
-	s.again("claim it", func(ctx context.Context) error { return s.claim(ctx, first) })
+	s.again("claim it", func(ctx context.Context) error { return s.claim(ctx, s.user) })
 }
 
 // written has the volume used, and written to.
@@ -124,12 +129,12 @@ func (s *scene) written() {
 	s.writes()
 }
 
-// writes starts a writer at the first consumer.
+// writes starts a writer where the volume is used.
 func (s *scene) writes() {
 	s.Helper()
-	s.again("have it up", func(ctx context.Context) error { return s.up(ctx, first) })
+	s.again("have it up", func(ctx context.Context) error { return s.up(ctx, s.user) })
 	if s.kind != co.Block {
-		f, err := os.Create(s.file(first))
+		f, err := os.Create(s.file(s.user))
 		check.OK(s, err)
 		_, err = f.Write(make([]byte, blocks*block))
 		check.OK(s, err)
@@ -137,7 +142,7 @@ func (s *scene) writes() {
 		check.OK(s, f.Close())
 	}
 	var err error
-	s.writer, err = write(s.file(first), newTag())
+	s.writer, err = write(s.file(s.user), newTag())
 	check.OK(s, err)
 	s.eventually("it is written to", func() bool { return s.writer.acked.Load() > blocks })
 }
@@ -169,19 +174,19 @@ func (s *scene) holds(node string) {
 }
 
 func (s *scene) stage(ctx context.Context) error {
-	there := s.at(first)
+	there := s.at(s.user)
 	return there.Stage(ctx)
 }
 
 func (s *scene) unstage(ctx context.Context) error {
-	there := s.at(first)
+	there := s.at(s.user)
 	return there.Unstage(ctx)
 }
 
 func (s *scene) unpublished() {
 	s.again("unpublish it", func(ctx context.Context) error {
-		there := s.at(first)
-		return there.Unpublish(ctx, s.target(first))
+		there := s.at(s.user)
+		return there.Unpublish(ctx, s.target(s.user))
 	})
 }
 
@@ -192,8 +197,8 @@ func (s *scene) expand(ctx context.Context) error {
 }
 
 func (s *scene) nodeExpand(ctx context.Context) error {
-	there := s.at(first)
-	return there.NodeExpand(ctx, s.target(first))
+	there := s.at(s.user)
+	return there.NodeExpand(ctx, s.target(s.user))
 }
 
 // grown makes sure that the consumer has the size.
@@ -202,22 +207,22 @@ func (s *scene) grown() {
 	s.again("grow it on its consumer", s.nodeExpand)
 	var size int64
 	if s.kind == co.Block {
-		f, err := os.Open(s.file(first))
+		f, err := os.Open(s.file(s.user))
 		check.OK(s, err)
 		size, err = f.Seek(0, io.SeekEnd)
 		check.OK(s, err)
 		check.OK(s, f.Close())
 	} else {
 		var st unix.Statfs_t
-		check.OK(s, unix.Statfs(s.target(first), &st))
-		size = int64(st.Blocks)*st.Bsize + 16*mib // what the filesystem has for itself
+		check.OK(s, unix.Statfs(s.target(s.user), &st))
+		size = int64(st.Blocks) * st.Bsize * 4 / 3 // the filesystem has something for itself
 	}
 	if size < s.larger() {
 		s.Errorf("it has %d bytes, not %d", size, s.larger())
 	}
 }
 
-func (s *scene) larger() int64 { return s.of.Size + 32*mib }
+func (s *scene) larger() int64 { return 2 * s.of.Size }
 
 // expanded has the volume larger at its home.
 func (s *scene) expanded() {
@@ -236,7 +241,7 @@ func (s *scene) rebooted() {
 	s.Cleanup(func() { check.OK(s, unix.Unmount("/proc/sys/kernel/random/boot_id", 0)) })
 }
 
-var acts = slices.Concat(stages, unstages, []act{
+var acts = slices.Concat(stages, unstages, moves, []act{
 	{name: "open an export", harmed: home, kind: co.Block, before: (*scene).claimed, call: (*scene).stage, back: (*scene).unstage, used: true},
 	{name: "close an export", harmed: home, kind: co.Block, before: func(s *scene) { s.filled(); s.unpublished() }, call: (*scene).unstage, back: (*scene).stage},
 	{name: "end an export", harmed: home, kind: co.Block, before: (*scene).written, fenced: true,
@@ -276,7 +281,7 @@ var stages, unstages = func() (stages, unstages []act) {
 
 func (s *scene) takenDown() {
 	s.Helper()
-	s.again("take it down", func(ctx context.Context) error { return s.down(ctx, first) })
+	s.again("take it down", func(ctx context.Context) error { return s.down(ctx, s.user) })
 }
 
 // harm is what happens at a system call, the first being 1. With 0 nothing does.
@@ -346,7 +351,7 @@ func (a act) try(t *testing.T, c *nodes, h harm) trace.Result {
 	if in.TB = t; a.encrypted {
 		in.secret = "a passphrase"
 	}
-	s := &scene{volume: in.create(fmt.Sprint("points-", newTag()), a.kind), kind: a.kind}
+	s := &scene{volume: in.create(fmt.Sprint("points-", newTag()), a.kind), kind: a.kind, user: cmp.Or(a.user, first), letGo: func() {}}
 	a.before(s)
 	var at trace.Call
 	decide := func(n int, c trace.Call) trace.Verdict {
@@ -456,19 +461,19 @@ func (s *scene) goOn(a act, back bool) {
 	case s.writer != nil:
 		s.ended()
 	}
-	if a.used != back {
-		s.again("have it up", func(ctx context.Context) error { return s.up(ctx, first) })
+	if a.stays || a.used != back {
+		s.again("have it up", func(ctx context.Context) error { return s.up(ctx, s.user) })
 		if s.writer == nil {
 			s.writes()
 			s.ended()
 		}
-		s.holds(first)
+		s.holds(s.user)
 	}
 	s.takenDown()
 	s.nothingLeft("connections", func() []string {
 		return slices.DeleteFunc(left(), func(path string) bool { return !strings.HasPrefix(path, "/sys/class") })
 	})
-	s.again("release it", func(ctx context.Context) error { return s.release(ctx, first) })
+	s.again("release it", func(ctx context.Context) error { return s.release(ctx, s.user) })
 	s.nothingLeft("in the kernel", func() []string { return append(left(), stacked(s.dir)...) })
 	s.nothingLeft("in the records", s.labels)
 	s.again("claim it for its home", func(ctx context.Context) error { return s.claim(ctx, home) })

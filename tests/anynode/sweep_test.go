@@ -1,6 +1,7 @@
 package anynode
 
 import (
+	"cmp"
 	"context"
 	"flag"
 	"fmt"
@@ -10,6 +11,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
 	"github.com/ashlar-csi/ashlar/internal/check"
@@ -86,46 +89,59 @@ const (
 	noStep   = ""
 	staging  = "stage"
 	writing  = "write"
+	cutting  = "snapshot" // while it is written to
+	growing  = "growth"   // the same
 	down     = "unstage"
 	release  = "release"
 	takeover = "takeover" // while it is written to, the volume is taken from its consumer, and given to the other one
 )
 
-var steps = []string{staging, writing, down, release, takeover}
+var steps = []string{staging, writing, cutting, growing, down, release, takeover}
+
+// filesystems are what a volume may have.
+var filesystems = []string{co.Block, "ext4", "xfs", "btrfs"}
 
 // TestAnyNode: whatever fails at whatever step, and comes back: every acknowledged write is there, of a consumer that was fenced nothing arrives any more,
-// no two nodes ever had the volume, and nothing is left.
+// no two nodes ever had the volume, what was cut is as of one moment, and nothing is left. Each pair has another filesystem in each run.
 func TestAnyNode(t *testing.T) {
 	c := newNodes(t)
-	type scene struct {
-		step       string
-		fault      fault
-		filesystem string
-	}
-	var scenes []scene
+	var lives []*life
 	for _, step := range steps {
 		for _, f := range faults {
-			scenes = append(scenes, scene{step, f, co.Block})
+			kinds := filesystems
+			if step == takeover {
+				kinds = kinds[:2] // both nodes have it mounted for a while, and a kernel mounts one XFS or btrfs of a UUID
+			}
+			kind := kinds[(uint64(len(lives))+*seed)%uint64(len(kinds))]
+			lives = append(lives, &life{scene: &scene{kind: kind, user: first}, step: step, fault: f})
 		}
 	}
+	t.Logf("-anynode.seed=%d", *seed)
 	if !*full {
-		t.Logf("-anynode.seed=%d", *seed)
 		random := rand.New(rand.NewPCG(*seed, 0))
-		random.Shuffle(len(scenes), func(i, j int) { scenes[i], scenes[j] = scenes[j], scenes[i] })
-		scenes = scenes[:8]
+		random.Shuffle(len(lives), func(i, j int) { lives[i], lives[j] = lives[j], lives[i] })
+		lives = lives[:8]
 	}
-	for i, s := range scenes {
-		t.Run(fmt.Sprintf("%s, %s", s.step, s.fault.name), func(t *testing.T) {
+	for i, l := range lives {
+		t.Run(fmt.Sprintf("%s, %s, %s", l.step, l.fault.name, l.kind), func(t *testing.T) {
 			in := *c
 			in.TB = t
-			(&life{volume: in.create(fmt.Sprint("volume-", i), s.filesystem), step: s.step, fault: s.fault}).run()
+			l.volume = in.create(fmt.Sprint("volume-", i), l.kind, largeEnough)
+			l.run()
 		})
+	}
+}
+
+// largeEnough asks for what XFS and btrfs need.
+func largeEnough(r *csi.CreateVolumeRequest) {
+	if fs := r.VolumeCapabilities[0].GetMount().GetFsType(); fs == "xfs" || fs == "btrfs" {
+		r.CapacityRange.RequiredBytes = 320 * mib
 	}
 }
 
 // life is that of one volume, with a fault in it.
 type life struct {
-	*volume
+	*scene
 	step  string
 	fault fault
 }
@@ -158,57 +174,77 @@ func (l *life) with(step, what string, call func(ctx context.Context) error) {
 }
 
 func (l *life) run() {
-	first, second := consumers[0], consumers[1]
-	l.again("claim it", func(ctx context.Context) error { return l.claim(ctx, first) })
+	l.claimed()
 	l.with(staging, "stage it", func(ctx context.Context) error { return l.up(ctx, first) })
-	before, err := write(l.target(first), newTag())
-	check.OK(l, err)
-	l.eventually("it is written to", func() bool { return before.acked.Load() > 2*blocks })
-	if l.step == takeover {
-		l.takeover(before)
-	} else {
-		l.orderly(before)
+	l.writes()
+	switch l.step {
+	case takeover:
+		l.takeover()
+	case cutting:
+		l.cut()
+		l.orderly()
+	case growing:
+		l.with(growing, "grow it", l.expand)
+		l.grown()
+		l.orderly()
+	default:
+		l.orderly()
 	}
-	now, err := read(l.target(second))
+	second := consumers[1]
+	l.holds(second)
+	after, err := write(l.file(second), newTag())
 	check.OK(l, err)
-	check.OK(l, before.lost(now))
-	after, err := write(l.target(second), newTag())
-	check.OK(l, err)
-	l.eventually("the next node writes to it", func() bool { return after.acked.Load() > 2*blocks })
+	l.goesOn(after)
 	after.end()
 	check.OK(l, after.err)
-	l.again("take it down", func(ctx context.Context) error { return l.down(ctx, second) })
-	l.again("release it", func(ctx context.Context) error { return l.release(ctx, second) })
+	l.writer = after
+	l.leave(second)
 	// At home it has what the second wrote, and nothing else.
-	l.again("claim it for its home", func(ctx context.Context) error { return l.claim(ctx, home) })
-	l.again("have it at home", func(ctx context.Context) error { return l.up(ctx, home) })
-	now, err = read(l.target(home))
-	check.OK(l, err)
-	check.OK(l, after.lost(now))
-	l.again("take it down at home", func(ctx context.Context) error { return l.down(ctx, home) })
-	l.again("release it at home", func(ctx context.Context) error { return l.release(ctx, home) })
+	l.use(home, func(string) { l.holds(home) })
 	l.again("delete it", l.of.Delete)
-	if left := drivertest.Gone(func() []string { return slices.Concat(left(), stacked(l.dir), drivertest.Keys(l, nvmet.Prefix)) }); len(left) > 0 {
-		l.Errorf("left in the kernel: %v", left)
-	}
+	l.nothingLeft("in the kernel", func() []string { return slices.Concat(left(), stacked(l.dir), drivertest.Keys(l, nvmet.Prefix)) })
 	if images, _ := filepath.Glob(filepath.Join(l.dir, "pool-of-*", "volumes", "*")); len(images) > 0 {
 		l.Errorf("left in the pools: %v", images)
 	}
 }
 
-// orderly hands the volume over as a CO does whose pod has ended.
-func (l *life) orderly(before *writer) {
+// cut has the volume cut while it is written to, and makes sure that what was cut has all that was written before one moment, and nothing of after it.
+func (l *life) cut() {
 	l.Helper()
-	first, second := consumers[0], consumers[1]
+	before := l.writer.acked.Load()
+	var cut *csi.Snapshot
+	l.with(cutting, "cut it", func(ctx context.Context) (err error) {
+		cut, err = l.of.Snapshot(ctx, l.of.Name+"-cut")
+		return err
+	})
+	after := l.writer.began.Load()
+	l.goesOn(l.writer) // whoever held it has let it go
+	copied := l.create(l.of.Name+"-copy", l.kind, largeEnough, func(r *csi.CreateVolumeRequest) { co.FromSnapshot(r, cut.GetSnapshotId()) })
+	copied.use(consumers[1], func(target string) {
+		there := copied.at(consumers[1])
+		now, err := read(there.File(target))
+		check.OK(l, err)
+		last := slices.MaxFunc(now, func(a, b found) int { return cmp.Compare(a.n, b.n) }).n
+		if last < before || last > after {
+			l.Errorf("the cut has write %d, of %d to %d", last, before, after)
+		}
+		check.OK(l, l.writer.lostOf(now, last, last))
+	})
+	l.again("delete the copy", copied.of.Delete)
+	l.again("delete the cut", func(ctx context.Context) error { return l.controller.RemoveSnapshot(ctx, cut.GetSnapshotId()) })
+}
+
+// orderly hands the volume over as a CO does whose pod has ended.
+func (l *life) orderly() {
+	l.Helper()
+	second := consumers[1]
 	if l.step == writing {
 		heal := l.fault.strike(l.nodes)
 		time.Sleep(hold)
 		heal()
-		at := before.acked.Load()
-		l.eventually("it is written to again", func() bool { return before.acked.Load() > at+blocks })
+		l.goesOn(l.writer)
 	}
-	before.end()
-	check.OK(l, before.err) // whatever failed, the writer only waited
+	l.ended() // whatever failed, the writer only waited
 	l.with(down, "take it down", func(ctx context.Context) error { return l.down(ctx, first) })
 	l.with(release, "release it", func(ctx context.Context) error { return l.release(ctx, first) })
 	l.again("claim it for the next", func(ctx context.Context) error { return l.claim(ctx, second) })
@@ -216,9 +252,9 @@ func (l *life) orderly(before *writer) {
 }
 
 // takeover gives the volume to the next node while the first still writes to it, as a CO does that takes the first for gone.
-func (l *life) takeover(before *writer) {
+func (l *life) takeover() {
 	l.Helper()
-	first, second := consumers[0], consumers[1]
+	before, second := l.writer, consumers[1]
 	heal := l.fault.strike(l.nodes)
 	healed := false
 	l.Cleanup(func() {
@@ -243,26 +279,19 @@ func (l *life) takeover(before *writer) {
 		healed = true
 	}
 	l.again("stage it on the next", func(ctx context.Context) error { return l.up(ctx, second) })
-	now, err := read(l.target(second))
+	now, err := read(l.file(second))
 	check.OK(l, err)
 	check.OK(l, before.lost(now))
 	if !healed {
 		heal()
 		healed = true
 	}
-	select { // the first finds that it has lost the volume
-	case <-before.done:
-		if before.err == nil {
-			l.Error("the writer of the first node ended without an error")
-		}
-	case <-time.After(patient):
-		l.Fatalf("the writer of the first node did not end\n%s", l.logs())
-	}
+	l.lost()
 	if acked := before.acked.Load(); acked != fenced {
 		// Acknowledged before the fence, and counted after it: it has to be there, which is looked at again.
 		l.Logf("%d writes were counted after the release", acked-fenced)
 	}
-	again, err := read(l.target(second))
+	again, err := read(l.file(second))
 	check.OK(l, err)
 	check.OK(l, before.lost(again))
 	for i := range now {

@@ -167,13 +167,24 @@ func (c *carrier) begin(ctx context.Context, now *passage) error {
 	return nil
 }
 
-// notMovable says why a volume has no seat.
+// notMovable says why a volume has no seat. Whoever stages it, or takes it down, has devices of it for a moment that have none.
 func (c *carrier) notMovable(ctx context.Context, now *passage) error {
-	devices, err := c.volumes.Attached(ctx, now.id)
-	if err == nil && len(devices) == 0 {
-		return fmt.Errorf("%w: volume %s is claimed for node %s, and not staged there yet", errdefs.ErrUnavailable, now.id, c.local.Node())
-	}
-	return errors.Join(err, fmt.Errorf("%w: volume %s was staged on node %s by an older driver, or without a device mapper, and so moves when it is not used, or was staged again", errdefs.ErrUnavailable, now.id, c.local.Node()))
+	return c.withVolume(now.id.Key, false, func() error {
+		devices, err := c.volumes.Attached(ctx, now.id)
+		if err != nil {
+			return err
+		}
+		if len(devices) == 0 {
+			return fmt.Errorf("%w: volume %s is claimed for node %s, and not staged there yet", errdefs.ErrUnavailable, now.id, c.local.Node())
+		}
+		switch home, away, err := c.volumes.Seats(ctx, now.id); {
+		case err != nil:
+			return err
+		case home || away:
+			return fmt.Errorf("%w: volume %s was staged just now", errdefs.ErrBusy, now.id)
+		}
+		return fmt.Errorf("%w: volume %s was staged on node %s by an older driver, or without a device mapper, and so moves when it is not used, or was staged again", errdefs.ErrUnavailable, now.id, c.local.Node())
+	})
 }
 
 // leg attaches what the new home has prepared.
