@@ -195,6 +195,38 @@ func TestMoveUndone(t *testing.T) {
 	w.tally(b)
 }
 
+// TestMoveUndoneUnseals: when a move is taken back the old home finds that out by itself, and can use the volume from then on without the API server; not while it is asked for.
+func TestMoveUndoneUnseals(t *testing.T) {
+	w, a, b, s, v, let, dir := slowly(t, 8, 40)
+	sealed := func() bool {
+		have, err := a.local.Get(w.ctx, v.ID)
+		check.OK(t, err)
+		return have.Sealed
+	}
+	w.movesTo("v", b.name)
+	let <- struct{}{}
+	w.movesays("v", "are copied from node node-1")
+	w.touched("v")
+	time.Sleep(200 * time.Millisecond) // it stays sealed
+	if !sealed() {
+		t.Error("it is not sealed while it moves")
+	}
+	w.movesTo("v", "")
+	w.eventually("it is not sealed any more", func() bool { return !sealed() })
+	a.stop()
+	device, err := a.local.Attach(w.ctx, v, nil)
+	check.OK(t, errors.Join(err, device.Close(), a.local.Detach(w.ctx, v.ID)))
+	w.start(a)
+	w.movesTo("v", b.name)
+	close(let)
+	w.moved("v", a, b)
+	w.claimFor(v.ID, b.name)
+	w.staged(b, dir, v.ID, mounted)
+	check.OK(t, b.unstage(w.ctx, dir, v.ID))
+	w.claimFor(v.ID, "")
+	check.OK(t, s.Delete(w.ctx, v.ID))
+}
+
 // TestMoveFenced: a node that a volume has left does not use its own bytes of it any more, whatever it has not been told; and it has them until the new one says that it
 // has taken over.
 func TestMoveFenced(t *testing.T) {

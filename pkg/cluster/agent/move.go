@@ -375,6 +375,19 @@ func (a *Agent) Stays(ctx context.Context, id volume.ID, used int64) error {
 	return nil
 }
 
+// unsealStaying takes the seal of a volume of this node off whose move was taken back: nobody waits for its next use then, which needs the API server.
+func (a *Agent) unsealStaying(ctx context.Context, v *v1alpha1.Volume, have volume.Volume) error {
+	if !have.Sealed || v.Spec.Move != nil {
+		return nil
+	}
+	err := a.withLocks([]string{keylock.Volume(v.Name)}, func() error { return a.local.Unseal(ctx, cluster.VolumeID(v)) })
+	if errors.Is(err, errdefs.ErrPrecondition) || errors.Is(err, errdefs.ErrUnavailable) { // the watch is behind, or the next look finds out
+		klog.FromContext(ctx).V(2).Info("A volume that nothing moves stays sealed for now", "volume", v.Name, "err", err.Error())
+		return nil
+	}
+	return err
+}
+
 // IsHere: see volume.Moves.
 func (a *Agent) IsHere(ctx context.Context, id volume.ID) error {
 	_, err := a.hereNow(ctx, id)
