@@ -227,6 +227,31 @@ func TestMoveUndoneUnseals(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 
+// TestMoveLeftNetwork: a node that a volume has left, and that is in no network any more when it starts again, gives its bytes back all the same; nothing comes to it.
+func TestMoveLeftNetwork(t *testing.T) {
+	w, a, b, v, want := aboutToMove(t)
+	a.stop()
+	s := w.flipped("v", b)
+	w.eventually("it has arrived", func() bool { m := w.object("v").Status.Move; return m != nil && m.Arrived })
+	network := a.network
+	a.network = nil
+	w.start(a)
+	w.moved("v", a, b)
+	if have := w.content(b, v.ID); string(have) != string(want) {
+		t.Error("its bytes are others")
+	}
+	w.movesTo("v", a.name)
+	time.Sleep(300 * time.Millisecond)
+	if left := w.leftovers(a); len(left) > 0 || w.object("v").Status.Move != nil {
+		t.Errorf("it comes to a node in no network: %v, %+v", left, w.object("v").Status.Move)
+	}
+	a.stop()
+	a.network = network
+	w.start(a)
+	w.moved("v", b, a)
+	check.OK(t, s.Delete(w.ctx, v.ID))
+}
+
 // TestMoveFenced: a node that a volume has left does not use its own bytes of it any more, whatever it has not been told; and it has them until the new one says that it
 // has taken over.
 func TestMoveFenced(t *testing.T) {

@@ -43,19 +43,12 @@ const aMove = "move"
 
 // connectMoves prepares the watch of those volumes. It asks the API server nothing.
 func (a *Agent) connectMoves(config *rest.Config) (err error) {
-	if a.options.Network == nil {
-		return nil
-	}
 	a.moves, err = a.connectElsewhere(config, "spec.move.node")
 	return err
 }
 
-// runMoves watches and carries out moves until the context ends.
+// runMoves watches and carries out moves until the context ends. In no network too: what has left this node is given back.
 func (a *Agent) runMoves(ctx context.Context) error {
-	if a.options.Network == nil {
-		<-ctx.Done()
-		return nil
-	}
 	ctx, stop := context.WithCancel(ctx)
 	var done sync.WaitGroup
 	defer done.Wait()
@@ -130,6 +123,8 @@ func (a *Agent) reconcileMove(ctx context.Context, r request) (reconcile.Result,
 		return reconcile.Result{}, nil
 	case m.Left:
 		return a.giveBack(ctx, v)
+	case a.options.Network == nil:
+		return reconcile.Result{}, nil // nothing comes here
 	}
 	err := a.bring(ctx, r, v)
 	switch {
@@ -551,8 +546,8 @@ func (a *Agent) giveBack(ctx context.Context, v *v1alpha1.Volume) (reconcile.Res
 func (a *Agent) depart(ctx context.Context, id volume.ID, sealed time.Time) error {
 	if since, is, err := a.local.SealedSince(ctx, id); errdefs.IgnoreNotFound(err) != nil {
 		return err
-	} else if is && since.Equal(sealed) && a.options.Exporter != nil {
-		if err := a.options.Exporter.Unexport(ctx, id, 0); err != nil {
+	} else if is && since.Equal(sealed) {
+		if err := a.local.Unexport(ctx, id, 0); err != nil {
 			return err
 		}
 	}
