@@ -280,6 +280,7 @@ func TestMistakes(t *testing.T) {
 		{"write --dir, with two dashes", []string{"demo", "-dir=/tmp"}},
 		{"write --output, with two dashes", []string{"status", "-output=json"}},
 		{"write --output, with two dashes", []string{"describe", "-output", "json", "v"}},
+		{`no namespace can be called "amespace=shop"`, []string{"volumes", "-namespace=shop"}},
 		{`invalid argument "pool" for "--pool"`, []string{"--pool=pool"}},
 		{"unknown shorthand flag: 'x' in -x", []string{"-x"}},
 		{"bash, fish, zsh", []string{"completion"}},

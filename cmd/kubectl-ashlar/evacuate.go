@@ -30,6 +30,7 @@ type evacuation struct {
 	dryRun   bool
 	with     bool // snapshots
 	room     *room
+	unheard  bool // of the volume that was asked about last nothing was heard
 }
 
 func evacuateCommand(flags *genericclioptions.ConfigFlags) *cobra.Command {
@@ -295,6 +296,18 @@ func (l *leaving) takes() int {
 // errUnknown: a move may go on, and nothing is heard of it.
 var errUnknown = errors.New("it is not known how far its move is")
 
+// silent is for a volume of which the API server did not answer. That ends no other one, if it answers otherwise: a request that reads, and what comes of the next volume.
+func (e *evacuation) silent(ctx context.Context, l *leaving, err error) error {
+	err = fmt.Errorf("%w: %w", errUnknown, err)
+	if e.unheard || e.List(ctx, &v1alpha1.VolumeList{}, client.Limit(1)) != nil {
+		return fmt.Errorf("%s: %w", l.title, err)
+	}
+	e.unheard, e.back = true, time.Now() // nothing was looked at meanwhile
+	l.ended, l.why = true, err
+	_, err = fmt.Fprintf(e.out, "%s: %v; other requests are answered\n", l.title, err)
+	return err
+}
+
 // begin asks for the move of a volume. That this one is refused ends no other; that nobody answers does.
 func (e *evacuation) begin(ctx context.Context, l *leaving) error {
 	err := e.ask(ctx, l.v, l.to, func() error {
@@ -308,8 +321,9 @@ func (e *evacuation) begin(ctx context.Context, l *leaving) error {
 		return ctx.Err()
 	}
 	if errors.Is(err, errSilent) {
-		return fmt.Errorf("%s: %w: %w", l.title, errUnknown, err)
+		return e.silent(ctx, l, err)
 	}
+	e.unheard = false
 	l.begun, l.changed, l.why = true, time.Now(), err
 	if err != nil {
 		l.ended = true
@@ -325,9 +339,13 @@ func (e *evacuation) lookAt(ctx context.Context, l *leaving) error {
 	if ctx.Err() != nil {
 		return ctx.Err()
 	}
+	if errors.Is(err, errSilent) {
+		return e.silent(ctx, l, err)
+	}
 	if err != nil && !errors.Is(err, errDeleted) {
 		return fmt.Errorf("%s: %w: %w", l.title, errUnknown, err)
 	}
+	e.unheard = false
 	var text string
 	if err == nil {
 		_, text, l.ended, err = l.stage()

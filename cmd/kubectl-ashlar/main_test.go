@@ -223,6 +223,9 @@ func TestCommands(t *testing.T) {
 	if lines := strings.Split(strings.TrimSpace(r.stdout), "\n"); len(lines) != 7 || r.err != nil {
 		t.Errorf("pools, %v:\n%s", r.err, r.stdout)
 	}
+	if r = run(t, apitest.Admin, "volumes", "-namespace="+namespace); r.err == nil || !strings.Contains(r.err.Error(), "no namespace can be called") {
+		t.Errorf("volumes of no namespace: %v\n%s", r.err, r.stdout)
+	}
 	r = run(t, apitest.Admin, "volumes", "-n", namespace, "-o", "json")
 	var volumes []overview.Volume
 	check.OK(t, errors.Join(r.err, json.Unmarshal([]byte(r.stdout), &volumes)))

@@ -558,6 +558,46 @@ func TestServerGone(t *testing.T) {
 	}
 }
 
+// TestEvacuateSilent: a volume whose writes, or reads, are never answered is told, and all others move; if nothing of two in a row is heard, that is the API server's.
+func TestEvacuateSilent(t *testing.T) {
+	e := newEnvironment(t)
+	nodes(e)
+	hasten(t, 500*time.Millisecond)
+	for _, name := range []string{"pvc-a", "pvc-b", "pvc-c", "pvc-d"} {
+		e.add(movable(name, "n1", 10*mib, nil))
+	}
+	e.drivers("")
+	of := func(name string) string { return "/volumes/" + volume.KeyOf(name) }
+	fails := func(which func(*http.Request) bool) *cluster {
+		return through(t, func(w http.ResponseWriter, r *http.Request) bool {
+			fails := which(r)
+			if fails {
+				w.WriteHeader(http.StatusInternalServerError)
+			}
+			return fails
+		})
+	}
+	var out bytes.Buffer
+	c := fails(func(r *http.Request) bool {
+		return r.Method == http.MethodPatch && strings.HasSuffix(r.URL.Path, of("pvc-a")) || r.Method == http.MethodGet && strings.HasSuffix(r.URL.Path, of("pvc-c"))
+	})
+	err := (&evacuation{cluster: c, out: &out, table: io.Discard, node: "n1", parallel: 1}).run(t.Context())
+	const unheard = ": it is not known how far its move is: the API server has not answered for 500ms: "
+	for _, words := range []string{"pvc-a" + unheard, "pvc-b: it is on node n", "pvc-c" + unheard, "pvc-d: it is on node n"} {
+		if !strings.Contains(out.String(), words) {
+			t.Errorf("it does not say %q:\n%s", words, out.String())
+		}
+	}
+	if err == nil || err.Error() != "2 of 4 volumes stay on node n1, see above" {
+		t.Errorf("evacuate: %v", err)
+	}
+	e.add(movable("pvc-e", "n1", 5*mib, nil))
+	err = (&evacuation{cluster: fails(func(r *http.Request) bool { return r.Method == http.MethodPatch }), out: io.Discard, table: io.Discard, node: "n1", parallel: 1}).run(t.Context())
+	if err == nil || !strings.HasPrefix(err.Error(), "pvc-e"+unheard) {
+		t.Errorf("without writes: %v", err)
+	}
+}
+
 // TestUnansweredWrite: a write that was done and not answered is not done twice, nor taken for that of somebody else.
 func TestUnansweredWrite(t *testing.T) {
 	e := newEnvironment(t)

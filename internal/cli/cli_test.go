@@ -225,6 +225,11 @@ func TestFormats(t *testing.T) {
 			t.Errorf("%s: %v", args, err)
 		}
 	}
+	for _, args := range []string{"-namespace=shop", "-node=node-1", "-n=Shop", "--namespace=a/b"} {
+		if text, err := run(source, "volumes", args); err == nil || !strings.Contains(err.Error(), "no namespace can be called") || text != "" {
+			t.Errorf("%s: %v, and printed %q", args, err, text)
+		}
+	}
 	var out bytes.Buffer
 	printStatus(&screen{Writer: &out, width: 80, colours: true}, madeUp())
 	if !strings.Contains(out.String(), "\x1b[31mDataLoss") {

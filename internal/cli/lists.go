@@ -2,11 +2,13 @@ package cli
 
 import (
 	"context"
+	"fmt"
 	"slices"
 	"strconv"
 	"strings"
 
 	"github.com/spf13/cobra"
+	"k8s.io/apimachinery/pkg/util/validation"
 
 	"github.com/ashlar-csi/ashlar/internal/overview"
 )
@@ -105,6 +107,14 @@ func (f filter) takes(v *overview.Volume) bool {
 		(f.namespace == "" || v.Claim != nil && v.Claim.Namespace == f.namespace) && (!f.problems || len(v.Problems) > 0)
 }
 
+// check returns an error for what no namespace is called. -namespace=shop is read as -n with the rest as its value.
+func (f filter) check() error {
+	if f.namespace == "" || len(validation.IsDNS1123Label(f.namespace)) == 0 {
+		return nil
+	}
+	return fmt.Errorf("no namespace can be called %q (a flag of more than one letter has two dashes: --namespace)", f.namespace)
+}
+
 // volumesOf returns the volumes that a filter takes. Their problems are also those around them: the subject of each says what it is of.
 func volumesOf(o *overview.Overview, f filter) []overview.Volume {
 	places, all := o.Places(), []overview.Volume{}
@@ -129,6 +139,9 @@ pool, its size, and what is wrong with it: also that its node or pool cannot be 
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if c.namespaced && cmd.Flags().Changed("namespace") {
 				f.namespace = cmd.Flag("namespace").Value.String()
+			}
+			if err := f.check(); err != nil {
+				return err
 			}
 			return s.run(cmd, func(ctx context.Context, to *screen) (any, error) {
 				o, err := c.take(ctx, to.exact)

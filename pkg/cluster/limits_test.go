@@ -10,6 +10,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
@@ -25,8 +26,7 @@ func (w *environment) parameters(name string, wished, inForce map[string]string)
 	check.OK(w, w.Status().Patch(w.ctx, o, client.MergeFrom(before)))
 }
 
-// TestLimitsAfterStart: a driver that starts sets the limits of the volumes of other nodes that are used there, once, as their objects have them: what is claimed there
-// alone, and what it reads beside others; not before a change of them is through, nor while a call has the volume, and nothing after what the home itself said, or the
+// TestLimitsAfterStart: a driver that starts sets the limits of the volumes of other nodes that are used there, once, as their objects have them; not before a change of them is through, nor while a call has the volume, and nothing after what the home itself said, or the
 // claim's end.
 func TestLimitsAfterStart(t *testing.T) {
 	w, a, b, s, v, _ := reached(t, spec("claimed"))
@@ -77,7 +77,8 @@ func TestLimitsAfterStart(t *testing.T) {
 			t.Errorf("limits were set of %v, want %v", have, want)
 		}
 	}
-	set("claimed", "read", "refused")
+	set("claimed", "refused")
+	w.eventually("those that many read are changed", func() bool { return slices.Equal(b.uses.others.modified(made["read"]), []string{fmt.Sprint(limits)}) })
 	unlock()
 	set("busy")
 	w.parameters("changing", limits, limits)
@@ -90,4 +91,39 @@ func TestLimitsAfterStart(t *testing.T) {
 	w.parameters("claimed", nil, nil) // which its home has it told of
 	w.parameters("claimed", limits, limits)
 	set()
+}
+
+// TestReadersModified: what is changed of a volume reaches all who read it beside others when the object has it in force, once, also one that a call has for itself; and
+// nobody whose claim has ended.
+func TestReadersModified(t *testing.T) {
+	w, a, b, s, v, _ := reached(t, spec("v"))
+	c, gone := w.begin(&machine{name: "node-3", ported: true, network: a.network}), w.begin(&machine{name: "node-4", ported: true, network: a.network})
+	w.pooled(s, c)
+	w.pooled(s, gone)
+	for _, m := range []*machine{b, c, gone} {
+		check.OK(t, s.Claim(w.ctx, v.ID, manyOn(m.name)))
+		w.eventually(m.name+" knows of its claim", func() bool { return m.agent.Elsewhere(func(blockdev.Ref) bool { return false }).Has(v.ID) })
+	}
+	check.OK(t, s.Release(w.ctx, v.ID, gone.name))
+	w.eventually(gone.name+" knows of its end", func() bool { return !gone.agent.Elsewhere(func(blockdev.Ref) bool { return false }).Has(v.ID) })
+	unlock, _ := c.locks.TryLock([]string{"volume/" + v.ID.Key}, nil)
+	check.OK(t, s.Modify(w.ctx, v.ID, map[string]string{"readAheadKiB": "64"}))
+	want := []string{"map[readAheadKiB:64]"}
+	w.eventually("a reader has it", func() bool { return slices.Equal(b.uses.others.modified(v.ID), want) })
+	if early := c.uses.others.modified(v.ID); len(early) > 0 {
+		t.Errorf("changed while a call has it: %v", early)
+	}
+	unlock()
+	w.eventually("the other has it too", func() bool { return slices.Equal(c.uses.others.modified(v.ID), want) })
+	check.OK(t, s.Modify(w.ctx, v.ID, map[string]string{"readAheadKiB": "128"}))
+	want = append(want, "map[readAheadKiB:128]")
+	for _, m := range []*machine{b, c} {
+		w.touched("v")
+		w.eventually(m.name+" has the next", func() bool { return slices.Equal(m.uses.others.modified(v.ID), want) })
+	}
+	if late := gone.uses.others.modified(v.ID); len(late) > 0 {
+		t.Errorf("changed where nobody reads it: %v", late)
+	}
+	check.OK(t, s.Release(w.ctx, v.ID, ""))
+	check.OK(t, s.Delete(w.ctx, v.ID))
 }

@@ -195,6 +195,63 @@ func TestMoveUndone(t *testing.T) {
 	w.tally(b)
 }
 
+// TestMoveUndoneUnseals: when a move is taken back the old home finds that out by itself, and can use the volume from then on without the API server; not while it is asked for.
+func TestMoveUndoneUnseals(t *testing.T) {
+	w, a, b, s, v, let, dir := slowly(t, 8, 40)
+	sealed := func() bool {
+		have, err := a.local.Get(w.ctx, v.ID)
+		check.OK(t, err)
+		return have.Sealed
+	}
+	w.movesTo("v", b.name)
+	let <- struct{}{}
+	w.movesays("v", "are copied from node node-1")
+	w.touched("v")
+	time.Sleep(200 * time.Millisecond) // it stays sealed
+	if !sealed() {
+		t.Error("it is not sealed while it moves")
+	}
+	w.movesTo("v", "")
+	w.eventually("it is not sealed any more", func() bool { return !sealed() })
+	a.stop()
+	device, err := a.local.Attach(w.ctx, v, nil)
+	check.OK(t, errors.Join(err, device.Close(), a.local.Detach(w.ctx, v.ID)))
+	w.start(a)
+	w.movesTo("v", b.name)
+	close(let)
+	w.moved("v", a, b)
+	w.claimFor(v.ID, b.name)
+	w.staged(b, dir, v.ID, mounted)
+	check.OK(t, b.unstage(w.ctx, dir, v.ID))
+	w.claimFor(v.ID, "")
+	check.OK(t, s.Delete(w.ctx, v.ID))
+}
+
+// TestMoveLeftNetwork: a node that a volume has left, and that is in no network any more when it starts again, gives its bytes back all the same; nothing comes to it.
+func TestMoveLeftNetwork(t *testing.T) {
+	w, a, b, v, want := aboutToMove(t)
+	a.stop()
+	s := w.flipped("v", b)
+	w.eventually("it has arrived", func() bool { m := w.object("v").Status.Move; return m != nil && m.Arrived })
+	network := a.network
+	a.network = nil
+	w.start(a)
+	w.moved("v", a, b)
+	if have := w.content(b, v.ID); string(have) != string(want) {
+		t.Error("its bytes are others")
+	}
+	w.movesTo("v", a.name)
+	time.Sleep(300 * time.Millisecond)
+	if left := w.leftovers(a); len(left) > 0 || w.object("v").Status.Move != nil {
+		t.Errorf("it comes to a node in no network: %v, %+v", left, w.object("v").Status.Move)
+	}
+	a.stop()
+	a.network = network
+	w.start(a)
+	w.moved("v", b, a)
+	check.OK(t, s.Delete(w.ctx, v.ID))
+}
+
 // TestMoveFenced: a node that a volume has left does not use its own bytes of it any more, whatever it has not been told; and it has them until the new one says that it
 // has taken over.
 func TestMoveFenced(t *testing.T) {

@@ -53,8 +53,28 @@ type others struct {
 	*volume.Local
 	longest atomic.Int64 // time.Duration: for how long their writes are held back at the most; 0: as ever
 
-	mu    sync.Mutex
-	again []string // whose limits were set after the start, as KEY MUTABLE
+	mu      sync.Mutex
+	again   []string // whose limits were set after the start, as KEY MUTABLE
+	changed []string // what was changed, as KEY MUTABLE
+}
+
+func (o *others) Modified(ctx context.Context, id volume.ID, mutable map[string]string) error {
+	o.mu.Lock()
+	o.changed = append(o.changed, fmt.Sprint(id.Key, " ", mutable))
+	o.mu.Unlock()
+	return o.Local.Modified(ctx, id, mutable)
+}
+
+// modified are the changes of a volume that were made here, in their order, as its mutable parameters.
+func (o *others) modified(id volume.ID) (all []string) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	for _, one := range o.changed {
+		if mutable, is := strings.CutPrefix(one, id.Key+" "); is {
+			all = append(all, mutable)
+		}
+	}
+	return all
 }
 
 func (o *others) LimitAgain(ctx context.Context, id volume.ID, mutable map[string]string) {

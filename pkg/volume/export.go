@@ -154,21 +154,26 @@ func (e export) nqn(key string) string {
 }
 
 // derived are 32 bytes for a purpose, which only who has the node's key can know.
-func (e export) derived(node []byte, volume, purpose string) []byte {
+func derived(node []byte, nqn, purpose string) []byte {
 	mac := hmac.New(sha256.New, node)
-	mac.Write([]byte(purpose + "\x00" + e.nqn(volume)))
+	mac.Write([]byte(purpose + "\x00" + nqn))
 	return mac.Sum(nil)
+}
+
+// hostProof is the word in the name of the host of an export.
+func hostProof(node []byte, nqn string) string {
+	return fmt.Sprintf("%x", derived(node, nqn, "host")[:8])
 }
 
 // host is the name of the one host that may connect.
 func (e export) host(node []byte, volume string) string {
 	consumer := sha256.Sum256([]byte(e.Node))
-	return fmt.Sprintf("%snode:%x:%x", nvmet.Prefix, consumer[:8], e.derived(node, volume, "host")[:8])
+	return fmt.Sprintf("%snode:%x:%s", nvmet.Prefix, consumer[:8], hostProof(node, e.nqn(volume)))
 }
 
 // secret is what the host proves that it has.
 func (e export) secret(node []byte, volume string) string {
-	return nvmet.Secret(e.derived(node, volume, "secret"))
+	return nvmet.Secret(derived(node, e.nqn(volume), "secret"))
 }
 
 // psk is what all that goes to the host and comes from it is encrypted by, for both of them.
@@ -364,7 +369,7 @@ func (l *Local) attachOrEnd(ctx context.Context, pool blockdev.Pool, record bloc
 // exportPause is after how long an export that failed is tried again.
 const exportPause = 10 * time.Second
 
-// KeepExports tries again, until ctx ends, what could not be exported when the node started.
+// KeepExports tries again, until ctx ends, what could not be exported when the node started, and ends what is exported and in no record.
 func (l *Local) KeepExports(ctx context.Context) {
 	ticks := time.NewTicker(exportPause)
 	defer ticks.Stop()
@@ -374,6 +379,9 @@ func (l *Local) KeepExports(ctx context.Context) {
 			return
 		case <-ticks.C:
 			l.retryExports(ctx)
+			if err := l.endUnsaid(ctx); err != nil && ctx.Err() == nil {
+				klog.FromContext(ctx).V(2).Info("Could not end what is exported and in no record; trying again", "err", err.Error())
+			}
 		}
 	}
 }

@@ -16,5 +16,8 @@ func (l *Local) SetPatience(d time.Duration) { l.patience = d }
 // RetryExports is one round of KeepExports.
 func (l *Local) RetryExports(ctx context.Context) { l.retryExports(ctx) }
 
+// EndUnsaid is one, too.
+func (l *Local) EndUnsaid(ctx context.Context) error { return l.endUnsaid(ctx) }
+
 // Mounts is the table of mounts, for who mounts by himself.
 func (l *Local) Mounts() *mount.Table { return l.mounts }

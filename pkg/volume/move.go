@@ -189,6 +189,9 @@ func (l *Local) unseal(ctx context.Context, id ID) error {
 	return changeLabel(ctx, pool, record.Ref, labelSealed, "")
 }
 
+// Unseal takes the seal of a volume of this node off that nobody uses, if it stays; errors are those of Moves.Stays.
+func (l *Local) Unseal(ctx context.Context, id ID) error { return l.unseal(ctx, id) }
+
 // stillHere is an error for a record that is sealed, of a volume that has moved: what was written since is not in its bytes.
 func (l *Local) stillHere(ctx context.Context, id ID, record blockdev.Record) error {
 	if record.Labels[labelSealed] == "" {

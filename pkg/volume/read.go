@@ -214,13 +214,19 @@ type reader struct {
 func (l *Local) readers(ctx context.Context, exporter Exporter, key string, r reading) (found []reader, err error) {
 	all, err := exporter.Exports(ctx)
 	for _, e := range all {
-		rest, ours := strings.CutPrefix(e.NQN, nvmet.Prefix+key+":")
-		generation, word, _ := strings.Cut(rest, ":")
-		if n, bad := strconv.ParseInt(generation, 10, 64); ours && bad == nil && word == r.word {
-			found = append(found, reader{e, n})
+		if generation, is := r.reader(key, e.NQN); is {
+			found = append(found, reader{e, generation})
 		}
 	}
 	return found, err
+}
+
+// reader is for which generation a name is that of an export for this reading, of the volume of a key.
+func (r reading) reader(key, nqn string) (generation int64, is bool) {
+	rest, of := strings.CutPrefix(nqn, nvmet.Prefix+key+":")
+	number, word, _ := strings.Cut(rest, ":")
+	generation, err := strconv.ParseInt(number, 10, 64)
+	return generation, of && err == nil && word == r.word
 }
 
 // EndReaders ends all exports of a volume for reading but those of generations that keep says. When it has returned without an error, nothing of them comes any more; and if

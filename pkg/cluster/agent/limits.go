@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"k8s.io/klog/v2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
@@ -19,15 +20,9 @@ import (
 // limitPause is until a volume that a call has for itself is tried again.
 const limitPause = time.Second
 
-// limitAgain sets the limits of the volumes of other nodes that are used here, once after a start: a change of them, or what they were lifted for, may have been cut
-// short. What they are the objects say, so no home is asked. It ends when all are set, or with ctx.
-func (a *Agent) limitAgain(ctx context.Context) {
-	var here Using
-	select {
-	case here = <-a.others.using:
-	case <-ctx.Done():
-		return
-	}
+// limitAgain sets the limits of the volumes of other nodes that are used here, and not by many, once after a start: a change of them, or what they were lifted for, may
+// have been cut short. What they are the objects say, so no home is asked. It ends when all are set, or with ctx.
+func (a *Agent) limitAgain(ctx context.Context, here Using) {
 	used, err := a.allUsedHere(ctx)
 	if err != nil {
 		klog.FromContext(ctx).Error(err, "Could not set the limits of the volumes of other nodes")
@@ -37,7 +32,7 @@ func (a *Agent) limitAgain(ctx context.Context) {
 	defer later.Wait()
 	for i := range used {
 		v := &used[i]
-		if !volume.Limited(v.Spec.Mutable) && !volume.Limited(v.Status.Mutable) {
+		if cluster.ClaimOn(v, a.local.Node()).Many() || !volume.Limited(v.Spec.Mutable) && !volume.Limited(v.Status.Mutable) {
 			continue
 		}
 		if a.limitUsed(ctx, here, v.Name) != nil {
@@ -102,4 +97,48 @@ func (o *others) wasTold(key string) bool {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	return o.told[key]
+}
+
+// A home has its sole user follow what is changed of a volume's mutable parameters. Many readers follow the object by themselves: their home need not reach them, and none of
+// them keeps it from changing them.
+
+// usedChanged looks at a volume of another node that is used here.
+func (a *Agent) usedChanged(o client.Object, gone bool) {
+	a.carryChanged(o, gone)
+	a.others.modified.Add(o.GetName())
+}
+
+// followModified has the volumes that this node reads beside others follow the mutable parameters that their objects have in force, from the start on, until ctx ends.
+func (a *Agent) followModified(ctx context.Context, here Using) {
+	defer context.AfterFunc(ctx, a.others.modified.ShutDown)()
+	set := map[string]map[string]string{} // by the names of objects
+	for {
+		key, ended := a.others.modified.Get()
+		if ended {
+			return
+		}
+		if err := a.modifyRead(ctx, here, key, set); errors.Is(err, errdefs.ErrBusy) {
+			a.others.modified.AddAfter(key, limitPause)
+		} else if err != nil {
+			klog.FromContext(ctx).Error(err, "Could not change a volume that this node reads beside others; it stays as it is until the next change", "volume", key)
+		}
+		a.others.modified.Done(key)
+	}
+}
+
+// modifyRead has what is attached of a volume be as its object says, if this node reads it beside others, and it was not that already, which set tells. ErrBusy if a call
+// has the volume for itself.
+func (a *Agent) modifyRead(ctx context.Context, here Using, key string, set map[string]map[string]string) error {
+	return a.withLocks([]string{keylock.Volume(key)}, func() error {
+		v, is := a.usedHere(key)
+		if !is || !cluster.ClaimOn(v, a.local.Node()).Many() {
+			delete(set, key)
+			return nil
+		}
+		if maps.Equal(set[key], v.Status.Mutable) {
+			return nil
+		}
+		set[key] = v.Status.Mutable
+		return here.Modified(ctx, cluster.VolumeID(v), v.Status.Mutable)
+	})
 }

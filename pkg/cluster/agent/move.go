@@ -44,19 +44,12 @@ const aMove = "move"
 
 // connectMoves prepares the watch of those volumes. It asks the API server nothing.
 func (a *Agent) connectMoves(config *rest.Config) (err error) {
-	if a.options.Network == nil {
-		return nil
-	}
 	a.moves, err = a.connectElsewhere(config, "spec.move.node")
 	return err
 }
 
-// runMoves watches and carries out moves until the context ends.
+// runMoves watches and carries out moves until the context ends. In no network too: what has left this node is given back.
 func (a *Agent) runMoves(ctx context.Context) error {
-	if a.options.Network == nil {
-		<-ctx.Done()
-		return nil
-	}
 	ctx, stop := context.WithCancel(ctx)
 	var done sync.WaitGroup
 	defer done.Wait()
@@ -131,6 +124,8 @@ func (a *Agent) reconcileMove(ctx context.Context, r request) (reconcile.Result,
 		return reconcile.Result{}, nil
 	case m.Left:
 		return a.giveBack(ctx, v)
+	case a.options.Network == nil:
+		return reconcile.Result{}, nil // nothing comes here
 	}
 	err := a.bring(ctx, r, v)
 	switch {
@@ -385,6 +380,19 @@ func (a *Agent) Stays(ctx context.Context, id volume.ID, used int64) error {
 	return nil
 }
 
+// unsealStaying takes the seal of a volume of this node off whose move was taken back: nobody waits for its next use then, which needs the API server.
+func (a *Agent) unsealStaying(ctx context.Context, v *v1alpha1.Volume, have volume.Volume) error {
+	if !have.Sealed || v.Spec.Move != nil {
+		return nil
+	}
+	err := a.withLocks([]string{keylock.Volume(v.Name)}, func() error { return a.local.Unseal(ctx, cluster.VolumeID(v)) })
+	if errors.Is(err, errdefs.ErrPrecondition) || errors.Is(err, errdefs.ErrUnavailable) { // the watch is behind, or the next look finds out
+		klog.FromContext(ctx).V(2).Info("A volume that nothing moves stays sealed for now", "volume", v.Name, "err", err.Error())
+		return nil
+	}
+	return err
+}
+
 // IsHere: see volume.Moves.
 func (a *Agent) IsHere(ctx context.Context, id volume.ID) error {
 	_, err := a.hereNow(ctx, id)
@@ -548,8 +556,8 @@ func (a *Agent) giveBack(ctx context.Context, v *v1alpha1.Volume) (reconcile.Res
 func (a *Agent) depart(ctx context.Context, id volume.ID, sealed time.Time) error {
 	if since, is, err := a.local.SealedSince(ctx, id); errdefs.IgnoreNotFound(err) != nil {
 		return err
-	} else if is && since.Equal(sealed) && a.options.Exporter != nil {
-		if err := a.options.Exporter.Unexport(ctx, id, 0); err != nil {
+	} else if is && since.Equal(sealed) {
+		if err := a.local.Unexport(ctx, id, 0); err != nil {
 			return err
 		}
 	}

@@ -14,6 +14,7 @@ import (
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/selection"
 	"k8s.io/client-go/rest"
+	"k8s.io/client-go/util/workqueue"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -36,7 +37,8 @@ type others struct {
 	many kube.Connection // those of spec.readers
 	read atomic.Bool     // both caches have been filled once
 
-	using chan Using // has what works on them here, once that is known
+	using    chan Using                               // has what works on them here, once that is known
+	modified workqueue.TypedDelayingInterface[string] // those that may have been (followModified)
 
 	mu     sync.Mutex
 	agents map[string]v1alpha1.AgentEndpoint // where the agents of other nodes were found last
@@ -55,6 +57,7 @@ func (a *Agent) connectOthers(config *rest.Config) (err error) {
 	if a.options.Network == nil {
 		return nil
 	}
+	a.others.modified = workqueue.NewTypedDelayingQueue[string]()
 	if a.others.kube, err = a.connectElsewhere(config, "spec.claim.node"); err != nil {
 		return err
 	}
@@ -87,7 +90,7 @@ func (a *Agent) watchOthers(ctx context.Context) error {
 	both := []kube.Connection{a.others.kube, a.others.many}
 	ended := make(chan error, len(both))
 	for _, c := range both {
-		if err := a.hear(ctx, c, &v1alpha1.Volume{}, a.carryChanged); err != nil {
+		if err := a.hear(ctx, c, &v1alpha1.Volume{}, a.usedChanged); err != nil {
 			return err
 		}
 	}
@@ -99,8 +102,14 @@ func (a *Agent) watchOthers(ctx context.Context) error {
 	}
 	running.Go(func() {
 		read := a.others.kube.Cache.WaitForCacheSync(ctx) && a.others.many.Cache.WaitForCacheSync(ctx)
-		if a.others.read.Store(read); read {
-			a.limitAgain(ctx)
+		if a.others.read.Store(read); !read {
+			return
+		}
+		select {
+		case here := <-a.others.using:
+			running.Go(func() { a.followModified(ctx, here) })
+			a.limitAgain(ctx, here)
+		case <-ctx.Done():
 		}
 	})
 	return <-ended

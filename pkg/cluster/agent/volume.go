@@ -316,7 +316,7 @@ func (a *Agent) maintainVolume(ctx context.Context, v *v1alpha1.Volume) error {
 	case err != nil:
 		return err
 	}
-	if err := errors.Join(a.reportGiven(ctx, v), a.reportReaders(ctx, v, have.Read)); err != nil {
+	if err := errors.Join(a.reportGiven(ctx, v), a.reportReaders(ctx, v, have.Read), a.unsealStaying(ctx, v, have)); err != nil {
 		if errors.Is(err, errdefs.ErrDataLoss) { // the record is good, and does not say to whom it is given
 			err = errors.Join(err, a.takeBackDamaged(ctx, v))
 		}

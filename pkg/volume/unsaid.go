@@ -1,0 +1,91 @@
+package volume
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+
+	"k8s.io/klog/v2"
+
+	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvmet"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// The record is what is exported. What the kernel exports beside that is nobody's: the record was restored from one of before, say, or its volume is gone. No claim ends
+// it, as nobody knows of it, and it keeps the device.
+
+// endUnsaid ends what this node exports of volumes whose records do not say so. Where a record cannot be read, or its pool is not there, all stays.
+func (l *Local) endUnsaid(ctx context.Context) error {
+	exporter, how, err := l.exporter()
+	if err != nil {
+		return err
+	}
+	all, err := exporter.Exports(ctx)
+	for _, e := range all {
+		key, made := madeBy(how.Key, e)
+		if !made || l.says(ctx, how, key, e.NQN) {
+			continue
+		}
+		unlock, _ := how.Locks.TryLock([]string{keylock.Volume(key)}, nil)
+		if unlock == nil {
+			continue // until the next time
+		}
+		if !l.says(ctx, how, key, e.NQN) { // whoever had the lock may have begun, or ended, it
+			err = errors.Join(err, l.endNobodys(ctx, exporter, key, e.NQN))
+		}
+		unlock()
+	}
+	return err
+}
+
+// madeBy reports whether the node that has a key has made an export, and of which volume: other nodes may export from the same kernel.
+func madeBy(node []byte, e nvmet.Export) (key string, is bool) {
+	key, _, _ = strings.Cut(strings.TrimPrefix(e.NQN, nvmet.Prefix), ":")
+	return key, strings.HasSuffix(e.Host, hostProof(node, e.NQN))
+}
+
+// says reports whether a record may say that a volume is exported by a name.
+func (l *Local) says(ctx context.Context, how Exporting, key, nqn string) bool {
+	open := l.openPools()
+	for _, pool := range open {
+		record, err := pool.Get(ctx, blockdev.Ref{Kind: blockdev.Volume, Key: key})
+		if errors.Is(err, errdefs.ErrNotFound) {
+			continue
+		}
+		e, exported, unread := exportOf(record)
+		r, read, unreadable := readingOf(record, how.Boot)
+		_, reader := r.reader(key, nqn)
+		if errors.Join(err, unread, unreadable) != nil || exported && e.nqn(key) == nqn || read && reader {
+			return true
+		}
+	}
+	return len(open) < len(l.pools)
+}
+
+// endNobodys ends an export that no record says, and takes the device away that it had, unless somebody has that.
+func (l *Local) endNobodys(ctx context.Context, exporter Exporter, key, nqn string) error {
+	klog.FromContext(ctx).Info("Ending an export that is in the record of no volume", "volume", key, "export", nqn)
+	if err := exporter.Remove(ctx, nqn); err != nil {
+		return err
+	}
+	for _, pool := range l.openPools() {
+		record, err := pool.Get(ctx, blockdev.Ref{Kind: blockdev.Volume, Key: key})
+		if err != nil || IsExported(record) || record.Labels[labelRead] != "" || unfinished(record) {
+			continue
+		}
+		stack := l.stacks.Of(pool, record.Ref)
+		devices, err := stack.Attached(ctx)
+		mounted := slices.ContainsFunc(devices, func(d blockdev.Device) bool { return len(l.mounts.Paths(d.Number)) > 0 }) // a device that is bound need not be open
+		if err == nil && !mounted {
+			err = l.detach(ctx, stack)
+		}
+		if err != nil && !errors.Is(err, errdefs.ErrInUse) {
+			return fmt.Errorf("detach volume %s, which is exported to nobody: %w", ID{record.Kind, pool.Name(), key}, err)
+		}
+	}
+	return nil
+}
