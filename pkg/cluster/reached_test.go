@@ -588,6 +588,28 @@ func TestReachedForgotten(t *testing.T) {
 	w.eventually("it is deleted", func() bool { return s.Delete(soon(t), v.ID) == nil })
 }
 
+// TestReachedForgottenAway: such an object has not ended what its home still gives: who uses it waits while the home is away, and goes on.
+func TestReachedForgottenAway(t *testing.T) {
+	w, a, b, s, v, dir := reached(t, spec("v"))
+	check.OK(t, s.Claim(w.ctx, v.ID, on(b.name)))
+	w.staged(b, dir, v.ID, mounted)
+	w.madeAnew(v.Name, func() {}, func(s *v1alpha1.VolumeSpec) { s.Claim, s.Claims = nil, 0 })
+	w.eventually("the object says who uses it", func() bool { return w.exportedTo(v.ID) == b.name })
+	w.eventually("the user has not heard of any claim", func() bool { _, claimed := b.agent.Homes().Claim(ref(v)); return !claimed })
+	a.network.Cut(true)
+	check.OK(t, b.uses.remote.DropEnded(w.ctx))
+	if !b.uses.remote.Has(ref(v)) {
+		t.Error("it is not connected any more")
+	}
+	a.network.Cut(false)
+	check.OK(t, b.unstage(w.ctx, dir, v.ID))
+	w.touched(v.Name)
+	w.eventually("the object says that nobody uses it", func() bool { return w.exportedTo(v.ID) == "" })
+	if ended, err := b.agent.Homes().Ended(w.ctx, ref(v), 1); !ended || err != nil {
+		t.Errorf("given back, it has ended: %v, %v", ended, err)
+	}
+}
+
 // TestReachedDeleted: an object that says that its volume is to be deleted, of which the record says that it is given away: that ends first, if the object
 // has counted that claim.
 func TestReachedDeleted(t *testing.T) {
