@@ -5,8 +5,10 @@ import (
 	"errors"
 	"os"
 	"testing"
+	"time"
 
 	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -56,6 +58,36 @@ func TestReachedOutlived(t *testing.T) {
 	p.unused(id)
 	if all := p.bytes(id); bytes.Contains(all, []byte("before!!")) || bytes.Contains(all, []byte("after!!!")) {
 		t.Error("what the pod of before wrote is on the disk")
+	}
+}
+
+// TestReachedTaken: who uses a volume goes on after another tool has cleared the kernel's target of its home.
+func TestReachedTaken(t *testing.T) {
+	p := newPair(t)
+	if !p.real {
+		t.Skip("what stands for NVMe/TCP has no other tools")
+	}
+	id := p.make("v", volume.Encryption{})
+	device, err := p.user.AttachRaw(t.Context(), p.get(id), nil, true)
+	check.OK(t, errors.Join(err, device.Close()))
+	check.OK(t, writeSynced(device.Path, []byte("before")))
+	drivertest.Run(t, "sh", "-ec", `cd /sys/kernel/config/nvmet
+rm ports/*/subsystems/*
+rmdir ports/* subsystems/*/namespaces/*
+rm subsystems/*/allowed_hosts/*
+rmdir subsystems/* hosts/*`) // as nvmetcli clear
+	written := make(chan error, 1)
+	go func() { written <- writeSynced(device.Path, []byte("after!")) }()
+	p.home.RetryExports(t.Context())
+	select {
+	case err := <-written:
+		check.OK(t, err)
+	case <-time.After(time.Minute):
+		t.Error("it waits still")
+	}
+	p.unused(id)
+	if all := p.bytes(id); !bytes.HasPrefix(all, []byte("after!")) {
+		t.Errorf("on the disk is %q", all[:6])
 	}
 }
 
