@@ -394,15 +394,20 @@ func TestReachedAlone(t *testing.T) {
 	w.eventually("its home has ended the export", func() bool { return len(a.network.Exported()) == 0 && w.exportedTo(v.ID) == "" })
 }
 
-// TestReachedGrows: what the home has grown, the node that uses it grows too.
+// TestReachedGrows: what the home has grown, the node that uses it grows too; while the home's driver is away it says that it cannot now, and never that nobody could.
 func TestReachedGrows(t *testing.T) {
-	w, _, b, s, v, dir := reached(t, volume.Spec{Name: "v", Filesystem: "xfs", Size: volume.Range{Required: 320 * mib}})
+	w, a, b, s, v, dir := reached(t, volume.Spec{Name: "v", Filesystem: "xfs", Size: volume.Range{Required: 320 * mib}})
 	w.claimFor(v.ID, b.name)
 	as := &csi.VolumeCapability{AccessMode: mounted.AccessMode, AccessType: &csi.VolumeCapability_Mount{Mount: &csi.VolumeCapability_MountVolume{FsType: "xfs"}}}
 	target := w.staged(b, dir, v.ID, as)
 	check.OK(t, second(s.Expand(w.ctx, v.ID, volume.Range{Required: 400 * mib})))
-	_, err := b.uses.node.NodeExpandVolume(w.ctx, &csi.NodeExpandVolumeRequest{VolumeId: v.ID.String(), VolumePath: target, CapacityRange: &csi.CapacityRange{RequiredBytes: 400 * mib}})
-	check.OK(t, err)
+	grow := func() error {
+		return second(b.uses.node.NodeExpandVolume(w.ctx, &csi.NodeExpandVolumeRequest{VolumeId: v.ID.String(), VolumePath: target, CapacityRange: &csi.CapacityRange{RequiredBytes: 400 * mib}}))
+	}
+	a.stop()
+	fails(t, grow(), errdefs.ErrUnavailable)
+	w.start(a)
+	w.eventually("it has grown", func() bool { return grow() == nil })
 	stats, err := b.uses.node.NodeGetVolumeStats(w.ctx, &csi.NodeGetVolumeStatsRequest{VolumeId: v.ID.String(), VolumePath: target})
 	if err != nil || stats.GetUsage()[0].GetTotal() < 330*mib {
 		t.Errorf("grown, its stats are %v, %v", stats, err)
