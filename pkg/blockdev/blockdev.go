@@ -101,6 +101,8 @@ type Record struct {
 	Created time.Time
 	// Ready: the object is complete. Get, List and Create hand out nothing else.
 	Ready bool
+	// Stale: it is as it was last, as who has the object does not answer now.
+	Stale bool
 	// Labels belong to the layer above; the pool keeps them and never reads them.
 	Labels map[string]string
 }

@@ -414,15 +414,20 @@ func TestReachedAlone(t *testing.T) {
 	w.eventually("its home has ended the export", func() bool { return len(a.network.Exported()) == 0 && w.exportedTo(v.ID) == "" })
 }
 
-// TestReachedGrows: what the home has grown, the node that uses it grows too.
+// TestReachedGrows: what the home has grown, the node that uses it grows too; while the home's driver is away it says that it cannot now, and never that nobody could.
 func TestReachedGrows(t *testing.T) {
-	w, _, b, s, v, dir := reached(t, volume.Spec{Name: "v", Filesystem: "xfs", Size: volume.Range{Required: 320 * mib}})
+	w, a, b, s, v, dir := reached(t, volume.Spec{Name: "v", Filesystem: "xfs", Size: volume.Range{Required: 320 * mib}})
 	w.claimFor(v.ID, b.name)
 	as := &csi.VolumeCapability{AccessMode: mounted.AccessMode, AccessType: &csi.VolumeCapability_Mount{Mount: &csi.VolumeCapability_MountVolume{FsType: "xfs"}}}
 	target := w.staged(b, dir, v.ID, as)
 	check.OK(t, second(s.Expand(w.ctx, v.ID, volume.Range{Required: 400 * mib})))
-	_, err := b.uses.node.NodeExpandVolume(w.ctx, &csi.NodeExpandVolumeRequest{VolumeId: v.ID.String(), VolumePath: target, CapacityRange: &csi.CapacityRange{RequiredBytes: 400 * mib}})
-	check.OK(t, err)
+	grow := func() error {
+		return second(b.uses.node.NodeExpandVolume(w.ctx, &csi.NodeExpandVolumeRequest{VolumeId: v.ID.String(), VolumePath: target, CapacityRange: &csi.CapacityRange{RequiredBytes: 400 * mib}}))
+	}
+	a.stop()
+	fails(t, grow(), errdefs.ErrUnavailable)
+	w.start(a)
+	w.eventually("it has grown", func() bool { return grow() == nil })
 	stats, err := b.uses.node.NodeGetVolumeStats(w.ctx, &csi.NodeGetVolumeStatsRequest{VolumeId: v.ID.String(), VolumePath: target})
 	if err != nil || stats.GetUsage()[0].GetTotal() < 330*mib {
 		t.Errorf("grown, its stats are %v, %v", stats, err)
@@ -606,6 +611,28 @@ func TestReachedForgotten(t *testing.T) {
 	}
 	w.touched(v.Name)
 	w.eventually("it is deleted", func() bool { return s.Delete(soon(t), v.ID) == nil })
+}
+
+// TestReachedForgottenAway: such an object has not ended what its home still gives: who uses it waits while the home is away, and goes on.
+func TestReachedForgottenAway(t *testing.T) {
+	w, a, b, s, v, dir := reached(t, spec("v"))
+	check.OK(t, s.Claim(w.ctx, v.ID, on(b.name)))
+	w.staged(b, dir, v.ID, mounted)
+	w.madeAnew(v.Name, func() {}, func(s *v1alpha1.VolumeSpec) { s.Claim, s.Claims = nil, 0 })
+	w.eventually("the object says who uses it", func() bool { return w.exportedTo(v.ID) == b.name })
+	w.eventually("the user has not heard of any claim", func() bool { _, claimed := b.agent.Homes().Claim(ref(v)); return !claimed })
+	a.network.Cut(true)
+	check.OK(t, b.uses.remote.DropEnded(w.ctx))
+	if !b.uses.remote.Has(ref(v)) {
+		t.Error("it is not connected any more")
+	}
+	a.network.Cut(false)
+	check.OK(t, b.unstage(w.ctx, dir, v.ID))
+	w.touched(v.Name)
+	w.eventually("the object says that nobody uses it", func() bool { return w.exportedTo(v.ID) == "" })
+	if ended, err := b.agent.Homes().Ended(w.ctx, ref(v), 1); !ended || err != nil {
+		t.Errorf("given back, it has ended: %v, %v", ended, err)
+	}
 }
 
 // TestReachedDeleted: an object that says that its volume is to be deleted, of which the record says that it is given away: that ends first, if the object

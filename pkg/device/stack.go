@@ -181,11 +181,35 @@ type Options struct {
 	Guarded bool
 }
 
+// Severed is errdefs.ErrPrecondition if what a device of the volume is over was taken from under it, as a connection that has ended. Who
+// has such a device open gets errors, and is to: laid over anything again, it would bring to the volume what he wrote before.
+func (s Stack) Severed(ctx context.Context) error { return s.severed(ctx, s.layers(ctx)) }
+
+func (s Stack) severed(ctx context.Context, layers []layer) error {
+	for _, l := range layers[1:] {
+		devices, below, err := l.attached(ctx)
+		if err != nil {
+			return s.errorOf(l, err)
+		}
+		if len(devices) > 0 && len(below) > 0 && !slices.ContainsFunc(below, present) {
+			return fmt.Errorf("%w: what %s is over is gone, and it is there for those who have it mounted or open; end the pods that use %s of pool %s on this node, and unstage it",
+				errdefs.ErrPrecondition, devices[0].Path, s.ref, s.pool.Name())
+		}
+	}
+	return nil
+}
+
+// present reports whether the kernel has a device, and not just somebody who holds what is left of it.
+func present(number uint64) bool {
+	_, err := os.Stat("/sys/dev/block/" + dm.Number(number))
+	return !errors.Is(err, os.ErrNotExist)
+}
+
 // attachTries bounds how often a device that goes away while it is opened is looked for again.
 const attachTries = 5
 
 // Attach makes the volume a device of this machine, or finds the one that is there. Closing the device is the end of the caller's
-// hold on it. errdefs.ErrInUse if it is attached with another Keep; for the rest as blockdev.Pool.Attach.
+// hold on it. errdefs.ErrInUse if it is attached with another Keep; errdefs.ErrPrecondition as Severed; for the rest as blockdev.Pool.Attach.
 func (s Stack) Attach(ctx context.Context, o Options) (blockdev.Device, error) {
 	for try := 0; ; try++ {
 		device, err := s.attach(ctx, o)
@@ -204,6 +228,9 @@ func (s Stack) Attach(ctx context.Context, o Options) (blockdev.Device, error) {
 
 func (s Stack) attach(ctx context.Context, o Options) (blockdev.Device, error) {
 	layers, err := s.wanted(ctx, o)
+	if err == nil {
+		err = s.severed(ctx, layers)
+	}
 	if err != nil {
 		return blockdev.Device{}, err
 	}

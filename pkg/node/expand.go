@@ -32,7 +32,11 @@ func (s *Server) NodeExpandVolume(ctx context.Context, r *csi.NodeExpandVolumeRe
 	if err != nil {
 		return nil, err
 	}
-	if required := r.GetCapacityRange().GetRequiredBytes(); required > v.Size {
+	required := r.GetCapacityRange().GetRequiredBytes()
+	if required > v.Size && v.Stale { // the kubelet asks no more for what is out of range
+		return nil, fmt.Errorf("%w: volume %s had %d bytes when its home last answered, %d are required; it is asked again", errdefs.ErrUnavailable, v.ID, v.Size, required)
+	}
+	if required > v.Size {
 		return nil, fmt.Errorf("%w: volume %s has %d bytes, %d are required; expand it at the controller first", errdefs.ErrOutOfRange, v.ID, v.Size, required)
 	}
 	// A retry after a crash may find the device smaller than its image.

@@ -95,6 +95,15 @@ func (l *Local) attach(ctx context.Context, v Volume, key Key, keep bool) (_ blo
 	return attached, nil
 }
 
+// severed: see device.Stack.Severed.
+func (l *Local) severed(ctx context.Context, id ID) error {
+	stack, err := l.stack(id)
+	if err != nil {
+		return err
+	}
+	return stack.Severed(ctx)
+}
+
 // Attached lists the devices of a volume; it needs no record of it.
 func (l *Local) Attached(ctx context.Context, id ID) ([]blockdev.Device, error) {
 	stack, err := l.stack(id)

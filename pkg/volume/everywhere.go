@@ -48,10 +48,14 @@ func (e *Everywhere) of(ctx context.Context, id ID) *Local {
 	return e.Local
 }
 
-// Get returns a volume; ErrUnavailable also if it may be another node's and that cannot be found out now.
+// Get returns a volume; ErrUnavailable also if it may be another node's and that cannot be found out now. ErrPrecondition of one whose devices here are over a connection
+// that has ended: they have to be taken down first.
 func (e *Everywhere) Get(ctx context.Context, id ID) (Volume, error) {
 	at := e.of(ctx, id)
 	v, err := at.Get(ctx, id)
+	if at == e.others && err == nil {
+		err = at.severed(ctx, id)
+	}
 	if at == e.others || !errors.Is(err, errdefs.ErrNotFound) && !errors.Is(err, errdefs.ErrUnavailable) {
 		return v, err
 	}

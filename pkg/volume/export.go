@@ -9,9 +9,11 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -178,7 +180,7 @@ func (e export) secret(node []byte, volume string) string {
 
 // psk is what all that goes to the host and comes from it is encrypted by, for both of them.
 func (e export) psk(node []byte, volume string) string {
-	return nvmet.PSK(e.derived(node, volume, "psk"))
+	return nvmet.PSK(derived(node, e.nqn(volume), "psk"))
 }
 
 // uuid is that of the namespace: the kernel refuses two of one UUID in different subsystems, and one of an earlier generation may be there still.
@@ -196,6 +198,7 @@ type exports struct {
 	how    *Exporting // nil: nothing is exported
 	opened Exporter   // nil until it was needed
 	failed map[ID]error
+	given  map[ID]string // the names of what this process exported, and has not begun to end
 }
 
 // notServing is why a node exports nothing.
@@ -247,6 +250,42 @@ func (l *Local) setFailed(id ID, err error) (before bool) {
 		l.exports.failed[id] = err
 	}
 	return before
+}
+
+// setGiven notes by which name a volume is exported; empty: it is not to be, any more.
+func (l *Local) setGiven(id ID, nqn string) {
+	l.exports.mu.Lock()
+	defer l.exports.mu.Unlock()
+	if nqn == "" {
+		delete(l.exports.given, id)
+	} else {
+		l.exports.given[id] = nqn
+	}
+}
+
+// taken are the volumes that the exporter does not have any more, though nobody here has ended that: other tools for the kernel's target clear all of it.
+func (l *Local) taken(ctx context.Context) (ids []ID) {
+	l.exports.mu.Lock()
+	given := maps.Clone(l.exports.given)
+	l.exports.mu.Unlock()
+	if len(given) == 0 {
+		return nil
+	}
+	exporter, _, err := l.exporter()
+	var have []nvmet.Export
+	if err == nil {
+		have, err = exporter.Exports(ctx)
+	}
+	if err != nil {
+		klog.FromContext(ctx).Error(err, "Could not find out whether all volumes that other nodes use are exported")
+		return nil
+	}
+	for id, nqn := range given {
+		if !slices.ContainsFunc(have, func(e nvmet.Export) bool { return e.NQN == nqn && e.Device != "" }) {
+			ids = append(ids, id)
+		}
+	}
+	return ids
 }
 
 // ServeExports has the node export volumes, and exports again what its records tell of; of pools that come later, when they come. It is to be
@@ -314,6 +353,9 @@ func (l *Local) addAgain(ctx context.Context, all []again) (err error) {
 			failure = exporter.Add(ctx, add[i])
 		}
 		l.failedAgain(ctx, one.id, failure)
+		if failure == nil {
+			l.setGiven(one.id, one.NQN)
+		}
 	}
 	return nil
 }
@@ -369,7 +411,8 @@ func (l *Local) attachOrEnd(ctx context.Context, pool blockdev.Pool, record bloc
 // exportPause is after how long an export that failed is tried again.
 const exportPause = 10 * time.Second
 
-// KeepExports tries again, until ctx ends, what could not be exported when the node started, and ends what is exported and in no record.
+// KeepExports exports, until ctx ends, what could not be when the node started, and what somebody else has taken out of the kernel since; and ends what is exported and in
+// no record.
 func (l *Local) KeepExports(ctx context.Context) {
 	ticks := time.NewTicker(exportPause)
 	defer ticks.Stop()
@@ -388,10 +431,15 @@ func (l *Local) KeepExports(ctx context.Context) {
 
 // retryExports tries all of them in one call, too: perhaps none could be exported.
 func (l *Local) retryExports(ctx context.Context) {
+	ids := l.taken(ctx)
+	for _, id := range ids {
+		klog.FromContext(ctx).Info("The kernel does not export a volume any more that another node uses, and this driver has not ended that; exporting it again", "volume", id.String())
+	}
 	l.exports.mu.Lock()
-	var ids []ID
 	for id := range l.exports.failed {
-		ids = append(ids, id)
+		if !slices.Contains(ids, id) {
+			ids = append(ids, id)
+		}
 	}
 	how := l.exports.how
 	l.exports.mu.Unlock()
@@ -413,6 +461,7 @@ func (l *Local) retryExports(ctx context.Context) {
 		switch {
 		case err == nil && !is || errors.Is(err, errdefs.ErrNotFound):
 			l.setFailed(id, nil)
+			l.setGiven(id, "")
 		case err == nil && unread == nil:
 			one := again{id: id}
 			if one.Exported, one.device, err = l.attachOrEnd(ctx, pool, record, e); err != nil {
@@ -538,13 +587,14 @@ func (l *Local) unusedHere(ctx context.Context, pool blockdev.Pool, ref blockdev
 }
 
 // export brings about what the record of a volume says.
-func (l *Local) export(ctx context.Context, pool blockdev.Pool, record blockdev.Record, e export) (_ Exported, err error) {
+func (l *Local) export(ctx context.Context, pool blockdev.Pool, record blockdev.Record, e export) (out Exported, err error) {
 	id := ID{record.Kind, pool.Name(), record.Key}
 	defer func() {
 		if err != nil {
 			err = fmt.Errorf("export volume %s to %s: %w", id, e.Grant, err)
 		} else {
 			l.setFailed(id, nil)
+			l.setGiven(id, out.NQN)
 		}
 	}()
 	exporter, _, err := l.exporter()
@@ -662,6 +712,7 @@ func (l *Local) unexportMissing(ctx context.Context, id ID) error {
 	if err != nil {
 		return err
 	}
+	l.setGiven(id, "")
 	exported, err := exportedOf(ctx, exporter, id)
 	if err != nil {
 		return err
@@ -691,6 +742,7 @@ func (l *Local) unexport(ctx context.Context, pool blockdev.Pool, record blockde
 	if err != nil {
 		return err
 	}
+	l.setGiven(id, "")
 	if err := exporter.Remove(ctx, e.nqn(id.Key)); err != nil {
 		return err
 	}

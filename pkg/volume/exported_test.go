@@ -767,6 +767,37 @@ func TestExportsRetried(t *testing.T) {
 	}
 }
 
+// TestExportTaken: what somebody takes out of the kernel's target (nvmetcli clear does that to all of it) is exported again, as it was; what has begun to end is not.
+func TestExportTaken(t *testing.T) {
+	l, k, _, _ := home(t)
+	v, ending := create(t, l, "a"), create(t, l, "b")
+	out, err := l.Export(t.Context(), v.ID, grant(1, "b"))
+	check.OK(t, err)
+	check.OK(t, second(l.Export(t.Context(), ending.ID, grant(1, "b"))))
+	k.taken()
+	l.RetryExports(t.Context())
+	same(t, "with nothing taken", k.taken(), nil)
+
+	devices, err := l.Attached(t.Context(), ending.ID)
+	check.OK(t, err)
+	user, err := os.Open(devices[0].Path)
+	check.OK(t, err)
+	fails(t, l.Unexport(t.Context(), ending.ID, 1), errdefs.ErrInUse, "the end of an export whose device somebody has open")
+	k.reboot()
+	k.taken()
+	l.RetryExports(t.Context())
+	same(t, "with all taken", k.taken(), []string{"add " + out.NQN})
+	exportedTo(t, l, k, v.ID, grant(1, "b"))
+	check.OK(t, user.Close())
+	for _, id := range []volume.ID{v.ID, ending.ID} {
+		check.OK(t, l.Unexport(t.Context(), id, 1))
+	}
+	l.RetryExports(t.Context())
+	if len(k.exports) > 0 {
+		t.Errorf("exported is %v", k.exports)
+	}
+}
+
 // TestExportGrows: the consumer of a volume that grows is told, if need be again.
 func TestExportGrows(t *testing.T) {
 	l, k, _, _ := home(t)

@@ -76,7 +76,7 @@ func NewLocal(ctx context.Context, node string, pools []blockdev.Pool, mounts *m
 	l := &Local{node: node, pools: pools, mounts: mounts, stacks: device.New(), limit: limit, longestFreeze: time.Minute, patience: patience,
 		looks: map[string]*looking{}, arrived: map[string]blockdev.Pool{}, placed: map[string]placement{}, inquiries: map[string]*inquiry{},
 		claims: map[string]int64{}, incomplete: map[string]bool{}, tooLong: map[ID]time.Time{}, freezing: map[ID]bool{}, lifted: map[ID]bool{},
-		exports: exports{failed: map[ID]error{}}}
+		exports: exports{failed: map[ID]error{}, given: map[ID]string{}}}
 	for _, pool := range pools {
 		if late, ok := pool.(deferred); ok {
 			late.OnOpen(ctx, l.recover)

@@ -73,6 +73,7 @@ func fromRecord(pool, node string, r blockdev.Record) Volume {
 	}
 	v.Read = r.Labels[labelRead] != ""
 	v.Sealed = r.Labels[labelSealed] != ""
+	v.Stale = r.Stale
 	if made, err := time.Parse(time.RFC3339Nano, r.Labels[labelMade]); err == nil {
 		v.Created = made
 	}

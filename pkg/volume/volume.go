@@ -105,7 +105,9 @@ type Volume struct {
 	// Read: many read it on this node, or from here.
 	Read bool
 	// Sealed: its bytes do not change, as it is about to move to another node, or has moved.
-	Sealed    bool
+	Sealed bool
+	// Stale: this is as it was last, as the node that has it does not answer now.
+	Stale     bool
 	Node      string
 	Ephemeral string
 	// Target is where the node published it last, if that was to be its only target.

@@ -2,6 +2,7 @@ package nvme_test
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/rand"
 	"encoding/binary"
@@ -44,6 +45,7 @@ type order struct {
 	Add     []nvmet.Export
 	Remove  string
 	Resized string
+	At      string        // another address than usual
 	Within  time.Duration // 0: a minute
 }
 
@@ -78,7 +80,7 @@ func (o order) obey() (began time.Time, err error) {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), o.Within)
 	defer cancel()
-	target, err := nvmet.Open(netip.MustParseAddrPort(address))
+	target, err := nvmet.Open(netip.MustParseAddrPort(cmp.Or(o.At, address)))
 	if err != nil {
 		return began, err
 	}
@@ -521,6 +523,31 @@ func TestAway(t *testing.T) {
 	w.stop.Store(true)
 	w.all.Wait()
 	w.on(t, content(t, disk))
+	if err := errors.Join(w.failed...); err != nil {
+		t.Errorf("writers failed: %v", err)
+	}
+}
+
+// TestMoves: a home whose driver starts with another address is not noticed by who uses what it gives, also when he has to connect again.
+func TestMoves(t *testing.T) {
+	home(t)
+	e, c := exported(t, 1, drivertest.Disk(t, 16*mib))
+	device := connect(t, c)
+	w := write(t, device.Path, 4)
+	w.until(t, 100, time.Minute)
+	order{Add: []nvmet.Export{e}, At: homeIP + ":4421"}.run(t)
+	w.until(t, 100, time.Minute)
+	if now, err := nvme.Find(c.NQN); err != nil || now != device {
+		t.Errorf("with the home at another address too: %+v, %v; it was %+v", now, err, device)
+	}
+	resets, err := filepath.Glob("/sys/class/nvme/*/reset_controller")
+	if check.OK(t, err); len(resets) != 1 {
+		t.Fatalf("the controllers are %v", resets)
+	}
+	check.OK(t, os.WriteFile(resets[0], []byte("1"), 0)) // it connects again
+	w.until(t, 100, time.Minute)
+	w.stop.Store(true)
+	w.all.Wait()
 	if err := errors.Join(w.failed...); err != nil {
 		t.Errorf("writers failed: %v", err)
 	}

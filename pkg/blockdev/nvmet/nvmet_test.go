@@ -275,7 +275,8 @@ func TestOthers(t *testing.T) {
 	}
 }
 
-// TestMoves: the address of the node has changed, and what is exported moves to it; the port that is left goes.
+// TestMoves: the address of the node has changed, and what is exported appears there as well; who uses it is connected to the one of before, which stays until
+// nothing is exported there any more.
 func TestMoves(t *testing.T) {
 	target := needTarget(t)
 	one, two := export(t, 1), export(t, 2)
@@ -283,18 +284,26 @@ func TestMoves(t *testing.T) {
 	moved, err := nvmet.Open(netip.MustParseAddrPort("[::1]:4421"))
 	check.OK(t, err)
 	check.OK(t, moved.Add(t.Context(), *one, *two))
-	if all, err := nvmet.Ports(); err != nil || len(all) != 1 {
-		t.Errorf("the ports are %q, %v", all, err)
+	three := export(t, 3)
+	check.OK(t, moved.Add(t.Context(), *three))
+	listens := func(want ...string) {
+		t.Helper()
+		if all, err := nvmet.Ports(); err != nil || len(all) != len(want) {
+			t.Errorf("the ports are %q, %v; want those of %q", all, err, want)
+		}
+		for _, address := range want {
+			c, err := net.Dial("tcp", address)
+			check.OK(t, err)
+			c.Close()
+		}
 	}
-	_, err = net.Dial("tcp", address)
-	if !errors.Is(err, unix.ECONNREFUSED) {
-		t.Errorf("at the address of before: %v", err)
-	}
-	c, err := net.Dial("tcp", "[::1]:4421")
-	check.OK(t, err)
-	c.Close()
+	listens(address, "[::1]:4421")
 	check.OK(t, moved.Remove(t.Context(), one.NQN))
+	listens(address, "[::1]:4421")
 	check.OK(t, moved.Remove(t.Context(), two.NQN))
+	listens("[::1]:4421")
+	check.OK(t, moved.Remove(t.Context(), three.NQN))
+	listens()
 }
 
 // TestDiffers: an export is not changed into another one, one that cannot be made does not keep the others from it, and no error has

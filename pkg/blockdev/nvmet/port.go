@@ -154,7 +154,8 @@ func cannotListen(err error) error {
 	return errdefs.FromErrno(err)
 }
 
-// publish has subsystems appear at the target's address, with or without TLS, and nowhere else; not those that are removed meanwhile.
+// publish has subsystems appear at the target's address, with or without TLS, but for those that are removed meanwhile. At an address of before, at which they appear
+// as well, they stay: who uses them is connected there.
 func (t *Target) publish(tls bool, nqns []string) error {
 	if len(nqns) == 0 {
 		return nil
@@ -183,9 +184,6 @@ func (t *Target) publish(tls bool, nqns []string) error {
 			failures = append(failures, fmt.Errorf("listen at %s: %w", t.address, cannotListen(err)))
 		}
 	}
-	for _, nqn := range nqns {
-		failures = append(failures, withdraw(nqn, port))
-	}
 	return errors.Join(failures...)
 }
 
@@ -200,26 +198,18 @@ func (t *Target) otherwise(listening string, tls bool, nqns []string) error {
 	return nil
 }
 
-// unpublish has a subsystem appear nowhere any more, and ends its connections.
+// unpublish has a subsystem appear nowhere any more, and ends its connections. A port at which nothing is exported any more goes.
 func unpublish(nqn string) error {
 	unlock, err := lock()
 	if err != nil {
 		return err
 	}
 	defer unlock()
-	return withdraw(nqn, "")
-}
-
-// withdraw takes a subsystem from all our ports but one. A port at which nothing is exported any more goes.
-func withdraw(nqn, but string) error {
 	all, err := ports()
 	if err != nil {
 		return err
 	}
 	for _, port := range all {
-		if port == but {
-			continue
-		}
 		if err := remove(filepath.Join(port, "subsystems", nqn)); err != nil {
 			return err
 		}

@@ -217,6 +217,7 @@ func (p *Pool) Get(ctx context.Context, ref blockdev.Ref) (blockdev.Record, erro
 	} else if errors.Is(err, errdefs.ErrUnavailable) {
 		for _, c := range connected {
 			if last := p.knownOf(c.NQN).record; last.Ref == ref {
+				last.Stale = true
 				return last, nil
 			}
 		}

@@ -319,7 +319,7 @@ func TestHomeAway(t *testing.T) {
 	pooltest.Attach(t, pool, ref, blockdev.Attachment{})
 	h.err = fmt.Errorf("%w: no answer", errdefs.ErrUnavailable)
 	h.record.Size = 2 * size // it cannot be known
-	if record, err := pool.Get(t.Context(), ref); err != nil || record.Size != size || record.Labels["kept"] != "1" {
+	if record, err := pool.Get(t.Context(), ref); err != nil || record.Size != size || record.Labels["kept"] != "1" || !record.Stale {
 		t.Errorf("the record is %+v, %v", record, err)
 	}
 	pooltest.Fails(t, pooltest.Second(pool.SetLabels(t.Context(), ref, func(map[string]string) error { return nil })), errdefs.ErrUnavailable, "SetLabels")

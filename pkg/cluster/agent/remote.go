@@ -287,8 +287,9 @@ func (h homes) Ended(ctx context.Context, ref blockdev.Ref, generation int64) (b
 	}
 	c, m := v.ClaimOf(h.local.Node()), v.Spec.Move
 	switch {
-	case c == nil:
-		return true, nil
+	case c == nil: // or the object is one of before the claim, and the home gives the volume still
+		to := volume.Grant{Generation: generation, Node: h.local.Node()}
+		return !wantsGiven(v, to) || !saysGiven(v, to), nil
 	case m != nil && !m.Left && generation == c.Generation+1, m != nil && m.Left && !arrived(v) && generation == c.Generation:
 		return false, nil // to the node that it moves to, or has just moved to, while it is used here
 	case c.Generation != generation:
