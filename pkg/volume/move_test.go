@@ -64,7 +64,7 @@ func TestMoveGoesOn(t *testing.T) {
 		from, err := a.Seal(t.Context(), v.ID, 3)
 		check.OK(t, err)
 		if !used {
-			fails(t, b.Bring(t.Context(), "source", blockdev.Thin, stopping(from, 6*mib, errdefs.ErrUnavailable, &read)), errdefs.ErrUnavailable, "an origin that goes away")
+			fails(t, b.Bring(t.Context(), "a", "source", blockdev.Thin, stopping(from, 6*mib, errdefs.ErrUnavailable, &read)), errdefs.ErrUnavailable, "an origin that goes away")
 			fails(t, second(b.Get(t.Context(), v.ID)), errdefs.ErrNotFound, "Get of what is not all there")
 			fails(t, b.Arrive(t.Context(), v.ID), errdefs.ErrNotFound, "Arrive of what is not all there")
 			a, b = restart()
@@ -82,12 +82,12 @@ func TestMoveGoesOn(t *testing.T) {
 			t.Errorf("used meanwhile: %v; it was sealed at %v, and is at %v", used, sealed, from.Created)
 		}
 		sealed = from.Created
-		check.OK(t, b.Bring(t.Context(), "source", blockdev.Thin, stopping(from, gib, nil, &read)))
+		check.OK(t, b.Bring(t.Context(), "a", "source", blockdev.Thin, stopping(from, gib, nil, &read)))
 		if went := read > 300*mib; went == used {
 			t.Errorf("used meanwhile: %v; it is read from byte %d on", used, read)
 		}
 		read = -1
-		check.OK(t, b.Bring(t.Context(), "source", blockdev.Thin, stopping(from, gib, nil, &read)))
+		check.OK(t, b.Bring(t.Context(), "a", "source", blockdev.Thin, stopping(from, gib, nil, &read)))
 		if read != -1 {
 			t.Errorf("all was there, and it is read from byte %d on", read)
 		}
@@ -145,12 +145,12 @@ func TestMoveSealed(t *testing.T) {
 	} {
 		bad := from
 		change(&bad)
-		fails(t, b.Bring(t.Context(), "source", blockdev.Thin, bad), errdefs.ErrUnsupported, name)
+		fails(t, b.Bring(t.Context(), "a", "source", blockdev.Thin, bad), errdefs.ErrUnsupported, name)
 	}
 	// What is there of that name, and whole, stays.
 	own, err := b.Create(t.Context(), volume.Spec{Name: "source", Size: volume.Range{Required: mib}})
 	check.OK(t, err)
-	fails(t, b.Bring(t.Context(), "source", blockdev.Thin, from), errdefs.ErrExists, "Bring over a volume")
+	fails(t, b.Bring(t.Context(), "a", "source", blockdev.Thin, from), errdefs.ErrExists, "Bring over a volume")
 	if have, err := b.Get(t.Context(), own.ID); err != nil || have.Size != mib {
 		t.Errorf("its own is %+v, %v", have, err)
 	}
@@ -175,7 +175,7 @@ func TestLVMMove(t *testing.T) {
 	for _, to := range []string{"linear", "plain", "thin", "linear", "xfs", "thin", "plain", "xfs", "linear", "thin", "xfs", "plain"} {
 		from, err := homes[at].Seal(t.Context(), v.ID, 3)
 		check.OK(t, err)
-		check.OK(t, homes[to].Bring(t.Context(), "v", "", from))
+		check.OK(t, homes[to].Bring(t.Context(), "a", "v", "", from))
 		check.OK(t, homes[to].Arrive(t.Context(), v.ID))
 		check.OK(t, homes[at].Depart(t.Context(), v.ID, from.Created))
 		moved, err := homes[to].Get(t.Context(), v.ID)
@@ -207,13 +207,13 @@ func TestMoveBack(t *testing.T) {
 	v, _ := withContents(t, a)
 	from, err := a.Seal(t.Context(), v.ID, 3)
 	check.OK(t, err)
-	check.OK(t, b.Bring(t.Context(), "source", blockdev.Thin, from))
+	check.OK(t, b.Bring(t.Context(), "a", "source", blockdev.Thin, from))
 	check.OK(t, b.Arrive(t.Context(), v.ID))
 	for _, claims := range []int64{2, 4} {
 		want := map[int64]error{2: errdefs.ErrExists}[claims]
 		back, err := b.Seal(t.Context(), v.ID, claims)
 		check.OK(t, err)
-		if err := a.Bring(t.Context(), "source", blockdev.Thin, back); !errors.Is(err, want) {
+		if err := a.Bring(t.Context(), "a", "source", blockdev.Thin, back); !errors.Is(err, want) {
 			t.Errorf("back after %d claims: %v, want %v", claims, err, want)
 		}
 	}

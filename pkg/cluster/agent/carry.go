@@ -87,6 +87,7 @@ type carrier struct {
 // carriage is what is known of a volume that is carried, beside what the kernel and the object say. It is forgotten with the process.
 type carriage struct {
 	to     string    // the new home, which this process has had prepare its leg; empty: that was one of before, or there is none
+	pool   string    // of spec.move then
 	sure   bool      // the object does not say that both homes have all, and nobody is about to write that
 	tries  int       // copies that were ended
 	rest   time.Time // when the next one may begin

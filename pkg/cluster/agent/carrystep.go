@@ -162,7 +162,7 @@ func (c *carrier) begin(ctx context.Context, now *passage) error {
 		c.leave(ctx, now, v.Spec.Move.Node, of, room.NQN)
 		return err
 	}
-	c.note(now.id.Key, func(k *carriage) { k.to, k.sure = v.Spec.Move.Node, true })
+	c.note(now.id.Key, func(k *carriage) { k.to, k.pool, k.sure = v.Spec.Move.Node, v.Spec.Move.Pool, true })
 	klog.FromContext(ctx).Info("A volume moves while it is used here", "id", now.id.String(), "from", v.Spec.NodeName, "to", v.Spec.Move.Node)
 	return nil
 }
@@ -268,10 +268,10 @@ func (c *carrier) hasMoved(ctx context.Context, now *passage) (moved, known bool
 
 // broken is why a mirror cannot go on, if it cannot.
 func (c *carrier) broken(now *passage) error {
-	to := c.knownOf(now.id.Key).to
+	known := c.knownOf(now.id.Key)
 	v := now.v
 	switch {
-	case !c.asks(v) || v.Spec.Claim.Generation != now.generation || to != "" && v.Spec.Move.Node != to:
+	case !c.asks(v) || v.Spec.Claim.Generation != now.generation || known.to != "" && (v.Spec.Move.Node != known.to || v.Spec.Move.Pool != known.pool):
 		return fmt.Errorf("%w: volume %s does not move there any more", errdefs.ErrBusy, now.id)
 	case now.away:
 		return fmt.Errorf("%w: node %s, to which it is copied, is away; the copy begins anew when it is back", errdefs.ErrUnavailable, v.Spec.Move.Node)
