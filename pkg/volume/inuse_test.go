@@ -26,10 +26,10 @@ type moving struct {
 	restart func()
 }
 
-func newMoving(t *testing.T) *moving {
+func newMoving(t *testing.T, other string) *moving {
 	t.Helper()
 	m := &moving{ka: newTarget(t), kb: newTarget(t), cluster: &stays{}}
-	homes := twoHomes(t)
+	homes := twoHomes(t, other)
 	m.restart = func() {
 		m.a, m.b = homes()
 		m.a.SetMoves(m.cluster)
@@ -76,7 +76,13 @@ func (m *moving) mirror(t *testing.T, to volume.Exported, ranges []blockdev.Exte
 // TestMoveInUse: a volume moves while another node uses it: what that has mirrored is nobody's before it is complete and arrives, and then all of the volume is there, with how it is used,
 // exported to that node by the same name all along, also after the new node's driver has started again.
 func TestMoveInUse(t *testing.T) {
-	m := newMoving(t)
+	for _, pool := range []string{"a", "b"} { // of the new node
+		t.Run(pool, func(t *testing.T) { moveInUse(t, pool) })
+	}
+}
+
+func moveInUse(t *testing.T, pool string) {
+	m := newMoving(t, pool)
 	check.OK(t, second(m.a.SwapLabels(t.Context(), m.v.ID, nil, map[string]string{"target": "/pod", "flags": "abc"})))
 	from, err := m.a.Describe(t.Context(), m.v.ID, 3)
 	check.OK(t, err)
@@ -90,9 +96,9 @@ func TestMoveInUse(t *testing.T) {
 		t.Errorf("%d bytes hold data: %v", total, ranges)
 	}
 	to := grant(4, "c")
-	room, err := m.b.Prepare(t.Context(), "a", "source", blockdev.Thin, from, to)
+	room, err := m.b.Prepare(t.Context(), pool, "source", blockdev.Thin, from, to)
 	check.OK(t, err)
-	if again, err := m.b.Prepare(t.Context(), "a", "source", blockdev.Thin, from, to); err != nil || again.NQN != room.NQN || again.Secret == "" || again.Secret != room.Secret {
+	if again, err := m.b.Prepare(t.Context(), pool, "source", blockdev.Thin, from, to); err != nil || again.NQN != room.NQN || again.Secret == "" || again.Secret != room.Secret {
 		t.Errorf("asked again it answers %v, %v; before %v", again, err, room)
 	}
 	fails(t, second(m.b.Get(t.Context(), m.v.ID)), errdefs.ErrNotFound, "Get of what is not complete")
@@ -109,8 +115,9 @@ func TestMoveInUse(t *testing.T) {
 		t.Errorf("sealed again it is %+v, %v; it was %+v", again, err, sealed)
 	}
 	exportedTo(t, m.a, m.ka, m.v.ID, grant(3, "c")) // its user goes on
+	fails(t, m.b.Complete(t.Context(), "c", sealed, to, room.NQN), errdefs.ErrPrecondition, "Complete of what is in another pool")
 	for range 2 {
-		check.OK(t, m.b.Complete(t.Context(), "a", sealed, to, room.NQN))
+		check.OK(t, m.b.Complete(t.Context(), pool, sealed, to, room.NQN))
 		if here, err := m.b.Brought(t.Context(), m.v.ID, sealed.Created); !here || err != nil {
 			t.Errorf("it is all there: %v, %v", here, err)
 		}
@@ -128,7 +135,8 @@ func TestMoveInUse(t *testing.T) {
 	check.OK(t, m.a.Depart(t.Context(), m.v.ID, sealed.Created))
 	moved, err := m.b.Get(t.Context(), m.v.ID)
 	check.OK(t, err)
-	if moved.Target != "/pod" || moved.Flags != "abc" || !moved.Created.Equal(m.v.Created) || moved.Format.State != volume.Raw || moved.Sealed || moved.Exported != to {
+	if moved.Target != "/pod" || moved.Flags != "abc" || !moved.Created.Equal(m.v.Created) || moved.Format.State != volume.Raw || moved.Sealed || moved.Exported != to ||
+		moved.ID != m.v.ID || moved.Pool != pool {
 		t.Errorf("it is %+v", moved)
 	}
 	check.OK(t, m.b.Unexport(t.Context(), m.v.ID, 0))
@@ -138,7 +146,7 @@ func TestMoveInUse(t *testing.T) {
 // TestMoveInUsePrepared: what was prepared is replaced by what is described later, and by nothing else; and completed, or dropped, for the one who is connected to it, while it is what
 // that was told of.
 func TestMoveInUsePrepared(t *testing.T) {
-	m := newMoving(t)
+	m := newMoving(t, "a")
 	to := grant(4, "c")
 	prepare := func(from volume.Origin) volume.Exported {
 		t.Helper()
@@ -225,7 +233,7 @@ func TestMoveInUsePrepared(t *testing.T) {
 
 // TestMoveInUseHere: to a user on the new node nothing is exported.
 func TestMoveInUseHere(t *testing.T) {
-	m := newMoving(t)
+	m := newMoving(t, "a")
 	from, err := m.a.Describe(t.Context(), m.v.ID, 3)
 	check.OK(t, err)
 	room, err := m.b.Prepare(t.Context(), "a", "source", blockdev.Thin, from, grant(4, node))
@@ -244,7 +252,7 @@ func TestMoveInUseHere(t *testing.T) {
 
 // TestSealedForUser: what is sealed for its user changes only if it stays, whoever changes it; and that is no seal of a volume that nobody uses.
 func TestSealedForUser(t *testing.T) {
-	m := newMoving(t)
+	m := newMoving(t, "a")
 	user := grant(3, "c")
 	for name, other := range map[string]volume.Grant{"another claim": grant(4, "c"), "another node": grant(3, "d"), "its own node": grant(3, node)} {
 		fails(t, second(m.a.SealFor(t.Context(), m.v.ID, 3, other)), errdefs.ErrPrecondition, "SealFor of "+name)

@@ -30,8 +30,8 @@ func (s *stays) Stays(_ context.Context, _ volume.ID, used int64) error {
 
 func (s *stays) IsHere(context.Context, volume.ID) error { return s.err }
 
-// twoHomes are two nodes with a pool of one name, each over its own storage; restart starts them, the first time or again.
-func twoHomes(t *testing.T) (restart func() (a, b *volume.Local)) {
+// twoHomes are two nodes with a pool each, of the first a, and of the second another name; restart starts them, the first time or again.
+func twoHomes(t *testing.T, other string) (restart func() (a, b *volume.Local)) {
 	t.Helper()
 	urls := twoPools(t)
 	var opened []blockdev.Pool
@@ -45,7 +45,7 @@ func twoHomes(t *testing.T) (restart func() (a, b *volume.Local)) {
 	return func() (a, b *volume.Local) {
 		closed()
 		for _, name := range []string{"a", "b"} {
-			pool, err := pools.Open(t.Context(), "a", urls[name])
+			pool, err := pools.Open(t.Context(), map[string]string{"a": "a", "b": other}[name], urls[name])
 			check.OK(t, err)
 			opened = append(opened, pool)
 		}
@@ -56,7 +56,7 @@ func twoHomes(t *testing.T) (restart func() (a, b *volume.Local)) {
 // TestMoveGoesOn: what a node has of a volume that moves there is nobody's before it arrives; after a start the next call goes on where the last one stopped, unless the volume was
 // used meanwhile.
 func TestMoveGoesOn(t *testing.T) {
-	restart := twoHomes(t)
+	restart := twoHomes(t, "a")
 	a, b := restart()
 	v, _ := withContents(t, a)
 	read, sealed := int64(0), time.Time{}
@@ -108,7 +108,7 @@ func TestMoveGoesOn(t *testing.T) {
 
 // TestMoveSealed: what is sealed is used again only if it stays, and what is not sealed does not depart.
 func TestMoveSealed(t *testing.T) {
-	a, b := twoHomes(t)()
+	a, b := twoHomes(t, "a")()
 	v, _ := withContents(t, a)
 	fails(t, a.Depart(t.Context(), v.ID, time.Time{}), errdefs.ErrPrecondition, "Depart of what is not sealed")
 	from, err := a.Seal(t.Context(), v.ID, 3)
@@ -156,17 +156,17 @@ func TestMoveSealed(t *testing.T) {
 	}
 }
 
-// TestLVMMove: a volume moves from each kind of pool to each other, whatever sizes that has.
+// TestLVMMove: a volume moves from each kind of pool to each other, which has another name, whatever sizes that has.
 func TestLVMMove(t *testing.T) {
 	urls := kindURLs(t)
 	text := drivertest.Content{Seed: "text", Offset: 5*mib + 4096, Size: 3 * mib}
 	homes := map[string]*volume.Local{}
 	for kind, url := range urls {
-		homes[kind] = start(t, 0, open(t, "p", url))
+		homes[kind] = start(t, 0, open(t, kind, url))
 		homes[kind].SetMoves(&stays{})
 	}
 	at := "plain"
-	v, err := homes[at].Create(t.Context(), volume.Spec{Name: "v", Pool: "p", Size: volume.Range{Required: 16*mib + 4096}})
+	v, err := homes[at].Create(t.Context(), volume.Spec{Name: "v", Pool: at, Size: volume.Range{Required: 16*mib + 4096}})
 	check.OK(t, err)
 	device, err := homes[at].AttachRaw(t.Context(), v, nil, true)
 	check.OK(t, err)
@@ -175,12 +175,12 @@ func TestLVMMove(t *testing.T) {
 	for _, to := range []string{"linear", "plain", "thin", "linear", "xfs", "thin", "plain", "xfs", "linear", "thin", "xfs", "plain"} {
 		from, err := homes[at].Seal(t.Context(), v.ID, 3)
 		check.OK(t, err)
-		check.OK(t, homes[to].Bring(t.Context(), "a", "v", "", from))
+		check.OK(t, homes[to].Bring(t.Context(), to, "v", "", from))
 		check.OK(t, homes[to].Arrive(t.Context(), v.ID))
 		check.OK(t, homes[at].Depart(t.Context(), v.ID, from.Created))
 		moved, err := homes[to].Get(t.Context(), v.ID)
 		check.OK(t, err)
-		if moved.Size < v.Size || moved.Size >= v.Size+8*mib || !moved.Created.Equal(v.Created) {
+		if moved.Size < v.Size || moved.Size >= v.Size+8*mib || moved.ID != v.ID || moved.Pool != to || !moved.Created.Equal(v.Created) {
 			t.Errorf("from %s to %s: it is %+v", at, to, moved)
 		}
 		device, err := homes[to].AttachRaw(t.Context(), moved, nil, false)
@@ -203,7 +203,7 @@ func TestLVMMove(t *testing.T) {
 
 // TestMoveBack: a node that was taken for gone when a volume had left it has its old bytes still. When the volume moves back they give way, but only to bytes of as many claims.
 func TestMoveBack(t *testing.T) {
-	a, b := twoHomes(t)()
+	a, b := twoHomes(t, "a")()
 	v, _ := withContents(t, a)
 	from, err := a.Seal(t.Context(), v.ID, 3)
 	check.OK(t, err)
