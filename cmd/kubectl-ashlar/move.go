@@ -23,7 +23,7 @@ import (
 type moving struct {
 	*cluster
 	out    io.Writer
-	to     string // NODE, or NODE/POOL
+	to     string // a place
 	wait   bool
 	cancel bool
 }
@@ -31,10 +31,10 @@ type moving struct {
 func moveCommand(flags *genericclioptions.ConfigFlags) *cobra.Command {
 	var m moving
 	cmd := &cobra.Command{
-		Use:   "move VOLUME --to NODE",
+		Use:   "move VOLUME --to NODE[/POOL]",
 		Short: "Move a volume with access=any to another node, its bytes and all",
-		Long: `kubectl ashlar move has a volume moved to a pool of the same name on another node of its network: its bytes are
-copied, also while it is used, then it is on that node, and the old one gives its bytes back. VOLUME is its ID (vol.POOL.KEY),
+		Long: `kubectl ashlar move has a volume moved to a pool of another node of its network, of the same name or as --to says: its bytes are
+copied, also while it is used, then it is on that node, and the old one gives its bytes back. It keeps its ID, whatever pool that names. VOLUME is its ID (vol.POOL.KEY),
 the KEY alone, the name of its PersistentVolume, or NAMESPACE/CLAIM.
 
 It refuses what cannot be done, waits until the move has ended, and says how far it is. The move goes on without this command, too: the same command waits for it again, and --cancel takes it back, as long as the
@@ -63,10 +63,10 @@ volume has not moved.`,
 		},
 	}
 	f := cmd.Flags()
-	f.StringVar(&m.to, "to", "", "the node that it is moved to (NODE, or NODE/POOL with the volume's own pool)")
+	f.StringVar(&m.to, "to", "", "where it is moved to: NODE, to the pool of the same name there, or NODE/POOL")
 	f.BoolVar(&m.wait, "wait", true, "wait until the move has ended")
 	f.BoolVar(&m.cancel, "cancel", false, "take the move back, if the volume has not moved yet")
-	_ = cmd.RegisterFlagCompletionFunc("to", completeOf(flags, nodesOf)) // the flag is there
+	_ = cmd.RegisterFlagCompletionFunc("to", completeOf(flags, placesOf)) // the flag is there
 	return cmd
 }
 
@@ -77,6 +77,66 @@ func nodesOf(o *overview.Overview) (names []string) {
 	}
 	return names
 }
+
+// placesOf are the nodes that have pools, and the pools.
+func placesOf(o *overview.Overview) (names []string) {
+	for _, n := range o.Nodes {
+		names = append(names, n.Name)
+		for _, p := range n.Pools {
+			names = append(names, place{n.Name, p.Name}.flag())
+		}
+	}
+	return names
+}
+
+// place is where a volume is to move to.
+type place struct {
+	node string
+	pool string // of that node; empty: of the name of that which has the volume
+}
+
+// placeOf reads a place as people give it: NODE, or NODE/POOL.
+func placeOf(text string) (place, error) {
+	node, pool, named := strings.Cut(text, "/")
+	if node == "" || named && pool == "" || strings.Contains(pool, "/") {
+		return place{}, fmt.Errorf("--to %s: give NODE, or NODE/POOL", text)
+	}
+	return place{node, pool}, nil
+}
+
+// flag is it as people give it.
+func (p place) flag() string {
+	if p.pool == "" {
+		return p.node
+	}
+	return p.node + "/" + p.pool
+}
+
+func (p place) String() string {
+	if p.pool == "" {
+		return "node " + p.node
+	}
+	return "pool " + p.pool + " of node " + p.node
+}
+
+// is says that a volume is there.
+func (p place) is() string {
+	if p.pool == "" {
+		return "it is on " + p.String()
+	}
+	return "it is in " + p.String()
+}
+
+// of is the pool that a volume would come to.
+func (p place) of(v *v1alpha1.Volume) string { return cmp.Or(p.pool, v.Spec.Pool) }
+
+// has reports whether a volume is there.
+func (p place) has(v *v1alpha1.Volume) bool {
+	return v.Spec.NodeName == p.node && v.Spec.Pool == p.of(v)
+}
+
+// goal is where a volume is to move to that is asked to.
+func goal(v *v1alpha1.Volume) place { return place{v.Spec.Move.Node, v.Spec.Move.Pool} }
 
 // completeOf completes with names of an overview; with nothing, where there is none.
 func completeOf(flags *genericclioptions.ConfigFlags, of func(*overview.Overview) []string) cobra.CompletionFunc {
@@ -115,63 +175,63 @@ func (m *moving) run(ctx context.Context, name string) error {
 	if m.cancel {
 		return m.takeBack(ctx, v, title)
 	}
-	node, pool, named := strings.Cut(m.to, "/")
-	if named && pool != v.Spec.Pool {
-		return fmt.Errorf("move %s to pool %s of node %s: it is in pool %s, and stays in pools of that name, as the handle of its PersistentVolume has it; give --to %s", title, pool, node, v.Spec.Pool, node)
+	to, err := placeOf(m.to)
+	if err != nil {
+		return err
 	}
 	r, err := m.look(ctx, o)
 	if err != nil {
 		return err
 	}
-	err = m.ask(ctx, v, node, func(v *v1alpha1.Volume) error { return r.may(v, node) })
+	err = m.ask(ctx, v, to, func(v *v1alpha1.Volume) error { return r.may(v, to) })
 	switch {
 	case ctx.Err() != nil:
-		return fmt.Errorf("%s: interrupted; it may be asked to move to node %s already: the same command waits for it, and kubectl ashlar move %s --cancel takes it back", title, node, v.ID())
+		return fmt.Errorf("%s: interrupted; it may be asked to move to %s already: the same command waits for it, and kubectl ashlar move %s --cancel takes it back", title, to, v.ID())
 	case errors.Is(err, errSilent):
-		return fmt.Errorf("%s: it is not known whether it is asked to move to node %s: %w; if it is, the move goes on: the same command waits for it", title, node, err)
+		return fmt.Errorf("%s: it is not known whether it is asked to move to %s: %w; if it is, the move goes on: the same command waits for it", title, to, err)
 	case err != nil:
-		return fmt.Errorf("move %s to node %s: %w", title, node, err)
+		return fmt.Errorf("move %s to %s: %w", title, to, err)
 	}
-	f := following(v, seen, node)
+	f := following(v, seen, to)
 	if err := f.tell(m.out); err != nil || !m.wait {
 		return err
 	}
 	return m.follow(ctx, f)
 }
 
-// may is why a volume may not be asked to move to a node, beside that it does so already.
-func (r *room) may(v *v1alpha1.Volume, node string) error {
+// may is why a volume may not be asked to move to a place, beside that it does so already.
+func (r *room) may(v *v1alpha1.Volume, to place) error {
 	m := v.Spec.Move
-	if v.Spec.NodeName == node && m == nil {
-		return errors.New("it is on that node")
+	if to.has(v) && m == nil {
+		return errors.New(to.is())
 	}
 	if err := r.leaves(v); err != nil {
 		return err
 	}
 	if m != nil {
-		return fmt.Errorf("it is being moved to node %s; to take that back: kubectl ashlar move %s --cancel", m.Node, v.ID())
+		return fmt.Errorf("it is being moved to %s; to take that back: kubectl ashlar move %s --cancel", goal(v), v.ID())
 	}
-	return r.takes(v, node)
+	return r.takes(v, to)
 }
 
-// asked reports whether a volume is asked to move to a node, or has just done so.
-func asked(v *v1alpha1.Volume, node string) bool {
+// asked reports whether a volume is asked to move to a place, or has just done so.
+func asked(v *v1alpha1.Volume, to place) bool {
 	m := v.Spec.Move
-	return m != nil && !v1alpha1.Going(v) && (!m.Left && m.Node == node || m.Left && v.Spec.NodeName == node)
+	return m != nil && !v1alpha1.Going(v) && (!m.Left && m.Node == to.node && (to.pool == "" || to.pool == v.MovePool()) || m.Left && to.has(v))
 }
 
 // tries is how often a write is tried again, as somebody else has changed the object.
 const tries = 10
 
-// ask writes down that a volume is to move to a node, if it may.
-func (c *cluster) ask(ctx context.Context, v *v1alpha1.Volume, node string, may func(*v1alpha1.Volume) error) error {
+// ask writes down that a volume is to move to a place, if it may.
+func (c *cluster) ask(ctx context.Context, v *v1alpha1.Volume, to place, may func(*v1alpha1.Volume) error) error {
 	tried := false
 	return c.change(ctx, v, func() (bool, error) {
-		if tried && v.Spec.NodeName == node && v.Spec.Move == nil {
+		if tried && to.has(v) && v.Spec.Move == nil {
 			return false, nil // it has moved by now
 		}
 		tried = true
-		if asked(v, node) {
+		if asked(v, to) {
 			follows := v.Spec.Move.Follows
 			v.Spec.Move.Follows = false // from now on somebody wants it
 			return follows, nil
@@ -179,7 +239,9 @@ func (c *cluster) ask(ctx context.Context, v *v1alpha1.Volume, node string, may 
 		if err := may(v); err != nil {
 			return false, err
 		}
-		v.Spec.Move = &v1alpha1.Move{Node: node}
+		if v.Spec.Move = (&v1alpha1.Move{Node: to.node}); to.of(v) != v.Spec.Pool {
+			v.Spec.Move.Pool = to.pool
+		}
 		return true, nil
 	})
 }
@@ -196,12 +258,18 @@ func (c *cluster) change(ctx context.Context, v *v1alpha1.Volume, edit func() (c
 		if err != nil || !changed {
 			return err
 		}
-		want := v.Spec.Move != nil
-		err = c.patiently(ctx, func() error {
-			return c.Patch(ctx, v, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}))
-		})
+		want, change := v.Spec.Move.DeepCopy(), client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{})
+		if want != nil && want.Pool != "" { // older definitions leave out what they do not know: it would move to another pool than this
+			kept := v.DeepCopy()
+			if err = c.patiently(ctx, func() error { return c.Patch(ctx, kept, change, client.DryRunAll) }); err == nil && kept.Spec.Move != nil && kept.Spec.Move.Pool == "" {
+				return errors.New("the definitions of ashlar.dev in this cluster know no moves to pools of other names: apply those of this version (deploy/kubernetes/crds)")
+			}
+		}
+		if err == nil {
+			err = c.patiently(ctx, func() error { return c.Patch(ctx, v, change) })
+		}
 		switch {
-		case err == nil && want && v.Spec.Move == nil:
+		case err == nil && want != nil && v.Spec.Move == nil:
 			return errors.New("the definitions of ashlar.dev in this cluster know no moves: apply those of this version (deploy/kubernetes/crds)")
 		case !apierrors.IsConflict(err) || try == tries:
 			return refusal(err)
@@ -257,13 +325,13 @@ func (m *moving) takeBack(ctx context.Context, v *v1alpha1.Volume, title string)
 type followed struct {
 	v     *v1alpha1.Volume
 	title string
-	to    string
+	to    place
 	pods  string // that use the volume, by its claim of when it was looked at first
 	claim *v1alpha1.Claim
 	told  string
 }
 
-func following(v *v1alpha1.Volume, seen *overview.Volume, to string) *followed {
+func following(v *v1alpha1.Volume, seen *overview.Volume, to place) *followed {
 	f := &followed{v: v, title: cli.Title(seen), to: to, claim: v.Spec.Claim.DeepCopy()}
 	var pods []string
 	for _, pod := range seen.Pods {
@@ -292,40 +360,40 @@ func (f *followed) user() string {
 // carried reports whether the node that uses the volume says how far the move is.
 func (f *followed) carried() bool {
 	c, s := f.v.Spec.Claim, f.v.Status.Move
-	return c != nil && s != nil && s.Node == f.to && s.Claim == c.Generation && s.Claim > 0
+	return c != nil && s != nil && s.Node == f.to.node && s.Claim == c.Generation && s.Claim > 0
 }
 
 // stage is how far a move is, in words, and whether it has ended. kind stays the same while only figures change.
 func (f *followed) stage() (kind, text string, done bool, err error) {
 	m, s := f.v.Spec.Move, f.v.Status.Move
-	heard := s != nil && (m != nil && m.Left || s.Node == f.to)
+	heard := s != nil && (m != nil && m.Left || s.Node == f.to.node)
 	switch {
-	case m == nil && f.v.Spec.NodeName == f.to:
-		return "", "it is on node " + f.to, true, nil
+	case m == nil && f.to.has(f.v):
+		return "", f.to.is(), true, nil
 	case v1alpha1.Going(f.v):
 		return "", "", false, errors.New("it is being deleted")
 	case m == nil:
-		return "", "", false, fmt.Errorf("the move to node %s was taken back: it stays on node %s", f.to, f.v.Spec.NodeName)
+		return "", "", false, fmt.Errorf("the move to %s was taken back: it stays on node %s", f.to, f.v.Spec.NodeName)
 	case !asked(f.v, f.to):
-		return "", "", false, fmt.Errorf("somebody else has it moved to node %s", m.Node)
+		return "", "", false, fmt.Errorf("somebody else has it moved to %s", goal(f.v))
 	case m.Left && (!heard || !s.Arrived):
-		text = fmt.Sprintf("node %s takes it over", f.to)
+		text = fmt.Sprintf("node %s takes it over", f.to.node)
 	case m.Left:
-		text = fmt.Sprintf("it is on node %s; node %s gives its bytes back", f.to, m.Node)
+		text = fmt.Sprintf("%s; node %s gives its bytes back", f.to.is(), m.Node)
 		if s.Waits {
 			text = s.Message
 		}
 	case f.user() != "" && !f.carried():
 		text = fmt.Sprintf("used on %s; its bytes are copied meanwhile, or when it is released", f.user())
 	case !heard:
-		text = fmt.Sprintf("node %s is asked to copy it from node %s", f.to, f.v.Spec.NodeName)
+		text = fmt.Sprintf("node %s is asked to copy it from node %s", f.to.node, f.v.Spec.NodeName)
 	case s.Waits:
 		text = "waits: " + s.Message
 	case s.Progress != nil && s.Progress.Total > 0:
 		text = fmt.Sprintf("%d %%, %s", 100*s.Progress.Done/s.Progress.Total, s.Message)
 		return fmt.Sprint("copying ", 10*s.Progress.Done/s.Progress.Total), text, false, nil
 	default:
-		text = cmp.Or(s.Message, fmt.Sprintf("node %s copies it from node %s", f.to, f.v.Spec.NodeName))
+		text = cmp.Or(s.Message, fmt.Sprintf("node %s copies it from node %s", f.to.node, f.v.Spec.NodeName))
 	}
 	return text, text, false, nil
 }
@@ -373,11 +441,11 @@ func (m *moving) follow(ctx context.Context, f *followed) error {
 		}
 		switch {
 		case ctx.Err() != nil:
-			return fmt.Errorf("%s: interrupted; the move to node %s goes on: the same command waits for it again, and kubectl ashlar move %s --cancel takes it back as long as the volume has not moved", f.title, f.to, f.v.ID())
+			return fmt.Errorf("%s: interrupted; the move to %s goes on: the same command waits for it again, and kubectl ashlar move %s --cancel takes it back as long as the volume has not moved", f.title, f.to, f.v.ID())
 		case errors.Is(err, errDeleted):
 			return fmt.Errorf("%s: %w", f.title, err)
 		case err != nil:
-			return fmt.Errorf("%s: it is not known how far its move to node %s is, which goes on: %w; the same command waits for it again", f.title, f.to, err)
+			return fmt.Errorf("%s: it is not known how far its move to %s is, which goes on: %w; the same command waits for it again", f.title, f.to, err)
 		}
 	}
 }
