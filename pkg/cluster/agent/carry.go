@@ -29,6 +29,8 @@ import (
 type Carried interface {
 	Attached(ctx context.Context, id volume.ID) ([]blockdev.Device, error)
 	Seats(ctx context.Context, id volume.ID) (home, away bool, err error)
+	// Grow: see volume.Local.
+	Grow(ctx context.Context, id volume.ID, key volume.Key) (volume.Volume, error)
 	Mirrors(ctx context.Context) ([]volume.ID, error)
 	Mirrored(ctx context.Context, id volume.ID) (volume.Mirrored, bool, error)
 	Mirror(ctx context.Context, id volume.ID, to blockdev.Device, data func(context.Context) ([]blockdev.Extent, error)) error
