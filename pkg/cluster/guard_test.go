@@ -268,6 +268,7 @@ func TestGuardVolumes(t *testing.T) {
 		reported(w, "that what has left was never copied", w.went, `{"move":{"copied":null}}`, ofAnother),
 		reported(w, "that what has left is other bytes", w.went, `{"move":{"copied":{"sealed":"2020-01-01T00:00:00.000000Z"}}}`, ofAnother),
 		reported(w, "that what has left is on another node", w.went, `{"move":{"node":"node-7"}}`, ofAnother),
+		reported(w, "that what has left is in another pool", w.went, `{"move":{"pool":"b"}}`, ofAnother),
 		reported(w, "that what has left does not move", w.went, `{"move":null}`, ofAnother),
 		reported(w, "how far what it uses moves, and its size", w.carried, `{"move":{"message":"m"},"size":2097152}`, ofAnother),
 		reported(w, "how far what it uses has moved", w.gone, `{"move":{"message":"m"}}`, "an agent writes only what is of its own node"),

@@ -216,7 +216,7 @@ func (l *Local) Prepare(ctx context.Context, in, name string, provisioning block
 		return Exported{}, err
 	}
 	ref := from.ID.ref()
-	if err := l.alone(ctx, ref, pool, from.Claims); err != nil {
+	if err := l.alone(ctx, from.ID, pool, from.Claims); err != nil {
 		return Exported{}, err
 	}
 	want := prepared{to.Generation, from.Created}

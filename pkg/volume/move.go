@@ -296,7 +296,7 @@ func (l *Local) Bring(ctx context.Context, in, name string, provisioning blockde
 		return err
 	}
 	ref := from.ID.ref()
-	if err := l.alone(ctx, ref, pool, from.Claims); err != nil {
+	if err := l.alone(ctx, from.ID, pool, from.Claims); err != nil {
 		return err
 	}
 	record, err := pool.Get(ctx, ref)

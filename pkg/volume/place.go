@@ -87,17 +87,17 @@ func (l *Local) recoverPlaces(ctx context.Context, pool blockdev.Pool) error {
 
 // alone has no pool of this node but one have anything of a volume that comes there, but for a moment: what is unfinished goes, and so does what had left this node and was taken
 // for gone then, as of dropLeft. ErrExists for anything else.
-func (l *Local) alone(ctx context.Context, ref blockdev.Ref, in blockdev.Pool, claims int64) error {
+func (l *Local) alone(ctx context.Context, id ID, in blockdev.Pool, claims int64) error {
 	for _, pool := range l.openPools() {
 		if pool.Name() == in.Name() {
 			continue
 		}
-		record, err := pool.Get(ctx, ref)
+		record, err := pool.Get(ctx, id.ref())
 		switch {
-		case errors.Is(err, errdefs.ErrNotFound):
+		case errors.Is(err, errdefs.ErrNotFound), err == nil && IDOf(pool.Name(), record) != id:
 			continue
 		case err == nil && unfinished(record):
-			err = l.dropUnfinished(ctx, pool, ref)
+			err = l.dropUnfinished(ctx, pool, record.Ref)
 		case err == nil:
 			err = l.dropLeft(ctx, pool, record, claims)
 		}
