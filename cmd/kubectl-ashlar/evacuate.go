@@ -25,7 +25,8 @@ type evacuation struct {
 	out      io.Writer // of lines
 	table    io.Writer // of the plan
 	node     string
-	to       string
+	to       string // a place; empty: any
+	only     place
 	parallel int
 	dryRun   bool
 	with     bool // snapshots
@@ -39,20 +40,24 @@ func evacuateCommand(flags *genericclioptions.ConfigFlags) *cobra.Command {
 		Use:   "evacuate NODE",
 		Short: "Move all volumes with access=any of a node to others",
 		Long: `kubectl ashlar evacuate moves the volumes of a node, each to the pool of the same name that has most room, on a node of
-its network that answers and is not cordoned. First it prints what moves where, and what cannot and why. It moves a few at a time.
+its network that answers and is not cordoned, or all to one pool (--to NODE/POOL). First it prints what moves where, and what cannot and why. It moves a few at a time.
 
 Volumes that are used are asked to move as well, all of them at once: the nodes that use them copy them meanwhile, and it waits as long as that goes on. One
-that moves only when it is released it does not wait for. With --with-snapshots the snapshots of the node move after that, those too whose volume is elsewhere or gone. It ends with status 1 if something stays. It can be run again at any time: it goes on with what is left. Cordon the node first, so that nothing new comes there.`,
-		Args: func(_ *cobra.Command, args []string) error {
+that moves only when it is released it does not wait for. With --with-snapshots the snapshots of the node move after that, each to a pool of its own name, those too whose volume is
+elsewhere or gone. It ends with status 1 if something stays. It can be run again at any time: it goes on with what is left. Cordon the node first, so that nothing new comes there.`,
+		Args: func(_ *cobra.Command, args []string) (err error) {
 			switch {
 			case len(args) != 1:
 				return errors.New("give one node")
 			case e.parallel < 1:
 				return errors.New("--parallel: give 1 or more")
-			case e.to == args[0]:
-				return errors.New("--to: give another node than the one that is evacuated")
+			case e.to == "":
+				return nil
 			}
-			return nil
+			if e.only, err = placeOf(e.to); err == nil && e.only.node == args[0] {
+				err = errors.New("--to: give another node than the one that is evacuated")
+			}
+			return err
 		},
 		ValidArgsFunction: completeOf(flags, nodesOf),
 		RunE: func(cmd *cobra.Command, args []string) (err error) {
@@ -64,11 +69,11 @@ that moves only when it is released it does not wait for. With --with-snapshots 
 		},
 	}
 	f := cmd.Flags()
-	f.StringVar(&e.to, "to", "", "only to this node (default: to the one with most room, for each volume)")
+	f.StringVar(&e.to, "to", "", "only to this node, NODE or NODE/POOL (default: to the one with most room, for each volume)")
 	f.IntVar(&e.parallel, "parallel", 2, "how many volumes are copied at once")
 	f.BoolVar(&e.dryRun, "dry-run", false, "print what would be done, and do nothing")
-	f.BoolVar(&e.with, "with-snapshots", false, "move the snapshots of the node as well")
-	_ = cmd.RegisterFlagCompletionFunc("to", completeOf(flags, nodesOf)) // the flag is there
+	f.BoolVar(&e.with, "with-snapshots", false, "move the snapshots of the node as well, each to a pool of its own name")
+	_ = cmd.RegisterFlagCompletionFunc("to", completeOf(flags, placesOf)) // the flag is there
 	return cmd
 }
 
@@ -157,7 +162,7 @@ func (e *evacuation) plan(ctx context.Context, o *overview.Overview) ([]*leaving
 			if known == nil { // it was made since
 				known = &overview.Volume{ID: v.ID(), Name: v.Spec.Name}
 			}
-			all = append(all, &leaving{followed: *following(v, known, "")})
+			all = append(all, &leaving{followed: *following(v, known, place{})})
 		}
 	}
 	slices.SortStableFunc(all, func(a, b *leaving) int {
@@ -173,24 +178,24 @@ func (e *evacuation) plan(ctx context.Context, o *overview.Overview) ([]*leaving
 	return all, nil
 }
 
-// target is the node that a volume is to move to, or why it stays.
-func (e *evacuation) target(v *v1alpha1.Volume) (string, error) {
+// target is where a volume is to move to, or why it stays.
+func (e *evacuation) target(v *v1alpha1.Volume) (place, error) {
 	switch m := v.Spec.Move; {
 	case m != nil && m.Left && m.Node == e.node && !v1alpha1.Going(v): // it has moved, and the node still has its bytes
-		return v.Spec.NodeName, nil
+		return place{node: v.Spec.NodeName}, nil
 	case m != nil && m.Node == e.node:
-		return "", fmt.Errorf("it comes here, from node %s; to take that back: kubectl ashlar move %s --cancel", v.Spec.NodeName, v.ID())
+		return place{}, fmt.Errorf("it comes here, from node %s; to take that back: kubectl ashlar move %s --cancel", v.Spec.NodeName, v.ID())
 	}
 	if err := e.room.leaves(v); err != nil {
-		return "", err
+		return place{}, err
 	}
 	if m := v.Spec.Move; m != nil {
 		if v.Status.Move == nil || v.Status.Move.Node != m.Node { // the figures of the pool have nothing of it
-			e.room.promise(v, m.Node)
+			e.room.promise(v, goal(v))
 		}
-		return m.Node, nil
+		return goal(v), nil
 	}
-	to, err := e.room.best(v, e.to)
+	to, err := e.room.best(v, e.only)
 	if err == nil {
 		e.room.promise(v, to)
 	}
@@ -201,7 +206,7 @@ func (e *evacuation) target(v *v1alpha1.Volume) (string, error) {
 func (e *evacuation) print(all []*leaving, o *overview.Overview, cordoned bool) error {
 	var rows [][]string
 	for _, l := range all {
-		to, remark := l.to, ""
+		to, remark := l.to.flag(), ""
 		switch m := l.v.Spec.Move; {
 		case l.why != nil:
 			to, remark = "stays", l.why.Error()

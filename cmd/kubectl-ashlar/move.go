@@ -23,7 +23,7 @@ import (
 type moving struct {
 	*cluster
 	out       io.Writer
-	to        string // NODE, or NODE/POOL
+	to        string // a place
 	wait      bool
 	cancel    bool
 	snapshots bool // of the volume, too
@@ -32,12 +32,12 @@ type moving struct {
 func moveCommand(flags *genericclioptions.ConfigFlags) *cobra.Command {
 	var m moving
 	cmd := &cobra.Command{
-		Use:   "move VOLUME --to NODE",
+		Use:   "move VOLUME --to NODE[/POOL]",
 		Short: "Move a volume with access=any to another node, its bytes and all",
-		Long: `kubectl ashlar move has a volume moved to a pool of the same name on another node of its network: its bytes are
-copied, also while it is used, then it is on that node, and the old one gives its bytes back. VOLUME is its ID (vol.POOL.KEY),
-the KEY alone, the name of its PersistentVolume, or NAMESPACE/CLAIM. Its snapshots stay where they are, unless you say --with-snapshots. A
-snapshot is moved alone by its ID (snap.POOL.KEY).
+		Long: `kubectl ashlar move has a volume moved to a pool of another node of its network, of the same name or as --to says: its bytes are
+copied, also while it is used, then it is on that node, and the old one gives its bytes back. It keeps its ID, whatever pool that names. VOLUME is its ID (vol.POOL.KEY),
+the KEY alone, the name of its PersistentVolume, or NAMESPACE/CLAIM. Its snapshots stay where they are, unless you say --with-snapshots: then each
+moves to the pool of its own name on that node, also if the volume moves to another one. A snapshot is moved alone by its ID (snap.POOL.KEY).
 
 It refuses what cannot be done, waits until the move has ended, and says how far it is. The move goes on without this command, too: the same command waits for it again, and --cancel takes it back, as long as the
 volume has not moved.`,
@@ -65,11 +65,11 @@ volume has not moved.`,
 		},
 	}
 	f := cmd.Flags()
-	f.StringVar(&m.to, "to", "", "the node that it is moved to (NODE, or NODE/POOL with the volume's own pool)")
+	f.StringVar(&m.to, "to", "", "where it is moved to: NODE, to the pool of the same name there, or NODE/POOL")
 	f.BoolVar(&m.wait, "wait", true, "wait until the move has ended")
 	f.BoolVar(&m.cancel, "cancel", false, "take the move back, if the volume has not moved yet")
-	f.BoolVar(&m.snapshots, "with-snapshots", false, "move its snapshots there as well")
-	_ = cmd.RegisterFlagCompletionFunc("to", completeOf(flags, nodesOf)) // the flag is there
+	f.BoolVar(&m.snapshots, "with-snapshots", false, "move its snapshots to that node as well, each to the pool of its own name")
+	_ = cmd.RegisterFlagCompletionFunc("to", completeOf(flags, placesOf)) // the flag is there
 	return cmd
 }
 
@@ -79,6 +79,67 @@ func nodesOf(o *overview.Overview) (names []string) {
 		names = append(names, n.Name)
 	}
 	return names
+}
+
+// placesOf are the nodes that have pools, and the pools.
+func placesOf(o *overview.Overview) (names []string) {
+	for _, n := range o.Nodes {
+		names = append(names, n.Name)
+		for _, p := range n.Pools {
+			names = append(names, place{n.Name, p.Name}.flag())
+		}
+	}
+	return names
+}
+
+// place is where a volume, or a snapshot, is to move to.
+type place struct {
+	node string
+	pool string // of that node; empty: of the name of that which has it now
+}
+
+// placeOf reads a place as people give it: NODE, or NODE/POOL.
+func placeOf(text string) (place, error) {
+	node, pool, named := strings.Cut(text, "/")
+	if node == "" || named && pool == "" || strings.Contains(pool, "/") {
+		return place{}, fmt.Errorf("--to %s: give NODE, or NODE/POOL", text)
+	}
+	return place{node, pool}, nil
+}
+
+// flag is it as people give it.
+func (p place) flag() string {
+	if p.pool == "" {
+		return p.node
+	}
+	return p.node + "/" + p.pool
+}
+
+func (p place) String() string {
+	if p.pool == "" {
+		return "node " + p.node
+	}
+	return "pool " + p.pool + " of node " + p.node
+}
+
+// is says that something is there.
+func (p place) is() string {
+	if p.pool == "" {
+		return "it is on " + p.String()
+	}
+	return "it is in " + p.String()
+}
+
+// of is the pool that something would come to.
+func (p place) of(o mobile) string { return cmp.Or(p.pool, o.In()) }
+
+// has reports whether something is there.
+func (p place) has(o mobile) bool { return o.Node() == p.node && o.In() == p.of(o) }
+
+// goal is where something is to move to that is asked to.
+func goal(o mobile) place {
+	m, _ := o.Moves()
+	return place{m.Node, m.Pool}
 }
 
 // completeOf completes with names of an overview; with nothing, where there is none.
@@ -127,27 +188,27 @@ func (m *moving) run(ctx context.Context, name string) error {
 		}
 		return m.takeBackSnapshots(ctx, v)
 	}
-	node, pool, named := strings.Cut(m.to, "/")
-	if named && pool != v.Spec.Pool {
-		return fmt.Errorf("move %s to pool %s of node %s: it is in pool %s, and stays in pools of that name, as the handle of its PersistentVolume has it; give --to %s", title, pool, node, v.Spec.Pool, node)
+	to, err := placeOf(m.to)
+	if err != nil {
+		return err
 	}
-	if m.snapshots && v.Spec.NodeName == node && v.Spec.Move == nil { // it has moved, or was always there
-		return m.bringSnapshots(ctx, o, v, node)
+	if m.snapshots && to.has(v) && v.Spec.Move == nil { // it has moved, or was always there
+		return m.bringSnapshots(ctx, o, v, to)
 	}
 	r, err := m.look(ctx, o)
 	if err != nil {
 		return err
 	}
-	err = m.ask(ctx, v, node, func() error { return r.may(v, node) })
+	err = m.ask(ctx, v, to, func() error { return r.may(v, to) })
 	switch {
 	case ctx.Err() != nil:
-		return fmt.Errorf("%s: interrupted; it may be asked to move to node %s already: the same command waits for it, and kubectl ashlar move %s --cancel takes it back", title, node, v.ID())
+		return fmt.Errorf("%s: interrupted; it may be asked to move to %s already: the same command waits for it, and kubectl ashlar move %s --cancel takes it back", title, to, v.ID())
 	case errors.Is(err, errSilent):
-		return fmt.Errorf("%s: it is not known whether it is asked to move to node %s: %w; if it is, the move goes on: the same command waits for it", title, node, err)
+		return fmt.Errorf("%s: it is not known whether it is asked to move to %s: %w; if it is, the move goes on: the same command waits for it", title, to, err)
 	case err != nil:
-		return fmt.Errorf("move %s to node %s: %w", title, node, err)
+		return fmt.Errorf("move %s to %s: %w", title, to, err)
 	}
-	f := following(v, seen, node)
+	f := following(v, seen, to)
 	err = f.tell(m.out)
 	if err == nil && m.wait {
 		err = m.follow(ctx, f)
@@ -155,28 +216,29 @@ func (m *moving) run(ctx context.Context, name string) error {
 	if err != nil || !m.snapshots {
 		return err
 	}
-	return m.bringSnapshots(ctx, o, v, node)
+	return m.bringSnapshots(ctx, o, v, to)
 }
 
-// may is why a volume may not be asked to move to a node, beside that it does so already.
-func (r *room) may(v *v1alpha1.Volume, node string) error {
+// may is why a volume may not be asked to move to a place, beside that it does so already.
+func (r *room) may(v *v1alpha1.Volume, to place) error {
 	m := v.Spec.Move
-	if v.Spec.NodeName == node && m == nil {
-		return errors.New("it is on that node")
+	if to.has(v) && m == nil {
+		return errors.New(to.is())
 	}
 	if err := r.leaves(v); err != nil {
 		return err
 	}
 	if m != nil {
-		return fmt.Errorf("it is being moved to node %s; to take that back: kubectl ashlar move %s --cancel", m.Node, v.ID())
+		return fmt.Errorf("it is being moved to %s; to take that back: kubectl ashlar move %s --cancel", goal(v), v.ID())
 	}
-	return r.takes(v, node)
+	return r.takes(v, to)
 }
 
 // mobile is what can move: a volume, or a snapshot.
 type mobile interface {
 	client.Object
 	Node() string
+	In() string
 	Moves() (*v1alpha1.Move, *v1alpha1.MoveStatus)
 	SetMove(*v1alpha1.Move)
 	Common() *v1alpha1.ObjectStatus
@@ -184,25 +246,25 @@ type mobile interface {
 	Deleting() bool
 }
 
-// asked reports whether something is asked to move to a node, or has just done so.
-func asked(o mobile, node string) bool {
+// asked reports whether something is asked to move to a place, or has just done so.
+func asked(o mobile, to place) bool {
 	m, _ := o.Moves()
-	return m != nil && !v1alpha1.Going(o) && (!m.Left && m.Node == node || m.Left && o.Node() == node)
+	return m != nil && !v1alpha1.Going(o) && (!m.Left && m.Node == to.node && (to.pool == "" || to.pool == goal(o).of(o)) || m.Left && to.has(o))
 }
 
 // tries is how often a write is tried again, as somebody else has changed the object.
 const tries = 10
 
-// ask writes down that something is to move to a node, if it may.
-func (c *cluster) ask(ctx context.Context, o mobile, node string, may func() error) error {
+// ask writes down that something is to move to a place, if it may.
+func (c *cluster) ask(ctx context.Context, o mobile, to place, may func() error) error {
 	tried := false
 	return c.change(ctx, o, func() (bool, error) {
 		m, _ := o.Moves()
-		if tried && o.Node() == node && m == nil {
+		if tried && to.has(o) && m == nil {
 			return false, nil // it has moved by now
 		}
 		tried = true
-		if asked(o, node) {
+		if asked(o, to) {
 			follows := m.Follows
 			m.Follows = false // from now on somebody wants it
 			return follows, nil
@@ -210,7 +272,11 @@ func (c *cluster) ask(ctx context.Context, o mobile, node string, may func() err
 		if err := may(); err != nil {
 			return false, err
 		}
-		o.SetMove(&v1alpha1.Move{Node: node})
+		move := &v1alpha1.Move{Node: to.node}
+		if to.of(o) != o.In() {
+			move.Pool = to.pool
+		}
+		o.SetMove(move)
 		return true, nil
 	})
 }
@@ -221,19 +287,26 @@ var errDeleted = errors.New("it was deleted meanwhile")
 // change writes an edit of what can move, which may find that there is nothing to do, on the condition that nobody else changed the object since it was read. What
 // was written and not answered is what somebody else has changed.
 func (c *cluster) change(ctx context.Context, o mobile, edit func() (changed bool, err error)) error {
-	moves := func() bool { m, _ := o.Moves(); return m != nil }
+	moves := func() *v1alpha1.Move { m, _ := o.Moves(); return m.DeepCopy() }
 	for try := 1; ; try++ {
 		before := o.DeepCopyObject().(client.Object)
 		changed, err := edit()
 		if err != nil || !changed {
 			return err
 		}
-		want := moves()
-		err = c.patiently(ctx, func() error {
-			return c.Patch(ctx, o, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}))
-		})
+		want, change := moves(), client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{})
+		if want != nil && want.Pool != "" { // older definitions leave out what they do not know: it would move to another pool than this
+			kept := o.DeepCopyObject().(mobile)
+			err = c.patiently(ctx, func() error { return c.Patch(ctx, kept, change, client.DryRunAll) })
+			if m, _ := kept.Moves(); err == nil && m != nil && m.Pool == "" {
+				return errors.New("the definitions of ashlar.dev in this cluster know no moves to pools of other names: apply those of this version (deploy/kubernetes/crds)")
+			}
+		}
+		if err == nil {
+			err = c.patiently(ctx, func() error { return c.Patch(ctx, o, change) })
+		}
 		switch {
-		case err == nil && want && !moves():
+		case err == nil && want != nil && moves() == nil:
 			return errors.New("the definitions of ashlar.dev in this cluster know no moves: apply those of this version (deploy/kubernetes/crds)")
 		case !apierrors.IsConflict(err) || try == tries:
 			return refusal(err)
@@ -290,13 +363,13 @@ func (m *moving) takeBack(ctx context.Context, o mobile, title string) error {
 type followed struct {
 	v     *v1alpha1.Volume
 	title string
-	to    string
+	to    place
 	pods  string // that use the volume, by its claim of when it was looked at first
 	claim *v1alpha1.Claim
 	told  string
 }
 
-func following(v *v1alpha1.Volume, seen *overview.Volume, to string) *followed {
+func following(v *v1alpha1.Volume, seen *overview.Volume, to place) *followed {
 	f := &followed{v: v, title: cli.Title(seen), to: to, claim: v.Spec.Claim.DeepCopy()}
 	var pods []string
 	for _, pod := range seen.Pods {
@@ -325,7 +398,7 @@ func (f *followed) user() string {
 // carried reports whether the node that uses the volume says how far the move is.
 func (f *followed) carried() bool {
 	c, s := f.v.Spec.Claim, f.v.Status.Move
-	return c != nil && s != nil && s.Node == f.to && s.Claim == c.Generation && s.Claim > 0
+	return c != nil && s != nil && s.Node == f.to.node && s.Claim == c.Generation && s.Claim > 0
 }
 
 // stage is how far a move is, as of stageOf.
@@ -337,37 +410,37 @@ func (f *followed) stage() (kind, text string, done bool, err error) {
 	return stageOf(f.v, f.to, user)
 }
 
-// stageOf is how far a move to a node is, in words, and whether it has ended. kind stays the same while only figures change. user is who keeps it from going on; empty: nobody does.
-func stageOf(o mobile, to, user string) (kind, text string, done bool, err error) {
+// stageOf is how far a move to a place is, in words, and whether it has ended. kind stays the same while only figures change. user is who keeps it from going on; empty: nobody does.
+func stageOf(o mobile, to place, user string) (kind, text string, done bool, err error) {
 	m, s := o.Moves()
-	heard := s != nil && (m != nil && m.Left || s.Node == to)
+	heard := s != nil && (m != nil && m.Left || s.Node == to.node)
 	switch {
-	case m == nil && o.Node() == to:
-		return "", "it is on node " + to, true, nil
+	case m == nil && to.has(o):
+		return "", to.is(), true, nil
 	case v1alpha1.Going(o):
 		return "", "", false, errors.New("it is being deleted")
 	case m == nil:
-		return "", "", false, fmt.Errorf("the move to node %s was taken back: it stays on node %s", to, o.Node())
+		return "", "", false, fmt.Errorf("the move to %s was taken back: it stays on node %s", to, o.Node())
 	case !asked(o, to):
-		return "", "", false, fmt.Errorf("somebody else has it moved to node %s", m.Node)
+		return "", "", false, fmt.Errorf("somebody else has it moved to %s", goal(o))
 	case m.Left && (!heard || !s.Arrived):
-		text = fmt.Sprintf("node %s takes it over", to)
+		text = fmt.Sprintf("node %s takes it over", to.node)
 	case m.Left:
-		text = fmt.Sprintf("it is on node %s; node %s gives its bytes back", to, m.Node)
+		text = fmt.Sprintf("%s; node %s gives its bytes back", to.is(), m.Node)
 		if s.Waits {
 			text = s.Message
 		}
 	case user != "":
 		text = fmt.Sprintf("used on %s; its bytes are copied meanwhile, or when it is released", user)
 	case !heard:
-		text = fmt.Sprintf("node %s is asked to copy it from node %s", to, o.Node())
+		text = fmt.Sprintf("node %s is asked to copy it from node %s", to.node, o.Node())
 	case s.Waits:
 		text = "waits: " + s.Message
 	case s.Progress != nil && s.Progress.Total > 0:
 		text = fmt.Sprintf("%d %%, %s", 100*s.Progress.Done/s.Progress.Total, s.Message)
 		return fmt.Sprint("copying ", 10*s.Progress.Done/s.Progress.Total), text, false, nil
 	default:
-		text = cmp.Or(s.Message, fmt.Sprintf("node %s copies it from node %s", to, o.Node()))
+		text = cmp.Or(s.Message, fmt.Sprintf("node %s copies it from node %s", to.node, o.Node()))
 	}
 	return text, text, false, nil
 }
@@ -415,11 +488,11 @@ func (m *moving) follow(ctx context.Context, f *followed) error {
 		}
 		switch {
 		case ctx.Err() != nil:
-			return fmt.Errorf("%s: interrupted; the move to node %s goes on: the same command waits for it again, and kubectl ashlar move %s --cancel takes it back as long as the volume has not moved", f.title, f.to, f.v.ID())
+			return fmt.Errorf("%s: interrupted; the move to %s goes on: the same command waits for it again, and kubectl ashlar move %s --cancel takes it back as long as the volume has not moved", f.title, f.to, f.v.ID())
 		case errors.Is(err, errDeleted):
 			return fmt.Errorf("%s: %w", f.title, err)
 		case err != nil:
-			return fmt.Errorf("%s: it is not known how far its move to node %s is, which goes on: %w; the same command waits for it again", f.title, f.to, err)
+			return fmt.Errorf("%s: it is not known how far its move to %s is, which goes on: %w; the same command waits for it again", f.title, f.to, err)
 		}
 	}
 }

@@ -21,6 +21,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/cli-runtime/pkg/genericclioptions"
 	"k8s.io/client-go/rest"
@@ -264,10 +265,93 @@ func TestMove(t *testing.T) {
 	e.drivers("")
 	r := run(t, apitest.Admin, "move", v.ID(), "--to=n2/default")
 	check.OK(t, r.err)
-	r.says(t, "pvc-1: node n2 is asked", "pvc-1: it is on node n2.\n")
+	r.says(t, "pvc-1: node n2 is asked", "pvc-1: it is in pool default of node n2.\n")
 	check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(v), v))
 	if v.Spec.NodeName != "n2" || v.Spec.Move != nil {
 		t.Errorf("after the move: %+v", v.Spec)
+	}
+}
+
+// fast gives a node a second pool.
+func fast(e *environment, node string) {
+	p := networked(node, 500*mib)
+	p.Name, p.Spec.Pool, p.Spec.Default = node+".fast", "fast", false
+	e.add(p)
+}
+
+// TestMoveToOtherPool: a volume is asked to move to a pool of another name, alone or with all of its node; without a pool it stays in those of one name.
+func TestMoveToOtherPool(t *testing.T) {
+	e := newEnvironment(t)
+	nodes(e)
+	fast(e, "n3")
+	fast(e, "n1")
+	hasten(t, time.Minute)
+	v := movable("pvc-1", "n1", 100*mib, nil)
+	e.add(v)
+	run(t, apitest.Admin, "move", "pvc-1", "--to=n3/fast", "--wait=false").says(t, "pvc-1: node n3 is asked to copy it from node n1\n")
+	check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(v), v))
+	if v.Spec.Move == nil || *v.Spec.Move != (v1alpha1.Move{Node: "n3", Pool: "fast"}) {
+		t.Fatalf("spec.move is %+v", v.Spec.Move)
+	}
+	run(t, apitest.Admin, "move", "pvc-1", "--to=n3/default").refused(t, "it is being moved to pool fast of node n3", "--cancel")
+	run(t, apitest.Admin, "move", "pvc-1", "--to=n3", "--wait=false").says(t, "pvc-1: node n3 is asked to copy it from node n1\n")
+	run(t, apitest.Admin, "move", "pvc-1", "--cancel").says(t, "pvc-1: it stays on node n1.\n")
+	e.drivers("")
+	r := run(t, apitest.Admin, "move", "pvc-1", "--to=n3/fast")
+	check.OK(t, r.err)
+	r.says(t, "pvc-1: it is in pool fast of node n3.\n")
+	id := v.ID()
+	check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(v), v))
+	if v.Spec.NodeName != "n3" || v.Spec.Pool != "fast" || v.ID() != id {
+		t.Errorf("after the move it is %s, %+v", v.ID(), v.Spec)
+	}
+	run(t, apitest.Admin, "move", id, "--to=n3/fast").refused(t, "it is in pool fast of node n3")
+	run(t, apitest.Admin, "move", id, "--to=n3/default").refused(t, "in pool fast, and moves between nodes only")
+	run(t, apitest.Admin, "move", id, "--to=n4").refused(t, "it has no pool fast (it has default)", "give --to n4/default")
+	run(t, apitest.Admin, "evacuate", "n3", "--to=n4", "--dry-run").refused(t, "1 of 1 volumes stay on node n3")
+	run(t, apitest.Admin, "evacuate", "n3", "--to=n4/", "--dry-run").refused(t, "give NODE, or NODE/POOL")
+	run(t, apitest.Admin, "evacuate", "n3", "--dry-run").says(t, "pvc-1   100Mi  n1  -\n") // which has a pool of that name
+	run(t, apitest.Admin, "evacuate", "n3", "--to=n4/default", "--dry-run").says(t, "pvc-1   100Mi  n4/default  -\n")
+	r = run(t, apitest.Admin, "evacuate", "n3", "--to=n4/default")
+	check.OK(t, r.err)
+	r.says(t, "pvc-1: it is in pool default of node n4\n", "No volume is left on node n3.\n")
+	check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(v), v))
+	if v.Spec.NodeName != "n4" || v.Spec.Pool != "default" || v.ID() != id || v.Spec.IDPool != "" {
+		t.Errorf("after the evacuation it is %s, %+v", v.ID(), v.Spec)
+	}
+}
+
+// TestMoveToOtherPoolOfOlderDefinitions: definitions that know no pool of a move would have the volume move to another one: nothing is asked.
+func TestMoveToOtherPoolOfOlderDefinitions(t *testing.T) {
+	e := newEnvironment(t)
+	nodes(e)
+	fast(e, "n3")
+	v := movable("pvc-1", "n1", 100*mib, nil)
+	e.add(v)
+	server := apitest.Get(t)
+	t.Cleanup(func() { check.OK(t, server.Define(context.Background())) })
+	check.OK(t, server.Redefine(t.Context(), "volumes.ashlar.dev", func(crd *unstructured.Unstructured) {
+		versions, _, _ := unstructured.NestedSlice(crd.Object, "spec", "versions")
+		spec := versions[0].(map[string]any)["schema"].(map[string]any)["openAPIV3Schema"].(map[string]any)["properties"].(map[string]any)["spec"].(map[string]any)
+		delete(spec, "x-kubernetes-validations")
+		delete(spec["properties"].(map[string]any)["move"].(map[string]any)["properties"].(map[string]any), "pool")
+		check.OK(t, unstructured.SetNestedSlice(crd.Object, versions, "spec", "versions"))
+	}))
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(50 * time.Millisecond) {
+		try := v.DeepCopy()
+		try.Spec.Move = &v1alpha1.Move{Node: "n3", Pool: "fast"}
+		check.OK(t, e.Patch(t.Context(), try, client.MergeFrom(v), client.DryRunAll))
+		if try.Spec.Move.Pool == "" {
+			break
+		}
+		if time.Now().After(deadline) {
+			t.Fatal("the older definitions are not in force")
+		}
+	}
+	run(t, apitest.Admin, "move", "pvc-1", "--to=n3/fast", "--wait=false").refused(t, "know no moves to pools of other names", "deploy/kubernetes/crds")
+	check.OK(t, e.Get(t.Context(), client.ObjectKeyFromObject(v), v))
+	if v.Spec.Move != nil {
+		t.Errorf("spec.move is %+v", v.Spec.Move)
 	}
 }
 
@@ -339,11 +423,15 @@ func TestMoveRefused(t *testing.T) {
 	})
 	for _, c := range []struct{ volume, to, words string }{
 		{"pvc-none", "n2", "there is no volume"},
-		{"pvc-any", "n1", "move pvc-any to node n1: it is on that node"},
+		{"pvc-any", "n1", "move pvc-any to node n1: it is on node n1"},
 		{"pvc-any", "nowhere", "there is no such node"},
 		{"pvc-any", "bare", "no driver reports a pool there"},
-		{"pvc-any", "named", "it has no pool default (it has fast): a volume stays in pools of one name"},
-		{"pvc-any", "n2/fast", "it is in pool default, and stays in pools of that name"},
+		{"pvc-any", "named", "it has no pool default (it has fast): without a pool, a volume stays in those of one name; give --to named/fast"},
+		{"pvc-any", "n2/fast", "move pvc-any to pool fast of node n2: it has no pool fast (it has default)"},
+		{"pvc-any", "n1/fast", "the volume is on that node, in pool default, and moves between nodes only"},
+		{"pvc-any", "n1/default", "it is in pool default of node n1"},
+		{"pvc-any", "n2/", "give NODE, or NODE/POOL"},
+		{"pvc-large", "named/fast", "pool named.fast has no room"},
 		{"pvc-any", "down", "it does not answer: NodeNotReady: "},
 		{"pvc-any", "other", "it is in the network storage, and node n1 in default"},
 		{"pvc-any", "none", "it is in no network; start the driver there with --remote-address"},
@@ -376,7 +464,7 @@ func TestMoveRules(t *testing.T) {
 	v := movable("pvc-node", "n1", 100*mib, func(v *v1alpha1.Volume) { v.Spec.Access = "" })
 	e.add(v)
 	all := func() error { return nil }
-	err := c.ask(t.Context(), v, "n2", all)
+	err := c.ask(t.Context(), v, place{node: "n2"}, all)
 	want := "the API server refuses that: a volume with access node does not move: its PersistentVolume says one node, for good; make a snapshot, and restore it on another node (copies: anywhere)"
 	if err == nil || err.Error() != want {
 		t.Errorf("got  %v\nwant %s", err, want)
@@ -387,7 +475,7 @@ func TestMoveRules(t *testing.T) {
 	stale := v.DeepCopy()
 	e.edited(v, func(v *v1alpha1.Volume) { v.Spec.Move = &v1alpha1.Move{Node: "n3"} })
 	seen := 0
-	err = c.ask(t.Context(), stale, "n2", func() error {
+	err = c.ask(t.Context(), stale, place{node: "n2"}, func() error {
 		if seen++; stale.Spec.Move != nil {
 			return fmt.Errorf("it moves to %s", stale.Spec.Move.Node)
 		}
@@ -397,7 +485,7 @@ func TestMoveRules(t *testing.T) {
 		t.Errorf("asked with an object that is old: %v after %d looks", err, seen)
 	}
 	e.remove(v)
-	if err := c.ask(t.Context(), stale.DeepCopy(), "n2", all); !apierrors.IsNotFound(err) {
+	if err := c.ask(t.Context(), stale.DeepCopy(), place{node: "n2"}, all); !apierrors.IsNotFound(err) {
 		t.Errorf("of a volume that is gone: %v", err)
 	}
 }
@@ -678,7 +766,7 @@ func TestStage(t *testing.T) {
 	} {
 		v := movable("pvc-1", c.node, mib, nil)
 		v.Spec.Move, v.Spec.Claim, v.Status.Export, v.Status.Move = c.move, c.claim, c.export, c.status
-		_, text, done, err := (&followed{v: v, to: "n2"}).stage()
+		_, text, done, err := (&followed{v: v, to: place{node: "n2"}}).stage()
 		if err != nil {
 			text = "!" + err.Error()
 		} else if done {

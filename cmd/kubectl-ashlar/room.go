@@ -91,20 +91,21 @@ func (r *room) network(node, pool string) string {
 	return ""
 }
 
-// takes is why a node cannot take a volume that can leave its own, and what can be done; nil if it can.
-func (r *room) takes(v *v1alpha1.Volume, node string) error {
-	name := overview.PoolName(node, v.Spec.Pool)
+// takes is why a place cannot take a volume that can leave its own, and what can be done; nil if it can.
+func (r *room) takes(v *v1alpha1.Volume, to place) error {
+	node, pool := to.node, to.of(v)
+	name := overview.PoolName(node, pool)
 	p := r.pools[name]
 	if node == v.Spec.NodeName {
-		return errors.New("the volume is on that node")
+		return fmt.Errorf("the volume is on that node, in pool %s, and moves between nodes only: to have it in another pool there, move it to another node first", v.Spec.Pool)
 	}
 	if p == nil {
-		return r.lacking(node, v.Spec.Pool)
+		return r.lacking(v, to)
 	}
 	if r.silent[node] != "" {
 		return fmt.Errorf("it does not answer: %s", r.silent[node])
 	}
-	home, network, need := r.network(v.Spec.NodeName, v.Spec.Pool), r.network(node, v.Spec.Pool), keeps(v)
+	home, network, need := r.network(v.Spec.NodeName, v.Spec.Pool), r.network(node, pool), keeps(v)
 	available := min(p.Status.Available-r.promised[name], p.Status.MaxVolume)
 	switch {
 	case network == "":
@@ -131,8 +132,9 @@ func keeps(v *v1alpha1.Volume) int64 {
 	return v.Spec.Size
 }
 
-// lacking says that a node has no pool of a name.
-func (r *room) lacking(node, pool string) error {
+// lacking says that a node has no pool that something could come to.
+func (r *room) lacking(o mobile, to place) error {
+	node, pool := to.node, to.of(o)
 	var others []string
 	for _, p := range r.pools {
 		if p.Spec.NodeName == node {
@@ -143,59 +145,70 @@ func (r *room) lacking(node, pool string) error {
 	_, known := r.cordoned[node]
 	switch {
 	case len(others) > 0:
-		return fmt.Errorf("it has no pool %s (it has %s): a volume stays in pools of one name, as the handle of its PersistentVolume has it; start the driver there with a --pool of the name %s", pool, strings.Join(others, ", "), pool)
+		hint := fmt.Sprintf("without a pool, a volume stays in those of one name; give --to %s to have it in that", place{node, others[0]}.flag())
+		if _, is := o.(*v1alpha1.Snapshot); is {
+			hint = "a snapshot stays in pools of one name, as its ID has it; start the driver there with a --pool of the name " + pool
+		}
+		return fmt.Errorf("it has no pool %s (it has %s): %s", pool, strings.Join(others, ", "), hint)
 	case known:
 		return errors.New("no driver reports a pool there; kubectl ashlar pools lists the nodes that have some")
 	}
 	return errors.New("there is no such node; kubectl ashlar pools lists the nodes that have pools")
 }
 
-// best is the node with most room of those that can take a volume: none that is cordoned. only: that node alone, if it is not empty.
-func (r *room) best(v *v1alpha1.Volume, only string) (string, error) {
-	return r.bestOf(v.Spec.Pool, v.Spec.NodeName, only, func(node string) error { return r.takes(v, node) })
+// errNowhere: no node can be asked.
+var errNowhere = errors.New("no other node has a pool")
+
+// best is the place with most room of those that can take a volume: on no node that is cordoned. only: that place alone, if it is one.
+func (r *room) best(v *v1alpha1.Volume, only place) (place, error) {
+	found, err := r.bestOf(v, only, func(to place) error { return r.takes(v, to) })
+	if errors.Is(err, errNowhere) {
+		err = fmt.Errorf("%w; to have it in one of another name: --to NODE/POOL", err)
+	}
+	return found, err
 }
 
-// bestOf is best of what is in a pool of a node, by what a node that cannot take it says.
-func (r *room) bestOf(pool, home, only string, takes func(node string) error) (string, error) {
+// bestOf is best of what can move, by what a place that cannot take it says.
+func (r *room) bestOf(o mobile, only place, takes func(place) error) (place, error) {
 	var reasons []string
-	found, most := "", int64(-1)
+	found, most := place{}, int64(-1)
 	for _, p := range r.pools {
 		node := p.Spec.NodeName
-		if p.Spec.Pool != pool || node == home || only != "" && node != only {
+		if p.Spec.Pool != only.of(o) || node == o.Node() || only.node != "" && node != only.node {
 			continue
 		}
-		err := takes(node)
+		err := takes(place{node, only.pool})
 		if r.cordoned[node] {
 			err = errors.New("it is cordoned")
 		}
 		available := p.Status.Available - r.promised[p.Name]
 		switch {
 		case err != nil:
-			reasons = append(reasons, fmt.Sprintf("node %s: %v", node, err))
-		case available > most || available == most && node < found:
-			found, most = node, available
+			reasons = append(reasons, fmt.Sprintf("%s: %v", place{node, only.pool}, err))
+		case available > most || available == most && node < found.node:
+			found, most = place{node, only.pool}, available
 		}
 	}
-	if found != "" {
+	if found.node != "" {
 		return found, nil
 	}
-	if len(reasons) == 0 && only != "" {
-		return "", fmt.Errorf("node %s: %w", only, takes(only))
+	if len(reasons) == 0 && only.node != "" {
+		return place{}, fmt.Errorf("%s: %w", only, takes(only))
 	}
 	if len(reasons) == 0 {
-		return "", fmt.Errorf("no other node has a pool %s", pool)
+		return place{}, fmt.Errorf("%w %s", errNowhere, o.In())
 	}
 	slices.Sort(reasons)
 	if more := len(reasons) - mostReasons; more > 0 {
 		reasons = append(reasons[:mostReasons], fmt.Sprintf("and %d nodes more", more))
 	}
-	return "", errors.New(strings.Join(reasons, "; "))
+	return place{}, errors.New(strings.Join(reasons, "; "))
 }
 
 // mostReasons is how many nodes are told of that cannot take a volume.
 const mostReasons = 3
 
-// promise takes the room of a volume that is to come to a node.
-func (r *room) promise(v *v1alpha1.Volume, node string) {
-	r.promised[overview.PoolName(node, v.Spec.Pool)] += keeps(v)
+// promise takes the room of a volume that is to come to a place.
+func (r *room) promise(v *v1alpha1.Volume, to place) {
+	r.promised[overview.PoolName(to.node, to.of(v))] += keeps(v)
 }

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"io"
 	"slices"
-	"strings"
 	"time"
 
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -27,7 +26,7 @@ type cuts struct {
 // cut is one of them.
 type cut struct {
 	s       *v1alpha1.Snapshot
-	to      string
+	to      place // with no pool: a snapshot stays in those of one name
 	why     error // it stays where it is
 	begun   bool  // it is asked to move
 	ended   bool
@@ -91,7 +90,7 @@ func (r *room) takesSnapshot(s *v1alpha1.Snapshot, node string) error {
 	case node == s.Spec.NodeName:
 		return errors.New("the snapshot is on that node")
 	case p == nil:
-		return r.lacking(node, s.Spec.Pool)
+		return r.lacking(s, place{node: node})
 	case r.silent[node] != "":
 		return fmt.Errorf("it does not answer: %s", r.silent[node])
 	case p.Status.Agent == nil:
@@ -136,35 +135,44 @@ func (m *moving) runSnapshot(ctx context.Context, o *overview.Overview, id strin
 	if len(all) == 0 {
 		return fmt.Errorf("there is no snapshot %s", cli.Line(id))
 	}
+	s := all[0]
 	if m.cancel {
-		return m.takeBack(ctx, all[0], (&cut{s: all[0]}).title())
+		return m.takeBack(ctx, s, (&cut{s: s}).title())
 	}
-	node, pool, named := strings.Cut(m.to, "/")
-	if named && pool != all[0].Spec.Pool {
-		return fmt.Errorf("move snapshot %s to pool %s of node %s: it is in pool %s, and stays in pools of that name, as its ID has it; give --to %s", id, pool, node, all[0].Spec.Pool, node)
+	to, err := placeOf(m.to)
+	if err != nil {
+		return err
 	}
-	return m.bring(ctx, o, all, node)
+	if to.of(s) != s.Spec.Pool {
+		return fmt.Errorf("move snapshot %s to %s: it is in pool %s, and stays in pools of that name, as its ID has it; give --to %s", id, to, s.Spec.Pool, to.node)
+	}
+	return m.bring(ctx, o, all, to.node)
 }
 
-// bringSnapshots moves the snapshots of a volume to a node.
-func (m *moving) bringSnapshots(ctx context.Context, o *overview.Overview, v *v1alpha1.Volume, node string) error {
+// bringSnapshots moves the snapshots of a volume to the node of a place: each to the pool of its own name there, which need not be that of the volume.
+func (m *moving) bringSnapshots(ctx context.Context, o *overview.Overview, v *v1alpha1.Volume, to place) error {
 	all, err := m.snapshotsOf(ctx, func(s *v1alpha1.Snapshot) bool {
-		return s.Spec.Source == v.Name && s.Spec.Pool == v.Spec.Pool && (s.Spec.NodeName != node || s.Spec.Move != nil) && !v1alpha1.Going(s)
+		return s.SourceID() == v.ID() && (s.Spec.NodeName != to.node || s.Spec.Move != nil) && !v1alpha1.Going(s)
 	})
 	if err != nil {
 		return err
 	}
 	if len(all) == 0 {
-		_, err := fmt.Fprintf(m.out, "It has no snapshots on other nodes than %s.\n", node)
+		_, err := fmt.Fprintf(m.out, "It has no snapshots on other nodes than %s.\n", to.node)
 		return err
 	}
-	return m.bring(ctx, o, all, node)
+	if slices.ContainsFunc(all, func(s *v1alpha1.Snapshot) bool { return to.of(s) != s.Spec.Pool }) {
+		if _, err := fmt.Fprintf(m.out, "Its snapshots move to the pools of their own names on node %s, which their IDs have.\n", to.node); err != nil {
+			return err
+		}
+	}
+	return m.bring(ctx, o, all, to.node)
 }
 
 // takeBackSnapshots takes back what moves of the snapshots of a volume, and has not moved yet.
 func (m *moving) takeBackSnapshots(ctx context.Context, v *v1alpha1.Volume) error {
 	all, err := m.snapshotsOf(ctx, func(s *v1alpha1.Snapshot) bool {
-		return s.Spec.Source == v.Name && s.Spec.Pool == v.Spec.Pool && s.Spec.Move != nil && !s.Spec.Move.Left
+		return s.SourceID() == v.ID() && s.Spec.Move != nil && !s.Spec.Move.Left
 	})
 	for _, s := range all {
 		err = errors.Join(err, m.takeBack(ctx, s, (&cut{s: s}).title()))
@@ -180,8 +188,8 @@ func (m *moving) bring(ctx context.Context, o *overview.Overview, all []*v1alpha
 	}
 	c := &cuts{cluster: m.cluster, out: m.out, parallel: along}
 	for _, s := range all {
-		one := &cut{s: s, to: node}
-		if !asked(s, node) {
+		one := &cut{s: s, to: place{node: node}}
+		if !asked(s, one.to) {
 			if one.why = r.mayTake(s, node); one.why != nil {
 				if err := c.stays(one); err != nil {
 					return err
@@ -339,7 +347,7 @@ func (e *evacuation) planSnapshots(ctx context.Context, volumes []*leaving) (*cu
 	}
 	wanted := map[string]string{} // the nodes of volumes that leave, by their keys, and of groups, by theirs
 	for _, l := range volumes {
-		wanted[l.v.Name] = l.to
+		wanted[l.v.Name] = l.to.node
 	}
 	var others v1alpha1.VolumeList
 	if err := e.List(ctx, &others); err != nil {
@@ -355,44 +363,45 @@ func (e *evacuation) planSnapshots(ctx context.Context, volumes []*leaving) (*cu
 		one := &cut{s: s}
 		one.to, one.why = e.targetOfSnapshot(s, wanted)
 		if g := s.Spec.Group; g != nil && one.why == nil {
-			wanted["group "+g.Key] = one.to
+			wanted["group "+g.Key] = one.to.node
 		}
 		c.all = append(c.all, one)
 	}
 	return c, nil
 }
 
-// targetOfSnapshot is the node that a snapshot is to move to, or why it stays.
-func (e *evacuation) targetOfSnapshot(s *v1alpha1.Snapshot, wanted map[string]string) (string, error) {
+// targetOfSnapshot is where a snapshot is to move to, or why it stays.
+func (e *evacuation) targetOfSnapshot(s *v1alpha1.Snapshot, wanted map[string]string) (place, error) {
 	m := s.Spec.Move
 	switch {
 	case m != nil && m.Left && m.Node == e.node && !v1alpha1.Going(s): // it has moved, and the node still has its bytes
-		return s.Spec.NodeName, nil
+		return place{node: s.Spec.NodeName}, nil
 	case m != nil && m.Node == e.node:
-		return "", fmt.Errorf("it comes here, from node %s; to take that back: kubectl ashlar move %s --cancel", s.Spec.NodeName, s.ID())
+		return place{}, fmt.Errorf("it comes here, from node %s; to take that back: kubectl ashlar move %s --cancel", s.Spec.NodeName, s.ID())
 	}
 	if err := e.room.leavesSnapshot(s); err != nil {
-		return "", err
+		return place{}, err
 	}
 	if m != nil {
-		return m.Node, nil
+		return goal(s), nil
 	}
 	likes := []string{wanted[s.Spec.Source]}
 	if g := s.Spec.Group; g != nil {
 		likes = []string{wanted["group "+g.Key], wanted[s.Spec.Source]}
 	}
-	to := ""
+	only := place{node: e.only.node}
+	var to place
 	for _, node := range likes {
-		if to == "" && node != "" && (e.to == "" || node == e.to) && !e.room.cordoned[node] && e.room.takesSnapshot(s, node) == nil {
-			to = node
+		if to.node == "" && node != "" && (only.node == "" || node == only.node) && !e.room.cordoned[node] && e.room.takesSnapshot(s, node) == nil {
+			to.node = node
 		}
 	}
 	var err error
-	if to == "" {
-		to, err = e.room.bestOf(s.Spec.Pool, s.Spec.NodeName, e.to, func(node string) error { return e.room.takesSnapshot(s, node) })
+	if to.node == "" {
+		to, err = e.room.bestOf(s, only, func(to place) error { return e.room.takesSnapshot(s, to.node) })
 	}
 	if err == nil {
-		e.room.promised[overview.PoolName(to, s.Spec.Pool)] += keepsSnapshot(s)
+		e.room.promised[overview.PoolName(to.node, s.Spec.Pool)] += keepsSnapshot(s)
 	}
 	return to, err
 }
@@ -401,7 +410,7 @@ func (e *evacuation) targetOfSnapshot(s *v1alpha1.Snapshot, wanted map[string]st
 func (c *cuts) print(table io.Writer) error {
 	var rows [][]string
 	for _, s := range c.all {
-		to, remark := s.to, ""
+		to, remark := s.to.flag(), ""
 		switch m := s.s.Spec.Move; {
 		case s.why != nil:
 			to, remark = "stays", s.why.Error()

@@ -106,6 +106,10 @@ func (c *carriedVolumes) Seats(_ context.Context, id volume.ID) (home, away bool
 	return false, v.seat, nil
 }
 
+func (c *carriedVolumes) Grow(_ context.Context, id volume.ID, _ volume.Key) (volume.Volume, error) {
+	return volume.Volume{}, c.of(id.Key).do("grow", func() {})
+}
+
 func (c *carriedVolumes) Mirrors(context.Context) (ids []volume.ID, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -458,7 +462,7 @@ func TestCarry(t *testing.T) {
 			v.pins()
 			v.flips()
 			v.switches()
-			want := []string{"describe", "prepare", "second", "ranges", "mirror", "seal", "complete", "switch", "take new", "drop first", "close 1"}
+			want := []string{"grow", "describe", "prepare", "second", "ranges", "mirror", "seal", "complete", "switch", "take new", "drop first", "close 1"}
 			v.says(fmt.Sprintf("%v is done", want), func() bool { return slices.Equal(v.steps(), want) })
 		},
 		"new leg fails": func(v *carriedVolume) {
@@ -572,7 +576,7 @@ func TestCarry(t *testing.T) {
 			}
 		},
 	}
-	for _, step := range []string{"describe", "prepare", "second", "ranges", "mirror", "seal", "complete", "switch", "drop first"} {
+	for _, step := range []string{"grow", "describe", "prepare", "second", "ranges", "mirror", "seal", "complete", "switch", "drop first"} {
 		each[step+" fails"] = func(v *carriedVolume) {
 			v.kernel(synced)
 			v.pins()

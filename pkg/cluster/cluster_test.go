@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"context"
 	"errors"
-	"fmt"
 	"slices"
 	"sync"
 	"testing"
@@ -27,6 +26,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/overview"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/lazy"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool/remotetest"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
@@ -211,6 +211,7 @@ type machine struct {
 	locks   *keylock.Table
 	every   time.Duration                    // its agent's heartbeat; 0: none
 	driver  string                           // of its agent; empty: the usual one
+	without string                           // a pool that is not there; empty: none
 	schemes []volume.Scheme                  // by which its volumes can be encrypted
 	limits  func() bool                      // whether they can be kept on it, as it says; nil: it does not
 	ported  bool                             // its agent has a port
@@ -276,6 +277,9 @@ func (w *environment) agent(m *machine) *agent.Agent {
 	mounts, err := mount.LoadTable()
 	check.OK(w, err)
 	pools := []blockdev.Pool{m.disks[0].Open("default", m.hook), m.disks[1].Open("b", m.hook)}
+	if m.without != "" {
+		pools[1] = lazy.New(m.without, errors.New("no disk"), func(context.Context) (blockdev.Pool, error) { return nil, errors.New("no disk") })
+	}
 	if m.wrap != nil {
 		pools[0] = m.wrap(m.disks[0].Open("default", m.hook))
 	}
@@ -375,18 +379,18 @@ func (w *environment) tally(m *machine) {
 	check.OK(w, errors.Join(w.List(w.ctx, &volumes), w.List(w.ctx, &snapshots)))
 	for _, v := range volumes.Items {
 		if v.Spec.NodeName == m.name {
-			keys = append(keys, fmt.Sprint("vol.", v.Spec.Pool, ".", v.Name))
+			keys = append(keys, v.ID()+" in "+v.Spec.Pool)
 		}
 	}
 	for _, s := range snapshots.Items {
 		if s.Spec.NodeName == m.name {
-			keys = append(keys, fmt.Sprint("snap.", s.Spec.Pool, ".", s.Name))
+			keys = append(keys, s.ID())
 		}
 	}
 	vs, err := m.local.List(w.ctx, volume.ID{}, 0)
 	check.OK(w, err)
 	for _, v := range vs {
-		records = append(records, v.ID.String())
+		records = append(records, v.ID.String()+" in "+v.Pool)
 	}
 	ss, err := m.local.ListSnapshots(w.ctx, volume.ID{}, volume.ID{}, 0)
 	check.OK(w, err)

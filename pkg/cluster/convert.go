@@ -17,7 +17,7 @@ import (
 // ToVolume is an object as the domain sees it: as it is once the node has made it, and
 // as it will be before. The format is known to the node alone.
 func ToVolume(v *v1alpha1.Volume) volume.Volume {
-	out := volume.Volume{ID: VolumeID(v), Name: v.Spec.Name, Size: v.Spec.Size, Thin: v.Spec.Provisioning == string(blockdev.Thin), Source: SourceOf(v),
+	out := volume.Volume{ID: VolumeID(v), Pool: v.Spec.Pool, Name: v.Spec.Name, Size: v.Spec.Size, Thin: v.Spec.Provisioning == string(blockdev.Thin), Source: SourceOf(v),
 		Filesystem: filesystem.Type(v.Spec.Filesystem), Encryption: EncryptionOf(v), Mutable: map[string]string{}, Node: v.Spec.NodeName,
 		Access: volume.Access(v.Spec.Access), HomeTimeout: HomeTimeoutOf(v)}
 	maps.Copy(out.Mutable, v.Spec.Mutable)

@@ -118,10 +118,14 @@ func elsewhere(name string, source volume.ID, m *machine) volume.Spec {
 	return volume.Spec{Name: name, Source: source, Copies: volume.CopiesAnywhere, Nodes: []string{m.name}, Size: volume.Range{Required: 80 * mib}}
 }
 
-// content is what a volume of a machine holds, of its default pool.
+// content is what a volume or snapshot of a machine holds.
 func (w *environment) content(m *machine, id volume.ID) []byte {
 	w.Helper()
-	device, err := m.disks[0].Open("default", nil).Attach(w.ctx, blockdev.Ref{Kind: id.Kind, Key: id.Key}, blockdev.Attachment{ReadOnly: true})
+	pool := id.Pool
+	if v, err := m.local.Get(w.ctx, id); err == nil {
+		pool = v.Pool
+	}
+	device, err := m.disks[map[string]int{"default": 0, "b": 1}[pool]].Open(pool, nil).Attach(w.ctx, blockdev.Ref{Kind: id.Kind, Key: id.Key}, blockdev.Attachment{ReadOnly: true})
 	check.OK(w, err)
 	all, err := os.ReadFile(device.Path)
 	check.OK(w, errors.Join(err, device.Close()))

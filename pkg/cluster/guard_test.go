@@ -21,6 +21,7 @@ import (
 
 // Parts of what guard.yaml says to an agent that it refuses, and of what the definitions say to everybody.
 const (
+	poolOfMove   = "a volume moves only to the pool of spec.move"
 	movesNot     = "a volume moves only to the node of spec.move"
 	madeOnce     = "what was made is not made again"
 	ofAnother    = "an agent writes only what is of its own node: this is of node-2, and the agent is that of node-1"
@@ -267,6 +268,7 @@ func TestGuardVolumes(t *testing.T) {
 		reported(w, "that what has left was never copied", w.went, `{"move":{"copied":null}}`, ofAnother),
 		reported(w, "that what has left is other bytes", w.went, `{"move":{"copied":{"sealed":"2020-01-01T00:00:00.000000Z"}}}`, ofAnother),
 		reported(w, "that what has left is on another node", w.went, `{"move":{"node":"node-7"}}`, ofAnother),
+		reported(w, "that what has left is in another pool", w.went, `{"move":{"pool":"b"}}`, ofAnother),
 		reported(w, "that what has left does not move", w.went, `{"move":null}`, ofAnother),
 		reported(w, "how far what it uses moves, and its size", w.carried, `{"move":{"message":"m"},"size":2097152}`, ofAnother),
 		reported(w, "how far what it uses has moved", w.gone, `{"move":{"message":"m"}}`, "an agent writes only what is of its own node"),
@@ -403,6 +405,9 @@ func TestMoveRules(t *testing.T) {
 	claimed.Spec.Access, claimed.Spec.Move, claimed.Spec.Claims = "any", &v1alpha1.Move{Node: "node-2"}, 1
 	claimed.Spec.Claim = &v1alpha1.Claim{Node: nodeName, Mode: "mount", Generation: 1}
 	check.OK(t, w.Create(w.ctx, claimed))
+	other := volumeOn(nodeName, "other")
+	other.Spec.Access, other.Spec.Move = "any", &v1alpha1.Move{Node: "node-2", Pool: "b"}
+	check.OK(t, w.Create(w.ctx, other))
 	moved := func(name string) v {
 		o := volumeOn(nodeName, name)
 		o.Spec.Access, o.Spec.Move = "any", &v1alpha1.Move{Node: "node-2"}
@@ -449,7 +454,16 @@ func TestMoveRules(t *testing.T) {
 		changed(w, "moved and released", claimed, func(o v) { away(o); o.Spec.Claim = nil }, movesNot),
 		changed(w, "moved without a word of its old node", w.leaving, func(o v) { o.Spec.NodeName, o.Spec.Move = "node-2", nil }, movesNot),
 		changed(w, "moved elsewhere", w.leaving, func(o v) { o.Spec.NodeName, o.Spec.Move = "node-3", &v1alpha1.Move{Node: nodeName, Left: true} }, movesNot),
-		changed(w, "to another pool", w.leaving, func(o v) { away(o); o.Spec.Pool = "b" }, "a volume stays in pools of one name"),
+		changed(w, "to another pool, unasked", w.leaving, func(o v) { away(o); o.Spec.Pool, o.Spec.IDPool, o.Spec.Move.Pool = "b", "default", "default" }, poolOfMove),
+		changed(w, "to another pool, as another volume", w.leaving, func(o v) { away(o); o.Spec.Pool, o.Spec.Move.Pool = "b", "default" }, "the pool that the ID of a volume names does not change"),
+		changed(w, "to another pool, by an older controller", other, away, poolOfMove),
+		changed(w, "to another pool, without a word of its old one", other, func(o v) { cluster.Flip(o); o.Spec.Move.Pool = "" }, poolOfMove),
+		changed(w, "to another pool than asked for", other, func(o v) { cluster.Flip(o); o.Spec.Pool = "c" }, poolOfMove),
+		changed(w, "to another pool", other, next, ""),
+		changed(w, "to another pool of its node", w.shared, func(o v) { o.Spec.Pool, o.Spec.IDPool = "b", "default" }, poolOfMove),
+		changed(w, "to a third pool instead", other, func(o v) { o.Spec.Move.Pool = "c" }, "take the move back, and ask for another one"),
+		changed(w, "to its own pool instead", other, func(o v) { o.Spec.Move.Pool = "" }, "take the move back, and ask for another one"),
+		changed(w, "of another ID", w.shared, func(o v) { o.Spec.IDPool = "b" }, "the pool that the ID of a volume names does not change"),
 		changed(w, "left without having moved", w.leaving, func(o v) { o.Spec.Move.Left = true }, "spec.move.left is for a volume that has moved"),
 		changed(w, "moved on too early", left, func(o v) { o.Spec.Move = &v1alpha1.Move{Node: "node-3"} }, "it moves on when those are given back"),
 		changed(w, "moved back too early", left, func(o v) { o.Spec.NodeName, o.Spec.Move = nodeName, &v1alpha1.Move{Node: "node-2", Left: true} }, movesNot),

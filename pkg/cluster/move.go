@@ -12,7 +12,7 @@ import (
 // write; and what came and went before has left it another generation.
 func MayMove(v *v1alpha1.Volume) bool {
 	m, s := v.Spec.Move, v.Status.Move
-	return m != nil && !m.Left && s != nil && s.Node == m.Node && s.Copied != nil &&
+	return m != nil && !m.Left && s != nil && s.Node == m.Node && s.Pool == m.Pool && s.Copied != nil &&
 		copiedAsUsed(v, s.Copied.Claim) && len(v.Spec.Readers)+len(v.Status.Readers) == 0 && s.Copied.Generation == v.Generation &&
 		v.Status.Created != nil && v.Spec.Size <= v.Status.Size && s.Copied.Size == v.Status.Size &&
 		!v.Spec.Abandoned && !v1alpha1.Going(v)
@@ -37,14 +37,22 @@ func NextClaim(v *v1alpha1.Volume) int64 {
 	return last + 1
 }
 
-// Flip names the new node of a volume that moves in its object. Who uses it goes on by the next generation of its claim: what the old node gives it ends as that of any
+// Flip names the new node, and pool, of a volume that moves in its object. Who uses it goes on by the next generation of its claim: what the old node gives it ends as that of any
 // claim of before.
 func Flip(v *v1alpha1.Volume) {
 	if c := v.Spec.Claim; c != nil {
 		v.Spec.Claims = NextClaim(v)
 		c.Generation = v.Spec.Claims
 	}
-	v.Spec.NodeName, v.Spec.Move = v.Spec.Move.Node, &v1alpha1.Move{Node: v.Spec.NodeName, Left: true}
+	node, pool, named := v.Spec.Move.Node, v.MovePool(), v.Named()
+	left := &v1alpha1.Move{Node: v.Spec.NodeName, Left: true}
+	if pool != v.Spec.Pool {
+		left.Pool = v.Spec.Pool
+	}
+	v.Spec.NodeName, v.Spec.Pool, v.Spec.IDPool, v.Spec.Move = node, pool, "", left
+	if named != pool {
+		v.Spec.IDPool = named
+	}
 }
 
 // SnapshotMayMove is MayMove of a snapshot, which nobody changes: its new node has all bytes.

@@ -30,10 +30,16 @@ import (
 // movesTo asks for a volume to be moved to a node; empty: not any more.
 func (w *environment) movesTo(name, node string) {
 	w.Helper()
+	w.movesToPool(name, node, "")
+}
+
+// movesToPool is movesTo for a pool of another name.
+func (w *environment) movesToPool(name, node, pool string) {
+	w.Helper()
 	v := w.object(name)
 	before := v.DeepCopy()
 	if v.Spec.Move = nil; node != "" {
-		v.Spec.Move = &v1alpha1.Move{Node: node}
+		v.Spec.Move = &v1alpha1.Move{Node: node, Pool: pool}
 	}
 	check.OK(w, w.Patch(w.ctx, v, client.MergeFrom(before)))
 }

@@ -44,6 +44,12 @@ type carrier struct {
 // carried is a cluster of two nodes in a network, and a volume of the first that a third one uses, which moves it to the second. The controller, which would name that, is stopped.
 func carried(t *testing.T) (c *carrier, stop func()) {
 	t.Helper()
+	return carriedTo(t, "")
+}
+
+// carriedTo is carried to a pool of another name.
+func carriedTo(t *testing.T, pool string) (c *carrier, stop func()) {
+	t.Helper()
 	drivertest.NeedRoot(t)
 	w, network := newEnvironment(t), &remotetest.Network{}
 	a, b := w.begin(&machine{name: "node-1", ported: true, network: network}), w.begin(&machine{name: "node-2", ported: true, network: network})
@@ -61,7 +67,7 @@ func carried(t *testing.T) (c *carrier, stop func()) {
 	w.claimFor(v.ID, c.name)
 	_, err = c.home.Open(w.ctx, v.ID, 1)
 	check.OK(t, err)
-	w.movesTo("v", b.name)
+	w.movesToPool("v", b.name, pool)
 	w.movesays("v", "is used on node node-3")
 	t.Cleanup(func() {
 		for _, m := range []*machine{a, b} {
@@ -141,7 +147,7 @@ func (c *carrier) complete(room export.Opened) (sealed volume.Origin) {
 func (c *carrier) pin(v *v1alpha1.Volume, sealed volume.Origin) error {
 	before := v.DeepCopy()
 	if v.Status.Move == nil {
-		v.Status.Move = &v1alpha1.MoveStatus{Node: c.b.name}
+		v.Status.Move = &v1alpha1.MoveStatus{Node: c.b.name, Pool: v.Spec.Move.Pool}
 	}
 	v.Status.Move.Claim, v.Status.Move.Waits = v.Spec.Claim.Generation, false
 	v.Status.Move.Copied = &v1alpha1.MoveCopied{Generation: v.Generation, Claim: v.Spec.Claim.Generation, Sealed: metav1.NewMicroTime(sealed.Created), Size: v.Status.Size}

@@ -24,7 +24,7 @@ const ProvisionedPrefix = "pvc-"
 
 // VolumeID is the ID of the volume of an object.
 func VolumeID(v *v1alpha1.Volume) volume.ID {
-	return volume.ID{Kind: blockdev.Volume, Pool: v.Spec.Pool, Key: v.Name}
+	return volume.ID{Kind: blockdev.Volume, Pool: v.Named(), Key: v.Name}
 }
 
 // SnapshotID is the ID of the snapshot of an object.
@@ -37,10 +37,10 @@ func SourceOf(v *v1alpha1.Volume) volume.ID {
 	if v.Spec.Source == nil {
 		return volume.ID{}
 	}
-	return volume.ID{Kind: blockdev.Kind(v.Spec.Source.Kind), Pool: cmp.Or(v.Spec.Source.Pool, v.Spec.Pool), Key: v.Spec.Source.Key}
+	return volume.ID{Kind: blockdev.Kind(v.Spec.Source.Kind), Pool: cmp.Or(v.Spec.Source.Pool, v.Named()), Key: v.Spec.Source.Key}
 }
 
-// FromSource is the inverse of SourceOf, for a volume of a pool.
+// FromSource is the inverse of SourceOf, for a volume whose ID names a pool.
 func FromSource(source volume.ID, pool string) *v1alpha1.Source {
 	s := &v1alpha1.Source{Kind: string(source.Kind), Key: source.Key}
 	if source.Pool != pool {
@@ -63,7 +63,7 @@ func MemberName(group string, source volume.ID) string { return group + "\x00" +
 
 // SnapshotSource is the volume that a snapshot is of.
 func SnapshotSource(s *v1alpha1.Snapshot) volume.ID {
-	return volume.ID{Kind: blockdev.Volume, Pool: s.Spec.Pool, Key: s.Spec.Source}
+	return volume.ID{Kind: blockdev.Volume, Pool: s.SourceNamed(), Key: s.Spec.Source}
 }
 
 // SnapshotNamed is a Snapshot object that has no more than its name.
@@ -102,6 +102,7 @@ type Object interface {
 	Common() *v1alpha1.ObjectStatus
 	Node() string
 	In() string
+	Named() string
 	Strict() bool
 	May() *v1alpha1.Intent
 	Deleting() bool

@@ -40,7 +40,7 @@ func (l *Local) Claim(ctx context.Context, id ID, claim Claim) error {
 		l.mu.Unlock()
 		return fmt.Errorf("%w: node %s has %d volumes, the most it can have", errdefs.ErrLimit, l.node, l.limit)
 	}
-	l.claims[id.Pool]++
+	l.claims[v.Pool]++
 	l.mu.Unlock()
 	if err := l.setLabels(ctx, id, func(labels map[string]string) error {
 		labels[labelClaimNode], labels[labelClaimMode] = claim.Node, claim.Mode
@@ -49,7 +49,7 @@ func (l *Local) Claim(ctx context.Context, id ID, claim Claim) error {
 		}
 		return nil
 	}); err != nil {
-		l.unclaim(id.Pool)
+		l.unclaim(v.Pool)
 		return err
 	}
 	return nil
@@ -86,7 +86,7 @@ func (l *Local) Release(ctx context.Context, id ID, node string) error {
 	}); err != nil {
 		return err
 	}
-	l.unclaim(id.Pool)
+	l.unclaim(v.Pool)
 	return nil
 }
 

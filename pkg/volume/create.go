@@ -96,13 +96,13 @@ func (l *Local) Create(ctx context.Context, spec Spec) (Volume, error) {
 	if len(spec.Nodes) > 0 && !slices.Contains(spec.Nodes, l.node) {
 		return Volume{}, fmt.Errorf("%w: volumes of this store are on node %s, not on %v", errdefs.ErrNoSpace, l.node, spec.Nodes)
 	}
-	id, record, err := l.named(ctx, blockdev.Volume, spec.Name)
+	in, record, err := l.named(ctx, blockdev.Volume, spec.Name)
 	switch {
 	case err == nil && !unfinished(record):
-		v := fromRecord(id.Pool, l.node, record)
+		v := fromRecord(in.Name(), l.node, record)
 		return v, spec.Check(v)
-	case err == nil && !spec.Elsewhere(): // it was to be something else, and nobody ever saw it
-		err = l.dropUnfinished(ctx, id)
+	case err == nil && !spec.Elsewhere(l.placeOf(spec.Source)): // it was to be something else, and nobody ever saw it
+		err = l.dropUnfinished(ctx, in, record.Ref)
 	default:
 		err = errdefs.IgnoreNotFound(err)
 	}
@@ -177,7 +177,7 @@ func (l *Local) createCopy(ctx context.Context, spec Spec) (Volume, error) {
 	if err := spec.CheckSource(contentsOf(source.record)); err != nil {
 		return Volume{}, err
 	}
-	if spec.Elsewhere() {
+	if spec.Elsewhere(source.pool.Name()) {
 		return l.createElsewhere(ctx, spec)
 	}
 	create, err := newVolume(spec, source.pool, sizeOf(source.record))
@@ -185,6 +185,7 @@ func (l *Local) createCopy(ctx context.Context, spec Spec) (Volume, error) {
 		return Volume{}, err
 	}
 	create.Origin, create.Prepare = source.record.Ref, filesystem.Separate
+	labelOrigin(create.Labels, source.pool.Name(), spec.Source)
 	copyFormat(create.Labels, parseFormat(source.record.Labels[labelFormat]))
 	if spec.Encryption.Scheme != NotEncrypted {
 		header := parseHeader(source.record.Labels[labelHeader])
@@ -251,7 +252,7 @@ type origin struct {
 	record blockdev.Record
 }
 
-func (o origin) id() ID { return ID{o.record.Kind, o.pool.Name(), o.record.Key} }
+func (o origin) id() ID { return IDOf(o.pool.Name(), o.record) }
 
 // holdSource keeps a snapshot that is copied from being deleted with its group, of which the caller
 // need not know the members. ErrBusy while that is under way.
@@ -273,11 +274,11 @@ func (l *Local) source(ctx context.Context, id ID) (origin, error) {
 			return origin{}, err
 		}
 	}
-	pool, err := l.pool(id.Pool)
+	pool, ref, err := l.object(id, id.Kind)
 	if err != nil {
 		return origin{}, err
 	}
-	record, err := pool.Get(ctx, id.ref())
+	record, err := pool.Get(ctx, ref)
 	switch {
 	case err != nil || id.Kind != blockdev.Volume:
 	case unfinished(record):
@@ -291,27 +292,27 @@ func (l *Local) source(ctx context.Context, id ID) (origin, error) {
 // named looks in all open pools for the object of a name; errdefs.ErrNotFound if there is none. One that is in a pool that is not
 // open is not made twice if the retry names that pool, which is errdefs.ErrUnavailable then. Of a set of pools the retry is served by
 // another one: one disk that is missing must not keep all others from being used.
-func (l *Local) named(ctx context.Context, kind blockdev.Kind, name string) (ID, blockdev.Record, error) {
+func (l *Local) named(ctx context.Context, kind blockdev.Kind, name string) (blockdev.Pool, blockdev.Record, error) {
 	ref := blockdev.Ref{Kind: kind, Key: KeyOf(name)}
 	for _, pool := range l.openPools() {
 		record, err := pool.Get(ctx, ref)
 		if err == nil {
-			return ID{kind, pool.Name(), ref.Key}, record, nil
+			return pool, record, nil
 		}
 		if !errors.Is(err, errdefs.ErrNotFound) {
-			return ID{}, blockdev.Record{}, err
+			return nil, blockdev.Record{}, err
 		}
 	}
-	return ID{}, blockdev.Record{}, fmt.Errorf("%w: no %s named %q", errdefs.ErrNotFound, kind, name)
+	return nil, blockdev.Record{}, fmt.Errorf("%w: no %s named %q", errdefs.ErrNotFound, kind, name)
 }
 
 // Ephemeral returns the ephemeral volume that was made under a name.
 func (l *Local) Ephemeral(ctx context.Context, name string) (Volume, error) {
-	id, record, err := l.named(ctx, blockdev.Volume, name)
+	pool, record, err := l.named(ctx, blockdev.Volume, name)
 	if err != nil {
 		return Volume{}, err
 	}
-	v := fromRecord(id.Pool, l.node, record)
+	v := fromRecord(pool.Name(), l.node, record)
 	if v.Ephemeral == "" {
 		return Volume{}, fmt.Errorf("%w: %q is no ephemeral volume", errdefs.ErrNotFound, name)
 	}

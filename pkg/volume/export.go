@@ -381,7 +381,7 @@ func (l *Local) attachAgain(ctx context.Context, pool blockdev.Pool) (all []agai
 		if !is {
 			continue
 		}
-		one := again{id: ID{record.Kind, pool.Name(), record.Key}}
+		one := again{id: IDOf(pool.Name(), record)}
 		if err == nil {
 			one.Exported, one.device, err = l.attachOrEnd(ctx, pool, record, e)
 		}
@@ -588,7 +588,7 @@ func (l *Local) unusedHere(ctx context.Context, pool blockdev.Pool, ref blockdev
 
 // export brings about what the record of a volume says.
 func (l *Local) export(ctx context.Context, pool blockdev.Pool, record blockdev.Record, e export) (out Exported, err error) {
-	id := ID{record.Kind, pool.Name(), record.Key}
+	id := IDOf(pool.Name(), record)
 	defer func() {
 		if err != nil {
 			err = fmt.Errorf("export volume %s to %s: %w", id, e.Grant, err)
@@ -666,7 +666,7 @@ const nobodys = -1
 
 // unexportUnread ends the export of a volume whose record does not say to whom it is, which is why: that is what the kernel exports of it.
 func (l *Local) unexportUnread(ctx context.Context, pool blockdev.Pool, record blockdev.Record, generation int64, why error) error {
-	id := ID{record.Kind, pool.Name(), record.Key}
+	id := IDOf(pool.Name(), record)
 	exporter, _, err := l.exporter()
 	if err != nil {
 		return err
@@ -732,7 +732,7 @@ func (l *Local) unexportMissing(ctx context.Context, id ID) error {
 }
 
 func (l *Local) unexport(ctx context.Context, pool blockdev.Pool, record blockdev.Record, e export) (err error) {
-	id := ID{record.Kind, pool.Name(), record.Key}
+	id := IDOf(pool.Name(), record)
 	defer func() {
 		if err != nil {
 			err = fmt.Errorf("end the export of volume %s to %s: %w", id, e.Grant, err)

@@ -201,9 +201,14 @@ func (l *Local) remove(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref
 	record, err := pool.Get(ctx, ref)
 	switch {
 	case err == nil && schemeOf(record) != NotEncrypted && (unfinished(record) || parseHeader(record.Labels[labelHeader]).State != Blank):
-		return pool.Erase(ctx, ref)
+		err = pool.Erase(ctx, ref)
 	case err != nil && !errors.Is(err, errdefs.ErrNotFound) && !errors.Is(err, errdefs.ErrDataLoss): // nobody knows whether it is encrypted
 		return err
+	default:
+		err = pool.Delete(ctx, ref)
 	}
-	return pool.Delete(ctx, ref)
+	if err == nil {
+		l.gone(pool.Name(), record)
+	}
+	return err
 }

@@ -31,6 +31,8 @@ type Origin struct {
 	Contents
 	Format Format
 	Header Header
+	// Pool where the node that a volume moves from has it; empty: the driver there is one of before volumes were in pools that their IDs do not name.
+	Pool string
 	// Labels of the record of what moves, which is all of it and no copy; nil of what is copied.
 	Labels map[string]string
 	// Claims is how many claims of a volume that moves there had been when it was sealed.
@@ -97,15 +99,15 @@ func (l *Local) Import(ctx context.Context, spec Spec, from Origin) (Volume, err
 	if err != nil {
 		return Volume{}, err
 	}
-	id, record, err := l.named(ctx, blockdev.Volume, spec.Name)
+	in, record, err := l.named(ctx, blockdev.Volume, spec.Name)
 	switch {
 	case err == nil && !unfinished(record):
-		v := fromRecord(id.Pool, l.node, record)
+		v := fromRecord(in.Name(), l.node, record)
 		return v, spec.Check(v)
 	case err == nil:
-		if _, of := imported(record, from); of && spec.Check(fromRecord(id.Pool, l.node, record)) == nil {
-			pools = slices.DeleteFunc(slices.Clone(pools), func(p blockdev.Pool) bool { return p.Name() != id.Pool })
-		} else if err := l.dropUnfinished(ctx, id); err != nil { // nobody ever saw it
+		if _, of := imported(record, from); of && spec.Check(fromRecord(in.Name(), l.node, record)) == nil {
+			pools = slices.DeleteFunc(slices.Clone(pools), func(p blockdev.Pool) bool { return p.Name() != in.Name() })
+		} else if err := l.dropUnfinished(ctx, in, record.Ref); err != nil { // nobody ever saw it
 			return Volume{}, err
 		}
 	case !errors.Is(err, errdefs.ErrNotFound):
@@ -134,7 +136,7 @@ func (l *Local) importIn(ctx context.Context, spec Spec, pool blockdev.Pool, fro
 	})
 	if err != nil {
 		err = fmt.Errorf("copy %s to volume %q in pool %s: %w", from.ID, spec.Name, pool.Name(), err)
-		return Volume{}, errors.Join(err, l.giveUp(ctx, ID{blockdev.Volume, pool.Name(), record.Key}, err))
+		return Volume{}, errors.Join(err, l.giveUp(ctx, pool, record.Ref, err))
 	}
 	return fromRecord(pool.Name(), l.node, whole), nil
 }
@@ -244,13 +246,13 @@ func (l *Local) copyFrom(ctx context.Context, pool blockdev.Pool, record blockde
 }
 
 // giveUp removes a copy that failed for good; what may go on stays for the next call.
-func (l *Local) giveUp(ctx context.Context, id ID, cause error) error {
+func (l *Local) giveUp(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref, cause error) error {
 	if mayGoOn(cause) {
 		return nil
 	}
 	ctx, cancel := undoing.Context(ctx)
 	defer cancel()
-	return l.dropUnfinished(ctx, id)
+	return l.dropUnfinished(ctx, pool, ref)
 }
 
 // mayGoOn reports whether an error leaves something that the next call may go on with.
@@ -264,11 +266,7 @@ func mayGoOn(cause error) bool {
 }
 
 // dropUnfinished removes a copy that is not whole. What is whole stays.
-func (l *Local) dropUnfinished(ctx context.Context, id ID) error {
-	pool, ref, err := l.object(id, id.Kind)
-	if err != nil {
-		return err
-	}
+func (l *Local) dropUnfinished(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref) error {
 	record, err := pool.Get(ctx, ref)
 	if err != nil || !unfinished(record) {
 		return errdefs.IgnoreNotFound(err)
@@ -382,7 +380,7 @@ func (l *Local) createElsewhere(ctx context.Context, spec Spec) (Volume, error) 
 	if err != nil && mayGoOn(err) {
 		return v, err
 	}
-	return v, errors.Join(err, l.EndCut(ctx, spec.Source.Pool, key))
+	return v, errors.Join(err, l.EndCut(ctx, l.placeOf(spec.Source), key))
 }
 
 // cutName is the name of the snapshot that is cut for a copy of a volume in another pool, by the key of the copy.

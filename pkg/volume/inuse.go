@@ -198,10 +198,10 @@ func preparedSince(r blockdev.Record) time.Time {
 	return since
 }
 
-// Prepare makes room for a volume that moves here while it is used, as it is described, in a pool of the same name, and exports that for the user's next claim; to a
+// Prepare makes room for a volume that moves here while it is used, as it is described, in a pool, and exports that for the user's next claim; to a
 // user on this node nothing is exported. It reads as zeros: asked again it answers the same, but if the export has ended, or the volume was described again, it
 // is another one, and the one before goes. ErrPrecondition if what is here is of a later description. It is nobody's until Complete, and Arrive.
-func (l *Local) Prepare(ctx context.Context, name string, provisioning blockdev.Provisioning, from Origin, to Grant) (_ Exported, err error) {
+func (l *Local) Prepare(ctx context.Context, in, name string, provisioning blockdev.Provisioning, from Origin, to Grant) (_ Exported, err error) {
 	if err := from.checkMove(name); err != nil {
 		return Exported{}, err
 	}
@@ -211,8 +211,12 @@ func (l *Local) Prepare(ctx context.Context, name string, provisioning blockdev.
 	}
 	ctx, end := trace.Start(ctx, "prepare for a volume that moves here", "volume", from.ID.String())
 	defer func() { end(err) }()
-	pool, ref, err := l.object(from.ID, blockdev.Volume)
+	pool, err := l.pool(in)
 	if err != nil {
+		return Exported{}, err
+	}
+	ref := from.ID.ref()
+	if err := l.alone(ctx, from.ID, pool, from.Claims); err != nil {
 		return Exported{}, err
 	}
 	want := prepared{to.Generation, from.Created}
@@ -249,19 +253,19 @@ func (l *Local) replacePrepared(ctx context.Context, pool blockdev.Pool, record 
 		return fmt.Errorf("%w: node %s has made room for volume %s as it was at %v, and is asked to for %v, which was before", errdefs.ErrPrecondition, l.node, record.Key,
 			since, want.described)
 	}
-	return l.dropUnfinished(ctx, ID{record.Kind, pool.Name(), record.Key})
+	return l.dropUnfinished(ctx, pool, record.Ref)
 }
 
 // showPrepared exports what was prepared, if it is for another node. What cannot be used goes.
 func (l *Local) showPrepared(ctx context.Context, pool blockdev.Pool, record blockdev.Record, e export, from Origin) (out Exported, err error) {
-	id := ID{record.Kind, pool.Name(), record.Key}
+	id := IDOf(pool.Name(), record)
 	sector, err := sectorOf(ctx, pool, record.Ref)
 	if err == nil && sector > from.Sector {
 		err = fmt.Errorf("%w: the sectors of pool %s have %d bytes, those of volume %s %d, and what was made for these may not be used there", errdefs.ErrUnsupported,
 			pool.Name(), sector, id, from.Sector)
 	}
 	if err != nil {
-		return Exported{}, errors.Join(err, l.giveUp(ctx, id, err))
+		return Exported{}, errors.Join(err, l.giveUp(ctx, pool, record.Ref, err))
 	}
 	if e.Node == l.node {
 		return Exported{Grant: e.Grant, Size: record.Size, Record: record}, nil
@@ -269,15 +273,18 @@ func (l *Local) showPrepared(ctx context.Context, pool blockdev.Pool, record blo
 	return l.export(ctx, pool, record, e)
 }
 
-// Complete makes what was prepared for a user all of a volume that moves here, as it was sealed: from then on it is as if it had been brought. The user has mirrored
+// Complete makes what was prepared in a pool for a user all of a volume that moves here, as it was sealed: from then on it is as if it had been brought. The user has mirrored
 // it, and nothing is missing; nqn is that of the export it is connected to, empty on this node. What it wrote is durable then. ErrNotFound for what is not here, or is
 // another one.
-func (l *Local) Complete(ctx context.Context, from Origin, to Grant, nqn string) (err error) {
+func (l *Local) Complete(ctx context.Context, in string, from Origin, to Grant, nqn string) (err error) {
 	ctx, end := trace.Start(ctx, "complete a volume that moves here", "volume", from.ID.String())
 	defer func() { end(err) }()
 	pool, record, e, err := l.preparedFor(ctx, from.ID, to, nqn)
 	if err != nil {
 		return err
+	}
+	if pool.Name() != in {
+		return fmt.Errorf("%w: what was prepared for volume %s is in pool %s, and it is to be in pool %s", errdefs.ErrPrecondition, from.ID, pool.Name(), in)
 	}
 	if err := from.checkMove(record.Name, usedLabels...); err != nil {
 		return err
@@ -292,8 +299,10 @@ func (l *Local) Complete(ctx context.Context, from Origin, to Grant, nqn string)
 		return fmt.Errorf("sync what was copied of volume %s: %w", from.ID, err)
 	}
 	_, err = pool.SetLabels(ctx, record.Ref, func(labels map[string]string) error {
+		named := labels[labelPool]
 		clear(labels)
 		maps.Copy(labels, from.Labels)
+		setLabel(labels, labelPool, named)
 		labels[labelImport] = broughtLabel(record.Key, from.Created)
 		if to.Node != l.node {
 			labels[labelExport] = e.label()
@@ -357,10 +366,11 @@ func (l *Local) preparedFor(ctx context.Context, id ID, to Grant, nqn string) (b
 
 // DropPrepared removes what was prepared for a user of a volume, and exported by that name, or on this node by none. Anything else stays, and is no error.
 func (l *Local) DropPrepared(ctx context.Context, id ID, to Grant, nqn string) error {
-	if _, _, _, err := l.preparedFor(ctx, id, to, nqn); err != nil {
+	pool, record, _, err := l.preparedFor(ctx, id, to, nqn)
+	if err != nil {
 		return errdefs.IgnoreNotFound(err)
 	}
-	return l.dropUnfinished(ctx, id)
+	return l.dropUnfinished(ctx, pool, record.Ref)
 }
 
 // endPrepared ends what keeps something unfinished in use that was prepared for the user of a volume: its export, or the device that this node has of it.

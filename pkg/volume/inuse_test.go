@@ -26,10 +26,10 @@ type moving struct {
 	restart func()
 }
 
-func newMoving(t *testing.T) *moving {
+func newMoving(t *testing.T, other string) *moving {
 	t.Helper()
 	m := &moving{ka: newTarget(t), kb: newTarget(t), cluster: &stays{}}
-	homes := twoHomes(t)
+	homes := twoHomes(t, other)
 	m.restart = func() {
 		m.a, m.b = homes()
 		m.a.SetMoves(m.cluster)
@@ -76,7 +76,13 @@ func (m *moving) mirror(t *testing.T, to volume.Exported, ranges []blockdev.Exte
 // TestMoveInUse: a volume moves while another node uses it: what that has mirrored is nobody's before it is complete and arrives, and then all of the volume is there, with how it is used,
 // exported to that node by the same name all along, also after the new node's driver has started again.
 func TestMoveInUse(t *testing.T) {
-	m := newMoving(t)
+	for _, pool := range []string{"a", "b"} { // of the new node
+		t.Run(pool, func(t *testing.T) { moveInUse(t, pool) })
+	}
+}
+
+func moveInUse(t *testing.T, pool string) {
+	m := newMoving(t, pool)
 	check.OK(t, second(m.a.SwapLabels(t.Context(), m.v.ID, nil, map[string]string{"target": "/pod", "flags": "abc"})))
 	from, err := m.a.Describe(t.Context(), m.v.ID, 3)
 	check.OK(t, err)
@@ -90,9 +96,9 @@ func TestMoveInUse(t *testing.T) {
 		t.Errorf("%d bytes hold data: %v", total, ranges)
 	}
 	to := grant(4, "c")
-	room, err := m.b.Prepare(t.Context(), "source", blockdev.Thin, from, to)
+	room, err := m.b.Prepare(t.Context(), pool, "source", blockdev.Thin, from, to)
 	check.OK(t, err)
-	if again, err := m.b.Prepare(t.Context(), "source", blockdev.Thin, from, to); err != nil || again.NQN != room.NQN || again.Secret == "" || again.Secret != room.Secret {
+	if again, err := m.b.Prepare(t.Context(), pool, "source", blockdev.Thin, from, to); err != nil || again.NQN != room.NQN || again.Secret == "" || again.Secret != room.Secret {
 		t.Errorf("asked again it answers %v, %v; before %v", again, err, room)
 	}
 	fails(t, second(m.b.Get(t.Context(), m.v.ID)), errdefs.ErrNotFound, "Get of what is not complete")
@@ -109,8 +115,9 @@ func TestMoveInUse(t *testing.T) {
 		t.Errorf("sealed again it is %+v, %v; it was %+v", again, err, sealed)
 	}
 	exportedTo(t, m.a, m.ka, m.v.ID, grant(3, "c")) // its user goes on
+	fails(t, m.b.Complete(t.Context(), "c", sealed, to, room.NQN), errdefs.ErrPrecondition, "Complete of what is in another pool")
 	for range 2 {
-		check.OK(t, m.b.Complete(t.Context(), sealed, to, room.NQN))
+		check.OK(t, m.b.Complete(t.Context(), pool, sealed, to, room.NQN))
 		if here, err := m.b.Brought(t.Context(), m.v.ID, sealed.Created); !here || err != nil {
 			t.Errorf("it is all there: %v, %v", here, err)
 		}
@@ -128,7 +135,8 @@ func TestMoveInUse(t *testing.T) {
 	check.OK(t, m.a.Depart(t.Context(), m.v.ID, sealed.Created))
 	moved, err := m.b.Get(t.Context(), m.v.ID)
 	check.OK(t, err)
-	if moved.Target != "/pod" || moved.Flags != "abc" || !moved.Created.Equal(m.v.Created) || moved.Format.State != volume.Raw || moved.Sealed || moved.Exported != to {
+	if moved.Target != "/pod" || moved.Flags != "abc" || !moved.Created.Equal(m.v.Created) || moved.Format.State != volume.Raw || moved.Sealed || moved.Exported != to ||
+		moved.ID != m.v.ID || moved.Pool != pool {
 		t.Errorf("it is %+v", moved)
 	}
 	check.OK(t, m.b.Unexport(t.Context(), m.v.ID, 0))
@@ -138,11 +146,11 @@ func TestMoveInUse(t *testing.T) {
 // TestMoveInUsePrepared: what was prepared is replaced by what is described later, and by nothing else; and completed, or dropped, for the one who is connected to it, while it is what
 // that was told of.
 func TestMoveInUsePrepared(t *testing.T) {
-	m := newMoving(t)
+	m := newMoving(t, "a")
 	to := grant(4, "c")
 	prepare := func(from volume.Origin) volume.Exported {
 		t.Helper()
-		room, err := m.b.Prepare(t.Context(), "source", blockdev.Thin, from, to)
+		room, err := m.b.Prepare(t.Context(), "a", "source", blockdev.Thin, from, to)
 		check.OK(t, err)
 		if len(m.kb.exports) != 1 || m.kb.exports[room.NQN].Device == "" {
 			t.Errorf("it exports %v, and says %v", m.kb.exports, room)
@@ -169,7 +177,7 @@ func TestMoveInUsePrepared(t *testing.T) {
 	if string(head) != string(make([]byte, mib)) {
 		t.Error("it does not read as zeros")
 	}
-	fails(t, second(m.b.Prepare(t.Context(), "source", blockdev.Thin, former, to)), errdefs.ErrPrecondition, "Prepare of an earlier description")
+	fails(t, second(m.b.Prepare(t.Context(), "a", "source", blockdev.Thin, former, to)), errdefs.ErrPrecondition, "Prepare of an earlier description")
 	sealed, err := m.a.SealFor(t.Context(), m.v.ID, 3, grant(3, "c"))
 	check.OK(t, err)
 	if !sealed.Created.After(late.Created) {
@@ -177,10 +185,10 @@ func TestMoveInUsePrepared(t *testing.T) {
 	}
 	refused := func(when string) {
 		t.Helper()
-		fails(t, m.b.Complete(t.Context(), sealed, to, first.NQN), errdefs.ErrNotFound, when+": Complete of another export")
-		fails(t, m.b.Complete(t.Context(), sealed, grant(5, "c"), room.NQN), errdefs.ErrNotFound, when+": Complete of another claim")
-		fails(t, m.b.Complete(t.Context(), sealed, grant(4, "d"), room.NQN), errdefs.ErrNotFound, when+": Complete of another node")
-		fails(t, m.b.Complete(t.Context(), late, to, room.NQN), errdefs.ErrPrecondition, when+": Complete of an earlier seal")
+		fails(t, m.b.Complete(t.Context(), "a", sealed, to, first.NQN), errdefs.ErrNotFound, when+": Complete of another export")
+		fails(t, m.b.Complete(t.Context(), "a", sealed, grant(5, "c"), room.NQN), errdefs.ErrNotFound, when+": Complete of another claim")
+		fails(t, m.b.Complete(t.Context(), "a", sealed, grant(4, "d"), room.NQN), errdefs.ErrNotFound, when+": Complete of another node")
+		fails(t, m.b.Complete(t.Context(), "a", late, to, room.NQN), errdefs.ErrPrecondition, when+": Complete of an earlier seal")
 		check.OK(t, m.b.DropPrepared(t.Context(), m.v.ID, to, first.NQN))
 		check.OK(t, m.b.DropPrepared(t.Context(), m.v.ID, grant(5, "c"), room.NQN))
 		if m.kb.exports[room.NQN].Device == "" {
@@ -190,19 +198,19 @@ func TestMoveInUsePrepared(t *testing.T) {
 	refused("prepared")
 	grown := sealed
 	grown.Size += mib
-	fails(t, m.b.Complete(t.Context(), grown, to, room.NQN), errdefs.ErrPrecondition, "Complete of what has grown")
+	fails(t, m.b.Complete(t.Context(), "a", grown, to, room.NQN), errdefs.ErrPrecondition, "Complete of what has grown")
 	bad := sealed
 	bad.Labels = map[string]string{"export": "1"}
-	fails(t, m.b.Complete(t.Context(), bad, to, room.NQN), errdefs.ErrUnsupported, "Complete with a label that does not move")
-	check.OK(t, m.b.Complete(t.Context(), sealed, to, room.NQN))
+	fails(t, m.b.Complete(t.Context(), "a", bad, to, room.NQN), errdefs.ErrUnsupported, "Complete with a label that does not move")
+	check.OK(t, m.b.Complete(t.Context(), "a", sealed, to, room.NQN))
 	refused("complete")
-	fails(t, second(m.b.Prepare(t.Context(), "source", blockdev.Thin, from, to)), errdefs.ErrPrecondition, "Prepare over what is complete since")
+	fails(t, second(m.b.Prepare(t.Context(), "a", "source", blockdev.Thin, from, to)), errdefs.ErrPrecondition, "Prepare over what is complete since")
 	check.OK(t, m.b.DropPrepared(t.Context(), m.v.ID, to, room.NQN))
 	if here, err := m.b.Brought(t.Context(), m.v.ID, sealed.Created); here || err != nil || len(m.kb.exports) != 0 {
 		t.Errorf("dropped, it is there: %v, %v, %v", here, err, m.kb.exports)
 	}
 	check.OK(t, m.b.DropPrepared(t.Context(), m.v.ID, to, room.NQN))
-	fails(t, m.b.Complete(t.Context(), sealed, to, room.NQN), errdefs.ErrNotFound, "Complete of what is gone")
+	fails(t, m.b.Complete(t.Context(), "a", sealed, to, room.NQN), errdefs.ErrNotFound, "Complete of what is gone")
 
 	// A node that has started anew may have lost what it was given.
 	from, err = m.a.Describe(t.Context(), m.v.ID, 3)
@@ -212,7 +220,7 @@ func TestMoveInUsePrepared(t *testing.T) {
 	m.b.ServeExports(t.Context(), volume.Exporting{Boot: "2", Open: func() (volume.Exporter, error) { return m.kb, nil }, Key: nodeKey})
 	sealed, err = m.a.SealFor(t.Context(), m.v.ID, 3, grant(3, "c"))
 	check.OK(t, err)
-	fails(t, m.b.Complete(t.Context(), sealed, to, room.NQN), errdefs.ErrNotFound, "Complete after the machine's start")
+	fails(t, m.b.Complete(t.Context(), "a", sealed, to, room.NQN), errdefs.ErrNotFound, "Complete after the machine's start")
 	from, err = m.a.Describe(t.Context(), m.v.ID, 3)
 	check.OK(t, err)
 	prepare(from)
@@ -225,17 +233,17 @@ func TestMoveInUsePrepared(t *testing.T) {
 
 // TestMoveInUseHere: to a user on the new node nothing is exported.
 func TestMoveInUseHere(t *testing.T) {
-	m := newMoving(t)
+	m := newMoving(t, "a")
 	from, err := m.a.Describe(t.Context(), m.v.ID, 3)
 	check.OK(t, err)
-	room, err := m.b.Prepare(t.Context(), "source", blockdev.Thin, from, grant(4, node))
+	room, err := m.b.Prepare(t.Context(), "a", "source", blockdev.Thin, from, grant(4, node))
 	check.OK(t, err)
 	if room.NQN != "" || room.Size != m.v.Size || len(m.kb.exports) != 0 {
 		t.Errorf("it is %v, and exports %v", room, m.kb.exports)
 	}
 	sealed, err := m.a.SealFor(t.Context(), m.v.ID, 3, grant(3, "c"))
 	check.OK(t, err)
-	check.OK(t, m.b.Complete(t.Context(), sealed, grant(4, node), ""))
+	check.OK(t, m.b.Complete(t.Context(), "a", sealed, grant(4, node), ""))
 	check.OK(t, m.b.Arrive(t.Context(), m.v.ID))
 	if have, err := m.b.Get(t.Context(), m.v.ID); err != nil || have.Exported != (volume.Grant{}) {
 		t.Errorf("it is %+v, %v", have, err)
@@ -244,7 +252,7 @@ func TestMoveInUseHere(t *testing.T) {
 
 // TestSealedForUser: what is sealed for its user changes only if it stays, whoever changes it; and that is no seal of a volume that nobody uses.
 func TestSealedForUser(t *testing.T) {
-	m := newMoving(t)
+	m := newMoving(t, "a")
 	user := grant(3, "c")
 	for name, other := range map[string]volume.Grant{"another claim": grant(4, "c"), "another node": grant(3, "d"), "its own node": grant(3, node)} {
 		fails(t, second(m.a.SealFor(t.Context(), m.v.ID, 3, other)), errdefs.ErrPrecondition, "SealFor of "+name)

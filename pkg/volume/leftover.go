@@ -21,7 +21,7 @@ type Leftover struct {
 
 // LeftoverOf returns what a record of a pool is a leftover of; false if it is none.
 func LeftoverOf(pool string, r blockdev.Record) (left Leftover, is bool) {
-	left = Leftover{ID{r.Kind, pool, r.Key}, r.Labels[labelCutFor], r.Created}
+	left = Leftover{IDOf(pool, r), r.Labels[labelCutFor], r.Created}
 	if unfinished(r) {
 		left.For = r.Key
 	}
@@ -54,7 +54,11 @@ func (l *Local) DropLeftover(ctx context.Context, left Leftover) error {
 	if left.ID.Kind == blockdev.Snapshot && !left.Comes() {
 		return l.EndCut(ctx, left.ID.Pool, left.For)
 	}
-	return l.dropUnfinished(ctx, left.ID)
+	pool, ref, err := l.object(left.ID, left.ID.Kind)
+	if err != nil {
+		return err
+	}
+	return l.dropUnfinished(ctx, pool, ref)
 }
 
 // leftoverTime is how long DropOldLeftovers keeps a leftover that nobody asked for again.

@@ -47,6 +47,7 @@ type Local struct {
 	looks      map[string]*looking // for an overview, by the names of the pools
 	freezing   map[ID]bool         // volumes whose freeze nobody waits for any more, and the kernel is not through with
 	lifted     map[ID]bool         // volumes whose limits are lifted for the moment of a freeze
+	places     map[ID]string       // the pools of those whose IDs name other ones
 
 	exports exports
 	moves   Moves // nil outside of a cluster
@@ -75,7 +76,7 @@ func NewLocal(ctx context.Context, node string, pools []blockdev.Pool, mounts *m
 	}
 	l := &Local{node: node, pools: pools, mounts: mounts, stacks: device.New(), limit: limit, longestFreeze: time.Minute, patience: patience,
 		looks: map[string]*looking{}, arrived: map[string]blockdev.Pool{}, placed: map[string]placement{}, inquiries: map[string]*inquiry{},
-		claims: map[string]int64{}, incomplete: map[string]bool{}, tooLong: map[ID]time.Time{}, freezing: map[ID]bool{}, lifted: map[ID]bool{},
+		claims: map[string]int64{}, incomplete: map[string]bool{}, tooLong: map[ID]time.Time{}, freezing: map[ID]bool{}, lifted: map[ID]bool{}, places: map[ID]string{},
 		exports: exports{failed: map[ID]error{}, given: map[ID]string{}}}
 	for _, pool := range pools {
 		if late, ok := pool.(deferred); ok {
@@ -123,7 +124,7 @@ func (l *Local) object(id ID, kind blockdev.Kind) (blockdev.Pool, blockdev.Ref, 
 	if id.Kind != kind {
 		return nil, blockdev.Ref{}, fmt.Errorf("%w: %s is a %s, not a %s", errdefs.ErrNotFound, id, id.Kind, kind)
 	}
-	pool, err := l.pool(id.Pool)
+	pool, err := l.pool(l.placeOf(id))
 	return pool, id.ref(), err
 }
 
@@ -141,8 +142,15 @@ func (l *Local) Delete(ctx context.Context, id ID) error {
 	if err != nil {
 		return errdefs.IgnoreNotFound(err)
 	}
+	return l.delete(ctx, pool, ref)
+}
+
+// delete is Delete for what a pool has.
+func (l *Local) delete(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref) error {
+	id := ID{ref.Kind, pool.Name(), ref.Key}
 	record, err := pool.Get(ctx, ref)
 	if err == nil {
+		id = IDOf(pool.Name(), record)
 		if node := record.Labels[labelClaimNode]; node != "" {
 			return fmt.Errorf("%w: volume %s is claimed by node %s; unpublish it first", errdefs.ErrInUse, id, node)
 		}
@@ -178,18 +186,18 @@ func (l *Local) Get(ctx context.Context, id ID) (Volume, error) {
 	return fromRecord(pool.Name(), l.node, record), nil
 }
 
-// list walks the records of a kind in some pools in the order of their IDs (which is that of the
-// pools' names, then of the keys), from the one after the given ID on, until visit
-// says that it has enough.
+// list walks the records of a kind in some pools in the order of their places (the pools' names, then the keys), from
+// the one after the given ID on, until visit says that it has enough.
 func (l *Local) list(ctx context.Context, pools []blockdev.Pool, kind blockdev.Kind, after ID, limit int, visit func(pool string, r blockdev.Record) (more bool)) error {
 	pools = slices.Clone(pools)
 	slices.SortFunc(pools, func(a, b blockdev.Pool) int { return strings.Compare(a.Name(), b.Name()) })
+	last := l.placeOf(after)
 	for _, pool := range pools {
 		key := ""
-		if pool.Name() < after.Pool {
+		if pool.Name() < last {
 			continue
 		}
-		if pool.Name() == after.Pool {
+		if pool.Name() == last {
 			key = after.Key
 		}
 		if more, err := listPool(ctx, pool, kind, key, limit, visit); err != nil || !more {

@@ -35,7 +35,8 @@ type Moves interface {
 func (l *Local) SetMoves(m Moves) { l.moves = m }
 
 // homeLabels are those of a record that are about its use on its node, and do not move.
-var homeLabels = []string{labelClaimNode, labelClaimMode, labelClaimRO, labelTarget, labelFlags, labelFrozen, labelExport, labelRead, labelImport, labelSealed}
+var homeLabels = []string{labelClaimNode, labelClaimMode, labelClaimRO, labelTarget, labelFlags, labelFrozen, labelExport, labelRead, labelImport, labelSealed,
+	labelPool}
 
 // usedLabels are those of them that are about the use that goes on when a volume moves while it is used.
 var usedLabels = []string{labelTarget, labelFlags}
@@ -125,7 +126,7 @@ func sectorOf(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref) (sector
 
 // describe is a volume as the origin of a move, without its bytes.
 func (l *Local) describe(ctx context.Context, pool blockdev.Pool, record blockdev.Record) (Origin, error) {
-	id := ID{record.Kind, pool.Name(), record.Key}
+	id := IDOf(pool.Name(), record)
 	sector, err := sectorOf(ctx, pool, record.Ref)
 	if err != nil {
 		return Origin{}, err
@@ -135,10 +136,8 @@ func (l *Local) describe(ctx context.Context, pool blockdev.Pool, record blockde
 	if labels[labelMade] == "" {
 		labels[labelMade] = record.Created.UTC().Format(time.RFC3339Nano)
 	}
-	if labels[labelSource] == "" && record.Origin != (blockdev.Ref{}) {
-		labels[labelSource] = ID{record.Origin.Kind, pool.Name(), record.Origin.Key}.String()
-	}
-	return Origin{ID: id, Size: record.Size, Sector: sector, Contents: contentsOf(record),
+	setLabel(labels, labelSource, sourceOf(pool.Name(), record).String())
+	return Origin{ID: id, Pool: pool.Name(), Size: record.Size, Sector: sector, Contents: contentsOf(record),
 		Format: parseFormat(record.Labels[labelFormat]), Header: parseHeader(record.Labels[labelHeader]), Labels: labels}, nil
 }
 
@@ -236,13 +235,19 @@ func (l *Local) Depart(ctx context.Context, id ID, sealed time.Time) error {
 	if err != nil {
 		return errdefs.IgnoreNotFound(err)
 	}
+	return l.depart(ctx, pool, record, sealed)
+}
+
+// depart is Depart for what a pool has.
+func (l *Local) depart(ctx context.Context, pool blockdev.Pool, record blockdev.Record, sealed time.Time) error {
+	id := IDOf(pool.Name(), record)
 	if s, err := sealOf(record); err != nil || !s.since.Equal(sealed) {
 		return fmt.Errorf("%w: volume %s of node %s was used after it had moved, or is another one; its bytes stay here", errdefs.ErrPrecondition, id, l.node)
 	}
 	if err := l.unusedHere(ctx, pool, record.Ref); err != nil {
 		return err
 	}
-	return l.Delete(ctx, id)
+	return l.delete(ctx, pool, record.Ref)
 }
 
 // broughtLabel is importLabel of a volume that moves, all of whose bytes are here.
@@ -275,27 +280,31 @@ func (l *Local) Brought(ctx context.Context, id ID, sealed time.Time) (bool, err
 // dropLeft removes what is here of a volume that had left this node, which was taken for gone then: it is sealed, and its home has counted as many claims since, or more.
 // ErrExists for anything else.
 func (l *Local) dropLeft(ctx context.Context, pool blockdev.Pool, record blockdev.Record, claims int64) error {
-	id := ID{record.Kind, pool.Name(), record.Key}
+	id := IDOf(pool.Name(), record)
 	s, err := sealOf(record)
 	if err != nil || s.claims > claims {
 		return fmt.Errorf("%w: pool %s of node %s has a volume %s of its own", errdefs.ErrExists, pool.Name(), l.node, id)
 	}
-	return l.Depart(ctx, id, s.since)
+	return l.depart(ctx, pool, record, s.since)
 }
 
-// Bring copies the bytes of a volume that moves here to a pool of the same name. They are nobody's until Arrive; a call that comes after one that was cut short goes on
+// Bring copies the bytes of a volume that moves here to a pool, whatever pool its ID names. They are nobody's until Arrive; a call that comes after one that was cut short goes on
 // where that stopped, if they are sealed as they were then. The caller has the lock of the volume.
-func (l *Local) Bring(ctx context.Context, name string, provisioning blockdev.Provisioning, from Origin) error {
+func (l *Local) Bring(ctx context.Context, in, name string, provisioning blockdev.Provisioning, from Origin) error {
 	if err := from.checkMove(name); err != nil {
 		return err
 	}
-	return l.bring(ctx, name, provisioning, from)
+	return l.bring(ctx, in, name, provisioning, from)
 }
 
 // bring is Bring of a volume, or of a snapshot.
-func (l *Local) bring(ctx context.Context, name string, provisioning blockdev.Provisioning, from Origin) error {
-	pool, ref, err := l.object(from.ID, from.ID.Kind)
+func (l *Local) bring(ctx context.Context, in, name string, provisioning blockdev.Provisioning, from Origin) error {
+	pool, err := l.pool(in)
 	if err != nil {
+		return err
+	}
+	ref := from.ID.ref()
+	if err := l.alone(ctx, from.ID, pool, from.Claims); err != nil {
 		return err
 	}
 	record, err := pool.Get(ctx, ref)
@@ -305,7 +314,7 @@ func (l *Local) bring(ctx context.Context, name string, provisioning blockdev.Pr
 	case err == nil && !of:
 		switch {
 		case unfinished(record):
-			err = l.dropUnfinished(ctx, from.ID)
+			err = l.dropUnfinished(ctx, pool, ref)
 		case ref.Kind == blockdev.Snapshot:
 			err = fmt.Errorf("%w: pool %s of node %s has a snapshot %s of its own", errdefs.ErrExists, pool.Name(), l.node, from.ID)
 		default:
@@ -326,7 +335,7 @@ func (l *Local) bring(ctx context.Context, name string, provisioning blockdev.Pr
 	})
 	if err != nil {
 		err = fmt.Errorf("bring %s to pool %s: %w", from.ID, pool.Name(), err)
-		return errors.Join(err, l.giveUp(ctx, from.ID, err))
+		return errors.Join(err, l.giveUp(ctx, pool, ref, err))
 	}
 	return nil
 }
@@ -343,6 +352,10 @@ func (l *Local) beginMove(ctx context.Context, pool blockdev.Pool, name string, 
 
 // createMoved makes the object of what moves here, as zeros.
 func (l *Local) createMoved(ctx context.Context, pool blockdev.Pool, name string, provisioning blockdev.Provisioning, from Origin, labels map[string]string) (blockdev.Record, error) {
+	if from.ID.Pool != pool.Name() {
+		labels[labelPool] = from.ID.Pool
+	}
+	l.Locate(from.ID, pool.Name())
 	g := pool.Granularity()
 	return l.create(ctx, pool, blockdev.Spec{Ref: from.ID.ref(), Name: name, Size: (from.Size + g - 1) / g * g,
 		Provisioning: provisioning, Sector: from.Sector, Labels: labels})

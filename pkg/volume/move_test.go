@@ -30,8 +30,8 @@ func (s *stays) Stays(_ context.Context, _ volume.ID, used int64) error {
 
 func (s *stays) IsHere(context.Context, volume.ID) error { return s.err }
 
-// twoHomes are two nodes with a pool of one name, each over its own storage; restart starts them, the first time or again.
-func twoHomes(t *testing.T) (restart func() (a, b *volume.Local)) {
+// twoHomes are two nodes with a pool each, of the first a, and of the second another name; restart starts them, the first time or again.
+func twoHomes(t *testing.T, other string) (restart func() (a, b *volume.Local)) {
 	t.Helper()
 	urls := twoPools(t)
 	var opened []blockdev.Pool
@@ -45,7 +45,7 @@ func twoHomes(t *testing.T) (restart func() (a, b *volume.Local)) {
 	return func() (a, b *volume.Local) {
 		closed()
 		for _, name := range []string{"a", "b"} {
-			pool, err := pools.Open(t.Context(), "a", urls[name])
+			pool, err := pools.Open(t.Context(), map[string]string{"a": "a", "b": other}[name], urls[name])
 			check.OK(t, err)
 			opened = append(opened, pool)
 		}
@@ -56,7 +56,7 @@ func twoHomes(t *testing.T) (restart func() (a, b *volume.Local)) {
 // TestMoveGoesOn: what a node has of a volume that moves there is nobody's before it arrives; after a start the next call goes on where the last one stopped, unless the volume was
 // used meanwhile.
 func TestMoveGoesOn(t *testing.T) {
-	restart := twoHomes(t)
+	restart := twoHomes(t, "a")
 	a, b := restart()
 	v, _ := withContents(t, a)
 	read, sealed := int64(0), time.Time{}
@@ -64,7 +64,7 @@ func TestMoveGoesOn(t *testing.T) {
 		from, err := a.Seal(t.Context(), v.ID, 3)
 		check.OK(t, err)
 		if !used {
-			fails(t, b.Bring(t.Context(), "source", blockdev.Thin, stopping(from, 6*mib, errdefs.ErrUnavailable, &read)), errdefs.ErrUnavailable, "an origin that goes away")
+			fails(t, b.Bring(t.Context(), "a", "source", blockdev.Thin, stopping(from, 6*mib, errdefs.ErrUnavailable, &read)), errdefs.ErrUnavailable, "an origin that goes away")
 			fails(t, second(b.Get(t.Context(), v.ID)), errdefs.ErrNotFound, "Get of what is not all there")
 			fails(t, b.Arrive(t.Context(), v.ID), errdefs.ErrNotFound, "Arrive of what is not all there")
 			a, b = restart()
@@ -82,12 +82,12 @@ func TestMoveGoesOn(t *testing.T) {
 			t.Errorf("used meanwhile: %v; it was sealed at %v, and is at %v", used, sealed, from.Created)
 		}
 		sealed = from.Created
-		check.OK(t, b.Bring(t.Context(), "source", blockdev.Thin, stopping(from, gib, nil, &read)))
+		check.OK(t, b.Bring(t.Context(), "a", "source", blockdev.Thin, stopping(from, gib, nil, &read)))
 		if went := read > 300*mib; went == used {
 			t.Errorf("used meanwhile: %v; it is read from byte %d on", used, read)
 		}
 		read = -1
-		check.OK(t, b.Bring(t.Context(), "source", blockdev.Thin, stopping(from, gib, nil, &read)))
+		check.OK(t, b.Bring(t.Context(), "a", "source", blockdev.Thin, stopping(from, gib, nil, &read)))
 		if read != -1 {
 			t.Errorf("all was there, and it is read from byte %d on", read)
 		}
@@ -108,7 +108,7 @@ func TestMoveGoesOn(t *testing.T) {
 
 // TestMoveSealed: what is sealed is used again only if it stays, and what is not sealed does not depart.
 func TestMoveSealed(t *testing.T) {
-	a, b := twoHomes(t)()
+	a, b := twoHomes(t, "a")()
 	v, _ := withContents(t, a)
 	fails(t, a.Depart(t.Context(), v.ID, time.Time{}), errdefs.ErrPrecondition, "Depart of what is not sealed")
 	from, err := a.Seal(t.Context(), v.ID, 3)
@@ -145,28 +145,28 @@ func TestMoveSealed(t *testing.T) {
 	} {
 		bad := from
 		change(&bad)
-		fails(t, b.Bring(t.Context(), "source", blockdev.Thin, bad), errdefs.ErrUnsupported, name)
+		fails(t, b.Bring(t.Context(), "a", "source", blockdev.Thin, bad), errdefs.ErrUnsupported, name)
 	}
 	// What is there of that name, and whole, stays.
 	own, err := b.Create(t.Context(), volume.Spec{Name: "source", Size: volume.Range{Required: mib}})
 	check.OK(t, err)
-	fails(t, b.Bring(t.Context(), "source", blockdev.Thin, from), errdefs.ErrExists, "Bring over a volume")
+	fails(t, b.Bring(t.Context(), "a", "source", blockdev.Thin, from), errdefs.ErrExists, "Bring over a volume")
 	if have, err := b.Get(t.Context(), own.ID); err != nil || have.Size != mib {
 		t.Errorf("its own is %+v, %v", have, err)
 	}
 }
 
-// TestLVMMove: a volume moves from each kind of pool to each other, whatever sizes that has.
+// TestLVMMove: a volume moves from each kind of pool to each other, which has another name, whatever sizes that has.
 func TestLVMMove(t *testing.T) {
 	urls := kindURLs(t)
 	text := drivertest.Content{Seed: "text", Offset: 5*mib + 4096, Size: 3 * mib}
 	homes := map[string]*volume.Local{}
 	for kind, url := range urls {
-		homes[kind] = start(t, 0, open(t, "p", url))
+		homes[kind] = start(t, 0, open(t, kind, url))
 		homes[kind].SetMoves(&stays{})
 	}
 	at := "plain"
-	v, err := homes[at].Create(t.Context(), volume.Spec{Name: "v", Pool: "p", Size: volume.Range{Required: 16*mib + 4096}})
+	v, err := homes[at].Create(t.Context(), volume.Spec{Name: "v", Pool: at, Size: volume.Range{Required: 16*mib + 4096}})
 	check.OK(t, err)
 	device, err := homes[at].AttachRaw(t.Context(), v, nil, true)
 	check.OK(t, err)
@@ -175,12 +175,12 @@ func TestLVMMove(t *testing.T) {
 	for _, to := range []string{"linear", "plain", "thin", "linear", "xfs", "thin", "plain", "xfs", "linear", "thin", "xfs", "plain"} {
 		from, err := homes[at].Seal(t.Context(), v.ID, 3)
 		check.OK(t, err)
-		check.OK(t, homes[to].Bring(t.Context(), "v", "", from))
+		check.OK(t, homes[to].Bring(t.Context(), to, "v", "", from))
 		check.OK(t, homes[to].Arrive(t.Context(), v.ID))
 		check.OK(t, homes[at].Depart(t.Context(), v.ID, from.Created))
 		moved, err := homes[to].Get(t.Context(), v.ID)
 		check.OK(t, err)
-		if moved.Size < v.Size || moved.Size >= v.Size+8*mib || !moved.Created.Equal(v.Created) {
+		if moved.Size < v.Size || moved.Size >= v.Size+8*mib || moved.ID != v.ID || moved.Pool != to || !moved.Created.Equal(v.Created) {
 			t.Errorf("from %s to %s: it is %+v", at, to, moved)
 		}
 		device, err := homes[to].AttachRaw(t.Context(), moved, nil, false)
@@ -203,17 +203,17 @@ func TestLVMMove(t *testing.T) {
 
 // TestMoveBack: a node that was taken for gone when a volume had left it has its old bytes still. When the volume moves back they give way, but only to bytes of as many claims.
 func TestMoveBack(t *testing.T) {
-	a, b := twoHomes(t)()
+	a, b := twoHomes(t, "a")()
 	v, _ := withContents(t, a)
 	from, err := a.Seal(t.Context(), v.ID, 3)
 	check.OK(t, err)
-	check.OK(t, b.Bring(t.Context(), "source", blockdev.Thin, from))
+	check.OK(t, b.Bring(t.Context(), "a", "source", blockdev.Thin, from))
 	check.OK(t, b.Arrive(t.Context(), v.ID))
 	for _, claims := range []int64{2, 4} {
 		want := map[int64]error{2: errdefs.ErrExists}[claims]
 		back, err := b.Seal(t.Context(), v.ID, claims)
 		check.OK(t, err)
-		if err := a.Bring(t.Context(), "source", blockdev.Thin, back); !errors.Is(err, want) {
+		if err := a.Bring(t.Context(), "a", "source", blockdev.Thin, back); !errors.Is(err, want) {
 			t.Errorf("back after %d claims: %v, want %v", claims, err, want)
 		}
 	}

@@ -39,7 +39,7 @@ func (l *Local) OpenMove(ctx context.Context, id ID) (Origin, error) {
 	return from, err
 }
 
-// BringSnapshot is Bring of a snapshot. One that is here already, cut at the same moment, is all there is to bring.
+// BringSnapshot is Bring of a snapshot, to the pool that its ID names. One that is here already, cut at the same moment, is all there is to bring.
 func (l *Local) BringSnapshot(ctx context.Context, name string, from Origin) error {
 	if err := from.check(); err != nil {
 		return err
@@ -50,7 +50,7 @@ func (l *Local) BringSnapshot(ctx context.Context, name string, from Origin) err
 	if err := from.checkLabels(func(label string) bool { return slices.Contains(movedOfSnapshots, label) }); err != nil {
 		return err
 	}
-	return l.bring(ctx, name, blockdev.AnyProvisioning, from)
+	return l.bring(ctx, from.ID.Pool, name, blockdev.AnyProvisioning, from)
 }
 
 // isCut reports whether a record is of a snapshot that is whole, and was cut at a moment.

@@ -19,7 +19,7 @@ import (
 // TestSnapshotMoves: what a node has of a snapshot that moves there is nobody's before it arrives; after a start the next call goes on where the last one stopped. Then it is the
 // snapshot that it was, without its volume, and moves on.
 func TestSnapshotMoves(t *testing.T) {
-	restart := twoHomes(t)
+	restart := twoHomes(t, "a")
 	a, b := restart()
 	v, was := withContents(t, a)
 	from, err := a.OpenMove(t.Context(), was.ID)
@@ -72,7 +72,7 @@ func TestSnapshotMoves(t *testing.T) {
 
 // TestSnapshotMovesRefused: what is another snapshot is neither taken for what has moved, nor removed as that; what is cut again is brought anew.
 func TestSnapshotMovesRefused(t *testing.T) {
-	a, b := twoHomes(t)()
+	a, b := twoHomes(t, "a")()
 	v, was := withContents(t, a)
 	from, err := a.OpenMove(t.Context(), was.ID)
 	check.OK(t, err)
@@ -137,7 +137,7 @@ func TestSnapshotMovesLeftovers(t *testing.T) {
 
 // TestGroupMoves: the members of a group move one by one. A start keeps what is on either node, and what has not arrived is no part of the group.
 func TestGroupMoves(t *testing.T) {
-	restart := twoHomes(t)
+	restart := twoHomes(t, "a")
 	a, b := restart()
 	v, _ := withContents(t, a)
 	other, err := a.Create(t.Context(), volume.Spec{Name: "other", Pool: "a", Provisioning: blockdev.Thin, Size: volume.Range{Required: mib}})

@@ -214,14 +214,18 @@ func (l *Local) snapshotsOverview(ctx context.Context, pool blockdev.Pool, in *o
 func (l *Local) addProgress(o *overview.Overview, c progress.Copy) {
 	ref := blockdev.ParseRef(c.Subject)
 	id, far := ID{ref.Kind, c.Pool, ref.Key}.String(), &overview.Progress{Done: c.Done, Total: c.Total}
+	is := func(pool, id string) bool {
+		of, err := ParseID(id)
+		return err == nil && pool == c.Pool && of.ref() == ref
+	}
 	for i := range o.Volumes {
-		if o.Volumes[i].ID == id { // it grows
+		if v := &o.Volumes[i]; is(v.Pool, v.ID) { // it grows
 			o.Volumes[i].Progress = far
 			return
 		}
 	}
 	for i := range o.Snapshots {
-		if o.Snapshots[i].ID == id { // it is read, for what changed
+		if s := &o.Snapshots[i]; is(s.Pool, s.ID) { // it is read, for what changed
 			o.Snapshots[i].Progress = far
 			return
 		}

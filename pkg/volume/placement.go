@@ -94,9 +94,9 @@ const (
 	CopiesAnywhere Copies = "anywhere"
 )
 
-// Elsewhere reports whether the volume is a copy of what is in another pool than those that it may be in.
-func (s Spec) Elsewhere() bool {
-	return s.Source != (ID{}) && s.Pool != "" && !poolset.Set(s.Pool).Has(s.Source.Pool)
+// Elsewhere reports whether the volume is a copy of what is in another pool than those that it may be in; source is the pool that has it.
+func (s Spec) Elsewhere(source string) bool {
+	return s.Source != (ID{}) && s.Pool != "" && !poolset.Set(s.Pool).Has(source)
 }
 
 // placement is where a volume is being made.

@@ -132,7 +132,7 @@ func (l *Local) beginReading(ctx context.Context, pool blockdev.Pool, record blo
 	}
 	if !is {
 		if err := l.settle(ctx, pool, record); err != nil {
-			return reading{}, fmt.Errorf("have volume %s read by many: %w", ID{record.Kind, pool.Name(), record.Key}, err)
+			return reading{}, fmt.Errorf("have volume %s read by many: %w", IDOf(pool.Name(), record), err)
 		}
 		word := make([]byte, 8)
 		_, _ = rand.Read(word) // it never fails
@@ -286,7 +286,7 @@ func (l *Local) endAllReading(ctx context.Context, id ID) error {
 func (l *Local) endReading(ctx context.Context, pool blockdev.Pool, record blockdev.Record, keep func(generation int64) bool, here bool) (err error) {
 	defer func() {
 		if err != nil {
-			err = fmt.Errorf("end what reads volume %s: %w", ID{record.Kind, pool.Name(), record.Key}, err)
+			err = fmt.Errorf("end what reads volume %s: %w", IDOf(pool.Name(), record), err)
 		}
 	}()
 	exporter, how, err := l.exporter()

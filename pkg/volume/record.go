@@ -32,7 +32,8 @@ const (
 	labelGroupSize  = "group.size"
 	labelGroupWhole = "group.whole" // all of the group was cut: a member that is missing was lost
 	labelMutable    = "mutable."    // + key
-	labelSource     = "source"      // of a copy of what is in another pool, and of what has moved: its ID
+	labelPool       = "pool"        // that the ID names, if that is not the pool of the record
+	labelSource     = "source"      // of a copy of what is in another pool, of what is of a volume whose ID names another one, and of what has moved: the ID of that
 	labelImport     = "import"      // how far such a copy is that is not whole: see importLabel
 	labelCutFor     = "cut.for"     // key of the volume that a snapshot was cut for, to be copied to another pool, or its own while it moves here; it is nobody else's
 	labelExport     = "export"      // to whom it is exported, until that has ended: see export
@@ -54,7 +55,7 @@ func setLabel(labels map[string]string, key, value string) {
 
 // fromRecord reads a volume out of its record.
 func fromRecord(pool, node string, r blockdev.Record) Volume {
-	v := Volume{ID: ID{r.Kind, pool, r.Key}, Name: r.Name, Size: sizeOf(r), Thin: r.Thin, Node: node, Created: r.Created,
+	v := Volume{ID: IDOf(pool, r), Pool: pool, Name: r.Name, Size: sizeOf(r), Thin: r.Thin, Source: sourceOf(pool, r), Node: node, Created: r.Created,
 		Filesystem: filesystem.Type(r.Labels[labelFilesystem]), Format: parseFormat(r.Labels[labelFormat]),
 		Encryption: Encryption{schemeOf(r), r.Labels[labelDiscards] != ""}, Header: parseHeader(r.Labels[labelHeader]),
 		Access: Access(r.Labels[labelAccess]), HomeTimeout: homeTimeoutOf(r.Labels[labelTimeout]),
@@ -62,12 +63,6 @@ func fromRecord(pool, node string, r blockdev.Record) Volume {
 		Claim:     Claim{Node: r.Labels[labelClaimNode], ReadOnly: r.Labels[labelClaimRO] != "", Mode: r.Labels[labelClaimMode]},
 		Ephemeral: r.Labels[labelEphemeral], Target: r.Labels[labelTarget], Flags: r.Labels[labelFlags], Mutable: map[string]string{},
 		For: Requester{r.Labels[labelNamespace], r.Labels[labelClaim], r.Labels[labelPV]}}
-	if r.Origin != (blockdev.Ref{}) {
-		v.Source = ID{r.Origin.Kind, pool, r.Origin.Key}
-	}
-	if id, err := ParseID(r.Labels[labelSource]); err == nil {
-		v.Source = id
-	}
 	if e, is, err := exportOf(r); is && err == nil {
 		v.Exported = e.Grant
 	}
@@ -86,11 +81,8 @@ func fromRecord(pool, node string, r blockdev.Record) Volume {
 }
 
 func snapshotFromRecord(pool, node string, r blockdev.Record) Snapshot {
-	s := Snapshot{ID: ID{r.Kind, pool, r.Key}, Name: r.Name, Source: ID{r.Origin.Kind, pool, r.Origin.Key},
+	s := Snapshot{ID: IDOf(pool, r), Name: r.Name, Source: sourceOf(pool, r),
 		Size: sizeOf(r), Scheme: schemeOf(r), Created: r.Created, Group: GroupID{r.Labels[labelGroup]}, Node: node}
-	if id, err := ParseID(r.Labels[labelSource]); err == nil {
-		s.Source = id
-	}
 	if cut, err := time.Parse(time.RFC3339Nano, r.Labels[labelMade]); err == nil {
 		s.Created = cut
 	}
@@ -139,9 +131,12 @@ func (l *Local) setLabels(ctx context.Context, id ID, change func(map[string]str
 func (l *Local) changeLabels(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref, change func(map[string]string) error) (record blockdev.Record, err error) {
 	for range 2 {
 		used := false
+		var id ID
 		record, err = pool.SetLabels(ctx, ref, func(labels map[string]string) error {
-			s, err := sealOf(blockdev.Record{Ref: ref, Labels: labels})
+			now := blockdev.Record{Ref: ref, Labels: labels}
+			s, err := sealOf(now)
 			if used = err == nil && s.used != 0; used {
+				id = IDOf(pool.Name(), now)
 				return fmt.Errorf("%w: volume %s is about to move", errdefs.ErrUnavailable, ref.Key)
 			}
 			return change(labels)
@@ -149,7 +144,7 @@ func (l *Local) changeLabels(ctx context.Context, pool blockdev.Pool, ref blockd
 		if !used {
 			break
 		}
-		if err := l.unseal(ctx, ID{ref.Kind, pool.Name(), ref.Key}); err != nil {
+		if err := l.unseal(ctx, id); err != nil {
 			return record, err
 		}
 	}

@@ -17,6 +17,9 @@ import (
 
 // recover makes a pool ready to be used, which nobody else uses yet.
 func (l *Local) recover(ctx context.Context, pool blockdev.Pool) error {
+	if err := l.recoverPlaces(ctx, pool); err != nil { // by which all that follows is found
+		return err
+	}
 	if err := l.stacks.Recover(ctx, pool); err != nil { // first: a suspended device also holds up who looks at its filesystem
 		return err
 	}

@@ -50,7 +50,7 @@ func (l *Local) snapshot(ctx context.Context, o origin, name string, labels map[
 
 // existing finds the snapshot of a name, and makes sure that it is of the source.
 func (l *Local) existing(ctx context.Context, name string, source ID) (Snapshot, error) {
-	id, record, err := l.named(ctx, blockdev.Snapshot, name)
+	pool, record, err := l.named(ctx, blockdev.Snapshot, name)
 	if errors.Is(err, errdefs.ErrNotFound) {
 		return Snapshot{}, nil
 	}
@@ -58,11 +58,11 @@ func (l *Local) existing(ctx context.Context, name string, source ID) (Snapshot,
 		return Snapshot{}, err
 	}
 	if unfinished(record) {
-		return Snapshot{}, fmt.Errorf("%w: snapshot %s is being moved here", errdefs.ErrUnavailable, id)
+		return Snapshot{}, fmt.Errorf("%w: snapshot %s is being moved here", errdefs.ErrUnavailable, IDOf(pool.Name(), record))
 	}
-	have := snapshotFromRecord(id.Pool, l.node, record)
+	have := snapshotFromRecord(pool.Name(), l.node, record)
 	if have.Name != name || have.Source != source {
-		return Snapshot{}, fmt.Errorf("%w: snapshot %q (%s) is of volume %s, not %s", errdefs.ErrExists, name, id, have.Source, source)
+		return Snapshot{}, fmt.Errorf("%w: snapshot %q (%s) is of volume %s, not %s", errdefs.ErrExists, name, have.ID, have.Source, source)
 	}
 	return have, nil
 }
@@ -83,6 +83,7 @@ func (l *Local) cut(ctx context.Context, o origin, name string, quiesced bool, d
 	for key, value := range labels {
 		all[key] = value
 	}
+	labelOrigin(all, o.pool.Name(), o.id())
 	return l.create(ctx, o.pool, blockdev.Spec{
 		Ref: blockdev.Ref{Kind: blockdev.Snapshot, Key: KeyOf(name)}, Name: name, Size: o.record.Size, Provisioning: blockdev.ProvisioningOf(o.record.Thin),
 		Origin: o.record.Ref, Quiesced: quiesced, Cut: done, Labels: all,

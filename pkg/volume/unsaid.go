@@ -84,7 +84,7 @@ func (l *Local) endNobodys(ctx context.Context, exporter Exporter, key, nqn stri
 			err = l.detach(ctx, stack)
 		}
 		if err != nil && !errors.Is(err, errdefs.ErrInUse) {
-			return fmt.Errorf("detach volume %s, which is exported to nobody: %w", ID{record.Kind, pool.Name(), key}, err)
+			return fmt.Errorf("detach volume %s, which is exported to nobody: %w", IDOf(pool.Name(), record), err)
 		}
 	}
 	return nil

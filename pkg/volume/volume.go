@@ -84,7 +84,9 @@ type Differ interface {
 
 // Volume is a volume as it is.
 type Volume struct {
-	ID         ID
+	ID ID
+	// Pool of the node where it is. Its ID may name another one.
+	Pool       string
 	Name       string
 	Size       int64 // bytes
 	Thin       bool

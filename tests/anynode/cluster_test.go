@@ -55,13 +55,21 @@ type nodes struct {
 	kube       client.Client
 	controller *process.Driver
 	agents     map[string]*process.Driver
-	secret     string // passphrase of the volumes that are made; empty: they are not encrypted
+	more       map[string][]string // flags of agents
+	secret     string              // passphrase of the volumes that are made; empty: they are not encrypted
 }
 
 func newNodes(t testing.TB) *nodes {
 	t.Helper()
+	return newNodesWith(t, nil)
+}
+
+// newNodesWith is newNodes, whose agents have more flags.
+func newNodesWith(t testing.TB, more map[string][]string) *nodes {
+	t.Helper()
 	drivertest.NeedNVMe(t)
 	c, program, api := newCluster(t)
+	c.more = more
 	c.network = newNetwork(t, api)
 	for _, name := range append([]string{home}, consumers...) {
 		c.agents[name] = c.agent(program, name)
@@ -124,8 +132,8 @@ func (c *nodes) flags(name, address, api, pool string) []string {
 	config := server.Agent(c, name)
 	config.Host = "https://" + api
 	check.OK(c, server.KubeconfigIn(config, apitest.Namespace, kubeconfig))
-	return []string{"serve", "--mode=node", "--node-id=" + name, "--kubeconfig=" + kubeconfig, "--agent-endpoint=" + address + ":9812",
-		"--remote-address=" + address, fmt.Sprintf("--remote-tls=%t", drivertest.WithTLS()), "--pool=default=file://" + pool + "?create=1&reservePercent=0", "-v=4"}
+	return append([]string{"serve", "--mode=node", "--node-id=" + name, "--kubeconfig=" + kubeconfig, "--agent-endpoint=" + address + ":9812",
+		"--remote-address=" + address, fmt.Sprintf("--remote-tls=%t", drivertest.WithTLS()), "--pool=default=file://" + pool + "?create=1&reservePercent=0", "-v=4"}, c.more[name]...)
 }
 
 // held is the file with which the agent of a node that starts is held.

@@ -54,14 +54,14 @@ type goingOn struct {
 }
 
 // writtenTo makes a volume, and has a node use it.
-func (c *nodes) writtenTo(name, user, filesystem string, encrypted bool) *goingOn {
+func (c *nodes) writtenTo(name, user, filesystem string, encrypted bool, edit ...func(*csi.CreateVolumeRequest)) *goingOn {
 	c.Helper()
 	u := &goingOn{user: user, content: drivertest.Content{Seed: name, Size: 4 * mib}}
-	u.volume = c.create(name, filesystem, func(r *csi.CreateVolumeRequest) {
+	u.volume = c.create(name, filesystem, append(edit, func(r *csi.CreateVolumeRequest) {
 		if encrypted {
 			r.Parameters["encryption"] = "luks2"
 		}
-	})
+	})...)
 	if encrypted {
 		u.of.Secrets = map[string]string{"passphrase": "a passphrase"}
 	}

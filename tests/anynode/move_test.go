@@ -45,9 +45,15 @@ func (v *volume) object() *v1alpha1.Volume {
 // move asks for the volume to be moved to a node.
 func (v *volume) move(node string) {
 	v.Helper()
+	v.moveTo(node, "")
+}
+
+// moveTo asks for the volume to be moved to a pool of a node.
+func (v *volume) moveTo(node, pool string) {
+	v.Helper()
 	now := v.object()
 	before := now.DeepCopy()
-	now.Spec.Move = &v1alpha1.Move{Node: node}
+	now.Spec.Move = &v1alpha1.Move{Node: node, Pool: pool}
 	check.OK(v, v.kube.Patch(v.Context(), now, client.MergeFrom(before)))
 }
 

@@ -19,13 +19,13 @@ const (
 )
 
 // ID of the volume, as CSI has it.
-func (v *Volume) ID() string { return "vol." + v.Spec.Pool + "." + v.Name }
+func (v *Volume) ID() string { return "vol." + v.Named() + "." + v.Name }
 
 // ID of the snapshot, as CSI has it.
 func (s *Snapshot) ID() string { return "snap." + s.Spec.Pool + "." + s.Name }
 
 // SourceID is the ID of the volume that it is of.
-func (s *Snapshot) SourceID() string { return "vol." + s.Spec.Pool + "." + s.Spec.Source }
+func (s *Snapshot) SourceID() string { return "vol." + s.SourceNamed() + "." + s.Spec.Source }
 
 // ID of the group snapshot, as CSI has it.
 func (g *Group) ID() string { return "group." + g.Key }

@@ -16,6 +16,12 @@ func (v *Volume) Node() string { return v.Spec.NodeName }
 // In is the pool of that node.
 func (v *Volume) In() string { return v.Spec.Pool }
 
+// Named is the pool that its ID names.
+func (v *Volume) Named() string { return cmp.Or(v.Spec.IDPool, v.Spec.Pool) }
+
+// MovePool is the pool of the node of its move.
+func (v *Volume) MovePool() string { return cmp.Or(v.Spec.Move.Pool, v.Spec.Pool) }
+
 // Common is the part of the status that volumes and snapshots share.
 func (s *Snapshot) Common() *ObjectStatus { return &s.Status.ObjectStatus }
 
@@ -24,6 +30,12 @@ func (s *Snapshot) Node() string { return s.Spec.NodeName }
 
 // In is the pool of that node.
 func (s *Snapshot) In() string { return s.Spec.Pool }
+
+// Named is the pool that its ID names.
+func (s *Snapshot) Named() string { return s.Spec.Pool }
+
+// SourceNamed is the pool that the ID of its volume names.
+func (s *Snapshot) SourceNamed() string { return cmp.Or(s.Spec.SourcePool, s.Spec.Pool) }
 
 // Is reports whether a condition is there, and has a status of True, False or Unknown.
 func (s *ObjectStatus) Is(condition, status string) bool {
@@ -48,7 +60,7 @@ func (s *ObjectStatus) Refused(generation int64) *Failure {
 func (v *Volume) Strict() bool { return v.Spec.Encryption != "" || v.Spec.Access != "" }
 
 // Strict: it is another thing without a field that older definitions do not know.
-func (s *Snapshot) Strict() bool { return s.Spec.Encryption != "" }
+func (s *Snapshot) Strict() bool { return s.Spec.Encryption != "" || s.Spec.SourcePool != "" }
 
 // May is what may be done to its bytes.
 func (v *Volume) May() *Intent { return &v.Spec.Intent }

@@ -148,6 +148,9 @@ type Volume struct {
 // +kubebuilder:validation:XValidation:rule="!has(self.delete) || !has(self.move)",message="a volume that is to be deleted does not move"
 // +kubebuilder:validation:XValidation:rule="!has(self.move) || self.move.node != self.nodeName",message="the volume is on that node"
 // +kubebuilder:validation:XValidation:rule="self.nodeName == oldSelf.nodeName || has(oldSelf.move) && !(has(oldSelf.move.left) && oldSelf.move.left) && oldSelf.move.node == self.nodeName && has(self.move) && (has(self.move.left) && self.move.left) && self.move.node == oldSelf.nodeName && has(self.claim) == has(oldSelf.claim) && (!has(self.claim) || self.claim.node == oldSelf.claim.node && self.claim.mode == oldSelf.claim.mode && has(self.claim.readOnly) == has(oldSelf.claim.readOnly) && has(self.claim.generation) && has(oldSelf.claim.generation) && self.claim.generation == oldSelf.claim.generation + 1) && !has(self.readers) && !has(oldSelf.readers)",message="a volume moves only to the node of spec.move, and while nobody uses it, or with the next generation of the claim that uses it"
+// +kubebuilder:validation:XValidation:rule="(has(self.idPool) ? self.idPool : self.pool) == (has(oldSelf.idPool) ? oldSelf.idPool : oldSelf.pool)",message="the pool that the ID of a volume names does not change"
+// +kubebuilder:validation:XValidation:rule="self.nodeName == oldSelf.nodeName ? self.pool == oldSelf.pool : !has(oldSelf.move) || self.pool == (has(oldSelf.move.pool) ? oldSelf.move.pool : oldSelf.pool) && has(self.move) && (has(self.move.pool) ? self.move.pool : self.pool) == oldSelf.pool",message="a volume moves only to the pool of spec.move, and to another pool only of another node"
+// +kubebuilder:validation:XValidation:rule="!has(self.move) || !has(oldSelf.move) || self.nodeName != oldSelf.nodeName || self.move.node != oldSelf.move.node || (has(self.move.pool) ? self.move.pool : self.pool) == (has(oldSelf.move.pool) ? oldSelf.move.pool : oldSelf.pool)",message="the pool that a volume moves to does not change: take the move back, and ask for another one"
 // +kubebuilder:validation:XValidation:rule="!(has(self.move) && (has(self.move.left) && self.move.left)) || has(oldSelf.move) && (has(oldSelf.move.left) && oldSelf.move.left) && self.move.node == oldSelf.move.node || self.nodeName != oldSelf.nodeName",message="spec.move.left is for a volume that has moved"
 // +kubebuilder:validation:XValidation:rule="!(has(oldSelf.move) && (has(oldSelf.move.left) && oldSelf.move.left)) || !has(self.move) || (has(self.move.left) && self.move.left)",message="the node that the volume has left still has its bytes; it moves on when those are given back"
 type VolumeSpec struct {
@@ -155,10 +158,13 @@ type VolumeSpec struct {
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=253
 	NodeName string `json:"nodeName"`
-	// Pool of that node.
+	// Pool of that node, which has the volume.
 	// +kubebuilder:validation:Pattern=`^[a-z0-9]([-a-z0-9]{0,22}[a-z0-9])?$`
-	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="a volume stays in pools of one name: its ID has that"
 	Pool string `json:"pool"`
+	// IDPool is the pool that the volume's ID names, for good, if that is another one: the volume was made in one of that name, and has moved.
+	// +optional
+	// +kubebuilder:validation:Pattern=`^[a-z0-9]([-a-z0-9]{0,22}[a-z0-9])?$`
+	IDPool string `json:"idPool,omitempty"`
 	// Name is the CSI name.
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=256
@@ -297,6 +303,10 @@ type Move struct {
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=253
 	Node string `json:"node"`
+	// Pool of that node, if it has another name than that which has the volume now; a snapshot stays in pools of one name.
+	// +optional
+	// +kubebuilder:validation:Pattern=`^[a-z0-9]([-a-z0-9]{0,22}[a-z0-9])?$`
+	Pool string `json:"pool,omitempty"`
 	// Left: it has moved, from that node.
 	// +optional
 	Left bool `json:"left,omitempty"`
@@ -389,6 +399,10 @@ type MoveStatus struct {
 	// Node is that of spec.move that the rest is about, before the volume has moved: the new one.
 	// +kubebuilder:validation:MaxLength=253
 	Node string `json:"node"`
+	// Pool is that of spec.move, as Node is. An agent that does not know of moves to pools of other names does not say it.
+	// +optional
+	// +kubebuilder:validation:MaxLength=24
+	Pool string `json:"pool,omitempty"`
 	// Claim is the generation of the claim whose node says the rest, as it copies the volume while it uses it; without it, the new node does.
 	// +optional
 	// +kubebuilder:validation:Minimum=1
@@ -561,10 +575,11 @@ type Snapshot struct {
 //
 // +kubebuilder:validation:XValidation:rule="self.nodeName == oldSelf.nodeName || has(oldSelf.move) && !(has(oldSelf.move.left) && oldSelf.move.left) && oldSelf.move.node == self.nodeName && has(self.move) && (has(self.move.left) && self.move.left) && self.move.node == oldSelf.nodeName",message="a snapshot moves only to the node of spec.move"
 // +kubebuilder:validation:XValidation:rule="!has(self.move) || self.move.node != self.nodeName",message="the snapshot is on that node"
+// +kubebuilder:validation:XValidation:rule="!has(self.move) || !has(self.move.pool)",message="a snapshot stays in pools of one name: its ID has that"
 // +kubebuilder:validation:XValidation:rule="!has(self.delete) || !has(self.move)",message="a snapshot that is to be deleted does not move"
 // +kubebuilder:validation:XValidation:rule="!(has(self.move) && (has(self.move.left) && self.move.left)) || has(oldSelf.move) && (has(oldSelf.move.left) && oldSelf.move.left) && self.move.node == oldSelf.move.node || self.nodeName != oldSelf.nodeName",message="spec.move.left is for a snapshot that has moved"
 // +kubebuilder:validation:XValidation:rule="!(has(oldSelf.move) && (has(oldSelf.move.left) && oldSelf.move.left)) || !has(self.move) || (has(self.move.left) && self.move.left)",message="the node that the snapshot has left still has its bytes; it moves on when those are given back"
-// +kubebuilder:validation:XValidation:rule="has(self.group) == has(oldSelf.group) && has(self.encryption) == has(oldSelf.encryption)",message="a snapshot does not change"
+// +kubebuilder:validation:XValidation:rule="has(self.group) == has(oldSelf.group) && has(self.encryption) == has(oldSelf.encryption) && has(self.sourcePool) == has(oldSelf.sourcePool)",message="a snapshot does not change"
 type SnapshotSpec struct {
 	// NodeName is the node that has the snapshot: that on which it was cut, or to which it has moved.
 	// +kubebuilder:validation:MinLength=1
@@ -583,6 +598,11 @@ type SnapshotSpec struct {
 	// +kubebuilder:validation:Pattern=`^[0-9a-f]{32}$`
 	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="a snapshot does not change"
 	Source string `json:"source"`
+	// SourcePool is the pool that the ID of the volume names, if that is another one.
+	// +optional
+	// +kubebuilder:validation:Pattern=`^[a-z0-9]([-a-z0-9]{0,22}[a-z0-9])?$`
+	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="a snapshot does not change"
+	SourcePool string `json:"sourcePool,omitempty"`
 	// Encryption of the volume, and so of the snapshot; without it that is not encrypted.
 	// +optional
 	// +kubebuilder:validation:Enum=luks2

@@ -29,6 +29,8 @@ import (
 type Carried interface {
 	Attached(ctx context.Context, id volume.ID) ([]blockdev.Device, error)
 	Seats(ctx context.Context, id volume.ID) (home, away bool, err error)
+	// Grow: see volume.Local.
+	Grow(ctx context.Context, id volume.ID, key volume.Key) (volume.Volume, error)
 	Mirrors(ctx context.Context) ([]volume.ID, error)
 	Mirrored(ctx context.Context, id volume.ID) (volume.Mirrored, bool, error)
 	Mirror(ctx context.Context, id volume.ID, to blockdev.Device, data func(context.Context) ([]blockdev.Extent, error)) error
@@ -87,6 +89,7 @@ type carrier struct {
 // carriage is what is known of a volume that is carried, beside what the kernel and the object say. It is forgotten with the process.
 type carriage struct {
 	to     string    // the new home, which this process has had prepare its leg; empty: that was one of before, or there is none
+	pool   string    // of spec.move then
 	sure   bool      // the object does not say that both homes have all, and nobody is about to write that
 	tries  int       // copies that were ended
 	rest   time.Time // when the next one may begin

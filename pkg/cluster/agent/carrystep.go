@@ -138,6 +138,9 @@ func (c *carrier) begin(ctx context.Context, now *passage) error {
 	if !c.asks(v) || v.Generation != now.v.Generation || v.Spec.Size > v.Status.Size || v.Status.Created == nil {
 		return fmt.Errorf("%w: the object of volume %s says something else by now", errdefs.ErrBusy, now.id)
 	}
+	if err := c.withVolume(now.id.Key, false, func() error { return c.whole(ctx, now) }); err != nil {
+		return err
+	}
 	of := move.Of{ID: now.id, Claim: v.Spec.Claim.Generation, Object: v.Generation}
 	old, next := c.oldHome(v.Spec.NodeName), c.newHome(v.Spec.Move.Node)
 	from, err := old.Describe(ctx, of)
@@ -162,8 +165,18 @@ func (c *carrier) begin(ctx context.Context, now *passage) error {
 		c.leave(ctx, now, v.Spec.Move.Node, of, room.NQN)
 		return err
 	}
-	c.note(now.id.Key, func(k *carriage) { k.to, k.sure = v.Spec.Move.Node, true })
+	c.note(now.id.Key, func(k *carriage) { k.to, k.pool, k.sure = v.Spec.Move.Node, v.Spec.Move.Pool, true })
 	klog.FromContext(ctx).Info("A volume moves while it is used here", "id", now.id.String(), "from", v.Spec.NodeName, "to", v.Spec.Move.Node)
+	return nil
+}
+
+// whole brings the seat of a volume to the volume's size: that is larger if it has moved, while it was used, to a pool that has coarser sizes. What is above the header of an
+// encrypted one stays smaller until it is staged again, with its key.
+func (c *carrier) whole(ctx context.Context, now *passage) error {
+	_, err := c.volumes.Grow(ctx, now.id, nil)
+	if err != nil && !errors.Is(err, volume.ErrNoKey) {
+		return fmt.Errorf("bring the devices of volume %s on node %s to its size: %w", now.id, c.local.Node(), err)
+	}
 	return nil
 }
 
@@ -279,10 +292,10 @@ func (c *carrier) hasMoved(ctx context.Context, now *passage) (moved, known bool
 
 // broken is why a mirror cannot go on, if it cannot.
 func (c *carrier) broken(now *passage) error {
-	to := c.knownOf(now.id.Key).to
+	known := c.knownOf(now.id.Key)
 	v := now.v
 	switch {
-	case !c.asks(v) || v.Spec.Claim.Generation != now.generation || to != "" && v.Spec.Move.Node != to:
+	case !c.asks(v) || v.Spec.Claim.Generation != now.generation || known.to != "" && (v.Spec.Move.Node != known.to || v.Spec.Move.Pool != known.pool):
 		return fmt.Errorf("%w: volume %s does not move there any more", errdefs.ErrBusy, now.id)
 	case now.away:
 		return fmt.Errorf("%w: node %s, to which it is copied, is away; the copy begins anew when it is back", errdefs.ErrUnavailable, v.Spec.Move.Node)

@@ -38,7 +38,7 @@ func (a *Agent) Claimed(ctx context.Context, id volume.ID, readOnly bool) (_ vol
 		if apierrors.IsNotFound(err) {
 			return volume.Claim{}, a.isElsewhere(ctx, id)
 		}
-		if err != nil || v.Spec.Pool != id.Pool {
+		if err != nil || v.Named() != id.Pool {
 			return volume.Claim{}, false
 		}
 		claim := cluster.ClaimOn(v, a.local.Node())

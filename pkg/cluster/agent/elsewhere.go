@@ -10,7 +10,6 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/keylock"
-	"github.com/ashlar-csi/ashlar/internal/overview"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
@@ -70,7 +69,7 @@ func (a *Agent) fetch(ctx context.Context, v *v1alpha1.Volume, spec volume.Spec)
 	failed := func(err error) error {
 		return fmt.Errorf("fetch %s from node %s: %w", spec.Source, v.Spec.Source.NodeName, err)
 	}
-	agent, err := a.agentOf(ctx, v.Spec.Source.NodeName, spec.Source.Pool)
+	agent, err := a.agentOf(ctx, v.Spec.Source.NodeName)
 	if err != nil {
 		return volume.Volume{}, failed(err)
 	}
@@ -107,18 +106,15 @@ func (a *Agent) askedStill(ctx context.Context, v *v1alpha1.Volume) error {
 }
 
 // agentOf connects to the agent of a pool of another node. ErrUnavailable if it does not say where it is: it may do so later.
-func (a *Agent) agentOf(ctx context.Context, node, pool string) (grpc.ClientConnInterface, error) {
+func (a *Agent) agentOf(ctx context.Context, node string) (grpc.ClientConnInterface, error) {
 	if a.options.Agents == nil {
 		return nil, fmt.Errorf("%w: this agent calls no other ones: start the driver of node %s with --agent-endpoint", errdefs.ErrUnavailable, a.local.Node())
 	}
-	p, there, err := poolNow(ctx, a.kube.Live, overview.PoolName(node, pool))
+	at, err := a.endpoint(ctx, node)
 	if err != nil {
 		return nil, err
 	}
-	if !there || p.Status.Agent == nil {
-		return nil, fmt.Errorf("%w: the agent of pool %s has no port: start the driver of node %s with --agent-endpoint", errdefs.ErrUnavailable, p.Name, node)
-	}
-	return a.options.Agents.Agent(node, *p.Status.Agent)
+	return a.options.Agents.Agent(node, at)
 }
 
 // OpenCopy opens what a copy on another node is made of, or what moves there, for the agent of that node: it is a transfer.Source. A volume is cut first, and what

@@ -143,8 +143,11 @@ func (m *Moving) Prepare(ctx context.Context, of move.Of, from volume.Origin) (o
 		if pinned(v) {
 			return fmt.Errorf("%w: volume %s is all here, and about to move", errdefs.ErrPrecondition, of.ID)
 		}
+		if err := knowsPools(v, from); err != nil {
+			return err
+		}
 		defer m.Changed()
-		out, err := m.local.Prepare(ctx, v.Spec.Name, blockdev.Provisioning(v.Spec.Provisioning), from, to)
+		out, err := m.local.Prepare(ctx, v.MovePool(), v.Spec.Name, blockdev.Provisioning(v.Spec.Provisioning), from, to)
 		if err != nil {
 			return fmt.Errorf("make room for volume %s on node %s: %w", of.ID, m.local.Node(), err)
 		}
@@ -157,7 +160,9 @@ func (m *Moving) Prepare(ctx context.Context, of move.Of, from volume.Origin) (o
 
 // Complete: see move.New.
 func (m *Moving) Complete(ctx context.Context, of move.Of, nqn string, from volume.Origin) error {
-	return m.coming(ctx, of, func(_ *v1alpha1.Volume, to volume.Grant) error { return m.local.Complete(ctx, from, to, nqn) })
+	return m.coming(ctx, of, func(v *v1alpha1.Volume, to volume.Grant) error {
+		return m.local.Complete(ctx, v.MovePool(), from, to, nqn)
+	})
 }
 
 // Drop: see move.New.

@@ -119,6 +119,7 @@ func (a *Agent) reconcileMove(ctx context.Context, r request) (reconcile.Result,
 	if err := a.moves.Cache.Get(ctx, client.ObjectKey{Name: r.key}, v); err != nil {
 		return reconcile.Result{}, client.IgnoreNotFound(err)
 	}
+	a.locate(v)
 	switch m := v.Spec.Move; {
 	case m == nil || m.Node != a.local.Node() || v.Spec.NodeName == a.local.Node():
 		return reconcile.Result{}, nil
@@ -163,8 +164,11 @@ func (a *Agent) writeMove(ctx context.Context, v *v1alpha1.Volume, edit func(*v1
 	if v.Spec.Move.Left {
 		node = v.Spec.NodeName
 	}
-	if s := v.Status.Move; s == nil || !v.Spec.Move.Left && s.Node != node {
+	if s := v.Status.Move; s == nil || !v.Spec.Move.Left && (s.Node != node || s.Pool != v.Spec.Move.Pool) {
 		v.Status.Move = &v1alpha1.MoveStatus{Node: node}
+		if !v.Spec.Move.Left {
+			v.Status.Move.Pool = v.Spec.Move.Pool
+		}
 	}
 	edit(v.Status.Move)
 	if equality.Semantic.DeepEqual(before, v) {
@@ -189,7 +193,7 @@ func (a *Agent) bring(ctx context.Context, r request, v *v1alpha1.Volume) error 
 	if err := a.mayCome(working, v); err != nil {
 		return err
 	}
-	agent, err := a.agentOf(working, v.Spec.NodeName, v.Spec.Pool)
+	agent, err := a.agentOf(working, v.Spec.NodeName)
 	if err != nil {
 		return err
 	}
@@ -197,10 +201,13 @@ func (a *Agent) bring(ctx context.Context, r request, v *v1alpha1.Volume) error 
 	if err != nil {
 		return fmt.Errorf("ask node %s for volume %s: %w", v.Spec.NodeName, cluster.VolumeID(v), err)
 	}
+	if err := knowsPools(v, from); err != nil {
+		return err
+	}
 	defer a.Changed()
 	if err := a.withYieldingLocks(working, []string{keylock.Volume(v.Name)}, nil, func(ctx context.Context) error {
 		defer a.followMove(ctx, v)()
-		return a.local.Bring(ctx, v.Spec.Name, blockdev.Provisioning(v.Spec.Provisioning), from)
+		return a.local.Bring(ctx, v.MovePool(), v.Spec.Name, blockdev.Provisioning(v.Spec.Provisioning), from)
 	}); err != nil {
 		return err
 	}
@@ -222,6 +229,31 @@ func (a *Agent) mayCome(ctx context.Context, v *v1alpha1.Volume) error {
 			id, v.Spec.NodeName, a.options.Network.Name, a.local.Node())
 	}
 	return nil
+}
+
+// knowsPools is ErrUnavailable if a volume is to move to a pool of another name, and who says what it is (its home, and who uses it) runs a driver of before such moves: that
+// would not know the volume there.
+func knowsPools(v *v1alpha1.Volume, from volume.Origin) error {
+	if v.Spec.Move.Pool == "" || from.Pool == v.Spec.Pool {
+		return nil
+	}
+	return fmt.Errorf("%w: volume %s is to move to a pool of another name, and the driver of its node %s, or of the node that uses it, does not know of that: bring all nodes to one version", errWaits,
+		cluster.VolumeID(v), v.Spec.NodeName)
+}
+
+// locate says where this node has a volume, by its object: also before its pool is open.
+func (a *Agent) locate(v *v1alpha1.Volume) {
+	pool := v.Spec.Pool
+	switch m := v.Spec.Move; {
+	case v.Spec.NodeName == a.local.Node():
+	case m != nil && m.Left && m.Node == a.local.Node():
+		pool = v.MovePool()
+	default:
+		return
+	}
+	if id := cluster.VolumeID(v); id.Pool != pool {
+		a.local.Locate(id, pool)
+	}
 }
 
 // unclaimed is errWaits while somebody uses a volume.
@@ -266,7 +298,7 @@ func (a *Agent) reportBrought(ctx context.Context, v *v1alpha1.Volume, agent grp
 
 // followMove writes down how far the copy of a volume that moves here is, until end is called.
 func (a *Agent) followMove(ctx context.Context, v *v1alpha1.Volume) (end func()) {
-	return a.followBringing(ctx, v, func(ctx context.Context, far progress.Copy) error {
+	return a.followBringing(ctx, v, v.MovePool(), func(ctx context.Context, far progress.Copy) error {
 		now := &v1alpha1.Volume{}
 		if err := a.moves.Cache.Get(ctx, client.ObjectKeyFromObject(v), now); err != nil || !a.comesHere(now) {
 			return err
@@ -284,8 +316,8 @@ func setBringing(s *v1alpha1.MoveStatus, far progress.Copy, from string) {
 	s.Message = fmt.Sprintf("%s of %s are copied from node %s", cluster.Bytes(far.Done), cluster.Bytes(far.Total), from)
 }
 
-// followBringing has write write down how far the copy of an object that moves here is, again and again, until end is called.
-func (a *Agent) followBringing(ctx context.Context, o cluster.Object, write func(context.Context, progress.Copy) error) (end func()) {
+// followBringing has write write down how far the copy of an object that moves to a pool here is, again and again, until end is called.
+func (a *Agent) followBringing(ctx context.Context, o cluster.Object, pool string, write func(context.Context, progress.Copy) error) (end func()) {
 	ctx, cancel := context.WithCancel(ctx)
 	var done sync.WaitGroup
 	done.Go(func() {
@@ -297,7 +329,7 @@ func (a *Agent) followBringing(ctx context.Context, o cluster.Object, write func
 				return
 			case <-tick.C:
 			}
-			far, running := a.progress(o)
+			far, running := a.progressIn(pool, o)
 			if !running {
 				continue
 			}
@@ -427,7 +459,7 @@ func (a *Agent) bringRest(ctx context.Context, r request, v *v1alpha1.Volume) (s
 	from, err := a.askLeft(working, v)
 	if err == nil {
 		err = a.withYieldingLocks(working, []string{keylock.Volume(v.Name)}, nil, func(ctx context.Context) error {
-			return a.local.Bring(ctx, v.Spec.Name, blockdev.Provisioning(v.Spec.Provisioning), from)
+			return a.local.Bring(ctx, v.Spec.Pool, v.Spec.Name, blockdev.Provisioning(v.Spec.Provisioning), from)
 		})
 		return metav1.NewMicroTime(from.Created), err
 	}
@@ -443,7 +475,7 @@ func (a *Agent) bringRest(ctx context.Context, r request, v *v1alpha1.Volume) (s
 func (a *Agent) askLeft(ctx context.Context, v *v1alpha1.Volume) (volume.Origin, error) {
 	ctx, cancel := context.WithTimeout(ctx, homeTime)
 	defer cancel()
-	agent, err := a.agentOf(ctx, v.Spec.Move.Node, v.Spec.Pool)
+	agent, err := a.agentOf(ctx, v.Spec.Move.Node)
 	if err != nil {
 		return volume.Origin{}, err
 	}

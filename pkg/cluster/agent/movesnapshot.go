@@ -188,7 +188,7 @@ func (a *Agent) bringSnapshot(ctx context.Context, r request, s *v1alpha1.Snapsh
 	ctx, end := a.making(ctx, r)
 	defer end()
 	id := cluster.SnapshotID(s)
-	agent, err := a.agentOf(ctx, home, s.Spec.Pool)
+	agent, err := a.agentOf(ctx, home)
 	if err != nil {
 		return volume.Origin{}, err
 	}
@@ -202,7 +202,7 @@ func (a *Agent) bringSnapshot(ctx context.Context, r request, s *v1alpha1.Snapsh
 		return from, fmt.Errorf("%w: node %s has %s, cut at %s, and the object is of one that was cut at %s; it is not moved", errdefs.ErrPrecondition, home, from.ID, from.Created, s.Status.Created)
 	}
 	return from, a.withYieldingLocks(ctx, []string{keylock.Snapshot(s.Name)}, nil, func(ctx context.Context) error {
-		defer a.followBringing(ctx, s, func(ctx context.Context, far progress.Copy) error {
+		defer a.followBringing(ctx, s, s.In(), func(ctx context.Context, far progress.Copy) error {
 			now := &v1alpha1.Snapshot{}
 			if err := a.snapshotMoves.Cache.Get(ctx, client.ObjectKeyFromObject(s), now); err != nil || !a.snapshotComesHere(now) || now.Spec.Move.Left {
 				return client.IgnoreNotFound(err)

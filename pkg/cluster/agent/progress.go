@@ -15,7 +15,6 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
-	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
 // How far something is, is written when it took this long, then no more often than that, and only if it went on by one part in
@@ -102,14 +101,14 @@ func (f *followed) write(ctx context.Context, i int) error {
 
 // progress is how far the bytes of an object are; false if nothing is being copied or zeroed for it.
 func (a *Agent) progress(o cluster.Object) (progress.Copy, bool) {
-	id := idOf(o)
-	return a.local.Progress().Find(id.Pool, blockdev.Ref{Kind: id.Kind, Key: id.Key}.String())
+	return a.progressIn(o.In(), o)
 }
 
-// idOf is the ID of what an object is of.
-func idOf(o cluster.Object) volume.ID {
-	if s, ok := o.(*v1alpha1.Snapshot); ok {
-		return cluster.SnapshotID(s)
+// progressIn is progress of what moves to a pool here.
+func (a *Agent) progressIn(pool string, o cluster.Object) (progress.Copy, bool) {
+	kind := blockdev.Volume
+	if _, is := o.(*v1alpha1.Snapshot); is {
+		kind = blockdev.Snapshot
 	}
-	return volume.ID{Kind: blockdev.Volume, Pool: o.In(), Key: o.GetName()}
+	return a.local.Progress().Find(pool, blockdev.Ref{Kind: kind, Key: o.GetName()}.String())
 }

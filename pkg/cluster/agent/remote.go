@@ -184,6 +184,9 @@ type elsewhere struct {
 // Has: see volume.Elsewhere.
 func (e elsewhere) Has(id volume.ID) bool {
 	v, is := e.usedHere(id.Key)
+	if is {
+		e.locate(v)
+	}
 	return is && cluster.VolumeID(v) == id || id.Kind == blockdev.Volume && e.connected(blockdev.Ref{Kind: id.Kind, Key: id.Key})
 }
 

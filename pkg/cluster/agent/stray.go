@@ -59,7 +59,7 @@ func (a *Agent) strays(ctx context.Context, pool blockdev.Pool) ([]stray, error)
 				a.dropLeftover(ctx, left)
 				continue
 			}
-			one, err := a.strayOf(ctx, volume.ID{Kind: kind, Pool: pool.Name(), Key: r.Key}, lookups)
+			one, err := a.strayOf(ctx, pool.Name(), volume.IDOf(pool.Name(), r), lookups)
 			if err != nil {
 				return nil, err
 			}
@@ -72,28 +72,28 @@ func (a *Agent) strays(ctx context.Context, pool blockdev.Pool) ([]stray, error)
 }
 
 // strayOf returns what is a stray of what a pool has; nil for what is none. What the API server says is added to lookups.
-func (a *Agent) strayOf(ctx context.Context, id volume.ID, lookups map[volume.ID]lookup) (*stray, error) {
+func (a *Agent) strayOf(ctx context.Context, pool string, id volume.ID, lookups map[volume.ID]lookup) (*stray, error) {
 	var o cluster.Object = &v1alpha1.Volume{}
 	describe := a.strayVolume
 	if id.Kind == blockdev.Snapshot {
 		o, describe = &v1alpha1.Snapshot{}, a.straySnapshot
 	}
 	err := a.kube.Cache.Get(ctx, client.ObjectKey{Name: id.Key}, o)
-	if err == nil && o.In() == id.Pool {
+	if err == nil && o.In() == pool {
 		return nil, nil
 	}
 	if client.IgnoreNotFound(err) != nil {
 		return nil, err
 	}
 	cached := err == nil
-	one, err := describe(ctx, id)
+	one, err := describe(ctx, pool, id)
 	if err != nil || one == nil {
 		return nil, errdefs.IgnoreNotFound(err) // it was deleted since the list, or is the node's own
 	}
-	last, known := a.lookups[id.Pool][id]
+	last, known := a.lookups[pool][id]
 	if cached || !known || time.Since(last.at) >= checkAgain {
 		var left bool
-		if last, left, err = a.lookUp(ctx, id, o, cached); err != nil || !left {
+		if last, left, err = a.lookUp(ctx, pool, id, o, cached); err != nil || !left {
 			return nil, err
 		}
 	}
@@ -106,7 +106,7 @@ func (a *Agent) strayOf(ctx context.Context, id volume.ID, lookups map[volume.ID
 
 // lookUp finds out what the object says that has the name of something in a pool; o is it, if the cache has one. It
 // is not left as a stray if that is its object after all, or if it was blank and made on another node, or in another pool, instead.
-func (a *Agent) lookUp(ctx context.Context, id volume.ID, o cluster.Object, cached bool) (_ lookup, left bool, err error) {
+func (a *Agent) lookUp(ctx context.Context, pool string, id volume.ID, o cluster.Object, cached bool) (_ lookup, left bool, err error) {
 	now := lookup{at: time.Now()}
 	if !cached {
 		err := a.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, o)
@@ -114,7 +114,7 @@ func (a *Agent) lookUp(ctx context.Context, id volume.ID, o cluster.Object, cach
 			return now, true, client.IgnoreNotFound(err)
 		}
 	}
-	if o.Node() == a.local.Node() && o.In() == id.Pool {
+	if o.Node() == a.local.Node() && o.In() == pool {
 		return now, false, nil // the cache is not that far
 	}
 	if m, _ := o.Moves(); m != nil && m.Left && m.Node == a.local.Node() {
@@ -150,15 +150,18 @@ func (a *Agent) madeElsewhere(ctx context.Context, id volume.ID, o cluster.Objec
 }
 
 // strayVolume returns nil for an ephemeral volume.
-func (a *Agent) strayVolume(ctx context.Context, id volume.ID) (*stray, error) {
+func (a *Agent) strayVolume(ctx context.Context, pool string, id volume.ID) (*stray, error) {
 	v, err := a.local.Get(ctx, id)
 	if err != nil || v.Ephemeral != "" {
 		return nil, err
 	}
 	o := cluster.VolumeNamed(id.Key)
-	o.Spec = v1alpha1.VolumeSpec{NodeName: a.local.Node(), Pool: id.Pool, Name: v.Name, Size: v.Size, Filesystem: string(v.Filesystem),
+	o.Spec = v1alpha1.VolumeSpec{NodeName: a.local.Node(), Pool: pool, Name: v.Name, Size: v.Size, Filesystem: string(v.Filesystem),
 		Encryption: string(v.Encryption.Scheme), EncryptionDiscard: v.Encryption.Discards, Access: string(v.Access), HomeTimeout: int64(v.HomeTimeout / time.Second),
 		Mutable: v.Mutable, PersistentVolume: v.For.PersistentVolume}
+	if id.Pool != pool {
+		o.Spec.IDPool = id.Pool
+	}
 	if v.Source != (volume.ID{}) {
 		o.Spec.Source = cluster.FromSource(v.Source, id.Pool)
 	}
@@ -169,13 +172,16 @@ func (a *Agent) strayVolume(ctx context.Context, id volume.ID) (*stray, error) {
 		PersistentVolume: o.Spec.PersistentVolume}, object: o, sealed: v.Sealed}, nil
 }
 
-func (a *Agent) straySnapshot(ctx context.Context, id volume.ID) (*stray, error) {
+func (a *Agent) straySnapshot(ctx context.Context, pool string, id volume.ID) (*stray, error) {
 	s, err := a.local.GetSnapshot(ctx, id)
 	if err != nil {
 		return nil, err
 	}
 	o := cluster.SnapshotNamed(id.Key)
-	o.Spec = v1alpha1.SnapshotSpec{NodeName: a.local.Node(), Pool: id.Pool, Name: s.Name, Source: s.Source.Key, Encryption: string(s.Scheme)}
+	o.Spec = v1alpha1.SnapshotSpec{NodeName: a.local.Node(), Pool: pool, Name: s.Name, Source: s.Source.Key, Encryption: string(s.Scheme)}
+	if s.Source.Pool != pool {
+		o.Spec.SourcePool = s.Source.Pool
+	}
 	one := &stray{Stray: v1alpha1.Stray{ID: id.String(), Name: s.Name, Size: s.Size}, object: o}
 	if s.Group.Key != "" {
 		group, err := a.local.GetGroup(ctx, s.Group)

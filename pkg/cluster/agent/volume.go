@@ -30,6 +30,7 @@ func (a *Agent) reconcileVolume(ctx context.Context, r request) (reconcile.Resul
 	if err != nil || !there {
 		return reconcile.Result{}, err
 	}
+	a.locate(v)
 	switch {
 	case v.Deleting():
 		return a.deleteVolume(ctx, v)
@@ -198,7 +199,7 @@ func (a *Agent) findVolume(ctx context.Context, v *v1alpha1.Volume) error {
 	case errors.Is(err, errdefs.ErrNotFound):
 		err = fmt.Errorf("%w: %s; if this object is one that an older version of the driver has only begun, delete it", errdefs.ErrDataLoss, a.missingVolume(v))
 	case err == nil:
-		err = volume.Spec{Name: v.Spec.Name, Pool: v.Spec.Pool, Source: cluster.SourceOf(v), Filesystem: filesystem.Type(v.Spec.Filesystem),
+		err = volume.Spec{Name: v.Spec.Name, Pool: v.Named(), Source: cluster.SourceOf(v), Filesystem: filesystem.Type(v.Spec.Filesystem),
 			Encryption: cluster.EncryptionOf(v), Access: volume.Access(v.Spec.Access), HomeTimeout: cluster.HomeTimeoutOf(v)}.Check(have)
 	}
 	if err == nil {

@@ -144,13 +144,17 @@ func ofMove(o cluster.Object, on []string, subject string, began int64, m *v1alp
 		began = s.Copied.Generation
 	}
 	one := saying{of: o, level: normal, state: fmt.Sprint(s.Node, " ", began)}
+	where := m.Node
+	if m.Pool != "" {
+		where += ", pool " + m.Pool
+	}
 	var all []saying
 	switch {
 	case m.Left && s.Arrived:
-		one.reason, one.note = Moved, fmt.Sprintf("%sit has moved here from node %s", subject, m.Node)
+		one.reason, one.note = Moved, fmt.Sprintf("%sit has moved here from node %s", subject, where)
 		all = one.each(on)
 	case !m.Left && !s.Waits:
-		one.reason, one.note = Moving, fmt.Sprintf("%sit is being moved to node %s", subject, m.Node)
+		one.reason, one.note = Moving, fmt.Sprintf("%sit is being moved to node %s", subject, where)
 		all = one.each(on)
 	}
 	if s.Waits {

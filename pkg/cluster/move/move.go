@@ -108,6 +108,7 @@ type opened struct {
 // origin is a volume.Origin of a move.
 type origin struct {
 	ID      string             `json:"id"`
+	Pool    string             `json:"pool,omitempty"`
 	Created time.Time          `json:"created"`
 	Size    int64              `json:"size"`
 	Sector  int64              `json:"sector"`
@@ -122,7 +123,7 @@ type origin struct {
 }
 
 func fromOrigin(o volume.Origin) *origin {
-	return &origin{o.ID.String(), o.Created, o.Size, o.Sector, o.Filesystem, o.Scheme, o.Format.State, o.Format.Type, o.Header.State, o.Header.UUID, o.Labels, o.Claims}
+	return &origin{o.ID.String(), o.Pool, o.Created, o.Size, o.Sector, o.Filesystem, o.Scheme, o.Format.State, o.Format.Type, o.Header.State, o.Header.UUID, o.Labels, o.Claims}
 }
 
 // of is the origin of a volume, as another node says it: what it says is not looked at yet.
@@ -134,7 +135,7 @@ func (o *origin) of(id volume.ID) (volume.Origin, error) {
 	if labels == nil {
 		labels = map[string]string{}
 	}
-	return volume.Origin{ID: id, Created: o.Created, Size: o.Size, Sector: o.Sector, Contents: volume.Contents{Filesystem: o.Carries, Scheme: o.Scheme},
+	return volume.Origin{ID: id, Pool: o.Pool, Created: o.Created, Size: o.Size, Sector: o.Sector, Contents: volume.Contents{Filesystem: o.Carries, Scheme: o.Scheme},
 		Format: volume.Format{State: o.State, Type: o.Type}, Header: volume.Header{State: o.Header, UUID: o.UUID}, Labels: labels, Claims: o.Claims}, nil
 }
 

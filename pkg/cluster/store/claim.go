@@ -199,7 +199,7 @@ func (s *Store) Release(ctx context.Context, id volume.ID, node string) error {
 		if err != nil {
 			return errdefs.IgnoreNotFound(err)
 		}
-		if v.Spec.Pool != id.Pool {
+		if v.Named() != id.Pool {
 			return nil
 		}
 		if before := v.DeepCopy(); released(v, node) {

@@ -103,7 +103,7 @@ func deleteByID[T cluster.Object](ctx context.Context, s *Store, id volume.ID, o
 	defer w.Close()
 	err := s.get(ctx, id.Key, o)
 	for live := false; ; live = true {
-		if errors.Is(err, errdefs.ErrNotFound) || (err == nil && o.In() != id.Pool) {
+		if errors.Is(err, errdefs.ErrNotFound) || (err == nil && o.Named() != id.Pool) {
 			return s.checkStrays(ctx, id.String(), "")
 		}
 		if err != nil {

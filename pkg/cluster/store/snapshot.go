@@ -22,7 +22,7 @@ func newSnapshot(name string, source *v1alpha1.Volume, group *v1alpha1.Group) *v
 		o.Labels = map[string]string{v1alpha1.GroupLabel: group.Key}
 	}
 	o.Spec = v1alpha1.SnapshotSpec{Intent: v1alpha1.Intent{Make: true}, NodeName: source.Spec.NodeName, Pool: source.Spec.Pool, Name: name, Source: source.Name,
-		Encryption: source.Spec.Encryption, Group: group}
+		SourcePool: source.Spec.IDPool, Encryption: source.Spec.Encryption, Group: group}
 	return o
 }
 
@@ -154,10 +154,10 @@ func (s *Store) snapshot(ctx context.Context, id volume.ID) (*v1alpha1.Snapshot,
 	if err := s.get(ctx, id.Key, have); err != nil {
 		return nil, fmt.Errorf("snapshot %s: %w", id, err)
 	}
-	if have.Spec.Pool == id.Pool && v1alpha1.LostUnmade(have) {
+	if have.Named() == id.Pool && v1alpha1.LostUnmade(have) {
 		return nil, cluster.ErrorOf(have.Spec.NodeName, have.Status.Failure)
 	}
-	there := have.Spec.Pool == id.Pool && have.Status.Created != nil
+	there := have.Named() == id.Pool && have.Status.Created != nil
 	if there && have.Spec.Group != nil {
 		members, err := s.membersNow(ctx, have.Spec.Group.Key)
 		if err != nil {

@@ -258,10 +258,10 @@ func (s *Store) volume(ctx context.Context, id volume.ID) (*v1alpha1.Volume, err
 	if err := s.get(ctx, id.Key, v); err != nil {
 		return nil, fmt.Errorf("volume %s: %w", id, err)
 	}
-	if v.Spec.Pool == id.Pool && v1alpha1.LostUnmade(v) {
+	if v.Named() == id.Pool && v1alpha1.LostUnmade(v) {
 		return nil, cluster.ErrorOf(v.Spec.NodeName, v.Status.Failure)
 	}
-	if v.Spec.Pool != id.Pool || v.Status.Created == nil {
+	if v.Named() != id.Pool || v.Status.Created == nil {
 		return nil, fmt.Errorf("%w: no volume %s", errdefs.ErrNotFound, id)
 	}
 	return v, nil

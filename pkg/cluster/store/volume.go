@@ -194,12 +194,12 @@ func (s *Store) plan(ctx context.Context, spec volume.Spec, refused refusals) (v
 		v.Spec.ClaimRef = &v1alpha1.ClaimRef{Namespace: spec.For.Namespace, Name: spec.For.Name}
 	}
 	floor, overhead := spec.MinSize(), spec.Encryption.Scheme.Overhead()
+	var from source
 	if spec.Source != (volume.ID{}) {
-		size, err := s.planSource(ctx, spec, v)
-		if err != nil {
+		if from, err = s.planSource(ctx, spec, v); err != nil {
 			return nil, err
 		}
-		floor = max(floor, size)
+		floor = max(floor, from.size)
 	}
 	size, err := spec.Size.Choose(floor, blockdev.Granularity, overhead)
 	if err != nil {
@@ -208,7 +208,10 @@ func (s *Store) plan(ctx context.Context, spec volume.Spec, refused refusals) (v
 	if v.Spec.Source == nil {
 		err = s.planNew(ctx, spec, v, size+overhead, refused)
 	} else {
-		err = s.planCopy(ctx, spec, v, size+overhead, refused)
+		err = s.planCopy(ctx, spec, from, v, size+overhead, refused)
+		if v.Spec.Pool != spec.Source.Pool {
+			v.Spec.Source.Pool = spec.Source.Pool
+		}
 	}
 	if err != nil {
 		return nil, err
@@ -242,27 +245,27 @@ func (s *Store) mayReach(ctx context.Context, spec volume.Spec, home string) err
 	return err
 }
 
-// planSource gives the object of a copy its source, and the node of that. It returns the size of the source.
-func (s *Store) planSource(ctx context.Context, spec volume.Spec, v *v1alpha1.Volume) (size int64, err error) {
-	node, size, holds, err := s.findSource(ctx, spec.Source)
+// planSource gives the object of a copy its source, and the node of that.
+func (s *Store) planSource(ctx context.Context, spec volume.Spec, v *v1alpha1.Volume) (source, error) {
+	from, err := s.findSource(ctx, spec.Source)
 	if err != nil {
-		return 0, err
+		return source{}, err
 	}
-	v.Spec.NodeName, v.Spec.Source = node, &v1alpha1.Source{Kind: string(spec.Source.Kind), Key: spec.Source.Key}
-	return size, spec.CheckSource(holds)
+	v.Spec.NodeName, v.Spec.Source = from.node, &v1alpha1.Source{Kind: string(spec.Source.Kind), Key: spec.Source.Key}
+	return from, spec.CheckSource(from.holds)
 }
 
 // planCopy gives the object of a copy its node and pool: those of its source, if they may be. On another node, or in another pool, it
 // takes as long as its bytes.
-func (s *Store) planCopy(ctx context.Context, spec volume.Spec, v *v1alpha1.Volume, size int64, refused refusals) error {
-	home := v.Spec.NodeName
+func (s *Store) planCopy(ctx context.Context, spec volume.Spec, from source, v *v1alpha1.Volume, size int64, refused refusals) error {
+	home, pool := from.node, from.pool
 	where := spec
 	if spec.Copies == volume.CopiesAnywhere {
-		stays, err := s.stays(ctx, spec, home, size)
+		stays, err := s.stays(ctx, spec, from, size)
 		if err != nil {
 			return err
 		}
-		if where.Pool = cmp.Or(spec.Pool, spec.Source.Pool); stays {
+		if where.Pool = cmp.Or(spec.Pool, pool); stays {
 			where.Nodes = []string{home}
 		}
 	} else {
@@ -271,24 +274,21 @@ func (s *Store) planCopy(ctx context.Context, spec volume.Spec, v *v1alpha1.Volu
 		}
 		where.Nodes = []string{home}
 	}
-	if len(where.Nodes) == 1 && where.Nodes[0] == home && !spec.Elsewhere() {
-		v.Spec.Pool = spec.Source.Pool
+	if len(where.Nodes) == 1 && where.Nodes[0] == home && !spec.Elsewhere(pool) {
+		v.Spec.Pool = pool
 		return cmp.Or(s.mayReach(ctx, spec, home), s.nodes.Ready(ctx, home))
 	}
 	if err := s.planNew(ctx, where, v, size, refused); err != nil {
 		return err
 	}
-	if v.Spec.NodeName == home && !spec.Elsewhere() {
-		v.Spec.Pool = spec.Source.Pool
-	}
-	if v.Spec.Pool != spec.Source.Pool {
-		v.Spec.Source.Pool = spec.Source.Pool
+	if v.Spec.NodeName == home && !spec.Elsewhere(pool) {
+		v.Spec.Pool = pool
 	}
 	if v.Spec.NodeName == home {
 		return nil
 	}
 	v.Spec.Source.NodeName = home
-	for _, pool := range []string{overview.PoolName(home, spec.Source.Pool), overview.PoolName(v.Spec.NodeName, v.Spec.Pool)} {
+	for _, pool := range []string{overview.PoolName(home, pool), overview.PoolName(v.Spec.NodeName, v.Spec.Pool)} {
 		if _, err := s.endpoint(ctx, pool, false); err != nil {
 			return errdefs.Recast(errdefs.ErrPrecondition, err, "parameter copies=%s: %s is on node %s, and would be copied to node %s; pool %s", volume.CopiesAnywhere, spec.Source, home, v.Spec.NodeName, pool)
 		}
@@ -298,7 +298,8 @@ func (s *Store) planCopy(ctx context.Context, spec volume.Spec, v *v1alpha1.Volu
 
 // stays reports whether a copy that may be anywhere is best made on the node of its source: nobody prefers another node, it takes pods, it can keep
 // the limits, and there is room.
-func (s *Store) stays(ctx context.Context, spec volume.Spec, home string, size int64) (bool, error) {
+func (s *Store) stays(ctx context.Context, spec volume.Spec, from source, size int64) (bool, error) {
+	home, pool := from.node, from.pool
 	if len(spec.Nodes) > 0 && spec.Nodes[0] != home || s.nodes.Ready(ctx, home) != nil {
 		return false, nil
 	}
@@ -309,8 +310,7 @@ func (s *Store) stays(ctx context.Context, spec volume.Spec, home string, size i
 	if node.Spec.Unschedulable {
 		return false, nil
 	}
-	pool := spec.Source.Pool
-	if spec.Elsewhere() {
+	if spec.Elsewhere(pool) {
 		pool = spec.Pool
 	}
 	found, err := s.findRoom(ctx, pool, []string{home}, volume.Requester{})
@@ -353,22 +353,29 @@ func (s *Store) notGiven(ctx context.Context, v *v1alpha1.Volume) error {
 	return fmt.Errorf("%w: volume %s is given to node %s until its node %s has ended that", errdefs.ErrInUse, cluster.VolumeID(v), given[0].Node, v.Spec.NodeName)
 }
 
-// findSource says where a source is, how large, and what it holds. The filesystem of a snapshot is that of
+// source is where what is copied is, how large, and what it holds.
+type source struct {
+	node, pool string
+	size       int64
+	holds      volume.Contents
+}
+
+// findSource finds what is copied. The filesystem of a snapshot is that of
 // its volume, as long as that is there; the node knows in any case.
-func (s *Store) findSource(ctx context.Context, id volume.ID) (node string, size int64, holds volume.Contents, err error) {
+func (s *Store) findSource(ctx context.Context, id volume.ID) (source, error) {
 	if id.Kind != blockdev.Snapshot {
 		v, err := s.Get(ctx, id)
-		return v.Node, v.Size, volume.Contents{Filesystem: v.Filesystem, Scheme: v.Encryption.Scheme}, err
+		return source{v.Node, v.Pool, v.Size, volume.Contents{Filesystem: v.Filesystem, Scheme: v.Encryption.Scheme}}, err
 	}
 	snapshot, err := s.readableSnapshot(ctx, id)
 	if err != nil {
-		return "", 0, volume.Contents{}, err
+		return source{}, err
 	}
 	v, err := s.Get(ctx, snapshot.Source)
 	if err != nil && !errors.Is(err, errdefs.ErrNotFound) {
-		return "", 0, volume.Contents{}, err
+		return source{}, err
 	}
-	return snapshot.Node, snapshot.Size, volume.Contents{Filesystem: v.Filesystem, Scheme: snapshot.Scheme}, nil
+	return source{snapshot.Node, id.Pool, snapshot.Size, volume.Contents{Filesystem: v.Filesystem, Scheme: snapshot.Scheme}}, nil
 }
 
 // fits is for getOrCreate: it is the volume of the spec. What an earlier try left is cleared up.

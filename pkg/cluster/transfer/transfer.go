@@ -66,7 +66,8 @@ type header struct {
 	Scheme volume.Scheme      `json:"encryption,omitempty"`
 	Header volume.FormatState `json:"header,omitempty"`
 	UUID   string             `json:"headerUUID,omitempty"`
-	// Labels of the record of a volume that moves.
+	// Pool that has a volume that moves, and the labels of its record.
+	Pool   string            `json:"pool,omitempty"`
 	Labels map[string]string `json:"labels,omitempty"`
 	Claims int64             `json:"claims,omitempty"`
 }
@@ -177,7 +178,7 @@ func (s *server) read(stream grpc.ServerStream) error {
 		r.From = 0 // the caller finds by the header that it is another one
 	}
 	text, err := json.Marshal(header{from.ID.String(), from.Created, from.Size, from.Sector, from.Filesystem, from.Format.State, from.Format.Type,
-		from.Scheme, from.Header.State, from.Header.UUID, from.Labels, from.Claims})
+		from.Scheme, from.Header.State, from.Header.UUID, from.Pool, from.Labels, from.Claims})
 	if err != nil {
 		return err
 	}
@@ -268,7 +269,7 @@ func ask(ctx context.Context, agent grpc.ClientConnInterface, r Request) (grpc.C
 		return nil, volume.Origin{}, fmt.Errorf("%w: the answer is of %q with %d bytes in sectors of %d", errdefs.ErrUnavailable, h.ID, h.Size, h.Sector)
 	}
 	return stream, volume.Origin{ID: id, Created: h.Created, Size: h.Size, Sector: h.Sector, Contents: volume.Contents{Filesystem: h.Carries, Scheme: h.Scheme},
-		Format: volume.Format{State: h.State, Type: h.Type}, Header: volume.Header{State: h.Header, UUID: h.UUID}, Labels: h.Labels, Claims: h.Claims}, nil
+		Format: volume.Format{State: h.State, Type: h.Type}, Header: volume.Header{State: h.Header, UUID: h.UUID}, Pool: h.Pool, Labels: h.Labels, Claims: h.Claims}, nil
 }
 
 // receive hands on what comes until it is whole.

@@ -51,7 +51,7 @@ func (t *taking) volume(v *v1alpha1.Volume) overview.Volume {
 	}
 	out.Published = strings.Join(v.Claimants(), ", ")
 	if s := v.Spec.Source; s != nil {
-		out.Source = s.Kind + "." + cmp.Or(s.Pool, v.Spec.Pool) + "." + s.Key
+		out.Source = s.Kind + "." + cmp.Or(s.Pool, v.Named()) + "." + s.Key
 	}
 	out.State, out.Failure = overview.State(v1alpha1.StateOf(v)), failure(&v.Status.ObjectStatus, v.Generation)
 	out.State, out.Problems = t.wrong(&v.Status.ObjectStatus, &v.ObjectMeta, out.State, overview.KindVolume, out.ID)

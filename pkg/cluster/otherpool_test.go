@@ -1,0 +1,237 @@
+package cluster_test
+
+import (
+	"context"
+	"os"
+	"path/filepath"
+	"reflect"
+	"testing"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// isIn makes sure that a volume is in a pool of a machine, under the ID that it has for good.
+func (w *environment) isIn(name string, id volume.ID, m *machine, pool string) {
+	w.Helper()
+	o := w.object(name)
+	if o.Spec.NodeName != m.name || o.Spec.Pool != pool || cluster.VolumeID(o) != id || o.ID() != id.String() {
+		w.Errorf("its object says pool %s of node %s, and is that of %s", o.Spec.Pool, o.Spec.NodeName, o.ID())
+	}
+	have, err := m.local.Get(w.ctx, id)
+	check.OK(w, err)
+	if have.Pool != pool || have.ID != id {
+		w.Errorf("its node has %+v", have)
+	}
+}
+
+// TestMoveToOtherPool: a volume moves to a pool of another name on another node. It is the same volume for all who use it, on any node; what is made of it there says what it is of, also
+// after a start; and it moves on, and back.
+func TestMoveToOtherPool(t *testing.T) {
+	w, a, b, s, v, dir := reached(t, volume.Spec{Name: "v", Filesystem: "ext4", Size: volume.Range{Required: 64 * mib}})
+	w.claimFor(v.ID, a.name)
+	target := w.staged(a, dir, v.ID, mounted)
+	check.OK(t, os.WriteFile(filepath.Join(target, "file"), []byte("from node-1"), 0o600))
+	check.OK(t, a.unstage(w.ctx, dir, v.ID))
+	w.claimFor(v.ID, "")
+	before, err := s.CreateSnapshot(w.ctx, "before", v.ID)
+	check.OK(t, err)
+	want := w.content(a, v.ID)
+
+	w.movesToPool("v", b.name, "b")
+	w.moved("v", a, b)
+	w.isIn("v", v.ID, b, "b")
+	if have := w.content(b, v.ID); string(have) != string(want) {
+		t.Error("its bytes are others")
+	}
+	for _, at := range []*machine{b, a} { // at home, and from where it was
+		w.claimFor(v.ID, at.name)
+		target = w.staged(at, dir, v.ID, mounted)
+		if have, err := os.ReadFile(filepath.Join(target, "file")); err != nil || string(have) != "from node-1" {
+			t.Errorf("on %s the file has %q, %v", at.name, have, err)
+		}
+		check.OK(t, at.unstage(w.ctx, dir, v.ID))
+		w.claimFor(v.ID, "")
+	}
+	w.exported("v", nil)
+
+	b.stop()
+	w.start(b)
+	all, err := s.List(w.ctx, volume.ID{}, 0)
+	check.OK(t, err)
+	if len(all) != 1 || all[0].ID != v.ID || all[0].Pool != "b" {
+		t.Errorf("listed are %+v", all)
+	}
+	again, err := s.Create(w.ctx, volume.Spec{Name: "v", Pool: "default", Filesystem: "ext4", Access: volume.AccessAny, Size: volume.Range{Required: 64 * mib}}) // a late retry, of its class
+	if err != nil || again.ID != v.ID {
+		t.Errorf("made again it is %+v, %v", again, err)
+	}
+	after, err := s.CreateSnapshot(w.ctx, "after", v.ID)
+	check.OK(t, err)
+	if after.ID.Pool != "b" || after.Source != v.ID || before.ID.Pool != "default" {
+		t.Errorf("the snapshots are %+v and %+v", before, after)
+	}
+	group, err := s.CreateGroup(w.ctx, "group", []volume.ID{v.ID})
+	check.OK(t, err)
+	if len(group.Snapshots) != 1 || group.Snapshots[0].Source != v.ID || group.Snapshots[0].ID.Pool != "b" {
+		t.Errorf("the group is %+v", group)
+	}
+	cut, err := s.ListSnapshots(w.ctx, v.ID, volume.ID{}, 0)
+	check.OK(t, err)
+	if len(cut) != 3 {
+		t.Errorf("its snapshots are %+v", cut)
+	}
+	for name, source := range map[string]volume.ID{"clone": v.ID, "restored": after.ID, "as before": before.ID} {
+		at, pool := b, "b"
+		if source == before.ID {
+			at, pool = a, "default"
+		}
+		for range 2 { // the second time by a retry
+			c, err := s.Create(w.ctx, volume.Spec{Name: name, Source: source, Filesystem: "ext4", Size: volume.Range{Required: 64 * mib}})
+			check.OK(t, err)
+			if c.Node != at.name || c.ID.Pool != pool || c.Source != source {
+				t.Errorf("%s is %+v", name, c)
+			}
+		}
+	}
+	elsewhere, err := s.Create(w.ctx, volume.Spec{Name: "elsewhere", Pool: "default", Source: v.ID, Filesystem: "ext4", Copies: volume.CopiesAnywhere, Nodes: []string{a.name}, Size: volume.Range{Required: 64 * mib}})
+	check.OK(t, err)
+	if elsewhere.Node != a.name || elsewhere.Source != v.ID {
+		t.Errorf("the copy on the other node is %+v", elsewhere)
+	}
+	check.OK(t, second(s.Expand(w.ctx, v.ID, volume.Range{Required: 80 * mib})))
+	for _, m := range []*machine{a, b} {
+		w.tally(m)
+	}
+
+	// Somebody loses the objects, and adopts what the pool has.
+	o := w.object("v")
+	spec := o.Spec
+	b.stop()
+	check.OK(t, w.Delete(w.ctx, o))
+	w.start(b)
+	pool := &v1alpha1.Pool{}
+	w.eventually("the pool that has it says that it is a stray", func() bool {
+		check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: b.name + ".b"}, pool))
+		return len(pool.Status.Strays) == 1 && pool.Status.Strays[0].ID == v.ID.String()
+	})
+	patched := pool.DeepCopy()
+	patched.Annotations = map[string]string{v1alpha1.AdoptAnnotation: "all"}
+	check.OK(t, w.Patch(w.ctx, patched, client.MergeFrom(pool)))
+	w.eventually("it has an object again", func() bool { o := w.object("v"); return o != nil && o.Status.Created != nil })
+	w.isIn("v", v.ID, b, "b")
+	if now := w.object("v").Spec; now.IDPool != spec.IDPool || now.Size != spec.Size {
+		t.Errorf("its object says %+v, before %+v", now, spec)
+	}
+
+	w.movesToPool("v", a.name, "default")
+	w.moved("v", b, a)
+	w.isIn("v", v.ID, a, "default")
+	if o := w.object("v"); o.Spec.IDPool != "" {
+		t.Errorf("its object says %+v", o.Spec)
+	}
+	for _, name := range []string{"clone", "restored", "as before", "elsewhere"} {
+		check.OK(t, s.Delete(w.ctx, cluster.VolumeID(w.object(name))))
+	}
+	check.OK(t, s.DeleteGroup(w.ctx, group.ID))
+	for _, id := range []volume.ID{before.ID, after.ID} {
+		check.OK(t, s.DeleteSnapshot(w.ctx, id))
+	}
+	check.OK(t, s.Delete(w.ctx, v.ID))
+	w.tally(a)
+	w.tally(b)
+}
+
+// TestMoveToOtherPoolUndone: taken back, or asked for anew for another pool, a move leaves nothing of itself.
+func TestMoveToOtherPoolUndone(t *testing.T) {
+	w, a, b, s, v, _ := reached(t, volume.Spec{Name: "v", Size: volume.Range{Required: 64 * mib}})
+	b.stop()
+	w.movesToPool("v", b.name, "b")
+	w.start(b)
+	w.eventually("its bytes are there, or it has moved", func() bool {
+		m := w.object("v").Status.Move
+		return m != nil && m.Pool == "b" || w.object("v").Spec.Pool == "b"
+	})
+	o := w.object("v")
+	if o.Spec.Move != nil && !o.Spec.Move.Left {
+		before := o.DeepCopy()
+		o.Spec.Move = nil
+		if w.Patch(w.ctx, o, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{})) == nil {
+			w.movesToPool("v", b.name, "")
+			w.moved("v", a, b)
+			w.isIn("v", v.ID, b, "default")
+		}
+	}
+	check.OK(t, func() error {
+		w.eventually("the move is over", func() bool { return w.object("v").Spec.Move == nil })
+		return s.Delete(w.ctx, v.ID)
+	}())
+	w.eventually("nothing is left", func() bool { return len(w.leftovers(b)) == 0 })
+	w.tally(a)
+	w.tally(b)
+}
+
+// TestMoveToOtherPoolInUse: so does a volume that is used. By a driver of before such moves nothing of one is done.
+func TestMoveToOtherPoolInUse(t *testing.T) {
+	c, _ := carriedTo(t, "b")
+	want := c.content(c.a, c.id)
+	from, err := c.old.Describe(c.ctx, c.of())
+	check.OK(t, err)
+	older := from
+	older.Pool = "" // the old home's driver, or the user's, does not know of it
+	fails(t, second(c.fresh.Prepare(c.ctx, c.of(), older)), errdefs.ErrUnavailable)
+	if left := c.leftovers(c.b); len(left) > 0 {
+		t.Errorf("left are %v", left)
+	}
+	c.pinned()
+	v := c.object("v")
+	if !cluster.MayMove(v) {
+		t.Errorf("it may not move: %+v", v.Status.Move)
+	}
+	v.Status.Move.Pool = "" // who says it does not know of it
+	if cluster.MayMove(v) {
+		t.Error("it moves by the word of a driver of before")
+	}
+	s := c.flipped("v", c.b)
+	c.over(want)
+	c.isIn("v", c.id, c.b, "b")
+	c.exported("v", &volume.Grant{Generation: 2, Node: c.name})
+	c.released(s)
+}
+
+// TestPoolOfMoveAway: a volume in a pool that its ID does not name, and that is not there when its node starts, is not lost.
+func TestPoolOfMoveAway(t *testing.T) {
+	w, a, b, s, v, _ := reached(t, volume.Spec{Name: "v", Size: volume.Range{Required: 64 * mib}})
+	w.movesToPool("v", b.name, "b")
+	w.moved("v", a, b)
+	b.stop()
+	b.without = "b"
+	w.start(b)
+	w.eventually("its node says that its pool is away", func() bool {
+		h := w.object("v").Status.Health
+		return len(h) == 1 && h[0].Reason == "PoolUnavailable"
+	})
+	if o := w.object("v"); v1alpha1.IsLost(o) || o.Status.Failure != nil {
+		t.Errorf("its object says %+v", o.Status)
+	}
+	waiting, cancel := context.WithCancel(w.ctx)
+	gone := make(chan error, 1)
+	go func() { gone <- s.Delete(waiting, v.ID) }()
+	w.eventually("its deletion is asked for", func() bool { o := w.object("v"); return o != nil && o.Deleting() })
+	b.stop()
+	b.without = ""
+	w.start(b)
+	check.OK(t, <-gone)
+	cancel()
+	w.tally(b)
+	if in, err := b.local.InPool(w.ctx, "b"); err != nil || !reflect.DeepEqual(in, []volume.Volume(nil)) {
+		t.Errorf("its pool has %+v, %v", in, err)
+	}
+	fails(t, second(b.local.Get(w.ctx, volume.ID{Kind: blockdev.Volume, Pool: "b", Key: v.ID.Key})), errdefs.ErrNotFound)
+}

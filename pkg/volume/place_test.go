@@ -1,0 +1,232 @@
+package volume_test
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"reflect"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/lazy"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/mount"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// otherPools are two nodes, of which the first has a pool a, and the second a pool a and a pool b; restart starts them, the first time or again.
+func otherPools(t *testing.T) (restart func() (first, second *volume.Local, b blockdev.Pool)) {
+	t.Helper()
+	drivertest.NeedRoot(t)
+	dir := drivertest.Dir(t)
+	var opened []blockdev.Pool
+	closed := func() {
+		for _, pool := range opened {
+			check.OK(t, pool.Close())
+		}
+		opened = nil
+	}
+	t.Cleanup(closed)
+	return func() (*volume.Local, *volume.Local, blockdev.Pool) {
+		closed()
+		for i, name := range []string{"a", "a", "b"} {
+			at := filepath.Join(dir, []string{"first", "second", "third"}[i])
+			check.OK(t, os.MkdirAll(at, 0o700))
+			pool, err := pools.Open(t.Context(), name, "file://"+at+"?reservePercent=0&create=1")
+			check.OK(t, err)
+			opened = append(opened, pool)
+		}
+		first, second := start(t, 1, opened[0]), start(t, 1, opened[1:]...)
+		for _, l := range []*volume.Local{first, second} {
+			l.SetMoves(&stays{})
+		}
+		return first, second, opened[2]
+	}
+}
+
+// move moves a volume from one node to a pool of another.
+func move(t *testing.T, name string, id volume.ID, from, to *volume.Local, pool string) {
+	t.Helper()
+	sealed, err := from.Seal(t.Context(), id, 3)
+	check.OK(t, err)
+	check.OK(t, to.Bring(t.Context(), pool, name, blockdev.Thin, sealed))
+	check.OK(t, to.Arrive(t.Context(), id))
+	check.OK(t, from.Depart(t.Context(), id, sealed.Created))
+	fails(t, second(from.Get(t.Context(), id)), errdefs.ErrNotFound, "Get where it was")
+}
+
+// TestMoveToOtherPool: a volume that moves to a pool of another name is the same volume: all that can be done to it can be done there, by its ID, also after a start. What is made of it there
+// says so, and it moves back.
+func TestMoveToOtherPool(t *testing.T) {
+	restart := otherPools(t)
+	a, b, pool := restart()
+	v, before := withContents(t, a)
+	if v.Pool != "a" {
+		t.Errorf("a new volume says pool %q", v.Pool)
+	}
+	move(t, "source", v.ID, a, b, "b")
+	for _, again := range []bool{false, true} {
+		if again {
+			a, b, pool = restart()
+		}
+		have, err := b.Get(t.Context(), v.ID)
+		check.OK(t, err)
+		want := v
+		want.Pool, want.Format = "b", have.Format
+		if !reflect.DeepEqual(have, want) {
+			t.Errorf("again %v: it is %+v, want %+v", again, have, want)
+		}
+		holds(t, b, have)
+	}
+
+	in, err := b.InPool(t.Context(), "b")
+	check.OK(t, err)
+	if len(in) != 1 || in[0].ID != v.ID {
+		t.Errorf("pool b has %+v", in)
+	}
+	o, err := b.Overview(t.Context(), nil)
+	check.OK(t, err)
+	if len(o.Volumes) != 1 || o.Volumes[0].ID != v.ID.String() || o.Volumes[0].Pool != "b" || len(o.Problems) > 0 {
+		t.Errorf("the overview has %+v, problems %+v", o.Volumes, o.Problems)
+	}
+	check.OK(t, b.Claim(t.Context(), v.ID, volume.Claim{Node: node, Mode: "SINGLE_NODE_WRITER"}))
+	check.OK(t, b.Release(t.Context(), v.ID, node))
+	check.OK(t, b.Claim(t.Context(), v.ID, volume.Claim{Node: node, Mode: "SINGLE_NODE_WRITER"})) // of which there can be one
+	check.OK(t, b.Release(t.Context(), v.ID, node))
+	grown, err := b.Expand(t.Context(), v.ID, volume.Range{Required: v.Size + mib})
+	check.OK(t, err)
+	if grown.ID != v.ID || grown.Size != v.Size+mib {
+		t.Errorf("it has grown to %+v", grown)
+	}
+
+	group := volume.GroupID{Key: volume.KeyOf("g")}
+	for _, again := range []bool{false, true} {
+		if again {
+			a, b, pool = restart()
+		}
+		s, err := b.CreateSnapshot(t.Context(), "later", v.ID)
+		check.OK(t, err)
+		if s.ID != (volume.ID{Kind: blockdev.Snapshot, Pool: "b", Key: volume.KeyOf("later")}) || s.Source != v.ID {
+			t.Errorf("again %v: the snapshot is %+v", again, s)
+		}
+		all, err := b.ListSnapshots(t.Context(), v.ID, volume.ID{}, 0)
+		check.OK(t, err)
+		if len(all) != map[bool]int{false: 1, true: 2}[again] {
+			t.Errorf("again %v: its snapshots are %+v", again, all)
+		}
+		g, err := b.CreateGroup(t.Context(), "g", []volume.ID{v.ID})
+		check.OK(t, err)
+		if g.ID != group || len(g.Snapshots) != 1 || g.Snapshots[0].Source != v.ID {
+			t.Errorf("again %v: the group is %+v", again, g)
+		}
+		for name, source := range map[string]volume.ID{"clone": v.ID, "restored": s.ID} {
+			for _, in := range []string{"", "b"} {
+				c, err := b.Create(t.Context(), volume.Spec{Name: name, Pool: in, Source: source, Size: volume.Range{Required: v.Size}})
+				check.OK(t, err)
+				if c.Source != source || c.ID.Pool != "b" || c.Pool != "b" {
+					t.Errorf("again %v: %s is %+v", again, name, c)
+				}
+				holds(t, b, c)
+			}
+		}
+		c, err := b.Create(t.Context(), volume.Spec{Name: "elsewhere", Pool: "a", Source: v.ID, Size: volume.Range{Required: v.Size}})
+		check.OK(t, err)
+		if c.Source != v.ID || c.ID.Pool != "a" {
+			t.Errorf("again %v: the copy in the other pool is %+v", again, c)
+		}
+		holds(t, b, c)
+	}
+	if leftovers, err := b.Leftovers(t.Context(), pool); err != nil || len(leftovers) > 0 {
+		t.Errorf("left are %v, %v", leftovers, err)
+	}
+
+	move(t, "source", v.ID, b, a, "a")
+	back, err := a.Get(t.Context(), v.ID)
+	check.OK(t, err)
+	if back.ID != v.ID || back.Pool != "a" {
+		t.Errorf("back it is %+v", back)
+	}
+	holds(t, a, back)
+	check.OK(t, second(a.CreateSnapshot(t.Context(), "snapshot", v.ID))) // the one of before
+	check.OK(t, errors.Join(a.DeleteSnapshot(t.Context(), before.ID), a.Delete(t.Context(), v.ID)))
+	fails(t, second(a.Get(t.Context(), v.ID)), errdefs.ErrNotFound, "Get of what was deleted")
+}
+
+// TestOnePlace: a node has a volume that comes there in one pool: what another of its pools has of it, unfinished or left behind, goes, and if it may be more the volume does not come.
+func TestOnePlace(t *testing.T) {
+	a, b, pool := otherPools(t)()
+	v, _ := withContents(t, a)
+	read := int64(0)
+	from, err := a.Seal(t.Context(), v.ID, 3)
+	check.OK(t, err)
+	fails(t, b.Bring(t.Context(), "b", "source", blockdev.Thin, stopping(from, 6*mib, errdefs.ErrUnavailable, &read)), errdefs.ErrUnavailable, "an origin that goes away")
+	check.OK(t, b.Bring(t.Context(), "a", "source", blockdev.Thin, from)) // asked for anew
+	if left, err := b.Leftovers(t.Context(), pool); err != nil || len(left) > 0 {
+		t.Errorf("pool b has %v, %v", left, err)
+	}
+	check.OK(t, b.Arrive(t.Context(), v.ID))
+	check.OK(t, a.Depart(t.Context(), v.ID, from.Created))
+
+	left, err := b.Seal(t.Context(), v.ID, 3) // and moves away, and is not given back
+	check.OK(t, err)
+	check.OK(t, a.Bring(t.Context(), "a", "source", blockdev.Thin, left))
+	check.OK(t, a.Arrive(t.Context(), v.ID))
+	for _, claims := range []int64{2, 4} {
+		want := map[int64]error{2: errdefs.ErrExists}[claims]
+		from, err := a.Seal(t.Context(), v.ID, claims)
+		check.OK(t, err)
+		if err := b.Bring(t.Context(), "b", "source", blockdev.Thin, from); !errors.Is(err, want) {
+			t.Errorf("after %d claims: %v, want %v", claims, err, want)
+		}
+	}
+	check.OK(t, b.Arrive(t.Context(), v.ID))
+	have, err := b.Get(t.Context(), v.ID)
+	check.OK(t, err)
+	if have.Pool != "b" {
+		t.Errorf("it is %+v", have)
+	}
+	holds(t, b, have)
+	if in, err := b.InPool(t.Context(), "a"); err != nil || len(in) > 0 {
+		t.Errorf("pool a still has %+v, %v", in, err)
+	}
+}
+
+// TestPlaceComesLater: a volume in a pool that its ID does not name, and that is not open yet, is not taken for lost by who knows where it is; when the pool is there it is found by its record.
+func TestPlaceComesLater(t *testing.T) {
+	origin, disk, other := memory.NewDisk(1<<30), memory.NewDisk(1<<30), memory.NewDisk(1<<30)
+	a, b := start(t, 0, origin.Open("first", nil)), start(t, 0, disk.Open("first", nil), other.Open("second", nil))
+	v := made(t)(a.Create(t.Context(), volume.Spec{Name: "v", Size: volume.Range{Required: 8 << 20}}))
+	move(t, "v", v.ID, a, b, "second")
+	mounts, err := mount.LoadTable()
+	check.OK(t, err)
+	synctest.Test(t, func(t *testing.T) {
+		there := false
+		late := lazy.New("second", errors.New("no disk"), func(context.Context) (blockdev.Pool, error) {
+			if !there {
+				return nil, errors.New("no disk")
+			}
+			return other.Open("second", nil), nil
+		})
+		l, err := volume.NewLocal(t.Context(), node, []blockdev.Pool{disk.Open("first", nil), late}, mounts, 0)
+		check.OK(t, err)
+		l.Locate(v.ID, "second")
+		fails(t, second(l.Get(t.Context(), v.ID)), errdefs.ErrUnavailable, "Get")
+		fails(t, l.Delete(t.Context(), v.ID), errdefs.ErrUnavailable, "Delete")
+		there = true
+		time.Sleep(time.Minute) // until it is tried again
+		have, err := l.Get(t.Context(), v.ID)
+		check.OK(t, err)
+		if have.Pool != "second" || have.ID != v.ID {
+			t.Errorf("it is %+v", have)
+		}
+		check.OK(t, l.Delete(t.Context(), v.ID))
+		fails(t, second(l.Get(t.Context(), v.ID)), errdefs.ErrNotFound, "Get of what was deleted")
+	})
+}
