@@ -1,7 +1,9 @@
 package main
 
 import (
+	"cmp"
 	"context"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -11,6 +13,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/apitest"
 	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/overview"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	fleet "github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -26,12 +29,13 @@ func cutOf(name, source, node string, size int64, edit func(*v1alpha1.Snapshot))
 	return s
 }
 
-// ported gives the agents of nodes a port, which they alone may do.
-func (e *environment) ported(names ...string) {
+// ported gives the agents of nodes a port, of their pool "default" or as NODE/POOL says, which they alone may do.
+func (e *environment) ported(places ...string) {
 	e.Helper()
-	for _, name := range names {
+	for _, at := range places {
+		name, of, _ := strings.Cut(at, "/")
 		p := &v1alpha1.Pool{}
-		check.OK(e, e.Get(e.Context(), client.ObjectKey{Name: name + ".default"}, p))
+		check.OK(e, e.Get(e.Context(), client.ObjectKey{Name: overview.PoolName(name, cmp.Or(of, "default"))}, p))
 		before := p.DeepCopy()
 		p.Status.Agent = &v1alpha1.AgentEndpoint{Address: "10.0.0.1:9810", Fingerprint: "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef"}
 		agent, err := client.New(apitest.Get(e).Agent(e, name), client.Options{Scheme: e.Scheme()})
@@ -121,6 +125,37 @@ func TestMoveWithSnapshots(t *testing.T) {
 	check.OK(t, r.err)
 	r.says(t, "snapshot two: it is on node n4\n")
 	e.isOn(two, "n4")
+}
+
+// TestMoveToOtherPoolWithSnapshots: a volume moves to a pool of another name, its snapshots to those of their own names on that node; what has none there stays, and says so.
+func TestMoveToOtherPoolWithSnapshots(t *testing.T) {
+	e := newEnvironment(t)
+	nodes(e)
+	fast(e, "n3")
+	e.ported("n1", "n3", "n3/fast", "n4")
+	hasten(t, time.Minute)
+	e.add(movable("pvc-1", "n1", 100*mib, nil))
+	early, another := cutOf("early", "pvc-1", "n1", 90*mib, nil), cutOf("another", "pvc-1", "n1", mib, func(s *v1alpha1.Snapshot) { s.Spec.SourcePool = "fast" }) // of a volume of before
+	later := cutOf("later", "pvc-1", "n3", 80*mib, func(s *v1alpha1.Snapshot) { s.Spec.Pool, s.Spec.SourcePool = "fast", "default" })
+	for _, s := range []*v1alpha1.Snapshot{early, another} {
+		e.add(s)
+	}
+	e.drivers("")
+	e.carriers("")
+	r := run(t, apitest.Admin, "move", "pvc-1", "--to=n3/fast", "--with-snapshots")
+	check.OK(t, r.err)
+	r.says(t, "pvc-1: it is in pool fast of node n3.\nIts snapshots move to the pools of their own names on node n3, which their IDs have.\n", "snapshot early: it is on node n3\n")
+	e.isOn(early, "n3")
+	e.isOn(another, "n1")
+	e.add(later)
+	r = run(t, apitest.Admin, "evacuate", "n3", "--to=n4/default", "--with-snapshots", "--dry-run")
+	r.says(t, "pvc-1   100Mi  n4/default  -\n", "early     90Mi  n4     -\n", "later     80Mi  stays  node n4: it has no pool fast (it has default): a snapshot stays in pools of one name, as its ID has it; start the driver there with a --pool of the name fast\n")
+	r = run(t, apitest.Admin, "move", "pvc-1", "--to=n4/default", "--with-snapshots")
+	r.refused(t, "1 of 2 snapshots stay where they are, see above")
+	r.says(t, "pvc-1: it is in pool default of node n4.\nIts snapshots move to the pools of their own names", "snapshot later: stays on node n3: it has no pool fast (it has default)", "snapshot early: it is on node n4\n")
+	e.isOn(early, "n4")
+	e.isOn(later, "n3")
+	run(t, apitest.Admin, "move", later.ID(), "--to=n1/default").refused(t, "to pool default of node n1: it is in pool fast, and stays in pools of that name, as its ID has it; give --to n1")
 }
 
 // TestMoveSnapshotRefused: what cannot move says why.

@@ -5,8 +5,10 @@ import (
 	"os"
 	"path/filepath"
 	"reflect"
+	"strings"
 	"testing"
 
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/check"
@@ -15,6 +17,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
+	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
 )
 
 // isIn makes sure that a volume is in a pool of a machine, under the ID that it has for good.
@@ -140,6 +143,70 @@ func TestMoveToOtherPool(t *testing.T) {
 		check.OK(t, s.Delete(w.ctx, cluster.VolumeID(w.object(name))))
 	}
 	check.OK(t, s.DeleteGroup(w.ctx, group.ID))
+	for _, id := range []volume.ID{before.ID, after.ID} {
+		check.OK(t, s.DeleteSnapshot(w.ctx, id))
+	}
+	check.OK(t, s.Delete(w.ctx, v.ID))
+	w.tally(a)
+	w.tally(b)
+}
+
+// TestMoveToOtherPoolSnapshots: snapshots move to pools of their own names, wherever their volume is. They stay that volume's, whatever pool its ID names, and are restored where they are; adopted
+// they say the same.
+func TestMoveToOtherPoolSnapshots(t *testing.T) {
+	w, a, b, s, v, _ := reached(t, volume.Spec{Name: "v", Size: volume.Range{Required: 64 * mib}})
+	check.OK(t, storetest.WriteTo(a.disks[0].Open("default", nil))(w.ctx, v.ID, 5*mib, []byte("some")))
+	want := w.content(a, v.ID)
+	before, err := s.CreateSnapshot(w.ctx, "before", v.ID)
+	check.OK(t, err)
+	w.movesToPool("v", b.name, "b")
+	w.moved("v", a, b)
+	after, err := s.CreateSnapshot(w.ctx, "after", v.ID)
+	check.OK(t, err)
+
+	o := w.cutObject(before.ID)
+	other := o.DeepCopy()
+	other.Spec.Move = &v1alpha1.Move{Node: b.name, Pool: "b"}
+	if err := w.Patch(w.ctx, other, client.MergeFrom(o)); !apierrors.IsInvalid(err) || !strings.Contains(err.Error(), "a snapshot stays in pools of one name: its ID has that") {
+		t.Errorf("a move of a snapshot to a pool of another name: %v", err)
+	}
+	for _, one := range []struct {
+		volume.Snapshot
+		from, to *machine
+	}{{before, a, b}, {after, b, a}} {
+		w.cutMovesTo(one.ID, one.to.name)
+		w.cutMoved(one.ID, one.from, one.to)
+		w.knows(s, one.ID, one.to)
+		if again, err := s.CreateSnapshot(w.ctx, one.Name, v.ID); err != nil || again.ID != one.ID || again.Source != v.ID || again.Node != one.to.name {
+			t.Errorf("asked for again %s is %+v, %v", one.ID, again, err)
+		}
+		restored, err := s.Create(w.ctx, volume.Spec{Name: "restored from " + one.Name, Source: one.ID, Size: volume.Range{Required: 64 * mib}})
+		check.OK(t, err)
+		if have := w.content(one.to, restored.ID); restored.Node != one.to.name || restored.ID.Pool != one.ID.Pool || string(have) != string(want) {
+			t.Errorf("restored is %+v, with all bytes: %v", restored, string(have) == string(want))
+		}
+		check.OK(t, s.Delete(w.ctx, restored.ID))
+	}
+	if all, err := s.ListSnapshots(w.ctx, v.ID, volume.ID{}, 0); err != nil || len(all) != 2 {
+		t.Errorf("its snapshots are %+v, %v", all, err)
+	}
+
+	spec := w.cutObject(after.ID).Spec
+	a.stop()
+	check.OK(t, w.Delete(w.ctx, w.cutObject(after.ID)))
+	w.start(a)
+	pool := &v1alpha1.Pool{}
+	w.eventually("the pool that has it says that it is a stray", func() bool {
+		check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: a.name + ".b"}, pool))
+		return len(pool.Status.Strays) == 1 && pool.Status.Strays[0].ID == after.ID.String()
+	})
+	patched := pool.DeepCopy()
+	patched.Annotations = map[string]string{v1alpha1.AdoptAnnotation: "all"}
+	check.OK(t, w.Patch(w.ctx, patched, client.MergeFrom(pool)))
+	w.eventually("it has an object again", func() bool { o := w.cutObject(after.ID); return o != nil && o.Status.Created != nil })
+	if now := w.cutObject(after.ID).Spec; now.SourcePool != "default" || now.Pool != "b" || now.Source != spec.Source || now.NodeName != a.name {
+		t.Errorf("its object says %+v, before %+v", now, spec)
+	}
 	for _, id := range []volume.ID{before.ID, after.ID} {
 		check.OK(t, s.DeleteSnapshot(w.ctx, id))
 	}

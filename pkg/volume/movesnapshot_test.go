@@ -246,3 +246,45 @@ func TestLVMSnapshotMoves(t *testing.T) {
 	}
 	check.OK(t, homes[at].DeleteSnapshot(t.Context(), was.ID))
 }
+
+// TestSnapshotMovesOfOtherPool: a snapshot of a volume whose ID names another pool moves, and is still of that volume, before and after that comes there. A snapshot moves to no pool of another name.
+func TestSnapshotMovesOfOtherPool(t *testing.T) {
+	a, b, _ := otherPools(t)()
+	v, before := withContents(t, a)
+	move(t, "source", v.ID, a, b, "b")
+	after, err := b.CreateSnapshot(t.Context(), "after", v.ID)
+	check.OK(t, err)
+	pool, err := pools.Open(t.Context(), "b", twoPools(t)["b"])
+	check.OK(t, err)
+	t.Cleanup(func() { check.OK(t, pool.Close()) })
+	c := start(t, 0, pool)
+	from, err := a.OpenMove(t.Context(), before.ID)
+	check.OK(t, err)
+	fails(t, c.BringSnapshot(t.Context(), "snapshot", from), errdefs.ErrUnavailable, "BringSnapshot to a node without a pool of that name")
+	for _, move := range []struct {
+		was      volume.Snapshot
+		from, to *volume.Local
+	}{{before, a, b}, {after, b, c}} {
+		from, err := move.from.OpenMove(t.Context(), move.was.ID)
+		check.OK(t, err)
+		check.OK(t, move.to.BringSnapshot(t.Context(), move.was.Name, from))
+		check.OK(t, move.to.Arrive(t.Context(), move.was.ID))
+		check.OK(t, move.from.DepartSnapshot(t.Context(), move.was.ID, from.Created))
+		moved, err := move.to.GetSnapshot(t.Context(), move.was.ID)
+		if check.OK(t, err); moved != move.was || moved.Source != v.ID {
+			t.Errorf("it was %+v, and is %+v", move.was, moved)
+		}
+		restored, err := move.to.Create(t.Context(), volume.Spec{Name: "restored", Source: moved.ID, Size: volume.Range{Required: gib}})
+		if check.OK(t, err); restored.Pool != moved.ID.Pool || restored.Source != moved.ID {
+			t.Errorf("restored is %+v", restored)
+		}
+		holds(t, move.to, restored)
+	}
+	move(t, "source", v.ID, b, c, "b")
+	if of, err := c.ListSnapshots(t.Context(), v.ID, volume.ID{}, 0); err != nil || len(of) != 1 || of[0] != after {
+		t.Errorf("the volume's snapshots are %+v, %v", of, err)
+	}
+	if again, err := c.CreateSnapshot(t.Context(), "after", v.ID); err != nil || again != after {
+		t.Errorf("cut again it is %+v, %v", again, err)
+	}
+}
