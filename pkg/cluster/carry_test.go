@@ -366,7 +366,7 @@ func (w *environment) carried(all *carriedVolumes, name string) *carriedVolume {
 	case "was staged by an older driver", "is staged meanwhile":
 		v.seat, v.bare = false, true
 	}
-	w.movesTo(name, "new")
+	w.movesToPool(name, "new", map[string]string{"flipped to another pool": "b"}[name])
 	return v
 }
 
@@ -639,11 +639,12 @@ func TestCarryAgain(t *testing.T) {
 	pinned := func(v *carriedVolume) { v.kernel(synced); v.pins() }
 	goesOn, failed, back := begun("goes on", mirrored), begun("failed", mirrored), begun("taken back", mirrored)
 	stays, flipped, lost := begun("stays pinned", pinned), begun("flipped", pinned), begun("pinned and failed", pinned)
-	claimed, released := begun("claimed anew", mirrored), begun("released", pinned)
+	claimed, released, other := begun("claimed anew", mirrored), begun("released", pinned), begun("flipped to another pool", pinned)
 	again(func() {
 		failed.kernel(newFailed)
 		back.movesTo(back.name, "")
 		flipped.flips()
+		other.flips()
 		lost.kernel(oldFailed)
 		released.flips()
 		w.claimFor(released.id, "")
@@ -657,6 +658,7 @@ func TestCarryAgain(t *testing.T) {
 		v.switches()
 	}
 	flipped.switches()
+	other.switches()
 	for _, v := range []*carriedVolume{failed, lost} {
 		v.stays()
 		if s := v.object(v.name).Status.Move; s.Undone == 0 {

@@ -285,7 +285,7 @@ func (c *carrier) hasMoved(ctx context.Context, now *passage) (moved, known bool
 		return false, false, nil
 	}
 	// It may have moved, or be claimed anew at the old home: the node that has it knows what it gives.
-	opened, err := homes{c.Agent}.Open(ctx, v.Spec.Pool, now.ref())
+	opened, err := homes{c.Agent}.Open(ctx, v.Named(), now.ref())
 	same := err == nil && opened.NQN == now.new.NQN // another one is of a home that has started anew, or of a new claim: neither leg is given any more
 	return same, same, err
 }
