@@ -252,10 +252,16 @@ func appears(ctx context.Context, c Connection) (Device, error) {
 		case device.Path != "" && c.UUID != device.UUID:
 			return Device{}, fmt.Errorf("%w: its namespace has the UUID %s, not %s: it is another volume", errdefs.ErrPrecondition, device.UUID, c.UUID)
 		case device.Path != "" && device.Live():
-			if err := node(device); err != nil {
+			err := node(device)
+			if err == nil {
+				err = opens(device.Path)
+			}
+			if err == nil {
+				return device, nil
+			}
+			if !errors.Is(err, unix.ENXIO) || time.Now().After(deadline) {
 				return Device{}, err
 			}
-			return device, nil
 		case time.Now().After(deadline) && device.Live():
 			return Device{}, fmt.Errorf("%w: it has no namespace", errdefs.ErrUnavailable)
 		case time.Now().After(deadline):
@@ -265,6 +271,15 @@ func appears(ctx context.Context, c Connection) (Device, error) {
 			return Device{}, err
 		}
 	}
+}
+
+// opens makes sure that a device can be opened: the kernel tells of it, and makes its node, a moment before (ENXIO; device_add_disk).
+func opens(path string) error {
+	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0)
+	if err != nil {
+		return fmt.Errorf("open the device of the connection: %w", errdefs.FromErrno(err))
+	}
+	return f.Close()
 }
 
 func wait(ctx context.Context) error {

@@ -364,6 +364,19 @@ func TestConnect(t *testing.T) {
 	}
 }
 
+// TestOpensAtOnce: a device that was connected can be opened.
+func TestOpensAtOnce(t *testing.T) {
+	home(t)
+	_, c := exported(t, 1, drivertest.Disk(t, 8*mib))
+	for range 100 {
+		device, err := nvme.Connect(t.Context(), c)
+		check.OK(t, err)
+		f, err := os.Open(device.Path)
+		check.OK(t, err)
+		check.OK(t, errors.Join(f.Close(), nvme.Disconnect(t.Context(), c.NQN)))
+	}
+}
+
 // TestFence: when Remove has returned, nothing lands, whatever was in flight; the writers have errors; what they were told to be written is.
 func TestFence(t *testing.T) {
 	home(t)
