@@ -199,6 +199,16 @@ func (s Stack) severed(ctx context.Context, layers []layer) error {
 	return nil
 }
 
+// Open reports whether anybody has the highest device of the volume open, as who has mounted it. One that is handed out need not be open.
+func (s Stack) Open() (bool, error) {
+	t, can := s.top()
+	if !can {
+		return false, nil
+	}
+	_, _, d, err := t.find()
+	return d != nil && d.Opens > 0, err
+}
+
 // present reports whether the kernel has a device, and not just somebody who holds what is left of it.
 func present(number uint64) bool {
 	_, err := os.Stat("/sys/dev/block/" + dm.Number(number))

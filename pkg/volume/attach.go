@@ -68,7 +68,7 @@ func (l *Local) attach(ctx context.Context, v Volume, key Key, keep bool) (_ blo
 	defer func() { end(err) }()
 	options := device.Options{Keep: keep, Attributes: queueSettings(v.Mutable), Seat: v.Access == AccessAny}
 	if v.Encryption.Scheme == NotEncrypted {
-		return stack.Attach(ctx, options)
+		return l.lay(ctx, stack, options)
 	}
 	if !slices.Contains(Schemes, v.Encryption.Scheme) {
 		return blockdev.Device{}, fmt.Errorf("%w: its record says encryption %q, which this driver does not know; use the newer one that made it", errdefs.ErrUnsupported, v.Encryption.Scheme)
@@ -85,7 +85,7 @@ func (l *Local) attach(ctx context.Context, v Volume, key Key, keep bool) (_ blo
 	}
 	defer release()
 	options.Encryption = &device.Encryption{Key: key, Discards: v.Encryption.Discards}
-	attached, err := stack.Attach(ctx, options)
+	attached, err := l.lay(ctx, stack, options)
 	if err == nil {
 		err = l.separate(ctx, v, attached)
 	}
@@ -95,13 +95,46 @@ func (l *Local) attach(ctx context.Context, v Volume, key Key, keep bool) (_ blo
 	return attached, nil
 }
 
-// severed: see device.Stack.Severed.
+// severed: see device.Stack.Severed. What nobody has mounted or open is none: attaching takes it away.
 func (l *Local) severed(ctx context.Context, id ID) error {
 	stack, err := l.stack(id)
 	if err != nil {
 		return err
 	}
-	return stack.Severed(ctx)
+	_, err = l.outlived(ctx, stack)
+	return err
+}
+
+// outlived is stack.Severed while somebody has what is severed mounted or open; is: nobody has it.
+func (l *Local) outlived(ctx context.Context, stack device.Stack) (is bool, err error) {
+	severed := stack.Severed(ctx)
+	if !errors.Is(severed, errdefs.ErrPrecondition) {
+		return false, severed
+	}
+	devices, err := stack.Attached(ctx)
+	if err != nil {
+		return false, err
+	}
+	mounted := slices.ContainsFunc(devices, func(d blockdev.Device) bool { return len(l.mounts.Paths(d.Number)) > 0 })
+	if open, err := stack.Open(); err != nil || open || mounted {
+		return false, errors.Join(err, severed)
+	}
+	return true, nil
+}
+
+// lay is stack.Attach. Devices that are over nothing any more, and that nobody has, go first: a stage that was cut short left them.
+func (l *Local) lay(ctx context.Context, stack device.Stack, o device.Options) (blockdev.Device, error) {
+	attached, err := stack.Attach(ctx, o)
+	if !errors.Is(err, errdefs.ErrPrecondition) {
+		return attached, err
+	}
+	if is, _ := l.outlived(ctx, stack); !is {
+		return blockdev.Device{}, err
+	}
+	if err := l.detach(ctx, stack); err != nil {
+		return blockdev.Device{}, err
+	}
+	return stack.Attach(ctx, o)
 }
 
 // Attached lists the devices of a volume; it needs no record of it.

@@ -61,6 +61,28 @@ func TestReachedOutlived(t *testing.T) {
 	}
 }
 
+// TestReachedUnstaged: what a stage left that was cut short, over a connection that is gone, keeps no later one from the volume: nobody has it.
+func TestReachedUnstaged(t *testing.T) {
+	p := newPair(t)
+	if !p.real {
+		t.Skip("what stands for NVMe/TCP ends nothing that is open")
+	}
+	id := p.make("v", volume.Encryption{})
+	device, err := p.user.AttachRaw(t.Context(), p.get(id), nil, true)
+	check.OK(t, errors.Join(err, device.Close()))
+	check.OK(t, p.home.Unexport(t.Context(), id, 1))
+	p.generation = 2
+	p.gone(id)
+	check.OK(t, second(volume.NewEverywhere(p.home, p.user, away{}).Get(t.Context(), id)))
+	device, err = p.user.AttachRaw(t.Context(), p.get(id), nil, true)
+	check.OK(t, err)
+	check.OK(t, errors.Join(writeSynced(device.Path, []byte("anew")), device.Close()))
+	p.unused(id)
+	if !bytes.Contains(p.bytes(id), []byte("anew")) {
+		t.Error("what was written through the new connection is not at home")
+	}
+}
+
 // TestReachedTaken: who uses a volume goes on after another tool has cleared the kernel's target of its home.
 func TestReachedTaken(t *testing.T) {
 	p := newPair(t)
