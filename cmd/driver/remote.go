@@ -16,6 +16,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvme"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvmet"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // remotePort is where nodes give their volumes to others, unless --remote-address says another port: that of NVMe over TCP.
@@ -73,6 +74,9 @@ func (o *options) network(ctx context.Context) *v1alpha1.Network {
 		klog.FromContext(ctx).Error(err, "This node gives its volumes to no other and uses none of others (access=any); the driver starts again when it can", "remoteAddress", o.remoteAddress)
 		return nil
 	}
+	if err := o.encrypts(); err != nil {
+		klog.FromContext(ctx).Error(err, "Until that is mended no node connects to volumes of this one, nor this one to those of others; what is connected goes on (access=any)", "remoteAddress", o.remoteAddress)
+	}
 	return &v1alpha1.Network{Name: o.remoteNetwork, Address: at.String()}
 }
 
@@ -85,12 +89,24 @@ func (o *options) reachable() (netip.AddrPort, error) {
 	if err == nil {
 		_, err = nvmet.Open(at)
 	}
-	if err == nil && o.remoteTLS {
-		if err = cmp.Or(nvmet.TLS(), nvme.TLS()); err != nil {
-			err = fmt.Errorf("--remote-tls: %w", err)
+	if err == nil {
+		if err = o.encrypts(); errors.Is(err, errdefs.ErrUnavailable) { // who connects asks again, and what is given can be ended
+			err = nil
 		}
 	}
 	return at, err
+}
+
+// encrypts returns an error unless what crosses the network can be encrypted as it is to be: errdefs.ErrUnsupported if this kernel cannot, errdefs.ErrUnavailable while
+// no tlshd runs.
+func (o *options) encrypts() error {
+	if !o.remoteTLS {
+		return nil
+	}
+	if err := cmp.Or(nvmet.TLS(), nvme.TLS()); err != nil {
+		return fmt.Errorf("--remote-tls: %w", err)
+	}
+	return nil
 }
 
 // reachablePause is between two looks of untilReachable.
