@@ -53,19 +53,19 @@ func (g *given) EndReaders(_ context.Context, id volume.ID, keep func(int64) boo
 	return g.stuck
 }
 
-// reads is what the agent does for a node that opens a volume to read it: the object says so first.
+// reads is what the agent does, with the volume's lock, for a node that opens a volume to read it.
 func (w *environment) reads(g *given, name string, to volume.Grant) {
 	w.Helper()
 	o := w.object(name)
-	before := o.DeepCopy()
-	o.Status.Readers = append(o.Status.Readers, v1alpha1.Export{Generation: to.Generation, Node: to.Node})
-	check.OK(w, w.Status().Patch(w.ctx, o, client.MergeFrom(before)))
-	g.mu.Lock()
-	defer g.mu.Unlock()
+	g.mu.Lock() // first: the home takes from the status what it does not give
 	if g.readers == nil {
 		g.readers = map[volume.ID][]int64{}
 	}
 	g.readers[cluster.VolumeID(o)] = append(g.readers[cluster.VolumeID(o)], to.Generation)
+	g.mu.Unlock()
+	before := o.DeepCopy()
+	o.Status.Readers = append(o.Status.Readers, v1alpha1.Export{Generation: to.Generation, Node: to.Node})
+	check.OK(w, w.Status().Patch(w.ctx, o, client.MergeFrom(before)))
 }
 
 func manyOn(node string) volume.Claim {
