@@ -314,3 +314,24 @@ func TestLocatedStays(t *testing.T) {
 		fails(t, second(l.Get(t.Context(), v.ID)), errdefs.ErrNotFound, "Get of what is not where it was located")
 	})
 }
+
+// TestLeftoverOfPool: a leftover of a volume that is in another pool by now goes from where it was found, and the volume stays.
+func TestLeftoverOfPool(t *testing.T) {
+	id, first, late := leaveInSecond(t, "unfinished")
+	pool := late.Open("second", nil)
+	l := start(t, 0, first.Open("first", nil), pool)
+	left, err := l.Leftovers(t.Context(), pool)
+	check.OK(t, err)
+	if len(left) != 1 || left[0].ID != id || left[0].Pool != "second" {
+		t.Fatalf("left are %+v", left)
+	}
+	check.OK(t, l.DropLeftover(t.Context(), left[0]))
+	if left, err := l.Leftovers(t.Context(), pool); err != nil || len(left) > 0 {
+		t.Errorf("left are %+v, %v", left, err)
+	}
+	have, err := l.Get(t.Context(), id)
+	check.OK(t, err)
+	if have.Pool != "first" {
+		t.Errorf("it is %+v", have)
+	}
+}
