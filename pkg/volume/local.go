@@ -172,11 +172,20 @@ func (l *Local) delete(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref
 
 // Get: see Store.
 func (l *Local) Get(ctx context.Context, id ID) (Volume, error) {
-	pool, ref, err := l.object(id, blockdev.Volume)
+	pool, _, err := l.object(id, blockdev.Volume)
 	if err != nil {
 		return Volume{}, err
 	}
-	record, err := pool.Get(ctx, ref)
+	return l.GetIn(ctx, pool.Name(), id)
+}
+
+// GetIn is Get of what a pool of the node has of an ID, wherever the volume itself is.
+func (l *Local) GetIn(ctx context.Context, in string, id ID) (Volume, error) {
+	pool, err := l.pool(in)
+	if err != nil {
+		return Volume{}, err
+	}
+	record, err := pool.Get(ctx, id.ref())
 	if err != nil {
 		return Volume{}, err
 	}
