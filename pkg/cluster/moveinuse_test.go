@@ -1,6 +1,7 @@
 package cluster_test
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -71,7 +72,7 @@ func carriedTo(t *testing.T, pool string) (c *carrier, stop func()) {
 	w.movesays("v", "is used on node node-3")
 	t.Cleanup(func() {
 		for _, m := range []*machine{a, b} {
-			check.OK(t, errors.Join(m.local.Unexport(w.ctx, v.ID, 0), m.local.DropLeftover(w.ctx, volume.Leftover{ID: v.ID, For: v.ID.Key})))
+			check.OK(t, errors.Join(m.local.Unexport(w.ctx, v.ID, 0), m.local.DropLeftover(w.ctx, volume.Leftover{ID: v.ID, Pool: cmp.Or(pool, "default"), For: v.ID.Key})))
 		}
 	})
 	return c, stop

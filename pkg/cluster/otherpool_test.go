@@ -2,6 +2,7 @@ package cluster_test
 
 import (
 	"context"
+	"errors"
 	"os"
 	"path/filepath"
 	"reflect"
@@ -16,6 +17,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/mount"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
 )
@@ -270,6 +272,94 @@ func TestMoveToOtherPoolInUse(t *testing.T) {
 	c.isIn("v", c.id, c.b, "b")
 	c.exported("v", &volume.Grant{Generation: 2, Node: c.name})
 	c.released(s)
+}
+
+// leaves has a pool of a machine, whose agent is stopped, have what is left of a volume of another machine that was there once: sealed, and with other bytes.
+func (w *environment) leaves(v volume.Volume, from, m *machine, pool string) {
+	w.Helper()
+	sealed, err := from.local.Seal(w.ctx, v.ID, volume.AnyClaims)
+	check.OK(w, err)
+	mounts, err := mount.LoadTable()
+	check.OK(w, err)
+	in := m.disks[map[string]int{"default": 0, "b": 1}[pool]].Open(pool, nil)
+	was, err := volume.NewLocal(w.ctx, m.name, []blockdev.Pool{in}, mounts, 0)
+	check.OK(w, err)
+	check.OK(w, errors.Join(was.Bring(w.ctx, pool, v.Name, blockdev.Thin, sealed), was.Arrive(w.ctx, v.ID)))
+	check.OK(w, storetest.WriteTo(in)(w.ctx, v.ID, 64<<10, []byte("old")))
+	check.OK(w, second(was.Seal(w.ctx, v.ID, 0)))
+}
+
+// TestMoveToOtherPoolLeft: a volume comes to the pool that its ID names while another one is away, which has it as it once was. When that is there again, nobody takes that for the volume, or its
+// seal off.
+func TestMoveToOtherPoolLeft(t *testing.T) {
+	w, a, b, _, v, _ := reached(t, volume.Spec{Name: "v", Size: volume.Range{Required: mib}})
+	check.OK(t, storetest.WriteTo(a.disks[0].Open("default", nil))(w.ctx, v.ID, 64<<10, []byte("now")))
+	want := w.content(a, v.ID)
+	b.stop()
+	w.leaves(v, a, b, "b")
+	b.without = "b"
+	w.start(b)
+	w.movesTo("v", b.name)
+	w.eventually("it has moved", func() bool {
+		o := w.object("v")
+		return o.Spec.NodeName == b.name && o.Spec.Move == nil && o.Status.Move == nil
+	})
+	b.stop()
+	b.without = ""
+	w.start(b)
+	fails(t, b.agent.Stays(w.ctx, v.ID, "b", 0), errdefs.ErrPrecondition)
+	fails(t, b.agent.IsHere(w.ctx, v.ID, "b"), errdefs.ErrPrecondition)
+	check.OK(t, errors.Join(b.agent.Stays(w.ctx, v.ID, "default", 0), b.agent.IsHere(w.ctx, v.ID, "default")))
+	pool := &v1alpha1.Pool{}
+	w.eventually("the pool says that what it has is a stray", func() bool {
+		check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: b.name + ".b"}, pool))
+		return len(pool.Status.Strays) == 1 && pool.Status.Strays[0].ID == v.ID.String()
+	})
+	w.isIn("v", v.ID, b, "default")
+	if string(w.content(b, v.ID)) != string(want) {
+		t.Error("its bytes are others")
+	}
+	in, err := b.local.InPool(w.ctx, "b")
+	check.OK(t, err)
+	if len(in) != 1 || !in[0].Sealed {
+		t.Errorf("the other pool has %+v", in)
+	}
+	if o := w.object("v"); v1alpha1.IsLost(o) || len(o.Status.Health) > 0 {
+		t.Errorf("its object says %+v", o.Status)
+	}
+
+	// Without its object both are strays. Who adopts all does not mean what was left.
+	b.stop()
+	check.OK(t, w.Delete(w.ctx, w.object("v")))
+	w.start(b)
+	for i, name := range []string{"b", "default"} {
+		check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: b.name + "." + name}, pool))
+		before := pool.DeepCopy()
+		pool.Annotations = map[string]string{v1alpha1.AdoptAnnotation: "all"}
+		check.OK(t, w.Patch(w.ctx, pool, client.MergeFrom(before)))
+		w.eventually("pool "+name+" has adopted all that was meant", func() bool {
+			check.OK(t, w.Get(w.ctx, client.ObjectKeyFromObject(pool), pool))
+			return pool.Annotations[v1alpha1.AdoptAnnotation] == "" && pool.Status.StrayCount == 1-i
+		})
+	}
+	w.isIn("v", v.ID, b, "default")
+}
+
+// TestMoveLeftBefore: what a node has of a volume as it once was is not what has moved there, and is not taken over: the old node has that, and it is brought again.
+func TestMoveLeftBefore(t *testing.T) {
+	w, a, b, v, want := aboutToMove(t)
+	b.stop()
+	for _, left := range w.leftovers(b) {
+		check.OK(t, b.local.DropLeftover(w.ctx, left))
+	}
+	w.leaves(v, a, b, "default")
+	s := w.flipped("v", b)
+	w.start(b)
+	w.moved("v", a, b)
+	if string(w.content(b, v.ID)) != string(want) {
+		t.Error("its bytes are others")
+	}
+	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 
 // TestPoolOfMoveAway: a volume in a pool that its ID does not name, and that is not there when its node starts, is not lost.

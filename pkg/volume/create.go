@@ -284,7 +284,7 @@ func (l *Local) source(ctx context.Context, id ID) (origin, error) {
 	case unfinished(record):
 		err = fmt.Errorf("%w: volume %s is being copied", errdefs.ErrUnavailable, id)
 	default:
-		err = l.stillHere(ctx, id, record)
+		err = l.stillHere(ctx, id, pool.Name(), record)
 	}
 	return origin{pool, record}, err
 }

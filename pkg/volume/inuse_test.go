@@ -42,8 +42,8 @@ func newMoving(t *testing.T, other string) *moving {
 	m.at, err = m.a.Export(t.Context(), m.v.ID, grant(3, "c"))
 	check.OK(t, err)
 	t.Cleanup(func() {
-		for _, l := range []*volume.Local{m.a, m.b} {
-			check.OK(t, errors.Join(l.Unexport(context.Background(), m.v.ID, 0), l.DropLeftover(context.Background(), volume.Leftover{ID: m.v.ID, For: m.v.ID.Key})))
+		for l, pool := range map[*volume.Local]string{m.a: "a", m.b: other} {
+			check.OK(t, errors.Join(l.Unexport(context.Background(), m.v.ID, 0), l.DropLeftover(context.Background(), volume.Leftover{ID: m.v.ID, Pool: pool, For: m.v.ID.Key})))
 		}
 	})
 	return m
@@ -225,7 +225,7 @@ func TestMoveInUsePrepared(t *testing.T) {
 	check.OK(t, err)
 	prepare(from)
 	// Nobody wants it any more: it goes with its export.
-	check.OK(t, m.b.DropLeftover(t.Context(), volume.Leftover{ID: m.v.ID, For: m.v.ID.Key}))
+	check.OK(t, m.b.DropLeftover(t.Context(), volume.Leftover{ID: m.v.ID, Pool: "a", For: m.v.ID.Key}))
 	if len(m.kb.exports) != 0 {
 		t.Errorf("it exports %v", m.kb.exports)
 	}

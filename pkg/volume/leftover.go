@@ -13,15 +13,16 @@ import (
 // Leftover is what a copy of something in another pool has made and not finished, or not removed yet: the copy itself, or the snapshot that
 // was cut for it; or what is here of what moves here. The next call for the copy goes on with it.
 type Leftover struct {
-	ID  ID
-	For string // key of the copy, or of what moves
+	ID   ID
+	Pool string // that has it, whatever pool its ID names; the object itself may be in another one by now
+	For  string // key of the copy, or of what moves
 	// Began is when it was made.
 	Began time.Time
 }
 
 // LeftoverOf returns what a record of a pool is a leftover of; false if it is none.
 func LeftoverOf(pool string, r blockdev.Record) (left Leftover, is bool) {
-	left = Leftover{IDOf(pool, r), r.Labels[labelCutFor], r.Created}
+	left = Leftover{IDOf(pool, r), pool, r.Labels[labelCutFor], r.Created}
 	if unfinished(r) {
 		left.For = r.Key
 	}
@@ -52,13 +53,13 @@ func (left Leftover) Comes() bool {
 // DropLeftover removes a leftover that nobody goes on with. What is whole by now stays.
 func (l *Local) DropLeftover(ctx context.Context, left Leftover) error {
 	if left.ID.Kind == blockdev.Snapshot && !left.Comes() {
-		return l.EndCut(ctx, left.ID.Pool, left.For)
+		return l.EndCut(ctx, left.Pool, left.For)
 	}
-	pool, ref, err := l.object(left.ID, left.ID.Kind)
+	pool, err := l.pool(left.Pool)
 	if err != nil {
 		return err
 	}
-	return l.dropUnfinished(ctx, pool, ref)
+	return l.dropUnfinished(ctx, pool, left.ID.ref())
 }
 
 // leftoverTime is how long DropOldLeftovers keeps a leftover that nobody asked for again.

@@ -47,7 +47,7 @@ type Local struct {
 	looks      map[string]*looking // for an overview, by the names of the pools
 	freezing   map[ID]bool         // volumes whose freeze nobody waits for any more, and the kernel is not through with
 	lifted     map[ID]bool         // volumes whose limits are lifted for the moment of a freeze
-	places     map[ID]string       // the pools of those whose IDs name other ones
+	places     map[ID]string       // the pools of those whose IDs name other ones, or that somebody has located
 
 	exports exports
 	moves   Moves // nil outside of a cluster
@@ -172,11 +172,20 @@ func (l *Local) delete(ctx context.Context, pool blockdev.Pool, ref blockdev.Ref
 
 // Get: see Store.
 func (l *Local) Get(ctx context.Context, id ID) (Volume, error) {
-	pool, ref, err := l.object(id, blockdev.Volume)
+	pool, _, err := l.object(id, blockdev.Volume)
 	if err != nil {
 		return Volume{}, err
 	}
-	record, err := pool.Get(ctx, ref)
+	return l.GetIn(ctx, pool.Name(), id)
+}
+
+// GetIn is Get of what a pool of the node has of an ID, wherever the volume itself is.
+func (l *Local) GetIn(ctx context.Context, in string, id ID) (Volume, error) {
+	pool, err := l.pool(in)
+	if err != nil {
+		return Volume{}, err
+	}
+	record, err := pool.Get(ctx, id.ref())
 	if err != nil {
 		return Volume{}, err
 	}

@@ -23,12 +23,12 @@ import (
 
 // Moves knows whether volumes move.
 type Moves interface {
-	// Stays returns nil once it is sure that a volume of this node that is sealed does not move before its use has ended. ErrPrecondition if it has moved;
+	// Stays returns nil once it is sure that a volume of this node that is sealed in a pool does not move before its use has ended. ErrPrecondition if it is not there any more;
 	// ErrUnavailable if that cannot be found out now, or it is about to. used is the generation of the claim for whose user it is sealed, or 0: whoever is about to say
 	// that this user has copied all of it is refused from then on.
-	Stays(ctx context.Context, id ID, used int64) error
-	// IsHere returns nil if a volume that is sealed is still this node's: it may move right after that. Errors are those of Stays.
-	IsHere(ctx context.Context, id ID) error
+	Stays(ctx context.Context, id ID, pool string, used int64) error
+	// IsHere returns nil if a volume that is sealed in a pool of this node is still there: it may move right after that. Errors are those of Stays.
+	IsHere(ctx context.Context, id ID, pool string) error
 }
 
 // SetMoves says who knows whether volumes move. It is called before anything uses a volume; without it none does.
@@ -182,7 +182,7 @@ func (l *Local) unseal(ctx context.Context, id ID) error {
 		return err
 	}
 	s, _ := sealOf(record) // one that cannot be read is for nobody
-	if err := moves.Stays(ctx, id, s.used); err != nil {
+	if err := moves.Stays(ctx, id, pool.Name(), s.used); err != nil {
 		return fmt.Errorf("use volume %s, which is about to move: %w", id, err)
 	}
 	return changeLabel(ctx, pool, record.Ref, labelSealed, "")
@@ -191,8 +191,8 @@ func (l *Local) unseal(ctx context.Context, id ID) error {
 // Unseal takes the seal of a volume of this node off that nobody uses, if it stays; errors are those of Moves.Stays.
 func (l *Local) Unseal(ctx context.Context, id ID) error { return l.unseal(ctx, id) }
 
-// stillHere is an error for a record that is sealed, of a volume that has moved: what was written since is not in its bytes.
-func (l *Local) stillHere(ctx context.Context, id ID, record blockdev.Record) error {
+// stillHere is an error for a record of a pool that is sealed, of a volume that has moved: what was written since is not in its bytes.
+func (l *Local) stillHere(ctx context.Context, id ID, pool string, record blockdev.Record) error {
 	if record.Labels[labelSealed] == "" {
 		return nil
 	}
@@ -201,7 +201,7 @@ func (l *Local) stillHere(ctx context.Context, id ID, record blockdev.Record) er
 	}
 	moves, err := l.movesOf(id)
 	if err == nil {
-		err = moves.IsHere(ctx, id)
+		err = moves.IsHere(ctx, id, pool)
 	}
 	if err != nil {
 		return fmt.Errorf("copy volume %s, which may have moved: %w", id, err)

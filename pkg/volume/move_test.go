@@ -23,12 +23,12 @@ type stays struct {
 	used []int64 // of which claims it was asked
 }
 
-func (s *stays) Stays(_ context.Context, _ volume.ID, used int64) error {
+func (s *stays) Stays(_ context.Context, _ volume.ID, _ string, used int64) error {
 	s.used = append(s.used, used)
 	return s.err
 }
 
-func (s *stays) IsHere(context.Context, volume.ID) error { return s.err }
+func (s *stays) IsHere(context.Context, volume.ID, string) error { return s.err }
 
 // twoHomes are two nodes with a pool each, of the first a, and of the second another name; restart starts them, the first time or again.
 func twoHomes(t *testing.T, other string) (restart func() (a, b *volume.Local)) {

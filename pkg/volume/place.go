@@ -39,15 +39,11 @@ func labelOrigin(labels map[string]string, pool string, source ID) {
 }
 
 // Locate says in which pool an object of this node is, whatever pool its ID names. Its record may not be known yet, as that of a pool that is not open: until it is, calls
-// for the object are for that pool.
+// for the object are for that pool, and what another pool has of it when that opens does not change that.
 func (l *Local) Locate(id ID, pool string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if pool == id.Pool {
-		delete(l.places, id)
-	} else {
-		l.places[id] = pool
-	}
+	l.places[id] = pool
 }
 
 // gone notes that an object of a pool is not there any more.
@@ -69,7 +65,7 @@ func (l *Local) placeOf(id ID) string {
 	return id.Pool
 }
 
-// recoverPlaces learns where the objects of a pool are that have moved there.
+// recoverPlaces learns which objects of a pool have moved there, but for those that somebody has located, and what may be left of a move.
 func (l *Local) recoverPlaces(ctx context.Context, pool blockdev.Pool) error {
 	for _, kind := range []blockdev.Kind{blockdev.Volume, blockdev.Snapshot} {
 		records, err := pool.List(ctx, kind, "", 0)
@@ -77,13 +73,51 @@ func (l *Local) recoverPlaces(ctx context.Context, pool blockdev.Pool) error {
 			return err
 		}
 		for _, r := range records {
-			if r.Labels[labelPool] != "" {
-				l.Locate(IDOf(pool.Name(), r), pool.Name())
+			if r.Labels[labelPool] != "" && !l.mayBeLeft(ctx, pool, r) {
+				l.recoverPlace(IDOf(pool.Name(), r), pool.Name())
 			}
 		}
 	}
 	return nil
 }
+
+// recoverPlace is Locate for an object that nobody has located.
+func (l *Local) recoverPlace(id ID, pool string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.places[id] == "" {
+		l.places[id] = pool
+	}
+}
+
+// mayBeLeft reports whether what a pool has of an object may be left of a move, with the object in another pool: a pool that opens late may have been away while the object came
+// to that one. Whatever it has is left if another pool has a whole object; what is sealed or unfinished also if the pool that the ID names has anything of it, or is not open yet.
+func (l *Local) mayBeLeft(ctx context.Context, in blockdev.Pool, r blockdev.Record) bool {
+	id := IDOf(in.Name(), r)
+	for _, pool := range l.pools {
+		if pool.Name() == in.Name() {
+			continue
+		}
+		named := !settled(r) && pool.Name() == id.Pool
+		open := blockdev.Unwrap(pool)
+		if open == nil {
+			if named {
+				return true
+			}
+			continue
+		}
+		have, err := open.Get(ctx, id.ref())
+		switch {
+		case errors.Is(err, errdefs.ErrNotFound), err == nil && IDOf(open.Name(), have) != id:
+		case named, err == nil && settled(have):
+			return true
+		}
+	}
+	return false
+}
+
+// settled reports whether a record is that of an object that neither comes nor may have left.
+func settled(r blockdev.Record) bool { return !unfinished(r) && r.Labels[labelSealed] == "" }
 
 // alone has no pool of this node but one have anything of a volume that comes there, but for a moment: what is unfinished goes, and so does what had left this node and was taken
 // for gone then, as of dropLeft. ErrExists for anything else.

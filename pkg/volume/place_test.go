@@ -230,3 +230,108 @@ func TestPlaceComesLater(t *testing.T) {
 		fails(t, second(l.Get(t.Context(), v.ID)), errdefs.ErrNotFound, "Get of what was deleted")
 	})
 }
+
+// leaveInSecond has a node that was open with its pool second have something left of a volume there, in a way, and then the volume itself in its pool first, which came there while
+// second was away. It returns the volume, and the two pools' disks.
+func leaveInSecond(t *testing.T, way string) (id volume.ID, first, late *memory.Disk) {
+	t.Helper()
+	origin, first, late := memory.NewDisk(1<<30), memory.NewDisk(1<<30), memory.NewDisk(1<<30)
+	a, before := start(t, 0, origin.Open("first", nil)), start(t, 0, first.Open("first", nil), late.Open("second", nil))
+	v := made(t)(a.Create(t.Context(), volume.Spec{Name: "v", Size: volume.Range{Required: 8 << 20}}))
+	switch way {
+	case "sealed":
+		move(t, "v", v.ID, a, before, "second")
+		left, err := before.Seal(t.Context(), v.ID, 3)
+		check.OK(t, err)
+		check.OK(t, a.Bring(t.Context(), "first", "v", blockdev.Thin, left))
+		check.OK(t, a.Arrive(t.Context(), v.ID))
+	case "unfinished":
+		from, err := a.Seal(t.Context(), v.ID, 3)
+		check.OK(t, err)
+		from.Read = func(context.Context, int64, func(int64, []byte) error) error { return errdefs.ErrUnavailable }
+		fails(t, before.Bring(t.Context(), "second", "v", blockdev.Thin, from), errdefs.ErrUnavailable, "an origin that goes away")
+	}
+	move(t, "v", v.ID, a, start(t, 0, first.Open("first", nil)), "first")
+	return v.ID, first, late
+}
+
+// TestPlaceOfLeftover: what is left of a volume in a pool that opens late is not taken for the volume, which is in the pool that its ID names, also before that is open.
+func TestPlaceOfLeftover(t *testing.T) {
+	mounts, err := mount.LoadTable()
+	check.OK(t, err)
+	for _, way := range []string{"sealed", "unfinished"} {
+		for _, last := range []string{"second", "first"} {
+			t.Run(way+", and "+last+" opens last", func(t *testing.T) {
+				id, first, late := leaveInSecond(t, way)
+				synctest.Test(t, func(t *testing.T) {
+					there := map[string]bool{}
+					var pools []blockdev.Pool
+					for name, disk := range map[string]*memory.Disk{"first": first, "second": late} {
+						pools = append(pools, lazy.New(name, errors.New("no disk"), func(context.Context) (blockdev.Pool, error) {
+							if !there[name] {
+								return nil, errors.New("no disk")
+							}
+							return disk.Open(name, nil), nil
+						}))
+					}
+					l, err := volume.NewLocal(t.Context(), node, pools, mounts, 0)
+					check.OK(t, err)
+					for _, name := range []string{map[string]string{"first": "second", "second": "first"}[last], last} {
+						there[name] = true
+						time.Sleep(time.Minute) // until it is tried again
+						check.OK(t, second(l.InPool(t.Context(), name)))
+					}
+					have, err := l.Get(t.Context(), id)
+					check.OK(t, err)
+					if have.Pool != "first" || have.Sealed {
+						t.Errorf("it is %+v", have)
+					}
+				})
+			})
+		}
+	}
+}
+
+// TestLocatedStays: where somebody has located a volume it is, whatever a pool has of it that opens later.
+func TestLocatedStays(t *testing.T) {
+	origin, disk, other := memory.NewDisk(1<<30), memory.NewDisk(1<<30), memory.NewDisk(1<<30)
+	a, b := start(t, 0, origin.Open("first", nil)), start(t, 0, disk.Open("first", nil), other.Open("second", nil))
+	v := made(t)(a.Create(t.Context(), volume.Spec{Name: "v", Size: volume.Range{Required: 8 << 20}}))
+	move(t, "v", v.ID, a, b, "second")
+	mounts, err := mount.LoadTable()
+	check.OK(t, err)
+	synctest.Test(t, func(t *testing.T) {
+		late := lazy.New("second", errors.New("no disk"), func(context.Context) (blockdev.Pool, error) { return other.Open("second", nil), nil })
+		l, err := volume.NewLocal(t.Context(), node, []blockdev.Pool{disk.Open("first", nil), late}, mounts, 0)
+		check.OK(t, err)
+		l.Locate(v.ID, "first")
+		time.Sleep(time.Minute) // until it is tried again
+		in, err := l.InPool(t.Context(), "second")
+		check.OK(t, err)
+		if len(in) != 1 || in[0].ID != v.ID {
+			t.Errorf("the pool has %+v", in)
+		}
+		fails(t, second(l.Get(t.Context(), v.ID)), errdefs.ErrNotFound, "Get of what is not where it was located")
+	})
+}
+
+// TestLeftoverOfPool: a leftover of a volume that is in another pool by now goes from where it was found, and the volume stays.
+func TestLeftoverOfPool(t *testing.T) {
+	id, first, late := leaveInSecond(t, "unfinished")
+	pool := late.Open("second", nil)
+	l := start(t, 0, first.Open("first", nil), pool)
+	left, err := l.Leftovers(t.Context(), pool)
+	check.OK(t, err)
+	if len(left) != 1 || left[0].ID != id || left[0].Pool != "second" {
+		t.Fatalf("left are %+v", left)
+	}
+	check.OK(t, l.DropLeftover(t.Context(), left[0]))
+	if left, err := l.Leftovers(t.Context(), pool); err != nil || len(left) > 0 {
+		t.Errorf("left are %+v, %v", left, err)
+	}
+	have, err := l.Get(t.Context(), id)
+	check.OK(t, err)
+	if have.Pool != "first" {
+		t.Errorf("it is %+v", have)
+	}
+}

@@ -241,19 +241,22 @@ func knowsPools(v *v1alpha1.Volume, from volume.Origin) error {
 		cluster.VolumeID(v), v.Spec.NodeName)
 }
 
-// locate says where this node has a volume, by its object: also before its pool is open.
+// locate says where this node has a volume, or will have, by its object: also before its pool is open, and whatever is left of it in another one.
 func (a *Agent) locate(v *v1alpha1.Volume) {
 	pool := v.Spec.Pool
 	switch m := v.Spec.Move; {
 	case v.Spec.NodeName == a.local.Node():
-	case m != nil && m.Left && m.Node == a.local.Node():
+	case m != nil && m.Node == a.local.Node() && !cleared(v):
 		pool = v.MovePool()
 	default:
 		return
 	}
-	if id := cluster.VolumeID(v); id.Pool != pool {
-		a.local.Locate(id, pool)
-	}
+	a.local.Locate(cluster.VolumeID(v), pool)
+}
+
+// cleared reports whether the node that a volume has left has given its bytes back.
+func cleared(v *v1alpha1.Volume) bool {
+	return v.Spec.Move.Left && v.Status.Move != nil && v.Status.Move.Cleared
 }
 
 // unclaimed is errWaits while somebody uses a volume.
@@ -396,8 +399,8 @@ func (a *Agent) leavesFor(ctx context.Context, key, node string) (*v1alpha1.Volu
 // Stays: see volume.Moves. A claim in the object keeps the controller from naming the new node until that one has the bytes of after it. Without one nothing would
 // tell the new node, which may be about to say that it has all of them. Nor would anything tell the user of the volume, if that copies it: so its claim does not do,
 // and that this is undone is written down.
-func (a *Agent) Stays(ctx context.Context, id volume.ID, used int64) error {
-	v, err := a.hereNow(ctx, id)
+func (a *Agent) Stays(ctx context.Context, id volume.ID, pool string, used int64) error {
+	v, err := a.hereNow(ctx, id, pool)
 	if err != nil || v.Spec.Move == nil || len(v.Spec.Readers) > 0 {
 		return err
 	}
@@ -426,29 +429,31 @@ func (a *Agent) unsealStaying(ctx context.Context, v *v1alpha1.Volume, have volu
 }
 
 // IsHere: see volume.Moves.
-func (a *Agent) IsHere(ctx context.Context, id volume.ID) error {
-	_, err := a.hereNow(ctx, id)
+func (a *Agent) IsHere(ctx context.Context, id volume.ID, pool string) error {
+	_, err := a.hereNow(ctx, id, pool)
 	return err
 }
 
-// hereNow returns the object of a volume of this node, as the API server has it; ErrPrecondition if it is on another one.
-func (a *Agent) hereNow(ctx context.Context, id volume.ID) (*v1alpha1.Volume, error) {
+// hereNow returns the object of a volume of a pool of this node, as the API server has it; ErrPrecondition if it is on another node, or in another pool: what this one has was left.
+func (a *Agent) hereNow(ctx context.Context, id volume.ID, pool string) (*v1alpha1.Volume, error) {
 	v := &v1alpha1.Volume{}
 	if err := a.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, v); err != nil {
 		return nil, errdefs.Recast(errdefs.ErrUnavailable, err, "read volume %s", id.Key)
 	}
-	if v.Spec.NodeName != a.local.Node() || cluster.VolumeID(v) != id {
-		return nil, fmt.Errorf("%w: it is on node %s now", errdefs.ErrPrecondition, v.Spec.NodeName)
+	if v.Spec.NodeName != a.local.Node() || v.In() != pool || cluster.VolumeID(v) != id {
+		return nil, fmt.Errorf("%w: it is on node %s now, in pool %s", errdefs.ErrPrecondition, v.Spec.NodeName, v.In())
 	}
 	return v, nil
 }
 
-// bringRest has all bytes of a volume that has moved be here, and returns how those were sealed; zero where they are a volume already. As a rule all are here. Those
+// bringRest has all bytes of a volume that has moved be here, and returns how those were sealed; zero where they are a volume already. What is
+// sealed, or in another pool, is not that, but left of an earlier move. As a rule all are here. Those
 // that are not (the copy was on a disk that failed, or the API server went back to a move of before) are with the node that the volume has left, until this one
 // takes it over: so that is asked, and if it is away, what was said before the volume moved holds. ErrNotFound if neither has them.
 func (a *Agent) bringRest(ctx context.Context, r request, v *v1alpha1.Volume) (sealed metav1.MicroTime, err error) {
 	id := cluster.VolumeID(v)
-	if _, err := a.local.Get(ctx, id); !errors.Is(err, errdefs.ErrNotFound) {
+	have, err := a.local.Get(ctx, id)
+	if left := err == nil && (have.Sealed || have.Pool != v.Spec.Pool); !left && !errors.Is(err, errdefs.ErrNotFound) {
 		return sealed, err
 	}
 	if s := v.Status.Move; s != nil && s.Copied != nil && s.Copied.Claim != 0 {
@@ -549,7 +554,7 @@ func arrived(v *v1alpha1.Volume) bool { return v.Status.Move != nil && v.Status.
 
 // giveBack removes the bytes of a volume that has left this node, once its new one has taken it over.
 func (a *Agent) giveBack(ctx context.Context, v *v1alpha1.Volume) (reconcile.Result, error) {
-	if !arrived(v) || v.Status.Move.Cleared {
+	if !arrived(v) || cleared(v) {
 		return reconcile.Result{}, nil
 	}
 	err := a.withLocks([]string{keylock.Volume(v.Name)}, func() error {

@@ -121,19 +121,19 @@ func (a *Agent) lookUp(ctx context.Context, pool string, id volume.ID, o cluster
 		return now, false, nil // it has moved, and is given back
 	}
 	now.taken = fmt.Sprintf("its object says pool %s of node %s", o.In(), o.Node())
-	removed, err := a.madeElsewhere(ctx, id, o)
+	removed, err := a.madeElsewhere(ctx, pool, id, o)
 	return now, !removed, err
 }
 
-// madeElsewhere removes a blank volume of which the object says that it is on another node, or in another pool: this
+// madeElsewhere removes a blank volume of a pool of which the object says that it is on another node, or in another pool: this
 // one was down before it could say that it had begun. One that the object was made for came with its disk.
-func (a *Agent) madeElsewhere(ctx context.Context, id volume.ID, o cluster.Object) (removed bool, _ error) {
+func (a *Agent) madeElsewhere(ctx context.Context, pool string, id volume.ID, o cluster.Object) (removed bool, _ error) {
 	if id.Kind != blockdev.Volume {
 		return false, nil
 	}
 	err := a.withLocks([]string{keylock.Volume(id.Key)}, func() error {
 		have, err := a.local.Get(ctx, id)
-		if err != nil || (o.Common().Created != nil && sameBytes(o, have.Created)) {
+		if err != nil || have.Pool != pool || (o.Common().Created != nil && sameBytes(o, have.Created)) {
 			return errdefs.IgnoreNotFound(err)
 		}
 		if err := a.removeBlank(ctx, id); err != nil {
@@ -151,7 +151,7 @@ func (a *Agent) madeElsewhere(ctx context.Context, id volume.ID, o cluster.Objec
 
 // strayVolume returns nil for an ephemeral volume.
 func (a *Agent) strayVolume(ctx context.Context, pool string, id volume.ID) (*stray, error) {
-	v, err := a.local.Get(ctx, id)
+	v, err := a.local.GetIn(ctx, pool, id)
 	if err != nil || v.Ephemeral != "" {
 		return nil, err
 	}
