@@ -329,6 +329,57 @@ func TestSnapshotMoveCopyLost(t *testing.T) {
 	}
 }
 
+// cutArrived has the object of a snapshot that has moved say that its new node has taken it over.
+func (w *environment) cutArrived(id volume.ID) {
+	w.Helper()
+	now := w.cutObject(id)
+	now.Status.Move.Arrived = true
+	check.OK(w, w.Status().Update(w.ctx, now))
+}
+
+// TestSnapshotMoveRolledBack: the API server goes back to a move of before, after which the snapshot had come back: what its old node has is all there is. It stays, whether the new one is
+// away or says that it has nothing, and is adopted once somebody has decided that.
+func TestSnapshotMoveRolledBack(t *testing.T) {
+	w, a, b, s, snapshot, want := flippedCut(t)
+	for _, left := range w.leftovers(b) {
+		check.OK(t, b.local.DropLeftover(w.ctx, left))
+	}
+	w.cutArrived(snapshot.ID)
+	w.start(a)
+	w.cutSays(snapshot.ID, "the bytes that node node-1 had are still there: ask node node-2 whether it has all of")
+	w.start(b)
+	w.cutSays(snapshot.ID, "is lost on node node-2")
+	check.OK(t, w.Delete(w.ctx, w.cutObject(snapshot.ID)))
+	w.eventually("node-1 has a stray", func() bool {
+		a.agent.Changed()
+		return w.pool(a.name, "default").Status.StrayCount == 1
+	})
+	w.adopt("default", snapshot.ID.String())
+	w.knows(s, snapshot.ID, a)
+	if have := w.content(a, snapshot.ID); string(have) != string(want) {
+		t.Error("its bytes are others")
+	}
+}
+
+// TestSnapshotMoveNewHomeLoses: what the new node has of a snapshot that has arrived is lost before the old one has given its bytes back: that keeps them until the new one has them again.
+func TestSnapshotMoveNewHomeLoses(t *testing.T) {
+	w, a, b, _, snapshot, want := flippedCut(t)
+	w.start(b)
+	w.cutSays(snapshot.ID, "node-1 is to give its bytes back")
+	lost := blockdev.Ref{Kind: blockdev.Snapshot, Key: snapshot.ID.Key}
+	b.disks[0].Ail(lost, blockdev.Problem{Severity: blockdev.DataLoss, Reason: "Bad", Message: "m"})
+	w.touch(w.cutObject(snapshot.ID))
+	w.eventually("it is lost", func() bool { return v1alpha1.IsLost(w.cutObject(snapshot.ID)) })
+	w.start(a)
+	w.cutSays(snapshot.ID, "is lost on node node-2")
+	if have := w.content(a, snapshot.ID); string(have) != string(want) {
+		t.Error("its bytes are others")
+	}
+	b.disks[0].Ail(lost)
+	w.touch(w.cutObject(snapshot.ID))
+	w.cutMoved(snapshot.ID, a, b)
+}
+
 // TestSnapshotMoveNodeGone: the node that a snapshot has left is gone for good. It comes back all the same with its old bytes, and when the snapshot moves back there, these are it.
 func TestSnapshotMoveNodeGone(t *testing.T) {
 	w, a, b, s, snapshot, want := flippedCut(t)
