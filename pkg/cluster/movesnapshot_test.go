@@ -120,6 +120,35 @@ func TestSnapshotMove(t *testing.T) {
 	w.tally(b)
 }
 
+// coarse is a pool whose sizes are multiples of 48 MiB.
+type coarse struct{ *memory.Pool }
+
+func (coarse) Granularity() int64 { return 48 * mib }
+
+// TestSnapshotMoveLarger: a snapshot that moves to a pool of larger steps is as large as that has it, and restored on other nodes all the same.
+func TestSnapshotMoveLarger(t *testing.T) {
+	w := newEnvironment(t)
+	a := w.begin(&machine{name: "node-1", ported: true})
+	b := w.begin(&machine{name: "node-2", ported: true, wrap: func(p *memory.Pool) blockdev.Pool { return coarse{p} }})
+	s := w.calling(a)
+	w.pooled(s, b)
+	_, snapshot := w.snapshotOf(s, a, "v", 3, 1000)
+	w.cutMovesTo(snapshot.ID, b.name)
+	w.cutMoved(snapshot.ID, a, b)
+	if size := w.cutObject(snapshot.ID).Status.Size; size != 96*mib {
+		t.Errorf("it has %d bytes", size)
+	}
+	w.eventually("the store knows its size", func() bool {
+		have, err := s.GetSnapshot(w.ctx, snapshot.ID)
+		return err == nil && have.Size == 96*mib
+	})
+	spec := elsewhere("restored", snapshot.ID, a)
+	spec.Size.Required = snapshot.Size
+	if restored, err := s.Create(w.ctx, spec); err != nil || restored.Node != a.name || restored.Size != 96*mib {
+		t.Errorf("restored is %+v, %v", restored, err)
+	}
+}
+
 // TestSnapshotMoveCutShort: whatever part of the driver dies at whichever write of the move of a snapshot, before or after it is done, the move ends when that part is back, and the
 // snapshot has all its bytes.
 func TestSnapshotMoveCutShort(t *testing.T) {

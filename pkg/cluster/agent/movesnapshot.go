@@ -264,9 +264,14 @@ func (a *Agent) arriveSnapshot(ctx context.Context, s *v1alpha1.Snapshot) error 
 		if err := a.local.Arrive(ctx, cluster.SnapshotID(now)); err != nil {
 			return err
 		}
+		have, err := a.local.GetSnapshot(ctx, cluster.SnapshotID(now))
+		if err != nil {
+			return err
+		}
 		klog.FromContext(ctx).Info("A snapshot has moved here", "snapshot", cluster.SnapshotID(now).String(), "from", now.Spec.Move.Node)
 		defer a.Changed()
-		err := a.reportSnapshotMove(ctx, now, func(far *v1alpha1.MoveStatus) {
+		err = a.reportSnapshotMove(ctx, now, func(far *v1alpha1.MoveStatus) {
+			now.Status.Size = have.Size // a multiple of what this pool's sizes are multiples of
 			far.Arrived, far.Waits, far.Message = true, false, "moved; node "+now.Spec.Move.Node+" is to give its bytes back"
 		})
 		*s = *now
