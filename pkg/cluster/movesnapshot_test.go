@@ -497,6 +497,39 @@ func TestSnapshotMoveGroup(t *testing.T) {
 	w.tally(b)
 }
 
+// TestSnapshotMoveGroupStrays: members of a group that is on two nodes, whose objects are gone, are strays there, and adopted as what they are.
+func TestSnapshotMoveGroupStrays(t *testing.T) {
+	w, a, b, s := twoNodes(t)
+	var sources []volume.ID
+	for _, name := range []string{"v", "w"} {
+		v, err := s.Create(w.ctx, volume.Spec{Name: name, Size: volume.Range{Required: mib}, Nodes: []string{a.name}})
+		check.OK(t, err)
+		sources = append(sources, v.ID)
+	}
+	group, err := s.CreateGroup(w.ctx, "group", sources)
+	check.OK(t, err)
+	w.cutMovesTo(group.Snapshots[0].ID, b.name)
+	w.cutMoved(group.Snapshots[0].ID, a, b)
+	for i, m := range []*machine{b, a} {
+		id := group.Snapshots[i].ID
+		was := w.cutObject(id)
+		check.OK(t, w.Delete(w.ctx, was))
+		w.eventually("node "+m.name+" lists it", func() bool {
+			m.agent.Changed()
+			strays := w.pool(m.name, "default").Status.Strays
+			return len(strays) == 1 && strays[0].ID == id.String() && strays[0].Group == group.ID.String()
+		})
+		p := w.pool(m.name, "default")
+		before := p.DeepCopy()
+		p.Annotations = map[string]string{v1alpha1.AdoptAnnotation: group.ID.String()}
+		check.OK(t, w.Patch(w.ctx, p, client.MergeFrom(before)))
+		w.eventually("it is there again", func() bool {
+			now := w.cutObject(id)
+			return now != nil && now.Status.Created.Equal(was.Status.Created) && now.Spec.NodeName == m.name && *now.Spec.Group == *was.Spec.Group
+		})
+	}
+}
+
 // TestSnapshotMoveGroupDeleted: a group of which a member has moved, and was not given back, is not deleted before that; one of which a member is about to move is deleted at once.
 func TestSnapshotMoveGroupDeleted(t *testing.T) {
 	w, a, b, s, _, let := slowCuts(t)
