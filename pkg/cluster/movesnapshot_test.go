@@ -366,6 +366,22 @@ func (w *environment) cutArrived(id volume.ID) {
 	check.OK(w, w.Status().Update(w.ctx, now))
 }
 
+// TestSnapshotMoveRestored: the object of a snapshot that has moved, and not arrived, comes back without its status: all of it is brought, and it arrives.
+func TestSnapshotMoveRestored(t *testing.T) {
+	w, a, b, _, snapshot, want := flippedCut(t)
+	backup := w.cutObject(snapshot.ID)
+	check.OK(t, w.Delete(w.ctx, w.cutObject(snapshot.ID)))
+	w.eventually("its object is gone", func() bool { return w.cutObject(snapshot.ID) == nil })
+	w.restored([]client.Object{backup})
+	w.start(b)
+	w.cutSays(snapshot.ID, "not all bytes are here")
+	w.start(a)
+	w.cutMoved(snapshot.ID, a, b)
+	if have := w.content(b, snapshot.ID); string(have) != string(want) {
+		t.Error("its bytes are others")
+	}
+}
+
 // TestSnapshotMoveRolledBack: the API server goes back to a move of before, after which the snapshot had come back: what its old node has is all there is. It stays, whether the new one is
 // away or says that it has nothing, and is adopted once somebody has decided that.
 func TestSnapshotMoveRolledBack(t *testing.T) {

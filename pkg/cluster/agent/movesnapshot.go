@@ -235,8 +235,7 @@ func (a *Agent) takeOverSnapshot(ctx context.Context, s *v1alpha1.Snapshot) erro
 	if !a.snapshotComesHere(s) || snapshotArrived(s) {
 		return nil
 	}
-	id := cluster.SnapshotID(s)
-	here, err := a.local.Brought(ctx, id, s.Status.Created.Time)
+	here, err := a.broughtSnapshot(ctx, s)
 	if err == nil && !here {
 		_, err = a.bringSnapshot(ctx, requestOf(s), s, s.Spec.Move.Node)
 	}
@@ -249,6 +248,19 @@ func (a *Agent) takeOverSnapshot(ctx context.Context, s *v1alpha1.Snapshot) erro
 	return errors.Join(err, a.reportSnapshotMove(ctx, s, func(far *v1alpha1.MoveStatus) {
 		far.Waits, far.Message = true, cluster.Limited("moved; not all bytes are here: "+errdefs.Words(err))
 	}))
+}
+
+// broughtSnapshot reports whether all bytes of a snapshot that has moved here are. Where its object does not say which these are, that is known of a snapshot only, and of no copy.
+func (a *Agent) broughtSnapshot(ctx context.Context, s *v1alpha1.Snapshot) (bool, error) {
+	id := cluster.SnapshotID(s)
+	if s.Status.Created != nil {
+		return a.local.Brought(ctx, id, s.Status.Created.Time)
+	}
+	_, err := a.local.GetSnapshot(ctx, id)
+	if errors.Is(err, errdefs.ErrNotFound) || errors.Is(err, errdefs.ErrUnavailable) {
+		return false, nil
+	}
+	return err == nil, err
 }
 
 // arriveSnapshot makes what is here of a snapshot that has moved here the snapshot.
