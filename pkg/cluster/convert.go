@@ -78,7 +78,7 @@ func ToSnapshot(s *v1alpha1.Snapshot) volume.Snapshot {
 		out.Created = s.Status.Created.Time
 	}
 	if g := s.Spec.Group; g != nil {
-		out.Group, out.Name = volume.GroupID{Key: g.Key}, MemberName(s.Spec.Name, out.Source)
+		out.Group, out.GroupSize, out.Name = volume.GroupID{Key: g.Key}, g.Size, MemberName(s.Spec.Name, out.Source)
 	}
 	return out
 }

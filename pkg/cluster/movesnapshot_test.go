@@ -120,6 +120,35 @@ func TestSnapshotMove(t *testing.T) {
 	w.tally(b)
 }
 
+// coarse is a pool whose sizes are multiples of 48 MiB.
+type coarse struct{ *memory.Pool }
+
+func (coarse) Granularity() int64 { return 48 * mib }
+
+// TestSnapshotMoveLarger: a snapshot that moves to a pool of larger steps is as large as that has it, and restored on other nodes all the same.
+func TestSnapshotMoveLarger(t *testing.T) {
+	w := newEnvironment(t)
+	a := w.begin(&machine{name: "node-1", ported: true})
+	b := w.begin(&machine{name: "node-2", ported: true, wrap: func(p *memory.Pool) blockdev.Pool { return coarse{p} }})
+	s := w.calling(a)
+	w.pooled(s, b)
+	_, snapshot := w.snapshotOf(s, a, "v", 3, 1000)
+	w.cutMovesTo(snapshot.ID, b.name)
+	w.cutMoved(snapshot.ID, a, b)
+	if size := w.cutObject(snapshot.ID).Status.Size; size != 96*mib {
+		t.Errorf("it has %d bytes", size)
+	}
+	w.eventually("the store knows its size", func() bool {
+		have, err := s.GetSnapshot(w.ctx, snapshot.ID)
+		return err == nil && have.Size == 96*mib
+	})
+	spec := elsewhere("restored", snapshot.ID, a)
+	spec.Size.Required = snapshot.Size
+	if restored, err := s.Create(w.ctx, spec); err != nil || restored.Node != a.name || restored.Size != 96*mib {
+		t.Errorf("restored is %+v, %v", restored, err)
+	}
+}
+
 // TestSnapshotMoveCutShort: whatever part of the driver dies at whichever write of the move of a snapshot, before or after it is done, the move ends when that part is back, and the
 // snapshot has all its bytes.
 func TestSnapshotMoveCutShort(t *testing.T) {
@@ -329,6 +358,73 @@ func TestSnapshotMoveCopyLost(t *testing.T) {
 	}
 }
 
+// cutArrived has the object of a snapshot that has moved say that its new node has taken it over.
+func (w *environment) cutArrived(id volume.ID) {
+	w.Helper()
+	now := w.cutObject(id)
+	now.Status.Move.Arrived = true
+	check.OK(w, w.Status().Update(w.ctx, now))
+}
+
+// TestSnapshotMoveRestored: the object of a snapshot that has moved, and not arrived, comes back without its status: all of it is brought, and it arrives.
+func TestSnapshotMoveRestored(t *testing.T) {
+	w, a, b, _, snapshot, want := flippedCut(t)
+	backup := w.cutObject(snapshot.ID)
+	check.OK(t, w.Delete(w.ctx, w.cutObject(snapshot.ID)))
+	w.eventually("its object is gone", func() bool { return w.cutObject(snapshot.ID) == nil })
+	w.restored([]client.Object{backup})
+	w.start(b)
+	w.cutSays(snapshot.ID, "not all bytes are here")
+	w.start(a)
+	w.cutMoved(snapshot.ID, a, b)
+	if have := w.content(b, snapshot.ID); string(have) != string(want) {
+		t.Error("its bytes are others")
+	}
+}
+
+// TestSnapshotMoveRolledBack: the API server goes back to a move of before, after which the snapshot had come back: what its old node has is all there is. It stays, whether the new one is
+// away or says that it has nothing, and is adopted once somebody has decided that.
+func TestSnapshotMoveRolledBack(t *testing.T) {
+	w, a, b, s, snapshot, want := flippedCut(t)
+	for _, left := range w.leftovers(b) {
+		check.OK(t, b.local.DropLeftover(w.ctx, left))
+	}
+	w.cutArrived(snapshot.ID)
+	w.start(a)
+	w.cutSays(snapshot.ID, "the bytes that node node-1 had are still there: ask node node-2 whether it has all of")
+	w.start(b)
+	w.cutSays(snapshot.ID, "is lost on node node-2")
+	check.OK(t, w.Delete(w.ctx, w.cutObject(snapshot.ID)))
+	w.eventually("node-1 has a stray", func() bool {
+		a.agent.Changed()
+		return w.pool(a.name, "default").Status.StrayCount == 1
+	})
+	w.adopt("default", snapshot.ID.String())
+	w.knows(s, snapshot.ID, a)
+	if have := w.content(a, snapshot.ID); string(have) != string(want) {
+		t.Error("its bytes are others")
+	}
+}
+
+// TestSnapshotMoveNewHomeLoses: what the new node has of a snapshot that has arrived is lost before the old one has given its bytes back: that keeps them until the new one has them again.
+func TestSnapshotMoveNewHomeLoses(t *testing.T) {
+	w, a, b, _, snapshot, want := flippedCut(t)
+	w.start(b)
+	w.cutSays(snapshot.ID, "node-1 is to give its bytes back")
+	lost := blockdev.Ref{Kind: blockdev.Snapshot, Key: snapshot.ID.Key}
+	b.disks[0].Ail(lost, blockdev.Problem{Severity: blockdev.DataLoss, Reason: "Bad", Message: "m"})
+	w.touch(w.cutObject(snapshot.ID))
+	w.eventually("it is lost", func() bool { return v1alpha1.IsLost(w.cutObject(snapshot.ID)) })
+	w.start(a)
+	w.cutSays(snapshot.ID, "is lost on node node-2")
+	if have := w.content(a, snapshot.ID); string(have) != string(want) {
+		t.Error("its bytes are others")
+	}
+	b.disks[0].Ail(lost)
+	w.touch(w.cutObject(snapshot.ID))
+	w.cutMoved(snapshot.ID, a, b)
+}
+
 // TestSnapshotMoveNodeGone: the node that a snapshot has left is gone for good. It comes back all the same with its old bytes, and when the snapshot moves back there, these are it.
 func TestSnapshotMoveNodeGone(t *testing.T) {
 	w, a, b, s, snapshot, want := flippedCut(t)
@@ -415,6 +511,39 @@ func TestSnapshotMoveGroup(t *testing.T) {
 	}
 	w.tally(a)
 	w.tally(b)
+}
+
+// TestSnapshotMoveGroupStrays: members of a group that is on two nodes, whose objects are gone, are strays there, and adopted as what they are.
+func TestSnapshotMoveGroupStrays(t *testing.T) {
+	w, a, b, s := twoNodes(t)
+	var sources []volume.ID
+	for _, name := range []string{"v", "w"} {
+		v, err := s.Create(w.ctx, volume.Spec{Name: name, Size: volume.Range{Required: mib}, Nodes: []string{a.name}})
+		check.OK(t, err)
+		sources = append(sources, v.ID)
+	}
+	group, err := s.CreateGroup(w.ctx, "group", sources)
+	check.OK(t, err)
+	w.cutMovesTo(group.Snapshots[0].ID, b.name)
+	w.cutMoved(group.Snapshots[0].ID, a, b)
+	for i, m := range []*machine{b, a} {
+		id := group.Snapshots[i].ID
+		was := w.cutObject(id)
+		check.OK(t, w.Delete(w.ctx, was))
+		w.eventually("node "+m.name+" lists it", func() bool {
+			m.agent.Changed()
+			strays := w.pool(m.name, "default").Status.Strays
+			return len(strays) == 1 && strays[0].ID == id.String() && strays[0].Group == group.ID.String()
+		})
+		p := w.pool(m.name, "default")
+		before := p.DeepCopy()
+		p.Annotations = map[string]string{v1alpha1.AdoptAnnotation: group.ID.String()}
+		check.OK(t, w.Patch(w.ctx, p, client.MergeFrom(before)))
+		w.eventually("it is there again", func() bool {
+			now := w.cutObject(id)
+			return now != nil && now.Status.Created.Equal(was.Status.Created) && now.Spec.NodeName == m.name && *now.Spec.Group == *was.Spec.Group
+		})
+	}
 }
 
 // TestSnapshotMoveGroupDeleted: a group of which a member has moved, and was not given back, is not deleted before that; one of which a member is about to move is deleted at once.

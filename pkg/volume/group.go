@@ -49,14 +49,13 @@ func GroupSources(sources []ID) ([]ID, error) {
 // member is a snapshot of a group, with what its record says of the group.
 type member struct {
 	Snapshot
-	groupSize int
-	wasWhole  bool
+	wasWhole bool
 }
 
 // A group has no record of its own: it is there if and only if as many snapshots
 // say that they belong to it as each of them says there are. So there is no moment
 // at which a crash could leave a part of a group that looks like the whole.
-func complete(members []member) bool { return len(members) > 0 && len(members) == members[0].groupSize }
+func complete(members []member) bool { return len(members) > 0 && len(members) == members[0].GroupSize }
 
 // wasWhole: the group was complete, so what is missing was lost (with its disk, or its record), and what is
 // there is what somebody has.
@@ -91,8 +90,7 @@ func (l *Local) groups(ctx context.Context, pools []blockdev.Pool) (map[string][
 	groups := map[string][]member{}
 	err := l.list(ctx, pools, blockdev.Snapshot, ID{}, 0, func(pool string, r blockdev.Record) bool {
 		if key := r.Labels[labelGroup]; key != "" && !unfinished(r) {
-			size, _ := strconv.Atoi(r.Labels[labelGroupSize])
-			groups[key] = append(groups[key], member{snapshotFromRecord(pool, l.node, r), size, r.Labels[labelGroupWhole] != ""})
+			groups[key] = append(groups[key], member{snapshotFromRecord(pool, l.node, r), r.Labels[labelGroupWhole] != ""})
 		}
 		return true
 	})
@@ -152,7 +150,7 @@ func (l *Local) CreateGroup(ctx context.Context, name string, sources []ID) (_ G
 	}
 	if wasWhole(members) { // what is left of it is no part of a try before this one
 		return Group{}, fmt.Errorf("%w: group snapshot %q has %d of its %d snapshots only; restore the records of the others, or delete the group",
-			errdefs.ErrDataLoss, name, len(members), members[0].groupSize)
+			errdefs.ErrDataLoss, name, len(members), members[0].GroupSize)
 	}
 	l.setIncomplete(id.Key, true)
 	defer func() {
@@ -223,7 +221,7 @@ func (l *Local) cutGroup(ctx context.Context, name string, sources []ID) (_ []me
 	}
 	var members []member
 	for _, c := range cuts {
-		members = append(members, member{snapshotFromRecord(c.origin.pool.Name(), l.node, c.record), len(cuts), false})
+		members = append(members, member{snapshotFromRecord(c.origin.pool.Name(), l.node, c.record), false})
 	}
 	return members, nil
 }
@@ -284,7 +282,7 @@ func (l *Local) DeleteGroup(ctx context.Context, id GroupID) error {
 	l.setIncomplete(id.Key, true)
 	err = l.removeGroup(ctx, groups[id.Key])
 	if errors.Is(err, errdefs.ErrBusy) { // none of it is gone
-		l.setIncomplete(id.Key, !complete(groups[id.Key]))
+		l.setIncomplete(id.Key, !complete(groups[id.Key]) && !wasWhole(groups[id.Key]))
 	}
 	if err != nil {
 		return fmt.Errorf("delete %s: %w", id, err) // what is left stays hidden

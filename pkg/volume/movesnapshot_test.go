@@ -170,6 +170,31 @@ func TestGroupMoves(t *testing.T) {
 	check.OK(t, b.DeleteGroup(t.Context(), group.ID))
 }
 
+// TestGroupMovesDeletedLater: what a node has of a group that is on two nodes, and is not deleted because it is read, is there as before.
+func TestGroupMovesDeletedLater(t *testing.T) {
+	a, b := twoHomes(t, "a")()
+	v, _ := withContents(t, a)
+	other, err := a.Create(t.Context(), volume.Spec{Name: "other", Pool: "a", Provisioning: blockdev.Thin, Size: volume.Range{Required: mib}})
+	check.OK(t, err)
+	group, err := a.CreateGroup(t.Context(), "group", []volume.ID{v.ID, other.ID})
+	check.OK(t, err)
+	stays, goes := group.Snapshots[0], group.Snapshots[1]
+	if stays.Source != v.ID {
+		stays, goes = goes, stays
+	}
+	from, err := a.OpenMove(t.Context(), goes.ID)
+	check.OK(t, err)
+	check.OK(t, b.BringSnapshot(t.Context(), goes.Name, from))
+	check.OK(t, b.Arrive(t.Context(), goes.ID))
+	check.OK(t, a.DepartSnapshot(t.Context(), goes.ID, from.Created))
+	read, err := a.Open(t.Context(), stays.ID)
+	check.OK(t, err)
+	fails(t, read.Read(t.Context(), 0, func(int64, []byte) error { return a.DeleteGroup(t.Context(), group.ID) }), errdefs.ErrBusy, "DeleteGroup while a member is read")
+	check.OK(t, second(a.GetSnapshot(t.Context(), stays.ID)))
+	check.OK(t, a.DeleteGroup(t.Context(), group.ID))
+	fails(t, second(a.GetSnapshot(t.Context(), stays.ID)), errdefs.ErrNotFound, "GetSnapshot of what was deleted")
+}
+
 // TestEncryptedSnapshotMoves: what is encrypted moves as it is kept, with what its record says of the header, and without a key.
 func TestEncryptedSnapshotMoves(t *testing.T) {
 	drivertest.NeedRoot(t)

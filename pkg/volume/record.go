@@ -3,6 +3,7 @@ package volume
 import (
 	"context"
 	"fmt"
+	"strconv"
 	"strings"
 	"time"
 
@@ -83,6 +84,7 @@ func fromRecord(pool, node string, r blockdev.Record) Volume {
 func snapshotFromRecord(pool, node string, r blockdev.Record) Snapshot {
 	s := Snapshot{ID: IDOf(pool, r), Name: r.Name, Source: sourceOf(pool, r),
 		Size: sizeOf(r), Scheme: schemeOf(r), Created: r.Created, Group: GroupID{r.Labels[labelGroup]}, Node: node}
+	s.GroupSize, _ = strconv.Atoi(r.Labels[labelGroupSize])
 	if cut, err := time.Parse(time.RFC3339Nano, r.Labels[labelMade]); err == nil {
 		s.Created = cut
 	}

@@ -98,8 +98,8 @@ func (l *Local) recoverVolumes(ctx context.Context, pool blockdev.Pool) (claims 
 }
 
 // recoverGroups removes unfinished groups. While a pool is not there nobody knows which those
-// are, and all of which a part is missing are hidden. What is left of a group that was finished once
-// stays, whatever the others were lost with.
+// are, and all that may be are hidden. What is left of a group that was finished once
+// stays, whatever the others were lost with, or wherever they have moved.
 func (l *Local) recoverGroups(ctx context.Context, come blockdev.Pool) error {
 	l.arriving.Lock()
 	defer l.arriving.Unlock()
@@ -110,7 +110,7 @@ func (l *Local) recoverGroups(ctx context.Context, come blockdev.Pool) error {
 		return err
 	}
 	for key, members := range groups {
-		l.setIncomplete(key, !complete(members))
+		l.setIncomplete(key, !complete(members) && !wasWhole(members))
 		if len(named) < len(l.pools) {
 			continue
 		}
@@ -135,7 +135,7 @@ func (l *Local) recoverGroup(ctx context.Context, pools map[string]blockdev.Pool
 		return nil
 	}
 	if !all {
-		klog.FromContext(ctx).Info("A part of a group snapshot is missing; keeping the rest", "group", id.String(), "snapshots", len(members), "of", members[0].groupSize)
+		klog.FromContext(ctx).Info("A part of a group snapshot is missing; keeping the rest", "group", id.String(), "snapshots", len(members), "of", members[0].GroupSize)
 	}
 	if err := setWhole(ctx, func(name string) (blockdev.Pool, error) { return pools[name], nil }, members, true); err != nil { // older versions did not
 		klog.FromContext(ctx).Error(err, "could not note that a group snapshot is complete; the next start tries again", "group", id.String())

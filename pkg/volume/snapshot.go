@@ -20,7 +20,9 @@ type Snapshot struct {
 	Scheme  Scheme    // how its bytes are kept, as those of its source
 	Created time.Time // the moment of the cut
 	Group   GroupID   // zero if it is its own
-	Node    string
+	// GroupSize is how many snapshots its group has, on all nodes.
+	GroupSize int
+	Node      string
 }
 
 // CreateSnapshot: see Store.

@@ -46,38 +46,32 @@ func (a *Agent) reconcileGroup(ctx context.Context, r request) (reconcile.Result
 	if leaving > 0 {
 		return reconcile.Result{}, errors.Join(failures...)
 	}
-	whole := len(members) == members[0].Spec.Group.Size
 	switch {
 	case deleting == len(members):
 		return a.deleteGroup(ctx, r.key, members)
 	case deleting > 0:
 		return reconcile.Result{}, nil // the rest of it goes, too
-	case cut == len(members): // others may have moved
+	case cut+found > 0: // some were cut, so all were, and none is cut again; others may have moved
 		for i := range members {
-			failures = append(failures, a.maintainSnapshot(ctx, &members[i]))
+			if m := &members[i]; m.Status.Created != nil {
+				failures = append(failures, a.maintainSnapshot(ctx, m))
+			} else {
+				failures = append(failures, a.findSnapshot(ctx, m))
+			}
 		}
 		return reconcile.Result{RequeueAfter: checkAgain}, errors.Join(failures...)
-	case !whole:
+	case len(members) < members[0].Spec.Group.Size:
 		return reconcile.Result{}, nil // the rest of it comes, too
-	case refused > 0 && found == 0:
+	case refused > 0:
 		return reconcile.Result{}, a.refuseAll(ctx, members, errors.New(firstFailure(members)))
 	}
-	return reconcile.Result{RequeueAfter: checkAgain}, a.makeGroup(ctx, r, members, cut+found > 0)
+	return reconcile.Result{RequeueAfter: checkAgain}, a.makeGroup(ctx, r, members)
 }
 
-// makeGroup cuts a group. known: some member was cut, so all were, and none is cut again.
-func (a *Agent) makeGroup(ctx context.Context, r request, members []v1alpha1.Snapshot, known bool) error {
-	var made volume.Group
-	var err error
-	if known {
-		made, err = a.local.GetGroup(ctx, volume.GroupID{Key: r.key})
-		if errors.Is(err, errdefs.ErrNotFound) {
-			err = fmt.Errorf("%w: snapshots of this group that were cut are missing", errdefs.ErrDataLoss)
-		}
-	} else {
-		defer a.Changed()
-		made, err = a.cutGroup(ctx, r, members)
-	}
+// makeGroup cuts a group of which nothing was cut.
+func (a *Agent) makeGroup(ctx context.Context, r request, members []v1alpha1.Snapshot) error {
+	defer a.Changed()
+	made, err := a.cutGroup(ctx, r, members)
 	if err != nil {
 		return a.refuseAll(ctx, members, err)
 	}

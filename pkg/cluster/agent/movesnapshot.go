@@ -213,8 +213,8 @@ func (a *Agent) bringSnapshot(ctx context.Context, r request, s *v1alpha1.Snapsh
 	})
 }
 
-// openSnapshotMove opens a snapshot of this node that moves, for the agent of its new node, or one that has moved there and not arrived. ErrNotFound if the snapshot's
-// object says nothing of that.
+// openSnapshotMove opens a snapshot of this node that moves, for the agent of its new node, or one that has moved there and not arrived; and one that has moved here, for
+// the agent of the node that it has left, which is to know that all of it is here. ErrNotFound if the snapshot's object says nothing of that.
 func (a *Agent) openSnapshotMove(ctx context.Context, key string) (volume.Origin, error) {
 	s, node := &v1alpha1.Snapshot{}, port.CallerNode(ctx)
 	err := a.kube.Live.Get(ctx, client.ObjectKey{Name: key}, s)
@@ -223,8 +223,8 @@ func (a *Agent) openSnapshotMove(ctx context.Context, key string) (volume.Origin
 	}
 	m, here := s.Spec.Move, a.local.Node()
 	if err != nil || node == "" || m == nil || v1alpha1.Going(s) ||
-		!(!m.Left && m.Node == node && s.Spec.NodeName == here || m.Left && m.Node == here && s.Spec.NodeName == node && !snapshotArrived(s)) {
-		return volume.Origin{}, fmt.Errorf("%w: no snapshot %s of node %s moves to node %q", errdefs.ErrNotFound, key, here, node)
+		!(m.Node == node && s.Spec.NodeName == here || m.Left && m.Node == here && s.Spec.NodeName == node && !snapshotArrived(s)) {
+		return volume.Origin{}, fmt.Errorf("%w: no snapshot %s of node %s moves to node %q, or has come from there", errdefs.ErrNotFound, key, here, node)
 	}
 	return a.locked(keylock.Snapshot(key), func() (volume.Origin, error) { return a.local.OpenMove(ctx, cluster.SnapshotID(s)) })
 }
@@ -235,8 +235,7 @@ func (a *Agent) takeOverSnapshot(ctx context.Context, s *v1alpha1.Snapshot) erro
 	if !a.snapshotComesHere(s) || snapshotArrived(s) {
 		return nil
 	}
-	id := cluster.SnapshotID(s)
-	here, err := a.local.Brought(ctx, id, s.Status.Created.Time)
+	here, err := a.broughtSnapshot(ctx, s)
 	if err == nil && !here {
 		_, err = a.bringSnapshot(ctx, requestOf(s), s, s.Spec.Move.Node)
 	}
@@ -249,6 +248,19 @@ func (a *Agent) takeOverSnapshot(ctx context.Context, s *v1alpha1.Snapshot) erro
 	return errors.Join(err, a.reportSnapshotMove(ctx, s, func(far *v1alpha1.MoveStatus) {
 		far.Waits, far.Message = true, cluster.Limited("moved; not all bytes are here: "+errdefs.Words(err))
 	}))
+}
+
+// broughtSnapshot reports whether all bytes of a snapshot that has moved here are. Where its object does not say which these are, that is known of a snapshot only, and of no copy.
+func (a *Agent) broughtSnapshot(ctx context.Context, s *v1alpha1.Snapshot) (bool, error) {
+	id := cluster.SnapshotID(s)
+	if s.Status.Created != nil {
+		return a.local.Brought(ctx, id, s.Status.Created.Time)
+	}
+	_, err := a.local.GetSnapshot(ctx, id)
+	if errors.Is(err, errdefs.ErrNotFound) || errors.Is(err, errdefs.ErrUnavailable) {
+		return false, nil
+	}
+	return err == nil, err
 }
 
 // arriveSnapshot makes what is here of a snapshot that has moved here the snapshot.
@@ -264,14 +276,42 @@ func (a *Agent) arriveSnapshot(ctx context.Context, s *v1alpha1.Snapshot) error 
 		if err := a.local.Arrive(ctx, cluster.SnapshotID(now)); err != nil {
 			return err
 		}
+		have, err := a.local.GetSnapshot(ctx, cluster.SnapshotID(now))
+		if err != nil {
+			return err
+		}
 		klog.FromContext(ctx).Info("A snapshot has moved here", "snapshot", cluster.SnapshotID(now).String(), "from", now.Spec.Move.Node)
 		defer a.Changed()
-		err := a.reportSnapshotMove(ctx, now, func(far *v1alpha1.MoveStatus) {
+		err = a.reportSnapshotMove(ctx, now, func(far *v1alpha1.MoveStatus) {
+			now.Status.Size = have.Size // a multiple of what this pool's sizes are multiples of
 			far.Arrived, far.Waits, far.Message = true, false, "moved; node "+now.Spec.Move.Node+" is to give its bytes back"
 		})
 		*s = *now
 		return err
 	})
+}
+
+// isThere returns nil if the node that a snapshot has moved to says that it has all of it. What the object says is not enough: in a cluster whose API server went back
+// to a move of before, the snapshot may have come back here since, and no seal says so.
+func (a *Agent) isThere(ctx context.Context, s *v1alpha1.Snapshot) error {
+	id, home := cluster.SnapshotID(s), s.Spec.NodeName
+	if v1alpha1.IsLost(s) {
+		return fmt.Errorf("%w: snapshot %s is lost on node %s", errdefs.ErrUnavailable, id, home)
+	}
+	ctx, cancel := context.WithTimeout(ctx, homeTime)
+	defer cancel()
+	agent, err := a.agentOf(ctx, home)
+	if err != nil {
+		return err
+	}
+	there, err := transfer.OpenSnapshotMove(ctx, agent, s.Name)
+	if err != nil {
+		return errdefs.Recast(errdefs.ErrUnavailable, err, "ask node %s whether it has all of snapshot %s", home, id)
+	}
+	if there.ID != id || !sameBytes(s, there.Created) {
+		return fmt.Errorf("%w: node %s has %s, cut at %s, and what has moved there was cut at %s", errdefs.ErrPrecondition, home, there.ID, there.Created, s.Status.Created)
+	}
+	return nil
 }
 
 // giveBackSnapshot removes the bytes of a snapshot that has left this node, once its new one has taken it over, and nobody reads them here.
@@ -288,7 +328,15 @@ func (a *Agent) giveBackSnapshot(ctx context.Context, s *v1alpha1.Snapshot) (rec
 			return fmt.Errorf("%w: the object of snapshot %s was changed meanwhile", errdefs.ErrBusy, s.Name)
 		}
 		*s = *now
-		return a.local.DepartSnapshot(ctx, cluster.SnapshotID(s), s.Status.Created.Time)
+		id, cut := cluster.SnapshotID(s), s.Status.Created.Time
+		if here, err := a.local.Brought(ctx, id, cut); err != nil {
+			return err
+		} else if here {
+			if err := a.isThere(ctx, s); err != nil {
+				return err
+			}
+		}
+		return a.local.DepartSnapshot(ctx, id, cut)
 	})
 	switch {
 	case err == nil:

@@ -54,6 +54,9 @@ func (a *Agent) reconcileSnapshot(ctx context.Context, r request) (reconcile.Res
 
 // findSnapshot finds the snapshot of an object that may not be cut: see findVolume.
 func (a *Agent) findSnapshot(ctx context.Context, s *v1alpha1.Snapshot) error {
+	if err := errdefs.IgnoreNotFound(a.takeOverSnapshot(ctx, s)); err != nil { // it was restored without its status
+		return err
+	}
 	have, err := a.local.GetSnapshot(ctx, cluster.SnapshotID(s))
 	switch {
 	case errors.Is(err, errdefs.ErrNotFound):

@@ -184,12 +184,8 @@ func (a *Agent) straySnapshot(ctx context.Context, pool string, id volume.ID) (*
 	}
 	one := &stray{Stray: v1alpha1.Stray{ID: id.String(), Name: s.Name, Size: s.Size}, object: o}
 	if s.Group.Key != "" {
-		group, err := a.local.GetGroup(ctx, s.Group)
-		if err != nil {
-			return nil, err
-		}
 		o.Spec.Name, _, _ = strings.Cut(s.Name, "\x00")
-		o.Spec.Group = &v1alpha1.Group{Key: s.Group.Key, Size: len(group.Snapshots)}
+		o.Spec.Group = &v1alpha1.Group{Key: s.Group.Key, Size: s.GroupSize}
 		one.Name, one.Group = o.Spec.Name, s.Group.String()
 	}
 	return one, nil
