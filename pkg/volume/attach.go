@@ -115,11 +115,15 @@ func (l *Local) outlived(ctx context.Context, stack device.Stack) (is bool, err 
 	if err != nil {
 		return false, err
 	}
-	mounted := slices.ContainsFunc(devices, func(d blockdev.Device) bool { return len(l.mounts.Paths(d.Number)) > 0 })
-	if open, err := stack.Open(); err != nil || open || mounted {
+	if open, err := stack.Open(); err != nil || open || l.mounted(devices) {
 		return false, errors.Join(err, severed)
 	}
 	return true, nil
+}
+
+// mounted reports whether one of some devices is mounted, or its node is bound somewhere; then it need not be open.
+func (l *Local) mounted(devices []blockdev.Device) bool {
+	return slices.ContainsFunc(devices, func(d blockdev.Device) bool { return len(l.mounts.Paths(d.Number)) > 0 })
 }
 
 // lay is stack.Attach. Devices that are over nothing any more, and that nobody has, go first: a stage that was cut short left them.

@@ -250,10 +250,8 @@ func (l *Local) EndReadingHere(ctx context.Context, id ID) error {
 	if err != nil {
 		return err
 	}
-	for _, d := range devices { // a device that is bound need not be open
-		if len(l.mounts.Paths(d.Number)) > 0 {
-			return nil
-		}
+	if l.mounted(devices) {
+		return nil
 	}
 	if err := l.endReading(ctx, pool, record, func(int64) bool { return true }, true); !errors.Is(err, errdefs.ErrInUse) {
 		return err

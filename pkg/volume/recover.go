@@ -62,8 +62,7 @@ func (l *Local) detachOrphans(ctx context.Context, pool blockdev.Pool) error {
 		}
 	}
 	for ref, devices := range orphans {
-		used := slices.ContainsFunc(devices, func(d blockdev.Device) bool { return len(l.mounts.Paths(d.Number)) > 0 })
-		if used {
+		if l.mounted(devices) {
 			continue
 		}
 		if err := l.detach(ctx, l.stacks.Of(pool, ref)); err != nil {

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 	"strings"
 
 	"k8s.io/klog/v2"
@@ -79,8 +78,7 @@ func (l *Local) endNobodys(ctx context.Context, exporter Exporter, key, nqn stri
 		}
 		stack := l.stacks.Of(pool, record.Ref)
 		devices, err := stack.Attached(ctx)
-		mounted := slices.ContainsFunc(devices, func(d blockdev.Device) bool { return len(l.mounts.Paths(d.Number)) > 0 }) // a device that is bound need not be open
-		if err == nil && !mounted {
+		if err == nil && !l.mounted(devices) {
 			err = l.detach(ctx, stack)
 		}
 		if err != nil && !errors.Is(err, errdefs.ErrInUse) {

@@ -50,24 +50,30 @@ func (a *Agent) connectMoves(config *rest.Config) (err error) {
 
 // runMoves watches and carries out moves until the context ends. In no network too: what has left this node is given back.
 func (a *Agent) runMoves(ctx context.Context) error {
+	return runBringers(ctx, a, "mover", a.moves, &v1alpha1.Volume{}, aMove, a.moveChanged)
+}
+
+// runBringers watches what moves here, or has left here, in the cache of a connection, and reconciles it as requests of a kind until the context ends, in a queue of a
+// name. changed is told of each change before.
+func runBringers[T client.Object](ctx context.Context, a *Agent, name string, from kube.Connection, of T, kind string, changed func(client.Object, bool)) error {
 	ctx, stop := context.WithCancel(ctx)
 	var done sync.WaitGroup
 	defer done.Wait()
 	defer stop()
-	if err := a.hear(ctx, a.moves, &v1alpha1.Volume{}, a.moveChanged); err != nil {
+	if err := a.hear(ctx, from, of, changed); err != nil {
 		return err
 	}
-	queue, err := a.bringerQueue(ctx, "mover")
+	queue, err := a.bringerQueue(ctx, name)
 	if err != nil {
 		return err
 	}
-	requests := handler.TypedEnqueueRequestsFromMapFunc(func(_ context.Context, v *v1alpha1.Volume) []request { return []request{{aMove, v.Name}} })
-	if err := queue.Watch(source.TypedKind(a.moves.Cache, &v1alpha1.Volume{}, requests)); err != nil {
+	requests := handler.TypedEnqueueRequestsFromMapFunc(func(_ context.Context, o T) []request { return []request{{kind, o.GetName()}} })
+	if err := queue.Watch(source.TypedKind(from.Cache, of, requests)); err != nil {
 		return err
 	}
 	failures := make(chan error, 2)
-	done.Go(func() { failures <- a.moves.Cache.Start(ctx) })
-	if !a.moves.Cache.WaitForCacheSync(ctx) {
+	done.Go(func() { failures <- from.Cache.Start(ctx) })
+	if !from.Cache.WaitForCacheSync(ctx) {
 		return nil // the context ended
 	}
 	done.Go(func() { failures <- queue.Start(ctx) })

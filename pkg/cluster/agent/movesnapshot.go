@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"sync"
 
 	"k8s.io/apimachinery/pkg/api/equality"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -13,9 +12,7 @@ import (
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
-	"sigs.k8s.io/controller-runtime/pkg/handler"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
-	"sigs.k8s.io/controller-runtime/pkg/source"
 
 	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/internal/progress"
@@ -48,28 +45,7 @@ func (a *Agent) runSnapshotMoves(ctx context.Context) error {
 		<-ctx.Done()
 		return nil
 	}
-	ctx, stop := context.WithCancel(ctx)
-	var done sync.WaitGroup
-	defer done.Wait()
-	defer stop()
-	if err := a.hear(ctx, a.snapshotMoves, &v1alpha1.Snapshot{}, a.snapshotMoveChanged); err != nil {
-		return err
-	}
-	queue, err := a.bringerQueue(ctx, "snapshot-mover")
-	if err != nil {
-		return err
-	}
-	requests := handler.TypedEnqueueRequestsFromMapFunc(func(_ context.Context, s *v1alpha1.Snapshot) []request { return []request{{aSnapshotMove, s.Name}} })
-	if err := queue.Watch(source.TypedKind(a.snapshotMoves.Cache, &v1alpha1.Snapshot{}, requests)); err != nil {
-		return err
-	}
-	failures := make(chan error, 2)
-	done.Go(func() { failures <- a.snapshotMoves.Cache.Start(ctx) })
-	if !a.snapshotMoves.Cache.WaitForCacheSync(ctx) {
-		return nil // the context ended
-	}
-	done.Go(func() { failures <- queue.Start(ctx) })
-	return <-failures
+	return runBringers(ctx, a, "snapshot-mover", a.snapshotMoves, &v1alpha1.Snapshot{}, aSnapshotMove, a.snapshotMoveChanged)
 }
 
 // snapshotMoveChanged ends the copy of a snapshot that does not come here any more.
