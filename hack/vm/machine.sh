@@ -43,7 +43,7 @@ chmod +x "$dir/init"
 
 # Its address on the wire is the same after each boot, else others look for it in vain for a while.
 mac=$(printf '02:00:%02x:%02x:%02x:%02x' $(tr ./ '  ' <<<"$address" | cut -d ' ' -f 1-4))
-export VM_DISK=$dir/disk LD_PRELOAD="$dir/uml-host.so:$dir/uml-disk.so"
+export VM_DISK=$dir/disk
 unset TMPDIR # its memory is in /dev/shm
-exec "$kernel" mem="${VM_MEMORY:-1024M}" rootfstype=hostfs ro root=/dev/root eth0=tuntap,"$tap,$mac" uml_dir="$dir" pty.legacy_count=0 \
+exec "$here/pinned.sh" env LD_PRELOAD="$dir/uml-host.so:$dir/uml-disk.so" "$kernel" mem="${VM_MEMORY:-1024M}" rootfstype=hostfs ro root=/dev/root eth0=tuntap,"$tap,$mac" uml_dir="$dir" pty.legacy_count=0 \
 	init="$dir/init" con=null con0=fd:0,fd:1 quiet loglevel=3 ${VM_ARGUMENTS-} </dev/null >>"$dir/console" 2>&1

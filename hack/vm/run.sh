@@ -55,7 +55,7 @@ halt -f
 EOF
 chmod +x "$scratch/init"
 
-LD_PRELOAD=$scratch/uml-host.so setsid timeout --kill-after=5 "${VM_SECONDS:-3600}" "$kernel" mem="${VM_MEMORY:-2048M}" rootfstype=hostfs ro root=/dev/root \
+setsid timeout --kill-after=5 "${VM_SECONDS:-3600}" "$(dirname "${BASH_SOURCE[0]}")/pinned.sh" env LD_PRELOAD="$scratch/uml-host.so" "$kernel" mem="${VM_MEMORY:-2048M}" rootfstype=hostfs ro root=/dev/root \
 	ubd0="$scratch/disk" pty.legacy_count=0 init="$scratch/init" con=null con0=fd:0,fd:1 quiet loglevel=3 ${VM_ARGUMENTS-} </dev/null >"$scratch/console" 2>&1 &
 vm=$!
 tail --pid="$vm" -n +1 -F "$scratch/console" 2>/dev/null &
