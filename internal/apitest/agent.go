@@ -116,7 +116,7 @@ func (s *Server) Guard(ctx context.Context, driver string) error {
 	if _, err := client.Resource(of).Namespace(Namespace).Apply(ctx, controller, own, metav1.ApplyOptions{FieldManager: "apitest", Force: true}); err != nil {
 		return fmt.Errorf("ServiceAccount %s: %w", controller, err)
 	}
-	return s.guarded(ctx)
+	return s.guarded(ctx, driver)
 }
 
 // install applies the objects of a manifest, in Namespace where they are of one.
@@ -140,11 +140,13 @@ func install(ctx context.Context, client dynamic.Interface, text []byte) error {
 	}
 }
 
-// guarded waits until an agent that says of no node that it is its own is refused everything.
-func (s *Server) guarded(ctx context.Context) error {
-	config := s.Config(Admin)
-	config.Impersonate = rest.ImpersonationConfig{UserName: "system:serviceaccount:" + Namespace + ":" + account, Groups: []string{"system:masters"}}
-	client, err := dynamic.NewForConfig(config)
+// guarded waits until an agent that says of no node that it is its own is refused everything, and one that does may give a pool to the driver.
+func (s *Server) guarded(ctx context.Context, driver string) error {
+	nobody, err := s.agentOf(nil)
+	if err != nil {
+		return err
+	}
+	probed, err := s.agentOf(map[string][]string{"authentication.kubernetes.io/node-name": {"probe"}})
 	if err != nil {
 		return err
 	}
@@ -156,19 +158,26 @@ func (s *Server) guarded(ctx context.Context) error {
 		}
 		return o
 	}
+	refused := func(err error) bool {
+		return apierrors.IsInvalid(err) && strings.Contains(err.Error(), "does not say of which node it is")
+	}
 	ours := schema.GroupVersion{Group: "ashlar.dev", Version: "v1alpha1"}
+	pools := ours.WithResource("pools")
 	leases := schema.GroupVersionResource{Group: "coordination.k8s.io", Version: "v1", Resource: "leases"}
 	for _, probe := range []struct {
 		of     dynamic.ResourceInterface
 		object *unstructured.Unstructured
+		want   func(err error) bool
 	}{
-		{client.Resource(ours.WithResource("volumes")), object("Volume", strings.Repeat("0", 32), "{nodeName: probe, pool: a, name: a, size: 4096, provisioning: '', filesystem: ''}")},
-		{client.Resource(ours.WithResource("pools")), object("Pool", "probe.a", "{nodeName: probe, pool: a, default: false, maxVolumes: 0}")},
-		{client.Resource(leases).Namespace(Namespace), object("Lease", "node.probe", "{holderIdentity: probe}")},
+		{nobody.Resource(ours.WithResource("volumes")), object("Volume", strings.Repeat("0", 32), "{nodeName: probe, pool: a, name: a, size: 4096, provisioning: '', filesystem: ''}"), refused},
+		{nobody.Resource(pools), object("Pool", "probe.a", "{nodeName: probe, pool: a, default: false, maxVolumes: 0}"), refused},
+		{nobody.Resource(leases).Namespace(Namespace), object("Lease", "node.probe", "{holderIdentity: probe}"), refused},
+		// What was in force for another driver before would refuse this.
+		{probed.Resource(pools), object("Pool", "probe.a", fmt.Sprintf("{nodeName: probe, pool: a, default: false, maxVolumes: 0, driver: %q}", driver)), func(err error) bool { return err == nil }},
 	} {
 		for {
 			_, err := probe.of.Create(ctx, probe.object, metav1.CreateOptions{DryRun: []string{metav1.DryRunAll}})
-			if apierrors.IsInvalid(err) && strings.Contains(err.Error(), "does not say of which node it is") {
+			if probe.want(err) {
 				break
 			}
 			if ctx.Err() != nil {
@@ -178,4 +187,11 @@ func (s *Server) guarded(ctx context.Context) error {
 		}
 	}
 	return nil
+}
+
+// agentOf connects as the account of agents, by a token that says more, with every right but what the policies refuse.
+func (s *Server) agentOf(extra map[string][]string) (dynamic.Interface, error) {
+	config := s.Config(Admin)
+	config.Impersonate = rest.ImpersonationConfig{UserName: "system:serviceaccount:" + Namespace + ":" + account, Groups: []string{"system:masters"}, Extra: extra}
+	return dynamic.NewForConfig(config)
 }
