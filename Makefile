@@ -10,6 +10,7 @@ SOAK ?= 10m
 export FIGURES ?= bin/figures
 # As what is released is built, and so that nothing is compiled twice; only the race detector needs C.
 export CGO_ENABLED = 0
+TIMED = hack/timed.sh
 
 .PHONY: help
 help: ## List the targets
@@ -32,7 +33,7 @@ demo: tools build ## Take a volume through its whole life on this machine (root)
 	bin/driver demo
 
 # Tests of packages wait for disks and for times more than they compute, so twice as many run at once as there are processors; those
-# that take longest come first, so that none of them is left alone at the end.
+# that take longest come first, so that none of them is left alone at the end. Those of the cluster wait most, for what they share; so they are several processes (hack/shards.sh).
 LONGEST = ./pkg/cluster ./tests/life ./pkg/blockdev/filepool ./tests/points ./tests/e2e ./tests/crash
 
 # With SKIP_ROOT_TESTS=1 a test that needs root skips itself; without it, it fails.
@@ -49,27 +50,37 @@ ifneq ($(SKIP_ROOT_TESTS),1)
 endif
 	@hack/install-tools.sh monitoring
 	@hack/apiserver.sh >/dev/null
-	go vet ./...
-	CGO_ENABLED=1 go test -race -vet=off -count=1 -timeout 60m -p $$((2 * $$(nproc))) $(LONGEST) $$(go list ./... | grep -v -e /tests/sanity$$ -e /tests/docs$$ -e /tests/model/)
-	go test -count=1 -timeout 10m ./tests/docs ./tests/model/... # they read files, and explore states: the race detector only makes them ten times as slow
-	@$(MAKE) --no-print-directory sanity
+	@$(TIMED) "make test: vet" $(MAKE) --no-print-directory vet
+	@$(TIMED) "make test: packages" $(MAKE) --no-print-directory test-packages
+	@$(TIMED) "make test: documents and models" $(MAKE) --no-print-directory test-models
+	@$(TIMED) "make test: sanity" $(MAKE) --no-print-directory sanity
 ifneq ($(SKIP_ROOT_TESTS),1)
-	@$(MAKE) --no-print-directory test-deploy
-	@hack/install-tools.sh lvm
-	@hack/install-tools.sh kernel
-	@SAMPLE=1 $(MAKE) --no-print-directory test-vms
+	@$(TIMED) "make test: manifests and image" $(MAKE) --no-print-directory test-deploy
+	@SAMPLE=1 $(TIMED) "make test: virtual machines" $(MAKE) --no-print-directory test-vms
 endif
 
-# One after another, and with nothing beside them: a kernel that is a process goes from one address space to another all the time. Where that is slow, two of them at
-# once do half of what one does.
-.PHONY: test-vms
+.PHONY: vet test-packages test-models
+vet:
+	go vet ./...
+test-packages:
+	SHARDED=cluster.test=3 CGO_ENABLED=1 go test -exec $(CURDIR)/hack/shards.sh -race -vet=off -count=1 -timeout 60m -p $$((2 * $$(nproc))) $(LONGEST) $$(go list ./... | grep -v -e /tests/sanity$$ -e /tests/docs$$ -e /tests/model/)
+test-models:
+	go test -count=1 -timeout 10m ./tests/docs ./tests/model/... # they read files, and explore states: the race detector only makes them ten times as slow
+
+# Two at once, with nothing beside them: each machine has a processor of its own (hack/vm/pinned.sh). Those that take longest come first.
+VMS = test-lvm-driver test-any test-lvm-pools test-kernel test-machines
+.PHONY: test-vms $(VMS:%=timed-%)
 test-vms: # Run what needs a virtual machine
-	@for target in test-kernel test-lvm-pools test-lvm-driver test-any test-machines; do $(MAKE) --no-print-directory $$target || exit; done
+	@hack/install-tools.sh lvm
+	@hack/install-tools.sh kernel
+	@$(MAKE) --no-print-directory -j2 -Otarget $(VMS:%=timed-%)
+$(VMS:%=timed-%): timed-%:
+	@$(TIMED) "make test-vms: $*" $(MAKE) --no-print-directory $*
 
 .PHONY: test-cluster
 test-cluster: ## Run controller and agents against a real API server
 	@hack/apiserver.sh >/dev/null
-	CGO_ENABLED=1 go test -race -count=1 -timeout 60m ./pkg/cluster
+	SHARDED=cluster.test=3 CGO_ENABLED=1 go test -exec $(CURDIR)/hack/shards.sh -race -count=1 -timeout 60m ./pkg/cluster
 
 .PHONY: test-unit
 test-unit: ## Run the tests that need no root

@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-bin=$PWD/bin/vm
+bin=$PWD/bin/vm/machines
 mkdir -p "$bin"
 CGO_ENABLED=0 go test -c -o "$bin/" ./tests/anynode
 CGO_ENABLED=0 go build -o "$bin/driver" ./cmd/driver
