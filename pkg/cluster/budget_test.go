@@ -18,6 +18,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/overview"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/agent"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -65,7 +66,7 @@ func TestBudget(t *testing.T) {
 	w := newEnvironment(t)
 	var count counter
 	wrap(t, func(c *rest.Config) { c.Wrap(count.wrap) })
-	m := w.machine(nodeName)
+	m := w.begin(&machine{name: nodeName, with: func(o *agent.Options) { o.ProgressEvery = 0 }}) // the usual time: how far a snapshot is costs a write each time
 	s, err := store.New(wrapped(apitest.Get(t).Config("controller")), store.Options{GoneGrace: grace, AbandonGrace: time.Hour, Driver: cluster.DefaultDriver})
 	check.OK(t, err)
 	w.run(s.Run)
