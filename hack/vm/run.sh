@@ -2,7 +2,7 @@
 # Runs a command in a virtual machine, as root, on another kernel than this machine's: User Mode Linux of
 # Debian (the kernel of Debian 12), which needs neither KVM nor an image. The machine's own root directory is
 # the VM's, read-only; TMPDIR is an empty ext4 on a disk of 16 GiB (sparse) that goes with the VM. It goes without
-# the 512 old pseudo terminals (pty.legacy_count) of this kernel: lvm2 looks at each file in /dev.
+# the 512 old pseudo terminals (pty.legacy_count) of this kernel: lvm2 looks at each file in /dev. It has one processor (pinned.sh).
 #
 #   hack/vm/run.sh COMMAND [ARGUMENT...]
 #
