@@ -513,7 +513,7 @@ func TestSnapshotMoveGroup(t *testing.T) {
 	w.tally(b)
 }
 
-// TestSnapshotMoveGroupStrays: members of a group that is on two nodes, whose objects are gone, are strays there, and adopted as what they are.
+// TestSnapshotMoveGroupStrays: members of a group that is on two nodes, whose objects are gone, are strays there, and adopted as what they are: when all are there, so is the group.
 func TestSnapshotMoveGroupStrays(t *testing.T) {
 	w, a, b, s := twoNodes(t)
 	var sources []volume.ID
@@ -526,10 +526,15 @@ func TestSnapshotMoveGroupStrays(t *testing.T) {
 	check.OK(t, err)
 	w.cutMovesTo(group.Snapshots[0].ID, b.name)
 	w.cutMoved(group.Snapshots[0].ID, a, b)
-	for i, m := range []*machine{b, a} {
-		id := group.Snapshots[i].ID
-		was := w.cutObject(id)
+	var were []*v1alpha1.Snapshot
+	for _, m := range group.Snapshots {
+		were = append(were, w.cutObject(m.ID))
+	}
+	for _, was := range were {
 		check.OK(t, w.Delete(w.ctx, was))
+	}
+	for i, m := range []*machine{b, a} {
+		id, was := group.Snapshots[i].ID, were[i]
 		w.eventually("node "+m.name+" lists it", func() bool {
 			m.agent.Changed()
 			strays := w.pool(m.name, "default").Status.Strays
@@ -544,6 +549,24 @@ func TestSnapshotMoveGroupStrays(t *testing.T) {
 			return now != nil && now.Status.Created.Equal(was.Status.Created) && now.Spec.NodeName == m.name && *now.Spec.Group == *was.Spec.Group
 		})
 	}
+	w.eventually("the group is there again", func() bool {
+		have, err := s.GetGroup(w.ctx, group.ID)
+		return err == nil && len(have.Snapshots) == 2 && have.Created.Equal(group.Created)
+	})
+	b.stop()
+	x := w.takenOver(t, b.name) // who says that one more is of it
+	fake := snapshotOn(b.name, "fake")
+	fake.Spec.Name, fake.Spec.Group = "group", &v1alpha1.Group{Key: group.ID.Key, Size: 2}
+	x.has(fake, mib)
+	other := snapshotOn(b.name, "other")
+	x.has(other, mib)
+	w.eventually("the store has heard of both", func() bool { return second(s.GetSnapshot(w.ctx, cluster.SnapshotID(other))) == nil })
+	check.OK(t, second(s.GetGroup(w.ctx, group.ID)))
+	check.OK(t, errors.Join(w.Delete(w.ctx, fake), w.Delete(w.ctx, other)))
+	w.start(b)
+	check.OK(t, s.DeleteGroup(w.ctx, group.ID))
+	w.tally(a)
+	w.tally(b)
 }
 
 // TestSnapshotMoveGroupDeleted: a group of which a member has moved, and was not given back, is not deleted before that; one of which a member is about to move is deleted at once.
