@@ -795,7 +795,9 @@ func TestMoveShown(t *testing.T) {
 	})
 	run(t, apitest.Admin, "describe", "pvc-1").says(t, "State              Ready [####......] 40 %\n", "Moves              to pool fast of node n3: 40Mi of 100Mi are copied while node n4 uses the volume\n")
 	run(t, apitest.Admin, "volumes").says(t, "Ready [####......] 40 %")
-	e.edited(v, func(v *v1alpha1.Volume) { v.Status.Move.Waits, v.Status.Move.Message, v.Status.Move.Progress = true, "node n4 copies another volume now: x", nil })
+	e.edited(v, func(v *v1alpha1.Volume) {
+		v.Status.Move.Waits, v.Status.Move.Message, v.Status.Move.Progress = true, "node n4 copies another volume now: x", nil
+	})
 	run(t, apitest.Admin, "describe", "pvc-1").says(t, "State              Ready\n", "Moves              to pool fast of node n3: it waits: node n4 copies another volume now: x\n")
 	e.edited(v, func(v *v1alpha1.Volume) { v.Spec.Move = &v1alpha1.Move{Node: "n4"} })
 	run(t, apitest.Admin, "describe", "pvc-1").says(t, "Moves              to node n4\n")

@@ -26,13 +26,13 @@ func TestOfGroup(t *testing.T) {
 		say []v1alpha1.Snapshot
 		are []string
 	}{
-		"none":                                       {nil, nil},
-		"made by the controller":                     {[]v1alpha1.Snapshot{member("x", "b", false), member("v", "a", true), member("w", "a", true)}, []string{"v", "w"}},
-		"moved apart":                                {[]v1alpha1.Snapshot{member("v", "b", true), member("w", "a", true)}, []string{"v", "w"}},
-		"moved apart, and one of its nodes lies":     {[]v1alpha1.Snapshot{member("v", "b", true), member("w", "a", true), member("x", "b", false)}, []string{"v", "w"}},
+		"none":                                   {nil, nil},
+		"made by the controller":                 {[]v1alpha1.Snapshot{member("x", "b", false), member("v", "a", true), member("w", "a", true)}, []string{"v", "w"}},
+		"moved apart":                            {[]v1alpha1.Snapshot{member("v", "b", true), member("w", "a", true)}, []string{"v", "w"}},
+		"moved apart, and one of its nodes lies": {[]v1alpha1.Snapshot{member("v", "b", true), member("w", "a", true), member("x", "b", false)}, []string{"v", "w"}},
 		"one was adopted on the node of the others":  {[]v1alpha1.Snapshot{member("v", "a", true), member("w", "a", false), member("x", "b", false)}, []string{"v", "w"}},
 		"one is not there, and another node says so": {[]v1alpha1.Snapshot{member("v", "a", true), member("x", "b", false)}, []string{"v"}},
-		"adopted":                                    {[]v1alpha1.Snapshot{member("v", "a", false), member("w", "a", false), member("x", "b", false)}, []string{"v", "w"}},
+		"adopted": {[]v1alpha1.Snapshot{member("v", "a", false), member("w", "a", false), member("x", "b", false)}, []string{"v", "w"}},
 		"adopted on two nodes, and not labelled yet": {[]v1alpha1.Snapshot{member("v", "a", false), member("w", "b", false)}, []string{"v"}},
 	} {
 		t.Run(name, func(t *testing.T) {
