@@ -149,58 +149,17 @@ func TestSnapshotMoveLarger(t *testing.T) {
 	}
 }
 
-// TestSnapshotMoveCutShort: whatever part of the driver dies at whichever write of the move of a snapshot, before or after it is done, the move ends when that part is back, and the
-// snapshot has all its bytes.
+// TestSnapshotMoveCutShort is TestMoveCutShort of a snapshot.
 func TestSnapshotMoveCutShort(t *testing.T) {
-	w, cut := newEnvironment(t), &breaking{}
-	connect := func(part string) { wrap(t, cut.of(part)) }
-	connect("node-1")
-	from := w.begin(&machine{name: "node-1", ported: true})
-	connect("node-2")
-	to := w.begin(&machine{name: "node-2", ported: true})
-	connect("store")
-	s, stop := w.store()
-	w.pooled(s, to)
-	w.pooled(s, from)
-	_, snapshot := w.snapshotOf(s, from, "v", 3, 1000)
-	want := w.content(from, snapshot.ID)
-	for _, after := range []bool{false, true} {
-		n := 0
-		for more := true; more; {
-			n++
-			cut.arm(n, after)
-			w.cutMovesTo(snapshot.ID, to.name)
-			w.eventually("it breaks, or the snapshot has moved", func() bool { return len(cut.hit) > 0 || w.hasMoved(snapshot.ID, to) })
-			if more = len(cut.hit) > 0; more {
-				part := <-cut.hit
-				t.Logf("write %d, done: %v: %s dies", n, after, part)
-				connect(part)
-				if part == "store" {
-					stop()
-					cut.arm(0, false)
-					s, stop = w.store()
-				} else {
-					m := map[string]*machine{from.name: from, to.name: to}[part]
-					m.stop()
-					cut.arm(0, false)
-					w.start(m)
-				}
-			}
-			w.cutMoved(snapshot.ID, from, to)
-			if have := w.content(to, snapshot.ID); string(have) != string(want) {
-				t.Fatalf("write %d, done: %v: the bytes are others", n, after)
-			}
-			from, to = to, from
-		}
-		if n < 5 {
-			t.Errorf("a move had %d writes", n-1)
-		}
-	}
-	cut.arm(0, false)
-	w.knows(s, snapshot.ID, from)
-	check.OK(t, s.DeleteSnapshot(w.ctx, snapshot.ID))
-	w.tally(from)
-	w.tally(to)
+	w, s, at, other, snapshot := cutShort(t, nil, func(w *environment, s *store.Store, at *machine) onTheWay {
+		_, cut := w.snapshotOf(s, at, "v", 3, 1000)
+		return onTheWay{cut.ID, func(to *machine) { w.cutMovesTo(cut.ID, to.name) }, func(to *machine) bool { return w.hasMoved(cut.ID, to) },
+			func(from, to *machine) { w.cutMoved(cut.ID, from, to) }}
+	})
+	w.knows(s, snapshot.id, at)
+	check.OK(t, s.DeleteSnapshot(w.ctx, snapshot.id))
+	w.tally(at)
+	w.tally(other)
 }
 
 // slowCuts is a cluster of two nodes, of which the first lists what its snapshots have as far as it is let, and a snapshot there.
@@ -540,10 +499,7 @@ func TestSnapshotMoveGroupStrays(t *testing.T) {
 			strays := w.pool(m.name, "default").Status.Strays
 			return len(strays) == 1 && strays[0].ID == id.String() && strays[0].Group == group.ID.String()
 		})
-		p := w.pool(m.name, "default")
-		before := p.DeepCopy()
-		p.Annotations = map[string]string{v1alpha1.AdoptAnnotation: group.ID.String()}
-		check.OK(t, w.Patch(w.ctx, p, client.MergeFrom(before)))
+		w.adoptOn(m.name, "default", group.ID.String())
 		w.eventually("it is there again", func() bool {
 			now := w.cutObject(id)
 			return now != nil && now.Status.Created.Equal(was.Status.Created) && now.Spec.NodeName == m.name && *now.Spec.Group == *was.Spec.Group

@@ -126,9 +126,7 @@ func TestMoveToOtherPool(t *testing.T) {
 		check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: b.name + ".b"}, pool))
 		return len(pool.Status.Strays) == 1 && pool.Status.Strays[0].ID == v.ID.String()
 	})
-	patched := pool.DeepCopy()
-	patched.Annotations = map[string]string{v1alpha1.AdoptAnnotation: "all"}
-	check.OK(t, w.Patch(w.ctx, patched, client.MergeFrom(pool)))
+	w.adoptOn(b.name, "b", "all")
 	w.eventually("it has an object again", func() bool { o := w.object("v"); return o != nil && o.Status.Created != nil })
 	w.isIn("v", v.ID, b, "b")
 	if now := w.object("v").Spec; now.IDPool != spec.IDPool || now.Size != spec.Size {
@@ -202,9 +200,7 @@ func TestMoveToOtherPoolSnapshots(t *testing.T) {
 		check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: a.name + ".b"}, pool))
 		return len(pool.Status.Strays) == 1 && pool.Status.Strays[0].ID == after.ID.String()
 	})
-	patched := pool.DeepCopy()
-	patched.Annotations = map[string]string{v1alpha1.AdoptAnnotation: "all"}
-	check.OK(t, w.Patch(w.ctx, patched, client.MergeFrom(pool)))
+	w.adoptOn(a.name, "b", "all")
 	w.eventually("it has an object again", func() bool { o := w.cutObject(after.ID); return o != nil && o.Status.Created != nil })
 	if now := w.cutObject(after.ID).Spec; now.SourcePool != "default" || now.Pool != "b" || now.Source != spec.Source || now.NodeName != a.name {
 		t.Errorf("its object says %+v, before %+v", now, spec)
@@ -354,14 +350,8 @@ func TestMoveToOtherPoolLeft(t *testing.T) {
 	check.OK(t, w.Delete(w.ctx, w.object("v")))
 	w.start(b)
 	for i, name := range []string{"b", "default"} {
-		check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: b.name + "." + name}, pool))
-		before := pool.DeepCopy()
-		pool.Annotations = map[string]string{v1alpha1.AdoptAnnotation: "all"}
-		check.OK(t, w.Patch(w.ctx, pool, client.MergeFrom(before)))
-		w.eventually("pool "+name+" has adopted all that was meant", func() bool {
-			check.OK(t, w.Get(w.ctx, client.ObjectKeyFromObject(pool), pool))
-			return pool.Annotations[v1alpha1.AdoptAnnotation] == "" && pool.Status.StrayCount == 1-i
-		})
+		w.adoptOn(b.name, name, "all")
+		w.eventually("pool "+name+" has adopted all that was meant", func() bool { return w.pool(b.name, name).Status.StrayCount == 1-i })
 	}
 	w.isIn("v", v.ID, b, "default")
 }
