@@ -168,12 +168,8 @@ func (e *evacuation) plan(ctx context.Context, o *overview.Overview) ([]*leaving
 	slices.SortStableFunc(all, func(a, b *leaving) int {
 		return cmp.Or(cmp.Compare(b.v.Spec.Size, a.v.Spec.Size), cmp.Compare(a.title, b.title))
 	})
-	for _, under := range []bool{true, false} { // what is under way has its room first
-		for _, l := range all {
-			if m := l.v.Spec.Move; (m != nil) == under {
-				l.to, l.why = e.target(l.v)
-			}
-		}
+	for _, l := range all {
+		l.to, l.why = e.target(l.v)
 	}
 	return all, nil
 }
@@ -190,9 +186,6 @@ func (e *evacuation) target(v *v1alpha1.Volume) (place, error) {
 		return place{}, err
 	}
 	if m := v.Spec.Move; m != nil {
-		if v.Status.Move == nil || v.Status.Move.Node != m.Node { // the figures of the pool have nothing of it
-			e.room.promise(v, goal(v))
-		}
 		return goal(v), nil
 	}
 	to, err := e.room.best(v, e.only)

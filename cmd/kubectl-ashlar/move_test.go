@@ -779,6 +779,30 @@ func TestStage(t *testing.T) {
 	}
 }
 
+// TestMoveShown: where a volume moves to, and how far that is, also while it is used, describe and the list of volumes show; what is said of an earlier move is not shown.
+func TestMoveShown(t *testing.T) {
+	e := newEnvironment(t)
+	nodes(e)
+	v := movable("pvc-1", "n1", 100*mib, nil)
+	e.add(v)
+	if r := run(t, apitest.Admin, "describe", "pvc-1"); r.err != nil || strings.Contains(r.stdout, "Moves ") {
+		t.Errorf("what does not move is shown to, %v:\n%s", r.err, r.stdout)
+	}
+	e.edited(v, func(v *v1alpha1.Volume) {
+		v.Spec.Claims, v.Spec.Claim = 1, &v1alpha1.Claim{Node: "n4", Mode: "m", Generation: 1}
+		v.Spec.Move = &v1alpha1.Move{Node: "n3", Pool: "fast"}
+		v.Status.Move = &v1alpha1.MoveStatus{Node: "n3", Pool: "fast", Claim: 1, Message: "40Mi of 100Mi are copied while node n4 uses the volume", Progress: &v1alpha1.Progress{Done: 40, Total: 100}}
+	})
+	run(t, apitest.Admin, "describe", "pvc-1").says(t, "State              Ready [####......] 40 %\n", "Moves              to pool fast of node n3: 40Mi of 100Mi are copied while node n4 uses the volume\n")
+	run(t, apitest.Admin, "volumes").says(t, "Ready [####......] 40 %")
+	e.edited(v, func(v *v1alpha1.Volume) {
+		v.Status.Move.Waits, v.Status.Move.Message, v.Status.Move.Progress = true, "node n4 copies another volume now: x", nil
+	})
+	run(t, apitest.Admin, "describe", "pvc-1").says(t, "State              Ready\n", "Moves              to pool fast of node n3: it waits: node n4 copies another volume now: x\n")
+	e.edited(v, func(v *v1alpha1.Volume) { v.Spec.Move = &v1alpha1.Move{Node: "n4"} })
+	run(t, apitest.Admin, "describe", "pvc-1").says(t, "Moves              to node n4\n")
+}
+
 // TestKeeps: the plugin counts what a pool keeps of a volume as the driver does.
 func TestKeeps(t *testing.T) {
 	for _, encryption := range []string{"", "luks2"} {

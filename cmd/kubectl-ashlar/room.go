@@ -21,7 +21,7 @@ type room struct {
 	pools    map[string]*v1alpha1.Pool // by NODE.POOL
 	cordoned map[string]bool           // what Kubernetes says of each node; nil: it may not be asked
 	silent   map[string]string         // nodes whose agent does not answer, and what is known of that
-	promised map[string]int64          // bytes that a plan has for volumes which come to a pool
+	promised map[string]int64          // bytes of what comes to a pool, by a plan or as it was asked for, that the figures of the pool have nothing of
 }
 
 // look finds out what room there is.
@@ -49,7 +49,36 @@ func (c *cluster) look(ctx context.Context, o *overview.Overview) (*room, error)
 	for _, n := range nodes.Items {
 		r.cordoned[n.Name] = n.Spec.Unschedulable
 	}
-	return r, nil
+	return r, c.lookForAsked(ctx, r)
+}
+
+// lookForAsked takes the room of what is asked to move, and of which nothing is copied yet.
+func (c *cluster) lookForAsked(ctx context.Context, r *room) error {
+	var volumes v1alpha1.VolumeList
+	if err := c.List(ctx, &volumes); err != nil {
+		return fmt.Errorf("list the volumes: %w", err)
+	}
+	snapshots, err := c.snapshotsOf(ctx, func(s *v1alpha1.Snapshot) bool { return s.Spec.Move != nil })
+	if err != nil {
+		return err
+	}
+	for i := range volumes.Items {
+		if v := &volumes.Items[i]; v.Spec.Move != nil && !begun(v) {
+			r.promise(v, goal(v))
+		}
+	}
+	for _, s := range snapshots {
+		if !begun(s) {
+			r.promise(s, goal(s))
+		}
+	}
+	return nil
+}
+
+// begun reports whether the new node of what moves has made room for it.
+func begun(o mobile) bool {
+	m, s := o.Moves()
+	return m.Left || v1alpha1.Going(o) || s != nil && s.Node == m.Node && s.Pool == m.Pool && (s.Progress != nil || s.Copied != nil)
 }
 
 // leaves is why a volume cannot leave its node, and what can be done; nil if it can.
@@ -124,12 +153,19 @@ func (r *room) takes(v *v1alpha1.Volume, to place) error {
 // header is what a pool keeps of an encrypted volume beside its bytes.
 const header = 16 << 20
 
-// keeps is how many bytes a pool keeps of a volume. The driver's own word for it (cluster.Keeps) needs Linux.
-func keeps(v *v1alpha1.Volume) int64 {
-	if v.Spec.Encryption != "" {
-		return v.Spec.Size + header
+// keeps is how many bytes a pool keeps of what can move. The driver's own word for it (cluster.Keeps) needs Linux.
+func keeps(o mobile) int64 {
+	size, encryption := int64(0), ""
+	switch one := o.(type) {
+	case *v1alpha1.Volume:
+		size, encryption = one.Spec.Size, one.Spec.Encryption
+	case *v1alpha1.Snapshot:
+		size, encryption = one.Status.Size, one.Spec.Encryption
 	}
-	return v.Spec.Size
+	if encryption != "" {
+		size += header
+	}
+	return size
 }
 
 // lacking says that a node has no pool that something could come to.
@@ -208,7 +244,7 @@ func (r *room) bestOf(o mobile, only place, takes func(place) error) (place, err
 // mostReasons is how many nodes are told of that cannot take a volume.
 const mostReasons = 3
 
-// promise takes the room of a volume that is to come to a place.
-func (r *room) promise(v *v1alpha1.Volume, to place) {
-	r.promised[overview.PoolName(to.node, to.of(v))] += keeps(v)
+// promise takes the room of what is to come to a place.
+func (r *room) promise(o mobile, to place) {
+	r.promised[overview.PoolName(to.node, to.of(o))] += keeps(o)
 }

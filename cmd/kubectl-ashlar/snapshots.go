@@ -98,18 +98,10 @@ func (r *room) takesSnapshot(s *v1alpha1.Snapshot, node string) error {
 	case len(p.Status.Health) > 0:
 		return fmt.Errorf("pool %s is not well: %s: %s", name, p.Status.Health[0].Reason, p.Status.Health[0].Message)
 	}
-	if need, available := keepsSnapshot(s), min(p.Status.Available-r.promised[name], p.Status.MaxVolume); need > available {
+	if need, available := keeps(s), min(p.Status.Available-r.promised[name], p.Status.MaxVolume); need > available {
 		return fmt.Errorf("pool %s has no room: %s are needed, and %s could come at most; make room there, or choose another node (kubectl ashlar pools)", name, cli.Size(need), cli.Size(max(available, 0)))
 	}
 	return nil
-}
-
-// keepsSnapshot is how many bytes a pool keeps of a snapshot.
-func keepsSnapshot(s *v1alpha1.Snapshot) int64 {
-	if s.Spec.Encryption != "" {
-		return s.Status.Size + header
-	}
-	return s.Status.Size
 }
 
 // mayTake is why a snapshot may not be asked to move to a node, beside that it does so already.
@@ -195,7 +187,7 @@ func (m *moving) bring(ctx context.Context, o *overview.Overview, all []*v1alpha
 					return err
 				}
 			} else {
-				r.promised[overview.PoolName(node, s.Spec.Pool)] += keepsSnapshot(s)
+				r.promise(s, one.to)
 			}
 		}
 		c.all = append(c.all, one)
@@ -401,7 +393,7 @@ func (e *evacuation) targetOfSnapshot(s *v1alpha1.Snapshot, wanted map[string]st
 		to, err = e.room.bestOf(s, only, func(to place) error { return e.room.takesSnapshot(s, to.node) })
 	}
 	if err == nil {
-		e.room.promised[overview.PoolName(to.node, s.Spec.Pool)] += keepsSnapshot(s)
+		e.room.promise(s, to)
 	}
 	return to, err
 }

@@ -220,3 +220,42 @@ func TestEvacuateWithSnapshots(t *testing.T) {
 	check.OK(t, r.err)
 	r.says(t, "No volume is on node n1.\n")
 }
+
+// TestRoomOfAsked: what was asked to come to a pool, and is not begun, has its room there: other moves are not planned into that, whoever asks for them.
+func TestRoomOfAsked(t *testing.T) {
+	e := newEnvironment(t)
+	nodes(e)
+	e.ported("n1", "n3")
+	hasten(t, time.Minute)
+	v := movable("pvc-1", "n4", 100*mib, nil)
+	e.add(v)
+	var cuts []*v1alpha1.Snapshot
+	for _, name := range []string{"one", "two", "three", "four"} {
+		cuts = append(cuts, cutOf(name, "pvc-gone", "n1", 200*mib, nil))
+		e.add(cuts[len(cuts)-1])
+	}
+	r := run(t, apitest.Admin, "move", "pvc-1", "--to=n3", "--wait=false")
+	check.OK(t, r.err)
+	e.edited(v, func(v *v1alpha1.Volume) { v.Status.Move = &v1alpha1.MoveStatus{Node: "n3", Waits: true, Message: "m"} }) // it has no room there yet
+	check.OK(t, run(t, apitest.Admin, "move", cuts[0].ID(), "--to=n3", "--wait=false").err)
+	check.OK(t, run(t, apitest.Admin, "move", cuts[1].ID(), "--to=n3", "--wait=false").err)
+	r = run(t, apitest.Admin, "move", cuts[2].ID(), "--to=n3", "--wait=false")
+	r.refused(t, "1 of 1 snapshots stay where they are")
+	r.says(t, "pool n3.default has no room: 200Mi are needed, and 0 could come at most")
+	r = run(t, apitest.Admin, "evacuate", "n1", "--to=n3", "--with-snapshots", "--dry-run")
+	r.refused(t, "2 of 4 snapshots stay where they are")
+	r.says(t, "one       200Mi  n3     under way\n", "two       200Mi  n3     under way\n", "three     200Mi  stays  ", "four      200Mi  stays  ")
+
+	// The pool has nothing of what was taken back, and counts what it has begun itself.
+	check.OK(t, run(t, apitest.Admin, "move", "pvc-1", "--cancel").err)
+	check.OK(t, run(t, apitest.Admin, "move", cuts[1].ID(), "--cancel").err)
+	check.OK(t, e.Get(e.Context(), client.ObjectKeyFromObject(cuts[0]), cuts[0]))
+	check.OK(t, e.carry(e.Context(), cuts[0]))
+	p := &v1alpha1.Pool{}
+	check.OK(t, e.Get(e.Context(), client.ObjectKey{Name: overview.PoolName("n3", "default")}, p))
+	before := p.DeepCopy()
+	p.Status.Available -= 200 * mib
+	check.OK(t, e.Status().Patch(e.Context(), p, client.MergeFrom(before)))
+	check.OK(t, run(t, apitest.Admin, "move", cuts[2].ID(), "--to=n3", "--wait=false").err)
+	run(t, apitest.Admin, "move", cuts[3].ID(), "--to=n3", "--wait=false").says(t, "200Mi are needed, and 100Mi could come at most")
+}

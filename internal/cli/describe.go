@@ -201,6 +201,7 @@ func (d *description) facts(to *screen, now time.Time) {
 	}
 	fact("Pods", strings.Join(pods, ", "))
 	fact("State", state(v.State, v.Progress).text)
+	fact("Moves", v.Moving)
 	fact("Refused", v.Failure)
 	fact("Node", v.Node)
 	fact("Pool", v.Pool)

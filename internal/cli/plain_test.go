@@ -62,7 +62,7 @@ func TestHostileTexts(t *testing.T) {
 			Nodes: []overview.Node{{Name: hostile, Problems: problem, Pools: []overview.Pool{{Node: hostile, Name: hostile, Kind: hostile, UUID: hostile, Problems: problem,
 				Strays: []overview.Stray{{ID: hostile, Name: hostile, PersistentVolume: hostile, Claim: &overview.Ref{Namespace: hostile, Name: hostile}}}}}}},
 			Volumes: []overview.Volume{{ID: hostile, Name: "v", Node: hostile, Pool: hostile, Filesystem: hostile, Claim: &overview.Ref{Namespace: hostile, Name: hostile},
-				PersistentVolume: hostile, Pods: []overview.Ref{{Namespace: hostile, Name: hostile}}, Source: hostile, State: hostile, Failure: hostile, Progress: progress, Problems: problem,
+				PersistentVolume: hostile, Pods: []overview.Ref{{Namespace: hostile, Name: hostile}}, Source: hostile, State: hostile, Failure: hostile, Moving: hostile, Progress: progress, Problems: problem,
 				Settings: map[string]string{hostile: hostile, hostile + "2": hostile}, Published: hostile, Devices: []string{hostile}, Mounts: []string{hostile}}},
 			Snapshots: []overview.Snapshot{{ID: hostile, Name: hostile, Source: hostile, Group: hostile, State: hostile, Failure: hostile, Problems: problem}}}
 		o.Finish()

@@ -149,6 +149,7 @@ type Volume struct {
 
 	State    State     `json:"state"`
 	Failure  string    `json:"failure,omitempty"`
+	Moving   string    `json:"moving,omitempty"` // where it is moved to, or has come from, and how far that is, for people; empty: it does not move
 	Progress *Progress `json:"progress,omitempty"`
 	Problems []Problem `json:"problems"`
 }
@@ -166,6 +167,7 @@ type Snapshot struct {
 
 	State    State     `json:"state"`
 	Failure  string    `json:"failure,omitempty"`
+	Moving   string    `json:"moving,omitempty"` // where it is moved to, or has come from, and how far that is, for people; empty: it does not move
 	Progress *Progress `json:"progress,omitempty"`
 	Problems []Problem `json:"problems"`
 }

@@ -185,10 +185,29 @@ func madeHostile() *overview.Overview {
 	o.Nodes = []overview.Node{{Name: hostile, Problems: []overview.Problem{bad}, Pools: []overview.Pool{{Node: hostile, Name: hostile, Kind: hostile, UUID: hostile, Problems: []overview.Problem{bad},
 		Strays: []overview.Stray{{ID: hostile, Name: hostile, Claim: &ref}}, StrayCount: 1}}}}
 	o.Volumes = []overview.Volume{{ID: hostile, Name: hostile, Node: hostile, Pool: hostile, Filesystem: hostile, Claim: &ref, PersistentVolume: hostile, Pods: []overview.Ref{ref}, Published: hostile,
-		Source: hostile, State: hostile, Failure: hostile, Problems: []overview.Problem{bad}, Progress: &overview.Progress{Done: 5, Total: 3}}}
-	o.Snapshots = []overview.Snapshot{{ID: hostile + "s", Name: hostile, Node: hostile, Pool: hostile, Source: hostile, Group: hostile, State: hostile, Failure: hostile, Problems: []overview.Problem{bad}}}
+		Source: hostile, State: hostile, Failure: hostile, Moving: hostile, Problems: []overview.Problem{bad}, Progress: &overview.Progress{Done: 5, Total: 3}}}
+	o.Snapshots = []overview.Snapshot{{ID: hostile + "s", Name: hostile, Node: hostile, Pool: hostile, Source: hostile, Group: hostile, State: hostile, Failure: hostile, Moving: hostile, Problems: []overview.Problem{bad}}}
 	o.Finish()
 	return o
+}
+
+// TestMoving: a volume that moves, and a snapshot, say where to and how far that is, and are found by that.
+func TestMoving(t *testing.T) {
+	o := small()
+	v, far := &o.Volumes[0], overview.Progress{Done: 3, Total: 4}
+	v.Moving, v.Progress = "to node node-9: 3 of 4 are copied while node node-7 uses the volume", &far
+	o.Snapshots = append(o.Snapshots, overview.Snapshot{ID: "snap.default.moves", Name: "moves", Node: v.Node, Pool: v.Pool, Source: v.ID, State: overview.Ready, Moving: "to node node-8"})
+	p := New(&madeUp{overview: o})
+	text := get(t, p, "GET", "/volume?id="+url.QueryEscape(v.ID)).Body.String()
+	for _, part := range []string{"<dt>Moves</dt><dd>" + v.Moving + "</dd>", "75 %", "moves to node node-8"} {
+		if !strings.Contains(text, part) {
+			t.Errorf("the page of the volume does not say %q:\n%s", part, text)
+		}
+	}
+	text = get(t, p, "GET", "/?q=node-9").Body.String()
+	if !strings.Contains(text, `id="copies"`) || !strings.Contains(text, "75 %") || !strings.Contains(text, label(v)) {
+		t.Errorf("it is not found, or not among the copies:\n%s", text)
+	}
 }
 
 // In the browser see TestHostileNamesStayText.

@@ -183,7 +183,7 @@ func refText(r *overview.Ref) string {
 }
 
 func (r *row) searched() string {
-	words := []string{refText(r.Claim), r.PersistentVolume, r.Name, r.ID, r.Node, r.Pool, string(r.State), r.Filesystem, r.Encryption, r.Failure}
+	words := []string{refText(r.Claim), r.PersistentVolume, r.Name, r.ID, r.Node, r.Pool, string(r.State), r.Filesystem, r.Encryption, r.Moving, r.Failure}
 	for _, pod := range r.Pods {
 		words = append(words, refText(&pod))
 	}

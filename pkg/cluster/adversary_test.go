@@ -173,8 +173,14 @@ func (w *environment) strays(pool string, n int) []v1alpha1.Stray {
 // adopt asks for objects of strays.
 func (w *environment) adopt(pool, which string) {
 	w.Helper()
+	w.adoptOn(nodeName, pool, which)
+}
+
+// adoptOn is adopt for a pool of another node.
+func (w *environment) adoptOn(node, pool, which string) {
+	w.Helper()
 	p := &v1alpha1.Pool{}
-	check.OK(w, w.Get(w.ctx, client.ObjectKey{Name: overview.PoolName(nodeName, pool)}, p))
+	check.OK(w, w.Get(w.ctx, client.ObjectKey{Name: overview.PoolName(node, pool)}, p))
 	before := p.DeepCopy()
 	p.Annotations = map[string]string{v1alpha1.AdoptAnnotation: which}
 	check.OK(w, w.Patch(w.ctx, p, client.MergeFrom(before)))

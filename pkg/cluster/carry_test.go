@@ -32,7 +32,9 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster/agent"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/export"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/move"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/view"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/metrics/metricstest"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
@@ -56,7 +58,8 @@ type carriedVolume struct {
 type carriedVolumes struct {
 	mu      sync.Mutex
 	all     map[string]*carriedVolume
-	percent int // of Throttle
+	percent int      // of Throttle
+	user    *machine // that uses them
 }
 
 func (c *carriedVolumes) of(key string) *carriedVolume {
@@ -325,6 +328,7 @@ func carrying(t *testing.T, with ...func(*agent.Options)) (w *environment, all *
 			change(o)
 		}
 	}})
+	all.user = m
 	var stop func()
 	carry := func() {
 		ctx, cancel := context.WithCancel(w.ctx)
@@ -449,6 +453,48 @@ func (v *carriedVolume) stays() {
 	if s := v.object(v.name).Status.Move; s != nil && s.Copied != nil || v.has("switch") {
 		v.Errorf("%s: %v, %+v", v.name, v.steps(), s)
 	}
+}
+
+// TestCarryShown: how far a volume is that moves while it is used, the overview says, which the page and describe show, and so do the metrics of the node that uses it.
+func TestCarryShown(t *testing.T) {
+	w, all, _ := carrying(t)
+	v := w.carried(all, "v")
+	metric := func(name string) float64 {
+		return metricstest.Of(t, all.user.agent.Samples).Values[name+`{node="user"}`]
+	}
+	shown := func(moving string, far *overview.Progress) {
+		t.Helper()
+		var now overview.Volume
+		v.says(moving+" is shown", func() bool {
+			o, err := view.Take(w.ctx, w.Client, view.Options{})
+			check.OK(t, err)
+			now = o.Volumes[0]
+			return now.Moving == moving && (now.Progress == nil) == (far == nil) && (far == nil || *now.Progress == *far)
+		})
+		if t.Failed() {
+			t.Errorf("shown is %q, %+v", now.Moving, now.Progress)
+		}
+	}
+	v.kernel(func(*volume.Mirrored) {})
+	shown("to node new: 1Mi of 64Mi are copied while node user uses the volume", &overview.Progress{Done: mib, Total: carriedSize})
+	v.kernel(func(m *volume.Mirrored) { m.Synced = 17 * mib })
+	shown("to node new: 17Mi of 64Mi are copied while node user uses the volume", &overview.Progress{Done: 17 * mib, Total: carriedSize})
+	if mirrors, bytes := metric("ashlar_mirrors_in_progress"), metric("ashlar_mirrored_bytes_total"); mirrors != 1 || bytes != 16*mib {
+		t.Errorf("%v volumes are being mirrored, %v bytes were", mirrors, bytes)
+	}
+	v.kernel(newFailed)
+	v.says("it begins anew", func() bool {
+		return metric("ashlar_mirrored_bytes_total") == 16*mib && v.has("unmirror") && metric("ashlar_mirrors_in_progress") == 1
+	})
+	v.kernel(synced)
+	v.pins()
+	shown("to node new: nodes old and new have all bytes", nil)
+	if mirrors, bytes := metric("ashlar_mirrors_in_progress"), metric("ashlar_mirrored_bytes_total"); mirrors != 0 || bytes != (16+63)*mib {
+		t.Errorf("%v volumes are being mirrored, %v bytes were", mirrors, bytes)
+	}
+	v.flips()
+	v.says("it is at its new home", func() bool { return v.has("take new") })
+	shown("from node old: nodes old and new have all bytes", nil)
 }
 
 // TestCarry: a volume that is used moves through the node that uses it, whichever step fails once, and whichever leg.

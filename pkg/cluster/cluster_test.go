@@ -387,10 +387,12 @@ func (w *environment) tally(m *machine) {
 			keys = append(keys, s.ID())
 		}
 	}
-	vs, err := m.local.List(w.ctx, volume.ID{}, 0)
-	check.OK(w, err)
-	for _, v := range vs {
-		records = append(records, v.ID.String()+" in "+v.Pool)
+	for _, pool := range []string{"default", "b"} { // also what is left of those that are in the other one
+		vs, err := m.local.InPool(w.ctx, pool)
+		check.OK(w, err)
+		for _, v := range vs {
+			records = append(records, v.ID.String()+" in "+v.Pool)
+		}
 	}
 	ss, err := m.local.ListSnapshots(w.ctx, volume.ID{}, volume.ID{}, 0)
 	check.OK(w, err)

@@ -356,10 +356,19 @@ type tripper func(*http.Request) (*http.Response, error)
 
 func (t tripper) RoundTrip(r *http.Request) (*http.Response, error) { return t(r) }
 
-// TestMoveCutShort: whatever part of the driver dies at whichever write of a move, before or after it is done, the move ends when that part is back, and the volume has all its bytes.
-func TestMoveCutShort(t *testing.T) {
-	drivertest.NeedRoot(t)
-	w, network, cut := newEnvironment(t), &remotetest.Network{}, &breaking{}
+// onTheWay is what moves between two machines.
+type onTheWay struct {
+	id    volume.ID
+	ask   func(to *machine)
+	over  func(to *machine) bool  // its move has ended there
+	moved func(from, to *machine) // waits for that, and makes sure of it
+}
+
+// cutShort makes something on one of two nodes, and moves it there and back as often as its move has writes, before or after which the part of the driver that does it dies. Each move ends when that
+// part is back, and all bytes are there. It returns where it is then.
+func cutShort(t *testing.T, network *remotetest.Network, begin func(w *environment, s *store.Store, at *machine) onTheWay) (w *environment, s *store.Store, at, other *machine, what onTheWay) {
+	t.Helper()
+	w, cut := newEnvironment(t), &breaking{}
 	connect := func(part string) { wrap(t, cut.of(part)) }
 	connect("node-1")
 	from := w.begin(&machine{name: "node-1", ported: true, network: network})
@@ -369,19 +378,15 @@ func TestMoveCutShort(t *testing.T) {
 	s, stop := w.store()
 	w.pooled(s, to)
 	w.pooled(s, from)
-	v, err := s.Create(w.ctx, volume.Spec{Name: "v", Size: volume.Range{Required: mib}, Access: volume.AccessAny, Nodes: []string{from.name}})
-	check.OK(t, err)
-	check.OK(t, storetest.WriteTo(from.disks[0].Open("default", nil))(w.ctx, v.ID, 64<<10, []byte("data")))
-	want := w.content(from, v.ID)
+	what = begin(w, s, from)
+	want := w.content(from, what.id)
 	for _, after := range []bool{false, true} {
 		n := 0
 		for more := true; more; {
 			n++
 			cut.arm(n, after)
-			w.movesTo("v", to.name)
-			w.eventually("it breaks, or the volume has moved", func() bool {
-				return len(cut.hit) > 0 || w.object("v").Spec.NodeName == to.name && w.object("v").Spec.Move == nil && w.object("v").Status.Move == nil
-			})
+			what.ask(to)
+			w.eventually("it breaks, or it has moved", func() bool { return len(cut.hit) > 0 || what.over(to) })
 			if more = len(cut.hit) > 0; more {
 				part := <-cut.hit
 				t.Logf("write %d, done: %v: %s dies", n, after, part)
@@ -397,8 +402,8 @@ func TestMoveCutShort(t *testing.T) {
 					w.start(m)
 				}
 			}
-			w.moved("v", from, to)
-			if have := w.content(to, v.ID); string(have) != string(want) {
+			what.moved(from, to)
+			if have := w.content(to, what.id); string(have) != string(want) {
 				t.Fatalf("write %d, done: %v: the bytes are others", n, after)
 			}
 			from, to = to, from
@@ -408,13 +413,28 @@ func TestMoveCutShort(t *testing.T) {
 		}
 	}
 	cut.arm(0, false)
-	w.eventually("the store knows where it is", func() bool {
-		have, err := s.Get(w.ctx, v.ID)
-		return err == nil && have.Node == from.name
+	return w, s, from, to, what
+}
+
+// TestMoveCutShort: whatever part of the driver dies at whichever write of a move, before or after it is done, the move ends when that part is back, and the volume has all its bytes.
+func TestMoveCutShort(t *testing.T) {
+	drivertest.NeedRoot(t)
+	w, s, at, other, v := cutShort(t, &remotetest.Network{}, func(w *environment, s *store.Store, at *machine) onTheWay {
+		v, err := s.Create(w.ctx, volume.Spec{Name: "v", Size: volume.Range{Required: mib}, Access: volume.AccessAny, Nodes: []string{at.name}})
+		check.OK(t, err)
+		check.OK(t, storetest.WriteTo(at.disks[0].Open("default", nil))(w.ctx, v.ID, 64<<10, []byte("data")))
+		return onTheWay{v.ID, func(to *machine) { w.movesTo("v", to.name) }, func(to *machine) bool {
+			o := w.object("v")
+			return o.Spec.NodeName == to.name && o.Spec.Move == nil && o.Status.Move == nil
+		}, func(from, to *machine) { w.moved("v", from, to) }}
 	})
-	check.OK(t, s.Delete(w.ctx, v.ID))
-	w.tally(from)
-	w.tally(to)
+	w.eventually("the store knows where it is", func() bool {
+		have, err := s.Get(w.ctx, v.id)
+		return err == nil && have.Node == at.name
+	})
+	check.OK(t, s.Delete(w.ctx, v.id))
+	w.tally(at)
+	w.tally(other)
 }
 
 // TestMoveTold: that a volume moves, why that does not go on, and that it has moved, events on its claim say.

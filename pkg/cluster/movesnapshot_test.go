@@ -149,58 +149,17 @@ func TestSnapshotMoveLarger(t *testing.T) {
 	}
 }
 
-// TestSnapshotMoveCutShort: whatever part of the driver dies at whichever write of the move of a snapshot, before or after it is done, the move ends when that part is back, and the
-// snapshot has all its bytes.
+// TestSnapshotMoveCutShort is TestMoveCutShort of a snapshot.
 func TestSnapshotMoveCutShort(t *testing.T) {
-	w, cut := newEnvironment(t), &breaking{}
-	connect := func(part string) { wrap(t, cut.of(part)) }
-	connect("node-1")
-	from := w.begin(&machine{name: "node-1", ported: true})
-	connect("node-2")
-	to := w.begin(&machine{name: "node-2", ported: true})
-	connect("store")
-	s, stop := w.store()
-	w.pooled(s, to)
-	w.pooled(s, from)
-	_, snapshot := w.snapshotOf(s, from, "v", 3, 1000)
-	want := w.content(from, snapshot.ID)
-	for _, after := range []bool{false, true} {
-		n := 0
-		for more := true; more; {
-			n++
-			cut.arm(n, after)
-			w.cutMovesTo(snapshot.ID, to.name)
-			w.eventually("it breaks, or the snapshot has moved", func() bool { return len(cut.hit) > 0 || w.hasMoved(snapshot.ID, to) })
-			if more = len(cut.hit) > 0; more {
-				part := <-cut.hit
-				t.Logf("write %d, done: %v: %s dies", n, after, part)
-				connect(part)
-				if part == "store" {
-					stop()
-					cut.arm(0, false)
-					s, stop = w.store()
-				} else {
-					m := map[string]*machine{from.name: from, to.name: to}[part]
-					m.stop()
-					cut.arm(0, false)
-					w.start(m)
-				}
-			}
-			w.cutMoved(snapshot.ID, from, to)
-			if have := w.content(to, snapshot.ID); string(have) != string(want) {
-				t.Fatalf("write %d, done: %v: the bytes are others", n, after)
-			}
-			from, to = to, from
-		}
-		if n < 5 {
-			t.Errorf("a move had %d writes", n-1)
-		}
-	}
-	cut.arm(0, false)
-	w.knows(s, snapshot.ID, from)
-	check.OK(t, s.DeleteSnapshot(w.ctx, snapshot.ID))
-	w.tally(from)
-	w.tally(to)
+	w, s, at, other, snapshot := cutShort(t, nil, func(w *environment, s *store.Store, at *machine) onTheWay {
+		_, cut := w.snapshotOf(s, at, "v", 3, 1000)
+		return onTheWay{cut.ID, func(to *machine) { w.cutMovesTo(cut.ID, to.name) }, func(to *machine) bool { return w.hasMoved(cut.ID, to) },
+			func(from, to *machine) { w.cutMoved(cut.ID, from, to) }}
+	})
+	w.knows(s, snapshot.id, at)
+	check.OK(t, s.DeleteSnapshot(w.ctx, snapshot.id))
+	w.tally(at)
+	w.tally(other)
 }
 
 // slowCuts is a cluster of two nodes, of which the first lists what its snapshots have as far as it is let, and a snapshot there.
@@ -513,7 +472,7 @@ func TestSnapshotMoveGroup(t *testing.T) {
 	w.tally(b)
 }
 
-// TestSnapshotMoveGroupStrays: members of a group that is on two nodes, whose objects are gone, are strays there, and adopted as what they are.
+// TestSnapshotMoveGroupStrays: members of a group that is on two nodes, whose objects are gone, are strays there, and adopted as what they are: when all are there, so is the group.
 func TestSnapshotMoveGroupStrays(t *testing.T) {
 	w, a, b, s := twoNodes(t)
 	var sources []volume.ID
@@ -526,24 +485,44 @@ func TestSnapshotMoveGroupStrays(t *testing.T) {
 	check.OK(t, err)
 	w.cutMovesTo(group.Snapshots[0].ID, b.name)
 	w.cutMoved(group.Snapshots[0].ID, a, b)
-	for i, m := range []*machine{b, a} {
-		id := group.Snapshots[i].ID
-		was := w.cutObject(id)
+	var were []*v1alpha1.Snapshot
+	for _, m := range group.Snapshots {
+		were = append(were, w.cutObject(m.ID))
+	}
+	for _, was := range were {
 		check.OK(t, w.Delete(w.ctx, was))
+	}
+	for i, m := range []*machine{b, a} {
+		id, was := group.Snapshots[i].ID, were[i]
 		w.eventually("node "+m.name+" lists it", func() bool {
 			m.agent.Changed()
 			strays := w.pool(m.name, "default").Status.Strays
 			return len(strays) == 1 && strays[0].ID == id.String() && strays[0].Group == group.ID.String()
 		})
-		p := w.pool(m.name, "default")
-		before := p.DeepCopy()
-		p.Annotations = map[string]string{v1alpha1.AdoptAnnotation: group.ID.String()}
-		check.OK(t, w.Patch(w.ctx, p, client.MergeFrom(before)))
+		w.adoptOn(m.name, "default", group.ID.String())
 		w.eventually("it is there again", func() bool {
 			now := w.cutObject(id)
 			return now != nil && now.Status.Created.Equal(was.Status.Created) && now.Spec.NodeName == m.name && *now.Spec.Group == *was.Spec.Group
 		})
 	}
+	w.eventually("the group is there again", func() bool {
+		have, err := s.GetGroup(w.ctx, group.ID)
+		return err == nil && len(have.Snapshots) == 2 && have.Created.Equal(group.Created)
+	})
+	b.stop()
+	x := w.takenOver(t, b.name) // who says that one more is of it
+	fake := snapshotOn(b.name, "fake")
+	fake.Spec.Name, fake.Spec.Group = "group", &v1alpha1.Group{Key: group.ID.Key, Size: 2}
+	x.has(fake, mib)
+	other := snapshotOn(b.name, "other")
+	x.has(other, mib)
+	w.eventually("the store has heard of both", func() bool { return second(s.GetSnapshot(w.ctx, cluster.SnapshotID(other))) == nil })
+	check.OK(t, second(s.GetGroup(w.ctx, group.ID)))
+	check.OK(t, errors.Join(w.Delete(w.ctx, fake), w.Delete(w.ctx, other)))
+	w.start(b)
+	check.OK(t, s.DeleteGroup(w.ctx, group.ID))
+	w.tally(a)
+	w.tally(b)
 }
 
 // TestSnapshotMoveGroupDeleted: a group of which a member has moved, and was not given back, is not deleted before that; one of which a member is about to move is deleted at once.

@@ -107,4 +107,5 @@ type Object interface {
 	May() *v1alpha1.Intent
 	Deleting() bool
 	Moves() (*v1alpha1.Move, *v1alpha1.MoveStatus)
+	SetMoveStatus(*v1alpha1.MoveStatus)
 }

@@ -126,9 +126,7 @@ func TestMoveToOtherPool(t *testing.T) {
 		check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: b.name + ".b"}, pool))
 		return len(pool.Status.Strays) == 1 && pool.Status.Strays[0].ID == v.ID.String()
 	})
-	patched := pool.DeepCopy()
-	patched.Annotations = map[string]string{v1alpha1.AdoptAnnotation: "all"}
-	check.OK(t, w.Patch(w.ctx, patched, client.MergeFrom(pool)))
+	w.adoptOn(b.name, "b", "all")
 	w.eventually("it has an object again", func() bool { o := w.object("v"); return o != nil && o.Status.Created != nil })
 	w.isIn("v", v.ID, b, "b")
 	if now := w.object("v").Spec; now.IDPool != spec.IDPool || now.Size != spec.Size {
@@ -202,9 +200,7 @@ func TestMoveToOtherPoolSnapshots(t *testing.T) {
 		check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: a.name + ".b"}, pool))
 		return len(pool.Status.Strays) == 1 && pool.Status.Strays[0].ID == after.ID.String()
 	})
-	patched := pool.DeepCopy()
-	patched.Annotations = map[string]string{v1alpha1.AdoptAnnotation: "all"}
-	check.OK(t, w.Patch(w.ctx, patched, client.MergeFrom(pool)))
+	w.adoptOn(a.name, "b", "all")
 	w.eventually("it has an object again", func() bool { o := w.cutObject(after.ID); return o != nil && o.Status.Created != nil })
 	if now := w.cutObject(after.ID).Spec; now.SourcePool != "default" || now.Pool != "b" || now.Source != spec.Source || now.NodeName != a.name {
 		t.Errorf("its object says %+v, before %+v", now, spec)
@@ -274,8 +270,8 @@ func TestMoveToOtherPoolInUse(t *testing.T) {
 	c.released(s)
 }
 
-// leaves has a pool of a machine, whose agent is stopped, have what is left of a volume of another machine that was there once: sealed, and with other bytes.
-func (w *environment) leaves(v volume.Volume, from, m *machine, pool string) {
+// leaves has a pool of a machine, whose agent is stopped, have what is left of a volume of another machine that was there once: sealed after some claims, and with other bytes.
+func (w *environment) leaves(v volume.Volume, from, m *machine, pool string, claims int64) {
 	w.Helper()
 	sealed, err := from.local.Seal(w.ctx, v.ID, volume.AnyClaims)
 	check.OK(w, err)
@@ -286,17 +282,18 @@ func (w *environment) leaves(v volume.Volume, from, m *machine, pool string) {
 	check.OK(w, err)
 	check.OK(w, errors.Join(was.Bring(w.ctx, pool, v.Name, blockdev.Thin, sealed), was.Arrive(w.ctx, v.ID)))
 	check.OK(w, storetest.WriteTo(in)(w.ctx, v.ID, 64<<10, []byte("old")))
-	check.OK(w, second(was.Seal(w.ctx, v.ID, 0)))
+	check.OK(w, second(was.Seal(w.ctx, v.ID, claims)))
 }
 
-// TestMoveToOtherPoolLeft: a volume comes to the pool that its ID names while another one is away, which has it as it once was. When that is there again, nobody takes that for the volume, or its
-// seal off.
-func TestMoveToOtherPoolLeft(t *testing.T) {
+// cameWithout is a cluster of two nodes, of which the second has a volume in the pool that its ID names, and in another one what is left of it, which was sealed after some claims, and with other
+// bytes: that pool was away when the volume came, and is there by now.
+func cameWithout(t *testing.T, claims int64) (w *environment, b *machine, v volume.Volume, want []byte) {
+	t.Helper()
 	w, a, b, _, v, _ := reached(t, volume.Spec{Name: "v", Size: volume.Range{Required: mib}})
 	check.OK(t, storetest.WriteTo(a.disks[0].Open("default", nil))(w.ctx, v.ID, 64<<10, []byte("now")))
-	want := w.content(a, v.ID)
+	want = w.content(a, v.ID)
 	b.stop()
-	w.leaves(v, a, b, "b")
+	w.leaves(v, a, b, "b", claims)
 	b.without = "b"
 	w.start(b)
 	w.movesTo("v", b.name)
@@ -307,6 +304,26 @@ func TestMoveToOtherPoolLeft(t *testing.T) {
 	b.stop()
 	b.without = ""
 	w.start(b)
+	return w, b, v, want
+}
+
+// TestMoveToOtherPoolLeftGoes: what is left of a volume in a pool that was away while the volume came to another one of its node goes when that is there again, as it would have then.
+func TestMoveToOtherPoolLeftGoes(t *testing.T) {
+	w, b, v, want := cameWithout(t, 0)
+	w.eventually("nothing is left of it", func() bool {
+		in, err := b.local.InPool(w.ctx, "b")
+		return err == nil && len(in) == 0
+	})
+	w.isIn("v", v.ID, b, "default")
+	if string(w.content(b, v.ID)) != string(want) {
+		t.Error("its bytes are others")
+	}
+	w.tally(b)
+}
+
+// TestMoveToOtherPoolLeft: what was used since stays. When its pool is there again nobody takes it for the volume, or its seal off.
+func TestMoveToOtherPoolLeft(t *testing.T) {
+	w, b, v, want := cameWithout(t, 7)
 	fails(t, b.agent.Stays(w.ctx, v.ID, "b", 0), errdefs.ErrPrecondition)
 	fails(t, b.agent.IsHere(w.ctx, v.ID, "b"), errdefs.ErrPrecondition)
 	check.OK(t, errors.Join(b.agent.Stays(w.ctx, v.ID, "default", 0), b.agent.IsHere(w.ctx, v.ID, "default")))
@@ -333,14 +350,8 @@ func TestMoveToOtherPoolLeft(t *testing.T) {
 	check.OK(t, w.Delete(w.ctx, w.object("v")))
 	w.start(b)
 	for i, name := range []string{"b", "default"} {
-		check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: b.name + "." + name}, pool))
-		before := pool.DeepCopy()
-		pool.Annotations = map[string]string{v1alpha1.AdoptAnnotation: "all"}
-		check.OK(t, w.Patch(w.ctx, pool, client.MergeFrom(before)))
-		w.eventually("pool "+name+" has adopted all that was meant", func() bool {
-			check.OK(t, w.Get(w.ctx, client.ObjectKeyFromObject(pool), pool))
-			return pool.Annotations[v1alpha1.AdoptAnnotation] == "" && pool.Status.StrayCount == 1-i
-		})
+		w.adoptOn(b.name, name, "all")
+		w.eventually("pool "+name+" has adopted all that was meant", func() bool { return w.pool(b.name, name).Status.StrayCount == 1-i })
 	}
 	w.isIn("v", v.ID, b, "default")
 }
@@ -352,7 +363,7 @@ func TestMoveLeftBefore(t *testing.T) {
 	for _, left := range w.leftovers(b) {
 		check.OK(t, b.local.DropLeftover(w.ctx, left))
 	}
-	w.leaves(v, a, b, "default")
+	w.leaves(v, a, b, "default", 0)
 	s := w.flipped("v", b)
 	w.start(b)
 	w.moved("v", a, b)

@@ -45,6 +45,9 @@ var (
 	CopiesInProgress = sampledGauge("ashlar_copies_in_progress", "Volumes and snapshots that are being copied or zeroed, or read for what changed in them.", "node", "pool")
 	CopiedBytes      = sampledCounter("ashlar_copied_bytes_total", "Bytes that were copied or zeroed, without holes.", "node", "pool")
 
+	MirrorsInProgress = sampledGauge("ashlar_mirrors_in_progress", "Volumes that the node uses, and is copying meanwhile to the nodes that they move to.", "node")
+	MirroredBytes     = sampledCounter("ashlar_mirrored_bytes_total", "Bytes that the node has copied of volumes that it uses to the nodes that they move to, as it has seen that.", "node")
+
 	FreezeSeconds = histogram("ashlar_freeze_seconds", "How long the writes to a volume were held back while it was copied, in seconds.",
 		[]float64{.005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120}, "node")
 

@@ -263,6 +263,15 @@ func (l *Local) setGiven(id ID, nqn string) {
 	}
 }
 
+// endGiven notes that a volume is not to be exported by a name any more. What another pool has of it may be, by another one.
+func (l *Local) endGiven(id ID, nqn string) {
+	l.exports.mu.Lock()
+	defer l.exports.mu.Unlock()
+	if l.exports.given[id] == nqn {
+		delete(l.exports.given, id)
+	}
+}
+
 // taken are the volumes that the exporter does not have any more, though nobody here has ended that: other tools for the kernel's target clear all of it.
 func (l *Local) taken(ctx context.Context) (ids []ID) {
 	l.exports.mu.Lock()
@@ -742,7 +751,7 @@ func (l *Local) unexport(ctx context.Context, pool blockdev.Pool, record blockde
 	if err != nil {
 		return err
 	}
-	l.setGiven(id, "")
+	l.endGiven(id, e.nqn(id.Key))
 	if err := exporter.Remove(ctx, e.nqn(id.Key)); err != nil {
 		return err
 	}

@@ -359,3 +359,30 @@ func TestDataRanges(t *testing.T) {
 		}
 	}
 }
+
+// TestMoveInUseLeft: a node that a volume has left while it was used, and that was taken for gone then, still says to whom it gave it. That does not keep the volume from coming back.
+func TestMoveInUseLeft(t *testing.T) {
+	m := newMoving(t, "a")
+	from, err := m.a.Describe(t.Context(), m.v.ID, 3)
+	check.OK(t, err)
+	ranges, err := m.a.DataRanges(t.Context(), m.v.ID)
+	check.OK(t, err)
+	room, err := m.b.Prepare(t.Context(), "a", "source", blockdev.Thin, from, grant(4, "c"))
+	check.OK(t, err)
+	m.mirror(t, room, ranges)
+	sealed, err := m.a.SealFor(t.Context(), m.v.ID, 3, grant(3, "c"))
+	check.OK(t, err)
+	check.OK(t, m.b.Complete(t.Context(), "a", sealed, grant(4, "c"), room.NQN))
+	check.OK(t, errors.Join(m.b.Arrive(t.Context(), m.v.ID), m.b.Unexport(t.Context(), m.v.ID, 0)))
+
+	back, err := m.b.Seal(t.Context(), m.v.ID, 4)
+	check.OK(t, err)
+	check.OK(t, m.a.Bring(t.Context(), "a", "source", blockdev.Thin, back))
+	check.OK(t, errors.Join(m.a.Arrive(t.Context(), m.v.ID), m.b.Depart(t.Context(), m.v.ID, back.Created)))
+	have, err := m.a.Get(t.Context(), m.v.ID)
+	check.OK(t, err)
+	if have.Exported != (volume.Grant{}) || have.Sealed || len(m.ka.exports) > 0 {
+		t.Errorf("it is %+v, and the kernel exports %v", have, m.ka.exports)
+	}
+	holds(t, m.a, have)
+}

@@ -234,11 +234,11 @@ func listPool(ctx context.Context, pool blockdev.Pool, kind blockdev.Kind, key s
 	}
 }
 
-// List: see Store.
+// List: see Store. What is left of a volume in another pool than the one that it is in is not listed, as nobody reaches it by its ID.
 func (l *Local) List(ctx context.Context, after ID, limit int) ([]Volume, error) {
 	var volumes []Volume
 	err := l.list(ctx, l.pools, blockdev.Volume, after, limit, func(pool string, r blockdev.Record) bool {
-		if !unfinished(r) {
+		if !unfinished(r) && l.placeOf(IDOf(pool, r)) == pool {
 			volumes = append(volumes, fromRecord(pool, l.node, r))
 		}
 		return limit == 0 || len(volumes) < limit

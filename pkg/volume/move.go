@@ -285,6 +285,11 @@ func (l *Local) dropLeft(ctx context.Context, pool blockdev.Pool, record blockde
 	if err != nil || s.claims > claims {
 		return fmt.Errorf("%w: pool %s of node %s has a volume %s of its own", errdefs.ErrExists, pool.Name(), l.node, id)
 	}
+	if e, is, err := exportOf(record); err == nil && is { // to who used it while it left
+		if err := l.unexport(ctx, pool, record, e); err != nil {
+			return err
+		}
+	}
 	return l.depart(ctx, pool, record, s.since)
 }
 

@@ -141,3 +141,25 @@ func (l *Local) alone(ctx context.Context, id ID, in blockdev.Pool, claims int64
 	}
 	return nil
 }
+
+// DropLeft removes what a pool has of a volume that is in another pool of this node: what had left this node, and was taken for gone while that pool was closed, so that alone
+// did not see it. claims is how many claims the volume has had. ErrExists for what may be more than that, ErrPrecondition where the other pool does not have the volume whole. The caller
+// has the lock of the volume, and the cluster's word for which pool it is in (Locate).
+func (l *Local) DropLeft(ctx context.Context, in string, id ID, claims int64) error {
+	have, err := l.Get(ctx, id)
+	if err != nil {
+		return err
+	}
+	if have.Pool == in || have.Sealed {
+		return fmt.Errorf("%w: volume %s is in pool %s of node %s, and its bytes may be needed in pool %s", errdefs.ErrPrecondition, id, have.Pool, l.node, in)
+	}
+	pool, err := l.pool(in)
+	if err != nil {
+		return err
+	}
+	record, err := pool.Get(ctx, id.ref())
+	if err != nil {
+		return err
+	}
+	return l.dropLeft(ctx, pool, record, claims)
+}

@@ -335,3 +335,34 @@ func TestLeftoverOfPool(t *testing.T) {
 		t.Errorf("it is %+v", have)
 	}
 }
+
+// TestDropLeft: what a pool that opens late has of a volume is not listed beside that. It goes if it had left the node before, and nothing that may be more does.
+func TestDropLeft(t *testing.T) {
+	id, first, late := leaveInSecond(t, "sealed")
+	l := start(t, 0, first.Open("first", nil), late.Open("second", nil))
+	l.SetMoves(&stays{})
+	all, err := l.List(t.Context(), volume.ID{}, 1)
+	check.OK(t, err)
+	if len(all) != 1 || all[0].ID != id || all[0].Pool != "first" {
+		t.Fatalf("listed are %+v", all)
+	}
+	if more, err := l.List(t.Context(), all[0].ID, 1); err != nil || len(more) > 0 {
+		t.Errorf("after it are listed %+v, %v", more, err)
+	}
+	fails(t, l.DropLeft(t.Context(), "first", id, 3), errdefs.ErrPrecondition, "DropLeft of the volume itself")
+	fails(t, l.DropLeft(t.Context(), "second", id, 2), errdefs.ErrExists, "DropLeft of what was used since")
+	check.OK(t, second(l.Seal(t.Context(), id, 3)))
+	fails(t, l.DropLeft(t.Context(), "second", id, 3), errdefs.ErrPrecondition, "DropLeft while the volume may have moved")
+	check.OK(t, l.Unseal(t.Context(), id))
+	if in, err := l.InPool(t.Context(), "second"); err != nil || len(in) != 1 {
+		t.Errorf("the other pool has %+v, %v", in, err)
+	}
+	check.OK(t, l.DropLeft(t.Context(), "second", id, 3))
+	fails(t, l.DropLeft(t.Context(), "second", id, 3), errdefs.ErrNotFound, "DropLeft of what is gone")
+	if in, err := l.InPool(t.Context(), "second"); err != nil || len(in) > 0 {
+		t.Errorf("the other pool has %+v, %v", in, err)
+	}
+	if have, err := l.Get(t.Context(), id); err != nil || have.Pool != "first" {
+		t.Errorf("the volume is %+v, %v", have, err)
+	}
+}

@@ -56,7 +56,7 @@ type nodes struct {
 	controller *process.Driver
 	agents     map[string]*process.Driver
 	more       map[string][]string // flags of agents
-	secret     string              // passphrase of the volumes that are made; empty: they are not encrypted
+	luks       bool                // the volumes that are made are encrypted
 }
 
 func newNodes(t testing.TB) *nodes {
@@ -193,7 +193,7 @@ func (c *nodes) create(name, filesystem string, edit ...func(*csi.CreateVolumeRe
 		r.CapacityRange.RequiredBytes = 64 * mib
 	}
 	r.Parameters = map[string]string{"access": "any"}
-	if c.secret != "" {
+	if c.luks {
 		r.Parameters["encryption"] = "luks2"
 	}
 	for _, edit := range edit {
@@ -205,7 +205,17 @@ func (c *nodes) create(name, filesystem string, edit ...func(*csi.CreateVolumeRe
 		v.of, err = c.controller.Create(ctx, r)
 		return err
 	})
+	if c.luks {
+		v.of.Secrets = map[string]string{"passphrase": "a passphrase"}
+	}
 	return v
+}
+
+// encrypted is the cluster, for volumes that are encrypted, or not.
+func (c *nodes) encrypted(are bool) *nodes {
+	in := *c
+	in.luks = are
+	return &in
 }
 
 // volume is one of the cluster.
@@ -217,9 +227,7 @@ type volume struct {
 // at is the volume for the calls of a node.
 func (v *volume) at(node string) *co.Volume {
 	there := v.agents[node].Volume(v.of.ID, v.of.Name, v.of.Capability)
-	if there.Secrets = v.of.Secrets; v.secret != "" {
-		there.Secrets = map[string]string{"passphrase": v.secret}
-	}
+	there.Secrets = v.of.Secrets
 	return there
 }
 

@@ -57,14 +57,7 @@ type goingOn struct {
 func (c *nodes) writtenTo(name, user, filesystem string, encrypted bool, edit ...func(*csi.CreateVolumeRequest)) *goingOn {
 	c.Helper()
 	u := &goingOn{user: user, content: drivertest.Content{Seed: name, Size: 4 * mib}}
-	u.volume = c.create(name, filesystem, append(edit, func(r *csi.CreateVolumeRequest) {
-		if encrypted {
-			r.Parameters["encryption"] = "luks2"
-		}
-	})...)
-	if encrypted {
-		u.of.Secrets = map[string]string{"passphrase": "a passphrase"}
-	}
+	u.volume = c.encrypted(encrypted).create(name, filesystem, edit...)
 	in := func(name string) func(string) string {
 		return func(node string) string { return filepath.Join(u.target(node), name) }
 	}

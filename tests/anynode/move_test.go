@@ -139,24 +139,17 @@ func TestMove(t *testing.T) {
 	c := newNodes(t)
 	for name, encrypted := range map[string]bool{"plain": false, "encrypted": true} {
 		t.Run(name, func(t *testing.T) {
-			in := *c
+			in := c.encrypted(encrypted)
 			in.TB = t
-			in.thereAndBack(name, encrypted)
+			in.thereAndBack(name)
 		})
 	}
 }
 
-func (c *nodes) thereAndBack(name string, encrypted bool) {
+func (c *nodes) thereAndBack(name string) {
 	c.Helper()
-	var secrets map[string]string
-	class := func(r *csi.CreateVolumeRequest) {
-		if encrypted {
-			r.Parameters["encryption"], secrets = "luks2", map[string]string{"passphrase": "a passphrase"}
-		}
-	}
 	content := func(seed string) drivertest.Content { return drivertest.Content{Seed: name + seed, Size: 4 * mib} }
-	v := c.create(name, "ext4", class)
-	v.of.Secrets = secrets
+	v := c.create(name, "ext4")
 	var cut *csi.Snapshot
 	v.use(newHome, func(target string) {
 		check.OK(c, content("before").Write(filepath.Join(target, "before")))
@@ -189,8 +182,7 @@ func (c *nodes) thereAndBack(name string, encrypted bool) {
 	c.links(newHome, true)
 	v.again("release it", func(ctx context.Context) error { return v.release(ctx, newHome) })
 
-	restored := c.create(name+"-restored", "ext4", class, func(r *csi.CreateVolumeRequest) { co.FromSnapshot(r, cut.GetSnapshotId()) })
-	restored.of.Secrets = secrets
+	restored := c.create(name+"-restored", "ext4", func(r *csi.CreateVolumeRequest) { co.FromSnapshot(r, cut.GetSnapshotId()) })
 	restored.use(third, func(target string) {
 		check.OK(c, content("before").In(filepath.Join(target, "before")))
 		if _, err := os.Stat(filepath.Join(target, "after")); err == nil {

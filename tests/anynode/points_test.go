@@ -347,10 +347,8 @@ const startPoints = 40
 
 // try makes the call, has the harm come, and goes on.
 func (a act) try(t *testing.T, c *nodes, h harm) trace.Result {
-	in := *c
-	if in.TB = t; a.encrypted {
-		in.secret = "a passphrase"
-	}
+	in := c.encrypted(a.encrypted)
+	in.TB = t
 	s := &scene{volume: in.create(fmt.Sprint("points-", newTag()), a.kind), kind: a.kind, user: cmp.Or(a.user, first), letGo: func() {}}
 	a.before(s)
 	var at trace.Call

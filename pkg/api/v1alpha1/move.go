@@ -11,3 +11,9 @@ func (v *Volume) SetMove(m *Move) { v.Spec.Move = m }
 
 // SetMove asks for the snapshot to move; nil: not any more.
 func (s *Snapshot) SetMove(m *Move) { s.Spec.Move = m }
+
+// SetMoveStatus says how far the move of the volume is.
+func (v *Volume) SetMoveStatus(s *MoveStatus) { v.Status.Move = s }
+
+// SetMoveStatus says how far the move of the snapshot is.
+func (s *Snapshot) SetMoveStatus(far *MoveStatus) { s.Status.Move = far }

@@ -111,15 +111,15 @@ func StateOf(o object) string {
 	return StateReady
 }
 
-// OfGroup returns those of the snapshots that say that they belong to a group which do: those that the controller made for it (GroupLabel), wherever they
-// have moved since, and what else is on their node, which may have been adopted; of a group that was adopted as a whole, those on the node of the oldest. Whoever
+// OfGroup returns those of the snapshots that say that they belong to a group which do: those that the controller gave its label (GroupLabel), wherever they have moved since; and if these are
+// not all, what else is on the node of the oldest of them, which may have been adopted. Of a group that has no labels yet, as it was adopted, they are on the node of the oldest. Whoever
 // has the account of another node can write objects that name the group, too.
 func OfGroup(members []Snapshot) []Snapshot {
 	if len(members) == 0 {
 		return nil
 	}
 	rank := func(s *Snapshot) int {
-		if s.Spec.Group != nil && s.Labels[GroupLabel] == s.Spec.Group.Key {
+		if s.InGroup() {
 			return 0
 		}
 		return 1
@@ -127,5 +127,15 @@ func OfGroup(members []Snapshot) []Snapshot {
 	first := slices.MinFunc(members, func(a, b Snapshot) int {
 		return cmp.Or(cmp.Compare(rank(&a), rank(&b)), a.CreationTimestamp.Compare(b.CreationTimestamp.Time), cmp.Compare(a.Name, b.Name))
 	})
-	return slices.DeleteFunc(members, func(m Snapshot) bool { return rank(&m) > 0 && m.Spec.NodeName != first.Spec.NodeName })
+	labelled := 0
+	for i := range members {
+		labelled += 1 - rank(&members[i])
+	}
+	all := labelled > 0 && labelled >= first.Spec.Group.Size
+	return slices.DeleteFunc(members, func(m Snapshot) bool { return !m.InGroup() && (all || m.Spec.NodeName != first.Spec.NodeName) })
+}
+
+// InGroup reports whether a snapshot has the label of the group that it says it belongs to.
+func (s *Snapshot) InGroup() bool {
+	return s.Spec.Group != nil && s.Labels[GroupLabel] == s.Spec.Group.Key
 }

@@ -221,8 +221,10 @@ func (c *carrier) look(ctx context.Context, key string) (again time.Duration, er
 		return 0, err
 	}
 	if err != nil || !is {
+		c.gauges.mirror(key, 0, 0)
 		return c.idle(ctx, now)
 	}
+	c.gauges.mirror(key, mirrored.Synced, mirrored.Total)
 	now.m = mirrored
 	if err := c.findLegs(ctx, now); err != nil {
 		return 0, err

@@ -166,6 +166,9 @@ func (c *carrier) begin(ctx context.Context, now *passage) error {
 		return err
 	}
 	c.note(now.id.Key, func(k *carriage) { k.to, k.pool, k.sure = v.Spec.Move.Node, v.Spec.Move.Pool, true })
+	if m, is, err := c.volumes.Mirrored(ctx, now.id); err == nil && is { // what holds no data needs no copy
+		c.gauges.mirror(now.id.Key, m.Synced, m.Total)
+	}
 	klog.FromContext(ctx).Info("A volume moves while it is used here", "id", now.id.String(), "from", v.Spec.NodeName, "to", v.Spec.Move.Node)
 	return nil
 }

@@ -9,6 +9,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -44,16 +45,17 @@ func (a *Agent) dropLeftover(ctx context.Context, left volume.Leftover) {
 
 // stillMade reports whether the volume that a leftover is of is still to be made, or what it is of still moves here. Before that is denied the API server is asked.
 func (a *Agent) stillMade(ctx context.Context, left volume.Leftover) (bool, error) {
-	if left.Comes() {
-		return a.snapshotStillComes(ctx, left.For)
-	}
 	for _, reader := range []client.Reader{a.kube.Cache, a.kube.Live} {
-		v := &v1alpha1.Volume{}
-		err := reader.Get(ctx, client.ObjectKey{Name: left.For}, v)
+		var o cluster.Object = &v1alpha1.Volume{}
+		if left.Comes() {
+			o = &v1alpha1.Snapshot{}
+		}
+		err := reader.Get(ctx, client.ObjectKey{Name: left.For}, o)
 		if client.IgnoreNotFound(err) != nil {
 			return false, err
 		}
-		if err == nil && !v1alpha1.Going(v) && (a.takesPart(v) && v.Spec.Make && v.Status.Created == nil || a.comesHere(v)) {
+		v, is := o.(*v1alpha1.Volume)
+		if err == nil && !v1alpha1.Going(o) && (a.comesHere(o) || is && a.takesPart(v) && v.Spec.Make && v.Status.Created == nil) {
 			return true, nil
 		}
 	}

@@ -20,6 +20,9 @@ type gauges struct {
 	mu     sync.Mutex
 	queues []interface{ Len() int }
 	wishes map[wish]time.Time // those that are not carried out, and since when
+
+	mirrors  map[string]int64 // volumes that are being mirrored to their new homes, by their keys, and how many bytes were then
+	mirrored int64            // bytes, since the start
 }
 
 // wish is a spec of an object.
@@ -67,7 +70,9 @@ func (a *Agent) Samples() []metrics.Sample {
 			open = append(open, s)
 		}
 	}
-	return append(samples, metrics.AgentQueueLength.At(float64(a.gauges.length()), node),
+	mirrors, mirrored := a.gauges.mirroring()
+	return append(samples, metrics.MirrorsInProgress.At(float64(mirrors), node), metrics.MirroredBytes.At(float64(mirrored), node),
+		metrics.AgentQueueLength.At(float64(a.gauges.length()), node),
 		metrics.AgentOldestWish.At(a.gauges.oldest(open, time.Now()).Seconds(), node))
 }
 
@@ -97,6 +102,28 @@ func (a *Agent) unserved(objects cluster.Objects) (samples []metrics.Sample) {
 		say(&objects.Snapshots[i])
 	}
 	return samples
+}
+
+// mirror notes how many bytes of a volume are mirrored, of so many. Those that were before the first look are no news: they are none that were copied.
+func (m *gauges) mirror(key string, synced, total int64) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if was, known := m.mirrors[key]; known {
+		m.mirrored += max(0, synced-was)
+	}
+	if delete(m.mirrors, key); synced < total {
+		if m.mirrors == nil {
+			m.mirrors = map[string]int64{}
+		}
+		m.mirrors[key] = synced
+	}
+}
+
+// mirroring is how many volumes are being mirrored, and how many bytes were since the start.
+func (m *gauges) mirroring() (volumes int, bytes int64) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return len(m.mirrors), m.mirrored
 }
 
 func (m *gauges) length() (n int) {

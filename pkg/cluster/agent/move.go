@@ -113,10 +113,44 @@ func (a *Agent) moveChanged(o client.Object, gone bool) {
 	}
 }
 
-// comesHere reports whether an object says that a volume moves to this node, or has just done so.
-func (a *Agent) comesHere(v *v1alpha1.Volume) bool {
-	m := v.Spec.Move
-	return m != nil && (!m.Left && m.Node == a.local.Node() || m.Left && v.Spec.NodeName == a.local.Node())
+// comesHere reports whether an object says that it moves to this node, or has just done so.
+func (a *Agent) comesHere(o cluster.Object) bool {
+	m, _ := o.Moves()
+	return m != nil && (!m.Left && m.Node == a.local.Node() || m.Left && o.Node() == a.local.Node())
+}
+
+// arrives reports whether an object says that it has moved to this node, which has not taken it over yet.
+func (a *Agent) arrives(o cluster.Object) bool {
+	return o.Node() == a.local.Node() && a.comesHere(o) && !arrived(o)
+}
+
+// hasLeft reports whether an object says that it has left this node for another one, which has taken it over.
+func (a *Agent) hasLeft(o cluster.Object) bool {
+	m, _ := o.Moves()
+	return m != nil && m.Left && m.Node == a.local.Node() && o.Node() != a.local.Node() && arrived(o)
+}
+
+// arrived reports whether what has moved was taken over by its new node.
+func arrived(o cluster.Object) bool {
+	_, s := o.Moves()
+	return s != nil && s.Arrived
+}
+
+// cleared reports whether the node that something has left has given its bytes back.
+func cleared(o cluster.Object) bool {
+	m, s := o.Moves()
+	return m.Left && s != nil && s.Cleared
+}
+
+// stillMoves reads an object into now as the API server has it. ErrBusy if it is another one by now, or something is not so of it any more.
+func stillMoves[T cluster.Object](ctx context.Context, a *Agent, o, now T, is func(cluster.Object) bool) (T, error) {
+	if err := a.kube.Live.Get(ctx, client.ObjectKeyFromObject(o), now); err != nil {
+		return now, kube.APIError("read "+o.GetName(), err)
+	}
+	if now.GetUID() != o.GetUID() || !is(now) {
+		return now, fmt.Errorf("%w: the object of %s, which moves, was changed meanwhile", errdefs.ErrBusy, o.GetName())
+	}
+	return now, nil
 }
 
 // reconcileMove carries out this node's part in the move of a volume that is not its own now.
@@ -143,9 +177,7 @@ func (a *Agent) reconcileMove(ctx context.Context, r request) (reconcile.Result,
 	case carried(v):
 		return reconcile.Result{RequeueAfter: checkAgain}, nil // its user says how far that is
 	}
-	if failure := a.reportMove(ctx, v, func(s *v1alpha1.MoveStatus) {
-		s.Waits, s.Message, s.Progress = true, cluster.Limited(errdefs.Words(err)), nil
-	}); failure != nil {
+	if failure := a.reportWaits(ctx, v, "", err); failure != nil {
 		return reconcile.Result{}, errors.Join(err, failure)
 	}
 	if errors.Is(err, errWaits) {
@@ -154,33 +186,39 @@ func (a *Agent) reconcileMove(ctx context.Context, r request) (reconcile.Result,
 	return reconcile.Result{}, err
 }
 
-// reportMove writes the part of a volume's status that is about its move, if edit changes it. It fails with a conflict if anybody changed the object
+// reportMove writes the part of an object's status that is about its move, if edit changes it. It fails with a conflict if anybody changed the object
 // since it was read.
-func (a *Agent) reportMove(ctx context.Context, v *v1alpha1.Volume, edit func(*v1alpha1.MoveStatus)) error {
-	return a.writeMove(ctx, v, func(s *v1alpha1.MoveStatus) {
+func (a *Agent) reportMove(ctx context.Context, o cluster.Object, edit func(*v1alpha1.MoveStatus)) error {
+	return a.writeMove(ctx, o, func(s *v1alpha1.MoveStatus) {
 		s.Claim = 0
 		edit(s)
 	})
 }
 
+// reportWaits is reportMove for why a move does not go on.
+func (a *Agent) reportWaits(ctx context.Context, o cluster.Object, before string, err error) error {
+	return a.reportMove(ctx, o, func(s *v1alpha1.MoveStatus) {
+		s.Waits, s.Message, s.Progress = true, cluster.Limited(before+errdefs.Words(err)), nil
+	})
+}
+
 // writeMove is reportMove, whoever says it.
-func (a *Agent) writeMove(ctx context.Context, v *v1alpha1.Volume, edit func(*v1alpha1.MoveStatus)) error {
-	before := v.DeepCopy()
-	node := v.Spec.Move.Node
-	if v.Spec.Move.Left {
-		node = v.Spec.NodeName
+func (a *Agent) writeMove(ctx context.Context, o cluster.Object, edit func(*v1alpha1.MoveStatus)) error {
+	before := o.DeepCopyObject().(cluster.Object)
+	m, s := o.Moves()
+	want := v1alpha1.MoveStatus{Node: m.Node, Pool: m.Pool}
+	if m.Left {
+		want = v1alpha1.MoveStatus{Node: o.Node()}
 	}
-	if s := v.Status.Move; s == nil || !v.Spec.Move.Left && (s.Node != node || s.Pool != v.Spec.Move.Pool) {
-		v.Status.Move = &v1alpha1.MoveStatus{Node: node}
-		if !v.Spec.Move.Left {
-			v.Status.Move.Pool = v.Spec.Move.Pool
-		}
+	if s == nil || !m.Left && (s.Node != want.Node || s.Pool != want.Pool) {
+		s = &want
+		o.SetMoveStatus(s)
 	}
-	edit(v.Status.Move)
-	if equality.Semantic.DeepEqual(before, v) {
+	edit(s)
+	if equality.Semantic.DeepEqual(before, o) {
 		return nil
 	}
-	return a.kube.Client.Status().Patch(ctx, v, kube.LockingPatch(before))
+	return a.kube.Client.Status().Patch(ctx, o, kube.LockingPatch(before))
 }
 
 // errWaits ends what goes on when the object changes.
@@ -260,11 +298,6 @@ func (a *Agent) locate(v *v1alpha1.Volume) {
 	a.local.Locate(cluster.VolumeID(v), pool)
 }
 
-// cleared reports whether the node that a volume has left has given its bytes back.
-func cleared(v *v1alpha1.Volume) bool {
-	return v.Spec.Move.Left && v.Status.Move != nil && v.Status.Move.Cleared
-}
-
 // unclaimed is errWaits while somebody uses a volume.
 func unclaimed(v *v1alpha1.Volume) error {
 	if nodes := v.Claimants(); len(nodes) > 0 {
@@ -279,12 +312,9 @@ func unclaimed(v *v1alpha1.Volume) error {
 // reportBrought writes down that all bytes of a volume are here. Between the two looks at the object nobody used it: else the write is refused, as the object has
 // changed; and what was used before, the home has not sealed as it was.
 func (a *Agent) reportBrought(ctx context.Context, v *v1alpha1.Volume, agent grpc.ClientConnInterface, sealed time.Time) error {
-	now := &v1alpha1.Volume{}
-	if err := a.kube.Live.Get(ctx, client.ObjectKeyFromObject(v), now); err != nil {
-		return kube.APIError("read volume "+v.Name, err)
-	}
-	if now.UID != v.UID || now.Spec.NodeName != v.Spec.NodeName || !a.comesHere(now) {
-		return fmt.Errorf("%w: volume %s does not move to node %s any more", errdefs.ErrBusy, v.Name, a.local.Node())
+	now, err := stillMoves(ctx, a, v, &v1alpha1.Volume{}, func(now cluster.Object) bool { return now.Node() == v.Node() && a.comesHere(now) })
+	if err != nil {
+		return err
 	}
 	if err := unclaimed(now); err != nil {
 		return err
@@ -502,20 +532,17 @@ func (a *Agent) takeOver(ctx context.Context, r request, v *v1alpha1.Volume) err
 	if errors.Is(err, errdefs.ErrNotFound) || errors.Is(err, errdefs.ErrBusy) || ctx.Err() != nil {
 		return err
 	}
-	return errors.Join(err, a.reportMove(ctx, v, func(s *v1alpha1.MoveStatus) {
-		s.Waits, s.Message = true, cluster.Limited("moved; not all bytes are here: "+errdefs.Words(err))
-	}))
+	return errors.Join(err, a.reportWaits(ctx, v, notAllHere, err))
 }
+
+const notAllHere = "moved; not all bytes are here: "
 
 // arrive makes what is here of a volume that has moved here the volume.
 func (a *Agent) arrive(ctx context.Context, v *v1alpha1.Volume, sealed metav1.MicroTime) error {
 	return a.withLocks([]string{keylock.Volume(v.Name)}, func() error {
-		now := &v1alpha1.Volume{}
-		if err := a.kube.Live.Get(ctx, client.ObjectKeyFromObject(v), now); err != nil {
-			return kube.APIError("read volume "+v.Name, err)
-		}
-		if now.UID != v.UID || now.Spec.NodeName != a.local.Node() || !a.comesHere(now) || arrived(now) {
-			return fmt.Errorf("%w: the object of volume %s was changed meanwhile", errdefs.ErrBusy, v.Name)
+		now, err := stillMoves(ctx, a, v, &v1alpha1.Volume{}, a.arrives)
+		if err != nil {
+			return err
 		}
 		if now.Status.Move == nil {
 			now.Status.Move = &v1alpha1.MoveStatus{Node: a.local.Node()}
@@ -549,44 +576,45 @@ func (a *Agent) arrive(ctx context.Context, v *v1alpha1.Volume, sealed metav1.Mi
 
 // comes is ErrUnavailable for a volume that has moved to this node, which has not taken it over yet: until then nobody uses it.
 func (a *Agent) comes(v *v1alpha1.Volume) error {
-	if v.Spec.NodeName != a.local.Node() || !a.comesHere(v) || arrived(v) {
+	if !a.arrives(v) {
 		return nil
 	}
 	return fmt.Errorf("%w: volume %s has moved here from node %s, and node %s has not taken it over yet", errdefs.ErrUnavailable, cluster.VolumeID(v), v.Spec.Move.Node, a.local.Node())
 }
 
-// arrived reports whether a volume that has moved was taken over by its new node.
-func arrived(v *v1alpha1.Volume) bool { return v.Status.Move != nil && v.Status.Move.Arrived }
-
 // giveBack removes the bytes of a volume that has left this node, once its new one has taken it over.
 func (a *Agent) giveBack(ctx context.Context, v *v1alpha1.Volume) (reconcile.Result, error) {
-	if !arrived(v) || cleared(v) {
-		return reconcile.Result{}, nil
-	}
-	err := a.withLocks([]string{keylock.Volume(v.Name)}, func() error {
-		now := &v1alpha1.Volume{}
-		if err := a.kube.Live.Get(ctx, client.ObjectKeyFromObject(v), now); err != nil {
-			return kube.APIError("read volume "+v.Name, err)
-		}
-		if m := now.Spec.Move; now.UID != v.UID || m == nil || !m.Left || m.Node != a.local.Node() || now.Spec.NodeName == a.local.Node() || !arrived(now) {
-			return fmt.Errorf("%w: the object of volume %s was changed meanwhile", errdefs.ErrBusy, v.Name)
-		}
-		*v = *now
+	return giveBack(ctx, a, v, &v1alpha1.Volume{}, keylock.Volume(v.Name), func(v *v1alpha1.Volume) error {
 		sealed := time.Time{} // which nothing is
 		if copied := v.Status.Move.Copied; copied != nil {
 			sealed = copied.Sealed.Time
 		}
 		return a.depart(ctx, cluster.VolumeID(v), sealed)
 	})
+}
+
+// giveBack has depart remove the bytes of what has left this node, once its new one has taken it over: under a lock, and by the object as the API server has it, which it reads into now.
+func giveBack[T cluster.Object](ctx context.Context, a *Agent, o, now T, lock string, depart func(T) error) (reconcile.Result, error) {
+	if !arrived(o) || cleared(o) {
+		return reconcile.Result{}, nil
+	}
+	err := a.withLocks([]string{lock}, func() error {
+		still, err := stillMoves(ctx, a, o, now, a.hasLeft)
+		if err != nil {
+			return err
+		}
+		o = still
+		return depart(o)
+	})
 	switch {
 	case err == nil:
 		a.Changed()
-		klog.FromContext(ctx).Info("Gave back the bytes of a volume that has moved", "volume", cluster.VolumeID(v).String(), "to", v.Spec.NodeName)
-		return reconcile.Result{}, a.reportMove(ctx, v, func(s *v1alpha1.MoveStatus) { s.Cleared, s.Waits, s.Message = true, false, "moved" })
+		klog.FromContext(ctx).Info("Gave back the bytes of what has moved", "object", o.GetName(), "to", o.Node())
+		return reconcile.Result{}, a.reportMove(ctx, o, func(s *v1alpha1.MoveStatus) { s.Cleared, s.Waits, s.Message = true, false, "moved" })
 	case errors.Is(err, errdefs.ErrBusy):
-		return reconcile.Result{}, err
+		return reconcile.Result{RequeueAfter: inUseRetry}, nil // a snapshot as long as it is read: that may be for hours
 	}
-	failure := a.reportMove(ctx, v, func(s *v1alpha1.MoveStatus) {
+	failure := a.reportMove(ctx, o, func(s *v1alpha1.MoveStatus) { // how far it was copied is not this node's to say any more
 		s.Waits, s.Message = true, cluster.Limited("moved; the bytes that node "+a.local.Node()+" had are still there: "+errdefs.Words(err))
 	})
 	if failure == nil && errors.Is(err, errdefs.ErrInUse) {

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 
-	"k8s.io/apimachinery/pkg/api/equality"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/client-go/rest"
@@ -61,31 +60,6 @@ func (a *Agent) snapshotMoveChanged(o client.Object, gone bool) {
 	}
 }
 
-// snapshotComesHere reports whether an object says that a snapshot moves to this node, or has just done so.
-func (a *Agent) snapshotComesHere(s *v1alpha1.Snapshot) bool {
-	m := s.Spec.Move
-	return m != nil && (!m.Left && m.Node == a.local.Node() || m.Left && s.Spec.NodeName == a.local.Node())
-}
-
-func snapshotArrived(s *v1alpha1.Snapshot) bool {
-	return s.Status.Move != nil && s.Status.Move.Arrived
-}
-
-// snapshotStillComes reports whether a snapshot still moves here, or has moved here and not arrived. Before that is denied the API server is asked.
-func (a *Agent) snapshotStillComes(ctx context.Context, key string) (bool, error) {
-	for _, reader := range []client.Reader{a.kube.Cache, a.kube.Live} {
-		s := &v1alpha1.Snapshot{}
-		err := reader.Get(ctx, client.ObjectKey{Name: key}, s)
-		if client.IgnoreNotFound(err) != nil {
-			return false, err
-		}
-		if err == nil && !v1alpha1.Going(s) && a.snapshotComesHere(s) {
-			return true, nil
-		}
-	}
-	return false, nil
-}
-
 // reconcileSnapshotMove carries out this node's part in the move of a snapshot that is not its own now.
 func (a *Agent) reconcileSnapshotMove(ctx context.Context, r request) (reconcile.Result, error) {
 	s := &v1alpha1.Snapshot{}
@@ -109,28 +83,7 @@ func (a *Agent) reconcileSnapshotMove(ctx context.Context, r request) (reconcile
 	case errors.Is(err, errdefs.ErrBusy):
 		return reconcile.Result{}, err
 	}
-	failure := a.reportSnapshotMove(ctx, s, func(far *v1alpha1.MoveStatus) {
-		far.Waits, far.Message, far.Progress = true, cluster.Limited(errdefs.Words(err)), nil
-	})
-	return reconcile.Result{}, errors.Join(err, failure)
-}
-
-// reportSnapshotMove writes the part of a snapshot's status that is about its move, if edit changes it. It fails with a conflict if anybody changed the object
-// since it was read.
-func (a *Agent) reportSnapshotMove(ctx context.Context, s *v1alpha1.Snapshot, edit func(*v1alpha1.MoveStatus)) error {
-	before := s.DeepCopy()
-	node := s.Spec.Move.Node
-	if s.Spec.Move.Left {
-		node = s.Spec.NodeName
-	}
-	if far := s.Status.Move; far == nil || !s.Spec.Move.Left && far.Node != node {
-		s.Status.Move = &v1alpha1.MoveStatus{Node: node}
-	}
-	edit(s.Status.Move)
-	if equality.Semantic.DeepEqual(before, s) {
-		return nil
-	}
-	return a.kube.Client.Status().Patch(ctx, s, kube.LockingPatch(before))
+	return reconcile.Result{}, errors.Join(err, a.reportWaits(ctx, s, "", err))
 }
 
 // comeSnapshot copies a snapshot that moves here, and says so when all of it is here.
@@ -143,17 +96,16 @@ func (a *Agent) comeSnapshot(ctx context.Context, r request, s *v1alpha1.Snapsho
 	if err != nil {
 		return err
 	}
-	now := &v1alpha1.Snapshot{}
-	if err := a.kube.Live.Get(ctx, client.ObjectKeyFromObject(s), now); err != nil {
-		return kube.APIError("read snapshot "+s.Name, err)
-	}
-	if now.UID != s.UID || now.Spec.NodeName != s.Spec.NodeName || !a.snapshotComesHere(now) || v1alpha1.Going(now) {
-		return fmt.Errorf("%w: snapshot %s does not move to node %s any more", errdefs.ErrBusy, s.Name, a.local.Node())
+	now, err := stillMoves(ctx, a, s, &v1alpha1.Snapshot{}, func(now cluster.Object) bool {
+		return now.Node() == s.Node() && a.comesHere(now) && !v1alpha1.Going(now)
+	})
+	if err != nil {
+		return err
 	}
 	if here, err := a.local.Brought(ctx, cluster.SnapshotID(now), from.Created); err != nil || !here { // it may have been removed, when the move was taken back and asked for again
 		return errors.Join(err, fmt.Errorf("%w: the copy of snapshot %s is gone; it is copied anew", errdefs.ErrUnavailable, s.Name))
 	}
-	return a.reportSnapshotMove(ctx, now, func(far *v1alpha1.MoveStatus) {
+	return a.reportMove(ctx, now, func(far *v1alpha1.MoveStatus) {
 		far.Copied, far.Progress = &v1alpha1.MoveCopied{Generation: now.Generation, Size: now.Status.Size, Sealed: metav1.NewMicroTime(from.Created)}, nil
 		far.Waits, far.Message = false, "all bytes are on node "+a.local.Node()
 	})
@@ -180,10 +132,10 @@ func (a *Agent) bringSnapshot(ctx context.Context, r request, s *v1alpha1.Snapsh
 	return from, a.withYieldingLocks(ctx, []string{keylock.Snapshot(s.Name)}, nil, func(ctx context.Context) error {
 		defer a.followBringing(ctx, s, s.In(), func(ctx context.Context, far progress.Copy) error {
 			now := &v1alpha1.Snapshot{}
-			if err := a.snapshotMoves.Cache.Get(ctx, client.ObjectKeyFromObject(s), now); err != nil || !a.snapshotComesHere(now) || now.Spec.Move.Left {
+			if err := a.snapshotMoves.Cache.Get(ctx, client.ObjectKeyFromObject(s), now); err != nil || !a.comesHere(now) || now.Spec.Move.Left {
 				return client.IgnoreNotFound(err)
 			}
-			return a.reportSnapshotMove(ctx, now, func(m *v1alpha1.MoveStatus) { setBringing(m, far, home) })
+			return a.reportMove(ctx, now, func(m *v1alpha1.MoveStatus) { setBringing(m, far, home) })
 		})()
 		return a.local.BringSnapshot(ctx, cluster.ToSnapshot(s).Name, from)
 	})
@@ -199,7 +151,7 @@ func (a *Agent) openSnapshotMove(ctx context.Context, key string) (volume.Origin
 	}
 	m, here := s.Spec.Move, a.local.Node()
 	if err != nil || node == "" || m == nil || v1alpha1.Going(s) ||
-		!(m.Node == node && s.Spec.NodeName == here || m.Left && m.Node == here && s.Spec.NodeName == node && !snapshotArrived(s)) {
+		!(m.Node == node && s.Spec.NodeName == here || m.Left && m.Node == here && s.Spec.NodeName == node && !arrived(s)) {
 		return volume.Origin{}, fmt.Errorf("%w: no snapshot %s of node %s moves to node %q, or has come from there", errdefs.ErrNotFound, key, here, node)
 	}
 	return a.locked(keylock.Snapshot(key), func() (volume.Origin, error) { return a.local.OpenMove(ctx, cluster.SnapshotID(s)) })
@@ -208,7 +160,7 @@ func (a *Agent) openSnapshotMove(ctx context.Context, key string) (volume.Origin
 // takeOverSnapshot has a snapshot that has moved here arrive. As a rule all its bytes are here; if not (the copy was on a disk that failed), they are with the node
 // that it has left, until it has arrived. ErrNotFound if they are nowhere.
 func (a *Agent) takeOverSnapshot(ctx context.Context, s *v1alpha1.Snapshot) error {
-	if !a.snapshotComesHere(s) || snapshotArrived(s) {
+	if !a.arrives(s) {
 		return nil
 	}
 	here, err := a.broughtSnapshot(ctx, s)
@@ -221,9 +173,7 @@ func (a *Agent) takeOverSnapshot(ctx context.Context, s *v1alpha1.Snapshot) erro
 	if errors.Is(err, errdefs.ErrNotFound) || errors.Is(err, errdefs.ErrBusy) || ctx.Err() != nil {
 		return err
 	}
-	return errors.Join(err, a.reportSnapshotMove(ctx, s, func(far *v1alpha1.MoveStatus) {
-		far.Waits, far.Message = true, cluster.Limited("moved; not all bytes are here: "+errdefs.Words(err))
-	}))
+	return errors.Join(err, a.reportWaits(ctx, s, notAllHere, err))
 }
 
 // broughtSnapshot reports whether all bytes of a snapshot that has moved here are. Where its object does not say which these are, that is known of a snapshot only, and of no copy.
@@ -242,12 +192,9 @@ func (a *Agent) broughtSnapshot(ctx context.Context, s *v1alpha1.Snapshot) (bool
 // arriveSnapshot makes what is here of a snapshot that has moved here the snapshot.
 func (a *Agent) arriveSnapshot(ctx context.Context, s *v1alpha1.Snapshot) error {
 	return a.withLocks([]string{keylock.Snapshot(s.Name)}, func() error {
-		now := &v1alpha1.Snapshot{}
-		if err := a.kube.Live.Get(ctx, client.ObjectKeyFromObject(s), now); err != nil {
-			return kube.APIError("read snapshot "+s.Name, err)
-		}
-		if now.UID != s.UID || now.Spec.NodeName != a.local.Node() || !a.snapshotComesHere(now) || snapshotArrived(now) {
-			return fmt.Errorf("%w: the object of snapshot %s was changed meanwhile", errdefs.ErrBusy, s.Name)
+		now, err := stillMoves(ctx, a, s, &v1alpha1.Snapshot{}, a.arrives)
+		if err != nil {
+			return err
 		}
 		if err := a.local.Arrive(ctx, cluster.SnapshotID(now)); err != nil {
 			return err
@@ -258,7 +205,7 @@ func (a *Agent) arriveSnapshot(ctx context.Context, s *v1alpha1.Snapshot) error 
 		}
 		klog.FromContext(ctx).Info("A snapshot has moved here", "snapshot", cluster.SnapshotID(now).String(), "from", now.Spec.Move.Node)
 		defer a.Changed()
-		err = a.reportSnapshotMove(ctx, now, func(far *v1alpha1.MoveStatus) {
+		err = a.reportMove(ctx, now, func(far *v1alpha1.MoveStatus) {
 			now.Status.Size = have.Size // a multiple of what this pool's sizes are multiples of
 			far.Arrived, far.Waits, far.Message = true, false, "moved; node "+now.Spec.Move.Node+" is to give its bytes back"
 		})
@@ -292,18 +239,10 @@ func (a *Agent) isThere(ctx context.Context, s *v1alpha1.Snapshot) error {
 
 // giveBackSnapshot removes the bytes of a snapshot that has left this node, once its new one has taken it over, and nobody reads them here.
 func (a *Agent) giveBackSnapshot(ctx context.Context, s *v1alpha1.Snapshot) (reconcile.Result, error) {
-	if !snapshotArrived(s) || s.Status.Move.Cleared {
-		return reconcile.Result{}, nil
-	}
-	err := a.withLocks([]string{keylock.Snapshot(s.Name)}, func() error {
-		now := &v1alpha1.Snapshot{}
-		if err := a.kube.Live.Get(ctx, client.ObjectKeyFromObject(s), now); err != nil {
-			return kube.APIError("read snapshot "+s.Name, err)
+	return giveBack(ctx, a, s, &v1alpha1.Snapshot{}, keylock.Snapshot(s.Name), func(s *v1alpha1.Snapshot) error {
+		if s.Status.Created == nil {
+			return fmt.Errorf("%w: the object of snapshot %s does not say when it was cut", errdefs.ErrBusy, s.Name)
 		}
-		if m := now.Spec.Move; now.UID != s.UID || m == nil || !m.Left || m.Node != a.local.Node() || now.Spec.NodeName == a.local.Node() || !snapshotArrived(now) || now.Status.Created == nil {
-			return fmt.Errorf("%w: the object of snapshot %s was changed meanwhile", errdefs.ErrBusy, s.Name)
-		}
-		*s = *now
 		id, cut := cluster.SnapshotID(s), s.Status.Created.Time
 		if here, err := a.local.Brought(ctx, id, cut); err != nil {
 			return err
@@ -314,19 +253,4 @@ func (a *Agent) giveBackSnapshot(ctx context.Context, s *v1alpha1.Snapshot) (rec
 		}
 		return a.local.DepartSnapshot(ctx, id, cut)
 	})
-	switch {
-	case err == nil:
-		a.Changed()
-		klog.FromContext(ctx).Info("Gave back the bytes of a snapshot that has moved", "snapshot", cluster.SnapshotID(s).String(), "to", s.Spec.NodeName)
-		return reconcile.Result{}, a.reportSnapshotMove(ctx, s, func(far *v1alpha1.MoveStatus) { far.Cleared, far.Waits, far.Message = true, false, "moved" })
-	case errors.Is(err, errdefs.ErrBusy):
-		return reconcile.Result{RequeueAfter: inUseRetry}, nil // as long as it is read: that may be for hours
-	}
-	failure := a.reportSnapshotMove(ctx, s, func(far *v1alpha1.MoveStatus) {
-		far.Waits, far.Message = true, cluster.Limited("moved; the bytes that node "+a.local.Node()+" had are still there: "+errdefs.Words(err))
-	})
-	if failure == nil && errors.Is(err, errdefs.ErrInUse) {
-		return reconcile.Result{RequeueAfter: inUseRetry}, nil
-	}
-	return reconcile.Result{}, errors.Join(err, failure)
 }

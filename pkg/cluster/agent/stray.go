@@ -17,6 +17,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -90,6 +91,13 @@ func (a *Agent) strayOf(ctx context.Context, pool string, id volume.ID, lookups 
 	if err != nil || one == nil {
 		return nil, errdefs.IgnoreNotFound(err) // it was deleted since the list, or is the node's own
 	}
+	if one.sealed && o.Node() == a.local.Node() {
+		err := a.dropLeft(ctx, pool, id)
+		if errdefs.IgnoreNotFound(err) == nil {
+			return nil, nil
+		}
+		klog.FromContext(ctx).V(2).Info("What is left of a volume in another pool than its own stays for now", "id", id.String(), "pool", pool, "why", err.Error())
+	}
 	last, known := a.lookups[pool][id]
 	if cached || !known || time.Since(last.at) >= checkAgain {
 		var left bool
@@ -147,6 +155,25 @@ func (a *Agent) madeElsewhere(ctx context.Context, pool string, id volume.ID, o 
 		return false, nil // a later look finds it
 	}
 	return removed, err
+}
+
+// dropLeft removes what a pool has of a volume that left this node, and has come back to another pool while this one was closed (volume.DropLeft). ErrPrecondition and ErrExists if it may be
+// more than that.
+func (a *Agent) dropLeft(ctx context.Context, pool string, id volume.ID) error {
+	return a.withLocks([]string{keylock.Volume(id.Key)}, func() error {
+		v := &v1alpha1.Volume{}
+		if err := client.IgnoreNotFound(a.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, v)); err != nil {
+			return kube.APIError("read volume "+id.Key, err)
+		}
+		if v.Spec.NodeName != a.local.Node() || v.Spec.Pool == pool || v.Spec.Move != nil || v.Status.Created == nil || v1alpha1.Going(v) || cluster.VolumeID(v) != id {
+			return fmt.Errorf("%w: the object of volume %s does not say that it is in another pool of this node than %s for good", errdefs.ErrPrecondition, id, pool)
+		}
+		err := a.local.DropLeft(ctx, pool, id, v.Spec.Claims)
+		if err == nil {
+			klog.FromContext(ctx).Info("Removed what was left of a volume in another pool than its own", "id", id.String(), "pool", pool, "volume", v.Spec.Pool)
+		}
+		return err
+	})
 }
 
 // strayVolume returns nil for an ephemeral volume.

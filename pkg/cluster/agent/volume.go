@@ -38,7 +38,7 @@ func (a *Agent) reconcileVolume(ctx context.Context, r request) (reconcile.Resul
 		return reconcile.Result{}, a.dropObject(ctx, v)
 	case v.Spec.Abandoned, v.Status.Is(v1alpha1.Abandoned, "True"): // what the verdict was about goes now, if it has not
 		return reconcile.Result{}, a.withLocks([]string{keylock.Volume(v.Name)}, func() error { return a.judgeAbandoned(ctx, v) })
-	case a.comesHere(v) && !arrived(v):
+	case a.arrives(v):
 		if err := a.takeOver(ctx, r, v); err != nil && !errors.Is(err, errdefs.ErrNotFound) {
 			return reconcile.Result{}, err
 		}

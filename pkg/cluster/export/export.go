@@ -16,6 +16,7 @@ import (
 	"google.golang.org/protobuf/types/known/wrapperspb"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/call"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -84,14 +85,18 @@ type request struct {
 	Mutable    map[string]string `json:"mutable,omitempty"`
 }
 
+// Of: see call.Request.
+func (r request) Of() string { return r.Volume }
+
 // answer is that to each of the calls. Close and Modified have an empty one.
 type answer struct {
 	Record *record `json:"record,omitempty"`
-	Opened *opened `json:"opened,omitempty"`
+	Opened *Wire   `json:"opened,omitempty"`
 	Held   bool    `json:"held,omitempty"` // of Hold: until the caller has no more to say
 }
 
-type opened struct {
+// Wire is an Opened as it is sent, but for the record.
+type Wire struct {
 	Address netip.AddrPort `json:"address"`
 	NQN     string         `json:"nqn"`
 	Host    string         `json:"host"`
@@ -99,6 +104,19 @@ type opened struct {
 	PSK     string         `json:"psk,omitempty"`
 	UUID    string         `json:"uuid"`
 	Size    int64          `json:"size"`
+}
+
+// WireOf is what is sent of what was opened.
+func WireOf(o Opened) *Wire {
+	return &Wire{o.Address, o.NQN, o.Host, string(o.Secret), string(o.PSK), o.UUID, o.Size}
+}
+
+// Of is what was opened of a volume, as another node says it; ErrUnavailable if it says nothing of that.
+func (w *Wire) Of(id volume.ID) (Opened, error) {
+	if w == nil || w.NQN == "" || w.Host == "" || w.Size <= 0 || !w.Address.IsValid() {
+		return Opened{}, fmt.Errorf("%w: the answer does not say where volume %s is exported", errdefs.ErrUnavailable, id)
+	}
+	return Opened{Address: w.Address, NQN: w.NQN, Host: w.Host, Secret: Secret(w.Secret), PSK: Secret(w.PSK), UUID: w.UUID, Size: w.Size}, nil
 }
 
 // record is a blockdev.Record that is ready.
@@ -139,7 +157,7 @@ func Register(r grpc.ServiceRegistrar, home Home, user User) {
 	methods := map[string]func(ctx context.Context, id volume.ID, r request) (answer, error){
 		methodOpen: func(ctx context.Context, id volume.ID, r request) (answer, error) {
 			o, err := home.Open(ctx, id, r.Generation)
-			return answer{Record: fromRecord(o.Record), Opened: &opened{o.Address, o.NQN, o.Host, string(o.Secret), string(o.PSK), o.UUID, o.Size}}, err
+			return answer{Record: fromRecord(o.Record), Opened: WireOf(o)}, err
 		},
 		methodRecord: func(ctx context.Context, id volume.ID, r request) (answer, error) {
 			have, err := home.Record(ctx, id, r.Generation)
@@ -156,24 +174,9 @@ func Register(r grpc.ServiceRegistrar, home Home, user User) {
 			return answer{}, user.Modified(ctx, id, r.Generation, r.Mutable)
 		},
 	}
-	description := &grpc.ServiceDesc{ServiceName: Service, HandlerType: (*any)(nil), Streams: []grpc.StreamDesc{{StreamName: methodHold, ServerStreams: true, ClientStreams: true,
+	description := &grpc.ServiceDesc{ServiceName: Service, HandlerType: (*any)(nil), Methods: call.Methods(Service, methods), Streams: []grpc.StreamDesc{{StreamName: methodHold, ServerStreams: true, ClientStreams: true,
 		Handler: func(_ any, stream grpc.ServerStream) error { return hold(stream, user) }}}}
-	for name, answers := range methods {
-		description.Methods = append(description.Methods, grpc.MethodDesc{MethodName: name, Handler: handler(name, answers)})
-	}
 	r.RegisterService(description, nil)
-}
-
-// parse reads a request.
-func parse(message *wrapperspb.BytesValue) (r request, id volume.ID, err error) {
-	if err := json.Unmarshal(message.GetValue(), &r); err != nil {
-		return r, id, fmt.Errorf("%w: this is no request for an export: %w", errdefs.ErrInvalid, err)
-	}
-	id, err = volume.ParseID(r.Volume)
-	if err == nil && id.Kind != blockdev.Volume {
-		err = fmt.Errorf("%w: %s is no volume", errdefs.ErrNotFound, id)
-	}
-	return r, id, err
 }
 
 // hold holds back writes as long as the caller has the stream open.
@@ -182,7 +185,7 @@ func hold(stream grpc.ServerStream, user User) error {
 	if err := stream.RecvMsg(message); err != nil {
 		return err
 	}
-	r, id, err := parse(message)
+	r, id, err := call.Parse[request](Service, message)
 	if err != nil {
 		return err
 	}
@@ -205,32 +208,6 @@ func hold(stream grpc.ServerStream, user User) error {
 	return errors.Join(err, release()) // also if the caller is gone
 }
 
-// handler is a call as gRPC has it.
-func handler(name string, answers func(context.Context, volume.ID, request) (answer, error)) grpc.MethodHandler {
-	handle := func(ctx context.Context, message any) (any, error) {
-		r, id, err := parse(message.(*wrapperspb.BytesValue))
-		if err != nil {
-			return nil, err
-		}
-		out, err := answers(ctx, id, r)
-		if err != nil {
-			return nil, err
-		}
-		text, err := json.Marshal(out)
-		return wrapperspb.Bytes(text), err
-	}
-	return func(server any, ctx context.Context, decode func(any) error, between grpc.UnaryServerInterceptor) (any, error) {
-		message := &wrapperspb.BytesValue{}
-		if err := decode(message); err != nil {
-			return nil, err
-		}
-		if between == nil {
-			return handle(ctx, message)
-		}
-		return between(ctx, message, &grpc.UnaryServerInfo{Server: server, FullMethod: "/" + Service + "/" + name}, handle)
-	}
-}
-
 // HomeAt is the home that answers at a connection.
 func HomeAt(agent grpc.ClientConnInterface) Home { return client{agent} }
 
@@ -239,20 +216,8 @@ func UserAt(agent grpc.ClientConnInterface) User { return client{agent} }
 
 type client struct{ agent grpc.ClientConnInterface }
 
-func (c client) call(ctx context.Context, method string, r request) (answer, error) {
-	text, err := json.Marshal(r)
-	if err != nil {
-		return answer{}, err
-	}
-	reply := &wrapperspb.BytesValue{}
-	if err := c.agent.Invoke(ctx, "/"+Service+"/"+method, wrapperspb.Bytes(text), reply); err != nil {
-		return answer{}, err
-	}
-	var out answer
-	if err := json.Unmarshal(reply.GetValue(), &out); err != nil {
-		return answer{}, fmt.Errorf("%w: the answer to %s of volume %s cannot be read", errdefs.ErrUnavailable, method, r.Volume) // it may hold a secret
-	}
-	return out, nil
+func (c client) call(ctx context.Context, method string, r request) (out answer, err error) {
+	return out, call.Ask(ctx, c.agent, Service, method, r, &out)
 }
 
 // Open: see Home.
@@ -261,12 +226,11 @@ func (c client) Open(ctx context.Context, id volume.ID, generation int64) (Opene
 	if err != nil {
 		return Opened{}, err
 	}
-	o := out.Opened
-	if o == nil || o.NQN == "" || o.Host == "" || o.Size <= 0 || !o.Address.IsValid() {
-		return Opened{}, fmt.Errorf("%w: the answer does not say where volume %s is exported", errdefs.ErrUnavailable, id)
+	o, err := out.Opened.Of(id)
+	if err == nil {
+		o.Record, err = out.Record.of(id)
 	}
-	record, err := out.Record.of(id)
-	return Opened{o.Address, o.NQN, o.Host, Secret(o.Secret), Secret(o.PSK), o.UUID, o.Size, record}, err
+	return o, err
 }
 
 // Record: see Home.

@@ -4,17 +4,15 @@ package move
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
-	"net/netip"
 	"time"
 
 	"google.golang.org/grpc"
-	"google.golang.org/protobuf/types/known/wrapperspb"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/export"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/call"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/filesystem"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -81,28 +79,23 @@ type request struct {
 	Origin *origin `json:"origin,omitempty"`
 }
 
+// Of: see call.Request.
+func (r request) Of() string { return r.Volume }
+
+// of is which move it is for.
+func (r request) of(id volume.ID) Of { return Of{id, r.Claim, r.Object} }
+
 // answer is that to each of the calls. Complete and Drop have an empty one.
 type answer struct {
-	Origin *origin   `json:"origin,omitempty"`
-	Opened *opened   `json:"opened,omitempty"`
-	Ranges []extent  `json:"ranges,omitempty"`
-	Since  time.Time `json:"since,omitzero"` // of Sealed
+	Origin *origin      `json:"origin,omitempty"`
+	Opened *export.Wire `json:"opened,omitempty"`
+	Ranges []extent     `json:"ranges,omitempty"`
+	Since  time.Time    `json:"since,omitzero"` // of Sealed
 }
 
 type extent struct {
 	Offset int64 `json:"offset"`
 	Length int64 `json:"length"`
-}
-
-// opened is an export.Opened without a record.
-type opened struct {
-	Address netip.AddrPort `json:"address"`
-	NQN     string         `json:"nqn"`
-	Host    string         `json:"host"`
-	Secret  string         `json:"secret,omitempty"`
-	PSK     string         `json:"psk,omitempty"`
-	UUID    string         `json:"uuid"`
-	Size    int64          `json:"size"`
 }
 
 // origin is a volume.Origin of a move.
@@ -142,80 +135,44 @@ func (o *origin) of(id volume.ID) (volume.Origin, error) {
 // Register has a gRPC server answer for a node, as the old one of volumes that move, and as the new one of others.
 func Register(r grpc.ServiceRegistrar, from Old, to New) {
 	originOf := func(o volume.Origin, err error) (answer, error) { return answer{Origin: fromOrigin(o)}, err }
-	methods := map[string]func(ctx context.Context, of Of, r request) (answer, error){
-		methodDescribe: func(ctx context.Context, of Of, _ request) (answer, error) { return originOf(from.Describe(ctx, of)) },
-		methodSeal:     func(ctx context.Context, of Of, _ request) (answer, error) { return originOf(from.Seal(ctx, of)) },
-		methodSealed: func(ctx context.Context, of Of, _ request) (answer, error) {
-			since, err := from.Sealed(ctx, of.ID)
+	methods := map[string]func(context.Context, volume.ID, request) (answer, error){
+		methodDescribe: func(ctx context.Context, id volume.ID, r request) (answer, error) {
+			return originOf(from.Describe(ctx, r.of(id)))
+		},
+		methodSeal: func(ctx context.Context, id volume.ID, r request) (answer, error) {
+			return originOf(from.Seal(ctx, r.of(id)))
+		},
+		methodSealed: func(ctx context.Context, id volume.ID, _ request) (answer, error) {
+			since, err := from.Sealed(ctx, id)
 			return answer{Since: since}, err
 		},
-		methodRanges: func(ctx context.Context, of Of, _ request) (out answer, err error) {
-			ranges, err := from.Ranges(ctx, of)
+		methodRanges: func(ctx context.Context, id volume.ID, r request) (out answer, err error) {
+			ranges, err := from.Ranges(ctx, r.of(id))
 			for _, e := range ranges {
 				out.Ranges = append(out.Ranges, extent(e))
 			}
 			return out, err
 		},
-		methodPrepare: func(ctx context.Context, of Of, r request) (answer, error) {
-			described, err := r.Origin.of(of.ID)
+		methodPrepare: func(ctx context.Context, id volume.ID, r request) (answer, error) {
+			described, err := r.Origin.of(id)
 			if err != nil {
 				return answer{}, err
 			}
-			o, err := to.Prepare(ctx, of, described)
-			return answer{Opened: &opened{o.Address, o.NQN, o.Host, string(o.Secret), string(o.PSK), o.UUID, o.Size}}, err
+			o, err := to.Prepare(ctx, r.of(id), described)
+			return answer{Opened: export.WireOf(o)}, err
 		},
-		methodComplete: func(ctx context.Context, of Of, r request) (answer, error) {
-			sealed, err := r.Origin.of(of.ID)
+		methodComplete: func(ctx context.Context, id volume.ID, r request) (answer, error) {
+			sealed, err := r.Origin.of(id)
 			if err != nil {
 				return answer{}, err
 			}
-			return answer{}, to.Complete(ctx, of, r.NQN, sealed)
+			return answer{}, to.Complete(ctx, r.of(id), r.NQN, sealed)
 		},
-		methodDrop: func(ctx context.Context, of Of, r request) (answer, error) { return answer{}, to.Drop(ctx, of, r.NQN) },
+		methodDrop: func(ctx context.Context, id volume.ID, r request) (answer, error) {
+			return answer{}, to.Drop(ctx, r.of(id), r.NQN)
+		},
 	}
-	description := &grpc.ServiceDesc{ServiceName: Service, HandlerType: (*any)(nil)}
-	for name, answers := range methods {
-		description.Methods = append(description.Methods, grpc.MethodDesc{MethodName: name, Handler: handler(name, answers)})
-	}
-	r.RegisterService(description, nil)
-}
-
-// parse reads a request.
-func parse(message *wrapperspb.BytesValue) (r request, of Of, err error) {
-	if err := json.Unmarshal(message.GetValue(), &r); err != nil {
-		return r, of, fmt.Errorf("%w: this is no request for a move: %w", errdefs.ErrInvalid, err)
-	}
-	id, err := volume.ParseID(r.Volume)
-	if err == nil && id.Kind != blockdev.Volume {
-		err = fmt.Errorf("%w: %s is no volume", errdefs.ErrNotFound, id)
-	}
-	return r, Of{id, r.Claim, r.Object}, err
-}
-
-// handler is a call as gRPC has it.
-func handler(name string, answers func(context.Context, Of, request) (answer, error)) grpc.MethodHandler {
-	handle := func(ctx context.Context, message any) (any, error) {
-		r, of, err := parse(message.(*wrapperspb.BytesValue))
-		if err != nil {
-			return nil, err
-		}
-		out, err := answers(ctx, of, r)
-		if err != nil {
-			return nil, err
-		}
-		text, err := json.Marshal(out)
-		return wrapperspb.Bytes(text), err
-	}
-	return func(server any, ctx context.Context, decode func(any) error, between grpc.UnaryServerInterceptor) (any, error) {
-		message := &wrapperspb.BytesValue{}
-		if err := decode(message); err != nil {
-			return nil, err
-		}
-		if between == nil {
-			return handle(ctx, message)
-		}
-		return between(ctx, message, &grpc.UnaryServerInfo{Server: server, FullMethod: "/" + Service + "/" + name}, handle)
-	}
+	r.RegisterService(&grpc.ServiceDesc{ServiceName: Service, HandlerType: (*any)(nil), Methods: call.Methods(Service, methods)}, nil)
 }
 
 // OldAt is the old node that answers at a connection.
@@ -226,24 +183,13 @@ func NewAt(agent grpc.ClientConnInterface) New { return client{agent} }
 
 type client struct{ agent grpc.ClientConnInterface }
 
-func (c client) call(ctx context.Context, method string, of Of, r request) (answer, error) {
+func (c client) call(ctx context.Context, method string, of Of, r request) (out answer, err error) {
 	r.Volume, r.Claim, r.Object = of.ID.String(), of.Claim, of.Object
-	text, err := json.Marshal(r)
-	if err != nil {
-		return answer{}, err
+	err = call.Ask(ctx, c.agent, Service, method, r, &out)
+	if errors.Is(err, errdefs.ErrInUse) { // gRPC has one code for both
+		err = errdefs.Recast(errdefs.ErrPrecondition, err, "%s of the move of volume %s", method, r.Volume)
 	}
-	reply := &wrapperspb.BytesValue{}
-	if err := c.agent.Invoke(ctx, "/"+Service+"/"+method, wrapperspb.Bytes(text), reply); err != nil {
-		if errors.Is(err, errdefs.ErrInUse) { // gRPC has one code for both
-			err = errdefs.Recast(errdefs.ErrPrecondition, err, "%s of the move of volume %s", method, r.Volume)
-		}
-		return answer{}, err
-	}
-	var out answer
-	if err := json.Unmarshal(reply.GetValue(), &out); err != nil {
-		return answer{}, fmt.Errorf("%w: the answer to %s of volume %s cannot be read", errdefs.ErrUnavailable, method, r.Volume) // it may hold a secret
-	}
-	return out, nil
+	return out, err
 }
 
 // Describe: see Old.
@@ -285,11 +231,7 @@ func (c client) Prepare(ctx context.Context, of Of, from volume.Origin) (export.
 	if err != nil {
 		return export.Opened{}, err
 	}
-	o := out.Opened
-	if o == nil || o.NQN == "" || o.Host == "" || o.Size <= 0 || !o.Address.IsValid() {
-		return export.Opened{}, fmt.Errorf("%w: the answer does not say where the room for volume %s is exported", errdefs.ErrUnavailable, of.ID)
-	}
-	return export.Opened{Address: o.Address, NQN: o.NQN, Host: o.Host, Secret: export.Secret(o.Secret), PSK: export.Secret(o.PSK), UUID: o.UUID, Size: o.Size}, nil
+	return out.Opened.Of(of.ID)
 }
 
 // Complete: see New.

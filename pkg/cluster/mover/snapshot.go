@@ -2,6 +2,7 @@ package mover
 
 import (
 	"context"
+	"slices"
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -11,14 +12,15 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
 // readRetry is how often it is looked whether a snapshot is still being copied to other nodes, from the one that it is to leave.
 const readRetry = 5 * time.Second
 
-// SnapshotChanged looks at a snapshot that moves.
+// SnapshotChanged looks at a snapshot that moves, or that says it is of a group, and is not known by its label.
 func (m *Mover) SnapshotChanged(o client.Object, gone bool) {
-	if s, is := o.(*v1alpha1.Snapshot); is && !gone && s.Spec.Move != nil {
+	if s, is := o.(*v1alpha1.Snapshot); is && !gone && (s.Spec.Move != nil || s.Spec.Group != nil && !s.InGroup()) {
 		m.snapshots.Add(s.Name)
 	}
 }
@@ -32,7 +34,7 @@ func (m *Mover) moveSnapshot(ctx context.Context, key string) (again time.Durati
 	before := s.DeepCopy()
 	switch {
 	case s.Spec.Move == nil:
-		return 0, nil
+		return 0, m.labelAdopted(ctx, s)
 	case s.Spec.Move.Left:
 		ended, err := m.ended(ctx, cluster.SnapshotID(s), s.Spec.Move.Node, s.Status.Move)
 		if err != nil || !ended {
@@ -57,28 +59,53 @@ func (m *Mover) moveSnapshot(ctx context.Context, key string) (again time.Durati
 }
 
 // labelGroup reports whether all members of a snapshot's group are known by their label (v1alpha1.OfGroup), and has those known that were adopted: once one of them has
-// moved, nothing else says that the others belong to it.
+// moved, nothing else says that the others belong to it. Where more say so than there are, nothing tells which are the members.
 func (m *Mover) labelGroup(ctx context.Context, s *v1alpha1.Snapshot) (all bool, err error) {
 	group := s.Spec.Group
 	if group == nil {
 		return true, nil
 	}
 	members, err := cluster.Members(ctx, m.kube.Cache, group.Key)
-	if err != nil {
-		return false, err
+	if err != nil || len(members) > group.Size {
+		return err == nil, err
 	}
-	all = true
+	all = !slices.ContainsFunc(members, func(one v1alpha1.Snapshot) bool { return one.Name == s.Name && !one.InGroup() }) // which is another object from then on, and comes again
+	return all, m.label(ctx, members)
+}
+
+// label gives members of a group its label.
+func (m *Mover) label(ctx context.Context, members []v1alpha1.Snapshot) error {
 	for i := range members {
 		one := &members[i]
-		if one.Labels[v1alpha1.GroupLabel] == group.Key {
+		if one.InGroup() {
 			continue
 		}
-		all = all && one.Name != s.Name // which is another object from then on, and comes again
 		before := one.DeepCopy()
-		metav1.SetMetaDataLabel(&one.ObjectMeta, v1alpha1.GroupLabel, group.Key)
+		metav1.SetMetaDataLabel(&one.ObjectMeta, v1alpha1.GroupLabel, one.Spec.Group.Key)
 		if err := m.kube.Client.Patch(ctx, one, kube.LockingPatch(before)); err != nil {
-			return false, kube.APIError("label snapshot "+one.Name, client.IgnoreNotFound(err))
+			return kube.APIError("label snapshot "+one.Name, client.IgnoreNotFound(err))
 		}
 	}
-	return all, nil
+	return nil
+}
+
+// labelAdopted has the members of a group that was adopted known by their label, once all are there, on whatever nodes. That is believed if as many say that they belong to it as there
+// are, by the names that its members have: of a group of which the controller knows some, others of another node do not come to it so.
+func (m *Mover) labelAdopted(ctx context.Context, s *v1alpha1.Snapshot) error {
+	group := s.Spec.Group
+	if group == nil || s.InGroup() {
+		return nil
+	}
+	var list v1alpha1.SnapshotList
+	if err := m.kube.Cache.List(ctx, &list, client.MatchingFields{cluster.ByGroup: group.Key}); err != nil || len(list.Items) != group.Size {
+		return err
+	}
+	for i := range list.Items {
+		one := &list.Items[i]
+		if one.InGroup() || one.Status.Created == nil || v1alpha1.Going(one) || *one.Spec.Group != *group || group.Key != volume.KeyOf(one.Spec.Name) ||
+			one.Name != volume.KeyOf(cluster.MemberName(one.Spec.Name, cluster.SnapshotSource(one))) {
+			return nil
+		}
+	}
+	return kube.IgnoreConflict(m.label(ctx, list.Items))
 }

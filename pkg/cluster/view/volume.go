@@ -26,7 +26,7 @@ func (t *taking) volumes() {
 func (t *taking) volume(v *v1alpha1.Volume) overview.Volume {
 	out := overview.Volume{ID: v.ID(), Name: v.Spec.Name, Node: v.Spec.NodeName, Pool: v.Spec.Pool, Size: v.Spec.Size, Filesystem: v.Spec.Filesystem, Encryption: v.Spec.Encryption,
 		Thin: v.Spec.Provisioning == "thin", Created: v.CreationTimestamp.UTC(), PersistentVolume: v.Spec.PersistentVolume,
-		Used: v.Status.Used, Settings: v.Status.Mutable, Progress: progress(&v.Status.ObjectStatus)}
+		Used: v.Status.Used, Settings: v.Status.Mutable, Moving: moving(v), Progress: progress(&v.Status.ObjectStatus, v)}
 	if v.Status.Created != nil {
 		out.Created, out.Thin = v.Status.Created.UTC(), v.Status.Thin
 		out.Size = v.Status.Size
@@ -66,7 +66,7 @@ func (t *taking) snapshots() {
 	for i := range t.copies {
 		s := &t.copies[i]
 		out := overview.Snapshot{ID: s.ID(), Name: s.Spec.Name, Node: s.Spec.NodeName, Pool: s.Spec.Pool, Source: s.SourceID(), Size: s.Status.Size, Created: s.CreationTimestamp.UTC(),
-			Progress: progress(&s.Status.ObjectStatus)}
+			Moving: moving(s), Progress: progress(&s.Status.ObjectStatus, s)}
 		if s.Status.Created != nil {
 			out.Created = s.Status.Created.UTC()
 		}
@@ -82,12 +82,52 @@ func (t *taking) snapshots() {
 	}
 }
 
-// progress is how far an object is that is copied or zeroed; nil for others.
-func progress(s *v1alpha1.ObjectStatus) *overview.Progress {
-	if s.Progress == nil {
+// mobile is what can move: a volume, or a snapshot.
+type mobile interface {
+	Moves() (*v1alpha1.Move, *v1alpha1.MoveStatus)
+}
+
+// move is how an object is to move, or has moved, and what the nodes say of that; nil for what there is not.
+func move(o mobile) (*v1alpha1.Move, *v1alpha1.MoveStatus) {
+	m, s := o.Moves()
+	if m == nil || s != nil && !m.Left && (s.Node != m.Node || s.Pool != m.Pool) { // which is of an earlier one
+		s = nil
+	}
+	return m, s
+}
+
+// moving is where an object moves to, or has moved from, and how far that is, in words; empty: it does not move.
+func moving(o mobile) string {
+	m, s := move(o)
+	if m == nil {
+		return ""
+	}
+	text := "to node " + m.Node
+	switch {
+	case m.Left:
+		text = "from node " + m.Node
+	case m.Pool != "":
+		text = "to pool " + m.Pool + " of node " + m.Node
+	}
+	switch {
+	case s == nil || s.Message == "":
+		return text
+	case s.Waits && !m.Left:
+		return text + ": it waits: " + s.Message
+	}
+	return text + ": " + s.Message
+}
+
+// progress is how far an object is that is copied, zeroed, or moves; nil for others.
+func progress(s *v1alpha1.ObjectStatus, o mobile) *overview.Progress {
+	far := s.Progress
+	if _, moves := move(o); far == nil && moves != nil {
+		far = moves.Progress
+	}
+	if far == nil {
 		return nil
 	}
-	return &overview.Progress{Done: s.Progress.Done, Total: s.Progress.Total}
+	return &overview.Progress{Done: far.Done, Total: far.Total}
 }
 
 // failure is the message of the failure that its node answered to what was asked for last.

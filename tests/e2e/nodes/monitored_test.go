@@ -30,6 +30,8 @@ var unseen = map[string]string{
 	"ashlar_disk_errors":              "loop devices have no SMART",
 	"ashlar_disk_healthy":             "loop devices have no SMART",
 	"ashlar_disk_wear_ratio":          "loop devices have no SMART",
+	"ashlar_mirrored_bytes_total":     "nothing moves while it is used",
+	"ashlar_mirrors_in_progress":      "nothing does",
 	"ashlar_pool_problems":            "there are none",
 	"ashlar_pool_thin_data_ratio":     "no pool is a thin pool",
 	"ashlar_pool_thin_metadata_ratio": "no pool is a thin pool",

@@ -1,0 +1,82 @@
+// Package call is how an agent asks another one over its port, one request and one answer at a time: both are JSON, as gRPC has bytes. It knows nothing of what is asked.
+package call
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+
+	"google.golang.org/grpc"
+	"google.golang.org/protobuf/types/known/wrapperspb"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// Request is what is asked of a volume.
+type Request interface {
+	// Of is the ID of the volume, as the request says it.
+	Of() string
+}
+
+// Parse reads a request, and the ID of the volume that it is of: ErrInvalid for what is none of the service, ErrNotFound for what is no volume.
+func Parse[Q Request](service string, message *wrapperspb.BytesValue) (r Q, id volume.ID, err error) {
+	if err := json.Unmarshal(message.GetValue(), &r); err != nil {
+		return r, id, fmt.Errorf("%w: this is no request for %s: %w", errdefs.ErrInvalid, service, err)
+	}
+	id, err = volume.ParseID(r.Of())
+	if err == nil && id.Kind != blockdev.Volume {
+		err = fmt.Errorf("%w: %s is no volume", errdefs.ErrNotFound, id)
+	}
+	return r, id, err
+}
+
+// Methods are the calls of a service, by their names, as gRPC has them.
+func Methods[Q Request, A any](service string, answers map[string]func(context.Context, volume.ID, Q) (A, error)) (methods []grpc.MethodDesc) {
+	for name, answer := range answers {
+		methods = append(methods, grpc.MethodDesc{MethodName: name, Handler: handler(service, name, answer)})
+	}
+	return methods
+}
+
+func handler[Q Request, A any](service, name string, answer func(context.Context, volume.ID, Q) (A, error)) grpc.MethodHandler {
+	handle := func(ctx context.Context, message any) (any, error) {
+		r, id, err := Parse[Q](service, message.(*wrapperspb.BytesValue))
+		if err != nil {
+			return nil, err
+		}
+		out, err := answer(ctx, id, r)
+		if err != nil {
+			return nil, err
+		}
+		text, err := json.Marshal(out)
+		return wrapperspb.Bytes(text), err
+	}
+	return func(server any, ctx context.Context, decode func(any) error, between grpc.UnaryServerInterceptor) (any, error) {
+		message := &wrapperspb.BytesValue{}
+		if err := decode(message); err != nil {
+			return nil, err
+		}
+		if between == nil {
+			return handle(ctx, message)
+		}
+		return between(ctx, message, &grpc.UnaryServerInfo{Server: server, FullMethod: "/" + service + "/" + name}, handle)
+	}
+}
+
+// Ask makes a call, and reads the answer. Errors are those of who answers; ErrUnavailable if what comes is no answer.
+func Ask(ctx context.Context, agent grpc.ClientConnInterface, service, name string, r Request, into any) error {
+	text, err := json.Marshal(r)
+	if err != nil {
+		return err
+	}
+	reply := &wrapperspb.BytesValue{}
+	if err := agent.Invoke(ctx, "/"+service+"/"+name, wrapperspb.Bytes(text), reply); err != nil {
+		return err
+	}
+	if json.Unmarshal(reply.GetValue(), into) != nil {
+		return fmt.Errorf("%w: the answer to %s of volume %s cannot be read", errdefs.ErrUnavailable, name, r.Of()) // it may hold a secret
+	}
+	return nil
+}
