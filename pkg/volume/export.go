@@ -22,6 +22,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/internal/secret"
 	"github.com/ashlar-csi/ashlar/internal/trace"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvmet"
@@ -50,12 +51,12 @@ func (g Grant) String() string { return fmt.Sprintf("node %s (generation %d)", g
 // Exported is all that a consumer needs to use a volume. It prints without the secrets.
 type Exported struct {
 	Grant
-	NQN    string // of the subsystem
-	Host   string // NQN that the consumer has to have
-	Secret string // of the consumer, for DH-HMAC-CHAP; empty: none is asked for
-	PSK    string // of both, for TLS; empty: all goes in plain text
-	UUID   string // of the namespace; its NGUID has the same bytes
-	Size   int64  // bytes of the device
+	NQN    string      // of the subsystem
+	Host   string      // NQN that the consumer has to have
+	Secret secret.Text // of the consumer, for DH-HMAC-CHAP; empty: none is asked for
+	PSK    secret.Text // of both, for TLS; empty: all goes in plain text
+	UUID   string      // of the namespace; its NGUID has the same bytes
+	Size   int64       // bytes of the device
 	Record blockdev.Record
 }
 
@@ -174,12 +175,12 @@ func (e export) host(node []byte, volume string) string {
 }
 
 // secret is what the host proves that it has.
-func (e export) secret(node []byte, volume string) string {
+func (e export) secret(node []byte, volume string) secret.Text {
 	return nvmet.Secret(derived(node, e.nqn(volume), "secret"))
 }
 
 // psk is what all that goes to the host and comes from it is encrypted by, for both of them.
-func (e export) psk(node []byte, volume string) string {
+func (e export) psk(node []byte, volume string) secret.Text {
 	return nvmet.PSK(derived(node, e.nqn(volume), "psk"))
 }
 

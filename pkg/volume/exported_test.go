@@ -19,6 +19,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/internal/secret"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/lazy"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
@@ -300,14 +301,14 @@ func TestExportTLS(t *testing.T) {
 	l, k, _, _ := home(t)
 	v := create(t, l, "a")
 	plain, err := l.Export(t.Context(), v.ID, grant(1, "b"))
-	if check.OK(t, err); plain.PSK != "" {
+	if check.OK(t, err); plain.PSK != (secret.Text{}) {
 		t.Errorf("without TLS there is a key: %v", plain)
 	}
 	l.ServeExports(t.Context(), volume.Exporting{Boot: "1", Open: func() (volume.Exporter, error) { return k, nil }, Key: nodeKey, TLS: true, Locks: &keylock.Table{}})
 	check.OK(t, l.Unexport(t.Context(), v.ID, 1))
 	first, err := l.Export(t.Context(), v.ID, grant(2, "b"))
 	check.OK(t, err)
-	if !regexp.MustCompile(`^NVMeTLSkey-1:01:[A-Za-z0-9+/]{48}:$`).MatchString(first.PSK) || first.PSK[16:] == first.Secret[10:] || k.exports[first.NQN].PSK != first.PSK {
+	if !regexp.MustCompile(`^NVMeTLSkey-1:01:[A-Za-z0-9+/]{48}:$`).MatchString(first.PSK.Reveal()) || first.PSK.Reveal()[16:] == first.Secret.Reveal()[10:] || k.exports[first.NQN].PSK != first.PSK {
 		t.Error("the key is not as NVMe has it, or that of the authentication, or the kernel has another one")
 	}
 	again, err := l.Export(t.Context(), v.ID, grant(2, "b"))
@@ -315,7 +316,7 @@ func TestExportTLS(t *testing.T) {
 		t.Error("asked again, it is another one")
 	}
 	text := fmt.Sprintf("%v %+v %#v %v", first, first, first, first.Record.Labels)
-	if strings.Contains(text, first.PSK) {
+	if strings.Contains(text, first.PSK.Reveal()) {
 		t.Errorf("the key is in %s", text)
 	}
 	next, err := l.Export(t.Context(), v.ID, grant(3, "b"))
@@ -335,7 +336,7 @@ func TestExport(t *testing.T) {
 		{first.NQN, `^nqn\.2026-11\.dev\.ashlar:` + v.ID.Key + `:1:[0-9a-f]{16}$`},
 		{first.Host, `^nqn\.2026-11\.dev\.ashlar:node:[0-9a-f]{16}:[0-9a-f]{16}$`},
 		{first.UUID, `^[0-9a-f]{8}-[0-9a-f]{4}-8[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}$`},
-		{first.Secret, `^DHHC-1:00:[A-Za-z0-9+/]{48}:$`},
+		{first.Secret.Reveal(), `^DHHC-1:00:[A-Za-z0-9+/]{48}:$`},
 	} {
 		if !regexp.MustCompile(c.want).MatchString(c.have) {
 			t.Errorf("%q, want %s", c.have, c.want)
@@ -358,8 +359,8 @@ func TestExport(t *testing.T) {
 	for _, value := range first.Record.Labels {
 		text += " " + value
 	}
-	for _, secret := range []string{first.Secret, first.Host[len(first.Host)-16:]} {
-		if strings.Contains(text, secret) {
+	for _, hidden := range []string{first.Secret.Reveal(), first.Host[len(first.Host)-16:]} {
+		if strings.Contains(text, hidden) {
 			t.Errorf("the secret or the host's name is in %s", text)
 		}
 	}
@@ -399,8 +400,8 @@ func TestExport(t *testing.T) {
 	other, err := l.Export(t.Context(), v.ID, grant(2, "b"))
 	check.OK(t, err)
 	exportedTo(t, l, k, v.ID, grant(2, "b"))
-	if other.Secret != "" || other.NQN == next.NQN {
-		t.Errorf("secret %q, %s after %s", other.Secret, other.NQN, next.NQN)
+	if other.Secret != (secret.Text{}) || other.NQN == next.NQN {
+		t.Errorf("%v, %s after %s", other.Secret, other.NQN, next.NQN)
 	}
 	for range 2 {
 		check.OK(t, l.Unexport(t.Context(), v.ID, 0))

@@ -21,6 +21,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/ashlar-csi/ashlar/internal/secret"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/psk"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/unbroken"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -46,13 +47,16 @@ type Target struct {
 
 // Export is a device that one host may use.
 type Export struct {
-	NQN    string // of the subsystem
-	Host   string // NQN of the one host that may connect
-	UUID   string // of the namespace, lower case; its NGUID has the same bytes
-	Device string // path of the block device
-	Secret string // as Secret makes them; empty: the host need not prove who it is
-	PSK    string // as PSK makes them: all goes over TLS, and nobody connects without; empty: all goes in plain text
+	NQN    string      // of the subsystem
+	Host   string      // NQN of the one host that may connect
+	UUID   string      // of the namespace, lower case; its NGUID has the same bytes
+	Device string      // path of the block device
+	Secret secret.Text // as Secret makes them; empty: the host need not prove who it is
+	PSK    secret.Text // as PSK makes them: all goes over TLS, and nobody connects without; empty: all goes in plain text
 }
+
+// none is no secret.
+var none secret.Text
 
 // Open returns the target at an address of this machine. errdefs.ErrUnsupported if the kernel has no such target, with what to load;
 // errdefs.ErrUnavailable if nobody can listen at this address now. What a process that died left half made and half removed of
@@ -139,10 +143,10 @@ func (e Export) check() error {
 	if !uuids.MatchString(e.UUID) {
 		return fmt.Errorf("%w: %q is no UUID in lower case", errdefs.ErrInvalid, e.UUID)
 	}
-	if e.Secret != "" && !secrets.MatchString(e.Secret) {
+	if e.Secret != none && !secrets.MatchString(e.Secret.Reveal()) {
 		return fmt.Errorf("%w: the secret is not of the form DHHC-1:HASH:KEY: as NVMe has it", errdefs.ErrInvalid)
 	}
-	if e.PSK != "" {
+	if e.PSK != none {
 		return psk.Check(e.PSK)
 	}
 	return nil
@@ -161,7 +165,7 @@ func (t *Target) Add(ctx context.Context, exports ...Export) error {
 		if err := t.prepare(ctx, e); err != nil {
 			failures = append(failures, fmt.Errorf("export %s as %s: %w", e.Device, e.NQN, err))
 		} else {
-			ready[e.PSK != ""] = append(ready[e.PSK != ""], e.NQN)
+			ready[e.PSK != none] = append(ready[e.PSK != none], e.NQN)
 		}
 	}
 	for tls, nqns := range ready {
@@ -177,7 +181,7 @@ func (t *Target) prepare(ctx context.Context, e Export) error {
 	if err := e.check(); err != nil {
 		return err
 	}
-	if e.Secret != "" && !t.authenticates {
+	if e.Secret != none && !t.authenticates {
 		return fmt.Errorf("%w: this kernel's NVMe target asks no host for a secret (CONFIG_NVME_TARGET_AUTH, Linux 6.0)", errdefs.ErrUnsupported)
 	}
 	return t.underWay.Do(ctx, e.NQN, func() error {
@@ -193,7 +197,7 @@ func (t *Target) prepare(ctx context.Context, e Export) error {
 
 // serve has the kernel know the key of TLS, if there is one.
 func (e Export) serve() error {
-	if e.PSK == "" {
+	if e.PSK == none {
 		return nil
 	}
 	change()
@@ -211,12 +215,12 @@ func (e Export) allow() error {
 	if err := makeFolder(host); err != nil {
 		return err
 	}
-	if e.Secret != "" {
+	if e.Secret != none {
 		key := filepath.Join(host, "dhchap_key")
 		if err := os.Chmod(key, 0o600); err != nil { // everybody could read it
 			return errdefs.FromErrno(err)
 		}
-		if err := set(key, e.Secret); err != nil {
+		if err := set(key, e.Secret.Reveal()); err != nil {
 			return err
 		}
 	}

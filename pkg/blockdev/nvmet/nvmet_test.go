@@ -25,6 +25,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/internal/secret"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvmet"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -34,12 +35,13 @@ const mib = 1 << 20
 // order is what a child process is to do with a target, and before which change of its it is killed.
 type order struct {
 	Add    *nvmet.Export
+	Secret string // of what is added
 	Remove string
 	Dies   int
 }
 
 // newSecret is a new one, as a home makes them.
-func newSecret() string {
+func newSecret() secret.Text {
 	key := make([]byte, 32)
 	_, _ = rand.Read(key) // it never fails
 	return nvmet.Secret(key)
@@ -76,6 +78,7 @@ func (o order) obey() error {
 		return err
 	}
 	if o.Add != nil {
+		o.Add.Secret = secret.Of(o.Secret)
 		return target.Add(context.Background(), *o.Add)
 	}
 	return target.Remove(context.Background(), o.Remove)
@@ -84,6 +87,9 @@ func (o order) obey() error {
 // run has a child do something, and reports whether it was killed before it was done.
 func (o order) run(t *testing.T) (killed bool) {
 	t.Helper()
+	if o.Add != nil {
+		o.Secret = o.Add.Secret.Reveal()
+	}
 	text, err := json.Marshal(o)
 	check.OK(t, err)
 	cmd := exec.Command(os.Args[0])
@@ -313,7 +319,7 @@ func TestDiffers(t *testing.T) {
 	e, bad := export(t, 1), export(t, 2)
 	bad.Device = "/dev/missing"
 	err := target.Add(t.Context(), *bad, *e)
-	if err == nil || !strings.Contains(err.Error(), bad.Device) || strings.Contains(err.Error(), bad.Secret) {
+	if err == nil || !strings.Contains(err.Error(), bad.Device) || strings.Contains(err.Error(), bad.Secret.Reveal()) {
 		t.Errorf("a device that is not there: %v", err)
 	}
 	if c, err := net.Dial("tcp", address); err != nil {
@@ -353,7 +359,7 @@ func TestRefused(t *testing.T) {
 		"a path":         func(e *nvmet.Export) { e.NQN = nvmet.Prefix + "a/../../x" },
 		"a host":         func(e *nvmet.Export) { e.Host = nvmet.Prefix + "a,b" },
 		"a UUID":         func(e *nvmet.Export) { e.UUID = strings.ToUpper("abcdefab-0000-4000-8000-000000000000") },
-		"a secret":       func(e *nvmet.Export) { e.Secret = "secret" },
+		"a secret":       func(e *nvmet.Export) { e.Secret = secret.Of("secret") },
 		"a PSK":          func(e *nvmet.Export) { e.PSK = e.Secret },
 	} {
 		other := e
@@ -373,9 +379,9 @@ func TestSecret(t *testing.T) {
 	if one == other {
 		t.Error("two secrets are the same")
 	}
-	parts := regexp.MustCompile(`^DHHC-1:00:([A-Za-z0-9+/=]{48}):$`).FindStringSubmatch(one)
+	parts := regexp.MustCompile(`^DHHC-1:00:([A-Za-z0-9+/=]{48}):$`).FindStringSubmatch(one.Reveal())
 	if parts == nil {
-		t.Fatalf("a secret is %q", one)
+		t.Fatalf("a secret is %q", one.Reveal())
 	}
 	key, err := base64.StdEncoding.DecodeString(parts[1])
 	if err != nil || len(key) != 36 || crc32.ChecksumIEEE(key[:32]) != binary.LittleEndian.Uint32(key[32:]) {
@@ -386,18 +392,18 @@ func TestSecret(t *testing.T) {
 // TestTLS: what is exported with TLS is alone at its address, its key goes with it, and a kernel that has no TLS says so. This needs no tlshd: nobody connects.
 func TestTLS(t *testing.T) {
 	target := needTarget(t)
-	plain, other, secret := export(t, 1), export(t, 2), export(t, 3)
-	other.PSK, secret.PSK = newPSK(), newPSK()
+	plain, other, hidden := export(t, 1), export(t, 2), export(t, 3)
+	other.PSK, hidden.PSK = newPSK(), newPSK()
 	if errors.Is(nvmet.TLS(), errdefs.ErrUnsupported) {
 		before := state(t)
-		if err := target.Add(t.Context(), *secret); !errors.Is(err, errdefs.ErrUnsupported) || strings.Contains(err.Error(), secret.PSK) {
+		if err := target.Add(t.Context(), *hidden); !errors.Is(err, errdefs.ErrUnsupported) || strings.Contains(err.Error(), hidden.PSK.Reveal()) {
 			t.Errorf("without TLS in the kernel: %v", err)
 		}
 		same(t, "after an export that cannot be", before)
 		return
 	}
 	check.OK(t, target.Add(t.Context(), *plain))
-	if err := target.Add(t.Context(), *secret); !errors.Is(err, errdefs.ErrUnavailable) || !strings.Contains(err.Error(), "with TLS") {
+	if err := target.Add(t.Context(), *hidden); !errors.Is(err, errdefs.ErrUnavailable) || !strings.Contains(err.Error(), "with TLS") {
 		t.Errorf("with TLS, where there is something without: %v", err)
 	}
 	// As a driver that starts again, and demands it now: what is used stays.
@@ -408,7 +414,7 @@ func TestTLS(t *testing.T) {
 	same(t, "exported again, and TLS is demanded", before)
 	check.OK(t, target.Remove(t.Context(), plain.NQN))
 
-	check.OK(t, target.Add(t.Context(), *secret, *other))
+	check.OK(t, target.Add(t.Context(), *hidden, *other))
 	all, err := nvmet.Ports()
 	if check.OK(t, err); len(all) != 1 {
 		t.Fatalf("the ports are %q", all)
@@ -423,11 +429,11 @@ func TestTLS(t *testing.T) {
 	}
 	check.OK(t, target.Remove(t.Context(), plain.NQN))
 	keys := func(e *nvmet.Export) []string { return drivertest.Keys(t, "NVMe1R01 "+e.Host+" "+e.NQN) }
-	if len(keys(secret)) != 1 || len(keys(other)) != 1 || len(keys(plain)) != 0 {
+	if len(keys(hidden)) != 1 || len(keys(other)) != 1 || len(keys(plain)) != 0 {
 		t.Errorf("the keys are %q", drivertest.Keys(t, nvmet.Prefix))
 	}
-	check.OK(t, target.Remove(t.Context(), secret.NQN))
-	if left := drivertest.Gone(func() []string { return keys(secret) }); len(left) > 0 || len(keys(other)) != 1 {
+	check.OK(t, target.Remove(t.Context(), hidden.NQN))
+	if left := drivertest.Gone(func() []string { return keys(hidden) }); len(left) > 0 || len(keys(other)) != 1 {
 		t.Errorf("after the end of one the keys are %q", drivertest.Keys(t, nvmet.Prefix))
 	}
 	check.OK(t, target.Remove(t.Context(), other.NQN))
@@ -436,7 +442,7 @@ func TestTLS(t *testing.T) {
 }
 
 // newPSK is a new secret of TLS, as a home makes them.
-func newPSK() string {
+func newPSK() secret.Text {
 	key := make([]byte, 32)
 	_, _ = rand.Read(key) // it never fails
 	return nvmet.PSK(key)

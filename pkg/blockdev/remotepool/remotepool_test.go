@@ -19,6 +19,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/internal/secret"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvme"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvmet"
@@ -89,9 +90,9 @@ func (h *home) Open(ctx context.Context, _ string, _ blockdev.Ref) (remotepool.E
 	}
 	host := remotepool.HostPrefix("consumer") + "1"
 	const uuid = "00000000-0000-8000-8000-000000000001"
-	err := h.Add(ctx, nvmet.Export{NQN: h.nqn(h.generation), Host: host, UUID: uuid, Device: h.image, Secret: "secret"})
+	err := h.Add(ctx, nvmet.Export{NQN: h.nqn(h.generation), Host: host, UUID: uuid, Device: h.image, Secret: secret.Of("secret")})
 	out := remotepool.Export{Size: h.record.Size, Record: h.record, Connection: nvme.Connection{NQN: h.nqn(h.generation), Host: host,
-		Address: netip.MustParseAddrPort("10.0.0.1:4420"), Secret: "secret", UUID: uuid, Loss: -1}}
+		Address: netip.MustParseAddrPort("10.0.0.1:4420"), Secret: secret.Of("secret"), UUID: uuid, Loss: -1}}
 	out.NQN, out.Host, out.UUID = cmp.Or(h.name, out.NQN), cmp.Or(h.host, out.Host), cmp.Or(h.uuid, out.UUID)
 	if h.size > 0 {
 		out.Size = h.size
@@ -185,7 +186,7 @@ func TestAnother(t *testing.T) {
 		"that is larger":  {func(h *home) { h.size = size - 4096 }, errdefs.ErrUnavailable},
 		"of another volume": {func(h *home) {
 			h.name = strings.Replace(h.nqn(1), ref.Key, pooltest.Vol("2").Key, 1)
-			check.OK(t, h.Add(t.Context(), nvmet.Export{NQN: h.name, Host: remotepool.HostPrefix("consumer") + "1", UUID: "00000000-0000-8000-8000-000000000001", Device: h.image, Secret: "secret"}))
+			check.OK(t, h.Add(t.Context(), nvmet.Export{NQN: h.name, Host: remotepool.HostPrefix("consumer") + "1", UUID: "00000000-0000-8000-8000-000000000001", Device: h.image, Secret: secret.Of("secret")}))
 		}, errdefs.ErrPrecondition},
 		"for another node": {func(h *home) { h.host = remotepool.HostPrefix("another") + "1" }, errdefs.ErrPrecondition},
 		"of no export":     {func(h *home) { h.err = fmt.Errorf("%w: not claimed", errdefs.ErrPrecondition) }, errdefs.ErrPrecondition},

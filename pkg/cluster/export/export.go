@@ -15,6 +15,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/protobuf/types/known/wrapperspb"
 
+	"github.com/ashlar-csi/ashlar/internal/secret"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -50,21 +51,13 @@ type User interface {
 type Opened struct {
 	Address   netip.AddrPort // of the home's NVMe/TCP target
 	NQN, Host string         // of the subsystem, and of who may connect to it
-	Secret    Secret         // of DH-HMAC-CHAP; empty: none is asked for
-	PSK       Secret         // of TLS; empty: all goes in plain text
+	Secret    secret.Text    // of DH-HMAC-CHAP; empty: none is asked for
+	PSK       secret.Text    // of TLS; empty: all goes in plain text
 	UUID      string         // of the namespace, with dashes
 	Size      int64          // of the device, in bytes
 	// Record of the volume.
 	Record blockdev.Record
 }
-
-// Secret is a text that is not printed.
-type Secret string
-
-func (Secret) String() string { return "***stripped***" }
-
-// GoString is for %#v.
-func (s Secret) GoString() string { return s.String() }
 
 const (
 	methodOpen      = "Open"
@@ -139,7 +132,7 @@ func Register(r grpc.ServiceRegistrar, home Home, user User) {
 	methods := map[string]func(ctx context.Context, id volume.ID, r request) (answer, error){
 		methodOpen: func(ctx context.Context, id volume.ID, r request) (answer, error) {
 			o, err := home.Open(ctx, id, r.Generation)
-			return answer{Record: fromRecord(o.Record), Opened: &opened{o.Address, o.NQN, o.Host, string(o.Secret), string(o.PSK), o.UUID, o.Size}}, err
+			return answer{Record: fromRecord(o.Record), Opened: &opened{o.Address, o.NQN, o.Host, o.Secret.Reveal(), o.PSK.Reveal(), o.UUID, o.Size}}, err
 		},
 		methodRecord: func(ctx context.Context, id volume.ID, r request) (answer, error) {
 			have, err := home.Record(ctx, id, r.Generation)
@@ -266,7 +259,7 @@ func (c client) Open(ctx context.Context, id volume.ID, generation int64) (Opene
 		return Opened{}, fmt.Errorf("%w: the answer does not say where volume %s is exported", errdefs.ErrUnavailable, id)
 	}
 	record, err := out.Record.of(id)
-	return Opened{o.Address, o.NQN, o.Host, Secret(o.Secret), Secret(o.PSK), o.UUID, o.Size, record}, err
+	return Opened{o.Address, o.NQN, o.Host, secret.Of(o.Secret), secret.Of(o.PSK), o.UUID, o.Size, record}, err
 }
 
 // Record: see Home.

@@ -13,6 +13,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/protobuf/types/known/wrapperspb"
 
+	"github.com/ashlar-csi/ashlar/internal/secret"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/export"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -162,7 +163,7 @@ func Register(r grpc.ServiceRegistrar, from Old, to New) {
 				return answer{}, err
 			}
 			o, err := to.Prepare(ctx, of, described)
-			return answer{Opened: &opened{o.Address, o.NQN, o.Host, string(o.Secret), string(o.PSK), o.UUID, o.Size}}, err
+			return answer{Opened: &opened{o.Address, o.NQN, o.Host, o.Secret.Reveal(), o.PSK.Reveal(), o.UUID, o.Size}}, err
 		},
 		methodComplete: func(ctx context.Context, of Of, r request) (answer, error) {
 			sealed, err := r.Origin.of(of.ID)
@@ -289,7 +290,7 @@ func (c client) Prepare(ctx context.Context, of Of, from volume.Origin) (export.
 	if o == nil || o.NQN == "" || o.Host == "" || o.Size <= 0 || !o.Address.IsValid() {
 		return export.Opened{}, fmt.Errorf("%w: the answer does not say where the room for volume %s is exported", errdefs.ErrUnavailable, of.ID)
 	}
-	return export.Opened{Address: o.Address, NQN: o.NQN, Host: o.Host, Secret: export.Secret(o.Secret), PSK: export.Secret(o.PSK), UUID: o.UUID, Size: o.Size}, nil
+	return export.Opened{Address: o.Address, NQN: o.NQN, Host: o.Host, Secret: secret.Of(o.Secret), PSK: secret.Of(o.PSK), UUID: o.UUID, Size: o.Size}, nil
 }
 
 // Complete: see New.
