@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/internal/secret"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
@@ -218,7 +219,7 @@ func TestMoveInUsePrepared(t *testing.T) {
 	check.OK(t, err)
 	room = prepare(from)
 	m.kb.reboot()
-	m.b.ServeExports(t.Context(), volume.Exporting{Boot: "2", Open: func() (volume.Exporter, error) { return m.kb, nil }, Key: nodeKey})
+	m.b.ServeExports(t.Context(), volume.Exporting{Boot: "2", Open: func() (volume.Exporter, error) { return m.kb, nil }, Key: nodeKey, Locks: &keylock.Table{}})
 	sealed, err = m.a.SealFor(t.Context(), m.v.ID, 3, grant(3, "c"))
 	check.OK(t, err)
 	fails(t, m.b.Complete(t.Context(), "a", sealed, to, room.NQN), errdefs.ErrNotFound, "Complete after the machine's start")

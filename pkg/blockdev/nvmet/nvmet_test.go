@@ -410,7 +410,9 @@ func TestTLS(t *testing.T) {
 	before := state(t)
 	now := *plain
 	now.PSK = newPSK()
-	check.OK(t, again(t).Add(t.Context(), now))
+	if err := again(t).Add(t.Context(), now); !errors.Is(err, nvmet.ErrOtherwise) || !strings.Contains(err.Error(), "with TLS") {
+		t.Errorf("exported again, and TLS is demanded: %v", err)
+	}
 	same(t, "exported again, and TLS is demanded", before)
 	check.OK(t, target.Remove(t.Context(), plain.NQN))
 
@@ -436,9 +438,67 @@ func TestTLS(t *testing.T) {
 	if left := drivertest.Gone(func() []string { return keys(hidden) }); len(left) > 0 || len(keys(other)) != 1 {
 		t.Errorf("after the end of one the keys are %q", drivertest.Keys(t, nvmet.Prefix))
 	}
-	check.OK(t, target.Remove(t.Context(), other.NQN))
+	// Another tool takes it out of the kernel: it does not know of the key. A start of the driver does, and so does the end of the export.
+	for _, ends := range []func(){func() { again(t) }, func() { check.OK(t, target.Remove(t.Context(), other.NQN)) }} {
+		check.OK(t, target.Add(t.Context(), *other))
+		cleared(t, other)
+		if len(keys(other)) != 1 {
+			t.Errorf("after it was cleared the keys are %q", drivertest.Keys(t, nvmet.Prefix))
+		}
+		ends()
+		if left := drivertest.Gone(func() []string { return keys(other) }); len(left) > 0 {
+			t.Errorf("of what was cleared the keys are %q", left)
+		}
+	}
 	check.OK(t, target.Add(t.Context(), *plain)) // and without again
 	check.OK(t, target.Remove(t.Context(), plain.NQN))
+}
+
+// cleared takes an export out of the kernel as nvmetcli does.
+func cleared(t *testing.T, e *nvmet.Export) {
+	t.Helper()
+	all, err := nvmet.Ports()
+	check.OK(t, err)
+	for _, port := range all {
+		check.OK(t, errors.Join(os.Remove(filepath.Join(port, "subsystems", e.NQN)), os.Remove(port)))
+	}
+	subsystem := filepath.Join(nvmet.Root, "subsystems", e.NQN)
+	for _, path := range []string{filepath.Join(subsystem, "allowed_hosts", e.Host), filepath.Join(subsystem, "namespaces/1"), subsystem, filepath.Join(nvmet.Root, "hosts", e.Host)} {
+		check.OK(t, os.Remove(path))
+	}
+}
+
+// TestUnlinked: what others keep from being connected to, by hand, is shown without its device or its host, and is as before when it is exported again.
+func TestUnlinked(t *testing.T) {
+	target := needTarget(t)
+	e := export(t, 1)
+	check.OK(t, target.Add(t.Context(), *e))
+	before := state(t)
+	all, err := nvmet.Ports()
+	if check.OK(t, err); len(all) != 1 {
+		t.Fatalf("the ports are %q", all)
+	}
+	subsystem := filepath.Join(nvmet.Root, "subsystems", e.NQN)
+	for what, c := range map[string]struct {
+		paths []string
+		want  nvmet.Export
+	}{
+		"from its port":     {[]string{filepath.Join(all[0], "subsystems", e.NQN)}, nvmet.Export{NQN: e.NQN, Host: e.Host}},
+		"with its port":     {[]string{filepath.Join(all[0], "subsystems", e.NQN), all[0]}, nvmet.Export{NQN: e.NQN, Host: e.Host}},
+		"from its host":     {[]string{filepath.Join(subsystem, "allowed_hosts", e.Host)}, nvmet.Export{NQN: e.NQN, UUID: e.UUID, Device: e.Device}},
+		"its namespace":     {[]string{filepath.Join(subsystem, "namespaces/1")}, nvmet.Export{NQN: e.NQN, Host: e.Host}},
+		"nothing, in truth": {nil, nvmet.Export{NQN: e.NQN, Host: e.Host, UUID: e.UUID, Device: e.Device}},
+	} {
+		for _, path := range c.paths {
+			check.OK(t, os.Remove(path))
+		}
+		if found, err := target.Exports(t.Context()); err != nil || !slices.Equal(found, []nvmet.Export{c.want}) {
+			t.Errorf("unlinked %s, the exports are %+v, %v; want %+v", what, found, err, c.want)
+		}
+		check.OK(t, target.Add(t.Context(), *e))
+		same(t, "unlinked "+what+", and exported again", before)
+	}
+	check.OK(t, target.Remove(t.Context(), e.NQN))
 }
 
 // newPSK is a new secret of TLS, as a home makes them.

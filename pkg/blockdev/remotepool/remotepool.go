@@ -31,7 +31,7 @@ import (
 type Home interface {
 	// Claim says how a volume is claimed for this node, as far as that is known without asking; false if it is not.
 	Claim(ref blockdev.Ref) (Claim, bool)
-	// Open has a volume exported to this node.
+	// Open has a volume exported to this node. errdefs.ErrExists if the home has given it otherwise for this claim, with TLS or without: it stays so until Close.
 	Open(ctx context.Context, pool string, ref blockdev.Ref) (Export, error)
 	// Record of a volume, without what is its home's alone.
 	Record(ctx context.Context, pool string, ref blockdev.Ref) (blockdev.Record, error)

@@ -27,7 +27,8 @@ const Service = "ashlar.v1.Export"
 // Home is the node that has volumes, as those see it that use them. Each call may be made again. errdefs.ErrBusy: something else is being done
 // to the volume, which does not take long. errdefs.ErrPrecondition: the volume is not claimed for the caller, or not by this generation.
 type Home interface {
-	// Open exports a volume to the caller, whose claim has the generation. What was exported for another one is ended first.
+	// Open exports a volume to the caller, whose claim has the generation. What was exported for another one is ended first. errdefs.ErrExists if it is exported for this one
+	// since before the home was told to do so with TLS, or without: it stays so until Close.
 	Open(ctx context.Context, id volume.ID, generation int64) (Opened, error)
 	// Record is that of a volume which is exported to the caller, or claimed for it.
 	Record(ctx context.Context, id volume.ID, generation int64) (blockdev.Record, error)

@@ -95,6 +95,17 @@ func End(subsystem string) error {
 	return err
 }
 
+// Served returns the subsystems, of those whose names have a prefix, for which there are keys as Serve puts them there.
+func Served(prefix string) (subsystems []string, err error) {
+	all, err := list()
+	for _, k := range all {
+		if k.kind == keyType && len(k.description) >= 3 && strings.HasPrefix(k.description[2], prefix) {
+			subsystems = append(subsystems, k.description[2])
+		}
+	}
+	return subsystems, err
+}
+
 // Use calls a function with the number of the key by which a host connects to a subsystem. In no keyring the key stays: it goes with the connection that was
 // made with it, or when the function returns.
 func Use(psk secret.Text, host, subsystem string, do func(serial int) error) error {
