@@ -43,12 +43,18 @@ const mib = 1 << 20
 
 // order is what a process in the home does with the target there. Each is a process of its own, as a driver that starts again is.
 type order struct {
-	Add     []nvmet.Export
-	Secrets [][2]string // of each, with its PSK
+	Add     []nvmet.Export `json:"-"`
+	Told    []revealed     // Add, as the process is told of it
 	Remove  string
 	Resized string
 	At      string        // another address than usual
 	Within  time.Duration // 0: a minute
+}
+
+// revealed is an export with its secrets, which are encoded by nothing else.
+type revealed struct {
+	nvmet.Export
+	Secret, PSK string
 }
 
 // newSecret is a new one, as a home makes them.
@@ -86,8 +92,9 @@ func (o order) obey() (began time.Time, err error) {
 	if err != nil {
 		return began, err
 	}
-	for i, secrets := range o.Secrets {
-		o.Add[i].Secret, o.Add[i].PSK = secret.Of(secrets[0]), secret.Of(secrets[1])
+	for _, e := range o.Told {
+		e.Export.Secret, e.Export.PSK = secret.Of(e.Secret), secret.Of(e.PSK)
+		o.Add = append(o.Add, e.Export)
 	}
 	began = time.Now()
 	switch {
@@ -104,7 +111,7 @@ func (o order) obey() (began time.Time, err error) {
 func (o order) command(t *testing.T) (*exec.Cmd, *bytes.Buffer) {
 	t.Helper()
 	for _, e := range o.Add {
-		o.Secrets = append(o.Secrets, [2]string{e.Secret.Reveal(), e.PSK.Reveal()})
+		o.Told = append(o.Told, revealed{e, e.Secret.Reveal(), e.PSK.Reveal()})
 	}
 	text, err := json.Marshal(o)
 	check.OK(t, err)

@@ -34,10 +34,16 @@ const mib = 1 << 20
 
 // order is what a child process is to do with a target, and before which change of its it is killed.
 type order struct {
-	Add    *nvmet.Export
-	Secret string // of what is added
+	Add    *nvmet.Export `json:"-"`
+	Told   *revealed     // Add, as the child is told of it
 	Remove string
 	Dies   int
+}
+
+// revealed is an export with its secret, which is encoded by nothing else.
+type revealed struct {
+	nvmet.Export
+	Secret, PSK string
 }
 
 // newSecret is a new one, as a home makes them.
@@ -77,9 +83,9 @@ func (o order) obey() error {
 	if err != nil {
 		return err
 	}
-	if o.Add != nil {
-		o.Add.Secret = secret.Of(o.Secret)
-		return target.Add(context.Background(), *o.Add)
+	if o.Told != nil {
+		o.Told.Export.Secret, o.Told.Export.PSK = secret.Of(o.Told.Secret), secret.Of(o.Told.PSK)
+		return target.Add(context.Background(), o.Told.Export)
 	}
 	return target.Remove(context.Background(), o.Remove)
 }
@@ -88,7 +94,7 @@ func (o order) obey() error {
 func (o order) run(t *testing.T) (killed bool) {
 	t.Helper()
 	if o.Add != nil {
-		o.Secret = o.Add.Secret.Reveal()
+		o.Told = &revealed{*o.Add, o.Add.Secret.Reveal(), o.Add.PSK.Reveal()}
 	}
 	text, err := json.Marshal(o)
 	check.OK(t, err)
