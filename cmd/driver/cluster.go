@@ -210,9 +210,7 @@ func (o *options) agentOptions(ctx context.Context, local *volume.Local, opened 
 	if others != nil {
 		with.Agents = others
 	}
-	if with.Network = o.network(ctx); with.Network != nil {
-		with.Exporter = local
-	}
+	with.Network, with.Exporter = o.network(ctx), local
 	return with
 }
 

@@ -33,9 +33,15 @@ type reached struct {
 	samples  metrics.Source
 }
 
-// reach has the volumes of this node given to others, and lets it use those of others.
+// reach has the volumes of this node given to others, and lets it use those of others. Without a network it ends what the node gave before its machine started.
 func (o *options) reach(ctx context.Context, a *agent.Agent, local *volume.Local, mounts *mount.Table, locks *keylock.Table, network *v1alpha1.Network) (*reached, error) {
+	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		return nil, err
+	}
+	how := volume.Exporting{Boot: strings.TrimSpace(string(boot)), Locks: locks}
 	if network == nil {
+		local.ServeExports(ctx, how)
 		return &reached{local, o.keepingNothing, func(grpc.ServiceRegistrar) {}, func() []metrics.Sample { return nil }}, nil
 	}
 	at, err := netip.ParseAddrPort(network.Address)
@@ -47,21 +53,17 @@ func (o *options) reach(ctx context.Context, a *agent.Agent, local *volume.Local
 		return nil, err
 	}
 	// Beside the socket, in a folder of the node that only root can look into.
-	key, err := volume.ExportKey(filepath.Join(filepath.Dir(socket), "node.key"))
-	if err != nil {
+	if how.Key, err = volume.ExportKey(filepath.Join(filepath.Dir(socket), "node.key")); err != nil {
 		return nil, err
 	}
-	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
-	if err != nil {
-		return nil, err
-	}
-	local.ServeExports(ctx, volume.Exporting{Key: key, TLS: o.remoteTLS, Boot: strings.TrimSpace(string(boot)), Consumers: a.Consumers(), Locks: locks, Open: func() (volume.Exporter, error) {
+	how.TLS, how.Consumers, how.Open = o.remoteTLS, a.Consumers(), func() (volume.Exporter, error) {
 		t, err := nvmet.Open(at)
 		if err != nil {
 			return nil, err
 		}
 		return t, nil
-	}})
+	}
+	local.ServeExports(ctx, how)
 	remote := remotepool.New(o.nodeID, remotepool.Host(o.remoteTLS), a.Homes())
 	others, err := volume.NewLocal(ctx, o.nodeID, []blockdev.Pool{remote}, mounts, 0)
 	if err != nil {

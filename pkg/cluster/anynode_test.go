@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"math"
 	"strings"
 	"sync"
 	"testing"
@@ -12,7 +13,9 @@ import (
 
 	"github.com/container-storage-interface/spec/lib/go/csi"
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/check"
@@ -230,6 +233,72 @@ func TestAnyNodeReleased(t *testing.T) {
 	check.OK(t, s.Release(w.ctx, v.ID, b.name))
 	check.OK(t, s.Delete(w.ctx, v.ID))
 	w.tally(a)
+}
+
+// TestAnyNodeAlone: a home that is in no network any more says what it gives, and that it does not any more, as of what it gave before its machine started. What it cannot end keeps its
+// agent from nothing else.
+func TestAnyNodeAlone(t *testing.T) {
+	w := newEnvironment(t)
+	a, home := w.networked("node-a", "storage")
+	b, _ := w.networked("node-b", "storage")
+	s := w.knowing(a, b)
+	v, err := s.Create(w.ctx, anyNode("v", a.name))
+	check.OK(t, err)
+	check.OK(t, s.Claim(w.ctx, v.ID, on(b.name)))
+	to := volume.Grant{Generation: 1, Node: b.name}
+	home.gives(w.ctx, v.ID, to)
+	w.touched("v")
+	w.exported("v", &to)
+	a.stop()
+	a.with = func(o *agent.Options) { o.Exporter = home }
+	w.start(a)
+	home.fail(fmt.Errorf("%w: it gives nothing to other nodes", errdefs.ErrUnavailable))
+	fails(t, s.Release(soon(t), v.ID, b.name), errdefs.ErrUnavailable)
+	grown, err := s.Expand(w.ctx, v.ID, volume.Range{Required: 2 * mib})
+	if check.OK(t, err); grown.Size != 2*mib {
+		t.Errorf("grown, it is %+v", grown)
+	}
+	w.exported("v", &to)
+	home.fail(nil)
+	w.touched("v")
+	w.exported("v", nil)
+	check.OK(t, s.Release(w.ctx, v.ID, b.name))
+	check.OK(t, s.Delete(w.ctx, v.ID))
+}
+
+// TestAnyNodeCounted: a home cannot have claims counted to where they end, by what it says of them; and what an older object lacks it says.
+func TestAnyNodeCounted(t *testing.T) {
+	w := newEnvironment(t)
+	a, _ := w.networked("node-a", "storage")
+	b, _ := w.networked("node-b", "storage")
+	s := w.knowing(a, b)
+	v, err := s.Create(w.ctx, anyNode("v", a.name))
+	check.OK(t, err)
+	check.OK(t, s.Claim(w.ctx, v.ID, on(b.name)))
+	a.stop()
+	x := w.takenOver(t, a.name)
+	says := func(generation int64, many bool) error {
+		o := w.object("v")
+		before := o.DeepCopy()
+		e := v1alpha1.Export{Generation: generation, Node: b.name}
+		if o.Status.Export, o.Status.Readers = &e, nil; many {
+			o.Status.Export, o.Status.Readers = nil, []v1alpha1.Export{e}
+		}
+		return x.Client.Status().Patch(w.ctx, o, client.MergeFrom(before))
+	}
+	for _, many := range []bool{true, false} {
+		for _, generation := range []int64{math.MaxInt64, math.MaxInt64 - 1, 1 << 53, 1_000_000_002} {
+			if err := says(generation, many); !apierrors.IsInvalid(err) || !strings.Contains(err.Error(), "a node gives a volume by a claim that there was") {
+				t.Errorf("given by claim %d, to read %v: %v", generation, many, err)
+			}
+		}
+		check.OK(t, says(1_000_000_001, many))
+	}
+	check.OK(t, w.Patch(w.ctx, w.object("v"), client.RawPatch(types.MergePatchType, []byte(`{"spec":{"claim":null}}`))))
+	check.OK(t, s.Claim(w.ctx, v.ID, on(b.name)))
+	if have := w.generation("v"); have != 1_000_000_001 { // which its user has, by its home
+		t.Errorf("claimed with generation %d", have)
+	}
 }
 
 // TestAnyNodeHomeGone: a home that is gone for good keeps no volume from being released, and one that is down does.

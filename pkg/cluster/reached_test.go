@@ -24,6 +24,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/apitest"
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/internal/secret"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool"
@@ -333,7 +334,7 @@ func TestReachedRefused(t *testing.T) {
 	opened, err := home.Open(w.ctx, v.ID, generation)
 	check.OK(t, err)
 	again, err := home.Open(w.ctx, v.ID, generation)
-	if check.OK(t, err); opened.NQN != again.NQN || opened.Secret != again.Secret || opened.Secret == "" || opened.PSK != again.PSK || opened.PSK == "" || opened.Size != mib || opened.Record.Labels["export"] != "" {
+	if check.OK(t, err); opened.NQN != again.NQN || opened.Secret != again.Secret || opened.Secret == (secret.Text{}) || opened.PSK != again.PSK || opened.PSK == (secret.Text{}) || opened.Size != mib || opened.Record.Labels["export"] != "" {
 		t.Errorf("opened %+v, and again %+v", opened, again)
 	}
 	if text := fmt.Sprintf("%v %+v %#v", opened, opened, opened); strings.Contains(text, "DHHC") || strings.Contains(text, "NVMeTLSkey") {

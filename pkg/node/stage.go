@@ -199,6 +199,8 @@ func (s *Server) stageBlock(ctx context.Context, v volume.Volume, path string, h
 		if err := s.checkStagedOnce(ctx, v.ID, marker(path)); err != nil {
 			return err
 		}
+	} else if _, err := s.volumeAt(ctx, v.ID, marker(path)); err == nil { // it is used as it was attached
+		return s.checkBound(ctx, v, marker(path), how)
 	}
 	device, err := s.attachRaw(ctx, v, how)
 	if err != nil {

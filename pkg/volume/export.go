@@ -22,6 +22,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/internal/secret"
 	"github.com/ashlar-csi/ashlar/internal/trace"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvmet"
@@ -50,12 +51,12 @@ func (g Grant) String() string { return fmt.Sprintf("node %s (generation %d)", g
 // Exported is all that a consumer needs to use a volume. It prints without the secrets.
 type Exported struct {
 	Grant
-	NQN    string // of the subsystem
-	Host   string // NQN that the consumer has to have
-	Secret string // of the consumer, for DH-HMAC-CHAP; empty: none is asked for
-	PSK    string // of both, for TLS; empty: all goes in plain text
-	UUID   string // of the namespace; its NGUID has the same bytes
-	Size   int64  // bytes of the device
+	NQN    string      // of the subsystem
+	Host   string      // NQN that the consumer has to have
+	Secret secret.Text // of the consumer, for DH-HMAC-CHAP; empty: none is asked for
+	PSK    secret.Text // of both, for TLS; empty: all goes in plain text
+	UUID   string      // of the namespace; its NGUID has the same bytes
+	Size   int64       // bytes of the device
 	Record blockdev.Record
 }
 
@@ -91,7 +92,8 @@ type Holder interface {
 
 // Exporting is what a node needs to export volumes.
 type Exporting struct {
-	// Open is asked for the exporter when it is needed, until it is there.
+	// Open is asked for the exporter when it is needed, until it is there. Nil for a node that gives nothing to others: with Boot alone it ends what has ended with an earlier start of
+	// the machine.
 	Open func() (Exporter, error)
 	// Key is the node's own, of 32 random bytes, the same at each start: the names and secrets of consumers follow from it, and so are in
 	// no record. Records get about: lvm2 shows them to all its tools, archives and support bundles.
@@ -174,12 +176,12 @@ func (e export) host(node []byte, volume string) string {
 }
 
 // secret is what the host proves that it has.
-func (e export) secret(node []byte, volume string) string {
+func (e export) secret(node []byte, volume string) secret.Text {
 	return nvmet.Secret(derived(node, e.nqn(volume), "secret"))
 }
 
 // psk is what all that goes to the host and comes from it is encrypted by, for both of them.
-func (e export) psk(node []byte, volume string) string {
+func (e export) psk(node []byte, volume string) secret.Text {
 	return nvmet.PSK(derived(node, e.nqn(volume), "psk"))
 }
 
@@ -198,45 +200,48 @@ type exports struct {
 	how    *Exporting // nil: nothing is exported
 	opened Exporter   // nil until it was needed
 	failed map[ID]error
-	given  map[ID]string // the names of what this process exported, and has not begun to end
+	given  map[ID]map[string]string // what this process exported, or found exported for reading, and has not begun to end: the names, and those of the hosts
 }
 
 // notServing is why a node exports nothing.
 const notServing = "its driver was started without --remote-address, or cannot use that, as its log says"
 
-// exporting reports whether the node exports volumes.
-func (l *Local) exporting() bool {
-	l.exports.mu.Lock()
-	defer l.exports.mu.Unlock()
-	return l.exports.how != nil
-}
-
-// exporter returns what exports; ErrUnavailable without.
-func (l *Local) exporter() (Exporter, Exporting, error) {
-	x := &l.exports
-	x.mu.Lock()
-	defer x.mu.Unlock()
-	if x.how == nil {
-		return nil, Exporting{}, fmt.Errorf("%w: node %s gives nothing to other nodes: %s", errdefs.ErrUnavailable, l.node, notServing)
-	}
-	if x.opened == nil {
-		opened, err := x.how.Open()
-		if err != nil {
-			return nil, Exporting{}, err
-		}
-		x.opened = opened
-	}
-	return x.opened, *x.how, nil
-}
-
-// consumers returns those who reach consumers; nil if there are none.
-func (l *Local) consumers() Consumers {
+// exporting is how the node exports volumes: nothing, if Open is nil. is: it was told.
+func (l *Local) exporting() (how Exporting, is bool) {
 	l.exports.mu.Lock()
 	defer l.exports.mu.Unlock()
 	if l.exports.how == nil {
-		return nil
+		return Exporting{}, false
 	}
-	return l.exports.how.Consumers
+	return *l.exports.how, true
+}
+
+// exporter returns what exports; ErrUnavailable without, and how the node exports all the same, as far as it was told.
+func (l *Local) exporter() (Exporter, Exporting, error) {
+	how, _ := l.exporting()
+	if how.Open == nil {
+		return nil, how, fmt.Errorf("%w: node %s gives nothing to other nodes: %s", errdefs.ErrUnavailable, l.node, notServing)
+	}
+	x := &l.exports
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if x.opened == nil {
+		opened, err := how.Open()
+		if err != nil {
+			return nil, how, err
+		}
+		x.opened = opened
+	}
+	return x.opened, how, nil
+}
+
+// earlier reports whether something is of an earlier start of the machine, by the word of its own: whatever the kernel had of it went with that.
+func (how Exporting) earlier(boot string) bool { return how.Boot != "" && boot != how.Boot }
+
+// consumers returns those who reach consumers; nil if there are none.
+func (l *Local) consumers() Consumers {
+	how, _ := l.exporting()
+	return how.Consumers
 }
 
 // setFailed notes how it stands with the export of a volume that should be there, and reports whether it had failed before.
@@ -252,30 +257,50 @@ func (l *Local) setFailed(id ID, err error) (before bool) {
 	return before
 }
 
-// setGiven notes by which name a volume is exported; empty: it is not to be, any more.
-func (l *Local) setGiven(id ID, nqn string) {
+// setGiven notes that a volume is exported by a name to a host.
+func (l *Local) setGiven(id ID, nqn, host string) {
 	l.exports.mu.Lock()
 	defer l.exports.mu.Unlock()
-	if nqn == "" {
+	if l.exports.given[id] == nil {
+		l.exports.given[id] = map[string]string{}
+	}
+	l.exports.given[id][nqn] = host
+}
+
+// ending notes that what is exported of a volume begins to end, by some names or by all: nothing exports it again.
+func (l *Local) ending(id ID, nqns ...string) {
+	l.exports.mu.Lock()
+	defer l.exports.mu.Unlock()
+	delete(l.exports.failed, id)
+	for _, nqn := range nqns {
+		delete(l.exports.given[id], nqn)
+	}
+	if len(nqns) == 0 || len(l.exports.given[id]) == 0 {
 		delete(l.exports.given, id)
-	} else {
-		l.exports.given[id] = nqn
 	}
 }
 
-// endGiven notes that a volume is not to be exported by a name any more. What another pool has of it may be, by another one.
-func (l *Local) endGiven(id ID, nqn string) {
+// givenOf are the names by which a volume is exported, as far as this process knows, with those of the hosts.
+func (l *Local) givenOf(id ID) map[string]string {
 	l.exports.mu.Lock()
 	defer l.exports.mu.Unlock()
-	if l.exports.given[id] == nqn {
-		delete(l.exports.given, id)
-	}
+	return maps.Clone(l.exports.given[id])
 }
 
-// taken are the volumes that the exporter does not have any more, though nobody here has ended that: other tools for the kernel's target clear all of it.
-func (l *Local) taken(ctx context.Context) (ids []ID) {
+// hasFailed reports whether a volume should be exported, and is not.
+func (l *Local) hasFailed(id ID) bool {
 	l.exports.mu.Lock()
-	given := maps.Clone(l.exports.given)
+	defer l.exports.mu.Unlock()
+	return l.exports.failed[id] != nil
+}
+
+// taken are the names of what the exporter does not have any more, or not whole, though nobody here has begun to end it: other tools for the kernel's target clear all of it.
+func (l *Local) taken(ctx context.Context) map[ID][]string {
+	l.exports.mu.Lock()
+	given := map[ID]map[string]string{}
+	for id, nqns := range l.exports.given {
+		given[id] = maps.Clone(nqns)
+	}
 	l.exports.mu.Unlock()
 	if len(given) == 0 {
 		return nil
@@ -289,16 +314,23 @@ func (l *Local) taken(ctx context.Context) (ids []ID) {
 		klog.FromContext(ctx).Error(err, "Could not find out whether all volumes that other nodes use are exported")
 		return nil
 	}
-	for id, nqn := range given {
-		if !slices.ContainsFunc(have, func(e nvmet.Export) bool { return e.NQN == nqn && e.Device != "" }) {
-			ids = append(ids, id)
+	whole := map[string]bool{}
+	for _, e := range have {
+		whole[e.NQN] = e.Device != "" && e.Host != ""
+	}
+	taken := map[ID][]string{}
+	for id, nqns := range given {
+		for nqn := range nqns {
+			if !whole[nqn] {
+				taken[id] = append(taken[id], nqn)
+			}
 		}
 	}
-	return ids
+	return taken
 }
 
 // ServeExports has the node export volumes, and exports again what its records tell of; of pools that come later, when they come. It is to be
-// called before anybody is answered. What cannot be exported now, KeepExports tries again, and health says so.
+// called before anybody is answered. What cannot be exported now, KeepExports tries again, and health says so. What was exported before the machine started ends.
 func (l *Local) ServeExports(ctx context.Context, how Exporting) {
 	l.exports.mu.Lock()
 	l.exports.how = &how
@@ -321,23 +353,103 @@ type again struct {
 	device blockdev.Device
 }
 
-// exportAgain exports what the records of pools say, which nobody else uses yet, all at once: see nvmet.Target.Add. What cannot be exported is
-// logged, and KeepExports tries it again.
+// lot are exports that are made again, all at once: see nvmet.Target.Add. It has the locks of their volumes until it is done.
+type lot struct {
+	all     []again
+	unlocks []func()
+}
+
+// lock takes the lock of a volume, unless somebody has it.
+func (m *lot) lock(how Exporting, id ID) bool {
+	unlock, _ := how.Locks.TryLock([]string{keylock.Volume(id.Key)}, nil)
+	if unlock != nil {
+		m.unlocks = append(m.unlocks, unlock)
+	}
+	return unlock != nil
+}
+
+func (m *lot) done() {
+	for _, unlock := range m.unlocks {
+		unlock()
+	}
+}
+
+// errLater is why a volume is not exported again that somebody works on: by the record that is read meanwhile, what is about to end would be.
+var errLater = fmt.Errorf("%w: something else is done to it", errdefs.ErrBusy)
+
+// exportAgain exports what the records of pools say. The pools come with a start, or have gone and come back: there, calls for their volumes may be on their way. What cannot
+// be exported, or is being worked on, KeepExports tries again; the former is logged.
 func (l *Local) exportAgain(ctx context.Context, pools ...blockdev.Pool) (err error) {
-	if !l.exporting() {
+	how, is := l.exporting()
+	if !is {
 		return nil
 	}
 	l.exports.starting.Lock()
 	defer l.exports.starting.Unlock()
-	var all []again
+	var m lot
+	defer m.done()
 	for _, pool := range pools {
-		found, failure := l.attachAgain(ctx, pool)
-		all, err = append(all, found...), errors.Join(err, failure)
+		err = errors.Join(err, l.attachAgain(ctx, &m, how, pool))
 	}
-	return errors.Join(err, l.addAgain(ctx, all))
+	return errors.Join(err, l.addAgain(ctx, m.all))
 }
 
-// addAgain exports what is attached, in one call, and closes the devices.
+// attachAgain attaches what the records of a pool say is exported, and ends what was exported before the machine started.
+func (l *Local) attachAgain(ctx context.Context, m *lot, how Exporting, pool blockdev.Pool) error {
+	records, err := pool.List(ctx, blockdev.Volume, "", 0)
+	if err != nil {
+		return err
+	}
+	for _, record := range records {
+		if !IsExported(record) && record.Labels[labelRead] == "" {
+			continue
+		}
+		id := IDOf(pool.Name(), record)
+		if !m.lock(how, id) {
+			l.setFailed(id, errLater)
+			continue
+		}
+		record, err := pool.Get(ctx, record.Ref) // as it is now
+		if err == nil {
+			err = l.recordAgain(ctx, m, how, pool, record)
+		}
+		if err != nil {
+			l.failedAgain(ctx, id, err)
+		}
+	}
+	return nil
+}
+
+// recordAgain attaches what a record says is exported by one name. Of what many read the record does not say to whom: what the kernel has of it is noted.
+func (l *Local) recordAgain(ctx context.Context, m *lot, how Exporting, pool blockdev.Pool, record blockdev.Record) error {
+	e, is, err := exportOf(record)
+	if err != nil {
+		return err
+	}
+	if !is {
+		return l.noteReaders(ctx, pool, record)
+	}
+	one := again{id: IDOf(pool.Name(), record)}
+	if one.Exported, one.device, err = l.attachOrEnd(ctx, how, pool, record, e); one.NQN != "" {
+		m.all = append(m.all, one)
+	}
+	return err
+}
+
+// attachOrEnd is attachExport of an export that goes on. One of before the machine started ends: nothing is returned then, and nothing on a node that exports nothing.
+func (l *Local) attachOrEnd(ctx context.Context, how Exporting, pool blockdev.Pool, record blockdev.Record, e export) (Exported, blockdev.Device, error) {
+	if !how.earlier(e.boot) {
+		if how.Open == nil { // health says so
+			return Exported{}, blockdev.Device{}, nil
+		}
+		return l.attachExport(ctx, pool, record, e)
+	}
+	klog.FromContext(ctx).Info("This machine has started anew, and may have lost what was written and not flushed; so who used a volume from elsewhere gets errors, and has to stage it again",
+		"pool", pool.Name(), "volume", record.Ref.String(), "consumer", e.Node)
+	return Exported{}, blockdev.Device{}, l.endExport(ctx, pool, record, e)
+}
+
+// addAgain exports what is attached, in one call, and closes the devices. What is exported already the other way, with TLS or without, goes on.
 func (l *Local) addAgain(ctx context.Context, all []again) (err error) {
 	if len(all) == 0 {
 		return nil
@@ -355,21 +467,27 @@ func (l *Local) addAgain(ctx context.Context, all []again) (err error) {
 	for i, one := range all {
 		add[i] = one.export(one.device.Path)
 	}
-	together := exporter.Add(ctx, add...)
+	together, failures := exporter.Add(ctx, add...), map[ID]error{}
 	for i, one := range all {
 		var failure error
 		if together != nil { // of some of them
 			failure = exporter.Add(ctx, add[i])
 		}
-		l.failedAgain(ctx, one.id, failure)
-		if failure == nil {
-			l.setGiven(one.id, one.NQN)
+		if errors.Is(failure, nvmet.ErrOtherwise) {
+			failure = nil
 		}
+		if failure == nil {
+			l.setGiven(one.id, one.NQN, one.Host)
+		}
+		failures[one.id] = errors.Join(failures[one.id], failure)
+	}
+	for id, failure := range failures {
+		l.failedAgain(ctx, id, failure)
 	}
 	return nil
 }
 
-// failedAgain notes how it stands with the export of a volume after a start.
+// failedAgain notes how it stands with the export of a volume that is made again.
 func (l *Local) failedAgain(ctx context.Context, id ID, err error) {
 	switch before := l.setFailed(id, err); {
 	case err != nil && !before:
@@ -377,44 +495,6 @@ func (l *Local) failedAgain(ctx context.Context, id ID, err error) {
 	case err == nil && before:
 		klog.FromContext(ctx).Info("Exported a volume again", "volume", id.String())
 	}
-}
-
-// attachAgain attaches what the records of a pool say is exported, and ends what was exported before the machine started.
-func (l *Local) attachAgain(ctx context.Context, pool blockdev.Pool) (all []again, err error) {
-	records, err := pool.List(ctx, blockdev.Volume, "", 0)
-	if err != nil {
-		return nil, err
-	}
-	for _, record := range records {
-		e, is, err := exportOf(record)
-		if !is {
-			continue
-		}
-		one := again{id: IDOf(pool.Name(), record)}
-		if err == nil {
-			one.Exported, one.device, err = l.attachOrEnd(ctx, pool, record, e)
-		}
-		if err != nil {
-			l.failedAgain(ctx, one.id, err)
-		} else if one.NQN != "" {
-			all = append(all, one)
-		}
-	}
-	return all, nil
-}
-
-// attachOrEnd is attachExport of an export that goes on. One of before the machine started ends: nothing is returned then.
-func (l *Local) attachOrEnd(ctx context.Context, pool blockdev.Pool, record blockdev.Record, e export) (Exported, blockdev.Device, error) {
-	_, how, err := l.exporter()
-	if err != nil {
-		return Exported{}, blockdev.Device{}, err
-	}
-	if e.boot == how.Boot {
-		return l.attachExport(ctx, pool, record, e)
-	}
-	klog.FromContext(ctx).Info("This machine has started anew, and may have lost what was written and not flushed; so who used a volume from elsewhere gets errors, and has to stage it again",
-		"pool", pool.Name(), "volume", record.Ref.String(), "consumer", e.Node)
-	return Exported{}, blockdev.Device{}, l.unexport(ctx, pool, record, e)
 }
 
 // exportPause is after how long an export that failed is tried again.
@@ -440,49 +520,53 @@ func (l *Local) KeepExports(ctx context.Context) {
 
 // retryExports tries all of them in one call, too: perhaps none could be exported.
 func (l *Local) retryExports(ctx context.Context) {
-	ids := l.taken(ctx)
-	for _, id := range ids {
-		klog.FromContext(ctx).Info("The kernel does not export a volume any more that another node uses, and this driver has not ended that; exporting it again", "volume", id.String())
-	}
+	taken := l.taken(ctx)
 	l.exports.mu.Lock()
+	ids := slices.Collect(maps.Keys(taken))
 	for id := range l.exports.failed {
-		if !slices.Contains(ids, id) {
+		if _, is := taken[id]; !is {
 			ids = append(ids, id)
 		}
 	}
-	how := l.exports.how
 	l.exports.mu.Unlock()
-	var all []again
-	var unlocks []func()
-	defer func() {
-		for _, unlock := range unlocks {
-			unlock()
-		}
-	}()
+	how, _ := l.exporting()
+	var m lot
+	defer m.done()
 	for _, id := range ids {
-		unlock, _ := how.Locks.TryLock([]string{keylock.Volume(id.Key)}, nil)
-		if unlock == nil {
+		if !m.lock(how, id) {
 			continue // until the next time
 		}
-		unlocks = append(unlocks, unlock)
-		pool, record, err := l.anyRecord(ctx, id)
-		e, is, unread := exportOf(record)
-		switch {
-		case err == nil && !is || errors.Is(err, errdefs.ErrNotFound):
-			l.setFailed(id, nil)
-			l.setGiven(id, "")
-		case err == nil && unread == nil:
-			one := again{id: id}
-			if one.Exported, one.device, err = l.attachOrEnd(ctx, pool, record, e); err != nil {
-				l.failedAgain(ctx, id, err)
-			} else if one.NQN != "" {
-				all = append(all, one)
-			}
+		if err := l.retryExport(ctx, &m, how, id, taken[id]); err != nil {
+			l.failedAgain(ctx, id, err)
 		}
 	}
-	if err := l.addAgain(ctx, all); err != nil {
+	if err := l.addAgain(ctx, m.all); err != nil {
 		klog.FromContext(ctx).Error(err, "Could not export volumes again; they are tried again")
 	}
+}
+
+// retryExport attaches what is to be exported again of a volume whose lock the caller has: what failed, or was taken by some names; unless its end has begun meanwhile.
+func (l *Local) retryExport(ctx context.Context, m *lot, how Exporting, id ID, taken []string) error {
+	given := l.givenOf(id)
+	maps.DeleteFunc(given, func(nqn, _ string) bool { return !slices.Contains(taken, nqn) })
+	if len(given) == 0 && !l.hasFailed(id) {
+		return nil
+	}
+	if len(given) > 0 {
+		klog.FromContext(ctx).Info("The kernel does not export a volume any more that other nodes use, and this driver has not ended that; exporting it again", "volume", id.String(),
+			"exports", slices.Sorted(maps.Keys(given)))
+	}
+	pool, record, err := l.anyRecord(ctx, id)
+	switch {
+	case errors.Is(err, errdefs.ErrNotFound), err == nil && !IsExported(record) && record.Labels[labelRead] == "":
+		l.ending(id)
+		return nil
+	case err != nil:
+		return nil // until its pool answers
+	case len(given) > 0 && !IsExported(record):
+		return l.readAgain(ctx, m, pool, record, given)
+	}
+	return l.recordAgain(ctx, m, how, pool, record)
 }
 
 // anyRecord returns the record of a volume, whole as the pool has it, also of an unfinished one.
@@ -603,7 +687,7 @@ func (l *Local) export(ctx context.Context, pool blockdev.Pool, record blockdev.
 			err = fmt.Errorf("export volume %s to %s: %w", id, e.Grant, err)
 		} else {
 			l.setFailed(id, nil)
-			l.setGiven(id, out.NQN)
+			l.setGiven(id, out.NQN, out.Host)
 		}
 	}()
 	exporter, _, err := l.exporter()
@@ -680,7 +764,7 @@ func (l *Local) unexportUnread(ctx context.Context, pool blockdev.Pool, record b
 	if err != nil {
 		return err
 	}
-	all, err := exportedOf(ctx, exporter, id)
+	all, err := l.exportedOf(ctx, exporter, id)
 	if err != nil {
 		return err
 	}
@@ -700,12 +784,17 @@ func (l *Local) unexportUnread(ctx context.Context, pool blockdev.Pool, record b
 	return changeLabel(ctx, pool, record.Ref, labelExport, "")
 }
 
-// exportedOf are the names of what the kernel exports of a volume.
-func exportedOf(ctx context.Context, exporter Exporter, id ID) (nqns []string, err error) {
+// exportedOf are the names of what the kernel exports of a volume, and of what it should: others may have taken that, and left parts.
+func (l *Local) exportedOf(ctx context.Context, exporter Exporter, id ID) (nqns []string, err error) {
 	all, err := exporter.Exports(ctx)
 	for _, e := range all {
 		if strings.HasPrefix(e.NQN, nvmet.Prefix+id.Key+":") {
 			nqns = append(nqns, e.NQN)
+		}
+	}
+	for nqn := range l.givenOf(id) {
+		if !slices.Contains(nqns, nqn) {
+			nqns = append(nqns, nqn)
 		}
 	}
 	return nqns, err
@@ -714,18 +803,18 @@ func exportedOf(ctx context.Context, exporter Exporter, id ID) (nqns []string, e
 // unexportMissing ends what is exported of a volume that has no record any more that could be read: only the kernel knows of it.
 func (l *Local) unexportMissing(ctx context.Context, id ID) error {
 	stack, err := l.stack(id)
-	if err != nil || id.Kind != blockdev.Volume || !l.exporting() {
+	if how, _ := l.exporting(); err != nil || id.Kind != blockdev.Volume || how.Open == nil {
 		return errdefs.IgnoreNotFound(err)
 	}
 	exporter, _, err := l.exporter()
 	if err != nil {
 		return err
 	}
-	l.setGiven(id, "")
-	exported, err := exportedOf(ctx, exporter, id)
+	exported, err := l.exportedOf(ctx, exporter, id)
 	if err != nil {
 		return err
 	}
+	l.ending(id)
 	for _, nqn := range exported {
 		if err := exporter.Remove(ctx, nqn); err != nil {
 			return err
@@ -736,23 +825,32 @@ func (l *Local) unexportMissing(ctx context.Context, id ID) error {
 			return errdefs.IgnoreNotFound(err)
 		}
 	}
-	l.setFailed(id, nil)
 	return nil
 }
 
-func (l *Local) unexport(ctx context.Context, pool blockdev.Pool, record blockdev.Record, e export) (err error) {
+// unexport ends an export by a record. From its beginning on, nothing exports it again.
+func (l *Local) unexport(ctx context.Context, pool blockdev.Pool, record blockdev.Record, e export) error {
+	id := IDOf(pool.Name(), record)
+	l.ending(id, e.nqn(id.Key)) // what another pool has of it may be exported, by another name
+	return l.endExport(ctx, pool, record, e)
+}
+
+// endExport is unexport of what KeepExports tries again.
+func (l *Local) endExport(ctx context.Context, pool blockdev.Pool, record blockdev.Record, e export) (err error) {
 	id := IDOf(pool.Name(), record)
 	defer func() {
 		if err != nil {
 			err = fmt.Errorf("end the export of volume %s to %s: %w", id, e.Grant, err)
 		}
 	}()
-	exporter, _, err := l.exporter()
-	if err != nil {
-		return err
+	exporter, how, err := l.exporter()
+	switch {
+	case err == nil:
+		err = exporter.Remove(ctx, e.nqn(id.Key))
+	case how.earlier(e.boot): // there is no target, and none that has it
+		err = nil
 	}
-	l.endGiven(id, e.nqn(id.Key))
-	if err := exporter.Remove(ctx, e.nqn(id.Key)); err != nil {
+	if err != nil {
 		return err
 	}
 	if err := l.detach(ctx, l.stacks.Of(pool, record.Ref)); err != nil {
@@ -761,7 +859,7 @@ func (l *Local) unexport(ctx context.Context, pool blockdev.Pool, record blockde
 	if err := changeLabel(ctx, pool, record.Ref, labelExport, ""); err != nil {
 		return err
 	}
-	l.setFailed(id, nil)
+	l.ending(id, e.nqn(id.Key))
 	return nil
 }
 
@@ -786,10 +884,13 @@ const ReasonNotExported = "NotExported"
 func (l *Local) exportHealth(v Volume) []blockdev.Problem {
 	l.exports.mu.Lock()
 	err := l.exports.failed[v.ID]
-	if l.exports.how == nil && v.Exported.Node != "" {
+	l.exports.mu.Unlock()
+	if errors.Is(err, errLater) {
+		err = nil
+	}
+	if how, _ := l.exporting(); err == nil && how.Open == nil && v.Exported.Node != "" {
 		err = errors.New(notServing)
 	}
-	l.exports.mu.Unlock()
 	if err == nil {
 		return nil
 	}

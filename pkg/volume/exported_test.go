@@ -19,6 +19,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/internal/secret"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/lazy"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
@@ -38,6 +39,8 @@ type target struct {
 	step    func(what string) error // before and after each call
 	plain   bool                    // it asks for no secrets
 	refused string                  // NQN of what it does not export
+	listed  func()                  // after each list
+	shown   func(*nvmet.Export)     // changes what a list has
 }
 
 func newTarget(t *testing.T) *target {
@@ -94,6 +97,9 @@ func (k *target) add(e nvmet.Export) error {
 			return errBroken
 		}
 		if have, is := k.exports[e.NQN]; is {
+			if (have.PSK == secret.Text{}) != (e.PSK == secret.Text{}) {
+				return nvmet.ErrOtherwise
+			}
 			if have != e {
 				return fmt.Errorf("%w: it is exported as %s", errdefs.ErrExists, have.Device)
 			}
@@ -130,8 +136,17 @@ func (k *target) Resized(_ context.Context, nqn string) error {
 
 func (k *target) Exports(context.Context) ([]nvmet.Export, error) {
 	k.mu.Lock()
-	defer k.mu.Unlock()
-	return slices.Collect(maps.Values(k.exports)), nil
+	all := slices.Collect(maps.Values(k.exports))
+	k.mu.Unlock()
+	for i := range all {
+		if k.shown != nil {
+			k.shown(&all[i])
+		}
+	}
+	if k.listed != nil {
+		k.listed()
+	}
+	return all, nil
 }
 
 func (k *target) taken() []string {
@@ -300,14 +315,24 @@ func TestExportTLS(t *testing.T) {
 	l, k, _, _ := home(t)
 	v := create(t, l, "a")
 	plain, err := l.Export(t.Context(), v.ID, grant(1, "b"))
-	if check.OK(t, err); plain.PSK != "" {
+	if check.OK(t, err); plain.PSK != (secret.Text{}) {
 		t.Errorf("without TLS there is a key: %v", plain)
 	}
+	// What is exported without goes on, also what is made again, until it ends; but who asks for it is told.
 	l.ServeExports(t.Context(), volume.Exporting{Boot: "1", Open: func() (volume.Exporter, error) { return k, nil }, Key: nodeKey, TLS: true, Locks: &keylock.Table{}})
+	ails(t, l, v.ID)
+	exportedTo(t, l, k, v.ID, grant(1, "b"))
+	fails(t, second(l.Export(t.Context(), v.ID, grant(1, "b"))), errdefs.ErrExists, "asked for it again")
+	exportedTo(t, l, k, v.ID, grant(1, "b"))
+	ails(t, l, v.ID)
 	check.OK(t, l.Unexport(t.Context(), v.ID, 1))
+	other, err := l.Export(t.Context(), v.ID, grant(1, "b"))
+	if check.OK(t, err); other.NQN == plain.NQN || other.PSK == (secret.Text{}) {
+		t.Errorf("given back, and asked for again, it is %s with %v, after %s", other.NQN, other.PSK, plain.NQN)
+	}
 	first, err := l.Export(t.Context(), v.ID, grant(2, "b"))
 	check.OK(t, err)
-	if !regexp.MustCompile(`^NVMeTLSkey-1:01:[A-Za-z0-9+/]{48}:$`).MatchString(first.PSK) || first.PSK[16:] == first.Secret[10:] || k.exports[first.NQN].PSK != first.PSK {
+	if !regexp.MustCompile(`^NVMeTLSkey-1:01:[A-Za-z0-9+/]{48}:$`).MatchString(first.PSK.Reveal()) || first.PSK.Reveal()[16:] == first.Secret.Reveal()[10:] || k.exports[first.NQN].PSK != first.PSK {
 		t.Error("the key is not as NVMe has it, or that of the authentication, or the kernel has another one")
 	}
 	again, err := l.Export(t.Context(), v.ID, grant(2, "b"))
@@ -315,7 +340,7 @@ func TestExportTLS(t *testing.T) {
 		t.Error("asked again, it is another one")
 	}
 	text := fmt.Sprintf("%v %+v %#v %v", first, first, first, first.Record.Labels)
-	if strings.Contains(text, first.PSK) {
+	if strings.Contains(text, first.PSK.Reveal()) {
 		t.Errorf("the key is in %s", text)
 	}
 	next, err := l.Export(t.Context(), v.ID, grant(3, "b"))
@@ -335,7 +360,7 @@ func TestExport(t *testing.T) {
 		{first.NQN, `^nqn\.2026-11\.dev\.ashlar:` + v.ID.Key + `:1:[0-9a-f]{16}$`},
 		{first.Host, `^nqn\.2026-11\.dev\.ashlar:node:[0-9a-f]{16}:[0-9a-f]{16}$`},
 		{first.UUID, `^[0-9a-f]{8}-[0-9a-f]{4}-8[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}$`},
-		{first.Secret, `^DHHC-1:00:[A-Za-z0-9+/]{48}:$`},
+		{first.Secret.Reveal(), `^DHHC-1:00:[A-Za-z0-9+/]{48}:$`},
 	} {
 		if !regexp.MustCompile(c.want).MatchString(c.have) {
 			t.Errorf("%q, want %s", c.have, c.want)
@@ -358,8 +383,8 @@ func TestExport(t *testing.T) {
 	for _, value := range first.Record.Labels {
 		text += " " + value
 	}
-	for _, secret := range []string{first.Secret, first.Host[len(first.Host)-16:]} {
-		if strings.Contains(text, secret) {
+	for _, hidden := range []string{first.Secret.Reveal(), first.Host[len(first.Host)-16:]} {
+		if strings.Contains(text, hidden) {
 			t.Errorf("the secret or the host's name is in %s", text)
 		}
 	}
@@ -399,8 +424,8 @@ func TestExport(t *testing.T) {
 	other, err := l.Export(t.Context(), v.ID, grant(2, "b"))
 	check.OK(t, err)
 	exportedTo(t, l, k, v.ID, grant(2, "b"))
-	if other.Secret != "" || other.NQN == next.NQN {
-		t.Errorf("secret %q, %s after %s", other.Secret, other.NQN, next.NQN)
+	if other.Secret != (secret.Text{}) || other.NQN == next.NQN {
+		t.Errorf("%v, %s after %s", other.Secret, other.NQN, next.NQN)
 	}
 	for range 2 {
 		check.OK(t, l.Unexport(t.Context(), v.ID, 0))
@@ -456,7 +481,7 @@ func TestExportDamaged(t *testing.T) {
 		})))
 		fails(t, second(l.Export(t.Context(), v.ID, grant(1, "b"))), errdefs.ErrDataLoss, label)
 		fails(t, second(l.CreateSnapshot(t.Context(), "s", v.ID)), errdefs.ErrDataLoss, label)
-		l.ServeExports(t.Context(), volume.Exporting{Boot: "1", Open: func() (volume.Exporter, error) { return k, nil }, Key: nodeKey})
+		l.ServeExports(t.Context(), volume.Exporting{Boot: "1", Open: func() (volume.Exporter, error) { return k, nil }, Key: nodeKey, Locks: &keylock.Table{}})
 	}
 	if calls := k.taken(); len(calls) > 0 {
 		t.Errorf("calls %v", calls)
@@ -796,6 +821,142 @@ func TestExportTaken(t *testing.T) {
 	if len(k.exports) > 0 {
 		t.Errorf("exported is %v", k.exports)
 	}
+}
+
+// TestExportTakenInPart: what does not appear at the node's address any more, or has no host, is made whole again.
+func TestExportTakenInPart(t *testing.T) {
+	l, k, _, _ := home(t)
+	v := create(t, l, "a")
+	out, err := l.Export(t.Context(), v.ID, grant(1, "b"))
+	check.OK(t, err)
+	k.taken()
+	for _, k.shown = range []func(*nvmet.Export){func(e *nvmet.Export) { e.UUID, e.Device = "", "" }, func(e *nvmet.Export) { e.Host = "" }} {
+		l.RetryExports(t.Context())
+		same(t, "calls", k.taken(), []string{"add " + out.NQN})
+	}
+	k.shown = nil
+	l.RetryExports(t.Context())
+	same(t, "calls when it is whole", k.taken(), nil)
+	check.OK(t, l.Unexport(t.Context(), v.ID, 1))
+}
+
+// TestExportEnding: what has begun to end is not exported again, though it is in the record still: neither what was taken, nor what could not be exported, and also if the end
+// begins while that is found out.
+func TestExportEnding(t *testing.T) {
+	disk, k := memory.NewDisk(8<<30), newTarget(t)
+	l := start(t, 0, disk.Open("default", nil))
+	serve(t, l, k, nil)
+	v := create(t, l, "a")
+	out, err := l.Export(t.Context(), v.ID, grant(1, "b"))
+	check.OK(t, err)
+	ends := func() {
+		k.step = func(what string) error {
+			if what == "remove, done" {
+				return errBroken
+			}
+			return nil
+		}
+		fails(t, l.Unexport(t.Context(), v.ID, 1), errBroken, "the end of an export, cut short")
+		k.step = nil
+	}
+	k.reboot()
+	k.taken()
+	k.listed = func() {
+		k.listed = nil
+		ends()
+	}
+	l.RetryExports(t.Context())
+	same(t, "calls, as the end begins after it was found to be taken", k.taken(), []string{"remove " + out.NQN})
+
+	l = start(t, 0, disk.Open("default", nil))
+	k.refused = out.NQN
+	serve(t, l, k, nil)
+	ails(t, l, v.ID, "NotExported")
+	k.refused = ""
+	ends()
+	k.taken()
+	l.RetryExports(t.Context())
+	same(t, "calls, as the end has begun of what could not be exported", k.taken(), nil)
+	check.OK(t, l.Unexport(t.Context(), v.ID, 1))
+}
+
+// TestExportPoolBack: a pool that comes while a call works on one of its volumes has that exported when the call is done, by the record of then.
+func TestExportPoolBack(t *testing.T) {
+	disk, k := memory.NewDisk(8<<30), newTarget(t)
+	l := start(t, 0, disk.Open("default", nil))
+	serve(t, l, k, nil)
+	v, ending := create(t, l, "a"), create(t, l, "b")
+	for _, id := range []volume.ID{v.ID, ending.ID} {
+		check.OK(t, second(l.Export(t.Context(), id, grant(1, "b"))))
+	}
+	k.reboot()
+	there := false
+	l = start(t, 0, lazy.New("default", errors.New("no disk"), func(context.Context) (blockdev.Pool, error) {
+		if !there {
+			return nil, errors.New("no disk")
+		}
+		return disk.Open("default", nil), nil
+	}))
+	locks := serve(t, l, k, nil)
+	unlock, _ := locks.TryLock([]string{keylock.Volume(v.ID.Key), keylock.Volume(ending.ID.Key)}, nil)
+	there = true
+	for end := time.Now().Add(20 * time.Second); time.Now().Before(end); time.Sleep(50 * time.Millisecond) {
+		if _, err := l.Get(t.Context(), v.ID); err == nil {
+			break
+		}
+	}
+	if len(k.exports) > 0 {
+		t.Errorf("while calls work on the volumes, %v is exported", k.exports)
+	}
+	ails(t, l, v.ID) // so far nothing
+	check.OK(t, l.Unexport(t.Context(), ending.ID, 1))
+	unlock()
+	l.RetryExports(t.Context())
+	exportedTo(t, l, k, v.ID, grant(1, "b"))
+	exportedTo(t, l, k, ending.ID, volume.Grant{})
+	ails(t, l, v.ID)
+	check.OK(t, l.Unexport(t.Context(), v.ID, 1))
+}
+
+// TestExportEarlier: a node that exports nothing, as its kernel lacks what that needs or its flags are gone, ends what it exported before the machine started, and nothing else:
+// the kernel has nothing of that.
+func TestExportEarlier(t *testing.T) {
+	disk, k := memory.NewDisk(8<<30), newTarget(t)
+	pool := disk.Open("default", nil)
+	l := start(t, 0, pool)
+	serve(t, l, k, nil)
+	v, read := create(t, l, "a"), create(t, l, "b")
+	check.OK(t, second(l.Export(t.Context(), v.ID, grant(1, "b"))))
+	check.OK(t, second(pool.SetLabels(t.Context(), blockdev.Ref{Kind: read.ID.Kind, Key: read.ID.Key}, func(labels map[string]string) error {
+		labels["read"] = "0123456789abcdef:1"
+		return nil
+	})))
+	alone := func(boot string) {
+		l = start(t, 0, disk.Open("default", nil))
+		l.ServeExports(t.Context(), volume.Exporting{Boot: boot, Locks: &keylock.Table{}})
+	}
+	alone("1")
+	exportedTo(t, l, k, v.ID, grant(1, "b"))
+	ails(t, l, v.ID, "NotExported")
+	fails(t, l.Unexport(t.Context(), v.ID, 1), errdefs.ErrUnavailable, "the end of what the kernel may have")
+	fails(t, second(l.Attach(t.Context(), v, nil)), errdefs.ErrUnavailable, "what the kernel may have")
+	fails(t, second(l.Export(t.Context(), v.ID, grant(2, "b"))), errdefs.ErrUnavailable, "another one")
+	fails(t, second(l.Readers(t.Context(), read.ID)), errdefs.ErrUnavailable, "who reads")
+	fails(t, l.EndReaders(t.Context(), read.ID, nobody), errdefs.ErrUnavailable, "the end of what the kernel may have")
+	fails(t, second(l.Attach(t.Context(), read, nil)), errdefs.ErrUnavailable, "what many read")
+
+	k.reboot()
+	check.OK(t, l.Detach(t.Context(), v.ID))
+	alone("2")
+	exportedTo(t, l, k, v.ID, volume.Grant{})
+	ails(t, l, v.ID)
+	if readers, err := l.Readers(t.Context(), read.ID); err != nil || len(readers) > 0 {
+		t.Errorf("read by %v, %v", readers, err)
+	}
+	check.OK(t, l.EndReaders(t.Context(), read.ID, nobody))
+	fails(t, second(l.Export(t.Context(), v.ID, grant(2, "b"))), errdefs.ErrUnavailable, "another one")
+	drop(t, l, v)
+	drop(t, l, read)
 }
 
 // TestExportGrows: the consumer of a volume that grows is told, if need be again.

@@ -9,6 +9,8 @@ import (
 	"testing"
 
 	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/internal/secret"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -98,7 +100,7 @@ func moveInUse(t *testing.T, pool string) {
 	to := grant(4, "c")
 	room, err := m.b.Prepare(t.Context(), pool, "source", blockdev.Thin, from, to)
 	check.OK(t, err)
-	if again, err := m.b.Prepare(t.Context(), pool, "source", blockdev.Thin, from, to); err != nil || again.NQN != room.NQN || again.Secret == "" || again.Secret != room.Secret {
+	if again, err := m.b.Prepare(t.Context(), pool, "source", blockdev.Thin, from, to); err != nil || again.NQN != room.NQN || again.Secret == (secret.Text{}) || again.Secret != room.Secret {
 		t.Errorf("asked again it answers %v, %v; before %v", again, err, room)
 	}
 	fails(t, second(m.b.Get(t.Context(), m.v.ID)), errdefs.ErrNotFound, "Get of what is not complete")
@@ -217,7 +219,7 @@ func TestMoveInUsePrepared(t *testing.T) {
 	check.OK(t, err)
 	room = prepare(from)
 	m.kb.reboot()
-	m.b.ServeExports(t.Context(), volume.Exporting{Boot: "2", Open: func() (volume.Exporter, error) { return m.kb, nil }, Key: nodeKey})
+	m.b.ServeExports(t.Context(), volume.Exporting{Boot: "2", Open: func() (volume.Exporter, error) { return m.kb, nil }, Key: nodeKey, Locks: &keylock.Table{}})
 	sealed, err = m.a.SealFor(t.Context(), m.v.ID, 3, grant(3, "c"))
 	check.OK(t, err)
 	fails(t, m.b.Complete(t.Context(), "a", sealed, to, room.NQN), errdefs.ErrNotFound, "Complete after the machine's start")

@@ -56,7 +56,7 @@ func (r reading) label() string {
 // export is the export to a reader.
 func (r reading) export(to Grant) export { return export{to, r.word, r.boot} }
 
-// readingOf is how a volume is read, by its record; false if it is not, or was before the machine started. ErrDataLoss for a label that cannot be read.
+// readingOf is how a volume is read, by its record; false if it is not, or was before the machine started, whose word is given. ErrDataLoss for a label that cannot be read.
 func readingOf(r blockdev.Record, boot string) (reading, bool, error) {
 	label := r.Labels[labelRead]
 	if label == "" {
@@ -114,6 +114,8 @@ func (l *Local) ExportToRead(ctx context.Context, id ID, to Grant) (_ Exported, 
 		defer func() { err = errors.Join(err, attached.Close()) }()
 		out := r.export(to).exported(exporter, how, record, attached.Size)
 		if err = exporter.Add(ctx, out.export(attached.Path)); err == nil {
+			l.setFailed(id, nil)
+			l.setGiven(id, out.NQN, out.Host)
 			return out, nil
 		}
 	}
@@ -193,32 +195,97 @@ func (l *Local) readersNow(ctx context.Context, id ID) (all []reader, host func(
 	if err != nil || record.Labels[labelRead] == "" {
 		return nil, nil, err
 	}
-	exporter, how, err := l.exporter()
-	if err != nil {
-		return nil, nil, err
+	exporter, how, unavailable := l.exporter()
+	if how.Boot == "" {
+		return nil, nil, unavailable
 	}
 	r, is, err := readingOf(record, how.Boot)
 	if err != nil || !is {
 		return nil, nil, err
 	}
-	all, err = l.readers(ctx, exporter, id.Key, r)
+	if unavailable != nil {
+		return nil, nil, unavailable
+	}
+	all, err = l.readers(ctx, exporter, id, r)
 	return all, func(to Grant) string { return r.export(to).host(how.Key, id.Key) }, err
 }
 
-// reader is an export of a volume for reading, as the kernel has it.
+// reader is an export of a volume for reading: the kernel has it, or should have it, and others have taken it there.
 type reader struct {
 	nvmet.Export
 	generation int64
 }
 
-func (l *Local) readers(ctx context.Context, exporter Exporter, key string, r reading) (found []reader, err error) {
+func (l *Local) readers(ctx context.Context, exporter Exporter, id ID, r reading) (found []reader, err error) {
 	all, err := exporter.Exports(ctx)
+	given := l.givenOf(id)
 	for _, e := range all {
-		if generation, is := r.reader(key, e.NQN); is {
+		if host, known := given[e.NQN]; known {
+			e.Host = host
+			delete(given, e.NQN)
+		}
+		if generation, is := r.reader(id.Key, e.NQN); is {
 			found = append(found, reader{e, generation})
 		}
 	}
+	for nqn, host := range given {
+		if generation, is := r.reader(id.Key, nqn); is {
+			found = append(found, reader{nvmet.Export{NQN: nqn, Host: host}, generation})
+		}
+	}
 	return found, err
+}
+
+// noteReaders has what the kernel exports of a volume for reading be exported again, should others take it.
+func (l *Local) noteReaders(ctx context.Context, pool blockdev.Pool, record blockdev.Record) error {
+	exporter, how, err := l.exporter()
+	if how.Open == nil {
+		return nil // nothing is exported
+	}
+	if err != nil {
+		return err
+	}
+	r, is, err := readingOf(record, how.Boot)
+	if err != nil || !is {
+		return err
+	}
+	id := IDOf(pool.Name(), record)
+	all, err := l.readers(ctx, exporter, id, r)
+	for _, one := range all {
+		if one.Host != "" {
+			l.setGiven(id, one.NQN, one.Host)
+		}
+	}
+	if err == nil {
+		l.setFailed(id, nil)
+	}
+	return err
+}
+
+// readAgain attaches what is to be exported again for reading, by some names to some hosts.
+func (l *Local) readAgain(ctx context.Context, m *lot, pool blockdev.Pool, record blockdev.Record, given map[string]string) error {
+	exporter, how, err := l.exporter()
+	if err != nil {
+		return err
+	}
+	r, is, err := readingOf(record, how.Boot)
+	if err != nil || !is {
+		return err
+	}
+	for nqn, host := range given {
+		generation, is := r.reader(record.Key, nqn)
+		if !is {
+			continue
+		}
+		attached, err := l.attachGuarded(ctx, pool, record)
+		if err != nil {
+			return err
+		}
+		one := again{r.export(Grant{Generation: generation}).exported(exporter, how, record, attached.Size), IDOf(pool.Name(), record), attached}
+		one.Host = host // which node that is, its name tells who has the key, and nobody back
+		m.all = append(m.all, one)
+	}
+	return nil
 }
 
 // reader is for which generation a name is that of an export for this reading, of the volume of a key.
@@ -261,7 +328,7 @@ func (l *Local) EndReadingHere(ctx context.Context, id ID) error {
 
 // endAllReading ends all reading of a volume, elsewhere and here. ErrInUse while somebody here has the device.
 func (l *Local) endAllReading(ctx context.Context, id ID) error {
-	if !l.exporting() { // then nobody is given anything to read
+	if _, is := l.exporting(); !is { // then nobody is given anything to read
 		return nil
 	}
 	pool, record, err := l.exportRecord(ctx, id)
@@ -287,24 +354,30 @@ func (l *Local) endReading(ctx context.Context, pool blockdev.Pool, record block
 			err = fmt.Errorf("end what reads volume %s: %w", IDOf(pool.Name(), record), err)
 		}
 	}()
-	exporter, how, err := l.exporter()
-	if err != nil {
-		return err
+	exporter, how, unavailable := l.exporter()
+	if how.Boot == "" {
+		return unavailable
 	}
 	r, is, err := readingOf(record, how.Boot)
 	if err != nil {
 		return err
 	}
-	left := 0
+	id, left := IDOf(pool.Name(), record), 0
 	if is {
-		all, err := l.readers(ctx, exporter, record.Key, r)
+		if unavailable != nil {
+			return unavailable
+		}
+		all, err := l.readers(ctx, exporter, id, r)
 		if err != nil {
 			return err
 		}
 		for _, one := range all {
 			if keep(one.generation) {
 				left++
-			} else if err := exporter.Remove(ctx, one.NQN); err != nil {
+				continue
+			}
+			l.ending(id, one.NQN)
+			if err := exporter.Remove(ctx, one.NQN); err != nil {
 				return err
 			}
 		}
@@ -324,12 +397,16 @@ func (l *Local) endReading(ctx context.Context, pool blockdev.Pool, record block
 
 // leaveReading is Detach of a volume that many read: other nodes go on. is: it was one.
 func (l *Local) leaveReading(ctx context.Context, id ID) (is bool, err error) {
-	if !l.exporting() {
+	how, is := l.exporting()
+	if !is {
 		return false, nil
 	}
 	pool, record, err := l.exportRecord(ctx, id)
 	if err != nil || record.Labels[labelRead] == "" {
 		return false, nil // a device is taken away without a record
+	}
+	if _, now, _ := readingOf(record, how.Boot); now && how.Open == nil {
+		return false, nil // whether others go on is not known
 	}
 	return true, l.endReading(ctx, pool, record, func(int64) bool { return true }, true)
 }

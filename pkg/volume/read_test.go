@@ -163,6 +163,62 @@ func TestReachedByMany(t *testing.T) {
 	check.OK(t, l.Delete(t.Context(), v.ID))
 }
 
+// TestReachedByManyTaken: what others take out of the kernel of what many read is exported again as it was, also after a start of the driver; those who have ended are not, and
+// nothing of either is left when they end.
+func TestReachedByManyTaken(t *testing.T) {
+	needGuard(t)
+	url := filesURL(t)
+	pool := opened(t, "default", url)
+	l, k := start(t, 0, pool), newTarget(t)
+	serve(t, l, k, &consumer{})
+	v := written(t, l, "a", "content")
+	exported := map[string]nvmet.Export{}
+	for generation := range int64(3) {
+		out, err := l.ExportToRead(t.Context(), v.ID, grant(generation+1, "b"))
+		check.OK(t, err)
+		exported[out.NQN] = k.exports[out.NQN]
+	}
+	retried := func(when string, want ...int64) {
+		t.Helper()
+		k.reboot()
+		readBy := func(what string) {
+			t.Helper()
+			if have, err := l.Readers(t.Context(), v.ID); err != nil || !slices.Equal(have, want) {
+				t.Errorf("%s, %s, it is read by %v, %v; want %v", when, what, have, err, want)
+			}
+		}
+		readBy("taken")
+		l.RetryExports(t.Context())
+		readBy("exported again")
+		if len(k.exports) != len(want) {
+			t.Errorf("%s: exported is %v", when, k.exports)
+		}
+		for nqn, e := range k.exports {
+			if e != exported[nqn] {
+				t.Errorf("%s: exported is %+v, want %+v", when, e, exported[nqn])
+			}
+		}
+		ails(t, l, v.ID)
+	}
+	retried("all of them", 1, 2, 3)
+	check.OK(t, l.EndReaders(t.Context(), v.ID, func(generation int64) bool { return generation != 2 }))
+	retried("those who have not ended", 1, 3)
+
+	check.OK(t, pool.Close())
+	l = start(t, 0, open(t, "default", url))
+	serve(t, l, k, &consumer{})
+	retried("after a start", 1, 3)
+	k.reboot()
+	k.taken()
+	check.OK(t, l.EndReaders(t.Context(), v.ID, nobody))
+	if calls := k.taken(); len(calls) != 2 {
+		t.Errorf("at the end of what was taken, the calls are %v", calls)
+	}
+	l.RetryExports(t.Context())
+	readBy(t, l, k, v.ID, false)
+	check.OK(t, l.Delete(t.Context(), v.ID))
+}
+
 // TestReachedByManyRebooted: what was read before the machine started anew is read by nobody, and can be used.
 func TestReachedByManyRebooted(t *testing.T) {
 	needGuard(t)

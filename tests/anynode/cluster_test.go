@@ -52,6 +52,7 @@ type nodes struct {
 	testing.TB
 	*network
 	dir        string
+	program    string
 	kube       client.Client
 	controller *process.Driver
 	agents     map[string]*process.Driver
@@ -91,7 +92,7 @@ func newCluster(t testing.TB) (c *nodes, program, api string) {
 	check.OK(t, errors.Join(v1alpha1.AddToScheme(scheme), corev1.AddToScheme(scheme)))
 	at, err := url.Parse(server.Config(apitest.Admin).Host)
 	check.OK(t, err)
-	c = &nodes{TB: t, dir: dir, agents: map[string]*process.Driver{}}
+	c = &nodes{TB: t, dir: dir, program: program, agents: map[string]*process.Driver{}}
 	c.kube, err = client.New(server.Config(apitest.Admin), client.Options{Scheme: scheme})
 	check.OK(t, err)
 	t.Cleanup(func() { check.OK(t, c.kube.DeleteAllOf(context.Background(), &v1alpha1.Pool{})) }) // the next cluster has other disks

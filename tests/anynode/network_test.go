@@ -23,6 +23,8 @@ type network struct {
 	testing.TB
 	api string // address of the API server
 
+	tlshd map[string]func() // ends that of a node
+
 	mu     sync.Mutex
 	relays map[string]*relay // by node
 }
@@ -33,7 +35,7 @@ var addresses = map[string]string{home: "10.77.1.2", consumers[0]: "10.77.1.1", 
 // newNetwork makes the namespaces and links; they go at the end of the test.
 func newNetwork(t testing.TB, api string) *network {
 	t.Helper()
-	n := &network{TB: t, api: api, relays: map[string]*relay{}}
+	n := &network{TB: t, api: api, relays: map[string]*relay{}, tlshd: map[string]func(){}}
 	for _, node := range []string{home, consumers[1]} {
 		drivertest.Run(t, "ip", "netns", "add", node)
 		n.Cleanup(func() { drivertest.Run(n, "ip", "netns", "del", node) })
@@ -55,8 +57,8 @@ func newNetwork(t testing.TB, api string) *network {
 		drivertest.Run(t, strings.Fields(line)...)
 	}
 	if drivertest.WithTLS() {
-		for _, node := range []string{home, "", consumers[1]} {
-			drivertest.RunTLSHD(t, node)
+		for node, netns := range map[string]string{home: home, consumers[0]: "", consumers[1]: consumers[1]} {
+			n.tlshd[node] = drivertest.RunTLSHD(t, netns)
 		}
 	}
 	for _, link := range []string{"to-home", "to-second"} {

@@ -22,6 +22,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/ashlar-csi/ashlar/internal/secret"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/psk"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/unbroken"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -49,13 +50,16 @@ type Connection struct {
 	NQN     string // of the subsystem
 	Host    string // NQN of this host, which no other connection has
 	Address netip.AddrPort
-	Secret  string // "DHHC-1:...", or empty
-	PSK     string // of TLS, "NVMeTLSkey-1:..."; empty: all goes in plain text
-	UUID    string // of the namespace that is expected, lower case
+	Secret  secret.Text // "DHHC-1:...", or empty
+	PSK     secret.Text // of TLS, "NVMeTLSkey-1:..."; empty: all goes in plain text
+	UUID    string      // of the namespace that is expected, lower case
 	// Loss is how long I/O waits for a target that is away, whole seconds, before it ends with errors, counted from when the kernel has
 	// noticed, which takes about ten; negative: for ever. The device stays in any case, and works again when the target is back.
 	Loss time.Duration
 }
+
+// none is no secret.
+var none secret.Text
 
 // Multipath reports whether the kernel looks for other ways to a device when one ends (nvme_core.multipath). It then ends a flush that was under way as if that had
 // been done (nvme_failover_req in drivers/nvme/host/multipath.c of Linux 6.1: the request of a flush has no bio that could be sent again): a sync is answered with
@@ -71,7 +75,7 @@ type Device struct {
 	Host    string
 	Address string // "traddr=...,trsvcid=...", as the kernel says it
 	State   string // of the connection: live; connecting, resetting: the target is away; deleting
-	TLS     bool   // what goes over it is encrypted
+	TLS     bool   // what goes over it is encrypted; before Linux 6.12 also, though it may not be, while it is not live
 	Path    string // of the block device; empty: there is no namespace (any more)
 	Number  uint64 // of the block device
 	UUID    string
@@ -123,10 +127,10 @@ func (c Connection) check() error {
 	if !names.MatchString(c.NQN) || !names.MatchString(c.Host) {
 		return fmt.Errorf("%w: %q or %q is no NQN in lower case", errdefs.ErrInvalid, c.NQN, c.Host)
 	}
-	if !secrets.MatchString(c.Secret) {
+	if !secrets.MatchString(c.Secret.Reveal()) {
 		return fmt.Errorf("%w: the secret is not of the form DHHC-1:HASH:KEY: as NVMe has it", errdefs.ErrInvalid)
 	}
-	if c.PSK != "" {
+	if c.PSK != none {
 		if err := psk.Check(c.PSK); err != nil {
 			return err
 		}
@@ -152,8 +156,8 @@ func (c Connection) options() string {
 	if c.Loss >= 0 {
 		options += ",fast_io_fail_tmo=" + strconv.Itoa(int(c.Loss/time.Second))
 	}
-	if c.Secret != "" {
-		options += ",dhchap_secret=" + c.Secret
+	if c.Secret != none {
+		options += ",dhchap_secret=" + c.Secret.Reveal()
 	}
 	return options
 }
@@ -169,7 +173,7 @@ func Connect(ctx context.Context, c Connection) (Device, error) {
 	if err := Available(); err != nil {
 		return Device{}, err
 	}
-	if c.Secret != "" {
+	if c.Secret != none {
 		if can, err := Authenticates(); err != nil || !can {
 			return Device{}, errors.Join(err, fmt.Errorf("%w: this kernel cannot prove to a target who it is (CONFIG_NVME_HOST_AUTH)", errdefs.ErrUnsupported))
 		}
@@ -195,8 +199,8 @@ func connect(ctx context.Context, c Connection) (Device, error) {
 		}
 	case err != nil:
 		return Device{}, err
-	case c.PSK != "" && !have.TLS:
-		return Device{}, fmt.Errorf("%w: it is connected without TLS since before that was demanded; end the pods that use it on this node", errdefs.ErrInUse)
+	case c.plain(have):
+		return Device{}, errPlain
 	}
 	hide(c.NQN)
 	device, err := appears(ctx, c)
@@ -205,6 +209,12 @@ func connect(ctx context.Context, c Connection) (Device, error) {
 	}
 	return device, err
 }
+
+// errPlain is of what is connected in plain text, and is to be connected with TLS.
+var errPlain = fmt.Errorf("%w: it is connected without TLS since before that was demanded; end the pods that use it on this node", errdefs.ErrInUse)
+
+// plain reports whether what is connected lacks the TLS that it is to have.
+func (c Connection) plain(have Device) bool { return c.PSK != none && !have.TLS }
 
 // begin has the kernel connect. What it is told has secrets.
 func (c Connection) begin() error {
@@ -216,7 +226,7 @@ func (c Connection) begin() error {
 		}
 		return nil
 	}
-	if c.PSK == "" {
+	if c.PSK == none {
 		return begin("")
 	}
 	if err := TLS(); err != nil {
@@ -251,6 +261,8 @@ func appears(ctx context.Context, c Connection) (Device, error) {
 			return Device{}, err
 		case device.Path != "" && c.UUID != device.UUID:
 			return Device{}, fmt.Errorf("%w: its namespace has the UUID %s, not %s: it is another volume", errdefs.ErrPrecondition, device.UUID, c.UUID)
+		case device.Live() && c.plain(device): // which was not known before it was live
+			return Device{}, errPlain
 		case device.Path != "" && device.Live():
 			err := node(device)
 			if err == nil {

@@ -25,6 +25,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/internal/secret"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvme"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvmet"
@@ -42,15 +43,22 @@ const mib = 1 << 20
 
 // order is what a process in the home does with the target there. Each is a process of its own, as a driver that starts again is.
 type order struct {
-	Add     []nvmet.Export
+	Add     []nvmet.Export `json:"-"`
+	Told    []revealed     // Add, as the process is told of it
 	Remove  string
 	Resized string
 	At      string        // another address than usual
 	Within  time.Duration // 0: a minute
 }
 
+// revealed is an export with its secrets, which are encoded by nothing else.
+type revealed struct {
+	nvmet.Export
+	Secret, PSK string
+}
+
 // newSecret is a new one, as a home makes them.
-func newSecret() string {
+func newSecret() secret.Text {
 	key := make([]byte, 32)
 	_, _ = rand.Read(key) // it never fails
 	return nvmet.Secret(key)
@@ -84,6 +92,10 @@ func (o order) obey() (began time.Time, err error) {
 	if err != nil {
 		return began, err
 	}
+	for _, e := range o.Told {
+		e.Export.Secret, e.Export.PSK = secret.Of(e.Secret), secret.Of(e.PSK)
+		o.Add = append(o.Add, e.Export)
+	}
 	began = time.Now()
 	switch {
 	case o.Remove != "":
@@ -98,6 +110,9 @@ func (o order) obey() (began time.Time, err error) {
 
 func (o order) command(t *testing.T) (*exec.Cmd, *bytes.Buffer) {
 	t.Helper()
+	for _, e := range o.Add {
+		o.Told = append(o.Told, revealed{e, e.Secret.Reveal(), e.PSK.Reveal()})
+	}
 	text, err := json.Marshal(o)
 	check.OK(t, err)
 	cmd := exec.Command("nsenter", "--net=/run/netns/"+netns, os.Args[0])
@@ -160,15 +175,15 @@ func link(t *testing.T, way string) {
 // exported is a disk of a size that is exported, and how to connect to it. At the end of the test it is neither connected nor exported.
 func exported(t *testing.T, n int, disk string) (nvmet.Export, nvme.Connection) {
 	t.Helper()
-	psk := ""
+	var psk secret.Text
 	if drivertest.WithTLS() {
 		psk = newPSK()
 	}
 	return exportedWith(t, n, disk, psk)
 }
 
-// exportedWith is exported, with TLS by a secret; without one in plain text.
-func exportedWith(t *testing.T, n int, disk, psk string) (nvmet.Export, nvme.Connection) {
+// exportedWith is exported, with TLS by a PSK; without one in plain text.
+func exportedWith(t *testing.T, n int, disk string, psk secret.Text) (nvmet.Export, nvme.Connection) {
 	t.Helper()
 	e := nvmet.Export{
 		NQN: fmt.Sprintf("%s%032x:1:%016x", nvmet.Prefix, n, n), Host: fmt.Sprintf("%snode:b:%016x", nvmet.Prefix, n),
@@ -302,7 +317,7 @@ func TestConnect(t *testing.T) {
 	for what, change := range map[string]func(c *nvme.Connection){
 		"another host":      func(c *nvme.Connection) { c.Host = nvmet.Prefix + "node:c:0" },
 		"another secret":    func(c *nvme.Connection) { c.Secret = newSecret() },
-		"no secret":         func(c *nvme.Connection) { c.Secret = "" },
+		"no secret":         func(c *nvme.Connection) { c.Secret = secret.Text{} },
 		"another subsystem": func(c *nvme.Connection) { c.NQN = nvmet.Prefix + "missing" },
 		"nobody there":      func(c *nvme.Connection) { c.Address = netip.MustParseAddrPort(homeIP + ":4") },
 	} {
@@ -692,10 +707,10 @@ func TestRefused(t *testing.T) {
 		"two options":   func(c *nvme.Connection) { c.NQN += ",hostnqn=x" },
 		"host":          func(c *nvme.Connection) { c.Host = "b" },
 		"no address":    func(c *nvme.Connection) { c.Address = netip.AddrPort{} },
-		"secret":        func(c *nvme.Connection) { c.Secret = "secret" },
+		"secret":        func(c *nvme.Connection) { c.Secret = secret.Of("secret") },
 		"PSK":           func(c *nvme.Connection) { c.PSK = c.Secret },
-		"PSK's end":     func(c *nvme.Connection) { c.PSK = newPSK() + ",nqn=x" },
-		"secret's end":  func(c *nvme.Connection) { c.Secret += ",nqn=x" },
+		"PSK's end":     func(c *nvme.Connection) { c.PSK = secret.Of(newPSK().Reveal() + ",nqn=x") },
+		"secret's end":  func(c *nvme.Connection) { c.Secret = secret.Of(c.Secret.Reveal() + ",nqn=x") },
 		"zone's option": func(c *nvme.Connection) { c.Address = netip.MustParseAddrPort("[fe80::1%a,b]:1") },
 	} {
 		other := c

@@ -158,10 +158,14 @@ func (c controller) device() Device {
 	return d
 }
 
-// encrypted reports whether a controller was told to use TLS, and nothing else: only then it has the attribute, which has no value while it connects again.
+// encrypted reports whether a controller uses TLS. The attribute has the key, but while it connects again, when some kernels forget that. From Linux 6.12 on only those have
+// it that were told to use TLS, and nothing else; from 6.7 to 6.11 all over TCP have it (nvme_dev_attrs_are_visible), so what is live and has no key goes in plain text.
 func (c controller) encrypted() bool {
-	_, err := os.Stat(filepath.Join(string(c), "tls_key"))
-	return err == nil
+	if _, err := os.Stat(filepath.Join(string(c), "tls_key")); err != nil {
+		return false
+	}
+	// Asked on either side of the state: it may come to life meanwhile, or fall.
+	return c.get("tls_key") != "" || c.get("state") != live || c.get("tls_key") != ""
 }
 
 // deviceNumber is that of an attribute "dev", major and minor.

@@ -5,19 +5,21 @@ import (
 	"crypto/rand"
 	"errors"
 	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/internal/secret"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvme"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvmet"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // newPSK is a new secret of TLS, as homes make them.
-func newPSK() string {
+func newPSK() secret.Text {
 	key := make([]byte, 32)
 	_, _ = rand.Read(key) // it never fails
 	return nvmet.PSK(key)
@@ -27,8 +29,8 @@ func newPSK() string {
 func said(t *testing.T, c nvme.Connection, disk string, words []byte) []byte {
 	t.Helper()
 	device := connect(t, c)
-	if device.TLS != (c.PSK != "") {
-		t.Errorf("the device is %+v, of %q", device, c.PSK)
+	if device.TLS != (c.PSK != (secret.Text{})) {
+		t.Errorf("the device is %+v, with %v", device, c.PSK)
 	}
 	heard := drivertest.Wire(t, "ashlar-c")
 	f, err := os.OpenFile(device.Path, os.O_RDWR, 0)
@@ -54,18 +56,18 @@ func TestTLS(t *testing.T) {
 	home(t)
 	marker := []byte("a word that is nowhere else. ")
 	words := bytes.Repeat(marker, 4096)
-	plain, secret := drivertest.Disk(t, 8*mib), drivertest.Disk(t, 8*mib)
+	plain, hidden := drivertest.Disk(t, 8*mib), drivertest.Disk(t, 8*mib)
 
 	t.Run("without", func(t *testing.T) {
-		_, c := exportedWith(t, 1, plain, "")
+		_, c := exportedWith(t, 1, plain, secret.Text{})
 		if !bytes.Contains(said(t, c, plain, words), marker) {
 			t.Error("without TLS, what was written is not on the wire: this test sees nothing")
 		}
 	})
 	t.Run("with", func(t *testing.T) {
-		e, c := exportedWith(t, 2, secret, newPSK())
+		e, c := exportedWith(t, 2, hidden, newPSK())
 		for what, change := range map[string]func(c *nvme.Connection){
-			"plain text":     func(c *nvme.Connection) { c.PSK = "" },
+			"plain text":     func(c *nvme.Connection) { c.PSK = secret.Text{} },
 			"another key":    func(c *nvme.Connection) { c.PSK = newPSK() },
 			"another host":   func(c *nvme.Connection) { c.Host = nvmet.Prefix + "node:c:0" },
 			"another secret": func(c *nvme.Connection) { c.Secret = newSecret() },
@@ -79,7 +81,7 @@ func TestTLS(t *testing.T) {
 			}
 			t.Logf("%s: %v, after %s", what, err, time.Since(began).Round(time.Millisecond))
 		}
-		if bytes.Contains(said(t, c, secret, words), marker) {
+		if bytes.Contains(said(t, c, hidden, words), marker) {
 			t.Error("with TLS, what was written can be read on the wire")
 		}
 		if keys := drivertest.Keys(t, e.NQN); len(keys) != 2 {
@@ -88,6 +90,35 @@ func TestTLS(t *testing.T) {
 	})
 	if left := drivertest.Gone(func() []string { return drivertest.Keys(t, nvmet.Prefix) }); len(left) > 0 {
 		t.Errorf("keys that are left: %q", left)
+	}
+}
+
+// TestTLSKey: what is connected in plain text is not taken for encrypted by a kernel that shows the attribute of all controllers (Linux 6.7 to 6.11): there is a folder as such a kernel
+// shows it.
+func TestTLSKey(t *testing.T) {
+	for _, c := range []struct {
+		what, state, key string
+		there, want      bool
+	}{
+		{"a kernel without TLS, or without for this controller", "live", "", false, false},
+		{"with TLS", "live", "1f4b5a2c\n", true, true},
+		{"in plain text, with the attribute of all", "live", "", true, false},
+		{"which connects again, with TLS", "connecting", "", true, true},
+		{"which connects again, of a kernel that does not forget", "resetting", "1f4b5a2c\n", true, true},
+		{"which connects again, without the attribute", "connecting", "", false, false},
+	} {
+		folder := t.TempDir()
+		check.OK(t, os.WriteFile(filepath.Join(folder, "state"), []byte(c.state+"\n"), 0o600))
+		if c.there {
+			check.OK(t, os.WriteFile(filepath.Join(folder, "tls_key"), []byte(c.key), 0o600))
+		}
+		have := nvme.Shown(folder)
+		if have.TLS != c.want || have.State != c.state {
+			t.Errorf("%s: it is %+v", c.what, have)
+		}
+		if (nvme.Connection{}).Plain(have) || (nvme.Connection{PSK: newPSK()}).Plain(have) == c.want {
+			t.Errorf("%s: who wants TLS, or does not, takes it otherwise", c.what)
+		}
 	}
 }
 

@@ -10,6 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/psk"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -141,8 +142,21 @@ func lock() (unlock func(), err error) {
 	}
 }
 
-// sweep takes away our hosts that no subsystem allows: whoever made or removed them was cut short.
+// sweep takes away our hosts that no subsystem allows, and keys of TLS for subsystems of ours that are not there: whoever made or removed them was cut short, or other tools
+// took the subsystems away, which know of no keys.
 func sweep() error {
+	served, err := psk.Served(Prefix)
+	if err != nil {
+		return err
+	}
+	for _, nqn := range served {
+		if there(subsystemFolder(nqn)) {
+			continue
+		}
+		if err := psk.End(nqn); err != nil {
+			return err
+		}
+	}
 	hosts, err := list(filepath.Join(root, "hosts"))
 	if err != nil {
 		return err

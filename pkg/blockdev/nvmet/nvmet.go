@@ -21,6 +21,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/ashlar-csi/ashlar/internal/secret"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/psk"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/internal/unbroken"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -46,17 +47,20 @@ type Target struct {
 
 // Export is a device that one host may use.
 type Export struct {
-	NQN    string // of the subsystem
-	Host   string // NQN of the one host that may connect
-	UUID   string // of the namespace, lower case; its NGUID has the same bytes
-	Device string // path of the block device
-	Secret string // as Secret makes them; empty: the host need not prove who it is
-	PSK    string // as PSK makes them: all goes over TLS, and nobody connects without; empty: all goes in plain text
+	NQN    string      // of the subsystem
+	Host   string      // NQN of the one host that may connect
+	UUID   string      // of the namespace, lower case; its NGUID has the same bytes
+	Device string      // path of the block device
+	Secret secret.Text // as Secret makes them; empty: the host need not prove who it is
+	PSK    secret.Text // as PSK makes them: all goes over TLS, and nobody connects without; empty: all goes in plain text
 }
+
+// none is no secret.
+var none secret.Text
 
 // Open returns the target at an address of this machine. errdefs.ErrUnsupported if the kernel has no such target, with what to load;
 // errdefs.ErrUnavailable if nobody can listen at this address now. What a process that died left half made and half removed of
-// hosts and ports goes.
+// hosts, keys and ports goes.
 func Open(address netip.AddrPort) (*Target, error) {
 	t := &Target{address: netip.AddrPortFrom(address.Addr().Unmap(), address.Port())}
 	if err := present(); err != nil {
@@ -139,10 +143,10 @@ func (e Export) check() error {
 	if !uuids.MatchString(e.UUID) {
 		return fmt.Errorf("%w: %q is no UUID in lower case", errdefs.ErrInvalid, e.UUID)
 	}
-	if e.Secret != "" && !secrets.MatchString(e.Secret) {
+	if e.Secret != none && !secrets.MatchString(e.Secret.Reveal()) {
 		return fmt.Errorf("%w: the secret is not of the form DHHC-1:HASH:KEY: as NVMe has it", errdefs.ErrInvalid)
 	}
-	if e.PSK != "" {
+	if e.PSK != none {
 		return psk.Check(e.PSK)
 	}
 	return nil
@@ -153,7 +157,7 @@ func (e Export) check() error {
 // again and finds it without its namespace would take the device away from under its users. For the same reason those of a machine
 // that has started belong into one call: the kernel listens from the first on, and a host that finds no subsystem of its name gives
 // up (since Linux 6.10). What can be exported is, also if others cannot. With TLS and without go to one address one after the other only: what appears there stays
-// as it is, and as long as it does, errdefs.ErrUnavailable is for all that was to appear the other way.
+// as it is, which is ErrOtherwise, and as long as it does, errdefs.ErrUnavailable is for all else that was to appear the other way.
 func (t *Target) Add(ctx context.Context, exports ...Export) error {
 	ready := map[bool][]string{} // with TLS, and without
 	var failures []error
@@ -161,7 +165,7 @@ func (t *Target) Add(ctx context.Context, exports ...Export) error {
 		if err := t.prepare(ctx, e); err != nil {
 			failures = append(failures, fmt.Errorf("export %s as %s: %w", e.Device, e.NQN, err))
 		} else {
-			ready[e.PSK != ""] = append(ready[e.PSK != ""], e.NQN)
+			ready[e.PSK != none] = append(ready[e.PSK != none], e.NQN)
 		}
 	}
 	for tls, nqns := range ready {
@@ -177,13 +181,10 @@ func (t *Target) prepare(ctx context.Context, e Export) error {
 	if err := e.check(); err != nil {
 		return err
 	}
-	if e.Secret != "" && !t.authenticates {
+	if e.Secret != none && !t.authenticates {
 		return fmt.Errorf("%w: this kernel's NVMe target asks no host for a secret (CONFIG_NVME_TARGET_AUTH, Linux 6.0)", errdefs.ErrUnsupported)
 	}
 	return t.underWay.Do(ctx, e.NQN, func() error {
-		if err := e.serve(); err != nil {
-			return err
-		}
 		if err := e.allow(); err != nil {
 			return err
 		}
@@ -193,30 +194,33 @@ func (t *Target) prepare(ctx context.Context, e Export) error {
 
 // serve has the kernel know the key of TLS, if there is one.
 func (e Export) serve() error {
-	if e.PSK == "" {
+	if e.PSK == none {
 		return nil
 	}
 	change()
 	return psk.Serve(e.PSK, e.Host, e.NQN)
 }
 
-// allow makes the subsystem, and the host the only one that may connect.
+// allow makes the subsystem, and the host the only one that may connect. Its key is there before, and goes with the lock (sweep).
 func (e Export) allow() error {
 	unlock, err := lock()
 	if err != nil {
 		return err
 	}
 	defer unlock()
+	if err := e.serve(); err != nil {
+		return err
+	}
 	host, subsystem := hostFolder(e.Host), subsystemFolder(e.NQN)
 	if err := makeFolder(host); err != nil {
 		return err
 	}
-	if e.Secret != "" {
+	if e.Secret != none {
 		key := filepath.Join(host, "dhchap_key")
 		if err := os.Chmod(key, 0o600); err != nil { // everybody could read it
 			return errdefs.FromErrno(err)
 		}
-		if err := set(key, e.Secret); err != nil {
+		if err := set(key, e.Secret.Reveal()); err != nil {
 			return err
 		}
 	}
@@ -370,10 +374,14 @@ func (t *Target) Resized(ctx context.Context, nqn string) error {
 	return nil
 }
 
-// Exports returns what the kernel has of ours, whoever made it and at whatever address, without the secrets. What was cut short
-// lacks some of its fields.
+// Exports returns what the kernel has of ours, whoever made it and at whatever address, without the secrets. What was cut short, or others have changed,
+// lacks some of its fields: without a host nobody may connect, and without a device nobody can, as it appears nowhere or has no namespace.
 func (t *Target) Exports(ctx context.Context) ([]Export, error) {
 	subsystems, err := list(filepath.Join(root, "subsystems"))
+	if err != nil {
+		return nil, fmt.Errorf("list exports: %w", err)
+	}
+	appear, err := published()
 	if err != nil {
 		return nil, fmt.Errorf("list exports: %w", err)
 	}
@@ -389,7 +397,7 @@ func (t *Target) Exports(ctx context.Context) ([]Export, error) {
 		if hosts, err := list(filepath.Join(subsystemFolder(nqn), "allowed_hosts")); err == nil && len(hosts) == 1 {
 			e.Host = hosts[0]
 		}
-		if on, err := get(filepath.Join(namespaceFolder(nqn), "enable")); err == nil && on == "1" {
+		if on, err := get(filepath.Join(namespaceFolder(nqn), "enable")); err == nil && on == "1" && appear[nqn] {
 			e.UUID, _ = get(filepath.Join(namespaceFolder(nqn), "device_uuid"))
 			e.Device, _ = get(filepath.Join(namespaceFolder(nqn), "device_path"))
 		}

@@ -25,6 +25,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/internal/secret"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvmet"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -33,13 +34,20 @@ const mib = 1 << 20
 
 // order is what a child process is to do with a target, and before which change of its it is killed.
 type order struct {
-	Add    *nvmet.Export
+	Add    *nvmet.Export `json:"-"`
+	Told   *revealed     // Add, as the child is told of it
 	Remove string
 	Dies   int
 }
 
+// revealed is an export with its secret, which is encoded by nothing else.
+type revealed struct {
+	nvmet.Export
+	Secret, PSK string
+}
+
 // newSecret is a new one, as a home makes them.
-func newSecret() string {
+func newSecret() secret.Text {
 	key := make([]byte, 32)
 	_, _ = rand.Read(key) // it never fails
 	return nvmet.Secret(key)
@@ -75,8 +83,9 @@ func (o order) obey() error {
 	if err != nil {
 		return err
 	}
-	if o.Add != nil {
-		return target.Add(context.Background(), *o.Add)
+	if o.Told != nil {
+		o.Told.Export.Secret, o.Told.Export.PSK = secret.Of(o.Told.Secret), secret.Of(o.Told.PSK)
+		return target.Add(context.Background(), o.Told.Export)
 	}
 	return target.Remove(context.Background(), o.Remove)
 }
@@ -84,6 +93,9 @@ func (o order) obey() error {
 // run has a child do something, and reports whether it was killed before it was done.
 func (o order) run(t *testing.T) (killed bool) {
 	t.Helper()
+	if o.Add != nil {
+		o.Told = &revealed{*o.Add, o.Add.Secret.Reveal(), o.Add.PSK.Reveal()}
+	}
 	text, err := json.Marshal(o)
 	check.OK(t, err)
 	cmd := exec.Command(os.Args[0])
@@ -313,7 +325,7 @@ func TestDiffers(t *testing.T) {
 	e, bad := export(t, 1), export(t, 2)
 	bad.Device = "/dev/missing"
 	err := target.Add(t.Context(), *bad, *e)
-	if err == nil || !strings.Contains(err.Error(), bad.Device) || strings.Contains(err.Error(), bad.Secret) {
+	if err == nil || !strings.Contains(err.Error(), bad.Device) || strings.Contains(err.Error(), bad.Secret.Reveal()) {
 		t.Errorf("a device that is not there: %v", err)
 	}
 	if c, err := net.Dial("tcp", address); err != nil {
@@ -353,7 +365,7 @@ func TestRefused(t *testing.T) {
 		"a path":         func(e *nvmet.Export) { e.NQN = nvmet.Prefix + "a/../../x" },
 		"a host":         func(e *nvmet.Export) { e.Host = nvmet.Prefix + "a,b" },
 		"a UUID":         func(e *nvmet.Export) { e.UUID = strings.ToUpper("abcdefab-0000-4000-8000-000000000000") },
-		"a secret":       func(e *nvmet.Export) { e.Secret = "secret" },
+		"a secret":       func(e *nvmet.Export) { e.Secret = secret.Of("secret") },
 		"a PSK":          func(e *nvmet.Export) { e.PSK = e.Secret },
 	} {
 		other := e
@@ -373,9 +385,9 @@ func TestSecret(t *testing.T) {
 	if one == other {
 		t.Error("two secrets are the same")
 	}
-	parts := regexp.MustCompile(`^DHHC-1:00:([A-Za-z0-9+/=]{48}):$`).FindStringSubmatch(one)
+	parts := regexp.MustCompile(`^DHHC-1:00:([A-Za-z0-9+/=]{48}):$`).FindStringSubmatch(one.Reveal())
 	if parts == nil {
-		t.Fatalf("a secret is %q", one)
+		t.Fatalf("a secret is %q", one.Reveal())
 	}
 	key, err := base64.StdEncoding.DecodeString(parts[1])
 	if err != nil || len(key) != 36 || crc32.ChecksumIEEE(key[:32]) != binary.LittleEndian.Uint32(key[32:]) {
@@ -386,29 +398,31 @@ func TestSecret(t *testing.T) {
 // TestTLS: what is exported with TLS is alone at its address, its key goes with it, and a kernel that has no TLS says so. This needs no tlshd: nobody connects.
 func TestTLS(t *testing.T) {
 	target := needTarget(t)
-	plain, other, secret := export(t, 1), export(t, 2), export(t, 3)
-	other.PSK, secret.PSK = newPSK(), newPSK()
+	plain, other, hidden := export(t, 1), export(t, 2), export(t, 3)
+	other.PSK, hidden.PSK = newPSK(), newPSK()
 	if errors.Is(nvmet.TLS(), errdefs.ErrUnsupported) {
 		before := state(t)
-		if err := target.Add(t.Context(), *secret); !errors.Is(err, errdefs.ErrUnsupported) || strings.Contains(err.Error(), secret.PSK) {
+		if err := target.Add(t.Context(), *hidden); !errors.Is(err, errdefs.ErrUnsupported) || strings.Contains(err.Error(), hidden.PSK.Reveal()) {
 			t.Errorf("without TLS in the kernel: %v", err)
 		}
 		same(t, "after an export that cannot be", before)
 		return
 	}
 	check.OK(t, target.Add(t.Context(), *plain))
-	if err := target.Add(t.Context(), *secret); !errors.Is(err, errdefs.ErrUnavailable) || !strings.Contains(err.Error(), "with TLS") {
+	if err := target.Add(t.Context(), *hidden); !errors.Is(err, errdefs.ErrUnavailable) || !strings.Contains(err.Error(), "with TLS") {
 		t.Errorf("with TLS, where there is something without: %v", err)
 	}
 	// As a driver that starts again, and demands it now: what is used stays.
 	before := state(t)
 	now := *plain
 	now.PSK = newPSK()
-	check.OK(t, again(t).Add(t.Context(), now))
+	if err := again(t).Add(t.Context(), now); !errors.Is(err, nvmet.ErrOtherwise) || !strings.Contains(err.Error(), "with TLS") {
+		t.Errorf("exported again, and TLS is demanded: %v", err)
+	}
 	same(t, "exported again, and TLS is demanded", before)
 	check.OK(t, target.Remove(t.Context(), plain.NQN))
 
-	check.OK(t, target.Add(t.Context(), *secret, *other))
+	check.OK(t, target.Add(t.Context(), *hidden, *other))
 	all, err := nvmet.Ports()
 	if check.OK(t, err); len(all) != 1 {
 		t.Fatalf("the ports are %q", all)
@@ -423,20 +437,78 @@ func TestTLS(t *testing.T) {
 	}
 	check.OK(t, target.Remove(t.Context(), plain.NQN))
 	keys := func(e *nvmet.Export) []string { return drivertest.Keys(t, "NVMe1R01 "+e.Host+" "+e.NQN) }
-	if len(keys(secret)) != 1 || len(keys(other)) != 1 || len(keys(plain)) != 0 {
+	if len(keys(hidden)) != 1 || len(keys(other)) != 1 || len(keys(plain)) != 0 {
 		t.Errorf("the keys are %q", drivertest.Keys(t, nvmet.Prefix))
 	}
-	check.OK(t, target.Remove(t.Context(), secret.NQN))
-	if left := drivertest.Gone(func() []string { return keys(secret) }); len(left) > 0 || len(keys(other)) != 1 {
+	check.OK(t, target.Remove(t.Context(), hidden.NQN))
+	if left := drivertest.Gone(func() []string { return keys(hidden) }); len(left) > 0 || len(keys(other)) != 1 {
 		t.Errorf("after the end of one the keys are %q", drivertest.Keys(t, nvmet.Prefix))
 	}
-	check.OK(t, target.Remove(t.Context(), other.NQN))
+	// Another tool takes it out of the kernel: it does not know of the key. A start of the driver does, and so does the end of the export.
+	for _, ends := range []func(){func() { again(t) }, func() { check.OK(t, target.Remove(t.Context(), other.NQN)) }} {
+		check.OK(t, target.Add(t.Context(), *other))
+		cleared(t, other)
+		if len(keys(other)) != 1 {
+			t.Errorf("after it was cleared the keys are %q", drivertest.Keys(t, nvmet.Prefix))
+		}
+		ends()
+		if left := drivertest.Gone(func() []string { return keys(other) }); len(left) > 0 {
+			t.Errorf("of what was cleared the keys are %q", left)
+		}
+	}
 	check.OK(t, target.Add(t.Context(), *plain)) // and without again
 	check.OK(t, target.Remove(t.Context(), plain.NQN))
 }
 
+// cleared takes an export out of the kernel as nvmetcli does.
+func cleared(t *testing.T, e *nvmet.Export) {
+	t.Helper()
+	all, err := nvmet.Ports()
+	check.OK(t, err)
+	for _, port := range all {
+		check.OK(t, errors.Join(os.Remove(filepath.Join(port, "subsystems", e.NQN)), os.Remove(port)))
+	}
+	subsystem := filepath.Join(nvmet.Root, "subsystems", e.NQN)
+	for _, path := range []string{filepath.Join(subsystem, "allowed_hosts", e.Host), filepath.Join(subsystem, "namespaces/1"), subsystem, filepath.Join(nvmet.Root, "hosts", e.Host)} {
+		check.OK(t, os.Remove(path))
+	}
+}
+
+// TestUnlinked: what others keep from being connected to, by hand, is shown without its device or its host, and is as before when it is exported again.
+func TestUnlinked(t *testing.T) {
+	target := needTarget(t)
+	e := export(t, 1)
+	check.OK(t, target.Add(t.Context(), *e))
+	before := state(t)
+	all, err := nvmet.Ports()
+	if check.OK(t, err); len(all) != 1 {
+		t.Fatalf("the ports are %q", all)
+	}
+	subsystem := filepath.Join(nvmet.Root, "subsystems", e.NQN)
+	for what, c := range map[string]struct {
+		paths []string
+		want  nvmet.Export
+	}{
+		"from its port":     {[]string{filepath.Join(all[0], "subsystems", e.NQN)}, nvmet.Export{NQN: e.NQN, Host: e.Host}},
+		"with its port":     {[]string{filepath.Join(all[0], "subsystems", e.NQN), all[0]}, nvmet.Export{NQN: e.NQN, Host: e.Host}},
+		"from its host":     {[]string{filepath.Join(subsystem, "allowed_hosts", e.Host)}, nvmet.Export{NQN: e.NQN, UUID: e.UUID, Device: e.Device}},
+		"its namespace":     {[]string{filepath.Join(subsystem, "namespaces/1")}, nvmet.Export{NQN: e.NQN, Host: e.Host}},
+		"nothing, in truth": {nil, nvmet.Export{NQN: e.NQN, Host: e.Host, UUID: e.UUID, Device: e.Device}},
+	} {
+		for _, path := range c.paths {
+			check.OK(t, os.Remove(path))
+		}
+		if found, err := target.Exports(t.Context()); err != nil || !slices.Equal(found, []nvmet.Export{c.want}) {
+			t.Errorf("unlinked %s, the exports are %+v, %v; want %+v", what, found, err, c.want)
+		}
+		check.OK(t, target.Add(t.Context(), *e))
+		same(t, "unlinked "+what+", and exported again", before)
+	}
+	check.OK(t, target.Remove(t.Context(), e.NQN))
+}
+
 // newPSK is a new secret of TLS, as a home makes them.
-func newPSK() string {
+func newPSK() secret.Text {
 	key := make([]byte, 32)
 	_, _ = rand.Read(key) // it never fails
 	return nvmet.PSK(key)

@@ -187,15 +187,38 @@ func (t *Target) publish(tls bool, nqns []string) error {
 	return errors.Join(failures...)
 }
 
-// otherwise is for subsystems that are to appear at an address at which a port listens the other way, with TLS or without: those that are there stay.
+// ErrOtherwise: it is exported already with TLS, or without, and was to be the other way. It stays as it is: whoever uses it is connected.
+var ErrOtherwise = fmt.Errorf("%w: it is exported there since before that was wanted", errdefs.ErrExists)
+
+// otherwise is the error for subsystems that are to appear at an address at which a port listens the other way, with TLS or without: those that are there stay.
 func (t *Target) otherwise(listening string, tls bool, nqns []string) error {
+	way := map[bool]string{true: "with", false: "without"}[tls]
 	for _, nqn := range nqns {
 		if !there(filepath.Join(listening, "subsystems", nqn)) {
 			return fmt.Errorf("%w: listen at %s %s TLS: what was exported there before that was wanted is used still; end the pods on other nodes that use volumes of this one",
-				errdefs.ErrUnavailable, t.address, map[bool]string{true: "with", false: "without"}[tls])
+				errdefs.ErrUnavailable, t.address, way)
 		}
 	}
-	return nil
+	return fmt.Errorf("listen at %s %s TLS: %w", t.address, way, ErrOtherwise)
+}
+
+// published are the subsystems that appear at one of our ports.
+func published() (map[string]bool, error) {
+	all, err := ports()
+	if err != nil {
+		return nil, err
+	}
+	appear := map[string]bool{}
+	for _, port := range all {
+		nqns, err := list(filepath.Join(port, "subsystems"))
+		if err != nil {
+			return nil, err
+		}
+		for _, nqn := range nqns {
+			appear[nqn] = true
+		}
+	}
+	return appear, nil
 }
 
 // unpublish has a subsystem appear nowhere any more, and ends its connections. A port at which nothing is exported any more goes.

@@ -32,11 +32,8 @@ func (p *Pool) Attach(ctx context.Context, ref blockdev.Ref, how blockdev.Attach
 	if c, ours, err := p.proven(ref, how); err != nil || ours {
 		return p.attached(c, how), err
 	}
-	var export Export
-	if err := patiently(ctx, func() (err error) {
-		export, err = p.home.Open(ctx, p.name, ref)
-		return err
-	}); err != nil {
+	export, err := p.open(ctx, ref)
+	if err != nil {
 		return blockdev.Device{}, err
 	}
 	if err := p.checkExport(export, ref); err != nil {
@@ -58,6 +55,37 @@ func (p *Pool) Attach(ctx context.Context, ref blockdev.Ref, how blockdev.Attach
 		*k = known{made: true, kept: k.kept || how.Keep, home: claim.Home, record: export.Record}
 	})
 	return p.attached(c, how), nil
+}
+
+// open has the home export a volume by the claim that there is. What it exports for that since before it was told to do so with TLS, or without, it does not change, as this
+// node may use it: where nothing is connected, as after a start of the machine, that is given back first. errdefs.ErrInUse where it is.
+func (p *Pool) open(ctx context.Context, ref blockdev.Ref) (export Export, err error) {
+	ask := func() error {
+		return patiently(ctx, func() (err error) {
+			export, err = p.home.Open(ctx, p.name, ref)
+			return err
+		})
+	}
+	if err = ask(); !errors.Is(err, errdefs.ErrExists) {
+		return export, err
+	}
+	claim, claimed := p.home.Claim(ref)
+	connected, failure := p.of(ref)
+	switch {
+	case failure != nil:
+		return Export{}, failure
+	case !claimed:
+		return Export{}, err
+	}
+	for _, c := range connected {
+		if generationOf(c) == claim.Generation {
+			return Export{}, errdefs.Recast(errdefs.ErrInUse, err, "%s of another node is connected on node %s as %s; end the pods that use it here, then it is connected as its home wants it now", ref, p.node, c.Path)
+		}
+	}
+	if err := patiently(ctx, func() error { return p.home.Close(ctx, ref, claim.Generation) }); err != nil {
+		return Export{}, fmt.Errorf("give %s back to its home, which is to give it otherwise: %w", ref, err)
+	}
+	return export, ask()
 }
 
 func (p *Pool) attached(c nvme.Device, how blockdev.Attachment) blockdev.Device {

@@ -20,6 +20,7 @@ import (
 
 	"k8s.io/klog/v2"
 
+	"github.com/ashlar-csi/ashlar/internal/secret"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvme"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -30,7 +31,7 @@ import (
 type Home interface {
 	// Claim says how a volume is claimed for this node, as far as that is known without asking; false if it is not.
 	Claim(ref blockdev.Ref) (Claim, bool)
-	// Open has a volume exported to this node.
+	// Open has a volume exported to this node. errdefs.ErrExists if the home has given it otherwise for this claim, with TLS or without: it stays so until Close.
 	Open(ctx context.Context, pool string, ref blockdev.Ref) (Export, error)
 	// Record of a volume, without what is its home's alone.
 	Record(ctx context.Context, pool string, ref blockdev.Ref) (blockdev.Record, error)
@@ -70,7 +71,7 @@ func Host(tls bool) Kernel { return host{tls} }
 type host struct{ tls bool }
 
 func (h host) Connect(ctx context.Context, c nvme.Connection) (nvme.Device, error) {
-	if h.tls && c.PSK == "" {
+	if h.tls && c.PSK == (secret.Text{}) {
 		return nvme.Device{}, fmt.Errorf("%w: its home gives it without TLS, and this node uses nothing without (--remote-tls); nothing was connected: start the driver of its home with --remote-tls too",
 			errdefs.ErrPrecondition)
 	}

@@ -19,6 +19,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/internal/secret"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvme"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvmet"
@@ -39,6 +40,7 @@ type home struct {
 	closed     []int64
 	unknown    bool   // whether the volume is claimed is not known
 	word       string // of what is exported
+	otherwise  bool   // it is exported since before it was to be so as now, until it is closed
 
 	name string // that it tells; empty: that of the export
 	host string // likewise
@@ -87,11 +89,14 @@ func (h *home) Open(ctx context.Context, _ string, _ blockdev.Ref) (remotepool.E
 	if err := h.answer(); err != nil {
 		return remotepool.Export{}, err
 	}
+	if h.otherwise {
+		return remotepool.Export{}, fmt.Errorf("%w: with TLS", nvmet.ErrOtherwise)
+	}
 	host := remotepool.HostPrefix("consumer") + "1"
 	const uuid = "00000000-0000-8000-8000-000000000001"
-	err := h.Add(ctx, nvmet.Export{NQN: h.nqn(h.generation), Host: host, UUID: uuid, Device: h.image, Secret: "secret"})
+	err := h.Add(ctx, nvmet.Export{NQN: h.nqn(h.generation), Host: host, UUID: uuid, Device: h.image, Secret: secret.Of("secret")})
 	out := remotepool.Export{Size: h.record.Size, Record: h.record, Connection: nvme.Connection{NQN: h.nqn(h.generation), Host: host,
-		Address: netip.MustParseAddrPort("10.0.0.1:4420"), Secret: "secret", UUID: uuid, Loss: -1}}
+		Address: netip.MustParseAddrPort("10.0.0.1:4420"), Secret: secret.Of("secret"), UUID: uuid, Loss: -1}}
 	out.NQN, out.Host, out.UUID = cmp.Or(h.name, out.NQN), cmp.Or(h.host, out.Host), cmp.Or(h.uuid, out.UUID)
 	if h.size > 0 {
 		out.Size = h.size
@@ -130,6 +135,10 @@ func (h *home) Ended(_ context.Context, _ blockdev.Ref, generation int64) (bool,
 
 func (h *home) Close(_ context.Context, _ blockdev.Ref, generation int64) error {
 	h.closed = append(h.closed, generation)
+	if h.otherwise && h.err == nil && generation == h.generation {
+		h.otherwise, h.word = false, "fedcba9876543210"
+		return h.Remove(context.Background(), h.nqn(generation))
+	}
 	return h.err
 }
 
@@ -175,6 +184,30 @@ func TestLife(t *testing.T) {
 	pooltest.Fails(t, pool.Delete(t.Context(), ref), errdefs.ErrUnsupported, "Delete")
 }
 
+// TestOtherwise: what the home gives since before it was to give it with TLS is given back by a node that is not connected, as after a start of its machine, and connected as it is
+// to be now; what is connected stays, and who asks is told what to do.
+func TestOtherwise(t *testing.T) {
+	h, all := start(t)
+	pool := all.Named("fast")
+	pooltest.Attach(t, pool, ref, blockdev.Attachment{})
+	again := h.restarted().Named("fast")
+	h.otherwise = true
+	_, err := again.Attach(t.Context(), ref, blockdev.Attachment{})
+	pooltest.Fails(t, err, errdefs.ErrInUse, "Attach of what is connected otherwise")
+	if !strings.Contains(err.Error(), "end the pods that use it here") || len(errdefs.Kinds(err)) != 1 || h.connected(t) != 1 || len(h.closed) != 0 {
+		t.Errorf("%v; there are %d connections, and the home was told %v", err, h.connected(t), h.closed)
+	}
+	check.OK(t, h.Disconnect(t.Context(), h.nqn(1)))
+	h.unknown = true
+	pooltest.Fails(t, pooltest.Second(again.Attach(t.Context(), ref, blockdev.Attachment{})), errdefs.ErrExists, "Attach by a claim that is not known")
+	h.unknown = false
+	device := pooltest.Attach(t, again, ref, blockdev.Attachment{})
+	list, err := h.List("")
+	if check.OK(t, err); len(h.closed) != 1 || h.closed[0] != 1 || len(list) != 1 || list[0].Number != device.Number || list[0].NQN != h.nqn(1) {
+		t.Errorf("the home was told %v, and %+v is connected", h.closed, list)
+	}
+}
+
 // TestAnother: a device that is not what the home tells of is given back unread.
 func TestAnother(t *testing.T) {
 	for name, c := range map[string]struct {
@@ -185,7 +218,7 @@ func TestAnother(t *testing.T) {
 		"that is larger":  {func(h *home) { h.size = size - 4096 }, errdefs.ErrUnavailable},
 		"of another volume": {func(h *home) {
 			h.name = strings.Replace(h.nqn(1), ref.Key, pooltest.Vol("2").Key, 1)
-			check.OK(t, h.Add(t.Context(), nvmet.Export{NQN: h.name, Host: remotepool.HostPrefix("consumer") + "1", UUID: "00000000-0000-8000-8000-000000000001", Device: h.image, Secret: "secret"}))
+			check.OK(t, h.Add(t.Context(), nvmet.Export{NQN: h.name, Host: remotepool.HostPrefix("consumer") + "1", UUID: "00000000-0000-8000-8000-000000000001", Device: h.image, Secret: secret.Of("secret")}))
 		}, errdefs.ErrPrecondition},
 		"for another node": {func(h *home) { h.host = remotepool.HostPrefix("another") + "1" }, errdefs.ErrPrecondition},
 		"of no export":     {func(h *home) { h.err = fmt.Errorf("%w: not claimed", errdefs.ErrPrecondition) }, errdefs.ErrPrecondition},

@@ -44,7 +44,7 @@ type Options struct {
 	Agents Agents
 	// Network is where volumes of the node are given to others, and those of others used here; nil: nowhere.
 	Network *v1alpha1.Network
-	// Exporter gives volumes of the node to others; nil: they are given to nobody.
+	// Exporter gives volumes of the node to others, and ends that; nil: they are given to nobody. Without a Network it gives nothing, and ends what it gave before the machine started.
 	Exporter Exporter
 	// Schemes returns how volumes of the node can be encrypted, now; nil: not at all.
 	Schemes func() []volume.Scheme

@@ -92,7 +92,7 @@ func (e exports) Open(ctx context.Context, id volume.ID, generation int64) (open
 		if err != nil {
 			return err
 		}
-		opened = export.Opened{Address: at, NQN: out.NQN, Host: out.Host, Secret: export.Secret(out.Secret), PSK: export.Secret(out.PSK), UUID: out.UUID, Size: out.Size}
+		opened = export.Opened{Address: at, NQN: out.NQN, Host: out.Host, Secret: out.Secret, PSK: out.PSK, UUID: out.UUID, Size: out.Size}
 		opened.Record, err = e.local.Record(ctx, id)
 		return err
 	})

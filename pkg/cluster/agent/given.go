@@ -2,6 +2,7 @@ package agent
 
 import (
 	"context"
+	"errors"
 	"slices"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -11,6 +12,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
@@ -97,7 +99,7 @@ func (a *Agent) takeBackDamaged(ctx context.Context, v *v1alpha1.Volume) error {
 
 // takeBackMissing ends what a volume that is missing is given to: nothing of it can be used, and it can be released and deleted then.
 func (a *Agent) takeBackMissing(ctx context.Context, v *v1alpha1.Volume) error {
-	if a.options.Exporter == nil || len(v.Given()) == 0 {
+	if a.options.Exporter == nil || a.options.Network == nil || len(v.Given()) == 0 {
 		return nil
 	}
 	return a.withLocks([]string{keylock.Volume(v.Name)}, func() error {
@@ -112,6 +114,14 @@ func (a *Agent) takeBackMissing(ctx context.Context, v *v1alpha1.Volume) error {
 func saysGiven(v *v1alpha1.Volume, to volume.Grant) bool {
 	have := v.Status.Export
 	return have != nil && have.Generation == to.Generation && have.Node == to.Node
+}
+
+// unlessAlone is no error where the node gives nothing to others: what it gave since the machine started, before its driver was told so, cannot be ended. Its health says that.
+func (a *Agent) unlessAlone(err error) error {
+	if a.options.Network == nil && errors.Is(err, errdefs.ErrUnavailable) {
+		return nil
+	}
+	return err
 }
 
 func newGiven(to volume.Grant) *v1alpha1.Export {
@@ -132,5 +142,5 @@ func (a *Agent) takeBack(ctx context.Context, v *v1alpha1.Volume) (to volume.Gra
 	}
 	klog.FromContext(ctx).Info("Taking back what no claim is for any more", "volume", id.String(), "node", to.Node, "generation", to.Generation)
 	err = a.options.Exporter.Unexport(ctx, id, to.Generation)
-	return to, err != nil, err
+	return to, err != nil, a.unlessAlone(err)
 }

@@ -152,7 +152,7 @@ func (m *Moving) Prepare(ctx context.Context, of move.Of, from volume.Origin) (o
 			return fmt.Errorf("make room for volume %s on node %s: %w", of.ID, m.local.Node(), err)
 		}
 		at, err := netip.ParseAddrPort(m.options.Network.Address)
-		opened = export.Opened{Address: at, NQN: out.NQN, Host: out.Host, Secret: export.Secret(out.Secret), PSK: export.Secret(out.PSK), UUID: out.UUID, Size: out.Size}
+		opened = export.Opened{Address: at, NQN: out.NQN, Host: out.Host, Secret: out.Secret, PSK: out.PSK, UUID: out.UUID, Size: out.Size}
 		return err
 	})
 	return opened, err

@@ -54,7 +54,7 @@ func (a *Agent) reportReaders(ctx context.Context, v *v1alpha1.Volume, read bool
 	id := cluster.VolumeID(v)
 	have, err := a.options.Exporter.Readers(ctx, id)
 	if err != nil {
-		return err
+		return a.unlessAlone(err)
 	}
 	settled := !slices.ContainsFunc(have, func(g int64) bool { return !wantsReader(v, g) }) &&
 		!slices.ContainsFunc(v.Status.Readers, func(e v1alpha1.Export) bool { return !slices.Contains(have, e.Generation) })

@@ -257,7 +257,7 @@ func connectionTo(v *v1alpha1.Volume, opened export.Opened) remotepool.Export {
 		loss = -1
 	}
 	return remotepool.Export{Size: opened.Size, Record: opened.Record, Connection: nvme.Connection{NQN: opened.NQN, Host: opened.Host,
-		Address: opened.Address, Secret: string(opened.Secret), PSK: string(opened.PSK), UUID: opened.UUID, Loss: loss}}
+		Address: opened.Address, Secret: opened.Secret, PSK: opened.PSK, UUID: opened.UUID, Loss: loss}}
 }
 
 // Record: see remotepool.Home.

@@ -15,6 +15,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/protobuf/types/known/wrapperspb"
 
+	"github.com/ashlar-csi/ashlar/internal/secret"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/call"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -27,7 +28,8 @@ const Service = "ashlar.v1.Export"
 // Home is the node that has volumes, as those see it that use them. Each call may be made again. errdefs.ErrBusy: something else is being done
 // to the volume, which does not take long. errdefs.ErrPrecondition: the volume is not claimed for the caller, or not by this generation.
 type Home interface {
-	// Open exports a volume to the caller, whose claim has the generation. What was exported for another one is ended first.
+	// Open exports a volume to the caller, whose claim has the generation. What was exported for another one is ended first. errdefs.ErrExists if it is exported for this one
+	// since before the home was told to do so with TLS, or without: it stays so until Close.
 	Open(ctx context.Context, id volume.ID, generation int64) (Opened, error)
 	// Record is that of a volume which is exported to the caller, or claimed for it.
 	Record(ctx context.Context, id volume.ID, generation int64) (blockdev.Record, error)
@@ -51,21 +53,13 @@ type User interface {
 type Opened struct {
 	Address   netip.AddrPort // of the home's NVMe/TCP target
 	NQN, Host string         // of the subsystem, and of who may connect to it
-	Secret    Secret         // of DH-HMAC-CHAP; empty: none is asked for
-	PSK       Secret         // of TLS; empty: all goes in plain text
+	Secret    secret.Text    // of DH-HMAC-CHAP; empty: none is asked for
+	PSK       secret.Text    // of TLS; empty: all goes in plain text
 	UUID      string         // of the namespace, with dashes
 	Size      int64          // of the device, in bytes
 	// Record of the volume.
 	Record blockdev.Record
 }
-
-// Secret is a text that is not printed.
-type Secret string
-
-func (Secret) String() string { return "***stripped***" }
-
-// GoString is for %#v.
-func (s Secret) GoString() string { return s.String() }
 
 const (
 	methodOpen      = "Open"
@@ -108,7 +102,7 @@ type Wire struct {
 
 // WireOf is what is sent of what was opened.
 func WireOf(o Opened) *Wire {
-	return &Wire{o.Address, o.NQN, o.Host, string(o.Secret), string(o.PSK), o.UUID, o.Size}
+	return &Wire{o.Address, o.NQN, o.Host, o.Secret.Reveal(), o.PSK.Reveal(), o.UUID, o.Size}
 }
 
 // Of is what was opened of a volume, as another node says it; ErrUnavailable if it says nothing of that.
@@ -116,7 +110,7 @@ func (w *Wire) Of(id volume.ID) (Opened, error) {
 	if w == nil || w.NQN == "" || w.Host == "" || w.Size <= 0 || !w.Address.IsValid() {
 		return Opened{}, fmt.Errorf("%w: the answer does not say where volume %s is exported", errdefs.ErrUnavailable, id)
 	}
-	return Opened{Address: w.Address, NQN: w.NQN, Host: w.Host, Secret: Secret(w.Secret), PSK: Secret(w.PSK), UUID: w.UUID, Size: w.Size}, nil
+	return Opened{Address: w.Address, NQN: w.NQN, Host: w.Host, Secret: secret.Of(w.Secret), PSK: secret.Of(w.PSK), UUID: w.UUID, Size: w.Size}, nil
 }
 
 // record is a blockdev.Record that is ready.

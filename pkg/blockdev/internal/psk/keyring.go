@@ -11,6 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/ashlar-csi/ashlar/internal/secret"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -62,14 +63,14 @@ func ring() (serial int, all []key, err error) {
 }
 
 // Serve lets a host that has a secret connect to a subsystem of this machine, from this network namespace's addresses.
-func Serve(secret, host, subsystem string) error {
-	identity, psk, err := derive(secret, host, subsystem)
+func Serve(psk secret.Text, host, subsystem string) error {
+	identity, key, err := derive(psk, host, subsystem)
 	if err != nil {
 		return err
 	}
 	into, _, err := ring()
 	if err == nil {
-		_, err = unix.AddKey(keyType, identity, psk, into)
+		_, err = unix.AddKey(keyType, identity, key, into)
 	}
 	if err != nil {
 		return fmt.Errorf("put the key of TLS for %s into the keyring %s: %w", subsystem, keyring, errdefs.FromErrno(err))
@@ -94,16 +95,27 @@ func End(subsystem string) error {
 	return err
 }
 
+// Served returns the subsystems, of those whose names have a prefix, for which there are keys as Serve puts them there.
+func Served(prefix string) (subsystems []string, err error) {
+	all, err := list()
+	for _, k := range all {
+		if k.kind == keyType && len(k.description) >= 3 && strings.HasPrefix(k.description[2], prefix) {
+			subsystems = append(subsystems, k.description[2])
+		}
+	}
+	return subsystems, err
+}
+
 // Use calls a function with the number of the key by which a host connects to a subsystem. In no keyring the key stays: it goes with the connection that was
 // made with it, or when the function returns.
-func Use(secret, host, subsystem string, do func(serial int) error) error {
-	identity, psk, err := derive(secret, host, subsystem)
+func Use(psk secret.Text, host, subsystem string, do func(serial int) error) error {
+	identity, key, err := derive(psk, host, subsystem)
 	if err != nil {
 		return err
 	}
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
-	serial, err := unix.AddKey(keyType, identity, psk, unix.KEY_SPEC_THREAD_KEYRING)
+	serial, err := unix.AddKey(keyType, identity, key, unix.KEY_SPEC_THREAD_KEYRING)
 	if err != nil {
 		return fmt.Errorf("make the key of TLS for %s: %w", subsystem, errdefs.FromErrno(err))
 	}

@@ -12,6 +12,7 @@ import (
 	"hash/crc32"
 	"regexp"
 
+	"github.com/ashlar-csi/ashlar/internal/secret"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -20,20 +21,20 @@ const size = sha256.Size
 
 // Secret is the secret of 32 random bytes in the form that NVMe has for it: "NVMeTLSkey-1:01:", the bytes with their CRC-32 in base64, and a colon
 // (NVM Express TCP Transport Specification, PSK interchange format).
-func Secret(key []byte) string {
-	return "NVMeTLSkey-1:01:" + base64.StdEncoding.EncodeToString(binary.LittleEndian.AppendUint32(key[:len(key):len(key)], crc32.ChecksumIEEE(key))) + ":"
+func Secret(key []byte) secret.Text {
+	return secret.Of("NVMeTLSkey-1:01:" + base64.StdEncoding.EncodeToString(binary.LittleEndian.AppendUint32(key[:len(key):len(key)], crc32.ChecksumIEEE(key))) + ":")
 }
 
 var secrets = regexp.MustCompile(`^NVMeTLSkey-1:01:([A-Za-z0-9+/]{48}):$`)
 
 // Check returns an error unless a secret is as Secret makes them: errdefs.ErrInvalid, without it.
-func Check(secret string) error {
-	_, err := parse(secret)
+func Check(psk secret.Text) error {
+	_, err := parse(psk)
 	return err
 }
 
-func parse(secret string) (key []byte, err error) {
-	if parts := secrets.FindStringSubmatch(secret); parts != nil {
+func parse(psk secret.Text) (key []byte, err error) {
+	if parts := secrets.FindStringSubmatch(psk.Reveal()); parts != nil {
 		key, err = base64.StdEncoding.DecodeString(parts[1])
 		if err == nil && crc32.ChecksumIEEE(key[:size]) == binary.LittleEndian.Uint32(key[size:]) {
 			return key[:size], nil
@@ -44,8 +45,8 @@ func parse(secret string) (key []byte, err error) {
 
 // derive is what a host and a subsystem make of a secret: by what name the host tells the subsystem which key it means, and the key (the same specification,
 // 3.6.1.3 and 3.6.1.4, with SHA-256, version 1).
-func derive(secret, host, subsystem string) (identity string, key []byte, err error) {
-	configured, err := parse(secret)
+func derive(psk secret.Text, host, subsystem string) (identity string, key []byte, err error) {
+	configured, err := parse(psk)
 	if err != nil {
 		return "", nil, err
 	}

@@ -9,6 +9,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/secret"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
@@ -19,11 +20,11 @@ func TestSecret(t *testing.T) {
 	key, err := hex.DecodeString(configured)
 	check.OK(t, err)
 	const want = "NVMeTLSkey-1:01:VRLbtnN9AQb2WXW3c9+wEf/DRLz0QuLdbYvEhwtdWwNf9LrZ:" // libnvme: test_data_psk
-	if have := Secret(key); have != want {
+	if have := Secret(key).Reveal(); have != want {
 		t.Errorf("the secret is %s, want %s", have, want)
 	}
-	check.OK(t, Check(want))
-	for what, secret := range map[string]string{
+	check.OK(t, Check(secret.Of(want)))
+	for what, text := range map[string]string{
 		"none":         "",
 		"another sum":  strings.Replace(want, "LrZ", "LrY", 1),
 		"another key":  strings.Replace(want, "VRL", "VRM", 1),
@@ -31,7 +32,7 @@ func TestSecret(t *testing.T) {
 		"more":         want + ",nqn=x",
 		"of DH-CHAP":   strings.Replace(want, "NVMeTLSkey-1:01", "DHHC-1:00", 1),
 	} {
-		if err := Check(secret); !errors.Is(err, errdefs.ErrInvalid) || strings.Contains(err.Error(), "VRL") {
+		if err := Check(secret.Of(text)); !errors.Is(err, errdefs.ErrInvalid) || strings.Contains(err.Error(), "VRL") {
 			t.Errorf("%s: %v", what, err)
 		}
 	}
