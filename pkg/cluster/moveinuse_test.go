@@ -532,7 +532,14 @@ func TestMovedAndStaged(t *testing.T) {
 	fails(t, err, errdefs.ErrUnavailable)
 	generation := w.claimFor(v.ID, a.name)
 	home := w.homeOf(b, a)
-	for call, err := range map[string]error{"Open": second(home.Open(w.ctx, v.ID, generation)), "Record": second(home.Record(w.ctx, v.ID, generation))} {
+	for call, ask := range map[string]func() error{
+		"Open":   func() error { return second(home.Open(w.ctx, v.ID, generation)) },
+		"Record": func() error { return second(home.Record(w.ctx, v.ID, generation)) },
+	} {
+		err := ask()
+		for ; errors.Is(err, errdefs.ErrBusy); err = ask() { // its node is trying to take it over just now
+			time.Sleep(10 * time.Millisecond)
+		}
 		if !errors.Is(err, errdefs.ErrUnavailable) {
 			t.Errorf("%s: %v", call, err)
 		}
