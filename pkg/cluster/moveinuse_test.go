@@ -528,21 +528,22 @@ func TestMovedAndStaged(t *testing.T) {
 	s := w.flipped("v", b)
 	w.start(b)
 	w.claimFor(v.ID, b.name)
-	unavailable := func(call string, try func() error) {
-		var err error
-		w.eventually(call+" is answered, when the agent does not just try to come by the volume", func() bool {
-			err = try()
-			return !errors.Is(err, errdefs.ErrBusy)
-		})
+	_, err := b.uses.Get(w.ctx, v.ID)
+	fails(t, err, errdefs.ErrUnavailable)
+	generation := w.claimFor(v.ID, a.name)
+	home := w.homeOf(b, a)
+	for call, ask := range map[string]func() error{
+		"Open":   func() error { return second(home.Open(w.ctx, v.ID, generation)) },
+		"Record": func() error { return second(home.Record(w.ctx, v.ID, generation)) },
+	} {
+		err := ask()
+		for ; errors.Is(err, errdefs.ErrBusy); err = ask() { // its node is trying to take it over just now
+			time.Sleep(10 * time.Millisecond)
+		}
 		if !errors.Is(err, errdefs.ErrUnavailable) {
 			t.Errorf("%s: %v", call, err)
 		}
 	}
-	unavailable("Get", func() error { return second(b.uses.Get(w.ctx, v.ID)) })
-	generation := w.claimFor(v.ID, a.name)
-	home := w.homeOf(b, a)
-	unavailable("Open", func() error { return second(home.Open(w.ctx, v.ID, generation)) })
-	unavailable("Record", func() error { return second(home.Record(w.ctx, v.ID, generation)) })
 	w.claimFor(v.ID, "")
 	stuck.Store(false)
 	w.moved("v", a, b)
