@@ -673,6 +673,19 @@ func TestCarryOneByOne(t *testing.T) {
 	}
 }
 
+// TestCarrySoon: that a volume is whole is found soon, and not when it is looked at at the latest.
+func TestCarrySoon(t *testing.T) {
+	const every = 48 * time.Second
+	w, all, _ := carrying(t, func(o *agent.Options) { o.CarryEvery = every })
+	v := w.carried(all, "small")
+	began := time.Now()
+	v.kernel(synced)
+	v.pins()
+	if took := time.Since(began); took > every/2 {
+		t.Errorf("it took %v", took)
+	}
+}
+
 // TestCarryAgain: a driver that starts goes on from what the kernel and the object say, whatever became of the move meanwhile.
 func TestCarryAgain(t *testing.T) {
 	w, all, again := carrying(t)

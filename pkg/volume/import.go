@@ -203,17 +203,20 @@ func (l *Local) fill(ctx context.Context, pool blockdev.Pool, record blockdev.Re
 	})
 }
 
-// copyFrom writes the bytes of an origin to an open device, from where the record says that an earlier try came.
+// copyFrom writes the bytes of an origin to an open device, from where the record says that an earlier try came. A piece is written while the next one comes.
 func (l *Local) copyFrom(ctx context.Context, pool blockdev.Pool, record blockdev.Record, from Origin, target *os.File) error {
 	done, _ := imported(record, from)
-	memory, free, err := direct.Memory(ReadSize)
+	writing, end, err := writeBehind(target)
 	if err != nil {
 		return err
 	}
-	defer free()
+	defer end()
 	progress.Begin(ctx, done, from.Size)
 	at, noted, when := done, done, time.Now()
 	note := func(ctx context.Context) error {
+		if err := writing.wait(); err != nil {
+			return err
+		}
 		if err := target.Sync(); err != nil {
 			return fmt.Errorf("sync %s: %w", target.Name(), errdefs.FromErrno(err))
 		}
@@ -225,8 +228,8 @@ func (l *Local) copyFrom(ctx context.Context, pool blockdev.Pool, record blockde
 		if offset < at || end > from.Size || len(data) == 0 || len(data) > ReadSize || offset%blockdev.Granularity != 0 || len(data)%blockdev.Granularity != 0 {
 			return fmt.Errorf("%w: its origin sent bytes %d to %d after byte %d of %d", errdefs.ErrUnavailable, offset, end, at, from.Size)
 		}
-		if _, err := target.WriteAt(memory[:copy(memory, data)], offset); err != nil {
-			return fmt.Errorf("write %s at byte %d: %w", target.Name(), offset, errdefs.FromErrno(err))
+		if err := writing.write(data, offset); err != nil {
+			return err
 		}
 		progress.Skip(ctx, offset-at)
 		progress.Add(ctx, end-offset)
@@ -235,12 +238,15 @@ func (l *Local) copyFrom(ctx context.Context, pool blockdev.Pool, record blockde
 		}
 		return note(ctx)
 	})
-	if err == nil {
+	switch failed := writing.wait(); {
+	case failed != nil && !errors.Is(err, failed):
+		return errors.Join(err, failed)
+	case err == nil:
 		progress.Skip(ctx, from.Size-at)
-	} else if at > noted && mayGoOn(err) {
+	case failed == nil && at > noted && mayGoOn(err):
 		ctx, cancel := undoing.Context(ctx)
 		defer cancel()
-		err = errors.Join(err, note(ctx))
+		return errors.Join(err, note(ctx))
 	}
 	return err
 }

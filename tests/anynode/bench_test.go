@@ -26,6 +26,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 )
 
 // large is the size of what is measured.
@@ -45,7 +46,8 @@ func fill(t testing.TB, path string) {
 }
 
 // BenchmarkIO: fio on a volume at its home, on one of another node over the network, and on a loop device that the kernel's target exports over that
-// network without any of us: no driver, device mapper or authentication. They take turns; each iteration is a round of two seconds each.
+// network without any of us: no driver, device mapper or authentication; and on another of that kind, which tells what a ratio is of what is the same. They take
+// turns; each iteration is a round of two seconds each.
 func BenchmarkIO(b *testing.B) {
 	c := newNodes(b)
 	local, remote := c.written("local"), c.written("remote")
@@ -54,27 +56,29 @@ func BenchmarkIO(b *testing.B) {
 		c.again("claim it", func(ctx context.Context) error { return v.claim(ctx, node) })
 		c.again("stage it", func(ctx context.Context) error { return v.up(ctx, node) })
 	}
-	bare := c.bare()
+	bare, other := c.bare(home, 4321), c.bare(home, 4322)
 	for _, w := range []struct{ name, rw, bs, depth string }{
 		{"randread-4k-1", "randread", "4k", "1"}, {"randread-4k-32", "randread", "4k", "32"},
 		{"randwrite-4k-1", "randwrite", "4k", "1"}, {"randwrite-4k-32", "randwrite", "4k", "32"},
 		{"read-1m-8", "read", "1m", "8"}, {"write-1m-8", "write", "1m", "8"},
 	} {
 		b.Run(w.name, func(b *testing.B) {
-			names, paths := []string{"home", "bare", "remote"}, []string{local.target(home), bare, remote.target(consumers[0])}
+			names, paths := []string{"home", "bare", "other", "remote"}, []string{local.target(home), bare, other, remote.target(consumers[0])}
 			rates := make([][]float64, len(paths))
-			var ratios []float64
+			var ratios, noise []float64
 			for n := 0; b.Loop(); n++ {
 				for i := range paths {
 					i = (i + n) % len(paths) // another one is the first each time
 					rates[i] = append(rates[i], fio(b, paths[i], w.rw, w.bs, w.depth).rate)
 				}
-				ratios = append(ratios, rates[2][n]/rates[1][n])
+				ratios = append(ratios, rates[3][n]/rates[1][n])
+				noise = append(noise, rates[2][n]/rates[1][n])
 			}
 			for i, name := range names {
 				b.ReportMetric(median(rates[i]), name+"-MiB/s")
 			}
 			b.ReportMetric(median(ratios), "remote/bare")
+			b.ReportMetric(median(noise), "other/bare")
 			b.ReportMetric(0, "ns/op")
 		})
 	}
@@ -84,48 +88,72 @@ func BenchmarkIO(b *testing.B) {
 	}
 }
 
-// bare is a device of the first consumer over a loop device of the home's namespace, by the kernel's target and host alone.
-func (c *nodes) bare() (path string) {
+// bare is an export by the kernel's target alone, of a loop device in the namespace of a node.
+type bare struct {
+	*nodes
+	nqn, address string
+	port         int
+}
+
+// exportBare makes one, over a file without holes, as a volume's is. Each has a port of its own.
+func (c *nodes) exportBare(node string, port int) bare {
 	c.Helper()
-	image := filepath.Join(c.dir, "bare")
+	e := bare{c, fmt.Sprint("nqn.2026-11.com.example:bare-", port), addresses[node], port}
+	image := filepath.Join(c.dir, fmt.Sprint("bare-", port))
 	drivertest.Run(c, "fallocate", "-l", fmt.Sprint(large), image)
-	loop := drivertest.Run(c, "losetup", "--find", "--show", "--direct-io=on", image)
-	loop = strings.TrimSpace(loop)
+	loop := strings.TrimSpace(drivertest.Run(c, "losetup", "--find", "--show", "--direct-io=on", image))
 	c.Cleanup(func() { drivertest.Run(c, "losetup", "-d", loop) })
 	fill(c, loop)
-	const nqn, target = "nqn.2026-11.com.example:bare", "/sys/kernel/config/nvmet"
-	drivertest.Run(c, in(home, "sh", "-ec", `
+	const target = "/sys/kernel/config/nvmet"
+	drivertest.Run(c, in(node, "sh", "-ec", `
 		cd "$0"; mkdir subsystems/$1; echo 1 >subsystems/$1/attr_allow_any_host
 		mkdir subsystems/$1/namespaces/1; echo $2 >subsystems/$1/namespaces/1/device_path; echo 1 >subsystems/$1/namespaces/1/enable
-		mkdir ports/4321; cd ports/4321; echo tcp >addr_trtype; echo ipv4 >addr_adrfam; echo $3 >addr_traddr; echo 4321 >addr_trsvcid
-		ln -s "$0/subsystems/$1" subsystems/$1`, target, nqn, loop, addresses[home])...)
+		mkdir ports/$4; cd ports/$4; echo tcp >addr_trtype; echo ipv4 >addr_adrfam; echo $3 >addr_traddr; echo $4 >addr_trsvcid
+		ln -s "$0/subsystems/$1" subsystems/$1`, target, e.nqn, loop, e.address, fmt.Sprint(port))...)
 	c.Cleanup(func() {
-		drivertest.Run(c, "sh", "-ec", `cd "$0"; rm ports/4321/subsystems/$1; rmdir ports/4321; echo 0 >subsystems/$1/namespaces/1/enable; rmdir subsystems/$1/namespaces/1 subsystems/$1`, target, nqn)
+		drivertest.Run(c, "sh", "-ec", `cd "$0"; rm ports/$2/subsystems/$1; rmdir ports/$2; echo 0 >subsystems/$1/namespaces/1/enable; rmdir subsystems/$1/namespaces/1 subsystems/$1`,
+			target, e.nqn, fmt.Sprint(port))
 	})
+	return e
+}
+
+// connect connects the first consumer, and waits for the device.
+func (e bare) connect() (path string, disconnect func()) {
+	e.Helper()
 	f, err := os.OpenFile("/dev/nvme-fabrics", os.O_RDWR, 0)
-	check.OK(c, err)
+	check.OK(e, err)
 	defer f.Close()
-	_, err = fmt.Fprintf(f, "transport=tcp,traddr=%s,trsvcid=4321,nqn=%s", addresses[home], nqn)
-	check.OK(c, err)
+	_, err = fmt.Fprintf(f, "transport=tcp,traddr=%s,trsvcid=%d,nqn=%s", e.address, e.port, e.nqn)
+	check.OK(e, err)
 	answer := make([]byte, 100)
 	n, err := f.Read(answer)
-	check.OK(c, err)
+	check.OK(e, err)
 	var instance int
 	_, err = fmt.Sscanf(string(answer[:n]), "instance=%d", &instance)
-	check.OK(c, err)
-	controller := fmt.Sprint("/sys/class/nvme/nvme", instance)
-	c.Cleanup(func() { check.OK(c, os.WriteFile(controller+"/delete_controller", []byte("1"), 0o200)) })
-	c.eventually("the bare device is there", func() bool {
+	check.OK(e, err)
+	for end := time.Now().Add(patient); path == ""; time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			e.Fatal("never: the bare device is there")
+		}
 		found, _ := filepath.Glob("/sys/class/nvme-subsystem/*/nvme*n1")
 		for _, at := range found {
 			text, _ := os.ReadFile(filepath.Join(filepath.Dir(at), "subsysnqn"))
-			if strings.TrimSpace(string(text)) == nqn {
-				path = "/dev/" + filepath.Base(at)
+			device := "/dev/" + filepath.Base(at)
+			if _, err := os.Stat(device); err == nil && strings.TrimSpace(string(text)) == e.nqn {
+				path = device
 			}
 		}
-		_, err := os.Stat(path)
-		return path != "" && err == nil
-	})
+	}
+	return path, func() {
+		check.OK(e, os.WriteFile(fmt.Sprintf("/sys/class/nvme/nvme%d/delete_controller", instance), []byte("1"), 0o200))
+	}
+}
+
+// bare is a device of the first consumer over an export of a node, until the end of the test.
+func (c *nodes) bare(node string, port int) (path string) {
+	c.Helper()
+	path, disconnect := c.exportBare(node, port).connect()
+	c.Cleanup(disconnect)
 	return path
 }
 
@@ -184,17 +212,22 @@ func median(v []float64) float64 {
 	return v[len(v)/2]
 }
 
-// BenchmarkAttach: from the claim to the target of a raw volume, and back, at home and on another node; with the writes that the API server had for it.
+// BenchmarkAttach: from the claim to the target of a raw volume, and back, at home and on another node; how much of that is to stage it; and the writes that the API
+// server had for it. Beside it the kernel's own connection to a bare export.
 func BenchmarkAttach(b *testing.B) {
 	c := newNodes(b)
 	v := c.create("v", co.Block)
 	for _, node := range []string{home, consumers[0]} {
 		b.Run(map[bool]string{true: "home", false: "remote"}[node == home], func(b *testing.B) {
-			var up, down time.Duration
-			before := writes(b)
+			var up, staged, down time.Duration
+			before, there := writes(b), v.at(node)
 			for b.Loop() {
 				began := time.Now()
-				check.OK(b, co.InTurn(func() error { return v.claim(b.Context(), node) }, func() error { return v.up(b.Context(), node) }))
+				check.OK(b, v.claim(b.Context(), node))
+				claimed := time.Now()
+				check.OK(b, there.Stage(b.Context()))
+				staged += time.Since(claimed)
+				check.OK(b, there.Publish(b.Context(), there.Target("pod"), false))
 				up += time.Since(began)
 				began = time.Now()
 				check.OK(b, v.down(b.Context(), node))
@@ -202,11 +235,23 @@ func BenchmarkAttach(b *testing.B) {
 				down += time.Since(began)
 			}
 			each(b, up, "attach-ms")
+			each(b, staged, "stage-ms")
 			each(b, down, "detach-ms")
 			b.ReportMetric((writes(b)-before)/float64(b.N), "API-writes")
 			b.ReportMetric(0, "ns/op")
 		})
 	}
+	e := c.exportBare(home, 4321)
+	b.Run("bare", func(b *testing.B) {
+		for b.Loop() {
+			_, disconnect := e.connect()
+			b.StopTimer()
+			disconnect()
+			b.StartTimer()
+		}
+		each(b, b.Elapsed(), "connect-ms")
+		b.ReportMetric(0, "ns/op")
+	})
 	c.again("delete it", v.of.Delete)
 }
 
@@ -235,28 +280,21 @@ func writes(t testing.TB) (sum float64) {
 	return sum
 }
 
-// BenchmarkMove: a volume that nobody uses, without holes, from one node to another and back, from the wish until the object names the new node; and
-// beside it the same bytes by a bare copy over the same network, synced in the end.
+// BenchmarkMove: a volume that nobody uses, without holes, from one node to another and back, from the wish until the object names the new node, and a small one with
+// next to nothing to copy; and beside it the same bytes by a bare copy over the same network, synced in the end.
 func BenchmarkMove(b *testing.B) {
 	c := newNodes(b)
-	v := c.written("v")
+	v, small := c.written("v"), c.create("small", co.Block)
 	b.Run("move", func(b *testing.B) {
-		at, to := home, consumers[1]
 		before := writes(b)
-		for b.Loop() {
-			v.move(to)
-			v.eventually("it has moved", func() bool { return v.object().Spec.NodeName == to })
-			b.StopTimer()
-			v.moved(at, to)
-			at, to = to, at
-			b.StartTimer()
-		}
+		v.moves(b)
 		b.ReportMetric(float64(b.N)*large/mib/b.Elapsed().Seconds(), "MiB/s")
 		b.ReportMetric((writes(b)-before)/float64(b.N), "API-writes")
-		if at != home {
-			v.move(home)
-			v.moved(at, home)
-		}
+		v.returns()
+	})
+	b.Run("small", func(b *testing.B) {
+		small.moves(b)
+		small.returns()
 	})
 	b.Run("bare", func(b *testing.B) {
 		images, err := filepath.Glob(filepath.Join(c.dir, "pool-of-"+home, "volumes", v.key()+".img"))
@@ -266,48 +304,127 @@ func BenchmarkMove(b *testing.B) {
 		}
 		b.ReportMetric(float64(b.N)*large/mib/b.Elapsed().Seconds(), "MiB/s")
 	})
-	c.again("delete it", v.of.Delete)
+	for _, v := range []*volume{v, small} {
+		c.again("delete it", v.of.Delete)
+	}
+}
+
+// moves moves a volume from its home to the second consumer and back, in turn. What comes after the object names the new node is not measured.
+func (v *volume) moves(b *testing.B) {
+	at, to := home, consumers[1]
+	for b.Loop() {
+		v.move(to)
+		v.eventually("it has moved", func() bool { return v.object().Spec.NodeName == to })
+		b.StopTimer()
+		v.moved(at, to)
+		at, to = to, at
+		b.StartTimer()
+	}
+}
+
+// returns has a volume be at its home.
+func (v *volume) returns() {
+	if at := v.object().Spec.NodeName; at != home {
+		v.move(home)
+		v.moved(at, home)
+	}
 }
 
 // BenchmarkMoveInUse: a raw volume without holes moves, and back, while a third node writes to it, 4 KiB at random, one at a time; and what a write takes
-// meanwhile, beside what it takes before.
+// meanwhile, beside what it takes before. And the same with a mirror of the device mapper over two bare exports.
 func BenchmarkMoveInUse(b *testing.B) {
 	c := newNodes(b)
+	b.Run("move", c.movesInUse)
+	b.Run("bare", c.mirrorsBare)
+}
+
+// inUse is what a writer has while something moves, and alone.
+type inUse struct{ alone, meanwhile [3][]float64 }
+
+func (i *inUse) add(to *[3][]float64, m measured) {
+	for n, value := range []float64{m.rate * mib / 4096, m.p99, m.longest} {
+		to[n] = append(to[n], value)
+	}
+}
+
+// round measures a writer to a path alone, and while do does what takes the time that is returned.
+func (i *inUse) round(b *testing.B, path string, do func()) time.Duration {
+	i.add(&i.alone, fio(b, path, "randwrite", "4k", "1"))
+	writing, end := context.WithCancel(b.Context())
+	wait := startFio(writing, path, "randwrite", "4k", "1", 10*time.Minute)
+	began := time.Now()
+	do()
+	took := time.Since(began)
+	end()
+	m, err := wait()
+	check.OK(b, err)
+	i.add(&i.meanwhile, m)
+	return took
+}
+
+func (i *inUse) report(b *testing.B, moving time.Duration) {
+	b.ReportMetric(float64(b.N)*large/mib/moving.Seconds(), "MiB/s")
+	for n, unit := range []string{"writes/s", "p99-ms", "longest-ms"} {
+		b.ReportMetric(median(i.alone[n]), "alone-"+unit)
+		b.ReportMetric(median(i.meanwhile[n]), "moving-"+unit)
+	}
+	b.ReportMetric(0, "ns/op")
+}
+
+// mirrorsBare has the kernel copy from one bare export to another, as it does for a volume that moves, and with none of us.
+func (c *nodes) mirrorsBare(b *testing.B) {
+	from, to := c.bare(home, 4321), c.bare(newHome, 4322)
+	const name, region = "bare-mirror", 512 << 10
+	c.Cleanup(func() { _, err := dm.Remove(name); check.OK(c, err) })
+	numbers := make([]string, 2)
+	for i, path := range []string{from, to} {
+		var st unix.Stat_t
+		check.OK(b, unix.Stat(path, &st))
+		numbers[i] = dm.Number(st.Rdev)
+	}
+	check.OK(b, dm.Make(name, "", []dm.Line{{Length: large, Kind: "linear", Text: numbers[0] + " 0"}}))
+	d, err := dm.Find(name)
+	check.OK(b, err)
+	var all inUse
+	var moving time.Duration
+	for b.Loop() {
+		moving += all.round(b, d.Path(), func() {
+			check.OK(b, dm.Replace(name, []dm.Line{{Length: large, Kind: "mirror", Text: fmt.Sprintf("core 1 %d 2 %s 0 %s 0 1 handle_errors", region/512, numbers[0], numbers[1])}}))
+			for whole := fmt.Sprintf(" %d/%d ", large/region, large/region); ; time.Sleep(10 * time.Millisecond) {
+				status, err := dm.Status(name)
+				check.OK(b, err)
+				if strings.Contains(status[0].Text, whole) {
+					return
+				}
+			}
+		})
+		slices.Reverse(numbers)
+		check.OK(b, dm.Replace(name, []dm.Line{{Length: large, Kind: "linear", Text: numbers[0] + " 0"}}))
+	}
+	all.report(b, moving)
+}
+
+func (c *nodes) movesInUse(b *testing.B) {
 	v := c.written("v")
 	c.again("claim it", func(ctx context.Context) error { return v.claim(ctx, third) })
 	c.again("stage it", func(ctx context.Context) error { return v.up(ctx, third) })
+	var all inUse
 	var moving time.Duration
 	var apiWrites float64
-	var alone, meanwhile [3][]float64
-	add := func(to *[3][]float64, m measured) {
-		for i, value := range []float64{m.rate * mib / 4096, m.p99, m.longest} {
-			to[i] = append(to[i], value)
-		}
-	}
 	at, to := home, newHome
 	for b.Loop() {
-		add(&alone, fio(b, v.target(third), "randwrite", "4k", "1"))
-		writing, end := context.WithCancel(b.Context())
-		wait := startFio(writing, v.target(third), "randwrite", "4k", "1", 10*time.Minute)
-		before, began := writes(b), time.Now()
-		v.move(to)
-		v.eventually("it has moved", func() bool { return v.object().Spec.NodeName == to })
-		moving += time.Since(began)
-		end()
-		m, err := wait()
-		check.OK(b, err)
-		add(&meanwhile, m)
+		before := 0.0
+		moving += all.round(b, v.target(third), func() {
+			before = writes(b)
+			v.move(to)
+			v.eventually("it has moved", func() bool { return v.object().Spec.NodeName == to })
+		})
 		v.moved(at, to)
 		apiWrites += writes(b) - before
 		at, to = to, at
 	}
-	b.ReportMetric(float64(b.N)*large/mib/moving.Seconds(), "MiB/s")
-	for i, unit := range []string{"writes/s", "p99-ms", "longest-ms"} {
-		b.ReportMetric(median(alone[i]), "alone-"+unit)
-		b.ReportMetric(median(meanwhile[i]), "moving-"+unit)
-	}
+	all.report(b, moving)
 	b.ReportMetric(apiWrites/float64(b.N), "API-writes")
-	b.ReportMetric(0, "ns/op")
 	v.leave(third)
 	c.again("delete it", v.of.Delete)
 }

@@ -57,8 +57,10 @@ const (
 	carriers = 4
 	// carries is how many of them are copied at once: each takes the others' time, and none is useful before it is whole.
 	carries = 1
-	// carryEvery is between two looks at a volume that has a mirror.
+	// carryEvery is between two looks at a volume that has a mirror, at the most. One that is copied is looked at again when it should be whole, at
+	// the soonest after a carrySoon-th part of that.
 	carryEvery = time.Second
+	carrySoon  = 16
 	// carryPause is between two looks for mirrors that no object tells of.
 	carryPause = 30 * time.Second
 	// How soon a copy begins anew that was ended: after so many looks, and longer each time.
@@ -95,6 +97,9 @@ type carriage struct {
 	rest   time.Time // when the next one may begin
 	locked time.Time // since when the lock cannot be had
 	away   time.Time // since when the new home is
+	synced int64     // how much of it was copied at the last look that found it being copied, in bytes
+	looked time.Time // when that was; zero: not yet
+	told   time.Time // when how far it is was written down last
 }
 
 // Carry carries volumes until ctx ends.

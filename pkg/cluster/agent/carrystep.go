@@ -72,7 +72,7 @@ func (c *carrier) idle(ctx context.Context, now *passage) (again time.Duration, 
 	err = c.begin(ctx, now)
 	switch {
 	case err == nil:
-		return c.options.CarryEvery, nil
+		return c.options.CarryEvery / carrySoon, nil
 	case errors.Is(err, errdefs.ErrBusy) || ctx.Err() != nil:
 		return 0, err
 	}
@@ -258,10 +258,11 @@ func (c *carrier) follow(ctx context.Context, now *passage) (again time.Duration
 	case why != nil:
 		return c.giveUp(ctx, now, why)
 	case now.m.Synced < now.m.Total:
+		at := time.Now()
 		c.mu.Lock()
-		c.pace.copied(ctx, now.id.Key, now.m.Synced, time.Now())
+		c.pace.copied(ctx, now.id.Key, now.m.Synced, at)
 		c.mu.Unlock()
-		return c.options.CarryEvery, c.reportFar(ctx, now)
+		return c.copying(ctx, now, at)
 	}
 	return c.options.CarryEvery, c.pin(ctx, now)
 }
@@ -364,6 +365,35 @@ func (c *carrier) unpin(ctx context.Context, now *passage, why error) error {
 		c.note(v.Name, func(k *carriage) { k.sure = true })
 	}
 	return err
+}
+
+// copying is the step with a mirror that the kernel is copying, as it was found at a time.
+func (c *carrier) copying(ctx context.Context, now *passage, at time.Time) (again time.Duration, err error) {
+	tell := false
+	c.note(now.id.Key, func(k *carriage) {
+		again = soon(c.options.CarryEvery, at.Sub(k.looked), now.m.Synced-k.synced, now.m.Total-now.m.Synced)
+		k.looked, k.synced = at, now.m.Synced
+		if k.told.IsZero() { // what is copied by then is not worth a write
+			k.told = at
+		}
+		if tell = at.Sub(k.told) >= c.options.CarryEvery; tell {
+			k.told = at
+		}
+	})
+	if !tell {
+		return again, nil
+	}
+	return again, c.reportFar(ctx, now)
+}
+
+// soon is when to look again at what is being copied, of which so many bytes were copied in so long, and so many are left: when it should be whole, but no later
+// than after every, and no sooner than after the carrySoon-th part of that.
+func soon(every, took time.Duration, copied, left int64) time.Duration {
+	if copied <= 0 {
+		return every / carrySoon
+	}
+	rest := float64(took) * float64(left) / float64(copied)
+	return time.Duration(min(max(rest, float64(every/carrySoon)), float64(every)))
 }
 
 // reportFar writes down how far the copy is, if that is news.

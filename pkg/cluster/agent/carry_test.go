@@ -1,0 +1,27 @@
+package agent
+
+import (
+	"testing"
+	"time"
+)
+
+// TestSoon: what is copied is looked at again when it should be whole, within bounds.
+func TestSoon(t *testing.T) {
+	const every = 16 * time.Second
+	for _, c := range []struct {
+		took         time.Duration
+		copied, left int64
+		again        time.Duration
+	}{
+		{time.Second, 100, 500, 5 * time.Second},
+		{time.Second, 100, 1 << 50, every},
+		{time.Second, 100, 1, time.Second},
+		{time.Second, 0, 500, time.Second},         // it has just begun
+		{time.Second, -5, 500, time.Second},        // it was begun anew
+		{time.Since(time.Time{}), 100, 500, every}, // by a driver of before
+	} {
+		if again := soon(every, c.took, c.copied, c.left); again != c.again {
+			t.Errorf("%+v: again after %v", c, again)
+		}
+	}
+}
