@@ -19,4 +19,4 @@ trap 'exit 143' TERM
 export VM_ARGUMENTS=${VM_ARGUMENTS:-nvme_core.multipath=N} # with multipath a flush is lost: tests/anynode, TestFlushInFlight
 export VM_KERNEL ASHLAR_APISERVER TMPDIR ASHLAR_DRIVER=$bin/driver ASHLAR_MACHINES=1
 # The first process there takes all others along, and waits for those whose parents have ended.
-unshare --net --mount --pid --fork --kill-child --mount-proc bash -c 'ip link set lo up && "$@"; exit' machines "$bin/anynode.test" -test.run='^TestMachines$' -test.timeout=60m "$@"
+unshare --net --mount --pid --fork --kill-child --mount-proc bash -c 'ip link set lo up && "$@"; exit' machines "$bin/anynode.test" -test.run='^TestMachines$' -test.timeout=90m "$@"

@@ -167,7 +167,10 @@ func (c *nodes) logs() (all string) {
 	for name, agent := range c.agents {
 		all += fmt.Sprintf("--- %s\n%s\n", name, agent.Log())
 	}
-	return all + "--- controller\n" + c.controller.Log()
+	if c.controller != nil { // nodes are there before it
+		all += "--- controller\n" + c.controller.Log()
+	}
+	return all
 }
 
 // again makes a call until it succeeds, as sidecars and the kubelet do, which take any error for one that may pass.

@@ -77,7 +77,7 @@ func (c *machines) said() (all string) {
 			all += fmt.Sprintf("--- %s of %s\n%s\n", file, name, text[max(0, len(text)-16000):])
 		}
 	}
-	return all + "--- controller\n" + c.controller.Log()
+	return all + c.logs()
 }
 
 // ready waits until the drivers of machines are.

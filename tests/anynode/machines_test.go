@@ -33,6 +33,7 @@ func TestMachines(t *testing.T) {
 		{"consumer is frozen", (*machines).consumerFrozen, false},
 		{"both die", (*machines).bothDie, true},
 		{"a move", (*machines).moveDies, false},
+		{"a move in use", (*machines).usedMoveDies, false},
 	} {
 		if s.sample || *full {
 			t.Run(s.name, func(t *testing.T) { s.run(c.within(t)) })
@@ -72,10 +73,16 @@ func (c *machines) inUse() (all []*used) {
 	if !*full {
 		some = kinds[:2]
 	}
-	for _, kind := range some {
+	return c.usedBy(away, some)
+}
+
+// usedBy makes volumes of some kinds that a machine uses and writes to.
+func (c *machines) usedBy(node string, kinds []string) (all []*used) {
+	c.Helper()
+	for _, kind := range kinds {
 		u := &used{volume: c.create(fmt.Sprintf("%s-%d", kind, newTag()), kind), c: c, kind: kind, at: home}
-		u.has(away)
-		u.writes(away)
+		u.has(node)
+		u.writes(node)
 		all = append(all, u)
 	}
 	return all
@@ -448,4 +455,100 @@ func (c *machines) reachMove(step string, all []*used) (goOn func()) {
 func (u *used) files(node string) []string {
 	u.Helper()
 	return strings.Fields(u.c.run(node, "find", poolInMachine+"/volumes", "-name", u.key()+".*"))
+}
+
+// usedMoveDies: volumes that a machine writes to move from home to away, and at each of some steps one of the two machines dies and comes back. The move goes on to its end.
+func (c *machines) usedMoveDies() {
+	for _, user := range []string{home, away} {
+		for _, step := range []string{copying, copied, flipped, arrived} {
+			for _, victim := range []string{home, away} {
+				c.TB.(*testing.T).Run(fmt.Sprintf("used by %s, %s, %s dies", user, step, victim), func(t *testing.T) { c.within(t).movesInUse(user, step, victim) })
+			}
+		}
+	}
+}
+
+func (c *machines) movesInUse(user, step, victim string) {
+	c.Helper()
+	all := c.usedBy(user, kinds[:2])
+	goOn := c.reachMoveInUse(user, step, all)
+	c.all[victim].cut()
+	goOn()
+	time.Sleep(hold / 4)
+	c.all[victim].boot()
+	c.ready(victim)
+	for _, u := range all {
+		over := func() bool {
+			now := u.object()
+			return now.Spec.NodeName == away && now.Spec.Move == nil && now.Status.Move == nil
+		}
+		u.eventually("the move is over, or the writer has ended", func() bool {
+			select {
+			case <-u.writer.done:
+				return true
+			default:
+				return over()
+			}
+		})
+		select {
+		case <-u.writer.done: // its machine died, or that which had all the bytes then
+			u.fails()
+			if victim != user {
+				u.unstages(user)
+			}
+			u.stages(user)
+			u.holds(user)
+			u.writes(user)
+		default:
+		}
+		u.eventually("the move is over", over)
+		u.at = away
+		for node, want := range map[string]int{home: 0, away: 2} {
+			if files := u.files(node); len(files) != want {
+				c.Errorf("%s has %v of volume %s", node, files, u.of.Name)
+			}
+		}
+		u.goesOn(u.writer)
+		u.ends()
+		u.holds(user)
+		u.gives(user)
+	}
+	c.over(all)
+}
+
+// reachMoveInUse has volumes that a machine uses move up to the step. Who would go on from there stands still, until goOn.
+func (c *machines) reachMoveInUse(user, step string, all []*used) (goOn func()) {
+	c.Helper()
+	control := sync.OnceFunc(frozen(c.controller))
+	c.Cleanup(control)
+	goOn = control
+	for _, u := range all {
+		u.move(away)
+	}
+	each := func(what string, is func(v *v1alpha1.Volume) bool) {
+		for _, u := range all {
+			u.moving(what, is)
+		}
+	}
+	if step == copying {
+		c.eventually("a volume is copied", func() bool { return len(all[0].files(away)) > 0 })
+		time.Sleep(time.Duration(rand.IntN(500)) * time.Millisecond)
+		return goOn
+	}
+	each("its user has copied all bytes", func(v *v1alpha1.Volume) bool {
+		return v.Status.Move != nil && v.Status.Move.Copied != nil && v.Status.Move.Copied.Claim > 0
+	})
+	if step == copied {
+		return goOn
+	}
+	still := user // it would write to the new home alone
+	if step == arrived {
+		still = home // it would give its bytes back
+	}
+	thaw := c.all[still].freeze()
+	control()
+	each("it has moved", func(v *v1alpha1.Volume) bool {
+		return v.Spec.NodeName == away && (step == flipped || v.Status.Move != nil && v.Status.Move.Arrived)
+	})
+	return thaw
 }
