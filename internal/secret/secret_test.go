@@ -83,8 +83,8 @@ func TestPrinted(t *testing.T) {
 		}
 		tells(where+" in a log", logged.String())
 	}
-	again := any(&secret.Text{})
-	if err := json.Unmarshal([]byte(`"`+text+`"`), again); err == nil {
+	var again struct{ Text secret.Text }
+	if err := json.Unmarshal([]byte(`{"Text": "`+text+`"}`), &again); err == nil {
 		t.Error("it is read from what writes it otherwise")
 	}
 	check.OK(t, second(json.Marshal(secret.Of(text))))
