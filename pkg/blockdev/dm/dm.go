@@ -469,31 +469,30 @@ func lines(name string, flags uint32) (table []Line, err error) {
 	return table, nil
 }
 
-// longestPoll is how long Changed goes without a look at its context.
+// longestPoll is how long Await goes without a look at its context.
 const longestPoll = 200 * time.Millisecond
 
-// Changed waits until the Event of a device is another one than seen, and returns the device; nil if it is not there.
-func Changed(ctx context.Context, name string, seen uint32) (*Device, error) {
+// Await calls look until that says that it is done, or fails: at once, and each time that the Event of any device may have changed.
+func Await(ctx context.Context, look func() (done bool, err error)) error {
 	control, err := os.OpenFile(controlPath, os.O_RDWR, 0)
 	if err != nil {
-		return nil, fmt.Errorf("%w: %w; load the kernel's module dm-mod", errdefs.ErrUnavailable, err)
+		return fmt.Errorf("%w: %w; load the kernel's module dm-mod", errdefs.ErrUnavailable, err)
 	}
 	defer control.Close()
 	for {
 		h := header{version: [3]uint32{4, 0, 0}, dataSize: uint32(unsafe.Sizeof(header{}))}
 		if err := ioctl.Pointer(control, 0xC138FD00|armPoll, unsafe.Pointer(&h)); err != nil {
-			return nil, fmt.Errorf("wait for device %s: %w", name, errdefs.FromErrno(err))
+			return fmt.Errorf("wait for events of devices: %w", errdefs.FromErrno(err))
 		}
-		d, err := Find(name)
-		if err != nil || d == nil || d.Event != seen {
-			return d, err
+		if done, err := look(); err != nil || done {
+			return err
 		}
 		if err := ctx.Err(); err != nil {
-			return nil, err
+			return err
 		}
 		_, err = unix.Poll([]unix.PollFd{{Fd: int32(control.Fd()), Events: unix.POLLIN}}, int(longestPoll.Milliseconds()))
 		if err != nil && !errors.Is(err, unix.EINTR) {
-			return nil, fmt.Errorf("wait for device %s: %w", name, errdefs.FromErrno(err))
+			return fmt.Errorf("wait for events of devices: %w", errdefs.FromErrno(err))
 		}
 	}
 }

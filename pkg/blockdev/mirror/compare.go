@@ -137,7 +137,15 @@ func (legs side) differ(at, length int64) (found []Range, err error) {
 
 // differHeld is differ while nothing is under way.
 func (legs side) differHeld(name string, at, length int64) (found []Range, err error) {
-	if err := dm.Hold(name); err != nil {
+	defer lock(name)()
+	s, err := state(name)
+	if err == nil {
+		err = s.whole()
+	}
+	if err == nil {
+		err = dm.Hold(name)
+	}
+	if err != nil {
 		return nil, err
 	}
 	found, err = legs.differ(at, length)

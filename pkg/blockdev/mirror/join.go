@@ -35,7 +35,7 @@ func unitOf(size int64) int64 {
 //
 // A leg that joins or is in the mirror already stays as it is. errdefs.ErrUnavailable while another one joins, or a leg has failed. A crash leaves a mirror that it joins, or as it was.
 func Join(ctx context.Context, name string, leg uint64, differs []Range) error {
-	return of(name, "have "+dm.Number(leg)+" join it", func() error {
+	return change(name, "have "+dm.Number(leg)+" join it", func() error {
 		s, err := state(name)
 		if err != nil || slices.Contains(s.devices(), leg) || s.Joining != nil && s.Joining.Device == leg {
 			return err
@@ -117,7 +117,7 @@ func logOf(size int64, differs []Range) []byte {
 // Finish makes the leg that joined one of those that are current, and the one called near, if it is among them, the first that is read from. From then on it may be put on the volume's list. errdefs.ErrUnavailable
 // while it is not equal, or if it has failed. If none joins, it does nothing but for the order.
 func Finish(ctx context.Context, name string, near uint64) error {
-	return of(name, "finish the leg that joins it", func() error {
+	return change(name, "finish the leg that joins it", func() error {
 		s, err := state(name)
 		if err != nil {
 			return err

@@ -3,7 +3,7 @@
 //
 // All state is the kernel's, under the name of the device; there is none in this package, and a driver that starts finds what its predecessor left (State). The legs of State are
 // current to the kernel: a write is acknowledged when it is on all of them. When one fails, what it did not take is held, acknowledged to nobody, until Leave. A mirror is nobody's but the
-// caller's: one call for a mirror at a time, except for State and Watch.
+// caller's; calls that change one wait for each other.
 package mirror
 
 import (
@@ -12,6 +12,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"sync"
 
 	"golang.org/x/sys/unix"
 
@@ -36,6 +37,8 @@ type Range struct{ Offset, Length int64 }
 type Leg struct {
 	Device uint64 // its number, as in st_rdev
 	Failed bool   // it did not take a write or a flush, or could not be read
+
+	onlyReads bool // it took all that was written
 }
 
 // State is what the kernel says of a mirror.
@@ -46,6 +49,9 @@ type State struct {
 	Synced, Total int64 // bytes that are equal on Joining, and all
 	Held          bool  // nothing is read or written until Leave is called for all that failed: see Watch
 	Event         uint32
+
+	inner     string // the device that is a mirror of Legs: the mirror itself, or one below it while a leg joins
+	remembers bool   // it has a region of which a leg failed: the kernel holds what is written, until there is another table
 }
 
 // Failed are the legs that have failed, Joining not among them.
@@ -79,7 +85,7 @@ func Available() error {
 // Make makes a mirror over legs that are equal and current, and of this size at least. They are read from in this order, so the near one comes first. One alone is a mirror too. Nothing is written to the
 // legs. A mirror of that name over the same legs stays as it is, with whatever has failed; over others it is errdefs.ErrExists. A crash leaves a device of the name, of which Make makes the mirror when it is called again.
 func Make(name, uuid string, size int64, legs ...uint64) error {
-	return of(name, "make it", func() error {
+	return change(name, "make it", func() error {
 		d, err := dm.Find(name)
 		if err != nil {
 			return err
@@ -144,7 +150,7 @@ func state(name string) (s State, err error) {
 	if d == nil || !d.Live {
 		return s, fmt.Errorf("%w: there is no such device", errdefs.ErrNotFound)
 	}
-	s.Event = d.Event
+	s.Event, s.inner = d.Event, name
 	if s.Size, err = d.Size(); err != nil {
 		return s, err
 	}
@@ -154,17 +160,10 @@ func state(name string) (s State, err error) {
 	}
 	s.Legs, s.Synced, s.Total = top.legs, s.Size, s.Size
 	if top.logged {
-		if err := s.joins(name, top); err != nil {
-			return s, err
-		}
-	} else if top.synced < top.total { // a region of which a leg has failed
-		s.Synced = s.Size / top.total * top.synced
+		return s, s.joins(name, top)
 	}
-	if d.Suspended && d.Loaded {
-		s.Held = true
-		return s, s.left(name)
-	}
-	return s, nil
+	s.remembers = top.synced < top.total
+	return s, s.left(d)
 }
 
 // joins fills in a mirror that a leg joins: it has two legs, what is current and that one.
@@ -180,14 +179,22 @@ func (s *State) joins(name string, top reading) error {
 	if err != nil || base == nil || base.Number != s.Legs[0].Device {
 		return err
 	}
-	below, err := read(name + baseSuffix)
-	s.Legs = below.legs
-	return err
+	below, err := read(base.Name)
+	if err != nil {
+		return err
+	}
+	s.Legs, s.inner, s.remembers = below.legs, base.Name, below.synced < below.total
+	s.Event += base.Event
+	return s.left(base)
 }
 
-// left marks the legs that the table for the next resume has not.
-func (s *State) left(name string) error {
-	next, err := dm.Next(name)
+// left looks whether a mirror is held, and marks the legs that the table for the next resume has not.
+func (s *State) left(d *dm.Device) error {
+	if !d.Suspended || !d.Loaded {
+		return nil
+	}
+	s.Held = true
+	next, err := dm.Next(d.Name)
 	if err != nil {
 		return err
 	}
@@ -238,7 +245,7 @@ func read(name string) (r reading, err error) {
 		if _, err := fmt.Sscanf(word, "%d:%d", &major, &minor); err != nil {
 			return r, bad
 		}
-		r.legs = append(r.legs, Leg{Device: unix.Mkdev(major, minor), Failed: alive[i] != 'A'})
+		r.legs = append(r.legs, Leg{Device: unix.Mkdev(major, minor), Failed: alive[i] != 'A', onlyReads: alive[i] == 'R'})
 	}
 	r.logged = words[many+5] == "disk"
 	return r, nil
@@ -248,7 +255,7 @@ func read(name string) (r reading, err error) {
 // acknowledged. If it is Held, that is all that failed. Legs that are not in it are of no account. errdefs.ErrPrecondition for the last one that is current. After a crash it
 // has been done, or has not; then it is to be called again.
 func Leave(ctx context.Context, name string, legs ...uint64) error {
-	return of(name, "take "+numbers(legs)+" out of it", func() error {
+	return change(name, "take "+numbers(legs)+" out of it", func() error {
 		s, err := state(name)
 		if err != nil {
 			return err
@@ -268,7 +275,7 @@ func Leave(ctx context.Context, name string, legs ...uint64) error {
 		case len(rest) == 0:
 			return fmt.Errorf("%w: the last leg that is current cannot leave", errdefs.ErrPrecondition)
 		case s.Joining != nil: // there are two or more, so there is a device over them
-			return dm.Replace(name+baseSuffix, flat(s.Size, rest))
+			return dm.Replace(s.inner, flat(s.Size, rest))
 		}
 		return settle(ctx, name, s.Size, rest)
 	})
@@ -285,7 +292,7 @@ func settle(ctx context.Context, name string, size int64, legs []uint64) error {
 
 // Resize gives a mirror another size, after all its legs have it. What is new counts as equal. errdefs.ErrUnavailable while a leg joins, and if one has failed.
 func Resize(name string, size int64) error {
-	return of(name, "resize it", func() error {
+	return change(name, "resize it", func() error {
 		s, err := state(name)
 		if err != nil || s.Size == size {
 			return err
@@ -310,7 +317,7 @@ func (s State) whole() error {
 
 // Remove takes a mirror away, with its last user; the legs stay. Its users have to have flushed it. If there is none it does nothing. inUse: somebody has it open.
 func Remove(ctx context.Context, name string) (inUse bool, err error) {
-	err = of(name, "remove it", func() error {
+	err = change(name, "remove it", func() error {
 		if inUse, err = dm.RemoveNow(ctx, name); err != nil || inUse {
 			return err
 		}
@@ -322,7 +329,7 @@ func Remove(ctx context.Context, name string) (inUse bool, err error) {
 
 // Recover puts right what a crash left: a mirror that was suspended for a step of this package that was not finished, unless it is Held, and a device that nothing uses.
 func Recover(ctx context.Context, name string) error {
-	return of(name, "recover it", func() error {
+	return change(name, "recover it", func() error {
 		d, err := dm.Find(name)
 		if err != nil || d == nil || !d.Live {
 			return err
@@ -342,6 +349,21 @@ func Recover(ctx context.Context, name string) error {
 		}
 		return err
 	})
+}
+
+var locks sync.Map // by name
+
+// lock has one change made to a mirror at a time.
+func lock(name string) (unlock func()) {
+	l, _ := locks.LoadOrStore(name, new(sync.Mutex))
+	l.(*sync.Mutex).Lock()
+	return l.(*sync.Mutex).Unlock
+}
+
+// change is of, for what changes a mirror.
+func change(name, what string, do func() error) error {
+	defer lock(name)()
+	return of(name, what, do)
 }
 
 // of says of which mirror an error is, and what was done.

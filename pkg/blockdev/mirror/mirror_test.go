@@ -393,8 +393,12 @@ func TestFailsWhileOneJoins(t *testing.T) {
 	for _, failing := range []int{1, 2} {
 		t.Run(fmt.Sprint("leg ", failing), func(t *testing.T) {
 			f := newMirror(t, 2, 1)
-			f.legs[2].failLater(700 * time.Millisecond) // so that nothing is copied before
 			seen := f.look().Event
+			if failing == 2 {
+				f.legs[2].failLater(100 * time.Millisecond)
+			} else {
+				f.legs[2].table("delay", dm.Number(f.legs[2].loop)+" 0 300")
+			}
 			check.OK(t, mirror.Join(ctx, f.name, f.legs[2].number, []mirror.Range{{Length: size}}))
 			if failing == 2 {
 				f.watch(seen, "the leg that joins to be let go", func(s mirror.State) bool { return s.Joining == nil })
@@ -413,6 +417,9 @@ func TestFailsWhileOneJoins(t *testing.T) {
 			f.leave(1)
 			ends(t, write, "a write that was held")
 			f.has(0, 9, 31*mib)
+			if s := f.look(); len(s.Legs) != 1 || s.Joining == nil {
+				t.Errorf("it is %+v", s)
+			}
 			f.leave(2)
 			f.write(10, 0)
 			f.has(0, 10, 0)

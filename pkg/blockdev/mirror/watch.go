@@ -2,8 +2,10 @@ package mirror
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"strings"
 	"time"
 
@@ -17,52 +19,57 @@ import (
 // forgets is how long a failure has to be one that the kernel would forget, before that is believed: of a write that failed, it says a moment later which region it was.
 const forgets = 20 * time.Millisecond
 
-// Watch waits until something has happened to a mirror since a look at it (State.Event), and returns how it is then: a leg has failed, or the one that joins is equal, or has been taken out as it failed. errdefs.ErrNotFound once
-// there is no mirror. Whoever uses a mirror watches it: of a flush that fails alone the kernel forgets soon which leg it was, and then acknowledges what is on one leg only. Watch does not let it. It has the mirror held,
-// with the legs that may lack something as failed, which is so until Leave, also for a driver that starts later. Where the kernel has forgotten already, those are all but the one that is read from, as that has everything.
+// Watch waits until something has happened to a mirror since a look at it (State.Event) that was after the last change that the caller made, and returns how it is then: a leg has failed, or the one that joins is equal, or has been taken out as
+// it failed; or nothing that matters. errdefs.ErrNotFound once there is no mirror. Whoever uses a mirror watches it: of a flush that fails alone the kernel soon forgets which leg it was, and then acknowledges what is on one leg only. Watch does not let
+// it. It has the mirror held, with the legs that may lack something as failed, which is so until Leave, also for a driver that starts later. Where the kernel has forgotten already, those are all but the one that is read from, as that has everything.
 func Watch(ctx context.Context, name string, seen uint32) (s State, err error) {
-	err = of(name, "watch it", func() error {
-		d, err := dm.Changed(ctx, name, seen)
-		if err != nil {
+	err = dm.Await(ctx, func() (bool, error) {
+		s, err = Look(name)
+		return err != nil || s.Event != seen, err
+	})
+	if err != nil {
+		return s, err
+	}
+	time.Sleep(forgets)
+	err = change(name, "see to what has happened", func() error {
+		if s, err = state(name); err != nil {
 			return err
 		}
-		if d == nil {
-			return fmt.Errorf("%w: there is no such device any more", errdefs.ErrNotFound)
-		}
-		if s, err = state(name); err != nil || s.Held {
-			return err
-		}
-		if s.Joining != nil {
+		if s.Joining != nil && s.Joining.Failed {
 			return s.let(ctx, name)
 		}
-		if len(s.Legs) == 1 || s.Synced < s.Total {
-			return nil // it remembers, and holds
+		if s.Held || s.remembers || len(s.Legs) == 1 {
+			return nil
 		}
-		time.Sleep(forgets)
-		if s, err = state(name); err != nil || s.Held || s.Joining != nil || s.Synced < s.Total {
-			return err
-		}
-		has, err := s.everything(name)
-		if err == nil && has != 0 {
-			err = dm.Load(name, flat(s.Size, []uint64{has}))
-		}
-		if err != nil || has == 0 {
-			return err
-		}
-		if err := dm.Hold(name); err != nil {
-			return err
-		}
-		s, err = state(name)
-		return err
+		return s.keep(name, seen)
 	})
 	return s, err
 }
 
+// keep has a mirror held if the kernel would forget, or has forgotten, that a leg has failed. When all regions of a table are found to be equal, which is soon after it was loaded, there is one event; a failure that is forgotten makes two.
+func (s *State) keep(name string, seen uint32) (err error) {
+	var has uint64
+	switch failed := len(s.Failed()); {
+	case failed == 0 && s.Joining == nil && s.Event-seen > 1:
+		has, err = s.readFrom()
+	case failed > 0 && failed < len(s.Legs) && slices.ContainsFunc(s.Legs, func(l Leg) bool { return l.Failed && !l.onlyReads }):
+		has = s.Legs[slices.IndexFunc(s.Legs, func(l Leg) bool { return !l.Failed })].Device
+	}
+	if err != nil || has == 0 {
+		return err
+	}
+	if err := dm.Load(s.inner, flat(s.Size, []uint64{has})); err != nil {
+		return err
+	}
+	if err := dm.Hold(s.inner); err != nil {
+		return errors.Join(err, dm.Clear(s.inner))
+	}
+	*s, err = state(name)
+	return err
+}
+
 // let has a leg that was joining, and has failed, leave: it is nobody's.
 func (s *State) let(ctx context.Context, name string) error {
-	if !s.Joining.Failed {
-		return nil
-	}
 	if err := settle(ctx, name, s.Size, s.devices()); err != nil {
 		return err
 	}
@@ -71,29 +78,16 @@ func (s *State) let(ctx context.Context, name string) error {
 	return err
 }
 
-// everything returns the one leg that is sure to have all that was acknowledged, after an event that left all regions in sync: the first that is whole, if the kernel still says which is not. 0: all have.
-func (s *State) everything(name string) (uint64, error) {
-	if len(s.Failed()) > 0 {
-		for _, l := range s.Legs {
-			if !l.Failed {
-				return l.Device, nil
-			}
-		}
-		return 0, nil // all have failed: it acknowledges nothing
-	}
-	return s.readFrom(name)
-}
-
 // probes is how often a mirror is read, to see which leg that is.
 const probes = 16
 
 // readFrom returns the leg that the kernel reads from, which is the one that it writes alone: by the counts of reads of the legs. They have more than ours at most.
-func (s *State) readFrom(name string) (uint64, error) {
+func (s *State) readFrom() (uint64, error) {
 	before, err := s.reads()
 	if err != nil {
 		return 0, err
 	}
-	d, err := dm.Find(name)
+	d, err := dm.Find(s.inner)
 	if err != nil || d == nil {
 		return 0, err
 	}
