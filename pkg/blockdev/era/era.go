@@ -81,7 +81,7 @@ func current(name string) (era uint32, err error) {
 	return era, nil
 }
 
-// Since returns what was written to a device, which may be in use, since an era: in order, in whole blocks. What is written while it looks may be missing. With any error
+// Since returns what was written to a device, which may be in use, since an era: in order, in whole blocks; since era 0, all of it. What is written while it looks may be missing. With any error
 // nothing is known: all may have been written. A crash leaves a snapshot of the metadata, which the next call takes away.
 func Since(ctx context.Context, name string, era uint32) (written []Range, err error) {
 	metadata, block, size, err := parts(name)

@@ -127,14 +127,14 @@ func (h *home) begin() uint32 {
 func TestMarks(t *testing.T) {
 	need(t)
 	h := newHome(t, "era", "")
-	h.since(0)
+	h.since(1)
 	h.write(3, 4, 5, 63)
-	h.since(0, 3, 4, 5, 63)
+	h.since(1, 3, 4, 5, 63)
 	second := h.begin()
 	h.since(second)
 	h.write(4, 20)
 	h.since(second, 4, 20)
-	h.since(0, 3, 4, 5, 20, 63)
+	h.since(1, 3, 4, 5, 20, 63)
 	h.write(20)
 	third := h.begin()
 	if third <= second {
@@ -149,6 +149,12 @@ func TestMarks(t *testing.T) {
 	h.write(100)
 	h.since(third, 20, 100)
 
+	var all []int64
+	for b := range int64(2 * size / mib) {
+		all = append(all, b)
+	}
+	h.since(0, all...) // what was never written is of era 0
+
 	// A call that was cut short.
 	check.OK(t, dm.Message(h.name, "take_metadata_snap"))
 	h.since(third, 20, 100)
@@ -162,7 +168,7 @@ func TestMarksOutlivePower(t *testing.T) {
 	second := h.begin()
 	h.write(7)
 	after := newHome(t, "after", h.image)
-	after.since(0, 1, 2, 7)
+	after.since(1, 1, 2, 7)
 	after.since(second, 7)
 	after.write(9)
 	after.since(second, 7, 9)

@@ -82,7 +82,7 @@ func (s State) open() (legs side, end func(), err error) {
 	for _, l := range s.Legs {
 		f, err := openNumber(l.Device)
 		if err == nil {
-			ends = append(ends, func() { f.Close() })
+			ends = append(ends, func() { _ = f.Close() }) // it was read only
 			var memory []byte
 			var free func()
 			if memory, free, err = direct.Memory(chunk); err == nil {
@@ -109,9 +109,13 @@ func openNumber(number uint64) (*os.File, error) {
 		return nil, err
 	}
 	var st unix.Stat_t
-	if err := unix.Fstat(int(f.Fd()), &st); err != nil || st.Rdev != number {
+	err = unix.Fstat(int(f.Fd()), &st)
+	if err == nil && st.Rdev != number {
+		err = fmt.Errorf("%w: %s is another device", errdefs.ErrUnavailable, f.Name())
+	}
+	if err != nil {
 		f.Close()
-		return nil, fmt.Errorf("leg %s: /dev/%s is another device (%v): %w", dm.Number(number), filepath.Base(name), err, errdefs.ErrUnavailable)
+		return nil, fmt.Errorf("leg %s: %w", dm.Number(number), err)
 	}
 	return f, nil
 }

@@ -76,7 +76,8 @@ func join(ctx context.Context, name string, s State, leg uint64, differs []Range
 	if err != nil {
 		return err
 	}
-	defer log.Close() // the table has it; with that it goes
+	defer log.Close()
+	// With the table it goes.
 	return dm.Replace(name, []dm.Line{{Length: s.Size, Kind: target, Text: fmt.Sprintf("disk 2 %s %d%s%s", dm.Number(unix.Mkdev(loop.Major, uint32(number))), unitOf(s.Size)/512, over([]uint64{first, leg}), features)}})
 }
 
@@ -87,7 +88,7 @@ func newLog(ctx context.Context, size int64, differs []Range) (held *os.File, nu
 		return nil, 0, fmt.Errorf("memory for the log: %w", errdefs.FromErrno(err))
 	}
 	memory := os.NewFile(uintptr(fd), "memory for the log")
-	defer memory.Close() // the loop device has it
+	defer memory.Close()
 	if _, err := memory.Write(logOf(size, differs)); err != nil {
 		return nil, 0, errdefs.FromErrno(err)
 	}

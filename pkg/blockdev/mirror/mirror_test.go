@@ -184,7 +184,7 @@ func (f *fixture) open() *os.File {
 	check.OK(f.t, err)
 	file, err := dm.Open(d, os.O_RDWR|unix.O_DIRECT)
 	check.OK(f.t, err)
-	f.t.Cleanup(func() { file.Close() })
+	f.t.Cleanup(func() { _ = file.Close() })
 	return file
 }
 
