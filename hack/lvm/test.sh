@@ -18,6 +18,8 @@ case ${1-} in
 pools) tests='./pkg/blockdev/lvmpool lvmpool 0 ^Test(Linear|Thin)Pool$ -test.timeout 60m
 ./pkg/blockdev/lvmpool lvmpool 30 LVM -test.timeout 60m
 ./pkg/device device 30 . -test.timeout 20m
+./pkg/blockdev/mirror mirror 30 . -test.timeout 20m
+./pkg/blockdev/era era 30 . -test.timeout 20m
 ./pkg/volume volume 30 LVM|Header -test.timeout 20m
 ./pkg/cluster cluster 30 ^TestEncrypted -test.timeout 20m' ;;
 driver) tests='./cmd/driver driver 30 LVM -test.timeout 40m
@@ -45,7 +47,7 @@ where=(flock /run/lock/ashlar-test-lvm env) # one at a time on one kernel
 # mounted with other owners, and before Linux 6.3 tmpfs is none: the tests of life have the disk, those of one package
 # an ext4 in memory.
 memory=
-modprobe -q -a dm-mod dm-thin-pool dm-snapshot dm-log-writes dm-mirror 2>/dev/null || true
+modprobe -q -a dm-mod dm-thin-pool dm-snapshot dm-log-writes dm-mirror dm-era dm-delay 2>/dev/null || true
 if ! dmsetup version >/dev/null 2>&1; then
 	where=(hack/vm/run.sh env)
 	memory=/run

@@ -10,7 +10,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 bin=$PWD/bin/vm
 mkdir -p "$bin"
-CGO_ENABLED=0 go test -c -o "$bin/" ./pkg/blockdev/nvme ./pkg/blockdev/nvmet ./pkg/volume ./tests/anynode
+CGO_ENABLED=0 go test -c -o "$bin/" ./pkg/blockdev/mirror ./pkg/blockdev/nvme ./pkg/blockdev/nvmet ./pkg/volume ./tests/anynode
 CGO_ENABLED=0 go build -o "$bin/driver" ./cmd/driver
 VM_KERNEL=${VM_KERNEL:-$(hack/vm/kernel.sh)}
 server=$(hack/apiserver.sh)
@@ -29,7 +29,8 @@ done <<<"$2"' tests "$bin" "$2" "$PWD/hack/vm/sample.sh"
 }
 
 both='nvmet 60 . -test.timeout 15m
-nvme 30 . -test.timeout 15m'
+nvme 30 . -test.timeout 15m
+mirror 30 . -test.timeout 15m'
 above='volume 30 ^(TestNVMe|TestReached) -test.timeout 15m
 anynode 30 . -test.timeout 170m'
 flush='anynode 0 ^TestFlushInFlight$ -test.timeout 10m'

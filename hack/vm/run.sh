@@ -40,7 +40,7 @@ export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=$s
 mount -t proc proc /proc && mount -t sysfs sys /sys && mount -t tmpfs tmpfs /run && mount -t cgroup2 cgroup2 /sys/fs/cgroup || exit
 mountpoint -q /dev || mount -t devtmpfs dev /dev
 # The last lines are dm-crypt, after what it needs. A kernel without modules has all of it.
-[ ! -e /proc/modules ] || for module in drivers/block/loop drivers/md/{dm-mod,dm-bufio,dm-bio-prison,persistent-data/dm-persistent-data,dm-thin-pool,dm-snapshot,dm-flakey,dm-log-writes,dm-zero,dm-log,dm-region-hash,dm-mirror} \\
+[ ! -e /proc/modules ] || for module in drivers/block/loop drivers/md/{dm-mod,dm-bufio,dm-bio-prison,persistent-data/dm-persistent-data,dm-thin-pool,dm-snapshot,dm-flakey,dm-log-writes,dm-zero,dm-log,dm-region-hash,dm-mirror,dm-era,dm-delay} \\
 	crypto/{gf128mul,ecb,xts,cbc,hmac} security/keys/encrypted-keys/encrypted-keys drivers/md/dm-crypt; do
 	insmod /usr/lib/uml/modules/\$(uname -r)/kernel/\$module.ko || exit
 done

@@ -24,6 +24,6 @@ bin=$1 sample=$2
 run sanity 0 sanity .
 run lives 60 life .
 ASHLAR_SELINUX=$bin/selinux run SELinux 0 life SELinux
-rmmod dm_mirror dm_region_hash dm_log dm_crypt dm_zero dm_log_writes dm_flakey dm_snapshot dm_thin_pool dm_persistent_data dm_bio_prison dm_bufio dm_mod || exit 1
+rmmod dm_delay dm_era dm_mirror dm_region_hash dm_log dm_crypt dm_zero dm_log_writes dm_flakey dm_snapshot dm_thin_pool dm_persistent_data dm_bio_prison dm_bufio dm_mod || exit 1
 run "limits without a device mapper" 0 life "Limits(Kept|Gone|Lift)"
 ' tests "$bin" "$PWD/hack/vm/sample.sh"

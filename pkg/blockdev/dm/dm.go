@@ -38,6 +38,7 @@ const (
 	tableStatus  = 0x0c
 	listVersions = 0x0d
 	targetMsg    = 0x0e
+	armPoll      = 0x10 // Linux 4.14
 	getVersion   = 0x11 // of one target; Linux 5.4
 )
 
@@ -51,6 +52,7 @@ const (
 	flagBufferFull     = 1 << 8
 	flagSkipLockFS     = 1 << 10 // no filesystem is frozen
 	flagNoFlush        = 1 << 11 // what a target holds back is given to the next table, and not failed
+	flagQueryInactive  = 1 << 12 // of the table for the next resume
 	flagDeferredRemove = 1 << 17
 )
 
@@ -96,6 +98,7 @@ type Device struct {
 	Loaded    bool // it has a table for the next resume
 	Deferred  bool // it goes away with its last user
 	Number    uint64
+	Event     uint32 // how often a target of it has told of something; it only grows
 }
 
 // Path returns /dev/dm-N.
@@ -152,7 +155,7 @@ func Find(name string) (*Device, error) {
 	}
 	number := ioctl.DeviceNumber(h.dev)
 	return &Device{Name: name, UUID: cString(h.uuid[:]), minor: unix.Minor(number), Number: number, Opens: int(h.openCount), Targets: int(h.targetCount),
-		ReadOnly: h.flags&flagReadOnly != 0, Suspended: h.flags&flagSuspended != 0, Live: h.flags&flagActive != 0, Loaded: h.flags&flagInactive != 0, Deferred: h.flags&flagDeferredRemove != 0}, nil
+		ReadOnly: h.flags&flagReadOnly != 0, Suspended: h.flags&flagSuspended != 0, Live: h.flags&flagActive != 0, Loaded: h.flags&flagInactive != 0, Deferred: h.flags&flagDeferredRemove != 0, Event: h.eventNr}, nil
 }
 
 func cString(b []byte) string {
@@ -212,6 +215,18 @@ func Suspend(name string) error {
 	}, nil)
 	if err != nil {
 		return fmt.Errorf("suspend device %s: %w", name, errdefs.FromErrno(err))
+	}
+	return nil
+}
+
+// Hold is Suspend, but for what the targets of the device hold back themselves, or could not write: that waits as well, for the table of the resume. Suspend has it fail.
+func Hold(name string) error {
+	_, _, err := call(devSuspend, func(h *header) {
+		named(name)(h)
+		h.flags = flagSuspended | flagSkipLockFS | flagNoFlush
+	}, nil)
+	if err != nil {
+		return fmt.Errorf("hold device %s: %w", name, errdefs.FromErrno(err))
 	}
 	return nil
 }
@@ -434,6 +449,9 @@ func first(table []Line, err error) (kind, text string, _ error) {
 // Status returns the table in effect of a device, with what each target says of itself.
 func Status(name string) ([]Line, error) { return lines(name, 0) }
 
+// Next returns the table of a device that is loaded for the next resume, with what each target is made with: see Table.
+func Next(name string) ([]Line, error) { return lines(name, flagTable|flagQueryInactive) }
+
 func lines(name string, flags uint32) (table []Line, err error) {
 	h, data, err := call(tableStatus, func(h *header) {
 		named(name)(h)
@@ -449,6 +467,34 @@ func lines(name string, flags uint32) (table []Line, err error) {
 		at = max(int(spec.next), at+size) // from the first of them
 	}
 	return table, nil
+}
+
+// longestPoll is how long Await goes without a look at its context.
+const longestPoll = 200 * time.Millisecond
+
+// Await calls look until that says that it is done, or fails: at once, and each time that the Event of any device may have changed.
+func Await(ctx context.Context, look func() (done bool, err error)) error {
+	control, err := os.OpenFile(controlPath, os.O_RDWR, 0)
+	if err != nil {
+		return fmt.Errorf("%w: %w; load the kernel's module dm-mod", errdefs.ErrUnavailable, err)
+	}
+	defer control.Close()
+	for {
+		h := header{version: [3]uint32{4, 0, 0}, dataSize: uint32(unsafe.Sizeof(header{}))}
+		if err := ioctl.Pointer(control, 0xC138FD00|armPoll, unsafe.Pointer(&h)); err != nil {
+			return fmt.Errorf("wait for events of devices: %w", errdefs.FromErrno(err))
+		}
+		if done, err := look(); err != nil || done {
+			return err
+		}
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		_, err = unix.Poll([]unix.PollFd{{Fd: int32(control.Fd()), Events: unix.POLLIN}}, int(longestPoll.Milliseconds()))
+		if err != nil && !errors.Is(err, unix.EINTR) {
+			return fmt.Errorf("wait for events of devices: %w", errdefs.FromErrno(err))
+		}
+	}
 }
 
 // Message tells the first target of a device something.

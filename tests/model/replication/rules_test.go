@@ -9,7 +9,7 @@ type rules struct {
 	Choose     bool // legs that were not closed cleanly may differ: one is chosen, and the others are not current until they are equal
 	Whole      bool // a leg that has not lost power is chosen rather than one that has
 	Union      bool // what differs is in the bitmap of any leg, not only in that of the one that is copied from
-	MarkFirst  bool // a write is marked on the legs before it is on any
+	MarkFirst  bool // a leg marks a block before a write of it is there, not when it is acknowledged
 	ClearAll   bool // marks are taken off only while all legs are in the mirror, and equal
 	ClearList  bool // and on the list
 	ClearFlush bool // by each leg after it has flushed

@@ -35,7 +35,7 @@ type object struct {
 	word    [most]int8
 }
 
-// leg is what a node has of the volume: its bytes, as they are read and as they outlive a loss of power, its bitmap, which is written through, and its record.
+// leg is what a node has of the volume: its bytes, as they are read and as they outlive a loss of power, its marks, which are written through, and its record.
 type leg struct {
 	cache  [blocks]int8
 	stable [blocks]int8
@@ -77,7 +77,7 @@ type consumer struct {
 	gen    int8
 	doing  int8
 	part   [most]part
-	dirty  [blocks]bool // the bitmap in memory
+	dirty  [blocks]bool // what all its legs have marked
 	write  write
 
 	opened set // opening: what has answered

@@ -431,7 +431,7 @@ func (x *next) kernel(n int) {
 	for i := range x.legs {
 		if p := u.part[i]; p.late[1] != 0 && !p.dead && p.kind == out || p.failed && p.late[1] != 0 && !p.dead {
 			x.may(network, "a write arrives late", func(t *state) {
-				t.legs[i].cache[p.late[0]] = p.late[1]
+				x.land(t, i, p.late[0], p.late[1])
 				t.users[n].part[i].late = [2]int8{}
 			})
 		}
@@ -471,9 +471,7 @@ func (x *next) kernel(n int) {
 						u.write.to |= one(i)
 					}
 				}
-				if x.MarkFirst {
-					t.mark(n, b)
-				}
+				t.users[n].dirty[b] = true
 				if t.reader == int8(n) {
 					v := uint8(1) << value
 					t.truth[b].now |= v
@@ -557,15 +555,10 @@ func flushed(all [blocks]truth) [blocks]truth {
 	return all
 }
 
-// mark writes into all bitmaps that a block is about to be written.
-func (s *state) mark(n int, b int8) {
-	u := &s.users[n]
-	u.dirty[b] = true
-	for i, p := range u.part {
-		if p.kind != out && !p.failed && !p.dead {
-			s.legs[i].dirty[b] = true
-		}
-	}
+// land is a write that reaches a leg, which marks the block before.
+func (x *next) land(t *state, i int, b, value int8) {
+	t.legs[i].dirty[b] = t.legs[i].dirty[b] || x.MarkFirst
+	t.legs[i].cache[b] = value
 }
 
 // writing is what becomes of a write.
@@ -588,17 +581,19 @@ func (x *next) writing(n int) {
 		ack = false
 		if !p.dead {
 			x.do(who, "the write is on a leg", func(t *state) {
-				t.legs[i].cache[w.block] = w.value
+				x.land(t, i, w.block, w.value)
 				t.users[n].write.done |= one(i)
-				if !x.MarkFirst {
-					t.mark(n, w.block)
-				}
 			})
 		}
 	}
 	if ack && (!held || !x.Hold) {
 		x.do(who, "the write is acknowledged", func(t *state) {
 			t.users[n].write = write{}
+			for i, p := range u.part {
+				if !x.MarkFirst && p.kind != out && !p.failed && !p.dead {
+					t.legs[i].dirty[w.block] = true
+				}
+			}
 			if t.reader == int8(n) {
 				t.truth[w.block].now = 1 << w.value
 			}

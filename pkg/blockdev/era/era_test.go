@@ -1,0 +1,210 @@
+package era_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/era"
+)
+
+const (
+	mib  = 1 << 20
+	size = 64 * mib
+)
+
+// home is a leg's node: a disk, of which the beginning has the metadata, and the rest is the leg.
+type home struct {
+	t     *testing.T
+	name  string
+	image string
+}
+
+func need(t *testing.T) {
+	drivertest.NeedRoot(t)
+	if _, err := dm.Targets(); err != nil {
+		t.Skipf("no device mapper (make test-lvm-pools): %v", err)
+	}
+	check.OK(t, era.Available())
+}
+
+// newHome has a node with a disk that is a copy of an image, or empty, come up.
+func newHome(t *testing.T, name, from string) *home {
+	h := &home{t, "test-" + name, filepath.Join(drivertest.Dir(t), "image")}
+	check.OK(t, errors.Join(os.WriteFile(h.image, nil, 0o600), os.Truncate(h.image, 2*size+era.Room(size, mib))))
+	if from != "" {
+		copyFile(t, from, h.image)
+	}
+	loop := drivertest.Loop(t, h.image)
+	t.Cleanup(func() { drivertest.Run(t, "losetup", "-d", loop) })
+	var st unix.Stat_t
+	check.OK(t, unix.Stat(loop, &st))
+	room := era.Room(size, mib)
+	h.device("-meta", []dm.Line{{Length: room, Kind: "linear", Text: dm.Number(st.Rdev) + " 0"}})
+	h.device("-data", []dm.Line{{Length: 2 * size, Kind: "linear", Text: fmt.Sprint(dm.Number(st.Rdev), " ", room/512)}})
+	t.Cleanup(func() { drivertest.Run(t, "dmsetup", "remove", "--retry", h.name) })
+	h.make(size)
+	return h
+}
+
+func (h *home) make(size int64) {
+	h.t.Helper()
+	check.OK(h.t, era.Make(h.name, "", size, mib, h.number("-meta"), h.number("-data")))
+}
+
+func (h *home) device(suffix string, table []dm.Line) {
+	check.OK(h.t, dm.Make(h.name+suffix, "", table))
+	h.t.Cleanup(func() { drivertest.Run(h.t, "dmsetup", "remove", "--retry", h.name+suffix) })
+}
+
+func (h *home) number(suffix string) uint64 {
+	d, err := dm.Find(h.name + suffix)
+	check.OK(h.t, err)
+	return d.Number
+}
+
+// copyFile copies a disk as it is at this moment, as a loss of power leaves it: what is above it has no part in it.
+func copyFile(t *testing.T, from, to string) {
+	in, err := os.Open(from)
+	check.OK(t, err)
+	defer in.Close()
+	out, err := os.OpenFile(to, os.O_WRONLY, 0)
+	check.OK(t, err)
+	defer out.Close()
+	_, err = io.Copy(out, in)
+	check.OK(t, err)
+}
+
+func (h *home) write(blocks ...int64) {
+	h.t.Helper()
+	d, err := dm.Find(h.name)
+	check.OK(h.t, err)
+	f, err := dm.Open(d, os.O_WRONLY|unix.O_DIRECT)
+	check.OK(h.t, err)
+	defer f.Close()
+	page, err := unix.Mmap(-1, 0, 4096, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+	check.OK(h.t, err)
+	for _, b := range blocks {
+		_, err := f.WriteAt(page, b*mib+8192)
+		check.OK(h.t, err)
+	}
+}
+
+func (h *home) since(number uint32, blocks ...int64) {
+	h.t.Helper()
+	found, err := era.Since(context.Background(), h.name, number)
+	check.OK(h.t, err)
+	var got []int64
+	for _, r := range found {
+		for b := r.Offset / mib; b*mib < r.Offset+r.Length; b++ {
+			got = append(got, b)
+		}
+	}
+	if !slices.Equal(got, blocks) {
+		h.t.Errorf("since era %d there are marks at %v, not %v", number, got, blocks)
+	}
+}
+
+func (h *home) begin() uint32 {
+	h.t.Helper()
+	number, err := era.Begin(h.name)
+	check.OK(h.t, err)
+	return number
+}
+
+// TestMarks: what was written since an era, while the device is in use.
+func TestMarks(t *testing.T) {
+	need(t)
+	h := newHome(t, "era", "")
+	h.since(1)
+	h.write(3, 4, 5, 63)
+	h.since(1, 3, 4, 5, 63)
+	second := h.begin()
+	h.since(second)
+	h.write(4, 20)
+	h.since(second, 4, 20)
+	h.since(1, 3, 4, 5, 20, 63)
+	h.write(20)
+	third := h.begin()
+	if third <= second {
+		t.Errorf("after era %d comes %d", second, third)
+	}
+	h.since(third)
+	h.write(20)
+	h.since(third, 20)
+	h.since(second, 4, 20)
+
+	h.make(2 * size) // it grows
+	h.write(100)
+	h.since(third, 20, 100)
+
+	var all []int64
+	for b := range int64(2 * size / mib) {
+		all = append(all, b)
+	}
+	h.since(0, all...) // what was never written is of era 0
+
+	// A call that was cut short.
+	check.OK(t, dm.Message(h.name, "take_metadata_snap"))
+	h.since(third, 20, 100)
+}
+
+// TestMarksOutlivePower: a mark is on the disk before the write is, at any moment.
+func TestMarksOutlivePower(t *testing.T) {
+	need(t)
+	h := newHome(t, "era", "")
+	h.write(1, 2)
+	second := h.begin()
+	h.write(7)
+	after := newHome(t, "after", h.image)
+	after.since(1, 1, 2, 7)
+	after.since(second, 7)
+	after.write(9)
+	after.since(second, 7, 9)
+
+	h.write(8)
+	again := newHome(t, "again", h.image) // of the first one, beside it
+	again.since(second, 7, 8)
+}
+
+// TestNothingKnown: errors, where the marks cannot be told.
+func TestNothingKnown(t *testing.T) {
+	need(t)
+	if _, err := era.Since(context.Background(), "test-none", 0); err == nil {
+		t.Error("a device that is not there has marks")
+	}
+	h := newHome(t, "era", "")
+	h.write(1)
+	h.device("-other", dm.Linear(h.number("-data"), size))
+	if _, err := era.Since(context.Background(), h.name+"-other", 0); err == nil {
+		t.Error("a device that is none has marks")
+	}
+	if _, err := era.Begin(h.name + "-other"); err == nil {
+		t.Error("a device that is none has eras")
+	}
+	// The disk with the metadata fails: the write is not done, and there are no marks.
+	check.OK(t, dm.Replace(h.name+"-meta", []dm.Line{{Length: era.Room(size, mib), Kind: "error"}}))
+	d, err := dm.Find(h.name)
+	check.OK(t, err)
+	f, err := dm.Open(d, os.O_WRONLY)
+	check.OK(t, err)
+	defer f.Close()
+	_, err = f.WriteAt(make([]byte, 4096), 5*mib)
+	if err = errors.Join(err, f.Sync()); !errors.Is(err, unix.EIO) {
+		t.Errorf("a write without its mark: %v", err)
+	}
+	if _, err := era.Since(context.Background(), h.name, 0); err == nil || strings.Contains(err.Error(), "panic") {
+		t.Errorf("marks that cannot be read: %v", err)
+	}
+}

@@ -1,0 +1,141 @@
+package mirror
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/loop"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+const (
+	// unit is what is copied at a time to a leg that joins, at least. It is larger for a volume of which there would be too many: the kernel writes all of the log each time.
+	unit      = 1 << 20
+	mostUnits = 1 << 16
+)
+
+func unitOf(size int64) int64 {
+	u := int64(unit)
+	for size/u > mostUnits {
+		u *= 2
+	}
+	return fit(u, size)
+}
+
+// Join has a leg made equal to those that are current: the kernel copies the ranges that differ, in whole units of 1 MiB or more, while the mirror is used. What is written where it is equal goes to the leg as well, what
+// is written where it is not yet goes to the others alone, and is copied. When all is equal, State.Equal, Finish makes it one of the legs; before that nobody may take it for current. If it fails, or another leg does, writes are
+// held as ever, until Leave. Where the ranges may be anything, they are one of the whole size.
+//
+// A leg that joins or is in the mirror already stays as it is. errdefs.ErrUnavailable while another one joins, or a leg has failed. A crash leaves a mirror that it joins, or as it was.
+func Join(ctx context.Context, name string, leg uint64, differs []Range) error {
+	return change(name, "have "+dm.Number(leg)+" join it", func() error {
+		s, err := state(name)
+		if err != nil || slices.Contains(s.devices(), leg) || s.Joining != nil && s.Joining.Device == leg {
+			return err
+		}
+		if err := s.whole(); err != nil {
+			return err
+		}
+		err = join(ctx, name, s, leg, differs)
+		if now, failure := state(name); failure == nil && now.Joining == nil {
+			_, removed := dm.RemoveNow(ctx, name+baseSuffix)
+			err = errors.Join(err, removed)
+		}
+		return err
+	})
+}
+
+func join(ctx context.Context, name string, s State, leg uint64, differs []Range) error {
+	d, err := dm.Find(name)
+	if err != nil || d == nil {
+		return errors.Join(err, unix.ENXIO)
+	}
+	first := s.Legs[0].Device
+	if len(s.Legs) > 1 {
+		uuid := d.UUID
+		if uuid != "" {
+			uuid += baseSuffix
+		}
+		if err := dm.Make(name+baseSuffix, uuid, flat(s.Size, s.devices())); err != nil {
+			return err
+		}
+		base, err := dm.Find(name + baseSuffix)
+		if err != nil || base == nil {
+			return errors.Join(err, unix.ENXIO)
+		}
+		first = base.Number
+	}
+	log, number, err := newLog(ctx, s.Size, differs)
+	if err != nil {
+		return err
+	}
+	defer log.Close()
+	// With the table it goes.
+	return dm.Replace(name, []dm.Line{{Length: s.Size, Kind: target, Text: fmt.Sprintf("disk 2 %s %d%s%s", dm.Number(unix.Mkdev(loop.Major, uint32(number))), unitOf(s.Size)/512, over([]uint64{first, leg}), features)}})
+}
+
+// newLog makes a log in memory of what is in sync: all but the ranges. It goes with its last user.
+func newLog(ctx context.Context, size int64, differs []Range) (held *os.File, number int, err error) {
+	fd, err := unix.MemfdCreate("ashlar-mirror", unix.MFD_CLOEXEC)
+	if err != nil {
+		return nil, 0, fmt.Errorf("memory for the log: %w", errdefs.FromErrno(err))
+	}
+	memory := os.NewFile(uintptr(fd), "memory for the log")
+	defer memory.Close()
+	if _, err := memory.Write(logOf(size, differs)); err != nil {
+		return nil, 0, errdefs.FromErrno(err)
+	}
+	return loop.Attach(ctx, memory, loop.Config{Label: "ashlar-mirror", Autoclear: true})
+}
+
+// logOf is a log as drivers/md/dm-log.c has it: a header, and from 1 KiB on a bit for each unit that is in sync.
+func logOf(size int64, differs []Range) []byte {
+	const magic, version, bits = 0x4D695272, 2, 1024
+	u := unitOf(size)
+	units := (size + u - 1) / u
+	text := make([]byte, (bits+(units+63)/64*8+4095)/4096*4096)
+	binary.LittleEndian.PutUint32(text, magic)
+	binary.LittleEndian.PutUint32(text[4:], version)
+	binary.LittleEndian.PutUint64(text[8:], uint64(units))
+	for i := range units {
+		text[bits+i/8] |= 1 << (i % 8)
+	}
+	for _, r := range differs {
+		for i := max(0, r.Offset) / u; r.Length > 0 && i < units && i*u < r.Offset+r.Length; i++ {
+			text[bits+i/8] &^= 1 << (i % 8)
+		}
+	}
+	return text
+}
+
+// Finish makes the leg that joined one of those that are current, and the one called near, if it is among them, the first that is read from. From then on it may be put on the volume's list. errdefs.ErrUnavailable
+// while it is not equal, or if it has failed. If none joins, it does nothing but for the order.
+func Finish(ctx context.Context, name string, near uint64) error {
+	return change(name, "finish the leg that joins it", func() error {
+		s, err := state(name)
+		if err != nil {
+			return err
+		}
+		if len(s.Failed()) > 0 || s.Held || s.Joining != nil && !s.Equal() {
+			return fmt.Errorf("%w: not all its legs are equal, and whole", errdefs.ErrUnavailable)
+		}
+		legs := s.devices()
+		if s.Joining != nil {
+			legs = append(legs, s.Joining.Device)
+		}
+		if i := slices.Index(legs, near); i > 0 {
+			legs = slices.Insert(slices.Delete(legs, i, i+1), 0, near)
+		}
+		if slices.Equal(legs, s.devices()) {
+			return nil
+		}
+		return settle(ctx, name, s.Size, legs)
+	})
+}

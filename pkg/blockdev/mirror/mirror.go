@@ -1,0 +1,379 @@
+// Package mirror is the mirror that the consumer of a volume with several legs has (docs/replication.md, docs/decisions/replicas.md): a device over the
+// block devices of the legs. It is the target of that name of the device mapper, and nothing else in the driver makes one for legs.
+//
+// All state is the kernel's, under the name of the device; there is none in this package, and a driver that starts finds what its predecessor left (State). The legs of State are
+// current to the kernel: a write is acknowledged when it is on all of them. When one fails, what it did not take is held, acknowledged to nobody, until Leave. A mirror is nobody's but the
+// caller's; calls that change one wait for each other.
+package mirror
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+const (
+	// region is the unit of a mirror whose legs are equal: no request crosses one.
+	region = 512 << 10
+	// baseSuffix is of the device over what is current, while a leg joins two or more.
+	baseSuffix = "-base"
+
+	target   = "mirror"
+	features = " 1 handle_errors"
+)
+
+// Range is a part of a volume, in bytes.
+type Range struct{ Offset, Length int64 }
+
+// Leg is one of a mirror.
+type Leg struct {
+	Device uint64 // its number, as in st_rdev
+	Failed bool   // it did not take a write or a flush, or could not be read
+
+	onlyReads bool // it took all that was written
+}
+
+// State is what the kernel says of a mirror.
+type State struct {
+	Size          int64 // bytes
+	Legs          []Leg // those that are current, in the order in which they are read from: the first, and another one if that has failed
+	Joining       *Leg  // the one that is being made equal; nil: none
+	Synced, Total int64 // bytes that are equal on Joining, and all
+	Held          bool  // nothing is read or written until Leave is called for all that failed: see Watch
+	Event         uint32
+
+	inner     string // the device that is a mirror of Legs: the mirror itself, or one below it while a leg joins
+	remembers bool   // it has a region of which a leg failed: the kernel holds what is written, until there is another table
+}
+
+// Failed are the legs that have failed, Joining not among them.
+func (s State) Failed() (devices []uint64) {
+	for _, l := range s.Legs {
+		if l.Failed {
+			devices = append(devices, l.Device)
+		}
+	}
+	return devices
+}
+
+// Equal reports whether the leg that joins is equal to the others, and Finish can be called.
+func (s State) Equal() bool { return s.Joining != nil && !s.Joining.Failed && s.Synced == s.Total }
+
+func (s State) devices() (devices []uint64) {
+	for _, l := range s.Legs {
+		devices = append(devices, l.Device)
+	}
+	return devices
+}
+
+// Available returns errdefs.ErrUnsupported unless the kernel has what it takes, with what to load.
+func Available() error {
+	if err := dm.HasTarget(target); err != nil {
+		return fmt.Errorf("%w: %w; load the module dm-mirror", errdefs.ErrUnsupported, err)
+	}
+	return nil
+}
+
+// Make makes a mirror over legs that are equal and current, and of this size at least. They are read from in this order, so the near one comes first. One alone is a mirror too. Nothing is written to the
+// legs. A mirror of that name over the same legs stays as it is, with whatever has failed; over others it is errdefs.ErrExists. A crash leaves a device of the name, of which Make makes the mirror when it is called again.
+func Make(name, uuid string, size int64, legs ...uint64) error {
+	return change(name, "make it", func() error {
+		d, err := dm.Find(name)
+		if err != nil {
+			return err
+		}
+		if d != nil && d.Live {
+			s, err := state(name)
+			if err == nil && (s.Size != size || !slices.Equal(s.devices(), legs)) {
+				err = fmt.Errorf("%w: it is over %s", errdefs.ErrExists, numbers(s.devices()))
+			}
+			return err
+		}
+		return dm.Make(name, uuid, flat(size, legs))
+	})
+}
+
+// flat is the table of a mirror whose legs are equal.
+func flat(size int64, legs []uint64) []dm.Line {
+	if len(legs) == 1 {
+		return dm.Linear(legs[0], size)
+	}
+	return []dm.Line{{Length: size, Kind: target, Text: fmt.Sprintf("core 2 %d nosync%s%s", fit(region, size)/512, over(legs), features)}}
+}
+
+// fit is a unit that is a power of two, and not larger than the device.
+func fit(unit, size int64) int64 {
+	for unit > size {
+		unit /= 2
+	}
+	return unit
+}
+
+func over(legs []uint64) string {
+	text := fmt.Sprintf(" %d", len(legs))
+	for _, l := range legs {
+		text += " " + dm.Number(l) + " 0"
+	}
+	return text
+}
+
+func numbers(legs []uint64) string {
+	var all []string
+	for _, l := range legs {
+		all = append(all, dm.Number(l))
+	}
+	return strings.Join(all, ", ")
+}
+
+// Look returns how a mirror is; errdefs.ErrNotFound if there is none.
+func Look(name string) (s State, err error) {
+	err = of(name, "look at it", func() error {
+		s, err = state(name)
+		return err
+	})
+	return s, err
+}
+
+func state(name string) (s State, err error) {
+	d, err := dm.Find(name)
+	if err != nil {
+		return s, err
+	}
+	if d == nil || !d.Live {
+		return s, fmt.Errorf("%w: there is no such device", errdefs.ErrNotFound)
+	}
+	s.Event, s.inner = d.Event, name
+	if s.Size, err = d.Size(); err != nil {
+		return s, err
+	}
+	top, err := read(name)
+	if err != nil {
+		return s, err
+	}
+	s.Legs, s.Synced, s.Total = top.legs, s.Size, s.Size
+	if top.logged {
+		return s, s.joins(name, top)
+	}
+	s.remembers = top.synced < top.total
+	return s, s.left(d)
+}
+
+// joins fills in a mirror that a leg joins: it has two legs, what is current and that one.
+func (s *State) joins(name string, top reading) error {
+	if len(top.legs) != 2 {
+		return fmt.Errorf("%w: it has %d legs and a log, which is none of ours", errdefs.ErrPrecondition, len(top.legs))
+	}
+	s.Legs, s.Joining = top.legs[:1], &top.legs[1]
+	if top.synced < top.total {
+		s.Synced = s.Size / top.total * top.synced
+	}
+	base, err := dm.Find(name + baseSuffix)
+	if err != nil || base == nil || base.Number != s.Legs[0].Device {
+		return err
+	}
+	below, err := read(base.Name)
+	if err != nil {
+		return err
+	}
+	s.Legs, s.inner, s.remembers = below.legs, base.Name, below.synced < below.total
+	s.Event += base.Event
+	return s.left(base)
+}
+
+// left looks whether a mirror is held, and marks the legs that the table for the next resume has not.
+func (s *State) left(d *dm.Device) error {
+	if !d.Suspended || !d.Loaded {
+		return nil
+	}
+	s.Held = true
+	next, err := dm.Next(d.Name)
+	if err != nil {
+		return err
+	}
+	for i, l := range s.Legs {
+		s.Legs[i].Failed = !slices.ContainsFunc(next, func(line dm.Line) bool { return slices.Contains(strings.Fields(line.Text), dm.Number(l.Device)) })
+	}
+	return nil
+}
+
+// reading is what a device says of its table in effect: one leg, or those of a target mirror, in units of that one.
+type reading struct {
+	legs          []Leg
+	synced, total int64
+	logged        bool
+}
+
+func read(name string) (r reading, err error) {
+	kind, text, err := dm.Target(name)
+	if err != nil {
+		return r, err
+	}
+	if kind != target {
+		below, err := dm.Below(name)
+		if err == nil && (kind != "linear" || len(below) != 1) {
+			err = fmt.Errorf("%w: device %s is none of ours: its target is %s", errdefs.ErrPrecondition, name, kind)
+		}
+		if err != nil {
+			return r, err
+		}
+		return reading{legs: []Leg{{Device: below[0]}}}, nil
+	}
+	// "2 254:0 254:1 64/64 1 AD 3 disk 7:2 A", with a letter for each leg
+	words := strings.Fields(text)
+	var many int
+	bad := fmt.Errorf("the kernel says of the mirror %s what is not understood: %q", name, text)
+	if len(words) < 1 {
+		return r, bad
+	}
+	if _, err := fmt.Sscan(words[0], &many); err != nil || many < 2 || len(words) < many+6 {
+		return r, bad
+	}
+	alive := words[many+3]
+	if _, err := fmt.Sscanf(words[many+1], "%d/%d", &r.synced, &r.total); err != nil || len(alive) != many || r.total <= 0 {
+		return r, bad
+	}
+	for i, word := range words[1 : many+1] {
+		var major, minor uint32
+		if _, err := fmt.Sscanf(word, "%d:%d", &major, &minor); err != nil {
+			return r, bad
+		}
+		r.legs = append(r.legs, Leg{Device: unix.Mkdev(major, minor), Failed: alive[i] != 'A', onlyReads: alive[i] == 'R'})
+	}
+	r.logged = words[many+5] == "disk"
+	return r, nil
+}
+
+// Leave takes legs out of a mirror, be they whole or not, current or joining. Those that are current have to be off the volume's list before: what the mirror held is written to the others, and
+// acknowledged. If it is Held, that is all that failed. Legs that are not in it are of no account. errdefs.ErrPrecondition for the last one that is current. After a crash it
+// has been done, or has not; then it is to be called again.
+func Leave(ctx context.Context, name string, legs ...uint64) error {
+	return change(name, "take "+numbers(legs)+" out of it", func() error {
+		s, err := state(name)
+		if err != nil {
+			return err
+		}
+		if s.Joining != nil && slices.Contains(legs, s.Joining.Device) {
+			if err := settle(ctx, name, s.Size, s.devices()); err != nil {
+				return err
+			}
+			s.Joining = nil
+		}
+		rest := slices.DeleteFunc(s.devices(), func(l uint64) bool { return slices.Contains(legs, l) })
+		switch {
+		case s.Held && slices.ContainsFunc(s.Failed(), func(l uint64) bool { return slices.Contains(rest, l) }):
+			return fmt.Errorf("%w: it is held until all of %s leave it", errdefs.ErrPrecondition, numbers(s.Failed()))
+		case len(rest) == len(s.Legs):
+			return nil
+		case len(rest) == 0:
+			return fmt.Errorf("%w: the last leg that is current cannot leave", errdefs.ErrPrecondition)
+		case s.Joining != nil: // there are two or more, so there is a device over them
+			return dm.Replace(s.inner, flat(s.Size, rest))
+		}
+		return settle(ctx, name, s.Size, rest)
+	})
+}
+
+// settle has a mirror be one of legs that are equal, and nothing beside it.
+func settle(ctx context.Context, name string, size int64, legs []uint64) error {
+	if err := dm.Replace(name, flat(size, legs)); err != nil {
+		return err
+	}
+	_, err := dm.RemoveNow(ctx, name+baseSuffix)
+	return err
+}
+
+// Resize gives a mirror another size, after all its legs have it. What is new counts as equal. errdefs.ErrUnavailable while a leg joins, and if one has failed.
+func Resize(name string, size int64) error {
+	return change(name, "resize it", func() error {
+		s, err := state(name)
+		if err != nil || s.Size == size {
+			return err
+		}
+		if err := s.whole(); err != nil {
+			return err
+		}
+		return dm.Replace(name, flat(size, s.devices()))
+	})
+}
+
+// whole is errdefs.ErrUnavailable unless all legs are equal, and whole.
+func (s State) whole() error {
+	switch {
+	case s.Joining != nil:
+		return fmt.Errorf("%w: leg %s joins it", errdefs.ErrUnavailable, dm.Number(s.Joining.Device))
+	case len(s.Failed()) > 0 || s.Held:
+		return fmt.Errorf("%w: leg %s has failed", errdefs.ErrUnavailable, numbers(s.Failed()))
+	}
+	return nil
+}
+
+// Remove takes a mirror away, with its last user; the legs stay. Its users have to have flushed it. If there is none it does nothing. inUse: somebody has it open.
+func Remove(ctx context.Context, name string) (inUse bool, err error) {
+	err = change(name, "remove it", func() error {
+		if inUse, err = dm.RemoveNow(ctx, name); err != nil || inUse {
+			return err
+		}
+		_, err = dm.RemoveNow(ctx, name+baseSuffix)
+		return err
+	})
+	return inUse, err
+}
+
+// Recover puts right what a crash left: a mirror that was suspended for a step of this package that was not finished, unless it is Held, and a device that nothing uses.
+func Recover(ctx context.Context, name string) error {
+	return change(name, "recover it", func() error {
+		d, err := dm.Find(name)
+		if err != nil || d == nil || !d.Live {
+			return err
+		}
+		s, err := state(name)
+		if err != nil {
+			return err
+		}
+		switch {
+		case d.Suspended && !s.Held:
+			err = dm.Resume(name, dm.NoScan)
+		case d.Loaded && !s.Held:
+			err = dm.Clear(name)
+		}
+		if s.Joining == nil && err == nil {
+			_, err = dm.RemoveNow(ctx, name+baseSuffix)
+		}
+		return err
+	})
+}
+
+var locks sync.Map // by name
+
+// lock has one change made to a mirror at a time.
+func lock(name string) (unlock func()) {
+	l, _ := locks.LoadOrStore(name, new(sync.Mutex))
+	l.(*sync.Mutex).Lock()
+	return l.(*sync.Mutex).Unlock
+}
+
+// change is of, for what changes a mirror.
+func change(name, what string, do func() error) error {
+	defer lock(name)()
+	return of(name, what, do)
+}
+
+// of says of which mirror an error is, and what was done.
+func of(name, what string, do func() error) error {
+	err := do()
+	if dm.Vanished(err) {
+		err = errors.Join(errdefs.ErrNotFound, err)
+	}
+	if err != nil {
+		return fmt.Errorf("mirror %s: %s: %w", name, what, err)
+	}
+	return nil
+}

@@ -1,0 +1,700 @@
+package mirror_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/mirror"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+const (
+	mib  = 1 << 20
+	size = 32 * mib
+)
+
+// leg is a disk that can fail: a device of the device mapper over a loop device. What is in its image is what is on the disk.
+type leg struct {
+	t      *testing.T
+	name   string
+	image  string
+	loop   uint64
+	number uint64
+}
+
+func newLeg(t *testing.T, name string) *leg {
+	l := &leg{t: t, name: "test-" + name, image: filepath.Join(drivertest.Dir(t), name)}
+	check.OK(t, errors.Join(os.WriteFile(l.image, nil, 0o600), os.Truncate(l.image, 2*size)))
+	device := drivertest.Loop(t, l.image)
+	t.Cleanup(func() { drivertest.Run(t, "losetup", "-d", device) })
+	var st unix.Stat_t
+	check.OK(t, unix.Stat(device, &st))
+	l.loop = st.Rdev
+	check.OK(t, dm.Make(l.name, "", dm.Linear(l.loop, size)))
+	t.Cleanup(func() { drivertest.Run(t, "dmsetup", "remove", "--retry", l.name) })
+	d, err := dm.Find(l.name)
+	check.OK(t, err)
+	l.number = d.Number
+	return l
+}
+
+func (l *leg) table(kind, text string) {
+	l.t.Helper()
+	check.OK(l.t, dm.Replace(l.name, []dm.Line{{Length: size, Kind: kind, Text: text}}))
+}
+
+// mend has it work.
+func (l *leg) mend() { l.table("linear", dm.Number(l.loop)+" 0") }
+
+// fail has it fail all that is written, and flushes. Reads go on.
+func (l *leg) fail() { l.table("flakey", dm.Number(l.loop)+" 0 0 1 1 error_writes") }
+
+// failLater has it fail all, each request after a time.
+func (l *leg) failLater(after time.Duration) {
+	name := l.name + "-bad"
+	check.OK(l.t, dm.Make(name, "", []dm.Line{{Length: size, Kind: "flakey", Text: dm.Number(l.loop) + " 0 0 1"}}))
+	l.t.Cleanup(func() { drivertest.Run(l.t, "dmsetup", "remove", "--retry", name) })
+	bad, err := dm.Find(name)
+	check.OK(l.t, err)
+	l.table("delay", fmt.Sprintf("%s 0 %d", dm.Number(bad.Number), after.Milliseconds()))
+	l.t.Cleanup(l.mend)
+}
+
+// at is what is on the disk.
+func (l *leg) at(offset int64, n int) []byte {
+	l.t.Helper()
+	f, err := os.Open(l.image)
+	check.OK(l.t, err)
+	defer f.Close()
+	b := make([]byte, n)
+	_, err = f.ReadAt(b, offset)
+	check.OK(l.t, err)
+	return b
+}
+
+// written is how much the kernel has written to it, in bytes.
+func (l *leg) written() (n int64) {
+	text, err := os.ReadFile("/sys/dev/block/" + dm.Number(l.number) + "/stat")
+	check.OK(l.t, err)
+	_, err = fmt.Sscan(strings.Fields(string(text))[6], &n)
+	check.OK(l.t, err)
+	return n * 512
+}
+
+// fixture is a mirror over legs.
+type fixture struct {
+	t    *testing.T
+	name string
+	legs []*leg
+}
+
+func need(t *testing.T) {
+	drivertest.NeedRoot(t)
+	if _, err := dm.Targets(); err != nil {
+		t.Skipf("no device mapper (make test-lvm-pools): %v", err)
+	}
+	check.OK(t, mirror.Available())
+}
+
+// newMirror makes one of legs, and others that are not in it.
+func newMirror(t *testing.T, in, beside int) *fixture {
+	need(t)
+	f := &fixture{t: t, name: "ashlar-test-mirror"}
+	for i := range in + beside {
+		f.legs = append(f.legs, newLeg(t, fmt.Sprint("leg", i)))
+	}
+	check.OK(t, mirror.Make(f.name, "LVM-NOT-OF-LVM-TEST-MIRROR", size, f.numbers(in)...))
+	t.Cleanup(func() {
+		_ = dm.Replace(f.name, []dm.Line{{Length: size, Kind: "zero"}}) // whatever it holds goes on
+		inUse, err := mirror.Remove(context.Background(), f.name)
+		if left, failure := dm.Names(f.name); err != nil || failure != nil || inUse || len(left) > 0 {
+			t.Error("it does not go:", inUse, err, failure, left)
+		}
+	})
+	return f
+}
+
+func (f *fixture) numbers(n int) (numbers []uint64) {
+	for _, l := range f.legs[:n] {
+		numbers = append(numbers, l.number)
+	}
+	return numbers
+}
+
+func (f *fixture) look() mirror.State {
+	f.t.Helper()
+	s, err := mirror.Look(f.name)
+	check.OK(f.t, err)
+	return s
+}
+
+// watch waits for a state, for ten seconds.
+func (f *fixture) watch(seen uint32, what string, until func(s mirror.State) bool) mirror.State {
+	f.t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	defer cancel()
+	for {
+		s, err := mirror.Watch(ctx, f.name, seen)
+		if err != nil {
+			f.t.Fatalf("waiting for %s: %v (%+v)", what, err, f.look())
+		}
+		if until(s) {
+			return s
+		}
+		seen = s.Event
+	}
+}
+
+func (f *fixture) failed(seen uint32, failed ...int) mirror.State {
+	f.t.Helper()
+	var want []uint64
+	for _, i := range failed {
+		want = append(want, f.legs[i].number)
+	}
+	return f.watch(seen, "a failure", func(s mirror.State) bool { return slices.Equal(s.Failed(), want) })
+}
+
+func (f *fixture) leave(legs ...int) {
+	f.t.Helper()
+	var numbers []uint64
+	for _, i := range legs {
+		numbers = append(numbers, f.legs[i].number)
+	}
+	check.OK(f.t, mirror.Leave(context.Background(), f.name, numbers...))
+}
+
+func (f *fixture) open() *os.File {
+	f.t.Helper()
+	d, err := dm.Find(f.name)
+	check.OK(f.t, err)
+	file, err := dm.Open(d, os.O_RDWR|unix.O_DIRECT)
+	check.OK(f.t, err)
+	f.t.Cleanup(func() { _ = file.Close() })
+	return file
+}
+
+func page(fill byte) []byte {
+	b, err := unix.Mmap(-1, 0, 4096, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+	if err != nil {
+		panic(err)
+	}
+	copy(b, bytes.Repeat([]byte{fill}, 4096))
+	return b
+}
+
+func (f *fixture) write(fill byte, offset int64) {
+	f.t.Helper()
+	_, err := f.open().WriteAt(page(fill), offset)
+	check.OK(f.t, err)
+}
+
+// later does something that may have to wait; done is its error, once it has ended.
+func later(do func() error) (done chan error) {
+	done = make(chan error, 1)
+	go func() { done <- do() }()
+	return done
+}
+
+// waits fails if something has ended, or ends within a moment.
+func waits(t *testing.T, done chan error, what string) {
+	t.Helper()
+	select {
+	case err := <-done:
+		t.Fatalf("%s did not wait: %v", what, err)
+	case <-time.After(300 * time.Millisecond):
+	}
+}
+
+func ends(t *testing.T, done chan error, what string) {
+	t.Helper()
+	select {
+	case err := <-done:
+		if err != nil {
+			t.Fatalf("%s: %v", what, err)
+		}
+	case <-time.After(20 * time.Second):
+		t.Fatal(what, "still waits")
+	}
+}
+
+func (f *fixture) has(i int, fill byte, offset int64) {
+	f.t.Helper()
+	if got := f.legs[i].at(offset, 4096); !bytes.Equal(got, bytes.Repeat([]byte{fill}, 4096)) {
+		f.t.Errorf("leg %d has %d... at %d, not %d", i, got[0], offset, fill)
+	}
+}
+
+func (f *fixture) equal(legs ...int) {
+	f.t.Helper()
+	first := f.legs[legs[0]].at(0, size)
+	for _, i := range legs[1:] {
+		if other := f.legs[i].at(0, size); !bytes.Equal(first, other) {
+			at := 0
+			for first[at] == other[at] {
+				at++
+			}
+			f.t.Errorf("legs %d and %d differ, first at %d", legs[0], i, at)
+		}
+	}
+}
+
+// TestHolds: of what is in flight when a leg fails nothing is acknowledged that it has not, until the leg has left. All of it is on the others then.
+func TestHolds(t *testing.T) {
+	for _, n := range []int{2, 3} {
+		for failing := range n {
+			t.Run(fmt.Sprintf("%d legs, leg %d", n, failing), func(t *testing.T) {
+				f := newMirror(t, n, 0)
+				f.write(1, 0)
+				for i := range n {
+					f.has(i, 1, 0)
+				}
+				seen := f.look().Event
+				f.legs[failing].failLater(500 * time.Millisecond)
+				const writers = 16
+				var acknowledged atomic.Int32
+				var all sync.WaitGroup
+				for i := range writers {
+					file := f.open()
+					all.Go(func() {
+						if i > 0 {
+							time.Sleep(250 * time.Millisecond) // they are in flight when the first one fails
+						}
+						if _, err := file.WriteAt(page(2), int64(i)*mib); err != nil {
+							t.Error(err)
+						}
+						acknowledged.Add(1)
+					})
+				}
+				s := f.failed(seen, failing)
+				time.Sleep(time.Second)
+				if n := acknowledged.Load(); n > 0 {
+					t.Errorf("%d of %d writes were acknowledged while leg %d had failed", n, writers, failing)
+				}
+				if len(s.Legs) != n || s.Joining != nil {
+					t.Errorf("it is %+v", s)
+				}
+				held := f.look()
+				if got := held.Failed(); !slices.Equal(got, []uint64{f.legs[failing].number}) {
+					t.Errorf("after the writes %v have failed", got)
+				}
+				f.leave(failing)
+				all.Wait()
+				for i := range n {
+					for w := range int64(writers) {
+						if i != failing {
+							f.has(i, 2, w*mib)
+						}
+					}
+				}
+				f.legs[failing].mend()
+				f.write(3, 0)
+				f.has(failing, 1, 0)
+				if got := f.look(); len(got.Legs) != n-1 || len(got.Failed()) > 0 {
+					t.Errorf("it is %+v", got)
+				}
+			})
+		}
+	}
+}
+
+// TestLegComesBack: only what differs is copied, while the mirror is used, and what is written meanwhile is on all legs that are current.
+func TestLegComesBack(t *testing.T) {
+	for _, n := range []int{2, 3} {
+		t.Run(fmt.Sprint(n, " legs"), func(t *testing.T) {
+			ctx := context.Background()
+			f := newMirror(t, n, 0)
+			away := n - 1
+			f.leave(away)
+			for _, at := range []int64{3 * mib, 7*mib + 512<<10, 20 * mib} {
+				f.write(5, at)
+				f.has(away, 0, at)
+			}
+			seen, before := f.look().Event, f.legs[away].written()
+			differs := []mirror.Range{{Offset: 3 * mib, Length: 4096}, {Offset: 7*mib + 512<<10, Length: mib}, {Offset: 20 * mib, Length: mib}}
+			for range 2 { // again, it changes nothing
+				check.OK(t, mirror.Join(ctx, f.name, f.legs[away].number, differs))
+			}
+			s := f.watch(seen, "a leg that is equal", mirror.State.Equal)
+			if s.Joining.Device != f.legs[away].number || len(s.Legs) != n-1 || s.Synced != size || s.Total != size {
+				t.Errorf("it is %+v", s)
+			}
+			// 3, 7 and 8, and 20 MiB
+			if copied := f.legs[away].written() - before; copied != 4*mib {
+				t.Errorf("%d bytes were copied", copied)
+			}
+			f.write(6, 25*mib)
+			f.has(away, 6, 25*mib)
+			for range 2 {
+				check.OK(t, mirror.Finish(ctx, f.name, f.legs[away].number))
+			}
+			if s := f.look(); s.Joining != nil || len(s.Legs) != n || s.Legs[0].Device != f.legs[away].number {
+				t.Errorf("it is %+v", s)
+			}
+			if left, err := dm.Names(f.name + "-"); err != nil || len(left) > 0 {
+				t.Errorf("beside it there is %v (%v)", left, err)
+			}
+			f.write(7, 30*mib)
+			for i := range n {
+				f.has(i, 7, 30*mib)
+			}
+			f.equal([]int{0, 1, n - 1}...)
+		})
+	}
+}
+
+// TestJoinsUnderLoad: a leg of which nothing is known joins beside a writer; all legs are equal then.
+func TestJoinsUnderLoad(t *testing.T) {
+	ctx := context.Background()
+	f := newMirror(t, 2, 1)
+	stop := make(chan struct{})
+	var writes int
+	file := f.open()
+	writer := later(func() error {
+		for ; ; writes++ {
+			select {
+			case <-stop:
+				return nil
+			default:
+			}
+			if _, err := file.WriteAt(page(byte(writes%250+1)), int64(writes*7919%(size/4096))*4096); err != nil {
+				return err
+			}
+		}
+	})
+	seen := f.look().Event
+	check.OK(t, mirror.Join(ctx, f.name, f.legs[2].number, []mirror.Range{{Length: size}}))
+	f.watch(seen, "a leg that is equal", mirror.State.Equal)
+	check.OK(t, mirror.Finish(ctx, f.name, 0))
+	time.Sleep(200 * time.Millisecond)
+	close(stop)
+	ends(t, writer, "the writer")
+	t.Logf("%d writes beside the copy", writes)
+	f.equal(0, 1, 2)
+}
+
+// TestFailsWhileOneJoins: two legs are current and one joins; what fails leaves, and the rest goes on.
+func TestFailsWhileOneJoins(t *testing.T) {
+	ctx := context.Background()
+	for _, failing := range []int{1, 2} {
+		t.Run(fmt.Sprint("leg ", failing), func(t *testing.T) {
+			f := newMirror(t, 2, 1)
+			seen := f.look().Event
+			if failing == 2 {
+				f.legs[2].failLater(100 * time.Millisecond)
+			} else {
+				f.legs[2].table("delay", dm.Number(f.legs[2].loop)+" 0 300")
+			}
+			check.OK(t, mirror.Join(ctx, f.name, f.legs[2].number, []mirror.Range{{Length: size}}))
+			if failing == 2 {
+				f.watch(seen, "the leg that joins to be let go", func(s mirror.State) bool { return s.Joining == nil })
+				f.write(9, 0)
+				f.has(0, 9, 0)
+				f.has(1, 9, 0)
+				return
+			}
+			f.legs[1].fail()
+			file := f.open()
+			write := later(func() error { _, err := file.WriteAt(page(9), 31*mib); return err })
+			waits(t, write, "a write of which a leg has failed")
+			if got := f.look().Failed(); !slices.Equal(got, f.numbers(2)[1:]) {
+				t.Errorf("%v have failed", got)
+			}
+			f.leave(1)
+			ends(t, write, "a write that was held")
+			f.has(0, 9, 31*mib)
+			if s := f.look(); len(s.Legs) != 1 || s.Joining == nil {
+				t.Errorf("it is %+v", s)
+			}
+			f.leave(2)
+			f.write(10, 0)
+			f.has(0, 10, 0)
+		})
+	}
+}
+
+// TestFlushFails: a leg that fails a flush, and takes writes again. What it lacks is acknowledged to nobody once Watch has seen it, and what the kernel acknowledged before is on the leg that stays.
+func TestFlushFails(t *testing.T) {
+	for _, n := range []int{2, 3} {
+		for failing := range n {
+			for _, late := range []bool{false, true} {
+				t.Run(fmt.Sprintf("leg %d of %d, late: %v", failing, n, late), func(t *testing.T) {
+					f := newMirror(t, n, 0)
+					f.write(1, 0)
+					seen := f.look().Event
+					f.legs[failing].fail()
+					file := f.open()
+					flush := later(file.Sync)
+					waits(t, flush, "a flush that a leg fails")
+					f.legs[failing].mend()
+					last := byte(1)
+					if late { // the kernel forgets, and writes to one leg alone
+						for last = range byte(5) {
+							f.write(last+2, 0)
+						}
+						last += 2
+						if s := f.look(); len(s.Failed()) > 0 {
+							t.Fatalf("this kernel does not forget: %+v", s)
+						}
+					}
+					s := f.watch(seen, "it to be held", func(s mirror.State) bool { return s.Held })
+					if len(s.Failed()) != n-1 {
+						t.Errorf("%v have failed, of %v", s.Failed(), s.Legs)
+					}
+					write := later(func() error { _, err := file.WriteAt(page(99), mib); return err })
+					waits(t, write, "a write to a mirror that is held")
+					check.OK(t, mirror.Recover(context.Background(), f.name)) // as a driver that starts
+					if now := f.look(); !now.Held || !slices.Equal(now.Legs, s.Legs) {
+						t.Errorf("found again it is %+v, not %+v", now, s)
+					}
+					if n == 3 {
+						is(t, mirror.Leave(context.Background(), f.name, s.Failed()[0]), errdefs.ErrPrecondition)
+					}
+					check.OK(t, mirror.Leave(context.Background(), f.name, s.Failed()...))
+					ends(t, write, "a write that was held")
+					ends(t, flush, "the flush")
+					stays := slices.IndexFunc(f.legs, func(l *leg) bool { return !slices.Contains(s.Failed(), l.number) })
+					f.has(stays, last, 0)
+					f.has(stays, 99, mib)
+				})
+			}
+		}
+	}
+}
+
+// TestAllFail: errors, and nothing that is acknowledged.
+func TestAllFail(t *testing.T) {
+	f := newMirror(t, 2, 0)
+	seen := f.look().Event
+	f.legs[0].fail()
+	f.legs[1].fail()
+	write := later(func() error { _, err := f.open().WriteAt(page(1), 0); return err })
+	select {
+	case err := <-write:
+		if !errors.Is(err, unix.EIO) {
+			t.Errorf("the write: %v", err)
+		}
+	case <-time.After(10 * time.Second):
+		t.Error("the write waits")
+	}
+	f.failed(seen, 0, 1)
+	is(t, mirror.Leave(context.Background(), f.name, f.numbers(2)...), errdefs.ErrPrecondition)
+	f.leave(1)
+	if _, err := f.open().WriteAt(page(1), 0); !errors.Is(err, unix.EIO) {
+		t.Errorf("a write to the last leg, that has failed: %v", err)
+	}
+	f.legs[0].mend()
+	f.write(2, 0)
+}
+
+// TestMakeAgain: what is there is found, by whoever comes; what differs is refused.
+func TestMakeAgain(t *testing.T) {
+	f := newMirror(t, 2, 1)
+	check.OK(t, mirror.Make(f.name, "", size, f.numbers(2)...))
+	is(t, mirror.Make(f.name, "", size, f.numbers(3)...), errdefs.ErrExists)
+	is(t, mirror.Make(f.name, "", size/2, f.numbers(2)...), errdefs.ErrExists)
+	_, err := mirror.Look("ashlar-test-none")
+	is(t, err, errdefs.ErrNotFound)
+	check.OK(t, mirror.Recover(context.Background(), "ashlar-test-none"))
+}
+
+// TestConsumerDies: nothing that was acknowledged is missing on any leg, wherever the writes that were not have got; the other legs are made equal to one.
+func TestConsumerDies(t *testing.T) {
+	ctx := context.Background()
+	f := newMirror(t, 2, 0)
+	const writers = 8
+	var acknowledged [writers]byte
+	var all sync.WaitGroup
+	var dead atomic.Bool
+	for w := range writers {
+		file := f.open()
+		all.Go(func() {
+			for i := byte(1); i < 250 && !dead.Load(); i++ {
+				if _, err := file.WriteAt(page(i), int64(w)*mib); err != nil {
+					return
+				}
+				acknowledged[w] = i
+			}
+		})
+	}
+	time.Sleep(300 * time.Millisecond)
+	f.legs[1].failLater(time.Millisecond) // and it takes nothing of what is under way
+	time.Sleep(300 * time.Millisecond)
+	for w, last := range acknowledged {
+		if last > 0 {
+			f.has(1, last, int64(w)*mib)
+		}
+	}
+	dead.Store(true)
+	check.OK(t, dm.Replace(f.name, []dm.Line{{Length: size, Kind: "error"}}))
+	all.Wait()
+	f.legs[1].mend()
+	check.OK(t, dm.Replace(f.name, dm.Linear(f.legs[1].number, size)))
+	seen := f.look().Event
+	check.OK(t, mirror.Join(ctx, f.name, f.legs[0].number, []mirror.Range{{Length: writers * mib}}))
+	f.watch(seen, "a leg that is equal", mirror.State.Equal)
+	check.OK(t, mirror.Finish(ctx, f.name, 0))
+	f.equal(0, 1)
+	for w, last := range acknowledged {
+		if last > 0 {
+			f.has(0, last, int64(w)*mib)
+		}
+	}
+}
+
+// TestRecover: what a step that was cut short left.
+func TestRecover(t *testing.T) {
+	ctx := context.Background()
+	f := newMirror(t, 2, 1)
+	check.OK(t, dm.Hold(f.name)) // Compare
+	write := later(func() error { _, err := f.open().WriteAt(page(1), 0); return err })
+	waits(t, write, "a write")
+	check.OK(t, dm.Make(f.name+"-base", "", dm.Linear(f.legs[0].number, size))) // Join
+	check.OK(t, mirror.Recover(ctx, f.name))
+	ends(t, write, "a write")
+	if left, err := dm.Names(f.name + "-"); err != nil || len(left) > 0 {
+		t.Errorf("beside it there is %v (%v)", left, err)
+	}
+	check.OK(t, dm.Load(f.name, dm.Linear(f.legs[0].number, size))) // a table that was not brought into effect
+	check.OK(t, mirror.Recover(ctx, f.name))
+	if s := f.look(); len(s.Legs) != 2 || s.Held {
+		t.Errorf("it is %+v", s)
+	}
+	if d, err := dm.Find(f.name); err != nil || d.Loaded || d.Suspended {
+		t.Errorf("it is %+v, %v", d, err)
+	}
+}
+
+// TestRefuses: what does not go now.
+func TestRefuses(t *testing.T) {
+	ctx := context.Background()
+	f := newMirror(t, 2, 1)
+	f.leave(2) // it is not in it
+	is(t, mirror.Leave(ctx, f.name, f.numbers(2)...), errdefs.ErrPrecondition)
+	if s := f.look(); len(s.Legs) != 2 {
+		t.Errorf("it is %+v", s)
+	}
+	f.legs[2].failLater(time.Second)
+	check.OK(t, mirror.Join(ctx, f.name, f.legs[2].number, []mirror.Range{{Length: size}}))
+	is(t, mirror.Finish(ctx, f.name, 0), errdefs.ErrUnavailable)
+	is(t, mirror.Resize(f.name, 2*size), errdefs.ErrUnavailable)
+	_, err := mirror.Compare(ctx, f.name, free)
+	is(t, err, errdefs.ErrUnavailable)
+	f.leave(2)
+	f.legs[1].fail()
+	write := later(func() error { _, err := f.open().WriteAt(page(1), 0); return err })
+	waits(t, write, "a write")
+	is(t, mirror.Join(ctx, f.name, f.legs[2].number, nil), errdefs.ErrUnavailable)
+	is(t, mirror.Finish(ctx, f.name, 0), errdefs.ErrUnavailable)
+	f.leave(1)
+	ends(t, write, "a write")
+}
+
+func is(t *testing.T, err, want error) {
+	t.Helper()
+	if !errors.Is(err, want) {
+		t.Errorf("%v, and not %v", err, want)
+	}
+}
+
+func free(context.Context) error { return nil }
+
+// TestCompare: a block that rots on one leg is found, and nothing else, also beside a writer.
+func TestCompare(t *testing.T) {
+	ctx := context.Background()
+	f := newMirror(t, 3, 0)
+	stop := make(chan struct{})
+	file := f.open()
+	writer := later(func() error {
+		for i := 0; ; i++ {
+			select {
+			case <-stop:
+				return nil
+			default:
+			}
+			if _, err := file.WriteAt(page(byte(i%250+1)), int64(i*7919%(16*mib/4096))*4096); err != nil {
+				return err
+			}
+		}
+	})
+	found, err := mirror.Compare(ctx, f.name, free)
+	check.OK(t, err)
+	if len(found) > 0 {
+		t.Errorf("legs that are equal differ in %v", found)
+	}
+	rot := func(leg int, offset int64) {
+		b := f.legs[leg].at(offset, 1)
+		image, err := os.OpenFile(f.legs[leg].image, os.O_RDWR, 0)
+		check.OK(t, err)
+		defer image.Close()
+		_, err = image.WriteAt([]byte{b[0] ^ 1}, offset)
+		check.OK(t, err)
+	}
+	rot(1, 20*mib+5000)
+	rot(2, 20*mib+9000)
+	rot(0, 31*mib)
+	found, err = mirror.Compare(ctx, f.name, free)
+	close(stop)
+	ends(t, writer, "the writer")
+	check.OK(t, err)
+	if want := []mirror.Range{{Offset: 20*mib + 4096, Length: 8192}, {Offset: 31 * mib, Length: 4096}}; !slices.Equal(found, want) {
+		t.Errorf("they differ in %v, not %v", found, want)
+	}
+	_, err = mirror.Compare(ctx, f.name, func(context.Context) error { return os.ErrDeadlineExceeded })
+	is(t, err, os.ErrDeadlineExceeded)
+}
+
+// TestResize: it grows with its legs, while it is used.
+func TestResize(t *testing.T) {
+	f := newMirror(t, 2, 0)
+	f.write(1, size-4096)
+	for _, l := range f.legs {
+		check.OK(t, dm.Replace(l.name, dm.Linear(l.loop, 2*size)))
+	}
+	for range 2 {
+		check.OK(t, mirror.Resize(f.name, 2*size))
+	}
+	if s := f.look(); s.Size != 2*size || len(s.Legs) != 2 {
+		t.Errorf("it is %+v", s)
+	}
+	f.write(2, 2*size-4096)
+	for i := range 2 {
+		f.has(i, 1, size-4096)
+		f.has(i, 2, 2*size-4096)
+	}
+	check.OK(t, mirror.Resize(f.name, size))
+}
+
+// TestReadsOnward: the first leg is read from, and another one where that fails.
+func TestReadsOnward(t *testing.T) {
+	f := newMirror(t, 2, 0)
+	f.write(1, 0)
+	seen := f.look().Event
+	f.legs[0].table("error", "")
+	b := page(0)
+	_, err := f.open().ReadAt(b, 0)
+	check.OK(t, err)
+	if b[0] != 1 {
+		t.Errorf("it reads %d", b[0])
+	}
+	s := f.watch(seen, "a failure", func(s mirror.State) bool { return len(s.Failed()) > 0 })
+	if !slices.Equal(s.Failed(), f.numbers(1)) {
+		t.Errorf("%v have failed", s.Failed())
+	}
+	f.legs[0].mend()
+	f.leave(0)
+}

@@ -1,0 +1,139 @@
+package mirror
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/direct"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// forgets is how long a failure has to be one that the kernel would forget, before that is believed: of a write that failed, it says a moment later which region it was.
+const forgets = 20 * time.Millisecond
+
+// Watch waits until something has happened to a mirror since a look at it (State.Event) that was after the last change that the caller made, and returns how it is then: a leg has failed, or the one that joins is equal, or has been taken out as
+// it failed; or nothing that matters. errdefs.ErrNotFound once there is no mirror. Whoever uses a mirror watches it: of a flush that fails alone the kernel soon forgets which leg it was, and then acknowledges what is on one leg only. Watch does not let
+// it. It has the mirror held, with the legs that may lack something as failed, which is so until Leave, also for a driver that starts later. Where the kernel has forgotten already, those are all but the one that is read from, as that has everything.
+func Watch(ctx context.Context, name string, seen uint32) (s State, err error) {
+	err = dm.Await(ctx, func() (bool, error) {
+		s, err = Look(name)
+		return err != nil || s.Event != seen, err
+	})
+	if err != nil {
+		return s, err
+	}
+	time.Sleep(forgets)
+	err = change(name, "see to what has happened", func() error {
+		if s, err = state(name); err != nil {
+			return err
+		}
+		if s.Joining != nil && s.Joining.Failed {
+			return s.let(ctx, name)
+		}
+		if s.Held || s.remembers || len(s.Legs) == 1 {
+			return nil
+		}
+		return s.keep(name, seen)
+	})
+	return s, err
+}
+
+// keep has a mirror held if the kernel would forget, or has forgotten, that a leg has failed. When all regions of a table are found to be equal, which is soon after it was loaded, there is one event; a failure that is forgotten makes two.
+func (s *State) keep(name string, seen uint32) (err error) {
+	var has uint64
+	switch failed := len(s.Failed()); {
+	case failed == 0 && s.Joining == nil && s.Event-seen > 1:
+		has, err = s.readFrom()
+	case failed > 0 && failed < len(s.Legs) && slices.ContainsFunc(s.Legs, func(l Leg) bool { return l.Failed && !l.onlyReads }):
+		has = s.Legs[slices.IndexFunc(s.Legs, func(l Leg) bool { return !l.Failed })].Device
+	}
+	if err != nil || has == 0 {
+		return err
+	}
+	if err := dm.Load(s.inner, flat(s.Size, []uint64{has})); err != nil {
+		return err
+	}
+	if err := dm.Hold(s.inner); err != nil {
+		return errors.Join(err, dm.Clear(s.inner))
+	}
+	*s, err = state(name)
+	return err
+}
+
+// let has a leg that was joining, and has failed, leave: it is nobody's.
+func (s *State) let(ctx context.Context, name string) error {
+	if err := settle(ctx, name, s.Size, s.devices()); err != nil {
+		return err
+	}
+	now, err := state(name)
+	*s = now
+	return err
+}
+
+// probes is how often a mirror is read, to see which leg that is.
+const probes = 16
+
+// readFrom returns the leg that the kernel reads from, which is the one that it writes alone: by the counts of reads of the legs. They have more than ours at most.
+func (s *State) readFrom() (uint64, error) {
+	before, err := s.reads()
+	if err != nil {
+		return 0, err
+	}
+	d, err := dm.Find(s.inner)
+	if err != nil || d == nil {
+		return 0, err
+	}
+	f, err := dm.Open(d, os.O_RDONLY|unix.O_DIRECT)
+	if err != nil {
+		return 0, err
+	}
+	defer f.Close()
+	page, free, err := direct.Memory(4096)
+	if err != nil {
+		return 0, err
+	}
+	defer free()
+	for range probes {
+		if _, err := f.ReadAt(page, 0); err != nil {
+			return 0, errdefs.FromErrno(err)
+		}
+	}
+	after, err := s.reads()
+	if err != nil {
+		return 0, err
+	}
+	most := 0
+	for i := range after {
+		if after[i]-before[i] > after[most]-before[most] {
+			most = i
+		}
+	}
+	if after[most]-before[most] < probes {
+		return 0, fmt.Errorf("%w: none of its legs was read", errdefs.ErrUnavailable)
+	}
+	return s.Legs[most].Device, nil
+}
+
+// reads are the counts of reads of the legs.
+func (s *State) reads() (counts []int64, err error) {
+	for _, l := range s.Legs {
+		text, err := os.ReadFile("/sys/dev/block/" + dm.Number(l.Device) + "/stat")
+		if err != nil {
+			return nil, errdefs.FromErrno(err)
+		}
+		var count int64
+		if _, err := fmt.Sscan(strings.TrimSpace(string(text)), &count); err != nil {
+			return nil, fmt.Errorf("reads of leg %s: %w", dm.Number(l.Device), err)
+		}
+		counts = append(counts, count)
+	}
+	return counts, nil
+}
