@@ -18,8 +18,8 @@ type behind struct {
 	failed error      // of the first write that failed; nothing is written after it
 }
 
-// writeBehind returns one. close waits for what is under way, and frees its memory.
-func writeBehind(target *os.File) (_ *behind, close func(), err error) {
+// writeBehind returns one. end waits for what is under way, and frees its memory.
+func writeBehind(target *os.File) (_ *behind, end func(), err error) {
 	memory, free, err := direct.Memory(2 * ReadSize)
 	if err != nil {
 		return nil, nil, err
