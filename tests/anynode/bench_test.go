@@ -429,7 +429,7 @@ func (c *nodes) movesInUse(b *testing.B) {
 	c.again("delete it", v.of.Delete)
 }
 
-// bareCopy copies a file of the second consumer's disk to one of the first's, over their link.
+// bareCopy copies a file of the second consumer's disk to one of the first's, over their link. The page cache has nothing of it before.
 func (c *nodes) bareCopy(from, to string) error {
 	listener, err := listenOn(consumers[1], addresses[consumers[1]]+":0")
 	if err != nil {
@@ -444,6 +444,11 @@ func (c *nodes) bareCopy(from, to string) error {
 			return
 		}
 		defer f.Close()
+		err = unix.Fadvise(int(f.Fd()), 0, 0, unix.FADV_DONTNEED) // it is read from the disk, as what moves is
+		if err != nil {
+			sent <- err
+			return
+		}
 		conn, err := listener.Accept()
 		if err == nil {
 			_, err = io.CopyBuffer(struct{ io.Writer }{conn}, struct{ io.Reader }{f}, make([]byte, mib))
