@@ -351,7 +351,13 @@ func (i *inUse) add(to *[3][]float64, m measured) {
 func (i *inUse) round(b *testing.B, path string, do func()) time.Duration {
 	i.add(&i.alone, fio(b, path, "randwrite", "4k", "1"))
 	writing, end := context.WithCancel(b.Context())
+	idle := writesTo(b, path)
 	wait := startFio(writing, path, "randwrite", "4k", "1", 10*time.Minute)
+	for end := time.Now().Add(patient); writesTo(b, path) < idle+100; time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			b.Fatalf("never: %s is written to", path)
+		}
+	}
 	began := time.Now()
 	do()
 	took := time.Since(began)
@@ -360,6 +366,24 @@ func (i *inUse) round(b *testing.B, path string, do func()) time.Duration {
 	check.OK(b, err)
 	i.add(&i.meanwhile, m)
 	return took
+}
+
+// writesTo is how many writes a device has had.
+func writesTo(t testing.TB, path string) (n int) {
+	t.Helper()
+	text, err := os.ReadFile("/sys/dev/block/" + numberOf(t, path) + "/stat")
+	check.OK(t, err)
+	_, err = fmt.Sscan(strings.Fields(string(text))[4], &n)
+	check.OK(t, err)
+	return n
+}
+
+// numberOf is the number of a device, as the device mapper takes it.
+func numberOf(t testing.TB, path string) string {
+	t.Helper()
+	var st unix.Stat_t
+	check.OK(t, unix.Stat(path, &st))
+	return dm.Number(st.Rdev)
 }
 
 func (i *inUse) report(b *testing.B, moving time.Duration) {
@@ -376,30 +400,28 @@ func (c *nodes) mirrorsBare(b *testing.B) {
 	from, to := c.bare(home, 4321), c.bare(newHome, 4322)
 	const name, region = "bare-mirror", 512 << 10
 	c.Cleanup(func() { _, err := dm.Remove(name); check.OK(c, err) })
-	numbers := make([]string, 2)
-	for i, path := range []string{from, to} {
-		var st unix.Stat_t
-		check.OK(b, unix.Stat(path, &st))
-		numbers[i] = dm.Number(st.Rdev)
-	}
+	numbers := []string{numberOf(b, from), numberOf(b, to)}
 	check.OK(b, dm.Make(name, "", []dm.Line{{Length: large, Kind: "linear", Text: numbers[0] + " 0"}}))
 	d, err := dm.Find(name)
 	check.OK(b, err)
 	var all inUse
 	var moving time.Duration
+	const copies = 10 // of which one is over before there is much to say of a writer
 	for b.Loop() {
 		moving += all.round(b, d.Path(), func() {
-			check.OK(b, dm.Replace(name, []dm.Line{{Length: large, Kind: "mirror", Text: fmt.Sprintf("core 1 %d 2 %s 0 %s 0 1 handle_errors", region/512, numbers[0], numbers[1])}}))
-			for whole := fmt.Sprintf(" %d/%d ", large/region, large/region); ; time.Sleep(10 * time.Millisecond) {
-				status, err := dm.Status(name)
-				check.OK(b, err)
-				if strings.Contains(status[0].Text, whole) {
-					return
+			for range copies {
+				check.OK(b, dm.Replace(name, []dm.Line{{Length: large, Kind: "mirror", Text: fmt.Sprintf("core 1 %d 2 %s 0 %s 0 1 handle_errors", region/512, numbers[0], numbers[1])}}))
+				for whole := fmt.Sprintf(" %d/%d ", large/region, large/region); ; time.Sleep(10 * time.Millisecond) {
+					status, err := dm.Status(name)
+					check.OK(b, err)
+					if strings.Contains(status[0].Text, whole) {
+						break
+					}
 				}
+				slices.Reverse(numbers)
+				check.OK(b, dm.Replace(name, []dm.Line{{Length: large, Kind: "linear", Text: numbers[0] + " 0"}}))
 			}
-		})
-		slices.Reverse(numbers)
-		check.OK(b, dm.Replace(name, []dm.Line{{Length: large, Kind: "linear", Text: numbers[0] + " 0"}}))
+		}) / copies
 	}
 	all.report(b, moving)
 }
