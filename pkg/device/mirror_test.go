@@ -109,9 +109,7 @@ type pair struct {
 // overPair runs a test over disks of a size, of a volume that is plain, and of one that is encrypted.
 func overPair(t *testing.T, size int64, test func(p *pair)) {
 	drivertest.NeedRoot(t)
-	if _, err := dm.Targets(); err != nil {
-		t.Skipf("no device mapper (make test-lvm-pools): %v", err)
-	}
+	drivertest.NeedMapper(t)
 	check.OK(t, dm.HasTarget("mirror"))
 	for name, encrypted := range map[string]bool{"plain": false, "encrypted": true} {
 		t.Run(name, func(t *testing.T) {
@@ -402,9 +400,7 @@ func TestMirrorRanges(t *testing.T) {
 	random := rand.New(rand.NewPCG(uint64(seed), 0))
 	for _, size := range []int64{4096, 12 << 10, 300 << 10 &^ 4095, 5<<20 + 4096, 64<<20 + 36864, 400 << 20} {
 		drivertest.NeedRoot(t)
-		if _, err := dm.Targets(); err != nil {
-			t.Skipf("no device mapper (make test-lvm-pools): %v", err)
-		}
+		drivertest.NeedMapper(t)
 		t.Run(fmt.Sprint(size), func(t *testing.T) {
 			p := &pair{from: newDisk(t, "old", size), to: newDisk(t, "new", size)}
 			p.fixture = &fixture{t, p.from, pooltest.Vol("a"), device.New()}
@@ -438,9 +434,7 @@ func TestMirrorRanges(t *testing.T) {
 
 // TestThrottle: the kernel takes the number.
 func TestThrottle(t *testing.T) {
-	if _, err := dm.Targets(); err != nil {
-		t.Skipf("no device mapper (make test-lvm-pools): %v", err)
-	}
+	drivertest.NeedMapper(t)
 	check.OK(t, dm.HasTarget("mirror"))
 	for _, percent := range []int{1, 100} {
 		check.OK(t, device.Throttle(percent))

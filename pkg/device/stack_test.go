@@ -35,9 +35,7 @@ type fixture struct {
 // overEach runs a test over a volume of each kind of pool that can be laid something over, where there is a device mapper.
 func overEach(t *testing.T, test func(f *fixture)) {
 	drivertest.NeedRoot(t)
-	if _, err := dm.Targets(); err != nil {
-		t.Skipf("no device mapper (make test-lvm-pools): %v", err)
-	}
+	drivertest.NeedMapper(t)
 	t.Run("files", func(t *testing.T) { test(over(t, pooltest.OpenedFiles(t, drivertest.Dir(t)))) })
 	t.Run("LVM", func(t *testing.T) {
 		drivertest.NeedLVM(t)

@@ -101,6 +101,9 @@ type Device struct {
 	Event     uint32 // how often a target of it has told of something; it only grows
 }
 
+// Range is a part of a device, in bytes.
+type Range struct{ Offset, Length int64 }
+
 // Path returns /dev/dm-N.
 func (d Device) Path() string { return fmt.Sprint("/dev/dm-", d.minor) }
 

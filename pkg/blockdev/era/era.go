@@ -23,9 +23,6 @@ const (
 	tool   = "era_invalidate" // thin-provisioning-tools
 )
 
-// Range is a part of a device, in bytes.
-type Range struct{ Offset, Length int64 }
-
 // Block is what is to be marked at a time in a device that is made with a size, in bytes: 1 MiB, and more if there would be more than a million. It stays, when the device grows.
 func Block(size int64) int64 {
 	b := int64(1 << 20)
@@ -83,7 +80,7 @@ func current(name string) (era uint32, err error) {
 
 // Since returns what was written to a device, which may be in use, since an era: in order, in whole blocks; since era 0, all of it. What is written while it looks may be missing. With any error
 // nothing is known: all may have been written. A crash leaves a snapshot of the metadata, which the next call takes away.
-func Since(ctx context.Context, name string, era uint32) (written []Range, err error) {
+func Since(ctx context.Context, name string, era uint32) (written []dm.Range, err error) {
 	metadata, block, size, err := parts(name)
 	if err == nil {
 		err = errors.Join(drop(name), dm.Message(name, "take_metadata_snap"))
@@ -147,7 +144,7 @@ func drop(name string) error {
 }
 
 // parse reads a line of the tool: a block, or a range of them of which the end is not one.
-func parse(line []byte, b, size int64) (r Range, marked bool, err error) {
+func parse(line []byte, b, size int64) (r dm.Range, marked bool, err error) {
 	text := strings.ReplaceAll(strings.TrimSpace(string(line)), " = ", "=")
 	var begin, end int64
 	switch {
@@ -162,5 +159,5 @@ func parse(line []byte, b, size int64) (r Range, marked bool, err error) {
 	if err != nil || begin < 0 || end <= begin || (end-1)*b >= size {
 		return r, false, fmt.Errorf("%w: %s says what is not understood: %q", errdefs.ErrUnsupported, tool, line)
 	}
-	return Range{begin * b, min(end*b, size) - begin*b}, true, nil
+	return dm.Range{Offset: begin * b, Length: min(end*b, size) - begin*b}, true, nil
 }

@@ -33,9 +33,7 @@ type home struct {
 
 func need(t *testing.T) {
 	drivertest.NeedRoot(t)
-	if _, err := dm.Targets(); err != nil {
-		t.Skipf("no device mapper (make test-lvm-pools): %v", err)
-	}
+	drivertest.NeedMapper(t)
 	check.OK(t, era.Available())
 }
 

@@ -1,22 +1,26 @@
 package era
 
-import "testing"
+import (
+	"testing"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+)
 
 // TestParse: what the tool says, and what it might.
 func TestParse(t *testing.T) {
 	const mib = 1 << 20
-	for line, want := range map[string]Range{
-		`  <block block="20"/>`:               {20 * mib, mib},
-		`  <range begin="5" end = "15"/>`:     {5 * mib, 10 * mib},
-		`  <range begin="60" end = "65"/>`:    {60 * mib, 4*mib + 512},
+	for line, want := range map[string]dm.Range{
+		`  <block block="20"/>`:               {Offset: 20 * mib, Length: mib},
+		`  <range begin="5" end = "15"/>`:     {Offset: 5 * mib, Length: 10 * mib},
+		`  <range begin="60" end = "65"/>`:    {Offset: 60 * mib, Length: 4*mib + 512},
 		`<blocks>`:                            {},
 		`</blocks>`:                           {},
 		``:                                    {},
-		`  <range begin="60" end = "66"/>`:    {-1, 0},
-		`  <range begin="15" end = "15"/>`:    {-1, 0},
-		`  <block block="-1"/>`:               {-1, 0},
-		`  <block block=""/>`:                 {-1, 0},
-		`<superblock uuid="" block_size=""/>`: {-1, 0},
+		`  <range begin="60" end = "66"/>`:    {Offset: -1},
+		`  <range begin="15" end = "15"/>`:    {Offset: -1},
+		`  <block block="-1"/>`:               {Offset: -1},
+		`  <block block=""/>`:                 {Offset: -1},
+		`<superblock uuid="" block_size=""/>`: {Offset: -1},
 	} {
 		got, marked, err := parse([]byte(line), mib, 64*mib+512)
 		if want.Offset < 0 {

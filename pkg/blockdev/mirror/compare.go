@@ -24,7 +24,7 @@ const (
 // Compare reads all legs of a mirror that is in use, side by side, and returns the ranges, in blocks of 4 KiB, in which one has other bytes than the first. What is being written differs for a moment; so what differs is
 // read again with the mirror held for that (milliseconds for each MiB), and is told only if it does then. pace is called before each MiB, and may wait. Which leg is right nobody can tell from the bytes.
 // It ends with the first error, with what it has found until then. errdefs.ErrUnavailable while a leg joins or has failed. A crash may leave the mirror held, until Recover.
-func Compare(ctx context.Context, name string, pace func(context.Context) error) (differ []Range, err error) {
+func Compare(ctx context.Context, name string, pace func(context.Context) error) (differ []dm.Range, err error) {
 	err = of(name, "compare its legs", func() error {
 		s, err := state(name)
 		if err != nil {
@@ -121,7 +121,7 @@ func openNumber(number uint64) (*os.File, error) {
 }
 
 // differ returns the blocks of a range in which a leg has other bytes than the first.
-func (legs side) differ(at, length int64) (found []Range, err error) {
+func (legs side) differ(at, length int64) (found []dm.Range, err error) {
 	for _, l := range legs {
 		if _, err := l.f.ReadAt(l.memory[:length], at); err != nil && !errors.Is(err, io.EOF) {
 			return nil, fmt.Errorf("read leg %s at %d: %w", dm.Number(l.leg), at, errdefs.FromErrno(err))
@@ -131,7 +131,7 @@ func (legs side) differ(at, length int64) (found []Range, err error) {
 		to := min(from+block, length)
 		for _, l := range legs[1:] {
 			if !bytes.Equal(l.memory[from:to], legs[0].memory[from:to]) {
-				found = append(found, Range{at + from, to - from})
+				found = append(found, dm.Range{Offset: at + from, Length: to - from})
 				break
 			}
 		}
@@ -140,7 +140,7 @@ func (legs side) differ(at, length int64) (found []Range, err error) {
 }
 
 // differHeld is differ while nothing is under way.
-func (legs side) differHeld(name string, at, length int64) (found []Range, err error) {
+func (legs side) differHeld(name string, at, length int64) (found []dm.Range, err error) {
 	defer lock(name)()
 	s, err := state(name)
 	if err == nil {

@@ -34,7 +34,7 @@ func unitOf(size int64) int64 {
 // held as ever, until Leave. Where the ranges may be anything, they are one of the whole size.
 //
 // A leg that joins or is in the mirror already stays as it is. errdefs.ErrUnavailable while another one joins, or a leg has failed. A crash leaves a mirror that it joins, or as it was.
-func Join(ctx context.Context, name string, leg uint64, differs []Range) error {
+func Join(ctx context.Context, name string, leg uint64, differs []dm.Range) error {
 	return change(name, "have "+dm.Number(leg)+" join it", func() error {
 		s, err := state(name)
 		if err != nil || slices.Contains(s.devices(), leg) || s.Joining != nil && s.Joining.Device == leg {
@@ -52,7 +52,7 @@ func Join(ctx context.Context, name string, leg uint64, differs []Range) error {
 	})
 }
 
-func join(ctx context.Context, name string, s State, leg uint64, differs []Range) error {
+func join(ctx context.Context, name string, s State, leg uint64, differs []dm.Range) error {
 	d, err := dm.Find(name)
 	if err != nil || d == nil {
 		return errors.Join(err, unix.ENXIO)
@@ -82,7 +82,7 @@ func join(ctx context.Context, name string, s State, leg uint64, differs []Range
 }
 
 // newLog makes a log in memory of what is in sync: all but the ranges. It goes with its last user.
-func newLog(ctx context.Context, size int64, differs []Range) (held *os.File, number int, err error) {
+func newLog(ctx context.Context, size int64, differs []dm.Range) (held *os.File, number int, err error) {
 	fd, err := unix.MemfdCreate("ashlar-mirror", unix.MFD_CLOEXEC)
 	if err != nil {
 		return nil, 0, fmt.Errorf("memory for the log: %w", errdefs.FromErrno(err))
@@ -96,7 +96,7 @@ func newLog(ctx context.Context, size int64, differs []Range) (held *os.File, nu
 }
 
 // logOf is a log as drivers/md/dm-log.c has it: a header, and from 1 KiB on a bit for each unit that is in sync.
-func logOf(size int64, differs []Range) []byte {
+func logOf(size int64, differs []dm.Range) []byte {
 	const magic, version, bits = 0x4D695272, 2, 1024
 	u := unitOf(size)
 	units := (size + u - 1) / u

@@ -30,9 +30,6 @@ const (
 	features = " 1 handle_errors"
 )
 
-// Range is a part of a volume, in bytes.
-type Range struct{ Offset, Length int64 }
-
 // Leg is one of a mirror.
 type Leg struct {
 	Device uint64 // its number, as in st_rdev

@@ -105,9 +105,7 @@ type fixture struct {
 
 func need(t *testing.T) {
 	drivertest.NeedRoot(t)
-	if _, err := dm.Targets(); err != nil {
-		t.Skipf("no device mapper (make test-lvm-pools): %v", err)
-	}
+	drivertest.NeedMapper(t)
 	check.OK(t, mirror.Available())
 }
 
@@ -325,7 +323,7 @@ func TestLegComesBack(t *testing.T) {
 				f.has(away, 0, at)
 			}
 			seen, before := f.look().Event, f.legs[away].written()
-			differs := []mirror.Range{{Offset: 3 * mib, Length: 4096}, {Offset: 7*mib + 512<<10, Length: mib}, {Offset: 20 * mib, Length: mib}}
+			differs := []dm.Range{{Offset: 3 * mib, Length: 4096}, {Offset: 7*mib + 512<<10, Length: mib}, {Offset: 20 * mib, Length: mib}}
 			for range 2 { // again, it changes nothing
 				check.OK(t, mirror.Join(ctx, f.name, f.legs[away].number, differs))
 			}
@@ -377,7 +375,7 @@ func TestJoinsUnderLoad(t *testing.T) {
 		}
 	})
 	seen := f.look().Event
-	check.OK(t, mirror.Join(ctx, f.name, f.legs[2].number, []mirror.Range{{Length: size}}))
+	check.OK(t, mirror.Join(ctx, f.name, f.legs[2].number, []dm.Range{{Length: size}}))
 	f.watch(seen, "a leg that is equal", mirror.State.Equal)
 	check.OK(t, mirror.Finish(ctx, f.name, 0))
 	time.Sleep(200 * time.Millisecond)
@@ -399,7 +397,7 @@ func TestFailsWhileOneJoins(t *testing.T) {
 			} else {
 				f.legs[2].table("delay", dm.Number(f.legs[2].loop)+" 0 300")
 			}
-			check.OK(t, mirror.Join(ctx, f.name, f.legs[2].number, []mirror.Range{{Length: size}}))
+			check.OK(t, mirror.Join(ctx, f.name, f.legs[2].number, []dm.Range{{Length: size}}))
 			if failing == 2 {
 				f.watch(seen, "the leg that joins to be let go", func(s mirror.State) bool { return s.Joining == nil })
 				f.write(9, 0)
@@ -545,7 +543,7 @@ func TestConsumerDies(t *testing.T) {
 	f.legs[1].mend()
 	check.OK(t, dm.Replace(f.name, dm.Linear(f.legs[1].number, size)))
 	seen := f.look().Event
-	check.OK(t, mirror.Join(ctx, f.name, f.legs[0].number, []mirror.Range{{Length: writers * mib}}))
+	check.OK(t, mirror.Join(ctx, f.name, f.legs[0].number, []dm.Range{{Length: writers * mib}}))
 	f.watch(seen, "a leg that is equal", mirror.State.Equal)
 	check.OK(t, mirror.Finish(ctx, f.name, 0))
 	f.equal(0, 1)
@@ -589,7 +587,7 @@ func TestRefuses(t *testing.T) {
 		t.Errorf("it is %+v", s)
 	}
 	f.legs[2].failLater(time.Second)
-	check.OK(t, mirror.Join(ctx, f.name, f.legs[2].number, []mirror.Range{{Length: size}}))
+	check.OK(t, mirror.Join(ctx, f.name, f.legs[2].number, []dm.Range{{Length: size}}))
 	is(t, mirror.Finish(ctx, f.name, 0), errdefs.ErrUnavailable)
 	is(t, mirror.Resize(f.name, 2*size), errdefs.ErrUnavailable)
 	_, err := mirror.Compare(ctx, f.name, free)
@@ -651,7 +649,7 @@ func TestCompare(t *testing.T) {
 	close(stop)
 	ends(t, writer, "the writer")
 	check.OK(t, err)
-	if want := []mirror.Range{{Offset: 20*mib + 4096, Length: 8192}, {Offset: 31 * mib, Length: 4096}}; !slices.Equal(found, want) {
+	if want := []dm.Range{{Offset: 20*mib + 4096, Length: 8192}, {Offset: 31 * mib, Length: 4096}}; !slices.Equal(found, want) {
 		t.Errorf("they differ in %v, not %v", found, want)
 	}
 	_, err = mirror.Compare(ctx, f.name, func(context.Context) error { return os.ErrDeadlineExceeded })

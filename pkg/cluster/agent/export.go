@@ -88,15 +88,19 @@ func (e exports) Open(ctx context.Context, id volume.ID, generation int64) (open
 		if err != nil {
 			return err
 		}
-		at, err := netip.ParseAddrPort(e.options.Network.Address)
-		if err != nil {
+		if opened, err = e.opened(out); err != nil {
 			return err
 		}
-		opened = export.Opened{Address: at, NQN: out.NQN, Host: out.Host, Secret: out.Secret, PSK: out.PSK, UUID: out.UUID, Size: out.Size}
 		opened.Record, err = e.local.Record(ctx, id)
 		return err
 	})
 	return opened, err
+}
+
+// opened is where this node exports what, without a record.
+func (e exports) opened(out volume.Exported) (export.Opened, error) {
+	at, err := netip.ParseAddrPort(e.options.Network.Address)
+	return export.Opened{Address: at, NQN: out.NQN, Host: out.Host, Secret: out.Secret, PSK: out.PSK, UUID: out.UUID, Size: out.Size}, err
 }
 
 // give exports a volume to a node that has a claim, after that is in the object's status.

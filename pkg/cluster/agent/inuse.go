@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net/netip"
 	"time"
 
 	"google.golang.org/grpc"
@@ -151,8 +150,7 @@ func (m *Moving) Prepare(ctx context.Context, of move.Of, from volume.Origin) (o
 		if err != nil {
 			return fmt.Errorf("make room for volume %s on node %s: %w", of.ID, m.local.Node(), err)
 		}
-		at, err := netip.ParseAddrPort(m.options.Network.Address)
-		opened = export.Opened{Address: at, NQN: out.NQN, Host: out.Host, Secret: out.Secret, PSK: out.PSK, UUID: out.UUID, Size: out.Size}
+		opened, err = exports{m.Agent}.opened(out)
 		return err
 	})
 	return opened, err

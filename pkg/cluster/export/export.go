@@ -211,7 +211,8 @@ func UserAt(agent grpc.ClientConnInterface) User { return client{agent} }
 type client struct{ agent grpc.ClientConnInterface }
 
 func (c client) call(ctx context.Context, method string, r request) (out answer, err error) {
-	return out, call.Ask(ctx, c.agent, Service, method, r, &out)
+	err = call.Ask(ctx, c.agent, Service, method, r, &out)
+	return out, err
 }
 
 // Open: see Home.

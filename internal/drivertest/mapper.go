@@ -1,0 +1,15 @@
+package drivertest
+
+import (
+	"testing"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+)
+
+// NeedMapper skips a test where the kernel has no device mapper: `make test-lvm-pools` runs it in a virtual machine.
+func NeedMapper(t testing.TB) {
+	t.Helper()
+	if _, err := dm.Targets(); err != nil {
+		t.Skipf("no device mapper (make test-lvm-pools): %v", err)
+	}
+}
