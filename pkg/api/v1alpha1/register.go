@@ -12,14 +12,14 @@ var GroupVersion = schema.GroupVersion{Group: "ashlar.dev", Version: "v1alpha1"}
 
 // AddToScheme makes the types known.
 func AddToScheme(s *runtime.Scheme) error {
-	s.AddKnownTypes(GroupVersion, &Volume{}, &VolumeList{}, &Snapshot{}, &SnapshotList{}, &Pool{}, &PoolList{})
+	s.AddKnownTypes(GroupVersion, &Volume{}, &VolumeList{}, &Snapshot{}, &SnapshotList{}, &Pool{}, &PoolList{}, &ReplicatedVolume{}, &ReplicatedVolumeList{})
 	metav1.AddToGroupVersion(s, GroupVersion)
 	return nil
 }
 
 // AddToMapper says what the API server calls the kinds, so that nobody has to ask it.
 func AddToMapper(m *meta.DefaultRESTMapper) {
-	for _, kind := range []string{"Volume", "Snapshot", "Pool"} {
+	for _, kind := range []string{"Volume", "Snapshot", "Pool", "ReplicatedVolume"} {
 		m.Add(GroupVersion.WithKind(kind), meta.RESTScopeRoot)
 	}
 }

@@ -145,6 +145,8 @@ type Volume struct {
 // +kubebuilder:validation:XValidation:rule="!has(self.delete) || !has(self.claim) && !has(self.readers)",message="a volume that is to be deleted is not claimed"
 // +kubebuilder:validation:XValidation:rule="!has(self.readers) || has(self.access) && !has(self.encryption) && !has(self.claim)",message="a volume that many read has access any, is not encrypted, and nobody writes it"
 // +kubebuilder:validation:XValidation:rule="!has(self.readers) || has(self.claims) && self.readers.all(r, has(r.generation) && r.generation <= self.claims)",message="the claims of readers are counted"
+// +kubebuilder:validation:XValidation:rule="!has(self.replicaOf) || has(self.access) && !has(self.readers)",message="a leg has access any, and nobody but the user of its volume reads it"
+// +kubebuilder:validation:XValidation:rule="!has(oldSelf.replicaOf) || has(self.replicaOf)",message="a leg is of one volume, for good"
 // +kubebuilder:validation:XValidation:rule="has(self.access) || !has(self.move)",message="a volume with access node does not move: its PersistentVolume says one node, for good; make a snapshot, and restore it on another node (copies: anywhere)"
 // +kubebuilder:validation:XValidation:rule="!has(self.delete) || !has(self.move)",message="a volume that is to be deleted does not move"
 // +kubebuilder:validation:XValidation:rule="!has(self.move) || self.move.node != self.nodeName",message="the volume is on that node"
@@ -228,6 +230,11 @@ type VolumeSpec struct {
 	// Move asks for the volume to be moved to another node.
 	// +optional
 	Move *Move `json:"move,omitempty"`
+	// ReplicaOf is the name of the ReplicatedVolume that this volume is a leg of; without it, it is a volume of its own. It stays for good.
+	// +optional
+	// +kubebuilder:validation:Pattern=`^[0-9a-f]{32}$`
+	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="a leg is of one volume, for good"
+	ReplicaOf string `json:"replicaOf,omitempty"`
 	// ClaimRef is the PersistentVolumeClaim that the volume was made for.
 	// +optional
 	ClaimRef *ClaimRef `json:"claimRef,omitempty"`

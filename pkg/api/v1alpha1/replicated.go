@@ -1,0 +1,184 @@
+package v1alpha1
+
+import (
+	"slices"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// MostReplicas is how many nodes can have the bytes of a volume at once.
+const MostReplicas = 3
+
+// ReplicatedVolume is a volume whose bytes are on several nodes (docs/replication.md). Each of these copies is a Volume of its own, a leg, with access any, whose spec.replicaOf is the name
+// of this object. That name is the volume's key, and also that of the leg which it was made with; so the ID of a volume is the same with one leg and with several.
+//
+// +kubebuilder:object:root=true
+// +kubebuilder:resource:scope=Cluster,categories=ashlar
+// +kubebuilder:subresource:status
+// +kubebuilder:selectablefield:JSONPath=`.spec.claim.node`
+// +kubebuilder:printcolumn:name="Replicas",type=integer,JSONPath=`.spec.replicas`,description="How many legs the volume is to have"
+// +kubebuilder:printcolumn:name="Current",type=string,JSONPath=`.status.summary`,description="How many of its legs have all acknowledged writes"
+// +kubebuilder:printcolumn:name="Published",type=string,JSONPath=`.spec.claim.node`,description="The node that may use the volume"
+// +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
+// +kubebuilder:printcolumn:name="Volume",type=string,priority=1,JSONPath=`.spec.name`,description="The CSI name, which is the name of its PersistentVolume"
+// +kubebuilder:validation:XValidation:rule="self.metadata.name.matches('^[0-9a-f]{32}$')",message="the name of a replicated volume is its key"
+// +kubebuilder:validation:XValidation:rule="!has(self.status) || !has(self.status.opened) || self.status.opened <= (has(self.spec.claims) ? self.spec.claims : 0)",message="legs are opened by a claim that there was"
+// +kubebuilder:validation:XValidation:rule="!has(oldSelf.status) || !has(oldSelf.status.legs) || !oldSelf.status.legs.exists(l, l.current) || has(self.status) && has(self.status.legs) && self.status.legs.exists(l, l.current)",message="the last leg that is current stays so: nobody else has all that was written"
+type ReplicatedVolume struct {
+	metav1.TypeMeta   `json:",inline"`
+	metav1.ObjectMeta `json:"metadata,omitempty"`
+
+	Spec ReplicatedVolumeSpec `json:"spec"`
+	// +optional
+	Status ReplicatedVolumeStatus `json:"status,omitempty"`
+}
+
+// ReplicatedVolumeSpec is what a volume with several legs is to be. The controller alone writes it.
+//
+// +kubebuilder:validation:XValidation:rule="!has(oldSelf.claims) || has(self.claims) && self.claims >= oldSelf.claims",message="claims are counted up"
+// +kubebuilder:validation:XValidation:rule="!has(self.claim) || has(self.claims) && has(self.claim.generation) && self.claim.generation == self.claims",message="the generation of a claim is the count of claims"
+// +kubebuilder:validation:XValidation:rule="!has(self.claim) || has(oldSelf.claim) && self.claim == oldSelf.claim || !has(oldSelf.claims) || self.claims > oldSelf.claims",message="another claim has another generation"
+// +kubebuilder:validation:XValidation:rule="!has(self.delete) || !has(self.claim)",message="a volume that is to be deleted is not claimed"
+// +kubebuilder:validation:XValidation:rule="self.numbered >= oldSelf.numbered",message="legs are counted up"
+// +kubebuilder:validation:XValidation:rule="self.pool == oldSelf.pool",message="the pool that the ID of a volume names does not change"
+type ReplicatedVolumeSpec struct {
+	// Name is the CSI name.
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=256
+	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="the name of a volume does not change"
+	Name string `json:"name"`
+	// Pool that the volume's ID names, for good.
+	// +kubebuilder:validation:Pattern=`^[a-z0-9]([-a-z0-9]{0,22}[a-z0-9])?$`
+	Pool string `json:"pool"`
+	// Pools are those that its legs may be in, as the class says (a pattern, or names with commas); empty: default pools.
+	// +optional
+	// +kubebuilder:validation:MaxLength=1024
+	Pools string `json:"pools,omitempty"`
+	// Replicas is how many legs it is to have.
+	// +kubebuilder:validation:Minimum=1
+	// +kubebuilder:validation:Maximum=3
+	Replicas int `json:"replicas"`
+	// TopologyKey is the label of nodes by which its legs are apart; empty: they are on different nodes.
+	// +optional
+	// +kubebuilder:validation:MaxLength=317
+	TopologyKey string `json:"topologyKey,omitempty"`
+	// ReplaceAfter is after how many seconds a leg that cannot be used is replaced by one on another node; 0: never.
+	// +optional
+	// +kubebuilder:validation:Minimum=0
+	ReplaceAfter int64 `json:"replaceAfter,omitempty"`
+	// Size in bytes that each leg is to have. It goes down only to what all have, when growing was refused.
+	// +kubebuilder:validation:Minimum=4096
+	Size int64 `json:"size"`
+	// Legs are the names of the Volumes that are its legs, or are to be.
+	// +listType=set
+	// +kubebuilder:validation:MinItems=1
+	// +kubebuilder:validation:MaxItems=6
+	// +kubebuilder:validation:items:Pattern=`^[0-9a-f]{32}$`
+	Legs []string `json:"legs"`
+	// Numbered is how many legs there ever were: the name of the next one follows from it.
+	// +kubebuilder:validation:Minimum=1
+	Numbered int64 `json:"numbered"`
+	// Claim fences the volume to one node: it changes by compare-and-swap only.
+	// +optional
+	Claim *Claim `json:"claim,omitempty"`
+	// Claims is how many claims there were; it stays when a claim goes.
+	// +optional
+	// +kubebuilder:validation:Minimum=1
+	Claims int64 `json:"claims,omitempty"`
+	// Delete: the legs may be deleted, and the object after them. It is the UID of this very object.
+	// +optional
+	Delete types.UID `json:"delete,omitempty"`
+}
+
+// ReplicatedVolumeStatus is how the legs of a volume are. The node of its claim writes it, by compare-and-swap; the controller, while there is no claim and no leg was ever used.
+type ReplicatedVolumeStatus struct {
+	// Made: all its first legs are there, and the volume can be used.
+	// +optional
+	Made *metav1.MicroTime `json:"made,omitempty"`
+	// Opened is the generation of the claim by which the legs were last opened.
+	// +optional
+	// +kubebuilder:validation:Minimum=0
+	Opened int64 `json:"opened,omitempty"`
+	// Legs are those of spec.legs that are there.
+	// +optional
+	// +listType=map
+	// +listMapKey=name
+	// +kubebuilder:validation:MaxItems=6
+	Legs []Leg `json:"legs,omitempty"`
+	// Summary is how many legs are current, in words for people.
+	// +optional
+	// +kubebuilder:validation:MaxLength=64
+	Summary string `json:"summary,omitempty"`
+}
+
+// Leg is how a leg is.
+type Leg struct {
+	// Name of its Volume.
+	// +kubebuilder:validation:Pattern=`^[0-9a-f]{32}$`
+	Name string `json:"name"`
+	// Current: it has every acknowledged write.
+	// +optional
+	Current bool `json:"current,omitempty"`
+	// Sound is the generation of the claim by which it was current last; 0: by none, as nobody has used the volume yet. A leg whose own record says less is an older copy.
+	// +optional
+	// +kubebuilder:validation:Minimum=0
+	Sound int64 `json:"sound,omitempty"`
+	// State says more for people: see the LegStates.
+	// +optional
+	// +kubebuilder:validation:MaxLength=64
+	State string `json:"state,omitempty"`
+	// Message says why it is not current, and what is waited for.
+	// +optional
+	// +kubebuilder:validation:MaxLength=2048
+	Message string `json:"message,omitempty"`
+	// Progress of what is copied to it, in bytes, while it is made equal.
+	// +optional
+	Progress *Progress `json:"progress,omitempty"`
+	// Since when it is not current, by the clock of who wrote that.
+	// +optional
+	Since *metav1.Time `json:"since,omitempty"`
+}
+
+// States of a leg (Leg.State).
+const (
+	LegCurrent = "Current" // it has every acknowledged write
+	LegJoining = "Joining" // what it lacks is being copied to it
+	LegWaiting = "Waiting" // it is not used now; Message says why
+)
+
+// Current are the names of the legs that have every acknowledged write.
+func (v *ReplicatedVolume) Current() (names []string) {
+	for _, l := range v.Status.Legs {
+		if l.Current {
+			names = append(names, l.Name)
+		}
+	}
+	return names
+}
+
+// Leg returns what the status says of a leg; nil if nothing.
+func (v *ReplicatedVolume) Leg(name string) *Leg {
+	if i := slices.IndexFunc(v.Status.Legs, func(l Leg) bool { return l.Name == name }); i >= 0 {
+		return &v.Status.Legs[i]
+	}
+	return nil
+}
+
+// Deleting: its legs may be deleted.
+func (v *ReplicatedVolume) Deleting() bool { return v.Spec.Delete != "" && v.Spec.Delete == v.UID }
+
+// Going: it is being deleted.
+func (v *ReplicatedVolume) Going() bool { return v.Deleting() || v.DeletionTimestamp != nil }
+
+// ID of the volume, as CSI has it.
+func (v *ReplicatedVolume) ID() string { return "vol." + v.Spec.Pool + "." + v.Name }
+
+// ReplicatedVolumeList is a list of replicated volumes.
+//
+// +kubebuilder:object:root=true
+type ReplicatedVolumeList struct {
+	metav1.TypeMeta `json:",inline"`
+	metav1.ListMeta `json:"metadata,omitempty"`
+	Items           []ReplicatedVolume `json:"items"`
+}
