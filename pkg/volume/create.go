@@ -34,7 +34,9 @@ type Spec struct {
 	Access     Access
 	// HomeTimeout: see Volume.
 	HomeTimeout time.Duration
-	Mutable     map[string]string
+	// ReplicaOf is the key of the volume that it is to be a leg of; empty: it is one of its own.
+	ReplicaOf string
+	Mutable   map[string]string
 	// Nodes that it has to be usable on, the best first; empty: any.
 	Nodes []string
 	// Ephemeral: it belongs to the pod whose volume is published at this path, and goes
@@ -80,6 +82,8 @@ func (s Spec) Check(v Volume) error {
 		return differs("encryption", v.Encryption, s.Encryption)
 	case v.Access != s.Access:
 		return differs("access", v.Access, s.Access)
+	case v.ReplicaOf != s.ReplicaOf:
+		return differs("volume that it is a leg of", v.ReplicaOf, s.ReplicaOf)
 	case v.HomeTimeout != s.HomeTimeout:
 		return differs("home timeout", v.HomeTimeout, s.HomeTimeout)
 	case v.Ephemeral != s.Ephemeral:

@@ -14,7 +14,7 @@ import (
 // A volume may be used by another node than that which has it. All that this node needs of its record it then reads, and changes, here.
 
 // userLabels are those that who uses a volume may change, on whatever node that is: what the volume carries, and how it is used.
-var userLabels = []string{labelFormat, labelHeader, labelSeparate, labelTarget, labelFlags}
+var userLabels = []string{labelFormat, labelHeader, labelSeparate, labelTarget, labelFlags, labelLeg}
 
 // mostUserLabel is how long each of them may be, in bytes, quoted: of what a pool keeps of a record they leave a part for the home's own.
 const mostUserLabel = 1024

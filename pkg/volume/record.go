@@ -28,6 +28,8 @@ const (
 	labelSeparate   = "separate" // of a copy of one that is encrypted: it may have the identity of its source behind the header
 	labelAccess     = "access"
 	labelTimeout    = "home.timeout"
+	labelReplicaOf  = "replica.of" // the key of the volume that it is a leg of
+	labelLeg        = "leg"        // of a leg: see LegState
 	labelFrozen     = "frozen" // by this driver, for a cut
 	labelGroup      = "group"
 	labelGroupSize  = "group.size"
@@ -59,7 +61,7 @@ func fromRecord(pool, node string, r blockdev.Record) Volume {
 	v := Volume{ID: IDOf(pool, r), Pool: pool, Name: r.Name, Size: sizeOf(r), Thin: r.Thin, Source: sourceOf(pool, r), Node: node, Created: r.Created,
 		Filesystem: filesystem.Type(r.Labels[labelFilesystem]), Format: parseFormat(r.Labels[labelFormat]),
 		Encryption: Encryption{schemeOf(r), r.Labels[labelDiscards] != ""}, Header: parseHeader(r.Labels[labelHeader]),
-		Access: Access(r.Labels[labelAccess]), HomeTimeout: homeTimeoutOf(r.Labels[labelTimeout]),
+		Access: Access(r.Labels[labelAccess]), HomeTimeout: homeTimeoutOf(r.Labels[labelTimeout]), ReplicaOf: r.Labels[labelReplicaOf],
 		separate:  r.Labels[labelSeparate] != "",
 		Claim:     Claim{Node: r.Labels[labelClaimNode], ReadOnly: r.Labels[labelClaimRO] != "", Mode: r.Labels[labelClaimMode]},
 		Ephemeral: r.Labels[labelEphemeral], Target: r.Labels[labelTarget], Flags: r.Labels[labelFlags], Mutable: map[string]string{},
@@ -101,6 +103,7 @@ func (s Spec) labels() map[string]string {
 	}
 	setLabel(labels, labelAccess, string(s.Access))
 	setLabel(labels, labelTimeout, homeTimeoutLabel(s.HomeTimeout))
+	setLabel(labels, labelReplicaOf, s.ReplicaOf)
 	setLabel(labels, labelEphemeral, s.Ephemeral)
 	setLabel(labels, labelNamespace, s.For.Namespace)
 	setLabel(labels, labelClaim, s.For.Name)

@@ -99,7 +99,9 @@ type Volume struct {
 	Access     Access
 	// HomeTimeout is how long what another node writes and reads waits for a home that is away; 0: for ever.
 	HomeTimeout time.Duration
-	Mutable     map[string]string
+	// ReplicaOf is the key of the volume that it is a leg of (docs/replication.md); empty: it is one of its own.
+	ReplicaOf string
+	Mutable   map[string]string
 	Claim       Claim // of no node if it is not claimed
 	Exported    Grant // to no node if it is not exported
 	// Readers are the nodes whose claims are those of many (Claim.Many); while there are any, Claim is of none.

@@ -184,7 +184,7 @@ func (a *Agent) strayVolume(ctx context.Context, pool string, id volume.ID) (*st
 	}
 	o := cluster.VolumeNamed(id.Key)
 	o.Spec = v1alpha1.VolumeSpec{NodeName: a.local.Node(), Pool: pool, Name: v.Name, Size: v.Size, Filesystem: string(v.Filesystem),
-		Encryption: string(v.Encryption.Scheme), EncryptionDiscard: v.Encryption.Discards, Access: string(v.Access), HomeTimeout: int64(v.HomeTimeout / time.Second),
+		Encryption: string(v.Encryption.Scheme), EncryptionDiscard: v.Encryption.Discards, Access: string(v.Access), HomeTimeout: int64(v.HomeTimeout / time.Second), ReplicaOf: v.ReplicaOf,
 		Mutable: v.Mutable, PersistentVolume: v.For.PersistentVolume}
 	if id.Pool != pool {
 		o.Spec.IDPool = id.Pool

@@ -91,7 +91,7 @@ func (a *Agent) makeVolume(ctx context.Context, r request, v *v1alpha1.Volume) e
 		wanted := volume.Spec{Name: v.Spec.Name, Pool: v.Spec.Pool, Provisioning: blockdev.Provisioning(v.Spec.Provisioning), Source: cluster.SourceOf(v),
 			Size:       volume.Range{Required: v.Spec.Size, Limit: v.Spec.Size},
 			Filesystem: filesystem.Type(v.Spec.Filesystem), Encryption: cluster.EncryptionOf(v), Mutable: v.Spec.Mutable, For: cluster.RequesterOf(v),
-			Access: volume.Access(v.Spec.Access), HomeTimeout: cluster.HomeTimeoutOf(v)}
+			Access: volume.Access(v.Spec.Access), HomeTimeout: cluster.HomeTimeoutOf(v), ReplicaOf: v.Spec.ReplicaOf}
 		if fetched(v) {
 			made, err = a.fetch(ctx, v, wanted)
 		} else {
@@ -200,7 +200,7 @@ func (a *Agent) findVolume(ctx context.Context, v *v1alpha1.Volume) error {
 		err = fmt.Errorf("%w: %s; if this object is one that an older version of the driver has only begun, delete it", errdefs.ErrDataLoss, a.missingVolume(v))
 	case err == nil:
 		err = volume.Spec{Name: v.Spec.Name, Pool: v.Named(), Source: cluster.SourceOf(v), Filesystem: filesystem.Type(v.Spec.Filesystem),
-			Encryption: cluster.EncryptionOf(v), Access: volume.Access(v.Spec.Access), HomeTimeout: cluster.HomeTimeoutOf(v)}.Check(have)
+			Encryption: cluster.EncryptionOf(v), Access: volume.Access(v.Spec.Access), HomeTimeout: cluster.HomeTimeoutOf(v), ReplicaOf: v.Spec.ReplicaOf}.Check(have)
 	}
 	if err == nil {
 		err = clearIntent(ctx, a, v)
