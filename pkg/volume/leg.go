@@ -165,10 +165,10 @@ func CarryLabels(from, to map[string]string) {
 	}
 }
 
-// RecordOf is the record of a volume by that of one of its legs.
+// RecordOf is the record of a volume of a size (without what encryption keeps beside it) by that of one of its legs.
 func RecordOf(ref blockdev.Ref, name string, size int64, leg blockdev.Record) blockdev.Record {
 	r := leg
-	r.Ref, r.Name, r.Size = ref, name, size
+	r.Ref, r.Name, r.Size = ref, name, size+schemeOf(leg).Overhead()
 	r.Labels = maps.Clone(leg.Labels)
 	for _, label := range legsOwn {
 		delete(r.Labels, label)

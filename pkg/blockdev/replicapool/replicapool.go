@@ -362,6 +362,12 @@ func (p *Pool) Generation(ref blockdev.Ref) (generation int64, is bool, err erro
 	return generation, err == nil, err
 }
 
+// Has reports whether a volume has a mirror here.
+func (p *Pool) Has(ref blockdev.Ref) bool {
+	_, is, err := p.Generation(ref)
+	return is && err == nil
+}
+
 // prefix of the names of devices of the device mapper: see remotepool, of which none has these names.
 func (p *Pool) prefix() string {
 	sum := sha256.Sum256([]byte(p.node))
