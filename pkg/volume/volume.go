@@ -99,11 +99,13 @@ type Volume struct {
 	Access     Access
 	// HomeTimeout is how long what another node writes and reads waits for a home that is away; 0: for ever.
 	HomeTimeout time.Duration
+	// Replicas is how many legs it is to have (docs/replication.md); 0: it is one volume, on one node.
+	Replicas int
 	// ReplicaOf is the key of the volume that it is a leg of (docs/replication.md); empty: it is one of its own.
 	ReplicaOf string
 	Mutable   map[string]string
-	Claim       Claim // of no node if it is not claimed
-	Exported    Grant // to no node if it is not exported
+	Claim     Claim // of no node if it is not claimed
+	Exported  Grant // to no node if it is not exported
 	// Readers are the nodes whose claims are those of many (Claim.Many); while there are any, Claim is of none.
 	Readers []string
 	// Read: many read it on this node, or from here.
