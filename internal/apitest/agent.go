@@ -171,6 +171,7 @@ func (s *Server) guarded(ctx context.Context, driver string) error {
 	}{
 		{nobody.Resource(ours.WithResource("volumes")), object("Volume", strings.Repeat("0", 32), "{nodeName: probe, pool: a, name: a, size: 4096, provisioning: '', filesystem: ''}"), refused},
 		{nobody.Resource(pools), object("Pool", "probe.a", "{nodeName: probe, pool: a, default: false, maxVolumes: 0}"), refused},
+		{nobody.Resource(ours.WithResource("replicatedvolumes")), object("ReplicatedVolume", strings.Repeat("0", 32), "{name: a, pool: a, replicas: 2, size: 4096, legs: [\"00000000000000000000000000000000\"], numbered: 1}"), refused},
 		{nobody.Resource(leases).Namespace(Namespace), object("Lease", "node.probe", "{holderIdentity: probe}"), refused},
 		// What was in force for another driver before would refuse this.
 		{probed.Resource(pools), object("Pool", "probe.a", fmt.Sprintf("{nodeName: probe, pool: a, default: false, maxVolumes: 0, driver: %q}", driver)), func(err error) bool { return err == nil }},

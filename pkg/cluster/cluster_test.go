@@ -93,7 +93,8 @@ func newEnvironment(t testing.TB) *environment {
 // rights of deploy/kubernetes/rbac-node.yaml (apitest).
 var roles = map[string][]rbacv1.PolicyRule{
 	"controller": {
-		{APIGroups: []string{"ashlar.dev"}, Resources: []string{"volumes", "snapshots"}, Verbs: []string{"get", "list", "watch", "create", "patch", "delete"}},
+		{APIGroups: []string{"ashlar.dev"}, Resources: []string{"volumes", "snapshots", "replicatedvolumes"}, Verbs: []string{"get", "list", "watch", "create", "patch", "delete"}},
+		{APIGroups: []string{"ashlar.dev"}, Resources: []string{"replicatedvolumes/status"}, Verbs: []string{"patch"}},
 		{APIGroups: []string{"ashlar.dev"}, Resources: []string{"pools"}, Verbs: []string{"get", "list", "watch", "delete"}},
 		{APIGroups: []string{""}, Resources: []string{"nodes"}, Verbs: []string{"get", "list", "watch"}},
 		{APIGroups: []string{""}, Resources: []string{"nodes"}, Verbs: []string{"patch"}},                // with StartupTaint
@@ -136,6 +137,7 @@ func (w *environment) clear() {
 		check.OK(w, client.IgnoreNotFound(w.Patch(w.ctx, o, client.MergeFrom(before))))
 		check.OK(w, client.IgnoreNotFound(w.Delete(w.ctx, o)))
 	}
+	check.OK(w, w.DeleteAllOf(w.ctx, &v1alpha1.ReplicatedVolume{}))
 	check.OK(w, w.DeleteAllOf(w.ctx, &v1alpha1.Pool{}))
 	check.OK(w, w.DeleteAllOf(w.ctx, &corev1.Node{}))
 	check.OK(w, w.DeleteAllOf(w.ctx, &coordinationv1.Lease{}, client.InNamespace(leases)))

@@ -119,10 +119,11 @@ func (s *Server) CreateVolume(ctx context.Context, r *csi.CreateVolumeRequest) (
 	spec.Pool, spec.Spread, spec.Copies = parameters.Pool, parameters.Spread, parameters.Copies
 	spec.Provisioning, spec.Encryption, spec.For = parameters.Provisioning, parameters.Encryption, parameters.For
 	spec.Access, spec.HomeTimeout, spec.Mutable = parameters.Access, parameters.HomeTimeout, parameters.Mutable(r.GetMutableParameters())
+	spec.Replicas = parameters.Replicas
 	if err := volume.CheckPlacement(spec.Access, spec.Mutable); err != nil {
 		return nil, err
 	}
-	if err := s.reaches(spec.Access); err != nil {
+	if err := s.reaches(spec.Access, spec.Replicas); err != nil {
 		return nil, err
 	}
 	if err := checkReaders(spec, r); err != nil {
@@ -157,6 +158,8 @@ func checkReaders(spec volume.Spec, r *csi.CreateVolumeRequest) error {
 	switch {
 	case spec.Access != volume.AccessAny || slices.ContainsFunc(r.GetVolumeCapabilities(), writes):
 		return nil
+	case spec.Replicas.Legs() > 0:
+		return fmt.Errorf("%w: parameter replicas=%d: a volume with replicas is used on one node at a time, so it is not one that is only read by many (ReadOnlyMany)", errdefs.ErrInvalid, spec.Replicas.Legs())
 	case r.GetVolumeContentSource() == nil:
 		return fmt.Errorf("%w: nobody could ever write to a volume that is only read by many (ReadOnlyMany): make it from a snapshot or a volume", errdefs.ErrInvalid)
 	case spec.Encryption.Scheme != volume.NotEncrypted:
@@ -166,9 +169,12 @@ func checkReaders(spec volume.Spec, r *csi.CreateVolumeRequest) error {
 }
 
 // reaches is ErrInvalid for volumes that others than their node are to use, where nobody else is.
-func (s *Server) reaches(access volume.Access) error {
+func (s *Server) reaches(access volume.Access, replicas volume.Replicas) error {
 	if access == volume.AccessNode || s.reach != nil {
 		return nil
+	}
+	if n := replicas.Legs(); n > 0 {
+		return fmt.Errorf("%w: parameter replicas=%d: this driver has one machine, and each replica needs one of its own, as in a cluster", errdefs.ErrInvalid, n)
 	}
 	return fmt.Errorf("%w: parameter access=%s: this driver has one machine, which alone can use its volumes; in a cluster other nodes can", errdefs.ErrInvalid, access)
 }
@@ -315,7 +321,7 @@ func (s *Server) ValidateVolumeCapabilities(ctx context.Context, r *csi.Validate
 		parameters, err = csimap.ParseParameters(r.GetParameters())
 	}
 	if err == nil {
-		err = errors.Join(parameters.Agree(fs), s.reaches(parameters.Access))
+		err = errors.Join(parameters.Agree(fs), s.reaches(parameters.Access, parameters.Replicas))
 	}
 	if err == nil {
 		err = volume.CheckMutable(r.GetMutableParameters())
@@ -456,7 +462,7 @@ func (s *Server) GetCapacity(ctx context.Context, r *csi.GetCapacityRequest) (*c
 
 // homes are the nodes of a topology that can have volumes with some access; an empty name stands for all nodes.
 func (s *Server) homes(ctx context.Context, access volume.Access, topology *csi.Topology) ([]string, error) {
-	if err := s.reaches(access); err != nil {
+	if err := s.reaches(access, volume.Replicas{}); err != nil {
 		return nil, err
 	}
 	nodes := []string{""}

@@ -66,7 +66,7 @@ func TestCreateVolumeRefuses(t *testing.T) {
 	refuses("a flag that binds", ask(func(c *csi.VolumeCapability) { c.GetMount().MountFlags = []string{"noatime,bind"} }), errdefs.ErrInvalid, "mount option bind")
 	refuses("a flag that stops the node", ask(func(c *csi.VolumeCapability) { c.GetMount().MountFlags = []string{"errors=panic"} }), errdefs.ErrInvalid, "take the node down")
 	refuses("a flag for another device", ask(func(c *csi.VolumeCapability) { c.GetMount().MountFlags = []string{"journal_path=/dev/sda"} }), errdefs.ErrInvalid, "a volume is one device")
-	refuses("an unknown parameter", parameter("replicas", "3"), errdefs.ErrInvalid, `unknown parameter "replicas"; pool, spread, copies, provisioning, encryption, encryption.discard, access, homeTimeout, placement and fstype are known`)
+	refuses("an unknown parameter", parameter("copy", "3"), errdefs.ErrInvalid, `unknown parameter "copy"; pool, spread, copies, provisioning, encryption, encryption.discard, access, homeTimeout, placement and fstype are known`)
 	refuses("an unknown place for copies", parameter("copies", "nowhere"), errdefs.ErrInvalid, `copies="nowhere"; local and anywhere are known`)
 	refuses("an unknown pool", parameter("pool", "nowhere"), errdefs.ErrInvalid, `pool="nowhere": known are [fast slow]`)
 	refuses("a pool that is no name", parameter("pool", "../etc"), errdefs.ErrInvalid, `"../etc" is neither the name of a pool`)
@@ -82,6 +82,24 @@ func TestCreateVolumeRefuses(t *testing.T) {
 	for _, bad := range []string{"", "10", "0s", "-1m", "1.5s", "for ever"} {
 		refuses("a timeout of "+bad, func(r request) { r.Parameters = map[string]string{"access": "any", "homeTimeout": bad} }, errdefs.ErrInvalid, `parameter homeTimeout="`+bad+`"; give whole seconds`)
 	}
+	replicas := func(pairs ...string) func(request) {
+		return func(r request) {
+			for i := 0; i < len(pairs); i += 2 {
+				r.Parameters[pairs[i]] = pairs[i+1]
+			}
+		}
+	}
+	refuses("replicas on one machine", replicas("access", "any", "replicas", "2"), errdefs.ErrInvalid, "parameter replicas=2: this driver has one machine, and each replica needs one of its own")
+	refuses("replicas that one node alone could use", replicas("replicas", "2"), errdefs.ErrInvalid, "parameter replicas=2 is for volumes that other nodes than their own can use; give access=any too")
+	refuses("replicas that follow", replicas("access", "any", "replicas", "2", "placement", "follow"), errdefs.ErrInvalid, "parameter placement=follow is for volumes on one node")
+	for _, bad := range []string{"", "0", "4", "02", "+2", "two"} {
+		refuses("replicas "+bad, replicas("access", "any", "replicas", bad), errdefs.ErrInvalid, `parameter replicas="`+bad+`"; 1 to 3 can be had`)
+	}
+	for _, bad := range []string{"", "-1m", "1.5s", "never"} {
+		refuses("replaced after "+bad, replicas("access", "any", "replicas", "2", "replaceAfter", bad), errdefs.ErrInvalid, `parameter replaceAfter="`+bad+`"; give whole seconds`)
+	}
+	refuses("replicas apart by no label", replicas("access", "any", "replicas", "2", "replicaTopologyKey", "a=b"), errdefs.ErrInvalid, `parameter replicaTopologyKey="a=b"; give the key of a label`)
+	refuses("replacement of the only one", replicas("access", "any", "replicas", "1", "replaceAfter", "1m"), errdefs.ErrInvalid, `parameter replaceAfter="1m" is for volumes with more than one replica`)
 	refuses("a spread of nobody's claims", parameter("spread", "required"), errdefs.ErrInvalid, "--extra-create-metadata")
 	refuses("unknown provisioning", parameter("provisioning", "fat"), errdefs.ErrInvalid, "thick and thin are known")
 	refuses("a parameter against its capability", parameter("fstype", "xfs"), errdefs.ErrInvalid, "the parameters say filesystem xfs, and the volume capability ext4")

@@ -3,6 +3,7 @@
 package csimap
 
 import (
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -39,6 +40,11 @@ const (
 	encryptionDiscard = "encryption.discard"
 	access            = "access"
 	homeTimeout       = "homeTimeout"
+
+	// Of volumes with several legs (docs/replication.md), which are being built: they are not among ClassParameters yet.
+	replicas           = "replicas"
+	replicaTopologyKey = "replicaTopologyKey"
+	replaceAfter       = "replaceAfter"
 
 	// maxName is the longest name that an object of Kubernetes can have, in bytes.
 	maxName = 253
@@ -100,6 +106,7 @@ type Parameters struct {
 	Access       volume.Access     // volume.AccessNode if it was not given
 	HomeTimeout  time.Duration     // zero: not given
 	Placement    volume.Placement  // empty: not given
+	Replicas     volume.Replicas   // zero: not given
 	Filesystem   filesystem.Type   // empty: not given
 	For          volume.Requester  // zero: not given
 }
@@ -139,6 +146,10 @@ func ParseParameters(parameters map[string]string) (Parameters, error) {
 			if err := p.reach(key, value); err != nil {
 				return Parameters{}, err
 			}
+		case key == replicas, key == replicaTopologyKey, key == replaceAfter:
+			if err := p.replicate(key, value); err != nil {
+				return Parameters{}, err
+			}
 		case key == pvcName || key == pvcNamespace || key == pvName:
 			if len(value) > maxName {
 				return Parameters{}, fmt.Errorf("%w: parameter %s has %d bytes, a name has up to %d", errdefs.ErrInvalid, key, len(value), maxName)
@@ -159,7 +170,7 @@ func (p *Parameters) together(parameters map[string]string) error {
 	if value, given := parameters[homeTimeout]; given && p.Access != volume.AccessAny {
 		return fmt.Errorf("%w: parameter %s=%q is for volumes that other nodes than their own can use; give %s=%s too", errdefs.ErrInvalid, homeTimeout, value, access, volume.AccessAny)
 	}
-	return volume.CheckPlacement(p.Access, p.Mutable(nil))
+	return errors.Join(p.checkReplicas(parameters), volume.CheckPlacement(p.Access, p.Mutable(nil)))
 }
 
 // Mutable are the mutable parameters that a volume begins with: those of its VolumeAttributesClass, and what the class says of others.

@@ -34,6 +34,8 @@ type Spec struct {
 	Access     Access
 	// HomeTimeout: see Volume.
 	HomeTimeout time.Duration
+	// Replicas says on how many nodes it is to be.
+	Replicas Replicas
 	// ReplicaOf is the key of the volume that it is to be a leg of; empty: it is one of its own.
 	ReplicaOf string
 	Mutable   map[string]string
@@ -82,6 +84,8 @@ func (s Spec) Check(v Volume) error {
 		return differs("encryption", v.Encryption, s.Encryption)
 	case v.Access != s.Access:
 		return differs("access", v.Access, s.Access)
+	case v.Replicas != s.Replicas.Legs():
+		return differs("replicas", v.Replicas, s.Replicas.Legs())
 	case v.ReplicaOf != s.ReplicaOf:
 		return differs("volume that it is a leg of", v.ReplicaOf, s.ReplicaOf)
 	case v.HomeTimeout != s.HomeTimeout:

@@ -99,6 +99,8 @@ type Volume struct {
 	Access     Access
 	// HomeTimeout is how long what another node writes and reads waits for a home that is away; 0: for ever.
 	HomeTimeout time.Duration
+	// Replicas is how many legs it is to have (docs/replication.md); 0: it is one volume, on one node.
+	Replicas int
 	// ReplicaOf is the key of the volume that it is a leg of (docs/replication.md); empty: it is one of its own.
 	ReplicaOf string
 	Mutable   map[string]string
