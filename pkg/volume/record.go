@@ -37,7 +37,7 @@ const (
 	labelGroupWhole = "group.whole" // all of the group was cut: a member that is missing was lost
 	labelMutable    = "mutable."    // + key
 	labelPool       = "pool"        // that the ID names, if that is not the pool of the record
-	labelSource     = "source"      // of a copy of what is in another pool, of what is of a volume whose ID names another one, and of what has moved: the ID of that
+	labelSource     = "source"      // of a copy of what is in another pool, of what is of a volume whose ID names another one or that has several legs, and of what has moved: the ID of that
 	labelImport     = "import"      // how far such a copy is that is not whole: see importLabel
 	labelCutFor     = "cut.for"     // key of the volume that a snapshot was cut for, to be copied to another pool, or its own while it moves here; it is nobody else's
 	labelExport     = "export"      // to whom it is exported, until that has ended: see export

@@ -27,14 +27,23 @@ type Snapshot struct {
 
 // CreateSnapshot: see Store.
 func (l *Local) CreateSnapshot(ctx context.Context, name string, source ID) (Snapshot, error) {
+	return l.CutLeg(ctx, name, source, source)
+}
+
+// CutLeg is CreateSnapshot of a volume of which this node has a leg: that is cut, whatever its key.
+func (l *Local) CutLeg(ctx context.Context, name string, source, leg ID) (Snapshot, error) {
 	if have, err := l.existing(ctx, name, source); err != nil || have.Name != "" {
 		return have, err
 	}
-	o, err := l.snapshotSource(ctx, source)
+	o, err := l.snapshotSource(ctx, leg)
 	if err != nil {
 		return Snapshot{}, err
 	}
-	return l.snapshot(ctx, o, name, nil)
+	labels := map[string]string{}
+	if leg != source {
+		labels[labelSource] = source.String()
+	}
+	return l.snapshot(ctx, o, name, labels)
 }
 
 // snapshot cuts a snapshot of an origin, while nobody writes to it.

@@ -146,7 +146,8 @@ type Volume struct {
 // +kubebuilder:validation:XValidation:rule="!has(self.readers) || has(self.access) && !has(self.encryption) && !has(self.claim)",message="a volume that many read has access any, is not encrypted, and nobody writes it"
 // +kubebuilder:validation:XValidation:rule="!has(self.readers) || has(self.claims) && self.readers.all(r, has(r.generation) && r.generation <= self.claims)",message="the claims of readers are counted"
 // +kubebuilder:validation:XValidation:rule="!has(self.replicaOf) || has(self.access) && !has(self.readers)",message="a leg has access any, and nobody but the user of its volume reads it"
-// +kubebuilder:validation:XValidation:rule="!has(oldSelf.replicaOf) || has(self.replicaOf)",message="a leg is of one volume, for good"
+// +kubebuilder:validation:XValidation:rule="has(oldSelf.replicaOf) == has(self.replicaOf)",message="a leg is of one volume, for good"
+// +kubebuilder:validation:XValidation:rule="!has(self.replicaOf) || !has(self.move)",message="a leg does not move: a volume with replicas gets another one on another node, and loses this one then"
 // +kubebuilder:validation:XValidation:rule="has(self.access) || !has(self.move)",message="a volume with access node does not move: its PersistentVolume says one node, for good; make a snapshot, and restore it on another node (copies: anywhere)"
 // +kubebuilder:validation:XValidation:rule="!has(self.delete) || !has(self.move)",message="a volume that is to be deleted does not move"
 // +kubebuilder:validation:XValidation:rule="!has(self.move) || self.move.node != self.nodeName",message="the volume is on that node"
@@ -587,7 +588,7 @@ type Snapshot struct {
 // +kubebuilder:validation:XValidation:rule="!has(self.delete) || !has(self.move)",message="a snapshot that is to be deleted does not move"
 // +kubebuilder:validation:XValidation:rule="!(has(self.move) && (has(self.move.left) && self.move.left)) || has(oldSelf.move) && (has(oldSelf.move.left) && oldSelf.move.left) && self.move.node == oldSelf.move.node || self.nodeName != oldSelf.nodeName",message="spec.move.left is for a snapshot that has moved"
 // +kubebuilder:validation:XValidation:rule="!(has(oldSelf.move) && (has(oldSelf.move.left) && oldSelf.move.left)) || !has(self.move) || (has(self.move.left) && self.move.left)",message="the node that the snapshot has left still has its bytes; it moves on when those are given back"
-// +kubebuilder:validation:XValidation:rule="has(self.group) == has(oldSelf.group) && has(self.encryption) == has(oldSelf.encryption) && has(self.sourcePool) == has(oldSelf.sourcePool)",message="a snapshot does not change"
+// +kubebuilder:validation:XValidation:rule="has(self.group) == has(oldSelf.group) && has(self.encryption) == has(oldSelf.encryption) && has(self.sourcePool) == has(oldSelf.sourcePool) && has(self.leg) == has(oldSelf.leg)",message="a snapshot does not change"
 type SnapshotSpec struct {
 	// NodeName is the node that has the snapshot: that on which it was cut, or to which it has moved.
 	// +kubebuilder:validation:MinLength=1
@@ -611,6 +612,11 @@ type SnapshotSpec struct {
 	// +kubebuilder:validation:Pattern=`^[a-z0-9]([-a-z0-9]{0,22}[a-z0-9])?$`
 	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="a snapshot does not change"
 	SourcePool string `json:"sourcePool,omitempty"`
+	// Leg is the name of the Volume whose bytes are cut, where that is not the source: of a volume with several legs, the one on this node.
+	// +optional
+	// +kubebuilder:validation:Pattern=`^[0-9a-f]{32}$`
+	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="a snapshot does not change"
+	Leg string `json:"leg,omitempty"`
 	// Encryption of the volume, and so of the snapshot; without it that is not encrypted.
 	// +optional
 	// +kubebuilder:validation:Enum=luks2

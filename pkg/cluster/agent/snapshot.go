@@ -39,12 +39,12 @@ func (a *Agent) reconcileSnapshot(ctx context.Context, r request) (reconcile.Res
 	defer end()
 	defer a.Changed()
 	var made volume.Snapshot
-	if err := a.withYieldingLocks(working, []string{keylock.Snapshot(s.Name), keylock.Volume(s.Spec.Source)}, nil, func(ctx context.Context) (err error) {
+	if err := a.withYieldingLocks(working, []string{keylock.Snapshot(s.Name), keylock.Volume(cluster.CutOf(s).Key)}, nil, func(ctx context.Context) (err error) {
 		if err := stillWanted(ctx, a, s); err != nil {
 			return err
 		}
 		defer follow(ctx, a, s)()
-		made, err = a.local.CreateSnapshot(ctx, s.Spec.Name, cluster.SnapshotSource(s))
+		made, err = a.local.CutLeg(ctx, s.Spec.Name, cluster.SnapshotSource(s), cluster.CutOf(s))
 		return err
 	}); err != nil {
 		return reconcile.Result{}, refuse(ctx, a, s, err)

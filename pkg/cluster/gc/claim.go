@@ -19,6 +19,9 @@ func (c *Collector) collectClaim(ctx context.Context, known *census, key string)
 	if err := c.kube.Client.Get(ctx, client.ObjectKey{Name: key}, v); err != nil {
 		return client.IgnoreNotFound(err)
 	}
+	if v.Spec.ReplicaOf != "" {
+		return nil // it is claimed as its volume is
+	}
 	for _, node := range v.Claimants() {
 		if err := c.collectClaimOf(ctx, known, v, node); err != nil {
 			return kube.IgnoreConflict(err)

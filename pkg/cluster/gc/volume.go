@@ -21,6 +21,9 @@ func (c *Collector) collectVolume(ctx context.Context, known *census, key string
 	if err := c.kube.Client.Get(ctx, client.ObjectKey{Name: key}, v); err != nil {
 		return client.IgnoreNotFound(err)
 	}
+	if whole, err := c.isWhole(ctx, v); err != nil || whole {
+		return err
+	}
 	switch {
 	case !provisioned(v): // the one of before, of this name, was
 		return nil
@@ -63,6 +66,15 @@ func (c *Collector) collectVolume(ctx context.Context, known *census, key string
 	before := v.DeepCopy()
 	v.Spec.Abandoned = true
 	return kube.IgnoreConflict(c.kube.Client.Patch(ctx, v, kube.LockingPatch(before)))
+}
+
+// isWhole reports whether a volume is a leg of one that is there: nobody looks for it alone then. The first leg is made before that, and may be all that was.
+func (c *Collector) isWhole(ctx context.Context, v *v1alpha1.Volume) (bool, error) {
+	if v.Spec.ReplicaOf == "" {
+		return false, nil
+	}
+	err := c.kube.Live.Get(ctx, client.ObjectKey{Name: v.Spec.ReplicaOf}, &v1alpha1.ReplicatedVolume{})
+	return err == nil, client.IgnoreNotFound(err)
 }
 
 // NeverUsed reports whether nobody can have used a volume that is asked for: the claim that it is for is

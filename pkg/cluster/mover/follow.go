@@ -20,7 +20,7 @@ import (
 // follows reports whether a volume is to be where it is used, and is not.
 func follows(v *v1alpha1.Volume) bool {
 	c := v.Spec.Claim
-	return c != nil && c.Node != v.Spec.NodeName && volume.Access(v.Spec.Access) == volume.AccessAny && volume.Follows(v.Spec.Mutable) &&
+	return c != nil && v.Spec.ReplicaOf == "" && c.Node != v.Spec.NodeName && volume.Access(v.Spec.Access) == volume.AccessAny && volume.Follows(v.Spec.Mutable) &&
 		v.Status.Created != nil && !v.Spec.Abandoned && !v1alpha1.Going(v)
 }
 

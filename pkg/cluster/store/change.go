@@ -46,6 +46,12 @@ func (s *Store) change(ctx context.Context, id volume.ID, edit func(v *v1alpha1.
 
 // Expand: see volume.Store. If the node refuses, the size goes back to what it was.
 func (s *Store) Expand(ctx context.Context, id volume.ID, size volume.Range) (volume.Volume, error) {
+	if r, err := s.replicated(ctx, id); r != nil || err != nil {
+		if err != nil {
+			return volume.Volume{}, err
+		}
+		return s.expandReplicated(ctx, r, size)
+	}
 	w := s.hub.Open(cluster.VolumeNamed(id.Key))
 	defer w.Close()
 	v, err := s.usable(ctx, id)
@@ -67,6 +73,11 @@ func (s *Store) Expand(ctx context.Context, id volume.ID, size volume.Range) (vo
 	if size.Required == 0 || want <= have {
 		return cluster.ToVolume(v), nil
 	}
+	return s.grow(ctx, w, v, want)
+}
+
+// grow has a volume grow, and waits for it.
+func (s *Store) grow(ctx context.Context, w *kube.Watch, v *v1alpha1.Volume, want int64) (volume.Volume, error) {
 	return s.changeAndWait(ctx, w, v, func(v *v1alpha1.Volume) bool {
 		changed := v.Spec.Size != want
 		v.Spec.Size = want
@@ -79,6 +90,17 @@ func (s *Store) Modify(ctx context.Context, id volume.ID, mutable map[string]str
 	if err := volume.CheckMutable(mutable); err != nil {
 		return err
 	}
+	if r, err := s.replicated(ctx, id); r != nil || err != nil {
+		if err != nil {
+			return err
+		}
+		return s.modifyReplicated(ctx, r, mutable)
+	}
+	return s.modifyOne(ctx, id, mutable)
+}
+
+// modifyOne is Modify of a volume on one node, or of a leg.
+func (s *Store) modifyOne(ctx context.Context, id volume.ID, mutable map[string]string) error {
 	w := s.hub.Open(cluster.VolumeNamed(id.Key))
 	defer w.Close()
 	v, err := s.usable(ctx, id)

@@ -21,6 +21,12 @@ import (
 
 // Claim: see volume.Store. It takes no node: a claim is a word in the object.
 func (s *Store) Claim(ctx context.Context, id volume.ID, claim volume.Claim) error {
+	if r, err := s.replicated(ctx, id); r != nil || err != nil {
+		if err != nil {
+			return err
+		}
+		return s.claimReplicated(ctx, r, claim)
+	}
 	if _, err := s.volume(ctx, id); err != nil {
 		return err
 	}
@@ -31,9 +37,7 @@ func (s *Store) Claim(ctx context.Context, id volume.ID, claim volume.Claim) err
 	counted := false
 	defer func() {
 		if counted {
-			s.mu.Lock()
-			defer s.mu.Unlock()
-			delete(s.claiming, claiming{id.Key, claim.Node})
+			s.uncount(id.Key, claim.Node)
 		}
 	}()
 	want := v1alpha1.Claim{Node: claim.Node, ReadOnly: claim.ReadOnly, Mode: claim.Mode, Since: new(metav1.Now())}
@@ -170,8 +174,15 @@ func (s *Store) countClaim(ctx context.Context, key, node string, limit int64) e
 	if err := s.kube.Client.List(ctx, &claimed, client.MatchingFields{byClaim: node}, client.UnsafeDisableDeepCopy); err != nil {
 		return kube.APIError("count claims", err)
 	}
+	var replicated v1alpha1.ReplicatedVolumeList
+	if err := s.kube.Client.List(ctx, &replicated, client.MatchingFields{byClaim: node}, client.UnsafeDisableDeepCopy); err != nil {
+		return kube.APIError("count claims", err)
+	}
 	for i := range claimed.Items {
 		all[claimed.Items[i].Name] = true
+	}
+	for i := range replicated.Items {
+		all[replicated.Items[i].Name] = true
 	}
 	if int64(len(all)) >= limit {
 		for i := range claimed.Items {
@@ -185,11 +196,26 @@ func (s *Store) countClaim(ctx context.Context, key, node string, limit int64) e
 	return nil
 }
 
+// uncount ends what countClaim has counted: the claim is in the cache, or was not made.
+func (s *Store) uncount(key, node string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.claiming, claiming{key, node})
+}
+
 // Release: see volume.Store. Of a volume that is being deleted too. One that other nodes can use is released when its home gives it to nobody
 // any more; ErrUnavailable while it does.
 func (s *Store) Release(ctx context.Context, id volume.ID, node string) error {
 	if id.Kind != blockdev.Volume {
 		return nil
+	}
+	switch r, err := s.replicated(ctx, id); {
+	case errors.Is(err, errLeg):
+		return nil
+	case err != nil:
+		return fmt.Errorf("release volume %s: %w", id, err)
+	case r != nil:
+		return s.releaseReplicated(ctx, r, node)
 	}
 	w := s.hub.Open(cluster.VolumeNamed(id.Key))
 	defer w.Close()

@@ -106,6 +106,13 @@ func (s *Store) planGroup(ctx context.Context, name string, sources []volume.ID)
 	wanted := map[string]*v1alpha1.Snapshot{}
 	var node string
 	for _, source := range sources {
+		r, err := s.replicated(ctx, source)
+		if err == nil && r != nil {
+			err = fmt.Errorf("%w: volume %s has replicas, and is in no group; make a snapshot of it alone", errdefs.ErrUnsupported, source)
+		}
+		if err != nil {
+			return nil, err
+		}
 		v, err := s.usable(ctx, source)
 		if err != nil {
 			return nil, err

@@ -177,43 +177,9 @@ func (s *Store) count(ctx context.Context, node string, rooms []room, of volume.
 // choice, nobody has looked yet at whether pods may run on the node: nodes that are cordoned are
 // not taken, and those with taints that keep pods off are the last.
 func (s *Store) schedule(ctx context.Context, spec volume.Spec, size int64, refused refusals) (best room, err error) {
-	peersOf := spec.For
-	if spec.Spread == volume.NoSpread {
-		peersOf = volume.Requester{}
-	}
-	found, err := s.findRoom(ctx, spec.Pool, spec.Nodes, peersOf)
+	fit, nodes, unfit, err := s.fitting(ctx, spec, refused)
 	if err != nil {
 		return room{}, err
-	}
-	nodes := map[string]*corev1.Node{} // nil: it is not to be taken
-	var unfit []string
-	why := func(name, why string) { nodes[name], unfit = nil, append(unfit, why) }
-	var fit []room
-	for _, r := range found {
-		name := r.Spec.NodeName
-		if _, judged := nodes[name]; !judged {
-			node := &corev1.Node{}
-			if err := s.nodes.Ready(ctx, name); err != nil {
-				why(name, err.Error())
-			} else if err := s.kube.Cache.Get(ctx, client.ObjectKey{Name: name}, node); err != nil {
-				return room{}, kube.APIError("look at node "+name, err)
-			} else if nodes[name] = node; node.Spec.Unschedulable && len(spec.Nodes) != 1 {
-				why(name, fmt.Sprintf("node %s is cordoned", name))
-			}
-		}
-		switch {
-		case nodes[name] == nil || refused.has(r.Name):
-		case !r.encrypts(spec.Encryption.Scheme):
-			unfit = append(unfit, fmt.Sprintf("node %s cannot encrypt (parameter encryption=%s): driver doctor there says what is missing", name, spec.Encryption.Scheme))
-		case !r.limits(spec.Mutable):
-			unfit = append(unfit, fmt.Sprintf("node %s cannot keep limits of I/O: driver doctor there says what is missing", name))
-		case spec.Access == volume.AccessAny && r.Status.Network == nil:
-			unfit = append(unfit, fmt.Sprintf("node %s %s", name, unreached))
-		case !spec.Spread.Allows(r.Peers):
-			unfit = append(unfit, fmt.Sprintf("pool %s has a volume of the same StatefulSet (parameter spread=%s)", r.Name, spec.Spread))
-		default:
-			fit = append(fit, r)
-		}
 	}
 	if len(fit) == 0 {
 		if unfit == nil {
@@ -230,10 +196,53 @@ func (s *Store) schedule(ctx context.Context, spec volume.Spec, size int64, refu
 	}), nil
 }
 
+// fitting returns the pools that may have a new volume, whether they have room or not, their nodes, and why others may not.
+func (s *Store) fitting(ctx context.Context, spec volume.Spec, refused refusals) (fit []room, nodes map[string]*corev1.Node, unfit []string, err error) {
+	peersOf := spec.For
+	if spec.Spread == volume.NoSpread {
+		peersOf = volume.Requester{}
+	}
+	found, err := s.findRoom(ctx, spec.Pool, spec.Nodes, peersOf)
+	if err != nil {
+		return nil, nil, nil, err
+	}
+	nodes = map[string]*corev1.Node{} // nil: it is not to be taken
+	why := func(name, why string) { nodes[name], unfit = nil, append(unfit, why) }
+	for _, r := range found {
+		name := r.Spec.NodeName
+		if _, judged := nodes[name]; !judged {
+			node := &corev1.Node{}
+			if err := s.nodes.Ready(ctx, name); err != nil {
+				why(name, err.Error())
+			} else if err := s.kube.Cache.Get(ctx, client.ObjectKey{Name: name}, node); err != nil {
+				return nil, nil, nil, kube.APIError("look at node "+name, err)
+			} else if nodes[name] = node; node.Spec.Unschedulable && len(spec.Nodes) != 1 {
+				why(name, fmt.Sprintf("node %s is cordoned", name))
+			}
+		}
+		switch {
+		case nodes[name] == nil:
+		case refused.has(r.Name):
+			unfit = append(unfit, refused[r.Name].Error())
+		case !r.encrypts(spec.Encryption.Scheme):
+			unfit = append(unfit, fmt.Sprintf("node %s cannot encrypt (parameter encryption=%s): driver doctor there says what is missing", name, spec.Encryption.Scheme))
+		case !r.limits(spec.Mutable):
+			unfit = append(unfit, fmt.Sprintf("node %s cannot keep limits of I/O: driver doctor there says what is missing", name))
+		case spec.Access == volume.AccessAny && r.Status.Network == nil:
+			unfit = append(unfit, fmt.Sprintf("node %s %s", name, unreached))
+		case !spec.Spread.Allows(r.Peers):
+			unfit = append(unfit, fmt.Sprintf("pool %s has a volume of the same StatefulSet (parameter spread=%s)", r.Name, spec.Spread))
+		default:
+			fit = append(fit, r)
+		}
+	}
+	return fit, nodes, unfit, nil
+}
+
 // unreached says of a node that it cannot have a volume that others are to use.
 const unreached = "reaches no other node (parameter access=any): its driver has no --remote-address, or its kernel no NVMe over TCP"
 
-// refusals are the names of pools that have refused a volume, with what they said.
+// refusals are the names of pools that a volume is not to be in: they have refused it, or it is to be elsewhere; and why.
 type refusals map[string]error
 
 func (r refusals) has(pool string) bool { return r[pool] != nil }

@@ -76,20 +76,51 @@ func (s *Store) CreateSnapshot(ctx context.Context, name string, source volume.I
 	if err != nil {
 		return volume.Snapshot{}, kube.APIError(fmt.Sprintf("snapshot %q", name), err)
 	}
-	v, err := s.usable(ctx, source)
-	if err == nil {
-		err = s.nodes.Ready(ctx, v.Spec.NodeName)
-	}
+	want, err := s.planSnapshot(ctx, name, source)
 	if err != nil {
 		return volume.Snapshot{}, fmt.Errorf("snapshot %q: %w", name, err)
 	}
-	if have, err = s.getOrCreateSnapshot(ctx, w, newSnapshot(name, v, nil)); err == nil {
+	if have, err = s.getOrCreateSnapshot(ctx, w, want); err == nil {
 		have, err = waitMade(ctx, s, w, have)
 	}
 	if err != nil {
 		return volume.Snapshot{}, fmt.Errorf("snapshot %q of volume %s: %w", name, source, err)
 	}
 	return cluster.ToSnapshot(have), nil
+}
+
+// planSnapshot is the object of a new snapshot, whose node carries out what is asked of it. Of a volume with several legs a current one is cut.
+func (s *Store) planSnapshot(ctx context.Context, name string, source volume.ID) (*v1alpha1.Snapshot, error) {
+	r, err := s.replicated(ctx, source)
+	if err == nil && r != nil {
+		err = usableReplicated(r)
+	}
+	if err != nil {
+		return nil, err
+	}
+	var v *v1alpha1.Volume
+	if r == nil {
+		v, err = s.usable(ctx, source)
+	} else {
+		v, err = s.stands(ctx, r)
+	}
+	if err == nil {
+		err = s.nodes.Ready(ctx, v.Spec.NodeName)
+	}
+	if err != nil {
+		return nil, err
+	}
+	want := newSnapshot(name, v, nil)
+	if r == nil {
+		return want, nil
+	}
+	if want.Spec.Source = r.Name; v.Name != r.Name {
+		want.Spec.Leg = v.Name
+	}
+	if r.Spec.Pool != want.Spec.Pool {
+		want.Spec.SourcePool = r.Spec.Pool
+	}
+	return want, nil
 }
 
 // DeleteSnapshot: see volume.Store.

@@ -28,6 +28,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/liveness"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/mover"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/port"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/replicator"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/startup"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -59,16 +60,17 @@ type Options struct {
 // What is nobody's decision but the node's is waited for by watching the object; the error
 // when the context ends first, or the node is down, is ErrUnavailable, and the node goes on.
 type Store struct {
-	kube      kube.Connection
-	hub       kube.Hub
-	informers []cache.Informer
-	driver    string
-	nodes     *liveness.Monitor
-	garbage   *gc.Collector
-	mover     *mover.Mover
-	events    *events.Announcer
-	startup   *startup.Taints // nil: the taint is left alone
-	agents    *port.Callers   // nil: they are not called
+	kube       kube.Connection
+	hub        kube.Hub
+	informers  []cache.Informer
+	driver     string
+	nodes      *liveness.Monitor
+	garbage    *gc.Collector
+	mover      *mover.Mover
+	replicator *replicator.Replicator
+	events     *events.Announcer
+	startup    *startup.Taints // nil: the taint is left alone
+	agents     *port.Callers   // nil: they are not called
 
 	counting chan struct{} // has room for one who counts claims
 	placing  chan struct{} // has room for one who chooses the pool of a volume that is spread
@@ -98,6 +100,7 @@ func New(config *rest.Config, o Options) (*Store, error) {
 		mover:   mover.New(c, cmp.Or(o.FollowAfter, mover.FollowAfter)),
 		garbage: gc.New(c, nodes, gc.Options{GoneGrace: o.GoneGrace, AbandonGrace: o.AbandonGrace, Driver: o.Driver}),
 		events:  events.New(c, nodes, events.Options{Driver: o.Driver, Namespace: o.Namespace, Again: o.EventsAgain})}
+	s.replicator = replicator.New(c, s)
 	if o.StartupTaint {
 		s.startup = startup.New(c, nodes, o.Driver)
 	}
@@ -123,7 +126,17 @@ func index(c cache.Cache) error {
 	}{
 		{&v1alpha1.Volume{}, byNode, func(o client.Object) []string { return []string{o.(*v1alpha1.Volume).Spec.NodeName} }},
 		{&v1alpha1.Volume{}, byClaim, func(o client.Object) []string {
-			return o.(*v1alpha1.Volume).Claimants()
+			if v := o.(*v1alpha1.Volume); v.Spec.ReplicaOf == "" {
+				return v.Claimants()
+			}
+			return nil
+		}},
+		{&v1alpha1.Volume{}, cluster.ByReplicaOf, func(o client.Object) []string { return cluster.IndexReplicaOf(o.(*v1alpha1.Volume)) }},
+		{&v1alpha1.ReplicatedVolume{}, byClaim, func(o client.Object) []string {
+			if c := o.(*v1alpha1.ReplicatedVolume).Spec.Claim; c != nil {
+				return []string{c.Node}
+			}
+			return nil
 		}},
 		{&v1alpha1.Volume{}, cluster.ByFetched, func(o client.Object) []string {
 			v := o.(*v1alpha1.Volume)
@@ -159,8 +172,9 @@ func (s *Store) watch(leases bool) error {
 			}
 		}
 	}
-	kinds := []kind{{&v1alpha1.Volume{}, all(s.garbage.VolumeChanged, s.events.VolumeChanged, s.mover.VolumeChanged)},
+	kinds := []kind{{&v1alpha1.Volume{}, all(s.garbage.VolumeChanged, s.events.VolumeChanged, s.mover.VolumeChanged, s.replicator.VolumeChanged)},
 		{&v1alpha1.Snapshot{}, all(s.garbage.SnapshotChanged, s.events.SnapshotChanged, s.mover.SnapshotChanged)},
+		{&v1alpha1.ReplicatedVolume{}, s.replicator.Changed},
 		{&v1alpha1.Pool{}, all(s.garbage.PoolChanged, s.events.PoolChanged)},
 		{&corev1.Node{}, all(s.nodeChanged, s.events.NodeChanged)}}
 	if leases {
@@ -206,6 +220,7 @@ func (s *Store) Run(ctx context.Context) error {
 		}
 		done.Go(func() { s.events.Run(ctx) })
 		done.Go(func() { s.mover.Run(ctx) })
+		done.Go(func() { s.replicator.Run(ctx) })
 		if s.startup != nil {
 			done.Go(func() { s.startup.Run(ctx) })
 		}

@@ -37,20 +37,38 @@ func (s *Store) Create(ctx context.Context, spec volume.Spec) (volume.Volume, er
 	if spec.Ephemeral != "" {
 		return volume.Volume{}, fmt.Errorf("%w: ephemeral volumes are made by their node", errdefs.ErrInvalid)
 	}
+	create := s.createPlain
+	if spec.Replicas.Legs() > 0 {
+		create = s.createReplicated
+	}
+	made, err := create(ctx, spec)
+	if err != nil {
+		return volume.Volume{}, fmt.Errorf("create volume %q: %w", spec.Name, err)
+	}
+	return made, nil
+}
+
+// createPlain is Create of a volume on one node.
+func (s *Store) createPlain(ctx context.Context, spec volume.Spec) (volume.Volume, error) {
+	have, err := s.createAnywhere(ctx, spec)
+	if err != nil {
+		return volume.Volume{}, err
+	}
+	return cluster.ToVolume(have), nil
+}
+
+// createAnywhere makes a volume in the first pool of a set that does not refuse it.
+func (s *Store) createAnywhere(ctx context.Context, spec volume.Spec) (*v1alpha1.Volume, error) {
 	for refused := (refusals{}); ; {
 		have, err := s.createOne(ctx, spec, refused)
 		if err == nil {
-			made := cluster.ToVolume(have)
-			if err := isEncrypted(spec, made); err != nil {
-				return volume.Volume{}, err
-			}
-			return made, nil
+			return have, isEncrypted(spec, cluster.ToVolume(have))
 		}
 		var refusal *cluster.Refusal
 		if errors.As(err, &refusal) && volume.PassedOver(err) && s.another(ctx, spec, refused, have, err) {
 			continue
 		}
-		return volume.Volume{}, fmt.Errorf("create volume %q: %w", spec.Name, err)
+		return nil, err
 	}
 }
 
@@ -135,7 +153,7 @@ func (s *Store) place(ctx context.Context, spec volume.Spec, w *kube.Watch, key 
 	}
 	return getOrCreate(ctx, s, w, key, plan, func(have *v1alpha1.Volume) (bool, error) {
 		placed() // another store was first
-		return s.fits(ctx, w, spec, have)
+		return s.fits(ctx, w, spec, have, refused)
 	})
 }
 
@@ -161,7 +179,7 @@ func (s *Store) withdraw(ctx context.Context, have *v1alpha1.Volume, down error)
 
 // takenBack takes a volume back that was to be made in a pool of a set which cannot be used any more, as a withdrawn one is, if there is
 // another pool with room. Should it have been made, the node finds that its object says another pool, and removes it while it is blank.
-func (s *Store) takenBack(ctx context.Context, spec volume.Spec, have *v1alpha1.Volume) (bool, error) {
+func (s *Store) takenBack(ctx context.Context, spec volume.Spec, have *v1alpha1.Volume, refused refusals) (bool, error) {
 	if _, one := poolset.Set(spec.Pool).One(); one || spec.Pool == "" || have.Spec.Source != nil || have.Status.Created != nil || !have.Spec.Make || v1alpha1.Going(have) {
 		return false, nil
 	}
@@ -173,7 +191,7 @@ func (s *Store) takenBack(ctx context.Context, spec volume.Spec, have *v1alpha1.
 	if err == nil && worst(&in) < blockdev.Inaccessible {
 		return false, nil
 	}
-	best, err := s.schedule(ctx, spec, cluster.Keeps(have), nil)
+	best, err := s.schedule(ctx, spec, cluster.Keeps(have), refused)
 	if err != nil || !best.Fits(cluster.Keeps(have)) {
 		return false, nil // it waits for its pool
 	}
@@ -189,7 +207,7 @@ func (s *Store) plan(ctx context.Context, spec volume.Spec, refused refusals) (v
 	v = cluster.VolumeNamed(volume.KeyOf(spec.Name))
 	v.Spec = v1alpha1.VolumeSpec{Intent: v1alpha1.Intent{Make: true}, Pool: spec.Pool, Name: spec.Name, Provisioning: string(spec.Provisioning),
 		Filesystem: string(spec.Filesystem), Encryption: string(spec.Encryption.Scheme), EncryptionDiscard: spec.Encryption.Discards,
-		Access: string(spec.Access), HomeTimeout: int64(spec.HomeTimeout / time.Second), Mutable: maps.Clone(spec.Mutable), PersistentVolume: spec.For.PersistentVolume}
+		Access: string(spec.Access), HomeTimeout: int64(spec.HomeTimeout / time.Second), ReplicaOf: spec.ReplicaOf, Mutable: maps.Clone(spec.Mutable), PersistentVolume: spec.For.PersistentVolume}
 	if spec.For.Name != "" {
 		v.Spec.ClaimRef = &v1alpha1.ClaimRef{Namespace: spec.For.Namespace, Name: spec.For.Name}
 	}
@@ -217,6 +235,9 @@ func (s *Store) plan(ctx context.Context, spec volume.Spec, refused refusals) (v
 		return nil, err
 	}
 	step, err := s.granularity(ctx, v.Spec.NodeName, v.Spec.Pool)
+	if err == nil && spec.ReplicaOf == v.Name { // others are to have its size
+		step, err = s.commonStep(ctx, poolsOfLegs(spec, v))
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -227,10 +248,14 @@ func (s *Store) plan(ctx context.Context, spec volume.Spec, refused refusals) (v
 // planNew gives the object its node and pool, which is to keep so many bytes.
 func (s *Store) planNew(ctx context.Context, spec volume.Spec, v *v1alpha1.Volume, size int64, refused refusals) error {
 	best, err := s.schedule(ctx, spec, size, refused)
-	if err == nil {
-		v.Spec.NodeName, v.Spec.Pool = best.Spec.NodeName, best.Spec.Pool
+	if err != nil {
+		return err
 	}
-	return err
+	if isFurther(spec) && !best.Fits(size) { // the node is asked only where nothing else can be done
+		return fmt.Errorf("%w: no other node has room for %d bytes", errdefs.ErrNoSpace, size)
+	}
+	v.Spec.NodeName, v.Spec.Pool = best.Spec.NodeName, best.Spec.Pool
+	return nil
 }
 
 // mayReach is ErrPrecondition for a copy that other nodes are to use, on the node of its source, which is in no network.
@@ -364,7 +389,7 @@ type source struct {
 // its volume, as long as that is there; the node knows in any case.
 func (s *Store) findSource(ctx context.Context, id volume.ID) (source, error) {
 	if id.Kind != blockdev.Snapshot {
-		v, err := s.Get(ctx, id)
+		v, err := s.cloned(ctx, id)
 		return source{v.Node, v.Pool, v.Size, volume.Contents{Filesystem: v.Filesystem, Scheme: v.Encryption.Scheme}}, err
 	}
 	snapshot, err := s.readableSnapshot(ctx, id)
@@ -378,8 +403,32 @@ func (s *Store) findSource(ctx context.Context, id volume.ID) (source, error) {
 	return source{snapshot.Node, id.Pool, snapshot.Size, volume.Contents{Filesystem: v.Filesystem, Scheme: snapshot.Scheme}}, nil
 }
 
+// cloned is a volume that is to be copied: of one with several legs, the leg that has its key, which alone its ID names to a node.
+func (s *Store) cloned(ctx context.Context, id volume.ID) (volume.Volume, error) {
+	r, err := s.replicated(ctx, id)
+	if r == nil || err != nil {
+		if err != nil {
+			return volume.Volume{}, err
+		}
+		return s.Get(ctx, id)
+	}
+	legs, err := s.legs(ctx, r)
+	if err == nil {
+		err = usableReplicated(r)
+	}
+	for _, v := range currentLegs(r, legs) {
+		if err == nil && v.Name == r.Name {
+			return cluster.ToReplicated(r, v), nil
+		}
+	}
+	if err == nil {
+		err = fmt.Errorf("%w: volume %s has other replicas than that which it was made with, and cannot be cloned; make a snapshot of it, and a volume of that", errdefs.ErrPrecondition, id)
+	}
+	return volume.Volume{}, err
+}
+
 // fits is for getOrCreate: it is the volume of the spec. What an earlier try left is cleared up.
-func (s *Store) fits(ctx context.Context, w *kube.Watch, spec volume.Spec, have *v1alpha1.Volume) (bool, error) {
+func (s *Store) fits(ctx context.Context, w *kube.Watch, spec volume.Spec, have *v1alpha1.Volume, refused refusals) (bool, error) {
 	if err := spec.Check(cluster.ToVolume(have)); err != nil {
 		return false, err
 	}
@@ -388,7 +437,7 @@ func (s *Store) fits(ctx context.Context, w *kube.Watch, spec volume.Spec, have 
 		return false, err
 	}
 	elsewhere := err != nil
-	switch taken, err := s.takenBack(ctx, spec, have); {
+	switch taken, err := s.takenBack(ctx, spec, have, refused); {
 	case err != nil || taken:
 		return false, err
 	case v1alpha1.LostUnmade(have):
@@ -418,6 +467,16 @@ func (s *Store) Delete(ctx context.Context, id volume.ID) error {
 	if id.Kind != blockdev.Volume {
 		return nil
 	}
+	switch r, err := s.replicated(ctx, id); {
+	case errors.Is(err, errLeg):
+		if v := (&v1alpha1.Volume{}); s.get(ctx, id.Key, v) == nil && v.Spec.ReplicaOf != id.Key {
+			return nil // no volume has this ID
+		}
+	case err != nil:
+		return fmt.Errorf("delete %s: %w", id, err)
+	case r != nil:
+		return s.deleteReplicated(ctx, r)
+	}
 	v := cluster.VolumeNamed(id.Key)
 	return deleteByID(ctx, s, id, v, true, func(live bool) error { // a conflict is a claim, maybe
 		claimants := v.Claimants()
@@ -442,6 +501,12 @@ func (s *Store) Delete(ctx context.Context, id volume.ID) error {
 
 // Get: see volume.Store. A volume that is being deleted is there until it is gone.
 func (s *Store) Get(ctx context.Context, id volume.ID) (volume.Volume, error) {
+	if r, err := s.replicated(ctx, id); r != nil || err != nil {
+		if err != nil {
+			return volume.Volume{}, err
+		}
+		return s.getReplicated(ctx, r)
+	}
 	v, err := s.volume(ctx, id)
 	if err != nil {
 		return volume.Volume{}, err
@@ -458,22 +523,36 @@ func (s *Store) List(ctx context.Context, after volume.ID, limit int) ([]volume.
 	if err := s.kube.Client.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
 		return nil, kube.APIError("list volumes", err)
 	}
-	var found []*v1alpha1.Volume
+	found, err := s.listReplicated(ctx, after, list.Items)
+	if err != nil {
+		return nil, err
+	}
 	for i := range list.Items {
-		if v := &list.Items[i]; v.Status.Created != nil && compareIDs(cluster.VolumeID(v), after) > 0 {
-			found = append(found, v)
+		if v := &list.Items[i]; v.Spec.ReplicaOf == "" && v.Status.Created != nil && compareIDs(cluster.VolumeID(v), after) > 0 {
+			found = append(found, &listed{id: cluster.VolumeID(v), volume: v})
 		}
 	}
-	return page(found, cluster.VolumeID, limit, cluster.ToVolume), nil
+	return page(found, func(l *listed) volume.ID { return l.id }, limit, (*listed).as), nil
 }
 
 // Health: see volume.Store.
 func (s *Store) Health(ctx context.Context, id volume.ID) ([]blockdev.Problem, error) {
+	if r, err := s.replicated(ctx, id); r != nil || err != nil {
+		if err != nil {
+			return nil, err
+		}
+		return s.healthReplicated(ctx, r)
+	}
 	v, err := s.volume(ctx, id)
 	if err != nil {
 		return nil, err
 	}
-	err = s.nodes.Ready(ctx, v.Spec.NodeName)
+	return s.healthOf(ctx, v)
+}
+
+// healthOf is what is wrong with a volume, or a leg, as its node says, and if that says nothing any more.
+func (s *Store) healthOf(ctx context.Context, v *v1alpha1.Volume) ([]blockdev.Problem, error) {
+	err := s.nodes.Ready(ctx, v.Spec.NodeName)
 	var down *liveness.NodeDown
 	if errors.As(err, &down) && down.Silent && len(v.Status.Health) == 0 {
 		return []blockdev.Problem{{Severity: blockdev.Degraded, Reason: "AgentSilent", Message: down.Why + ": what is known of the volume may be old"}}, nil

@@ -14,7 +14,7 @@ type Event struct {
 	Gone   bool          // it was deleted
 }
 
-// Watch gets the events of one object from when it was opened until it is closed.
+// Watch gets the events of some objects from when it was opened until it is closed.
 type Watch struct {
 	// Signal receives when there may be events to take.
 	Signal <-chan struct{}
@@ -43,16 +43,18 @@ type Hub struct {
 
 func hubKey(o client.Object) string { return fmt.Sprintf("%T/%s", o, o.GetName()) }
 
-// Open begins to watch an object, which need not exist.
-func (h *Hub) Open(o client.Object) *Watch {
-	key := hubKey(o)
+// Open begins to watch objects, which need not exist.
+func (h *Hub) Open(objects ...client.Object) *Watch {
 	signal := make(chan struct{}, 1)
 	w := &Watch{Signal: signal, signal: signal}
 	w.Close = func() {
 		h.mu.Lock()
 		defer h.mu.Unlock()
-		if delete(h.watches[key], w); len(h.watches[key]) == 0 {
-			delete(h.watches, key)
+		for _, o := range objects {
+			key := hubKey(o)
+			if delete(h.watches[key], w); len(h.watches[key]) == 0 {
+				delete(h.watches, key)
+			}
 		}
 	}
 	h.mu.Lock()
@@ -60,10 +62,13 @@ func (h *Hub) Open(o client.Object) *Watch {
 	if h.watches == nil {
 		h.watches = map[string]map[*Watch]bool{}
 	}
-	if h.watches[key] == nil {
-		h.watches[key] = map[*Watch]bool{}
+	for _, o := range objects {
+		key := hubKey(o)
+		if h.watches[key] == nil {
+			h.watches[key] = map[*Watch]bool{}
+		}
+		h.watches[key][w] = true
 	}
-	h.watches[key][w] = true
 	return w
 }
 

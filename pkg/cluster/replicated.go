@@ -1,0 +1,148 @@
+package cluster
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// ByReplicaOf is the index of the legs of replicated volumes, by the names of these.
+const ByReplicaOf = "replicaOf"
+
+// IndexReplicaOf is the value of ByReplicaOf.
+func IndexReplicaOf(v *v1alpha1.Volume) []string {
+	if v.Spec.ReplicaOf == "" {
+		return nil
+	}
+	return []string{v.Spec.ReplicaOf}
+}
+
+// ReplicatedNamed is a ReplicatedVolume object that has no more than its name.
+func ReplicatedNamed(key string) *v1alpha1.ReplicatedVolume {
+	return &v1alpha1.ReplicatedVolume{ObjectMeta: metav1.ObjectMeta{Name: key}}
+}
+
+// ReplicatedID is the ID of a volume with several legs.
+func ReplicatedID(r *v1alpha1.ReplicatedVolume) volume.ID {
+	return volume.ID{Kind: blockdev.Volume, Pool: r.Spec.Pool, Key: r.Name}
+}
+
+// legName is the CSI name of the n-th leg of a volume, from the second on. The first one has the name of the volume.
+func legName(key string, n int64) string { return fmt.Sprintf("leg-%d-of-%s", n, key) }
+
+// AddLeg names one more leg in an object, before it is made, and returns the name of its Volume.
+func AddLeg(r *v1alpha1.ReplicatedVolume) (name string) {
+	r.Spec.Numbered++
+	name = volume.KeyOf(legName(r.Name, r.Spec.Numbered))
+	r.Spec.Legs = append(r.Spec.Legs, name)
+	return name
+}
+
+// LegSpec is what a leg that an object names is to be: as another one is, and blank. ok is false for a name that no leg can have which is made beside others.
+func LegSpec(r *v1alpha1.ReplicatedVolume, name string, like *v1alpha1.Volume) (spec volume.Spec, ok bool) {
+	for n := r.Spec.Numbered; n > 1; n-- {
+		if csi := legName(r.Name, n); volume.KeyOf(csi) == name {
+			made := ToVolume(like)
+			return volume.Spec{Name: csi, Pool: r.Spec.Pools, Size: volume.Range{Required: r.Spec.Size, Limit: r.Spec.Size}, Provisioning: blockdev.Provisioning(like.Spec.Provisioning),
+				Filesystem: made.Filesystem, Encryption: EncryptionOf(like), Access: volume.AccessAny, HomeTimeout: made.HomeTimeout, ReplicaOf: r.Name, Mutable: like.Spec.Mutable, For: made.For}, true
+		}
+	}
+	return volume.Spec{}, false
+}
+
+// ToReplicated is a volume with several legs as the domain sees it. It is where one of its legs is, which may be nil: none is there.
+func ToReplicated(r *v1alpha1.ReplicatedVolume, leg *v1alpha1.Volume) volume.Volume {
+	out := volume.Volume{Access: volume.AccessAny, Mutable: map[string]string{}}
+	if leg != nil {
+		out = ToVolume(leg)
+	}
+	out.ID, out.Pool, out.Name, out.Size, out.Replicas, out.ReplicaOf = ReplicatedID(r), "", r.Spec.Name, r.Spec.Size, r.Spec.Replicas, ""
+	if leg != nil {
+		out.Pool = leg.Spec.Pool
+	}
+	out.Claim, out.Readers = volume.Claim{}, nil
+	if c := r.Spec.Claim; c != nil {
+		out.Claim = ToClaim(c)
+	}
+	if r.Status.Made != nil {
+		out.Created = r.Status.Made.Time
+	}
+	return out
+}
+
+// NextReplicatedClaim is the generation of the next claim of a volume with several legs: larger than that of all claims before, of it and of its legs, so that each leg can have the same one.
+func NextReplicatedClaim(r *v1alpha1.ReplicatedVolume, legs []*v1alpha1.Volume) int64 {
+	next := max(r.Spec.Claims, r.Status.Opened) + 1
+	for _, v := range legs {
+		next = max(next, NextClaim(v))
+	}
+	return next
+}
+
+// TendLeg makes of the object of a leg what that of its volume asks for, and reports whether that changes it. A leg has a claim if its volume has one, for the same node, and of the same generation or a
+// later one. One of before goes first: while the leg's node still gives it to anybody, it gets no other. A leg is as large as its volume at least.
+func TendLeg(r *v1alpha1.ReplicatedVolume, v *v1alpha1.Volume) (changed bool) {
+	want := r.Spec.Claim
+	if have := v.Spec.Claim; have != nil && !claimedAs(have, want) {
+		v.Spec.Claim, changed = nil, true
+	}
+	if v.Spec.Claim == nil {
+		if next := NextClaim(v); next-1 > v.Spec.Claims { // so that its node sees that this is to end
+			v.Spec.Claims, changed = next-1, true
+		}
+		if want != nil && v.Status.Created != nil && !v.Spec.Abandoned && !v1alpha1.Going(v) && len(v.Given()) == 0 {
+			v.Spec.Claims = max(want.Generation, NextClaim(v))
+			v.Spec.Claim, changed = &v1alpha1.Claim{Node: want.Node, ReadOnly: want.ReadOnly, Mode: want.Mode, Generation: v.Spec.Claims, Since: want.Since}, true
+		}
+	}
+	if v.Spec.Size < r.Spec.Size && !v1alpha1.Going(v) {
+		v.Spec.Size, changed = r.Spec.Size, true
+	}
+	return changed
+}
+
+// claimedAs reports whether the claim of a leg is by that of its volume.
+func claimedAs(have, want *v1alpha1.Claim) bool {
+	return want != nil && have.Node == want.Node && have.ReadOnly == want.ReadOnly && have.Mode == want.Mode && have.Generation >= want.Generation
+}
+
+// SummarizeLegs says for people how many legs of a volume are current.
+func SummarizeLegs(r *v1alpha1.ReplicatedVolume) {
+	r.Status.Summary = fmt.Sprintf("%d of %d", len(r.Current()), r.Spec.Replicas)
+}
+
+// SetLegs writes down that the legs of a volume are there for the first time, and that nobody has used it. What was copied from elsewhere only the first one has.
+func SetLegs(r *v1alpha1.ReplicatedVolume, copied bool) {
+	now := time.Now()
+	r.Status.Made, r.Status.Legs = new(metav1.NewMicroTime(now)), nil
+	for i, name := range r.Spec.Legs {
+		leg := v1alpha1.Leg{Name: name, Current: true, State: v1alpha1.LegCurrent}
+		if copied && i > 0 {
+			leg = v1alpha1.Leg{Name: name, State: v1alpha1.LegWaiting, Since: new(metav1.NewTime(now)), Message: "what the volume holds is copied to it when the volume is used"}
+		}
+		r.Status.Legs = append(r.Status.Legs, leg)
+	}
+	SummarizeLegs(r)
+}
+
+// RemoveLeg writes down that a leg may be deleted, and that nobody has it; nil if it is not there.
+func RemoveLeg(ctx context.Context, c kube.Connection, r *v1alpha1.ReplicatedVolume, name string) (*v1alpha1.Volume, error) {
+	v := &v1alpha1.Volume{}
+	err := c.Live.Get(ctx, client.ObjectKey{Name: name}, v)
+	if err == nil && v.Spec.ReplicaOf == r.Name && !v.Deleting() {
+		err = IntendDeletion(ctx, c.Client, v, false)
+	}
+	if apierrors.IsNotFound(err) || apierrors.IsConflict(err) || err == nil && v.Spec.ReplicaOf != r.Name {
+		return nil, nil // or another one of its name
+	}
+	return v, kube.APIError("delete leg "+name, err)
+}

@@ -1,0 +1,418 @@
+package cluster_test
+
+import (
+	"errors"
+	"fmt"
+	"net/http"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/rest"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/apitest"
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+	"github.com/ashlar-csi/ashlar/pkg/volume/storetest"
+)
+
+// nodes are machines in one network, whose agents make legs, by their names.
+type nodes map[string]*legNode
+
+type legNode struct {
+	*machine
+	*given
+}
+
+// legCluster is some nodes of a network, and a store that knows their pools.
+func legCluster(t *testing.T, n int) (*environment, nodes, *store.Store) {
+	t.Helper()
+	w, all := newEnvironment(t), nodes{}
+	var machines []*machine
+	for i := range n {
+		m, g := w.networked(fmt.Sprint("node-", i+1), "storage")
+		all[m.name] = &legNode{m, g}
+		machines = append(machines, m)
+	}
+	return w, all, w.knowing(machines...)
+}
+
+func replicas(name string, n int, on ...string) volume.Spec {
+	s := anyNode(name, on...)
+	s.Replicas = volume.Replicas{Count: n, ReplaceAfter: 10 * time.Minute}
+	return s
+}
+
+// whole is the object of a volume with several legs; nil if there is none.
+func (w *environment) whole(name string) *v1alpha1.ReplicatedVolume {
+	w.Helper()
+	r := &v1alpha1.ReplicatedVolume{}
+	err := w.Get(w.ctx, client.ObjectKey{Name: volume.KeyOf(name)}, r)
+	if client.IgnoreNotFound(err) != nil {
+		w.Fatal(err)
+	}
+	if err != nil {
+		return nil
+	}
+	return r
+}
+
+// legsOf are the Volumes of a volume with several legs, those that its object names first.
+func (w *environment) legsOf(name string) (legs []*v1alpha1.Volume) {
+	w.Helper()
+	var list v1alpha1.VolumeList
+	check.OK(w, w.List(w.ctx, &list))
+	for i := range list.Items {
+		if list.Items[i].Spec.ReplicaOf == volume.KeyOf(name) {
+			legs = append(legs, &list.Items[i])
+		}
+	}
+	at := func(v *v1alpha1.Volume) int {
+		if r := w.whole(name); r != nil && slices.Contains(r.Spec.Legs, v.Name) {
+			return slices.Index(r.Spec.Legs, v.Name)
+		}
+		return v1alpha1.MostReplicas * 2
+	}
+	slices.SortFunc(legs, func(a, b *v1alpha1.Volume) int { return at(a) - at(b) })
+	return legs
+}
+
+// homes are the nodes of the legs of a volume.
+func (w *environment) homes(name string) (homes []string) {
+	w.Helper()
+	for _, v := range w.legsOf(name) {
+		homes = append(homes, v.Spec.NodeName)
+	}
+	return homes
+}
+
+// claims are the nodes that the legs of a volume are claimed for, and with which generations; empty: for none.
+func (w *environment) claims(name string) (claims []string) {
+	w.Helper()
+	for _, v := range w.legsOf(name) {
+		c := ""
+		if v.Spec.Claim != nil {
+			c = fmt.Sprint(v.Spec.Claim.Node, " ", v.Spec.Claim.Generation)
+		}
+		claims = append(claims, c)
+	}
+	return claims
+}
+
+// says writes the status of a volume, as the node of its claim does, or the controller.
+func (w *environment) says(name string, edit func(r *v1alpha1.ReplicatedVolume)) {
+	w.Helper()
+	r := w.whole(name)
+	before := r.DeepCopy()
+	edit(r)
+	check.OK(w, w.Status().Patch(w.ctx, r, client.MergeFrom(before)))
+}
+
+// isMade makes sure that a volume has legs on so many nodes, which are all current, and that nothing else is there.
+func (w *environment) isMade(t *testing.T, s *store.Store, name string, v volume.Volume, n int) {
+	t.Helper()
+	r, legs := w.whole(name), w.legsOf(name)
+	if r == nil || r.Status.Made == nil || len(legs) != n || len(r.Spec.Legs) != n || r.Spec.Legs[0] != r.Name || len(r.Current()) != n || r.Status.Summary != fmt.Sprintf("%d of %d", n, n) {
+		t.Fatalf("it is %+v, with %d legs", r, len(legs))
+	}
+	homes := w.homes(name)
+	slices.Sort(homes)
+	if len(slices.Compact(homes)) != n {
+		t.Errorf("its legs are on %v", homes)
+	}
+	for i, leg := range legs {
+		if leg.Name != r.Spec.Legs[i] || leg.Status.Created == nil || leg.Status.Size != r.Spec.Size || leg.Spec.Access != "any" {
+			t.Errorf("leg %d is %+v", i, leg.Spec)
+		}
+	}
+	if v.ID.Key != r.Name || v.ID.String() != r.ID() || v.Name != name || v.Size != r.Spec.Size || v.Replicas != n || v.ReplicaOf != "" || !slices.Contains(homes, v.Node) {
+		t.Errorf("the volume is %+v", v)
+	}
+	if all, err := s.List(w.ctx, volume.ID{}, 0); err != nil || len(all) != 1 || all[0].ID != v.ID {
+		t.Errorf("listed are %+v, %v", all, err)
+	}
+}
+
+// TestReplicated: a volume with replicas is made on several nodes, is used, changed and deleted as one, and its legs are nobody's volumes.
+func TestReplicated(t *testing.T) {
+	w, all, s := legCluster(t, 3)
+	v, err := s.Create(w.ctx, replicas("v", 2, "node-2"))
+	check.OK(t, err)
+	w.isMade(t, s, "v", v, 2)
+	if homes := w.homes("v"); homes[0] != "node-2" {
+		t.Errorf("its legs are on %v, and the first was to be on node-2", homes)
+	}
+	again, err := s.Create(w.ctx, replicas("v", 2, "node-2"))
+	check.OK(t, err)
+	if again.ID != v.ID || again.Node != v.Node || len(w.legsOf("v")) != 2 {
+		t.Errorf("made again it is %+v", again)
+	}
+	fails(t, second(s.Create(w.ctx, replicas("v", 3, "node-2"))), errdefs.ErrExists)
+	fails(t, second(s.Create(w.ctx, anyNode("v", "node-2"))), errdefs.ErrExists)
+	have, err := s.Get(w.ctx, v.ID)
+	check.OK(t, err)
+	if have.ID != v.ID || have.Size != v.Size {
+		t.Errorf("it is %+v", have)
+	}
+	if problems, err := s.Health(w.ctx, v.ID); err != nil || len(problems) > 0 {
+		t.Errorf("its health is %v, %v", problems, err)
+	}
+
+	leg := w.legsOf("v")[1]
+	other := volume.ID{Kind: v.ID.Kind, Pool: leg.Spec.Pool, Key: leg.Name}
+	fails(t, second(s.Get(w.ctx, other)), errdefs.ErrNotFound)
+	fails(t, s.Claim(w.ctx, other, on("node-1")), errdefs.ErrNotFound)
+	fails(t, second(s.Expand(w.ctx, other, volume.Range{Required: 8 * mib})), errdefs.ErrNotFound)
+	check.OK(t, s.Delete(w.ctx, other)) // no volume has this ID
+	check.OK(t, s.Release(w.ctx, other, "node-1"))
+	if len(w.legsOf("v")) != 2 {
+		t.Error("a leg was deleted as a volume")
+	}
+
+	check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+	check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+	if claims := w.claims("v"); !slices.Equal(claims, []string{"node-1 1", "node-1 1"}) || w.whole("v").Spec.Claim.Generation != 1 {
+		t.Errorf("its legs are claimed for %q", claims)
+	}
+	fails(t, s.Claim(w.ctx, v.ID, on("node-3")), errdefs.ErrInUse)
+	fails(t, s.Claim(w.ctx, v.ID, volume.Claim{Node: "node-1", Mode: "other"}), errdefs.ErrExists)
+	fails(t, s.Claim(w.ctx, v.ID, volume.Claim{Node: "node-1", Mode: "mount MULTI_NODE_READER_ONLY"}), errdefs.ErrPrecondition)
+	fails(t, s.Delete(w.ctx, v.ID), errdefs.ErrInUse)
+
+	grown, err := s.Expand(w.ctx, v.ID, volume.Range{Required: 8 * mib})
+	check.OK(t, err)
+	if grown.Size != 8*mib || w.whole("v").Spec.Size != 8*mib || w.legsOf("v")[0].Status.Size != 8*mib || w.legsOf("v")[1].Status.Size != 8*mib {
+		t.Errorf("grown it is %+v", grown)
+	}
+	check.OK(t, s.Modify(w.ctx, v.ID, map[string]string{"readAheadKiB": "64"}))
+	for i, leg := range w.legsOf("v") {
+		if leg.Status.Mutable["readAheadKiB"] != "64" {
+			t.Errorf("leg %d has %v", i, leg.Status.Mutable)
+		}
+	}
+	fails(t, s.Modify(w.ctx, v.ID, map[string]string{"placement": "follow"}), errdefs.ErrInvalid)
+
+	check.OK(t, s.Release(w.ctx, v.ID, "node-3")) // it has none
+	if w.whole("v").Spec.Claim == nil {
+		t.Error("another node's claim was taken off")
+	}
+	check.OK(t, s.Release(w.ctx, v.ID, "node-1"))
+	if claims := w.claims("v"); !slices.Equal(claims, []string{"", ""}) || w.whole("v").Spec.Claim != nil {
+		t.Errorf("released, its legs are claimed for %q", claims)
+	}
+	check.OK(t, s.Delete(w.ctx, v.ID))
+	check.OK(t, s.Delete(w.ctx, v.ID))
+	if w.whole("v") != nil || len(w.legsOf("v")) > 0 {
+		t.Error("it is still there")
+	}
+	for _, m := range all {
+		w.tally(m.machine)
+	}
+}
+
+// TestReplicatedApart: the legs of a volume are where the label that the class names has different values.
+func TestReplicatedApart(t *testing.T) {
+	w, _, s := legCluster(t, 4)
+	zone := func(node, value string) {
+		n := &corev1.Node{}
+		check.OK(t, w.Get(w.ctx, client.ObjectKey{Name: node}, n))
+		before := n.DeepCopy()
+		metav1.SetMetaDataLabel(&n.ObjectMeta, "zone", value)
+		check.OK(t, w.Patch(w.ctx, n, client.MergeFrom(before)))
+	}
+	zone("node-1", "a")
+	zone("node-2", "a")
+	zone("node-3", "b") // node-4 is in none
+	w.eventually("the store knows the zones", func() bool {
+		found, err := s.NodesIn(w.ctx, map[string]string{"zone": "b"})
+		return err == nil && len(found) == 1
+	})
+	apart := func(name string, n int) volume.Spec {
+		spec := replicas(name, n, "node-1")
+		spec.Replicas.TopologyKey = "zone"
+		return spec
+	}
+	_, err := s.Create(w.ctx, apart("three", 3))
+	if fails(t, err, errdefs.ErrNoSpace); !strings.Contains(err.Error(), "2 nodes have room for one of 3 replicas, and each needs a node of its own") {
+		t.Error(err)
+	}
+	if len(w.legsOf("three")) > 0 {
+		t.Error("a leg was made")
+	}
+	v, err := s.Create(w.ctx, apart("v", 2))
+	check.OK(t, err)
+	w.isMade(t, s, "v", v, 2)
+	if homes := w.homes("v"); !slices.Equal(homes, []string{"node-1", "node-3"}) {
+		t.Errorf("its legs are on %v", homes)
+	}
+}
+
+// TestReplicatedNoRoom: what cannot have all its replicas is not made, and nothing is left of it.
+func TestReplicatedNoRoom(t *testing.T) {
+	w, all, s := legCluster(t, 2)
+	_, err := s.Create(w.ctx, replicas("three", 3))
+	if fails(t, err, errdefs.ErrNoSpace); !strings.Contains(err.Error(), "2 nodes have room for one of 3 replicas") {
+		t.Error(err)
+	}
+	large := replicas("large", 2, "node-1")
+	large.Size.Required = storetest.Size - 16*mib
+	filler := spec("filler")
+	filler.Nodes, filler.Size.Required = []string{"node-2"}, 64*mib
+	_, err = s.Create(w.ctx, filler)
+	check.OK(t, err)
+	_, err = s.Create(w.ctx, large)
+	if fails(t, err, errdefs.ErrNoSpace); !strings.Contains(err.Error(), "1 node has room for one of 2 replicas") {
+		t.Error(err)
+	}
+	if w.whole("large") != nil || len(w.legsOf("large")) > 0 {
+		t.Error("a part of it is there")
+	}
+	for _, m := range all {
+		w.tally(m.machine)
+	}
+}
+
+// cutter cuts a store off from the API server at one of its writes, as if it had died there, until it is mended.
+type cutter struct {
+	mu    sync.Mutex
+	left  int  // writes until it is cut off; 0: it is not
+	after bool // that write is done, else it is not
+	dead  bool
+}
+
+func (c *cutter) arm(n int, after bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.left, c.after, c.dead = n, after, false
+}
+
+// mend reports whether it was cut off.
+func (c *cutter) mend() (was bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	was, c.left, c.dead = c.dead, 0, false
+	return was
+}
+
+func (c *cutter) wrap(next http.RoundTripper) http.RoundTripper {
+	return tripper(func(r *http.Request) (*http.Response, error) {
+		if r.Method == http.MethodGet || !strings.Contains(r.URL.Path, "/ashlar.dev/") {
+			return next.RoundTrip(r)
+		}
+		c.mu.Lock()
+		dead, now := c.dead, false
+		if c.left > 0 {
+			c.left--
+			now = c.left == 0
+			c.dead = c.dead || now
+		}
+		done := now && c.after
+		c.mu.Unlock()
+		if (dead || now) && !done {
+			return nil, errCut
+		}
+		answer, err := next.RoundTrip(r)
+		if err == nil && now {
+			return nil, errors.Join(errCut, answer.Body.Close())
+		}
+		return answer, err
+	})
+}
+
+// TestReplicatedCutShort: wherever the controller dies in a call for a volume with replicas, the call made again does all of it.
+func TestReplicatedCutShort(t *testing.T) {
+	cut := &cutter{}
+	w, all, _ := legCluster(t, 3)
+	wrap(t, func(c *rest.Config) { c.Wrap(cut.wrap) })
+	s := w.knowing(all["node-1"].machine, all["node-2"].machine, all["node-3"].machine)
+	id := volume.ID{Kind: "vol", Pool: "default", Key: volume.KeyOf("v")}
+	for _, after := range []bool{false, true} {
+		writes := map[string]int{}
+		for n, more := 1, true; more; n++ {
+			more = false
+			for _, step := range []struct {
+				what string
+				call func() error
+				is   func() bool
+			}{
+				{"create", func() error { return second(s.Create(w.ctx, replicas("v", 3, "node-2"))) }, func() bool {
+					r := w.whole("v")
+					return r != nil && len(r.Current()) == 3 && len(w.legsOf("v")) == 3
+				}},
+				{"claim", func() error { return s.Claim(w.ctx, id, on("node-1")) }, func() bool {
+					return w.whole("v").Spec.Claim != nil && !slices.Contains(w.claims("v"), "")
+				}},
+				{"expand", func() error { return second(s.Expand(w.ctx, id, volume.Range{Required: 4 * mib})) }, func() bool {
+					return !slices.ContainsFunc(w.legsOf("v"), func(v *v1alpha1.Volume) bool { return v.Status.Size != 4*mib }) && w.whole("v").Spec.Size == 4*mib
+				}},
+				{"release", func() error { return s.Release(w.ctx, id, "node-1") }, func() bool {
+					return w.whole("v").Spec.Claim == nil && strings.Join(w.claims("v"), "") == ""
+				}},
+				{"delete", func() error { return s.Delete(w.ctx, id) }, func() bool { return w.whole("v") == nil && len(w.legsOf("v")) == 0 }},
+			} {
+				cut.arm(n, after)
+				err := step.call()
+				if cut.mend() {
+					more = true
+					writes[step.what] = n
+					if err == nil && step.what == "create" {
+						t.Errorf("%s, write %d, done %v: it was done though the controller had died", step.what, n, after)
+					}
+					check.OK(t, step.call())
+				} else {
+					check.OK(t, err)
+				}
+				w.eventually(fmt.Sprintf("%s, write %d, done %v: all is done", step.what, n, after), step.is)
+			}
+		}
+		t.Logf("writes, done %v: %v", after, writes)
+		for _, what := range []string{"create", "claim", "expand", "release", "delete"} {
+			if writes[what] < 4 {
+				t.Errorf("%s had %d writes", what, writes[what])
+			}
+		}
+	}
+	for _, m := range all {
+		w.tally(m.machine)
+	}
+}
+
+// TestReplicatorFinishes: what a controller that died has begun, and nobody asks for again, is done by the next one: claims of legs, their end, and a deletion.
+func TestReplicatorFinishes(t *testing.T) {
+	w, _, s := legCluster(t, 2)
+	v, err := s.Create(w.ctx, replicas("v", 2))
+	check.OK(t, err)
+	edit := func(edit func(r *v1alpha1.ReplicatedVolume)) {
+		r := w.whole("v")
+		before := r.DeepCopy()
+		edit(r)
+		check.OK(t, w.Patch(w.ctx, r, client.MergeFrom(before)))
+	}
+	edit(func(r *v1alpha1.ReplicatedVolume) {
+		r.Spec.Claims, r.Spec.Claim = 5, &v1alpha1.Claim{Node: "node-1", Mode: "m", Generation: 5}
+	})
+	w.eventually("its legs are claimed", func() bool { return slices.Equal(w.claims("v"), []string{"node-1 5", "node-1 5"}) })
+	edit(func(r *v1alpha1.ReplicatedVolume) {
+		r.Spec.Claims, r.Spec.Claim = 6, &v1alpha1.Claim{Node: "node-1", Mode: "m", Generation: 6}
+	})
+	w.eventually("a claim of before is no claim", func() bool { return slices.Equal(w.claims("v"), []string{"node-1 6", "node-1 6"}) })
+	edit(func(r *v1alpha1.ReplicatedVolume) { r.Spec.Claim = nil })
+	w.eventually("they are not claimed", func() bool { return slices.Equal(w.claims("v"), []string{"", ""}) })
+	edit(func(r *v1alpha1.ReplicatedVolume) { r.Spec.Size = 4 * mib })
+	w.eventually("they grow", func() bool {
+		return !slices.ContainsFunc(w.legsOf("v"), func(v *v1alpha1.Volume) bool { return v.Status.Size != 4*mib })
+	})
+	edit(func(r *v1alpha1.ReplicatedVolume) { r.Spec.Delete = r.UID })
+	w.eventually("it is deleted", func() bool { return w.whole("v") == nil && len(w.legsOf("v")) == 0 })
+	check.OK(t, s.Delete(w.ctx, v.ID))
+}
+
+var _ = apitest.Admin

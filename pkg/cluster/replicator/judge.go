@@ -1,0 +1,133 @@
+package replicator
+
+import (
+	"context"
+	"time"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+)
+
+// mostLegs is how many legs an object can name.
+const mostLegs = 6
+
+// state is what can be expected of a leg.
+type state int
+
+const (
+	good    state = iota // it is current, or will be
+	missing              // it is to be made
+	bad                  // it is to be replaced: its bytes are lost, its node is gone for good, or it has not been current for too long
+)
+
+// judgement is what is thought of a leg.
+type judgement struct {
+	name    string
+	state   state
+	current bool
+	home    bool // it is on the node that uses the volume
+}
+
+// judge looks at the legs that a volume is to have.
+func (p *Replicator) judge(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) (all []judgement, _ error) {
+	for _, name := range r.Spec.Legs {
+		l, v := r.Leg(name), legs[name]
+		one := judgement{name: name, current: l != nil && l.Current}
+		switch {
+		case v == nil && l == nil:
+			one.state = missing // nobody has ever used it
+		case v == nil || v1alpha1.Going(v) || v1alpha1.IsLost(v):
+			one.state = bad
+		default:
+			if gone, err := p.isGone(ctx, v.Spec.NodeName); err != nil {
+				return nil, err
+			} else if gone || awayTooLong(r, l, v) {
+				one.state = bad
+			}
+			if refused := v.Common().Refused(v.Generation); one.state == good && v.Status.Created == nil && (refused != nil || !one.current && v.Spec.Make && l == nil) {
+				one.state = missing // it is asked for elsewhere, if its node cannot make it
+			}
+			one.home = r.Spec.Claim != nil && r.Spec.Claim.Node == v.Spec.NodeName
+		}
+		all = append(all, one)
+	}
+	return all, nil
+}
+
+// awayTooLong reports whether a leg was not current for so long that it is to be replaced. That takes somebody who uses the volume: nobody else can make it current.
+func awayTooLong(r *v1alpha1.ReplicatedVolume, l *v1alpha1.Leg, v *v1alpha1.Volume) bool {
+	c := r.Spec.Claim
+	if r.Spec.ReplaceAfter == 0 || c == nil || c.Since == nil || l != nil && (l.Current || l.State == v1alpha1.LegJoining) {
+		return false
+	}
+	since := v.CreationTimestamp.Time
+	if l != nil && l.Since != nil {
+		since = l.Since.Time
+	}
+	if c.Since.After(since) {
+		since = c.Since.Time
+	}
+	return time.Since(since) > time.Duration(r.Spec.ReplaceAfter)*time.Second
+}
+
+// lacks reports whether a volume has fewer good legs than it is to have, all of which are there.
+func lacks(r *v1alpha1.ReplicatedVolume, all []judgement) bool {
+	n := 0
+	for _, l := range all {
+		if l.state == missing {
+			return false // one after the other
+		}
+		if l.state == good {
+			n++
+		}
+	}
+	return n < r.Spec.Replicas
+}
+
+// kind is how a leg goes.
+type kind int
+
+const (
+	stays   kind = iota
+	takeOut      // of those that the volume is to have
+	unlist       // of the current ones, before that
+)
+
+// excess is a leg that a volume which has more than it is to have does without: one that is not current, once there are enough others that are; or one of more current ones than that, which the user of the volume has not on its own
+// node. So the last current one is never among them.
+func excess(r *v1alpha1.ReplicatedVolume, all []judgement) (name string, _ kind) {
+	if len(all) <= r.Spec.Replicas {
+		return "", stays
+	}
+	victim := &all[0]
+	for i := range all {
+		if l := &all[i]; l.before(victim) {
+			victim = l
+		}
+	}
+	others := 0 // that are current, and stay so
+	for i := range all {
+		if l := &all[i]; l != victim && l.current && l.state == good {
+			others++
+		}
+	}
+	switch {
+	case others < r.Spec.Replicas:
+		return "", stays
+	case victim.current && r.Spec.Claim == nil:
+		return victim.name, unlist
+	}
+	return victim.name, takeOut
+}
+
+// before reports whether a leg goes before another one; of two that are alike the later one goes.
+func (l *judgement) before(other *judgement) bool {
+	switch {
+	case l.current != other.current:
+		return !l.current
+	case (l.state == bad) != (other.state == bad):
+		return l.state == bad
+	case l.home != other.home:
+		return !l.home
+	}
+	return true
+}

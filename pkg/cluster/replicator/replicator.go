@@ -1,0 +1,376 @@
+// Package replicator carries on what the controller does of volumes with several legs (docs/replication.md) when nobody asks: legs are claimed as their volume is, as soon as they can be; a deletion that was cut short goes on; a leg that
+// was away grows; and one that cannot be used any more is replaced.
+package replicator
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/client-go/util/workqueue"
+	"k8s.io/klog/v2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/gc"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// How soon what failed is tried again, and how often a volume is looked at of which nothing is told: a node may be gone, or a leg away for too long.
+const (
+	firstRetry = 100 * time.Millisecond
+	lastRetry  = time.Minute
+	lookAgain  = time.Minute
+)
+
+// workers is how many volumes are looked at at once: some wait for the API server.
+const workers = 4
+
+// Maker makes legs.
+type Maker interface {
+	// HasRoom is ErrNoSpace if no node has room for a leg that BeginLeg would make.
+	HasRoom(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, like *v1alpha1.Volume) error
+	// BeginLeg sees to it that the Volume of a leg that the object names is there, for its node to make it; one that its node cannot make is taken back, to be made elsewhere the next time. It is as another leg, and blank. ErrNoSpace
+	// if no node has room.
+	BeginLeg(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, like *v1alpha1.Volume) error
+}
+
+// Replicator looks after the legs of volumes. Every replica of the controller has one: each of its writes is refused if the object was changed. It learns of them from the events of a cache (Changed, VolumeChanged), and works
+// while it runs.
+type Replicator struct {
+	kube    kube.Connection
+	maker   Maker
+	pending workqueue.TypedRateLimitingInterface[string]
+}
+
+// New returns a replicator. Its connection's cache has replicated volumes, volumes, with the index cluster.ByReplicaOf, and nodes.
+func New(c kube.Connection, maker Maker) *Replicator {
+	return &Replicator{c, maker, workqueue.NewTypedRateLimitingQueue(workqueue.NewTypedItemExponentialFailureRateLimiter[string](firstRetry, lastRetry))}
+}
+
+// Changed looks at a volume.
+func (p *Replicator) Changed(o client.Object, gone bool) {
+	if !gone {
+		p.pending.Add(o.GetName())
+	}
+}
+
+// VolumeChanged looks at the volume of a leg.
+func (p *Replicator) VolumeChanged(o client.Object, _ bool) {
+	if v, is := o.(*v1alpha1.Volume); is && v.Spec.ReplicaOf != "" {
+		p.pending.Add(v.Spec.ReplicaOf)
+	}
+}
+
+// Run works until the context ends. The cache has been filled.
+func (p *Replicator) Run(ctx context.Context) {
+	var done sync.WaitGroup
+	defer done.Wait()
+	defer p.pending.ShutDown()
+	for range workers {
+		done.Go(func() { p.work(ctx) })
+	}
+	<-ctx.Done()
+}
+
+func (p *Replicator) work(ctx context.Context) {
+	for {
+		key, shutdown := p.pending.Get()
+		if shutdown {
+			return
+		}
+		again, err := p.look(ctx, key)
+		switch {
+		case err != nil && ctx.Err() == nil:
+			klog.FromContext(ctx).Error(err, "Could not look after the replicas of a volume; trying again", "volume", key)
+			p.pending.AddRateLimited(key)
+		case again:
+			p.pending.Forget(key)
+			p.pending.AddAfter(key, lookAgain)
+		default:
+			p.pending.Forget(key)
+		}
+		p.pending.Done(key)
+	}
+}
+
+// look does what is to be done of a volume now. again: it is to be looked at after a time, too.
+func (p *Replicator) look(ctx context.Context, key string) (again bool, err error) {
+	r := &v1alpha1.ReplicatedVolume{}
+	if err := p.kube.Client.Get(ctx, client.ObjectKey{Name: key}, r); err != nil {
+		return false, client.IgnoreNotFound(err)
+	}
+	var list v1alpha1.VolumeList
+	if err := p.kube.Client.List(ctx, &list, client.MatchingFields{cluster.ByReplicaOf: key}); err != nil {
+		return false, kube.APIError("list the replicas of "+key, err)
+	}
+	legs := map[string]*v1alpha1.Volume{}
+	for i := range list.Items {
+		legs[list.Items[i].Name] = &list.Items[i]
+	}
+	switch {
+	case r.Deleting():
+		return true, p.remove(ctx, r, legs)
+	case r.Status.Made == nil || r.Going():
+		return false, nil // whoever asked for it asks again
+	}
+	if err := p.tend(ctx, r, legs); err != nil {
+		return false, err
+	}
+	return true, p.keepUp(ctx, r, legs)
+}
+
+// remove goes on with a deletion.
+func (p *Replicator) remove(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) error {
+	left := 0
+	for _, name := range union(r.Spec.Legs, legs) {
+		v, err := cluster.RemoveLeg(ctx, p.kube, r, name)
+		if err != nil {
+			return err
+		}
+		if v != nil {
+			left++
+		}
+	}
+	if left > 0 {
+		return nil // its event comes
+	}
+	err := p.kube.Client.Delete(ctx, r, client.Preconditions{UID: &r.UID})
+	return kube.APIError("delete replicated volume "+r.Name, kube.IgnoreConflict(err))
+}
+
+// union are the names that an object has, and those of other legs that are there.
+func union(names []string, legs map[string]*v1alpha1.Volume) []string {
+	all := append([]string{}, names...)
+	known := map[string]bool{}
+	for _, name := range names {
+		known[name] = true
+	}
+	for name := range legs {
+		if !known[name] {
+			all = append(all, name)
+		}
+	}
+	return all
+}
+
+// tend has each leg claimed, and as large, as its volume asks for.
+func (p *Replicator) tend(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) error {
+	sure := false
+	for _, name := range r.Spec.Legs {
+		v := legs[name]
+		if v == nil || !cluster.TendLeg(r, v.DeepCopy()) {
+			continue
+		}
+		if !sure { // nobody gets a leg by a claim that has gone
+			now := &v1alpha1.ReplicatedVolume{}
+			if err := p.kube.Live.Get(ctx, client.ObjectKeyFromObject(r), now); err != nil || now.UID != r.UID || now.Going() {
+				return kube.APIError("read replicated volume "+r.Name, client.IgnoreNotFound(err)) // it is seen again
+			}
+			r, sure = now, true
+		}
+		if before := v.DeepCopy(); cluster.TendLeg(r, v) {
+			if err := kube.IgnoreConflict(p.kube.Client.Patch(ctx, v, kube.LockingPatch(before))); err != nil {
+				return kube.APIError("change leg "+name, err)
+			}
+		}
+	}
+	return nil
+}
+
+// keepUp has a volume have as many legs as it is to have, and no others.
+func (p *Replicator) keepUp(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) error {
+	if dropped, err := p.dropLeft(ctx, r, legs); dropped || err != nil {
+		return err
+	}
+	judged, err := p.judge(ctx, r, legs)
+	if err != nil {
+		return err
+	}
+	like := template(r, legs)
+	for _, l := range judged {
+		if l.state != missing {
+			continue
+		}
+		if like == nil {
+			return nil // nobody knows what it is to be
+		}
+		if err := p.begin(ctx, r, l.name, like); err != nil {
+			return err
+		}
+	}
+	switch victim, kind := excess(r, judged); kind {
+	case takeOut:
+		return p.takeOut(ctx, r, victim)
+	case unlist:
+		return p.unlist(ctx, r, victim)
+	}
+	if like == nil || !lacks(r, judged) {
+		return nil
+	}
+	return p.add(ctx, r, like)
+}
+
+// template is a leg that another one is to be as: a current one.
+func template(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) (like *v1alpha1.Volume) {
+	for _, name := range r.Spec.Legs {
+		v := legs[name]
+		if v == nil || v.Status.Created == nil {
+			continue
+		}
+		if l := r.Leg(name); l != nil && l.Current {
+			return v
+		}
+		like = v
+	}
+	return like
+}
+
+// begin makes a leg that the object names. Where there is no room it is tried again after a time.
+func (p *Replicator) begin(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, like *v1alpha1.Volume) error {
+	err := p.maker.BeginLeg(ctx, r, name, like)
+	if errors.Is(err, errdefs.ErrNoSpace) {
+		klog.FromContext(ctx).Info("A volume lacks a replica, and no node can have it", "volume", cluster.ReplicatedID(r).String(), "why", err.Error())
+		return nil
+	}
+	return err
+}
+
+// add names one more leg; it is made when the object is seen again. If no node has room it is tried again after a time.
+func (p *Replicator) add(ctx context.Context, r *v1alpha1.ReplicatedVolume, like *v1alpha1.Volume) error {
+	if len(r.Spec.Legs) >= mostLegs {
+		return nil
+	}
+	before := r.DeepCopy()
+	name := cluster.AddLeg(r)
+	if err := p.maker.HasRoom(ctx, r, name, like); err != nil {
+		if errors.Is(err, errdefs.ErrNoSpace) {
+			klog.FromContext(ctx).Info("A volume lacks a replica, and no node can have it", "volume", cluster.ReplicatedID(r).String(), "why", err.Error())
+			return nil
+		}
+		return err
+	}
+	klog.FromContext(ctx).Info("A volume gets another replica", "volume", cluster.ReplicatedID(r).String(), "replica", name)
+	return p.patch(ctx, r, before)
+}
+
+// takeOut takes a leg that is not current, or whose volume is used, out of those that the volume is to have. Who uses it does without it then.
+func (p *Replicator) takeOut(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string) error {
+	before := r.DeepCopy()
+	r.Spec.Legs = without(r.Spec.Legs, name)
+	klog.FromContext(ctx).Info("A volume does without a replica", "volume", cluster.ReplicatedID(r).String(), "replica", name)
+	return p.patch(ctx, r, before)
+}
+
+func without(names []string, name string) (left []string) {
+	for _, one := range names {
+		if one != name {
+			left = append(left, one)
+		}
+	}
+	return left
+}
+
+func (p *Replicator) patch(ctx context.Context, r, before *v1alpha1.ReplicatedVolume) error {
+	return kube.APIError("change replicated volume "+r.Name, kube.IgnoreConflict(p.kube.Client.Patch(ctx, r, kube.LockingPatch(before))))
+}
+
+// unlist says that a leg of a volume which nobody uses is not current any more, as it is to go.
+func (p *Replicator) unlist(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string) error {
+	before := r.DeepCopy()
+	l := r.Leg(name)
+	l.Current, l.State, l.Message = false, v1alpha1.LegWaiting, "the volume is to have fewer replicas"
+	cluster.SummarizeLegs(r)
+	return p.patchStatus(ctx, r, before)
+}
+
+func (p *Replicator) patchStatus(ctx context.Context, r, before *v1alpha1.ReplicatedVolume) error {
+	return kube.APIError("change the status of replicated volume "+r.Name, kube.IgnoreConflict(p.kube.Client.Status().Patch(ctx, r, kube.LockingPatch(before))))
+}
+
+// dropLeft deletes the legs that the volume does not have any more, once its user does without them, and reports whether there was any. A leg is named before it is made, so the API server's own word on the names is the last.
+func (p *Replicator) dropLeft(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) (dropped bool, err error) {
+	extra := union(r.Spec.Legs, legs)[len(r.Spec.Legs):]
+	stale := staleStatus(r)
+	if len(extra) == 0 && (!stale || r.Spec.Claim != nil) {
+		return false, nil
+	}
+	now := &v1alpha1.ReplicatedVolume{}
+	if err := p.kube.Live.Get(ctx, client.ObjectKeyFromObject(r), now); err != nil {
+		return false, kube.APIError("read replicated volume "+r.Name, client.IgnoreNotFound(err))
+	}
+	if now.UID != r.UID || now.Status.Made == nil {
+		return false, nil
+	}
+	if before := now.DeepCopy(); now.Spec.Claim == nil && staleStatus(now) {
+		now.Status.Legs = listedLegs(now)
+		cluster.SummarizeLegs(now)
+		return true, p.patchStatus(ctx, now, before) // it is seen again
+	}
+	for _, name := range extra {
+		if l := now.Leg(name); contains(now.Spec.Legs, name) || l != nil && l.Current {
+			continue
+		}
+		v, err := cluster.RemoveLeg(ctx, p.kube, r, name)
+		if err != nil {
+			return dropped, err
+		}
+		if v != nil && !legs[name].Deleting() {
+			dropped = true
+			klog.FromContext(ctx).Info("Deleting a replica that its volume does without", "volume", cluster.ReplicatedID(r).String(), "replica", name, "node", v.Spec.NodeName)
+		}
+	}
+	return dropped, nil
+}
+
+// staleStatus reports whether the status has legs that the volume does not have any more, beside a current one that it has.
+func staleStatus(r *v1alpha1.ReplicatedVolume) bool {
+	left := listedLegs(r)
+	if len(left) == len(r.Status.Legs) {
+		return false
+	}
+	for _, l := range left {
+		if l.Current {
+			return true
+		}
+	}
+	return false
+}
+
+// listedLegs are those of the status that the volume is to have.
+func listedLegs(r *v1alpha1.ReplicatedVolume) (left []v1alpha1.Leg) {
+	for _, l := range r.Status.Legs {
+		if contains(r.Spec.Legs, l.Name) {
+			left = append(left, l)
+		}
+	}
+	return left
+}
+
+func contains(names []string, name string) bool {
+	for _, one := range names {
+		if one == name {
+			return true
+		}
+	}
+	return false
+}
+
+// isGone reports whether a node is gone for good, also by the API server's own word.
+func (p *Replicator) isGone(ctx context.Context, name string) (bool, error) {
+	node := &corev1.Node{}
+	if err := p.kube.Cache.Get(ctx, client.ObjectKey{Name: name}, node); !gc.IsGone(node, err) {
+		return false, client.IgnoreNotFound(err)
+	}
+	node = &corev1.Node{}
+	err := p.kube.Live.Get(ctx, client.ObjectKey{Name: name}, node)
+	if client.IgnoreNotFound(err) != nil {
+		return false, fmt.Errorf("look at node %s: %w", name, err)
+	}
+	return gc.IsGone(node, err), nil
+}

@@ -1,0 +1,250 @@
+package store
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/overview"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/liveness"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// apart is why a node cannot have one more leg beside others; empty if it can. Legs are on different nodes, or where those have different values of the label that the class names, and in one network.
+func apart(r *v1alpha1.ReplicatedVolume, node *corev1.Node, network string, others []*corev1.Node, theirs string) string {
+	key := r.Spec.TopologyKey
+	switch {
+	case theirs != "" && network != theirs:
+		return fmt.Sprintf("node %s is not in the network %q of the other replicas", node.Name, theirs)
+	case key != "" && node.Labels[key] == "":
+		return fmt.Sprintf("node %s has no label %s (parameter replicaTopologyKey)", node.Name, key)
+	}
+	for _, other := range others {
+		switch {
+		case other.Name == node.Name:
+			return fmt.Sprintf("node %s has a replica", node.Name)
+		case key != "" && other.Labels[key] == node.Labels[key]:
+			return fmt.Sprintf("node %s is where node %s is, which has a replica (parameter replicaTopologyKey=%s)", node.Name, other.Name, key)
+		}
+	}
+	return ""
+}
+
+// kept are the legs beside which a new one is placed.
+func kept(r *v1alpha1.ReplicatedVolume, legs []*v1alpha1.Volume, but string) []*v1alpha1.Volume {
+	return slices.DeleteFunc(slices.Clone(legs), func(v *v1alpha1.Volume) bool { return v.Name == but || v1alpha1.Going(v) })
+}
+
+// unfitFor are the pools that cannot have one more leg of a volume, which keeps so many bytes of it, and why.
+func (s *Store) unfitFor(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, keeps int64) (refusals, error) {
+	legs, err := s.legs(ctx, r)
+	if err != nil {
+		return nil, err
+	}
+	networks, err := s.Networks(ctx)
+	if err != nil {
+		return nil, err
+	}
+	nodes, theirs, err := s.nodesOf(ctx, kept(r, legs, name), networks)
+	if err != nil {
+		return nil, err
+	}
+	pools, _, err := s.poolsOf(ctx, r.Spec.Pools, nil)
+	unfit := refusals{}
+	for _, p := range pools {
+		node := &corev1.Node{}
+		if err := s.kube.Cache.Get(ctx, client.ObjectKey{Name: p.Spec.NodeName}, node); client.IgnoreNotFound(err) != nil {
+			return nil, kube.APIError("look at node "+p.Spec.NodeName, err)
+		}
+		node.Name = p.Spec.NodeName
+		why := apart(r, node, networks[node.Name], nodes, theirs)
+		switch step := max(p.Status.Granularity, blockdev.Granularity); {
+		case why != "":
+		case node.Spec.Unschedulable:
+			why = fmt.Sprintf("node %s is cordoned", node.Name)
+		case keeps%step != 0:
+			why = fmt.Sprintf("pool %s keeps volumes in steps of %d bytes, and this one has %d", p.Name, step, keeps)
+		default:
+			continue
+		}
+		unfit[p.Name] = errors.New(why)
+	}
+	return unfit, err
+}
+
+// nodesOf are the nodes of some legs, and the network that they are in.
+func (s *Store) nodesOf(ctx context.Context, legs []*v1alpha1.Volume, networks map[string]string) (nodes []*corev1.Node, network string, err error) {
+	for _, v := range legs {
+		node := &corev1.Node{}
+		if err := s.kube.Cache.Get(ctx, client.ObjectKey{Name: v.Spec.NodeName}, node); client.IgnoreNotFound(err) != nil {
+			return nil, "", kube.APIError("look at node "+v.Spec.NodeName, err)
+		}
+		node.Name = v.Spec.NodeName
+		if nodes = append(nodes, node); network == "" {
+			network = networks[v.Spec.NodeName]
+		}
+	}
+	return nodes, network, nil
+}
+
+// createLeg makes a leg that an object names, if it is not there yet, in the first pool that has room and does not refuse it.
+func (s *Store) createLeg(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, like *v1alpha1.Volume) error {
+	spec, unfit, err := s.planLeg(ctx, r, name, like)
+	if err != nil {
+		return err
+	}
+	for {
+		have, err := s.createOne(ctx, spec, unfit)
+		if err == nil {
+			return isEncrypted(spec, cluster.ToVolume(have))
+		}
+		if have == nil || have.UID == "" || !volume.PassedOver(err) {
+			return s.lacking(ctx, r, name, err)
+		}
+		unfit[overview.PoolName(have.Spec.NodeName, have.Spec.Pool)] = err
+	}
+}
+
+// BeginLeg sees to it that the Volume of a leg that an object names is there, for its node to make it; one that its node cannot make is taken back, to be made elsewhere the next time. ErrNoSpace if no node has room.
+func (s *Store) BeginLeg(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, like *v1alpha1.Volume) error {
+	spec, unfit, err := s.planLeg(ctx, r, name, like)
+	if err != nil {
+		return err
+	}
+	w := s.hub.Open(cluster.VolumeNamed(name))
+	defer w.Close()
+	have, err := s.place(ctx, spec, w, name, unfit)
+	var down *liveness.NodeDown
+	if err == nil && have.Status.Created == nil && errors.As(s.nodes.Ready(ctx, have.Spec.NodeName), &down) {
+		err = s.withdraw(ctx, have, down)
+	}
+	if err != nil {
+		return s.lacking(ctx, r, name, err)
+	}
+	return nil
+}
+
+// HasRoom is ErrNoSpace if no node has room for a leg that BeginLeg would make.
+func (s *Store) HasRoom(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, like *v1alpha1.Volume) error {
+	spec, unfit, err := s.planLeg(ctx, r, name, like)
+	if err == nil {
+		_, err = s.plan(ctx, spec, unfit)
+	}
+	if err != nil {
+		return s.lacking(ctx, r, name, err)
+	}
+	return nil
+}
+
+// planLeg says what a leg is to be, and which pools cannot have it.
+func (s *Store) planLeg(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, like *v1alpha1.Volume) (spec volume.Spec, unfit refusals, err error) {
+	spec, ok := cluster.LegSpec(r, name, like)
+	if !ok {
+		return spec, nil, fmt.Errorf("%w: the object of volume %s names a replica %s that it never numbered", errdefs.ErrPrecondition, cluster.ReplicatedID(r), name)
+	}
+	unfit, err = s.unfitFor(ctx, r, name, r.Spec.Size+spec.Encryption.Scheme.Overhead())
+	return spec, unfit, err
+}
+
+// lacking says of an error by which a leg cannot be made how many others there are.
+func (s *Store) lacking(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string, err error) error {
+	legs, failed := s.legs(ctx, r)
+	if failed != nil || !errors.Is(err, errdefs.ErrNoSpace) {
+		return fmt.Errorf("replica %s of volume %s: %w", name, cluster.ReplicatedID(r), err)
+	}
+	return fmt.Errorf("%s, and each needs a node of its own: %w", roomFor(r.Spec.Replicas, len(kept(r, legs, name))), err)
+}
+
+// roomFor says how many nodes have room for a volume.
+func roomFor(replicas, nodes int) string {
+	have := "nodes have"
+	if nodes == 1 {
+		have = "node has"
+	}
+	return fmt.Sprintf("%d %s room for one of %d replicas", nodes, have, replicas)
+}
+
+// isFurther reports whether a volume is a leg that is made beside another one.
+func isFurther(spec volume.Spec) bool {
+	return spec.ReplicaOf != "" && spec.ReplicaOf != volume.KeyOf(spec.Name)
+}
+
+// roomForAll is ErrNoSpace if there are not as many nodes of one network that seem to have room for a leg of a volume as it is to have legs. The nodes know better; but so that is known before anything is made.
+func (s *Store) roomForAll(ctx context.Context, spec volume.Spec) error {
+	floor, overhead := spec.MinSize(), spec.Encryption.Scheme.Overhead()
+	if spec.Source != (volume.ID{}) {
+		from, err := s.findSource(ctx, spec.Source)
+		if err != nil {
+			return err
+		}
+		floor = max(floor, from.size)
+	}
+	size, err := spec.Size.Choose(floor, blockdev.Granularity, overhead)
+	if err != nil {
+		return err
+	}
+	spec.Nodes = nil
+	fit, nodes, unfit, err := s.fitting(ctx, spec, nil)
+	if err != nil {
+		return err
+	}
+	apart := map[string]map[string]bool{} // by network: the places for legs
+	most := 0
+	for _, r := range fit {
+		where, network := r.Spec.NodeName, r.Status.Network.Name
+		if key := spec.Replicas.TopologyKey; key != "" {
+			where = nodes[r.Spec.NodeName].Labels[key]
+		}
+		if where == "" || !r.Fits(size+overhead) {
+			unfit = append(unfit, fmt.Sprintf("pool %s has no room, or its node not the label that keeps replicas apart", r.Name))
+			continue
+		}
+		if apart[network] == nil {
+			apart[network] = map[string]bool{}
+		}
+		apart[network][where] = true
+		most = max(most, len(apart[network]))
+	}
+	if most >= spec.Replicas.Count {
+		return nil
+	}
+	slices.Sort(unfit)
+	return fmt.Errorf("%w: %s, and each needs a node of its own: %s", errdefs.ErrNoSpace, roomFor(spec.Replicas.Count, most), cluster.Limited(strings.Join(slices.Compact(unfit), "; ")))
+}
+
+// poolsOfLegs is the set of pools that the legs of a volume may be in.
+func poolsOfLegs(spec volume.Spec, first *v1alpha1.Volume) string {
+	if spec.Pool == "" && spec.Source != (volume.ID{}) { // the first one is in the pool of its source
+		return first.Spec.Pool
+	}
+	return spec.Pool
+}
+
+// commonStep is what sizes are multiples of in all pools of a set, so that all of them can have legs of one size.
+func (s *Store) commonStep(ctx context.Context, set string) (int64, error) {
+	pools, _, err := s.poolsOf(ctx, set, nil)
+	step := int64(blockdev.Granularity)
+	for _, p := range pools {
+		step = multiple(step, max(p.Status.Granularity, 1))
+	}
+	return step, err
+}
+
+// multiple is the least common one of two numbers.
+func multiple(a, b int64) int64 {
+	x, y := a, b
+	for y != 0 {
+		x, y = y, x%y
+	}
+	return a / x * b
+}

@@ -1,0 +1,283 @@
+package store
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/klog/v2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// A volume with several legs (docs/replication.md) is a ReplicatedVolume, and a Volume for each leg. Calls name the first; what is done to the legs is what is done to any volume.
+
+// errLeg: the ID is that of a leg.
+var errLeg = fmt.Errorf("%w: it is a part of a volume with replicas", errdefs.ErrNotFound)
+
+// replicated returns the object of a volume with several legs; nil for any other ID, but errLeg for that of a leg, also of a volume that is not made yet. As the cache knows, or the API server, where that may have made it
+// meanwhile.
+func (s *Store) replicated(ctx context.Context, id volume.ID) (*v1alpha1.ReplicatedVolume, error) {
+	if err := s.Ready(ctx); err != nil || id.Kind != blockdev.Volume {
+		return nil, err
+	}
+	r, key := &v1alpha1.ReplicatedVolume{}, client.ObjectKey{Name: id.Key}
+	err := s.kube.Client.Get(ctx, key, r)
+	leg := false
+	if apierrors.IsNotFound(err) {
+		v := &v1alpha1.Volume{}
+		err = client.IgnoreNotFound(s.kube.Client.Get(ctx, key, v))
+		if leg = v.Spec.ReplicaOf != ""; err != nil || v.Name != "" && !leg {
+			return nil, kube.APIError("read volume "+id.String(), err)
+		}
+	}
+	if err == nil && r.Status.Made == nil {
+		if r, err = s.liveReplicated(ctx, id.Key); r == nil && err == nil && leg {
+			return nil, fmt.Errorf("volume %s: %w", id, errLeg)
+		}
+	}
+	if err != nil || r == nil || r.Spec.Pool != id.Pool {
+		return nil, kube.APIError("read volume "+id.String(), err)
+	}
+	return r, nil
+}
+
+// liveReplicated reads an object at the API server itself; nil if there is none.
+func (s *Store) liveReplicated(ctx context.Context, key string) (*v1alpha1.ReplicatedVolume, error) {
+	r := &v1alpha1.ReplicatedVolume{}
+	err := s.kube.Live.Get(ctx, client.ObjectKey{Name: key}, r)
+	if apierrors.IsNotFound(err) {
+		return nil, nil
+	}
+	return r, kube.APIError("read replicated volume "+key, err)
+}
+
+// thereReplicated is errdefs.ErrNotFound for a volume that is not made yet.
+func thereReplicated(r *v1alpha1.ReplicatedVolume) error {
+	if r.Status.Made == nil {
+		return fmt.Errorf("%w: no volume %s", errdefs.ErrNotFound, cluster.ReplicatedID(r))
+	}
+	return nil
+}
+
+// usableReplicated is thereReplicated, and errdefs.ErrPrecondition for one that is on its way out.
+func usableReplicated(r *v1alpha1.ReplicatedVolume) error {
+	if err := thereReplicated(r); err != nil {
+		return err
+	}
+	if r.Going() {
+		return fmt.Errorf("%w: volume %s is being deleted", errdefs.ErrPrecondition, cluster.ReplicatedID(r))
+	}
+	return nil
+}
+
+// changeReplicated changes the spec of a usable volume with several legs by compare-and-swap, as change does that of others.
+func (s *Store) changeReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolume, edit func(r *v1alpha1.ReplicatedVolume) (bool, error)) (*v1alpha1.ReplicatedVolume, error) {
+	id := cluster.ReplicatedID(r)
+	for live := false; ; live = true {
+		if err := usableReplicated(r); err != nil {
+			return nil, err
+		}
+		before := r.DeepCopy()
+		changed, err := edit(r)
+		if err == nil && changed {
+			if err = s.kube.Client.Patch(ctx, r, kube.LockingPatch(before)); !apierrors.IsConflict(err) {
+				return r, kube.APIError("change volume "+id.String(), err)
+			}
+		} else if live {
+			return r, err
+		}
+		if r, err = s.liveReplicated(ctx, id.Key); err != nil {
+			return nil, err
+		}
+		if r == nil {
+			return nil, fmt.Errorf("%w: no volume %s any more", errdefs.ErrNotFound, id)
+		}
+	}
+}
+
+// legs returns the Volumes that an object names, as far as they are there, in its order.
+func (s *Store) legs(ctx context.Context, r *v1alpha1.ReplicatedVolume) (legs []*v1alpha1.Volume, err error) {
+	for _, name := range r.Spec.Legs {
+		v := &v1alpha1.Volume{}
+		err := s.kube.Client.Get(ctx, client.ObjectKey{Name: name}, v)
+		if client.IgnoreNotFound(err) != nil {
+			return nil, kube.APIError("read leg "+name, err)
+		}
+		if err == nil && v.Spec.ReplicaOf == r.Name {
+			legs = append(legs, v)
+		}
+	}
+	return legs, nil
+}
+
+// currentLegs are those of some legs that have every acknowledged write.
+func currentLegs(r *v1alpha1.ReplicatedVolume, legs []*v1alpha1.Volume) (current []*v1alpha1.Volume) {
+	for _, v := range legs {
+		if l := r.Leg(v.Name); l != nil && l.Current {
+			current = append(current, v)
+		}
+	}
+	return current
+}
+
+// stands is the leg that stands for a volume, where one node is asked for: a current one, of a node that carries out what is asked of it, if there is one. ErrUnavailable if no current one is there.
+func (s *Store) stands(ctx context.Context, r *v1alpha1.ReplicatedVolume) (*v1alpha1.Volume, error) {
+	legs, err := s.legs(ctx, r)
+	if err != nil {
+		return nil, err
+	}
+	current := currentLegs(r, legs)
+	if len(current) == 0 {
+		return nil, fmt.Errorf("%w: volume %s: none of its replicas that have all that was written is there (kubectl get replicatedvolumes.ashlar.dev %s -o yaml)", errdefs.ErrUnavailable, cluster.ReplicatedID(r), r.Name)
+	}
+	for _, v := range current {
+		if s.nodes.Ready(ctx, v.Spec.NodeName) == nil {
+			return v, nil
+		}
+	}
+	return current[0], nil
+}
+
+// getReplicated is Get.
+func (s *Store) getReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolume) (volume.Volume, error) {
+	if err := thereReplicated(r); err != nil {
+		return volume.Volume{}, err
+	}
+	leg, err := s.stands(ctx, r)
+	if err != nil {
+		return volume.Volume{}, err
+	}
+	return cluster.ToReplicated(r, leg), nil
+}
+
+// createReplicated is Create: the first leg as any volume, then the object, then the other legs; and only when all are there they are said to be. Each step finds what an earlier try has done. Where that cannot go
+// on, all of it is taken back.
+func (s *Store) createReplicated(ctx context.Context, spec volume.Spec) (volume.Volume, error) {
+	key := volume.KeyOf(spec.Name)
+	for {
+		r, err := s.liveReplicated(ctx, key)
+		switch {
+		case err != nil:
+			return volume.Volume{}, err
+		case r != nil && r.Spec.Name != spec.Name:
+			return volume.Volume{}, fmt.Errorf("%w: volume %q has the key of volume %q", errdefs.ErrExists, r.Spec.Name, spec.Name)
+		case r != nil && r.Going():
+			if err := s.removeReplicated(ctx, r); err != nil {
+				return volume.Volume{}, err
+			}
+			continue
+		case r != nil && r.Status.Made != nil:
+			return s.sameReplicated(ctx, spec, r)
+		}
+		first, err := s.createFirst(ctx, spec)
+		if err == nil && r == nil {
+			if r, err = s.createObject(ctx, spec, first); r == nil && err == nil {
+				continue // another store was first
+			}
+		}
+		if err != nil {
+			return volume.Volume{}, err
+		}
+		if err := s.createLegs(ctx, r, first); err != nil {
+			return volume.Volume{}, err
+		}
+		made, err := s.setMade(ctx, r, spec.Source != (volume.ID{}))
+		if err != nil {
+			return volume.Volume{}, err
+		}
+		if made != nil {
+			return s.getReplicated(ctx, made)
+		}
+	}
+}
+
+// sameReplicated is the volume that is there already, if it is the one of a spec.
+func (s *Store) sameReplicated(ctx context.Context, spec volume.Spec, r *v1alpha1.ReplicatedVolume) (volume.Volume, error) {
+	have, err := s.getReplicated(ctx, r)
+	if err == nil {
+		err = spec.Check(have)
+	}
+	return have, err
+}
+
+// createFirst makes the first leg, if it is not there yet.
+func (s *Store) createFirst(ctx context.Context, spec volume.Spec) (*v1alpha1.Volume, error) {
+	first := spec
+	first.Replicas, first.ReplicaOf = volume.Replicas{}, volume.KeyOf(spec.Name)
+	err := s.kube.Client.Get(ctx, client.ObjectKey{Name: first.ReplicaOf}, &v1alpha1.Volume{})
+	if apierrors.IsNotFound(err) {
+		err = s.roomForAll(ctx, spec)
+	}
+	if err != nil {
+		return nil, err
+	}
+	return s.createAnywhere(ctx, first)
+}
+
+// createObject makes the object of a volume whose first leg is there; nil without an error if there is one.
+func (s *Store) createObject(ctx context.Context, spec volume.Spec, first *v1alpha1.Volume) (*v1alpha1.ReplicatedVolume, error) {
+	r := cluster.ReplicatedNamed(first.Name)
+	r.Spec = v1alpha1.ReplicatedVolumeSpec{Name: spec.Name, Pool: first.Named(), Pools: poolsOfLegs(spec, first), Replicas: spec.Replicas.Count, TopologyKey: spec.Replicas.TopologyKey,
+		ReplaceAfter: int64(spec.Replicas.ReplaceAfter / time.Second), Size: first.Status.Size, Legs: []string{first.Name}, Numbered: 1}
+	for range spec.Replicas.Count - 1 {
+		cluster.AddLeg(r)
+	}
+	err := s.kube.Client.Create(ctx, r, client.FieldValidation(metav1.FieldValidationStrict))
+	switch {
+	case apierrors.IsAlreadyExists(err):
+		return nil, nil
+	case apierrors.IsBadRequest(err):
+		return nil, errdefs.Recast(cluster.ErrDefinitions, err, "create replicated volume %s", r.Name)
+	}
+	return r, kube.APIError("create replicated volume "+r.Name, err)
+}
+
+// createLegs makes the legs that an object names beside the first. If a node refuses one for good, or none has room, all of the volume is taken back.
+func (s *Store) createLegs(ctx context.Context, r *v1alpha1.ReplicatedVolume, first *v1alpha1.Volume) error {
+	for _, name := range r.Spec.Legs {
+		if name == r.Name {
+			continue
+		}
+		err := s.createLeg(ctx, r, name, first)
+		var refusal *cluster.Refusal
+		switch {
+		case err == nil:
+			continue
+		case !errors.Is(err, errdefs.ErrNoSpace) && !errors.As(err, &refusal):
+			return err
+		}
+		klog.FromContext(ctx).Info("Taking back a volume of which not all replicas can be made", "volume", cluster.ReplicatedID(r).String(), "why", err.Error())
+		before := r.DeepCopy()
+		r.Spec.Delete = r.UID
+		undone := kube.APIError("take back volume "+r.Name, s.kube.Client.Patch(ctx, r, kube.LockingPatch(before)))
+		if undone == nil {
+			undone = s.removeReplicated(ctx, r)
+		}
+		if undone != nil {
+			return errors.Join(errdefs.Recast(errdefs.ErrUnavailable, undone, "it is to be taken back"), errors.New(err.Error()))
+		}
+		return err
+	}
+	return nil
+}
+
+// setMade writes down that all legs are there; nil without an error if the object was changed meanwhile.
+func (s *Store) setMade(ctx context.Context, r *v1alpha1.ReplicatedVolume, copied bool) (*v1alpha1.ReplicatedVolume, error) {
+	before := r.DeepCopy()
+	cluster.SetLegs(r, copied)
+	err := s.kube.Client.Status().Patch(ctx, r, kube.LockingPatch(before))
+	if err != nil {
+		return nil, kube.APIError("write down that volume "+r.Name+" is made", kube.IgnoreConflict(err))
+	}
+	return r, nil
+}

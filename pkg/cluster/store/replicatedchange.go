@@ -1,0 +1,285 @@
+package store
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// expandReplicated is Expand: all legs grow, then the volume. What a leg refuses is undone there; a leg that has grown stays larger than the volume, and does no harm. One that is not current, and whose node is away, grows when that
+// is back, as it is smaller than the volume.
+func (s *Store) expandReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolume, size volume.Range) (volume.Volume, error) {
+	if err := usableReplicated(r); err != nil {
+		return volume.Volume{}, err
+	}
+	id, have := cluster.ReplicatedID(r), r.Spec.Size
+	if size.Limit > 0 && have > size.Limit && size.Required <= size.Limit {
+		return volume.Volume{}, fmt.Errorf("%w: volume %s has %d bytes, more than the limit of %d; volumes do not shrink", errdefs.ErrOutOfRange, id, have, size.Limit)
+	}
+	legs, err := s.legs(ctx, r)
+	if err != nil {
+		return volume.Volume{}, err
+	}
+	step, overhead := int64(blockdev.Granularity), int64(0)
+	for _, v := range legs {
+		one, err := s.granularity(ctx, v.Spec.NodeName, v.Spec.Pool)
+		if err != nil && s.mustFollow(ctx, r, v) {
+			return volume.Volume{}, err
+		}
+		step, overhead = multiple(step, max(one, 1)), cluster.EncryptionOf(v).Scheme.Overhead()
+	}
+	want, err := size.Choose(have, step, overhead)
+	if err != nil {
+		return volume.Volume{}, err
+	}
+	if size.Required == 0 || want <= have {
+		return s.getReplicated(ctx, r)
+	}
+	for _, v := range legs {
+		if s.mustFollow(ctx, r, v) {
+			w := s.hub.Open(v)
+			_, err := s.grow(ctx, w, v, max(want, v.Spec.Size))
+			if w.Close(); err != nil {
+				return volume.Volume{}, fmt.Errorf("grow volume %s: %w", id, err)
+			}
+		}
+	}
+	r, err = s.changeReplicated(ctx, r, func(r *v1alpha1.ReplicatedVolume) (bool, error) {
+		changed := r.Spec.Size < want
+		r.Spec.Size = max(r.Spec.Size, want)
+		return changed, nil
+	})
+	if err != nil {
+		return volume.Volume{}, err
+	}
+	return s.getReplicated(ctx, r)
+}
+
+// mustFollow reports whether a change of a volume waits for a leg: it is current, or its node is there.
+func (s *Store) mustFollow(ctx context.Context, r *v1alpha1.ReplicatedVolume, v *v1alpha1.Volume) bool {
+	if l := r.Leg(v.Name); l != nil && l.Current {
+		return true
+	}
+	return v.Status.Created != nil && !v1alpha1.Going(v) && !v1alpha1.IsLost(v) && s.nodes.Ready(ctx, v.Spec.NodeName) == nil
+}
+
+// modifyReplicated is Modify: of all legs.
+func (s *Store) modifyReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolume, mutable map[string]string) error {
+	if err := usableReplicated(r); err != nil {
+		return err
+	}
+	id := cluster.ReplicatedID(r)
+	if volume.Follows(mutable) {
+		return fmt.Errorf("%w: volume %s has replicas: %s=%s is for volumes on one node", errdefs.ErrInvalid, id, volume.ParameterPlacement, volume.PlacementFollow)
+	}
+	legs, err := s.legs(ctx, r)
+	if err != nil {
+		return err
+	}
+	for _, v := range legs {
+		if !s.mustFollow(ctx, r, v) {
+			continue
+		}
+		if err := s.modifyOne(ctx, cluster.VolumeID(v), mutable); err != nil {
+			return fmt.Errorf("modify volume %s: %w", id, err)
+		}
+	}
+	return nil
+}
+
+// deleteReplicated is Delete: the word that the legs may go is written down where claims are, so there is none; then they go, and then the object.
+func (s *Store) deleteReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolume) error {
+	id := cluster.ReplicatedID(r)
+	for live := false; !r.Deleting(); live = true {
+		if c := r.Spec.Claim; c != nil && live {
+			return fmt.Errorf("%w: volume %s is claimed by node %s; unpublish it first", errdefs.ErrInUse, id, c.Node)
+		}
+		if r.Spec.Claim == nil {
+			if err := s.mayGo(ctx, r); err != nil {
+				return err
+			}
+			before := r.DeepCopy()
+			r.Spec.Delete = r.UID
+			err := s.kube.Client.Patch(ctx, r, kube.LockingPatch(before))
+			if err == nil {
+				break
+			}
+			if !apierrors.IsConflict(err) {
+				return errdefs.IgnoreNotFound(kube.APIError("delete "+id.String(), err))
+			}
+		}
+		var err error
+		if r, err = s.liveReplicated(ctx, id.Key); r == nil || err != nil {
+			return err
+		}
+	}
+	if err := s.removeReplicated(ctx, r); err != nil {
+		return fmt.Errorf("delete %s: %w", id, err)
+	}
+	return nil
+}
+
+// mayGo is ErrInUse for a volume of which a leg is being copied, or given to somebody.
+func (s *Store) mayGo(ctx context.Context, r *v1alpha1.ReplicatedVolume) error {
+	legs, err := s.legs(ctx, r)
+	if err == nil {
+		err = s.oneFree(ctx, r, legs)
+	}
+	for _, v := range legs {
+		err = errors.Join(err, s.notCopied(ctx, cluster.VolumeID(v)))
+	}
+	return err
+}
+
+// removeReplicated deletes the legs of a volume that is to be deleted, and then its object. It waits for the nodes of the legs, all at once.
+func (s *Store) removeReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolume) error {
+	var list v1alpha1.VolumeList
+	if err := s.kube.Client.List(ctx, &list, client.MatchingFields{cluster.ByReplicaOf: r.Name}); err != nil {
+		return kube.APIError("list legs of "+r.Name, err)
+	}
+	names := map[string]bool{}
+	for _, name := range r.Spec.Legs { // the cache may not know of one yet
+		names[name] = true
+	}
+	for i := range list.Items { // that was taken out before
+		names[list.Items[i].Name] = true
+	}
+	going := map[*kube.Watch]*v1alpha1.Volume{}
+	defer func() {
+		for w := range going {
+			w.Close()
+		}
+	}()
+	for name := range names {
+		w := s.hub.Open(cluster.VolumeNamed(name))
+		v, err := cluster.RemoveLeg(ctx, s.kube, r, name)
+		if err != nil || v == nil {
+			w.Close()
+		}
+		if err != nil {
+			return err
+		}
+		if v != nil {
+			going[w] = v
+		}
+	}
+	var failures []error
+	for w, v := range going {
+		failures = append(failures, waitGone(ctx, s, w, v))
+	}
+	if err := errors.Join(failures...); err != nil {
+		return err
+	}
+	return kube.APIError("delete replicated volume "+r.Name, client.IgnoreNotFound(kube.IgnoreConflict(s.kube.Client.Delete(ctx, r, client.Preconditions{UID: &r.UID}))))
+}
+
+// healthReplicated is Health: of each leg. While another current leg is well, what is wrong with one of them costs no more than that.
+func (s *Store) healthReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolume) (all []blockdev.Problem, _ error) {
+	if err := thereReplicated(r); err != nil {
+		return nil, err
+	}
+	legs, err := s.legs(ctx, r)
+	if err != nil {
+		return nil, err
+	}
+	well := false // a current leg is
+	for _, v := range legs {
+		problems, err := s.healthOf(ctx, v)
+		if err != nil {
+			return nil, err
+		}
+		l := r.Leg(v.Name)
+		if l != nil && l.Current {
+			well = well || worstOf(problems) < blockdev.Inaccessible
+		} else {
+			problems = append(problems, blockdev.Problem{Severity: blockdev.Degraded, Reason: "ReplicaNotCurrent", Message: notCurrent(v, l)})
+		}
+		for _, p := range problems {
+			p.Message = fmt.Sprintf("replica on node %s: %s", v.Spec.NodeName, p.Message)
+			all = append(all, p)
+		}
+	}
+	if missing := r.Spec.Replicas - len(legs); missing > 0 {
+		all = append(all, blockdev.Problem{Severity: blockdev.Degraded, Reason: "ReplicaMissing", Message: fmt.Sprintf("%d of %d replicas are not there", missing, r.Spec.Replicas)})
+	}
+	if len(currentLegs(r, legs)) == 0 {
+		all = append(all, blockdev.Problem{Severity: blockdev.Inaccessible, Reason: "NoCurrentReplica", Message: "none of the replicas that have all that was written is there: " + r.Status.Summary})
+	}
+	for i := range all {
+		if well {
+			all[i].Severity = min(all[i].Severity, blockdev.Degraded)
+		}
+	}
+	return all, nil
+}
+
+func worstOf(problems []blockdev.Problem) (worst blockdev.Severity) {
+	for _, p := range problems {
+		worst = max(worst, p.Severity)
+	}
+	return worst
+}
+
+// notCurrent says why a leg lacks what was written.
+func notCurrent(v *v1alpha1.Volume, l *v1alpha1.Leg) string {
+	switch {
+	case l != nil && l.Message != "":
+		return "it does not have all that was written: " + l.Message
+	case v.Status.Created == nil:
+		return "it is being made"
+	}
+	return "it does not have all that was written; what it lacks is copied to it while the volume is used"
+}
+
+// listed is a volume as it is listed.
+type listed struct {
+	id         volume.ID
+	volume     *v1alpha1.Volume // or its leg; nil: none is there
+	replicated *v1alpha1.ReplicatedVolume
+}
+
+func (l *listed) as() volume.Volume {
+	if l.replicated == nil {
+		return cluster.ToVolume(l.volume)
+	}
+	return cluster.ToReplicated(l.replicated, l.volume)
+}
+
+// listReplicated are the volumes with several legs whose IDs are after one; of all volumes some are their legs. What is returned is the cache's own.
+func (s *Store) listReplicated(ctx context.Context, after volume.ID, all []v1alpha1.Volume) (found []*listed, _ error) {
+	var list v1alpha1.ReplicatedVolumeList
+	if err := s.kube.Client.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
+		return nil, kube.APIError("list replicated volumes", err)
+	}
+	if len(list.Items) == 0 {
+		return nil, nil
+	}
+	legs := map[string][]*v1alpha1.Volume{}
+	for i := range all {
+		if v := &all[i]; v.Spec.ReplicaOf != "" {
+			legs[v.Spec.ReplicaOf] = append(legs[v.Spec.ReplicaOf], v)
+		}
+	}
+	for i := range list.Items {
+		r := &list.Items[i]
+		if r.Status.Made == nil || compareIDs(cluster.ReplicatedID(r), after) <= 0 {
+			continue
+		}
+		one := &listed{id: cluster.ReplicatedID(r), replicated: r}
+		if current := currentLegs(r, legs[r.Name]); len(current) > 0 {
+			one.volume = current[0]
+		}
+		found = append(found, one)
+	}
+	return found, nil
+}

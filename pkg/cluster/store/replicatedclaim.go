@@ -1,0 +1,235 @@
+package store
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// claimReplicated is Claim: the volume is claimed, then each leg that can be now. The others are when they can (package replicator).
+func (s *Store) claimReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolume, claim volume.Claim) error {
+	id := cluster.ReplicatedID(r)
+	if claim.Many() {
+		return fmt.Errorf("%w: volume %s has replicas, and can be used on one node at a time: publish it with another access mode than that of many readers (ReadOnlyMany)", errdefs.ErrPrecondition, id)
+	}
+	_, limit, err := s.nodePools(ctx, claim.Node)
+	if err != nil {
+		return err
+	}
+	counted := false
+	defer func() {
+		if counted {
+			s.uncount(id.Key, claim.Node)
+		}
+	}()
+	want := v1alpha1.Claim{Node: claim.Node, ReadOnly: claim.ReadOnly, Mode: claim.Mode, Since: new(metav1.Now())}
+	r, err = s.changeReplicated(ctx, r, func(r *v1alpha1.ReplicatedVolume) (bool, error) {
+		switch have := r.Spec.Claim; {
+		case have != nil && sameUse(*have, want):
+			return false, nil
+		case have != nil && have.Node == want.Node:
+			return false, fmt.Errorf("%w: volume %s is published to node %s with mode %s, read-only %v", errdefs.ErrExists, id, have.Node, have.Mode, have.ReadOnly)
+		case have != nil:
+			return false, fmt.Errorf("%w: volume %s is published to node %s", errdefs.ErrInUse, id, have.Node)
+		}
+		legs, err := s.legs(ctx, r)
+		if err == nil {
+			err = s.mayUseAny(ctx, r, legs, want.Node)
+		}
+		if err == nil {
+			err = s.oneFree(ctx, r, legs)
+		}
+		if err == nil && !counted && limit > 0 {
+			err = s.countClaim(ctx, id.Key, want.Node, limit)
+			counted = err == nil
+		}
+		if err != nil {
+			return false, err
+		}
+		r.Spec.Claims = cluster.NextReplicatedClaim(r, legs)
+		r.Spec.Claim = &want
+		r.Spec.Claim.Generation = r.Spec.Claims
+		return true, nil
+	})
+	if err != nil {
+		return err
+	}
+	legs, err := s.tend(ctx, r)
+	if err != nil {
+		return fmt.Errorf("claim the replicas of volume %s for node %s: %w", id, claim.Node, err)
+	}
+	current := currentLegs(r, legs)
+	for _, v := range current {
+		if v.Spec.Claim != nil {
+			return nil
+		}
+	}
+	return fmt.Errorf("%w: volume %s is claimed for node %s, and none of its %d replicas that have all that was written can be yet: their nodes have not ended what they gave before", errdefs.ErrUnavailable, id, claim.Node, len(current))
+}
+
+// mayUseAny is ErrPrecondition if a node can use no current leg of a volume.
+func (s *Store) mayUseAny(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs []*v1alpha1.Volume, node string) error {
+	var failures []error
+	current := currentLegs(r, legs)
+	for _, v := range current {
+		err := s.mayUse(ctx, v, node)
+		if err == nil {
+			return nil
+		}
+		failures = append(failures, err)
+	}
+	if len(current) == 0 {
+		return fmt.Errorf("%w: volume %s: none of its replicas that have all that was written is there", errdefs.ErrUnavailable, cluster.ReplicatedID(r))
+	}
+	return errors.Join(failures...)
+}
+
+// tend has the legs of a volume claimed, and as large, as that asks for, as far as they can be now, and returns them. The last look at each was at the API server itself.
+func (s *Store) tend(ctx context.Context, r *v1alpha1.ReplicatedVolume) (legs []*v1alpha1.Volume, err error) {
+	for _, name := range r.Spec.Legs {
+		v, err := s.tendLeg(ctx, r, name)
+		if err != nil {
+			return nil, err
+		}
+		if v != nil {
+			legs = append(legs, v)
+		}
+	}
+	return legs, nil
+}
+
+// tendLeg is tend of one leg; nil if it is not there.
+func (s *Store) tendLeg(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string) (*v1alpha1.Volume, error) {
+	v := &v1alpha1.Volume{}
+	err := s.kube.Client.Get(ctx, client.ObjectKey{Name: name}, v)
+	for live := false; ; live = true {
+		if apierrors.IsNotFound(err) && live || err == nil && v.Spec.ReplicaOf != r.Name {
+			return nil, nil
+		}
+		if client.IgnoreNotFound(err) != nil {
+			return nil, kube.APIError("read leg "+name, err)
+		}
+		if before := v.DeepCopy(); err == nil && cluster.TendLeg(r, v) {
+			err := s.kube.Client.Patch(ctx, v, kube.LockingPatch(before))
+			if err == nil {
+				return v, nil
+			}
+			if kube.IgnoreConflict(err) != nil {
+				return nil, kube.APIError("change leg "+name, err)
+			}
+		} else if live {
+			return v, nil
+		}
+		v = &v1alpha1.Volume{}
+		err = s.kube.Live.Get(ctx, client.ObjectKey{Name: name}, v)
+	}
+}
+
+// oneFree is ErrUnavailable unless a current leg of a volume that nobody has claimed is given to nobody any more. Its last user acknowledges nothing from then on that is not on that leg. Where no current leg is
+// left that could be given to anybody, nobody is waited for.
+func (s *Store) oneFree(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs []*v1alpha1.Volume) error {
+	var waits error
+	for _, v := range currentLegs(r, legs) {
+		to := givenTo(v, "")
+		if to == nil {
+			return nil
+		}
+		gone, err := s.isGone(ctx, v.Spec.NodeName)
+		if err != nil {
+			return err
+		}
+		if !gone {
+			waits = errors.Join(waits, fmt.Errorf("%w: node %s has not ended yet what it gives of volume %s to node %s (claim %d)", errdefs.ErrUnavailable, v.Spec.NodeName, cluster.ReplicatedID(r), to.Node, to.Generation))
+		}
+	}
+	return waits
+}
+
+// lookAtNodes is how often it is looked whether the nodes that are waited for are there, which the legs do not tell.
+const lookAtNodes = time.Second
+
+// releaseReplicated is Release: the claim goes, so that the node that had it cannot say any more which legs are current; then those of the legs go; and one current leg has to be free.
+func (s *Store) releaseReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolume, node string) error {
+	id := cluster.ReplicatedID(r)
+	failed := func(err error) error { return fmt.Errorf("release volume %s: %w", id, err) }
+	for live := false; ; live = true {
+		if c := r.Spec.Claim; c != nil && (node == "" || c.Node == node) {
+			before := r.DeepCopy()
+			r.Spec.Claim = nil
+			err := s.kube.Client.Patch(ctx, r, kube.LockingPatch(before))
+			if err == nil {
+				break
+			}
+			if !apierrors.IsConflict(err) {
+				return failed(errdefs.IgnoreNotFound(kube.APIError("take its claim off", err)))
+			}
+		} else if live {
+			break
+		}
+		var err error
+		if r, err = s.liveReplicated(ctx, id.Key); r == nil || err != nil {
+			return err
+		}
+	}
+	if r.Spec.Claim != nil {
+		return nil // another node has it, for which one leg was free
+	}
+	if err := s.waitFree(ctx, r); err != nil {
+		return failed(err)
+	}
+	return nil
+}
+
+// waitFree takes the claims of the legs of a volume off that nobody has claimed, and waits until one current leg is free.
+func (s *Store) waitFree(ctx context.Context, r *v1alpha1.ReplicatedVolume) error {
+	var watched []client.Object
+	for _, name := range r.Spec.Legs {
+		watched = append(watched, cluster.VolumeNamed(name))
+	}
+	w := s.hub.Open(watched...)
+	defer w.Close()
+	legs, err := s.tend(ctx, r)
+	if err != nil {
+		return err
+	}
+	for {
+		err := s.oneFree(ctx, r, legs)
+		if !errors.Is(err, errdefs.ErrUnavailable) {
+			return err
+		}
+		if !s.anyReady(ctx, currentLegs(r, legs)) {
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("%w: %w", err, ctx.Err())
+		case <-w.Signal:
+			w.Take()
+		case <-time.After(lookAtNodes):
+		}
+		if legs, err = s.legs(ctx, r); err != nil {
+			return err
+		}
+	}
+}
+
+// anyReady reports whether the node of any leg carries out what is asked of it.
+func (s *Store) anyReady(ctx context.Context, legs []*v1alpha1.Volume) bool {
+	for _, v := range legs {
+		if s.nodes.Ready(ctx, v.Spec.NodeName) == nil {
+			return true
+		}
+	}
+	return false
+}
