@@ -39,6 +39,7 @@ type replicas struct {
 
 	mu    sync.Mutex
 	known map[string]*replica // by the names of their objects
+	holds Holds               // those that are used here; nil: none can be
 }
 
 // replica is what is known of one beside its object. It is forgotten with the process.
@@ -170,6 +171,29 @@ func (r replicated) Find(ctx context.Context, id volume.ID) (bool, error) {
 		}
 	}
 	return true, nil
+}
+
+// HoldReplicated says who holds back the writes to volumes with several legs that are used here.
+func (a *Agent) HoldReplicated(holds Holds) {
+	a.replicas.mu.Lock()
+	defer a.replicas.mu.Unlock()
+	a.replicas.holds = holds
+}
+
+// holdReplicated holds back the writes to a volume with several legs, if it is used here. The caller may have the lock of one leg, which the first shares with the volume.
+func (a *Agent) holdReplicated(ctx context.Context, key, locked string) (release func() error, err error) {
+	v, is := a.replicated(key)
+	a.replicas.mu.Lock()
+	holds := a.replicas.holds
+	a.replicas.mu.Unlock()
+	if !is || holds == nil {
+		return nil, nil
+	}
+	var locks []string
+	if locked != key {
+		locks = []string{keylock.Volume(key)}
+	}
+	return a.hold(ctx, holds, volume.ID{Kind: blockdev.Volume, Pool: v.Spec.Pool, Key: key}, locks)
 }
 
 // ReplicaLegs opens the legs of volumes that this node uses: it is a replicapool.Legs.
