@@ -87,6 +87,8 @@ func (r *room) leaves(v *v1alpha1.Volume) error {
 	switch m := v.Spec.Move; {
 	case v1alpha1.Going(v) || v.Spec.Abandoned:
 		return errors.New("it is being deleted")
+	case v.Spec.ReplicaOf != "":
+		return errors.New("it is a replica of volume " + v.Spec.ReplicaOf + ", and replicas do not move yet (kubectl get replicatedvolumes.ashlar.dev " + v.Spec.ReplicaOf + ")")
 	case v.Spec.Access == "":
 		return errors.New("it has access=node, and its PersistentVolume names that node, for good: take a snapshot, and restore it on another node by a class with copies: anywhere")
 	case v.Status.Created == nil:

@@ -15,9 +15,10 @@ import (
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
-	"github.com/ashlar-csi/ashlar/internal/apitest"
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -184,7 +185,7 @@ func TestReplicated(t *testing.T) {
 	}
 	fails(t, s.Claim(w.ctx, v.ID, on("node-3")), errdefs.ErrInUse)
 	fails(t, s.Claim(w.ctx, v.ID, volume.Claim{Node: "node-1", Mode: "other"}), errdefs.ErrExists)
-	fails(t, s.Claim(w.ctx, v.ID, volume.Claim{Node: "node-1", Mode: "mount MULTI_NODE_READER_ONLY"}), errdefs.ErrPrecondition)
+	fails(t, s.Claim(w.ctx, v.ID, volume.Claim{Node: "node-1", Mode: "mount,MULTI_NODE_READER_ONLY"}), errdefs.ErrPrecondition)
 	fails(t, s.Delete(w.ctx, v.ID), errdefs.ErrInUse)
 
 	grown, err := s.Expand(w.ctx, v.ID, volume.Range{Required: 8 * mib})
@@ -415,4 +416,237 @@ func TestReplicatorFinishes(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 }
 
-var _ = apitest.Admin
+// edit changes the spec of a volume with several legs.
+func (w *environment) edit(name string, edit func(r *v1alpha1.ReplicatedVolume)) {
+	w.Helper()
+	w.eventually("it can be changed", func() bool {
+		r := w.whole(name)
+		before := r.DeepCopy()
+		edit(r)
+		return w.Patch(w.ctx, r, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{})) == nil
+	})
+}
+
+// legID is the ID of a leg, as its node has it.
+func legID(v *v1alpha1.Volume) volume.ID { return cluster.VolumeID(v) }
+
+// TestReplicatedHomes: a home that is dead keeps neither the end of a claim waiting nor the next one, as long as another leg can be had; what it still gives is claimed by nobody else, and no leg is claimed for two.
+func TestReplicatedHomes(t *testing.T) {
+	w, all, s := legCluster(t, 3)
+	v, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
+	check.OK(t, err)
+	user := map[string]string{"node-2": "node-3", "node-3": "node-2"}[w.homes("v")[1]]
+	alive, dead := w.legsOf("v")[0], w.legsOf("v")[1]
+	check.OK(t, s.Claim(w.ctx, v.ID, on(user)))
+	opened := func(leg *v1alpha1.Volume, generation int64) {
+		all[leg.Spec.NodeName].gives(w.ctx, legID(leg), volume.Grant{Generation: generation, Node: user})
+		w.touched(leg.Spec.Name)
+		w.exported(leg.Spec.Name, &volume.Grant{Generation: generation, Node: user})
+	}
+	opened(alive, 1)
+	opened(dead, 1)
+	all["node-1"].fail(fmt.Errorf("%w: the target hangs", errdefs.ErrUnavailable))
+	all[dead.Spec.NodeName].stop()
+	err = s.Release(soon(t), v.ID, user)
+	if fails(t, err, errdefs.ErrUnavailable); !strings.Contains(err.Error(), "node-1 has not ended yet what it gives of volume "+v.ID.String()+" to node "+user+" (claim 1)") {
+		t.Error(err)
+	}
+	if claims := w.claims("v"); w.whole("v").Spec.Claim != nil || !slices.Equal(claims, []string{"", ""}) {
+		t.Errorf("its legs are claimed for %q", claims)
+	}
+	fails(t, s.Claim(soon(t), v.ID, on("node-1")), errdefs.ErrUnavailable)
+	fails(t, s.Delete(soon(t), v.ID), errdefs.ErrUnavailable)
+	all["node-1"].fail(nil)
+	check.OK(t, s.Release(w.ctx, v.ID, user))
+	check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+	if claims := w.claims("v"); !slices.Equal(claims, []string{"node-1 2", ""}) {
+		t.Errorf("its legs are claimed for %q", claims)
+	}
+	w.start(all[dead.Spec.NodeName].machine)
+	w.eventually("the other leg is claimed when it is given to nobody any more", func() bool { return slices.Equal(w.claims("v"), []string{"node-1 2", "node-1 2"}) })
+	check.OK(t, s.Release(w.ctx, v.ID, ""))
+	check.OK(t, s.Delete(w.ctx, v.ID))
+}
+
+// TestReplicatedCounted: the claims of legs do not count, and that of their volume counts once.
+func TestReplicatedCounted(t *testing.T) {
+	w, _, s := legCluster(t, 2)
+	for i := range storetest.Limit {
+		v, err := s.Create(w.ctx, replicas(fmt.Sprint("v", i), 2))
+		check.OK(t, err)
+		check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+	}
+	more, err := s.Create(w.ctx, replicas("more", 2))
+	check.OK(t, err)
+	fails(t, s.Claim(w.ctx, more.ID, on("node-1")), errdefs.ErrLimit)
+	check.OK(t, s.Claim(w.ctx, more.ID, on("node-2")))
+}
+
+// TestReplicatedCopies: a snapshot of a volume with replicas is one of the volume, whichever leg is cut; and what is made of it is current where it was copied, and not on the other nodes.
+func TestReplicatedCopies(t *testing.T) {
+	w, all, s := legCluster(t, 3)
+	v, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
+	check.OK(t, err)
+	first, err := s.CreateSnapshot(w.ctx, "first", v.ID)
+	check.OK(t, err)
+	w.says("v", func(r *v1alpha1.ReplicatedVolume) { r.Status.Legs[0].Current = false })
+	w.eventually("the store knows it", func() bool {
+		have, err := s.Get(w.ctx, v.ID)
+		return err == nil && have.Node == w.homes("v")[1]
+	})
+	other, err := s.CreateSnapshot(w.ctx, "other", v.ID)
+	check.OK(t, err)
+	if first.Node != "node-1" || other.Node != w.homes("v")[1] || first.Source != v.ID || other.Source != v.ID {
+		t.Errorf("the snapshots are %+v and %+v", first, other)
+	}
+	again, err := s.CreateSnapshot(w.ctx, "other", v.ID)
+	if check.OK(t, err); again != other {
+		t.Errorf("asked for again it is %+v", again)
+	}
+	if of, err := s.ListSnapshots(w.ctx, v.ID, volume.ID{}, 0); err != nil || len(of) != 2 {
+		t.Errorf("its snapshots are %+v, %v", of, err)
+	}
+	if have, err := all[other.Node].local.GetSnapshot(w.ctx, other.ID); err != nil || have.Source != v.ID {
+		t.Errorf("on its node it is %+v, %v", have, err)
+	}
+	fails(t, second(s.CreateGroup(w.ctx, "g", []volume.ID{v.ID})), errdefs.ErrUnsupported)
+	clone := replicas("clone", 2)
+	clone.Source = v.ID
+	fails(t, second(s.Create(w.ctx, clone)), errdefs.ErrPrecondition)
+
+	restored := replicas("restored", 2)
+	restored.Source = other.ID
+	r, err := s.Create(w.ctx, restored)
+	check.OK(t, err)
+	o := w.whole("restored")
+	if current := o.Current(); r.Source != other.ID || r.Node != other.Node || len(current) != 1 || current[0] != o.Name || len(o.Status.Legs) != 2 || o.Status.Summary != "1 of 2" {
+		t.Errorf("restored it is %+v: %+v", r, o.Status)
+	}
+	check.OK(t, s.Delete(w.ctx, v.ID)) // its snapshots stay
+	check.OK(t, s.Delete(w.ctx, r.ID))
+	check.OK(t, errors.Join(s.DeleteSnapshot(w.ctx, first.ID), s.DeleteSnapshot(w.ctx, other.ID)))
+	for _, m := range all {
+		w.tally(m.machine)
+	}
+}
+
+// becomes says of a volume, as who uses it does, which of its legs are current, and that others have not been for a minute.
+func (w *environment) becomes(name string, current ...string) {
+	w.Helper()
+	w.says(name, func(r *v1alpha1.ReplicatedVolume) {
+		r.Status.Legs = nil
+		for _, leg := range r.Spec.Legs {
+			one := v1alpha1.Leg{Name: leg, Current: true, State: v1alpha1.LegCurrent}
+			if !slices.Contains(current, leg) {
+				one = v1alpha1.Leg{Name: leg, State: v1alpha1.LegWaiting, Since: new(metav1.NewTime(time.Now().Add(-time.Minute)))}
+			}
+			r.Status.Legs = append(r.Status.Legs, one)
+		}
+	})
+}
+
+// replaced waits until a volume has another leg beside one that is to be replaced, says that it is current, and waits until the old one is gone.
+func (w *environment) replaced(name, old string) {
+	w.Helper()
+	w.eventually("there is another leg", func() bool {
+		legs := w.legsOf(name)
+		return len(legs) == 3 && legs[2].Status.Created != nil
+	})
+	if r := w.whole(name); !slices.Contains(r.Spec.Legs, old) {
+		w.Errorf("the leg is out before another one is current: %+v", r.Spec)
+	}
+	var current []string
+	for _, leg := range w.whole(name).Spec.Legs {
+		if leg != old {
+			current = append(current, leg)
+		}
+	}
+	w.becomes(name, current...)
+	w.eventually("the old leg is gone", func() bool {
+		return slices.Equal(w.whole(name).Spec.Legs, current) && len(w.legsOf(name)) == 2
+	})
+	w.becomes(name, current...) // as it has two now
+}
+
+// TestReplicatorReplaces: a leg whose bytes are lost, whose node is gone for good, or that is away for too long, is replaced by one on another node, and is there until that one is current.
+func TestReplicatorReplaces(t *testing.T) {
+	w, all, s := legCluster(t, 4)
+	v, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
+	check.OK(t, err)
+
+	lost := w.legsOf("v")[1]
+	m := all[lost.Spec.NodeName]
+	m.stop()
+	check.OK(t, m.local.Delete(w.ctx, legID(lost)))
+	w.start(m.machine)
+	w.eventually("the loss is told", func() bool {
+		problems, err := s.Health(w.ctx, v.ID)
+		return err == nil && len(problems) > 0
+	})
+	if problems, err := s.Health(w.ctx, v.ID); err != nil || slices.ContainsFunc(problems, func(p blockdev.Problem) bool { return p.Severity != blockdev.Degraded }) {
+		t.Errorf("with one leg lost its health is %+v, %v", problems, err)
+	}
+	w.eventually("it is to have another one", func() bool { return len(w.whole("v").Spec.Legs) == 3 })
+	check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+	w.replaced("v", lost.Name)
+
+	gone := w.legsOf("v")[1]
+	all[gone.Spec.NodeName].stop()
+	check.OK(t, w.Delete(w.ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: gone.Spec.NodeName}}))
+	w.becomes("v", w.whole("v").Name)
+	w.replaced("v", gone.Name)
+
+	away := w.legsOf("v")[1]
+	w.becomes("v", w.whole("v").Name)
+	time.Sleep(time.Second)
+	if legs := w.whole("v").Spec.Legs; len(legs) != 2 {
+		t.Errorf("a leg is replaced before its time: %v", legs)
+	}
+	w.edit("v", func(r *v1alpha1.ReplicatedVolume) { r.Spec.ReplaceAfter = 3 })
+	w.replaced("v", away.Name)
+	if homes := w.homes("v"); homes[1] == away.Spec.NodeName || homes[1] == gone.Spec.NodeName || homes[1] == "node-1" {
+		t.Errorf("its legs are on %v", homes)
+	}
+	check.OK(t, s.Release(w.ctx, v.ID, "node-1"))
+	check.OK(t, s.Delete(w.ctx, v.ID))
+}
+
+// TestReplicatorCounts: a volume gets more legs, and loses some, as its object says how many it is to have; the last current one stays, and of several that on the node which uses it.
+func TestReplicatorCounts(t *testing.T) {
+	w, all, s := legCluster(t, 3)
+	v, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
+	check.OK(t, err)
+	check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+	w.edit("v", func(r *v1alpha1.ReplicatedVolume) { r.Spec.Replicas = 3 })
+	w.eventually("it has three", func() bool {
+		legs := w.legsOf("v")
+		return len(legs) == 3 && legs[2].Status.Created != nil && !slices.Contains(w.claims("v"), "")
+	})
+	names := w.whole("v").Spec.Legs
+	w.becomes("v", names...)
+
+	w.edit("v", func(r *v1alpha1.ReplicatedVolume) { r.Spec.Replicas = 1 })
+	w.eventually("it is to do without two", func() bool { return slices.Equal(w.whole("v").Spec.Legs, names[:1]) })
+	time.Sleep(300 * time.Millisecond)
+	if legs := w.legsOf("v"); len(legs) != 3 {
+		t.Errorf("%d legs are left while the node that uses the volume has all of them", len(legs))
+	}
+	w.becomes("v", names[0])
+	w.eventually("two are gone", func() bool { return len(w.legsOf("v")) == 1 })
+	check.OK(t, s.Release(w.ctx, v.ID, "node-1"))
+	check.OK(t, s.Delete(w.ctx, v.ID))
+
+	v, err = s.Create(w.ctx, replicas("v", 3))
+	check.OK(t, err)
+	w.edit("v", func(r *v1alpha1.ReplicatedVolume) { r.Spec.Replicas = 1 })
+	w.eventually("nobody uses it, and two are gone", func() bool {
+		r := w.whole("v")
+		return len(w.legsOf("v")) == 1 && len(r.Status.Legs) == 1 && r.Status.Summary == "1 of 1" && r.Status.Legs[0].Name == r.Spec.Legs[0]
+	})
+	check.OK(t, s.Claim(w.ctx, v.ID, on("node-2")))
+	check.OK(t, s.Release(w.ctx, v.ID, "node-2"))
+	check.OK(t, s.Delete(w.ctx, v.ID))
+	for _, m := range all {
+		w.tally(m.machine)
+	}
+}

@@ -40,7 +40,7 @@ func (p *Replicator) judge(ctx context.Context, r *v1alpha1.ReplicatedVolume, le
 		default:
 			if gone, err := p.isGone(ctx, v.Spec.NodeName); err != nil {
 				return nil, err
-			} else if gone || awayTooLong(r, l, v) {
+			} else if due, replaced := replaceAt(r, l, v); gone || replaced && !time.Now().Before(due) {
 				one.state = bad
 			}
 			if refused := v.Common().Refused(v.Generation); one.state == good && v.Status.Created == nil && (refused != nil || !one.current && v.Spec.Make && l == nil) {
@@ -53,11 +53,11 @@ func (p *Replicator) judge(ctx context.Context, r *v1alpha1.ReplicatedVolume, le
 	return all, nil
 }
 
-// awayTooLong reports whether a leg was not current for so long that it is to be replaced. That takes somebody who uses the volume: nobody else can make it current.
-func awayTooLong(r *v1alpha1.ReplicatedVolume, l *v1alpha1.Leg, v *v1alpha1.Volume) bool {
+// replaceAt is when a leg was not current for so long that it is to be replaced; ok is false if it is not. That takes somebody who uses the volume: nobody else can make it current.
+func replaceAt(r *v1alpha1.ReplicatedVolume, l *v1alpha1.Leg, v *v1alpha1.Volume) (_ time.Time, ok bool) {
 	c := r.Spec.Claim
 	if r.Spec.ReplaceAfter == 0 || c == nil || c.Since == nil || l != nil && (l.Current || l.State == v1alpha1.LegJoining) {
-		return false
+		return time.Time{}, false
 	}
 	since := v.CreationTimestamp.Time
 	if l != nil && l.Since != nil {
@@ -66,7 +66,20 @@ func awayTooLong(r *v1alpha1.ReplicatedVolume, l *v1alpha1.Leg, v *v1alpha1.Volu
 	if c.Since.After(since) {
 		since = c.Since.Time
 	}
-	return time.Since(since) > time.Duration(r.Spec.ReplaceAfter)*time.Second
+	return since.Add(time.Duration(r.Spec.ReplaceAfter) * time.Second), true
+}
+
+// lookIn is after which time a volume is to be looked at, though nothing is told of it: a leg may have been away for too long by then, or its node be gone.
+func lookIn(r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) time.Duration {
+	in := lookAgain
+	for _, name := range r.Spec.Legs {
+		if v := legs[name]; v != nil {
+			if due, replaced := replaceAt(r, r.Leg(name), v); replaced && time.Until(due) > 0 {
+				in = min(in, time.Until(due))
+			}
+		}
+	}
+	return in
 }
 
 // lacks reports whether a volume has fewer good legs than it is to have, all of which are there.

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"time"
 
@@ -89,9 +90,9 @@ func (p *Replicator) work(ctx context.Context) {
 		case err != nil && ctx.Err() == nil:
 			klog.FromContext(ctx).Error(err, "Could not look after the replicas of a volume; trying again", "volume", key)
 			p.pending.AddRateLimited(key)
-		case again:
+		case again > 0:
 			p.pending.Forget(key)
-			p.pending.AddAfter(key, lookAgain)
+			p.pending.AddAfter(key, again)
 		default:
 			p.pending.Forget(key)
 		}
@@ -99,15 +100,15 @@ func (p *Replicator) work(ctx context.Context) {
 	}
 }
 
-// look does what is to be done of a volume now. again: it is to be looked at after a time, too.
-func (p *Replicator) look(ctx context.Context, key string) (again bool, err error) {
+// look does what is to be done of a volume now. again is when it is to be looked at though nothing is told of it; 0: not before that.
+func (p *Replicator) look(ctx context.Context, key string) (again time.Duration, err error) {
 	r := &v1alpha1.ReplicatedVolume{}
 	if err := p.kube.Client.Get(ctx, client.ObjectKey{Name: key}, r); err != nil {
-		return false, client.IgnoreNotFound(err)
+		return 0, client.IgnoreNotFound(err)
 	}
 	var list v1alpha1.VolumeList
 	if err := p.kube.Client.List(ctx, &list, client.MatchingFields{cluster.ByReplicaOf: key}); err != nil {
-		return false, kube.APIError("list the replicas of "+key, err)
+		return 0, kube.APIError("list the replicas of "+key, err)
 	}
 	legs := map[string]*v1alpha1.Volume{}
 	for i := range list.Items {
@@ -115,14 +116,14 @@ func (p *Replicator) look(ctx context.Context, key string) (again bool, err erro
 	}
 	switch {
 	case r.Deleting():
-		return true, p.remove(ctx, r, legs)
+		return lookAgain, p.remove(ctx, r, legs)
 	case r.Status.Made == nil || r.Going():
-		return false, nil // whoever asked for it asks again
+		return 0, nil // whoever asked for it asks again
 	}
 	if err := p.tend(ctx, r, legs); err != nil {
-		return false, err
+		return 0, err
 	}
-	return true, p.keepUp(ctx, r, legs)
+	return lookIn(r, legs), p.keepUp(ctx, r, legs)
 }
 
 // remove goes on with a deletion.
@@ -146,13 +147,9 @@ func (p *Replicator) remove(ctx context.Context, r *v1alpha1.ReplicatedVolume, l
 
 // union are the names that an object has, and those of other legs that are there.
 func union(names []string, legs map[string]*v1alpha1.Volume) []string {
-	all := append([]string{}, names...)
-	known := map[string]bool{}
-	for _, name := range names {
-		known[name] = true
-	}
+	all := slices.Clone(names)
 	for name := range legs {
-		if !known[name] {
+		if !slices.Contains(names, name) {
 			all = append(all, name)
 		}
 	}
@@ -262,18 +259,9 @@ func (p *Replicator) add(ctx context.Context, r *v1alpha1.ReplicatedVolume, like
 // takeOut takes a leg that is not current, or whose volume is used, out of those that the volume is to have. Who uses it does without it then.
 func (p *Replicator) takeOut(ctx context.Context, r *v1alpha1.ReplicatedVolume, name string) error {
 	before := r.DeepCopy()
-	r.Spec.Legs = without(r.Spec.Legs, name)
+	r.Spec.Legs = slices.DeleteFunc(slices.Clone(r.Spec.Legs), func(one string) bool { return one == name })
 	klog.FromContext(ctx).Info("A volume does without a replica", "volume", cluster.ReplicatedID(r).String(), "replica", name)
 	return p.patch(ctx, r, before)
-}
-
-func without(names []string, name string) (left []string) {
-	for _, one := range names {
-		if one != name {
-			left = append(left, one)
-		}
-	}
-	return left
 }
 
 func (p *Replicator) patch(ctx context.Context, r, before *v1alpha1.ReplicatedVolume) error {
@@ -313,7 +301,7 @@ func (p *Replicator) dropLeft(ctx context.Context, r *v1alpha1.ReplicatedVolume,
 		return true, p.patchStatus(ctx, now, before) // it is seen again
 	}
 	for _, name := range extra {
-		if l := now.Leg(name); contains(now.Spec.Legs, name) || l != nil && l.Current {
+		if l := now.Leg(name); slices.Contains(now.Spec.Legs, name) || l != nil && l.Current {
 			continue
 		}
 		v, err := cluster.RemoveLeg(ctx, p.kube, r, name)
@@ -334,31 +322,17 @@ func staleStatus(r *v1alpha1.ReplicatedVolume) bool {
 	if len(left) == len(r.Status.Legs) {
 		return false
 	}
-	for _, l := range left {
-		if l.Current {
-			return true
-		}
-	}
-	return false
+	return slices.ContainsFunc(left, func(l v1alpha1.Leg) bool { return l.Current })
 }
 
 // listedLegs are those of the status that the volume is to have.
 func listedLegs(r *v1alpha1.ReplicatedVolume) (left []v1alpha1.Leg) {
 	for _, l := range r.Status.Legs {
-		if contains(r.Spec.Legs, l.Name) {
+		if slices.Contains(r.Spec.Legs, l.Name) {
 			left = append(left, l)
 		}
 	}
 	return left
-}
-
-func contains(names []string, name string) bool {
-	for _, one := range names {
-		if one == name {
-			return true
-		}
-	}
-	return false
 }
 
 // isGone reports whether a node is gone for good, also by the API server's own word.
