@@ -4,15 +4,19 @@ import (
 	"context"
 	"fmt"
 	"slices"
+	"strconv"
 	"testing"
 	"time"
 
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"github.com/container-storage-interface/spec/lib/go/csi"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/co"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/csimap"
 	domain "github.com/ashlar-csi/ashlar/pkg/volume"
 )
 
@@ -24,46 +28,48 @@ type mirrored struct {
 	on   []string
 }
 
-// mirror makes a volume with a leg on each of some nodes.
+// mirror makes a volume with a leg on each of some nodes, the first one there first.
 func (c *nodes) mirror(name, filesystem string, on ...string) *mirrored {
 	c.Helper()
-	key := domain.KeyOf(name)
-	m := &mirrored{volume: &volume{nodes: c}, key: key, on: on}
-	size := int64(16 * mib)
+	for _, node := range append([]string{home}, consumers...) {
+		c.cordon(node, !slices.Contains(on, node))
+	}
+	r := co.Request(name, filesystem, 16*mib)
 	if filesystem != co.Block {
-		size = 64 * mib
+		r.CapacityRange.RequiredBytes = 64 * mib
 	}
-	capability := co.Request(name, filesystem, size).VolumeCapabilities[0]
-	for i, node := range on {
-		leg := &v1alpha1.Volume{}
-		leg.Spec = v1alpha1.VolumeSpec{NodeName: node, Pool: "default", Name: name, Size: size, Access: "any", ReplicaOf: key, Intent: v1alpha1.Intent{Make: true}}
-		if filesystem != co.Block {
-			leg.Spec.Filesystem = filesystem
-		}
-		if i > 0 {
-			leg.Spec.Name = fmt.Sprintf("leg-%d-of-%s", i+1, key)
-		}
-		leg.Name = domain.KeyOf(leg.Spec.Name)
-		check.OK(c, c.kube.Create(c.Context(), leg))
-		m.legs = append(m.legs, leg.Name)
-	}
-	for _, name := range m.legs {
-		c.eventually("leg "+name+" is made", func() bool {
+	r.Parameters = map[string]string{"access": "any", "replicas": strconv.Itoa(len(on))}
+	r.AccessibilityRequirements = &csi.TopologyRequirement{Preferred: []*csi.Topology{csimap.Topology(on[0])}, Requisite: []*csi.Topology{csimap.Topology(on[0])}}
+	m := &mirrored{volume: &volume{nodes: c}, key: domain.KeyOf(name), on: on}
+	c.again("volume "+name+" is made", func(ctx context.Context) (err error) {
+		m.of, err = c.controller.Create(ctx, r)
+		return err
+	})
+	for _, node := range on {
+		c.cordon(node, false)
+		for _, name := range m.object().Spec.Legs {
 			leg := &v1alpha1.Volume{}
-			return c.kube.Get(c.Context(), client.ObjectKey{Name: name}, leg) == nil && leg.Status.Created != nil
-		})
+			if check.OK(c, c.kube.Get(c.Context(), client.ObjectKey{Name: name}, leg)); leg.Spec.NodeName == node {
+				m.legs = append(m.legs, name)
+			}
+		}
 	}
-	v := &v1alpha1.ReplicatedVolume{}
-	v.Name = key
-	v.Spec = v1alpha1.ReplicatedVolumeSpec{Name: name, Pool: "default", Replicas: len(on), Size: size, Legs: m.legs, Numbered: int64(len(on))}
-	check.OK(c, c.kube.Create(c.Context(), v))
-	v.Status.Made = new(metav1.NowMicro())
-	for _, name := range m.legs {
-		v.Status.Legs = append(v.Status.Legs, v1alpha1.Leg{Name: name, Current: true, State: v1alpha1.LegCurrent})
+	if len(m.legs) != len(on) {
+		c.Fatalf("legs %v on the nodes %v", m.legs, on)
 	}
-	check.OK(c, c.kube.Status().Update(c.Context(), v))
-	m.of = c.agents[on[0]].Volume("vol.default."+key, name, capability)
 	return m
+}
+
+// cordon has a node take no more volumes, or again.
+func (c *nodes) cordon(node string, off bool) {
+	c.Helper()
+	now := &corev1.Node{}
+	check.OK(c, c.kube.Get(c.Context(), client.ObjectKey{Name: node}, now))
+	if now.Spec.Unschedulable != off {
+		now.Spec.Unschedulable = off
+		check.OK(c, c.kube.Update(c.Context(), now))
+	}
+	time.Sleep(200 * time.Millisecond) // the controller's watch
 }
 
 // object of the volume.
@@ -74,70 +80,16 @@ func (m *mirrored) object() *v1alpha1.ReplicatedVolume {
 	return v
 }
 
-// claim has a node use the volume: it, and each leg.
-func (m *mirrored) claim(node string) {
+// claims has a node use the volume.
+func (m *mirrored) claims(node string) {
 	m.Helper()
-	m.claimBut(node)
+	m.again("claim it for "+node, func(ctx context.Context) error { return m.claim(ctx, node) })
 }
 
-// claimBut is claim, but for legs that nobody can reach.
-func (m *mirrored) claimBut(node string, but ...string) {
+// releases ends the use of a node.
+func (m *mirrored) releases(node string) {
 	m.Helper()
-	m.again("claim it for "+node, func(ctx context.Context) error {
-		v := m.object()
-		v.Spec.Claims++
-		v.Spec.Claim = &v1alpha1.Claim{Node: node, Mode: "mount SINGLE_NODE_WRITER", Generation: v.Spec.Claims}
-		return m.kube.Update(ctx, v)
-	})
-	for _, name := range m.legs {
-		if !slices.Contains(but, name) {
-			m.claimLeg(name, node)
-		}
-	}
-}
-
-func (m *mirrored) claimLeg(name, node string) {
-	m.Helper()
-	m.again("claim leg "+name+" for "+node, func(ctx context.Context) error {
-		leg := &v1alpha1.Volume{}
-		check.OK(m, m.kube.Get(ctx, client.ObjectKey{Name: name}, leg))
-		leg.Spec.Claims++
-		leg.Spec.Claim = &v1alpha1.Claim{Node: node, Mode: "block SINGLE_NODE_WRITER", Generation: leg.Spec.Claims}
-		return m.kube.Update(ctx, leg)
-	})
-}
-
-func (m *mirrored) releaseLeg(name string) {
-	m.Helper()
-	m.again("release leg "+name, func(ctx context.Context) error {
-		leg := &v1alpha1.Volume{}
-		check.OK(m, m.kube.Get(ctx, client.ObjectKey{Name: name}, leg))
-		if leg.Spec.Claim != nil {
-			leg.Spec.Claim = nil
-			if err := m.kube.Update(ctx, leg); err != nil {
-				return err
-			}
-		}
-		if leg.Status.Export != nil {
-			return fmt.Errorf("it is given to %s", leg.Status.Export.Node)
-		}
-		return nil
-	})
-}
-
-// release takes the claims off, but for those of legs that nobody can reach.
-func (m *mirrored) release(but ...string) {
-	m.Helper()
-	for _, name := range m.legs {
-		if !slices.Contains(but, name) {
-			m.releaseLeg(name)
-		}
-	}
-	m.again("release it", func(ctx context.Context) error {
-		v := m.object()
-		v.Spec.Claim = nil
-		return m.kube.Update(ctx, v)
-	})
+	m.again("release it on "+node, func(ctx context.Context) error { return m.release(ctx, node) })
 }
 
 // current waits until some legs are current, and no others.
@@ -160,13 +112,13 @@ func TestReplicas(t *testing.T) {
 			in.TB = t
 			m := in.mirror("replicas-"+filesystem, filesystem, home, consumers[0])
 			for _, node := range []string{consumers[1], home, consumers[0]} {
-				m.claim(node)
+				m.claims(node)
 				began := time.Now()
 				m.again("stage it on "+node, func(ctx context.Context) error { return m.up(ctx, node) })
 				t.Logf("staged on %s in %v", node, time.Since(began))
 				m.current(m.legs...)
 				m.again("take it down on "+node, func(ctx context.Context) error { return m.down(ctx, node) })
-				m.release()
+				m.releases(node)
 			}
 			m.delete()
 		})
@@ -177,7 +129,7 @@ func TestReplicas(t *testing.T) {
 func (c *nodes) mirroredBy(name, user string, on ...string) (*mirrored, *writer) {
 	c.Helper()
 	m := c.mirror(name, co.Block, on...)
-	m.claim(user)
+	m.claims(user)
 	m.again("stage it on "+user, func(ctx context.Context) error { return m.up(ctx, user) })
 	w, err := write(m.target(user), newTag())
 	check.OK(c, err)
@@ -191,7 +143,7 @@ func (m *mirrored) leg(node string) string { return m.legs[slices.Index(m.on, no
 // use has a node use the volume, and makes sure that it finds what was acknowledged to a writer.
 func (m *mirrored) find(node string, w *writer) {
 	m.Helper()
-	m.claim(node)
+	m.claims(node)
 	m.again("stage it on "+node, func(ctx context.Context) error { return m.up(ctx, node) })
 	have, err := read(m.target(node))
 	check.OK(m, err)
@@ -202,30 +154,19 @@ func (m *mirrored) find(node string, w *writer) {
 func (m *mirrored) ends(node string) {
 	m.Helper()
 	m.again("take it down on "+node, func(ctx context.Context) error { return m.down(ctx, node) })
-	m.release()
+	m.releases(node)
 	m.delete()
 }
 
-// delete deletes the volume.
+// delete deletes the volume, with all its legs.
 func (m *mirrored) delete() {
 	m.Helper()
+	m.again("delete it", m.of.Delete)
 	for _, name := range m.legs {
-		m.again("delete leg "+name, func(ctx context.Context) error {
-			leg := &v1alpha1.Volume{}
-			err := m.kube.Get(ctx, client.ObjectKey{Name: name}, leg)
-			if err != nil || leg.Spec.Delete != "" {
-				return client.IgnoreNotFound(err)
-			}
-			leg.Spec.Delete = leg.UID
-			return m.kube.Update(ctx, leg)
-		})
+		if err := m.kube.Get(m.Context(), client.ObjectKey{Name: name}, &v1alpha1.Volume{}); !apierrors.IsNotFound(err) {
+			m.Errorf("leg %s: %v", name, err)
+		}
 	}
-	check.OK(m, m.kube.Delete(m.Context(), m.object()))
-	m.eventually("all legs are gone", func() bool {
-		return !slices.ContainsFunc(m.legs, func(name string) bool {
-			return m.kube.Get(m.Context(), client.ObjectKey{Name: name}, &v1alpha1.Volume{}) == nil
-		})
-	})
 	m.gone()
 }
 
@@ -283,7 +224,7 @@ func TestReplicaFails(t *testing.T) {
 			w.end()
 			check.OK(t, w.err)
 			m.again("take it down", func(ctx context.Context) error { return m.down(ctx, user) })
-			m.release()
+			m.releases(user)
 			for _, node := range []string{near, far} { // each reads what it has itself
 				m.find(node, w)
 				if node == far {
@@ -291,7 +232,7 @@ func TestReplicaFails(t *testing.T) {
 					break
 				}
 				m.again("take it down on "+node, func(ctx context.Context) error { return m.down(ctx, node) })
-				m.release()
+				m.releases(node)
 			}
 		})
 	}
@@ -307,9 +248,9 @@ func TestReplicaTakenOver(t *testing.T) {
 	c.links(old, false)
 	time.Sleep(2 * time.Second)
 	acked := w.acked.Load()
-	m.release(m.leg(old))
+	m.releases(old)
 	began := time.Now()
-	m.claimBut(next, m.leg(old))
+	m.claims(next)
 	m.again("stage it on "+next, func(ctx context.Context) error { return m.up(ctx, next) })
 	t.Logf("staged on %s %v after its release", next, time.Since(began))
 	m.current(m.leg(other))
@@ -329,14 +270,12 @@ func TestReplicaTakenOver(t *testing.T) {
 	if w.err == nil {
 		t.Error("the writer of the node that was cut off had no error")
 	}
-	m.releaseLeg(m.leg(old))
-	m.claimLeg(m.leg(old), next)
 	m.current(m.legs...)
 	m.goesOn(after)
 	after.end()
 	check.OK(t, after.err)
 	m.again("take it down on "+next, func(ctx context.Context) error { return m.down(ctx, next) })
-	m.release()
+	m.releases(next)
 	m.find(old, after)
 	m.ends(old)
 }

@@ -12,6 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
@@ -144,10 +145,15 @@ type view struct {
 	failing map[string]string
 }
 
-// look takes the next step. Without the claim by which the mirror was made it does nothing: whatever failed is held for ever, and what did not is fenced by the nodes of the legs.
+// look takes the next step. Without the claim by which the mirror was made, it ends; as long as that is not known it does nothing: whatever failed is held, and what did not is fenced by the nodes of the legs.
 func (t *tender) look(ctx context.Context, s mirror.State) error {
 	v, is := t.replicated(t.ref.Key)
-	if !is || v.Spec.Claim.Generation != t.generation || v.Status.Opened != t.generation {
+	switch {
+	case len(s.Legs) == 0:
+		return nil // it has ended
+	case !is || v.Spec.Claim.Generation != t.generation:
+		return t.end(ctx)
+	case v.Status.Opened != t.generation:
 		return nil
 	}
 	now, err := t.view(ctx, v.DeepCopy(), s)
@@ -168,6 +174,27 @@ func (t *tender) look(ctx context.Context, s mirror.State) error {
 		return t.joining(ctx, now)
 	}
 	return t.join(ctx, now)
+}
+
+// end ends a mirror whose claim has ended, as the API server says itself: nothing that its users write will ever be on what is current. They get errors, and the leg of this node is free for who uses the volume now.
+func (t *tender) end(ctx context.Context) error {
+	asking, cancel := context.WithTimeout(ctx, homeTime)
+	defer cancel()
+	v := &v1alpha1.ReplicatedVolume{}
+	if err := t.kube.Live.Get(asking, client.ObjectKey{Name: t.ref.Key}, v); err != nil {
+		return nil // not known now
+	}
+	if c := v.Spec.Claim; v.Spec.Claims < t.generation || c != nil && c.Node == t.local.Node() && c.Generation == t.generation {
+		return nil // the object is one of before the claim, or the watch is
+	}
+	klog.FromContext(ctx).Info("The claim of a replicated volume has ended, and it is still used here; its users get errors from now on", "claim", t.generation, "claims", v.Spec.Claims)
+	if err := mirror.End(ctx, t.name); err != nil {
+		return err
+	}
+	for _, name := range v.Spec.Legs {
+		t.giveBack(ctx, v, name)
+	}
+	return nil
 }
 
 // view finds which device is which leg.
