@@ -313,8 +313,13 @@ func (l *Local) bring(ctx context.Context, in, name string, provisioning blockde
 		return err
 	}
 	record, err := pool.Get(ctx, ref)
-	switch _, of := imported(record, from); {
-	case err == nil && (record.Labels[labelImport] == broughtLabel(ref.Key, from.Created) || isCut(pool, record, from.Created)):
+	whole := err == nil && record.Labels[labelImport] == broughtLabel(ref.Key, from.Created)
+	_, of := imported(record, from)
+	if of = of && err == nil; of || whole { // the volume may have grown since, by zeros
+		record, err = growMoved(ctx, pool, record, from)
+	}
+	switch {
+	case err == nil && (whole || isCut(pool, record, from.Created)):
 		return nil
 	case err == nil && !of:
 		switch {
@@ -361,9 +366,26 @@ func (l *Local) createMoved(ctx context.Context, pool blockdev.Pool, name string
 		labels[labelPool] = from.ID.Pool
 	}
 	l.Locate(from.ID, pool.Name())
+	return l.create(ctx, pool, blockdev.Spec{Ref: from.ID.ref(), Name: name, Size: sizeIn(pool, from), Provisioning: provisioning, Sector: from.Sector, Labels: labels})
+}
+
+// sizeIn is the size that what moves has in a pool, which may have coarser sizes.
+func sizeIn(pool blockdev.Pool, from Origin) int64 {
 	g := pool.Granularity()
-	return l.create(ctx, pool, blockdev.Spec{Ref: from.ID.ref(), Name: name, Size: (from.Size + g - 1) / g * g,
-		Provisioning: provisioning, Sector: from.Sector, Labels: labels})
+	return (from.Size + g - 1) / g * g
+}
+
+// growMoved brings the object of what moves here to its size.
+func growMoved(ctx context.Context, pool blockdev.Pool, record blockdev.Record, from Origin) (blockdev.Record, error) {
+	size := sizeIn(pool, from)
+	if record.Size >= size {
+		return record, nil
+	}
+	grown, err := pool.Expand(ctx, record.Ref, size)
+	if err != nil {
+		return record, fmt.Errorf("grow what pool %s has of %s, which has grown: %w", pool.Name(), from.ID, err)
+	}
+	return grown, nil
 }
 
 // checkMove is check of the origin of a move, whose record comes with it; it may have some labels beside those that always move.

@@ -106,6 +106,41 @@ func TestMoveGoesOn(t *testing.T) {
 	holds(t, b, moved)
 }
 
+// TestMoveGrows: a volume that is sealed may grow, by zeros. What is on the new node of it grows with it, whether all bytes are there or some, and is not brought anew.
+func TestMoveGrows(t *testing.T) {
+	a, b := twoHomes(t, "a")()
+	v, _ := withContents(t, a)
+	read := int64(0)
+	for _, far := range []struct{ until, grown int64 }{{6 * mib, 1}, {2 * gib, 2}} {
+		from, err := a.Seal(t.Context(), v.ID, 3)
+		check.OK(t, err)
+		if err := b.Bring(t.Context(), "a", "source", blockdev.Thin, stopping(from, far.until, errdefs.ErrUnavailable, &read)); far.until < gib {
+			fails(t, err, errdefs.ErrUnavailable, "an origin that goes away")
+		} else {
+			check.OK(t, err)
+		}
+		larger, err := a.Expand(t.Context(), v.ID, volume.Range{Required: v.Size + far.grown*64*mib})
+		check.OK(t, err)
+		again, err := a.Seal(t.Context(), v.ID, 3)
+		check.OK(t, err)
+		if !again.Created.Equal(from.Created) || again.Size != larger.Size {
+			t.Errorf("sealed at %v it was of %d bytes, at %v it is of %d", from.Created, from.Size, again.Created, again.Size)
+		}
+		read = -1
+		check.OK(t, b.Bring(t.Context(), "a", "source", blockdev.Thin, stopping(again, 2*gib, nil, &read)))
+		if read == 0 {
+			t.Error("it was brought anew")
+		}
+	}
+	check.OK(t, b.Arrive(t.Context(), v.ID))
+	moved, err := b.Get(t.Context(), v.ID)
+	check.OK(t, err)
+	if want := v.Size + 128*mib; moved.Size != want {
+		t.Errorf("it has %d bytes, and is to have %d", moved.Size, want)
+	}
+	holds(t, b, moved)
+}
+
 // TestMoveSealed: what is sealed is used again only if it stays, and what is not sealed does not depart.
 func TestMoveSealed(t *testing.T) {
 	a, b := twoHomes(t, "a")()
