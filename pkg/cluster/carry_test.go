@@ -238,6 +238,8 @@ func (h carriedHomes) Sealed(context.Context, volume.ID) (time.Time, error) {
 	return time.Time{}, errdefs.ErrUnsupported
 }
 
+func (h carriedHomes) Arrived(context.Context, volume.ID) error { return errdefs.ErrUnsupported }
+
 func (h carriedHomes) Prepare(_ context.Context, of move.Of, _ volume.Origin) (export.Opened, error) {
 	return export.Opened{Address: netip.MustParseAddrPort("10.0.0.1:4420"), NQN: carriedSecond + ":" + of.ID.Key, Host: "host", Size: carriedSize},
 		h.of(of.ID.Key).do("prepare", func() {})

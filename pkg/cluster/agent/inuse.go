@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"google.golang.org/grpc"
@@ -201,6 +202,30 @@ func (m *Moving) Sealed(ctx context.Context, id volume.ID) (since time.Time, err
 	}
 	since, _, err = m.local.SealedSince(ctx, id)
 	return since, err
+}
+
+// Arrived: see move.New.
+func (m *Moving) Arrived(ctx context.Context, id volume.ID) error {
+	v := &v1alpha1.Volume{}
+	err := m.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, v)
+	if client.IgnoreNotFound(err) != nil {
+		return kube.APIError("read volume "+id.Key, err)
+	}
+	if caller := port.CallerNode(ctx); err != nil || caller == "" || cluster.VolumeID(v) != id || v.Spec.NodeName != m.local.Node() || v.Spec.Move == nil || !v.Spec.Move.Left || v.Spec.Move.Node != caller {
+		return fmt.Errorf("%w: volume %s has not moved from node %q to node %s", errdefs.ErrNotFound, id, caller, m.local.Node())
+	}
+	have, err := m.local.Get(ctx, id)
+	if err != nil {
+		return err
+	}
+	if have.Sealed || have.Pool != v.Spec.Pool {
+		return fmt.Errorf("%w: what pool %s of node %s has of volume %s was left there by an earlier move", errdefs.ErrNotFound, have.Pool, m.local.Node(), id)
+	}
+	problems, err := m.local.Health(ctx, id)
+	if i := slices.IndexFunc(problems, func(p blockdev.Problem) bool { return p.Severity == blockdev.DataLoss }); i >= 0 {
+		return fmt.Errorf("%w: volume %s on node %s: %s", errdefs.ErrDataLoss, id, m.local.Node(), problems[i].Message)
+	}
+	return err
 }
 
 // broughtInUse returns how what is here of a volume was sealed that has moved here while it was used. It is never brought again: the old node has nothing of what was written

@@ -589,7 +589,7 @@ func (a *Agent) giveBack(ctx context.Context, v *v1alpha1.Volume) (reconcile.Res
 		if copied := v.Status.Move.Copied; copied != nil {
 			sealed = copied.Sealed.Time
 		}
-		return a.depart(ctx, cluster.VolumeID(v), sealed)
+		return a.depart(ctx, v, sealed)
 	})
 }
 
@@ -623,13 +623,20 @@ func giveBack[T cluster.Object](ctx context.Context, a *Agent, o, now T, lock st
 	return reconcile.Result{}, errors.Join(err, failure)
 }
 
-// depart removes what is here of a volume that has left, as it was sealed then. Who used it while it moved may be connected here still: that ends first.
-func (a *Agent) depart(ctx context.Context, id volume.ID, sealed time.Time) error {
+// depart removes what is here of a volume that has left, as it was sealed then, if the new node has all of it: that has said so, and may have lost it since. Who used the volume while it moved may
+// be connected here still: that ends first.
+func (a *Agent) depart(ctx context.Context, v *v1alpha1.Volume, sealed time.Time) error {
+	id, home := cluster.VolumeID(v), v.Spec.NodeName
 	if since, is, err := a.local.SealedSince(ctx, id); errdefs.IgnoreNotFound(err) != nil {
 		return err
 	} else if is && since.Equal(sealed) {
 		if err := a.local.Unexport(ctx, id, 0); err != nil {
 			return err
+		}
+		asking, cancel := context.WithTimeout(ctx, homeTime)
+		defer cancel()
+		if err := (otherHome{a, home}).Arrived(asking, id); err != nil {
+			return errdefs.Recast(errdefs.ErrUnavailable, err, "node %s has to say that it has all of volume %s; if it never will, these are its bytes: delete the object of the volume, and adopt it here", home, id)
 		}
 	}
 	return a.local.Depart(ctx, id, sealed)

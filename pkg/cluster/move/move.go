@@ -58,6 +58,9 @@ type New interface {
 	Complete(ctx context.Context, of Of, nqn string, from volume.Origin) error
 	// Drop removes what was prepared, if it is exported by that name. What is gone is gone: success.
 	Drop(ctx context.Context, of Of, nqn string) error
+	// Arrived is for the old node, which is about to delete what it has: nil if the volume has moved from there, and the new one has all of it. errdefs.ErrNotFound,
+	// errdefs.ErrDataLoss if not.
+	Arrived(ctx context.Context, id volume.ID) error
 }
 
 const (
@@ -68,6 +71,7 @@ const (
 	methodPrepare  = "Prepare"
 	methodComplete = "Complete"
 	methodDrop     = "Drop"
+	methodArrived  = "Arrived"
 )
 
 // request is that of each of the calls.
@@ -85,7 +89,7 @@ func (r request) Of() string { return r.Volume }
 // of is which move it is for.
 func (r request) of(id volume.ID) Of { return Of{id, r.Claim, r.Object} }
 
-// answer is that to each of the calls. Complete and Drop have an empty one.
+// answer is that to each of the calls. Complete, Drop and Arrived have an empty one.
 type answer struct {
 	Origin *origin      `json:"origin,omitempty"`
 	Opened *export.Wire `json:"opened,omitempty"`
@@ -171,6 +175,9 @@ func Register(r grpc.ServiceRegistrar, from Old, to New) {
 		methodDrop: func(ctx context.Context, id volume.ID, r request) (answer, error) {
 			return answer{}, to.Drop(ctx, r.of(id), r.NQN)
 		},
+		methodArrived: func(ctx context.Context, id volume.ID, _ request) (answer, error) {
+			return answer{}, to.Arrived(ctx, id)
+		},
 	}
 	r.RegisterService(&grpc.ServiceDesc{ServiceName: Service, HandlerType: (*any)(nil), Methods: call.Methods(Service, methods)}, nil)
 }
@@ -243,5 +250,11 @@ func (c client) Complete(ctx context.Context, of Of, nqn string, from volume.Ori
 // Drop: see New.
 func (c client) Drop(ctx context.Context, of Of, nqn string) error {
 	_, err := c.call(ctx, methodDrop, of, request{NQN: nqn})
+	return err
+}
+
+// Arrived: see New.
+func (c client) Arrived(ctx context.Context, id volume.ID) error {
+	_, err := c.call(ctx, methodArrived, Of{ID: id}, request{})
 	return err
 }

@@ -118,7 +118,7 @@ func (s *Store) DeleteSnapshot(ctx context.Context, id volume.ID) error {
 // cleared is ErrUnavailable for a snapshot that is not to be deleted: its old node still has its bytes, too.
 func cleared(s *v1alpha1.Snapshot) error {
 	if m := s.Spec.Move; m != nil && m.Left {
-		return fmt.Errorf("%w: delete snapshot %s: it has moved from node %s, which has not given its bytes back yet: it does when its driver runs there; if that node never comes back, delete its Node object",
+		return fmt.Errorf("%w: delete snapshot %s: it has moved from node %s, which has not given its bytes back yet: it does when the drivers of both nodes run, and status.move says what it waits for; if that node never comes back, delete its Node object",
 			errdefs.ErrUnavailable, cluster.SnapshotID(s), m.Node)
 	}
 	return nil
