@@ -50,7 +50,7 @@ const AnyClaims = -1
 
 // Seal keeps a volume as it is, or finds that it is sealed, and returns it as the origin of its move. What Created says is when it was sealed: as long as
 // that is the same, so are the bytes. A seal is for a count of claims: one of before another claim is made anew, as who wrote then may have been a driver of
-// before seals. ErrInUse while it is attached or exported. The caller has the lock, now and while it reads.
+// before seals. ErrInUse while it is attached or exported; ErrPrecondition for AnyClaims and one that is sealed for its user, who went on elsewhere. The caller has the lock, now and while it reads.
 func (l *Local) Seal(ctx context.Context, id ID, claims int64) (Origin, error) {
 	pool, record, err := l.exportRecord(ctx, id)
 	if err != nil {
@@ -65,7 +65,11 @@ func (l *Local) Seal(ctx context.Context, id ID, claims int64) (Origin, error) {
 	if err := l.unusedHere(ctx, pool, record.Ref); err != nil {
 		return Origin{}, err
 	}
-	if s, err := sealOf(record); err != nil || claims != AnyClaims && (s.claims != claims || s.used != 0) {
+	s, err := sealOf(record)
+	if err == nil && claims == AnyClaims && s.used != 0 {
+		return Origin{}, fmt.Errorf("%w: volume %s was used while it moved from node %s, which has nothing of what was written since", errdefs.ErrPrecondition, id, l.node)
+	}
+	if err != nil || claims != AnyClaims && (s.claims != claims || s.used != 0) {
 		s = seal{since: sealTime(), claims: claims}
 		if record, err = pool.SetLabels(ctx, record.Ref, func(labels map[string]string) error {
 			labels[labelSealed] = s.label()
@@ -275,6 +279,20 @@ func (l *Local) Brought(ctx context.Context, id ID, sealed time.Time) (bool, err
 	}
 	record, err := pool.Get(ctx, ref)
 	return err == nil && (record.Labels[labelImport] == broughtLabel(id.Key, sealed) || isCut(pool, record, sealed)), errdefs.IgnoreNotFound(err)
+}
+
+// BroughtSince is when the volume was sealed of which all bytes are here that move here; false if not all are, or it is a volume already.
+func (l *Local) BroughtSince(ctx context.Context, id ID) (since time.Time, is bool, err error) {
+	pool, ref, err := l.object(id, blockdev.Volume)
+	if err != nil {
+		return since, false, err
+	}
+	record, err := pool.Get(ctx, ref)
+	if err != nil {
+		return since, false, errdefs.IgnoreNotFound(err)
+	}
+	since, is = broughtSince(record)
+	return since, is, nil
 }
 
 // dropLeft removes what is here of a volume that had left this node, which was taken for gone then: it is sealed, and its home has counted as many claims since, or more.

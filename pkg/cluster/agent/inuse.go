@@ -2,7 +2,6 @@ package agent
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"slices"
 	"time"
@@ -230,10 +229,10 @@ func (m *Moving) Arrived(ctx context.Context, id volume.ID) error {
 
 // broughtInUse returns how what is here of a volume was sealed that has moved here while it was used. It is never brought again: the old node has nothing of what was written
 // since. ErrNotFound if it is not here. ErrUnavailable if the old node has sealed it anew, or not at all: the API server went back to a move that was given up, and
-// the volume was used there since. A node that is away is not waited for.
-func (a *Agent) broughtInUse(ctx context.Context, v *v1alpha1.Volume) (sealed metav1.MicroTime, err error) {
-	id, copied := cluster.VolumeID(v), v.Status.Move.Copied
-	here, err := a.local.Brought(ctx, id, copied.Sealed.Time)
+// the volume was used there since. A node that is away is not waited for, nor one that cannot read what it has.
+func (a *Agent) broughtInUse(ctx context.Context, v *v1alpha1.Volume, sealed metav1.MicroTime) (metav1.MicroTime, error) {
+	id := cluster.VolumeID(v)
+	here, err := a.local.Brought(ctx, id, sealed.Time)
 	if err != nil {
 		return sealed, err
 	}
@@ -247,14 +246,14 @@ func (a *Agent) broughtInUse(ctx context.Context, v *v1alpha1.Volume) (sealed me
 		since, err = move.OldAt(c).Sealed(ctx, id)
 		return err
 	}); {
-	case errors.Is(err, errdefs.ErrUnavailable), errors.Is(err, errdefs.ErrNotFound): // or nothing is there
-	case err != nil:
+	case err != nil && mayKnowBetter(err):
 		return sealed, errdefs.Recast(errdefs.ErrUnavailable, err, "ask node %s how it has sealed volume %s", v.Spec.Move.Node, id)
-	case !since.Equal(copied.Sealed.Time):
+	case err != nil: // it is away, or has nothing that it can read
+	case !since.Equal(sealed.Time):
 		return sealed, fmt.Errorf("%w: node %s has used volume %s since all of it was copied here, so its bytes are newer; to keep those, delete the object, and adopt the volume there",
 			errdefs.ErrUnavailable, v.Spec.Move.Node, id)
 	}
-	return copied.Sealed, nil
+	return sealed, nil
 }
 
 // reportCarried writes down how far the move of a volume is that this node uses, if edit changes that. It fails with a conflict if anybody changed the object since it was

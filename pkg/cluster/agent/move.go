@@ -485,15 +485,20 @@ func (a *Agent) hereNow(ctx context.Context, id volume.ID, pool string) (*v1alph
 // bringRest has all bytes of a volume that has moved be here, and returns how those were sealed; zero where they are a volume already. What is
 // sealed, or in another pool, is not that, but left of an earlier move. As a rule all are here. Those
 // that are not (the copy was on a disk that failed, or the API server went back to a move of before) are with the node that the volume has left, until this one
-// takes it over: so that is asked, and if it is away, what was said before the volume moved holds. ErrNotFound if neither has them.
+// takes it over: so that is asked, and if it is away, or cannot read what it has, what was said before the volume moved holds. Where the object does not say that (it was restored without its
+// status), and the old node has what its user went on from, it has to be what is here. ErrNotFound if neither has them.
 func (a *Agent) bringRest(ctx context.Context, r request, v *v1alpha1.Volume) (sealed metav1.MicroTime, err error) {
 	id := cluster.VolumeID(v)
 	have, err := a.local.Get(ctx, id)
 	if left := err == nil && (have.Sealed || have.Pool != v.Spec.Pool); !left && !errors.Is(err, errdefs.ErrNotFound) {
 		return sealed, err
 	}
-	if s := v.Status.Move; s != nil && s.Copied != nil && s.Copied.Claim != 0 {
-		return a.broughtInUse(ctx, v)
+	var copied *v1alpha1.MoveCopied
+	if s := v.Status.Move; s != nil {
+		copied = s.Copied
+	}
+	if copied != nil && copied.Claim != 0 {
+		return a.broughtInUse(ctx, v, copied.Sealed)
 	}
 	working, end := a.making(ctx, r)
 	defer end()
@@ -504,12 +509,25 @@ func (a *Agent) bringRest(ctx context.Context, r request, v *v1alpha1.Volume) (s
 		})
 		return metav1.NewMicroTime(from.Created), err
 	}
-	if s := v.Status.Move; s != nil && s.Copied != nil && (errors.Is(err, errdefs.ErrNotFound) || errors.Is(err, errdefs.ErrUnavailable)) {
-		if here, failure := a.local.Brought(ctx, id, s.Copied.Sealed.Time); here || failure != nil {
-			return s.Copied.Sealed, failure
+	if mayKnowBetter(err) {
+		since, is, failure := a.local.BroughtSince(ctx, id)
+		if is {
+			return a.broughtInUse(ctx, v, metav1.NewMicroTime(since))
+		}
+		return sealed, errors.Join(err, failure)
+	}
+	if copied != nil && working.Err() == nil {
+		if here, failure := a.local.Brought(ctx, id, copied.Sealed.Time); here || failure != nil {
+			return copied.Sealed, failure
 		}
 	}
 	return sealed, err
+}
+
+// mayKnowBetter reports whether the node that a volume has left has answered that the volume is used there, or needed now: then what was said before it moved need not hold. It does
+// where that node is away, has nothing, or cannot read what it has, as its disk fails.
+func mayKnowBetter(err error) bool {
+	return errors.Is(err, errdefs.ErrBusy) || errors.Is(err, errdefs.ErrInUse) || errors.Is(err, errdefs.ErrPrecondition)
 }
 
 // askLeft asks the node that a volume has left for its bytes.
@@ -544,13 +562,10 @@ func (a *Agent) arrive(ctx context.Context, v *v1alpha1.Volume, sealed metav1.Mi
 		if err != nil {
 			return err
 		}
-		if now.Status.Move == nil {
-			now.Status.Move = &v1alpha1.MoveStatus{Node: a.local.Node()}
-		}
 		// First, as afterwards nothing here says which bytes it was, and the old node gives back no others.
-		if c := now.Status.Move.Copied; !sealed.IsZero() && (c == nil || !c.Sealed.Equal(&sealed)) {
-			if err := report(ctx, a, now, func(v *v1alpha1.Volume) {
-				v.Status.Move.Copied = &v1alpha1.MoveCopied{Generation: v.Generation, Sealed: sealed, Size: v.Status.Size}
+		if s := now.Status.Move; !sealed.IsZero() && (s == nil || s.Copied == nil || !s.Copied.Sealed.Equal(&sealed)) {
+			if err := a.reportMove(ctx, now, func(s *v1alpha1.MoveStatus) {
+				s.Copied = &v1alpha1.MoveCopied{Generation: now.Generation, Sealed: sealed, Size: max(now.Status.Size, now.Spec.Size)}
 			}); err != nil {
 				return err
 			}
@@ -567,6 +582,9 @@ func (a *Agent) arrive(ctx context.Context, v *v1alpha1.Volume, sealed metav1.Mi
 		defer a.Changed()
 		err = report(ctx, a, now, func(v *v1alpha1.Volume) {
 			setGiven(v, to, is)
+			if v.Status.Move == nil { // it was restored without its status
+				v.Status.Move = &v1alpha1.MoveStatus{Node: a.local.Node()}
+			}
 			v.Status.Move.Arrived, v.Status.Move.Waits, v.Status.Move.Message = true, false, "moved; node "+v.Spec.Move.Node+" is to give its bytes back"
 		})
 		*v = *now
