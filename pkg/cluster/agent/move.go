@@ -37,7 +37,7 @@ import (
 // A volume moves in steps, each of another part of the driver (docs/decisions/moving.md): the agent of the new node brings the bytes, from that of the home, which
 // seals the volume; the controller names the new node; that takes the volume over; the old one gives its bytes back.
 
-// bringers is how many volumes are brought, or given back, at once.
+// bringers is how many volumes are brought at once, and how many are given back.
 const bringers = 4
 
 const aMove = "move"
@@ -53,9 +53,9 @@ func (a *Agent) runMoves(ctx context.Context) error {
 	return runBringers(ctx, a, "mover", a.moves, &v1alpha1.Volume{}, aMove, a.moveChanged)
 }
 
-// runBringers watches what moves here, or has left here, in the cache of a connection, and reconciles it as requests of a kind until the context ends, in a queue of a
-// name. changed is told of each change before.
-func runBringers[T client.Object](ctx context.Context, a *Agent, name string, from kube.Connection, of T, kind string, changed func(client.Object, bool)) error {
+// runBringers watches what moves here, or has left here, in the cache of a connection, and reconciles it as requests of a kind until the context ends, in queues of a
+// name: one of what comes, which may take hours, and one of what is given back, for which others wait. changed is told of each change before.
+func runBringers[T cluster.Object](ctx context.Context, a *Agent, name string, from kube.Connection, of T, kind string, changed func(client.Object, bool)) error {
 	ctx, stop := context.WithCancel(ctx)
 	var done sync.WaitGroup
 	defer done.Wait()
@@ -63,31 +63,49 @@ func runBringers[T client.Object](ctx context.Context, a *Agent, name string, fr
 	if err := a.hear(ctx, from, of, changed); err != nil {
 		return err
 	}
-	queue, err := a.bringerQueue(ctx, name)
-	if err != nil {
-		return err
-	}
 	requests := handler.TypedEnqueueRequestsFromMapFunc(func(_ context.Context, o T) []request { return []request{{kind, o.GetName()}} })
-	if err := queue.Watch(source.TypedKind(from.Cache, of, requests)); err != nil {
-		return err
+	var queues []controller.TypedController[request]
+	for _, left := range []bool{false, true} {
+		queue, err := a.bringerQueue(ctx, name, func(key string) (bool, error) {
+			o := of.DeepCopyObject().(T)
+			if err := from.Cache.Get(ctx, client.ObjectKey{Name: key}, o); err != nil {
+				return false, client.IgnoreNotFound(err)
+			}
+			m, _ := o.Moves()
+			return m != nil && m.Left == left, nil
+		})
+		if err == nil {
+			err = queue.Watch(source.TypedKind(from.Cache, of, requests))
+		}
+		if err != nil {
+			return err
+		}
+		queues = append(queues, queue)
 	}
-	failures := make(chan error, 2)
+	failures := make(chan error, 1+len(queues))
 	done.Go(func() { failures <- from.Cache.Start(ctx) })
 	if !from.Cache.WaitForCacheSync(ctx) {
 		return nil // the context ended
 	}
-	done.Go(func() { failures <- queue.Start(ctx) })
+	for _, queue := range queues {
+		done.Go(func() { failures <- queue.Start(ctx) })
+	}
 	return <-failures
 }
 
-// bringerQueue is a queue of what moves here, or has left here.
-func (a *Agent) bringerQueue(ctx context.Context, name string) (controller.TypedController[request], error) {
+// bringerQueue is a queue of what moves here, or has left here; it leaves alone what is not for it.
+func (a *Agent) bringerQueue(ctx context.Context, name string, is func(key string) (bool, error)) (controller.TypedController[request], error) {
 	log := klog.FromContext(ctx)
 	return controller.NewTypedUnmanaged(name, controller.TypedOptions[request]{
 		SkipNameValidation:      new(true), // tests run several agents
 		MaxConcurrentReconciles: bringers,
-		Reconciler:              reconcile.TypedFunc[request](a.reconcile),
-		RateLimiter:             workqueue.NewTypedItemExponentialFailureRateLimiter[request](firstRetry, lastRetry),
+		Reconciler: reconcile.TypedFunc[request](func(ctx context.Context, r request) (reconcile.Result, error) {
+			if mine, err := is(r.key); err != nil || !mine {
+				return reconcile.Result{}, err
+			}
+			return a.reconcile(ctx, r)
+		}),
+		RateLimiter: workqueue.NewTypedItemExponentialFailureRateLimiter[request](firstRetry, lastRetry),
 		LogConstructor: func(r *request) logr.Logger {
 			if r == nil {
 				return log
@@ -241,7 +259,7 @@ func (a *Agent) bring(ctx context.Context, r request, v *v1alpha1.Volume) error 
 	if err != nil {
 		return err
 	}
-	from, err := transfer.OpenMove(working, agent, v.Name)
+	from, err := askMove(working, agent, v.Name)
 	if err != nil {
 		return fmt.Errorf("ask node %s for volume %s: %w", v.Spec.NodeName, cluster.VolumeID(v), err)
 	}
@@ -319,7 +337,7 @@ func (a *Agent) reportBrought(ctx context.Context, v *v1alpha1.Volume, agent grp
 	if err := unclaimed(now); err != nil {
 		return err
 	}
-	again, err := transfer.OpenMove(ctx, agent, v.Name)
+	again, err := askMove(ctx, agent, v.Name)
 	if err != nil {
 		return err
 	}
@@ -532,13 +550,18 @@ func mayKnowBetter(err error) bool {
 
 // askLeft asks the node that a volume has left for its bytes.
 func (a *Agent) askLeft(ctx context.Context, v *v1alpha1.Volume) (volume.Origin, error) {
-	ctx, cancel := context.WithTimeout(ctx, homeTime)
-	defer cancel()
 	agent, err := a.agentOf(ctx, v.Spec.Move.Node)
 	if err != nil {
 		return volume.Origin{}, err
 	}
-	return transfer.OpenMove(ctx, agent, v.Name)
+	return askMove(ctx, agent, v.Name)
+}
+
+// askMove is transfer.OpenMove, for no longer than homeTime: a node whose disk hangs keeps nothing from moving that others have.
+func askMove(ctx context.Context, agent grpc.ClientConnInterface, key string) (volume.Origin, error) {
+	ctx, cancel := context.WithTimeout(ctx, homeTime)
+	defer cancel()
+	return transfer.OpenMove(ctx, agent, key)
 }
 
 // takeOver has a volume that has moved here arrive. ErrNotFound if its bytes are nowhere.
