@@ -42,6 +42,9 @@ func (m *Mover) moveSnapshot(ctx context.Context, key string) (again time.Durati
 		}
 		s.Spec.Move = nil
 	case cluster.SnapshotMayMove(s):
+		if gone, err := m.gone(ctx, cluster.SnapshotID(s), s.Spec.Move.Node); err != nil || gone {
+			return lastRetry, err
+		}
 		var copies v1alpha1.VolumeList
 		if err := m.kube.Cache.List(ctx, &copies, client.MatchingFields{cluster.ByFetched: key}, client.UnsafeDisableDeepCopy); err != nil || len(copies.Items) > 0 {
 			return readRetry, err
