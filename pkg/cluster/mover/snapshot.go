@@ -123,8 +123,8 @@ func (m *Mover) labelMembers(ctx context.Context, members []v1alpha1.Snapshot) e
 	return nil
 }
 
-// labelAdopted has the members of a group that was adopted known by their label, once all are there, on whatever nodes. That is believed if as many say that they belong to it as there
-// are, by the names that its members have: of a group of which the controller knows some, others of another node do not come to it so.
+// labelAdopted has the members of a group that were adopted, all or some, known by their label, once all are there, on whatever nodes. That is believed if as many say that they belong to it as
+// there are, all were cut, and have the names that its members have: what else another node says to be of it does not come to it so, nor anything while the controller has it cut.
 func (m *Mover) labelAdopted(ctx context.Context, s *v1alpha1.Snapshot) error {
 	group := s.Spec.Group
 	if group == nil || s.InGroup() {
@@ -136,7 +136,7 @@ func (m *Mover) labelAdopted(ctx context.Context, s *v1alpha1.Snapshot) error {
 	}
 	for i := range list.Items {
 		one := &list.Items[i]
-		if one.InGroup() || one.Status.Created == nil || v1alpha1.Going(one) || *one.Spec.Group != *group || group.Key != volume.KeyOf(one.Spec.Name) ||
+		if one.Status.Created == nil || v1alpha1.Going(one) || *one.Spec.Group != *group || group.Key != volume.KeyOf(one.Spec.Name) ||
 			one.Name != volume.KeyOf(cluster.MemberName(one.Spec.Name, cluster.SnapshotSource(one))) {
 			return nil
 		}
