@@ -768,7 +768,7 @@ func (e Exported) export(path string) nvmet.Export {
 
 // Unexport ends the export of a volume to a generation, or with 0 whichever there is. An export to another one stays. When it has returned
 // without an error, nothing of the consumer comes any more, and the volume is attached nowhere. After an error it is to be called again:
-// ErrInUse if somebody here holds the device that was exported. Of a volume that is missing, all that is exported still ends; so it does with 0 of one whose
+// ErrInUse if somebody here holds the device that was exported. Of a volume that is missing, all that is exported still ends, and a node that exports nothing knows of nothing to end; so it does with 0 of one whose
 // record is damaged. Where the record is good and does not say to whom, the kernel does: ErrDataLoss if it has an export of another generation.
 func (l *Local) Unexport(ctx context.Context, id ID, generation int64) error {
 	pool, record, err := l.anyRecord(ctx, id)
