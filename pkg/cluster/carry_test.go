@@ -272,7 +272,7 @@ func (h carriedHome) serve(t *testing.T) {
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	check.OK(t, err)
 	server := grpc.NewServer()
-	move.Register(server, h, h)
+	move.Register(server, h, h, nil)
 	export.Register(server, carriedExports{h.carriedVolumes}, nil)
 	go func() { _ = server.Serve(listener) }()
 	t.Cleanup(server.Stop)

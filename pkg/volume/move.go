@@ -43,7 +43,7 @@ var usedLabels = []string{labelTarget, labelFlags}
 
 // movedLabels are all others that the record of a volume may have, but for those of mutable parameters.
 var movedLabels = []string{labelFilesystem, labelFormat, labelEncryption, labelDiscards, labelHeader, labelSeparate, labelAccess, labelTimeout,
-	labelSource, labelNamespace, labelClaim, labelPV, labelMade}
+	labelSource, labelNamespace, labelClaim, labelPV, labelMade, labelCame}
 
 // AnyClaims is for Seal: whatever count a seal is for, it stays.
 const AnyClaims = -1
@@ -303,12 +303,7 @@ func (l *Local) dropLeft(ctx context.Context, pool blockdev.Pool, record blockde
 	if err != nil || s.claims > claims {
 		return fmt.Errorf("%w: pool %s of node %s has a volume %s of its own", errdefs.ErrExists, pool.Name(), l.node, id)
 	}
-	if e, is, err := exportOf(record); err == nil && is { // to who used it while it left
-		if err := l.unexport(ctx, pool, record, e); err != nil {
-			return err
-		}
-	}
-	return l.depart(ctx, pool, record, s.since)
+	return l.leave(ctx, pool, record, s)
 }
 
 // Bring copies the bytes of a volume that moves here to a pool, whatever pool its ID names. They are nobody's until Arrive; a call that comes after one that was cut short goes on
@@ -445,9 +440,62 @@ func (l *Local) Arrive(ctx context.Context, id ID) (err error) {
 		if label := labels[labelImport]; label != "" && !strings.HasSuffix(label, "/"+brought) {
 			return fmt.Errorf("%w: not all bytes of %s are on node %s", errdefs.ErrNotFound, id, l.node)
 		}
+		if since, is := broughtSince(blockdev.Record{Labels: labels}); is && ref.Kind == blockdev.Volume {
+			setLabel(labels, labelCame, came(labels[labelCame], since))
+		}
 		delete(labels, labelImport)
 		delete(labels, labelCutFor) // of a snapshot
 		return nil
 	})
 	return err
+}
+
+// mostCame is how many seals are noted of those that a volume was brought by.
+const mostCame = 8
+
+// came is the label of a volume that has come by a seal, and before by those that a label says: the last ones, separated by slashes.
+func came(before string, since time.Time) string {
+	all := append(strings.FieldsFunc(before, func(c rune) bool { return c == '/' }), since.UTC().Format(time.RFC3339Nano))
+	return strings.Join(all[max(0, len(all)-mostCame):], "/")
+}
+
+// CameBy reports whether this node has a volume whole that was brought, be it to here or to where it came here from, as it was sealed at a time on a node that it has left. So what
+// it is has all that is sealed there, and what was written since.
+func (l *Local) CameBy(ctx context.Context, id ID, sealed time.Time) (bool, error) {
+	_, record, err := l.exportRecord(ctx, id)
+	if err != nil {
+		return false, errdefs.IgnoreNotFound(err)
+	}
+	problems, err := l.Health(ctx, id)
+	if err != nil || slices.ContainsFunc(problems, func(p blockdev.Problem) bool { return p.Severity == blockdev.DataLoss }) {
+		return false, err
+	}
+	return slices.Contains(strings.Split(record.Labels[labelCame], "/"), sealed.UTC().Format(time.RFC3339Nano)), nil
+}
+
+// DropMoved removes what a pool has left of a volume that has moved to another node, if that returns nil for when it was sealed: it has all of that, and what was written since.
+// ErrPrecondition for what is not sealed. The caller has the lock of the volume.
+func (l *Local) DropMoved(ctx context.Context, in string, id ID, has func(sealed time.Time) error) error {
+	pool, record, err := l.recordAt(ctx, place{id, in})
+	if err != nil {
+		return err
+	}
+	s, err := sealOf(record)
+	if err == nil {
+		err = has(s.since)
+	}
+	if err != nil {
+		return err
+	}
+	return l.leave(ctx, pool, record, s)
+}
+
+// leave removes what is left of a volume that was sealed, and what is exported of it still.
+func (l *Local) leave(ctx context.Context, pool blockdev.Pool, record blockdev.Record, s seal) error {
+	if e, is, err := exportOf(record); err == nil && is { // to who used it while it left
+		if err := l.unexport(ctx, pool, record, e); err != nil {
+			return err
+		}
+	}
+	return l.depart(ctx, pool, record, s.since)
 }

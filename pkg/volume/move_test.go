@@ -12,6 +12,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -255,4 +256,58 @@ func TestMoveBack(t *testing.T) {
 	check.OK(t, a.Arrive(t.Context(), v.ID))
 	check.OK(t, second(a.Get(t.Context(), v.ID)))
 	holds(t, a, v)
+}
+
+// TestDropMoved: what a node has left of a volume that has moved on, be it twice, goes if the node that has it says that it came from there; what was sealed at another time stays, and so
+// does what the new node has lost, or has only in part.
+func TestDropMoved(t *testing.T) {
+	var disks []*memory.Disk
+	var nodes []*volume.Local
+	for range 3 {
+		disks = append(disks, memory.NewDisk(1<<30))
+		nodes = append(nodes, start(t, 0, disks[len(disks)-1].Open("default", nil)))
+	}
+	a, b, c := nodes[0], nodes[1], nodes[2]
+	v := made(t)(a.Create(t.Context(), volume.Spec{Name: "v", Size: volume.Range{Required: 8 << 20}}))
+	came := func(l *volume.Local, sealed time.Time, want bool) {
+		t.Helper()
+		if has, err := l.CameBy(t.Context(), v.ID, sealed); err != nil || has != want {
+			t.Errorf("it came from there: %v, %v", has, err)
+		}
+	}
+	left, err := a.Seal(t.Context(), v.ID, 3)
+	check.OK(t, err)
+	came(b, left.Created, false)
+	check.OK(t, b.Bring(t.Context(), "default", "v", blockdev.Thin, left))
+	came(b, left.Created, false) // it has not arrived
+	check.OK(t, b.Arrive(t.Context(), v.ID))
+	came(b, left.Created, true)
+	came(b, left.Created.Add(time.Microsecond), false)
+	move(t, "v", v.ID, b, c, "default")
+	came(b, left.Created, false)
+	came(c, left.Created, true)
+
+	has := func(l *volume.Local) func(time.Time) error {
+		return func(sealed time.Time) error {
+			if is, err := l.CameBy(t.Context(), v.ID, sealed); err != nil || !is {
+				return errors.Join(err, errBroken)
+			}
+			return nil
+		}
+	}
+	fails(t, c.DropMoved(t.Context(), "default", v.ID, has(c)), errdefs.ErrPrecondition, "DropMoved of what is not sealed")
+	fails(t, a.DropMoved(t.Context(), "default", v.ID, has(b)), errBroken, "DropMoved of what no other node has")
+	ref := blockdev.Ref{Kind: blockdev.Volume, Key: v.ID.Key}
+	disks[2].Ail(ref, blockdev.Problem{Severity: blockdev.DataLoss, Reason: "ImageMissing", Message: "it is gone"})
+	fails(t, a.DropMoved(t.Context(), "default", v.ID, has(c)), errBroken, "DropMoved of what the other node has lost")
+	disks[2].Ail(ref)
+	check.OK(t, second(a.Get(t.Context(), v.ID)))
+	check.OK(t, a.DropMoved(t.Context(), "default", v.ID, has(c)))
+	fails(t, second(a.Get(t.Context(), v.ID)), errdefs.ErrNotFound, "Get of what was dropped")
+
+	for range 9 { // of many moves the last are known
+		move(t, "v", v.ID, c, b, "default")
+		move(t, "v", v.ID, b, c, "default")
+	}
+	came(c, left.Created, false)
 }

@@ -26,7 +26,7 @@ import (
 // A volume that moves while it is used is carried by the node that uses it (docs/decisions/moving-in-use.md). What follows is what its two nodes do for that one. Each call is
 // looked at by the object as the API server has it, under the lock of the volume.
 
-// Moving answers the agents of nodes that use volumes which move from here, or to here: it is a move.Old and a move.New.
+// Moving answers the agents of nodes that use volumes which move from here, or to here, or that those here have left: it is a move.Old, a move.New and a move.Home.
 func (a *Agent) Moving() *Moving { return &Moving{Agent: a} }
 
 // movingHere is Moving for this node itself, which uses the volume. The caller has the lock of the volume.
@@ -39,8 +39,9 @@ type Moving struct {
 }
 
 var (
-	_ move.Old = (*Moving)(nil)
-	_ move.New = (*Moving)(nil)
+	_ move.Old  = (*Moving)(nil)
+	_ move.New  = (*Moving)(nil)
+	_ move.Home = (*Moving)(nil)
 )
 
 // inUse returns the object of a volume that is to move while the caller uses it; ErrPrecondition if the API server says that it is not.
@@ -225,6 +226,23 @@ func (m *Moving) Arrived(ctx context.Context, id volume.ID) error {
 		return fmt.Errorf("%w: volume %s on node %s: %s", errdefs.ErrDataLoss, id, m.local.Node(), problems[i].Message)
 	}
 	return err
+}
+
+// Has: see move.Home.
+func (m *Moving) Has(ctx context.Context, id volume.ID, sealed time.Time) (bool, error) {
+	v := &v1alpha1.Volume{}
+	if err := m.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, v); err != nil {
+		return false, kube.APIError("read volume "+id.Key, err)
+	}
+	if port.CallerNode(ctx) == "" || !settledOn(v, m.local.Node()) || cluster.VolumeID(v) != id {
+		return false, nil
+	}
+	return m.local.CameBy(ctx, id, sealed)
+}
+
+// settledOn reports whether the object of a volume says for good that it is on a node, and whole.
+func settledOn(v *v1alpha1.Volume, node string) bool {
+	return v.Spec.NodeName == node && v.Spec.Move == nil && v.Status.Created != nil && !v1alpha1.Going(v) && !v1alpha1.IsLost(v)
 }
 
 // broughtInUse returns how what is here of a volume was sealed that has moved here while it was used. It is never brought again: the old node has nothing of what was written

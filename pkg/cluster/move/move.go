@@ -63,6 +63,13 @@ type New interface {
 	Arrived(ctx context.Context, id volume.ID) error
 }
 
+// Home is the node that has a volume, as one sees it that the volume has left, and that was taken for gone until the move had ended.
+type Home interface {
+	// Has reports whether the node has the volume, whole, and that came from what the caller has sealed since a time: then it has all of that, and what was written since. It is false
+	// as well where the API server does not say that the volume is that node's.
+	Has(ctx context.Context, id volume.ID, sealed time.Time) (bool, error)
+}
+
 const (
 	methodDescribe = "Describe"
 	methodRanges   = "Ranges"
@@ -72,6 +79,7 @@ const (
 	methodComplete = "Complete"
 	methodDrop     = "Drop"
 	methodArrived  = "Arrived"
+	methodHas      = "Has"
 )
 
 // request is that of each of the calls.
@@ -81,6 +89,8 @@ type request struct {
 	Object int64   `json:"object"`
 	NQN    string  `json:"nqn,omitempty"`
 	Origin *origin `json:"origin,omitempty"`
+
+	Sealed time.Time `json:"sealed,omitzero"` // of Has
 }
 
 // Of: see call.Request.
@@ -95,6 +105,7 @@ type answer struct {
 	Opened *export.Wire `json:"opened,omitempty"`
 	Ranges []extent     `json:"ranges,omitempty"`
 	Since  time.Time    `json:"since,omitzero"` // of Sealed
+	Has    bool         `json:"has,omitempty"`  // of Has
 }
 
 type extent struct {
@@ -136,8 +147,8 @@ func (o *origin) of(id volume.ID) (volume.Origin, error) {
 		Format: volume.Format{State: o.State, Type: o.Type}, Header: volume.Header{State: o.Header, UUID: o.UUID}, Labels: labels, Claims: o.Claims}, nil
 }
 
-// Register has a gRPC server answer for a node, as the old one of volumes that move, and as the new one of others.
-func Register(r grpc.ServiceRegistrar, from Old, to New) {
+// Register has a gRPC server answer for a node, as the old one of volumes that move, as the new one of others, and as the one that others have moved to.
+func Register(r grpc.ServiceRegistrar, from Old, to New, at Home) {
 	originOf := func(o volume.Origin, err error) (answer, error) { return answer{Origin: fromOrigin(o)}, err }
 	methods := map[string]func(context.Context, volume.ID, request) (answer, error){
 		methodDescribe: func(ctx context.Context, id volume.ID, r request) (answer, error) {
@@ -149,6 +160,10 @@ func Register(r grpc.ServiceRegistrar, from Old, to New) {
 		methodSealed: func(ctx context.Context, id volume.ID, _ request) (answer, error) {
 			since, err := from.Sealed(ctx, id)
 			return answer{Since: since}, err
+		},
+		methodHas: func(ctx context.Context, id volume.ID, r request) (answer, error) {
+			has, err := at.Has(ctx, id, r.Sealed)
+			return answer{Has: has}, err
 		},
 		methodRanges: func(ctx context.Context, id volume.ID, r request) (out answer, err error) {
 			ranges, err := from.Ranges(ctx, r.of(id))
@@ -187,6 +202,9 @@ func OldAt(agent grpc.ClientConnInterface) Old { return client{agent} }
 
 // NewAt is the new node that answers at a connection.
 func NewAt(agent grpc.ClientConnInterface) New { return client{agent} }
+
+// HomeAt is the node that has a volume, which answers at a connection.
+func HomeAt(agent grpc.ClientConnInterface) Home { return client{agent} }
 
 type client struct{ agent grpc.ClientConnInterface }
 
@@ -257,4 +275,10 @@ func (c client) Drop(ctx context.Context, of Of, nqn string) error {
 func (c client) Arrived(ctx context.Context, id volume.ID) error {
 	_, err := c.call(ctx, methodArrived, Of{ID: id}, request{})
 	return err
+}
+
+// Has: see Home.
+func (c client) Has(ctx context.Context, id volume.ID, sealed time.Time) (bool, error) {
+	out, err := c.call(ctx, methodHas, Of{ID: id}, request{Sealed: sealed})
+	return out.Has, err
 }

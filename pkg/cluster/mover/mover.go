@@ -46,7 +46,7 @@ func newQueue() queue {
 // restart has moved, takes to come back.
 const FollowAfter = 10 * time.Minute
 
-// New returns a mover. Its connection's cache has volumes, with the index cluster.ByFetched, snapshots, with cluster.ByGroup, and pools.
+// New returns a mover. Its connection's cache has volumes, with the index cluster.ByFetched, snapshots, with cluster.ByGroup and cluster.BySource, and pools.
 func New(c kube.Connection, followAfter time.Duration) *Mover {
 	return &Mover{c, followAfter, newQueue(), newQueue()}
 }
@@ -120,6 +120,9 @@ func (m *Mover) move(ctx context.Context, key string) (again time.Duration, err 
 	case cluster.MayMove(v):
 		if gone, err := m.gone(ctx, cluster.VolumeID(v), v.Spec.Move.Node); err != nil || gone {
 			return lastRetry, err
+		}
+		if err := m.labelSnapshots(ctx, v); err != nil {
+			return 0, err
 		}
 		klog.FromContext(ctx).Info("A volume moves", "volume", cluster.VolumeID(v).String(), "from", v.Spec.NodeName, "to", v.Spec.Move.Node)
 		cluster.Flip(v)

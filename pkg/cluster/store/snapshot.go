@@ -19,7 +19,10 @@ func newSnapshot(name string, source *v1alpha1.Volume, group *v1alpha1.Group) *v
 	o := cluster.SnapshotNamed(volume.KeyOf(name))
 	if group != nil {
 		o = cluster.SnapshotNamed(volume.KeyOf(cluster.MemberName(name, cluster.VolumeID(source))))
-		o.Labels = map[string]string{v1alpha1.GroupLabel: group.Key}
+	}
+	o.Labels = map[string]string{v1alpha1.SourceLabel: source.Name}
+	if group != nil {
+		o.Labels[v1alpha1.GroupLabel] = group.Key
 	}
 	o.Spec = v1alpha1.SnapshotSpec{Intent: v1alpha1.Intent{Make: true}, NodeName: source.Spec.NodeName, Pool: source.Spec.Pool, Name: name, Source: source.Name,
 		SourcePool: source.Spec.IDPool, Encryption: source.Spec.Encryption, Group: group}
@@ -179,7 +182,7 @@ func (s *Store) ListSnapshots(ctx context.Context, source, after volume.ID, limi
 	var list v1alpha1.SnapshotList
 	options := []client.ListOption{client.UnsafeDisableDeepCopy}
 	if source != (volume.ID{}) {
-		options = append(options, client.MatchingFields{bySource: source.Key})
+		options = append(options, client.MatchingFields{cluster.BySource: source.Key})
 	}
 	if err := s.kube.Client.List(ctx, &list, options...); err != nil {
 		return nil, kube.APIError("list snapshots", err)
