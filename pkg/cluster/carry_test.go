@@ -768,9 +768,10 @@ func TestCarryAgain(t *testing.T) {
 	mirrored := func(v *carriedVolume) { v.kernel(func(*volume.Mirrored) {}) }
 	pinned := func(v *carriedVolume) { v.kernel(synced); v.pins() }
 	goesOn, failed, back := begun("goes on", mirrored), begun("failed", mirrored), begun("taken back", mirrored)
+	forgets, held, claimed := begun("forgets", mirrored), begun("held", mirrored), begun("claimed anew", mirrored)
+	// Those that are pinned come last, as nobody waits long for the controller.
 	stays, flipped, lost := begun("stays pinned", pinned), begun("flipped", pinned), begun("pinned and failed", pinned)
-	forgets, held := begun("forgets", mirrored), begun("held", mirrored)
-	claimed, released, other := begun("claimed anew", mirrored), begun("released", pinned), begun("flipped to another pool", pinned)
+	released, other := begun("released", pinned), begun("flipped to another pool", pinned)
 	again(func() {
 		failed.kernel(newFailed)
 		forgets.kernel(forgot)
