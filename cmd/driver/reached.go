@@ -97,7 +97,7 @@ func (o *options) reach(ctx context.Context, a *agent.Agent, local *volume.Local
 		},
 		services: func(r grpc.ServiceRegistrar) {
 			export.Register(r, a.Exports(), a.Uses(others))
-			move.Register(r, a.Moving(), a.Moving())
+			move.Register(r, a.Moving(), a.Moving(), a.Moving())
 		},
 		samples: remote.Samples,
 	}, nil

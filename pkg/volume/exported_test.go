@@ -880,6 +880,43 @@ func TestExportEnding(t *testing.T) {
 	check.OK(t, l.Unexport(t.Context(), v.ID, 1))
 }
 
+// TestExportAndLeftover: what another pool has left of a volume may be exported still, to who used it when it left. Both are exported again at a start, and the end of that export does not
+// have the volume's own, which failed, be forgotten.
+func TestExportAndLeftover(t *testing.T) {
+	id, first, late := leaveInSecond(t, "sealed")
+	pool, k := late.Open("second", nil), newTarget(t)
+	l := start(t, 0, first.Open("first", nil), pool)
+	serve(t, l, k, nil)
+	out, err := l.Export(t.Context(), id, grant(5, "b"))
+	check.OK(t, err)
+	check.OK(t, second(pool.SetLabels(t.Context(), blockdev.Ref{Kind: id.Kind, Key: id.Key}, func(labels map[string]string) error {
+		labels["export"] = "4:0123456789abcdef:1:b"
+		return nil
+	})))
+	restart := func() {
+		k.reboot()
+		check.OK(t, l.Detach(t.Context(), id))
+		l = start(t, 0, late.Open("second", nil), first.Open("first", nil))
+		l.Locate(id, "first")
+		serve(t, l, k, nil)
+	}
+	restart()
+	if len(k.exports) != 2 {
+		t.Errorf("a start exports %v", k.exports)
+	}
+
+	k.refused = out.NQN
+	restart()
+	ails(t, l, id, "NotExported")
+	check.OK(t, l.DropLeft(t.Context(), "second", id, 3))
+	ails(t, l, id, "NotExported")
+	k.refused = ""
+	l.RetryExports(t.Context())
+	ails(t, l, id)
+	exportedTo(t, l, k, id, grant(5, "b"))
+	check.OK(t, l.Unexport(t.Context(), id, 5))
+}
+
 // TestExportPoolBack: a pool that comes while a call works on one of its volumes has that exported when the call is done, by the record of then.
 func TestExportPoolBack(t *testing.T) {
 	disk, k := memory.NewDisk(8<<30), newTarget(t)

@@ -59,9 +59,9 @@ func (t *taking) volume(v *v1alpha1.Volume) overview.Volume {
 }
 
 func (t *taking) snapshots() {
-	homes := map[string]string{} // nodes of volumes, by their IDs
+	volumes := map[string]*v1alpha1.Volume{} // by their IDs
 	for i := range t.objects {
-		homes[t.objects[i].ID()] = t.objects[i].Spec.NodeName
+		volumes[t.objects[i].ID()] = &t.objects[i]
 	}
 	for i := range t.copies {
 		s := &t.copies[i]
@@ -70,8 +70,8 @@ func (t *taking) snapshots() {
 		if s.Status.Created != nil {
 			out.Created = s.Status.Created.UTC()
 		}
-		if home := homes[out.Source]; home != "" && home != out.Node {
-			out.Source = "" // a snapshot is where its volume is: its node says that of another's
+		if v := volumes[out.Source]; v != nil && !s.Of(v) {
+			out.Source = "" // its node says that of another's
 		}
 		if g := s.Spec.Group; g != nil {
 			out.Group = g.ID()
