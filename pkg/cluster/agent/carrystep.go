@@ -264,7 +264,11 @@ func (c *carrier) follow(ctx context.Context, now *passage) (again time.Duration
 		c.mu.Unlock()
 		return c.copying(ctx, now, at)
 	}
-	return c.options.CarryEvery, c.pin(ctx, now)
+	err = c.pin(ctx, now)
+	if err != nil && !errors.Is(err, errdefs.ErrBusy) && ctx.Err() == nil {
+		err = errors.Join(err, c.saysWaits(ctx, now.v, err))
+	}
+	return c.options.CarryEvery, err
 }
 
 // errChanged is why what was said before is said anew.
