@@ -491,8 +491,15 @@ func TestSecond(t *testing.T) {
 	to, err := h.Open(t.Context(), "default", ref)
 	check.OK(t, err)
 	h.generation = 1
+	before := to
+	before.Otherwise = true
+	pooltest.Fails(t, failure(p.Second(t.Context(), ref, before)), errdefs.ErrUnavailable, "Second of what is given as before")
 	second, err := p.Second(t.Context(), ref, to)
 	check.OK(t, err)
+	again, err := p.Second(t.Context(), ref, before)
+	if check.OK(t, err); again.Number != second.Number {
+		t.Errorf("given as before, it is %s, not %s", again.Path, second.Path)
+	}
 	if second.Number == first.Number {
 		t.Fatalf("both are %s", first.Path)
 	}
@@ -514,7 +521,7 @@ func TestSecond(t *testing.T) {
 	p.Take(to.NQN, "new")
 	check.OK(t, p.Drop(t.Context(), h.nqn(1)))
 	seen(second.Number)
-	again, err := p.Attach(t.Context(), ref, blockdev.Attachment{})
+	again, err = p.Attach(t.Context(), ref, blockdev.Attachment{})
 	check.OK(t, err)
 	if again.Number != second.Number {
 		t.Errorf("it is attached as %s anew", again.Path)
