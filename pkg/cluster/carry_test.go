@@ -541,6 +541,26 @@ func TestCarry(t *testing.T) {
 			want := []string{"grow", "describe", "prepare", "second", "ranges", "mirror", "seal", "complete", "hold", "switch", "take new", "drop first", "close 1"}
 			v.says(fmt.Sprintf("%v is done", want), func() bool { return slices.Equal(v.steps(), want) })
 		},
+		"the homes do not seal": func(v *carriedVolume) {
+			for step, says := range map[string]string{"seal": "seal the volume on node old: ", "complete": "have node new complete what it has of the volume: "} {
+				v.mu.Lock()
+				v.fails[step] = 1 << 20
+				v.mu.Unlock()
+				v.kernel(synced)
+				v.movesays(v.name, says)
+				if s := v.object(v.name).Status.Move; !s.Waits {
+					v.Errorf("it waits, and the object says %+v", s)
+				}
+				v.mu.Lock()
+				v.fails[step] = 0
+				v.mu.Unlock()
+			}
+			v.pins()
+			v.movesays(v.name, "nodes old and new have all bytes")
+			if s := v.object(v.name).Status.Move; s.Waits || v.has("unmirror") {
+				v.Errorf("%v, %+v", v.steps(), s)
+			}
+		},
 		"new leg fails": func(v *carriedVolume) {
 			v.kernel(newFailed)
 			v.stays()

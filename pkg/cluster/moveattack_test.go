@@ -276,9 +276,12 @@ func TestMoveNodeGone(t *testing.T) {
 	_, err = a.local.Attach(w.ctx, here, nil)
 	fails(t, err, errdefs.ErrPrecondition)
 	w.start(b)
-	a.stop() // or it asks after minutes
-	w.start(a)
-	w.eventually("its old bytes are gone", func() bool { return errors.Is(second(a.local.Get(w.ctx, v.ID)), errdefs.ErrNotFound) })
+	w.eventually("its old bytes are gone", func() bool {
+		a.stop() // while node-2 does not answer yet, it asks again after minutes
+		w.start(a)
+		time.Sleep(time.Second)
+		return errors.Is(second(a.local.Get(w.ctx, v.ID)), errdefs.ErrNotFound)
+	})
 	w.eventually("node-1 has no strays", func() bool { return w.pool(a.name, "default").Status.StrayCount == 0 })
 	w.movesTo("v", a.name)
 	w.moved("v", b, a)

@@ -58,6 +58,8 @@ type Exported struct {
 	UUID   string      // of the namespace; its NGUID has the same bytes
 	Size   int64       // bytes of the device
 	Record blockdev.Record
+	// Otherwise is for one that is exported since before this node was to do so with TLS, or without, and is as it was: it stays so until it ends, for who is connected.
+	Otherwise bool
 }
 
 // GoString is for %#v.
@@ -724,7 +726,7 @@ func (l *Local) export(ctx context.Context, pool blockdev.Pool, record blockdev.
 			l.setGiven(id, out.NQN, out.Host)
 		}
 	}()
-	exporter, _, err := l.exporter()
+	exporter, how, err := l.exporter()
 	if err != nil {
 		return Exported{}, err
 	}
@@ -733,7 +735,7 @@ func (l *Local) export(ctx context.Context, pool blockdev.Pool, record blockdev.
 		return Exported{}, err
 	}
 	defer func() { err = errors.Join(err, attached.Close()) }()
-	return out, exporter.Add(ctx, out.export(attached.Path))
+	return out.add(ctx, exporter, attached.Path, e.psk(how.Key, record.Key))
 }
 
 // attachExport attaches what is to be exported. The caller closes the device.
@@ -759,6 +761,21 @@ func (e export) exported(exporter Exporter, how Exporting, record blockdev.Recor
 		out.PSK = e.psk(how.Key, record.Key)
 	}
 	return out
+}
+
+// add exports it, unless the exporter has it the other way, with TLS or without: then it is returned as it is there. psk is what it has with TLS.
+func (e Exported) add(ctx context.Context, exporter Exporter, path string, psk secret.Text) (Exported, error) {
+	err := exporter.Add(ctx, e.export(path))
+	if !errors.Is(err, nvmet.ErrOtherwise) {
+		return e, err
+	}
+	e.Otherwise = true
+	if e.PSK == psk {
+		e.PSK = secret.Text{}
+	} else {
+		e.PSK = psk
+	}
+	return e, exporter.Add(ctx, e.export(path))
 }
 
 // export is it as the exporter takes it.

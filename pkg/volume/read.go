@@ -112,8 +112,8 @@ func (l *Local) ExportToRead(ctx context.Context, id ID, to Grant) (_ Exported, 
 	attached, err := l.attachGuarded(ctx, pool, record)
 	if err == nil {
 		defer func() { err = errors.Join(err, attached.Close()) }()
-		out := r.export(to).exported(exporter, how, record, attached.Size)
-		if err = exporter.Add(ctx, out.export(attached.Path)); err == nil {
+		var out Exported
+		if out, err = r.export(to).exported(exporter, how, record, attached.Size).add(ctx, exporter, attached.Path, r.export(to).psk(how.Key, record.Key)); err == nil {
 			l.setFailed(place{id, pool.Name()}, nil)
 			l.setGiven(id, out.NQN, out.Host)
 			return out, nil

@@ -282,7 +282,11 @@ func (c *carrier) follow(ctx context.Context, now *passage) (again time.Duration
 	if wait := time.Until(c.knownOf(now.id.Key).rest); wait > 0 {
 		return min(wait, c.options.CarryEvery), nil
 	}
-	return c.options.CarryEvery, c.pin(ctx, now)
+	err = c.pin(ctx, now)
+	if err != nil && !errors.Is(err, errdefs.ErrBusy) && ctx.Err() == nil {
+		err = errors.Join(err, c.saysWaits(ctx, now.v, err))
+	}
+	return c.options.CarryEvery, err
 }
 
 // unsaid is why a volume that is pinned is pinned anew, if it is.

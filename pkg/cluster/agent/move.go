@@ -183,10 +183,13 @@ func (a *Agent) reconcileMove(ctx context.Context, r request) (reconcile.Result,
 		return reconcile.Result{}, nil
 	case m.Left:
 		return a.giveBack(ctx, v)
-	case a.options.Network == nil:
-		return reconcile.Result{}, nil // nothing comes here
+	case a.options.Network == nil && (carried(v) || cluster.MayMove(v)):
+		return reconcile.Result{}, nil // its user says how far that is, or all is here
 	}
-	err := a.bring(ctx, r, v)
+	err := a.inNetwork()
+	if err == nil {
+		err = a.bring(ctx, r, v)
+	}
 	switch {
 	case err == nil || ctx.Err() != nil:
 		return reconcile.Result{RequeueAfter: checkAgain}, nil
@@ -202,6 +205,14 @@ func (a *Agent) reconcileMove(ctx context.Context, r request) (reconcile.Result,
 		return reconcile.Result{RequeueAfter: checkAgain}, nil
 	}
 	return reconcile.Result{}, err
+}
+
+// inNetwork is errWaits on a node that is in no network, to which nothing comes.
+func (a *Agent) inNetwork() error {
+	if a.options.Network != nil {
+		return nil
+	}
+	return fmt.Errorf("%w: node %s is in no network, so no volume comes to it: start its driver with --remote-address", errWaits, a.local.Node())
 }
 
 // reportMove writes the part of an object's status that is about its move, if edit changes it. It fails with a conflict if anybody changed the object
