@@ -60,7 +60,9 @@ func (s *ObjectStatus) Refused(generation int64) *Failure {
 func (v *Volume) Strict() bool { return v.Spec.Encryption != "" || v.Spec.Access != "" }
 
 // Strict: it is another thing without a field that older definitions do not know.
-func (s *Snapshot) Strict() bool { return s.Spec.Encryption != "" || s.Spec.SourcePool != "" || s.Spec.Leg != "" }
+func (s *Snapshot) Strict() bool {
+	return s.Spec.Encryption != "" || s.Spec.SourcePool != "" || s.Spec.Leg != ""
+}
 
 // May is what may be done to its bytes.
 func (v *Volume) May() *Intent { return &v.Spec.Intent }
