@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -9,15 +10,18 @@ import (
 	"sync"
 
 	"google.golang.org/grpc"
+	"k8s.io/klog/v2"
 
 	"github.com/ashlar-csi/ashlar/internal/keylock"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvmet"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/replicapool"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/agent"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/export"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/move"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/metrics"
 	"github.com/ashlar-csi/ashlar/pkg/mount"
 	"github.com/ashlar-csi/ashlar/pkg/node"
@@ -70,6 +74,11 @@ func (o *options) reach(ctx context.Context, a *agent.Agent, local *volume.Local
 		return nil, err
 	}
 	everywhere := volume.NewEverywhere(local, others, a.Elsewhere(remote.Has))
+	legs := a.ReplicaLegs(everywhere, remote)
+	replicate, err := o.replicate(ctx, a, everywhere, legs, mounts)
+	if err != nil {
+		return nil, err
+	}
 	return &reached{
 		volumes: everywhere,
 		keeping: func(run func(context.Context) error) func(context.Context) error {
@@ -82,6 +91,7 @@ func (o *options) reach(ctx context.Context, a *agent.Agent, local *volume.Local
 				done.Go(func() { remote.Keep(ctx) })
 				done.Go(func() { a.TellAway(ctx, remote.Away, agent.AwayPause) })
 				done.Go(func() { a.Carry(ctx, everywhere, remote) })
+				done.Go(func() { replicate(ctx) })
 				return run(ctx)
 			}
 		},
@@ -91,6 +101,25 @@ func (o *options) reach(ctx context.Context, a *agent.Agent, local *volume.Local
 		},
 		samples: remote.Samples,
 	}, nil
+}
+
+// replicate has this node use volumes with several legs too, if its kernel can mirror; what it returns looks after their mirrors until its context ends.
+func (o *options) replicate(ctx context.Context, a *agent.Agent, everywhere *volume.Everywhere, legs *agent.ReplicaLegs, mounts *mount.Table) (func(context.Context), error) {
+	pool, err := replicapool.New(o.nodeID, legs)
+	if errors.Is(err, errdefs.ErrUnsupported) || errors.Is(err, errdefs.ErrUnavailable) {
+		klog.FromContext(ctx).Info("This node uses no replicated volumes", "why", err.Error())
+		return func(context.Context) {}, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	replicated, err := volume.NewLocal(ctx, o.nodeID, []blockdev.Pool{pool}, mounts, 0)
+	if err != nil {
+		return nil, err
+	}
+	everywhere.Replicate(replicated, a.Replicated(pool.Has))
+	a.HoldReplicated(replicated)
+	return func(ctx context.Context) { legs.Replicate(ctx, pool) }, nil
 }
 
 // keepingNothing is what a node keeps that is in no network: it waits for the one that it was told of.

@@ -3,6 +3,7 @@ package volume
 import (
 	"context"
 	"errors"
+	"fmt"
 
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -22,20 +23,35 @@ type Elsewhere interface {
 // go to where that is; to make volumes and delete them is for the node that has them.
 type Everywhere struct {
 	*Local
-	others    *Local
-	elsewhere Elsewhere
+	others     *Local
+	elsewhere  Elsewhere
+	replicated *Local // nil: none can be used
+	legs       Elsewhere
 }
 
 // NewEverywhere returns the volumes of local, and those of others, which are over a pool of volumes that are elsewhere. The name of a volume's
 // pool says nothing of where it is: each node may have a pool of that name.
 func NewEverywhere(local, others *Local, elsewhere Elsewhere) *Everywhere {
-	return &Everywhere{local, others, elsewhere}
+	return &Everywhere{Local: local, others: others, elsewhere: elsewhere}
+}
+
+// Replicate has the node use volumes with several legs too (docs/replication.md), which are over a pool of those. known knows which ones are claimed for this node, or have a mirror here.
+func (e *Everywhere) Replicate(replicated *Local, known Elsewhere) {
+	e.replicated, e.legs = replicated, known
 }
 
 // of is where a volume is. One that was another node's may have its devices here still, over a connection that has ended under them with its claim; one that
 // has moved while it was used, as they were before: until they are called as those of its new home, all calls find them by that. If the pool that they are called by
 // is not open, no call finds them: with others beside them, a volume would have two devices that know nothing of each other.
 func (e *Everywhere) of(ctx context.Context, id ID) *Local {
+	if e.replicated != nil && e.legs.Has(id) {
+		return e.replicated
+	}
+	return e.plain(ctx, id)
+}
+
+// plain is of, for a volume of one leg, or a leg.
+func (e *Everywhere) plain(ctx context.Context, id ID) *Local {
 	if e.elsewhere.Has(id) {
 		if home, away, err := e.Seats(ctx, id); err == nil && !away && (home || e.Local.mayBeSeated(id)) {
 			return e.Local
@@ -51,7 +67,33 @@ func (e *Everywhere) of(ctx context.Context, id ID) *Local {
 // Get returns a volume; ErrUnavailable also if it may be another node's and that cannot be found out now. ErrPrecondition of one whose devices here are over a connection
 // that has ended: they have to be taken down first.
 func (e *Everywhere) Get(ctx context.Context, id ID) (Volume, error) {
-	at := e.of(ctx, id)
+	if e.replicated != nil && e.legs.Has(id) {
+		return e.replicated.Get(ctx, id)
+	}
+	v, err := e.getPlain(ctx, id)
+	if err == nil && v.ReplicaOf != "" {
+		return e.whole(ctx, v)
+	}
+	return v, err
+}
+
+// whole returns the volume that a leg is of. A leg by itself is nobody's: what was written to it the others would lack.
+func (e *Everywhere) whole(ctx context.Context, leg Volume) (Volume, error) {
+	if e.replicated == nil || leg.ReplicaOf != leg.ID.Key {
+		return Volume{}, fmt.Errorf("%w: %s is a leg of the replicated volume %s, and is not used by itself", errdefs.ErrPrecondition, leg.ID, leg.ReplicaOf)
+	}
+	switch there, err := e.legs.Find(ctx, leg.ID); {
+	case err != nil:
+		return Volume{}, err
+	case there:
+		return e.replicated.Get(ctx, leg.ID)
+	}
+	return Volume{}, fmt.Errorf("%w: the replicated volume %s is not claimed for node %s", errdefs.ErrPrecondition, leg.ID, e.Node())
+}
+
+// getPlain is Get of a volume of one leg, or a leg.
+func (e *Everywhere) getPlain(ctx context.Context, id ID) (Volume, error) {
+	at := e.plain(ctx, id)
 	v, err := at.Get(ctx, id)
 	if at == e.others && err == nil {
 		err = at.severed(ctx, id)

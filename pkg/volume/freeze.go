@@ -49,13 +49,21 @@ const (
 // needs no time for the copy. It reports whether all writes are held back until thaw is called, which may be called again, and
 // returns the context for what is done meanwhile: see held. ErrUnavailable from thaw: they were not,
 // so what was done is of no point in time. What somebody else froze is not held back: they may end it at any time.
-// Those of a volume that is exported are its consumer's to hold back.
+// Those of a volume that is exported are its consumer's to hold back; those of a leg of a volume with several, its volume's, wherever that is used.
 func (l *Local) quiesce(ctx context.Context, o origin) (_ context.Context, quiesced bool, thaw func() error, err error) {
 	nothing := func() error { return nil }
 	if e, is, err := exportOf(o.record); err != nil {
 		return ctx, false, nothing, err
 	} else if is {
 		return l.holdConsumer(ctx, o, e.Grant)
+	}
+	if o.record.Labels[labelReplicaOf] != "" { // if it is used here, it is below the mirror of its volume
+		if devices, err := l.stacks.Of(o.pool, o.record.Ref).Attached(ctx); err != nil || len(devices) > 0 {
+			if err != nil {
+				return ctx, false, nothing, err
+			}
+			return l.holdConsumer(ctx, o, Grant{Node: l.node})
+		}
 	}
 	defer l.lift(ctx, o)()
 	paths := l.filesystems(ctx, o.pool, o.record.Ref)

@@ -29,7 +29,16 @@ func (l *Local) Record(ctx context.Context, id ID) (blockdev.Record, error) {
 	if err == nil && unfinished(record) {
 		err = fmt.Errorf("%w: volume %s is being copied", errdefs.ErrNotFound, id)
 	}
-	return shown(record), err
+	return l.told(record), err
+}
+
+// told is shown, and of a leg also in which start of this machine it is.
+func (l *Local) told(r blockdev.Record) blockdev.Record {
+	r = shown(r)
+	if how, _ := l.exporting(); r.Labels[labelReplicaOf] != "" {
+		r.Labels[labelBoot] = how.Boot
+	}
+	return r
 }
 
 // shown is a record without what no other node has to know.
@@ -74,5 +83,5 @@ func (l *Local) SwapLabels(ctx context.Context, id ID, before, after map[string]
 		}
 		return nil
 	})
-	return shown(record), err
+	return l.told(record), err
 }

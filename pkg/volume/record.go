@@ -30,7 +30,8 @@ const (
 	labelTimeout    = "home.timeout"
 	labelReplicaOf  = "replica.of" // the key of the volume that it is a leg of
 	labelLeg        = "leg"        // of a leg: see LegState
-	labelFrozen     = "frozen" // by this driver, for a cut
+	labelBoot       = "boot"       // in no record: what a home tells the user of a leg of the start of its machine
+	labelFrozen     = "frozen"     // by this driver, for a cut
 	labelGroup      = "group"
 	labelGroupSize  = "group.size"
 	labelGroupWhole = "group.whole" // all of the group was cut: a member that is missing was lost

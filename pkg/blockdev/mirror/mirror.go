@@ -27,6 +27,7 @@ const (
 	baseSuffix = "-base"
 
 	target   = "mirror"
+	ended    = "error" // the target of a mirror that has ended
 	features = " 1 handle_errors"
 )
 
@@ -41,7 +42,7 @@ type Leg struct {
 // State is what the kernel says of a mirror.
 type State struct {
 	Size          int64 // bytes
-	Legs          []Leg // those that are current, in the order in which they are read from: the first, and another one if that has failed
+	Legs          []Leg // those that are current, in the order in which they are read from: the first, and another one if that has failed; none after End
 	Joining       *Leg  // the one that is being made equal; nil: none
 	Synced, Total int64 // bytes that are equal on Joining, and all
 	Held          bool  // nothing is read or written until Leave is called for all that failed: see Watch
@@ -213,6 +214,9 @@ func read(name string) (r reading, err error) {
 	if err != nil {
 		return r, err
 	}
+	if kind == ended {
+		return reading{}, nil
+	}
 	if kind != target {
 		below, err := dm.Below(name)
 		if err == nil && (kind != "linear" || len(below) != 1) {
@@ -285,6 +289,21 @@ func settle(ctx context.Context, name string, size int64, legs []uint64) error {
 	}
 	_, err := dm.RemoveNow(ctx, name+baseSuffix)
 	return err
+}
+
+// End has all that is read from a mirror and written to it end with errors, what it holds as well, and lets go of its legs: nobody may use it any more. It stays, for those who have it open, until Remove. State has no legs then.
+func End(ctx context.Context, name string) error {
+	return change(name, "end it", func() error {
+		s, err := state(name)
+		if err != nil || len(s.Legs) == 0 {
+			return err
+		}
+		if err := dm.Replace(name, []dm.Line{{Length: s.Size, Kind: ended}}); err != nil {
+			return err
+		}
+		_, err = dm.RemoveNow(ctx, name+baseSuffix)
+		return err
+	})
 }
 
 // Resize gives a mirror another size, after all its legs have it. What is new counts as equal. errdefs.ErrUnavailable while a leg joins, and if one has failed.

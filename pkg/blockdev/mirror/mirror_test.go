@@ -696,3 +696,38 @@ func TestReadsOnward(t *testing.T) {
 	f.legs[0].mend()
 	f.leave(0)
 }
+
+// TestEnds: when a mirror has ended, what it held ends with an error, as does all that comes after; its legs are free, and nothing has become of them.
+func TestEnds(t *testing.T) {
+	ctx := context.Background()
+	f := newMirror(t, 2, 0)
+	f.write(1, 0)
+	seen := f.look().Event
+	f.legs[1].fail()
+	held := later(func() error { _, err := f.open().WriteAt(page(2), mib); return err })
+	f.failed(seen, 1)
+	waits(t, held, "a write")
+	check.OK(t, mirror.End(ctx, f.name))
+	check.OK(t, mirror.End(ctx, f.name))
+	select {
+	case err := <-held:
+		if err == nil {
+			t.Error("a write was acknowledged that one leg has not")
+		}
+	case <-time.After(10 * time.Second):
+		t.Fatal("a write is still held")
+	}
+	if _, err := f.open().WriteAt(page(3), 0); err == nil {
+		t.Error("a write was acknowledged by nobody")
+	}
+	if s := f.look(); len(s.Legs) > 0 || s.Held || s.Joining != nil {
+		t.Errorf("it is %+v", s)
+	}
+	for _, leg := range f.legs[:2] {
+		holders, err := os.ReadDir("/sys/dev/block/" + dm.Number(leg.number) + "/holders")
+		if err != nil || len(holders) > 0 {
+			t.Errorf("leg %s has something over it: %v, %v", dm.Number(leg.number), holders, err)
+		}
+	}
+	f.has(0, 1, 0)
+}

@@ -38,7 +38,7 @@ func Watch(ctx context.Context, name string, seen uint32) (s State, err error) {
 		if s.Joining != nil && s.Joining.Failed {
 			return s.let(ctx, name)
 		}
-		if s.Held || s.remembers || len(s.Legs) == 1 {
+		if s.Held || s.remembers || len(s.Legs) <= 1 {
 			return nil
 		}
 		return s.keep(name, seen)

@@ -81,8 +81,9 @@ type Agent struct {
 	// fetching has room for who copies from another node.
 	fetching      chan struct{}
 	others        others
-	moves         kube.Connection                              // of the volumes of other nodes that move here, or have left here
-	snapshotMoves kube.Connection                              // of such snapshots
+	moves         kube.Connection // of the volumes of other nodes that move here, or have left here
+	snapshotMoves kube.Connection // of such snapshots
+	replicas      replicas
 	carried       workqueue.TypedRateLimitingInterface[string] // volumes that move while this node uses them (Carry)
 
 	mu      sync.Mutex
@@ -107,7 +108,7 @@ func New(config *rest.Config, local *volume.Local, o Options) (*Agent, error) {
 	}
 	a := &Agent{kube: c, local: local, options: o, changed: make(chan struct{}, 1),
 		lookups: map[string]map[volume.ID]lookup{}, fetching: make(chan struct{}, fetches), cancels: map[request]context.CancelFunc{}, carried: newCarried(o.CarryEvery)}
-	if err := errors.Join(a.connectOthers(config), a.connectMoves(config), a.connectSnapshotMoves(config)); err != nil {
+	if err := errors.Join(a.connectOthers(config), a.connectMoves(config), a.connectSnapshotMoves(config), a.connectReplicas(config)); err != nil {
 		return nil, err
 	}
 	local.SetMoves(a)
@@ -132,13 +133,14 @@ func (a *Agent) Run(ctx context.Context) error {
 	var done sync.WaitGroup
 	defer done.Wait()
 	defer stop()
-	failures := make(chan error, 7)
+	failures := make(chan error, 8)
 	if a.options.Namespace != "" {
 		beating := &heartbeat{live: a.kube.Live, namespace: a.options.Namespace, node: a.local.Node(), every: a.options.Heartbeat}
 		done.Go(func() { beating.run(ctx) })
 	}
 	done.Go(func() { failures <- a.kube.Cache.Start(ctx) })
 	done.Go(func() { failures <- a.watchOthers(ctx) })
+	done.Go(func() { failures <- a.watchReplicas(ctx) })
 	if !a.kube.Cache.WaitForCacheSync(ctx) {
 		return nil // the context ended
 	}

@@ -24,6 +24,9 @@ func (a *Agent) Claimed(ctx context.Context, id volume.ID, readOnly bool) (_ vol
 	if !a.read.Load() {
 		return volume.Claim{}, false
 	}
+	if v, is := a.replicated(id.Key); is && v.ID() == id.String() {
+		return cluster.ToClaim(v.Spec.Claim), true
+	}
 	waiting, cancel := context.WithTimeout(ctx, claimWait)
 	defer cancel()
 	w := a.hub.Open(cluster.VolumeNamed(id.Key))
@@ -35,7 +38,10 @@ func (a *Agent) Claimed(ctx context.Context, id volume.ID, readOnly bool) (_ vol
 		if other, is := a.usedHere(id.Key); err != nil && is {
 			v, err = other, nil
 		}
-		if apierrors.IsNotFound(err) {
+		if apierrors.IsNotFound(err) || err == nil && v.Spec.ReplicaOf != "" {
+			if claim, is := a.replicaClaim(ctx, id.Key); is {
+				return claim, true
+			}
 			return volume.Claim{}, a.isElsewhere(ctx, id)
 		}
 		if err != nil || v.Named() != id.Pool {

@@ -424,10 +424,15 @@ func (a *Agent) endpoint(ctx context.Context, node string) (v1alpha1.AgentEndpoi
 
 // Using is what this node does to volumes of others, for their homes or after a start: volume.Local, over them.
 type Using interface {
+	Holds
 	LimitAgain(ctx context.Context, id volume.ID, mutable map[string]string)
+	Modified(ctx context.Context, id volume.ID, mutable map[string]string) error
+}
+
+// Holds holds back the writes of those who use volumes here: volume.Local.
+type Holds interface {
 	Hold(ctx context.Context, id volume.ID) (release func() error, err error)
 	LongestHold() time.Duration
-	Modified(ctx context.Context, id volume.ID, mutable map[string]string) error
 }
 
 // Uses answers the agents of the nodes whose volumes are used here: it is an export.User. Each may ask for its own volumes. From then on the agent can set the limits of
@@ -480,11 +485,19 @@ func (u users) Hold(ctx context.Context, id volume.ID, generation int64) (releas
 	if err := u.used(ctx, id, generation); err != nil {
 		return nil, err
 	}
-	unlock, busy := u.options.Locks.TryLock([]string{keylock.Volume(id.Key)}, nil)
+	if v, is := u.usedHere(id.Key); is && v.Spec.ReplicaOf != "" {
+		return u.holdReplicated(ctx, v.Spec.ReplicaOf, "")
+	}
+	return u.hold(ctx, u.others, id, []string{keylock.Volume(id.Key)})
+}
+
+// hold holds back the writes to a volume that is used here, with some locks.
+func (a *Agent) hold(ctx context.Context, in Holds, id volume.ID, locks []string) (release func() error, err error) {
+	unlock, busy := a.options.Locks.TryLock(locks, nil)
 	if unlock == nil {
 		return nil, fmt.Errorf("%w on %s", errdefs.ErrBusy, busy)
 	}
-	let, err := u.others.Hold(ctx, id)
+	let, err := in.Hold(ctx, id)
 	if err != nil || let == nil {
 		unlock()
 		return nil, err
@@ -493,7 +506,7 @@ func (u users) Hold(ctx context.Context, id volume.ID, generation int64) (releas
 		defer unlock()
 		return let()
 	})
-	late := time.AfterFunc(u.others.LongestHold()+time.Second, func() { _ = end() }) // who calls release later is told
+	late := time.AfterFunc(in.LongestHold()+time.Second, func() { _ = end() }) // who calls release later is told
 	return func() error {
 		late.Stop()
 		return end()
@@ -516,6 +529,13 @@ func (c consumers) Modified(ctx context.Context, id volume.ID, to volume.Grant, 
 
 // Hold: see volume.Holder.
 func (c consumers) Hold(ctx context.Context, id volume.ID, to volume.Grant) (release func() error, err error) {
+	if to.Node == c.local.Node() { // it is a leg
+		v, there, err := get(ctx, c.Agent, id.Key, &v1alpha1.Volume{})
+		if err != nil || !there {
+			return nil, err
+		}
+		return c.holdReplicated(ctx, v.Spec.ReplicaOf, id.Key)
+	}
 	err = c.atNode(ctx, to.Node, func(agent grpc.ClientConnInterface) (err error) {
 		release, err = export.UserAt(agent).Hold(ctx, id, to.Generation)
 		return err

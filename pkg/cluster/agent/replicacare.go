@@ -1,0 +1,534 @@
+package agent
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+	"k8s.io/klog/v2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/keylock"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/mirror"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/remotepool"
+	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+	"github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// While a volume with several legs is used here, somebody has to look after its mirror: take legs that fail off the list, and then out of the mirror; have legs that lack something made equal, and put
+// them on the list. What the kernel holds until then, and what it forgets, is told in package mirror. Each look finds anew, in the kernel and in the object, how it stands.
+
+// Mirrors are those of this node: replicapool.Pool.
+type Mirrors interface {
+	// Mirrors are the volumes that have one, with the generation of the claim by which it was made.
+	Mirrors() (map[blockdev.Ref]int64, error)
+	Mirror(ref blockdev.Ref) (name string)
+}
+
+// How often a leg that could not join, or failed while it did, is tried again, in looks (Options.CarryEvery), and longer each time.
+const (
+	firstJoin = 2
+	lastJoin  = 64
+)
+
+// legSilence is for how many looks the node of a leg may not answer before the others go on without it.
+const legSilence = 10
+
+// Replicate looks after the mirrors of this node until ctx ends.
+func (l *ReplicaLegs) Replicate(ctx context.Context, mirrors Mirrors) {
+	var tended sync.WaitGroup
+	defer tended.Wait()
+	var mu sync.Mutex
+	tending := map[blockdev.Ref]bool{}
+	for {
+		found, err := mirrors.Mirrors()
+		if err != nil {
+			klog.FromContext(ctx).Error(err, "Could not look for the mirrors of replicated volumes; trying again")
+		}
+		mu.Lock()
+		for ref, generation := range found {
+			if tending[ref] {
+				continue
+			}
+			tending[ref] = true
+			tended.Go(func() {
+				t := &tender{ReplicaLegs: l, ref: ref, name: mirrors.Mirror(ref), generation: generation, joins: map[string]*tries{}}
+				t.run(klog.NewContext(ctx, klog.FromContext(ctx).WithValues("volume", ref.Key)))
+				mu.Lock()
+				defer mu.Unlock()
+				delete(tending, ref)
+			})
+		}
+		mu.Unlock()
+		if pause(ctx, l.options.CarryEvery) != nil {
+			return
+		}
+	}
+}
+
+// tender looks after one mirror.
+type tender struct {
+	*ReplicaLegs
+	ref        blockdev.Ref
+	name       string
+	generation int64 // of the claim by which it was made
+	joins      map[string]*tries
+	told       string // why it could not be looked after, last
+}
+
+// tries are those of a leg to join.
+type tries struct {
+	many   int
+	next   time.Time
+	silent time.Time // since when its node does not answer; zero: it does
+}
+
+func (t *tender) of(name string) *tries {
+	if t.joins[name] == nil {
+		t.joins[name] = &tries{}
+	}
+	return t.joins[name]
+}
+
+// run looks until the mirror is gone, whenever something happens to it, and each second.
+func (t *tender) run(ctx context.Context) {
+	for ctx.Err() == nil {
+		s, err := mirror.Look(t.name)
+		if errors.Is(err, errdefs.ErrNotFound) {
+			return
+		}
+		if err == nil {
+			err = t.look(ctx, s)
+		}
+		t.tell(ctx, err)
+		if s, err = mirror.Look(t.name); err != nil { // what was done just now is no news
+			continue
+		}
+		waiting, cancel := context.WithTimeout(ctx, t.options.CarryEvery)
+		_, err = mirror.Watch(waiting, t.name, s.Event)
+		cancel()
+		if err != nil && waiting.Err() == nil {
+			_ = pause(ctx, busyRetry)
+		}
+	}
+}
+
+// tell logs why a mirror could not be looked after, once.
+func (t *tender) tell(ctx context.Context, err error) {
+	text := ""
+	if err != nil && !errors.Is(err, errdefs.ErrBusy) && !errors.Is(err, errdefs.ErrNotFound) && ctx.Err() == nil {
+		text = errdefs.Words(err)
+	}
+	if text != "" && text != t.told {
+		klog.FromContext(ctx).Error(err, "Could not look after the legs of a replicated volume; trying again")
+	}
+	t.told = text
+}
+
+// view is one look at a mirror.
+type view struct {
+	v       *v1alpha1.ReplicatedVolume
+	s       mirror.State
+	device  map[string]uint64 // of the legs that are attached here, by their names
+	leg     map[uint64]string
+	near    uint64 // the device of the leg that this node has; 0: none
+	failing map[string]string
+}
+
+// look takes the next step. Without the claim by which the mirror was made, it ends; as long as that is not known it does nothing: whatever failed is held, and what did not is fenced by the nodes of the legs.
+func (t *tender) look(ctx context.Context, s mirror.State) error {
+	v, is := t.replicated(t.ref.Key)
+	switch {
+	case len(s.Legs) == 0:
+		return nil // it has ended
+	case !is || v.Spec.Claim.Generation != t.generation:
+		return t.end(ctx)
+	case v.Status.Opened != t.generation:
+		return nil
+	}
+	now, err := t.view(ctx, v.DeepCopy(), s)
+	if err != nil {
+		return err
+	}
+	t.findFailed(now)
+	if len(now.failing) > 0 {
+		return t.leave(ctx, now)
+	}
+	if s.Held {
+		return nil
+	}
+	if err := t.list(ctx, now); err != nil {
+		return err
+	}
+	if s.Joining != nil {
+		return t.joining(ctx, now)
+	}
+	return t.join(ctx, now)
+}
+
+// end ends a mirror whose claim has ended, as the API server says itself: nothing that its users write will ever be on what is current. They get errors, and the leg of this node is free for who uses the volume now.
+func (t *tender) end(ctx context.Context) error {
+	asking, cancel := context.WithTimeout(ctx, homeTime)
+	defer cancel()
+	v := &v1alpha1.ReplicatedVolume{}
+	if err := t.kube.Live.Get(asking, client.ObjectKey{Name: t.ref.Key}, v); err != nil {
+		return nil // not known now
+	}
+	if c := v.Spec.Claim; v.Spec.Claims < t.generation || c != nil && c.Node == t.local.Node() && c.Generation == t.generation {
+		return nil // the object is one of before the claim, or the watch is
+	}
+	klog.FromContext(ctx).Info("The claim of a replicated volume has ended, and it is still used here; its users get errors from now on", "claim", t.generation, "claims", v.Spec.Claims)
+	if err := mirror.End(ctx, t.name); err != nil {
+		return err
+	}
+	for _, name := range v.Spec.Legs {
+		t.giveBack(ctx, v, name)
+	}
+	return nil
+}
+
+// view finds which device is which leg.
+func (t *tender) view(ctx context.Context, v *v1alpha1.ReplicatedVolume, s mirror.State) (*view, error) {
+	now := &view{v: v, s: s, device: map[string]uint64{}, leg: map[uint64]string{}, failing: map[string]string{}}
+	names := slices.Clone(v.Spec.Legs)
+	for _, leg := range v.Status.Legs {
+		if !slices.Contains(names, leg.Name) {
+			names = append(names, leg.Name)
+		}
+	}
+	for _, name := range names {
+		id, err := t.legID(ctx, v, name)
+		if err != nil {
+			return nil, err
+		}
+		devices, err := t.volumes.LegDevices(ctx, id)
+		if err != nil {
+			return nil, err
+		}
+		for _, d := range devices {
+			if _, is := now.device[name]; !is || now.has(d.Number) {
+				now.device[name] = d.Number
+			}
+			now.leg[d.Number] = name
+		}
+		if _, there, err := get(ctx, t.Agent, name, &v1alpha1.Volume{}); err == nil && there {
+			now.near = now.device[name]
+		}
+	}
+	return now, nil
+}
+
+// has reports whether a device is one of the mirror's.
+func (n *view) has(device uint64) bool {
+	return slices.ContainsFunc(n.s.Legs, func(l mirror.Leg) bool { return l.Device == device }) || n.s.Joining != nil && n.s.Joining.Device == device
+}
+
+// in are the names of the legs that the mirror waits for.
+func (n *view) in() (names []string) {
+	for _, l := range n.s.Legs {
+		names = append(names, n.leg[l.Device])
+	}
+	return names
+}
+
+// unknown are the devices of the mirror that are no leg's.
+func (n *view) unknown() (devices []uint64) {
+	for _, l := range n.s.Legs {
+		if n.leg[l.Device] == "" {
+			devices = append(devices, l.Device)
+		}
+	}
+	return devices
+}
+
+// findFailed finds the legs that the mirror is not to wait for any more, and why: what failed; what does not answer for too long; what is to be a leg no more; and what is listed, and not in the mirror, which nobody may take for current.
+func (t *tender) findFailed(now *view) {
+	for _, l := range now.s.Legs {
+		name := now.leg[l.Device]
+		switch {
+		case name == "": // what it was is listed, and not among these
+		case l.Failed:
+			now.failing[name] = "what was written to it, or read from it, failed"
+		case !slices.Contains(now.v.Spec.Legs, name):
+			now.failing[name] = "it is to be a leg no more"
+		default:
+			if why := t.unreached(now, name); why != "" {
+				now.failing[name] = why
+			}
+		}
+	}
+	for _, name := range now.v.Current() {
+		if !slices.Contains(now.in(), name) {
+			now.failing[name] = "it is not written to"
+		}
+	}
+}
+
+// unreached says why a leg on another node cannot be reached any more, or not for too long; empty: it can.
+func (t *tender) unreached(now *view, name string) string {
+	k := t.of(name)
+	if now.device[name] == now.near {
+		return ""
+	}
+	legs, err := t.connections.Legs(blockdev.Ref{Kind: t.ref.Kind, Key: name})
+	used := slices.DeleteFunc(legs, func(c remotepool.Leg) bool { return !c.Used })
+	switch {
+	case err != nil: // nothing is known
+	case len(used) == 0:
+		return "the connection to its node has ended"
+	case !slices.ContainsFunc(used, func(c remotepool.Leg) bool { return c.Live }):
+		if k.silent.IsZero() {
+			k.silent = time.Now()
+		}
+		if time.Since(k.silent) > legSilence*t.options.CarryEvery {
+			return "its node does not answer on the network"
+		}
+		return ""
+	}
+	k.silent = time.Time{}
+	return ""
+}
+
+// leave takes legs off the list, and then out of the mirror, which goes on without them. The last one that is current stays.
+func (t *tender) leave(ctx context.Context, now *view) error {
+	rest := slices.DeleteFunc(now.v.Current(), func(name string) bool { return now.failing[name] != "" })
+	if len(rest) == 0 {
+		return fmt.Errorf("%w: no leg of the replicated volume takes what is written: %s", errdefs.ErrUnavailable, reasons(now.failing))
+	}
+	if err := t.writeReplicas(ctx, now.v, func(s *v1alpha1.ReplicatedVolumeStatus) {
+		for i := range s.Legs {
+			if why := now.failing[s.Legs[i].Name]; why != "" {
+				setWaiting(&s.Legs[i], why)
+			}
+		}
+		s.Legs = slices.DeleteFunc(s.Legs, func(leg v1alpha1.Leg) bool { return !leg.Current && !slices.Contains(now.v.Spec.Legs, leg.Name) })
+	}); err != nil {
+		return err
+	}
+	devices := now.unknown()
+	for name, why := range now.failing {
+		klog.FromContext(ctx).Info("A leg of a replicated volume is not current any more", "leg", name, "why", why, "current", rest)
+		t.again(name)
+		if device, is := now.device[name]; is {
+			devices = append(devices, device)
+		}
+		t.endSilent(ctx, name)
+	}
+	if err := mirror.Leave(ctx, t.name, devices...); err != nil {
+		return err
+	}
+	for name := range now.failing {
+		t.giveBack(ctx, now.v, name)
+	}
+	return nil
+}
+
+// endSilent ends the connection to a leg that does not answer: what is on its way there ends with errors, which the mirror holds; else it would be waited for.
+func (t *tender) endSilent(ctx context.Context, name string) {
+	legs, err := t.connections.Legs(blockdev.Ref{Kind: t.ref.Kind, Key: name})
+	for _, c := range legs {
+		if !c.Live {
+			err = errors.Join(err, t.connections.End(ctx, c.NQN))
+		}
+	}
+	if err != nil {
+		klog.FromContext(ctx).Error(err, "Could not end the connection to a leg that is not current any more", "leg", name)
+	}
+}
+
+// giveBack lets go of a leg that is not in the mirror any more.
+func (t *tender) giveBack(ctx context.Context, v *v1alpha1.ReplicatedVolume, name string) {
+	if err := t.withLeg(ctx, v, name, func(id volume.ID) error { return t.letGo(ctx, id) }); err != nil && ctx.Err() == nil {
+		klog.FromContext(ctx).Info("Could not give back a leg that is not current any more; it is tried again when it is to join", "leg", name, "err", err.Error())
+	}
+}
+
+func reasons(failing map[string]string) (text string) {
+	for name, why := range failing {
+		text += fmt.Sprintf("; leg %s: %s", name, why)
+	}
+	return text[2:]
+}
+
+// list puts on the list what the mirror waits for, and is not there yet: it is equal, and whole.
+func (t *tender) list(ctx context.Context, now *view) error {
+	for _, l := range now.s.Legs {
+		name := now.leg[l.Device]
+		if leg := now.v.Leg(name); name == "" || leg != nil && leg.Current {
+			continue
+		}
+		if err := t.complete(ctx, now.v, name, l.Device); err != nil {
+			return err
+		}
+		if err := t.writeReplicas(ctx, now.v, func(s *v1alpha1.ReplicatedVolumeStatus) {
+			if now.v.Leg(name) == nil {
+				s.Legs = append(s.Legs, v1alpha1.Leg{Name: name})
+			}
+			setCurrent(now.v.Leg(name), t.generation)
+		}); err != nil {
+			return err
+		}
+		delete(t.joins, name)
+		klog.FromContext(ctx).Info("A leg of a replicated volume has everything that was written, and is current", "leg", name)
+	}
+	return nil
+}
+
+// complete has a leg that is equal be that durably, and its record say so.
+func (t *tender) complete(ctx context.Context, v *v1alpha1.ReplicatedVolume, name string, device uint64) error {
+	if err := flushDevice(device); err != nil {
+		return fmt.Errorf("flush leg %s: %w", name, err)
+	}
+	return t.withLeg(ctx, v, name, func(id volume.ID) error {
+		return t.volumes.ChangeLeg(ctx, id, func(s *volume.LegState, _ map[string]string) error {
+			if s.Opened != t.generation {
+				return fmt.Errorf("%w: leg %s was opened by claim %d, not by %d", errdefs.ErrPrecondition, id, s.Opened, t.generation)
+			}
+			s.Sound = t.generation
+			return nil
+		})
+	})
+}
+
+// flushDevice has what a device has acknowledged be durable.
+func flushDevice(number uint64) error {
+	path, err := os.Readlink("/sys/dev/block/" + dm.Number(number))
+	if err != nil {
+		return errdefs.FromErrno(err)
+	}
+	f, err := os.OpenFile("/dev/"+filepath.Base(path), os.O_RDONLY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return errdefs.FromErrno(err)
+	}
+	return errdefs.FromErrno(errors.Join(f.Sync(), f.Close()))
+}
+
+// joining is the step with a leg that the kernel makes equal.
+func (t *tender) joining(ctx context.Context, now *view) error {
+	name := now.leg[now.s.Joining.Device]
+	switch {
+	case now.s.Joining.Failed || name == "" || !slices.Contains(now.v.Spec.Legs, name) || t.unreached(now, name) != "":
+		t.endSilent(ctx, name)
+		if err := mirror.Leave(ctx, t.name, now.s.Joining.Device); err != nil {
+			return err
+		}
+		t.again(name)
+		t.giveBack(ctx, now.v, name)
+		return t.say(ctx, now.v, name, func(leg *v1alpha1.Leg) { setWaiting(leg, "it failed while it was made equal, and is tried again") })
+	case now.s.Equal():
+		if err := mirror.Finish(ctx, t.name, now.near); err != nil {
+			return err
+		}
+		s, err := mirror.Look(t.name)
+		if err != nil {
+			return err
+		}
+		now.s = s
+		return t.list(ctx, now)
+	}
+	return t.say(ctx, now.v, name, func(leg *v1alpha1.Leg) {
+		if p := leg.Progress; leg.State == v1alpha1.LegJoining && p != nil && p.Total == now.s.Total && abs(now.s.Synced-p.Done) < max(1, p.Total/progressOf) {
+			return
+		}
+		setWaiting(leg, fmt.Sprintf("%s of %s are equal to the others", cluster.Bytes(now.s.Synced), cluster.Bytes(now.s.Total)))
+		leg.State, leg.Progress = v1alpha1.LegJoining, &v1alpha1.Progress{Done: now.s.Synced, Total: now.s.Total}
+	})
+}
+
+// say changes what the object says of a leg for people.
+func (t *tender) say(ctx context.Context, v *v1alpha1.ReplicatedVolume, name string, edit func(*v1alpha1.Leg)) error {
+	return t.writeReplicas(ctx, v, func(s *v1alpha1.ReplicatedVolumeStatus) {
+		if v.Leg(name) == nil {
+			s.Legs = append(s.Legs, v1alpha1.Leg{Name: name})
+		}
+		edit(v.Leg(name))
+	})
+}
+
+// again says when a leg is tried again.
+func (t *tender) again(name string) {
+	k := t.of(name)
+	k.next = time.Now().Add(time.Duration(min(firstJoin<<min(k.many, 16), lastJoin)) * t.options.CarryEvery)
+	k.many++
+}
+
+// join has a leg that is not in the mirror be made equal, one at a time.
+func (t *tender) join(ctx context.Context, now *view) error {
+	for _, name := range now.v.Spec.Legs {
+		if slices.Contains(now.in(), name) || time.Now().Before(t.of(name).next) {
+			continue
+		}
+		err := t.withLocks([]string{keylock.Volume(t.ref.Key)}, func() error { return t.joinLeg(ctx, now, name) })
+		if errors.Is(err, errdefs.ErrBusy) {
+			continue
+		}
+		if err == nil {
+			klog.FromContext(ctx).Info("A leg of a replicated volume is made equal to the others", "leg", name)
+			return nil
+		}
+		t.again(name)
+		why := errdefs.Words(err)
+		if err := t.say(ctx, now.v, name, func(leg *v1alpha1.Leg) { setWaiting(leg, why) }); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// joinLeg opens a leg and has the kernel copy to it what it lacks. The caller has the lock of the volume.
+func (t *tender) joinLeg(ctx context.Context, now *view, name string) error {
+	ctx, cancel := context.WithTimeout(ctx, openTime)
+	defer cancel()
+	v, err := t.replicatedNow(ctx, t.ref.Key)
+	if err != nil {
+		return err
+	}
+	if v.Spec.Claim.Generation != t.generation || v.Status.Opened != t.generation || !slices.Contains(v.Spec.Legs, name) || v.Leg(name) != nil && v.Leg(name).Current {
+		return fmt.Errorf("%w: the object of the replicated volume says something else by now", errdefs.ErrBusy)
+	}
+	labels, err := t.carried(ctx, v)
+	if err != nil {
+		return err
+	}
+	return t.withLeg(ctx, v, name, func(id volume.ID) error {
+		leg, err := t.attach(ctx, v, id)
+		if err != nil {
+			return err
+		}
+		err = t.volumes.ChangeLeg(ctx, id, func(s *volume.LegState, own map[string]string) error {
+			volume.CarryLabels(labels, own)
+			s.Opened, s.Closed, s.Boot = t.generation, false, leg.Now // what it was sound of, it stays
+			return nil
+		})
+		if err == nil {
+			err = mirror.Join(ctx, t.name, leg.device.Number, []dm.Range{{Length: now.s.Size}})
+		}
+		return errors.Join(err, leg.device.Close())
+	})
+}
+
+// carried are the labels of a leg that is current.
+func (t *tender) carried(ctx context.Context, v *v1alpha1.ReplicatedVolume) (map[string]string, error) {
+	err := fmt.Errorf("%w: no leg is current", errdefs.ErrUnavailable)
+	for _, name := range t.nearFirst(ctx, v) {
+		var id volume.ID
+		var leg volume.Leg
+		if id, err = t.legID(ctx, v, name); err != nil {
+			continue
+		}
+		if leg, err = t.volumes.Leg(ctx, id); err == nil {
+			return leg.Data.Labels, nil
+		}
+	}
+	return nil, err
+}

@@ -1,0 +1,180 @@
+package volume
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"regexp"
+	"strconv"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/device"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// A volume with several legs (docs/replication.md) is used through a mirror over them. A leg is a volume of its own, of this node or of another one. What follows is what the node with the mirror needs of a leg,
+// wherever that is: its device, and what its record says of it. What the volume carries is in the records of the legs as in that of any volume.
+
+// LegState is what the record of a leg says of it. The node that has the mirror alone writes it. Generations are those of claims of the volume, not of the leg.
+type LegState struct {
+	Sound  int64  // by which it was current last; 0: none yet
+	Opened int64  // for which it was opened last; 0: none yet
+	Closed bool   // since then it was closed, equal to all legs that were current
+	Boot   string // the word of the start of its machine in which it was opened
+}
+
+var legPattern = regexp.MustCompile(`^([0-9]{1,19}):([0-9]{1,19}):(open|closed):([0-9a-f-]{0,36})$`)
+
+func (s LegState) label() string {
+	word := "open"
+	if s.Closed {
+		word = "closed"
+	}
+	return fmt.Sprintf("%d:%d:%s:%s", s.Sound, s.Opened, word, s.Boot)
+}
+
+// legStateOf is what a record says; of a leg that nobody has opened yet, that it is closed.
+func legStateOf(r blockdev.Record) (s LegState, err error) {
+	label := r.Labels[labelLeg]
+	if label == "" {
+		return LegState{Closed: true}, nil
+	}
+	parts := legPattern.FindStringSubmatch(label)
+	if parts != nil {
+		s.Closed, s.Boot = parts[3] == "closed", parts[4]
+		s.Sound, err = strconv.ParseInt(parts[1], 10, 64)
+		if err == nil {
+			s.Opened, err = strconv.ParseInt(parts[2], 10, 64)
+		}
+	}
+	if parts == nil || err != nil {
+		return LegState{}, fmt.Errorf("%w: the record of the leg %s says of it %q, which is not understood; another version of the driver may have written it", errdefs.ErrDataLoss, r.Ref, label)
+	}
+	return s, nil
+}
+
+// Leg is a leg, as the node has it that keeps its bytes.
+type Leg struct {
+	LegState
+	Of   string          // the key of its volume
+	Now  string          // the word of this start of its machine; empty: not known
+	Data blockdev.Record // as its user may see it
+}
+
+// LostPower reports whether a leg may lack what was written to it, acknowledged, and not flushed.
+func (l Leg) LostPower() bool { return !l.Closed && (l.Boot == "" || l.Boot != l.Now) }
+
+// leg reads the record of a leg.
+func (l *Local) leg(ctx context.Context, id ID) (leg Leg, err error) {
+	pool, ref, err := l.object(id, blockdev.Volume)
+	if err != nil {
+		return Leg{}, err
+	}
+	if leg.Data, err = pool.Get(ctx, ref); err != nil {
+		return Leg{}, err
+	}
+	if unfinished(leg.Data) {
+		return Leg{}, fmt.Errorf("%w: leg %s is being copied", errdefs.ErrNotFound, id)
+	}
+	if leg.Data.Stale {
+		return Leg{}, fmt.Errorf("%w: the node that has leg %s does not answer", errdefs.ErrUnavailable, id)
+	}
+	leg.Of, leg.Now = leg.Data.Labels[labelReplicaOf], leg.Data.Labels[labelBoot]
+	if how, _ := l.exporting(); leg.Now == "" {
+		leg.Now = how.Boot
+	}
+	leg.LegState, err = legStateOf(leg.Data)
+	leg.Data = shown(leg.Data)
+	return leg, err
+}
+
+// attachLeg makes a leg a device of this node, with nothing of its volume over it.
+func (l *Local) attachLeg(ctx context.Context, id ID) (blockdev.Device, error) {
+	if err := l.makeOurs(ctx, id); err != nil {
+		return blockdev.Device{}, err
+	}
+	stack, err := l.stack(id)
+	if err != nil {
+		return blockdev.Device{}, err
+	}
+	return l.lay(ctx, stack, device.Options{Seat: true})
+}
+
+// Leg returns a leg as its node has it. The caller has the lock of the leg, as for all calls for one.
+func (e *Everywhere) Leg(ctx context.Context, id ID) (Leg, error) {
+	return e.plain(ctx, id).leg(ctx, id)
+}
+
+// OpenLeg makes a leg a device of this node, as Attach does, with nothing of its volume over it: on the node that has it, or over the network. Whoever had it before has it no more. It goes with its last user; on another node it stays until CloseLeg.
+func (e *Everywhere) OpenLeg(ctx context.Context, id ID) (blockdev.Device, error) {
+	return e.plain(ctx, id).attachLeg(ctx, id)
+}
+
+// LegDevices are the devices of a leg on this node; it needs no record.
+func (e *Everywhere) LegDevices(ctx context.Context, id ID) ([]blockdev.Device, error) {
+	return e.plain(ctx, id).Attached(ctx, id)
+}
+
+// CloseLeg takes the devices of a leg away, and gives it back to its node.
+func (e *Everywhere) CloseLeg(ctx context.Context, id ID) error {
+	return e.plain(ctx, id).Detach(ctx, id)
+}
+
+// GrowLeg brings the devices of a leg to its size.
+func (e *Everywhere) GrowLeg(ctx context.Context, id ID) error {
+	at := e.plain(ctx, id)
+	stack, err := at.stack(id)
+	if err != nil {
+		return err
+	}
+	leg, err := at.leg(ctx, id)
+	if err != nil {
+		return err
+	}
+	pool, ref, err := at.object(id, blockdev.Volume)
+	if err != nil {
+		return err
+	}
+	if _, err := pool.Expand(ctx, ref, leg.Data.Size); err != nil {
+		return err
+	}
+	return stack.Grow(ctx, nil)
+}
+
+// ChangeLeg changes what the record of a leg says, durably: of the leg, and of what its volume carries; labels that are no user's stay.
+func (e *Everywhere) ChangeLeg(ctx context.Context, id ID, change func(s *LegState, labels map[string]string) error) error {
+	return e.plain(ctx, id).setLabels(ctx, id, func(labels map[string]string) error {
+		s, err := legStateOf(blockdev.Record{Ref: id.ref(), Labels: labels})
+		if err != nil {
+			return err
+		}
+		if err := change(&s, labels); err != nil {
+			return err
+		}
+		setLabel(labels, labelLeg, s.label())
+		return nil
+	})
+}
+
+// CarryLabels gives the labels of one leg what those of another one say of what their volume carries.
+func CarryLabels(from, to map[string]string) {
+	for _, label := range userLabels {
+		if label != labelLeg {
+			setLabel(to, label, from[label])
+		}
+	}
+}
+
+// RecordOf is the record of a volume of a size (without what encryption keeps beside it) by that of one of its legs.
+func RecordOf(ref blockdev.Ref, name string, size int64, leg blockdev.Record) blockdev.Record {
+	r := leg
+	r.Ref, r.Name, r.Size = ref, name, size+schemeOf(leg).Overhead()
+	r.Labels = maps.Clone(leg.Labels)
+	for _, label := range legsOwn {
+		delete(r.Labels, label)
+	}
+	return r
+}
+
+// legsOwn are labels of a leg that say nothing of its volume. That the volume can be used on any node, needs nothing of this one.
+var legsOwn = []string{labelReplicaOf, labelLeg, labelBoot, labelPool, labelAccess, labelTimeout}

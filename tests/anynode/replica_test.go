@@ -1,0 +1,281 @@
+package anynode
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strconv"
+	"testing"
+	"time"
+
+	"github.com/container-storage-interface/spec/lib/go/csi"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/internal/co"
+	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
+	"github.com/ashlar-csi/ashlar/pkg/csimap"
+	domain "github.com/ashlar-csi/ashlar/pkg/volume"
+)
+
+// mirrored is a volume with several legs.
+type mirrored struct {
+	*volume
+	key  string
+	legs []string // names, and nodes
+	on   []string
+}
+
+// mirror makes a volume with a leg on each of some nodes, the first one there first.
+func (c *nodes) mirror(name, filesystem string, on ...string) *mirrored {
+	c.Helper()
+	for _, node := range append([]string{home}, consumers...) {
+		c.cordon(node, !slices.Contains(on, node))
+	}
+	r := co.Request(name, filesystem, 16*mib)
+	if filesystem != co.Block {
+		r.CapacityRange.RequiredBytes = 64 * mib
+	}
+	r.Parameters = map[string]string{"access": "any", "replicas": strconv.Itoa(len(on))}
+	r.AccessibilityRequirements = &csi.TopologyRequirement{Preferred: []*csi.Topology{csimap.Topology(on[0])}, Requisite: []*csi.Topology{csimap.Topology(on[0])}}
+	m := &mirrored{volume: &volume{nodes: c}, key: domain.KeyOf(name), on: on}
+	c.again("volume "+name+" is made", func(ctx context.Context) (err error) {
+		m.of, err = c.controller.Create(ctx, r)
+		return err
+	})
+	for _, node := range on {
+		c.cordon(node, false)
+		for _, name := range m.object().Spec.Legs {
+			leg := &v1alpha1.Volume{}
+			if check.OK(c, c.kube.Get(c.Context(), client.ObjectKey{Name: name}, leg)); leg.Spec.NodeName == node {
+				m.legs = append(m.legs, name)
+			}
+		}
+	}
+	if len(m.legs) != len(on) {
+		c.Fatalf("legs %v on the nodes %v", m.legs, on)
+	}
+	return m
+}
+
+// cordon has a node take no more volumes, or again.
+func (c *nodes) cordon(node string, off bool) {
+	c.Helper()
+	now := &corev1.Node{}
+	check.OK(c, c.kube.Get(c.Context(), client.ObjectKey{Name: node}, now))
+	if now.Spec.Unschedulable != off {
+		now.Spec.Unschedulable = off
+		check.OK(c, c.kube.Update(c.Context(), now))
+	}
+	time.Sleep(200 * time.Millisecond) // the controller's watch
+}
+
+// object of the volume.
+func (m *mirrored) object() *v1alpha1.ReplicatedVolume {
+	m.Helper()
+	v := &v1alpha1.ReplicatedVolume{}
+	check.OK(m, m.kube.Get(m.Context(), client.ObjectKey{Name: m.key}, v))
+	return v
+}
+
+// claims has a node use the volume.
+func (m *mirrored) claims(node string) {
+	m.Helper()
+	m.again("claim it for "+node, func(ctx context.Context) error { return m.claim(ctx, node) })
+}
+
+// releases ends the use of a node.
+func (m *mirrored) releases(node string) {
+	m.Helper()
+	m.again("release it on "+node, func(ctx context.Context) error { return m.release(ctx, node) })
+}
+
+// current waits until some legs are current, and no others.
+func (m *mirrored) current(names ...string) {
+	m.Helper()
+	slices.Sort(names)
+	m.eventually(fmt.Sprintf("legs %v are current", names), func() bool {
+		have := m.object().Current()
+		slices.Sort(have)
+		return slices.Equal(have, names)
+	})
+}
+
+// TestReplicas: a volume with two legs is used by a node without one, by one with one, and by each after the other; a leg fails, and comes back.
+func TestReplicas(t *testing.T) {
+	c := newNodes(t)
+	for _, filesystem := range []string{co.Block, "ext4"} {
+		t.Run(filesystem, func(t *testing.T) {
+			in := *c
+			in.TB = t
+			m := in.mirror("replicas-"+filesystem, filesystem, home, consumers[0])
+			for _, node := range []string{consumers[1], home, consumers[0]} {
+				m.claims(node)
+				began := time.Now()
+				m.again("stage it on "+node, func(ctx context.Context) error { return m.up(ctx, node) })
+				t.Logf("staged on %s in %v", node, time.Since(began))
+				m.current(m.legs...)
+				m.again("take it down on "+node, func(ctx context.Context) error { return m.down(ctx, node) })
+				m.releases(node)
+			}
+			m.delete()
+		})
+	}
+}
+
+// mirroredBy is a volume with several legs that a node uses: somebody writes to it all the time.
+func (c *nodes) mirroredBy(name, user string, on ...string) (*mirrored, *writer) {
+	c.Helper()
+	m := c.mirror(name, co.Block, on...)
+	m.claims(user)
+	m.again("stage it on "+user, func(ctx context.Context) error { return m.up(ctx, user) })
+	w, err := write(m.target(user), newTag())
+	check.OK(c, err)
+	m.goesOn(w)
+	return m, w
+}
+
+// leg is the name of the leg on a node.
+func (m *mirrored) leg(node string) string { return m.legs[slices.Index(m.on, node)] }
+
+// use has a node use the volume, and makes sure that it finds what was acknowledged to a writer.
+func (m *mirrored) find(node string, w *writer) {
+	m.Helper()
+	m.claims(node)
+	m.again("stage it on "+node, func(ctx context.Context) error { return m.up(ctx, node) })
+	have, err := read(m.target(node))
+	check.OK(m, err)
+	check.OK(m, w.lost(have))
+}
+
+// ends takes the volume down on a node, and deletes it.
+func (m *mirrored) ends(node string) {
+	m.Helper()
+	m.again("take it down on "+node, func(ctx context.Context) error { return m.down(ctx, node) })
+	m.releases(node)
+	m.delete()
+}
+
+// delete deletes the volume, with all its legs.
+func (m *mirrored) delete() {
+	m.Helper()
+	m.again("delete it", m.of.Delete)
+	for _, name := range m.legs {
+		if err := m.kube.Get(m.Context(), client.ObjectKey{Name: name}, &v1alpha1.Volume{}); !apierrors.IsNotFound(err) {
+			m.Errorf("leg %s: %v", name, err)
+		}
+	}
+	m.gone()
+}
+
+// TestReplicaFails: while a node without a leg writes, a leg's node is cut off from it, its driver is killed, the API server is away as well; what is acknowledged is on what is current, and all legs are current again at the end.
+func TestReplicaFails(t *testing.T) {
+	c := newNodes(t)
+	user, near, far := consumers[0], home, consumers[1]
+	cut := func(up bool) { c.link(user, up) } // the user from home
+	for name, during := range map[string]func(m *mirrored, w *writer){
+		"a leg is cut off": func(m *mirrored, w *writer) {
+			cut(false)
+			m.current(m.leg(far))
+			m.goesOn(w)
+			cut(true)
+		},
+		"the driver of a leg is killed": func(m *mirrored, w *writer) {
+			back := killed(c, c.agents[near])
+			m.goesOn(w)
+			back()
+		},
+		"the driver of the user is killed, and a leg cut off": func(m *mirrored, w *writer) {
+			back := killed(c, c.agents[user])
+			m.goesOn(w)
+			cut(false)
+			back()
+			m.current(m.leg(far))
+			m.goesOn(w)
+			cut(true)
+		},
+		"a leg is cut off, and the API server is": func(m *mirrored, w *writer) {
+			c.reach(user, false)
+			cut(false)
+			time.Sleep(2 * time.Second)
+			at := w.acked.Load()
+			time.Sleep(25 * time.Second)
+			if now := w.acked.Load(); now > at {
+				m.Errorf("%d writes were acknowledged on one leg while the list said two", now-at)
+			}
+			if current := m.object().Current(); len(current) != 2 {
+				m.Errorf("%v are current", current)
+			}
+			c.reach(user, true)
+			m.current(m.leg(far))
+			m.goesOn(w)
+			cut(true)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			in := *c
+			in.TB = t
+			m, w := in.mirroredBy("replica fails: "+name, user, near, far)
+			during(m, w)
+			m.current(m.legs...)
+			m.goesOn(w)
+			w.end()
+			check.OK(t, w.err)
+			m.again("take it down", func(ctx context.Context) error { return m.down(ctx, user) })
+			m.releases(user)
+			for _, node := range []string{near, far} { // each reads what it has itself
+				m.find(node, w)
+				if node == far {
+					m.ends(node)
+					break
+				}
+				m.again("take it down on "+node, func(ctx context.Context) error { return m.down(ctx, node) })
+				m.releases(node)
+			}
+		})
+	}
+}
+
+// TestReplicaTakenOver: the node that uses a volume, and has a leg, is cut off from all others and from the API server while it writes. Another one takes the volume over with the other leg: nothing that was acknowledged is missing,
+// and nothing is acknowledged any more on the node that was cut off, nor does anything of it arrive. When it is back its leg is made equal.
+func TestReplicaTakenOver(t *testing.T) {
+	c := newNodes(t)
+	old, other, next := consumers[1], home, consumers[0]
+	m, w := c.mirroredBy("replica taken over", old, other, old)
+	c.reach(old, false)
+	c.links(old, false)
+	time.Sleep(2 * time.Second)
+	acked := w.acked.Load()
+	m.releases(old)
+	began := time.Now()
+	m.claims(next)
+	m.again("stage it on "+next, func(ctx context.Context) error { return m.up(ctx, next) })
+	t.Logf("staged on %s %v after its release", next, time.Since(began))
+	m.current(m.leg(other))
+	have, err := read(m.target(next))
+	check.OK(t, err)
+	check.OK(t, w.lost(have))
+	after, err := write(m.target(next), newTag())
+	check.OK(t, err)
+	m.goesOn(after)
+	if now := w.acked.Load(); now > acked {
+		t.Errorf("%d writes were acknowledged to the node that was cut off", now-acked)
+	}
+	c.links(old, true)
+	c.reach(old, true)
+	m.again("take it down on "+old, func(ctx context.Context) error { return m.down(ctx, old) })
+	w.end()
+	if w.err == nil {
+		t.Error("the writer of the node that was cut off had no error")
+	}
+	m.current(m.legs...)
+	m.goesOn(after)
+	after.end()
+	check.OK(t, after.err)
+	m.again("take it down on "+next, func(ctx context.Context) error { return m.down(ctx, next) })
+	m.releases(next)
+	m.find(old, after)
+	m.ends(old)
+}
