@@ -11,6 +11,7 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	storagev1 "k8s.io/api/storage/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -648,5 +649,74 @@ func TestReplicatorCounts(t *testing.T) {
 	check.OK(t, s.Delete(w.ctx, v.ID))
 	for _, m := range all {
 		w.tally(m.machine)
+	}
+}
+
+// TestReplicatedAway: a leg that is not current, and whose node is away, keeps no change of its volume waiting, and has it when its node is back; one that is current does.
+func TestReplicatedAway(t *testing.T) {
+	w, all, s := legCluster(t, 2)
+	v, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
+	check.OK(t, err)
+	check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+	all["node-2"].stop()
+	w.node("node-2", false)
+	w.eventually("the store knows it", func() bool {
+		_, err := s.Expand(soon(t), v.ID, volume.Range{Required: 4 * mib})
+		return errors.Is(err, errdefs.ErrUnavailable)
+	})
+	if size := w.whole("v").Spec.Size; size != v.Size {
+		t.Errorf("it is said to have %d bytes, and a current leg has not grown", size)
+	}
+	w.becomes("v", w.whole("v").Name)
+	w.eventually("it grows without the other leg", func() bool {
+		grown, err := s.Expand(soon(t), v.ID, volume.Range{Required: 4 * mib})
+		return err == nil && grown.Size == 4*mib
+	})
+	check.OK(t, s.Modify(w.ctx, v.ID, map[string]string{"readAheadKiB": "64"}))
+	if problems, err := s.Health(w.ctx, v.ID); err != nil || !slices.ContainsFunc(problems, func(p blockdev.Problem) bool {
+		return p.Reason == "ReplicaNotCurrent" && strings.HasPrefix(p.Message, "replica on node node-2: it does not have all that was written")
+	}) {
+		t.Errorf("its health is %+v, %v", problems, err)
+	}
+	w.node("node-2", true)
+	w.start(all["node-2"].machine)
+	w.eventually("the other leg has all of it", func() bool {
+		leg := w.legsOf("v")[1]
+		return leg.Status.Size == 4*mib && leg.Status.Mutable["readAheadKiB"] == "64"
+	})
+	all["node-2"].stop()
+	w.node("node-2", false)
+	w.becomes("v", w.whole("v").Spec.Legs...)
+	check.OK(t, s.Release(w.ctx, v.ID, "node-1"))
+	w.eventually("it waits to be deleted", func() bool { return errors.Is(s.Delete(soon(t), v.ID), errdefs.ErrUnavailable) })
+	check.OK(t, w.Delete(w.ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node-2"}}))
+	w.eventually("a node that is gone for good is not waited for", func() bool { return s.Delete(soon(t), v.ID) == nil && w.whole("v") == nil })
+}
+
+// TestReplicatedStaleClaim: a claim of a volume with replicas that no VolumeAttachment is for is taken back, and those of its legs with it, and none of a leg alone.
+func TestReplicatedStaleClaim(t *testing.T) {
+	w, _, s := legCluster(t, 2)
+	check.OK(t, storagev1.AddToScheme(w.Scheme()))
+	ids := map[string]volume.ID{}
+	for _, name := range []string{"stale", "attached"} {
+		v, err := s.Create(w.ctx, replicas(name, 2))
+		check.OK(t, err)
+		ids[name] = v.ID
+		check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+		w.persistentVolume("pv-replicated-"+name, cluster.DefaultDriver, v.ID)
+	}
+	pv := "pv-replicated-attached"
+	va := &storagev1.VolumeAttachment{ObjectMeta: metav1.ObjectMeta{Name: "va-replicated"}, Spec: storagev1.VolumeAttachmentSpec{Attacher: cluster.DefaultDriver, NodeName: "node-1",
+		Source: storagev1.VolumeAttachmentSource{PersistentVolumeName: &pv}}}
+	check.OK(t, w.Create(w.ctx, va))
+	t.Cleanup(func() { check.OK(t, w.Delete(w.ctx, va)) })
+	s, _ = w.sweeping()
+	for _, id := range ids {
+		fails(t, s.Delete(w.ctx, id), errdefs.ErrInUse)
+	}
+	w.eventually("the stale one is taken back", func() bool { return s.Delete(w.ctx, ids["stale"]) == nil })
+	fails(t, s.Delete(w.ctx, ids["attached"]), errdefs.ErrInUse)
+	if claims := w.claims("attached"); !slices.Equal(claims, []string{"node-1 1", "node-1 1"}) {
+		t.Errorf("the legs of what is attached are claimed for %q", claims)
 	}
 }

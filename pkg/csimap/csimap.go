@@ -115,6 +115,14 @@ type Parameters struct {
 // name that it takes away before it calls, or by the deprecated fstype, in any case of letters, which it leaves.
 func isFilesystem(key string) bool { return key == fsType || strings.ToLower(key) == "fstype" }
 
+// readers read the parameters that are ours.
+var readers = map[string]func(p *Parameters, key, value string) error{
+	"pool": (*Parameters).place, "spread": (*Parameters).place, "copies": (*Parameters).place, "provisioning": (*Parameters).place,
+	encryption: (*Parameters).encrypt, encryptionDiscard: (*Parameters).encrypt,
+	access: (*Parameters).reach, homeTimeout: (*Parameters).reach, volume.ParameterPlacement: (*Parameters).reach,
+	replicas: (*Parameters).replicate, replicaTopologyKey: (*Parameters).replicate, replaceAfter: (*Parameters).replicate,
+}
+
 // ParseParameters returns ErrInvalid for any that is unknown or has an unknown value, and for a
 // filesystem under two names.
 func ParseParameters(parameters map[string]string) (Parameters, error) {
@@ -134,20 +142,8 @@ func ParseParameters(parameters map[string]string) (Parameters, error) {
 			if p.Filesystem, err = filesystem.ParseType(value); err != nil {
 				return Parameters{}, fmt.Errorf("parameter %s: %w", key, err)
 			}
-		case key == "pool", key == "spread", key == "copies", key == "provisioning":
-			if err := p.place(key, value); err != nil {
-				return Parameters{}, err
-			}
-		case key == encryption, key == encryptionDiscard:
-			if err := p.encrypt(key, value); err != nil {
-				return Parameters{}, err
-			}
-		case key == access, key == homeTimeout, key == volume.ParameterPlacement:
-			if err := p.reach(key, value); err != nil {
-				return Parameters{}, err
-			}
-		case key == replicas, key == replicaTopologyKey, key == replaceAfter:
-			if err := p.replicate(key, value); err != nil {
+		case readers[key] != nil:
+			if err := readers[key](&p, key, value); err != nil {
 				return Parameters{}, err
 			}
 		case key == pvcName || key == pvcNamespace || key == pvName:

@@ -150,7 +150,7 @@ type Volume struct {
 // +kubebuilder:validation:XValidation:rule="!has(self.readers) || has(self.access) && !has(self.encryption) && !has(self.claim)",message="a volume that many read has access any, is not encrypted, and nobody writes it"
 // +kubebuilder:validation:XValidation:rule="!has(self.readers) || has(self.claims) && self.readers.all(r, has(r.generation) && r.generation <= self.claims)",message="the claims of readers are counted"
 // +kubebuilder:validation:XValidation:rule="!has(self.replicaOf) || has(self.access) && !has(self.readers)",message="a leg has access any, and nobody but the user of its volume reads it"
-// +kubebuilder:validation:XValidation:rule="has(oldSelf.replicaOf) == has(self.replicaOf)",message="a leg is of one volume, for good"
+// +kubebuilder:validation:XValidation:rule="!has(oldSelf.replicaOf) || has(self.replicaOf)",message="a leg is of one volume, for good"
 // +kubebuilder:validation:XValidation:rule="!has(self.replicaOf) || !has(self.move)",message="a leg does not move: a volume with replicas gets another one on another node, and loses this one then"
 // +kubebuilder:validation:XValidation:rule="has(self.access) || !has(self.move)",message="a volume with access node does not move: its PersistentVolume says one node, for good; make a snapshot, and restore it on another node (copies: anywhere)"
 // +kubebuilder:validation:XValidation:rule="!has(self.delete) || !has(self.move)",message="a volume that is to be deleted does not move"

@@ -7,8 +7,6 @@ import (
 	storagev1 "k8s.io/api/storage/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
-	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
-	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
 )
 
@@ -48,8 +46,8 @@ func (c *census) volumes(ctx context.Context) (map[string][]string, error) {
 	return handles, err
 }
 
-// attached reports whether a VolumeAttachment asks for a volume on a node.
-func (c *census) attached(ctx context.Context, v *v1alpha1.Volume, node string) (bool, error) {
+// attached reports whether a VolumeAttachment asks on a node for a volume with an ID, which is known by names, too.
+func (c *census) attached(ctx context.Context, id, node string, names ...string) (bool, error) {
 	handles, err := c.volumes(ctx)
 	if err != nil {
 		return false, err
@@ -58,10 +56,8 @@ func (c *census) attached(ctx context.Context, v *v1alpha1.Volume, node string) 
 	if err != nil {
 		return false, err
 	}
-	id := cluster.VolumeID(v).String()
 	// That of a PersistentVolume that is gone counts too.
-	names := append([]string{v.Spec.Name, v.Spec.PersistentVolume}, handles[id]...)
-	for _, name := range names {
+	for _, name := range append(names, handles[id]...) {
 		if attachments[attachment{node: node, volume: name}] {
 			return true, nil
 		}

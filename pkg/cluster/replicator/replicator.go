@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"sync"
 	"time"
@@ -158,10 +159,10 @@ func union(names []string, legs map[string]*v1alpha1.Volume) []string {
 
 // tend has each leg claimed, and as large, as its volume asks for.
 func (p *Replicator) tend(ctx context.Context, r *v1alpha1.ReplicatedVolume, legs map[string]*v1alpha1.Volume) error {
-	sure := false
+	sure, like := false, template(r, legs)
 	for _, name := range r.Spec.Legs {
 		v := legs[name]
-		if v == nil || !cluster.TendLeg(r, v.DeepCopy()) {
+		if v == nil || !tendLeg(r, v.DeepCopy(), like) {
 			continue
 		}
 		if !sure { // nobody gets a leg by a claim that has gone
@@ -171,13 +172,22 @@ func (p *Replicator) tend(ctx context.Context, r *v1alpha1.ReplicatedVolume, leg
 			}
 			r, sure = now, true
 		}
-		if before := v.DeepCopy(); cluster.TendLeg(r, v) {
+		if before := v.DeepCopy(); tendLeg(r, v, like) {
 			if err := kube.IgnoreConflict(p.kube.Client.Patch(ctx, v, kube.LockingPatch(before))); err != nil {
 				return kube.APIError("change leg "+name, err)
 			}
 		}
 	}
 	return nil
+}
+
+// tendLeg is cluster.TendLeg, and has a leg that is not current, as it was away, be as the current ones in what may be changed.
+func tendLeg(r *v1alpha1.ReplicatedVolume, v, like *v1alpha1.Volume) (changed bool) {
+	changed = cluster.TendLeg(r, v)
+	if l := r.Leg(v.Name); (l == nil || !l.Current) && like != nil && v.Status.Created != nil && !v1alpha1.Going(v) && !maps.Equal(v.Spec.Mutable, like.Spec.Mutable) {
+		v.Spec.Mutable, changed = maps.Clone(like.Spec.Mutable), true
+	}
+	return changed
 }
 
 // keepUp has a volume have as many legs as it is to have, and no others.

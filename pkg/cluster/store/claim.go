@@ -185,8 +185,8 @@ func (s *Store) countClaim(ctx context.Context, key, node string, limit int64) e
 		all[replicated.Items[i].Name] = true
 	}
 	if int64(len(all)) >= limit {
-		for i := range claimed.Items {
-			s.garbage.ClaimRefused(claimed.Items[i].Name)
+		for name := range all {
+			s.garbage.ClaimRefused(name)
 		}
 		return fmt.Errorf("%w: node %s has %d volumes, the most it can have", errdefs.ErrLimit, node, limit)
 	}

@@ -62,11 +62,10 @@ func (s *Store) unfitFor(ctx context.Context, r *v1alpha1.ReplicatedVolume, name
 	pools, _, err := s.poolsOf(ctx, r.Spec.Pools, nil)
 	unfit := refusals{}
 	for _, p := range pools {
-		node := &corev1.Node{}
-		if err := s.kube.Cache.Get(ctx, client.ObjectKey{Name: p.Spec.NodeName}, node); client.IgnoreNotFound(err) != nil {
-			return nil, kube.APIError("look at node "+p.Spec.NodeName, err)
+		node, err := s.nodeNamed(ctx, p.Spec.NodeName)
+		if err != nil {
+			return nil, err
 		}
-		node.Name = p.Spec.NodeName
 		why := apart(r, node, networks[node.Name], nodes, theirs)
 		switch step := max(p.Status.Granularity, blockdev.Granularity); {
 		case why != "":
@@ -85,16 +84,22 @@ func (s *Store) unfitFor(ctx context.Context, r *v1alpha1.ReplicatedVolume, name
 // nodesOf are the nodes of some legs, and the network that they are in.
 func (s *Store) nodesOf(ctx context.Context, legs []*v1alpha1.Volume, networks map[string]string) (nodes []*corev1.Node, network string, err error) {
 	for _, v := range legs {
-		node := &corev1.Node{}
-		if err := s.kube.Cache.Get(ctx, client.ObjectKey{Name: v.Spec.NodeName}, node); client.IgnoreNotFound(err) != nil {
-			return nil, "", kube.APIError("look at node "+v.Spec.NodeName, err)
+		node, err := s.nodeNamed(ctx, v.Spec.NodeName)
+		if err != nil {
+			return nil, "", err
 		}
-		node.Name = v.Spec.NodeName
 		if nodes = append(nodes, node); network == "" {
 			network = networks[v.Spec.NodeName]
 		}
 	}
 	return nodes, network, nil
+}
+
+// nodeNamed is a Node object as the cache has it, or one that has no more than its name.
+func (s *Store) nodeNamed(ctx context.Context, name string) (*corev1.Node, error) {
+	node := kube.Node(name)
+	err := s.kube.Cache.Get(ctx, client.ObjectKey{Name: name}, node)
+	return node, kube.APIError("look at node "+name, client.IgnoreNotFound(err))
 }
 
 // createLeg makes a leg that an object names, if it is not there yet, in the first pool that has room and does not refuse it.

@@ -102,6 +102,7 @@ func (s *Store) deleteReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolu
 	id := cluster.ReplicatedID(r)
 	for live := false; !r.Deleting(); live = true {
 		if c := r.Spec.Claim; c != nil && live {
+			s.garbage.ClaimRefused(r.Name)
 			return fmt.Errorf("%w: volume %s is claimed by node %s; unpublish it first", errdefs.ErrInUse, id, c.Node)
 		}
 		if r.Spec.Claim == nil {

@@ -35,9 +35,11 @@ func (s *Store) claimReplicated(ctx context.Context, r *v1alpha1.ReplicatedVolum
 	}()
 	want := v1alpha1.Claim{Node: claim.Node, ReadOnly: claim.ReadOnly, Mode: claim.Mode, Since: new(metav1.Now())}
 	r, err = s.changeReplicated(ctx, r, func(r *v1alpha1.ReplicatedVolume) (bool, error) {
+		doubted := r.Annotations[v1alpha1.DoubtAnnotation] != ""
+		delete(r.Annotations, v1alpha1.DoubtAnnotation)
 		switch have := r.Spec.Claim; {
 		case have != nil && sameUse(*have, want):
-			return false, nil
+			return doubted, nil
 		case have != nil && have.Node == want.Node:
 			return false, fmt.Errorf("%w: volume %s is published to node %s with mode %s, read-only %v", errdefs.ErrExists, id, have.Node, have.Mode, have.ReadOnly)
 		case have != nil:

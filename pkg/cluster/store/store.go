@@ -62,7 +62,7 @@ type Options struct {
 type Store struct {
 	kube       kube.Connection
 	hub        kube.Hub
-	informers  []cache.Informer
+	informers  map[string]cache.Informer // by what they are of
 	driver     string
 	nodes      *liveness.Monitor
 	garbage    *gc.Collector
@@ -96,7 +96,7 @@ func New(config *rest.Config, o Options) (*Store, error) {
 		return nil, err
 	}
 	nodes.Use(c)
-	s := &Store{kube: c, driver: o.Driver, nodes: nodes, agents: o.Agents, counting: make(chan struct{}, 1), placing: make(chan struct{}, 1), claiming: map[claiming]bool{},
+	s := &Store{kube: c, driver: o.Driver, nodes: nodes, agents: o.Agents, counting: make(chan struct{}, 1), placing: make(chan struct{}, 1), claiming: map[claiming]bool{}, informers: map[string]cache.Informer{},
 		mover:   mover.New(c, cmp.Or(o.FollowAfter, mover.FollowAfter)),
 		garbage: gc.New(c, nodes, gc.Options{GoneGrace: o.GoneGrace, AbandonGrace: o.AbandonGrace, Driver: o.Driver}),
 		events:  events.New(c, nodes, events.Options{Driver: o.Driver, Namespace: o.Namespace, Again: o.EventsAgain})}
@@ -187,7 +187,7 @@ func (s *Store) watch(leases bool) error {
 		if _, err := informer.AddEventHandler(s.hub.Handler(kind.also)); err != nil {
 			return err
 		}
-		s.informers = append(s.informers, informer)
+		s.informers[fmt.Sprintf("%T", kind.of)] = informer
 	}
 	return nil
 }
@@ -231,12 +231,18 @@ func (s *Store) Run(ctx context.Context) error {
 
 // Ready: see volume.Store. It is ErrUnavailable until the objects were read once.
 func (s *Store) Ready(context.Context) error {
-	for _, informer := range s.informers {
+	var missing []string
+	for of, informer := range s.informers {
 		if !informer.HasSynced() {
-			return fmt.Errorf("%w: the objects of the cluster have not been read yet", errdefs.ErrUnavailable)
+			missing = append(missing, of)
 		}
 	}
-	return nil
+	if len(missing) == 0 {
+		return nil
+	}
+	slices.Sort(missing)
+	return fmt.Errorf("%w: the objects of the cluster have not been read yet (%s); if that lasts, the API server does not answer, or the definitions and rights are older than this driver: apply those of its version (deploy/kubernetes)",
+		errdefs.ErrUnavailable, strings.Join(missing, ", "))
 }
 
 // get reads an object; where the cache has none, or none that was made yet, the API server
