@@ -504,9 +504,9 @@ func (s *Server) ControllerExpandVolume(ctx context.Context, r *csi.ControllerEx
 	if err != nil {
 		return nil, err
 	}
-	// A raw device may carry a filesystem that its user made, and be mounted. One that is encrypted grows where its key is.
+	// A raw device may carry a filesystem that its user made, and be mounted. One that is encrypted grows where its key is; one with several legs, where the mirror over them is.
 	block := r.GetVolumeCapability().GetBlock() != nil || (r.GetVolumeCapability() == nil && v.Format.State == volume.Raw)
-	return &csi.ControllerExpandVolumeResponse{CapacityBytes: v.Size, NodeExpansionRequired: !block || v.Encryption.Scheme != volume.NotEncrypted}, nil
+	return &csi.ControllerExpandVolumeResponse{CapacityBytes: v.Size, NodeExpansionRequired: !block || v.Encryption.Scheme != volume.NotEncrypted || v.Replicas > 0}, nil
 }
 
 // ControllerModifyVolume sets mutable parameters.

@@ -3,6 +3,8 @@ package anynode
 import (
 	"context"
 	"fmt"
+	"os"
+	"path/filepath"
 	"slices"
 	"strconv"
 	"testing"
@@ -15,6 +17,7 @@ import (
 
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/co"
+	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/csimap"
 	domain "github.com/ashlar-csi/ashlar/pkg/volume"
@@ -278,4 +281,93 @@ func TestReplicaTakenOver(t *testing.T) {
 	m.releases(next)
 	m.find(old, after)
 	m.ends(old)
+}
+
+// TestReplicaGrowsAndIsCut: a volume with two legs grows while it is used, and is cut while it is written to; both legs have the size, and the cut has what was synced before.
+func TestReplicaGrowsAndIsCut(t *testing.T) {
+	c := newNodes(t)
+	user := consumers[0]
+	m := c.mirror("replica grows", "ext4", home, consumers[1])
+	m.claims(user)
+	m.again("stage it on "+user, func(ctx context.Context) error { return m.up(ctx, user) })
+	before := drivertest.Content{Seed: "before", Size: 4 * mib}
+	check.OK(t, before.Write(filepath.Join(m.target(user), "before")))
+	m.again("it grows", func(ctx context.Context) error { return m.of.Expand(ctx, 128*mib) })
+	there := m.at(user)
+	m.again("its filesystem grows", func(ctx context.Context) error { return there.NodeExpand(ctx, there.Target("pod")) })
+	after := drivertest.Content{Seed: "after", Size: 90 * mib}
+	check.OK(t, after.Write(filepath.Join(m.target(user), "after")))
+	var cut *csi.Snapshot
+	m.again("cut it", func(ctx context.Context) (err error) {
+		cut, err = m.of.Snapshot(ctx, "replica grows: cut")
+		return err
+	})
+	m.current(m.legs...)
+	m.again("take it down on "+user, func(ctx context.Context) error { return m.down(ctx, user) })
+	m.releases(user)
+	for _, node := range m.on {
+		m.claims(node)
+		m.again("stage it on "+node, func(ctx context.Context) error { return m.up(ctx, node) })
+		check.OK(t, before.In(filepath.Join(m.target(node), "before")))
+		check.OK(t, after.In(filepath.Join(m.target(node), "after")))
+		m.again("take it down on "+node, func(ctx context.Context) error { return m.down(ctx, node) })
+		m.releases(node)
+	}
+	copied := c.create("replica grows: copy", "ext4", func(r *csi.CreateVolumeRequest) {
+		r.CapacityRange.RequiredBytes = 128 * mib
+		co.FromSnapshot(r, cut.GetSnapshotId())
+	})
+	copied.use(user, func(target string) {
+		check.OK(t, before.In(filepath.Join(target, "before")))
+		check.OK(t, after.In(filepath.Join(target, "after")))
+	})
+	copied.again("delete the copy", copied.of.Delete)
+	m.again("delete the cut", func(ctx context.Context) error { return m.controller.RemoveSnapshot(ctx, cut.GetSnapshotId()) })
+	m.delete()
+}
+
+// TestReplicaOlderCopy: the files of a leg are put back as they were a claim ago, as from a backup, and say that they are current. The volume is used without it, and it is made equal.
+func TestReplicaOlderCopy(t *testing.T) {
+	c := newNodes(t)
+	user, restored, other := consumers[0], home, consumers[1]
+	m, w := c.mirroredBy("replica older copy", user, restored, other)
+	w.end()
+	check.OK(t, w.err)
+	m.again("take it down", func(ctx context.Context) error { return m.down(ctx, user) })
+	m.releases(user)
+	back := killed(c, c.agents[restored])
+	saved := map[string][]byte{}
+	files, err := filepath.Glob(filepath.Join(c.dir, "pool-of-"+restored, "volumes", m.leg(restored)+".*"))
+	check.OK(t, err)
+	for _, file := range files {
+		saved[file], err = os.ReadFile(file)
+		check.OK(t, err)
+	}
+	if len(saved) != 2 {
+		t.Fatalf("the leg has the files %v", files)
+	}
+	back()
+	m.find(user, w)
+	later, err := write(m.target(user), newTag())
+	check.OK(t, err)
+	m.goesOn(later)
+	later.end()
+	check.OK(t, later.err)
+	m.again("take it down", func(ctx context.Context) error { return m.down(ctx, user) })
+	m.releases(user)
+	back = killed(c, c.agents[restored])
+	for file, content := range saved {
+		check.OK(t, os.WriteFile(file, content, 0o600))
+	}
+	back()
+	m.claims(restored) // the node that has the older copy
+	m.again("stage it", func(ctx context.Context) error { return m.up(ctx, restored) })
+	have, err := read(m.target(restored))
+	check.OK(t, err)
+	check.OK(t, later.lost(have))
+	m.current(m.legs...)
+	m.again("take it down", func(ctx context.Context) error { return m.down(ctx, restored) })
+	m.releases(restored)
+	m.find(restored, later)
+	m.ends(restored)
 }
