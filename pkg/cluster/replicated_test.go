@@ -20,6 +20,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/api/v1alpha1"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/agent"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/store"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -279,6 +280,59 @@ func TestReplicatedNoRoom(t *testing.T) {
 	}
 	for _, m := range all {
 		w.tally(m.machine)
+	}
+}
+
+// TestReplicatedRefused: a leg that a node refuses is made on another one. Where none takes it, all of the volume is taken back, wherever the controller dies in that; and what is asked for then is made anew.
+func TestReplicatedRefused(t *testing.T) {
+	w, full := newEnvironment(t), &sync.Map{}
+	cut := &cutter{}
+	var machines []*machine
+	for i := range 3 {
+		name := fmt.Sprint("node-", i+1)
+		machines = append(machines, w.begin(&machine{name: name, hook: func(operation string, _ blockdev.Ref) error {
+			if is, _ := full.Load(name); operation == "Create" && is == true {
+				return fmt.Errorf("%w: the disk is full", errdefs.ErrNoSpace)
+			}
+			return nil
+		}, with: func(o *agent.Options) {
+			o.Exporter, o.Network = &given{to: map[volume.ID]volume.Grant{}}, &v1alpha1.Network{Name: "storage", Address: "10.0.0.7:4420"}
+		}}))
+	}
+	wrap(t, func(c *rest.Config) { c.Wrap(cut.wrap) })
+	s := w.knowing(machines...)
+	full.Store("node-2", true)
+	v, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
+	check.OK(t, err)
+	if homes := w.homes("v"); !slices.Equal(homes, []string{"node-1", "node-3"}) {
+		t.Errorf("its legs are on %v", homes)
+	}
+	check.OK(t, s.Delete(w.ctx, v.ID))
+	for n, more := 1, true; more; n++ {
+		full.Store("node-3", true)
+		cut.arm(n, n%2 == 0)
+		_, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
+		if more = cut.mend(); !more {
+			if fails(t, err, errdefs.ErrNoSpace); !strings.Contains(err.Error(), "1 node has room for one of 2 replicas") || !strings.Contains(err.Error(), "the disk is full") {
+				t.Error(err)
+			}
+			if w.whole("v") != nil || len(w.legsOf("v")) > 0 {
+				t.Error("a part of it is there")
+			}
+			if n < 9 {
+				t.Errorf("it took %d writes", n-1)
+			}
+		}
+		full.Store("node-3", false)
+		v, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
+		if err != nil {
+			t.Fatalf("after write %d: %v", n, err)
+		}
+		w.isMade(t, s, "v", v, 2)
+		check.OK(t, s.Delete(w.ctx, v.ID))
+	}
+	for _, m := range machines {
+		w.tally(m)
 	}
 }
 
