@@ -774,3 +774,25 @@ func TestReplicatedStaleClaim(t *testing.T) {
 		t.Errorf("the legs of what is attached are claimed for %q", claims)
 	}
 }
+
+// TestReplicatedRestored: of an object that is restored without its status nobody says that all legs have what was written, and none is made anew or deleted.
+func TestReplicatedRestored(t *testing.T) {
+	w, _, s := legCluster(t, 3)
+	v, err := s.Create(w.ctx, replicas("v", 2, "node-1"))
+	check.OK(t, err)
+	check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+	r := w.whole("v")
+	copied := &v1alpha1.ReplicatedVolume{ObjectMeta: metav1.ObjectMeta{Name: r.Name}, Spec: r.Spec}
+	copied.Spec.Delete = "another" // of a backup from when that one was being deleted
+	copied.Spec.Claim = nil
+	check.OK(t, w.Delete(w.ctx, r))
+	check.OK(t, w.Create(w.ctx, copied))
+	w.eventually("the store knows the copy", func() bool {
+		return errors.Is(second(s.Get(w.ctx, v.ID)), errdefs.ErrNotFound) && w.whole("v").Spec.Delete == ""
+	})
+	fails(t, second(s.Create(w.ctx, replicas("v", 2, "node-1"))), errdefs.ErrDataLoss)
+	if r := w.whole("v"); r == nil || r.Status.Made != nil || len(w.legsOf("v")) != 2 {
+		t.Errorf("it is %+v, with %d legs", r, len(w.legsOf("v")))
+	}
+	check.OK(t, s.Delete(w.ctx, v.ID))
+}
