@@ -796,3 +796,42 @@ func TestReplicatedRestored(t *testing.T) {
 	}
 	check.OK(t, s.Delete(w.ctx, v.ID))
 }
+
+// TestReplicatedAbandoned: a volume with replicas that nobody knows of, as its claim was deleted before it was told of, is deleted if it was never used; one of which there is a first leg alone, too.
+func TestReplicatedAbandoned(t *testing.T) {
+	w, all, s := legCluster(t, 2)
+	for _, name := range []string{"pvc-unknown", "pvc-used", "pvc-begun"} {
+		one := replicas(name, 2)
+		one.For = volume.Requester{Namespace: "default", Name: "nobody"}
+		v, err := s.Create(w.ctx, one)
+		check.OK(t, err)
+		if name == "pvc-used" {
+			check.OK(t, s.Claim(w.ctx, v.ID, on("node-1")))
+			check.OK(t, s.Release(w.ctx, v.ID, "node-1"))
+		}
+	}
+	other := w.legsOf("pvc-begun")[1]
+	check.OK(t, w.Delete(w.ctx, w.whole("pvc-begun")))
+	w.edited(other.Name, func(v *v1alpha1.Volume) { v.Spec.Delete = v.UID })
+	w.sweeping()
+	w.eventually("what nobody knows of is gone", func() bool {
+		return w.whole("pvc-unknown") == nil && len(w.legsOf("pvc-unknown")) == 0 && len(w.legsOf("pvc-begun")) == 0
+	})
+	time.Sleep(abandonGrace)
+	if r := w.whole("pvc-used"); r == nil || r.Going() || len(w.legsOf("pvc-used")) != 2 {
+		t.Errorf("what was used is %+v", r)
+	}
+	for _, m := range all {
+		w.tally(m.machine)
+	}
+}
+
+// edited changes the spec of a Volume.
+func (w *environment) edited(key string, edit func(v *v1alpha1.Volume)) {
+	w.Helper()
+	v := &v1alpha1.Volume{}
+	check.OK(w, w.Get(w.ctx, client.ObjectKey{Name: key}, v))
+	before := v.DeepCopy()
+	edit(v)
+	check.OK(w, w.Patch(w.ctx, v, client.MergeFrom(before)))
+}
