@@ -117,7 +117,7 @@ test-any: ## Run the tests of volumes that any node can use, in a virtual machin
 	@hack/install-tools.sh kernel
 	hack/vm/any.sh
 
-# On a newer kernel than that of the rest, which is built once, too. It is no part of make test.
+# On a newer kernel than that of the rest, which is built once, too. It is no part of make test. Of the sweeps it has samples; with SAMPLE=1 it is as many tests as some minutes allow.
 .PHONY: test-tls
 test-tls: ## Run the tests of volumes that any node can use, over TLS, in a virtual machine with Linux 6.12
 	@hack/install-tools.sh kernel

@@ -74,8 +74,7 @@ func (o *options) reach(ctx context.Context, a *agent.Agent, local *volume.Local
 		return nil, err
 	}
 	everywhere := volume.NewEverywhere(local, others, a.Elsewhere(remote.Has))
-	legs := a.ReplicaLegs(everywhere, remote)
-	replicate, err := o.replicate(ctx, a, everywhere, legs, mounts)
+	replicate, err := o.replicate(ctx, a, everywhere, remote, mounts)
 	if err != nil {
 		return nil, err
 	}
@@ -97,14 +96,15 @@ func (o *options) reach(ctx context.Context, a *agent.Agent, local *volume.Local
 		},
 		services: func(r grpc.ServiceRegistrar) {
 			export.Register(r, a.Exports(), a.Uses(others))
-			move.Register(r, a.Moving(), a.Moving())
+			move.Register(r, a.Moving(), a.Moving(), a.Moving())
 		},
 		samples: remote.Samples,
 	}, nil
 }
 
 // replicate has this node use volumes with several legs too, if its kernel can mirror; what it returns looks after their mirrors until its context ends.
-func (o *options) replicate(ctx context.Context, a *agent.Agent, everywhere *volume.Everywhere, legs *agent.ReplicaLegs, mounts *mount.Table) (func(context.Context), error) {
+func (o *options) replicate(ctx context.Context, a *agent.Agent, everywhere *volume.Everywhere, remote *remotepool.Pool, mounts *mount.Table) (func(context.Context), error) {
+	legs := a.ReplicaLegs(everywhere, remote)
 	pool, err := replicapool.New(o.nodeID, legs)
 	if errors.Is(err, errdefs.ErrUnsupported) || errors.Is(err, errdefs.ErrUnavailable) {
 		klog.FromContext(ctx).Info("This node uses no replicated volumes", "why", err.Error())

@@ -2,7 +2,8 @@
 # Runs the tests of what goes over NVMe/TCP, in virtual machines (hack/vm/run.sh) on a kernel that has it, and has it built in (hack/vm/kernel.sh):
 # target and host, with and without multipath; exports of a node and volumes of others; and the sweeps of tests/anynode. With SAMPLE=1, as most kernels
 # have it (with multipath), and as many as some minutes allow (hack/vm/sample.sh). With arguments, just tests/anynode with these, which must have no blanks;
-# MULTIPATH=N is without. VM_KERNEL is another kernel (hack/vm/kernel.sh VERSION); with ASHLAR_TLSHD (hack/vm/tlshd.sh) what crosses the network is encrypted:
+# MULTIPATH=N is without. VM_KERNEL is another kernel (hack/vm/kernel.sh VERSION); with ASHLAR_TLSHD (hack/vm/tlshd.sh) what crosses the network is encrypted, and the sweeps are
+# samples, with multipath alone:
 #
 #   VM_SECONDS=0 hack/vm/any.sh -test.run=TestPoints -points.full
 set -euo pipefail
@@ -33,9 +34,15 @@ nvme 30 . -test.timeout 15m
 mirror 30 . -test.timeout 15m'
 above='volume 30 ^(TestNVMe|TestReached) -test.timeout 15m
 anynode 30 . -test.timeout 170m'
+encrypted='volume 30 ^(TestNVMe|TestReached) -test.timeout 15m
+anynode 60 ^Test(TLS|Wire|Readers|Move|AnyNode|HomeWithoutPower) -test.timeout 150m'
 flush='anynode 0 ^TestFlushInFlight$ -test.timeout 10m'
 if [ $# -gt 0 ]; then
 	run "${MULTIPATH:-Y}" "anynode 0 . -test.timeout 0 $*"
+elif [ -n "${ASHLAR_TLSHD-}" ]; then
+	export VM_SECONDS=${VM_SECONDS:-10800}
+	run Y "$both
+$encrypted"
 elif [ "${SAMPLE-}" = 1 ]; then
 	run Y "$both
 $above"

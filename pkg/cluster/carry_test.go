@@ -149,6 +149,16 @@ func (c *carriedVolumes) Mirror(ctx context.Context, id volume.ID, to blockdev.D
 	})
 }
 
+func (c *carriedVolumes) HoldMirror(_ context.Context, id volume.ID) error {
+	v := c.of(id.Key)
+	return v.do("hold", func() { v.m.Held = true })
+}
+
+func (c *carriedVolumes) ReleaseMirror(_ context.Context, id volume.ID) error {
+	v := c.of(id.Key)
+	return v.do("release", func() { v.m.Held = false })
+}
+
 // over has one leg be all that is below the devices.
 func (v *carriedVolume) over(number uint64) {
 	v.m = nil
@@ -159,7 +169,21 @@ func (v *carriedVolume) over(number uint64) {
 
 func (c *carriedVolumes) Unmirror(_ context.Context, id volume.ID) error {
 	v := c.of(id.Key)
-	return v.do("unmirror", func() { v.over(firstLeg) })
+	back := false
+	err := v.do("unmirror", func() {
+		if back = v.name == "forgot, old home lacks it" && !v.m.Back || v.m.Back && v.m.Synced < v.m.Total; back {
+			v.m.Back, v.m.Forgot = true, false
+			if v.m.Synced == v.m.Total {
+				v.m.Synced = 0
+			}
+			return
+		}
+		v.over(firstLeg)
+	})
+	if err == nil && back {
+		err = errdefs.ErrBusy
+	}
+	return err
 }
 
 func (c *carriedVolumes) Switch(_ context.Context, id volume.ID, _ bool) error {
@@ -238,6 +262,8 @@ func (h carriedHomes) Sealed(context.Context, volume.ID) (time.Time, error) {
 	return time.Time{}, errdefs.ErrUnsupported
 }
 
+func (h carriedHomes) Arrived(context.Context, volume.ID) error { return errdefs.ErrUnsupported }
+
 func (h carriedHomes) Prepare(_ context.Context, of move.Of, _ volume.Origin) (export.Opened, error) {
 	return export.Opened{Address: netip.MustParseAddrPort("10.0.0.1:4420"), NQN: carriedSecond + ":" + of.ID.Key, Host: "host", Size: carriedSize},
 		h.of(of.ID.Key).do("prepare", func() {})
@@ -247,7 +273,8 @@ func (h carriedHomes) Complete(_ context.Context, of move.Of, nqn string, _ volu
 	if nqn != carriedSecond+":"+of.ID.Key {
 		return fmt.Errorf("%w: %q was not prepared", errdefs.ErrNotFound, nqn)
 	}
-	return h.of(of.ID.Key).do("complete", func() {})
+	v := h.of(of.ID.Key)
+	return v.do("complete", func() { v.m.Forgot = v.name == "forgets as it is pinned" && !slices.Contains(v.said, "unmirror") })
 }
 
 // carriedHome drops what was prepared: the other Drop is that of a leg.
@@ -270,7 +297,7 @@ func (h carriedHome) serve(t *testing.T) {
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	check.OK(t, err)
 	server := grpc.NewServer()
-	move.Register(server, h, h)
+	move.Register(server, h, h, nil)
 	export.Register(server, carriedExports{h.carriedVolumes}, nil)
 	go func() { _ = server.Serve(listener) }()
 	t.Cleanup(server.Stop)
@@ -411,6 +438,9 @@ func (v *carriedVolume) kernel(change func(*volume.Mirrored)) {
 func synced(m *volume.Mirrored)    { m.Synced = m.Total }
 func newFailed(m *volume.Mirrored) { m.NewFailed = true }
 func oldFailed(m *volume.Mirrored) { m.OldFailed = true }
+func forgot(m *volume.Mirrored)    { m.Synced, m.Forgot = m.Total, true }
+
+func pinnedNow(v *carriedVolume) bool { return v.object(v.name).Status.Move.Copied != nil }
 
 // pins waits until the object says that both homes have all.
 func (v *carriedVolume) pins() {
@@ -508,8 +538,28 @@ func TestCarry(t *testing.T) {
 			v.pins()
 			v.flips()
 			v.switches()
-			want := []string{"grow", "describe", "prepare", "second", "ranges", "mirror", "seal", "complete", "switch", "take new", "drop first", "close 1"}
+			want := []string{"grow", "describe", "prepare", "second", "ranges", "mirror", "seal", "complete", "hold", "switch", "take new", "drop first", "close 1"}
 			v.says(fmt.Sprintf("%v is done", want), func() bool { return slices.Equal(v.steps(), want) })
+		},
+		"the homes do not seal": func(v *carriedVolume) {
+			for step, says := range map[string]string{"seal": "seal the volume on node old: ", "complete": "have node new complete what it has of the volume: "} {
+				v.mu.Lock()
+				v.fails[step] = 1 << 20
+				v.mu.Unlock()
+				v.kernel(synced)
+				v.movesays(v.name, says)
+				if s := v.object(v.name).Status.Move; !s.Waits {
+					v.Errorf("it waits, and the object says %+v", s)
+				}
+				v.mu.Lock()
+				v.fails[step] = 0
+				v.mu.Unlock()
+			}
+			v.pins()
+			v.movesays(v.name, "nodes old and new have all bytes")
+			if s := v.object(v.name).Status.Move; s.Waits || v.has("unmirror") {
+				v.Errorf("%v, %+v", v.steps(), s)
+			}
 		},
 		"new leg fails": func(v *carriedVolume) {
 			v.kernel(newFailed)
@@ -552,6 +602,49 @@ func TestCarry(t *testing.T) {
 				v.m.OldFailed = true
 			}
 			v.mu.Unlock()
+			v.switches()
+		},
+		"forgot": func(v *carriedVolume) {
+			v.kernel(forgot)
+			v.stays()
+			v.movesays(v.name, "could not flush")
+			if v.has("hold") {
+				v.Errorf("%v", v.steps())
+			}
+			v.kernel(synced) // the next one
+			v.pins()
+		},
+		"forgets as it is pinned": func(v *carriedVolume) {
+			v.kernel(synced)
+			v.stays()
+			v.kernel(synced)
+			v.pins()
+			if steps := v.steps(); slices.Index(steps, "release") < slices.Index(steps, "hold") || slices.Index(steps, "release") > slices.Index(steps, "unmirror") {
+				v.Errorf("%v", steps)
+			}
+			v.flips()
+			v.says("it is at its new home", func() bool { return v.has("switch") })
+		},
+		"forgot, old home lacks it": func(v *carriedVolume) {
+			v.kernel(forgot)
+			v.movesays(v.name, "is copied back to node old")
+			v.kernel(func(m *volume.Mirrored) {
+				if !m.Back {
+					v.Errorf("it is %+v", m)
+				}
+			})
+			if v.has("drop " + carriedSecond) {
+				v.Errorf("%v", v.steps())
+			}
+			v.kernel(synced)
+			v.stays()
+		},
+		"nobody says that it has moved": func(v *carriedVolume) {
+			v.kernel(synced)
+			v.pins()
+			v.says("it is not waited for longer", func() bool { return v.has("release") && !pinnedNow(v) })
+			v.pins()
+			v.flips()
 			v.switches()
 		},
 		"taken back": func(v *carriedVolume) {
@@ -622,7 +715,7 @@ func TestCarry(t *testing.T) {
 			}
 		},
 	}
-	for _, step := range []string{"grow", "describe", "prepare", "second", "ranges", "mirror", "seal", "complete", "switch", "drop first"} {
+	for _, step := range []string{"grow", "describe", "prepare", "second", "ranges", "mirror", "seal", "complete", "hold", "switch", "drop first"} {
 		each[step+" fails"] = func(v *carriedVolume) {
 			v.kernel(synced)
 			v.pins()
@@ -697,10 +790,14 @@ func TestCarryAgain(t *testing.T) {
 	mirrored := func(v *carriedVolume) { v.kernel(func(*volume.Mirrored) {}) }
 	pinned := func(v *carriedVolume) { v.kernel(synced); v.pins() }
 	goesOn, failed, back := begun("goes on", mirrored), begun("failed", mirrored), begun("taken back", mirrored)
+	forgets, held, claimed := begun("forgets", mirrored), begun("held", mirrored), begun("claimed anew", mirrored)
+	// Those that are pinned come last, as nobody waits long for the controller.
 	stays, flipped, lost := begun("stays pinned", pinned), begun("flipped", pinned), begun("pinned and failed", pinned)
-	claimed, released, other := begun("claimed anew", mirrored), begun("released", pinned), begun("flipped to another pool", pinned)
+	released, other := begun("released", pinned), begun("flipped to another pool", pinned)
 	again(func() {
 		failed.kernel(newFailed)
+		forgets.kernel(forgot)
+		held.kernel(func(m *volume.Mirrored) { m.Synced, m.Held = m.Total, true }) // and the word that all is copied was not written, or is on its way
 		back.movesTo(back.name, "")
 		flipped.flips()
 		other.flips()
@@ -718,7 +815,11 @@ func TestCarryAgain(t *testing.T) {
 	}
 	flipped.switches()
 	other.switches()
-	for _, v := range []*carriedVolume{failed, lost} {
+	held.pins()
+	if s := held.object(held.name).Status.Move; s.Undone == 0 || !held.has("release") {
+		t.Errorf("a word of before that all is copied could still be heard: %+v, %v", s, held.steps())
+	}
+	for _, v := range []*carriedVolume{failed, forgets, lost} {
 		v.stays()
 		if s := v.object(v.name).Status.Move; s.Undone == 0 {
 			t.Errorf("%s: a word of before that all is copied could still be heard: %+v", v.name, s)

@@ -12,6 +12,9 @@ import (
 // ByGroup is the index of snapshots by the keys of their groups, which IndexGroup returns.
 const ByGroup = "group"
 
+// BySource is the index of snapshots by the keys of their volumes.
+const BySource = "source"
+
 // ByFetched is the index of volumes that are being copied from another node, by the key of what they are copied from.
 const ByFetched = "fetched"
 

@@ -247,9 +247,9 @@ func TestMoveLeftNetwork(t *testing.T) {
 		t.Error("its bytes are others")
 	}
 	w.movesTo("v", a.name)
-	time.Sleep(300 * time.Millisecond)
-	if left := w.leftovers(a); len(left) > 0 || w.object("v").Status.Move != nil {
-		t.Errorf("it comes to a node in no network: %v, %+v", left, w.object("v").Status.Move)
+	w.movesays("v", "node node-1 is in no network")
+	if left, s := w.leftovers(a), w.object("v").Status.Move; len(left) > 0 || !s.Waits || s.Copied != nil {
+		t.Errorf("it comes to a node in no network: %v, %+v", left, s)
 	}
 	a.stop()
 	a.network = network

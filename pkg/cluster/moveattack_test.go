@@ -238,29 +238,100 @@ func TestMoveObjectDeleted(t *testing.T) {
 	}
 }
 
-// TestMoveNodeGone: a volume leaves a node that dies, and is taken for gone. It comes back with its old bytes, which nobody uses, and the volume can move back there.
-func TestMoveNodeGone(t *testing.T) {
-	w, a, b, v, _ := aboutToMove(t)
+// leftGone has the volume of aboutToMove move to b while a is down, and a be taken for gone, so that the move ends.
+func (w *environment) leftGone(v volume.Volume, a, b *machine) {
+	w.Helper()
 	a.stop()
 	w.flipped("v", b)
 	w.movesays("v", "node-1 is to give its bytes back")
-	check.OK(t, w.Delete(w.ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: a.name}}))
-	before := w.object("v")
+	check.OK(w, w.Delete(w.ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: a.name}}))
 	w.claimFor(v.ID, b.name) // whatever happens to the object has it looked at
 	w.claimFor(v.ID, "")
 	w.eventually("the move is over", func() bool { return w.object("v").Spec.Move == nil })
+}
+
+// comesBack starts a machine that was taken for gone, and waits until its pool says that it has a stray.
+func (w *environment) comesBack(m *machine) {
+	w.Helper()
+	w.node(m.name, true)
+	w.start(m)
+	w.eventually("node "+m.name+" has a stray", func() bool {
+		p := &v1alpha1.Pool{}
+		return w.Get(w.ctx, client.ObjectKey{Name: m.name + ".default"}, p) == nil && p.Status.StrayCount == 1 // the pools of a node that is gone go
+	})
+}
+
+// TestMoveNodeGone: a volume leaves a node that dies, and is taken for gone. It comes back with its old bytes, which nobody uses, and which go once the new node says that it has the volume.
+// The volume can move back there.
+func TestMoveNodeGone(t *testing.T) {
+	w, a, b, v, _ := aboutToMove(t)
+	before := w.object("v")
+	w.leftGone(v, a, b)
 	check.OK(t, storetest.WriteTo(b.disks[0].Open("default", nil))(w.ctx, v.ID, 128<<10, []byte("since")))
 	want := w.content(b, v.ID)
-	w.node(a.name, true)
-	w.start(a)
+	b.stop()
+	w.comesBack(a)
 	here, err := a.local.Get(w.ctx, v.ID)
 	check.OK(t, err)
 	_, err = a.local.Attach(w.ctx, here, nil)
 	fails(t, err, errdefs.ErrPrecondition)
+	w.start(b)
+	w.eventually("its old bytes are gone", func() bool {
+		a.stop() // while node-2 does not answer yet, it asks again after minutes
+		w.start(a)
+		time.Sleep(time.Second)
+		return errors.Is(second(a.local.Get(w.ctx, v.ID)), errdefs.ErrNotFound)
+	})
+	w.eventually("node-1 has no strays", func() bool { return w.pool(a.name, "default").Status.StrayCount == 0 })
 	w.movesTo("v", a.name)
 	w.moved("v", b, a)
 	if have := w.content(a, v.ID); string(have) != string(want) || w.object("v").UID != before.UID {
 		t.Error("its bytes are others")
+	}
+}
+
+// TestMoveNodeGoneMovedOn: what a node has left goes too if the volume has moved on to a third one meanwhile.
+func TestMoveNodeGoneMovedOn(t *testing.T) {
+	w, a, b, v, want := aboutToMove(t)
+	w.leftGone(v, a, b)
+	c := w.begin(&machine{name: "node-3", ported: true, network: a.network})
+	w.movesTo("v", c.name)
+	w.moved("v", b, c)
+	w.node(a.name, true)
+	w.start(a)
+	w.eventually("its old bytes are gone", func() bool { return errors.Is(second(a.local.Get(w.ctx, v.ID)), errdefs.ErrNotFound) })
+	if have := w.content(c, v.ID); string(have) != string(want) {
+		t.Error("its bytes are others")
+	}
+}
+
+// TestMoveNodeGoneOnlyCopy: what a node that was taken for gone has of a volume stays if the new node has lost it, or has another one than came from there: the API server went back to an
+// earlier move.
+func TestMoveNodeGoneOnlyCopy(t *testing.T) {
+	for _, lost := range []bool{true, false} {
+		t.Run(fmt.Sprintf("lost=%v", lost), func(t *testing.T) {
+			w, a, b, v, want := aboutToMove(t)
+			w.leftGone(v, a, b)
+			if lost {
+				check.OK(t, b.disks[0].Open("default", nil).Delete(w.ctx, ref(v)))
+				w.touch(w.object("v"))
+				w.eventually("it is lost", func() bool { return v1alpha1.IsLost(w.object("v")) })
+			} else {
+				check.OK(t, second(a.disks[0].Open("default", nil).SetLabels(w.ctx, ref(v), func(labels map[string]string) error {
+					delete(labels, "sealed")
+					return nil
+				})))
+				check.OK(t, second(a.local.Seal(w.ctx, v.ID, 9)))
+			}
+			w.comesBack(a)
+			time.Sleep(time.Second) // it does not go
+			if have := w.content(a, v.ID); string(have) != string(want) {
+				t.Error("its bytes are others")
+			}
+			if p := w.pool(a.name, "default"); p.Status.StrayCount != 1 {
+				t.Errorf("node-1 has %d strays", p.Status.StrayCount)
+			}
+		})
 	}
 }
 

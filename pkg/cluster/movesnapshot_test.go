@@ -525,6 +525,45 @@ func TestSnapshotMoveGroupStrays(t *testing.T) {
 	w.tally(b)
 }
 
+// TestSnapshotMoveGroupOneAdopted: a member of a group that is on two nodes, of which alone the object was deleted, is of the group again when it is adopted. What is not one of the members, by its
+// name, does not come to it instead.
+func TestSnapshotMoveGroupOneAdopted(t *testing.T) {
+	w, a, b, s := twoNodes(t)
+	var sources []volume.ID
+	for _, name := range []string{"v", "w"} {
+		v, err := s.Create(w.ctx, volume.Spec{Name: name, Size: volume.Range{Required: mib}, Nodes: []string{a.name}})
+		check.OK(t, err)
+		sources = append(sources, v.ID)
+	}
+	group, err := s.CreateGroup(w.ctx, "group", sources)
+	check.OK(t, err)
+	id := group.Snapshots[0].ID
+	w.cutMovesTo(id, b.name)
+	w.cutMoved(id, a, b)
+	check.OK(t, w.Delete(w.ctx, w.cutObject(id)))
+	w.eventually("the group is not whole", func() bool { return errors.Is(second(s.GetGroup(w.ctx, group.ID)), errdefs.ErrNotFound) })
+	x := w.takenOver(t, b.name) // who says that something else is of it
+	fake := snapshotOn(b.name, "fake")
+	fake.Spec.Name, fake.Spec.Group = "group", &v1alpha1.Group{Key: group.ID.Key, Size: 2}
+	x.has(fake, mib)
+	time.Sleep(time.Second) // nobody labels it
+	fails(t, second(s.GetGroup(w.ctx, group.ID)), errdefs.ErrNotFound)
+	check.OK(t, w.Delete(w.ctx, fake))
+	w.eventually("node-2 lists it", func() bool {
+		b.agent.Changed()
+		strays := w.pool(b.name, "default").Status.Strays
+		return len(strays) == 1 && strays[0].ID == id.String()
+	})
+	w.adoptOn(b.name, "default", id.String())
+	w.eventually("the group is there again", func() bool {
+		have, err := s.GetGroup(w.ctx, group.ID)
+		return err == nil && len(have.Snapshots) == 2 && have.Created.Equal(group.Created)
+	})
+	check.OK(t, s.DeleteGroup(w.ctx, group.ID))
+	w.tally(a)
+	w.tally(b)
+}
+
 // TestSnapshotMoveGroupDeleted: a group of which a member has moved, and was not given back, is not deleted before that; one of which a member is about to move is deleted at once.
 func TestSnapshotMoveGroupDeleted(t *testing.T) {
 	w, a, b, s, _, let := slowCuts(t)

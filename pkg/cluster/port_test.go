@@ -47,7 +47,7 @@ func (w *environment) served(m *machine) func(context.Context) error {
 		transfer.Register(r, agent.OpenCopy, nil)
 		if uses != nil {
 			export.Register(r, agent.Exports(), agent.Uses(uses.others))
-			move.Register(r, agent.Moving(), agent.Moving())
+			move.Register(r, agent.Moving(), agent.Moving(), agent.Moving())
 		}
 	}}
 	listener := m.port

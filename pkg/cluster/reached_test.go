@@ -565,6 +565,22 @@ func TestReachedLost(t *testing.T) {
 	}
 }
 
+// TestReachedLostAlone: so is one whose home is in no network any more when it finds that its bytes are missing.
+func TestReachedLostAlone(t *testing.T) {
+	w, a, b, s, v, _ := reached(t, volume.Spec{Name: "v", Size: volume.Range{Required: mib}})
+	generation := w.claimFor(v.ID, b.name)
+	check.OK(t, second(w.homeOf(a, b).Open(w.ctx, v.ID, generation)))
+	a.stop()
+	a.network = nil
+	a.with = func(o *agent.Options) { o.Exporter = a.local } // as cmd/driver does
+	pool, ref := a.disks[0].Open("default", nil), blockdev.Ref{Kind: v.ID.Kind, Key: v.ID.Key}
+	check.OK(t, errors.Join(pool.Detach(w.ctx, ref), pool.Delete(w.ctx, ref)))
+	w.start(a)
+	w.eventually("it is reported lost", func() bool { return v1alpha1.IsLost(w.object("v")) })
+	check.OK(t, s.Release(soon(t), v.ID, b.name))
+	w.exported("v", nil)
+}
+
 // TestReachedAway: that a home does not answer who uses its volume is told once, on the volume and what it is for, until it answers again.
 func TestReachedAway(t *testing.T) {
 	w, a, b, s, v, dir := reached(t, spec("v"))

@@ -18,7 +18,6 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/lost"
-	"github.com/ashlar-csi/ashlar/pkg/cluster/view"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -323,12 +322,7 @@ func TestViewTakenOver(t *testing.T) {
 	copied := snapshotOn("node-2", "copied")
 	copied.Spec.Source = v.ID.Key
 	x.has(copied, mib)
-	scheme, err := view.Scheme()
-	check.OK(t, err)
-	c, err := client.New(apitest.Get(t).Config(apitest.Admin), client.Options{Scheme: scheme})
-	check.OK(t, err)
-	o, err := view.Take(w.ctx, c, view.Options{Kubernetes: true})
-	check.OK(t, err)
+	o := w.view()
 	if len(o.Volumes) != 2 || len(o.Snapshots) != 1 || o.Snapshots[0].Source != "" {
 		t.Errorf("%+v\n%+v", o.Volumes, o.Snapshots)
 	}

@@ -11,8 +11,6 @@ import (
 	"strings"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/luks"
@@ -26,6 +24,12 @@ type Mirrored struct {
 	Old, New             uint64 // device numbers, as in st_rdev (makedev(3))
 	Synced, Total        int64  // what is the same on both, and all of it, in bytes
 	OldFailed, NewFailed bool
+	// Forgot: the kernel may have forgotten that one of the legs had failed, so each of them may lack what is on the other. See Unmirror.
+	Forgot bool
+	// Back: what only the new leg has is copied to the old one, on its way to Unmirror.
+	Back bool
+	// Held: nothing is read or written until Unmirror, Switch or ReleaseMirror: see HoldMirror.
+	Held bool
 }
 
 const (
@@ -36,6 +40,11 @@ const (
 	leastGap = 4 << 20
 	// longestMirrorHold is how long writes are held back while it is found out which ranges hold data.
 	longestMirrorHold = 20 * time.Second
+
+	mirrorTarget = "mirror"
+	// How a target begins: what of it is the same on both legs.
+	copied = "core 1" // nothing yet
+	equal  = "core 2" // all
 )
 
 // throttle is the parameter of dm-mirror that Throttle sets.
@@ -74,7 +83,7 @@ func (s Stack) mirror(ctx context.Context, to blockdev.Device, data func(ctx con
 	case is:
 		return settle(d)
 	}
-	if err := dm.HasTarget("mirror"); err != nil {
+	if err := dm.HasTarget(mirrorTarget); err != nil {
 		return fmt.Errorf("%w: %w; load the module dm-mirror", errdefs.ErrUnsupported, err)
 	}
 	from, there, err := belowOf(ctx, d, bottom{s.pool, s.ref})
@@ -160,30 +169,37 @@ func (s Stack) loadMirror(ctx context.Context, d *dm.Device, from, to blockdev.D
 			return fmt.Errorf("ranges that hold data: %w", err)
 		}
 	}
-	return dm.Load(d.Name, mirrorTable(from.Number, to.Number, size, extents))
+	return load(d, from.Number, mirrorTable(from.Number, to.Number, size, extents))
 }
 
 // mirrorTable is the table of a mirror of which ranges without data count as copied.
 func mirrorTable(from, to uint64, size int64, data []blockdev.Extent) (table []dm.Line) {
-	add := func(start, end int64, sync string) {
-		if start == end {
-			return
+	add := func(start, end int64, begins string) {
+		if start < end {
+			table = append(table, mirrorLine(start, end-start, begins, from, to))
 		}
-		unit := int64(region) // not larger than the range, and a power of two
-		for unit > end-start {
-			unit /= 2
-		}
-		table = append(table, dm.Line{Start: start, Length: end - start, Kind: "mirror", Text: fmt.Sprintf("core %s 2 %s %d %s %d 1 handle_errors",
-			fmt.Sprintf(sync, unit/512), dm.Number(from), start/512, dm.Number(to), start/512)})
 	}
 	at := int64(0)
 	for _, gap := range gaps(size, data) {
-		add(at, gap.Offset, "1 %d")
+		add(at, gap.Offset, copied)
 		at = gap.Offset + gap.Length
-		add(gap.Offset, at, "2 %d nosync")
+		add(gap.Offset, at, equal)
 	}
-	add(at, size, "1 %d")
+	add(at, size, copied)
 	return table
+}
+
+// mirrorLine is a target of a mirror, at the same place of both legs. The first leg is read from, and copied.
+func mirrorLine(start, length int64, begins string, first, second uint64) dm.Line {
+	unit := int64(region) // not larger than the range, and a power of two
+	for unit > length {
+		unit /= 2
+	}
+	log := fmt.Sprint(begins, " ", unit/512)
+	if begins == equal {
+		log += " nosync"
+	}
+	return dm.Line{Start: start, Length: length, Kind: mirrorTarget, Text: fmt.Sprintf("%s 2 %s %d %s %d 1 handle_errors", log, dm.Number(first), start/512, dm.Number(second), start/512)}
 }
 
 // gaps returns the largest ranges between those that hold data, in order. They begin and end with a region, or with the volume.
@@ -210,70 +226,78 @@ func (s Stack) Mirrored(context.Context) (m Mirrored, is bool, err error) {
 	err = s.moving("look at its mirror", func() error {
 		d, err := s.seat()
 		if err == nil {
-			m, is, err = mirrorOf(d.Name)
+			var all mirror
+			all, is, err = mirrorOf(d.Name)
+			m = all.Mirrored
 		}
 		return err
 	})
 	return m, is, err
 }
 
-// mirrorOf tells of the mirror that a seat is; false if it is none.
-func mirrorOf(name string) (all Mirrored, is bool, err error) {
-	table, err := dm.Status(name)
-	if err != nil {
-		return Mirrored{}, false, err
-	}
-	for _, l := range table {
-		if l.Kind != "mirror" {
-			return Mirrored{}, false, nil
+// HoldMirror has a mirrored volume be neither read nor written, whatever becomes of the driver: after it, Mirrored tells what both legs have for good. What is under way
+// ends first, or is held by the mirror.
+func (s Stack) HoldMirror(context.Context) error {
+	return s.moving("hold its mirror", func() error {
+		d, err := s.seat()
+		if err != nil {
+			return err
 		}
-		var from, to [2]uint32
-		var synced, regions int64
-		var alive string // a letter for each leg
-		_, err := fmt.Sscanf(l.Text, "2 %d:%d %d:%d %d/%d 1 %s", &from[0], &from[1], &to[0], &to[1], &synced, &regions, &alive)
-		if err != nil || len(alive) != 2 || regions <= 0 {
-			return Mirrored{}, false, fmt.Errorf("the kernel says of the mirror %s what is not understood, %q: %w", name, l.Text, err)
+		if _, is, err := mirrorOf(d.Name); err != nil || !is {
+			return errors.Join(err, fmt.Errorf("%w: it is not mirrored", errdefs.ErrPrecondition))
 		}
-		all.Old, all.New = unix.Mkdev(from[0], from[1]), unix.Mkdev(to[0], to[1])
-		all.Total += l.Length
-		if synced == regions {
-			all.Synced += l.Length
-		} else {
-			all.Synced += l.Length / regions * synced
-		}
-		all.OldFailed = all.OldFailed || alive[0] != 'A'
-		all.NewFailed = all.NewFailed || alive[1] != 'A'
-	}
-	return all, len(table) > 0, nil
+		return dm.Hold(d.Name)
+	})
 }
 
-// Unmirror has a volume be its old leg alone again. What the mirror holds is written there. Without a mirror it does nothing.
+// ReleaseMirror ends HoldMirror.
+func (s Stack) ReleaseMirror(context.Context) error {
+	return s.moving("go on with its mirror", func() error {
+		d, err := s.seat()
+		if err == nil && d.Suspended {
+			err = dm.Resume(d.Name, dm.NoScan)
+		}
+		return err
+	})
+}
+
+// Unmirror has a volume be its old leg alone again. What the mirror holds is written there. Without a mirror it does nothing. What the old leg may lack (Forgot) is copied
+// there first: that is errdefs.ErrBusy until it is done.
 func (s Stack) Unmirror(context.Context) error {
 	return s.moving("end its mirror", func() error {
 		d, err := s.seat()
 		if err != nil {
 			return err
 		}
-		_, err = leaveMirror(d, func(m Mirrored) uint64 { return m.Old })
-		return err
+		m, is, err := mirrorOf(d.Name)
+		if err != nil || !is {
+			return errors.Join(err, settled(d))
+		}
+		parts, err := m.lacks(d)
+		if err == nil && parts != nil {
+			err = cmp.Or(m.copyBack(d, parts), fmt.Errorf("%w: what only device %s has is copied to device %s first", errdefs.ErrBusy, dm.Number(m.New), dm.Number(m.Old)))
+		}
+		if err != nil {
+			return err
+		}
+		return m.leave(d, m.Old)
 	})
 }
 
-// leaveMirror brings a mirror to one of its legs; false if it was none, or is none any more. What the mirror holds is written there.
-func leaveMirror(d *dm.Device, leg func(m Mirrored) uint64) (was bool, err error) {
-	m, is, err := mirrorOf(d.Name)
-	if err != nil {
-		return false, err
-	}
-	if !is {
-		return false, settle(d)
-	}
+// leave brings a mirror to one of its legs. What the mirror holds is written there.
+func (m mirror) leave(d *dm.Device, leg uint64) error {
 	size, err := d.Size()
 	if err == nil {
-		err = dm.Replace(d.Name, dm.Linear(leg(m), size))
+		err = dm.Replace(d.Name, dm.Linear(leg, size))
 	}
-	return true, err
+	if err == nil {
+		err = forget(d.Name)
+	}
+	return err
 }
+
+// settled puts right what a crash left of a seat that is no mirror.
+func settled(d *dm.Device) error { return errors.Join(settle(d), forget(d.Name)) }
 
 // Switch has a volume be its new leg alone, under the names of a stack that is that of another pool, or the same one. The devices stay, for all that holds them. What the
 // mirror holds is written to the new leg. It may be called again after a crash at any point of it; errdefs.ErrPrecondition if there was no mirror.
@@ -291,7 +315,17 @@ func (s Stack) switchTo(ctx context.Context, to Stack) error {
 	if err != nil {
 		return err
 	}
-	was, err := leaveMirror(d, func(m Mirrored) uint64 { return m.New })
+	m, was, err := mirrorOf(d.Name)
+	switch {
+	case err != nil:
+		return err
+	case m.Back:
+		return fmt.Errorf("%w: it is copied back to where it was", errdefs.ErrPrecondition)
+	case was:
+		err = m.leave(d, m.New)
+	default:
+		err = settled(d)
+	}
 	if err != nil {
 		return err
 	}

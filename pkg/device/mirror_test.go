@@ -164,6 +164,9 @@ func (p *pair) becomes(what string, is func(m device.Mirrored) bool) {
 func (p *pair) copied() {
 	p.Helper()
 	p.becomes("copied", func(m device.Mirrored) bool { return m.Synced == m.Total })
+	if m := p.mirrored(); m.Forgot || m.OldFailed || m.NewFailed || m.Back {
+		p.Errorf("nothing has failed, and the mirror is %+v", m)
+	}
 }
 
 // write writes to a volume, through to the disk.

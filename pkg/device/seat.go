@@ -100,18 +100,34 @@ func (s seat) grow(ctx context.Context, _ luks.Key) error {
 func (s seat) suspend(context.Context) (func() error, error) { return nil, nil } // the top is
 
 func (s seat) detach(ctx context.Context) error {
-	_, _, d, err := s.find()
-	if err != nil || d == nil {
+	name, _, d, err := s.find()
+	if err == nil && d != nil {
+		_, err = removed(ctx, d)
+	}
+	if err != nil {
 		return err
 	}
-	_, err = removed(ctx, d)
-	return err
+	return forget(name)
 }
 
-func (s seat) health(context.Context) ([]blockdev.Problem, error) { return s.healthOf(seatSuffix) }
+// health: a mirror that is held is ours.
+func (s seat) health(context.Context) ([]blockdev.Problem, error) {
+	problems, err := s.healthOf(seatSuffix)
+	if err != nil || len(problems) == 0 {
+		return nil, err
+	}
+	name, _, _, err := s.find()
+	if err != nil {
+		return nil, err
+	}
+	if _, is, err := mirrorOf(name); err != nil || is {
+		return nil, err
+	}
+	return problems, nil
+}
 
 // recover puts right what a crash left: a device without a table, suspended for a table that was not finished, or not yet to go with its last user. A
-// mirror stays one.
+// mirror stays one, and stays held if it was: who carries the volume knows what it waits for.
 func (s seat) recover(ctx context.Context) error {
 	name, _, d, err := s.find()
 	if err == nil {
@@ -120,7 +136,13 @@ func (s seat) recover(ctx context.Context) error {
 	if err != nil || d == nil {
 		return err
 	}
-	if err := settle(d); err != nil {
+	if _, is, err := mirrorOf(name); err != nil || is {
+		if err == nil && d.Loaded {
+			err = dm.Clear(name)
+		}
+		return err
+	}
+	if err := settled(d); err != nil {
 		return err
 	}
 	if err := s.grow(ctx, nil); !errors.Is(err, errMoves) {

@@ -80,7 +80,25 @@ func (e *Everywhere) Mirror(ctx context.Context, id ID, to blockdev.Device, data
 	return stack.Mirror(ctx, to, data)
 }
 
-// Unmirror goes on over the old home alone.
+// HoldMirror has a mirrored volume be neither read nor written until Unmirror, Switch or ReleaseMirror: see device.Stack.HoldMirror.
+func (e *Everywhere) HoldMirror(ctx context.Context, id ID) error {
+	stack, err := e.carried(ctx, id)
+	if err != nil {
+		return err
+	}
+	return stack.HoldMirror(ctx)
+}
+
+// ReleaseMirror ends HoldMirror.
+func (e *Everywhere) ReleaseMirror(ctx context.Context, id ID) error {
+	stack, err := e.carried(ctx, id)
+	if err != nil {
+		return err
+	}
+	return stack.ReleaseMirror(ctx)
+}
+
+// Unmirror goes on over the old home alone: see device.Stack.Unmirror.
 func (e *Everywhere) Unmirror(ctx context.Context, id ID) error {
 	stack, err := e.carried(ctx, id)
 	if err != nil {

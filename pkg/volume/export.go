@@ -58,6 +58,8 @@ type Exported struct {
 	UUID   string      // of the namespace; its NGUID has the same bytes
 	Size   int64       // bytes of the device
 	Record blockdev.Record
+	// Otherwise is for one that is exported since before this node was to do so with TLS, or without, and is as it was: it stays so until it ends, for who is connected.
+	Otherwise bool
 }
 
 // GoString is for %#v.
@@ -192,6 +194,12 @@ func (e export) uuid(key string) string {
 	return fmt.Sprintf("%x-%x-%x-%x-%x", sum[:4], sum[4:6], sum[6:8], sum[8:10], sum[10:16])
 }
 
+// place is where a record of a volume is: beside the volume itself another pool may have what is left of it, which may be exported too.
+type place struct {
+	id   ID
+	pool string
+}
+
 // exports is what a Local has of its exports beside the records.
 type exports struct {
 	starting sync.Mutex // held while those of a pool are made again
@@ -199,7 +207,7 @@ type exports struct {
 	mu     sync.Mutex
 	how    *Exporting // nil: nothing is exported
 	opened Exporter   // nil until it was needed
-	failed map[ID]error
+	failed map[place]error
 	given  map[ID]map[string]string // what this process exported, or found exported for reading, and has not begun to end: the names, and those of the hosts
 }
 
@@ -244,15 +252,15 @@ func (l *Local) consumers() Consumers {
 	return how.Consumers
 }
 
-// setFailed notes how it stands with the export of a volume that should be there, and reports whether it had failed before.
-func (l *Local) setFailed(id ID, err error) (before bool) {
+// setFailed notes how it stands with an export that should be there, and reports whether it had failed before.
+func (l *Local) setFailed(at place, err error) (before bool) {
 	l.exports.mu.Lock()
 	defer l.exports.mu.Unlock()
-	before = l.exports.failed[id] != nil
+	before = l.exports.failed[at] != nil
 	if err == nil {
-		delete(l.exports.failed, id)
+		delete(l.exports.failed, at)
 	} else {
-		l.exports.failed[id] = err
+		l.exports.failed[at] = err
 	}
 	return before
 }
@@ -267,17 +275,25 @@ func (l *Local) setGiven(id ID, nqn, host string) {
 	l.exports.given[id][nqn] = host
 }
 
-// ending notes that what is exported of a volume begins to end, by some names or by all: nothing exports it again.
-func (l *Local) ending(id ID, nqns ...string) {
+// ending notes that what a record says is exported by some names begins to end: nothing exports it again.
+func (l *Local) ending(at place, nqns ...string) {
 	l.exports.mu.Lock()
 	defer l.exports.mu.Unlock()
-	delete(l.exports.failed, id)
+	delete(l.exports.failed, at)
 	for _, nqn := range nqns {
-		delete(l.exports.given[id], nqn)
+		delete(l.exports.given[at.id], nqn)
 	}
-	if len(nqns) == 0 || len(l.exports.given[id]) == 0 {
-		delete(l.exports.given, id)
+	if len(l.exports.given[at.id]) == 0 {
+		delete(l.exports.given, at.id)
 	}
+}
+
+// endingAll is ending of all that is exported of a volume, whatever record says so.
+func (l *Local) endingAll(id ID) {
+	l.exports.mu.Lock()
+	defer l.exports.mu.Unlock()
+	maps.DeleteFunc(l.exports.failed, func(at place, _ error) bool { return at.id == id })
+	delete(l.exports.given, id)
 }
 
 // givenOf are the names by which a volume is exported, as far as this process knows, with those of the hosts.
@@ -287,11 +303,11 @@ func (l *Local) givenOf(id ID) map[string]string {
 	return maps.Clone(l.exports.given[id])
 }
 
-// hasFailed reports whether a volume should be exported, and is not.
-func (l *Local) hasFailed(id ID) bool {
+// failure is why what a record says is exported is not; nil if it is, or is about to end.
+func (l *Local) failure(at place) error {
 	l.exports.mu.Lock()
 	defer l.exports.mu.Unlock()
-	return l.exports.failed[id] != nil
+	return l.exports.failed[at]
 }
 
 // taken are the names of what the exporter does not have any more, or not whole, though nobody here has begun to end it: other tools for the kernel's target clear all of it.
@@ -349,23 +365,30 @@ func (l *Local) ServeExports(ctx context.Context, how Exporting) {
 // again is an export that is made again.
 type again struct {
 	Exported
-	id     ID
+	place
 	device blockdev.Device
 }
 
 // lot are exports that are made again, all at once: see nvmet.Target.Add. It has the locks of their volumes until it is done.
 type lot struct {
 	all     []again
-	unlocks []func()
+	unlocks map[string]func() // by the volumes' keys
 }
 
-// lock takes the lock of a volume, unless somebody has it.
+// lock takes the lock of a volume, unless somebody else has it.
 func (m *lot) lock(how Exporting, id ID) bool {
-	unlock, _ := how.Locks.TryLock([]string{keylock.Volume(id.Key)}, nil)
-	if unlock != nil {
-		m.unlocks = append(m.unlocks, unlock)
+	if m.unlocks[id.Key] != nil {
+		return true
 	}
-	return unlock != nil
+	unlock, _ := how.Locks.TryLock([]string{keylock.Volume(id.Key)}, nil)
+	if unlock == nil {
+		return false
+	}
+	if m.unlocks == nil {
+		m.unlocks = map[string]func(){}
+	}
+	m.unlocks[id.Key] = unlock
+	return true
 }
 
 func (m *lot) done() {
@@ -404,9 +427,9 @@ func (l *Local) attachAgain(ctx context.Context, m *lot, how Exporting, pool blo
 		if !IsExported(record) && record.Labels[labelRead] == "" {
 			continue
 		}
-		id := IDOf(pool.Name(), record)
-		if !m.lock(how, id) {
-			l.setFailed(id, errLater)
+		at := place{IDOf(pool.Name(), record), pool.Name()}
+		if !m.lock(how, at.id) {
+			l.setFailed(at, errLater)
 			continue
 		}
 		record, err := pool.Get(ctx, record.Ref) // as it is now
@@ -414,7 +437,7 @@ func (l *Local) attachAgain(ctx context.Context, m *lot, how Exporting, pool blo
 			err = l.recordAgain(ctx, m, how, pool, record)
 		}
 		if err != nil {
-			l.failedAgain(ctx, id, err)
+			l.failedAgain(ctx, at, err)
 		}
 	}
 	return nil
@@ -429,7 +452,7 @@ func (l *Local) recordAgain(ctx context.Context, m *lot, how Exporting, pool blo
 	if !is {
 		return l.noteReaders(ctx, pool, record)
 	}
-	one := again{id: IDOf(pool.Name(), record)}
+	one := again{place: place{IDOf(pool.Name(), record), pool.Name()}}
 	if one.Exported, one.device, err = l.attachOrEnd(ctx, how, pool, record, e); one.NQN != "" {
 		m.all = append(m.all, one)
 	}
@@ -467,7 +490,7 @@ func (l *Local) addAgain(ctx context.Context, all []again) (err error) {
 	for i, one := range all {
 		add[i] = one.export(one.device.Path)
 	}
-	together, failures := exporter.Add(ctx, add...), map[ID]error{}
+	together, failures := exporter.Add(ctx, add...), map[place]error{}
 	for i, one := range all {
 		var failure error
 		if together != nil { // of some of them
@@ -479,21 +502,21 @@ func (l *Local) addAgain(ctx context.Context, all []again) (err error) {
 		if failure == nil {
 			l.setGiven(one.id, one.NQN, one.Host)
 		}
-		failures[one.id] = errors.Join(failures[one.id], failure)
+		failures[one.place] = errors.Join(failures[one.place], failure)
 	}
-	for id, failure := range failures {
-		l.failedAgain(ctx, id, failure)
+	for at, failure := range failures {
+		l.failedAgain(ctx, at, failure)
 	}
 	return nil
 }
 
-// failedAgain notes how it stands with the export of a volume that is made again.
-func (l *Local) failedAgain(ctx context.Context, id ID, err error) {
-	switch before := l.setFailed(id, err); {
+// failedAgain notes how it stands with an export that is made again.
+func (l *Local) failedAgain(ctx context.Context, at place, err error) {
+	switch before := l.setFailed(at, err); {
 	case err != nil && !before:
-		klog.FromContext(ctx).Error(err, "Could not export a volume again; it is tried again", "volume", id.String())
+		klog.FromContext(ctx).Error(err, "Could not export a volume again; it is tried again", "volume", at.id.String(), "pool", at.pool)
 	case err == nil && before:
-		klog.FromContext(ctx).Info("Exported a volume again", "volume", id.String())
+		klog.FromContext(ctx).Info("Exported a volume again", "volume", at.id.String(), "pool", at.pool)
 	}
 }
 
@@ -520,24 +543,26 @@ func (l *Local) KeepExports(ctx context.Context) {
 
 // retryExports tries all of them in one call, too: perhaps none could be exported.
 func (l *Local) retryExports(ctx context.Context) {
-	taken := l.taken(ctx)
+	taken := map[place][]string{}
+	for id, nqns := range l.taken(ctx) {
+		taken[place{id, l.placeOf(id)}] = nqns
+	}
 	l.exports.mu.Lock()
-	ids := slices.Collect(maps.Keys(taken))
-	for id := range l.exports.failed {
-		if _, is := taken[id]; !is {
-			ids = append(ids, id)
+	for at := range l.exports.failed {
+		if _, is := taken[at]; !is {
+			taken[at] = nil
 		}
 	}
 	l.exports.mu.Unlock()
 	how, _ := l.exporting()
 	var m lot
 	defer m.done()
-	for _, id := range ids {
-		if !m.lock(how, id) {
+	for at, nqns := range taken {
+		if !m.lock(how, at.id) {
 			continue // until the next time
 		}
-		if err := l.retryExport(ctx, &m, how, id, taken[id]); err != nil {
-			l.failedAgain(ctx, id, err)
+		if err := l.retryExport(ctx, &m, how, at, nqns); err != nil {
+			l.failedAgain(ctx, at, err)
 		}
 	}
 	if err := l.addAgain(ctx, m.all); err != nil {
@@ -545,21 +570,22 @@ func (l *Local) retryExports(ctx context.Context) {
 	}
 }
 
-// retryExport attaches what is to be exported again of a volume whose lock the caller has: what failed, or was taken by some names; unless its end has begun meanwhile.
-func (l *Local) retryExport(ctx context.Context, m *lot, how Exporting, id ID, taken []string) error {
-	given := l.givenOf(id)
+// retryExport attaches what is to be exported again by a record, the lock of whose volume the caller has: what failed, or was taken by some names; unless its end has begun meanwhile.
+func (l *Local) retryExport(ctx context.Context, m *lot, how Exporting, at place, taken []string) error {
+	given := l.givenOf(at.id)
 	maps.DeleteFunc(given, func(nqn, _ string) bool { return !slices.Contains(taken, nqn) })
-	if len(given) == 0 && !l.hasFailed(id) {
+	if len(given) == 0 && l.failure(at) == nil {
 		return nil
 	}
+	names := slices.Sorted(maps.Keys(given))
 	if len(given) > 0 {
-		klog.FromContext(ctx).Info("The kernel does not export a volume any more that other nodes use, and this driver has not ended that; exporting it again", "volume", id.String(),
-			"exports", slices.Sorted(maps.Keys(given)))
+		klog.FromContext(ctx).Info("The kernel does not export a volume any more that other nodes use, and this driver has not ended that; exporting it again", "volume", at.id.String(),
+			"exports", names)
 	}
-	pool, record, err := l.anyRecord(ctx, id)
+	pool, record, err := l.recordAt(ctx, at)
 	switch {
 	case errors.Is(err, errdefs.ErrNotFound), err == nil && !IsExported(record) && record.Labels[labelRead] == "":
-		l.ending(id)
+		l.ending(at, names...)
 		return nil
 	case err != nil:
 		return nil // until its pool answers
@@ -567,6 +593,16 @@ func (l *Local) retryExport(ctx context.Context, m *lot, how Exporting, id ID, t
 		return l.readAgain(ctx, m, pool, record, given)
 	}
 	return l.recordAgain(ctx, m, how, pool, record)
+}
+
+// recordAt returns the record of a volume that a pool has, be it the volume's own or of what is left of it.
+func (l *Local) recordAt(ctx context.Context, at place) (blockdev.Pool, blockdev.Record, error) {
+	pool, err := l.pool(at.pool)
+	if err != nil {
+		return nil, blockdev.Record{}, err
+	}
+	record, err := pool.Get(ctx, at.id.ref())
+	return pool, record, err
 }
 
 // anyRecord returns the record of a volume, whole as the pool has it, also of an unfinished one.
@@ -686,11 +722,11 @@ func (l *Local) export(ctx context.Context, pool blockdev.Pool, record blockdev.
 		if err != nil {
 			err = fmt.Errorf("export volume %s to %s: %w", id, e.Grant, err)
 		} else {
-			l.setFailed(id, nil)
+			l.setFailed(place{id, pool.Name()}, nil)
 			l.setGiven(id, out.NQN, out.Host)
 		}
 	}()
-	exporter, _, err := l.exporter()
+	exporter, how, err := l.exporter()
 	if err != nil {
 		return Exported{}, err
 	}
@@ -699,7 +735,7 @@ func (l *Local) export(ctx context.Context, pool blockdev.Pool, record blockdev.
 		return Exported{}, err
 	}
 	defer func() { err = errors.Join(err, attached.Close()) }()
-	return out, exporter.Add(ctx, out.export(attached.Path))
+	return out.add(ctx, exporter, attached.Path, e.psk(how.Key, record.Key))
 }
 
 // attachExport attaches what is to be exported. The caller closes the device.
@@ -727,6 +763,21 @@ func (e export) exported(exporter Exporter, how Exporting, record blockdev.Recor
 	return out
 }
 
+// add exports it, unless the exporter has it the other way, with TLS or without: then it is returned as it is there. psk is what it has with TLS.
+func (e Exported) add(ctx context.Context, exporter Exporter, path string, psk secret.Text) (Exported, error) {
+	err := exporter.Add(ctx, e.export(path))
+	if !errors.Is(err, nvmet.ErrOtherwise) {
+		return e, err
+	}
+	e.Otherwise = true
+	if e.PSK == psk {
+		e.PSK = secret.Text{}
+	} else {
+		e.PSK = psk
+	}
+	return e, exporter.Add(ctx, e.export(path))
+}
+
 // export is it as the exporter takes it.
 func (e Exported) export(path string) nvmet.Export {
 	return nvmet.Export{NQN: e.NQN, Host: e.Host, UUID: e.UUID, Device: path, Secret: e.Secret, PSK: e.PSK}
@@ -734,7 +785,7 @@ func (e Exported) export(path string) nvmet.Export {
 
 // Unexport ends the export of a volume to a generation, or with 0 whichever there is. An export to another one stays. When it has returned
 // without an error, nothing of the consumer comes any more, and the volume is attached nowhere. After an error it is to be called again:
-// ErrInUse if somebody here holds the device that was exported. Of a volume that is missing, all that is exported still ends; so it does with 0 of one whose
+// ErrInUse if somebody here holds the device that was exported. Of a volume that is missing, all that is exported still ends, and a node that exports nothing knows of nothing to end; so it does with 0 of one whose
 // record is damaged. Where the record is good and does not say to whom, the kernel does: ErrDataLoss if it has an export of another generation.
 func (l *Local) Unexport(ctx context.Context, id ID, generation int64) error {
 	pool, record, err := l.anyRecord(ctx, id)
@@ -814,7 +865,7 @@ func (l *Local) unexportMissing(ctx context.Context, id ID) error {
 	if err != nil {
 		return err
 	}
-	l.ending(id)
+	l.endingAll(id)
 	for _, nqn := range exported {
 		if err := exporter.Remove(ctx, nqn); err != nil {
 			return err
@@ -830,8 +881,7 @@ func (l *Local) unexportMissing(ctx context.Context, id ID) error {
 
 // unexport ends an export by a record. From its beginning on, nothing exports it again.
 func (l *Local) unexport(ctx context.Context, pool blockdev.Pool, record blockdev.Record, e export) error {
-	id := IDOf(pool.Name(), record)
-	l.ending(id, e.nqn(id.Key)) // what another pool has of it may be exported, by another name
+	l.ending(place{IDOf(pool.Name(), record), pool.Name()}, e.nqn(record.Key)) // what another pool has of it may be exported, by another name
 	return l.endExport(ctx, pool, record, e)
 }
 
@@ -859,7 +909,7 @@ func (l *Local) endExport(ctx context.Context, pool blockdev.Pool, record blockd
 	if err := changeLabel(ctx, pool, record.Ref, labelExport, ""); err != nil {
 		return err
 	}
-	l.ending(id, e.nqn(id.Key))
+	l.ending(place{id, pool.Name()}, e.nqn(id.Key))
 	return nil
 }
 
@@ -882,9 +932,7 @@ const ReasonNotExported = "NotExported"
 
 // exportHealth is what is wrong with the export of a volume that should be there.
 func (l *Local) exportHealth(v Volume) []blockdev.Problem {
-	l.exports.mu.Lock()
-	err := l.exports.failed[v.ID]
-	l.exports.mu.Unlock()
+	err := l.failure(place{v.ID, v.Pool})
 	if errors.Is(err, errLater) {
 		err = nil
 	}

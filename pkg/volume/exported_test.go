@@ -318,18 +318,25 @@ func TestExportTLS(t *testing.T) {
 	if check.OK(t, err); plain.PSK != (secret.Text{}) {
 		t.Errorf("without TLS there is a key: %v", plain)
 	}
-	// What is exported without goes on, also what is made again, until it ends; but who asks for it is told.
+	// What is exported without goes on, also what is made again, until it ends; who asks for it is told so, whichever way it was.
 	l.ServeExports(t.Context(), volume.Exporting{Boot: "1", Open: func() (volume.Exporter, error) { return k, nil }, Key: nodeKey, TLS: true, Locks: &keylock.Table{}})
 	ails(t, l, v.ID)
 	exportedTo(t, l, k, v.ID, grant(1, "b"))
-	fails(t, second(l.Export(t.Context(), v.ID, grant(1, "b"))), errdefs.ErrExists, "asked for it again")
+	if again, err := l.Export(t.Context(), v.ID, grant(1, "b")); err != nil || !again.Otherwise || again.NQN != plain.NQN || again.PSK != (secret.Text{}) {
+		t.Errorf("asked for it again, it is %v with %v, %v", again, again.PSK, err)
+	}
 	exportedTo(t, l, k, v.ID, grant(1, "b"))
 	ails(t, l, v.ID)
 	check.OK(t, l.Unexport(t.Context(), v.ID, 1))
 	other, err := l.Export(t.Context(), v.ID, grant(1, "b"))
-	if check.OK(t, err); other.NQN == plain.NQN || other.PSK == (secret.Text{}) {
+	if check.OK(t, err); other.NQN == plain.NQN || other.PSK == (secret.Text{}) || other.Otherwise {
 		t.Errorf("given back, and asked for again, it is %s with %v, after %s", other.NQN, other.PSK, plain.NQN)
 	}
+	l.ServeExports(t.Context(), volume.Exporting{Boot: "1", Open: func() (volume.Exporter, error) { return k, nil }, Key: nodeKey, Locks: &keylock.Table{}})
+	if again, err := l.Export(t.Context(), v.ID, grant(1, "b")); err != nil || !again.Otherwise || again.NQN != other.NQN || again.PSK != other.PSK {
+		t.Errorf("to be without again, it is %v with %v, %v; it was %v", again, again.PSK, err, other.PSK)
+	}
+	l.ServeExports(t.Context(), volume.Exporting{Boot: "1", Open: func() (volume.Exporter, error) { return k, nil }, Key: nodeKey, TLS: true, Locks: &keylock.Table{}})
 	first, err := l.Export(t.Context(), v.ID, grant(2, "b"))
 	check.OK(t, err)
 	if !regexp.MustCompile(`^NVMeTLSkey-1:01:[A-Za-z0-9+/]{48}:$`).MatchString(first.PSK.Reveal()) || first.PSK.Reveal()[16:] == first.Secret.Reveal()[10:] || k.exports[first.NQN].PSK != first.PSK {
@@ -878,6 +885,43 @@ func TestExportEnding(t *testing.T) {
 	l.RetryExports(t.Context())
 	same(t, "calls, as the end has begun of what could not be exported", k.taken(), nil)
 	check.OK(t, l.Unexport(t.Context(), v.ID, 1))
+}
+
+// TestExportAndLeftover: what another pool has left of a volume may be exported still, to who used it when it left. Both are exported again at a start, and the end of that export does not
+// have the volume's own, which failed, be forgotten.
+func TestExportAndLeftover(t *testing.T) {
+	id, first, late := leaveInSecond(t, "sealed")
+	pool, k := late.Open("second", nil), newTarget(t)
+	l := start(t, 0, first.Open("first", nil), pool)
+	serve(t, l, k, nil)
+	out, err := l.Export(t.Context(), id, grant(5, "b"))
+	check.OK(t, err)
+	check.OK(t, second(pool.SetLabels(t.Context(), blockdev.Ref{Kind: id.Kind, Key: id.Key}, func(labels map[string]string) error {
+		labels["export"] = "4:0123456789abcdef:1:b"
+		return nil
+	})))
+	restart := func() {
+		k.reboot()
+		check.OK(t, l.Detach(t.Context(), id))
+		l = start(t, 0, late.Open("second", nil), first.Open("first", nil))
+		l.Locate(id, "first")
+		serve(t, l, k, nil)
+	}
+	restart()
+	if len(k.exports) != 2 {
+		t.Errorf("a start exports %v", k.exports)
+	}
+
+	k.refused = out.NQN
+	restart()
+	ails(t, l, id, "NotExported")
+	check.OK(t, l.DropLeft(t.Context(), "second", id, 3))
+	ails(t, l, id, "NotExported")
+	k.refused = ""
+	l.RetryExports(t.Context())
+	ails(t, l, id)
+	exportedTo(t, l, k, id, grant(5, "b"))
+	check.OK(t, l.Unexport(t.Context(), id, 5))
 }
 
 // TestExportPoolBack: a pool that comes while a call works on one of its volumes has that exported when the call is done, by the record of then.

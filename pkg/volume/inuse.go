@@ -292,7 +292,7 @@ func (l *Local) Complete(ctx context.Context, in string, from Origin, to Grant, 
 	if since := preparedSince(record); since.After(from.Created) {
 		return fmt.Errorf("%w: volume %s was sealed at %v, and what is here is of %v", errdefs.ErrPrecondition, from.ID, from.Created, since)
 	}
-	if g := pool.Granularity(); (from.Size+g-1)/g*g != record.Size {
+	if sizeIn(pool, from) != record.Size {
 		return fmt.Errorf("%w: volume %s has %d bytes, and there is room for %d", errdefs.ErrPrecondition, from.ID, from.Size, record.Size)
 	}
 	if err := l.syncPrepared(ctx, pool, record.Ref); err != nil {

@@ -77,7 +77,7 @@ func NewLocal(ctx context.Context, node string, pools []blockdev.Pool, mounts *m
 	l := &Local{node: node, pools: pools, mounts: mounts, stacks: device.New(), limit: limit, longestFreeze: time.Minute, patience: patience,
 		looks: map[string]*looking{}, arrived: map[string]blockdev.Pool{}, placed: map[string]placement{}, inquiries: map[string]*inquiry{},
 		claims: map[string]int64{}, incomplete: map[string]bool{}, tooLong: map[ID]time.Time{}, freezing: map[ID]bool{}, lifted: map[ID]bool{}, places: map[ID]string{},
-		exports: exports{failed: map[ID]error{}, given: map[ID]map[string]string{}}}
+		exports: exports{failed: map[place]error{}, given: map[ID]map[string]string{}}}
 	for _, pool := range pools {
 		if late, ok := pool.(deferred); ok {
 			late.OnOpen(ctx, l.recover)

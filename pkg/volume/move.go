@@ -43,14 +43,14 @@ var usedLabels = []string{labelTarget, labelFlags}
 
 // movedLabels are all others that the record of a volume may have, but for those of mutable parameters.
 var movedLabels = []string{labelFilesystem, labelFormat, labelEncryption, labelDiscards, labelHeader, labelSeparate, labelAccess, labelTimeout,
-	labelSource, labelNamespace, labelClaim, labelPV, labelMade}
+	labelSource, labelNamespace, labelClaim, labelPV, labelMade, labelCame}
 
 // AnyClaims is for Seal: whatever count a seal is for, it stays.
 const AnyClaims = -1
 
 // Seal keeps a volume as it is, or finds that it is sealed, and returns it as the origin of its move. What Created says is when it was sealed: as long as
 // that is the same, so are the bytes. A seal is for a count of claims: one of before another claim is made anew, as who wrote then may have been a driver of
-// before seals. ErrInUse while it is attached or exported. The caller has the lock, now and while it reads.
+// before seals. ErrInUse while it is attached or exported; ErrPrecondition for AnyClaims and one that is sealed for its user, who went on elsewhere. The caller has the lock, now and while it reads.
 func (l *Local) Seal(ctx context.Context, id ID, claims int64) (Origin, error) {
 	pool, record, err := l.exportRecord(ctx, id)
 	if err != nil {
@@ -65,7 +65,11 @@ func (l *Local) Seal(ctx context.Context, id ID, claims int64) (Origin, error) {
 	if err := l.unusedHere(ctx, pool, record.Ref); err != nil {
 		return Origin{}, err
 	}
-	if s, err := sealOf(record); err != nil || claims != AnyClaims && (s.claims != claims || s.used != 0) {
+	s, err := sealOf(record)
+	if err == nil && claims == AnyClaims && s.used != 0 {
+		return Origin{}, fmt.Errorf("%w: volume %s was used while it moved from node %s, which has nothing of what was written since", errdefs.ErrPrecondition, id, l.node)
+	}
+	if err != nil || claims != AnyClaims && (s.claims != claims || s.used != 0) {
 		s = seal{since: sealTime(), claims: claims}
 		if record, err = pool.SetLabels(ctx, record.Ref, func(labels map[string]string) error {
 			labels[labelSealed] = s.label()
@@ -277,6 +281,20 @@ func (l *Local) Brought(ctx context.Context, id ID, sealed time.Time) (bool, err
 	return err == nil && (record.Labels[labelImport] == broughtLabel(id.Key, sealed) || isCut(pool, record, sealed)), errdefs.IgnoreNotFound(err)
 }
 
+// BroughtSince is when the volume was sealed of which all bytes are here that move here; false if not all are, or it is a volume already.
+func (l *Local) BroughtSince(ctx context.Context, id ID) (since time.Time, is bool, err error) {
+	pool, ref, err := l.object(id, blockdev.Volume)
+	if err != nil {
+		return since, false, err
+	}
+	record, err := pool.Get(ctx, ref)
+	if err != nil {
+		return since, false, errdefs.IgnoreNotFound(err)
+	}
+	since, is = broughtSince(record)
+	return since, is, nil
+}
+
 // dropLeft removes what is here of a volume that had left this node, which was taken for gone then: it is sealed, and its home has counted as many claims since, or more.
 // ErrExists for anything else.
 func (l *Local) dropLeft(ctx context.Context, pool blockdev.Pool, record blockdev.Record, claims int64) error {
@@ -285,12 +303,7 @@ func (l *Local) dropLeft(ctx context.Context, pool blockdev.Pool, record blockde
 	if err != nil || s.claims > claims {
 		return fmt.Errorf("%w: pool %s of node %s has a volume %s of its own", errdefs.ErrExists, pool.Name(), l.node, id)
 	}
-	if e, is, err := exportOf(record); err == nil && is { // to who used it while it left
-		if err := l.unexport(ctx, pool, record, e); err != nil {
-			return err
-		}
-	}
-	return l.depart(ctx, pool, record, s.since)
+	return l.leave(ctx, pool, record, s)
 }
 
 // Bring copies the bytes of a volume that moves here to a pool, whatever pool its ID names. They are nobody's until Arrive; a call that comes after one that was cut short goes on
@@ -313,8 +326,13 @@ func (l *Local) bring(ctx context.Context, in, name string, provisioning blockde
 		return err
 	}
 	record, err := pool.Get(ctx, ref)
-	switch _, of := imported(record, from); {
-	case err == nil && (record.Labels[labelImport] == broughtLabel(ref.Key, from.Created) || isCut(pool, record, from.Created)):
+	whole := err == nil && record.Labels[labelImport] == broughtLabel(ref.Key, from.Created)
+	_, of := imported(record, from)
+	if of = of && err == nil; of || whole { // the volume may have grown since, by zeros
+		record, err = growMoved(ctx, pool, record, from)
+	}
+	switch {
+	case err == nil && (whole || isCut(pool, record, from.Created)):
 		return nil
 	case err == nil && !of:
 		switch {
@@ -361,9 +379,26 @@ func (l *Local) createMoved(ctx context.Context, pool blockdev.Pool, name string
 		labels[labelPool] = from.ID.Pool
 	}
 	l.Locate(from.ID, pool.Name())
+	return l.create(ctx, pool, blockdev.Spec{Ref: from.ID.ref(), Name: name, Size: sizeIn(pool, from), Provisioning: provisioning, Sector: from.Sector, Labels: labels})
+}
+
+// sizeIn is the size that what moves has in a pool, which may have coarser sizes.
+func sizeIn(pool blockdev.Pool, from Origin) int64 {
 	g := pool.Granularity()
-	return l.create(ctx, pool, blockdev.Spec{Ref: from.ID.ref(), Name: name, Size: (from.Size + g - 1) / g * g,
-		Provisioning: provisioning, Sector: from.Sector, Labels: labels})
+	return (from.Size + g - 1) / g * g
+}
+
+// growMoved brings the object of what moves here to its size.
+func growMoved(ctx context.Context, pool blockdev.Pool, record blockdev.Record, from Origin) (blockdev.Record, error) {
+	size := sizeIn(pool, from)
+	if record.Size >= size {
+		return record, nil
+	}
+	grown, err := pool.Expand(ctx, record.Ref, size)
+	if err != nil {
+		return record, fmt.Errorf("grow what pool %s has of %s, which has grown: %w", pool.Name(), from.ID, err)
+	}
+	return grown, nil
 }
 
 // checkMove is check of the origin of a move, whose record comes with it; it may have some labels beside those that always move.
@@ -405,9 +440,62 @@ func (l *Local) Arrive(ctx context.Context, id ID) (err error) {
 		if label := labels[labelImport]; label != "" && !strings.HasSuffix(label, "/"+brought) {
 			return fmt.Errorf("%w: not all bytes of %s are on node %s", errdefs.ErrNotFound, id, l.node)
 		}
+		if since, is := broughtSince(blockdev.Record{Labels: labels}); is && ref.Kind == blockdev.Volume {
+			setLabel(labels, labelCame, came(labels[labelCame], since))
+		}
 		delete(labels, labelImport)
 		delete(labels, labelCutFor) // of a snapshot
 		return nil
 	})
 	return err
+}
+
+// mostCame is how many seals are noted of those that a volume was brought by.
+const mostCame = 8
+
+// came is the label of a volume that has come by a seal, and before by those that a label says: the last ones, separated by slashes.
+func came(before string, since time.Time) string {
+	all := append(strings.FieldsFunc(before, func(c rune) bool { return c == '/' }), since.UTC().Format(time.RFC3339Nano))
+	return strings.Join(all[max(0, len(all)-mostCame):], "/")
+}
+
+// CameBy reports whether this node has a volume whole that was brought, be it to here or to where it came here from, as it was sealed at a time on a node that it has left. So what
+// it is has all that is sealed there, and what was written since.
+func (l *Local) CameBy(ctx context.Context, id ID, sealed time.Time) (bool, error) {
+	_, record, err := l.exportRecord(ctx, id)
+	if err != nil {
+		return false, errdefs.IgnoreNotFound(err)
+	}
+	problems, err := l.Health(ctx, id)
+	if err != nil || slices.ContainsFunc(problems, func(p blockdev.Problem) bool { return p.Severity == blockdev.DataLoss }) {
+		return false, err
+	}
+	return slices.Contains(strings.Split(record.Labels[labelCame], "/"), sealed.UTC().Format(time.RFC3339Nano)), nil
+}
+
+// DropMoved removes what a pool has left of a volume that has moved to another node, if that returns nil for when it was sealed: it has all of that, and what was written since.
+// ErrPrecondition for what is not sealed. The caller has the lock of the volume.
+func (l *Local) DropMoved(ctx context.Context, in string, id ID, has func(sealed time.Time) error) error {
+	pool, record, err := l.recordAt(ctx, place{id, in})
+	if err != nil {
+		return err
+	}
+	s, err := sealOf(record)
+	if err == nil {
+		err = has(s.since)
+	}
+	if err != nil {
+		return err
+	}
+	return l.leave(ctx, pool, record, s)
+}
+
+// leave removes what is left of a volume that was sealed, and what is exported of it still.
+func (l *Local) leave(ctx context.Context, pool blockdev.Pool, record blockdev.Record, s seal) error {
+	if e, is, err := exportOf(record); err == nil && is { // to who used it while it left
+		if err := l.unexport(ctx, pool, record, e); err != nil {
+			return err
+		}
+	}
+	return l.depart(ctx, pool, record, s.since)
 }

@@ -12,6 +12,7 @@ import (
 	"github.com/ashlar-csi/ashlar/internal/check"
 	"github.com/ashlar-csi/ashlar/internal/drivertest"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/memory"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/pools"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
@@ -102,6 +103,41 @@ func TestMoveGoesOn(t *testing.T) {
 	check.OK(t, err)
 	if !moved.Created.Equal(v.Created) || moved.Size != v.Size || moved.Format.State != volume.Raw {
 		t.Errorf("it was %+v, and is %+v", v, moved)
+	}
+	holds(t, b, moved)
+}
+
+// TestMoveGrows: a volume that is sealed may grow, by zeros. What is on the new node of it grows with it, whether all bytes are there or some, and is not brought anew.
+func TestMoveGrows(t *testing.T) {
+	a, b := twoHomes(t, "a")()
+	v, _ := withContents(t, a)
+	read := int64(0)
+	for _, far := range []struct{ until, grown int64 }{{6 * mib, 1}, {2 * gib, 2}} {
+		from, err := a.Seal(t.Context(), v.ID, 3)
+		check.OK(t, err)
+		if err := b.Bring(t.Context(), "a", "source", blockdev.Thin, stopping(from, far.until, errdefs.ErrUnavailable, &read)); far.until < gib {
+			fails(t, err, errdefs.ErrUnavailable, "an origin that goes away")
+		} else {
+			check.OK(t, err)
+		}
+		larger, err := a.Expand(t.Context(), v.ID, volume.Range{Required: v.Size + far.grown*64*mib})
+		check.OK(t, err)
+		again, err := a.Seal(t.Context(), v.ID, 3)
+		check.OK(t, err)
+		if !again.Created.Equal(from.Created) || again.Size != larger.Size {
+			t.Errorf("sealed at %v it was of %d bytes, at %v it is of %d", from.Created, from.Size, again.Created, again.Size)
+		}
+		read = -1
+		check.OK(t, b.Bring(t.Context(), "a", "source", blockdev.Thin, stopping(again, 2*gib, nil, &read)))
+		if read == 0 {
+			t.Error("it was brought anew")
+		}
+	}
+	check.OK(t, b.Arrive(t.Context(), v.ID))
+	moved, err := b.Get(t.Context(), v.ID)
+	check.OK(t, err)
+	if want := v.Size + 128*mib; moved.Size != want {
+		t.Errorf("it has %d bytes, and is to have %d", moved.Size, want)
 	}
 	holds(t, b, moved)
 }
@@ -220,4 +256,58 @@ func TestMoveBack(t *testing.T) {
 	check.OK(t, a.Arrive(t.Context(), v.ID))
 	check.OK(t, second(a.Get(t.Context(), v.ID)))
 	holds(t, a, v)
+}
+
+// TestDropMoved: what a node has left of a volume that has moved on, be it twice, goes if the node that has it says that it came from there; what was sealed at another time stays, and so
+// does what the new node has lost, or has only in part.
+func TestDropMoved(t *testing.T) {
+	var disks []*memory.Disk
+	var nodes []*volume.Local
+	for range 3 {
+		disks = append(disks, memory.NewDisk(1<<30))
+		nodes = append(nodes, start(t, 0, disks[len(disks)-1].Open("default", nil)))
+	}
+	a, b, c := nodes[0], nodes[1], nodes[2]
+	v := made(t)(a.Create(t.Context(), volume.Spec{Name: "v", Size: volume.Range{Required: 8 << 20}}))
+	came := func(l *volume.Local, sealed time.Time, want bool) {
+		t.Helper()
+		if has, err := l.CameBy(t.Context(), v.ID, sealed); err != nil || has != want {
+			t.Errorf("it came from there: %v, %v", has, err)
+		}
+	}
+	left, err := a.Seal(t.Context(), v.ID, 3)
+	check.OK(t, err)
+	came(b, left.Created, false)
+	check.OK(t, b.Bring(t.Context(), "default", "v", blockdev.Thin, left))
+	came(b, left.Created, false) // it has not arrived
+	check.OK(t, b.Arrive(t.Context(), v.ID))
+	came(b, left.Created, true)
+	came(b, left.Created.Add(time.Microsecond), false)
+	move(t, "v", v.ID, b, c, "default")
+	came(b, left.Created, false)
+	came(c, left.Created, true)
+
+	has := func(l *volume.Local) func(time.Time) error {
+		return func(sealed time.Time) error {
+			if is, err := l.CameBy(t.Context(), v.ID, sealed); err != nil || !is {
+				return errors.Join(err, errBroken)
+			}
+			return nil
+		}
+	}
+	fails(t, c.DropMoved(t.Context(), "default", v.ID, has(c)), errdefs.ErrPrecondition, "DropMoved of what is not sealed")
+	fails(t, a.DropMoved(t.Context(), "default", v.ID, has(b)), errBroken, "DropMoved of what no other node has")
+	ref := blockdev.Ref{Kind: blockdev.Volume, Key: v.ID.Key}
+	disks[2].Ail(ref, blockdev.Problem{Severity: blockdev.DataLoss, Reason: "ImageMissing", Message: "it is gone"})
+	fails(t, a.DropMoved(t.Context(), "default", v.ID, has(c)), errBroken, "DropMoved of what the other node has lost")
+	disks[2].Ail(ref)
+	check.OK(t, second(a.Get(t.Context(), v.ID)))
+	check.OK(t, a.DropMoved(t.Context(), "default", v.ID, has(c)))
+	fails(t, second(a.Get(t.Context(), v.ID)), errdefs.ErrNotFound, "Get of what was dropped")
+
+	for range 9 { // of many moves the last are known
+		move(t, "v", v.ID, c, b, "default")
+		move(t, "v", v.ID, b, c, "default")
+	}
+	came(c, left.Created, false)
 }

@@ -153,11 +153,7 @@ func (l *Local) DropLeft(ctx context.Context, in string, id ID, claims int64) er
 	if have.Pool == in || have.Sealed {
 		return fmt.Errorf("%w: volume %s is in pool %s of node %s, and its bytes may be needed in pool %s", errdefs.ErrPrecondition, id, have.Pool, l.node, in)
 	}
-	pool, err := l.pool(in)
-	if err != nil {
-		return err
-	}
-	record, err := pool.Get(ctx, id.ref())
+	pool, record, err := l.recordAt(ctx, place{id, in})
 	if err != nil {
 		return err
 	}

@@ -112,9 +112,9 @@ func (l *Local) ExportToRead(ctx context.Context, id ID, to Grant) (_ Exported, 
 	attached, err := l.attachGuarded(ctx, pool, record)
 	if err == nil {
 		defer func() { err = errors.Join(err, attached.Close()) }()
-		out := r.export(to).exported(exporter, how, record, attached.Size)
-		if err = exporter.Add(ctx, out.export(attached.Path)); err == nil {
-			l.setFailed(id, nil)
+		var out Exported
+		if out, err = r.export(to).exported(exporter, how, record, attached.Size).add(ctx, exporter, attached.Path, r.export(to).psk(how.Key, record.Key)); err == nil {
+			l.setFailed(place{id, pool.Name()}, nil)
 			l.setGiven(id, out.NQN, out.Host)
 			return out, nil
 		}
@@ -257,7 +257,7 @@ func (l *Local) noteReaders(ctx context.Context, pool blockdev.Pool, record bloc
 		}
 	}
 	if err == nil {
-		l.setFailed(id, nil)
+		l.setFailed(place{id, pool.Name()}, nil)
 	}
 	return err
 }
@@ -281,7 +281,7 @@ func (l *Local) readAgain(ctx context.Context, m *lot, pool blockdev.Pool, recor
 		if err != nil {
 			return err
 		}
-		one := again{r.export(Grant{Generation: generation}).exported(exporter, how, record, attached.Size), IDOf(pool.Name(), record), attached}
+		one := again{r.export(Grant{Generation: generation}).exported(exporter, how, record, attached.Size), place{IDOf(pool.Name(), record), pool.Name()}, attached}
 		one.Host = host // which node that is, its name tells who has the key, and nobody back
 		m.all = append(m.all, one)
 	}
@@ -376,7 +376,7 @@ func (l *Local) endReading(ctx context.Context, pool blockdev.Pool, record block
 				left++
 				continue
 			}
-			l.ending(id, one.NQN)
+			l.ending(place{id, pool.Name()}, one.NQN)
 			if err := exporter.Remove(ctx, one.NQN); err != nil {
 				return err
 			}

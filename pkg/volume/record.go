@@ -44,6 +44,7 @@ const (
 	labelRead       = "read"        // many read it: see reading
 	labelSealed     = "sealed"      // since when its bytes do not change, because it moves to another node: see Seal
 	labelMade       = "made"        // when a volume was made, or a snapshot cut, that has moved since
+	labelCame       = "came"        // which seals a volume that has moved was brought by: see came
 	labelNamespace  = "pvc.namespace"
 	labelClaim      = "pvc.name"
 	labelPV         = "pv.name"

@@ -137,6 +137,12 @@ func OfGroup(members []Snapshot) []Snapshot {
 	return slices.DeleteFunc(members, func(m Snapshot) bool { return !m.InGroup() && (all || m.Spec.NodeName != first.Spec.NodeName) })
 }
 
+// Of reports whether a snapshot is of a volume: it says so, and is on its node, or the controller says so too (SourceLabel). Whoever has the account of another node can write objects that
+// name the volume as well.
+func (s *Snapshot) Of(v *Volume) bool {
+	return s.SourceID() == v.ID() && (s.Spec.NodeName == v.Spec.NodeName || s.Labels[SourceLabel] == v.Name)
+}
+
 // InGroup reports whether a snapshot has the label of the group that it says it belongs to.
 func (s *Snapshot) InGroup() bool {
 	return s.Spec.Group != nil && s.Labels[GroupLabel] == s.Spec.Group.Key

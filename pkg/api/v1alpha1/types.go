@@ -39,6 +39,10 @@ const TraceAnnotation = "ashlar.dev/traceparent"
 // known which node a group is on.
 const GroupLabel = "ashlar.dev/group"
 
+// SourceLabel on a Snapshot is the key of its volume, where the controller knows that it is of it: it made the snapshot, or both were on one node before one of them moved. Agents may not
+// write labels: by this one a snapshot is of a volume that is on another node (Snapshot.Of).
+const SourceLabel = "ashlar.dev/source"
+
 // GoneTaint is the key of a taint that says that a node will never come back.
 const GoneTaint = "ashlar.dev/gone"
 

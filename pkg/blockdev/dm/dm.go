@@ -324,14 +324,9 @@ func guardTable(under uint64, size int64) ([]Line, error) {
 func Make(name, uuid string, table []Line) error { return makeWith(name, uuid, 0, table) }
 
 func makeWith(name, uuid string, flags uint32, table []Line) error {
-	_, _, err := call(devCreate, func(h *header) {
-		named(name)(h)
-		copy(h.uuid[:len(h.uuid)-1], uuid)
-		h.flags = flags
-	}, nil)
-	made := err == nil
-	if err != nil && !errors.Is(err, unix.EBUSY) { // EBUSY: it is there
-		return fmt.Errorf("make device %s: %w", name, errdefs.FromErrno(err))
+	made, err := create(name, uuid, flags)
+	if err != nil {
+		return err
 	}
 	if err = load(name, flags, table); err == nil {
 		err = Resume(name, NoScan)
@@ -339,6 +334,31 @@ func makeWith(name, uuid string, flags uint32, table []Line) error {
 	if err != nil && made {
 		_, undone := Remove(name)
 		err = errors.Join(err, undone)
+	}
+	return err
+}
+
+// create makes a device without a table; false if one of the name is there.
+func create(name, uuid string, flags uint32) (made bool, err error) {
+	_, _, err = call(devCreate, func(h *header) {
+		named(name)(h)
+		copy(h.uuid[:len(h.uuid)-1], uuid)
+		h.flags = flags
+	}, nil)
+	if err != nil && !errors.Is(err, unix.EBUSY) { // EBUSY: it is there
+		return false, fmt.Errorf("make device %s: %w", name, errdefs.FromErrno(err))
+	}
+	return err == nil, nil
+}
+
+// Note has the kernel remember a UUID by a name, in place of what it had there: a device without a table, which nobody can open. Remove forgets it.
+func Note(name, uuid string) error {
+	if _, err := Remove(name); err != nil {
+		return err
+	}
+	made, err := create(name, uuid, 0)
+	if err == nil && !made {
+		err = fmt.Errorf("%w: a device %s is there, or another one of its UUID", errdefs.ErrExists, name)
 	}
 	return err
 }
@@ -451,6 +471,9 @@ func first(table []Line, err error) (kind, text string, _ error) {
 
 // Status returns the table in effect of a device, with what each target says of itself.
 func Status(name string) ([]Line, error) { return lines(name, 0) }
+
+// Lines returns the table in effect of a device, with what each target was made with: see Table.
+func Lines(name string) ([]Line, error) { return lines(name, flagTable) }
 
 // Next returns the table of a device that is loaded for the next resume, with what each target is made with: see Table.
 func Next(name string) ([]Line, error) { return lines(name, flagTable|flagQueryInactive) }

@@ -14,8 +14,6 @@ import (
 	"strings"
 	"sync"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
@@ -32,12 +30,7 @@ const (
 )
 
 // Leg is one of a mirror.
-type Leg struct {
-	Device uint64 // its number, as in st_rdev
-	Failed bool   // it did not take a write or a flush, or could not be read
-
-	onlyReads bool // it took all that was written
-}
+type Leg = dm.Leg
 
 // State is what the kernel says of a mirror.
 type State struct {
@@ -156,22 +149,22 @@ func state(name string) (s State, err error) {
 	if err != nil {
 		return s, err
 	}
-	s.Legs, s.Synced, s.Total = top.legs, s.Size, s.Size
-	if top.logged {
+	s.Legs, s.Synced, s.Total = top.Legs, s.Size, s.Size
+	if top.Logged {
 		return s, s.joins(name, top)
 	}
-	s.remembers = top.synced < top.total
+	s.remembers = top.Synced < top.Total
 	return s, s.left(d)
 }
 
 // joins fills in a mirror that a leg joins: it has two legs, what is current and that one.
-func (s *State) joins(name string, top reading) error {
-	if len(top.legs) != 2 {
-		return fmt.Errorf("%w: it has %d legs and a log, which is none of ours", errdefs.ErrPrecondition, len(top.legs))
+func (s *State) joins(name string, top dm.Mirror) error {
+	if len(top.Legs) != 2 {
+		return fmt.Errorf("%w: it has %d legs and a log, which is none of ours", errdefs.ErrPrecondition, len(top.Legs))
 	}
-	s.Legs, s.Joining = top.legs[:1], &top.legs[1]
-	if top.synced < top.total {
-		s.Synced = s.Size / top.total * top.synced
+	s.Legs, s.Joining = top.Legs[:1], &top.Legs[1]
+	if top.Synced < top.Total {
+		s.Synced = s.Size / top.Total * top.Synced
 	}
 	base, err := dm.Find(name + baseSuffix)
 	if err != nil || base == nil || base.Number != s.Legs[0].Device {
@@ -181,7 +174,7 @@ func (s *State) joins(name string, top reading) error {
 	if err != nil {
 		return err
 	}
-	s.Legs, s.inner, s.remembers = below.legs, base.Name, below.synced < below.total
+	s.Legs, s.inner, s.remembers = below.Legs, base.Name, below.Synced < below.Total
 	s.Event += base.Event
 	return s.left(base)
 }
@@ -202,54 +195,26 @@ func (s *State) left(d *dm.Device) error {
 	return nil
 }
 
-// reading is what a device says of its table in effect: one leg, or those of a target mirror, in units of that one.
-type reading struct {
-	legs          []Leg
-	synced, total int64
-	logged        bool
-}
-
-func read(name string) (r reading, err error) {
+// read returns what a device says of its table in effect: one leg, which is in sync, or those of a target mirror.
+func read(name string) (dm.Mirror, error) {
 	kind, text, err := dm.Target(name)
 	if err != nil {
-		return r, err
+		return dm.Mirror{}, err
 	}
 	if kind == ended {
-		return reading{}, nil
+		return dm.Mirror{}, nil
 	}
-	if kind != target {
-		below, err := dm.Below(name)
-		if err == nil && (kind != "linear" || len(below) != 1) {
-			err = fmt.Errorf("%w: device %s is none of ours: its target is %s", errdefs.ErrPrecondition, name, kind)
-		}
-		if err != nil {
-			return r, err
-		}
-		return reading{legs: []Leg{{Device: below[0]}}}, nil
+	if kind == target {
+		return dm.ParseMirror(text)
 	}
-	// "2 254:0 254:1 64/64 1 AD 3 disk 7:2 A", with a letter for each leg
-	words := strings.Fields(text)
-	var many int
-	bad := fmt.Errorf("the kernel says of the mirror %s what is not understood: %q", name, text)
-	if len(words) < 1 {
-		return r, bad
+	below, err := dm.Below(name)
+	if err == nil && (kind != "linear" || len(below) != 1) {
+		err = fmt.Errorf("%w: device %s is none of ours: its target is %s", errdefs.ErrPrecondition, name, kind)
 	}
-	if _, err := fmt.Sscan(words[0], &many); err != nil || many < 2 || len(words) < many+6 {
-		return r, bad
+	if err != nil {
+		return dm.Mirror{}, err
 	}
-	alive := words[many+3]
-	if _, err := fmt.Sscanf(words[many+1], "%d/%d", &r.synced, &r.total); err != nil || len(alive) != many || r.total <= 0 {
-		return r, bad
-	}
-	for i, word := range words[1 : many+1] {
-		var major, minor uint32
-		if _, err := fmt.Sscanf(word, "%d:%d", &major, &minor); err != nil {
-			return r, bad
-		}
-		r.legs = append(r.legs, Leg{Device: unix.Mkdev(major, minor), Failed: alive[i] != 'A', onlyReads: alive[i] == 'R'})
-	}
-	r.logged = words[many+5] == "disk"
-	return r, nil
+	return dm.Mirror{Legs: []Leg{{Device: below[0]}}}, nil
 }
 
 // Leave takes legs out of a mirror, be they whole or not, current or joining. Those that are current have to be off the volume's list before: what the mirror held is written to the others, and

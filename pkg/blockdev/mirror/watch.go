@@ -3,17 +3,10 @@ package mirror
 import (
 	"context"
 	"errors"
-	"fmt"
-	"os"
 	"slices"
-	"strings"
 	"time"
 
-	"golang.org/x/sys/unix"
-
-	"github.com/ashlar-csi/ashlar/pkg/blockdev/direct"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
-	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 )
 
 // forgets is how long a failure has to be one that the kernel would forget, before that is believed: of a write that failed, it says a moment later which region it was.
@@ -52,7 +45,7 @@ func (s *State) keep(name string, seen uint32) (err error) {
 	switch failed := len(s.Failed()); {
 	case failed == 0 && s.Joining == nil && s.Event-seen > 1:
 		has, err = s.readFrom()
-	case failed > 0 && failed < len(s.Legs) && slices.ContainsFunc(s.Legs, func(l Leg) bool { return l.Failed && !l.onlyReads }):
+	case failed > 0 && failed < len(s.Legs) && slices.ContainsFunc(s.Legs, func(l Leg) bool { return l.Failed && !l.OnlyReads }):
 		has = s.Legs[slices.IndexFunc(s.Legs, func(l Leg) bool { return !l.Failed })].Device
 	}
 	if err != nil || has == 0 {
@@ -78,62 +71,11 @@ func (s *State) let(ctx context.Context, name string) error {
 	return err
 }
 
-// probes is how often a mirror is read, to see which leg that is.
-const probes = 16
-
-// readFrom returns the leg that the kernel reads from, which is the one that it writes alone: by the counts of reads of the legs. They have more than ours at most.
+// readFrom returns the leg that the kernel reads from, which is the one that it writes alone.
 func (s *State) readFrom() (uint64, error) {
-	before, err := s.reads()
-	if err != nil {
-		return 0, err
-	}
 	d, err := dm.Find(s.inner)
 	if err != nil || d == nil {
 		return 0, err
 	}
-	f, err := dm.Open(d, os.O_RDONLY|unix.O_DIRECT)
-	if err != nil {
-		return 0, err
-	}
-	defer f.Close()
-	page, free, err := direct.Memory(4096)
-	if err != nil {
-		return 0, err
-	}
-	defer free()
-	for range probes {
-		if _, err := f.ReadAt(page, 0); err != nil {
-			return 0, errdefs.FromErrno(err)
-		}
-	}
-	after, err := s.reads()
-	if err != nil {
-		return 0, err
-	}
-	most := 0
-	for i := range after {
-		if after[i]-before[i] > after[most]-before[most] {
-			most = i
-		}
-	}
-	if after[most]-before[most] < probes {
-		return 0, fmt.Errorf("%w: none of its legs was read", errdefs.ErrUnavailable)
-	}
-	return s.Legs[most].Device, nil
-}
-
-// reads are the counts of reads of the legs.
-func (s *State) reads() (counts []int64, err error) {
-	for _, l := range s.Legs {
-		text, err := os.ReadFile("/sys/dev/block/" + dm.Number(l.Device) + "/stat")
-		if err != nil {
-			return nil, errdefs.FromErrno(err)
-		}
-		var count int64
-		if _, err := fmt.Sscan(strings.TrimSpace(string(text)), &count); err != nil {
-			return nil, fmt.Errorf("reads of leg %s: %w", dm.Number(l.Device), err)
-		}
-		counts = append(counts, count)
-	}
-	return counts, nil
+	return dm.ReadFrom(d, 0, s.Legs)
 }

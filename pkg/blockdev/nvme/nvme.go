@@ -52,7 +52,9 @@ type Connection struct {
 	Address netip.AddrPort
 	Secret  secret.Text // "DHHC-1:...", or empty
 	PSK     secret.Text // of TLS, "NVMeTLSkey-1:..."; empty: all goes in plain text
-	UUID    string      // of the namespace that is expected, lower case
+	// Encrypted has nothing be connected without a PSK; what is connected is found in any case.
+	Encrypted bool
+	UUID      string // of the namespace that is expected, lower case
 	// Loss is how long I/O waits for a target that is away, whole seconds, before it ends with errors, counted from when the kernel has
 	// noticed, which takes about ten; negative: for ever. The device stays in any case, and works again when the target is back.
 	Loss time.Duration
@@ -164,7 +166,7 @@ func (c Connection) options() string {
 
 // Connect connects to a subsystem, or finds that it is connected, and returns its device, whose node is there. errdefs.ErrUnavailable if the
 // target does not answer, or refuses; errdefs.ErrPrecondition if its namespace has another UUID than is expected: it is
-// disconnected then. The kernel itself gives up an attempt after 3 s without an answer from the machine, and after 60 s from its target;
+// disconnected then; or if it is not connected, and would be in plain text though it is to be encrypted. The kernel itself gives up an attempt after 3 s without an answer from the machine, and after 60 s from its target;
 // when ctx ends before, an attempt goes on until then, and the next call for this subsystem waits for it.
 func Connect(ctx context.Context, c Connection) (Device, error) {
 	if err := c.check(); err != nil {
@@ -213,6 +215,10 @@ func connect(ctx context.Context, c Connection) (Device, error) {
 // errPlain is of what is connected in plain text, and is to be connected with TLS.
 var errPlain = fmt.Errorf("%w: it is connected without TLS since before that was demanded; end the pods that use it on this node", errdefs.ErrInUse)
 
+// errUnencrypted is of what its home gives in plain text to a node that connects to nothing such.
+var errUnencrypted = fmt.Errorf("%w: its home gives it without TLS, and this node uses nothing without (--remote-tls); nothing was connected: start the driver of its home with --remote-tls too",
+	errdefs.ErrPrecondition)
+
 // plain reports whether what is connected lacks the TLS that it is to have.
 func (c Connection) plain(have Device) bool { return c.PSK != none && !have.TLS }
 
@@ -226,7 +232,10 @@ func (c Connection) begin() error {
 		}
 		return nil
 	}
-	if c.PSK == none {
+	switch {
+	case c.PSK == none && c.Encrypted:
+		return errUnencrypted
+	case c.PSK == none:
 		return begin("")
 	}
 	if err := TLS(); err != nil {

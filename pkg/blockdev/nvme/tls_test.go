@@ -93,6 +93,25 @@ func TestTLS(t *testing.T) {
 	}
 }
 
+// TestEncrypted: who wants all to be encrypted connects to nothing that is given in plain text; what is connected in plain text is found.
+func TestEncrypted(t *testing.T) {
+	home(t)
+	_, c := exportedWith(t, 1, drivertest.Disk(t, 8*mib), secret.Text{})
+	encrypted := c
+	encrypted.Encrypted = true
+	_, err := nvme.Connect(t.Context(), encrypted)
+	if !errors.Is(err, errdefs.ErrPrecondition) || !strings.Contains(err.Error(), "--remote-tls") {
+		t.Errorf("what is given in plain text: %v", err)
+	}
+	if have, err := nvme.List(nvmet.Prefix); err != nil || len(have) > 0 {
+		t.Errorf("connected are %+v, %v", have, err)
+	}
+	plain := connect(t, c)
+	if have := connect(t, encrypted); have.Number != plain.Number || have.TLS {
+		t.Errorf("what is connected is %+v, and was %+v", have, plain)
+	}
+}
+
 // TestTLSKey: what is connected in plain text is not taken for encrypted by a kernel that shows the attribute of all controllers (Linux 6.7 to 6.11): there is a folder as such a kernel
 // shows it.
 func TestTLSKey(t *testing.T) {

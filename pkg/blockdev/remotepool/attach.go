@@ -36,9 +36,6 @@ func (p *Pool) Attach(ctx context.Context, ref blockdev.Ref, how blockdev.Attach
 	if err != nil {
 		return blockdev.Device{}, err
 	}
-	if err := p.checkExport(export, ref); err != nil {
-		return blockdev.Device{}, err
-	}
 	p.tell(ref, export.NQN)
 	if err := p.leaveOthers(ctx, ref, export.NQN); err != nil {
 		return blockdev.Device{}, err
@@ -57,35 +54,38 @@ func (p *Pool) Attach(ctx context.Context, ref blockdev.Ref, how blockdev.Attach
 	return p.attached(c, how), nil
 }
 
-// open has the home export a volume by the claim that there is. What it exports for that since before it was told to do so with TLS, or without, it does not change, as this
-// node may use it: where nothing is connected, as after a start of the machine, that is given back first. errdefs.ErrInUse where it is.
-func (p *Pool) open(ctx context.Context, ref blockdev.Ref) (export Export, err error) {
-	ask := func() error {
-		return patiently(ctx, func() (err error) {
-			export, err = p.home.Open(ctx, p.name, ref)
-			return err
-		})
-	}
-	if err = ask(); !errors.Is(err, errdefs.ErrExists) {
+// open has the home export a volume by the claim that there is. What it exports for that since before it was to do so with TLS, or without, it does not change, as this node may use
+// it: connected, that goes on. Where it is not connected, as after a start of the machine, it is given back first.
+func (p *Pool) open(ctx context.Context, ref blockdev.Ref) (Export, error) {
+	export, err := p.ask(ctx, ref)
+	if err != nil || !export.Otherwise {
 		return export, err
 	}
-	claim, claimed := p.home.Claim(ref)
-	connected, failure := p.of(ref)
-	switch {
-	case failure != nil:
-		return Export{}, failure
-	case !claimed:
-		return Export{}, err
+	connected, err := p.of(ref)
+	if err != nil || slices.ContainsFunc(connected, func(c nvme.Device) bool { return c.NQN == export.NQN }) {
+		return export, err
 	}
-	for _, c := range connected {
-		if generationOf(c) == claim.Generation {
-			return Export{}, errdefs.Recast(errdefs.ErrInUse, err, "%s of another node is connected on node %s as %s; end the pods that use it here, then it is connected as its home wants it now", ref, p.node, c.Path)
-		}
-	}
-	if err := patiently(ctx, func() error { return p.home.Close(ctx, ref, claim.Generation) }); err != nil {
+	_, generation, _ := parseNQN(export.NQN)
+	if err := patiently(ctx, func() error { return p.home.Close(ctx, ref, generation) }); err != nil {
 		return Export{}, fmt.Errorf("give %s back to its home, which is to give it otherwise: %w", ref, err)
 	}
-	return export, ask()
+	export, err = p.ask(ctx, ref)
+	if err == nil && export.Otherwise {
+		err = fmt.Errorf("%w: the home of %s was to give it otherwise, with TLS or without, and gives it as before; nothing was connected", errdefs.ErrUnavailable, ref)
+	}
+	return export, err
+}
+
+// ask asks the home to export a volume.
+func (p *Pool) ask(ctx context.Context, ref blockdev.Ref) (export Export, err error) {
+	err = patiently(ctx, func() (err error) {
+		export, err = p.home.Open(ctx, p.name, ref)
+		return err
+	})
+	if err == nil {
+		err = p.checkExport(export, ref)
+	}
+	return export, err
 }
 
 func (p *Pool) attached(c nvme.Device, how blockdev.Attachment) blockdev.Device {

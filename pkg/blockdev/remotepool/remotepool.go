@@ -20,7 +20,6 @@ import (
 
 	"k8s.io/klog/v2"
 
-	"github.com/ashlar-csi/ashlar/internal/secret"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/blockdev/nvme"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
@@ -31,7 +30,7 @@ import (
 type Home interface {
 	// Claim says how a volume is claimed for this node, as far as that is known without asking; false if it is not.
 	Claim(ref blockdev.Ref) (Claim, bool)
-	// Open has a volume exported to this node. errdefs.ErrExists if the home has given it otherwise for this claim, with TLS or without: it stays so until Close.
+	// Open has a volume exported to this node.
 	Open(ctx context.Context, pool string, ref blockdev.Ref) (Export, error)
 	// Record of a volume, without what is its home's alone.
 	Record(ctx context.Context, pool string, ref blockdev.Ref) (blockdev.Record, error)
@@ -53,6 +52,9 @@ type Claim struct {
 type Export struct {
 	nvme.Connection
 	Size int64 // of the device, in bytes
+	// Otherwise is for what the home gives for this claim since before it was to give it with TLS, or without. It stays so until Close: what is connected goes on, and nothing else is
+	// connected to it.
+	Otherwise bool
 	// Record of the volume, as Home.Record.
 	Record blockdev.Record
 }
@@ -65,16 +67,14 @@ type Kernel interface {
 	Resized(ctx context.Context, nqn string, size int64) error
 }
 
-// Host is that of the kernel that runs this. With tls it uses nothing that its home gives without TLS; what its home gives with TLS it uses with TLS in any case.
+// Host is that of the kernel that runs this. With tls it connects to nothing that its home gives without TLS; what is connected goes on. What its home gives with TLS it uses with TLS in
+// any case.
 func Host(tls bool) Kernel { return host{tls} }
 
 type host struct{ tls bool }
 
 func (h host) Connect(ctx context.Context, c nvme.Connection) (nvme.Device, error) {
-	if h.tls && c.PSK == (secret.Text{}) {
-		return nvme.Device{}, fmt.Errorf("%w: its home gives it without TLS, and this node uses nothing without (--remote-tls); nothing was connected: start the driver of its home with --remote-tls too",
-			errdefs.ErrPrecondition)
-	}
+	c.Encrypted = h.tls
 	return nvme.Connect(ctx, c)
 }
 func (host) List(prefix string) ([]nvme.Device, error)        { return nvme.List(prefix) }

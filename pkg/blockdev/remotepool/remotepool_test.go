@@ -41,6 +41,7 @@ type home struct {
 	unknown    bool   // whether the volume is claimed is not known
 	word       string // of what is exported
 	otherwise  bool   // it is exported since before it was to be so as now, until it is closed
+	stays      bool   // and then too
 
 	name string // that it tells; empty: that of the export
 	host string // likewise
@@ -89,13 +90,10 @@ func (h *home) Open(ctx context.Context, _ string, _ blockdev.Ref) (remotepool.E
 	if err := h.answer(); err != nil {
 		return remotepool.Export{}, err
 	}
-	if h.otherwise {
-		return remotepool.Export{}, fmt.Errorf("%w: with TLS", nvmet.ErrOtherwise)
-	}
 	host := remotepool.HostPrefix("consumer") + "1"
 	const uuid = "00000000-0000-8000-8000-000000000001"
 	err := h.Add(ctx, nvmet.Export{NQN: h.nqn(h.generation), Host: host, UUID: uuid, Device: h.image, Secret: secret.Of("secret")})
-	out := remotepool.Export{Size: h.record.Size, Record: h.record, Connection: nvme.Connection{NQN: h.nqn(h.generation), Host: host,
+	out := remotepool.Export{Size: h.record.Size, Otherwise: h.otherwise, Record: h.record, Connection: nvme.Connection{NQN: h.nqn(h.generation), Host: host,
 		Address: netip.MustParseAddrPort("10.0.0.1:4420"), Secret: secret.Of("secret"), UUID: uuid, Loss: -1}}
 	out.NQN, out.Host, out.UUID = cmp.Or(h.name, out.NQN), cmp.Or(h.host, out.Host), cmp.Or(h.uuid, out.UUID)
 	if h.size > 0 {
@@ -135,7 +133,7 @@ func (h *home) Ended(_ context.Context, _ blockdev.Ref, generation int64) (bool,
 
 func (h *home) Close(_ context.Context, _ blockdev.Ref, generation int64) error {
 	h.closed = append(h.closed, generation)
-	if h.otherwise && h.err == nil && generation == h.generation {
+	if h.otherwise && !h.stays && h.err == nil && generation == h.generation {
 		h.otherwise, h.word = false, "fedcba9876543210"
 		return h.Remove(context.Background(), h.nqn(generation))
 	}
@@ -185,25 +183,27 @@ func TestLife(t *testing.T) {
 }
 
 // TestOtherwise: what the home gives since before it was to give it with TLS is given back by a node that is not connected, as after a start of its machine, and connected as it is
-// to be now; what is connected stays, and who asks is told what to do.
+// to be now; what is connected goes on being used, also after a start of the driver.
 func TestOtherwise(t *testing.T) {
 	h, all := start(t)
-	pool := all.Named("fast")
-	pooltest.Attach(t, pool, ref, blockdev.Attachment{})
-	again := h.restarted().Named("fast")
+	used := pooltest.Attach(t, all.Named("fast"), ref, blockdev.Attachment{})
 	h.otherwise = true
-	_, err := again.Attach(t.Context(), ref, blockdev.Attachment{})
-	pooltest.Fails(t, err, errdefs.ErrInUse, "Attach of what is connected otherwise")
-	if !strings.Contains(err.Error(), "end the pods that use it here") || len(errdefs.Kinds(err)) != 1 || h.connected(t) != 1 || len(h.closed) != 0 {
-		t.Errorf("%v; there are %d connections, and the home was told %v", err, h.connected(t), h.closed)
+	for what, pool := range map[string]blockdev.Pool{"the driver that connected it": all.Named("fast"), "another": h.restarted().Named("fast")} {
+		if device := pooltest.Attach(t, pool, ref, blockdev.Attachment{}); device.Number != used.Number || h.connected(t) != 1 || len(h.closed) != 0 {
+			t.Errorf("%s has %+v, not %+v; there are %d connections, and the home was told %v", what, device, used, h.connected(t), h.closed)
+		}
 	}
 	check.OK(t, h.Disconnect(t.Context(), h.nqn(1)))
-	h.unknown = true
-	pooltest.Fails(t, pooltest.Second(again.Attach(t.Context(), ref, blockdev.Attachment{})), errdefs.ErrExists, "Attach by a claim that is not known")
-	h.unknown = false
+	h.stays = true
+	again := h.restarted().Named("fast")
+	pooltest.Fails(t, pooltest.Second(again.Attach(t.Context(), ref, blockdev.Attachment{})), errdefs.ErrUnavailable, "Attach of what is given as before all the same")
+	if h.connected(t) != 0 || len(h.closed) != 1 {
+		t.Errorf("there are %d connections, and the home was told %v", h.connected(t), h.closed)
+	}
+	h.stays = false
 	device := pooltest.Attach(t, again, ref, blockdev.Attachment{})
 	list, err := h.List("")
-	if check.OK(t, err); len(h.closed) != 1 || h.closed[0] != 1 || len(list) != 1 || list[0].Number != device.Number || list[0].NQN != h.nqn(1) {
+	if check.OK(t, err); len(h.closed) != 2 || h.closed[1] != 1 || len(list) != 1 || list[0].Number != device.Number || list[0].NQN != h.nqn(1) || h.word == "" {
 		t.Errorf("the home was told %v, and %+v is connected", h.closed, list)
 	}
 }
@@ -491,8 +491,15 @@ func TestSecond(t *testing.T) {
 	to, err := h.Open(t.Context(), "default", ref)
 	check.OK(t, err)
 	h.generation = 1
+	before := to
+	before.Otherwise = true
+	pooltest.Fails(t, failure(p.Second(t.Context(), ref, before)), errdefs.ErrUnavailable, "Second of what is given as before")
 	second, err := p.Second(t.Context(), ref, to)
 	check.OK(t, err)
+	again, err := p.Second(t.Context(), ref, before)
+	if check.OK(t, err); again.Number != second.Number {
+		t.Errorf("given as before, it is %s, not %s", again.Path, second.Path)
+	}
 	if second.Number == first.Number {
 		t.Fatalf("both are %s", first.Path)
 	}
@@ -514,7 +521,7 @@ func TestSecond(t *testing.T) {
 	p.Take(to.NQN, "new")
 	check.OK(t, p.Drop(t.Context(), h.nqn(1)))
 	seen(second.Number)
-	again, err := p.Attach(t.Context(), ref, blockdev.Attachment{})
+	again, err = p.Attach(t.Context(), ref, blockdev.Attachment{})
 	check.OK(t, err)
 	if again.Number != second.Number {
 		t.Errorf("it is attached as %s anew", again.Path)
@@ -532,11 +539,3 @@ func TestSecond(t *testing.T) {
 
 // failure is the error of a call that returns a device too.
 func failure(_ blockdev.Device, err error) error { return err }
-
-// TestTLSDemanded: a node that demands TLS connects to nothing that comes without.
-func TestTLSDemanded(t *testing.T) {
-	_, err := remotepool.Host(true).Connect(t.Context(), nvme.Connection{NQN: nvmet.Prefix + "a", Host: nvmet.Prefix + "b", Address: netip.MustParseAddrPort("127.0.0.1:4420")})
-	if !errors.Is(err, errdefs.ErrPrecondition) || !strings.Contains(err.Error(), "--remote-tls") {
-		t.Error(err)
-	}
-}

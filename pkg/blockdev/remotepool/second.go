@@ -55,6 +55,9 @@ func (p *Pool) Second(ctx context.Context, ref blockdev.Ref, export Export) (blo
 	if err != nil {
 		return blockdev.Device{}, err
 	}
+	if export.Otherwise && !slices.ContainsFunc(connected, func(c nvme.Device) bool { return c.NQN == export.NQN }) {
+		return blockdev.Device{}, fmt.Errorf("%w: the new home of %s exports it since before it was to do so with TLS, or without; nothing was connected", errdefs.ErrUnavailable, ref)
+	}
 	firsts := p.firsts(connected)
 	for _, c := range connected {
 		if c.NQN != export.NQN && !slices.Contains(firsts, c) {

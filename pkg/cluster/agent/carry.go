@@ -34,6 +34,8 @@ type Carried interface {
 	Mirrors(ctx context.Context) ([]volume.ID, error)
 	Mirrored(ctx context.Context, id volume.ID) (volume.Mirrored, bool, error)
 	Mirror(ctx context.Context, id volume.ID, to blockdev.Device, data func(context.Context) ([]blockdev.Extent, error)) error
+	HoldMirror(ctx context.Context, id volume.ID) error
+	ReleaseMirror(ctx context.Context, id volume.ID) error
 	Unmirror(ctx context.Context, id volume.ID) error
 	Switch(ctx context.Context, id volume.ID, home bool) error
 	AttachLeg(ctx context.Context, id volume.ID) (blockdev.Device, error)
@@ -66,7 +68,7 @@ const (
 	// How soon a copy begins anew that was ended: after so many looks, and longer each time.
 	firstCarry = 2
 	lastCarry  = 2 * time.Minute
-	// longestSwitch is how long writes may be held back until a mirror is in effect.
+	// longestSwitch is how long writes may be held back: until a mirror is in effect, and until it is said whether a volume that is pinned has moved.
 	longestSwitch = 10 * time.Second
 	// awayLooks is for how many looks (Options.CarryEvery) a new home may be away before the copy to it ends: who uses the volume waits meanwhile, whatever its
 	// class says, and its old home is there.
@@ -97,8 +99,8 @@ type carriage struct {
 	rest   time.Time // when the next one may begin
 	locked time.Time // since when the lock cannot be had
 	away   time.Time // since when the new home is
-	synced int64     // how much of it was copied at the last look that found it being copied, in bytes
-	looked time.Time // when that was; zero: not yet
+	held   time.Time // since when it is known to be held, until it has moved or not
+	looked time.Time // when the last look was that found it being copied; zero: not yet
 	told   time.Time // when how far it is was written down last
 }
 
@@ -202,6 +204,7 @@ type passage struct {
 	id         volume.ID
 	v          *v1alpha1.Volume // nil: there is none
 	m          volume.Mirrored
+	copied     int64           // how much of it was copied since the last look, in bytes
 	old, new   *remotepool.Leg // nil: none, or that leg is this node's own
 	home       bool            // this node is, or was, the old home
 	here       bool            // this node is the new home
@@ -229,8 +232,7 @@ func (c *carrier) look(ctx context.Context, key string) (again time.Duration, er
 		c.gauges.mirror(key, 0, 0)
 		return c.idle(ctx, now)
 	}
-	c.gauges.mirror(key, mirrored.Synced, mirrored.Total)
-	now.m = mirrored
+	now.m, now.copied = mirrored, c.gauges.mirror(key, mirrored.Synced, mirrored.Total)
 	if err := c.findLegs(ctx, now); err != nil {
 		return 0, err
 	}

@@ -93,6 +93,11 @@ func (o otherHome) Drop(ctx context.Context, of move.Of, nqn string) error {
 	return o.new(ctx, func(next move.New) error { return next.Drop(ctx, of, nqn) })
 }
 
+// Arrived: see move.New.
+func (o otherHome) Arrived(ctx context.Context, id volume.ID) error {
+	return o.new(ctx, func(next move.New) error { return next.Arrived(ctx, id) })
+}
+
 // ownHome is this node, as either home of a volume that it uses itself. Ranges, Seal and Complete are for who has the lock of the volume; all others take it.
 type ownHome struct{ *Moving }
 

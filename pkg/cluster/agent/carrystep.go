@@ -82,10 +82,17 @@ func (c *carrier) idle(ctx context.Context, now *passage) (again time.Duration, 
 // rests says when a copy that was ended, or could not begin, begins anew.
 func (c *carrier) rests(key string) (pause time.Duration) {
 	c.note(key, func(k *carriage) {
-		pause = min(firstCarry*c.options.CarryEvery<<min(k.tries, 16), lastCarry)
-		k.to, k.sure, k.rest = "", false, time.Now().Add(pause)
-		k.tries++
+		k.to, k.sure = "", false
+		pause = c.pauses(k)
 	})
+	return pause
+}
+
+// pauses has a volume be tried again later, and later each time.
+func (c *carrier) pauses(k *carriage) (pause time.Duration) {
+	pause = min(firstCarry*c.options.CarryEvery<<min(k.tries, 16), lastCarry)
+	k.rest, k.held = time.Now().Add(pause), time.Time{}
+	k.tries++
 	return pause
 }
 
@@ -165,7 +172,9 @@ func (c *carrier) begin(ctx context.Context, now *passage) error {
 		c.leave(ctx, now, v.Spec.Move.Node, of, room.NQN)
 		return err
 	}
-	c.note(now.id.Key, func(k *carriage) { k.to, k.pool, k.sure = v.Spec.Move.Node, v.Spec.Move.Pool, true })
+	c.note(now.id.Key, func(k *carriage) {
+		k.to, k.pool, k.sure, k.looked = v.Spec.Move.Node, v.Spec.Move.Pool, true, time.Now()
+	})
 	if m, is, err := c.volumes.Mirrored(ctx, now.id); err == nil && is { // what holds no data needs no copy
 		c.gauges.mirror(now.id.Key, m.Synced, m.Total)
 	}
@@ -238,7 +247,10 @@ func (c *carrier) follow(ctx context.Context, now *passage) (again time.Duration
 	case err != nil:
 		return 0, err
 	case !known: // whoever has the volume takes both legs away, and nothing is acknowledged then
-		return carryPause, nil
+		if now.m.Held {
+			err = c.volumes.ReleaseMirror(ctx, now.id)
+		}
+		return carryPause, err
 	case moved:
 		if v, err := c.live(ctx, now.id.Key); err != nil || v == nil || v.Spec.NodeName != now.v.Spec.NodeName { // what was read may be of before
 			return c.options.CarryEvery, err
@@ -247,16 +259,19 @@ func (c *carrier) follow(ctx context.Context, now *passage) (again time.Duration
 	}
 	why := c.broken(now)
 	if now.v != nil && pinned(now.v) {
-		if why == nil && now.v.Status.Move.Copied.Generation == now.v.Generation {
+		anew := c.unsaid(now)
+		if why == nil && anew == nil {
 			return c.options.CarryEvery, nil
 		}
-		if err := c.unpin(ctx, now, cmp.Or(why, errChanged)); err != nil {
+		if err := c.unpin(ctx, now, cmp.Or(why, anew)); err != nil {
 			return 0, err
 		}
 	}
 	switch {
 	case why != nil:
 		return c.giveUp(ctx, now, why)
+	case now.m.Held:
+		return c.release(ctx, now)
 	case now.m.Synced < now.m.Total:
 		at := time.Now()
 		c.mu.Lock()
@@ -264,7 +279,44 @@ func (c *carrier) follow(ctx context.Context, now *passage) (again time.Duration
 		c.mu.Unlock()
 		return c.copying(ctx, now, at)
 	}
-	return c.options.CarryEvery, c.pin(ctx, now)
+	if wait := time.Until(c.knownOf(now.id.Key).rest); wait > 0 {
+		return min(wait, c.options.CarryEvery), nil
+	}
+	err = c.pin(ctx, now)
+	if err != nil && !errors.Is(err, errdefs.ErrBusy) && ctx.Err() == nil {
+		err = errors.Join(err, c.saysWaits(ctx, now.v, err))
+	}
+	return c.options.CarryEvery, err
+}
+
+// unsaid is why a volume that is pinned is pinned anew, if it is.
+func (c *carrier) unsaid(now *passage) (why error) {
+	if now.v.Status.Move.Copied.Generation != now.v.Generation || !now.m.Held { // an older driver did not hold it
+		return errChanged
+	}
+	c.note(now.id.Key, func(k *carriage) {
+		if k.held.IsZero() {
+			k.held = time.Now()
+		}
+		if time.Since(k.held) > longestSwitch {
+			why = fmt.Errorf("%w: all is copied, and the controller has not said for %s that volume %s has moved; who uses it does not wait longer, and it is tried again", errdefs.ErrUnavailable, longestSwitch, now.id)
+		}
+	})
+	return why
+}
+
+// release goes on with both homes after a volume that was held until it has moved has not. It is not held again at once.
+func (c *carrier) release(ctx context.Context, now *passage) (again time.Duration, err error) {
+	if !c.knownOf(now.id.Key).sure { // that all is copied may be heard yet
+		if err := c.unpin(ctx, now, errChanged); err != nil {
+			return 0, err
+		}
+	}
+	if err := c.withVolume(now.id.Key, true, func() error { return c.volumes.ReleaseMirror(ctx, now.id) }); err != nil {
+		return 0, err
+	}
+	c.note(now.id.Key, func(k *carriage) { again = c.pauses(k) })
+	return again, nil
 }
 
 // errChanged is why what was said before is said anew.
@@ -303,6 +355,10 @@ func (c *carrier) broken(now *passage) error {
 		return fmt.Errorf("%w: volume %s does not move there any more", errdefs.ErrBusy, now.id)
 	case now.away:
 		return fmt.Errorf("%w: node %s, to which it is copied, is away; the copy begins anew when it is back", errdefs.ErrUnavailable, v.Spec.Move.Node)
+	case now.m.Back:
+		return fmt.Errorf("%w: what was written to node %s alone is copied back to node %s, which has volume %s", errdefs.ErrUnavailable, v.Spec.Move.Node, v.Spec.NodeName, now.id)
+	case now.m.Forgot:
+		return fmt.Errorf("%w: node %s or %s could not flush what was written to volume %s; look at the disks of both; the copy begins anew", errdefs.ErrUnavailable, v.Spec.NodeName, v.Spec.Move.Node, now.id)
 	case now.m.NewFailed || !now.here && now.new == nil:
 		return fmt.Errorf("%w: what was written to node %s failed; the copy begins anew", errdefs.ErrUnavailable, v.Spec.Move.Node)
 	case now.m.OldFailed:
@@ -321,12 +377,15 @@ func (c *carrier) giveUp(ctx context.Context, now *passage, why error) (again ti
 			return 0, err
 		}
 	}
-	if now.away { // what is on its way there ends with errors, which the kernel holds; else it would be waited for
+	if now.away && !now.m.Back { // what is on its way there ends with errors, which the kernel holds; else it would be waited for
 		if err := c.legs.End(ctx, now.new.NQN); err != nil {
 			return 0, err
 		}
 	}
-	if err := c.withVolume(now.id.Key, now.away || now.m.NewFailed || now.m.OldFailed, func() error { return c.volumes.Unmirror(ctx, now.id) }); err != nil {
+	if err := c.withVolume(now.id.Key, now.away || now.m.NewFailed || now.m.OldFailed || now.m.Held, func() error { return c.volumes.Unmirror(ctx, now.id) }); err != nil {
+		if now.m.Back && errors.Is(err, errdefs.ErrBusy) && c.asks(now.v) {
+			return c.options.CarryEvery, c.saysWaits(ctx, now.v, why)
+		}
 		return 0, err
 	}
 	klog.FromContext(ctx).Info("A volume that was moving while it is used goes on at its old home", "id", now.id.String(), "why", why.Error())
@@ -371,8 +430,8 @@ func (c *carrier) unpin(ctx context.Context, now *passage, why error) error {
 func (c *carrier) copying(ctx context.Context, now *passage, at time.Time) (again time.Duration, err error) {
 	tell := false
 	c.note(now.id.Key, func(k *carriage) {
-		again = soon(c.options.CarryEvery, at.Sub(k.looked), now.m.Synced-k.synced, now.m.Total-now.m.Synced)
-		k.looked, k.synced = at, now.m.Synced
+		again = soon(c.options.CarryEvery, at.Sub(k.looked), now.copied, now.m.Total-now.m.Synced)
+		k.looked = at
 		if k.told.IsZero() { // what is copied by then is not worth a write
 			k.told = at
 		}
@@ -433,11 +492,10 @@ func (c *carrier) pin(ctx context.Context, now *passage) error {
 		if err := c.newHome(v.Spec.Move.Node).Complete(ctx, of, nqn, sealed); err != nil {
 			return fmt.Errorf("have node %s complete what it has of the volume: %w", v.Spec.Move.Node, err)
 		}
-		m, is, err := c.volumes.Mirrored(ctx, now.id)
-		if err != nil || !is || m != now.m {
-			return errors.Join(err, fmt.Errorf("%w: the mirror of volume %s is not whole any more", errdefs.ErrBusy, now.id))
+		if err := c.hold(ctx, now); err != nil {
+			return err
 		}
-		c.note(now.id.Key, func(k *carriage) { k.sure = false })
+		c.note(now.id.Key, func(k *carriage) { k.sure, k.held = false, time.Now() })
 		return c.reportCarried(ctx, v, func(s *v1alpha1.MoveStatus) {
 			s.Copied = &v1alpha1.MoveCopied{Generation: v.Generation, Claim: of.Claim, Sealed: metav1.NewMicroTime(sealed.Created), Size: v.Status.Size}
 			s.Waits, s.Progress, s.Message = false, nil, "nodes "+v.Spec.NodeName+" and "+v.Spec.Move.Node+" have all bytes"
@@ -445,10 +503,29 @@ func (c *carrier) pin(ctx context.Context, now *passage) error {
 	})
 }
 
+// hold has a volume be neither read nor written until the object says whether it has moved: a leg that fails from now on loses nothing, whoever is there to see it. It
+// looks once more whether both homes have all.
+func (c *carrier) hold(ctx context.Context, now *passage) error {
+	if now.new != nil { // what is under way is waited for, and the new home may be away by now
+		end := time.AfterFunc(longestSwitch, func() { _ = c.legs.End(ctx, now.new.NQN) })
+		defer end.Stop()
+	}
+	if err := c.volumes.HoldMirror(ctx, now.id); err != nil {
+		return err
+	}
+	m, is, err := c.volumes.Mirrored(ctx, now.id)
+	want := now.m
+	want.Held = true
+	if err == nil && is && m == want {
+		return nil
+	}
+	return errors.Join(err, c.volumes.ReleaseMirror(ctx, now.id), fmt.Errorf("%w: the mirror of volume %s is not whole any more", errdefs.ErrBusy, now.id))
+}
+
 // switchOver goes on over the new home alone.
 func (c *carrier) switchOver(ctx context.Context, now *passage) error {
 	here := now.v.Spec.NodeName == c.local.Node()
-	err := c.withVolume(now.id.Key, now.m.OldFailed || now.m.NewFailed, func() error {
+	err := c.withVolume(now.id.Key, now.m.OldFailed || now.m.NewFailed || now.m.Held, func() error {
 		if err := c.volumes.Switch(ctx, now.id, here); err != nil {
 			return err
 		}

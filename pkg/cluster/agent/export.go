@@ -100,7 +100,7 @@ func (e exports) Open(ctx context.Context, id volume.ID, generation int64) (open
 // opened is where this node exports what, without a record.
 func (e exports) opened(out volume.Exported) (export.Opened, error) {
 	at, err := netip.ParseAddrPort(e.options.Network.Address)
-	return export.Opened{Address: at, NQN: out.NQN, Host: out.Host, Secret: out.Secret, PSK: out.PSK, UUID: out.UUID, Size: out.Size}, err
+	return export.Opened{Address: at, NQN: out.NQN, Host: out.Host, Secret: out.Secret, PSK: out.PSK, UUID: out.UUID, Size: out.Size, Otherwise: out.Otherwise}, err
 }
 
 // give exports a volume to a node that has a claim, after that is in the object's status.

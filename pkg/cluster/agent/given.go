@@ -80,14 +80,14 @@ func setGiven(v *v1alpha1.Volume, to volume.Grant, is bool) {
 }
 
 // takeBackDamaged ends what a volume whose record is damaged is given to, if nobody wants that any more, by the API server's own word. Who uses it goes on until
-// then: its bytes are there.
+// then: its bytes are there. A node that gives nothing to others any more cannot end that.
 func (a *Agent) takeBackDamaged(ctx context.Context, v *v1alpha1.Volume) error {
 	given := func(v *v1alpha1.Volume) bool {
 		e := v.Status.Export
 		return (e == nil || wantsGiven(v, volume.Grant{Generation: e.Generation, Node: e.Node})) &&
 			!slices.ContainsFunc(v.Status.Readers, func(e v1alpha1.Export) bool { return !wantsReader(v, e.Generation) })
 	}
-	if len(v.Given()) == 0 || given(v) {
+	if a.options.Network == nil || len(v.Given()) == 0 || given(v) {
 		return nil
 	}
 	now := &v1alpha1.Volume{}
@@ -97,9 +97,10 @@ func (a *Agent) takeBackDamaged(ctx context.Context, v *v1alpha1.Volume) error {
 	return a.takeBackMissing(ctx, v)
 }
 
-// takeBackMissing ends what a volume that is missing is given to: nothing of it can be used, and it can be released and deleted then.
+// takeBackMissing ends what a volume that is missing is given to: nothing of it can be used, and it can be released and deleted then. A node that gives nothing to others any more has
+// nothing to end that it knows of: should the volume's record come back, that says to whom it was given, and keeps everybody else from it.
 func (a *Agent) takeBackMissing(ctx context.Context, v *v1alpha1.Volume) error {
-	if a.options.Exporter == nil || a.options.Network == nil || len(v.Given()) == 0 {
+	if a.options.Exporter == nil || len(v.Given()) == 0 {
 		return nil
 	}
 	return a.withLocks([]string{keylock.Volume(v.Name)}, func() error {

@@ -2,8 +2,8 @@ package agent
 
 import (
 	"context"
-	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"google.golang.org/grpc"
@@ -26,7 +26,7 @@ import (
 // A volume that moves while it is used is carried by the node that uses it (docs/decisions/moving-in-use.md). What follows is what its two nodes do for that one. Each call is
 // looked at by the object as the API server has it, under the lock of the volume.
 
-// Moving answers the agents of nodes that use volumes which move from here, or to here: it is a move.Old and a move.New.
+// Moving answers the agents of nodes that use volumes which move from here, or to here, or that those here have left: it is a move.Old, a move.New and a move.Home.
 func (a *Agent) Moving() *Moving { return &Moving{Agent: a} }
 
 // movingHere is Moving for this node itself, which uses the volume. The caller has the lock of the volume.
@@ -39,8 +39,9 @@ type Moving struct {
 }
 
 var (
-	_ move.Old = (*Moving)(nil)
-	_ move.New = (*Moving)(nil)
+	_ move.Old  = (*Moving)(nil)
+	_ move.New  = (*Moving)(nil)
+	_ move.Home = (*Moving)(nil)
 )
 
 // inUse returns the object of a volume that is to move while the caller uses it; ErrPrecondition if the API server says that it is not.
@@ -203,12 +204,53 @@ func (m *Moving) Sealed(ctx context.Context, id volume.ID) (since time.Time, err
 	return since, err
 }
 
+// Arrived: see move.New.
+func (m *Moving) Arrived(ctx context.Context, id volume.ID) error {
+	v := &v1alpha1.Volume{}
+	err := m.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, v)
+	if client.IgnoreNotFound(err) != nil {
+		return kube.APIError("read volume "+id.Key, err)
+	}
+	if caller := port.CallerNode(ctx); err != nil || caller == "" || cluster.VolumeID(v) != id || v.Spec.NodeName != m.local.Node() || v.Spec.Move == nil || !v.Spec.Move.Left || v.Spec.Move.Node != caller {
+		return fmt.Errorf("%w: volume %s has not moved from node %q to node %s", errdefs.ErrNotFound, id, caller, m.local.Node())
+	}
+	have, err := m.local.Get(ctx, id)
+	if err != nil {
+		return err
+	}
+	if have.Sealed || have.Pool != v.Spec.Pool {
+		return fmt.Errorf("%w: what pool %s of node %s has of volume %s was left there by an earlier move", errdefs.ErrNotFound, have.Pool, m.local.Node(), id)
+	}
+	problems, err := m.local.Health(ctx, id)
+	if i := slices.IndexFunc(problems, func(p blockdev.Problem) bool { return p.Severity == blockdev.DataLoss }); i >= 0 {
+		return fmt.Errorf("%w: volume %s on node %s: %s", errdefs.ErrDataLoss, id, m.local.Node(), problems[i].Message)
+	}
+	return err
+}
+
+// Has: see move.Home.
+func (m *Moving) Has(ctx context.Context, id volume.ID, sealed time.Time) (bool, error) {
+	v := &v1alpha1.Volume{}
+	if err := m.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, v); err != nil {
+		return false, kube.APIError("read volume "+id.Key, err)
+	}
+	if port.CallerNode(ctx) == "" || !settledOn(v, m.local.Node()) || cluster.VolumeID(v) != id {
+		return false, nil
+	}
+	return m.local.CameBy(ctx, id, sealed)
+}
+
+// settledOn reports whether the object of a volume says for good that it is on a node, and whole.
+func settledOn(v *v1alpha1.Volume, node string) bool {
+	return v.Spec.NodeName == node && v.Spec.Move == nil && v.Status.Created != nil && !v1alpha1.Going(v) && !v1alpha1.IsLost(v)
+}
+
 // broughtInUse returns how what is here of a volume was sealed that has moved here while it was used. It is never brought again: the old node has nothing of what was written
 // since. ErrNotFound if it is not here. ErrUnavailable if the old node has sealed it anew, or not at all: the API server went back to a move that was given up, and
-// the volume was used there since. A node that is away is not waited for.
-func (a *Agent) broughtInUse(ctx context.Context, v *v1alpha1.Volume) (sealed metav1.MicroTime, err error) {
-	id, copied := cluster.VolumeID(v), v.Status.Move.Copied
-	here, err := a.local.Brought(ctx, id, copied.Sealed.Time)
+// the volume was used there since. A node that is away is not waited for, nor one that cannot read what it has.
+func (a *Agent) broughtInUse(ctx context.Context, v *v1alpha1.Volume, sealed metav1.MicroTime) (metav1.MicroTime, error) {
+	id := cluster.VolumeID(v)
+	here, err := a.local.Brought(ctx, id, sealed.Time)
 	if err != nil {
 		return sealed, err
 	}
@@ -222,14 +264,14 @@ func (a *Agent) broughtInUse(ctx context.Context, v *v1alpha1.Volume) (sealed me
 		since, err = move.OldAt(c).Sealed(ctx, id)
 		return err
 	}); {
-	case errors.Is(err, errdefs.ErrUnavailable), errors.Is(err, errdefs.ErrNotFound): // or nothing is there
-	case err != nil:
+	case err != nil && mayKnowBetter(err):
 		return sealed, errdefs.Recast(errdefs.ErrUnavailable, err, "ask node %s how it has sealed volume %s", v.Spec.Move.Node, id)
-	case !since.Equal(copied.Sealed.Time):
+	case err != nil: // it is away, or has nothing that it can read
+	case !since.Equal(sealed.Time):
 		return sealed, fmt.Errorf("%w: node %s has used volume %s since all of it was copied here, so its bytes are newer; to keep those, delete the object, and adopt the volume there",
 			errdefs.ErrUnavailable, v.Spec.Move.Node, id)
 	}
-	return copied.Sealed, nil
+	return sealed, nil
 }
 
 // reportCarried writes down how far the move of a volume is that this node uses, if edit changes that. It fails with a conflict if anybody changed the object since it was

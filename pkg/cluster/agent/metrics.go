@@ -104,12 +104,14 @@ func (a *Agent) unserved(objects cluster.Objects) (samples []metrics.Sample) {
 	return samples
 }
 
-// mirror notes how many bytes of a volume are mirrored, of so many. Those that were before the first look are no news: they are none that were copied.
-func (m *gauges) mirror(key string, synced, total int64) {
+// mirror notes how many bytes of a volume are mirrored, of so many, and returns how many that is more than at the last look. Those that were before the first look
+// are no news: they are none that were copied.
+func (m *gauges) mirror(key string, synced, total int64) (copied int64) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if was, known := m.mirrors[key]; known {
-		m.mirrored += max(0, synced-was)
+		copied = max(0, synced-was)
+		m.mirrored += copied
 	}
 	if delete(m.mirrors, key); synced < total {
 		if m.mirrors == nil {
@@ -117,6 +119,7 @@ func (m *gauges) mirror(key string, synced, total int64) {
 		}
 		m.mirrors[key] = synced
 	}
+	return copied
 }
 
 // mirroring is how many volumes are being mirrored, and how many bytes were since the start.

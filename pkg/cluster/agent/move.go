@@ -37,7 +37,7 @@ import (
 // A volume moves in steps, each of another part of the driver (docs/decisions/moving.md): the agent of the new node brings the bytes, from that of the home, which
 // seals the volume; the controller names the new node; that takes the volume over; the old one gives its bytes back.
 
-// bringers is how many volumes are brought, or given back, at once.
+// bringers is how many volumes are brought at once, and how many are given back.
 const bringers = 4
 
 const aMove = "move"
@@ -53,9 +53,9 @@ func (a *Agent) runMoves(ctx context.Context) error {
 	return runBringers(ctx, a, "mover", a.moves, &v1alpha1.Volume{}, aMove, a.moveChanged)
 }
 
-// runBringers watches what moves here, or has left here, in the cache of a connection, and reconciles it as requests of a kind until the context ends, in a queue of a
-// name. changed is told of each change before.
-func runBringers[T client.Object](ctx context.Context, a *Agent, name string, from kube.Connection, of T, kind string, changed func(client.Object, bool)) error {
+// runBringers watches what moves here, or has left here, in the cache of a connection, and reconciles it as requests of a kind until the context ends, in queues of a
+// name: one of what comes, which may take hours, and one of what is given back, for which others wait. changed is told of each change before.
+func runBringers[T cluster.Object](ctx context.Context, a *Agent, name string, from kube.Connection, of T, kind string, changed func(client.Object, bool)) error {
 	ctx, stop := context.WithCancel(ctx)
 	var done sync.WaitGroup
 	defer done.Wait()
@@ -63,31 +63,49 @@ func runBringers[T client.Object](ctx context.Context, a *Agent, name string, fr
 	if err := a.hear(ctx, from, of, changed); err != nil {
 		return err
 	}
-	queue, err := a.bringerQueue(ctx, name)
-	if err != nil {
-		return err
-	}
 	requests := handler.TypedEnqueueRequestsFromMapFunc(func(_ context.Context, o T) []request { return []request{{kind, o.GetName()}} })
-	if err := queue.Watch(source.TypedKind(from.Cache, of, requests)); err != nil {
-		return err
+	var queues []controller.TypedController[request]
+	for _, left := range []bool{false, true} {
+		queue, err := a.bringerQueue(ctx, name, func(key string) (bool, error) {
+			o := of.DeepCopyObject().(T)
+			if err := from.Cache.Get(ctx, client.ObjectKey{Name: key}, o); err != nil {
+				return false, client.IgnoreNotFound(err)
+			}
+			m, _ := o.Moves()
+			return m != nil && m.Left == left, nil
+		})
+		if err == nil {
+			err = queue.Watch(source.TypedKind(from.Cache, of, requests))
+		}
+		if err != nil {
+			return err
+		}
+		queues = append(queues, queue)
 	}
-	failures := make(chan error, 2)
+	failures := make(chan error, 1+len(queues))
 	done.Go(func() { failures <- from.Cache.Start(ctx) })
 	if !from.Cache.WaitForCacheSync(ctx) {
 		return nil // the context ended
 	}
-	done.Go(func() { failures <- queue.Start(ctx) })
+	for _, queue := range queues {
+		done.Go(func() { failures <- queue.Start(ctx) })
+	}
 	return <-failures
 }
 
-// bringerQueue is a queue of what moves here, or has left here.
-func (a *Agent) bringerQueue(ctx context.Context, name string) (controller.TypedController[request], error) {
+// bringerQueue is a queue of what moves here, or has left here; it leaves alone what is not for it.
+func (a *Agent) bringerQueue(ctx context.Context, name string, is func(key string) (bool, error)) (controller.TypedController[request], error) {
 	log := klog.FromContext(ctx)
 	return controller.NewTypedUnmanaged(name, controller.TypedOptions[request]{
 		SkipNameValidation:      new(true), // tests run several agents
 		MaxConcurrentReconciles: bringers,
-		Reconciler:              reconcile.TypedFunc[request](a.reconcile),
-		RateLimiter:             workqueue.NewTypedItemExponentialFailureRateLimiter[request](firstRetry, lastRetry),
+		Reconciler: reconcile.TypedFunc[request](func(ctx context.Context, r request) (reconcile.Result, error) {
+			if mine, err := is(r.key); err != nil || !mine {
+				return reconcile.Result{}, err
+			}
+			return a.reconcile(ctx, r)
+		}),
+		RateLimiter: workqueue.NewTypedItemExponentialFailureRateLimiter[request](firstRetry, lastRetry),
 		LogConstructor: func(r *request) logr.Logger {
 			if r == nil {
 				return log
@@ -165,10 +183,13 @@ func (a *Agent) reconcileMove(ctx context.Context, r request) (reconcile.Result,
 		return reconcile.Result{}, nil
 	case m.Left:
 		return a.giveBack(ctx, v)
-	case a.options.Network == nil:
-		return reconcile.Result{}, nil // nothing comes here
+	case a.options.Network == nil && (carried(v) || cluster.MayMove(v)):
+		return reconcile.Result{}, nil // its user says how far that is, or all is here
 	}
-	err := a.bring(ctx, r, v)
+	err := a.inNetwork()
+	if err == nil {
+		err = a.bring(ctx, r, v)
+	}
 	switch {
 	case err == nil || ctx.Err() != nil:
 		return reconcile.Result{RequeueAfter: checkAgain}, nil
@@ -184,6 +205,14 @@ func (a *Agent) reconcileMove(ctx context.Context, r request) (reconcile.Result,
 		return reconcile.Result{RequeueAfter: checkAgain}, nil
 	}
 	return reconcile.Result{}, err
+}
+
+// inNetwork is errWaits on a node that is in no network, to which nothing comes.
+func (a *Agent) inNetwork() error {
+	if a.options.Network != nil {
+		return nil
+	}
+	return fmt.Errorf("%w: node %s is in no network, so no volume comes to it: start its driver with --remote-address", errWaits, a.local.Node())
 }
 
 // reportMove writes the part of an object's status that is about its move, if edit changes it. It fails with a conflict if anybody changed the object
@@ -241,7 +270,7 @@ func (a *Agent) bring(ctx context.Context, r request, v *v1alpha1.Volume) error 
 	if err != nil {
 		return err
 	}
-	from, err := transfer.OpenMove(working, agent, v.Name)
+	from, err := askMove(working, agent, v.Name)
 	if err != nil {
 		return fmt.Errorf("ask node %s for volume %s: %w", v.Spec.NodeName, cluster.VolumeID(v), err)
 	}
@@ -319,7 +348,7 @@ func (a *Agent) reportBrought(ctx context.Context, v *v1alpha1.Volume, agent grp
 	if err := unclaimed(now); err != nil {
 		return err
 	}
-	again, err := transfer.OpenMove(ctx, agent, v.Name)
+	again, err := askMove(ctx, agent, v.Name)
 	if err != nil {
 		return err
 	}
@@ -485,15 +514,20 @@ func (a *Agent) hereNow(ctx context.Context, id volume.ID, pool string) (*v1alph
 // bringRest has all bytes of a volume that has moved be here, and returns how those were sealed; zero where they are a volume already. What is
 // sealed, or in another pool, is not that, but left of an earlier move. As a rule all are here. Those
 // that are not (the copy was on a disk that failed, or the API server went back to a move of before) are with the node that the volume has left, until this one
-// takes it over: so that is asked, and if it is away, what was said before the volume moved holds. ErrNotFound if neither has them.
+// takes it over: so that is asked, and if it is away, or cannot read what it has, what was said before the volume moved holds. Where the object does not say that (it was restored without its
+// status), and the old node has what its user went on from, it has to be what is here. ErrNotFound if neither has them.
 func (a *Agent) bringRest(ctx context.Context, r request, v *v1alpha1.Volume) (sealed metav1.MicroTime, err error) {
 	id := cluster.VolumeID(v)
 	have, err := a.local.Get(ctx, id)
 	if left := err == nil && (have.Sealed || have.Pool != v.Spec.Pool); !left && !errors.Is(err, errdefs.ErrNotFound) {
 		return sealed, err
 	}
-	if s := v.Status.Move; s != nil && s.Copied != nil && s.Copied.Claim != 0 {
-		return a.broughtInUse(ctx, v)
+	var copied *v1alpha1.MoveCopied
+	if s := v.Status.Move; s != nil {
+		copied = s.Copied
+	}
+	if copied != nil && copied.Claim != 0 {
+		return a.broughtInUse(ctx, v, copied.Sealed)
 	}
 	working, end := a.making(ctx, r)
 	defer end()
@@ -504,23 +538,41 @@ func (a *Agent) bringRest(ctx context.Context, r request, v *v1alpha1.Volume) (s
 		})
 		return metav1.NewMicroTime(from.Created), err
 	}
-	if s := v.Status.Move; s != nil && s.Copied != nil && (errors.Is(err, errdefs.ErrNotFound) || errors.Is(err, errdefs.ErrUnavailable)) {
-		if here, failure := a.local.Brought(ctx, id, s.Copied.Sealed.Time); here || failure != nil {
-			return s.Copied.Sealed, failure
+	if mayKnowBetter(err) {
+		since, is, failure := a.local.BroughtSince(ctx, id)
+		if is {
+			return a.broughtInUse(ctx, v, metav1.NewMicroTime(since))
+		}
+		return sealed, errors.Join(err, failure)
+	}
+	if copied != nil && working.Err() == nil {
+		if here, failure := a.local.Brought(ctx, id, copied.Sealed.Time); here || failure != nil {
+			return copied.Sealed, failure
 		}
 	}
 	return sealed, err
 }
 
+// mayKnowBetter reports whether the node that a volume has left has answered that the volume is used there, or needed now: then what was said before it moved need not hold. It does
+// where that node is away, has nothing, or cannot read what it has, as its disk fails.
+func mayKnowBetter(err error) bool {
+	return errors.Is(err, errdefs.ErrBusy) || errors.Is(err, errdefs.ErrInUse) || errors.Is(err, errdefs.ErrPrecondition)
+}
+
 // askLeft asks the node that a volume has left for its bytes.
 func (a *Agent) askLeft(ctx context.Context, v *v1alpha1.Volume) (volume.Origin, error) {
-	ctx, cancel := context.WithTimeout(ctx, homeTime)
-	defer cancel()
 	agent, err := a.agentOf(ctx, v.Spec.Move.Node)
 	if err != nil {
 		return volume.Origin{}, err
 	}
-	return transfer.OpenMove(ctx, agent, v.Name)
+	return askMove(ctx, agent, v.Name)
+}
+
+// askMove is transfer.OpenMove, for no longer than homeTime: a node whose disk hangs keeps nothing from moving that others have.
+func askMove(ctx context.Context, agent grpc.ClientConnInterface, key string) (volume.Origin, error) {
+	ctx, cancel := context.WithTimeout(ctx, homeTime)
+	defer cancel()
+	return transfer.OpenMove(ctx, agent, key)
 }
 
 // takeOver has a volume that has moved here arrive. ErrNotFound if its bytes are nowhere.
@@ -544,13 +596,10 @@ func (a *Agent) arrive(ctx context.Context, v *v1alpha1.Volume, sealed metav1.Mi
 		if err != nil {
 			return err
 		}
-		if now.Status.Move == nil {
-			now.Status.Move = &v1alpha1.MoveStatus{Node: a.local.Node()}
-		}
 		// First, as afterwards nothing here says which bytes it was, and the old node gives back no others.
-		if c := now.Status.Move.Copied; !sealed.IsZero() && (c == nil || !c.Sealed.Equal(&sealed)) {
-			if err := report(ctx, a, now, func(v *v1alpha1.Volume) {
-				v.Status.Move.Copied = &v1alpha1.MoveCopied{Generation: v.Generation, Sealed: sealed, Size: v.Status.Size}
+		if s := now.Status.Move; !sealed.IsZero() && (s == nil || s.Copied == nil || !s.Copied.Sealed.Equal(&sealed)) {
+			if err := a.reportMove(ctx, now, func(s *v1alpha1.MoveStatus) {
+				s.Copied = &v1alpha1.MoveCopied{Generation: now.Generation, Sealed: sealed, Size: max(now.Status.Size, now.Spec.Size)}
 			}); err != nil {
 				return err
 			}
@@ -567,6 +616,9 @@ func (a *Agent) arrive(ctx context.Context, v *v1alpha1.Volume, sealed metav1.Mi
 		defer a.Changed()
 		err = report(ctx, a, now, func(v *v1alpha1.Volume) {
 			setGiven(v, to, is)
+			if v.Status.Move == nil { // it was restored without its status
+				v.Status.Move = &v1alpha1.MoveStatus{Node: a.local.Node()}
+			}
 			v.Status.Move.Arrived, v.Status.Move.Waits, v.Status.Move.Message = true, false, "moved; node "+v.Spec.Move.Node+" is to give its bytes back"
 		})
 		*v = *now
@@ -589,7 +641,7 @@ func (a *Agent) giveBack(ctx context.Context, v *v1alpha1.Volume) (reconcile.Res
 		if copied := v.Status.Move.Copied; copied != nil {
 			sealed = copied.Sealed.Time
 		}
-		return a.depart(ctx, cluster.VolumeID(v), sealed)
+		return a.depart(ctx, v, sealed)
 	})
 }
 
@@ -623,13 +675,20 @@ func giveBack[T cluster.Object](ctx context.Context, a *Agent, o, now T, lock st
 	return reconcile.Result{}, errors.Join(err, failure)
 }
 
-// depart removes what is here of a volume that has left, as it was sealed then. Who used it while it moved may be connected here still: that ends first.
-func (a *Agent) depart(ctx context.Context, id volume.ID, sealed time.Time) error {
+// depart removes what is here of a volume that has left, as it was sealed then, if the new node has all of it: that has said so, and may have lost it since. Who used the volume while it moved may
+// be connected here still: that ends first.
+func (a *Agent) depart(ctx context.Context, v *v1alpha1.Volume, sealed time.Time) error {
+	id, home := cluster.VolumeID(v), v.Spec.NodeName
 	if since, is, err := a.local.SealedSince(ctx, id); errdefs.IgnoreNotFound(err) != nil {
 		return err
 	} else if is && since.Equal(sealed) {
 		if err := a.local.Unexport(ctx, id, 0); err != nil {
 			return err
+		}
+		asking, cancel := context.WithTimeout(ctx, homeTime)
+		defer cancel()
+		if err := (otherHome{a, home}).Arrived(asking, id); err != nil {
+			return errdefs.Recast(errdefs.ErrUnavailable, err, "node %s has to say that it has all of volume %s; if it never will, these are its bytes: delete the object of the volume, and adopt it here", home, id)
 		}
 	}
 	return a.local.Depart(ctx, id, sealed)

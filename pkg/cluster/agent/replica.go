@@ -45,6 +45,8 @@ type replicas struct {
 // replica is what is known of one beside its object. It is forgotten with the process.
 type replica struct {
 	legs   map[string]volume.ID // by their names
+	opens  time.Time            // since when the claim of a generation is to be opened
+	claim  int64                // that generation
 	record blockdev.Record      // as it was last; zero: not known
 }
 
@@ -311,7 +313,7 @@ func (l *ReplicaLegs) Open(ctx context.Context, pool string, ref blockdev.Ref) (
 	if v.Spec.Pool != pool || v.Going() || v.Status.Made == nil {
 		return replicapool.Opened{}, fmt.Errorf("%w: replicated volume %s is not there to be used", errdefs.ErrPrecondition, ref.Key)
 	}
-	opened, failed := l.openAll(ctx, v)
+	opened, waits, failed := l.openAll(ctx, v)
 	defer func() {
 		if err != nil {
 			for _, leg := range opened {
@@ -319,8 +321,8 @@ func (l *ReplicaLegs) Open(ctx context.Context, pool string, ref blockdev.Ref) (
 			}
 		}
 	}()
-	if len(opened) == 0 {
-		return replicapool.Opened{}, errdefs.Recast(errdefs.ErrUnavailable, failed, "no current leg of the replicated volume %s can be opened", ref.Key)
+	if len(opened) == 0 || waits {
+		return replicapool.Opened{}, errdefs.Recast(errdefs.ErrUnavailable, failed, "the legs of the replicated volume %s that are current are waited for", ref.Key)
 	}
 	chosen, size := choose(opened), int64(0)
 	if err := l.writeList(ctx, v, chosen, opened); err != nil {
@@ -335,14 +337,22 @@ func (l *ReplicaLegs) Open(ctx context.Context, pool string, ref blockdev.Ref) (
 		out.Legs = append(out.Legs, leg.device)
 		size = max(size, volume.RecordOf(ref, v.Spec.Name, v.Spec.Size, leg.Data).Size)
 	}
+	l.note(ref.Key, func(r *replica) { r.claim = 0 })
 	out.Size = size
 	return out, err
 }
 
-// openAll opens the legs that are current, the near one first. failed says why some were not; those are waited for a while.
-func (l *ReplicaLegs) openAll(ctx context.Context, v *v1alpha1.ReplicatedVolume) (opened []openedLeg, failed error) {
+// openAll opens the legs that are current, the near one first. failed says why some were not; those are waited for a while, and waits says that it is not over.
+func (l *ReplicaLegs) openAll(ctx context.Context, v *v1alpha1.ReplicatedVolume) (opened []openedLeg, waits bool, failed error) {
 	left := v.Current()
-	for end := time.Now().Add(legPatience * l.options.CarryEvery); ; {
+	var end time.Time // whoever asks has less time, and asks again
+	l.note(v.Name, func(r *replica) {
+		if g := v.Spec.Claim.Generation; r.claim != g {
+			r.opens, r.claim = time.Now(), g
+		}
+		end = r.opens.Add(legPatience * l.options.CarryEvery)
+	})
+	for {
 		legs, failures := make([]openedLeg, len(left)), make([]error, len(left))
 		var all sync.WaitGroup
 		for i, name := range left {
@@ -358,16 +368,16 @@ func (l *ReplicaLegs) openAll(ctx context.Context, v *v1alpha1.ReplicatedVolume)
 			}
 		}
 		left, failed = again, errors.Join(failures...)
-		hopeless := !errors.Is(failed, errdefs.ErrUnavailable) && !errors.Is(failed, errdefs.ErrBusy)
-		if failed == nil || len(opened) > 0 && (hopeless || time.Now().After(end)) || pause(ctx, l.options.CarryEvery) != nil {
+		late := time.Now().After(end) || !errors.Is(failed, errdefs.ErrUnavailable) && !errors.Is(failed, errdefs.ErrBusy)
+		if failed == nil || late {
 			break
 		}
-		if len(opened) == 0 && time.Now().After(end) {
-			break
+		if pause(ctx, l.options.CarryEvery) != nil {
+			return opened, true, failed
 		}
 	}
 	slices.SortStableFunc(opened, func(a, b openedLeg) int { return volume.TrueFirst(a.near, b.near) })
-	return opened, failed
+	return opened, false, failed
 }
 
 // open opens a leg that is current, as far as the list says, for the claim that there is.

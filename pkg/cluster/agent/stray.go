@@ -8,6 +8,7 @@ import (
 	"strings"
 	"time"
 
+	"google.golang.org/grpc"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/klog/v2"
@@ -18,6 +19,7 @@ import (
 	"github.com/ashlar-csi/ashlar/pkg/blockdev"
 	"github.com/ashlar-csi/ashlar/pkg/cluster"
 	"github.com/ashlar-csi/ashlar/pkg/cluster/internal/kube"
+	"github.com/ashlar-csi/ashlar/pkg/cluster/move"
 	"github.com/ashlar-csi/ashlar/pkg/errdefs"
 	"github.com/ashlar-csi/ashlar/pkg/volume"
 )
@@ -44,12 +46,18 @@ type lookup struct {
 	taken string // as in stray
 }
 
+// looking is a look at the strays of a pool.
+type looking struct {
+	lookups map[volume.ID]lookup // without those of what is not there any more
+	silent  map[string]bool      // nodes that were asked, and did not answer
+}
+
 // strays are the volumes and snapshots of a pool that no object is for. Ephemeral volumes are
 // the node's own. What a copy left that nobody asks for any more it removes on its way.
 func (a *Agent) strays(ctx context.Context, pool blockdev.Pool) ([]stray, error) {
 	var strays []stray
-	lookups := map[volume.ID]lookup{} // without those of what is not there any more
-	defer func() { a.lookups[pool.Name()] = lookups }()
+	look := looking{map[volume.ID]lookup{}, map[string]bool{}}
+	defer func() { a.lookups[pool.Name()] = look.lookups }()
 	for _, kind := range []blockdev.Kind{blockdev.Volume, blockdev.Snapshot} {
 		records, err := pool.List(ctx, kind, "", 0)
 		if err != nil {
@@ -60,7 +68,7 @@ func (a *Agent) strays(ctx context.Context, pool blockdev.Pool) ([]stray, error)
 				a.dropLeftover(ctx, left)
 				continue
 			}
-			one, err := a.strayOf(ctx, pool.Name(), volume.IDOf(pool.Name(), r), lookups)
+			one, err := a.strayOf(ctx, pool.Name(), volume.IDOf(pool.Name(), r), look)
 			if err != nil {
 				return nil, err
 			}
@@ -72,8 +80,8 @@ func (a *Agent) strays(ctx context.Context, pool blockdev.Pool) ([]stray, error)
 	return strays, nil
 }
 
-// strayOf returns what is a stray of what a pool has; nil for what is none. What the API server says is added to lookups.
-func (a *Agent) strayOf(ctx context.Context, pool string, id volume.ID, lookups map[volume.ID]lookup) (*stray, error) {
+// strayOf returns what is a stray of what a pool has; nil for what is none. What the API server says is added to look.
+func (a *Agent) strayOf(ctx context.Context, pool string, id volume.ID, look looking) (*stray, error) {
 	var o cluster.Object = &v1alpha1.Volume{}
 	describe := a.strayVolume
 	if id.Kind == blockdev.Snapshot {
@@ -101,12 +109,12 @@ func (a *Agent) strayOf(ctx context.Context, pool string, id volume.ID, lookups 
 	last, known := a.lookups[pool][id]
 	if cached || !known || time.Since(last.at) >= checkAgain {
 		var left bool
-		if last, left, err = a.lookUp(ctx, pool, id, o, cached); err != nil || !left {
+		if last, left, err = a.lookUp(ctx, pool, id, o, cached); err != nil || !left || one.sealed && a.dropMoved(ctx, pool, id, look) {
 			return nil, err
 		}
 	}
 	if !cached {
-		lookups[id] = last
+		look.lookups[id] = last
 	}
 	one.taken = last.taken
 	return one, nil
@@ -171,6 +179,44 @@ func (a *Agent) dropLeft(ctx context.Context, pool string, id volume.ID) error {
 		err := a.local.DropLeft(ctx, pool, id, v.Spec.Claims)
 		if err == nil {
 			klog.FromContext(ctx).Info("Removed what was left of a volume in another pool than its own", "id", id.String(), "pool", pool, "volume", v.Spec.Pool)
+		}
+		return err
+	})
+}
+
+// dropMoved removes what a pool has left of a volume that has moved from this node to another one, which was taken for gone until the move had ended (volume.DropMoved): nobody gave it back. It
+// stays unless the API server says for good that the volume is on another node, and that one says that it has it, whole, and that it came from what is here: this may be all there is.
+func (a *Agent) dropMoved(ctx context.Context, pool string, id volume.ID, look looking) (removed bool) {
+	var home string
+	err := a.withLocks([]string{keylock.Volume(id.Key)}, func() error {
+		v := &v1alpha1.Volume{}
+		if err := a.kube.Live.Get(ctx, client.ObjectKey{Name: id.Key}, v); err != nil {
+			return kube.APIError("read volume "+id.Key, err)
+		}
+		home = v.Spec.NodeName
+		if home == a.local.Node() || !settledOn(v, home) || cluster.VolumeID(v) != id || look.silent[home] {
+			return fmt.Errorf("%w: it is not known to be whole on node %s", errdefs.ErrPrecondition, home)
+		}
+		return a.local.DropMoved(ctx, pool, id, func(sealed time.Time) error { return a.hasMovedTo(ctx, id, home, sealed) })
+	})
+	log := klog.FromContext(ctx).WithValues("id", id.String(), "pool", pool, "node", home)
+	if err != nil {
+		look.silent[home] = look.silent[home] || errors.Is(err, errdefs.ErrUnavailable)
+		log.V(2).Info("What is left of a volume that may have moved to another node stays for now", "why", err.Error())
+		return false
+	}
+	log.Info("Removed what was left of a volume that moved to another node while this one was taken for gone")
+	return true
+}
+
+// hasMovedTo returns nil if a node says that it has a volume, whole, and that came from what was sealed here.
+func (a *Agent) hasMovedTo(ctx context.Context, id volume.ID, home string, sealed time.Time) error {
+	ctx, cancel := context.WithTimeout(ctx, homeTime)
+	defer cancel()
+	return a.atNode(ctx, home, func(c grpc.ClientConnInterface) error {
+		has, err := move.HomeAt(c).Has(ctx, id, sealed)
+		if err == nil && !has {
+			err = fmt.Errorf("%w: node %s does not say that its volume came from what is here", errdefs.ErrPrecondition, home)
 		}
 		return err
 	})

@@ -86,8 +86,8 @@ func ofRecovery(o client.Object, on []string, subject string, conditions []metav
 		state: kind + c.LastTransitionTime.UTC().Format(time.RFC3339)}.each(on)
 }
 
-// ofVolume is all that there is to say of a volume whose node is in some state, and whose move, if it is to move, began at a generation.
-func ofVolume(v *v1alpha1.Volume, node nodeState, began int64) []saying {
+// ofVolume is all that there is to say of a volume whose node is in some state, and whose move, if it is to move, began at a generation, and is to another node, or from there, in some state.
+func ofVolume(v *v1alpha1.Volume, node, other nodeState, began int64) []saying {
 	subject := fmt.Sprintf("volume %s on node %s: ", cluster.VolumeID(v), v.Spec.NodeName)
 	all := ofProblems(v, volumes, subject, v.Status.Health, v.Status.Conditions)
 	if f := v.Common().Refused(v.Generation); f != nil {
@@ -107,7 +107,7 @@ func ofVolume(v *v1alpha1.Volume, node nodeState, began int64) []saying {
 		}
 	}
 	all = append(all, ofCopy(v, subject)...)
-	all = append(all, ofMove(v, volumes, subject, began, v.Spec.Move, v.Status.Move)...)
+	all = append(all, ofMove(v, volumes, subject, began, other)...)
 	all = append(all, ofAway(v)...)
 	return append(all, ofWaiting(v, node)...)
 }
@@ -136,9 +136,14 @@ func ofCopy(v *v1alpha1.Volume, subject string) []saying {
 // ofMove is what there is to say of the move of a volume or a snapshot to another node: that it is begun, why it does not go on, that it is there.
 // It may move to the same node again soon, and each move is told: by the generation at which it began, and once it has moved by
 // that at which all was copied, which does not change any more.
-func ofMove(o cluster.Object, on []string, subject string, began int64, m *v1alpha1.Move, s *v1alpha1.MoveStatus) []saying {
-	if m == nil || s == nil || v1alpha1.Going(o) || !m.Left && s.Node != m.Node {
+func ofMove(o cluster.Object, on []string, subject string, began int64, other nodeState) []saying {
+	m, s := o.Moves()
+	if m == nil || v1alpha1.Going(o) {
 		return nil
+	}
+	waits := ofMoveAway(o, on, subject, m, s, other)
+	if s == nil || !m.Left && s.Node != m.Node {
+		return waits
 	}
 	if m.Left && s.Copied != nil {
 		began = s.Copied.Generation
@@ -157,11 +162,25 @@ func ofMove(o cluster.Object, on []string, subject string, began int64, m *v1alp
 		one.reason, one.note = Moving, fmt.Sprintf("%sit is being moved to node %s", subject, where)
 		all = one.each(on)
 	}
-	if s.Waits {
+	if s.Waits && len(waits) == 0 { // else what it waited for is old news
 		one.reason, one.level, one.lasting, one.note = MoveWaits, warning, true, subject+"its move waits: "+s.Message
 		all = append(all, one.each(on)...)
 	}
-	return all
+	return append(all, waits...)
+}
+
+// ofMoveAway says that a move waits for the node that it is to, or that something has left, as that is away: it cannot say so itself.
+func ofMoveAway(o cluster.Object, on []string, subject string, m *v1alpha1.Move, s *v1alpha1.MoveStatus, other nodeState) []saying {
+	arrived := s != nil && s.Arrived
+	if other.reason == "" || m.Left && (!arrived || s.Cleared) {
+		return nil
+	}
+	what := ""
+	if m.Left {
+		what = ", which is to give its bytes back"
+	}
+	return saying{of: o, reason: MoveWaits, level: warning, lasting: true, since: other.since, state: strings.Join([]string{m.Node, other.reason, other.id()}, " "),
+		note: fmt.Sprintf("%sits move waits for node %s%s: %s", subject, m.Node, what, other.why)}.each(on)
 }
 
 // ofAway says that who uses a volume on another node, or reads it beside others, waits for the volume's own, as the agent there has found.
@@ -182,9 +201,21 @@ func ofAway(v *v1alpha1.Volume) (all []saying) {
 // awayOn is in the state of HomeAway, before the node on which the volume is used.
 const awayOn = " on "
 
+// waitsForHome reports whether something is to be done to a volume that its node does: it is to be made, grown, deleted, taken over where it has moved to, given to another node that has a
+// claim, or not given to one any more that has none.
+func waitsForHome(v *v1alpha1.Volume) bool {
+	m, s := v.Spec.Move, v.Status.Move
+	given := v.Given()
+	return v.Deleting() || v.Status.Created == nil && v.Spec.Make || v.Spec.Size > v.Status.Size || m != nil && m.Left && (s == nil || !s.Arrived) ||
+		slices.ContainsFunc(v.Claimants(), func(node string) bool {
+			return node != v.Spec.NodeName && !slices.ContainsFunc(given, func(e v1alpha1.Export) bool { return e.Node == node && e.Generation == v.ClaimOf(node).Generation })
+		}) ||
+		slices.ContainsFunc(given, func(e v1alpha1.Export) bool { return v.ClaimOf(e.Node) == nil && e.Generation <= v.Spec.Claims })
+}
+
 // ofWaiting says that a volume waits for its node: it is in use, or something is to be done to it.
 func ofWaiting(v *v1alpha1.Volume, node nodeState) []saying {
-	wanted := v.Deleting() || v.Status.Created == nil && v.Spec.Make || v.Spec.Size > v.Status.Size
+	wanted := waitsForHome(v)
 	one := saying{of: v, reason: node.reason, level: warning, since: node.since, state: node.id(), lasting: true, waits: true}
 	switch subject := "volume " + cluster.VolumeID(v).String(); {
 	case node.reason == NodeGone:
@@ -197,11 +228,11 @@ func ofWaiting(v *v1alpha1.Volume, node nodeState) []saying {
 	return nil
 }
 
-// ofSnapshot is all that there is to say of a snapshot, and of its volume because of it; began is as in ofVolume.
-func ofSnapshot(s *v1alpha1.Snapshot, began int64) []saying {
+// ofSnapshot is all that there is to say of a snapshot, and of its volume because of it; other and began are as in ofVolume.
+func ofSnapshot(s *v1alpha1.Snapshot, other nodeState, began int64) []saying {
 	subject := fmt.Sprintf("snapshot %s on node %s: ", cluster.SnapshotID(s), s.Spec.NodeName)
 	all := ofProblems(s, []string{onSnapshot}, subject, s.Status.Health, s.Status.Conditions)
-	all = append(all, ofMove(s, []string{onSnapshot}, subject, began, s.Spec.Move, s.Status.Move)...)
+	all = append(all, ofMove(s, []string{onSnapshot}, subject, began, other)...)
 	f := s.Common().Refused(s.Generation)
 	switch {
 	case f == nil:

@@ -22,7 +22,7 @@ func TestRefusalsLeadToTheirCause(t *testing.T) {
 		v.Generation, v.Spec.Size = 2, 2<<30
 		v.Status.Created, v.Status.Size = &metav1.MicroTime{Time: time.Now()}, 1<<30
 		v.Status.ObservedGeneration, v.Status.Failure = 2, &v1alpha1.Failure{Reason: reason, Message: "no"}
-		all := ofVolume(v, nodeState{}, 0)
+		all := ofVolume(v, nodeState{}, nodeState{}, 0)
 		if len(all) != len(volumes) {
 			t.Fatalf("%s: %d sayings", reason, len(all))
 		}

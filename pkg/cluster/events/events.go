@@ -110,8 +110,21 @@ func (a *Announcer) VolumeChanged(o client.Object, gone bool) {
 	if v, ok := o.(*v1alpha1.Volume); ok {
 		a.mu.Lock()
 		defer a.mu.Unlock()
-		a.update(v, gone, ofVolume(v, a.nodes[v.Spec.NodeName], a.began(v, v.Spec.Move, gone)))
+		a.updateVolume(v, gone)
 	}
+}
+
+// updateVolume is update of a volume.
+func (a *Announcer) updateVolume(v *v1alpha1.Volume, gone bool) {
+	a.update(v, gone, ofVolume(v, a.nodes[v.Spec.NodeName], a.other(v.Spec.Move), a.began(v, v.Spec.Move, gone)))
+}
+
+// other is how the node is that something moves to, or has left.
+func (a *Announcer) other(m *v1alpha1.Move) nodeState {
+	if m == nil {
+		return nodeState{}
+	}
+	return a.nodes[m.Node]
 }
 
 // begun is a move of a volume or a snapshot that has not moved yet.
@@ -139,7 +152,7 @@ func (a *Announcer) SnapshotChanged(o client.Object, gone bool) {
 	if s, ok := o.(*v1alpha1.Snapshot); ok {
 		a.mu.Lock()
 		defer a.mu.Unlock()
-		a.update(s, gone, ofSnapshot(s, a.began(s, s.Spec.Move, gone)))
+		a.update(s, gone, ofSnapshot(s, a.other(s.Spec.Move), a.began(s, s.Spec.Move, gone)))
 	}
 }
 

@@ -23,7 +23,7 @@ const (
 	lookAgain = time.Minute
 )
 
-// lookAtNodes finds out how the nodes are that have pools or volumes, and says what is new. It returns when to look again.
+// lookAtNodes finds out how the nodes are that have pools or volumes, or that volumes move to or have left, and says what is new. It returns when to look again.
 func (a *Announcer) lookAtNodes(ctx context.Context) time.Duration {
 	a.mu.Lock() // so that what is in the cache now is not older than what was told of before
 	defer a.mu.Unlock()
@@ -40,8 +40,11 @@ func (a *Announcer) lookAtNodes(ctx context.Context) time.Duration {
 		has[pools.Items[i].Spec.NodeName] = nil
 	}
 	for i := range volumes.Items {
-		name := volumes.Items[i].Spec.NodeName
-		has[name] = append(has[name], &volumes.Items[i])
+		v := &volumes.Items[i]
+		has[v.Spec.NodeName] = append(has[v.Spec.NodeName], v)
+		if m := v.Spec.Move; m != nil {
+			has[m.Node] = append(has[m.Node], v)
+		}
 	}
 	for name := range a.nodes {
 		if _, there := has[name]; !there {
@@ -61,14 +64,14 @@ func (a *Announcer) lookAtNodes(ctx context.Context) time.Duration {
 	return next
 }
 
-// setNode says what there is to say of a node and its volumes. The caller has the lock.
+// setNode says what there is to say of a node, and of volumes that it has, or that move to it or have left it. The caller has the lock.
 func (a *Announcer) setNode(node *corev1.Node, gone bool, state nodeState, its []*v1alpha1.Volume) {
 	if a.nodes[node.Name] = state; state.reason == "" {
 		delete(a.nodes, node.Name)
 	}
 	a.update(node, gone, ofNode(node, state))
 	for _, v := range its {
-		a.update(v, false, ofVolume(v, state, a.began(v, v.Spec.Move, false)))
+		a.updateVolume(v, false)
 	}
 }
 

@@ -28,8 +28,7 @@ const Service = "ashlar.v1.Export"
 // Home is the node that has volumes, as those see it that use them. Each call may be made again. errdefs.ErrBusy: something else is being done
 // to the volume, which does not take long. errdefs.ErrPrecondition: the volume is not claimed for the caller, or not by this generation.
 type Home interface {
-	// Open exports a volume to the caller, whose claim has the generation. What was exported for another one is ended first. errdefs.ErrExists if it is exported for this one
-	// since before the home was told to do so with TLS, or without: it stays so until Close.
+	// Open exports a volume to the caller, whose claim has the generation. What was exported for another one is ended first; what is for this one stays as it is (Opened.Otherwise).
 	Open(ctx context.Context, id volume.ID, generation int64) (Opened, error)
 	// Record is that of a volume which is exported to the caller, or claimed for it.
 	Record(ctx context.Context, id volume.ID, generation int64) (blockdev.Record, error)
@@ -57,6 +56,8 @@ type Opened struct {
 	PSK       secret.Text    // of TLS; empty: all goes in plain text
 	UUID      string         // of the namespace, with dashes
 	Size      int64          // of the device, in bytes
+	// Otherwise is for what is exported since before its home was to do so with TLS, or without. It stays so until Close: who is connected goes on, and nobody else connects.
+	Otherwise bool
 	// Record of the volume.
 	Record blockdev.Record
 }
@@ -98,11 +99,13 @@ type Wire struct {
 	PSK     string         `json:"psk,omitempty"`
 	UUID    string         `json:"uuid"`
 	Size    int64          `json:"size"`
+
+	Otherwise bool `json:"otherwise,omitempty"`
 }
 
 // WireOf is what is sent of what was opened.
 func WireOf(o Opened) *Wire {
-	return &Wire{o.Address, o.NQN, o.Host, o.Secret.Reveal(), o.PSK.Reveal(), o.UUID, o.Size}
+	return &Wire{o.Address, o.NQN, o.Host, o.Secret.Reveal(), o.PSK.Reveal(), o.UUID, o.Size, o.Otherwise}
 }
 
 // Of is what was opened of a volume, as another node says it; ErrUnavailable if it says nothing of that.
@@ -110,7 +113,7 @@ func (w *Wire) Of(id volume.ID) (Opened, error) {
 	if w == nil || w.NQN == "" || w.Host == "" || w.Size <= 0 || !w.Address.IsValid() {
 		return Opened{}, fmt.Errorf("%w: the answer does not say where volume %s is exported", errdefs.ErrUnavailable, id)
 	}
-	return Opened{Address: w.Address, NQN: w.NQN, Host: w.Host, Secret: secret.Of(w.Secret), PSK: secret.Of(w.PSK), UUID: w.UUID, Size: w.Size}, nil
+	return Opened{Address: w.Address, NQN: w.NQN, Host: w.Host, Secret: secret.Of(w.Secret), PSK: secret.Of(w.PSK), UUID: w.UUID, Size: w.Size, Otherwise: w.Otherwise}, nil
 }
 
 // record is a blockdev.Record that is ready.

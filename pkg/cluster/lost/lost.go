@@ -264,8 +264,8 @@ func (l *lacking) snapshots(ctx context.Context, volumes map[string]*v1alpha1.Vo
 func (l *lacking) content(api schema.GroupVersion, kind, key string, s *v1alpha1.Snapshot, volumes map[string]*v1alpha1.Volume, source map[string]any) {
 	namespace := l.namespace
 	of := volumes[s.Spec.Source]
-	if of != nil && of.Spec.NodeName != s.Spec.NodeName {
-		of = nil // a snapshot is on the node of its volume: this one says that of another's
+	if of != nil && !s.Of(of) {
+		of = nil // its node says that of another's
 	}
 	if v := of; v != nil && v.Spec.ClaimRef != nil {
 		namespace = v.Spec.ClaimRef.Namespace

@@ -58,6 +58,16 @@ type New interface {
 	Complete(ctx context.Context, of Of, nqn string, from volume.Origin) error
 	// Drop removes what was prepared, if it is exported by that name. What is gone is gone: success.
 	Drop(ctx context.Context, of Of, nqn string) error
+	// Arrived is for the old node, which is about to delete what it has: nil if the volume has moved from there, and the new one has all of it. errdefs.ErrNotFound,
+	// errdefs.ErrDataLoss if not.
+	Arrived(ctx context.Context, id volume.ID) error
+}
+
+// Home is the node that has a volume, as one sees it that the volume has left, and that was taken for gone until the move had ended.
+type Home interface {
+	// Has reports whether the node has the volume, whole, and that came from what the caller has sealed since a time: then it has all of that, and what was written since. It is false
+	// as well where the API server does not say that the volume is that node's.
+	Has(ctx context.Context, id volume.ID, sealed time.Time) (bool, error)
 }
 
 const (
@@ -68,6 +78,8 @@ const (
 	methodPrepare  = "Prepare"
 	methodComplete = "Complete"
 	methodDrop     = "Drop"
+	methodArrived  = "Arrived"
+	methodHas      = "Has"
 )
 
 // request is that of each of the calls.
@@ -77,6 +89,8 @@ type request struct {
 	Object int64   `json:"object"`
 	NQN    string  `json:"nqn,omitempty"`
 	Origin *origin `json:"origin,omitempty"`
+
+	Sealed time.Time `json:"sealed,omitzero"` // of Has
 }
 
 // Of: see call.Request.
@@ -85,12 +99,13 @@ func (r request) Of() string { return r.Volume }
 // of is which move it is for.
 func (r request) of(id volume.ID) Of { return Of{id, r.Claim, r.Object} }
 
-// answer is that to each of the calls. Complete and Drop have an empty one.
+// answer is that to each of the calls. Complete, Drop and Arrived have an empty one.
 type answer struct {
 	Origin *origin      `json:"origin,omitempty"`
 	Opened *export.Wire `json:"opened,omitempty"`
 	Ranges []extent     `json:"ranges,omitempty"`
 	Since  time.Time    `json:"since,omitzero"` // of Sealed
+	Has    bool         `json:"has,omitempty"`  // of Has
 }
 
 type extent struct {
@@ -132,8 +147,8 @@ func (o *origin) of(id volume.ID) (volume.Origin, error) {
 		Format: volume.Format{State: o.State, Type: o.Type}, Header: volume.Header{State: o.Header, UUID: o.UUID}, Labels: labels, Claims: o.Claims}, nil
 }
 
-// Register has a gRPC server answer for a node, as the old one of volumes that move, and as the new one of others.
-func Register(r grpc.ServiceRegistrar, from Old, to New) {
+// Register has a gRPC server answer for a node, as the old one of volumes that move, as the new one of others, and as the one that others have moved to.
+func Register(r grpc.ServiceRegistrar, from Old, to New, at Home) {
 	originOf := func(o volume.Origin, err error) (answer, error) { return answer{Origin: fromOrigin(o)}, err }
 	methods := map[string]func(context.Context, volume.ID, request) (answer, error){
 		methodDescribe: func(ctx context.Context, id volume.ID, r request) (answer, error) {
@@ -145,6 +160,10 @@ func Register(r grpc.ServiceRegistrar, from Old, to New) {
 		methodSealed: func(ctx context.Context, id volume.ID, _ request) (answer, error) {
 			since, err := from.Sealed(ctx, id)
 			return answer{Since: since}, err
+		},
+		methodHas: func(ctx context.Context, id volume.ID, r request) (answer, error) {
+			has, err := at.Has(ctx, id, r.Sealed)
+			return answer{Has: has}, err
 		},
 		methodRanges: func(ctx context.Context, id volume.ID, r request) (out answer, err error) {
 			ranges, err := from.Ranges(ctx, r.of(id))
@@ -171,6 +190,9 @@ func Register(r grpc.ServiceRegistrar, from Old, to New) {
 		methodDrop: func(ctx context.Context, id volume.ID, r request) (answer, error) {
 			return answer{}, to.Drop(ctx, r.of(id), r.NQN)
 		},
+		methodArrived: func(ctx context.Context, id volume.ID, _ request) (answer, error) {
+			return answer{}, to.Arrived(ctx, id)
+		},
 	}
 	r.RegisterService(&grpc.ServiceDesc{ServiceName: Service, HandlerType: (*any)(nil), Methods: call.Methods(Service, methods)}, nil)
 }
@@ -180,6 +202,9 @@ func OldAt(agent grpc.ClientConnInterface) Old { return client{agent} }
 
 // NewAt is the new node that answers at a connection.
 func NewAt(agent grpc.ClientConnInterface) New { return client{agent} }
+
+// HomeAt is the node that has a volume, which answers at a connection.
+func HomeAt(agent grpc.ClientConnInterface) Home { return client{agent} }
 
 type client struct{ agent grpc.ClientConnInterface }
 
@@ -244,4 +269,16 @@ func (c client) Complete(ctx context.Context, of Of, nqn string, from volume.Ori
 func (c client) Drop(ctx context.Context, of Of, nqn string) error {
 	_, err := c.call(ctx, methodDrop, of, request{NQN: nqn})
 	return err
+}
+
+// Arrived: see New.
+func (c client) Arrived(ctx context.Context, id volume.ID) error {
+	_, err := c.call(ctx, methodArrived, Of{ID: id}, request{})
+	return err
+}
+
+// Has: see Home.
+func (c client) Has(ctx context.Context, id volume.ID, sealed time.Time) (bool, error) {
+	out, err := c.call(ctx, methodHas, Of{ID: id}, request{Sealed: sealed})
+	return out.Has, err
 }

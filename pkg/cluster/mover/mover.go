@@ -46,7 +46,7 @@ func newQueue() queue {
 // restart has moved, takes to come back.
 const FollowAfter = 10 * time.Minute
 
-// New returns a mover. Its connection's cache has volumes, with the index cluster.ByFetched, snapshots, with cluster.ByGroup, and pools.
+// New returns a mover. Its connection's cache has volumes, with the index cluster.ByFetched, snapshots, with cluster.ByGroup and cluster.BySource, and pools.
 func New(c kube.Connection, followAfter time.Duration) *Mover {
 	return &Mover{c, followAfter, newQueue(), newQueue()}
 }
@@ -118,6 +118,12 @@ func (m *Mover) move(ctx context.Context, key string) (again time.Duration, err 
 		}
 		v.Spec.Move = nil
 	case cluster.MayMove(v):
+		if gone, err := m.gone(ctx, cluster.VolumeID(v), v.Spec.Move.Node); err != nil || gone {
+			return lastRetry, err
+		}
+		if err := m.labelSnapshots(ctx, v); err != nil {
+			return 0, err
+		}
 		klog.FromContext(ctx).Info("A volume moves", "volume", cluster.VolumeID(v).String(), "from", v.Spec.NodeName, "to", v.Spec.Move.Node)
 		cluster.Flip(v)
 	default:
@@ -135,10 +141,19 @@ func (m *Mover) ended(ctx context.Context, id volume.ID, old string, s *v1alpha1
 	if s.Cleared {
 		return true, nil
 	}
+	return m.gone(ctx, id, old)
+}
+
+// gone reports whether a node that something moves to, or has left, is gone for good.
+func (m *Mover) gone(ctx context.Context, id volume.ID, name string) (bool, error) {
 	node := &corev1.Node{}
-	err := m.kube.Live.Get(ctx, client.ObjectKey{Name: old}, node)
+	err := m.kube.Live.Get(ctx, client.ObjectKey{Name: name}, node)
 	if client.IgnoreNotFound(err) != nil {
-		return false, fmt.Errorf("look at node %s, which %s has left: %w", old, id, err)
+		return false, fmt.Errorf("look at node %s, for the move of %s: %w", name, id, err)
 	}
-	return gc.IsGone(node, err), nil
+	gone := gc.IsGone(node, err)
+	if gone {
+		klog.FromContext(ctx).Info("A node of a move is gone", "id", id.String(), "node", name)
+	}
+	return gone, nil
 }

@@ -42,6 +42,9 @@ func (m *Mover) moveSnapshot(ctx context.Context, key string) (again time.Durati
 		}
 		s.Spec.Move = nil
 	case cluster.SnapshotMayMove(s):
+		if gone, err := m.gone(ctx, cluster.SnapshotID(s), s.Spec.Move.Node); err != nil || gone {
+			return lastRetry, err
+		}
 		var copies v1alpha1.VolumeList
 		if err := m.kube.Cache.List(ctx, &copies, client.MatchingFields{cluster.ByFetched: key}, client.UnsafeDisableDeepCopy); err != nil || len(copies.Items) > 0 {
 			return readRetry, err
@@ -50,12 +53,48 @@ func (m *Mover) moveSnapshot(ctx context.Context, key string) (again time.Durati
 			return 0, err
 		}
 		klog.FromContext(ctx).Info("A snapshot moves", "snapshot", cluster.SnapshotID(s).String(), "from", s.Spec.NodeName, "to", s.Spec.Move.Node)
+		if err := m.labelSource(ctx, s); err != nil {
+			return 0, err
+		}
 		cluster.FlipSnapshot(s)
 	default:
 		return 0, nil
 	}
 	err = kube.IgnoreConflict(m.kube.Client.Patch(ctx, s, kube.LockingPatch(before)))
 	return 0, kube.APIError("move snapshot "+key, client.IgnoreNotFound(err))
+}
+
+// labelSource has a snapshot that is about to leave the node of its volume known as that one's by its label (v1alpha1.Snapshot.Of), if it was adopted.
+func (m *Mover) labelSource(ctx context.Context, s *v1alpha1.Snapshot) error {
+	v := &v1alpha1.Volume{}
+	err := m.kube.Cache.Get(ctx, client.ObjectKey{Name: s.Spec.Source}, v)
+	if err == nil && s.Of(v) {
+		metav1.SetMetaDataLabel(&s.ObjectMeta, v1alpha1.SourceLabel, v.Name)
+	}
+	return client.IgnoreNotFound(err)
+}
+
+// labelSnapshots has the snapshots of a volume that is about to leave them known as its own by their label (v1alpha1.Snapshot.Of): those that were adopted.
+func (m *Mover) labelSnapshots(ctx context.Context, v *v1alpha1.Volume) error {
+	var list v1alpha1.SnapshotList
+	if err := m.kube.Cache.List(ctx, &list, client.MatchingFields{cluster.BySource: v.Name}); err != nil {
+		return err
+	}
+	for i := range list.Items {
+		if s := &list.Items[i]; s.Labels[v1alpha1.SourceLabel] == "" && s.Of(v) {
+			if err := m.label(ctx, s, v1alpha1.SourceLabel, v.Name); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// label gives a snapshot a label. That it is gone is success.
+func (m *Mover) label(ctx context.Context, s *v1alpha1.Snapshot, label, value string) error {
+	before := s.DeepCopy()
+	metav1.SetMetaDataLabel(&s.ObjectMeta, label, value)
+	return kube.APIError("label snapshot "+s.Name, client.IgnoreNotFound(m.kube.Client.Patch(ctx, s, kube.LockingPatch(before))))
 }
 
 // labelGroup reports whether all members of a snapshot's group are known by their label (v1alpha1.OfGroup), and has those known that were adopted: once one of them has
@@ -70,27 +109,25 @@ func (m *Mover) labelGroup(ctx context.Context, s *v1alpha1.Snapshot) (all bool,
 		return err == nil, err
 	}
 	all = !slices.ContainsFunc(members, func(one v1alpha1.Snapshot) bool { return one.Name == s.Name && !one.InGroup() }) // which is another object from then on, and comes again
-	return all, m.label(ctx, members)
+	return all, m.labelMembers(ctx, members)
 }
 
-// label gives members of a group its label.
-func (m *Mover) label(ctx context.Context, members []v1alpha1.Snapshot) error {
+// labelMembers gives members of a group its label.
+func (m *Mover) labelMembers(ctx context.Context, members []v1alpha1.Snapshot) error {
 	for i := range members {
 		one := &members[i]
 		if one.InGroup() {
 			continue
 		}
-		before := one.DeepCopy()
-		metav1.SetMetaDataLabel(&one.ObjectMeta, v1alpha1.GroupLabel, one.Spec.Group.Key)
-		if err := m.kube.Client.Patch(ctx, one, kube.LockingPatch(before)); err != nil {
-			return kube.APIError("label snapshot "+one.Name, client.IgnoreNotFound(err))
+		if err := m.label(ctx, one, v1alpha1.GroupLabel, one.Spec.Group.Key); err != nil {
+			return err
 		}
 	}
 	return nil
 }
 
-// labelAdopted has the members of a group that was adopted known by their label, once all are there, on whatever nodes. That is believed if as many say that they belong to it as there
-// are, by the names that its members have: of a group of which the controller knows some, others of another node do not come to it so.
+// labelAdopted has the members of a group that were adopted, all or some, known by their label, once all are there, on whatever nodes. That is believed if as many say that they belong to it as
+// there are, all were cut, and have the names that its members have: what else another node says to be of it does not come to it so, nor anything while the controller has it cut.
 func (m *Mover) labelAdopted(ctx context.Context, s *v1alpha1.Snapshot) error {
 	group := s.Spec.Group
 	if group == nil || s.InGroup() {
@@ -102,10 +139,10 @@ func (m *Mover) labelAdopted(ctx context.Context, s *v1alpha1.Snapshot) error {
 	}
 	for i := range list.Items {
 		one := &list.Items[i]
-		if one.InGroup() || one.Status.Created == nil || v1alpha1.Going(one) || *one.Spec.Group != *group || group.Key != volume.KeyOf(one.Spec.Name) ||
+		if one.Status.Created == nil || v1alpha1.Going(one) || *one.Spec.Group != *group || group.Key != volume.KeyOf(one.Spec.Name) ||
 			one.Name != volume.KeyOf(cluster.MemberName(one.Spec.Name, cluster.SnapshotSource(one))) {
 			return nil
 		}
 	}
-	return kube.IgnoreConflict(m.label(ctx, list.Items))
+	return kube.IgnoreConflict(m.labelMembers(ctx, list.Items))
 }

@@ -19,7 +19,10 @@ func newSnapshot(name string, source *v1alpha1.Volume, group *v1alpha1.Group) *v
 	o := cluster.SnapshotNamed(volume.KeyOf(name))
 	if group != nil {
 		o = cluster.SnapshotNamed(volume.KeyOf(cluster.MemberName(name, cluster.VolumeID(source))))
-		o.Labels = map[string]string{v1alpha1.GroupLabel: group.Key}
+	}
+	o.Labels = map[string]string{v1alpha1.SourceLabel: source.Name}
+	if group != nil {
+		o.Labels[v1alpha1.GroupLabel] = group.Key
 	}
 	o.Spec = v1alpha1.SnapshotSpec{Intent: v1alpha1.Intent{Make: true}, NodeName: source.Spec.NodeName, Pool: source.Spec.Pool, Name: name, Source: source.Name,
 		SourcePool: source.Spec.IDPool, Encryption: source.Spec.Encryption, Group: group}
@@ -149,7 +152,7 @@ func (s *Store) DeleteSnapshot(ctx context.Context, id volume.ID) error {
 // cleared is ErrUnavailable for a snapshot that is not to be deleted: its old node still has its bytes, too.
 func cleared(s *v1alpha1.Snapshot) error {
 	if m := s.Spec.Move; m != nil && m.Left {
-		return fmt.Errorf("%w: delete snapshot %s: it has moved from node %s, which has not given its bytes back yet: it does when its driver runs there; if that node never comes back, delete its Node object",
+		return fmt.Errorf("%w: delete snapshot %s: it has moved from node %s, which has not given its bytes back yet: it does when the drivers of both nodes run, and status.move says what it waits for; if that node never comes back, delete its Node object",
 			errdefs.ErrUnavailable, cluster.SnapshotID(s), m.Node)
 	}
 	return nil
@@ -210,7 +213,7 @@ func (s *Store) ListSnapshots(ctx context.Context, source, after volume.ID, limi
 	var list v1alpha1.SnapshotList
 	options := []client.ListOption{client.UnsafeDisableDeepCopy}
 	if source != (volume.ID{}) {
-		options = append(options, client.MatchingFields{bySource: source.Key})
+		options = append(options, client.MatchingFields{cluster.BySource: source.Key})
 	}
 	if err := s.kube.Client.List(ctx, &list, options...); err != nil {
 		return nil, kube.APIError("list snapshots", err)

@@ -110,12 +110,11 @@ func New(config *rest.Config, o Options) (*Store, error) {
 	return s, s.watch(o.Namespace != "")
 }
 
-// Indexes of the cache, beside cluster.ByGroup.
+// Indexes of the cache, beside those of package cluster.
 const (
-	byNode   = "node"
-	byClaim  = "claim"
-	bySource = "source"
-	byPool   = "pool"
+	byNode  = "node"
+	byClaim = "claim"
+	byPool  = "pool"
 )
 
 func index(c cache.Cache) error {
@@ -146,7 +145,7 @@ func index(c cache.Cache) error {
 			return nil
 		}},
 		{&v1alpha1.Snapshot{}, byNode, func(o client.Object) []string { return []string{o.(*v1alpha1.Snapshot).Spec.NodeName} }},
-		{&v1alpha1.Snapshot{}, bySource, func(o client.Object) []string { return []string{o.(*v1alpha1.Snapshot).Spec.Source} }},
+		{&v1alpha1.Snapshot{}, cluster.BySource, func(o client.Object) []string { return []string{o.(*v1alpha1.Snapshot).Spec.Source} }},
 		{&v1alpha1.Snapshot{}, cluster.ByGroup, cluster.IndexGroup},
 		{&v1alpha1.Pool{}, byNode, func(o client.Object) []string { return []string{o.(*v1alpha1.Pool).Spec.NodeName} }},
 		{&v1alpha1.Pool{}, byPool, func(o client.Object) []string { return []string{o.(*v1alpha1.Pool).Spec.Pool} }},

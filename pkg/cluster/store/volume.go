@@ -486,7 +486,7 @@ func (s *Store) Delete(ctx context.Context, id volume.ID) error {
 		case !live && v.IsUsed():
 			return errStale // it may have been released since
 		case len(claimants) == 0 && v.Spec.Move != nil && v.Spec.Move.Left:
-			return fmt.Errorf("%w: delete volume %s: it has moved from node %s, which has not given its bytes back yet: it does when its driver runs there; if that node never comes back, delete its Node object",
+			return fmt.Errorf("%w: delete volume %s: it has moved from node %s, which has not given its bytes back yet: it does when the drivers of both nodes run, and status.move says what it waits for; if that node never comes back, delete its Node object",
 				errdefs.ErrUnavailable, id, v.Spec.Move.Node)
 		case len(claimants) == 0:
 			if err := s.notGiven(ctx, v); err != nil {

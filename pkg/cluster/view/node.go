@@ -98,6 +98,20 @@ func (t *taking) judge(n *overview.Node, held int) {
 	}
 }
 
+// away is how a node is not there, in words; empty: it is, as far as is known.
+func (t *taking) away(node string) string {
+	m, there := t.machines[node]
+	switch {
+	case t.known && (!there || m.gone):
+		return "which is gone"
+	case t.known && !m.ready:
+		return "which is not ready"
+	case t.listening && t.silent(node):
+		return "whose agent is not heard"
+	}
+	return ""
+}
+
 // silent: an agent that never had a Lease is of an older version, and as alive as its node.
 func (t *taking) silent(node string) bool {
 	if t.options.Silent != nil {

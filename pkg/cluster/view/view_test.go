@@ -51,3 +51,33 @@ func TestOneHandleOfTwo(t *testing.T) {
 		}
 	}
 }
+
+// TestMoveWaitsForANode: where a move waits for a node that is away, that is shown, also if nobody has said anything of the move yet.
+func TestMoveWaitsForANode(t *testing.T) {
+	ready := machine{ready: true}
+	for _, test := range []struct {
+		move  *v1alpha1.Move
+		says  *v1alpha1.MoveStatus
+		other machine
+		there bool
+		want  string
+	}{
+		{&v1alpha1.Move{Node: "other"}, nil, ready, true, "to node other"},
+		{&v1alpha1.Move{Node: "other"}, nil, machine{}, true, "to node other: it waits for node other, which is not ready"},
+		{&v1alpha1.Move{Node: "other"}, &v1alpha1.MoveStatus{Node: "other", Message: "half"}, machine{gone: true}, true, "to node other: half: it waits for node other, which is gone"},
+		{&v1alpha1.Move{Node: "other", Pool: "fast"}, nil, machine{}, false, "to pool fast of node other: it waits for node other, which is gone"},
+		{&v1alpha1.Move{Node: "silent"}, nil, ready, true, "to node silent: it waits for node silent, whose agent is not heard"},
+		{&v1alpha1.Move{Node: "other", Left: true}, &v1alpha1.MoveStatus{Node: "home", Arrived: true, Message: "moved; node other is to give its bytes back"}, machine{}, true,
+			"from node other: moved; node other is to give its bytes back: it waits for node other, which is not ready"},
+		{&v1alpha1.Move{Node: "other", Left: true}, &v1alpha1.MoveStatus{Node: "home", Arrived: true, Cleared: true, Message: "moved"}, machine{}, true, "from node other: moved"},
+	} {
+		tk := taking{out: &overview.Overview{}, known: true, listening: true, machines: map[string]machine{"home": ready, "silent": ready}, options: Options{Silent: func(node string) bool { return node == "silent" }}}
+		if test.there {
+			tk.machines["other"] = test.other
+		}
+		v := &v1alpha1.Volume{Spec: v1alpha1.VolumeSpec{NodeName: "home", Move: test.move}, Status: v1alpha1.VolumeStatus{Move: test.says}}
+		if have := tk.moving(v); have != test.want {
+			t.Errorf("%q, want %q", have, test.want)
+		}
+	}
+}

@@ -26,7 +26,7 @@ func (t *taking) volumes() {
 func (t *taking) volume(v *v1alpha1.Volume) overview.Volume {
 	out := overview.Volume{ID: v.ID(), Name: v.Spec.Name, Node: v.Spec.NodeName, Pool: v.Spec.Pool, Size: v.Spec.Size, Filesystem: v.Spec.Filesystem, Encryption: v.Spec.Encryption,
 		Thin: v.Spec.Provisioning == "thin", Created: v.CreationTimestamp.UTC(), PersistentVolume: v.Spec.PersistentVolume,
-		Used: v.Status.Used, Settings: v.Status.Mutable, Moving: moving(v), Progress: progress(&v.Status.ObjectStatus, v)}
+		Used: v.Status.Used, Settings: v.Status.Mutable, Moving: t.moving(v), Progress: progress(&v.Status.ObjectStatus, v)}
 	if v.Status.Created != nil {
 		out.Created, out.Thin = v.Status.Created.UTC(), v.Status.Thin
 		out.Size = v.Status.Size
@@ -59,19 +59,19 @@ func (t *taking) volume(v *v1alpha1.Volume) overview.Volume {
 }
 
 func (t *taking) snapshots() {
-	homes := map[string]string{} // nodes of volumes, by their IDs
+	volumes := map[string]*v1alpha1.Volume{} // by their IDs
 	for i := range t.objects {
-		homes[t.objects[i].ID()] = t.objects[i].Spec.NodeName
+		volumes[t.objects[i].ID()] = &t.objects[i]
 	}
 	for i := range t.copies {
 		s := &t.copies[i]
 		out := overview.Snapshot{ID: s.ID(), Name: s.Spec.Name, Node: s.Spec.NodeName, Pool: s.Spec.Pool, Source: s.SourceID(), Size: s.Status.Size, Created: s.CreationTimestamp.UTC(),
-			Moving: moving(s), Progress: progress(&s.Status.ObjectStatus, s)}
+			Moving: t.moving(s), Progress: progress(&s.Status.ObjectStatus, s)}
 		if s.Status.Created != nil {
 			out.Created = s.Status.Created.UTC()
 		}
-		if home := homes[out.Source]; home != "" && home != out.Node {
-			out.Source = "" // a snapshot is where its volume is: its node says that of another's
+		if v := volumes[out.Source]; v != nil && !s.Of(v) {
+			out.Source = "" // its node says that of another's
 		}
 		if g := s.Spec.Group; g != nil {
 			out.Group = g.ID()
@@ -96,8 +96,8 @@ func move(o mobile) (*v1alpha1.Move, *v1alpha1.MoveStatus) {
 	return m, s
 }
 
-// moving is where an object moves to, or has moved from, and how far that is, in words; empty: it does not move.
-func moving(o mobile) string {
+// moving is where an object moves to, or has moved from, how far that is, and whether it waits for the node there, which is away, in words; empty: it does not move.
+func (t *taking) moving(o mobile) string {
 	m, s := move(o)
 	if m == nil {
 		return ""
@@ -111,11 +111,18 @@ func moving(o mobile) string {
 	}
 	switch {
 	case s == nil || s.Message == "":
-		return text
 	case s.Waits && !m.Left:
-		return text + ": it waits: " + s.Message
+		text += ": it waits: " + s.Message
+	default:
+		text += ": " + s.Message
 	}
-	return text + ": " + s.Message
+	if m.Left && (s == nil || !s.Arrived || s.Cleared) {
+		return text
+	}
+	if away := t.away(m.Node); away != "" {
+		text += fmt.Sprintf(": it waits for node %s, %s", m.Node, away)
+	}
+	return text
 }
 
 // progress is how far an object is that is copied, zeroed, or moves; nil for others.

@@ -1,0 +1,256 @@
+package device
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// The kernel forgets that a leg of a mirror has failed if only a flush has: the next write sets all back, and from then on what is written twice to one region goes to one
+// leg alone (docs/decisions/moving-in-use.md). What tells is the count of events of the device. Each target has one event when all of it is copied, and one for each leg that
+// fails; one that forgets has the first kind once more. So the kernel has forgotten nothing where there are no more events, since the mirror was loaded, than targets that are
+// copied and legs that are said to have failed. How many there were before that, the kernel keeps for whoever asks later, in a note.
+
+// sinceSuffix is of the note of a mirror, which is called as the top is, and this.
+const sinceSuffix = "-since"
+
+func noteOf(seat string) string { return strings.TrimSuffix(seat, seatSuffix) + sinceSuffix }
+
+const notePrefix = "ashlar-since-"
+
+// note is what is kept of a mirror.
+type note struct {
+	event uint32 // how many events its device had before
+	old   uint64 // its old leg
+}
+
+// noteFor is how the note of a seat begins, and no other one's does.
+func noteFor(d *dm.Device) string { return notePrefix + d.UUID[max(0, len(d.UUID)-8):] }
+
+func (n note) write(d *dm.Device) error {
+	return dm.Note(noteOf(d.Name), fmt.Sprintf("%s-%d-%s", noteFor(d), n.event, dm.Number(n.old)))
+}
+
+// readNote returns the note of a mirror; false if there is none, as an older driver has made the mirror.
+func readNote(d *dm.Device) (n note, is bool, err error) {
+	kept, err := dm.Find(noteOf(d.Name))
+	if err != nil || kept == nil {
+		return n, false, err
+	}
+	var major, minor uint32
+	text, is := strings.CutPrefix(kept.UUID, noteFor(d))
+	if !is {
+		return n, false, nil
+	}
+	if _, err := fmt.Sscanf(text, "-%d-%d:%d", &n.event, &major, &minor); err != nil {
+		return n, false, fmt.Errorf("note %s says %q: %w", kept.Name, kept.UUID, err)
+	}
+	n.old = unix.Mkdev(major, minor)
+	return n, true, nil
+}
+
+// forget takes the note of a seat away that is no mirror any more.
+func forget(seat string) error {
+	_, err := dm.Remove(noteOf(seat))
+	return err
+}
+
+// begins is how long the targets of a table that was loaded have, before it comes into effect, to see that they are in sync from the start: an event of that is not
+// counted before. One that is too slow counts, and the mirror begins anew.
+const begins = 50 * time.Millisecond
+
+// load gives a seat that is held a table that is a mirror, for when it is resumed.
+func load(d *dm.Device, old uint64, table []dm.Line) error {
+	if err := dm.Load(d.Name, table); err != nil {
+		return err
+	}
+	time.Sleep(begins)
+	now, err := dm.Find(d.Name)
+	if err == nil && now == nil {
+		err = unix.ENXIO
+	}
+	if err == nil {
+		err = note{now.Event, old}.write(d)
+	}
+	if err != nil {
+		return errors.Join(err, dm.Clear(d.Name))
+	}
+	return nil
+}
+
+// part is a target of a mirror.
+type part struct {
+	dm.Line
+	dm.Mirror // without legs: it is over the old one alone
+}
+
+// from is the leg that a part is copied from.
+func (p part) from(m mirror) uint64 {
+	if len(p.Legs) == 0 {
+		return m.Old
+	}
+	return p.Legs[0].Device
+}
+
+// failed reports whether the kernel says that a leg has failed.
+func (p part) failed() bool { return len(p.Legs) > 0 && (p.Legs[0].Failed || p.Legs[1].Failed) }
+
+func (p part) synced() bool { return p.Synced == p.Total }
+
+// mirror is what the kernel tells of a seat that is one.
+type mirror struct {
+	Mirrored
+	parts []part
+}
+
+// looks is how often a mirror is looked at in which something happens meanwhile.
+const looks = 10
+
+// mirrorOf tells of the mirror that a seat is; false if it is none.
+func mirrorOf(name string) (m mirror, is bool, err error) {
+	d, err := dm.Find(name)
+	for range looks {
+		if err != nil || d == nil || !d.Live {
+			return m, false, err
+		}
+		m, is, err = readMirror(d)
+		if err != nil || !is {
+			return m, is, err
+		}
+		was := d.Event
+		if d, err = dm.Find(name); err == nil && d != nil && d.Event == was {
+			break
+		}
+	}
+	return m, is, err
+}
+
+func readMirror(d *dm.Device) (m mirror, is bool, err error) {
+	targets, err := dm.Status(d.Name)
+	if err != nil {
+		return m, false, err
+	}
+	for _, l := range targets {
+		is = is || l.Kind == mirrorTarget
+	}
+	if !is {
+		return m, false, nil
+	}
+	made, err := dm.Lines(d.Name)
+	if err == nil && len(made) != len(targets) {
+		err = fmt.Errorf("%w: device %s was given another table meanwhile", errdefs.ErrBusy, d.Name)
+	}
+	if err != nil {
+		return m, false, err
+	}
+	since, known, err := readNote(d)
+	if err != nil {
+		return m, false, err
+	}
+	m.Old, m.Held = since.old, d.Suspended
+	events := since.event
+	for i, l := range targets {
+		p := part{Line: l}
+		if l.Kind == mirrorTarget {
+			if p.Mirror, err = dm.ParseMirror(l.Text); err == nil && len(p.Legs) != 2 {
+				err = fmt.Errorf("%w: device %s is a mirror of %d legs, which is none of ours", errdefs.ErrPrecondition, d.Name, len(p.Legs))
+			}
+			if err != nil {
+				return m, false, err
+			}
+			if !known && m.Old == 0 {
+				m.Old = p.Legs[0].Device
+			}
+			events += m.add(p, strings.HasPrefix(made[i].Text, copied))
+		} else {
+			m.Synced, m.Total = m.Synced+l.Length, m.Total+l.Length
+		}
+		m.parts = append(m.parts, p)
+	}
+	m.Forgot = !known || int32(d.Event-events) > 0
+	return m, true, nil
+}
+
+// add adds what a part says, and returns how many events it has had, of those that are none of something forgotten. toCopy: it was made to be copied.
+func (m *mirror) add(p part, toCopy bool) (events uint32) {
+	old, second := p.Legs[0], p.Legs[1]
+	if old.Device != m.Old {
+		m.Back, old, second = true, second, old
+	}
+	m.New = second.Device
+	m.Total += p.Length
+	if p.synced() {
+		m.Synced += p.Length
+	} else {
+		m.Synced += p.Length / p.Total * p.Synced
+	}
+	m.OldFailed, m.NewFailed = m.OldFailed || old.Failed, m.NewFailed || second.Failed
+	for _, happened := range []bool{toCopy && p.synced(), old.Failed, second.Failed} {
+		if happened {
+			events++
+		}
+	}
+	return events
+}
+
+// lacks tells of which parts the old leg may lack something that the new one has; nil: of none. errdefs.ErrBusy while that is copied to it.
+func (m mirror) lacks(d *dm.Device) (parts []bool, err error) {
+	failed := m.OldFailed || m.NewFailed
+	switch {
+	case m.Back && !m.Forgot && !failed && m.Synced < m.Total:
+		return nil, fmt.Errorf("%w: it is copied back to where it is at home: %d of %d bytes", errdefs.ErrBusy, m.Synced, m.Total)
+	case !m.Forgot && !(m.Back && failed):
+		return nil, nil
+	}
+	if d.Suspended { // else it cannot be read
+		if err := dm.Resume(d.Name, dm.NoScan); err != nil {
+			return nil, err
+		}
+	}
+	from := make([]uint64, len(m.parts))
+	for i, p := range m.parts {
+		if from[i] = p.from(m); m.Forgot && len(p.Legs) > 0 && p.synced() && !p.failed() { // one that is not, is read from its first leg alone
+			if from[i], err = dm.ReadFrom(d, p.Start, p.Legs); err != nil {
+				return nil, err
+			}
+		}
+	}
+	now, is, err := mirrorOf(d.Name)
+	if err != nil || !is || len(now.parts) != len(m.parts) {
+		return nil, errors.Join(err, fmt.Errorf("%w: device %s was given another table meanwhile", errdefs.ErrBusy, d.Name))
+	}
+	parts = make([]bool, len(m.parts))
+	for i, p := range now.parts {
+		if p.failed() { // it held what it could not write to both
+			from[i] = p.from(m)
+		}
+		parts[i] = from[i] != m.Old && !(!m.Forgot && p.synced() && !p.failed())
+	}
+	if !slices.Contains(parts, true) {
+		return nil, nil
+	}
+	return parts, nil
+}
+
+// copyBack has the kernel copy some parts of a mirror to the old leg, from the new one. All others are over the old leg from then on.
+func (m mirror) copyBack(d *dm.Device, parts []bool) error {
+	var table []dm.Line
+	for i, p := range m.parts {
+		if parts[i] {
+			table = append(table, mirrorLine(p.Start, p.Length, copied, m.New, m.Old))
+		} else {
+			table = append(table, dm.Line{Start: p.Start, Length: p.Length, Kind: "linear", Text: fmt.Sprintf("%s %d", dm.Number(m.Old), p.Start/512)})
+		}
+	}
+	if err := dm.Hold(d.Name); err != nil {
+		return err
+	}
+	return errors.Join(load(d, m.Old, table), dm.Resume(d.Name, dm.NoScan))
+}

@@ -1,0 +1,202 @@
+package device_test
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/ashlar-csi/ashlar/internal/check"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/dm"
+	"github.com/ashlar-csi/ashlar/pkg/blockdev/pooltest"
+	"github.com/ashlar-csi/ashlar/pkg/device"
+	"github.com/ashlar-csi/ashlar/pkg/errdefs"
+)
+
+// failWrites has all that is written to the disk fail, and flushes, until mend. Reads go on.
+func (d *disk) failWrites(t *testing.T) (mend func()) {
+	t.Helper()
+	below, err := dm.Below(d.name)
+	check.OK(t, err)
+	check.OK(t, dm.Replace(d.name, []dm.Line{{Length: d.size, Kind: "flakey", Text: dm.Number(below[0]) + " 0 0 1 1 error_writes"}}))
+	return func() { check.OK(t, dm.Replace(d.name, dm.Linear(below[0], d.size))) }
+}
+
+// readsLate has all that is read from the disk take so long, until quick.
+func (d *disk) readsLate(t *testing.T, late time.Duration) (quick func()) {
+	t.Helper()
+	below, err := dm.Below(d.name)
+	check.OK(t, err)
+	number := dm.Number(below[0])
+	check.OK(t, dm.Replace(d.name, []dm.Line{{Length: d.size, Kind: "delay", Text: fmt.Sprintf("%s 0 %d %s 0 0", number, late.Milliseconds(), number)}}))
+	return func() { check.OK(t, dm.Replace(d.name, dm.Linear(below[0], d.size))) }
+}
+
+// flushFails has a flush of a volume fail on a disk, which then takes writes again. The flush ends when the mirror does.
+func (p *pair) flushFails(path string, on *disk) (flushed chan error) {
+	p.Helper()
+	f, err := os.OpenFile(path, os.O_RDWR, 0)
+	check.OK(p, err)
+	mend := on.failWrites(p.T)
+	flushed = make(chan error, 1)
+	go func() { flushed <- errors.Join(f.Sync(), f.Close()) }()
+	p.becomes("failed", func(m device.Mirrored) bool { return m.OldFailed || m.NewFailed })
+	time.Sleep(50 * time.Millisecond) // of all targets
+	mend()
+	return flushed
+}
+
+// forgets has the kernel forget that: it writes to the same places, and is acknowledged.
+func (p *pair) forgets(path string, places []int64) {
+	p.Helper()
+	for n := range 5 {
+		for _, at := range places {
+			p.write(path, at, pattern(100+n))
+		}
+	}
+	if m := p.mirrored(); m.OldFailed || m.NewFailed {
+		p.Fatalf("this kernel does not forget: %+v", m)
+	}
+}
+
+// undone brings a mirror to its old leg.
+func (p *pair) undone() (waited int) {
+	p.Helper()
+	for end := time.Now().Add(time.Minute); ; waited++ {
+		err := p.stack().Unmirror(p.Context())
+		if err == nil {
+			return waited
+		}
+		if !errors.Is(err, errdefs.ErrBusy) || time.Now().After(end) {
+			p.Fatalf("not undone: %v", err)
+		}
+		time.Sleep(10 * time.Millisecond)
+	}
+}
+
+// TestFlushFails: a leg that fails a flush, and takes writes again, which the kernel forgets. Whoever asks is told, also who did not see it, and what was acknowledged is at the old home
+// when the mirror has ended, whichever leg it was.
+func TestFlushFails(t *testing.T) {
+	data := []blockdev.Extent{{Length: 24 * pooltest.MiB}, {Offset: 40 * pooltest.MiB, Length: 4096}, {Offset: 52 * pooltest.MiB, Length: 4096}}
+	for _, old := range []bool{false, true} {
+		for _, late := range []bool{false, true} {
+			t.Run(fmt.Sprintf("old leg: %v, late: %v", old, late), func(t *testing.T) {
+				overPair(t, 64*pooltest.MiB, func(p *pair) {
+					d := p.attach(p.options)
+					places := []int64{2 * pooltest.MiB, 30 * pooltest.MiB, d.Size - pooltest.MiB} // some of what is copied, and of what is not
+					last := pattern(1)
+					for _, at := range places {
+						p.write(d.Path, at, last)
+					}
+					p.mirror(data...)
+					p.copied()
+					failing := p.to
+					if old {
+						failing = p.from
+					}
+					flushed := p.flushFails(d.Path, failing)
+					if late {
+						p.forgets(d.Path, places)
+						last = pattern(104)
+						check.OK(p, p.stack().HoldMirror(p.Context()))
+						p.recover() // as a driver that starts
+						if m := p.mirrored(); !m.Forgot || !m.Held || m.Back {
+							p.Errorf("it is %+v", m)
+						}
+						check.OK(p, p.stack().ReleaseMirror(p.Context()))
+					}
+					if waited := p.undone(); waited > 0 && !old || waited == 0 && old && late { // what only the new one has is copied back
+						p.Errorf("it was undone after %d tries", waited)
+					}
+					check.OK(p, <-flushed)
+					p.writes(d.Path)
+					if left, err := dm.Names("ashlar-" + p.from.name); err != nil || slices.ContainsFunc(left, func(name string) bool { return bytes.HasSuffix([]byte(name), []byte("-since")) }) {
+						p.Errorf("left are %v, %v", left, err)
+					}
+					check.OK(p, errors.Join(d.Close(), p.stack().Detach(p.Context())))
+					p.bare(p.from, func(path string) {
+						for _, at := range places {
+							b := make([]byte, len(last))
+							check.OK(p, pooltest.Second(readAt(path, b, at)))
+							if !bytes.Equal(b, last) {
+								p.Errorf("at %d there is %q..., not %q", at, b[:16], last[:16])
+							}
+						}
+					})
+				})
+			})
+		}
+	}
+}
+
+// TestForgetsWhileItCopies: a flush that fails before all is copied, and is forgotten when that is. A mirror of which nothing is known, as of an older driver, is told of as one that has forgotten.
+func TestForgetsWhileItCopies(t *testing.T) {
+	overPair(t, 64*pooltest.MiB, func(p *pair) {
+		d := p.attach(p.options)
+		quick := p.from.readsLate(p.T, 3*time.Second) // nothing is copied before
+		p.mirror(p.all())
+		flushed := p.flushFails(d.Path, p.to)
+		quick()
+		p.becomes("copied", func(m device.Mirrored) bool { return m.Synced == m.Total && !m.NewFailed })
+		if m := p.mirrored(); !m.Forgot {
+			p.Errorf("it is %+v", m)
+		}
+		p.undone()
+		check.OK(p, <-flushed)
+
+		p.mirror(p.all())
+		p.copied()
+		name, _ := p.names()
+		_, err := dm.Remove(name + "-since")
+		check.OK(p, err)
+		if m := p.mirrored(); !m.Forgot {
+			p.Errorf("without a note it is %+v", m)
+		}
+		p.undone()
+		check.OK(p, d.Close())
+	})
+}
+
+// TestHoldMirror: nothing is acknowledged while a mirror is held, whatever driver starts, until it is released, undone, or switched. It is no problem of the volume.
+func TestHoldMirror(t *testing.T) {
+	for what, end := range map[string]func(p *pair) error{
+		"released": func(p *pair) error { return p.stack().ReleaseMirror(p.Context()) },
+		"undone":   func(p *pair) error { return p.stack().Unmirror(p.Context()) },
+		"switched": func(p *pair) error { return p.stack().Switch(p.Context(), p.moved()) },
+	} {
+		t.Run(what, func(t *testing.T) {
+			overPair(t, 48*pooltest.MiB, func(p *pair) {
+				d := p.attach(p.options)
+				pooltest.Fails(p, p.stack().HoldMirror(p.Context()), errdefs.ErrPrecondition, "held without a mirror")
+				w := p.writer(d.Path)
+				p.mirror(p.all())
+				p.copied()
+				w.goesOn(p.T)
+				check.OK(p, errors.Join(p.stack().HoldMirror(p.Context()), p.stack().HoldMirror(p.Context())))
+				time.Sleep(100 * time.Millisecond) // what was under way
+				w.held(p.T)
+				p.recover()
+				w.held(p.T)
+				if problems, err := p.stack().Health(p.Context()); err != nil || len(problems) > 0 {
+					p.Errorf("health %v, %v", problems, err)
+				}
+				if m := p.mirrored(); !m.Held || m.Forgot {
+					p.Errorf("it is %+v", m)
+				}
+				check.OK(p, end(p))
+				w.goesOn(p.T)
+				n, err := w.halt()
+				on, stack := p.from, p.stack()
+				if what == "switched" {
+					on, stack = p.to, p.moved()
+				}
+				check.OK(p, errors.Join(err, d.Close(), stack.Detach(p.Context())))
+				p.bare(on, func(path string) { p.has(path, n) })
+			})
+		})
+	}
+}
